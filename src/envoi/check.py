@@ -1,0 +1,78 @@
+"""Refusals that explain: which argument, what was expected, what came. All raise ValueError."""
+
+from collections.abc import Collection, Sequence
+from typing import Any
+
+import torch
+
+Dim = int | str | None  # an exact size, a name for a size that is free, or None for "any"
+
+
+def dtype_name(dtype: torch.dtype) -> str:
+    """`torch.float8_e4m3fn` -> `float8_e4m3fn`."""
+    return str(dtype).removeprefix("torch.")
+
+
+def describe(value: Any) -> str:
+    """What came, in the form in which it was asked for: `int64 [128, 6]`, or the type of a non-tensor."""
+    if isinstance(value, torch.Tensor):
+        return f"{dtype_name(value.dtype)} {list(value.shape)}"
+    return f"{type(value).__name__} {value!r}" if isinstance(value, (int, float, str, bool)) else type(value).__name__
+
+
+def expect_tensor(
+    name: str,
+    value: Any,
+    dtype: torch.dtype | Collection[torch.dtype] | None = None,
+    shape: Sequence[Dim] | None = None,
+    device: torch.device | None = None,
+    contiguous: bool = False,
+) -> torch.Tensor:
+    """Return `value` if it is a tensor of that dtype, shape, device and layout; else raise ValueError.
+
+    >>> expect_tensor("topk_ids", torch.zeros(128, 6, dtype=torch.int64), torch.int32, (128, 8))
+    Traceback (most recent call last):
+    ValueError: topk_ids: expected int32 [128, 8], got int64 [128, 6]
+    """
+    dtypes = (dtype,) if isinstance(dtype, torch.dtype) else tuple(dtype or ())
+    kinds = " or ".join(map(dtype_name, dtypes)) or "tensor"
+    sizes = "" if shape is None else " [" + ", ".join("*" if d is None else str(d) for d in shape) + "]"
+    if (
+        not isinstance(value, torch.Tensor)
+        or (dtypes and value.dtype not in dtypes)
+        or (shape is not None and not _fits(value.shape, shape))
+    ):
+        raise ValueError(f"{name}: expected {kinds}{sizes}, got {describe(value)}")
+    if device is not None and value.device != device:
+        raise ValueError(f"{name}: expected a tensor on {device} like the other arguments, got one on {value.device}")
+    if contiguous and not value.is_contiguous():
+        raise ValueError(f"{name}: expected a contiguous tensor, got strides {value.stride()}; call .contiguous()")
+    return value
+
+
+def _fits(sizes: Sequence[int], shape: Sequence[Dim]) -> bool:
+    return len(sizes) == len(shape) and all(
+        not isinstance(want, int) or size == want for size, want in zip(sizes, shape, strict=True)
+    )
+
+
+def expect_choice(name: str, value: Any, choices: Collection[str]) -> str:
+    """Return `value` if it is one of `choices`; else raise ValueError that lists them."""
+    if value not in choices:
+        raise ValueError(f"{name}: expected one of {', '.join(map(repr, choices))}, got {value!r}")
+    return value
+
+
+def expect_int(name: str, value: Any, low: int, high: int | None = None, why: str = "") -> int:
+    """Return `value` if it is an int in [low, high]; else raise ValueError."""
+    if not isinstance(value, int) or isinstance(value, bool) or value < low or (high is not None and value > high):
+        span = f"an int of at least {low}" if high is None else f"an int from {low} to {high}"
+        raise ValueError(f"{name}: expected {span}{why and f' ({why})'}, got {value!r}")
+    return value
+
+
+def expect_divisible(name: str, value: int, by: int, why: str) -> int:
+    """Return `value` if `by` divides it; else raise ValueError that says why it must."""
+    if value % by:
+        raise ValueError(f"{name}: expected a multiple of {by} ({why}), got {value}")
+    return value

@@ -1,0 +1,29 @@
+"""The only reader of the process environment."""
+
+import os
+from pathlib import Path
+
+
+def rank() -> int:
+    """This process's rank as `torchrun` sets it; 0 outside it."""
+    return int(os.environ.get("RANK", "0"))
+
+
+def world_size() -> int:
+    """Number of processes as `torchrun` sets it; 1 outside it."""
+    return int(os.environ.get("WORLD_SIZE", "1"))
+
+
+def local_rank() -> int:
+    """This process's rank on its host as `torchrun` sets it; 0 outside it."""
+    return int(os.environ.get("LOCAL_RANK", "0"))
+
+
+def interpreting() -> bool:
+    """True when Triton kernels run in its CPU interpreter (`TRITON_INTERPRET=1`)."""
+    return os.environ.get("TRITON_INTERPRET", "0") == "1"
+
+
+def cache_dir() -> Path:
+    """Where tuning results are kept: `ENVOI_CACHE_DIR`, else `~/.cache/envoi`."""
+    return Path(os.environ.get("ENVOI_CACHE_DIR") or Path.home() / ".cache" / "envoi")

@@ -1,0 +1,84 @@
+"""What every GEMM of the library computes, in torch, on any device.
+
+    acc[m, n] = sum over k of a[m, k] * b[n, k]          (float32; b is [N, K], as nn.Linear stores it)
+
+For block-scaled operands the sum is cut where a scale factor changes, as tensor cores have to do it:
+
+    fp8_row, fp8_tensor:  acc = (sum of a.values * b.values) * a.sf[m] * b.sf[n]
+    groups of 128 along K: acc = sum over blocks of (sum in the block of a.values * b.values) * (a.sf * b.sf)
+    UE8M0 and E2M1:        the operands are widened first: a power of two times an element is exact in float32
+"""
+
+import torch
+
+from envoi.quant.cast import decode_sf, decode_values, dequantize, expand_sf
+from envoi.types import Matrix, QuantTensor
+
+# BLAS libraries take other kernels for a handful of rows; a padded row count keeps a row's bits independent of its batch.
+ROW_TILE = 16
+
+
+def accumulate(a: Matrix, b: Matrix) -> torch.Tensor:
+    """a [M, K] @ b [N, K].T -> float32 [M, N] accumulators. Either side may be a QuantTensor."""
+    block = _block_k(a, b)
+    if block is None:
+        return _scaled_product(a, b)
+    (a_values, a_sf), (b_values, b_sf) = _blocks(a, block), _blocks(b, block)
+    acc = torch.zeros(a.shape[0], b.shape[0], device=a.device)
+    for a_block, a_scale, b_block, b_scale in zip(a_values, a_sf, b_values, b_sf, strict=True):
+        acc += _product(a_block, b_block) * (a_scale * b_scale.T)
+    return acc
+
+
+def oracle(a: Matrix, b: Matrix) -> torch.Tensor:
+    """The same product in float64, each operand widened exactly: the yardstick of the tests."""
+    wide = [x.double() if isinstance(x, torch.Tensor) else dequantize(x, torch.float64) for x in (a, b)]
+    return wide[0] @ wide[1].T
+
+
+def _product(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
+    """float32 product of exactly widened operands, with a row's bits independent of the number of rows."""
+    rows = a.shape[0]
+    padding = -rows % ROW_TILE
+    if padding:
+        a = torch.nn.functional.pad(a, (0, 0, 0, padding))
+    return (a.float() @ b.float().T)[:rows]
+
+
+def _scaled_product(a: Matrix, b: Matrix) -> torch.Tensor:
+    """A side with one scale along K is scaled after the sum; a power-of-two scale is folded in before it."""
+    a_values, a_scale = _split_scale(a)
+    b_values, b_scale = _split_scale(b)
+    acc = _product(a_values, b_values)
+    if a_scale is not None:
+        acc = acc * a_scale
+    return acc if b_scale is None else acc * b_scale.T
+
+
+def _split_scale(x: Matrix) -> tuple[torch.Tensor, torch.Tensor | None]:
+    if isinstance(x, torch.Tensor):
+        return x, None
+    if x.sf.shape[-1] == 1 and x.sf.dtype == torch.float32:
+        return decode_values(x), x.sf
+    return dequantize(x), None
+
+
+def _block_k(a: Matrix, b: Matrix) -> int | None:
+    """The K extent of a float32 scale factor where one changes along K, else None."""
+    extents = {x.group[1] for x in (a, b) if isinstance(x, QuantTensor) and x.sf.dtype == torch.float32}
+    extents -= {a.shape[-1]}
+    if len(extents) > 1:
+        raise ValueError(f"a, b: expected float32 scales over the same extent of K, got groups of {sorted(extents)}")
+    return extents.pop() if extents else None
+
+
+def _blocks(x: Matrix, block: int) -> tuple[tuple[torch.Tensor, ...], tuple[torch.Tensor, ...]]:
+    """Cut [R, K] into [R, block] values and [R, 1] scales."""
+    if isinstance(x, torch.Tensor):
+        ones = torch.ones(x.shape[0], 1, device=x.device)
+        values = x.split(block, dim=-1)
+        return values, (ones,) * len(values)
+    values = decode_values(x).split(block, dim=-1)
+    sf = expand_sf(decode_sf(x), (x.group[0], x.shape[-1]), (x.shape[0], x.sf.shape[-1]))
+    sf = sf.expand(x.shape[0], -1)
+    return values, sf.split(1, dim=-1) if sf.shape[-1] == len(values) else (sf,) * len(values)

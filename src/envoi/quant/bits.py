@@ -1,0 +1,49 @@
+"""Bit-level conversions: E2M1 nibbles and UE8M0 powers of two."""
+
+import torch
+
+_E2M1 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
+
+
+def e2m1_encode(x: torch.Tensor) -> torch.Tensor:
+    """float32 [..] -> uint8 [..] nibbles: sign in bit 3, magnitude 0, .5, 1, 1.5, 2, 3, 4, 6; ties to even, saturating.
+
+    NaN becomes 0: E2M1 has none, and the scale factor of its group is NaN already.
+    """
+    m = x.abs()
+    code = (m > 0.25).to(torch.uint8)
+    # A tie goes to the even code, so every second threshold includes its own value.
+    for threshold, inclusive in ((0.75, True), (1.25, False), (1.75, True), (2.5, False), (3.5, True), (5.0, False)):
+        code += (m >= threshold) if inclusive else (m > threshold)
+    return code | (torch.signbit(x).to(torch.uint8) << 3)
+
+
+def e2m1_decode(codes: torch.Tensor) -> torch.Tensor:
+    """uint8 [..] nibbles -> float32 [..], exactly."""
+    table = torch.tensor([*_E2M1, *(-v for v in _E2M1)], dtype=torch.float32, device=codes.device)
+    return table[codes.long()]
+
+
+def pack_nibbles(codes: torch.Tensor) -> torch.Tensor:
+    """uint8 [.., C] -> uint8 [.., C / 2]: the even column in the low nibble."""
+    return codes[..., 0::2] | (codes[..., 1::2] << 4)
+
+
+def unpack_nibbles(packed: torch.Tensor) -> torch.Tensor:
+    """uint8 [.., C / 2] -> uint8 [.., C]: the inverse of `pack_nibbles`."""
+    return torch.stack((packed & 0xF, packed >> 4), dim=-1).flatten(-2)
+
+
+def e8m0_ceil(x: torch.Tensor) -> torch.Tensor:
+    """Positive float32 [..] -> float8_e8m0fnu [..]: the smallest power of two >= x, at least 2^-126; NaN and inf give NaN."""
+    bits = x.float().contiguous().view(torch.int32)
+    # Adding all mantissa bits carries into the exponent unless the mantissa is zero.
+    exponent = ((bits.to(torch.int64) + 0x7FFFFF) >> 23).clamp(1, 255)
+    return exponent.to(torch.uint8).view(torch.float8_e8m0fnu)
+
+
+def e8m0_to_float(sf: torch.Tensor) -> torch.Tensor:
+    """float8_e8m0fnu [..] -> float32 [..], exactly; 0xFF is NaN."""
+    exponent = sf.view(torch.uint8).to(torch.int32)
+    power = torch.where(exponent == 0, 0x00400000, exponent << 23)  # 2^-127 is subnormal
+    return torch.where(exponent == 255, 0x7FC00000, power).to(torch.int32).view(torch.float32)

@@ -1,0 +1,90 @@
+"""Casts to and from the block-scaled formats, for any leading shape and any device.
+
+For each group of the scheme:
+    amax = max |x|, at least AMAX_FLOOR                      (NaN stays NaN)
+    float32 scale:  sf = amax / max_value,  value = cast(x * (max_value / amax))
+    UE8M0 scale:    sf = smallest power of two >= amax / max_value,  value = cast(x / sf)
+cast rounds to nearest even and saturates. Rounding the scale up means that no element is clipped.
+"""
+
+import torch
+
+from envoi.check import expect_divisible
+from envoi.quant.bits import e2m1_decode, e2m1_encode, e8m0_ceil, e8m0_to_float, pack_nibbles, unpack_nibbles
+from envoi.quant.formats import Scheme, scheme_named
+from envoi.types import QuantTensor
+
+AMAX_FLOOR = 1e-30  # keeps max_value / amax finite for a group of zeros
+
+_FLOATS = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
+
+
+def quantize(x: torch.Tensor, scheme: str | Scheme, name: str = "x") -> QuantTensor:
+    """Quantise a floating-point tensor [.., R, C].
+
+    scheme: a name of `SCHEMES` or a Scheme. C must be a multiple of the group's columns (R need not be of its rows).
+    A NaN or an infinity anywhere in a group makes that whole group NaN, and no other.
+    Raises ValueError for a dtype that isn't floating point or a C that the group doesn't divide.
+    """
+    scheme = scheme_named(scheme) if isinstance(scheme, str) else scheme
+    if x.dtype not in _FLOATS or x.dim() < 2:
+        raise ValueError(f"{name}: expected a floating-point tensor [.., R, C], got {x.dtype} {list(x.shape)}")
+    group = scheme.group_for(x.shape)
+    expect_divisible(f"{name}.shape[-1]", x.shape[-1], group[1], f"{scheme.name} shares a scale over {group[1]} columns")
+    amax = group_amax(x.float(), group).clamp(min=AMAX_FLOOR)
+    amax = amax.masked_fill(amax.isinf(), float("nan"))
+    sf, multiplier = _scale_factors(amax, scheme)
+    scaled = x.float() * expand_sf(multiplier, group, x.shape)
+    return QuantTensor(_encode(scaled, scheme), sf, group)
+
+
+def group_amax(x: torch.Tensor, group: tuple[int, int]) -> torch.Tensor:
+    """float [.., R, C] -> [.., ceil(R / rows), C / columns]: the largest magnitude of each group, NaN if it holds one."""
+    *lead, rows, columns = x.shape
+    num_row_groups, num_column_groups = -(-rows // group[0]), columns // group[1]
+    padded = torch.nn.functional.pad(x.abs(), (0, 0, 0, num_row_groups * group[0] - rows))
+    blocks = padded.reshape(*lead, num_row_groups, group[0], num_column_groups, group[1])
+    return blocks.amax(dim=(-3, -1)) if blocks.numel() else blocks.new_zeros(*lead, num_row_groups, num_column_groups)
+
+
+def expand_sf(sf: torch.Tensor, group: tuple[int, int], shape: tuple[int, ...] | torch.Size) -> torch.Tensor:
+    """One scale factor a group -> one an element, [.., R, C]; sides under one scale broadcast instead of growing."""
+    rows, columns = shape[-2:]
+    if group[0] not in (1, rows):
+        sf = sf.repeat_interleave(group[0], dim=-2)[..., :rows, :]
+    if group[1] != columns:
+        sf = sf.repeat_interleave(group[1], dim=-1)
+    return sf
+
+
+def _scale_factors(amax: torch.Tensor, scheme: Scheme) -> tuple[torch.Tensor, torch.Tensor]:
+    """amax -> (stored scale factors, float32 multipliers that the elements are scaled by)."""
+    if scheme.sf == torch.float8_e8m0fnu:
+        sf = e8m0_ceil(amax / scheme.max_value)
+        return sf, 1.0 / e8m0_to_float(sf)
+    if scheme.sf == torch.float8_e4m3fn:
+        sf = (amax / scheme.max_value).clamp(2**-9, 448.0).to(torch.float8_e4m3fn)
+        return sf, 1.0 / sf.float()
+    return amax / scheme.max_value, scheme.max_value / amax
+
+
+def _encode(scaled: torch.Tensor, scheme: Scheme) -> torch.Tensor:
+    if scheme.values == torch.uint8:
+        return pack_nibbles(e2m1_encode(scaled))
+    return scaled.clamp(-scheme.max_value, scheme.max_value).to(scheme.values)
+
+
+def decode_values(q: QuantTensor, dtype: torch.dtype = torch.float32) -> torch.Tensor:
+    """The elements without their scale factors, [.., R, C], exactly."""
+    return (e2m1_decode(unpack_nibbles(q.values)) if q.packed else q.values.float()).to(dtype)
+
+
+def decode_sf(q: QuantTensor, dtype: torch.dtype = torch.float32) -> torch.Tensor:
+    """The scale factors as floats, exactly; the tensor-wide scale is not in them."""
+    return (e8m0_to_float(q.sf) if q.sf.dtype == torch.float8_e8m0fnu else q.sf.float()).to(dtype)
+
+
+def dequantize(q: QuantTensor, dtype: torch.dtype = torch.float32) -> torch.Tensor:
+    """[.., R, C] in `dtype` (float32 or float64): values times scale factors, rounded once."""
+    x = decode_values(q, dtype) * expand_sf(decode_sf(q, dtype), q.group, q.shape)
+    return x if q.scale is None else x * q.scale.to(dtype)

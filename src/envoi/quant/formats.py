@@ -1,0 +1,82 @@
+"""The formats by name: how numbers are grouped under a scale factor, and which scheme each side of a GEMM uses."""
+
+from dataclasses import dataclass
+
+import torch
+
+from envoi.check import expect_choice
+
+E4M3_MAX = 448.0
+E2M1_MAX = 6.0
+
+
+@dataclass(frozen=True)
+class Scheme:
+    """How one tensor is quantised: element type, rows x columns under one scale factor (0 = the whole side), its type."""
+
+    name: str
+    values: torch.dtype  # float8_e4m3fn, or uint8 for two E2M1 numbers a byte
+    group: tuple[int, int]
+    sf: torch.dtype
+
+    @property
+    def max_value(self) -> float:
+        """The largest finite element."""
+        return E2M1_MAX if self.values == torch.uint8 else E4M3_MAX
+
+    def group_for(self, shape: tuple[int, ...] | torch.Size) -> tuple[int, int]:
+        """The group with whole sides written as their size (at least 1)."""
+        rows, columns = (side or max(size, 1) for side, size in zip(self.group, shape[-2:], strict=True))
+        return rows, columns
+
+
+_E4M3, _E8M0, _F32, _PAIR = torch.float8_e4m3fn, torch.float8_e8m0fnu, torch.float32, torch.uint8
+
+SCHEMES = {
+    s.name: s
+    for s in (
+        Scheme("fp8_tensor", _E4M3, (0, 0), _F32),
+        Scheme("fp8_row", _E4M3, (1, 0), _F32),
+        Scheme("fp8_1x128", _E4M3, (1, 128), _F32),
+        Scheme("fp8_128x128", _E4M3, (128, 128), _F32),
+        Scheme("mxfp8", _E4M3, (1, 32), _E8M0),
+        Scheme("mxfp4", _PAIR, (1, 32), _E8M0),
+        Scheme("nvfp4", _PAIR, (1, 16), _E4M3),
+    )
+}
+
+
+@dataclass(frozen=True)
+class Format:
+    """What an expert GEMM works in: a scheme for activations and one for weights; None = bf16."""
+
+    name: str
+    activations: Scheme | None
+    weights: Scheme | None
+
+    @property
+    def group_k(self) -> int:
+        """K must be a multiple of this."""
+        return max(1, *(s.group[1] for s in (self.activations, self.weights) if s is not None), 1)
+
+
+FORMATS = {
+    f.name: f
+    for f in (
+        Format("bf16", None, None),
+        Format("fp8_row", SCHEMES["fp8_row"], SCHEMES["fp8_row"]),
+        Format("fp8_block128", SCHEMES["fp8_1x128"], SCHEMES["fp8_128x128"]),
+        Format("mxfp8", SCHEMES["mxfp8"], SCHEMES["mxfp8"]),
+        Format("mxfp4", SCHEMES["mxfp8"], SCHEMES["mxfp4"]),
+    )
+}
+
+
+def format_named(name: str, argument: str = "format") -> Format:
+    """The Format of that name. Raises ValueError that lists the names."""
+    return FORMATS[expect_choice(argument, name, FORMATS)]
+
+
+def scheme_named(name: str, argument: str = "scheme") -> Scheme:
+    """The Scheme of that name. Raises ValueError that lists the names."""
+    return SCHEMES[expect_choice(argument, name, SCHEMES)]

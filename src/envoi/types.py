@@ -1,0 +1,129 @@
+"""The nouns on the arrows of the path: tokens -> Routing -> ExpertRows -> rows -> tokens.
+
+Frozen dataclasses without behaviour beyond their own shape. Sizes: M tokens, N experts, k slots a token,
+P rows sorted by expert, E local experts, H hidden, I intermediate.
+"""
+
+from dataclasses import dataclass
+
+import torch
+
+
+@dataclass(frozen=True)
+class QuantTensor:
+    """A tensor in a block-scaled format: element [.., r, c] is values[.., r, c] * sf[.., r // group[0], c // group[1]].
+
+    values: float8_e4m3fn [.., R, C], or uint8 [.., R, C / 2] that holds two E2M1 numbers, even column in the low nibble.
+    sf: float32, or float8_e8m0fnu (a power of two), or float8_e4m3fn (nvfp4);
+        shape [.., ceil(R / group[0]), ceil(C / group[1])].
+    group: rows and columns that share a scale factor; a whole side is written as its size (fp8_row: (1, C)).
+    scale: one float32 for the whole tensor, multiplied on top (nvfp4), or None.
+
+    Example: fp8_row of a [4, 256] tensor has values [4, 256], sf [4, 1], group (1, 256).
+    """
+
+    values: torch.Tensor
+    sf: torch.Tensor
+    group: tuple[int, int]
+    scale: torch.Tensor | None = None
+
+    @property
+    def packed(self) -> bool:
+        """True when two 4-bit numbers share a byte."""
+        return self.values.dtype == torch.uint8
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """The logical shape [.., R, C]."""
+        *lead, columns = self.values.shape
+        return (*lead, columns * 2 if self.packed else columns)
+
+    @property
+    def device(self) -> torch.device:
+        """Where the values live."""
+        return self.values.device
+
+
+Matrix = torch.Tensor | QuantTensor
+
+
+@dataclass(frozen=True)
+class Routing:
+    """What the router decided for M tokens; slots of a token are ordered by selection key, best first.
+
+    topk_weights [M, k] float32: weight of each slot, 0 where masked.
+    topk_ids [M, k] int32: expert of each slot, -1 = masked slot. Ids of one token are distinct.
+    num_experts: N, the number of experts over all ranks.
+    logits [M, N] float32: the router logits, if they were asked for.
+    dense [M, N] float32: topk_weights scattered to their experts, 0 elsewhere, if asked for.
+    num_tokens_per_expert [N] int32 and expert_offsets [N + 1] int32 (exclusive), if asked for; masked slots don't count.
+
+    Example, k = 2: topk_ids [[3, 0], [1, -1]], topk_weights [[.6, .4], [1., 0.]] sends token 0 to experts 3 and 0.
+    """
+
+    topk_weights: torch.Tensor
+    topk_ids: torch.Tensor
+    num_experts: int
+    logits: torch.Tensor | None = None
+    dense: torch.Tensor | None = None
+    num_tokens_per_expert: torch.Tensor | None = None
+    expert_offsets: torch.Tensor | None = None
+
+
+@dataclass(frozen=True)
+class ExpertRows:
+    """Token rows gathered by expert, ready for a grouped GEMM.
+
+    rows [P, H] (a tensor, or a QuantTensor with one scale row per row): expert e owns rows offsets[e] : offsets[e + 1].
+    offsets [E + 1] int32: exclusive.
+    pos_to_slot [P] int32: token * k + slot that row p came from. Within an expert, rows keep the order of their slots.
+    topk_weights [P] float32: the slot's weight.
+
+    Example: topk_ids [[1, 0], [1, -1]] gives offsets [0, 1, 3], pos_to_slot [1, 0, 2].
+    """
+
+    rows: Matrix
+    offsets: torch.Tensor
+    pos_to_slot: torch.Tensor
+    topk_weights: torch.Tensor
+
+
+@dataclass(frozen=True)
+class ExpertWeights:
+    """The experts that live on one rank, packed for the grouped GEMMs by `envoi.experts.pack`.
+
+    gate_up [E, 2I, H]: row 2i is gate i, row 2i + 1 is up i ("interleaved"), bf16 or a QuantTensor.
+    down [E, H, I]: bf16 or a QuantTensor.
+    gate_up_bias [E, 2I] (interleaved) and down_bias [E, H], float32, or None.
+    format: "bf16", "fp8_row", "fp8_block128", "mxfp8" or "mxfp4"; says how activations are quantised too.
+    activation: "swiglu" or "swiglu_oai".
+    swiglu_limit: clamp of gate (above only) and up (both sides), or None.
+    """
+
+    gate_up: Matrix
+    down: Matrix
+    format: str
+    activation: str = "swiglu"
+    swiglu_limit: float | None = None
+    gate_up_bias: torch.Tensor | None = None
+    down_bias: torch.Tensor | None = None
+
+    @property
+    def num_local_experts(self) -> int:
+        """E."""
+        return self.gate_up.shape[0]
+
+    @property
+    def hidden(self) -> int:
+        """H."""
+        return self.gate_up.shape[-1]
+
+    @property
+    def intermediate(self) -> int:
+        """I."""
+        return self.gate_up.shape[-2] // 2
+
+    @property
+    def device(self) -> torch.device:
+        """Where the weights live."""
+        return self.gate_up.device
