@@ -79,6 +79,6 @@ def _blocks(x: Matrix, block: int) -> tuple[tuple[torch.Tensor, ...], tuple[torc
         values = x.split(block, dim=-1)
         return values, (ones,) * len(values)
     values = decode_values(x).split(block, dim=-1)
-    sf = expand_sf(decode_sf(x), (x.group[0], x.shape[-1]), (x.shape[0], x.sf.shape[-1]))
-    sf = sf.expand(x.shape[0], -1)
+    sf = decode_sf(x)
+    sf = expand_sf(sf, (x.group[0], sf.shape[-1]), (x.shape[0], sf.shape[-1])).expand(x.shape[0], -1)
     return values, sf.split(1, dim=-1) if sf.shape[-1] == len(values) else (sf,) * len(values)
