@@ -1,0 +1,43 @@
+# make demo, make test: each does all its own set-up in .venv. Python 3.10 to 3.13; no GPU needed, one is used if present.
+PYTHON ?= python3
+# The CPU build of torch on a machine without a GPU comes from whichever index pip is configured for: see README, Install.
+PIP_ARGS ?=
+VENV := .venv
+BIN := $(VENV)/bin
+STAMP := $(VENV)/.ready
+
+.PHONY: help demo test test-gpu lint format wheel clean
+
+help:
+	@echo "make demo    a trained MoE model answers through Envoi: a table on the terminal, a picture in demo.png"
+	@echo "make test    all tests (on a machine without a GPU: those that need none)"
+	@echo "make lint    ruff, pyright"
+	@echo "make format  ruff format and the fixes that ruff is sure of"
+	@echo "make wheel   build dist/*.whl"
+
+$(STAMP): pyproject.toml constraints.txt
+	$(PYTHON) -m venv $(VENV)
+	$(BIN)/python -m pip install -q $(PIP_ARGS) -c constraints.txt torch triton
+	$(BIN)/python -m pip install -q $(PIP_ARGS) -c constraints.txt -e ".[dev]"
+	@touch $@
+
+demo: $(STAMP)
+	$(BIN)/envoi demo
+
+test: $(STAMP)
+	$(BIN)/python -m pytest -n 2 --dist worksteal
+
+lint: $(STAMP)
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/pyright
+
+format: $(STAMP)
+	$(BIN)/ruff check --fix .
+	$(BIN)/ruff format .
+
+wheel: $(STAMP)
+	$(BIN)/python -m pip wheel -q --no-deps -w dist .
+
+clean:
+	rm -rf $(VENV) dist build .pytest_cache .ruff_cache .hypothesis demo.png

@@ -1,0 +1,1 @@
+"""Envoi inside other libraries. Each module imports its library itself."""

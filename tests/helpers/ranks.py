@@ -1,0 +1,67 @@
+"""Run a function on several real processes joined by gloo, and bring back what each returned or raised."""
+
+import multiprocessing as mp
+import pickle
+import tempfile
+import time
+import traceback
+from collections.abc import Callable
+from dataclasses import dataclass
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+
+@dataclass
+class Outcome:
+    """What became of a rank: its value, or its error (type name and text), or its exit code if it just died."""
+
+    value: Any = None
+    error: str = ""
+    text: str = ""
+    seconds: float = 0.0
+
+
+def run_ranks(num_ranks: int, fn: Callable, *args, timeout_s: float = 120.0) -> list[Outcome]:
+    """fn(rank, num_ranks, *args) on each rank; fn must be importable. Kills what is left after timeout_s and says so."""
+    context = mp.get_context("spawn")
+    with tempfile.TemporaryDirectory() as folder:
+        workers = [
+            context.Process(target=_worker, args=(rank, num_ranks, folder, fn, args), daemon=True)
+            for rank in range(num_ranks)
+        ]
+        for worker in workers:
+            worker.start()
+        end = time.monotonic() + timeout_s
+        for worker in workers:
+            worker.join(max(0.0, end - time.monotonic()))
+        hung = [rank for rank, worker in enumerate(workers) if worker.is_alive()]
+        for worker in workers:
+            worker.kill()
+        assert not hung, f"ranks {hung} still running after {timeout_s} s"
+        return [_read(Path(folder) / str(rank), worker) for rank, worker in enumerate(workers)]
+
+
+def _read(path: Path, worker) -> Outcome:
+    if not path.exists():
+        return Outcome(error="died", text=f"exit code {worker.exitcode}")
+    return pickle.loads(path.read_bytes())
+
+
+def _worker(rank: int, num_ranks: int, folder: str, fn: Callable, args: tuple) -> None:
+    import torch
+    import torch.distributed as dist
+
+    torch.set_num_threads(1)
+    dist.init_process_group(
+        "gloo", init_method=f"file://{folder}/store", rank=rank, world_size=num_ranks, timeout=timedelta(seconds=60)
+    )
+    outcome, start = Outcome(), time.monotonic()
+    try:
+        outcome.value = fn(rank, num_ranks, *args)
+    except Exception as error:
+        outcome.error, outcome.text = type(error).__name__, str(error)
+        traceback.print_exc()
+    outcome.seconds = time.monotonic() - start
+    (Path(folder) / f"{rank}.part").write_bytes(pickle.dumps(outcome))
+    (Path(folder) / f"{rank}.part").rename(Path(folder) / str(rank))
