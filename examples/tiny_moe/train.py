@@ -1,7 +1,8 @@
 """Train the tiny byte-level Qwen3-MoE checkpoint of this directory on the Python standard library.
 
 A token is a byte, so there is no tokenizer. The files named in heldout.json are kept out of training and score the
-model. The forward pass runs in bfloat16, as the saved checkpoint will; the optimiser holds float32 master weights.
+model. On CUDA the model runs in bfloat16, as its checkpoint will, and the optimiser holds float32 master weights;
+a CPU, slow at bfloat16, trains the same model in float32. Either way the checkpoint is bfloat16.
 """
 
 import argparse
@@ -16,14 +17,14 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 import transformers
+from torch.nn.functional import cross_entropy
 from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
 
 HERE = Path(__file__).resolve().parent
 MAX_CHECKPOINT_BYTES = 16_000_000
 SKIPPED_DIRS = {"site-packages", "dist-packages", "__pycache__"}
-BALANCE_COEF = 0.002  # on sum(load * probability) * experts, per layer: enough that no expert dies, skew remains
+BALANCE_COEF = 0.001  # on sum(load * probability) * experts, per layer: enough that no expert dies, skew remains
 
 
 @dataclass
@@ -37,8 +38,7 @@ class Corpus:
 
 def parse_args() -> argparse.Namespace:
     """Read the command line."""
-    stdlib = Path(sysconfig.get_paths()["stdlib"])
-    device = "cuda" if torch.cuda.is_available() else "cpu"
+    stdlib, device = Path(sysconfig.get_paths()["stdlib"]), "cuda" if torch.cuda.is_available() else "cpu"
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--stdlib", type=Path, default=stdlib, help="standard library to train on (the running one's)")
     parser.add_argument("--out", type=Path, default=HERE, help="gets model/ and training.json (this directory)")
@@ -84,8 +84,8 @@ def load_corpus(stdlib: Path, manifest: dict[str, Any], device: str) -> Corpus:
         "heldout_matches_manifest": matches,
         "heldout_bytes_in_lines_also_in_training": round(line_overlap(train, b"".join(held)), 4),
     }
-    tensors = (torch.frombuffer(bytearray(b"".join(part)), dtype=torch.uint8).to(device) for part in (train, held))
-    return Corpus(*tensors, facts)
+    flat = [torch.frombuffer(bytearray(b"".join(part)), dtype=torch.uint8).to(device) for part in (train, held)]
+    return Corpus(flat[0], flat[1], facts)
 
 
 def model_config() -> Qwen3MoeConfig:
@@ -108,22 +108,20 @@ def model_config() -> Qwen3MoeConfig:
         max_position_embeddings=2048,
         tie_word_embeddings=True,
         router_aux_loss_coef=BALANCE_COEF,
-        use_cache=True,
     )
 
 
 class MasterWeights:
-    """Float32 copies of a bfloat16 model's parameters, stepped by AdamW under warm-up and cosine decay to zero."""
+    """Float32 copies of a model's parameters, stepped by AdamW under warm-up and cosine decay to zero."""
 
     def __init__(self, model: torch.nn.Module, lr: float, steps: int) -> None:
         self.working = list(model.parameters())
-        self.masters = [p.detach().float().requires_grad_() for p in self.working]
+        self.masters = [p.detach().to(torch.float32, copy=True).requires_grad_() for p in self.working]
         groups = [
             {"params": [p for p in self.masters if p.ndim > 1], "weight_decay": 0.1},
-            {"params": [p for p in self.masters if p.ndim <= 1], "weight_decay": 0.0},
+            {"params": [p for p in self.masters if p.ndim <= 1], "weight_decay": 0.0},  # norms
         ]
-        fused = self.masters[0].is_cuda
-        self.optimizer = torch.optim.AdamW(groups, lr=lr, betas=(0.9, 0.95), fused=fused)
+        self.optimizer = torch.optim.AdamW(groups, lr=lr, betas=(0.9, 0.95), fused=True)
         warmup = max(1, min(200, steps // 10))
 
         def rate(step: int) -> float:
@@ -153,11 +151,9 @@ def expert_counts(router_logits: torch.Tensor, top_k: int) -> torch.Tensor:
 
 def balance_loss(router_logits: tuple[torch.Tensor, ...], top_k: int) -> torch.Tensor:
     """Return the Switch load-balancing loss, averaged over the layers rather than pooled across them."""
-    losses = []
-    for logits in router_logits:
-        load = expert_counts(logits, top_k) / logits.shape[0]
-        losses.append(logits.shape[-1] * (load * logits.float().softmax(-1).mean(0)).sum())
-    return torch.stack(losses).mean()
+    loads = torch.stack([expert_counts(x, top_k) / len(x) for x in router_logits])
+    probabilities = torch.stack([x.float().softmax(-1).mean(0) for x in router_logits])
+    return loads.shape[-1] * (loads * probabilities).sum(-1).mean()
 
 
 def forward(model: Qwen3MoeForCausalLM, windows: torch.Tensor) -> tuple[torch.Tensor, tuple[torch.Tensor, ...]]:
@@ -165,7 +161,7 @@ def forward(model: Qwen3MoeForCausalLM, windows: torch.Tensor) -> tuple[torch.Te
     ids = windows.long()
     out = model.model(input_ids=ids[:, :-1], use_cache=False, output_router_logits=True)
     logits = model.lm_head(out.last_hidden_state).float()
-    return F.cross_entropy(logits.flatten(0, 1), ids[:, 1:].flatten()), out.router_logits
+    return cross_entropy(logits.flatten(0, 1), ids[:, 1:].flatten()), out.router_logits
 
 
 @torch.no_grad()
@@ -194,10 +190,10 @@ def fit(model: Qwen3MoeForCausalLM, corpus: Corpus, args: argparse.Namespace) ->
         weights.step()
         total, since = total + loss.detach(), since + 1
         if step % every == 0 or step == args.steps:
-            train_bits = total.item() / since / math.log(2)
-            heldout_bits, _ = evaluate(model, corpus.heldout, args.seq)
-            row = {"step": step, "train_bits_per_byte": train_bits, "heldout_bits_per_byte": heldout_bits}
-            curve.append({k: round(v, 4) for k, v in row.items()} | {"seconds": round(time.perf_counter() - start, 1)})
+            bits = {"train": total.item() / since / math.log(2)}
+            bits["heldout"], _ = evaluate(model, corpus.heldout, args.seq)
+            row = {"step": step} | {f"{name}_bits_per_byte": round(value, 4) for name, value in bits.items()}
+            curve.append(row | {"seconds": round(time.perf_counter() - start, 1)})
             print(json.dumps(curve[-1]), flush=True)
             total, since = torch.zeros_like(total), 0
     return curve
@@ -206,7 +202,7 @@ def fit(model: Qwen3MoeForCausalLM, corpus: Corpus, args: argparse.Namespace) ->
 def load_table(load: torch.Tensor) -> dict[str, Any]:
     """Describe the held-out expert load for training.json."""
     return {
-        "definition": "share of held-out (byte, chosen expert) pairs that each expert of the layer takes; rows sum to 1",
+        "definition": "share of the (held-out byte, chosen expert) pairs that each expert of a layer takes",
         "busiest_over_mean": [round(x, 2) for x in (load.amax(-1) / load.mean(-1)).tolist()],
         "quietest_over_mean": [round(x, 2) for x in (load.amin(-1) / load.mean(-1)).tolist()],
         "layers": [[round(x, 4) for x in row] for row in load.tolist()],
@@ -217,8 +213,7 @@ def save_model(model: Qwen3MoeForCausalLM, folder: Path) -> int:
     """Write config.json and one safetensors file, and return the size of the latter."""
     model.save_pretrained(folder)
     (folder / "generation_config.json").unlink(missing_ok=True)
-    size = (folder / "model.safetensors").stat().st_size
-    if size > MAX_CHECKPOINT_BYTES:
+    if (size := (folder / "model.safetensors").stat().st_size) > MAX_CHECKPOINT_BYTES:
         raise RuntimeError(f"the checkpoint has {size} bytes, over {MAX_CHECKPOINT_BYTES}")
     return size
 
@@ -230,10 +225,11 @@ def main() -> None:
     torch.manual_seed(args.seed)
     corpus = load_corpus(args.stdlib, json.loads((HERE / "heldout.json").read_text()), args.device)
     print(json.dumps(corpus.facts), flush=True)
-    model = Qwen3MoeForCausalLM(model_config()).to(args.device, torch.bfloat16)
-    curve = fit(model, corpus, args)
-    bits, load = evaluate(model, corpus.heldout, args.seq)
     on_gpu = args.device.startswith("cuda")
+    model = Qwen3MoeForCausalLM(model_config()).to(args.device, torch.bfloat16 if on_gpu else torch.float32)
+    curve = fit(model, corpus, args)
+    model.to(torch.bfloat16)
+    bits, load = evaluate(model, corpus.heldout, args.seq)
     record = {
         "heldout_bits_per_byte": round(bits, 4),
         "heldout_window_bytes": args.seq,

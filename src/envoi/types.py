@@ -13,7 +13,7 @@ import torch
 class QuantTensor:
     """A tensor in a block-scaled format: element [.., r, c] is values[.., r, c] * sf[.., r // group[0], c // group[1]].
 
-    values: float8_e4m3fn [.., R, C], or uint8 [.., R, C / 2] that holds two E2M1 numbers, even column in the low nibble.
+    values: float8_e4m3fn [.., R, C], or uint8 [.., R, C / 2] of two E2M1 numbers, even column in the low nibble.
     sf: float32, or float8_e8m0fnu (a power of two), or float8_e4m3fn (nvfp4);
         shape [.., ceil(R / group[0]), ceil(C / group[1])].
     group: rows and columns that share a scale factor; a whole side is written as its size (fp8_row: (1, C)).
@@ -56,7 +56,7 @@ class Routing:
     num_experts: N, the number of experts over all ranks.
     logits [M, N] float32: the router logits, if they were asked for.
     dense [M, N] float32: topk_weights scattered to their experts, 0 elsewhere, if asked for.
-    num_tokens_per_expert [N] int32 and expert_offsets [N + 1] int32 (exclusive), if asked for; masked slots don't count.
+    num_tokens_per_expert [N] int32 and expert_offsets [N + 1] int32 (exclusive), if asked for, without masked slots.
 
     Example, k = 2: topk_ids [[3, 0], [1, -1]], topk_weights [[.6, .4], [1., 0.]] sends token 0 to experts 3 and 0.
     """

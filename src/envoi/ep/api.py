@@ -6,11 +6,11 @@ from datetime import timedelta
 import torch
 import torch.distributed as dist
 
-from envoi.check import expect_tensor
 from envoi.ep import staged
 from envoi.ep.exchange import Channel, gather_ints, gather_texts
 from envoi.ep.watch import Watch
 from envoi.experts.op import check_ids, check_tokens, flatten, unflatten
+from envoi.operators import operator
 from envoi.router.reference import count_tokens
 from envoi.types import ExpertWeights, Routing
 
@@ -22,15 +22,15 @@ class ExpertParallel:
     """The MoE layer over the ranks of a group. Rank r owns the experts after those of rank r - 1, as many as it packed.
 
     experts: this rank's experts, from `envoi.experts.pack`.
-    group: a torch.distributed process group of gloo or NCCL; None = the default group. Every rank of it makes the object, with
-        the same hidden, intermediate, format and activation (the number of experts may differ, and may be 0 nowhere).
+    group: a torch.distributed process group of gloo or NCCL; None = the default group. Every rank of it makes the
+        object, with the same hidden, intermediate, format and activation; the number of experts may differ.
     timeout_s: bounds every wait for a peer.
 
     Attributes: num_experts (over all ranks), expert_offsets (rank r owns expert_offsets[r] : expert_offsets[r + 1]),
     transport ("gloo" or "nccl").
 
-    Example, 4 ranks with 4 experts each: `ExpertParallel(pack(...)).moe(tokens, routing)`, where routing.num_experts is 16
-    and rank 1 owns experts 4 to 7.
+    Example, 4 ranks with 4 experts each: `ExpertParallel(pack(...)).moe(tokens, routing)`, where routing.num_experts is
+    16 and rank 1 owns experts 4 to 7.
 
     Raises ValueError, on every rank, if the ranks disagree; PeerTimeout if one doesn't come.
     """
@@ -44,7 +44,9 @@ class ExpertParallel:
             raise ValueError("group: expected an initialised torch.distributed; call init_process_group first")
         self.experts, self.timeout_s = experts, timeout_s
         self.name = f"envoi-{next(_serial)}"
-        self.channel = _open_channel(group or dist.group.WORLD, experts.device, timeout_s, self.name)
+        self.channel = _open_channel(
+            group or dist.distributed_c10d._get_default_group(), experts.device, timeout_s, self.name
+        )
         self.transport = dist.get_backend(self.channel.data)
         sizes = _agree(self.channel, experts)
         self.expert_offsets = [0, *itertools.accumulate(sizes)]
@@ -102,18 +104,23 @@ def _refusal(tokens: torch.Tensor, routing: Routing, experts: ExpertWeights, num
 def _open_channel(group: dist.ProcessGroup, device: torch.device, timeout_s: float, name: str) -> Channel:
     ranks = dist.get_process_group_ranks(group)
     # The store of the default group is the one place to leave word for ranks that a collective can't reach.
-    store = dist.PrefixStore(name, dist.distributed_c10d._get_default_store())
+    store = dist.distributed_c10d.PrefixStore(name, dist.distributed_c10d._get_default_store())
     watch = Watch(store, ranks, dist.get_rank(), timeout_s)
-    try:
-        control = dist.new_group(
-            ranks, timedelta(seconds=timeout_s), backend="gloo", use_local_synchronization=True, group_desc=name
-        )
-    except RuntimeError as error:
-        watch.fail("opening the group", error)
-        raise
+    control = _new_gloo_group(ranks, timeout_s, name, watch)
     if "nccl" in dist.get_backend(group):
         return Channel(control, group, device, watch)
     return Channel(control, control, torch.device("cpu"), watch)
+
+
+def _new_gloo_group(ranks: list[int], timeout_s: float, name: str, watch: Watch) -> dist.ProcessGroup:
+    timeout = timedelta(seconds=timeout_s)
+    try:
+        group = dist.new_group(ranks, timeout, backend="gloo", use_local_synchronization=True, group_desc=name)
+    except RuntimeError as error:
+        watch.fail("opening the group", error)
+    if not isinstance(group, dist.ProcessGroup):
+        raise ValueError("group: expected a group that this rank belongs to")
+    return group
 
 
 def _agree(channel: Channel, experts: ExpertWeights) -> list[int]:
@@ -128,10 +135,16 @@ def _agree(channel: Channel, experts: ExpertWeights) -> list[int]:
 def _same_everywhere(what: str, values: list) -> None:
     for rank, value in enumerate(values):
         if value != values[0]:
-            raise ValueError(f"{what}: expected the same on every rank, got {values[0]} on rank 0, {value} on rank {rank}")
+            raise ValueError(
+                f"{what}: expected the same on every rank, got {values[0]} on rank 0, {value} on rank {rank}"
+            )
 
 
-@torch.library.custom_op("envoi::moe_parallel", mutates_args=())
+def _moe_fake(tokens, *arguments):
+    return torch.empty_like(tokens, memory_format=torch.contiguous_format)
+
+
+@operator("moe_parallel", _moe_fake)
 def _moe_parallel(
     tokens: torch.Tensor, topk_weights: torch.Tensor, topk_ids: torch.Tensor, num_experts: int, parallel: str,
     gate_up: torch.Tensor, gate_up_sf: torch.Tensor | None, gate_up_bias: torch.Tensor | None,
@@ -144,9 +157,3 @@ def _moe_parallel(
     if parallel not in _instances:
         raise ValueError("ExpertParallel: expected an open object, got one that was closed")
     return _instances[parallel]._run(tokens, Routing(topk_weights, topk_ids, num_experts), experts)
-
-
-@_moe_parallel.register_fake
-def _(tokens, *arguments):
-    expect_tensor("tokens", tokens, torch.bfloat16, ("num_tokens", "hidden"))
-    return torch.empty_like(tokens, memory_format=torch.contiguous_format)

@@ -55,11 +55,10 @@ def gather_texts(channel: Channel, text: str, step: str) -> list[str]:
 def exchange_rows(
     channel: Channel, rows: torch.Tensor, send_counts: list[int], recv_counts: list[int], step: str
 ) -> torch.Tensor:
-    """All-to-all of byte rows [sum(send_counts), B], sorted by destination -> [sum(recv_counts), B], sorted by source."""
+    """All-to-all of byte rows: [sum(send_counts), B] by destination -> [sum(recv_counts), B] by source."""
     sent = rows.contiguous().to(channel.device)
     received = sent.new_empty(sum(recv_counts), rows.shape[1])
     work = dist.all_to_all_single(received, sent, recv_counts, send_counts, group=channel.data, async_op=True)
-    assert work is not None  # async_op
     channel.watch.wait(work, step)
     return received.to(rows.device)
 

@@ -10,6 +10,7 @@ ranks, laid end to end. So the result equals that of one rank, bit for bit.
 """
 
 from dataclasses import dataclass
+from itertools import pairwise
 
 import torch
 
@@ -41,7 +42,8 @@ def moe(
 ) -> torch.Tensor:  # fmt: skip
     """tokens [M, H] bf16 of this rank -> [M, H] bf16. counts [num_ranks, N]: rows of every rank for every expert."""
     rows, plan = dispatch(tokens, topk_weights, topk_ids, experts.format, counts, expert_offsets, channel)
-    return combine(expert_mlp(rows, experts), plan, *topk_ids.shape, channel)
+    num_tokens, k = topk_ids.shape
+    return combine(expert_mlp(rows, experts), plan, num_tokens, k, channel)
 
 
 def dispatch(
@@ -54,7 +56,7 @@ def dispatch(
     """
     mine = permute.permute(quantize_tokens(tokens, format), topk_weights, topk_ids, counts.shape[1])
     first, last = expert_offsets[channel.rank], expert_offsets[channel.rank + 1]
-    sizes = [last - first for first, last in zip(expert_offsets, expert_offsets[1:], strict=False)]
+    sizes = [last - first for first, last in pairwise(expert_offsets)]
     send_counts = [int(part.sum()) for part in counts[channel.rank].split(sizes)]
     for_me = counts[:, first:last]
     recv_counts = for_me.sum(1).tolist()
@@ -76,6 +78,6 @@ def combine(rows: torch.Tensor, plan: DispatchPlan, num_tokens: int, k: int, cha
 
 
 def _by_expert(counts: torch.Tensor) -> torch.Tensor:
-    """counts [num_ranks, E] of rows that lie source by source, sorted by expert -> the order that sorts all by expert."""
+    """Rows lie source by source, sorted by expert, as many as counts [num_ranks, E] says -> the order by expert."""
     expert_of_run = torch.arange(counts.shape[1]).repeat(counts.shape[0])
     return expert_of_run.repeat_interleave(counts.flatten()).sort(stable=True).indices

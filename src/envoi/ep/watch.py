@@ -1,14 +1,16 @@
 """Bounded waits: a peer that is lost or late ends every wait on every rank with an error that names it."""
 
 import time
+from typing import NoReturn
 
 import torch.distributed as dist
+from torch.distributed.distributed_c10d import Store
 
 _LOOK_S = 0.2  # how often a waiting rank looks for another's alarm
-_ROLL_CALL_S = 2.0  # how long the roll call waits for an answer
+_ROLL_CALL_S = 2.0  # how long the roll call takes at most; it is a part of the timeout
 
 
-class PeerTimeout(RuntimeError):
+class PeerTimeout(RuntimeError):  # noqa: N818
     """A rank did not take part in a step in time.
 
     ranks: the ranks that did not answer the roll call; empty if that can't be told (the store is gone with its rank).
@@ -19,34 +21,37 @@ class PeerTimeout(RuntimeError):
         self.ranks, self.step = ranks, step
         who = f"rank {', '.join(map(str, ranks))}" if ranks else "a rank that can't be named (the store is gone)"
         super().__init__(
-            f"{step}: {who} lost or not answering within {timeout_s:g} s; "
+            f"{step}: {who} is lost or did not answer within {timeout_s:g} s; "
             "this ExpertParallel can't be used any more: restart the ranks and make a new one"
         )
 
 
-class _Alarm(Exception):
+class _AlarmError(Exception):
     """Another rank reported a failure, or time is up."""
 
 
 class Watch:
     """Waits for collectives of one group with a deadline, and finds out who is missing."""
 
-    def __init__(self, store: dist.Store, ranks: list[int], rank: int, timeout_s: float):
+    def __init__(self, store: Store, ranks: list[int], rank: int, timeout_s: float):
         """store: shared by all `ranks` (global ranks) and used by no one else; rank: this one, also global."""
         self.store, self.ranks, self.rank, self.timeout_s = store, ranks, rank, timeout_s
+        self.roll_call_s = min(_ROLL_CALL_S, timeout_s / 2)
         self.failure: PeerTimeout | None = None
 
-    def wait(self, work: dist.Work, step: str) -> None:
+    def wait(self, work: dist.Work | None, step: str) -> None:
         """Return when the collective is complete. Raises PeerTimeout; from then on at once."""
         if self.failure is not None:
             raise self.failure
+        if work is None:
+            return  # nothing was started
         try:
             self._poll(work)
             work.wait()
-        except (RuntimeError, _Alarm) as error:
+        except (RuntimeError, _AlarmError) as error:
             self.fail(step, error)
 
-    def fail(self, step: str, cause: Exception) -> None:
+    def fail(self, step: str, cause: Exception) -> NoReturn:
         """Raise the alarm for all ranks, call the roll and raise PeerTimeout."""
         self.failure = PeerTimeout(self._missing(), step, self.timeout_s)
         raise self.failure from cause
@@ -56,8 +61,8 @@ class Watch:
         look, pause = start + _LOOK_S, 2e-5
         while not work.is_completed():
             now = time.monotonic()
-            if now - start > self.timeout_s or (now > look and self._alarmed()):
-                raise _Alarm
+            if now - start > self.timeout_s - self.roll_call_s or (now > look and self._alarmed()):
+                raise _AlarmError
             look = max(look, now + _LOOK_S) if now > look else look
             time.sleep(pause)
             pause = min(pause * 1.5, 2e-3)
@@ -67,7 +72,7 @@ class Watch:
 
     def _missing(self) -> list[int]:
         """The ranks that don't report in. A rank that is alive does: waiting ranks see the alarm within _LOOK_S."""
-        end = time.monotonic() + _ROLL_CALL_S
+        end = time.monotonic() + self.roll_call_s - _LOOK_S
         try:
             self.store.set("alarm", "1")
             self.store.set(f"here/{self.rank}", "1")

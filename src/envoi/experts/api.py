@@ -4,17 +4,20 @@ import torch
 
 from envoi.experts import reference
 from envoi.experts.op import check_ids, check_tokens, flatten, unflatten
+from envoi.operators import operator
 from envoi.types import ExpertWeights, Routing
 
 
 def moe(tokens: torch.Tensor, routing: Routing, experts: ExpertWeights) -> torch.Tensor:
     """Run the chosen experts on every token and sum their outputs: tokens [M, H] bf16 -> [M, H] bf16.
 
-    routing: from `envoi.route`, or a Routing made by hand: topk_ids [M, k] int32 (-1 = masked slot), topk_weights [M, k] fp32.
+    routing: from `envoi.route`, or a Routing made by hand: topk_ids [M, k] int32 (-1 = masked slot), topk_weights
+        [M, k] float32.
     experts: from `envoi.experts.pack`; all N of them live here. For experts spread over ranks see `ExpertParallel`.
 
     The steps are permute -> L1 -> activation, times weight, quantise -> L2 -> combine; what each computes, and where it
-    rounds, is in `envoi.experts.reference`. A token whose slots are all masked gives zeros. Bitwise the same in every run.
+    rounds, is in `envoi.experts.reference`. A token whose slots are all masked gives zeros. Bitwise the same in every
+    run.
     Raises ValueError for wrong dtypes, shapes, devices or ids.
     """
     check_tokens(tokens, routing, experts)
@@ -26,7 +29,11 @@ def moe(tokens: torch.Tensor, routing: Routing, experts: ExpertWeights) -> torch
     return torch.ops.envoi.moe(tokens, routing.topk_weights, routing.topk_ids, *flatten(experts))
 
 
-@torch.library.custom_op("envoi::moe", mutates_args=())
+def _moe_fake(tokens, *arguments):
+    return torch.empty_like(tokens, memory_format=torch.contiguous_format)
+
+
+@operator("moe", _moe_fake)
 def _moe(
     tokens: torch.Tensor, topk_weights: torch.Tensor, topk_ids: torch.Tensor,
     gate_up: torch.Tensor, gate_up_sf: torch.Tensor | None, gate_up_bias: torch.Tensor | None,
@@ -38,8 +45,3 @@ def _moe(
     )  # fmt: skip
     check_ids(topk_ids, experts.num_local_experts)
     return reference.moe(tokens, topk_weights, topk_ids, experts)
-
-
-@_moe.register_fake
-def _(tokens, topk_weights, topk_ids, *experts):
-    return torch.empty_like(tokens, memory_format=torch.contiguous_format)

@@ -9,7 +9,7 @@ from envoi.types import ExpertWeights
 def moe_oracle(
     tokens: torch.Tensor, topk_weights: torch.Tensor, topk_ids: torch.Tensor, experts: ExpertWeights
 ) -> torch.Tensor:
-    """float64 [M, H]: the layer on the weights as they were packed (so it has no part in a format's rounding of them)."""
+    """float64 [M, H]: the layer on the weights as packed, so without the format's rounding of them."""
     gate_up, down, gate_up_bias, down_bias = unpack(experts, "interleaved", torch.float64)
     out = torch.zeros(tokens.shape, dtype=torch.float64, device=tokens.device)
     for expert in range(experts.num_local_experts):

@@ -27,11 +27,11 @@ def pack(
 ) -> ExpertWeights:
     """Pack expert weights once, for every later call of `envoi.moe`.
 
-    gate_up [E, 2I, H] and down [E, H, I], bf16, fp16 or fp32, as nn.Linear stores them (a checkpoint that keeps [E, H, 2I], as
-    gpt-oss does, is passed transposed). gate_up_bias [E, 2I] and down_bias [E, H], both or neither.
+    gate_up [E, 2I, H] and down [E, H, I], bf16, fp16 or fp32, as nn.Linear stores them (a checkpoint that keeps
+    [E, H, 2I], as gpt-oss does, is passed transposed). gate_up_bias [E, 2I] and down_bias [E, H], both or neither.
     format: "bf16", "fp8_row", "fp8_block128", "mxfp8" or "mxfp4".
-    gate_up_layout: "concat" (all gate rows, then all up rows; most checkpoints) or "interleaved" (gate, up in turn; gpt-oss).
-        The bias has the same order.
+    gate_up_layout: "concat" (all gate rows, then all up rows; most checkpoints) or "interleaved" (gate, up in turn;
+        gpt-oss). The bias has the same order.
     activation: "swiglu" = silu(gate) * up, or "swiglu_oai" = (up + 1) * gate * sigmoid(1.702 * gate).
     swiglu_limit: clamps gate at +limit and up to [-limit, limit] before the activation; "swiglu_oai" defaults to 7.
 
@@ -92,7 +92,9 @@ def _check_shapes(gate_up, down, gate_up_bias, down_bias, format: Format) -> Non
         need = max(8, format.group_k)
         if size % need or size == 0:
             others = "bf16 and fp8_row need a multiple of 8, mxfp8 and mxfp4 of 32, fp8_block128 of 128"
-            raise ValueError(f"{name}: expected a positive multiple of {need} for format {format.name!r}, got {size} ({others})")
+            raise ValueError(
+                f"{name}: expected a positive multiple of {need} for format {format.name!r}, got {size} ({others})"
+            )
     if (gate_up_bias is None) != (down_bias is None):
         raise ValueError("gate_up_bias, down_bias: expected both or neither, got one of them")
     if gate_up_bias is not None:

@@ -1,7 +1,7 @@
 """Tokens to rows sorted by expert on one rank, and back: data movement, bitwise, and one fp32 sum.
 
-    permute:  rows in the order of (expert, slot); masked slots have no row
-    combine:  out[m] = sum over slots s of rows[slot_to_pos[m, s]], in slot order, float32, rounded once
+permute:  rows in the order of (expert, slot); masked slots have no row
+combine:  out[m] = sum over slots s of rows[slot_to_pos[m, s]], in slot order, float32, rounded once
 """
 
 import torch
@@ -39,7 +39,7 @@ def permute(tokens: Matrix, topk_weights: torch.Tensor, topk_ids: torch.Tensor, 
 
 
 def combine(rows: torch.Tensor, pos_to_slot: torch.Tensor, num_tokens: int, k: int) -> torch.Tensor:
-    """rows [P, H] -> [num_tokens, H] of the rows' dtype: the fp32 sum of a token's slots in slot order, rounded once."""
+    """rows [P, H] -> [num_tokens, H] of the rows' dtype: a token's slots summed in slot order in fp32, rounded once."""
     slots = rows.new_zeros(num_tokens * k, rows.shape[1])
     slots[pos_to_slot.long()] = rows
     slots = slots.view(num_tokens, k, rows.shape[1])

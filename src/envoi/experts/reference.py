@@ -43,4 +43,5 @@ def moe(
 ) -> torch.Tensor:
     """The whole layer on one rank: tokens [M, H] bf16 -> [M, H] bf16."""
     rows = permute(quantize_tokens(tokens, experts.format), topk_weights, topk_ids, experts.num_local_experts)
-    return combine(expert_mlp(rows, experts), rows.pos_to_slot, *topk_ids.shape)
+    num_tokens, k = topk_ids.shape
+    return combine(expert_mlp(rows, experts), rows.pos_to_slot, num_tokens, k)

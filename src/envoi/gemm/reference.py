@@ -14,7 +14,7 @@ import torch
 from envoi.quant.cast import decode_sf, decode_values, dequantize, expand_sf
 from envoi.types import Matrix, QuantTensor
 
-# BLAS libraries take other kernels for a handful of rows; a padded row count keeps a row's bits independent of its batch.
+# BLAS libraries take other kernels for a handful of rows; padding keeps a row's bits independent of its batch.
 ROW_TILE = 16
 
 
@@ -59,7 +59,7 @@ def _split_scale(x: Matrix) -> tuple[torch.Tensor, torch.Tensor | None]:
     if isinstance(x, torch.Tensor):
         return x, None
     if x.sf.shape[-1] == 1 and x.sf.dtype == torch.float32:
-        return decode_values(x), x.sf
+        return decode_values(x), _a_scale_a_row(x)
     return dequantize(x), None
 
 
@@ -79,6 +79,11 @@ def _blocks(x: Matrix, block: int) -> tuple[tuple[torch.Tensor, ...], tuple[torc
         values = x.split(block, dim=-1)
         return values, (ones,) * len(values)
     values = decode_values(x).split(block, dim=-1)
-    sf = decode_sf(x)
-    sf = expand_sf(sf, (x.group[0], sf.shape[-1]), (x.shape[0], sf.shape[-1])).expand(x.shape[0], -1)
+    sf = _a_scale_a_row(x)
     return values, sf.split(1, dim=-1) if sf.shape[-1] == len(values) else (sf,) * len(values)
+
+
+def _a_scale_a_row(x: QuantTensor) -> torch.Tensor:
+    """Scale factors [ceil(R / rows), G] -> [R, G]."""
+    sf = decode_sf(x)
+    return expand_sf(sf, (x.group[0], sf.shape[-1]), (x.shape[0], sf.shape[-1])).expand(x.shape[0], -1)

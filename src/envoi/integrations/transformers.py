@@ -4,8 +4,9 @@
     envoi.integrations.transformers.register()
     model = AutoModelForCausalLM.from_pretrained(path, dtype=torch.bfloat16, experts_implementation="envoi")
 
-"envoi" runs the experts in bf16, "envoi_fp8_row", "envoi_fp8_block128", "envoi_mxfp8" and "envoi_mxfp4" in those formats;
-`model.set_experts_implementation(...)` switches. Weights are packed at a module's first call and kept beside the original.
+"envoi" runs the experts in bf16, "envoi_fp8_row", "envoi_fp8_block128", "envoi_mxfp8" and "envoi_mxfp4" in those
+formats; `model.set_experts_implementation(...)` switches. Weights are packed at a module's first call and kept beside
+the original.
 """
 
 import weakref
@@ -20,7 +21,9 @@ from envoi.experts.oracle import activate
 from envoi.quant.formats import FORMATS
 from envoi.types import ExpertWeights, Routing
 
-_packed: "weakref.WeakKeyDictionary[torch.nn.Module, dict[str, tuple[Any, ExpertWeights]]]" = weakref.WeakKeyDictionary()
+_packed: "weakref.WeakKeyDictionary[torch.nn.Module, dict[str, tuple[Any, ExpertWeights]]]" = (
+    weakref.WeakKeyDictionary()
+)
 
 
 def implementation_name(format: str) -> str:
@@ -46,7 +49,8 @@ def experts_forward(
 ) -> torch.Tensor:
     """What transformers calls in place of an experts module's forward.
 
-    hidden_states [M, H] bf16, top_k_index [M, k] int64 (num_experts = not on this rank), top_k_weights [M, k] float -> [M, H].
+    hidden_states [M, H] bf16, top_k_index [M, k] int64 (num_experts = not on this rank), top_k_weights [M, k] float
+    -> [M, H] bf16.
     Raises ValueError for a module without a gate, an activation that Envoi doesn't have, or a dtype other than bf16.
     """
     if hidden_states.dtype != torch.bfloat16:
@@ -105,5 +109,6 @@ def recognise_activation(module: Any) -> tuple[str, float | None]:
             if torch.allclose(activate(interleaved, activation, limit), want, rtol=1e-4, atol=1e-5):
                 return activation, limit
     raise ValueError(
-        f"{type(module).__name__}: expected swiglu (silu(gate) * up) or swiglu_oai, with or without a clamp; got another activation"
+        f"{type(module).__name__}: expected the activation swiglu (silu(gate) * up) or swiglu_oai, "
+        "with or without a clamp; got another"
     )

@@ -35,7 +35,7 @@ def unpack_nibbles(packed: torch.Tensor) -> torch.Tensor:
 
 
 def e8m0_ceil(x: torch.Tensor) -> torch.Tensor:
-    """Positive float32 [..] -> float8_e8m0fnu [..]: the smallest power of two >= x, at least 2^-126; NaN and inf give NaN."""
+    """Positive float32 [..] -> float8_e8m0fnu [..]: the least power of two >= x, from 2^-126; NaN and inf give NaN."""
     bits = x.float().contiguous().view(torch.int32)
     # Adding all mantissa bits carries into the exponent unless the mantissa is zero.
     exponent = ((bits.to(torch.int64) + 0x7FFFFF) >> 23).clamp(1, 255)

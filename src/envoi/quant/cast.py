@@ -30,7 +30,9 @@ def quantize(x: torch.Tensor, scheme: str | Scheme, name: str = "x") -> QuantTen
     if x.dtype not in _FLOATS or x.dim() < 2:
         raise ValueError(f"{name}: expected a floating-point tensor [.., R, C], got {x.dtype} {list(x.shape)}")
     group = scheme.group_for(x.shape)
-    expect_divisible(f"{name}.shape[-1]", x.shape[-1], group[1], f"{scheme.name} shares a scale over {group[1]} columns")
+    expect_divisible(
+        f"{name}.shape[-1]", x.shape[-1], group[1], f"{scheme.name} shares a scale over {group[1]} columns"
+    )
     amax = group_amax(x.float(), group).clamp(min=AMAX_FLOOR)
     amax = amax.masked_fill(amax.isinf(), float("nan"))
     sf, multiplier = _scale_factors(amax, scheme)
@@ -39,7 +41,7 @@ def quantize(x: torch.Tensor, scheme: str | Scheme, name: str = "x") -> QuantTen
 
 
 def group_amax(x: torch.Tensor, group: tuple[int, int]) -> torch.Tensor:
-    """float [.., R, C] -> [.., ceil(R / rows), C / columns]: the largest magnitude of each group, NaN if it holds one."""
+    """float [.., R, C] -> [.., ceil(R / rows), C / columns]: each group's largest magnitude, NaN if it holds one."""
     *lead, rows, columns = x.shape
     num_row_groups, num_column_groups = -(-rows // group[0]), columns // group[1]
     padded = torch.nn.functional.pad(x.abs(), (0, 0, 0, num_row_groups * group[0] - rows))

@@ -12,7 +12,7 @@ E2M1_MAX = 6.0
 
 @dataclass(frozen=True)
 class Scheme:
-    """How one tensor is quantised: element type, rows x columns under one scale factor (0 = the whole side), its type."""
+    """How one tensor is quantised: element type, rows x columns under a scale factor (0 = the whole side), its type."""
 
     name: str
     values: torch.dtype  # float8_e4m3fn, or uint8 for two E2M1 numbers a byte

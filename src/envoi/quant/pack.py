@@ -36,7 +36,7 @@ def pack_weight(weight: torch.Tensor, scheme: Scheme | None, name: str) -> Matri
 
 
 def _mxfp4_least_squares(weight: torch.Tensor, name: str) -> QuantTensor:
-    """MXFP4 whose power of two is, group by group, the better in squared error of the one that clips nothing and its half.
+    """MXFP4 whose scale is, group by group, the better in squared error of the one that clips nothing and its half.
 
     With 8 magnitudes, clipping one large weight often costs less than a coarser grid for the other 31.
     """

@@ -3,12 +3,15 @@
 import torch
 
 from envoi.check import expect_int, expect_tensor
+from envoi.operators import operator
 from envoi.router import reference
-from envoi.router.rules import Rule, rule as rule_named
+from envoi.router.rules import Rule
+from envoi.router.rules import rule as rule_named
 from envoi.types import Routing
 
 MAX_EXPERTS = 1024
 MAX_TOPK = 32
+DEFAULT_RULE = Rule()
 FLOATS = (torch.bfloat16, torch.float16, torch.float32)
 
 
@@ -18,7 +21,7 @@ def route(
     k: int,
     alpha: float = 1.0,
     *,
-    rule: Rule | str = Rule(),
+    rule: Rule | str = DEFAULT_RULE,
     logit_bias: torch.Tensor | None = None,
     expert_bias: torch.Tensor | None = None,
     token_ids: torch.Tensor | None = None,
@@ -29,18 +32,19 @@ def route(
 ) -> Routing:
     """Choose k experts for each token: GEMM, score, selection and weights in one operator.
 
-    tokens [M, hidden] and gate [N, hidden], each bf16, fp16 or fp32; products are summed in fp32. N from 1 to 1024, k from 1
-    to 32, hidden any multiple of 8, M from 0.
+    tokens [M, hidden] and gate [N, hidden], each bf16, fp16 or fp32; products are summed in fp32. N from 1 to 1024,
+    k from 1 to 32, hidden any multiple of 8, M from 0.
     alpha: multiplies the product before anything else.
     rule: a Rule, or a model's name ("deepseek-v3"); the default is softmax, top-k, renormalised.
     logit_bias [N] float: added to the logits (gpt-oss). expert_bias [N] float: added to the score for selection only
     (DeepSeek-V3); -inf there disables an expert.
-    token_ids [M] int32 or int64 with hash_table [vocabulary, k] int32 or int64: experts are looked up by token instead of
-    selected (DeepSeek-V4's first layers); weights come from the scores as always.
-    return_logits, return_dense, return_counts: also fill `logits`; `dense`; `num_tokens_per_expert` and `expert_offsets`.
+    token_ids [M] int32 or int64 with hash_table [vocabulary, k] int32 or int64: experts are looked up by token instead
+    of selected (DeepSeek-V4's first layers); weights come from the scores as always.
+    return_logits, return_dense, return_counts: also fill those fields (counts: `num_tokens_per_expert`
+        and `expert_offsets`).
 
-    Selection is exact for the fp32 logits, the smaller id wins a tie, and a token's result does not depend on its batch.
-    Logits that are NaN or infinite never win; slots left over get id -1 and weight 0.
+    Selection is exact for the fp32 logits, the smaller id wins a tie, and a token's result doesn't depend on its
+    batch. Logits that are NaN or infinite never win; slots left over get id -1 and weight 0.
     Raises ValueError for wrong dtypes, shapes or devices, k > N, groups that don't divide N, ids outside the table.
     Source of the rules: the models' own published code, see `envoi.router.rules`.
     """
@@ -91,7 +95,24 @@ def _check_hash(tokens, gate, k, token_ids, hash_table) -> None:
         expect_tensor("hash_table", hash_table, ints, ("vocabulary", k), tokens.device)
 
 
-@torch.library.custom_op("envoi::route", mutates_args=())
+def _route_fake(tokens, gate, k, alpha, score, num_groups, num_topk_groups, group_score, renormalize, routed_scale,
+                logit_bias, expert_bias, token_ids, hash_table, return_logits, return_dense,
+                return_counts):  # fmt: skip
+    num_tokens, num_experts = tokens.shape[0], gate.shape[0]
+    outputs = [
+        tokens.new_empty(num_tokens, k, dtype=torch.float32),
+        tokens.new_empty(num_tokens, k, dtype=torch.int32),
+    ]
+    for wanted in (return_logits, return_dense):
+        if wanted:
+            outputs.append(tokens.new_empty(num_tokens, num_experts, dtype=torch.float32))
+    if return_counts:
+        outputs.append(tokens.new_empty(num_experts, dtype=torch.int32))
+        outputs.append(tokens.new_empty(num_experts + 1, dtype=torch.int32))
+    return outputs
+
+
+@operator("route", _route_fake)
 def _route(
     tokens: torch.Tensor, gate: torch.Tensor, k: int, alpha: float, score: str, num_groups: int, num_topk_groups: int,
     group_score: str, renormalize: bool, routed_scale: float, logit_bias: torch.Tensor | None,
@@ -125,20 +146,3 @@ def _look_up(token_ids: torch.Tensor, hash_table: torch.Tensor, num_experts: int
             span = f"{int(values.min())} to {int(values.max())}"
             raise ValueError(f"{name}: expected values from 0 to {bound - 1}, got values from {span}")
     return hash_table[token_ids.long()].long()
-
-
-@_route.register_fake
-def _(tokens, gate, k, alpha, score, num_groups, num_topk_groups, group_score, renormalize, routed_scale, logit_bias,
-      expert_bias, token_ids, hash_table, return_logits, return_dense, return_counts):  # fmt: skip
-    num_tokens, num_experts = tokens.shape[0], gate.shape[0]
-    outputs = [
-        tokens.new_empty(num_tokens, k, dtype=torch.float32),
-        tokens.new_empty(num_tokens, k, dtype=torch.int32),
-    ]
-    for wanted in (return_logits, return_dense):
-        if wanted:
-            outputs.append(tokens.new_empty(num_tokens, num_experts, dtype=torch.float32))
-    if return_counts:
-        outputs.append(tokens.new_empty(num_experts, dtype=torch.int32))
-        outputs.append(tokens.new_empty(num_experts + 1, dtype=torch.int32))
-    return outputs

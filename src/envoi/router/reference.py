@@ -11,7 +11,7 @@
         weights = weights * routed_scale
 
 Only finite logits and keys compete: NaN and the infinities never win and take no part in the softmax. Slots that no
-expert is left for get id -1 and weight 0. Where a score only reorders nothing (monotone, no bias, no sum) the key is the
+expert is left for get id -1 and weight 0. Where the score keeps the logits' order (no bias, no sum) the key is the
 logit itself, so that a saturated score can't tie experts that the logits tell apart.
 """
 
@@ -34,7 +34,7 @@ def router_logits(
 def select(
     logits: torch.Tensor, k: int, rule: Rule, expert_bias: torch.Tensor | None = None
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Logits [M, N] (float32, or float64 for the oracle) -> topk_weights [M, k] of that dtype, topk_ids [M, k] int32."""
+    """Logits [M, N] (float32; float64 for the oracle) -> topk_weights [M, k] of that dtype, topk_ids [M, k] int32."""
     score = scores(logits, rule)
     key = selection_key(logits, score, rule, expert_bias)
     if rule.num_groups > 1:
@@ -63,7 +63,9 @@ def scores(logits: torch.Tensor, rule: Rule) -> torch.Tensor:
     if rule.score == "softmax":
         return _finite_softmax(logits.masked_fill(~finite, -torch.inf))
     if rule.score == "sqrt_softplus":
-        score = torch.nn.functional.softplus(logits, threshold=torch.inf if logits.dtype == torch.float64 else 20).sqrt()
+        score = torch.nn.functional.softplus(
+            logits, threshold=torch.inf if logits.dtype == torch.float64 else 20
+        ).sqrt()
     else:
         score = logits.sigmoid()
     return score.masked_fill(~finite, 0.0)

@@ -12,9 +12,9 @@ GROUP_SCORES = ("max", "top2_sum")
 class Rule:
     """How scores become a selection and weights. See `envoi.router.reference` for the order of the steps.
 
-    score: "softmax" over all experts, "sigmoid", "sqrt_softplus" = sqrt(log(1 + e^x)); or top-k on the logits first, then
+    score: "softmax" over all experts, "sigmoid", "sqrt_softplus" = sqrt(log(1 + e^x)); or top-k on the logits, then
         "softmax_over_topk" (softmax over the k) or "sigmoid_of_topk".
-    num_groups, num_topk_groups: experts are cut into equal groups by id and only the best groups compete; 1 = no groups.
+    num_groups, num_topk_groups: experts are cut into equal groups by id and only the best ones compete; 1 = no groups.
     group_score: a group's score is its best key ("max") or the sum of its two best ("top2_sum").
     renormalize: divide the k weights by their sum.
     routed_scale: multiplies the weights last.

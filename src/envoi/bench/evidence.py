@@ -1,0 +1,205 @@
+"""Measurements as they are kept: `bench/results/<gpu>.jsonl`, one JSON object a line, appended and never rewritten.
+
+A later line of the same (suite, case, gpu, num_gpus) supersedes the earlier ones when the file is read.
+"""
+
+import json
+import math
+import re
+from collections.abc import Iterable, Mapping
+from dataclasses import asdict, dataclass, fields
+from datetime import date as Date
+from pathlib import Path
+from typing import Any
+
+SUITES = {
+    "gemm": "a @ b.T, nothing fused",
+    "gemm_swiglu": "GEMM with a gated SiLU in its epilogue, gate and up columns interleaved",
+    "gemm_quant": "GEMM whose epilogue quantises the output to FP8 with a scale per 1x128",
+    "gemm_grouped": "rows sorted by expert, each expert with its own weight",
+    "router": "tokens -> Routing",
+    "moe": "tokens -> tokens through the chosen experts, also over ranks",
+    "indexer_exact": "sparse attention's top-k slots, the bits of PyTorch's own path",
+    "indexer_fast": "the same, exact for scores of its own",
+}
+BASELINES = {
+    "cublas": "torch's matmul alone, without what the epilogue does",
+    "eager": "the same work in plain torch operators, one launch after the other",
+    "compile": "eager under torch.compile",
+    "eager_graph": "eager in a CUDA graph of 20 calls",
+    "cublas_gemm_graph": "the bare matmul in a CUDA graph of 20 calls",
+    "torch_grouped": "torch's grouped matmul, in FP8 where torch has the format and else in bf16",
+    "torch_ep": "bf16: NCCL (gloo on CPUs) all-to-all and torch's grouped matmul",
+    "sgl_deep_gemm": "sgl-deep-gemm's one-launch FP8 kernel, inputs staged outside the time",
+    "pytorch": "the operator's published reference in PyTorch, item by item",
+}
+
+
+@dataclass(frozen=True)
+class Measurement:
+    """One case on one machine, medians in microseconds.
+
+    suite: of `SUITES`. case: the sizes as `envoi bench --list` prints them. ours_us: Envoi. baselines: of `BASELINES`, at least
+    one, measured in the same run. floor_us: the work at the roofs measured in the same run; null if there is no such roof.
+    tflops, gb_per_s: Envoi's rates, null where they say nothing. error: {"ours", "torch"} against float64 (see the suite).
+    gpu: the device's name, or the CPU's with " (CPU)" behind it. commit: "-dirty" behind it if the package differed.
+    date: YYYY-MM-DD. n: repeats behind each median.
+
+    Raises ValueError that names the key, what was expected and what came.
+    """
+
+    suite: str
+    case: str
+    ours_us: float
+    baselines: dict[str, float]
+    floor_us: float | None
+    tflops: float | None
+    gb_per_s: float | None
+    error: dict[str, float]
+    gpu: str
+    num_gpus: int
+    torch: str
+    triton: str
+    commit: str
+    date: str
+    n: int
+
+    def __post_init__(self):
+        _expect_name("suite", self.suite, SUITES)
+        for key in ("case", "gpu", "torch", "triton", "commit"):
+            _expect_text(key, getattr(self, key))
+        _expect_number("ours_us", self.ours_us, above_zero=True)
+        for key in ("floor_us", "tflops", "gb_per_s"):
+            if getattr(self, key) is not None:
+                _expect_number(key, getattr(self, key), above_zero=True, kind="a positive number or null")
+        for name, value in _expect_mapping("baselines", self.baselines).items():
+            _expect_name("baselines", name, BASELINES)
+            _expect_number(f"baselines.{name}", value, above_zero=True)
+        if set(_expect_mapping("error", self.error)) != {"ours", "torch"}:
+            raise ValueError(f"error: expected the keys 'ours' and 'torch', got {sorted(self.error)}")
+        for name, value in self.error.items():
+            _expect_number(f"error.{name}", value, above_zero=False)
+        for key in ("num_gpus", "n"):
+            _expect_count(key, getattr(self, key))
+        _expect_date("date", self.date)
+
+    @property
+    def key(self) -> tuple[str, str, str, int]:
+        """What a later measurement has to share to supersede this one."""
+        return self.suite, self.case, self.gpu, self.num_gpus
+
+
+KEYS = tuple(field.name for field in fields(Measurement))
+
+
+def to_line(measurement: Measurement) -> str:
+    """One line of JSON, without the newline."""
+    return json.dumps(asdict(measurement), allow_nan=False)
+
+
+def from_line(line: str) -> Measurement:
+    """The inverse of `to_line`. Raises ValueError for what isn't JSON, and for missing, unknown or wrong keys."""
+    try:
+        entries = json.loads(line)
+    except json.JSONDecodeError as error:
+        raise ValueError(f"expected a JSON object, got {_short(line)} ({error.msg})") from error
+    if not isinstance(entries, dict):
+        raise ValueError(f"expected a JSON object, got {_short(line)}")
+    for key in entries:
+        if key not in KEYS:
+            raise ValueError(f"{_short(key)}: expected one of the keys {', '.join(KEYS)}")
+    for key in KEYS:
+        if key not in entries:
+            raise ValueError(f"{key}: expected in every measurement, got none")
+    return Measurement(**entries)
+
+
+def append(folder: Path, measurements: Iterable[Measurement]) -> list[Path]:
+    """Add measurements to the end of their files in `folder`, which is made if need be. Returns the files."""
+    paths: dict[Path, None] = {}
+    for measurement in measurements:
+        path = folder / f"{slug(measurement.gpu)}.jsonl"
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with path.open("a", encoding="utf-8") as file:
+            file.write(to_line(measurement) + "\n")
+        paths[path] = None
+    return list(paths)
+
+
+def read(path: Path) -> list[Measurement]:
+    """Every measurement of a file, history too, in its order. Raises ValueError with the file and the line number."""
+    history = []
+    for number, line in enumerate(path.read_text(encoding="utf-8").splitlines(), 1):
+        if line.strip():
+            try:
+                history.append(from_line(line))
+            except ValueError as error:
+                raise ValueError(f"{path}:{number}: {error}") from error
+    return history
+
+
+def latest(history: Iterable[Measurement]) -> list[Measurement]:
+    """Those that no later one supersedes, each in the place where its key first appeared."""
+    last: dict[tuple, Measurement] = {}
+    for measurement in history:
+        last[measurement.key] = measurement
+    return list(last.values())
+
+
+def load(folder: Path) -> dict[str, list[Measurement]]:
+    """The latest measurements of each file of a folder: {"h200": [...], "cpu": [...]}. No folder gives {}."""
+    return {path.stem: latest(read(path)) for path in sorted(folder.glob("*.jsonl"))}
+
+
+def slug(gpu: str) -> str:
+    """The file name of a device: "NVIDIA H200" -> "h200", "NVIDIA H100 80GB HBM3" -> "h100", "AMD EPYC (CPU)" -> "cpu"."""
+    if gpu.endswith("(CPU)"):
+        return "cpu"
+    kept = []
+    for word in re.findall(r"[a-z0-9]+", gpu.lower()):
+        if word not in ("nvidia", "geforce", "tesla"):
+            kept.append(word)
+            if any(letter.isdigit() for letter in word):
+                break
+    return "-".join(kept) or "gpu"
+
+
+def _short(value: Any) -> str:
+    text = repr(value)
+    return text if len(text) <= 60 else text[:57] + "..."
+
+
+def _expect_text(key: str, value: Any) -> None:
+    if not isinstance(value, str) or not value.strip() or "\n" in value:
+        raise ValueError(f"{key}: expected one line of text, got {_short(value)}")
+
+
+def _expect_name(key: str, value: Any, names: Mapping[str, str]) -> None:
+    if not isinstance(value, str) or value not in names:
+        raise ValueError(f"{key}: expected one of {', '.join(names)}, got {_short(value)}")
+
+
+def _expect_number(key: str, value: Any, above_zero: bool, kind: str = "") -> None:
+    number = isinstance(value, (int, float)) and not isinstance(value, bool) and math.isfinite(value)
+    if not number or value < 0 or (above_zero and value == 0):
+        kind = kind or ("a positive number" if above_zero else "a number of at least 0")
+        raise ValueError(f"{key}: expected {kind}, got {_short(value)}")
+
+
+def _expect_count(key: str, value: Any) -> None:
+    if not isinstance(value, int) or isinstance(value, bool) or value < 1:
+        raise ValueError(f"{key}: expected an int of at least 1, got {_short(value)}")
+
+
+def _expect_mapping(key: str, value: Any) -> dict:
+    if not isinstance(value, dict) or not value:
+        raise ValueError(f"{key}: expected an object with at least one entry, got {_short(value)}")
+    return value
+
+
+def _expect_date(key: str, value: Any) -> None:
+    try:
+        if not isinstance(value, str) or Date.fromisoformat(value).isoformat() != value:
+            raise ValueError
+    except ValueError:
+        raise ValueError(f"{key}: expected a date as YYYY-MM-DD, got {_short(value)}") from None

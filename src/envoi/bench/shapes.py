@@ -1,0 +1,206 @@
+"""The registry of cases: which sizes each suite is measured at, and which of them a CPU takes too.
+
+No torch here, so that `envoi bench --list` answers at once.
+"""
+
+import random
+from dataclasses import dataclass
+
+from envoi.bench.evidence import SUITES
+
+GEMM_MNK = (
+    (8192, 8192, 8192),
+    (4096, 4096, 7168),
+    (8192, 4096, 7168),
+    (16384, 14336, 4096),
+    (2048, 7168, 2048),
+    (1024, 5120, 2880),
+    (256, 4096, 7168),
+    (64, 4096, 7168),
+    (16, 7168, 2048),
+)
+GEMM_CPU_MNK = (256, 512, 512)
+FP8_MIN_M = 1024  # below, a GEMM is bound by reading weights
+FP8_FORMATS = ("fp8_row", "fp8_block128")
+
+ROUTER_TOP4_MNK = (
+    (512, 8, 128),
+    (512, 16, 128),
+    (1024, 64, 512),
+    (2048, 128, 1024),
+    (4096, 64, 2048),
+    (4096, 128, 2048),
+)
+ROUTER_CPU_MAX_M = 1024
+
+MOE_SIZES = ((4096, 2048, 256, 6), (2048, 768, 128, 8), (7168, 2048, 256, 8))
+MOE_TOKENS = (64, 512, 2048, 8192)
+MOE_FORMATS = ("bf16", "fp8_block128")
+
+WORKLOAD_BATCHES = (1, 2, 4, 8, 12, 16, 24, 32)
+WORKLOADS_PER_BATCH = 16
+WORKLOAD_LENGTHS = (64, 16384)
+
+
+@dataclass(frozen=True)
+class GemmShape:
+    """a [m, k], b [n, k] in a format of `envoi.quant.FORMATS`."""
+
+    m: int
+    n: int
+    k: int
+    format: str
+
+
+@dataclass(frozen=True)
+class GroupedShape:
+    """num_rows[e] rows of expert e, [sum(num_rows), k] against weights [len(num_rows), n, k]."""
+
+    num_rows: tuple[int, ...]
+    n: int
+    k: int
+    format: str
+
+
+@dataclass(frozen=True)
+class RouterShape:
+    """tokens [m, k], gate [n, k]; rule: a model's name, or "softmax" for softmax, top-k, renormalised."""
+
+    m: int
+    n: int
+    k: int
+    num_topk: int
+    rule: str
+    dtype: str
+
+
+@dataclass(frozen=True)
+class MoeShape:
+    """num_tokens are those of one rank; num_experts those of all."""
+
+    hidden: int
+    intermediate: int
+    num_experts: int
+    num_topk: int
+    num_tokens: int
+    format: str
+
+
+@dataclass(frozen=True)
+class IndexerShape:
+    """One or more workloads, each the cache lengths of its batch; times are means over workloads."""
+
+    workloads: tuple[tuple[int, ...], ...]
+
+
+Shape = GemmShape | GroupedShape | RouterShape | MoeShape | IndexerShape
+
+
+@dataclass(frozen=True)
+class Case:
+    """A line of `envoi bench --list`. on_cuda, on_cpu: where it is run."""
+
+    suite: str
+    name: str
+    shape: Shape
+    on_cuda: bool = True
+    on_cpu: bool = False
+
+
+def cases(suite: str) -> list[Case]:
+    """The cases of a suite, in the order in which they are run. Raises ValueError for a name that isn't in `SUITES`."""
+    if suite not in SUITES:
+        raise ValueError(f"suite: expected one of {', '.join(SUITES)}, got {suite!r}")
+    if suite == "gemm_grouped":
+        return _grouped_cases()
+    if suite == "router":
+        return _router_cases()
+    if suite == "moe":
+        return _moe_cases()
+    return _indexer_cases(suite) if suite.startswith("indexer") else _gemm_cases(suite)
+
+
+def _gemm_cases(suite: str) -> list[Case]:
+    shapes = [GemmShape(*mnk, "bf16") for mnk in GEMM_MNK]
+    small = [GemmShape(*GEMM_CPU_MNK, "bf16")]
+    if suite == "gemm":
+        shapes += [GemmShape(*mnk, name) for name in FP8_FORMATS for mnk in GEMM_MNK if mnk[0] >= FP8_MIN_M]
+        small += [GemmShape(*GEMM_CPU_MNK, name) for name in FP8_FORMATS]
+
+    def name(s: GemmShape) -> str:
+        return f"{s.m}x{s.n}x{s.k} {s.format}"
+
+    return [Case(suite, name(s), s) for s in shapes] + [Case(suite, name(s), s, False, True) for s in small]
+
+
+def _grouped_cases() -> list[Case]:
+    formats = ("bf16", *FP8_FORMATS)
+    found = []
+    for label, num_rows, n, k, on_cpu in (
+        ("32 experts x 256", (256,) * 32, 4096, 7168, False),
+        ("32 experts zipf 8192", zipf_rows(8192, 32, 4), 4096, 7168, False),
+        ("8 experts x 32", (32,) * 8, 256, 512, True),
+        ("8 experts zipf 256", zipf_rows(256, 8, 2), 256, 512, True),
+    ):
+        for format in formats:
+            shape = GroupedShape(num_rows, n, k, format)
+            found.append(Case("gemm_grouped", f"{label}, {k} -> {n} {format}", shape, not on_cpu, on_cpu))
+    return found
+
+
+def zipf_rows(total: int, num_experts: int, num_empty: int) -> tuple[int, ...]:
+    """`total` rows over experts in proportion to 1, 1/2, 1/3, .., the last num_empty with none, in a fixed shuffled order.
+
+    >>> zipf_rows(100, 4, 1)
+    (55, 18, 27, 0)
+    """
+    busy = num_experts - num_empty
+    weights = [1 / (rank + 1) for rank in range(busy)]
+    rows = [int(total * weight / sum(weights)) for weight in weights] + [0] * num_empty
+    rows[0] += total - sum(rows)
+    random.Random(num_experts).shuffle(rows)
+    return tuple(rows)
+
+
+def _router_cases() -> list[Case]:
+    shapes = [RouterShape(*mnk, 4, "softmax", "fp16") for mnk in ROUTER_TOP4_MNK]
+    shapes += [RouterShape(m, 256, 7168, 8, "deepseek-v3", "bf16") for m in (1, 128, 4096, 16384)]
+    shapes.append(RouterShape(16, 384, 7168, 8, "kimi-k2", "bf16"))
+    shapes.append(RouterShape(64, 160, 2048, 8, "softmax", "bf16"))
+    shapes.append(RouterShape(2048, 512, 4096, 10, "softmax", "bf16"))
+
+    def name(s: RouterShape) -> str:
+        rule = f"top{s.num_topk} softmax" if s.rule == "softmax" else s.rule
+        return f"{s.m}x{s.n}x{s.k} {rule} {s.dtype}"
+
+    return [Case("router", name(s), s, on_cpu=s.m <= ROUTER_CPU_MAX_M) for s in shapes]
+
+
+def _moe_cases() -> list[Case]:
+    shapes = [MoeShape(*sizes, m, name) for sizes in MOE_SIZES for name in MOE_FORMATS for m in MOE_TOKENS]
+    small = [MoeShape(256, 128, 8, 2, 64, name) for name in (*MOE_FORMATS, "mxfp4")]
+
+    def name(s: MoeShape) -> str:
+        return f"{s.hidden}/{s.intermediate}/{s.num_experts}/{s.num_topk} {s.format} tokens={s.num_tokens}"
+
+    return [Case("moe", name(s), s) for s in shapes] + [Case("moe", name(s), s, False, True) for s in small]
+
+
+def _indexer_cases(suite: str) -> list[Case]:
+    return [
+        Case(suite, f"{len(all_workloads())} workloads (mean)", IndexerShape(all_workloads())),
+        Case(suite, "batch 1x131072", IndexerShape(((131072,),))),
+        Case(suite, "batch 32x32768", IndexerShape(((32768,) * 32,))),
+        Case(suite, "batch 2x4096", IndexerShape(((4096,) * 2,)), False, True),
+    ]
+
+
+def all_workloads() -> tuple[tuple[int, ...], ...]:
+    """128 batches of 1 to 32 cache lengths, each length uniform in its logarithm; the same in every run."""
+    low, high = WORKLOAD_LENGTHS
+    found = []
+    for batch in WORKLOAD_BATCHES:
+        for number in range(WORKLOADS_PER_BATCH):
+            draw = random.Random(1000 * batch + number)
+            found.append(tuple(round(low * (high / low) ** draw.random()) for _ in range(batch)))
+    return tuple(found)

@@ -1,0 +1,172 @@
+"""One MoE layer, stage by stage: on one rank, and over several processes that must give the same bits."""
+
+import multiprocessing
+import tempfile
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from envoi.check import expect_int
+from envoi.ep import ExpertParallel, staged
+from envoi.ep.exchange import gather_ints
+from envoi.experts import permute, reference
+from envoi.experts.op import flatten, unflatten
+from envoi.router import route
+from envoi.router.reference import count_tokens
+from envoi.types import ExpertWeights, Matrix, QuantTensor, Routing
+
+REPEATS = 5
+
+
+@dataclass(frozen=True)
+class Layer:
+    """A layer's input and weights: tokens [M, H] bf16, gate [N, H], k, experts."""
+
+    tokens: torch.Tensor
+    gate: torch.Tensor
+    k: int
+    experts: ExpertWeights
+
+
+def one_rank(layer: Layer) -> tuple[torch.Tensor, dict[str, float]]:
+    """The layer's output and the median milliseconds of each stage."""
+    times: dict[str, list[float]] = {}
+    outs = [_one_rank_once(layer, _Stages(layer.tokens.device, times)) for _ in range(REPEATS)]
+    return outs[-1], _medians(times)
+
+
+def _one_rank_once(layer: Layer, stage: "_Stages") -> torch.Tensor:
+    routing = stage("route", lambda: route(layer.tokens, layer.gate, layer.k))
+    rows = stage("permute", lambda: _permute(layer, routing))
+    rows_out = stage("experts", lambda: reference.expert_mlp(rows, layer.experts))
+    return stage("combine", lambda: permute.combine(rows_out, rows.pos_to_slot, len(layer.tokens), layer.k))
+
+
+def _permute(layer: Layer, routing: Routing):
+    tokens = reference.quantize_tokens(layer.tokens, layer.experts.format)
+    return permute.permute(tokens, routing.topk_weights, routing.topk_ids, routing.num_experts)
+
+
+def many_ranks(layer: Layer, num_ranks: int, timeout_s: float = 60.0) -> tuple[torch.Tensor, dict[str, float]]:
+    """The same layer over num_ranks processes, each with its share of tokens (uneven on purpose) and of experts.
+
+    Returns the outputs laid end to end, and the slowest rank's median milliseconds of each stage. One GPU a rank over
+    NCCL where there are enough of them, else CPUs over gloo. Raises RuntimeError if a rank fails.
+    """
+    num_experts = layer.gate.shape[0]
+    expect_int("--ranks", num_ranks, 1, num_experts, "at least one expert a rank")
+    context = multiprocessing.get_context("spawn")
+    with tempfile.TemporaryDirectory() as folder:
+        torch.save((layer.tokens, layer.gate, layer.k, flatten(layer.experts)), Path(folder) / "layer.pt")
+        workers = [
+            context.Process(target=_work, args=(rank, num_ranks, folder), daemon=True) for rank in range(num_ranks)
+        ]
+        for worker in workers:
+            worker.start()
+        end = time.monotonic() + timeout_s
+        for worker in workers:
+            worker.join(max(0.0, end - time.monotonic()))
+        failed = [rank for rank, worker in enumerate(workers) if worker.exitcode != 0]
+        for worker in workers:
+            worker.kill()
+        if failed:
+            raise RuntimeError(f"ranks {failed} of {num_ranks} failed or took more than {timeout_s:g} s")
+        results = [torch.load(Path(folder) / f"out{rank}.pt") for rank in range(num_ranks)]
+    stages = {name: max(result[1][name] for result in results) for name in results[0][1]}
+    return torch.cat([result[0] for result in results]), stages
+
+
+def token_shares(num_tokens: int, num_ranks: int) -> list[int]:
+    """Where each rank's tokens begin, and the total: rank r gets a share proportional to r + 1."""
+    weights = [rank + 1 for rank in range(num_ranks)]
+    return [num_tokens * sum(weights[:rank]) // sum(weights) for rank in range(num_ranks + 1)]
+
+
+def _work(rank: int, num_ranks: int, folder: str) -> None:
+    on_gpu = torch.cuda.device_count() >= num_ranks
+    device = torch.device("cuda", rank) if on_gpu else torch.device("cpu")
+    torch.set_num_threads(1)
+    if on_gpu:
+        torch.cuda.set_device(device)
+    dist.init_process_group(
+        "nccl" if on_gpu else "gloo", init_method=f"file://{folder}/store", rank=rank, world_size=num_ranks,
+        timeout=timedelta(seconds=60),
+    )  # fmt: skip
+    tokens, gate, k, flat = torch.load(Path(folder) / "layer.pt", map_location=device)
+    experts = unflatten(*flat)
+    cuts = [experts.num_local_experts * r // num_ranks for r in range(num_ranks + 1)]
+    shares = token_shares(len(tokens), num_ranks)
+    mine = Layer(
+        tokens[shares[rank] : shares[rank + 1]].contiguous(), gate, k, part(experts, cuts[rank], cuts[rank + 1])
+    )
+    out, stages = _run_rank(mine)
+    torch.save((out.cpu(), stages), Path(folder) / f"out{rank}.pt")
+    dist.barrier()
+    dist.destroy_process_group()
+
+
+def _run_rank(layer: Layer) -> tuple[torch.Tensor, dict[str, float]]:
+    parallel, times = ExpertParallel(layer.experts), {}
+    for _ in range(REPEATS):
+        _run_stages(layer, parallel, _Stages(layer.tokens.device, times))
+    out = parallel.moe(layer.tokens, route(layer.tokens, layer.gate, layer.k))
+    return out, _medians(times)
+
+
+def _run_stages(layer: Layer, parallel: ExpertParallel, stage: "_Stages") -> None:
+    channel = parallel.channel
+    routing = stage("route", lambda: route(layer.tokens, layer.gate, layer.k))
+    ids, weights = routing.topk_ids, routing.topk_weights
+    counts = gather_ints(channel, count_tokens(ids, routing.num_experts).tolist(), "counts")
+    rows, plan = stage(
+        "dispatch",
+        lambda: staged.dispatch(
+            layer.tokens, weights, ids, layer.experts.format, counts, parallel.expert_offsets, channel
+        ),
+    )
+    rows_out = stage("experts", lambda: reference.expert_mlp(rows, layer.experts))
+    stage("combine", lambda: staged.combine(rows_out, plan, len(ids), layer.k, channel))
+
+
+def _medians(times: dict[str, list[float]]) -> dict[str, float]:
+    return {name: sorted(values)[len(values) // 2] for name, values in times.items()}
+
+
+def part(experts: ExpertWeights, first: int, last: int) -> ExpertWeights:
+    """Experts first : last of a pack."""
+
+    def cut(weight: Any) -> Any:
+        if isinstance(weight, QuantTensor):
+            return QuantTensor(cut(weight.values), cut(weight.sf), weight.group, weight.scale)
+        return None if weight is None else weight[first:last].clone()
+
+    gate_up: Matrix = cut(experts.gate_up)
+    return replace(
+        experts, gate_up=gate_up, down=cut(experts.down),
+        gate_up_bias=cut(experts.gate_up_bias), down_bias=cut(experts.down_bias),
+    )  # fmt: skip
+
+
+class _Stages:
+    """Runs a stage and notes its milliseconds."""
+
+    def __init__(self, device: torch.device, times: dict[str, list[float]]):
+        self.device, self.times = device, times
+
+    def __call__(self, name: str, stage: Callable[[], Any]) -> Any:
+        self._settle()
+        start = time.perf_counter()
+        result = stage()
+        self._settle()
+        self.times.setdefault(name, []).append((time.perf_counter() - start) * 1e3)
+        return result
+
+    def _settle(self) -> None:
+        if self.device.type == "cuda":
+            torch.cuda.synchronize(self.device)

@@ -1,0 +1,73 @@
+"""The demo's inputs: where the checkpoint is, and the bytes that it is judged on."""
+
+import hashlib
+import json
+import sysconfig
+from dataclasses import dataclass
+from pathlib import Path
+
+CHECKPOINT = Path("examples/tiny_moe/model")
+
+
+@dataclass(frozen=True)
+class Text:
+    """Bytes to evaluate on, and a line that says what they are."""
+
+    data: bytes
+    source: str
+
+
+def find_model(given: str | None) -> Path:
+    """The checkpoint's folder: as given, or in the repository around this package or the working directory.
+
+    Raises ValueError if there is none, or a file of it is missing.
+    """
+    roots = [Path.cwd(), *Path(__file__).resolve().parents]
+    places = [Path(given)] if given else [root / CHECKPOINT for root in roots]
+    folder = next((place for place in places if place.is_dir()), None)
+    if folder is None:
+        where = given or f"{CHECKPOINT} above {Path.cwd()} or the package"
+        raise ValueError(f"--model: expected a folder with a checkpoint, found none at {where}")
+    for name in ("config.json", "model.safetensors"):
+        if not (folder / name).is_file():
+            raise ValueError(f"--model: expected {name} in {folder}, there is none")
+    return folder
+
+
+def read_text(path: str | None, model: Path, num_bytes: int) -> Text:
+    """The first num_bytes of a file; by default, of files that the checkpoint's training never saw.
+
+    Those are modules of the Python standard library, read from the Python that runs this: `heldout.json` beside the
+    checkpoint names them, with the digests of the version that training measured on.
+    """
+    if path is not None:
+        file = Path(path)
+        if not file.is_file():
+            raise ValueError(f"--text: expected a file, there is none at {path}")
+        return Text(_enough(file.read_bytes()[:num_bytes], f"--text {path}"), str(path))
+    manifest = model.parent / "heldout.json"
+    if not manifest.is_file():
+        raise ValueError(f"--text: expected a file, since the held-out list {manifest} isn't there")
+    return _read_heldout(json.loads(manifest.read_text()), num_bytes)
+
+
+def _read_heldout(manifest: dict, num_bytes: int) -> Text:
+    stdlib = Path(sysconfig.get_paths()["stdlib"])
+    entries = [entry for entry in manifest["files"] if (stdlib / entry["path"]).is_file()]
+    if not entries:
+        raise ValueError(f"--text: expected a file, since none of the held-out modules is in {stdlib}")
+    parts, same = [], 0
+    for entry in entries:
+        data = (stdlib / entry["path"]).read_bytes()
+        same += hashlib.sha256(data).hexdigest() == entry["sha256"]
+        parts.append(data[: -(-num_bytes // len(entries))])  # a part of each, so that all kinds of code take part
+    version = manifest.get("python", "another Python")
+    note = f"as in training's Python {version}" if same == len(entries) else f"{same} unchanged since Python {version}"
+    source = f"{len(entries)} held-out modules of this Python's standard library, {note}"
+    return Text(_enough(b"".join(parts)[:num_bytes], "the held-out text"), source)
+
+
+def _enough(data: bytes, name: str) -> bytes:
+    if len(data) < 2:
+        raise ValueError(f"{name}: expected at least 2 bytes, got {len(data)}")
+    return data
