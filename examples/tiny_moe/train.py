@@ -38,24 +38,23 @@ class Corpus:
 
 def parse_args() -> argparse.Namespace:
     """Read the command line."""
-    stdlib, device = Path(sysconfig.get_paths()["stdlib"]), "cuda" if torch.cuda.is_available() else "cpu"
+    stdlib = Path(sysconfig.get_paths()["stdlib"])
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--stdlib", type=Path, default=stdlib, help="standard library to train on (the running one's)")
     parser.add_argument("--out", type=Path, default=HERE, help="gets model/ and training.json (this directory)")
-    parser.add_argument("--steps", type=int, default=10_000, help="optimiser steps (%(default)s)")
-    parser.add_argument("--batch", type=int, default=64, help="sequences per step (%(default)s)")
+    parser.add_argument("--steps", type=int, default=16_000, help="optimiser steps (%(default)s)")
+    parser.add_argument("--batch", type=int, default=32, help="sequences per step (%(default)s)")
     parser.add_argument("--seq", type=int, default=1024, help="bytes per sequence (%(default)s)")
-    parser.add_argument("--lr", type=float, default=2e-3, help="peak learning rate (%(default)s)")
+    parser.add_argument("--lr", type=float, default=3e-3, help="peak learning rate (%(default)s)")
     parser.add_argument("--seed", type=int, default=0, help="seed of the weights and the crops (%(default)s)")
-    parser.add_argument("--device", default=device, help="cuda or cpu (cuda if there is one)")
+    parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu", help="cuda or cpu")
     return parser.parse_args()
 
 
 def python_sources(stdlib: Path) -> dict[str, bytes]:
     """Return every .py file under stdlib by its relative path, installed packages and caches left out."""
-    paths = sorted(p for p in stdlib.rglob("*.py") if p.is_file())
-    relative = {p.relative_to(stdlib).as_posix(): p for p in paths}
-    return {name: p.read_bytes() for name, p in relative.items() if not SKIPPED_DIRS & set(Path(name).parts)}
+    relative = (path.relative_to(stdlib) for path in sorted(stdlib.rglob("*.py")))
+    return {p.as_posix(): (stdlib / p).read_bytes() for p in relative if not SKIPPED_DIRS & set(p.parts)}
 
 
 def line_overlap(train: list[bytes], heldout: bytes, shortest: int = 40) -> float:
@@ -73,15 +72,14 @@ def load_corpus(stdlib: Path, manifest: dict[str, Any], device: str) -> Corpus:
     hashes = [hashlib.sha256(text).hexdigest() for text in held]
     banned = {*hashes, *wanted.values()}
     train = [text for text in sources.values() if hashlib.sha256(text).hexdigest() not in banned]
-    matches = hashes == list(wanted.values())
     facts = {
-        "python": manifest["python"] if matches else platform.python_version(),
+        "python": manifest["python"] if hashes == list(wanted.values()) else platform.python_version(),
         "train_files": len(train),
         "train_bytes": sum(map(len, train)),
         "copies_of_heldout_dropped": len(sources) - len(train),
         "heldout_files": len(held),
         "heldout_bytes": sum(map(len, held)),
-        "heldout_matches_manifest": matches,
+        "heldout_matches_manifest": hashes == list(wanted.values()),
         "heldout_bytes_in_lines_also_in_training": round(line_overlap(train, b"".join(held)), 4),
     }
     flat = [torch.frombuffer(bytearray(b"".join(part)), dtype=torch.uint8).to(device) for part in (train, held)]
@@ -151,9 +149,8 @@ def expert_counts(router_logits: torch.Tensor, top_k: int) -> torch.Tensor:
 
 def balance_loss(router_logits: tuple[torch.Tensor, ...], top_k: int) -> torch.Tensor:
     """Return the Switch load-balancing loss, averaged over the layers rather than pooled across them."""
-    loads = torch.stack([expert_counts(x, top_k) / len(x) for x in router_logits])
-    probabilities = torch.stack([x.float().softmax(-1).mean(0) for x in router_logits])
-    return loads.shape[-1] * (loads * probabilities).sum(-1).mean()
+    load = torch.stack([expert_counts(x, top_k) / len(x) for x in router_logits])
+    return load.shape[-1] * (load * torch.stack(router_logits).float().softmax(-1).mean(1)).sum(-1).mean()
 
 
 def forward(model: Qwen3MoeForCausalLM, windows: torch.Tensor) -> tuple[torch.Tensor, tuple[torch.Tensor, ...]]:
@@ -236,7 +233,6 @@ def main() -> None:
         "parameters": model.num_parameters(),
         "checkpoint_bytes": save_model(model, args.out / "model"),
         "hardware": torch.cuda.get_device_name() if on_gpu else f"{platform.machine()} CPU",
-        "peak_device_bytes": torch.cuda.max_memory_allocated() if on_gpu else None,
         "torch": torch.__version__,
         "transformers": transformers.__version__,
         "wall_seconds": round(time.perf_counter() - started, 1),

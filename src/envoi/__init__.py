@@ -1,3 +1,30 @@
 """Fused GPU kernels for Mixture-of-Experts and sparse-attention inference: every kernel is a GEMM with an envoi."""
 
+from envoi import epilogue, experts, router
+from envoi.ep import ExpertParallel, PeerTimeout
+from envoi.epilogue import EpilogueError
+from envoi.experts import moe
+from envoi.gemm import gemm, grouped_gemm
+from envoi.indexer import indexer_topk
+from envoi.router import route
+from envoi.types import ExpertRows, ExpertWeights, QuantTensor, Routing
+
 __version__ = "0.1.0"
+
+__all__ = [
+    "EpilogueError",
+    "ExpertParallel",
+    "ExpertRows",
+    "ExpertWeights",
+    "PeerTimeout",
+    "QuantTensor",
+    "Routing",
+    "epilogue",
+    "experts",
+    "gemm",
+    "grouped_gemm",
+    "indexer_topk",
+    "moe",
+    "route",
+    "router",
+]

@@ -3,12 +3,12 @@
 A later line of the same (suite, case, gpu, num_gpus) supersedes the earlier ones when the file is read.
 """
 
+import datetime
 import json
 import math
 import re
 from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass, fields
-from datetime import date as Date
 from pathlib import Path
 from typing import Any
 
@@ -39,11 +39,13 @@ BASELINES = {
 class Measurement:
     """One case on one machine, medians in microseconds.
 
-    suite: of `SUITES`. case: the sizes as `envoi bench --list` prints them. ours_us: Envoi. baselines: of `BASELINES`, at least
-    one, measured in the same run. floor_us: the work at the roofs measured in the same run; null if there is no such roof.
-    tflops, gb_per_s: Envoi's rates, null where they say nothing. error: {"ours", "torch"} against float64 (see the suite).
-    gpu: the device's name, or the CPU's with " (CPU)" behind it. commit: "-dirty" behind it if the package differed.
-    date: YYYY-MM-DD. n: repeats behind each median.
+    suite: of `SUITES`. case: the sizes as `envoi bench --list` prints them.
+    ours_us: Envoi. baselines: of `BASELINES`, at least one, measured in the same run.
+    floor_us: the work at the roofs measured in the same run; null if there is no such roof.
+    tflops, gb_per_s: Envoi's rates, null where they say nothing.
+    error: {"ours", "torch"} against float64; the suite's module says of what.
+    gpu: the device's name, or the CPU's with " (CPU)" behind it. num_gpus: processes that shared the case.
+    commit: "-dirty" behind it if the package differed from it. date: YYYY-MM-DD. n: repeats behind each median.
 
     Raises ValueError that names the key, what was expected and what came.
     """
@@ -152,7 +154,7 @@ def load(folder: Path) -> dict[str, list[Measurement]]:
 
 
 def slug(gpu: str) -> str:
-    """The file name of a device: "NVIDIA H200" -> "h200", "NVIDIA H100 80GB HBM3" -> "h100", "AMD EPYC (CPU)" -> "cpu"."""
+    """The file name of a device: "NVIDIA H100 80GB HBM3" -> "h100", "AMD EPYC (CPU)" -> "cpu"."""
     if gpu.endswith("(CPU)"):
         return "cpu"
     kept = []
@@ -199,7 +201,7 @@ def _expect_mapping(key: str, value: Any) -> dict:
 
 def _expect_date(key: str, value: Any) -> None:
     try:
-        if not isinstance(value, str) or Date.fromisoformat(value).isoformat() != value:
+        if not isinstance(value, str) or datetime.date.fromisoformat(value).isoformat() != value:
             raise ValueError
     except ValueError:
         raise ValueError(f"{key}: expected a date as YYYY-MM-DD, got {_short(value)}") from None

@@ -10,6 +10,8 @@
 The routing weight is applied before the second GEMM, which is linear in it, so that combine is a plain sum.
 """
 
+from typing import Any
+
 import torch
 
 from envoi.epilogue.library import expert_l1, expert_l2
@@ -29,13 +31,17 @@ def quantize_tokens(tokens: torch.Tensor, format: str) -> Matrix:
 def expert_mlp(rows: ExpertRows, experts: ExpertWeights) -> torch.Tensor:
     """L1 -> activation -> quantise -> L2 on sorted rows: [P, H] bf16, each already multiplied by its routing weight."""
     scheme = format_named(experts.format).activations
+    biases = experts.gate_up_bias, experts.down_bias
     has_bias = experts.gate_up_bias is not None
     l1 = expert_l1(experts.activation, experts.swiglu_limit, has_bias, scheme.name if scheme else None)
-    l2 = expert_l2(has_bias)
-    l1_operands = {"bias": experts.gate_up_bias} if has_bias else {}
-    l2_operands = {"bias": experts.down_bias, "weight": rows.topk_weights} if has_bias else {}
+    l1_operands: dict[str, Any] = {} if biases[0] is None else {"bias": biases[0]}
+    l2_operands: dict[str, Any] = {} if biases[1] is None else {"bias": biases[1]}
+    if has_bias:
+        l2_operands["weight"] = rows.topk_weights
     hidden = grouped_gemm(rows.rows, experts.gate_up, rows.offsets, l1, weight=rows.topk_weights, **l1_operands)
-    return grouped_gemm(hidden, experts.down, rows.offsets, l2, out_dtype=torch.bfloat16, **l2_operands)
+    return grouped_gemm(
+        hidden, experts.down, rows.offsets, expert_l2(has_bias), out_dtype=torch.bfloat16, **l2_operands
+    )  # fmt: skip
 
 
 def moe(

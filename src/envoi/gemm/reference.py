@@ -9,6 +9,8 @@ For block-scaled operands the sum is cut where a scale factor changes, as tensor
     UE8M0 and E2M1:        the operands are widened first: a power of two times an element is exact in float32
 """
 
+from itertools import pairwise
+
 import torch
 
 from envoi.quant.cast import decode_sf, decode_values, dequantize, expand_sf
@@ -20,7 +22,7 @@ ROW_TILE = 16
 
 def accumulate(a: Matrix, b: Matrix) -> torch.Tensor:
     """a [M, K] @ b [N, K].T -> float32 [M, N] accumulators. Either side may be a QuantTensor."""
-    block = _block_k(a, b)
+    block = block_k(a, b)
     if block is None:
         return _scaled_product(a, b)
     (a_values, a_sf), (b_values, b_sf) = _blocks(a, block), _blocks(b, block)
@@ -34,6 +36,29 @@ def oracle(a: Matrix, b: Matrix) -> torch.Tensor:
     """The same product in float64, each operand widened exactly: the yardstick of the tests."""
     wide = [x.double() if isinstance(x, torch.Tensor) else dequantize(x, torch.float64) for x in (a, b)]
     return wide[0] @ wide[1].T
+
+
+def accumulate_groups(rows: Matrix, weights: Matrix, offsets: list[int]) -> torch.Tensor:
+    """rows [P, K] sorted by expert, weights [E, N, K] -> float32 [P, N]; rows behind offsets[-1] give zeros."""
+    acc = torch.zeros(rows.shape[0], weights.shape[1], device=rows.device)
+    for expert, (first, last) in enumerate(pairwise(offsets)):
+        if last > first:
+            acc[first:last] = accumulate(cut_rows(rows, first, last), pick_expert(weights, expert))
+    return acc
+
+
+def cut_rows(x: Matrix, first: int, last: int) -> Matrix:
+    """Rows first : last; scale factors must belong to single rows or to all."""
+    if isinstance(x, torch.Tensor):
+        return x[first:last]
+    if x.sf.shape[0] == 1 and x.group[0] != 1:
+        return QuantTensor(x.values[first:last], x.sf, (last - first, x.group[1]), x.scale)
+    return QuantTensor(x.values[first:last], x.sf[first:last], x.group, x.scale)
+
+
+def pick_expert(x: Matrix, expert: int) -> Matrix:
+    """One expert's matrix of [E, N, K]."""
+    return x[expert] if isinstance(x, torch.Tensor) else QuantTensor(x.values[expert], x.sf[expert], x.group, x.scale)
 
 
 def _product(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
@@ -63,7 +88,7 @@ def _split_scale(x: Matrix) -> tuple[torch.Tensor, torch.Tensor | None]:
     return dequantize(x), None
 
 
-def _block_k(a: Matrix, b: Matrix) -> int | None:
+def block_k(a: Matrix, b: Matrix) -> int | None:
     """The K extent of a float32 scale factor where one changes along K, else None."""
     extents = {x.group[1] for x in (a, b) if isinstance(x, QuantTensor) and x.sf.dtype == torch.float32}
     extents -= {a.shape[-1]}

@@ -1,0 +1,82 @@
+"""`envoi bench`: its arguments, and what it does with them. torch is imported only when something is measured."""
+
+import argparse
+import sys
+from pathlib import Path
+
+from envoi.bench import evidence, machine, readme, shapes
+
+DESCRIPTION = """Measure Envoi beside torch and keep the numbers. Without SUITE every suite is run, at the sizes that
+fit the device. Over several GPUs: torchrun --nproc-per-node 4 -m envoi.cli bench moe"""
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """The arguments of `envoi bench`."""
+    parser.add_argument("suites", metavar="SUITE", nargs="*", help=f"of {', '.join(evidence.SUITES)}")
+    parser.add_argument("--list", action="store_true", help="print the cases and stop")
+    parser.add_argument("--case", metavar="SUBSTRING", help="only cases whose name contains this")
+    parser.add_argument(
+        "--device", choices=("auto", "cpu", "cuda"), default="auto", help="default: a GPU if there is one"
+    )
+    parser.add_argument(
+        "--repeat", metavar="N", type=int, help="calls behind each median; default: fixed for each suite"
+    )
+    parser.add_argument("--out", metavar="DIR", help="folder of <gpu>.jsonl; default: the repository's bench/results")
+    parser.add_argument(
+        "--write", action=argparse.BooleanOptionalAction, default=True, help="append to <gpu>.jsonl; default: yes"
+    )
+    parser.add_argument("--commit", metavar="TEXT", help="what to record where the package isn't in a git repository")
+    parser.add_argument("--readme", metavar="FILE", help="write the tables of this file from the results, and stop")
+
+
+def run(args: argparse.Namespace) -> int:
+    """Run `envoi bench`; returns the exit status. Raises ValueError for what the user can mend."""
+    folder = Path(args.out) if args.out else machine.results_folder()
+    if args.readme:
+        changed = readme.rewrite(Path(args.readme), folder)
+        print(f"{args.readme}: {'tables written' if changed else 'tables agree'} with {folder}")
+        return 0
+    chosen = _choose(args.suites, args.case)
+    if args.list:
+        _print_list(chosen)
+        return 0
+    if args.repeat is not None and args.repeat < 1:
+        raise ValueError(f"--repeat: expected at least 1, got {args.repeat}")
+    return _measure(args, chosen, folder)
+
+
+def _choose(suites: list[str], substring: str | None) -> list[shapes.Case]:
+    names = list(dict.fromkeys(suites)) or list(evidence.SUITES)
+    chosen = [case for name in names for case in shapes.cases(name) if (substring or "") in case.name]
+    if not chosen:
+        raise ValueError(f"--case: expected a part of a case's name, {substring!r} is in none of {', '.join(names)}")
+    return chosen
+
+
+def _print_list(chosen: list[shapes.Case]) -> None:
+    width = max(len(case.suite) for case in chosen)
+    for case in chosen:
+        where = "cuda cpu" if case.on_cuda and case.on_cpu else "cuda" if case.on_cuda else "cpu"
+        print(f"{case.suite:<{width}}  {case.name}  [{where}]")
+
+
+def _measure(args: argparse.Namespace, chosen: list[shapes.Case], folder: Path) -> int:
+    from envoi.bench import runner
+
+    device = runner.pick_device(args.device)
+    fitting = [case for case in chosen if (case.on_cuda if device.type == "cuda" else case.on_cpu)]
+    ranks = runner.join_ranks(device)
+    if ranks.num_ranks > 1:
+        fitting = [case for case in fitting if case.suite == "moe"]
+    if not fitting:
+        where = f"{device.type} with {ranks.num_ranks} ranks" if ranks.num_ranks > 1 else device.type
+        raise ValueError(f"--case: expected a case that runs on {where}, got none; see envoi bench --list")
+    commit = args.commit or machine.commit()
+    measurements = runner.run_cases(fitting, ranks, args.repeat, commit)
+    runner.leave_ranks()
+    if ranks.rank == 0 and args.write:
+        if commit.endswith("-dirty"):
+            print(f"envoi: warning: the package differs from its commit, recorded as {commit}", file=sys.stderr)
+        for path in evidence.append(folder, measurements):
+            print(f"appended to {path}")
+    return 0

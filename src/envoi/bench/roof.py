@@ -1,0 +1,62 @@
+"""The roofs of a device, measured in the run that they are compared with."""
+
+from dataclasses import dataclass, field
+
+import torch
+from torch.nn.functional import ScalingType, scaled_mm
+
+from envoi.bench.timing import Clock
+from envoi.quant.cast import quantize
+
+COPY_BYTES = {"cuda": 1 << 30, "cpu": 1 << 26}
+GEMM_MNK = {"cuda": ((8192, 8192, 8192), (8192, 4096, 7168)), "cpu": ((1024, 1024, 1024),)}
+REPEAT = {"cuda": 20, "cpu": 5}
+
+
+@dataclass(frozen=True)
+class Roof:
+    """What the device reached: copied bytes (read + written), and matmul rates by element type ("bf16", "fp8")."""
+
+    gb_per_s: float
+    tflops: dict[str, float] = field(default_factory=dict)
+
+    def floor_us(self, num_bytes: float, flops: float = 0.0, kind: str = "bf16") -> float | None:
+        """The time below which the work can't be done at these roofs; None if there is none for `kind`."""
+        bytes_us = num_bytes / self.gb_per_s / 1e3
+        if not flops:
+            return bytes_us
+        return max(bytes_us, flops / self.tflops[kind] / 1e6) if kind in self.tflops else None
+
+
+def measure_roof(device: torch.device) -> Roof:
+    """Copy a large buffer and multiply large matrices with torch; the 10th percentile of the times counts."""
+    clock = Clock(device, REPEAT[device.type], cold=False)
+    num_bytes = COPY_BYTES[device.type]
+    source = torch.zeros(num_bytes, dtype=torch.int8, device=device)
+    target = torch.empty_like(source)
+    copied = 2 * num_bytes / clock.calls(lambda: target.copy_(source)).p10_us / 1e3
+    tflops = {"bf16": max(_matmul_tflops(clock, mnk) for mnk in GEMM_MNK[device.type])}
+    if device.type == "cuda" and torch.cuda.get_device_capability(device) >= (8, 9):
+        tflops["fp8"] = max(_fp8_tflops(clock, mnk) for mnk in GEMM_MNK["cuda"])
+    return Roof(copied, tflops)
+
+
+def _matmul_tflops(clock: Clock, mnk: tuple[int, int, int]) -> float:
+    """bf16; on a CPU the better of bf16 and float32, since the references widen."""
+    m, n, k = mnk
+    best = 0.0
+    for dtype in (torch.bfloat16,) if clock.device.type == "cuda" else (torch.bfloat16, torch.float32):
+        a, b = (torch.randn(rows, k, device=clock.device).to(dtype) for rows in (m, n))
+        best = max(best, 2 * m * n * k / clock.calls(lambda: a @ b.T).p10_us / 1e6)  # noqa: B023
+    return best
+
+
+def _fp8_tflops(clock: Clock, mnk: tuple[int, int, int]) -> float:
+    m, n, k = mnk
+    a, b = (quantize(torch.randn(rows, k, device=clock.device), "fp8_row") for rows in (m, n))
+
+    def run() -> torch.Tensor:
+        row = ScalingType.RowWise
+        return scaled_mm(a.values, b.values.T, a.sf, row, b.sf.T, row, output_dtype=torch.bfloat16, use_fast_accum=True)
+
+    return 2 * m * n * k / clock.calls(run).p10_us / 1e6

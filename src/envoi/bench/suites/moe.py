@@ -1,0 +1,231 @@
+"""The experts: on one rank beside torch's grouped matmul, over ranks beside the same with all-to-alls around it.
+
+Routing is uniform and random. Error: sampled tokens against float64 on the weights as they are packed. Torch has the
+layer in bf16 alone, so its time and its error are those of bf16 weights whatever the case's format.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+
+import torch
+import torch.distributed as dist
+from torch.nn import functional
+
+from envoi.bench.shapes import Case, MoeShape
+from envoi.bench.suites.peers import deep_gemm_moe
+from envoi.bench.timing import Timing
+from envoi.bench.trial import Bench, Trial, generator, relative_error, sample_rows, time_baselines
+from envoi.ep import ExpertParallel
+from envoi.experts import moe, pack
+from envoi.experts.oracle import moe_oracle
+from envoi.quant.formats import format_named
+from envoi.types import ExpertWeights, Matrix, QuantTensor, Routing
+
+PACK_AT_ONCE = 16  # experts; packing works in float32
+
+
+@dataclass(frozen=True)
+class Layer:
+    """One rank's share: tokens [M, H], routing over all experts, gate_up [E, 2I, H] (concat), down [E, H, I], all bf16.
+
+    first: the id of this rank's first expert; packed: the same weights in the case's format.
+    """
+
+    tokens: torch.Tensor
+    routing: Routing
+    gate_up: torch.Tensor
+    down: torch.Tensor
+    packed: ExpertWeights
+    first: int
+
+    @property
+    def num_experts(self) -> int:
+        """Over all ranks."""
+        return self.routing.num_experts
+
+
+def measure(case: Case, bench: Bench) -> Trial:
+    """One layer; over bench.num_ranks ranks if there are several, each with all of shape.num_tokens tokens."""
+    shape = case.shape
+    assert isinstance(shape, MoeShape)
+    layer = _layer(shape, bench)
+    return _measure_alone(shape, layer, bench) if bench.num_ranks == 1 else _measure_ranks(shape, layer, bench)
+
+
+def _measure_alone(shape: MoeShape, layer: Layer, bench: Bench) -> Trial:
+    candidates: dict[str, Callable[[], Timing]] = {
+        "eager": lambda: bench.clock.calls(lambda: eager_moe(layer)),
+        "torch_grouped": lambda: bench.clock.calls(lambda: grouped_moe(layer)),
+    }
+    baselines, missing = time_baselines(candidates)
+    timing = bench.clock.calls(lambda: moe(layer.tokens, layer.routing, layer.packed))
+    error = _errors(layer, moe(layer.tokens, layer.routing, layer.packed), eager_moe(layer))
+    return _trial(shape, layer, timing, baselines, error, missing)
+
+
+def _measure_ranks(shape: MoeShape, layer: Layer, bench: Bench) -> Trial:
+    parallel = ExpertParallel(layer.packed, timeout_s=60)
+    candidates: dict[str, Callable[[], Timing]] = {
+        "torch_ep": lambda: bench.clock.ranks(lambda: parallel_moe(layer, bench.num_ranks))
+    }
+    if bench.on_gpu and shape.format == "fp8_block128":
+        candidates["sgl_deep_gemm"] = lambda: bench.clock.ranks(deep_gemm_moe(shape, layer.tokens, layer.routing))
+    baselines, missing = time_baselines(candidates)
+    timing = bench.clock.ranks(lambda: parallel.moe(layer.tokens, layer.routing))
+    error = _errors(layer, parallel.moe(layer.tokens, layer.routing), parallel_moe(layer, bench.num_ranks))
+    parallel.close()
+    return _trial(shape, layer, timing, baselines, error, missing)
+
+
+def _trial(shape: MoeShape, layer: Layer, timing: Timing, baselines, error, missing) -> Trial:
+    """A rank's share of the ideal: its tokens' products, the weights of experts that are used, tokens in and out."""
+    last = layer.first + layer.packed.num_local_experts
+    used = layer.routing.topk_ids.unique()
+    num_used = int(((used >= layer.first) & (used < last)).sum())
+    a_expert = (_num_bytes(layer.packed.gate_up) + _num_bytes(layer.packed.down)) / layer.packed.num_local_experts
+    num_bytes = num_used * a_expert + 2 * layer.tokens.numel() * layer.tokens.element_size()
+    flops = 6.0 * shape.num_tokens * shape.num_topk * shape.hidden * shape.intermediate
+    kind = "bf16" if shape.format == "bf16" else "fp8"
+    return Trial(timing, baselines, error, num_bytes, flops, kind, missing)
+
+
+def eager_moe(layer: Layer) -> torch.Tensor:
+    """bf16, one expert after the other."""
+    out = torch.zeros(layer.tokens.shape, dtype=torch.float32, device=layer.tokens.device)
+    for expert in range(layer.num_experts):
+        token, slot = (layer.routing.topk_ids == expert).nonzero(as_tuple=True)
+        gate, up = functional.linear(layer.tokens[token], layer.gate_up[expert]).chunk(2, dim=-1)
+        rows = functional.linear(functional.silu(gate) * up, layer.down[expert])
+        out.index_add_(0, token, rows.float() * layer.routing.topk_weights[token, slot].unsqueeze(1))
+    return out.to(layer.tokens.dtype)
+
+
+def grouped_moe(layer: Layer) -> torch.Tensor:
+    """bf16, torch's grouped matmul on sorted rows."""
+    k = layer.routing.topk_ids.shape[1]
+    ranked, order = layer.routing.topk_ids.flatten().sort(stable=True)
+    ends = torch.bincount(ranked, minlength=layer.num_experts).cumsum(0).to(torch.int32)
+    rows = _grouped_mlp(layer.tokens[order // k], ends, layer)
+    return _sum_slots(layer, rows, order)
+
+
+def parallel_moe(layer: Layer, num_ranks: int) -> torch.Tensor:
+    """bf16: counts, rows there, torch's grouped matmul, rows back. Collective."""
+    k, num_local = layer.routing.topk_ids.shape[1], layer.packed.num_local_experts
+    flat = layer.routing.topk_ids.flatten()
+    order = flat.argsort(stable=True)
+    counts = torch.bincount(flat, minlength=layer.num_experts)
+    received = torch.empty_like(counts)
+    dist.all_to_all_single(received, counts)
+    by_source = received.view(num_ranks, num_local)
+    send, receive = torch.stack((counts.view(num_ranks, num_local).sum(1), by_source.sum(1))).tolist()
+    rows = _exchange(layer.tokens[order // k], receive, send)
+    expert = torch.arange(num_local, device=flat.device).repeat(num_ranks)
+    by_expert = expert.repeat_interleave(received, output_size=sum(receive)).argsort(stable=True)
+    done = _grouped_mlp(rows[by_expert], by_source.sum(0).cumsum(0).to(torch.int32), layer)
+    back = torch.empty_like(done)
+    back[by_expert] = done
+    return _sum_slots(layer, _exchange(back, send, receive), order)
+
+
+def _exchange(rows: torch.Tensor, receive: list[int], send: list[int]) -> torch.Tensor:
+    got = rows.new_empty(sum(receive), rows.shape[1])
+    dist.all_to_all_single(got, rows.contiguous(), receive, send)
+    return got
+
+
+def _grouped_mlp(rows: torch.Tensor, ends: torch.Tensor, layer: Layer) -> torch.Tensor:
+    gate, up = functional.grouped_mm(rows, layer.gate_up.transpose(1, 2), offs=ends).chunk(2, dim=-1)
+    return functional.grouped_mm(functional.silu(gate) * up, layer.down.transpose(1, 2), offs=ends)
+
+
+def _sum_slots(layer: Layer, rows: torch.Tensor, order: torch.Tensor) -> torch.Tensor:
+    out = torch.zeros(layer.tokens.shape, dtype=torch.float32, device=rows.device)
+    weights = layer.routing.topk_weights.flatten()[order].unsqueeze(1)
+    return out.index_add_(0, order // layer.routing.topk_ids.shape[1], rows.float() * weights).to(rows.dtype)
+
+
+def _layer(shape: MoeShape, bench: Bench) -> Layer:
+    if shape.num_experts % bench.num_ranks:
+        raise ValueError(f"--nproc-per-node: expected a divisor of {shape.num_experts} experts, got {bench.num_ranks}")
+    num_local = shape.num_experts // bench.num_ranks
+    source = generator(bench.device, bench.rank, shape.hidden, shape.num_experts, shape.num_tokens)
+
+    def normal(*sizes: int) -> torch.Tensor:
+        return torch.randn(sizes, generator=source, device=bench.device, dtype=torch.bfloat16)
+
+    gate_up = normal(num_local, 2 * shape.intermediate, shape.hidden).mul_(shape.hidden**-0.5)
+    down = normal(num_local, shape.hidden, shape.intermediate).mul_(shape.intermediate**-0.5)
+    uniform = torch.rand(shape.num_tokens, shape.num_experts, generator=source, device=bench.device)
+    ids = uniform.topk(shape.num_topk).indices.to(torch.int32)
+    weights = torch.rand(ids.shape, generator=source, device=bench.device)
+    routing = Routing(weights / weights.sum(1, keepdim=True), ids, shape.num_experts)
+    packed = _pack(gate_up, down, shape.format)
+    return Layer(normal(shape.num_tokens, shape.hidden), routing, gate_up, down, packed, bench.rank * num_local)
+
+
+def _pack(gate_up: torch.Tensor, down: torch.Tensor, format: str) -> ExpertWeights:
+    parts = [pack(*part, format) for part in zip(gate_up.split(PACK_AT_ONCE), down.split(PACK_AT_ONCE), strict=True)]
+    return replace(
+        parts[0], gate_up=_concat([part.gate_up for part in parts]), down=_concat([part.down for part in parts])
+    )
+
+
+def _concat(weights: list[Matrix]) -> Matrix:
+    first = weights[0]
+    if isinstance(first, torch.Tensor):
+        return torch.cat([weight for weight in weights if isinstance(weight, torch.Tensor)])
+    quantised = [weight for weight in weights if isinstance(weight, QuantTensor)]
+    return replace(first, values=torch.cat([q.values for q in quantised]), sf=torch.cat([q.sf for q in quantised]))
+
+
+def _num_bytes(weight: Matrix) -> int:
+    tensors = (weight,) if isinstance(weight, torch.Tensor) else (weight.values, weight.sf)
+    return sum(tensor.numel() * tensor.element_size() for tensor in tensors)
+
+
+def _errors(layer: Layer, ours: torch.Tensor, theirs: torch.Tensor) -> dict[str, float]:
+    rows = sample_rows(len(layer.tokens), layer.tokens.device)
+    wide = layer if format_named(layer.packed.format).weights is None else replace(layer, packed=_as_bf16(layer))
+    return {
+        "ours": relative_error(ours[rows], _oracle(layer, rows)),
+        "torch": relative_error(theirs[rows], _oracle(wide, rows)),
+    }
+
+
+def _as_bf16(layer: Layer) -> ExpertWeights:
+    return pack(layer.gate_up, layer.down, "bf16")
+
+
+def _oracle(layer: Layer, rows: torch.Tensor) -> torch.Tensor:
+    """float64 outputs of this rank's tokens at `rows`; each rank adds its experts' part to all ranks' tokens."""
+    inputs = (layer.tokens[rows], layer.routing.topk_weights[rows], layer.routing.topk_ids[rows])
+    if layer.packed.num_local_experts == layer.num_experts:
+        return _oracle_part(layer, *inputs)
+    everyone = [_gather(x) for x in inputs]
+    total = _oracle_part(layer, *everyone)
+    dist.all_reduce(total)
+    return total[len(rows) * dist.get_rank() :][: len(rows)]
+
+
+def _gather(x: torch.Tensor) -> torch.Tensor:
+    parts = [torch.empty_like(x) for _ in range(dist.get_world_size())]
+    dist.all_gather(parts, x.contiguous())
+    return torch.cat(parts)
+
+
+def _oracle_part(layer: Layer, tokens: torch.Tensor, weights: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
+    """Expert by expert, since all of them in float64 don't fit beside the rest."""
+    total = torch.zeros(tokens.shape, dtype=torch.float64, device=tokens.device)
+    for local in range(layer.packed.num_local_experts):
+        chosen = ids == layer.first + local
+        if bool(chosen.any()):
+            one = replace(layer.packed, gate_up=_cut(layer.packed.gate_up, local), down=_cut(layer.packed.down, local))
+            total += moe_oracle(tokens, weights, chosen.to(torch.int32) - 1, one)
+    return total
+
+
+def _cut(weight: Matrix, expert: int) -> Matrix:
+    if isinstance(weight, torch.Tensor):
+        return weight[expert : expert + 1]
+    return replace(weight, values=weight.values[expert : expert + 1], sf=weight.sf[expert : expert + 1])

@@ -1,0 +1,34 @@
+"""Plain text, aligned."""
+
+from collections.abc import Sequence
+
+
+def align(header: Sequence[str], rows: Sequence[Sequence[str]], left: int = 1) -> str:
+    """A header and rows of as many cells, two spaces between columns; the first `left` columns flush left."""
+    lines = [list(header), *map(list, rows)]
+    widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
+    return "\n".join(_line(cells, widths, left) for cells in lines)
+
+
+def _line(cells: Sequence[str], widths: Sequence[int], left: int) -> str:
+    padded = (
+        cell.ljust(width) if place < left else cell.rjust(width)
+        for place, (cell, width) in enumerate(zip(cells, widths, strict=True))
+    )
+    return "  ".join(padded).rstrip()
+
+
+def number(value: float | None) -> str:
+    """Three significant digits without an exponent, whole numbers from 100 on; "-" for None."""
+    if value is None:
+        return "-"
+    if value >= 99.95:
+        return f"{value:.0f}"
+    if value >= 9.995:
+        return f"{value:.1f}"
+    return f"{value:.2f}" if value >= 0.0095 else f"{value:.2g}"
+
+
+def ratio(theirs_us: float, ours_us: float) -> str:
+    """How many times as long the other takes: "1.15x" is Envoi being faster."""
+    return f"{number(theirs_us / ours_us)}x"

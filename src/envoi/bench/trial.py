@@ -1,0 +1,87 @@
+"""What a suite is given, what it hands back, and the few things that all suites do."""
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+
+import torch
+
+from envoi.bench.roof import Roof
+from envoi.bench.timing import Clock, Run, Timing
+
+MAX_ERROR_ROWS = 64  # float64 is slow: errors are taken on this many rows, spread evenly
+
+
+@dataclass(frozen=True)
+class Bench:
+    """Where a suite runs. num_ranks: processes that share the work of a case; this is one of them."""
+
+    clock: Clock
+    roof: Roof
+    rank: int = 0
+    num_ranks: int = 1
+
+    @property
+    def device(self) -> torch.device:
+        """Where inputs are made."""
+        return self.clock.device
+
+    @property
+    def on_gpu(self) -> bool:
+        """True if the device has CUDA graphs and a compiler worth comparing with."""
+        return self.device.type == "cuda"
+
+
+@dataclass(frozen=True)
+class Trial:
+    """One case as measured. flops and num_bytes are of the ideal: each operand read once, each result written once.
+
+    kind: the element type whose matmul roof counts, "bf16" or "fp8". missing: baselines that failed, and how.
+    """
+
+    ours: Timing
+    baselines: dict[str, Timing]
+    error: dict[str, float]
+    num_bytes: float
+    flops: float = 0.0
+    kind: str = "bf16"
+    missing: dict[str, str] = field(default_factory=dict)
+
+
+def time_baselines(candidates: Mapping[str, Callable[[], Timing]]) -> tuple[dict[str, Timing], dict[str, str]]:
+    """Times of the baselines that run here, and the reason for each that doesn't."""
+    timings, missing = {}, {}
+    for name, take in candidates.items():
+        try:
+            timings[name] = take()
+        except Exception as error:  # other people's code, on hardware that it may not know
+            missing[name] = f"{type(error).__name__}: {' '.join(str(error).split())[:160]}"
+    return timings, missing
+
+
+def compiled(fn: Callable) -> Callable:
+    """torch.compile for one shape. Drops what was compiled before: over its limit it falls back to eager in silence."""
+    torch._dynamo.reset()
+    return torch.compile(fn, dynamic=False)
+
+
+def relative_error(got: torch.Tensor, want: torch.Tensor) -> float:
+    """|got - want| / |want| in float64, over all elements together; NaN counts as 1."""
+    difference = (got.double() - want.double()).nan_to_num(nan=torch.inf)
+    norm = float(want.double().norm())
+    error = float(difference.norm()) / norm if norm else float(difference.norm())
+    return error if error < 1.0 else 1.0
+
+
+def sample_rows(num_rows: int, device: torch.device, at_most: int = MAX_ERROR_ROWS) -> torch.Tensor:
+    """int64 positions of at most that many rows, spread evenly."""
+    return torch.linspace(0, num_rows - 1, min(num_rows, at_most), device=device).round().long()
+
+
+def generator(device: torch.device, *seeds: int) -> torch.Generator:
+    """Random numbers that depend on the case alone."""
+    return torch.Generator(device).manual_seed(sum(seed * 1_000_003**place for place, seed in enumerate(seeds)) % 2**63)
+
+
+def copies(make: Callable[[int], Run], clock: Clock, num_bytes: int) -> list[Run]:
+    """`make(seed)` for as many inputs of num_bytes as a graph has to go around."""
+    return [make(seed) for seed in range(clock.num_inputs(num_bytes) if clock.device.type == "cuda" else 1)]

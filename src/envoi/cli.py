@@ -1,0 +1,96 @@
+"""The `envoi` command. Only argparse is imported here, so that `--help` answers at once."""
+
+import argparse
+import sys
+from typing import NoReturn
+
+import envoi
+
+DEMO_FORMATS = "bf16,fp8_row,fp8_block128,mxfp8,mxfp4"
+
+
+class Parser(argparse.ArgumentParser):
+    """An ArgumentParser whose errors are one line, like all others of this command."""
+
+    def error(self, message: str) -> NoReturn:
+        """Print the line and exit with status 2."""
+        self.exit(2, f"envoi: {message}; see {self.prog} --help\n")
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Run a command line; returns the exit status, 2 for what the user can mend."""
+    args = _parser().parse_args(argv)
+    try:
+        return args.run(args)
+    except (ValueError, FileNotFoundError) as error:
+        return _refuse(str(error))
+    except ModuleNotFoundError as error:
+        if error.name is None or error.name.partition(".")[0] == "envoi":
+            raise
+        return _refuse(f"{args.command} needs {error.name}, which isn't installed; pip install 'envoi[demo]' brings it")
+
+
+def _refuse(message: str) -> int:
+    print(f"envoi: {' '.join(message.split())}", file=sys.stderr)
+    return 2
+
+
+def _parser() -> Parser:
+    parser = Parser(prog="envoi", description=envoi.__doc__, allow_abbrev=False)
+    parser.add_argument("--version", action="version", version=f"envoi {envoi.__version__}")
+    commands = parser.add_subparsers(dest="command", metavar="COMMAND", required=True)
+    for name, help, add_arguments, run in (
+        ("demo", "a trained MoE model answers through Envoi: a table and a picture", _demo_arguments, _run_demo),
+        ("info", "versions, devices, and which implementation each operator uses here", _info_arguments, _run_info),
+        ("bench", "measure Envoi beside torch", _bench_arguments, _run_bench),
+    ):
+        command = commands.add_parser(name, help=help, description=help, allow_abbrev=False)
+        command.set_defaults(run=run)
+        add_arguments(command)
+    return parser
+
+
+def _demo_arguments(parser: argparse.ArgumentParser) -> None:
+    add = parser.add_argument
+    add("--model", metavar="DIR", help="a checkpoint; default: examples/tiny_moe/model of the repository")
+    add("--text", metavar="FILE", help="text to evaluate on; default: standard library modules that training never saw")
+    add("--bytes", metavar="N", type=int, default=16384, help="how much of the text; default: %(default)s")
+    add("--prompt", metavar="STR", default="def ", help="a beginning to continue; default: %(default)r")
+    add("--new-bytes", metavar="N", type=int, default=160, help="how far; default: %(default)s")
+    add("--ranks", metavar="N", type=int, default=4, help="processes that share one layer; default: %(default)s")
+    add("--formats", metavar="A,B", default=DEMO_FORMATS, help="number formats; default: %(default)s")
+    add("--device", choices=("auto", "cpu", "cuda"), default="auto", help="default: a GPU if there is one")
+    add("--out", metavar="FILE", default="demo.png", help="the picture; default: %(default)s")
+
+
+def _run_demo(args: argparse.Namespace) -> int:
+    from envoi import demo
+
+    return demo.run(args)
+
+
+def _info_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--json", action="store_true", help="the same as one JSON object")
+
+
+def _run_info(args: argparse.Namespace) -> int:
+    from envoi import info
+
+    return info.run(args)
+
+
+def _bench_arguments(parser: argparse.ArgumentParser) -> None:
+    from envoi.bench import command
+
+    parser.description = command.DESCRIPTION
+    command.add_arguments(parser)
+
+
+def _run_bench(args: argparse.Namespace) -> int:
+    from envoi.bench import command
+
+    return command.run(args)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

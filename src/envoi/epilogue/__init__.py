@@ -1,0 +1,66 @@
+"""Plain Python functions of an accumulator -> small IR -> torch reference and device code.
+
+`envoi.epilogue` is this package and the decorator at once: `@envoi.epilogue` decorates, `envoi.epilogue.silu` is a
+function of the language. `envoi.epilogue.vocabulary` has them all.
+"""
+
+import sys
+from collections.abc import Callable
+from types import ModuleType
+
+from envoi.epilogue.api import Epilogue, epilogue
+from envoi.epilogue.errors import EpilogueError
+from envoi.epilogue.evaluate import evaluate
+from envoi.epilogue.ir import IR, Node
+from envoi.epilogue.trace import Col, HalfCol, HalfTile, Row, Scalar, Tile
+from envoi.epilogue.vocabulary import (
+    cast,
+    clip,
+    col_absmax,
+    col_max,
+    col_sum,
+    exp,
+    exp2,
+    gelu,
+    hardswish,
+    leaky_relu,
+    log,
+    log2,
+    maximum,
+    minimum,
+    pairs,
+    quantize,
+    relu,
+    row_absmax,
+    row_max,
+    row_sum,
+    rsqrt,
+    sigmoid,
+    silu,
+    softmax,
+    softplus,
+    sqrt,
+    tanh,
+    topk,
+    total_absmax,
+    total_max,
+    total_sum,
+    where,
+)
+
+__all__ = [
+    "IR", "Col", "Epilogue", "EpilogueError", "HalfCol", "HalfTile", "Node", "Row", "Scalar", "Tile", "cast", "clip",
+    "col_absmax", "col_max", "col_sum", "epilogue", "evaluate", "exp", "exp2", "gelu", "hardswish", "leaky_relu", "log",
+    "log2", "maximum", "minimum", "pairs", "quantize", "relu", "row_absmax", "row_max", "row_sum", "rsqrt", "sigmoid",
+    "silu", "softmax", "softplus", "sqrt", "tanh", "topk", "total_absmax", "total_max", "total_sum", "where",
+]  # fmt: skip
+
+
+class _Decorator(ModuleType):
+    """A module that can be called: the name `envoi.epilogue` is the language's and the decorator's."""
+
+    def __call__(self, function: Callable) -> Epilogue:
+        return epilogue(function)
+
+
+sys.modules[__name__].__class__ = _Decorator

@@ -1,0 +1,142 @@
+"""The intermediate form of an epilogue: a list of typed operations, each used after it is defined, nothing twice.
+
+>>> print(swiglu.ir)
+epilogue swiglu(acc)
+  %0 tile f32 = acc
+  %1 tile/2 f32 = even %0
+  %2 tile/2 f32 = odd %0
+  %3 tile/2 f32 = silu %1
+  %4 tile/2 f32 = mul %3, %2
+  return %4
+"""
+
+import hashlib
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
+
+
+@dataclass(frozen=True)
+class Shape:
+    """Which sides of the output a value spans.
+
+    rows: "1" (the same for all rows) or "M". columns: "1", "N", "N/2", "N/4" .. (after `pairs`), or "4" (the k of a
+        top-k).
+    """
+
+    rows: str
+    columns: str
+
+    def __str__(self) -> str:
+        if self.columns == "1":
+            return "scalar" if self.rows == "1" else "row"
+        kind = "tile" if self.rows == "M" else "col"
+        return kind + self.columns.removeprefix("N") if self.columns.startswith("N") else f"row[{self.columns}]"
+
+    @property
+    def spans_columns(self) -> bool:
+        """True for a value that is cut into tiles along N."""
+        return self.columns.startswith("N")
+
+    def num_columns(self, N: int) -> int:
+        """The number of columns for an accumulator of N."""
+        return N // self.divisor if self.spans_columns else int(self.columns)
+
+    @property
+    def divisor(self) -> int:
+        """2 for "N/2"."""
+        return int(self.columns.partition("/")[2] or 1)
+
+    def halved(self) -> "Shape":
+        """The shape of either side of `pairs`."""
+        return Shape(self.rows, f"N/{2 * self.divisor}")
+
+
+SCALAR, ROW, COL, TILE = Shape("1", "1"), Shape("M", "1"), Shape("1", "N"), Shape("M", "N")
+HALF_COL, HALF_TILE = Shape("1", "N/2"), Shape("M", "N/2")
+
+
+@dataclass(frozen=True)
+class Operand:
+    """A named input beside the accumulator. kind: the annotation's name. default: of a Scalar, or None."""
+
+    name: str
+    kind: str
+    shape: Shape
+    default: float | None = None
+
+    def __str__(self) -> str:
+        return f"{self.name}: {self.kind}" + ("" if self.default is None else f" = {self.default!r}")
+
+
+@dataclass(frozen=True)
+class Node:
+    """One operation. args: positions of earlier nodes. attributes: (name, value) pairs. dtype: f32, i32, bool or
+        quantised.
+
+    step: what the operation needs to have seen.
+        "load", "element"   its own element
+        "pair"              the neighbouring column
+        "row"               the whole row: begin, visit every N tile, end
+        "column", "all"     every row (of the expert): known when the kernel ends, so it can only be returned
+        "store"             says how a value leaves the chip; can only be returned
+    """
+
+    op: str
+    args: tuple[int, ...]
+    attributes: tuple[tuple[str, Any], ...]
+    shape: Shape
+    dtype: str
+    step: str
+
+    @property
+    def final(self) -> bool:
+        """True if the value can only be returned."""
+        return self.step in ("column", "all", "store")
+
+    def attribute(self, name: str) -> Any:
+        """The value of an attribute."""
+        return dict(self.attributes)[name]
+
+    def __str__(self) -> str:
+        parts = [f"%{arg}" for arg in self.args] + [f"{name}={value!r}" for name, value in self.attributes]
+        return f"{self.shape} {self.dtype} = {self.op}" + (" " + ", ".join(parts) if parts else "")
+
+
+@dataclass(frozen=True)
+class IR:
+    """A traced epilogue. outputs: (name, position of the node); names are "" unless the function returned a dict."""
+
+    name: str
+    operands: tuple[Operand, ...]
+    nodes: tuple[Node, ...]
+    outputs: tuple[tuple[str, int], ...]
+
+    def __str__(self) -> str:
+        head = ", ".join(["acc", *map(str, self.operands)])
+        body = [f"  %{position} {node}" for position, node in enumerate(self.nodes)]
+        returned = ", ".join((f"{name}=" if name else "") + f"%{position}" for name, position in self.outputs)
+        return "\n".join([f"epilogue {self.name}({head})", *body, f"  return {returned}"])
+
+    @cached_property
+    def key(self) -> str:
+        """A digest of everything that decides what is computed."""
+        return hashlib.sha256(str(self).encode()).hexdigest()[:16]
+
+    @property
+    def needs_whole_rows(self) -> bool:
+        """True if a step sees a whole row across its N tiles."""
+        return any(
+            (node.step == "row" and self.nodes[node.args[0]].shape.spans_columns)
+            or (node.op == "quantize" and node.attribute("scheme") == "fp8_row")
+            for node in self.nodes
+        )
+
+    def operand(self, name: str) -> Operand:
+        """The operand of that name."""
+        return next(operand for operand in self.operands if operand.name == name)
+
+    @property
+    def divisor(self) -> int:
+        """N must be a multiple of this."""
+        return max(node.shape.divisor for node in self.nodes)

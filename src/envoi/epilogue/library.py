@@ -1,0 +1,116 @@
+"""Epilogues that are used often, and those of the experts."""
+
+from functools import cache
+
+from envoi.epilogue.api import Epilogue, epilogue
+from envoi.epilogue.trace import Col, HalfTile, Row, Scalar, Tile
+from envoi.epilogue.vocabulary import (
+    cast,
+    clip,
+    gelu,
+    minimum,
+    pairs,
+    quantize,
+    relu,
+    row_absmax,
+    sigmoid,
+    silu,
+)
+
+
+@epilogue
+def store(acc):
+    """The accumulator as it is."""
+    return acc
+
+
+@epilogue
+def linear(acc, c: Tile, alpha: Scalar, beta: Scalar):
+    """alpha * acc + beta * c."""
+    return alpha * acc + beta * c
+
+
+@epilogue
+def scale_bias_relu(acc, alpha: Scalar, bias: Col):
+    """relu(alpha * acc + bias)."""
+    return relu(alpha * acc + bias)
+
+
+@epilogue
+def gelu_residual(acc, bias: Col, residual: Tile):
+    """gelu(acc + bias) + residual."""
+    return gelu(acc + bias) + residual
+
+
+@epilogue
+def absmax(acc):
+    """The accumulator, and the largest magnitude of each row."""
+    return acc, row_absmax(acc)
+
+
+@epilogue
+def swiglu(acc):
+    """silu(gate) * up of interleaved columns."""
+    gate, up = pairs(acc)
+    return silu(gate) * up
+
+
+@epilogue
+def swiglu_residual(acc, residual: HalfTile):
+    """silu(gate) * up + residual."""
+    gate, up = pairs(acc)
+    return silu(gate) * up + residual
+
+
+@epilogue
+def swiglu_fp8(acc):
+    """silu(gate) * up, quantised to FP8 E4M3 with a float32 scale per 1x128."""
+    gate, up = pairs(acc)
+    return quantize(silu(gate) * up, "fp8_e4m3", group=128)
+
+
+_LEAVE = {
+    "fp8_row": ("fp8_e4m3", "row"),
+    "fp8_1x128": ("fp8_e4m3", 128),
+    "mxfp8": ("fp8_e4m3", 32),
+}
+
+
+@cache
+def expert_l1(activation: str, limit: float | None, has_bias: bool, scheme: str | None) -> Epilogue:
+    """The experts' first epilogue: activation of interleaved gate and up, times the routing weight, quantised.
+
+    activation "swiglu" or "swiglu_oai"; limit clamps gate above and up on both sides; scheme None leaves in bf16,
+    else one of fp8_row, fp8_1x128, mxfp8. Operands: weight (Row), and bias (Col, interleaved) if has_bias.
+    """
+
+    def activate(gate, up):
+        if limit is not None:
+            gate, up = minimum(gate, limit), clip(up, -limit, limit)
+        if activation == "swiglu_oai":
+            return (up + 1.0) * gate * sigmoid(1.702 * gate)
+        return silu(gate) * up
+
+    def leave(h):
+        return cast(h, "bf16") if scheme is None else quantize(h, *_LEAVE[scheme])
+
+    def expert_l1(acc, weight: Row):
+        return leave(activate(*pairs(acc)) * weight)
+
+    def expert_l1_bias(acc, weight: Row, bias: Col):
+        return leave(activate(*pairs(acc + bias)) * weight)
+
+    return epilogue(expert_l1_bias if has_bias else expert_l1)
+
+
+@cache
+def expert_l2(has_bias: bool) -> Epilogue:
+    """The experts' second epilogue. The routing weight is in the rows already; a bias has yet to get it."""
+
+    def expert_l2(acc):
+        return acc
+
+    def expert_l2_bias(acc, weight: Row, bias: Col):
+        return acc + weight * bias
+
+    return epilogue(expert_l2_bias if has_bias else expert_l2)

@@ -1,0 +1,279 @@
+"""Tracing: the user's function runs once, on stand-ins that write down what is done to them."""
+
+import inspect
+from collections.abc import Callable
+from typing import Any, NoReturn
+
+import torch
+
+from envoi.epilogue.errors import EpilogueError, last_user_line, refuse, refuse_at
+from envoi.epilogue.ir import COL, HALF_COL, HALF_TILE, IR, ROW, SCALAR, TILE, Node, Operand
+from envoi.epilogue.operations import infer
+
+
+class Graph:
+    """The nodes so far; an operation that is already there is not added again."""
+
+    def __init__(self):
+        self.nodes: list[Node] = []
+        self._positions: dict[tuple[Node, str], int] = {}
+
+    def add(self, node: Node) -> "Traced":
+        """The stand-in for a node."""
+        key = node, repr(node.attributes)  # 0.0 and -0.0 are equal, but not the same
+        if key not in self._positions:
+            self._positions[key] = len(self.nodes)
+            self.nodes.append(node)
+        return Traced(self, self._positions[key])
+
+    def apply(self, op: str, *values: Any, **attributes: Any) -> "Traced":
+        """The stand-in for an operation on stand-ins and numbers."""
+        args = [self._coerce(op, value) for value in values]
+        pairs = tuple(sorted(attributes.items()))
+        node = infer(op, tuple(self.nodes[arg.position] for arg in args), pairs)
+        return self.add(Node(op, tuple(arg.position for arg in args), pairs, node.shape, node.dtype, node.step))
+
+    def _coerce(self, op: str, value: Any) -> "Traced":
+        if isinstance(value, Traced):
+            if value.graph is not self:
+                refuse(f"{op}: expected values of this epilogue, got one of another")
+            return value
+        if isinstance(value, torch.Tensor):
+            refuse(f"{op}: got a torch tensor that isn't an operand; make it a parameter (Row, Col, Tile) and pass it")
+        if isinstance(value, bool) or not isinstance(value, (int, float)):
+            refuse(f"{op}: expected a value of the epilogue or a number, got {type(value).__name__}")
+        return self.add(Node("constant", (), (("value", float(value)),), SCALAR, "f32", "load"))
+
+
+def _binary(op: str) -> Callable:
+    def apply(self: "Traced", other: Any) -> "Traced":
+        return self.graph.apply(op, self, other)
+
+    return apply
+
+
+def _reflected(op: str) -> Callable:
+    def apply(self: "Traced", other: Any) -> "Traced":
+        return self.graph.apply(op, other, self)
+
+    return apply
+
+
+def _refused(reason: str) -> Callable[..., NoReturn]:
+    def method(self: "Traced", *args: Any, **kwargs: Any) -> NoReturn:
+        refuse(reason)
+
+    return method
+
+
+_BRANCH = (
+    "the value isn't known while tracing, so it can't decide a branch, a loop, `and`, `or` or `not`; use where(), & | ~"
+)
+_INDEX = (
+    "a value is one element of a tile and can't be indexed, counted or iterated over; "
+    "pairs(x) splits even and odd columns"
+)
+_NUMBER = (
+    "the value isn't known while tracing, so it can't become a Python number, as math.* and float() need; "
+    "use envoi.epilogue's functions"
+)
+_LIBRARY = "only envoi.epilogue's functions work on values of an epilogue, not those of torch or numpy"
+
+
+class Traced:
+    """Stands for a value of the epilogue while it is traced."""
+
+    __slots__ = ("graph", "position")
+    __hash__ = object.__hash__
+
+    def __init__(self, graph: Graph, position: int):
+        object.__setattr__(self, "graph", graph)
+        object.__setattr__(self, "position", position)
+
+    @property
+    def node(self) -> Node:
+        """What it stands for."""
+        return self.graph.nodes[self.position]
+
+    def __repr__(self) -> str:
+        return f"%{self.position} ({self.node})"
+
+    __add__, __radd__ = _binary("add"), _reflected("add")
+    __sub__, __rsub__ = _binary("sub"), _reflected("sub")
+    __mul__, __rmul__ = _binary("mul"), _reflected("mul")
+    __truediv__, __rtruediv__ = _binary("div"), _reflected("div")
+    __lt__, __le__, __gt__, __ge__ = _binary("lt"), _binary("le"), _binary("gt"), _binary("ge")
+    __eq__, __ne__ = _binary("eq"), _binary("ne")  # pyright: ignore[reportAssignmentType]
+    __and__, __rand__ = _binary("logical_and"), _reflected("logical_and")
+    __or__, __ror__ = _binary("logical_or"), _reflected("logical_or")
+
+    def __neg__(self) -> "Traced":
+        return self.graph.apply("neg", self)
+
+    def __abs__(self) -> "Traced":
+        return self.graph.apply("abs", self)
+
+    def __invert__(self) -> "Traced":
+        return self.graph.apply("logical_not", self)
+
+    def __pow__(self, exponent: Any) -> "Traced":
+        if isinstance(exponent, bool) or not isinstance(exponent, int):
+            refuse(f"**: expected a constant int as the exponent, got {type(exponent).__name__}; use exp(y * log(x))")
+        return self.graph.apply("pow", self, exponent=exponent)
+
+    __bool__ = _refused(_BRANCH)
+    __len__ = __iter__ = __getitem__ = __setitem__ = __contains__ = __reversed__ = _refused(_INDEX)
+    __int__ = __float__ = __index__ = __complex__ = __round__ = __trunc__ = __floor__ = __ceil__ = _refused(_NUMBER)
+    __array__ = __array_ufunc__ = __array_function__ = _refused(_LIBRARY)
+    __floordiv__ = __rfloordiv__ = __mod__ = __rmod__ = __matmul__ = __rmatmul__ = __rpow__ = __xor__ = __rxor__ = (
+        __lshift__
+    ) = __rshift__ = _refused("this operator isn't in the language; + - * / ** (int) abs() < <= > >= == != & | ~ are")
+
+    @classmethod
+    def __torch_function__(cls, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> NoReturn:
+        if any(isinstance(arg, torch.Tensor) for arg in args):
+            refuse("got a torch tensor that isn't an operand; make it a parameter (Row, Col, Tile) and pass it")
+        refuse(_LIBRARY)
+
+    def __getattr__(self, name: str) -> NoReturn:
+        if name.startswith("__") and name.endswith("__"):
+            raise AttributeError(name)  # Python and libraries ask for protocols that we don't have
+        refuse(f"a value has no attribute {name!r}; use envoi.epilogue's functions, {name}(x), if there is one")
+
+    def __setattr__(self, name: str, value: Any) -> NoReturn:
+        refuse(f"a value can't be changed (.{name} = ..); give the result a name instead")
+
+
+class Scalar(Traced):
+    """Annotates an operand of one value: a number, or a tensor of one element."""
+
+    shape = SCALAR
+
+
+class Row(Traced):
+    """Annotates an operand with a value for each row: [M]."""
+
+    shape = ROW
+
+
+class Col(Traced):
+    """Annotates an operand with a value for each column: [N]; in a grouped GEMM for each expert, [E, N]."""
+
+    shape = COL
+
+
+class Tile(Traced):
+    """Annotates an operand with a value for each element: [M, N]."""
+
+    shape = TILE
+
+
+class HalfCol(Traced):
+    """A Col for what `pairs` gives: [N / 2]."""
+
+    shape = HALF_COL
+
+
+class HalfTile(Traced):
+    """A Tile for what `pairs` gives: [M, N / 2]."""
+
+    shape = HALF_TILE
+
+
+ANNOTATIONS = {kind.__name__: kind for kind in (Scalar, Row, Col, Tile, HalfCol, HalfTile)}
+
+
+def trace(function: Callable) -> IR:
+    """Run the function on stand-ins. Raises EpilogueError for anything that the language can't express."""
+    operands = _operands(function)
+    graph = Graph()
+    values = [graph.add(Node("acc", (), (), TILE, "f32", "load"))]
+    loads = (Node("load", (), (("name", o.name),), o.shape, "f32", "load") for o in operands)
+    values += [graph.add(load) for load in loads]
+    try:
+        returned = function(*values)
+    except EpilogueError:
+        raise
+    except Exception as error:
+        place = last_user_line(error.__traceback__) or _place(function)
+        refuse_at(*place, f"{type(error).__name__} while tracing: {error}")
+    outputs = _outputs(function, graph, returned)
+    return _prune(function.__name__, operands, graph.nodes, outputs, function)
+
+
+def _place(function: Callable) -> tuple[str, int]:
+    code = function.__code__
+    return code.co_filename, code.co_firstlineno
+
+
+def _operands(function: Callable) -> tuple[Operand, ...]:
+    place = _place(function)
+    parameters = list(inspect.signature(function).parameters.values())
+    if not parameters:
+        refuse_at(*place, "an epilogue takes the accumulator as its first parameter, this takes none")
+    for parameter in parameters:
+        if parameter.kind is not inspect.Parameter.POSITIONAL_OR_KEYWORD:
+            refuse_at(
+                *place, f"parameter {parameter.name}: expected a plain parameter, got {parameter.kind.description}"
+            )
+    if parameters[0].annotation is not inspect.Parameter.empty or parameters[0].default is not inspect.Parameter.empty:
+        refuse_at(
+            *place, f"parameter {parameters[0].name}: the first is the accumulator, without annotation or default"
+        )
+    return tuple(_operand(parameter, place) for parameter in parameters[1:])
+
+
+def _operand(parameter: inspect.Parameter, place: tuple[str, int]) -> Operand:
+    kind = parameter.annotation
+    kind = ANNOTATIONS.get(kind.rpartition(".")[2]) if isinstance(kind, str) else kind
+    if kind is None or kind not in ANNOTATIONS.values():
+        came = "none" if parameter.annotation is inspect.Parameter.empty else f"{parameter.annotation!r}"
+        refuse_at(*place, f"parameter {parameter.name}: expected an annotation of {', '.join(ANNOTATIONS)}, got {came}")
+    if parameter.default is inspect.Parameter.empty:
+        return Operand(parameter.name, kind.__name__, kind.shape)
+    if kind is not Scalar or isinstance(parameter.default, bool) or not isinstance(parameter.default, (int, float)):
+        refuse_at(*place, f"parameter {parameter.name}: only a Scalar can have a default, and it is a number")
+    return Operand(parameter.name, kind.__name__, kind.shape, float(parameter.default))
+
+
+def _outputs(function: Callable, graph: Graph, returned: Any) -> list[tuple[str, Traced]]:
+    values: list[Any] = [returned]
+    names = [""]
+    if isinstance(returned, dict):
+        values, names = list(returned.values()), [str(name) for name in returned]
+    elif isinstance(returned, tuple):
+        values, names = list(returned), [""] * len(returned)
+    if not values or any(not isinstance(value, Traced) or value.graph is not graph for value in values):
+        came = [type(value).__name__ for value in values if not isinstance(value, Traced)]
+        refuse_at(
+            *_place(function),
+            f"{function.__name__}: expected to return values of the epilogue (one, a tuple or a dict), "
+            f"got {', '.join(came) or 'nothing'}",
+        )
+    for value in values:
+        if value.node.dtype == "bool":
+            refuse_at(*_place(function), f"{function.__name__}: a mask can't be returned; use where(mask, 1.0, 0.0)")
+    return list(zip(names, values, strict=True))
+
+
+def _prune(
+    name: str, operands: tuple[Operand, ...], nodes: list[Node], outputs: list[tuple[str, Traced]], function: Callable
+) -> IR:
+    """Drop what no output needs; an operand that is dropped is a mistake."""
+    needed: set[int] = set()
+    stack = [value.position for _, value in outputs]
+    while stack:
+        position = stack.pop()
+        if position not in needed:
+            needed.add(position)
+            stack += nodes[position].args
+    for position, operand in enumerate(operands, 1):
+        if position not in needed:
+            refuse_at(*_place(function), f"{name}: operand {operand.name} takes no part in what is returned; remove it")
+    order = sorted(needed)
+    new = {old: position for position, old in enumerate(order)}
+    kept = tuple(
+        Node(n.op, tuple(new[arg] for arg in n.args), n.attributes, n.shape, n.dtype, n.step)
+        for n in (nodes[old] for old in order)
+    )
+    return IR(name, operands, kept, tuple((label, new[value.position]) for label, value in outputs))

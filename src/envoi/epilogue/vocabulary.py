@@ -1,0 +1,205 @@
+"""The functions of the language. On torch tensors they compute; while an epilogue is traced they write it down.
+
+Tensors are [M or 1, columns] as an epilogue gets them. Numbers may take a tensor's place wherever two values meet.
+"""
+
+from typing import Any, TypeVar
+
+import torch
+
+from envoi.epilogue.errors import refuse
+from envoi.epilogue.operations import CAST_DTYPES, OPERATIONS, scheme_for
+from envoi.epilogue.trace import Traced
+
+Value = TypeVar("Value")  # a Traced or a torch tensor; what goes in comes out
+MAX_TOPK = 32
+
+
+def _apply(op: str, *values: Any, **attributes: Any) -> Any:
+    traced = next((value for value in values if isinstance(value, Traced)), None)
+    if traced is not None:
+        return traced.graph.apply(op, *values, **attributes)
+    tensor = next((value for value in values if isinstance(value, torch.Tensor)), None)
+    if tensor is None:
+        refuse(f"{op}: expected a value of the epilogue, got {', '.join(type(value).__name__ for value in values)}")
+    floats = (value.dtype for value in values if isinstance(value, torch.Tensor) and value.is_floating_point())
+    dtype = next(floats, torch.float32)
+    values = tuple(v if isinstance(v, torch.Tensor) else tensor.new_full((1, 1), v, dtype=dtype) for v in values)
+    return OPERATIONS[op].torch(*values, **attributes)
+
+
+def exp(x: Value) -> Value:
+    """e^x."""
+    return _apply("exp", x)
+
+
+def exp2(x: Value) -> Value:
+    """2^x."""
+    return _apply("exp2", x)
+
+
+def log(x: Value) -> Value:
+    """Natural logarithm."""
+    return _apply("log", x)
+
+
+def log2(x: Value) -> Value:
+    """Logarithm to base 2."""
+    return _apply("log2", x)
+
+
+def sqrt(x: Value) -> Value:
+    """Square root."""
+    return _apply("sqrt", x)
+
+
+def rsqrt(x: Value) -> Value:
+    """1 / sqrt(x)."""
+    return _apply("rsqrt", x)
+
+
+def tanh(x: Value) -> Value:
+    """Hyperbolic tangent."""
+    return _apply("tanh", x)
+
+
+def sigmoid(x: Value) -> Value:
+    """1 / (1 + e^-x)."""
+    return _apply("sigmoid", x)
+
+
+def relu(x: Value) -> Value:
+    """max(x, 0)."""
+    return _apply("relu", x)
+
+
+def silu(x: Value) -> Value:
+    """x * sigmoid(x)."""
+    return _apply("silu", x)
+
+
+def gelu(x: Value, approximate: str = "none") -> Value:
+    """x * P(normal < x), by erf ("none") or by tanh ("tanh")."""
+    if approximate not in ("none", "tanh"):
+        refuse(f"gelu: expected approximate='none' or 'tanh', got {approximate!r}")
+    return _apply("gelu", x, approximate=approximate)
+
+
+def hardswish(x: Value) -> Value:
+    """x * clip(x + 3, 0, 6) / 6."""
+    return _apply("hardswish", x)
+
+
+def leaky_relu(x: Value, slope: float = 0.01) -> Value:
+    """x where it is positive, slope * x elsewhere; slope is a constant."""
+    if isinstance(slope, bool) or not isinstance(slope, (int, float)):
+        refuse(f"leaky_relu: expected a constant number as slope, got {type(slope).__name__}")
+    return _apply("leaky_relu", x, slope=float(slope))
+
+
+def softplus(x: Value) -> Value:
+    """log(1 + e^x); x itself above 20."""
+    return _apply("softplus", x)
+
+
+def minimum(x: Any, y: Any) -> Any:
+    """The smaller; NaN if either is."""
+    return _apply("minimum", x, y)
+
+
+def maximum(x: Any, y: Any) -> Any:
+    """The larger; NaN if either is."""
+    return _apply("maximum", x, y)
+
+
+def clip(x: Any, low: Any, high: Any) -> Any:
+    """minimum(maximum(x, low), high)."""
+    return minimum(maximum(x, low), high)
+
+
+def where(condition: Any, x: Any, y: Any) -> Any:
+    """x where the condition (from < <= > >= == != & | ~) holds, y elsewhere."""
+    return _apply("where", condition, x, y)
+
+
+def pairs(x: Value) -> tuple[Value, Value]:
+    """Columns 0, 2, 4 .. and columns 1, 3, 5 ..: [M, N] -> two of [M, N / 2]. For gated activations, gate first."""
+    return _apply("even", x), _apply("odd", x)
+
+
+def row_sum(x: Value) -> Value:
+    """The sum over a row's columns: [M, N] -> a row value [M]."""
+    return _apply("row_sum", x)
+
+
+def row_max(x: Value) -> Value:
+    """The largest of a row."""
+    return _apply("row_max", x)
+
+
+def row_absmax(x: Value) -> Value:
+    """The largest magnitude of a row."""
+    return _apply("row_absmax", x)
+
+
+def col_sum(x: Value) -> Value:
+    """The sum over a column's rows, of each expert in a grouped GEMM ([E, N]). Can only be returned."""
+    return _apply("col_sum", x)
+
+
+def col_max(x: Value) -> Value:
+    """The largest of a column; -inf if it has no rows. Can only be returned."""
+    return _apply("col_max", x)
+
+
+def col_absmax(x: Value) -> Value:
+    """The largest magnitude of a column; 0 if it has no rows. Can only be returned."""
+    return _apply("col_absmax", x)
+
+
+def total_sum(x: Value) -> Value:
+    """The sum of all. Can only be returned."""
+    return _apply("total_sum", x)
+
+
+def total_max(x: Value) -> Value:
+    """The largest of all. Can only be returned."""
+    return _apply("total_max", x)
+
+
+def total_absmax(x: Value) -> Value:
+    """The largest magnitude of all. Can only be returned."""
+    return _apply("total_absmax", x)
+
+
+def softmax(x: Value) -> Value:
+    """e^x / sum of e^x over a row, or over the k values of `topk`; -inf takes no part, nothing else gives 0."""
+    return _apply("softmax", x)
+
+
+def topk(x: Value, k: int) -> tuple[Value, Value]:
+    """The k best of each row: values [M, k] float32 and columns [M, k] int32, best first; the lower column wins a tie.
+
+    NaN and -inf are never chosen; slots left over have the value -inf and the column -1.
+    """
+    if isinstance(k, bool) or not isinstance(k, int) or not 1 <= k <= MAX_TOPK:
+        refuse(f"topk: expected a constant k from 1 to {MAX_TOPK}, got {k!r}")
+    return _apply("topk_values", x, k=k), _apply("topk_ids", x, k=k)
+
+
+def cast(x: Value, dtype: str) -> Value:
+    """Leave the kernel as "bf16", "fp16", "fp32" or "fp8_e4m3" (saturating, without a scale). Can only be returned."""
+    if dtype not in CAST_DTYPES:
+        refuse(f"cast: expected one of {', '.join(map(repr, CAST_DTYPES))}, got {dtype!r}")
+    return _apply("cast", x, dtype=dtype)
+
+
+def quantize(x: Value, values: str, group: int | str) -> Value:
+    """Leave the kernel as a QuantTensor, values and scale factors. Can only be returned.
+
+    values "fp8_e4m3": group 128 (float32 scales per 1x128), 32 (UE8M0 per 1x32: mxfp8) or "row" (float32 a row).
+    values "fp4_e2m1": group 32 (UE8M0: mxfp4) or 16 (E4M3: nvfp4).
+    What is computed is `envoi.quant.quantize`. One scale for the whole tensor can't be known in one pass: divide by a
+    Scalar of your own and `cast(x, "fp8_e4m3")`.
+    """
+    return _apply("quantize", x, scheme=scheme_for(values, group))

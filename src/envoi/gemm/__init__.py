@@ -1,0 +1,5 @@
+"""Matrix products that end in an epilogue: mainloops and tile schedulers."""
+
+from envoi.gemm.api import gemm, grouped_gemm
+
+__all__ = ["gemm", "grouped_gemm"]

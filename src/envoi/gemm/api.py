@@ -1,0 +1,186 @@
+"""`envoi.gemm` and `envoi.grouped_gemm`: check, call the operator, wrap what comes out."""
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+
+from envoi.check import Dim, dtype_name, expect_divisible, expect_tensor
+from envoi.epilogue.api import Epilogue
+from envoi.epilogue.ir import IR, Node
+from envoi.epilogue.library import store
+from envoi.gemm import op
+from envoi.quant.formats import SCHEMES
+from envoi.types import Matrix, QuantTensor
+
+FLOATS = (torch.bfloat16, torch.float16, torch.float32)
+QUANTISED = (torch.float8_e4m3fn, torch.uint8)
+OUT_DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
+
+
+def gemm(
+    a: Matrix,
+    b: Matrix,
+    epilogue: Epilogue | None = None,
+    *,
+    out_dtype: torch.dtype | None = None,
+    **operands: torch.Tensor | float,
+) -> Any:
+    """epilogue(a @ b.T): the product is summed in fp32 and handed to the epilogue before it is rounded.
+
+    a [M, K], b [N, K] (as nn.Linear stores a weight): both bf16, fp16 or fp32, or QuantTensors from
+    `envoi.quant.quantize`;
+        a may be bf16 with an mxfp4 or mxfp8 b. M may be 0.
+    epilogue: from `@envoi.epilogue`; None returns the product.
+    operands: the epilogue's, by name: Row [M], Col [N], Tile [M, N], HalfCol [N / 2], HalfTile [M, N / 2] of any
+        float dtype, Scalar a number or a tensor of one element.
+    out_dtype: of outputs that the epilogue doesn't cast or quantise itself; the default is a's dtype, bf16 for a
+        QuantTensor. Reductions, and the values of a top-k, are float32 always.
+
+    Returns what the epilogue returns: a tensor, a QuantTensor, or a tuple or dict of them.
+    Raises ValueError for dtypes, shapes, devices or names that don't go together.
+    """
+    _check_matrix("a", a, ("M", "K"))
+    _check_matrix("b", b, ("N", a.shape[1]), a.device)
+    epilogue, out_dtype = _settle(a, b, epilogue, out_dtype)
+    sizes = {"M": a.shape[0], "N": b.shape[0]}
+    tensors, scalars = _check_operands(epilogue, operands, sizes, a.device, None)
+    outputs = torch.ops.envoi.gemm(
+        *op.split(a), *op.split(b), epilogue.ir.key, out_dtype, list(tensors.values()),
+        list(scalars.values()), ",".join([*tensors, *scalars]),
+    )  # fmt: skip
+    return _wrap(epilogue, outputs, sizes)
+
+
+def grouped_gemm(
+    rows: Matrix,
+    weights: Matrix,
+    offsets: torch.Tensor,
+    epilogue: Epilogue | None = None,
+    *,
+    out_dtype: torch.dtype | None = None,
+    **operands: torch.Tensor | float,
+) -> Any:
+    """For each expert e, epilogue(rows[offsets[e] : offsets[e + 1]] @ weights[e].T).
+
+    rows [P, K] sorted by expert; a QuantTensor needs a scale factor for each row. weights [E, N, K]. Dtypes as in
+    `gemm`. offsets [E + 1] int32, exclusive, from 0; rows behind offsets[E] belong to no expert and come out as the
+    epilogue of 0.
+    operands: as in `gemm`, but a Col is [E, N], one for each expert; column reductions come out as [E, N].
+
+    Example: offsets [0, 2, 2, 5] gives rows 0 and 1 to expert 0, none to expert 1, rows 2 to 4 to expert 2.
+    Raises ValueError for dtypes, shapes, devices or names that don't go together, and for offsets that aren't
+    ascending.
+    """
+    _check_matrix("rows", rows, ("P", "K"))
+    _check_matrix("weights", weights, ("E", "N", rows.shape[1]), rows.device)
+    if isinstance(rows, QuantTensor) and rows.group[0] != 1:
+        raise ValueError(f"rows: expected a scale factor for each row, got one for {rows.group[0]} rows")
+    num_experts = weights.shape[0]
+    expect_tensor("offsets", offsets, torch.int32, (num_experts + 1,), rows.device)
+    epilogue, out_dtype = _settle(rows, weights, epilogue, out_dtype)
+    sizes = {"M": rows.shape[0], "N": weights.shape[1]}
+    tensors, scalars = _check_operands(epilogue, operands, sizes, rows.device, num_experts)
+    outputs = torch.ops.envoi.grouped_gemm(
+        *op.split(rows), *op.split(weights), offsets, epilogue.ir.key, out_dtype, list(tensors.values()),
+        list(scalars.values()), ",".join([*tensors, *scalars]),
+    )  # fmt: skip
+    return _wrap(epilogue, outputs, sizes)
+
+
+def _check_matrix(name: str, x: Any, shape: tuple[Dim, ...], device: torch.device | None = None) -> None:
+    if not isinstance(x, QuantTensor):
+        expect_tensor(name, x, FLOATS, shape, device)
+        return
+    if x.scale is not None:
+        raise ValueError(f"{name}: expected a QuantTensor without a scale for the whole tensor, got one with")
+    *lead, columns = shape
+    packed = columns // 2 if x.packed and isinstance(columns, int) else columns
+    expect_tensor(f"{name}.values", x.values, QUANTISED, (*lead, packed), device)
+    scales = tuple(-(-size // side) for size, side in zip(x.shape[-2:], x.group, strict=True))
+    expect_tensor(f"{name}.sf", x.sf, None, (*x.shape[:-2], *scales), x.device)
+
+
+def _settle(a: Matrix, b: Matrix, epilogue: Any, out_dtype: Any) -> tuple[Epilogue, torch.dtype]:
+    """Fill in the defaults and check what a and b have to agree on."""
+    if epilogue is None:
+        epilogue = store
+    if not isinstance(epilogue, Epilogue):
+        raise ValueError(f"epilogue: expected a function decorated with @envoi.epilogue, got {type(epilogue).__name__}")
+    if isinstance(a, torch.Tensor) and isinstance(b, torch.Tensor) and a.dtype != b.dtype:
+        raise ValueError(f"b: expected {dtype_name(a.dtype)} like a, got {dtype_name(b.dtype)}")
+    if isinstance(a, QuantTensor) and isinstance(b, torch.Tensor):
+        raise ValueError(f"b: expected a QuantTensor like a, got {dtype_name(b.dtype)}")
+    if isinstance(a, torch.Tensor) and isinstance(b, QuantTensor):
+        if a.dtype != torch.bfloat16 or b.sf.dtype != torch.float8_e8m0fnu:
+            raise ValueError(
+                f"a, b: expected bf16 beside mxfp8 or mxfp4, or the same kind on both sides, got {dtype_name(a.dtype)} "
+                f"beside {dtype_name(b.values.dtype)} with {dtype_name(b.sf.dtype)} scales"
+            )
+    elif isinstance(a, QuantTensor) and isinstance(b, QuantTensor):
+        op.common_block(a, b)
+    if out_dtype is None:
+        out_dtype = a.dtype if isinstance(a, torch.Tensor) else torch.bfloat16
+    if out_dtype not in FLOATS:
+        raise ValueError(f"out_dtype: expected torch.bfloat16, float16 or float32, got {out_dtype!r}")
+    _check_columns(epilogue.ir, b.shape[-2])
+    return epilogue, out_dtype
+
+
+def _check_columns(ir: IR, N: int) -> None:
+    expect_divisible("N", N, ir.divisor, f"epilogue {ir.name} splits columns into pairs")
+    for node in ir.nodes:
+        columns = ir.nodes[node.args[0]].shape.num_columns(N) if node.args else N
+        if node.op == "quantize":
+            scheme = SCHEMES[node.attribute("scheme")]
+            expect_divisible("N", columns, scheme.group_for((1, columns))[1], f"output columns, {scheme.name} groups")
+        if node.op == "topk_values" and node.attribute("k") > columns:
+            raise ValueError(f"N: expected at least k = {node.attribute('k')} columns for topk, got {columns}")
+
+
+def _check_operands(
+    epilogue: Epilogue,
+    operands: Mapping[str, Any],
+    sizes: dict[str, int],
+    device: torch.device,
+    num_experts: int | None,
+) -> tuple[dict[str, torch.Tensor], dict[str, float]]:
+    """Sort operands into tensors and numbers, each checked against its annotation."""
+    epilogue.check_names(operands)
+    tensors: dict[str, torch.Tensor] = {}
+    scalars: dict[str, float] = {}
+    for operand in epilogue.ir.operands:
+        value = operands.get(operand.name, operand.default)
+        if operand.kind != "Scalar":
+            shape = _operand_shape(operand, sizes, num_experts)
+            tensors[operand.name] = expect_tensor(operand.name, value, FLOATS, shape, device)
+        elif isinstance(value, torch.Tensor):
+            if value.numel() != 1:
+                raise ValueError(f"{operand.name}: expected one element, got {list(value.shape)}")
+            tensors[operand.name] = expect_tensor(operand.name, value, FLOATS, device=device)
+        elif isinstance(value, (int, float)) and not isinstance(value, bool):
+            scalars[operand.name] = float(value)
+        else:
+            raise ValueError(f"{operand.name}: expected a number or a tensor of one, got {type(value).__name__}")
+    return tensors, scalars
+
+
+def _operand_shape(operand, sizes: dict[str, int], num_experts: int | None) -> tuple[int, ...]:
+    if operand.shape.columns == "1":
+        return (sizes["M"],)
+    columns = operand.shape.num_columns(sizes["N"])
+    if operand.shape.rows == "M":
+        return (sizes["M"], columns)
+    return (columns,) if num_experts is None else (num_experts, columns)
+
+
+def _wrap(epilogue: Epilogue, outputs: list[torch.Tensor], sizes: dict[str, int]) -> Any:
+    flat = iter(outputs)
+    return epilogue.wrap([_output(node, flat, sizes) for node in epilogue.output_nodes])
+
+
+def _output(node: Node, flat: Any, sizes: dict[str, int]) -> Matrix:
+    if node.op != "quantize":
+        return next(flat)
+    group = SCHEMES[node.attribute("scheme")].group_for((sizes["M"], node.shape.num_columns(sizes["N"])))
+    return QuantTensor(next(flat), next(flat), group)

@@ -1,0 +1,147 @@
+"""The operators behind `envoi.gemm` and `envoi.grouped_gemm`, on flat tensors and plain values."""
+
+from itertools import pairwise
+
+import torch
+
+from envoi.epilogue.api import with_key
+from envoi.epilogue.evaluate import evaluate
+from envoi.epilogue.ir import IR, Node
+from envoi.epilogue.operations import CAST_DTYPES
+from envoi.gemm import reference
+from envoi.operators import operator
+from envoi.quant.formats import SCHEMES
+from envoi.types import Matrix, QuantTensor
+
+
+def split(x: Matrix) -> tuple[torch.Tensor, torch.Tensor | None, list[int]]:
+    """A matrix as the operators take it: values, scale factors, group."""
+    return (x, None, []) if isinstance(x, torch.Tensor) else (x.values, x.sf, list(x.group))
+
+
+def join(values: torch.Tensor, sf: torch.Tensor | None, group: list[int]) -> Matrix:
+    """The inverse of `split`."""
+    return values if sf is None else QuantTensor(values, sf, (group[0], group[1]))
+
+
+def name_operands(tensors: list[torch.Tensor], scalars: list[float], names: str) -> dict[str, torch.Tensor | float]:
+    """Operands by name; names holds those of the tensors, then those of the numbers, with commas between."""
+    values = [*tensors, *scalars]
+    return dict(zip(names.split(",") if values else [], values, strict=True))
+
+
+def common_block(a: QuantTensor, b: QuantTensor) -> None:
+    """Raise ValueError if float32 scale factors change at different places along K."""
+    reference.block_k(a, b)
+
+
+def _gemm_fake(a, a_sf, a_group, b, b_sf, b_group, epilogue, out_dtype, tensors, scalars, names):
+    return _empty_outputs(with_key(epilogue).ir, a, b.shape[0], None, out_dtype)
+
+
+@operator("gemm", _gemm_fake)
+def _gemm(
+    a: torch.Tensor, a_sf: torch.Tensor | None, a_group: list[int],
+    b: torch.Tensor, b_sf: torch.Tensor | None, b_group: list[int],
+    epilogue: str, out_dtype: torch.dtype,
+    tensors: list[torch.Tensor], scalars: list[float], names: str,
+) -> list[torch.Tensor]:  # fmt: skip
+    acc = reference.accumulate(join(a, a_sf, a_group), join(b, b_sf, b_group))
+    operands = name_operands(tensors, scalars, names)
+    ir = with_key(epilogue).ir
+    return _flat_outputs(ir, evaluate(ir, acc, operands), out_dtype, tensors)
+
+
+def _grouped_fake(
+    rows, rows_sf, rows_group, weights, weights_sf, weights_group, offsets, epilogue, out_dtype,
+    tensors, scalars, names,
+):  # fmt: skip
+    return _empty_outputs(with_key(epilogue).ir, rows, weights.shape[1], weights.shape[0], out_dtype)
+
+
+@operator("grouped_gemm", _grouped_fake)
+def _grouped_gemm(
+    rows: torch.Tensor, rows_sf: torch.Tensor | None, rows_group: list[int],
+    weights: torch.Tensor, weights_sf: torch.Tensor | None, weights_group: list[int],
+    offsets: torch.Tensor, epilogue: str, out_dtype: torch.dtype,
+    tensors: list[torch.Tensor], scalars: list[float], names: str,
+) -> list[torch.Tensor]:  # fmt: skip
+    bounds = _check_offsets(offsets, rows.shape[0])
+    acc = reference.accumulate_groups(
+        join(rows, rows_sf, rows_group), join(weights, weights_sf, weights_group), bounds
+    )  # fmt: skip
+    ir = with_key(epilogue).ir
+    operands = name_operands(tensors, scalars, names)
+    _spread_columns(ir, operands, offsets, rows.shape[0])
+    return _flat_outputs(ir, evaluate(ir, acc, operands, offsets), out_dtype, tensors)
+
+
+def _check_offsets(offsets: torch.Tensor, num_rows: int) -> list[int]:
+    bounds = offsets.tolist()
+    if bounds[0] != 0 or bounds[-1] > num_rows or any(last < first for first, last in pairwise(bounds)):
+        raise ValueError(f"offsets: expected ascending values from 0 to at most {num_rows} rows, got {bounds}")
+    return bounds
+
+
+def _spread_columns(ir: IR, operands: dict, offsets: torch.Tensor, num_rows: int) -> None:
+    """Turn each Col [E, N] into [P, N], each row that of its expert; rows without an expert get the last one's."""
+    positions = torch.arange(num_rows, device=offsets.device, dtype=torch.int32)
+    expert = torch.searchsorted(offsets[1:].contiguous(), positions, right=True).clamp(max=len(offsets) - 2)
+    for operand in ir.operands:
+        if operand.shape.rows == "1" and operand.shape.spans_columns:
+            operands[operand.name] = operands[operand.name][expert]
+
+
+def _output_dtype(node: Node, out_dtype: torch.dtype) -> torch.dtype:
+    if node.op == "cast":
+        return CAST_DTYPES[node.attribute("dtype")]
+    if node.dtype == "i32":
+        return torch.int32
+    whole = node.shape.rows == "M" and node.shape.spans_columns
+    return out_dtype if whole else torch.float32
+
+
+def _flat_outputs(ir: IR, outputs: list, out_dtype: torch.dtype, operands: list[torch.Tensor]) -> list[torch.Tensor]:
+    """Outputs in their dtypes, contiguous; none is an operand, and none is there twice."""
+    flat: list[torch.Tensor] = []
+    for (_, position), output in zip(ir.outputs, outputs, strict=True):
+        if isinstance(output, QuantTensor):
+            flat += [output.values, output.sf]
+        else:
+            flat.append(output.to(_output_dtype(ir.nodes[position], out_dtype)).contiguous())
+    taken = {tensor.data_ptr() for tensor in operands}
+    for position, tensor in enumerate(flat):
+        if tensor.data_ptr() in taken:
+            flat[position] = tensor.clone()
+        taken.add(tensor.data_ptr())
+    return flat
+
+
+def _empty_outputs(
+    ir: IR, a: torch.Tensor, N: int, num_experts: int | None, out_dtype: torch.dtype
+) -> list[torch.Tensor]:
+    flat: list[torch.Tensor] = []
+    for _, position in ir.outputs:
+        node = ir.nodes[position]
+        if node.op == "quantize":
+            flat += _empty_quantised(node, a, node.shape.num_columns(N))
+        else:
+            shape = _output_shape(node, a.shape[0], N, num_experts)
+            flat.append(a.new_empty(shape, dtype=_output_dtype(node, out_dtype)))
+    return flat
+
+
+def _empty_quantised(node: Node, a: torch.Tensor, columns: int) -> list[torch.Tensor]:
+    scheme = SCHEMES[node.attribute("scheme")]
+    packed = columns // 2 if scheme.values == torch.uint8 else columns
+    num_groups = columns // scheme.group_for((1, columns))[1]
+    return [a.new_empty(a.shape[0], packed, dtype=scheme.values), a.new_empty(a.shape[0], num_groups, dtype=scheme.sf)]
+
+
+def _output_shape(node: Node, M: int, N: int, num_experts: int | None) -> tuple[int, ...]:
+    columns = node.shape.num_columns(N)
+    if node.shape.rows == "M":
+        return (M,) if node.shape.columns == "1" else (M, columns)
+    if node.shape.columns == "1":
+        return ()
+    return (columns,) if num_experts is None else (num_experts, columns)

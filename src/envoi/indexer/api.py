@@ -1,0 +1,99 @@
+"""`envoi.indexer_topk`: check, call the operator."""
+
+import torch
+
+from envoi.check import expect_choice, expect_int, expect_tensor
+from envoi.indexer import reference
+from envoi.indexer.layout import BYTES_PER_TOKEN, HEAD_DIM, PAGE_SIZE, pages_of
+from envoi.operators import operator
+
+NUM_HEADS = (32, 64)
+TOPK = (512, 1024, 2048)
+MODES = ("exact", "fast")
+OUTPUTS = ("slots", "positions")
+
+
+def indexer_topk(
+    q: torch.Tensor,
+    k_cache: torch.Tensor,
+    weights: torch.Tensor,
+    seq_lens: torch.Tensor,
+    block_table: torch.Tensor,
+    k: int = 2048,
+    mode: str = "exact",
+    next_n: int = 1,
+    *,
+    output: str = "slots",
+    ordered: bool = True,
+) -> torch.Tensor:
+    """Choose the k tokens of the cache that each query row scores highest: [B * next_n, k] int32, -1 behind the last.
+
+    q [B * next_n, H, 128] float8_e4m3fn without scales, H 32 or 64; the rows of a request lie together.
+    k_cache [num_pages, 64, 1, 132] int8 or uint8: values and scales, laid out as `envoi.indexer.layout` says.
+    weights [B * next_n, H] float32, of any sign.
+    seq_lens [B] int32: tokens of each request, its next_n newest included: row n sees the first seq_lens - next_n + 1
+        + n.
+    block_table [B, P] int32: pages of each request; columns past ceil(seq_lens / 64) are never read.
+    k: 512, 1024 or 2048. next_n: query rows of each request (1, or more when tokens are guessed ahead).
+    mode "exact": the bits and the order of the PyTorch definition on the same device.
+        "fast": scores to rounding, selection exact for them, the lower position wins a tie, NaN never beats a number.
+    output: "slots" of the cache (page * 64 + place) or "positions" in the sequence.
+    ordered: best first; False gives ascending positions.
+
+    Raises ValueError for wrong dtypes, shapes, devices, k, H, page size; for lengths that are negative or longer than
+    the table, and for pages outside the cache.
+    Source of the definition: dsa_topk_indexer_fp8_h64_d128_topk2048_ps64 of FlashInfer-Bench.
+    """
+    _check(q, k_cache, weights, seq_lens, block_table, k, next_n)
+    expect_choice("mode", mode, MODES)
+    expect_choice("output", output, OUTPUTS)
+    return torch.ops.envoi.indexer_topk(
+        q, k_cache, weights, seq_lens, block_table, k, mode, next_n, output == "slots", ordered
+    )
+
+
+def _check(q, k_cache, weights, seq_lens, block_table, k, next_n) -> None:
+    expect_int("next_n", next_n, 1)
+    if k not in TOPK:
+        raise ValueError(f"k: expected one of {', '.join(map(str, TOPK))}, got {k!r}")
+    expect_tensor("q", q, torch.float8_e4m3fn, ("B * next_n", "H", HEAD_DIM))
+    rows, num_heads, _ = q.shape
+    if num_heads not in NUM_HEADS:
+        raise ValueError(f"q.shape[1]: expected H = 32 or 64 heads, got {num_heads}")
+    if rows % next_n:
+        raise ValueError(f"q.shape[0]: expected a multiple of next_n = {next_n}, got {rows}")
+    requests, device = rows // next_n, q.device
+    page = ("num_pages", PAGE_SIZE, 1, BYTES_PER_TOKEN)
+    expect_tensor("k_cache", k_cache, (torch.int8, torch.uint8), page, device, contiguous=True)
+    expect_tensor("weights", weights, torch.float32, (rows, num_heads), device)
+    expect_tensor("seq_lens", seq_lens, torch.int32, (requests,), device)
+    expect_tensor("block_table", block_table, torch.int32, (requests, "P"), device)
+
+
+def _fake(q, k_cache, weights, seq_lens, block_table, k, mode, next_n, slots, ordered):
+    return q.new_empty(q.shape[0], k, dtype=torch.int32)
+
+
+@operator("indexer_topk", _fake)
+def _indexer_topk(
+    q: torch.Tensor, k_cache: torch.Tensor, weights: torch.Tensor, seq_lens: torch.Tensor, block_table: torch.Tensor,
+    k: int, mode: str, next_n: int, slots: bool, ordered: bool,
+) -> torch.Tensor:  # fmt: skip
+    _check_values(seq_lens, block_table, k_cache.shape[0])
+    return reference.indexer_topk(q, k_cache, weights, seq_lens, block_table, k, mode, next_n, slots, ordered)
+
+
+def _check_values(seq_lens: torch.Tensor, block_table: torch.Tensor, num_pages: int) -> None:
+    """Raise ValueError for lengths and pages that would read outside the cache. Waits for the device."""
+    for request, length in enumerate(seq_lens.tolist()):
+        if length < 0 or pages_of(length) > block_table.shape[1]:
+            most = block_table.shape[1] * PAGE_SIZE
+            raise ValueError(
+                f"seq_lens: expected 0 to {most} (what block_table holds), got {length} for request {request}"
+            )
+        used = block_table[request, : pages_of(length)]
+        if len(used) and (int(used.min()) < 0 or int(used.max()) >= num_pages):
+            bad = used[(used < 0) | (used >= num_pages)][0]
+            raise ValueError(
+                f"block_table: expected pages from 0 to {num_pages - 1}, got {int(bad)} for request {request}"
+            )

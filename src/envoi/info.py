@@ -1,0 +1,87 @@
+"""`envoi info`: versions, devices, and which implementation each operator uses on this machine, and why."""
+
+import argparse
+import json
+import platform
+from typing import Any
+
+import envoi
+from envoi.bench.machine import cpu_name, version_of
+from envoi.bench.table import align
+
+PACKAGES = ("torch", "triton", "transformers", "safetensors")
+OPERATORS = ("route", "permute", "grouped_gemm", "gemm", "moe", "quantize", "indexer_topk")
+GIB = 1 << 30
+
+
+def run(args: argparse.Namespace) -> int:
+    """Print what `collect` finds, as text or with args.json as one JSON object; returns 0."""
+    found = collect()
+    print(json.dumps(found, indent=2) if args.json else to_text(found))
+    return 0
+
+
+def collect() -> dict[str, Any]:
+    """versions {package: version or null}, devices [..], operators [..], transport {name, why}."""
+    devices = _devices()
+    versions = {"envoi": envoi.__version__, "python": platform.python_version()}
+    return {
+        "versions": {**versions, **{name: version_of(name) for name in PACKAGES}},
+        "devices": devices,
+        "operators": [{"operator": name, **backend(name, devices)} for name in OPERATORS],
+        "transport": transport(devices),
+    }
+
+
+def backend(operator: str, devices: list[dict[str, Any]]) -> dict[str, str]:
+    """The implementation that an operator uses on the first device, and why."""
+    gpu = _first_gpu(devices)
+    why = "no GPU" if gpu is None else f"no kernel for {operator} yet on {gpu['arch']}"
+    return {"backend": "torch reference", "why": why}
+
+
+def transport(devices: list[dict[str, Any]]) -> dict[str, str]:
+    """What carries rows between the ranks of ExpertParallel here, and why."""
+    num_gpus = sum(device["kind"] == "cuda" for device in devices)
+    if num_gpus == 0:
+        return {"name": "gloo", "why": "no GPU: ranks are processes on CPUs"}
+    if num_gpus == 1:
+        return {"name": "NCCL", "why": "one GPU here: ranks on other hosts, through an NCCL group"}
+    return {"name": "NCCL", "why": f"{num_gpus} GPUs; no kernel over NVLink symmetric memory yet"}
+
+
+def to_text(found: dict[str, Any]) -> str:
+    """The same for people."""
+    versions = [f"{name} {version or 'not installed'}" for name, version in found["versions"].items()]
+    lines = [", ".join(versions), ""]
+    lines += [_device_line(device) for device in found["devices"]]
+    rows = [[entry["operator"], entry["backend"], entry["why"]] for entry in found["operators"]]
+    lines += ["", align(("operator", "backend", "why"), rows, left=3), ""]
+    lines.append(f"ranks exchange rows by {found['transport']['name']}: {found['transport']['why']}")
+    return "\n".join(lines)
+
+
+def _devices() -> list[dict[str, Any]]:
+    import torch
+
+    found: list[dict[str, Any]] = []
+    for index in range(torch.cuda.device_count() if torch.cuda.is_available() else 0):
+        p = torch.cuda.get_device_properties(index)
+        found.append(
+            {
+                "kind": "cuda", "name": p.name, "arch": f"sm_{p.major}{p.minor}", "num_sms": p.multi_processor_count,
+                "memory_gib": round(p.total_memory / GIB, 1),
+            }
+        )  # fmt: skip
+    found.append({"kind": "cpu", "name": cpu_name(), "num_threads": torch.get_num_threads()})
+    return found
+
+
+def _device_line(device: dict[str, Any]) -> str:
+    if device["kind"] == "cpu":
+        return f"{device['name']}, {device['num_threads']} threads"
+    return f"{device['name']}, {device['arch']}, {device['num_sms']} SMs, {device['memory_gib']} GiB"
+
+
+def _first_gpu(devices: list[dict[str, Any]]) -> dict[str, Any] | None:
+    return next((device for device in devices if device["kind"] == "cuda"), None)

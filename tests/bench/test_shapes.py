@@ -1,0 +1,59 @@
+"""The registry: every suite has cases for both kinds of device, and no name stands for two of them."""
+
+import pytest
+
+from envoi.bench import shapes
+from envoi.bench.evidence import SUITES
+from envoi.quant.formats import FORMATS
+from envoi.router.rules import PRESETS
+
+
+@pytest.mark.parametrize("suite", SUITES)
+def test_every_suite_has_cases_for_both(suite):
+    cases = shapes.cases(suite)
+    assert any(case.on_cuda for case in cases)
+    assert any(case.on_cpu for case in cases)
+    assert all(case.on_cuda or case.on_cpu for case in cases)
+    assert len({case.name for case in cases}) == len(cases)
+    assert all(case.suite == suite for case in cases)
+
+
+def test_case_names_read_as_documented():
+    names = {suite: [case.name for case in shapes.cases(suite)] for suite in SUITES}
+    assert "8192x4096x7168 bf16" in names["gemm"]
+    assert "512x8x128 top4 softmax fp16" in names["router"]
+    assert "128x256x7168 deepseek-v3 bf16" in names["router"]
+    assert "4096/2048/256/6 fp8_block128 tokens=2048" in names["moe"]
+    assert "128 workloads (mean)" in names["indexer_exact"]
+
+
+def test_formats_fit_their_sizes():
+    for suite in SUITES:
+        for shape in (case.shape for case in shapes.cases(suite)):
+            if isinstance(shape, (shapes.GemmShape, shapes.GroupedShape)):
+                assert shape.k % FORMATS[shape.format].group_k == 0
+            if isinstance(shape, shapes.RouterShape) and shape.rule != "softmax":
+                preset = PRESETS[shape.rule]
+                assert (preset.num_experts, preset.num_topk) == (shape.n, shape.num_topk)
+
+
+def test_zipf_rows_are_skewed_with_empty_experts():
+    rows = shapes.zipf_rows(8192, 32, 4)
+    assert sum(rows) == 8192
+    assert rows.count(0) == 4
+    assert max(rows) > 2000
+    assert rows == shapes.zipf_rows(8192, 32, 4)
+
+
+def test_workloads_are_128_and_always_the_same():
+    workloads = shapes.all_workloads()
+    assert len(workloads) == 128
+    assert workloads == shapes.all_workloads()
+    assert {len(lengths) for lengths in workloads} == set(shapes.WORKLOAD_BATCHES)
+    low, high = shapes.WORKLOAD_LENGTHS
+    assert all(low <= length <= high for lengths in workloads for length in lengths)
+
+
+def test_an_unknown_suite_is_refused():
+    with pytest.raises(ValueError, match="suite: expected one of gemm, .*, got 'gems'"):
+        shapes.cases("gems")

@@ -1,0 +1,72 @@
+"""Timing: fixed counts, percentiles that were measured, roofs and errors."""
+
+import math
+
+import pytest
+import torch
+
+from envoi.bench.roof import Roof, measure_roof
+from envoi.bench.timing import NUM_WARMUPS, Clock, Timing, mean_timing, summarize
+from envoi.bench.trial import relative_error, sample_rows, time_baselines
+
+CPU = torch.device("cpu")
+
+
+def test_percentiles_are_measured_values():
+    assert summarize([5.0]) == Timing(5.0, 5.0, 5.0, 1)
+    assert summarize([float(i) for i in reversed(range(101))]) == Timing(50.0, 10.0, 90.0, 101)
+
+
+def test_the_number_of_calls_is_fixed():
+    calls = []
+    timing = Clock(CPU, 7).calls(lambda: calls.append(1))
+    assert (timing.n, len(calls)) == (7, 7 + NUM_WARMUPS)
+    assert timing.p10_us <= timing.p50_us <= timing.p90_us
+
+
+def test_a_graph_goes_around_its_inputs():
+    seen = []
+    Clock(CPU, 5).graph([lambda: seen.append("a"), lambda: seen.append("b")])
+    assert seen[:4] == ["a", "b", "a", "b"]
+
+
+def test_mean_over_workloads():
+    assert mean_timing([Timing(1, 0, 2, 3), Timing(3, 2, 4, 3)]) == Timing(2, 1, 3, 3)
+
+
+def test_floor_is_the_higher_roof():
+    roof = Roof(1000.0, {"bf16": 500.0})
+    assert roof.floor_us(num_bytes=1e9) == pytest.approx(1000)
+    assert roof.floor_us(1e6, flops=1e12, kind="bf16") == pytest.approx(2000)
+    assert roof.floor_us(1e6, flops=1e12, kind="fp8") is None
+
+
+def test_roofs_of_this_machine_are_numbers():
+    roof = measure_roof(CPU)
+    assert roof.gb_per_s > 0
+    assert roof.tflops["bf16"] > 0
+
+
+def test_relative_error():
+    want = torch.tensor([3.0, 4.0])
+    assert relative_error(want, want) == 0
+    assert relative_error(torch.tensor([3.0, 4.5]), want) == pytest.approx(0.1)
+    assert relative_error(torch.tensor([3.0, math.nan]), want) == 1
+    assert relative_error(torch.tensor([1e9, 4.0]), want) == 1
+    assert relative_error(torch.zeros(2), torch.zeros(2)) == 0
+    assert relative_error(torch.zeros(0), torch.zeros(0)) == 0
+
+
+def test_sampled_rows_are_spread_and_distinct():
+    assert sample_rows(3, CPU).tolist() == [0, 1, 2]
+    rows = sample_rows(8192, CPU)
+    assert (len(rows.unique()), int(rows[0]), int(rows[-1])) == (64, 0, 8191)
+
+
+def test_a_baseline_that_fails_is_named_with_its_reason():
+    def broken():
+        raise RuntimeError("no kernel\nfor this")
+
+    timings, missing = time_baselines({"eager": lambda: Timing(1, 1, 1, 1), "cublas": broken})
+    assert list(timings) == ["eager"]
+    assert missing == {"cublas": "RuntimeError: no kernel for this"}

@@ -1,0 +1,136 @@
+"""The `envoi` command: help at once, one-line errors with status 2, info and the demo's contract."""
+
+import json
+import subprocess
+import sys
+from types import SimpleNamespace
+
+import pytest
+
+import envoi
+from envoi import cli, info
+
+HEAVY = ("torch", "triton", "transformers", "matplotlib", "numpy")
+
+
+def run(*arguments: str) -> int:
+    """The exit status, whether returned or raised."""
+    try:
+        return cli.main(list(arguments))
+    except SystemExit as stop:
+        return int(stop.code or 0)
+
+
+@pytest.mark.parametrize("arguments", [["--help"], ["demo", "--help"], ["bench", "--help"], ["info", "--help"]])
+def test_help_imports_nothing_heavy(arguments):
+    code = f"""
+import sys
+from envoi.cli import main
+try:
+    main({arguments!r})
+except SystemExit as stop:
+    assert not stop.code
+print([name for name in {HEAVY!r} if name in sys.modules], file=sys.stderr)
+"""
+    done = subprocess.run((sys.executable, "-c", code), capture_output=True, text=True, timeout=60, check=True)
+    assert "usage: envoi" in done.stdout
+    assert done.stderr.splitlines()[-1] == "[]"
+
+
+def test_the_module_is_the_command():
+    done = subprocess.run((sys.executable, "-m", "envoi.cli", "--version"), capture_output=True, text=True, timeout=60)
+    assert (done.returncode, done.stdout) == (0, f"envoi {envoi.__version__}\n")
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        [],
+        ["nonsense"],
+        ["demo", "--ranks", "many"],
+        ["demo", "--device", "tpu"],
+        ["demo", "--rank", "3"],
+        ["bench", "gems"],
+        ["bench", "--list", "--case", "1x2x3 no such"],
+        ["bench", "--repeat", "0"],
+        ["bench", "--readme", "/nonexistent/README.md"],
+        ["info", "--yaml"],
+    ],
+)
+def test_errors_are_one_line_and_status_2(arguments, capsys):
+    assert run(*arguments) == 2
+    stdout, stderr = capsys.readouterr()
+    assert stdout == ""
+    assert stderr.startswith("envoi: ")
+    assert stderr.count("\n") == 1
+
+
+@pytest.mark.parametrize("error", [ValueError("--bytes: expected more,\ngot less"), FileNotFoundError("no file x")])
+def test_what_a_command_refuses_becomes_one_line(error, monkeypatch, capsys):
+    def refuse(args):
+        raise error
+
+    monkeypatch.setattr(info, "run", refuse)
+    assert run("info") == 2
+    assert capsys.readouterr().err == f"envoi: {' '.join(str(error).split())}\n"
+
+
+def test_a_missing_package_is_named_and_a_bug_is_not_hidden(monkeypatch, capsys):
+    def needs(name):
+        def fail(args):
+            raise ModuleNotFoundError(f"No module named {name!r}", name=name)
+
+        monkeypatch.setattr(info, "run", fail)
+
+    needs("transformers")
+    assert run("info") == 2
+    assert "info needs transformers, which isn't installed" in capsys.readouterr().err
+    needs("envoi.nothing")
+    with pytest.raises(ModuleNotFoundError):
+        run("info")
+
+
+def test_the_demo_gets_its_arguments(monkeypatch):
+    seen = []
+    monkeypatch.setitem(sys.modules, "envoi.demo", SimpleNamespace(run=lambda args: seen.append(args) or 0))
+    monkeypatch.setattr(envoi, "demo", sys.modules["envoi.demo"], raising=False)
+    assert run("demo", "--bytes", "99", "--formats", "bf16", "--ranks", "2") == 0
+    args = vars(seen[0])
+    assert (args["bytes"], args["formats"], args["ranks"]) == (99, "bf16", 2)
+    assert (args["model"], args["text"], args["prompt"], args["new_bytes"]) == (None, None, "def ", 160)
+    assert (args["device"], args["out"]) == ("auto", "demo.png")
+
+
+def test_the_demos_formats_are_the_formats():
+    from envoi.quant.formats import FORMATS
+
+    assert tuple(FORMATS) == tuple(cli.DEMO_FORMATS.split(","))
+
+
+def test_info_as_json_and_as_text(capsys):
+    assert run("info", "--json") == 0
+    found = json.loads(capsys.readouterr().out)
+    assert found["versions"]["envoi"] == envoi.__version__
+    assert found["devices"][-1]["kind"] == "cpu"
+    assert {entry["operator"] for entry in found["operators"]} == set(info.OPERATORS)
+    assert run("info") == 0
+    text = capsys.readouterr().out
+    assert all(name in text for name in info.OPERATORS)
+    assert found["transport"]["name"] in text
+
+
+GPU = {"kind": "cuda", "name": "NVIDIA H200", "arch": "sm_90", "num_sms": 132, "memory_gib": 139.8}
+CPU = {"kind": "cpu", "name": "X (CPU)", "num_threads": 2}
+
+
+@pytest.mark.parametrize(
+    ("devices", "why", "name"),
+    [
+        ([CPU], "no GPU", "gloo"),
+        ([GPU, CPU], "no kernel for route yet on sm_90", "NCCL"),
+        ([GPU, GPU, CPU], "no kernel for route yet on sm_90", "NCCL"),
+    ],
+)
+def test_backends_and_transport_say_why(devices, why, name):
+    assert info.backend("route", devices) == {"backend": "torch reference", "why": why}
+    assert info.transport(devices)["name"] == name
