@@ -54,7 +54,7 @@ def _demo_arguments(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
     add("--model", metavar="DIR", help="a checkpoint; default: examples/tiny_moe/model of the repository")
     add("--text", metavar="FILE", help="text to evaluate on; default: standard library modules that training never saw")
-    add("--bytes", metavar="N", type=int, default=16384, help="how much of the text; default: %(default)s")
+    add("--bytes", metavar="N", type=int, default=8192, help="how much of the text; default: %(default)s")
     add("--prompt", metavar="STR", default="def ", help="a beginning to continue; default: %(default)r")
     add("--new-bytes", metavar="N", type=int, default=160, help="how far; default: %(default)s")
     add("--ranks", metavar="N", type=int, default=4, help="processes that share one layer; default: %(default)s")

@@ -56,7 +56,7 @@ def to_text(found: dict[str, Any]) -> str:
     lines = [", ".join(versions), ""]
     lines += [_device_line(device) for device in found["devices"]]
     rows = [[entry["operator"], entry["backend"], entry["why"]] for entry in found["operators"]]
-    lines += ["", align(("operator", "backend", "why"), rows, left=3), ""]
+    lines += ["", align(("operator", "backend", "why"), rows, left=(0, 1, 2)), ""]
     lines.append(f"ranks exchange rows by {found['transport']['name']}: {found['transport']['why']}")
     return "\n".join(lines)
 

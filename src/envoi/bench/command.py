@@ -3,8 +3,12 @@
 import argparse
 import sys
 from pathlib import Path
+from typing import TYPE_CHECKING
 
-from envoi.bench import evidence, machine, readme, shapes
+from envoi.bench import evidence, machine, readme
+
+if TYPE_CHECKING:
+    from envoi.bench.shapes import Case
 
 DESCRIPTION = """Measure Envoi beside torch and keep the numbers. Without SUITE every suite is run, at the sizes that
 fit the device. Over several GPUs: torchrun --nproc-per-node 4 -m envoi.cli bench moe"""
@@ -45,22 +49,24 @@ def run(args: argparse.Namespace) -> int:
     return _measure(args, chosen, folder)
 
 
-def _choose(suites: list[str], substring: str | None) -> list[shapes.Case]:
+def _choose(suites: list[str], substring: str | None) -> "list[Case]":
+    from envoi.bench.shapes import cases
+
     names = list(dict.fromkeys(suites)) or list(evidence.SUITES)
-    chosen = [case for name in names for case in shapes.cases(name) if (substring or "") in case.name]
+    chosen = [case for name in names for case in cases(name) if (substring or "") in case.name]
     if not chosen:
         raise ValueError(f"--case: expected a part of a case's name, {substring!r} is in none of {', '.join(names)}")
     return chosen
 
 
-def _print_list(chosen: list[shapes.Case]) -> None:
+def _print_list(chosen: "list[Case]") -> None:
     width = max(len(case.suite) for case in chosen)
     for case in chosen:
         where = "cuda cpu" if case.on_cuda and case.on_cpu else "cuda" if case.on_cuda else "cpu"
         print(f"{case.suite:<{width}}  {case.name}  [{where}]")
 
 
-def _measure(args: argparse.Namespace, chosen: list[shapes.Case], folder: Path) -> int:
+def _measure(args: argparse.Namespace, chosen: "list[Case]", folder: Path) -> int:
     from envoi.bench import runner
 
     device = runner.pick_device(args.device)

@@ -10,12 +10,13 @@ from envoi.quant.cast import quantize
 
 COPY_BYTES = {"cuda": 1 << 30, "cpu": 1 << 26}
 GEMM_MNK = {"cuda": ((8192, 8192, 8192), (8192, 4096, 7168)), "cpu": ((1024, 1024, 1024),)}
+DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32}
 REPEAT = {"cuda": 20, "cpu": 5}
 
 
 @dataclass(frozen=True)
 class Roof:
-    """What the device reached: copied bytes (read + written), and matmul rates by element type ("bf16", "fp8")."""
+    """What the device reached: copied bytes (read + written), and matmul rates of "bf16", "fp32" and "fp8"."""
 
     gb_per_s: float
     tflops: dict[str, float] = field(default_factory=dict)
@@ -35,20 +36,18 @@ def measure_roof(device: torch.device) -> Roof:
     source = torch.zeros(num_bytes, dtype=torch.int8, device=device)
     target = torch.empty_like(source)
     copied = 2 * num_bytes / clock.calls(lambda: target.copy_(source)).p10_us / 1e3
-    tflops = {"bf16": max(_matmul_tflops(clock, mnk) for mnk in GEMM_MNK[device.type])}
+    tflops = {name: max(_matmul_tflops(clock, mnk, name) for mnk in GEMM_MNK[device.type]) for name in DTYPES}
+    if device.type == "cpu":
+        tflops["bf16"] = max(tflops.values())  # nothing keeps a CPU from widening first
     if device.type == "cuda" and torch.cuda.get_device_capability(device) >= (8, 9):
         tflops["fp8"] = max(_fp8_tflops(clock, mnk) for mnk in GEMM_MNK["cuda"])
     return Roof(copied, tflops)
 
 
-def _matmul_tflops(clock: Clock, mnk: tuple[int, int, int]) -> float:
-    """bf16; on a CPU the better of bf16 and float32, since the references widen."""
+def _matmul_tflops(clock: Clock, mnk: tuple[int, int, int], dtype: str) -> float:
     m, n, k = mnk
-    best = 0.0
-    for dtype in (torch.bfloat16,) if clock.device.type == "cuda" else (torch.bfloat16, torch.float32):
-        a, b = (torch.randn(rows, k, device=clock.device).to(dtype) for rows in (m, n))
-        best = max(best, 2 * m * n * k / clock.calls(lambda: a @ b.T).p10_us / 1e6)  # noqa: B023
-    return best
+    a, b = (torch.randn(rows, k, device=clock.device).to(DTYPES[dtype]) for rows in (m, n))
+    return 2 * m * n * k / clock.calls(lambda: a @ b.T).p10_us / 1e6
 
 
 def _fp8_tflops(clock: Clock, mnk: tuple[int, int, int]) -> float:

@@ -71,7 +71,7 @@ def run_cases(chosen: list[Case], ranks: Ranks, repeat: int | None, commit: str 
             else:
                 notes.append(f"{case.suite} {case.name}: no baseline ran, so it is no measurement")
     if not quiet:
-        print(align(HEADER, rows))
+        print(align(HEADER, rows, left=(0, len(HEADER) - 1)))
         print(_roof_line(roof, ranks))
         print("\n".join(notes), end="\n" if notes else "")
     return measurements

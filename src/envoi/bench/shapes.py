@@ -1,12 +1,10 @@
-"""The registry of cases: which sizes each suite is measured at, and which of them a CPU takes too.
-
-No torch here, so that `envoi bench --list` answers at once.
-"""
+"""The registry of cases: which sizes each suite is measured at, and which of them a CPU takes too."""
 
 import random
 from dataclasses import dataclass
 
 from envoi.bench.evidence import SUITES
+from envoi.indexer.workloads import Workload, one, workloads
 
 GEMM_MNK = (
     (8192, 8192, 8192),
@@ -35,11 +33,7 @@ ROUTER_CPU_MAX_M = 1024
 
 MOE_SIZES = ((4096, 2048, 256, 6), (2048, 768, 128, 8), (7168, 2048, 256, 8))
 MOE_TOKENS = (64, 512, 2048, 8192)
-MOE_FORMATS = ("bf16", "fp8_block128")
-
-WORKLOAD_BATCHES = (1, 2, 4, 8, 12, 16, 24, 32)
-WORKLOADS_PER_BATCH = 16
-WORKLOAD_LENGTHS = (64, 16384)
+MOE_FORMATS = ("bf16", "fp8_row", "fp8_block128", "mxfp4")
 
 
 @dataclass(frozen=True)
@@ -88,9 +82,9 @@ class MoeShape:
 
 @dataclass(frozen=True)
 class IndexerShape:
-    """One or more workloads, each the cache lengths of its batch; times are means over workloads."""
+    """One or more workloads; times are means over them."""
 
-    workloads: tuple[tuple[int, ...], ...]
+    workloads: tuple[Workload, ...]
 
 
 Shape = GemmShape | GroupedShape | RouterShape | MoeShape | IndexerShape
@@ -182,7 +176,7 @@ def _router_cases() -> list[Case]:
 
 def _moe_cases() -> list[Case]:
     shapes = [MoeShape(*sizes, m, name) for sizes in MOE_SIZES for name in MOE_FORMATS for m in MOE_TOKENS]
-    small = [MoeShape(256, 128, 8, 2, 64, name) for name in (*MOE_FORMATS, "mxfp4")]
+    small = [MoeShape(256, 128, 8, 2, 64, name) for name in MOE_FORMATS]
 
     def name(s: MoeShape) -> str:
         return f"{s.hidden}/{s.intermediate}/{s.num_experts}/{s.num_topk} {s.format} tokens={s.num_tokens}"
@@ -192,19 +186,8 @@ def _moe_cases() -> list[Case]:
 
 def _indexer_cases(suite: str) -> list[Case]:
     return [
-        Case(suite, f"{len(all_workloads())} workloads (mean)", IndexerShape(all_workloads())),
-        Case(suite, "batch 1x131072", IndexerShape(((131072,),))),
-        Case(suite, "batch 32x32768", IndexerShape(((32768,) * 32,))),
-        Case(suite, "batch 2x4096", IndexerShape(((4096,) * 2,)), False, True),
+        Case(suite, f"{len(workloads())} workloads (mean)", IndexerShape(workloads())),
+        Case(suite, "batch 1x131072", IndexerShape((one((131072,)),))),
+        Case(suite, "batch 32x32768", IndexerShape((one((32768,) * 32),))),
+        Case(suite, "batch 2x4096", IndexerShape((one((4096,) * 2),)), False, True),
     ]
-
-
-def all_workloads() -> tuple[tuple[int, ...], ...]:
-    """128 batches of 1 to 32 cache lengths, each length uniform in its logarithm; the same in every run."""
-    low, high = WORKLOAD_LENGTHS
-    found = []
-    for batch in WORKLOAD_BATCHES:
-        for number in range(WORKLOADS_PER_BATCH):
-            draw = random.Random(1000 * batch + number)
-            found.append(tuple(round(low * (high / low) ** draw.random()) for _ in range(batch)))
-    return tuple(found)

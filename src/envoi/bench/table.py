@@ -1,18 +1,18 @@
 """Plain text, aligned."""
 
-from collections.abc import Sequence
+from collections.abc import Container, Sequence
 
 
-def align(header: Sequence[str], rows: Sequence[Sequence[str]], left: int = 1) -> str:
-    """A header and rows of as many cells, two spaces between columns; the first `left` columns flush left."""
+def align(header: Sequence[str], rows: Sequence[Sequence[str]], left: Container[int] = (0,)) -> str:
+    """A header and rows of as many cells, two spaces between columns; columns of `left` flush left, others right."""
     lines = [list(header), *map(list, rows)]
     widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
     return "\n".join(_line(cells, widths, left) for cells in lines)
 
 
-def _line(cells: Sequence[str], widths: Sequence[int], left: int) -> str:
+def _line(cells: Sequence[str], widths: Sequence[int], left: Container[int]) -> str:
     padded = (
-        cell.ljust(width) if place < left else cell.rjust(width)
+        cell.ljust(width) if place in left else cell.rjust(width)
         for place, (cell, width) in enumerate(zip(cells, widths, strict=True))
     )
     return "  ".join(padded).rstrip()

@@ -35,7 +35,7 @@ class Bench:
 class Trial:
     """One case as measured. flops and num_bytes are of the ideal: each operand read once, each result written once.
 
-    kind: the element type whose matmul roof counts, "bf16" or "fp8". missing: baselines that failed, and how.
+    kind: the element type whose matmul roof counts, "bf16", "fp32" or "fp8". missing: baselines that failed, and how.
     """
 
     ours: Timing
@@ -58,10 +58,10 @@ def time_baselines(candidates: Mapping[str, Callable[[], Timing]]) -> tuple[dict
     return timings, missing
 
 
-def compiled(fn: Callable) -> Callable:
+def compiled(fn: Callable, mode: str | None = None) -> Callable:
     """torch.compile for one shape. Drops what was compiled before: over its limit it falls back to eager in silence."""
     torch._dynamo.reset()
-    return torch.compile(fn, dynamic=False)
+    return torch.compile(fn, dynamic=False, mode=mode)
 
 
 def relative_error(got: torch.Tensor, want: torch.Tensor) -> float:

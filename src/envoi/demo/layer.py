@@ -82,6 +82,17 @@ def many_ranks(layer: Layer, num_ranks: int, timeout_s: float = 60.0) -> tuple[t
     return torch.cat([result[0] for result in results]), stages
 
 
+def rank_device(num_ranks: int, rank: int) -> torch.device:
+    """A GPU of its own for each rank where there are enough, else the CPU for all."""
+    return torch.device("cuda", rank) if torch.cuda.device_count() >= num_ranks else torch.device("cpu")
+
+
+def to_device(layer: Layer, device: torch.device) -> Layer:
+    """The layer somewhere else."""
+    moved = (x.to(device) if isinstance(x, torch.Tensor) else x for x in flatten(layer.experts))
+    return Layer(layer.tokens.to(device), layer.gate.to(device), layer.k, unflatten(*moved))
+
+
 def token_shares(num_tokens: int, num_ranks: int) -> list[int]:
     """Where each rank's tokens begin, and the total: rank r gets a share proportional to r + 1."""
     weights = [rank + 1 for rank in range(num_ranks)]
@@ -89,13 +100,12 @@ def token_shares(num_tokens: int, num_ranks: int) -> list[int]:
 
 
 def _work(rank: int, num_ranks: int, folder: str) -> None:
-    on_gpu = torch.cuda.device_count() >= num_ranks
-    device = torch.device("cuda", rank) if on_gpu else torch.device("cpu")
+    device = rank_device(num_ranks, rank)
     torch.set_num_threads(1)
-    if on_gpu:
+    if device.type == "cuda":
         torch.cuda.set_device(device)
     dist.init_process_group(
-        "nccl" if on_gpu else "gloo", init_method=f"file://{folder}/store", rank=rank, world_size=num_ranks,
+        "nccl" if device.type == "cuda" else "gloo", init_method=f"file://{folder}/store", rank=rank, world_size=num_ranks,
         timeout=timedelta(seconds=60),
     )  # fmt: skip
     tokens, gate, k, flat = torch.load(Path(folder) / "layer.pt", map_location=device)

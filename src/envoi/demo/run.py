@@ -101,6 +101,7 @@ def print_layer(model: Any, ids: torch.Tensor, num_ranks: int) -> dict[str, dict
     tokens = lm.moe_inputs(model, ids, LAYER)
     experts = packed_experts(block.experts, "fp8_block128")
     layer = moe_layer.Layer(tokens, block.gate.weight.detach(), model.config.num_experts_per_tok, experts)
+    layer = moe_layer.to_device(layer, moe_layer.rank_device(num_ranks, 0))
     alone, alone_ms = moe_layer.one_rank(layer)
     together, together_ms = moe_layer.many_ranks(layer, num_ranks)
     if not torch.equal(alone.cpu(), together):

@@ -16,8 +16,10 @@ import torch
 from envoi.quant.cast import decode_sf, decode_values, dequantize, expand_sf
 from envoi.types import Matrix, QuantTensor
 
-# BLAS libraries take other kernels for a handful of rows; padding keeps a row's bits independent of its batch.
+# BLAS libraries choose a kernel by the number of rows, and with it the order of the sum. CPUs' do so for a handful of
+# rows only, so padding is enough there; cuBLAS always may, so it gets products of one shape.
 ROW_TILE = 16
+ROW_TILE_CUDA = 256
 
 
 def accumulate(a: Matrix, b: Matrix) -> torch.Tensor:
@@ -64,10 +66,12 @@ def pick_expert(x: Matrix, expert: int) -> Matrix:
 def _product(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
     """float32 product of exactly widened operands, with a row's bits independent of the number of rows."""
     rows = a.shape[0]
-    padding = -rows % ROW_TILE
-    if padding:
-        a = torch.nn.functional.pad(a, (0, 0, 0, padding))
-    return (a.float() @ b.float().T)[:rows]
+    tile = ROW_TILE_CUDA if a.is_cuda else ROW_TILE
+    wide = torch.nn.functional.pad(a.float(), (0, 0, 0, -rows % tile))
+    transposed = b.float().T
+    if not a.is_cuda or rows <= tile:
+        return (wide @ transposed)[:rows]
+    return torch.cat([part @ transposed for part in wide.split(tile)])[:rows]
 
 
 def _scaled_product(a: Matrix, b: Matrix) -> torch.Tensor:

@@ -6,6 +6,7 @@ layer in bf16 alone, so its time and its error are those of bf16 weights whateve
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from typing import cast
 
 import torch
 import torch.distributed as dist
@@ -46,8 +47,7 @@ class Layer:
 
 def measure(case: Case, bench: Bench) -> Trial:
     """One layer; over bench.num_ranks ranks if there are several, each with all of shape.num_tokens tokens."""
-    shape = case.shape
-    assert isinstance(shape, MoeShape)
+    shape = cast(MoeShape, case.shape)
     layer = _layer(shape, bench)
     return _measure_alone(shape, layer, bench) if bench.num_ranks == 1 else _measure_ranks(shape, layer, bench)
 

@@ -6,6 +6,7 @@ Eager and compile are timed one call at a time; Envoi, eager_graph and cublas_ge
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import cast
 
 import torch
 from torch.nn import functional
@@ -30,8 +31,7 @@ class Inputs:
 
 def measure(case: Case, bench: Bench) -> Trial:
     """One shape and rule."""
-    shape = case.shape
-    assert isinstance(shape, RouterShape)
+    shape = cast(RouterShape, case.shape)
     rule, has_bias = _rule(shape.rule)
     first = _inputs(shape, has_bias, bench.device, 0)
 

@@ -1,0 +1,108 @@
+"""The indexer beside its PyTorch definition, one workload after the other; times and bytes are means over workloads.
+
+Error: the share of the k best slots by float64 scores that were missed, over the first few workloads. Rounding may
+decide near the k-th score either way, so a few in a thousand are no fault.
+"""
+
+from dataclasses import dataclass
+from statistics import mean
+from typing import cast
+
+import torch
+
+from envoi.bench.shapes import Case, IndexerShape
+from envoi.bench.timing import Timing, mean_timing
+from envoi.bench.trial import Bench, Trial, time_baselines
+from envoi.indexer import indexer_topk
+from envoi.indexer.layout import BYTES_PER_TOKEN, HEAD_DIM, PAGE_SIZE, pages_of, unpack_pages
+from envoi.indexer.oracle import scores64
+from envoi.indexer.workloads import Workload
+
+TOPK = 2048
+MAX_ERROR_WORKLOADS = 8
+MAX_ERROR_REQUESTS = 4
+
+
+@dataclass(frozen=True)
+class Inputs:
+    """What `envoi.indexer_topk` takes. lengths: seq_lens on the host."""
+
+    q: torch.Tensor
+    k_cache: torch.Tensor
+    weights: torch.Tensor
+    seq_lens: torch.Tensor
+    block_table: torch.Tensor
+    lengths: tuple[int, ...]
+
+
+def measure(case: Case, bench: Bench) -> Trial:
+    """All workloads of a case, in the mode that its suite names."""
+    shape = cast(IndexerShape, case.shape)
+    mode = case.suite.removeprefix("indexer_")
+    ours: list[Timing] = []
+    theirs: list[Timing] = []
+    missing: dict[str, str] = {}
+    errors: dict[str, list[float]] = {"ours": [], "torch": []}
+    for number, workload in enumerate(shape.workloads):
+        x = _inputs(workload, bench.device)
+        baselines, missing = time_baselines({"pytorch": lambda: bench.clock.calls(lambda: definition(x))})  # noqa: B023
+        theirs += baselines.values()
+        ours.append(bench.clock.calls(lambda: _ours(x, mode)))  # noqa: B023
+        if number < MAX_ERROR_WORKLOADS:
+            errors["ours"].append(_error(x, _ours(x, mode)))
+            errors["torch"].append(_error(x, definition(x)))
+    tokens = mean(sum(workload.lengths) for workload in shape.workloads)
+    rows = mean(len(workload.lengths) for workload in shape.workloads)
+    num_heads = shape.workloads[0].num_heads
+    num_bytes = tokens * BYTES_PER_TOKEN + rows * (num_heads * (HEAD_DIM + 4) + 4 * TOPK)
+    return Trial(
+        mean_timing(ours),
+        {"pytorch": mean_timing(theirs)} if len(theirs) == len(ours) else {},
+        {name: mean(values) for name, values in errors.items()},
+        num_bytes,
+        2.0 * tokens * num_heads * HEAD_DIM,
+        "fp8" if mode == "fast" else "fp32",
+        missing,
+    )
+
+
+def definition(x: Inputs) -> torch.Tensor:
+    """The published definition step by step: the whole cache to float32, then each request in operators of its own."""
+    raw = x.k_cache.view(torch.uint8).flatten(1)
+    values = raw[:, : PAGE_SIZE * HEAD_DIM].contiguous().view(torch.float8_e4m3fn).float()
+    scales = raw[:, PAGE_SIZE * HEAD_DIM :].contiguous().view(torch.float32)
+    keys = values.view(-1, PAGE_SIZE, HEAD_DIM) * scales.unsqueeze(-1)
+    out = torch.full((len(x.lengths), TOPK), -1, dtype=torch.int32, device=x.q.device)
+    for request in range(len(x.lengths)):
+        length = int(x.seq_lens[request])
+        pages = x.block_table[request, : pages_of(length)].long()
+        k = keys[pages].flatten(0, 1)[:length]
+        scores = torch.relu(x.q[request].float() @ k.T)
+        ranked = (scores * x.weights[request].unsqueeze(1)).sum(0)
+        chosen = ranked.topk(min(TOPK, length)).indices
+        slots = pages[chosen // PAGE_SIZE] * PAGE_SIZE + chosen % PAGE_SIZE
+        out[request, : len(chosen)] = slots.to(torch.int32)
+    return out
+
+
+def _ours(x: Inputs, mode: str) -> torch.Tensor:
+    return indexer_topk(x.q, x.k_cache, x.weights, x.seq_lens, x.block_table, TOPK, mode)
+
+
+def _inputs(workload: Workload, device: torch.device) -> Inputs:
+    return Inputs(*workload.tensors(device), workload.lengths)
+
+
+def _error(x: Inputs, slots: torch.Tensor) -> float:
+    """The share of the best slots that were missed, over the longest requests."""
+    wrong = []
+    longest_first = sorted(enumerate(x.lengths), key=lambda entry: -entry[1])
+    for request, length in longest_first[:MAX_ERROR_REQUESTS]:
+        pages = x.block_table[request, : pages_of(length)].long()
+        values, scales = unpack_pages(x.k_cache, pages)
+        scores = scores64(x.q[request], values[:length], scales[:length], x.weights[request])
+        best = scores.topk(min(TOPK, length)).indices
+        want = pages[best // PAGE_SIZE] * PAGE_SIZE + best % PAGE_SIZE
+        found = torch.isin(want, slots[request].long())
+        wrong.append(1.0 - float(found.double().mean()))
+    return mean(wrong)

@@ -1,0 +1,104 @@
+"""Every case that a CPU takes runs, gives a valid measurement and is right; the command writes and shows them."""
+
+import pytest
+import torch
+
+from envoi import cli
+from envoi.bench import runner
+from envoi.bench.evidence import SUITES, load, read, to_line
+from envoi.bench.roof import Roof
+from envoi.bench.shapes import Case, GroupedShape, MoeShape, cases
+from envoi.bench.suites import measure, repeat_of
+from envoi.bench.timing import Clock
+from envoi.bench.trial import Bench
+from helpers.ranks import run_ranks
+
+CPU = torch.device("cpu")
+ROOF = Roof(30.0, {"bf16": 0.1, "fp32": 0.1})
+CPU_CASES = [case for suite in SUITES for case in cases(suite) if case.on_cpu]
+MAX_ERROR = {"gemm": 3e-3, "gemm_swiglu": 4e-3, "gemm_quant": 4e-2, "gemm_grouped": 3e-3, "router": 1e-5}
+MAX_MOE_ERROR = {"bf16": 6e-3, "fp8_row": 0.1, "fp8_block128": 0.1, "mxfp4": 0.1}
+
+
+def max_error(case: Case) -> float:
+    if isinstance(case.shape, MoeShape):
+        return MAX_MOE_ERROR[case.shape.format]
+    return MAX_ERROR.get(case.suite, 1e-3)
+
+
+@pytest.mark.parametrize("case", CPU_CASES, ids=lambda case: f"{case.suite} {case.name}")
+def test_every_cpu_case_gives_a_measurement_that_is_right(case):
+    trial = measure(case, Bench(Clock(CPU, 1), ROOF))
+    assert not trial.missing
+    assert trial.error["ours"] <= max_error(case)
+    assert trial.num_bytes > 0
+    assert trial.flops > 0
+    measurement = runner.to_measurement(case, trial, ROOF, runner.Ranks(0, 1, CPU), "0123456789ab")
+    assert to_line(measurement)
+    assert measurement.gpu.endswith("(CPU)")
+    assert (measurement.suite, measurement.case, measurement.n) == (case.suite, case.name, 1)
+
+
+def test_a_wrong_result_shows_in_the_error(monkeypatch):
+    case = next(case for case in CPU_CASES if isinstance(case.shape, GroupedShape))
+    from envoi.bench.suites import gemm
+
+    right = gemm.grouped_gemm
+    monkeypatch.setattr(gemm, "grouped_gemm", lambda *args: right(*args).roll(1, dims=0))
+    assert measure(case, Bench(Clock(CPU, 1), ROOF)).error["ours"] > 0.5
+
+
+def test_repeats_are_fixed_beforehand():
+    assert repeat_of("gemm", on_gpu=True) == 100
+    assert repeat_of("moe", on_gpu=True) == 20
+    assert repeat_of("moe", on_gpu=False) == 10
+
+
+def test_the_command_appends_and_prints(tmp_path, capsys):
+    for _ in range(2):
+        assert cli.main(["bench", "gemm", "--device", "cpu", "--repeat", "1", "--out", str(tmp_path)]) == 0
+    stdout, _ = capsys.readouterr()
+    names = [case.name for case in cases("gemm") if case.on_cpu]
+    assert all(f"gemm {name}" in stdout for name in names)
+    assert f"appended to {tmp_path / 'cpu.jsonl'}" in stdout
+    assert len(read(tmp_path / "cpu.jsonl")) == 2 * len(names)
+    assert [m.case for m in load(tmp_path)["cpu"]] == names
+
+
+def test_no_write_writes_nothing_and_a_filter_filters(tmp_path, capsys):
+    arguments = ["bench", "router", "--device", "cpu", "--repeat", "1", "--out", str(tmp_path / "x")]
+    assert cli.main([*arguments, "--no-write", "--case", "512x8x128"]) == 0
+    assert not (tmp_path / "x").exists()
+    lines = capsys.readouterr().out.splitlines()
+    assert sum(line.startswith("router ") for line in lines) == 1
+
+
+def test_list_prints_every_case(capsys):
+    assert cli.main(["bench", "--list"]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert len(lines) == sum(len(cases(suite)) for suite in SUITES)
+    assert any(line.endswith("256x512x512 bf16  [cpu]") for line in lines)
+
+
+def test_a_dirty_package_is_recorded_and_said(tmp_path, capsys, monkeypatch):
+    from envoi.bench import machine
+
+    monkeypatch.setattr(machine, "commit", lambda: "0123456789ab-dirty")
+    arguments = ["bench", "router", "--case", "512x8x128", "--device", "cpu", "--repeat", "1", "--out", str(tmp_path)]
+    assert cli.main(arguments) == 0
+    assert "recorded as 0123456789ab-dirty" in capsys.readouterr().err
+    assert load(tmp_path)["cpu"][0].commit == "0123456789ab-dirty"
+
+
+def measure_on_rank(rank: int, num_ranks: int) -> tuple[dict[str, float], list[str], dict[str, str]]:
+    case = next(case for case in CPU_CASES if isinstance(case.shape, MoeShape))
+    trial = measure(case, Bench(Clock(CPU, 2), ROOF, rank, num_ranks))
+    return trial.error, list(trial.baselines), trial.missing
+
+
+def test_several_ranks_measure_the_same_layer_together():
+    for outcome in run_ranks(2, measure_on_rank):
+        assert not outcome.error, outcome.text
+        error, baselines, missing = outcome.value
+        assert max(error.values()) < MAX_MOE_ERROR["bf16"]
+        assert (baselines, missing) == (["torch_ep"], {})
