@@ -101,7 +101,7 @@ def model_config() -> Qwen3MoeConfig:
         mlp_only_layers=[],
         num_attention_heads=4,
         num_key_value_heads=2,
-        head_dim=64,
+        head_dim=64,  # pyright: ignore[reportCallIssue]
         hidden_act="silu",
         max_position_embeddings=2048,
         tie_word_embeddings=True,
@@ -136,8 +136,8 @@ class MasterWeights:
         torch.nn.utils.clip_grad_norm_(self.masters, 1.0)
         self.optimizer.step()
         self.schedule.step()
-        with torch.no_grad():
-            torch._foreach_copy_(self.working, self.masters)
+        for master, weight in zip(self.masters, self.working, strict=True):
+            weight.data.copy_(master.detach())
 
 
 def expert_counts(router_logits: torch.Tensor, top_k: int) -> torch.Tensor:
@@ -225,7 +225,7 @@ def main() -> None:
     on_gpu = args.device.startswith("cuda")
     model = Qwen3MoeForCausalLM(model_config()).to(args.device, torch.bfloat16 if on_gpu else torch.float32)
     curve = fit(model, corpus, args)
-    model.to(torch.bfloat16)
+    model.bfloat16()
     bits, load = evaluate(model, corpus.heldout, args.seq)
     record = {
         "heldout_bits_per_byte": round(bits, 4),

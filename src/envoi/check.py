@@ -35,14 +35,12 @@ def expect_tensor(
     ValueError: topk_ids: expected int32 [128, 8], got int64 [128, 6]
     """
     dtypes = (dtype,) if isinstance(dtype, torch.dtype) else tuple(dtype or ())
-    kinds = " or ".join(map(dtype_name, dtypes)) or "tensor"
-    sizes = "" if shape is None else " [" + ", ".join("*" if d is None else str(d) for d in shape) + "]"
     if (
         not isinstance(value, torch.Tensor)
         or (dtypes and value.dtype not in dtypes)
         or (shape is not None and not _fits(value.shape, shape))
     ):
-        raise ValueError(f"{name}: expected {kinds}{sizes}, got {describe(value)}")
+        raise ValueError(f"{name}: expected {_wanted(dtypes, shape)}, got {describe(value)}")
     if device is not None and value.device != device:
         raise ValueError(f"{name}: expected a tensor on {device} like the other arguments, got one on {value.device}")
     if contiguous and not value.is_contiguous():
@@ -50,15 +48,20 @@ def expect_tensor(
     return value
 
 
+def _wanted(dtypes: Sequence[torch.dtype], shape: Sequence[Dim] | None) -> str:
+    kinds = " or ".join(map(dtype_name, dtypes)) or "tensor"
+    return kinds if shape is None else f"{kinds} [{', '.join('*' if d is None else str(d) for d in shape)}]"
+
+
 def _fits(sizes: Sequence[int], shape: Sequence[Dim]) -> bool:
     return len(sizes) == len(shape) and all(
-        not isinstance(want, int) or size == want for size, want in zip(sizes, shape, strict=True)
+        not isinstance(want, (int, torch.SymInt)) or size == want for size, want in zip(sizes, shape, strict=True)
     )
 
 
 def expect_choice(name: str, value: Any, choices: Collection[str]) -> str:
     """Return `value` if it is one of `choices`; else raise ValueError that lists them."""
-    if value not in choices:
+    if not isinstance(value, str) or value not in choices:
         raise ValueError(f"{name}: expected one of {', '.join(map(repr, choices))}, got {value!r}")
     return value
 
@@ -69,6 +72,13 @@ def expect_int(name: str, value: Any, low: int, high: int | None = None, why: st
         span = f"an int of at least {low}" if high is None else f"an int from {low} to {high}"
         raise ValueError(f"{name}: expected {span}{why and f' ({why})'}, got {value!r}")
     return value
+
+
+def expect_number(name: str, value: Any) -> float:
+    """Return `value` as a float if it is a number; else raise ValueError."""
+    if not isinstance(value, (int, float)) or isinstance(value, bool):
+        raise ValueError(f"{name}: expected a number, got {describe(value)}")
+    return float(value)
 
 
 def expect_divisible(name: str, value: int, by: int, why: str) -> int:

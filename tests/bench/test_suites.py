@@ -11,7 +11,7 @@ from envoi.bench.shapes import Case, GroupedShape, MoeShape, cases
 from envoi.bench.suites import measure, repeat_of
 from envoi.bench.timing import Clock
 from envoi.bench.trial import Bench
-from helpers.ranks import run_ranks
+from tests.helpers.ranks import run_ranks
 
 CPU = torch.device("cpu")
 ROOF = Roof(30.0, {"bf16": 0.1, "fp32": 0.1})
@@ -102,3 +102,22 @@ def test_several_ranks_measure_the_same_layer_together():
         error, baselines, missing = outcome.value
         assert max(error.values()) < MAX_MOE_ERROR["bf16"]
         assert (baselines, missing) == (["torch_ep"], {})
+
+
+GPU_CASES = {
+    "gemm": ("16x7168x2048 bf16", "2048x7168x2048 fp8_row", "2048x7168x2048 fp8_block128"),
+    "gemm_swiglu": ("64x4096x7168 bf16",),
+    "gemm_quant": ("1024x5120x2880 bf16",),
+    "gemm_grouped": ("32 experts zipf 8192, 7168 -> 4096 fp8_row",),
+    "router": ("512x8x128 top4 softmax fp16", "128x256x7168 deepseek-v3 bf16"),
+    "indexer_fast": ("batch 1x131072",),
+}
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize(("suite", "name"), [(suite, name) for suite, names in GPU_CASES.items() for name in names])
+def test_a_gpu_runs_every_baseline_and_is_right(suite, name):
+    case = next(case for case in cases(suite) if case.name == name)
+    trial = measure(case, Bench(Clock(torch.device("cuda", 0), 2), ROOF))
+    assert not trial.missing
+    assert trial.error["ours"] <= max_error(case)

@@ -22,12 +22,12 @@ class Outcome:
     seconds: float = 0.0
 
 
-def run_ranks(num_ranks: int, fn: Callable, *args, timeout_s: float = 120.0) -> list[Outcome]:
-    """fn(rank, num_ranks, *args) on each rank; fn must be importable. Kills what is left after timeout_s and says so."""
+def run_ranks(num_ranks: int, fn: Callable, *args, timeout_s: float = 120.0, backend: str = "gloo") -> list[Outcome]:
+    """fn(rank, num_ranks, *args) on each rank; fn must be importable. Kills and names what is left after timeout_s."""
     context = mp.get_context("spawn")
     with tempfile.TemporaryDirectory() as folder:
         workers = [
-            context.Process(target=_worker, args=(rank, num_ranks, folder, fn, args), daemon=True)
+            context.Process(target=_worker, args=(rank, num_ranks, folder, backend, fn, args), daemon=True)
             for rank in range(num_ranks)
         ]
         for worker in workers:
@@ -48,13 +48,15 @@ def _read(path: Path, worker) -> Outcome:
     return pickle.loads(path.read_bytes())
 
 
-def _worker(rank: int, num_ranks: int, folder: str, fn: Callable, args: tuple) -> None:
+def _worker(rank: int, num_ranks: int, folder: str, backend: str, fn: Callable, args: tuple) -> None:
     import torch
     import torch.distributed as dist
 
     torch.set_num_threads(1)
+    if backend == "nccl":
+        torch.cuda.set_device(rank)
     dist.init_process_group(
-        "gloo", init_method=f"file://{folder}/store", rank=rank, world_size=num_ranks, timeout=timedelta(seconds=60)
+        backend, init_method=f"file://{folder}/store", rank=rank, world_size=num_ranks, timeout=timedelta(seconds=60)
     )
     outcome, start = Outcome(), time.monotonic()
     try:

@@ -105,8 +105,8 @@ def _work(rank: int, num_ranks: int, folder: str) -> None:
     if device.type == "cuda":
         torch.cuda.set_device(device)
     dist.init_process_group(
-        "nccl" if device.type == "cuda" else "gloo", init_method=f"file://{folder}/store", rank=rank, world_size=num_ranks,
-        timeout=timedelta(seconds=60),
+        "nccl" if device.type == "cuda" else "gloo", init_method=f"file://{folder}/store",
+        rank=rank, world_size=num_ranks, timeout=timedelta(seconds=60),
     )  # fmt: skip
     tokens, gate, k, flat = torch.load(Path(folder) / "layer.pt", map_location=device)
     experts = unflatten(*flat)

@@ -44,7 +44,7 @@ def windows(data: bytes, device: torch.device) -> list[torch.Tensor]:
     """Batches of int64 [at most BATCH, WINDOW]; a shorter tail is a batch of its own, less than 2 bytes are dropped."""
     ids = torch.tensor(list(data), dtype=torch.int64, device=device)
     whole = len(ids) // WINDOW * WINDOW
-    batches = list(ids[:whole].view(-1, WINDOW).split(BATCH))
+    batches = list(ids[:whole].view(-1, WINDOW).split(BATCH)) if whole else []
     if len(ids) - whole >= 2:
         batches.append(ids[whole:].unsqueeze(0))
     return batches

@@ -2,9 +2,11 @@
 
 import itertools
 from datetime import timedelta
+from typing import cast
 
 import torch
 import torch.distributed as dist
+from torch.distributed.distributed_c10d import PrefixStore, ProcessGroupGloo
 
 from envoi.ep import staged
 from envoi.ep.exchange import Channel, gather_ints, gather_texts
@@ -14,7 +16,7 @@ from envoi.operators import operator
 from envoi.router.reference import count_tokens
 from envoi.types import ExpertWeights, Routing
 
-_serial = itertools.count()
+_serials: dict[str, itertools.count] = {}
 _instances: dict[str, "ExpertParallel"] = {}  # the operator finds its object by name
 
 
@@ -43,11 +45,10 @@ class ExpertParallel:
         if not dist.is_initialized():
             raise ValueError("group: expected an initialised torch.distributed; call init_process_group first")
         self.experts, self.timeout_s = experts, timeout_s
-        self.name = f"envoi-{next(_serial)}"
-        self.channel = _open_channel(
-            group or dist.distributed_c10d._get_default_group(), experts.device, timeout_s, self.name
-        )
-        self.transport = dist.get_backend(self.channel.data)
+        group = group or dist.distributed_c10d._get_default_group()
+        self.name = _name(dist.get_process_group_ranks(group))
+        self.channel = _open_channel(group, experts.device, timeout_s, self.name)
+        self.transport = "gloo" if self.channel.data is self.channel.control else "nccl"
         sizes = _agree(self.channel, experts)
         self.expert_offsets = [0, *itertools.accumulate(sizes)]
         self.num_experts = self.expert_offsets[-1]
@@ -66,9 +67,8 @@ class ExpertParallel:
         )
 
     def close(self) -> None:
-        """Release the object's own process group. Not a collective call."""
-        if _instances.pop(self.name, None) is not None:
-            dist.destroy_process_group(self.channel.control)
+        """The operator can't reach the object any more. Not a collective call."""
+        _instances.pop(self.name, None)
 
     def _run(self, tokens: torch.Tensor, routing: Routing, experts: ExpertWeights) -> torch.Tensor:
         refusal = _refusal(tokens, routing, experts, self.num_experts)
@@ -104,23 +104,24 @@ def _refusal(tokens: torch.Tensor, routing: Routing, experts: ExpertWeights, num
 def _open_channel(group: dist.ProcessGroup, device: torch.device, timeout_s: float, name: str) -> Channel:
     ranks = dist.get_process_group_ranks(group)
     # The store of the default group is the one place to leave word for ranks that a collective can't reach.
-    store = dist.distributed_c10d.PrefixStore(name, dist.distributed_c10d._get_default_store())
+    store = PrefixStore(name, dist.distributed_c10d._get_default_store())
     watch = Watch(store, ranks, dist.get_rank(), timeout_s)
-    control = _new_gloo_group(ranks, timeout_s, name, watch)
+    try:
+        # Not dist.new_group: its names come back after a group is destroyed, and gloo can't open a name twice.
+        timeout = timedelta(seconds=timeout_s)
+        gloo = ProcessGroupGloo(PrefixStore("gloo", store), group.rank(), group.size(), timeout)
+    except RuntimeError as error:
+        watch.fail("opening the group", error)
+    control = cast(dist.ProcessGroup, gloo)
     if "nccl" in dist.get_backend(group):
         return Channel(control, group, device, watch)
     return Channel(control, control, torch.device("cpu"), watch)
 
 
-def _new_gloo_group(ranks: list[int], timeout_s: float, name: str, watch: Watch) -> dist.ProcessGroup:
-    timeout = timedelta(seconds=timeout_s)
-    try:
-        group = dist.new_group(ranks, timeout, backend="gloo", use_local_synchronization=True, group_desc=name)
-    except RuntimeError as error:
-        watch.fail("opening the group", error)
-    if not isinstance(group, dist.ProcessGroup):
-        raise ValueError("group: expected a group that this rank belongs to")
-    return group
+def _name(ranks: list[int]) -> str:
+    """The same on all ranks of a group, whatever other groups some of them belong to, and never twice."""
+    members = ",".join(map(str, ranks))
+    return f"envoi {members} #{next(_serials.setdefault(members, itertools.count()))}"
 
 
 def _agree(channel: Channel, experts: ExpertWeights) -> list[int]:

@@ -38,8 +38,7 @@ def gather_ints(channel: Channel, values: list[int], step: str) -> torch.Tensor:
     """Every rank's integers, of which each has as many: int64 [num_ranks, len(values)] on the CPU."""
     mine = torch.tensor(values, dtype=torch.int64)
     everyone = [torch.empty_like(mine) for _ in range(channel.num_ranks)]
-    work = dist.all_gather(everyone, mine, group=channel.control, async_op=True)
-    channel.watch.wait(work, step)
+    channel.watch.wait(lambda: channel.control.allgather([everyone], [mine]), step)
     return torch.stack(everyone)
 
 
@@ -58,8 +57,7 @@ def exchange_rows(
     """All-to-all of byte rows: [sum(send_counts), B] by destination -> [sum(recv_counts), B] by source."""
     sent = rows.contiguous().to(channel.device)
     received = sent.new_empty(sum(recv_counts), rows.shape[1])
-    work = dist.all_to_all_single(received, sent, recv_counts, send_counts, group=channel.data, async_op=True)
-    channel.watch.wait(work, step)
+    channel.watch.wait(lambda: channel.data.alltoall_base(received, sent, recv_counts, send_counts), step)
     return received.to(rows.device)
 
 

@@ -1,6 +1,7 @@
 """Bounded waits: a peer that is lost or late ends every wait on every rank with an error that names it."""
 
 import time
+from collections.abc import Callable
 from typing import NoReturn
 
 import torch.distributed as dist
@@ -39,13 +40,12 @@ class Watch:
         self.roll_call_s = min(_ROLL_CALL_S, timeout_s / 2)
         self.failure: PeerTimeout | None = None
 
-    def wait(self, work: dist.Work | None, step: str) -> None:
-        """Return when the collective is complete. Raises PeerTimeout; from then on at once."""
+    def wait(self, start: Callable[[], dist.Work], step: str) -> None:
+        """Start a collective and return when it is complete. Raises PeerTimeout; from then on at once."""
         if self.failure is not None:
             raise self.failure
-        if work is None:
-            return  # nothing was started
         try:
+            work = start()
             self._poll(work)
             work.wait()
         except (RuntimeError, _AlarmError) as error:

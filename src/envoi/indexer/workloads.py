@@ -40,7 +40,7 @@ class Workload:
         return max(1, pages_of(max(self.lengths, default=0)))
 
     def tensors(self, device: torch.device | str = "cpu") -> Tensors:
-        """q, k_cache, weights, seq_lens, block_table as `envoi.indexer_topk` takes them; one cache serves all of a size."""
+        """q, k_cache, weights, seq_lens, block_table for `envoi.indexer_topk`; one cache serves all of a size."""
         source = torch.Generator().manual_seed(self.seed)
         q = (2 * torch.randn(len(self.lengths), self.num_heads, HEAD_DIM, generator=source)).to(torch.float8_e4m3fn)
         weights = torch.randn(len(self.lengths), self.num_heads, generator=source)

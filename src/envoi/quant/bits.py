@@ -15,7 +15,7 @@ def e2m1_encode(x: torch.Tensor) -> torch.Tensor:
     # A tie goes to the even code, so every second threshold includes its own value.
     for threshold, inclusive in ((0.75, True), (1.25, False), (1.75, True), (2.5, False), (3.5, True), (5.0, False)):
         code += (m >= threshold) if inclusive else (m > threshold)
-    return code | (torch.signbit(x).to(torch.uint8) << 3)
+    return code | ((torch.signbit(x) & ~x.isnan()).to(torch.uint8) << 3)
 
 
 def e2m1_decode(codes: torch.Tensor) -> torch.Tensor:
@@ -36,7 +36,7 @@ def unpack_nibbles(packed: torch.Tensor) -> torch.Tensor:
 
 def e8m0_ceil(x: torch.Tensor) -> torch.Tensor:
     """Positive float32 [..] -> float8_e8m0fnu [..]: the least power of two >= x, from 2^-126; NaN and inf give NaN."""
-    bits = x.float().contiguous().view(torch.int32)
+    bits = x.float().contiguous().view(torch.int32) & 0x7FFFFFFF  # reductions may set the sign of a NaN
     # Adding all mantissa bits carries into the exponent unless the mantissa is zero.
     exponent = ((bits.to(torch.int64) + 0x7FFFFF) >> 23).clamp(1, 255)
     return exponent.to(torch.uint8).view(torch.float8_e8m0fnu)

@@ -9,7 +9,7 @@ cast rounds to nearest even and saturates. Rounding the scale up means that no e
 
 import torch
 
-from envoi.check import expect_divisible
+from envoi.check import describe, expect_divisible
 from envoi.quant.bits import e2m1_decode, e2m1_encode, e8m0_ceil, e8m0_to_float, pack_nibbles, unpack_nibbles
 from envoi.quant.formats import Scheme, scheme_named
 from envoi.types import QuantTensor
@@ -26,9 +26,9 @@ def quantize(x: torch.Tensor, scheme: str | Scheme, name: str = "x") -> QuantTen
     A NaN or an infinity anywhere in a group makes that whole group NaN, and no other.
     Raises ValueError for a dtype that isn't floating point or a C that the group doesn't divide.
     """
-    scheme = scheme_named(scheme) if isinstance(scheme, str) else scheme
-    if x.dtype not in _FLOATS or x.dim() < 2:
-        raise ValueError(f"{name}: expected a floating-point tensor [.., R, C], got {x.dtype} {list(x.shape)}")
+    scheme = scheme if isinstance(scheme, Scheme) else scheme_named(scheme)
+    if not isinstance(x, torch.Tensor) or x.dtype not in _FLOATS or x.dim() < 2:
+        raise ValueError(f"{name}: expected a floating-point tensor [.., R, C], got {describe(x)}")
     group = scheme.group_for(x.shape)
     expect_divisible(
         f"{name}.shape[-1]", x.shape[-1], group[1], f"{scheme.name} shares a scale over {group[1]} columns"

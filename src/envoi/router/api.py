@@ -2,7 +2,7 @@
 
 import torch
 
-from envoi.check import expect_int, expect_tensor
+from envoi.check import expect_int, expect_number, expect_tensor
 from envoi.operators import operator
 from envoi.router import reference
 from envoi.router.rules import Rule
@@ -52,7 +52,7 @@ def route(
     _check(tokens, gate, k, chosen, logit_bias, expert_bias)
     _check_hash(tokens, gate, k, token_ids, hash_table)
     outputs = torch.ops.envoi.route(
-        tokens, gate, k, float(alpha), chosen.score, chosen.num_groups, chosen.num_topk_groups, chosen.group_score,
+        tokens, gate, k, expect_number("alpha", alpha), chosen.score, chosen.num_groups, chosen.num_topk_groups, chosen.group_score,
         chosen.renormalize, float(chosen.routed_scale), logit_bias, expert_bias, token_ids, hash_table,
         return_logits, return_dense, return_counts,
     )  # fmt: skip
@@ -121,7 +121,8 @@ def _route(
 ) -> list[torch.Tensor]:  # fmt: skip
     rule = Rule(score, num_groups, num_topk_groups, group_score, renormalize, routed_scale)
     num_experts = gate.shape[0]
-    logits = reference.router_logits(tokens, gate, alpha, logit_bias)
+    with torch.autocast(tokens.device.type, enabled=False):  # logits are float32 in a region of half precision too
+        logits = reference.router_logits(tokens, gate, alpha, logit_bias)
     if token_ids is None or hash_table is None:
         weights, ids = reference.select(logits, k, rule, expert_bias)
     else:

@@ -63,11 +63,9 @@ def scores(logits: torch.Tensor, rule: Rule) -> torch.Tensor:
     if rule.score == "softmax":
         return _finite_softmax(logits.masked_fill(~finite, -torch.inf))
     if rule.score == "sqrt_softplus":
-        score = torch.nn.functional.softplus(
-            logits, threshold=torch.inf if logits.dtype == torch.float64 else 20
-        ).sqrt()
+        score = (logits.clamp(min=0) + (-logits.abs()).exp().log1p()).sqrt()  # exp can't overflow
     else:
-        score = logits.sigmoid()
+        score = _sigmoid(logits)
     return score.masked_fill(~finite, 0.0)
 
 
@@ -76,7 +74,8 @@ def selection_key(
 ) -> torch.Tensor:
     """What experts are ranked by; -inf for an expert that can't be chosen."""
     sums = rule.num_groups > 1 and rule.group_score == "top2_sum"
-    key = logits if expert_bias is None and not sums else score
+    before = rule.score in ("softmax_over_topk", "sigmoid_of_topk")  # these rank by logits, whatever is added
+    key = logits if before or (expert_bias is None and not sums) else score
     if expert_bias is not None:
         key = key + expert_bias.to(key.dtype)
     return key.masked_fill(~(logits.isfinite() & key.isfinite()), -torch.inf)
@@ -91,6 +90,12 @@ def keep_best_groups(key: torch.Tensor, rule: Rule) -> torch.Tensor:
     kept = torch.zeros_like(group_key, dtype=torch.bool)
     kept.scatter_(1, ranked[:, : rule.num_topk_groups], True)
     return groups.masked_fill(~kept.unsqueeze(-1), -torch.inf).flatten(1)
+
+
+def _sigmoid(x: torch.Tensor) -> torch.Tensor:
+    """torch's own rounds the last few elements of a tensor in another way: a token's bits would depend on its batch."""
+    exps = (-x.abs()).exp()
+    return torch.where(x >= 0, 1.0, exps) / (1.0 + exps)
 
 
 def _finite_softmax(logits: torch.Tensor) -> torch.Tensor:

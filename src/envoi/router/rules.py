@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass
 
-from envoi.check import expect_choice, expect_divisible, expect_int
+from envoi.check import describe, expect_choice, expect_divisible, expect_int, expect_number
 
 SCORES = ("softmax", "sigmoid", "sqrt_softplus", "softmax_over_topk", "sigmoid_of_topk")
 GROUP_SCORES = ("max", "top2_sum")
@@ -32,6 +32,9 @@ class Rule:
         expect_choice("rule.group_score", self.group_score, GROUP_SCORES)
         expect_int("rule.num_groups", self.num_groups, 1)
         expect_int("rule.num_topk_groups", self.num_topk_groups, 1, self.num_groups, "at most num_groups")
+        expect_number("rule.routed_scale", self.routed_scale)
+        if not isinstance(self.renormalize, bool):
+            raise ValueError(f"rule.renormalize: expected True or False, got {describe(self.renormalize)}")
 
     def check_num_experts(self, num_experts: int, k: int) -> None:
         """Raise ValueError unless the groups divide the experts and k experts are left in the kept groups."""

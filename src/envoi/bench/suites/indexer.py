@@ -103,6 +103,6 @@ def _error(x: Inputs, slots: torch.Tensor) -> float:
         scores = scores64(x.q[request], values[:length], scales[:length], x.weights[request])
         best = scores.topk(min(TOPK, length)).indices
         want = pages[best // PAGE_SIZE] * PAGE_SIZE + best % PAGE_SIZE
-        found = torch.isin(want, slots[request].long())
-        wrong.append(1.0 - float(found.double().mean()))
+        missed = ~torch.isin(want, slots[request].long())
+        wrong.append(float(missed.double().mean()))
     return mean(wrong)

@@ -1,0 +1,40 @@
+"""Inputs chosen to break a selection."""
+
+import torch
+
+
+def logits(kind: str, rows: int, columns: int, k: int, seed: int = 0) -> torch.Tensor:
+    """float32 [rows, columns] of a kind of `LOGITS`."""
+    source = torch.Generator().manual_seed(seed)
+    x = torch.randn(rows, columns, generator=source)
+    return LOGITS[kind](x, k)
+
+
+def _with(x: torch.Tensor, value: float, share: float) -> torch.Tensor:
+    source = torch.Generator().manual_seed(1)
+    return x.masked_fill(torch.rand(x.shape, generator=source) < share, value)
+
+
+def _boundary_ties(x: torch.Tensor, k: int) -> torch.Tensor:
+    """The k-th and the values around it are equal."""
+    ranked = x.sort(dim=1, descending=True)
+    kth = ranked.values[:, k - 1 : k]
+    around = ranked.indices[:, max(0, k - 2) : k + 2]
+    return x.scatter(1, around, kth.expand(-1, around.shape[1]))
+
+
+LOGITS = {
+    "randn": lambda x, k: x,
+    "all negative": lambda x, k: x - 6.0,
+    "mixed signs": lambda x, k: x - 2.0,
+    "all equal": lambda x, k: torch.full_like(x, 0.5),
+    "crowded around 1": lambda x, k: 1.0 + 1e-4 * x.clamp(-1, 1),
+    "few distinct": lambda x, k: x.round(),
+    "ties at the boundary": _boundary_ties,
+    "huge": lambda x, k: x * 1e4,
+    "NaN": lambda x, k: _with(x, torch.nan, 0.2),
+    "+inf": lambda x, k: _with(x, torch.inf, 0.1),
+    "-inf": lambda x, k: _with(x, -torch.inf, 0.3),
+    "fewer than k finite": lambda x, k: x.masked_fill(torch.arange(x.shape[1]) >= max(1, k - 1), torch.nan),
+    "none finite": lambda x, k: torch.full_like(x, torch.nan),
+}

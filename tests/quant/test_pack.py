@@ -1,0 +1,51 @@
+"""Weight packing: order of rows, and the search for MXFP4's scales."""
+
+import pytest
+import torch
+
+from envoi.quant import SCHEMES, dequantize, quantize
+from envoi.quant.pack import deinterleave_gate_up, interleave_gate_up, pack_weight
+
+
+def test_gate_and_up_take_turns():
+    gate, up = torch.arange(6.0).view(1, 3, 2), 10 + torch.arange(6.0).view(1, 3, 2)
+    both = interleave_gate_up(torch.cat((gate, up), dim=1))
+    assert torch.equal(both[:, 0::2], gate)
+    assert torch.equal(both[:, 1::2], up)
+    assert torch.equal(deinterleave_gate_up(both), torch.cat((gate, up), dim=1))
+
+
+@pytest.mark.parametrize("dim", [-1, -2, 0, 1, 2])
+def test_the_inverse_along_every_side(dim):
+    x = torch.randn(4, 6, 8)
+    assert torch.equal(deinterleave_gate_up(interleave_gate_up(x, dim), dim), x)
+    assert torch.equal(interleave_gate_up(deinterleave_gate_up(x, dim), dim), x)
+
+
+def test_an_odd_number_of_rows_is_refused():
+    with pytest.raises(ValueError, match="expected a multiple of 2"):
+        interleave_gate_up(torch.zeros(3, 4))
+
+
+def test_the_search_is_never_worse_in_any_group():
+    w = torch.randn(64, 256, generator=torch.Generator().manual_seed(0)) * 10 ** torch.linspace(-3, 2, 64).unsqueeze(1)
+    packed, plain = pack_weight(w, SCHEMES["mxfp4"], "w"), quantize(w, "mxfp4")
+
+    def errors(q):
+        return (dequantize(q) - w).square().unflatten(-1, (-1, 32)).sum(-1)
+
+    assert bool((errors(packed) <= errors(plain)).all())
+    assert bool((errors(packed) < errors(plain)).any())
+
+
+def test_a_group_with_nan_stays_nan():
+    w = torch.randn(2, 64)
+    w[0, 3] = torch.nan
+    got = dequantize(pack_weight(w, SCHEMES["mxfp4"], "w"))
+    assert bool(got[0, :32].isnan().all())
+    assert bool(got[0, 32:].isfinite().all())
+
+
+def test_bf16_is_a_cast():
+    w = torch.randn(4, 8)
+    assert torch.equal(pack_weight(w, None, "w"), w.bfloat16())
