@@ -8,7 +8,7 @@ import torch
 
 from envoi.router import PRESETS, preset, route
 
-HIDDEN, TOKENS = 64, 1500
+HIDDEN, TOKENS = 64, 2048
 
 
 def config(name: str, **extra) -> SimpleNamespace:
@@ -40,7 +40,7 @@ def assert_same_routing(ours, weights: torch.Tensor, ids: torch.Tensor) -> None:
     mine, theirs = ours.topk_ids.long().sort(1), ids.long().sort(1)
     assert torch.equal(mine.values, theirs.values)
     torch.testing.assert_close(
-        ours.topk_weights.gather(1, mine.indices), weights.float().gather(1, theirs.indices), rtol=2e-5, atol=1e-7
+        ours.topk_weights.gather(1, mine.indices), weights.float().gather(1, theirs.indices), rtol=1e-6, atol=1e-6
     )
 
 
@@ -55,7 +55,11 @@ def assert_same_routing(ours, weights: torch.Tensor, ids: torch.Tensor) -> None:
         ("deepseek-v3", "deepseek_v3", "DeepseekV3TopkRouter"),
         ("glm-4-moe", "glm4_moe", "Glm4MoeTopkRouter"),
         ("glm-5", "glm_moe_dsa", "GlmMoeDsaTopkRouter"),
+        ("deepseek-v3", "deepseek_v32", "DeepseekV32TopkRouter"),
         ("kimi-k2", "deepseek_v3", "DeepseekV3TopkRouter"),
+        ("kimi-k2", "kimi_linear", "KimiLinearTopkRouter"),
+        ("kimi-k3", "kimi_linear", "KimiLinearTopkRouter"),
+        ("step-3.7", "step3p7", "Step3p7TopKRouter"),
         ("nemotron-super-v3", "nemotron_h", "NemotronHTopkRouter"),
     ],
 )
@@ -97,7 +101,7 @@ def test_llama4(name):
     with torch.no_grad():
         scores, _ = theirs(x)
     ours = route(x, theirs.weight.detach(), 1, rule=name, logit_bias=theirs.bias, return_dense=True)
-    torch.testing.assert_close(ours.dense, scores.float(), rtol=2e-5, atol=1e-7)
+    torch.testing.assert_close(ours.dense, scores.float(), rtol=1e-6, atol=1e-6)
 
 
 @pytest.mark.parametrize("name", ["deepseek-v4-flash", "deepseek-v4-pro"])
@@ -120,7 +124,7 @@ def test_deepseek_v4_hash():
         _, weights, ids = theirs(x, token_ids)
     ours = route(x, theirs.weight.detach(), 6, rule=name, token_ids=token_ids, hash_table=theirs.tid2eid)
     assert torch.equal(ours.topk_ids.long(), ids)
-    torch.testing.assert_close(ours.topk_weights, weights, rtol=2e-5, atol=1e-7)
+    torch.testing.assert_close(ours.topk_weights, weights, rtol=1e-6, atol=1e-6)
 
 
 def test_minimax_m2():
@@ -132,18 +136,56 @@ def test_minimax_m2():
     assert_same_routing(route(x, theirs.weight.detach(), 8, rule="minimax-m2", expert_bias=bias), weights, ids)
 
 
+def test_minimax_m3():
+    """Its scale is applied to the experts' sum: the same as a scale of the weights."""
+    theirs = make("minimax_m3_vl", "MiniMaxM3VLTopKRouter", config("minimax-m3"))
+    x, bias = tokens(), theirs.e_score_correction_bias
+    with torch.no_grad():
+        _, weights, ids = theirs(x)
+    ours = route(x, theirs.weight.detach(), preset("minimax-m3").num_topk, rule="minimax-m3", expert_bias=bias)
+    assert_same_routing(ours, weights * preset("minimax-m3").rule.routed_scale, ids)
+
+
+# Where a configuration class says something else than the checkpoints that the preset is named after.
+OTHER_DEFAULTS = {"qwen3-moe": {"renormalize"}}
+
+
 @pytest.mark.parametrize(
     ("name", "module", "settings"),
-    [("olmoe", "olmoe", "OlmoeConfig"), ("deepseek-v3", "deepseek_v3", "DeepseekV3Config")],
+    [
+        ("mixtral", "mixtral", "MixtralConfig"),
+        ("olmoe", "olmoe", "OlmoeConfig"),
+        ("qwen3-moe", "qwen3_moe", "Qwen3MoeConfig"),
+        ("qwen3-next", "qwen3_next", "Qwen3NextConfig"),
+        ("gpt-oss-120b", "gpt_oss", "GptOssConfig"),
+        ("llama4-scout", "llama4", "Llama4TextConfig"),
+        ("deepseek-v3", "deepseek_v3", "DeepseekV3Config"),
+        ("deepseek-v3", "deepseek_v32", "DeepseekV32Config"),
+        ("deepseek-v4-flash", "deepseek_v4", "DeepseekV4Config"),
+        ("glm-4-moe", "glm4_moe", "Glm4MoeConfig"),
+        ("glm-5", "glm_moe_dsa", "GlmMoeDsaConfig"),
+        ("minimax-m2", "minimax_m2", "MiniMaxM2Config"),
+        ("minimax-m3", "minimax_m3_vl", "MiniMaxM3VLTextConfig"),
+        ("step-3.7", "step3p7", "Step3p7TextConfig"),
+    ],
 )
 def test_defaults_of_the_models_own_configuration(name, module, settings):
     default = getattr(importlib.import_module(f"transformers.models.{module}.configuration_{module}"), settings)()
-    assert default.norm_topk_prob == preset(name).rule.renormalize
-    assert default.num_experts_per_tok == preset(name).num_topk
-    if name == "deepseek-v3":
-        rule = preset(name).rule
-        assert (default.n_group, default.topk_group) == (rule.num_groups, rule.num_topk_groups)
-        assert default.routed_scaling_factor == rule.routed_scale
+    chosen, rule = preset(name), preset(name).rule
+
+    def first(*fields):
+        return next((getattr(default, field) for field in fields if getattr(default, field, None) is not None), None)
+
+    ours_and_theirs = {
+        "num_experts": (chosen.num_experts, first("num_experts", "num_local_experts")),
+        "num_topk": (chosen.num_topk, first("num_experts_per_tok")),
+        "renormalize": (rule.renormalize, first("norm_topk_prob")),
+        "routed_scale": (rule.routed_scale, first("routed_scaling_factor", "moe_router_scaling_factor")),
+        "num_groups": (rule.num_groups, first("n_group")),
+        "num_topk_groups": (rule.num_topk_groups, first("topk_group")),
+    }
+    different = {field for field, (ours, theirs) in ours_and_theirs.items() if theirs is not None and ours != theirs}
+    assert different == OTHER_DEFAULTS.get(name, set())
 
 
 def test_every_preset_is_usable():

@@ -107,6 +107,7 @@ def _work(rank: int, num_ranks: int, folder: str) -> None:
     dist.init_process_group(
         "nccl" if device.type == "cuda" else "gloo", init_method=f"file://{folder}/store",
         rank=rank, world_size=num_ranks, timeout=timedelta(seconds=60),
+        device_id=device if device.type == "cuda" else None,
     )  # fmt: skip
     tokens, gate, k, flat = torch.load(Path(folder) / "layer.pt", map_location=device)
     experts = unflatten(*flat)

@@ -8,6 +8,7 @@ import torch
 
 from envoi.epilogue.evaluate import as_returned, widen
 from envoi.epilogue.ir import IR, Node
+from envoi.epilogue.operations import compute_dtype
 from envoi.epilogue.trace import trace
 
 _by_key: dict[str, "Epilogue"] = {}  # torch's operators take plain values; an epilogue crosses as its key
@@ -33,7 +34,11 @@ class Epilogue:
         self.check_names(operands)
         acc = acc if acc.dtype == torch.float64 else acc.float()
         values = {o.name: widen(o, operands.get(o.name, o.default), acc) for o in self.ir.operands}
-        returned = self.function(acc, **values)
+        token = compute_dtype.set(acc.dtype)
+        try:
+            returned = self.function(acc, **values)
+        finally:
+            compute_dtype.reset(token)
         outputs = list(returned.values()) if isinstance(returned, dict) else returned
         outputs = list(outputs) if isinstance(outputs, (tuple, list)) else [outputs]
         return self.wrap([as_returned(node, value) for node, value in zip(self.output_nodes, outputs, strict=True)])

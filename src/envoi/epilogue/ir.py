@@ -20,8 +20,8 @@ from typing import Any
 class Shape:
     """Which sides of the output a value spans.
 
-    rows: "1" (the same for all rows) or "M". columns: "1", "N", "N/2", "N/4" .. (after `pairs`), or "4" (the k of a
-        top-k).
+    rows: "1" (the same for all rows) or "M". columns: "1", "N", "N/2", "N/4" .. (after `pairs`), or "k4" (of a
+        top-4).
     """
 
     rows: str
@@ -31,7 +31,7 @@ class Shape:
         if self.columns == "1":
             return "scalar" if self.rows == "1" else "row"
         kind = "tile" if self.rows == "M" else "col"
-        return kind + self.columns.removeprefix("N") if self.columns.startswith("N") else f"row[{self.columns}]"
+        return kind + self.columns.removeprefix("N") if self.spans_columns else f"row[{self.columns[1:]}]"
 
     @property
     def spans_columns(self) -> bool:
@@ -40,7 +40,7 @@ class Shape:
 
     def num_columns(self, N: int) -> int:
         """The number of columns for an accumulator of N."""
-        return N // self.divisor if self.spans_columns else int(self.columns)
+        return N // self.divisor if self.spans_columns else int(self.columns.removeprefix("k"))
 
     @property
     def divisor(self) -> int:

@@ -5,6 +5,7 @@ minimum, maximum, clip and the reductions pass NaN on.
 """
 
 from collections.abc import Callable
+from contextvars import ContextVar
 from dataclasses import dataclass
 from typing import Any
 
@@ -28,6 +29,9 @@ class Operation:
 
 
 OPERATIONS: dict[str, Operation] = {}
+
+# What numbers become when the user's function runs on tensors: a mask doesn't say whether that is float32 or float64.
+compute_dtype: ContextVar[torch.dtype] = ContextVar("compute_dtype", default=torch.float32)
 
 
 def _define(step: str = "element", takes: str = "f32", gives: str = "f32", **functions: Callable[..., Any]) -> None:
@@ -142,7 +146,7 @@ def _shape(op: str, step: str, args: tuple[Node, ...], attributes: dict[str, Any
         if first.rows != "M" or first.columns == "1":
             refuse(f"{op}: expected a tile (or the values of topk), got a {first}")
         if op.startswith("topk"):
-            return Shape("M", str(attributes["k"]))
+            return Shape("M", f"k{attributes['k']}")
         return first if op == "softmax" else Shape("M", "1")
     if step == "column" and not (first.rows == "M" and first.spans_columns):
         refuse(f"{op}: expected a tile, got a {first}")

@@ -8,7 +8,7 @@ from typing import Any, TypeVar
 import torch
 
 from envoi.epilogue.errors import refuse
-from envoi.epilogue.operations import CAST_DTYPES, OPERATIONS, scheme_for
+from envoi.epilogue.operations import CAST_DTYPES, OPERATIONS, compute_dtype, scheme_for
 from envoi.epilogue.trace import Traced
 
 Value = TypeVar("Value")  # a Traced or a torch tensor; what goes in comes out
@@ -22,8 +22,7 @@ def _apply(op: str, *values: Any, **attributes: Any) -> Any:
     tensor = next((value for value in values if isinstance(value, torch.Tensor)), None)
     if tensor is None:
         refuse(f"{op}: expected a value of the epilogue, got {', '.join(type(value).__name__ for value in values)}")
-    floats = (value.dtype for value in values if isinstance(value, torch.Tensor) and value.is_floating_point())
-    dtype = next(floats, torch.float32)
+    dtype = compute_dtype.get()
     values = tuple(v if isinstance(v, torch.Tensor) else tensor.new_full((1, 1), v, dtype=dtype) for v in values)
     return OPERATIONS[op].torch(*values, **attributes)
 

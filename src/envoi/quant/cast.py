@@ -61,13 +61,15 @@ def expand_sf(sf: torch.Tensor, group: tuple[int, int], shape: tuple[int, ...] |
 
 def _scale_factors(amax: torch.Tensor, scheme: Scheme) -> tuple[torch.Tensor, torch.Tensor]:
     """amax -> (stored scale factors, float32 multipliers that the elements are scaled by)."""
+    # Tensor by tensor: with a Python number torch may multiply by a reciprocal instead, which rounds twice.
+    largest = torch.full_like(amax, scheme.max_value)
     if scheme.sf == torch.float8_e8m0fnu:
-        sf = e8m0_ceil(amax / scheme.max_value)
+        sf = e8m0_ceil(amax / largest)
         return sf, 1.0 / e8m0_to_float(sf)
     if scheme.sf == torch.float8_e4m3fn:
-        sf = (amax / scheme.max_value).clamp(2**-9, 448.0).to(torch.float8_e4m3fn)
+        sf = (amax / largest).clamp(2**-9, 448.0).to(torch.float8_e4m3fn)
         return sf, 1.0 / sf.float()
-    return amax / scheme.max_value, scheme.max_value / amax
+    return amax / largest, largest / amax
 
 
 def _encode(scaled: torch.Tensor, scheme: Scheme) -> torch.Tensor:

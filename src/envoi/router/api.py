@@ -52,9 +52,9 @@ def route(
     _check(tokens, gate, k, chosen, logit_bias, expert_bias)
     _check_hash(tokens, gate, k, token_ids, hash_table)
     outputs = torch.ops.envoi.route(
-        tokens, gate, k, expect_number("alpha", alpha), chosen.score, chosen.num_groups, chosen.num_topk_groups, chosen.group_score,
-        chosen.renormalize, float(chosen.routed_scale), logit_bias, expert_bias, token_ids, hash_table,
-        return_logits, return_dense, return_counts,
+        tokens, gate, k, expect_number("alpha", alpha), chosen.score, chosen.num_groups, chosen.num_topk_groups,
+        chosen.group_score, chosen.renormalize, float(chosen.routed_scale), logit_bias, expert_bias, token_ids,
+        hash_table, return_logits, return_dense, return_counts,
     )  # fmt: skip
     extra = iter(outputs[2:])
     return Routing(

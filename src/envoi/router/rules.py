@@ -86,7 +86,7 @@ PRESETS = {
     "glm-4-moe": Preset(128, 8, _SIGMOID, has_expert_bias=True),
     "glm-5": Preset(256, 8, Rule("sigmoid", routed_scale=2.5), has_expert_bias=True),
     "minimax-m2": Preset(256, 8, _SIGMOID, has_expert_bias=True),
-    "minimax-m3": Preset(128, 8, _SIGMOID, has_expert_bias=True),
+    "minimax-m3": Preset(128, 4, Rule("sigmoid", routed_scale=2.0), has_expert_bias=True),
     "nemotron-super-v3": Preset(512, 22, _SIGMOID, has_expert_bias=True),
     "step-3.7": Preset(288, 8, _SIGMOID, has_expert_bias=True),
 }

@@ -1,0 +1,310 @@
+"""`envoi.gemm` and `envoi.grouped_gemm`: accuracy, epilogues, groups, operators, refusals."""
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from envoi.epilogue import (
+    Col,
+    HalfTile,
+    Row,
+    Scalar,
+    Tile,
+    cast,
+    col_max,
+    col_sum,
+    epilogue,
+    pairs,
+    quantize,
+    relu,
+    row_absmax,
+    row_max,
+    silu,
+    softmax,
+    topk,
+    total_sum,
+)  # fmt: skip
+from envoi.epilogue.library import scale_bias_relu, store, swiglu, swiglu_fp8
+from envoi.gemm import gemm, grouped_gemm
+from envoi.gemm.op import split
+from envoi.gemm.reference import accumulate, oracle
+from envoi.quant import dequantize
+from envoi.quant import quantize as cast_to
+from envoi.types import QuantTensor
+from tests.helpers.accuracy import assert_at_most_twice, assert_same_bits, relative_error
+
+PAIRINGS = [
+    ("fp8_row", "fp8_row"), ("fp8_tensor", "fp8_tensor"), ("fp8_1x128", "fp8_128x128"), ("mxfp8", "mxfp8"),
+    ("mxfp8", "mxfp4"), ("nvfp4", "nvfp4"), ("fp8_1x128", "fp8_row"), ("fp8_row", "mxfp8"),
+]  # fmt: skip
+OPCHECKS = ("test_schema", "test_autograd_registration", "test_faketensor", "test_aot_dispatch_dynamic")
+
+
+def normal(*shape: int, seed: int = 0) -> torch.Tensor:
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed))
+
+
+@epilogue
+def everything(acc, alpha: Scalar, bias: Col, w: Row, residual: Tile):
+    h = alpha * acc + bias + residual
+    values, ids = topk(h, 3)
+    return {
+        "h": h, "low": cast(relu(h), "fp8_e4m3"), "best": softmax(values), "ids": ids, "row": row_max(h),
+        "column": col_sum(h), "all": total_sum(h), "q": quantize(h * w, "fp8_e4m3", group=32),
+    }  # fmt: skip
+
+
+def operands(m: int, n: int, experts: int | None = None) -> dict:
+    bias = normal(n, seed=3) if experts is None else normal(experts, n, seed=3)
+    return {"alpha": 0.5, "bias": bias.bfloat16(), "w": normal(m, seed=4), "residual": normal(m, n, seed=5).half()}
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
+@pytest.mark.parametrize("shape", [(17, 24, 16), (33, 40, 72), (128, 64, 1024)])
+def test_products_are_as_good_as_torchs(dtype, shape):
+    m, n, k = shape
+    a, b = normal(m, k).to(dtype), normal(n, k, seed=1).to(dtype)
+    got = gemm(a, b)
+    assert got.dtype == dtype
+    assert_at_most_twice(got, a @ b.T, oracle(a, b))
+    assert_at_most_twice(gemm(a, b, out_dtype=torch.float32), (a.float() @ b.float().T), oracle(a, b))
+
+
+@pytest.mark.parametrize(("for_a", "for_b"), PAIRINGS)
+def test_quantised_products_match_widened_operands(for_a, for_b):
+    a, b = cast_to(normal(40, 256), for_a), cast_to(normal(136, 256, seed=1), for_b)
+    want = oracle(a, b)
+    assert_at_most_twice(accumulate(a, b), dequantize(a) @ dequantize(b).T, want)
+    assert gemm(a, b).dtype == torch.bfloat16
+    assert relative_error(gemm(a, b), want) < 0.004
+
+
+@pytest.mark.parametrize("for_b", ["mxfp8", "mxfp4"])
+def test_bf16_beside_power_of_two_scales(for_b):
+    a, b = normal(20, 64).bfloat16(), cast_to(normal(24, 64, seed=1), for_b)
+    assert relative_error(accumulate(a, b), oracle(a, b)) < 1e-6
+
+
+@pytest.mark.parametrize(("for_a", "for_b"), [(None, None), *PAIRINGS])
+def test_a_rows_bits_do_not_depend_on_its_batch(for_a, for_b):
+    if for_a == "fp8_tensor":
+        return  # its scale does
+    a, b = normal(50, 256), normal(72, 256, seed=1)
+    b = b.bfloat16() if for_b is None else cast_to(b, for_b)
+
+    def part(rows):
+        return a[:rows].bfloat16() if for_a is None else cast_to(a[:rows], for_a)
+
+    whole = accumulate(part(50), b)
+    for rows in (1, 2, 5, 15, 16, 17, 33):
+        assert_same_bits(accumulate(part(rows), b), whole[:rows])
+
+
+def test_epilogues_are_their_own_reference():
+    a, b = normal(33, 64).bfloat16(), normal(96, 64, seed=1).bfloat16()
+    got, want = gemm(a, b, everything, **operands(33, 96)), everything(accumulate(a, b), **operands(33, 96))
+    assert list(got) == list(want)
+    for name, value in want.items():
+        if isinstance(value, QuantTensor):
+            assert_same_bits(got[name].values.view(torch.uint8), value.values.view(torch.uint8))
+            assert_same_bits(got[name].sf.view(torch.uint8), value.sf.view(torch.uint8))
+            assert got[name].group == value.group
+        else:
+            assert_same_bits(got[name], value.bfloat16() if name == "h" else value)
+
+
+def test_gate_and_up_are_neighbours():
+    a, gate, up = normal(9, 32), normal(16, 32, seed=1), normal(16, 32, seed=2)
+    b = torch.stack((gate, up), dim=1).flatten(0, 1)
+    want = torch.nn.functional.silu(a.double() @ gate.double().T) * (a.double() @ up.double().T)
+    assert relative_error(gemm(a, b, swiglu), want) < 1e-6
+
+
+def test_scalars_may_be_tensors():
+    a, b = normal(4, 16), normal(8, 16, seed=1)
+    for alpha in (0.25, torch.tensor(0.25), torch.tensor([0.25], dtype=torch.bfloat16)):
+        assert_same_bits(gemm(a, b, scale_bias_relu, alpha=alpha, bias=torch.zeros(8)), (gemm(a, b) * 0.25).relu())
+
+
+def test_reductions_see_all_tiles_and_nothing_else():
+    a, b = normal(300, 16), normal(520, 16, seed=1)
+    ending = epilogue(lambda acc: (row_absmax(acc), col_max(acc), total_sum(acc)))
+    acc = accumulate(a, b)
+    row, column, total = gemm(a, b, ending)
+    assert_same_bits(row, acc.abs().amax(1))
+    assert_same_bits(column, acc.amax(0))
+    assert_same_bits(total, acc.sum(1).sum(0))
+
+
+def test_no_rows():
+    a, b = normal(0, 64).bfloat16(), normal(96, 64).bfloat16()
+    got = gemm(a, b, everything, **operands(0, 96))
+    assert got["h"].shape == (0, 96)
+    assert got["q"].values.shape == (0, 96)
+    assert got["column"].tolist() == [0.0] * 96
+
+
+def test_inputs_that_are_not_contiguous():
+    a, b = normal(64, 33).T, normal(64, 40, seed=1).T
+    assert_same_bits(gemm(a, b), gemm(a.contiguous(), b.contiguous()))
+
+
+def test_outputs_are_new_tensors():
+    a, b, tile = normal(4, 16), normal(8, 16), normal(4, 8)
+    ending = epilogue(lambda acc: (acc, acc))
+    first, second = gemm(a, b, ending)
+    assert first.data_ptr() != second.data_ptr()
+
+    @epilogue
+    def give_back(acc, t: Tile):
+        return acc, t
+
+    assert gemm(a, b, give_back, t=tile)[1].data_ptr() != tile.data_ptr()
+
+
+GROUPS = {
+    "even": [0, 8, 16, 24, 32], "empty experts": [0, 0, 30, 30, 32], "one takes all": [0, 0, 32, 32, 32],
+    "no rows": [0, 0, 0, 0, 0], "rows behind the last": [0, 5, 9, 9, 20],
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", GROUPS)
+@pytest.mark.parametrize(("for_a", "for_b"), [(None, None), ("fp8_row", "fp8_row"), ("fp8_1x128", "fp8_128x128"),
+                                              ("mxfp8", "mxfp4")])  # fmt: skip
+def test_groups_are_products_of_their_own(name, for_a, for_b):
+    bounds = GROUPS[name]
+    rows = 0 if name == "no rows" else 32
+    a, b = normal(rows, 128), normal(4, 64, 128, seed=1)
+    a, b = (a.bfloat16(), b.bfloat16()) if for_a is None else (cast_to(a, for_a), cast_to(b, for_b))
+    shared = operands(rows, 64, 4)
+    got = grouped_gemm(a, b, torch.tensor(bounds, dtype=torch.int32), everything, **shared)
+    assert got["column"].shape == (4, 64)
+    for expert in range(4):
+        first, last = bounds[expert], bounds[expert + 1]
+        mine = a[first:last] if for_a is None else QuantTensor(a.values[first:last], a.sf[first:last], a.group)
+        theirs = b[expert] if for_a is None else QuantTensor(b.values[expert], b.sf[expert], b.group)
+        own = {k: v[first:last] if k in ("w", "residual") else v for k, v in shared.items()}
+        own["bias"] = shared["bias"][expert]
+        want = gemm(mine, theirs, everything, **own)
+        for key in ("h", "best", "ids", "row"):
+            assert_same_bits(got[key][first:last], want[key])
+        assert_same_bits(got["q"].sf.view(torch.uint8)[first:last], want["q"].sf.view(torch.uint8))
+        assert_same_bits(got["column"][expert], want["column"])
+
+
+@given(m=st.integers(0, 40), n=st.integers(1, 20), k=st.integers(1, 70), seed=st.integers(0, 99))
+@settings(max_examples=25, deadline=None)
+def test_any_shape(m, n, k, seed):
+    a, b = normal(m, k, seed=seed), normal(2 * n, k, seed=seed + 1)
+    got = gemm(a, b, epilogue(lambda acc: (pairs(acc)[1], silu(acc))))
+    want = oracle(a, b)
+    assert relative_error(got[0], want[:, 1::2]) < 1e-5
+    assert relative_error(got[1], torch.nn.functional.silu(want)) < 1e-5
+
+
+def flat(a, b, ending, values, *more):
+    numbers = {name: value for name, value in values.items() if isinstance(value, float)}
+    tensors = {name: value for name, value in values.items() if name not in numbers}
+    names = ",".join([*tensors, *numbers])
+    key = ending.ir.key
+    return (*split(a), *split(b), *more, key, torch.bfloat16, list(tensors.values()), list(numbers.values()), names)
+
+
+def test_operators_are_well_formed():
+    a, b = normal(5, 128).bfloat16(), normal(32, 128).bfloat16()
+    for ending, values in ((store, {}), (swiglu, {}), (everything, operands(5, 32))):
+        torch.library.opcheck(torch.ops.envoi.gemm.default, flat(a, b, ending, values), test_utils=OPCHECKS)
+    weights, offsets = normal(2, 32, 128).bfloat16(), torch.tensor([0, 1, 5], dtype=torch.int32)
+    arguments = flat(a, weights, everything, operands(5, 32, 2), offsets)
+    torch.library.opcheck(torch.ops.envoi.grouped_gemm.default, arguments, test_utils=OPCHECKS)
+    # torch's own check of the schema can't compare float8 arguments.
+    quantised = flat(cast_to(normal(5, 128), "mxfp8"), cast_to(normal(32, 128), "mxfp4"), store, {})
+    torch.library.opcheck(torch.ops.envoi.gemm.default, quantised, test_utils=OPCHECKS[1:])
+
+
+def test_compiles_as_one_graph():
+    a, b, bias = normal(6, 128).bfloat16(), normal(256, 128).bfloat16(), normal(256)
+    weights, offsets = normal(3, 64, 128).bfloat16(), torch.tensor([0, 1, 1, 6], dtype=torch.int32)
+
+    def step(a, b, bias):
+        h = gemm(a, b, scale_bias_relu, alpha=0.5, bias=bias)
+        q = gemm(h, h, swiglu_fp8) if h.shape[0] == 256 else gemm(a, b, swiglu_fp8)
+        return h + 1, q.values, q.sf, grouped_gemm(a, weights, offsets)
+
+    compiled = torch.compile(step, fullgraph=True, backend="aot_eager")
+    for got, want in zip(compiled(a, b, bias), step(a, b, bias), strict=True):
+        assert_same_bits(got.float(), want.float())
+
+
+A, B = normal(6, 256).bfloat16(), normal(64, 256).bfloat16()
+Q, W = cast_to(A, "fp8_row"), cast_to(B, "fp8_row")
+BIAS = torch.zeros(64)
+
+
+@epilogue
+def half_residual(acc, residual: HalfTile):
+    return pairs(acc)[0] + residual
+
+
+@pytest.mark.parametrize(
+    ("message", "arguments"),
+    [
+        ("a: expected bfloat16 or float16 or float32 .M, K., got float64", {"a": A.double()}),
+        ("a: expected .* got list", {"a": [1.0]}),
+        ("a: expected .M, K|a: expected bfloat16 .* .M, K., got bfloat16 .256.", {"a": A[0]}),
+        ("b: expected .* .N, 256., got bfloat16 .64, 200.", {"b": B[:, :200]}),
+        ("b: expected a tensor on cpu .*, got one on meta", {"b": B.to("meta")}),
+        ("b: expected bfloat16 like a, got float32", {"b": B.float()}),
+        ("b: expected a QuantTensor like a, got bfloat16", {"a": Q}),
+        ("a, b: expected bf16 beside mxfp8 or mxfp4, .*, got bfloat16 beside float8_e4m3fn with float32", {"b": W}),
+        ("a, b: expected float32 scales over the same extent of K",
+         {"a": cast_to(A, "fp8_1x128"), "b": QuantTensor(W.values, torch.ones(64, 4), (1, 64))}),
+        ("a.sf: expected tensor .6, 1., got float32 .5, 1.", {"a": QuantTensor(Q.values, Q.sf[:5], Q.group), "b": W}),
+        ("b.values: expected .* .N, 256., got float8_e4m3fn .64, 128.", {"a": Q, "b": cast_to(B[:, :128], "fp8_row")}),
+        ("a: expected a QuantTensor without a scale for the whole tensor",
+         {"a": QuantTensor(Q.values, Q.sf, Q.group, torch.ones(())), "b": W}),
+        ("epilogue: expected a function decorated with @envoi.epilogue, got function", {"epilogue": lambda acc: acc}),
+        ("out_dtype: expected torch.bfloat16, float16 or float32, got torch.int8", {"out_dtype": torch.int8}),
+        ("bias: epilogue scale_bias_relu needs this operand", {"epilogue": scale_bias_relu, "alpha": 1.0}),
+        ("gamma: epilogue scale_bias_relu has no such operand",
+         {"epilogue": scale_bias_relu, "alpha": 1.0, "bias": BIAS, "gamma": 1.0}),
+        ("bias: expected .* .64., got float32 .63.", {"epilogue": scale_bias_relu, "alpha": 1.0, "bias": BIAS[:63]}),
+        ("bias: expected .* .64., got int64 .64.", {"epilogue": scale_bias_relu, "alpha": 1.0, "bias": BIAS.long()}),
+        ("bias: expected .*, got float 1.0", {"epilogue": scale_bias_relu, "alpha": 1.0, "bias": 1.0}),
+        ("alpha: expected a number or .*, got str", {"epilogue": scale_bias_relu, "alpha": "1", "bias": BIAS}),
+        ("alpha: expected one element, got .64.", {"epilogue": scale_bias_relu, "alpha": BIAS, "bias": BIAS}),
+        ("residual: expected .* .6, 32., got float32 .6, 64.", {"epilogue": half_residual, "residual": normal(6, 64)}),
+        ("N: expected a multiple of 2 .epilogue swiglu .*, got 63", {"b": B[:63], "epilogue": swiglu}),
+        ("N: expected a multiple of 128 .output columns, fp8_1x128 groups., got 32", {"epilogue": swiglu_fp8}),
+        ("N: expected at least k = 3 columns for topk, got 2",
+         {"b": B[:2], "epilogue": epilogue(lambda acc: topk(acc, 3))}),
+    ],
+)  # fmt: skip
+def test_refusals(message, arguments):
+    with pytest.raises(ValueError, match=message):
+        gemm(**({"a": A, "b": B} | arguments))
+
+
+OFFSETS = torch.tensor([0, 2, 6], dtype=torch.int32)
+WEIGHTS = normal(2, 64, 256).bfloat16()
+
+
+@pytest.mark.parametrize(
+    ("message", "changes"),
+    [
+        ("weights: expected .* .E, N, 256., got bfloat16 .64, 256.", {"weights": B}),
+        ("offsets: expected int32 .3., got int64 .3.", {"offsets": OFFSETS.long()}),
+        ("offsets: expected int32 .3., got int32 .4.", {"offsets": torch.zeros(4, dtype=torch.int32)}),
+        ("offsets: expected ascending values from 0 to at most 6 rows, got .0, 4, 2.",
+         {"offsets": torch.tensor([0, 4, 2]).int()}),
+        ("offsets: expected ascending values .* got .1, 2, 6.", {"offsets": torch.tensor([1, 2, 6]).int()}),
+        ("offsets: expected ascending values .* got .0, 2, 7.", {"offsets": torch.tensor([0, 2, 7]).int()}),
+        ("rows: expected a scale factor for each row, got one for 6 rows",
+         {"rows": cast_to(A, "fp8_tensor"), "weights": cast_to(WEIGHTS, "fp8_tensor")}),
+        ("bias: expected .* .2, 64., got float32 .64.", {"epilogue": scale_bias_relu, "alpha": 1.0, "bias": BIAS}),
+    ],
+)  # fmt: skip
+def test_refusals_of_groups(message, changes):
+    with pytest.raises(ValueError, match=message):
+        grouped_gemm(**({"rows": A, "weights": WEIGHTS, "offsets": OFFSETS} | changes))

@@ -1,0 +1,230 @@
+"""The indexer: layout, the definition's bits, the fast mode's promises, refusals; and the judge itself."""
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from envoi.indexer import indexer_topk
+from envoi.indexer.layout import PAGE_BYTES, PAGE_SIZE, VALUE_BYTES, pack_cache, pages_of, to_slots, unpack_pages
+from envoi.indexer.oracle import judge, scores64
+from envoi.indexer.reference import best, score_fast
+from envoi.indexer.workloads import NUM_PAGES, hostile, one, random_cache, workloads
+from tests.helpers.accuracy import assert_same_bits
+
+HOSTILE = hostile()
+
+
+def verdicts(out, tensors, next_n=1):
+    q, cache, weights, seq_lens, table = tensors
+    found = []
+    for row in range(len(q)):
+        request, seen = row // next_n, int(seq_lens[row // next_n]) - next_n + 1 + row % next_n
+        found.append(judge(out[row], q[row], cache, weights[row], max(seen, 0), table[request]))
+    return found
+
+
+def test_pages_hold_all_values_and_then_all_scales():
+    values = torch.randn(3, PAGE_SIZE, 128).to(torch.float8_e4m3fn)
+    scales = torch.rand(3, PAGE_SIZE)
+    cache = pack_cache(values, scales)
+    assert (cache.shape, cache.dtype) == ((3, 64, 1, 132), torch.int8)
+    raw = cache.view(torch.uint8).view(3, PAGE_BYTES)
+    assert raw[1, 5 * 128 + 7] == values.view(torch.uint8)[1, 5, 7]
+    assert_same_bits(raw[2, VALUE_BYTES + 4 * 9 : VALUE_BYTES + 4 * 10].clone().view(torch.float32), scales[2, 9:10])
+    back, back_scales = unpack_pages(cache, torch.tensor([2, 0]))
+    assert_same_bits(back.view(torch.uint8), values.view(torch.uint8)[[2, 0]].flatten(0, 1))
+    assert_same_bits(back_scales, scales[[2, 0]].flatten())
+    # The trap: the shape [64, 1, 132] suggests 132 bytes a token, which gives other values.
+    a_token = raw[0, 132 : 132 + 128]
+    assert not torch.equal(a_token, values.view(torch.uint8)[0, 1])
+
+
+def definition(q, k_cache, weights, seq_lens, block_table, k):
+    """The published definition, written out for one request after the other."""
+    raw = k_cache.view(torch.uint8).flatten(1)
+    out = torch.full((len(q), k), -1, dtype=torch.int32)
+    for b, length in enumerate(seq_lens.tolist()):
+        if length == 0:
+            continue
+        pages = block_table[b, : -(-length // 64)].long()
+        values = raw[pages, :8192].contiguous().view(torch.float8_e4m3fn).float().view(-1, 128)
+        scales = raw[pages, 8192:].contiguous().view(torch.float32).view(-1, 1)
+        keys = (values * scales)[:length]
+        scores = (torch.relu(q[b].float() @ keys.T) * weights[b][:, None]).sum(dim=0)
+        chosen = torch.topk(scores, min(k, length)).indices
+        out[b, : len(chosen)] = (pages[chosen // 64] * 64 + chosen % 64).to(torch.int32)
+    return out
+
+
+@pytest.mark.parametrize("name", HOSTILE)
+def test_exact_mode_has_the_bits_and_the_order_of_the_definition(name):
+    assert_same_bits(indexer_topk(*HOSTILE[name]), definition(*HOSTILE[name], 2048))
+
+
+@pytest.mark.parametrize("mode", ["exact", "fast"])
+@pytest.mark.parametrize("name", HOSTILE)
+def test_hostile_inputs_are_judged_right(name, mode):
+    found = verdicts(indexer_topk(*HOSTILE[name], mode=mode), HOSTILE[name])
+    assert all(found), [verdict.problem for verdict in found]
+
+
+@given(
+    lengths=st.lists(st.integers(0, 1500), min_size=0, max_size=4), k=st.sampled_from([512, 1024, 2048]),
+    heads=st.sampled_from([32, 64]), seed=st.integers(0, 999), mode=st.sampled_from(["exact", "fast"]),
+)  # fmt: skip
+@settings(max_examples=25, deadline=None)
+def test_random_workloads_are_judged_right(lengths, k, heads, seed, mode):
+    tensors = one(tuple(lengths), seed, heads).tensors()
+    out = indexer_topk(*tensors, k=k, mode=mode)
+    assert out.shape == (len(lengths), k)
+    assert all(verdicts(out, tensors))
+
+
+def test_fast_selection_is_a_full_sort_of_its_own_scores():
+    q, cache, weights, seq_lens, table = HOSTILE["ties at the boundary"]
+    out = indexer_topk(q, cache, weights, seq_lens, table, k=512, mode="fast", output="positions")
+    for row, length in enumerate(seq_lens.tolist()):
+        values, scales = unpack_pages(cache, table[row, : pages_of(length)])
+        scores = score_fast(q[row], values[:length], scales[:length], weights[row]).tolist()
+        want = sorted(range(length), key=lambda j: (-scores[j], j))[:512]
+        assert [j for j in out[row].tolist() if j >= 0] == want
+
+
+def test_nan_scores_never_beat_numbers():
+    scores = torch.tensor([torch.nan, -5.0, torch.nan, 3.0, -torch.inf])
+    assert best(scores, 2).tolist() == [3, 1]
+
+
+def test_fast_mode_moves_scales_of_any_sign_out():
+    values, scales = torch.randn(50, 128).to(torch.float8_e4m3fn), torch.randn(50)
+    q, weights = torch.randn(64, 128).to(torch.float8_e4m3fn), torch.randn(64)
+    want = scores64(q, values, scales, weights)
+    torch.testing.assert_close(score_fast(q, values, scales, weights).double(), want, rtol=1e-4, atol=1e-3)
+
+
+@pytest.mark.parametrize("next_n", [1, 2, 4])
+@pytest.mark.parametrize("mode", ["exact", "fast"])
+def test_newer_query_rows_see_more(next_n, mode):
+    _, cache, _, seq_lens, table = one((700, 3, 0, 130)).tensors()
+    source = torch.Generator().manual_seed(1)
+    q = torch.randn(4 * next_n, 32, 128, generator=source).to(torch.float8_e4m3fn)
+    weights = torch.randn(4 * next_n, 32, generator=source)
+    out = indexer_topk(q, cache, weights, seq_lens, table, 512, mode, next_n)
+    assert all(verdicts(out, (q, cache, weights, seq_lens, table), next_n))
+    counts = (out >= 0).sum(1).view(4, next_n)
+    assert counts[1].tolist() == [max(0, 3 - next_n + 1 + n) for n in range(next_n)]
+    assert counts[2].tolist() == [0] * next_n
+
+
+@pytest.mark.parametrize("mode", ["exact", "fast"])
+def test_positions_slots_and_order(mode):
+    tensors = one((900, 100)).tensors()
+    slots = indexer_topk(*tensors, k=512, mode=mode)
+    positions = indexer_topk(*tensors, k=512, mode=mode, output="positions")
+    ascending = indexer_topk(*tensors, k=512, mode=mode, output="positions", ordered=False)
+    for row, length in enumerate((900, 100)):
+        n = min(length, 512)
+        assert_same_bits(to_slots(positions[row, :n], tensors[4][row]), slots[row, :n])
+        assert ascending[row, :n].tolist() == sorted(positions[row, :n].tolist())
+        assert bool((ascending[row, n:] == -1).all())
+
+
+def test_an_unsigned_cache_is_the_same():
+    q, cache, *rest = one((300,)).tensors()
+    assert_same_bits(indexer_topk(q, cache.view(torch.uint8), *rest), indexer_topk(q, cache, *rest))
+
+
+def test_the_128_workloads_are_as_described():
+    found = workloads()
+    assert len(found) == 128
+    assert [sum(low <= w.width <= high for w in found) for low, high in ((1, 32), (33, 45), (82, 91))] == [69, 39, 20]
+    assert {w.num_pages for w in found} == {NUM_PAGES}
+    assert all(1 <= len(w.lengths) <= 31 and min(w.lengths) >= 1 and max(w.lengths) <= 5806 for w in found)
+    long = [w for w in found if w.width > 32]
+    assert all(sum(pages_of(length) > 32 for length in w.lengths) == 1 for w in long)
+    scattered = sum(w.scattered[w.lengths.index(max(w.lengths))] for w in long)
+    assert abs(scattered / len(long) - 0.71) < 0.01
+    assert workloads() == found
+    assert workloads(1) != found
+
+
+def test_workloads_are_the_same_each_time_and_hold_no_nan():
+    first, second = one((100, 65), seed=3).tensors(), one((100, 65), seed=3).tensors()
+    for x, y in zip(first, second, strict=True):
+        assert torch.equal(x.view(torch.uint8) if x.dtype == torch.float8_e4m3fn else x, y.view(x.dtype).view(
+            torch.uint8) if x.dtype == torch.float8_e4m3fn else y)  # fmt: skip
+    values, scales = unpack_pages(random_cache(50), torch.arange(50))
+    assert not bool(values.float().isnan().any())
+    assert bool((scales > 0).all())
+    assert first[4][1, 2:].tolist() == [] or bool((first[4][1, 2:] > 1e6).all())
+
+
+def test_the_judge_finds_what_is_wrong():
+    tensors = one((3000,)).tensors()
+    q, cache, weights, _, table = tensors
+    out = indexer_topk(*tensors, k=512)[0]
+
+    def problem(changed):
+        return judge(changed, q[0], cache, weights[0], 3000, table[0]).problem
+
+    assert problem(out) == ""
+    everyone = indexer_topk(*tensors, k=2048)[0]
+    loser = everyone[2000]
+    assert "clear winner" in problem(torch.cat((out[1:], loser[None])))
+    assert "more often" in problem(torch.cat((out[:-1], out[:1])))
+    assert "isn't one of the request's" in problem(torch.cat((out[:-1], torch.tensor([10**6], dtype=torch.int32))))
+    assert "expected 512 slots" in problem(torch.cat((out[:-1], torch.tensor([-1], dtype=torch.int32))))
+    shuffled = torch.cat((torch.tensor([-1], dtype=torch.int32), out[:-1]))
+    assert "expected 512 slots" in problem(shuffled)
+    verdict = judge(out, q[0], cache, weights[0], 3000, table[0])
+    assert verdict.num_in_band < 20
+
+
+def test_operator_is_well_formed_and_compiles():
+    tensors = one((70, 0)).tensors()
+    checks = ("test_autograd_registration", "test_faketensor", "test_aot_dispatch_dynamic")
+    # torch's own check of the schema can't compare float8 arguments.
+    torch.library.opcheck(
+        torch.ops.envoi.indexer_topk.default, (*tensors, 512, "fast", 1, True, True), test_utils=checks
+    )
+    compiled = torch.compile(lambda *x: indexer_topk(*x, k=512) + 1, fullgraph=True, backend="aot_eager")
+    assert_same_bits(compiled(*tensors), indexer_topk(*tensors, k=512) + 1)
+
+
+Q, CACHE, WEIGHTS, LENGTHS, TABLE = one((100, 30)).tensors()
+
+
+def with_entry(table: torch.Tensor, row: int, column: int, value: int) -> torch.Tensor:
+    table = table.clone()
+    table[row, column] = value
+    return table
+
+
+@pytest.mark.parametrize(
+    ("message", "changes"),
+    [
+        ("q: expected float8_e4m3fn .B . next_n, H, 128., got bfloat16", {"q": Q.bfloat16()}),
+        ("q.shape.1.: expected H = 32 or 64 heads, got 16", {"q": Q[:, :16], "weights": WEIGHTS[:, :16]}),
+        ("q.shape.0.: expected a multiple of next_n = 3, got 2", {"next_n": 3}),
+        ("next_n: expected an int of at least 1, got 0", {"next_n": 0}),
+        ("k: expected one of 512, 1024, 2048, got 100", {"k": 100}),
+        ("k_cache: expected int8 or uint8 .num_pages, 64, 1, 132., got", {"k_cache": CACHE.view(-1, 32, 1, 132)}),
+        ("k_cache: expected int8 or uint8 .*, got float32", {"k_cache": CACHE.float()}),
+        ("k_cache: expected a contiguous tensor", {"k_cache": CACHE.transpose(0, 1).contiguous().transpose(0, 1)}),
+        ("weights: expected float32 .2, 64., got bfloat16", {"weights": WEIGHTS.bfloat16()}),
+        ("seq_lens: expected int32 .2., got int64 .2.", {"seq_lens": LENGTHS.long()}),
+        ("seq_lens: expected a tensor on cpu .*, got one on meta", {"seq_lens": LENGTHS.to("meta")}),
+        ("block_table: expected int32 .2, P., got int32 .1, 2.", {"block_table": TABLE[:1]}),
+        ("mode: expected one of 'exact', 'fast', got 'quick'", {"mode": "quick"}),
+        ("output: expected one of 'slots', 'positions', got 'pages'", {"output": "pages"}),
+        ("seq_lens: expected 0 to 128 .*, got 129 for request 0", {"seq_lens": LENGTHS + 29}),
+        ("seq_lens: expected 0 to 128 .*, got -1 for request 1", {"seq_lens": LENGTHS - 31}),
+        ("block_table: expected pages from 0 to 2, got 3 for request 1", {"block_table": with_entry(TABLE, 1, 0, 3)}),
+        ("block_table: expected pages from 0 to 2, got -7 for request 0", {"block_table": with_entry(TABLE, 0, 1, -7)}),
+    ],
+)  # fmt: skip
+def test_refusals(message, changes):
+    given_ = {"q": Q, "k_cache": CACHE, "weights": WEIGHTS, "seq_lens": LENGTHS, "block_table": TABLE}
+    with pytest.raises(ValueError, match=message):
+        indexer_topk(**(given_ | changes))
