@@ -1,9 +1,22 @@
 """Refusals say which argument, what was expected and what came."""
 
+import doctest
+
 import pytest
 import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.fx.experimental.symbolic_shapes import ShapeEnv
 
-from envoi.check import expect_choice, expect_divisible, expect_int, expect_tensor
+from envoi import check
+from envoi.check import (
+    describe,
+    dtype_name,
+    expect_choice,
+    expect_divisible,
+    expect_int,
+    expect_number,
+    expect_tensor,
+)
 
 
 def refused(message: str, function, *args, **kwargs) -> None:
@@ -44,3 +57,76 @@ def test_numbers_and_choices():
     refused("mode: expected one of 'a', 'b', got 'c'", expect_choice, "mode", "c", ("a", "b"))
     assert expect_divisible("hidden", 256, 128, "groups") == 256
     refused("hidden: expected a multiple of 128 (groups), got 2880", expect_divisible, "hidden", 2880, 128, "groups")
+
+
+def test_numbers():
+    assert expect_number("alpha", 2) == 2.0
+    assert isinstance(expect_number("alpha", 2), float)
+    assert expect_number("alpha", float("inf")) == float("inf")
+    refused("alpha: expected a number, got str '2'", expect_number, "alpha", "2")
+    refused("alpha: expected a number, got bool True", expect_number, "alpha", True)
+    refused("alpha: expected a number, got NoneType", expect_number, "alpha", None)
+    refused("alpha: expected a number, got float32 []", expect_number, "alpha", torch.tensor(2.0))
+
+
+@pytest.mark.parametrize("value", [None, 3, ["a"], {"a": 1}, torch.zeros(2)])
+def test_a_choice_that_is_no_string_is_refused_too(value):
+    for choices in (("a", "b"), {"a": 1, "b": 2}, {"a", "b"}):
+        with pytest.raises(ValueError, match="^mode: expected one of .*'b'.*, got "):
+            expect_choice("mode", value, choices)
+
+
+def test_what_came_is_described():
+    assert describe(torch.zeros(2, 0, dtype=torch.float8_e4m3fn)) == "float8_e4m3fn [2, 0]"
+    assert describe(torch.tensor(1)) == "int64 []"
+    assert [describe(x) for x in (3, 2.5, "a", True)] == ["int 3", "float 2.5", "str 'a'", "bool True"]
+    assert [describe(x) for x in (None, [1], (1,), int)] == ["NoneType", "list", "tuple", "type"]
+    assert dtype_name(torch.bfloat16) == "bfloat16"
+
+
+def test_a_size_of_zero_is_a_size():
+    refused(
+        "x: expected float32 [0, 4], got float32 [3, 4]", expect_tensor, "x", torch.zeros(3, 4), torch.float32, (0, 4)
+    )
+    assert expect_tensor("x", torch.zeros(0, 4), torch.float32, (0, 4)).shape == (0, 4)
+    assert expect_tensor("x", torch.tensor(1.0), torch.float32, ()).dim() == 0
+    refused("x: expected tensor [], got float32 [1]", expect_tensor, "x", torch.zeros(1), None, ())
+
+
+def test_the_first_complaint_is_about_the_dtype_and_shape_then_the_device_then_the_layout():
+    x = torch.zeros(4, 3).T
+    arguments = {"device": torch.device("meta"), "contiguous": True}
+    refused("x: expected int8, got float32 [3, 4]", expect_tensor, "x", x, torch.int8, **arguments)
+    with pytest.raises(ValueError, match="expected a tensor on meta"):
+        expect_tensor("x", x, torch.float32, **arguments)
+
+
+@pytest.mark.parametrize("dynamic", [False, True])
+def test_checks_trace_with_sizes_as_symbols(dynamic):
+    """A message about a size that is a symbol can't be written, so none may be written unless it is needed."""
+
+    def step(x, y):
+        expect_tensor("x", x, torch.float32, ("rows", "columns"))
+        expect_tensor("y", y, (torch.float32, torch.bfloat16), (x.shape[0], None, 2 * x.shape[1]), x.device)
+        expect_int("rows", x.shape[0], 0)
+        expect_divisible("columns", x.shape[1], 4, "groups of four")
+        return x + 1
+
+    torch.compiler.reset()
+    compiled = torch.compile(step, fullgraph=True, backend="eager", dynamic=dynamic)
+    for rows, columns in ((3, 8), (5, 12)):
+        assert compiled(torch.zeros(rows, columns), torch.zeros(rows, 1, 2 * columns)).shape == (rows, columns)
+
+
+def test_symbolic_sizes_are_compared_and_not_taken_for_names():
+    with FakeTensorMode(shape_env=ShapeEnv()) as mode:
+        x = mode.from_tensor(torch.empty(6, 8), static_shapes=False)
+        assert expect_tensor("x", x, torch.float32, (x.shape[0], 8)) is x
+        with pytest.raises(ValueError, match="^x: expected float32 "):
+            expect_tensor("x", x, torch.float32, (x.shape[0], x.shape[0]))
+
+
+def test_the_examples_in_the_docstrings():
+    results = doctest.testmod(check)
+    assert results.attempted >= 1
+    assert results.failed == 0

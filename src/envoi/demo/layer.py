@@ -53,11 +53,14 @@ def _permute(layer: Layer, routing: Routing):
     return permute.permute(tokens, routing.topk_weights, routing.topk_ids, routing.num_experts)
 
 
-def many_ranks(layer: Layer, num_ranks: int, timeout_s: float = 60.0) -> tuple[torch.Tensor, dict[str, float]]:
+def many_ranks(
+    layer: Layer, num_ranks: int, advance: Callable[[], Any] = lambda: None, timeout_s: float = 60.0
+) -> tuple[torch.Tensor, dict[str, float]]:
     """The same layer over num_ranks processes, each with its share of tokens (uneven on purpose) and of experts.
 
     Returns the outputs laid end to end, and the slowest rank's median milliseconds of each stage. One GPU a rank over
-    NCCL where there are enough of them, else CPUs over gloo. Raises RuntimeError if a rank fails.
+    NCCL where there are enough of them, else CPUs over gloo. advance is called for each rank that is done.
+    Raises RuntimeError if a rank fails.
     """
     num_experts = layer.gate.shape[0]
     expect_int("--ranks", num_ranks, 1, num_experts, "at least one expert a rank")
@@ -72,6 +75,7 @@ def many_ranks(layer: Layer, num_ranks: int, timeout_s: float = 60.0) -> tuple[t
         end = time.monotonic() + timeout_s
         for worker in workers:
             worker.join(max(0.0, end - time.monotonic()))
+            advance()
         failed = [rank for rank, worker in enumerate(workers) if worker.exitcode != 0]
         for worker in workers:
             worker.kill()

@@ -64,8 +64,13 @@ def bits_per_byte(model: Any, batches: list[torch.Tensor], advance=lambda: None)
 
 
 @torch.no_grad()
-def continue_prompt(model: Any, prompt: str, num_bytes: int, seed: int = 0) -> str:
-    """The prompt and num_bytes more, sampled at temperature 0.7."""
+def continue_prompt(model: Any, prompt: str, num_bytes: int, advance=lambda: None, seed: int = 0) -> str:
+    """The prompt and num_bytes more, sampled at temperature 0.7. advance is called for each byte."""
+
+    def go_on(ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
+        advance()
+        return torch.zeros(len(ids), dtype=torch.bool, device=ids.device)
+
     raw = prompt.encode()
     if not raw:
         raise ValueError("--prompt: expected at least one byte, got an empty string")
@@ -73,7 +78,7 @@ def continue_prompt(model: Any, prompt: str, num_bytes: int, seed: int = 0) -> s
     ids = torch.tensor([list(raw)], device=model.device)
     out = model.generate(
         ids, attention_mask=torch.ones_like(ids), max_new_tokens=num_bytes, do_sample=True, temperature=0.7,
-        top_k=0, pad_token_id=0, eos_token_id=None,
+        top_k=0, pad_token_id=0, eos_token_id=None, stopping_criteria=[go_on],
     )  # fmt: skip
     return bytes(out[0].tolist()).decode(errors="replace")
 

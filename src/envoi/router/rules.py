@@ -38,8 +38,9 @@ class Rule:
 
     def check_num_experts(self, num_experts: int, k: int) -> None:
         """Raise ValueError unless the groups divide the experts and k experts are left in the kept groups."""
-        why = f"rule.num_groups is {self.num_groups}"
-        size = expect_divisible("gate.shape[0]", num_experts, self.num_groups, why) // self.num_groups
+        if num_experts % self.num_groups:  # a traced size can't be printed, so the reason is only written for a refusal
+            expect_divisible("gate.shape[0]", num_experts, self.num_groups, f"rule.num_groups is {self.num_groups}")
+        size = num_experts // self.num_groups
         if self.num_groups > 1 and self.group_score == "top2_sum" and size < 2:
             raise ValueError(f"rule.group_score: expected groups of at least 2 experts for 'top2_sum', got {size}")
         if self.num_topk_groups * size < k:
