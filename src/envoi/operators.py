@@ -4,11 +4,13 @@
 compiler at the first; a router takes five.
 """
 
+import functools
 from collections.abc import Callable
 
 import torch
 
 _library = torch.library.Library("envoi", "FRAGMENT")
+_AUTOCAST = torch._C.DispatchKeySet(torch._C.DispatchKey.AutocastCPU).add(torch._C.DispatchKey.AutocastCUDA)
 
 
 def operator(name: str, fake: Callable) -> Callable[[Callable], Callable]:
@@ -19,9 +21,16 @@ def operator(name: str, fake: Callable) -> Callable[[Callable], Callable]:
     """
 
     def register(function: Callable) -> Callable:
+        @functools.wraps(function)
+        def kernel(*arguments):
+            # Nothing inside is differentiated, or cast by an autocast around the call.
+            with torch._C._AutoDispatchBelowAutograd(), torch._C._ExcludeDispatchKeyGuard(_AUTOCAST):
+                return function(*arguments)
+
         schema = torch.library.infer_schema(function, mutates_args=())
         _library.define(name + schema, tags=(torch.Tag.pt2_compliant_tag,))
-        _library.impl(name, function, "CompositeExplicitAutograd")
+        _library.impl(name, kernel, "CompositeExplicitAutograd")
+        _library.impl(name, torch.library.fallthrough_kernel, "Autograd")
         torch.library.register_fake(f"envoi::{name}", fake, lib=_library)
         return function
 

@@ -18,7 +18,7 @@ def select(logits: list[float], k: int, rule: Rule, bias: list[float] | None) ->
     size = len(key) // rule.num_groups
     if rule.num_groups > 1:
         groups = [sorted(key[g * size : (g + 1) * size], reverse=True) for g in range(rule.num_groups)]
-        strength = [g[0] if rule.group_score == "max" else g[0] + g[1] for g in groups]
+        strength = [g[0] if rule.group_score == "max" or g[1] == -math.inf else g[0] + g[1] for g in groups]
         kept = sorted(range(rule.num_groups), key=lambda g: (-strength[g], g))[: rule.num_topk_groups]
         key = [x if i // size in kept else -math.inf for i, x in enumerate(key)]
     ranked = sorted(range(len(key)), key=lambda i: (-key[i], i))[:k]

@@ -121,8 +121,7 @@ def _route(
 ) -> list[torch.Tensor]:  # fmt: skip
     rule = Rule(score, num_groups, num_topk_groups, group_score, renormalize, routed_scale)
     num_experts = gate.shape[0]
-    with torch.autocast(tokens.device.type, enabled=False):  # logits are float32 in a region of half precision too
-        logits = reference.router_logits(tokens, gate, alpha, logit_bias)
+    logits = reference.router_logits(tokens, gate, alpha, logit_bias)
     if token_ids is None or hash_table is None:
         weights, ids = reference.select(logits, k, rule, expert_bias)
     else:

@@ -85,7 +85,9 @@ def keep_best_groups(key: torch.Tensor, rule: Rule) -> torch.Tensor:
     """Set the keys of all but the best groups to -inf; a tie between groups goes to the smaller group."""
     groups = key.unflatten(1, (rule.num_groups, -1))
     best = groups.sort(dim=-1, descending=True).values
-    group_key = best[..., 0] if rule.group_score == "max" else best[..., 0] + best[..., 1]
+    group_key = best[..., 0]
+    if rule.group_score == "top2_sum":  # a group with one usable expert has its key alone
+        group_key = group_key + best[..., 1].masked_fill(best[..., 1] == -torch.inf, 0.0)
     ranked = group_key.sort(dim=-1, descending=True, stable=True).indices
     kept = torch.zeros_like(group_key, dtype=torch.bool)
     kept.scatter_(1, ranked[:, : rule.num_topk_groups], True)
