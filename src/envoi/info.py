@@ -10,7 +10,7 @@ from envoi.bench.machine import cpu_name, version_of
 from envoi.bench.table import align
 
 PACKAGES = ("torch", "triton", "transformers", "safetensors")
-OPERATORS = ("route", "permute", "grouped_gemm", "gemm", "moe", "quantize", "indexer_topk")
+OPERATORS = ("route", "gemm", "grouped_gemm", "moe", "ExpertParallel.moe", "indexer_topk")
 GIB = 1 << 30
 
 

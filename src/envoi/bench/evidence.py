@@ -15,7 +15,7 @@ from typing import Any
 SUITES = {
     "gemm": "a @ b.T, nothing fused",
     "gemm_swiglu": "GEMM with a gated SiLU in its epilogue, gate and up columns interleaved",
-    "gemm_quant": "GEMM whose epilogue quantises the output to FP8 with a scale per 1x128",
+    "gemm_quant": "the same, the output quantised to FP8 with a scale per 1x128",
     "gemm_grouped": "rows sorted by expert, each expert with its own weight",
     "router": "tokens -> Routing",
     "moe": "tokens -> tokens through the chosen experts, also over ranks",
