@@ -43,6 +43,7 @@ def _parser() -> Parser:
         ("demo", "a trained MoE model answers through Envoi: a table and a picture", _demo_arguments, _run_demo),
         ("info", "versions, devices, and which implementation each operator uses here", _info_arguments, _run_info),
         ("bench", "measure Envoi beside torch", _bench_arguments, _run_bench),
+        ("sass", "machine code of kernels: compile, count, compare; no GPU needed", _sass_arguments, _run_sass),
     ):
         command = commands.add_parser(name, help=help, description=help, allow_abbrev=False)
         command.set_defaults(run=run)
@@ -88,6 +89,19 @@ def _bench_arguments(parser: argparse.ArgumentParser) -> None:
 
 def _run_bench(args: argparse.Namespace) -> int:
     from envoi.bench import command
+
+    return command.run(args)
+
+
+def _sass_arguments(parser: argparse.ArgumentParser) -> None:
+    from envoi.sass import command
+
+    parser.description = command.DESCRIPTION
+    command.add_arguments(parser)
+
+
+def _run_sass(args: argparse.Namespace) -> int:
+    from envoi.sass import command
 
     return command.run(args)
 

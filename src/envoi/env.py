@@ -27,3 +27,8 @@ def interpreting() -> bool:
 def cache_dir() -> Path:
     """Where tuning results are kept: `ENVOI_CACHE_DIR`, else `~/.cache/envoi`."""
     return Path(os.environ.get("ENVOI_CACHE_DIR") or Path.home() / ".cache" / "envoi")
+
+
+def nvdisasm() -> Path | None:
+    """The disassembler of machine code to use instead of those that are found: `NVDISASM`."""
+    return Path(os.environ["NVDISASM"]) if os.environ.get("NVDISASM") else None
