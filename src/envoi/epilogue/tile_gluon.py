@@ -1,0 +1,227 @@
+"""Index vectors, loads and stores of a tile in registers, for lowered epilogues in Gluon.
+
+A tile is [rows, columns] in any distributed layout; a row value is a vector in the layout's slice along columns, a
+column value in its slice along rows.
+"""
+
+import triton.experimental.gluon.language as gl
+from triton.experimental import gluon
+from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier, tma
+
+from envoi.epilogue import device
+from envoi.triton_compat import role_barrier
+
+
+def _gluon(function):
+    return gluon.jit(function.fn)
+
+
+minimum, maximum = _gluon(device.minimum), _gluon(device.maximum)
+
+
+@gluon.jit
+def row_ids(x, m):
+    """m, m + 1, .. for the rows of x."""
+    return m + gl.arange(0, x.shape[0], layout=gl.SliceLayout(1, x.type.layout))
+
+
+@gluon.jit
+def col_ids(x, n):
+    """n, n + 1, .. for the columns of x."""
+    return n + gl.arange(0, x.shape[1], layout=gl.SliceLayout(0, x.type.layout))
+
+
+@gluon.jit
+def rows_like(r, x):
+    """A row value in the layout of x."""
+    return gl.convert_layout(r, gl.SliceLayout(1, x.type.layout))
+
+
+@gluon.jit
+def columns_in(x):
+    """[rows, C] -> two of [rows, C / 2]: even and odd columns."""
+    rows: gl.constexpr = x.shape[0]
+    columns: gl.constexpr = x.shape[1]
+    return gl.split(gl.reshape(x, (rows, columns // 2, 2)))
+
+
+@gluon.jit
+def even(x):
+    """Columns 0, 2, 4 .."""
+    return columns_in(x)[0]
+
+
+@gluon.jit
+def odd(x):
+    """Columns 1, 3, 5 .."""
+    return columns_in(x)[1]
+
+
+@gluon.jit
+def halves(x):
+    """[rows, C] -> the left and the right half."""
+    rows: gl.constexpr = x.shape[0]
+    columns: gl.constexpr = x.shape[1]
+    return gl.split(gl.permute(gl.reshape(x, (rows, 2, columns // 2)), (0, 2, 1)))
+
+
+@gluon.jit
+def ids_like(like, start):
+    """start, start + 1, .. in the layout of a vector."""
+    return start + gl.arange(0, like.shape[0], layout=like.type.layout)
+
+
+@gluon.jit
+def load_at(pointer, ids, limit):
+    """A value for each id below the limit, 0 for the others."""
+    return gl.load(pointer + ids, mask=ids < limit, other=0.0).to(gl.float32)
+
+
+@gluon.jit
+def load_one(pointer):
+    """The value of a tensor of one element."""
+    return gl.load(pointer).to(gl.float32)
+
+
+@gluon.jit
+def load_tile(pointer, x, m, n, m_end, num_columns):
+    """A value for each element of x, from a row-major tensor."""
+    rows, columns = row_ids(x, m), col_ids(x, n)
+    at = rows[:, None].to(gl.int64) * num_columns + columns[None, :]
+    mask = (rows < m_end)[:, None] & (columns < num_columns)[None, :]
+    return gl.load(pointer + at, mask=mask, other=0.0).to(gl.float32)
+
+
+@gluon.jit
+def store_row(pointer, value, m, m_end, stride, offset):
+    """One value a row, `stride` apart."""
+    ids = ids_like(value, m)
+    gl.store(pointer + ids.to(gl.int64) * stride + offset, value, mask=ids < m_end)
+
+
+@gluon.jit
+def store_tile(pointer, value, m, n, m_end, num_columns):
+    """Straight from registers to a row-major tensor."""
+    rows, columns = row_ids(value, m), col_ids(value, n)
+    at = rows[:, None].to(gl.int64) * num_columns + columns[None, :]
+    mask = (rows < m_end)[:, None] & (columns < num_columns)[None, :]
+    gl.store(pointer + at, value, mask=mask)
+
+
+@gluon.jit
+def stage_for(desc, TURNS: gl.constexpr):
+    """The buffers through which a role's pieces leave for a descriptor, in turns."""
+    shape: gl.constexpr = [TURNS] + desc.block_type.shape
+    return gl.allocate_shared_memory(desc.dtype, shape, desc.layout)
+
+
+@gluon.jit
+def put_tiles(values, descs, stages, coords, m, TURN: gl.constexpr, TURNS: gl.constexpr):
+    """Pieces to global memory through their stages, without waiting for them to arrive."""
+    tma.store_wait(pendings=(TURNS - 1) * len(values))
+    role_barrier()  # what was in these buffers has left
+    for i in gl.static_range(len(values)):
+        stages[i].index(TURN % TURNS).store(values[i])
+    fence_async_shared()
+    role_barrier()  # all warps have written
+    for i in gl.static_range(len(values)):
+        tma.async_copy_shared_to_global(descs[i], [m, coords[i]], stages[i].index(TURN % TURNS))
+
+
+@gluon.jit
+def side_for(descs):
+    """A role's buffers for the tile operands that come by TMA, and the barriers they arrive at."""
+    arrived = gl.allocate_shared_memory(gl.int64, [len(descs), 1], mbarrier.MBarrierLayout())
+    for i in gl.static_range(len(descs)):
+        mbarrier.init(arrived.index(i), count=1)
+    fence_async_shared()
+    role_barrier()
+    if len(descs) == 1:
+        return (piece_for(descs[0]),), arrived
+    else:
+        return (piece_for(descs[0]), piece_for(descs[1])), arrived
+
+
+@gluon.jit
+def piece_for(desc):
+    """A buffer for one piece."""
+    return gl.allocate_shared_memory(desc.dtype, desc.block_type.shape, desc.layout)
+
+
+@gluon.jit
+def fetch(desc, buffer, arrived, m, n):
+    """Start loading a piece of a tile operand into its buffer."""
+    mbarrier.expect(arrived, desc.block_type.nbytes)
+    tma.async_copy_global_to_shared(desc, [m, n], arrived, buffer)
+
+
+@gluon.jit
+def take_tile(side, desc, x, m, n, INDEX: gl.constexpr, TURN: gl.constexpr, cfg: gl.constexpr):
+    """A piece of a tile operand from its buffer; starts loading the next.
+
+    side: for each of the operands that come by TMA its buffer and the barrier it arrives at, and how many pieces came
+    before this tile's. INDEX: which operand. TURN: which piece.
+    """
+    buffers, arrived, before = side
+    mbarrier.wait(arrived.index(INDEX), (before + TURN) & 1)
+    value = buffers[INDEX].load(x.type.layout).to(gl.float32)
+    if TURN + 1 < cfg.num_pieces:
+        role_barrier()  # all warps have read
+        fetch(desc, buffers[INDEX], arrived.index(INDEX), m, n + desc.block_type.shape[1])
+    return value
+
+
+@gluon.jit
+def sum_columns(x):
+    """The sum of each row."""
+    return gl.sum(x, axis=1)
+
+
+@gluon.jit
+def max_columns(x):
+    """The largest of each row; NaN if there is one."""
+    return gl.reduce(x, 1, maximum)
+
+
+@gluon.jit
+def group_max(x, GROUP: gl.constexpr):
+    """[rows, C] -> the largest of each GROUP columns, [rows, C / GROUP]."""
+    rows: gl.constexpr = x.shape[0]
+    columns: gl.constexpr = x.shape[1]
+    return gl.reduce(gl.reshape(x, (rows, columns // GROUP, GROUP)), 2, maximum)
+
+
+@gluon.jit
+def times_group(x, factors, GROUP: gl.constexpr):
+    """Each GROUP columns of x times its factor [rows, C / GROUP]."""
+    rows: gl.constexpr = x.shape[0]
+    columns: gl.constexpr = x.shape[1]
+    cut = gl.reshape(x, (rows, columns // GROUP, GROUP))
+    factors = gl.convert_layout(factors, gl.SliceLayout(2, cut.type.layout))
+    return gl.convert_layout(gl.reshape(cut * gl.expand_dims(factors, 2), (rows, columns)), x.type.layout)
+
+
+@gluon.jit
+def even_of_column(v, x):
+    """Entries 0, 2, 4 .. of a column value, in the layout of x."""
+    size: gl.constexpr = v.shape[0]
+    return gl.convert_layout(gl.split(gl.reshape(v, (size // 2, 2)))[0], gl.SliceLayout(0, x.type.layout))
+
+
+@gluon.jit
+def odd_of_column(v, x):
+    """Entries 1, 3, 5 .. of a column value, in the layout of x."""
+    size: gl.constexpr = v.shape[0]
+    return gl.convert_layout(gl.split(gl.reshape(v, (size // 2, 2)))[1], gl.SliceLayout(0, x.type.layout))
+
+
+@gluon.jit
+def pack_pairs(codes):
+    """Nibbles [rows, C] -> bytes [rows, C / 2], the even column in the low nibble."""
+    return even(codes) | (odd(codes) << 4)
+
+
+@gluon.jit
+def store_column(pointer, value, ids, limit):
+    """A vector over columns."""
+    gl.store(pointer + ids, value, mask=ids < limit)

@@ -1,0 +1,128 @@
+"""Index vectors, loads and stores of a tile, for lowered epilogues in Triton: the twin of tile_gluon."""
+
+import triton
+import triton.language as tl
+
+from envoi.epilogue.device import maximum
+
+
+@triton.jit
+def row_ids(x, m):
+    """m, m + 1, .. for the rows of x."""
+    return m + tl.arange(0, x.shape[0])
+
+
+@triton.jit
+def col_ids(x, n):
+    """n, n + 1, .. for the columns of x."""
+    return n + tl.arange(0, x.shape[1])
+
+
+@triton.jit
+def rows_like(r, x):
+    """A row value beside x; Triton needs no layout."""
+    return r
+
+
+@triton.jit
+def even(x):
+    """Columns 0, 2, 4 .."""
+    return tl.split(tl.reshape(x, (x.shape[0], x.shape[1] // 2, 2)))[0]
+
+
+@triton.jit
+def odd(x):
+    """Columns 1, 3, 5 .."""
+    return tl.split(tl.reshape(x, (x.shape[0], x.shape[1] // 2, 2)))[1]
+
+
+@triton.jit
+def ids_like(like, start):
+    """start, start + 1, .. in the layout of a vector."""
+    return start + tl.arange(0, like.shape[0])
+
+
+@triton.jit
+def load_at(pointer, ids, limit):
+    """A value for each id below the limit, 0 for the others."""
+    return tl.load(pointer + ids, mask=ids < limit, other=0.0).to(tl.float32)
+
+
+@triton.jit
+def load_one(pointer):
+    """The value of a tensor of one element."""
+    return tl.load(pointer).to(tl.float32)
+
+
+@triton.jit
+def load_tile(pointer, x, m, n, m_end, num_columns):
+    """A value for each element of x, from a row-major tensor."""
+    rows, columns = row_ids(x, m), col_ids(x, n)
+    at = rows[:, None].to(tl.int64) * num_columns + columns[None, :]
+    mask = (rows < m_end)[:, None] & (columns < num_columns)[None, :]
+    return tl.load(pointer + at, mask=mask, other=0.0).to(tl.float32)
+
+
+@triton.jit
+def store_row(pointer, value, m, m_end, stride, offset):
+    """One value a row, `stride` apart."""
+    ids = ids_like(value, m)
+    tl.store(pointer + ids.to(tl.int64) * stride + offset, value, mask=ids < m_end)
+
+
+@triton.jit
+def store_tile(pointer, value, m, n, m_end, num_columns):
+    """To a row-major tensor."""
+    rows, columns = row_ids(value, m), col_ids(value, n)
+    at = rows[:, None].to(tl.int64) * num_columns + columns[None, :]
+    mask = (rows < m_end)[:, None] & (columns < num_columns)[None, :]
+    tl.store(pointer + at, value, mask=mask)
+
+
+@triton.jit
+def sum_columns(x):
+    """The sum of each row."""
+    return tl.sum(x, axis=1)
+
+
+@triton.jit
+def max_columns(x):
+    """The largest of each row; NaN if there is one."""
+    return tl.reduce(x, 1, maximum)
+
+
+@triton.jit
+def group_max(x, GROUP: tl.constexpr):
+    """[rows, C] -> the largest of each GROUP columns, [rows, C / GROUP]."""
+    return tl.reduce(tl.reshape(x, (x.shape[0], x.shape[1] // GROUP, GROUP)), 2, maximum)
+
+
+@triton.jit
+def times_group(x, factors, GROUP: tl.constexpr):
+    """Each GROUP columns of x times its factor [rows, C / GROUP]."""
+    cut = tl.reshape(x, (x.shape[0], x.shape[1] // GROUP, GROUP)) * factors[:, :, None]
+    return tl.reshape(cut, (x.shape[0], x.shape[1]))
+
+
+@triton.jit
+def even_of_column(v, x):
+    """Entries 0, 2, 4 .. of a column value."""
+    return tl.split(tl.reshape(v, (v.shape[0] // 2, 2)))[0]
+
+
+@triton.jit
+def odd_of_column(v, x):
+    """Entries 1, 3, 5 .. of a column value."""
+    return tl.split(tl.reshape(v, (v.shape[0] // 2, 2)))[1]
+
+
+@triton.jit
+def pack_pairs(codes):
+    """Nibbles [rows, C] -> bytes [rows, C / 2], the even column in the low nibble."""
+    return even(codes) | (odd(codes) << 4)
+
+
+@triton.jit
+def store_column(pointer, value, ids, limit):
+    """A vector over columns."""
+    tl.store(pointer + ids, value, mask=ids < limit)

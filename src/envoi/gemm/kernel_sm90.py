@@ -1,0 +1,299 @@
+"""The GEMM of Hopper: persistent, TMA, warp-specialised, any epilogue.
+
+    for each unit of work of this CTA:                  producer             consumers, one for each role_m rows of x
+        for k in its part of K:                         TMA x, y -> stage    acc += x[stage] @ y[stage].T
+        partial sums of a tile cut along K:                                  leave them; the last to come adds all up
+        acc -> visit(acc), piece by piece -> outputs                         while the producer fills the next stages
+
+x and y are tokens and features, or with swap_ab features and tokens; the epilogue sees [tokens, features] always.
+A unit is a tile, or for the tiles of the last, unfilled wave one of split_k parts of a tile along K. Parts are added
+in their order by whichever consumer arrives last, so the result doesn't depend on who that is.
+"""
+
+import triton.experimental.gluon.language as gl
+from triton.experimental import gluon
+from triton.experimental.gluon.language.nvidia.hopper import (
+    fence_async_shared,
+    mbarrier,
+    tma,
+    warpgroup_mma,
+    warpgroup_mma_wait,
+)
+
+from envoi.epilogue.tile_gluon import halves
+from envoi.gemm.schedule import corner, steps_of, unit_at, work
+from envoi.triton_compat import role_barrier
+
+
+@gluon.jit
+def producer(
+    x_desc, y_desc, stages, sizes, offsets, cfg: gl.constexpr, GROUPED: gl.constexpr, MAX_GROUPS: gl.constexpr
+):
+    """One warp: fills the stages by TMA, as far ahead as they reach."""
+    x_bufs, y_bufs, empty, ready, turn = stages
+    M, N, K, num_groups, num_whole = sizes
+    plan = work(sizes, offsets, cfg, GROUPED, MAX_GROUPS)
+    num_steps = gl.cdiv(K, cfg.block_k)
+    step = 0
+    for u in range(gl.program_id(0), plan[2], gl.num_programs(0)):
+        tile, first, last, part, cut = unit_at(u, num_whole, num_steps, cfg)
+        x, y, row_end, e = corner(tile, plan, sizes, cfg, GROUPED)
+        # The weights of all experts lie below each other.
+        if cfg.swap_ab:
+            x += e * N
+        else:
+            y += e * N
+        for k in range(first, last):
+            stage = step % cfg.num_stages
+            mbarrier.wait(empty.index(stage), ((step // cfg.num_stages) & 1) ^ 1)
+            bytes: gl.constexpr = cfg.num_parts * x_desc.block_type.nbytes + y_desc.block_type.nbytes
+            mbarrier.expect(ready.index(stage), bytes)
+            num_parts: gl.constexpr = cfg.num_parts
+            for r in gl.static_range(num_parts):
+                tma.async_copy_global_to_shared(
+                    x_desc,
+                    [x + r * cfg.role_m, k * cfg.block_k],
+                    ready.index(stage),
+                    x_bufs.index(stage * cfg.num_parts + r),
+                )
+            tma.async_copy_global_to_shared(y_desc, [y, k * cfg.block_k], ready.index(stage), y_bufs.index(stage))
+            step += 1
+
+
+@gluon.jit
+def multiply(stages, step, num_steps, R: gl.constexpr, P: gl.constexpr, cfg: gl.constexpr):
+    """acc = x @ y.T over the next num_steps stages, two products in flight."""
+    x_bufs, y_bufs, empty, ready, turn = stages
+    layout: gl.constexpr = gl.NVMMADistributedLayout(
+        version=[3, 0],
+        warps_per_cta=[gl.num_warps(), 1],
+        instr_shape=[16, cfg.block_y, 256 // x_bufs.dtype.primitive_bitwidth],
+    )
+    acc = gl.full((cfg.role_m, cfg.block_y), 0.0, gl.float32, layout)
+    for k in range(num_steps):
+        stage = step % cfg.num_stages
+        mbarrier.wait(ready.index(stage), (step // cfg.num_stages) & 1)
+        x = x_bufs.index(stage * cfg.num_parts + P)
+        acc = warpgroup_mma(x, y_bufs.index(stage).permute((1, 0)), acc, is_async=True, use_acc=k > 0)
+        acc = warpgroup_mma_wait(num_outstanding=1, deps=(acc,))
+        mbarrier.arrive(empty.index((step + cfg.num_stages - 1) % cfg.num_stages), count=1, pred=k > 0)
+        step += 1
+    if cfg.pingpong:
+        mbarrier.arrive(turn.index(1 - R), count=1)
+    acc = warpgroup_mma_wait(num_outstanding=0, deps=(acc,))
+    mbarrier.arrive(empty.index((step + cfg.num_stages - 1) % cfg.num_stages), count=1, pred=num_steps > 0)
+    return acc, step
+
+
+@gluon.jit
+def arrive(counter, count):
+    """True for the last of `count` roles to come, with all that the others wrote before in sight. Resets the counter."""
+    role_barrier()
+    last = gl.atomic_add(counter, 1, sem="acq_rel", scope="gpu") == count - 1
+    if last:
+        gl.store(counter, 0)
+    return last
+
+
+@gluon.jit
+def flat(x):
+    """A piece of the accumulator as a vector in the order of its registers: a thread's next four are neighbours."""
+    rows: gl.constexpr = x.shape[0]
+    columns: gl.constexpr = x.shape[1]
+    warps: gl.constexpr = gl.num_warps()
+    x = gl.reshape(x, (rows // (16 * warps), warps, 2, 8, columns // 8, 4, 2))
+    return gl.reshape(gl.permute(x, (4, 0, 1, 3, 5, 2, 6)), (rows * columns,))
+
+
+@gluon.jit
+def unflat(v, like):
+    """The inverse of `flat`."""
+    rows: gl.constexpr = like.shape[0]
+    columns: gl.constexpr = like.shape[1]
+    warps: gl.constexpr = gl.num_warps()
+    v = gl.reshape(v, (columns // 8, rows // (16 * warps), warps, 8, 4, 2, 2))
+    v = gl.reshape(gl.permute(v, (1, 2, 5, 3, 0, 4, 6)), (rows, columns))
+    return gl.convert_layout(v, like.type.layout, assert_trivial=True)
+
+
+@gluon.jit
+def part_pointers(sums, v, slot, COLUMN: gl.constexpr, cfg: gl.constexpr):
+    """Where a piece of a role's partial sums of a tile lies."""
+    base = sums + slot.to(gl.int64) * (cfg.role_m * cfg.block_y) + COLUMN * cfg.role_m
+    return base + gl.arange(0, v.shape[0], v.type.layout)
+
+
+@gluon.jit
+def all_parts(x, sums, slot, COLUMN: gl.constexpr, cfg: gl.constexpr):
+    """A piece of the sums of all parts, added up in their order."""
+    v = flat(x)
+    total = gl.load(part_pointers(sums, v, slot, COLUMN, cfg), cache_modifier=".cg")
+    splits: gl.constexpr = cfg.split_k
+    for s in gl.static_range(1, splits):
+        total += gl.load(part_pointers(sums, v, slot + s, COLUMN, cfg), cache_modifier=".cg")
+    return unflat(total, x)
+
+
+@gluon.jit
+def leave(
+    x, m, n, m_end, N, slot, cut, args, COLUMN: gl.constexpr, GROUPED: gl.constexpr, cfg: gl.constexpr,
+    code: gl.constexpr,
+):  # fmt: skip
+    """Visit a tile in pieces, this one from COLUMN on; returns the merged partial reductions of its rows.
+
+    A tile that was cut along K (and not summed yet) is read from its parts piece by piece: twice the accumulator
+    wouldn't fit the registers.
+    """
+    if x.shape[1] <= cfg.piece:
+        operands, outputs, descs, buffers, sums, side = args
+        if cfg.split_k > 1 and not cfg.swap_ab:
+            if cut:
+                x = all_parts(x, sums, slot, COLUMN, cfg)
+        turn: gl.constexpr = COLUMN // cfg.piece
+        return code.visit(x, m, n + COLUMN, m_end, N, operands, outputs, descs, buffers, side, GROUPED, turn, cfg)
+    else:
+        left, right = halves(x)
+        half: gl.constexpr = x.shape[1] // 2
+        a = leave(left, m, n, m_end, N, slot, cut, args, COLUMN, GROUPED, cfg, code)
+        b = leave(right, m, n, m_end, N, slot, cut, args, COLUMN + half, GROUPED, cfg, code)
+        return code.merge(a, b)
+
+
+@gluon.jit
+def upright(acc, cfg: gl.constexpr):
+    """The accumulator as [tokens, features]."""
+    if not cfg.swap_ab:
+        return acc
+    else:
+        warps: gl.constexpr = gl.num_warps()
+        lanes: gl.constexpr = min(32, cfg.role_m // 4)
+        layout: gl.constexpr = gl.BlockedLayout([1, 4], [32 // lanes, lanes], [warps, 1], [1, 0])
+        return gl.convert_layout(gl.permute(acc, (1, 0)), layout)
+
+
+@gluon.jit
+def consumer(
+    descs,
+    stages,
+    sizes,
+    offsets,
+    operands,
+    outputs,
+    scratch,
+    R: gl.constexpr,
+    cfg: gl.constexpr,
+    code: gl.constexpr,
+    GROUPED: gl.constexpr,
+    MAX_GROUPS: gl.constexpr,
+):
+    """Four warps: multiply role_m rows of every tile, then its epilogue."""
+    M, N, K, num_groups, num_whole = sizes
+    sums, counters, row_parts, row_counters = scratch
+    plan = work(sizes, offsets, cfg, GROUPED, MAX_GROUPS)
+    num_steps = gl.cdiv(K, cfg.block_k)
+    buffers = code.buffers(descs, cfg.turns)
+    side_buffers, arrived = code.side_buffers(descs)
+    fetched = 0
+    turns: gl.constexpr = cfg.num_roles // cfg.num_parts
+    P: gl.constexpr = R % cfg.num_parts  # this role's share of a tile
+    next = gl.num_programs(0)
+    step = 0
+    count = 0
+    for u in range(gl.program_id(0) + R // cfg.num_parts * next, plan[2], turns * next):
+        if turns == 2 and R == 1:
+            step += steps_of(u - next, num_whole, num_steps, cfg)
+        tile, first, last, part, cut = unit_at(u, num_whole, num_steps, cfg)
+        x, y, row_end, e = corner(tile, plan, sizes, cfg, GROUPED)
+        x_mine = x + P * cfg.role_m
+        if cfg.split_k == 1:
+            code.fetch_first(descs, side_buffers, arrived, x_mine, y)
+        if cfg.pingpong:
+            # A stage's barrier can only tell one round from the next, so a role must not wait for stages far ahead.
+            mbarrier.wait(stages[4].index(R), (count & 1) ^ (1 - R))
+            count += 1
+        acc, step = multiply(stages, step, last - first, R, P, cfg)
+        complete = num_steps >= 0
+        ordinal = (tile - num_whole) * cfg.num_parts + P
+        slot = ordinal * cfg.split_k
+        if cfg.split_k > 1:
+            if cut:
+                v = flat(acc)
+                gl.store(part_pointers(sums, v, slot + part, 0, cfg), v)
+                complete = arrive(counters + ordinal, cfg.split_k)
+                if cfg.swap_ab and complete:
+                    acc = all_parts(acc, sums, slot, 0, cfg)
+        if complete:
+            m, n = (y, x_mine) if cfg.swap_ab else (x_mine, y)
+            if cfg.split_k > 1:
+                code.fetch_first(descs, side_buffers, arrived, m, n)
+            out = upright(acc, cfg)
+            args = (code.of_expert(operands, e, N), outputs, descs, buffers, sums, (side_buffers, arrived, fetched))
+            parts = leave(out, m, n, row_end, N, slot, cut, args, 0, GROUPED, cfg, code)
+            fetched += cfg.num_pieces
+            if code.partials > 0:
+                num_slots = gl.cdiv(N, out.shape[1])
+                code.save(parts, row_parts, n // out.shape[1], num_slots, m, row_end, M)
+                if arrive(row_counters + m, num_slots):
+                    code.finish(parts[0], row_parts, num_slots, m, row_end, M, operands, outputs)
+        if turns == 2 and R == 0:
+            step += steps_of(u + next, num_whole, num_steps, cfg)
+    if code.num_descs > 0:
+        tma.store_wait(pendings=0)
+
+
+@gluon.jit
+def gemm_kernel(
+    x_desc,
+    y_desc,
+    desc0,
+    desc1,
+    desc2,
+    desc3,
+    operands,
+    outputs,
+    offsets,
+    sums,
+    counters,
+    row_parts,
+    row_counters,
+    M,
+    N,
+    K,
+    num_groups,
+    num_whole,
+    cfg: gl.constexpr,
+    code: gl.constexpr,
+    GROUPED: gl.constexpr,
+    MAX_GROUPS: gl.constexpr,
+):
+    """Set up the stages, then one role for each partition of warps."""
+    x_shape: gl.constexpr = [cfg.num_stages * cfg.num_parts] + x_desc.block_type.shape
+    y_shape: gl.constexpr = [cfg.num_stages] + y_desc.block_type.shape
+    x_bufs = gl.allocate_shared_memory(x_desc.dtype, x_shape, x_desc.layout)
+    y_bufs = gl.allocate_shared_memory(y_desc.dtype, y_shape, y_desc.layout)
+    empty = gl.allocate_shared_memory(gl.int64, [cfg.num_stages, 1], mbarrier.MBarrierLayout())
+    ready = gl.allocate_shared_memory(gl.int64, [cfg.num_stages, 1], mbarrier.MBarrierLayout())
+    num_stages: gl.constexpr = cfg.num_stages
+    for i in gl.static_range(num_stages):
+        mbarrier.init(empty.index(i), count=cfg.num_parts)
+        mbarrier.init(ready.index(i), count=1)
+    turn = gl.allocate_shared_memory(gl.int64, [2, 1], mbarrier.MBarrierLayout())
+    for i in gl.static_range(2):
+        mbarrier.init(turn.index(i), count=1)
+    fence_async_shared()
+    stages = (x_bufs, y_bufs, empty, ready, turn)
+    sizes = (M, N, K, num_groups, num_whole)
+    descs = (desc0, desc1, desc2, desc3)  # in a tuple the launcher doesn't take them
+    scratch = (sums, counters, row_parts, row_counters)
+    # The tuples of arguments are written out: bound to a name, their constants would become tensors.
+    if cfg.num_roles == 1:
+        gl.warp_specialize([
+            (consumer, (descs, stages, sizes, offsets, operands, outputs, scratch, 0, cfg, code, GROUPED, MAX_GROUPS)),
+            (producer, (x_desc, y_desc, stages, sizes, offsets, cfg, GROUPED, MAX_GROUPS)),
+        ], [1], [40])  # fmt: skip
+    else:
+        gl.warp_specialize([
+            (consumer, (descs, stages, sizes, offsets, operands, outputs, scratch, 0, cfg, code, GROUPED, MAX_GROUPS)),
+            (consumer, (descs, stages, sizes, offsets, operands, outputs, scratch, 1, cfg, code, GROUPED, MAX_GROUPS)),
+            (producer, (x_desc, y_desc, stages, sizes, offsets, cfg, GROUPED, MAX_GROUPS)),
+        ], [cfg.num_warps, 1], [232, 40])  # fmt: skip

@@ -1,0 +1,111 @@
+"""Who works on which tile: the order that all roles of a persistent GEMM kernel walk through, in Gluon.
+
+Every role computes the same sequence by itself, so none has to be told. A unit of work is a tile, or for the tiles of
+the last, unfilled wave one of split_k parts of a tile along K. x and y are the sides of the instruction: tokens and
+features, or with swap_ab features and tokens.
+
+sizes: (M, N, K, number of experts, number of tiles that stay whole).
+"""
+
+import triton.experimental.gluon.language as gl
+from triton.experimental import gluon
+
+
+@gluon.jit
+def group_ends(offsets, num_groups, num_tiles_y, cfg: gl.constexpr, MAX_GROUPS: gl.constexpr):
+    """Of every expert: its first row, the row behind its last, and how many tiles end with it."""
+    layout: gl.constexpr = gl.BlockedLayout([1], [32], [gl.num_warps()], [0])
+    ids = gl.arange(0, MAX_GROUPS, layout)
+    first = gl.load(offsets + ids, mask=ids < num_groups, other=0)
+    last = gl.load(offsets + ids + 1, mask=ids < num_groups, other=0)
+    block: gl.constexpr = cfg.block_y if cfg.swap_ab else cfg.block_x
+    tiles = gl.cdiv(last - first, block) * num_tiles_y
+    return first, last, tiles, gl.associative_scan(tiles, 0, plus)
+
+
+@gluon.jit
+def plus(a, b):
+    """The sum, for scans."""
+    return a + b
+
+
+@gluon.jit
+def place_grouped(t, groups, tiles_features, N, cfg: gl.constexpr):
+    """Tile t of a grouped GEMM: its corner in x and y, the rows it may touch, its expert.
+
+    Tokens run fastest within an expert, so that its weights are read once.
+    """
+    first, last, tiles, ends = groups
+    passed = ends <= t
+    before = gl.sum(gl.where(passed, tiles, 0), axis=0)
+    e = gl.sum(passed.to(gl.int32), axis=0)
+    here = (ends > t) & (ends - tiles <= t)
+    row = gl.sum(gl.where(here, first, 0), axis=0)
+    row_end = gl.sum(gl.where(here, last, 0), axis=0)
+    tiles_tokens = gl.sum(gl.where(here, tiles, 0), axis=0) // tiles_features
+    token_tile = (t - before) % tiles_tokens
+    feature_tile = (t - before) // tiles_tokens
+    if cfg.swap_ab:
+        x, y = feature_tile * cfg.block_x, row + token_tile * cfg.block_y
+    else:
+        x, y = row + token_tile * cfg.block_x, feature_tile * cfg.block_y
+    return x, y, row_end, e
+
+
+@gluon.jit
+def place(t, tiles_x, tiles_y, cfg: gl.constexpr):
+    """Tile t of a plain GEMM: its corner in x and y. Tiles go down `group` rows, then to the next column."""
+    width = cfg.group * tiles_y
+    first = (t // width) * cfg.group
+    height = min(tiles_x - first, cfg.group)
+    return (first + t % height) * cfg.block_x, ((t % width) // height) * cfg.block_y
+
+
+@gluon.jit
+def unit_at(u, num_whole, num_steps, cfg: gl.constexpr):
+    """Unit u: its tile, the part of K it covers in steps of block_k, its part, and whether it is only a part."""
+    if cfg.split_k == 1:
+        return u, 0, num_steps, 0, False
+    cut = u >= num_whole
+    v = u - num_whole
+    part = gl.where(cut, v % cfg.split_k, 0)
+    tile = gl.where(cut, num_whole + v // cfg.split_k, u)
+    steps = gl.where(cut, gl.cdiv(num_steps, cfg.split_k), num_steps)
+    first = part * steps
+    return tile, first, min(first + steps, num_steps), part, cut
+
+
+@gluon.jit
+def steps_of(u, num_whole, num_steps, cfg: gl.constexpr):
+    """How many steps along K a unit has."""
+    tile, first, last, part, cut = unit_at(u, num_whole, num_steps, cfg)
+    return last - first
+
+
+@gluon.jit
+def work(sizes, offsets, cfg: gl.constexpr, GROUPED: gl.constexpr, MAX_GROUPS: gl.constexpr):
+    """What a role needs to walk through the units: how many there are, and the experts' tiles."""
+    M, N, K, num_groups, num_whole = sizes
+    tiles_tokens = gl.cdiv(M, cfg.block_y if cfg.swap_ab else cfg.block_x)
+    tiles_features = gl.cdiv(N, cfg.block_x if cfg.swap_ab else cfg.block_y)
+    groups = (0, 0, 0, 0)
+    if GROUPED:
+        groups = group_ends(offsets, num_groups, tiles_features, cfg, MAX_GROUPS)
+        num_units = gl.sum(groups[2], axis=0)
+    else:
+        num_units = num_whole + (tiles_tokens * tiles_features - num_whole) * cfg.split_k
+    return tiles_tokens, tiles_features, num_units, groups
+
+
+@gluon.jit
+def corner(tile, plan, sizes, cfg: gl.constexpr, GROUPED: gl.constexpr):
+    """Where a tile starts in x and y, the row behind its last token, its expert."""
+    M, N, K, num_groups, num_whole = sizes
+    tiles_tokens, tiles_features, num_units, groups = plan
+    if GROUPED:
+        return place_grouped(tile, groups, tiles_features, N, cfg)
+    if cfg.swap_ab:
+        x, y = place(tile, tiles_features, tiles_tokens, cfg)
+    else:
+        x, y = place(tile, tiles_tokens, tiles_features, cfg)
+    return x, y, M, 0
