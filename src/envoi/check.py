@@ -1,5 +1,6 @@
 """Refusals that explain: which argument, what was expected, what came. All raise ValueError."""
 
+import math
 from collections.abc import Collection, Sequence
 from typing import Any
 
@@ -79,6 +80,11 @@ def expect_number(name: str, value: Any) -> float:
     if not isinstance(value, (int, float)) or isinstance(value, bool):
         raise ValueError(f"{name}: expected a number, got {describe(value)}")
     return float(value)
+
+
+def fits_float32(value: int | float) -> bool:
+    """False for a finite number that float32 has no finite number for."""
+    return not math.inf > abs(value) > torch.finfo(torch.float32).max
 
 
 def expect_divisible(name: str, value: int, by: int, why: str) -> int:

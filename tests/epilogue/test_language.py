@@ -1,7 +1,11 @@
 """The language: what is traced, what it prints, what it computes, and what it refuses."""
 
+import fractions
 import math
+import operator
+import random
 import re
+import statistics
 from pathlib import Path
 
 import numpy as np
@@ -64,9 +68,10 @@ from envoi.epilogue.library import (
     swiglu_fp8,
     swiglu_residual,
 )  # fmt: skip
+from envoi.epilogue.operations import OPERATIONS as TABLE
 from envoi.quant import quantize as cast_to
 from envoi.types import QuantTensor
-from tests.helpers.accuracy import assert_same_bits, relative_error
+from tests.helpers.accuracy import assert_at_most_twice, assert_same_bits, relative_error
 
 M, N = 7, 64
 SOURCE = torch.Generator().manual_seed(0)
@@ -161,6 +166,121 @@ def test_every_operation(name):
         assert relative_error(got, formula(acc.double())) < (1e-5 if acc.dtype == torch.float32 else 1e-12)
 
 
+WITH_NUMBERS = {
+    "number + x": lambda x, number: number + x, "x + number": lambda x, number: x + number,
+    "number - x": lambda x, number: number - x, "x - number": lambda x, number: x - number,
+    "number * x": lambda x, number: number * x, "x * number": lambda x, number: x * number,
+    "number / x": lambda x, number: number / x, "x / number": lambda x, number: x / number,
+    "number < x": lambda x, number: where(number < x, x, 0), "x < number": lambda x, number: where(x < number, x, 0),
+    "x <= number": lambda x, number: where(x <= number, x, 0),
+    "x >= number": lambda x, number: where(x >= number, 0, x),
+    "x == number": lambda x, number: where(number == x, x / 3, 3), "x != number": lambda x, number: where(
+        x != number, 3 / x, number),
+    "minimum": lambda x, number: minimum(number, x), "maximum": lambda x, number: maximum(x, number),
+    "powers": lambda x, number: number / x**5 - x**-3 * number,
+    "masks": lambda x, number: where(~((x > number) & (number >= -x)) | (abs(-x) < 1), x / number, number / x),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", WITH_NUMBERS)
+@pytest.mark.parametrize("number", [3, 3.0, 0.1, -7, 1e-3, 10**20])
+def test_numbers_round_as_in_the_ir(name, number):
+    function = WITH_NUMBERS[name]
+    ending = epilogue(lambda acc: function(acc, number))
+    x = torch.randn(31, 129, generator=torch.Generator().manual_seed(1))
+    x[0, :6] = torch.tensor([float(number), 0.0, -0.0, math.inf, -math.inf, math.nan])
+    for acc in (x, x * 1e-4, x.double()):
+        assert_same_bits(ending(acc).double(), evaluate(ending.ir, acc, {})[0].double())
+
+
+def extremes(dtype: torch.dtype) -> torch.Tensor:
+    """4096 numbers of every size, shuffled."""
+    source = torch.Generator().manual_seed(2)
+    x = torch.randn(4096, generator=source, dtype=torch.float64)
+    x[2048:] *= torch.empty(2048, dtype=torch.float64).uniform_(-40, 40, generator=source).exp()
+    info = torch.finfo(dtype)
+    edges = [0.0, math.inf, math.nan, info.max, info.tiny, info.tiny / 8, 1.0, 3.0, 20.0, 88.7, 127.9, 149.5, 709.7]
+    x[: 2 * len(edges)] = torch.tensor(edges + [-edge for edge in edges], dtype=torch.float64)
+    return x.to(dtype)[torch.randperm(4096, generator=source)]
+
+
+ATTRIBUTES = {
+    "pow": [{"exponent": exponent} for exponent in (-3, -1, 0, 2, 3, 4, 5, 10)], "leaky_relu": [{"slope": 0.01}],
+    "gelu": [{"approximate": "none"}, {"approximate": "tanh"}],
+}  # fmt: skip
+ELEMENT = [
+    pytest.param(op, attributes, id=" ".join([op, *map(str, attributes.values())]))
+    for op, operation in TABLE.items() if operation.step == "element" and operation.takes == "f32"
+    for attributes in ATTRIBUTES.get(op, [{}])
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("op", "attributes"), ELEMENT)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_bits_do_not_depend_on_the_place(op, attributes, dtype):
+    number = torch.full((1, 1), 0.3, dtype=dtype)
+
+    def run(x):
+        if op in ("add", "sub", "mul", "div", "minimum", "maximum", "lt", "le", "gt", "ge", "eq", "ne"):
+            return torch.stack((TABLE[op].torch(x, number), TABLE[op].torch(number, x)))
+        return TABLE[op].torch(x, **attributes).unsqueeze(0)
+
+    x = extremes(dtype).unsqueeze(0)
+    whole = run(x)
+    assert_same_bits(torch.cat([run(x[:, i : i + 1]) for i in range(4096)], 2), whole)
+    for start in (1, 3, 5, 7, 13, 30, 2047):
+        for size in (1, 2, 3, 7, 9, 15, 17, 31, 33, 63, 1000):
+            assert_same_bits(run(x[:, start : start + size]), whole[..., start : start + size])
+    assert_same_bits(run(torch.stack((x, -x), 2).flatten(1)[:, 0::2]), whole)
+    assert_same_bits(run(x.view(32, 128).T).mT.flatten(1), whole.flatten(1))
+
+
+REBUILT = {
+    "exp2": (exp2, torch.exp2, torch.exp2),
+    "sigmoid": (sigmoid, torch.sigmoid, torch.sigmoid),
+    "silu": (silu, torch.nn.functional.silu, torch.nn.functional.silu),
+    "softplus": (softplus, torch.nn.functional.softplus, torch.nn.functional.softplus),
+    # torch's own cancel far below 0, in float64 too.
+    "gelu": (gelu, torch.nn.functional.gelu, lambda x: 0.5 * x * torch.erfc(x * -math.sqrt(0.5))),
+    "gelu tanh": (lambda x: gelu(x, "tanh"), lambda x: torch.nn.functional.gelu(x, approximate="tanh"),
+                  lambda x: x * torch.sigmoid(math.sqrt(8 / math.pi) * (x + 0.044715 * x**3))),
+    **{f"power {n}": ((lambda x, n=n: TABLE["pow"].torch(x, n)), (lambda x, n=n: x**n), (lambda x, n=n: x**n))
+       for n in (-3, 0, 1, 4, 5, 10)},
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", REBUILT)
+def test_rebuilt_functions_are_as_good_as_torchs(name):
+    mine, torchs, oracle = REBUILT[name]
+    x = torch.rand(1, 4000, generator=torch.Generator().manual_seed(3)) + 1
+    for exponent in range(-30, 30):
+        for band in (x * 2.0**exponent, -x * 2.0**exponent):
+            want = oracle(band.double())
+            inside = want.abs() <= torch.finfo(torch.float32).max
+            assert_same_bits(mine(band)[~inside], want[~inside].float())
+            assert_at_most_twice(mine(band)[inside], torchs(band)[inside], want[inside])
+    edges = torch.tensor([[math.inf, -math.inf, math.nan, 0.0, -0.0, 3.4e38, -3.4e38]])
+    assert_same_bits(mine(edges), torchs(edges.double()).float())
+
+
+@pytest.fixture
+def two_threads():
+    before = torch.get_num_threads()
+    torch.set_num_threads(2)
+    yield
+    torch.set_num_threads(before)
+
+
+@pytest.mark.parametrize("N", [18, 4096, 40000])  # torch cuts the sum of a single row of 40000 into one for each thread
+@pytest.mark.parametrize("op", [row_sum, row_max, row_absmax, softmax, lambda x: topk(x, 3)[0],
+                                lambda x: row_sum(pairs(x)[1]), lambda x: softmax(pairs(x)[0])])  # fmt: skip
+def test_a_rows_bits_do_not_depend_on_the_other_rows(op, N, two_threads):
+    x = torch.randn(9, N, generator=torch.Generator().manual_seed(4))
+    whole = op(x)
+    for first, last in ((0, 1), (4, 5), (8, 9), (1, 3), (2, 9)):
+        assert_same_bits(op(x[first:last]), whole[first:last])
+
+
 def test_operands_of_every_kind_and_dtype():
     @epilogue
     def mixed(acc, alpha: Scalar, r: Row, c: Col, t: Tile, hc: HalfCol, ht: HalfTile, beta: Scalar = 0.5):
@@ -193,7 +313,7 @@ def test_several_outputs_keep_their_form():
 def test_quantised_outputs_have_the_bits_of_the_casts(values, group, scheme):
     acc = torch.randn(5, 256, generator=SOURCE)
     got = epilogue(lambda x: quantize(silu(x), values, group=group))(acc)
-    want = cast_to(torch.nn.functional.silu(acc), scheme)
+    want = cast_to(silu(acc), scheme)
     assert isinstance(got, QuantTensor)
     assert_same_bits(got.values.view(torch.uint8), want.values.view(torch.uint8))
     assert_same_bits(got.sf.view(torch.uint8), want.sf.view(torch.uint8))
@@ -255,6 +375,29 @@ def test_column_reductions_by_group():
     assert_same_bits(size[1], torch.zeros(N))
 
 
+def test_totals_leave_out_rows_of_no_expert():
+    ending = epilogue(lambda x: (total_sum(x), total_max(x), total_absmax(x), total_max(row_sum(x))))
+    for last in (0, 1, 4, 7):
+        acc = ACC.clone()
+        acc[last:] = 1e6
+        mine = ACC[:last]
+        want = (mine.sum(1).sum(), mine.max() if last else -math.inf, mine.abs().max() if last else 0.0,
+                mine.sum(1).max() if last else -math.inf)  # fmt: skip
+        for offsets in ([0, last], [0, 0, last // 2, last]):
+            got = evaluate(ending.ir, acc, {}, torch.tensor(offsets, dtype=torch.int32))
+            torch.testing.assert_close(torch.stack(got), torch.tensor(want))
+
+
+@pytest.mark.parametrize("dtype", ["bf16", "fp16", "fp32", "fp8_e4m3"])
+def test_casts_have_the_shapes_of_what_they_cast(dtype):
+    def kinds(acc, s: Scalar, r: Row, c: Col, h: HalfCol):
+        return tuple(cast(x, dtype) for x in (s, r, c, h, row_sum(acc), acc))
+
+    operands = {"s": 2.0, "r": torch.ones(M), "c": torch.ones(N), "h": torch.ones(N // 2)}
+    for got in epilogue(kinds)(ACC, **operands), evaluate(epilogue(kinds).ir, ACC, operands):
+        assert [list(x.shape) for x in got] == [[], [M], [N], [N // 2], [M], [M, N]]
+
+
 def test_helpers_loops_and_constants_are_fine():
     factor = 0.5
 
@@ -292,18 +435,26 @@ def test_what_needs_whole_rows_is_known():
 
 def test_library():
     gate, up = ACC[:, 0::2], ACC[:, 1::2]
-    h = torch.nn.functional.silu(gate) * up
+    h = gate / (1 + (-gate).exp()) * up
     bias, tile, half = torch.randn(N), torch.randn(M, N), torch.randn(M, N // 2)
     assert_same_bits(swiglu(ACC), h)
     assert_same_bits(swiglu_residual(ACC, residual=half), h + half)
     assert_same_bits(scale_bias_relu(ACC, alpha=0.5, bias=bias), (ACC * 0.5 + bias).relu())
     assert_same_bits(linear(ACC, c=tile, alpha=2.0, beta=0.5), ACC * 2 + tile * 0.5)
-    assert_same_bits(gelu_residual(ACC, bias=bias, residual=tile), torch.nn.functional.gelu(ACC + bias) + tile)
+    assert_same_bits(gelu_residual(ACC, bias=bias, residual=tile), gelu(ACC + bias) + tile)
     assert_same_bits(absmax(ACC)[1], ACC.abs().amax(1))
     weight = torch.rand(M)
     assert_same_bits(expert_l1("swiglu", None, False, None)(ACC, weight=weight), (h * weight[:, None]).bfloat16())
     assert_same_bits(expert_l2(True)(ACC, weight=weight, bias=bias), ACC + weight[:, None] * bias)
     assert expert_l1("swiglu", None, False, None) is expert_l1("swiglu", None, False, None)
+
+
+def test_experts_know_their_activations_and_schemes():
+    with pytest.raises(ValueError, match="activation: expected one of 'swiglu', 'swiglu_oai', got 'bogus'"):
+        expert_l1("bogus", None, False, None)
+    for scheme in ("bogus", "mxfp4", "bf16"):
+        with pytest.raises(ValueError, match=f"scheme: expected one of 'fp8_row', .*, got '{scheme}'"):
+            expert_l1("swiglu", None, True, scheme)
 
 
 TENSOR = torch.ones(N)
@@ -357,6 +508,18 @@ REFUSED = {
     "tensor": (lambda acc: quantize(acc, "fp8_e4m3", "tensor"), "divide by a Scalar"),
     "gelu": (lambda acc: gelu(acc, "fast"), "expected approximate='none' or 'tanh', got 'fast'"),
     "slope": (lambda acc: leaky_relu(acc, acc), "expected a constant number as slope"),
+    "mean of the standard library": (lambda acc: statistics.mean([acc]), "has no attribute 'is_finite'"),
+    "median of the standard library": (lambda acc: statistics.median([acc, acc]), BRANCH),
+    "random of the standard library": (lambda acc: random.choice(acc), INDEX),
+    "sum of the standard library": (lambda acc: math.fsum([acc]), NUMBER),
+    "an error in the standard library": (lambda acc: fractions.Fraction(acc), "TypeError while tracing"),
+    "layer of torch": (lambda acc: torch.nn.GELU()(acc), "only envoi.epilogue's functions"),
+    "layer of torch with weights": (lambda acc: torch.nn.Linear(3, 3)(acc), "make it a parameter"),
+    "mean of numpy": (lambda acc: np.mean([acc]), "only envoi.epilogue's functions"),
+    "a number above float32": (lambda acc: acc * 1e39, "expected a number that float32 can hold, got 1e+39"),
+    "an int above float64": (lambda acc: acc + 10**400, "expected a number that float32 can hold, got 1000"),
+    "names that aren't text": (lambda acc: {0: acc}, "expected text as the names of outputs, got [0]"),
+    "an empty name": (lambda acc: {"": acc}, "expected text as the names of outputs, got ['']"),
     "an error inside": (lambda acc: acc + undefined_name, "NameError while tracing"),  # noqa: F821
 }  # fmt: skip
 
@@ -366,11 +529,35 @@ def test_refusals_name_the_line_and_the_reason(name):
     function, reason = REFUSED[name]
     with pytest.raises(EpilogueError) as caught:
         epilogue(function)
-    where_, _, text = str(caught.value).partition(": ")
+    said, _, line = str(caught.value).partition("\n")
+    where_, _, text = said.partition(": ")
     assert re.fullmatch(re.escape(__file__) + r":\d+", where_), caught.value
     assert reason in text
-    if "\n" in text:
-        assert LINES[int(where_.rpartition(":")[2]) - 1].strip() in text
+    assert line.strip() == LINES[int(where_.rpartition(":")[2]) - 1].strip()
+
+
+IN_PLACE = ("add", "sub", "mul", "truediv", "floordiv", "mod", "matmul", "pow", "and", "or", "xor", "lshift", "rshift")
+
+
+@pytest.mark.parametrize("name", IN_PLACE)
+def test_nothing_is_changed_in_place(name):
+    change = getattr(operator, f"i{name}")
+    with pytest.raises(EpilogueError, match="a value can't be changed in place; write x = x . y") as caught:
+        epilogue(lambda acc: change(acc, 2))
+    assert "epilogue(lambda acc: change(acc, 2))" in str(caught.value)
+
+    def statement(acc):
+        acc += 1
+        return acc
+
+    with pytest.raises(EpilogueError, match=f":{statement.__code__.co_firstlineno + 1}: a value can't be changed"):
+        epilogue(statement)
+
+
+def test_refusals_of_what_is_no_function():
+    line = test_refusals_of_what_is_no_function.__code__.co_firstlineno + 3
+    with pytest.raises(EpilogueError, match=f":{line}: epilogue: expected a Python function, got Identity"):
+        epilogue(torch.nn.Identity())
 
 
 def test_refusals_of_signatures():
@@ -398,7 +585,15 @@ def test_refusals_of_signatures():
     def annotated(acc: Tile):
         return acc
 
+    def taken(acc, weights: Col):
+        return acc * weights
+
+    def huge(acc, alpha: Scalar = 10**400):
+        return acc * alpha
+
     for function, reason in {
+        taken: "parameter weights: envoi.gemm and envoi.grouped_gemm take one of that name; rename it",
+        huge: "parameter alpha: expected a default that float32 can hold",
         no_annotation: "parameter bias: expected an annotation of Scalar, Row, Col, Tile, HalfCol, HalfTile, got none",
         unknown: "parameter bias: expected an annotation of",
         many: "parameter rest: expected a plain parameter, got variadic positional",
@@ -420,7 +615,28 @@ def test_annotations_may_be_text():
     assert epilogue(late).ir.operands[0].kind == "Col"
 
 
+def test_operands_may_have_any_name_that_isnt_taken():
+    @epilogue
+    def odd_names(x, acc: Row, self: Col, function: Scalar):
+        return x * acc + self * function
+
+    row, col = torch.randn(M), torch.randn(N)
+    assert_same_bits(odd_names(ACC, acc=row, self=col, function=2), ACC * row[:, None] + col * 2)
+
+
+def test_none_means_the_default():
+    @epilogue
+    def scaled(acc, alpha: Scalar = 0.5):
+        return acc * alpha
+
+    for values in ({}, {"alpha": None}):
+        assert_same_bits(scaled(ACC, **values), ACC * 0.5)
+        assert_same_bits(evaluate(scaled.ir, ACC, values)[0], ACC * 0.5)
+
+
 def test_calls_need_their_operands():
+    with pytest.raises(ValueError, match="bias: expected a value of this operand .Col., got none"):
+        evaluate(scale_bias_relu.ir, ACC, {"alpha": 1.0})
     with pytest.raises(ValueError, match="bias: epilogue scale_bias_relu needs this operand .Col., got none"):
         scale_bias_relu(ACC, alpha=1.0)
     with pytest.raises(ValueError, match="beta: epilogue scale_bias_relu has no such operand; it takes alpha, bias"):

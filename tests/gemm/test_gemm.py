@@ -4,25 +4,40 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from torch._subclasses.fake_tensor import FakeTensorMode
 
 from envoi.epilogue import (
     Col,
+    HalfCol,
     HalfTile,
     Row,
     Scalar,
     Tile,
     cast,
+    col_absmax,
     col_max,
     col_sum,
     epilogue,
+    exp,
+    exp2,
+    gelu,
+    hardswish,
+    log,
     pairs,
     quantize,
     relu,
     row_absmax,
     row_max,
+    row_sum,
+    rsqrt,
+    sigmoid,
     silu,
     softmax,
+    softplus,
+    tanh,
     topk,
+    total_absmax,
+    total_max,
     total_sum,
 )  # fmt: skip
 from envoi.epilogue.library import scale_bias_relu, store, swiglu, swiglu_fp8
@@ -101,6 +116,27 @@ def test_a_rows_bits_do_not_depend_on_its_batch(for_a, for_b):
         assert_same_bits(accumulate(part(rows), b), whole[:rows])
 
 
+@epilogue
+def many_functions(acc, r: Row, c: Col):
+    gate, up = pairs(acc * 4.0 + c)
+    return (silu(gate) * up * r, (up + 1.0) * gate * sigmoid(1.702 * gate), gelu(acc), gelu(up, "tanh"), softplus(acc),
+            exp2(gate), tanh(acc) / 3, hardswish(acc), 3 / acc**5, rsqrt(abs(acc)), softmax(up), row_sum(gate * r),
+            cast(exp(acc) - 1, "bf16"), log(abs(acc)))  # fmt: skip
+
+
+def test_a_rows_bits_do_not_depend_on_its_batch_behind_any_epilogue():
+    a, b, r, c = normal(37, 24), normal(18, 24, seed=1), normal(37, seed=2), normal(18, seed=3)
+    whole = gemm(a, b, many_functions, r=r, c=c)
+    for first, last in ((0, 1), (17, 18), (36, 37), (1, 4), (5, 36)):
+        part = gemm(a[first:last], b, many_functions, r=r[first:last], c=c)
+        for got, want in zip(part, whole, strict=True):
+            assert_same_bits(got, want[first:last])
+    weights, columns = torch.stack((b, b, b)), torch.stack((c, c, c))
+    grouped = grouped_gemm(a, weights, torch.tensor([0, 5, 5, 37]).int(), many_functions, r=r, c=columns)
+    for got, want in zip(grouped, whole, strict=True):
+        assert_same_bits(got, want)
+
+
 def test_epilogues_are_their_own_reference():
     a, b = normal(33, 64).bfloat16(), normal(96, 64, seed=1).bfloat16()
     got, want = gemm(a, b, everything, **operands(33, 96)), everything(accumulate(a, b), **operands(33, 96))
@@ -159,17 +195,93 @@ def test_inputs_that_are_not_contiguous():
     assert_same_bits(gemm(a, b), gemm(a.contiguous(), b.contiguous()))
 
 
-def test_outputs_are_new_tensors():
-    a, b, tile = normal(4, 16), normal(8, 16), normal(4, 8)
-    ending = epilogue(lambda acc: (acc, acc))
-    first, second = gemm(a, b, ending)
-    assert first.data_ptr() != second.data_ptr()
+@epilogue
+def give_back(acc, alpha: Scalar, r: Row, c: Col, t: Tile, h: HalfCol, ht: HalfTile):
+    even, odd = pairs(t)
+    return (acc, acc, pairs(acc)[0], t, even, odd, t, r, r, c, h, h, ht, alpha, row_max(acc), row_max(acc),
+            cast(acc, "fp32"), cast(t, "fp32"), cast(r, "fp32"))  # fmt: skip
 
-    @epilogue
-    def give_back(acc, t: Tile):
-        return acc, t
 
-    assert gemm(a, b, give_back, t=tile)[1].data_ptr() != tile.data_ptr()
+@pytest.mark.parametrize(("m", "n"), [(4, 8), (1, 2)])
+def test_outputs_are_new_tensors(m, n):
+    a, b = normal(m, 16), normal(n, 16)
+    values = {"alpha": torch.tensor(2.0), "r": normal(m), "c": normal(n), "t": normal(m, n), "h": normal(n)[: n // 2],
+              "ht": normal(m, n)[:, n // 2 :]}  # fmt: skip
+    outputs = gemm(a, b, give_back, **values)
+    places = [x.untyped_storage().data_ptr() for x in (*outputs, a, b, *values.values())]
+    assert len(set(places)) == len(places)
+    before = [x.clone() for x in (*outputs, *values.values())]
+    for position, output in enumerate(outputs):
+        output.zero_()
+        for left, kept in zip((*outputs[position + 1 :], *values.values()), before[position + 1 :], strict=True):
+            assert_same_bits(left, kept)
+
+
+@epilogue
+def of_all_kinds(acc, alpha: Scalar, r: Row, c: Col, t: Tile, h: HalfCol, ht: HalfTile):
+    even, odd = pairs(acc * alpha + c)
+    values, ids = topk(acc * c, 2)
+    return (acc, even * h, odd + ht, t, r, alpha, cast(r, "bf16"), cast(row_sum(acc), "fp16"), cast(alpha, "fp32"),
+            cast(even, "fp8_e4m3"), values, ids, cast(values, "bf16"), softmax(acc), row_max(even), col_sum(acc),
+            col_max(odd), col_absmax(t), total_sum(r), total_max(acc + c), total_absmax(odd),
+            quantize(acc, "fp8_e4m3", group="row"), quantize(even, "fp8_e4m3", group=32),
+            quantize(acc, "fp4_e2m1", group=16))  # fmt: skip
+
+
+@epilogue
+def of_columns(acc, c: Col, h: HalfCol):
+    return acc, c, h, -c, cast(h, "bf16"), c * 2.0
+
+
+def kinds(m: int, n: int, experts: int | None = None) -> dict:
+    lead = () if experts is None else (experts,)
+    return {"alpha": 0.5, "r": normal(m), "c": normal(*lead, n), "t": normal(m, n).bfloat16(),
+            "h": normal(*lead, n // 2), "ht": normal(m, n // 2)}  # fmt: skip
+
+
+def assert_kernel_and_fake_agree(function, arguments: dict) -> None:
+    """The shapes and dtypes that torch.compile is told are those that come."""
+
+    def flat(outputs):
+        tensors = [(x.values, x.sf) if isinstance(x, QuantTensor) else (x,) for x in outputs]
+        return [(list(x.shape), x.dtype) for group in tensors for x in group]
+
+    with FakeTensorMode() as mode:
+        fakes = {k: mode.from_tensor(v) if isinstance(v, torch.Tensor) else v for k, v in arguments.items()}
+        told = flat(function(**fakes))
+    assert flat(function(**arguments)) == told
+
+
+@pytest.mark.parametrize("out_dtype", [None, torch.float32])
+@pytest.mark.parametrize("m", [0, 1, 5])
+def test_shapes_are_those_of_the_fake_kernel(m, out_dtype):
+    a, b, columns = normal(m, 16).bfloat16(), normal(64, 16).bfloat16(), kinds(m, 64)
+    assert_kernel_and_fake_agree(gemm, {"a": a, "b": b, "epilogue": of_all_kinds, "out_dtype": out_dtype} | columns)
+    columns = {"c": columns["c"], "h": columns["h"]}
+    assert_kernel_and_fake_agree(gemm, {"a": a, "b": b, "epilogue": of_columns, "out_dtype": out_dtype} | columns)
+
+
+@pytest.mark.parametrize("m", [0, 1, 5])
+@pytest.mark.parametrize("experts", [0, 1, 3])
+def test_shapes_of_groups_are_those_of_the_fake_kernel(experts, m):
+    rows, weights = normal(m, 16).bfloat16(), normal(experts, 64, 16).bfloat16()
+    offsets = torch.arange(experts + 1, dtype=torch.int32).clamp(max=m)
+    shared = {"rows": rows, "weights": weights, "offsets": offsets}
+    assert_kernel_and_fake_agree(grouped_gemm, shared | {"epilogue": of_all_kinds} | kinds(m, 64, experts))
+
+
+@pytest.mark.parametrize("k", [0, 1])
+def test_a_product_of_little_or_nothing(k):
+    a, b = torch.ones(3, k), torch.ones(5, k)
+    assert_same_bits(gemm(a, b), torch.full((3, 5), float(k)))
+    offsets = torch.tensor([0, 1, 3], dtype=torch.int32)
+    assert_same_bits(grouped_gemm(a, torch.ones(2, 5, k), offsets), torch.full((3, 5), float(k)))
+
+
+def test_no_columns_to_reduce_of_quantised_operands():
+    q = QuantTensor(torch.zeros(3, 0).to(torch.float8_e4m3fn), torch.zeros(3, 0), (1, 128))
+    w = QuantTensor(torch.zeros(5, 0).to(torch.float8_e4m3fn), torch.zeros(1, 0), (128, 128))
+    assert_same_bits(gemm(q, w), torch.zeros(3, 5).bfloat16())
 
 
 GROUPS = {
@@ -200,6 +312,42 @@ def test_groups_are_products_of_their_own(name, for_a, for_b):
             assert_same_bits(got[key][first:last], want[key])
         assert_same_bits(got["q"].sf.view(torch.uint8)[first:last], want["q"].sf.view(torch.uint8))
         assert_same_bits(got["column"][expert], want["column"])
+
+
+def test_totals_leave_out_rows_of_no_expert():
+    ending = epilogue(lambda acc: (total_sum(acc), total_max(acc), total_absmax(acc), total_sum(row_max(acc))))
+    rows, weights = normal(32, 16), normal(4, 24, 16, seed=1)
+    rows[20:] = 1e4
+    offsets = torch.tensor([0, 5, 9, 9, 20], dtype=torch.int32)
+
+    @epilogue
+    def shifted(acc, c: Col, r: Row):
+        return total_sum(acc + c), total_max(acc + c), total_absmax(acc * r)
+
+    c = torch.full((4, 24), 100.0)
+    r = torch.ones(32)
+    for got, want in zip(
+        (*grouped_gemm(rows, weights, offsets, ending), *grouped_gemm(rows, weights, offsets, shifted, c=c, r=r)),
+        (*grouped_gemm(rows[:20], weights, offsets, ending),
+         *grouped_gemm(rows[:20], weights, offsets, shifted, c=c, r=r[:20])), strict=True,
+    ):  # fmt: skip
+        assert_same_bits(got, want)
+
+
+@pytest.mark.parametrize("rows", [0, 1, 32])
+@pytest.mark.parametrize(("for_a", "for_b"), [(None, None), ("fp8_row", "fp8_row"), ("fp8_1x128", "fp8_128x128"),
+                                              ("mxfp8", "mxfp4")])  # fmt: skip
+def test_no_experts(rows, for_a, for_b):
+    a, b = normal(rows, 128), normal(0, 64, 128)
+    a, b = (a.bfloat16(), b.bfloat16()) if for_a is None else (cast_to(a, for_a), cast_to(b, for_b))
+    got = grouped_gemm(a, b, torch.zeros(1, dtype=torch.int32), everything, **operands(rows, 64, 0))
+    # Rows of no expert come out as the epilogue of 0, with a Col of 0.
+    want = everything(torch.zeros(rows, 64), **operands(rows, 64) | {"bias": torch.zeros(64)})
+    for name in ("h", "best", "ids", "row"):
+        assert_same_bits(got[name].float(), want[name].bfloat16().float() if name == "h" else want[name].float())
+    assert got["column"].shape == (0, 64)
+    assert float(got["all"]) == 0.0
+    assert_same_bits(grouped_gemm(a, b, torch.zeros(1, dtype=torch.int32)), torch.zeros(rows, 64).bfloat16())
 
 
 @given(m=st.integers(0, 40), n=st.integers(1, 20), k=st.integers(1, 70), seed=st.integers(0, 99))
@@ -269,8 +417,15 @@ def half_residual(acc, residual: HalfTile):
         ("a, b: expected bf16 beside mxfp8 or mxfp4, .*, got bfloat16 beside float8_e4m3fn with float32", {"b": W}),
         ("a, b: expected float32 scales over the same extent of K",
          {"a": cast_to(A, "fp8_1x128"), "b": QuantTensor(W.values, torch.ones(64, 4), (1, 64))}),
-        ("a.sf: expected tensor .6, 1., got float32 .5, 1.", {"a": QuantTensor(Q.values, Q.sf[:5], Q.group), "b": W}),
+        ("a.sf: expected float32 or .* .6, 1., got float32 .5, 1.",
+         {"a": QuantTensor(Q.values, Q.sf[:5], Q.group), "b": W}),
         ("b.values: expected .* .N, 256., got float8_e4m3fn .64, 128.", {"a": Q, "b": cast_to(B[:, :128], "fp8_row")}),
+        ("a.sf: expected float32 or float8_e8m0fnu or float8_e4m3fn .6, 1., got float64 .6, 1.",
+         {"a": QuantTensor(Q.values, Q.sf.double(), Q.group), "b": W}),
+        ("a.group: expected at least 1 row and 1 column, got .1, 0.",
+         {"a": QuantTensor(Q.values, Q.sf, (1, 0)), "b": W}),
+        ("a.shape.-1.: expected a multiple of 96 .96 columns share a scale factor., got 256",
+         {"a": QuantTensor(Q.values, torch.ones(6, 3), (1, 96)), "b": W}),
         ("a: expected a QuantTensor without a scale for the whole tensor",
          {"a": QuantTensor(Q.values, Q.sf, Q.group, torch.ones(())), "b": W}),
         ("epilogue: expected a function decorated with @envoi.epilogue, got function", {"epilogue": lambda acc: acc}),
@@ -282,6 +437,10 @@ def half_residual(acc, residual: HalfTile):
         ("bias: expected .* .64., got int64 .64.", {"epilogue": scale_bias_relu, "alpha": 1.0, "bias": BIAS.long()}),
         ("bias: expected .*, got float 1.0", {"epilogue": scale_bias_relu, "alpha": 1.0, "bias": 1.0}),
         ("alpha: expected a number or .*, got str", {"epilogue": scale_bias_relu, "alpha": "1", "bias": BIAS}),
+        ("alpha: expected a number that float32 can hold, got 1e.39",
+         {"epilogue": scale_bias_relu, "alpha": 1e39, "bias": BIAS}),
+        ("alpha: expected a number that float32 can hold, got 1000",
+         {"epilogue": scale_bias_relu, "alpha": 10**400, "bias": BIAS}),
         ("alpha: expected one element, got .64.", {"epilogue": scale_bias_relu, "alpha": BIAS, "bias": BIAS}),
         ("residual: expected .* .6, 32., got float32 .6, 64.", {"epilogue": half_residual, "residual": normal(6, 64)}),
         ("N: expected a multiple of 2 .epilogue swiglu .*, got 63", {"b": B[:63], "epilogue": swiglu}),
@@ -293,6 +452,11 @@ def half_residual(acc, residual: HalfTile):
 def test_refusals(message, arguments):
     with pytest.raises(ValueError, match=message):
         gemm(**({"a": A, "b": B} | arguments))
+
+
+@epilogue
+def twice_the_column(acc, c: Col):
+    return acc, c * 2
 
 
 OFFSETS = torch.tensor([0, 2, 6], dtype=torch.int32)
@@ -312,6 +476,12 @@ WEIGHTS = normal(2, 64, 256).bfloat16()
         ("rows: expected a scale factor for each row, got one for 6 rows",
          {"rows": cast_to(A, "fp8_tensor"), "weights": cast_to(WEIGHTS, "fp8_tensor")}),
         ("bias: expected .* .2, 64., got float32 .64.", {"epilogue": scale_bias_relu, "alpha": 1.0, "bias": BIAS}),
+        ("weights: expected bfloat16 like rows, got float32", {"weights": WEIGHTS.float()}),
+        ("weights: expected a QuantTensor like rows, got bfloat16", {"rows": Q}),
+        ("rows, weights: expected bf16 beside mxfp8 or mxfp4, .*, got bfloat16 beside float8_e4m3fn",
+         {"weights": cast_to(WEIGHTS, "fp8_row")}),
+        ("epilogue: twice_the_column returns a value that is the same for all rows of an expert .col f32 = mul",
+         {"epilogue": twice_the_column, "c": torch.zeros(2, 64)}),
     ],
 )  # fmt: skip
 def test_refusals_of_groups(message, changes):

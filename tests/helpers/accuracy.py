@@ -31,7 +31,7 @@ def assert_same_bits(got: torch.Tensor, want: torch.Tensor) -> None:
     """Equal shape, dtype and bits, the sign of a zero too; a NaN equals a NaN."""
     assert (got.shape, got.dtype) == (want.shape, want.dtype)
     if got.is_floating_point():
-        got, want = got.detach().float(), want.detach().float()
+        got, want = got.detach().double(), want.detach().double()
         same = ((got == want) & (got.signbit() == want.signbit())) | (got.isnan() & want.isnan())
     else:
         same = got == want

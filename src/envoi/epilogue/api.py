@@ -5,13 +5,37 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
+from torch.overrides import TorchFunctionMode
 
+from envoi.epilogue.errors import refuse
 from envoi.epilogue.evaluate import as_returned, widen
 from envoi.epilogue.ir import IR, Node
-from envoi.epilogue.operations import compute_dtype
+from envoi.epilogue.operations import compute, compute_dtype
 from envoi.epilogue.trace import trace
 
 _by_key: dict[str, "Epilogue"] = {}  # torch's operators take plain values; an epilogue crosses as its key
+
+
+# The names under which torch.overrides sees the operators of Tensor; the second value: numbers come first.
+_OPERATORS = {
+    "add": ("add", False), "sub": ("sub", False), "mul": ("mul", False), "div": ("div", False),
+    "__rsub__": ("sub", True), "__rdiv__": ("div", True), "neg": ("neg", False), "abs": ("abs", False),
+    "lt": ("lt", False), "le": ("le", False), "gt": ("gt", False), "ge": ("ge", False),
+    "__eq__": ("eq", False), "eq": ("eq", False), "ne": ("ne", False), "pow": ("pow", False),
+    "__and__": ("logical_and", False), "__or__": ("logical_or", False), "__invert__": ("logical_not", False),
+}  # fmt: skip
+
+
+class _Operators(TorchFunctionMode):
+    """Runs Tensor's operators as the language has them: torch's own round some numbers and powers otherwise."""
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        op, reflected = _OPERATORS.get(func.__name__, ("", False))
+        if not op:
+            return func(*args, **(kwargs or {}))
+        if op == "pow":
+            return compute(op, args[0], exponent=args[1])
+        return compute(op, *(reversed(args) if reflected else args))
 
 
 class Epilogue:
@@ -29,14 +53,15 @@ class Epilogue:
         functools.update_wrapper(self, function)
         _by_key.setdefault(self.ir.key, self)
 
-    def __call__(self, acc: torch.Tensor, **operands: torch.Tensor | float) -> Any:
+    def __call__(self, acc: torch.Tensor, /, **operands: torch.Tensor | float) -> Any:
         """Run the function on tensors: the reference."""
         self.check_names(operands)
         acc = acc if acc.dtype == torch.float64 else acc.float()
-        values = {o.name: widen(o, operands.get(o.name, o.default), acc) for o in self.ir.operands}
+        values = {o.name: widen(o, operands.get(o.name), acc) for o in self.ir.operands}
         token = compute_dtype.set(acc.dtype)
         try:
-            returned = self.function(acc, **values)
+            with _Operators():
+                returned = self.function(acc, **values)
         finally:
             compute_dtype.reset(token)
         outputs = list(returned.values()) if isinstance(returned, dict) else returned
@@ -79,6 +104,8 @@ def epilogue(function: Callable) -> Epilogue:
     body uses operators and the functions of `envoi.epilogue`, returns one value, a tuple or a dict, and is run once
     here. Raises EpilogueError with the file, the line and the reason.
     """
+    if not hasattr(function, "__code__"):
+        refuse(f"epilogue: expected a Python function, got {type(function).__name__}")
     return Epilogue(function)
 
 

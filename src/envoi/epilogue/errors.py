@@ -1,22 +1,33 @@
 """Refusals of the tracer: where in the user's function, what, and what to do instead."""
 
 import linecache
+import os
 import sys
+from importlib.util import find_spec
 from pathlib import Path
 from types import TracebackType
 from typing import NoReturn
 
-_HERE = str(Path(__file__).parent)
+_STANDARD = str(Path(os.__file__).parent) + os.sep
+_SPECS = (find_spec(name) for name in ("envoi.epilogue", "torch", "numpy"))
+_OTHERS = tuple(str(Path(spec.origin).parent) + os.sep for spec in _SPECS if spec is not None and spec.origin)
 
 
 class EpilogueError(ValueError):
     """A function that can't become an epilogue. The message has the file, the line, its text and the reason."""
 
 
+def _is_users(filename: str) -> bool:
+    """False for code of this package, torch, numpy and the standard library, which call back into an epilogue."""
+    installed = "site-packages" in filename or "dist-packages" in filename  # may lie inside the standard library
+    standard = filename.startswith("<frozen ") or (filename.startswith(_STANDARD) and not installed)
+    return not standard and not filename.startswith(_OTHERS)
+
+
 def refuse(reason: str) -> NoReturn:
-    """Raise EpilogueError for the innermost line on the stack that isn't this package's."""
+    """Raise EpilogueError for the innermost line on the stack that is the user's."""
     frame = sys._getframe(1)
-    while frame.f_back is not None and frame.f_code.co_filename.startswith(_HERE):
+    while frame.f_back is not None and not _is_users(frame.f_code.co_filename):
         frame = frame.f_back
     refuse_at(frame.f_code.co_filename, frame.f_lineno, reason)
 
@@ -28,11 +39,11 @@ def refuse_at(filename: str, line: int, reason: str) -> NoReturn:
 
 
 def last_user_line(traceback: TracebackType | None) -> tuple[str, int] | None:
-    """The innermost line of a traceback that isn't this package's."""
+    """The innermost line of a traceback that is the user's."""
     found = None
     while traceback is not None:
         filename = traceback.tb_frame.f_code.co_filename
-        if not filename.startswith(_HERE):
+        if _is_users(filename):
             found = filename, traceback.tb_lineno
         traceback = traceback.tb_next
     return found

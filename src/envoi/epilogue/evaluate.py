@@ -23,7 +23,8 @@ def evaluate(
     acc: float32; a narrower accumulator is widened first, and a float64 one makes everything float64.
     operands: by name, in the shapes of their annotations: Row [M], Col [N], Tile [M, N], Scalar a number or a tensor
         of one; a Col may be [M, N] too, a row for each row (which is how a grouped GEMM passes one for each expert).
-    offsets [E + 1]: column reductions give [E, N], one row for the rows of each expert.
+    offsets [E + 1]: column reductions give [E, N], one row for the rows of each expert; those over all leave out the
+        rows behind offsets[E].
     """
     acc = acc if acc.dtype == torch.float64 else acc.float()
     values: list[torch.Tensor | QuantTensor] = []
@@ -39,19 +40,25 @@ def _value(ir: IR, node: Node, values: list, acc: torch.Tensor, operands: Mappin
         return acc.new_full((1, 1), node.attribute("value"))
     if node.op == "load":
         operand = ir.operand(node.attribute("name"))
-        return widen(operand, operands.get(operand.name, operand.default), acc)
+        return widen(operand, operands.get(operand.name), acc)
     operation, args = OPERATIONS[node.op], [values[arg] for arg in node.args]
     if node.step == "column" and offsets is not None:
         bounds = offsets.tolist()
         rows = [operation.torch(args[0][a:b]) for a, b in pairwise(bounds)]
         return torch.cat(rows) if rows else args[0].new_empty(0, args[0].shape[1])
+    if node.step == "all" and offsets is not None:
+        args = [args[0][: int(offsets[-1])]]
     return operation.torch(*args, **dict(node.attributes))
 
 
 def widen(operand: Operand, value: torch.Tensor | float | None, acc: torch.Tensor) -> torch.Tensor:
     """An operand as the two-dimensional float tensor that broadcasts against the accumulator."""
+    if value is None:
+        value = operand.default
+    if value is None:
+        raise ValueError(f"{operand.name}: expected a value of this operand ({operand.kind}), got none")
     if not isinstance(value, torch.Tensor):
-        return acc.new_full((1, 1), value if value is not None else 0.0)
+        return acc.new_full((1, 1), value)
     value = value.to(acc.dtype)
     if operand.kind == "Scalar":
         return value.reshape(1, 1)
@@ -62,7 +69,7 @@ def widen(operand: Operand, value: torch.Tensor | float | None, acc: torch.Tenso
 
 def as_returned(node: Node, value: Output, offsets: torch.Tensor | None = None) -> Output:
     """A value without the sides of 1 that broadcasting needed."""
-    if isinstance(value, QuantTensor) or node.op == "cast":
+    if isinstance(value, QuantTensor):
         return value
     if node.shape.rows == "1":
         if node.shape.columns == "1":

@@ -2,6 +2,7 @@
 
 from functools import cache
 
+from envoi.check import expect_choice
 from envoi.epilogue.api import Epilogue, epilogue
 from envoi.epilogue.trace import Col, HalfTile, Row, Scalar, Tile
 from envoi.epilogue.vocabulary import (
@@ -69,6 +70,8 @@ def swiglu_fp8(acc):
     return quantize(silu(gate) * up, "fp8_e4m3", group=128)
 
 
+ACTIVATIONS = ("swiglu", "swiglu_oai")
+
 _LEAVE = {
     "fp8_row": ("fp8_e4m3", "row"),
     "fp8_1x128": ("fp8_e4m3", 128),
@@ -82,7 +85,11 @@ def expert_l1(activation: str, limit: float | None, has_bias: bool, scheme: str 
 
     activation "swiglu" or "swiglu_oai"; limit clamps gate above and up on both sides; scheme None leaves in bf16,
     else one of fp8_row, fp8_1x128, mxfp8. Operands: weight (Row), and bias (Col, interleaved) if has_bias.
+    Raises ValueError for another activation or scheme.
     """
+    expect_choice("activation", activation, ACTIVATIONS)
+    if scheme is not None:
+        expect_choice("scheme", scheme, _LEAVE)
 
     def activate(gate, up):
         if limit is not None:

@@ -2,8 +2,12 @@
 
 The torch functions work on [M or 1, columns] tensors of float32 (or float64, for the oracle) and define the meaning.
 minimum, maximum, clip and the reductions pass NaN on.
+
+A row's bits depend on that row alone. On CPUs some of torch's functions round the last few elements of a tensor in
+another way than the rest; those are built here from functions that don't.
 """
 
+import math
 from collections.abc import Callable
 from contextvars import ContextVar
 from dataclasses import dataclass
@@ -34,17 +38,63 @@ OPERATIONS: dict[str, Operation] = {}
 compute_dtype: ContextVar[torch.dtype] = ContextVar("compute_dtype", default=torch.float32)
 
 
+def compute(op: str, *values: Any, **attributes: Any) -> Any:
+    """An operation on tensors and numbers, at least one a tensor."""
+    like = next(value for value in values if isinstance(value, torch.Tensor))
+    dtype = compute_dtype.get()
+    tensors = (v if isinstance(v, torch.Tensor) else like.new_full((1, 1), float(v), dtype=dtype) for v in values)
+    with torch._C.DisableTorchFunction():  # the operators in here are torch's
+        return OPERATIONS[op].torch(*tensors, **attributes)
+
+
 def _define(step: str = "element", takes: str = "f32", gives: str = "f32", **functions: Callable[..., Any]) -> None:
     for name, function in functions.items():
         OPERATIONS[name] = Operation(function, step, takes, gives)
 
 
+def _sigmoid(x: torch.Tensor) -> torch.Tensor:
+    return 1.0 / (1.0 + (-x).exp())
+
+
+def _silu(x: torch.Tensor) -> torch.Tensor:
+    return x / (1.0 + (-x).exp())
+
+
+def _softplus(x: torch.Tensor) -> torch.Tensor:
+    return torch.where(x > 20.0, x, x.exp().log1p())
+
+
+def _gelu(x: torch.Tensor, approximate: str) -> torch.Tensor:
+    if approximate == "none":
+        return 0.5 * x * torch.erfc(x * -math.sqrt(0.5))
+    return 0.5 * x * (1.0 + (math.sqrt(2 / math.pi) * (x + 0.044715 * x * x * x)).tanh())
+
+
+def _exp2(x: torch.Tensor) -> torch.Tensor:
+    """2^whole * e^(rest * log 2), in float64. The power of two is made of bits, in two halves that can't overflow."""
+    wide = x.double()
+    whole = wide.round().clamp(-1100, 1100)
+    half = (whole / 2).floor()
+    first, second = (((part.long() + 1023) << 52).view(torch.float64) for part in (half, whole - half))
+    return (((wide - whole) * math.log(2)).exp() * first * second).to(x.dtype)
+
+
+def _pow(x: torch.Tensor, exponent: int) -> torch.Tensor:
+    """By squaring, in float64."""
+    square, left = x.double(), abs(exponent)
+    power = torch.ones_like(square)
+    while left:
+        if left % 2:
+            power = power * square
+        square, left = square * square, left // 2
+    return (1.0 / power if exponent < 0 else power).to(x.dtype)
+
+
 _define(
     add=torch.add, sub=torch.sub, mul=torch.mul, div=torch.div, neg=torch.neg, abs=torch.abs,
-    minimum=torch.minimum, maximum=torch.maximum, exp=torch.exp, exp2=torch.exp2, log=torch.log, log2=torch.log2,
-    sqrt=torch.sqrt, rsqrt=torch.rsqrt, tanh=torch.tanh, sigmoid=torch.sigmoid, relu=torch.relu, silu=functional.silu,
-    hardswish=functional.hardswish, softplus=functional.softplus, gelu=functional.gelu,
-    pow=lambda x, exponent: torch.pow(x, exponent),
+    minimum=torch.minimum, maximum=torch.maximum, exp=torch.exp, exp2=_exp2, log=torch.log, log2=torch.log2,
+    sqrt=torch.sqrt, rsqrt=torch.rsqrt, tanh=torch.tanh, sigmoid=_sigmoid, relu=torch.relu, silu=_silu,
+    hardswish=functional.hardswish, softplus=_softplus, gelu=_gelu, pow=_pow,
     leaky_relu=lambda x, slope: functional.leaky_relu(x, slope),
 )  # fmt: skip
 _define(gives="bool", lt=torch.lt, le=torch.le, gt=torch.gt, ge=torch.ge, eq=torch.eq, ne=torch.ne)
@@ -72,7 +122,12 @@ def _sum(x: torch.Tensor, dim: int) -> torch.Tensor:
     return x.sum(dim, keepdim=True)
 
 
-_define(step="row", row_sum=lambda x: _sum(x, 1), row_max=lambda x: _amax(x, 1), row_absmax=lambda x: _absmax(x, 1))
+def _row_sum(x: torch.Tensor) -> torch.Tensor:
+    """Never of one row, whose sum torch may cut into one for each thread."""
+    return _sum(x.expand(2, -1), 1)[:1] if x.shape[0] == 1 else _sum(x, 1)
+
+
+_define(step="row", row_sum=_row_sum, row_max=lambda x: _amax(x, 1), row_absmax=lambda x: _absmax(x, 1))
 _define(step="column", col_sum=lambda x: _sum(x, 0), col_max=lambda x: _amax(x, 0), col_absmax=lambda x: _absmax(x, 0))
 _define(step="all", total_sum=_over_all(_sum), total_max=_over_all(_amax), total_absmax=_over_all(_absmax))
 
@@ -81,7 +136,7 @@ def _softmax(x: torch.Tensor) -> torch.Tensor:
     """-inf takes no part; a row of nothing else gives zeros."""
     top = _amax(x, 1)
     exps = (x - top.masked_fill(top == -torch.inf, 0.0)).exp()
-    total = exps.sum(1, keepdim=True)
+    total = _row_sum(exps)
     return exps / total.masked_fill(total == 0, 1.0)
 
 

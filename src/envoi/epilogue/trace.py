@@ -6,6 +6,7 @@ from typing import Any, NoReturn
 
 import torch
 
+from envoi.check import fits_float32
 from envoi.epilogue.errors import EpilogueError, last_user_line, refuse, refuse_at
 from envoi.epilogue.ir import COL, HALF_COL, HALF_TILE, IR, ROW, SCALAR, TILE, Node, Operand
 from envoi.epilogue.operations import infer
@@ -42,6 +43,8 @@ class Graph:
             refuse(f"{op}: got a torch tensor that isn't an operand; make it a parameter (Row, Col, Tile) and pass it")
         if isinstance(value, bool) or not isinstance(value, (int, float)):
             refuse(f"{op}: expected a value of the epilogue or a number, got {type(value).__name__}")
+        if not fits_float32(value):
+            refuse(f"{op}: expected a number that float32 can hold, got {value!r}")
         return self.add(Node("constant", (), (("value", float(value)),), SCALAR, "f32", "load"))
 
 
@@ -129,6 +132,11 @@ class Traced:
         __lshift__
     ) = __rshift__ = _refused("this operator isn't in the language; + - * / ** (int) abs() < <= > >= == != & | ~ are")
 
+    # Tracing could make a new value of it, but on tensors it would change the caller's.
+    __iadd__ = __isub__ = __imul__ = __itruediv__ = __ifloordiv__ = __imod__ = __imatmul__ = __ipow__ = __iand__ = (
+        __ior__
+    ) = __ixor__ = __ilshift__ = __irshift__ = _refused("a value can't be changed in place; write x = x + y")
+
     @classmethod
     def __torch_function__(cls, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> NoReturn:
         if any(isinstance(arg, torch.Tensor) for arg in args):
@@ -180,6 +188,7 @@ class HalfTile(Traced):
     shape = HALF_TILE
 
 
+TAKEN = ("a", "b", "rows", "weights", "offsets", "epilogue", "out_dtype")
 ANNOTATIONS = {kind.__name__: kind for kind in (Scalar, Row, Col, Tile, HalfCol, HalfTile)}
 
 
@@ -224,6 +233,10 @@ def _operands(function: Callable) -> tuple[Operand, ...]:
 
 
 def _operand(parameter: inspect.Parameter, place: tuple[str, int]) -> Operand:
+    if parameter.name in TAKEN:
+        refuse_at(
+            *place, f"parameter {parameter.name}: envoi.gemm and envoi.grouped_gemm take one of that name; rename it"
+        )
     kind = parameter.annotation
     kind = ANNOTATIONS.get(kind.rpartition(".")[2]) if isinstance(kind, str) else kind
     if kind is None or kind not in ANNOTATIONS.values():
@@ -233,6 +246,8 @@ def _operand(parameter: inspect.Parameter, place: tuple[str, int]) -> Operand:
         return Operand(parameter.name, kind.__name__, kind.shape)
     if kind is not Scalar or isinstance(parameter.default, bool) or not isinstance(parameter.default, (int, float)):
         refuse_at(*place, f"parameter {parameter.name}: only a Scalar can have a default, and it is a number")
+    if not fits_float32(parameter.default):
+        refuse_at(*place, f"parameter {parameter.name}: expected a default that float32 can hold")
     return Operand(parameter.name, kind.__name__, kind.shape, float(parameter.default))
 
 
@@ -240,7 +255,9 @@ def _outputs(function: Callable, graph: Graph, returned: Any) -> list[tuple[str,
     values: list[Any] = [returned]
     names = [""]
     if isinstance(returned, dict):
-        values, names = list(returned.values()), [str(name) for name in returned]
+        values, names = list(returned.values()), list(returned)
+        if any(not isinstance(name, str) or not name for name in names):
+            refuse_at(*_place(function), f"{function.__name__}: expected text as the names of outputs, got {names}")
     elif isinstance(returned, tuple):
         values, names = list(returned), [""] * len(returned)
     if not values or any(not isinstance(value, Traced) or value.graph is not graph for value in values):

@@ -8,7 +8,7 @@ from typing import Any, TypeVar
 import torch
 
 from envoi.epilogue.errors import refuse
-from envoi.epilogue.operations import CAST_DTYPES, OPERATIONS, compute_dtype, scheme_for
+from envoi.epilogue.operations import CAST_DTYPES, compute, scheme_for
 from envoi.epilogue.trace import Traced
 
 Value = TypeVar("Value")  # a Traced or a torch tensor; what goes in comes out
@@ -19,12 +19,9 @@ def _apply(op: str, *values: Any, **attributes: Any) -> Any:
     traced = next((value for value in values if isinstance(value, Traced)), None)
     if traced is not None:
         return traced.graph.apply(op, *values, **attributes)
-    tensor = next((value for value in values if isinstance(value, torch.Tensor)), None)
-    if tensor is None:
+    if not any(isinstance(value, torch.Tensor) for value in values):
         refuse(f"{op}: expected a value of the epilogue, got {', '.join(type(value).__name__ for value in values)}")
-    dtype = compute_dtype.get()
-    values = tuple(v if isinstance(v, torch.Tensor) else tensor.new_full((1, 1), v, dtype=dtype) for v in values)
-    return OPERATIONS[op].torch(*values, **attributes)
+    return compute(op, *values, **attributes)
 
 
 def exp(x: Value) -> Value:

@@ -3,12 +3,12 @@
 import torch
 
 from envoi.check import expect_choice, expect_tensor
+from envoi.epilogue.library import ACTIVATIONS
 from envoi.quant.cast import dequantize
 from envoi.quant.formats import Format, format_named
 from envoi.quant.pack import deinterleave_gate_up, interleave_gate_up, pack_weight
 from envoi.types import ExpertWeights, Matrix
 
-ACTIVATIONS = ("swiglu", "swiglu_oai")
 LAYOUTS = ("concat", "interleaved")
 SWIGLU_OAI_LIMIT = 7.0
 FLOATS = (torch.bfloat16, torch.float16, torch.float32)

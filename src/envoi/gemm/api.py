@@ -5,7 +5,7 @@ from typing import Any
 
 import torch
 
-from envoi.check import Dim, dtype_name, expect_divisible, expect_tensor
+from envoi.check import Dim, dtype_name, expect_divisible, expect_tensor, fits_float32
 from envoi.epilogue.api import Epilogue
 from envoi.epilogue.ir import IR, Node
 from envoi.epilogue.library import store
@@ -15,7 +15,7 @@ from envoi.types import Matrix, QuantTensor
 
 FLOATS = (torch.bfloat16, torch.float16, torch.float32)
 QUANTISED = (torch.float8_e4m3fn, torch.uint8)
-OUT_DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
+SCALES = (torch.float32, torch.float8_e8m0fnu, torch.float8_e4m3fn)
 
 
 def gemm(
@@ -64,9 +64,10 @@ def grouped_gemm(
     """For each expert e, epilogue(rows[offsets[e] : offsets[e + 1]] @ weights[e].T).
 
     rows [P, K] sorted by expert; a QuantTensor needs a scale factor for each row. weights [E, N, K]. Dtypes as in
-    `gemm`. offsets [E + 1] int32, exclusive, from 0; rows behind offsets[E] belong to no expert and come out as the
-    epilogue of 0.
+    `gemm`. offsets [E + 1] int32, exclusive, from 0; rows behind offsets[E] belong to no expert: they come out as the
+    epilogue of 0, and total_sum, total_max and total_absmax leave them out. E may be 0.
     operands: as in `gemm`, but a Col is [E, N], one for each expert; column reductions come out as [E, N].
+        Of other values that rows share, only scalars can be returned.
 
     Example: offsets [0, 2, 2, 5] gives rows 0 and 1 to expert 0, none to expert 1, rows 2 to 4 to expert 2.
     Raises ValueError for dtypes, shapes, devices or names that don't go together, and for offsets that aren't
@@ -78,7 +79,8 @@ def grouped_gemm(
         raise ValueError(f"rows: expected a scale factor for each row, got one for {rows.group[0]} rows")
     num_experts = weights.shape[0]
     expect_tensor("offsets", offsets, torch.int32, (num_experts + 1,), rows.device)
-    epilogue, out_dtype = _settle(rows, weights, epilogue, out_dtype)
+    epilogue, out_dtype = _settle(rows, weights, epilogue, out_dtype, ("rows", "weights"))
+    _check_grouped_outputs(epilogue)
     sizes = {"M": rows.shape[0], "N": weights.shape[1]}
     tensors, scalars = _check_operands(epilogue, operands, sizes, rows.device, num_experts)
     outputs = torch.ops.envoi.grouped_gemm(
@@ -97,25 +99,39 @@ def _check_matrix(name: str, x: Any, shape: tuple[Dim, ...], device: torch.devic
     *lead, columns = shape
     packed = columns // 2 if x.packed and isinstance(columns, int) else columns
     expect_tensor(f"{name}.values", x.values, QUANTISED, (*lead, packed), device)
+    if min(x.group) < 1:
+        raise ValueError(f"{name}.group: expected at least 1 row and 1 column, got {x.group}")
+    expect_divisible(f"{name}.shape[-1]", x.shape[-1], x.group[1], f"{x.group[1]} columns share a scale factor")
     scales = tuple(-(-size // side) for size, side in zip(x.shape[-2:], x.group, strict=True))
-    expect_tensor(f"{name}.sf", x.sf, None, (*x.shape[:-2], *scales), x.device)
+    expect_tensor(f"{name}.sf", x.sf, SCALES, (*x.shape[:-2], *scales), x.device)
 
 
-def _settle(a: Matrix, b: Matrix, epilogue: Any, out_dtype: Any) -> tuple[Epilogue, torch.dtype]:
+def _check_grouped_outputs(epilogue: Epilogue) -> None:
+    for node in epilogue.output_nodes:
+        if node.shape.rows == "1" and node.shape.spans_columns and node.step != "column":
+            raise ValueError(
+                f"epilogue: {epilogue.ir.name} returns a value that is the same for all rows of an expert ({node}); "
+                "in a grouped GEMM only col_sum, col_max and col_absmax can be returned for each expert"
+            )
+
+
+def _settle(
+    a: Matrix, b: Matrix, epilogue: Any, out_dtype: Any, names: tuple[str, str] = ("a", "b")
+) -> tuple[Epilogue, torch.dtype]:
     """Fill in the defaults and check what a and b have to agree on."""
     if epilogue is None:
         epilogue = store
     if not isinstance(epilogue, Epilogue):
         raise ValueError(f"epilogue: expected a function decorated with @envoi.epilogue, got {type(epilogue).__name__}")
     if isinstance(a, torch.Tensor) and isinstance(b, torch.Tensor) and a.dtype != b.dtype:
-        raise ValueError(f"b: expected {dtype_name(a.dtype)} like a, got {dtype_name(b.dtype)}")
+        raise ValueError(f"{names[1]}: expected {dtype_name(a.dtype)} like {names[0]}, got {dtype_name(b.dtype)}")
     if isinstance(a, QuantTensor) and isinstance(b, torch.Tensor):
-        raise ValueError(f"b: expected a QuantTensor like a, got {dtype_name(b.dtype)}")
+        raise ValueError(f"{names[1]}: expected a QuantTensor like {names[0]}, got {dtype_name(b.dtype)}")
     if isinstance(a, torch.Tensor) and isinstance(b, QuantTensor):
         if a.dtype != torch.bfloat16 or b.sf.dtype != torch.float8_e8m0fnu:
             raise ValueError(
-                f"a, b: expected bf16 beside mxfp8 or mxfp4, or the same kind on both sides, got {dtype_name(a.dtype)} "
-                f"beside {dtype_name(b.values.dtype)} with {dtype_name(b.sf.dtype)} scales"
+                f"{', '.join(names)}: expected bf16 beside mxfp8 or mxfp4, or the same kind on both sides, "
+                f"got {dtype_name(a.dtype)} beside {dtype_name(b.values.dtype)} with {dtype_name(b.sf.dtype)} scales"
             )
     elif isinstance(a, QuantTensor) and isinstance(b, QuantTensor):
         op.common_block(a, b)
@@ -150,7 +166,8 @@ def _check_operands(
     tensors: dict[str, torch.Tensor] = {}
     scalars: dict[str, float] = {}
     for operand in epilogue.ir.operands:
-        value = operands.get(operand.name, operand.default)
+        value = operands.get(operand.name)
+        value = operand.default if value is None else value
         if operand.kind != "Scalar":
             shape = _operand_shape(operand, sizes, num_experts)
             tensors[operand.name] = expect_tensor(operand.name, value, FLOATS, shape, device)
@@ -159,6 +176,8 @@ def _check_operands(
                 raise ValueError(f"{operand.name}: expected one element, got {list(value.shape)}")
             tensors[operand.name] = expect_tensor(operand.name, value, FLOATS, device=device)
         elif isinstance(value, (int, float)) and not isinstance(value, bool):
+            if not fits_float32(value):
+                raise ValueError(f"{operand.name}: expected a number that float32 can hold, got {value!r}")
             scalars[operand.name] = float(value)
         else:
             raise ValueError(f"{operand.name}: expected a number or a tensor of one, got {type(value).__name__}")

@@ -84,12 +84,13 @@ def _check_offsets(offsets: torch.Tensor, num_rows: int) -> list[int]:
 
 
 def _spread_columns(ir: IR, operands: dict, offsets: torch.Tensor, num_rows: int) -> None:
-    """Turn each Col [E, N] into [P, N], each row that of its expert; rows without an expert get the last one's."""
+    """Turn each Col [E, N] into [P, N], each row that of its expert; those of none get the last one's, or zeros."""
     positions = torch.arange(num_rows, device=offsets.device, dtype=torch.int32)
     expert = torch.searchsorted(offsets[1:].contiguous(), positions, right=True).clamp(max=len(offsets) - 2)
     for operand in ir.operands:
         if operand.shape.rows == "1" and operand.shape.spans_columns:
-            operands[operand.name] = operands[operand.name][expert]
+            values = operands[operand.name]
+            operands[operand.name] = values[expert] if len(values) else values.new_zeros(num_rows, values.shape[1])
 
 
 def _output_dtype(node: Node, out_dtype: torch.dtype) -> torch.dtype:
@@ -109,11 +110,11 @@ def _flat_outputs(ir: IR, outputs: list, out_dtype: torch.dtype, operands: list[
             flat += [output.values, output.sf]
         else:
             flat.append(output.to(_output_dtype(ir.nodes[position], out_dtype)).contiguous())
-    taken = {tensor.data_ptr() for tensor in operands}
+    taken = {tensor.untyped_storage().data_ptr() for tensor in operands}
     for position, tensor in enumerate(flat):
-        if tensor.data_ptr() in taken:
+        if tensor.untyped_storage().data_ptr() in taken:
             flat[position] = tensor.clone()
-        taken.add(tensor.data_ptr())
+        taken.add(flat[position].untyped_storage().data_ptr())
     return flat
 
 

@@ -24,6 +24,8 @@ ROW_TILE_CUDA = 256
 
 def accumulate(a: Matrix, b: Matrix) -> torch.Tensor:
     """a [M, K] @ b [N, K].T -> float32 [M, N] accumulators. Either side may be a QuantTensor."""
+    if a.shape[-1] == 0:
+        return torch.zeros(a.shape[0], b.shape[0], device=a.device)
     block = block_k(a, b)
     if block is None:
         return _scaled_product(a, b)
