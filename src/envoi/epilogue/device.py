@@ -142,6 +142,17 @@ def group_amax(x):
 
 
 @triton.jit
+def bf16(x):
+    """float32 -> bf16, to nearest even."""
+    if INTERPRETED:  # whose cast cuts off
+        bits = x.to(tl.int32, bitcast=True)
+        bits = tl.where(x == x, (bits + 0x7FFF + ((bits >> 16) & 1)) >> 16, 0x7FC0)
+        return bits.to(tl.int16).to(tl.bfloat16, bitcast=True)
+    else:
+        return x.to(tl.bfloat16)
+
+
+@triton.jit
 def e4m3(x):
     """float32 -> E4M3, saturating."""
     return minimum(maximum(x, -448.0), 448.0).to(tl.float8e4nv)

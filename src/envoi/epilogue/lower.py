@@ -8,7 +8,7 @@ What is written for `swiglu` in Gluon, its output leaving through a TMA descript
         v2 = odd(x1)
         v3 = silu(v1)
         v4 = v3 * v2
-        o0 = v4.to(L.bfloat16)
+        o0 = bf16(v4)
         put_tiles((o0,), descs, stages, (n // 2,), m, TURN, cfg.turns)
         return (0,)
 
@@ -86,8 +86,9 @@ def slots(ir: IR, out_dtype: torch.dtype) -> tuple[Slot, ...]:
                 Slot("sf", scheme.sf, position, scheme.group[1]),
             ]
         elif node.step in ("column", "all"):
-            # Every row has to be known: the tile itself leaves, and is reduced afterwards.
-            found.append(Slot("tile", torch.float32, node.args[0], ir.nodes[node.args[0]].shape.divisor))
+            # Every row has to be known: what is reduced leaves as it is, and is reduced afterwards.
+            shape = ir.nodes[node.args[0]].shape
+            found.append(Slot(_kind(shape), torch.float32, node.args[0], _columns(shape)))
         else:
             found.append(Slot(_kind(node.shape), _dtype(node, out_dtype), position, _columns(node.shape)))
     return tuple(found)
@@ -110,7 +111,8 @@ def _dtype(node: Node, out_dtype: torch.dtype) -> torch.dtype:
         return CAST_DTYPES[node.attribute("dtype")]
     if node.dtype == "i32":
         return torch.int32
-    return torch.float32 if node.step == "row" else out_dtype
+    whole = node.shape.rows == "M" and node.shape.spans_columns
+    return out_dtype if whole else torch.float32
 
 
 def late(ir: IR) -> frozenset[int]:
@@ -528,7 +530,7 @@ class _Writer:
             return
         self.line("ids = ids_like(like, m)")
         for i, position in enumerate(self.partials):
-            self.line(f"p{i} = like * 0.0 + {_FILL[self.ir.nodes[position].op]}")
+            self.line(f"p{i} = ids.to(L.float32) * 0.0 + {_FILL[self.ir.nodes[position].op]}")
         self.line("for slot in range(0, num_slots, 8):")
         for j in range(8):
             for i, position in enumerate(self.partials):
@@ -617,7 +619,7 @@ def _call(node: Node, args: list[str]) -> str:
     if node.op in INFIX:
         return f"{args[0]} {INFIX[node.op]} {args[1]}"
     if node.op == "neg":
-        return f"-{args[0]}"
+        return f"{args[0]} * -1.0"  # the language's own is 0 - x, which has another zero
     if node.op == "logical_not":
         return f"~{args[0]}"
     if node.op == "pow":
@@ -645,6 +647,8 @@ def _power(x: str, exponent: int) -> str:
 def _to(value: str, dtype: torch.dtype) -> str:
     if dtype == torch.float8_e4m3fn:
         return f"e4m3({value})"
+    if dtype == torch.bfloat16:
+        return f"bf16({value})"
     return value if dtype in (torch.float32, torch.int32) else f"{value}.to(L.{TYPE_NAMES[dtype]})"
 
 

@@ -1,9 +1,15 @@
-"""Index vectors, loads and stores of a tile, for lowered epilogues in Triton: the twin of tile_gluon."""
+# ruff: noqa: RET505
+# pyright: reportArgumentType=false
+"""Index vectors, loads and stores of a tile, for lowered epilogues in Triton: the twin of tile_gluon.
+
+FP8 leaves as bits in uint8, so that every GPU can write it.
+"""
 
 import triton
 import triton.language as tl
 
-from envoi.epilogue.device import maximum
+from envoi.epilogue.codes_triton import from_e4m3, to_e4m3, widen
+from envoi.epilogue.device import INTERPRETED, maximum
 
 
 @triton.jit
@@ -45,13 +51,13 @@ def ids_like(like, start):
 @triton.jit
 def load_at(pointer, ids, limit):
     """A value for each id below the limit, 0 for the others."""
-    return tl.load(pointer + ids, mask=ids < limit, other=0.0).to(tl.float32)
+    return widen(tl.load(pointer + ids, mask=ids < limit, other=0.0))
 
 
 @triton.jit
 def load_one(pointer):
     """The value of a tensor of one element."""
-    return tl.load(pointer).to(tl.float32)
+    return widen(tl.load(pointer))
 
 
 @triton.jit
@@ -60,7 +66,7 @@ def load_tile(pointer, x, m, n, m_end, num_columns):
     rows, columns = row_ids(x, m), col_ids(x, n)
     at = rows[:, None].to(tl.int64) * num_columns + columns[None, :]
     mask = (rows < m_end)[:, None] & (columns < num_columns)[None, :]
-    return tl.load(pointer + at, mask=mask, other=0.0).to(tl.float32)
+    return widen(tl.load(pointer + at, mask=mask, other=0.0))
 
 
 @triton.jit
@@ -86,15 +92,24 @@ def sum_columns(x):
 
 
 @triton.jit
+def largest(x, AXIS: tl.constexpr):
+    """The largest along an axis; NaN if there is one."""
+    if INTERPRETED:  # which calls a function of ours for each element; with indices its maximum passes NaN on
+        return tl.max(x, AXIS, return_indices=True)[0]
+    else:
+        return tl.reduce(x, AXIS, maximum)
+
+
+@triton.jit
 def max_columns(x):
     """The largest of each row; NaN if there is one."""
-    return tl.reduce(x, 1, maximum)
+    return largest(x, 1)
 
 
 @triton.jit
 def group_max(x, GROUP: tl.constexpr):
     """[rows, C] -> the largest of each GROUP columns, [rows, C / GROUP]."""
-    return tl.reduce(tl.reshape(x, (x.shape[0], x.shape[1] // GROUP, GROUP)), 2, maximum)
+    return largest(tl.reshape(x, (x.shape[0], x.shape[1] // GROUP, GROUP)), 2)
 
 
 @triton.jit
@@ -126,3 +141,16 @@ def pack_pairs(codes):
 def store_column(pointer, value, ids, limit):
     """A vector over columns."""
     tl.store(pointer + ids, value, mask=ids < limit)
+
+
+@triton.jit
+def e4m3(x):
+    """float32 -> E4M3, saturating."""
+    return to_e4m3(x)
+
+
+@triton.jit
+def e4m3_scale(x):
+    """A scale factor stored as E4M3, and the float32 of its inverse."""
+    sf = to_e4m3(tl.maximum(x, 0.001953125, propagate_nan=tl.PropagateNan.ALL))
+    return sf, tl.div_rn(1.0, from_e4m3(sf))

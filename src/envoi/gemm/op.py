@@ -9,6 +9,7 @@ from envoi.epilogue.evaluate import evaluate
 from envoi.epilogue.ir import IR, Node
 from envoi.epilogue.operations import CAST_DTYPES
 from envoi.gemm import reference
+from envoi.gemm.select import run_kernels
 from envoi.operators import operator
 from envoi.quant.formats import SCHEMES
 from envoi.types import Matrix, QuantTensor
@@ -46,9 +47,12 @@ def _gemm(
     epilogue: str, out_dtype: torch.dtype,
     tensors: list[torch.Tensor], scalars: list[float], names: str,
 ) -> list[torch.Tensor]:  # fmt: skip
-    acc = reference.accumulate(join(a, a_sf, a_group), join(b, b_sf, b_group))
-    operands = name_operands(tensors, scalars, names)
-    ir = with_key(epilogue).ir
+    ir, operands = with_key(epilogue).ir, name_operands(tensors, scalars, names)
+    sides = join(a, a_sf, a_group), join(b, b_sf, b_group)
+    outputs = run_kernels(*sides, None, ir, out_dtype, operands)
+    if outputs is not None:
+        return outputs
+    acc = reference.accumulate(*sides)
     return _flat_outputs(ir, evaluate(ir, acc, operands), out_dtype, tensors)
 
 
@@ -66,12 +70,13 @@ def _grouped_gemm(
     offsets: torch.Tensor, epilogue: str, out_dtype: torch.dtype,
     tensors: list[torch.Tensor], scalars: list[float], names: str,
 ) -> list[torch.Tensor]:  # fmt: skip
-    bounds = _check_offsets(offsets, rows.shape[0])
-    acc = reference.accumulate_groups(
-        join(rows, rows_sf, rows_group), join(weights, weights_sf, weights_group), bounds
-    )  # fmt: skip
-    ir = with_key(epilogue).ir
-    operands = name_operands(tensors, scalars, names)
+    ir, operands = with_key(epilogue).ir, name_operands(tensors, scalars, names)
+    sides = join(rows, rows_sf, rows_group), join(weights, weights_sf, weights_group)
+    bounds = _check_offsets(offsets, rows.shape[0]) if rows.device.type == "cpu" else None
+    outputs = run_kernels(*sides, offsets, ir, out_dtype, operands)
+    if outputs is not None:
+        return outputs
+    acc = reference.accumulate_groups(*sides, bounds or _check_offsets(offsets, rows.shape[0]))
     _spread_columns(ir, operands, offsets, rows.shape[0])
     return _flat_outputs(ir, evaluate(ir, acc, operands, offsets), out_dtype, tensors)
 

@@ -1,0 +1,253 @@
+"""Launching the Triton kernels: how matrices are handed over, tiles, workspaces, outputs."""
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from envoi.epilogue.ir import IR, Node
+from envoi.epilogue.library import store
+from envoi.epilogue.lower import Lowered, Slot, lower, piece_columns, rows_must_fit, slots
+from envoi.gemm import kernel_triton
+from envoi.types import Matrix
+
+kernels: Any = kernel_triton  # constants arrive in its parameters as plain values
+
+MAX_TILE_N = 256  # columns of a tile of the product
+MAX_ROW = 16384  # columns of a row that one program holds
+FINISH_M = 64
+REDUCE_M, REDUCE_C = 64, 64
+
+
+@dataclass(frozen=True)
+class Side:
+    """How a kernel reads one matrix.
+
+    values: "plain" (a float), "e4m3" or "e2m1" (two a byte). scale: the type of its scale factors, "none", "f32",
+    "e8m0" or "e4m3". group_k: columns that share one; 0 = all, or none.
+    """
+
+    values: str
+    scale: str
+    group_k: int
+
+    @property
+    def per_byte(self) -> int:
+        """Elements that share an address."""
+        return 2 if self.values == "e2m1" else 1
+
+    @property
+    def scales(self) -> bool:
+        """True if products are multiplied by its scale factors."""
+        return self.scale == "f32"
+
+    @property
+    def folds(self) -> bool:
+        """True if its elements are multiplied by their scale factors before the product: exact for narrow ones."""
+        return self.scale in ("e8m0", "e4m3")
+
+
+SCALES = {torch.float32: "f32", torch.float8_e8m0fnu: "e8m0", torch.float8_e4m3fn: "e4m3"}
+
+
+def supports_triton(ir: IR, N: int) -> str:
+    """Why the Triton kernels can't compute this epilogue for N columns; "" if they can."""
+    if _in_tiles(ir, N) or N <= MAX_ROW:
+        return ""
+    return f"epilogue {ir.name} needs whole rows, which may have {MAX_ROW} columns at most, got {N}"
+
+
+def gemm(a: Matrix, b: Matrix, ir: IR, out_dtype: torch.dtype, operands: dict) -> list[torch.Tensor]:
+    """The outputs of `envoi.gemm` as a flat list, values and scale factors of a QuantTensor one after the other."""
+    return _run(a, b, None, ir, out_dtype, operands)
+
+
+def grouped_gemm(
+    rows: Matrix, weights: Matrix, offsets: torch.Tensor, ir: IR, out_dtype: torch.dtype, operands: dict
+) -> list[torch.Tensor]:
+    """The outputs of `envoi.grouped_gemm`, flat. offsets [E + 1] int32 stay on the device."""
+    return _run(rows, weights, offsets.contiguous(), ir, out_dtype, operands)
+
+
+def _run(
+    a: Matrix, b: Matrix, offsets: torch.Tensor | None, ir: IR, out_dtype: torch.dtype, operands: dict
+) -> list[torch.Tensor]:
+    M, N = a.shape[0], b.shape[-2]
+    refusal = supports_triton(ir, N)
+    if refusal:
+        raise ValueError(f"N: {refusal}")
+    tensors, pointers = operand_tensors(ir, operands, 0 if offsets is None else b.shape[0])
+    written = empty_slots(ir, slots(ir, out_dtype), M, N, a.device)
+    if _in_tiles(ir, N):
+        block_n = tile_columns(ir, N)
+        code = lower(ir, out_dtype, "triton", block_n >= N, False, pointers)
+        _launch(a, b, offsets, code, tensors, written, block_n)
+    else:
+        acc = torch.empty(M, N, dtype=torch.float32, device=a.device)
+        _launch(a, b, offsets, lower(store.ir, torch.float32, "triton", False, False, frozenset()), (), [acc], 128)
+        finish_rows(acc, ir, out_dtype, tensors, pointers, written, offsets)
+    return finish_outputs(ir, written, offsets)
+
+
+def _in_tiles(ir: IR, N: int) -> bool:
+    """True if tiles of the product are enough for the epilogue."""
+    return piece_columns(ir) <= MAX_TILE_N and (N <= MAX_TILE_N or not rows_must_fit(ir))
+
+
+def tile_columns(ir: IR, N: int) -> int:
+    """Columns of a tile: the whole row if it is short."""
+    if N <= MAX_TILE_N:
+        return max(16, power_of_two(N), piece_columns(ir))
+    return max(128, piece_columns(ir))
+
+
+def side_of(x: Matrix) -> Side:
+    """What a kernel is compiled for."""
+    if isinstance(x, torch.Tensor):
+        return Side("plain", "none", 0)
+    whole = x.sf.dtype == torch.float32 and x.sf.shape[-1] <= 1
+    return Side("e2m1" if x.packed else "e4m3", SCALES[x.sf.dtype], 0 if whole else x.group[1])
+
+
+def matrix_argument(x: Matrix) -> tuple:
+    """A matrix [.., rows, K] as the kernels take it."""
+    if isinstance(x, torch.Tensor):
+        return x, *_strides(x), x, 0, 0, 0, 1
+    values, sf = _bits(x.values), _bits(x.sf)
+    return values, *_strides(values), sf, *_strides(sf), x.group[0]
+
+
+def _strides(x: torch.Tensor) -> tuple[int, ...]:
+    return (*(0,) * (3 - x.dim()), *x.stride())
+
+
+def _bits(x: torch.Tensor) -> torch.Tensor:
+    return x.view(torch.uint8) if x.dtype in (torch.float8_e4m3fn, torch.float8_e8m0fnu) else x
+
+
+def operand_tensors(ir: IR, operands: dict, num_experts: int) -> tuple[tuple, frozenset[str]]:
+    """Operands as kernels take them, and the names of those Scalars that are tensors."""
+    values = []
+    for operand in ir.operands:
+        value = operands[operand.name]
+        if isinstance(value, torch.Tensor):
+            value = value.contiguous()
+            if value.shape[:1] == (0,) and operand.shape.rows == "1" and not num_experts:
+                value = value.new_zeros(1, *value.shape[1:])  # a Col of no experts
+        values.append(value)
+    names = (o.name for o, v in zip(ir.operands, values, strict=True) if o.kind == "Scalar" and torch.is_tensor(v))
+    return tuple(values), frozenset(names)
+
+
+def empty_slots(ir: IR, found: tuple[Slot, ...], M: int, N: int, device: torch.device) -> list[torch.Tensor]:
+    """An empty tensor for each slot."""
+    written: list[torch.Tensor] = []
+    for slot in found:
+        divisor = ir.nodes[slot.position].shape.divisor
+        written.append(torch.empty(slot.shape(M, N, divisor), dtype=slot.dtype, device=device))
+    return written
+
+
+def _launch(
+    a: Matrix, b: Matrix, offsets: torch.Tensor | None, code: Lowered, operands: tuple, outputs: list, block_n: int
+) -> None:
+    """The product with its epilogue, and the reductions over rows that are finished afterwards."""
+    M, N, K = a.shape[0], b.shape[-2], a.shape[-1]
+    A, B = side_of(a), side_of(b)
+    block_m, block_k, options = tile_rows(M, block_n, a)
+    num_experts = 0 if offsets is None else b.shape[0]
+    tiles = (-(-M // block_m) + (0 if offsets is None else num_experts), -(-N // block_n))
+    grid = (max(1, tiles[0]), max(1, tiles[1]))
+    raw = tuple(_bits(output) for output in outputs)
+    workspace = torch.empty(code.partials * grid[1] * M, dtype=torch.float32, device=a.device)
+    kernels.gemm_kernel[grid](
+        matrix_argument(a), matrix_argument(b), offsets, operands or (0,), raw, workspace, M, N, K, num_experts,
+        code, A, B, max(side.group_k for side in (A, B) if side.scales) if A.scales or B.scales else 0,
+        block_m, block_n, block_k, max_groups(offsets), **options,
+    )  # fmt: skip
+    if code.partials and M:
+        kernels.finish_kernel[(-(-M // FINISH_M),)](workspace, operands or (0,), raw, grid[1], M, code, FINISH_M)
+
+
+def tile_rows(M: int, block_n: int, a: Matrix) -> tuple[int, int, dict[str, int]]:
+    """Rows of a tile, elements of K a step, and the launch's options."""
+    block_m = 16 if M <= 16 else 32 if M <= 32 else 64 if M <= 64 or block_n > 128 else 128
+    wide = isinstance(a, torch.Tensor) and a.dtype == torch.float32
+    num_warps = 8 if block_m * block_n >= 128 * 128 else 4
+    return block_m, 32 if wide else 64, {"num_warps": num_warps, "num_stages": 3}
+
+
+def max_groups(offsets: torch.Tensor | None) -> int:
+    """A power of two above the number of experts; 0 if there are none to tell apart."""
+    return 0 if offsets is None else max(2, power_of_two(offsets.shape[0]))
+
+
+def power_of_two(size: int) -> int:
+    """The least that is at least `size`, and 1."""
+    return 1 << max(0, size - 1).bit_length()
+
+
+def finish_rows(
+    acc: torch.Tensor, ir: IR, out_dtype: torch.dtype, operands: tuple, pointers: frozenset[str],
+    outputs: list[torch.Tensor], offsets: torch.Tensor | None = None,
+) -> None:  # fmt: skip
+    """Run an epilogue that needs whole rows on accumulators in memory.
+
+    acc [M, N] float32, contiguous, N up to MAX_ROW; with offsets, rows behind the last expert's needn't be written.
+    operands, pointers: from `operand_tensors`. outputs: from `empty_slots`; they are filled.
+    """
+    M, N = acc.shape
+    code = lower(ir, out_dtype, "triton", True, False, pointers)
+    block_n = max(16, power_of_two(N), piece_columns(ir))
+    block_m = max(1, 4096 // block_n)
+    num_experts = 0 if offsets is None else offsets.shape[0] - 1
+    grid = (max(1, -(-M // block_m) + num_experts),)
+    raw = tuple(_bits(output) for output in outputs)
+    kernels.rows_kernel[grid](
+        acc, offsets, operands or (0,), raw, M, N, num_experts, code, block_m, block_n, max_groups(offsets),
+        num_warps=4 if block_n <= 4096 else 8,
+    )  # fmt: skip
+
+
+def finish_outputs(ir: IR, written: list[torch.Tensor], offsets: torch.Tensor | None) -> list[torch.Tensor]:
+    """The outputs: the slots, those for reductions over all rows reduced."""
+    flat: list[torch.Tensor] = []
+    slot = iter(written)
+    for _, position in ir.outputs:
+        node = ir.nodes[position]
+        if node.op == "quantize":
+            flat += [next(slot), next(slot)]
+        elif node.step in ("column", "all"):
+            flat.append(_reduced(node, next(slot), offsets))
+        else:
+            flat.append(next(slot))
+    return flat
+
+
+def _reduced(node: Node, x: torch.Tensor, offsets: torch.Tensor | None) -> torch.Tensor:
+    op = node.op.partition("_")[2]
+    x = x.unsqueeze(1) if x.dim() == 1 else x
+    if node.step == "column":
+        out = reduce_rows(x, op, offsets)
+        return out[0] if offsets is None else out
+    # All rows that belong to an expert are one group.
+    bounds = None if offsets is None else offsets[:: max(1, offsets.shape[0] - 1)]
+    if bounds is not None and bounds.shape[0] == 1:
+        bounds = torch.cat((bounds, bounds))
+    columns = reduce_rows(x, op, bounds)
+    return reduce_rows(columns.view(-1, 1), op, None).view(())
+
+
+def reduce_rows(x: torch.Tensor, op: str, offsets: torch.Tensor | None) -> torch.Tensor:
+    """float32 x [M, C] -> "sum", "max" or "absmax" over its rows [1, C]; with offsets over those of each expert."""
+    M, C = x.shape
+    groups = 1 if offsets is None else offsets.shape[0] - 1
+    out = torch.empty(groups, C, dtype=torch.float32, device=x.device)
+    block_c = min(REDUCE_C, power_of_two(C))
+    if out.numel():
+        bounds = None if offsets is None else offsets.contiguous()
+        grid = (groups, -(-C // block_c))
+        kernels.reduce_kernel[grid](
+            x, out, bounds, M, C, op, REDUCE_M * REDUCE_C // block_c, block_c, offsets is not None
+        )
+    return out

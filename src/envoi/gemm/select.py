@@ -1,0 +1,38 @@
+"""Which implementation of the GEMMs runs where: the only place that decides."""
+
+from functools import lru_cache
+
+import torch
+
+from envoi import env
+from envoi.epilogue.ir import IR
+from envoi.types import Matrix
+
+
+@lru_cache(maxsize=None)
+def implementation(device: torch.device) -> str:
+    """ "hopper" on an sm_90 GPU, "triton" on other GPUs and on a CPU if Triton's interpreter is on, else "torch".
+
+    What the Hopper kernel doesn't take runs on the Triton kernels there too: `hopper.supports_hopper` says what.
+    """
+    if device.type == "cpu":
+        return "triton" if env.interpreting() else "torch"
+    if device.type != "cuda":
+        return "torch"
+    return "hopper" if torch.cuda.get_device_capability(device) == (9, 0) else "triton"
+
+
+def run_kernels(
+    a: Matrix, b: Matrix, offsets: torch.Tensor | None, ir: IR, out_dtype: torch.dtype, operands: dict
+) -> list[torch.Tensor] | None:
+    """The flat outputs of `envoi.gemm` or, with offsets, of `envoi.grouped_gemm`; None where torch has to compute."""
+    kind = implementation(a.device)
+    if kind == "torch":
+        return None
+    from envoi.gemm import hopper, portable
+
+    if kind == "hopper" and not hopper.supports_hopper(a, b, ir):
+        return hopper.run(a, b, offsets, ir, out_dtype, operands)
+    if offsets is None:
+        return portable.gemm(a, b, ir, out_dtype, operands)
+    return portable.grouped_gemm(a, b, offsets, ir, out_dtype, operands)

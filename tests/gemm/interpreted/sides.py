@@ -1,0 +1,68 @@
+"""What the kernels are compared with, and inputs."""
+
+import torch
+
+from envoi.epilogue.evaluate import evaluate
+from envoi.gemm import gemm, grouped_gemm, reference
+from envoi.gemm.op import _spread_columns
+from envoi.types import Matrix, QuantTensor
+from tests.helpers.accuracy import assert_same_bits, relative_error
+
+
+def normal(*shape: int, seed: int = 0) -> torch.Tensor:
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed))
+
+
+def whole(*shape: int, seed: int = 0, top: int = 2) -> torch.Tensor:
+    """Whole numbers, whose products and sums are exact."""
+    return torch.randint(-top, top + 1, shape, generator=torch.Generator().manual_seed(seed)).float()
+
+
+def flat(outputs) -> list[torch.Tensor]:
+    outputs = outputs.values() if isinstance(outputs, dict) else outputs
+    outputs = outputs if isinstance(outputs, (tuple, list)) or not isinstance(outputs, torch.Tensor) else [outputs]
+    outputs = [outputs] if isinstance(outputs, QuantTensor) else outputs
+    return [part for x in outputs for part in ((x.values, x.sf) if isinstance(x, QuantTensor) else (x,))]
+
+
+def run(a: Matrix, b: Matrix, ending, offsets: list[int] | None = None, **operands) -> list[torch.Tensor]:
+    """The kernels' outputs, flat."""
+    if offsets is None:
+        return flat(gemm(a, b, ending, **operands))
+    return flat(grouped_gemm(a, b, torch.tensor(offsets, dtype=torch.int32), ending, **operands))
+
+
+def expected(a: Matrix, b: Matrix, ending, offsets: list[int] | None = None, *, wide=False, out_dtype=None, **operands):
+    """The reference's outputs, flat; `wide` in float64."""
+    ir = ending.ir
+    bounds = None if offsets is None else torch.tensor(offsets, dtype=torch.int32)
+    if offsets is None:
+        acc = reference.oracle(a, b) if wide else reference.accumulate(a, b)
+    elif wide:
+        acc = torch.zeros(a.shape[0], b.shape[1], dtype=torch.float64)
+        for e in range(b.shape[0]):
+            first, last = offsets[e], offsets[e + 1]
+            if last > first:
+                mine = reference.cut_rows(a, first, last), reference.pick_expert(b, e)
+                acc[first:last] = reference.oracle(*mine)
+    else:
+        acc = reference.accumulate_groups(a, b, offsets)
+    if bounds is not None:
+        _spread_columns(ir, operands, bounds, a.shape[0])
+    return flat(evaluate(ir, acc, operands, bounds))
+
+
+def assert_equal(got: list[torch.Tensor], want: list[torch.Tensor]) -> None:
+    """Same bits; what the reference leaves in float32 is rounded like the kernels' output first."""
+    assert len(got) == len(want)
+    for x, y in zip(got, want, strict=True):
+        assert_same_bits(x, y.to(x.dtype))
+
+
+def assert_close(got: list[torch.Tensor], torchs: list[torch.Tensor], oracle: list[torch.Tensor], slack=2e-7) -> None:
+    """Errors at most twice torch's. slack: what float32 functions may add to it."""
+    assert len(got) == len(torchs) == len(oracle)
+    for x, y, z in zip(got, torchs, oracle, strict=True):
+        assert x.shape == y.shape
+        mine, theirs = relative_error(x, z), relative_error(y.to(x.dtype), z)
+        assert mine <= 2 * theirs + slack, f"error {mine:.3g}, torch's {theirs:.3g}"
