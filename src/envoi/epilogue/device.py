@@ -193,7 +193,7 @@ def best_key(keys):
 @triton.jit
 def without(keys, best):
     """The keys with each row's best made the worst."""
-    return tl.where(keys == best[:, None], -9187343239835811840, keys)  # the key of -inf, in the last column
+    return tl.where(keys == best[:, None], -9187343244130779136, keys)  # the key of -inf, in the last column
 
 
 @triton.jit

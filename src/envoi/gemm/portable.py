@@ -152,21 +152,30 @@ def _launch(
     a: Matrix, b: Matrix, offsets: torch.Tensor | None, code: Lowered, operands: tuple, outputs: list, block_n: int
 ) -> None:
     """The product with its epilogue, and the reductions over rows that are finished afterwards."""
+    M = a.shape[0]
+    grid, arguments, options = product_arguments(a, b, offsets, code, operands, outputs, block_n)
+    kernels.gemm_kernel[grid](*arguments, **options)
+    if code.partials and M:
+        _, _, _, operands, raw, workspace, *_ = arguments
+        kernels.finish_kernel[(-(-M // FINISH_M),)](workspace, operands, raw, grid[1], M, code, FINISH_M)
+
+
+def product_arguments(
+    a: Matrix, b: Matrix, offsets: torch.Tensor | None, code: Lowered, operands: tuple, outputs: list, block_n: int
+) -> tuple[tuple[int, int], tuple, dict[str, int]]:
+    """The grid of `gemm_kernel`, its arguments, its options."""
     M, N, K = a.shape[0], b.shape[-2], a.shape[-1]
     A, B = side_of(a), side_of(b)
     block_m, block_k, options = tile_rows(M, block_n, a)
     num_experts = 0 if offsets is None else b.shape[0]
-    tiles = (-(-M // block_m) + (0 if offsets is None else num_experts), -(-N // block_n))
-    grid = (max(1, tiles[0]), max(1, tiles[1]))
-    raw = tuple(_bits(output) for output in outputs)
+    # Each expert may end with a tile that isn't full. Without rows the first tile writes what belongs to none.
+    grid = (max(1, -(-M // block_m) + num_experts), max(1, -(-N // block_n)))
     workspace = torch.empty(code.partials * grid[1] * M, dtype=torch.float32, device=a.device)
-    kernels.gemm_kernel[grid](
-        matrix_argument(a), matrix_argument(b), offsets, operands or (0,), raw, workspace, M, N, K, num_experts,
-        code, A, B, max(side.group_k for side in (A, B) if side.scales) if A.scales or B.scales else 0,
-        block_m, block_n, block_k, max_groups(offsets), **options,
-    )  # fmt: skip
-    if code.partials and M:
-        kernels.finish_kernel[(-(-M // FINISH_M),)](workspace, operands or (0,), raw, grid[1], M, code, FINISH_M)
+    group_k = max(side.group_k for side in (A, B) if side.scales) if A.scales or B.scales else 0
+    return grid, (
+        matrix_argument(a), matrix_argument(b), offsets, operands or (0,), tuple(_bits(x) for x in outputs), workspace,
+        M, N, K, num_experts, code, A, B, group_k, block_m, block_n, block_k, max_groups(offsets),
+    ), options  # fmt: skip
 
 
 def tile_rows(M: int, block_n: int, a: Matrix) -> tuple[int, int, dict[str, int]]:
