@@ -38,6 +38,24 @@ def reciprocal(x):
 
 
 @triton.jit
+def divide(x, y):
+    """x / y rounded to nearest, for y >= AMAX_FLOOR and quotients far from the ends of float32.
+
+    The compiler's own exact division calls a subroutine. This is a reciprocal, improved once, and a quotient corrected
+    by its exact remainder.
+    """
+    if INTERPRETED:
+        return x / y
+    else:
+        shrink = tl.where(y > 1e18, 8.673617379884035e-19, 1.0)  # 2^-60: the reciprocal of a huge y would be 0
+        y = y * shrink
+        r = reciprocal(y)
+        r = tl.fma(tl.fma(-y, r, 1.0), r, r)
+        q = x * r
+        return tl.fma(tl.fma(-q, y, x), r, q) * shrink
+
+
+@triton.jit
 def power_of_two(x):
     """2^x; 0 below 2^-126."""
     if INTERPRETED:

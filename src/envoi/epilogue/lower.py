@@ -2,14 +2,14 @@
 
 What is written for `swiglu` in Gluon, its output leaving through a TMA descriptor:
 
-    def visit(x1, m, n, m_end, N, operands, outputs, descs, stages, side, GROUPED, TURN, cfg):
+    def visit(x1, m, n, m_end, N, operands, outputs, descs, stages, side, GROUPED, turn, cfg):
         x2 = even(x1)
         v1 = even(x1)
         v2 = odd(x1)
         v3 = silu(v1)
         v4 = v3 * v2
         o0 = bf16(v4)
-        put_tiles((o0,), descs, stages, (n // 2,), m, TURN, cfg.turns)
+        put_tiles((o0,), descs, stages, (n // 2,), m, turn, cfg.turns)
         return (0,)
 
 x1 is a piece of the accumulator in registers, m and n the position of its corner, m_end the row behind the last that
@@ -24,7 +24,7 @@ row's last tile calls `finish`, which reads them in order and stores what depend
 import linecache
 import math
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import cache
 from types import ModuleType
 from typing import Any
 
@@ -42,7 +42,7 @@ LANGUAGE = ("abs", "exp", "exp2", "log", "log2", "sqrt", "rsqrt", "where")
 MAX_DESCS = 2
 DEVICE = ("minimum", "maximum", "sigmoid", "silu", "relu", "tanh", "hardswish", "softplus", "leaky_relu")
 PARTIAL = ("row_sum", "row_max", "row_absmax")
-FUNCTIONS = ("visit", "merge", "save", "finish", "buffers", "side_buffers", "fetch_first", "of_expert")
+FUNCTIONS = ("visit", "merge", "save", "finish", "buffers", "side_buffers", "fetch_side", "of_expert")
 NEEDS_ROWS = "a row's value is used before the row is complete"
 TYPE_NAMES = {
     torch.bfloat16: "bfloat16", torch.float16: "float16", torch.float32: "float32", torch.float8_e4m3fn: "float8e4nv",
@@ -157,12 +157,14 @@ class Lowered:
     finish: Any
     buffers: Any
     side_buffers: Any
-    fetch_first: Any
+    fetch_side: Any
     of_expert: Any
     slots: tuple[Slot, ...]
     leaving: tuple[int, ...]
     partials: int
     side: tuple[str, ...]
+    piece_columns: int
+    whole: bool
     source: str
 
     @property
@@ -171,19 +173,27 @@ class Lowered:
         return len(self.leaving)
 
     @property
+    def leaving_bytes(self) -> float:
+        """Bytes a column of the accumulator of what leaves through descriptors."""
+        return sum(
+            slot.dtype.itemsize / slot.columns / (2 if slot.packed else 1)
+            for slot in (self.slots[index] for index in self.leaving)
+        )
+
+    @property
     def num_side(self) -> int:
         """How many operands come by TMA."""
         return len(self.side)
 
     def __repr__(self) -> str:
         """Names what is compiled into a kernel, so that the compiler's cache can tell two epilogues apart."""
-        functions = [getattr(self, name) for name in FUNCTIONS]
-        return f"Lowered({','.join(function.cache_key for function in functions)},{self.leaving},{self.partials},{self.side})"
+        keys = ",".join(getattr(self, name).cache_key for name in FUNCTIONS)
+        return f"Lowered({keys},{self.leaving},{self.partials},{self.side})"
 
     __str__ = __repr__
 
 
-@lru_cache(maxsize=None)
+@cache
 def lower(
     ir: IR, out_dtype: torch.dtype, dialect: str, whole: bool, tma: bool, pointers: frozenset[str],
     side: tuple[str, ...] = (),
@@ -199,8 +209,10 @@ def lower(
     writer = _Writer(ir, slots(ir, out_dtype), frozenset() if whole else late(ir), tma, pointers, side)
     source = writer.write()
     namespace = _compile(source, ir.name, dialect)
-    functions = [namespace[name] for name in FUNCTIONS]
-    return Lowered(*functions, writer.slots, tuple(writer.leaving), len(writer.partials), side, source)
+    return Lowered(
+        **{name: namespace[name] for name in FUNCTIONS}, slots=writer.slots, leaving=tuple(writer.leaving),
+        partials=len(writer.partials), side=side, piece_columns=piece_columns(ir), whole=whole, source=source,
+    )  # fmt: skip
 
 
 def _compile(source: str, name: str, dialect: str) -> dict[str, Any]:
@@ -266,8 +278,8 @@ class _Writer:
     # visit: a piece of the accumulator
 
     def _visit(self) -> None:
-        constants = ", ".join(f"{name}: L.constexpr" for name in ("GROUPED", "TURN", "cfg"))
-        self.line(f"def visit(x1, m, n, m_end, N, operands, outputs, descs, stages, side, {constants}):", 0)
+        arguments = "x1, m, n, m_end, N, operands, outputs, descs, stages, side"
+        self.line(f"def visit({arguments}, GROUPED: L.constexpr, turn, cfg: L.constexpr):", 0)
         divisor = 2
         while divisor <= self.ir.divisor:
             self.line(f"x{divisor} = even(x{divisor // 2})")
@@ -326,7 +338,7 @@ class _Writer:
             return f"load_at({pointer}, col_ids(x{d}, n // {d}), N // {d})"
         if operand.name in self.side:
             index = self.side.index(operand.name)
-            return f"take_tile(side, descs[{MAX_DESCS + index}], x{d}, m, n // {d}, {index}, TURN, cfg)"
+            return f"take_tile(side, x{d}, {index}, turn)"
         return f"load_tile({pointer}, x{d}, m, n // {d}, m_end, N // {d})"
 
     def _pair(self, node: Node) -> str:
@@ -420,7 +432,7 @@ class _Writer:
     def _outputs(self) -> None:
         tiles: list[int] = []
         for index, slot in enumerate(self.slots):
-            if slot.position in self.late and not self.ir.nodes[slot.position].op == "quantize":
+            if slot.position in self.late and self.ir.nodes[slot.position].op != "quantize":
                 continue
             if slot.kind == "tile":
                 self._tile_value(index, slot)
@@ -464,7 +476,7 @@ class _Writer:
     def _put(self, tiles: list[int]) -> None:
         values = ", ".join(f"o{i}" for i in tiles)
         coords = ", ".join(f"n // {self._width(i)}" for i in tiles)
-        put = f"put_tiles(({values},), descs, stages, ({coords},), m, TURN, cfg.turns)"
+        put = f"put_tiles(({values},), descs, stages, ({coords},), m, turn, cfg.turns)"
         self.line("if GROUPED:")
         self.line("if m + x1.shape[0] <= m_end:", 2)
         self.line(put, 3)
@@ -567,17 +579,17 @@ class _Writer:
         self.line(f"return ({', '.join(f'stage_for(descs[{i}], TURNS)' for i in range(len(self.leaving))) or '0'},)")
 
     def _side(self) -> None:
-        """Buffers of the tile operands that come by TMA, and the loads of their first pieces."""
+        """Buffers of the tile operands that come by TMA, and their loads."""
         count = len(self.side)
         descs = [f"descs[{MAX_DESCS + i}]" for i in range(count)]
         self.line("")
-        self.line("def side_buffers(descs):", 0)
-        self.line(f"return side_for(({', '.join(descs) or '0'},))" if count else "return (0,), 0")
+        self.line("def side_buffers(descs, PIECES: L.constexpr):", 0)
+        self.line(f"return side_for(({', '.join(descs) or '0'},), PIECES)" if count else "return (0,), 0")
         self.line("")
-        self.line("def fetch_first(descs, buffers, arrived, m, n):", 0)
+        self.line("def fetch_side(descs, buffers, arrived, m, n, PIECES: L.constexpr):", 0)
         for i, name in enumerate(self.side):
             d = self.ir.operand(name).shape.divisor
-            self.line(f"fetch({descs[i]}, buffers[{i}], arrived.index({i}), m, n // {d})")
+            self.line(f"fetch({descs[i]}, buffers[{i}], arrived.index({i}), m, n // {d}, PIECES)")
         self.line("return")
 
     def _of_expert(self) -> None:
@@ -655,7 +667,7 @@ def _to(value: str, dtype: torch.dtype) -> str:
 def _scale_factors(amax: str, scheme: Scheme) -> str:
     """The text of (stored scale factors, multipliers): `envoi.quant.quantize`."""
     if scheme.sf == torch.float8_e8m0fnu:
-        return f"e8m0_ceil({amax} / {scheme.max_value})"
+        return f"e8m0_ceil(divide({amax}, {scheme.max_value}))"
     if scheme.sf == torch.float8_e4m3fn:
-        return f"e4m3_scale({amax} / {scheme.max_value})"
-    return f"{amax} / {scheme.max_value}, {scheme.max_value} / {amax}"
+        return f"e4m3_scale(divide({amax}, {scheme.max_value}))"
+    return f"divide({amax}, {scheme.max_value}), divide({scheme.max_value}, {amax})"

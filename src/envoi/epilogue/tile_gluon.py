@@ -116,59 +116,51 @@ def stage_for(desc, TURNS: gl.constexpr):
 
 
 @gluon.jit
-def put_tiles(values, descs, stages, coords, m, TURN: gl.constexpr, TURNS: gl.constexpr):
+def put_tiles(values, descs, stages, coords, m, turn, TURNS: gl.constexpr):
     """Pieces to global memory through their stages, without waiting for them to arrive."""
     tma.store_wait(pendings=(TURNS - 1) * len(values))
     role_barrier()  # what was in these buffers has left
     for i in gl.static_range(len(values)):
-        stages[i].index(TURN % TURNS).store(values[i])
+        stages[i].index(turn % TURNS).store(values[i])
     fence_async_shared()
     role_barrier()  # all warps have written
     for i in gl.static_range(len(values)):
-        tma.async_copy_shared_to_global(descs[i], [m, coords[i]], stages[i].index(TURN % TURNS))
+        tma.async_copy_shared_to_global(descs[i], [m, coords[i]], stages[i].index(turn % TURNS))
 
 
 @gluon.jit
-def side_for(descs):
-    """A role's buffers for the tile operands that come by TMA, and the barriers they arrive at."""
+def side_for(descs, PIECES: gl.constexpr):
+    """A role's buffers for all pieces of the tile operands that come by TMA, and the barriers they arrive at."""
     arrived = gl.allocate_shared_memory(gl.int64, [len(descs), 1], mbarrier.MBarrierLayout())
     for i in gl.static_range(len(descs)):
         mbarrier.init(arrived.index(i), count=1)
     fence_async_shared()
     role_barrier()
     if len(descs) == 1:
-        return (piece_for(descs[0]),), arrived
+        return (stage_for(descs[0], PIECES),), arrived
     else:
-        return (piece_for(descs[0]), piece_for(descs[1])), arrived
+        return (stage_for(descs[0], PIECES), stage_for(descs[1], PIECES)), arrived
 
 
 @gluon.jit
-def piece_for(desc):
-    """A buffer for one piece."""
-    return gl.allocate_shared_memory(desc.dtype, desc.block_type.shape, desc.layout)
+def fetch(desc, buffers, arrived, m, n, PIECES: gl.constexpr):
+    """Start loading the pieces of a tile operand, once all warps have read those before."""
+    role_barrier()
+    mbarrier.expect(arrived, PIECES * desc.block_type.nbytes)
+    for i in gl.static_range(PIECES):
+        tma.async_copy_global_to_shared(desc, [m, n + i * desc.block_type.shape[1]], arrived, buffers.index(i))
 
 
 @gluon.jit
-def fetch(desc, buffer, arrived, m, n):
-    """Start loading a piece of a tile operand into its buffer."""
-    mbarrier.expect(arrived, desc.block_type.nbytes)
-    tma.async_copy_global_to_shared(desc, [m, n], arrived, buffer)
+def take_tile(side, x, INDEX: gl.constexpr, turn):
+    """A piece of a tile operand from its buffer.
 
-
-@gluon.jit
-def take_tile(side, desc, x, m, n, INDEX: gl.constexpr, TURN: gl.constexpr, cfg: gl.constexpr):
-    """A piece of a tile operand from its buffer; starts loading the next.
-
-    side: for each of the operands that come by TMA its buffer and the barrier it arrives at, and how many pieces came
-    before this tile's. INDEX: which operand. TURN: which piece.
+    side: for each of the operands that come by TMA its buffers and the barrier they arrive at, and how many tiles came
+    before. INDEX: which operand. turn: which piece.
     """
     buffers, arrived, before = side
-    mbarrier.wait(arrived.index(INDEX), (before + TURN) & 1)
-    value = buffers[INDEX].load(x.type.layout).to(gl.float32)
-    if TURN + 1 < cfg.num_pieces:
-        role_barrier()  # all warps have read
-        fetch(desc, buffers[INDEX], arrived.index(INDEX), m, n + desc.block_type.shape[1])
-    return value
+    mbarrier.wait(arrived.index(INDEX), before & 1)
+    return buffers[INDEX].index(turn).load(x.type.layout).to(gl.float32)
 
 
 @gluon.jit

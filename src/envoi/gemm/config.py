@@ -1,9 +1,12 @@
-"""How a GEMM kernel cuts its work: one frozen Config, and one predicate that says whether it works here."""
+"""How a GEMM kernel cuts its work on Hopper: one frozen Config, one predicate, one model of its time."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
-SHARED_BYTES = {90: 232448 - 1024, 100: 232448 - 1024, 103: 232448 - 1024}
-BARRIER_BYTES = 512
+from envoi.epilogue.lower import Lowered
+
+SHARED_BYTES = 232448  # of a CTA
+RESERVED_BYTES = 2048  # barriers, and what reductions exchange
+REGISTERS = 65536
 MIN_STAGES = 2
 
 
@@ -12,13 +15,14 @@ class Config:
     """The mainloop of one GEMM on sm_90.
 
     The instruction's M side is `x`, its N side `y`: tokens and features, or the other way round with `swap_ab`.
-    role_m: rows of x a consumer role, 64 or 128. num_roles: consumer roles of four warps that share the tile of y.
+    role_m: rows of x a consumer role, 64 or 128. num_roles: consumer roles that share the tile of y, each with its own
+        rows of x; with `pingpong` they take turns at whole tiles instead, and the epilogue of one overlaps the products
+        of the other.
     block_y: columns of a tile. block_k: elements of K a stage. num_stages: stages in flight.
-    split_k: pieces along K of the tiles that don't fill a wave; 1 = none.
+    num_warps: warps of a consumer role, 4 or 8.
+    split_k: parts along K of the tiles that don't fill a wave; 1 = none.
     group: rows of tiles that are walked together, so that both operands stay in the L2.
-    piece: accumulator columns that leave at a time.
-    turns: buffers that pieces leave through in turns.
-    per_sm: CTAs on one multiprocessor; with 2, the epilogue of one overlaps the products of the other.
+    piece: accumulator columns that leave at a time. turns: buffers that pieces leave through in turns.
     """
 
     role_m: int
@@ -32,8 +36,7 @@ class Config:
     swap_ab: bool = False
     group: int = 8
     piece: int = 64
-    turns: int = 2
-    per_sm: int = 1
+    turns: int = 1
 
     @property
     def block_x(self) -> int:
@@ -46,18 +49,172 @@ class Config:
         return 1 if self.pingpong else self.num_roles
 
     @property
+    def block_m(self) -> int:
+        """Tokens of a tile."""
+        return self.block_y if self.swap_ab else self.block_x
+
+    @property
+    def block_n(self) -> int:
+        """Features of a tile."""
+        return self.block_x if self.swap_ab else self.block_y
+
+    @property
     def num_pieces(self) -> int:
         """Pieces of a role's tile."""
         return max(1, (self.role_m if self.swap_ab else self.block_y) // self.piece)
 
     def __str__(self) -> str:
-        pingpong = " pp" if self.pingpong else ""
-        swap = " swap" if self.swap_ab else ""
-        split = f" split{self.split_k}" if self.split_k > 1 else ""
-        return f"{self.num_roles}x{self.role_m}x{self.block_y} w{self.num_warps}{pingpong} k{self.block_k} s{self.num_stages} p{self.piece}x{self.turns} c{self.per_sm}{swap}{split}"
+        parts = [
+            f"{self.num_roles}x{self.role_m}x{self.block_y}",
+            f"k{self.block_k}x{self.num_stages}",
+            f"p{self.piece}x{self.turns}",
+        ]
+        parts += [f"w{self.num_warps}"] * (self.num_warps != 4) + [f"split{self.split_k}"] * (self.split_k > 1)
+        return " ".join(parts + [name for name in ("pingpong", "swap_ab") if getattr(self, name)])
 
 
-def shared_bytes(config: Config, element_bytes: int, leaving_bytes: int) -> int:
-    """Shared memory of a config. leaving_bytes: of the staging buffers, for each row of a piece."""
-    stage = (config.block_x + config.block_y) * config.block_k * element_bytes
-    return config.num_stages * stage + config.block_x * leaving_bytes + BARRIER_BYTES
+@dataclass(frozen=True)
+class Problem:
+    """What is to be computed: tokens M, features N, K, bytes of an element.
+
+    num_groups: experts of a grouped GEMM, 0 for a plain one. scaled: factors change along K (fp8_block128).
+    side_bytes: of tile operands that come by TMA, for each column of the accumulator.
+    """
+
+    M: int
+    N: int
+    K: int
+    element_bytes: int
+    num_groups: int = 0
+    scaled: bool = False
+    side_bytes: float = 0.0
+
+
+def supports(problem: Problem, config: Config, code: Lowered, whole: bool = False) -> str:
+    """Why a config can't run this problem with this epilogue, in words; "" if it can. whole: pieces have whole rows."""
+    width = config.role_m if config.swap_ab else config.block_y
+    if config.num_stages < MIN_STAGES:
+        return f"num_stages: expected at least {MIN_STAGES}, got {config.num_stages}: the producer would wait forever"
+    if config.role_m not in (64, 128) or config.num_roles not in (1, 2) or config.num_warps not in (4, 8):
+        return f"roles: expected 1 or 2 of 64 or 128 rows by 4 or 8 warps, got {config}"
+    if config.role_m < 16 * config.num_warps:
+        return f"role_m: expected at least 16 rows a warp, got {config.role_m} rows for {config.num_warps} warps"
+    if config.block_y & (config.block_y - 1) or not 8 <= config.block_y <= 256:
+        return f"block_y: expected a power of two from 8 to 256, got {config.block_y}"
+    if config.pingpong and config.num_roles != 2:
+        return f"pingpong: expected 2 roles, got {config.num_roles}"
+    if width % min(config.piece, width) or min(config.piece, width) % code.piece_columns:
+        return f"piece: expected a multiple of {code.piece_columns} columns that divides {width}, got {config.piece}"
+    if whole and (config.swap_ab or config.block_y < problem.N or config.piece < config.block_y):
+        return f"block_y: expected pieces of whole rows of {problem.N} columns, got {config.piece}"
+    if config.swap_ab and (code.leaving or code.side):
+        return "swap_ab: expected an epilogue lowered to plain loads and stores"
+    if config.split_k > 1 and config.piece * config.role_m > 128 * 64 and not config.swap_ab:
+        return f"split_k: expected pieces of at most 128 columns, got {config.piece}: the parts' sums wouldn't fit"
+    if problem.num_groups and config.split_k > 1:
+        return f"split_k: expected 1 in a grouped GEMM, got {config.split_k}"
+    if problem.scaled and config.block_k != 256:
+        return f"block_k: expected 256 (two blocks) with factors along K, got {config.block_k}"
+    if problem.scaled and config.role_m * config.block_y > 64 * 128 * config.num_warps // 4:
+        return f"block_y: expected at most 64 x 128 a role with factors along K, got {config.role_m} x {config.block_y}"
+    if accumulator_registers(config) > 128:
+        return f"block_y: expected at most 128 accumulators a thread, got {accumulator_registers(config)}"
+    used = shared_bytes(problem, config, code)
+    return (
+        "" if used <= SHARED_BYTES else f"num_stages: {config} needs {used} bytes of shared memory, got {SHARED_BYTES}"
+    )
+
+
+def accumulator_registers(config: Config) -> int:
+    """Accumulators that a thread of a consumer holds."""
+    return config.role_m * config.block_y // (32 * config.num_warps)
+
+
+def shared_bytes(problem: Problem, config: Config, code: Lowered) -> int:
+    """Shared memory of a config: the stages, the buffers of what leaves and of tile operands."""
+    stages = config.num_stages * (config.block_x + config.block_y) * config.block_k * problem.element_bytes
+    rows = config.role_m * config.num_roles
+    piece = min(config.piece, config.block_y)
+    buffers = rows * (piece * config.turns * code.leaving_bytes + config.block_y * problem.side_bytes)
+    if config.swap_ab:
+        buffers = config.num_roles * config.role_m * config.block_y * 4  # turned upright through shared memory
+    return int(stages + buffers) + RESERVED_BYTES
+
+
+def fitted(problem: Problem, config: Config, code: Lowered) -> Config:
+    """The config with as many stages as fit, and pieces that the epilogue can work on."""
+    width = config.role_m if config.swap_ab else config.block_y
+    config = replace(config, piece=min(max(config.piece, code.piece_columns), width))
+    while config.num_stages > MIN_STAGES and shared_bytes(problem, config, code) > SHARED_BYTES:
+        config = replace(config, num_stages=config.num_stages - 1)
+    return config
+
+
+def candidates(problem: Problem, code: Lowered, whole: bool = False) -> list[Config]:
+    """The configs worth trying for a problem, each with as many stages as fit."""
+    k = 256 if problem.scaled else 128 // problem.element_bytes
+    per_group = -(-problem.M // max(1, problem.num_groups))
+    found: list[Config] = []
+    if whole:
+        width = max(16, 1 << (problem.N - 1).bit_length())
+        found += [Config(64, 2, width, k, 12, piece=width), Config(64, 1, width, k, 12, piece=width)]
+    elif problem.scaled:
+        found += [Config(64, 2, 128, k, 3), Config(64, 2, 64, k, 4), Config(64, 1, 64, k, 6), Config(64, 1, 128, k, 4)]
+    else:
+        found += [
+            Config(128, 2, 128, k, 6, pingpong=True, piece=32 if problem.side_bytes else 64),
+            Config(64, 2, 256, k, 4),
+            Config(64, 2, 256, k, 5, pingpong=True),
+            Config(64, 2, 128, k, 8, pingpong=True),
+            Config(64, 2, 128, k, 6),
+            Config(64, 1, 128, k, 8),
+            Config(64, 1, 64, 2 * k, 6),
+            Config(64, 1, 32, 2 * k, 8),
+            Config(64, 1, 256, k, 5),
+        ]
+    if not whole and not code.leaving and not code.side:
+        found = [config for config in found if problem.scaled] + [
+            Config(64, roles, tokens, depth, 12, swap_ab=True)
+            for tokens in (8, 16, 32, 64, 128)
+            if tokens < 2 * max(per_group, 8)
+            for roles in (1, 2)
+            for depth in ((k,) if problem.scaled else (k, 2 * k, 4 * k))
+        ]
+    if not problem.num_groups:
+        found += [replace(c, split_k=s) for c in found for s in (2, 4, 8, 16)]
+    found = [fitted(problem, config, code) for config in found]
+    return [config for config in dict.fromkeys(found) if not supports(problem, config, code, whole)]
+
+
+# Cycles, from measurements on an H200; they rank configs, no more.
+LAUNCH, FIRST_STAGE, TILE, TURN, JOIN = 4000, 2500, 3000, 1500, 6000
+L2_BYTES, DRAM_BYTES = 80, 2400  # a cycle: for one multiprocessor, for all
+
+
+def predicted_cycles(problem: Problem, config: Config, num_sms: int) -> float:
+    """How long a config should take."""
+    groups = max(1, problem.num_groups)
+    tokens = -(-problem.M // groups)
+    tiles = groups * -(-tokens // config.block_m) * -(-problem.N // config.block_n)
+    steps = -(-problem.K // config.block_k)
+    whole, rest = divmod(tiles, num_sms)
+    row_bytes = config.block_k * problem.element_bytes
+    tensor = config.block_x / 64 * row_bytes / 32 * max(config.block_y / 2, 16)
+    step = max(tensor, (config.block_x + config.block_y) * row_bytes / L2_BYTES)
+    if problem.scaled:
+        step *= 1.4  # adding up the blocks
+    tile = steps * step + (TURN if config.pingpong else TILE)
+    cycles = whole * tile
+    if rest and config.split_k > 1:
+        rounds = -(-rest * config.split_k // num_sms)
+        cycles += rounds * (-(-steps // config.split_k) * step + TILE) + JOIN * config.split_k**0.5
+    elif rest:
+        cycles += tile
+    moved = problem.element_bytes * problem.K * (problem.M + groups * problem.N) + 2 * problem.M * problem.N
+    return LAUNCH + FIRST_STAGE + max(cycles, moved / DRAM_BYTES) + TILE
+
+
+def default_config(problem: Problem, code: Lowered, num_sms: int, whole: bool = False) -> Config | None:
+    """The config that should be fastest; None if none fits."""
+    found = candidates(problem, code, whole)
+    return min(found, key=lambda config: predicted_cycles(problem, config, num_sms), default=None)

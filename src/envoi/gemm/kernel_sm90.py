@@ -21,7 +21,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 
 from envoi.epilogue.tile_gluon import halves
-from envoi.gemm.schedule import corner, steps_of, unit_at, work
+from envoi.gemm.schedule import corner, steps_at, steps_of, work
 from envoi.triton_compat import role_barrier
 
 
@@ -36,7 +36,7 @@ def producer(
     num_steps = gl.cdiv(K, cfg.block_k)
     step = 0
     for u in range(gl.program_id(0), plan[2], gl.num_programs(0)):
-        tile, first, last, part, cut = unit_at(u, num_whole, num_steps, cfg)
+        tile, first, last, part, cut = steps_at(u, plan, num_whole, num_steps, cfg, GROUPED)
         x, y, row_end, e = corner(tile, plan, sizes, cfg, GROUPED)
         # The weights of all experts lie below each other.
         if cfg.swap_ab:
@@ -86,8 +86,72 @@ def multiply(stages, step, num_steps, R: gl.constexpr, P: gl.constexpr, cfg: gl.
 
 
 @gluon.jit
+def factor_pointers(place, scales, layout: gl.constexpr, cfg: gl.constexpr):
+    """Where the factors of block 0 lie: of the role's tokens (one each), and of its features (one for 128).
+
+    place: the role's corner in x and y, the row behind its last token, its expert. Tokens behind that row take the
+    factor of the last.
+    """
+    x, y, row_end, e = place
+    a_sf, b_sf, num_blocks, num_groups = scales
+    if cfg.swap_ab:
+        tokens = y + gl.arange(0, cfg.block_y, gl.SliceLayout(0, layout))
+        features = x
+    else:
+        tokens = x + gl.arange(0, cfg.role_m, gl.SliceLayout(1, layout))
+        features = y
+    of_tokens = a_sf + gl.minimum(tokens, row_end - 1).to(gl.int64) * num_blocks
+    return of_tokens, b_sf + (e * num_groups + features // 128).to(gl.int64) * num_blocks
+
+
+@gluon.jit
+def promote(acc, product, factors, cfg: gl.constexpr):
+    """acc + product * factors, the factors along tokens."""
+    if cfg.swap_ab:
+        return acc + product * factors[None, :]
+    else:
+        return acc + product * factors[:, None]
+
+
+@gluon.jit
+def multiply_scaled(stages, step, first, last, place, scales, R: gl.constexpr, P: gl.constexpr, cfg: gl.constexpr):
+    """acc = sum over blocks of 128 along K of (x @ y.T) * factors; a stage holds two blocks.
+
+    The tensor cores add up a block; adding that to acc is for the other units, while the tensor cores work on the
+    second block, or for the other role.
+    """
+    x_bufs, y_bufs, empty, ready, turn = stages
+    layout: gl.constexpr = gl.NVMMADistributedLayout(
+        version=[3, 0], warps_per_cta=[gl.num_warps(), 1], instr_shape=[16, cfg.block_y, 32]
+    )
+    zero = gl.full((cfg.role_m, cfg.block_y), 0.0, gl.float32, layout)
+    acc = zero
+    of_tokens, of_features = factor_pointers(place, scales, layout, cfg)
+    last_block = scales[2] - 1
+    for k in range(2 * first, 2 * last, 2):
+        of_first = gl.load(of_tokens + k) * gl.load(of_features + k)
+        second = gl.minimum(k + 1, last_block)
+        of_second = gl.load(of_tokens + second) * gl.load(of_features + second)
+        stage = step % cfg.num_stages
+        mbarrier.wait(ready.index(stage), (step // cfg.num_stages) & 1)
+        x = x_bufs.index(stage * cfg.num_parts + P)
+        y = y_bufs.index(stage).permute((1, 0))
+        product = warpgroup_mma(x.slice(0, 128, 1), y.slice(0, 128, 0), zero, use_acc=False, is_async=True)
+        behind = warpgroup_mma(x.slice(128, 128, 1), y.slice(128, 128, 0), zero, use_acc=False, is_async=True)
+        product = warpgroup_mma_wait(num_outstanding=1, deps=(product,))
+        acc = promote(acc, product, of_first, cfg)
+        behind = warpgroup_mma_wait(num_outstanding=0, deps=(behind,))
+        mbarrier.arrive(empty.index(stage), count=1)
+        acc = promote(acc, behind, of_second, cfg)
+        step += 1
+    if cfg.pingpong:
+        mbarrier.arrive(turn.index(1 - R), count=1)
+    return acc, step
+
+
+@gluon.jit
 def arrive(counter, count):
-    """True for the last of `count` roles to come, with all that the others wrote before in sight. Resets the counter."""
+    """True for the last of `count` roles to come, who sees all that the others wrote before. Resets the counter."""
     role_barrier()
     last = gl.atomic_add(counter, 1, sem="acq_rel", scope="gpu") == count - 1
     if last:
@@ -117,20 +181,20 @@ def unflat(v, like):
 
 
 @gluon.jit
-def part_pointers(sums, v, slot, COLUMN: gl.constexpr, cfg: gl.constexpr):
+def part_pointers(sums, v, slot, column, cfg: gl.constexpr):
     """Where a piece of a role's partial sums of a tile lies."""
-    base = sums + slot.to(gl.int64) * (cfg.role_m * cfg.block_y) + COLUMN * cfg.role_m
+    base = sums + slot.to(gl.int64) * (cfg.role_m * cfg.block_y) + column * cfg.role_m
     return base + gl.arange(0, v.shape[0], v.type.layout)
 
 
 @gluon.jit
-def all_parts(x, sums, slot, COLUMN: gl.constexpr, cfg: gl.constexpr):
+def all_parts(x, sums, slot, column, cfg: gl.constexpr):
     """A piece of the sums of all parts, added up in their order."""
     v = flat(x)
-    total = gl.load(part_pointers(sums, v, slot, COLUMN, cfg), cache_modifier=".cg")
+    total = gl.load(part_pointers(sums, v, slot, column, cfg), cache_modifier=".cg")
     splits: gl.constexpr = cfg.split_k
     for s in gl.static_range(1, splits):
-        total += gl.load(part_pointers(sums, v, slot + s, COLUMN, cfg), cache_modifier=".cg")
+        total += gl.load(part_pointers(sums, v, slot + s, column, cfg), cache_modifier=".cg")
     return unflat(total, x)
 
 
@@ -173,27 +237,18 @@ def upright(acc, cfg: gl.constexpr):
 
 @gluon.jit
 def consumer(
-    descs,
-    stages,
-    sizes,
-    offsets,
-    operands,
-    outputs,
-    scratch,
-    R: gl.constexpr,
-    cfg: gl.constexpr,
-    code: gl.constexpr,
-    GROUPED: gl.constexpr,
+    given, R: gl.constexpr, cfg: gl.constexpr, code: gl.constexpr, SCALED: gl.constexpr, GROUPED: gl.constexpr,
     MAX_GROUPS: gl.constexpr,
-):
-    """Four warps: multiply role_m rows of every tile, then its epilogue."""
+):  # fmt: skip
+    """Four warps: multiply role_m rows of every tile, then its epilogue. R: which role."""
+    descs, stages, sizes, offsets, operands, outputs, scratch, scales = given
     M, N, K, num_groups, num_whole = sizes
     sums, counters, row_parts, row_counters = scratch
     plan = work(sizes, offsets, cfg, GROUPED, MAX_GROUPS)
     num_steps = gl.cdiv(K, cfg.block_k)
     buffers = code.buffers(descs, cfg.turns)
-    side_buffers, arrived = code.side_buffers(descs)
-    fetched = 0
+    side_buffers, arrived = code.side_buffers(descs, cfg.num_pieces)
+    before = 0  # tiles whose operands have come
     turns: gl.constexpr = cfg.num_roles // cfg.num_parts
     P: gl.constexpr = R % cfg.num_parts  # this role's share of a tile
     next = gl.num_programs(0)
@@ -201,17 +256,23 @@ def consumer(
     count = 0
     for u in range(gl.program_id(0) + R // cfg.num_parts * next, plan[2], turns * next):
         if turns == 2 and R == 1:
-            step += steps_of(u - next, num_whole, num_steps, cfg)
-        tile, first, last, part, cut = unit_at(u, num_whole, num_steps, cfg)
+            step += steps_of(u - next, plan, num_whole, num_steps, cfg, GROUPED)
+        tile, first, last, part, cut = steps_at(u, plan, num_whole, num_steps, cfg, GROUPED)
         x, y, row_end, e = corner(tile, plan, sizes, cfg, GROUPED)
         x_mine = x + P * cfg.role_m
+        live = (y if cfg.swap_ab else x_mine) < row_end  # else all rows of this share lie behind the tokens
         if cfg.split_k == 1:
-            code.fetch_first(descs, side_buffers, arrived, x_mine, y)
+            if live:
+                code.fetch_side(descs, side_buffers, arrived, x_mine, y, cfg.num_pieces)
         if cfg.pingpong:
             # A stage's barrier can only tell one round from the next, so a role must not wait for stages far ahead.
             mbarrier.wait(stages[4].index(R), (count & 1) ^ (1 - R))
             count += 1
-        acc, step = multiply(stages, step, last - first, R, P, cfg)
+        if SCALED:
+            place = (x_mine, y, row_end, e)
+            acc, step = multiply_scaled(stages, step, first, last, place, scales, R, P, cfg)
+        else:
+            acc, step = multiply(stages, step, last - first, R, P, cfg)
         complete = num_steps >= 0
         ordinal = (tile - num_whole) * cfg.num_parts + P
         slot = ordinal * cfg.split_k
@@ -222,21 +283,28 @@ def consumer(
                 complete = arrive(counters + ordinal, cfg.split_k)
                 if cfg.swap_ab and complete:
                     acc = all_parts(acc, sums, slot, 0, cfg)
-        if complete:
+        if complete & live:
             m, n = (y, x_mine) if cfg.swap_ab else (x_mine, y)
             if cfg.split_k > 1:
-                code.fetch_first(descs, side_buffers, arrived, m, n)
+                code.fetch_side(descs, side_buffers, arrived, m, n, cfg.num_pieces)
             out = upright(acc, cfg)
-            args = (code.of_expert(operands, e, N), outputs, descs, buffers, sums, (side_buffers, arrived, fetched))
+            args = (
+                code.of_expert(operands, gl.minimum(e, num_groups - 1), N) if GROUPED else operands,
+                outputs,
+                descs,
+                buffers,
+                sums,
+                (side_buffers, arrived, before),
+            )
             parts = leave(out, m, n, row_end, N, slot, cut, args, 0, GROUPED, cfg, code)
-            fetched += cfg.num_pieces
+            before += 1
             if code.partials > 0:
                 num_slots = gl.cdiv(N, out.shape[1])
                 code.save(parts, row_parts, n // out.shape[1], num_slots, m, row_end, M)
                 if arrive(row_counters + m, num_slots):
                     code.finish(parts[0], row_parts, num_slots, m, row_end, M, operands, outputs)
         if turns == 2 and R == 0:
-            step += steps_of(u + next, num_whole, num_steps, cfg)
+            step += steps_of(u + next, plan, num_whole, num_steps, cfg, GROUPED)
     if code.num_descs > 0:
         tma.store_wait(pendings=0)
 
@@ -256,6 +324,8 @@ def gemm_kernel(
     counters,
     row_parts,
     row_counters,
+    a_sf,
+    b_sf,
     M,
     N,
     K,
@@ -263,6 +333,7 @@ def gemm_kernel(
     num_whole,
     cfg: gl.constexpr,
     code: gl.constexpr,
+    SCALED: gl.constexpr,
     GROUPED: gl.constexpr,
     MAX_GROUPS: gl.constexpr,
 ):
@@ -283,17 +354,19 @@ def gemm_kernel(
     fence_async_shared()
     stages = (x_bufs, y_bufs, empty, ready, turn)
     sizes = (M, N, K, num_groups, num_whole)
+    scales = (a_sf, b_sf, gl.cdiv(K, 128), gl.cdiv(N, 128))
     descs = (desc0, desc1, desc2, desc3)  # in a tuple the launcher doesn't take them
     scratch = (sums, counters, row_parts, row_counters)
+    given = (descs, stages, sizes, offsets, operands, outputs, scratch, scales)
     # The tuples of arguments are written out: bound to a name, their constants would become tensors.
     if cfg.num_roles == 1:
         gl.warp_specialize([
-            (consumer, (descs, stages, sizes, offsets, operands, outputs, scratch, 0, cfg, code, GROUPED, MAX_GROUPS)),
+            (consumer, (given, 0, cfg, code, SCALED, GROUPED, MAX_GROUPS)),
             (producer, (x_desc, y_desc, stages, sizes, offsets, cfg, GROUPED, MAX_GROUPS)),
         ], [1], [40])  # fmt: skip
     else:
         gl.warp_specialize([
-            (consumer, (descs, stages, sizes, offsets, operands, outputs, scratch, 0, cfg, code, GROUPED, MAX_GROUPS)),
-            (consumer, (descs, stages, sizes, offsets, operands, outputs, scratch, 1, cfg, code, GROUPED, MAX_GROUPS)),
+            (consumer, (given, 0, cfg, code, SCALED, GROUPED, MAX_GROUPS)),
+            (consumer, (given, 1, cfg, code, SCALED, GROUPED, MAX_GROUPS)),
             (producer, (x_desc, y_desc, stages, sizes, offsets, cfg, GROUPED, MAX_GROUPS)),
         ], [cfg.num_warps, 1], [232, 40])  # fmt: skip

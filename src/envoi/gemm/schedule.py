@@ -12,15 +12,25 @@ from triton.experimental import gluon
 
 
 @gluon.jit
-def group_ends(offsets, num_groups, num_tiles_y, cfg: gl.constexpr, MAX_GROUPS: gl.constexpr):
-    """Of every expert: its first row, the row behind its last, and how many tiles end with it."""
+def group_ends(offsets, M, num_groups, num_tiles_y, cfg: gl.constexpr, GROUPED: gl.constexpr, MAX_GROUPS: gl.constexpr):
+    """Of every expert: its first row, the row behind its last, its tiles, how many tiles end with it; and all tiles
+    that belong to an expert.
+
+    With GROUPED == 2 the rows behind the last expert's are one more, whose product is 0. Rows outside [0, M) don't
+    count, whatever the offsets say.
+    """
     layout: gl.constexpr = gl.BlockedLayout([1], [32], [gl.num_warps()], [0])
     ids = gl.arange(0, MAX_GROUPS, layout)
-    first = gl.load(offsets + ids, mask=ids < num_groups, other=0)
-    last = gl.load(offsets + ids + 1, mask=ids < num_groups, other=0)
+    first = gl.load(offsets + ids, mask=ids <= num_groups, other=M)
+    last = gl.load(offsets + ids + 1, mask=ids < num_groups, other=M)
+    if GROUPED == 1:
+        last = gl.where(ids < num_groups, last, first)
+    first = gl.maximum(first, 0)
+    last = gl.maximum(gl.minimum(last, M), first)
     block: gl.constexpr = cfg.block_y if cfg.swap_ab else cfg.block_x
     tiles = gl.cdiv(last - first, block) * num_tiles_y
-    return first, last, tiles, gl.associative_scan(tiles, 0, plus)
+    num_real = gl.sum(gl.where(ids < num_groups, tiles, 0), axis=0)
+    return first, last, tiles, gl.associative_scan(tiles, 0, plus), num_real
 
 
 @gluon.jit
@@ -35,7 +45,7 @@ def place_grouped(t, groups, tiles_features, N, cfg: gl.constexpr):
 
     Tokens run fastest within an expert, so that its weights are read once.
     """
-    first, last, tiles, ends = groups
+    first, last, tiles, ends, _num_real = groups
     passed = ends <= t
     before = gl.sum(gl.where(passed, tiles, 0), axis=0)
     e = gl.sum(passed.to(gl.int32), axis=0)
@@ -76,9 +86,18 @@ def unit_at(u, num_whole, num_steps, cfg: gl.constexpr):
 
 
 @gluon.jit
-def steps_of(u, num_whole, num_steps, cfg: gl.constexpr):
-    """How many steps along K a unit has."""
+def steps_at(u, plan, num_whole, num_steps, cfg: gl.constexpr, GROUPED: gl.constexpr):
+    """Unit u as `unit_at` has it, without steps for rows of no expert."""
     tile, first, last, part, cut = unit_at(u, num_whole, num_steps, cfg)
+    if GROUPED == 2:
+        last = gl.where(u < plan[3][4], last, first)
+    return tile, first, last, part, cut
+
+
+@gluon.jit
+def steps_of(u, plan, num_whole, num_steps, cfg: gl.constexpr, GROUPED: gl.constexpr):
+    """How many steps along K a unit has."""
+    _tile, first, last, _part, _cut = steps_at(u, plan, num_whole, num_steps, cfg, GROUPED)
     return last - first
 
 
@@ -88,9 +107,9 @@ def work(sizes, offsets, cfg: gl.constexpr, GROUPED: gl.constexpr, MAX_GROUPS: g
     M, N, K, num_groups, num_whole = sizes
     tiles_tokens = gl.cdiv(M, cfg.block_y if cfg.swap_ab else cfg.block_x)
     tiles_features = gl.cdiv(N, cfg.block_x if cfg.swap_ab else cfg.block_y)
-    groups = (0, 0, 0, 0)
+    groups = (0, 0, 0, 0, 0)
     if GROUPED:
-        groups = group_ends(offsets, num_groups, tiles_features, cfg, MAX_GROUPS)
+        groups = group_ends(offsets, M, num_groups, tiles_features, cfg, GROUPED, MAX_GROUPS)
         num_units = gl.sum(groups[2], axis=0)
     else:
         num_units = num_whole + (tiles_tokens * tiles_features - num_whole) * cfg.split_k

@@ -1,6 +1,6 @@
 """Which implementation of the GEMMs runs where: the only place that decides."""
 
-from functools import lru_cache
+from functools import cache
 
 import torch
 
@@ -9,11 +9,12 @@ from envoi.epilogue.ir import IR
 from envoi.types import Matrix
 
 
-@lru_cache(maxsize=None)
+@cache
 def implementation(device: torch.device) -> str:
     """ "hopper" on an sm_90 GPU, "triton" on other GPUs and on a CPU if Triton's interpreter is on, else "torch".
 
-    What the Hopper kernel doesn't take runs on the Triton kernels there too: `hopper.supports_hopper` says what.
+    What the Hopper kernel doesn't take runs on the Triton kernels there too (`hopper.supports_hopper` says what), but
+    for float32, where torch is faster.
     """
     if device.type == "cpu":
         return "triton" if env.interpreting() else "torch"
@@ -27,7 +28,7 @@ def run_kernels(
 ) -> list[torch.Tensor] | None:
     """The flat outputs of `envoi.gemm` or, with offsets, of `envoi.grouped_gemm`; None where torch has to compute."""
     kind = implementation(a.device)
-    if kind == "torch":
+    if kind == "torch" or (a.device.type == "cuda" and isinstance(a, torch.Tensor) and a.dtype == torch.float32):
         return None
     from envoi.gemm import hopper, portable
 

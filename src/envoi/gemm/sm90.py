@@ -1,60 +1,120 @@
-"""Launching the Hopper kernel: descriptors, workspace, outputs."""
+"""Launching the Hopper kernel: descriptors, arguments, grid."""
+
+from dataclasses import dataclass
+from typing import Any
 
 import torch
 
-from envoi.epilogue.lower import Lowered
+from envoi.epilogue.lower import MAX_DESCS, Lowered
+from envoi.gemm import workspace
 from envoi.gemm.config import Config
 
-MAX_GRID = 132
+TMA_BYTES = 16  # rows and addresses are multiples of this
 
 
-def descriptor(x: torch.Tensor, rows: int, columns: int):
-    """A TMA descriptor of a row-major matrix, in boxes of [rows, columns]."""
+@dataclass(frozen=True)
+class Call:
+    """One launch. a [M, K], b [N, K] or [E, N, K], both as TMA takes them (`tma_ready`).
+
+    scales: factors of a [M, K / 128] and of b [.., N / 128, K / 128], or None. operands: in the order of the IR's,
+    their names beside them. outputs: one for each of code.slots. offsets [E + 1] of a grouped GEMM, or None; behind:
+    write the rows behind offsets[E] too.
+    """
+
+    a: torch.Tensor
+    b: torch.Tensor
+    code: Lowered
+    operands: tuple
+    names: tuple[str, ...]
+    outputs: list[torch.Tensor]
+    offsets: torch.Tensor | None = None
+    scales: tuple[torch.Tensor, torch.Tensor] | None = None
+    behind: bool = True
+
+
+def tma_ready(x: torch.Tensor) -> torch.Tensor:
+    """x [.., R, C] with the last side contiguous, rows and address on 16 bytes, matrices below each other: a copy if it
+    isn't so, its rows padded."""
+    *lead, rows, columns = x.shape
+    stacked = all(x.stride(i) == x.stride(i + 1) * x.shape[i + 1] for i in range(len(lead)))
+    on_16 = x.data_ptr() % TMA_BYTES == 0 and x.stride(-2) * x.itemsize % TMA_BYTES == 0
+    if x.stride(-1) == 1 and stacked and on_16 and x.stride(-2) >= columns:
+        return x
+    step = TMA_BYTES // x.itemsize
+    padded = torch.empty(*lead, rows, -(-columns // step) * step, dtype=x.dtype, device=x.device)[..., :columns]
+    return padded.copy_(x)
+
+
+def can_leave(shape: tuple[int, ...], itemsize: int) -> bool:
+    """True if a contiguous matrix of this shape can be read and written by TMA."""
+    return len(shape) == 2 and shape[1] * itemsize % TMA_BYTES == 0
+
+
+def descriptor(x: torch.Tensor, rows: int, columns: int) -> Any:
+    """A TMA descriptor of a matrix whose rows are contiguous, in boxes of [rows, columns]."""
     import triton.experimental.gluon.language as gl
     from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
-    layout = gl.NVMMASharedLayout.get_default_for([rows, columns], GLUON_TYPES[x.dtype](gl))
-    return TensorDescriptor.from_tensor(x, [rows, columns], layout)
+    types = {
+        torch.bfloat16: gl.bfloat16, torch.float16: gl.float16, torch.float32: gl.float32,
+        torch.float8_e4m3fn: gl.float8e4nv, torch.uint8: gl.uint8,
+    }  # fmt: skip
+    layout = gl.NVMMASharedLayout.get_default_for([rows, columns], types[x.dtype])
+    return TensorDescriptor(x, list(x.shape), list(x.stride()), [rows, columns], layout)  # pyright: ignore[reportArgumentType]
 
 
-GLUON_TYPES = {
-    torch.bfloat16: lambda gl: gl.bfloat16,
-    torch.float16: lambda gl: gl.float16,
-    torch.float32: lambda gl: gl.float32,
-    torch.float8_e4m3fn: lambda gl: gl.float8e4nv,
-    torch.uint8: lambda gl: gl.uint8,
-}
+def below_each_other(x: torch.Tensor) -> torch.Tensor:
+    """[E, N, K] -> [E * N, K] without a copy; a matrix stays as it is."""
+    return x if x.dim() == 2 else x.as_strided((x.shape[0] * x.shape[1], x.shape[2]), x.stride()[1:])
 
 
-def arguments(
-    a, b, config: Config, code: Lowered, operands: tuple, names: list, outputs: list, offsets, workspace, num_sms: int
-):
-    """The kernel's arguments and its grid."""
-    M, K = a.shape
-    N = b.shape[-2]
-    x, y = (b.flatten(0, -2), a) if config.swap_ab else (a, b.flatten(0, -2))
-    x_desc = descriptor(x, config.role_m, config.block_k)
-    y_desc = descriptor(y, config.block_y, config.block_k)
-    descs = []
-    for index in code.leaving:
-        slot = code.slots[index]
-        piece = min(config.piece, config.block_y) // (slot.columns * (2 if slot.packed else 1))
-        descs.append(descriptor(outputs[index], config.role_m, piece))
-    descs += [None] * (2 - len(descs))
-    for name in code.side:
-        operand = names.index(name)
-        columns = operands[operand].shape[1] * min(config.piece, config.block_y) // N
-        descs.append(descriptor(operands[operand], config.role_m, columns))
-    block_m, block_n = (config.block_y, config.block_x) if config.swap_ab else (config.block_x, config.block_y)
-    num_ctas = num_sms * config.per_sm
-    tiles = -(-M // block_m) * -(-N // block_n)
-    whole = tiles // num_ctas * num_ctas if config.split_k > 1 else tiles
+def arguments(call: Call, config: Config, num_sms: int) -> tuple[tuple[int], tuple]:
+    """The grid, and the kernel's arguments."""
+    (M, K), N = call.a.shape, call.b.shape[-2]
+    weights = below_each_other(call.b)
+    x, y = (weights, call.a) if config.swap_ab else (call.a, weights)
+    tiles = -(-M // config.block_m) * -(-N // config.block_n)
+    whole = tiles // num_sms * num_sms if config.split_k > 1 else tiles
     units = whole + (tiles - whole) * config.split_k
-    groups = 0 if offsets is None else b.shape[0]
-    max_groups = max(32, 1 << (groups - 1).bit_length()) if groups else 1
-    raw = [o.view(torch.uint8) if o.dtype == torch.float8_e8m0fnu else o for o in outputs]
-    grid = (min(units, num_ctas) if offsets is None else num_ctas,)
-    return grid, (
-        x_desc, y_desc, *descs, *[None] * (4 - len(descs)), operands or (0,), tuple(raw), offsets, *workspace,
-        M, N, K, groups, whole, config, code, offsets is not None, max_groups,
+    groups = 0 if call.offsets is None else call.b.shape[0]
+    grouped = 0 if call.offsets is None else 2 if call.behind else 1
+    max_groups = max(32, 1 << groups.bit_length()) if groups else 1
+    raw = tuple(o.view(torch.uint8) if o.dtype == torch.float8_e8m0fnu else o for o in call.outputs)
+    return (num_sms if groups else min(units, num_sms),), (
+        descriptor(x, config.role_m, config.block_k), descriptor(y, config.block_y, config.block_k),
+        *_epilogue_descriptors(call, config, N), call.operands or (0,), raw, call.offsets,
+        *_scratch(call, config, M, N, tiles - whole), *(call.scales or (None, None)),
+        M, N, K, groups, whole, config, call.code, call.scales is not None, grouped, max_groups,
     )  # fmt: skip
+
+
+def _epilogue_descriptors(call: Call, config: Config, N: int) -> list[Any]:
+    """Of the outputs that leave by TMA, then of the operands that come by it, in boxes of a piece."""
+    piece = min(config.piece, config.block_y)
+    descs: list[Any] = [None] * (2 * MAX_DESCS)
+    for i, index in enumerate(call.code.leaving):
+        slot = call.code.slots[index]
+        descs[i] = descriptor(call.outputs[index], config.role_m, piece // (slot.columns * (2 if slot.packed else 1)))
+    for i, name in enumerate(call.code.side):
+        operand = call.operands[call.names.index(name)]
+        descs[MAX_DESCS + i] = descriptor(operand, config.role_m, operand.shape[1] * piece // N)
+    return descs
+
+
+def _scratch(call: Call, config: Config, M: int, N: int, num_cut: int) -> tuple[torch.Tensor, ...]:
+    """Partial sums of cut tiles and their counters; partial reductions of rows and their counters."""
+    device = call.a.device
+    roles = num_cut * config.num_parts
+    num_sums = roles * config.split_k * config.role_m * config.block_y if config.split_k > 1 else 0
+    slots = -(-N // (config.role_m if config.swap_ab else config.block_y))
+    sums = torch.empty(num_sums + call.code.partials * slots * M, dtype=torch.float32, device=device)
+    count = workspace.counters(roles + M + config.block_m, device) if sums.numel() else sums.view(torch.int32)
+    return sums, count, sums[num_sums:], count[roles:]
+
+
+def launch(call: Call, config: Config, num_sms: int) -> None:
+    """Run it."""
+    from envoi.gemm.kernel_sm90 import gemm_kernel
+
+    grid, args = arguments(call, config, num_sms)
+    gemm_kernel[grid](*args, num_warps=config.num_warps)  # pyright: ignore[reportIndexIssue, reportCallIssue]

@@ -1,0 +1,93 @@
+"""Measured configs: kept on disk, looked up before the model of `config.py` is asked.
+
+Entries come from `tuned.json` beside this file, which is shipped, and from `gemm.json` in the cache directory, which
+`search` writes. A key names the multiprocessors, the problem and the kind of epilogue; tokens are rounded up to a power
+of two, since serving sees every number of them.
+"""
+
+import dataclasses
+import json
+import os
+import tempfile
+from functools import lru_cache
+from pathlib import Path
+
+import torch
+
+from envoi import env
+from envoi.epilogue.lower import Lowered
+from envoi.gemm import sm90
+from envoi.gemm.config import Config, Problem, candidates, fitted, predicted_cycles, supports
+
+SHIPPED = Path(__file__).with_name("tuned.json")
+ROUNDS, WARM_UP, FLUSH_BYTES = 12, 2, 256 << 20
+KEEP = 24  # candidates that are measured, the most promising first
+
+
+def key_of(problem: Problem, code: Lowered, num_sms: int) -> str:
+    """What an entry is filed under."""
+    M = 1 << max(0, problem.M - 1).bit_length()
+    kind = ["whole"] * code.whole + ["tma"] * bool(code.leaving) + ["side"] * bool(code.side)
+    kind += ["rows"] * bool(code.partials) + [f"piece{code.piece_columns}"] * (code.piece_columns > 64)
+    kind += ["scaled"] * problem.scaled + [f"groups{problem.num_groups}"] * bool(problem.num_groups)
+    return " ".join([f"{num_sms}sm", f"{M}x{problem.N}x{problem.K}", f"{problem.element_bytes}B", *kind])
+
+
+def best(problem: Problem, code: Lowered, num_sms: int) -> Config | None:
+    """The measured config, or None."""
+    found = _entries().get(key_of(problem, code, num_sms))
+    if found is None:
+        return None
+    config = fitted(problem, found, code)
+    return None if supports(problem, config, code, code.whole) else config
+
+
+@lru_cache(maxsize=1)
+def _entries() -> dict[str, Config]:
+    entries: dict[str, Config] = {}
+    for path in (SHIPPED, _cache()):
+        if path.exists():
+            entries |= {key: Config(**value) for key, value in json.loads(path.read_text()).items()}
+    return entries
+
+
+def _cache() -> Path:
+    return env.cache_dir() / "gemm.json"
+
+
+def search(call: sm90.Call, problem: Problem, num_sms: int) -> tuple[Config, dict[str, float]]:
+    """Measure the candidates of a call, in rounds, with a cold L2; returns the fastest and all medians in us."""
+    found = sorted(
+        candidates(problem, call.code, call.code.whole), key=lambda c: predicted_cycles(problem, c, num_sms)
+    )  # fmt: skip
+    flush = torch.zeros(FLUSH_BYTES // 4, dtype=torch.int32, device=call.a.device)
+    times: dict[Config, list] = {config: [] for config in found[:KEEP]}
+    for turn in range(ROUNDS + WARM_UP):
+        for config, events in times.items():
+            flush.max()  # reads: leaves no dirty lines
+            start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+            start.record()
+            sm90.launch(call, config, num_sms)
+            end.record()
+            if turn >= WARM_UP:
+                events.append((start, end))
+        torch.cuda.synchronize()
+    medians = {config: _median([s.elapsed_time(e) * 1000 for s, e in events]) for config, events in times.items()}
+    fastest = min(medians, key=lambda config: medians[config])
+    return fastest, {str(config): time for config, time in medians.items()}
+
+
+def _median(times_us: list[float]) -> float:
+    return sorted(times_us)[len(times_us) // 2]
+
+
+def keep(entries: dict[str, Config], path: Path | None = None) -> None:
+    """Add entries to the cache (or to another file) and use them from now on."""
+    path = path or _cache()
+    known = json.loads(path.read_text()) if path.exists() else {}
+    known |= {key: dataclasses.asdict(config) for key, config in entries.items()}
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with tempfile.NamedTemporaryFile("w", dir=path.parent, delete=False) as file:
+        json.dump(known, file, indent=1, sort_keys=True)
+    os.replace(file.name, path)
+    _entries.cache_clear()

@@ -1,0 +1,323 @@
+"""The GEMMs' kernels on a GPU: every path, against float64, on sizes and inputs chosen to break them."""
+
+import pytest
+import torch
+
+from envoi.epilogue import (
+    Col,
+    HalfTile,
+    Row,
+    Scalar,
+    Tile,
+    col_absmax,
+    col_max,
+    col_sum,
+    epilogue,
+    evaluate,
+    pairs,
+    quantize,
+    row_absmax,
+    row_max,
+    row_sum,
+    silu,
+    softmax,
+    topk,
+    total_max,
+    total_sum,
+)
+from envoi.epilogue.library import (
+    absmax,
+    expert_l1,
+    gelu_residual,
+    linear,
+    scale_bias_relu,
+    store,
+    swiglu,
+    swiglu_fp8,
+    swiglu_residual,
+)
+from envoi.gemm import gemm, grouped_gemm
+from envoi.gemm.op import _spread_columns
+from envoi.gemm.reference import oracle, pick_expert
+from envoi.quant import dequantize
+from envoi.quant import quantize as cast_to
+from envoi.types import QuantTensor
+from tests.helpers.accuracy import assert_at_most_twice, assert_same_bits, relative_error
+
+pytestmark = pytest.mark.gpu
+ROUNDINGS = 5e-7  # a few of float32: what the order of a sum is worth where torch is exact by luck
+FORMATS = {
+    "bf16": (None, None), "fp8_row": ("fp8_row", "fp8_row"), "fp8_tensor": ("fp8_tensor", "fp8_tensor"),
+    "fp8_block128": ("fp8_1x128", "fp8_128x128"), "mxfp8": ("mxfp8", "mxfp8"), "mxfp4": ("mxfp8", "mxfp4"),
+}  # fmt: skip
+
+
+@pytest.fixture(autouse=True)
+def poisoned():
+    """Memory that nobody wrote is NaN."""
+    torch.use_deterministic_algorithms(True, warn_only=True)
+    yield
+    torch.use_deterministic_algorithms(False)
+
+
+def normal(*shape: int, seed: int = 0, dtype=torch.bfloat16) -> torch.Tensor:
+    generator = torch.Generator("cuda").manual_seed(seed)
+    return torch.randn(*shape, generator=generator, device="cuda").to(dtype)
+
+
+def matrix(rows: int, columns: int, scheme: str | None, seed: int, lead: tuple[int, ...] = ()):
+    x = normal(*lead, rows, columns, seed=seed)
+    return x if scheme is None else cast_to(x, scheme)
+
+
+def operands_for(ep, M: int, N: int, E: int | None = None) -> dict:
+    values = {}
+    for i, operand in enumerate(ep.ir.operands):
+        columns = operand.shape.num_columns(N) if operand.shape.spans_columns else 1
+        if operand.kind == "Scalar":
+            values[operand.name] = 0.5 + i
+        elif operand.kind == "Row":
+            values[operand.name] = normal(M, seed=i + 7, dtype=torch.float32)
+        elif operand.shape.rows == "1":
+            values[operand.name] = normal(*([E] if E else []), columns, seed=i + 7)
+        else:
+            values[operand.name] = normal(M, columns, seed=i + 7)
+    return values
+
+
+def flat(outputs) -> list:
+    outputs = list(outputs.values()) if isinstance(outputs, dict) else outputs
+    outputs = list(outputs) if isinstance(outputs, (tuple, list)) else [outputs]
+    return [dequantize(o) if isinstance(o, QuantTensor) else o for o in outputs]
+
+
+def judge(ep, got, acc, exact, operands, offsets=None) -> None:
+    """At most twice the error of torch, which runs the same epilogue on its own accumulators."""
+    torchs = flat(evaluate(ep.ir, acc, operands, offsets))
+    wants = flat(evaluate(ep.ir, exact, operands, offsets))
+    for g, t, want in zip(flat(got), torchs, wants, strict=True):
+        assert g.shape == want.shape
+        if g.dtype == torch.int32:
+            assert (g != want).float().mean() < 0.01  # near-ties may fall either way
+        elif g.numel():
+            mine, theirs = relative_error(g, want), relative_error(t.to(g.dtype), want)
+            assert mine <= 2 * theirs + ROUNDINGS, f"error {mine:.3g}, torch's {theirs:.3g}"
+
+
+def torchs_product(a, b) -> torch.Tensor:
+    """float32 accumulators as torch's kernels get them: by the same tensor cores."""
+    if isinstance(a, torch.Tensor):
+        if a.dtype == torch.float32:
+            return a @ b.T
+        return torch.mm(a, b.T, out_dtype=torch.float32)
+    if a.sf.dtype != torch.float32:  # powers of two: exact in bf16
+        return torch.mm(dequantize(a).bfloat16(), dequantize(b).bfloat16().T, out_dtype=torch.float32)
+    if a.group == (1, 128) and b.group == (128, 128):
+        pairs = zip(a.values.split(128, 1), b.values.split(128, 1), strict=True)
+        factors = b.sf.repeat_interleave(128, 0)[: b.shape[0]]
+        return sum(
+            _fast(x.contiguous(), y.contiguous()) * a.sf[:, i : i + 1] * factors[:, i] for i, (x, y) in enumerate(pairs)
+        )
+    return _fast(a.values, b.values) * a.sf * b.sf.T
+
+
+def _fast(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
+    one = torch.ones((), device="cuda")
+    return torch._scaled_mm(a, b.T, one, one, out_dtype=torch.float32, use_fast_accum=True)
+
+
+def check(ep, M: int, N: int, K: int, format: str = "bf16", **kwargs) -> None:
+    of_a, of_b = FORMATS[format]
+    a, b = matrix(M, K, of_a, 0), matrix(N, K, of_b, 1)
+    operands = operands_for(ep, M, N)
+    got = gemm(a, b, ep, **operands, **kwargs)
+    judge(ep, got, torchs_product(a, b), oracle(a, b), operands)
+
+
+SHAPES = [
+    (1, 8, 64), (17, 130, 72), (129, 2880, 64), (64, 4096, 512), (300, 512, 2880), (1024, 1024, 1024),
+    (2048, 520, 192), (4100, 264, 128),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
+def test_products(shape, dtype):
+    M, N, K = shape
+    a, b = normal(M, K, dtype=dtype), normal(N, K, seed=1, dtype=dtype)
+    assert_at_most_twice(gemm(a, b), a @ b.T, oracle(a, b))
+    assert_at_most_twice(gemm(a, b, out_dtype=torch.float32), torchs_product(a, b), oracle(a, b))
+
+
+@pytest.mark.parametrize("format", [f for f in FORMATS if f != "bf16"])
+@pytest.mark.parametrize("shape", [(1, 256, 128), (48, 1024, 512), (640, 2304, 1152), (2049, 512, 256)], ids=str)
+def test_formats(format, shape):
+    check(store, *shape, format)
+    check(scale_bias_relu, *shape, format)
+
+
+def test_half_products_have_the_bits_of_cublas():
+    for M, N, K in ((16, 512, 512), (256, 1024, 768), (2048, 1024, 512)):
+        a, b = normal(M, K), normal(N, K, seed=1)
+        assert_at_most_twice(gemm(a, b), torch.mm(a, b.T), oracle(a, b))
+        if M > 256:
+            assert_same_bits(gemm(a, b), torch.mm(a, b.T))
+
+
+@epilogue
+def all_reductions(acc, bias: Col, w: Row):
+    h = acc + bias
+    return {
+        "h": h, "sum": row_sum(h) * w, "max": row_max(h), "absmax": row_absmax(h), "col": col_sum(h),
+        "col_max": col_max(h), "col_absmax": col_absmax(h), "all": total_sum(h), "top": total_max(h),
+    }  # fmt: skip
+
+
+@epilogue
+def gated(acc, bias: Col, residual: HalfTile, clamp: Scalar):
+    gate, up = pairs(acc + bias)
+    h = silu(gate) * up + clamp * residual
+    return h, row_max(h), gate
+
+
+@epilogue
+def probabilities(acc, bias: Col):
+    return softmax(acc + bias)
+
+
+@epilogue
+def router(acc):
+    values, ids = topk(acc, 4)
+    return softmax(values), ids
+
+
+@epilogue
+def two_tiles(acc, c: Tile, d: Tile):
+    return acc * c + d, acc
+
+
+@epilogue
+def to_rows(acc):
+    return quantize(silu(acc), "fp8_e4m3", group="row")
+
+
+@epilogue
+def to_mx(acc):
+    gate, up = pairs(acc)
+    return quantize(silu(gate) * up, "fp8_e4m3", group=32), row_absmax(gate)
+
+
+EPILOGUES = [
+    scale_bias_relu, gelu_residual, linear, absmax, swiglu, swiglu_residual, swiglu_fp8, all_reductions, gated,
+    two_tiles, to_mx, expert_l1("swiglu_oai", 7.0, True, "mxfp8"), expert_l1("swiglu", None, False, "fp8_1x128"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("shape", [(5, 512, 256), (129, 768, 320), (1500, 2304, 512)], ids=str)
+@pytest.mark.parametrize("ep", EPILOGUES, ids=lambda ep: ep.ir.name)
+def test_epilogues(ep, shape):
+    check(ep, *shape)
+
+
+@pytest.mark.parametrize("ep", [probabilities, router, to_rows], ids=lambda ep: ep.ir.name)
+@pytest.mark.parametrize("shape", [(3, 24, 64), (130, 128, 512), (700, 256, 256), (257, 1000, 256)], ids=str)
+def test_whole_rows(ep, shape):
+    check(ep, *shape)
+
+
+@pytest.mark.parametrize("format", ["fp8_row", "fp8_block128"])
+@pytest.mark.parametrize("ep", [swiglu_fp8, gated, to_mx, probabilities, absmax], ids=lambda ep: ep.ir.name)
+def test_epilogues_of_fp8(ep, format):
+    check(ep, 200, 512, 1024, format)
+    check(ep, 9, 512, 1024, format)
+
+
+COUNTS = [[256] * 8, [0, 1, 130, 0, 64, 700, 0], [16] * 32, [0, 0], [1], [0, 3000, 5]]
+
+
+@pytest.mark.parametrize("counts", COUNTS, ids=str)
+@pytest.mark.parametrize("format", FORMATS)
+def test_groups(counts, format):
+    of_a, of_b = FORMATS[format]
+    if of_a == "fp8_tensor":
+        pytest.skip("rows need a factor each")
+    P, N, K, E = sum(counts) + 3, 512, 256, len(counts)
+    rows, weights = matrix(P, K, of_a, 0), matrix(N, K, of_b, 1, (E,))
+    bounds = torch.tensor([0, *torch.tensor(counts).cumsum(0).tolist()])
+    offsets = bounds.to(device="cuda", dtype=torch.int32)
+    for ep in (store, expert_l1("swiglu_oai", 7.0, True, "fp8_1x128"), all_reductions):
+        operands = operands_for(ep, P, N, E)
+        got = grouped_gemm(rows, weights, offsets, ep, **operands)
+        acc = torch.zeros(P, N, device="cuda")
+        exact = acc.double()
+        for e in range(E):
+            first, last = bounds[e], bounds[e + 1]
+            part = (
+                rows[first:last]
+                if of_a is None
+                else QuantTensor(rows.values[first:last], rows.sf[first:last], rows.group)
+            )
+            if last > first:
+                acc[first:last] = torchs_product(part, pick_expert(weights, e))
+                exact[first:last] = oracle(part, pick_expert(weights, e))
+        spread = dict(operands)
+        _spread_columns(ep.ir, spread, offsets, P)
+        judge(ep, got, acc, exact, spread, offsets)
+
+
+def test_strides_and_addresses_that_tma_does_not_take():
+    for dtype in (torch.bfloat16, torch.float8_e4m3fn):
+        whole = normal(300, 520).to(dtype)
+        weights = normal(264, 1040, seed=1).to(dtype)
+        cuts = [(whole[:, 1:497], weights[:256, 3:499]), (whole.t()[:256].t()[:, :256], weights[:, ::2][:, :256])]
+        for a, b in cuts:
+            if dtype == torch.bfloat16:
+                assert_at_most_twice(gemm(a, b), a @ b.T, oracle(a, b))
+            else:
+                one = torch.ones(1, 1, device="cuda")
+                qa, qb = QuantTensor(a, one, tuple(a.shape)), QuantTensor(b, one, tuple(b.shape))
+                assert_at_most_twice(gemm(qa, qb), torchs_product(qa, qb).bfloat16(), oracle(qa, qb))
+
+
+@pytest.mark.parametrize("M", [0, 1])
+def test_nothing(M):
+    assert gemm(normal(M, 64), normal(8, 64)).shape == (M, 8)
+    assert torch.equal(gemm(normal(M, 0), normal(8, 0)), torch.zeros(M, 8, device="cuda", dtype=torch.bfloat16))
+
+
+@pytest.mark.parametrize(("ep", "format"), [(all_reductions, "bf16"), (swiglu_fp8, "fp8_row"), (store, "fp8_block128")])
+def test_the_same_bits_a_hundred_times(ep, format):
+    of_a, of_b = FORMATS[format]
+    for M in (16, 1000):
+        a, b = matrix(M, 1024, of_a, 0), matrix(2304, 1024, of_b, 1)
+        operands = operands_for(ep, M, 2304)
+        first = flat(gemm(a, b, ep, **operands))
+        for _ in range(100):
+            for x, y in zip(flat(gemm(a, b, ep, **operands)), first, strict=True):
+                assert_same_bits(x, y)
+
+
+def test_nan_and_infinity_stay_where_they_are():
+    a, b = normal(200, 256), normal(256, 256, seed=1)
+    a[7, 3], a[150, 0] = float("nan"), float("inf")
+    got = gemm(a, b)
+    assert got[7].isnan().all()
+    assert not got[150].isfinite().any()
+    assert got[[i for i in range(200) if i not in (7, 150)]].isfinite().all()
+    q = gemm(a, b, swiglu_fp8)
+    assert dequantize(q)[7].isnan().all()
+    assert dequantize(q)[:7].isfinite().all()
+
+
+def test_in_a_graph():
+    a, b, residual = normal(512, 512), normal(512, 512, seed=1), normal(512, 512, seed=2)
+    bias = normal(512, seed=3)
+    want = gemm(a, b, gelu_residual, bias=bias, residual=residual), gemm(a, b, absmax)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        got = gemm(a, b, gelu_residual, bias=bias, residual=residual), gemm(a, b, absmax)
+    for _ in range(3):
+        graph.replay()
+    torch.cuda.synchronize()
+    assert_same_bits(got[0], want[0])
+    assert_same_bits(got[1][1], want[1][1])
