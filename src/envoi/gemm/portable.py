@@ -205,17 +205,25 @@ def finish_rows(
     acc [M, N] float32, contiguous, N up to MAX_ROW; with offsets, rows behind the last expert's needn't be written.
     operands, pointers: from `operand_tensors`. outputs: from `empty_slots`; they are filled.
     """
-    M, N = acc.shape
     code = lower(ir, out_dtype, "triton", True, False, pointers)
+    grid, arguments, options = rows_arguments(acc, ir, code, operands, outputs, offsets)
+    kernels.rows_kernel[grid](*arguments, **options)
+
+
+def rows_arguments(
+    acc: torch.Tensor, ir: IR, code: Lowered, operands: tuple, outputs: list[torch.Tensor],
+    offsets: torch.Tensor | None,
+) -> tuple[tuple[int], tuple, dict[str, int]]:  # fmt: skip
+    """The grid of `rows_kernel`, its arguments, its options. Wider rows, fewer of them a program."""
+    M, N = acc.shape
     block_n = max(16, power_of_two(N), piece_columns(ir))
     block_m = max(1, 4096 // block_n)
     num_experts = 0 if offsets is None else offsets.shape[0] - 1
     grid = (max(1, -(-M // block_m) + num_experts),)
-    raw = tuple(_bits(output) for output in outputs)
-    kernels.rows_kernel[grid](
-        acc, offsets, operands or (0,), raw, M, N, num_experts, code, block_m, block_n, max_groups(offsets),
-        num_warps=4 if block_n <= 4096 else 8,
-    )  # fmt: skip
+    return grid, (
+        acc, offsets, operands or (0,), tuple(_bits(x) for x in outputs), M, N, num_experts, code, block_m, block_n,
+        max_groups(offsets),
+    ), {"num_warps": 4 if block_n <= 4096 else 8}  # fmt: skip
 
 
 def finish_outputs(ir: IR, written: list[torch.Tensor], offsets: torch.Tensor | None) -> list[torch.Tensor]:

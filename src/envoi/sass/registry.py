@@ -51,3 +51,30 @@ def _tmem_load(arch: str) -> "Recipe":
     from envoi.sass import tmem_sweep
 
     return tmem_sweep.recipe(tmem_sweep.Case("32x32b", columns=32))
+
+
+@kernel("gemm-triton", arches=("sm_90", "sm_100", "sm_103"))
+def _gemm_triton(arch: str) -> "Recipe":
+    """GEMM in plain Triton in bf16, with silu(gate) * up of interleaved columns."""
+    from envoi.epilogue.library import swiglu
+    from envoi.sass import triton_recipes
+
+    return triton_recipes.product(arch, swiglu)
+
+
+@kernel("gemm-triton-mxfp4", arches=("sm_90", "sm_100", "sm_103"))
+def _gemm_triton_mxfp4(arch: str) -> "Recipe":
+    """Grouped GEMM in plain Triton of MXFP8 tokens and MXFP4 weights over 64 experts, widened in registers."""
+    from envoi.epilogue.library import expert_l2
+    from envoi.sass import triton_recipes
+
+    return triton_recipes.product(arch, expert_l2(True), "mxfp8", "mxfp4", num_experts=64)
+
+
+@kernel("rows-triton", arches=("sm_90", "sm_100", "sm_103"))
+def _rows_triton(arch: str) -> "Recipe":
+    """An epilogue of whole rows, from accumulators in memory: the experts' SwiGLU, quantised with a scale a row."""
+    from envoi.epilogue.library import expert_l1
+    from envoi.sass import triton_recipes
+
+    return triton_recipes.rows(arch, expert_l1("swiglu", None, False, "fp8_row"))
