@@ -1,6 +1,7 @@
 """What differs between the supported Triton releases, 3.6 (torch 2.11) and 3.7 (torch 2.13)."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -10,6 +11,7 @@ from triton import knobs
 from triton.backends.compiler import GPUTarget
 from triton.compiler.compiler import ASTSource, CompiledKernel, make_backend
 from triton.experimental.gluon._runtime import GluonASTSource
+from triton.runtime import driver
 from triton.runtime.cache import triton_key
 from triton.runtime.jit import JITFunction, create_function_from_signature
 
@@ -47,6 +49,23 @@ def specialize(
     bound, specialization, options = bind(*arguments)
     _, signature, constexprs, attributes = function._pack_args(backend, {}, bound, specialization, options)
     return signature, constexprs, attributes
+
+
+@contextmanager
+def pretending(arch: str) -> Iterator[None]:
+    """Inside, whatever asks the driver for its GPU gets `arch`: 3.7's descriptors of FP4 in padded bytes do."""
+    found, driver._active = driver._active, _Pretended(target_of(arch))  # pyright: ignore[reportAttributeAccessIssue]
+    try:
+        yield
+    finally:
+        driver._active = found
+
+
+class _Pretended:
+    """As much of a driver as that takes."""
+
+    def __init__(self, target: GPUTarget) -> None:
+        self.get_current_target = lambda: target
 
 
 def warm_up(arch: str) -> None:

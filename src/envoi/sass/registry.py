@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
+    from envoi.epilogue.api import Epilogue
     from envoi.sass.compile import Recipe
 
 
@@ -51,6 +52,93 @@ def _tmem_load(arch: str) -> "Recipe":
     from envoi.sass import tmem_sweep
 
     return tmem_sweep.recipe(tmem_sweep.Case("32x32b", columns=32))
+
+
+BLACKWELL = ("sm_100", "sm_103")
+
+
+@kernel("gemm-sm100", arches=BLACKWELL)
+def _gemm_sm100(arch: str) -> "Recipe":
+    """GEMM in bf16 with tcgen05, 128 x 256 tiles, stored as it is."""
+    return _blackwell(arch, "store", block_k=64)
+
+
+@kernel("gemm-sm100-swiglu", arches=BLACKWELL)
+def _gemm_sm100_swiglu(arch: str) -> "Recipe":
+    """The same with silu(gate) * up of interleaved columns."""
+    return _blackwell(arch, "swiglu", block_k=64)
+
+
+@kernel("gemm-sm100-swiglu-fp8", arches=BLACKWELL)
+def _gemm_sm100_swiglu_fp8(arch: str) -> "Recipe":
+    """The same, quantised to FP8 with a scale factor per 1x128: the epilogue has 8 warps, a piece is the whole tile."""
+    return _blackwell(arch, "swiglu_fp8", block_k=64, num_warps=8, piece=256, turns=1)
+
+
+@kernel("gemm-sm100-grouped", arches=BLACKWELL)
+def _gemm_sm100_grouped(arch: str) -> "Recipe":
+    """Grouped GEMM in bf16 over 64 experts."""
+    return _blackwell(arch, "store", num_experts=64, block_k=64)
+
+
+@kernel("gemm-sm100-fp8", arches=BLACKWELL)
+def _gemm_sm100_fp8(arch: str) -> "Recipe":
+    """GEMM of FP8 E4M3 without scale factors along K."""
+    return _blackwell(arch, "store", "f8", "f8", block_k=128)
+
+
+@kernel("gemm-sm100-mxfp8", arches=BLACKWELL)
+def _gemm_sm100_mxfp8(arch: str) -> "Recipe":
+    """GEMM of MXFP8: scale factors along K go through tensor memory, 128 x 128 tiles."""
+    return _blackwell(arch, "store", "f8", "f8", block_y=128, block_k=128, sf_group=32)
+
+
+@kernel("gemm-sm100-mxfp8-mxfp4", arches=BLACKWELL)
+def _gemm_sm100_mixed(arch: str) -> "Recipe":
+    """GEMM of MXFP8 tokens and MXFP4 weights."""
+    return _blackwell(arch, "store", "f8", "f4", block_y=128, block_k=128, sf_group=32)
+
+
+@kernel("gemm-sm100-mxfp4", arches=BLACKWELL)
+def _gemm_sm100_mxfp4(arch: str) -> "Recipe":
+    """GEMM of MXFP4."""
+    return _blackwell(arch, "store", "f4", "f4", block_y=128, block_k=256, sf_group=32)
+
+
+@kernel("gemm-sm100-nvfp4", arches=BLACKWELL)
+def _gemm_sm100_nvfp4(arch: str) -> "Recipe":
+    """GEMM of NVFP4: E4M3 scale factors for 16 elements."""
+    return _blackwell(arch, "store", "f4", "f4", block_y=128, block_k=256, sf_group=16)
+
+
+@kernel("gemm-sm100-experts", arches=BLACKWELL)
+def _gemm_sm100_experts(arch: str) -> "Recipe":
+    """First GEMM of 256 experts: MXFP8 rows, MXFP4 weights, bias, clamped SwiGLU, routing weight, MXFP8 out."""
+    from envoi.epilogue.library import expert_l1
+
+    epilogue = expert_l1("swiglu_oai", 7.0, True, "mxfp8")
+    return _blackwell(arch, epilogue, "f8", "f4", num_experts=256, block_y=128, block_k=128, sf_group=32)
+
+
+def _blackwell(
+    arch: str,
+    epilogue: "str | Epilogue",
+    a: str = "bf16",
+    b: str = "bf16",
+    num_experts: int = 0,
+    block_y: int = 256,
+    **cut: int,
+) -> "Recipe":
+    """The Blackwell kernel with an epilogue, or one of the library's by name."""
+    from envoi.epilogue import library
+    from envoi.gemm.config_sm100 import BlackwellConfig
+    from envoi.sass import blackwell_recipes
+
+    kinds = {"bf16": blackwell_recipes.BF16, "f8": blackwell_recipes.F8, "f4": blackwell_recipes.U8}
+    config = BlackwellConfig(block_y=block_y, num_stages=4, **cut)
+    dtypes = kinds[a], kinds[b]
+    own = getattr(library, epilogue) if isinstance(epilogue, str) else epilogue
+    return blackwell_recipes.blackwell(arch, own, config, dtypes, num_experts=num_experts)
 
 
 @kernel("gemm-triton", arches=("sm_90", "sm_100", "sm_103"))

@@ -1,0 +1,244 @@
+"""The Blackwell GEMM without a Blackwell: what its machine code must show, what can't fit, how scale factors lie."""
+
+import dataclasses
+import re
+
+import pytest
+import torch
+
+from envoi.epilogue import library
+from envoi.epilogue.lower import lower
+from envoi.gemm import sf_layout, sm100
+from envoi.gemm.config_sm100 import SHARED_BYTES, BlackwellConfig, BlackwellProblem, shared_bytes, supports
+from envoi.sass import blackwell_recipes, registry
+from envoi.sass.compile import compile_recipe
+from envoi.sass.record import of_binary
+
+BF16, F8, U8 = blackwell_recipes.BF16, blackwell_recipes.F8, blackwell_recipes.U8
+PLAIN = BlackwellConfig(256, 64, 4)
+
+
+def compiled(recipe, arch):
+    binary = compile_recipe(recipe, arch)
+    records, text = of_binary(binary)
+    return records[0], text
+
+
+def build(epilogue, config, arch="sm_100", **options):
+    return compiled(blackwell_recipes.blackwell(arch, epilogue, config, **options), arch)
+
+
+def check_roles(record, text, core, loads, stores, fetches):
+    """Products, TMA both ways, tensor memory loads of this width; no spill, no call but the guards of an allocation."""
+    families = record.families
+    assert {name.partition(".")[0] for name in families["tensor core"]} == {core}
+    assert families["tensor memory load"] == loads
+    assert families["TMA load"] == fetches
+    assert families["TMA store"] == {"UTMASTG.2D": stores}
+    assert record.stack_bytes == 0
+    assert not [family for family in families if "spill" in family]
+    called = re.findall(r"CALL\S* `\(\$?(\S+)\)", text)
+    assert called
+    assert all("tcgen05_guardrail" in name for name in called)
+    assert record.shared_bytes <= SHARED_BYTES
+    assert any(name.startswith("USETMAXREG") for name in families["register budget"])
+
+
+# Each twice: before the warps part, and in the producer.
+TWO = {"UTMALDG.2D": 2 * 2}
+FACTORS = {"UTMALDG.2D": 2 * 2, "UTMALDG.5D": 2 * 2}
+BY_NAME = {
+    "gemm-sm100": ("UTCHMMA", {"32x32b.x64": 4}, 4, TWO),
+    "gemm-sm100-swiglu": ("UTCHMMA", {"32x32b.x64": 4}, 4, TWO),
+    "gemm-sm100-swiglu-fp8": ("UTCHMMA", {"32x32b.x64": 2}, 1, TWO),
+    "gemm-sm100-grouped": ("UTCHMMA", {"32x32b.x64": 4}, 4, TWO),
+    "gemm-sm100-fp8": ("UTCQMMA", {"32x32b.x64": 4}, 4, TWO),
+    "gemm-sm100-mxfp8": ("UTCQMMA", {"32x32b.x64": 2}, 2, FACTORS),
+    "gemm-sm100-mxfp8-mxfp4": ("UTCQMMA", {"32x32b.x64": 2}, 2, FACTORS),
+    "gemm-sm100-mxfp4": ("UTCOMMA", {"32x32b.x64": 2}, 2, FACTORS),
+    "gemm-sm100-nvfp4": ("UTCOMMA", {"32x32b.x64": 2}, 2, FACTORS),
+    "gemm-sm100-experts": ("UTCQMMA", {"32x32b.x64": 2}, 2, FACTORS),
+}
+
+
+def test_every_entry_of_the_registry_is_here():
+    assert set(BY_NAME) == {name for name in registry.KERNELS if name.startswith("gemm-sm100")}
+
+
+@pytest.mark.parametrize("name", BY_NAME)
+def test_registered(name):
+    entry = registry.find(name)
+    assert entry.arches == ("sm_100", "sm_103")
+    arch = entry.arches[len(name) % 2]  # the other one differs in names of modifiers only; `envoi sass` shows both
+    record, text = compiled(entry.recipe(arch), arch)
+    check_roles(record, text, *BY_NAME[name])
+    copies = record.families.get("tensor memory copy", {})
+    assert bool(copies) == (BY_NAME[name][3] is FACTORS)
+
+
+@pytest.mark.parametrize(
+    ("num_warps", "piece", "loads"),
+    [(4, 32, {"32x32b.x32": 8}), (4, 128, {"32x32b.x128": 2}), (8, 128, {"32x32b.x64": 2}), (8, 64, {"32x32b.x32": 4})],
+)
+def test_pieces_decide_the_width_of_loads(num_warps, piece, loads):
+    config = BlackwellConfig(256, 64, 3, num_warps=num_warps, piece=piece)
+    check_roles(*build(library.store, config), "UTCHMMA", loads, 256 // piece, TWO)
+
+
+def test_parts_along_k_leave_by_wide_stores():
+    record, text = build(library.store, dataclasses.replace(PLAIN, split_k=3))
+    # A piece is read once to leave a part of a tile, and once where the tile is whole.
+    check_roles(record, text, "UTCHMMA", {"32x32b.x64": 8}, 4, TWO)
+    assert record.families["global store"]["128 bit"] == 256 // 4
+    assert record.families["global load"]["128 bit"] == 3 * 256 // 4
+    assert set(record.families["shared store"]) >= {"128 bit"}
+
+
+def test_reductions_over_rows_dont_spill():
+    check_roles(*build(library.absmax, PLAIN), "UTCHMMA", {"32x32b.x64": 4}, 4, TWO)
+
+
+def test_a_residual_comes_by_tma():
+    record, text = build(library.gelu_residual, BlackwellConfig(256, 64, 3, piece=32))
+    # One fetch ahead of the tile, then one in each piece but the last.
+    check_roles(record, text, "UTCHMMA", {"32x32b.x32": 8}, 8, {"UTMALDG.2D": 2 * 2 + 8})
+
+
+def test_block_scaled_in_groups():
+    config = BlackwellConfig(128, 128, 4, sf_group=32)
+    record, text = build(library.swiglu, config, dtypes=(F8, F8), num_experts=32)
+    check_roles(record, text, "UTCQMMA", {"32x32b.x64": 2}, 2, FACTORS)
+
+
+def test_only_tiles_of_an_unfilled_wave_are_cut():
+    config = dataclasses.replace(PLAIN, split_k=4)
+    call = blackwell_recipes.call_of(library.store, config, (BF16, BF16), (1000, 4096, 512), 0)
+    grid, arguments = sm100.arguments(call, config, 100)
+    assert grid == (100,)
+    M, N, K, groups, num_whole = arguments[-9:-4]
+    assert (M, N, K, groups, num_whole) == (1000, 4096, 512, 0, 100)  # of 8 x 16 tiles
+
+
+# What doesn't fit
+
+
+STORE = lower(library.store.ir, BF16, "gluon", False, True, frozenset())
+PROBLEM = BlackwellProblem(4096, 4096, 7168)
+SCALED = BlackwellProblem(4096, 4096, 7168, 8, 8, sf_group=32)
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        ({}, ""),
+        ({"block_y": 192}, "block_y: expected 64, 128 or 256, got 192"),
+        ({"block_k": 16}, "block_k: expected rows of 64 to 512 bytes, a power of two, got 16 elements in 32"),
+        ({"num_stages": 1}, "num_stages: expected at least 2, got 1"),
+        ({"num_stages": 5}, "shared memory: 5 stages and what leaves are 281088 bytes, there are 232448"),
+        ({"num_accumulators": 3}, "num_accumulators: expected 1 or 2, got 3"),
+        ({"num_warps": 2}, "num_warps: expected 4 or 8 for the epilogue, got 2"),
+        ({"piece": 96}, "piece: expected a power of two from 16 to block_y = 256, got 96"),
+        (
+            {"piece": 256},
+            "piece: 256 columns are 256 registers a thread of 4 warps, more than 128 leave none to compute",
+        ),
+        ({"sf_group": 32}, "sf_group: expected 0, as the operands have it, got 32"),
+    ],
+)
+def test_refusals(change, words):
+    reason = supports(PROBLEM, dataclasses.replace(PLAIN, **change), STORE)
+    assert reason.startswith(words) if words else not reason
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        ({"block_y": 128}, ""),
+        ({"num_accumulators": 1, "num_stages": 3}, ""),
+        ({}, "tensor memory: 2 accumulators of 256 columns and 12 of scale factors are 524 columns, there are 512"),
+        ({"block_y": 64}, "block_y: scale factors come by 128 columns, got 64"),
+        ({"block_y": 128, "block_k": 64}, "block_k: four scale factors span 128 elements, got 64"),
+    ],
+)
+def test_refusals_of_scale_factors(change, words):
+    config = dataclasses.replace(BlackwellConfig(256, 128, 4, sf_group=32), **change)
+    reason = supports(SCALED, config, STORE)
+    assert reason.startswith(words) if words else not reason
+
+
+def test_refusals_of_problems():
+    cut = dataclasses.replace(PLAIN, split_k=2)
+    assert "K: expected at least 1" in supports(dataclasses.replace(PROBLEM, K=0), PLAIN, STORE)
+    assert "split_k: expected 1 in a grouped" in supports(dataclasses.replace(PROBLEM, num_groups=8), cut, STORE)
+    padded = dataclasses.replace(SCALED, padded=True, K=96)
+    assert "FP4 beside FP8" in supports(padded, BlackwellConfig(128, 128, 4, sf_group=32), STORE)
+    quantised = lower(library.swiglu_fp8.ir, BF16, "gluon", False, True, frozenset())
+    assert supports(PROBLEM, PLAIN, quantised) == "piece: expected a multiple of 256 columns for this epilogue, got 64"
+    whole = lower(library.absmax.ir, BF16, "gluon", True, True, frozenset())
+    assert "whole rows of 4096 columns" in supports(PROBLEM, PLAIN, whole)
+
+
+def test_a_launch_that_cant_fit_says_why():
+    config = dataclasses.replace(PLAIN, num_stages=6)
+    with pytest.raises(ValueError, match="shared memory: 6 stages and what leaves are"):
+        blackwell_recipes.blackwell("sm_100", library.store, config)
+
+
+def test_tensor_memory_that_is_refused_isnt_there(monkeypatch):
+    # Compiled without a launch, such a kernel traps where it would allocate; what follows is gone.
+    monkeypatch.setattr(sm100, "supports", lambda problem, config, code: "")
+    config = BlackwellConfig(256, 128, 3, sf_group=32, piece=32)
+    for num_accumulators, there in ((1, True), (2, False)):
+        cut = dataclasses.replace(config, num_accumulators=num_accumulators)
+        assert bool(supports(SCALED, cut, STORE)) != there
+        record, _ = build(library.store, cut, dtypes=(F8, F8))
+        assert ("tensor memory load" in record.families) == there
+
+
+@pytest.mark.parametrize("name", ["gemm-sm100", "gemm-sm100-mxfp8-mxfp4"])
+def test_the_budget_counts_what_the_compiler_takes(name):
+    scaled = name != "gemm-sm100"
+    config = BlackwellConfig(128, 128, 4, sf_group=32) if scaled else PLAIN
+    problem = dataclasses.replace(SCALED, padded=True) if scaled else PROBLEM
+    taken = compiled(registry.find(name).recipe("sm_100"), "sm_100")[0].shared_bytes
+    assert taken <= shared_bytes(problem, config, STORE) < taken + 2560
+
+
+# Scale factors
+
+
+def at(packed, row, column):
+    r = row % 128
+    return packed[row // 128, column // 4].flatten()[(r % 32) * 16 + r // 32 * 4 + column % 4]
+
+
+def test_factors_are_packed_in_blocks():
+    sf = torch.randint(0, 255, (300, 10), dtype=torch.uint8)
+    packed = sf_layout.pack(sf.view(torch.float8_e8m0fnu))
+    assert packed.shape == (3, 3, 2, 256)
+    assert packed.dtype == torch.uint8
+    for row, column in ((0, 0), (31, 3), (32, 4), (127, 9), (128, 0), (299, 9)):
+        assert at(packed, row, column) == sf[row, column]
+    assert packed.sum(dtype=torch.int64) == sf.sum(dtype=torch.int64)  # the rest is 0
+    assert sf_layout.pack(torch.ones(128, 4).to(torch.float8_e4m3fn)).dtype == torch.float8_e4m3fn
+
+
+def test_each_expert_begins_with_a_block():
+    offsets = torch.tensor([0, 5, 5, 140, 300], dtype=torch.int32)
+    sf = torch.randint(1, 255, (310, 4), dtype=torch.uint8)
+    packed = sf_layout.pack(sf, offsets)
+    assert packed.shape[0] == sf_layout.num_blocks(310, 4)
+    first_block = (0, 1, 1, 3, 5)  # 5, 0, 135 and 160 rows; then those of no expert
+    for row in range(310):
+        expert = int((offsets[1:] <= row).sum())
+        assert torch.equal(
+            torch.stack([at(packed, first_block[expert] * 128 + row - int(offsets[expert]), c) for c in range(4)]),
+            sf[row],
+        )
+
+
+def test_weights_of_experts_are_packed_one_by_one():
+    sf = torch.randint(0, 255, (3, 130, 4), dtype=torch.uint8)
+    packed = sf_layout.pack(sf)
+    assert packed.shape == (6, 1, 2, 256)
+    assert at(packed[2:], 129, 3) == sf[1, 129, 3]
