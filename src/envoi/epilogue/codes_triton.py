@@ -1,4 +1,3 @@
-# ruff: noqa: RET505
 """Narrow numbers as bits, in Triton: for GPUs without them in hardware, and for the interpreter, whose casts are wrong.
 
 The interpreter cuts off instead of rounding, and loses E4M3's NaN and bf16's subnormals.

@@ -118,6 +118,9 @@ class IR:
         returned = ", ".join((f"{name}=" if name else "") + f"%{position}" for name, position in self.outputs)
         return "\n".join([f"epilogue {self.name}({head})", *body, f"  return {returned}"])
 
+    def __hash__(self) -> int:
+        return hash(self.key)  # once, not for every node at every call
+
     @cached_property
     def key(self) -> str:
         """A digest of everything that decides what is computed."""

@@ -129,38 +129,40 @@ def put_tiles(values, descs, stages, coords, m, turn, TURNS: gl.constexpr):
 
 
 @gluon.jit
-def side_for(descs, PIECES: gl.constexpr):
-    """A role's buffers for all pieces of the tile operands that come by TMA, and the barriers they arrive at."""
+def side_for(descs):
+    """A role's buffers for a piece of the tile operands that come by TMA, and the barriers they arrive at."""
     arrived = gl.allocate_shared_memory(gl.int64, [len(descs), 1], mbarrier.MBarrierLayout())
     for i in gl.static_range(len(descs)):
         mbarrier.init(arrived.index(i), count=1)
     fence_async_shared()
     role_barrier()
     if len(descs) == 1:
-        return (stage_for(descs[0], PIECES),), arrived
+        return (stage_for(descs[0], 1),), arrived
     else:
-        return (stage_for(descs[0], PIECES), stage_for(descs[1], PIECES)), arrived
+        return (stage_for(descs[0], 1), stage_for(descs[1], 1)), arrived
 
 
 @gluon.jit
-def fetch(desc, buffers, arrived, m, n, PIECES: gl.constexpr):
-    """Start loading the pieces of a tile operand, once all warps have read those before."""
+def fetch(desc, buffer, arrived, m, n):
+    """Start loading a piece of a tile operand, once all warps have read the one before."""
     role_barrier()
-    mbarrier.expect(arrived, PIECES * desc.block_type.nbytes)
-    for i in gl.static_range(PIECES):
-        tma.async_copy_global_to_shared(desc, [m, n + i * desc.block_type.shape[1]], arrived, buffers.index(i))
+    mbarrier.expect(arrived, desc.block_type.nbytes)
+    tma.async_copy_global_to_shared(desc, [m, n], arrived, buffer.index(0))
 
 
 @gluon.jit
-def take_tile(side, x, INDEX: gl.constexpr, turn):
-    """A piece of a tile operand from its buffer.
+def take_tile(side, desc, x, m, n, INDEX: gl.constexpr, turn, cfg: gl.constexpr):
+    """A piece of a tile operand from its buffer; starts loading the next. Room for more would cost stages.
 
-    side: for each of the operands that come by TMA its buffers and the barrier they arrive at, and how many tiles came
+    side: for each of the operands that come by TMA its buffer and the barrier it arrives at, and how many tiles came
     before. INDEX: which operand. turn: which piece.
     """
     buffers, arrived, before = side
-    mbarrier.wait(arrived.index(INDEX), before & 1)
-    return buffers[INDEX].index(turn).load(x.type.layout).to(gl.float32)
+    mbarrier.wait(arrived.index(INDEX), (before * cfg.num_pieces + turn) & 1)
+    value = buffers[INDEX].index(0).load(x.type.layout).to(gl.float32)
+    if turn + 1 < cfg.num_pieces:
+        fetch(desc, buffers[INDEX], arrived.index(INDEX), m, n + desc.block_type.shape[1])
+    return value
 
 
 @gluon.jit

@@ -1,4 +1,3 @@
-# ruff: noqa: RET505
 # pyright: reportArgumentType=false
 """Index vectors, loads and stores of a tile, for lowered epilogues in Triton: the twin of tile_gluon.
 

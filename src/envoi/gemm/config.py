@@ -135,7 +135,7 @@ def shared_bytes(problem: Problem, config: Config, code: Lowered) -> int:
     stages = config.num_stages * (config.block_x + config.block_y) * config.block_k * problem.element_bytes
     rows = config.role_m * config.num_roles
     piece = min(config.piece, config.block_y)
-    buffers = rows * (piece * config.turns * code.leaving_bytes + config.block_y * problem.side_bytes)
+    buffers = rows * piece * (config.turns * code.leaving_bytes + problem.side_bytes)
     if config.swap_ab:
         buffers = config.num_roles * config.role_m * config.block_y * 4  # turned upright through shared memory
     return int(stages + buffers) + RESERVED_BYTES
@@ -181,7 +181,7 @@ def candidates(problem: Problem, code: Lowered, whole: bool = False) -> list[Con
             for depth in ((k,) if problem.scaled else (k, 2 * k, 4 * k))
         ]
     if not problem.num_groups:
-        found += [replace(c, split_k=s) for c in found for s in (2, 4, 8, 16)]
+        found += [replace(c, split_k=s) for c in found for s in (2, 3, 4, 8, 16)]
     found = [fitted(problem, config, code) for config in found]
     return [config for config in dict.fromkeys(found) if not supports(problem, config, code, whole)]
 
@@ -197,19 +197,19 @@ def predicted_cycles(problem: Problem, config: Config, num_sms: int) -> float:
     tokens = -(-problem.M // groups)
     tiles = groups * -(-tokens // config.block_m) * -(-problem.N // config.block_n)
     steps = -(-problem.K // config.block_k)
-    whole, rest = divmod(tiles, num_sms)
     row_bytes = config.block_k * problem.element_bytes
     tensor = config.block_x / 64 * row_bytes / 32 * max(config.block_y / 2, 16)
     step = max(tensor, (config.block_x + config.block_y) * row_bytes / L2_BYTES)
     if problem.scaled:
         step *= 1.4  # adding up the blocks
-    tile = steps * step + (TURN if config.pingpong else TILE)
-    cycles = whole * tile
+    rounds, rest = divmod(tiles, num_sms)
+    cycles = rounds * (steps * step + (TURN if config.pingpong else TILE))
     if rest and config.split_k > 1:
-        rounds = -(-rest * config.split_k // num_sms)
-        cycles += rounds * (-(-steps // config.split_k) * step + TILE) + JOIN * config.split_k**0.5
+        parts = -(-rest * config.split_k // num_sms)
+        cycles += parts * (-(-steps // config.split_k) * step + TILE)
+        cycles += JOIN * config.split_k**0.5
     elif rest:
-        cycles += tile
+        cycles += steps * step + (TURN if config.pingpong else TILE)
     moved = problem.element_bytes * problem.K * (problem.M + groups * problem.N) + 2 * problem.M * problem.N
     return LAUNCH + FIRST_STAGE + max(cycles, moved / DRAM_BYTES) + TILE
 

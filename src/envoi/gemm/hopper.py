@@ -2,14 +2,16 @@
 
 from dataclasses import dataclass, replace
 from functools import cache
+from typing import cast
 
 import torch
 
 from envoi.epilogue.ir import COL, IR, ROW, SCALAR, Node, Operand
 from envoi.epilogue.library import store
-from envoi.epilogue.lower import MAX_DESCS, Lowered, lower, piece_columns, rows_must_fit, slots
+from envoi.epilogue.lower import Lowered, lower
+from envoi.epilogue.slots import MAX_DESCS, piece_columns, rows_must_fit, slots
 from envoi.gemm import portable, sm90, tune
-from envoi.gemm.config import Config, Problem, default_config
+from envoi.gemm.config import Config, Problem
 from envoi.types import Matrix, QuantTensor
 
 HALVES = (torch.bfloat16, torch.float16)
@@ -97,10 +99,9 @@ class Work:
 def work_of(a: Matrix, b: Matrix, ir: IR, operands: dict, offsets: torch.Tensor | None) -> Work:
     """Take scale factors off the matrices."""
     kind = scaling(a, b)
-    if isinstance(a, torch.Tensor) and isinstance(b, torch.Tensor):
+    if not isinstance(a, QuantTensor) or not isinstance(b, QuantTensor):
+        a, b = cast(torch.Tensor, a), cast(torch.Tensor, b)
         return Work(sm90.tma_ready(a), sm90.tma_ready(b), ir, operands, None, offsets)
-    assert isinstance(a, QuantTensor)
-    assert isinstance(b, QuantTensor)
     values = sm90.tma_ready(a.values), sm90.tma_ready(b.values)
     if kind == "blocks":
         return Work(*values, ir, operands, (a.sf.contiguous(), b.sf.contiguous()), offsets)
@@ -137,16 +138,22 @@ def _launch(
     work: Work, out_dtype: torch.dtype, operands: tuple, pointers: frozenset[str], outputs: list[torch.Tensor],
     behind: bool,
 ) -> None:  # fmt: skip
-    code = _code(work, out_dtype, operands, pointers, outputs)
-    whole = code.whole
-    problem = problem_of(work, code, operands)
     num_sms = torch.cuda.get_device_properties(work.a.device).multi_processor_count
-    config = tune.best(problem, code, num_sms) or default_config(problem, code, num_sms, whole)
+    code = _code(work, out_dtype, operands, pointers, outputs)
+    call, config = _planned(work, code, operands, outputs, behind, num_sms)
+    sm90.launch(call, config, num_sms)
+
+
+def _planned(
+    work: Work, code: Lowered, operands: tuple, outputs: list[torch.Tensor], behind: bool, num_sms: int,
+    shipped_only: bool = False,
+) -> tuple[sm90.Call, Config]:  # fmt: skip
+    problem = problem_of(work, code, operands)
+    config = tune.choose(problem, code, num_sms, shipped_only)
     if config is None:
         raise ValueError(f"epilogue {work.ir.name}: no config of the Hopper kernel fits {problem}")
     names = tuple(operand.name for operand in work.ir.operands)
-    call = sm90.Call(work.a, work.b, code, operands, names, outputs, work.offsets, work.scales, behind)
-    sm90.launch(call, config, num_sms)
+    return sm90.Call(work.a, work.b, code, operands, names, outputs, work.offsets, work.scales, behind), config
 
 
 def problem_of(work: Work, code: Lowered, operands: tuple) -> Problem:
@@ -176,10 +183,18 @@ def _code(
     return lower(work.ir, out_dtype, "gluon", whole, tma, pointers, side)
 
 
-def config_for(a: Matrix, b: Matrix, ir: IR, out_dtype: torch.dtype, num_sms: int = 132) -> Config | None:
-    """The config that a plain GEMM without operands would run with, for a look."""
-    work = work_of(a, b, ir, {}, None)
-    written = portable.empty_slots(work.ir, slots(work.ir, out_dtype), a.shape[0], b.shape[-2], a.device)
-    code = _code(work, out_dtype, (), frozenset(), written)
-    problem = problem_of(work, code, ())
-    return tune.best(problem, code, num_sms) or default_config(problem, code, num_sms, code.whole)
+def planned(
+    a: Matrix, b: Matrix, offsets: torch.Tensor | None, ir: IR, out_dtype: torch.dtype, operands: dict, num_sms: int
+) -> tuple[sm90.Call, Config]:  # fmt: skip
+    """What `run` launches for these tensors, which may be without memory, with no config but those shipped.
+
+    An epilogue on rows too long for a tile has a second kernel; this is the first.
+    """
+    work = work_of(a, b, ir, operands, offsets)
+    M, N = work.a.shape[0], work.b.shape[-2]
+    if rows_must_fit(work.ir) and N > MAX_WHOLE:
+        work, out_dtype = replace(work, ir=store.ir, operands={}), torch.float32
+    tensors, pointers = portable.operand_tensors(work.ir, work.operands, work.num_groups)
+    written = portable.empty_slots(work.ir, slots(work.ir, out_dtype), M, N, work.a.device)
+    code = _code(work, out_dtype, tensors, pointers, written)
+    return _planned(work, code, tensors, written, True, num_sms, shipped_only=True)

@@ -6,8 +6,8 @@
         acc -> visit(acc), piece by piece -> outputs                         while the producer fills the next stages
 
 x and y are tokens and features, or with swap_ab features and tokens; the epilogue sees [tokens, features] always.
-A unit is a tile, or for the tiles of the last, unfilled wave one of split_k parts of a tile along K. Parts are added
-in their order by whichever consumer arrives last, so the result doesn't depend on who that is.
+A unit is a tile, or one of split_k parts of a tile along K: the tiles of the last, unfilled wave can be cut so.
+Parts are added in their order by whichever consumer arrives last, so the result doesn't depend on who that is.
 """
 
 import triton.experimental.gluon.language as gl
@@ -30,7 +30,7 @@ def producer(
     x_desc, y_desc, stages, sizes, offsets, cfg: gl.constexpr, GROUPED: gl.constexpr, MAX_GROUPS: gl.constexpr
 ):
     """One warp: fills the stages by TMA, as far ahead as they reach."""
-    x_bufs, y_bufs, empty, ready, turn = stages
+    empty = stages[2]
     M, N, K, num_groups, num_whole = sizes
     plan = work(sizes, offsets, cfg, GROUPED, MAX_GROUPS)
     num_steps = gl.cdiv(K, cfg.block_k)
@@ -43,21 +43,43 @@ def producer(
             x += e * N
         else:
             y += e * N
+        if u == gl.program_id(0):
+            step = gl.minimum(last - first, cfg.num_stages)  # `prefill` has done these
+            first += step
         for k in range(first, last):
             stage = step % cfg.num_stages
             mbarrier.wait(empty.index(stage), ((step // cfg.num_stages) & 1) ^ 1)
-            bytes: gl.constexpr = cfg.num_parts * x_desc.block_type.nbytes + y_desc.block_type.nbytes
-            mbarrier.expect(ready.index(stage), bytes)
-            num_parts: gl.constexpr = cfg.num_parts
-            for r in gl.static_range(num_parts):
-                tma.async_copy_global_to_shared(
-                    x_desc,
-                    [x + r * cfg.role_m, k * cfg.block_k],
-                    ready.index(stage),
-                    x_bufs.index(stage * cfg.num_parts + r),
-                )
-            tma.async_copy_global_to_shared(y_desc, [y, k * cfg.block_k], ready.index(stage), y_bufs.index(stage))
+            load_stage(x_desc, y_desc, stages, stage, x, y, k, cfg)
             step += 1
+
+
+@gluon.jit
+def load_stage(x_desc, y_desc, stages, stage, x, y, k, cfg: gl.constexpr):
+    """Step k of a tile into a stage."""
+    x_bufs, y_bufs, empty, ready, turn = stages
+    num_parts: gl.constexpr = cfg.num_parts
+    mbarrier.expect(ready.index(stage), num_parts * x_desc.block_type.nbytes + y_desc.block_type.nbytes)
+    for r in gl.static_range(num_parts):
+        x_buf = x_bufs.index(stage * num_parts + r)
+        tma.async_copy_global_to_shared(x_desc, [x + r * cfg.role_m, k * cfg.block_k], ready.index(stage), x_buf)
+    tma.async_copy_global_to_shared(y_desc, [y, k * cfg.block_k], ready.index(stage), y_bufs.index(stage))
+
+
+@gluon.jit
+def prefill(x_desc, y_desc, stages, sizes, offsets, cfg: gl.constexpr, GROUPED: gl.constexpr, MAX_GROUPS: gl.constexpr):
+    """The first loads of the first tile, before the warps go their ways: that takes them about a microsecond."""
+    M, N, K, num_groups, num_whole = sizes
+    plan = work(sizes, offsets, cfg, GROUPED, MAX_GROUPS)
+    u = gl.program_id(0)
+    tile, first, last, part, cut = steps_at(u, plan, num_whole, gl.cdiv(K, cfg.block_k), cfg, GROUPED)
+    x, y, row_end, e = corner(tile, plan, sizes, cfg, GROUPED)
+    if cfg.swap_ab:
+        x += e * N
+    else:
+        y += e * N
+    if u < plan[2]:
+        for k in range(gl.minimum(last - first, cfg.num_stages)):
+            load_stage(x_desc, y_desc, stages, k, x, y, first + k, cfg)
 
 
 @gluon.jit
@@ -236,18 +258,52 @@ def upright(acc, cfg: gl.constexpr):
 
 
 @gluon.jit
+def end_tile(
+    acc, corner, slot, cut, given, buffers, side, GROUPED: gl.constexpr, cfg: gl.constexpr, code: gl.constexpr
+):
+    """The epilogue of a role's part of a tile. corner: in x and y, the row behind its last token, its expert."""
+    descs, _stages, sizes, _offsets, operands, outputs, scratch, _scales = given
+    M, N, _K, num_groups, _num_whole = sizes
+    sums, _counters, row_parts, row_counters = scratch
+    x, y, row_end, e = corner
+    m, n = (y, x) if cfg.swap_ab else (x, y)
+    if cfg.split_k > 1:
+        code.fetch_side(descs, side[0], side[1], m, n)
+    own = operands
+    if GROUPED:
+        own = code.of_expert(operands, gl.minimum(e, num_groups - 1), N)
+    out = upright(acc, cfg)
+    parts = leave(out, m, n, row_end, N, slot, cut, (own, outputs, descs, buffers, sums, side), 0, GROUPED, cfg, code)
+    if code.partials > 0:
+        num_slots = gl.cdiv(N, out.shape[1])
+        code.save(parts, row_parts, n // out.shape[1], num_slots, m, row_end, M)
+        if arrive(row_counters + m, num_slots):
+            code.finish(parts[0], row_parts, num_slots, m, row_end, M, operands, outputs)
+
+
+@gluon.jit
+def keep_part(acc, slot, part, counter, sums, cfg: gl.constexpr):
+    """Leave the sums of a part of K; the last role to come goes on with the tile (and, swapped, with all its sums)."""
+    v = flat(acc)
+    gl.store(part_pointers(sums, v, slot + part, 0, cfg), v)
+    complete = arrive(counter, cfg.split_k)
+    if cfg.swap_ab and complete:
+        acc = all_parts(acc, sums, slot, 0, cfg)
+    return acc, complete
+
+
+@gluon.jit
 def consumer(
     given, R: gl.constexpr, cfg: gl.constexpr, code: gl.constexpr, SCALED: gl.constexpr, GROUPED: gl.constexpr,
     MAX_GROUPS: gl.constexpr,
 ):  # fmt: skip
-    """Four warps: multiply role_m rows of every tile, then its epilogue. R: which role."""
-    descs, stages, sizes, offsets, operands, outputs, scratch, scales = given
-    M, N, K, num_groups, num_whole = sizes
-    sums, counters, row_parts, row_counters = scratch
+    """Four or eight warps: multiply role_m rows of every tile, then its epilogue. R: which role."""
+    descs, stages, sizes, offsets, _operands, _outputs, scratch, scales = given
+    K, num_whole = sizes[2], sizes[4]
     plan = work(sizes, offsets, cfg, GROUPED, MAX_GROUPS)
     num_steps = gl.cdiv(K, cfg.block_k)
     buffers = code.buffers(descs, cfg.turns)
-    side_buffers, arrived = code.side_buffers(descs, cfg.num_pieces)
+    side_buffers, arrived = code.side_buffers(descs)
     before = 0  # tiles whose operands have come
     turns: gl.constexpr = cfg.num_roles // cfg.num_parts
     P: gl.constexpr = R % cfg.num_parts  # this role's share of a tile
@@ -259,18 +315,17 @@ def consumer(
             step += steps_of(u - next, plan, num_whole, num_steps, cfg, GROUPED)
         tile, first, last, part, cut = steps_at(u, plan, num_whole, num_steps, cfg, GROUPED)
         x, y, row_end, e = corner(tile, plan, sizes, cfg, GROUPED)
-        x_mine = x + P * cfg.role_m
-        live = (y if cfg.swap_ab else x_mine) < row_end  # else all rows of this share lie behind the tokens
+        x += P * cfg.role_m
+        live = (y if cfg.swap_ab else x) < row_end  # else all rows of this share lie behind the tokens
         if cfg.split_k == 1:
             if live:
-                code.fetch_side(descs, side_buffers, arrived, x_mine, y, cfg.num_pieces)
+                code.fetch_side(descs, side_buffers, arrived, x, y)
         if cfg.pingpong:
             # A stage's barrier can only tell one round from the next, so a role must not wait for stages far ahead.
             mbarrier.wait(stages[4].index(R), (count & 1) ^ (1 - R))
             count += 1
         if SCALED:
-            place = (x_mine, y, row_end, e)
-            acc, step = multiply_scaled(stages, step, first, last, place, scales, R, P, cfg)
+            acc, step = multiply_scaled(stages, step, first, last, (x, y, row_end, e), scales, R, P, cfg)
         else:
             acc, step = multiply(stages, step, last - first, R, P, cfg)
         complete = num_steps >= 0
@@ -278,31 +333,11 @@ def consumer(
         slot = ordinal * cfg.split_k
         if cfg.split_k > 1:
             if cut:
-                v = flat(acc)
-                gl.store(part_pointers(sums, v, slot + part, 0, cfg), v)
-                complete = arrive(counters + ordinal, cfg.split_k)
-                if cfg.swap_ab and complete:
-                    acc = all_parts(acc, sums, slot, 0, cfg)
+                acc, complete = keep_part(acc, slot, part, scratch[1] + ordinal, scratch[0], cfg)
         if complete & live:
-            m, n = (y, x_mine) if cfg.swap_ab else (x_mine, y)
-            if cfg.split_k > 1:
-                code.fetch_side(descs, side_buffers, arrived, m, n, cfg.num_pieces)
-            out = upright(acc, cfg)
-            args = (
-                code.of_expert(operands, gl.minimum(e, num_groups - 1), N) if GROUPED else operands,
-                outputs,
-                descs,
-                buffers,
-                sums,
-                (side_buffers, arrived, before),
-            )
-            parts = leave(out, m, n, row_end, N, slot, cut, args, 0, GROUPED, cfg, code)
+            side = (side_buffers, arrived, before)
+            end_tile(acc, (x, y, row_end, e), slot, cut, given, buffers, side, GROUPED, cfg, code)
             before += 1
-            if code.partials > 0:
-                num_slots = gl.cdiv(N, out.shape[1])
-                code.save(parts, row_parts, n // out.shape[1], num_slots, m, row_end, M)
-                if arrive(row_counters + m, num_slots):
-                    code.finish(parts[0], row_parts, num_slots, m, row_end, M, operands, outputs)
         if turns == 2 and R == 0:
             step += steps_of(u + next, plan, num_whole, num_steps, cfg, GROUPED)
     if code.num_descs > 0:
@@ -311,32 +346,10 @@ def consumer(
 
 @gluon.jit
 def gemm_kernel(
-    x_desc,
-    y_desc,
-    desc0,
-    desc1,
-    desc2,
-    desc3,
-    operands,
-    outputs,
-    offsets,
-    sums,
-    counters,
-    row_parts,
-    row_counters,
-    a_sf,
-    b_sf,
-    M,
-    N,
-    K,
-    num_groups,
-    num_whole,
-    cfg: gl.constexpr,
-    code: gl.constexpr,
-    SCALED: gl.constexpr,
-    GROUPED: gl.constexpr,
-    MAX_GROUPS: gl.constexpr,
-):
+    x_desc, y_desc, desc0, desc1, desc2, desc3, operands, outputs, offsets, sums, counters, row_parts, row_counters,
+    a_sf, b_sf, M, N, K, num_groups, num_whole,
+    cfg: gl.constexpr, code: gl.constexpr, SCALED: gl.constexpr, GROUPED: gl.constexpr, MAX_GROUPS: gl.constexpr,
+):  # fmt: skip
     """Set up the stages, then one role for each partition of warps."""
     x_shape: gl.constexpr = [cfg.num_stages * cfg.num_parts] + x_desc.block_type.shape
     y_shape: gl.constexpr = [cfg.num_stages] + y_desc.block_type.shape
@@ -357,6 +370,8 @@ def gemm_kernel(
     scales = (a_sf, b_sf, gl.cdiv(K, 128), gl.cdiv(N, 128))
     descs = (desc0, desc1, desc2, desc3)  # in a tuple the launcher doesn't take them
     scratch = (sums, counters, row_parts, row_counters)
+    role_barrier()
+    prefill(x_desc, y_desc, stages, sizes, offsets, cfg, GROUPED, MAX_GROUPS)
     given = (descs, stages, sizes, offsets, operands, outputs, scratch, scales)
     # The tuples of arguments are written out: bound to a name, their constants would become tensors.
     if cfg.num_roles == 1:

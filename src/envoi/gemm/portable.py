@@ -7,7 +7,8 @@ import torch
 
 from envoi.epilogue.ir import IR, Node
 from envoi.epilogue.library import store
-from envoi.epilogue.lower import Lowered, Slot, lower, piece_columns, rows_must_fit, slots
+from envoi.epilogue.lower import Lowered, lower
+from envoi.epilogue.slots import Slot, piece_columns, rows_must_fit, slots
 from envoi.gemm import kernel_triton
 from envoi.types import Matrix
 

@@ -1,8 +1,8 @@
 """Who works on which tile: the order that all roles of a persistent GEMM kernel walk through, in Gluon.
 
-Every role computes the same sequence by itself, so none has to be told. A unit of work is a tile, or for the tiles of
-the last, unfilled wave one of split_k parts of a tile along K. x and y are the sides of the instruction: tokens and
-features, or with swap_ab features and tokens.
+Every role computes the same sequence by itself, so none has to be told. A unit of work is a tile, or one of split_k
+parts of a tile along K: the tiles of the last, unfilled wave can be cut so. x and y are the sides of the instruction:
+tokens and features, or with swap_ab features and tokens.
 
 sizes: (M, N, K, number of experts, number of tiles that stay whole).
 """
@@ -73,7 +73,10 @@ def place(t, tiles_x, tiles_y, cfg: gl.constexpr):
 
 @gluon.jit
 def unit_at(u, num_whole, num_steps, cfg: gl.constexpr):
-    """Unit u: its tile, the part of K it covers in steps of block_k, its part, and whether it is only a part."""
+    """Unit u: its tile, the part of K it covers in steps of block_k, its part, and whether it is only a part.
+
+    Cut tiles come last: in front they would set the CTAs apart, and with them what these share in the L2.
+    """
     if cfg.split_k == 1:
         return u, 0, num_steps, 0, False
     cut = u >= num_whole

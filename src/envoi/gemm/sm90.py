@@ -1,11 +1,13 @@
 """Launching the Hopper kernel: descriptors, arguments, grid."""
 
 from dataclasses import dataclass
+from functools import cache
 from typing import Any
 
 import torch
 
-from envoi.epilogue.lower import MAX_DESCS, Lowered
+from envoi.epilogue.lower import Lowered
+from envoi.epilogue.slots import MAX_DESCS
 from envoi.gemm import workspace
 from envoi.gemm.config import Config
 
@@ -52,15 +54,20 @@ def can_leave(shape: tuple[int, ...], itemsize: int) -> bool:
 
 def descriptor(x: torch.Tensor, rows: int, columns: int) -> Any:
     """A TMA descriptor of a matrix whose rows are contiguous, in boxes of [rows, columns]."""
-    import triton.experimental.gluon.language as gl
     from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
+
+    return TensorDescriptor(x, list(x.shape), list(x.stride()), [rows, columns], _layout(rows, columns, x.dtype))
+
+
+@cache
+def _layout(rows: int, columns: int, dtype: torch.dtype) -> Any:
+    import triton.experimental.gluon.language as gl
 
     types = {
         torch.bfloat16: gl.bfloat16, torch.float16: gl.float16, torch.float32: gl.float32,
         torch.float8_e4m3fn: gl.float8e4nv, torch.uint8: gl.uint8,
     }  # fmt: skip
-    layout = gl.NVMMASharedLayout.get_default_for([rows, columns], types[x.dtype])
-    return TensorDescriptor(x, list(x.shape), list(x.stride()), [rows, columns], layout)  # pyright: ignore[reportArgumentType]
+    return gl.NVMMASharedLayout.get_default_for([rows, columns], types[dtype])
 
 
 def below_each_other(x: torch.Tensor) -> torch.Tensor:
@@ -74,8 +81,8 @@ def arguments(call: Call, config: Config, num_sms: int) -> tuple[tuple[int], tup
     weights = below_each_other(call.b)
     x, y = (weights, call.a) if config.swap_ab else (call.a, weights)
     tiles = -(-M // config.block_m) * -(-N // config.block_n)
-    whole = tiles // num_sms * num_sms if config.split_k > 1 else tiles
-    units = whole + (tiles - whole) * config.split_k
+    num_cut = tiles % num_sms if config.split_k > 1 else 0
+    units = tiles + num_cut * (config.split_k - 1)  # the tiles of the last, unfilled wave are cut
     groups = 0 if call.offsets is None else call.b.shape[0]
     grouped = 0 if call.offsets is None else 2 if call.behind else 1
     max_groups = max(32, 1 << groups.bit_length()) if groups else 1
@@ -83,8 +90,8 @@ def arguments(call: Call, config: Config, num_sms: int) -> tuple[tuple[int], tup
     return (num_sms if groups else min(units, num_sms),), (
         descriptor(x, config.role_m, config.block_k), descriptor(y, config.block_y, config.block_k),
         *_epilogue_descriptors(call, config, N), call.operands or (0,), raw, call.offsets,
-        *_scratch(call, config, M, N, tiles - whole), *(call.scales or (None, None)),
-        M, N, K, groups, whole, config, call.code, call.scales is not None, grouped, max_groups,
+        *_scratch(call, config, M, N, num_cut), *(call.scales or (None, None)),
+        M, N, K, groups, tiles - num_cut, config, call.code, call.scales is not None, grouped, max_groups,
     )  # fmt: skip
 
 

@@ -17,7 +17,7 @@ import torch
 from envoi import env
 from envoi.epilogue.lower import Lowered
 from envoi.gemm import sm90
-from envoi.gemm.config import Config, Problem, candidates, fitted, predicted_cycles, supports
+from envoi.gemm.config import Config, Problem, candidates, default_config, fitted, predicted_cycles, supports
 
 SHIPPED = Path(__file__).with_name("tuned.json")
 ROUNDS, WARM_UP, FLUSH_BYTES = 12, 2, 256 << 20
@@ -33,19 +33,25 @@ def key_of(problem: Problem, code: Lowered, num_sms: int) -> str:
     return " ".join([f"{num_sms}sm", f"{M}x{problem.N}x{problem.K}", f"{problem.element_bytes}B", *kind])
 
 
-def best(problem: Problem, code: Lowered, num_sms: int) -> Config | None:
-    """The measured config, or None."""
-    found = _entries().get(key_of(problem, code, num_sms))
+def best(problem: Problem, code: Lowered, num_sms: int, shipped_only: bool = False) -> Config | None:
+    """The measured config, or None. shipped_only: whatever was measured on this machine."""
+    found = _entries(shipped_only).get(key_of(problem, code, num_sms))
     if found is None:
         return None
     config = fitted(problem, found, code)
     return None if supports(problem, config, code, code.whole) else config
 
 
-@lru_cache(maxsize=1)
-def _entries() -> dict[str, Config]:
+@lru_cache(maxsize=4096)
+def choose(problem: Problem, code: Lowered, num_sms: int, shipped_only: bool = False) -> Config | None:
+    """The measured config, else the one that the model prefers; None if none fits."""
+    return best(problem, code, num_sms, shipped_only) or default_config(problem, code, num_sms, code.whole)
+
+
+@lru_cache(maxsize=2)
+def _entries(shipped_only: bool) -> dict[str, Config]:
     entries: dict[str, Config] = {}
-    for path in (SHIPPED, _cache()):
+    for path in (SHIPPED,) if shipped_only else (SHIPPED, _cache()):
         if path.exists():
             entries |= {key: Config(**value) for key, value in json.loads(path.read_text()).items()}
     return entries
@@ -91,3 +97,4 @@ def keep(entries: dict[str, Config], path: Path | None = None) -> None:
         json.dump(known, file, indent=1, sort_keys=True)
     os.replace(file.name, path)
     _entries.cache_clear()
+    choose.cache_clear()

@@ -1,0 +1,114 @@
+"""What a lowered epilogue writes, and what of it has to wait for whole rows."""
+
+from dataclasses import dataclass
+from functools import cache
+
+import torch
+
+from envoi.epilogue.ir import IR, Node, Shape
+from envoi.epilogue.operations import CAST_DTYPES
+from envoi.quant.formats import SCHEMES
+
+MAX_DESCS = 2
+PARTIAL = ("row_sum", "row_max", "row_absmax")
+
+
+@dataclass(frozen=True)
+class Slot:
+    """One tensor that the kernel writes. kind: tile, row, column, scalar, topk, or sf (of the tile before it).
+
+    columns: of a tile, N divided by this; of a topk, k; of an sf, the scheme's columns that share a factor (0 = all).
+    packed: two columns a byte. leaves: True if it can go through a TMA descriptor.
+    """
+
+    kind: str
+    dtype: torch.dtype
+    position: int
+    columns: int = 1
+    packed: bool = False
+
+    def shape(self, M: int, N: int, divisor: int = 1) -> tuple[int, ...]:
+        """The tensor's shape for an accumulator [M, N]; divisor: of the tile that an sf belongs to."""
+        if self.kind == "tile":
+            return (M, N // self.columns // (2 if self.packed else 1))
+        if self.kind == "sf":
+            width = N // divisor
+            return (M, width // (self.columns or max(width, 1)))
+        return {"row": (M,), "column": (N // self.columns,), "scalar": (), "topk": (M, self.columns)}[self.kind]
+
+
+@cache
+def slots(ir: IR, out_dtype: torch.dtype) -> tuple[Slot, ...]:
+    """The tensors that an epilogue's kernel writes, in the order of its outputs."""
+    found: list[Slot] = []
+    for _, position in ir.outputs:
+        node = ir.nodes[position]
+        if node.op == "quantize":
+            scheme = SCHEMES[node.attribute("scheme")]
+            found += [
+                Slot("tile", scheme.values, position, node.shape.divisor, scheme.values == torch.uint8),
+                Slot("sf", scheme.sf, position, scheme.group[1]),
+            ]
+        elif node.step in ("column", "all"):
+            # Every row has to be known: what is reduced leaves as it is, and is reduced afterwards.
+            shape = ir.nodes[node.args[0]].shape
+            found.append(Slot(_kind(shape), torch.float32, node.args[0], _columns(shape)))
+        else:
+            found.append(Slot(_kind(node.shape), _dtype(node, out_dtype), position, _columns(node.shape)))
+    return tuple(found)
+
+
+def _kind(shape: Shape) -> str:
+    if shape.spans_columns:
+        return "tile" if shape.rows == "M" else "column"
+    if shape.rows == "1":
+        return "scalar"
+    return "row" if shape.columns == "1" else "topk"
+
+
+def _columns(shape: Shape) -> int:
+    return shape.divisor if shape.spans_columns else shape.num_columns(1)
+
+
+def _dtype(node: Node, out_dtype: torch.dtype) -> torch.dtype:
+    if node.op == "cast":
+        return CAST_DTYPES[node.attribute("dtype")]
+    if node.dtype == "i32":
+        return torch.int32
+    whole = node.shape.rows == "M" and node.shape.spans_columns
+    return out_dtype if whole else torch.float32
+
+
+@cache
+def late(ir: IR) -> frozenset[int]:
+    """The nodes that depend on a reduction over a row, and those reductions."""
+    found: set[int] = set()
+    for position, node in enumerate(ir.nodes):
+        if found.intersection(node.args) or _crosses_columns(ir, node):
+            found.add(position)
+    return frozenset(found)
+
+
+def _crosses_columns(ir: IR, node: Node) -> bool:
+    spans = bool(node.args) and ir.nodes[node.args[0]].shape.spans_columns
+    return spans and (node.step == "row" or (node.op == "quantize" and node.attribute("scheme") == "fp8_row"))
+
+
+@cache
+def rows_must_fit(ir: IR) -> bool:
+    """True if the epilogue can only run on pieces that hold whole rows."""
+    return any(
+        node.shape.columns != "1" or (_crosses_columns(ir, node) and node.op not in PARTIAL)
+        for position, node in enumerate(ir.nodes)
+        if position in late(ir)
+    )
+
+
+@cache
+def piece_columns(ir: IR) -> int:
+    """A piece of the accumulator must have a multiple of so many columns."""
+    need = ir.divisor
+    for node in ir.nodes:
+        if node.op == "quantize":
+            need = max(need, SCHEMES[node.attribute("scheme")].group[1] * node.shape.divisor)
+    return need

@@ -1,0 +1,441 @@
+"""The text of lowered epilogues: `lower.py` says what the functions are for."""
+
+import math
+
+import torch
+
+from envoi.epilogue.ir import IR, Node, Shape
+from envoi.epilogue.slots import MAX_DESCS, PARTIAL, Slot
+from envoi.quant.formats import SCHEMES, Scheme
+
+INFIX = {
+    "add": "+", "sub": "-", "mul": "*", "div": "/", "lt": "<", "le": "<=", "gt": ">", "ge": ">=", "eq": "==",
+    "ne": "!=", "logical_and": "&", "logical_or": "|",
+}  # fmt: skip
+LANGUAGE = ("abs", "exp", "exp2", "log", "log2", "sqrt", "rsqrt", "where")
+TYPE_NAMES = {
+    torch.bfloat16: "bfloat16", torch.float16: "float16", torch.float32: "float32", torch.float8_e4m3fn: "float8e4nv",
+    torch.int32: "int32", torch.uint8: "uint8", torch.float8_e8m0fnu: "uint8",
+}  # fmt: skip
+
+
+class Writer:
+    """Writes the functions of one epilogue."""
+
+    def __init__(
+        self, ir: IR, slots: tuple[Slot, ...], late: frozenset[int], tma: bool, pointers: frozenset[str],
+        side: tuple[str, ...],
+    ):  # fmt: skip
+        self.ir, self.slots, self.late, self.tma, self.pointers, self.side = ir, slots, late, tma, pointers, side
+        self.partials = [p for p in sorted(late) if ir.nodes[p].op in PARTIAL and ir.nodes[p].args[0] not in late]
+        self.leaving = [i for i, slot in enumerate(slots) if slot.kind == "tile"][:MAX_DESCS] if tma else []
+        self.lines: list[str] = []
+
+    def write(self) -> str:
+        """The whole text."""
+        self._visit()
+        self._merge()
+        self._save()
+        self._finish()
+        self._buffers()
+        self._side()
+        self._of_expert()
+        return "\n".join(self.lines) + "\n"
+
+    def line(self, text: str, depth: int = 1) -> None:
+        """Add a line."""
+        self.lines.append("    " * depth + text)
+
+    # visit: a piece of the accumulator
+
+    def _visit(self) -> None:
+        arguments = "x1, m, n, m_end, N, operands, outputs, descs, stages, side"
+        self.line(f"def visit({arguments}, GROUPED: L.constexpr, turn, cfg: L.constexpr):", 0)
+        divisor = 2
+        while divisor <= self.ir.divisor:
+            self.line(f"x{divisor} = even(x{divisor // 2})")
+            divisor *= 2
+        for position, node in enumerate(self.ir.nodes):
+            if position not in self.late and not node.final:
+                self._assign(position, node)
+        for index, position in enumerate(self.partials):
+            self.line(f"p{index} = {self._reduction(self.ir.nodes[position])}")
+        self._outputs()
+        self.line(f"return ({', '.join(f'p{i}' for i in range(len(self.partials))) or '0'},)")
+
+    def _assign(self, position: int, node: Node) -> None:
+        if node.op in ("topk_values", "topk_ids"):
+            self._topk(position, node)
+        elif node.shape.columns.startswith("k"):
+            self._on_topk(position, node)
+        else:
+            self.line(f"v{position} = {self._expression(node)}")
+
+    def _expression(self, node: Node) -> str:
+        if node.op == "acc":
+            return "x1"
+        if node.op == "constant":
+            return _number(node.attribute("value"))
+        if node.op == "load":
+            return self._load(node)
+        if node.op in ("even", "odd"):
+            return self._pair(node)
+        if node.op in PARTIAL:
+            return f"rows_like({self._reduction(node)}, x1)"
+        if node.op == "softmax":
+            return self._softmax(node)
+        return _call(node, [self._arg(arg, node.shape) for arg in node.args])
+
+    def _arg(self, position: int, shape: Shape) -> str:
+        """An earlier value as it meets others in a value of this shape."""
+        node, name = self.ir.nodes[position], f"v{position}"
+        if not (shape.rows == "M" and shape.spans_columns) or node.shape == shape:
+            return name
+        if node.shape.spans_columns:
+            return f"{name}[None, :]"
+        if node.shape.rows == "1":
+            return name
+        return f"rows_like({name}, x{shape.divisor})[:, None]"
+
+    def _load(self, node: Node) -> str:
+        operand = self.ir.operand(node.attribute("name"))
+        pointer = f"operands[{self.ir.operands.index(operand)}]"
+        if operand.kind == "Scalar":
+            return f"load_one({pointer})" if operand.name in self.pointers else pointer
+        if operand.kind == "Row":
+            return f"load_at({pointer}, row_ids(x1, m), m_end)"
+        d = operand.shape.divisor
+        if operand.shape.rows == "1":
+            return f"load_at({pointer}, col_ids(x{d}, n // {d}), N // {d})"
+        if operand.name in self.side:
+            index = self.side.index(operand.name)
+            return f"take_tile(side, descs[{MAX_DESCS + index}], x{d}, m, n // {d}, {index}, turn, cfg)"
+        return f"load_tile({pointer}, x{d}, m, n // {d}, m_end, N // {d})"
+
+    def _pair(self, node: Node) -> str:
+        source = self.ir.nodes[node.args[0]]
+        if source.shape.rows == "M":
+            return f"{node.op}(v{node.args[0]})"
+        return f"{node.op}_of_column(v{node.args[0]}, x{node.shape.divisor})"
+
+    def _masked(self, node: Node, fill: str) -> str:
+        """The reduced tile with columns from N on replaced."""
+        d = self.ir.nodes[node.args[0]].shape.divisor
+        value = f"v{node.args[0]}"
+        if node.op == "row_absmax":
+            value = f"L.abs({value})"
+        return f"L.where((col_ids(x{d}, n // {d}) < N // {d})[None, :], {value}, {fill})"
+
+    def _reduction(self, node: Node) -> str:
+        if not self.ir.nodes[node.args[0]].shape.spans_columns:
+            return self._over_topk(node)
+        if node.op == "row_sum":
+            return f"sum_columns({self._masked(node, '0.0')})"
+        return f"max_columns({self._masked(node, _FILL[node.op])})"
+
+    def _softmax(self, node: Node) -> str:
+        masked = self._masked(node, _FILL["row_max"])
+        name = f"s{len(self.lines)}"
+        self.line(f"{name} = {masked}")
+        self.line(f"{name}_top = max_columns({name})")
+        self.line(f"{name}_top = L.where({name}_top == {_FILL['row_max']}, 0.0, {name}_top)")
+        self.line(f"{name} = L.exp({name} - {name}_top[:, None])")
+        self.line(f"{name}_all = sum_columns({name})")
+        return f"{name} / L.where({name}_all == 0.0, 1.0, {name}_all)[:, None]"
+
+    # top-k: k row vectors a value
+
+    def _topk(self, position: int, node: Node) -> None:
+        self._keys(node)
+        k = node.attribute("k")
+        take = f"rows_like(key_value(b{node.args[0]}_{{i}}), x1)"
+        if node.op == "topk_ids":
+            take = f"rows_like(key_column(b{node.args[0]}_{{i}}), x1)"
+        names = [f"v{position}_{i}" for i in range(k)]
+        for i, name in enumerate(names):
+            self.line(f"{name} = {take.format(i=i)}")
+
+    def _keys(self, node: Node) -> None:
+        """One round a slot: the best key of each row, and out it goes. Shared by values and ids, and by smaller k."""
+        source, k = node.args[0], node.attribute("k")
+        marker = f"b{source}_{k - 1} = "
+        if any(line.strip().startswith(marker) for line in self.lines):
+            return
+        d = self.ir.nodes[source].shape.divisor
+        self.line(f"k{source} = sort_key({self._masked(node, _FILL['row_max'])}, col_ids(x{d}, n // {d}))")
+        for i in range(k):
+            self.line(f"b{source}_{i} = best_key(k{source})")
+            self.line(f"k{source} = without(k{source}, b{source}_{i})")
+
+    def _on_topk(self, position: int, node: Node) -> None:
+        """An operation on each of the k vectors."""
+        k = int(node.shape.columns[1:])
+        if node.op == "softmax":
+            source = node.args[0]
+            name = f"v{position}"
+            self.line(f"{name}_top = {_fold('maximum', [f'v{source}_{i}' for i in range(k)])}")
+            self.line(f"{name}_top = L.where({name}_top == {_FILL['row_max']}, 0.0, {name}_top)")
+            for i in range(k):
+                self.line(f"{name}_{i} = L.exp(v{source}_{i} - {name}_top)")
+            self.line(f"{name}_all = {' + '.join(f'{name}_{i}' for i in range(k))}")
+            self.line(f"{name}_all = L.where({name}_all == 0.0, 1.0, {name}_all)")
+            for i in range(k):
+                self.line(f"{name}_{i} = {name}_{i} / {name}_all")
+            return
+        for i in range(k):
+            args = [
+                f"v{arg}_{i}" if self.ir.nodes[arg].shape.columns.startswith("k") else f"v{arg}" for arg in node.args
+            ]
+            self.line(f"v{position}_{i} = {_call(node, args)}")
+
+    def _over_topk(self, node: Node) -> str:
+        k = int(self.ir.nodes[node.args[0]].shape.columns[1:])
+        names = [f"v{node.args[0]}_{i}" for i in range(k)]
+        if node.op == "row_sum":
+            return " + ".join(names)
+        return _fold("maximum", [f"L.abs({name})" for name in names] if node.op == "row_absmax" else names)
+
+    # outputs
+
+    def _outputs(self) -> None:
+        tiles: list[int] = []
+        for index, slot in enumerate(self.slots):
+            if slot.position in self.late and self.ir.nodes[slot.position].op != "quantize":
+                continue
+            if slot.kind == "tile":
+                self._tile_value(index, slot)
+                tiles.append(index)
+            elif slot.kind == "sf":
+                continue
+            else:
+                self._store_small(index, slot)
+        if self.leaving:
+            self._put(self.leaving)
+        for index in tiles:
+            if index not in self.leaving:
+                self._store_tile(index)
+
+    def _tile_value(self, index: int, slot: Slot) -> None:
+        node = self.ir.nodes[slot.position]
+        if node.op == "quantize":
+            self._quantize(index, slot, node)
+            return
+        source = node.args[0] if node.op == "cast" else slot.position
+        self.line(f"o{index} = {_to(f'v{source}', slot.dtype)}")
+
+    def _quantize(self, index: int, slot: Slot, node: Node) -> None:
+        scheme, source, d = SCHEMES[node.attribute("scheme")], f"v{node.args[0]}", node.shape.divisor
+        group = scheme.group[1]
+        magnitude = f"L.where((col_ids(x{d}, n // {d}) < N // {d})[None, :], L.abs({source}), 0.0)"
+        if group:
+            self.line(f"a{index} = group_amax(group_max({magnitude}, {group}))")
+        else:
+            self.line(f"a{index} = group_amax(max_columns({magnitude}))")
+        self.line(f"sf{index}, f{index} = {_scale_factors(f'a{index}', scheme)}")
+        if group:
+            self.line(f"q{index} = times_group({source}, f{index}, {group})")
+            width = f"N // {d * group}"
+            self.line(f"store_tile(outputs[{index + 1}], sf{index}, m, n // {d * group}, m_end, {width})")
+        else:
+            self.line(f"q{index} = {source} * f{index}[:, None]")
+            self.line(f"store_row(outputs[{index + 1}], sf{index}, m, m_end, 1, 0)")
+        self.line(f"o{index} = " + (f"pack_pairs(e2m1(q{index}))" if slot.packed else f"e4m3(q{index})"))
+
+    def _put(self, tiles: list[int]) -> None:
+        values = ", ".join(f"o{i}" for i in tiles)
+        coords = ", ".join(f"n // {self._width(i)}" for i in tiles)
+        put = f"put_tiles(({values},), descs, stages, ({coords},), m, turn, cfg.turns)"
+        self.line("if GROUPED:")
+        self.line("if m + x1.shape[0] <= m_end:", 2)
+        self.line(put, 3)
+        self.line("else:", 2)
+        for index in tiles:
+            self._store_tile(index, 3)
+        self.line("else:")
+        self.line(put, 2)
+
+    def _width(self, index: int) -> int:
+        return self.slots[index].columns * (2 if self.slots[index].packed else 1)
+
+    def _store_tile(self, index: int, depth: int = 1) -> None:
+        d = self._width(index)
+        self.line(f"store_tile(outputs[{index}], o{index}, m, n // {d}, m_end, N // {d})", depth)
+
+    def _store_small(self, index: int, slot: Slot) -> None:
+        """Values without a column for each of N: one tile of the row, or of the column, writes them."""
+        node = self.ir.nodes[slot.position]
+        source = node.args[0] if node.op == "cast" else slot.position
+        if slot.kind == "topk":
+            for i in range(slot.columns):
+                self.line(
+                    f"store_row(outputs[{index}], {_to(f'v{source}_{i}', slot.dtype)}, m, m_end, {slot.columns}, {i})"
+                )
+        elif slot.kind == "row":
+            self.line("if n == 0:")
+            self.line(f"store_row(outputs[{index}], {_to(f'v{source}', slot.dtype)}, m, m_end, 1, 0)", 2)
+        elif slot.kind == "column":
+            d = slot.columns
+            self.line("if m == 0:")
+            self.line(
+                f"store_column(outputs[{index}], {_to(f'v{source}', slot.dtype)}, col_ids(x{d}, n // {d}), N // {d})", 2
+            )
+        else:
+            self.line("if (m == 0) & (n == 0):")
+            self.line(f"L.store(outputs[{index}], {_to(f'v{source}', slot.dtype)})", 2)
+
+    # reductions over the tiles of a row
+
+    def _merge(self) -> None:
+        self.line("")
+        self.line("def merge(a, b):", 0)
+        pairs = [self._merged(p, f"a[{i}]", f"b[{i}]") for i, p in enumerate(self.partials)]
+        self.line(f"return ({', '.join(pairs) or '0'},)")
+
+    def _merged(self, position: int, a: str, b: str) -> str:
+        return f"{a} + {b}" if self.ir.nodes[position].op == "row_sum" else f"maximum({a}, {b})"
+
+    def _save(self) -> None:
+        self.line("")
+        self.line("def save(parts, workspace, slot, num_slots, m, m_end, M):", 0)
+        for i in range(len(self.partials)):
+            self.line(f"base = workspace + ({i} * num_slots + slot).to(L.int64) * M")
+            self.line(f"store_row(base, parts[{i}], m, m_end, 1, 0)")
+        self.line("return")
+
+    def _finish(self) -> None:
+        self.line("")
+        self.line("def finish(like, workspace, num_slots, m, m_end, M, operands, outputs):", 0)
+        if not self.partials:
+            self.line("return")
+            return
+        self.line("ids = ids_like(like, m)")
+        for i, position in enumerate(self.partials):
+            self.line(f"p{i} = ids.to(L.float32) * 0.0 + {_FILL[self.ir.nodes[position].op]}")
+        self.line("for slot in range(0, num_slots, 8):")
+        for j in range(8):
+            for i, position in enumerate(self.partials):
+                fill = _FILL[self.ir.nodes[position].op]
+                at = f"workspace + ({i} * num_slots + slot + {j}).to(L.int64) * M + ids"
+                self.line(f"t{i}_{j} = L.load({at}, mask=(ids < m_end) & (slot + {j} < num_slots), other={fill})", 2)
+        for j in range(8):
+            for i, position in enumerate(self.partials):
+                self.line(f"p{i} = {self._merged(position, f'p{i}', f't{i}_{j}')}", 2)
+        self._finish_rows()
+
+    def _finish_rows(self) -> None:
+        """What depends on the reductions, once they are complete."""
+        needed = self._needed_late()
+        for position, node in enumerate(self.ir.nodes):
+            if position not in needed or node.final:
+                continue
+            if position in self.partials:
+                self.line(f"v{position} = p{self.partials.index(position)}")
+            elif node.op == "load" and self.ir.operand(node.attribute("name")).kind == "Row":
+                index = self.ir.operands.index(self.ir.operand(node.attribute("name")))
+                self.line(f"v{position} = load_at(operands[{index}], ids, m_end)")
+            else:
+                self.line(f"v{position} = {self._expression(node)}")
+        for index, slot in enumerate(self.slots):
+            if slot.position in self.late:
+                node = self.ir.nodes[slot.position]
+                source = node.args[0] if node.op == "cast" else slot.position
+                self.line(f"store_row(outputs[{index}], {_to(f'v{source}', slot.dtype)}, m, m_end, 1, 0)")
+
+    def _buffers(self) -> None:
+        self.line("")
+        self.line("def buffers(descs, TURNS: L.constexpr):", 0)
+        self.line(f"return ({', '.join(f'stage_for(descs[{i}], TURNS)' for i in range(len(self.leaving))) or '0'},)")
+
+    def _side(self) -> None:
+        """Buffers of the tile operands that come by TMA, and the loads of their first pieces."""
+        count = len(self.side)
+        descs = [f"descs[{MAX_DESCS + i}]" for i in range(count)]
+        self.line("")
+        self.line("def side_buffers(descs):", 0)
+        self.line(f"return side_for(({', '.join(descs) or '0'},))" if count else "return (0,), 0")
+        self.line("")
+        self.line("def fetch_side(descs, buffers, arrived, m, n):", 0)
+        for i, name in enumerate(self.side):
+            d = self.ir.operand(name).shape.divisor
+            self.line(f"fetch({descs[i]}, buffers[{i}], arrived.index({i}), m, n // {d})")
+        self.line("return")
+
+    def _of_expert(self) -> None:
+        """In a grouped GEMM a column operand has a row for each expert."""
+        self.line("")
+        self.line("def of_expert(operands, e, N):", 0)
+        own = [
+            f"operands[{i}] + L.cast(e, L.int64) * (N // {operand.shape.divisor})"
+            if operand.shape.rows == "1" and operand.shape.spans_columns
+            else f"operands[{i}]"
+            for i, operand in enumerate(self.ir.operands)
+        ]
+        self.line(f"return ({', '.join(own) or '0'},)")
+
+    def _needed_late(self) -> set[int]:
+        needed = {slot.position for slot in self.slots if slot.position in self.late}
+        for position in sorted(range(len(self.ir.nodes)), reverse=True):
+            if position in needed and position not in self.partials:
+                needed.update(self.ir.nodes[position].args)
+        return needed
+
+
+_FILL = {"row_sum": "0.0", "row_max": 'float("-inf")', "row_absmax": "0.0"}
+
+
+def _number(value: float) -> str:
+    return repr(value) if math.isfinite(value) else f'float("{value}")'
+
+
+def _fold(function: str, names: list[str]) -> str:
+    text = names[0]
+    for name in names[1:]:
+        text = f"{function}({text}, {name})"
+    return text
+
+
+def _call(node: Node, args: list[str]) -> str:
+    """The text of an elementwise operation."""
+    if node.op in INFIX:
+        return f"{args[0]} {INFIX[node.op]} {args[1]}"
+    if node.op == "neg":
+        return f"{args[0]} * -1.0"  # the language's own is 0 - x, which has another zero
+    if node.op == "logical_not":
+        return f"~{args[0]}"
+    if node.op == "pow":
+        return _power(args[0], node.attribute("exponent"))
+    if node.op == "gelu":
+        return f"{'gelu_tanh' if node.attribute('approximate') == 'tanh' else 'gelu'}({args[0]})"
+    if node.op == "leaky_relu":
+        return f"leaky_relu({args[0]}, {_number(node.attribute('slope'))})"
+    if node.op in LANGUAGE:
+        return f"L.{node.op}({', '.join(args)})"
+    return f"{node.op}({', '.join(args)})"
+
+
+def _power(x: str, exponent: int) -> str:
+    if exponent < 0:
+        return f"1.0 / ({_power(x, -exponent)})"
+    if exponent == 0:
+        return f"{x} * 0.0 + 1.0"
+    half = _power(x, exponent // 2) if exponent > 1 else ""
+    if exponent == 1:
+        return x
+    return f"({half}) * ({half})" + (f" * {x}" if exponent % 2 else "")
+
+
+def _to(value: str, dtype: torch.dtype) -> str:
+    if dtype == torch.float8_e4m3fn:
+        return f"e4m3({value})"
+    if dtype == torch.bfloat16:
+        return f"bf16({value})"
+    return value if dtype in (torch.float32, torch.int32) else f"{value}.to(L.{TYPE_NAMES[dtype]})"
+
+
+def _scale_factors(amax: str, scheme: Scheme) -> str:
+    """The text of (stored scale factors, multipliers): `envoi.quant.quantize`."""
+    if scheme.sf == torch.float8_e8m0fnu:
+        return f"e8m0_ceil(divide({amax}, {scheme.max_value}))"
+    if scheme.sf == torch.float8_e4m3fn:
+        return f"e4m3_scale(divide({amax}, {scheme.max_value}))"
+    return f"divide({amax}, {scheme.max_value}), divide({scheme.max_value}, {amax})"
