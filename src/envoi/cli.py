@@ -43,6 +43,7 @@ def _parser() -> Parser:
         ("demo", "a trained MoE model answers through Envoi: a table and a picture", _demo_arguments, _run_demo),
         ("info", "versions, devices, and which implementation each operator uses here", _info_arguments, _run_info),
         ("bench", "measure Envoi beside torch", _bench_arguments, _run_bench),
+        ("tune", "measure the configs of the GEMMs on this GPU, keep the fastest", _tune_arguments, _run_tune),
         ("sass", "machine code of kernels: compile, count, compare; no GPU needed", _sass_arguments, _run_sass),
     ):
         command = commands.add_parser(name, help=help, description=help, allow_abbrev=False)
@@ -91,6 +92,19 @@ def _run_bench(args: argparse.Namespace) -> int:
     from envoi.bench import command
 
     return command.run(args)
+
+
+def _tune_arguments(parser: argparse.ArgumentParser) -> None:
+    from envoi.bench import tuning
+
+    parser.description = tuning.DESCRIPTION
+    tuning.add_arguments(parser)
+
+
+def _run_tune(args: argparse.Namespace) -> int:
+    from envoi.bench import tuning
+
+    return tuning.run(args)
 
 
 def _sass_arguments(parser: argparse.ArgumentParser) -> None:

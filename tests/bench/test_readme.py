@@ -34,10 +34,14 @@ def test_tables_are_written_between_the_markers(tmp_path):
     assert rewrite(page, tmp_path)
     text = page.read_text()
     assert "old" not in text
-    assert "| 8192x4096x7168 bf16 | 670 | 665 (0.99x) | 700 (1.04x) | 640 | 717 | - | 1.7e-03 | 0.0e+00 |" in text
+    assert (
+        "| 8192x4096x7168 bf16 | 670 | 665 (0.99x) | 700 (1.04x) | 640 | 95 % | 717 | - | 1.7e-03 | 0.0e+00 |" in text
+    )
     assert "| 64x4096x7168 bf16 | 670 | 20.0 (0.03x) | - |" in text
     assert "NVIDIA H200, torch 2.11.0+cu130, triton 3.6.0, commit 0123456789ab, 2026-11-21, n = 100" in text
-    assert "Baselines: cublas: torch's matmul alone" in text
+    assert "Baselines: cublas: torch's matmul of the same operands alone" in text
+    mean = "bf16: cublas 0.17x [0.03x] over 2; bf16: eager 1.04x [1.04x] over 1."
+    assert f"Geometric means of the ratios, the least in brackets: {mean}\n" in text
     assert "`moe` hasn't been measured on `h200` yet." in text
     assert text.startswith("# Title\n<!-- bench:gemm:h200 -->\n")
     assert text.endswith("<!-- /bench -->\nend\n")

@@ -7,7 +7,7 @@ import torch
 
 from envoi.bench.roof import Roof, measure_roof
 from envoi.bench.timing import NUM_WARMUPS, Clock, Timing, mean_timing, summarize
-from envoi.bench.trial import relative_error, sample_rows, time_baselines
+from envoi.bench.trial import Compiler, relative_error, sample_rows, time_baselines, time_rounds
 
 CPU = torch.device("cpu")
 
@@ -22,6 +22,43 @@ def test_the_number_of_calls_is_fixed():
     timing = Clock(CPU, 7).calls(lambda: calls.append(1))
     assert (timing.n, len(calls)) == (7, 7 + NUM_WARMUPS)
     assert timing.p10_us <= timing.p50_us <= timing.p90_us
+
+
+def test_rounds_take_turns():
+    seen = []
+    runs = {"a": lambda: seen.append("a"), "b": lambda: seen.append("b"), "c": lambda: seen.append("c")}
+    timings = Clock(CPU, 7).rounds(runs, 4)
+    assert {name: timing.n for name, timing in timings.items()} == {"a": 4, "b": 4, "c": 4}
+    assert "".join(seen[3 * NUM_WARMUPS :]) == "abcbcacababc"
+    assert Clock(CPU, 7).rounds(runs)["b"].n == 7
+
+
+def test_long_calls_are_repeated_less_often():
+    def n(floor_us):
+        return time_rounds(Clock(CPU, 100), lambda: None, {}, floor_us)[0].n
+
+    assert (n(None), n(999.0), n(1000.0)) == (100, 100, 30)
+
+
+def test_a_contender_that_fails_is_left_out_and_named():
+    def broken():
+        raise RuntimeError("no such\nscale")
+
+    ours, theirs, missing = time_rounds(
+        Clock(CPU, 2), lambda: None, {"eager": lambda: lambda: None, "cublas": broken, "copy": lambda: broken}
+    )
+    assert (ours.n, list(theirs)) == (2, ["eager"])
+    assert missing == {"cublas": "RuntimeError: no such scale", "copy": "RuntimeError: no such scale"}
+
+
+def test_compiling_stops_at_its_limit():
+    x = torch.ones(2)
+    with pytest.raises(RuntimeError, match="left out: 0 s of 0 for torch.compile"):
+        Compiler(0.0).run(torch.relu, x)
+    compiler = Compiler(5.0)
+    compiler.spent_s = 5.1
+    with pytest.raises(RuntimeError, match="left out"):
+        compiler.run(torch.relu, x)
 
 
 def test_a_graph_goes_around_its_inputs():

@@ -10,8 +10,11 @@ from envoi.bench import evidence, machine, readme
 if TYPE_CHECKING:
     from envoi.bench.shapes import Case
 
+QUICK_COMPILE_S = 150
+
 DESCRIPTION = """Measure Envoi beside torch and keep the numbers. Without SUITE every suite is run, at the sizes that
-fit the device. Over several GPUs: torchrun --nproc-per-node 4 -m envoi.cli bench moe"""
+fit the device. A case is appended to the results as soon as it is measured. Over several GPUs: torchrun
+--nproc-per-node 4 -m envoi.cli bench moe"""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -24,6 +27,14 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument(
         "--repeat", metavar="N", type=int, help="calls behind each median; default: fixed for each suite"
+    )
+    parser.add_argument("--quick", action="store_true", help=f"the same as --compile-limit {QUICK_COMPILE_S}")
+    parser.add_argument(
+        "--compile-limit", metavar="S", type=float, help="seconds for torch.compile's tuning in all; default: no limit"
+    )
+    parser.add_argument("--no-compile", action="store_true", help="leave out torch.compile as a baseline of the GEMMs")
+    parser.add_argument(
+        "--jobs", metavar="N", type=int, help="processes that compile Envoi's GEMMs beforehand; default: by the CPUs"
     )
     parser.add_argument("--out", metavar="DIR", help="folder of <gpu>.jsonl; default: the repository's bench/results")
     parser.add_argument(
@@ -67,7 +78,8 @@ def _print_list(chosen: "list[Case]") -> None:
 
 
 def _measure(args: argparse.Namespace, chosen: "list[Case]", folder: Path) -> int:
-    from envoi.bench import runner
+    from envoi.bench import ahead, runner
+    from envoi.bench.trial import Compiler
 
     device = runner.pick_device(args.device)
     fitting = [case for case in chosen if (case.on_cuda if device.type == "cuda" else case.on_cpu)]
@@ -78,11 +90,24 @@ def _measure(args: argparse.Namespace, chosen: "list[Case]", folder: Path) -> in
         where = f"{device.type} with {ranks.num_ranks} ranks" if ranks.num_ranks > 1 else device.type
         raise ValueError(f"--case: expected a case that runs on {where}, got none; see envoi bench --list")
     commit = args.commit or machine.commit()
-    measurements = runner.run_cases(fitting, ranks, args.repeat, commit)
+    if ranks.rank == 0 and args.write and commit.endswith("-dirty"):
+        print(f"envoi: warning: the package differs from its commit, recorded as {commit}", file=sys.stderr)
+    paths: dict[Path, None] = {}
+
+    def keep(measurement: evidence.Measurement) -> None:
+        paths.update(dict.fromkeys(evidence.append(folder, [measurement] if args.write else [])))
+
+    if device.type == "cuda" and ranks.num_ranks == 1:
+        ahead.compile_cases(fitting, args.jobs)
+    limit_s = 0.0 if args.no_compile else args.compile_limit
+    compiler = Compiler(QUICK_COMPILE_S if args.quick and limit_s is None else limit_s)
+    _, num_failed = runner.run_cases(fitting, ranks, runner.Plan(args.repeat, commit, compiler, keep))
     runner.leave_ranks()
-    if ranks.rank == 0 and args.write:
-        if commit.endswith("-dirty"):
-            print(f"envoi: warning: the package differs from its commit, recorded as {commit}", file=sys.stderr)
-        for path in evidence.append(folder, measurements):
-            print(f"appended to {path}")
-    return 0
+    for path in paths:
+        print(f"appended to {path}")
+    if num_failed:
+        print(
+            f"envoi: {num_failed} of {len(fitting)} cases failed; the lines below their suite's table say how",
+            file=sys.stderr,
+        )
+    return 1 if num_failed else 0

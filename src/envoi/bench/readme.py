@@ -5,6 +5,7 @@ from collections.abc import Iterable
 from pathlib import Path
 
 from envoi.bench.evidence import BASELINES, SUITES, Measurement, load
+from envoi.bench.summary import baseline_names, means, of_roof
 from envoi.bench.table import number, ratio
 
 START = re.compile(r"<!-- bench:([^\s:]*):([^\s:]*) -->\n")
@@ -40,16 +41,18 @@ def render(text: str, folder: Path) -> str:
 
 
 def section(suite: str, gpu: str, measurements: list[Measurement]) -> str:
-    """What stands between two markers: a line on where the numbers come from, and a table."""
+    """What stands between two markers: a line on where the numbers come from, a table, and its geometric means."""
     if not measurements:
         return f"`{suite}` hasn't been measured on `{gpu}` yet.\n"
-    return f"{_provenance(suite, measurements)}\n\n{_table(measurements)}\n"
+    text = f"{_provenance(suite, measurements)}\n\n{_table(measurements)}\n"
+    mean = means(measurements)
+    return f"{text}\nGeometric means of the ratios, the least in brackets: {mean}.\n" if mean else text
 
 
 def _provenance(suite: str, measurements: list[Measurement]) -> str:
     dates = sorted({m.date for m in measurements})
     when = dates[0] if len(dates) == 1 else f"{dates[0]} to {dates[-1]}"
-    names = _baseline_names(measurements)
+    names = baseline_names(measurements)
     line = (
         f"`{suite}`: {SUITES[suite]}. {_distinct(m.gpu for m in measurements)}, "
         f"torch {_distinct(m.torch for m in measurements)}, triton {_distinct(m.triton for m in measurements)}, "
@@ -60,7 +63,7 @@ def _provenance(suite: str, measurements: list[Measurement]) -> str:
 
 
 def _table(measurements: list[Measurement]) -> str:
-    names = _baseline_names(measurements)
+    names = baseline_names(measurements)
     many = any(m.num_gpus > 1 for m in measurements)
     header = [
         "case",
@@ -68,6 +71,7 @@ def _table(measurements: list[Measurement]) -> str:
         "Envoi",
         *names,
         "floor",
+        "of roof",
         "TFLOP/s",
         "GB/s",
         "error",
@@ -83,14 +87,9 @@ def _cells(m: Measurement, names: list[str], many: bool) -> list[str]:
         f"{number(m.baselines[name])} ({ratio(m.baselines[name], m.ours_us)})" if name in m.baselines else "-"
         for name in names
     )
-    rates = (number(value) for value in (m.floor_us, m.tflops, m.gb_per_s))
+    rates = (number(m.floor_us), of_roof(m.floor_us, m.ours_us), number(m.tflops), number(m.gb_per_s))
     errors = (f"{m.error[name]:.1e}" for name in ("ours", "torch"))
     return [m.case, *([str(m.num_gpus)] if many else []), number(m.ours_us), *others, *rates, *errors]
-
-
-def _baseline_names(measurements: list[Measurement]) -> list[str]:
-    """Those that occur, in the order of `BASELINES`."""
-    return [name for name in BASELINES if any(name in m.baselines for m in measurements)]
 
 
 def _distinct(values: Iterable[object]) -> str:

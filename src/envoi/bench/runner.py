@@ -1,7 +1,9 @@
-"""Runs cases one after the other, prints the table, makes the measurements."""
+"""Runs cases one after the other, prints a table for each suite, makes and keeps the measurements."""
 
 import datetime
-from dataclasses import dataclass
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from itertools import groupby
 
 import torch
 import torch.distributed as dist
@@ -13,9 +15,10 @@ from envoi.bench.progress import Progress
 from envoi.bench.roof import Roof, measure_roof
 from envoi.bench.shapes import Case
 from envoi.bench.suites import measure, repeat_of
+from envoi.bench.summary import means, of_roof
 from envoi.bench.table import align, number, ratio
 from envoi.bench.timing import Clock, Timing
-from envoi.bench.trial import Bench, Trial
+from envoi.bench.trial import Bench, Compiler, Trial
 
 
 @dataclass(frozen=True)
@@ -51,30 +54,72 @@ def leave_ranks() -> None:
         dist.destroy_process_group()
 
 
-def run_cases(chosen: list[Case], ranks: Ranks, repeat: int | None, commit: str | None) -> list[Measurement]:
-    """Measure every case; on rank 0 print a table and what was left out. A case without baselines is no measurement."""
+@dataclass(frozen=True)
+class Plan:
+    """How cases are run.
+
+    repeat: n behind each median; None: the suite's own. commit: None: the package's. compiler: of the baselines.
+    keep: called with each measurement as soon as it is there, so that a lost machine loses little.
+    """
+
+    repeat: int | None = None
+    commit: str | None = None
+    compiler: Compiler = field(default_factory=Compiler)
+    keep: Callable[[Measurement], object] = lambda measurement: None
+
+
+def run_cases(chosen: list[Case], ranks: Ranks, plan: Plan) -> tuple[list[Measurement], int]:
+    """Measure every case; on rank 0 print the tables and what was left out. No baseline, no measurement.
+
+    Returns also how many cases failed: one that does is named, and the others are measured. Over several ranks the
+    first ends the run, since the others wait for it.
+    """
     quiet = ranks.rank != 0
-    measurements, rows, notes = [], [], []
+    measurements, num_failed = [], 0
     with Progress(len(chosen) + 1, quiet) as bar:
         bar.step("roofs")
         roof = measure_roof(ranks.device)
-        for case in chosen:
-            bar.step(f"{case.suite} {case.name}")
-            n = repeat or repeat_of(case.suite, ranks.device.type == "cuda")
-            bench = Bench(Clock(ranks.device, n), roof, ranks.rank, ranks.num_ranks)
-            with torch.no_grad():
-                trial = measure(case, bench)
-            rows.append(_row(case, trial, roof))
-            notes += [f"{case.suite} {case.name}: {name} didn't run: {why}" for name, why in trial.missing.items()]
-            if trial.baselines:
-                measurements.append(to_measurement(case, trial, roof, ranks, commit))
-            else:
-                notes.append(f"{case.suite} {case.name}: no baseline ran, so it is no measurement")
+        for _, cases in groupby(chosen, key=lambda case: case.suite):
+            found, lines, failed = _run_suite(list(cases), ranks, roof, plan, bar)
+            measurements += found
+            num_failed += failed
+            if not quiet:
+                print(lines, flush=True)
     if not quiet:
-        print(align(HEADER, rows, left=(0, len(HEADER) - 1)))
         print(_roof_line(roof, ranks))
-        print("\n".join(notes), end="\n" if notes else "")
-    return measurements
+    return measurements, num_failed
+
+
+def _run_suite(
+    cases: list[Case], ranks: Ranks, roof: Roof, plan: Plan, bar: Progress
+) -> tuple[list[Measurement], str, int]:
+    measurements, rows, notes, num_failed = [], [], [], 0
+    for case in cases:
+        label = f"{case.suite} {case.name}"
+        bar.step(label)
+        n = plan.repeat or repeat_of(case.suite, ranks.device.type == "cuda")
+        try:
+            with torch.no_grad():
+                bench = Bench(Clock(ranks.device, n), roof, ranks.rank, ranks.num_ranks, plan.compiler)
+                trial = measure(case, bench)
+        except Exception as error:
+            if ranks.num_ranks > 1:
+                raise
+            num_failed += 1
+            notes.append(f"{label}: failed: {type(error).__name__}: {' '.join(str(error).split())[:300]}")
+            continue
+        rows.append(_row(case, trial, roof))
+        notes += [f"{label}: {name} didn't run: {why}" for name, why in trial.missing.items()]
+        if trial.baselines:
+            measurements.append(to_measurement(case, trial, roof, ranks, plan.commit))
+            if ranks.rank == 0:
+                plan.keep(measurements[-1])
+        else:
+            notes.append(f"{label}: no baseline ran, so it is no measurement")
+    mean = means(measurements)
+    table = align(HEADER, rows, left=(0, len(HEADER) - 1))
+    lines = [table, *([f"geometric means [least]: {mean}"] if mean else []), *notes, ""]
+    return measurements, "\n".join(lines), num_failed
 
 
 def to_measurement(case: Case, trial: Trial, roof: Roof, ranks: Ranks, commit: str | None) -> Measurement:
@@ -98,16 +143,21 @@ def to_measurement(case: Case, trial: Trial, roof: Roof, ranks: Ranks, commit: s
     )
 
 
-HEADER = ("case", "ours us [p10, p90]", "floor us", "TFLOP/s", "GB/s", "error", "torch's", "n", "baselines us (x ours)")
+HEADER = (
+    "case", "ours us [p10, p90]", "floor us", "of roof", "TFLOP/s", "GB/s", "error", "torch's", "n",
+    "baselines us [p10, p90] (x ours)",
+)  # fmt: skip
 
 
 def _row(case: Case, trial: Trial, roof: Roof) -> list[str]:
     ours = trial.ours
-    others = (f"{name} {number(t.p50_us)} ({ratio(t.p50_us, ours.p50_us)})" for name, t in trial.baselines.items())
+    floor_us = roof.floor_us(trial.num_bytes, trial.flops, trial.kind)
+    others = (f"{name} {_spread(t)} ({ratio(t.p50_us, ours.p50_us)})" for name, t in trial.baselines.items())
     return [
         f"{case.suite} {case.name}",
         _spread(ours),
-        number(roof.floor_us(trial.num_bytes, trial.flops, trial.kind)),
+        number(floor_us),
+        of_roof(floor_us, ours.p50_us),
         number(trial.flops / ours.p50_us / 1e6),
         number(trial.num_bytes / ours.p50_us / 1e3),
         f"{trial.error['ours']:.1e}",

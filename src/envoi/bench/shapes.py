@@ -20,6 +20,14 @@ GEMM_MNK = (
 GEMM_CPU_MNK = (256, 512, 512)
 FP8_MIN_M = 1024  # below, a GEMM is bound by reading weights
 FP8_FORMATS = ("fp8_row", "fp8_block128")
+EPILOGUES = {
+    "gemm": ("store",),
+    "gemm_swiglu": ("swiglu",),
+    "gemm_quant": ("swiglu_fp8",),
+    "gemm_epilogues": ("scale_bias_relu", "gelu_residual", "absmax"),
+    "gemm_fp8": ("store",),
+}
+WEIGHTS_FORMATS = ("bf16", "mxfp4")
 
 ROUTER_TOP4_MNK = (
     (512, 8, 128),
@@ -38,22 +46,24 @@ MOE_FORMATS = ("bf16", "fp8_row", "fp8_block128", "mxfp4")
 
 @dataclass(frozen=True)
 class GemmShape:
-    """a [m, k], b [n, k] in a format of `envoi.quant.FORMATS`."""
+    """a [m, k], b [n, k] in a format of `envoi.quant.FORMATS`; epilogue: of `envoi.epilogue.library`."""
 
     m: int
     n: int
     k: int
-    format: str
+    format: str = "bf16"
+    epilogue: str = "store"
 
 
 @dataclass(frozen=True)
 class GroupedShape:
-    """num_rows[e] rows of expert e, [sum(num_rows), k] against weights [len(num_rows), n, k]."""
+    """num_rows[e] rows of expert e, [sum(num_rows), k] against weights [len(num_rows), n, k]; else as GemmShape."""
 
     num_rows: tuple[int, ...]
     n: int
     k: int
     format: str
+    epilogue: str = "store"
 
 
 @dataclass(frozen=True)
@@ -105,26 +115,26 @@ def cases(suite: str) -> list[Case]:
     """The cases of a suite, in the order in which they are run. Raises ValueError for a name that isn't in `SUITES`."""
     if suite not in SUITES:
         raise ValueError(f"suite: expected one of {', '.join(SUITES)}, got {suite!r}")
-    if suite == "gemm_grouped":
-        return _grouped_cases()
-    if suite == "router":
-        return _router_cases()
-    if suite == "moe":
-        return _moe_cases()
+    makers = {
+        "gemm_grouped": _grouped_cases, "gemm_weights": _weights_cases, "router": _router_cases, "moe": _moe_cases,
+    }  # fmt: skip
+    if suite in makers:
+        return makers[suite]()
     return _indexer_cases(suite) if suite.startswith("indexer") else _gemm_cases(suite)
 
 
 def _gemm_cases(suite: str) -> list[Case]:
-    shapes = [GemmShape(*mnk, "bf16") for mnk in GEMM_MNK]
-    small = [GemmShape(*GEMM_CPU_MNK, "bf16")]
-    if suite == "gemm":
-        shapes += [GemmShape(*mnk, name) for name in FP8_FORMATS for mnk in GEMM_MNK if _takes_fp8(mnk, name)]
-        small += [GemmShape(*GEMM_CPU_MNK, name) for name in FP8_FORMATS]
-
-    def name(s: GemmShape) -> str:
-        return f"{s.m}x{s.n}x{s.k} {s.format}"
-
-    return [Case(suite, name(s), s) for s in shapes] + [Case(suite, name(s), s, False, True) for s in small]
+    formats = FP8_FORMATS if suite == "gemm_fp8" else ("bf16",)
+    found = []
+    for format in formats:
+        for epilogue in EPILOGUES[suite]:
+            what = epilogue if suite == "gemm_epilogues" else format
+            for mnk in (*GEMM_MNK, GEMM_CPU_MNK):
+                on_cpu = mnk == GEMM_CPU_MNK
+                if on_cpu or format == "bf16" or _takes_fp8(mnk, format):
+                    shape = GemmShape(*mnk, format, epilogue)
+                    found.append(Case(suite, f"{'x'.join(map(str, mnk))} {what}", shape, not on_cpu, on_cpu))
+    return found
 
 
 def _takes_fp8(mnk: tuple[int, int, int], format: str) -> bool:
@@ -143,6 +153,18 @@ def _grouped_cases() -> list[Case]:
         for format in formats:
             shape = GroupedShape(num_rows, n, k, format)
             found.append(Case("gemm_grouped", f"{label}, {k} -> {n} {format}", shape, not on_cpu, on_cpu))
+    return found
+
+
+def _weights_cases() -> list[Case]:
+    found = []
+    for format in WEIGHTS_FORMATS:
+        for num_experts, tokens, n, k, on_cpu in (
+            (32, 16, 4096, 4096, False), (32, 64, 4096, 4096, False), (8, 4, 256, 256, True),
+        ):  # fmt: skip
+            shape = GroupedShape((tokens,) * num_experts, n, k, format)
+            name = f"{num_experts} experts x {tokens}, {k} -> {n} {format}"
+            found.append(Case("gemm_weights", name, shape, not on_cpu, on_cpu))
     return found
 
 

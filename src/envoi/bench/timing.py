@@ -1,16 +1,27 @@
 """How time is taken. Repeat counts are fixed beforehand: ranks that chose by their own time would disagree and hang.
 
-    calls   CUDA events around each call, the L2 cache overwritten before it; on a CPU, perf_counter
+    rounds  several contenders, each called once a round: CUDA events around the call, the L2 cache emptied before it;
+            on a CPU, perf_counter
+    calls   `rounds` of one
     graph   a CUDA graph of 20 calls on enough inputs in turn to overflow the L2 cache, time / 20; on a CPU as `calls`
     ranks   as `calls`, but a barrier and a one-element all-reduce align the ranks first, and the slowest rank counts
 
-A graph replay never shows less than 4 to 5 us, so kernels of that size are measured by `graph`.
+Contenders measured one after the other meet different clocks: a large GEMM is limited by power, and the same call has
+moved by 20 %. In rounds all meet the same ones, whoever comes first changes from round to round, and the device is
+never waited for in between.
+
+The cache is emptied by reading a buffer larger than it. Overwriting would leave lines that still have to go to memory,
+and the call behind would pay for them: 33 us instead of 27 for a GEMM of 256x4096x7168, cuBLAS's or any other. The read
+also hides the launch: it is repeated until the host has had time to enqueue the call (`MAX_FLUSHES` at most).
+
+A graph replay never shows less than 4 to 5 us, so what takes less than a launch is measured by `graph`.
 """
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from statistics import mean
+from typing import TypeVar
 
 import torch
 import torch.distributed as dist
@@ -18,8 +29,13 @@ import torch.distributed as dist
 CALLS_PER_GRAPH = 20
 NUM_WARMUPS = 3
 CPU_CACHE_BYTES = 64 << 20
+FLUSH_CACHES = 4  # sizes of the L2 that are read: its halves may each keep a copy of a line
+FLUSH_US = 50  # at least what that takes on any GPU so far
+MAX_FLUSHES = 8
 
+K = TypeVar("K")
 Run = Callable[[], object]
+Pair = tuple[torch.cuda.Event, torch.cuda.Event]
 
 
 @dataclass(frozen=True)
@@ -51,22 +67,34 @@ def mean_timing(timings: Sequence[Timing]) -> Timing:
 
 @dataclass(frozen=True)
 class Clock:
-    """Takes times on one device. repeat: n of every Timing. cold: overwrite the L2 cache before each of `calls`."""
+    """Takes times on one device. repeat: n of every Timing. cold: empty the L2 cache before each call."""
 
     device: torch.device
     repeat: int
     cold: bool = True
 
+    def rounds(self, runs: Mapping[K, Run], n: int | None = None) -> dict[K, Timing]:
+        """Each contender once a round, n rounds (default: repeat)."""
+        n = n or self.repeat
+        host_us = {name: _warm_up(run) for name, run in runs.items()}
+        if self.device.type != "cuda":
+            times: dict[K, list[float]] = {name: [] for name in runs}
+            for turn in range(n):
+                for name in _rotated(list(runs), turn):
+                    times[name].append(_wall_us(runs[name]))
+            return {name: summarize(found) for name, found in times.items()}
+        return self._events(runs, n, {name: min(MAX_FLUSHES, 1 + int(us / FLUSH_US)) for name, us in host_us.items()})
+
     def calls(self, run: Run) -> Timing:
         """One call at a time."""
-        return self._calls(run, lambda: None)
+        return self.rounds({"": run})[""]
 
     def graph(self, runs: Sequence[Run]) -> Timing:
         """Calls of a few microseconds: `runs` do the same work, each on inputs of its own."""
         if self.device.type != "cuda":
-            return self._calls(_in_turn(runs), lambda: None)
+            return self.calls(_in_turn(runs))
         graph = self._capture(runs)
-        timing = self._calls(graph.replay, lambda: None, flush=False)
+        timing = self._one_by_one(graph.replay, lambda: None)
         p50_us, p10_us, p90_us = (us / CALLS_PER_GRAPH for us in (timing.p50_us, timing.p10_us, timing.p90_us))
         return Timing(p50_us, p10_us, p90_us, timing.n)
 
@@ -78,7 +106,7 @@ class Clock:
             dist.barrier(group=group)
             dist.all_reduce(token, group=group)
 
-        timing = self._calls(run, align, flush=False)
+        timing = self._one_by_one(run, align)
         slowest = torch.tensor([timing.p50_us, timing.p10_us, timing.p90_us], device=self.device, dtype=torch.float64)
         dist.all_reduce(slowest, op=dist.ReduceOp.MAX, group=group)
         p50_us, p10_us, p90_us = slowest.tolist()
@@ -88,23 +116,34 @@ class Clock:
         """How many inputs of num_bytes `graph` should go around so that none is in the cache at its next turn."""
         return max(1, min(CALLS_PER_GRAPH, -(-2 * cache_bytes(self.device) // max(num_bytes, 1))))
 
-    def _calls(self, run: Run, prepare: Run, flush: bool = True) -> Timing:
+    def _events(self, runs: Mapping[K, Run], n: int, num_flushes: Mapping[K, int]) -> dict[K, Timing]:
+        scratch = torch.zeros(FLUSH_CACHES * cache_bytes(self.device) // 4, dtype=torch.int32, device=self.device)
+        pairs: dict[K, list[Pair]] = {name: [] for name in runs}
+        torch.cuda.synchronize(self.device)
+        for turn in range(n):
+            for name in _rotated(list(runs), turn):
+                for _ in range(num_flushes[name] if self.cold else 0):
+                    scratch.max()
+                pairs[name].append(_between_events(runs[name]))
+        torch.cuda.synchronize(self.device)
+        return {name: _summarize_pairs(found) for name, found in pairs.items()}
+
+    def _one_by_one(self, run: Run, prepare: Run) -> Timing:
+        """Without emptying the cache; `prepare` isn't timed."""
         for _ in range(NUM_WARMUPS):
             run()
-        if self.device.type != "cuda":
-            return summarize([_wall_us(run, prepare) for _ in range(self.repeat)])
-        scratch = torch.empty(2 * cache_bytes(self.device), dtype=torch.int8, device=self.device)
-        pairs = [(_event(), _event()) for _ in range(self.repeat)]
-        torch.cuda.synchronize(self.device)
-        for start, end in pairs:
-            if self.cold and flush:
-                scratch.zero_()
+        times: list[float] = []
+        pairs: list[Pair] = []
+        for _ in range(self.repeat):
             prepare()
-            start.record()
-            run()
-            end.record()
+            if self.device.type == "cuda":
+                pairs.append(_between_events(run))
+            else:
+                times.append(_wall_us(run))
+        if not pairs:
+            return summarize(times)
         torch.cuda.synchronize(self.device)
-        return summarize([start.elapsed_time(end) * 1e3 for start, end in pairs])
+        return _summarize_pairs(pairs)
 
     def _capture(self, runs: Sequence[Run]) -> torch.cuda.CUDAGraph:
         turn = _in_turn(runs)
@@ -140,12 +179,33 @@ def _in_turn(runs: Sequence[Run]) -> Run:
     return turn
 
 
-def _event() -> torch.cuda.Event:
-    return torch.cuda.Event(enable_timing=True)
+def _rotated(names: list[K], turn: int) -> list[K]:
+    first = turn % max(1, len(names))
+    return names[first:] + names[:first]
 
 
-def _wall_us(run: Run, prepare: Run) -> float:
-    prepare()
+def _warm_up(run: Run) -> float:
+    """Call it a few times; returns how long the host took for the last."""
+    for _ in range(NUM_WARMUPS - 1):
+        run()
+    if torch.cuda.is_available():
+        torch.cuda.synchronize()
+    return _wall_us(run)
+
+
+def _between_events(run: Run) -> Pair:
+    start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+    start.record()
+    run()
+    end.record()
+    return start, end
+
+
+def _summarize_pairs(pairs: Sequence[Pair]) -> Timing:
+    return summarize([start.elapsed_time(end) * 1e3 for start, end in pairs])
+
+
+def _wall_us(run: Run) -> float:
     start = time.perf_counter()
     run()
     return (time.perf_counter() - start) * 1e6

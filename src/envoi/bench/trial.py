@@ -1,7 +1,9 @@
 """What a suite is given, what it hands back, and the few things that all suites do."""
 
+import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from typing import TypeVar
 
 import torch
 
@@ -9,6 +11,31 @@ from envoi.bench.roof import Roof
 from envoi.bench.timing import Clock, Run, Timing
 
 MAX_ERROR_ROWS = 64  # float64 is slow: errors are taken on this many rows, spread evenly
+LONG_US = 1000.0  # what takes at least that is repeated less often
+LONG_REPEAT = 30
+OURS = "envoi"
+T = TypeVar("T")
+COMPILE_MODE = "max-autotune-no-cudagraphs"
+
+
+class Compiler:
+    """torch.compile as a baseline, with a limit on the seconds that it may take in all; None: no limit."""
+
+    def __init__(self, limit_s: float | None = None):
+        self.limit_s, self.spent_s = limit_s, 0.0
+
+    def run(self, fn: Callable, *args: torch.Tensor) -> Run:
+        """fn(*args), compiled and tuned. Raises RuntimeError once the limit is reached."""
+        if self.limit_s is not None and self.spent_s >= self.limit_s:
+            raise RuntimeError(f"left out: {self.spent_s:.0f} s of {self.limit_s:.0f} for torch.compile were spent")
+        from torch._inductor import config
+
+        start = time.monotonic()
+        config.autotune_num_choices_displayed = 0  # its tables would drown ours
+        fast = compiled(fn, COMPILE_MODE)
+        fast(*args)
+        self.spent_s += time.monotonic() - start
+        return lambda: fast(*args)
 
 
 @dataclass(frozen=True)
@@ -19,6 +46,7 @@ class Bench:
     roof: Roof
     rank: int = 0
     num_ranks: int = 1
+    compiler: Compiler = field(default_factory=Compiler)
 
     @property
     def device(self) -> torch.device:
@@ -49,13 +77,42 @@ class Trial:
 
 def time_baselines(candidates: Mapping[str, Callable[[], Timing]]) -> tuple[dict[str, Timing], dict[str, str]]:
     """Times of the baselines that run here, and the reason for each that doesn't."""
-    timings, missing = {}, {}
+    return _those_that_run(candidates)
+
+
+def time_rounds(
+    clock: Clock, ours: Run, candidates: Mapping[str, Callable[[], Run]], floor_us: float | None = None
+) -> tuple[Timing, dict[str, Timing], dict[str, str]]:
+    """Envoi and its baselines in rounds; fewer of them if the call takes long.
+
+    candidates: each makes its inputs as it wants them, outside the time, and returns the call.
+    floor_us: of the case; decides how often it is repeated. Returns also the reason for each that doesn't run.
+    """
+
+    def tried(make: Callable[[], Run]) -> Callable[[], Run]:
+        def attempt() -> Run:
+            run = make()
+            run()
+            if clock.device.type == "cuda":
+                torch.cuda.synchronize(clock.device)  # a kernel that fails says so here
+            return run
+
+        return attempt
+
+    runs, missing = _those_that_run({name: tried(make) for name, make in candidates.items()})
+    long = (floor_us or 0.0) >= LONG_US
+    timings = clock.rounds({OURS: ours, **runs}, min(clock.repeat, LONG_REPEAT) if long else None)
+    return timings.pop(OURS), timings, missing
+
+
+def _those_that_run(candidates: Mapping[str, Callable[[], T]]) -> tuple[dict[str, T], dict[str, str]]:
+    found, missing = {}, {}
     for name, take in candidates.items():
         try:
-            timings[name] = take()
+            found[name] = take()
         except Exception as error:  # other people's code, on hardware that it may not know
             missing[name] = f"{type(error).__name__}: {' '.join(str(error).split())[:160]}"
-    return timings, missing
+    return found, missing
 
 
 def compiled(fn: Callable, mode: str | None = None) -> Callable:

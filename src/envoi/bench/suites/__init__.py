@@ -27,6 +27,8 @@ def _suite(name: str) -> Callable[[Case, Bench], Trial]:
         from envoi.bench.suites import moe as suite
     elif name.startswith("indexer"):
         from envoi.bench.suites import indexer as suite
+    elif name in ("gemm_grouped", "gemm_weights"):
+        from envoi.bench.suites import grouped as suite
     else:
         from envoi.bench.suites import gemm as suite
     return suite.measure

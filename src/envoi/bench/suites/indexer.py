@@ -5,6 +5,7 @@ decide near the k-th score either way, so a few in a thousand are no fault.
 """
 
 from dataclasses import dataclass
+from functools import partial
 from statistics import mean
 from typing import cast
 
@@ -12,7 +13,7 @@ import torch
 
 from envoi.bench.shapes import Case, IndexerShape
 from envoi.bench.timing import Timing, mean_timing
-from envoi.bench.trial import Bench, Trial, time_baselines
+from envoi.bench.trial import Bench, Trial, time_rounds
 from envoi.indexer import indexer_topk
 from envoi.indexer.layout import BYTES_PER_TOKEN, HEAD_DIM, PAGE_SIZE, pages_of, unpack_pages
 from envoi.indexer.oracle import scores64
@@ -45,9 +46,11 @@ def measure(case: Case, bench: Bench) -> Trial:
     errors: dict[str, list[float]] = {"ours": [], "torch": []}
     for number, workload in enumerate(shape.workloads):
         x = _inputs(workload, bench.device)
-        baselines, missing = time_baselines({"pytorch": lambda: bench.clock.calls(lambda: definition(x))})  # noqa: B023
+        timing, baselines, missing = time_rounds(
+            bench.clock, partial(_ours, x, mode), {"pytorch": partial(partial, definition, x)}
+        )
         theirs += baselines.values()
-        ours.append(bench.clock.calls(lambda: _ours(x, mode)))  # noqa: B023
+        ours.append(timing)
         if number < MAX_ERROR_WORKLOADS:
             errors["ours"].append(_error(x, _ours(x, mode)))
             errors["torch"].append(_error(x, definition(x)))

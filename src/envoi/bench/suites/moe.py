@@ -15,7 +15,7 @@ from torch.nn import functional
 from envoi.bench.shapes import Case, MoeShape
 from envoi.bench.suites.peers import deep_gemm_moe
 from envoi.bench.timing import Timing
-from envoi.bench.trial import Bench, Trial, generator, relative_error, sample_rows, time_baselines
+from envoi.bench.trial import Bench, Trial, generator, relative_error, sample_rows, time_baselines, time_rounds
 from envoi.ep import ExpertParallel
 from envoi.experts import moe, pack
 from envoi.experts.oracle import moe_oracle
@@ -53,13 +53,12 @@ def measure(case: Case, bench: Bench) -> Trial:
 
 
 def _measure_alone(shape: MoeShape, layer: Layer, bench: Bench) -> Trial:
-    candidates: dict[str, Callable[[], Timing]] = {
-        "eager": lambda: bench.clock.calls(lambda: eager_moe(layer)),
-        "torch_grouped": lambda: bench.clock.calls(lambda: grouped_moe(layer)),
-    }
-    baselines, missing = time_baselines(candidates)
-    timing = bench.clock.calls(lambda: moe(layer.tokens, layer.routing, layer.packed))
-    error = _errors(layer, moe(layer.tokens, layer.routing, layer.packed), eager_moe(layer))
+    def ours() -> torch.Tensor:
+        return moe(layer.tokens, layer.routing, layer.packed)
+
+    candidates = {"eager": lambda: lambda: eager_moe(layer), "torch_grouped": lambda: lambda: grouped_moe(layer)}
+    timing, baselines, missing = time_rounds(bench.clock, ours, candidates)
+    error = _errors(layer, ours(), eager_moe(layer))
     return _trial(shape, layer, timing, baselines, error, missing)
 
 

@@ -1,0 +1,66 @@
+"""Epilogues as the suites compare them: Envoi's, and the same work as people write it in torch after a matmul."""
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch.nn import functional
+
+from envoi.epilogue import Epilogue
+from envoi.epilogue.library import absmax, gelu_residual, scale_bias_relu, swiglu, swiglu_fp8
+from envoi.types import QuantTensor
+
+FP8_GROUP = 128
+
+
+@dataclass(frozen=True)
+class Ending:
+    """What happens to the product.
+
+    eager(y, **operands): in torch; y has Envoi's columns, or those of `halves`.
+    out_bytes: written for each element of the product, each row's extra left out.
+    operands: their kinds by name, "Col" [N], "Tile" [M, N], or a number.
+    halves: torch gets gate and up one after the other, as models for it have them; Envoi interleaved.
+    """
+
+    fused: Epilogue | None
+    eager: Callable[..., Any]
+    out_bytes: float = 2.0
+    operands: dict[str, str | float] = field(default_factory=dict)
+    halves: bool = False
+
+
+def _swiglu(y: torch.Tensor) -> torch.Tensor:
+    gate, up = y.chunk(2, dim=-1)
+    return functional.silu(gate) * up
+
+
+def _quantise(y: torch.Tensor) -> QuantTensor:
+    groups = y.float().unflatten(-1, (-1, FP8_GROUP))
+    sf = groups.abs().amax(-1).clamp(min=1e-30) / 448.0
+    values = (groups / sf.unsqueeze(-1)).to(torch.float8_e4m3fn)
+    return QuantTensor(values.flatten(-2), sf, (1, FP8_GROUP))
+
+
+def _scale_bias_relu(y: torch.Tensor, alpha: float, bias: torch.Tensor) -> torch.Tensor:
+    return functional.relu(alpha * y + bias)
+
+
+def _gelu_residual(y: torch.Tensor, bias: torch.Tensor, residual: torch.Tensor) -> torch.Tensor:
+    return functional.gelu(y + bias) + residual
+
+
+def _absmax(y: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    return y, y.abs().amax(-1)
+
+
+ENDINGS = {
+    "store": Ending(None, lambda y: y),
+    "swiglu": Ending(swiglu, _swiglu, 1.0, halves=True),
+    "swiglu_fp8": Ending(swiglu_fp8, lambda y: _quantise(_swiglu(y)), 0.5 + 2.0 / FP8_GROUP, halves=True),
+    "scale_bias_relu": Ending(scale_bias_relu, _scale_bias_relu, operands={"alpha": 0.5, "bias": "Col"}),
+    "gelu_residual": Ending(gelu_residual, _gelu_residual, operands={"bias": "Col", "residual": "Tile"}),
+    "absmax": Ending(absmax, _absmax),
+}
+EXACT = {**{name: ending.eager for name, ending in ENDINGS.items()}, "swiglu_fp8": _swiglu}  # without rounding

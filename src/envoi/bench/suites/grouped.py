@@ -1,0 +1,66 @@
+"""GEMMs by expert beside torch's grouped matmul, and those that reading the weights bounds beside a copy.
+
+Every contender once a round, the L2 cache cold. Torch has FP8 with scales of rows alone, so that stands beside blocks
+of 128 too, and bf16 beside mxfp4. Error: sampled rows against float64 of the operands that were multiplied.
+"""
+
+from collections.abc import Callable
+from typing import cast
+
+import torch
+
+from envoi.bench.shapes import Case, GroupedShape
+from envoi.bench.suites import inputs, torch_gemm
+from envoi.bench.suites.inputs import Inputs
+from envoi.bench.timing import Run
+from envoi.bench.trial import Bench, Trial, time_rounds
+from envoi.gemm import grouped_gemm
+
+
+def measure(case: Case, bench: Bench) -> Trial:
+    """One shape of gemm_grouped or gemm_weights."""
+    shape = cast(GroupedShape, case.shape)
+    x = inputs.make(shape, bench.device)
+    offsets = cast(torch.Tensor, x.offsets)
+
+    def ours() -> torch.Tensor:
+        return grouped_gemm(x.a, x.b, offsets)
+
+    num_rows = sum(shape.num_rows)
+    used = sum(rows > 0 for rows in shape.num_rows) / len(shape.num_rows)
+    num_bytes = inputs.num_bytes(x.a) + used * inputs.num_bytes(x.b) + 2.0 * num_rows * shape.n
+    flops = 2.0 * num_rows * shape.n * shape.k
+    kind = "bf16" if shape.format == "bf16" else "fp8"
+    theirs = torch_gemm.grouped_operands(x)
+    candidates: dict[str, Callable[[], Run]] = {"torch_grouped": lambda: torch_gemm.grouped_product(*theirs, x.ends)}
+    if case.suite == "gemm_weights":
+        candidates |= _bounds(x, shape, num_bytes)
+    floor_us = bench.roof.floor_us(num_bytes, flops, kind)
+    timing, baselines, missing = time_rounds(bench.clock, ours, candidates, floor_us)
+    error = {"ours": inputs.grouped_error(shape, x.a, x.b, ours()), "torch": _torch_error(shape, x, theirs)}
+    return Trial(timing, baselines, error, num_bytes, flops, kind, missing)
+
+
+def _bounds(x: Inputs, shape: GroupedShape, num_bytes: float) -> dict[str, Callable[[], Run]]:
+    """A copy that moves as much; for narrow weights also the same in bf16."""
+
+    def copy() -> Run:
+        source = torch.ones(int(num_bytes) // 2, dtype=torch.int8, device=x.wide_a.device)
+        target = torch.empty_like(source)
+        return lambda: target.copy_(source)
+
+    if shape.format == "bf16":
+        return {"copy": copy}
+    offsets = cast(torch.Tensor, x.offsets)
+    return {"copy": copy, "bf16": lambda: lambda: grouped_gemm(x.wide_a, x.wide_b, offsets)}
+
+
+def _torch_error(shape: GroupedShape, x: Inputs, theirs: tuple) -> float:
+    """Of bf16 where torch's FP8 doesn't run."""
+    for a, b in (theirs, (x.wide_a, x.wide_b)):
+        try:
+            got = torch_gemm.grouped_product(a, b, x.ends)()
+        except (RuntimeError, ValueError, NotImplementedError):
+            continue
+        return inputs.grouped_error(shape, a, b, got)
+    return 1.0

@@ -1,0 +1,90 @@
+"""Torch's own matmuls of each format: each function lays out what torch wants, outside the time, and returns a call."""
+
+from collections.abc import Callable
+from typing import Any, cast
+
+import torch
+from torch.nn import functional
+from torch.nn.functional import ScalingType
+
+from envoi.bench.suites.inputs import Inputs
+from envoi.quant import quantize
+from envoi.types import Matrix, QuantTensor
+
+Product = Callable[[], torch.Tensor]
+ROW = ScalingType.RowWise
+BLOCKS = ScalingType.BlockWise1x128, ScalingType.BlockWise128x128
+BF16 = torch.bfloat16
+
+
+def product(a: Matrix, b: Matrix) -> Product:
+    """a @ b.T in bf16. Raises where torch has none on the device."""
+    if not isinstance(a, QuantTensor) or not isinstance(b, QuantTensor):
+        left, right = cast(torch.Tensor, a), cast(torch.Tensor, b).T
+        return lambda: torch.mm(left, right)
+    values, weights = a.values, b.values.T
+    fast = a.sf.shape[1] == 1
+    if fast:
+        recipes, scales = (ROW, ROW), (a.sf, b.sf.T)
+    else:  # a's scales of a block of K side by side, b's padded to four blocks of K
+        recipes = BLOCKS
+        scales = a.sf.T.contiguous().T, functional.pad(b.sf, (0, -b.sf.shape[1] % 4)).T
+
+    def public() -> torch.Tensor:
+        return functional.scaled_mm(
+            values, weights, scales[0], recipes[0], scales[1], recipes[1], output_dtype=BF16, use_fast_accum=fast
+        )
+
+    def older() -> torch.Tensor:
+        return torch._scaled_mm(  # pyright: ignore[reportPrivateImportUsage]
+            values, weights, *scales, out_dtype=BF16, use_fast_accum=fast
+        )
+
+    return _first_that_runs(public, older)
+
+
+def grouped_operands(x: Inputs) -> tuple[Matrix, Matrix]:
+    """What torch multiplies in x's stead: bf16, or on a GPU FP8 with scales of rows, all that torch has."""
+    formats_8 = isinstance(x.a, QuantTensor) and isinstance(x.b, QuantTensor) and not x.b.packed
+    if not formats_8 or not x.wide_a.is_cuda:
+        return x.wide_a, x.wide_b
+    if cast(QuantTensor, x.a).sf.shape[1] == 1:
+        return x.a, x.b
+    parts = [quantize(part, "fp8_row") for part in x.wide_b.split(8)]
+    values = torch.cat([q.values.view(torch.uint8) for q in parts]).view(torch.float8_e4m3fn)
+    weights = QuantTensor(values, torch.cat([q.sf for q in parts]), parts[0].group)
+    return quantize(x.wide_a, "fp8_row"), weights
+
+
+def grouped_product(a: Matrix, b: Matrix, ends: torch.Tensor) -> Product:
+    """Each expert's rows times its weight, in bf16. Raises where torch has none on the device."""
+    if not isinstance(a, QuantTensor) or not isinstance(b, QuantTensor):
+        left, right = cast(torch.Tensor, a), cast(torch.Tensor, b).transpose(1, 2)
+        return lambda: functional.grouped_mm(left, right, offs=ends)
+    values, weights, scales = a.values, b.values.transpose(1, 2), (a.sf.squeeze(1), b.sf.squeeze(2))
+    scaled: Any = getattr(functional, "scaled_grouped_mm", None)
+
+    def public() -> torch.Tensor:
+        return scaled(
+            values, weights, scales[0], ROW, scales[1], ROW, offs=ends, output_dtype=BF16, use_fast_accum=True
+        )
+
+    def older() -> torch.Tensor:
+        return torch._scaled_grouped_mm(  # pyright: ignore[reportPrivateImportUsage]
+            values, weights, *scales, offs=ends, out_dtype=BF16, use_fast_accum=True
+        )
+
+    return _first_that_runs(public, older)
+
+
+def _first_that_runs(public: Product, older: Product) -> Product:
+    """The public function, or its predecessor where a release or a device has only that."""
+    try:
+        public()
+    except Exception as error:
+        try:
+            older()
+        except Exception:
+            raise error from None
+        return older
+    return public

@@ -1,0 +1,214 @@
+"""`envoi tune`: the configs of the Hopper GEMMs measured on this machine, the winners kept for `envoi.gemm`."""
+
+import argparse
+from functools import partial
+from math import exp, log
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from envoi.bench.table import align, number
+
+if TYPE_CHECKING:
+    from envoi.bench.problems import Planned, Shape
+    from envoi.gemm.config import Config
+
+DESCRIPTION = """Measure the configs of the Hopper GEMMs in rounds, with a cold L2 cache, and keep the fastest: of the
+shapes of `envoi bench` (SUITE: those of a suite), or of --shape. A later `envoi.gemm` on this machine uses them."""
+CANDIDATES = 24
+REPEAT = 20
+MAX_DIFFERENCE = 0.05  # from the default's result; FP8 outputs may round the other way
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """The arguments of `envoi tune`."""
+    add = parser.add_argument
+    add("suites", metavar="SUITE", nargs="*", help="a suite of envoi bench that has GEMMs; default: all")
+    add("--case", metavar="SUBSTRING", help="only shapes whose line in --list contains this")
+    add("--shape", metavar="MxNxK", help="this one instead; with --groups M is the rows of all experts")
+    add("--format", metavar="F", default="bf16", help="of --shape: bf16, fp8_row, fp8_block128; default: %(default)s")
+    add("--epilogue", metavar="NAME", default="store", help="of --shape, a name of the library; default: %(default)s")
+    add("--groups", metavar="E", type=int, help="experts of --shape; default: a plain GEMM")
+    add("--candidates", metavar="N", type=int, default=CANDIDATES, help="configs that are measured, the most promising")
+    add("--repeat", metavar="N", type=int, default=REPEAT, help="rounds behind each median; default: %(default)s")
+    add("--jobs", metavar="N", type=int, help="processes that compile; default: by the CPUs")
+    add("--out", metavar="FILE", help="keep the winners here; default: gemm.json in the cache directory")
+    add("--list", action="store_true", help="print the shapes with their default configs and stop; needs no GPU")
+
+
+def run(args: argparse.Namespace) -> int:
+    """Run `envoi tune`; returns the exit status. Raises ValueError for what the user can mend."""
+    shapes = [_shape(args)] if args.shape else _registered(args.suites)
+    from envoi.bench import problems
+
+    shapes = [shape for shape in shapes if (args.case or "") in problems.label(shape)]
+    if not shapes:
+        raise ValueError(f"--case: expected a part of a shape's line in --list, {args.case!r} is in none")
+    for name, value in (("--candidates", args.candidates), ("--repeat", args.repeat)):
+        if value < 1:
+            raise ValueError(f"{name}: expected at least 1, got {value}")
+    if args.list:
+        return _print_list(shapes)
+    _expect_hopper()
+    return _measure(args, shapes)
+
+
+def _registered(suites: list[str]) -> "list[Shape]":
+    from envoi.bench import problems
+    from envoi.bench.evidence import SUITES
+    from envoi.bench.shapes import cases
+
+    known = [name for name in SUITES if name.startswith("gemm")]
+    for name in suites:
+        if name not in known:
+            raise ValueError(f"SUITE: expected one of {', '.join(known)}, got {name!r}")
+    return problems.shapes_of(case for name in suites or known for case in cases(name) if case.on_cuda)
+
+
+def _shape(args: argparse.Namespace) -> "Shape":
+    from envoi.bench.shapes import GemmShape, GroupedShape
+    from envoi.bench.suites.endings import ENDINGS
+    from envoi.check import expect_choice
+    from envoi.quant import format_named
+
+    if args.suites:
+        raise ValueError(f"--shape: expected no SUITE beside it, got {' '.join(args.suites)}")
+    parts = args.shape.split("x")
+    if len(parts) != 3 or not all(part.isdigit() and int(part) for part in parts):
+        raise ValueError(f"--shape: expected MxNxK like 4096x4096x7168, got {args.shape!r}")
+    format_named(args.format, "--format")
+    expect_choice("--epilogue", args.epilogue, ENDINGS)
+    m, n, k = map(int, parts)
+    if args.groups is None:
+        return GemmShape(m, n, k, args.format, args.epilogue)
+    if args.groups < 1:
+        raise ValueError(f"--groups: expected at least 1, got {args.groups}")
+    rows = tuple(m // args.groups + (expert < m % args.groups) for expert in range(args.groups))
+    return GroupedShape(rows, n, k, args.format, args.epilogue)
+
+
+def _print_list(shapes: "list[Shape]") -> int:
+    from envoi.bench import problems
+
+    rows = []
+    for shape in shapes:
+        try:
+            planned = problems.planned(shape, problems.NUM_SMS)
+            count = len(planned.promising(problems.NUM_SMS, CANDIDATES))
+            rows.append((problems.label(shape), str(planned.default), str(count), planned.key(problems.NUM_SMS)))
+        except ValueError as error:
+            rows.append((problems.label(shape), f"none: {str(error).rpartition(': ')[2]}", "0", "-"))
+    print(align(("shape", "default", "candidates", "kept under"), rows, left=(0, 1, 3)))
+    return 0
+
+
+def _expect_hopper() -> None:
+    import torch
+
+    from envoi.gemm import select
+
+    if not torch.cuda.is_available() or select.implementation(torch.device("cuda")) != "hopper":
+        raise ValueError("tune: expected a Hopper GPU (sm_90), this machine has none that torch can use; see --list")
+
+
+def _measure(args: argparse.Namespace, shapes: "list[Shape]") -> int:
+    import torch
+
+    from envoi.bench import ahead, problems
+    from envoi.gemm import tune
+
+    num_sms = torch.cuda.get_device_properties(0).multi_processor_count
+    todo, jobs = [], []
+    for shape in shapes:
+        try:
+            found = problems.planned(shape, num_sms).promising(num_sms, args.candidates)
+        except ValueError as error:
+            print(error)
+            continue
+        todo.append((shape, found))
+        jobs += [(shape, config) for config in found]
+    ahead.compile_all(jobs, num_sms, args.jobs)
+    results: dict[str, list[dict[Config, float]]] = {}
+    for shape, found in todo:
+        planned, times, wrong = measure_shape(shape, found, num_sms, args.repeat)
+        print(_table(problems.label(shape), planned.default, times, wrong), flush=True)
+        if times:
+            key = planned.key(num_sms)
+            results.setdefault(key, []).append(times)
+            tune.keep({key: winner(results[key])}, Path(args.out) if args.out else None)
+    where = Path(args.out) if args.out else "the cache directory"
+    print(f"{len(results)} winners kept in {where}")
+    return 0
+
+
+def measure_shape(
+    shape: "Shape", found: "list[Config]", num_sms: int, repeat: int
+) -> "tuple[Planned, dict[Config, float], dict[Config, str]]":
+    """Medians in us of the configs that run and are right, and what is wrong with the others."""
+    import torch
+
+    from envoi.bench import problems
+    from envoi.bench.suites.inputs import make
+    from envoi.bench.timing import Clock, Run
+    from envoi.gemm import sm90
+
+    device = torch.device("cuda")
+    planned = problems.planned(shape, num_sms, make(shape, device))
+    runs: dict[Config, Run] = {}
+    wrong: dict[Config, str] = {}
+    want = None
+    for config in found:
+        try:
+            got = _outputs(planned, config, num_sms)
+        except Exception as error:  # a config that the compiler or the driver refuses
+            wrong[config] = f"{type(error).__name__}: {' '.join(str(error).split())[:120]}"
+            continue
+        want = got if want is None else want  # the default is the first
+        difference = _difference(got, want)
+        if difference > MAX_DIFFERENCE:
+            wrong[config] = f"differs from the default's result by {difference:.1e}"
+        else:
+            runs[config] = partial(sm90.launch, planned.call, config, num_sms)
+    timings = Clock(device, repeat).rounds(runs) if runs else {}
+    return planned, {config: timing.p50_us for config, timing in timings.items()}, wrong
+
+
+def _outputs(planned: "Planned", config: "Config", num_sms: int) -> list:
+    """Copies of what a config writes, over NaN."""
+    import torch
+
+    from envoi.gemm import sm90
+
+    for output in planned.call.outputs:
+        output.view(torch.uint8).fill_(255)
+    sm90.launch(planned.call, config, num_sms)
+    torch.cuda.synchronize()
+    return [output[:: max(1, len(output) // 256)].float() for output in planned.call.outputs]  # some rows will do
+
+
+def _difference(got: list, want: list) -> float:
+    from envoi.bench.trial import relative_error
+
+    return max(relative_error(a, b) for a, b in zip(got, want, strict=True))
+
+
+def winner(results: "list[dict[Config, float]]") -> "Config":
+    """The best of all shapes and epilogues that share an entry: by the geometric mean of time over the best time."""
+    shared = set.intersection(*(set(times) for times in results)) or set(results[-1])
+    results = [times for times in results if shared <= set(times)]
+
+    def slowdown(config: "Config") -> float:
+        return exp(sum(log(times[config] / min(times.values())) for times in results) / len(results))
+
+    return min(sorted(shared, key=str), key=slowdown)
+
+
+def _table(label: str, default: "Config", times: "dict[Config, float]", wrong: "dict[Config, str]") -> str:
+    def over_default(us: float) -> str:
+        return f"{number(times[default] / us)}x" if default in times else "-"
+
+    rows = [
+        (str(config) + " (default)" * (config == default), number(us), over_default(us))
+        for config, us in sorted(times.items(), key=lambda entry: entry[1])
+    ]
+    notes = [f"  {config}: {why}" for config, why in wrong.items()]
+    return "\n".join([align((label, "us", "default / this"), rows), *notes, ""])

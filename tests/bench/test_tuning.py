@@ -1,0 +1,90 @@
+"""`envoi tune` where there is no GPU: what it would measure, what it refuses, how it chooses."""
+
+import pytest
+
+from envoi import cli
+from envoi.bench import ahead, problems, shapes, tuning
+from envoi.bench.evidence import SUITES
+
+GEMMS = [name for name in SUITES if name.startswith("gemm")]
+CASES = [case for name in GEMMS for case in shapes.cases(name) if case.on_cuda]
+
+
+def test_the_list_has_every_gemm_once(capsys):
+    assert cli.main(["tune", "--list"]) == 0
+    lines = capsys.readouterr().out.splitlines()[1:]
+    found = problems.shapes_of(CASES)
+    assert len(lines) == len(set(lines)) == len(found)
+    assert {case.shape for case in CASES} <= set(found)
+    assert any(line.startswith("8192x4096x7168 bf16 swiglu_fp8 ") for line in lines)
+    assert any(line.startswith("32: 8192x4096x7168 skewed fp8_row store ") for line in lines)
+    assert sum("none: " in line for line in lines) == sum("mxfp4" in line for line in lines)
+
+
+def test_a_shape_of_ones_own(capsys):
+    arguments = [
+        "tune",
+        "--list",
+        "--shape",
+        "500x256x256",
+        "--groups",
+        "8",
+        "--format",
+        "fp8_row",
+        "--epilogue",
+        "swiglu",
+    ]
+    assert cli.main(arguments) == 0
+    assert capsys.readouterr().out.splitlines()[1].startswith("8: 500x256x256 skewed fp8_row swiglu ")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "problem"),
+    [
+        (["router"], "SUITE: expected one of gemm, "),
+        (["--shape", "1x2"], "--shape: expected MxNxK"),
+        (["--shape", "0x2x3"], "--shape: expected MxNxK"),
+        (["gemm", "--shape", "16x64x64"], "--shape: expected no SUITE"),
+        (["--shape", "16x64x64", "--format", "fp9"], "--format: expected one of"),
+        (["--shape", "16x64x64", "--epilogue", "sigmoid"], "--epilogue: expected one of"),
+        (["--shape", "16x64x64", "--groups", "0"], "--groups: expected at least 1"),
+        (["--case", "no such shape"], "--case: expected a part"),
+        (["--candidates", "0"], "--candidates: expected at least 1"),
+    ],
+)
+def test_refusals(arguments, problem, capsys):
+    assert cli.main(["tune", *arguments, "--list"]) == 2
+    assert capsys.readouterr().err.startswith(f"envoi: {problem}")
+
+
+def test_without_a_gpu_it_says_so(monkeypatch, capsys):
+    monkeypatch.setattr("torch.cuda.is_available", lambda: False)
+    assert cli.main(["tune", "gemm"]) == 2
+    assert "expected a Hopper GPU" in capsys.readouterr().err
+
+
+def test_the_default_is_the_first_candidate():
+    for shape in problems.shapes_of(CASES)[::7]:
+        planned = problems.planned(shape, 132)
+        found = planned.promising(132, 6)
+        assert found[0] == planned.default
+        assert len(found) == len(set(found)) <= 6
+
+
+def test_launches_of_one_kernel_are_known():
+    small, large, other = (
+        problems.planned(shapes.GemmShape(*mnk), 132)
+        for mnk in ((4096, 4096, 7168), (2048, 4096, 2048), (64, 512, 512))
+    )
+    config = small.default
+    assert ahead.kernel_key(small, config, 132) == ahead.kernel_key(large, config, 132)
+    assert ahead.kernel_key(small, config, 132) != ahead.kernel_key(other, other.default, 132)
+    fused = problems.planned(shapes.GemmShape(4096, 4096, 7168, "bf16", "swiglu"), 132)
+    assert ahead.kernel_key(small, config, 132) != ahead.kernel_key(fused, config, 132)
+
+
+def test_the_winner_is_best_for_all_that_share_an_entry():
+    first, second, third = problems.planned(shapes.GemmShape(4096, 4096, 7168), 132).promising(132, 3)
+    assert tuning.winner([{first: 10.0, second: 9.0}]) == second
+    assert tuning.winner([{first: 10.0, second: 9.0}, {first: 10.0, second: 20.0, third: 1.0}]) == first
+    assert tuning.winner([{first: 10.0}, {second: 5.0}]) == second
