@@ -21,7 +21,9 @@ def run(*arguments: str) -> int:
         return int(stop.code or 0)
 
 
-@pytest.mark.parametrize("arguments", [["--help"], ["demo", "--help"], ["bench", "--help"], ["info", "--help"]])
+@pytest.mark.parametrize(
+    "arguments", [["--help"], ["demo", "--help"], ["bench", "--help"], ["tune", "--help"], ["info", "--help"]]
+)
 def test_help_imports_nothing_heavy(arguments):
     # A stand-in for the package's own names: what is tested is what the command itself imports.
     code = f"""

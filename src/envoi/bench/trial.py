@@ -31,7 +31,8 @@ class Compiler:
         from torch._inductor import config
 
         start = time.monotonic()
-        config.autotune_num_choices_displayed = 0  # its tables would drown ours
+        if hasattr(config, "autotune_num_choices_displayed"):
+            config.autotune_num_choices_displayed = 0  # its tables would drown ours
         fast = compiled(fn, COMPILE_MODE)
         fast(*args)
         self.spent_s += time.monotonic() - start

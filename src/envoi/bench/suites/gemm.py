@@ -54,7 +54,7 @@ def _candidates(suite: str, x: Inputs, theirs: Inputs, ending: Ending, bench: Be
         found["cublas"] = lambda: torch_gemm.product(theirs.a, theirs.b)
     if ending.fused is not None or not bench.on_gpu:
         found["eager"] = lambda: lambda: _eager(theirs, ending)
-    if bench.on_gpu and suite in COMPILED_SUITES:
+    if bench.on_gpu and suite in COMPILED_SUITES and bench.compiler.limit_s != 0:
         found["compile"] = lambda: bench.compiler.run(
             lambda a, b: _tensors(ending.eager(functional.linear(a, b))), theirs.wide_a, theirs.wide_b
         )
