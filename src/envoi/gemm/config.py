@@ -159,7 +159,12 @@ def candidates(problem: Problem, code: Lowered, whole: bool = False) -> list[Con
         width = max(16, 1 << (problem.N - 1).bit_length())
         found += [Config(64, 2, width, k, 12, piece=width), Config(64, 1, width, k, 12, piece=width)]
     elif problem.scaled:
-        found += [Config(64, 2, 128, k, 3), Config(64, 2, 64, k, 4), Config(64, 1, 64, k, 6), Config(64, 1, 128, k, 4)]
+        found += [
+            Config(64, 2, 128, k, 3, turns=2),
+            Config(64, 2, 64, k, 4),
+            Config(64, 1, 64, k, 6),
+            Config(64, 1, 128, k, 4),
+        ]
     else:
         found += [
             Config(128, 2, 128, k, 6, pingpong=True, piece=32 if problem.side_bytes else 64),
@@ -173,7 +178,7 @@ def candidates(problem: Problem, code: Lowered, whole: bool = False) -> list[Con
             Config(64, 1, 256, k, 5),
         ]
     if not whole and not code.leaving and not code.side:
-        found = [config for config in found if problem.scaled] + [
+        found += [
             Config(64, roles, tokens, depth, 12, swap_ab=True)
             for tokens in (8, 16, 32, 64, 128)
             if tokens < 2 * max(per_group, 8)

@@ -127,6 +127,14 @@ def factor_pointers(place, scales, layout: gl.constexpr, cfg: gl.constexpr):
 
 
 @gluon.jit
+def load_factors(of_tokens, of_features, k, last_block):
+    """The factors of blocks k and k + 1, or of the last."""
+    k0 = gl.minimum(k, last_block)
+    k1 = gl.minimum(k + 1, last_block)
+    return gl.load(of_tokens + k0), gl.load(of_features + k0), gl.load(of_tokens + k1), gl.load(of_features + k1)
+
+
+@gluon.jit
 def promote(acc, product, factors, cfg: gl.constexpr):
     """acc + product * factors, the factors along tokens."""
     if cfg.swap_ab:
@@ -150,21 +158,27 @@ def multiply_scaled(stages, step, first, last, place, scales, R: gl.constexpr, P
     acc = zero
     of_tokens, of_features = factor_pointers(place, scales, layout, cfg)
     last_block = scales[2] - 1
+    ahead = load_factors(of_tokens, of_features, 2 * first, last_block)
     for k in range(2 * first, 2 * last, 2):
-        of_first = gl.load(of_tokens + k) * gl.load(of_features + k)
-        second = gl.minimum(k + 1, last_block)
-        of_second = gl.load(of_tokens + second) * gl.load(of_features + second)
+        # Loaded a step ahead: the compiler multiplies factors before the products it issues, and would wait for them.
+        tokens0, features0, tokens1, features1 = ahead
+        ahead = load_factors(of_tokens, of_features, k + 2, last_block)
         stage = step % cfg.num_stages
         mbarrier.wait(ready.index(stage), (step // cfg.num_stages) & 1)
         x = x_bufs.index(stage * cfg.num_parts + P)
         y = y_bufs.index(stage).permute((1, 0))
+        if cfg.num_parts == 2:
+            # In turns: else the roles' products interleave, end together, and leave the tensor cores idle together.
+            mbarrier.wait(turn.index(R), (step & 1) ^ (1 - R))
         product = warpgroup_mma(x.slice(0, 128, 1), y.slice(0, 128, 0), zero, use_acc=False, is_async=True)
         behind = warpgroup_mma(x.slice(128, 128, 1), y.slice(128, 128, 0), zero, use_acc=False, is_async=True)
+        if cfg.num_parts == 2:
+            mbarrier.arrive(turn.index(1 - R), count=1)
         product = warpgroup_mma_wait(num_outstanding=1, deps=(product,))
-        acc = promote(acc, product, of_first, cfg)
+        acc = promote(acc, product, tokens0 * features0, cfg)
         behind = warpgroup_mma_wait(num_outstanding=0, deps=(behind,))
         mbarrier.arrive(empty.index(stage), count=1)
-        acc = promote(acc, behind, of_second, cfg)
+        acc = promote(acc, behind, tokens1 * features1, cfg)
         step += 1
     if cfg.pingpong:
         mbarrier.arrive(turn.index(1 - R), count=1)

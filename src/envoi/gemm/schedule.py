@@ -85,7 +85,7 @@ def unit_at(u, num_whole, num_steps, cfg: gl.constexpr):
     tile = gl.where(cut, num_whole + v // cfg.split_k, u)
     steps = gl.where(cut, gl.cdiv(num_steps, cfg.split_k), num_steps)
     first = part * steps
-    return tile, first, min(first + steps, num_steps), part, cut
+    return tile, first, max(first, min(first + steps, num_steps)), part, cut
 
 
 @gluon.jit
