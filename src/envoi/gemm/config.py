@@ -216,7 +216,9 @@ def predicted_cycles(problem: Problem, config: Config, num_sms: int) -> float:
     elif rest:
         cycles += steps * step + (TURN if config.pingpong else TILE)
     moved = problem.element_bytes * problem.K * (problem.M + groups * problem.N) + 2 * problem.M * problem.N
-    return LAUNCH + FIRST_STAGE + max(cycles, moved / DRAM_BYTES) + TILE
+    memory = moved / DRAM_BYTES
+    # Whichever is longer hides most of the other.
+    return LAUNCH + FIRST_STAGE + TILE + max(cycles, memory) + 0.2 * min(cycles, memory)
 
 
 def default_config(problem: Problem, code: Lowered, num_sms: int, whole: bool = False) -> Config | None:

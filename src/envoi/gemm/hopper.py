@@ -18,6 +18,7 @@ HALVES = (torch.bfloat16, torch.float16)
 MAX_WHOLE = 256  # columns of a row that a tile holds
 MAX_FEW = 64  # columns of a piece where tokens are few
 MAX_SCALED = 128  # columns of a piece with factors along K
+MANY_TILES = 100  # of a GPU's multiprocessors: fewer tiles leave too many idle
 FEW = 64  # tokens (of an expert) up to which the weights go on the instruction's long side
 A_SF, B_SF = "a_sf of the GEMM", "b_sf of the GEMM"  # no parameter can have such a name
 
@@ -28,10 +29,20 @@ def supports_hopper(a: Matrix, b: Matrix, ir: IR) -> str:
         return "a matrix is empty"
     if not scaling(a, b):
         return "the operands' formats"
-    widest = MAX_SCALED if scaling(a, b) == "blocks" else MAX_WHOLE
-    if rows_must_fit(ir) and scaling(a, b) == "blocks" and MAX_SCALED < b.shape[-2] <= MAX_WHOLE:
-        return "whole rows with factors along K"
-    return "" if piece_columns(ir) <= widest else f"a piece of {piece_columns(ir)} columns"
+    N = b.shape[-2]
+    return f"rows of {N} columns" if needs_rows_after(ir, N, scaling(a, b)) and N > portable.MAX_ROW else ""
+
+
+def needs_rows_after(ir: IR, N: int, scaled: str, num_tokens: int | None = None) -> bool:
+    """True if the epilogue runs on rows in memory, by a kernel of its own, since no tile can hold what it needs.
+
+    num_tokens: also if so few tiles as wide as it needs would leave most of the GPU idle.
+    """
+    widest = MAX_SCALED if scaled == "blocks" else MAX_WHOLE
+    if piece_columns(ir) > widest or (rows_must_fit(ir) and widest < N):
+        return True
+    tiles = 0 if num_tokens is None else -(-num_tokens // 64) * -(-N // piece_columns(ir))
+    return 0 < tiles < MANY_TILES and piece_columns(ir) > MAX_FEW and portable.MAX_ROW >= N
 
 
 def scaling(a: Matrix, b: Matrix) -> str:
@@ -95,6 +106,12 @@ class Work:
         """Experts, or 0."""
         return 0 if self.offsets is None else self.b.shape[0]
 
+    @property
+    def rows_after(self) -> bool:
+        """True if the epilogue is left to `portable.finish_rows`."""
+        tokens = None if self.num_groups else self.a.shape[0]
+        return needs_rows_after(self.ir, self.b.shape[-2], "blocks" if self.scales else "", tokens)
+
 
 def work_of(a: Matrix, b: Matrix, ir: IR, operands: dict, offsets: torch.Tensor | None) -> Work:
     """Take scale factors off the matrices."""
@@ -125,7 +142,7 @@ def run(
     M, N = work.a.shape[0], work.b.shape[-2]
     tensors, pointers = portable.operand_tensors(work.ir, work.operands, work.num_groups)
     written = portable.empty_slots(work.ir, slots(work.ir, out_dtype), M, N, work.a.device)
-    if rows_must_fit(work.ir) and N > MAX_WHOLE:
+    if work.rows_after:
         acc = torch.empty(M, N, dtype=torch.float32, device=work.a.device)
         _launch(replace(work, ir=store.ir), torch.float32, (), frozenset(), [acc], behind)
         portable.finish_rows(acc, work.ir, out_dtype, tensors, pointers, written, work.offsets)
@@ -192,7 +209,7 @@ def planned(
     """
     work = work_of(a, b, ir, operands, offsets)
     M, N = work.a.shape[0], work.b.shape[-2]
-    if rows_must_fit(work.ir) and N > MAX_WHOLE:
+    if work.rows_after:
         work, out_dtype = replace(work, ir=store.ir, operands={}), torch.float32
     tensors, pointers = portable.operand_tensors(work.ir, work.operands, work.num_groups)
     written = portable.empty_slots(work.ir, slots(work.ir, out_dtype), M, N, work.a.device)
