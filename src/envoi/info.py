@@ -6,11 +6,13 @@ import platform
 from typing import Any
 
 import envoi
+from envoi import env
 from envoi.bench.machine import cpu_name, version_of
 from envoi.bench.table import align
 
 PACKAGES = ("torch", "triton", "transformers", "safetensors")
 OPERATORS = ("route", "gemm", "grouped_gemm", "moe", "ExpertParallel.moe", "indexer_topk")
+WITH_KERNELS = ("gemm", "grouped_gemm")
 GIB = 1 << 30
 
 
@@ -36,8 +38,20 @@ def collect() -> dict[str, Any]:
 def backend(operator: str, devices: list[dict[str, Any]]) -> dict[str, str]:
     """The implementation that an operator uses on the first device, and why."""
     gpu = _first_gpu(devices)
+    if operator in WITH_KERNELS:
+        return _gemm_backend(gpu)
     why = "no GPU" if gpu is None else f"no kernel for {operator} yet on {gpu['arch']}"
     return {"backend": "torch reference", "why": why}
+
+
+def _gemm_backend(gpu: dict[str, Any] | None) -> dict[str, str]:
+    if gpu is None:
+        if env.interpreting():
+            return {"backend": "Triton kernels", "why": "no GPU, and Triton's interpreter is on"}
+        return {"backend": "torch reference", "why": "no GPU"}
+    if gpu["arch"] == "sm_90":
+        return {"backend": "Hopper kernel", "why": "sm_90; formats that it doesn't take run on the Triton kernels"}
+    return {"backend": "Triton kernels", "why": f"no kernel of its own is run on {gpu['arch']}"}
 
 
 def transport(devices: list[dict[str, Any]]) -> dict[str, str]:

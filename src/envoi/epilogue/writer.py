@@ -12,6 +12,7 @@ INFIX = {
     "add": "+", "sub": "-", "mul": "*", "div": "/", "lt": "<", "le": "<=", "gt": ">", "ge": ">=", "eq": "==",
     "ne": "!=", "logical_and": "&", "logical_or": "|",
 }  # fmt: skip
+IN_FLIGHT = 32  # partial values that are loaded before the first is used
 LANGUAGE = ("abs", "exp", "exp2", "log", "log2", "sqrt", "rsqrt", "where")
 TYPE_NAMES = {
     torch.bfloat16: "bfloat16", torch.float16: "float16", torch.float32: "float32", torch.float8_e4m3fn: "float8e4nv",
@@ -311,13 +312,13 @@ class Writer:
         self.line("ids = ids_like(like, m)")
         for i, position in enumerate(self.partials):
             self.line(f"p{i} = ids.to(L.float32) * 0.0 + {_FILL[self.ir.nodes[position].op]}")
-        self.line("for slot in range(0, num_slots, 8):")
-        for j in range(8):
+        self.line(f"for slot in range(0, num_slots, {IN_FLIGHT}):")
+        for j in range(IN_FLIGHT):
             for i, position in enumerate(self.partials):
                 fill = _FILL[self.ir.nodes[position].op]
                 at = f"workspace + ({i} * num_slots + slot + {j}).to(L.int64) * M + ids"
                 self.line(f"t{i}_{j} = L.load({at}, mask=(ids < m_end) & (slot + {j} < num_slots), other={fill})", 2)
-        for j in range(8):
+        for j in range(IN_FLIGHT):
             for i, position in enumerate(self.partials):
                 self.line(f"p{i} = {self._merged(position, f'p{i}', f't{i}_{j}')}", 2)
         self._finish_rows()

@@ -1,6 +1,5 @@
 # What the compiler sees isn't what type checkers see: constants with attributes, names that must be bound, else after
 # return.
-# ruff: noqa: RET505, RUF059
 # pyright: reportAttributeAccessIssue=false, reportArgumentType=false, reportCallIssue=false
 # pyright: reportGeneralTypeIssues=false, reportAssignmentType=false
 """The GEMM in plain Triton: any sizes, any strides, any format, any epilogue; it runs in the interpreter too.
@@ -172,20 +171,21 @@ def rows_kernel(
     acc, offsets, operands, outputs, M, N, num_experts,
     code: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, MAX_GROUPS: tl.constexpr,
 ):  # fmt: skip
-    """The epilogue of whole rows, from accumulators [M, N]; those of rows of no expert count as 0."""
+    """The epilogue of whole rows (or of pieces), from accumulators [M, N]; rows of no expert count as 0."""
     tile = tl.program_id(0)
+    n = tl.program_id(1) * BLOCK_N
     like = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
     if MAX_GROUPS > 0:
         m, m_end, e = place(tile, offsets, M, num_experts, BLOCK_M, MAX_GROUPS)
         if (e == MAX_GROUPS) & (tile > 0):
             return
         mine = code.of_expert(operands, tl.maximum(tl.minimum(e, num_experts - 1), 0), N)
-        x = load_tile(acc, like, m, 0, tl.where(e < num_experts, m_end, 0), N)
-        code.visit(x, m, 0, m_end, N, mine, outputs, 0, 0, 0, True, 0, 0)
+        x = load_tile(acc, like, m, n, tl.where(e < num_experts, m_end, 0), N)
+        code.visit(x, m, n, m_end, N, mine, outputs, 0, 0, 0, True, 0, 0)
     else:
         m = tile * BLOCK_M
-        x = load_tile(acc, like, m, 0, M, N)
-        code.visit(x, m, 0, M, N, operands, outputs, 0, 0, 0, False, 0, 0)
+        x = load_tile(acc, like, m, n, M, N)
+        code.visit(x, m, n, M, N, operands, outputs, 0, 0, 0, False, 0, 0)
 
 
 @triton.jit

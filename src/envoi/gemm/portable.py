@@ -8,7 +8,7 @@ import torch
 from envoi.epilogue.ir import IR, Node
 from envoi.epilogue.library import store
 from envoi.epilogue.lower import Lowered, lower
-from envoi.epilogue.slots import Slot, piece_columns, rows_must_fit, slots
+from envoi.epilogue.slots import Slot, late, piece_columns, rows_must_fit, slots
 from envoi.gemm import kernel_triton
 from envoi.types import Matrix
 
@@ -214,13 +214,16 @@ def finish_rows(
 def rows_arguments(
     acc: torch.Tensor, ir: IR, code: Lowered, operands: tuple, outputs: list[torch.Tensor],
     offsets: torch.Tensor | None,
-) -> tuple[tuple[int], tuple, dict[str, int]]:  # fmt: skip
-    """The grid of `rows_kernel`, its arguments, its options. Wider rows, fewer of them a program."""
+) -> tuple[tuple[int, int], tuple, dict[str, int]]:  # fmt: skip
+    """The grid of `rows_kernel`, its arguments, its options. Wider rows, fewer of them a program.
+
+    An epilogue that looks across no row goes by pieces of it: more programs for few tokens.
+    """
     M, N = acc.shape
-    block_n = max(16, power_of_two(N), piece_columns(ir))
-    block_m = max(1, 4096 // block_n)
+    block_n = max(16, power_of_two(N) if late(ir) else 0, piece_columns(ir))
+    block_m = max(1, (4096 if late(ir) else 1024) // block_n)
     num_experts = 0 if offsets is None else offsets.shape[0] - 1
-    grid = (max(1, -(-M // block_m) + num_experts),)
+    grid = (max(1, -(-M // block_m) + num_experts), -(-N // block_n))
     return grid, (
         acc, offsets, operands or (0,), tuple(_bits(x) for x in outputs), M, N, num_experts, code, block_m, block_n,
         max_groups(offsets),
