@@ -6,14 +6,16 @@ VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.ready
 
-.PHONY: help demo test test-gpu lint format wheel clean
+.PHONY: help demo test test-gpu gate lint format wheel clean
 
 help:
-	@echo "make demo    a trained MoE model answers through Envoi: a table on the terminal, a picture in demo.png"
-	@echo "make test    all tests (on a machine without a GPU: those that need none)"
-	@echo "make lint    ruff, pyright"
-	@echo "make format  ruff format and the fixes that ruff is sure of"
-	@echo "make wheel   build dist/*.whl"
+	@echo "make demo      a trained MoE model answers through Envoi: a table on the terminal, a picture in demo.png"
+	@echo "make test      all tests (on a machine without a GPU: those that need none)"
+	@echo "make test-gpu  the tests that need a GPU, and tests/gpu_evidence.json: which kernels they launched"
+	@echo "make gate      accept the instruction counts of today's kernels: tests/sass/gate.json"
+	@echo "make lint      ruff, pyright"
+	@echo "make format    ruff format and the fixes that ruff is sure of"
+	@echo "make wheel     build dist/*.whl"
 
 $(STAMP): pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(VENV)
@@ -26,6 +28,14 @@ demo: $(STAMP)
 
 test: $(STAMP)
 	$(BIN)/python -m pytest -n 2 --dist worksteal
+
+# Compiling takes longest, so several processes share the GPU and its memory.
+GPU_JOBS ?= 6
+test-gpu: $(STAMP)
+	$(BIN)/python -m pytest tests -m gpu -n $(GPU_JOBS) --dist worksteal --record-kernels tests/gpu_evidence.json
+
+gate: $(STAMP)
+	$(BIN)/python tools/gate.py
 
 lint: $(STAMP)
 	$(BIN)/ruff check .

@@ -1,10 +1,29 @@
-"""Common ground of all tests: threads, and which tests need a GPU."""
+"""Common ground of all tests: threads, no measured configs, which tests need a GPU, a record of kernels that ran."""
+
+import os
+import tempfile
 
 import pytest
 import torch
 
+from tests.helpers import recorder
+
 # Each pytest process gets one thread: two processes whose thread pools wait for each other's cores crawl.
 torch.set_num_threads(1)
+
+# What was measured on this machine must not decide which kernels are tested.
+NO_CACHE = tempfile.TemporaryDirectory()
+os.environ["ENVOI_CACHE_DIR"] = NO_CACHE.name
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    """Those of the recorder."""
+    recorder.add_options(parser)
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    """Record if asked to."""
+    recorder.configure(config)
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:

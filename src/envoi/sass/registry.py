@@ -8,6 +8,8 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+from envoi.sass.hopper_cases import CASES, Case
+
 if TYPE_CHECKING:
     from envoi.epilogue.api import Epilogue
     from envoi.sass.compile import Recipe
@@ -166,3 +168,19 @@ def _rows_triton(arch: str) -> "Recipe":
     from envoi.sass import triton_recipes
 
     return triton_recipes.rows(arch, expert_l1("swiglu", None, False, "fp8_row"))
+
+
+def _hopper(case: Case) -> "Callable[[str], Recipe]":
+    """The recipe of a case of the Hopper GEMM."""
+
+    def recipe(arch: str) -> "Recipe":
+        from envoi.sass import hopper_recipes
+
+        return hopper_recipes.recipe(case, arch)
+
+    recipe.__doc__ = f"GEMM on Hopper: {case}."
+    return recipe
+
+
+for _case in CASES:
+    kernel(_case.title, arches=("sm_90",))(_hopper(_case))

@@ -1,0 +1,193 @@
+"""What the machine code of registered kernels must show, and how far it may move from what was accepted.
+
+    registry -> compile -> count -> broken: rules that hold for any count
+                                 -> moved:  accepted counts, within a band
+
+`python tools/gate.py` accepts the counts of today; `tests/sass/test_gate.py` compares.
+"""
+
+import json
+import os
+import re
+from collections.abc import Iterable
+from concurrent.futures import ProcessPoolExecutor
+from dataclasses import dataclass
+from multiprocessing import get_context
+from pathlib import Path
+
+from envoi import triton_compat
+from envoi.bench.table import align
+from envoi.sass import hopper_cases, hopper_recipes, registry
+from envoi.sass.compile import compile_recipe
+from envoi.sass.record import Record, of_binary
+
+FORMAT = 1
+BAND, SLACK = 0.05, 4  # a count may move by this share of itself, or by so many instructions
+EXACT = ("tensor core", "TMA load", "TMA store", "tensor memory load", "tensor memory store", "tensor memory copy")
+SPILLS = ("local load (spill)", "local store (spill)")
+CALLS = "helper call"
+
+ALLOWED_CALLS = {
+    r"__cuda_sm10x_tcgen05_guardrail_trap_\w+": (
+        "ptxas guards each allocation of tensor memory; the call is behind a branch that no correct kernel takes"
+    ),
+}
+
+
+@dataclass(frozen=True)
+class Known:
+    """Spills that a kernel has today, and why they are still there."""
+
+    loads: int
+    stores: int
+    reason: str
+
+
+# By title: `gemm-sm90-gelu-residual sm_90`.
+KNOWN: dict[str, Known] = {}
+
+Accepted = dict[str, dict[str, int]]
+
+
+@dataclass(frozen=True)
+class Rule:
+    """Instructions that a kernel lives from: {family: pattern of all that the family may hold}; no entry, no demand."""
+
+    needs: dict[str, str]
+
+
+def targets() -> list[tuple[str, str]]:
+    """(name, arch) of all that is registered."""
+    return [(entry.name, arch) for entry in registry.KERNELS.values() for arch in entry.arches]
+
+
+def rule_of(name: str, arch: str) -> Rule:
+    """What a registered kernel must show. Those of another room than the Hopper GEMM are known by architecture."""
+    case = next((case for case in hopper_cases.CASES if case.title == name), None)
+    if case is not None:
+        call, _ = hopper_recipes.planned(hopper_recipes.inputs(case))
+        core = {"tensor core": "QGMMA" if case.format.startswith("fp8") else "HGMMA", "TMA load": "UTMALDG"}
+        return Rule({**core, "TMA store": "UTMASTG"} if call.code.leaving else core)
+    if name.startswith("gemm-sm100"):
+        return Rule({
+            "tensor core": r"UTC\w*MMA", "TMA load": "UTMALDG", "TMA store": "UTMASTG",
+            "tensor memory load": r"\d+x\S+",
+        })  # fmt: skip
+    if name.startswith("gemm"):
+        return Rule({"tensor core": "HGMMA" if arch == "sm_90" else r"UTC\w*MMA"})
+    return Rule({})
+
+
+def count(name: str, arch: str) -> tuple[Record, str]:
+    """Compile and count one kernel; the disassembly beside it."""
+    records, text = of_binary(compile_recipe(registry.find(name).recipe(arch), arch), name)
+    return records[0], text
+
+
+def broken(record: Record, text: str, rule: Rule, known: Known | None = None) -> list[str]:
+    """What is wrong whatever was accepted: spills, calls, instructions that are missing or that don't belong there."""
+    if record.families is None:
+        return [f"not counted: {record.not_counted}"]
+    found = [*_missing(record, rule), *_spilled(record, known)]
+    called = re.findall(r"\b(?:CALL|LEPC)\S*\s+([^;]*)", text)
+    strange = [call.strip() for call in called if not any(re.search(name, call) for name in ALLOWED_CALLS)]
+    if strange or len(called) != sum(record.families.get(CALLS, {}).values()):
+        found.append(f"{CALLS}: {', '.join(dict.fromkeys(strange)) or 'one whose name is not in the disassembly'}")
+    return found
+
+
+def _missing(record: Record, rule: Rule) -> Iterable[str]:
+    for family, pattern in rule.needs.items():
+        variants = (record.families or {}).get(family, {})
+        strange = [name for name in variants if not re.fullmatch(pattern, name.partition(".")[0])]
+        if not variants or strange:
+            yield f"{family}: expected {pattern}, got {', '.join(strange) or 'none'}"
+
+
+def _spilled(record: Record, known: Known | None) -> Iterable[str]:
+    loads, stores = (sum((record.families or {}).get(family, {}).values()) for family in SPILLS)
+    found = f"spills: {loads} loads and {stores} stores"
+    if known is None:
+        if loads or stores:
+            yield f"{found} of local memory, expected none"
+    elif loads > known.loads or stores > known.stores:
+        yield f"{found}, known are {known.loads} and {known.stores} ({known.reason})"
+    elif (loads, stores) != (known.loads, known.stores):
+        yield f"{found}, fewer than the known {known.loads} and {known.stores}: lower those"
+
+
+def counts(record: Record) -> dict[str, int]:
+    """What is accepted of a record: all instructions, and those of each family."""
+    families = {title: sum(variants.values()) for title, variants in (record.families or {}).items()}
+    return {"instructions": record.instructions or 0, **families}
+
+
+def moved(now: dict[str, int], accepted: dict[str, int] | None) -> list[str]:
+    """Which counts are out of their band around what was accepted."""
+    if accepted is None:
+        return ["nobody accepted its counts yet"]
+    return [
+        f"{label}: {now.get(label, 0)}, accepted {accepted.get(label, 0)}"
+        for label in dict.fromkeys([*accepted, *now])
+        if abs(now.get(label, 0) - accepted.get(label, 0)) > _band(label, accepted.get(label, 0))
+    ]
+
+
+def _band(label: str, accepted: int) -> float:
+    return 0 if label in EXACT else max(SLACK, BAND * accepted)
+
+
+def read(path: Path) -> Accepted:
+    """The accepted counts by title. ValueError if another Triton compiled them, or another version wrote them."""
+    content = json.loads(path.read_text())
+    if content["format"] != FORMAT:
+        raise ValueError(f"{path.name}: its format is {content['format']}, this version reads {FORMAT}")
+    if content["triton"] != triton_compat.VERSION:
+        raise ValueError(f"{path.name}: counted with Triton {content['triton']}, this is {triton_compat.VERSION}")
+    return content["kernels"]
+
+
+def write(path: Path, accepted: Accepted) -> None:
+    """One line a kernel, so that a diff shows which moved."""
+    lines = ",\n".join(f" {json.dumps(title)}: {json.dumps(accepted[title])}" for title in sorted(accepted))
+    head = f'{{"format": {FORMAT}, "triton": "{triton_compat.VERSION}", "kernels": {{\n'
+    path.write_text(f"{head}{lines}\n}}}}\n")
+
+
+def accept(path: Path) -> tuple[str, bool]:
+    """Count all kernels and write the counts; in words what moved, and what stays wrong whatever is accepted.
+
+    True beside the words if nothing is wrong.
+    """
+    before = _if_readable(path)
+    accepted: Accepted = {}
+    wrong: list[str] = []
+    with ProcessPoolExecutor(os.cpu_count(), mp_context=get_context("fork")) as pool:
+        for title, now, problems in pool.map(_judge, targets()):
+            accepted |= {title: now} if now else {}
+            wrong += [f"{title}: {problem}" for problem in problems]
+    write(path, accepted)
+    totals = [
+        [title, *(str(side.get(title, {}).get("instructions", "-")) for side in (before, accepted))]
+        for title in dict.fromkeys([*accepted, *before])
+        if before.get(title) != accepted.get(title)
+    ]
+    table = align(["instructions", "before", "after"], totals) if totals else f"{len(accepted)} kernels, none moved"
+    return "\n".join([table, *wrong]), not wrong
+
+
+def _if_readable(path: Path) -> Accepted:
+    """Counts of any Triton; none if there is no such file, or one that a merge left in pieces."""
+    try:
+        return json.loads(path.read_text())["kernels"]
+    except (FileNotFoundError, ValueError, KeyError):
+        return {}
+
+
+def _judge(target: tuple[str, str]) -> tuple[str, dict[str, int], list[str]]:
+    title = " ".join(target)
+    try:
+        record, text = count(*target)
+    except ValueError as error:
+        return title, {}, [str(error)]
+    return title, counts(record), broken(record, text, rule_of(*target), KNOWN.get(title))

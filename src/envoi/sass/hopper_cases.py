@@ -1,0 +1,66 @@
+"""What the Hopper GEMM is asked for in practice: problems whose kernels are compiled, counted and run on a GPU.
+
+Plain data, so that listing them is quick; `hopper_recipes` knows what to do with one.
+"""
+
+from dataclasses import dataclass
+
+PREFIX = "gemm-sm90-"
+
+
+@dataclass(frozen=True)
+class Case:
+    """One call of `envoi.gemm`, or of `envoi.grouped_gemm` if there are experts: [M, K] @ [N, K].T.
+
+    epilogue: of `hopper_recipes.EPILOGUES`. format: bf16, fp16, fp8_row or fp8_block128. M: of all experts together.
+    """
+
+    name: str
+    epilogue: str
+    M: int
+    N: int
+    K: int
+    format: str = "bf16"
+    num_experts: int = 0
+
+    @property
+    def title(self) -> str:
+        """Its name in the registry."""
+        return PREFIX + self.name
+
+    def __str__(self) -> str:
+        sizes = f"{self.epilogue} of [{self.M}, {self.K}] @ [{self.N}, {self.K}].T in {self.format}"
+        return f"{sizes}, {self.num_experts} experts" if self.num_experts else sizes
+
+
+CASES = (
+    Case("store", "store", 4096, 4096, 7168),
+    Case("store-fp16", "store", 4096, 4096, 7168, "fp16"),
+    Case("odd", "store", 129, 130, 72),
+    Case("scale-bias-relu", "scale_bias_relu", 4096, 4096, 2048),
+    Case("gelu-residual", "gelu_residual", 4096, 4096, 2048),
+    Case("absmax", "absmax", 4096, 4096, 2048),
+    Case("swiglu", "swiglu", 4096, 4096, 7168),
+    Case("swiglu-residual", "swiglu_residual", 4096, 4096, 2048),
+    Case("swiglu-fp8", "swiglu_fp8", 4096, 4096, 7168),
+    Case("softmax-64", "softmax", 4096, 64, 2880),
+    Case("softmax-128", "softmax", 4096, 128, 2880),
+    Case("topk-64", "topk", 4096, 64, 2880),
+    Case("topk-128", "topk", 4096, 128, 2880),
+    Case("few", "store", 16, 7168, 2048),
+    Case("few-swiglu", "swiglu", 32, 4096, 2048),
+    Case("split", "store", 8192, 4096, 7168),
+    Case("split-linear", "linear", 8192, 8192, 8192),
+    Case("split-narrow", "store", 256, 256, 7168),
+    Case("fp8-row", "store", 4096, 4096, 7168, "fp8_row"),
+    Case("fp8-row-few", "store", 16, 4096, 7168, "fp8_row"),
+    Case("fp8-row-swiglu-fp8", "swiglu_fp8", 4096, 4096, 7168, "fp8_row"),
+    Case("fp8-block128", "store", 4096, 4096, 7168, "fp8_block128"),
+    Case("fp8-block128-few", "store", 16, 4096, 7168, "fp8_block128"),
+    Case("fp8-block128-swiglu", "swiglu", 4096, 4096, 7168, "fp8_block128"),
+    Case("grouped", "store", 8192, 2880, 2880, num_experts=32),
+    Case("grouped-few", "store", 512, 2880, 2880, num_experts=32),
+    Case("grouped-l1-mxfp8", "expert_l1_mxfp8", 8192, 5760, 2880, num_experts=32),
+    Case("grouped-fp8-row", "expert_l1_fp8", 8192, 4096, 7168, "fp8_row", num_experts=32),
+    Case("grouped-fp8-block128", "expert_l1_mxfp8", 8192, 4096, 7168, "fp8_block128", num_experts=32),
+)

@@ -1,0 +1,68 @@
+"""The kernels that `tuned.json` chooses, as cases: each of its keys names a problem and a kind of epilogue."""
+
+import json
+import re
+
+from envoi.epilogue.slots import piece_columns
+from envoi.gemm import hopper, tune
+from envoi.gemm.config import Problem
+from envoi.sass import hopper_recipes
+from envoi.sass.hopper_cases import CASES, Case
+
+KEY = re.compile(r"(\d+)sm (\d+)x(\d+)x(\d+) (\d)B(.*)")
+# For each kind of epilogue one that is of this kind: the first whose key comes out the same is taken.
+TRIED = (
+    "store", "swiglu", "gelu_residual", "swiglu_residual", "linear", "absmax", "softmax", "topk", "swiglu_fp8",
+    "expert_l1_fp8", "expert_l1_mxfp8",
+)  # fmt: skip
+
+
+def cases() -> tuple[Case, ...]:
+    """A case for every key that is shipped. Raises ValueError for a key that none of `TRIED` has."""
+    if not tune.SHIPPED.exists():
+        return ()
+    return tuple(map(case_of, json.loads(tune.SHIPPED.read_text())))
+
+
+def with_registered() -> tuple[Case, ...]:
+    """The registered cases and those of `tuned.json`, one for each kernel."""
+    kernels: dict[str, Case] = {}
+    for case in (*CASES, *cases()):
+        kernels.setdefault(repr(hopper_recipes.recipe(case)), case)
+    return tuple(kernels.values())
+
+
+def only_tuned() -> tuple[Case, ...]:
+    """Those of `tuned.json` whose kernel isn't registered."""
+    return tuple(case for case in with_registered() if case not in CASES)
+
+
+def case_of(key: str) -> Case:
+    """A case whose config is filed under this key."""
+    found = KEY.fullmatch(key)
+    if found is None:
+        raise ValueError(f"tuned.json: expected a key like '132sm 4096x4096x7168 2B tma', got {key!r}")
+    num_sms, M, N, K, num_bytes = map(int, found.groups()[:5])
+    kinds = found[6].split()
+    format = "bf16" if num_bytes == 2 else "fp8_block128" if "scaled" in kinds else "fp8_row"
+    num_experts = next((int(kind.removeprefix("groups")) for kind in kinds if kind.startswith("groups")), 0)
+    name = key.replace(" ", "-")
+    for epilogue in TRIED:
+        case = Case(f"tuned-{name}", epilogue, M, N, K, format, num_experts)
+        if num_sms == hopper_recipes.NUM_SMS and _key(case) == key:
+            return case
+    raise ValueError(
+        f"tuned.json: {key}: no epilogue of {', '.join(TRIED)} has this key on {hopper_recipes.NUM_SMS} "
+        "multiprocessors, so no test can launch its kernel"
+    )
+
+
+def _key(case: Case) -> str:
+    """What the case's config is filed under; "" if the Hopper kernel doesn't take the case."""
+    given = hopper_recipes.inputs(case)
+    ir = given.epilogue.ir
+    if case.N % piece_columns(ir) or hopper.supports_hopper(given.a, given.b, ir):
+        return ""
+    call, _ = hopper_recipes.planned(given)
+    problem = Problem(case.M, case.N, case.K, call.a.itemsize, case.num_experts, call.scales is not None)
+    return tune.key_of(problem, call.code, hopper_recipes.NUM_SMS)

@@ -1,0 +1,94 @@
+"""Every registered kernel of the Hopper GEMM on a GPU: right, and the code that was counted without one."""
+
+import difflib
+from itertools import pairwise
+
+import pytest
+import torch
+
+from envoi.gemm import gemm, grouped_gemm
+from envoi.gemm.op import _spread_columns
+from envoi.gemm.reference import oracle, pick_expert
+from envoi.sass import hopper_recipes, hopper_tuned, ptx
+from envoi.sass.compile import compile_recipe
+from envoi.types import QuantTensor
+from tests.gemm.test_gpu import judge, normal, torchs_product
+from tests.helpers.launches import watched
+
+pytestmark = pytest.mark.gpu
+HOPPER = (9, 0)
+ROWS_OF_NONE = 3
+
+
+@pytest.fixture(autouse=True)
+def tidy():
+    """Memory that nobody wrote is NaN, and what a large case took goes back: other processes share the GPU."""
+    torch.use_deterministic_algorithms(True, warn_only=True)
+    yield
+    torch.use_deterministic_algorithms(False)
+    torch.cuda.empty_cache()
+
+
+def uneven_offsets(case):
+    """Experts of very different sizes, some empty, and a few rows of none."""
+    generator = torch.Generator().manual_seed(0)
+    bounds = torch.randint(0, case.M - ROWS_OF_NONE, (case.num_experts + 1,), generator=generator).sort().values
+    bounds[1] = bounds[0] = 0
+    bounds[-1] = case.M - ROWS_OF_NONE
+    return bounds.to(device="cuda", dtype=torch.int32)
+
+
+def maker():
+    """Normal numbers, other ones for each tensor."""
+    seeds = iter(range(100))
+    return lambda shape, dtype: normal(*shape, seed=next(seeds), dtype=dtype)
+
+
+def rows_of(x, first, last):
+    if isinstance(x, torch.Tensor):
+        return x[first:last]
+    return QuantTensor(x.values[first:last], x.sf[first:last], x.group)
+
+
+def products(given):
+    """The accumulators as torch's tensor cores get them, and in float64."""
+    if given.offsets is None:
+        return torchs_product(given.a, given.b), oracle(given.a, given.b)
+    acc = torch.zeros(given.a.shape[0], given.b.shape[1], device="cuda")
+    exact = acc.double()
+    bounds = given.offsets.tolist()
+    for e, (first, last) in enumerate(pairwise(bounds)):
+        if last > first:
+            part, weight = rows_of(given.a, first, last), pick_expert(given.b, e)
+            acc[first:last], exact[first:last] = torchs_product(part, weight), oracle(part, weight)
+    return acc, exact
+
+
+def call(given):
+    if given.offsets is None:
+        return gemm(given.a, given.b, given.epilogue, **given.operands)
+    return grouped_gemm(given.a, given.b, given.offsets, given.epilogue, **given.operands)
+
+
+@pytest.mark.parametrize("case", hopper_tuned.with_registered(), ids=lambda case: case.name)
+def test_registered(case):
+    offsets = uneven_offsets(case) if case.num_experts else None
+    given = hopper_recipes.inputs(case, maker(), offsets)
+    launched = {}
+    with watched(lambda sha256, kernel: launched.setdefault(sha256, kernel.asm["ptx"])):
+        got = call(given)
+    operands = dict(given.operands)
+    if offsets is not None:
+        _spread_columns(given.epilogue.ir, operands, offsets, case.M)
+    judge(given.epilogue, got, *products(given), operands, offsets)
+    if torch.cuda.get_device_capability() == HOPPER:
+        assert_same_code(case, launched)
+
+
+def assert_same_code(case, launched):
+    offline = compile_recipe(hopper_recipes.recipe(case), "sm_90")
+    if offline.ptx_sha256 not in launched:
+        one, *_ = launched.values()
+        texts = [ptx.without_lines(text).splitlines() for text in (offline.ptx, one)]
+        lines = list(difflib.unified_diff(*texts, "compiled without a GPU", "launched", n=1))
+        pytest.fail(f"{case.title}: {len(lines)} lines of difference, the first:\n" + "\n".join(lines[:40]))

@@ -1,0 +1,98 @@
+"""Which kernels a run of the tests on a GPU launched, and how those tests ended: `tests/gpu_evidence.json`.
+
+    make test-gpu -> recorder -> GpuRecord -> gpu_evidence.json -> no_green_run (in CI, without a GPU)
+
+A kernel is known by the hash of its PTX without line information, which is the same on any machine with that Triton.
+"""
+
+import datetime
+import json
+from collections.abc import Iterable, Mapping
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+FILE = Path(__file__).resolve().parents[1] / "gpu_evidence.json"
+FORMAT = 1
+COMMAND = "`make test-gpu` on an H200 writes tests/gpu_evidence.json anew"
+
+
+@dataclass(frozen=True)
+class Launched:
+    """A kernel function's name, and how many of the tests that launched it passed and failed."""
+
+    kernel: str
+    passed: int
+    failed: int
+
+    @property
+    def green(self) -> bool:
+        """All passed."""
+        return self.passed > 0 and not self.failed
+
+
+@dataclass(frozen=True)
+class GpuRecord:
+    """One run. arch: `sm_90`. passed, failed: all tests. kernels: by hash of their PTX."""
+
+    gpu: str
+    arch: str
+    torch: str
+    triton: str
+    ptxas: str
+    commit: str
+    passed: int
+    failed: int
+    date: str = field(default_factory=lambda: datetime.date.today().isoformat())
+    kernels: dict[str, Launched] = field(default_factory=dict)
+
+
+def merged(parts: Iterable[Mapping[str, tuple[str, int, int]]]) -> dict[str, Launched]:
+    """What several test processes saw, added up: {hash: (kernel, passed, failed)}."""
+    whole: dict[str, Launched] = {}
+    for part in parts:
+        for sha256, (kernel, passed, failed) in part.items():
+            before = whole.get(sha256, Launched(kernel, 0, 0))
+            whole[sha256] = Launched(kernel, before.passed + passed, before.failed + failed)
+    return whole
+
+
+def write(path: Path, record: GpuRecord) -> None:
+    """One line a kernel, sorted, so that a diff shows which are new."""
+    head = {"format": FORMAT, **asdict(record)}
+    del head["kernels"]
+    kernels = sorted(record.kernels.items())
+    lines = ",\n".join(f"  {json.dumps(key)}: {json.dumps(asdict(kernel))}" for key, kernel in kernels)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(f'{json.dumps(head, indent=1)[:-2]},\n "kernels": {{\n{lines}\n }}\n}}\n')
+
+
+def read(path: Path = FILE) -> GpuRecord:
+    """The inverse. ValueError for a file of another kind, FileNotFoundError with the command that makes it."""
+    if not path.exists():
+        raise FileNotFoundError(f"{path.name}: there is none; {COMMAND}")
+    content: dict[str, Any] = json.loads(path.read_text())
+    found = content.pop("format", None)
+    if found != FORMAT:
+        raise ValueError(f"{path.name}: its format is {found}, this version reads {FORMAT}; {COMMAND}")
+    kernels = {key: Launched(**value) for key, value in content.pop("kernels").items()}
+    return GpuRecord(**content, kernels=kernels)
+
+
+def no_green_run(record: GpuRecord, title: str, sha256: str) -> str:
+    """Why a kernel can't be said to have run, in words; "" if it ran and its tests passed."""
+    found = record.kernels.get(sha256)
+    run = f"the run of {record.date} on {record.gpu} (commit {record.commit}, Triton {record.triton})"
+    if found is None:
+        return f"{title}: its machine code differs from all that {run} launched (PTX {sha256[:12]}); {COMMAND}"
+    if not found.green:
+        return f"{title}: of the tests that launched it in {run}, {found.passed} passed and {found.failed} failed"
+    return ""
+
+
+def other_compiler(record: GpuRecord, triton: str, ptxas: str) -> str:
+    """Why the hashes of a record can't be compared with those of this machine; "" if they can."""
+    if (record.triton, record.ptxas) == (triton, ptxas):
+        return ""
+    there, here = f"Triton {record.triton} with ptxas {record.ptxas}", f"Triton {triton} with ptxas {ptxas}"
+    return f"the GPU run of {record.date} compiled by {there}, here it is {here}: install the former, or {COMMAND}"

@@ -1,0 +1,108 @@
+"""A pytest plugin: which kernels each test launched, how the tests ended, and at the end a file of that.
+
+    pytest tests -m gpu -n 6 --record-kernels FILE
+
+Each worker of pytest-xdist sends its part home, and the process that started them writes the file. Kernels that tests
+launch in processes of their own don't count.
+"""
+
+from collections.abc import Iterator
+from contextlib import AbstractContextManager
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from envoi.bench import machine
+from tests.helpers import gpu_record
+
+PART = "kernels"
+
+
+def add_options(parser: pytest.Parser) -> None:
+    """What `make test-gpu` gives."""
+    parser.addoption("--record-kernels", metavar="FILE", help="on a GPU: write which kernels ran, and how it ended")
+    parser.addoption("--record-commit", metavar="HASH", help="what to call the commit; default: as git says")
+
+
+def configure(config: pytest.Config) -> None:
+    """Register the plugin if a file is asked for."""
+    path = config.getoption("--record-kernels")
+    if path is None:
+        return
+    if not torch.cuda.is_available():
+        raise pytest.UsageError("--record-kernels: expected a machine with a GPU, found none")
+    config.pluginmanager.register(Recorder(Path(path), config), "kernel-recorder")
+
+
+class Recorder:
+    """Counts per kernel; in the process that writes the file also those of all tests."""
+
+    def __init__(self, path: Path, config: pytest.Config):
+        from tests.helpers.launches import watched  # not before Triton is needed: not all tests do
+
+        self.path, self.config = path, config
+        self.is_worker = hasattr(config, "workerinput")
+        self.mine: dict[str, tuple[str, int, int]] = {}
+        self.parts: list[dict[str, tuple[str, int, int]]] = [self.mine]
+        self.current: dict[str, str] = {}
+        self.failed_now = False
+        self.passed, self.failed = 0, set[str]()
+        self.watch: AbstractContextManager[None] = watched(self.note)
+        self.watch.__enter__()
+
+    def note(self, sha256: str, kernel: Any) -> None:
+        """The current test launched this."""
+        self.current[sha256] = kernel.metadata.name
+
+    @pytest.hookimpl(wrapper=True)
+    def pytest_runtest_protocol(self) -> Iterator[None]:
+        """One test, its fixtures included."""
+        self.current, self.failed_now = {}, False
+        result = yield
+        for sha256, name in self.current.items():
+            _, passed, failed = self.mine.get(sha256, (name, 0, 0))
+            self.mine[sha256] = (name, passed + (not self.failed_now), failed + self.failed_now)
+        return result
+
+    def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
+        """Of this process's tests, and in the one that started the workers of all."""
+        self.failed_now |= report.failed
+        if report.failed:
+            self.failed.add(report.nodeid)
+        self.passed += report.passed and report.when == "call"
+
+    @pytest.hookimpl(optionalhook=True)
+    def pytest_testnodedown(self, node: Any, error: Any) -> None:
+        """A worker ended; one that crashed leaves no part, so that what it alone launched has no green run."""
+        self.parts.append(getattr(node, "workeroutput", {}).get(PART, {}))
+
+    def pytest_sessionfinish(self) -> None:
+        """Send the part home, or write the file."""
+        if self.is_worker:
+            self.config.workeroutput[PART] = self.mine  # pyright: ignore[reportAttributeAccessIssue]
+            return
+        gpu_record.write(self.path, self.record())
+
+    def pytest_unconfigure(self) -> None:
+        """Stop watching."""
+        self.watch.__exit__(None, None, None)
+
+    def record(self) -> gpu_record.GpuRecord:
+        """The whole run."""
+        from envoi import triton_compat
+        from tests.helpers.launches import ptxas_version
+
+        major, minor = torch.cuda.get_device_capability()
+        return gpu_record.GpuRecord(
+            gpu=torch.cuda.get_device_name(), arch=f"sm_{major}{minor}", torch=torch.__version__,
+            triton=triton_compat.VERSION, ptxas=ptxas_version(),
+            commit=self.config.getoption("--record-commit") or machine.commit(),
+            passed=self.passed, failed=len(self.failed), kernels=gpu_record.merged(self.parts),
+        )  # fmt: skip
+
+    def pytest_terminal_summary(self, terminalreporter: Any) -> None:
+        """Where the file is."""
+        if not self.is_worker:
+            terminalreporter.write_line(f"{len(gpu_record.merged(self.parts))} kernels recorded in {self.path}")
