@@ -269,7 +269,7 @@ def test_strides_and_addresses_that_tma_does_not_take():
     for dtype in (torch.bfloat16, torch.float8_e4m3fn):
         whole = normal(300, 520).to(dtype)
         weights = normal(264, 1040, seed=1).to(dtype)
-        cuts = [(whole[:288, 1:497], weights[:256, 3:499]), (whole.t()[:256].t()[:, :256], weights[:, ::2][:, :256])]
+        cuts = [(whole[:288, 1:497], weights[:256, 3:499]), (whole[:288].t()[:256].t(), weights[:256, ::2][:, :256])]
         for a, b in cuts:
             if dtype == torch.bfloat16:
                 assert_at_most_twice(gemm(a, b), a @ b.T, oracle(a, b))
