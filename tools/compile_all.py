@@ -1,0 +1,36 @@
+"""`python tools/compile_all.py`: compile every registered kernel for its architectures with the installed Triton.
+
+For the Triton release that the tests don't run under: no spills, and the instructions that each kernel lives from; counts
+may differ. `make test` calls it with that release first on the path. Exit status 1 names what is wrong.
+"""
+
+import sys
+from concurrent.futures import ProcessPoolExecutor
+
+from envoi import triton_compat
+from envoi.sass import gate
+
+JOBS = 2
+
+
+def wrong_with(target: tuple[str, str]) -> list[str]:
+    """What a kernel lacks, or has too much of."""
+    name, arch = target
+    record, text = gate.count(name, arch)
+    return [f"{record.title}: {reason}" for reason in gate.broken(record, text, gate.rule_of(name, arch))]
+
+
+def main(expected: str | None) -> int:
+    """Compile all. expected: the release that should be installed."""
+    if expected and not triton_compat.VERSION.startswith(expected):
+        print(f"compile_all: expected Triton {expected}, got {triton_compat.VERSION}", file=sys.stderr)
+        return 1
+    targets = gate.targets()
+    with ProcessPoolExecutor(JOBS) as pool:
+        found = [reason for reasons in pool.map(wrong_with, targets) for reason in reasons]
+    print(f"Triton {triton_compat.VERSION}: {len(targets)} kernels compiled", *found, sep="\n")
+    return 1 if found else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1] if len(sys.argv) > 1 else None))
