@@ -13,8 +13,8 @@ from envoi.types import Matrix
 def implementation(device: torch.device) -> str:
     """ "hopper" on an sm_90 GPU, "triton" on other GPUs and on a CPU if Triton's interpreter is on, else "torch".
 
-    What the Hopper kernel doesn't take runs on the Triton kernels there too (`hopper.supports_hopper` says what), but
-    for float32, where torch is faster.
+    What the Hopper kernels don't take runs on the Triton kernels there too (`hopper.supports_hopper` and
+    `hopper_mx.supports_mx` say what), but for float32, where torch is faster.
     """
     if device.type == "cpu":
         return "triton" if env.interpreting() else "torch"
@@ -30,10 +30,12 @@ def run_kernels(
     kind = implementation(a.device)
     if kind == "torch" or (a.device.type == "cuda" and isinstance(a, torch.Tensor) and a.dtype == torch.float32):
         return None
-    from envoi.gemm import hopper, portable
+    from envoi.gemm import hopper, hopper_mx, portable
 
     if kind == "hopper" and not hopper.supports_hopper(a, b, ir):
         return hopper.run(a, b, offsets, ir, out_dtype, operands)
+    if kind == "hopper" and not hopper_mx.supports_mx(a, b, ir):
+        return hopper_mx.run(a, b, offsets, ir, out_dtype, operands)
     if offsets is None:
         return portable.gemm(a, b, ir, out_dtype, operands)
     return portable.grouped_gemm(a, b, offsets, ir, out_dtype, operands)

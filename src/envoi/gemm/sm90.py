@@ -65,7 +65,7 @@ def _layout(rows: int, columns: int, dtype: torch.dtype) -> Any:
 
     types = {
         torch.bfloat16: gl.bfloat16, torch.float16: gl.float16, torch.float32: gl.float32,
-        torch.float8_e4m3fn: gl.float8e4nv, torch.uint8: gl.uint8,
+        torch.float8_e4m3fn: gl.float8e4nv, torch.uint8: gl.uint8, torch.int32: gl.int32,
     }  # fmt: skip
     return gl.NVMMASharedLayout.get_default_for([rows, columns], types[dtype])
 

@@ -1,0 +1,176 @@
+"""GEMMs with MXFP4 weights on Hopper: what the kernel can take, its configs, its launch."""
+
+from dataclasses import dataclass, replace
+from typing import Any, cast
+
+import torch
+
+from envoi.epilogue.ir import IR
+from envoi.epilogue.library import store
+from envoi.epilogue.lower import Lowered, lower
+from envoi.epilogue.slots import piece_columns, rows_must_fit, slots
+from envoi.gemm import portable, sm90, workspace
+from envoi.gemm.config import RESERVED_BYTES, SHARED_BYTES
+from envoi.types import Matrix, QuantTensor
+
+ROLE_M = 64  # features of a consumer role
+SPAN = 512  # elements of K whose scale factors come at once
+BLOCK_K = 256  # elements of K a stage
+MAX_STAGES = 12
+TOKEN_TILES = (8, 16, 32, 64)
+
+
+@dataclass(frozen=True)
+class MxConfig:
+    """How the kernel cuts its work: tiles of num_roles * 64 features (1 or 2 roles) and block_y tokens.
+
+    The rest is what it shares with the other Hopper kernel's: features are the instruction's M side, K isn't cut.
+    """
+
+    num_roles: int
+    block_y: int
+    num_stages: int
+    group: int = 8
+    swap_ab: bool = True
+    split_k: int = 1
+    pingpong: bool = False
+    role_m: int = ROLE_M
+    piece: int = ROLE_M
+    turns: int = 1
+
+    @property
+    def block_x(self) -> int:
+        """Features of a tile."""
+        return self.num_roles * self.role_m
+
+    @property
+    def num_parts(self) -> int:
+        """Roles that work on the same tile: all."""
+        return self.num_roles
+
+    @property
+    def num_sf(self) -> int:
+        """Spans whose scale factors there is room for: as many as the stages can belong to."""
+        return -(-(self.num_stages - 1) // (SPAN // BLOCK_K)) + 1
+
+    def __str__(self) -> str:
+        return f"{self.num_roles}x{self.role_m}x{self.block_y} x{self.num_stages}"
+
+
+def shared_bytes(config: MxConfig) -> int:
+    """Shared memory of a config: weights, tokens, scale factors, and what turns tiles upright."""
+    weights, tokens = config.block_x * BLOCK_K // 2, config.block_y * BLOCK_K * 2
+    upright = config.block_x * min(config.block_y, 32) * 4
+    return config.num_stages * (weights + tokens) + config.num_sf * config.block_x * 16 + upright + RESERVED_BYTES
+
+
+def fitted(config: MxConfig) -> MxConfig:
+    """The config with as many stages as fit."""
+    while shared_bytes(config) > SHARED_BYTES:
+        config = replace(config, num_stages=config.num_stages - 1)
+    return config
+
+
+def supports_mx(a: Matrix, b: Matrix, ir: IR) -> str:
+    """Why the kernel can't run this; "" if it can."""
+    if 0 in (*a.shape, *b.shape):
+        return "a matrix is empty"
+    if not (isinstance(b, QuantTensor) and b.packed and b.sf.dtype == torch.float8_e8m0fnu and b.group == (1, 32)):
+        return "the weights' format"
+    if isinstance(a, QuantTensor):
+        if a.packed or a.sf.dtype != torch.float8_e8m0fnu or a.group != (1, 32):
+            return "the tokens' format"
+    elif a.dtype != torch.bfloat16:
+        return "the tokens' format"
+    if rows_must_fit(ir):
+        return "whole rows" if b.shape[-2] <= portable.MAX_TILE_N else portable.supports_triton(ir, b.shape[-2])
+    return "" if piece_columns(ir) <= ROLE_M else f"a piece of {piece_columns(ir)} columns"
+
+
+def choose(M: int, N: int, num_groups: int, num_sms: int) -> MxConfig:
+    """The config for so many tokens, features and experts."""
+    tokens = -(-M // max(1, num_groups))
+    block_y = next((size for size in TOKEN_TILES if size >= tokens), TOKEN_TILES[-1])
+    tiles = max(1, num_groups) * -(-tokens // block_y) * -(-N // ROLE_M)
+    num_roles = 1 if tiles <= num_sms else 2
+    return fitted(MxConfig(num_roles, block_y, MAX_STAGES))
+
+
+def widened_tokens(a: Matrix, rows: int = 8) -> torch.Tensor:
+    """bf16 [M, K rounded up to 128] in the kernel's order of K."""
+    from envoi.gemm import mx_tokens
+
+    kernels: Any = mx_tokens
+    M, K = a.shape
+    out = torch.empty(M, -(-K // 128) * 128, dtype=torch.bfloat16, device=a.device)
+    values, sf = (a, a) if isinstance(a, torch.Tensor) else (a.values, a.sf.view(torch.uint8))
+    values, sf = (x if x.stride(-1) == 1 else x.contiguous() for x in (values, sf))
+    kernels.widen_kernel[(-(-M // rows), -(-K // 512))](
+        values, sf, out, M, K, values.stride(0), sf.stride(0), out.stride(0), isinstance(a, QuantTensor), rows
+    )
+    return out
+
+
+def factor_words(sf: torch.Tensor) -> torch.Tensor:
+    """Weights' scale factors [.., N, K / 32] as int32 [rows, K / 128], rows on 16 bytes: a copy if they aren't so."""
+    raw = sf.view(torch.uint8)
+    columns = raw.shape[-1]
+    if columns % 16 or not raw.is_contiguous() or raw.data_ptr() % 16:
+        padded = raw.new_zeros(*raw.shape[:-1], -(-columns // 16) * 16)
+        padded[..., :columns] = raw
+        raw = padded
+    return raw.flatten(0, -2).view(torch.int32)
+
+
+def run(
+    a: Matrix, b: Matrix, offsets: torch.Tensor | None, ir: IR, out_dtype: torch.dtype, operands: dict,
+    config: MxConfig | None = None,
+) -> list[torch.Tensor]:  # fmt: skip
+    """The outputs of `envoi.gemm` or, with offsets, `envoi.grouped_gemm`, as a flat list."""
+    b = cast(QuantTensor, b)
+    M, N = a.shape[0], b.shape[-2]
+    num_groups = 0 if offsets is None else b.shape[0]
+    tensors, pointers = portable.operand_tensors(ir, operands, num_groups)
+    written = portable.empty_slots(ir, slots(ir, out_dtype), M, N, a.device)
+    if rows_must_fit(ir):
+        acc = torch.empty(M, N, dtype=torch.float32, device=a.device)
+        plain = lower(store.ir, torch.float32, "gluon", False, False, frozenset())
+        _launch(a, b, offsets, plain, (), [acc], config)
+        portable.finish_rows(acc, ir, out_dtype, tensors, pointers, written, offsets)
+    else:
+        code = lower(ir, out_dtype, "gluon", False, False, pointers)
+        _launch(a, b, offsets, code, tensors, written, config)
+    return portable.finish_outputs(ir, written, offsets)
+
+
+def _launch(
+    a: Matrix, b: QuantTensor, offsets: torch.Tensor | None, code: Lowered, operands: tuple,
+    outputs: list[torch.Tensor], config: MxConfig | None,
+) -> None:  # fmt: skip
+    from envoi.gemm.kernel_sm90_mx import mx_kernel
+
+    num_sms = torch.cuda.get_device_properties(a.device).multi_processor_count
+    config = config or choose(a.shape[0], b.shape[-2], 0 if offsets is None else b.shape[0], num_sms)
+    grid, args = arguments(widened_tokens(a), b, offsets, code, operands, outputs, config, num_sms)
+    mx_kernel[grid](*args, num_warps=4)  # pyright: ignore[reportIndexIssue, reportCallIssue]
+
+
+def arguments(
+    tokens: torch.Tensor, b: QuantTensor, offsets: torch.Tensor | None, code: Lowered, operands: tuple,
+    outputs: list[torch.Tensor], config: MxConfig, num_sms: int,
+) -> tuple[tuple[int], tuple]:  # fmt: skip
+    """The grid, and the kernel's arguments. tokens: as `widened_tokens` makes them."""
+    M, (N, K), device = tokens.shape[0], b.shape[-2:], tokens.device
+    groups = 0 if offsets is None else b.shape[0]
+    tiles = -(-M // config.block_y) * -(-N // config.block_x)
+    words = sm90.below_each_other(sm90.tma_ready(b.values).view(torch.int32))
+    slots_of_rows = -(-N // ROLE_M)
+    parts = torch.empty(code.partials * slots_of_rows * M, dtype=torch.float32, device=device)
+    count = workspace.counters(M + config.block_y, device) if parts.numel() else parts.view(torch.int32)
+    raw = tuple(o.view(torch.uint8) if o.dtype == torch.float8_e8m0fnu else o for o in outputs)
+    return (num_sms if groups else min(tiles, num_sms),), (
+        sm90.descriptor(words, config.block_x, 32), sm90.descriptor(factor_words(b.sf), config.block_x, 4),
+        sm90.descriptor(tokens, config.block_y, BLOCK_K), operands or (0,), raw, offsets,
+        parts, count, M, N, K, groups, tiles, config, code, 2 if groups else 0,
+        max(32, 1 << groups.bit_length()) if groups else 1,
+    )  # fmt: skip

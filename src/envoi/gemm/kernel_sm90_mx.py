@@ -1,0 +1,288 @@
+"""The GEMM of Hopper for MXFP4 weights: widened on their way from shared memory to the tensor cores, in registers.
+
+    for each tile of this CTA:                  producer                       consumers, one for each 64 features
+        for 512 of K:                           TMA scale factors
+            for 256 of K:                       TMA weights, tokens            for 64 of K:
+                                                                                   nibbles -> bf16 registers, scaled
+                                                                                   acc += registers @ tokens.T
+        acc -> visit(acc) -> outputs
+
+E2M1 times a power of two is exact in bf16, so the factors cost nothing after the product and K is summed as in bf16.
+Weights are the instruction's M side, as they lie in memory: of 128 elements of a row a thread takes 32 neighbours, 16
+bytes, under one factor. That gives K an order of its own, in which the tokens have to be (`mx_tokens`).
+The loop is short because every role has a copy of it, and all of them share the caches of instructions.
+"""
+
+import triton.experimental.gluon.language as gl
+from triton.experimental import gluon
+from triton.experimental.gluon.language.nvidia.hopper import (
+    fence_async_shared,
+    mbarrier,
+    tma,
+    warpgroup_mma,
+    warpgroup_mma_wait,
+)
+
+from envoi.gemm.kernel_sm90 import end_tile
+from envoi.gemm.schedule import corner, steps_at, work
+from envoi.triton_compat import role_barrier
+
+SPAN = gl.constexpr(512)  # elements of K whose scale factors come at once: 16 bytes a row
+STEP = gl.constexpr(256)  # elements of K in a box of weights, 128 bytes a row
+QUARTER = gl.constexpr(64)  # elements of K that are widened at once
+
+# Which of 8 neighbouring rows the instruction's row 4 a + 2 b + c is: 4 c + 2 a + b. So the 8 lanes that read 16 bytes
+# each at a time read from two rows that lie in different halves of the swizzled banks.
+# Of [64, 32] words, a thread's: four neighbours in each half of two rows.
+WORDS = gl.constexpr(
+    gl.DistributedLinearLayout(
+        [[0, 1], [0, 2], [0, 16], [8, 0]], [[0, 4], [0, 8], [4, 0], [1, 0], [2, 0]], [[16, 0], [32, 0]], [], [64, 32]
+    )
+)
+# Of [64, 4] factors: the one of four of those words.
+FACTORS = gl.constexpr(
+    gl.DistributedLinearLayout([[8, 0]], [[0, 1], [0, 2], [4, 0], [1, 0], [2, 0]], [[16, 0], [32, 0]], [], [64, 4])
+)
+# Of [64, 4] words of factors, each for 128 of K: all of two rows.
+FACTOR_WORDS = gl.constexpr(
+    gl.DistributedLinearLayout(
+        [[0, 1], [0, 2], [8, 0]], [[0, 0], [0, 0], [4, 0], [1, 0], [2, 0]], [[16, 0], [32, 0]], [], [64, 4]
+    )
+)
+# Of [64, 64] elements in the tensor cores' order: the eight of a word next to each other.
+ELEMENTS = gl.constexpr(
+    gl.DistributedLinearLayout(
+        [[0, 1], [0, 8], [0, 16], [0, 32], [8, 0]],
+        [[0, 2], [0, 4], [4, 0], [1, 0], [2, 0]],
+        [[16, 0], [32, 0]],
+        [],
+        [64, 64],
+    )
+)
+# Register j of a word gets nibbles j and j + 4: sign to bit 15, the rest to bits 8 .. 6, which is the number times
+# 2^-126. Then it is multiplied by 2^(factor's byte - 1), in two steps if that is more than bf16 holds.
+WIDEN = gl.constexpr(
+    """{
+    .reg .b32 x, f; .reg .pred p, q;
+    mad.lo.u32 f, $24, 0x00800080, 0x3F003F00;
+    and.b32 $0, $8, 0x000F000F; mul.lo.u32 $0, $0, 0x1040; and.b32 $0, $0, 0x81C081C0;
+    and.b32 $1, $8, 0x00F000F0; mul.lo.u32 $1, $1, 0x0104; and.b32 $1, $1, 0x81C081C0;
+    shr.u32 x, $8, 8;
+    and.b32 $2, x, 0x000F000F; mul.lo.u32 $2, $2, 0x1040; and.b32 $2, $2, 0x81C081C0;
+    and.b32 $3, x, 0x00F000F0; mul.lo.u32 $3, $3, 0x0104; and.b32 $3, $3, 0x81C081C0;
+    and.b32 $4, $16, 0x000F000F; mul.lo.u32 $4, $4, 0x1040; and.b32 $4, $4, 0x81C081C0;
+    and.b32 $5, $16, 0x00F000F0; mul.lo.u32 $5, $5, 0x0104; and.b32 $5, $5, 0x81C081C0;
+    shr.u32 x, $16, 8;
+    and.b32 $6, x, 0x000F000F; mul.lo.u32 $6, $6, 0x1040; and.b32 $6, $6, 0x81C081C0;
+    and.b32 $7, x, 0x00F000F0; mul.lo.u32 $7, $7, 0x0104; and.b32 $7, $7, 0x81C081C0;
+    setp.ne.u32 p, $40, 0;
+    @!p bra.uni SCALE;
+    min.u32 f, f, 0x7F007F00; setp.eq.u32 q, $24, 255; selp.b32 f, 0x7FC07FC0, f, q;
+    max.u32 x, $24, 128; mad.lo.u32 x, x, 0x00800080, 0xFF7FFF80;
+    mul.rn.bf16x2 $0, $0, f; mul.rn.bf16x2 $1, $1, f; mul.rn.bf16x2 $2, $2, f; mul.rn.bf16x2 $3, $3, f;
+    mul.rn.bf16x2 $4, $4, f; mul.rn.bf16x2 $5, $5, f; mul.rn.bf16x2 $6, $6, f; mul.rn.bf16x2 $7, $7, f;
+    mov.b32 f, x;
+    SCALE:
+    mul.rn.bf16x2 $0, $0, f; mul.rn.bf16x2 $1, $1, f; mul.rn.bf16x2 $2, $2, f; mul.rn.bf16x2 $3, $3, f;
+    mul.rn.bf16x2 $4, $4, f; mul.rn.bf16x2 $5, $5, f; mul.rn.bf16x2 $6, $6, f; mul.rn.bf16x2 $7, $7, f;
+    }"""
+)
+WIDEN_OPERANDS = gl.constexpr(",".join(["=&r"] * 8 + ["r"] * 48))
+
+
+@gluon.jit
+def eightfold(x):
+    """Each element eight times along new last sides of 2, in the register that it is in."""
+    x = gl.join(x, x)
+    x = gl.join(x, x)
+    return gl.join(x, x)
+
+
+@gluon.jit
+def elementwise(x):
+    """[64, 4, 2, 2, 2, 2], thread, word, the bits of an element's place in its word -> [64, 64] in K's own order."""
+    x = gl.reshape(gl.permute(x, (0, 2, 4, 5, 1, 3)), (64, 64))
+    return gl.convert_layout(x, ELEMENTS, assert_trivial=True)
+
+
+@gluon.jit
+def factors_of(words):
+    """The bytes of a word each [64] -> [64, 4]."""
+    rows = gl.convert_layout(words, gl.SliceLayout(1, FACTORS), assert_trivial=True)
+    shifts = gl.arange(0, 4, gl.SliceLayout(0, FACTORS)) * 8
+    return (rows[:, None] >> shifts[None, :]) & 255
+
+
+@gluon.jit
+def large(w0, w1):
+    """Words [64] -> [64, 4], not 0 if a byte in this warp is above 128: where scaling takes two steps."""
+    found = (((w0 & 0x7F7F7F7F) + 0x7F7F7F7F) & w0 | ((w1 & 0x7F7F7F7F) + 0x7F7F7F7F) & w1) & -0x7F7F7F80
+    found = gl.inline_asm_elementwise(
+        "{ .reg .pred p; setp.ne.u32 p, $1, 0; vote.sync.any.pred p, p, 0xFFFFFFFF; selp.b32 $0, 1, 0, p; }", "=r,r",
+        [found], gl.int32, is_pure=True, pack=1,
+    )  # fmt: skip
+    rows = gl.convert_layout(found, gl.SliceLayout(1, FACTORS), assert_trivial=True)
+    return rows[:, None] + gl.arange(0, 4, gl.SliceLayout(0, FACTORS))[None, :] * 0
+
+
+@gluon.jit
+def widen(words, factors, steps, dot: gl.constexpr):
+    """Words [64, 4, 2] of nibbles, factors [64, 4] -> bf16 [64, 64] as an operand of the product."""
+    factors = elementwise(eightfold(gl.join(factors, factors)))
+    steps = elementwise(eightfold(gl.join(steps, steps)))
+    words = elementwise(eightfold(words))
+    wide = gl.inline_asm_elementwise(WIDEN, WIDEN_OPERANDS, [words, factors, steps], gl.bfloat16, is_pure=True, pack=16)
+    return as_operand(wide, dot)
+
+
+@gluon.jit
+def as_operand(wide, dot: gl.constexpr):
+    """Features -> rows of the instruction, as the thread has them: see WORDS."""
+    wide = gl.reshape(gl.permute(gl.reshape(wide, (8, 2, 2, 2, 64)), (0, 2, 3, 1, 4)), (64, 64))
+    return gl.convert_layout(wide, dot, assert_trivial=True)
+
+
+@gluon.jit
+def in_order(acc):
+    """Rows of the instruction -> features."""
+    columns: gl.constexpr = acc.shape[1]
+    return gl.reshape(gl.permute(gl.reshape(acc, (8, 2, 2, 2, columns)), (0, 3, 1, 2, 4)), (64, columns))
+
+
+@gluon.jit
+def quarters_of(words):
+    """[64, 32] -> a thread's words of a row, four in each half, in twos: [64, 4, 2] each."""
+    first, second = gl.split(gl.permute(gl.reshape(words, (64, 2, 4, 2, 2)), (0, 2, 3, 4, 1)))
+    q0, q1 = gl.split(gl.permute(first, (0, 1, 3, 2)))
+    q2, q3 = gl.split(gl.permute(second, (0, 1, 3, 2)))
+    return q0, q1, q2, q3
+
+
+@gluon.jit
+def columns_of(x):
+    """[64, 4] -> its four columns."""
+    even, odd = gl.split(gl.reshape(x, (64, 2, 2)))
+    c0, c2 = gl.split(even)
+    c1, c3 = gl.split(odd)
+    return c0, c1, c2, c3
+
+
+@gluon.jit
+def multiply(stages, step, num_spans, R: gl.constexpr, cfg: gl.constexpr):
+    """acc = weights @ tokens.T over the next spans of K; a quarter of a stage is multiplied while the next widens."""
+    w_bufs, sf_bufs, x_bufs, empty, ready = stages
+    layout: gl.constexpr = gl.NVMMADistributedLayout(
+        version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, cfg.block_y, 16]
+    )
+    dot: gl.constexpr = gl.DotOperandLayout(operand_index=0, parent=layout, k_width=2)
+    acc = gl.full((64, cfg.block_y), 0.0, gl.float32, layout)
+    for _q in range(2 * num_spans):
+        stage = step % cfg.num_stages
+        mbarrier.wait(ready.index(stage), (step // cfg.num_stages) & 1)
+        factor_words = sf_bufs.index(step // 2 % cfg.num_sf).slice(R * 64, 64, 0).load(FACTOR_WORDS)
+        f0, f1, f2, f3 = columns_of(factor_words)
+        f0 = gl.where(step % 2 == 0, f0, f2)
+        f1 = gl.where(step % 2 == 0, f1, f3)
+        steps = large(f0, f1)
+        x = x_bufs.index(stage)
+        words = quarters_of(w_bufs.index(stage).slice(R * 64, 64, 0).load(WORDS))
+        for h in gl.static_range(4):
+            w = widen(words[h], factors_of(f0 if h < 2 else f1), steps, dot)
+            if h > 0:
+                acc = warpgroup_mma_wait(num_outstanding=0, deps=(acc,))
+            acc = warpgroup_mma(w, x.slice(h * QUARTER, QUARTER, 1).permute((1, 0)), acc, is_async=True)
+            if h < 3:
+                acc = warpgroup_mma_wait(num_outstanding=1, deps=(acc,))  # waits for nothing
+        acc = warpgroup_mma_wait(num_outstanding=0, deps=(acc,))
+        mbarrier.arrive(empty.index(stage), count=1)
+        step += 1
+    return acc, step
+
+
+@gluon.jit
+def producer(descs, stages, sizes, offsets, cfg: gl.constexpr, GROUPED: gl.constexpr, MAX_GROUPS: gl.constexpr):
+    """One warp: fills the stages by TMA, as far ahead as they reach.
+
+    A span's factors need no barriers of their own: they come with its first stage, and there is room for as many as
+    the stages in flight can belong to.
+    """
+    w_desc, sf_desc, x_desc = descs
+    w_bufs, sf_bufs, x_bufs, empty, ready = stages
+    N = sizes[1]
+    num_bytes: gl.constexpr = w_desc.block_type.nbytes + x_desc.block_type.nbytes
+    plan = work(sizes, offsets, cfg, GROUPED, MAX_GROUPS)
+    step = 0
+    for u in range(gl.program_id(0), plan[2], gl.num_programs(0)):
+        tile, first, last, part, cut = steps_at(u, plan, sizes[4], gl.cdiv(sizes[2], SPAN), cfg, GROUPED)
+        row, token, row_end, e = corner(tile, plan, sizes, cfg, GROUPED)
+        row += e * N
+        for k in range(2 * first, 2 * last, 2):
+            for p in gl.static_range(2):
+                stage = step % cfg.num_stages
+                bar = ready.index(stage)
+                mbarrier.wait(empty.index(stage), ((step // cfg.num_stages) & 1) ^ 1)
+                if p == 0:
+                    mbarrier.expect(bar, num_bytes + sf_desc.block_type.nbytes)
+                    sf_buf = sf_bufs.index(step // 2 % cfg.num_sf)
+                    tma.async_copy_global_to_shared(sf_desc, [row, k * (STEP // 128)], bar, sf_buf)
+                else:
+                    mbarrier.expect(bar, num_bytes)
+                tma.async_copy_global_to_shared(w_desc, [row, (k + p) * (STEP // 8)], bar, w_bufs.index(stage))
+                tma.async_copy_global_to_shared(x_desc, [token, (k + p) * STEP], bar, x_bufs.index(stage))
+                step += 1
+
+
+@gluon.jit
+def consumer(
+    given, R: gl.constexpr, cfg: gl.constexpr, code: gl.constexpr, GROUPED: gl.constexpr, MAX_GROUPS: gl.constexpr
+):
+    """Four warps: multiply 64 features of every tile, then its epilogue. R: which of the roles."""
+    sizes, offsets = given[2], given[3]
+    plan = work(sizes, offsets, cfg, GROUPED, MAX_GROUPS)
+    step = 0
+    for u in range(gl.program_id(0), plan[2], gl.num_programs(0)):
+        tile, first, last, part, cut = steps_at(u, plan, sizes[4], gl.cdiv(sizes[2], SPAN), cfg, GROUPED)
+        x, y, row_end, e = corner(tile, plan, sizes, cfg, GROUPED)
+        acc, step = multiply(given[1], step, last - first, R, cfg)
+        x += R * 64
+        if x < sizes[1]:
+            end_tile(in_order(acc), (x, y, row_end, e), 0, False, given, (), (), GROUPED, cfg, code)
+
+
+@gluon.jit
+def mx_kernel(
+    w_desc, sf_desc, x_desc, operands, outputs, offsets, row_parts, row_counters, M, N, K, num_groups, num_tiles,
+    cfg: gl.constexpr, code: gl.constexpr, GROUPED: gl.constexpr, MAX_GROUPS: gl.constexpr,
+):  # fmt: skip
+    """Set up the stages, then one role for each partition of warps."""
+    w_shape: gl.constexpr = [cfg.num_stages] + w_desc.block_type.shape
+    sf_shape: gl.constexpr = [cfg.num_sf] + sf_desc.block_type.shape
+    x_shape: gl.constexpr = [cfg.num_stages] + x_desc.block_type.shape
+    w_bufs = gl.allocate_shared_memory(w_desc.dtype, w_shape, w_desc.layout)
+    sf_bufs = gl.allocate_shared_memory(sf_desc.dtype, sf_shape, sf_desc.layout)
+    x_bufs = gl.allocate_shared_memory(x_desc.dtype, x_shape, x_desc.layout)
+    empty = gl.allocate_shared_memory(gl.int64, [cfg.num_stages, 1], mbarrier.MBarrierLayout())
+    ready = gl.allocate_shared_memory(gl.int64, [cfg.num_stages, 1], mbarrier.MBarrierLayout())
+    num_stages: gl.constexpr = cfg.num_stages
+    for i in gl.static_range(num_stages):
+        mbarrier.init(empty.index(i), count=cfg.num_roles)
+        mbarrier.init(ready.index(i), count=1)
+    fence_async_shared()
+    role_barrier()
+    stages = (w_bufs, sf_bufs, x_bufs, empty, ready)
+    sizes = (M, N, K, num_groups, num_tiles)
+    descs = (w_desc, sf_desc, x_desc)
+    scratch = (row_parts, row_counters, row_parts, row_counters)
+    given = ((), stages, sizes, offsets, operands, outputs, scratch, ())
+    # The tuples of arguments are written out: bound to a name, their constants would become tensors.
+    if cfg.num_roles == 1:
+        gl.warp_specialize([
+            (consumer, (given, 0, cfg, code, GROUPED, MAX_GROUPS)),
+            (producer, (descs, stages, sizes, offsets, cfg, GROUPED, MAX_GROUPS)),
+        ], [1], [40])  # fmt: skip
+    else:
+        gl.warp_specialize([
+            (consumer, (given, 0, cfg, code, GROUPED, MAX_GROUPS)),
+            (consumer, (given, 1, cfg, code, GROUPED, MAX_GROUPS)),
+            (producer, (descs, stages, sizes, offsets, cfg, GROUPED, MAX_GROUPS)),
+        ], [4, 1], [232, 40])  # fmt: skip

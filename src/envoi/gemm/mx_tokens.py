@@ -1,0 +1,29 @@
+"""Tokens as the kernel for MXFP4 weights multiplies them: widened to bf16, K in the order that suits the weights."""
+
+import triton
+import triton.language as tl
+
+
+@triton.jit
+def widen_kernel(values, sf, out, M, K, values_stride, sf_stride, out_stride, SCALED: tl.constexpr, ROWS: tl.constexpr):
+    """values [M, K] times 2^(sf - 127) -> bf16 out [M, K rounded up to 128], 0 behind K.
+
+    Of 128 elements, with the bits of k called (t1 t0 w1 w0 b i h), the one at place (w1 w0 i h t1 t0 b): place 2 t is
+    that of thread t's first register in the first instruction, 2 t + 1 its upper half, and so on.
+    """
+    rows = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
+    k = tl.program_id(1) * 512 + tl.arange(0, 512)
+    inside = (rows < M)[:, None] & (k < K)[None, :]
+    x = tl.load(values + rows[:, None].to(tl.int64) * values_stride + k[None, :], mask=inside, other=0.0)
+    x = x.to(tl.float32)
+    if SCALED:
+        group = tl.program_id(1) * 16 + tl.arange(0, 16)
+        known = (rows < M)[:, None] & (group < K // 32)[None, :]
+        byte = tl.load(sf + rows[:, None].to(tl.int64) * sf_stride + group[None, :], mask=known, other=0).to(tl.int32)
+        bits = tl.where(byte == 0, 0x00400000, byte << 23)
+        factor = tl.where(byte == 255, 0x7FC00000, bits).to(tl.float32, bitcast=True)
+        x = tl.reshape(tl.reshape(x, (ROWS, 16, 32)) * factor[:, :, None], (ROWS, 512))
+    x = tl.reshape(x.to(tl.bfloat16), (ROWS * 4, 4, 4, 2, 2, 2))
+    x = tl.reshape(tl.permute(x, (0, 2, 4, 5, 1, 3)), (ROWS, 512))
+    at = out + rows[:, None].to(tl.int64) * out_stride + k[None, :]
+    tl.store(at, x, mask=(rows < M)[:, None] & (k < out_stride)[None, :])

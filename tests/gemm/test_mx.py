@@ -1,0 +1,89 @@
+"""The Hopper kernel for MXFP4 weights without a GPU: what its machine code must show, what it doesn't take."""
+
+import pytest
+import torch
+
+from envoi.epilogue.library import expert_l1, store, swiglu, swiglu_fp8
+from envoi.epilogue.lower import lower
+from envoi.epilogue.slots import slots
+from envoi.gemm import hopper_mx, portable
+from envoi.gemm.hopper_mx import MAX_STAGES, MxConfig, choose, fitted, shared_bytes, supports_mx
+from envoi.sass.compile import compile_recipe, recipe_of_call
+from envoi.sass.record import of_binary
+from envoi.types import QuantTensor
+
+E8M0, E4M3 = torch.float8_e8m0fnu, torch.float8_e4m3fn
+
+
+def empty(*shape: int, dtype: torch.dtype = torch.bfloat16) -> torch.Tensor:
+    return torch.empty(shape, dtype=dtype, device="meta")
+
+
+def weights(*shape: int) -> QuantTensor:
+    *rows, K = shape
+    return QuantTensor(empty(*rows, K // 2, dtype=torch.uint8), empty(*rows, K // 32, dtype=E8M0), (1, 32))
+
+
+def compiled(ep, config: MxConfig, num_experts: int = 32, M: int = 512, N: int = 4096, K: int = 2048):
+    from envoi.gemm.kernel_sm90_mx import mx_kernel
+
+    lead = (num_experts,) if num_experts else ()
+    operands = {}
+    for operand in ep.ir.operands:
+        shape = (M,) if operand.kind == "Row" else (*lead, operand.shape.num_columns(N))
+        operands[operand.name] = 0.5 if operand.kind == "Scalar" else empty(*shape, dtype=torch.float32)
+    tensors, pointers = portable.operand_tensors(ep.ir, operands, num_experts)
+    outputs = portable.empty_slots(ep.ir, slots(ep.ir, torch.bfloat16), M, N, torch.device("meta"))
+    code = lower(ep.ir, torch.bfloat16, "gluon", False, False, pointers)
+    offsets = empty(num_experts + 1, dtype=torch.int32) if num_experts else None
+    _, args = hopper_mx.arguments(
+        empty(M, K), weights(*lead, N, K), offsets, code, tensors, outputs, config, num_sms=132
+    )
+    return compile_recipe(recipe_of_call(mx_kernel, args, "sm_90", num_warps=4), "sm_90")
+
+
+@pytest.mark.parametrize("num_roles", [1, 2])
+@pytest.mark.parametrize("block_y", [8, 16, 32, 64])
+@pytest.mark.parametrize("ep", [store, expert_l1("swiglu_oai", 7.0, True, "mxfp8")], ids=lambda ep: ep.ir.name)
+def test_machine_code(ep, block_y, num_roles):
+    config = fitted(MxConfig(num_roles, block_y, MAX_STAGES))
+    binary = compiled(ep, config)
+    families = of_binary(binary)[0][0].families or {}
+    assert not [family for family in families if "spill" in family]
+    assert families["tensor core"] == {f"HGMMA.64x{block_y}x16.F32.BF16": 16 * num_roles}
+    assert binary.shared_bytes <= shared_bytes(config)
+
+
+def test_a_plain_product():
+    families = of_binary(compiled(swiglu, fitted(MxConfig(1, 16, MAX_STAGES)), 0))[0][0].families or {}
+    assert "TMA load" in families
+
+
+def test_configs_fit():
+    for M, N, num_groups in ((1, 256, 0), (16, 4096, 0), (512, 4096, 32), (4096, 2880, 8), (100000, 4096, 0)):
+        config = choose(M, N, num_groups, 132)
+        assert config.num_stages >= 2
+        assert shared_bytes(config) <= 232448
+    assert choose(32 * 16, 4096, 32, 132).block_y == 16
+    assert choose(32 * 64, 4096, 32, 132).block_y == 64
+
+
+def test_what_it_does_not_take():
+    a = QuantTensor(empty(16, 1024, dtype=E4M3), empty(16, 32, dtype=E8M0), (1, 32))
+    b = weights(512, 1024)
+    assert supports_mx(a, b, store.ir) == supports_mx(empty(16, 1024), b, store.ir) == ""
+    assert "tokens" in supports_mx(empty(16, 1024, dtype=torch.float16), b, store.ir)
+    assert "weights" in supports_mx(a, QuantTensor(empty(512, 1024, dtype=E4M3), b.sf, (1, 32)), store.ir)
+    assert "256 columns" in supports_mx(a, b, swiglu_fp8.ir)
+    assert "empty" in supports_mx(empty(0, 1024), b, store.ir)
+
+
+def test_factors_lie_as_they_are_where_they_can():
+    sf = torch.arange(64, dtype=torch.uint8).view(2, 32).view(E8M0)
+    words = hopper_mx.factor_words(sf)
+    assert words.shape == (2, 8)
+    assert words.data_ptr() == sf.data_ptr()
+    short = hopper_mx.factor_words(torch.full((3, 5, 10), 255, dtype=torch.uint8).view(E8M0)).view(torch.uint8)
+    assert short.shape == (15, 16)
+    assert (short[:, :10] == 255).all()
+    assert not short[:, 10:].any()

@@ -1,0 +1,169 @@
+"""MXFP4 weights on Hopper: the kernel that widens them in registers, against float64, on inputs chosen to break it."""
+
+import pytest
+import torch
+
+from envoi.epilogue import (
+    Col,
+    Row,
+    col_absmax,
+    col_max,
+    col_sum,
+    epilogue,
+    row_absmax,
+    row_max,
+    row_sum,
+    total_max,
+    total_sum,
+)
+from envoi.epilogue.library import absmax, expert_l1, scale_bias_relu, store, swiglu, swiglu_fp8
+from envoi.gemm import gemm, grouped_gemm, hopper_mx
+from envoi.gemm.op import _spread_columns
+from envoi.gemm.reference import cut_rows, oracle, pick_expert
+from envoi.quant import dequantize, quantize
+from envoi.types import QuantTensor
+from tests.gemm.test_gpu import (
+    all_reductions,
+    flat,
+    judge,
+    normal,
+    operands_for,
+    poisoned,
+    probabilities,
+    torchs_product,
+)
+from tests.helpers.accuracy import assert_same_bits, relative_error
+
+__all__ = ["poisoned"]
+pytestmark = pytest.mark.gpu
+
+
+@epilogue
+def sums_and_peaks(acc, bias: Col, w: Row):
+    """Without total_sum: near 0 its error is that of the order of the additions."""
+    h = acc + bias
+    return {
+        "h": h, "sum": row_sum(h) * w, "max": row_max(h), "absmax": row_absmax(h), "col": col_sum(h),
+        "col_max": col_max(h), "col_absmax": col_absmax(h), "top": total_max(h),
+    }  # fmt: skip
+
+
+EPILOGUES = [store, scale_bias_relu, swiglu, swiglu_fp8, absmax, all_reductions, probabilities]
+
+
+def mx(rows: int, columns: int, scheme: str, seed: int, lead: tuple[int, ...] = ()) -> QuantTensor:
+    return quantize(normal(*lead, rows, columns, seed=seed), scheme)
+
+
+def product(a, b) -> torch.Tensor:
+    """torch's accumulators: both sides exact in bf16."""
+    if isinstance(a, torch.Tensor):
+        return torch.mm(a, dequantize(b).bfloat16().T, out_dtype=torch.float32)
+    return torchs_product(a, b)
+
+
+@pytest.mark.parametrize(
+    "shape", [(1, 8, 32), (16, 4096, 1024), (33, 130, 96), (64, 512, 2880), (300, 768, 512)], ids=str
+)
+@pytest.mark.parametrize("ep", EPILOGUES, ids=lambda ep: ep.ir.name)
+def test_plain(ep, shape):
+    M, N, K = shape
+    if N % (256 if ep is swiglu_fp8 else 2):
+        pytest.skip("not a shape of this epilogue")
+    a, b = mx(M, K, "mxfp8", 0), mx(N, K, "mxfp4", 1)
+    operands = operands_for(ep, M, N)
+    judge(ep, gemm(a, b, ep, **operands), product(a, b), oracle(a, b), operands)
+
+
+def test_tokens_in_bf16():
+    a, b = normal(40, 1024), mx(512, 1024, "mxfp4", 1)
+    judge(store, gemm(a, b), product(a, b), oracle(a, b), {})
+
+
+COUNTS = [[16] * 32, [0, 1, 130, 0, 64, 70, 0], [64] * 8, [0, 0], [1], [0, 500, 5]]
+
+
+@pytest.mark.parametrize("counts", COUNTS, ids=str)
+@pytest.mark.parametrize(
+    "ep", [store, expert_l1("swiglu_oai", 7.0, True, "mxfp8"), sums_and_peaks], ids=lambda e: e.ir.name
+)
+def test_groups(ep, counts):
+    P, N, K, E = sum(counts) + 3, 512, 320, len(counts)
+    rows, weights = mx(P, K, "mxfp8", 0), mx(N, K, "mxfp4", 1, (E,))
+    bounds = torch.tensor([0, *torch.tensor(counts).cumsum(0).tolist()])
+    offsets = bounds.to(device="cuda", dtype=torch.int32)
+    operands = operands_for(ep, P, N, E)
+    got = grouped_gemm(rows, weights, offsets, ep, **operands)
+    acc = torch.zeros(P, N, device="cuda")
+    exact = acc.double()
+    for e in range(E):
+        first, last = bounds[e], bounds[e + 1]
+        if last > first:
+            part = cut_rows(rows, int(first), int(last))
+            acc[first:last] = product(part, pick_expert(weights, e))
+            exact[first:last] = oracle(part, pick_expert(weights, e))
+    spread = dict(operands)
+    _spread_columns(ep.ir, spread, offsets, P)
+    judge(ep, got, acc, exact, spread, offsets)
+
+
+@epilogue
+def everything(acc):
+    return total_sum(acc)
+
+
+def test_the_sum_of_all_experts():
+    rows, weights = mx(515, 320, "mxfp8", 0), mx(512, 320, "mxfp4", 1, (32,))
+    offsets = torch.arange(0, 513, 16, dtype=torch.int32, device="cuda")
+    got = grouped_gemm(rows, weights, offsets, everything)
+    parts = [oracle(cut_rows(rows, 16 * e, 16 * e + 16), pick_expert(weights, e)) for e in range(32)]
+    exact = torch.stack(parts)
+    assert (got - exact.sum()).abs() <= 1e-7 * exact.abs().sum()
+
+
+@pytest.mark.parametrize("num_roles", [1, 2])
+@pytest.mark.parametrize("block_y", [8, 16, 32, 64])
+def test_every_config(block_y, num_roles):
+    a, b = mx(150, 1536, "mxfp8", 0), mx(320, 1536, "mxfp4", 1)
+    config = hopper_mx.fitted(hopper_mx.MxConfig(num_roles, block_y, hopper_mx.MAX_STAGES))
+    (got,) = hopper_mx.run(a, b, None, store.ir, torch.bfloat16, {}, config)
+    judge(store, got, product(a, b), oracle(a, b), {})
+
+
+def test_factors_at_both_ends():
+    a, b = mx(20, 256, "mxfp8", 0), mx(256, 256, "mxfp4", 1)
+    sf = b.sf.view(torch.uint8).clone()
+    sf[3, 2] = 255
+    for row, byte in ((5, 128), (6, 129), (7, 230), (70, 20), (71, 0)):
+        sf[row] = byte
+    b = QuantTensor(b.values, sf.view(torch.float8_e8m0fnu), b.group)
+    got, want = gemm(a, b, out_dtype=torch.float32), oracle(a, b)
+    assert got[:, 3].isnan().all()
+    rest = [i for i in range(256) if i != 3]
+    assert got[:, rest].isfinite().all()
+    assert max(relative_error(got[:, i], want[:, i]) for i in rest) < 1e-6
+
+
+def test_nan_tokens_stay_where_they_are():
+    values, b = normal(48, 512), mx(256, 512, "mxfp4", 1)
+    values[7, 100] = float("nan")
+    got = gemm(quantize(values, "mxfp8"), b)
+    assert got[7].isnan().all()
+    assert got[[i for i in range(48) if i != 7]].isfinite().all()
+
+
+def test_the_same_bits_a_hundred_times_and_in_a_graph():
+    rows, weights = mx(200, 1024, "mxfp8", 0), mx(512, 1024, "mxfp4", 1, (8,))
+    offsets = torch.tensor([0, 16, 32, 32, 96, 100, 170, 171, 200], dtype=torch.int32, device="cuda")
+    operands = operands_for(all_reductions, 200, 512, 8)
+    first = flat(grouped_gemm(rows, weights, offsets, all_reductions, **operands))
+    for _ in range(100):
+        for x, y in zip(flat(grouped_gemm(rows, weights, offsets, all_reductions, **operands)), first, strict=True):
+            assert_same_bits(x, y)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        got = flat(grouped_gemm(rows, weights, offsets, all_reductions, **operands))
+    graph.replay()
+    torch.cuda.synchronize()
+    for x, y in zip(got, first, strict=True):
+        assert_same_bits(x, y)
