@@ -1,7 +1,7 @@
 """`python tools/compile_all.py`: compile every registered kernel for its architectures with the installed Triton.
 
-For the Triton release that the tests don't run under: no spills, and the instructions that each kernel lives from; counts
-may differ. `make test` calls it with that release first on the path. Exit status 1 names what is wrong.
+For the Triton release that the tests don't run under: no spills, and the instructions that each kernel lives from;
+counts may differ. `make test` calls it with that release first on the path. Exit status 1 names what is wrong.
 """
 
 import sys
