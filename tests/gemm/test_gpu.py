@@ -123,7 +123,7 @@ def torchs_product(a, b) -> torch.Tensor:
 
 def _fast(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
     one = torch.ones((), device="cuda")
-    return torch._scaled_mm(a, b.T, one, one, out_dtype=torch.float32, use_fast_accum=True)
+    return torch._scaled_mm(a.contiguous(), b.contiguous().T, one, one, out_dtype=torch.float32, use_fast_accum=True)
 
 
 def check(ep, M: int, N: int, K: int, format: str = "bf16", **kwargs) -> None:
@@ -178,6 +178,13 @@ def gated(acc, bias: Col, residual: HalfTile, clamp: Scalar):
     gate, up = pairs(acc + bias)
     h = silu(gate) * up + clamp * residual
     return h, row_max(h), gate
+
+
+@pytest.mark.parametrize("N", [130, 200, 328])
+def test_row_reductions_of_roles_without_features(N):
+    for _ in range(3):  # a counter left behind would spoil the next call
+        check(absmax, 9, N, 256)
+        check(all_reductions, 48, N, 512)
 
 
 @epilogue

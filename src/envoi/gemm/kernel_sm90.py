@@ -330,7 +330,8 @@ def consumer(
         tile, first, last, part, cut = steps_at(u, plan, num_whole, num_steps, cfg, GROUPED)
         x, y, row_end, e = corner(tile, plan, sizes, cfg, GROUPED)
         x += P * cfg.role_m
-        live = (y if cfg.swap_ab else x) < row_end  # else all rows of this share lie behind the tokens
+        # Else this role's share lies behind the tokens, or behind the features.
+        live = (y < row_end) & (x < sizes[1]) if cfg.swap_ab else x < row_end
         if cfg.split_k == 1:
             if live:
                 code.fetch_side(descs, side_buffers, arrived, x, y)
