@@ -1,0 +1,35 @@
+"""What ships is what ran: every kernel of the Hopper GEMM has a green run on a GPU behind it."""
+
+import pytest
+
+from envoi import triton_compat
+from envoi.sass import hopper_recipes, hopper_tuned
+from envoi.sass.compile import compile_recipe
+from tests.helpers import gpu_record
+from tests.helpers.launches import ptxas_version
+
+ARCH = "sm_90"
+
+
+@pytest.fixture(scope="module")
+def record():
+    try:
+        return gpu_record.read()
+    except (FileNotFoundError, ValueError) as error:
+        pytest.fail(str(error), pytrace=False)
+
+
+def expect_nothing(said):
+    if said:
+        pytest.fail(said, pytrace=False)
+
+
+def test_the_compiler_is_the_same(record):
+    assert record.arch == ARCH, f"the run was on {record.gpu}; {gpu_record.COMMAND}"
+    expect_nothing(gpu_record.other_compiler(record, triton_compat.VERSION, ptxas_version()))
+
+
+@pytest.mark.parametrize("case", hopper_tuned.with_registered(), ids=lambda case: case.name)
+def test_a_green_run(record, case):
+    binary = compile_recipe(hopper_recipes.recipe(case), ARCH)
+    expect_nothing(gpu_record.no_green_run(record, case.title, binary.ptx_sha256))
