@@ -35,7 +35,7 @@ class Planned:
 
     def promising(self, num_sms: int, at_most: int) -> list[Config]:
         """The candidates that are worth measuring, most promising first; the default is among them."""
-        found = candidates(self.problem, self.call.code, self.call.code.whole)
+        found = candidates(self.problem, self.call.code)
         found.sort(key=lambda config: predicted_cycles(self.problem, config, num_sms))
         return list(dict.fromkeys([self.default, *found]))[:at_most]
 
@@ -75,11 +75,4 @@ def planned(shape: Shape, num_sms: int, x: Inputs | None = None) -> Planned:
         raise ValueError(f"{label(shape)}: not on the Hopper kernel: {why}")
     ir = (ENDINGS[shape.epilogue].fused or store).ir
     call, default = hopper.planned(x.a, x.b, x.offsets, ir, torch.bfloat16, x.operands, num_sms)
-    return Planned(call, _problem(call), default)
-
-
-def _problem(call: sm90.Call) -> Problem:
-    (M, K), N = call.a.shape, call.b.shape[-2]
-    side = sum(t.shape[1] * t.itemsize / N for t in (call.operands[call.names.index(name)] for name in call.code.side))
-    groups = 0 if call.offsets is None else call.b.shape[0]
-    return Problem(M, N, K, call.a.itemsize, groups, call.scales is not None, side)
+    return Planned(call, sm90.problem_of(call), default)

@@ -54,7 +54,7 @@ def slots(ir: IR, out_dtype: torch.dtype) -> tuple[Slot, ...]:
             shape = ir.nodes[node.args[0]].shape
             found.append(Slot(_kind(shape), torch.float32, node.args[0], _columns(shape)))
         else:
-            found.append(Slot(_kind(node.shape), _dtype(node, out_dtype), position, _columns(node.shape)))
+            found.append(Slot(_kind(node.shape), output_dtype(node, out_dtype), position, _columns(node.shape)))
     return tuple(found)
 
 
@@ -70,7 +70,8 @@ def _columns(shape: Shape) -> int:
     return shape.divisor if shape.spans_columns else shape.num_columns(1)
 
 
-def _dtype(node: Node, out_dtype: torch.dtype) -> torch.dtype:
+def output_dtype(node: Node, out_dtype: torch.dtype) -> torch.dtype:
+    """Of a value that is returned; out_dtype is for tiles that say nothing else."""
     if node.op == "cast":
         return CAST_DTYPES[node.attribute("dtype")]
     if node.dtype == "i32":

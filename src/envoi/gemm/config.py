@@ -6,7 +6,6 @@ from envoi.epilogue.lower import Lowered
 
 SHARED_BYTES = 232448  # of a CTA
 RESERVED_BYTES = 2048  # barriers, and what reductions exchange
-REGISTERS = 65536
 MIN_STAGES = 2
 
 
@@ -90,8 +89,8 @@ class Problem:
     side_bytes: float = 0.0
 
 
-def supports(problem: Problem, config: Config, code: Lowered, whole: bool = False) -> str:
-    """Why a config can't run this problem with this epilogue, in words; "" if it can. whole: pieces have whole rows."""
+def supports(problem: Problem, config: Config, code: Lowered) -> str:
+    """Why a config can't run this problem with this epilogue, in words; "" if it can."""
     width = config.role_m if config.swap_ab else config.block_y
     if config.num_stages < MIN_STAGES:
         return f"num_stages: expected at least {MIN_STAGES}, got {config.num_stages}: the producer would wait forever"
@@ -105,7 +104,7 @@ def supports(problem: Problem, config: Config, code: Lowered, whole: bool = Fals
         return f"pingpong: expected 2 roles, got {config.num_roles}"
     if width % min(config.piece, width) or min(config.piece, width) % code.piece_columns:
         return f"piece: expected a multiple of {code.piece_columns} columns that divides {width}, got {config.piece}"
-    if whole and (config.swap_ab or config.block_y < problem.N or config.piece < config.block_y):
+    if code.whole and (config.swap_ab or config.block_y < problem.N or config.piece < config.block_y):
         return f"block_y: expected pieces of whole rows of {problem.N} columns, got {config.piece}"
     if config.swap_ab and (code.leaving or code.side):
         return "swap_ab: expected an epilogue lowered to plain loads and stores"
@@ -150,12 +149,12 @@ def fitted(problem: Problem, config: Config, code: Lowered) -> Config:
     return config
 
 
-def candidates(problem: Problem, code: Lowered, whole: bool = False) -> list[Config]:
+def candidates(problem: Problem, code: Lowered) -> list[Config]:
     """The configs worth trying for a problem, each with as many stages as fit."""
     k = 256 if problem.scaled else 128 // problem.element_bytes
     per_group = -(-problem.M // max(1, problem.num_groups))
     found: list[Config] = []
-    if whole:
+    if code.whole:
         width = max(16, 1 << (problem.N - 1).bit_length())
         found += [Config(64, 2, width, k, 12, piece=width), Config(64, 1, width, k, 12, piece=width)]
     elif problem.scaled:
@@ -177,7 +176,7 @@ def candidates(problem: Problem, code: Lowered, whole: bool = False) -> list[Con
             Config(64, 1, 32, 2 * k, 8),
             Config(64, 1, 256, k, 5),
         ]
-    if not whole and not code.leaving and not code.side:
+    if not code.whole and not code.leaving and not code.side:
         found += [
             Config(64, roles, tokens, depth, 12, swap_ab=True)
             for tokens in (8, 16, 32, 64, 128)
@@ -188,7 +187,7 @@ def candidates(problem: Problem, code: Lowered, whole: bool = False) -> list[Con
     if not problem.num_groups:
         found += [replace(c, split_k=s) for c in found for s in (2, 3, 4, 8, 16)]
     found = [fitted(problem, config, code) for config in found]
-    return [config for config in dict.fromkeys(found) if not supports(problem, config, code, whole)]
+    return [config for config in dict.fromkeys(found) if not supports(problem, config, code)]
 
 
 # Cycles, from measurements on an H200; they rank configs, no more.
@@ -221,7 +220,7 @@ def predicted_cycles(problem: Problem, config: Config, num_sms: int) -> float:
     return LAUNCH + FIRST_STAGE + TILE + max(cycles, memory) + 0.2 * min(cycles, memory)
 
 
-def default_config(problem: Problem, code: Lowered, num_sms: int, whole: bool = False) -> Config | None:
+def default_config(problem: Problem, code: Lowered, num_sms: int) -> Config | None:
     """The config that should be fastest; None if none fits."""
-    found = candidates(problem, code, whole)
+    found = candidates(problem, code)
     return min(found, key=lambda config: predicted_cycles(problem, config, num_sms), default=None)

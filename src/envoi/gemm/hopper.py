@@ -11,7 +11,7 @@ from envoi.epilogue.library import store
 from envoi.epilogue.lower import Lowered, lower
 from envoi.epilogue.slots import MAX_DESCS, piece_columns, rows_must_fit, slots
 from envoi.gemm import portable, sm90, tune
-from envoi.gemm.config import Config, Problem
+from envoi.gemm.config import Config
 from envoi.types import Matrix, QuantTensor
 
 HALVES = (torch.bfloat16, torch.float16)
@@ -165,20 +165,13 @@ def _planned(
     work: Work, code: Lowered, operands: tuple, outputs: list[torch.Tensor], behind: bool, num_sms: int,
     shipped_only: bool = False,
 ) -> tuple[sm90.Call, Config]:  # fmt: skip
-    problem = problem_of(work, code, operands)
+    names = tuple(operand.name for operand in work.ir.operands)
+    call = sm90.Call(work.a, work.b, code, operands, names, outputs, work.offsets, work.scales, behind)
+    problem = sm90.problem_of(call)
     config = tune.choose(problem, code, num_sms, shipped_only)
     if config is None:
         raise ValueError(f"epilogue {work.ir.name}: no config of the Hopper kernel fits {problem}")
-    names = tuple(operand.name for operand in work.ir.operands)
-    return sm90.Call(work.a, work.b, code, operands, names, outputs, work.offsets, work.scales, behind), config
-
-
-def problem_of(work: Work, code: Lowered, operands: tuple) -> Problem:
-    """What the choice of a config depends on."""
-    (M, K), N = work.a.shape, work.b.shape[-2]
-    names = [operand.name for operand in work.ir.operands]
-    side = sum(t.shape[1] * t.itemsize / N for t in (operands[names.index(name)] for name in code.side))
-    return Problem(M, N, K, work.a.itemsize, work.num_groups, work.scales is not None, side)
+    return call, config
 
 
 def _code(

@@ -167,10 +167,10 @@ def arguments(
     slots_of_rows = -(-N // ROLE_M)
     parts = torch.empty(code.partials * slots_of_rows * M, dtype=torch.float32, device=device)
     count = workspace.counters(M + config.block_y, device) if parts.numel() else parts.view(torch.int32)
-    raw = tuple(o.view(torch.uint8) if o.dtype == torch.float8_e8m0fnu else o for o in outputs)
     return (num_sms if groups else min(tiles, num_sms),), (
         sm90.descriptor(words, config.block_x, 32), sm90.descriptor(factor_words(b.sf), config.block_x, 4),
-        sm90.descriptor(tokens, config.block_y, BLOCK_K), operands or (0,), raw, offsets,
+        sm90.descriptor(tokens, config.block_y, BLOCK_K), operands or (0,), sm90.as_stored(outputs),
+        offsets,
         parts, count, M, N, K, groups, tiles, config, code, 2 if groups else 0,
-        max(32, 1 << groups.bit_length()) if groups else 1,
+        sm90.max_groups(groups),
     )  # fmt: skip

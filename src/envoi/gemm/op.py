@@ -7,7 +7,7 @@ import torch
 from envoi.epilogue.api import with_key
 from envoi.epilogue.evaluate import evaluate
 from envoi.epilogue.ir import IR, Node
-from envoi.epilogue.operations import CAST_DTYPES
+from envoi.epilogue.slots import output_dtype
 from envoi.gemm import reference
 from envoi.gemm.select import run_kernels
 from envoi.operators import operator
@@ -98,15 +98,6 @@ def _spread_columns(ir: IR, operands: dict, offsets: torch.Tensor, num_rows: int
             operands[operand.name] = values[expert] if len(values) else values.new_zeros(num_rows, values.shape[1])
 
 
-def _output_dtype(node: Node, out_dtype: torch.dtype) -> torch.dtype:
-    if node.op == "cast":
-        return CAST_DTYPES[node.attribute("dtype")]
-    if node.dtype == "i32":
-        return torch.int32
-    whole = node.shape.rows == "M" and node.shape.spans_columns
-    return out_dtype if whole else torch.float32
-
-
 def _flat_outputs(ir: IR, outputs: list, out_dtype: torch.dtype, operands: list[torch.Tensor]) -> list[torch.Tensor]:
     """Outputs in their dtypes, contiguous; none is an operand, and none is there twice."""
     flat: list[torch.Tensor] = []
@@ -114,7 +105,7 @@ def _flat_outputs(ir: IR, outputs: list, out_dtype: torch.dtype, operands: list[
         if isinstance(output, QuantTensor):
             flat += [output.values, output.sf]
         else:
-            flat.append(output.to(_output_dtype(ir.nodes[position], out_dtype)).contiguous())
+            flat.append(output.to(output_dtype(ir.nodes[position], out_dtype)).contiguous())
     taken = {tensor.untyped_storage().data_ptr() for tensor in operands}
     for position, tensor in enumerate(flat):
         if tensor.untyped_storage().data_ptr() in taken:
@@ -133,7 +124,7 @@ def _empty_outputs(
             flat += _empty_quantised(node, a, node.shape.num_columns(N))
         else:
             shape = _output_shape(node, a.shape[0], N, num_experts)
-            flat.append(a.new_empty(shape, dtype=_output_dtype(node, out_dtype)))
+            flat.append(a.new_empty(shape, dtype=output_dtype(node, out_dtype)))
     return flat
 
 

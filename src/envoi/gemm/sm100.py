@@ -5,24 +5,22 @@ from typing import Any
 import torch
 
 from envoi.gemm.config_sm100 import BlackwellConfig, BlackwellProblem, supports
-from envoi.gemm.sm90 import Call, _epilogue_descriptors, _scratch, below_each_other, descriptor
+from envoi.gemm.sm90 import Call, as_stored, below_each_other, descriptor, epilogue_descriptors, max_groups, scratch
 
 NVFP4_GROUP, MX_GROUP = 16, 32
 
 
 def problem_of(call: Call) -> BlackwellProblem:
     """What the choice of a config depends on. Matrices of uint8 hold two FP4 numbers a byte."""
-    N = call.b.shape[-2]
-    sides = [call.operands[call.names.index(name)] for name in call.code.side]
     return BlackwellProblem(
         call.a.shape[0],
-        N,
+        call.b.shape[-2],
         call.a.shape[1] * (2 if call.a.dtype == torch.uint8 else 1),
         _shared_bits(call.a, call.b),
         _shared_bits(call.b, call.a),
-        0 if call.offsets is None else call.b.shape[0],
+        call.num_groups,
         _factor_group(call),
-        sum(side.shape[1] * side.itemsize / N for side in sides),
+        call.side_bytes,
         (call.a.dtype == torch.uint8) != (call.b.dtype == torch.uint8),
     )
 
@@ -42,17 +40,16 @@ def arguments(call: Call, config: BlackwellConfig, num_sms: int) -> tuple[tuple[
     num_cut = tiles % num_sms if config.split_k > 1 else 0
     units = tiles + num_cut * (config.split_k - 1)  # the tiles of the last, unfilled wave are cut
     grouped = 0 if call.offsets is None else 2 if call.behind else 1
-    max_groups = max(32, 1 << groups.bit_length()) if groups else 1
-    raw = tuple(o.view(torch.uint8) if o.dtype == torch.float8_e8m0fnu else o for o in call.outputs)
     x_sf, y_sf = call.scales or (None, None)
     cut: Any = config  # has what Hopper's has
     return (num_sms if grouped else min(units, num_sms),), (
         operand_descriptor(x, y, config.block_x, config.block_k),
         operand_descriptor(y, x, config.block_y, config.block_k),
         factors_descriptor(x_sf, config.block_x, config), factors_descriptor(y_sf, config.block_y, config),
-        *_epilogue_descriptors(call, cut, N), call.operands or (0,), raw, call.offsets,
-        *_scratch(call, cut, M, N, num_cut), M, N, problem.K, groups, tiles - num_cut, config, call.code, grouped,
-        max_groups,
+        *epilogue_descriptors(call, cut, N), call.operands or (0,), as_stored(call.outputs),
+        call.offsets,
+        *scratch(call, cut, M, N, num_cut), M, N, problem.K, groups, tiles - num_cut, config, call.code, grouped,
+        max_groups(groups),
     )  # fmt: skip
 
 

@@ -9,7 +9,7 @@ import torch
 from envoi.epilogue.lower import Lowered
 from envoi.epilogue.slots import MAX_DESCS
 from envoi.gemm import workspace
-from envoi.gemm.config import Config
+from envoi.gemm.config import Config, Problem
 
 TMA_BYTES = 16  # rows and addresses are multiples of this
 
@@ -32,6 +32,17 @@ class Call:
     offsets: torch.Tensor | None = None
     scales: tuple[torch.Tensor, torch.Tensor] | None = None
     behind: bool = True
+
+    @property
+    def num_groups(self) -> int:
+        """Experts, or 0."""
+        return 0 if self.offsets is None else self.b.shape[0]
+
+    @property
+    def side_bytes(self) -> float:
+        """Of the operands that come by TMA, for each column of the accumulator."""
+        sides = (self.operands[self.names.index(name)] for name in self.code.side)
+        return sum(side.shape[1] * side.itemsize / self.b.shape[-2] for side in sides)
 
 
 def tma_ready(x: torch.Tensor) -> torch.Tensor:
@@ -75,6 +86,22 @@ def below_each_other(x: torch.Tensor) -> torch.Tensor:
     return x if x.dim() == 2 else x.as_strided((x.shape[0] * x.shape[1], x.shape[2]), x.stride()[1:])
 
 
+def as_stored(outputs: list[torch.Tensor]) -> tuple[torch.Tensor, ...]:
+    """The outputs in dtypes that Triton knows."""
+    return tuple(x.view(torch.uint8) if x.dtype == torch.float8_e8m0fnu else x for x in outputs)
+
+
+def max_groups(num_groups: int) -> int:
+    """The power of two that a role's vectors over the experts, and rows of none, have; 1 without experts."""
+    return max(32, 1 << num_groups.bit_length()) if num_groups else 1
+
+
+def problem_of(call: Call) -> Problem:
+    """What the choice of a config depends on."""
+    (M, K), N = call.a.shape, call.b.shape[-2]
+    return Problem(M, N, K, call.a.itemsize, call.num_groups, call.scales is not None, call.side_bytes)
+
+
 def arguments(call: Call, config: Config, num_sms: int) -> tuple[tuple[int], tuple]:
     """The grid, and the kernel's arguments."""
     (M, K), N = call.a.shape, call.b.shape[-2]
@@ -83,19 +110,18 @@ def arguments(call: Call, config: Config, num_sms: int) -> tuple[tuple[int], tup
     tiles = -(-M // config.block_m) * -(-N // config.block_n)
     num_cut = tiles % num_sms if config.split_k > 1 else 0
     units = tiles + num_cut * (config.split_k - 1)  # the tiles of the last, unfilled wave are cut
-    groups = 0 if call.offsets is None else call.b.shape[0]
+    groups = call.num_groups
     grouped = 0 if call.offsets is None else 2 if call.behind else 1
-    max_groups = max(32, 1 << groups.bit_length()) if groups else 1
-    raw = tuple(o.view(torch.uint8) if o.dtype == torch.float8_e8m0fnu else o for o in call.outputs)
     return (num_sms if groups else min(units, num_sms),), (
         descriptor(x, config.role_m, config.block_k), descriptor(y, config.block_y, config.block_k),
-        *_epilogue_descriptors(call, config, N), call.operands or (0,), raw, call.offsets,
-        *_scratch(call, config, M, N, num_cut), *(call.scales or (None, None)),
-        M, N, K, groups, tiles - num_cut, config, call.code, call.scales is not None, grouped, max_groups,
+        *epilogue_descriptors(call, config, N), call.operands or (0,), as_stored(call.outputs),
+        call.offsets,
+        *scratch(call, config, M, N, num_cut), *(call.scales or (None, None)),
+        M, N, K, groups, tiles - num_cut, config, call.code, call.scales is not None, grouped, max_groups(groups),
     )  # fmt: skip
 
 
-def _epilogue_descriptors(call: Call, config: Config, N: int) -> list[Any]:
+def epilogue_descriptors(call: Call, config: Config, N: int) -> list[Any]:
     """Of the outputs that leave by TMA, then of the operands that come by it, in boxes of a piece."""
     piece = min(config.piece, config.block_y)
     descs: list[Any] = [None] * (2 * MAX_DESCS)
@@ -108,7 +134,7 @@ def _epilogue_descriptors(call: Call, config: Config, N: int) -> list[Any]:
     return descs
 
 
-def _scratch(call: Call, config: Config, M: int, N: int, num_cut: int) -> tuple[torch.Tensor, ...]:
+def scratch(call: Call, config: Config, M: int, N: int, num_cut: int) -> tuple[torch.Tensor, ...]:
     """Partial sums of cut tiles and their counters; partial reductions of rows and their counters."""
     device = call.a.device
     roles = num_cut * config.num_parts

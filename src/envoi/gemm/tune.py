@@ -1,8 +1,8 @@
 """Measured configs: kept on disk, looked up before the model of `config.py` is asked.
 
 Entries come from `tuned.json` beside this file, which is shipped, and from `gemm.json` in the cache directory, which
-`search` writes. A key names the multiprocessors, the problem and the kind of epilogue; tokens are rounded up to a power
-of two, since serving sees every number of them.
+`envoi tune` writes. A key names the multiprocessors, the problem and the kind of epilogue; tokens are rounded up to a
+power of two, since serving sees every number of them.
 """
 
 import dataclasses
@@ -12,16 +12,11 @@ import tempfile
 from functools import lru_cache
 from pathlib import Path
 
-import torch
-
 from envoi import env
 from envoi.epilogue.lower import Lowered
-from envoi.gemm import sm90
-from envoi.gemm.config import Config, Problem, candidates, default_config, fitted, predicted_cycles, supports
+from envoi.gemm.config import Config, Problem, default_config, fitted, supports
 
 SHIPPED = Path(__file__).with_name("tuned.json")
-ROUNDS, WARM_UP, FLUSH_BYTES = 12, 2, 256 << 20
-KEEP = 24  # candidates that are measured, the most promising first
 
 
 def key_of(problem: Problem, code: Lowered, num_sms: int) -> str:
@@ -39,13 +34,13 @@ def best(problem: Problem, code: Lowered, num_sms: int, shipped_only: bool = Fal
     if found is None:
         return None
     config = fitted(problem, found, code)
-    return None if supports(problem, config, code, code.whole) else config
+    return None if supports(problem, config, code) else config
 
 
 @lru_cache(maxsize=4096)
 def choose(problem: Problem, code: Lowered, num_sms: int, shipped_only: bool = False) -> Config | None:
     """The measured config, else the one that the model prefers; None if none fits."""
-    return best(problem, code, num_sms, shipped_only) or default_config(problem, code, num_sms, code.whole)
+    return best(problem, code, num_sms, shipped_only) or default_config(problem, code, num_sms)
 
 
 @lru_cache(maxsize=2)
@@ -59,32 +54,6 @@ def _entries(shipped_only: bool) -> dict[str, Config]:
 
 def _cache() -> Path:
     return env.cache_dir() / "gemm.json"
-
-
-def search(call: sm90.Call, problem: Problem, num_sms: int) -> tuple[Config, dict[str, float]]:
-    """Measure the candidates of a call, in rounds, with a cold L2; returns the fastest and all medians in us."""
-    found = sorted(
-        candidates(problem, call.code, call.code.whole), key=lambda c: predicted_cycles(problem, c, num_sms)
-    )  # fmt: skip
-    flush = torch.zeros(FLUSH_BYTES // 4, dtype=torch.int32, device=call.a.device)
-    times: dict[Config, list] = {config: [] for config in found[:KEEP]}
-    for turn in range(ROUNDS + WARM_UP):
-        for config, events in times.items():
-            flush.max()  # reads: leaves no dirty lines
-            start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
-            start.record()
-            sm90.launch(call, config, num_sms)
-            end.record()
-            if turn >= WARM_UP:
-                events.append((start, end))
-        torch.cuda.synchronize()
-    medians = {config: _median([s.elapsed_time(e) * 1000 for s, e in events]) for config, events in times.items()}
-    fastest = min(medians, key=lambda config: medians[config])
-    return fastest, {str(config): time for config, time in medians.items()}
-
-
-def _median(times_us: list[float]) -> float:
-    return sorted(times_us)[len(times_us) // 2]
 
 
 def keep(entries: dict[str, Config], path: Path | None = None) -> None:
