@@ -6,6 +6,7 @@ NUM_COUNTERS = 1 << 16
 NUM_CAPTURED = 1 << 22
 
 _counters: dict[tuple[torch.device, int], torch.Tensor] = {}
+_floats: dict[tuple[torch.device, int], torch.Tensor] = {}
 _captured: dict[torch.device, tuple[torch.Tensor, int]] = {}
 
 
@@ -32,3 +33,13 @@ def _for_graph(count: int, device: torch.device) -> torch.Tensor:
         return torch.zeros(count, dtype=torch.int32, device=device)
     _captured[device] = pool, used + count
     return pool[used : used + count]
+
+
+def floats(count: int, device: torch.device) -> torch.Tensor:
+    """`count` float32 of anything, for use within one launch; launches on one stream share them."""
+    if device.type != "cuda" or torch.cuda.is_current_stream_capturing():
+        return torch.empty(count, dtype=torch.float32, device=device)
+    key = device, torch.cuda.current_stream(device).cuda_stream
+    if key not in _floats or _floats[key].numel() < count:
+        _floats[key] = torch.empty(1 << (count - 1).bit_length(), dtype=torch.float32, device=device)
+    return _floats[key]

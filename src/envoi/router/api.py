@@ -4,7 +4,7 @@ import torch
 
 from envoi.check import expect_int, expect_number, expect_tensor
 from envoi.operators import operator
-from envoi.router import reference
+from envoi.router import launch, reference
 from envoi.router.rules import Rule
 from envoi.router.rules import rule as rule_named
 from envoi.types import Routing
@@ -121,6 +121,11 @@ def _route(
 ) -> list[torch.Tensor]:  # fmt: skip
     rule = Rule(score, num_groups, num_topk_groups, group_score, renormalize, routed_scale)
     num_experts = gate.shape[0]
+    if launch.supported(tokens.device, rule):
+        wanted = return_logits, return_dense, return_counts
+        spec = launch.spec_of(num_experts, k, rule, logit_bias, expert_bias, token_ids is not None, wanted)
+        tables = logit_bias, expert_bias, token_ids, hash_table
+        return launch.run(launch.Call(tokens, gate, spec, alpha, routed_scale, *tables))
     logits = reference.router_logits(tokens, gate, alpha, logit_bias)
     if token_ids is None or hash_table is None:
         weights, ids = reference.select(logits, k, rule, expert_bias)

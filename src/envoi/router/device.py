@@ -1,0 +1,370 @@
+# pyright: reportAttributeAccessIssue=false, reportArgumentType=false, reportCallIssue=false
+# pyright: reportGeneralTypeIssues=false, reportAssignmentType=false
+"""From rows of logits to experts and weights on the device, in Triton; the Gluon kernel uses the same functions.
+
+    for each row:
+        key = logit, or score (+ expert_bias); only what is finite competes, and only the best groups
+        k times: the best key, of equals that of the smallest id; it leaves
+        weights = scores of the chosen; renormalised, scaled
+
+That is done twice at most. First with 32-bit integers that hold a key's upper bits and its column, one reduction a round,
+and a sigmoid to six digits. Then it is checked that no two keys that matter are so near that this could have erred; if
+some are, the rows go through exact keys, which equal those of `envoi.router.reference` bit for bit: exact division and
+root, the exponential of CUDA's own library.
+"""
+
+import triton
+import triton.experimental.gluon.language as gl
+import triton.language as tl
+from triton.language.extra import libdevice
+
+from envoi.epilogue.device import INF, INTERPRETED, divide, sigmoid
+
+LOWEST: tl.constexpr = tl.constexpr(-(2**31))  # below the key of any float
+NOWHERE: tl.constexpr = tl.constexpr(1 << 30)  # behind any column
+EPS: tl.constexpr = tl.constexpr(1e-20)
+TOLERANCE: tl.constexpr = tl.constexpr(1e-6)  # twice what `fast_score` errs, and the rounding of a sum of two
+
+
+@triton.jit
+def as_in(x, y, spec: tl.constexpr):
+    """x in the layout of y."""
+    if spec.gluon:
+        return gl.convert_layout(x, y.type.layout)
+    else:
+        return x
+
+
+@triton.jit
+def exponential(x):
+    """e^x as torch has it on this device."""
+    if INTERPRETED:
+        return tl.exp(x)
+    else:
+        return libdevice.exp(x)
+
+
+@triton.jit
+def log1p(x):
+    """log(1 + x) for x in [0, 1], as torch has it on this device."""
+    if INTERPRETED:
+        return tl.where(x < 1e-3, x * (1.0 - x * (0.5 - x * 0.33333333)), tl.log(1.0 + x))
+    else:
+        return libdevice.log1p(x)
+
+
+@triton.jit
+def root(x):
+    """The square root, rounded to nearest."""
+    if INTERPRETED:
+        return tl.sqrt(x)
+    else:
+        s = tl.inline_asm_elementwise("sqrt.approx.ftz.f32 $0, $1;", "=f,f", [x], tl.float32, is_pure=True, pack=1)
+        half = tl.inline_asm_elementwise("rsqrt.approx.ftz.f32 $0, $1;", "=f,f", [x], tl.float32, is_pure=True, pack=1)
+        return tl.where(x > 0.0, tl.fma(tl.fma(-s, s, x), 0.5 * half, s), 0.0)
+
+
+@triton.jit
+def score_of(logits, spec: tl.constexpr):
+    """Elementwise scores; e^x for the kinds of softmax, whose caller has subtracted the largest."""
+    if spec.rule.score == "sqrt_softplus":
+        return root(tl.maximum(logits, 0.0) + log1p(exponential(-tl.abs(logits))))
+    elif spec.rule.score == "sigmoid" or spec.rule.score == "sigmoid_of_topk":
+        small = exponential(-tl.abs(logits))
+        return divide(tl.where(logits >= 0.0, 1.0, small), 1.0 + small)
+    else:
+        return exponential(logits)
+
+
+@triton.jit
+def order(x):
+    """Integers that compare as floats do; 0 and -0 are equal."""
+    bits = (x + 0.0).to(tl.int32, bitcast=True)
+    return bits ^ ((bits >> 31) & 0x7FFFFFFF)
+
+
+@triton.jit
+def value_of(key):
+    """The inverse of `order`."""
+    return (key ^ ((key >> 31) & 0x7FFFFFFF)).to(tl.float32, bitcast=True)
+
+
+@triton.jit
+def is_finite(x):
+    """False for NaN and the infinities."""
+    return tl.abs(x) < INF
+
+
+@triton.jit
+def fast_score(logits, spec: tl.constexpr):
+    """`score_of` to within TOLERANCE where that saves much."""
+    if spec.rule.score == "sigmoid":
+        return sigmoid(logits)
+    else:
+        return score_of(logits, spec)
+
+
+@triton.jit
+def at_column(x, here):
+    """The value of each row where `here` is true, for one column at most; 0 for none. Exact: a sum of bits."""
+    return tl.sum(tl.where(here, x.to(tl.int32, bitcast=True), 0), 1).to(tl.float32, bitcast=True)
+
+
+@triton.jit
+def pick(x, ids, columns, spec: tl.constexpr):
+    """x [R, C] at columns `ids` [R, S]. columns: 0, 1, 2 ...; the Triton dialect's gather fails where warps share rows."""
+    if spec.gluon:
+        return tl.gather(x, ids, 1)
+    else:
+        slot = tl.arange(0, ids.shape[1])[None, :]
+        picked = ids.to(tl.float32)
+        for r in range(ids.shape[1]):
+            id = tl.max(tl.where(slot == r, ids, -1), 1)
+            picked = tl.where(slot == r, at_column(x, columns == id[:, None])[:, None], picked)
+        return picked
+
+
+@triton.jit
+def best_of(key, columns):
+    """The largest key of each row, and the first column that has it."""
+    best = tl.max(key, 1)
+    return best, tl.min(tl.where(key == best[:, None], columns, NOWHERE), 1)
+
+
+@triton.jit
+def two_best(key, columns):
+    """The sum of the two best keys along the last axis, -inf where there is none; of one if there is one."""
+    axis: tl.constexpr = len(key.shape) - 1
+    best = tl.max(key, axis)
+    first = tl.min(tl.where(key == tl.expand_dims(best, axis), columns, NOWHERE), axis)
+    second = tl.max(tl.where(columns == tl.expand_dims(first, axis), -INF, key), axis)
+    return best + tl.where(second == -INF, 0.0, second)
+
+
+@triton.jit
+def group_scores(key, columns, group_slots, spec: tl.constexpr):
+    """The score of every group [R, groups], and the groups' numbers."""
+    size: tl.constexpr = spec.group_size
+    if spec.groups_fill:
+        wide = tl.reshape(key, (key.shape[0], spec.rule.num_groups, size))
+        ids = tl.reshape(columns + (key > key).to(tl.int32), (key.shape[0], spec.rule.num_groups, size))
+        scores = two_best(wide, ids) if spec.rule.group_score == "top2_sum" else tl.max(wide, 2)
+        return scores, tl.min(ids, 2) // size
+    else:
+        groups = group_slots + tl.max((key > key).to(tl.int32), 1)[:, None]
+        scores = groups.to(tl.float32) * 0.0 - INF
+        for g in range(spec.rule.num_groups):
+            inside = tl.where(columns // size == g, key, -INF)
+            score = two_best(inside, columns) if spec.rule.group_score == "top2_sum" else tl.max(inside, 1)
+            scores = tl.where(groups == g, score[:, None], scores)
+        return scores, groups
+
+
+@triton.jit
+def best_groups(key, columns, group_slots, num_kept, tolerance, spec: tl.constexpr):
+    """key, -inf outside the best groups; of equal groups the smaller number. And which rows are certain."""
+    scores, numbers = group_scores(key, columns, group_slots, spec)
+    left = scores
+    kept = tl.max((scores > scores).to(tl.int32), 1)
+    last = kept.to(tl.float32)
+    for _ in range(num_kept):
+        last, number = best_of(left, numbers)
+        kept |= 1 << number
+        left = tl.where(numbers == number[:, None], -INF, left)
+    sure = (last - tl.max(left, 1) > tolerance).to(tl.int32)
+    kept = as_in(kept, tl.max(key, 1), spec)
+    sure = as_in(sure, tl.max(key, 1), spec)
+    return tl.where(((kept[:, None] >> (columns // spec.group_size)) & 1) != 0, key, -INF), sure > 0
+
+
+@triton.jit
+def selection_key(logits, usable, top, total, columns, expert_bias, FAST: tl.constexpr, spec: tl.constexpr):
+    """What experts are ranked by; -inf for those that can't be chosen. FAST: scores to within TOLERANCE."""
+    key = logits
+    if spec.by_score:
+        if spec.rule.score == "softmax":
+            key = divide(score_of(logits - top[:, None], spec), total[:, None])
+        elif FAST:
+            key = fast_score(logits, spec)
+        else:
+            key = score_of(logits, spec)
+    if spec.has_expert_bias:
+        key += tl.load(expert_bias + columns, mask=columns < spec.num_experts, other=0.0).to(tl.float32)
+        usable = usable & is_finite(key)
+    return tl.where(usable, key, -INF)
+
+
+@triton.jit
+def pack(key, columns):
+    """uint32 that order as the keys do, but for the lowest bits, which hold the column; 0 for -inf."""
+    low: tl.constexpr = key.shape[1] - 1
+    bits = (order(key) ^ LOWEST) & (-1 - low)
+    return tl.where(key == -INF, 0, bits | (low - columns)).to(tl.uint32, bitcast=True)
+
+
+@triton.jit
+def choose_packed(key, columns, slots, k, tolerance, spec: tl.constexpr):
+    """The ids [R, slots] of the k best keys by their upper bits, and for each row: is that certain to be exact?
+
+    It is if the chosen keys differ by more than the tolerance, and no other comes as near to the last of them.
+    """
+    low: tl.constexpr = key.shape[1] - 1
+    packed = pack(key, columns)
+    none = tl.max((key > key).to(tl.int32), 1)
+    found = slots + as_in(none, tl.max(slots, 1), spec)[:, None]
+    bests = found * 0
+    best = (none - 1).to(tl.uint32, bitcast=True)
+    for r in range(k):
+        # The distances of what is below the last best: what isn't wraps around, and is farther away.
+        gap = tl.min((best - 1)[:, None] - packed, 1)
+        best = tl.where(best > 0, best - 1 - gap, best)
+        bests = tl.where(found == r, as_in(best.to(tl.int32, bitcast=True), tl.max(found, 1), spec)[:, None], bests)
+    ids = low - (bests & low)
+    keys = pick(key, ids, columns, spec)
+    behind = pick(keys, tl.minimum(found + 1, spec.slots - 1), found, spec)
+    last = as_in(at_column(keys, found == spec.k - 1), tl.max(key, 1), spec)
+    apart = ((bests != 0) & ((found >= spec.k - 1) | (keys - behind > tolerance))) | (found >= spec.k)
+    rivals = tl.sum((key >= last[:, None] - tolerance).to(tl.int32), 1)
+    apart = as_in(tl.min(apart.to(tl.int32), 1), tl.max(key, 1), spec)
+    return ids, found, (apart > 0) & (rivals == spec.k)
+
+
+@triton.jit
+def choose(ranks, columns, found, k, spec: tl.constexpr):
+    """The ids [R, slots] of the k best ranks (integers), best first, of equals the smallest; -1 where none is left."""
+    ids = found * 0 - 1
+    for r in range(k):
+        best, id = best_of(ranks, columns)
+        ranks = tl.where(columns == id[:, None], LOWEST, ranks)
+        id = as_in(tl.where(best > LOWEST, id, -1), tl.max(found, 1), spec)
+        ids = tl.where(found == r, id[:, None], ids)
+    return ids
+
+
+@triton.jit
+def select(logits, usable, top, total, columns, slots, group_slots, expert_bias, k, spec: tl.constexpr):
+    """The ids [R, slots] of the chosen experts, best first, -1 where none is left: fast, and again where that may err."""
+    tolerance: tl.constexpr = TOLERANCE if spec.by_score and spec.rule.score == "sigmoid" else 0.0
+    key = selection_key(logits, usable, top, total, columns, expert_bias, True, spec)
+    sure = tl.max(key, 1) > -INF
+    if spec.rule.num_groups > 1:
+        key, sure = best_groups(key, columns, group_slots, k - k + spec.rule.num_topk_groups, tolerance, spec)
+    ids, found, certain = choose_packed(key, columns, slots, k, tolerance, spec)
+    if tl.min((certain & sure).to(tl.int32), 0) == 0:
+        key = selection_key(logits, usable, top, total, columns, expert_bias, False, spec)
+        if spec.rule.num_groups > 1:
+            key, sure = best_groups(key, columns, group_slots, k - k + spec.rule.num_topk_groups, tolerance, spec)
+        ids = choose(tl.where(key > -INF, order(key), LOWEST), columns, found, k, spec)
+    return tl.where(found < spec.k, ids, -1), found
+
+
+@triton.jit
+def look_up(usable, rows, live, columns, slots, tables, spec: tl.constexpr):
+    """The experts that the table has for each row's token; -1 outside it, and where the logit isn't finite."""
+    expert_bias, token_ids, hash_table, vocabulary = tables
+    token = tl.load(token_ids + rows, mask=live, other=-1).to(tl.int64)
+    inside = live & (token >= 0) & (token < vocabulary)
+    token = as_in(tl.where(inside, token, -1), tl.max(slots, 1), spec)[:, None]
+    ids = tl.load(hash_table + token * spec.k + slots, mask=(token >= 0) & (slots < spec.k), other=-1).to(tl.int32)
+    found = slots + ids * 0
+    ids = tl.where((ids < spec.num_experts) & (slots < spec.k), ids, -1)
+    finite = pick(tl.where(usable, 1.0, 0.0), tl.maximum(ids, 0), columns, spec)
+    return tl.where(finite > 0.0, ids, -1), found
+
+
+@triton.jit
+def weigh(ids, chosen, top, total, routed_scale, spec: tl.constexpr):
+    """The weights [R, slots] of the chosen experts; 0 where there is none. chosen: their logits."""
+    some = ids >= 0
+    if spec.rule.score == "softmax" or spec.rule.score == "softmax_over_topk":
+        if not spec.whole_softmax:
+            top = tl.max(tl.where(some, chosen, -INF), 1)
+        weights = score_of(tl.where(some, chosen - top[:, None], 0.0), spec)
+        if spec.whole_softmax:
+            weights = divide(weights, total[:, None])
+    else:
+        weights = score_of(chosen, spec)
+    weights = tl.where(some, weights, 0.0)
+    if spec.rule.renormalize or spec.rule.score == "softmax_over_topk":
+        weights = divide(weights, (tl.sum(weights, 1) + EPS)[:, None])
+    return weights * routed_scale
+
+
+@triton.jit
+def store_dense(dense, weights, ids, found, rows, live, columns, k, spec: tl.constexpr):
+    """The weights at their experts' columns, zeros elsewhere."""
+    all = (columns + (rows * 0)[:, None]).to(tl.float32) * 0.0
+    for r in range(k):
+        id = as_in(tl.max(tl.where(found == r, ids, -1), 1), rows, spec)
+        weight = as_in(at_column(weights, found == r), rows, spec)
+        all = tl.where(columns == id[:, None], weight[:, None], all)
+    at = rows.to(tl.int64)[:, None] * spec.num_experts + columns
+    tl.store(dense + at, all, mask=live[:, None] & (columns < spec.num_experts))
+
+
+@triton.jit
+def route_rows(
+    logits, rows, num_rows, columns, slots, group_slots, numbers, tables, outputs, spec: tl.constexpr
+):
+    """All that follows the product: logits [R, C], before alpha and bias, of `rows` [R] -> every output but the counts.
+
+    columns [1, C] and group_slots [1, groups]: 0, 1, 2 ... in the layout of logits; slots [1, slots] in any that keeps a
+    row in one warp. Layouts are the same for every number of rows, so that sums have the same order.
+    numbers: alpha, routed_scale, and spec.k once more: as a constant it would unroll
+    loops, and what runs once runs at the speed of its instructions' fetching. tables: logit_bias, expert_bias, token_ids, hash_table, vocabulary.
+    """
+    alpha, routed_scale, k = numbers
+    logit_bias, expert_bias, token_ids, hash_table, vocabulary = tables
+    weights_out, ids_out, logits_out, dense_out, histogram = outputs
+    live = rows < num_rows
+    real = columns < spec.num_experts
+    logits = logits * alpha
+    if spec.has_logit_bias:
+        logits += tl.load(logit_bias + columns, mask=real, other=0.0).to(tl.float32)
+    if spec.want_logits:
+        at = rows.to(tl.int64)[:, None] * spec.num_experts + columns
+        tl.store(logits_out + at, logits, mask=live[:, None] & real)
+    usable = real & is_finite(logits)
+    top = 0.0
+    total = 1.0
+    if spec.whole_softmax:
+        top = tl.max(tl.where(usable, logits, -INF), 1)
+        top = tl.where(top == -INF, 0.0, top)
+        total = tl.sum(tl.where(usable, score_of(logits - top[:, None], spec), 0.0), 1)
+        total = tl.maximum(total, EPS)
+    if spec.hashed:
+        hashing = (expert_bias, token_ids, hash_table, vocabulary)
+        ids, found = look_up(usable, rows, live, columns, slots, hashing, spec)
+    else:
+        ids, found = select(logits, usable, top, total, columns, slots, group_slots, expert_bias, k, spec)
+    chosen = pick(logits, tl.maximum(ids, 0), columns, spec)
+    if spec.whole_softmax:
+        top = as_in(top, tl.max(found, 1), spec)
+        total = as_in(total, tl.max(found, 1), spec)
+    weights = weigh(ids, chosen, top, total, routed_scale, spec)
+    slot_rows = as_in(rows, tl.max(found, 1), spec)
+    mask = (slot_rows < num_rows)[:, None] & (found < spec.k)
+    at = slot_rows.to(tl.int64)[:, None] * spec.k + found
+    tl.store(ids_out + at, ids, mask=mask)
+    tl.store(weights_out + at, weights, mask=mask)
+    if spec.want_counts:
+        tl.atomic_add(histogram + ids, ids * 0 + 1, mask=mask & (ids >= 0), sem="relaxed")
+    if spec.want_dense:
+        store_dense(dense_out, weights, ids, found, rows, live, columns, k, spec)
+
+
+@triton.jit
+def plus(a, b):
+    """The sum, for scans."""
+    return a + b
+
+
+@triton.jit
+def store_counts(histogram, counts, offsets, experts, spec: tl.constexpr):
+    """The histogram as counts and exclusive offsets; zeros are left in it. experts: 0, 1, 2 ..."""
+    real = experts < spec.num_experts
+    count = tl.load(histogram + experts, mask=real, other=0, volatile=True)
+    tl.store(counts + experts, count, mask=real)
+    tl.store(offsets + 1 + experts, tl.associative_scan(count, 0, plus), mask=real)
+    tl.store(offsets + experts, count * 0, mask=experts == 0)
+    tl.store(histogram + experts, count * 0, mask=real)
