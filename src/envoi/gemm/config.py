@@ -205,7 +205,7 @@ def predicted_cycles(problem: Problem, config: Config, num_sms: int) -> float:
     tensor = config.block_x / 64 * row_bytes / 32 * max(config.block_y / 2, 16)
     step = max(tensor, (config.block_x + config.block_y) * row_bytes / L2_BYTES)
     if problem.scaled:
-        step *= 1.4  # adding up the blocks
+        step *= 1.2  # adding up the blocks
     rounds, rest = divmod(tiles, num_sms)
     cycles = rounds * (steps * step + (TURN if config.pingpong else TILE))
     if rest and config.split_k > 1:

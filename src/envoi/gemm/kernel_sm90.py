@@ -128,7 +128,7 @@ def factor_pointers(place, scales, layout: gl.constexpr, cfg: gl.constexpr):
 
 @gluon.jit
 def load_factors(of_tokens, of_features, block, last_block):
-    """The factors of four blocks in turn, of tokens and of features; behind the last block, its own."""
+    """The factors of tokens and of features of one block, then of the next three; behind the last block, its own."""
     k0 = gl.minimum(block, last_block)
     k1 = gl.minimum(block + 1, last_block)
     k2 = gl.minimum(block + 2, last_block)
@@ -150,59 +150,54 @@ def promote(acc, product, factors, cfg: gl.constexpr):
 
 @gluon.jit
 def issue(stages, step, zero, BLOCK: gl.constexpr, P: gl.constexpr, cfg: gl.constexpr):
-    """Start the product of a block, BLOCK blocks behind the start of this step's stage."""
+    """Start the product of a block, the BLOCK-th from the stage of `step` on."""
     x_bufs, y_bufs, empty, ready, turn = stages
     blocks_per_stage: gl.constexpr = cfg.block_k // 128
-    here: gl.constexpr = BLOCK % blocks_per_stage * 128
+    column: gl.constexpr = BLOCK % blocks_per_stage * 128
     step += BLOCK // blocks_per_stage
     stage = step % cfg.num_stages
-    if here == 0:
+    if column == 0:
         mbarrier.wait(ready.index(stage), (step // cfg.num_stages) & 1)
-    x = x_bufs.index(stage * cfg.num_parts + P).slice(here, 128, 1)
-    y = y_bufs.index(stage).permute((1, 0)).slice(here, 128, 0)
+    x = x_bufs.index(stage * cfg.num_parts + P).slice(column, 128, 1)
+    y = y_bufs.index(stage).permute((1, 0)).slice(column, 128, 0)
     return warpgroup_mma(x, y, zero, use_acc=False, is_async=True)
 
 
 @gluon.jit
-def settle(
-    acc, product, stages, step, factors, BLOCK: gl.constexpr, IN_FLIGHT: gl.constexpr, PIN: gl.constexpr, cfg: gl.constexpr
-):
-    """acc + a product times its factors; its stage is free after its last block."""
-    empty = stages[2]
+def settle(acc, product, stages, step, factors, BLOCK: gl.constexpr, BEHIND: gl.constexpr, cfg: gl.constexpr):
+    """acc + the product of a block, BEHIND which another may be in flight; frees the stage that it was the last of."""
     blocks_per_stage: gl.constexpr = cfg.block_k // 128
-    product = warpgroup_mma_wait(num_outstanding=IN_FLIGHT, deps=(product,))
+    product = warpgroup_mma_wait(num_outstanding=BEHIND, deps=(product,))
     if (BLOCK + 1) % blocks_per_stage == 0:
-        mbarrier.arrive(empty.index((step + BLOCK // blocks_per_stage) % cfg.num_stages), count=1)
-    acc = promote(acc, product, factors[2 * BLOCK] * factors[2 * BLOCK + 1], cfg)
-    if PIN:
-        # Else the compiler adds all blocks behind the last, and their products don't fit the registers.
-        acc = warpgroup_mma_wait(num_outstanding=IN_FLIGHT, deps=(acc,))
-    return acc
+        mbarrier.arrive(stages[2].index((step + BLOCK // blocks_per_stage) % cfg.num_stages), count=1)
+    return promote(acc, product, factors[2 * BLOCK] * factors[2 * BLOCK + 1], cfg)
 
 
 @gluon.jit
 def chain(acc, stages, step, factors, zero, NUM_STEPS: gl.constexpr, P: gl.constexpr, cfg: gl.constexpr):
-    """acc + the products of the blocks of NUM_STEPS stages, each times its factors.
+    """acc + the products of all blocks of NUM_STEPS stages.
 
-    The tensor cores work on the next block while this one is added.
+    While a block is added up, the tensor cores work on the next: they run dry once a chain.
     """
     last_block: gl.constexpr = NUM_STEPS * (cfg.block_k // 128) - 1
     product = issue(stages, step, zero, 0, P, cfg)
     for b in gl.static_range(last_block):
+        if b > 0:
+            # Else the compiler puts all additions off to the end, and the products wouldn't fit the registers.
+            acc = warpgroup_mma_wait(num_outstanding=1, deps=(acc,))
         behind = issue(stages, step, zero, b + 1, P, cfg)
-        acc = settle(acc, product, stages, step, factors, b, 1, b + 1 < last_block, cfg)
+        acc = settle(acc, product, stages, step, factors, b, 1, cfg)
         product = behind
-    return settle(acc, product, stages, step, factors, last_block, 0, False, cfg)
+    return settle(acc, product, stages, step, factors, last_block, 0, cfg)
 
 
 @gluon.jit
 def multiply_scaled(stages, step, first, last, place, scales, R: gl.constexpr, P: gl.constexpr, cfg: gl.constexpr):
     """acc = sum over blocks of 128 along K of (x @ y.T) * factors.
 
-    The tensor cores add up a block; adding that to acc is for the other units. The compiler takes no product in flight
-    from one iteration to the next, so an iteration is as long as registers allow: four blocks.
+    The tensor cores add up a block; adding that to acc is for the other units. An iteration is a chain of four blocks
+    or, with two blocks a stage, of one stage: the compiler takes no product in flight from one iteration to the next.
     """
-    turn = stages[4]
     layout: gl.constexpr = gl.NVMMADistributedLayout(
         version=[3, 0], warps_per_cta=[gl.num_warps(), 1], instr_shape=[16, cfg.block_y, 32]
     )
@@ -215,16 +210,17 @@ def multiply_scaled(stages, step, first, last, place, scales, R: gl.constexpr, P
     ahead = load_factors(of_tokens, of_features, first * blocks_per_stage, last_block)
     rest = first + (last - first) // num_steps * num_steps
     for k in range(first, rest, num_steps):
+        # Loaded a chain ahead: the compiler multiplies factors before the products it issues, and would wait for them.
         factors = ahead
         ahead = load_factors(of_tokens, of_features, (k + num_steps) * blocks_per_stage, last_block)
         acc = chain(acc, stages, step, factors, zero, num_steps, P, cfg)
         step += num_steps
-    for k in range(rest, last):
+    for _k in range(rest, last):
         acc = chain(acc, stages, step, ahead, zero, 1, P, cfg)
-        ahead = ahead[2 * blocks_per_stage :] + ahead[: 2 * blocks_per_stage]
+        ahead = ahead[2:] + ahead[:2]
         step += 1
     if cfg.pingpong:
-        mbarrier.arrive(turn.index(1 - R), count=1)
+        mbarrier.arrive(stages[4].index(1 - R), count=1)
     return acc, step
 
 
@@ -442,4 +438,4 @@ def gemm_kernel(
             (consumer, (given, 0, cfg, code, SCALED, GROUPED, MAX_GROUPS)),
             (consumer, (given, 1, cfg, code, SCALED, GROUPED, MAX_GROUPS)),
             (producer, (x_desc, y_desc, stages, sizes, offsets, cfg, GROUPED, MAX_GROUPS)),
-        ], [cfg.num_warps, 1], [240, 24])  # fmt: skip
+        ], [cfg.num_warps, 1], [240, 24] if SCALED else [232, 40])  # fmt: skip
