@@ -239,6 +239,12 @@ def test_epilogues_of_fp8(ep, format):
     check(ep, 9, 512, 1024, format)
 
 
+@pytest.mark.parametrize("K", [256, 384, 512, 640, 1152])
+def test_blocks_left_over_from_chains_of_four(K):
+    for M in (40, 300, 1500):
+        check(store, M, 2304, K, "fp8_block128")
+
+
 COUNTS = [[256] * 8, [0, 1, 130, 0, 64, 700, 0], [16] * 32, [0, 0], [1], [0, 3000, 5]]
 
 

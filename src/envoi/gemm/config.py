@@ -112,8 +112,8 @@ def supports(problem: Problem, config: Config, code: Lowered) -> str:
         return f"split_k: expected pieces of at most 128 columns, got {config.piece}: the parts' sums wouldn't fit"
     if problem.num_groups and config.split_k > 1:
         return f"split_k: expected 1 in a grouped GEMM, got {config.split_k}"
-    if problem.scaled and config.block_k != 256:
-        return f"block_k: expected 256 (two blocks) with factors along K, got {config.block_k}"
+    if problem.scaled and config.block_k not in (128, 256):
+        return f"block_k: expected 128 or 256 (one block or two) with factors along K, got {config.block_k}"
     if problem.scaled and config.role_m * config.block_y > 64 * 128 * config.num_warps // 4:
         return f"block_y: expected at most 64 x 128 a role with factors along K, got {config.role_m} x {config.block_y}"
     if accumulator_registers(config) > 128:
@@ -159,7 +159,7 @@ def candidates(problem: Problem, code: Lowered) -> list[Config]:
         found += [Config(64, 2, width, k, 12, piece=width), Config(64, 1, width, k, 12, piece=width)]
     elif problem.scaled:
         found += [
-            Config(64, 2, 128, k, 3, turns=2),
+            Config(64, 2, 128, 128, 6, turns=2),
             Config(64, 2, 64, k, 4),
             Config(64, 1, 64, k, 6),
             Config(64, 1, 128, k, 4),
@@ -205,7 +205,7 @@ def predicted_cycles(problem: Problem, config: Config, num_sms: int) -> float:
     tensor = config.block_x / 64 * row_bytes / 32 * max(config.block_y / 2, 16)
     step = max(tensor, (config.block_x + config.block_y) * row_bytes / L2_BYTES)
     if problem.scaled:
-        step *= 1.4  # adding up the blocks
+        step *= 1.2  # adding up the blocks
     rounds, rest = divmod(tiles, num_sms)
     cycles = rounds * (steps * step + (TURN if config.pingpong else TILE))
     if rest and config.split_k > 1:

@@ -127,11 +127,16 @@ def factor_pointers(place, scales, layout: gl.constexpr, cfg: gl.constexpr):
 
 
 @gluon.jit
-def load_factors(of_tokens, of_features, k, last_block):
-    """The factors of blocks k and k + 1, or of the last."""
-    k0 = gl.minimum(k, last_block)
-    k1 = gl.minimum(k + 1, last_block)
-    return gl.load(of_tokens + k0), gl.load(of_features + k0), gl.load(of_tokens + k1), gl.load(of_features + k1)
+def load_factors(of_tokens, of_features, block, last_block):
+    """The factors of tokens and of features of one block, then of the next three; behind the last block, its own."""
+    k0 = gl.minimum(block, last_block)
+    k1 = gl.minimum(block + 1, last_block)
+    k2 = gl.minimum(block + 2, last_block)
+    k3 = gl.minimum(block + 3, last_block)
+    return (
+        gl.load(of_tokens + k0), gl.load(of_features + k0), gl.load(of_tokens + k1), gl.load(of_features + k1),
+        gl.load(of_tokens + k2), gl.load(of_features + k2), gl.load(of_tokens + k3), gl.load(of_features + k3),
+    )  # fmt: skip
 
 
 @gluon.jit
@@ -144,44 +149,78 @@ def promote(acc, product, factors, cfg: gl.constexpr):
 
 
 @gluon.jit
-def multiply_scaled(stages, step, first, last, place, scales, R: gl.constexpr, P: gl.constexpr, cfg: gl.constexpr):
-    """acc = sum over blocks of 128 along K of (x @ y.T) * factors; a stage holds two blocks.
-
-    The tensor cores add up a block; adding that to acc is for the other units, while the tensor cores work on the
-    second block, or for the other role.
-    """
+def issue(stages, step, zero, BLOCK: gl.constexpr, P: gl.constexpr, cfg: gl.constexpr):
+    """Start the product of a block, the BLOCK-th from the stage of `step` on."""
     x_bufs, y_bufs, empty, ready, turn = stages
+    blocks_per_stage: gl.constexpr = cfg.block_k // 128
+    column: gl.constexpr = BLOCK % blocks_per_stage * 128
+    step += BLOCK // blocks_per_stage
+    stage = step % cfg.num_stages
+    if column == 0:
+        mbarrier.wait(ready.index(stage), (step // cfg.num_stages) & 1)
+    x = x_bufs.index(stage * cfg.num_parts + P).slice(column, 128, 1)
+    y = y_bufs.index(stage).permute((1, 0)).slice(column, 128, 0)
+    return warpgroup_mma(x, y, zero, use_acc=False, is_async=True)
+
+
+@gluon.jit
+def settle(acc, product, stages, step, factors, BLOCK: gl.constexpr, BEHIND: gl.constexpr, cfg: gl.constexpr):
+    """acc + the product of a block, BEHIND which another may be in flight; frees the stage that it was the last of."""
+    blocks_per_stage: gl.constexpr = cfg.block_k // 128
+    product = warpgroup_mma_wait(num_outstanding=BEHIND, deps=(product,))
+    if (BLOCK + 1) % blocks_per_stage == 0:
+        mbarrier.arrive(stages[2].index((step + BLOCK // blocks_per_stage) % cfg.num_stages), count=1)
+    return promote(acc, product, factors[2 * BLOCK] * factors[2 * BLOCK + 1], cfg)
+
+
+@gluon.jit
+def chain(acc, stages, step, factors, zero, NUM_STEPS: gl.constexpr, P: gl.constexpr, cfg: gl.constexpr):
+    """acc + the products of all blocks of NUM_STEPS stages.
+
+    While a block is added up, the tensor cores work on the next: they run dry once a chain.
+    """
+    last_block: gl.constexpr = NUM_STEPS * (cfg.block_k // 128) - 1
+    product = issue(stages, step, zero, 0, P, cfg)
+    for b in gl.static_range(last_block):
+        if b > 0:
+            # Else the compiler puts all additions off to the end, and the products wouldn't fit the registers.
+            acc = warpgroup_mma_wait(num_outstanding=1, deps=(acc,))
+        behind = issue(stages, step, zero, b + 1, P, cfg)
+        acc = settle(acc, product, stages, step, factors, b, 1, cfg)
+        product = behind
+    return settle(acc, product, stages, step, factors, last_block, 0, cfg)
+
+
+@gluon.jit
+def multiply_scaled(stages, step, first, last, place, scales, R: gl.constexpr, P: gl.constexpr, cfg: gl.constexpr):
+    """acc = sum over blocks of 128 along K of (x @ y.T) * factors.
+
+    The tensor cores add up a block; adding that to acc is for the other units. An iteration is a chain of four blocks
+    or, with two blocks a stage, of one stage: the compiler takes no product in flight from one iteration to the next.
+    """
     layout: gl.constexpr = gl.NVMMADistributedLayout(
         version=[3, 0], warps_per_cta=[gl.num_warps(), 1], instr_shape=[16, cfg.block_y, 32]
     )
     zero = gl.full((cfg.role_m, cfg.block_y), 0.0, gl.float32, layout)
     acc = zero
+    blocks_per_stage: gl.constexpr = cfg.block_k // 128
+    num_steps: gl.constexpr = 4 if blocks_per_stage == 1 else 1
     of_tokens, of_features = factor_pointers(place, scales, layout, cfg)
     last_block = scales[2] - 1
-    ahead = load_factors(of_tokens, of_features, 2 * first, last_block)
-    for k in range(2 * first, 2 * last, 2):
-        # Loaded a step ahead: the compiler multiplies factors before the products it issues, and would wait for them.
-        tokens0, features0, tokens1, features1 = ahead
-        ahead = load_factors(of_tokens, of_features, k + 2, last_block)
-        stage = step % cfg.num_stages
-        mbarrier.wait(ready.index(stage), (step // cfg.num_stages) & 1)
-        x = x_bufs.index(stage * cfg.num_parts + P)
-        y = y_bufs.index(stage).permute((1, 0))
-        if cfg.num_parts == 2:
-            # In turns: else the roles' products interleave, end together, and leave the tensor cores idle together.
-            mbarrier.wait(turn.index(R), (step & 1) ^ (1 - R))
-        product = warpgroup_mma(x.slice(0, 128, 1), y.slice(0, 128, 0), zero, use_acc=False, is_async=True)
-        behind = warpgroup_mma(x.slice(128, 128, 1), y.slice(128, 128, 0), zero, use_acc=False, is_async=True)
-        if cfg.num_parts == 2:
-            mbarrier.arrive(turn.index(1 - R), count=1)
-        product = warpgroup_mma_wait(num_outstanding=1, deps=(product,))
-        acc = promote(acc, product, tokens0 * features0, cfg)
-        behind = warpgroup_mma_wait(num_outstanding=0, deps=(behind,))
-        mbarrier.arrive(empty.index(stage), count=1)
-        acc = promote(acc, behind, tokens1 * features1, cfg)
+    ahead = load_factors(of_tokens, of_features, first * blocks_per_stage, last_block)
+    rest = first + (last - first) // num_steps * num_steps
+    for k in range(first, rest, num_steps):
+        # Loaded a chain ahead: the compiler multiplies factors before the products it issues, and would wait for them.
+        factors = ahead
+        ahead = load_factors(of_tokens, of_features, (k + num_steps) * blocks_per_stage, last_block)
+        acc = chain(acc, stages, step, factors, zero, num_steps, P, cfg)
+        step += num_steps
+    for _k in range(rest, last):
+        acc = chain(acc, stages, step, ahead, zero, 1, P, cfg)
+        ahead = ahead[2:] + ahead[:2]
         step += 1
     if cfg.pingpong:
-        mbarrier.arrive(turn.index(1 - R), count=1)
+        mbarrier.arrive(stages[4].index(1 - R), count=1)
     return acc, step
 
 
@@ -399,4 +438,4 @@ def gemm_kernel(
             (consumer, (given, 0, cfg, code, SCALED, GROUPED, MAX_GROUPS)),
             (consumer, (given, 1, cfg, code, SCALED, GROUPED, MAX_GROUPS)),
             (producer, (x_desc, y_desc, stages, sizes, offsets, cfg, GROUPED, MAX_GROUPS)),
-        ], [cfg.num_warps, 1], [232, 40])  # fmt: skip
+        ], [cfg.num_warps, 1], [240, 24] if SCALED else [232, 40])  # fmt: skip
