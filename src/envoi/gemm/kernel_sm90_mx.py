@@ -1,16 +1,18 @@
 """The GEMM of Hopper for MXFP4 weights: widened on their way from shared memory to the tensor cores, in registers.
 
-    for each tile of this CTA:                  producer                       consumers, one for each 64 features
+    for each tile of this CTA:                  producers                      consumers, one for each role_m features
         for 512 of K:                           TMA scale factors
-            for 256 of K:                       TMA weights, tokens            for 64 of K:
+            for 256 of K:                       TMA weights; TMA tokens        for 64 of K:
                                                                                    nibbles -> bf16 registers, scaled
                                                                                    acc += registers @ tokens.T
         acc -> visit(acc) -> outputs
 
 E2M1 times a power of two is exact in bf16, so the factors cost nothing after the product and K is summed as in bf16.
 Weights are the instruction's M side, as they lie in memory: of 128 elements of a row a thread takes 32 neighbours, 16
-bytes, under one factor. That gives K an order of its own, in which the tokens have to be (`mx_tokens`).
-The loop is short because every role has a copy of it, and all of them share the caches of instructions.
+bytes, under one factor. That gives K an order of its own, in which the tokens have to be (`mx_tokens`); the weights
+needn't wait for them, so each has a producer.
+Widening is arithmetic that many warps have to hide, but every role has a copy of the loop, and all of them share the
+caches of instructions: hence two roles of 8 warps, and a short loop.
 """
 
 import triton.experimental.gluon.language as gl
