@@ -3,11 +3,11 @@
 import pytest
 import torch
 
-from envoi.epilogue.library import expert_l1, store, swiglu, swiglu_fp8
+from envoi.epilogue.library import absmax, expert_l1, store, swiglu, swiglu_fp8
 from envoi.epilogue.lower import lower
 from envoi.epilogue.slots import slots
 from envoi.gemm import hopper_mx, portable
-from envoi.gemm.hopper_mx import MAX_STAGES, MxConfig, choose, fitted, shared_bytes, supports_mx
+from envoi.gemm.hopper_mx import MAX_STAGES, NARROW, WIDE, MxConfig, choose, fitted, shared_bytes, short, supports_mx
 from envoi.sass.compile import compile_recipe, recipe_of_call
 from envoi.sass.record import of_binary
 from envoi.types import QuantTensor
@@ -39,14 +39,17 @@ def compiled(ep, config: MxConfig, num_experts: int = 32, M: int = 512, N: int =
     _, args = hopper_mx.arguments(
         empty(M, K), weights(*lead, N, K), offsets, code, tensors, outputs, config, num_sms=132
     )
-    return compile_recipe(recipe_of_call(mx_kernel, args, "sm_90", num_warps=4), "sm_90")
+    return compile_recipe(recipe_of_call(mx_kernel, args, "sm_90", num_warps=config.num_warps), "sm_90")
 
 
-@pytest.mark.parametrize("num_roles", [1, 2])
+@pytest.mark.parametrize("roles", [(1, NARROW), (2, NARROW), (2, WIDE)], ids=str)
 @pytest.mark.parametrize("block_y", [8, 16, 32, 64])
 @pytest.mark.parametrize("ep", [store, expert_l1("swiglu_oai", 7.0, True, "mxfp8")], ids=lambda ep: ep.ir.name)
-def test_machine_code(ep, block_y, num_roles):
-    config = fitted(MxConfig(num_roles, block_y, MAX_STAGES))
+def test_machine_code(ep, block_y, roles):
+    num_roles, role_m = roles
+    if role_m == WIDE and not short(lower(ep.ir, torch.bfloat16, "gluon", False, False, frozenset()), block_y):
+        pytest.skip("an epilogue that narrow roles run")
+    config = fitted(MxConfig(num_roles, block_y, MAX_STAGES, role_m))
     binary = compiled(ep, config)
     families = of_binary(binary)[0][0].families or {}
     assert not [family for family in families if "spill" in family]
@@ -66,6 +69,13 @@ def test_configs_fit():
         assert shared_bytes(config) <= 232448
     assert choose(32 * 16, 4096, 32, 132).block_y == 16
     assert choose(32 * 64, 4096, 32, 132).block_y == 64
+
+
+def test_wide_roles_where_tiles_are_many_and_epilogues_short():
+    assert choose(32 * 16, 4096, 32, 132).role_m == choose(32 * 64, 4096, 32, 132).role_m == WIDE
+    assert choose(4 * 64, 2880, 4, 132).role_m == choose(16, 4096, 0, 132).role_m == NARROW
+    sums = lower(absmax.ir, torch.bfloat16, "gluon", False, False, frozenset())
+    assert choose(32 * 16, 4096, 32, 132, sums).role_m == NARROW
 
 
 def test_what_it_does_not_take():

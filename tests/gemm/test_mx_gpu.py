@@ -107,6 +107,21 @@ def test_groups(ep, counts):
     judge(ep, got, acc, exact, spread, offsets)
 
 
+@pytest.mark.parametrize("tokens", [16, 64])
+@pytest.mark.parametrize("ep", [store, expert_l1("swiglu_oai", 7.0, True, "mxfp8")], ids=lambda e: e.ir.name)
+def test_as_chosen_for_many_experts(ep, tokens):
+    P, N, K, E = 32 * tokens, 4096, 512, 32
+    rows, weights = mx(P, K, "mxfp8", 0), mx(N, K, "mxfp4", 1, (E,))
+    offsets = torch.arange(0, P + 1, tokens, dtype=torch.int32, device="cuda")
+    operands = operands_for(ep, P, N, E)
+    got = grouped_gemm(rows, weights, offsets, ep, **operands)
+    parts = [(cut_rows(rows, e * tokens, (e + 1) * tokens), pick_expert(weights, e)) for e in range(E)]
+    acc, exact = torch.cat([product(*p) for p in parts]), torch.cat([oracle(*p) for p in parts])
+    spread = dict(operands)
+    _spread_columns(ep.ir, spread, offsets, P)
+    judge(ep, got, acc, exact, spread, offsets)
+
+
 @epilogue
 def everything(acc):
     return total_sum(acc)
@@ -121,23 +136,27 @@ def test_the_sum_of_all_experts():
     assert (got - exact.sum()).abs() <= 1e-7 * exact.abs().sum()
 
 
+@pytest.mark.parametrize("role_m", [hopper_mx.NARROW, hopper_mx.WIDE])
 @pytest.mark.parametrize("num_roles", [1, 2])
 @pytest.mark.parametrize("block_y", [8, 16, 32, 64])
-def test_every_config(block_y, num_roles):
+def test_every_config(block_y, num_roles, role_m):
     a, b = mx(150, 1536, "mxfp8", 0), mx(320, 1536, "mxfp4", 1)
-    config = hopper_mx.fitted(hopper_mx.MxConfig(num_roles, block_y, hopper_mx.MAX_STAGES))
+    config = hopper_mx.fitted(hopper_mx.MxConfig(num_roles, block_y, hopper_mx.MAX_STAGES, role_m))
     (got,) = hopper_mx.run(a, b, None, store.ir, torch.bfloat16, {}, config)
     judge(store, got, product(a, b), oracle(a, b), {})
 
 
-def test_factors_at_both_ends():
+@pytest.mark.parametrize("role_m", [hopper_mx.NARROW, hopper_mx.WIDE])
+def test_factors_at_both_ends(role_m):
     a, b = mx(20, 256, "mxfp8", 0), mx(256, 256, "mxfp4", 1)
     sf = b.sf.view(torch.uint8).clone()
     sf[3, 2] = 255
-    for row, byte in ((5, 128), (6, 129), (7, 230), (70, 20), (71, 0)):
+    for row, byte in ((5, 127), (6, 128), (7, 129), (8, 230), (70, 20), (71, 0), (130, 200)):
         sf[row] = byte
     b = QuantTensor(b.values, sf.view(torch.float8_e8m0fnu), b.group)
-    got, want = gemm(a, b, out_dtype=torch.float32), oracle(a, b)
+    config = hopper_mx.fitted(hopper_mx.MxConfig(2, 32, hopper_mx.MAX_STAGES, role_m))
+    (got,) = hopper_mx.run(a, b, None, store.ir, torch.float32, {}, config)
+    want = oracle(a, b)
     assert got[:, 3].isnan().all()
     rest = [i for i in range(256) if i != 3]
     assert got[:, rest].isfinite().all()

@@ -13,7 +13,7 @@ from envoi.gemm import portable, sm90, workspace
 from envoi.gemm.config import RESERVED_BYTES, SHARED_BYTES
 from envoi.types import Matrix, QuantTensor
 
-ROLE_M = 64  # features of a consumer role
+NARROW, WIDE = 64, 128  # features of a consumer role, 16 for each of its warps
 SPAN = 512  # elements of K whose scale factors come at once
 BLOCK_K = 256  # elements of K a stage
 MAX_STAGES = 12
@@ -22,7 +22,7 @@ TOKEN_TILES = (8, 16, 32, 64)
 
 @dataclass(frozen=True)
 class MxConfig:
-    """How the kernel cuts its work: tiles of num_roles * 64 features (1 or 2 roles) and block_y tokens.
+    """How the kernel cuts its work: tiles of num_roles * role_m features (1 or 2 roles) and block_y tokens.
 
     The rest is what it shares with the other Hopper kernel's: features are the instruction's M side, K isn't cut.
     """
@@ -30,13 +30,27 @@ class MxConfig:
     num_roles: int
     block_y: int
     num_stages: int
+    role_m: int = NARROW
     group: int = 8
     swap_ab: bool = True
     split_k: int = 1
     pingpong: bool = False
-    role_m: int = ROLE_M
-    piece: int = ROLE_M
     turns: int = 1
+
+    @property
+    def num_warps(self) -> int:
+        """Of a role: each has 16 features."""
+        return self.role_m // 16
+
+    @property
+    def registers(self) -> int:
+        """Of a thread of the second role."""
+        return 232 if self.role_m == NARROW else 112
+
+    @property
+    def piece(self) -> int:
+        """Features that an epilogue gets at once: a role's."""
+        return self.role_m
 
     @property
     def block_x(self) -> int:
@@ -84,31 +98,43 @@ def supports_mx(a: Matrix, b: Matrix, ir: IR) -> str:
         return "the tokens' format"
     if rows_must_fit(ir):
         return "whole rows" if b.shape[-2] <= portable.MAX_TILE_N else portable.supports_triton(ir, b.shape[-2])
-    return "" if piece_columns(ir) <= ROLE_M else f"a piece of {piece_columns(ir)} columns"
+    return "" if piece_columns(ir) <= NARROW else f"a piece of {piece_columns(ir)} columns"
 
 
-def choose(M: int, N: int, num_groups: int, num_sms: int) -> MxConfig:
-    """The config for so many tokens, features and experts."""
+def choose(M: int, N: int, num_groups: int, num_sms: int, code: Lowered | None = None) -> MxConfig:
+    """The config for so many tokens, features and experts. code: the epilogue, if it is more than a store."""
     tokens = -(-M // max(1, num_groups))
     block_y = next((size for size in TOKEN_TILES if size >= tokens), TOKEN_TILES[-1])
-    tiles = max(1, num_groups) * -(-tokens // block_y) * -(-N // ROLE_M)
-    num_roles = 1 if tiles <= num_sms else 2
-    return fitted(MxConfig(num_roles, block_y, MAX_STAGES))
+    tiles = max(1, num_groups) * -(-tokens // block_y) * -(-N // NARROW)
+    if tiles <= num_sms:
+        return fitted(MxConfig(1, block_y, MAX_STAGES))
+    wide = tiles // 4 >= 2 * num_sms and short(code, block_y)
+    return fitted(MxConfig(2, block_y, MAX_STAGES, WIDE if wide else NARROW))
 
 
-def widened_tokens(a: Matrix, rows: int = 8) -> torch.Tensor:
-    """bf16 [M, K rounded up to 128] in the kernel's order of K."""
+def short(code: Lowered | None, block_y: int) -> bool:
+    """Whether an epilogue does with the 96 registers that a thread of a wide role has."""
+    return code is None or (not code.partials and (block_y < TOKEN_TILES[-1] or len(code.slots) == 1))
+
+
+def room_for_tokens(a: Matrix) -> torch.Tensor:
+    """bf16 [M, K rounded up to 128]."""
+    M, K = a.shape
+    return torch.empty(M, -(-K // 128) * 128, dtype=torch.bfloat16, device=a.device)
+
+
+def widen_tokens(a: Matrix, out: torch.Tensor, rows: int = 8) -> None:
+    """Tokens as bf16 in the kernel's order of K. What is launched next may start early: see `wait_for_grid`."""
     from envoi.gemm import mx_tokens
 
     kernels: Any = mx_tokens
     M, K = a.shape
-    out = torch.empty(M, -(-K // 128) * 128, dtype=torch.bfloat16, device=a.device)
     values, sf = (a, a) if isinstance(a, torch.Tensor) else (a.values, a.sf.view(torch.uint8))
     values, sf = (x if x.stride(-1) == 1 else x.contiguous() for x in (values, sf))
     kernels.widen_kernel[(-(-M // rows), -(-K // 512))](
-        values, sf, out, M, K, values.stride(0), sf.stride(0), out.stride(0), isinstance(a, QuantTensor), rows
-    )
-    return out
+        values, sf, out, M, K, values.stride(0), sf.stride(0), out.stride(0), isinstance(a, QuantTensor), rows,
+        out.is_cuda,
+    )  # fmt: skip
 
 
 def factor_words(sf: torch.Tensor) -> torch.Tensor:
@@ -150,21 +176,24 @@ def _launch(
     from envoi.gemm.kernel_sm90_mx import mx_kernel
 
     num_sms = torch.cuda.get_device_properties(a.device).multi_processor_count
-    config = config or choose(a.shape[0], b.shape[-2], 0 if offsets is None else b.shape[0], num_sms)
-    grid, args = arguments(widened_tokens(a), b, offsets, code, operands, outputs, config, num_sms)
-    mx_kernel[grid](*args, num_warps=4)  # pyright: ignore[reportIndexIssue, reportCallIssue]
+    config = config or choose(a.shape[0], b.shape[-2], 0 if offsets is None else b.shape[0], num_sms, code)
+    tokens = room_for_tokens(a)
+    grid, args = arguments(tokens, b, offsets, code, operands, outputs, config, num_sms)
+    # Nothing may be launched between the two: the GEMM waits for the one in front of it, and only with its tokens.
+    widen_tokens(a, tokens)
+    mx_kernel[grid](*args, num_warps=config.num_warps, launch_pdl=True)  # pyright: ignore[reportIndexIssue, reportCallIssue]
 
 
 def arguments(
     tokens: torch.Tensor, b: QuantTensor, offsets: torch.Tensor | None, code: Lowered, operands: tuple,
     outputs: list[torch.Tensor], config: MxConfig, num_sms: int,
 ) -> tuple[tuple[int], tuple]:  # fmt: skip
-    """The grid, and the kernel's arguments. tokens: as `widened_tokens` makes them."""
+    """The grid, and the kernel's arguments. tokens: as `widen_tokens` makes them."""
     M, (N, K), device = tokens.shape[0], b.shape[-2:], tokens.device
     groups = 0 if offsets is None else b.shape[0]
     tiles = -(-M // config.block_y) * -(-N // config.block_x)
     words = sm90.below_each_other(sm90.tma_ready(b.values).view(torch.int32))
-    slots_of_rows = -(-N // ROLE_M)
+    slots_of_rows = -(-N // NARROW)
     parts = torch.empty(code.partials * slots_of_rows * M, dtype=torch.float32, device=device)
     count = workspace.counters(M + config.block_y, device) if parts.numel() else parts.view(torch.int32)
     return (num_sms if groups else min(tiles, num_sms),), (

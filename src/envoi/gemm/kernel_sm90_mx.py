@@ -1,16 +1,18 @@
 """The GEMM of Hopper for MXFP4 weights: widened on their way from shared memory to the tensor cores, in registers.
 
-    for each tile of this CTA:                  producer                       consumers, one for each 64 features
+    for each tile of this CTA:                  producers                      consumers, one for each role_m features
         for 512 of K:                           TMA scale factors
-            for 256 of K:                       TMA weights, tokens            for 64 of K:
+            for 256 of K:                       TMA weights; TMA tokens        for 64 of K:
                                                                                    nibbles -> bf16 registers, scaled
                                                                                    acc += registers @ tokens.T
         acc -> visit(acc) -> outputs
 
 E2M1 times a power of two is exact in bf16, so the factors cost nothing after the product and K is summed as in bf16.
 Weights are the instruction's M side, as they lie in memory: of 128 elements of a row a thread takes 32 neighbours, 16
-bytes, under one factor. That gives K an order of its own, in which the tokens have to be (`mx_tokens`).
-The loop is short because every role has a copy of it, and all of them share the caches of instructions.
+bytes, under one factor. That gives K an order of its own, in which the tokens have to be (`mx_tokens`); the weights
+needn't wait for them, so each has a producer.
+Widening is arithmetic that many warps have to hide, but every role has a copy of the loop, and all of them share the
+caches of instructions: hence two roles of 8 warps, and a short loop.
 """
 
 import triton.experimental.gluon.language as gl
@@ -24,6 +26,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 
 from envoi.gemm.kernel_sm90 import end_tile
+from envoi.gemm.overlap import wait_for_grid
 from envoi.gemm.schedule import corner, steps_at, work
 from envoi.triton_compat import role_barrier
 
@@ -33,61 +36,80 @@ QUARTER = gl.constexpr(64)  # elements of K that are widened at once
 
 # Which of 8 neighbouring rows the instruction's row 4 a + 2 b + c is: 4 c + 2 a + b. So the 8 lanes that read 16 bytes
 # each at a time read from two rows that lie in different halves of the swizzled banks.
-# Of [64, 32] words, a thread's: four neighbours in each half of two rows.
-WORDS = gl.constexpr(
-    gl.DistributedLinearLayout(
-        [[0, 1], [0, 2], [0, 16], [8, 0]], [[0, 4], [0, 8], [4, 0], [1, 0], [2, 0]], [[16, 0], [32, 0]], [], [64, 32]
-    )
-)
-# Of [64, 4] factors: the one of four of those words.
-FACTORS = gl.constexpr(
-    gl.DistributedLinearLayout([[8, 0]], [[0, 1], [0, 2], [4, 0], [1, 0], [2, 0]], [[16, 0], [32, 0]], [], [64, 4])
-)
-# Of [64, 4] words of factors, each for 128 of K: all of two rows.
-FACTOR_WORDS = gl.constexpr(
-    gl.DistributedLinearLayout(
-        [[0, 1], [0, 2], [8, 0]], [[0, 0], [0, 0], [4, 0], [1, 0], [2, 0]], [[16, 0], [32, 0]], [], [64, 4]
-    )
-)
-# Of [64, 64] elements in the tensor cores' order: the eight of a word next to each other.
-ELEMENTS = gl.constexpr(
-    gl.DistributedLinearLayout(
-        [[0, 1], [0, 8], [0, 16], [0, 32], [8, 0]],
-        [[0, 2], [0, 4], [4, 0], [1, 0], [2, 0]],
-        [[16, 0], [32, 0]],
-        [],
-        [64, 64],
-    )
-)
+ROW_LANES = gl.constexpr([[4, 0], [1, 0], [2, 0]])
+
+
+@gluon.constexpr_function
+def warps_over(rows):
+    """A warp's 16 rows, one warp below the other."""
+    return [[16 << i, 0] for i in range((rows // 16).bit_length() - 1)]
+
+
+@gluon.constexpr_function
+def words_layout(rows):
+    """Of [rows, 32] words, a thread's: four neighbours in each half of two rows."""
+    registers, lanes = [[0, 1], [0, 2], [0, 16], [8, 0]], [[0, 4], [0, 8], *ROW_LANES.value]
+    return gl.DistributedLinearLayout(registers, lanes, warps_over(rows), [], [rows, 32])
+
+
+@gluon.constexpr_function
+def factors_layout(rows):
+    """Of [rows, 4] factors: the one of four of those words."""
+    return gl.DistributedLinearLayout([[8, 0]], [[0, 1], [0, 2], *ROW_LANES.value], warps_over(rows), [], [rows, 4])
+
+
+@gluon.constexpr_function
+def factor_words_layout(rows):
+    """Of [rows, 4] words of factors, each for 128 of K: all of two rows."""
+    lanes = [[0, 0], [0, 0], *ROW_LANES.value]
+    return gl.DistributedLinearLayout([[0, 1], [0, 2], [8, 0]], lanes, warps_over(rows), [], [rows, 4])
+
+
+@gluon.constexpr_function
+def elements_layout(rows):
+    """Of [rows, 64] elements in the tensor cores' order: the eight of a word next to each other."""
+    registers, lanes = [[0, 1], [0, 8], [0, 16], [0, 32], [8, 0]], [[0, 2], [0, 4], *ROW_LANES.value]
+    return gl.DistributedLinearLayout(registers, lanes, warps_over(rows), [], [rows, 64])
+
+
 # Register j of a word gets nibbles j and j + 4: sign to bit 15, the rest to bits 8 .. 6, which is the number times
-# 2^-126. Then it is multiplied by 2^(factor's byte - 1), in two steps if that is more than bf16 holds.
-WIDEN = gl.constexpr(
-    """{
-    .reg .b32 x, f; .reg .pred p, q;
-    mad.lo.u32 f, $24, 0x00800080, 0x3F003F00;
-    and.b32 $0, $8, 0x000F000F; mul.lo.u32 $0, $0, 0x1040; and.b32 $0, $0, 0x81C081C0;
-    and.b32 $1, $8, 0x00F000F0; mul.lo.u32 $1, $1, 0x0104; and.b32 $1, $1, 0x81C081C0;
-    shr.u32 x, $8, 8;
-    and.b32 $2, x, 0x000F000F; mul.lo.u32 $2, $2, 0x1040; and.b32 $2, $2, 0x81C081C0;
-    and.b32 $3, x, 0x00F000F0; mul.lo.u32 $3, $3, 0x0104; and.b32 $3, $3, 0x81C081C0;
-    and.b32 $4, $16, 0x000F000F; mul.lo.u32 $4, $4, 0x1040; and.b32 $4, $4, 0x81C081C0;
-    and.b32 $5, $16, 0x00F000F0; mul.lo.u32 $5, $5, 0x0104; and.b32 $5, $5, 0x81C081C0;
-    shr.u32 x, $16, 8;
-    and.b32 $6, x, 0x000F000F; mul.lo.u32 $6, $6, 0x1040; and.b32 $6, $6, 0x81C081C0;
-    and.b32 $7, x, 0x00F000F0; mul.lo.u32 $7, $7, 0x0104; and.b32 $7, $7, 0x81C081C0;
-    setp.ne.u32 p, $40, 0;
-    @!p bra.uni SCALE;
-    min.u32 f, f, 0x7F007F00; setp.eq.u32 q, $24, 255; selp.b32 f, 0x7FC07FC0, f, q;
-    max.u32 x, $24, 128; mad.lo.u32 x, x, 0x00800080, 0xFF7FFF80;
-    mul.rn.bf16x2 $0, $0, f; mul.rn.bf16x2 $1, $1, f; mul.rn.bf16x2 $2, $2, f; mul.rn.bf16x2 $3, $3, f;
-    mul.rn.bf16x2 $4, $4, f; mul.rn.bf16x2 $5, $5, f; mul.rn.bf16x2 $6, $6, f; mul.rn.bf16x2 $7, $7, f;
-    mov.b32 f, x;
+# 2^-126. Then it is multiplied by 2^(factor's byte - 1), in two steps if that may be more than bf16 holds.
+NIBBLES = """
+    and.b32 {0}, {4}, 0x000F000F; mul.lo.u32 {0}, {0}, 0x1040; and.b32 {0}, {0}, 0x81C081C0;
+    and.b32 {1}, {4}, 0x00F000F0; mul.lo.u32 {1}, {1}, 0x0104; and.b32 {1}, {1}, 0x81C081C0;
+    shr.u32 x, {4}, 8;
+    and.b32 {2}, x, 0x000F000F; mul.lo.u32 {2}, {2}, 0x1040; and.b32 {2}, {2}, 0x81C081C0;
+    and.b32 {3}, x, 0x00F000F0; mul.lo.u32 {3}, {3}, 0x0104; and.b32 {3}, {3}, 0x81C081C0;"""
+FIRST_STEP = """
+    min.u32 {0}, {0}, 0x7F007F00; setp.eq.u32 p, {1}, 255; selp.b32 {0}, 0x7FC07FC0, {0}, p;"""
+SECOND_FACTOR = """
+    max.u32 x, {1}, 128; mad.lo.u32 {0}, x, 0x00800080, 0xFF7FFF80;"""
+
+
+def widening() -> str:
+    """What a thread widens at once: $0 .. $15 from four words, two of a row and two of the row 8 below it.
+
+    Every operand stands for 32 elements: words from $16, factors from $48, whether to take two steps from $80.
+    """
+    rows = (("f", "$48", range(8)), ("g", "$64", range(8, 16)))
+    nibbles = "".join(NIBBLES.format(*(f"${4 * w + j}" for j in range(4)), f"${16 + 8 * w}") for w in range(4))
+    factors = "".join(f"mad.lo.u32 {f}, {byte}, 0x00800080, 0x3F003F00; " for f, byte, _ in rows)
+    scaled = "".join(f"mul.rn.bf16x2 ${i}, ${i}, {f}; " for f, _, registers in rows for i in registers)
+    first = "".join(FIRST_STEP.format(f, byte) for f, byte, _ in rows)
+    second = "".join(SECOND_FACTOR.format(f, byte) for f, byte, _ in rows)
+    return f"""{{
+    .reg .b32 x, f, g; .reg .pred p, q;
+    {factors}{nibbles}
+    setp.ne.u32 q, $80, 0;
+    @!q bra.uni SCALE;{first}
+    {scaled}{second}
     SCALE:
-    mul.rn.bf16x2 $0, $0, f; mul.rn.bf16x2 $1, $1, f; mul.rn.bf16x2 $2, $2, f; mul.rn.bf16x2 $3, $3, f;
-    mul.rn.bf16x2 $4, $4, f; mul.rn.bf16x2 $5, $5, f; mul.rn.bf16x2 $6, $6, f; mul.rn.bf16x2 $7, $7, f;
-    }"""
-)
-WIDEN_OPERANDS = gl.constexpr(",".join(["=&r"] * 8 + ["r"] * 48))
+    {scaled}
+    }}"""
+
+
+WIDEN = gl.constexpr(widening())
+WIDEN_OPERANDS = gl.constexpr(",".join(["=&r"] * 16 + ["r"] * 96))
 
 
 @gluon.jit
@@ -100,59 +122,68 @@ def eightfold(x):
 
 @gluon.jit
 def elementwise(x):
-    """[64, 4, 2, 2, 2, 2], thread, word, the bits of an element's place in its word -> [64, 64] in K's own order."""
-    x = gl.reshape(gl.permute(x, (0, 2, 4, 5, 1, 3)), (64, 64))
-    return gl.convert_layout(x, ELEMENTS, assert_trivial=True)
+    """[rows, 4, 2, 2, 2, 2], thread, word, the bits of a place in the word -> [rows, 64] in K's own order."""
+    rows: gl.constexpr = x.shape[0]
+    x = gl.reshape(gl.permute(x, (0, 2, 4, 5, 1, 3)), (rows, 64))
+    return gl.convert_layout(x, elements_layout(rows), assert_trivial=True)
+
+
+@gluon.jit
+def for_each_word(x):
+    """A number for each byte of some words [rows] -> [rows, 4]."""
+    layout: gl.constexpr = factors_layout(x.shape[0])
+    return gl.convert_layout(x, gl.SliceLayout(1, layout), assert_trivial=True)[:, None]
 
 
 @gluon.jit
 def factors_of(words):
-    """The bytes of a word each [64] -> [64, 4]."""
-    rows = gl.convert_layout(words, gl.SliceLayout(1, FACTORS), assert_trivial=True)
-    shifts = gl.arange(0, 4, gl.SliceLayout(0, FACTORS)) * 8
-    return (rows[:, None] >> shifts[None, :]) & 255
+    """The bytes of a word each [rows] -> [rows, 4]."""
+    shifts = gl.arange(0, 4, gl.SliceLayout(0, factors_layout(words.shape[0]))) * 8
+    return (for_each_word(words) >> shifts[None, :]) & 255
 
 
 @gluon.jit
-def large(w0, w1):
-    """Words [64] -> [64, 4], not 0 if a byte in this warp is above 128: where scaling takes two steps."""
-    found = (((w0 & 0x7F7F7F7F) + 0x7F7F7F7F) & w0 | ((w1 & 0x7F7F7F7F) + 0x7F7F7F7F) & w1) & -0x7F7F7F80
+def large(words):
+    """Words [rows] -> [rows, 4], not 0 if a byte in this warp is 128 or more: where scaling may take two steps."""
     found = gl.inline_asm_elementwise(
-        "{ .reg .pred p; setp.ne.u32 p, $1, 0; vote.sync.any.pred p, p, 0xFFFFFFFF; selp.b32 $0, 1, 0, p; }", "=r,r",
-        [found], gl.int32, is_pure=True, pack=1,
+        """{ .reg .b32 x; .reg .pred p; or.b32 x, $2, $3; and.b32 x, x, 0x80808080; setp.ne.u32 p, x, 0;
+        vote.sync.any.pred p, p, 0xFFFFFFFF; selp.b32 $0, 1, 0, p; mov.b32 $1, $0; }""", "=&r,=&r,r,r",
+        [words], gl.int32, is_pure=True, pack=2,
     )  # fmt: skip
-    rows = gl.convert_layout(found, gl.SliceLayout(1, FACTORS), assert_trivial=True)
-    return rows[:, None] + gl.arange(0, 4, gl.SliceLayout(0, FACTORS))[None, :] * 0
+    return for_each_word(found) + gl.arange(0, 4, gl.SliceLayout(0, factors_layout(words.shape[0])))[None, :] * 0
 
 
 @gluon.jit
 def widen(words, factors, steps, dot: gl.constexpr):
-    """Words [64, 4, 2] of nibbles, factors [64, 4] -> bf16 [64, 64] as an operand of the product."""
+    """Words [rows, 4, 2] of nibbles, factors [rows, 4] -> bf16 [rows, 64] as an operand of the product."""
     factors = elementwise(eightfold(gl.join(factors, factors)))
     steps = elementwise(eightfold(gl.join(steps, steps)))
     words = elementwise(eightfold(words))
-    wide = gl.inline_asm_elementwise(WIDEN, WIDEN_OPERANDS, [words, factors, steps], gl.bfloat16, is_pure=True, pack=16)
+    wide = gl.inline_asm_elementwise(WIDEN, WIDEN_OPERANDS, [words, factors, steps], gl.bfloat16, is_pure=True, pack=32)
     return as_operand(wide, dot)
 
 
 @gluon.jit
 def as_operand(wide, dot: gl.constexpr):
-    """Features -> rows of the instruction, as the thread has them: see WORDS."""
-    wide = gl.reshape(gl.permute(gl.reshape(wide, (8, 2, 2, 2, 64)), (0, 2, 3, 1, 4)), (64, 64))
+    """Features -> rows of the instruction, as the thread has them: see ROW_LANES."""
+    rows: gl.constexpr = wide.shape[0]
+    wide = gl.reshape(gl.permute(gl.reshape(wide, (rows // 8, 2, 2, 2, 64)), (0, 2, 3, 1, 4)), (rows, 64))
     return gl.convert_layout(wide, dot, assert_trivial=True)
 
 
 @gluon.jit
 def in_order(acc):
     """Rows of the instruction -> features."""
+    rows: gl.constexpr = acc.shape[0]
     columns: gl.constexpr = acc.shape[1]
-    return gl.reshape(gl.permute(gl.reshape(acc, (8, 2, 2, 2, columns)), (0, 3, 1, 2, 4)), (64, columns))
+    return gl.reshape(gl.permute(gl.reshape(acc, (rows // 8, 2, 2, 2, columns)), (0, 3, 1, 2, 4)), (rows, columns))
 
 
 @gluon.jit
 def quarters_of(words):
-    """[64, 32] -> a thread's words of a row, four in each half, in twos: [64, 4, 2] each."""
-    first, second = gl.split(gl.permute(gl.reshape(words, (64, 2, 4, 2, 2)), (0, 2, 3, 4, 1)))
+    """[rows, 32] -> a thread's words of a row, four in each half, in twos: [rows, 4, 2] each."""
+    rows: gl.constexpr = words.shape[0]
+    first, second = gl.split(gl.permute(gl.reshape(words, (rows, 2, 4, 2, 2)), (0, 2, 3, 4, 1)))
     q0, q1 = gl.split(gl.permute(first, (0, 1, 3, 2)))
     q2, q3 = gl.split(gl.permute(second, (0, 1, 3, 2)))
     return q0, q1, q2, q3
@@ -160,8 +191,8 @@ def quarters_of(words):
 
 @gluon.jit
 def columns_of(x):
-    """[64, 4] -> its four columns."""
-    even, odd = gl.split(gl.reshape(x, (64, 2, 2)))
+    """[rows, 4] -> its four columns."""
+    even, odd = gl.split(gl.reshape(x, (x.shape[0], 2, 2)))
     c0, c2 = gl.split(even)
     c1, c3 = gl.split(odd)
     return c0, c1, c2, c3
@@ -171,50 +202,47 @@ def columns_of(x):
 def multiply(stages, step, num_spans, R: gl.constexpr, cfg: gl.constexpr):
     """acc = weights @ tokens.T over the next spans of K; a quarter of a stage is multiplied while the next widens."""
     w_bufs, sf_bufs, x_bufs, empty, ready = stages
+    rows: gl.constexpr = cfg.role_m
     layout: gl.constexpr = gl.NVMMADistributedLayout(
-        version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, cfg.block_y, 16]
+        version=[3, 0], warps_per_cta=[gl.num_warps(), 1], instr_shape=[16, cfg.block_y, 16]
     )
     dot: gl.constexpr = gl.DotOperandLayout(operand_index=0, parent=layout, k_width=2)
-    acc = gl.full((64, cfg.block_y), 0.0, gl.float32, layout)
+    acc = gl.full((rows, cfg.block_y), 0.0, gl.float32, layout)
     for _q in range(2 * num_spans):
         stage = step % cfg.num_stages
         mbarrier.wait(ready.index(stage), (step // cfg.num_stages) & 1)
-        factor_words = sf_bufs.index(step // 2 % cfg.num_sf).slice(R * 64, 64, 0).load(FACTOR_WORDS)
-        f0, f1, f2, f3 = columns_of(factor_words)
+        sf_buf = sf_bufs.index(step // 2 % cfg.num_sf).slice(R * rows, rows, 0)
+        f0, f1, f2, f3 = columns_of(sf_buf.load(factor_words_layout(rows)))
         f0 = gl.where(step % 2 == 0, f0, f2)
         f1 = gl.where(step % 2 == 0, f1, f3)
-        steps = large(f0, f1)
+        steps = large(f0 | f1)
         x = x_bufs.index(stage)
-        words = quarters_of(w_bufs.index(stage).slice(R * 64, 64, 0).load(WORDS))
+        words = quarters_of(w_bufs.index(stage).slice(R * rows, rows, 0).load(words_layout(rows)))
         for h in gl.static_range(4):
             w = widen(words[h], factors_of(f0 if h < 2 else f1), steps, dot)
-            if h > 0:
-                acc = warpgroup_mma_wait(num_outstanding=0, deps=(acc,))
             acc = warpgroup_mma(w, x.slice(h * QUARTER, QUARTER, 1).permute((1, 0)), acc, is_async=True)
-            if h < 3:
-                acc = warpgroup_mma_wait(num_outstanding=1, deps=(acc,))  # waits for nothing
-        acc = warpgroup_mma_wait(num_outstanding=0, deps=(acc,))
+            acc = warpgroup_mma_wait(num_outstanding=1 if h < 3 else 0, deps=(acc,))
         mbarrier.arrive(empty.index(stage), count=1)
         step += 1
     return acc, step
 
 
 @gluon.jit
-def producer(descs, stages, sizes, offsets, cfg: gl.constexpr, GROUPED: gl.constexpr, MAX_GROUPS: gl.constexpr):
-    """One warp: fills the stages by TMA, as far ahead as they reach.
+def weights_producer(descs, stages, sizes, offsets, cfg: gl.constexpr, GROUPED: gl.constexpr, MAX_GROUPS: gl.constexpr):
+    """One warp: fills the stages' weights by TMA, as far ahead as they reach.
 
     A span's factors need no barriers of their own: they come with its first stage, and there is room for as many as
     the stages in flight can belong to.
     """
-    w_desc, sf_desc, x_desc = descs
-    w_bufs, sf_bufs, x_bufs, empty, ready = stages
+    w_desc, sf_desc, _x_desc = descs
+    w_bufs, sf_bufs, _x_bufs, empty, ready = stages
     N = sizes[1]
-    num_bytes: gl.constexpr = w_desc.block_type.nbytes + x_desc.block_type.nbytes
+    num_bytes: gl.constexpr = w_desc.block_type.nbytes
     plan = work(sizes, offsets, cfg, GROUPED, MAX_GROUPS)
     step = 0
     for u in range(gl.program_id(0), plan[2], gl.num_programs(0)):
         tile, first, last, part, cut = steps_at(u, plan, sizes[4], gl.cdiv(sizes[2], SPAN), cfg, GROUPED)
-        row, token, row_end, e = corner(tile, plan, sizes, cfg, GROUPED)
+        row, _token, _row_end, e = corner(tile, plan, sizes, cfg, GROUPED)
         row += e * N
         for k in range(2 * first, 2 * last, 2):
             for p in gl.static_range(2):
@@ -228,15 +256,34 @@ def producer(descs, stages, sizes, offsets, cfg: gl.constexpr, GROUPED: gl.const
                 else:
                     mbarrier.expect(bar, num_bytes)
                 tma.async_copy_global_to_shared(w_desc, [row, (k + p) * (STEP // 8)], bar, w_bufs.index(stage))
-                tma.async_copy_global_to_shared(x_desc, [token, (k + p) * STEP], bar, x_bufs.index(stage))
                 step += 1
+
+
+@gluon.jit
+def tokens_producer(descs, stages, sizes, offsets, cfg: gl.constexpr, GROUPED: gl.constexpr, MAX_GROUPS: gl.constexpr):
+    """One warp: fills the stages' tokens, once the kernel before this one has widened them."""
+    x_desc = descs[2]
+    _w_bufs, _sf_bufs, x_bufs, empty, ready = stages
+    plan = work(sizes, offsets, cfg, GROUPED, MAX_GROUPS)
+    step = 0
+    wait_for_grid()
+    for u in range(gl.program_id(0), plan[2], gl.num_programs(0)):
+        tile, first, last, part, cut = steps_at(u, plan, sizes[4], gl.cdiv(sizes[2], SPAN), cfg, GROUPED)
+        _row, token, _row_end, _e = corner(tile, plan, sizes, cfg, GROUPED)
+        for k in range(2 * first, 2 * last):
+            stage = step % cfg.num_stages
+            bar = ready.index(stage)
+            mbarrier.wait(empty.index(stage), ((step // cfg.num_stages) & 1) ^ 1)
+            mbarrier.expect(bar, x_desc.block_type.nbytes)
+            tma.async_copy_global_to_shared(x_desc, [token, k * STEP], bar, x_bufs.index(stage))
+            step += 1
 
 
 @gluon.jit
 def consumer(
     given, R: gl.constexpr, cfg: gl.constexpr, code: gl.constexpr, GROUPED: gl.constexpr, MAX_GROUPS: gl.constexpr
 ):
-    """Four warps: multiply 64 features of every tile, then its epilogue. R: which of the roles."""
+    """Four or eight warps: multiply role_m features of every tile, then its epilogue. R: which of the roles."""
     sizes, offsets = given[2], given[3]
     plan = work(sizes, offsets, cfg, GROUPED, MAX_GROUPS)
     step = 0
@@ -244,7 +291,7 @@ def consumer(
         tile, first, last, part, cut = steps_at(u, plan, sizes[4], gl.cdiv(sizes[2], SPAN), cfg, GROUPED)
         x, y, row_end, e = corner(tile, plan, sizes, cfg, GROUPED)
         acc, step = multiply(given[1], step, last - first, R, cfg)
-        x += R * 64
+        x += R * cfg.role_m
         if x < sizes[1]:
             end_tile(in_order(acc), (x, y, row_end, e), 0, False, given, (), (), GROUPED, cfg, code)
 
@@ -266,7 +313,7 @@ def mx_kernel(
     num_stages: gl.constexpr = cfg.num_stages
     for i in gl.static_range(num_stages):
         mbarrier.init(empty.index(i), count=cfg.num_roles)
-        mbarrier.init(ready.index(i), count=1)
+        mbarrier.init(ready.index(i), count=2)
     fence_async_shared()
     role_barrier()
     stages = (w_bufs, sf_bufs, x_bufs, empty, ready)
@@ -278,11 +325,13 @@ def mx_kernel(
     if cfg.num_roles == 1:
         gl.warp_specialize([
             (consumer, (given, 0, cfg, code, GROUPED, MAX_GROUPS)),
-            (producer, (descs, stages, sizes, offsets, cfg, GROUPED, MAX_GROUPS)),
-        ], [1], [40])  # fmt: skip
+            (weights_producer, (descs, stages, sizes, offsets, cfg, GROUPED, MAX_GROUPS)),
+            (tokens_producer, (descs, stages, sizes, offsets, cfg, GROUPED, MAX_GROUPS)),
+        ], [1, 1], [40, 40])  # fmt: skip
     else:
         gl.warp_specialize([
             (consumer, (given, 0, cfg, code, GROUPED, MAX_GROUPS)),
             (consumer, (given, 1, cfg, code, GROUPED, MAX_GROUPS)),
-            (producer, (descs, stages, sizes, offsets, cfg, GROUPED, MAX_GROUPS)),
-        ], [4, 1], [232, 40])  # fmt: skip
+            (weights_producer, (descs, stages, sizes, offsets, cfg, GROUPED, MAX_GROUPS)),
+            (tokens_producer, (descs, stages, sizes, offsets, cfg, GROUPED, MAX_GROUPS)),
+        ], [cfg.num_warps, 1, 1], [cfg.registers, 24, 24])  # fmt: skip

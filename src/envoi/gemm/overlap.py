@@ -1,0 +1,10 @@
+"""Programmatic dependent launch: a kernel that starts before the one in front of it has ended."""
+
+import triton.experimental.gluon.language as gl
+from triton.experimental import gluon
+
+
+@gluon.jit
+def wait_for_grid():
+    """Until the kernel in front of this one has ended and all that it wrote can be read."""
+    gl.inline_asm_elementwise("griddepcontrol.wait; // $0", "=r", [], gl.int32, is_pure=False, pack=1)
