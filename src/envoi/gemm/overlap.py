@@ -8,3 +8,9 @@ from triton.experimental import gluon
 def wait_for_grid():
     """Until the kernel in front of this one has ended and all that it wrote can be read."""
     gl.inline_asm_elementwise("griddepcontrol.wait; // $0", "=r", [], gl.int32, is_pure=False, pack=1)
+
+
+@gluon.jit
+def let_next_start():
+    """A kernel behind this one that was launched to start early may do so; its `wait_for_grid` still waits for our end."""
+    gl.inline_asm_elementwise("griddepcontrol.launch_dependents; // $0", "=r", [], gl.int32, is_pure=False, pack=1)

@@ -15,8 +15,8 @@ RESERVED_BYTES = 3072  # barriers, and what the compiler takes for reductions
 L2_BYTES = 64.0  # that a multiprocessor takes in one
 DRAM_BYTES = 2400.0  # that all of them take together
 START_CYCLES = 2500.0
-ROLES_CYCLES = 1500.0  # until the warps of several roles have gone their ways
-MEET_CYCLES = 3000.0  # all parts of some rows wait for each other
+ROLES_CYCLES = 700.0  # until the warps of several roles have gone their ways
+MEET_CYCLES = 3900.0  # all parts of some rows wait for each other
 CHOOSE_CYCLES = 1500.0  # a tile of rows, however small
 ELEMENT_CYCLES = 0.03  # a round of one element of it, four warps
 
@@ -26,7 +26,8 @@ class Cut:
     """A CTA has 64 rows, num_roles * block_n columns, steps_each steps of block_k along K.
 
     parts: CTAs that share their rows, parts_n of them side by side. waits: they wait for each other, and each role routes
-    `share` rows; else the last to come routes all of them. rows_each: at a time. num_sets: sums that each row has. columns: of the workspace. loads_all: a CTA's part of the operands fits its stages.
+    `share` rows; else the last to come routes all of them. rows_each: at a time. num_sets: sums that each row has. columns: of the workspace. rows: of a
+    CTA, 64 unless there are fewer tokens or it has all columns. loads_all: a CTA's part of the operands fits its stages.
     """
 
     num_roles: int
@@ -41,6 +42,7 @@ class Cut:
     rows_each: int
     waits: bool
     columns: int
+    rows: int
     loads_all: bool
 
     @property
@@ -73,19 +75,26 @@ def candidates(M: int, hidden: int, spec: Spec, num_sms: int) -> Iterator[Cut]:
             if block_n * num_roles > spec.columns:
                 continue
             for blocks_each in {-(-num_blocks // parts) for parts in range(1, num_blocks + 1)}:
-                cut = make(M, hidden, spec, num_roles, block_n, blocks_each, num_sms)
+                cut = make(M, hidden, spec, num_roles, block_n, blocks_each, ROWS, num_sms)
                 if cut.waits or blocks_each == num_blocks:
                     yield cut
+            if block_n * num_roles == spec.columns:
+                for rows in (8, 16, 32):
+                    if rows < M:
+                        yield make(M, hidden, spec, num_roles, block_n, num_blocks, rows, num_sms)
 
 
-def make(M: int, hidden: int, spec: Spec, num_roles: int, block_n: int, blocks_each: int, num_sms: int) -> Cut:
+def make(
+    M: int, hidden: int, spec: Spec, num_roles: int, block_n: int, blocks_each: int, rows: int, num_sms: int
+) -> Cut:
     """A cut with what follows from it."""
     num_blocks = -(-hidden // BLOCK_SUM)
     parts_n = -(-spec.num_experts // (block_n * num_roles))
     parts_k = -(-num_blocks // blocks_each)
     parts = parts_n * parts_k
     waits = 1 < parts and -(-M // ROWS) * parts <= num_sms
-    share = ROWS // (1 if parts > 1 else num_roles)
+    rows = max(8, power_of_two(min(M, rows)))
+    share = rows // (1 if parts > 1 else num_roles)
     if waits:
         share = min(power_of_two(-(-min(M, ROWS) // (parts * num_roles))), ROWS)
     rows_each = min(MAX_ELEMENTS // spec.columns, share)
@@ -100,24 +109,25 @@ def make(M: int, hidden: int, spec: Spec, num_roles: int, block_n: int, blocks_e
     stages = max(steps, -(-128 // block_k)) if loads_all else min(fits, 16)
     return Cut(
         num_roles, block_n, block_k, stages, parts_n, parts_k, steps_each, max(1, num_blocks - blocks_each + 1),
-        share, rows_each, waits, spec.columns, loads_all,
+        share, rows_each, waits, spec.columns, rows, loads_all,
     )  # fmt: skip
 
 
 def predicted_cycles(M: int, hidden: int, spec: Spec, cut: Cut, num_sms: int) -> float:
     """What a launch takes, roughly: the slowest of loading and multiplying, then meeting and choosing."""
-    ctas = -(-M // ROWS) * cut.parts
+    ctas = -(-M // cut.rows) * cut.parts
     waves = -(-ctas // num_sms)
     span = min(hidden, cut.steps_each * cut.block_k)
-    loads = 2 * span * (ROWS + cut.width) / L2_BYTES
+    loads = 2 * span * (cut.rows + cut.width) / L2_BYTES
     dram = 2 * hidden * (M + spec.num_experts) / DRAM_BYTES / waves
     # An instruction takes at least 32 cycles, whatever its columns.
     products = span / 16 * cut.num_roles * max(cut.block_n / 2, 32)
     rest = 0.0 if cut.loads_all else ROLES_CYCLES
     if cut.parts > 1:
         sets = max(1, cut.num_sets // max(cut.parts_k - 1, 1))
-        rest += MEET_CYCLES + 4 * (cut.share * cut.num_roles * cut.num_sets * spec.columns + ROWS * cut.width * sets) / L2_BYTES
-    passes = cut.share // cut.rows_each
+        floats = cut.share * cut.num_roles * cut.num_sets * spec.columns + ROWS * cut.width * sets
+        rest += MEET_CYCLES + 8 * floats / L2_BYTES
+    passes = max(1, cut.share // cut.rows_each)
     rest += passes * (CHOOSE_CYCLES + cut.rows_each * spec.columns * (spec.k + 12) * ELEMENT_CYCLES)
     return waves * (START_CYCLES + max(loads, dram, products) + rest)
 

@@ -22,6 +22,7 @@ from envoi.epilogue.device import INF, INTERPRETED, divide, sigmoid
 
 LOWEST: tl.constexpr = tl.constexpr(-(2**31))  # below the key of any float
 NOWHERE: tl.constexpr = tl.constexpr(1 << 30)  # behind any column
+SOME: tl.constexpr = tl.constexpr(0x00800000)  # the packed key of any finite number is at least that
 EPS: tl.constexpr = tl.constexpr(1e-20)
 TOLERANCE: tl.constexpr = tl.constexpr(1e-6)  # twice what `fast_score` errs, and the rounding of a sum of two
 
@@ -111,16 +112,24 @@ def at_column(x, here):
 
 
 @triton.jit
-def pick(x, ids, columns, spec: tl.constexpr):
-    """x [R, C] at columns `ids` [R, S]. columns: 0, 1, 2 ...; the Triton dialect's gather fails where warps share rows."""
+def slot(x, found, j, spec: tl.constexpr):
+    """Slot j of each row, in all slots. found: 0, 1, 2 ..."""
+    if spec.gluon:
+        return tl.gather(x, found * 0 + j, 1)
+    else:
+        return at_column(x, found == j)[:, None] + (found * 0).to(tl.float32)
+
+
+@triton.jit
+def pick(x, ids, columns, found, spec: tl.constexpr):
+    """x [R, C] at columns `ids` [R, slots]. columns: 0, 1, 2 ...; Triton's gather fails where warps share rows."""
     if spec.gluon:
         return tl.gather(x, ids, 1)
     else:
-        slot = tl.arange(0, ids.shape[1])[None, :]
-        picked = ids.to(tl.float32)
-        for r in range(ids.shape[1]):
-            id = tl.max(tl.where(slot == r, ids, -1), 1)
-            picked = tl.where(slot == r, at_column(x, columns == id[:, None])[:, None], picked)
+        picked = ids.to(tl.float32) * 0.0
+        for r in range(spec.slots):
+            id = tl.max(tl.where(found == r, ids, -1), 1)
+            picked = tl.where(found == r, at_column(x, columns == id[:, None])[:, None], picked)
         return picked
 
 
@@ -132,46 +141,56 @@ def best_of(key, columns):
 
 
 @triton.jit
-def two_best(key, columns):
-    """The sum of the two best keys along the last axis, -inf where there is none; of one if there is one."""
+def merge_two(a, second_a, b, second_b):
+    """The two largest of two pairs."""
+    return tl.maximum(a, b), tl.maximum(tl.minimum(a, b), tl.maximum(second_a, second_b))
+
+
+@triton.jit
+def group_score(key, spec: tl.constexpr):
+    """Of keys along the last axis: the largest, or the sum of the two largest, or of one if there is but one."""
     axis: tl.constexpr = len(key.shape) - 1
-    best = tl.max(key, axis)
-    first = tl.min(tl.where(key == tl.expand_dims(best, axis), columns, NOWHERE), axis)
-    second = tl.max(tl.where(columns == tl.expand_dims(first, axis), -INF, key), axis)
-    return best + tl.where(second == -INF, 0.0, second)
+    if spec.rule.group_score == "max":
+        return tl.max(key, axis)
+    else:
+        best, second = tl.reduce((key, tl.where(key > key, 0.0, -INF)), axis, merge_two)
+        return best + tl.where(second == -INF, 0.0, second)
 
 
 @triton.jit
 def group_scores(key, columns, group_slots, spec: tl.constexpr):
     """The score of every group [R, groups], and the groups' numbers."""
     size: tl.constexpr = spec.group_size
+    num_groups: tl.constexpr = spec.rule.num_groups
     if spec.groups_fill:
-        wide = tl.reshape(key, (key.shape[0], spec.rule.num_groups, size))
-        ids = tl.reshape(columns + (key > key).to(tl.int32), (key.shape[0], spec.rule.num_groups, size))
-        scores = two_best(wide, ids) if spec.rule.group_score == "top2_sum" else tl.max(wide, 2)
-        return scores, tl.min(ids, 2) // size
+        scores = group_score(tl.reshape(key, (key.shape[0], num_groups, size)), spec)
+        if spec.gluon:
+            numbers = gl.arange(0, num_groups, gl.SliceLayout(0, scores.type.layout))[None, :]
+        else:
+            numbers = tl.arange(0, num_groups)[None, :]
+        return scores, numbers + (scores > scores).to(tl.int32)
     else:
-        groups = group_slots + tl.max((key > key).to(tl.int32), 1)[:, None]
-        scores = groups.to(tl.float32) * 0.0 - INF
-        for g in range(spec.rule.num_groups):
-            inside = tl.where(columns // size == g, key, -INF)
-            score = two_best(inside, columns) if spec.rule.group_score == "top2_sum" else tl.max(inside, 1)
-            scores = tl.where(groups == g, score[:, None], scores)
-        return scores, groups
+        numbers = group_slots + tl.max((key > key).to(tl.int32), 1)[:, None]
+        scores = numbers.to(tl.float32) * 0.0 - INF
+        for g in range(num_groups):
+            score = group_score(tl.where(columns // size == g, key, -INF), spec)
+            scores = tl.where(numbers == g, score[:, None], scores)
+        return scores, numbers
 
 
 @triton.jit
-def best_groups(key, columns, group_slots, num_kept, tolerance, spec: tl.constexpr):
-    """key, -inf outside the best groups; of equal groups the smaller number. And which rows are certain."""
+def best_groups(key, columns, group_slots, tolerance, spec: tl.constexpr):
+    """key, -inf outside the best groups, of equals the smaller number; and the rows that are certain."""
     scores, numbers = group_scores(key, columns, group_slots, spec)
-    left = scores
-    kept = tl.max((scores > scores).to(tl.int32), 1)
-    last = kept.to(tl.float32)
-    for _ in range(num_kept):
-        last, number = best_of(left, numbers)
-        kept |= 1 << number
-        left = tl.where(numbers == number[:, None], -INF, left)
-    sure = (last - tl.max(left, 1) > tolerance).to(tl.int32)
+    num_groups: tl.constexpr = spec.rule.num_groups
+    better = numbers * 0
+    for g in tl.static_range(num_groups):
+        other = slot(scores, numbers, g, spec)
+        better += ((other > scores) | ((other == scores) & (g < numbers))).to(tl.int32)
+    keep = (better < spec.rule.num_topk_groups) & (numbers < num_groups)
+    kept = tl.sum(tl.where(keep, 1 << numbers, 0), 1)
+    least = tl.min(tl.where(keep, scores, INF), 1)
+    sure = (least - tl.max(tl.where(keep, -INF, scores), 1) > tolerance).to(tl.int32)
     kept = as_in(kept, tl.max(key, 1), spec)
     sure = as_in(sure, tl.max(key, 1), spec)
     return tl.where(((kept[:, None] >> (columns // spec.group_size)) & 1) != 0, key, -INF), sure > 0
@@ -189,25 +208,20 @@ def selection_key(logits, usable, top, total, columns, expert_bias, FAST: tl.con
         else:
             key = score_of(logits, spec)
     if spec.has_expert_bias:
-        key += tl.load(expert_bias + columns, mask=columns < spec.num_experts, other=0.0).to(tl.float32)
-        usable = usable & is_finite(key)
+        key += expert_bias  # finite, or -inf
     return tl.where(usable, key, -INF)
 
 
 @triton.jit
 def pack(key, columns):
-    """uint32 that order as the keys do, but for the lowest bits, which hold the column; 0 for -inf."""
+    """uint32 that order as the keys do, but for the lowest bits, which hold the column; below SOME for -inf."""
     low: tl.constexpr = key.shape[1] - 1
-    bits = (order(key) ^ LOWEST) & (-1 - low)
-    return tl.where(key == -INF, 0, bits | (low - columns)).to(tl.uint32, bitcast=True)
+    return (((order(key) ^ LOWEST) & (-1 - low)) | (low - columns)).to(tl.uint32, bitcast=True)
 
 
 @triton.jit
-def choose_packed(key, columns, slots, k, tolerance, spec: tl.constexpr):
-    """The ids [R, slots] of the k best keys by their upper bits, and for each row: is that certain to be exact?
-
-    It is if the chosen keys differ by more than the tolerance, and no other comes as near to the last of them.
-    """
+def best_packed(key, columns, slots, k, spec: tl.constexpr):
+    """The ids [R, slots] of the k best keys by their upper bits, how many there are, and 0, 1, 2 ... for the slots."""
     low: tl.constexpr = key.shape[1] - 1
     packed = pack(key, columns)
     none = tl.max((key > key).to(tl.int32), 1)
@@ -219,14 +233,42 @@ def choose_packed(key, columns, slots, k, tolerance, spec: tl.constexpr):
         gap = tl.min((best - 1)[:, None] - packed, 1)
         best = tl.where(best > 0, best - 1 - gap, best)
         bests = tl.where(found == r, as_in(best.to(tl.int32, bitcast=True), tl.max(found, 1), spec)[:, None], bests)
-    ids = low - (bests & low)
-    keys = pick(key, ids, columns, spec)
-    behind = pick(keys, tl.minimum(found + 1, spec.slots - 1), found, spec)
-    last = as_in(at_column(keys, found == spec.k - 1), tl.max(key, 1), spec)
-    apart = ((bests != 0) & ((found >= spec.k - 1) | (keys - behind > tolerance))) | (found >= spec.k)
+    there = (bests.to(tl.uint32, bitcast=True) >= SOME) & (found < k)
+    return (bests & low) ^ low, there, found
+
+
+@triton.jit
+def choose_packed(key, columns, slots, k, tolerance: tl.constexpr, spec: tl.constexpr):
+    """The k best keys by their upper bits: their ids [R, slots] and values, 0, 1, 2 ... for the slots, and which rows
+    have their choice, and its order, for certain.
+
+    The choice is certain if all keys that the upper bits may have taken for the last of the chosen are chosen.
+    """
+    ids, there, found = best_packed(key, columns, slots, k, spec)
+    keys = tl.where(there, pick(key, ids, columns, found, spec), -INF)
+    last = as_in(tl.min(tl.where(found < k, keys, INF), 1), tl.max(key, 1), spec)
     rivals = tl.sum((key >= last[:, None] - tolerance).to(tl.int32), 1)
-    apart = as_in(tl.min(apart.to(tl.int32), 1), tl.max(key, 1), spec)
-    return ids, found, (apart > 0) & (rivals == spec.k)
+    behind = pick(keys, tl.minimum(found + 1, spec.slots - 1), found, found, spec)
+    falls = ((keys - behind > tolerance) | (found >= k - 1)).to(tl.int32)
+    return ids, keys, found, (last > -INF) & (rivals == spec.k), as_in(tl.min(falls, 1), last, spec) > 0
+
+
+@triton.jit
+def put_in_order(ids, keys, found, k, tolerance: tl.constexpr, spec: tl.constexpr):
+    """The chosen by their whole keys, of equals the smallest id first; and the rows where no two are within the
+    tolerance."""
+    rank = found * 0
+    near = found * 0
+    for j in range(k):
+        other = slot(keys, found, j, spec)
+        other_id = slot(ids.to(tl.float32), found, j, spec).to(tl.int32)
+        rank += ((other > keys) | ((other == keys) & (other_id < ids))).to(tl.int32)
+        if tolerance > 0.0:
+            near += ((tl.abs(other - keys) <= tolerance) & (j != found) & (found < k)).to(tl.int32)
+    place = found * 0
+    for j in range(k):
+        place = tl.where(slot(rank.to(tl.float32), found, j, spec).to(tl.int32) == found, j, place)
+    return pick(ids.to(tl.float32), place, found, found, spec).to(tl.int32), tl.max(near, 1) == 0
 
 
 @triton.jit
@@ -246,29 +288,33 @@ def select(logits, usable, top, total, columns, slots, group_slots, expert_bias,
     """The ids [R, slots] of the chosen experts, best first, -1 where none is left: fast, and again where that may err."""
     tolerance: tl.constexpr = TOLERANCE if spec.by_score and spec.rule.score == "sigmoid" else 0.0
     key = selection_key(logits, usable, top, total, columns, expert_bias, True, spec)
-    sure = tl.max(key, 1) > -INF
     if spec.rule.num_groups > 1:
-        key, sure = best_groups(key, columns, group_slots, k - k + spec.rule.num_topk_groups, tolerance, spec)
-    ids, found, certain = choose_packed(key, columns, slots, k, tolerance, spec)
-    if tl.min((certain & sure).to(tl.int32), 0) == 0:
-        key = selection_key(logits, usable, top, total, columns, expert_bias, False, spec)
-        if spec.rule.num_groups > 1:
-            key, sure = best_groups(key, columns, group_slots, k - k + spec.rule.num_topk_groups, tolerance, spec)
-        ids = choose(tl.where(key > -INF, order(key), LOWEST), columns, found, k, spec)
+        key, sure = best_groups(key, columns, group_slots, tolerance, spec)
+    ids, keys, found, certain, falls = choose_packed(key, columns, slots, k, tolerance, spec)
+    if spec.rule.num_groups > 1:
+        certain = certain & sure
+    if tl.min((certain & falls).to(tl.int32), 0) == 0:
+        ids, apart = put_in_order(ids, keys, found, k, tolerance, spec)
+        certain = certain & (as_in(apart.to(tl.int32), tl.max(key, 1), spec) > 0)
+        if tl.min(certain.to(tl.int32), 0) == 0:
+            key = selection_key(logits, usable, top, total, columns, expert_bias, False, spec)
+            if spec.rule.num_groups > 1:
+                key, sure = best_groups(key, columns, group_slots, tolerance, spec)
+            ids = choose(tl.where(key > -INF, order(key), LOWEST), columns, found, k, spec)
     return tl.where(found < spec.k, ids, -1), found
 
 
 @triton.jit
 def look_up(usable, rows, live, columns, slots, tables, spec: tl.constexpr):
     """The experts that the table has for each row's token; -1 outside it, and where the logit isn't finite."""
-    expert_bias, token_ids, hash_table, vocabulary = tables
+    _logit_bias, _expert_bias, token_ids, hash_table, vocabulary = tables
     token = tl.load(token_ids + rows, mask=live, other=-1).to(tl.int64)
     inside = live & (token >= 0) & (token < vocabulary)
     token = as_in(tl.where(inside, token, -1), tl.max(slots, 1), spec)[:, None]
     ids = tl.load(hash_table + token * spec.k + slots, mask=(token >= 0) & (slots < spec.k), other=-1).to(tl.int32)
     found = slots + ids * 0
     ids = tl.where((ids < spec.num_experts) & (slots < spec.k), ids, -1)
-    finite = pick(tl.where(usable, 1.0, 0.0), tl.maximum(ids, 0), columns, spec)
+    finite = pick(tl.where(usable, 1.0, 0.0), tl.maximum(ids, 0), columns, found, spec)
     return tl.where(finite > 0.0, ids, -1), found
 
 
@@ -303,9 +349,25 @@ def store_dense(dense, weights, ids, found, rows, live, columns, k, spec: tl.con
 
 
 @triton.jit
+def load_biases(tables, columns, spec: tl.constexpr):
+    """The biases of logits and of keys [1, C]; 0 for those that there aren't."""
+    logit_bias, expert_bias, _token_ids, _hash_table, _vocabulary = tables
+    real = columns < spec.num_experts
+    of_logits = 0.0
+    of_keys = 0.0
+    if spec.has_logit_bias:
+        of_logits = tl.load(logit_bias + columns, mask=real, other=0.0).to(tl.float32)
+    if spec.has_expert_bias:
+        of_keys = tl.load(expert_bias + columns, mask=real, other=0.0).to(tl.float32)
+        of_keys = tl.where(is_finite(of_keys), of_keys, -INF)  # such an expert is never chosen
+    return of_logits, of_keys
+
+
+@triton.jit
 def route_rows(
-    logits, rows, num_rows, columns, slots, group_slots, numbers, tables, outputs, spec: tl.constexpr
-):
+    logits, rows, num_rows, columns, slots, group_slots, numbers, biases, tables, outputs,
+    spec: tl.constexpr,
+):  # fmt: skip
     """All that follows the product: logits [R, C], before alpha and bias, of `rows` [R] -> every output but the counts.
 
     columns [1, C] and group_slots [1, groups]: 0, 1, 2 ... in the layout of logits; slots [1, slots] in any that keeps a
@@ -314,13 +376,13 @@ def route_rows(
     loops, and what runs once runs at the speed of its instructions' fetching. tables: logit_bias, expert_bias, token_ids, hash_table, vocabulary.
     """
     alpha, routed_scale, k = numbers
-    logit_bias, expert_bias, token_ids, hash_table, vocabulary = tables
+    logit_bias, expert_bias = biases
     weights_out, ids_out, logits_out, dense_out, histogram = outputs
     live = rows < num_rows
     real = columns < spec.num_experts
     logits = logits * alpha
     if spec.has_logit_bias:
-        logits += tl.load(logit_bias + columns, mask=real, other=0.0).to(tl.float32)
+        logits += logit_bias
     if spec.want_logits:
         at = rows.to(tl.int64)[:, None] * spec.num_experts + columns
         tl.store(logits_out + at, logits, mask=live[:, None] & real)
@@ -333,11 +395,10 @@ def route_rows(
         total = tl.sum(tl.where(usable, score_of(logits - top[:, None], spec), 0.0), 1)
         total = tl.maximum(total, EPS)
     if spec.hashed:
-        hashing = (expert_bias, token_ids, hash_table, vocabulary)
-        ids, found = look_up(usable, rows, live, columns, slots, hashing, spec)
+        ids, found = look_up(usable, rows, live, columns, slots, tables, spec)
     else:
         ids, found = select(logits, usable, top, total, columns, slots, group_slots, expert_bias, k, spec)
-    chosen = pick(logits, tl.maximum(ids, 0), columns, spec)
+    chosen = pick(logits, tl.maximum(ids, 0), columns, found, spec)
     if spec.whole_softmax:
         top = as_in(top, tl.max(found, 1), spec)
         total = as_in(total, tl.max(found, 1), spec)

@@ -2,12 +2,14 @@
 # pyright: reportGeneralTypeIssues=false, reportAssignmentType=false
 """The router on Hopper: TMA, wgmma, one launch from tokens to experts.
 
-    for each CTA: 64 rows, some columns (experts), some blocks of 1024 along K          TMA -> stages
+    for each CTA: some rows, some columns (experts), some blocks of 1024 along K        TMA -> stages
         for each block:  p = tokens[rows, block] @ gate[columns, block].T               wgmma, some columns a role
             sum += p
     all columns and all of K in one CTA:   sums -> shared memory
     else:                                  sums -> workspace; whoever shares the rows waits, and takes some of them
     route_rows(sums of the blocks, in their order), a few rows at a time
+
+An instruction multiplies 64 rows; where fewer make more CTAs the others are left as they are, and nobody looks.
 
 The blocks and their order are the same for every number of tokens, and so are the bits of a token's logits. CTAs that
 wait for each other are launched together or not at all (a cooperative launch), so none waits for one that can't start.
@@ -26,7 +28,8 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
-from envoi.router.device import route_rows, store_counts
+from envoi.gemm.overlap import let_next_start, wait_for_grid
+from envoi.router.device import load_biases, route_rows, store_counts
 from envoi.triton_compat import role_barrier
 
 
@@ -38,7 +41,7 @@ def part_of(sizes, cut: gl.constexpr):
     part = pid % cut.parts
     first = part // cut.parts_n * cut.steps_each
     last = gl.minimum(first + cut.steps_each, gl.cdiv(hidden, cut.block_k))
-    return pid // cut.parts * 64, part % cut.parts_n * cut.width, first, last, part
+    return pid // cut.parts * cut.rows, part % cut.parts_n * cut.width, first, last, part
 
 
 @gluon.jit
@@ -47,26 +50,29 @@ def load_stage(x_desc, y_desc, stages, stage, m, n, k, cut: gl.constexpr):
     x_bufs, y_bufs, _empty, ready, _parked = stages
     roles: gl.constexpr = cut.num_roles
     mbarrier.expect(ready.index(stage), x_desc.block_type.nbytes + roles * y_desc.block_type.nbytes)
-    tma.async_copy_global_to_shared(x_desc, [m, k * cut.block_k], ready.index(stage), x_bufs.index(stage))
+    x_buf = x_bufs.index(stage)
+    if cut.rows < 64:
+        x_buf = x_buf.slice(0, cut.rows, dim=0)  # what stays below are rows that nobody asks for
+    tma.async_copy_global_to_shared(x_desc, [m, k * cut.block_k], ready.index(stage), x_buf)
     for r in gl.static_range(roles):
         y_buf = y_bufs.index(stage * roles + r)
         tma.async_copy_global_to_shared(y_desc, [n + r * cut.block_n, k * cut.block_k], ready.index(stage), y_buf)
 
 
 @gluon.jit
-def load_all(x_desc, y_desc, stages, sizes, cut: gl.constexpr):
-    """Every step of this CTA: there are as many stages."""
+def load_first(x_desc, y_desc, stages, sizes, cut: gl.constexpr):
+    """As many steps of this CTA as there are stages, before the warps go their ways."""
     m, n, first, last, _part = part_of(sizes, cut)
-    for k in range(first, last):
+    for k in range(first, gl.minimum(first + cut.num_stages, last)):
         load_stage(x_desc, y_desc, stages, k - first, m, n, k, cut)
 
 
 @gluon.jit
 def producer(x_desc, y_desc, stages, sizes, cut: gl.constexpr):
-    """One warp: fills the stages, as far ahead as they reach."""
+    """One warp: fills the stages again, as far ahead as they reach."""
     empty = stages[2]
     m, n, first, last, _part = part_of(sizes, cut)
-    for k in range(first, last):
+    for k in range(first + cut.num_stages, last):
         step = k - first
         mbarrier.wait(empty.index(step % cut.num_stages), ((step // cut.num_stages) & 1) ^ 1)
         load_stage(x_desc, y_desc, stages, step % cut.num_stages, m, n, k, cut)
@@ -101,8 +107,8 @@ def multiply(stages, step, num_steps, R: gl.constexpr, cut: gl.constexpr):
 
 @gluon.constexpr_function
 def lanes_of(columns):
-    """Lanes that share a row: each has eight columns of it, and no other warp has any, so that reductions are short."""
-    return max(4, min(32, columns // 8))
+    """Lanes that share a row, which no other warp has a part of. A whole warp reduces integers in one instruction."""
+    return 32 if columns >= 128 else max(4, columns // 8)
 
 
 @gluon.constexpr_function
@@ -120,14 +126,28 @@ def slot_layout(columns, slots):
 
 
 @gluon.jit
-def finish_rows(logits, rows, given, spec: gl.constexpr):
+def columns_in(layout: gl.constexpr, count: gl.constexpr):
+    """0, 1, 2 ... as [1, count] for tiles of a layout."""
+    return gl.arange(0, count, gl.SliceLayout(0, layout))[None, :]
+
+
+@gluon.jit
+def finish_rows(logits, rows, given, biases, spec: gl.constexpr):
     """`route_rows`, with what it wants to know of the layout."""
     sizes, numbers, tables, outputs = given
     layout: gl.constexpr = logits.type.layout
-    columns = gl.arange(0, logits.shape[1], gl.SliceLayout(0, layout))[None, :]
-    slots = gl.arange(0, spec.slots, gl.SliceLayout(0, slot_layout(logits.shape[1], spec.slots)))[None, :]
-    group_slots = gl.arange(0, spec.group_slots, gl.SliceLayout(0, layout))[None, :]
-    route_rows(logits, rows, sizes[0], columns, slots, group_slots, numbers, tables, outputs, spec)
+    chosen: gl.constexpr = slot_layout(logits.shape[1], spec.slots)
+    columns = columns_in(layout, logits.shape[1])
+    slots = columns_in(chosen, spec.slots)
+    group_slots = columns_in(layout, spec.group_slots)
+    route_rows(logits, rows, sizes[0], columns, slots, group_slots, numbers, biases, tables, outputs, spec)
+
+
+@gluon.jit
+def load_early(given, cut: gl.constexpr, spec: gl.constexpr):
+    """The biases, before anyone waits."""
+    layout: gl.constexpr = row_layout(cut.columns)
+    return load_biases(given[2], columns_in(layout, cut.columns), spec)
 
 
 @gluon.jit
@@ -142,6 +162,7 @@ def shared_rows(stages, rows: gl.constexpr, columns: gl.constexpr, cut: gl.const
 def from_shared(sum, stages, given, m, R: gl.constexpr, cut: gl.constexpr, spec: gl.constexpr):
     """A CTA has all columns and all of K: its roles exchange their columns, then each routes a share of the rows."""
     parked = stages[4]
+    biases = load_early(given, cut, spec)
     mbarrier.arrive(parked, count=1)
     mbarrier.wait(parked, 0)  # all products are done: the memory is free
     whole = shared_rows(stages, 64, cut.columns, cut).index(0)
@@ -153,12 +174,12 @@ def from_shared(sum, stages, given, m, R: gl.constexpr, cut: gl.constexpr, spec:
     layout: gl.constexpr = row_layout(cut.columns)
     i = gl.arange(0, cut.rows_each, gl.SliceLayout(1, layout))
     for row in range(R * cut.share, gl.minimum((R + 1) * cut.share, given[0][0] - m), cut.rows_each):
-        finish_rows(tiles.index(row // cut.rows_each).load(layout), m + row + i, given, spec)
+        finish_rows(tiles.index(row // cut.rows_each).load(layout), m + row + i, given, biases, spec)
 
 
 @gluon.jit
 def leave(sum, sums, set, m, n, padded, cut: gl.constexpr):
-    """64 x block_n sums into the workspace [sets, padded rows, columns]."""
+    """64 x block_n sums into the workspace [sets, padded rows, columns]; only the last rows can be nobody's."""
     rows = m + gl.arange(0, 64, gl.SliceLayout(1, sum.type.layout))
     columns = n + gl.arange(0, cut.block_n, gl.SliceLayout(0, sum.type.layout))
     gl.store(sums + (set * padded + rows).to(gl.int64)[:, None] * cut.columns + columns[None, :], sum)
@@ -180,7 +201,7 @@ def add_sets(sums, rows, padded, cut: gl.constexpr, layout: gl.constexpr):
 def wait_for_all(counter, num_parts):
     """Say that this role's sums are there, and wait for those of all parts of its rows."""
     role_barrier()
-    gl.atomic_add(counter, 1, sem="acq_rel", scope="gpu")
+    gl.atomic_add(counter, 1, sem="release", scope="gpu")
     while gl.atomic_add(counter, 0, sem="acquire", scope="gpu") < num_parts:
         pass
 
@@ -196,34 +217,35 @@ def arrive(counter, count):
 
 
 @gluon.jit
-def from_workspace(sums, first, last, padded, given, cut: gl.constexpr, spec: gl.constexpr):
+def from_workspace(sums, first, last, padded, given, biases, cut: gl.constexpr, spec: gl.constexpr):
     """Rows first to last, rows_each at a time."""
     layout: gl.constexpr = row_layout(cut.columns)
     for row in range(first, gl.minimum(last, given[0][0]), cut.rows_each):
         rows = row + gl.arange(0, cut.rows_each, gl.SliceLayout(1, layout))
-        finish_rows(add_sets(sums, rows, padded, cut, layout), rows, given, spec)
+        finish_rows(add_sets(sums, rows, padded, cut, layout), rows, given, biases, spec)
 
 
 @gluon.jit
 def meet(sums, counters, m, part, padded, given, R: gl.constexpr, cut: gl.constexpr, spec: gl.constexpr):
     """Roles that have parts of the same rows meet; each routes a share of the rows, or the last to come all of them."""
     num_parts: gl.constexpr = cut.parts * cut.num_roles
-    own = counters + m // 64 * 2
+    own = counters + m // cut.rows * 2
+    biases = load_early(given, cut, spec)
     if cut.waits:
         share = (part * cut.num_roles + R) * cut.share
-        if (share < 64) & (m + share < given[0][0]):
+        if (share < cut.rows) & (m + share < given[0][0]):
             wait_for_all(own, num_parts)
-            from_workspace(sums, m + share, m + share + cut.share, padded, given, cut, spec)
+            from_workspace(sums, m + share, m + share + cut.share, padded, given, biases, cut, spec)
         else:
             role_barrier()
-            gl.atomic_add(own, 1, sem="acq_rel", scope="gpu")
+            gl.atomic_add(own, 1, sem="release", scope="gpu")
         # The last role to leave puts back the zeros.
         if gl.atomic_add(own + 1, 1, sem="relaxed", scope="gpu") == num_parts - 1:
             gl.store(own, 0)
             gl.store(own + 1, 0)
     else:
         if arrive(own, num_parts):
-            from_workspace(sums, m, m + 64, padded, given, cut, spec)
+            from_workspace(sums, m, m + cut.rows, padded, given, biases, cut, spec)
 
 
 @gluon.jit
@@ -264,13 +286,14 @@ def router_kernel(
     cut: gl.constexpr, spec: gl.constexpr,
 ):  # fmt: skip
     """Set up the stages, then one role for each partition of warps."""
-    x_shape: gl.constexpr = [cut.num_stages] + x_desc.block_type.shape
+    x_shape: gl.constexpr = [cut.num_stages, 64, cut.block_k]
     y_shape: gl.constexpr = [cut.num_stages * cut.num_roles] + y_desc.block_type.shape
     x_bufs = gl.allocate_shared_memory(x_desc.dtype, x_shape, x_desc.layout)
     y_bufs = gl.allocate_shared_memory(y_desc.dtype, y_shape, y_desc.layout)
     empty = gl.allocate_shared_memory(gl.int64, [cut.num_stages, 1], mbarrier.MBarrierLayout())
     ready = gl.allocate_shared_memory(gl.int64, [cut.num_stages, 1], mbarrier.MBarrierLayout())
-    for i in range(cut.num_stages):
+    num_stages: gl.constexpr = cut.num_stages
+    for i in gl.static_range(num_stages):
         mbarrier.init(empty.index(i), count=cut.num_roles)
         mbarrier.init(ready.index(i), count=1)
     parked = gl.allocate_shared_memory(gl.int64, [1], mbarrier.MBarrierLayout())
@@ -284,9 +307,11 @@ def router_kernel(
     scratch = (sums, counters)
     totals = (counts, offsets)
     role_barrier()
+    wait_for_grid()  # so far this ran beside the kernel in front
+    let_next_start()
+    load_first(x_desc, y_desc, stages, sizes, cut)
     # The tuples of arguments are written out: bound to a name, their constants would become tensors.
     if cut.loads_all:
-        load_all(x_desc, y_desc, stages, sizes, cut)
         role(stages, given, scratch, totals, counter, 0, cut, spec)
     elif cut.num_roles == 1:
         gl.warp_specialize([

@@ -134,7 +134,7 @@ def hopper_arguments(
     spec = replace(call.spec, gluon=True)
     (M, hidden), device = call.tokens.shape, call.tokens.device
     cut = cut or choose_cut(power_of_two(M) if M <= ROWS else M, hidden, spec, num_sms)
-    row_blocks = -(-M // ROWS)
+    row_blocks = -(-M // cut.rows)
     tokens, gate = tma_ready(call.tokens), tma_ready(call.gate)
     num_met = 2 * row_blocks if cut.parts > 1 else 0
     num_counted = spec.num_experts + 1 if spec.want_counts else 0
@@ -145,10 +145,12 @@ def hopper_arguments(
     counted = _from(counters, num_met) if num_counted else None
     counts, offsets = outputs["counts"] or (None, None)
     arguments = (
-        descriptor(tokens, ROWS, cut.block_k), descriptor(gate, cut.block_n, cut.block_k), M, hidden,
+        descriptor(tokens, cut.rows, cut.block_k), descriptor(gate, cut.block_n, cut.block_k), M, hidden,
         call.alpha, call.routed_scale, spec.k, *_tables(call),
         outputs["weights"], outputs["ids"], outputs["logits"], outputs["dense"], _from(counted, 1), counts, offsets,
         counted, sums, counters if num_met else None, cut, spec,
     )  # fmt: skip
-    options = {"num_warps": 4, "launch_cooperative_grid": True} if cut.waits else {"num_warps": 4}
+    options: dict[str, Any] = {"num_warps": 4, "launch_pdl": True}
+    if cut.waits:
+        options["launch_cooperative_grid"] = True
     return (row_blocks * cut.parts,), arguments, options
