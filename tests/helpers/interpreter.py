@@ -1,4 +1,4 @@
-"""Tests of Triton kernels in Triton's CPU interpreter, which is chosen when Triton is imported: in processes of their own."""
+"""Tests of Triton kernels in its CPU interpreter, which is chosen when Triton is imported: processes of their own."""
 
 import os
 import subprocess
