@@ -1,6 +1,5 @@
 """Every registered kernel of the Hopper GEMM on a GPU: right, and the code that was counted without one."""
 
-import difflib
 from itertools import pairwise
 
 import pytest
@@ -9,11 +8,10 @@ import torch
 from envoi.gemm import gemm, grouped_gemm
 from envoi.gemm.op import _spread_columns
 from envoi.gemm.reference import oracle, pick_expert
-from envoi.sass import hopper_recipes, hopper_tuned, ptx
-from envoi.sass.compile import compile_recipe
+from envoi.sass import hopper_recipes, hopper_tuned
 from envoi.types import QuantTensor
 from tests.gemm.test_gpu import judge, normal, torchs_product
-from tests.helpers.launches import watched
+from tests.helpers.launches import assert_same_code, watched
 
 pytestmark = pytest.mark.gpu
 HOPPER = (9, 0)
@@ -82,13 +80,4 @@ def test_registered(case):
         _spread_columns(given.epilogue.ir, operands, offsets, case.M)
     judge(given.epilogue, got, *products(given), operands, offsets)
     if torch.cuda.get_device_capability() == HOPPER:
-        assert_same_code(case, launched)
-
-
-def assert_same_code(case, launched):
-    offline = compile_recipe(hopper_recipes.recipe(case), "sm_90")
-    if offline.ptx_sha256 not in launched:
-        one, *_ = launched.values()
-        texts = [ptx.without_lines(text).splitlines() for text in (offline.ptx, one)]
-        lines = list(difflib.unified_diff(*texts, "compiled without a GPU", "launched", n=1))
-        pytest.fail(f"{case.title}: {len(lines)} lines of difference, the first:\n" + "\n".join(lines[:40]))
+        assert_same_code(case.title, hopper_recipes.recipe(case), launched)

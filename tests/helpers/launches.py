@@ -1,13 +1,16 @@
 """Which kernels of Envoi are launched, seen from outside: by the hash of their PTX."""
 
-from collections.abc import Callable, Iterator
+import difflib
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
+import pytest
 from triton import knobs
 from triton.runtime.jit import JITFunction
 
 from envoi.sass import ptx
+from envoi.sass.compile import Recipe, compile_recipe
 
 PACKAGE = "envoi."
 
@@ -36,3 +39,13 @@ def watched(note: Callable[[str, Any], None]) -> Iterator[None]:
         yield
     finally:
         JITFunction.run = original
+
+
+def assert_same_code(title: str, recipe: Recipe, launched: Mapping[str, str]) -> None:
+    """What is counted without a GPU is among what was launched on one, {sha256: PTX}."""
+    offline = compile_recipe(recipe, "sm_90")
+    if offline.ptx_sha256 not in launched:
+        one, *_ = launched.values()
+        texts = [ptx.without_lines(text).splitlines() for text in (offline.ptx, one)]
+        lines = list(difflib.unified_diff(*texts, "compiled without a GPU", "launched", n=1))
+        pytest.fail(f"{title}: {len(lines)} lines of difference, the first:\n" + "\n".join(lines[:40]))

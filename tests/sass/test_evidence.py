@@ -1,10 +1,11 @@
-"""What ships is what ran: every kernel of the Hopper GEMM has a green run on a GPU behind it."""
+"""What ships is what ran: every kernel of the Hopper GEMM and the router has a green run on a GPU behind it."""
 
 import pytest
 
 from envoi import triton_compat
-from envoi.sass import hopper_recipes, hopper_tuned
+from envoi.sass import hopper_recipes, hopper_tuned, router_recipes
 from envoi.sass.compile import compile_recipe
+from envoi.sass.router_cases import ROUTER_CASES
 from tests.helpers import gpu_record
 from tests.helpers.launches import ptxas_version
 
@@ -32,4 +33,10 @@ def test_the_compiler_is_the_same(record):
 @pytest.mark.parametrize("case", hopper_tuned.with_registered(), ids=lambda case: case.name)
 def test_a_green_run(record, case):
     binary = compile_recipe(hopper_recipes.recipe(case), ARCH)
+    expect_nothing(gpu_record.no_green_run(record, case.title, binary.ptx_sha256))
+
+
+@pytest.mark.parametrize("case", ROUTER_CASES, ids=lambda case: case.title)
+def test_a_green_run_of_the_router(record, case):
+    binary = compile_recipe(router_recipes.recipe(case, ARCH), ARCH)
     expect_nothing(gpu_record.no_green_run(record, case.title, binary.ptx_sha256))

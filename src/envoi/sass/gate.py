@@ -73,6 +73,10 @@ def rule_of(name: str, arch: str) -> Rule:
             "tensor core": r"UTC\w*MMA", "TMA load": "UTMALDG", "TMA store": "UTMASTG",
             "tensor memory load": r"\d+x\S+",
         })  # fmt: skip
+    if name.startswith("router-sm90"):
+        return Rule({"tensor core": "HGMMA", "TMA load": "UTMALDG"})
+    if name.startswith("router"):
+        return Rule({"tensor core": "HMMA"})
     if name.startswith("gemm"):
         return Rule({"tensor core": "HGMMA" if arch == "sm_90" else r"UTC\w*MMA"})
     return Rule({})

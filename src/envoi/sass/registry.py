@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from envoi.sass.hopper_cases import CASES, Case
+from envoi.sass.router_cases import ROUTER_CASES, RouterCase
 
 if TYPE_CHECKING:
     from envoi.epilogue.api import Epilogue
@@ -184,3 +185,19 @@ def _hopper(case: Case) -> "Callable[[str], Recipe]":
 
 for _case in CASES:
     kernel(_case.title, arches=("sm_90",))(_hopper(_case))
+
+
+def _router(case: RouterCase) -> "Callable[[str], Recipe]":
+    """The recipe of a case of the router."""
+
+    def recipe(arch: str) -> "Recipe":
+        from envoi.sass import router_recipes
+
+        return router_recipes.recipe(case, arch)
+
+    recipe.__doc__ = f"Router {'on Hopper' if case.kernel == 'sm90' else 'in plain Triton'}: {case}."
+    return recipe
+
+
+for _case in ROUTER_CASES:
+    kernel(_case.title, arches=_case.arches)(_router(_case))

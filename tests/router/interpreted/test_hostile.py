@@ -1,0 +1,27 @@
+"""Hostile logits through the kernel: every kind, every rule, with and without a bias."""
+
+from dataclasses import replace
+
+import pytest
+import torch
+
+from tests.helpers.inputs import LOGITS, logits
+from tests.router.sides import Given, as_product, judge, normal
+from tests.router.test_selection import RULES
+
+ROWS, N, K = 29, 32, 5
+
+
+@pytest.mark.parametrize("kind", LOGITS)
+@pytest.mark.parametrize("rule", RULES)
+def test_hostile_logits(kind, rule):
+    x = logits(kind, ROWS, N, K)
+    tokens, gate = as_product(x, torch.float32)
+    given = Given(tokens, gate, K, RULES[rule])
+    got = given.route()
+    torch.testing.assert_close(got.logits, x, rtol=1e-6, atol=1e-7, equal_nan=True)
+    judge(given, got)
+    bias = normal(N, seed=7) * 0.2
+    bias[3] = -torch.inf
+    biased = replace(given, expert_bias=bias)
+    judge(biased, biased.route())
