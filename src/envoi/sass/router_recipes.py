@@ -77,5 +77,5 @@ def recipe(case: RouterCase, arch: str = "sm_90") -> Recipe:
 
     _, arguments, options = launch.hopper_arguments(call, outputs, NUM_SMS)
     # How it is launched is no matter of the compiler's.
-    options = {name: value for name, value in options.items() if name != "launch_cooperative_grid"}
+    options = {name: value for name, value in options.items() if name not in ("launch_cooperative_grid", "launch_pdl")}
     return recipe_of_call(router_kernel, arguments, arch, **options)
