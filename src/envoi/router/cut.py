@@ -7,6 +7,7 @@ from functools import cache
 from envoi.router.spec import BLOCK_SUM, Spec
 
 ROWS = 64  # of a CTA
+TILE_ROWS = 8  # of a tile in shared memory at least: its swizzle repeats after eight
 MAX_ELEMENTS = 2048  # of the tiles that experts are chosen in
 SHARED_BYTES = 227 * 1024
 RESERVED_BYTES = 3072  # barriers, and what the compiler takes for reductions
@@ -80,7 +81,7 @@ def candidates(M: int, hidden: int, spec: Spec, num_sms: int) -> Iterator[Cut]:
                     yield cut
             if block_n * num_roles == spec.columns:
                 for rows in (8, 16, 32):
-                    if rows < M:
+                    if TILE_ROWS * num_roles <= rows < M:
                         yield make(M, hidden, spec, num_roles, block_n, num_blocks, rows, num_sms)
 
 
@@ -93,7 +94,9 @@ def make(
     parts_k = -(-num_blocks // blocks_each)
     parts = parts_n * parts_k
     waits = 1 < parts and -(-M // ROWS) * parts <= num_sms
-    rows = max(8, power_of_two(min(M, rows)))
+    rows = max(TILE_ROWS, power_of_two(min(M, rows)))
+    if parts == 1:
+        rows = max(rows, TILE_ROWS * num_roles)
     share = rows // (1 if parts > 1 else num_roles)
     if waits:
         share = min(power_of_two(-(-min(M, ROWS) // (parts * num_roles))), ROWS)

@@ -15,7 +15,7 @@ import triton.language as tl
 
 from envoi.epilogue.codes_triton import widen
 from envoi.epilogue.device import INTERPRETED
-from envoi.router.device import route_rows, store_counts
+from envoi.router.device import load_biases, route_rows, store_counts
 
 
 @triton.jit
@@ -46,10 +46,11 @@ def router_kernel(
         ks = k + tl.arange(0, BLOCK_K)
         x = load_operand(tokens, token_stride, rows, num_tokens, ks, hidden, WIDE)
         y = load_operand(gate, gate_stride, columns, num_experts, ks, hidden, WIDE)
-        logits = tl.dot(x, y.T, logits, input_precision="bf16x6" if WIDE and not INTERPRETED else None)
+        logits = tl.dot(x, y.T, logits, input_precision="bf16x6" if WIDE else None)
     slots = tl.arange(0, spec.slots)[None, :]
+    biases = load_biases(tables, columns[None, :], spec)
     group_slots = tl.arange(0, spec.group_slots)[None, :]
-    route_rows(logits, rows, num_tokens, columns[None, :], slots, group_slots, numbers, tables, outputs, spec)
+    route_rows(logits, rows, num_tokens, columns[None, :], slots, group_slots, numbers, biases, tables, outputs, spec)
     if spec.want_counts:
         tl.debug_barrier()
         if tl.atomic_add(counter, 1, sem="acq_rel") == tl.num_programs(0) - 1:
