@@ -133,10 +133,18 @@ CPU = {"kind": "cpu", "name": "X (CPU)", "num_threads": 2}
     ("devices", "why", "name"),
     [
         ([CPU], "no GPU", "gloo"),
-        ([GPU, CPU], "no kernel for route yet on sm_90", "NCCL"),
-        ([GPU, GPU, CPU], "no kernel for route yet on sm_90", "NCCL"),
+        ([GPU, CPU], "no kernel for moe yet on sm_90", "NCCL"),
+        ([GPU, GPU, CPU], "no kernel for moe yet on sm_90", "NCCL"),
     ],
 )
 def test_backends_and_transport_say_why(devices, why, name):
-    assert info.backend("route", devices) == {"backend": "torch reference", "why": why}
+    assert info.backend("moe", devices) == {"backend": "torch reference", "why": why}
     assert info.transport(devices)["name"] == name
+
+
+def test_the_router_has_kernels_on_every_gpu():
+    other = {**GPU, "arch": "sm_120"}
+    assert info.backend("route", [CPU])["backend"] == "torch reference"
+    assert info.backend("route", [GPU, CPU])["backend"] == "Hopper kernel"
+    assert "float32 and mixed dtypes run on the Triton kernel" in info.backend("route", [GPU, CPU])["why"]
+    assert info.backend("route", [other, CPU])["backend"] == "Triton kernels"

@@ -12,7 +12,11 @@ from envoi.bench.table import align
 
 PACKAGES = ("torch", "triton", "transformers", "safetensors")
 OPERATORS = ("route", "gemm", "grouped_gemm", "moe", "ExpertParallel.moe", "indexer_topk")
-WITH_KERNELS = ("gemm", "grouped_gemm")
+WITH_KERNELS = {
+    "gemm": "formats that it doesn't take run on the Triton kernels",
+    "grouped_gemm": "formats that it doesn't take run on the Triton kernels",
+    "route": "for bf16 or fp16, both sides the same; float32 and mixed dtypes run on the Triton kernel",
+}
 GIB = 1 << 30
 
 
@@ -39,18 +43,18 @@ def backend(operator: str, devices: list[dict[str, Any]]) -> dict[str, str]:
     """The implementation that an operator uses on the first device, and why."""
     gpu = _first_gpu(devices)
     if operator in WITH_KERNELS:
-        return _gemm_backend(gpu)
+        return _kernels(gpu, WITH_KERNELS[operator])
     why = "no GPU" if gpu is None else f"no kernel for {operator} yet on {gpu['arch']}"
     return {"backend": "torch reference", "why": why}
 
 
-def _gemm_backend(gpu: dict[str, Any] | None) -> dict[str, str]:
+def _kernels(gpu: dict[str, Any] | None, on_hopper: str) -> dict[str, str]:
     if gpu is None:
         if env.interpreting():
             return {"backend": "Triton kernels", "why": "no GPU, and Triton's interpreter is on"}
         return {"backend": "torch reference", "why": "no GPU"}
     if gpu["arch"] == "sm_90":
-        return {"backend": "Hopper kernel", "why": "sm_90; formats that it doesn't take run on the Triton kernels"}
+        return {"backend": "Hopper kernel", "why": f"sm_90; {on_hopper}"}
     return {"backend": "Triton kernels", "why": f"no kernel of its own is run on {gpu['arch']}"}
 
 

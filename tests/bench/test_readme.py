@@ -5,7 +5,9 @@ from pathlib import Path
 import pytest
 
 from envoi.bench.evidence import append
+from envoi.bench.published import PUBLISHED
 from envoi.bench.readme import render, rewrite
+from envoi.bench.shapes import cases
 
 from .samples import sample
 
@@ -62,6 +64,24 @@ def test_mixed_provenance_and_gpu_counts_are_said(tmp_path):
     assert "| case | GPUs | Envoi | torch_ep |" in text
     assert "| a | 4 |" in text
     assert "| a | 1 |" in text
+
+
+def test_published_times_stand_beside_ours(tmp_path):
+    ours = {"suite": "router_call", "ours_us": 10.0, "baselines": {"eager": 40.0}}
+    append(tmp_path, [sample(**ours, case="512x8x128 top4 softmax fp16"), sample(**ours, case="1x256x7168 other")])
+    text = render("<!-- bench:router_call:h200 -->\n<!-- /bench -->", tmp_path)
+    header = "| case | Envoi, NVIDIA H200 | eager | CUTLASS, Blackwell (sm_100) | quack, Blackwell (sm_100) |"
+    assert header in text
+    row = "| 512x8x128 top4 softmax fp16 | 10.0 (4.00x) | 40.0 | 21.5 (6.29x) | 27.9 (4.85x) | 185 (0.73x) | 135 |"
+    assert row in text
+    assert text.count("1x256x7168 other") == 1
+
+
+def test_published_cases_are_cases():
+    for suite, found in PUBLISHED.items():
+        names = {case.name for case in cases(suite)}
+        assert set(found.times_us) <= names
+        assert all(len(times) == len(found.columns) for times in found.times_us.values())
 
 
 def test_a_text_without_markers_stays(tmp_path):

@@ -23,6 +23,8 @@ def test_case_names_read_as_documented():
     assert "8192x4096x7168 bf16" in names["gemm"]
     assert "512x8x128 top4 softmax fp16" in names["router"]
     assert "128x256x7168 deepseek-v3 bf16" in names["router"]
+    assert "64x256x7168 deepseek-v3 bf16" in names["router_call"]
+    assert "4096x1024x1024 top4 softmax fp16" in names["router_dense"]
     assert "4096/2048/256/6 fp8_block128 tokens=2048" in names["moe"]
     assert "128 workloads (mean)" in names["indexer_exact"]
 

@@ -7,7 +7,7 @@ import torch
 
 from envoi.bench.roof import Roof, measure_roof
 from envoi.bench.timing import NUM_WARMUPS, Clock, Timing, mean_timing, summarize
-from envoi.bench.trial import Compiler, relative_error, sample_rows, time_baselines, time_rounds
+from envoi.bench.trial import Compiler, relative_error, sample_rows, time_baselines, time_replays, time_rounds
 
 CPU = torch.device("cpu")
 
@@ -63,7 +63,9 @@ def test_compiling_stops_at_its_limit():
 
 def test_a_graph_goes_around_its_inputs():
     seen = []
-    Clock(CPU, 5).graph([lambda: seen.append("a"), lambda: seen.append("b")])
+    clock = Clock(CPU, 5)
+    timings = clock.replays({"ours": clock.captured([lambda: seen.append("a"), lambda: seen.append("b")])})
+    assert timings["ours"].n == 5
     assert seen[:4] == ["a", "b", "a", "b"]
 
 
@@ -106,4 +108,7 @@ def test_a_baseline_that_fails_is_named_with_its_reason():
 
     timings, missing = time_baselines({"eager": lambda: Timing(1, 1, 1, 1), "cublas": broken})
     assert list(timings) == ["eager"]
+    assert missing == {"cublas": "RuntimeError: no kernel for this"}
+    ours, timings, missing = time_replays(Clock(CPU, 2), [int], {"eager": lambda: [int], "cublas": broken})
+    assert (ours.n, list(timings)) == (2, ["eager"])
     assert missing == {"cublas": "RuntimeError: no kernel for this"}

@@ -64,9 +64,10 @@ def preset_call(name: str, m: int, hidden: int, dtype=torch.float32, device: str
 
 
 def as_product(x: torch.Tensor, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
-    """tokens and a gate whose product is x [R, N], NaN and infinities too (but for fp16, which can't overflow a sum).
+    """tokens and a gate whose product is x [R, N], also where that isn't finite (but for fp16, which can't overflow).
 
-    A token is zero but for a few columns of its own, in which the gate has the pieces of its logits.
+    A token is zero but for a few columns of its own, in which the gate has the pieces of its logits. Where a product
+    isn't rounded before it is added, a NaN becomes an infinity.
     """
     rows, spacing = x.shape[0], -(-x.shape[0] // SPACING) * SPACING
     tokens, gate = torch.zeros(rows, PIECES * spacing), torch.zeros(x.shape[1], PIECES * spacing)
@@ -82,6 +83,13 @@ def as_product(x: torch.Tensor, dtype: torch.dtype) -> tuple[torch.Tensor, torch
             piece = torch.where(x.isnan(), -OVERFLOW, piece)
         gate[:, columns] = piece.T
     return tokens.to(dtype), gate.to(dtype)
+
+
+def assert_meant(logits: torch.Tensor, x: torch.Tensor) -> None:
+    """These are the logits that `as_product` was asked for."""
+    logits, finite = logits.to(x.device), x.isfinite()
+    assert torch.equal(logits.isfinite(), finite)
+    torch.testing.assert_close(logits[finite], x[finite], rtol=2e-6, atol=1e-6)
 
 
 def expected(given: Given, logits: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:

@@ -5,6 +5,7 @@ from collections.abc import Iterable
 from pathlib import Path
 
 from envoi.bench.evidence import BASELINES, SUITES, Measurement, load
+from envoi.bench.published import beside
 from envoi.bench.summary import baseline_names, means, of_roof
 from envoi.bench.table import number, ratio
 
@@ -41,12 +42,15 @@ def render(text: str, folder: Path) -> str:
 
 
 def section(suite: str, gpu: str, measurements: list[Measurement]) -> str:
-    """What stands between two markers: a line on where the numbers come from, a table, and its geometric means."""
+    """What stands between two markers: where the numbers come from, a table, its geometric means, others' times."""
     if not measurements:
         return f"`{suite}` hasn't been measured on `{gpu}` yet.\n"
     text = f"{_provenance(suite, measurements)}\n\n{_table(measurements)}\n"
     mean = means(measurements)
-    return f"{text}\nGeometric means of the ratios, the least in brackets: {mean}.\n" if mean else text
+    if mean:
+        text += f"\nGeometric means of the ratios, the least in brackets: {mean}.\n"
+    others = beside(suite, measurements)
+    return f"{text}\n{others}" if others else text
 
 
 def _provenance(suite: str, measurements: list[Measurement]) -> str:

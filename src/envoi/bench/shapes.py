@@ -38,6 +38,9 @@ ROUTER_TOP4_MNK = (
     (4096, 128, 2048),
 )
 ROUTER_CPU_MAX_M = 1024
+ROUTER_DECODE_M = (4, 16, 64)
+ROUTER_DENSE_MK = (4096, 1024)
+ROUTER_DENSE_N = (8, 16, 32, 64, 128, 256, 512, 1024)
 
 MOE_SIZES = ((4096, 2048, 256, 6), (2048, 768, 128, 8), (7168, 2048, 256, 8))
 MOE_TOKENS = (64, 512, 2048, 8192)
@@ -116,10 +119,12 @@ def cases(suite: str) -> list[Case]:
     if suite not in SUITES:
         raise ValueError(f"suite: expected one of {', '.join(SUITES)}, got {suite!r}")
     makers = {
-        "gemm_grouped": _grouped_cases, "gemm_weights": _weights_cases, "router": _router_cases, "moe": _moe_cases,
+        "gemm_grouped": _grouped_cases, "gemm_weights": _weights_cases, "moe": _moe_cases,
     }  # fmt: skip
     if suite in makers:
         return makers[suite]()
+    if suite.startswith("router"):
+        return _router_cases(suite)
     return _indexer_cases(suite) if suite.startswith("indexer") else _gemm_cases(suite)
 
 
@@ -182,18 +187,25 @@ def zipf_rows(total: int, num_experts: int, num_empty: int) -> tuple[int, ...]:
     return tuple(rows)
 
 
-def _router_cases() -> list[Case]:
-    shapes = [RouterShape(*mnk, 4, "softmax", "fp16") for mnk in ROUTER_TOP4_MNK]
-    shapes += [RouterShape(m, 256, 7168, 8, "deepseek-v3", "bf16") for m in (1, 128, 4096, 16384)]
-    shapes.append(RouterShape(16, 384, 7168, 8, "kimi-k2", "bf16"))
-    shapes.append(RouterShape(64, 160, 2048, 8, "softmax", "bf16"))
-    shapes.append(RouterShape(2048, 512, 4096, 10, "softmax", "bf16"))
+def _router_cases(suite: str) -> list[Case]:
+    if suite == "router_dense":
+        m, k = ROUTER_DENSE_MK
+        small = Case(suite, *_router_shape(256, 16, 128, 4, "softmax", "fp16"), on_cuda=False, on_cpu=True)
+        return [*(Case(suite, *_router_shape(m, n, k, 4, "softmax", "fp16")) for n in ROUTER_DENSE_N), small]
+    shapes = [_router_shape(*mnk, 4, "softmax", "fp16") for mnk in ROUTER_TOP4_MNK]
+    decode = ROUTER_DECODE_M if suite == "router_call" else ()
+    shapes += [_router_shape(m, 256, 7168, 8, "deepseek-v3", "bf16") for m in (1, *decode, 128, 4096, 16384)]
+    shapes.append(_router_shape(16, 384, 7168, 8, "kimi-k2", "bf16"))
+    shapes.append(_router_shape(64, 160, 2048, 8, "softmax", "bf16"))
+    shapes.append(_router_shape(2048, 512, 4096, 10, "softmax", "bf16"))
+    at_most = ROUTER_CPU_MAX_M if suite == "router" else 16
+    return [Case(suite, name, s, on_cpu=s.m <= at_most) for name, s in shapes]
 
-    def name(s: RouterShape) -> str:
-        rule = f"top{s.num_topk} softmax" if s.rule == "softmax" else s.rule
-        return f"{s.m}x{s.n}x{s.k} {rule} {s.dtype}"
 
-    return [Case("router", name(s), s, on_cpu=s.m <= ROUTER_CPU_MAX_M) for s in shapes]
+def _router_shape(m: int, n: int, k: int, num_topk: int, rule: str, dtype: str) -> tuple[str, RouterShape]:
+    """With its name."""
+    what = f"top{num_topk} softmax" if rule == "softmax" else rule
+    return f"{m}x{n}x{k} {what} {dtype}", RouterShape(m, n, k, num_topk, rule, dtype)
 
 
 def _moe_cases() -> list[Case]:

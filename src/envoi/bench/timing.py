@@ -3,7 +3,8 @@
     rounds  several contenders, each called once a round: CUDA events around the call, the L2 cache emptied before it;
             on a CPU, perf_counter
     calls   `rounds` of one
-    graph   a CUDA graph of 20 calls on enough inputs in turn to overflow the L2 cache, time / 20; on a CPU as `calls`
+    replays as `rounds`, each contender a CUDA graph of 20 calls on enough inputs in turn to overflow the L2 cache,
+            time / 20, the cache left as it is; on a CPU one call
     ranks   as `calls`, but a barrier and a one-element all-reduce align the ranks first, and the slowest rank counts
 
 Contenders measured one after the other meet different clocks: a large GEMM is limited by power, and the same call has
@@ -14,7 +15,7 @@ The cache is emptied by reading a buffer larger than it. Overwriting would leave
 and the call behind would pay for them: 33 us instead of 27 for a GEMM of 256x4096x7168, cuBLAS's or any other. The read
 also hides the launch: it is repeated until the host has had time to enqueue the call (`MAX_FLUSHES` at most).
 
-A graph replay never shows less than 4 to 5 us, so what takes less than a launch is measured by `graph`.
+A graph replay never shows less than 4 to 5 us, so what takes less than a launch is measured by `replays`.
 """
 
 import time
@@ -89,14 +90,18 @@ class Clock:
         """One call at a time."""
         return self.rounds({"": run})[""]
 
-    def graph(self, runs: Sequence[Run]) -> Timing:
-        """Calls of a few microseconds: `runs` do the same work, each on inputs of its own."""
+    def captured(self, runs: Sequence[Run]) -> Run:
+        """A contender for `replays`: 20 calls, `runs` in turn; on a CPU the next of them."""
+        return _in_turn(runs) if self.device.type != "cuda" else self._capture(runs).replay
+
+    def replays(self, runs: Mapping[K, Run]) -> dict[K, Timing]:
+        """The time of one call of each."""
         if self.device.type != "cuda":
-            return self.calls(_in_turn(runs))
-        graph = self._capture(runs)
-        timing = self._one_by_one(graph.replay, lambda: None)
-        p50_us, p10_us, p90_us = (us / CALLS_PER_GRAPH for us in (timing.p50_us, timing.p10_us, timing.p90_us))
-        return Timing(p50_us, p10_us, p90_us, timing.n)
+            return self.rounds(runs)
+        for run in runs.values():
+            _warm_up(run)
+        timings = self._events(runs, self.repeat, dict.fromkeys(runs, 0))
+        return {name: _shared(timing, CALLS_PER_GRAPH) for name, timing in timings.items()}
 
     def ranks(self, run: Run, group: dist.ProcessGroup | None = None) -> Timing:
         """The same call on every rank of a group; the percentiles are the slowest rank's. Collective."""
@@ -113,7 +118,7 @@ class Clock:
         return Timing(p50_us, p10_us, p90_us, timing.n)
 
     def num_inputs(self, num_bytes: int) -> int:
-        """How many inputs of num_bytes `graph` should go around so that none is in the cache at its next turn."""
+        """How many inputs of num_bytes a graph should go around so that none is in the cache at its next turn."""
         return max(1, min(CALLS_PER_GRAPH, -(-2 * cache_bytes(self.device) // max(num_bytes, 1))))
 
     def _events(self, runs: Mapping[K, Run], n: int, num_flushes: Mapping[K, int]) -> dict[K, Timing]:
@@ -166,6 +171,11 @@ def cache_bytes(device: torch.device) -> int:
     if device.type != "cuda":
         return CPU_CACHE_BYTES
     return torch.cuda.get_device_properties(device).L2_cache_size
+
+
+def _shared(timing: Timing, calls: int) -> Timing:
+    """The time of one call of several."""
+    return Timing(timing.p50_us / calls, timing.p10_us / calls, timing.p90_us / calls, timing.n)
 
 
 def _in_turn(runs: Sequence[Run]) -> Run:

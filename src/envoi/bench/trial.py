@@ -1,7 +1,7 @@
 """What a suite is given, what it hands back, and the few things that all suites do."""
 
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TypeVar
 
@@ -106,6 +106,18 @@ def time_rounds(
     return timings.pop(OURS), timings, missing
 
 
+def time_replays(
+    clock: Clock, ours: Sequence[Run], candidates: Mapping[str, Callable[[], Sequence[Run]]]
+) -> tuple[Timing, dict[str, Timing], dict[str, str]]:
+    """As `time_rounds`, each contender in a graph: calls of a few microseconds, each run on inputs of its own."""
+    ours_captured = clock.captured(ours)
+    runs, missing = _those_that_run(
+        {name: lambda make=make: clock.captured(make()) for name, make in candidates.items()}
+    )
+    timings = clock.replays({OURS: ours_captured, **runs})
+    return timings.pop(OURS), timings, missing
+
+
 def _those_that_run(candidates: Mapping[str, Callable[[], T]]) -> tuple[dict[str, T], dict[str, str]]:
     found, missing = {}, {}
     for name, take in candidates.items():
@@ -138,8 +150,3 @@ def sample_rows(num_rows: int, device: torch.device, at_most: int = MAX_ERROR_RO
 def generator(device: torch.device, *seeds: int) -> torch.Generator:
     """Random numbers that depend on the case alone."""
     return torch.Generator(device).manual_seed(sum(seed * 1_000_003**place for place, seed in enumerate(seeds)) % 2**63)
-
-
-def copies(make: Callable[[int], Run], clock: Clock, num_bytes: int) -> list[Run]:
-    """`make(seed)` for as many inputs of num_bytes as a graph has to go around."""
-    return [make(seed) for seed in range(clock.num_inputs(num_bytes) if clock.device.type == "cuda" else 1)]

@@ -4,6 +4,7 @@ import torch
 
 NUM_COUNTERS = 1 << 16
 NUM_CAPTURED = 1 << 22
+ALIGNED = 4  # int32 on 16 bytes, as outside a graph: else a launch in it would need a kernel of its own
 
 _counters: dict[tuple[torch.device, int], torch.Tensor] = {}
 _floats: dict[tuple[torch.device, int], torch.Tensor] = {}
@@ -31,7 +32,7 @@ def _for_graph(count: int, device: torch.device) -> torch.Tensor:
     pool, used = _captured.get(device, (None, 0))
     if pool is None or used + count > pool.numel():
         return torch.zeros(count, dtype=torch.int32, device=device)
-    _captured[device] = pool, used + count
+    _captured[device] = pool, used + -(-count // ALIGNED) * ALIGNED
     return pool[used : used + count]
 
 

@@ -30,7 +30,7 @@ def route(
     return_dense: bool = False,
     return_counts: bool = False,
 ) -> Routing:
-    """Choose k experts for each token: GEMM, score, selection and weights in one operator.
+    """Choose k experts for each token: GEMM, score, selection and weights in one operator, on a GPU in one kernel.
 
     tokens [M, hidden] and gate [N, hidden], each bf16, fp16 or fp32; products are summed in fp32. N from 1 to 1024,
     k from 1 to 32, hidden any multiple of 8, M from 0.
@@ -45,7 +45,11 @@ def route(
 
     Selection is exact for the fp32 logits, the smaller id wins a tie, and a token's result doesn't depend on its
     batch. Logits that are NaN or infinite never win; slots left over get id -1 and weight 0.
-    Raises ValueError for wrong dtypes, shapes or devices, k > N, groups that don't divide N, ids outside the table.
+    On Hopper bf16 or fp16 tokens with a gate of the same dtype run on a kernel of their own; float32, mixed dtypes and
+    other GPUs on a Triton kernel; rules of more than 32 groups, and CPUs, on the torch reference.
+    Raises ValueError for wrong dtypes, shapes or devices, k > N, groups that don't divide N. A token id outside the
+    table, or an expert in it that there isn't, is a ValueError too where the reference runs; kernels, whose values the
+    host doesn't see, give that slot id -1 and weight 0.
     Source of the rules: the models' own published code, see `envoi.router.rules`.
     """
     chosen = rule_named(rule) if isinstance(rule, str) else rule

@@ -8,7 +8,7 @@ import torch
 from envoi.router import Rule, route
 from tests.helpers.accuracy import assert_same_bits
 from tests.helpers.inputs import LOGITS, logits
-from tests.router.sides import EVERYTHING, Given, as_product, judge, normal
+from tests.router.sides import EVERYTHING, Given, as_product, assert_meant, judge, normal
 from tests.router.test_selection import RULES
 
 ROWS, N, K = 29, 32, 5
@@ -26,7 +26,7 @@ def test_hostile_logits_of_bf16(kind, rule):
     x, tokens, gate = hostile(kind, torch.bfloat16)
     given = Given(tokens, gate, K, RULES[rule], expert_bias=normal(N, seed=7) * 0.2 if rule != "softmax" else None)
     got = given.route()
-    torch.testing.assert_close(got.logits, x, rtol=1e-6, atol=1e-7, equal_nan=True)
+    assert_meant(got.logits, x)
     judge(given, got)
 
 
@@ -66,3 +66,14 @@ def test_rows_do_not_meet(rule):
         alone = route(tokens[row : row + 1], gate, K, rule=given.rule, expert_bias=given.expert_bias, **EVERYTHING)
         for field in ("topk_weights", "topk_ids", "logits", "dense"):
             assert_same_bits(getattr(alone, field), getattr(whole, field)[row : row + 1])
+
+
+@pytest.mark.parametrize("rule", RULES)
+def test_operands_that_are_not_finite(rule):
+    _, tokens, gate = hostile("randn")
+    tokens[5], tokens[6], tokens[7, 3] = torch.nan, torch.inf, -torch.inf
+    gate[9], gate[10, 0] = torch.nan, torch.inf
+    got = (given := Given(tokens, gate, K, RULES[rule])).route()
+    judge(given, got)
+    assert bool((got.topk_ids[5:7] == -1).all())
+    assert not bool((got.topk_ids == 9).any())

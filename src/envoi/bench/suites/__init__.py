@@ -21,7 +21,7 @@ def repeat_of(suite: str, on_gpu: bool) -> int:
 
 
 def _suite(name: str) -> Callable[[Case, Bench], Trial]:
-    if name == "router":
+    if name.startswith("router"):
         from envoi.bench.suites import router as suite
     elif name == "moe":
         from envoi.bench.suites import moe as suite

@@ -1,0 +1,58 @@
+"""Times that others published for cases of a suite, to stand beside ours.
+
+Another machine and another way to take time: only the ratios of each side compare.
+"""
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+from envoi.bench.evidence import Measurement
+from envoi.bench.table import number, ratio
+
+
+@dataclass(frozen=True)
+class Published:
+    """times_us: by case, one for each of `columns`, of which the last is eager."""
+
+    what: str
+    hardware: str
+    columns: tuple[str, ...]
+    times_us: dict[str, tuple[float, ...]]
+
+
+PUBLISHED = {
+    "router_call": Published(
+        what="two fused kernels for Blackwell, an epilogue visitor tree of CUTLASS with dense output and quack's CuTe "
+        "DSL with compact output",
+        hardware="Blackwell (sm_100)",
+        columns=("CUTLASS", "quack", "compile", "eager"),
+        times_us={
+            "512x8x128 top4 softmax fp16": (21.5, 27.9, 184.7, 135.2),
+            "512x16x128 top4 softmax fp16": (23.6, 28.2, 182.6, 137.2),
+            "1024x64x512 top4 softmax fp16": (32.3, 28.4, 209.7, 136.2),
+            "2048x128x1024 top4 softmax fp16": (38.0, 28.5, 210.9, 144.6),
+            "4096x64x2048 top4 softmax fp16": (36.9, 28.4, 211.2, 142.5),
+            "4096x128x2048 top4 softmax fp16": (41.0, 28.1, 210.6, 160.4),
+        },
+    ),
+}
+
+
+def beside(suite: str, measurements: Iterable[Measurement]) -> str:
+    """A Markdown table of ours and theirs, times in us and speed-ups over each side's eager; "" if there is none."""
+    found = PUBLISHED.get(suite)
+    if found is None:
+        return ""
+    ours = [m for m in measurements if m.case in found.times_us and "eager" in m.baselines]
+    if not ours:
+        return ""
+    header = ["case", f"Envoi, {ours[0].gpu}", "eager", *(f"{name}, {found.hardware}" for name in found.columns[:-1])]
+    lines = [[*header, "eager"], ["---", *["---:"] * len(header)]]
+    for m in ours:
+        *others, eager_us = found.times_us[m.case]
+        mine = f"{number(m.ours_us)} ({ratio(m.baselines['eager'], m.ours_us)})"
+        theirs = (f"{number(us)} ({ratio(eager_us, us)})" for us in others)
+        lines.append([m.case, mine, number(m.baselines["eager"]), *theirs, number(eager_us)])
+    table = "\n".join(f"| {' | '.join(cells)} |" for cells in lines)
+    about = f"Beside it what was published for {found.what}; in brackets the speed-up over eager on the same side."
+    return f"{about}\n\n{table}\n"
