@@ -2,11 +2,13 @@
 
 import json
 import shlex
+from pathlib import Path
 
 import pytest
 
 from envoi import cli
 
+README = Path(__file__).resolve().parents[2] / "README.md"
 ARGUMENTS = "--hidden 4096 --inter 2048 --experts 256 --topk 6 --tokens 2048 --gpus 8 --format fp8_block128"
 
 
@@ -28,6 +30,11 @@ def test_the_table_and_the_picture(capsys):
     assert "█" in text
     assert "▒" in text
     assert max(map(len, text.splitlines())) <= 120
+
+
+def test_the_readme_shows_this_command():
+    line = next(line for line in README.read_text().splitlines() if line.startswith("    envoi plan "))
+    assert line.split("envoi plan ")[1] == ARGUMENTS
 
 
 def test_one_gpu_has_no_wire(capsys):
