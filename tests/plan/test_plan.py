@@ -117,6 +117,8 @@ def test_impossible_layers_are_refused_in_words(change, words):
 def test_impossible_calls_are_refused_in_words():
     with pytest.raises(ValueError, match="arch: expected one of 'sm_90', 'sm_100', got 'sm_80'"):
         plan_moe(layer(), "sm_80")
+    with pytest.raises(ValueError, match="mxfp4 on sm_100, 4096 x 2848: .* K in 64s"):
+        plan_moe(layer(hidden=2848, format="mxfp4"), "sm_100")
     with pytest.raises(ValueError, match="max_tokens: expected an int of at least 2048, got 64"):
         plan_moe(layer(), max_tokens=64)
 

@@ -10,7 +10,7 @@ from envoi.epilogue.library import expert_l1, expert_l2, store
 from envoi.epilogue.lower import Lowered, lower
 from envoi.epilogue.slots import rows_must_fit
 from envoi.gemm import hopper, hopper_mx
-from envoi.gemm.config_sm100 import BlackwellConfig, BlackwellProblem, supports
+from envoi.gemm.config_sm100 import MIN_STAGES, BlackwellConfig, BlackwellProblem, supports
 from envoi.plan.expected import rows_per_expert, tiles_per_expert
 from envoi.plan.layer import MoeLayer
 from envoi.plan.machines import WIDENED, Machine
@@ -91,21 +91,23 @@ def _blackwell(layer: MoeLayer, machine: Machine, nk: tuple[int, int], epilogue:
     problem, code = _problem(layer, nk), _code(epilogue)
     configs = [config for width in WIDTHS if (config := _deepest(problem, code, width))]
     if not configs:
-        raise ValueError(f"format: no tile of the Blackwell kernel fits {problem}")
+        why = supports(problem, _config(problem, code, WIDTHS[-1], MIN_STAGES), code)
+        raise ValueError(f"{layer.format} on {machine.arch}, {nk[0]} x {nk[1]}: {why}")
     found = [_counted(layer, nk, c.block_m, c.block_n, c.block_k, c.num_stages) for c in configs]
     return min(found, key=lambda blocks: blocks.rounds(machine.num_sms) * blocks.block_n)
 
 
 def _deepest(problem: BlackwellProblem, code: Lowered, width: int) -> BlackwellConfig | None:
-    """With as many stages as fit; a piece is as wide as the epilogue needs, by 8 warps if that is much."""
+    """With as many stages as fit."""
+    configs = (_config(problem, code, width, num_stages) for num_stages in range(MAX_STAGES, MIN_STAGES - 1, -1))
+    return next((config for config in configs if not supports(problem, config, code)), None)
+
+
+def _config(problem: BlackwellProblem, code: Lowered, width: int, num_stages: int) -> BlackwellConfig:
+    """A piece is as wide as the epilogue needs, by 8 warps if that is much."""
     block_k, piece = 1024 // problem.x_bits, max(64, code.piece_columns)
-    for num_stages in range(MAX_STAGES, 1, -1):
-        config = BlackwellConfig(
-            width, block_k, num_stages, 8 if piece > 128 else 4, sf_group=problem.sf_group, piece=piece
-        )
-        if not supports(problem, config, code):
-            return config
-    return None
+    num_warps = 8 if piece > 128 else 4
+    return BlackwellConfig(width, block_k, num_stages, num_warps, sf_group=problem.sf_group, piece=piece)
 
 
 def _problem(layer: MoeLayer, nk: tuple[int, int]) -> BlackwellProblem:

@@ -59,7 +59,8 @@ H200 = Machine(
     },
     widened_per_us=7.39e6,  # the same, at 0 tokens a tile and without launch_us and unhidden reads: 73 us
     hbm_gb_per_s=4230,  # a device copy, the roof of bench/results
-    # Between two H200s, 16-byte loads and stores of a Triton kernel, CTAs on all SMs (pull: 311 with 32, push: 278).
+    # Between two H200s, 16-byte loads and stores of a Triton kernel, a CTA on each SM. With 32 CTAs: 311 and 278. These
+    # and round_trip_us are not in bench/results yet.
     pull_gb_per_s=334, push_gb_per_s=362,
     launch_us=5.0,  # bench/results: what GEMMs with few tokens take beyond their bytes
     round_trip_us=2.6,  # between two H200s, atomics of system scope

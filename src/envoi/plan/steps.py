@@ -2,7 +2,7 @@
 
     router    logits GEMM, top-k                       2 M H N FLOP
     dispatch  quantise; every row is pulled by the rank that owns its expert
-    L1        2 P (2 I) H FLOP, epilogue SwiGLU        in whole tiles, in whole rounds over the SMs
+    L1        2 P (2 I) H FLOP, epilogue SwiGLU        in whole tiles, in whole rounds over the SMs (wave quantisation)
     L2        2 P H I FLOP, epilogue writes each row to the rank that it came from
     combine   barrier; each token's k rows are summed
 
