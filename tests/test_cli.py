@@ -22,7 +22,8 @@ def run(*arguments: str) -> int:
 
 
 @pytest.mark.parametrize(
-    "arguments", [["--help"], ["demo", "--help"], ["bench", "--help"], ["tune", "--help"], ["info", "--help"]]
+    "arguments",
+    [["--help"], ["demo", "--help"], ["bench", "--help"], ["tune", "--help"], ["info", "--help"], ["plan", "--help"]],
 )
 def test_help_imports_nothing_heavy(arguments):
     # A stand-in for the package's own names: what is tested is what the command itself imports.
@@ -61,6 +62,8 @@ def test_the_module_is_the_command():
         ["bench", "--repeat", "0"],
         ["bench", "--readme", "/nonexistent/README.md"],
         ["info", "--yaml"],
+        ["plan"],
+        ["plan", "--hidden", "wide"],
     ],
 )
 def test_errors_are_one_line_and_status_2(arguments, capsys):

@@ -1,6 +1,6 @@
 """Fused GPU kernels for Mixture-of-Experts and sparse-attention inference: every kernel is a GEMM with an envoi."""
 
-from envoi import epilogue, experts, router
+from envoi import epilogue, experts, plan, router
 from envoi.ep import ExpertParallel, PeerTimeout
 from envoi.epilogue import EpilogueError
 from envoi.experts import moe
@@ -25,6 +25,7 @@ __all__ = [
     "grouped_gemm",
     "indexer_topk",
     "moe",
+    "plan",
     "route",
     "router",
 ]

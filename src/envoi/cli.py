@@ -44,6 +44,7 @@ def _parser() -> Parser:
         ("info", "versions, devices, and which implementation each operator uses here", _info_arguments, _run_info),
         ("bench", "measure Envoi beside torch", _bench_arguments, _run_bench),
         ("tune", "measure the configs of the GEMMs on this GPU, keep the fastest", _tune_arguments, _run_tune),
+        ("plan", "predict an expert-parallel MoE: times, what bounds them, sizes", _plan_arguments, _run_plan),
         ("sass", "machine code of kernels: compile, count, compare; no GPU needed", _sass_arguments, _run_sass),
     ):
         command = commands.add_parser(name, help=help, description=help, allow_abbrev=False)
@@ -105,6 +106,30 @@ def _run_tune(args: argparse.Namespace) -> int:
     from envoi.bench import tuning
 
     return tuning.run(args)
+
+
+def _plan_arguments(parser: argparse.ArgumentParser) -> None:
+    add = parser.add_argument
+    for name, about in (
+        ("hidden", "width of a token"),
+        ("inter", "width inside an expert"),
+        ("experts", "of all GPUs"),
+        ("topk", "experts of a token"),
+        ("tokens", "of one GPU"),
+    ):
+        add(f"--{name}", metavar="N", type=int, required=True, help=about)
+    add("--gpus", metavar="N", type=int, default=1, help="1, 2, 4 or 8, which share the experts; default: %(default)s")
+    add("--format", metavar="NAME", default="bf16", help=f"of {DEMO_FORMATS}; default: %(default)s")
+    add("--arch", metavar="NAME", default="sm_90", help="sm_90 (H200) or sm_100 (B200); default: %(default)s")
+    add("--max-tokens", metavar="N", type=int, help="of one GPU, for the size of buffers; default: --tokens")
+    add("--json", action="store_true", help="the same as one JSON object")
+    add("--png", metavar="FILE", help="draw the steps into a file too")
+
+
+def _run_plan(args: argparse.Namespace) -> int:
+    from envoi.plan import command
+
+    return command.run(args)
 
 
 def _sass_arguments(parser: argparse.ArgumentParser) -> None:

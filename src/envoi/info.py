@@ -8,7 +8,7 @@ from typing import Any
 import envoi
 from envoi import env
 from envoi.bench.machine import cpu_name, version_of
-from envoi.bench.table import align
+from envoi.table import align
 
 PACKAGES = ("torch", "triton", "transformers", "safetensors")
 OPERATORS = ("route", "gemm", "grouped_gemm", "moe", "ExpertParallel.moe", "indexer_topk")

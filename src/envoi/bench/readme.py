@@ -7,7 +7,7 @@ from pathlib import Path
 from envoi.bench.evidence import BASELINES, SUITES, Measurement, load
 from envoi.bench.published import beside
 from envoi.bench.summary import baseline_names, means, of_roof
-from envoi.bench.table import number, ratio
+from envoi.table import number, ratio
 
 START = re.compile(r"<!-- bench:([^\s:]*):([^\s:]*) -->\n")
 END = "<!-- /bench -->"

@@ -16,9 +16,9 @@ from envoi.bench.roof import Roof, measure_roof
 from envoi.bench.shapes import Case
 from envoi.bench.suites import measure, repeat_of
 from envoi.bench.summary import means, of_roof
-from envoi.bench.table import align, number, ratio
 from envoi.bench.timing import Clock, Timing
 from envoi.bench.trial import Bench, Compiler, Trial
+from envoi.table import align, number, ratio
 
 
 @dataclass(frozen=True)

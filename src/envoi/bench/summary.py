@@ -4,7 +4,7 @@ from collections.abc import Iterable
 from math import exp, log
 
 from envoi.bench.evidence import BASELINES, Measurement
-from envoi.bench.table import number
+from envoi.table import number
 
 
 def baseline_names(measurements: Iterable[Measurement]) -> list[str]:

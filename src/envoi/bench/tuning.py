@@ -6,7 +6,7 @@ from math import exp, log
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from envoi.bench.table import align, number
+from envoi.table import align, number
 
 if TYPE_CHECKING:
     from envoi.bench.problems import Planned, Shape

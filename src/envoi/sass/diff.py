@@ -2,9 +2,9 @@
 
 from collections.abc import Sequence
 
-from envoi.bench.table import align
 from envoi.sass import report
 from envoi.sass.record import Record, find_twins
+from envoi.table import align
 
 HEADER = ("", "before", "after", "delta")
 

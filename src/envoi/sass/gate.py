@@ -16,10 +16,10 @@ from multiprocessing import get_context
 from pathlib import Path
 
 from envoi import triton_compat
-from envoi.bench.table import align
 from envoi.sass import hopper_cases, hopper_recipes, registry
 from envoi.sass.compile import compile_recipe
 from envoi.sass.record import Record, of_binary
+from envoi.table import align
 
 FORMAT = 1
 BAND, SLACK = 0.05, 4  # a count may move by this share of itself, or by so many instructions

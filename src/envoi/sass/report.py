@@ -2,9 +2,9 @@
 
 from collections.abc import Iterable, Sequence
 
-from envoi.bench.table import align
 from envoi.sass.count import FAMILIES
 from envoi.sass.record import Record, Refusal
+from envoi.table import align
 
 UNKNOWN = "?"
 

@@ -3,10 +3,10 @@
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
-from envoi.bench.table import align
 from envoi.sass.compile import CompilerRefusesError, compile_recipe
 from envoi.sass.record import Record, of_binary
 from envoi.sass.tmem_sweep import ARCHES, Case, recipe
+from envoi.table import align
 
 
 @dataclass(frozen=True)

@@ -1,0 +1,121 @@
+"""`plan_moe`: from the sizes of a layer to a Plan."""
+
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from envoi.check import expect_int
+from envoi.plan.blocks import BLOCK_MS, Blocks, l1_blocks, l2_blocks
+from envoi.plan.capacity import experts_per_wave, pool_capacity
+from envoi.plan.expected import rows_per_expert
+from envoi.plan.layer import MoeLayer
+from envoi.plan.machines import Machine, machine_of
+from envoi.plan.overlap import Overlap, overlap_of
+from envoi.plan.shared import MIN_STAGES, SharedMemory, roles_of, shared_memory
+from envoi.plan.steps import Step, five_steps
+
+GB = 1e9
+
+
+@dataclass(frozen=True)
+class Plan:
+    """What is planned for one rank of a layer. Bytes are bytes of this rank, times are us.
+
+    l1, l2: block sizes of the two grouped GEMMs. steps: router, dispatch, L1, L2, combine.
+    max_tokens: of a rank, that buffers are made for. pool_rows: capacity of the pool that dispatch fills.
+    weight_bytes: the experts. buffer_bytes: the pool, L1's output, and where combine finds its rows.
+    experts_per_wave: local experts that go through L1 and L2 together in the fused kernel.
+    fused_shared: shared memory of the fused kernel with L1's tile. overlap: whether its products hide the rows' way.
+    notes: what isn't measured or has no kernel yet.
+    """
+
+    layer: MoeLayer
+    machine: Machine
+    l1: Blocks
+    l2: Blocks
+    steps: tuple[Step, ...]
+    max_tokens: int
+    pool_rows: int
+    weight_bytes: float
+    buffer_bytes: float
+    experts_per_wave: int
+    fused_shared: SharedMemory
+    overlap: Overlap
+    notes: tuple[str, ...]
+
+    @property
+    def num_waves(self) -> int:
+        """Waves of a rank's experts."""
+        return self.layer.num_local_experts // self.experts_per_wave
+
+    @property
+    def staged_us(self) -> float:
+        """All steps, one after the other."""
+        return sum(step.time_us for step in self.steps)
+
+    @property
+    def fused_us(self) -> float:
+        """The router, then the resource that the other steps need longest, as if all of them overlapped: a floor."""
+        router, *rest = self.steps
+        resources = (sum(column) for column in zip(*(step.parts_us.values() for step in rest), strict=True))
+        return router.time_us + max(resources) + max(step.fixed_us for step in rest)
+
+    def to_dict(self) -> dict[str, Any]:
+        """Everything, as JSON takes it."""
+        found = asdict(self)
+        for step, entry in zip(self.steps, found["steps"], strict=True):
+            entry["bound_by"] = step.bound_by
+        found["fused_shared"] |= {"num_stages": self.fused_shared.num_stages}
+        return found | {
+            "num_waves": self.num_waves, "staged_us": self.staged_us, "fused_us": self.fused_us,
+        }  # fmt: skip
+
+
+def plan_moe(layer: MoeLayer, arch: str = "sm_90", max_tokens: int | None = None) -> Plan:
+    """Plan a layer.
+
+    arch: "sm_90" (H200) or "sm_100" (B200). max_tokens: of a rank, for the size of buffers; default: layer.num_tokens.
+
+    Example: plan_moe(MoeLayer(4096, 2048, 256, 6, 2048, 8, "fp8_block128")) has 12288 rows a rank.
+
+    Raises ValueError where the layer doesn't fit the GPU.
+    """
+    machine = machine_of(arch)
+    max_tokens = layer.num_tokens if max_tokens is None else expect_int("max_tokens", max_tokens, layer.num_tokens)
+    local = layer.num_local_experts
+    l1, l2 = l1_blocks(layer, machine), l2_blocks(layer, machine)
+    pool_rows = pool_capacity(layer.num_ranks, max_tokens, layer.num_topk, local, BLOCK_MS[arch])
+    weight_bytes = local * (layer.weight_bytes(layer.l1_nk) + layer.weight_bytes(layer.l2_nk))
+    row_bytes = layer.row_bytes(layer.hidden) + layer.row_bytes(layer.intermediate)
+    buffer_bytes = pool_rows * row_bytes + 2.0 * max_tokens * layer.num_topk * layer.hidden
+    _check_memory(machine, weight_bytes, buffer_bytes)
+    fused_shared = shared_memory(
+        layer, roles_of(machine, layer.format, l1.block_m, l1.block_n, l1.block_k), machine.shared_bytes
+    )
+    return Plan(
+        layer, machine, l1, l2, five_steps(layer, machine, l1, l2), max_tokens, pool_rows, weight_bytes, buffer_bytes,
+        experts_per_wave(
+            rows_per_expert(layer), layer.intermediate, local, l1.block_m, l1.block_n, machine.num_sms
+        ),
+        fused_shared, overlap_of(layer, machine, l1.block_m), _notes(layer, machine, fused_shared),
+    )  # fmt: skip
+
+
+def _check_memory(machine: Machine, weight_bytes: float, buffer_bytes: float) -> None:
+    if weight_bytes + buffer_bytes > machine.memory_gb * GB:
+        raise ValueError(
+            f"num_ranks: {weight_bytes / GB:.1f} GB of weights and {buffer_bytes / GB:.1f} GB of buffers a GPU don't "
+            f"fit {machine.name}'s {machine.memory_gb:.0f} GB; take more GPUs, or fewer max_tokens"
+        )
+
+
+def _notes(layer: MoeLayer, machine: Machine, fused_shared: SharedMemory) -> tuple[str, ...]:
+    notes = ["the fused kernel isn't written yet: its stages, waves and time are what it could have"]
+    if not machine.measured:
+        notes.append(f"rates of {machine.name} are the vendor's peaks, not measured: times are floors")
+    elif layer.format == "mxfp8":
+        notes.append(f"mxfp8 has no kernel of its own on {machine.arch} yet: planned as mxfp4, not measured")
+    if not machine.measured and layer.format == "fp8_block128":
+        notes.append("fp8_block128 has no kernel on sm_100: no instruction there takes float32 factors along K")
+    if fused_shared.num_stages < MIN_STAGES:
+        notes.append(f"the fused kernel wouldn't fit: {fused_shared.num_stages} stages of L1's tile")
+    return tuple(notes)

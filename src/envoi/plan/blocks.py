@@ -1,0 +1,125 @@
+"""Block sizes of the two grouped GEMMs: on Hopper those that its kernels choose, on Blackwell the fastest that fit."""
+
+from dataclasses import dataclass
+from functools import cache
+
+import torch
+
+from envoi.epilogue.api import Epilogue
+from envoi.epilogue.library import expert_l1, expert_l2, store
+from envoi.epilogue.lower import Lowered, lower
+from envoi.epilogue.slots import rows_must_fit
+from envoi.gemm import hopper, hopper_mx
+from envoi.gemm.config_sm100 import MIN_STAGES, BlackwellConfig, BlackwellProblem, supports
+from envoi.plan.expected import rows_per_expert, tiles_per_expert
+from envoi.plan.layer import MoeLayer
+from envoi.plan.machines import WIDENED, Machine
+from envoi.quant.formats import Scheme
+from envoi.types import Matrix, QuantTensor
+
+BLOCK_MS = {"sm_90": (8, 16, 32, 64, 128), "sm_100": (128,)}  # that a config may have
+WIDTHS = (256, 128)  # of Blackwell's tiles; narrower ones read tokens more often
+MAX_STAGES = 12
+MX_GROUP = 32
+META = torch.device("meta")
+
+
+@dataclass(frozen=True)
+class Blocks:
+    """How one grouped GEMM is cut: tiles of block_m tokens x block_n features, num_stages stages of block_k.
+
+    num_tiles: expected over this rank's experts.
+    """
+
+    block_m: int
+    block_n: int
+    block_k: int
+    num_stages: int
+    num_tiles: float
+
+    def rounds(self, num_sms: int) -> int:
+        """Tiles that the busiest SM gets."""
+        return -int(-self.num_tiles // num_sms)
+
+
+def l1_blocks(layer: MoeLayer, machine: Machine) -> Blocks:
+    """Of tokens @ gate_up.T, SwiGLU, quantise."""
+    scheme = layer.formats.activations
+    return _blocks(layer, machine, layer.l1_nk, expert_l1("swiglu", None, False, scheme.name if scheme else None))
+
+
+def l2_blocks(layer: MoeLayer, machine: Machine) -> Blocks:
+    """Of the rows @ down.T."""
+    return _blocks(layer, machine, layer.l2_nk, expert_l2(False))
+
+
+def _blocks(layer: MoeLayer, machine: Machine, nk: tuple[int, int], epilogue: Epilogue) -> Blocks:
+    if machine.arch == "sm_100":
+        return _blackwell(layer, machine, nk, epilogue)
+    if layer.format in WIDENED:
+        code = lower(epilogue.ir, torch.bfloat16, "gluon", False, False, frozenset())
+        mx = hopper_mx.choose(layer.num_rows, nk[0], layer.num_local_experts, machine.num_sms, code)
+        return _counted(layer, nk, mx.block_y, mx.block_x, hopper_mx.BLOCK_K, mx.num_stages)
+    operands = {operand.name: torch.empty(layer.num_rows, device=META) for operand in epilogue.ir.operands}
+    config = hopper.planned(
+        _matrix((layer.num_rows, nk[1]), layer.formats.activations),
+        _matrix((layer.num_local_experts, *nk), layer.formats.weights),
+        torch.empty(layer.num_local_experts + 1, dtype=torch.int32, device=META),
+        epilogue.ir, torch.bfloat16, operands, machine.num_sms,
+    )[1]  # fmt: skip
+    return _counted(layer, nk, config.block_m, config.block_n, config.block_k, config.num_stages)
+
+
+def _counted(layer: MoeLayer, nk: tuple[int, int], block_m: int, block_n: int, block_k: int, num_stages: int) -> Blocks:
+    tiles = layer.num_local_experts * tiles_per_expert(layer, block_m) * -(-nk[0] // block_n)
+    return Blocks(block_m, block_n, block_k, num_stages, tiles)
+
+
+def _matrix(shape: tuple[int, ...], scheme: Scheme | None) -> Matrix:
+    """Without memory."""
+    if scheme is None:
+        return torch.empty(shape, dtype=torch.bfloat16, device=META)
+    group = scheme.group_for(shape)
+    factors = torch.empty(
+        *shape[:-2], -(-shape[-2] // group[0]), -(-shape[-1] // group[1]), dtype=scheme.sf, device=META
+    )
+    return QuantTensor(torch.empty(shape, dtype=scheme.values, device=META), factors, group)
+
+
+def _blackwell(layer: MoeLayer, machine: Machine, nk: tuple[int, int], epilogue: Epilogue) -> Blocks:
+    """The widest tile among those that leave the busiest SM the fewest columns."""
+    problem, code = _problem(layer, nk), _code(epilogue)
+    configs = [config for width in WIDTHS if (config := _deepest(problem, code, width))]
+    if not configs:
+        why = supports(problem, _config(problem, code, WIDTHS[-1], MIN_STAGES), code)
+        raise ValueError(f"{layer.format} on {machine.arch}, {nk[0]} x {nk[1]}: {why}")
+    found = [_counted(layer, nk, c.block_m, c.block_n, c.block_k, c.num_stages) for c in configs]
+    return min(found, key=lambda blocks: blocks.rounds(machine.num_sms) * blocks.block_n)
+
+
+def _deepest(problem: BlackwellProblem, code: Lowered, width: int) -> BlackwellConfig | None:
+    """With as many stages as fit."""
+    configs = (_config(problem, code, width, num_stages) for num_stages in range(MAX_STAGES, MIN_STAGES - 1, -1))
+    return next((config for config in configs if not supports(problem, config, code)), None)
+
+
+def _config(problem: BlackwellProblem, code: Lowered, width: int, num_stages: int) -> BlackwellConfig:
+    """A piece is as wide as the epilogue needs, by 8 warps if that is much."""
+    block_k, piece = 1024 // problem.x_bits, max(64, code.piece_columns)
+    num_warps = 8 if piece > 128 else 4
+    return BlackwellConfig(width, block_k, num_stages, num_warps, sf_group=problem.sf_group, piece=piece)
+
+
+def _problem(layer: MoeLayer, nk: tuple[int, int]) -> BlackwellProblem:
+    bits = 16 if layer.format == "bf16" else 8
+    rows = max(1, round(rows_per_expert(layer))) * layer.num_local_experts
+    group = MX_GROUP if layer.format in WIDENED else 0
+    return BlackwellProblem(rows, *nk, bits, bits, layer.num_local_experts, group, padded=layer.format == "mxfp4")
+
+
+@cache
+def _code(epilogue: Epilogue) -> Lowered:
+    """Factors of whole rows are computed behind the GEMM, which stores float32 then."""
+    rows = rows_must_fit(epilogue.ir)
+    ir, dtype = (store.ir, torch.float32) if rows else (epilogue.ir, torch.bfloat16)
+    return lower(ir, dtype, "gluon", False, True, frozenset())

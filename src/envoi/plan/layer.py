@@ -1,0 +1,103 @@
+"""The MoE layer that is planned: its sizes, and how many bytes its rows and weights have."""
+
+from dataclasses import dataclass
+
+from envoi.check import expect_int
+from envoi.quant.formats import Format, Scheme, format_named
+
+NUM_RANKS = (1, 2, 4, 8)  # GPUs of one NVLink domain
+MAX_TOPK = 32
+WEIGHT_AND_SLOT_BYTES = 8  # travel with a row: its routing weight, and the slot it came from
+
+
+@dataclass(frozen=True)
+class MoeLayer:
+    """One MoE layer whose experts are spread evenly over the ranks, one GPU each.
+
+    hidden, intermediate: widths of a token, and inside an expert. num_experts: over all ranks.
+    num_topk: experts of a token. num_tokens: of one rank. num_ranks: 1, 2, 4 or 8.
+    format: of `envoi.quant.FORMATS`.
+
+    Raises ValueError for sizes that no layer can have.
+    """
+
+    hidden: int
+    intermediate: int
+    num_experts: int
+    num_topk: int
+    num_tokens: int
+    num_ranks: int = 1
+    format: str = "bf16"
+
+    def __post_init__(self) -> None:
+        need = max(8, format_named(self.format).group_k)
+        for name in ("hidden", "intermediate"):
+            size = expect_int(name, getattr(self, name), 1)
+            if size % need:
+                raise ValueError(f"{name}: expected a multiple of {need} for format {self.format!r}, got {size}")
+        expect_int("num_experts", self.num_experts, 1)
+        expect_int("num_topk", self.num_topk, 1, min(MAX_TOPK, self.num_experts), "a token's experts are distinct")
+        expect_int("num_tokens", self.num_tokens, 1)
+        if expect_int("num_ranks", self.num_ranks, 1) not in NUM_RANKS:
+            raise ValueError(f"num_ranks: expected 1, 2, 4 or 8 GPUs of one NVLink domain, got {self.num_ranks}")
+        if self.num_experts % self.num_ranks:
+            raise ValueError(f"num_experts: expected a multiple of {self.num_ranks} GPUs, got {self.num_experts}")
+
+    @property
+    def formats(self) -> Format:
+        """The schemes of activations and weights."""
+        return format_named(self.format)
+
+    @property
+    def num_local_experts(self) -> int:
+        """Experts on one rank."""
+        return self.num_experts // self.num_ranks
+
+    @property
+    def num_all_tokens(self) -> int:
+        """Tokens of all ranks."""
+        return self.num_tokens * self.num_ranks
+
+    @property
+    def num_rows(self) -> int:
+        """Rows that a rank's experts get if all experts are chosen equally often: as many as the rank sends."""
+        return self.num_tokens * self.num_topk
+
+    @property
+    def num_remote_rows(self) -> float:
+        """Those of them that come from other ranks."""
+        return self.num_rows * (self.num_ranks - 1) / self.num_ranks
+
+    @property
+    def l1_nk(self) -> tuple[int, int]:
+        """N and K of the first GEMM: gate and up at once."""
+        return 2 * self.intermediate, self.hidden
+
+    @property
+    def l2_nk(self) -> tuple[int, int]:
+        """N and K of the second GEMM."""
+        return self.hidden, self.intermediate
+
+    def row_bytes(self, width: int) -> float:
+        """A row of activations with its scale factors."""
+        return matrix_bytes(self.formats.activations, 1, width)
+
+    def weight_bytes(self, nk: tuple[int, int]) -> float:
+        """One expert's matrix with its scale factors."""
+        return matrix_bytes(self.formats.weights, *nk)
+
+
+def matrix_bytes(scheme: Scheme | None, rows: int, columns: int) -> float:
+    """Values and scale factors of a matrix; None = bf16."""
+    if scheme is None:
+        return 2.0 * rows * columns
+    group = scheme.group_for((rows, columns))
+    factors = -(-rows // group[0]) * -(-columns // group[1]) * scheme.sf.itemsize
+    return rows * columns * element_bits(scheme) / 8 + factors
+
+
+def element_bits(scheme: Scheme | None) -> int:
+    """Bits of a value in memory; None = bf16."""
+    if scheme is None:
+        return 16
+    return 4 if scheme.values.itemsize == 1 and not scheme.values.is_floating_point else 8

@@ -1,0 +1,114 @@
+"""A Plan for people: a table, a picture of the steps on the terminal, the sizes; and the picture as a file."""
+
+from pathlib import Path
+
+from envoi.plan.api import GB, Plan
+from envoi.plan.blocks import Blocks
+from envoi.plan.steps import RESOURCES, Step
+from envoi.table import align, number
+
+WIDTH = 64  # of the picture, in characters
+FILLS = {"compute": "█", "HBM": "▓", "NVLink": "▒", "latency": "·"}
+COLOURS = {"compute": "tab:blue", "HBM": "tab:orange", "NVLink": "tab:green", "fixed": "tab:grey"}
+HEADER = ("step", "us", *(f"{name} us" for name in RESOURCES), "fixed us", "bound by", "GFLOP", "HBM MB", "NVLink MB")
+
+
+def to_text(plan: Plan) -> str:
+    """Title, table, picture, sizes, notes."""
+    table = align(HEADER, [_row(step) for step in plan.steps], left=(0, 6))
+    notes = [f"note: {note}" for note in plan.notes]
+    return "\n".join([title(plan), "", table, "", *_picture(plan), "", *_sums(plan), *_sizes(plan), *notes])
+
+
+def title(plan: Plan) -> str:
+    """The layer and the machine in a line."""
+    layer, machine = plan.layer, plan.machine
+    return (
+        f"hidden {layer.hidden}, intermediate {layer.intermediate}, {layer.num_experts} experts, top-{layer.num_topk}, "
+        f"{layer.format}; {layer.num_tokens} tokens on each of {layer.num_ranks} x {machine.name} ({machine.arch})"
+    )
+
+
+def _row(step: Step) -> list[str]:
+    times = [step.time_us, *step.parts_us.values(), step.fixed_us]
+    work = [step.flops / 1e9, step.hbm_bytes / 1e6, step.nvlink_bytes / 1e6]
+    return [step.name, *map(_short, times), step.bound_by, *map(_short, work)]
+
+
+def _short(value: float) -> str:
+    return number(value) if value else "-"
+
+
+def _picture(plan: Plan) -> list[str]:
+    """Each step's bar begins where that of the step before ends."""
+    lines, start = [], 0.0
+    for step in plan.steps:
+        first, last = (round(at / plan.staged_us * WIDTH) for at in (start, start + step.time_us))
+        bar = " " * first + FILLS[step.bound_by] * max(1, last - first)
+        lines.append(f"{step.name:<9} {bar} {number(step.time_us)}")
+        start += step.time_us
+    legend = "  ".join(f"{fill} {name}" for name, fill in FILLS.items())
+    return [*lines, f"{'':9} bound by {legend}"]
+
+
+def _sums(plan: Plan) -> list[str]:
+    return [
+        f"staged: {number(plan.staged_us)} us, the steps one after the other",
+        f"fused: at least {number(plan.fused_us)} us, what the busiest resource needs",
+    ]
+
+
+def _sizes(plan: Plan) -> list[str]:
+    layer, shared = plan.layer, plan.fused_shared
+    return [
+        _gemm("L1", plan, plan.l1, layer.l1_nk),
+        _gemm("L2", plan, plan.l2, layer.l2_nk),
+        f"pool: {plan.pool_rows} rows, the worst case of {plan.max_tokens} tokens a GPU; buffers "
+        f"{number(plan.buffer_bytes / GB)} GB, weights {number(plan.weight_bytes / GB)} GB",
+        f"waves: {plan.num_waves} of {plan.experts_per_wave} experts; fused: {shared.num_stages} stages of "
+        f"{shared.stage_bytes} bytes, {shared.fixed_bytes} beside them",
+        _overlap(plan),
+    ]
+
+
+def _gemm(name: str, plan: Plan, blocks: Blocks, nk: tuple[int, int]) -> str:
+    num_sms = plan.machine.num_sms
+    return (
+        f"{name}: {plan.layer.num_rows} x {nk[0]} x {nk[1]} in tiles of {blocks.block_m} x {blocks.block_n}, "
+        f"{blocks.num_stages} stages of {blocks.block_k}; {blocks.num_tiles:.0f} tiles, "
+        f"{blocks.rounds(num_sms)} rounds on {num_sms} SMs"
+    )
+
+
+def _overlap(plan: Plan) -> str:
+    if plan.layer.num_ranks == 1:
+        return "overlap: nothing crosses NVLink"
+    found = plan.overlap
+    sign, end = ("<=", "hides") if found.hides else (">", "doesn't hide")
+    return (
+        f"overlap: C / B = {number(found.compute_per_byte)} FLOP a byte {sign} {number(found.work_per_byte)} "
+        f"of the layer: NVLink {end} behind the products"
+    )
+
+
+def draw(path: Path, plan: Plan) -> None:
+    """The steps as bars: what each resource takes, side by side, with the step's time above them."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    import matplotlib.pyplot as plt
+
+    figure, axes = plt.subplots(figsize=(9, 4.5), layout="constrained")
+    width = 0.8 / len(COLOURS)
+    for place, (name, colour) in enumerate(COLOURS.items()):
+        times = [{**step.parts_us, "fixed": step.fixed_us}[name] for step in plan.steps]
+        axes.bar([at + (place - 1.5) * width for at in range(len(times))], times, width, label=name, color=colour)
+    for at, step in enumerate(plan.steps):
+        axes.hlines(step.time_us, at - 0.4, at + 0.4, color="k")
+        axes.annotate(f"{number(step.time_us)} us", (at, step.time_us), ha="center", va="bottom")
+    axes.set_xticks(range(len(plan.steps)), [step.name for step in plan.steps])
+    axes.set(ylabel="us", title=f"staged {number(plan.staged_us)} us, fused at least {number(plan.fused_us)} us")
+    axes.legend()
+    figure.suptitle(title(plan), fontsize=9)
+    figure.savefig(path, dpi=120)
+    plt.close(figure)

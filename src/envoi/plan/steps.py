@@ -1,0 +1,147 @@
+"""The five steps of the path, each with the time that every resource needs by itself (a roofline), and their sum.
+
+    router    logits GEMM, top-k                       2 M H N FLOP
+    dispatch  quantise; every row is pulled by the rank that owns its expert
+    L1        2 P (2 I) H FLOP, epilogue SwiGLU        in whole tiles, in whole rounds over the SMs (wave quantisation)
+    L2        2 P H I FLOP, epilogue writes each row to the rank that it came from
+    combine   barrier; each token's k rows are summed
+
+M tokens of this rank, P rows of its experts: M k on average. A rank receives as much over NVLink as it sends, so one
+direction is counted.
+"""
+
+from dataclasses import dataclass, replace
+
+from envoi.plan.blocks import Blocks
+from envoi.plan.expected import active_experts
+from envoi.plan.layer import WEIGHT_AND_SLOT_BYTES, MoeLayer
+from envoi.plan.machines import WIDENED, Machine
+
+RESOURCES = ("compute", "HBM", "NVLink")
+BF16_BYTES = 2
+
+
+@dataclass(frozen=True)
+class Step:
+    """One step on one rank. Times in us, each as if nothing else took any.
+
+    flops: useful ones. hbm_bytes, nvlink_bytes: read and written; through NVLink in one direction.
+    compute_us: at the format's rate, of whole tiles in whole rounds. hbm_us, nvlink_us: bytes at the machine's rates.
+    fixed_us: launch, and flags between ranks. time_us: fixed_us, the longest, and `unhidden` of the others.
+    """
+
+    name: str
+    flops: float
+    hbm_bytes: float
+    nvlink_bytes: float
+    compute_us: float
+    hbm_us: float
+    nvlink_us: float
+    fixed_us: float
+    time_us: float
+
+    @property
+    def parts_us(self) -> dict[str, float]:
+        """By resource."""
+        return dict(zip(RESOURCES, (self.compute_us, self.hbm_us, self.nvlink_us), strict=True))
+
+    @property
+    def bound_by(self) -> str:
+        """ "compute", "HBM" or "NVLink", or "latency" where the fixed time is longer than any."""
+        longest = max(RESOURCES, key=lambda name: self.parts_us[name])
+        return longest if self.parts_us[longest] > self.fixed_us else "latency"
+
+
+def five_steps(layer: MoeLayer, machine: Machine, l1: Blocks, l2: Blocks) -> tuple[Step, ...]:
+    """router, dispatch, L1, L2, combine."""
+    return (
+        _router(layer, machine),
+        _dispatch(layer, machine),
+        _l1(layer, machine, l1),
+        _l2(layer, machine, l2),
+        _combine(layer, machine),
+    )
+
+
+def gemm_us(blocks: Blocks, K: int, format: str, machine: Machine) -> float:
+    """A GEMM's products: the busiest SM's tiles, at its share of the machine's rate."""
+    flops = 2.0 * blocks.block_m * blocks.block_n * K * blocks.rounds(machine.num_sms) * machine.num_sms
+    return flops / machine.gemm_tflops(format, blocks.block_m) / 1e6
+
+
+def step_of(
+    name: str, machine: Machine, flops: float = 0, compute_us: float = 0, hbm_bytes: float = 0,
+    nvlink_bytes: float = 0, nvlink_gb_per_s: float = 1, round_trips: int = 0,
+) -> Step:  # fmt: skip
+    """The times of a step from its work. round_trips: barriers across ranks."""
+    fixed_us = machine.launch_us + round_trips * machine.round_trip_us
+    hbm_us, nvlink_us = hbm_bytes / machine.hbm_gb_per_s / 1e3, nvlink_bytes / nvlink_gb_per_s / 1e3
+    *others, longest = sorted((compute_us, hbm_us, nvlink_us))
+    time_us = fixed_us + longest + machine.unhidden * sum(others)
+    return Step(name, flops, hbm_bytes, nvlink_bytes, compute_us, hbm_us, nvlink_us, fixed_us, time_us)
+
+
+def _router(layer: MoeLayer, machine: Machine) -> Step:
+    """In bf16, whatever the format of the experts."""
+    M, N, H = layer.num_tokens, layer.num_experts, layer.hidden
+    flops = 2.0 * M * N * H
+    hbm = BF16_BYTES * (M + N) * H + WEIGHT_AND_SLOT_BYTES * layer.num_rows
+    return step_of("router", machine, flops, flops / machine.tflops["bf16"] / 1e6, hbm)
+
+
+def _dispatch(layer: MoeLayer, machine: Machine) -> Step:
+    """Counts are exchanged, then indices, then rows: a barrier across ranks for each of the first two."""
+    row = layer.row_bytes(layer.hidden) + WEIGHT_AND_SLOT_BYTES
+    quantised = 0 if layer.format == "bf16" else layer.num_tokens * (BF16_BYTES * layer.hidden + row)
+    hbm = quantised + 2 * layer.num_rows * row
+    nvlink = layer.num_remote_rows * row
+    round_trips = 2 if layer.num_ranks > 1 else 0
+    return step_of(
+        "dispatch", machine, hbm_bytes=hbm, nvlink_bytes=nvlink, nvlink_gb_per_s=machine.pull_gb_per_s,
+        round_trips=round_trips,
+    )  # fmt: skip
+
+
+def _l1(layer: MoeLayer, machine: Machine, blocks: Blocks) -> Step:
+    """In fp8_row a row's factor is known with its last tile: float32 is stored, and a second kernel quantises it."""
+    quantised = layer.row_bytes(layer.intermediate)
+    if layer.format != "fp8_row":
+        return _gemm("L1", layer, machine, blocks, layer.l1_nk, quantised)
+    stored = 4.0 * layer.l1_nk[0]
+    step = _gemm("L1", layer, machine, blocks, layer.l1_nk, stored)
+    return _with_pass(step, machine, layer.num_rows * (stored + quantised), machine.launch_us)
+
+
+def _l2(layer: MoeLayer, machine: Machine, blocks: Blocks) -> Step:
+    """Rows leave in bf16."""
+    left = BF16_BYTES * layer.hidden
+    return _gemm("L2", layer, machine, blocks, layer.l2_nk, left, layer.num_remote_rows * left)
+
+
+def _gemm(
+    name: str, layer: MoeLayer, machine: Machine, blocks: Blocks, nk: tuple[int, int], left_bytes: float,
+    nvlink_bytes: float = 0,
+) -> Step:  # fmt: skip
+    """left_bytes: of a row that leaves. Where weights are widened to bf16, a kernel in front widens the tokens."""
+    N, K = nk
+    widens = machine.widened_per_us and layer.format in WIDENED
+    row = BF16_BYTES * K if widens else layer.row_bytes(K)
+    hbm = active_experts(layer) * layer.weight_bytes(nk) + layer.num_rows * (row + left_bytes)
+    compute_us = gemm_us(blocks, K, layer.format, machine)
+    flops = 2.0 * layer.num_rows * N * K
+    step = step_of(name, machine, flops, compute_us, hbm, nvlink_bytes, machine.push_gb_per_s)
+    return _with_pass(step, machine, layer.num_rows * (layer.row_bytes(K) + row)) if widens else step
+
+
+def _with_pass(step: Step, machine: Machine, num_bytes: float, launch_us: float = 0) -> Step:
+    """A kernel beside the GEMM, which nothing overlaps: what it reads and writes. launch_us: 0 if that is hidden."""
+    us = num_bytes / machine.hbm_gb_per_s / 1e3
+    return replace(
+        step, hbm_bytes=step.hbm_bytes + num_bytes, hbm_us=step.hbm_us + us, fixed_us=step.fixed_us + launch_us,
+        time_us=step.time_us + us + launch_us,
+    )  # fmt: skip
+
+
+def _combine(layer: MoeLayer, machine: Machine) -> Step:
+    hbm = BF16_BYTES * (layer.num_rows + layer.num_tokens) * layer.hidden
+    return step_of("combine", machine, hbm_bytes=hbm, round_trips=1 if layer.num_ranks > 1 else 0)

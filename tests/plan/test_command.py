@@ -1,0 +1,88 @@
+"""`envoi plan`: table, picture, JSON, and errors in a line."""
+
+import json
+import shlex
+from pathlib import Path
+
+import pytest
+
+from envoi import cli
+
+README = Path(__file__).resolve().parents[2] / "README.md"
+ARGUMENTS = "--hidden 4096 --inter 2048 --experts 256 --topk 6 --tokens 2048 --gpus 8 --format fp8_block128"
+
+
+def run(capsys, more: str = "", arguments: str = ARGUMENTS) -> str:
+    assert cli.main(["plan", *shlex.split(f"{arguments} {more}")]) == 0
+    return capsys.readouterr().out
+
+
+def test_the_table_and_the_picture(capsys):
+    text = run(capsys)
+    assert text.startswith(
+        "hidden 4096, intermediate 2048, 256 experts, top-6, fp8_block128; 2048 tokens on each of 8 x"
+    )
+    names = [line.split()[0] for line in text.splitlines() if line]
+    assert [name for name in names if name in ("router", "dispatch", "L1", "L2", "combine")] == [
+        "router", "dispatch", "L1", "L2", "combine", "router", "dispatch", "L1", "L2", "combine",
+    ]  # fmt: skip
+    assert "overlap: C / B = " in text
+    assert "█" in text
+    assert "▒" in text
+    assert max(map(len, text.splitlines())) <= 120
+
+
+def test_the_readme_shows_this_command():
+    line = next(line for line in README.read_text().splitlines() if line.startswith("    envoi plan "))
+    assert line.split("envoi plan ")[1] == ARGUMENTS
+
+
+def test_one_gpu_has_no_wire(capsys):
+    text = run(capsys, "--gpus 1 --arch sm_100")
+    assert "nothing crosses NVLink" in text
+    assert "1 x B200" in text
+
+
+def test_bars_lie_end_to_end(capsys):
+    bars = run(capsys).splitlines()
+    first = next(at for at, line in enumerate(bars) if line.startswith("router") and "█" in line)
+    end = 10
+    for line in bars[first : first + 5]:
+        bar = line[: line.rindex(" ")]
+        assert abs(len(bar) - len(bar[10:].lstrip()) - end) <= 1
+        end = len(bar)
+
+
+def test_json_has_everything(capsys):
+    found = json.loads(run(capsys, "--json --max-tokens 4096"))
+    assert found["layer"]["hidden"] == 4096
+    assert found["machine"]["name"] == "H200"
+    assert found["max_tokens"] == 4096
+    assert [step["name"] for step in found["steps"]] == ["router", "dispatch", "L1", "L2", "combine"]
+    assert found["steps"][1]["bound_by"] == "NVLink"
+    assert found["staged_us"] == pytest.approx(sum(step["time_us"] for step in found["steps"]))
+    assert found["fused_shared"]["num_stages"] >= 2
+    assert found["num_waves"] * found["experts_per_wave"] == 32
+
+
+def test_a_picture_in_a_file(capsys, tmp_path):
+    run(capsys, f"--png {tmp_path}/plan.png")
+    assert (tmp_path / "plan.png").read_bytes().startswith(b"\x89PNG")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (f"{ARGUMENTS} --gpus 3", "num_ranks: expected 1, 2, 4 or 8"),
+        (f"{ARGUMENTS} --arch sm_80", "arch: expected one of"),
+        (f"{ARGUMENTS} --format fp7", "format: expected one of"),
+        (f"{ARGUMENTS} --tokens 100000000", "more GPUs, or fewer max_tokens"),
+    ],
+)
+def test_refusals_are_one_line(arguments, words, capsys):
+    assert cli.main(["plan", *shlex.split(arguments)]) == 2
+    stdout, stderr = capsys.readouterr()
+    assert stdout == ""
+    assert stderr.startswith("envoi: ")
+    assert words in stderr
+    assert stderr.count("\n") == 1

@@ -1,0 +1,63 @@
+"""The model of a grouped GEMM's time against measurements, and the constants against those that they come from."""
+
+import json
+from pathlib import Path
+
+import pytest
+
+from envoi.plan import MoeLayer, plan_moe
+from envoi.plan.blocks import Blocks
+from envoi.plan.machines import H200
+from envoi.plan.steps import gemm_us, step_of
+
+RESULTS = Path(__file__).resolve().parents[2] / "bench" / "results" / "h200.jsonl"
+BYTES = {"bf16": 2, "fp8_row": 1, "fp8_block128": 1, "mxfp4": 17 / 32}
+
+
+def measured(suite: str, case: str) -> dict:
+    lines = map(json.loads, RESULTS.read_text().splitlines())
+    return next(line for line in lines if (line["suite"], line["case"]) == (suite, case))
+
+
+def predicted(rows: int, experts: int, n: int, k: int, format: str, block_m: int, block_n: int) -> float:
+    """us of a grouped GEMM whose experts have as many rows each, stored in bf16."""
+    tiles = experts * -(-rows // block_m) * -(-n // block_n)
+    blocks = Blocks(block_m, block_n, 0, 0, tiles)
+    tokens = experts * rows * (k * (2 if format == "mxfp4" else BYTES[format]) + 2 * n)
+    hbm = experts * n * k * BYTES[format] + tokens
+    return step_of("GEMM", H200, compute_us=gemm_us(blocks, k, format, H200), hbm_bytes=hbm).time_us
+
+
+@pytest.mark.parametrize(
+    ("format", "tile"), [("bf16", (64, 256)), ("fp8_row", (64, 256)), ("fp8_block128", (128, 128))]
+)
+def test_many_rows_an_expert(format, tile):
+    took = measured("gemm_grouped", f"32 experts x 256, 7168 -> 4096 {format}")["ours_us"]
+    assert predicted(256, 32, 4096, 7168, format, *tile) == pytest.approx(took, rel=0.1)
+
+
+@pytest.mark.parametrize(("rows", "block_m"), [(16, 8), (64, 64)])
+def test_few_rows_an_expert(rows, block_m):
+    took = measured("gemm_weights", f"32 experts x {rows}, 4096 -> 4096 bf16")["ours_us"]
+    assert predicted(rows, 32, 4096, 4096, "bf16", block_m, 128) == pytest.approx(took, rel=0.1)
+
+
+@pytest.mark.parametrize(("rows", "took"), [(16, 97.2), (32, 109.9), (64, 135.3)])
+def test_weights_that_are_widened(rows, took):
+    # notes/2026-11-mxfp4-sm90.md, the GEMM alone
+    assert predicted(rows, 32, 4096, 4096, "mxfp4", rows, 256) == pytest.approx(took, rel=0.05)
+
+
+@pytest.mark.parametrize(("rows", "took"), [(16, 98.8), (32, 113.1), (64, 141.4)])
+def test_weights_that_are_widened_behind_a_kernel_that_widens_tokens(rows, took):
+    # The same notes, both kernels. Random routing needs more tiles than even rows do, so the step takes longer.
+    widened = 32 * rows * (4096 * 33 / 32 + 2 * 4096) / H200.hbm_gb_per_s / 1e3
+    both = predicted(rows, 32, 4096, 4096, "mxfp4", rows, 256) + widened
+    assert both == pytest.approx(took, rel=0.05)
+    l2 = plan_moe(MoeLayer(4096, 4096, 32, 1, 32 * rows, format="mxfp4")).steps[3]
+    assert both - 0.1 <= l2.time_us < 2.5 * both
+
+
+@pytest.mark.parametrize(("suite", "format"), [("gemm", "bf16"), ("gemm_fp8", "fp8_row"), ("gemm_fp8", "fp8_block128")])
+def test_rates_are_those_of_the_results(suite, format):
+    assert measured(suite, f"8192x4096x7168 {format}")["tflops"] == pytest.approx(H200.tflops[format], rel=0.1)

@@ -1,0 +1,133 @@
+"""Plans: what bounds a step, the overlap condition, sums, refusals; and every format, machine and number of GPUs."""
+
+import itertools
+
+import pytest
+
+from envoi.gemm import hopper_mx
+from envoi.plan import MoeLayer, plan_moe
+from envoi.plan.blocks import BLOCK_MS
+from envoi.plan.machines import H200, MACHINES
+from envoi.quant.formats import FORMATS
+
+
+def layer(num_tokens: int = 2048, num_ranks: int = 8, format: str = "fp8_block128", **sizes: int) -> MoeLayer:
+    wanted = {"hidden": 4096, "intermediate": 2048, "num_experts": 256, "num_topk": 6} | sizes
+    return MoeLayer(**wanted, num_tokens=num_tokens, num_ranks=num_ranks, format=format)
+
+
+@pytest.mark.parametrize(("format", "arch"), list(itertools.product(FORMATS, MACHINES)))
+def test_every_format_machine_and_number_of_gpus_has_a_plan(format, arch):
+    for num_ranks, num_tokens in itertools.product((1, 2, 4, 8), (1, 64, 4096)):
+        plan = plan_moe(layer(num_tokens, num_ranks, format), arch)
+        assert [step.name for step in plan.steps] == ["router", "dispatch", "L1", "L2", "combine"]
+        for blocks in (plan.l1, plan.l2):
+            assert blocks.block_m in BLOCK_MS[arch]
+            assert blocks.num_stages >= 2
+        assert plan.num_waves * plan.experts_per_wave == plan.layer.num_local_experts
+        assert plan.fused_us <= plan.staged_us
+        for step in plan.steps:
+            parts = [*step.parts_us.values(), step.fixed_us]
+            assert max(parts) <= step.time_us <= sum(parts) * (1 + 1e-9)
+            assert (step.nvlink_us == 0) == (num_ranks == 1 or step.name not in ("dispatch", "L2"))
+
+
+def test_odd_sizes_have_plans():
+    for sizes in (
+        {"hidden": 2880, "intermediate": 2880, "num_experts": 32, "num_topk": 4, "format": "mxfp4"},
+        {"hidden": 2880, "intermediate": 2880, "num_experts": 32, "num_topk": 4, "format": "bf16"},
+        {"hidden": 8, "intermediate": 8, "num_experts": 1, "num_topk": 1, "num_ranks": 1, "format": "bf16"},
+        {"num_experts": 8, "num_topk": 8},
+        {"num_tokens": 1, "num_experts": 1024, "num_topk": 1},
+    ):
+        for arch in MACHINES:
+            assert plan_moe(layer(**sizes), arch).staged_us > 0
+
+
+def test_work_and_traffic_by_hand():
+    steps = {step.name: step for step in plan_moe(layer()).steps}
+    rows = 2048 * 6
+    assert steps["L1"].flops + steps["L2"].flops == 6 * rows * 4096 * 2048  # 6 h d a row
+    assert steps["L2"].nvlink_bytes == rows * 7 / 8 * 4096 * 2
+    assert steps["dispatch"].nvlink_bytes == rows * 7 / 8 * (4096 + 4096 / 128 * 4 + 8)
+    assert steps["router"].flops == 2 * 2048 * 256 * 4096
+    assert steps["L2"].nvlink_us == pytest.approx(steps["L2"].nvlink_bytes / H200.push_gb_per_s / 1e3)
+
+
+def test_few_tokens_are_bound_by_reading_weights_and_many_by_products():
+    few, many = ({s.name: s.bound_by for s in plan_moe(layer(n, format="bf16")).steps} for n in (64, 8192))
+    assert (few["L1"], few["L2"], few["combine"]) == ("HBM", "HBM", "latency")
+    assert (many["L1"], many["dispatch"]) == ("compute", "NVLink")
+    assert {s.name: s.bound_by for s in plan_moe(layer(64, format="mxfp4")).steps}["L1"] == "compute"  # widening
+
+
+def test_only_experts_that_get_rows_are_read():
+    one = plan_moe(layer(1, 1)).steps[2]
+    assert one.hbm_bytes == pytest.approx(6 * 2 * 2048 * 4096, rel=0.01)
+
+
+@pytest.mark.parametrize("intermediate", [768, 1536, 2048, 4096])
+def test_the_overlap_condition(intermediate):
+    found = plan_moe(layer(intermediate=intermediate)).overlap
+    assert found.work_per_byte == 2 * intermediate  # 8-bit tokens: 6 h d FLOP for 3 h bytes
+    bandwidth = 3 / (1 / H200.pull_gb_per_s + 2 / H200.push_gb_per_s)
+    assert found.compute_per_byte == pytest.approx(H200.tflops["fp8_block128"] * 1e3 / bandwidth)
+    assert found.hides == (found.compute_per_byte <= 2 * intermediate)
+    assert plan_moe(layer(intermediate=intermediate, num_ranks=1)).overlap.hides
+    in_bf16 = plan_moe(layer(intermediate=intermediate, format="bf16")).overlap
+    assert in_bf16.work_per_byte == 1.5 * intermediate
+
+
+def test_block_sizes_on_hopper_are_those_of_its_kernel():
+    plan = plan_moe(layer(64, format="mxfp4"))
+    kernel = hopper_mx.choose(64 * 6, 4096, 32, 132)
+    assert (plan.l2.block_m, plan.l2.num_stages) == (kernel.block_y, kernel.num_stages)
+
+
+def test_buffers_follow_max_tokens():
+    plan = plan_moe(layer(64), max_tokens=8192)
+    assert plan.pool_rows == 8 * 8192 * 6 + 32 * 128  # the padding of 32 * 127 rows, in whole tiles
+    assert plan.staged_us == plan_moe(layer(64)).staged_us
+    row_bytes = 4096 + 32 * 4 + 2048 + 16 * 4
+    assert plan.buffer_bytes == plan.pool_rows * row_bytes + 8192 * 6 * 4096 * 2
+    assert plan.weight_bytes == 32 * 3 * (4096 * 2048 + 32 * 16 * 4)
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        ({"hidden": 4100}, "hidden: expected a multiple of 128 for format 'fp8_block128', got 4100"),
+        ({"intermediate": 0}, "intermediate: expected an int of at least 1, got 0"),
+        ({"num_experts": 100}, "num_experts: expected a multiple of 8 GPUs, got 100"),
+        ({"num_topk": 33}, "num_topk: expected an int from 1 to 32"),
+        ({"num_experts": 8, "num_topk": 9}, "num_topk: .* 1 to 8 .a token's experts are distinct., got 9"),
+        ({"num_tokens": 0}, "num_tokens: expected an int of at least 1, got 0"),
+        ({"num_ranks": 3}, "num_ranks: expected 1, 2, 4 or 8 GPUs of one NVLink domain, got 3"),
+        ({"num_ranks": 16}, "num_ranks: expected 1, 2, 4 or 8"),
+        ({"format": "int3"}, "format: expected one of 'bf16'.*got 'int3'"),
+        ({"hidden": 65536, "intermediate": 65536, "num_ranks": 1}, "GB of buffers a GPU don't fit H200's 141 GB"),
+        ({"num_tokens": 10**6}, "more GPUs, or fewer max_tokens"),
+    ],
+)  # fmt: skip
+def test_impossible_layers_are_refused_in_words(change, words):
+    with pytest.raises(ValueError, match=words):
+        plan_moe(layer(**change))
+
+
+def test_impossible_calls_are_refused_in_words():
+    with pytest.raises(ValueError, match="arch: expected one of 'sm_90', 'sm_100', got 'sm_80'"):
+        plan_moe(layer(), "sm_80")
+    with pytest.raises(ValueError, match="mxfp4 on sm_100, 4096 x 2848: .* K in 64s"):
+        plan_moe(layer(hidden=2848, format="mxfp4"), "sm_100")
+    with pytest.raises(ValueError, match="max_tokens: expected an int of at least 2048, got 64"):
+        plan_moe(layer(), max_tokens=64)
+
+
+def test_what_is_not_measured_is_said():
+    def text(format, arch):
+        return " ".join(plan_moe(layer(format=format), arch).notes)
+
+    assert "vendor's peaks, not measured" in text("bf16", "sm_100")
+    assert "vendor" not in text("bf16", "sm_90")
+    assert "mxfp8 has no kernel of its own on sm_90" in text("mxfp8", "sm_90")
+    assert "fp8_block128 has no kernel on sm_100" in text("fp8_block128", "sm_100")
