@@ -1,0 +1,186 @@
+"""The fast mode on a device: scores by tensor cores, then the k best of them. Nothing here waits for the device."""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from envoi.gemm import sm90
+from envoi.gemm.select import implementation
+from envoi.gemm.workspace import counters
+from envoi.indexer import kernel_scores, kernel_select
+from envoi.indexer.layout import HEAD_DIM, PAGE_SIZE
+
+scores: Any = kernel_scores  # constants arrive in its parameters as plain values
+select: Any = kernel_select
+
+WORKSPACE_BYTES = 16 << 20
+MAX_ROWS = 256  # whose tiles one program can tell apart
+MAX_LENGTH = 1 << kernel_select.POSITION_BITS.value
+TILE = 128
+BLOCK = 2048
+PROGRAMS_PER_SM = 3
+STAGES = 4  # of 16 KiB; three programs' fill an SM of Hopper
+MAX_COPIES = 8
+
+
+@dataclass(frozen=True)
+class Problem:
+    """The tensors of a call, contiguous, and its numbers."""
+
+    q: torch.Tensor
+    k_cache: torch.Tensor
+    weights: torch.Tensor
+    seq_lens: torch.Tensor
+    table: torch.Tensor
+    k: int
+    next_n: int
+
+    @property
+    def num_rows(self) -> int:
+        """Query rows."""
+        return self.q.shape[0]
+
+    @property
+    def width(self) -> int:
+        """Columns of the block table."""
+        return self.table.shape[1]
+
+    @property
+    def max_length(self) -> int:
+        """Tokens that a request can have."""
+        return self.width * PAGE_SIZE
+
+
+@dataclass(frozen=True)
+class Workspace:
+    """Memory of the rows that are worked on at a time.
+
+    logits [rows, max_length]; chosen [rows, k] and candidates [rows, max_length]: composites. The rest are zeros that
+    the kernels leave as zeros: histograms and four counters a row.
+    """
+
+    logits: torch.Tensor
+    chosen: torch.Tensor
+    candidates: torch.Tensor
+    histogram: torch.Tensor
+    counters: torch.Tensor
+
+
+def rows_at_once(p: Problem) -> int:
+    """How many rows' workspace fits into WORKSPACE_BYTES; at least one."""
+    each = 12 * p.max_length + 8 * p.k + 4 * MAX_COPIES * kernel_scores.BINS.value
+    return max(1, min(MAX_ROWS, p.num_rows, WORKSPACE_BYTES // each))
+
+
+def copies(p: Problem) -> int:
+    """Histograms of a row: several if there are few rows, since programs that add to one address wait in line."""
+    return max(1, MAX_COPIES // power_of_two(rows_at_once(p)))
+
+
+def workspace(p: Problem) -> Workspace:
+    """For `rows_at_once` rows."""
+    rows, device = rows_at_once(p), p.q.device
+    split = rows * copies(p) * kernel_scores.BINS.value
+    zeros = counters(split + rows * kernel_scores.NUM_COUNTERS.value, device)
+    return Workspace(
+        torch.empty(rows, p.max_length, dtype=torch.float32, device=device),
+        torch.empty(rows, p.k, dtype=torch.int64, device=device),
+        torch.empty(rows, p.max_length, dtype=torch.int64, device=device),
+        zeros[:split],
+        zeros[split:],
+    )
+
+
+def blocks(p: Problem) -> Iterator[tuple[int, int]]:
+    """(first row, number of rows) of the rows that are worked on at a time."""
+    step = rows_at_once(p)
+    for first in range(0, p.num_rows, step):
+        yield first, min(step, p.num_rows - first)
+
+
+def topk(p: Problem, slots: bool, ordered: bool) -> tuple[torch.Tensor, torch.Tensor]:
+    """[rows, k] int32 as `envoi.indexer_topk` describes them, and [rows] int32: 0, or what is wrong with the row."""
+    out = torch.empty(p.num_rows, p.k, dtype=torch.int32, device=p.q.device)
+    errors = torch.empty(p.num_rows, dtype=torch.int32, device=p.q.device)
+    if p.num_rows:
+        space = workspace(p)
+        for first, num_rows in blocks(p):
+            score(p, space, first, num_rows)
+            choose(p, space, out, errors, first, num_rows, slots, ordered)
+    return out, errors
+
+
+def score(p: Problem, space: Workspace, first: int, num_rows: int) -> None:
+    """Fill the logits and histograms of these rows."""
+    if not p.max_length:
+        return
+    if p.k_cache.shape[0] and implementation(p.q.device) == "hopper":
+        from envoi.indexer import kernel_sm90
+
+        hopper: Any = kernel_sm90
+        grid, arguments, options = hopper_arguments(p, space, first, num_rows)
+        hopper.scores_kernel[grid](*arguments, **options)
+    else:
+        grid, arguments, options = scores_arguments(p, space, first, num_rows)
+        scores.scores_kernel[grid](*arguments, **options)
+
+
+def hopper_arguments(p: Problem, space: Workspace, first: int, num_rows: int) -> tuple[tuple[int], tuple, dict]:
+    """The grid of Hopper's `scores_kernel`, its arguments, its options."""
+    flat = p.k_cache.view(-1)
+    desc = sm90.descriptor(flat.view(torch.float8_e4m3fn).view(-1, HEAD_DIM), PAGE_SIZE, HEAD_DIM)
+    return (_programs(p, num_rows),), (
+        desc, p.q, flat.view(torch.float32), p.weights, p.seq_lens, p.table,
+        space.logits, space.histogram, space.counters,
+        first, num_rows, p.next_n, p.width, p.k_cache.shape[0],
+        p.q.shape[1], max(32, power_of_two(rows_at_once(p))), copies(p), STAGES,
+    ), {"num_warps": 4}  # fmt: skip
+
+
+def scores_arguments(p: Problem, space: Workspace, first: int, num_rows: int) -> tuple[tuple[int], tuple, dict]:
+    """The grid of `scores_kernel`, its arguments, its options."""
+    bytes_ = p.k_cache.view(torch.uint8)
+    return (_programs(p, num_rows),), (
+        p.q.view(torch.uint8), bytes_, bytes_.view(-1).view(torch.float32), p.weights, p.seq_lens, p.table,
+        space.logits, space.histogram, space.counters,
+        first, num_rows, p.next_n, p.width, p.k_cache.shape[0],
+        p.q.shape[1], power_of_two(rows_at_once(p)), copies(p), TILE,
+    ), {"num_warps": 4, "num_stages": 1}  # fmt: skip
+
+
+def choose(
+    p: Problem, space: Workspace, out: torch.Tensor, errors: torch.Tensor, first: int, num_rows: int, slots: bool,
+    ordered: bool, nan_first: bool = False,
+) -> None:  # fmt: skip
+    """Write these rows' outputs from their logits and histograms."""
+    grid, arguments, options = select_arguments(p, space, out, errors, first, num_rows, slots, ordered, nan_first)
+    select.select_kernel[grid](*arguments, **options)
+
+
+def select_arguments(
+    p: Problem, space: Workspace, out: torch.Tensor, errors: torch.Tensor, first: int, num_rows: int, slots: bool,
+    ordered: bool, nan_first: bool,
+) -> tuple[tuple[int, int], tuple, dict]:  # fmt: skip
+    """The grid of `select_kernel`, its arguments, its options."""
+    grid = (max(1, -(-p.max_length // BLOCK)), num_rows)
+    return grid, (
+        space.logits, space.histogram, space.counters, space.chosen, space.candidates, p.seq_lens, p.table, out, errors,
+        first, num_rows, p.next_n, p.width,
+        p.k, slots, ordered, nan_first, copies(p), BLOCK,
+    ), {"num_warps": 16}  # fmt: skip
+
+
+def power_of_two(size: int) -> int:
+    """The least that is at least `size`, and 1."""
+    return 1 << max(0, size - 1).bit_length()
+
+
+def _programs(p: Problem, num_rows: int) -> int:
+    """As many as there can be tiles, or as run at a time."""
+    return min(num_rows * -(-p.max_length // TILE), PROGRAMS_PER_SM * _num_sms(p.q.device))
+
+
+def _num_sms(device: torch.device) -> int:
+    return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 1
