@@ -1,6 +1,6 @@
 """The fast mode on a device: scores by tensor cores, then the k best of them. Nothing here waits for the device."""
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -102,13 +102,21 @@ def blocks(p: Problem) -> Iterator[tuple[int, int]]:
 
 def topk(p: Problem, slots: bool, ordered: bool) -> tuple[torch.Tensor, torch.Tensor]:
     """[rows, k] int32 as `envoi.indexer_topk` describes them, and [rows] int32: 0, or what is wrong with the row."""
+    return in_blocks(p, score, slots, ordered)
+
+
+def in_blocks(
+    p: Problem, score: Callable[[Problem, Workspace, int, int], None], slots: bool, ordered: bool,
+    nan_first: bool = False,
+) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
+    """Scores and then choices of the rows that are worked on at a time."""
     out = torch.empty(p.num_rows, p.k, dtype=torch.int32, device=p.q.device)
     errors = torch.empty(p.num_rows, dtype=torch.int32, device=p.q.device)
     if p.num_rows:
         space = workspace(p)
         for first, num_rows in blocks(p):
             score(p, space, first, num_rows)
-            choose(p, space, out, errors, first, num_rows, slots, ordered)
+            choose(p, space, out, errors, first, num_rows, slots, ordered, nan_first)
     return out, errors
 
 
@@ -152,7 +160,7 @@ def scores_arguments(p: Problem, space: Workspace, first: int, num_rows: int) ->
 
 def choose(
     p: Problem, space: Workspace, out: torch.Tensor, errors: torch.Tensor, first: int, num_rows: int, slots: bool,
-    ordered: bool, nan_first: bool = False,
+    ordered: bool, nan_first: bool,
 ) -> None:  # fmt: skip
     """Write these rows' outputs from their logits and histograms."""
     grid, arguments, options = select_arguments(p, space, out, errors, first, num_rows, slots, ordered, nan_first)
@@ -179,8 +187,9 @@ def power_of_two(size: int) -> int:
 
 def _programs(p: Problem, num_rows: int) -> int:
     """As many as there can be tiles, or as run at a time."""
-    return min(num_rows * -(-p.max_length // TILE), PROGRAMS_PER_SM * _num_sms(p.q.device))
+    return min(num_rows * -(-p.max_length // TILE), PROGRAMS_PER_SM * num_sms(p.q.device))
 
 
-def _num_sms(device: torch.device) -> int:
+def num_sms(device: torch.device) -> int:
+    """Multiprocessors."""
     return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 1
