@@ -19,10 +19,13 @@ WORKSPACE_BYTES = 16 << 20
 MAX_ROWS = 256  # whose tiles one program can tell apart
 MAX_LENGTH = 1 << kernel_select.POSITION_BITS.value
 TILE = 128
-BLOCK = 2048
-PROGRAMS_PER_SM = 3
-STAGES = 4  # of 16 KiB; three programs' fill an SM of Hopper
-MAX_COPIES = 8
+BLOCK = 4096
+MOST = 1024
+RANKED, RANKED_BESIDE = 32, 256
+PROGRAMS_PER_SM = 2
+STAGES = 6  # of 16 KiB; two programs' fill an SM of Hopper
+MAX_COPIES = 2
+BINS = kernel_scores.BINS.value
 
 
 @dataclass(frozen=True)
@@ -57,20 +60,22 @@ class Problem:
 class Workspace:
     """Memory of the rows that are worked on at a time.
 
-    logits [rows, max_length]; chosen [rows, k] and candidates [rows, max_length]: composites. The rest are zeros that
-    the kernels leave as zeros: histograms and four counters a row.
+    logits [rows, max_length]; listed [rows, max_length]: composites; num_listed [rows]; starts [rows, bins]. The rest
+    are zeros that the kernels leave as zeros: histograms, as many cursors as bins, four counters a row.
     """
 
     logits: torch.Tensor
-    chosen: torch.Tensor
-    candidates: torch.Tensor
+    listed: torch.Tensor
+    num_listed: torch.Tensor
+    starts: torch.Tensor
     histogram: torch.Tensor
+    cursors: torch.Tensor
     counters: torch.Tensor
 
 
 def rows_at_once(p: Problem) -> int:
     """How many rows' workspace fits into WORKSPACE_BYTES; at least one."""
-    each = 12 * p.max_length + 8 * p.k + 4 * MAX_COPIES * kernel_scores.BINS.value
+    each = 12 * p.max_length + 4 * BINS * (MAX_COPIES + 2)
     return max(1, min(MAX_ROWS, p.num_rows, WORKSPACE_BYTES // each))
 
 
@@ -82,14 +87,17 @@ def copies(p: Problem) -> int:
 def workspace(p: Problem) -> Workspace:
     """For `rows_at_once` rows."""
     rows, device = rows_at_once(p), p.q.device
-    split = rows * copies(p) * kernel_scores.BINS.value
-    zeros = counters(split + rows * kernel_scores.NUM_COUNTERS.value, device)
+    of_histogram, of_cursors = rows * copies(p) * BINS, rows * BINS
+    zeros = counters(of_histogram + of_cursors + rows * kernel_scores.NUM_COUNTERS.value, device)
+    ints = torch.empty(rows * (BINS + 1), dtype=torch.int32, device=device)
     return Workspace(
         torch.empty(rows, p.max_length, dtype=torch.float32, device=device),
-        torch.empty(rows, p.k, dtype=torch.int64, device=device),
         torch.empty(rows, p.max_length, dtype=torch.int64, device=device),
-        zeros[:split],
-        zeros[split:],
+        ints[rows * BINS :],
+        ints,
+        zeros,
+        zeros[of_histogram:],
+        zeros[of_histogram + of_cursors :],
     )
 
 
@@ -107,16 +115,18 @@ def topk(p: Problem, slots: bool, ordered: bool) -> tuple[torch.Tensor, torch.Te
 
 def in_blocks(
     p: Problem, score: Callable[[Problem, Workspace, int, int], None], slots: bool, ordered: bool,
-    nan_first: bool = False,
+    nan_first: bool = False, finish: Callable[[Workspace, torch.Tensor, int, int], None] | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
-    """Scores and then choices of the rows that are worked on at a time."""
+    """Scores and then choices of the rows that are worked on at a time, and what is left to do to their outputs."""
     out = torch.empty(p.num_rows, p.k, dtype=torch.int32, device=p.q.device)
     errors = torch.empty(p.num_rows, dtype=torch.int32, device=p.q.device)
     if p.num_rows:
         space = workspace(p)
         for first, num_rows in blocks(p):
             score(p, space, first, num_rows)
-            choose(p, space, out, errors, first, num_rows, slots, ordered, nan_first)
+            choose(p, space, first, num_rows, out, errors, slots, ordered, nan_first)
+            if finish is not None:
+                finish(space, out, first, num_rows)
     return out, errors
 
 
@@ -138,9 +148,10 @@ def score(p: Problem, space: Workspace, first: int, num_rows: int) -> None:
 def hopper_arguments(p: Problem, space: Workspace, first: int, num_rows: int) -> tuple[tuple[int], tuple, dict]:
     """The grid of Hopper's `scores_kernel`, its arguments, its options."""
     flat = p.k_cache.view(-1)
-    desc = sm90.descriptor(flat.view(torch.float8_e4m3fn).view(-1, HEAD_DIM), PAGE_SIZE, HEAD_DIM)
+    values = sm90.descriptor(flat.view(torch.float8_e4m3fn).view(-1, HEAD_DIM), PAGE_SIZE, HEAD_DIM)
+    scales = sm90.plain_descriptor(flat.view(torch.float32).view(-1, PAGE_SIZE), 1, PAGE_SIZE)
     return (_programs(p, num_rows),), (
-        desc, p.q, flat.view(torch.float32), p.weights, p.seq_lens, p.table,
+        values, scales, p.q, p.weights, p.seq_lens, p.table,
         space.logits, space.histogram, space.counters,
         first, num_rows, p.next_n, p.width, p.k_cache.shape[0],
         p.q.shape[1], max(32, power_of_two(rows_at_once(p))), copies(p), STAGES,
@@ -159,25 +170,43 @@ def scores_arguments(p: Problem, space: Workspace, first: int, num_rows: int) ->
 
 
 def choose(
-    p: Problem, space: Workspace, out: torch.Tensor, errors: torch.Tensor, first: int, num_rows: int, slots: bool,
+    p: Problem, space: Workspace, first: int, num_rows: int, out: torch.Tensor, errors: torch.Tensor, slots: bool,
     ordered: bool, nan_first: bool,
 ) -> None:  # fmt: skip
     """Write these rows' outputs from their logits and histograms."""
-    grid, arguments, options = select_arguments(p, space, out, errors, first, num_rows, slots, ordered, nan_first)
+    grid, arguments, options = select_arguments(p, space, first, num_rows, errors, ordered, nan_first)
     select.select_kernel[grid](*arguments, **options)
+    grid, arguments, options = rank_arguments(p, space, first, num_rows, out, slots, ordered)
+    select.rank_kernel[grid](*arguments, **options)
+
+
+def most_candidates(ordered: bool) -> int:
+    """How many may be left for `rank_kernel`, which drops those that aren't among the k best if it orders them."""
+    return MOST if ordered else 0
 
 
 def select_arguments(
-    p: Problem, space: Workspace, out: torch.Tensor, errors: torch.Tensor, first: int, num_rows: int, slots: bool,
-    ordered: bool, nan_first: bool,
-) -> tuple[tuple[int, int], tuple, dict]:  # fmt: skip
+    p: Problem, space: Workspace, first: int, num_rows: int, errors: torch.Tensor, ordered: bool, nan_first: bool
+) -> tuple[tuple[int, int], tuple, dict]:
     """The grid of `select_kernel`, its arguments, its options."""
     grid = (max(1, -(-p.max_length // BLOCK)), num_rows)
     return grid, (
-        space.logits, space.histogram, space.counters, space.chosen, space.candidates, p.seq_lens, p.table, out, errors,
+        space.logits, space.histogram, space.cursors, space.counters, space.starts, space.listed, space.num_listed,
+        p.seq_lens, errors,
         first, num_rows, p.next_n, p.width,
-        p.k, slots, ordered, nan_first, copies(p), BLOCK,
+        p.k, most_candidates(ordered), nan_first, copies(p), BLOCK,
     ), {"num_warps": 16}  # fmt: skip
+
+
+def rank_arguments(
+    p: Problem, space: Workspace, first: int, num_rows: int, out: torch.Tensor, slots: bool, ordered: bool
+) -> tuple[tuple[int, int], tuple, dict]:
+    """The grid of `rank_kernel`, its arguments, its options."""
+    return (-(-(p.k + most_candidates(ordered)) // RANKED), num_rows), (
+        space.listed, space.num_listed, space.starts, p.table, out,
+        first, p.next_n, p.width,
+        p.k, slots, ordered, RANKED, RANKED_BESIDE,
+    ), {"num_warps": 4}  # fmt: skip
 
 
 def power_of_two(size: int) -> int:

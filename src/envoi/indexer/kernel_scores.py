@@ -5,7 +5,7 @@
     for each tile of 128 tokens of each row, TILE by TILE:                   one program, persistent
         S[j, h]   = sum over d of values[j, d] * q[row, h, d]                 FP8 tensor cores, float32
         s[j]      = |scale[j]| * sum over h of max(S[j, h] * sign(scale[j]), 0) * weights[row, h]
-        logits[row, j] = s[j];  histogram[row, top 11 bits of s[j]'s key] += 1
+        logits[row, j] = s[j];  histogram[row, top 13 bits of s[j]'s key] += 1
 
 Lengths are read here, on the device. A page outside the cache is not read; its row is marked as failed.
 """
@@ -19,10 +19,10 @@ from envoi.epilogue.device import INF, INTERPRETED, maximum
 HEAD_DIM: tl.constexpr = tl.constexpr(128)
 PAGE: tl.constexpr = tl.constexpr(64)
 PAGE_BYTES: tl.constexpr = tl.constexpr(64 * 132)
-BINS: tl.constexpr = tl.constexpr(2048)
-KEY_SHIFT: tl.constexpr = tl.constexpr(21)  # what a bin leaves of 32 bits
-NUM_COUNTERS: tl.constexpr = tl.constexpr(4)  # chosen, candidates, programs that are through, failed
-FAILED: tl.constexpr = tl.constexpr(3)
+BINS: tl.constexpr = tl.constexpr(8192)  # 16 an octave
+KEY_SHIFT: tl.constexpr = tl.constexpr(19)  # bits of a key below its bin
+NUM_COUNTERS: tl.constexpr = tl.constexpr(4)
+FAILED: tl.constexpr = tl.constexpr(2)  # counters 0 and 1 are those of kernel_select
 
 
 @triton.jit

@@ -2,25 +2,29 @@
 # pyright: reportAttributeAccessIssue=false, reportArgumentType=false, reportCallIssue=false
 """The k best scores of each row, exactly: no list here can overflow, and a tie goes to the lower position.
 
-    composite = key of the score << 27 | inverted position        int64; all different, the best is the largest
-    for each row of n scores:                                     one program for BLOCK of them
-        at = the bin that the k-th best lies in                   of the histogram that the scores came with
-        bins above `at` -> chosen;  bin `at` -> candidates        in any order: what counts is the set
-    the last program of a row:
-        t = the least composite that still is among the k best    8 bits a pass over the candidates
-        candidates >= t -> chosen;  chosen, sorted -> slots
-        counters and histogram -> 0, for the next launch
+    composite = key of the score << 29 | inverted position       int64; all different, the best is the largest
+    for each row of n scores, BLOCK of them at a time:           select_kernel
+        at = the bin that the k-th best lies in                  by the histogram that the scores came with
+        listed += what lies above `at`, bin by bin, and behind that the candidates: bin `at`
+        the last program, if there are many candidates:
+            t = the least composite that is among the k best     8 bits a pass over the candidates
+            candidates below t leave the list
+    for each listed composite, MINE at a time:                   rank_kernel
+        rank = how many listed ones are better                   only its own bin has to be looked at
+        out[rank] = its slot, if rank < k
+
+In a bin the order of the list is that of arrival; the ranks aren't.
 """
 
 import triton
 import triton.language as tl
 
-from envoi.indexer.kernel_scores import BINS, FAILED, NUM_COUNTERS, PAGE, ordered, visible
+from envoi.indexer.kernel_scores import BINS, FAILED, KEY_SHIFT, NUM_COUNTERS, PAGE, ordered, visible
 
-CANDIDATES: tl.constexpr = tl.constexpr(1)
-DONE: tl.constexpr = tl.constexpr(2)
-POSITION_BITS: tl.constexpr = tl.constexpr(27)
-LAST: tl.constexpr = tl.constexpr((1 << 27) - 1)
+CANDIDATES: tl.constexpr = tl.constexpr(0)  # a row's counters: how many there are
+DONE: tl.constexpr = tl.constexpr(1)  # programs that are through
+POSITION_BITS: tl.constexpr = tl.constexpr(29)
+LAST: tl.constexpr = tl.constexpr((1 << 29) - 1)
 TOP: tl.constexpr = tl.constexpr(48)  # bits below a composite's bin, a whole number of digits
 DIGIT: tl.constexpr = tl.constexpr(8)
 DIGITS: tl.constexpr = tl.constexpr(256)
@@ -30,47 +34,49 @@ BAD_PAGE: tl.constexpr = tl.constexpr(2)
 
 
 @triton.jit
-def composites(logits, positions, NAN_FIRST: tl.constexpr):
-    """Scores with their positions, in one number."""
-    return (ordered(logits, NAN_FIRST).to(tl.int64) << POSITION_BITS) | (positions ^ LAST).to(tl.int64)
+def bin_of(composite):
+    """The bin of the histogram that a composite is in."""
+    return (composite >> TOP).to(tl.int32) + BINS // 2
 
 
 @triton.jit
-def pick(histogram, wanted, SIZE: tl.constexpr):
+def pick(counts, wanted, SIZE: tl.constexpr):
     """The bin that the wanted-th best lies in, how many are better by their bin alone, how many are in it."""
     ids = tl.arange(0, SIZE)
-    from_here = tl.cumsum(histogram, 0, reverse=True)
+    from_here = tl.cumsum(counts, 0, reverse=True)
     at = tl.sum((from_here >= wanted).to(tl.int32), 0) - 1
-    better = tl.sum(tl.where(ids > at, histogram, 0), 0)
-    return at, better, tl.sum(tl.where(ids == at, histogram, 0), 0)
-
-
-@triton.jit
-def append(values, keep, target, counter):
-    """Write the values to keep behind those that other programs have written."""
-    places = tl.cumsum(keep.to(tl.int32), 0)
-    first = tl.atomic_add(counter, tl.sum(keep.to(tl.int32), 0), sem="relaxed")
-    tl.store(target + first + places - 1, values, mask=keep)
+    better = tl.sum(tl.where(ids > at, counts, 0), 0)
+    return at, better, tl.sum(tl.where(ids == at, counts, 0), 0)
 
 
 @triton.jit
 def sift(
-    logits, histogram, counters, chosen, candidates, first, n,
+    logits, histogram, cursors, counters, starts, listed, first, n,
     K: tl.constexpr, NAN_FIRST: tl.constexpr, COPIES: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """BLOCK scores of a row: what is surely among the k best, and what may be."""
+    """List what may be among the k best of BLOCK scores. Returns how many of the row are there for sure."""
     ids = tl.arange(0, BINS)
-    histogram_of_row = tl.zeros((BINS,), tl.int32)
-    for copy in tl.static_range(COPIES):
-        histogram_of_row += tl.load(histogram + copy * BINS + ids)
-    at, _, _ = pick(histogram_of_row, K, BINS)
-    at = tl.where(n <= K, -1, at)
+    counts = tl.load(histogram + ids)
+    for copy in tl.static_range(1, COPIES):
+        counts += tl.load(histogram + copy * BINS + ids)
+    from_here = tl.cumsum(counts, 0, reverse=True)
+    before = from_here - counts
+    at = tl.where(n <= K, -1, tl.sum((from_here >= K).to(tl.int32), 0) - 1)
+    sure = tl.sum(tl.where(ids > at, counts, 0), 0)
+    if first == 0:
+        tl.store(starts + ids, before)
     positions = first + tl.arange(0, BLOCK)
     inside = positions < n
-    found = composites(tl.load(logits + positions, mask=inside, other=0.0), positions, NAN_FIRST)
-    bins = (found >> TOP).to(tl.int32) + BINS // 2
-    append(found, inside & (bins > at), chosen, counters)
-    append(found, inside & (bins == at), candidates, counters + CANDIDATES)
+    keys = ordered(tl.load(logits + positions, mask=inside, other=0.0), NAN_FIRST)
+    bins = (keys >> KEY_SHIFT) + BINS // 2
+    composites = (keys.to(tl.int64) << POSITION_BITS) | (positions ^ LAST).to(tl.int64)
+    above = inside & (bins > at)
+    places = tl.gather(before, bins, 0) + tl.atomic_add(cursors + bins, 1, mask=above, sem="relaxed")
+    tl.store(listed + places, composites, mask=above)
+    here = (inside & (bins == at)).to(tl.int32)
+    behind = sure + tl.atomic_add(counters + CANDIDATES, tl.sum(here, 0), sem="relaxed")
+    tl.store(listed + behind + tl.cumsum(here, 0) - 1, composites, mask=here > 0)
+    return sure
 
 
 @triton.jit
@@ -81,78 +87,117 @@ def least_of_best(candidates, num_candidates, wanted, BLOCK: tl.constexpr):
     inside = num_candidates
     while (shift > 0) & (inside > wanted):
         shift -= DIGIT
-        histogram = tl.zeros((DIGITS,), tl.int32)
+        counts = tl.zeros((DIGITS,), tl.int32)
         for first in range(0, num_candidates, BLOCK):
             ids = first + tl.arange(0, BLOCK)
             found = tl.load(candidates + ids, mask=ids < num_candidates, other=0)
             mine = (ids < num_candidates) & ((found >> (shift + DIGIT)) == prefix)
-            histogram += tl.histogram(((found >> shift) & (DIGITS - 1)).to(tl.int32), DIGITS, mask=mine)
-        at, better, inside = pick(histogram, wanted, DIGITS)
+            counts += tl.histogram(((found >> shift) & (DIGITS - 1)).to(tl.int32), DIGITS, mask=mine)
+        at, better, inside = pick(counts, wanted, DIGITS)
         wanted -= better
         prefix = prefix * DIGITS + at
     return prefix << shift
 
 
 @triton.jit
-def complete(counters, chosen, candidates, n, K: tl.constexpr, BLOCK: tl.constexpr):
-    """Put the best candidates behind what was chosen for sure, until there are k."""
-    num_chosen = tl.load(counters)
-    num_candidates = tl.load(counters + CANDIDATES)
-    if n > K:
-        least = least_of_best(candidates, num_candidates, K - num_chosen, BLOCK)
-        for first in range(0, num_candidates, BLOCK):
-            ids = first + tl.arange(0, BLOCK)
-            found = tl.load(candidates + ids, mask=ids < num_candidates, other=NOTHING)
-            keep = (ids < num_candidates) & (found >= least)
-            tl.store(chosen + num_chosen + tl.cumsum(keep.to(tl.int32), 0) - 1, found, mask=keep)
-            num_chosen += tl.sum(keep.to(tl.int32), 0)
-    tl.debug_barrier()
+def narrow(candidates, num_candidates, wanted, BLOCK: tl.constexpr):
+    """Move the `wanted` best candidates to the front."""
+    least = least_of_best(candidates, num_candidates, wanted, BLOCK)
+    kept = num_candidates * 0
+    for first in range(0, num_candidates, BLOCK):
+        ids = first + tl.arange(0, BLOCK)
+        found = tl.load(candidates + ids, mask=ids < num_candidates, other=NOTHING)
+        keep = (ids < num_candidates) & (found >= least)
+        tl.debug_barrier()  # what lies at their new places has been read
+        tl.store(candidates + kept + tl.cumsum(keep.to(tl.int32), 0) - 1, found, mask=keep)
+        kept += tl.sum(keep.to(tl.int32), 0)
 
 
 @triton.jit
-def write_row(chosen, table, out, n, K: tl.constexpr, SLOTS: tl.constexpr, ORDERED: tl.constexpr):
-    """What was chosen, best first or by position, as slots or positions."""
-    ids = tl.arange(0, K)
-    best = tl.load(chosen + ids, mask=ids < n, other=NOTHING)
-    positions = (best & LAST).to(tl.int32) ^ LAST
-    if ORDERED:
-        positions = (tl.sort(best, descending=True) & LAST).to(tl.int32) ^ LAST
-    else:
-        positions = tl.sort(tl.where(ids < n, positions, LAST))
-    found = positions
-    if SLOTS:
-        page = tl.load(table + positions // PAGE, mask=ids < n, other=0)
-        found = page * PAGE + positions % PAGE
-    tl.store(out + ids, tl.where(ids < n, found, -1))
+def clear(histogram, cursors, counters, COPIES: tl.constexpr):
+    """Zeros for the next launch."""
+    ids = tl.arange(0, BINS)
+    zeros = tl.zeros((BINS,), tl.int32)
+    for copy in tl.static_range(COPIES):
+        tl.store(histogram + copy * BINS + ids, zeros)
+    tl.store(cursors + ids, zeros)
+    tl.store(counters + tl.arange(0, NUM_COUNTERS), tl.zeros((NUM_COUNTERS,), tl.int32))
 
 
 @triton.jit
 def select_kernel(
-    logits, histogram, counters, chosen, candidates, seq_lens, table, out, errors,
+    logits, histogram, cursors, counters, starts, listed, num_listed, seq_lens, errors,
     first_row, num_rows, next_n, width,
-    K: tl.constexpr, SLOTS: tl.constexpr, ORDERED: tl.constexpr, NAN_FIRST: tl.constexpr, COPIES: tl.constexpr,
-    BLOCK: tl.constexpr,
+    K: tl.constexpr, MOST: tl.constexpr, NAN_FIRST: tl.constexpr, COPIES: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """One program for BLOCK scores of a row; those behind its end have nothing to do."""
+    """One program for BLOCK scores of a row; those behind its end have nothing to do. MOST: candidates that
+    `rank_kernel` takes."""
     own = tl.program_id(1)
-    row = (first_row + own).to(tl.int64)
+    row = first_row + own
     counters += own * NUM_COUNTERS
     histogram += own * (BINS * COPIES)
-    chosen += own * K
-    candidates += own.to(tl.int64) * width * PAGE
+    cursors += own * BINS
+    logits += own.to(tl.int64) * width * PAGE
+    listed += own.to(tl.int64) * width * PAGE
     seen = visible(seq_lens, row, first_row + num_rows, next_n, width)
     error = tl.where(seen < 0, BAD_LENGTH, tl.where(tl.load(counters + FAILED) > 0, BAD_PAGE, 0))
     n = tl.where(error > 0, 0, seen)
     first = tl.program_id(0) * BLOCK
     if (first >= n) & (first > 0):
         return
-    sift(logits + own.to(tl.int64) * width * PAGE, histogram, counters, chosen, candidates, first, n, K, NAN_FIRST,
-         COPIES, BLOCK)  # fmt: skip
+    sure = sift(
+        logits, histogram, cursors, counters, starts + own * BINS, listed, first, n, K, NAN_FIRST, COPIES, BLOCK
+    )
     tl.debug_barrier()
     if tl.atomic_add(counters + DONE, 1, sem="acq_rel") == tl.maximum(tl.cdiv(n, BLOCK), 1) - 1:
-        complete(counters, chosen, candidates, n, K, BLOCK)
-        write_row(chosen, table + (row // next_n) * width, out + row * K, n, K, SLOTS, ORDERED)
+        num_candidates = tl.load(counters + CANDIDATES)
+        if num_candidates > MOST:
+            if sure + num_candidates > K:
+                narrow(listed + sure, num_candidates, K - sure, BLOCK)
+                num_candidates = K - sure
+        tl.store(num_listed + own, tl.where(error > 0, 0, sure + num_candidates))
         tl.store(errors + row, error)
-        for copy in tl.static_range(COPIES):
-            tl.store(histogram + copy * BINS + tl.arange(0, BINS), tl.zeros((BINS,), tl.int32))
-        tl.store(counters + tl.arange(0, NUM_COUNTERS), tl.zeros((NUM_COUNTERS,), tl.int32))
+        tl.debug_barrier()
+        clear(histogram, cursors, counters, COPIES)
+
+
+@triton.jit
+def rank_kernel(
+    listed, num_listed, starts, table, out, first_row, next_n, width,
+    K: tl.constexpr, SLOTS: tl.constexpr, ORDERED: tl.constexpr, MINE: tl.constexpr, OTHERS: tl.constexpr,
+):  # fmt: skip
+    """MINE of a row's listed composites to their places in the output, and -1 to the places behind all."""
+    own = tl.program_id(1)
+    request = ((first_row + own) // next_n).to(tl.int64)
+    listed += own.to(tl.int64) * width * PAGE
+    starts += own * BINS
+    out += (first_row + own).to(tl.int64) * K
+    total = tl.load(num_listed + own)
+    first = tl.program_id(0) * MINE
+    ids = first + tl.arange(0, MINE)
+    tl.store(out + ids, -1, mask=(ids >= total) & (ids < K))
+    if first >= total:
+        return
+    mine = tl.load(listed + ids, mask=ids < total, other=NOTHING)
+    positions = (mine & LAST).to(tl.int32) ^ LAST
+    found = positions
+    if SLOTS:
+        page = tl.load(table + request * width + positions // PAGE, mask=ids < total, other=0)
+        found = page * PAGE + positions % PAGE
+    begin = total * 0
+    end = total
+    if ORDERED:
+        begin = tl.load(starts + bin_of(tl.load(listed + first)))
+        least = bin_of(tl.load(listed + tl.minimum(first + MINE, total) - 1))
+        end = tl.minimum(tl.load(starts + least - 1, mask=least > 0, other=total), total)
+    else:
+        mine = mine & LAST  # a lower position is larger
+    behind = tl.zeros((MINE, OTHERS), tl.int32)
+    for i in range(begin, end, OTHERS):
+        others = i + tl.arange(0, OTHERS)
+        better = tl.load(listed + others, mask=others < end, other=NOTHING)
+        if not ORDERED:
+            better = tl.where(others < end, better & LAST, NOTHING)
+        behind += (better[None, :] > mine[:, None]).to(tl.int32)
+    rank = begin + tl.sum(behind, 1)
+    tl.store(out + rank, found, mask=(ids < total) & (rank < K))

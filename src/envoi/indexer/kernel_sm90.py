@@ -17,12 +17,13 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 
 from envoi.epilogue.device import maximum
-from envoi.indexer.kernel_scores import BINS, FAILED, HEAD_DIM, KEY_SHIFT, NUM_COUNTERS, PAGE, PAGE_BYTES, ordered
+from envoi.indexer.kernel_scores import BINS, FAILED, HEAD_DIM, KEY_SHIFT, NUM_COUNTERS, PAGE, ordered
 from envoi.indexer.kernel_scores import visible as visible_of
 from envoi.triton_compat import role_barrier
 
 TILE: gl.constexpr = gl.constexpr(128)
-ROWS_OF_PAGE: gl.constexpr = gl.constexpr(66)  # of 128 bytes: 64 of values, two of scales
+ROWS_OF_VALUES: gl.constexpr = gl.constexpr(66)  # of 128 bytes: rows of a page, 64 of them values
+ROWS_OF_SCALES: gl.constexpr = gl.constexpr(33)  # of 64 float32: rows of a page, the last of them scales
 
 
 @gluon.jit
@@ -63,33 +64,31 @@ def next_tile(row, n, token, lengths, num_rows):
 
 
 @gluon.jit
-def page_of(table, row, token, n, lengths, num_pages):
-    """The page of a token, 0 if there is none; False if it is outside the cache."""
+def pages_of(table, row, token, n, lengths):
+    """The entries of the block table that a tile begins and goes on with; 0 behind the row's end."""
     seq_lens, first_row, next_n, width = lengths
-    request = ((first_row + row) // next_n).to(gl.int64)
-    page = gl.load(table + request * width + token // PAGE, mask=token < n, other=0)
-    good = (page >= 0) & (page < num_pages)
-    return gl.where(good, page, 0), good
+    at = table + ((first_row + row) // next_n).to(gl.int64) * width + token // PAGE
+    return gl.load(at, mask=token < n, other=0), gl.load(at + 1, mask=token + PAGE < n, other=0)
 
 
 @gluon.jit
-def fetch(desc, pages, ready, slot, table, row, n, token, lengths, counters, num_pages):
-    """Two pages into a stage."""
-    mbarrier.expect(ready.index(slot), 2 * desc.block_type.nbytes)
+def fetch(descs, stages, slot, pages, row, counters, num_pages):
+    """Two pages into a stage; one that is outside the cache is replaced by page 0, and the row has failed."""
+    values_desc, scales_desc = descs
+    values, scales, ready = stages
+    mbarrier.expect(ready.index(slot), 2 * (values_desc.block_type.nbytes + scales_desc.block_type.nbytes))
     for half in gl.static_range(2):
-        page, good = page_of(table, row, token + half * PAGE, n, lengths, num_pages)
-        tma.async_copy_global_to_shared(desc, [page * ROWS_OF_PAGE, 0], ready.index(slot), pages.index(slot * 2 + half))
+        good = (pages[half] >= 0) & (pages[half] < num_pages)
+        page = gl.where(good, pages[half], 0)
+        tma.async_copy_global_to_shared(
+            values_desc, [page * ROWS_OF_VALUES, 0], ready.index(slot), values.index(slot * 2 + half)
+        )
+        tma.async_copy_global_to_shared(
+            scales_desc, [page * ROWS_OF_SCALES + ROWS_OF_SCALES - 1, 0], ready.index(slot),
+            scales.index(slot * 2 + half),
+        )  # fmt: skip
         if not good:
             gl.store(counters + row * NUM_COUNTERS + FAILED, 1)
-
-
-@gluon.jit
-def load_scales(scales, table, row, n, token, lengths, num_pages, layout: gl.constexpr):
-    """The scale factors of a tile's tokens."""
-    tokens = token + gl.arange(0, TILE, layout)
-    page, good = page_of(table, row, tokens, n, lengths, num_pages)
-    at = page.to(gl.int64) * (PAGE_BYTES // 4) + PAGE * HEAD_DIM // 4 + tokens % PAGE
-    return gl.load(scales + at, mask=tokens < n, other=0.0)
 
 
 @gluon.jit
@@ -106,50 +105,63 @@ def load_queries(q, weights, queries, row, H: gl.constexpr, layout: gl.constexpr
 
 
 @gluon.jit
+def score(products, scale, weight):
+    """[tokens, heads] -> the tokens' scores."""
+    positive = maximum(products * gl.where(scale < 0.0, -1.0, 1.0)[:, None], 0.0)
+    return gl.sum(positive * weight[None, :], 1) * gl.abs(scale)
+
+
+@gluon.jit
 def scores_kernel(
-    desc, q, scales, weights, seq_lens, table, logits, histogram, counters,
+    values_desc, scales_desc, q, weights, seq_lens, table, logits, histogram, counters,
     first_row, num_rows, next_n, width, num_pages,
     H: gl.constexpr, ROWS: gl.constexpr, COPIES: gl.constexpr, STAGES: gl.constexpr,
 ):  # fmt: skip
-    """As the Triton kernel of that name; desc: the cache as rows of 128 bytes, by boxes of a page's values."""
-    pages = gl.allocate_shared_memory(desc.dtype, [2 * STAGES] + desc.block_type.shape, desc.layout)
-    tiles = pages._reinterpret(desc.dtype, [STAGES, TILE, HEAD_DIM], desc.layout)
-    queries = gl.allocate_shared_memory(desc.dtype, [H, HEAD_DIM], desc.layout)
+    """As the Triton kernel of that name; descs: the cache as rows of 128 bytes, by boxes of a page's values, and as
+    rows of 64 numbers, the last of which are a page's scales."""
+    values = gl.allocate_shared_memory(values_desc.dtype, [2 * STAGES, PAGE, HEAD_DIM], values_desc.layout)
+    scales = gl.allocate_shared_memory(gl.float32, [2 * STAGES, 1, PAGE], scales_desc.layout)
+    tiles = values._reinterpret(values_desc.dtype, [STAGES, TILE, HEAD_DIM], values_desc.layout)
+    factors = scales._reinterpret(gl.float32, [STAGES, TILE], gl.SwizzledSharedLayout(1, 1, 1, [0]))
+    queries = gl.allocate_shared_memory(values_desc.dtype, [H, HEAD_DIM], values_desc.layout)
     ready = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
     for i in gl.static_range(STAGES):
         mbarrier.init(ready.index(i), count=1)
     fence_async_shared()
     role_barrier()
     lengths = (seq_lens, first_row, next_n, width)
+    descs = (values_desc, scales_desc)
+    stages = (values, scales, ready)
     row, n, token, count = first_tile(lengths, num_rows, ROWS)
     ahead_row, ahead_n, ahead_token = row, n, token
+    page0, page1 = pages_of(table, row, token, n, lengths)
     for i in range(gl.minimum(count, STAGES)):
-        fetch(desc, pages, ready, i, table, ahead_row, ahead_n, ahead_token, lengths, counters, num_pages)
+        fetch(descs, stages, i, (page0, page1), ahead_row, counters, num_pages)
         ahead_row, ahead_n, ahead_token = next_tile(ahead_row, ahead_n, ahead_token, lengths, num_rows)
+        page0, page1 = pages_of(table, ahead_row, ahead_token, ahead_n, lengths)
     layout: gl.constexpr = gl.NVMMADistributedLayout(
         version=[3, 0], warps_per_cta=[gl.num_warps(), 1], instr_shape=[16, H, 32]
     )
     zero = gl.full((TILE, H), 0.0, gl.float32, layout)
     weight = gl.full((H,), 0.0, gl.float32, gl.SliceLayout(0, layout))
     loaded = row - 1
-    scale = load_scales(scales, table, row, n, token, lengths, num_pages, gl.SliceLayout(1, layout))
     for i in range(count):
         slot = i % STAGES
         if row != loaded:
-            own = (first_row + row).to(gl.int64)
-            weight = load_queries(q, weights, queries, own, H, gl.SliceLayout(0, layout))
+            weight = load_queries(q, weights, queries, (first_row + row).to(gl.int64), H, gl.SliceLayout(0, layout))
             loaded = row
         mbarrier.wait(ready.index(slot), (i // STAGES) & 1)
         products = warpgroup_mma(tiles.index(slot), queries.permute((1, 0)), zero, use_acc=False)
+        scale = factors.index(slot).load(gl.SliceLayout(1, layout))
         if i + STAGES < count:
             role_barrier()
-            fetch(desc, pages, ready, slot, table, ahead_row, ahead_n, ahead_token, lengths, counters, num_pages)
+            # Its pages were asked for a tile ago: waiting for them here would keep the tensor cores waiting.
+            fetch(descs, stages, slot, (page0, page1), ahead_row, counters, num_pages)
             ahead_row, ahead_n, ahead_token = next_tile(ahead_row, ahead_n, ahead_token, lengths, num_rows)
-        positive = maximum(products * gl.where(scale < 0.0, -1.0, 1.0)[:, None], 0.0)
-        s = gl.sum(positive * weight[None, :], 1) * gl.abs(scale)
+            page0, page1 = pages_of(table, ahead_row, ahead_token, ahead_n, lengths)
+        s = score(products, scale, weight)
         tokens = token + gl.arange(0, TILE, gl.SliceLayout(1, layout))
         gl.store(logits + row.to(gl.int64) * width * PAGE + tokens, s, mask=tokens < n)
         bins = (ordered(s, False) >> KEY_SHIFT) + BINS // 2 + (row * COPIES + gl.program_id(0) % COPIES) * BINS
         gl.atomic_add(histogram + bins, (tokens < n).to(gl.int32), mask=tokens < n, sem="relaxed")
         row, n, token = next_tile(row, n, token, lengths, num_rows)
-        scale = load_scales(scales, table, row, n, token, lengths, num_pages, gl.SliceLayout(1, layout))

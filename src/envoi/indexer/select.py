@@ -4,7 +4,7 @@ import torch
 
 from envoi.check import expect_divisible
 from envoi.gemm.select import implementation
-from envoi.indexer import reference
+from envoi.indexer import certificate, reference
 from envoi.indexer.layout import PAGE_SIZE, pages_of
 
 CACHE_ALIGNMENT = 16
@@ -15,15 +15,22 @@ def run(
     k: int, mode: str, next_n: int, slots: bool, ordered: bool,
 ) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
     """What the operator returns: [rows, k] int32, and errors [rows] int32."""
-    if mode == "exact" or implementation(q.device) == "torch":
+    orders = _orders(q) if mode == "exact" else None
+    if implementation(q.device) == "torch" or (mode == "exact" and orders is None):
         check_values(seq_lens, block_table, k_cache.shape[0])
         out = reference.indexer_topk(q, k_cache, weights, seq_lens, block_table, k, mode, next_n, slots, ordered)
         return out, torch.zeros(q.shape[0], dtype=torch.int32, device=q.device)
-    from envoi.indexer import fast
+    from envoi.indexer import exact, fast
 
     expect_divisible("k_cache.data_ptr()", k_cache.data_ptr(), CACHE_ALIGNMENT, "kernels read 16 bytes at a time")
     tensors = (x.contiguous() for x in (q, k_cache, weights, seq_lens, block_table))
-    return fast.topk(fast.Problem(*tensors, k, next_n), slots, ordered)
+    problem = fast.Problem(*tensors, k, next_n)
+    return fast.topk(problem, slots, ordered) if orders is None else exact.topk(problem, orders, slots, ordered)
+
+
+def _orders(q: torch.Tensor) -> torch.Tensor | None:
+    """The orders of adding that the exact mode's kernels need; None where torch's own operators must do it."""
+    return certificate.orders(q.device, q.shape[1]) if q.device.type == "cuda" else None
 
 
 def check_values(seq_lens: torch.Tensor, block_table: torch.Tensor, num_pages: int) -> None:
