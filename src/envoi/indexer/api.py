@@ -3,11 +3,11 @@
 import torch
 
 from envoi.check import expect_choice, expect_int, expect_tensor
+from envoi.indexer.certificate import HEADS
 from envoi.indexer.layout import BYTES_PER_TOKEN, HEAD_DIM, PAGE_SIZE
 from envoi.indexer.select import run
 from envoi.operators import operator
 
-NUM_HEADS = (32, 64)
 TOPK = (512, 1024, 2048)
 MODES = ("exact", "fast")
 OUTPUTS = ("slots", "positions")
@@ -62,7 +62,7 @@ def _check(q, k_cache, weights, seq_lens, block_table, k, next_n) -> None:
         raise ValueError(f"k: expected one of {', '.join(map(str, TOPK))}, got {k!r}")
     expect_tensor("q", q, torch.float8_e4m3fn, ("B * next_n", "H", HEAD_DIM))
     rows, num_heads, _ = q.shape
-    if num_heads not in NUM_HEADS:
+    if num_heads not in HEADS:
         raise ValueError(f"q.shape[1]: expected H = 32 or 64 heads, got {num_heads}")
     if rows % next_n:
         raise ValueError(f"q.shape[0]: expected a multiple of next_n = {next_n}, got {rows}")

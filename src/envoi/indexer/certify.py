@@ -14,8 +14,7 @@ from typing import Any
 import torch
 
 from envoi.indexer import certificate, exact, fast, reference
-from envoi.indexer.api import NUM_HEADS
-from envoi.indexer.certificate import NUM_ORDERS, SHARED
+from envoi.indexer.certificate import HEADS, NUM_ORDERS, SHARED
 from envoi.indexer.layout import PAGE_SIZE, pack_cache, pages_of
 
 PARTS = (1, 4, 16, 2, 8)
@@ -31,7 +30,7 @@ def run(args: argparse.Namespace) -> int:
         raise ValueError("indexer certify: expected a CUDA device, this machine has none that torch can use")
     device = torch.device("cuda", torch.cuda.current_device())
     name, found = certificate.name_of(device), {}
-    for num_heads in NUM_HEADS:
+    for num_heads in HEADS:
         known, problems = search(num_heads, device)
         print(f"{name}, {num_heads} heads: {known or 'no certificate'}", *problems, sep="\n  ")
         if known is None:
@@ -119,9 +118,9 @@ def _ties_are_alike(known: dict[str, Any], length: int, device: torch.device) ->
     """Does a request with few different scores come out as torch.topk puts them?"""
     kinds = torch.randint(0, 4, (pages_of(length), PAGE_SIZE, 1), generator=torch.Generator().manual_seed(length))
     values = kinds.expand(-1, -1, 128).to(device).to(torch.float8_e4m3fn)
-    q = torch.ones(1, NUM_HEADS[0], 128, device=device).to(torch.float8_e4m3fn)
+    q = torch.ones(1, HEADS[0], 128, device=device).to(torch.float8_e4m3fn)
     cache = pack_cache(values, torch.ones(values.shape[:2], device=device))
-    p = _problem(q, cache, torch.ones(1, NUM_HEADS[0], device=device), length, device)
+    p = _problem(q, cache, torch.ones(1, HEADS[0], device=device), length, device)
     got, _ = exact.topk(p, certificate.expand(known).to(device), slots=False, ordered=True)
     scores = kinds.view(-1)[:length].float().to(device)
     want = torch.topk(scores, min(TOPK, length)).indices

@@ -20,7 +20,7 @@ def topk(p: Problem, orders: torch.Tensor, slots: bool, ordered: bool) -> tuple[
     def finish(space: Workspace, out: torch.Tensor, first: int, num_rows: int) -> None:
         if p.max_length:
             exact.short_kernel[(num_rows,)](
-                space.logits, space.num_listed, p.table, out, first, p.next_n, p.width, p.k, slots, ordered, num_warps=1
+                space.logits, space.plan, p.table, out, first, p.next_n, p.width, p.k, slots, ordered, num_warps=1
             )
 
     return fast.in_blocks(p, partial(score, orders), slots, ordered, nan_first=True, finish=finish)

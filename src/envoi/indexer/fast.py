@@ -19,12 +19,12 @@ WORKSPACE_BYTES = 16 << 20
 MAX_ROWS = 256  # whose tiles one program can tell apart
 MAX_LENGTH = 1 << kernel_select.POSITION_BITS.value
 TILE = 128
-BLOCK = 4096
+BLOCK = 2048
 MOST = 1024
-RANKED, RANKED_BESIDE = 32, 256
+RANKED, RANKED_BESIDE = 32, 64
 PROGRAMS_PER_SM = 2
 STAGES = 6  # of 16 KiB; two programs' fill an SM of Hopper
-MAX_COPIES = 2
+MAX_COPIES = 4
 BINS = kernel_scores.BINS.value
 
 
@@ -60,22 +60,21 @@ class Problem:
 class Workspace:
     """Memory of the rows that are worked on at a time.
 
-    logits [rows, max_length]; listed [rows, max_length]: composites; num_listed [rows]; starts [rows, bins]. The rest
-    are zeros that the kernels leave as zeros: histograms, as many cursors as bins, four counters a row.
+    logits [rows, max_length]; listed [rows, max_length]: composites; cursors [rows, bins]; plan [rows, 8]. The rest are
+    zeros that the kernels leave as zeros: histograms, and four counters a row.
     """
 
     logits: torch.Tensor
     listed: torch.Tensor
-    num_listed: torch.Tensor
-    starts: torch.Tensor
-    histogram: torch.Tensor
     cursors: torch.Tensor
+    plan: torch.Tensor
+    histogram: torch.Tensor
     counters: torch.Tensor
 
 
 def rows_at_once(p: Problem) -> int:
     """How many rows' workspace fits into WORKSPACE_BYTES; at least one."""
-    each = 12 * p.max_length + 4 * BINS * (MAX_COPIES + 2)
+    each = 12 * p.max_length + 4 * BINS * 2
     return max(1, min(MAX_ROWS, p.num_rows, WORKSPACE_BYTES // each))
 
 
@@ -88,16 +87,15 @@ def workspace(p: Problem) -> Workspace:
     """For `rows_at_once` rows."""
     rows, device = rows_at_once(p), p.q.device
     of_histogram, of_cursors = rows * copies(p) * BINS, rows * BINS
-    zeros = counters(of_histogram + of_cursors + rows * kernel_scores.NUM_COUNTERS.value, device)
-    ints = torch.empty(rows * (BINS + 1), dtype=torch.int32, device=device)
+    zeros = counters(of_histogram + rows * kernel_scores.NUM_COUNTERS.value, device)
+    ints = torch.empty(of_cursors + rows * kernel_select.PLAN.value, dtype=torch.int32, device=device)
     return Workspace(
         torch.empty(rows, p.max_length, dtype=torch.float32, device=device),
         torch.empty(rows, p.max_length, dtype=torch.int64, device=device),
-        ints[rows * BINS :],
         ints,
+        ints[of_cursors:],
         zeros,
         zeros[of_histogram:],
-        zeros[of_histogram + of_cursors :],
     )
 
 
@@ -155,7 +153,7 @@ def hopper_arguments(p: Problem, space: Workspace, first: int, num_rows: int) ->
         space.logits, space.histogram, space.counters,
         first, num_rows, p.next_n, p.width, p.k_cache.shape[0],
         p.q.shape[1], max(32, power_of_two(rows_at_once(p))), copies(p), STAGES,
-    ), {"num_warps": 4}  # fmt: skip
+    ), {"num_warps": 4, "maxnreg": 65536 // (256 * PROGRAMS_PER_SM)}  # fmt: skip
 
 
 def scores_arguments(p: Problem, space: Workspace, first: int, num_rows: int) -> tuple[tuple[int], tuple, dict]:
@@ -174,8 +172,11 @@ def choose(
     ordered: bool, nan_first: bool,
 ) -> None:  # fmt: skip
     """Write these rows' outputs from their logits and histograms."""
-    grid, arguments, options = select_arguments(p, space, first, num_rows, errors, ordered, nan_first)
-    select.select_kernel[grid](*arguments, **options)
+    grid, arguments, options = threshold_arguments(p, space, first, num_rows, errors, ordered)
+    select.threshold_kernel[grid](*arguments, **options)
+    if p.max_length:
+        grid, arguments, options = sift_arguments(p, space, num_rows, ordered, nan_first)
+        select.sift_kernel[grid](*arguments, **options)
     grid, arguments, options = rank_arguments(p, space, first, num_rows, out, slots, ordered)
     select.rank_kernel[grid](*arguments, **options)
 
@@ -185,17 +186,25 @@ def most_candidates(ordered: bool) -> int:
     return MOST if ordered else 0
 
 
-def select_arguments(
-    p: Problem, space: Workspace, first: int, num_rows: int, errors: torch.Tensor, ordered: bool, nan_first: bool
-) -> tuple[tuple[int, int], tuple, dict]:
-    """The grid of `select_kernel`, its arguments, its options."""
-    grid = (max(1, -(-p.max_length // BLOCK)), num_rows)
-    return grid, (
-        space.logits, space.histogram, space.cursors, space.counters, space.starts, space.listed, space.num_listed,
-        p.seq_lens, errors,
+def threshold_arguments(
+    p: Problem, space: Workspace, first: int, num_rows: int, errors: torch.Tensor, ordered: bool
+) -> tuple[tuple[int], tuple, dict]:
+    """The grid of `threshold_kernel`, its arguments, its options."""
+    return (num_rows,), (
+        space.histogram, space.counters, space.cursors, space.plan, p.seq_lens, errors,
         first, num_rows, p.next_n, p.width,
-        p.k, most_candidates(ordered), nan_first, copies(p), BLOCK,
+        p.k, most_candidates(ordered), copies(p),
     ), {"num_warps": 16}  # fmt: skip
+
+
+def sift_arguments(
+    p: Problem, space: Workspace, num_rows: int, ordered: bool, nan_first: bool
+) -> tuple[tuple[int, int], tuple, dict]:
+    """The grid of `sift_kernel`, its arguments, its options."""
+    return (-(-p.max_length // BLOCK), num_rows), (
+        space.logits, space.cursors, space.plan, space.listed, p.width,
+        p.k, most_candidates(ordered), nan_first, BLOCK,
+    ), {"num_warps": 8}  # fmt: skip
 
 
 def rank_arguments(
@@ -203,7 +212,7 @@ def rank_arguments(
 ) -> tuple[tuple[int, int], tuple, dict]:
     """The grid of `rank_kernel`, its arguments, its options."""
     return (-(-(p.k + most_candidates(ordered)) // RANKED), num_rows), (
-        space.listed, space.num_listed, space.starts, p.table, out,
+        space.listed, space.plan, space.cursors, p.table, out,
         first, p.next_n, p.width,
         p.k, slots, ordered, RANKED, RANKED_BESIDE,
     ), {"num_warps": 4}  # fmt: skip

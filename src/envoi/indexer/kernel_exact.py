@@ -19,6 +19,7 @@ import triton.language as tl
 
 from envoi.epilogue.codes_triton import from_e4m3
 from envoi.epilogue.device import INTERPRETED, maximum
+from envoi.indexer.kernel_select import PLAN, SEEN
 from envoi.indexer.kernel_scores import (
     BINS, FAILED, HEAD_DIM, NUM_COUNTERS, PAGE, PAGE_BYTES, count, ordered, token_pages, visible,
 )  # fmt: skip
@@ -37,7 +38,8 @@ def widen(code):
 def products_of(q, cache, scale, row, page, place, mask, parts, H: tl.constexpr, STEP: tl.constexpr):
     """S [H, tokens]. STEP: dimensions at a time, so that operands fit the registers."""
     h = tl.arange(0, H)
-    zero = tl.zeros((H, place.shape[0]), tl.float32)
+    # A zero that the compiler doesn't know: with one that it does it would merge a part's chain with the sum of parts.
+    zero = tl.zeros((H, place.shape[0]), tl.float32) + tl.where(parts > 0, 0.0, 1.0)
     chain = zero
     total = zero
     for first in range(0, HEAD_DIM, STEP):
@@ -129,7 +131,7 @@ def exact_kernel(
 
 @triton.jit
 def short_kernel(
-    logits, num_listed, table, out, first_row, next_n, width,
+    logits, plan, table, out, first_row, next_n, width,
     K: tl.constexpr, SLOTS: tl.constexpr, ORDERED: tl.constexpr,
 ):  # fmt: skip
     """The order of rows of at most 32 tokens: torch sorts those by a network that doesn't keep ties in order.
@@ -137,7 +139,7 @@ def short_kernel(
     Its input are the scores above the least, then those that equal it, each by position.
     """
     own = tl.program_id(0)
-    n = tl.load(num_listed + own)
+    n = tl.load(plan + own * PLAN + SEEN)
     ids = tl.arange(0, 32)
     if n <= 32:
         keys = ordered(tl.load(logits + own.to(tl.int64) * width * PAGE + ids, mask=ids < n, other=0.0), True)

@@ -3,14 +3,16 @@
 """The k best scores of each row, exactly: no list here can overflow, and a tie goes to the lower position.
 
     composite = key of the score << 29 | inverted position       int64; all different, the best is the largest
-    for each row of n scores, BLOCK of them at a time:           select_kernel
+    for each row of n scores:                                    threshold_kernel, one program a row
         at = the bin that the k-th best lies in                  by the histogram that the scores came with
-        listed += what lies above `at`, bin by bin, and behind that the candidates: bin `at`
+        cursors[b] = how many scores lie in bins above b         where bin b begins in the row's list
+    for each BLOCK scores:                                       sift_kernel
+        those in bins above `at` -> the list, bin by bin;  those in `at`, the candidates -> behind them
         the last program, if there are many candidates:
             t = the least composite that is among the k best     8 bits a pass over the candidates
             candidates below t leave the list
-    for each listed composite, MINE at a time:                   rank_kernel
-        rank = how many listed ones are better                   only its own bin has to be looked at
+    for each MINE of the list:                                   rank_kernel
+        rank = how many in the list are better                   only its own bin has to be looked at
         out[rank] = its slot, if rank < k
 
 In a bin the order of the list is that of arrival; the ranks aren't.
@@ -21,8 +23,14 @@ import triton.language as tl
 
 from envoi.indexer.kernel_scores import BINS, FAILED, KEY_SHIFT, NUM_COUNTERS, PAGE, ordered, visible
 
-CANDIDATES: tl.constexpr = tl.constexpr(0)  # a row's counters: how many there are
-DONE: tl.constexpr = tl.constexpr(1)  # programs that are through
+# What threshold_kernel leaves of a row for the others.
+PLAN: tl.constexpr = tl.constexpr(8)
+SEEN: tl.constexpr = tl.constexpr(0)  # scores; 0 if the row is in error
+AT: tl.constexpr = tl.constexpr(1)  # the bin of the k-th best, -1 if all are chosen
+SURE: tl.constexpr = tl.constexpr(2)  # scores in bins above it
+LISTED: tl.constexpr = tl.constexpr(3)  # how many the list will have at last
+DONE: tl.constexpr = tl.constexpr(4)  # programs that are through, if candidates have to be narrowed down
+
 POSITION_BITS: tl.constexpr = tl.constexpr(29)
 LAST: tl.constexpr = tl.constexpr((1 << 29) - 1)
 TOP: tl.constexpr = tl.constexpr(48)  # bits below a composite's bin, a whole number of digits
@@ -46,37 +54,74 @@ def pick(counts, wanted, SIZE: tl.constexpr):
     from_here = tl.cumsum(counts, 0, reverse=True)
     at = tl.sum((from_here >= wanted).to(tl.int32), 0) - 1
     better = tl.sum(tl.where(ids > at, counts, 0), 0)
-    return at, better, tl.sum(tl.where(ids == at, counts, 0), 0)
+    return at, better, tl.sum(tl.where(ids == at, counts, 0), 0), from_here - counts
 
 
 @triton.jit
-def sift(
-    logits, histogram, cursors, counters, starts, listed, first, n,
-    K: tl.constexpr, NAN_FIRST: tl.constexpr, COPIES: tl.constexpr, BLOCK: tl.constexpr,
+def threshold_kernel(
+    histogram, counters, cursors, plan, seq_lens, errors, first_row, num_rows, next_n, width,
+    K: tl.constexpr, MOST: tl.constexpr, COPIES: tl.constexpr,
 ):  # fmt: skip
-    """List what may be among the k best of BLOCK scores. Returns how many of the row are there for sure."""
+    """MOST: candidates that `rank_kernel` takes. Leaves zeros in histogram and counters for the next launch."""
+    own = tl.program_id(0)
+    row = first_row + own
+    counters += own * NUM_COUNTERS + FAILED
+    histogram += own * (BINS * COPIES)
+    plan += own * PLAN
     ids = tl.arange(0, BINS)
-    counts = tl.load(histogram + ids)
-    for copy in tl.static_range(1, COPIES):
+    counts = tl.zeros((BINS,), tl.int32)
+    for copy in tl.static_range(COPIES):
         counts += tl.load(histogram + copy * BINS + ids)
-    from_here = tl.cumsum(counts, 0, reverse=True)
-    before = from_here - counts
-    at = tl.where(n <= K, -1, tl.sum((from_here >= K).to(tl.int32), 0) - 1)
-    sure = tl.sum(tl.where(ids > at, counts, 0), 0)
-    if first == 0:
-        tl.store(starts + ids, before)
+        tl.store(histogram + copy * BINS + ids, tl.zeros((BINS,), tl.int32))
+    seen = visible(seq_lens, row, first_row + num_rows, next_n, width)
+    error = tl.where(seen < 0, BAD_LENGTH, tl.where(tl.load(counters) > 0, BAD_PAGE, 0))
+    tl.store(errors + row, error)
+    tl.store(counters, 0)
+    n = tl.where(error > 0, 0, seen)
+    at, sure, candidates, before = pick(counts, K, BINS)
+    tl.store(cursors + own * BINS + ids, before)
+    whole = n <= K
+    tl.store(plan + SEEN, n)
+    tl.store(plan + AT, tl.where(whole, -1, at))
+    tl.store(plan + SURE, tl.where(whole, n, sure))
+    tl.store(plan + LISTED, tl.where(whole, n, tl.where(candidates > MOST, K, sure + candidates)))
+    tl.store(plan + DONE, 0)
+
+
+@triton.jit
+def sift_kernel(
+    logits, cursors, plan, listed, width,
+    K: tl.constexpr, MOST: tl.constexpr, NAN_FIRST: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """List what may be among the k best of BLOCK scores of a row; programs behind its end have nothing to do."""
+    own = tl.program_id(1)
+    plan += own * PLAN
+    cursors += own * BINS
+    logits += own.to(tl.int64) * width * PAGE
+    listed += own.to(tl.int64) * width * PAGE
+    first = tl.program_id(0) * BLOCK
+    n = tl.load(plan + SEEN)
+    if first >= n:
+        return
+    at = tl.load(plan + AT)
     positions = first + tl.arange(0, BLOCK)
     inside = positions < n
     keys = ordered(tl.load(logits + positions, mask=inside, other=0.0), NAN_FIRST)
     bins = (keys >> KEY_SHIFT) + BINS // 2
     composites = (keys.to(tl.int64) << POSITION_BITS) | (positions ^ LAST).to(tl.int64)
     above = inside & (bins > at)
-    places = tl.gather(before, bins, 0) + tl.atomic_add(cursors + bins, 1, mask=above, sem="relaxed")
-    tl.store(listed + places, composites, mask=above)
-    here = (inside & (bins == at)).to(tl.int32)
-    behind = sure + tl.atomic_add(counters + CANDIDATES, tl.sum(here, 0), sem="relaxed")
-    tl.store(listed + behind + tl.cumsum(here, 0) - 1, composites, mask=here > 0)
-    return sure
+    tl.store(listed + tl.atomic_add(cursors + bins, 1, mask=above, sem="relaxed"), composites, mask=above)
+    if at >= 0:
+        here = (inside & (bins == at)).to(tl.int32)
+        behind = tl.atomic_add(cursors + at, tl.sum(here, 0), sem="relaxed")
+        tl.store(listed + behind + tl.cumsum(here, 0) - 1, composites, mask=here > 0)
+        sure = tl.load(plan + SURE)
+        if (tl.load(plan + LISTED) == K) & (sure < K):
+            tl.debug_barrier()
+            if tl.atomic_add(plan + DONE, 1, sem="acq_rel") == tl.cdiv(n, BLOCK) - 1:
+                end = tl.load(cursors + at, volatile=True)
+                if end > sure + MOST:
+                    narrow(listed + sure, end - sure, K - sure, BLOCK)
 
 
 @triton.jit
@@ -93,7 +138,7 @@ def least_of_best(candidates, num_candidates, wanted, BLOCK: tl.constexpr):
             found = tl.load(candidates + ids, mask=ids < num_candidates, other=0)
             mine = (ids < num_candidates) & ((found >> (shift + DIGIT)) == prefix)
             counts += tl.histogram(((found >> shift) & (DIGITS - 1)).to(tl.int32), DIGITS, mask=mine)
-        at, better, inside = pick(counts, wanted, DIGITS)
+        at, better, inside, _ = pick(counts, wanted, DIGITS)
         wanted -= better
         prefix = prefix * DIGITS + at
     return prefix << shift
@@ -114,65 +159,17 @@ def narrow(candidates, num_candidates, wanted, BLOCK: tl.constexpr):
 
 
 @triton.jit
-def clear(histogram, cursors, counters, COPIES: tl.constexpr):
-    """Zeros for the next launch."""
-    ids = tl.arange(0, BINS)
-    zeros = tl.zeros((BINS,), tl.int32)
-    for copy in tl.static_range(COPIES):
-        tl.store(histogram + copy * BINS + ids, zeros)
-    tl.store(cursors + ids, zeros)
-    tl.store(counters + tl.arange(0, NUM_COUNTERS), tl.zeros((NUM_COUNTERS,), tl.int32))
-
-
-@triton.jit
-def select_kernel(
-    logits, histogram, cursors, counters, starts, listed, num_listed, seq_lens, errors,
-    first_row, num_rows, next_n, width,
-    K: tl.constexpr, MOST: tl.constexpr, NAN_FIRST: tl.constexpr, COPIES: tl.constexpr, BLOCK: tl.constexpr,
-):  # fmt: skip
-    """One program for BLOCK scores of a row; those behind its end have nothing to do. MOST: candidates that
-    `rank_kernel` takes."""
-    own = tl.program_id(1)
-    row = first_row + own
-    counters += own * NUM_COUNTERS
-    histogram += own * (BINS * COPIES)
-    cursors += own * BINS
-    logits += own.to(tl.int64) * width * PAGE
-    listed += own.to(tl.int64) * width * PAGE
-    seen = visible(seq_lens, row, first_row + num_rows, next_n, width)
-    error = tl.where(seen < 0, BAD_LENGTH, tl.where(tl.load(counters + FAILED) > 0, BAD_PAGE, 0))
-    n = tl.where(error > 0, 0, seen)
-    first = tl.program_id(0) * BLOCK
-    if (first >= n) & (first > 0):
-        return
-    sure = sift(
-        logits, histogram, cursors, counters, starts + own * BINS, listed, first, n, K, NAN_FIRST, COPIES, BLOCK
-    )
-    tl.debug_barrier()
-    if tl.atomic_add(counters + DONE, 1, sem="acq_rel") == tl.maximum(tl.cdiv(n, BLOCK), 1) - 1:
-        num_candidates = tl.load(counters + CANDIDATES)
-        if num_candidates > MOST:
-            if sure + num_candidates > K:
-                narrow(listed + sure, num_candidates, K - sure, BLOCK)
-                num_candidates = K - sure
-        tl.store(num_listed + own, tl.where(error > 0, 0, sure + num_candidates))
-        tl.store(errors + row, error)
-        tl.debug_barrier()
-        clear(histogram, cursors, counters, COPIES)
-
-
-@triton.jit
 def rank_kernel(
-    listed, num_listed, starts, table, out, first_row, next_n, width,
+    listed, plan, cursors, table, out, first_row, next_n, width,
     K: tl.constexpr, SLOTS: tl.constexpr, ORDERED: tl.constexpr, MINE: tl.constexpr, OTHERS: tl.constexpr,
 ):  # fmt: skip
     """MINE of a row's listed composites to their places in the output, and -1 to the places behind all."""
     own = tl.program_id(1)
     request = ((first_row + own) // next_n).to(tl.int64)
     listed += own.to(tl.int64) * width * PAGE
-    starts += own * BINS
+    cursors += own * BINS
     out += (first_row + own).to(tl.int64) * K
-    total = tl.load(num_listed + own)
+    total = tl.load(plan + own * PLAN + LISTED)
     first = tl.program_id(0) * MINE
     ids = first + tl.arange(0, MINE)
     tl.store(out + ids, -1, mask=(ids >= total) & (ids < K))
@@ -187,9 +184,11 @@ def rank_kernel(
     begin = total * 0
     end = total
     if ORDERED:
-        begin = tl.load(starts + bin_of(tl.load(listed + first)))
+        # A bin begins where that above it has ended.
+        best = bin_of(tl.load(listed + first)) + 1
         least = bin_of(tl.load(listed + tl.minimum(first + MINE, total) - 1))
-        end = tl.minimum(tl.load(starts + least - 1, mask=least > 0, other=total), total)
+        begin = tl.load(cursors + best, mask=best < BINS, other=0)
+        end = tl.minimum(tl.load(cursors + least), total)
     else:
         mine = mine & LAST  # a lower position is larger
     behind = tl.zeros((MINE, OTHERS), tl.int32)

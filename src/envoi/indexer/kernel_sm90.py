@@ -1,10 +1,10 @@
 """The fast mode's scores on Hopper: what `kernel_scores` computes, the pages by TMA.
 
-    for each tile of two pages among this program's neighbouring tiles:     four warps, several programs on an SM
-        wait for the tile;  S = values @ q.T;  fetch the tile STAGES later into its place
-        scores, histogram
+    for each tile of two pages among this program's neighbouring tiles:      producer             consumer
+                                                                            TMA -> stage         S = values @ q.T
+                                                                                                 scores, histogram
 
-Nobody else fills the stages: while one program is busy with its scores, the others' tiles are on their way.
+Neighbours belong to the same row, mostly: the row's queries stay in shared memory, its weights in registers.
 """
 
 import triton.experimental.gluon.language as gl
@@ -64,31 +64,47 @@ def next_tile(row, n, token, lengths, num_rows):
 
 
 @gluon.jit
-def pages_of(table, row, token, n, lengths):
-    """The entries of the block table that a tile begins and goes on with; 0 behind the row's end."""
-    seq_lens, first_row, next_n, width = lengths
-    at = table + ((first_row + row) // next_n).to(gl.int64) * width + token // PAGE
-    return gl.load(at, mask=token < n, other=0), gl.load(at + 1, mask=token + PAGE < n, other=0)
+def fetch(descs, stages, slot, page0, page1):
+    """Two pages into a stage."""
+    values_desc, scales_desc = descs
+    values, scales, ready, empty = stages
+    mbarrier.expect(ready.index(slot), 2 * (values_desc.block_type.nbytes + scales_desc.block_type.nbytes))
+    for half in gl.static_range(2):
+        page = page1 if half == 1 else page0
+        at = slot * 2 + half
+        tma.async_copy_global_to_shared(values_desc, [page * ROWS_OF_VALUES, 0], ready.index(slot), values.index(at))
+        row_of_scales = (page + 1) * ROWS_OF_SCALES - 1
+        tma.async_copy_global_to_shared(scales_desc, [row_of_scales, 0], ready.index(slot), scales.index(at))
 
 
 @gluon.jit
-def fetch(descs, stages, slot, pages, row, counters, num_pages):
-    """Two pages into a stage; one that is outside the cache is replaced by page 0, and the row has failed."""
-    values_desc, scales_desc = descs
-    values, scales, ready = stages
-    mbarrier.expect(ready.index(slot), 2 * (values_desc.block_type.nbytes + scales_desc.block_type.nbytes))
-    for half in gl.static_range(2):
-        good = (pages[half] >= 0) & (pages[half] < num_pages)
-        page = gl.where(good, pages[half], 0)
-        tma.async_copy_global_to_shared(
-            values_desc, [page * ROWS_OF_VALUES, 0], ready.index(slot), values.index(slot * 2 + half)
-        )
-        tma.async_copy_global_to_shared(
-            scales_desc, [page * ROWS_OF_SCALES + ROWS_OF_SCALES - 1, 0], ready.index(slot),
-            scales.index(slot * 2 + half),
-        )  # fmt: skip
-        if not good:
+def producer(descs, stages, lengths, table, counters, num_rows, num_pages, ROWS: gl.constexpr, STAGES: gl.constexpr):
+    """One warp: fills the stages, as far ahead as they reach. It reads the block table for 16 tiles at a time.
+
+    A page that is outside the cache is replaced by page 0, and the row has failed.
+    """
+    ready, empty = stages[2], stages[3]
+    seq_lens, first_row, next_n, width = lengths
+    ids = gl.arange(0, 32, gl.BlockedLayout([1], [32], [gl.num_warps()], [0]))
+    row, n, token, count = first_tile(lengths, num_rows, ROWS)
+    done = 0
+    while done < count:
+        tokens = token + ids * PAGE
+        request = ((first_row + row) // next_n).to(gl.int64)
+        pages = gl.load(table + request * width + tokens // PAGE, mask=tokens < n, other=0)
+        good = (pages >= 0) & (pages < num_pages)
+        pages = gl.where(good, pages, 0)
+        if gl.sum(good.to(gl.int32), 0) < 32:
             gl.store(counters + row * NUM_COUNTERS + FAILED, 1)
+        here = gl.minimum(gl.minimum((n - token + TILE - 1) // TILE, 16), count - done)
+        for i in range(here):
+            slot = (done + i) % STAGES
+            page0 = gl.sum(gl.where(ids == 2 * i, pages, 0), 0)
+            page1 = gl.sum(gl.where(ids == 2 * i + 1, pages, 0), 0)
+            mbarrier.wait(empty.index(slot), (((done + i) // STAGES) & 1) ^ 1)
+            fetch(descs, stages, slot, page0, page1)
+        done += here
+        row, n, token = next_tile(row, n, token + (here - 1) * TILE, lengths, num_rows)
 
 
 @gluon.jit
@@ -112,38 +128,22 @@ def score(products, scale, weight):
 
 
 @gluon.jit
-def scores_kernel(
-    values_desc, scales_desc, q, weights, seq_lens, table, logits, histogram, counters,
-    first_row, num_rows, next_n, width, num_pages,
-    H: gl.constexpr, ROWS: gl.constexpr, COPIES: gl.constexpr, STAGES: gl.constexpr,
+def consumer(
+    stages, queries, lengths, given, num_rows, H: gl.constexpr, ROWS: gl.constexpr, COPIES: gl.constexpr,
+    STAGES: gl.constexpr,
 ):  # fmt: skip
-    """As the Triton kernel of that name; descs: the cache as rows of 128 bytes, by boxes of a page's values, and as
-    rows of 64 numbers, the last of which are a page's scales."""
-    values = gl.allocate_shared_memory(values_desc.dtype, [2 * STAGES, PAGE, HEAD_DIM], values_desc.layout)
-    scales = gl.allocate_shared_memory(gl.float32, [2 * STAGES, 1, PAGE], scales_desc.layout)
-    tiles = values._reinterpret(values_desc.dtype, [STAGES, TILE, HEAD_DIM], values_desc.layout)
+    """Four warps: the scores of every tile."""
+    values, scales, ready, empty = stages
+    q, weights, logits, histogram = given
+    seq_lens, first_row, next_n, width = lengths
+    tiles = values._reinterpret(values.dtype, [STAGES, TILE, HEAD_DIM], queries.layout)
     factors = scales._reinterpret(gl.float32, [STAGES, TILE], gl.SwizzledSharedLayout(1, 1, 1, [0]))
-    queries = gl.allocate_shared_memory(values_desc.dtype, [H, HEAD_DIM], values_desc.layout)
-    ready = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
-    for i in gl.static_range(STAGES):
-        mbarrier.init(ready.index(i), count=1)
-    fence_async_shared()
-    role_barrier()
-    lengths = (seq_lens, first_row, next_n, width)
-    descs = (values_desc, scales_desc)
-    stages = (values, scales, ready)
-    row, n, token, count = first_tile(lengths, num_rows, ROWS)
-    ahead_row, ahead_n, ahead_token = row, n, token
-    page0, page1 = pages_of(table, row, token, n, lengths)
-    for i in range(gl.minimum(count, STAGES)):
-        fetch(descs, stages, i, (page0, page1), ahead_row, counters, num_pages)
-        ahead_row, ahead_n, ahead_token = next_tile(ahead_row, ahead_n, ahead_token, lengths, num_rows)
-        page0, page1 = pages_of(table, ahead_row, ahead_token, ahead_n, lengths)
     layout: gl.constexpr = gl.NVMMADistributedLayout(
         version=[3, 0], warps_per_cta=[gl.num_warps(), 1], instr_shape=[16, H, 32]
     )
     zero = gl.full((TILE, H), 0.0, gl.float32, layout)
     weight = gl.full((H,), 0.0, gl.float32, gl.SliceLayout(0, layout))
+    row, n, token, count = first_tile(lengths, num_rows, ROWS)
     loaded = row - 1
     for i in range(count):
         slot = i % STAGES
@@ -153,15 +153,37 @@ def scores_kernel(
         mbarrier.wait(ready.index(slot), (i // STAGES) & 1)
         products = warpgroup_mma(tiles.index(slot), queries.permute((1, 0)), zero, use_acc=False)
         scale = factors.index(slot).load(gl.SliceLayout(1, layout))
-        if i + STAGES < count:
-            role_barrier()
-            # Its pages were asked for a tile ago: waiting for them here would keep the tensor cores waiting.
-            fetch(descs, stages, slot, (page0, page1), ahead_row, counters, num_pages)
-            ahead_row, ahead_n, ahead_token = next_tile(ahead_row, ahead_n, ahead_token, lengths, num_rows)
-            page0, page1 = pages_of(table, ahead_row, ahead_token, ahead_n, lengths)
+        mbarrier.arrive(empty.index(slot), count=1)
         s = score(products, scale, weight)
         tokens = token + gl.arange(0, TILE, gl.SliceLayout(1, layout))
         gl.store(logits + row.to(gl.int64) * width * PAGE + tokens, s, mask=tokens < n)
         bins = (ordered(s, False) >> KEY_SHIFT) + BINS // 2 + (row * COPIES + gl.program_id(0) % COPIES) * BINS
         gl.atomic_add(histogram + bins, (tokens < n).to(gl.int32), mask=tokens < n, sem="relaxed")
         row, n, token = next_tile(row, n, token, lengths, num_rows)
+
+
+@gluon.jit
+def scores_kernel(
+    values_desc, scales_desc, q, weights, seq_lens, table, logits, histogram, counters,
+    first_row, num_rows, next_n, width, num_pages,
+    H: gl.constexpr, ROWS: gl.constexpr, COPIES: gl.constexpr, STAGES: gl.constexpr,
+):  # fmt: skip
+    """As the Triton kernel of that name; descs: the cache as rows of 128 bytes, by boxes of a page's values, and as
+    rows of 64 numbers, the last of which are a page's scales."""
+    values = gl.allocate_shared_memory(values_desc.dtype, [2 * STAGES, PAGE, HEAD_DIM], values_desc.layout)
+    scales = gl.allocate_shared_memory(gl.float32, [2 * STAGES, 1, PAGE], scales_desc.layout)
+    queries = gl.allocate_shared_memory(values_desc.dtype, [H, HEAD_DIM], values_desc.layout)
+    ready = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
+    empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
+    for i in gl.static_range(STAGES):
+        mbarrier.init(ready.index(i), count=1)
+        mbarrier.init(empty.index(i), count=1)
+    fence_async_shared()
+    role_barrier()
+    lengths = (seq_lens, first_row, next_n, width)
+    stages = (values, scales, ready, empty)
+    given = (q, weights, logits, histogram)
+    gl.warp_specialize([
+        (consumer, (stages, queries, lengths, given, num_rows, H, ROWS, COPIES, STAGES)),
+        (producer, ((values_desc, scales_desc), stages, lengths, table, counters, num_rows, num_pages, ROWS, STAGES)),
+    ], [1], [40])  # fmt: skip
