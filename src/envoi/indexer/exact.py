@@ -19,9 +19,8 @@ def topk(p: Problem, orders: torch.Tensor, slots: bool, ordered: bool) -> tuple[
 
     def finish(space: Workspace, out: torch.Tensor, first: int, num_rows: int) -> None:
         if p.max_length:
-            exact.short_kernel[(num_rows,)](
-                space.logits, space.plan, p.table, out, first, p.next_n, p.width, p.k, slots, ordered, num_warps=1
-            )
+            grid, arguments, options = short_arguments(p, space, first, num_rows, out, slots, ordered)
+            exact.short_kernel[grid](*arguments, **options)
 
     return fast.in_blocks(p, partial(score, orders), slots, ordered, nan_first=True, finish=finish)
 
@@ -29,11 +28,11 @@ def topk(p: Problem, orders: torch.Tensor, slots: bool, ordered: bool) -> tuple[
 def score(orders: torch.Tensor, p: Problem, space: Workspace, first: int, num_rows: int) -> None:
     """Fill the logits and histograms of these rows."""
     if p.max_length:
-        grid, arguments, options = arguments_of(orders, p, space, first, num_rows)
+        grid, arguments, options = scores_arguments(orders, p, space, first, num_rows)
         exact.exact_kernel[grid](*arguments, **options)
 
 
-def arguments_of(
+def scores_arguments(
     orders: torch.Tensor, p: Problem, space: Workspace, first: int, num_rows: int
 ) -> tuple[tuple[int], tuple, dict]:
     """The grid of `exact_kernel`, its arguments, its options."""
@@ -46,3 +45,12 @@ def arguments_of(
         first, num_rows, p.next_n, p.width, p.k_cache.shape[0],
         num_heads, fast.power_of_two(fast.rows_at_once(p)), fast.copies(p), orders.numel() - 4, TILE, STEP,
     ), {"num_warps": 4, "num_stages": 1}  # fmt: skip
+
+
+def short_arguments(
+    p: Problem, space: Workspace, first: int, num_rows: int, out: torch.Tensor, slots: bool, ordered: bool
+) -> tuple[tuple[int], tuple, dict]:
+    """The grid of `short_kernel`, its arguments, its options."""
+    return (num_rows,), (
+        space.logits, space.plan, p.table, out, first, p.next_n, p.width, p.k, slots, ordered,
+    ), {"num_warps": 1}  # fmt: skip

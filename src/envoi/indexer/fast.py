@@ -19,10 +19,11 @@ WORKSPACE_BYTES = 16 << 20
 MAX_ROWS = 256  # whose tiles one program can tell apart
 MAX_LENGTH = 1 << kernel_select.POSITION_BITS.value
 TILE = 128
-BLOCK = 2048
+BLOCK = 1024
 MOST = 1024
-RANKED, RANKED_BESIDE = 32, 64
+RANKED, RANKED_BESIDE = 16, 64
 PROGRAMS_PER_SM = 2
+HOPPER_WARPS = 8
 STAGES = 6  # of 16 KiB; two programs' fill an SM of Hopper
 MAX_COPIES = 4
 BINS = kernel_scores.BINS.value
@@ -153,7 +154,12 @@ def hopper_arguments(p: Problem, space: Workspace, first: int, num_rows: int) ->
         space.logits, space.histogram, space.counters,
         first, num_rows, p.next_n, p.width, p.k_cache.shape[0],
         p.q.shape[1], max(32, power_of_two(rows_at_once(p))), copies(p), STAGES,
-    ), {"num_warps": 4, "maxnreg": 65536 // (256 * PROGRAMS_PER_SM)}  # fmt: skip
+    ), {"num_warps": HOPPER_WARPS, "maxnreg": _registers()}  # fmt: skip
+
+
+def _registers() -> int:
+    """Of each thread of a program of Hopper's kernel, so that as many programs fit an SM as are wanted."""
+    return 65536 // (32 * (HOPPER_WARPS + 4) * PROGRAMS_PER_SM) // 8 * 8  # the producer's warp comes with three more
 
 
 def scores_arguments(p: Problem, space: Workspace, first: int, num_rows: int) -> tuple[tuple[int], tuple, dict]:

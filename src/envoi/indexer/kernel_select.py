@@ -21,7 +21,7 @@ In a bin the order of the list is that of arrival; the ranks aren't.
 import triton
 import triton.language as tl
 
-from envoi.indexer.kernel_scores import BINS, FAILED, KEY_SHIFT, NUM_COUNTERS, PAGE, ordered, visible
+from envoi.indexer.kernel_scores import BINS, FAILED, KEY_SHIFT, NUM_COUNTERS, PAGE, ordered, place_of_bin, visible
 
 # What threshold_kernel leaves of a row for the others.
 PLAN: tl.constexpr = tl.constexpr(8)
@@ -71,7 +71,9 @@ def threshold_kernel(
     ids = tl.arange(0, BINS)
     counts = tl.zeros((BINS,), tl.int32)
     for copy in tl.static_range(COPIES):
-        counts += tl.load(histogram + copy * BINS + ids)
+        counts += tl.load(histogram + copy * BINS + place_of_bin(ids))
+    tl.debug_barrier()  # all have read what is cleared now
+    for copy in tl.static_range(COPIES):
         tl.store(histogram + copy * BINS + ids, tl.zeros((BINS,), tl.int32))
     seen = visible(seq_lens, row, first_row + num_rows, next_n, width)
     error = tl.where(seen < 0, BAD_LENGTH, tl.where(tl.load(counters) > 0, BAD_PAGE, 0))
@@ -101,9 +103,11 @@ def sift_kernel(
     listed += own.to(tl.int64) * width * PAGE
     first = tl.program_id(0) * BLOCK
     n = tl.load(plan + SEEN)
+    at = tl.load(plan + AT)
+    sure = tl.load(plan + SURE)
+    will_narrow = (tl.load(plan + LISTED) == K) & (sure < K)  # or happens to have k
     if first >= n:
         return
-    at = tl.load(plan + AT)
     positions = first + tl.arange(0, BLOCK)
     inside = positions < n
     keys = ordered(tl.load(logits + positions, mask=inside, other=0.0), NAN_FIRST)
@@ -115,8 +119,7 @@ def sift_kernel(
         here = (inside & (bins == at)).to(tl.int32)
         behind = tl.atomic_add(cursors + at, tl.sum(here, 0), sem="relaxed")
         tl.store(listed + behind + tl.cumsum(here, 0) - 1, composites, mask=here > 0)
-        sure = tl.load(plan + SURE)
-        if (tl.load(plan + LISTED) == K) & (sure < K):
+        if will_narrow:
             tl.debug_barrier()
             if tl.atomic_add(plan + DONE, 1, sem="acq_rel") == tl.cdiv(n, BLOCK) - 1:
                 end = tl.load(cursors + at, volatile=True)

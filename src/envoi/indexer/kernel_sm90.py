@@ -17,7 +17,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 
 from envoi.epilogue.device import maximum
-from envoi.indexer.kernel_scores import BINS, FAILED, HEAD_DIM, KEY_SHIFT, NUM_COUNTERS, PAGE, ordered
+from envoi.indexer.kernel_scores import BINS, FAILED, HEAD_DIM, KEY_SHIFT, NUM_COUNTERS, PAGE, ordered, place_of_bin
 from envoi.indexer.kernel_scores import visible as visible_of
 from envoi.triton_compat import role_barrier
 
@@ -132,7 +132,7 @@ def consumer(
     stages, queries, lengths, given, num_rows, H: gl.constexpr, ROWS: gl.constexpr, COPIES: gl.constexpr,
     STAGES: gl.constexpr,
 ):  # fmt: skip
-    """Four warps: the scores of every tile."""
+    """Eight warps: the scores of every tile."""
     values, scales, ready, empty = stages
     q, weights, logits, histogram = given
     seq_lens, first_row, next_n, width = lengths
@@ -157,8 +157,9 @@ def consumer(
         s = score(products, scale, weight)
         tokens = token + gl.arange(0, TILE, gl.SliceLayout(1, layout))
         gl.store(logits + row.to(gl.int64) * width * PAGE + tokens, s, mask=tokens < n)
-        bins = (ordered(s, False) >> KEY_SHIFT) + BINS // 2 + (row * COPIES + gl.program_id(0) % COPIES) * BINS
-        gl.atomic_add(histogram + bins, (tokens < n).to(gl.int32), mask=tokens < n, sem="relaxed")
+        at = (row * COPIES + gl.program_id(0) % COPIES) * BINS
+        at += place_of_bin((ordered(s, False) >> KEY_SHIFT) + BINS // 2)
+        gl.atomic_add(histogram + at, (tokens < n).to(gl.int32), mask=tokens < n, sem="relaxed")
         row, n, token = next_tile(row, n, token, lengths, num_rows)
 
 

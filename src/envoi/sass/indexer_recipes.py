@@ -1,22 +1,20 @@
 """Recipes of the indexer's kernels, of tensors without memory: one request of 131072 tokens, 64 heads."""
 
 from collections.abc import Callable
-from unittest import mock
+from typing import Any
 
 import torch
 
-from envoi.indexer import exact, fast, kernel_exact, kernel_scores, kernel_select, kernel_sm90
+from envoi.indexer import certificate, exact, fast, kernel_exact, kernel_scores, kernel_select, kernel_sm90
 from envoi.sass.compile import Recipe, recipe_of_call
 
-NUM_SMS = 132
 NUM_PAGES, WIDTH, HEADS, K = 4096, 2048, 64, 2048
 
 
-def recipe(kernel: str, arch: str, num_rows: int = 1) -> Recipe:
+def recipe(kernel: str, arch: str) -> Recipe:
     """kernel: of `KERNELS`."""
-    with mock.patch.object(fast, "num_sms", lambda device: NUM_SMS):
-        function, arguments = KERNELS[kernel]
-        _, values, options = arguments(_problem(num_rows))
+    function, arguments = KERNELS[kernel]
+    _, values, options = arguments(_problem(1))
     return recipe_of_call(function, values, arch, **options)
 
 
@@ -32,31 +30,44 @@ def _empty(*shape: int, dtype: torch.dtype) -> torch.Tensor:
     return torch.empty(shape, dtype=dtype, device="meta")
 
 
-def _scoring(arguments: Callable) -> Callable[[fast.Problem], tuple]:
-    return lambda p: arguments(p, fast.workspace(p), 0, p.num_rows)
+def _scores(p: fast.Problem) -> tuple:
+    return fast.scores_arguments(p, fast.workspace(p), 0, p.num_rows)
 
 
-def _select(p: fast.Problem) -> tuple:
-    return fast.select_arguments(p, fast.workspace(p), 0, p.num_rows, *_outputs(p), (True, True, False, False))
+def _scores_sm90(p: fast.Problem) -> tuple:
+    return fast.hopper_arguments(p, fast.workspace(p), 0, p.num_rows)
 
 
-def _sort(p: fast.Problem) -> tuple:
-    return fast.select_arguments(p, fast.workspace(p), 0, p.num_rows, *_outputs(p), (True, True, False, True))
+def _threshold(p: fast.Problem) -> tuple:
+    errors = _empty(p.num_rows, dtype=torch.int32)
+    return fast.threshold_arguments(p, fast.workspace(p), 0, p.num_rows, errors, True)
+
+
+def _sift(p: fast.Problem) -> tuple:
+    return fast.sift_arguments(p, fast.workspace(p), p.num_rows, True, False)
 
 
 def _rank(p: fast.Problem) -> tuple:
-    return fast.rank_arguments(p, fast.workspace(p), 0, p.num_rows, *_outputs(p), (True, True))
+    out = _empty(p.num_rows, p.k, dtype=torch.int32)
+    return fast.rank_arguments(p, fast.workspace(p), 0, p.num_rows, out, True, True)
 
 
-def _outputs(p: fast.Problem) -> tuple[torch.Tensor, torch.Tensor]:
-    return _empty(p.num_rows, p.k, dtype=torch.int32), _empty(p.num_rows, dtype=torch.int32)
+def _exact(p: fast.Problem) -> tuple:
+    orders = _empty(certificate.NUM_ORDERS + 4, dtype=torch.int32)
+    return exact.scores_arguments(orders, p, fast.workspace(p), 0, p.num_rows)
 
 
-KERNELS = {
-    "scores": (kernel_scores.scores_kernel, _scoring(fast.scores_arguments)),
-    "scores-sm90": (kernel_sm90.scores_kernel, _scoring(fast.hopper_arguments)),
-    "select": (kernel_select.select_kernel, _select),
-    "select-sort": (kernel_select.select_kernel, _sort),
+def _short(p: fast.Problem) -> tuple:
+    out = _empty(p.num_rows, p.k, dtype=torch.int32)
+    return exact.short_arguments(p, fast.workspace(p), 0, p.num_rows, out, True, True)
+
+
+KERNELS: dict[str, tuple[Any, Callable[[fast.Problem], tuple]]] = {
+    "scores": (kernel_scores.scores_kernel, _scores),
+    "scores-sm90": (kernel_sm90.scores_kernel, _scores_sm90),
+    "threshold": (kernel_select.threshold_kernel, _threshold),
+    "sift": (kernel_select.sift_kernel, _sift),
     "rank": (kernel_select.rank_kernel, _rank),
-    "exact": (kernel_exact.exact_kernel, _scoring(exact.arguments_of)),
+    "exact": (kernel_exact.exact_kernel, _exact),
+    "short": (kernel_exact.short_kernel, _short),
 }
