@@ -58,7 +58,7 @@ def _gemm_backend(gpu: dict[str, Any] | None) -> dict[str, str]:
 
 def _indexer_backend(gpu: dict[str, Any] | None) -> dict[str, str]:
     if gpu is None:
-        return _gemm_backend(gpu) | {"why": "no GPU"}
+        return _gemm_backend(gpu)
     import torch
 
     from envoi.indexer import certificate

@@ -65,7 +65,7 @@ def summarize(by_length: dict[int, set[int]]) -> dict[str, Any]:
         if not parts or parts[-1][1] not in fitting:
             parts.append([length, min(fitting)])
     parts[0][0] = 1
-    lone = [n for n in lengths if n % 4 == 0 and any(order < SHARED for order in by_length[n])]
+    lone = [n for n in lengths if n % 4 == 0 and all(order < SHARED for order in by_length[n])]
     shared = [n for n in lengths if n % 4 == 0 and all(order >= SHARED for order in by_length[n])]
     first = min(shared, default=None)
     return {"parts": parts, "shared_from": None if first is None or max(lone, default=0) > first else first}

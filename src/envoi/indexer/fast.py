@@ -22,9 +22,9 @@ TILE = 128
 BLOCK = 1024
 MOST = 1024
 RANKED, RANKED_BESIDE = 16, 64
-PROGRAMS_PER_SM = 2
-HOPPER_WARPS = 8
-STAGES = 6  # of 16 KiB; two programs' fill an SM of Hopper
+PROGRAMS_PER_SM = 3
+HOPPER_WARPS = 4
+STAGES = 3  # of 16 KiB
 MAX_COPIES = 4
 BINS = kernel_scores.BINS.value
 

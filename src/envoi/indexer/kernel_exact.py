@@ -19,10 +19,19 @@ import triton.language as tl
 
 from envoi.epilogue.codes_triton import from_e4m3
 from envoi.epilogue.device import INTERPRETED, maximum
-from envoi.indexer.kernel_select import PLAN, SEEN
 from envoi.indexer.kernel_scores import (
-    BINS, FAILED, HEAD_DIM, NUM_COUNTERS, PAGE, PAGE_BYTES, count, ordered, token_pages, visible,
+    BINS,
+    FAILED,
+    HEAD_DIM,
+    NUM_COUNTERS,
+    PAGE,
+    PAGE_BYTES,
+    count,
+    ordered,
+    token_pages,
+    visible,
 )  # fmt: skip
+from envoi.indexer.kernel_select import PLAN, SEEN
 
 
 @triton.jit
@@ -36,26 +45,25 @@ def widen(code):
 
 @triton.jit
 def products_of(q, cache, scale, row, page, place, mask, parts, H: tl.constexpr, STEP: tl.constexpr):
-    """S [H, tokens]. STEP: dimensions at a time, so that operands fit the registers."""
+    """S [H, tokens]. STEP: dimensions at a time, so that operands fit the registers.
+
+    A part of half a step is multiplied with zeros for the other half, which change nothing in its chain.
+    """
     h = tl.arange(0, H)
-    # A zero that the compiler doesn't know: with one that it does it would merge a part's chain with the sum of parts.
-    zero = tl.zeros((H, place.shape[0]), tl.float32) + tl.where(parts > 0, 0.0, 1.0)
+    zero = tl.zeros((H, place.shape[0]), tl.float32)
     chain = zero
     total = zero
+    halves = tl.where(parts * STEP > HEAD_DIM, 2, 1)  # parts in a step
     for first in range(0, HEAD_DIM, STEP):
         d = first + tl.arange(0, STEP)
         at = (page * PAGE_BYTES + place * HEAD_DIM)[:, None] + d[None, :]
         keys = widen(tl.load(cache + at, mask=mask[:, None], other=0)) * scale[:, None]
         queries = widen(tl.load(q + (row * H + h)[:, None] * HEAD_DIM + d[None, :]))
-        if parts * STEP > HEAD_DIM:  # two parts in a step
-            lower = (d % STEP < STEP // 2)[None, :]
-            for half in tl.static_range(2):
-                own = lower == (half == 0)
-                x, y = tl.where(own, queries, 0.0), tl.where(own, keys, 0.0)
-                total += tl.dot(x, tl.trans(y), zero, input_precision="ieee")
-        else:
-            chain = tl.dot(queries, tl.trans(keys), chain, input_precision="ieee")
-            if parts * (first + STEP) % HEAD_DIM == 0:
+        for half in range(halves):
+            own = ((d % STEP // (STEP // 2) == half) | (halves == 1))[None, :]
+            x, y = tl.where(own, queries, 0.0), tl.where(own, keys, 0.0)
+            chain = tl.dot(x, tl.trans(y), chain, input_precision="ieee")
+            if (halves == 2) | (parts * (first + STEP) % HEAD_DIM == 0):
                 total += chain
                 chain = zero
     return total

@@ -14,7 +14,7 @@ import triton
 import triton.language as tl
 
 from envoi.epilogue.codes_triton import from_e4m3
-from envoi.epilogue.device import INF, INTERPRETED, maximum
+from envoi.epilogue.device import INTERPRETED, maximum
 
 HEAD_DIM: tl.constexpr = tl.constexpr(128)
 PAGE: tl.constexpr = tl.constexpr(64)

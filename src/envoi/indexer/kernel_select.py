@@ -21,7 +21,7 @@ In a bin the order of the list is that of arrival; the ranks aren't.
 import triton
 import triton.language as tl
 
-from envoi.indexer.kernel_scores import BINS, FAILED, KEY_SHIFT, NUM_COUNTERS, PAGE, ordered, place_of_bin, visible
+from envoi.indexer.kernel_scores import BINS, FAILED, KEY_SHIFT, NUM_COUNTERS, PAGE, SECTORS, ordered, visible
 
 # What threshold_kernel leaves of a row for the others.
 PLAN: tl.constexpr = tl.constexpr(8)
@@ -58,6 +58,12 @@ def pick(counts, wanted, SIZE: tl.constexpr):
 
 
 @triton.jit
+def by_bin(counts):
+    """A histogram as it lies in memory -> in the order of its bins; `place_of_bin` turned round."""
+    return tl.reshape(tl.trans(tl.reshape(counts, (SECTORS, BINS // SECTORS))), (BINS,))
+
+
+@triton.jit
 def threshold_kernel(
     histogram, counters, cursors, plan, seq_lens, errors, first_row, num_rows, next_n, width,
     K: tl.constexpr, MOST: tl.constexpr, COPIES: tl.constexpr,
@@ -71,16 +77,14 @@ def threshold_kernel(
     ids = tl.arange(0, BINS)
     counts = tl.zeros((BINS,), tl.int32)
     for copy in tl.static_range(COPIES):
-        counts += tl.load(histogram + copy * BINS + place_of_bin(ids))
-    tl.debug_barrier()  # all have read what is cleared now
-    for copy in tl.static_range(COPIES):
+        counts += tl.load(histogram + copy * BINS + ids)
         tl.store(histogram + copy * BINS + ids, tl.zeros((BINS,), tl.int32))
     seen = visible(seq_lens, row, first_row + num_rows, next_n, width)
     error = tl.where(seen < 0, BAD_LENGTH, tl.where(tl.load(counters) > 0, BAD_PAGE, 0))
     tl.store(errors + row, error)
     tl.store(counters, 0)
     n = tl.where(error > 0, 0, seen)
-    at, sure, candidates, before = pick(counts, K, BINS)
+    at, sure, candidates, before = pick(by_bin(counts), K, BINS)
     tl.store(cursors + own * BINS + ids, before)
     whole = n <= K
     tl.store(plan + SEEN, n)

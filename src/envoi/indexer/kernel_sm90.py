@@ -83,7 +83,7 @@ def producer(descs, stages, lengths, table, counters, num_rows, num_pages, ROWS:
 
     A page that is outside the cache is replaced by page 0, and the row has failed.
     """
-    ready, empty = stages[2], stages[3]
+    empty = stages[3]
     seq_lens, first_row, next_n, width = lengths
     ids = gl.arange(0, 32, gl.BlockedLayout([1], [32], [gl.num_warps()], [0]))
     row, n, token, count = first_tile(lengths, num_rows, ROWS)
@@ -132,7 +132,7 @@ def consumer(
     stages, queries, lengths, given, num_rows, H: gl.constexpr, ROWS: gl.constexpr, COPIES: gl.constexpr,
     STAGES: gl.constexpr,
 ):  # fmt: skip
-    """Eight warps: the scores of every tile."""
+    """Four warps: the scores of every tile."""
     values, scales, ready, empty = stages
     q, weights, logits, histogram = given
     seq_lens, first_row, next_n, width = lengths

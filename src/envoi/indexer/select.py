@@ -2,7 +2,7 @@
 
 import torch
 
-from envoi.check import expect_divisible
+from envoi.check import expect_divisible, expect_int
 from envoi.gemm.select import implementation
 from envoi.indexer import certificate, reference
 from envoi.indexer.layout import PAGE_SIZE, pages_of
@@ -23,8 +23,9 @@ def run(
     from envoi.indexer import exact, fast
 
     expect_divisible("k_cache.data_ptr()", k_cache.data_ptr(), CACHE_ALIGNMENT, "kernels read 16 bytes at a time")
-    tensors = (x.contiguous() for x in (q, k_cache, weights, seq_lens, block_table))
-    problem = fast.Problem(*tensors, k, next_n)
+    expect_int("block_table.shape[1]", block_table.shape[1], 0, fast.MAX_LENGTH // PAGE_SIZE, "positions in 29 bits")
+    seq_lens, block_table = seq_lens.contiguous(), block_table.contiguous()
+    problem = fast.Problem(q.contiguous(), k_cache, weights.contiguous(), seq_lens, block_table, k, next_n)
     return fast.topk(problem, slots, ordered) if orders is None else exact.topk(problem, orders, slots, ordered)
 
 

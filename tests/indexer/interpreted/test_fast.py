@@ -75,7 +75,9 @@ def test_outputs(ordered):
         assert to_slots(positions[row, :n].long(), tensors[4][row]).tolist() == slots[row, :n].tolist()
         if not ordered:
             assert positions[row, :n].tolist() == sorted(positions[row, :n].tolist())
-    assert torch.equal(positions.sort().values, indexer_topk(*tensors, k=512, mode="fast", output="positions").sort().values)
+    assert torch.equal(
+        positions.sort().values, indexer_topk(*tensors, k=512, mode="fast", output="positions").sort().values
+    )
 
 
 def test_newer_query_rows_see_more():
