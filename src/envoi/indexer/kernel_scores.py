@@ -50,6 +50,12 @@ def place_of_bin(bins):
 
 
 @triton.jit
+def bin_at(places):
+    """The bin of a place."""
+    return (places % (BINS // SECTORS)) * SECTORS + places // (BINS // SECTORS)
+
+
+@triton.jit
 def token_pages(table, request, tokens, n, width, num_pages):
     """The pages of tokens, and whether they are in the cache; page 0 where masked or outside."""
     inside = tokens < n

@@ -21,7 +21,7 @@ In a bin the order of the list is that of arrival; the ranks aren't.
 import triton
 import triton.language as tl
 
-from envoi.indexer.kernel_scores import BINS, FAILED, KEY_SHIFT, NUM_COUNTERS, PAGE, SECTORS, ordered, visible
+from envoi.indexer.kernel_scores import BINS, FAILED, KEY_SHIFT, NUM_COUNTERS, PAGE, bin_at, ordered, visible
 
 # What threshold_kernel leaves of a row for the others.
 PLAN: tl.constexpr = tl.constexpr(8)
@@ -49,18 +49,13 @@ def bin_of(composite):
 
 @triton.jit
 def pick(counts, wanted, SIZE: tl.constexpr):
-    """The bin that the wanted-th best lies in, how many are better by their bin alone, how many are in it."""
+    """The bin that the wanted-th best lies in, how many are better by their bin alone, how many are in it; and of each
+    bin how many lie above it."""
     ids = tl.arange(0, SIZE)
-    from_here = tl.cumsum(counts, 0, reverse=True)
-    at = tl.sum((from_here >= wanted).to(tl.int32), 0) - 1
-    better = tl.sum(tl.where(ids > at, counts, 0), 0)
-    return at, better, tl.sum(tl.where(ids == at, counts, 0), 0), from_here - counts
-
-
-@triton.jit
-def by_bin(counts):
-    """A histogram as it lies in memory -> in the order of its bins; `place_of_bin` turned round."""
-    return tl.reshape(tl.trans(tl.reshape(counts, (SECTORS, BINS // SECTORS))), (BINS,))
+    before = tl.sum(counts, 0) - tl.cumsum(counts, 0)
+    at = tl.sum((before + counts >= wanted).to(tl.int32), 0) - 1
+    better = tl.sum(tl.where(ids == at, before, 0), 0)
+    return at, better, tl.sum(tl.where(ids == at, counts, 0), 0), before
 
 
 @triton.jit
@@ -74,18 +69,23 @@ def threshold_kernel(
     counters += own * NUM_COUNTERS + FAILED
     histogram += own * (BINS * COPIES)
     plan += own * PLAN
+    cursors += own * BINS
     ids = tl.arange(0, BINS)
     counts = tl.zeros((BINS,), tl.int32)
     for copy in tl.static_range(COPIES):
         counts += tl.load(histogram + copy * BINS + ids)
         tl.store(histogram + copy * BINS + ids, tl.zeros((BINS,), tl.int32))
+    # In the order of the bins by way of memory: shuffling registers takes a thousand instructions.
+    tl.store(cursors + bin_at(ids), counts)
     seen = visible(seq_lens, row, first_row + num_rows, next_n, width)
     error = tl.where(seen < 0, BAD_LENGTH, tl.where(tl.load(counters) > 0, BAD_PAGE, 0))
     tl.store(errors + row, error)
     tl.store(counters, 0)
     n = tl.where(error > 0, 0, seen)
-    at, sure, candidates, before = pick(by_bin(counts), K, BINS)
-    tl.store(cursors + own * BINS + ids, before)
+    tl.debug_barrier()
+    at, sure, candidates, before = pick(tl.load(cursors + ids), K, BINS)
+    tl.debug_barrier()
+    tl.store(cursors + ids, before)
     whole = n <= K
     tl.store(plan + SEEN, n)
     tl.store(plan + AT, tl.where(whole, -1, at))
