@@ -18,15 +18,17 @@ select: Any = kernel_select
 WORKSPACE_BYTES = 16 << 20
 MAX_ROWS = 256  # whose tiles one program can tell apart
 MAX_LENGTH = 1 << kernel_select.POSITION_BITS.value
-TILE = 128
-BLOCK = 1024
-MOST = 1024
-RANKED, RANKED_BESIDE = 16, 64
+BINS = kernel_scores.BINS.value
+MAX_COPIES = 4  # histograms of a lone row
+
+# As measured: notes/2026-11-indexer.md.
+TILE = 128  # tokens that are scored at a time
 PROGRAMS_PER_SM = 3
 HOPPER_WARPS = 4
-STAGES = 3  # of 16 KiB
-MAX_COPIES = 4
-BINS = kernel_scores.BINS.value
+STAGES = 3  # tiles on their way to a program
+BLOCK = 1024  # scores that a program sifts
+MOST = 1024  # candidates that are ranked without being narrowed down
+RANKED, RANKED_BESIDE = 16, 64
 
 
 @dataclass(frozen=True)
