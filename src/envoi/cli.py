@@ -45,6 +45,7 @@ def _parser() -> Parser:
         ("bench", "measure Envoi beside torch", _bench_arguments, _run_bench),
         ("tune", "measure the configs of the GEMMs on this GPU, keep the fastest", _tune_arguments, _run_tune),
         ("plan", "predict an expert-parallel MoE: times, what bounds them, sizes", _plan_arguments, _run_plan),
+        ("indexer", "certify the indexer's exact mode on this GPU", _indexer_arguments, _run_indexer),
         ("sass", "machine code of kernels: compile, count, compare; no GPU needed", _sass_arguments, _run_sass),
     ):
         command = commands.add_parser(name, help=help, description=help, allow_abbrev=False)
@@ -130,6 +131,18 @@ def _run_plan(args: argparse.Namespace) -> int:
     from envoi.plan import command
 
     return command.run(args)
+
+
+def _indexer_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.description = "certify: find out in which order this GPU's torch adds up, for the indexer's exact mode"
+    parser.add_argument("action", choices=("certify",))
+    parser.add_argument("--write", action=argparse.BooleanOptionalAction, default=True, help="keep it; default: yes")
+
+
+def _run_indexer(args: argparse.Namespace) -> int:
+    from envoi.indexer import certify
+
+    return certify.run(args)
 
 
 def _sass_arguments(parser: argparse.ArgumentParser) -> None:

@@ -44,6 +44,8 @@ def backend(operator: str, devices: list[dict[str, Any]]) -> dict[str, str]:
     gpu = _first_gpu(devices)
     if operator in WITH_KERNELS:
         return _kernels(gpu, WITH_KERNELS[operator])
+    if operator == "indexer_topk":
+        return _indexer_backend(gpu)
     why = "no GPU" if gpu is None else f"no kernel for {operator} yet on {gpu['arch']}"
     return {"backend": "torch reference", "why": why}
 
@@ -56,6 +58,18 @@ def _kernels(gpu: dict[str, Any] | None, on_hopper: str) -> dict[str, str]:
     if gpu["arch"] == "sm_90":
         return {"backend": "Hopper kernel", "why": f"sm_90; {on_hopper}"}
     return {"backend": "Triton kernels", "why": f"no kernel of its own is run on {gpu['arch']}"}
+
+
+def _indexer_backend(gpu: dict[str, Any] | None) -> dict[str, str]:
+    if gpu is None:
+        return _kernels(gpu, "")
+    import torch
+
+    from envoi.indexer import certificate
+
+    certified = certificate.orders(torch.device("cuda", 0), certificate.HEADS[-1]) is not None
+    exact = "certified for this torch" if certified else "torch's operators until `envoi indexer certify` has run"
+    return {"backend": "Hopper kernel" if gpu["arch"] == "sm_90" else "Triton kernels", "why": f"exact mode: {exact}"}
 
 
 def transport(devices: list[dict[str, Any]]) -> dict[str, str]:

@@ -135,6 +135,13 @@ def test_an_unsigned_cache_is_the_same():
     assert_same_bits(indexer_topk(q, cache.view(torch.uint8), *rest), indexer_topk(q, cache, *rest))
 
 
+def test_errors_beside_the_output():
+    tensors = one((300, 0)).tensors()
+    out, errors = indexer_topk(*tensors, return_errors=True)
+    assert_same_bits(out, indexer_topk(*tensors))
+    assert errors.tolist() == [0, 0]
+
+
 def test_the_128_workloads_are_as_described():
     found = workloads()
     assert len(found) == 128

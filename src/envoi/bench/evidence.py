@@ -41,6 +41,7 @@ BASELINES = {
     "torch_ep": "bf16: NCCL (gloo on CPUs) all-to-all and torch's grouped matmul",
     "sgl_deep_gemm": "sgl-deep-gemm's one-launch FP8 kernel, inputs staged outside the time",
     "pytorch": "the operator's published reference in PyTorch, item by item",
+    "launched": "Envoi's own call, launched by Python instead of replayed from a CUDA graph",
 }
 
 

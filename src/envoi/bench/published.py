@@ -7,7 +7,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 
 from envoi.bench.evidence import Measurement
-from envoi.bench.table import number, ratio
+from envoi.table import number, ratio
 
 
 @dataclass(frozen=True)

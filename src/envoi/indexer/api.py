@@ -3,11 +3,11 @@
 import torch
 
 from envoi.check import expect_choice, expect_int, expect_tensor
-from envoi.indexer import reference
-from envoi.indexer.layout import BYTES_PER_TOKEN, HEAD_DIM, PAGE_SIZE, pages_of
+from envoi.indexer.certificate import HEADS
+from envoi.indexer.layout import BYTES_PER_TOKEN, HEAD_DIM, PAGE_SIZE
+from envoi.indexer.select import run
 from envoi.operators import operator
 
-NUM_HEADS = (32, 64)
 TOPK = (512, 1024, 2048)
 MODES = ("exact", "fast")
 OUTPUTS = ("slots", "positions")
@@ -25,7 +25,8 @@ def indexer_topk(
     *,
     output: str = "slots",
     ordered: bool = True,
-) -> torch.Tensor:
+    return_errors: bool = False,
+) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
     """Choose the k tokens of the cache that each query row scores highest: [B * next_n, k] int32, -1 behind the last.
 
     q [B * next_n, H, 128] float8_e4m3fn without scales, H 32 or 64; the rows of a request lie together.
@@ -39,17 +40,23 @@ def indexer_topk(
         "fast": scores to rounding, selection exact for them, the lower position wins a tie, NaN never beats a number.
     output: "slots" of the cache (page * 64 + place) or "positions" in the sequence.
     ordered: best first; False gives ascending positions.
+    return_errors: also an int32 [B * next_n] of 0, or 1 for a length that is negative or longer than the table, or 2
+        for a page outside the cache. Such a row is -1 throughout, and nothing outside the cache is read.
 
-    Raises ValueError for wrong dtypes, shapes, devices, k, H, page size; for lengths that are negative or longer than
-    the table, and for pages outside the cache.
+    Nothing waits for the device, and a CUDA graph may read other lengths at each replay. But where no certificate says in
+    which order the GPU's torch adds up (`envoi indexer certify`), the exact mode takes torch's own operators row by row.
+
+    Raises ValueError for wrong dtypes, shapes, devices, k, H, page size; on CPUs, and where the exact mode takes torch's
+    operators, also for what return_errors tells.
     Source of the definition: dsa_topk_indexer_fp8_h64_d128_topk2048_ps64 of FlashInfer-Bench.
     """
     _check(q, k_cache, weights, seq_lens, block_table, k, next_n)
     expect_choice("mode", mode, MODES)
     expect_choice("output", output, OUTPUTS)
-    return torch.ops.envoi.indexer_topk(
+    out, errors = torch.ops.envoi.indexer_topk(
         q, k_cache, weights, seq_lens, block_table, k, mode, next_n, output == "slots", ordered
     )
+    return (out, errors) if return_errors else out
 
 
 def _check(q, k_cache, weights, seq_lens, block_table, k, next_n) -> None:
@@ -58,7 +65,7 @@ def _check(q, k_cache, weights, seq_lens, block_table, k, next_n) -> None:
         raise ValueError(f"k: expected one of {', '.join(map(str, TOPK))}, got {k!r}")
     expect_tensor("q", q, torch.float8_e4m3fn, ("B * next_n", "H", HEAD_DIM))
     rows, num_heads, _ = q.shape
-    if num_heads not in NUM_HEADS:
+    if num_heads not in HEADS:
         raise ValueError(f"q.shape[1]: expected H = 32 or 64 heads, got {num_heads}")
     if rows % next_n:
         raise ValueError(f"q.shape[0]: expected a multiple of next_n = {next_n}, got {rows}")
@@ -71,29 +78,13 @@ def _check(q, k_cache, weights, seq_lens, block_table, k, next_n) -> None:
 
 
 def _fake(q, k_cache, weights, seq_lens, block_table, k, mode, next_n, slots, ordered):
-    return q.new_empty(q.shape[0], k, dtype=torch.int32)
+    rows = q.shape[0]
+    return q.new_empty(rows, k, dtype=torch.int32), q.new_empty(rows, dtype=torch.int32)
 
 
 @operator("indexer_topk", _fake)
 def _indexer_topk(
     q: torch.Tensor, k_cache: torch.Tensor, weights: torch.Tensor, seq_lens: torch.Tensor, block_table: torch.Tensor,
     k: int, mode: str, next_n: int, slots: bool, ordered: bool,
-) -> torch.Tensor:  # fmt: skip
-    _check_values(seq_lens, block_table, k_cache.shape[0])
-    return reference.indexer_topk(q, k_cache, weights, seq_lens, block_table, k, mode, next_n, slots, ordered)
-
-
-def _check_values(seq_lens: torch.Tensor, block_table: torch.Tensor, num_pages: int) -> None:
-    """Raise ValueError for lengths and pages that would read outside the cache. Waits for the device."""
-    for request, length in enumerate(seq_lens.tolist()):
-        if length < 0 or pages_of(length) > block_table.shape[1]:
-            most = block_table.shape[1] * PAGE_SIZE
-            raise ValueError(
-                f"seq_lens: expected 0 to {most} (what block_table holds), got {length} for request {request}"
-            )
-        used = block_table[request, : pages_of(length)]
-        if len(used) and (int(used.min()) < 0 or int(used.max()) >= num_pages):
-            bad = used[(used < 0) | (used >= num_pages)][0]
-            raise ValueError(
-                f"block_table: expected pages from 0 to {num_pages - 1}, got {int(bad)} for request {request}"
-            )
+) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
+    return run(q, k_cache, weights, seq_lens, block_table, k, mode, next_n, slots, ordered)

@@ -8,6 +8,8 @@ from envoi.indexer.layout import PAGE_SIZE, unpack_pages
 
 # float32 sums of 128 products and of H heads, each with a few roundings; see `band`.
 RELATIVE_BAND = 64 * 2.0**-24
+# Hopper's FP8 tensor cores align 32 products, and the sum so far, to 14 bits before they add them.
+TENSOR_CORE_BAND = 2.0**-14
 
 
 @dataclass(frozen=True)
@@ -27,21 +29,23 @@ def scores64(q: torch.Tensor, values: torch.Tensor, scales: torch.Tensor, weight
     return (torch.relu(q.double() @ k.T) * weights.double().unsqueeze(1)).sum(dim=0)
 
 
-def band(q: torch.Tensor, values: torch.Tensor, scales: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
+def band(
+    q: torch.Tensor, values: torch.Tensor, scales: torch.Tensor, weights: torch.Tensor, relative: float = RELATIVE_BAND
+) -> torch.Tensor:
     """How far [L] a float32 score may be from the float64 one: proportional to the sum of all its terms' magnitudes."""
     k = values.double().abs() * scales.double().abs().unsqueeze(1)
     magnitude = ((q.double().abs() @ k.T) * weights.double().abs().unsqueeze(1)).sum(dim=0)
-    return magnitude * RELATIVE_BAND
+    return magnitude * relative
 
 
 def judge(
     slots: torch.Tensor, q: torch.Tensor, k_cache: torch.Tensor, weights: torch.Tensor, length: int,
-    block_table: torch.Tensor,
+    block_table: torch.Tensor, relative: float = RELATIVE_BAND,
 ) -> Verdict:  # fmt: skip
     """One query row's output [k] of slots: every clear winner in, no clear loser, the count right, nothing twice or
     foreign.
 
-    q [H, 128], weights [H], length: tokens that the row sees, block_table [P] of its request.
+    q [H, 128], weights [H], length: tokens that the row sees, block_table [P] of its request, relative: of `band`.
     """
     chosen = slots[slots != -1].long()
     want = min(len(slots), max(length, 0))
@@ -58,13 +62,13 @@ def judge(
     used = torch.bincount(chosen, minlength=len(available))
     if bool((used > available).any()):
         return Verdict(f"slot {int((used > available).nonzero()[0])} was chosen more often than it occurs")
-    return _judge_scores(chosen, reachable, used, q, k_cache, weights, pages, length, want)
+    return _judge_scores(chosen, reachable, used, q, k_cache, weights, pages, length, want, relative)
 
 
-def _judge_scores(chosen, reachable, used, q, k_cache, weights, pages, length: int, want: int) -> Verdict:
+def _judge_scores(chosen, reachable, used, q, k_cache, weights, pages, length: int, want: int, relative) -> Verdict:
     values, scales = unpack_pages(k_cache, pages)
     scores = scores64(q, values[:length], scales[:length], weights)
-    eps = band(q, values[:length], scales[:length], weights)
+    eps = band(q, values[:length], scales[:length], weights, relative)
     threshold = scores.topk(want).values[-1]
     # The threshold's own token is uncertain too, so the band is doubled.
     width = eps + eps[scores == threshold].max()

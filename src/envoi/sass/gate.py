@@ -79,6 +79,10 @@ def rule_of(name: str, arch: str) -> Rule:
         return Rule({"tensor core": "HMMA"})
     if name.startswith("gemm"):
         return Rule({"tensor core": "HGMMA" if arch == "sm_90" else r"UTC\w*MMA"})
+    if name == "indexer-scores-sm90":
+        return Rule({"tensor core": "QGMMA", "TMA load": "UTMALDG"})
+    if name == "indexer-scores":
+        return Rule({"tensor core": "QGMMA" if arch == "sm_90" else r"UTC\w*MMA"})
     return Rule({})
 
 

@@ -201,3 +201,51 @@ def _router(case: RouterCase) -> "Callable[[str], Recipe]":
 
 for _case in ROUTER_CASES:
     kernel(_case.title, arches=_case.arches)(_router(_case))
+
+
+@kernel("indexer-scores-sm90", arches=("sm_90",))
+def _indexer_scores_sm90(arch: str) -> "Recipe":
+    """Scores of the sparse-attention indexer on Hopper: FP8 tensor cores, pages by TMA."""
+    return _indexer("scores-sm90", arch)
+
+
+@kernel("indexer-scores", arches=("sm_90", "sm_100", "sm_103"))
+def _indexer_scores(arch: str) -> "Recipe":
+    """The same in plain Triton."""
+    return _indexer("scores", arch)
+
+
+@kernel("indexer-threshold", arches=("sm_90", "sm_100", "sm_103"))
+def _indexer_threshold(arch: str) -> "Recipe":
+    """The bin of the k-th best score, from a histogram."""
+    return _indexer("threshold", arch)
+
+
+@kernel("indexer-sift", arches=("sm_90", "sm_100", "sm_103"))
+def _indexer_sift(arch: str) -> "Recipe":
+    """What may be among the k best, in one pass over the scores."""
+    return _indexer("sift", arch)
+
+
+@kernel("indexer-rank", arches=("sm_90", "sm_100", "sm_103"))
+def _indexer_rank(arch: str) -> "Recipe":
+    """The places of those in the output."""
+    return _indexer("rank", arch)
+
+
+@kernel("indexer-exact", arches=("sm_90", "sm_100", "sm_103"))
+def _indexer_exact(arch: str) -> "Recipe":
+    """Scores of the exact mode: float32, every rounding in torch's order."""
+    return _indexer("exact", arch)
+
+
+@kernel("indexer-short", arches=("sm_90", "sm_100", "sm_103"))
+def _indexer_short(arch: str) -> "Recipe":
+    """The order of rows of at most 32 tokens, as torch's network sorts them."""
+    return _indexer("short", arch)
+
+
+def _indexer(name: str, arch: str) -> "Recipe":
+    from envoi.sass import indexer_recipes
+
+    return indexer_recipes.recipe(name, arch)

@@ -1,0 +1,182 @@
+# What the compiler sees isn't what type checkers see.
+# pyright: reportAttributeAccessIssue=false, reportArgumentType=false, reportCallIssue=false
+"""The exact mode's scores: every rounding in the order in which torch's CUDA kernels do it.
+
+    for each tile of tokens of each row of n tokens:                         one program, persistent
+        K[j]      = e4m3(values[j]) * scale[j]
+        S[h, j]   = P0 + P1 + .., Pi the chain of fma over part i of d        parts(n) parts, as cuBLAS cuts 128
+        x[h, j]   = max(S[h, j], 0) * weights[row, h]                         rounded
+        s[j]      = sum over h of x[h, j]                                     in one of the orders of torch.sum
+
+    lone order      ((a0 + a1) + a2) + a3,  ai = x[i] + x[i + 4] + x[i + 8] + ..
+    shared order    (b0 + b2) + (b1 + b3),  by = the same of x[y], x[y + 4], x[y + 8], ..
+
+Which of them a device's torch uses for which n is what `envoi indexer certify` finds out.
+"""
+
+import triton
+import triton.language as tl
+
+from envoi.epilogue.codes_triton import from_e4m3
+from envoi.epilogue.device import INTERPRETED, maximum
+from envoi.indexer.kernel_scores import (
+    BINS,
+    FAILED,
+    HEAD_DIM,
+    NUM_COUNTERS,
+    PAGE,
+    PAGE_BYTES,
+    count,
+    ordered,
+    token_pages,
+    visible,
+)  # fmt: skip
+from envoi.indexer.kernel_select import PLAN, SEEN
+
+
+@triton.jit
+def widen(code):
+    """E4M3 -> float32."""
+    if INTERPRETED:
+        return from_e4m3(code)
+    else:
+        return code.to(tl.float8e4nv, bitcast=True).to(tl.float32)
+
+
+@triton.jit
+def products_of(q, cache, scale, row, page, place, mask, parts, H: tl.constexpr, STEP: tl.constexpr):
+    """S [H, tokens]. STEP: dimensions at a time, so that operands fit the registers.
+
+    A part of half a step is multiplied with zeros for the other half, which change nothing in its chain.
+    """
+    h = tl.arange(0, H)
+    zero = tl.zeros((H, place.shape[0]), tl.float32)
+    chain = zero
+    total = zero
+    halves = tl.where(parts * STEP > HEAD_DIM, 2, 1)  # parts in a step
+    for first in range(0, HEAD_DIM, STEP):
+        d = first + tl.arange(0, STEP)
+        at = (page * PAGE_BYTES + place * HEAD_DIM)[:, None] + d[None, :]
+        keys = widen(tl.load(cache + at, mask=mask[:, None], other=0)) * scale[:, None]
+        queries = widen(tl.load(q + (row * H + h)[:, None] * HEAD_DIM + d[None, :]))
+        for half in range(halves):
+            own = ((d % STEP // (STEP // 2) == half) | (halves == 1))[None, :]
+            x, y = tl.where(own, queries, 0.0), tl.where(own, keys, 0.0)
+            chain = tl.dot(x, tl.trans(y), chain, input_precision="ieee")
+            if (halves == 2) | (parts * (first + STEP) % HEAD_DIM == 0):
+                total += chain
+                chain = zero
+    return total
+
+
+@triton.jit
+def lone_sum(x, H: tl.constexpr, STRIDE: tl.constexpr, TILE: tl.constexpr):
+    """The sum of H lines of x, which lie STRIDE apart, in the lone order."""
+    t = tl.arange(0, TILE)
+    a0 = tl.zeros((TILE,), tl.float32)
+    a1 = a0
+    a2 = a0
+    a3 = a0
+    for h in range(0, H, 4):
+        a0 += tl.load(x + h * STRIDE + t)
+        a1 += tl.load(x + (h + 1) * STRIDE + t)
+        a2 += tl.load(x + (h + 2) * STRIDE + t)
+        a3 += tl.load(x + (h + 3) * STRIDE + t)
+    return ((a0 + a1) + a2) + a3
+
+
+@triton.jit
+def add_up(x, shared, H: tl.constexpr, TILE: tl.constexpr):
+    """The sums of x [H, TILE] over its lines."""
+    if shared:
+        b0 = lone_sum(x, H // 4, 4 * TILE, TILE)
+        b1 = lone_sum(x + TILE, H // 4, 4 * TILE, TILE)
+        b2 = lone_sum(x + 2 * TILE, H // 4, 4 * TILE, TILE)
+        b3 = lone_sum(x + 3 * TILE, H // 4, 4 * TILE, TILE)
+        s = (b0 + b2) + (b1 + b3)
+    else:
+        s = lone_sum(x, H, TILE, TILE)
+    return s
+
+
+@triton.jit
+def exact_kernel(
+    q, cache, scales, weights, seq_lens, table, orders, scratch, logits, histogram, counters,
+    first_row, num_rows, next_n, width, num_pages,
+    H: tl.constexpr, ROWS: tl.constexpr, COPIES: tl.constexpr, NUM_ORDERS: tl.constexpr, TILE: tl.constexpr,
+    STEP: tl.constexpr,
+):  # fmt: skip
+    """As `scores_kernel`. orders: of each n below NUM_ORDERS, then of larger n by n % 4: parts, + 256 for the shared
+    order. scratch [programs, H, TILE]: of each program, through which x gets to the adding."""
+    h = tl.arange(0, H)
+    t = tl.arange(0, TILE)
+    scratch += tl.program_id(0) * (H * TILE)
+    ids = tl.arange(0, ROWS)
+    seen = tl.maximum(visible(seq_lens, first_row + ids, first_row + num_rows, next_n, width), 0)
+    tiles = tl.cdiv(seen, TILE)
+    ends = tl.cumsum(tiles, 0)
+    for tile in range(tl.program_id(0), tl.sum(tiles, 0), tl.num_programs(0)):
+        own = tl.sum((ends <= tile).to(tl.int32), 0)
+        tokens = (tile - tl.sum(tl.where(ids == own, ends - tiles, 0), 0)) * TILE + t
+        n = tl.sum(tl.where(ids == own, seen, 0), 0)
+        order = tl.load(orders + tl.where(n < NUM_ORDERS, n, NUM_ORDERS + n % 4))
+        page, good = token_pages(table, (first_row + own) // next_n, tokens, n, width, num_pages)
+        row = (first_row + own).to(tl.int64)
+        mask = (tokens < n) & good
+        place = tokens % PAGE
+        scale = tl.load(scales + page * (PAGE_BYTES // 4) + PAGE * HEAD_DIM // 4 + place, mask=mask, other=0.0)
+        products = products_of(q, cache, scale, row, page, place, mask, order % 256, H, STEP)
+        x = maximum(products, 0.0) * tl.load(weights + row * H + h)[:, None]
+        tl.store(scratch + h[:, None] * TILE + t[None, :], x)
+        tl.debug_barrier()
+        s = add_up(scratch, order >= 256, H, TILE)
+        tl.debug_barrier()
+        tl.store(logits + own.to(tl.int64) * width * PAGE + tokens, s, mask=tokens < n)
+        count(s, tokens < n, histogram + (own * COPIES + tile % COPIES) * BINS, True)
+        if tl.min(good.to(tl.int32), 0) == 0:
+            tl.store(counters + own * NUM_COUNTERS + FAILED, 1)
+
+
+@triton.jit
+def short_kernel(
+    logits, plan, table, out, first_row, next_n, width,
+    K: tl.constexpr, SLOTS: tl.constexpr, ORDERED: tl.constexpr,
+):  # fmt: skip
+    """The order of rows of at most 32 tokens: torch sorts those by a network that doesn't keep ties in order.
+
+    Its input are the scores above the least, then those that equal it, each by position.
+    """
+    own = tl.program_id(0)
+    n = tl.load(plan + own * PLAN + SEEN)
+    ids = tl.arange(0, 32)
+    if n <= 32:
+        keys = ordered(tl.load(logits + own.to(tl.int64) * width * PAGE + ids, mask=ids < n, other=0.0), True)
+        above = (ids < n) & (keys > tl.min(tl.where(ids < n, keys, 0x7FFFFFFF), 0))
+        least = (ids < n) & (above == 0)
+        entry = tl.cumsum(above.to(tl.int32), 0) - 1
+        entry = tl.where(least, tl.sum(above.to(tl.int32), 0) + tl.cumsum(least.to(tl.int32), 0) - 1, entry)
+        entry = tl.where(ids < n, entry, ids)
+        packed = (keys.to(tl.int64) << 6) | ids
+        x = tl.sum(tl.where(entry[:, None] == ids[None, :], packed[:, None], 0), 0)
+        for level in tl.static_range(1, 6):
+            for step in tl.static_range(level):
+                x = exchange(x, n, 1 << (level - 1 - step), (1 << level) % 32)
+        found = (x & 63).to(tl.int32)
+        if not ORDERED:
+            found = tl.sort(tl.where(ids < n, found, 63))
+        if SLOTS:
+            request = ((first_row + own) // next_n).to(tl.int64)
+            page = tl.load(table + request * width + found // PAGE, mask=ids < n, other=0)
+            found = page * PAGE + found % PAGE
+        tl.store(out + (first_row + own).to(tl.int64) * K + ids, found, mask=ids < n)
+
+
+@triton.jit
+def exchange(x, n, STRIDE: tl.constexpr, SIZE: tl.constexpr):
+    """One layer of the network: pairs STRIDE apart, the other way round where position & SIZE. Places behind n sink."""
+    ids = tl.arange(0, 32)
+    other = tl.gather(x, ids ^ STRIDE, 0)
+    low = tl.where((ids & STRIDE) == 0, x, other)
+    high = tl.where((ids & STRIDE) == 0, other, x)
+    sorted_ = (((low >> 6) > (high >> 6)) & ((low & 63) < n)) | ((high & 63) >= n)
+    return tl.where(sorted_ == ((ids & SIZE) != 0), other, x)

@@ -1,0 +1,190 @@
+"""The fast mode's scores on Hopper: what `kernel_scores` computes, the pages by TMA.
+
+    for each tile of two pages among this program's neighbouring tiles:      producer             consumer
+                                                                            TMA -> stage         S = values @ q.T
+                                                                                                 scores, histogram
+
+Neighbours belong to the same row, mostly: the row's queries stay in shared memory, its weights in registers.
+"""
+
+import triton.experimental.gluon.language as gl
+from triton.experimental import gluon
+from triton.experimental.gluon.language.nvidia.hopper import (
+    fence_async_shared,
+    mbarrier,
+    tma,
+    warpgroup_mma,
+)
+
+from envoi.epilogue.device import maximum
+from envoi.indexer.kernel_scores import BINS, FAILED, HEAD_DIM, KEY_SHIFT, NUM_COUNTERS, PAGE, ordered, place_of_bin
+from envoi.indexer.kernel_scores import visible as visible_of
+from envoi.triton_compat import role_barrier
+
+TILE: gl.constexpr = gl.constexpr(128)
+ROWS_OF_VALUES: gl.constexpr = gl.constexpr(66)  # of 128 bytes: rows of a page, 64 of them values
+ROWS_OF_SCALES: gl.constexpr = gl.constexpr(33)  # of 64 float32: rows of a page, the last of them scales
+
+
+@gluon.jit
+def first_tile(lengths, num_rows, ROWS: gl.constexpr):
+    """Where this program begins, and how many tiles it has: neighbours, so that few programs change rows."""
+    seq_lens, first_row, next_n, width = lengths
+    layout: gl.constexpr = gl.BlockedLayout([1], [32], [gl.num_warps()], [0])
+    ids = gl.arange(0, ROWS, layout)
+    seen = gl.maximum(visible_of(seq_lens, first_row + ids, first_row + num_rows, next_n, width), 0)
+    tiles = (seen + TILE - 1) // TILE
+    ends = gl.associative_scan(tiles, 0, add)
+    total = gl.sum(tiles, 0)
+    each = total // gl.num_programs(0)
+    more = total % gl.num_programs(0)  # as many programs have one tile more
+    begin = gl.program_id(0) * each + gl.minimum(gl.program_id(0), more)
+    count = each + (gl.program_id(0) < more).to(gl.int32)
+    row = gl.sum((ends <= begin).to(gl.int32), 0)
+    token = (begin - gl.sum(gl.where(ids == row, ends - tiles, 0), 0)) * TILE
+    return row, gl.sum(gl.where(ids == row, seen, 0), 0), token, count
+
+
+@gluon.jit
+def add(x, y):
+    """x + y."""
+    return x + y
+
+
+@gluon.jit
+def next_tile(row, n, token, lengths, num_rows):
+    """The tile behind: its row, the tokens that the row sees, its first token."""
+    seq_lens, first_row, next_n, width = lengths
+    token += TILE
+    while (token >= n) & (row + 1 < num_rows):
+        row += 1
+        n = gl.maximum(visible_of(seq_lens, first_row + row, first_row + num_rows, next_n, width), 0)
+        token = token * 0
+    return row, n, token
+
+
+@gluon.jit
+def fetch(descs, stages, slot, page0, page1):
+    """Two pages into a stage."""
+    values_desc, scales_desc = descs
+    values, scales, ready, empty = stages
+    mbarrier.expect(ready.index(slot), 2 * (values_desc.block_type.nbytes + scales_desc.block_type.nbytes))
+    for half in gl.static_range(2):
+        page = page1 if half == 1 else page0
+        at = slot * 2 + half
+        tma.async_copy_global_to_shared(values_desc, [page * ROWS_OF_VALUES, 0], ready.index(slot), values.index(at))
+        row_of_scales = (page + 1) * ROWS_OF_SCALES - 1
+        tma.async_copy_global_to_shared(scales_desc, [row_of_scales, 0], ready.index(slot), scales.index(at))
+
+
+@gluon.jit
+def producer(descs, stages, lengths, table, counters, num_rows, num_pages, ROWS: gl.constexpr, STAGES: gl.constexpr):
+    """One warp: fills the stages, as far ahead as they reach. It reads the block table for 16 tiles at a time.
+
+    A page that is outside the cache is replaced by page 0, and the row has failed.
+    """
+    empty = stages[3]
+    seq_lens, first_row, next_n, width = lengths
+    ids = gl.arange(0, 32, gl.BlockedLayout([1], [32], [gl.num_warps()], [0]))
+    row, n, token, count = first_tile(lengths, num_rows, ROWS)
+    done = 0
+    while done < count:
+        tokens = token + ids * PAGE
+        request = ((first_row + row) // next_n).to(gl.int64)
+        pages = gl.load(table + request * width + tokens // PAGE, mask=tokens < n, other=0)
+        good = (pages >= 0) & (pages < num_pages)
+        pages = gl.where(good, pages, 0)
+        if gl.sum(good.to(gl.int32), 0) < 32:
+            gl.store(counters + row * NUM_COUNTERS + FAILED, 1)
+        here = gl.minimum(gl.minimum((n - token + TILE - 1) // TILE, 16), count - done)
+        for i in range(here):
+            slot = (done + i) % STAGES
+            page0 = gl.sum(gl.where(ids == 2 * i, pages, 0), 0)
+            page1 = gl.sum(gl.where(ids == 2 * i + 1, pages, 0), 0)
+            mbarrier.wait(empty.index(slot), (((done + i) // STAGES) & 1) ^ 1)
+            fetch(descs, stages, slot, page0, page1)
+        done += here
+        row, n, token = next_tile(row, n, token + (here - 1) * TILE, lengths, num_rows)
+
+
+@gluon.jit
+def load_queries(q, weights, queries, row, H: gl.constexpr, layout: gl.constexpr):
+    """A row's queries to shared memory; returns its weights."""
+    wide: gl.constexpr = gl.BlockedLayout([1, 16], [4, 8], [gl.num_warps(), 1], [1, 0])
+    heads = gl.arange(0, H, gl.SliceLayout(1, wide))
+    d = gl.arange(0, HEAD_DIM, gl.SliceLayout(0, wide))
+    role_barrier()
+    queries.store(gl.load(q + (row * H + heads)[:, None] * HEAD_DIM + d[None, :]))
+    fence_async_shared()
+    role_barrier()
+    return gl.load(weights + row * H + gl.arange(0, H, layout))
+
+
+@gluon.jit
+def score(products, scale, weight):
+    """[tokens, heads] -> the tokens' scores."""
+    positive = maximum(products * gl.where(scale < 0.0, -1.0, 1.0)[:, None], 0.0)
+    return gl.sum(positive * weight[None, :], 1) * gl.abs(scale)
+
+
+@gluon.jit
+def consumer(
+    stages, queries, lengths, given, num_rows, H: gl.constexpr, ROWS: gl.constexpr, COPIES: gl.constexpr,
+    STAGES: gl.constexpr,
+):  # fmt: skip
+    """Four warps: the scores of every tile."""
+    values, scales, ready, empty = stages
+    q, weights, logits, histogram = given
+    seq_lens, first_row, next_n, width = lengths
+    tiles = values._reinterpret(values.dtype, [STAGES, TILE, HEAD_DIM], queries.layout)
+    factors = scales._reinterpret(gl.float32, [STAGES, TILE], gl.SwizzledSharedLayout(1, 1, 1, [0]))
+    layout: gl.constexpr = gl.NVMMADistributedLayout(
+        version=[3, 0], warps_per_cta=[gl.num_warps(), 1], instr_shape=[16, H, 32]
+    )
+    zero = gl.full((TILE, H), 0.0, gl.float32, layout)
+    weight = gl.full((H,), 0.0, gl.float32, gl.SliceLayout(0, layout))
+    row, n, token, count = first_tile(lengths, num_rows, ROWS)
+    loaded = row - 1
+    for i in range(count):
+        slot = i % STAGES
+        if row != loaded:
+            weight = load_queries(q, weights, queries, (first_row + row).to(gl.int64), H, gl.SliceLayout(0, layout))
+            loaded = row
+        mbarrier.wait(ready.index(slot), (i // STAGES) & 1)
+        products = warpgroup_mma(tiles.index(slot), queries.permute((1, 0)), zero, use_acc=False)
+        scale = factors.index(slot).load(gl.SliceLayout(1, layout))
+        mbarrier.arrive(empty.index(slot), count=1)
+        s = score(products, scale, weight)
+        tokens = token + gl.arange(0, TILE, gl.SliceLayout(1, layout))
+        gl.store(logits + row.to(gl.int64) * width * PAGE + tokens, s, mask=tokens < n)
+        at = (row * COPIES + gl.program_id(0) % COPIES) * BINS
+        at += place_of_bin((ordered(s, False) >> KEY_SHIFT) + BINS // 2)
+        gl.atomic_add(histogram + at, (tokens < n).to(gl.int32), mask=tokens < n, sem="relaxed")
+        row, n, token = next_tile(row, n, token, lengths, num_rows)
+
+
+@gluon.jit
+def scores_kernel(
+    values_desc, scales_desc, q, weights, seq_lens, table, logits, histogram, counters,
+    first_row, num_rows, next_n, width, num_pages,
+    H: gl.constexpr, ROWS: gl.constexpr, COPIES: gl.constexpr, STAGES: gl.constexpr,
+):  # fmt: skip
+    """As the Triton kernel of that name; descs: the cache as rows of 128 bytes, by boxes of a page's values, and as
+    rows of 64 numbers, the last of which are a page's scales."""
+    values = gl.allocate_shared_memory(values_desc.dtype, [2 * STAGES, PAGE, HEAD_DIM], values_desc.layout)
+    scales = gl.allocate_shared_memory(gl.float32, [2 * STAGES, 1, PAGE], scales_desc.layout)
+    queries = gl.allocate_shared_memory(values_desc.dtype, [H, HEAD_DIM], values_desc.layout)
+    ready = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
+    empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
+    for i in gl.static_range(STAGES):
+        mbarrier.init(ready.index(i), count=1)
+        mbarrier.init(empty.index(i), count=1)
+    fence_async_shared()
+    role_barrier()
+    lengths = (seq_lens, first_row, next_n, width)
+    stages = (values, scales, ready, empty)
+    given = (q, weights, logits, histogram)
+    gl.warp_specialize([
+        (consumer, (stages, queries, lengths, given, num_rows, H, ROWS, COPIES, STAGES)),
+        (producer, ((values_desc, scales_desc), stages, lengths, table, counters, num_rows, num_pages, ROWS, STAGES)),
+    ], [1], [40])  # fmt: skip

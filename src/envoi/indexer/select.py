@@ -1,0 +1,50 @@
+"""Which implementation of the indexer runs where: the only place that decides."""
+
+import torch
+
+from envoi.check import expect_divisible, expect_int
+from envoi.gemm.select import implementation
+from envoi.indexer import certificate, reference
+from envoi.indexer.layout import PAGE_SIZE, pages_of
+
+CACHE_ALIGNMENT = 16
+
+
+def run(
+    q: torch.Tensor, k_cache: torch.Tensor, weights: torch.Tensor, seq_lens: torch.Tensor, block_table: torch.Tensor,
+    k: int, mode: str, next_n: int, slots: bool, ordered: bool,
+) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
+    """What the operator returns: [rows, k] int32, and errors [rows] int32."""
+    orders = _orders(q) if mode == "exact" else None
+    if implementation(q.device) == "torch" or (mode == "exact" and orders is None):
+        check_values(seq_lens, block_table, k_cache.shape[0])
+        out = reference.indexer_topk(q, k_cache, weights, seq_lens, block_table, k, mode, next_n, slots, ordered)
+        return out, torch.zeros(q.shape[0], dtype=torch.int32, device=q.device)
+    from envoi.indexer import exact, fast
+
+    expect_divisible("k_cache.data_ptr()", k_cache.data_ptr(), CACHE_ALIGNMENT, "kernels read 16 bytes at a time")
+    expect_int("block_table.shape[1]", block_table.shape[1], 0, fast.MAX_LENGTH // PAGE_SIZE, "positions in 29 bits")
+    seq_lens, block_table = seq_lens.contiguous(), block_table.contiguous()
+    problem = fast.Problem(q.contiguous(), k_cache, weights.contiguous(), seq_lens, block_table, k, next_n)
+    return fast.topk(problem, slots, ordered) if orders is None else exact.topk(problem, orders, slots, ordered)
+
+
+def _orders(q: torch.Tensor) -> torch.Tensor | None:
+    """The orders of adding that the exact mode's kernels need; None where torch's own operators must do it."""
+    return certificate.orders(q.device, q.shape[1]) if q.device.type == "cuda" else None
+
+
+def check_values(seq_lens: torch.Tensor, block_table: torch.Tensor, num_pages: int) -> None:
+    """Raise ValueError for lengths and pages that would read outside the cache. Waits for the device."""
+    for request, length in enumerate(seq_lens.tolist()):
+        if length < 0 or pages_of(length) > block_table.shape[1]:
+            most = block_table.shape[1] * PAGE_SIZE
+            raise ValueError(
+                f"seq_lens: expected 0 to {most} (what block_table holds), got {length} for request {request}"
+            )
+        used = block_table[request, : pages_of(length)]
+        if len(used) and (int(used.min()) < 0 or int(used.max()) >= num_pages):
+            bad = used[(used < 0) | (used >= num_pages)][0]
+            raise ValueError(
+                f"block_table: expected pages from 0 to {num_pages - 1}, got {int(bad)} for request {request}"
+            )

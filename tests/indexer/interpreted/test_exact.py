@@ -1,0 +1,46 @@
+"""The exact mode's kernels: sums to rounding whatever their order, and its own selection. Bits are for test_gpu."""
+
+import pytest
+import torch
+
+from envoi.indexer import exact, fast, reference
+from envoi.indexer.certificate import NUM_ORDERS, SHARED
+from envoi.indexer.layout import pages_of, unpack_pages
+from envoi.indexer.workloads import one
+
+LENGTHS = (300, 2, 65)
+
+
+def scores(p: fast.Problem, order: int) -> torch.Tensor:
+    space = fast.workspace(p)
+    exact.score(torch.full((NUM_ORDERS + 4,), order, dtype=torch.int32), p, space, 0, p.num_rows)
+    return space.logits
+
+
+@pytest.mark.parametrize("heads", [32, 64])
+@pytest.mark.parametrize("order", [1, 4, 16, 1 + SHARED, 16 + SHARED])
+def test_scores(order, heads):
+    q, cache, weights, seq_lens, table = one(LENGTHS, num_heads=heads).tensors()
+    own = scores(fast.Problem(q, cache, weights, seq_lens, table, 512, 1), order)
+    for row, length in enumerate(LENGTHS):
+        values, scales = unpack_pages(cache, table[row, : pages_of(length)])
+        want = reference.score_exact(q[row], values[:length], scales[:length], weights[row])
+        torch.testing.assert_close(own[row, :length], want, rtol=1e-5, atol=1e-4)
+
+
+@pytest.mark.parametrize("ordered", [True, False])
+@pytest.mark.parametrize("slots", [True, False])
+def test_selection(slots, ordered):
+    tensors = one((700, 31, 5, 0), num_heads=32).tensors()
+    p = fast.Problem(*tensors, 512, 1)
+    orders = torch.ones(NUM_ORDERS + 4, dtype=torch.int32)
+    own = scores(p, 1)
+    out, errors = exact.topk(p, orders, slots, ordered)
+    assert errors.tolist() == [0] * 4
+    for row, length in enumerate((700, 31, 5, 0)):
+        want = reference.best(own[row, :length], 512)
+        want = want if ordered else want.sort().values
+        if slots:
+            want = tensors[4][row][want // 64].long() * 64 + want % 64
+        assert out[row, : len(want)].tolist() == want.tolist()
+        assert bool((out[row, len(want) :] == -1).all())

@@ -1,0 +1,121 @@
+"""The fast mode's kernels against the float64 judge, and against a full sort of their own scores."""
+
+import pytest
+import torch
+
+from envoi.indexer import fast, indexer_topk, reference
+from envoi.indexer.layout import pack_cache, pages_of, to_slots
+from envoi.indexer.oracle import judge
+from envoi.indexer.workloads import hostile, one
+
+SMALL = {name: tensors for name, tensors in hostile(32).items() if not name.startswith("length")}
+
+
+def problem(tensors, k=512, next_n=1) -> fast.Problem:
+    q, cache, weights, seq_lens, table = tensors
+    return fast.Problem(q, cache, weights, seq_lens, table, k, next_n)
+
+
+def scores(p: fast.Problem) -> torch.Tensor:
+    space = fast.workspace(p)
+    fast.score(p, space, 0, p.num_rows)
+    return space.logits
+
+
+def assert_sorted_own(tensors, k=512):
+    """The output is a full, stable sort of the kernel's own scores."""
+    own = scores(problem(tensors, k))
+    out = indexer_topk(*tensors, k=k, mode="fast", output="positions")
+    for row, length in enumerate(tensors[3].tolist()):
+        want = reference.best(own[row, :length], k)
+        assert out[row, : len(want)].tolist() == want.tolist()
+        assert bool((out[row, len(want) :] == -1).all())
+
+
+@pytest.mark.parametrize("name", SMALL)
+def test_hostile(name):
+    q, cache, weights, seq_lens, table = SMALL[name]
+    seq_lens = seq_lens.clamp(max=1200)
+    out = indexer_topk(q, cache, weights, seq_lens, table, k=512, mode="fast")
+    for row in range(len(q)):
+        verdict = judge(out[row], q[row], cache, weights[row], int(seq_lens[row]), table[row])
+        assert verdict, verdict.problem
+    assert_sorted_own((q, cache, weights, seq_lens, table))
+
+
+@pytest.mark.parametrize("lengths", [(), (0,), (1, 511, 512, 513), (0, 2500, 0, 0, 64, 65)])
+def test_lengths(lengths):
+    assert_sorted_own(one(lengths, num_heads=64).tensors())
+
+
+def test_many_candidates():
+    """More ties at the boundary than one pass over the candidates takes, behind some better scores."""
+    values = torch.ones(80, 64, 128)
+    values[3, :20] = 2.0
+    cache = pack_cache(values.to(torch.float8_e4m3fn), torch.ones(80, 64))
+    q, _, weights, seq_lens, table = one((5000,), num_heads=32).tensors()
+    assert_sorted_own((q, cache, weights.abs(), seq_lens, table))
+
+
+def test_nan_and_infinity():
+    q, cache, weights, seq_lens, table = one((900,), num_heads=32).tensors()
+    raw = cache.view(torch.uint8).view(-1, 64 * 132).clone()
+    raw[:5, 7 * 128] = 0x7F  # a NaN in token 7 of a few pages
+    raw[2, 8192 + 3] = 0x7F  # token 0's scale becomes huge
+    assert_sorted_own((q, raw.view(cache.shape), weights, seq_lens, table))
+
+
+@pytest.mark.parametrize("ordered", [True, False])
+def test_outputs(ordered):
+    tensors = one((700, 100), num_heads=32).tensors()
+    settings = {"k": 512, "mode": "fast", "ordered": ordered}
+    slots, positions = (indexer_topk(*tensors, **settings, output=output) for output in ("slots", "positions"))
+    for row, length in enumerate((700, 100)):
+        n = min(512, length)
+        assert to_slots(positions[row, :n].long(), tensors[4][row]).tolist() == slots[row, :n].tolist()
+        if not ordered:
+            assert positions[row, :n].tolist() == sorted(positions[row, :n].tolist())
+    assert torch.equal(
+        positions.sort().values, indexer_topk(*tensors, k=512, mode="fast", output="positions").sort().values
+    )
+
+
+def test_newer_query_rows_see_more():
+    _, cache, _, seq_lens, table = one((600, 2, 0)).tensors()
+    source = torch.Generator().manual_seed(1)
+    q = torch.randn(9, 32, 128, generator=source).to(torch.float8_e4m3fn)
+    weights = torch.randn(9, 32, generator=source)
+    out = indexer_topk(q, cache, weights, seq_lens, table, 512, "fast", 3)
+    for row in range(9):
+        seen = max(0, int(seq_lens[row // 3]) - 2 + row % 3)
+        assert judge(out[row], q[row], cache, weights[row], seen, table[row // 3])
+
+
+def test_rows_in_turns(monkeypatch):
+    tensors = one((300, 700, 0, 64, 65), num_heads=32).tensors()
+    whole = indexer_topk(*tensors, k=512, mode="fast")
+    monkeypatch.setattr(fast, "MAX_ROWS", 2)
+    assert torch.equal(indexer_topk(*tensors, k=512, mode="fast"), whole)
+
+
+def test_what_would_be_read_outside_is_not_read():
+    q, cache, weights, seq_lens, table = one((300, 100, 700, 200), num_heads=32).tensors()
+    table, seq_lens = table.clone(), seq_lens.clone()
+    table[0, 2], table[2, 10] = cache.shape[0], -5
+    seq_lens[1] = -1
+    good = indexer_topk(q, cache, weights, seq_lens.clamp(min=0), table.clamp(0, cache.shape[0] - 1), 512, "fast")
+    out, errors = indexer_topk(q, cache, weights, seq_lens, table, 512, "fast", return_errors=True)
+    assert errors.tolist() == [2, 1, 2, 0]
+    assert bool((out[:3] == -1).all())
+    assert torch.equal(out[3], good[3])
+    seq_lens[1] = table.shape[1] * 64 + 1
+    assert indexer_topk(q, cache, weights, seq_lens, table, 512, "fast", return_errors=True)[1].tolist() == [2, 1, 2, 0]
+    again, errors = indexer_topk(q, cache, weights, seq_lens.clamp(0, 64), table, 512, "fast", return_errors=True)
+    assert errors.tolist() == [0, 0, 0, 0]
+    assert (again >= 0).sum(1).tolist() == [64] * 4
+
+
+def test_pages_of_the_table_behind_the_end_are_not_read():
+    tensors = one((100, 30), num_heads=32).tensors()
+    assert bool((tensors[4][1, pages_of(30) :] == 2**31 - 1).all())
+    assert indexer_topk(*tensors, k=512, mode="fast", return_errors=True)[1].tolist() == [0, 0]

@@ -1,0 +1,155 @@
+"""Both modes on a GPU: bits of the definition, the float64 judge, graphs, bounded memory, nothing read outside."""
+
+import pytest
+import torch
+
+from envoi.indexer import fast, indexer_topk, reference
+from envoi.indexer.layout import pack_cache, pages_of
+from envoi.indexer.oracle import TENSOR_CORE_BAND, judge
+from envoi.indexer.workloads import hostile, one, workloads
+from tests.indexer.test_indexer import definition
+
+pytestmark = pytest.mark.gpu
+
+HOSTILE = hostile()
+LENGTHS = (1, 2, 3, 17, 31, 32, 33, 64, 128, 129, 132, 160, 176, 177, 180, 256, 257, 2047, 2048, 2049, 5806, 131072)
+
+
+def on_gpu(tensors):
+    return tuple(x.cuda() for x in tensors)
+
+
+def assert_as_defined(tensors, k=2048):
+    out, errors = indexer_topk(*tensors, k=k, mode="exact", return_errors=True)
+    want = definition(*tensors, k).cuda()
+    wrong = [int(tensors[3][row]) for row in range(len(out)) if not torch.equal(out[row], want[row])]
+    assert not wrong, f"rows of {wrong} tokens differ"
+    assert not bool(errors.any())
+
+
+def assert_right(out, tensors, next_n=1):
+    host = [x.cpu() for x in (out, *tensors)]
+    out, q, cache, weights, seq_lens, table = host
+    for row in range(len(q)):
+        seen = max(0, int(seq_lens[row // next_n]) - next_n + 1 + row % next_n)
+        verdict = judge(out[row], q[row], cache, weights[row], seen, table[row // next_n], TENSOR_CORE_BAND)
+        assert verdict, f"row of {seen}: {verdict.problem}"
+
+
+def assert_sorted_own(tensors, k=2048):
+    """The output is a full, stable sort of the kernel's own scores."""
+    p = fast.Problem(*tensors, k, 1)
+    space = fast.workspace(p)
+    fast.score(p, space, 0, fast.rows_at_once(p))
+    own = space.logits.clone()
+    space.histogram.zero_()
+    out = indexer_topk(*tensors, k=k, mode="fast", output="positions")
+    for row in range(fast.rows_at_once(p)):
+        want = reference.best(own[row, : int(tensors[3][row])], k)
+        assert torch.equal(out[row, : len(want)].long(), want)
+        assert bool((out[row, len(want) :] == -1).all())
+
+
+@pytest.mark.parametrize("number", range(0, 128, 8))
+def test_exact_workloads(number):
+    assert_as_defined(workloads()[number].tensors("cuda"))
+
+
+@pytest.mark.parametrize("heads", [32, 64])
+def test_exact_lengths(heads):
+    for length in LENGTHS:
+        assert_as_defined(on_gpu(one((length,), num_heads=heads).tensors()))
+
+
+@pytest.mark.parametrize("name", HOSTILE)
+def test_exact_hostile(name):
+    assert_as_defined(on_gpu(HOSTILE[name]))
+
+
+def test_exact_ties_of_few_tokens():
+    """torch sorts up to 32 values by a network that doesn't keep ties in order."""
+    for length in range(1, 40):
+        q, _, weights, seq_lens, table = one((length,), num_heads=32).tensors()
+        kinds = torch.randint(0, 3, (pages_of(length), 64, 1), generator=torch.Generator().manual_seed(length))
+        cache = pack_cache(kinds.expand(-1, -1, 128).to(torch.float8_e4m3fn), torch.ones(kinds.shape[:2]))
+        assert_as_defined(on_gpu((q, cache, weights, seq_lens, table)), 512)
+
+
+@pytest.mark.parametrize("name", HOSTILE)
+def test_fast_hostile(name):
+    tensors = on_gpu(HOSTILE[name])
+    assert_right(indexer_topk(*tensors, mode="fast"), tensors)
+    assert_sorted_own(tensors)
+
+
+@pytest.mark.parametrize("heads", [32, 64])
+@pytest.mark.parametrize("k", [512, 1024, 2048])
+def test_fast_random(heads, k):
+    draw = torch.Generator().manual_seed(k + heads)
+    for seed in range(6):
+        lengths = (2 ** (13 * torch.rand(12, generator=draw))).long().tolist()
+        tensors = on_gpu(one(tuple(lengths), seed, heads).tensors())
+        out = indexer_topk(*tensors, k=k, mode="fast")
+        assert_right(out, tensors)
+        assert torch.equal(out, indexer_topk(*tensors, k=k, mode="fast"))
+
+
+@pytest.mark.parametrize("lengths", [(131072,), (4000,) * 40, (0,) * 300 + (100, 5000)], ids=["long", "40", "302"])
+def test_fast_long_and_many(lengths):
+    assert_sorted_own(on_gpu(one(lengths).tensors()))
+
+
+def test_the_portable_scores(monkeypatch):
+    monkeypatch.setattr(fast, "implementation", lambda device: "triton")
+    assert_sorted_own(on_gpu(one((700, 3, 0, 5000)).tensors()))
+
+
+@pytest.mark.parametrize("mode", ["exact", "fast"])
+def test_newer_query_rows_see_more(mode):
+    _, cache, _, seq_lens, table = on_gpu(one((700, 3, 0, 2500)).tensors())
+    source = torch.Generator("cuda").manual_seed(1)
+    q = torch.randn(12, 64, 128, generator=source, device="cuda").to(torch.float8_e4m3fn)
+    weights = torch.randn(12, 64, generator=source, device="cuda")
+    out = indexer_topk(q, cache, weights, seq_lens, table, 512, mode, 3)
+    assert_right(out, (q, cache, weights, seq_lens, table), 3)
+    if mode == "exact":
+        assert torch.equal(out, reference.indexer_topk(q, cache, weights, seq_lens, table, 512, mode, 3, True, True))
+
+
+@pytest.mark.parametrize("mode", ["exact", "fast"])
+def test_graph_with_other_lengths(mode):
+    q, cache, weights, seq_lens, table = on_gpu(one((3000, 5000)).tensors())
+    indexer_topk(q, cache, weights, seq_lens, table, mode=mode)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        out, errors = indexer_topk(q, cache, weights, seq_lens, table, mode=mode, return_errors=True)
+    for lengths in ((3000, 5000), (64, 2049), (0, 1), (3000, 4999)):
+        seq_lens.copy_(torch.tensor(lengths, dtype=torch.int32))
+        graph.replay()
+        assert torch.equal(out, indexer_topk(q, cache, weights, seq_lens, table, mode=mode))
+        assert not bool(errors.any())
+
+
+@pytest.mark.parametrize("mode", ["exact", "fast"])
+def test_what_would_be_read_outside_is_not_read(mode):
+    q, cache, weights, seq_lens, table = on_gpu(one((300, 100, 700, 200)).tensors())
+    want = indexer_topk(q, cache, weights, seq_lens, table, mode=mode)
+    bad = table.clone()
+    bad[0, 2], bad[2, 10] = 2**31 - 1, -5
+    lengths = seq_lens.clone()
+    lengths[1] = -1
+    out, errors = indexer_topk(q, cache, weights, lengths, bad, mode=mode, return_errors=True)
+    assert errors.tolist() == [2, 1, 2, 0]
+    assert bool((out[:3] == -1).all())
+    assert torch.equal(out[3], want[3])
+    assert torch.equal(indexer_topk(q, cache, weights, seq_lens, table, mode=mode), want)
+
+
+def test_memory_is_bounded():
+    tensors = on_gpu(one((131072,)).tensors())
+    indexer_topk(*tensors, mode="fast")
+    torch.cuda.synchronize()
+    before = torch.cuda.memory_allocated()
+    torch.cuda.reset_peak_memory_stats()
+    out = indexer_topk(*tensors, mode="fast")
+    assert torch.cuda.max_memory_allocated() - before - out.numel() * 4 <= 16 << 20
