@@ -12,5 +12,5 @@ def wait_for_grid():
 
 @gluon.jit
 def let_next_start():
-    """A kernel behind this one that was launched to start early may do so; its `wait_for_grid` still waits for our end."""
+    """A kernel behind this one may start, if it was launched to start early; its `wait_for_grid` waits for our end."""
     gl.inline_asm_elementwise("griddepcontrol.launch_dependents; // $0", "=r", [], gl.int32, is_pure=False, pack=1)

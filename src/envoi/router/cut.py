@@ -24,11 +24,12 @@ ELEMENT_CYCLES = 0.03  # a round of one element of it, four warps
 
 @dataclass(frozen=True)
 class Cut:
-    """A CTA has 64 rows, num_roles * block_n columns, steps_each steps of block_k along K.
+    """A CTA has `rows` rows, num_roles * block_n columns, steps_each steps of block_k along K.
 
-    parts: CTAs that share their rows, parts_n of them side by side. waits: they wait for each other, and each role routes
-    `share` rows; else the last to come routes all of them. rows_each: at a time. num_sets: sums that each row has. columns: of the workspace. rows: of a
-    CTA, 64 unless there are fewer tokens or it has all columns. loads_all: a CTA's part of the operands fits its stages.
+    parts: CTAs that share their rows, parts_n of them side by side. waits: they wait for each other, and each role
+    routes `share` rows; else the last to come routes all of them. rows_each: at a time. num_sets: sums that each row
+    has. columns: of the workspace. rows: 64 unless there are fewer tokens, or a CTA has all columns and all of K.
+    loads_all: a CTA's part of the operands fits its stages.
     """
 
     num_roles: int
@@ -93,7 +94,7 @@ def make(
     parts_n = -(-spec.num_experts // (block_n * num_roles))
     parts_k = -(-num_blocks // blocks_each)
     parts = parts_n * parts_k
-    waits = 1 < parts and -(-M // ROWS) * parts <= num_sms
+    waits = parts > 1 and -(-M // ROWS) * parts <= num_sms
     rows = max(TILE_ROWS, power_of_two(min(M, rows)))
     if parts == 1:
         rows = max(rows, TILE_ROWS * num_roles)

@@ -7,10 +7,10 @@
         k times: the best key, of equals that of the smallest id; it leaves
         weights = scores of the chosen; renormalised, scaled
 
-That is done twice at most. First with 32-bit integers that hold a key's upper bits and its column, one reduction a round,
-and a sigmoid to six digits. Then it is checked that no two keys that matter are so near that this could have erred; if
-some are, the rows go through exact keys, which equal those of `envoi.router.reference` bit for bit: exact division and
-root, the exponential of CUDA's own library.
+That is done twice at most. First with 32-bit integers that hold a key's upper bits and its column, one reduction a
+round, and a sigmoid to six digits. Then it is checked that no two keys that matter are so near that this could have
+erred; if some are, the rows go through exact keys, which equal those of `envoi.router.reference` bit for bit: exact
+division and root, the exponential of CUDA's own library.
 """
 
 import triton
@@ -285,7 +285,7 @@ def choose(ranks, columns, found, k, spec: tl.constexpr):
 
 @triton.jit
 def select(logits, usable, top, total, columns, slots, group_slots, expert_bias, k, spec: tl.constexpr):
-    """The ids [R, slots] of the chosen experts, best first, -1 where none is left: fast, and again where that may err."""
+    """The ids [R, slots] of the chosen, best first, -1 where none is left: fast, and again where that may err."""
     tolerance: tl.constexpr = TOLERANCE if spec.by_score and spec.rule.score == "sigmoid" else 0.0
     key = selection_key(logits, usable, top, total, columns, expert_bias, True, spec)
     if spec.rule.num_groups > 1:
@@ -368,12 +368,13 @@ def route_rows(
     logits, rows, num_rows, columns, slots, group_slots, numbers, biases, tables, outputs,
     spec: tl.constexpr,
 ):  # fmt: skip
-    """All that follows the product: logits [R, C], before alpha and bias, of `rows` [R] -> every output but the counts.
+    """All that follows the product: logits [R, C], before alpha and bias, of `rows` [R] -> all outputs but the counts.
 
-    columns [1, C] and group_slots [1, groups]: 0, 1, 2 ... in the layout of logits; slots [1, slots] in any that keeps a
-    row in one warp. Layouts are the same for every number of rows, so that sums have the same order.
-    numbers: alpha, routed_scale, and spec.k once more: as a constant it would unroll
-    loops, and what runs once runs at the speed of its instructions' fetching. tables: logit_bias, expert_bias, token_ids, hash_table, vocabulary.
+    columns [1, C] and group_slots [1, groups]: 0, 1, 2 ... in the layout of logits; slots [1, slots] in any that keeps
+    a row in one warp. Layouts are the same for every number of rows, so that sums have the same order.
+    numbers: alpha, routed_scale, and spec.k once more: as a constant it would unroll loops, and what runs once runs at
+    the speed of its instructions' fetching. biases: of `load_biases`. tables: logit_bias, expert_bias, token_ids,
+    hash_table, vocabulary. outputs: weights, ids, logits, dense, histogram.
     """
     alpha, routed_scale, k = numbers
     logit_bias, expert_bias = biases

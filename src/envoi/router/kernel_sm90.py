@@ -14,8 +14,8 @@ An instruction multiplies 64 rows; where fewer make more CTAs the others are lef
 The blocks and their order are the same for every number of tokens, and so are the bits of a token's logits. CTAs that
 wait for each other are launched together or not at all (a cooperative launch), so none waits for one that can't start.
 
-Where a CTA's whole part of the operands fits the stages, one role loads all of it at once and then multiplies: that saves
-the microsecond that the warps of several roles need to go their ways.
+Where a CTA's whole part of the operands fits the stages, one role loads all of it at once and then multiplies: that
+saves the microsecond that the warps of several roles need to go their ways.
 """
 
 import triton.experimental.gluon.language as gl
@@ -35,7 +35,7 @@ from envoi.triton_compat import role_barrier
 
 @gluon.jit
 def part_of(sizes, cut: gl.constexpr):
-    """This CTA: its first row, first column, first step along K, the step behind its last, its part of the rows' work."""
+    """This CTA: its first row, first column, first step along K, the step behind its last, its number in its rows."""
     _num_tokens, hidden = sizes
     pid = gl.program_id(0)
     part = pid % cut.parts

@@ -107,8 +107,9 @@ def portable_arguments(call: Call, outputs: dict[str, Any]) -> tuple[tuple[int],
     counters = workspace.counters(spec.num_experts + 1, tokens.device) if spec.want_counts else None
     written = (outputs["weights"], outputs["ids"], outputs["logits"], outputs["dense"], _from(counters, 1))
     arguments = (
-        tokens, tokens.stride(0), gate, gate.stride(0), *tokens.shape, (call.alpha, call.routed_scale, spec.k), _tables(call),
-        written, outputs["counts"], counters, spec, wide, block_m, block_k,
+        tokens, tokens.stride(0), gate, gate.stride(0), *tokens.shape,
+        (call.alpha, call.routed_scale, spec.k), _tables(call), written,
+        outputs["counts"], counters, spec, wide, block_m, block_k,
     )  # fmt: skip
     warps = 16 if spec.columns > 512 else 8 if spec.columns > 128 else 4
     return (-(-tokens.shape[0] // block_m),), arguments, {"num_warps": warps, "num_stages": 3}
