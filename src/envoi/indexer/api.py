@@ -43,11 +43,11 @@ def indexer_topk(
     return_errors: also an int32 [B * next_n] of 0, or 1 for a length that is negative or longer than the table, or 2
         for a page outside the cache. Such a row is -1 throughout, and nothing outside the cache is read.
 
-    Nothing waits for the device, and a CUDA graph may read other lengths at each replay. But where no certificate says in
-    which order the GPU's torch adds up (`envoi indexer certify`), the exact mode takes torch's own operators row by row.
+    Nothing waits for the device, and a CUDA graph may read other lengths at each replay. But where no certificate says
+    in which order the GPU's torch adds up (`envoi indexer certify`), the exact mode takes torch's operators row by row.
 
-    Raises ValueError for wrong dtypes, shapes, devices, k, H, page size; on CPUs, and where the exact mode takes torch's
-    operators, also for what return_errors tells.
+    Raises ValueError for wrong dtypes, shapes, devices, k, H, page size; on CPUs, and where the exact mode takes
+    torch's operators, also for what return_errors tells.
     Source of the definition: dsa_topk_indexer_fp8_h64_d128_topk2048_ps64 of FlashInfer-Bench.
     """
     _check(q, k_cache, weights, seq_lens, block_table, k, next_n)

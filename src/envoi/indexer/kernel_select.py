@@ -74,15 +74,16 @@ def threshold_kernel(
     counts = tl.zeros((BINS,), tl.int32)
     for copy in tl.static_range(COPIES):
         counts += tl.load(histogram + copy * BINS + ids)
-        tl.store(histogram + copy * BINS + ids, tl.zeros((BINS,), tl.int32))
     # In the order of the bins by way of memory: shuffling registers takes a thousand instructions.
     tl.store(cursors + bin_at(ids), counts)
     seen = visible(seq_lens, row, first_row + num_rows, next_n, width)
     error = tl.where(seen < 0, BAD_LENGTH, tl.where(tl.load(counters) > 0, BAD_PAGE, 0))
     tl.store(errors + row, error)
-    tl.store(counters, 0)
     n = tl.where(error > 0, 0, seen)
-    tl.debug_barrier()
+    tl.debug_barrier()  # all have read what is cleared now, and written what is read
+    tl.store(counters, 0)
+    for copy in tl.static_range(COPIES):
+        tl.store(histogram + copy * BINS + ids, tl.zeros((BINS,), tl.int32))
     at, sure, candidates, before = pick(tl.load(cursors + ids), K, BINS)
     tl.debug_barrier()
     tl.store(cursors + ids, before)
