@@ -48,6 +48,11 @@ class Config:
         return 1 if self.pingpong else self.num_roles
 
     @property
+    def spread_experts(self) -> bool:
+        """Vectors over the experts are spread over a role's warps: no, each warp has all."""
+        return False
+
+    @property
     def block_m(self) -> int:
         """Tokens of a tile."""
         return self.block_y if self.swap_ab else self.block_x

@@ -83,6 +83,11 @@ class BlackwellConfig:
         return 168 if self.num_warps == 4 else 48
 
     @property
+    def spread_experts(self) -> bool:
+        """Vectors over the experts are spread over a role's warps."""
+        return True
+
+    @property
     def factor_columns(self) -> int:
         """Tensor memory that the scale factors of one stage take: 32 bits hold four factors along K."""
         if not self.sf_group:

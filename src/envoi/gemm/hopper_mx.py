@@ -48,6 +48,11 @@ class MxConfig:
         return 232 if self.role_m == NARROW else 112
 
     @property
+    def spread_experts(self) -> bool:
+        """Vectors over the experts are spread over a role's warps: no, each warp has all."""
+        return False
+
+    @property
     def piece(self) -> int:
         """Features that an epilogue gets at once: a role's."""
         return self.role_m

@@ -19,7 +19,8 @@ def group_ends(offsets, M, num_groups, num_tiles_y, cfg: gl.constexpr, GROUPED: 
     With GROUPED == 2 the rows behind the last expert's are one more, whose product is 0. Rows outside [0, M) don't
     count, whatever the offsets say.
     """
-    per_thread: gl.constexpr = max(1, MAX_GROUPS // 32)  # every warp has all: sums need no barrier
+    # Every warp has all of them, and sums need no barrier; unless that takes too many registers.
+    per_thread: gl.constexpr = 1 if cfg.spread_experts else max(1, MAX_GROUPS // 32)
     layout: gl.constexpr = gl.BlockedLayout([per_thread], [32], [gl.num_warps()], [0])
     ids = gl.arange(0, MAX_GROUPS, layout)
     first = gl.load(offsets + ids, mask=ids <= num_groups, other=M)
