@@ -46,7 +46,7 @@ def router_kernel(
         ks = k + tl.arange(0, BLOCK_K)
         x = load_operand(tokens, token_stride, rows, num_tokens, ks, hidden, WIDE)
         y = load_operand(gate, gate_stride, columns, num_experts, ks, hidden, WIDE)
-        logits = tl.dot(x, y.T, logits, input_precision="bf16x6" if WIDE else None)
+        logits = tl.dot(x, y.T, logits, input_precision="bf16x6" if WIDE and not INTERPRETED else None)
     slots = tl.arange(0, spec.slots)[None, :]
     biases = load_biases(tables, columns[None, :], spec)
     group_slots = tl.arange(0, spec.group_slots)[None, :]
