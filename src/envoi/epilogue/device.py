@@ -194,12 +194,22 @@ def e2m1(x):
 
 
 @triton.jit
+def in_order(bits):
+    """Bits of float32 as integers that compare as the floats do (-0 below 0); its own inverse."""
+    return bits ^ ((bits >> 31) & 0x7FFFFFFF)
+
+
+@triton.jit
+def plus(a, b):
+    """The sum, for scans."""
+    return a + b
+
+
+@triton.jit
 def sort_key(x, columns):
     """int64 keys that order a row as top-k wants it: larger values first, then lower columns; NaN counts as -inf."""
     x = tl.where(x == x, x + 0.0, -INF)  # + 0.0: -0 and 0 are equal
-    bits = x.to(tl.int32, bitcast=True)
-    ordered = bits ^ ((bits >> 31) & 0x7FFFFFFF)
-    return (ordered.to(tl.int64) << 32) | (0x7FFFFFFF - columns)[None, :].to(tl.int64)
+    return (in_order(x.to(tl.int32, bitcast=True)).to(tl.int64) << 32) | (0x7FFFFFFF - columns)[None, :].to(tl.int64)
 
 
 @triton.jit
@@ -217,8 +227,7 @@ def without(keys, best):
 @triton.jit
 def key_value(key):
     """The value of a key."""
-    ordered = (key >> 32).to(tl.int32)
-    return (ordered ^ ((ordered >> 31) & 0x7FFFFFFF)).to(tl.float32, bitcast=True)
+    return in_order((key >> 32).to(tl.int32)).to(tl.float32, bitcast=True)
 
 
 @triton.jit

@@ -32,7 +32,8 @@ from triton.experimental.gluon.language.nvidia.blackwell import (
     tma,
 )
 
-from envoi.gemm.kernel_sm90 import arrive, part_pointers
+from envoi.gemm.kernel_sm90 import part_pointers
+from envoi.gemm.meeting import arrive
 from envoi.gemm.schedule import corner, steps_at, work
 from envoi.triton_compat import role_barrier
 

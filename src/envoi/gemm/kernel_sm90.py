@@ -21,6 +21,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 
 from envoi.epilogue.tile_gluon import halves
+from envoi.gemm.meeting import arrive
 from envoi.gemm.schedule import corner, steps_at, steps_of, work
 from envoi.triton_compat import role_barrier
 
@@ -222,16 +223,6 @@ def multiply_scaled(stages, step, first, last, place, scales, R: gl.constexpr, P
     if cfg.pingpong:
         mbarrier.arrive(stages[4].index(1 - R), count=1)
     return acc, step
-
-
-@gluon.jit
-def arrive(counter, count):
-    """True for the last of `count` roles to come, who sees all that the others wrote before. Resets the counter."""
-    role_barrier()
-    last = gl.atomic_add(counter, 1, sem="acq_rel", scope="gpu") == count - 1
-    if last:
-        gl.store(counter, 0)
-    return last
 
 
 @gluon.jit

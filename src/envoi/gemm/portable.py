@@ -10,6 +10,7 @@ from envoi.epilogue.library import store
 from envoi.epilogue.lower import Lowered, lower
 from envoi.epilogue.slots import Slot, late, piece_columns, rows_must_fit, slots
 from envoi.gemm import kernel_triton
+from envoi.gemm.config import power_of_two
 from envoi.types import Matrix
 
 kernels: Any = kernel_triton  # constants arrive in its parameters as plain values
@@ -190,11 +191,6 @@ def tile_rows(M: int, block_n: int, a: Matrix) -> tuple[int, int, dict[str, int]
 def max_groups(offsets: torch.Tensor | None) -> int:
     """A power of two above the number of experts; 0 if there are none to tell apart."""
     return 0 if offsets is None else max(2, power_of_two(offsets.shape[0]))
-
-
-def power_of_two(size: int) -> int:
-    """The least that is at least `size`, and 1."""
-    return 1 << max(0, size - 1).bit_length()
 
 
 def finish_rows(

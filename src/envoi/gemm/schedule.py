@@ -10,6 +10,8 @@ sizes: (M, N, K, number of experts, number of tiles that stay whole).
 import triton.experimental.gluon.language as gl
 from triton.experimental import gluon
 
+from envoi.epilogue.device import plus
+
 
 @gluon.jit
 def group_ends(offsets, M, num_groups, num_tiles_y, cfg: gl.constexpr, GROUPED: gl.constexpr, MAX_GROUPS: gl.constexpr):
@@ -33,12 +35,6 @@ def group_ends(offsets, M, num_groups, num_tiles_y, cfg: gl.constexpr, GROUPED: 
     tiles = gl.cdiv(last - first, block) * num_tiles_y
     num_real = gl.sum(gl.where(ids < num_groups, tiles, 0), axis=0)
     return first, last, tiles, gl.associative_scan(tiles, 0, plus), num_real
-
-
-@gluon.jit
-def plus(a, b):
-    """The sum, for scans."""
-    return a + b
 
 
 @gluon.jit

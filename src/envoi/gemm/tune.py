@@ -14,14 +14,14 @@ from pathlib import Path
 
 from envoi import env
 from envoi.epilogue.lower import Lowered
-from envoi.gemm.config import Config, Problem, default_config, fitted, supports
+from envoi.gemm.config import Config, Problem, default_config, fitted, power_of_two, supports
 
 SHIPPED = Path(__file__).with_name("tuned.json")
 
 
 def key_of(problem: Problem, code: Lowered, num_sms: int) -> str:
     """What an entry is filed under."""
-    M = 1 << max(0, problem.M - 1).bit_length()
+    M = power_of_two(problem.M)
     kind = ["whole"] * code.whole + ["tma"] * bool(code.leaving) + ["side"] * bool(code.side)
     kind += ["rows"] * bool(code.partials) + [f"piece{code.piece_columns}"] * (code.piece_columns > 64)
     kind += ["scaled"] * problem.scaled + [f"groups{problem.num_groups}"] * bool(problem.num_groups)

@@ -2,6 +2,8 @@
 
 import torch
 
+from envoi.gemm.config import power_of_two
+
 NUM_COUNTERS = 1 << 16
 NUM_CAPTURED = 1 << 22
 ALIGNED = 4  # int32 on 16 bytes, as outside a graph: else a launch in it would need a kernel of its own
@@ -42,5 +44,5 @@ def floats(count: int, device: torch.device) -> torch.Tensor:
         return torch.empty(count, dtype=torch.float32, device=device)
     key = device, torch.cuda.current_stream(device).cuda_stream
     if key not in _floats or _floats[key].numel() < count:
-        _floats[key] = torch.empty(1 << (count - 1).bit_length(), dtype=torch.float32, device=device)
+        _floats[key] = torch.empty(power_of_two(count), dtype=torch.float32, device=device)
     return _floats[key]

@@ -5,6 +5,7 @@ from typing import Any
 
 import torch
 
+from envoi.gemm.config import power_of_two
 from envoi.indexer import fast, kernel_exact
 from envoi.indexer.fast import Problem, Workspace
 
@@ -43,7 +44,7 @@ def scores_arguments(
         p.q.view(torch.uint8), bytes_, bytes_.view(-1).view(torch.float32), p.weights, p.seq_lens, p.table, orders,
         scratch, space.logits, space.histogram, space.counters,
         first, num_rows, p.next_n, p.width, p.k_cache.shape[0],
-        num_heads, fast.power_of_two(fast.rows_at_once(p)), fast.copies(p), orders.numel() - 4, TILE, STEP,
+        num_heads, power_of_two(fast.rows_at_once(p)), fast.copies(p), orders.numel() - 4, TILE, STEP,
     ), {"num_warps": 4, "num_stages": 1}  # fmt: skip
 
 

@@ -7,6 +7,7 @@ from typing import Any
 import torch
 
 from envoi.gemm import sm90
+from envoi.gemm.config import power_of_two
 from envoi.gemm.select import implementation
 from envoi.gemm.workspace import counters
 from envoi.indexer import kernel_scores, kernel_select
@@ -224,11 +225,6 @@ def rank_arguments(
         first, p.next_n, p.width,
         p.k, slots, ordered, RANKED, RANKED_BESIDE,
     ), {"num_warps": 4}  # fmt: skip
-
-
-def power_of_two(size: int) -> int:
-    """The least that is at least `size`, and 1."""
-    return 1 << max(0, size - 1).bit_length()
 
 
 def _programs(p: Problem, num_rows: int) -> int:

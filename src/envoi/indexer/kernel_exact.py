@@ -28,6 +28,7 @@ from envoi.indexer.kernel_scores import (
     PAGE_BYTES,
     count,
     ordered,
+    place_of_tile,
     token_pages,
     visible,
 )  # fmt: skip
@@ -116,9 +117,8 @@ def exact_kernel(
     tiles = tl.cdiv(seen, TILE)
     ends = tl.cumsum(tiles, 0)
     for tile in range(tl.program_id(0), tl.sum(tiles, 0), tl.num_programs(0)):
-        own = tl.sum((ends <= tile).to(tl.int32), 0)
-        tokens = (tile - tl.sum(tl.where(ids == own, ends - tiles, 0), 0)) * TILE + t
-        n = tl.sum(tl.where(ids == own, seen, 0), 0)
+        own, nth, n = place_of_tile(tile, ids, seen, tiles, ends)
+        tokens = nth * TILE + t
         order = tl.load(orders + tl.where(n < NUM_ORDERS, n, NUM_ORDERS + n % 4))
         page, good = token_pages(table, (first_row + own) // next_n, tokens, n, width, num_pages)
         row = (first_row + own).to(tl.int64)

@@ -14,7 +14,7 @@ import triton
 import triton.language as tl
 
 from envoi.epilogue.codes_triton import from_e4m3
-from envoi.epilogue.device import INTERPRETED, maximum
+from envoi.epilogue.device import INTERPRETED, in_order, maximum
 
 HEAD_DIM: tl.constexpr = tl.constexpr(128)
 PAGE: tl.constexpr = tl.constexpr(64)
@@ -38,8 +38,7 @@ def visible(seq_lens, rows, num_rows, next_n, width):
 @triton.jit
 def ordered(x, NAN_FIRST: tl.constexpr):
     """float32 -> int32 in the same order; -0 equals 0, NaN is the least or the greatest."""
-    bits = (x + 0.0).to(tl.int32, bitcast=True)
-    key = bits ^ ((bits >> 31) & 0x7FFFFFFF)
+    key = in_order((x + 0.0).to(tl.int32, bitcast=True))
     return tl.where(x == x, key, 0x7FFFFFFF if NAN_FIRST else -0x7F800001)  # the latter is the key of -inf
 
 
@@ -91,6 +90,17 @@ def count(logits, mask, histogram, NAN_FIRST: tl.constexpr):
 
 
 @triton.jit
+def place_of_tile(tile, ids, seen, tiles, ends):
+    """Of a tile among those of all rows: its row in `ids`, which of the row's tiles it is, the tokens the row sees.
+
+    tiles: of each row; ends: how many end with it.
+    """
+    own = tl.sum((ends <= tile).to(tl.int32), 0)
+    before = tl.sum(tl.where(ids == own, ends - tiles, 0), 0)
+    return own, tile - before, tl.sum(tl.where(ids == own, seen, 0), 0)
+
+
+@triton.jit
 def scores_kernel(
     q, cache, scales, weights, seq_lens, table, logits, histogram, counters,
     first_row, num_rows, next_n, width, num_pages,
@@ -102,9 +112,8 @@ def scores_kernel(
     tiles = tl.cdiv(seen, TILE)
     ends = tl.cumsum(tiles, 0)
     for tile in range(tl.program_id(0), tl.sum(tiles, 0), tl.num_programs(0)):
-        own = tl.sum((ends <= tile).to(tl.int32), 0)
-        first = (tile - tl.sum(tl.where(ids == own, ends - tiles, 0), 0)) * TILE
-        n = tl.sum(tl.where(ids == own, seen, 0), 0)
+        own, nth, n = place_of_tile(tile, ids, seen, tiles, ends)
+        first = nth * TILE
         row = first_row + own
         tokens = first + tl.arange(0, TILE)
         page, good = token_pages(table, row // next_n, tokens, n, width, num_pages)

@@ -4,12 +4,12 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cache
 
+from envoi.gemm.config import SHARED_BYTES, power_of_two
 from envoi.router.spec import BLOCK_SUM, Spec
 
 ROWS = 64  # of a CTA
 TILE_ROWS = 8  # of a tile in shared memory at least: its swizzle repeats after eight
 MAX_ELEMENTS = 2048  # of the tiles that experts are chosen in
-SHARED_BYTES = 227 * 1024
 RESERVED_BYTES = 3072  # barriers, and what the compiler takes for reductions
 
 # Cycles of an H200; only ratios matter.
@@ -134,8 +134,3 @@ def predicted_cycles(M: int, hidden: int, spec: Spec, cut: Cut, num_sms: int) ->
     passes = max(1, cut.share // cut.rows_each)
     rest += passes * (CHOOSE_CYCLES + cut.rows_each * spec.columns * (spec.k + 12) * ELEMENT_CYCLES)
     return waves * (START_CYCLES + max(loads, dram, products) + rest)
-
-
-def power_of_two(n: int) -> int:
-    """n, rounded up."""
-    return 1 << (n - 1).bit_length()

@@ -18,7 +18,7 @@ import triton.experimental.gluon.language as gl
 import triton.language as tl
 from triton.language.extra import libdevice
 
-from envoi.epilogue.device import INF, INTERPRETED, divide, sigmoid
+from envoi.epilogue.device import INF, INTERPRETED, divide, in_order, plus, sigmoid
 
 LOWEST: tl.constexpr = tl.constexpr(-(2**31))  # below the key of any float
 NOWHERE: tl.constexpr = tl.constexpr(1 << 30)  # behind any column
@@ -80,14 +80,7 @@ def score_of(logits, spec: tl.constexpr):
 @triton.jit
 def order(x):
     """Integers that compare as floats do; 0 and -0 are equal."""
-    bits = (x + 0.0).to(tl.int32, bitcast=True)
-    return bits ^ ((bits >> 31) & 0x7FFFFFFF)
-
-
-@triton.jit
-def value_of(key):
-    """The inverse of `order`."""
-    return (key ^ ((key >> 31) & 0x7FFFFFFF)).to(tl.float32, bitcast=True)
+    return in_order((x + 0.0).to(tl.int32, bitcast=True))
 
 
 @triton.jit
@@ -413,12 +406,6 @@ def route_rows(
         tl.atomic_add(histogram + ids, ids * 0 + 1, mask=mask & (ids >= 0), sem="relaxed")
     if spec.want_dense:
         store_dense(dense_out, weights, ids, found, rows, live, columns, k, spec)
-
-
-@triton.jit
-def plus(a, b):
-    """The sum, for scans."""
-    return a + b
 
 
 @triton.jit

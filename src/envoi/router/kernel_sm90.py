@@ -28,6 +28,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
+from envoi.gemm.meeting import arrive
 from envoi.gemm.overlap import let_next_start, wait_for_grid
 from envoi.router.device import load_biases, route_rows, store_counts
 from envoi.triton_compat import role_barrier
@@ -204,16 +205,6 @@ def wait_for_all(counter, num_parts):
     gl.atomic_add(counter, 1, sem="release", scope="gpu")
     while gl.atomic_add(counter, 0, sem="acquire", scope="gpu") < num_parts:
         pass
-
-
-@gluon.jit
-def arrive(counter, count):
-    """True for the last of `count` roles to come, who sees all that the others wrote before. Resets the counter."""
-    role_barrier()
-    last = gl.atomic_add(counter, 1, sem="acq_rel", scope="gpu") == count - 1
-    if last:
-        gl.store(counter, 0)
-    return last
 
 
 @gluon.jit

@@ -6,9 +6,10 @@ from typing import Any
 import torch
 
 from envoi.gemm import workspace
+from envoi.gemm.config import power_of_two
 from envoi.gemm.select import implementation
 from envoi.gemm.sm90 import descriptor, tma_ready
-from envoi.router.cut import ROWS, Cut, choose_cut, power_of_two
+from envoi.router.cut import ROWS, Cut, choose_cut
 from envoi.router.rules import Rule
 from envoi.router.spec import Spec
 

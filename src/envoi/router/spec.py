@@ -2,6 +2,7 @@
 
 from dataclasses import dataclass
 
+from envoi.gemm.config import power_of_two
 from envoi.router.rules import Rule
 
 BLOCK_SUM = 1024  # products are summed in blocks of this along K, and the blocks in their order, however work is cut
@@ -30,12 +31,12 @@ class Spec:
     @property
     def columns(self) -> int:
         """num_experts, rounded up to a power of two; at least 16."""
-        return max(16, 1 << (self.num_experts - 1).bit_length())
+        return max(16, power_of_two(self.num_experts))
 
     @property
     def slots(self) -> int:
         """k, rounded up to a power of two."""
-        return 1 << (self.k - 1).bit_length()
+        return power_of_two(self.k)
 
     @property
     def group_size(self) -> int:
@@ -45,18 +46,13 @@ class Spec:
     @property
     def group_slots(self) -> int:
         """rule.num_groups, rounded up to a power of two."""
-        return 1 << (self.rule.num_groups - 1).bit_length()
+        return power_of_two(self.rule.num_groups)
 
     @property
     def groups_fill(self) -> bool:
         """True if the groups are a power of two of a power of two of experts: then a reshape finds them."""
         size = self.group_size
         return self.columns == self.num_experts and size & (size - 1) == 0
-
-    @property
-    def ranks_logits(self) -> bool:
-        """True if the key is the logit itself."""
-        return not (self.by_score or self.has_expert_bias or self.hashed)
 
     @property
     def whole_softmax(self) -> bool:
