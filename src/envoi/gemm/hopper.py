@@ -145,7 +145,7 @@ def run(
     if work.rows_after:
         acc = torch.empty(M, N, dtype=torch.float32, device=work.a.device)
         _launch(replace(work, ir=store.ir), torch.float32, (), frozenset(), [acc], behind)
-        portable.finish_rows(acc, work.ir, out_dtype, tensors, pointers, written, work.offsets)
+        portable.finish_rows(acc, work.ir, out_dtype, tensors, pointers, written, work.offsets, behind)
     else:
         _launch(work, out_dtype, tensors, pointers, written, behind)
     return portable.finish_outputs(work.ir, written, work.offsets)
