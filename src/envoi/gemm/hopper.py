@@ -194,7 +194,8 @@ def _code(
 
 
 def planned(
-    a: Matrix, b: Matrix, offsets: torch.Tensor | None, ir: IR, out_dtype: torch.dtype, operands: dict, num_sms: int
+    a: Matrix, b: Matrix, offsets: torch.Tensor | None, ir: IR, out_dtype: torch.dtype, operands: dict, num_sms: int,
+    behind: bool = True,
 ) -> tuple[sm90.Call, Config]:  # fmt: skip
     """What `run` launches for these tensors, which may be without memory, with no config but those shipped.
 
@@ -207,4 +208,4 @@ def planned(
     tensors, pointers = portable.operand_tensors(work.ir, work.operands, work.num_groups)
     written = portable.empty_slots(work.ir, slots(work.ir, out_dtype), M, N, work.a.device)
     code = _code(work, out_dtype, tensors, pointers, written)
-    return _planned(work, code, tensors, written, True, num_sms, shipped_only=True)
+    return _planned(work, code, tensors, written, behind, num_sms, shipped_only=True)
