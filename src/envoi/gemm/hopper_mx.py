@@ -63,6 +63,11 @@ class MxConfig:
         return self.num_roles * self.role_m
 
     @property
+    def block_m(self) -> int:
+        """Tokens of a tile."""
+        return self.block_y
+
+    @property
     def num_parts(self) -> int:
         """Roles that work on the same tile: all."""
         return self.num_roles
@@ -213,5 +218,5 @@ def arguments(
         offsets,
         parts, count, M, N, K, groups, tiles, config, code,
         (2 if behind else 1) if groups else 0,
-        sm90.max_groups(groups),
+        sm90.max_groups(groups, behind),
     )  # fmt: skip
