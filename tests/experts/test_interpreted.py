@@ -1,4 +1,4 @@
-"""The experts' Triton kernels in Triton's CPU interpreter, chosen when Triton is imported: in processes of their own."""
+"""The experts' Triton kernels in Triton's CPU interpreter, chosen when Triton is imported: own processes."""
 
 import os
 import subprocess

@@ -45,9 +45,7 @@ def sort_kernel(topk_ids, offsets, slot_to_pos, num_slots, num_experts, BLOCK: t
         slots = first + tl.arange(0, BLOCK)
         mine = experts_at(topk_ids, slots, num_slots, num_experts) == own
         upto = tl.cumsum(mine.to(tl.int32), 0)
-        tl.store(
-            slot_to_pos + slots, tl.where(own < num_experts, pos + upto - 1, -1), mask=mine & (slots < num_slots)
-        )
+        tl.store(slot_to_pos + slots, tl.where(own < num_experts, pos + upto - 1, -1), mask=mine & (slots < num_slots))
         pos += tl.sum(mine.to(tl.int32), 0)
 
 

@@ -1,4 +1,4 @@
-"""The experts by kernels: sort -> gather -> L1 -> L2 -> combine. Nothing waits for the device, so a graph can capture it.
+"""The experts by kernels: sort -> gather -> L1 -> L2 -> combine. Nothing waits for the device: a graph can hold it.
 
 What holds rows has one for each slot, M * k, the most there can be; offsets[E] of them are used.
 """
@@ -45,7 +45,7 @@ def supported(device: torch.device) -> bool:
 def moe(
     tokens: torch.Tensor, topk_weights: torch.Tensor, topk_ids: torch.Tensor, experts: ExpertWeights
 ) -> torch.Tensor:
-    """The whole layer on one rank: tokens [M, H] bf16 -> [M, H] bf16. A slot whose id no expert has counts as masked."""
+    """The whole layer on one rank: tokens [M, H] bf16 -> [M, H] bf16. Slots whose id no expert has count as masked."""
     if topk_ids.numel() == 0:
         return torch.zeros(tokens.shape, dtype=tokens.dtype, device=tokens.device)
     places = sort(topk_ids, experts.num_local_experts)
@@ -90,7 +90,7 @@ def expert_mlp(rows: Matrix, weights: torch.Tensor, offsets: torch.Tensor, exper
 
 def quantize_rows(rows: torch.Tensor, offsets: torch.Tensor, scheme: Scheme) -> QuantTensor:
     """bf16 rows [P, C] in a scheme of single rows; those behind offsets[E] stay unwritten."""
-    out = cast(QuantTensor, empty_rows(*rows.shape, scheme, rows.device))
+    out = cast(QuantTensor, empty_rows(rows.shape[0], rows.shape[1], scheme, rows.device))
     if rows.shape[0]:
         _run("quantize_kernel", quantize_arguments(rows, offsets, out))
     return out
