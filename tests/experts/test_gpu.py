@@ -11,12 +11,11 @@ from envoi.experts.oracle import moe_oracle
 from envoi.experts.permute import permute, sort_slots, take_rows
 from envoi.quant import FORMATS, SCHEMES, format_named, quantize
 from envoi.sass import registry
-from envoi.sass.compile import compile_recipe
 from envoi.types import QuantTensor, Routing
 from tests.experts.layers import Layer, eager_bf16, make
 from tests.experts.test_moe import BOUNDS, KINDS
 from tests.helpers.accuracy import assert_at_most_twice, assert_same_bits, relative_error
-from tests.helpers.launches import watched
+from tests.helpers.launches import assert_same_code, watched
 
 pytestmark = pytest.mark.gpu
 HOPPER = (9, 0)
@@ -226,23 +225,23 @@ def test_nothing_waits_and_a_graph_serves_other_routings(format):
 
 
 @cache
-def launched() -> frozenset[str]:
+def launched() -> dict[str, str]:
     """The kernels around the GEMMs, on sizes for which they are compiled as the registry's are."""
-    hashes: set[str] = set()
+    seen: dict[str, str] = {}
     tokens, ids = torch.randn(96, 4096, device="cuda").bfloat16(), random_ids(96, 32, 6)
     rows = torch.randn(576, 2048, device="cuda").bfloat16()
-    with watched(lambda sha256, kernel: hashes.add(sha256)):
+    with watched(lambda sha256, kernel: seen.setdefault(sha256, kernel.asm["ptx"])):
         places = launch.sort(ids, 32)
         for scheme in (None, *SINGLE_ROWS):
             launch.gather(tokens, torch.rand(96, 6, device="cuda"), places, SCHEMES[scheme] if scheme else None)
         for scheme in SINGLE_ROWS:
             launch.quantize_rows(rows, places.offsets, SCHEMES[scheme])
         launch.combine(torch.randn(576, 4096, device="cuda").bfloat16(), places.slot_to_pos)
-    return frozenset(hashes)
+    return seen
 
 
 @pytest.mark.parametrize("name", [name for name in registry.KERNELS if name.startswith("experts")])
 def test_what_runs_is_what_was_counted(name):
     if torch.cuda.get_device_capability() != HOPPER:
         pytest.skip("counted for Hopper")
-    assert compile_recipe(registry.find(name).recipe("sm_90"), "sm_90").ptx_sha256 in launched()
+    assert_same_code(name, registry.find(name).recipe("sm_90"), launched())

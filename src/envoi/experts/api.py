@@ -13,6 +13,7 @@ def moe(tokens: torch.Tensor, routing: Routing, experts: ExpertWeights) -> torch
 
     routing: from `envoi.route`, or a Routing made by hand: topk_ids [M, k] int32 (-1 = masked slot), topk_weights
         [M, k] float32.
+        A shared expert is a slot like any other, of weight 1 for instance.
     experts: from `envoi.experts.pack`; all N of them live here. For experts spread over ranks see `ExpertParallel`.
 
     The steps are permute -> L1 -> activation, times weight, quantise -> L2 -> combine; what each computes, and where it

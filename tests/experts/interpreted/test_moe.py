@@ -9,7 +9,7 @@ from envoi.ep import staged
 from envoi.experts import launch, moe, reference
 from envoi.experts.oracle import moe_oracle
 from envoi.experts.permute import permute
-from envoi.quant import FORMATS
+from envoi.quant import FORMATS, format_named
 from envoi.types import Routing
 from tests.experts.layers import Layer, eager_bf16, make
 from tests.experts.test_moe import BOUNDS, KINDS
@@ -143,3 +143,11 @@ def test_the_path_across_ranks_has_the_same_bits(format):
     for slot in range(2):
         total += slots.view(9, 2, 128)[:, slot].float()
     assert_same_bits(total.bfloat16(), run(layer, format))
+
+
+@pytest.mark.parametrize("format", FORMATS)
+def test_a_rank_without_rows(format):
+    packed = make(**SMALL, bias=True).pack(format)
+    rows = launch.empty_rows(0, 128, format_named(format).activations, torch.device("cpu"))
+    out = launch.expert_mlp(rows, torch.zeros(0), torch.zeros(5, dtype=torch.int32), packed)
+    assert (out.shape, out.dtype) == ((0, 128), torch.bfloat16)
