@@ -136,12 +136,12 @@ CPU = {"kind": "cpu", "name": "X (CPU)", "num_threads": 2}
     ("devices", "why", "name"),
     [
         ([CPU], "no GPU", "gloo"),
-        ([GPU, CPU], "no kernel for moe yet on sm_90", "NCCL"),
-        ([GPU, GPU, CPU], "no kernel for moe yet on sm_90", "NCCL"),
+        ([GPU, CPU], "no kernel for ExpertParallel.moe yet on sm_90", "NCCL"),
+        ([GPU, GPU, CPU], "no kernel for ExpertParallel.moe yet on sm_90", "NCCL"),
     ],
 )
 def test_backends_and_transport_say_why(devices, why, name):
-    assert info.backend("moe", devices) == {"backend": "torch reference", "why": why}
+    assert info.backend("ExpertParallel.moe", devices) == {"backend": "torch reference", "why": why}
     assert info.transport(devices)["name"] == name
 
 

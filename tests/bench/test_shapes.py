@@ -26,6 +26,7 @@ def test_case_names_read_as_documented():
     assert "64x256x7168 deepseek-v3 bf16" in names["router_call"]
     assert "4096x1024x1024 top4 softmax fp16" in names["router_dense"]
     assert "4096/2048/256/6 fp8_block128 tokens=2048" in names["moe"]
+    assert "4096/2048/32/6 fp8_row tokens=2048" in names["moe"]
     assert "128 workloads (mean)" in names["indexer_exact"]
 
 

@@ -38,6 +38,14 @@ def test_a_shape_of_ones_own(capsys):
     assert capsys.readouterr().out.splitlines()[1].startswith("8: 500x256x256 skewed fp8_row swiglu ")
 
 
+def test_rows_as_routing_leaves_them(capsys):
+    arguments = ["tune", "--list", "--shape", "12288x512x256", "--groups", "32", "--epilogue", "swiglu"]
+    assert cli.main([*arguments, "--drawn"]) == 0
+    assert capsys.readouterr().out.splitlines()[1].startswith("32: 12288x512x256 skewed bf16 swiglu ")
+    assert cli.main(arguments) == 0
+    assert "skewed" not in capsys.readouterr().out
+
+
 @pytest.mark.parametrize(
     ("arguments", "problem"),
     [

@@ -1,9 +1,9 @@
-"""What ships is what ran: every kernel of the Hopper GEMM and the router has a green run on a GPU behind it."""
+"""What ships is what ran: every kernel of the Hopper GEMM, the router and the experts has a green run on a GPU."""
 
 import pytest
 
 from envoi import triton_compat
-from envoi.sass import hopper_recipes, hopper_tuned, router_recipes
+from envoi.sass import hopper_recipes, hopper_tuned, registry, router_recipes
 from envoi.sass.compile import compile_recipe
 from envoi.sass.router_cases import ROUTER_CASES
 from tests.helpers import gpu_record
@@ -41,3 +41,9 @@ def test_a_green_run(record, case):
 def test_a_green_run_of_the_router(record, case):
     binary = compile_recipe(router_recipes.recipe(case, ARCH), ARCH)
     expect_nothing(gpu_record.no_green_run(record, case.title, binary.ptx_sha256))
+
+
+@pytest.mark.parametrize("name", [name for name in registry.KERNELS if name.startswith("experts")])
+def test_a_green_run_of_the_experts(record, name):
+    binary = compile_recipe(registry.find(name).recipe(ARCH), ARCH)
+    expect_nothing(gpu_record.no_green_run(record, f"{name} {ARCH}", binary.ptx_sha256))

@@ -44,6 +44,7 @@ ROUTER_DENSE_N = (8, 16, 32, 64, 128, 256, 512, 1024)
 
 MOE_SIZES = ((4096, 2048, 256, 6), (2048, 768, 128, 8), (7168, 2048, 256, 8))
 MOE_TOKENS = (64, 512, 2048, 8192)
+MOE_ONE_GPU = (4096, 2048, 32, 6, 2048)  # what each of eight ranks has of the first
 MOE_FORMATS = ("bf16", "fp8_row", "fp8_block128", "mxfp4")
 
 
@@ -210,6 +211,7 @@ def _router_shape(m: int, n: int, k: int, num_topk: int, rule: str, dtype: str) 
 
 def _moe_cases() -> list[Case]:
     shapes = [MoeShape(*sizes, m, name) for sizes in MOE_SIZES for name in MOE_FORMATS for m in MOE_TOKENS]
+    shapes += [MoeShape(*MOE_ONE_GPU, name) for name in MOE_FORMATS]
     small = [MoeShape(256, 128, 8, 2, 64, name) for name in MOE_FORMATS]
 
     def name(s: MoeShape) -> str:

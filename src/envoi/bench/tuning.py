@@ -1,6 +1,7 @@
 """`envoi tune`: the configs of the Hopper GEMMs measured on this machine, the winners kept for `envoi.gemm`."""
 
 import argparse
+import random
 from functools import partial
 from math import exp, log
 from pathlib import Path
@@ -28,6 +29,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--format", metavar="F", default="bf16", help="of --shape: bf16, fp8_row, fp8_block128; default: %(default)s")
     add("--epilogue", metavar="NAME", default="store", help="of --shape, a name of the library; default: %(default)s")
     add("--groups", metavar="E", type=int, help="experts of --shape; default: a plain GEMM")
+    add("--drawn", action="store_true", help="with --groups: as many rows an expert as routing at random leaves it")
     add("--candidates", metavar="N", type=int, default=CANDIDATES, help="configs that are measured, the most promising")
     add("--repeat", metavar="N", type=int, default=REPEAT, help="rounds behind each median; default: %(default)s")
     add("--jobs", metavar="N", type=int, help="processes that compile; default: by the CPUs")
@@ -83,6 +85,9 @@ def _shape(args: argparse.Namespace) -> "Shape":
     if args.groups < 1:
         raise ValueError(f"--groups: expected at least 1, got {args.groups}")
     rows = tuple(m // args.groups + (expert < m % args.groups) for expert in range(args.groups))
+    if args.drawn:
+        drawn = random.Random(m).choices(range(args.groups), k=m)
+        rows = tuple(drawn.count(expert) for expert in range(args.groups))
     return GroupedShape(rows, n, k, args.format, args.epilogue)
 
 

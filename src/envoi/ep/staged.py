@@ -15,8 +15,8 @@ from itertools import pairwise
 import torch
 
 from envoi.ep.exchange import Channel, exchange_rows, from_bytes, to_bytes
-from envoi.experts import permute
-from envoi.experts.reference import expert_mlp, quantize_tokens
+from envoi.experts import launch, permute, reference
+from envoi.experts.reference import quantize_tokens
 from envoi.types import ExpertRows, ExpertWeights
 
 
@@ -43,7 +43,14 @@ def moe(
     """tokens [M, H] bf16 of this rank -> [M, H] bf16. counts [num_ranks, N]: rows of every rank for every expert."""
     rows, plan = dispatch(tokens, topk_weights, topk_ids, experts.format, counts, expert_offsets, channel)
     num_tokens, k = topk_ids.shape
-    return combine(expert_mlp(rows, experts), plan, num_tokens, k, channel)
+    return combine(_mlp(rows, experts), plan, num_tokens, k, channel)
+
+
+def _mlp(rows: ExpertRows, experts: ExpertWeights) -> torch.Tensor:
+    """As on one rank: the bits depend on it."""
+    if launch.supported(rows.offsets.device):
+        return launch.expert_mlp(rows.rows, rows.topk_weights, rows.offsets, experts)
+    return reference.expert_mlp(rows, experts)
 
 
 def dispatch(

@@ -7,7 +7,8 @@
         h = quantise(h)                                                       as the format says; bf16 otherwise
         out = down[e] @ h + w * down_bias[e]                                  float32, rounded to bf16 once
 
-The routing weight is applied before the second GEMM, which is linear in it, so that combine is a plain sum.
+The routing weight is applied before the second GEMM, which is linear in it, so that combine is a plain sum. The kernels
+(`envoi.experts.launch`) round h to bf16 before they quantise it to fp8_row or fp8_block128.
 """
 
 from typing import Any

@@ -145,7 +145,7 @@ def run(
     if work.rows_after:
         acc = torch.empty(M, N, dtype=torch.float32, device=work.a.device)
         _launch(replace(work, ir=store.ir), torch.float32, (), frozenset(), [acc], behind)
-        portable.finish_rows(acc, work.ir, out_dtype, tensors, pointers, written, work.offsets)
+        portable.finish_rows(acc, work.ir, out_dtype, tensors, pointers, written, work.offsets, behind)
     else:
         _launch(work, out_dtype, tensors, pointers, written, behind)
     return portable.finish_outputs(work.ir, written, work.offsets)
@@ -194,7 +194,8 @@ def _code(
 
 
 def planned(
-    a: Matrix, b: Matrix, offsets: torch.Tensor | None, ir: IR, out_dtype: torch.dtype, operands: dict, num_sms: int
+    a: Matrix, b: Matrix, offsets: torch.Tensor | None, ir: IR, out_dtype: torch.dtype, operands: dict, num_sms: int,
+    behind: bool = True,
 ) -> tuple[sm90.Call, Config]:  # fmt: skip
     """What `run` launches for these tensors, which may be without memory, with no config but those shipped.
 
@@ -207,4 +208,4 @@ def planned(
     tensors, pointers = portable.operand_tensors(work.ir, work.operands, work.num_groups)
     written = portable.empty_slots(work.ir, slots(work.ir, out_dtype), M, N, work.a.device)
     code = _code(work, out_dtype, tensors, pointers, written)
-    return _planned(work, code, tensors, written, True, num_sms, shipped_only=True)
+    return _planned(work, code, tensors, written, behind, num_sms, shipped_only=True)

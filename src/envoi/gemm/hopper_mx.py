@@ -63,6 +63,11 @@ class MxConfig:
         return self.num_roles * self.role_m
 
     @property
+    def block_m(self) -> int:
+        """Tokens of a tile."""
+        return self.block_y
+
+    @property
     def num_parts(self) -> int:
         """Roles that work on the same tile: all."""
         return self.num_roles
@@ -128,8 +133,11 @@ def room_for_tokens(a: Matrix) -> torch.Tensor:
     return torch.empty(M, -(-K // 128) * 128, dtype=torch.bfloat16, device=a.device)
 
 
-def widen_tokens(a: Matrix, out: torch.Tensor, rows: int = 8) -> None:
-    """Tokens as bf16 in the kernel's order of K. What is launched next may start early: see `wait_for_grid`."""
+def widen_tokens(a: Matrix, out: torch.Tensor, offsets: torch.Tensor | None = None, rows: int = 8) -> None:
+    """Tokens as bf16 in the kernel's order of K, those of experts with offsets [E + 1].
+
+    What is launched next may start early: see `wait_for_grid`.
+    """
     from envoi.gemm import mx_tokens
 
     kernels: Any = mx_tokens
@@ -137,8 +145,8 @@ def widen_tokens(a: Matrix, out: torch.Tensor, rows: int = 8) -> None:
     values, sf = (a, a) if isinstance(a, torch.Tensor) else (a.values, a.sf.view(torch.uint8))
     values, sf = (x if x.stride(-1) == 1 else x.contiguous() for x in (values, sf))
     kernels.widen_kernel[(-(-M // rows), -(-K // 512))](
-        values, sf, out, M, K, values.stride(0), sf.stride(0), out.stride(0), isinstance(a, QuantTensor), rows,
-        out.is_cuda,
+        values, sf, out, None if offsets is None else offsets[-1:], M, K, values.stride(0), sf.stride(0),
+        out.stride(0), isinstance(a, QuantTensor), rows, out.is_cuda,
     )  # fmt: skip
 
 
@@ -155,9 +163,12 @@ def factor_words(sf: torch.Tensor) -> torch.Tensor:
 
 def run(
     a: Matrix, b: Matrix, offsets: torch.Tensor | None, ir: IR, out_dtype: torch.dtype, operands: dict,
-    config: MxConfig | None = None,
+    config: MxConfig | None = None, behind: bool = True,
 ) -> list[torch.Tensor]:  # fmt: skip
-    """The outputs of `envoi.gemm` or, with offsets, `envoi.grouped_gemm`, as a flat list."""
+    """The outputs of `envoi.gemm` or, with offsets, `envoi.grouped_gemm`, as a flat list.
+
+    behind: with offsets, whether rows behind offsets[E] are written too.
+    """
     b = cast(QuantTensor, b)
     M, N = a.shape[0], b.shape[-2]
     num_groups = 0 if offsets is None else b.shape[0]
@@ -166,32 +177,32 @@ def run(
     if rows_must_fit(ir):
         acc = torch.empty(M, N, dtype=torch.float32, device=a.device)
         plain = lower(store.ir, torch.float32, "gluon", False, False, frozenset())
-        _launch(a, b, offsets, plain, (), [acc], config)
-        portable.finish_rows(acc, ir, out_dtype, tensors, pointers, written, offsets)
+        _launch(a, b, offsets, plain, (), [acc], config, behind)
+        portable.finish_rows(acc, ir, out_dtype, tensors, pointers, written, offsets, behind)
     else:
         code = lower(ir, out_dtype, "gluon", False, False, pointers)
-        _launch(a, b, offsets, code, tensors, written, config)
+        _launch(a, b, offsets, code, tensors, written, config, behind)
     return portable.finish_outputs(ir, written, offsets)
 
 
 def _launch(
     a: Matrix, b: QuantTensor, offsets: torch.Tensor | None, code: Lowered, operands: tuple,
-    outputs: list[torch.Tensor], config: MxConfig | None,
+    outputs: list[torch.Tensor], config: MxConfig | None, behind: bool,
 ) -> None:  # fmt: skip
     from envoi.gemm.kernel_sm90_mx import mx_kernel
 
     num_sms = torch.cuda.get_device_properties(a.device).multi_processor_count
     config = config or choose(a.shape[0], b.shape[-2], 0 if offsets is None else b.shape[0], num_sms, code)
     tokens = room_for_tokens(a)
-    grid, args = arguments(tokens, b, offsets, code, operands, outputs, config, num_sms)
+    grid, args = arguments(tokens, b, offsets, code, operands, outputs, config, num_sms, behind)
     # Nothing may be launched between the two: the GEMM waits for the one in front of it, and only with its tokens.
-    widen_tokens(a, tokens)
+    widen_tokens(a, tokens, offsets)
     mx_kernel[grid](*args, num_warps=config.num_warps, launch_pdl=True)  # pyright: ignore[reportIndexIssue, reportCallIssue]
 
 
 def arguments(
     tokens: torch.Tensor, b: QuantTensor, offsets: torch.Tensor | None, code: Lowered, operands: tuple,
-    outputs: list[torch.Tensor], config: MxConfig, num_sms: int,
+    outputs: list[torch.Tensor], config: MxConfig, num_sms: int, behind: bool = True,
 ) -> tuple[tuple[int], tuple]:  # fmt: skip
     """The grid, and the kernel's arguments. tokens: as `widen_tokens` makes them."""
     M, (N, K), device = tokens.shape[0], b.shape[-2:], tokens.device
@@ -205,6 +216,7 @@ def arguments(
         sm90.descriptor(words, config.block_x, 32), sm90.descriptor(factor_words(b.sf), config.block_x, 4),
         sm90.descriptor(tokens, config.block_y, BLOCK_K), operands or (0,), sm90.as_stored(outputs),
         offsets,
-        parts, count, M, N, K, groups, tiles, config, code, 2 if groups else 0,
-        sm90.max_groups(groups),
+        parts, count, M, N, K, groups, tiles, config, code,
+        (2 if behind else 1) if groups else 0,
+        sm90.max_groups(groups, behind),
     )  # fmt: skip

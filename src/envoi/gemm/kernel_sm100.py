@@ -34,7 +34,7 @@ from triton.experimental.gluon.language.nvidia.blackwell import (
 
 from envoi.gemm.kernel_sm90 import part_pointers
 from envoi.gemm.meeting import arrive
-from envoi.gemm.schedule import corner, steps_at, work
+from envoi.gemm.schedule import corner, group_at, steps_at, work
 from envoi.triton_compat import role_barrier
 
 
@@ -105,10 +105,8 @@ def factor_blocks(tile, x, y, e, plan, N, GROUPED: gl.constexpr):
     x_block = x // 128
     if GROUPED:
         _tiles_tokens, tiles_features, _num_units, groups = plan
-        _first, _last, tiles, ends, _num_real = groups
-        before = gl.sum(gl.where(ends <= tile, tiles, 0), axis=0)
-        of_expert = gl.sum(gl.where((ends > tile) & (ends - tiles <= tile), tiles, 0), axis=0)
-        x_block = before // tiles_features + (tile - before) % (of_expert // tiles_features)
+        _e, row, row_end, before = group_at(tile, groups)
+        x_block = before // tiles_features + (tile - before) % gl.cdiv(row_end - row, 128)
     return x_block, y // 128 + e * gl.cdiv(N, 128)
 
 

@@ -12,8 +12,8 @@
     column reductions, totals: what is reduced -> workspace, for reduce_kernel
 
 A matrix arrives as the tuple (values, strides of an expert, a row and k, scale factors, their three strides, rows that
-share one); what is known when compiling stands in its Side. In a grouped GEMM rows behind offsets[E] are those of one
-more expert, whose product is 0.
+share one); what is known when compiling stands in its Side. In a grouped GEMM rows behind offsets[E] are, if BEHIND,
+those of one more expert, whose product is 0; else nobody touches them.
 """
 
 import triton
@@ -25,7 +25,7 @@ from envoi.epilogue.tile_triton import largest, load_tile
 
 
 @triton.jit
-def place(tile, offsets, M, num_experts, BLOCK_M: tl.constexpr, MAX_GROUPS: tl.constexpr):
+def place(tile, offsets, M, num_experts, BLOCK_M: tl.constexpr, MAX_GROUPS: tl.constexpr, BEHIND: tl.constexpr):
     """Of a tile of a grouped GEMM: its first row, the row behind its expert's last, its expert.
 
     Behind the last tile the expert is MAX_GROUPS, and there are no rows.
@@ -33,6 +33,8 @@ def place(tile, offsets, M, num_experts, BLOCK_M: tl.constexpr, MAX_GROUPS: tl.c
     ids = tl.arange(0, MAX_GROUPS)
     first = tl.load(offsets + ids, mask=ids <= num_experts, other=M)
     last = tl.load(offsets + ids + 1, mask=ids < num_experts, other=M)
+    if not BEHIND:
+        last = tl.where(ids < num_experts, last, first)
     tiles = tl.cdiv(last - first, BLOCK_M)
     ends = tl.cumsum(tiles, 0)
     e = tl.sum((ends <= tile).to(tl.int32), 0)
@@ -132,14 +134,14 @@ def block_scale(a, b, e, rows, m_end, columns, N, k, A: tl.constexpr, B: tl.cons
 def gemm_kernel(
     a, b, offsets, operands, outputs, workspace, M, N, K, num_experts,
     code: tl.constexpr, A: tl.constexpr, B: tl.constexpr, GROUP_K: tl.constexpr, BLOCK_M: tl.constexpr,
-    BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, MAX_GROUPS: tl.constexpr,
+    BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, MAX_GROUPS: tl.constexpr, BEHIND: tl.constexpr,
 ):  # fmt: skip
     """A tile, and its epilogue. MAX_GROUPS: a power of two above the number of experts; 0 = not grouped."""
     tile = tl.program_id(0)
     n_tile = tl.program_id(1)
     n = n_tile * BLOCK_N
     if MAX_GROUPS > 0:
-        m, m_end, e = place(tile, offsets, M, num_experts, BLOCK_M, MAX_GROUPS)
+        m, m_end, e = place(tile, offsets, M, num_experts, BLOCK_M, MAX_GROUPS, BEHIND)
         if (e == MAX_GROUPS) & (tile > 0):  # the first tile writes what doesn't belong to a row
             return
         own = tl.maximum(tl.minimum(e, num_experts - 1), 0)
@@ -169,14 +171,14 @@ def finish_kernel(workspace, operands, outputs, num_slots, M, code: tl.constexpr
 @triton.jit
 def rows_kernel(
     acc, offsets, operands, outputs, M, N, num_experts,
-    code: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, MAX_GROUPS: tl.constexpr,
+    code: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, MAX_GROUPS: tl.constexpr, BEHIND: tl.constexpr,
 ):  # fmt: skip
     """The epilogue of whole rows (or of pieces), from accumulators [M, N]; rows of no expert count as 0."""
     tile = tl.program_id(0)
     n = tl.program_id(1) * BLOCK_N
     like = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
     if MAX_GROUPS > 0:
-        m, m_end, e = place(tile, offsets, M, num_experts, BLOCK_M, MAX_GROUPS)
+        m, m_end, e = place(tile, offsets, M, num_experts, BLOCK_M, MAX_GROUPS, BEHIND)
         if (e == MAX_GROUPS) & (tile > 0):
             return
         mine = code.of_expert(operands, tl.maximum(tl.minimum(e, num_experts - 1), 0), N)

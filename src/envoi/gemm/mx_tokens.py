@@ -7,7 +7,7 @@ from triton.language.extra.cuda import gdc_launch_dependents
 
 @triton.jit
 def widen_kernel(
-    values, sf, out, M, K, values_stride, sf_stride, out_stride, SCALED: tl.constexpr, ROWS: tl.constexpr,
+    values, sf, out, num_used, M, K, values_stride, sf_stride, out_stride, SCALED: tl.constexpr, ROWS: tl.constexpr,
     OVERLAP: tl.constexpr,
 ):  # fmt: skip
     """values [M, K] times 2^(sf - 127) -> bf16 out [M, K rounded up to 128], 0 behind K.
@@ -15,10 +15,13 @@ def widen_kernel(
     Of 128 elements, with the bits of k called (t1 t0 w1 w0 b i h), the one at place (w1 w0 i h t1 t0 b): place 2 t is
     that of thread t's first register in the first instruction, 2 t + 1 its upper half, and so on.
 
+    num_used: where the number of rows that an expert has stands, or None: all.
     OVERLAP: what is launched next may start at once, and waits itself for what it reads of `out`.
     """
     if OVERLAP:
         gdc_launch_dependents()
+    if num_used is not None:
+        M = tl.load(num_used)
     rows = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     k = tl.program_id(1) * 512 + tl.arange(0, 512)
     inside = (rows < M)[:, None] & (k < K)[None, :]

@@ -65,15 +65,20 @@ def gemm(a: Matrix, b: Matrix, ir: IR, out_dtype: torch.dtype, operands: dict) -
 
 
 def grouped_gemm(
-    rows: Matrix, weights: Matrix, offsets: torch.Tensor, ir: IR, out_dtype: torch.dtype, operands: dict
-) -> list[torch.Tensor]:
-    """The outputs of `envoi.grouped_gemm`, flat. offsets [E + 1] int32 stay on the device."""
-    return _run(rows, weights, offsets.contiguous(), ir, out_dtype, operands)
+    rows: Matrix, weights: Matrix, offsets: torch.Tensor, ir: IR, out_dtype: torch.dtype, operands: dict,
+    behind: bool = True,
+) -> list[torch.Tensor]:  # fmt: skip
+    """The outputs of `envoi.grouped_gemm`, flat. offsets [E + 1] int32 stay on the device.
+
+    behind: whether rows behind offsets[E] are written too.
+    """
+    return _run(rows, weights, offsets.contiguous(), ir, out_dtype, operands, behind)
 
 
 def _run(
-    a: Matrix, b: Matrix, offsets: torch.Tensor | None, ir: IR, out_dtype: torch.dtype, operands: dict
-) -> list[torch.Tensor]:
+    a: Matrix, b: Matrix, offsets: torch.Tensor | None, ir: IR, out_dtype: torch.dtype, operands: dict,
+    behind: bool = True,
+) -> list[torch.Tensor]:  # fmt: skip
     M, N = a.shape[0], b.shape[-2]
     refusal = supports_triton(ir, N)
     if refusal:
@@ -83,11 +88,12 @@ def _run(
     if _in_tiles(ir, N):
         block_n = tile_columns(ir, N)
         code = lower(ir, out_dtype, "triton", block_n >= N, False, pointers)
-        _launch(a, b, offsets, code, tensors, written, block_n)
+        _launch(a, b, offsets, code, tensors, written, block_n, behind)
     else:
         acc = torch.empty(M, N, dtype=torch.float32, device=a.device)
-        _launch(a, b, offsets, lower(store.ir, torch.float32, "triton", False, False, frozenset()), (), [acc], 128)
-        finish_rows(acc, ir, out_dtype, tensors, pointers, written, offsets)
+        plain = lower(store.ir, torch.float32, "triton", False, False, frozenset())
+        _launch(a, b, offsets, plain, (), [acc], 128, behind)
+        finish_rows(acc, ir, out_dtype, tensors, pointers, written, offsets, behind)
     return finish_outputs(ir, written, offsets)
 
 
@@ -151,11 +157,12 @@ def empty_slots(ir: IR, found: tuple[Slot, ...], M: int, N: int, device: torch.d
 
 
 def _launch(
-    a: Matrix, b: Matrix, offsets: torch.Tensor | None, code: Lowered, operands: tuple, outputs: list, block_n: int
-) -> None:
+    a: Matrix, b: Matrix, offsets: torch.Tensor | None, code: Lowered, operands: tuple, outputs: list, block_n: int,
+    behind: bool,
+) -> None:  # fmt: skip
     """The product with its epilogue, and the reductions over rows that are finished afterwards."""
     M = a.shape[0]
-    grid, arguments, options = product_arguments(a, b, offsets, code, operands, outputs, block_n)
+    grid, arguments, options = product_arguments(a, b, offsets, code, operands, outputs, block_n, behind)
     kernels.gemm_kernel[grid](*arguments, **options)
     if code.partials and M:
         _, _, _, operands, raw, workspace, *_ = arguments
@@ -163,8 +170,9 @@ def _launch(
 
 
 def product_arguments(
-    a: Matrix, b: Matrix, offsets: torch.Tensor | None, code: Lowered, operands: tuple, outputs: list, block_n: int
-) -> tuple[tuple[int, int], tuple, dict[str, int]]:
+    a: Matrix, b: Matrix, offsets: torch.Tensor | None, code: Lowered, operands: tuple, outputs: list, block_n: int,
+    behind: bool = True,
+) -> tuple[tuple[int, int], tuple, dict[str, int]]:  # fmt: skip
     """The grid of `gemm_kernel`, its arguments, its options."""
     M, N, K = a.shape[0], b.shape[-2], a.shape[-1]
     A, B = side_of(a), side_of(b)
@@ -177,6 +185,7 @@ def product_arguments(
     return grid, (
         matrix_argument(a), matrix_argument(b), offsets, operands or (0,), tuple(_bits(x) for x in outputs), workspace,
         M, N, K, num_experts, code, A, B, group_k, block_m, block_n, block_k, max_groups(offsets),
+        behind,
     ), options  # fmt: skip
 
 
@@ -195,21 +204,22 @@ def max_groups(offsets: torch.Tensor | None) -> int:
 
 def finish_rows(
     acc: torch.Tensor, ir: IR, out_dtype: torch.dtype, operands: tuple, pointers: frozenset[str],
-    outputs: list[torch.Tensor], offsets: torch.Tensor | None = None,
+    outputs: list[torch.Tensor], offsets: torch.Tensor | None = None, behind: bool = True,
 ) -> None:  # fmt: skip
     """Run an epilogue that needs whole rows on accumulators in memory.
 
     acc [M, N] float32, contiguous, N up to MAX_ROW; with offsets, rows behind the last expert's needn't be written.
+    behind: whether outputs are written there.
     operands, pointers: from `operand_tensors`. outputs: from `empty_slots`; they are filled.
     """
     code = lower(ir, out_dtype, "triton", True, False, pointers)
-    grid, arguments, options = rows_arguments(acc, ir, code, operands, outputs, offsets)
+    grid, arguments, options = rows_arguments(acc, ir, code, operands, outputs, offsets, behind)
     kernels.rows_kernel[grid](*arguments, **options)
 
 
 def rows_arguments(
     acc: torch.Tensor, ir: IR, code: Lowered, operands: tuple, outputs: list[torch.Tensor],
-    offsets: torch.Tensor | None,
+    offsets: torch.Tensor | None, behind: bool = True,
 ) -> tuple[tuple[int, int], tuple, dict[str, int]]:  # fmt: skip
     """The grid of `rows_kernel`, its arguments, its options. Wider rows, fewer of them a program.
 
@@ -222,7 +232,7 @@ def rows_arguments(
     grid = (max(1, -(-M // block_m) + num_experts), -(-N // block_n))
     return grid, (
         acc, offsets, operands or (0,), tuple(_bits(x) for x in outputs), M, N, num_experts, code, block_m, block_n,
-        max_groups(offsets),
+        max_groups(offsets), behind,
     ), {"num_warps": 4 if block_n <= 4096 else 8}  # fmt: skip
 
 

@@ -15,8 +15,7 @@ from envoi.epilogue.device import plus
 
 @gluon.jit
 def group_ends(offsets, M, num_groups, num_tiles_y, cfg: gl.constexpr, GROUPED: gl.constexpr, MAX_GROUPS: gl.constexpr):
-    """Of every expert: its first row, the row behind its last, its tiles, how many tiles end with it; and all tiles
-    that belong to an expert.
+    """How many tiles end with each expert, and all tiles that belong to one; then what `group_at` reads.
 
     With GROUPED == 2 the rows behind the last expert's are one more, whose product is 0. Rows outside [0, M) don't
     count, whatever the offsets say.
@@ -29,28 +28,43 @@ def group_ends(offsets, M, num_groups, num_tiles_y, cfg: gl.constexpr, GROUPED: 
     last = gl.load(offsets + ids + 1, mask=ids < num_groups, other=M)
     if GROUPED == 1:
         last = gl.where(ids < num_groups, last, first)
-    first = gl.maximum(first, 0)
-    last = gl.maximum(gl.minimum(last, M), first)
-    block: gl.constexpr = cfg.block_y if cfg.swap_ab else cfg.block_x
-    tiles = gl.cdiv(last - first, block) * num_tiles_y
+    first, last = inside(first, last, M)
+    tiles = gl.cdiv(last - first, cfg.block_m) * num_tiles_y
     num_real = gl.sum(gl.where(ids < num_groups, tiles, 0), axis=0)
-    return first, last, tiles, gl.associative_scan(tiles, 0, plus), num_real
+    return gl.associative_scan(tiles, 0, plus), num_real, offsets, M, num_groups
 
 
 @gluon.jit
-def place_grouped(t, groups, tiles_features, N, cfg: gl.constexpr):
+def inside(first, last, M):
+    """An expert's rows, as far as they are in [0, M)."""
+    first = gl.maximum(first, 0)
+    return first, gl.maximum(gl.minimum(last, M), first)
+
+
+@gluon.jit
+def group_at(t, groups):
+    """The expert of tile t, its first row, the row behind its last, the tiles before it.
+
+    Only the ends are kept in registers: with hundreds of experts each vector more would be spilled.
+    """
+    ends, _num_real, offsets, M, num_groups = groups
+    passed = ends <= t
+    e = gl.sum(passed.to(gl.int32), axis=0)
+    before = gl.max(gl.where(passed, ends, 0), axis=0)
+    first = gl.load(offsets + gl.minimum(e, num_groups))
+    last = gl.load(offsets + gl.minimum(e + 1, num_groups))
+    first, last = inside(first, gl.where(e < num_groups, last, M), M)
+    return e, first, last, before
+
+
+@gluon.jit
+def place_grouped(t, groups, cfg: gl.constexpr):
     """Tile t of a grouped GEMM: its corner in x and y, the rows it may touch, its expert.
 
     Tokens run fastest within an expert, so that its weights are read once.
     """
-    first, last, tiles, ends, _num_real = groups
-    passed = ends <= t
-    before = gl.sum(gl.where(passed, tiles, 0), axis=0)
-    e = gl.sum(passed.to(gl.int32), axis=0)
-    here = (ends > t) & (ends - tiles <= t)
-    row = gl.sum(gl.where(here, first, 0), axis=0)
-    row_end = gl.sum(gl.where(here, last, 0), axis=0)
-    tiles_tokens = gl.sum(gl.where(here, tiles, 0), axis=0) // tiles_features
+    e, row, row_end, before = group_at(t, groups)
+    tiles_tokens = gl.cdiv(row_end - row, cfg.block_m)
     token_tile = (t - before) % tiles_tokens
     feature_tile = (t - before) // tiles_tokens
     if cfg.swap_ab:
@@ -91,7 +105,7 @@ def steps_at(u, plan, num_whole, num_steps, cfg: gl.constexpr, GROUPED: gl.const
     """Unit u as `unit_at` has it, without steps for rows of no expert."""
     tile, first, last, part, cut = unit_at(u, num_whole, num_steps, cfg)
     if GROUPED == 2:
-        last = gl.where(u < plan[3][4], last, first)
+        last = gl.where(u < plan[3][1], last, first)
     return tile, first, last, part, cut
 
 
@@ -111,7 +125,7 @@ def work(sizes, offsets, cfg: gl.constexpr, GROUPED: gl.constexpr, MAX_GROUPS: g
     groups = (0, 0, 0, 0, 0)
     if GROUPED:
         groups = group_ends(offsets, M, num_groups, tiles_features, cfg, GROUPED, MAX_GROUPS)
-        num_units = gl.sum(groups[2], axis=0)
+        num_units = gl.max(groups[0], axis=0)
     else:
         num_units = num_whole + (tiles_tokens * tiles_features - num_whole) * cfg.split_k
     return tiles_tokens, tiles_features, num_units, groups
@@ -123,7 +137,7 @@ def corner(tile, plan, sizes, cfg: gl.constexpr, GROUPED: gl.constexpr):
     M, N, K, num_groups, num_whole = sizes
     tiles_tokens, tiles_features, num_units, groups = plan
     if GROUPED:
-        return place_grouped(tile, groups, tiles_features, N, cfg)
+        return place_grouped(tile, groups, cfg)
     if cfg.swap_ab:
         x, y = place(tile, tiles_features, tiles_tokens, cfg)
     else:

@@ -24,18 +24,22 @@ def implementation(device: torch.device) -> str:
 
 
 def run_kernels(
-    a: Matrix, b: Matrix, offsets: torch.Tensor | None, ir: IR, out_dtype: torch.dtype, operands: dict
-) -> list[torch.Tensor] | None:
-    """The flat outputs of `envoi.gemm` or, with offsets, of `envoi.grouped_gemm`; None where torch has to compute."""
+    a: Matrix, b: Matrix, offsets: torch.Tensor | None, ir: IR, out_dtype: torch.dtype, operands: dict,
+    behind: bool = True,
+) -> list[torch.Tensor] | None:  # fmt: skip
+    """The flat outputs of `envoi.gemm` or, with offsets, of `envoi.grouped_gemm`; None where torch has to compute.
+
+    behind: with offsets, whether rows behind offsets[E] are written too.
+    """
     kind = implementation(a.device)
     if kind == "torch" or (a.device.type == "cuda" and isinstance(a, torch.Tensor) and a.dtype == torch.float32):
         return None
     from envoi.gemm import hopper, hopper_mx, portable
 
     if kind == "hopper" and not hopper.supports_hopper(a, b, ir):
-        return hopper.run(a, b, offsets, ir, out_dtype, operands)
+        return hopper.run(a, b, offsets, ir, out_dtype, operands, behind)
     if kind == "hopper" and not hopper_mx.supports_mx(a, b, ir):
-        return hopper_mx.run(a, b, offsets, ir, out_dtype, operands)
+        return hopper_mx.run(a, b, offsets, ir, out_dtype, operands, behind=behind)
     if offsets is None:
         return portable.gemm(a, b, ir, out_dtype, operands)
-    return portable.grouped_gemm(a, b, offsets, ir, out_dtype, operands)
+    return portable.grouped_gemm(a, b, offsets, ir, out_dtype, operands, behind)

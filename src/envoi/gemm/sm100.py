@@ -49,7 +49,7 @@ def arguments(call: Call, config: BlackwellConfig, num_sms: int) -> tuple[tuple[
         *epilogue_descriptors(call, cut, N), call.operands or (0,), as_stored(call.outputs),
         call.offsets,
         *scratch(call, cut, M, N, num_cut), M, N, problem.K, groups, tiles - num_cut, config, call.code, grouped,
-        max_groups(groups),
+        max_groups(groups, call.behind),
     )  # fmt: skip
 
 

@@ -100,9 +100,9 @@ def as_stored(outputs: list[torch.Tensor]) -> tuple[torch.Tensor, ...]:
     return tuple(x.view(torch.uint8) if x.dtype == torch.float8_e8m0fnu else x for x in outputs)
 
 
-def max_groups(num_groups: int) -> int:
+def max_groups(num_groups: int, behind: bool = True) -> int:
     """The power of two that a role's vectors over the experts, and rows of none, have; 1 without experts."""
-    return max(32, 1 << num_groups.bit_length()) if num_groups else 1
+    return max(32, 1 << (num_groups + behind - 1).bit_length()) if num_groups else 1
 
 
 def problem_of(call: Call) -> Problem:
@@ -126,7 +126,8 @@ def arguments(call: Call, config: Config, num_sms: int) -> tuple[tuple[int], tup
         *epilogue_descriptors(call, config, N), call.operands or (0,), as_stored(call.outputs),
         call.offsets,
         *scratch(call, config, M, N, num_cut), *(call.scales or (None, None)),
-        M, N, K, groups, tiles - num_cut, config, call.code, call.scales is not None, grouped, max_groups(groups),
+        M, N, K, groups, tiles - num_cut, config, call.code, call.scales is not None, grouped,
+        max_groups(groups, call.behind),
     )  # fmt: skip
 
 

@@ -38,6 +38,9 @@ def _topk(acc):
 EPILOGUES: dict[str, Epilogue] = {
     "softmax": _softmax, "topk": _topk,
     "expert_l1_mxfp8": library.expert_l1("swiglu_oai", 7.0, True, "mxfp8"),
+    "expert_l1": library.expert_l1("swiglu", None, False, None),
+    "expert_l1_oai": library.expert_l1("swiglu_oai", 7.0, True, None),
+    "expert_l2": library.expert_l2(False), "expert_l2_bias": library.expert_l2(True),
     "expert_l1_fp8": library.expert_l1("swiglu", None, False, "fp8_1x128"),
     **{
         name: getattr(library, name)
@@ -59,6 +62,7 @@ class Inputs:
     offsets: torch.Tensor | None
     epilogue: Epilogue
     operands: dict[str, Any]
+    behind: bool = True
 
 
 def without_memory(shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
@@ -78,7 +82,7 @@ def inputs(case: Case, make: Make = without_memory, offsets: torch.Tensor | None
         offsets = make((case.num_experts + 1,), torch.int32)
     ep = EPILOGUES[case.epilogue]
     operands = {operand.name: _operand(operand, case, experts, half, make) for operand in ep.ir.operands}
-    return Inputs(a, b, offsets, ep, operands)
+    return Inputs(a, b, offsets, ep, operands, case.behind)
 
 
 def _operand(operand: Operand, case: Case, experts: tuple[int, ...], half: torch.dtype, make: Make) -> Any:
@@ -96,7 +100,9 @@ def planned(given: Inputs) -> tuple[sm90.Call, Config]:
     if refusal:
         raise ValueError(f"epilogue {given.epilogue.ir.name}: the Hopper kernel doesn't take it: {refusal}")
     out_dtype = given.a.dtype if isinstance(given.a, torch.Tensor) else torch.bfloat16
-    return hopper.planned(given.a, given.b, given.offsets, given.epilogue.ir, out_dtype, given.operands, NUM_SMS)
+    return hopper.planned(
+        given.a, given.b, given.offsets, given.epilogue.ir, out_dtype, given.operands, NUM_SMS, given.behind
+    )
 
 
 def recipe(case: Case, arch: str = "sm_90") -> Recipe:

@@ -58,6 +58,7 @@ def _tmem_load(arch: str) -> "Recipe":
 
 
 BLACKWELL = ("sm_100", "sm_103")
+TRITON_ARCHES = ("sm_90", *BLACKWELL)
 
 
 @kernel("gemm-sm100", arches=BLACKWELL)
@@ -144,7 +145,7 @@ def _blackwell(
     return blackwell_recipes.blackwell(arch, own, config, dtypes, num_experts=num_experts)
 
 
-@kernel("gemm-triton", arches=("sm_90", "sm_100", "sm_103"))
+@kernel("gemm-triton", arches=TRITON_ARCHES)
 def _gemm_triton(arch: str) -> "Recipe":
     """GEMM in plain Triton in bf16, with silu(gate) * up of interleaved columns."""
     from envoi.epilogue.library import swiglu
@@ -153,7 +154,7 @@ def _gemm_triton(arch: str) -> "Recipe":
     return triton_recipes.product(arch, swiglu)
 
 
-@kernel("gemm-triton-mxfp4", arches=("sm_90", "sm_100", "sm_103"))
+@kernel("gemm-triton-mxfp4", arches=TRITON_ARCHES)
 def _gemm_triton_mxfp4(arch: str) -> "Recipe":
     """Grouped GEMM in plain Triton of MXFP8 tokens and MXFP4 weights over 64 experts, widened in registers."""
     from envoi.epilogue.library import expert_l2
@@ -162,13 +163,77 @@ def _gemm_triton_mxfp4(arch: str) -> "Recipe":
     return triton_recipes.product(arch, expert_l2(True), "mxfp8", "mxfp4", num_experts=64)
 
 
-@kernel("rows-triton", arches=("sm_90", "sm_100", "sm_103"))
+@kernel("rows-triton", arches=TRITON_ARCHES)
 def _rows_triton(arch: str) -> "Recipe":
     """An epilogue of whole rows, from accumulators in memory: the experts' SwiGLU, quantised with a scale a row."""
     from envoi.epilogue.library import expert_l1
     from envoi.sass import triton_recipes
 
     return triton_recipes.rows(arch, expert_l1("swiglu", None, False, "fp8_row"))
+
+
+@kernel("experts-sort", arches=TRITON_ARCHES)
+def _experts_sort(arch: str) -> "Recipe":
+    """Where each slot's row is among those sorted by expert."""
+    from envoi.sass import expert_recipes
+
+    return expert_recipes.sort(arch)
+
+
+@kernel("experts-gather", arches=TRITON_ARCHES)
+def _experts_gather(arch: str) -> "Recipe":
+    """Tokens to the rows of their slots, in bf16."""
+    from envoi.sass import expert_recipes
+
+    return expert_recipes.gather(arch, None)
+
+
+@kernel("experts-gather-fp8-row", arches=TRITON_ARCHES)
+def _experts_gather_fp8_row(arch: str) -> "Recipe":
+    """The same, quantised with a scale a row."""
+    from envoi.sass import expert_recipes
+
+    return expert_recipes.gather(arch, "fp8_row")
+
+
+@kernel("experts-gather-fp8-block128", arches=TRITON_ARCHES)
+def _experts_gather_fp8_block128(arch: str) -> "Recipe":
+    """The same, quantised with a scale per 1x128."""
+    from envoi.sass import expert_recipes
+
+    return expert_recipes.gather(arch, "fp8_1x128")
+
+
+@kernel("experts-gather-mxfp8", arches=TRITON_ARCHES)
+def _experts_gather_mxfp8(arch: str) -> "Recipe":
+    """The same, quantised to MXFP8."""
+    from envoi.sass import expert_recipes
+
+    return expert_recipes.gather(arch, "mxfp8")
+
+
+@kernel("experts-quantize-fp8-row", arches=TRITON_ARCHES)
+def _experts_quantize_fp8_row(arch: str) -> "Recipe":
+    """Between the experts' GEMMs: rows in bf16, quantised with a scale a row."""
+    from envoi.sass import expert_recipes
+
+    return expert_recipes.quantize(arch, "fp8_row")
+
+
+@kernel("experts-quantize-fp8-block128", arches=TRITON_ARCHES)
+def _experts_quantize_fp8_block128(arch: str) -> "Recipe":
+    """The same with a scale per 1x128."""
+    from envoi.sass import expert_recipes
+
+    return expert_recipes.quantize(arch, "fp8_1x128")
+
+
+@kernel("experts-combine", arches=TRITON_ARCHES)
+def _experts_combine(arch: str) -> "Recipe":
+    """Tokens as the sums of their slots' rows."""
+    from envoi.sass import expert_recipes
+
+    return expert_recipes.combine(arch)
 
 
 def _hopper(case: Case) -> "Callable[[str], Recipe]":

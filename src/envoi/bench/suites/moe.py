@@ -1,20 +1,20 @@
 """The experts: on one rank beside torch's grouped matmul, over ranks beside the same with all-to-alls around it.
 
-Routing is uniform and random. Error: sampled tokens against float64 on the weights as they are packed. Torch has the
-layer in bf16 alone, so its time and its error are those of bf16 weights whatever the case's format.
+Routing is uniform and random. Error: sampled tokens against float64 on the weights as they are packed. Beside fp8 on
+one GPU stands torch's grouped matmul in FP8 with scales of rows; else torch's time is that of bf16, as its error is.
 """
 
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import cast
 
 import torch
 import torch.distributed as dist
-from torch.nn import functional
 
 from envoi.bench.shapes import Case, MoeShape
 from envoi.bench.suites.peers import deep_gemm_moe
-from envoi.bench.timing import Timing
+from envoi.bench.suites.torch_moe import Layer, eager_moe, grouped_moe, grouped_moe_fp8, parallel_moe
+from envoi.bench.timing import Run, Timing
 from envoi.bench.trial import Bench, Trial, generator, relative_error, sample_rows, time_baselines, time_rounds
 from envoi.ep import ExpertParallel
 from envoi.experts import moe, pack
@@ -23,26 +23,6 @@ from envoi.quant.formats import format_named
 from envoi.types import ExpertWeights, Matrix, QuantTensor, Routing
 
 PACK_AT_ONCE = 16  # experts; packing works in float32
-
-
-@dataclass(frozen=True)
-class Layer:
-    """One rank's share: tokens [M, H], routing over all experts, gate_up [E, 2I, H] (concat), down [E, H, I], all bf16.
-
-    first: the id of this rank's first expert; packed: the same weights in the case's format.
-    """
-
-    tokens: torch.Tensor
-    routing: Routing
-    gate_up: torch.Tensor
-    down: torch.Tensor
-    packed: ExpertWeights
-    first: int
-
-    @property
-    def num_experts(self) -> int:
-        """Over all ranks."""
-        return self.routing.num_experts
 
 
 def measure(case: Case, bench: Bench) -> Trial:
@@ -56,7 +36,11 @@ def _measure_alone(shape: MoeShape, layer: Layer, bench: Bench) -> Trial:
     def ours() -> torch.Tensor:
         return moe(layer.tokens, layer.routing, layer.packed)
 
-    candidates = {"eager": lambda: lambda: eager_moe(layer), "torch_grouped": lambda: lambda: grouped_moe(layer)}
+    fp8 = bench.on_gpu and shape.format.startswith("fp8")
+    candidates: dict[str, Callable[[], Run]] = {
+        "eager": lambda: lambda: eager_moe(layer),
+        "torch_grouped": lambda: grouped_moe_fp8(layer) if fp8 else lambda: grouped_moe(layer),
+    }
     timing, baselines, missing = time_rounds(bench.clock, ours, candidates)
     error = _errors(layer, ours(), eager_moe(layer))
     return _trial(shape, layer, timing, baselines, error, missing)
@@ -86,62 +70,6 @@ def _trial(shape: MoeShape, layer: Layer, timing: Timing, baselines, error, miss
     flops = 6.0 * shape.num_tokens * shape.num_topk * shape.hidden * shape.intermediate
     kind = "bf16" if shape.format == "bf16" else "fp8"
     return Trial(timing, baselines, error, num_bytes, flops, kind, missing)
-
-
-def eager_moe(layer: Layer) -> torch.Tensor:
-    """bf16, one expert after the other."""
-    out = torch.zeros(layer.tokens.shape, dtype=torch.float32, device=layer.tokens.device)
-    for expert in range(layer.num_experts):
-        token, slot = (layer.routing.topk_ids == expert).nonzero(as_tuple=True)
-        gate, up = functional.linear(layer.tokens[token], layer.gate_up[expert]).chunk(2, dim=-1)
-        rows = functional.linear(functional.silu(gate) * up, layer.down[expert])
-        out.index_add_(0, token, rows.float() * layer.routing.topk_weights[token, slot].unsqueeze(1))
-    return out.to(layer.tokens.dtype)
-
-
-def grouped_moe(layer: Layer) -> torch.Tensor:
-    """bf16, torch's grouped matmul on sorted rows."""
-    k = layer.routing.topk_ids.shape[1]
-    ranked, order = layer.routing.topk_ids.flatten().sort(stable=True)
-    ends = torch.bincount(ranked, minlength=layer.num_experts).cumsum(0).to(torch.int32)
-    rows = _grouped_mlp(layer.tokens[order // k], ends, layer)
-    return _sum_slots(layer, rows, order)
-
-
-def parallel_moe(layer: Layer, num_ranks: int) -> torch.Tensor:
-    """bf16: counts, rows there, torch's grouped matmul, rows back. Collective."""
-    k, num_local = layer.routing.topk_ids.shape[1], layer.packed.num_local_experts
-    flat = layer.routing.topk_ids.flatten()
-    order = flat.argsort(stable=True)
-    counts = torch.bincount(flat, minlength=layer.num_experts)
-    received = torch.empty_like(counts)
-    dist.all_to_all_single(received, counts)
-    by_source = received.view(num_ranks, num_local)
-    send, receive = torch.stack((counts.view(num_ranks, num_local).sum(1), by_source.sum(1))).tolist()
-    rows = _exchange(layer.tokens[order // k], receive, send)
-    expert = torch.arange(num_local, device=flat.device).repeat(num_ranks)
-    by_expert = expert.repeat_interleave(received, output_size=sum(receive)).argsort(stable=True)
-    done = _grouped_mlp(rows[by_expert], by_source.sum(0).cumsum(0).to(torch.int32), layer)
-    back = torch.empty_like(done)
-    back[by_expert] = done
-    return _sum_slots(layer, _exchange(back, send, receive), order)
-
-
-def _exchange(rows: torch.Tensor, receive: list[int], send: list[int]) -> torch.Tensor:
-    got = rows.new_empty(sum(receive), rows.shape[1])
-    dist.all_to_all_single(got, rows.contiguous(), receive, send)
-    return got
-
-
-def _grouped_mlp(rows: torch.Tensor, ends: torch.Tensor, layer: Layer) -> torch.Tensor:
-    gate, up = functional.grouped_mm(rows, layer.gate_up.transpose(1, 2), offs=ends).chunk(2, dim=-1)
-    return functional.grouped_mm(functional.silu(gate) * up, layer.down.transpose(1, 2), offs=ends)
-
-
-def _sum_slots(layer: Layer, rows: torch.Tensor, order: torch.Tensor) -> torch.Tensor:
-    out = torch.zeros(layer.tokens.shape, dtype=torch.float32, device=rows.device)
-    weights = layer.routing.topk_weights.flatten()[order].unsqueeze(1)
-    return out.index_add_(0, order // layer.routing.topk_ids.shape[1], rows.float() * weights).to(rows.dtype)
 
 
 def _layer(shape: MoeShape, bench: Bench) -> Layer:

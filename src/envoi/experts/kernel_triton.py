@@ -1,0 +1,134 @@
+# pyright: reportAttributeAccessIssue=false, reportArgumentType=false, reportCallIssue=false
+# pyright: reportGeneralTypeIssues=false, reportAssignmentType=false
+"""What happens to rows around the experts' GEMMs, in Triton: moving, quantising, summing. No size leaves the device.
+
+    sort_kernel       topk_ids -> offsets, slot_to_pos              a program for each expert
+    gather_kernel     tokens -> rows by expert, quantised           a program for each token and part of its columns
+    quantize_kernel   bf16 rows -> quantised                        a program for each row and part of its columns
+    combine_kernel    rows -> sums of tokens' slots                 a program for each token and part of its columns
+
+Tensors have room for a row a slot. Rows behind the last expert's are neither written nor read.
+"""
+
+import triton
+import triton.language as tl
+
+from envoi.epilogue.codes_triton import to_e4m3, widen
+from envoi.epilogue.device import bf16, divide, e4m3, e8m0_ceil, group_amax
+from envoi.epilogue.tile_triton import group_max, times_group
+
+E4M3_MAX: tl.constexpr = tl.constexpr(448.0)
+
+
+@triton.jit
+def experts_at(topk_ids, slots, num_slots, num_experts):
+    """The expert of each slot; num_experts for none, and where there is no such slot."""
+    e = tl.load(topk_ids + slots, mask=slots < num_slots, other=-1)
+    return tl.where((e < 0) | (e >= num_experts), num_experts, e)
+
+
+@triton.jit
+def sort_kernel(topk_ids, offsets, slot_to_pos, num_slots, num_experts, BLOCK: tl.constexpr):
+    """Program e: where expert e's rows begin, and the row of each of its slots, in their order.
+
+    Each reads all ids twice instead of waiting for the others: nothing is counted by atomics, the order is fixed.
+    Program num_experts gives -1 to the slots of none.
+    """
+    own = tl.program_id(0)
+    before = tl.zeros((BLOCK,), tl.int32)
+    for first in range(0, num_slots, BLOCK):
+        e = experts_at(topk_ids, first + tl.arange(0, BLOCK), num_slots, num_experts)
+        before += (e < own).to(tl.int32)
+    pos = tl.sum(before, 0)
+    tl.store(offsets + own, pos)
+    for first in range(0, num_slots, BLOCK):
+        slots = first + tl.arange(0, BLOCK)
+        mine = experts_at(topk_ids, slots, num_slots, num_experts) == own
+        upto = tl.cumsum(mine.to(tl.int32), 0)
+        tl.store(slot_to_pos + slots, tl.where(own < num_experts, pos + upto - 1, -1), mask=mine & (slots < num_slots))
+        pos += tl.sum(mine.to(tl.int32), 0)
+
+
+@triton.jit
+def quantized(x, GROUP: tl.constexpr, POWERS: tl.constexpr, HARDWARE: tl.constexpr):
+    """float32 [1, C] -> the bits of E4M3, and scale factors [1, C / GROUP]: `envoi.quant.quantize`, bit for bit.
+
+    POWERS: factors are UE8M0, else float32. HARDWARE: the GPU has the cast.
+    """
+    amax = group_amax(group_max(tl.abs(x), GROUP))
+    if POWERS:
+        sf, factors = e8m0_ceil(divide(amax, E4M3_MAX))
+    else:
+        sf = divide(amax, E4M3_MAX)
+        factors = divide(E4M3_MAX, amax)
+    x = times_group(x, factors, GROUP)
+    if HARDWARE:
+        return e4m3(x).to(tl.uint8, bitcast=True), sf
+    else:
+        return to_e4m3(x), sf
+
+
+@triton.jit
+def store_quantized(values, sf, row, x, x_sf, width, BLOCK: tl.constexpr, GROUP: tl.constexpr):
+    """This program's part of a row: BLOCK columns and their factors, as far as the row is wide."""
+    n = tl.program_id(1)
+    columns = n * BLOCK + tl.arange(0, BLOCK)[None, :]
+    groups = n * (BLOCK // GROUP) + tl.arange(0, BLOCK // GROUP)[None, :]
+    num_groups = tl.cdiv(width, GROUP)
+    tl.store(values + row.to(tl.int64) * width + columns, x, mask=columns < width)
+    tl.store(sf + row.to(tl.int64) * num_groups + groups, x_sf, mask=groups < num_groups)
+
+
+@triton.jit
+def gather_kernel(
+    tokens, stride, topk_weights, slot_to_pos, rows, rows_sf, row_weights, width, k,
+    BLOCK: tl.constexpr, SLOTS: tl.constexpr, GROUP: tl.constexpr, POWERS: tl.constexpr, HARDWARE: tl.constexpr,
+):  # fmt: skip
+    """A token to the rows of its slots, and its weights to theirs. GROUP: columns that share a factor; 0 = as it is.
+
+    A token is read, and quantised, once for all of its slots.
+    """
+    m = tl.program_id(0)
+    columns = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)[None, :]
+    x = tl.load(tokens + m.to(tl.int64) * stride + columns, mask=columns < width, other=0.0)
+    if tl.program_id(1) == 0:
+        slots = tl.arange(0, SLOTS)
+        pos = tl.load(slot_to_pos + m * k + slots, mask=slots < k, other=-1)
+        tl.store(row_weights + pos, tl.load(topk_weights + m * k + slots, mask=slots < k, other=0.0), mask=pos >= 0)
+    if GROUP > 0:
+        x, sf = quantized(widen(x), GROUP, POWERS, HARDWARE)
+    for s in range(k):
+        pos = tl.load(slot_to_pos + m * k + s)
+        if pos >= 0:
+            if GROUP > 0:
+                store_quantized(rows, rows_sf, pos, x, sf, width, BLOCK, GROUP)
+            else:
+                tl.store(rows + pos.to(tl.int64) * width + columns, x, mask=columns < width)
+
+
+@triton.jit
+def quantize_kernel(
+    rows, values, sf, offsets, num_experts, width,
+    BLOCK: tl.constexpr, GROUP: tl.constexpr, POWERS: tl.constexpr, HARDWARE: tl.constexpr,
+):  # fmt: skip
+    """A row, quantised, if an expert has it."""
+    row = tl.program_id(0)
+    if row < tl.load(offsets + num_experts):
+        columns = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)[None, :]
+        x = tl.load(rows + row.to(tl.int64) * width + columns, mask=columns < width, other=0.0)
+        x, x_sf = quantized(widen(x), GROUP, POWERS, HARDWARE)
+        store_quantized(values, sf, row, x, x_sf, width, BLOCK, GROUP)
+
+
+@triton.jit
+def combine_kernel(rows, slot_to_pos, out, width, K: tl.constexpr, BLOCK: tl.constexpr):
+    """The sum of a token's rows in the order of its slots, in float32, rounded once."""
+    m = tl.program_id(0)
+    columns = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    total = tl.zeros((BLOCK,), tl.float32)
+    for s in tl.static_range(K):  # unrolled: all loads are under way before the first sum
+        pos = tl.load(slot_to_pos + m * K + s)
+        total += widen(
+            tl.load(rows + pos.to(tl.int64) * width + columns, mask=(columns < width) & (pos >= 0), other=0.0)
+        )
+    tl.store(out + m.to(tl.int64) * width + columns, bf16(total), mask=columns < width)
