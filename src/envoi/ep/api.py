@@ -1,16 +1,20 @@
 """`envoi.ExpertParallel`: experts spread over the ranks of a torch.distributed group."""
 
 import itertools
+import platform
+from collections.abc import Callable
 from datetime import timedelta
-from typing import cast
+from typing import NoReturn, cast
 
 import torch
 import torch.distributed as dist
 from torch.distributed.distributed_c10d import PrefixStore, ProcessGroupGloo
 
-from envoi.ep import staged
+from envoi.check import expect_int
+from envoi.ep import nvlink, staged
 from envoi.ep.exchange import Channel, gather_ints, gather_texts
-from envoi.ep.watch import Watch
+from envoi.ep.memory import Plan
+from envoi.ep.watch import PeerTimeout, Watch
 from envoi.experts.op import check_ids, check_tokens, flatten, unflatten
 from envoi.operators import operator
 from envoi.router.reference import count_tokens
@@ -27,9 +31,13 @@ class ExpertParallel:
     group: a torch.distributed process group of gloo or NCCL; None = the default group. Every rank of it makes the
         object, with the same hidden, intermediate, format and activation; the number of experts may differ.
     timeout_s: bounds every wait for a peer.
+    max_tokens, num_topk: the most tokens that a rank will have, and slots of a token. With both, ranks whose GPUs reach
+        each other's memory (one host, NVLink) use kernels that read and write it: for that, room for
+        max_tokens * num_topk rows of bf16 and num_ranks times as many in the experts' format is allocated here, once.
+        A call then takes no size back to the host, never waits for the device, and can be captured in a CUDA graph.
 
     Attributes: num_experts (over all ranks), expert_offsets (rank r owns expert_offsets[r] : expert_offsets[r + 1]),
-    transport ("gloo" or "nccl").
+    transport ("nvlink", "nccl" or "gloo") and why it is that one.
 
     Example, 4 ranks with 4 experts each: `ExpertParallel(pack(...)).moe(tokens, routing)`, where routing.num_experts is
     16 and rank 1 owns experts 4 to 7.
@@ -37,21 +45,31 @@ class ExpertParallel:
     Raises ValueError, on every rank, if the ranks disagree; PeerTimeout if one doesn't come.
     """
 
-    def __init__(self, experts: ExpertWeights, group: dist.ProcessGroup | None = None, timeout_s: float = 10.0):
+    def __init__(
+        self, experts: ExpertWeights, group: dist.ProcessGroup | None = None, timeout_s: float = 10.0,
+        max_tokens: int | None = None, num_topk: int | None = None,
+    ):  # fmt: skip
         if not isinstance(experts, ExpertWeights):
             raise ValueError(f"experts: expected ExpertWeights from envoi.experts.pack, got {type(experts).__name__}")
         if not timeout_s > 0:
             raise ValueError(f"timeout_s: expected a positive number of seconds, got {timeout_s!r}")
+        for name, value in (("max_tokens", max_tokens), ("num_topk", num_topk)):
+            if value is not None:
+                expect_int(name, value, 1)
         if not dist.is_initialized():
             raise ValueError("group: expected an initialised torch.distributed; call init_process_group first")
         self.experts, self.timeout_s = experts, timeout_s
         group = group or dist.distributed_c10d._get_default_group()
         self.name = _name(dist.get_process_group_ranks(group))
         self.channel = _open_channel(group, experts.device, timeout_s, self.name)
-        self.transport = "gloo" if self.channel.data is self.channel.control else "nccl"
-        sizes = _agree(self.channel, experts)
+        sizes = _agree(self.channel, experts, max_tokens, num_topk)
         self.expert_offsets = [0, *itertools.accumulate(sizes)]
         self.num_experts = self.expert_offsets[-1]
+        self.max_tokens, self.num_topk = max_tokens, num_topk
+        self.transport = "gloo" if self.channel.data is self.channel.control else "nccl"
+        self.domain, self.why = self._open_domain(group)
+        if self.domain is not None:
+            self.transport = "nvlink"
         _instances[self.name] = self
 
     def moe(self, tokens: torch.Tensor, routing: Routing) -> torch.Tensor:
@@ -59,19 +77,39 @@ class ExpertParallel:
 
         routing: topk_ids over all num_experts, -1 = masked slot; k may be anything, the same on every rank.
         Equals `envoi.moe` on one rank that holds all experts and the tokens of all ranks, bit for bit.
-        Raises ValueError on every rank if any rank's arguments are refused, PeerTimeout if a rank is lost or late.
+        Raises ValueError on every rank if any rank's arguments are refused, PeerTimeout if a rank is lost or late. Over
+        NVLink the host doesn't wait to know: the rank whose arguments are wrong raises at once (but for ids, which only
+        the device knows), the output is NaN everywhere, and the next call or `check` raises.
         """
         ids, weights = routing.topk_ids, routing.topk_weights
         return torch.ops.envoi.moe_parallel(
             tokens, weights, ids, routing.num_experts, self.name, *flatten(self.experts)
         )
 
+    def check(self) -> None:
+        """Raise what went wrong in calls that the device has come to; over NVLink, as far as it has come.
+
+        After `torch.cuda.synchronize()` that is all calls. Not a collective call.
+        """
+        if self.channel.watch.failure is not None:
+            raise self.channel.watch.failure
+        if self.domain is not None and self.domain.report.any():
+            self._raise_reported(self.domain)
+
     def close(self) -> None:
-        """The operator can't reach the object any more. Not a collective call."""
+        """The operator can't reach the object any more, and its memory is freed. Not a collective call.
+
+        Over NVLink, peers must have done what they do with this rank's memory: close after a meeting of all ranks.
+        """
         _instances.pop(self.name, None)
+        self.domain = None
 
     def _run(self, tokens: torch.Tensor, routing: Routing, experts: ExpertWeights) -> torch.Tensor:
-        refusal = _refusal(tokens, routing, experts, self.num_experts)
+        refusal = self._refusal(tokens, routing, experts)
+        if self.domain is not None:
+            return self._run_over_nvlink(self.domain, refusal, tokens, routing, experts)
+        if not refusal:
+            refusal = _complaint(check_ids, routing.topk_ids, self.num_experts)
         k = routing.topk_ids.shape[1] if not refusal else 0
         counts = count_tokens(routing.topk_ids, self.num_experts).tolist() if not refusal else [0] * self.num_experts
         header = gather_ints(self.channel, [int(bool(refusal)), k, *counts], "dispatch: exchange of counts")
@@ -82,6 +120,69 @@ class ExpertParallel:
             tokens, routing.topk_weights, routing.topk_ids, experts, header[:, 2:], self.expert_offsets, self.channel
         )
 
+    def _run_over_nvlink(
+        self, domain: nvlink.Domain, refusal: str, tokens: torch.Tensor, routing: Routing, experts: ExpertWeights
+    ) -> torch.Tensor:
+        self.check()
+        if refusal:
+            self.channel.watch.store.set(f"refused/{domain.rank}", refusal)
+            nvlink.refuse(domain)
+            raise ValueError(refusal)
+        return nvlink.moe(domain, tokens, routing.topk_weights, routing.topk_ids, experts)
+
+    def _raise_reported(self, domain: nvlink.Domain) -> NoReturn:
+        codes, watch = domain.report.tolist(), self.channel.watch
+        late = [rank for rank, code in enumerate(codes) if code in nvlink.LATE]
+        if late:
+            step = nvlink.LATE[codes[late[0]]]
+            watch.failure = PeerTimeout([watch.ranks[rank] for rank in late], step, self.timeout_s)
+            raise watch.failure
+        first = next(rank for rank, code in enumerate(codes) if code)
+        domain.report.zero_()
+        text = f"routing.topk_ids: expected ids from 0 to {self.num_experts - 1}, or -1 for a masked slot"
+        if codes[first] == nvlink.REFUSED_ON_HOST:
+            text = watch.store.get(f"refused/{first}").decode()
+        raise ValueError(f"rank {first} of the group refused its arguments in an earlier call: {text}")
+
+    def _open_domain(self, group: dist.ProcessGroup) -> tuple[nvlink.Domain | None, str]:
+        """The memory shared over NVLink, or None, and why. Collective."""
+        if self.transport == "gloo":
+            return None, "the group is one of gloo"
+        if self.max_tokens is None or self.num_topk is None:
+            return None, "max_tokens and num_topk weren't given"
+        refusal = nvlink.supports_nvlink(self.experts)
+        texts = gather_texts(self.channel, refusal or platform.node(), "opening the group")
+        if refusal or len(set(texts)) > 1:
+            return None, refusal or "the ranks are on several hosts"
+        plan = Plan(
+            self.channel.num_ranks, self.num_experts, self.max_tokens, self.num_topk, self.experts.hidden,
+            self.experts.format,
+        )  # fmt: skip
+        domain, trouble = None, ""
+        try:
+            offsets, device = self.expert_offsets, self.experts.device
+            domain = nvlink.open_domain(plan, self.channel.rank, offsets, self.timeout_s, group, device)
+        except RuntimeError as error:
+            trouble = str(error).partition("\n")[0] or type(error).__name__
+        troubles = gather_texts(self.channel, trouble, "opening the group")
+        failed = [f"rank {rank}: {text}" for rank, text in enumerate(troubles) if text]
+        return (None, failed[0]) if failed else (domain, "all ranks reach each other's memory")
+
+    def _refusal(self, tokens: torch.Tensor, routing: Routing, experts: ExpertWeights) -> str:
+        """What is wrong with this rank's arguments, as far as the host knows, or ""."""
+        return _complaint(check_tokens, tokens, routing, experts) or _complaint(self._check_sizes, tokens, routing)
+
+    def _check_sizes(self, tokens: torch.Tensor, routing: Routing) -> None:
+        if routing.num_experts != self.num_experts:
+            raise ValueError(
+                f"routing.num_experts: expected {self.num_experts} over all ranks, got {routing.num_experts}"
+            )
+        if self.max_tokens is not None and len(tokens) > self.max_tokens:
+            raise ValueError(f"tokens: expected at most {self.max_tokens} of them (max_tokens), got {len(tokens)}")
+        k = routing.topk_ids.shape[1]
+        if self.num_topk is not None and k > self.num_topk:
+            raise ValueError(f"routing.topk_ids: expected at most {self.num_topk} slots a token (num_topk), got {k}")
+
     def _refuse_together(self, refusal: str) -> None:
         """One rank's bad argument is an error on all, at once; waiting for it to come back would be a hang."""
         texts = gather_texts(self.channel, refusal, "exchange of refusals")
@@ -89,13 +190,10 @@ class ExpertParallel:
         raise ValueError(refusal or f"rank {first} of the group refused its arguments: {texts[first]}")
 
 
-def _refusal(tokens: torch.Tensor, routing: Routing, experts: ExpertWeights, num_experts: int) -> str:
-    """What is wrong with this rank's arguments, or ""."""
+def _complaint(check: Callable, *arguments: object) -> str:
+    """What a check raises, or ""."""
     try:
-        check_tokens(tokens, routing, experts)
-        if routing.num_experts != num_experts:
-            raise ValueError(f"routing.num_experts: expected {num_experts} over all ranks, got {routing.num_experts}")
-        check_ids(routing.topk_ids, num_experts)
+        check(*arguments)
     except ValueError as error:
         return str(error)
     return ""
@@ -124,12 +222,13 @@ def _name(ranks: list[int]) -> str:
     return f"envoi {members} #{next(_serials.setdefault(members, itertools.count()))}"
 
 
-def _agree(channel: Channel, experts: ExpertWeights) -> list[int]:
+def _agree(channel: Channel, experts: ExpertWeights, max_tokens: int | None, num_topk: int | None) -> list[int]:
     """Every rank's number of experts, once all ranks have the same everything else."""
     mine = f"hidden={experts.hidden} intermediate={experts.intermediate} format={experts.format}"
     mine += f" activation={experts.activation} swiglu_limit={experts.swiglu_limit} bias={experts.down_bias is not None}"
     texts = gather_texts(channel, mine, "opening the group")
     _same_everywhere("experts", texts)
+    _same_everywhere("sizes", gather_texts(channel, f"{max_tokens=} {num_topk=}", "opening the group"))
     return gather_ints(channel, [experts.num_local_experts], "opening the group")[:, 0].tolist()
 
 

@@ -11,6 +11,7 @@ from envoi.epilogue.lower import Lowered, lower
 from envoi.epilogue.slots import piece_columns, rows_must_fit, slots
 from envoi.gemm import portable, sm90, workspace
 from envoi.gemm.config import RESERVED_BYTES, SHARED_BYTES
+from envoi.gemm.grouping import ALL_ROWS, Grouping
 from envoi.types import Matrix, QuantTensor
 
 NARROW, WIDE = 64, 128  # features of a consumer role, 16 for each of its warps
@@ -163,38 +164,36 @@ def factor_words(sf: torch.Tensor) -> torch.Tensor:
 
 def run(
     a: Matrix, b: Matrix, offsets: torch.Tensor | None, ir: IR, out_dtype: torch.dtype, operands: dict,
-    config: MxConfig | None = None, behind: bool = True,
+    config: MxConfig | None = None, grouping: Grouping = ALL_ROWS,
 ) -> list[torch.Tensor]:  # fmt: skip
-    """The outputs of `envoi.gemm` or, with offsets, `envoi.grouped_gemm`, as a flat list.
-
-    behind: with offsets, whether rows behind offsets[E] are written too.
-    """
+    """The outputs of `envoi.gemm` or, with offsets, `envoi.grouped_gemm`, as a flat list."""
     b = cast(QuantTensor, b)
     M, N = a.shape[0], b.shape[-2]
     num_groups = 0 if offsets is None else b.shape[0]
     tensors, pointers = portable.operand_tensors(ir, operands, num_groups)
-    written = portable.empty_slots(ir, slots(ir, out_dtype), M, N, a.device)
+    written = portable.empty_slots(ir, slots(ir, out_dtype), M, N, a.device, grouping.to)
     if rows_must_fit(ir):
         acc = torch.empty(M, N, dtype=torch.float32, device=a.device)
         plain = lower(store.ir, torch.float32, "gluon", False, False, frozenset())
-        _launch(a, b, offsets, plain, (), [acc], config, behind)
-        portable.finish_rows(acc, ir, out_dtype, tensors, pointers, written, offsets, behind)
+        _launch(a, b, offsets, plain, (), [acc], config, grouping)
+        portable.finish_rows(acc, ir, out_dtype, tensors, pointers, written, offsets, grouping.behind)
     else:
-        code = lower(ir, out_dtype, "gluon", False, False, pointers)
-        _launch(a, b, offsets, code, tensors, written, config, behind)
+        code = lower(ir, out_dtype, "gluon", False, False, pointers, sent=grouping.to is not None)
+        _launch(a, b, offsets, code, tensors, written, config, grouping)
     return portable.finish_outputs(ir, written, offsets)
 
 
 def _launch(
     a: Matrix, b: QuantTensor, offsets: torch.Tensor | None, code: Lowered, operands: tuple,
-    outputs: list[torch.Tensor], config: MxConfig | None, behind: bool,
+    outputs: list[torch.Tensor], config: MxConfig | None, grouping: Grouping,
 ) -> None:  # fmt: skip
     from envoi.gemm.kernel_sm90_mx import mx_kernel
 
     num_sms = torch.cuda.get_device_properties(a.device).multi_processor_count
-    config = config or choose(a.shape[0], b.shape[-2], 0 if offsets is None else b.shape[0], num_sms, code)
+    num_tokens = a.shape[0] if grouping.expected is None else max(1, grouping.expected)
+    config = config or choose(num_tokens, b.shape[-2], 0 if offsets is None else b.shape[0], num_sms, code)
     tokens = room_for_tokens(a)
-    grid, args = arguments(tokens, b, offsets, code, operands, outputs, config, num_sms, behind)
+    grid, args = arguments(tokens, b, offsets, code, operands, outputs, config, num_sms, grouping.behind)
     # Nothing may be launched between the two: the GEMM waits for the one in front of it, and only with its tokens.
     widen_tokens(a, tokens, offsets)
     mx_kernel[grid](*args, num_warps=config.num_warps, launch_pdl=True)  # pyright: ignore[reportIndexIssue, reportCallIssue]

@@ -1,0 +1,207 @@
+"""The path across ranks of one NVLink domain: kernels that read and write peers' memory. A CUDA graph can hold a call.
+
+    publish + announce    tokens to where peers read them, slots to the peers; wait for theirs
+    pull                  peers' tokens -> rows by expert
+    L1 -> L2              as on one rank; L2 sends each row to the slot that it came from
+    meet -> sum           wait for the peers' rows; slots -> tokens
+
+Memory is used again by the next call without a further meeting: a rank gets to its next `announce` only after all have
+met, so after all have pulled; and to its next L2 only after all have announced again, so after all have summed.
+"""
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from envoi.ep.memory import Plan
+from envoi.experts import launch
+from envoi.experts.launch import Launch, Places
+from envoi.gemm.config import power_of_two
+from envoi.gemm.grouping import Grouping
+from envoi.types import ExpertWeights, Matrix, QuantTensor
+
+REFUSED_ON_HOST = 3  # of `report`, as in kernel_triton
+LATE = {1: "dispatch", 2: "combine"}  # of `report`, and the step
+CHUNKS = 8  # programs that announce to one peer
+PULLS_PER_SM = 8  # programs that pull, 4 warps each
+WARPS = {"num_warps": 4}
+
+
+@dataclass
+class Domain:
+    """What the calls of a rank use again and again.
+
+    memory: this rank's, uint8, that peers reach at `peers` [num_ranks] int64. shift, offsets, state: of the call under
+    way. report [num_ranks] int32: what went wrong with which rank, in memory that the host reads without waiting.
+    rows, row_weights, row_to: room for all rows that may come, their weights, and where they go back to.
+    """
+
+    plan: Plan
+    rank: int
+    expert_offsets: list[int]
+    timeout_s: float
+    memory: torch.Tensor
+    peers: torch.Tensor
+    shift: torch.Tensor
+    offsets: torch.Tensor
+    state: torch.Tensor
+    report: torch.Tensor
+    rows: Matrix
+    row_weights: torch.Tensor
+    row_to: torch.Tensor
+    handle: Any = None  # keeps the peers' memory mapped
+
+    @property
+    def first_expert(self) -> int:
+        """This rank's first."""
+        return self.expert_offsets[self.rank]
+
+    @property
+    def num_local(self) -> int:
+        """Experts of this rank."""
+        return self.expert_offsets[self.rank + 1] - self.first_expert
+
+
+def supports_nvlink(experts: ExpertWeights) -> str:
+    """Why the kernels can't be used with these experts; "" if they can."""
+    if not launch.supported(experts.device):
+        return f"no kernels on {experts.device}"
+    return "" if experts.hidden % 16 == 0 else f"hidden {experts.hidden} isn't a multiple of 16"
+
+
+def open_domain(
+    plan: Plan, rank: int, expert_offsets: list[int], timeout_s: float, group: dist.ProcessGroup, device: torch.device
+) -> Domain:
+    """Allocate and map. Collective; RuntimeError where the ranks can't reach each other's memory."""
+    import torch.distributed._symmetric_memory as symmetric
+
+    memory = symmetric.empty(plan.at[-1], dtype=torch.uint8, device=device)
+    handle = symmetric.rendezvous(memory, group)
+    domain = make_domain(plan, rank, expert_offsets, timeout_s, memory, list(handle.buffer_ptrs))
+    domain.handle = handle
+    return domain
+
+
+def make_domain(
+    plan: Plan, rank: int, expert_offsets: list[int], timeout_s: float, memory: torch.Tensor, addresses: list[int]
+) -> Domain:
+    """The rest, around memory that is mapped already. addresses: of all ranks' memory, as this rank sees them."""
+    device, num_local = memory.device, expert_offsets[rank + 1] - expert_offsets[rank]
+    memory[: plan.at[7]].zero_()
+    capacity = plan.num_ranks * plan.max_tokens * min(plan.num_topk, num_local)
+
+    def ints(*shape: int) -> torch.Tensor:
+        return torch.zeros(shape, dtype=torch.int32, device=device)
+
+    report = torch.zeros(plan.num_ranks, dtype=torch.int32, pin_memory=device.type == "cuda")
+    return Domain(
+        plan, rank, expert_offsets, timeout_s, memory, torch.tensor(addresses, dtype=torch.int64, device=device),
+        ints(plan.num_ranks, num_local), ints(num_local + 1), ints(4), report,
+        launch.empty_rows(capacity, plan.hidden, plan.scheme, device),
+        torch.empty(capacity, dtype=torch.float32, device=device),
+        torch.empty(capacity, dtype=torch.int64, device=device),
+    )  # fmt: skip
+
+
+def moe(
+    domain: Domain, tokens: torch.Tensor, topk_weights: torch.Tensor, topk_ids: torch.Tensor, experts: ExpertWeights
+) -> torch.Tensor:
+    """tokens [M, H] bf16 of this rank -> [M, H] bf16; NaN if a rank was late or refused its arguments."""
+    plan = domain.plan
+    (M, k), E = topk_ids.shape, plan.num_experts
+    places = launch.sort(topk_ids, E)
+    publish(domain, tokens)
+    run("announce_kernel", announce_arguments(domain, topk_ids.contiguous(), topk_weights.contiguous(), places))
+    run("pull_kernel", pull_arguments(domain))
+    expected = plan.num_ranks * (M or plan.max_tokens) * k * domain.num_local // E
+    grouping = Grouping(behind=False, expected=expected, to=domain.row_to)
+    launch.expert_mlp(domain.rows, domain.row_weights, domain.offsets, experts, grouping)
+    run("meet_kernel", meet_arguments(domain))
+    out = torch.empty(tokens.shape, dtype=tokens.dtype, device=tokens.device)
+    if M:
+        run("sum_kernel", sum_arguments(domain, places.slot_to_pos, out))
+    return out
+
+
+def refuse(domain: Domain) -> None:
+    """Tell all peers that this rank's arguments are wrong, instead of a call."""
+    none = torch.empty(0, 1, dtype=torch.int32, device=domain.memory.device)
+    places = launch.sort(none, domain.plan.num_experts)
+    run("announce_kernel", announce_arguments(domain, none, none.float(), places, REFUSED_ON_HOST))
+    run("meet_kernel", meet_arguments(domain))
+
+
+def publish(domain: Domain, tokens: torch.Tensor) -> None:
+    """This rank's tokens to where peers read them."""
+    mine = domain.plan.tokens_in(domain.memory)
+    if isinstance(mine, torch.Tensor):
+        mine[: len(tokens)].copy_(tokens)
+    elif len(tokens):
+        run("publish_kernel", publish_arguments(tokens, mine))
+
+
+def publish_arguments(tokens: torch.Tensor, mine: QuantTensor) -> Launch:
+    """Grid, arguments and options of `publish_kernel`."""
+    tokens = tokens if tokens.stride(1) == 1 else tokens.contiguous()
+    M, width = tokens.shape
+    values, sf, block, *form = launch.quantised(mine, width)
+    return (M, -(-width // block)), (tokens, tokens.stride(0), values, sf, width, block, *form), launch.warps(block)
+
+
+def announce_arguments(
+    domain: Domain, topk_ids: torch.Tensor, topk_weights: torch.Tensor, places: Places, trouble: int = 0
+) -> Launch:
+    """Grid, arguments and options of `announce_kernel`."""
+    plan = domain.plan
+    shape = (power_of_two(domain.num_local), power_of_two(plan.num_ranks))
+    arguments = (
+        topk_ids, places.slot_to_pos, places.offsets, topk_weights, domain.peers, plan.at, domain.shift, domain.offsets,
+        domain.state, domain.report, domain.rank, plan.num_ranks, *topk_ids.shape, plan.room, plan.num_experts,
+        domain.first_expert, domain.num_local, trouble, int(domain.timeout_s * 1e9),
+        CHUNKS, power_of_two(plan.num_experts + 1), shape, domain.memory.is_cuda,
+    )  # fmt: skip
+    return (plan.num_ranks, CHUNKS), arguments, WARPS
+
+
+def pull_arguments(domain: Domain) -> Launch:
+    """Grid, arguments and options of `pull_kernel`."""
+    plan, rows = domain.plan, domain.rows
+    values, sf = (rows, None) if isinstance(rows, torch.Tensor) else (rows.values, rows.sf)
+    if sf is not None:
+        sf = sf.view(torch.uint8) if sf.itemsize == 1 else sf.view(torch.int32)
+    num_words = plan.row_bytes // 4
+    arguments = (
+        domain.peers, plan.at, domain.shift, domain.state, values.view(torch.int32), sf, domain.row_weights,
+        domain.row_to, domain.rank, plan.num_ranks, plan.room, domain.first_expert, domain.num_local, num_words,
+        plan.num_sf, plan.slot_bytes, power_of_two(plan.num_topk), power_of_two(num_words),
+        power_of_two(plan.num_sf) if plan.num_sf else 0,
+    )  # fmt: skip
+    num_sms = 1 if not values.is_cuda else torch.cuda.get_device_properties(values.device).multi_processor_count
+    return (PULLS_PER_SM * num_sms,), arguments, WARPS
+
+
+def meet_arguments(domain: Domain) -> Launch:
+    """Grid, arguments and options of `meet_kernel`."""
+    arguments = (
+        domain.peers, domain.plan.at, domain.state, domain.report, domain.rank, int(domain.timeout_s * 1e9),
+        domain.memory.is_cuda,
+    )  # fmt: skip
+    return (domain.plan.num_ranks,), arguments, WARPS
+
+
+def sum_arguments(domain: Domain, slot_to_pos: torch.Tensor, out: torch.Tensor) -> Launch:
+    """Grid, arguments and options of `sum_kernel`."""
+    (M, k), width = slot_to_pos.shape, out.shape[1]
+    block = min(launch.SUMMED, power_of_two(width))
+    slots = domain.plan.slots_in(domain.memory)
+    return (M, -(-width // block)), (slots, slot_to_pos, out, domain.state, width, k, block), launch.warps(block)
+
+
+def run(name: str, given: Launch) -> None:
+    """Launch a kernel of this folder."""
+    from envoi.ep import kernel_triton
+
+    grid, arguments, options = given
+    getattr(kernel_triton, name)[grid](*arguments, **options)
