@@ -59,6 +59,11 @@ class Domain:
         return self.expert_offsets[self.rank]
 
     @property
+    def on_gpu(self) -> bool:
+        """False in the interpreter; "meta" stands for a GPU."""
+        return self.memory.device.type != "cpu"
+
+    @property
     def num_local(self) -> int:
         """Experts of this rank."""
         return self.expert_offsets[self.rank + 1] - self.first_expert
@@ -160,7 +165,7 @@ def announce_arguments(
         topk_ids, places.slot_to_pos, places.offsets, topk_weights, domain.peers, plan.at, domain.shift, domain.offsets,
         domain.state, domain.report, domain.rank, plan.num_ranks, *topk_ids.shape, plan.room, plan.num_experts,
         domain.first_expert, domain.num_local, trouble, int(domain.timeout_s * 1e9),
-        CHUNKS, power_of_two(plan.num_experts + 1), shape, domain.memory.is_cuda,
+        CHUNKS, power_of_two(plan.num_experts + 1), shape, domain.on_gpu,
     )  # fmt: skip
     return (plan.num_ranks, CHUNKS), arguments, WARPS
 
@@ -186,7 +191,7 @@ def meet_arguments(domain: Domain) -> Launch:
     """Grid, arguments and options of `meet_kernel`."""
     arguments = (
         domain.peers, domain.plan.at, domain.state, domain.report, domain.rank, int(domain.timeout_s * 1e9),
-        domain.memory.is_cuda,
+        domain.on_gpu,
     )  # fmt: skip
     return (domain.plan.num_ranks,), arguments, WARPS
 

@@ -236,6 +236,70 @@ def _experts_combine(arch: str) -> "Recipe":
     return expert_recipes.combine(arch)
 
 
+@kernel("ep-publish-fp8-block128", arches=TRITON_ARCHES)
+def _ep_publish_fp8_block128(arch: str) -> "Recipe":
+    """Tokens, quantised to 1x128, to where peers read them."""
+    from envoi.sass import ep_recipes
+
+    return ep_recipes.publish(arch, "fp8_block128")
+
+
+@kernel("ep-announce", arches=TRITON_ARCHES)
+def _ep_announce(arch: str) -> "Recipe":
+    """Which expert each slot wants, to all peers; waits for theirs."""
+    from envoi.sass import ep_recipes
+
+    return ep_recipes.announce(arch)
+
+
+@kernel("ep-pull-bf16", arches=TRITON_ARCHES)
+def _ep_pull_bf16(arch: str) -> "Recipe":
+    """Peers' tokens in bf16 to rows by expert."""
+    from envoi.sass import ep_recipes
+
+    return ep_recipes.pull(arch, "bf16")
+
+
+@kernel("ep-pull-fp8-row", arches=TRITON_ARCHES)
+def _ep_pull_fp8_row(arch: str) -> "Recipe":
+    """Peers' tokens in fp8_row to rows by expert."""
+    from envoi.sass import ep_recipes
+
+    return ep_recipes.pull(arch, "fp8_row")
+
+
+@kernel("ep-pull-fp8-block128", arches=TRITON_ARCHES)
+def _ep_pull_fp8_block128(arch: str) -> "Recipe":
+    """Peers' tokens in fp8_block128 to rows by expert."""
+    from envoi.sass import ep_recipes
+
+    return ep_recipes.pull(arch, "fp8_block128")
+
+
+@kernel("ep-pull-mxfp8", arches=TRITON_ARCHES)
+def _ep_pull_mxfp8(arch: str) -> "Recipe":
+    """Peers' tokens in MXFP8 to rows by expert."""
+    from envoi.sass import ep_recipes
+
+    return ep_recipes.pull(arch, "mxfp4")
+
+
+@kernel("ep-meet", arches=TRITON_ARCHES)
+def _ep_meet(arch: str) -> "Recipe":
+    """Tells peers that their rows have been sent, and waits for the same."""
+    from envoi.sass import ep_recipes
+
+    return ep_recipes.meet(arch)
+
+
+@kernel("ep-sum", arches=TRITON_ARCHES)
+def _ep_sum(arch: str) -> "Recipe":
+    """Sums of tokens' slots."""
+    from envoi.sass import ep_recipes
+
+    return ep_recipes.sums(arch)
+
+
 def _hopper(case: Case) -> "Callable[[str], Recipe]":
     """The recipe of a case of the Hopper GEMM."""
 
