@@ -2,7 +2,7 @@
 # pyright: reportGeneralTypeIssues=false, reportAssignmentType=false
 """What the ranks of one NVLink domain do to each other's memory, in Triton. No size comes back to the host.
 
-    publish_kernel    tokens -> this rank's memory, quantised             where peers read them
+    publish_kernel    tokens -> this rank's memory, quantised             where peers read them; slots sorted by expert
     announce_kernel   slots' experts and weights -> every peer            then the flag "dispatch", a wait for theirs
     pull_kernel       peers' tokens -> rows sorted by expert              each read once for all its experts here
     meet_kernel       the flag "combine"                                  after L2 has sent its rows to their slots
@@ -24,7 +24,7 @@ import triton.language as tl
 
 from envoi.epilogue.codes_triton import widen
 from envoi.epilogue.device import bf16
-from envoi.experts.kernel_triton import quantized, store_quantized
+from envoi.experts.kernel_triton import quantized, sort_expert, store_quantized
 
 # What is known of a call (`state[VERDICT]`), and of each rank (`report`).
 FINE: tl.constexpr = tl.constexpr(0)
@@ -80,17 +80,27 @@ def wait_for(flag, count, timeout_ns, ON_GPU: tl.constexpr):
     return came
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["num_slots"])
 def publish_kernel(
-    tokens, stride, values, sf, width,
-    BLOCK: tl.constexpr, GROUP: tl.constexpr, POWERS: tl.constexpr, HARDWARE: tl.constexpr,
+    tokens, stride, values, sf, width, topk_ids, offsets, slot_to_pos, num_slots, num_experts,
+    BLOCK: tl.constexpr, GROUP: tl.constexpr, POWERS: tl.constexpr, HARDWARE: tl.constexpr, SLOTS: tl.constexpr,
 ):  # fmt: skip
-    """A token, quantised, to where peers read it."""
-    m = tl.program_id(0)
-    columns = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)[None, :]
-    x = tl.load(tokens + m.to(tl.int64) * stride + columns, mask=columns < width, other=0.0)
-    x, x_sf = quantized(widen(x), GROUP, POWERS, HARDWARE)
-    store_quantized(values, sf, m, x, x_sf, width, BLOCK, GROUP)
+    """Programs up to num_experts: the slots of an expert. Those behind: a token, quantised, to where peers read it.
+
+    GROUP: columns that share a factor; 0 = bf16 as it is.
+    """
+    m = tl.program_id(0) - num_experts - 1
+    if m < 0:
+        if tl.program_id(1) == 0:
+            sort_expert(tl.program_id(0), topk_ids, offsets, slot_to_pos, num_slots, num_experts, SLOTS)
+    else:
+        columns = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)[None, :]
+        x = tl.load(tokens + m.to(tl.int64) * stride + columns, mask=columns < width, other=0.0)
+        if GROUP > 0:
+            x, x_sf = quantized(widen(x), GROUP, POWERS, HARDWARE)
+            store_quantized(values, sf, m, x, x_sf, width, BLOCK, GROUP)
+        else:
+            tl.store(values + m.to(tl.int64) * width + columns, x, mask=columns < width)
 
 
 @triton.jit

@@ -1,6 +1,7 @@
 """The path across ranks of one NVLink domain: kernels that read and write peers' memory. A CUDA graph can hold a call.
 
-    publish + announce    tokens to where peers read them, slots to the peers; wait for theirs
+    publish               tokens to where peers read them; slots sorted by expert
+    announce              slots to the peers; wait for theirs
     pull                  peers' tokens -> rows by expert
     L1 -> L2              as on one rank; L2 sends each row to the slot that it came from
     meet -> sum           wait for the peers' rows; slots -> tokens
@@ -20,10 +21,11 @@ from envoi.experts import launch
 from envoi.experts.launch import Launch, Places
 from envoi.gemm.config import power_of_two
 from envoi.gemm.grouping import Grouping
-from envoi.types import ExpertWeights, Matrix, QuantTensor
+from envoi.types import ExpertWeights, Matrix
 
 REFUSED_ON_HOST = 3  # of `report`, as in kernel_triton
 LATE = {1: "dispatch", 2: "combine"}  # of `report`, and the step
+SORTED = 2048  # slots that are sorted at once
 CHUNKS = 8  # programs that announce to one peer
 PULLS_PER_SM = 8  # programs that pull, 4 warps each
 WARPS = {"num_warps": 4}
@@ -116,8 +118,7 @@ def moe(
     """tokens [M, H] bf16 of this rank -> [M, H] bf16; NaN if a rank was late or refused its arguments."""
     plan = domain.plan
     (M, k), E = topk_ids.shape, plan.num_experts
-    places = launch.sort(topk_ids, E)
-    publish(domain, tokens)
+    places = publish(domain, tokens, topk_ids)
     run("announce_kernel", announce_arguments(domain, topk_ids.contiguous(), topk_weights.contiguous(), places))
     run("pull_kernel", pull_arguments(domain))
     expected = plan.num_ranks * (M or plan.max_tokens) * k * domain.num_local // E
@@ -133,26 +134,32 @@ def moe(
 def refuse(domain: Domain) -> None:
     """Tell all peers that this rank's arguments are wrong, instead of a call."""
     none = torch.empty(0, 1, dtype=torch.int32, device=domain.memory.device)
-    places = launch.sort(none, domain.plan.num_experts)
+    places = publish(domain, none.to(torch.bfloat16).view(0, 1).expand(0, domain.plan.hidden), none)
     run("announce_kernel", announce_arguments(domain, none, none.float(), places, REFUSED_ON_HOST))
     run("meet_kernel", meet_arguments(domain))
 
 
-def publish(domain: Domain, tokens: torch.Tensor) -> None:
-    """This rank's tokens to where peers read them."""
-    mine = domain.plan.tokens_in(domain.memory)
-    if isinstance(mine, torch.Tensor):
-        mine[: len(tokens)].copy_(tokens)
-    elif len(tokens):
-        run("publish_kernel", publish_arguments(tokens, mine))
+def publish(domain: Domain, tokens: torch.Tensor, topk_ids: torch.Tensor) -> Places:
+    """This rank's tokens to where peers read them; where its slots are among its own by expert."""
+    offsets = torch.empty(domain.plan.num_experts + 1, dtype=torch.int32, device=topk_ids.device)
+    places = Places(offsets, torch.empty(topk_ids.shape, dtype=torch.int32, device=topk_ids.device))
+    run("publish_kernel", publish_arguments(tokens, topk_ids, places, domain.plan.tokens_in(domain.memory)))
+    return places
 
 
-def publish_arguments(tokens: torch.Tensor, mine: QuantTensor) -> Launch:
-    """Grid, arguments and options of `publish_kernel`."""
+def publish_arguments(tokens: torch.Tensor, topk_ids: torch.Tensor, places: Places, mine: Matrix) -> Launch:
+    """Grid, arguments and options of `publish_kernel`. mine: this rank's tokens, as peers read them."""
     tokens = tokens if tokens.stride(1) == 1 else tokens.contiguous()
-    M, width = tokens.shape
+    num_experts, (M, width) = len(places.offsets) - 1, tokens.shape
     values, sf, block, *form = launch.quantised(mine, width)
-    return (M, -(-width // block)), (tokens, tokens.stride(0), values, sf, width, block, *form), launch.warps(block)
+    if isinstance(mine, torch.Tensor):
+        values = mine
+    arguments = (
+        tokens, tokens.stride(0), values, sf, width, topk_ids.contiguous(), places.offsets, places.slot_to_pos,
+        topk_ids.numel(), num_experts, block, *form,
+        launch.FEW_SLOTS if topk_ids.numel() <= launch.FEW_SLOTS else SORTED,
+    )  # fmt: skip
+    return (num_experts + 1 + M, -(-width // block)), arguments, launch.warps(block)
 
 
 def announce_arguments(

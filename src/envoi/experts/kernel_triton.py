@@ -29,12 +29,17 @@ def experts_at(topk_ids, slots, num_slots, num_experts):
 
 @triton.jit
 def sort_kernel(topk_ids, offsets, slot_to_pos, num_slots, num_experts, BLOCK: tl.constexpr):
-    """Program e: where expert e's rows begin, and the row of each of its slots, in their order.
+    """Slots by expert: a program for each of them, and one for the slots of none."""
+    sort_expert(tl.program_id(0), topk_ids, offsets, slot_to_pos, num_slots, num_experts, BLOCK)
+
+
+@triton.jit
+def sort_expert(own, topk_ids, offsets, slot_to_pos, num_slots, num_experts, BLOCK: tl.constexpr):
+    """Where an expert's rows begin, and the row of each of its slots, in their order.
 
     Each reads all ids twice instead of waiting for the others: nothing is counted by atomics, the order is fixed.
-    Program num_experts gives -1 to the slots of none.
+    Expert num_experts gives -1 to the slots of none.
     """
-    own = tl.program_id(0)
     before = tl.zeros((BLOCK,), tl.int32)
     for first in range(0, num_slots, BLOCK):
         e = experts_at(topk_ids, first + tl.arange(0, BLOCK), num_slots, num_experts)

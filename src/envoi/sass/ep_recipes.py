@@ -16,17 +16,15 @@ def publish(arch: str, format: str) -> Recipe:
     """Tokens to where peers read them."""
     domain = _domain(format)
     mine = domain.plan.tokens_in(domain.memory)
-    if isinstance(mine, torch.Tensor):
-        raise ValueError(f"format: expected one that quantises tokens, got {format!r}")
-    return _recipe(arch, kernel_triton.publish_kernel, nvlink.publish_arguments(_of(torch.bfloat16, M, HIDDEN), mine))
+    given = nvlink.publish_arguments(_of(torch.bfloat16, M, HIDDEN), _slots(), _places(), mine)
+    return _recipe(arch, kernel_triton.publish_kernel, given)
 
 
 def announce(arch: str) -> Recipe:
     """Slots to peers."""
-    places = Places(_of(torch.int32, NUM_EXPERTS + 1), _slots())
     weights = _of(torch.float32, M, NUM_TOPK)
     return _recipe(
-        arch, kernel_triton.announce_kernel, nvlink.announce_arguments(_domain("bf16"), _slots(), weights, places)
+        arch, kernel_triton.announce_kernel, nvlink.announce_arguments(_domain("bf16"), _slots(), weights, _places())
     )
 
 
@@ -54,12 +52,18 @@ def _recipe(arch: str, kernel: object, given: Launch) -> Recipe:
 def _domain(format: str) -> nvlink.Domain:
     plan = Plan(NUM_RANKS, NUM_EXPERTS, M, NUM_TOPK, HIDDEN, format)
     capacity = NUM_RANKS * M * NUM_TOPK
-    ints = (_of(torch.int32, *shape) for shape in ((NUM_RANKS, NUM_LOCAL), (NUM_LOCAL + 1,), (4,), (NUM_RANKS,)))
+    shift, offsets = _of(torch.int32, NUM_RANKS, NUM_LOCAL), _of(torch.int32, NUM_LOCAL + 1)
+    state, report = _of(torch.int32, 4), _of(torch.int32, NUM_RANKS)
     return nvlink.Domain(
         plan, 1, list(range(0, NUM_EXPERTS + 1, NUM_LOCAL)), 10.0, _of(torch.uint8, plan.at[-1]),
-        _of(torch.int64, NUM_RANKS), *ints, launch.empty_rows(capacity, HIDDEN, plan.scheme, torch.device("meta")),
+        _of(torch.int64, NUM_RANKS), shift, offsets, state, report,
+        launch.empty_rows(capacity, HIDDEN, plan.scheme, torch.device("meta")),
         _of(torch.float32, capacity), _of(torch.int64, capacity),
     )  # fmt: skip
+
+
+def _places() -> Places:
+    return Places(_of(torch.int32, NUM_EXPERTS + 1), _slots())
 
 
 def _slots() -> torch.Tensor:

@@ -236,6 +236,14 @@ def _experts_combine(arch: str) -> "Recipe":
     return expert_recipes.combine(arch)
 
 
+@kernel("ep-publish-bf16", arches=TRITON_ARCHES)
+def _ep_publish_bf16(arch: str) -> "Recipe":
+    """Tokens to where peers read them, slots sorted by expert."""
+    from envoi.sass import ep_recipes
+
+    return ep_recipes.publish(arch, "bf16")
+
+
 @kernel("ep-publish-fp8-block128", arches=TRITON_ARCHES)
 def _ep_publish_fp8_block128(arch: str) -> "Recipe":
     """Tokens, quantised to 1x128, to where peers read them."""

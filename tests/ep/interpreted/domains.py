@@ -32,8 +32,7 @@ def moe(
     """`nvlink.moe` on every rank: all take a step before any takes the next, so nobody has to wait."""
     places = []
     for domain, (tokens, routing) in zip(domains, parts, strict=True):
-        places.append(launch.sort(routing.topk_ids, domain.plan.num_experts))
-        nvlink.publish(domain, tokens)
+        places.append(nvlink.publish(domain, tokens, routing.topk_ids))
     for turn in range(2):  # the first time for what they announce: some haven't heard from all before the second
         for domain, (_, routing), place in zip(domains, parts, places, strict=True):
             flags(domain)[0] = CHUNKS if turn else 100 * CHUNKS
