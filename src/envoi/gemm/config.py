@@ -204,13 +204,13 @@ def predicted_cycles(problem: Problem, config: Config, num_sms: int) -> float:
     """How long a config should take."""
     groups = max(1, problem.num_groups)
     tokens = -(-problem.M // groups)
-    tiles = groups * -(-tokens // config.block_m) * -(-problem.N // config.block_n)
+    tiles = groups * _tiles_of_group(problem, config, tokens) * -(-problem.N // config.block_n)
     steps = -(-problem.K // config.block_k)
     row_bytes = config.block_k * problem.element_bytes
     tensor = config.block_x / 64 * row_bytes / 32 * max(config.block_y / 2, 16)
     step = max(tensor, (config.block_x + config.block_y) * row_bytes / L2_BYTES)
     if problem.scaled:
-        step *= 1.2  # adding up the blocks
+        step *= 1.2 if config.num_roles == 2 else 1.5  # adding up the blocks, beside another role's products or alone
     rounds, rest = divmod(tiles, num_sms)
     cycles = rounds * (steps * step + (TURN if config.pingpong else TILE))
     if rest and config.split_k > 1:
@@ -223,6 +223,14 @@ def predicted_cycles(problem: Problem, config: Config, num_sms: int) -> float:
     memory = moved / DRAM_BYTES
     # Whichever is longer hides most of the other.
     return LAUNCH + FIRST_STAGE + TILE + max(cycles, memory) + 0.2 * min(cycles, memory)
+
+
+def _tiles_of_group(problem: Problem, config: Config, tokens: int) -> float:
+    """Tiles along an expert's tokens. Of the last, half empty in the mean, no role multiplies rows of another."""
+    if not problem.num_groups:
+        return -(-tokens // config.block_m)
+    unit = config.block_m // config.num_parts if not config.swap_ab else config.block_m
+    return max(1.0, (tokens + unit / 2) / config.block_m)
 
 
 def default_config(problem: Problem, code: Lowered, num_sms: int) -> Config | None:

@@ -10,7 +10,7 @@ from envoi.ep.kernel_triton import BAD_IDS, FINE, LATE_AT_COMBINE, LATE_AT_DISPA
 from envoi.ep.memory import Plan
 from envoi.experts import launch, moe
 from envoi.quant import FORMATS
-from tests.ep.interpreted import domains as ranks
+from tests.ep import domains as ranks
 from tests.experts.layers import make
 from tests.helpers.accuracy import assert_same_bits
 

@@ -11,9 +11,9 @@ from envoi.types import ExpertWeights, Routing
 from tests.experts.layers import Layer
 
 
-def open_all(plan: Plan, expert_offsets: list[int]) -> list[Domain]:
+def open_all(plan: Plan, expert_offsets: list[int], device: str = "cpu") -> list[Domain]:
     """A domain for each rank."""
-    memories = [torch.zeros(plan.at[-1], dtype=torch.uint8) for _ in range(plan.num_ranks)]
+    memories = [torch.zeros(plan.at[-1], dtype=torch.uint8, device=device) for _ in range(plan.num_ranks)]
     addresses = [memory.data_ptr() for memory in memories]
     return [
         nvlink.make_domain(plan, rank, expert_offsets, 1.0, memory, addresses) for rank, memory in enumerate(memories)
