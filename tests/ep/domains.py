@@ -27,9 +27,12 @@ def flags(domain: Domain) -> torch.Tensor:
 
 
 def moe(
-    domains: list[Domain], parts: list[tuple[torch.Tensor, Routing]], experts: list[ExpertWeights]
+    domains: list[Domain], parts: list[tuple[torch.Tensor, Routing]], experts: list[ExpertWeights] | None
 ) -> list[torch.Tensor]:
-    """`nvlink.moe` on every rank: all take a step before any takes the next, so nobody has to wait."""
+    """`nvlink.moe` on every rank: all take a step before any takes the next, so nobody has to wait.
+
+    experts: None leaves both GEMMs out, and what was in the slots is summed.
+    """
     places = []
     for domain, (tokens, routing) in zip(domains, parts, strict=True):
         places.append(nvlink.publish(domain, tokens, routing.topk_ids))
@@ -40,7 +43,7 @@ def moe(
             nvlink.run("announce_kernel", given)
     for domain in domains:
         nvlink.run("pull_kernel", nvlink.pull_arguments(domain))
-    for domain, mine in zip(domains, experts, strict=True):
+    for domain, mine in zip(domains, experts or [], strict=experts is not None):
         grouping = Grouping(behind=False, expected=10, to=domain.row_to)
         launch.expert_mlp(domain.rows, domain.row_weights, domain.offsets, mine, grouping)
     for domain in domains:

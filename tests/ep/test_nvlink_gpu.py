@@ -3,6 +3,7 @@
 import contextlib
 import os
 import time
+from functools import cache
 from itertools import pairwise
 
 import pytest
@@ -13,12 +14,14 @@ from envoi.ep import ExpertParallel, PeerTimeout
 from envoi.ep.memory import Plan
 from envoi.experts import moe
 from envoi.quant import FORMATS
+from envoi.sass import ep_recipes, registry
 from envoi.types import Routing
 from tests.ep import cases, domains
 from tests.ep.cases import Case
 from tests.ep.test_ranks import random_cases
 from tests.experts.layers import make
 from tests.helpers.accuracy import assert_same_bits
+from tests.helpers.launches import assert_same_code, watched
 from tests.helpers.ranks import run_ranks
 
 LAYER = {"tokens": 60, "experts": 8, "k": 3, "hidden": 256, "intermediate": 128}
@@ -51,6 +54,31 @@ def test_several_ranks_in_one_process(format, sizes):
     want = moe(layer.tokens, routing, layer.pack(format))
     for _ in range(2):
         assert_same_bits(torch.cat(domains.moe(opened, parts, packed)), want)
+
+
+@cache
+def launched() -> dict[str, str]:
+    """The kernels between ranks on the registry's sizes, in all formats: {hash: PTX}."""
+    found: dict[str, str] = {}
+    layer, _ = on_gpu(make(tokens=ep_recipes.M, experts=16, k=ep_recipes.NUM_TOPK, hidden=ep_recipes.HIDDEN))
+    E, num_ranks = ep_recipes.NUM_EXPERTS, ep_recipes.NUM_RANKS
+    ids = layer.routing.topk_ids.cuda() * (E // 16)
+    routing = Routing(layer.routing.topk_weights.cuda(), ids, E)
+    with watched(lambda sha256, kernel: found.setdefault(sha256, kernel.asm["ptx"])):
+        for format in FORMATS:
+            plan = Plan(num_ranks, E, ep_recipes.M, ep_recipes.NUM_TOPK, ep_recipes.HIDDEN, format)
+            ends = list(range(0, E + 1, E // num_ranks))
+            opened = domains.open_all(plan, ends, "cuda")
+            domains.moe(opened, [(layer.tokens, routing)] * num_ranks, None)
+            pulled = [int(domain.offsets[-1]) for domain in opened]
+            assert sum(pulled) == num_ranks * int((ids >= 0).sum())
+    return found
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("name", [name for name in registry.KERNELS if name.startswith("ep-")])
+def test_registered(name):
+    assert_same_code(name, registry.find(name).recipe("sm_90"), launched())
 
 
 def open_here(layer, format: str, rank: int, ends: list[int], **options) -> ExpertParallel:

@@ -67,9 +67,9 @@ def raise_flag(flag):
 
 
 @triton.jit
-def wait_for(flag, count, timeout_ns, ON_GPU: tl.constexpr):
+def wait_for(flag, count, timeout_us, ON_GPU: tl.constexpr):
     """Until a flag has been raised count times, which are taken off it. False if it took longer than allowed."""
-    start = now(ON_GPU)
+    start, timeout_ns = now(ON_GPU), tl.cast(timeout_us, tl.int64) * 1000
     seen = tl.atomic_add(flag, 0, sem="acquire", scope="sys")
     waited = start * 0
     while (seen < count) & (waited <= timeout_ns):
@@ -152,10 +152,10 @@ def judge(own, at, state, report, num_ranks, shape: tl.constexpr):
     return verdict
 
 
-@triton.jit(do_not_specialize=["rank", "num_tokens", "first_expert", "trouble", "timeout_ns"])
+@triton.jit(do_not_specialize=["rank", "num_tokens", "first_expert", "trouble", "timeout_us"])
 def announce_kernel(
     topk_ids, slot_to_pos, slot_offsets, topk_weights, peers, at, shift, offsets, state, report,
-    rank, num_ranks, num_tokens, k, room, num_experts, first_expert, num_local, trouble, timeout_ns,
+    rank, num_ranks, num_tokens, k, room, num_experts, first_expert, num_local, trouble, timeout_us,
     CHUNKS: tl.constexpr, EXPERTS: tl.constexpr, shape: tl.constexpr, ON_GPU: tl.constexpr,
 ):  # fmt: skip
     """Program (p, c): chunk c of this rank's slots to peer p. The first of them waits for p, the last to come judges.
@@ -185,7 +185,7 @@ def announce_kernel(
         raise_flag(ints(theirs + at[0]) + rank)
     if chunk == 0:
         if verdict != LOST:
-            if not wait_for(ints(own + at[0]) + peer, CHUNKS, timeout_ns, ON_GPU):
+            if not wait_for(ints(own + at[0]) + peer, CHUNKS, timeout_us, ON_GPU):
                 tl.store(report + peer, LATE_AT_DISPATCH)
                 tl.store(state + VERDICT, LOST)
                 tl.debug_barrier()
@@ -251,14 +251,14 @@ def pull_kernel(
             )  # fmt: skip
 
 
-@triton.jit(do_not_specialize=["rank", "timeout_ns"])
-def meet_kernel(peers, at, state, report, rank, timeout_ns, ON_GPU: tl.constexpr):
+@triton.jit(do_not_specialize=["rank", "timeout_us"])
+def meet_kernel(peers, at, state, report, rank, timeout_us, ON_GPU: tl.constexpr):
     """Program p: tell peer p that all rows for it have been sent, and wait for the same from it."""
     peer = tl.program_id(0)
     if tl.load(state + VERDICT) != LOST:
         raise_flag(ints(tl.load(peers + peer) + at[0]) + tl.num_programs(0) + rank)
         own = tl.load(peers + rank)
-        if not wait_for(ints(own + at[0]) + tl.num_programs(0) + peer, 1, timeout_ns, ON_GPU):
+        if not wait_for(ints(own + at[0]) + tl.num_programs(0) + peer, 1, timeout_us, ON_GPU):
             tl.store(report + peer, LATE_AT_COMBINE)
             tl.store(state + VERDICT, LOST)
 

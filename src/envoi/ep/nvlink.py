@@ -171,7 +171,7 @@ def announce_arguments(
     arguments = (
         topk_ids, places.slot_to_pos, places.offsets, topk_weights, domain.peers, plan.at, domain.shift, domain.offsets,
         domain.state, domain.report, domain.rank, plan.num_ranks, *topk_ids.shape, plan.room, plan.num_experts,
-        domain.first_expert, domain.num_local, trouble, int(domain.timeout_s * 1e9),
+        domain.first_expert, domain.num_local, trouble, int(domain.timeout_s * 1e6),
         CHUNKS, power_of_two(plan.num_experts + 1), shape, domain.on_gpu,
     )  # fmt: skip
     return (plan.num_ranks, CHUNKS), arguments, WARPS
@@ -197,7 +197,7 @@ def pull_arguments(domain: Domain) -> Launch:
 def meet_arguments(domain: Domain) -> Launch:
     """Grid, arguments and options of `meet_kernel`."""
     arguments = (
-        domain.peers, domain.plan.at, domain.state, domain.report, domain.rank, int(domain.timeout_s * 1e9),
+        domain.peers, domain.plan.at, domain.state, domain.report, domain.rank, int(domain.timeout_s * 1e6),
         domain.on_gpu,
     )  # fmt: skip
     return (domain.plan.num_ranks,), arguments, WARPS
