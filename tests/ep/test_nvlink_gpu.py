@@ -62,7 +62,8 @@ def launched() -> dict[str, str]:
     found: dict[str, str] = {}
     layer, _ = on_gpu(make(tokens=ep_recipes.M, experts=16, k=ep_recipes.NUM_TOPK, hidden=ep_recipes.HIDDEN))
     E, num_ranks = ep_recipes.NUM_EXPERTS, ep_recipes.NUM_RANKS
-    ids = layer.routing.topk_ids.cuda() * (E // 16)
+    ids = layer.routing.topk_ids.cuda()
+    ids = torch.where(ids < 0, ids, ids * (E // 16))
     routing = Routing(layer.routing.topk_weights.cuda(), ids, E)
     with watched(lambda sha256, kernel: found.setdefault(sha256, kernel.asm["ptx"])):
         for format in FORMATS:

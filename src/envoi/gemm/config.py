@@ -210,7 +210,8 @@ def predicted_cycles(problem: Problem, config: Config, num_sms: int) -> float:
     tensor = config.block_x / 64 * row_bytes / 32 * max(config.block_y / 2, 16)
     step = max(tensor, (config.block_x + config.block_y) * row_bytes / L2_BYTES)
     if problem.scaled:
-        step *= 1.2 if config.num_roles == 2 else 1.5  # adding up the blocks, beside another role's products or alone
+        # Adding up the blocks: beside another role's products, or alone, or along the instruction's N side.
+        step *= 1.2 if config.num_roles == 2 and not config.swap_ab else 1.35
     rounds, rest = divmod(tiles, num_sms)
     cycles = rounds * (steps * step + (TURN if config.pingpong else TILE))
     if rest and config.split_k > 1:
@@ -226,10 +227,11 @@ def predicted_cycles(problem: Problem, config: Config, num_sms: int) -> float:
 
 
 def _tiles_of_group(problem: Problem, config: Config, tokens: int) -> float:
-    """Tiles along an expert's tokens. Of the last, half empty in the mean, no role multiplies rows of another."""
-    if not problem.num_groups:
+    """Tiles along an expert's tokens. With factors along K also shares of one: the last is half empty in the mean, and
+    roles leave out what others' rows would be."""
+    if not problem.num_groups or not problem.scaled:
         return -(-tokens // config.block_m)
-    unit = config.block_m // config.num_parts if not config.swap_ab else config.block_m
+    unit = config.block_m if config.swap_ab else config.role_m
     return max(1.0, (tokens + unit / 2) / config.block_m)
 
 
