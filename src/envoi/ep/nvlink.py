@@ -116,18 +116,35 @@ def moe(
     domain: Domain, tokens: torch.Tensor, topk_weights: torch.Tensor, topk_ids: torch.Tensor, experts: ExpertWeights
 ) -> torch.Tensor:
     """tokens [M, H] bf16 of this rank -> [M, H] bf16; NaN if a rank was late or refused its arguments."""
-    plan = domain.plan
-    (M, k), E = topk_ids.shape, plan.num_experts
+    places = dispatch(domain, tokens, topk_weights, topk_ids)
+    expert_mlp(domain, experts, topk_ids.numel())
+    return combine(domain, places)
+
+
+def dispatch(domain: Domain, tokens: torch.Tensor, topk_weights: torch.Tensor, topk_ids: torch.Tensor) -> Places:
+    """This rank's tokens to the experts' ranks, their tokens to domain.rows; where this rank's slots are."""
     places = publish(domain, tokens, topk_ids)
     run("announce_kernel", announce_arguments(domain, topk_ids.contiguous(), topk_weights.contiguous(), places))
     run("pull_kernel", pull_arguments(domain))
-    expected = plan.num_ranks * (M or plan.max_tokens) * k * domain.num_local // E
+    return places
+
+
+def expert_mlp(domain: Domain, experts: ExpertWeights, num_slots: int) -> None:
+    """domain.rows through this rank's experts to the slots that they came from. num_slots: of this rank, as a guess at
+    what the others have."""
+    plan = domain.plan
+    expected = plan.num_ranks * (num_slots or plan.room) * domain.num_local // plan.num_experts
     grouping = Grouping(behind=False, expected=expected, to=domain.row_to)
     launch.expert_mlp(domain.rows, domain.row_weights, domain.offsets, experts, grouping)
+
+
+def combine(domain: Domain, places: Places) -> torch.Tensor:
+    """Once all peers have sent what they have: [M, H] bf16."""
     run("meet_kernel", meet_arguments(domain))
-    out = torch.empty(tokens.shape, dtype=tokens.dtype, device=tokens.device)
-    if M:
-        run("sum_kernel", sum_arguments(domain, places.slot_to_pos, out))
+    slot_to_pos = places.slot_to_pos
+    out = torch.empty(len(slot_to_pos), domain.plan.hidden, dtype=torch.bfloat16, device=slot_to_pos.device)
+    if len(out):
+        run("sum_kernel", sum_arguments(domain, slot_to_pos, out))
     return out
 
 
