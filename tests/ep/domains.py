@@ -13,11 +13,13 @@ from tests.experts.layers import Layer
 
 def open_all(plan: Plan, expert_offsets: list[int], device: str = "cpu") -> list[Domain]:
     """A domain for each rank."""
-    memories = [torch.zeros(plan.at[-1], dtype=torch.uint8, device=device) for _ in range(plan.num_ranks)]
-    addresses = [memory.data_ptr() for memory in memories]
-    return [
-        nvlink.make_domain(plan, rank, expert_offsets, 1.0, memory, addresses) for rank, memory in enumerate(memories)
+    opened = [
+        nvlink.allocate(plan, rank, expert_offsets, 1.0, torch.device(device), shared=False)
+        for rank in range(plan.num_ranks)
     ]
+    for domain in opened:
+        nvlink.know_peers(domain, [peer.memory.data_ptr() for peer in opened])
+    return opened
 
 
 def flags(domain: Domain) -> torch.Tensor:

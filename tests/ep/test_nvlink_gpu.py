@@ -281,3 +281,50 @@ def test_one_ranks_mistake_is_an_error_on_all_and_the_next_call_is_right():
             assert right_again
             if rank != 1:
                 assert text.startswith("rank 1 of the group refused its arguments")
+
+
+def hurried(rank: int, num_ranks: int) -> tuple[int, bool]:
+    """Rank 1 passes a wrong id in the second of six calls, and no host waits for the device in between."""
+    torch.cuda.set_device(rank)
+    layer, ends = make(**LAYER), [8 * (r + 1) // num_ranks for r in range(num_ranks)]
+    parallel = open_here(layer, "bf16", rank, ends)
+    inputs = inputs_of(layer, rank, [60 * (r + 1) // num_ranks for r in range(num_ranks)])
+    want, num_errors = parallel.moe(*inputs).clone(), 0
+    bad = wrong("id", *inputs)
+    for call in range(6):
+        try:
+            parallel.moe(*(bad if rank == 1 and call == 1 else inputs))
+        except ValueError:
+            num_errors += 1
+    torch.cuda.synchronize()
+    try:
+        parallel.check()
+    except ValueError:
+        num_errors += 1
+    return num_errors, torch.equal(parallel.moe(*inputs), want)
+
+
+@pytest.mark.gpu(2)
+def test_a_refusal_is_told_once_and_keeps_the_ranks_in_step():
+    num_ranks = min(4, torch.cuda.device_count())
+    outcomes = run_ranks(num_ranks, hurried, backend="nccl", timeout_s=100)
+    assert [outcome.value for outcome in outcomes] == [(1, True)] * num_ranks
+
+
+def layers_in_turn(rank: int, num_ranks: int) -> tuple[bool, bool]:
+    """Two layers of the same sizes, called in turn: whether they share memory, and are right."""
+    torch.cuda.set_device(rank)
+    layers = [make(**(LAYER | {"seed": seed})) for seed in (0, 1)]
+    ends = [8 * (r + 1) // num_ranks for r in range(num_ranks)]
+    opened = [open_here(layer, "fp8_row", rank, ends) for layer in layers]
+    given = [inputs_of(layer, rank, [60 * (r + 1) // num_ranks for r in range(num_ranks)]) for layer in layers]
+    first = [parallel.moe(*inputs).clone() for parallel, inputs in zip(opened, given, strict=True)]
+    again = [torch.equal(opened[i % 2].moe(*given[i % 2]), first[i % 2]) for i in range(40)]
+    return opened[0].domain is opened[1].domain, all(again) and not torch.equal(*first)
+
+
+@pytest.mark.gpu(2)
+def test_layers_share_memory():
+    num_ranks = min(4, torch.cuda.device_count())
+    outcomes = run_ranks(num_ranks, layers_in_turn, backend="nccl", timeout_s=100)
+    assert [outcome.value for outcome in outcomes] == [(True, True)] * num_ranks

@@ -144,7 +144,7 @@ def _work(rank: int, num_ranks: int, folder: str) -> None:
 
 
 def _run_rank(layer: Layer, max_tokens: int) -> tuple[torch.Tensor, dict[str, float]]:
-    parallel, times = ExpertParallel(layer.experts, max_tokens=max_tokens, num_topk=layer.k), {}
+    parallel, times = ExpertParallel(layer.experts, timeout_s=30, max_tokens=max_tokens, num_topk=layer.k), {}
     for _ in range(REPEATS):
         _run_stages(layer, parallel, _Stages(layer.tokens.device, times))
     out = parallel.moe(layer.tokens, route(layer.tokens, layer.gate, layer.k))

@@ -2,9 +2,10 @@
 
 import itertools
 import platform
+import weakref
 from collections.abc import Callable
 from datetime import timedelta
-from typing import NoReturn, cast
+from typing import cast
 
 import torch
 import torch.distributed as dist
@@ -20,8 +21,14 @@ from envoi.operators import operator
 from envoi.router.reference import count_tokens
 from envoi.types import ExpertWeights, Routing
 
+NVLINK = "all ranks reach each other's memory"
+MAX_TIMEOUT_S = 2000  # in microseconds an int32
+
 _serials: dict[str, itertools.count] = {}
-_instances: dict[str, "ExpertParallel"] = {}  # the operator finds its object by name
+# The operator finds its object by name.
+_instances: "weakref.WeakValueDictionary[str, ExpertParallel]" = weakref.WeakValueDictionary()
+# Objects of the same sizes, as those of a model's layers, use the same memory one after the other.
+_domains: "weakref.WeakValueDictionary[tuple, nvlink.Domain]" = weakref.WeakValueDictionary()
 
 
 class ExpertParallel:
@@ -32,9 +39,12 @@ class ExpertParallel:
         object, with the same hidden, intermediate, format and activation; the number of experts may differ.
     timeout_s: bounds every wait for a peer.
     max_tokens, num_topk: the most tokens that a rank will have, and slots of a token. With both, ranks whose GPUs reach
-        each other's memory (one host, NVLink) use kernels that read and write it: for that, room for
-        max_tokens * num_topk rows of bf16 and num_ranks times as many in the experts' format is allocated here, once.
-        A call then takes no size back to the host, never waits for the device, and can be captured in a CUDA graph.
+        each other's memory (one host, NVLink) use kernels that read and write it. For that, room for
+        max_tokens * num_topk rows of bf16 and num_ranks times as many in the experts' format is allocated once for all
+        objects of the same sizes (a model's layers); between the GEMMs, a call takes as much again from torch's
+        allocator. A call then takes no size back to the host, never waits for the device, and can be captured in a
+        CUDA graph. Calls and replays of all objects of a group come in the same order on every rank, and on one
+        stream. A number of tokens that is new may compile kernels: within timeout_s, as peers wait for them.
 
     Attributes: num_experts (over all ranks), expert_offsets (rank r owns expert_offsets[r] : expert_offsets[r + 1]),
     transport ("nvlink", "nccl" or "gloo") and why it is that one.
@@ -51,8 +61,10 @@ class ExpertParallel:
     ):  # fmt: skip
         if not isinstance(experts, ExpertWeights):
             raise ValueError(f"experts: expected ExpertWeights from envoi.experts.pack, got {type(experts).__name__}")
-        if not timeout_s > 0:
-            raise ValueError(f"timeout_s: expected a positive number of seconds, got {timeout_s!r}")
+        if not 0 < timeout_s <= MAX_TIMEOUT_S:
+            raise ValueError(
+                f"timeout_s: expected a positive number of seconds up to {MAX_TIMEOUT_S}, got {timeout_s!r}"
+            )
         for name, value in (("max_tokens", max_tokens), ("num_topk", num_topk)):
             if value is not None:
                 expect_int(name, value, 1)
@@ -75,11 +87,13 @@ class ExpertParallel:
     def moe(self, tokens: torch.Tensor, routing: Routing) -> torch.Tensor:
         """tokens [M, H] bf16 of this rank -> [M, H] bf16; M may differ from rank to rank and be 0. A collective call.
 
-        routing: topk_ids over all num_experts, -1 = masked slot; k may be anything, the same on every rank.
+        routing: topk_ids over all num_experts, -1 = masked slot; k may be anything, over gloo and NCCL the same on
+        every rank.
         Equals `envoi.moe` on one rank that holds all experts and the tokens of all ranks, bit for bit.
         Raises ValueError on every rank if any rank's arguments are refused, PeerTimeout if a rank is lost or late. Over
         NVLink the host doesn't wait to know: the rank whose arguments are wrong raises at once (but for ids, which only
-        the device knows), the output is NaN everywhere, and the next call or `check` raises.
+        the device knows), the output is NaN everywhere, and a later call or `check` raises. What isn't a Routing of
+        tensors at all is an error on this rank alone.
         """
         ids, weights = routing.topk_ids, routing.topk_weights
         return torch.ops.envoi.moe_parallel(
@@ -91,13 +105,12 @@ class ExpertParallel:
 
         After `torch.cuda.synchronize()` that is all calls. Not a collective call.
         """
-        if self.channel.watch.failure is not None:
-            raise self.channel.watch.failure
-        if self.domain is not None and self.domain.report.any():
-            self._raise_reported(self.domain)
+        self._check_lateness()
+        if self.domain is not None and self.domain.report[1].any():
+            self._raise_refusal(self.domain)
 
     def close(self) -> None:
-        """The operator can't reach the object any more, and its memory is freed. Not a collective call.
+        """The operator can't reach the object any more, and its memory is free. Not a collective call.
 
         Over NVLink, peers must have done what they do with this rank's memory: close after a meeting of all ranks.
         """
@@ -123,26 +136,40 @@ class ExpertParallel:
     def _run_over_nvlink(
         self, domain: nvlink.Domain, refusal: str, tokens: torch.Tensor, routing: Routing, experts: ExpertWeights
     ) -> torch.Tensor:
+        self._check_lateness()
+        with torch.cuda.device(domain.memory.device):
+            if refusal:
+                domain.watch.store.set(f"refused/{domain.rank}", refusal)
+                nvlink.refuse(domain)
+                raise ValueError(refusal)
+            out = nvlink.moe(domain, tokens, routing.topk_weights, routing.topk_ids, experts)
+        # Not before: peers that haven't heard of it yet take part in this call, so this rank has to.
         self.check()
-        if refusal:
-            self.channel.watch.store.set(f"refused/{domain.rank}", refusal)
-            nvlink.refuse(domain)
-            raise ValueError(refusal)
-        return nvlink.moe(domain, tokens, routing.topk_weights, routing.topk_ids, experts)
+        return out
 
-    def _raise_reported(self, domain: nvlink.Domain) -> NoReturn:
-        codes, watch = domain.report.tolist(), self.channel.watch
-        late = [rank for rank, code in enumerate(codes) if code in nvlink.LATE]
-        if late:
-            step = nvlink.LATE[codes[late[0]]]
-            watch.failure = PeerTimeout([watch.ranks[rank] for rank in late], step, self.timeout_s)
+    def _check_lateness(self) -> None:
+        """From the first late rank on, nothing works any more."""
+        watch = self.channel.watch if self.domain is None else self.domain.watch
+        if watch.failure is None and self.domain is not None and self.domain.report[0].any():
+            codes = self.domain.report[0].tolist()
+            late = [rank for rank, code in enumerate(codes) if code]
+            names = watch.first_to_say([watch.ranks[rank] for rank in late])
+            watch.failure = PeerTimeout(names, nvlink.LATE[codes[late[0]]], self.timeout_s)
+        if watch.failure is not None:
             raise watch.failure
-        first = next(rank for rank, code in enumerate(codes) if code)
-        domain.report.zero_()
+
+    def _raise_refusal(self, domain: nvlink.Domain) -> None:
+        """Of an earlier call, or of this one; a rank that refused on its own host has raised already."""
+        codes = domain.report[1].tolist()
+        for rank in filter(codes.__getitem__, range(len(codes))):
+            domain.report[1, rank] = 0
+        refused = [r for r, code in enumerate(codes) if code and (r, code) != (domain.rank, nvlink.REFUSED_ON_HOST)]
+        if not refused:
+            return
         text = f"routing.topk_ids: expected ids from 0 to {self.num_experts - 1}, or -1 for a masked slot"
-        if codes[first] == nvlink.REFUSED_ON_HOST:
-            text = watch.store.get(f"refused/{first}").decode()
-        raise ValueError(f"rank {first} of the group refused its arguments in an earlier call: {text}")
+        if codes[refused[0]] == nvlink.REFUSED_ON_HOST:
+            text = domain.watch.store.get(f"refused/{refused[0]}").decode()
+        raise ValueError(f"rank {refused[0]} of the group refused its arguments in an earlier call: {text}")
 
     def _open_domain(self, group: dist.ProcessGroup) -> tuple[nvlink.Domain | None, str]:
         """The memory shared over NVLink, or None, and why. Collective."""
@@ -150,23 +177,42 @@ class ExpertParallel:
             return None, "the group is one of gloo"
         if self.max_tokens is None or self.num_topk is None:
             return None, "max_tokens and num_topk weren't given"
-        refusal = nvlink.supports_nvlink(self.experts)
-        texts = gather_texts(self.channel, refusal or platform.node(), "opening the group")
-        if refusal or len(set(texts)) > 1:
-            return None, refusal or "the ranks are on several hosts"
+        refusals = gather_texts(self.channel, nvlink.supports_nvlink(self.experts), "opening the group")
+        hosts = gather_texts(self.channel, platform.node(), "opening the group")
+        if any(refusals) or len(set(hosts)) > 1:
+            return None, next(filter(None, refusals), "the ranks are on several hosts")
         plan = Plan(
             self.channel.num_ranks, self.num_experts, self.max_tokens, self.num_topk, self.experts.hidden,
             self.experts.format,
         )  # fmt: skip
-        domain, trouble = None, ""
-        try:
-            offsets, device = self.expert_offsets, self.experts.device
-            domain = nvlink.open_domain(plan, self.channel.rank, offsets, self.timeout_s, group, device)
-        except RuntimeError as error:
-            trouble = str(error).partition("\n")[0] or type(error).__name__
-        troubles = gather_texts(self.channel, trouble, "opening the group")
-        failed = [f"rank {rank}: {text}" for rank, text in enumerate(troubles) if text]
-        return (None, failed[0]) if failed else (domain, "all ranks reach each other's memory")
+        key = (tuple(self.channel.watch.ranks), plan, tuple(self.expert_offsets), self.timeout_s)
+        domain = _domains.get(key)
+        if all(gather_texts(self.channel, "known" if domain is not None else "", "opening the group")):
+            return domain, NVLINK
+        domain, why = self._new_domain(plan, group)
+        if domain is not None:
+            _domains[key] = domain
+        return domain, why
+
+    def _new_domain(self, plan: Plan, group: dist.ProcessGroup) -> tuple[nvlink.Domain | None, str]:
+        """Allocate, then map: a rank that has no memory left mustn't let the others wait for it while they map."""
+        domain = None
+
+        def allocate() -> None:
+            nonlocal domain
+            arguments = (plan, self.channel.rank, self.expert_offsets, self.timeout_s, self.experts.device)
+            domain = nvlink.allocate(*arguments)
+            domain.watch = self.channel.watch
+
+        def connect() -> None:
+            nvlink.connect(cast(nvlink.Domain, domain), group)
+
+        for step in (allocate, connect):
+            troubles = gather_texts(self.channel, _trouble(step), "opening the group")
+            failed = [f"rank {rank}: {text}" for rank, text in enumerate(troubles) if text]
+            if failed:
+                return None, failed[0]
+        return domain, NVLINK
 
     def _refusal(self, tokens: torch.Tensor, routing: Routing, experts: ExpertWeights) -> str:
         """What is wrong with this rank's arguments, as far as the host knows, or ""."""
@@ -188,6 +234,15 @@ class ExpertParallel:
         texts = gather_texts(self.channel, refusal, "exchange of refusals")
         first = next(rank for rank, text in enumerate(texts) if text)
         raise ValueError(refusal or f"rank {first} of the group refused its arguments: {texts[first]}")
+
+
+def _trouble(step: Callable[[], None]) -> str:
+    """What a step fails with, in a line, or ""."""
+    try:
+        step()
+    except RuntimeError as error:
+        return str(error).partition("\n")[0] or type(error).__name__
+    return ""
 
 
 def _complaint(check: Callable, *arguments: object) -> str:

@@ -26,19 +26,35 @@ from envoi.epilogue.codes_triton import widen
 from envoi.epilogue.device import bf16
 from envoi.experts.kernel_triton import quantized, sort_expert, store_quantized
 
-# What is known of a call (`state[VERDICT]`), and of each rank (`report`).
+# What is known of a call: `state[VERDICT]`.
 FINE: tl.constexpr = tl.constexpr(0)
 REFUSED: tl.constexpr = tl.constexpr(1)
 LOST: tl.constexpr = tl.constexpr(2)
+
+# What is known of each rank. `report` has two rows: who was late, and whose arguments were refused.
 LATE_AT_DISPATCH: tl.constexpr = tl.constexpr(1)
 LATE_AT_COMBINE: tl.constexpr = tl.constexpr(2)
 REFUSED_ON_HOST: tl.constexpr = tl.constexpr(3)
 BAD_IDS: tl.constexpr = tl.constexpr(4)
 
+# Parts of a rank's memory: `memory.Plan.at` says where each begins.
+FLAGS: tl.constexpr = tl.constexpr(0)
+TROUBLE: tl.constexpr = tl.constexpr(1)
+SIZES: tl.constexpr = tl.constexpr(2)
+COUNTS: tl.constexpr = tl.constexpr(3)
+IDS: tl.constexpr = tl.constexpr(4)
+PLACES: tl.constexpr = tl.constexpr(5)
+WEIGHTS: tl.constexpr = tl.constexpr(6)
+TOKENS: tl.constexpr = tl.constexpr(7)
+FACTORS: tl.constexpr = tl.constexpr(8)
+RETURNS: tl.constexpr = tl.constexpr(9)
+
 # Places in `state`.
 COMERS: tl.constexpr = tl.constexpr(0)
 VERDICT: tl.constexpr = tl.constexpr(1)
 MOST: tl.constexpr = tl.constexpr(2)
+
+PUSHED: tl.constexpr = tl.constexpr(1024)  # slots at once
 
 
 @triton.jit
@@ -71,7 +87,7 @@ def wait_for(flag, count, timeout_us, ON_GPU: tl.constexpr):
     """Until a flag has been raised count times, which are taken off it. False if it took longer than allowed."""
     start, timeout_ns = now(ON_GPU), tl.cast(timeout_us, tl.int64) * 1000
     seen = tl.atomic_add(flag, 0, sem="acquire", scope="sys")
-    waited = start * 0
+    waited = start * 0  # of the type that it has in the loop
     while (seen < count) & (waited <= timeout_ns):
         waited = now(ON_GPU) - start if ON_GPU else start + timeout_ns + 1
         seen = tl.atomic_add(flag, 0, sem="acquire", scope="sys")
@@ -83,16 +99,16 @@ def wait_for(flag, count, timeout_us, ON_GPU: tl.constexpr):
 @triton.jit(do_not_specialize=["num_slots"])
 def publish_kernel(
     tokens, stride, values, sf, width, topk_ids, offsets, slot_to_pos, num_slots, num_experts,
-    BLOCK: tl.constexpr, GROUP: tl.constexpr, POWERS: tl.constexpr, HARDWARE: tl.constexpr, SLOTS: tl.constexpr,
+    BLOCK: tl.constexpr, GROUP: tl.constexpr, POWERS: tl.constexpr, HARDWARE: tl.constexpr, SORTED: tl.constexpr,
 ):  # fmt: skip
     """Programs up to num_experts: the slots of an expert. Those behind: a token, quantised, to where peers read it.
 
-    GROUP: columns that share a factor; 0 = bf16 as it is.
+    GROUP: columns that share a factor; 0 = bf16 as it is. SORTED: slots that are sorted at once.
     """
     m = tl.program_id(0) - num_experts - 1
     if m < 0:
         if tl.program_id(1) == 0:
-            sort_expert(tl.program_id(0), topk_ids, offsets, slot_to_pos, num_slots, num_experts, SLOTS)
+            sort_expert(tl.program_id(0), topk_ids, offsets, slot_to_pos, num_slots, num_experts, SORTED)
     else:
         columns = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)[None, :]
         x = tl.load(tokens + m.to(tl.int64) * stride + columns, mask=columns < width, other=0.0)
@@ -107,9 +123,9 @@ def publish_kernel(
 def push_slots(topk_ids, slot_to_pos, topk_weights, to, chunk, num_slots, num_experts, CHUNKS: tl.constexpr):
     """A chunk of this rank's slots to a peer; whether an id in it is neither an expert nor -1."""
     ids_to, pos_to, weights_to = to
-    bad = tl.zeros((1024,), tl.int32)
-    for first in range(chunk * 1024, num_slots, CHUNKS * 1024):
-        slots = first + tl.arange(0, 1024)
+    bad = tl.zeros((PUSHED,), tl.int32)
+    for first in range(chunk * PUSHED, num_slots, CHUNKS * PUSHED):
+        slots = first + tl.arange(0, PUSHED)
         inside = slots < num_slots
         e = tl.load(topk_ids + slots, mask=inside, other=-1)
         tl.store(ids_to + slots, e, mask=inside)
@@ -125,7 +141,7 @@ def places(own, at, shift, offsets, state, num_ranks, num_experts, first_expert,
     e = tl.arange(0, shape[0])[:, None]
     s = tl.arange(0, shape[1])[None, :]
     inside = (e < num_local) & (s < num_ranks) & live
-    counts = ints(own + at[3]) + s * (num_experts + 1) + first_expert + e
+    counts = ints(own + at[COUNTS]) + s * (num_experts + 1) + first_expert + e
     begin = tl.load(counts, mask=inside, other=0, cache_modifier=".cg")
     count = tl.load(counts + 1, mask=inside, other=0, cache_modifier=".cg") - begin
     flat = tl.reshape(count, (shape[0] * shape[1],))
@@ -134,7 +150,9 @@ def places(own, at, shift, offsets, state, num_ranks, num_experts, first_expert,
     tl.store(offsets + e + s, before, mask=(e < num_local) & (s == 0))
     tl.store(offsets + num_local, tl.sum(flat, 0))
     ranks = tl.arange(0, shape[1])
-    num_tokens = tl.load(ints(own + at[2]) + 2 * ranks, mask=(ranks < num_ranks) & live, other=0, cache_modifier=".cg")
+    num_tokens = tl.load(
+        ints(own + at[SIZES]) + 2 * ranks, mask=(ranks < num_ranks) & live, other=0, cache_modifier=".cg"
+    )
     tl.store(state + MOST, tl.max(num_tokens, 0))
 
 
@@ -142,9 +160,9 @@ def places(own, at, shift, offsets, state, num_ranks, num_experts, first_expert,
 def judge(own, at, state, report, num_ranks, shape: tl.constexpr):
     """Once all peers have come, or haven't: whether the call goes on. Clears what they complained of."""
     ranks = tl.arange(0, shape[1])
-    trouble = ints(own + at[1]) + ranks
+    trouble = ints(own + at[TROUBLE]) + ranks
     found = tl.load(trouble, mask=ranks < num_ranks, other=0, cache_modifier=".cg")
-    tl.store(report + ranks, found, mask=(ranks < num_ranks) & (found > 0))
+    tl.store(report + num_ranks + ranks, found, mask=(ranks < num_ranks) & (found > 0))
     tl.store(trouble, 0, mask=(ranks < num_ranks) & (found > 0))
     verdict = tl.load(state + VERDICT, cache_modifier=".cg")
     verdict = tl.where(verdict == LOST, LOST, tl.where(tl.max(found, 0) > 0, REFUSED, FINE))
@@ -169,23 +187,23 @@ def announce_kernel(
     if verdict != LOST:
         mine = rank * room * 4
         to = (
-            ints(theirs + at[4] + mine),
-            ints(theirs + at[5] + mine),
-            ints(theirs + at[6] + mine).to(tl.pointer_type(tl.float32)),
+            ints(theirs + at[IDS] + mine),
+            ints(theirs + at[PLACES] + mine),
+            ints(theirs + at[WEIGHTS] + mine).to(tl.pointer_type(tl.float32)),
         )
         bad = push_slots(topk_ids, slot_to_pos, topk_weights, to, chunk, num_tokens * k, num_experts, CHUNKS)
         trouble = tl.where(trouble > 0, trouble, tl.where(bad > 0, BAD_IDS, 0))
-        tl.atomic_max(ints(theirs + at[1]) + rank, trouble, mask=trouble > 0, sem="relaxed", scope="sys")
+        tl.atomic_max(ints(theirs + at[TROUBLE]) + rank, trouble, mask=trouble > 0, sem="relaxed", scope="sys")
         if chunk == 0:
             e = tl.arange(0, EXPERTS)
             counts = tl.load(slot_offsets + e, mask=e <= num_experts, other=0)
-            tl.store(ints(theirs + at[3]) + rank * (num_experts + 1) + e, counts, mask=e <= num_experts)
-            tl.store(ints(theirs + at[2]) + 2 * rank, num_tokens)
-            tl.store(ints(theirs + at[2]) + 2 * rank + 1, k)
-        raise_flag(ints(theirs + at[0]) + rank)
+            tl.store(ints(theirs + at[COUNTS]) + rank * (num_experts + 1) + e, counts, mask=e <= num_experts)
+            tl.store(ints(theirs + at[SIZES]) + 2 * rank, num_tokens)
+            tl.store(ints(theirs + at[SIZES]) + 2 * rank + 1, k)
+        raise_flag(ints(theirs + at[FLAGS]) + rank)
     if chunk == 0:
         if verdict != LOST:
-            if not wait_for(ints(own + at[0]) + peer, CHUNKS, timeout_us, ON_GPU):
+            if not wait_for(ints(own + at[FLAGS]) + peer, CHUNKS, timeout_us, ON_GPU):
                 tl.store(report + peer, LATE_AT_DISPATCH)
                 tl.store(state + VERDICT, LOST)
                 tl.debug_barrier()
@@ -204,22 +222,22 @@ def pull_token(
     """A token of rank s to the rows of its experts here, if it has any."""
     slots = tl.arange(0, SLOTS)
     slot = token * k + slots
-    e = tl.load(ints(own + at[4]) + s * room + slot, mask=slots < k, other=-1) - first_expert
+    e = tl.load(ints(own + at[IDS]) + s * room + slot, mask=slots < k, other=-1) - first_expert
     mine = (e >= 0) & (e < num_local)
     if tl.max(mine.to(tl.int32), 0) > 0:
         source = tl.load(peers + s)
         words = tl.arange(0, WORDS)
-        from_row = tl.multiple_of((source + at[7]).to(rows.dtype), 16) + token.to(tl.int64) * num_words
+        from_row = tl.multiple_of((source + at[TOKENS]).to(rows.dtype), 16) + token.to(tl.int64) * num_words
         x = tl.load(from_row + words, mask=words < num_words, other=0)
         if SFS > 0:
             factors = tl.arange(0, SFS)
-            from_sf = (source + at[8]).to(rows_sf.dtype) + token * num_sf
+            from_sf = (source + at[FACTORS]).to(rows_sf.dtype) + token * num_sf
             sf = tl.load(from_sf + factors, mask=factors < num_sf, other=0)
-        pos = tl.load(ints(own + at[5]) + s * room + slot, mask=mine, other=0)
+        pos = tl.load(ints(own + at[PLACES]) + s * room + slot, mask=mine, other=0)
         pos = tl.where(mine, pos + tl.load(shift + s * num_local + e, mask=mine, other=0), -1)
-        weights = ints(own + at[6]).to(tl.pointer_type(tl.float32)) + s * room + slot
+        weights = ints(own + at[WEIGHTS]).to(tl.pointer_type(tl.float32)) + s * room + slot
         tl.store(row_weights + pos, tl.load(weights, mask=mine, other=0.0), mask=mine)
-        tl.store(row_to + pos, source + at[9] + slot.to(tl.int64) * slot_bytes, mask=mine)
+        tl.store(row_to + pos, source + at[RETURNS] + slot.to(tl.int64) * slot_bytes, mask=mine)
         for i in range(k):
             row = tl.max(tl.where(slots == i, pos, -1), 0).to(tl.int64)
             if row >= 0:
@@ -243,8 +261,8 @@ def pull_kernel(
     most = tl.load(state + MOST)
     for t in range(tl.program_id(0), most * num_ranks, tl.num_programs(0)):
         s, token = (t + rank) % num_ranks, t // num_ranks
-        if token < tl.load(ints(own + at[2]) + 2 * s):
-            k = tl.load(ints(own + at[2]) + 2 * s + 1)
+        if token < tl.load(ints(own + at[SIZES]) + 2 * s):
+            k = tl.load(ints(own + at[SIZES]) + 2 * s + 1)
             pull_token(
                 s, token, k, peers, at, own, shift, rows, rows_sf, row_weights, row_to,
                 room, first_expert, num_local, num_words, num_sf, slot_bytes, SLOTS, WORDS, SFS,
@@ -256,9 +274,9 @@ def meet_kernel(peers, at, state, report, rank, timeout_us, ON_GPU: tl.constexpr
     """Program p: tell peer p that all rows for it have been sent, and wait for the same from it."""
     peer = tl.program_id(0)
     if tl.load(state + VERDICT) != LOST:
-        raise_flag(ints(tl.load(peers + peer) + at[0]) + tl.num_programs(0) + rank)
+        raise_flag(ints(tl.load(peers + peer) + at[FLAGS]) + tl.num_programs(0) + rank)
         own = tl.load(peers + rank)
-        if not wait_for(ints(own + at[0]) + tl.num_programs(0) + peer, 1, timeout_us, ON_GPU):
+        if not wait_for(ints(own + at[FLAGS]) + tl.num_programs(0) + peer, 1, timeout_us, ON_GPU):
             tl.store(report + peer, LATE_AT_COMBINE)
             tl.store(state + VERDICT, LOST)
 

@@ -9,6 +9,7 @@ from envoi.quant.formats import Scheme, format_named
 from envoi.types import Matrix, QuantTensor
 
 ALIGN = 256  # bytes
+TOKENS, FACTORS, RETURNS = 7, 8, 9  # of `Plan.at`
 
 
 @dataclass(frozen=True)
@@ -54,9 +55,10 @@ class Plan:
     def at(self) -> tuple[int, ...]:
         """Where each part begins, in bytes; at the end how much there is.
 
-        0 flags [2, num_ranks]: dispatch, combine. 1 trouble [num_ranks]. 2 tokens and top-k of each rank
-        [num_ranks, 2]. 3 where each expert's slots begin [num_ranks, num_experts + 1]. 4 ids, 5 places and 6 weights
-        of slots [num_ranks, room]. 7 tokens [max_tokens, row_bytes]. 8 their factors. 9 slots [room, slot_bytes].
+        flags [2, num_ranks]: dispatch, combine. trouble [num_ranks]. sizes [num_ranks, 2]: tokens and top-k of each.
+        counts [num_ranks, num_experts + 1]: where each expert's slots begin. ids, places and weights of slots
+        [num_ranks, room]. tokens [max_tokens, row_bytes], their factors. returns [room, slot_bytes]: the rows that
+        come back. The kernels know them by constants, in this order.
         """
         ranks, slots = self.num_ranks, self.num_ranks * self.room * 4
         sf_bytes = self.num_sf * (1 if self.scheme is None else self.scheme.sf.itemsize)
@@ -73,15 +75,15 @@ class Plan:
         """A rank's tokens, as a view of its memory."""
         scheme, shape = self.scheme, (self.max_tokens, self.hidden)
         if scheme is None:
-            return self._view(memory, 7, torch.bfloat16, shape)
-        values = self._view(memory, 7, scheme.values, shape)
+            return self._view(memory, TOKENS, torch.bfloat16, shape)
+        values = self._view(memory, TOKENS, scheme.values, shape)
         return QuantTensor(
-            values, self._view(memory, 8, scheme.sf, (self.max_tokens, self.num_sf)), scheme.group_for(shape)
+            values, self._view(memory, FACTORS, scheme.sf, (self.max_tokens, self.num_sf)), scheme.group_for(shape)
         )
 
     def slots_in(self, memory: torch.Tensor) -> torch.Tensor:
         """The rows that come back to a rank [room, hidden], as a view of its memory."""
-        return self._view(memory, 9, torch.bfloat16, (self.room, self.hidden))
+        return self._view(memory, RETURNS, torch.bfloat16, (self.room, self.hidden))
 
     def _view(self, memory: torch.Tensor, part: int, dtype: torch.dtype, shape: tuple[int, int]) -> torch.Tensor:
         begin = self.at[part]

@@ -6,8 +6,9 @@
     L1 -> L2              as on one rank; L2 sends each row to the slot that it came from
     meet -> sum           wait for the peers' rows; slots -> tokens
 
-Memory is used again by the next call without a further meeting: a rank gets to its next `announce` only after all have
-met, so after all have pulled; and to its next L2 only after all have announced again, so after all have summed.
+Memory is used again by the next call without a further meeting: a rank gets to its next `publish` only after all have
+met, so after all have pulled; and to its next L2 only after all have announced again, so after all have summed. Within
+a rank the order of one stream is what keeps calls apart.
 """
 
 from dataclasses import dataclass
@@ -16,7 +17,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from envoi.ep.memory import Plan
+from envoi.ep.memory import TOKENS, Plan
 from envoi.experts import launch
 from envoi.experts.launch import Launch, Places
 from envoi.gemm.config import power_of_two
@@ -36,7 +37,8 @@ class Domain:
     """What the calls of a rank use again and again.
 
     memory: this rank's, uint8, that peers reach at `peers` [num_ranks] int64. shift, offsets, state: of the call under
-    way. report [num_ranks] int32: what went wrong with which rank, in memory that the host reads without waiting.
+    way. report [2, num_ranks] int32: who was late, and whose arguments were refused, in memory that the host reads
+    without waiting.
     rows, row_weights, row_to: room for all rows that may come, their weights, and where they go back to.
     """
 
@@ -54,6 +56,7 @@ class Domain:
     row_weights: torch.Tensor
     row_to: torch.Tensor
     handle: Any = None  # keeps the peers' memory mapped
+    watch: Any = None  # where the ranks leave word of what they refused, and of who was late
 
     @property
     def first_expert(self) -> int:
@@ -78,38 +81,49 @@ def supports_nvlink(experts: ExpertWeights) -> str:
     return "" if experts.hidden % 16 == 0 else f"hidden {experts.hidden} isn't a multiple of 16"
 
 
-def open_domain(
-    plan: Plan, rank: int, expert_offsets: list[int], timeout_s: float, group: dist.ProcessGroup, device: torch.device
+def allocate(
+    plan: Plan, rank: int, expert_offsets: list[int], timeout_s: float, device: torch.device, shared: bool = True
 ) -> Domain:
-    """Allocate and map. Collective; RuntimeError where the ranks can't reach each other's memory."""
-    import torch.distributed._symmetric_memory as symmetric
+    """All memory of a rank, the peers' still unknown. shared: peers may map it; False is for tests in one process.
 
-    memory = symmetric.empty(plan.at[-1], dtype=torch.uint8, device=device)
-    handle = symmetric.rendezvous(memory, group)
-    domain = make_domain(plan, rank, expert_offsets, timeout_s, memory, list(handle.buffer_ptrs))
-    domain.handle = handle
+    Room for as many rows as there may be: every slot of every rank, since a token may name an expert twice.
+    """
+    memory = _shareable(plan.at[-1], device) if shared else torch.empty(plan.at[-1], dtype=torch.uint8, device=device)
+    memory[: plan.at[TOKENS]].zero_()
+    num_local, capacity = expert_offsets[rank + 1] - expert_offsets[rank], plan.num_ranks * plan.room
+
+    def ints(*shape: int, dtype: torch.dtype = torch.int32) -> torch.Tensor:
+        return torch.zeros(shape, dtype=dtype, device=device)
+
+    report = torch.zeros(2, plan.num_ranks, dtype=torch.int32, pin_memory=device.type == "cuda")
+    domain = Domain(
+        plan, rank, expert_offsets, timeout_s, memory, ints(plan.num_ranks, dtype=torch.int64),
+        ints(plan.num_ranks, num_local), ints(num_local + 1), ints(4), report,
+        launch.empty_rows(capacity, plan.hidden, plan.scheme, device),
+        torch.empty(capacity, dtype=torch.float32, device=device), ints(capacity, dtype=torch.int64),
+    )  # fmt: skip
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)  # peers raise flags here as soon as they may
     return domain
 
 
-def make_domain(
-    plan: Plan, rank: int, expert_offsets: list[int], timeout_s: float, memory: torch.Tensor, addresses: list[int]
-) -> Domain:
-    """The rest, around memory that is mapped already. addresses: of all ranks' memory, as this rank sees them."""
-    device, num_local = memory.device, expert_offsets[rank + 1] - expert_offsets[rank]
-    memory[: plan.at[7]].zero_()
-    capacity = plan.num_ranks * plan.max_tokens * min(plan.num_topk, num_local)
+def _shareable(num_bytes: int, device: torch.device) -> torch.Tensor:
+    import torch.distributed._symmetric_memory as symmetric
 
-    def ints(*shape: int) -> torch.Tensor:
-        return torch.zeros(shape, dtype=torch.int32, device=device)
+    return symmetric.empty(num_bytes, dtype=torch.uint8, device=device)
 
-    report = torch.zeros(plan.num_ranks, dtype=torch.int32, pin_memory=device.type == "cuda")
-    return Domain(
-        plan, rank, expert_offsets, timeout_s, memory, torch.tensor(addresses, dtype=torch.int64, device=device),
-        ints(plan.num_ranks, num_local), ints(num_local + 1), ints(4), report,
-        launch.empty_rows(capacity, plan.hidden, plan.scheme, device),
-        torch.empty(capacity, dtype=torch.float32, device=device),
-        torch.empty(capacity, dtype=torch.int64, device=device),
-    )  # fmt: skip
+
+def connect(domain: Domain, group: dist.ProcessGroup) -> None:
+    """Map the peers' memory. Collective; RuntimeError where the ranks can't reach each other's."""
+    import torch.distributed._symmetric_memory as symmetric
+
+    domain.handle = symmetric.rendezvous(domain.memory, group)
+    know_peers(domain, list(domain.handle.buffer_ptrs))
+
+
+def know_peers(domain: Domain, addresses: list[int]) -> None:
+    """addresses: of all ranks' memory, as this rank sees them."""
+    domain.peers.copy_(torch.tensor(addresses, dtype=torch.int64))
 
 
 def moe(
@@ -169,8 +183,6 @@ def publish_arguments(tokens: torch.Tensor, topk_ids: torch.Tensor, places: Plac
     tokens = tokens if tokens.stride(1) == 1 else tokens.contiguous()
     num_experts, (M, width) = len(places.offsets) - 1, tokens.shape
     values, sf, block, *form = launch.quantised(mine, width)
-    if isinstance(mine, torch.Tensor):
-        values = mine
     arguments = (
         tokens, tokens.stride(0), values, sf, width, topk_ids.contiguous(), places.offsets, places.slot_to_pos,
         topk_ids.numel(), num_experts, block, *form,

@@ -5,7 +5,7 @@ from itertools import pairwise
 import pytest
 import torch
 
-from envoi.ep import nvlink
+from envoi.ep import kernel_triton, memory, nvlink
 from envoi.ep.kernel_triton import BAD_IDS, FINE, LATE_AT_COMBINE, LATE_AT_DISPATCH, LOST, REFUSED, VERDICT
 from envoi.ep.memory import Plan
 from envoi.experts import launch, moe
@@ -22,8 +22,8 @@ def plan_of(layer, num_ranks, format, max_tokens=12, num_topk=4):
     return Plan(num_ranks, layer.routing.num_experts, max_tokens, num_topk, layer.tokens.shape[1], format)
 
 
-def run(layer, format, token_ends, expert_ends):
-    opened = ranks.open_all(plan_of(layer, len(token_ends), format), [0, *expert_ends])
+def run(layer, format, token_ends, expert_ends, **sizes):
+    opened = ranks.open_all(plan_of(layer, len(token_ends), format, **sizes), [0, *expert_ends])
     packed = [layer.pack(format, first, last) for first, last in pairwise([0, *expert_ends])]
     parts = ranks.split(layer, token_ends)
     return opened, packed, parts
@@ -64,6 +64,20 @@ def test_no_tokens_at_all():
     assert all(int(domain.offsets.abs().max()) == 0 for domain in opened)
 
 
+def test_the_host_knows_the_kernels_constants():
+    assert set(nvlink.LATE) == {LATE_AT_DISPATCH.value, LATE_AT_COMBINE.value}
+    assert kernel_triton.REFUSED_ON_HOST.value == nvlink.REFUSED_ON_HOST
+    parts = [kernel_triton.TOKENS, kernel_triton.FACTORS, kernel_triton.RETURNS]
+    assert [part.value for part in parts] == [memory.TOKENS, memory.FACTORS, memory.RETURNS]
+
+
+def test_a_token_may_name_an_expert_twice():
+    layer = make(**(SMALL | {"experts": 3, "tokens": 12}))
+    layer.routing.topk_ids.fill_(0)
+    opened, packed, parts = run(layer, "bf16", [4, 8, 12], [1, 2, 3], max_tokens=4, num_topk=2)
+    assert_same_bits(torch.cat(ranks.moe(opened, parts, packed)), moe(layer.tokens, layer.routing, layer.pack()))
+
+
 def announce(domain, layer, trouble=0):
     ids, weights = layer.routing.topk_ids, layer.routing.topk_weights
     places = launch.sort(ids, domain.plan.num_experts)
@@ -76,7 +90,7 @@ def test_a_late_rank_is_named_and_nothing_goes_on():
     domain = opened[0]
     ranks.flags(domain)[0] = torch.tensor([nvlink.CHUNKS, nvlink.CHUNKS - 1])
     announce(domain, layer)
-    assert domain.report.tolist() == [0, LATE_AT_DISPATCH.value]
+    assert domain.report.tolist() == [[0, LATE_AT_DISPATCH.value], [0, 0]]
     assert int(domain.state[VERDICT.value]) == LOST.value
     assert domain.offsets.tolist() == [0] * 4
     nvlink.run("meet_kernel", nvlink.meet_arguments(domain))
@@ -91,7 +105,7 @@ def test_a_rank_late_with_its_rows_is_named():
     opened, _, _ = run(layer, "bf16", [11, 11], [3, 6])
     domain = opened[0]
     nvlink.run("meet_kernel", nvlink.meet_arguments(domain))
-    assert domain.report.tolist() == [0, LATE_AT_COMBINE.value]
+    assert domain.report.tolist() == [[0, LATE_AT_COMBINE.value], [0, 0]]
     assert int(domain.state[VERDICT.value]) == LOST.value
 
 
@@ -105,7 +119,7 @@ def test_bad_ids_refuse_the_call_on_all_and_only_this_call(wrong):
     # What was wrong in the first turn is forgotten in the second, which judges what was announced again.
     outs = ranks.moe(opened, parts, packed)
     assert all(out.isnan().all() for out in outs)
-    assert [domain.report.tolist() for domain in opened] == [[0, BAD_IDS.value, 0]] * 3
+    assert [domain.report.tolist() for domain in opened] == [[[0, 0, 0], [0, BAD_IDS.value, 0]]] * 3
     assert all(int(domain.state[VERDICT.value]) == REFUSED.value for domain in opened)
     parts[1][1].topk_ids.copy_(bad)
     assert_same_bits(torch.cat(ranks.moe(opened, parts, packed)), want)
