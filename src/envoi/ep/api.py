@@ -187,6 +187,8 @@ class ExpertParallel:
         )  # fmt: skip
         key = (tuple(self.channel.watch.ranks), plan, tuple(self.expert_offsets), self.timeout_s)
         domain = _domains.get(key)
+        if domain is not None and domain.report[0].any():
+            domain = None  # a rank was lost: what the flags say is of no use any more
         if all(gather_texts(self.channel, "known" if domain is not None else "", "opening the group")):
             return domain, NVLINK
         domain, why = self._new_domain(plan, group)

@@ -49,8 +49,7 @@ def _measure_alone(shape: MoeShape, layer: Layer, bench: Bench) -> Trial:
 
 
 def _measure_ranks(shape: MoeShape, layer: Layer, bench: Bench) -> Trial:
-    sizes = {"max_tokens": shape.num_tokens, "num_topk": shape.num_topk}
-    parallel = ExpertParallel(layer.packed, timeout_s=60, **(sizes if bench.on_gpu else {}))
+    parallel = ExpertParallel(layer.packed, timeout_s=60, max_tokens=shape.num_tokens, num_topk=shape.num_topk)
 
     def ours() -> torch.Tensor:
         return parallel.moe(layer.tokens, layer.routing)
