@@ -59,3 +59,10 @@ def test_strides_change_nothing():
             assert_same_bits(getattr(got, field), getattr(want, field))
     one = replace(given, tokens=given.tokens[:1].expand(20, -1)).route()
     assert_same_bits(one.topk_ids, want.topk_ids[:1].expand(20, -1).contiguous())
+
+
+def test_several_blocks_of_sums():
+    given = random_call(3, 8, 1032, 2, Rule(), torch.bfloat16)
+    got = given.route()
+    judge_logits(given, got.logits)
+    judge(given, got)
