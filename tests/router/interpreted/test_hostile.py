@@ -7,7 +7,7 @@ from tests.helpers.inputs import LOGITS, logits
 from tests.router.sides import Given, as_product, assert_meant, judge
 from tests.router.test_selection import RULES
 
-ROWS, N, K = 29, 32, 5
+ROWS, N, K = 13, 32, 5
 
 
 @pytest.mark.parametrize("kind", LOGITS)

@@ -10,7 +10,7 @@ from tests.helpers.accuracy import assert_same_bits
 from tests.router.sides import FIELDS, judge, judge_logits, looked_up, normal, preset_call, random_call
 from tests.router.test_selection import RULES
 
-M, HIDDEN = 33, 64
+M, HIDDEN = 9, 64
 
 
 @pytest.mark.parametrize("name", PRESETS)
@@ -34,7 +34,7 @@ def test_wanted_outputs_change_nothing(name):
 
 
 def test_counters_come_back_to_zero():
-    for name, m in (("deepseek-v3", 50), ("mixtral", 3), ("deepseek-v3", 17)):
+    for name, m in (("deepseek-v3", 18), ("mixtral", 3), ("deepseek-v3", 5)):
         given = preset_call(name, m, HIDDEN)
         for _ in range(2):
             judge(given, given.route())
@@ -109,7 +109,7 @@ def test_many_groups_are_left_to_torch():
     judge(given, given.route())
 
 
-@pytest.mark.parametrize(("num_groups", "size"), [(3, 8), (5, 7), (32, 2), (4, 12), (2, 65)])
+@pytest.mark.parametrize(("num_groups", "size"), [(3, 8), (5, 7), (32, 2), (4, 12), (2, 33)])
 @pytest.mark.parametrize("score", ["max", "top2_sum"])
 def test_groups_of_any_size(num_groups, size, score):
     rule = Rule("sigmoid", num_groups, max(2, num_groups // 2), score)

@@ -11,7 +11,7 @@ from tests.helpers.inputs import LOGITS, logits
 from tests.router.sides import EVERYTHING, Given, as_product, assert_meant, judge, normal
 from tests.router.test_selection import RULES
 
-ROWS, N, K = 29, 32, 5
+ROWS, N, K = 13, 32, 5
 
 
 def hostile(kind: str, dtype=torch.float32, n: int = N, k: int = K) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:

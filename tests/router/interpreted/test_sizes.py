@@ -23,7 +23,7 @@ def test_dtypes(for_tokens, for_gate):
 
 
 @pytest.mark.parametrize("n", [1, 2, 8, 31, 130, 513, 1024])
-@pytest.mark.parametrize(("m", "hidden"), [(1, 8), (35, 72)])
+@pytest.mark.parametrize(("m", "hidden"), [(1, 8), (17, 72)])
 def test_sizes(n, m, hidden):
     for k in sorted({1, min(n, 7), min(n, 32)}):
         given = random_call(m, n, hidden, k, Rule("sigmoid"), torch.bfloat16)
@@ -36,10 +36,10 @@ def test_sizes(n, m, hidden):
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
 def test_a_tokens_bits_are_its_own(n, dtype):
     """Of whole numbers: the order in which numpy sums a product depends on the row."""
-    given = random_call(70, n, 72, 5, Rule("sigmoid"), dtype, alpha=1 / 64, expert_bias=normal(n, seed=4) * 0.1)
+    given = random_call(36, n, 72, 5, Rule("sigmoid"), dtype, alpha=1 / 64, expert_bias=normal(n, seed=4) * 0.1)
     given = replace(given, tokens=(given.tokens * 4).round(), gate=(given.gate * 64).round())
     whole = given.route()
-    for first, rows in ((0, 1), (69, 1), (3, 17), (31, 33)):
+    for first, rows in ((0, 1), (35, 1), (3, 17), (13, 23)):
         part = replace(given, tokens=given.tokens[first : first + rows]).route()
         for field in ("logits", "topk_weights", "topk_ids", "dense"):
             assert_same_bits(getattr(part, field), getattr(whole, field)[first : first + rows])
@@ -59,3 +59,10 @@ def test_strides_change_nothing():
             assert_same_bits(getattr(got, field), getattr(want, field))
     one = replace(given, tokens=given.tokens[:1].expand(20, -1)).route()
     assert_same_bits(one.topk_ids, want.topk_ids[:1].expand(20, -1).contiguous())
+
+
+def test_several_blocks_of_sums():
+    given = random_call(3, 8, 1032, 2, Rule(), torch.bfloat16)
+    got = given.route()
+    judge_logits(given, got.logits)
+    judge(given, got)
