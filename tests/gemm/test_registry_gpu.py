@@ -15,18 +15,9 @@ from envoi.types import QuantTensor
 from tests.gemm.test_gpu import judge, normal, torchs_product
 from tests.helpers.launches import assert_same_code, watched
 
-pytestmark = pytest.mark.gpu
+pytestmark = [pytest.mark.gpu, pytest.mark.usefixtures("tidy_gpu")]
 HOPPER = (9, 0)
 ROWS_OF_NONE = 3
-
-
-@pytest.fixture(autouse=True)
-def tidy():
-    """Memory that nobody wrote is NaN, and what a large case took goes back: other processes share the GPU."""
-    torch.use_deterministic_algorithms(True, warn_only=True)
-    yield
-    torch.use_deterministic_algorithms(False)
-    torch.cuda.empty_cache()
 
 
 def uneven_offsets(case):

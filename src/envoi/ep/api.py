@@ -161,9 +161,9 @@ class ExpertParallel:
     def _raise_refusal(self, domain: nvlink.Domain) -> None:
         """Of an earlier call, or of this one; a rank that refused on its own host has raised already."""
         codes = domain.report[1].tolist()
-        for rank in filter(codes.__getitem__, range(len(codes))):
-            domain.report[1, rank] = 0
-        refused = [r for r, code in enumerate(codes) if code and (r, code) != (domain.rank, nvlink.REFUSED_ON_HOST)]
+        complaining = [rank for rank, code in enumerate(codes) if code]
+        domain.report[1, complaining] = 0  # not all: the device may write others meanwhile
+        refused = [r for r in complaining if (r, codes[r]) != (domain.rank, nvlink.REFUSED_ON_HOST)]
         if not refused:
             return
         text = f"routing.topk_ids: expected ids from 0 to {self.num_experts - 1}, or -1 for a masked slot"

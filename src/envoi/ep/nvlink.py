@@ -172,8 +172,7 @@ def refuse(domain: Domain) -> None:
 
 def publish(domain: Domain, tokens: torch.Tensor, topk_ids: torch.Tensor) -> Places:
     """This rank's tokens to where peers read them; where its slots are among its own by expert."""
-    offsets = torch.empty(domain.plan.num_experts + 1, dtype=torch.int32, device=topk_ids.device)
-    places = Places(offsets, torch.empty(topk_ids.shape, dtype=torch.int32, device=topk_ids.device))
+    places = launch.empty_places(topk_ids, domain.plan.num_experts)
     run("publish_kernel", publish_arguments(tokens, topk_ids, places, domain.plan.tokens_in(domain.memory)))
     return places
 

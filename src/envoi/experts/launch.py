@@ -57,8 +57,7 @@ def moe(
 
 def sort(topk_ids: torch.Tensor, num_experts: int) -> Places:
     """topk_ids [M, k] -> where each slot's row is."""
-    offsets = torch.empty(num_experts + 1, dtype=torch.int32, device=topk_ids.device)
-    places = Places(offsets, torch.empty(topk_ids.shape, dtype=torch.int32, device=topk_ids.device))
+    places = empty_places(topk_ids, num_experts)
     _run("sort_kernel", sort_arguments(topk_ids, places))
     return places
 
@@ -116,6 +115,12 @@ def empty_rows(num_rows: int, width: int, scheme: Scheme | None, device: torch.d
     group = scheme.group_for((num_rows, width))
     values = torch.empty(num_rows, width, dtype=scheme.values, device=device)
     return QuantTensor(values, torch.empty(num_rows, width // group[1], dtype=scheme.sf, device=device), group)
+
+
+def empty_places(topk_ids: torch.Tensor, num_experts: int) -> Places:
+    """Room for where each slot's row is."""
+    offsets = torch.empty(num_experts + 1, dtype=torch.int32, device=topk_ids.device)
+    return Places(offsets, torch.empty(topk_ids.shape, dtype=torch.int32, device=topk_ids.device))
 
 
 def sort_arguments(topk_ids: torch.Tensor, places: Places) -> Launch:

@@ -19,6 +19,10 @@ class Grouping:
     expected: int | None = None
     to: torch.Tensor | None = None
 
+    def likely_rows(self, room: int) -> int:
+        """How many rows there will be, as far as that is known, where there is room for so many."""
+        return room if self.expected is None else max(1, self.expected)
+
 
 ALL_ROWS = Grouping()
 EXPERTS_ROWS = Grouping(behind=False)

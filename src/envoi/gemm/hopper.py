@@ -179,8 +179,7 @@ def _code(
     """The epilogue lowered for this call: by TMA, unless tokens are few or something isn't on 16 bytes."""
     N, sent = work.b.shape[-2], grouping.to is not None
     whole = N <= MAX_WHOLE and rows_must_fit(work.ir)
-    num_tokens = work.a.shape[0] if grouping.expected is None else grouping.expected
-    tokens = num_tokens // max(1, work.num_groups)
+    tokens = grouping.likely_rows(work.a.shape[0]) // max(1, work.num_groups)
     few = tokens <= FEW and not whole and piece_columns(work.ir) <= MAX_FEW
     tiles = [t for t, slot in zip(outputs, slots(work.ir, out_dtype), strict=True) if slot.kind == "tile"]
     tma = not few and not sent and all(sm90.can_leave(t.shape, t.itemsize) for t in tiles)

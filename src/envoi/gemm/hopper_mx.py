@@ -190,7 +190,7 @@ def _launch(
     from envoi.gemm.kernel_sm90_mx import mx_kernel
 
     num_sms = torch.cuda.get_device_properties(a.device).multi_processor_count
-    num_tokens = a.shape[0] if grouping.expected is None else max(1, grouping.expected)
+    num_tokens = grouping.likely_rows(a.shape[0])
     config = config or choose(num_tokens, b.shape[-2], 0 if offsets is None else b.shape[0], num_sms, code)
     tokens = room_for_tokens(a)
     grid, args = arguments(tokens, b, offsets, code, operands, outputs, config, num_sms, grouping.behind)

@@ -42,7 +42,7 @@ class Call:
     @property
     def num_tokens(self) -> int:
         """Rows, as far as that is known."""
-        return self.a.shape[0] if self.grouping.expected is None else max(1, self.grouping.expected)
+        return self.grouping.likely_rows(self.a.shape[0])
 
     @property
     def side_bytes(self) -> float:

@@ -6,6 +6,7 @@ first line is what `envoi sass --list` prints. It imports the kernel itself, so 
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from importlib import import_module
 from typing import TYPE_CHECKING
 
 from envoi.sass.hopper_cases import CASES, Case
@@ -172,140 +173,53 @@ def _rows_triton(arch: str) -> "Recipe":
     return triton_recipes.rows(arch, expert_l1("swiglu", None, False, "fp8_row"))
 
 
-@kernel("experts-sort", arches=TRITON_ARCHES)
-def _experts_sort(arch: str) -> "Recipe":
-    """Where each slot's row is among those sorted by expert."""
-    from envoi.sass import expert_recipes
+def _around(name: str, about: str, module: str, function: str, *arguments: str | None) -> None:
+    """Register a Triton kernel around the experts' GEMMs, whose recipe is `envoi.sass.<module>.<function>`."""
 
-    return expert_recipes.sort(arch)
+    def recipe(arch: str) -> "Recipe":
+        return getattr(import_module(f"envoi.sass.{module}"), function)(arch, *arguments)
 
-
-@kernel("experts-gather", arches=TRITON_ARCHES)
-def _experts_gather(arch: str) -> "Recipe":
-    """Tokens to the rows of their slots, in bf16."""
-    from envoi.sass import expert_recipes
-
-    return expert_recipes.gather(arch, None)
+    recipe.__doc__ = about
+    kernel(name, arches=TRITON_ARCHES)(recipe)
 
 
-@kernel("experts-gather-fp8-row", arches=TRITON_ARCHES)
-def _experts_gather_fp8_row(arch: str) -> "Recipe":
-    """The same, quantised with a scale a row."""
-    from envoi.sass import expert_recipes
-
-    return expert_recipes.gather(arch, "fp8_row")
-
-
-@kernel("experts-gather-fp8-block128", arches=TRITON_ARCHES)
-def _experts_gather_fp8_block128(arch: str) -> "Recipe":
-    """The same, quantised with a scale per 1x128."""
-    from envoi.sass import expert_recipes
-
-    return expert_recipes.gather(arch, "fp8_1x128")
-
-
-@kernel("experts-gather-mxfp8", arches=TRITON_ARCHES)
-def _experts_gather_mxfp8(arch: str) -> "Recipe":
-    """The same, quantised to MXFP8."""
-    from envoi.sass import expert_recipes
-
-    return expert_recipes.gather(arch, "mxfp8")
-
-
-@kernel("experts-quantize-fp8-row", arches=TRITON_ARCHES)
-def _experts_quantize_fp8_row(arch: str) -> "Recipe":
-    """Between the experts' GEMMs: rows in bf16, quantised with a scale a row."""
-    from envoi.sass import expert_recipes
-
-    return expert_recipes.quantize(arch, "fp8_row")
-
-
-@kernel("experts-quantize-fp8-block128", arches=TRITON_ARCHES)
-def _experts_quantize_fp8_block128(arch: str) -> "Recipe":
-    """The same with a scale per 1x128."""
-    from envoi.sass import expert_recipes
-
-    return expert_recipes.quantize(arch, "fp8_1x128")
-
-
-@kernel("experts-combine", arches=TRITON_ARCHES)
-def _experts_combine(arch: str) -> "Recipe":
-    """Tokens as the sums of their slots' rows."""
-    from envoi.sass import expert_recipes
-
-    return expert_recipes.combine(arch)
-
-
-@kernel("ep-publish-bf16", arches=TRITON_ARCHES)
-def _ep_publish_bf16(arch: str) -> "Recipe":
-    """Tokens to where peers read them, slots sorted by expert."""
-    from envoi.sass import ep_recipes
-
-    return ep_recipes.publish(arch, "bf16")
-
-
-@kernel("ep-publish-fp8-block128", arches=TRITON_ARCHES)
-def _ep_publish_fp8_block128(arch: str) -> "Recipe":
-    """Tokens, quantised to 1x128, to where peers read them."""
-    from envoi.sass import ep_recipes
-
-    return ep_recipes.publish(arch, "fp8_block128")
-
-
-@kernel("ep-announce", arches=TRITON_ARCHES)
-def _ep_announce(arch: str) -> "Recipe":
-    """Which expert each slot wants, to all peers; waits for theirs."""
-    from envoi.sass import ep_recipes
-
-    return ep_recipes.announce(arch)
-
-
-@kernel("ep-pull-bf16", arches=TRITON_ARCHES)
-def _ep_pull_bf16(arch: str) -> "Recipe":
-    """Peers' tokens in bf16 to rows by expert."""
-    from envoi.sass import ep_recipes
-
-    return ep_recipes.pull(arch, "bf16")
-
-
-@kernel("ep-pull-fp8-row", arches=TRITON_ARCHES)
-def _ep_pull_fp8_row(arch: str) -> "Recipe":
-    """Peers' tokens in fp8_row to rows by expert."""
-    from envoi.sass import ep_recipes
-
-    return ep_recipes.pull(arch, "fp8_row")
-
-
-@kernel("ep-pull-fp8-block128", arches=TRITON_ARCHES)
-def _ep_pull_fp8_block128(arch: str) -> "Recipe":
-    """Peers' tokens in fp8_block128 to rows by expert."""
-    from envoi.sass import ep_recipes
-
-    return ep_recipes.pull(arch, "fp8_block128")
-
-
-@kernel("ep-pull-mxfp8", arches=TRITON_ARCHES)
-def _ep_pull_mxfp8(arch: str) -> "Recipe":
-    """Peers' tokens in MXFP8 to rows by expert."""
-    from envoi.sass import ep_recipes
-
-    return ep_recipes.pull(arch, "mxfp4")
-
-
-@kernel("ep-meet", arches=TRITON_ARCHES)
-def _ep_meet(arch: str) -> "Recipe":
-    """Tells peers that their rows have been sent, and waits for the same."""
-    from envoi.sass import ep_recipes
-
-    return ep_recipes.meet(arch)
-
-
-@kernel("ep-sum", arches=TRITON_ARCHES)
-def _ep_sum(arch: str) -> "Recipe":
-    """Sums of tokens' slots."""
-    from envoi.sass import ep_recipes
-
-    return ep_recipes.sums(arch)
+_around("experts-sort", "Where each slot's row is among those sorted by expert.", "expert_recipes", "sort")
+_around("experts-gather", "Tokens to the rows of their slots, in bf16.", "expert_recipes", "gather", None)
+_around("experts-gather-fp8-row", "The same, quantised with a scale a row.", "expert_recipes", "gather", "fp8_row")
+_around(
+    "experts-gather-fp8-block128",
+    "The same, quantised with a scale per 1x128.",
+    "expert_recipes",
+    "gather",
+    "fp8_1x128",
+)
+_around("experts-gather-mxfp8", "The same, quantised to MXFP8.", "expert_recipes", "gather", "mxfp8")
+_around(
+    "experts-quantize-fp8-row",
+    "Between the experts' GEMMs: rows in bf16, quantised with a scale a row.",
+    "expert_recipes",
+    "quantize",
+    "fp8_row",
+)
+_around("experts-quantize-fp8-block128", "The same with a scale per 1x128.", "expert_recipes", "quantize", "fp8_1x128")
+_around("experts-combine", "Tokens as the sums of their slots' rows.", "expert_recipes", "combine")
+_around("ep-publish-bf16", "Tokens to where peers read them, slots sorted by expert.", "ep_recipes", "publish", "bf16")
+_around(
+    "ep-publish-fp8-block128",
+    "Tokens, quantised to 1x128, to where peers read them.",
+    "ep_recipes",
+    "publish",
+    "fp8_block128",
+)
+_around("ep-announce", "Which expert each slot wants, to all peers; waits for theirs.", "ep_recipes", "announce")
+_around("ep-pull-bf16", "Peers' tokens in bf16 to rows by expert.", "ep_recipes", "pull", "bf16")
+_around("ep-pull-fp8-row", "Peers' tokens in fp8_row to rows by expert.", "ep_recipes", "pull", "fp8_row")
+_around(
+    "ep-pull-fp8-block128", "Peers' tokens in fp8_block128 to rows by expert.", "ep_recipes", "pull", "fp8_block128"
+)
+_around("ep-pull-mxfp8", "Peers' tokens in MXFP8 to rows by expert.", "ep_recipes", "pull", "mxfp4")
+_around("ep-meet", "Tells peers that their rows have been sent, and waits for the same.", "ep_recipes", "meet")
+_around("ep-sum", "Sums of tokens' slots.", "ep_recipes", "sums")
 
 
 def _hopper(case: Case) -> "Callable[[str], Recipe]":
