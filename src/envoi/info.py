@@ -16,7 +16,7 @@ WITH_KERNELS = {
     "gemm": "formats that it doesn't take run on the Triton kernels",
     "grouped_gemm": "formats that it doesn't take run on the Triton kernels",
     "route": "for bf16 or fp16, both sides the same; float32 and mixed dtypes run on the Triton kernel",
-    "moe": "both GEMMs; Triton kernels around them, and for mxfp8",
+    "moe": "both GEMMs; Triton kernels around them",
 }
 GIB = 1 << 30
 
