@@ -17,7 +17,7 @@ WITH_KERNELS = {
     "gemm": "formats that it doesn't take run on the Triton kernels",
     "grouped_gemm": "formats that it doesn't take run on the Triton kernels",
     "route": "for bf16 or fp16, both sides the same; float32 and mixed dtypes run on the Triton kernel",
-    "moe": "both GEMMs; Triton kernels around them, and for mxfp8",
+    "moe": "both GEMMs; Triton kernels around them",
     "ExpertParallel.moe": "as moe; Triton kernels between ranks whose GPUs reach each other's memory",
 }
 GIB = 1 << 30

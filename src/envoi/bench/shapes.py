@@ -27,7 +27,7 @@ EPILOGUES = {
     "gemm_epilogues": ("scale_bias_relu", "gelu_residual", "absmax"),
     "gemm_fp8": ("store",),
 }
-WEIGHTS_FORMATS = ("bf16", "mxfp4")
+WEIGHTS_FORMATS = ("bf16", "mxfp4", "mxfp8")
 
 ROUTER_TOP4_MNK = (
     (512, 8, 128),

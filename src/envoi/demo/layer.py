@@ -180,7 +180,7 @@ def part(experts: ExpertWeights, first: int, last: int) -> ExpertWeights:
 
     def cut(weight: Any) -> Any:
         if isinstance(weight, QuantTensor):
-            return QuantTensor(cut(weight.values), cut(weight.sf), weight.group, weight.scale)
+            return replace(weight, values=cut(weight.values), sf=cut(weight.sf))
         return None if weight is None else weight[first:last].clone()
 
     gate_up: Matrix = cut(experts.gate_up)

@@ -10,6 +10,7 @@ from importlib import import_module
 from typing import TYPE_CHECKING
 
 from envoi.sass.hopper_cases import CASES, Case
+from envoi.sass.mx_cases import MX_CASES, MxCase
 from envoi.sass.router_cases import ROUTER_CASES, RouterCase
 
 if TYPE_CHECKING:
@@ -236,6 +237,38 @@ def _hopper(case: Case) -> "Callable[[str], Recipe]":
 
 for _case in CASES:
     kernel(_case.title, arches=("sm_90",))(_hopper(_case))
+
+
+def _mx(case: MxCase) -> "Callable[[str], Recipe]":
+    """The recipe of a case of the Hopper GEMM for MX weights."""
+
+    def recipe(arch: str) -> "Recipe":
+        from envoi.sass import mx_recipes
+
+        return mx_recipes.recipe(case, arch)
+
+    recipe.__doc__ = f"GEMM on Hopper for MX weights: {case}."
+    return recipe
+
+
+for _case in MX_CASES:
+    kernel(_case.title, arches=("sm_90",))(_mx(_case))
+
+
+@kernel("mx-tokens-4", arches=("sm_90",))
+def _mx_tokens_4(arch: str) -> "Recipe":
+    """MXFP8 tokens to bf16, in the order of K that MXFP4 weights ask for."""
+    from envoi.sass import mx_recipes
+
+    return mx_recipes.tokens(4, arch)
+
+
+@kernel("mx-tokens-8", arches=("sm_90",))
+def _mx_tokens_8(arch: str) -> "Recipe":
+    """The same for MXFP8 weights."""
+    from envoi.sass import mx_recipes
+
+    return mx_recipes.tokens(8, arch)
 
 
 def _router(case: RouterCase) -> "Callable[[str], Recipe]":

@@ -114,7 +114,8 @@ def _concat(weights: list[Matrix]) -> Matrix:
     if isinstance(first, torch.Tensor):
         return torch.cat([weight for weight in weights if isinstance(weight, torch.Tensor)])
     quantised = [weight for weight in weights if isinstance(weight, QuantTensor)]
-    return replace(first, values=torch.cat([q.values for q in quantised]), sf=torch.cat([q.sf for q in quantised]))
+    values, sf = torch.cat([q.values for q in quantised]), torch.cat([q.sf for q in quantised])
+    return replace(first, values=values, sf=sf, tame=all(q.tame for q in quantised))
 
 
 def _num_bytes(weight: Matrix) -> int:
