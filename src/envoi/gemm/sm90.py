@@ -78,11 +78,16 @@ def descriptor(x: torch.Tensor, rows: int, columns: int) -> Any:
 
 def plain_descriptor(x: torch.Tensor, rows: int, columns: int) -> Any:
     """The same for a float32 matrix whose boxes lie in shared memory as they are, not swizzled."""
-    import triton.experimental.gluon.language as gl
     from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
-    layout = gl.NVMMASharedLayout(swizzle_byte_width=0, element_bitwidth=32, rank=2)
-    return TensorDescriptor(x, list(x.shape), list(x.stride()), [rows, columns], layout)
+    return TensorDescriptor(x, list(x.shape), list(x.stride()), [rows, columns], _plain_layout())
+
+
+@cache
+def _plain_layout() -> Any:
+    import triton.experimental.gluon.language as gl
+
+    return gl.NVMMASharedLayout(swizzle_byte_width=0, element_bitwidth=32, rank=2)
 
 
 @cache

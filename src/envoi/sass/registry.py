@@ -299,15 +299,9 @@ def _indexer_scores(arch: str) -> "Recipe":
     return _indexer("scores", arch)
 
 
-@kernel("indexer-threshold", arches=("sm_90", "sm_100", "sm_103"))
-def _indexer_threshold(arch: str) -> "Recipe":
-    """The bin of the k-th best score, from a histogram."""
-    return _indexer("threshold", arch)
-
-
 @kernel("indexer-sift", arches=("sm_90", "sm_100", "sm_103"))
 def _indexer_sift(arch: str) -> "Recipe":
-    """What may be among the k best, in one pass over the scores."""
+    """What may be among the k best, in one pass over the scores, by a bound from groups of them."""
     return _indexer("sift", arch)
 
 
