@@ -68,12 +68,14 @@ class Config:
         return max(1, (self.role_m if self.swap_ab else self.block_y) // self.piece)
 
     def __str__(self) -> str:
+        """All that kernels differ by: the compiler's cache files them under it."""
         parts = [
             f"{self.num_roles}x{self.role_m}x{self.block_y}",
             f"k{self.block_k}x{self.num_stages}",
             f"p{self.piece}x{self.turns}",
         ]
         parts += [f"w{self.num_warps}"] * (self.num_warps != 4) + [f"split{self.split_k}"] * (self.split_k > 1)
+        parts += [f"group{self.group}"] * (self.group != 8)
         return " ".join(parts + [name for name in ("pingpong", "swap_ab") if getattr(self, name)])
 
 
