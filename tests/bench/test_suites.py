@@ -175,6 +175,9 @@ GPU_CASES = {
 }
 
 
+PEERS = {"sgl_deep_gemm_topk"}  # other libraries: nobody has to have them
+
+
 @pytest.mark.gpu
 @pytest.mark.parametrize(("suite", "name"), [(suite, name) for suite, names in GPU_CASES.items() for name in names])
 def test_a_gpu_runs_every_baseline_and_is_right(suite, name):

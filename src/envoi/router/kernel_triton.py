@@ -7,7 +7,8 @@
             logits += tokens[rows, k] @ gate[:, k].T
         route_rows(logits)
 
-float32 operands become three bf16 each, and six products of these: the error is that of float32.
+The tensor cores cut off what they add, so what they add up is short: BLOCK_K, and other units add these sums. float32
+operands become three bf16 each, and six products of these: the error is that of float32.
 """
 
 import triton
@@ -32,6 +33,14 @@ def load_operand(x, stride, rows, num_rows, ks, hidden, WIDE: tl.constexpr):
 
 
 @triton.jit
+def add_apart(x, product):
+    """x + product, not by the tensor cores: the compiler would give them x to begin with."""
+    if not INTERPRETED:
+        product = tl.inline_asm_elementwise("mov.b32 $0, $1;", "=r,r", [product], tl.float32, is_pure=True, pack=1)
+    return x + product
+
+
+@triton.jit
 def router_kernel(
     tokens, token_stride, gate, gate_stride, num_tokens, hidden, numbers, tables, outputs, counts, counter,
     spec: tl.constexpr, WIDE: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_K: tl.constexpr,
@@ -46,7 +55,10 @@ def router_kernel(
         ks = k + tl.arange(0, BLOCK_K)
         x = load_operand(tokens, token_stride, rows, num_tokens, ks, hidden, WIDE)
         y = load_operand(gate, gate_stride, columns, num_experts, ks, hidden, WIDE)
-        logits = tl.dot(x, y.T, logits, input_precision="bf16x6" if WIDE and not INTERPRETED else None)
+        if WIDE:
+            logits = tl.dot(x, y.T, logits, input_precision=None if INTERPRETED else "bf16x6")
+        else:
+            logits = add_apart(logits, tl.dot(x, y.T))
     slots = tl.arange(0, spec.slots)[None, :]
     biases = load_biases(tables, columns[None, :], spec)
     group_slots = tl.arange(0, spec.group_slots)[None, :]
