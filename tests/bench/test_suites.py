@@ -183,5 +183,5 @@ PEERS = {"sgl_deep_gemm_topk"}  # other libraries: nobody has to have them
 def test_a_gpu_runs_every_baseline_and_is_right(suite, name):
     (case,) = [case for case in cases(suite) if case.name == name]
     trial = measure(case, Bench(Clock(torch.device("cuda", 0), 2), ROOF))
-    assert not trial.missing
+    assert set(trial.missing) <= PEERS
     assert trial.error["ours"] <= max_error(case)

@@ -5,6 +5,7 @@ import math
 import pytest
 import torch
 
+from envoi.bench import timing
 from envoi.bench.roof import Roof, measure_roof
 from envoi.bench.timing import NUM_WARMUPS, Clock, Timing, mean_timing, summarize
 from envoi.bench.trial import Compiler, relative_error, sample_rows, time_baselines, time_replays, time_rounds
@@ -19,9 +20,9 @@ def test_percentiles_are_measured_values():
 
 def test_the_number_of_calls_is_fixed():
     calls = []
-    timing = Clock(CPU, 7).calls(lambda: calls.append(1))
-    assert (timing.n, len(calls)) == (7, 7 + NUM_WARMUPS)
-    assert timing.p10_us <= timing.p50_us <= timing.p90_us
+    found = Clock(CPU, 7).calls(lambda: calls.append(1))
+    assert (found.n, len(calls)) == (7, 7 + NUM_WARMUPS)
+    assert found.p10_us <= found.p50_us <= found.p90_us
 
 
 def test_rounds_take_turns():
@@ -31,6 +32,37 @@ def test_rounds_take_turns():
     assert {name: timing.n for name, timing in timings.items()} == {"a": 4, "b": 4, "c": 4}
     assert "".join(seen[3 * NUM_WARMUPS :]) == "abcbcacababc"
     assert Clock(CPU, 7).rounds(runs)["b"].n == 7
+
+
+class Event:
+    """Has happened, or not."""
+
+    def __init__(self, happened):
+        self.happened = happened
+
+    def query(self):
+        return self.happened
+
+
+def test_a_call_that_the_host_enqueued_too_late_is_timed_again(monkeypatch):
+    done, fillers = [], []
+    late = iter([True, True, False, False])
+    monkeypatch.setattr(timing, "_between_events", lambda run: (run(), Event(next(late)))[::-1])
+    lead = timing.Lead(lambda: fillers.append(1))
+    lead.time(lambda: done.append(1))
+    assert (len(done), len(fillers)) == (3, 1 + 2 + 4)
+    lead.time(lambda: done.append(1))
+    assert (len(done), len(fillers)) == (4, 7 + 4)
+
+
+def test_a_call_that_waits_for_the_device_itself_is_taken_as_it_is(monkeypatch):
+    done = []
+    monkeypatch.setattr(timing, "_between_events", lambda run: (run(), Event(True))[::-1])
+    lead = timing.Lead(lambda: None)
+    lead.time(lambda: done.append(1))
+    tries = len(done)
+    lead.time(lambda: done.append(1))
+    assert (lead.hopeless, tries, len(done)) == (True, 8, 9)
 
 
 def test_long_calls_are_repeated_less_often():

@@ -13,8 +13,12 @@ moved by 20 %. In rounds all meet the same ones, whoever comes first changes fro
 never waited for in between.
 
 The cache is emptied by reading a buffer larger than it. Overwriting would leave lines that still have to go to memory,
-and the call behind would pay for them: 33 us instead of 27 for a GEMM of 256x4096x7168, cuBLAS's or any other. The read
-also hides the launch: it is repeated until the host has had time to enqueue the call (`MAX_FLUSHES` at most).
+and the call behind would pay for them: 33 us instead of 27 for a GEMM of 256x4096x7168, cuBLAS's or any other.
+
+What stands in front of a call also hides its launch: the read is repeated (of a graph: an earlier replay) until the
+device gets to a call when the host has enqueued all of it. Else the gaps between its launches would count, and a host
+that others share stalls for hundreds of microseconds. A call that the device has begun before is thrown away and timed
+again behind twice as much.
 
 A graph replay never shows less than 4 to 5 us, so what takes less than a launch is measured by `replays`.
 """
@@ -32,8 +36,8 @@ CALLS_PER_GRAPH = 20
 NUM_WARMUPS = 3
 CPU_CACHE_BYTES = 64 << 20
 FLUSH_CACHES = 4  # sizes of the L2 that are read: its halves may each keep a copy of a line
-FLUSH_US = 50  # at least what that takes on any GPU so far
-MAX_FLUSHES = 8
+MAX_FLUSHES = 8  # of ranks
+MAX_FILLERS = 64
 
 K = TypeVar("K")
 Run = Callable[[], object]
@@ -67,6 +71,26 @@ def mean_timing(timings: Sequence[Timing]) -> Timing:
     )
 
 
+@dataclass
+class Lead:
+    """Work in front of each call of a contender, so much that the host has enqueued the call by its end."""
+
+    filler: Run
+    count: int = 1
+    hopeless: bool = False  # the call waits for the device itself
+
+    def time(self, run: Run) -> Pair:
+        """The events around a call."""
+        while True:
+            for _ in range(self.count):
+                self.filler()
+            pair = _between_events(run)
+            if self.hopeless or not pair[0].query():
+                return pair
+            self.hopeless = self.count >= MAX_FILLERS
+            self.count = 1 if self.hopeless else 2 * self.count
+
+
 @dataclass(frozen=True)
 class Clock:
     """Takes times on one device. repeat: n of every Timing. cold: empty the L2 cache before each call."""
@@ -78,14 +102,16 @@ class Clock:
     def rounds(self, runs: Mapping[K, Run], n: int | None = None) -> dict[K, Timing]:
         """Each contender once a round, n rounds (default: repeat)."""
         n = n or self.repeat
-        host_us = {name: _warm_up(run) for name, run in runs.items()}
+        for run in runs.values():
+            _warm_up(run)
         if self.device.type != "cuda":
             times: dict[K, list[float]] = {name: [] for name in runs}
             for turn in range(n):
                 for name in _rotated(list(runs), turn):
                     times[name].append(_wall_us(runs[name]))
             return {name: summarize(found) for name, found in times.items()}
-        return self._events(runs, n, {name: min(MAX_FLUSHES, 1 + int(us / FLUSH_US)) for name, us in host_us.items()})
+        scratch = _larger_than_the_cache(self.device)
+        return self._events(runs, n, {name: Lead(scratch.max if self.cold else run) for name, run in runs.items()})
 
     def calls(self, run: Run) -> Timing:
         """One call at a time."""
@@ -101,7 +127,7 @@ class Clock:
             return self.rounds(runs)
         for run in runs.values():
             _warm_up(run)
-        timings = self._events(runs, self.repeat, dict.fromkeys(runs, 0))
+        timings = self._events(runs, self.repeat, {name: Lead(run) for name, run in runs.items()})
         return {name: _shared(timing, CALLS_PER_GRAPH) for name, timing in timings.items()}
 
     def ranks(self, run: Run, group: dist.ProcessGroup | None = None) -> Timing:
@@ -125,15 +151,12 @@ class Clock:
         """How many inputs of num_bytes a graph should go around so that none is in the cache at its next turn."""
         return max(1, min(CALLS_PER_GRAPH, -(-2 * cache_bytes(self.device) // max(num_bytes, 1))))
 
-    def _events(self, runs: Mapping[K, Run], n: int, num_flushes: Mapping[K, int]) -> dict[K, Timing]:
-        scratch = _larger_than_the_cache(self.device)
+    def _events(self, runs: Mapping[K, Run], n: int, leads: Mapping[K, "Lead"]) -> dict[K, Timing]:
         pairs: dict[K, list[Pair]] = {name: [] for name in runs}
         torch.cuda.synchronize(self.device)
         for turn in range(n):
             for name in _rotated(list(runs), turn):
-                for _ in range(num_flushes[name] if self.cold else 0):
-                    scratch.max()
-                pairs[name].append(_between_events(runs[name]))
+                pairs[name].append(leads[name].time(runs[name]))
         torch.cuda.synchronize(self.device)
         return {name: _summarize_pairs(found) for name, found in pairs.items()}
 
@@ -206,13 +229,9 @@ def _rotated(names: list[K], turn: int) -> list[K]:
     return names[first:] + names[:first]
 
 
-def _warm_up(run: Run) -> float:
-    """Call it a few times; returns how long the host took for the last."""
-    for _ in range(NUM_WARMUPS - 1):
+def _warm_up(run: Run) -> None:
+    for _ in range(NUM_WARMUPS):
         run()
-    if torch.cuda.is_available():
-        torch.cuda.synchronize()
-    return _wall_us(run)
 
 
 def _between_events(run: Run) -> Pair:

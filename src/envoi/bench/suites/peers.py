@@ -51,12 +51,13 @@ def deep_gemm_topk(
     num_sms = torch.cuda.get_device_properties(q.device).multi_processor_count
     table = block_table.clamp(max=k_cache.shape[0] - 1)  # it also reads columns behind a request's last page
     cache = k_cache.view(torch.uint8)
-    plan = deep_gemm.get_paged_mqa_logits_metadata(seq_lens, page_size, num_sms)
+    lengths = seq_lens.unsqueeze(1)  # [requests, queries of each]
+    plan = deep_gemm.get_paged_mqa_logits_metadata(lengths, page_size, num_sms)
     num_chosen = min(k, width * page_size)
 
     def run() -> torch.Tensor:
         scores = deep_gemm.fp8_paged_mqa_logits(
-            q.unsqueeze(1), cache, weights, seq_lens, table, plan, width * page_size, True
+            q.unsqueeze(1), cache, weights, lengths, table, plan, width * page_size, True
         )
         return scores.topk(num_chosen).indices
 
