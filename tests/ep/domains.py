@@ -5,8 +5,6 @@ import torch
 from envoi.ep import nvlink
 from envoi.ep.memory import Plan
 from envoi.ep.nvlink import CHUNKS, Domain
-from envoi.experts import launch
-from envoi.gemm.grouping import Grouping
 from envoi.types import ExpertWeights, Routing
 from tests.experts.layers import Layer
 
@@ -33,7 +31,7 @@ def moe(
 ) -> list[torch.Tensor]:
     """`nvlink.moe` on every rank: all take a step before any takes the next, so nobody has to wait.
 
-    experts: None leaves both GEMMs out, and what was in the slots is summed.
+    experts: None leaves both GEMMs out: what was in the slots is summed; with presum the tokens themselves, in bf16.
     """
     places = []
     for domain, (tokens, routing) in zip(domains, parts, strict=True):
@@ -45,17 +43,14 @@ def moe(
             nvlink.run("announce_kernel", given)
     for domain in domains:
         nvlink.run("pull_kernel", nvlink.pull_arguments(domain))
-    for domain, mine in zip(domains, experts or [], strict=experts is not None):
-        grouping = Grouping(behind=False, expected=10, to=domain.row_to)
-        launch.expert_mlp(domain.rows, domain.row_weights, domain.offsets, mine, grouping)
-    for domain in domains:
-        flags(domain)[1] = 1
-        nvlink.run("meet_kernel", nvlink.meet_arguments(domain))
+    for number, domain in enumerate(domains):
+        results = domain.rows if experts is None else nvlink.expert_mlp(domain, experts[number], 10)
+        if domain.plan.presum:
+            nvlink.run("return_kernel", nvlink.return_arguments(domain, results))
     outs = []
-    for domain, (tokens, _), place in zip(domains, parts, places, strict=True):
-        outs.append(torch.empty_like(tokens))
-        if len(tokens):
-            nvlink.run("sum_kernel", nvlink.sum_arguments(domain, place.slot_to_pos, outs[-1]))
+    for domain, (_, routing), place in zip(domains, parts, places, strict=True):
+        flags(domain)[1] = 1
+        outs.append(nvlink.combine(domain, place, routing.topk_ids))
     return outs
 
 

@@ -3,6 +3,7 @@
 import contextlib
 import os
 import time
+from dataclasses import replace
 from functools import cache
 from itertools import pairwise
 
@@ -56,6 +57,30 @@ def test_several_ranks_in_one_process(format, sizes):
         assert_same_bits(torch.cat(domains.moe(opened, parts, packed)), want)
 
 
+@pytest.mark.gpu
+@pytest.mark.parametrize("format", ["bf16", "fp8_block128"])
+def test_rows_that_meet_on_a_rank_are_summed_there(format):
+    layer, routing = on_gpu(make(**(LAYER | {"masked": 0.3})))
+    layer.routing = routing
+    tokens, ends = len(layer.tokens), [0, 1, 5, 8]
+    opened = domains.open_all(Plan(3, 8, tokens, 4, layer.tokens.shape[1], format, True), ends, "cuda")
+    packed = [layer.pack(format, first, last) for first, last in pairwise(ends)]
+    parts = domains.split(layer, [tokens // 3, tokens // 3, tokens])
+    want = summed_by_rank(layer, format, ends)
+    for _ in range(2):
+        assert_same_bits(torch.cat(domains.moe(opened, parts, packed)), want)
+
+
+def summed_by_rank(layer, format: str, ends: list[int]) -> torch.Tensor:
+    """What each rank's experts have for every token, rounded, and then summed."""
+    ids, total = layer.routing.topk_ids, torch.zeros_like(layer.tokens, dtype=torch.float32)
+    for first, last in pairwise(ends):
+        mine = torch.where((ids >= first) & (ids < last), ids - first, -1)
+        routing = Routing(layer.routing.topk_weights, mine, last - first)
+        total += moe(layer.tokens, routing, layer.pack(format, first, last)).float()
+    return total.bfloat16()
+
+
 @cache
 def launched() -> dict[str, str]:
     """The kernels between ranks on the registry's sizes, in all formats: {hash: PTX}."""
@@ -73,6 +98,8 @@ def launched() -> dict[str, str]:
             domains.moe(opened, [(layer.tokens, routing)] * num_ranks, None)
             pulled = [int(domain.offsets[-1]) for domain in opened]
             assert sum(pulled) == num_ranks * int((ids >= 0).sum())
+        summing = domains.open_all(replace(plan, format="bf16", presum=True), ends, "cuda")
+        domains.moe(summing, [(layer.tokens, routing)] * num_ranks, None)
     return found
 
 
@@ -126,6 +153,29 @@ def test_the_bits_of_one_rank():
     for number, case in enumerate(tried):
         assert all(outcome.value[number][1] == "nvlink" for outcome in outcomes)
         assert_same_bits(torch.cat([outcome.value[number][0] for outcome in outcomes]), on_one_rank(case))
+
+
+def presummed(rank: int, num_ranks: int, format: str) -> tuple[torch.Tensor, bool, bool]:
+    """The output, whether forty more calls give the same, and whether rows were summed on the ranks."""
+    layer, ends = make(**LAYER), [8 * (r + 1) // num_ranks for r in range(num_ranks)]
+    parallel = open_here(layer, format, rank, ends, presum=True)
+    inputs = inputs_of(layer, rank, [60 * (r + 1) // num_ranks for r in range(num_ranks)])
+    out = parallel.moe(*inputs)
+    same = all([torch.equal(parallel.moe(*inputs), out) for _ in range(40)])
+    parallel.check()
+    return out.cpu(), same, parallel.presum
+
+
+@pytest.mark.gpu(2)
+@pytest.mark.parametrize("format", ["bf16", "fp8_row"])
+def test_presum(format):
+    num_ranks = min(4, torch.cuda.device_count())
+    outcomes = run_ranks(num_ranks, presummed, format, backend="nccl", timeout_s=100)
+    assert [outcome.value[1:] for outcome in outcomes] == [(True, True)] * num_ranks
+    layer, routing = on_gpu(make(**LAYER))
+    layer.routing = routing
+    want = summed_by_rank(layer, format, [0, *(8 * (r + 1) // num_ranks for r in range(num_ranks))])
+    assert_same_bits(torch.cat([outcome.value[0] for outcome in outcomes]), want.cpu())
 
 
 def run_often(rank: int, num_ranks: int, num_calls: int) -> dict[str, bool]:

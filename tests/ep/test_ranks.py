@@ -120,6 +120,8 @@ def test_refusals_without_a_group():
         ExpertParallel([packed])
     with pytest.raises(ValueError, match="timeout_s: expected a positive number of seconds up to 2000, got 0"):
         ExpertParallel(packed, timeout_s=0)
+    with pytest.raises(ValueError, match="presum: expected True, False or None, got 2"):
+        ExpertParallel(packed, presum=2)
 
 
 @pytest.mark.gpu(2)

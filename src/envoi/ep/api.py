@@ -4,6 +4,7 @@ import itertools
 import platform
 import weakref
 from collections.abc import Callable
+from dataclasses import replace
 from datetime import timedelta
 from typing import cast
 
@@ -15,6 +16,7 @@ from envoi.check import expect_int
 from envoi.ep import nvlink, staged
 from envoi.ep.exchange import Channel, gather_ints, gather_texts
 from envoi.ep.memory import Plan
+from envoi.ep.presum import pays
 from envoi.ep.watch import PeerTimeout, Watch
 from envoi.experts.op import check_ids, check_tokens, flatten, unflatten
 from envoi.operators import operator
@@ -45,9 +47,12 @@ class ExpertParallel:
         allocator. A call then takes no size back to the host, never waits for the device, and can be captured in a
         CUDA graph. Calls and replays of all objects of a group come in the same order on every rank, and on one
         stream. A number of tokens that is new may compile kernels: within timeout_s, as peers wait for them.
+    presum: over NVLink, rows of a token that meet on a rank are summed there before they go back: fewer bytes on the
+        wire, but none of them beside the second GEMM, one rounding more, and bits that depend on how many ranks there
+        are. None = where a model of the time says that it is faster with max_tokens: for small intermediate sizes.
 
     Attributes: num_experts (over all ranks), expert_offsets (rank r owns expert_offsets[r] : expert_offsets[r + 1]),
-    transport ("nvlink", "nccl" or "gloo") and why it is that one.
+    transport ("nvlink", "nccl" or "gloo") and why it is that one, presum (True or False).
 
     Example, 4 ranks with 4 experts each: `ExpertParallel(pack(...)).moe(tokens, routing)`, where routing.num_experts is
     16 and rank 1 owns experts 4 to 7.
@@ -57,7 +62,7 @@ class ExpertParallel:
 
     def __init__(
         self, experts: ExpertWeights, group: dist.ProcessGroup | None = None, timeout_s: float = 10.0,
-        max_tokens: int | None = None, num_topk: int | None = None,
+        max_tokens: int | None = None, num_topk: int | None = None, presum: bool | None = None,
     ):  # fmt: skip
         if not isinstance(experts, ExpertWeights):
             raise ValueError(f"experts: expected ExpertWeights from envoi.experts.pack, got {type(experts).__name__}")
@@ -68,20 +73,23 @@ class ExpertParallel:
         for name, value in (("max_tokens", max_tokens), ("num_topk", num_topk)):
             if value is not None:
                 expect_int(name, value, 1)
+        if presum is not None and not isinstance(presum, bool):
+            raise ValueError(f"presum: expected True, False or None, got {presum!r}")
         if not dist.is_initialized():
             raise ValueError("group: expected an initialised torch.distributed; call init_process_group first")
         self.experts, self.timeout_s = experts, timeout_s
         group = group or dist.distributed_c10d._get_default_group()
         self.name = _name(dist.get_process_group_ranks(group))
         self.channel = _open_channel(group, experts.device, timeout_s, self.name)
-        sizes = _agree(self.channel, experts, max_tokens, num_topk)
+        sizes = _agree(self.channel, experts, max_tokens, num_topk, presum)
         self.expert_offsets = [0, *itertools.accumulate(sizes)]
         self.num_experts = self.expert_offsets[-1]
         self.max_tokens, self.num_topk = max_tokens, num_topk
         self.transport = "gloo" if self.channel.data is self.channel.control else "nccl"
-        self.domain, self.why = self._open_domain(group)
+        self.domain, self.why = self._open_domain(group, presum)
         if self.domain is not None:
             self.transport = "nvlink"
+        self.presum = self.domain is not None and self.domain.plan.presum
         _instances[self.name] = self
 
     def moe(self, tokens: torch.Tensor, routing: Routing) -> torch.Tensor:
@@ -89,7 +97,8 @@ class ExpertParallel:
 
         routing: topk_ids over all num_experts, -1 = masked slot; k may be anything, over gloo and NCCL the same on
         every rank.
-        Equals `envoi.moe` on one rank that holds all experts and the tokens of all ranks, bit for bit.
+        Equals `envoi.moe` on one rank that holds all experts and the tokens of all ranks, bit for bit; with presum, up
+        to the rounding of a rank's sums.
         Raises ValueError on every rank if any rank's arguments are refused, PeerTimeout if a rank is lost or late. Over
         NVLink the host doesn't wait to know: the rank whose arguments are wrong raises at once (but for ids, which only
         the device knows), the output is NaN everywhere, and a later call or `check` raises. What isn't a Routing of
@@ -171,7 +180,7 @@ class ExpertParallel:
             text = domain.watch.store.get(f"refused/{refused[0]}").decode()
         raise ValueError(f"rank {refused[0]} of the group refused its arguments in an earlier call: {text}")
 
-    def _open_domain(self, group: dist.ProcessGroup) -> tuple[nvlink.Domain | None, str]:
+    def _open_domain(self, group: dist.ProcessGroup, presum: bool | None) -> tuple[nvlink.Domain | None, str]:
         """The memory shared over NVLink, or None, and why. Collective."""
         if self.transport == "gloo":
             return None, "the group is one of gloo"
@@ -185,6 +194,7 @@ class ExpertParallel:
             self.channel.num_ranks, self.num_experts, self.max_tokens, self.num_topk, self.experts.hidden,
             self.experts.format,
         )  # fmt: skip
+        plan = replace(plan, presum=pays(plan, self.experts.intermediate) if presum is None else presum)
         key = (tuple(self.channel.watch.ranks), plan, tuple(self.expert_offsets), self.timeout_s)
         domain = _domains.get(key)
         if domain is not None and domain.report[0].any():
@@ -279,13 +289,15 @@ def _name(ranks: list[int]) -> str:
     return f"envoi {members} #{next(_serials.setdefault(members, itertools.count()))}"
 
 
-def _agree(channel: Channel, experts: ExpertWeights, max_tokens: int | None, num_topk: int | None) -> list[int]:
+def _agree(
+    channel: Channel, experts: ExpertWeights, max_tokens: int | None, num_topk: int | None, presum: bool | None
+) -> list[int]:
     """Every rank's number of experts, once all ranks have the same everything else."""
     mine = f"hidden={experts.hidden} intermediate={experts.intermediate} format={experts.format}"
     mine += f" activation={experts.activation} swiglu_limit={experts.swiglu_limit} bias={experts.down_bias is not None}"
     texts = gather_texts(channel, mine, "opening the group")
     _same_everywhere("experts", texts)
-    _same_everywhere("sizes", gather_texts(channel, f"{max_tokens=} {num_topk=}", "opening the group"))
+    _same_everywhere("sizes", gather_texts(channel, f"{max_tokens=} {num_topk=} {presum=}", "opening the group"))
     return gather_ints(channel, [experts.num_local_experts], "opening the group")[:, 0].tolist()
 
 

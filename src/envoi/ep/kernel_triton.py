@@ -5,15 +5,16 @@
     publish_kernel    tokens -> this rank's memory, quantised             where peers read them; slots sorted by expert
     announce_kernel   slots' experts and weights -> every peer            then the flag "dispatch", a wait for theirs
     pull_kernel       peers' tokens -> rows sorted by expert              each read once for all its experts here
-    meet_kernel       the flag "combine"                                  after L2 has sent its rows to their slots
-    sum_kernel        slots -> tokens                                     in the order of the slots
+    return_kernel     sums of a token's rows here -> its rank             with presum; else L2 sends all rows
+    meet_kernel       the flag "combine"                                  after all rows have been sent
+    sum_kernel        slots -> tokens                                     in the order of the slots, or of the ranks
 
 Rows are sorted by (expert, source rank, slot). Each rank works out their places by itself: a source says how many slots
 it has for each expert and which place a slot has among its own, so nothing is counted by atomics, and the order is the
 same in every run.
 
 Memory of a rank (`memory.Plan` says where): flags, and from every source what it announced; the tokens of this rank; a
-slot for each row that comes back.
+slot for each row that comes back, or with presum, one for each rank.
 
 Waits are bounded. A rank that is late is written to `report`, where the host can read it, and from then on every
 kernel leaves at once; the output is NaN.
@@ -214,16 +215,29 @@ def announce_kernel(
 
 
 @triton.jit
+def slots_here(s, token, k, at, own, room, first_expert, num_local, SLOTS: tl.constexpr):
+    """The slots of a token of rank s, their experts here, and which have one."""
+    slots = tl.arange(0, SLOTS)
+    slot = token * k + slots
+    e = tl.load(ints(own + at[IDS]) + s * room + slot, mask=slots < k, other=-1) - first_expert
+    return slots, slot, e, (e >= 0) & (e < num_local)
+
+
+@triton.jit
+def rows_of(s, slot, e, mine, at, own, shift, room, num_local):
+    """The rows of these slots; -1 for those whose expert is elsewhere."""
+    pos = tl.load(ints(own + at[PLACES]) + s * room + slot, mask=mine, other=0)
+    return tl.where(mine, pos + tl.load(shift + s * num_local + e, mask=mine, other=0), -1)
+
+
+@triton.jit
 def pull_token(
     s, token, k, peers, at, own, shift, rows, rows_sf, row_weights, row_to,
     room, first_expert, num_local, num_words, num_sf, slot_bytes,
     SLOTS: tl.constexpr, WORDS: tl.constexpr, SFS: tl.constexpr,
 ):  # fmt: skip
     """A token of rank s to the rows of its experts here, if it has any."""
-    slots = tl.arange(0, SLOTS)
-    slot = token * k + slots
-    e = tl.load(ints(own + at[IDS]) + s * room + slot, mask=slots < k, other=-1) - first_expert
-    mine = (e >= 0) & (e < num_local)
+    slots, slot, e, mine = slots_here(s, token, k, at, own, room, first_expert, num_local, SLOTS)
     if tl.max(mine.to(tl.int32), 0) > 0:
         source = tl.load(peers + s)
         words = tl.arange(0, WORDS)
@@ -233,8 +247,7 @@ def pull_token(
             factors = tl.arange(0, SFS)
             from_sf = (source + at[FACTORS]).to(rows_sf.dtype) + token * num_sf
             sf = tl.load(from_sf + factors, mask=factors < num_sf, other=0)
-        pos = tl.load(ints(own + at[PLACES]) + s * room + slot, mask=mine, other=0)
-        pos = tl.where(mine, pos + tl.load(shift + s * num_local + e, mask=mine, other=0), -1)
+        pos = rows_of(s, slot, e, mine, at, own, shift, room, num_local)
         weights = ints(own + at[WEIGHTS]).to(tl.pointer_type(tl.float32)) + s * room + slot
         tl.store(row_weights + pos, tl.load(weights, mask=mine, other=0.0), mask=mine)
         tl.store(row_to + pos, source + at[RETURNS] + slot.to(tl.int64) * slot_bytes, mask=mine)
@@ -269,6 +282,45 @@ def pull_kernel(
             )  # fmt: skip
 
 
+@triton.jit
+def return_token(
+    s, token, k, peers, at, own, shift, results, width, rank, num_ranks, room, first_expert, num_local,
+    SLOTS: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """The sum of a token's rows here, in the order of its slots, rounded once, to the rank that it came from."""
+    slots, slot, e, mine = slots_here(s, token, k, at, own, room, first_expert, num_local, SLOTS)
+    if tl.max(mine.to(tl.int32), 0) > 0:
+        pos = rows_of(s, slot, e, mine, at, own, shift, room, num_local)
+        to = tl.multiple_of((tl.load(peers + s) + at[RETURNS]).to(results.dtype), 16)
+        to += (token * num_ranks + rank).to(tl.int64) * width
+        for first in range(0, width, BLOCK):
+            columns = first + tl.arange(0, BLOCK)
+            total = tl.zeros((BLOCK,), tl.float32)
+            for i in range(k):
+                row = tl.max(tl.where(slots == i, pos, -1), 0).to(tl.int64)
+                if row >= 0:
+                    total += widen(tl.load(results + row * width + columns, mask=columns < width, other=0.0))
+            tl.store(to + columns, bf16(total), mask=columns < width)
+
+
+@triton.jit(do_not_specialize=["rank", "first_expert"])
+def return_kernel(
+    peers, at, shift, state, results, width, rank, num_ranks, room, first_expert, num_local,
+    SLOTS: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """With presum: the tokens of all ranks as `pull_kernel` takes them, their rows of L2's results summed."""
+    own = tl.load(peers + rank)
+    most = tl.load(state + MOST)
+    for t in range(tl.program_id(0), most * num_ranks, tl.num_programs(0)):
+        s, token = (t + rank) % num_ranks, t // num_ranks
+        if token < tl.load(ints(own + at[SIZES]) + 2 * s):
+            k = tl.load(ints(own + at[SIZES]) + 2 * s + 1)
+            return_token(
+                s, token, k, peers, at, own, shift, results, width, rank, num_ranks, room, first_expert, num_local,
+                SLOTS, BLOCK,
+            )  # fmt: skip
+
+
 @triton.jit(do_not_specialize=["rank", "timeout_us"])
 def meet_kernel(peers, at, state, report, rank, timeout_us, ON_GPU: tl.constexpr):
     """Program p: tell peer p that all rows for it have been sent, and wait for the same from it."""
@@ -282,8 +334,15 @@ def meet_kernel(peers, at, state, report, rank, timeout_us, ON_GPU: tl.constexpr
 
 
 @triton.jit
+def store_total(out, m, columns, width, total, state):
+    """A part of a token, rounded once; NaN if the call failed."""
+    total = tl.where(tl.load(state + VERDICT) == FINE, total, float("nan"))
+    tl.store(out + m.to(tl.int64) * width + columns, bf16(total), mask=columns < width)
+
+
+@triton.jit
 def sum_kernel(slots, slot_to_pos, out, state, width, K: tl.constexpr, BLOCK: tl.constexpr):
-    """The sum of a token's slots in their order, in float32, rounded once; NaN if the call failed."""
+    """The sum of a token's slots in their order, in float32."""
     m = tl.program_id(0)
     columns = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     total = tl.zeros((BLOCK,), tl.float32)
@@ -291,5 +350,27 @@ def sum_kernel(slots, slot_to_pos, out, state, width, K: tl.constexpr, BLOCK: tl
         used = tl.load(slot_to_pos + m * K + s) >= 0
         at = slots + (m.to(tl.int64) * K + s) * width + columns
         total += widen(tl.load(at, mask=(columns < width) & used, other=0.0))
-    total = tl.where(tl.load(state + VERDICT) == FINE, total, float("nan"))
-    tl.store(out + m.to(tl.int64) * width + columns, bf16(total), mask=columns < width)
+    store_total(out, m, columns, width, total, state)
+
+
+@triton.jit
+def sum_ranks_kernel(
+    returns, topk_ids, rank_ends, out, state, width, k, RANKS: tl.constexpr, SLOTS: tl.constexpr, BLOCK: tl.constexpr
+):
+    """With presum: the sum of what the ranks of a token's experts sent, in the order of the ranks, in float32.
+
+    rank_ends [RANKS]: behind each rank's last expert.
+    """
+    m = tl.program_id(0)
+    columns = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    slots = tl.arange(0, SLOTS)
+    e = tl.load(topk_ids + m * k + slots, mask=slots < k, other=-1)
+    total = tl.zeros((BLOCK,), tl.float32)
+    first = 0
+    for s in tl.static_range(RANKS):
+        last = tl.load(rank_ends + s)
+        used = tl.max(((e >= first) & (e < last)).to(tl.int32), 0) > 0
+        at = returns + (m.to(tl.int64) * RANKS + s) * width + columns
+        total += widen(tl.load(at, mask=(columns < width) & used, other=0.0))
+        first = last
+    store_total(out, m, columns, width, total, state)

@@ -25,6 +25,7 @@ class Plan:
     num_topk: int
     hidden: int
     format: str
+    presum: bool = False
 
     @property
     def room(self) -> int:
@@ -47,6 +48,11 @@ class Plan:
         return 0 if self.scheme is None else self.hidden // self.scheme.group_for((1, self.hidden))[1]
 
     @property
+    def num_sent(self) -> int:
+        """Rows that come back for a token: one a slot; with presum one a rank."""
+        return self.num_ranks if self.presum else self.num_topk
+
+    @property
     def slot_bytes(self) -> int:
         """Of a row on its way back, bf16."""
         return self.hidden * 2
@@ -57,14 +63,15 @@ class Plan:
 
         flags [2, num_ranks]: dispatch, combine. trouble [num_ranks]. sizes [num_ranks, 2]: tokens and top-k of each.
         counts [num_ranks, num_experts + 1]: where each expert's slots begin. ids, places and weights of slots
-        [num_ranks, room]. tokens [max_tokens, row_bytes], their factors. returns [room, slot_bytes]: the rows that
-        come back. The kernels know them by constants, in this order.
+        [num_ranks, room]. tokens [max_tokens, row_bytes], their factors. returns [max_tokens, num_sent, slot_bytes]:
+        the rows that come back. The kernels know them by constants, in this order.
         """
         ranks, slots = self.num_ranks, self.num_ranks * self.room * 4
         sf_bytes = self.num_sf * (1 if self.scheme is None else self.scheme.sf.itemsize)
         sizes = (
             2 * ranks * 4, ranks * 4, 2 * ranks * 4, ranks * (self.num_experts + 1) * 4, slots, slots, slots,
-            self.max_tokens * self.row_bytes, self.max_tokens * sf_bytes, self.room * self.slot_bytes,
+            self.max_tokens * self.row_bytes, self.max_tokens * sf_bytes,
+            self.max_tokens * self.num_sent * self.slot_bytes,
         )  # fmt: skip
         found = [0]
         for size in sizes:
@@ -82,8 +89,8 @@ class Plan:
         )
 
     def slots_in(self, memory: torch.Tensor) -> torch.Tensor:
-        """The rows that come back to a rank [room, hidden], as a view of its memory."""
-        return self._view(memory, RETURNS, torch.bfloat16, (self.room, self.hidden))
+        """The rows that come back to a rank [max_tokens * num_sent, hidden], as a view of its memory."""
+        return self._view(memory, RETURNS, torch.bfloat16, (self.max_tokens * self.num_sent, self.hidden))
 
     def _view(self, memory: torch.Tensor, part: int, dtype: torch.dtype, shape: tuple[int, int]) -> torch.Tensor:
         begin = self.at[part]

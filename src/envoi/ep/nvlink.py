@@ -4,10 +4,12 @@
     announce              slots to the peers; wait for theirs
     pull                  peers' tokens -> rows by expert
     L1 -> L2              as on one rank; L2 sends each row to the slot that it came from
-    meet -> sum           wait for the peers' rows; slots -> tokens
+    (return)              with presum instead: the sum of a token's rows here goes to its rank
+    meet -> sum           wait for the peers' rows; slots, or ranks' sums -> tokens
 
 Memory is used again by the next call without a further meeting: a rank gets to its next `publish` only after all have
-met, so after all have pulled; and to its next L2 only after all have announced again, so after all have summed. Within
+met, so after all have pulled; and to its next L2, or return, only after all have announced again, so after all have
+summed. Within
 a rank the order of one stream is what keeps calls apart.
 """
 
@@ -28,7 +30,8 @@ REFUSED_ON_HOST = 3  # of `report`, as in kernel_triton
 LATE = {1: "dispatch", 2: "combine"}  # of `report`, and the step
 SORTED = 2048  # slots that are sorted at once
 CHUNKS = 8  # programs that announce to one peer
-PULLS_PER_SM = 8  # programs that pull, 4 warps each
+PULLS_PER_SM = 8  # programs that pull or return, 4 warps each
+RETURNED = 2048  # columns at a time
 WARPS = {"num_warps": 4}
 
 
@@ -39,7 +42,8 @@ class Domain:
     memory: this rank's, uint8, that peers reach at `peers` [num_ranks] int64. shift, offsets, state: of the call under
     way. report [2, num_ranks] int32: who was late, and whose arguments were refused, in memory that the host reads
     without waiting.
-    rows, row_weights, row_to: room for all rows that may come, their weights, and where they go back to.
+    rows, row_weights, row_to: room for all rows that may come, their weights, and where they go back to. rank_ends
+    [num_ranks]: behind each rank's last expert.
     """
 
     plan: Plan
@@ -55,6 +59,7 @@ class Domain:
     rows: Matrix
     row_weights: torch.Tensor
     row_to: torch.Tensor
+    rank_ends: torch.Tensor
     handle: Any = None  # keeps the peers' memory mapped
     watch: Any = None  # where the ranks leave word of what they refused, and of who was late
 
@@ -101,6 +106,7 @@ def allocate(
         ints(plan.num_ranks, num_local), ints(num_local + 1), ints(4), report,
         launch.empty_rows(capacity, plan.hidden, plan.scheme, device),
         torch.empty(capacity, dtype=torch.float32, device=device), ints(capacity, dtype=torch.int64),
+        torch.tensor(expert_offsets[1:], dtype=torch.int32, device=device),
     )  # fmt: skip
     if device.type == "cuda":
         torch.cuda.synchronize(device)  # peers raise flags here as soon as they may
@@ -131,8 +137,10 @@ def moe(
 ) -> torch.Tensor:
     """tokens [M, H] bf16 of this rank -> [M, H] bf16; NaN if a rank was late or refused its arguments."""
     places = dispatch(domain, tokens, topk_weights, topk_ids)
-    expert_mlp(domain, experts, topk_ids.numel())
-    return combine(domain, places)
+    results = expert_mlp(domain, experts, topk_ids.numel())
+    if domain.plan.presum:
+        run("return_kernel", return_arguments(domain, results))
+    return combine(domain, places, topk_ids)
 
 
 def dispatch(domain: Domain, tokens: torch.Tensor, topk_weights: torch.Tensor, topk_ids: torch.Tensor) -> Places:
@@ -143,22 +151,27 @@ def dispatch(domain: Domain, tokens: torch.Tensor, topk_weights: torch.Tensor, t
     return places
 
 
-def expert_mlp(domain: Domain, experts: ExpertWeights, num_slots: int) -> None:
-    """domain.rows through this rank's experts to the slots that they came from. num_slots: of this rank, as a guess at
-    what the others have."""
+def expert_mlp(domain: Domain, experts: ExpertWeights, num_slots: int) -> torch.Tensor:
+    """domain.rows through this rank's experts to the slots that they came from; with presum, to what is returned.
+
+    num_slots: of this rank, as a guess at what the others have.
+    """
     plan = domain.plan
     expected = plan.num_ranks * (num_slots or plan.room) * domain.num_local // plan.num_experts
-    grouping = Grouping(behind=False, expected=expected, to=domain.row_to)
-    launch.expert_mlp(domain.rows, domain.row_weights, domain.offsets, experts, grouping)
+    grouping = Grouping(behind=False, expected=expected, to=None if plan.presum else domain.row_to)
+    return launch.expert_mlp(domain.rows, domain.row_weights, domain.offsets, experts, grouping)
 
 
-def combine(domain: Domain, places: Places) -> torch.Tensor:
+def combine(domain: Domain, places: Places, topk_ids: torch.Tensor) -> torch.Tensor:
     """Once all peers have sent what they have: [M, H] bf16."""
     run("meet_kernel", meet_arguments(domain))
-    slot_to_pos = places.slot_to_pos
-    out = torch.empty(len(slot_to_pos), domain.plan.hidden, dtype=torch.bfloat16, device=slot_to_pos.device)
-    if len(out):
-        run("sum_kernel", sum_arguments(domain, slot_to_pos, out))
+    out = torch.empty(len(topk_ids), domain.plan.hidden, dtype=torch.bfloat16, device=topk_ids.device)
+    if not len(out):
+        return out
+    if domain.plan.presum:
+        run("sum_ranks_kernel", sum_ranks_arguments(domain, topk_ids, out))
+    else:
+        run("sum_kernel", sum_arguments(domain, places.slot_to_pos, out))
     return out
 
 
@@ -218,8 +231,24 @@ def pull_arguments(domain: Domain) -> Launch:
         plan.num_sf, plan.slot_bytes, power_of_two(plan.num_topk), power_of_two(num_words),
         power_of_two(plan.num_sf) if plan.num_sf else 0,
     )  # fmt: skip
-    num_sms = 1 if not values.is_cuda else torch.cuda.get_device_properties(values.device).multi_processor_count
-    return (PULLS_PER_SM * num_sms,), arguments, WARPS
+    return (_programs(values.device),), arguments, WARPS
+
+
+def return_arguments(domain: Domain, results: torch.Tensor) -> Launch:
+    """Grid, arguments and options of `return_kernel`. results: L2's rows by expert."""
+    plan = domain.plan
+    arguments = (
+        domain.peers, plan.at, domain.shift, domain.state, results, plan.hidden, domain.rank, plan.num_ranks, plan.room,
+        domain.first_expert, domain.num_local, power_of_two(plan.num_topk), min(RETURNED, power_of_two(plan.hidden)),
+    )  # fmt: skip
+    return (_programs(results.device),), arguments, WARPS
+
+
+def _programs(device: torch.device) -> int:
+    """That go around the tokens of all ranks."""
+    return PULLS_PER_SM * (
+        torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 1
+    )
 
 
 def meet_arguments(domain: Domain) -> Launch:
@@ -237,6 +266,17 @@ def sum_arguments(domain: Domain, slot_to_pos: torch.Tensor, out: torch.Tensor) 
     block = min(launch.SUMMED, power_of_two(width))
     slots = domain.plan.slots_in(domain.memory)
     return (M, -(-width // block)), (slots, slot_to_pos, out, domain.state, width, k, block), launch.warps(block)
+
+
+def sum_ranks_arguments(domain: Domain, topk_ids: torch.Tensor, out: torch.Tensor) -> Launch:
+    """Grid, arguments and options of `sum_ranks_kernel`."""
+    (M, k), width = topk_ids.shape, out.shape[1]
+    block = min(launch.SUMMED, power_of_two(width))
+    arguments = (
+        domain.plan.slots_in(domain.memory), topk_ids.contiguous(), domain.rank_ends, out, domain.state, width, k,
+        domain.plan.num_ranks, power_of_two(k), block,
+    )  # fmt: skip
+    return (M, -(-width // block)), arguments, launch.warps(block)
 
 
 def run(name: str, given: Launch) -> None:

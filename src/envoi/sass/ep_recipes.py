@@ -44,13 +44,25 @@ def sums(arch: str) -> Recipe:
     return _recipe(arch, kernel_triton.sum_kernel, given)
 
 
+def returns(arch: str) -> Recipe:
+    """L2's rows to their ranks, summed."""
+    results = _of(torch.bfloat16, NUM_RANKS * M * NUM_TOPK, HIDDEN)
+    return _recipe(arch, kernel_triton.return_kernel, nvlink.return_arguments(_domain("bf16", True), results))
+
+
+def sums_of_ranks(arch: str) -> Recipe:
+    """Ranks' sums to tokens."""
+    given = nvlink.sum_ranks_arguments(_domain("bf16", True), _slots(), _of(torch.bfloat16, M, HIDDEN))
+    return _recipe(arch, kernel_triton.sum_ranks_kernel, given)
+
+
 def _recipe(arch: str, kernel: object, given: Launch) -> Recipe:
     _, arguments, options = given
     return recipe_of_call(kernel, arguments, arch, **options)
 
 
-def _domain(format: str) -> nvlink.Domain:
-    plan = Plan(NUM_RANKS, NUM_EXPERTS, M, NUM_TOPK, HIDDEN, format)
+def _domain(format: str, presum: bool = False) -> nvlink.Domain:
+    plan = Plan(NUM_RANKS, NUM_EXPERTS, M, NUM_TOPK, HIDDEN, format, presum)
     capacity = NUM_RANKS * M * NUM_TOPK
     shift, offsets = _of(torch.int32, NUM_RANKS, NUM_LOCAL), _of(torch.int32, NUM_LOCAL + 1)
     state, report = _of(torch.int32, 4), _of(torch.int32, NUM_RANKS)
@@ -58,7 +70,7 @@ def _domain(format: str) -> nvlink.Domain:
         plan, 1, list(range(0, NUM_EXPERTS + 1, NUM_LOCAL)), 10.0, _of(torch.uint8, plan.at[-1]),
         _of(torch.int64, NUM_RANKS), shift, offsets, state, report,
         launch.empty_rows(capacity, HIDDEN, plan.scheme, torch.device("meta")),
-        _of(torch.float32, capacity), _of(torch.int64, capacity),
+        _of(torch.float32, capacity), _of(torch.int64, capacity), _of(torch.int32, NUM_RANKS),
     )  # fmt: skip
 
 

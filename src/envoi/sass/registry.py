@@ -221,6 +221,8 @@ _around(
 _around("ep-pull-mxfp8", "Peers' tokens in MXFP8 to rows by expert.", "ep_recipes", "pull", "mxfp4")
 _around("ep-meet", "Tells peers that their rows have been sent, and waits for the same.", "ep_recipes", "meet")
 _around("ep-sum", "Sums of tokens' slots.", "ep_recipes", "sums")
+_around("ep-return", "Sums of a token's rows on a rank, to the rank that it came from.", "ep_recipes", "returns")
+_around("ep-sum-ranks", "Sums of what the ranks sent for a token.", "ep_recipes", "sums_of_ranks")
 
 
 def _hopper(case: Case) -> "Callable[[str], Recipe]":

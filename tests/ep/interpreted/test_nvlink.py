@@ -10,6 +10,7 @@ from envoi.ep.kernel_triton import BAD_IDS, FINE, LATE_AT_COMBINE, LATE_AT_DISPA
 from envoi.ep.memory import Plan
 from envoi.experts import launch, moe
 from envoi.quant import FORMATS
+from envoi.types import Routing
 from tests.ep import domains as ranks
 from tests.experts.layers import make
 from tests.helpers.accuracy import assert_same_bits
@@ -18,8 +19,8 @@ SMALL = {"tokens": 11, "experts": 6, "k": 2, "hidden": 128, "intermediate": 128}
 ENDS = {"even": [2, 4, 6], "uneven": [1, 5, 6]}
 
 
-def plan_of(layer, num_ranks, format, max_tokens=12, num_topk=4):
-    return Plan(num_ranks, layer.routing.num_experts, max_tokens, num_topk, layer.tokens.shape[1], format)
+def plan_of(layer, num_ranks, format, max_tokens=12, num_topk=4, presum=False):
+    return Plan(num_ranks, layer.routing.num_experts, max_tokens, num_topk, layer.tokens.shape[1], format, presum)
 
 
 def run(layer, format, token_ends, expert_ends, **sizes):
@@ -76,6 +77,29 @@ def test_a_token_may_name_an_expert_twice():
     layer.routing.topk_ids.fill_(0)
     opened, packed, parts = run(layer, "bf16", [4, 8, 12], [1, 2, 3], max_tokens=4, num_topk=2)
     assert_same_bits(torch.cat(ranks.moe(opened, parts, packed)), moe(layer.tokens, layer.routing, layer.pack()))
+
+
+@pytest.mark.parametrize(
+    ("format", "changes"), [("bf16", {"masked": 0.4}), ("bf16", {"k": 1}), ("fp8_block128", {"tokens": 5, "k": 4})]
+)
+def test_rows_that_meet_on_a_rank_are_summed_there(format, changes):
+    layer = make(**(SMALL | changes))
+    tokens = len(layer.tokens)
+    opened, packed, parts = run(layer, format, [0, tokens // 2, tokens], ENDS["uneven"], presum=True)
+    rows = by_rank(layer, format, ENDS["uneven"])
+    want = sum((row.float() for row in rows), torch.zeros_like(layer.tokens, dtype=torch.float32)).bfloat16()
+    for _ in range(2):
+        assert_same_bits(torch.cat(ranks.moe(opened, parts, packed)), want)
+
+
+def by_rank(layer, format, ends):
+    """What each rank's experts have for every token, rounded: what crosses the wire."""
+    ids, found = layer.routing.topk_ids, []
+    for first, last in pairwise([0, *ends]):
+        mine = torch.where((ids >= first) & (ids < last), ids - first, -1)
+        routing = Routing(layer.routing.topk_weights, mine, last - first)
+        found.append(moe(layer.tokens, routing, layer.pack(format, first, last)))
+    return found
 
 
 def announce(domain, layer, trouble=0):

@@ -1,0 +1,24 @@
+"""Whether a token's rows that meet on a rank are summed there before they go back.
+
+    off: rows cross the wire beside L2's products       max(products, wire), then k rows a token are read and summed
+    on:  products, and then fewer rows cross the wire   products + wire * met, then one row for each rank that has any
+
+met: the share of rows that is left if each slot's rank is drawn at random: R (1 - (1 - 1/R)^k) / k for R ranks.
+"""
+
+from envoi.ep.memory import Plan
+from envoi.plan.machines import H200
+
+ROW_BYTES = 2  # bf16, of one column
+
+
+def pays(plan: Plan, intermediate: int) -> bool:
+    """Whether it saves more than the kernel that it takes, for as many tokens as a rank may have."""
+    ranks, k = plan.num_ranks, plan.num_topk
+    met = ranks * (1 - (1 - 1 / ranks) ** k) / k
+    products = 2 * intermediate / (H200.tflops[plan.format] * 1e6)  # us a row and column, as all here
+    wire = ROW_BYTES * (ranks - 1) / ranks / (H200.push_gb_per_s * 1e3)
+    read = ROW_BYTES / (H200.hbm_gb_per_s * 1e3)
+    off = max(products, wire) + read
+    on = products + max(wire * met, read) + read * met
+    return (off - on) * plan.hidden * plan.room > H200.launch_us
