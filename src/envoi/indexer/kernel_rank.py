@@ -13,7 +13,7 @@ positions; then those count.
 import triton
 import triton.language as tl
 
-from envoi.indexer.kernel_scores import CLASSES, INTEGERS, PAGE, TALLIES
+from envoi.indexer.kernel_scores import CLASSES, INTEGERS, PAGE, SECTOR, TALLIES
 from envoi.indexer.kernel_sift import CAPACITY, LAST, tokens_of
 
 MOST: tl.constexpr = tl.constexpr(4096)
@@ -116,7 +116,7 @@ def rank_kernel(
     if n == 0:
         return
     ids = tl.arange(0, CLASSES)
-    sizes = tl.load(tallies + ids)
+    sizes = tl.load(tallies + ids * SECTOR)
     classes += own * (CLASSES * CAPACITY)
     if ORDERED & (tl.max(sizes, 0) <= CAPACITY):
         size = tl.sum(tl.where(ids == part, sizes, 0), 0)
@@ -124,7 +124,7 @@ def rank_kernel(
         for first in range(0, tl.where(before < K, size, 0), MINE):
             rank_and_put(out, classes + part * CAPACITY, first, size, table, before, K, SLOTS)
     else:
-        total = tl.load(tallies + CLASSES)
+        total = tl.load(tallies + CLASSES * SECTOR)
         listed += own.to(tl.int64) * width * PAGE
         if (total > MOST) | (not ORDERED):
             total = narrow(listed, classes, total, K, ORDERED)

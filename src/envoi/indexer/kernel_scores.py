@@ -28,7 +28,8 @@ KEY_SHIFT: tl.constexpr = tl.constexpr(16)  # bits of a key that a group's best 
 
 # What is counted of a row: its list's classes, then the whole list.
 CLASSES: tl.constexpr = tl.constexpr(32)
-TALLIES: tl.constexpr = tl.constexpr(64)
+SECTOR: tl.constexpr = tl.constexpr(8)  # numbers that the L2 keeps together: a tally each, or their atomics queue up
+TALLIES: tl.constexpr = tl.constexpr(512)
 
 INTEGERS = ("first_row", "num_rows", "width", "num_pages")  # arguments of the indexer's kernels
 

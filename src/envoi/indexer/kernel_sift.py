@@ -24,6 +24,7 @@ from envoi.indexer.kernel_scores import (
     KEY_SHIFT,
     NUM_GROUPS,
     PAGE,
+    SECTOR,
     TALLIES,
     level_of,
     ordered,
@@ -45,7 +46,7 @@ BAD_PAGE: tl.constexpr = tl.constexpr(2)
 def tokens_of(seq_lens, tallies, row, num_rows, next_n, width):
     """Tokens that a row chooses from, and what is wrong with it, then none. Its tallies must be final."""
     seen = visible(seq_lens, row, num_rows, next_n, width)
-    failed = tl.load(tallies + CLASSES, mask=seen > 0, other=0) >= FAILED
+    failed = tl.load(tallies + CLASSES * SECTOR, mask=seen > 0, other=0) >= FAILED
     error = tl.where(seen < 0, BAD_LENGTH, tl.where(failed, BAD_PAGE, 0))
     return tl.where(error > 0, 0, seen), error
 
@@ -151,12 +152,12 @@ def sift_kernel(
     keys = ordered(scores, NAN_FIRST)
     keep = (positions < n) & ((keys >> KEY_SHIFT) >= low)
     kind = class_of(scores, low, top, n > K, NAN_FIRST)
-    seat = tl.atomic_add(tallies + kind, 1, mask=keep, sem="relaxed")
+    seat = tl.atomic_add(tallies + kind * SECTOR, 1, mask=keep, sem="relaxed")
     kept = keep.to(tl.int32)
-    begin = tl.atomic_add(tallies + CLASSES, tl.sum(kept, 0), sem="relaxed") & (FAILED - 1)
+    begin = tl.atomic_add(tallies + CLASSES * SECTOR, tl.sum(kept, 0), sem="relaxed") & (FAILED - 1)
     composites = (keys.to(tl.int64) << POSITION_BITS) | (positions ^ LAST).to(tl.int64)
     tl.store(listed + offset + begin + tl.cumsum(kept, 0) - 1, composites, mask=keep)
     classes += (own * CLASSES + kind) * CAPACITY
     tl.store(classes + seat, composites, mask=keep & (seat < CAPACITY))
     if not good:
-        tl.atomic_or(tallies + CLASSES, FAILED, sem="relaxed")
+        tl.atomic_or(tallies + CLASSES * SECTOR, FAILED, sem="relaxed")
