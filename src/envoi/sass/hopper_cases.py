@@ -75,6 +75,8 @@ CASES = (
     Case("experts-l2-few", "expert_l2", 384, 4096, 2048, num_experts=32, behind=False),
     Case("experts-l2-sent", "expert_l2", 12288, 4096, 2048, num_experts=64, behind=False, sent=True),
     Case("experts-l2-sent-fp8-block128", "expert_l2", 12288, 4096, 2048, "fp8_block128", 64, behind=False, sent=True),
+    Case("experts-l2-sent-fp8-row", "expert_l2", 12288, 4096, 2048, "fp8_row", 64, behind=False, sent=True),
+    Case("experts-l2-sent-few", "expert_l2", 384, 4096, 2048, "fp8_block128", 64, behind=False, sent=True),
     Case("experts-l2-bias", "expert_l2_bias", 8192, 2880, 2880, num_experts=32, behind=False),
     Case("experts-l2-fp8-row", "expert_l2", 12288, 4096, 2048, "fp8_row", num_experts=32, behind=False),
     Case("experts-l2-fp8-block128", "expert_l2", 12288, 4096, 2048, "fp8_block128", num_experts=32, behind=False),
