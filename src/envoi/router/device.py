@@ -7,9 +7,10 @@
         k times: the best key, of equals that of the smallest id; it leaves
         weights = scores of the chosen; renormalised, scaled
 
-That is done twice at most. First with 32-bit integers that hold a key's upper bits and its column, one reduction a
-round, and a sigmoid to six digits. Then it is checked that no two keys that matter are so near that this could have
-erred; if some are, the rows go through exact keys, which equal those of `envoi.router.reference` bit for bit: exact
+That is done twice at most. First with 32-bit integers that hold how far a key is below the largest, and its column, one
+reduction a round, and a sigmoid to six digits. Then it is checked that no two keys that matter are so near that this
+could have erred; if some of the chosen are, they are put in order by exact keys; if the choice itself may be wrong, the
+rows go through exact keys, which equal those of `envoi.router.reference` bit for bit: exact
 division and root, the exponential of CUDA's own library.
 """
 
@@ -22,7 +23,6 @@ from envoi.epilogue.device import INF, INTERPRETED, divide, in_order, plus, sigm
 
 LOWEST: tl.constexpr = tl.constexpr(-(2**31))  # below the key of any float
 NOWHERE: tl.constexpr = tl.constexpr(1 << 30)  # behind any column
-SOME: tl.constexpr = tl.constexpr(0x00800000)  # the packed key of any finite number is at least that
 EPS: tl.constexpr = tl.constexpr(1e-20)
 TOLERANCE: tl.constexpr = tl.constexpr(1e-6)  # twice what `fast_score` errs, and the rounding of a sum of two
 
@@ -205,63 +205,98 @@ def selection_key(logits, usable, top, total, columns, expert_bias, FAST: tl.con
     return tl.where(usable, key, -INF)
 
 
-@triton.jit
-def pack(key, columns):
-    """uint32 that order as the keys do, but for the lowest bits, which hold the column; below SOME for -inf."""
-    low: tl.constexpr = key.shape[1] - 1
-    return (((order(key) ^ LOWEST) & (-1 - low)) | (low - columns)).to(tl.uint32, bitcast=True)
+@triton.constexpr_function
+def reach(spec):
+    """How far below the largest key packed keys tell others apart."""
+    if spec.by_score and spec.rule.score in ("sigmoid", "softmax"):
+        return 4.0 if spec.rule.score == "sigmoid" else 1.0
+    return 32.0
+
+
+@triton.constexpr_function
+def portion_code(spec):
+    """The instruction for 1 + x / reach, kept in [0, 1]; 0 for -inf and NaN."""
+    return f"fma.rn.sat.f32 $0, $1, {1 / reach(spec)}, 1.0;"
 
 
 @triton.jit
-def best_packed(key, columns, slots, k, spec: tl.constexpr):
-    """The ids [R, slots] of the k best keys by their upper bits, how many there are, and 0, 1, 2 ... for the slots."""
+def portion(x, spec: tl.constexpr):
+    """1 + x / reach, not below 0 nor above 1; 0 for -inf and NaN."""
+    if INTERPRETED:
+        x = x * (1.0 / reach(spec))
+        return tl.where(x > -1.0, tl.minimum(x + 1.0, 1.0), 0.0)
+    else:
+        return tl.inline_asm_elementwise(portion_code(spec), "=f,f", [x], tl.float32, is_pure=True, pack=1)
+
+
+@triton.constexpr_function
+def num_steps(columns):
+    """Into which the reach of packed keys is cut: what the column's bits leave, and a float can count."""
+    return min(1 << 23, (1 << 31) // columns)
+
+
+@triton.jit
+def pack(key, largest, columns, spec: tl.constexpr):
+    """uint32 that order as the keys do: how many steps each is above the end of the reach, then the column. Below
+    key.shape[1] for -inf, and for what is out of reach."""
     low: tl.constexpr = key.shape[1] - 1
-    packed = pack(key, columns)
-    none = tl.max((key > key).to(tl.int32), 1)
-    found = slots + as_in(none, tl.max(slots, 1), spec)[:, None]
-    bests = found * 0
-    best = (none - 1).to(tl.uint32, bitcast=True)
-    for r in range(k):
-        # The distances of what is below the last best: what isn't wraps around, and is farther away.
-        gap = tl.min((best - 1)[:, None] - packed, 1)
-        best = tl.where(best > 0, best - 1 - gap, best)
-        bests = tl.where(found == r, as_in(best.to(tl.int32, bitcast=True), tl.max(found, 1), spec)[:, None], bests)
-    there = (bests.to(tl.uint32, bitcast=True) >= SOME) & (found < k)
-    return (bests & low) ^ low, there, found
+    steps: tl.constexpr = num_steps(key.shape[1])
+    # The lowest bits of a float from 2^23 on count; the others leave.
+    counted = portion(key - largest[:, None], spec) * steps + 8388608.0
+    return ((counted.to(tl.int32, bitcast=True) - 0x4B000000) * (low + 1) + (low - columns)).to(tl.uint32, bitcast=True)
+
+
+@triton.jit
+def next_packed(packed, best):
+    """The largest below the last best of each row; 0 stays 0."""
+    # What isn't below wraps around, and is farther away.
+    gap = tl.min((best - 1)[:, None] - packed, 1)
+    return tl.where(best > 0, best - 1 - gap, best)
 
 
 @triton.jit
 def choose_packed(key, columns, slots, k, tolerance: tl.constexpr, spec: tl.constexpr):
-    """The k best keys by their upper bits: their ids [R, slots] and values, 0, 1, 2 ... for the slots, and which rows
-    have their choice, and its order, for certain.
+    """The ids [R, slots] of the k best packed keys, 0, 1, 2 ... for the slots, and which rows have their choice, and
+    its order, for certain: if the next key, and those of neighbours, are farther away than packed keys may err.
 
-    The choice is certain if all keys that the upper bits may have taken for the last of the chosen are chosen.
+    They err by three steps of the reach, and by the tolerance, which stands for keys of about one.
     """
-    ids, there, found = best_packed(key, columns, slots, k, spec)
-    keys = tl.where(there, pick(key, ids, columns, found, spec), -INF)
-    last = as_in(tl.min(tl.where(found < k, keys, INF), 1), tl.max(key, 1), spec)
-    rivals = tl.sum((key >= last[:, None] - tolerance).to(tl.int32), 1)
-    behind = pick(keys, tl.minimum(found + 1, spec.slots - 1), found, found, spec)
-    falls = ((keys - behind > tolerance) | (found >= k - 1)).to(tl.int32)
-    return ids, keys, found, (last > -INF) & (rivals == spec.k), as_in(tl.min(falls, 1), last, spec) > 0
+    low: tl.constexpr = key.shape[1] - 1
+    largest = tl.max(key, 1)
+    largest = tl.where(largest == -INF, 0.0, largest)
+    packed = pack(key, largest, columns, spec)
+    none = (largest > largest).to(tl.int32)
+    found = slots + as_in(none, tl.max(slots, 1), spec)[:, None]
+    bests = found * 0
+    best = (none - 1).to(tl.uint32, bitcast=True)
+    for r in range(k):
+        best = next_packed(packed, best)
+        bests = tl.where(found == r, as_in(best.to(tl.int32, bitcast=True), tl.max(found, 1), spec)[:, None], bests)
+    ids = (bests & low) ^ low
+    rival = next_packed(packed, best)  # if there is none, it wraps around to the first
+    err = (tolerance + tl.abs(largest) * (tolerance * 0.25)) * (num_steps(key.shape[1]) / reach(spec)) + 4.0
+    margin = tl.minimum(err, 1.0 * num_steps(key.shape[1])).to(tl.int32) * (low + 1) + low
+    certain = (best > low) & (best - rival > margin.to(tl.uint32, bitcast=True))
+    bests = bests.to(tl.uint32, bitcast=True)
+    behind = pick(bests.to(tl.int32, bitcast=True), tl.minimum(found + 1, spec.slots - 1), found, found, spec)
+    distance = bests - behind.to(tl.uint32, bitcast=True)
+    far = distance > as_in(margin, tl.max(found, 1), spec).to(tl.uint32, bitcast=True)[:, None]
+    falls = tl.min((far | (found >= k - 1)).to(tl.int32), 1)
+    return ids, found, certain, as_in(falls, best, spec) > 0
 
 
 @triton.jit
-def put_in_order(ids, keys, found, k, tolerance: tl.constexpr, spec: tl.constexpr):
-    """The chosen by their whole keys, of equals the smallest id first; and the rows where no two are within the
-    tolerance."""
+def put_in_order(ids, keys, found, k, spec: tl.constexpr):
+    """The chosen by their exact keys, of equals the smallest id first."""
     rank = found * 0
-    near = found * 0
     for j in range(k):
         other = slot(keys, found, j, spec)
         other_id = slot(ids.to(tl.float32), found, j, spec).to(tl.int32)
         rank += ((other > keys) | ((other == keys) & (other_id < ids))).to(tl.int32)
-        if tolerance > 0.0:
-            near += ((tl.abs(other - keys) <= tolerance) & (j != found) & (found < k)).to(tl.int32)
     place = found * 0
     for j in range(k):
         place = tl.where(slot(rank.to(tl.float32), found, j, spec).to(tl.int32) == found, j, place)
-    return pick(ids.to(tl.float32), place, found, found, spec).to(tl.int32), tl.max(near, 1) == 0
+    return pick(ids.to(tl.float32), place, found, found, spec).to(tl.int32)
 
 
 @triton.jit
@@ -277,23 +312,39 @@ def choose(ranks, columns, found, k, spec: tl.constexpr):
 
 
 @triton.jit
-def select(logits, usable, top, total, columns, slots, group_slots, expert_bias, k, spec: tl.constexpr):
+def slot_keys(logits, ids, top, total, columns, found, expert_bias, spec: tl.constexpr):
+    """The exact keys of experts ids [R, slots]."""
+    chosen = pick(logits, ids, columns, found, spec)
+    some = found >= 0
+    if spec.whole_softmax:
+        top = as_in(top, tl.max(found, 1), spec)
+        total = as_in(total, tl.max(found, 1), spec)
+    bias = 0.0
+    if spec.has_expert_bias:
+        bias = pick(expert_bias + logits * 0.0, ids, columns, found, spec)
+    return selection_key(chosen, some, top, total, columns, bias, False, spec)
+
+
+@triton.jit
+def select(logits, live, usable, top, total, columns, slots, group_slots, expert_bias, k, spec: tl.constexpr):
     """The ids [R, slots] of the chosen, best first, -1 where none is left: fast, and again where that may err."""
     tolerance: tl.constexpr = TOLERANCE if spec.by_score and spec.rule.score == "sigmoid" else 0.0
     key = selection_key(logits, usable, top, total, columns, expert_bias, True, spec)
     if spec.rule.num_groups > 1:
         key, sure = best_groups(key, columns, group_slots, tolerance, spec)
-    ids, keys, found, certain, falls = choose_packed(key, columns, slots, k, tolerance, spec)
+    ids, found, certain, falls = choose_packed(key, columns, slots, k, tolerance, spec)
     if spec.rule.num_groups > 1:
         certain = certain & sure
-    if tl.min((certain & falls).to(tl.int32), 0) == 0:
-        ids, apart = put_in_order(ids, keys, found, k, tolerance, spec)
-        certain = certain & (as_in(apart.to(tl.int32), tl.max(key, 1), spec) > 0)
-        if tl.min(certain.to(tl.int32), 0) == 0:
+    nobody = live == 0
+    if tl.min((certain & falls | nobody).to(tl.int32), 0) == 0:
+        if tl.min((certain | nobody).to(tl.int32), 0) == 0:
             key = selection_key(logits, usable, top, total, columns, expert_bias, False, spec)
             if spec.rule.num_groups > 1:
                 key, sure = best_groups(key, columns, group_slots, tolerance, spec)
             ids = choose(tl.where(key > -INF, order(key), LOWEST), columns, found, k, spec)
+        else:
+            keys = slot_keys(logits, ids, top, total, columns, found, expert_bias, spec)
+            ids = put_in_order(ids, keys, found, k, spec)
     return tl.where(found < spec.k, ids, -1), found
 
 
@@ -391,7 +442,7 @@ def route_rows(
     if spec.hashed:
         ids, found = look_up(usable, rows, live, columns, slots, tables, spec)
     else:
-        ids, found = select(logits, usable, top, total, columns, slots, group_slots, expert_bias, k, spec)
+        ids, found = select(logits, live, usable, top, total, columns, slots, group_slots, expert_bias, k, spec)
     chosen = pick(logits, tl.maximum(ids, 0), columns, found, spec)
     if spec.whole_softmax:
         top = as_in(top, tl.max(found, 1), spec)
