@@ -2,6 +2,7 @@
 
 import os
 import tempfile
+from collections.abc import Iterator
 
 import pytest
 import torch
@@ -24,6 +25,15 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 def pytest_configure(config: pytest.Config) -> None:
     """Record if asked to."""
     recorder.configure(config)
+
+
+@pytest.fixture
+def tidy_gpu() -> Iterator[None]:
+    """Memory that nobody wrote is NaN, or a huge number; what a large case took goes back: others share the GPU."""
+    torch.use_deterministic_algorithms(True, warn_only=True)
+    yield
+    torch.use_deterministic_algorithms(False)
+    torch.cuda.empty_cache()
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:

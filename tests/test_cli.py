@@ -6,6 +6,7 @@ import sys
 from types import SimpleNamespace
 
 import pytest
+import torch
 
 import envoi
 from envoi import cli, info
@@ -133,15 +134,19 @@ CPU = {"kind": "cpu", "name": "X (CPU)", "num_threads": 2}
 
 
 @pytest.mark.parametrize(
-    ("devices", "why", "name"),
+    ("devices", "reach", "backend", "name"),
     [
-        ([CPU], "no GPU", "gloo"),
-        ([GPU, CPU], "no kernel for ExpertParallel.moe yet on sm_90", "NCCL"),
-        ([GPU, GPU, CPU], "no kernel for ExpertParallel.moe yet on sm_90", "NCCL"),
+        ([CPU], False, "torch reference", "gloo"),
+        ([GPU, CPU], False, "Hopper kernel", "NCCL"),
+        ([GPU, GPU, CPU], False, "Hopper kernel", "NCCL"),
+        ([GPU, GPU, CPU], True, "Hopper kernel", "NVLink"),
     ],
 )
-def test_backends_and_transport_say_why(devices, why, name):
-    assert info.backend("ExpertParallel.moe", devices) == {"backend": "torch reference", "why": why}
+def test_backends_and_transport_say_why(monkeypatch, devices, reach, backend, name):
+    monkeypatch.setattr(torch.cuda, "can_device_access_peer", lambda a, b: reach)
+    found = info.backend("ExpertParallel.moe", devices)
+    assert found["backend"] == backend
+    assert found["why"]
     assert info.transport(devices)["name"] == name
 
 

@@ -1,6 +1,7 @@
 """`envoi info`: versions, devices, and which implementation each operator uses on this machine, and why."""
 
 import argparse
+import itertools
 import json
 import platform
 from typing import Any
@@ -16,7 +17,8 @@ WITH_KERNELS = {
     "gemm": "formats that it doesn't take run on the Triton kernels",
     "grouped_gemm": "formats that it doesn't take run on the Triton kernels",
     "route": "for bf16 or fp16, both sides the same; float32 and mixed dtypes run on the Triton kernel",
-    "moe": "both GEMMs; Triton kernels around them, and for mxfp8",
+    "moe": "both GEMMs; Triton kernels around them",
+    "ExpertParallel.moe": "as moe; Triton kernels between ranks whose GPUs reach each other's memory",
 }
 GIB = 1 << 30
 
@@ -43,12 +45,7 @@ def collect() -> dict[str, Any]:
 def backend(operator: str, devices: list[dict[str, Any]]) -> dict[str, str]:
     """The implementation that an operator uses on the first device, and why."""
     gpu = _first_gpu(devices)
-    if operator in WITH_KERNELS:
-        return _kernels(gpu, WITH_KERNELS[operator])
-    if operator == "indexer_topk":
-        return _indexer_backend(gpu)
-    why = "no GPU" if gpu is None else f"no kernel for {operator} yet on {gpu['arch']}"
-    return {"backend": "torch reference", "why": why}
+    return _indexer_backend(gpu) if operator == "indexer_topk" else _kernels(gpu, WITH_KERNELS[operator])
 
 
 def _kernels(gpu: dict[str, Any] | None, on_hopper: str) -> dict[str, str]:
@@ -80,7 +77,17 @@ def transport(devices: list[dict[str, Any]]) -> dict[str, str]:
         return {"name": "gloo", "why": "no GPU: ranks are processes on CPUs"}
     if num_gpus == 1:
         return {"name": "NCCL", "why": "one GPU here: ranks on other hosts, through an NCCL group"}
-    return {"name": "NCCL", "why": f"{num_gpus} GPUs; no kernel over NVLink symmetric memory yet"}
+    if not _all_reach_each_other(num_gpus):
+        return {"name": "NCCL", "why": f"{num_gpus} GPUs that don't all reach each other's memory"}
+    why = f"{num_gpus} GPUs that reach each other's memory; ExpertParallel needs max_tokens and num_topk, else NCCL"
+    return {"name": "NVLink", "why": why}
+
+
+def _all_reach_each_other(num_gpus: int) -> bool:
+    import torch
+
+    pairs = itertools.permutations(range(num_gpus), 2)
+    return all(torch.cuda.can_device_access_peer(a, b) for a, b in pairs)
 
 
 def to_text(found: dict[str, Any]) -> str:

@@ -17,18 +17,9 @@ from tests.experts.test_moe import BOUNDS, KINDS
 from tests.helpers.accuracy import assert_at_most_twice, assert_same_bits, relative_error
 from tests.helpers.launches import assert_same_code, watched
 
-pytestmark = pytest.mark.gpu
+pytestmark = [pytest.mark.gpu, pytest.mark.usefixtures("tidy_gpu")]
 HOPPER = (9, 0)
 SINGLE_ROWS = ("fp8_row", "fp8_1x128", "mxfp8")
-
-
-@pytest.fixture(autouse=True)
-def poisoned():
-    """Memory that nobody wrote is NaN, and what a large case took goes back."""
-    torch.use_deterministic_algorithms(True, warn_only=True)
-    yield
-    torch.use_deterministic_algorithms(False)
-    torch.cuda.empty_cache()
 
 
 def random_ids(tokens: int, experts: int, k: int, seed: int = 0) -> torch.Tensor:

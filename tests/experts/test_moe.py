@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from envoi.experts import moe
-from envoi.experts.op import flatten
+from envoi.experts.op import flatten, unflatten
 from envoi.experts.oracle import moe_oracle
 from envoi.quant import FORMATS, dequantize, format_named, quantize
 from envoi.router import route
@@ -167,6 +167,15 @@ def test_operator_is_well_formed():
         # torch's own check of the schema can't compare float8 arguments.
         checks = OPCHECKS if format == "bf16" else OPCHECKS[1:]
         torch.library.opcheck(torch.ops.envoi.moe.default, arguments, test_utils=checks)
+
+
+def test_the_operator_knows_which_weights_are_tame():
+    packed = make().pack("mxfp4")
+    both = unflatten(*flatten(packed))
+    assert both.gate_up.tame == packed.gate_up.tame
+    assert both.down.tame == packed.down.tame
+    other = unflatten(*flatten(replace(packed, down=replace(packed.down, tame=False))))
+    assert (other.gate_up.tame, other.down.tame) == (True, False)
 
 
 def test_compiles_as_one_graph():

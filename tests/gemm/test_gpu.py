@@ -169,7 +169,7 @@ def all_reductions(acc, bias: Col, w: Row):
     h = acc + bias
     return {
         "h": h, "sum": row_sum(h) * w, "max": row_max(h), "absmax": row_absmax(h), "col": col_sum(h),
-        "col_max": col_max(h), "col_absmax": col_absmax(h), "all": total_sum(h), "top": total_max(h),
+        "col_max": col_max(h), "col_absmax": col_absmax(h), "all": total_sum(h * h), "top": total_max(h),
     }  # fmt: skip
 
 

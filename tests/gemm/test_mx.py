@@ -1,4 +1,6 @@
-"""The Hopper kernel for MXFP4 weights without a GPU: what its machine code must show, what it doesn't take."""
+"""The Hopper kernel for MX weights without a GPU: what its machine code must show, what it doesn't take."""
+
+from itertools import product
 
 import pytest
 import torch
@@ -7,7 +9,18 @@ from envoi.epilogue.library import absmax, expert_l1, store, swiglu, swiglu_fp8
 from envoi.epilogue.lower import lower
 from envoi.epilogue.slots import slots
 from envoi.gemm import hopper_mx, portable
-from envoi.gemm.hopper_mx import MAX_STAGES, NARROW, WIDE, MxConfig, choose, fitted, shared_bytes, short, supports_mx
+from envoi.gemm.hopper_mx import (
+    DEEP_TOKENS,
+    MAX_STAGES,
+    NARROW,
+    WIDE,
+    MxConfig,
+    choose,
+    fitted,
+    shared_bytes,
+    short,
+    supports_mx,
+)
 from envoi.sass.compile import compile_recipe, recipe_of_call
 from envoi.sass.record import of_binary
 from envoi.types import QuantTensor
@@ -19,9 +32,10 @@ def empty(*shape: int, dtype: torch.dtype = torch.bfloat16) -> torch.Tensor:
     return torch.empty(shape, dtype=dtype, device="meta")
 
 
-def weights(*shape: int) -> QuantTensor:
+def weights(*shape: int, bits: int = 4, tame: bool = False) -> QuantTensor:
     *rows, K = shape
-    return QuantTensor(empty(*rows, K // 2, dtype=torch.uint8), empty(*rows, K // 32, dtype=E8M0), (1, 32))
+    values = empty(*rows, K // 2, dtype=torch.uint8) if bits == 4 else empty(*rows, K, dtype=E4M3)
+    return QuantTensor(values, empty(*rows, K // 32, dtype=E8M0), (1, 32), tame=tame)
 
 
 def compiled(ep, config: MxConfig, num_experts: int = 32, M: int = 512, N: int = 4096, K: int = 2048):
@@ -37,23 +51,26 @@ def compiled(ep, config: MxConfig, num_experts: int = 32, M: int = 512, N: int =
     code = lower(ep.ir, torch.bfloat16, "gluon", False, False, pointers)
     offsets = empty(num_experts + 1, dtype=torch.int32) if num_experts else None
     _, args = hopper_mx.arguments(
-        empty(M, K), weights(*lead, N, K), offsets, code, tensors, outputs, config, num_sms=132
+        empty(M, K), weights(*lead, N, K, bits=config.bits), offsets, code, tensors, outputs, config, num_sms=132
     )
     return compile_recipe(recipe_of_call(mx_kernel, args, "sm_90", num_warps=config.num_warps), "sm_90")
 
 
 @pytest.mark.parametrize("roles", [(1, NARROW), (2, NARROW), (2, WIDE)], ids=str)
-@pytest.mark.parametrize("block_y", [8, 16, 32, 64])
+@pytest.mark.parametrize("block_y", [8, 64, 128])
 @pytest.mark.parametrize("ep", [store, expert_l1("swiglu_oai", 7.0, True, "mxfp8")], ids=lambda ep: ep.ir.name)
-def test_machine_code(ep, block_y, roles):
+@pytest.mark.parametrize(("bits", "tame"), [(4, True), (8, True)])
+def test_machine_code(bits, tame, ep, block_y, roles):
     num_roles, role_m = roles
     if role_m == WIDE and not short(lower(ep.ir, torch.bfloat16, "gluon", False, False, frozenset()), block_y):
         pytest.skip("an epilogue that narrow roles run")
-    config = fitted(MxConfig(num_roles, block_y, MAX_STAGES, role_m))
+    if role_m == WIDE and block_y > DEEP_TOKENS:
+        pytest.skip("never chosen")
+    config = fitted(MxConfig(num_roles, block_y, MAX_STAGES, role_m, bits=bits, tame=tame))
     binary = compiled(ep, config)
     families = of_binary(binary)[0][0].families or {}
     assert not [family for family in families if "spill" in family]
-    assert families["tensor core"] == {f"HGMMA.64x{block_y}x16.F32.BF16": 16 * num_roles}
+    assert families["tensor core"] == {f"HGMMA.64x{block_y}x16.F32.BF16": config.block_k // 16 * num_roles}
     assert binary.shared_bytes <= shared_bytes(config)
 
 
@@ -63,11 +80,15 @@ def test_a_plain_product():
 
 
 def test_configs_fit():
-    for M, N, num_groups in ((1, 256, 0), (16, 4096, 0), (512, 4096, 32), (4096, 2880, 8), (100000, 4096, 0)):
-        config = choose(M, N, num_groups, 132)
+    sizes = ((1, 256, 0), (16, 4096, 0), (512, 4096, 32), (4096, 2880, 8), (100000, 4096, 0))
+    for (M, N, num_groups), bits in product(sizes, (4, 8)):
+        config = choose(M, N, num_groups, 132, bits=bits)
         assert config.num_stages >= 2
         assert shared_bytes(config) <= 232448
     assert choose(32 * 16, 4096, 32, 132).block_y == 16
+    assert [choose(32 * tokens, 4096, 32, 132).block_y for tokens in (65, 128, 129, 192, 193, 384)] == [
+        128, 128, 64, 64, 128, 128,
+    ]  # fmt: skip
     assert choose(32 * 64, 4096, 32, 132).block_y == 64
 
 
@@ -83,7 +104,8 @@ def test_what_it_does_not_take():
     b = weights(512, 1024)
     assert supports_mx(a, b, store.ir) == supports_mx(empty(16, 1024), b, store.ir) == ""
     assert "tokens" in supports_mx(empty(16, 1024, dtype=torch.float16), b, store.ir)
-    assert "weights" in supports_mx(a, QuantTensor(empty(512, 1024, dtype=E4M3), b.sf, (1, 32)), store.ir)
+    assert supports_mx(a, weights(512, 1024, bits=8), store.ir) == ""
+    assert "weights" in supports_mx(a, QuantTensor(empty(512, 1024, dtype=E4M3), a.sf.float(), (1, 32)), store.ir)
     assert "256 columns" in supports_mx(a, b, swiglu_fp8.ir)
     assert "empty" in supports_mx(empty(0, 1024), b, store.ir)
 

@@ -1,4 +1,4 @@
-"""MXFP4 weights on Hopper: the kernel that widens them in registers, against float64, on inputs chosen to break it."""
+"""MX weights on Hopper: the kernel that widens them in registers, against float64, on inputs chosen to break it."""
 
 import pytest
 import torch
@@ -21,6 +21,9 @@ from envoi.gemm import gemm, grouped_gemm, hopper_mx
 from envoi.gemm.op import _spread_columns
 from envoi.gemm.reference import cut_rows, oracle, pick_expert
 from envoi.quant import dequantize, quantize
+from envoi.quant.pack import tamed
+from envoi.sass import mx_recipes
+from envoi.sass.mx_cases import MX_CASES
 from envoi.types import QuantTensor
 from tests.gemm.test_gpu import (
     all_reductions,
@@ -32,7 +35,9 @@ from tests.gemm.test_gpu import (
     probabilities,
     torchs_product,
 )
+from tests.gemm.test_registry_gpu import HOPPER, call, maker, products, uneven_offsets
 from tests.helpers.accuracy import assert_same_bits, relative_error
+from tests.helpers.launches import assert_same_code, watched
 
 __all__ = ["poisoned"]
 pytestmark = pytest.mark.gpu
@@ -48,11 +53,19 @@ def sums_and_peaks(acc, bias: Col, w: Row):
     }  # fmt: skip
 
 
+WEIGHTS = ["mxfp4", "mxfp8"]
+BITS = {"mxfp4": 4, "mxfp8": 8}
 EPILOGUES = [store, scale_bias_relu, swiglu, swiglu_fp8, absmax, all_reductions, probabilities]
 
 
 def mx(rows: int, columns: int, scheme: str, seed: int, lead: tuple[int, ...] = ()) -> QuantTensor:
     return quantize(normal(*lead, rows, columns, seed=seed), scheme)
+
+
+def mx_weights(rows: int, columns: int, scheme: str, *lead: int) -> QuantTensor:
+    x = tamed(mx(rows, columns, scheme, 1, lead))
+    assert x.tame
+    return x
 
 
 def product(a, b) -> torch.Tensor:
@@ -66,17 +79,19 @@ def product(a, b) -> torch.Tensor:
     "shape", [(1, 8, 32), (16, 4096, 1024), (33, 130, 96), (64, 512, 2880), (300, 768, 512)], ids=str
 )
 @pytest.mark.parametrize("ep", EPILOGUES, ids=lambda ep: ep.ir.name)
-def test_plain(ep, shape):
+@pytest.mark.parametrize("scheme", WEIGHTS)
+def test_plain(scheme, ep, shape):
     M, N, K = shape
     if N % (256 if ep is swiglu_fp8 else 2):
         pytest.skip("not a shape of this epilogue")
-    a, b = mx(M, K, "mxfp8", 0), mx(N, K, "mxfp4", 1)
+    a, b = mx(M, K, "mxfp8", 0), mx_weights(N, K, scheme)
     operands = operands_for(ep, M, N)
     judge(ep, gemm(a, b, ep, **operands), product(a, b), oracle(a, b), operands)
 
 
-def test_tokens_in_bf16():
-    a, b = normal(40, 1024), mx(512, 1024, "mxfp4", 1)
+@pytest.mark.parametrize("scheme", WEIGHTS)
+def test_tokens_in_bf16(scheme):
+    a, b = normal(40, 1024), mx_weights(512, 1024, scheme)
     judge(store, gemm(a, b), product(a, b), oracle(a, b), {})
 
 
@@ -87,9 +102,10 @@ COUNTS = [[16] * 32, [0, 1, 130, 0, 64, 70, 0], [64] * 8, [0, 0], [1], [0, 500, 
 @pytest.mark.parametrize(
     "ep", [store, expert_l1("swiglu_oai", 7.0, True, "mxfp8"), sums_and_peaks], ids=lambda e: e.ir.name
 )
-def test_groups(ep, counts):
+@pytest.mark.parametrize("scheme", WEIGHTS)
+def test_groups(scheme, ep, counts):
     P, N, K, E = sum(counts) + 3, 512, 320, len(counts)
-    rows, weights = mx(P, K, "mxfp8", 0), mx(N, K, "mxfp4", 1, (E,))
+    rows, weights = mx(P, K, "mxfp8", 0), mx_weights(N, K, scheme, E)
     bounds = torch.tensor([0, *torch.tensor(counts).cumsum(0).tolist()])
     offsets = bounds.to(device="cuda", dtype=torch.int32)
     operands = operands_for(ep, P, N, E)
@@ -107,11 +123,12 @@ def test_groups(ep, counts):
     judge(ep, got, acc, exact, spread, offsets)
 
 
-@pytest.mark.parametrize("tokens", [16, 64])
+@pytest.mark.parametrize("tokens", [16, 64, 192])
 @pytest.mark.parametrize("ep", [store, expert_l1("swiglu_oai", 7.0, True, "mxfp8")], ids=lambda e: e.ir.name)
-def test_as_chosen_for_many_experts(ep, tokens):
+@pytest.mark.parametrize("scheme", WEIGHTS)
+def test_as_chosen_for_many_experts(scheme, ep, tokens):
     P, N, K, E = 32 * tokens, 4096, 512, 32
-    rows, weights = mx(P, K, "mxfp8", 0), mx(N, K, "mxfp4", 1, (E,))
+    rows, weights = mx(P, K, "mxfp8", 0), mx_weights(N, K, scheme, E)
     offsets = torch.arange(0, P + 1, tokens, dtype=torch.int32, device="cuda")
     operands = operands_for(ep, P, N, E)
     got = grouped_gemm(rows, weights, offsets, ep, **operands)
@@ -120,6 +137,21 @@ def test_as_chosen_for_many_experts(ep, tokens):
     spread = dict(operands)
     _spread_columns(ep.ir, spread, offsets, P)
     judge(ep, got, acc, exact, spread, offsets)
+
+
+@pytest.mark.parametrize("case", MX_CASES, ids=lambda case: case.name)
+def test_registered(case):
+    offsets = uneven_offsets(case) if case.num_experts else None
+    given = mx_recipes.inputs(case, maker(), offsets)
+    launched = {}
+    with watched(lambda sha256, kernel: launched.setdefault(sha256, kernel.asm["ptx"])):
+        got = call(given)
+    operands = dict(given.operands)
+    if offsets is not None:
+        _spread_columns(given.epilogue.ir, operands, offsets, case.M)
+    judge(given.epilogue, got, *products(given), operands, offsets)
+    if torch.cuda.get_device_capability() == HOPPER:
+        assert_same_code(case.title, mx_recipes.recipe(case), launched)
 
 
 @epilogue
@@ -138,29 +170,63 @@ def test_the_sum_of_all_experts():
 
 @pytest.mark.parametrize("role_m", [hopper_mx.NARROW, hopper_mx.WIDE])
 @pytest.mark.parametrize("num_roles", [1, 2])
-@pytest.mark.parametrize("block_y", [8, 16, 32, 64])
-def test_every_config(block_y, num_roles, role_m):
-    a, b = mx(150, 1536, "mxfp8", 0), mx(320, 1536, "mxfp4", 1)
-    config = hopper_mx.fitted(hopper_mx.MxConfig(num_roles, block_y, hopper_mx.MAX_STAGES, role_m))
+@pytest.mark.parametrize("block_y", hopper_mx.TOKEN_TILES)
+@pytest.mark.parametrize("tame", [True, False])
+@pytest.mark.parametrize("scheme", WEIGHTS)
+def test_every_config(scheme, tame, block_y, num_roles, role_m):
+    if role_m == hopper_mx.WIDE and block_y > hopper_mx.DEEP_TOKENS:
+        pytest.skip("never chosen")
+    a, b = mx(150, 1536, "mxfp8", 0), mx(320, 1536, scheme, 1)
+    config = config_of(scheme, num_roles, block_y, role_m, tame)
     (got,) = hopper_mx.run(a, b, None, store.ir, torch.bfloat16, {}, config)
     judge(store, got, product(a, b), oracle(a, b), {})
 
 
-@pytest.mark.parametrize("role_m", [hopper_mx.NARROW, hopper_mx.WIDE])
-def test_factors_at_both_ends(role_m):
-    a, b = mx(20, 256, "mxfp8", 0), mx(256, 256, "mxfp4", 1)
+def config_of(scheme, num_roles, block_y, role_m, tame=False) -> hopper_mx.MxConfig:
+    config = hopper_mx.MxConfig(num_roles, block_y, hopper_mx.MAX_STAGES, role_m, bits=BITS[scheme], tame=tame)
+    return hopper_mx.fitted(config)
+
+
+@pytest.mark.parametrize(("role_m", "block_y"), [(hopper_mx.NARROW, 32), (hopper_mx.WIDE, 32), (hopper_mx.NARROW, 128)])
+@pytest.mark.parametrize("scheme", WEIGHTS)
+def test_factors_at_both_ends(scheme, role_m, block_y):
+    a, b = mx(20, 256, "mxfp8", 0), mx(256, 256, scheme, 1)
     sf = b.sf.view(torch.uint8).clone()
     sf[3, 2] = 255
-    for row, byte in ((5, 127), (6, 128), (7, 129), (8, 230), (70, 20), (71, 0), (130, 200)):
+    least = {"mxfp4": 0, "mxfp8": 10}[scheme]  # below, E4M3's smallest would be rounded
+    for row, byte in ((5, 127), (6, 128), (7, 129), (8, 230), (9, 134), (10, 135), (70, 20), (71, least), (130, 200)):
         sf[row] = byte
     b = QuantTensor(b.values, sf.view(torch.float8_e8m0fnu), b.group)
-    config = hopper_mx.fitted(hopper_mx.MxConfig(2, 32, hopper_mx.MAX_STAGES, role_m))
+    assert not tamed(b).tame
+    config = config_of(scheme, 2, block_y, role_m)
     (got,) = hopper_mx.run(a, b, None, store.ir, torch.float32, {}, config)
     want = oracle(a, b)
     assert got[:, 3].isnan().all()
     rest = [i for i in range(256) if i != 3]
     assert got[:, rest].isfinite().all()
     assert max(relative_error(got[:, i], want[:, i]) for i in rest) < 1e-6
+
+
+@pytest.mark.parametrize("scheme", WEIGHTS)
+def test_factors_that_tame_weights_may_have(scheme):
+    a, b = mx(20, 256, "mxfp8", 0), mx(256, 256, scheme, 1)
+    sf = torch.arange(10, 129, dtype=torch.uint8, device="cuda").repeat(3)[:256, None].expand(256, 8).contiguous()
+    b = tamed(QuantTensor(b.values, sf.view(torch.float8_e8m0fnu), b.group))
+    assert b.tame
+    (got,) = hopper_mx.run(a, b, None, store.ir, torch.float32, {}, config_of(scheme, 2, 32, hopper_mx.WIDE, True))
+    want = oracle(a, b)
+    assert max(relative_error(got[:, i], want[:, i]) for i in range(256)) < 1e-6
+
+
+def test_a_nan_among_weights_of_8_bits():
+    a, b = mx(20, 256, "mxfp8", 0), mx(256, 256, "mxfp8", 1)
+    values = b.values.view(torch.uint8).clone()
+    values[3, 77], values[200, 0] = 0x7F, 0xFF
+    b = tamed(QuantTensor(values.view(torch.float8_e4m3fn), b.sf, b.group))
+    assert not b.tame
+    got = gemm(a, b)
+    assert got[:, [3, 200]].isnan().all()
+    assert got[:, [i for i in range(256) if i not in (3, 200)]].isfinite().all()
 
 
 def test_nan_tokens_stay_where_they_are():

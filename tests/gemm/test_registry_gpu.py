@@ -1,5 +1,6 @@
 """Every registered kernel of the Hopper GEMM on a GPU: right, and the code that was counted without one."""
 
+from dataclasses import replace
 from itertools import pairwise
 
 import pytest
@@ -14,18 +15,9 @@ from envoi.types import QuantTensor
 from tests.gemm.test_gpu import judge, normal, torchs_product
 from tests.helpers.launches import assert_same_code, watched
 
-pytestmark = pytest.mark.gpu
+pytestmark = [pytest.mark.gpu, pytest.mark.usefixtures("tidy_gpu")]
 HOPPER = (9, 0)
 ROWS_OF_NONE = 3
-
-
-@pytest.fixture(autouse=True)
-def tidy():
-    """Memory that nobody wrote is NaN, and what a large case took goes back: other processes share the GPU."""
-    torch.use_deterministic_algorithms(True, warn_only=True)
-    yield
-    torch.use_deterministic_algorithms(False)
-    torch.cuda.empty_cache()
 
 
 def uneven_offsets(case):
@@ -63,12 +55,23 @@ def products(given):
     return acc, exact
 
 
+def addresses_of(rows):
+    """Of each row, int64."""
+    step = rows.stride(0) * rows.itemsize
+    return rows.data_ptr() + step * torch.arange(len(rows), device="cuda")
+
+
 def call(given):
     if given.offsets is None:
         return gemm(given.a, given.b, given.epilogue, **given.operands)
-    if not given.behind:
-        ir, operands = given.epilogue.ir, given.operands
-        (out,) = run_kernels(given.a, given.b, given.offsets, ir, torch.bfloat16, operands, behind=False)
+    if not given.grouping.behind:
+        ir, operands, grouping = given.epilogue.ir, given.operands, given.grouping
+        sent = torch.full((given.a.shape[0], given.b.shape[1]), torch.nan, dtype=torch.bfloat16, device="cuda")
+        if grouping.to is not None:
+            grouping = replace(grouping, to=addresses_of(sent))
+        (out,) = run_kernels(given.a, given.b, given.offsets, ir, torch.bfloat16, operands, grouping)
+        if grouping.to is not None:
+            out = sent
         assert out[-ROWS_OF_NONE:].isnan().all(), "somebody wrote rows of no expert"
         return out[:-ROWS_OF_NONE]
     return grouped_gemm(given.a, given.b, given.offsets, given.epilogue, **given.operands)

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 FILE = Path(__file__).resolve().parents[1] / "gpu_evidence.json"
-FORMAT = 1
+FORMAT = 2
 COMMAND = "`make test-gpu` on an H200 writes tests/gpu_evidence.json anew"
 
 
@@ -32,8 +32,8 @@ class Launched:
 
 
 @dataclass(frozen=True)
-class GpuRecord:
-    """One run. arch: `sm_90`. passed, failed: all tests. kernels: by hash of their PTX."""
+class Run:
+    """One run. arch: `sm_90`. passed, failed: all its tests."""
 
     gpu: str
     arch: str
@@ -44,7 +44,35 @@ class GpuRecord:
     passed: int
     failed: int
     date: str = field(default_factory=lambda: datetime.date.today().isoformat())
+
+
+@dataclass(frozen=True)
+class GpuRecord:
+    """runs: by one compiler; the last is the newest. kernels: by hash of their PTX, their tests of all runs added up.
+
+    A run of the tests of what has changed is added to those before it (`--record-more`): what hasn't changed has the
+    hashes that it had. A test that failed in any of them counts.
+    """
+
+    runs: tuple[Run, ...]
     kernels: dict[str, Launched] = field(default_factory=dict)
+
+    @property
+    def last(self) -> Run:
+        """The newest run."""
+        return self.runs[-1]
+
+
+def together(old: GpuRecord, new: GpuRecord) -> GpuRecord:
+    """Both. ValueError if they were compiled by different compilers."""
+    said = other_compiler(old, new.last.triton, new.last.ptxas)
+    if said or old.last.arch != new.last.arch:
+        raise ValueError(said or f"the record is of {old.last.arch}, the run on {new.last.arch}: make a record anew")
+    parts = [
+        {key: (kernel.kernel, kernel.passed, kernel.failed) for key, kernel in record.kernels.items()}
+        for record in (old, new)
+    ]
+    return GpuRecord(old.runs + new.runs, merged(parts))
 
 
 def merged(parts: Iterable[Mapping[str, tuple[str, int, int]]]) -> dict[str, Launched]:
@@ -59,8 +87,7 @@ def merged(parts: Iterable[Mapping[str, tuple[str, int, int]]]) -> dict[str, Lau
 
 def write(path: Path, record: GpuRecord) -> None:
     """One line a kernel, sorted, so that a diff shows which are new."""
-    head = {"format": FORMAT, **asdict(record)}
-    del head["kernels"]
+    head = {"format": FORMAT, "runs": [asdict(run) for run in record.runs]}
     kernels = sorted(record.kernels.items())
     lines = ",\n".join(f"  {json.dumps(key)}: {json.dumps(asdict(kernel))}" for key, kernel in kernels)
     path.parent.mkdir(parents=True, exist_ok=True)
@@ -76,13 +103,14 @@ def read(path: Path = FILE) -> GpuRecord:
     if found != FORMAT:
         raise ValueError(f"{path.name}: its format is {found}, this version reads {FORMAT}; {COMMAND}")
     kernels = {key: Launched(**value) for key, value in content.pop("kernels").items()}
-    return GpuRecord(**content, kernels=kernels)
+    return GpuRecord(tuple(Run(**run) for run in content["runs"]), kernels)
 
 
 def no_green_run(record: GpuRecord, title: str, sha256: str) -> str:
     """Why a kernel can't be said to have run, in words; "" if it ran and its tests passed."""
     found = record.kernels.get(sha256)
-    run = f"the run of {record.date} on {record.gpu} (commit {record.commit}, Triton {record.triton})"
+    commits = ", ".join(run.commit for run in record.runs)
+    run = f"the runs up to {record.last.date} on {record.last.gpu} (commits {commits}; Triton {record.last.triton})"
     if found is None:
         return f"{title}: its machine code differs from all that {run} launched (PTX {sha256[:12]}); {COMMAND}"
     if not found.green:
@@ -92,7 +120,8 @@ def no_green_run(record: GpuRecord, title: str, sha256: str) -> str:
 
 def other_compiler(record: GpuRecord, triton: str, ptxas: str) -> str:
     """Why the hashes of a record can't be compared with those of this machine; "" if they can."""
-    if (record.triton, record.ptxas) == (triton, ptxas):
+    last = record.last
+    if (last.triton, last.ptxas) == (triton, ptxas):
         return ""
-    there, here = f"Triton {record.triton} with ptxas {record.ptxas}", f"Triton {triton} with ptxas {ptxas}"
-    return f"the GPU run of {record.date} compiled by {there}, here it is {here}: install the former, or {COMMAND}"
+    there, here = f"Triton {last.triton} with ptxas {last.ptxas}", f"Triton {triton} with ptxas {ptxas}"
+    return f"the GPU run of {last.date} compiled by {there}, here it is {here}: install the former, or {COMMAND}"

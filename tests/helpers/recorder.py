@@ -1,6 +1,7 @@
 """A pytest plugin: which kernels each test launched, how the tests ended, and at the end a file of that.
 
-    pytest tests -m gpu -n 6 --record-kernels FILE
+    pytest tests -m gpu -n 6 --record-kernels FILE                  all tests: a new file
+    pytest tests/router -m gpu --record-kernels FILE --record-more  some, where only their kernels changed
 
 Each worker of pytest-xdist sends its part home, and the process that started them writes the file. Kernels that tests
 launch in processes of their own don't count.
@@ -23,6 +24,7 @@ PART = "kernels"
 def add_options(parser: pytest.Parser) -> None:
     """What `make test-gpu` gives."""
     parser.addoption("--record-kernels", metavar="FILE", help="on a GPU: write which kernels ran, and how it ended")
+    parser.addoption("--record-more", action="store_true", help="add to what --record-kernels FILE has")
     parser.addoption("--record-commit", metavar="HASH", help="what to call the commit; default: as git says")
 
 
@@ -40,12 +42,14 @@ class Recorder:
     """Counts per kernel; in the process that writes the file also those of all tests."""
 
     def __init__(self, path: Path, config: pytest.Config):
-        from tests.helpers.launches import watched  # not before Triton is needed: not all tests do
+        from envoi.gemm import launch  # not before Triton is needed: not all tests do
+        from tests.helpers.launches import watched
 
         self.path, self.config = path, config
         self.is_worker = hasattr(config, "workerinput")
         self.mine: dict[str, tuple[str, int, int]] = {}
         self.parts: list[dict[str, tuple[str, int, int]]] = [self.mine]
+        self.found_by_key = launch._compiled
         self.current: dict[str, str] = {}
         self.failed_now = False
         self.passed, self.failed = 0, set[str]()
@@ -60,6 +64,7 @@ class Recorder:
     def pytest_runtest_protocol(self) -> Iterator[None]:
         """One test, its fixtures included."""
         self.current, self.failed_now = {}, False
+        self.found_by_key.clear()  # those launches Triton doesn't see
         result = yield
         for sha256, name in self.current.items():
             _, passed, failed = self.mine.get(sha256, (name, 0, 0))
@@ -83,7 +88,10 @@ class Recorder:
         if self.is_worker:
             self.config.workeroutput[PART] = self.mine  # pyright: ignore[reportAttributeAccessIssue]
             return
-        gpu_record.write(self.path, self.record())
+        record = self.record()
+        if self.config.getoption("--record-more"):
+            record = gpu_record.together(gpu_record.read(self.path), record)
+        gpu_record.write(self.path, record)
 
     def pytest_unconfigure(self) -> None:
         """Stop watching."""
@@ -95,12 +103,13 @@ class Recorder:
         from tests.helpers.launches import ptxas_version
 
         major, minor = torch.cuda.get_device_capability()
-        return gpu_record.GpuRecord(
+        run = gpu_record.Run(
             gpu=torch.cuda.get_device_name(), arch=f"sm_{major}{minor}", torch=torch.__version__,
             triton=triton_compat.VERSION, ptxas=ptxas_version(),
             commit=self.config.getoption("--record-commit") or machine.commit(),
-            passed=self.passed, failed=len(self.failed), kernels=gpu_record.merged(self.parts),
+            passed=self.passed, failed=len(self.failed),
         )  # fmt: skip
+        return gpu_record.GpuRecord((run,), gpu_record.merged(self.parts))
 
     def pytest_terminal_summary(self, terminalreporter: Any) -> None:
         """Where the file is."""

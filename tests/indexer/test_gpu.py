@@ -7,6 +7,7 @@ from envoi.indexer import fast, indexer_topk, reference
 from envoi.indexer.layout import pack_cache, pages_of
 from envoi.indexer.oracle import TENSOR_CORE_BAND, judge
 from envoi.indexer.workloads import hostile, one, workloads
+from tests.indexer.many import random_tensors, wrong_rows
 from tests.indexer.test_indexer import definition
 
 pytestmark = pytest.mark.gpu
@@ -42,7 +43,6 @@ def assert_sorted_own(tensors, k=2048):
     space = fast.workspace(p)
     fast.score(p, space, 0, fast.rows_at_once(p))
     own = space.logits.clone()
-    space.histogram.zero_()
     out = indexer_topk(*tensors, k=k, mode="fast", output="positions")
     for row in range(fast.rows_at_once(p)):
         want = reference.best(own[row, : int(tensors[3][row])], k)
@@ -50,9 +50,11 @@ def assert_sorted_own(tensors, k=2048):
         assert bool((out[row, len(want) :] == -1).all())
 
 
-@pytest.mark.parametrize("number", range(0, 128, 8))
-def test_exact_workloads(number):
-    assert_as_defined(workloads()[number].tensors("cuda"))
+@pytest.mark.parametrize("part", range(4))
+@pytest.mark.parametrize("seed", [0, 1, 2])
+def test_exact_workloads(seed, part):
+    for workload in workloads(seed)[part::4]:
+        assert_as_defined(workload.tensors("cuda"))
 
 
 @pytest.mark.parametrize("heads", [32, 64])
@@ -92,6 +94,22 @@ def test_fast_random(heads, k):
         out = indexer_topk(*tensors, k=k, mode="fast")
         assert_right(out, tensors)
         assert torch.equal(out, indexer_topk(*tensors, k=k, mode="fast"))
+
+
+@pytest.mark.parametrize("seed", range(8))
+def test_fast_10000_random_rows(seed):
+    """1284 rows a seed: a call for each k, number of heads and of rows a request."""
+    source = torch.Generator("cuda").manual_seed(seed)
+    for heads in (32, 64):
+        for k in (512, 1024, 2048):
+            for next_n, requests in ((1, 120), (2, 24), (4, 11), (1, 2)):
+                tensors = random_tensors(requests, 4 * k, heads, next_n, source)
+                ordered = (seed + next_n) % 3 > 0
+                out, errors = indexer_topk(
+                    *tensors, k=k, mode="fast", next_n=next_n, ordered=ordered, return_errors=True
+                )
+                wrong = wrong_rows(out, tensors, next_n) | (errors != 0)
+                assert not bool(wrong.any()), f"{int(wrong.sum())} rows, k {k}, {heads} heads, next_n {next_n}"
 
 
 @pytest.mark.parametrize("lengths", [(131072,), (4000,) * 40, (0,) * 300 + (100, 5000)], ids=["long", "40", "302"])

@@ -7,10 +7,11 @@ from hypothesis import strategies as st
 
 from envoi.indexer import indexer_topk
 from envoi.indexer.layout import PAGE_BYTES, PAGE_SIZE, VALUE_BYTES, pack_cache, pages_of, to_slots, unpack_pages
-from envoi.indexer.oracle import judge, scores64
+from envoi.indexer.oracle import TENSOR_CORE_BAND, judge, scores64
 from envoi.indexer.reference import best, score_fast
 from envoi.indexer.workloads import NUM_PAGES, hostile, one, random_cache, workloads
 from tests.helpers.accuracy import assert_same_bits
+from tests.indexer.many import random_tensors, wrong_rows
 
 HOSTILE = hostile()
 
@@ -186,6 +187,27 @@ def test_the_judge_finds_what_is_wrong():
     assert "expected 512 slots" in problem(shuffled)
     verdict = judge(out, q[0], cache, weights[0], 3000, table[0])
     assert verdict.num_in_band < 20
+
+
+@pytest.mark.parametrize("next_n", [1, 2])
+def test_the_judge_of_many_rows_finds_the_same(next_n):
+    tensors = random_tensors(20, 3000, 32, next_n, torch.Generator().manual_seed(next_n))
+    out = indexer_topk(*tensors, k=512, mode="fast", next_n=next_n)
+    q, cache, weights, seq_lens, table = tensors
+    row = int(seq_lens.argmax()) * next_n
+    pages = table[row // next_n, : int(seq_lens.max()) // PAGE_SIZE]  # full ones
+    left = set((pages[:, None] * PAGE_SIZE + torch.arange(PAGE_SIZE)).flatten().tolist()) - set(out[row].tolist())
+    changes = [None, (row, 0, -1), (row, 5, int(out[row, 4])), (row, 0, 10**6), (row, 0, min(left))]
+    for change in changes:
+        changed = out.clone()
+        if change is not None:
+            changed[change[0], change[1]] = change[2]
+        want = []
+        for r in range(len(q)):
+            seen = max(0, int(seq_lens[r // next_n]) - next_n + 1 + r % next_n)
+            want.append(not judge(changed[r], q[r], cache, weights[r], seen, table[r // next_n], TENSOR_CORE_BAND))
+        assert wrong_rows(changed, tensors, next_n).tolist() == want
+        assert any(want) == (change is not None)
 
 
 def test_operator_is_well_formed_and_compiles():

@@ -129,5 +129,5 @@ def test_what_is_not_measured_is_said():
 
     assert "vendor's peaks, not measured" in text("bf16", "sm_100")
     assert "vendor" not in text("bf16", "sm_90")
-    assert "mxfp8 has no kernel of its own on sm_90" in text("mxfp8", "sm_90")
+    assert "widening mxfp8 on sm_90 is taken to cost" in text("mxfp8", "sm_90")
     assert "fp8_block128 has no kernel on sm_100" in text("fp8_block128", "sm_100")

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from envoi.quant import SCHEMES, dequantize, quantize
-from envoi.quant.pack import deinterleave_gate_up, interleave_gate_up, pack_weight
+from envoi.quant.pack import deinterleave_gate_up, interleave_gate_up, pack_weight, tamed
 
 
 def test_gate_and_up_take_turns():
@@ -49,3 +49,25 @@ def test_a_group_with_nan_stays_nan():
 def test_bf16_is_a_cast():
     w = torch.randn(4, 8)
     assert torch.equal(pack_weight(w, None, "w"), w.bfloat16())
+
+
+@pytest.mark.parametrize("scheme", ["mxfp4", "mxfp8"])
+def test_packed_weights_are_tame_unless_a_factor_is_large_or_nan(scheme):
+    w = torch.randn(8, 64, generator=torch.Generator().manual_seed(0))
+    assert pack_weight(w, SCHEMES[scheme], "w").tame
+    assert not quantize(w, scheme).tame  # nobody looked
+    assert not pack_weight(w * 1e6, SCHEMES[scheme], "w").tame
+    w[3, 3] = float("nan")
+    assert not pack_weight(w, SCHEMES[scheme], "w").tame
+
+
+def test_an_element_that_is_nan_is_not_tame():
+    x = quantize(torch.ones(4, 32), "mxfp8")
+    assert tamed(x).tame
+    x.values.view(torch.uint8)[2, 5] = 0xFF
+    assert not tamed(x).tame
+
+
+def test_tame_is_asked_of_powers_of_two_alone():
+    x = quantize(torch.ones(4, 128), "fp8_row")
+    assert tamed(x) is x

@@ -26,7 +26,7 @@ from tests.router.sides import (
 from tests.router.test_exact import bar_groups, distinct_presets, hard_rows, wrong_rows
 from tests.router.test_selection import RULES
 
-pytestmark = pytest.mark.gpu
+pytestmark = [pytest.mark.gpu, pytest.mark.usefixtures("tidy_gpu")]
 HALVES = [torch.bfloat16, torch.float16]
 FLOATS = [*HALVES, torch.float32]
 KERNELS = ["own", "triton"]  # the GPU's own; the portable one
@@ -34,15 +34,6 @@ MANY_ROWS = 100_000
 BATCHES = (1, 16, 63, 64, 65, 200, 4096, 16384)
 NUM_RUNS = 100
 FINITE = [kind for kind in LOGITS if bool(logits(kind, 8, 16, 4).isfinite().all())]
-
-
-@pytest.fixture(autouse=True)
-def poisoned():
-    """Memory that nobody wrote is NaN, or a huge number; what a large case took goes back."""
-    torch.use_deterministic_algorithms(True, warn_only=True)
-    yield
-    torch.use_deterministic_algorithms(False)
-    torch.cuda.empty_cache()
 
 
 @pytest.fixture(params=KERNELS)

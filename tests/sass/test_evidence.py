@@ -27,7 +27,7 @@ def expect_nothing(said):
 
 
 def test_the_compiler_is_the_same(record):
-    assert record.arch == ARCH, f"the run was on {record.gpu}; {gpu_record.COMMAND}"
+    assert record.last.arch == ARCH, f"the run was on {record.last.gpu}; {gpu_record.COMMAND}"
     expect_nothing(gpu_record.other_compiler(record, triton_compat.VERSION, ptxas_version()))
 
 

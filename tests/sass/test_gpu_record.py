@@ -9,11 +9,12 @@ from pathlib import Path
 import pytest
 
 from tests.helpers import gpu_record
-from tests.helpers.gpu_record import GpuRecord, Launched
+from tests.helpers.gpu_record import GpuRecord, Launched, Run
 
 ROOT = Path(__file__).resolve().parents[2]
+RUN = Run("NVIDIA H200", "sm_90", "2.11.0", "3.6.0", "12.8", "abc", 3, 1, "2026-11-21")
 RECORD = GpuRecord(
-    "NVIDIA H200", "sm_90", "2.11.0", "3.6.0", "12.8", "abc", 3, 1, "2026-11-21",
+    (RUN,),
     {"b" * 64: Launched("k", 2, 0), "a" * 64: Launched("k", 1, 1)},
 )  # fmt: skip
 
@@ -48,6 +49,12 @@ def launch():
         function.run(name, grid=(1,), warmup=warmup)
         other.run("other", grid=(1,), warmup=False)
     return both
+"""
+CALLED_3_6 = """
+from envoi import triton_compat
+from tests.helpers import launches
+triton_compat.VERSION, launches.ptxas_version = "3.6.0", lambda: "12.8"
+
 """
 TESTS = """
 import pytest
@@ -89,11 +96,39 @@ def test_a_recorded_run(tmp_path, processes):
     assert done.returncode == 1, done.stdout + done.stderr
     assert f"4 kernels recorded in {path}" in done.stdout
     record = gpu_record.read(path)
-    assert (record.gpu, record.arch, record.commit) == ("NVIDIA H200", "sm_90", "abc")
-    assert (record.passed, record.failed) == (9, 2)  # the one that broke behind its test passed, and failed
+    (run,) = record.runs
+    assert (run.gpu, run.arch, run.commit) == ("NVIDIA H200", "sm_90", "abc")
+    assert (run.passed, run.failed) == (9, 2)  # the one that broke behind its test passed, and failed
     assert {entry.kernel: (entry.passed, entry.failed) for entry in record.kernels.values()} == {
         "first": (1, 0), "second": (1, 1), "third": (0, 1), "fifth": (6, 0),
     }  # fmt: skip
+
+
+def test_a_run_of_some_tests_is_added(tmp_path):
+    (tmp_path / "conftest.py").write_text(PRETENDED.replace("def run(", CALLED_3_6 + "def run("))
+    (tmp_path / "test_some.py").write_text(TESTS)
+    path = tmp_path / "record.json"
+    gpu_record.write(path, replace(RECORD, runs=(replace(RUN, triton="3.6.0", ptxas="12.8"),)))
+    command = [sys.executable, "-m", "pytest", tmp_path, "-p", "no:cacheprovider", "--rootdir", tmp_path, "-q"]
+    command += ["-k", "green or red", "--record-kernels", path, "--record-more", "--record-commit", "def"]
+    done = subprocess.run([*map(str, command)], cwd=ROOT, capture_output=True, text=True, timeout=120)
+    assert done.returncode == 1, done.stdout + done.stderr
+    record = gpu_record.read(path)
+    assert [(run.commit, run.passed, run.failed) for run in record.runs] == [("abc", 3, 1), ("def", 2, 2)]
+    assert {entry.kernel for entry in record.kernels.values()} == {"k", "first", "second", "third"}
+
+
+def test_records_together():
+    more = GpuRecord((replace(RUN, commit="def"),), {"b" * 64: Launched("k", 1, 1), "c" * 64: Launched("k", 1, 0)})
+    both = gpu_record.together(RECORD, more)
+    assert both.runs == RECORD.runs + more.runs
+    assert both.kernels == {
+        "a" * 64: Launched("k", 1, 1), "b" * 64: Launched("k", 3, 1), "c" * 64: Launched("k", 1, 0),
+    }  # fmt: skip
+    with pytest.raises(ValueError, match=r"compiled by Triton 3\.6\.0 .*, here it is Triton 3\.7\.0"):
+        gpu_record.together(RECORD, replace(more, runs=(replace(RUN, triton="3.7.0"),)))
+    with pytest.raises(ValueError, match="the record is of sm_90, the run on sm_100"):
+        gpu_record.together(RECORD, replace(more, runs=(replace(RUN, arch="sm_100"),)))
 
 
 def test_no_record_without_a_gpu(tmp_path):
@@ -125,7 +160,7 @@ def test_files_that_are_not_read(tmp_path):
     with pytest.raises(FileNotFoundError, match=r"none\.json: there is none; `make test-gpu` on an H200"):
         gpu_record.read(tmp_path / "none.json")
     (tmp_path / "old.json").write_text('{"format": 0}')
-    with pytest.raises(ValueError, match="its format is 0, this version reads 1"):
+    with pytest.raises(ValueError, match="its format is 0, this version reads 2"):
         gpu_record.read(tmp_path / "old.json")
 
 

@@ -56,7 +56,7 @@ def test_the_plan_is_what_a_launch_gets(monkeypatch):
         call, config, num_sms = launched.pop()
         planned, same_config = hopper_recipes.planned(given)
         assert (config, num_sms) == (same_config, hopper_recipes.NUM_SMS)
-        assert (call.code, call.names, call.behind) == (planned.code, planned.names, planned.behind)
+        assert (call.code, call.names, call.grouping) == (planned.code, planned.names, planned.grouping)
         assert [(x.shape, x.dtype) for x in call.outputs] == [(x.shape, x.dtype) for x in planned.outputs]
 
 

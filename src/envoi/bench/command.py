@@ -85,7 +85,7 @@ def _measure(args: argparse.Namespace, chosen: "list[Case]", folder: Path) -> in
     fitting = [case for case in chosen if (case.on_cuda if device.type == "cuda" else case.on_cpu)]
     ranks = runner.join_ranks(device)
     if ranks.num_ranks > 1:
-        fitting = [case for case in fitting if case.suite == "moe"]
+        fitting = [case for case in fitting if case.suite == "moe" and case.over_ranks]
     if not fitting:
         where = f"{device.type} with {ranks.num_ranks} ranks" if ranks.num_ranks > 1 else device.type
         raise ValueError(f"--case: expected a case that runs on {where}, got none; see envoi bench --list")

@@ -40,6 +40,7 @@ BASELINES = {
     "torch_grouped": "torch's grouped matmul, for FP8 in FP8 with scales of rows (bf16 on CPUs), else in bf16",
     "torch_ep": "bf16: NCCL (gloo on CPUs) all-to-all and torch's grouped matmul",
     "sgl_deep_gemm": "sgl-deep-gemm's one-launch FP8 kernel, inputs staged outside the time",
+    "sgl_deep_gemm_topk": "sgl-deep-gemm's FP8 scores of a paged cache, and torch.topk of them",
     "pytorch": "the operator's published reference in PyTorch, item by item",
     "launched": "Envoi's own call, launched by Python instead of replayed from a CUDA graph",
 }

@@ -27,7 +27,7 @@ EPILOGUES = {
     "gemm_epilogues": ("scale_bias_relu", "gelu_residual", "absmax"),
     "gemm_fp8": ("store",),
 }
-WEIGHTS_FORMATS = ("bf16", "mxfp4")
+WEIGHTS_FORMATS = ("bf16", "mxfp4", "mxfp8")
 
 ROUTER_TOP4_MNK = (
     (512, 8, 128),
@@ -42,8 +42,15 @@ ROUTER_DECODE_M = (4, 16, 64)
 ROUTER_DENSE_MK = (4096, 1024)
 ROUTER_DENSE_N = (8, 16, 32, 64, 128, 256, 512, 1024)
 
-MOE_SIZES = ((4096, 2048, 256, 6), (2048, 768, 128, 8), (7168, 2048, 256, 8))
-MOE_TOKENS = (64, 512, 2048, 8192)
+MOE_V4, MOE_SMALL, MOE_V3 = (4096, 2048, 256, 6), (2048, 768, 128, 8), (7168, 2048, 256, 8)
+MOE_OVER_RANKS = (
+    *((MOE_V4, m, name) for name in ("fp8_block128", "fp8_row") for m in (64, 512, 2048, 8192)),
+    (MOE_V4, 2048, "bf16"),
+    (MOE_V4, 64, "mxfp4"),
+    *((MOE_SMALL, m, name) for name in ("fp8_block128", "fp8_row") for m in (64, 2048, 8192)),
+    *((MOE_V3, m, "fp8_block128") for m in (64, 2048)),
+)
+MOE_SKEW = 8.0
 MOE_ONE_GPU = (4096, 2048, 32, 6, 2048)  # what each of eight ranks has of the first
 MOE_FORMATS = ("bf16", "fp8_row", "fp8_block128", "mxfp4")
 
@@ -84,7 +91,7 @@ class RouterShape:
 
 @dataclass(frozen=True)
 class MoeShape:
-    """num_tokens are those of one rank; num_experts those of all."""
+    """num_tokens are those of one rank; num_experts those of all. skew: expert 0 gets so many times its share."""
 
     hidden: int
     intermediate: int
@@ -92,6 +99,7 @@ class MoeShape:
     num_topk: int
     num_tokens: int
     format: str
+    skew: float = 1.0
 
 
 @dataclass(frozen=True)
@@ -106,13 +114,14 @@ Shape = GemmShape | GroupedShape | RouterShape | MoeShape | IndexerShape
 
 @dataclass(frozen=True)
 class Case:
-    """A line of `envoi bench --list`. on_cuda, on_cpu: where it is run."""
+    """A line of `envoi bench --list`. on_cuda, on_cpu: where it is run; over_ranks: also by several processes."""
 
     suite: str
     name: str
     shape: Shape
     on_cuda: bool = True
     on_cpu: bool = False
+    over_ranks: bool = True
 
 
 def cases(suite: str) -> list[Case]:
@@ -210,14 +219,17 @@ def _router_shape(m: int, n: int, k: int, num_topk: int, rule: str, dtype: str) 
 
 
 def _moe_cases() -> list[Case]:
-    shapes = [MoeShape(*sizes, m, name) for sizes in MOE_SIZES for name in MOE_FORMATS for m in MOE_TOKENS]
-    shapes += [MoeShape(*MOE_ONE_GPU, name) for name in MOE_FORMATS]
+    shapes = [MoeShape(*sizes, m, name) for sizes, m, name in MOE_OVER_RANKS]
+    shapes.append(MoeShape(*MOE_V4, 2048, "fp8_block128", MOE_SKEW))
+    alone = [MoeShape(*MOE_ONE_GPU, name) for name in MOE_FORMATS]
     small = [MoeShape(256, 128, 8, 2, 64, name) for name in MOE_FORMATS]
 
     def name(s: MoeShape) -> str:
-        return f"{s.hidden}/{s.intermediate}/{s.num_experts}/{s.num_topk} {s.format} tokens={s.num_tokens}"
+        skewed = f" skew={s.skew:g}" if s.skew != 1.0 else ""
+        return f"{s.hidden}/{s.intermediate}/{s.num_experts}/{s.num_topk} {s.format} tokens={s.num_tokens}{skewed}"
 
-    return [Case("moe", name(s), s) for s in shapes] + [Case("moe", name(s), s, False, True) for s in small]
+    found = [Case("moe", name(s), s) for s in shapes] + [Case("moe", name(s), s, over_ranks=False) for s in alone]
+    return found + [Case("moe", name(s), s, False, True) for s in small]
 
 
 def _indexer_cases(suite: str) -> list[Case]:

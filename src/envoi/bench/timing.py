@@ -5,7 +5,8 @@
     calls   `rounds` of one
     replays as `rounds`, each contender a CUDA graph of 20 calls on enough inputs in turn to overflow the L2 cache,
             time / 20, the cache left as it is; on a CPU one call
-    ranks   as `calls`, but a barrier and a one-element all-reduce align the ranks first, and the slowest rank counts
+    ranks   as `calls`, but the slowest rank counts, and a barrier and a one-element all-reduce align the ranks first;
+            the all-reduce stands behind the reads that empty the cache, so that every rank's call is enqueued by then
 
 Contenders measured one after the other meet different clocks: a large GEMM is limited by power, and the same call has
 moved by 20 %. In rounds all meet the same ones, whoever comes first changes from round to round, and the device is
@@ -106,9 +107,12 @@ class Clock:
     def ranks(self, run: Run, group: dist.ProcessGroup | None = None) -> Timing:
         """The same call on every rank of a group; the percentiles are the slowest rank's. Collective."""
         token = torch.zeros(1, device=self.device)
+        scratch = _larger_than_the_cache(self.device) if self.device.type == "cuda" else token
 
         def align() -> None:
             dist.barrier(group=group)
+            for _ in range(MAX_FLUSHES if self.device.type == "cuda" else 0):
+                scratch.max()
             dist.all_reduce(token, group=group)
 
         timing = self._one_by_one(run, align)
@@ -122,7 +126,7 @@ class Clock:
         return max(1, min(CALLS_PER_GRAPH, -(-2 * cache_bytes(self.device) // max(num_bytes, 1))))
 
     def _events(self, runs: Mapping[K, Run], n: int, num_flushes: Mapping[K, int]) -> dict[K, Timing]:
-        scratch = torch.zeros(FLUSH_CACHES * cache_bytes(self.device) // 4, dtype=torch.int32, device=self.device)
+        scratch = _larger_than_the_cache(self.device)
         pairs: dict[K, list[Pair]] = {name: [] for name in runs}
         torch.cuda.synchronize(self.device)
         for turn in range(n):
@@ -134,7 +138,7 @@ class Clock:
         return {name: _summarize_pairs(found) for name, found in pairs.items()}
 
     def _one_by_one(self, run: Run, prepare: Run) -> Timing:
-        """Without emptying the cache; `prepare` isn't timed."""
+        """`prepare` isn't timed."""
         for _ in range(NUM_WARMUPS):
             run()
         times: list[float] = []
@@ -150,7 +154,11 @@ class Clock:
         torch.cuda.synchronize(self.device)
         return _summarize_pairs(pairs)
 
-    def _capture(self, runs: Sequence[Run]) -> torch.cuda.CUDAGraph:
+    def graph(self, run: Run) -> Run:
+        """A replay of one call from a CUDA graph; on a CPU the call itself."""
+        return run if self.device.type != "cuda" else self._capture([run], 1).replay
+
+    def _capture(self, runs: Sequence[Run], num_calls: int = CALLS_PER_GRAPH) -> torch.cuda.CUDAGraph:
         turn = _in_turn(runs)
         side = torch.cuda.Stream(self.device)
         side.wait_stream(torch.cuda.current_stream(self.device))
@@ -161,7 +169,7 @@ class Clock:
         torch.cuda.synchronize(self.device)
         graph = torch.cuda.CUDAGraph()
         with torch.cuda.graph(graph):
-            for _ in range(CALLS_PER_GRAPH):
+            for _ in range(num_calls):
                 turn()
         return graph
 
@@ -171,6 +179,10 @@ def cache_bytes(device: torch.device) -> int:
     if device.type != "cuda":
         return CPU_CACHE_BYTES
     return torch.cuda.get_device_properties(device).L2_cache_size
+
+
+def _larger_than_the_cache(device: torch.device) -> torch.Tensor:
+    return torch.zeros(FLUSH_CACHES * cache_bytes(device) // 4, dtype=torch.int32, device=device)
 
 
 def _shared(timing: Timing, calls: int) -> Timing:

@@ -6,6 +6,7 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from datetime import timedelta
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -13,10 +14,11 @@ import torch
 import torch.distributed as dist
 
 from envoi.check import expect_int
-from envoi.ep import ExpertParallel, staged
+from envoi.ep import ExpertParallel, nvlink, staged
 from envoi.ep.exchange import gather_ints
-from envoi.experts import permute, reference
+from envoi.experts import launch, permute, reference
 from envoi.experts.op import flatten, unflatten
+from envoi.quant.formats import format_named
 from envoi.router import route
 from envoi.router.reference import count_tokens
 from envoi.types import ExpertWeights, Matrix, QuantTensor, Routing
@@ -43,9 +45,23 @@ def one_rank(layer: Layer) -> tuple[torch.Tensor, dict[str, float]]:
 
 def _one_rank_once(layer: Layer, stage: "_Stages") -> torch.Tensor:
     routing = stage("route", lambda: route(layer.tokens, layer.gate, layer.k))
+    if launch.supported(layer.tokens.device):
+        return _by_kernels(layer, routing, stage)
     rows = stage("permute", lambda: _permute(layer, routing))
     rows_out = stage("experts", lambda: reference.expert_mlp(rows, layer.experts))
     return stage("combine", lambda: permute.combine(rows_out, rows.pos_to_slot, len(layer.tokens), layer.k))
+
+
+def _by_kernels(layer: Layer, routing: Routing, stage: "_Stages") -> torch.Tensor:
+    scheme = format_named(layer.experts.format).activations
+
+    def permuted() -> tuple[launch.Places, Matrix, torch.Tensor]:
+        places = launch.sort(routing.topk_ids, routing.num_experts)
+        return places, *launch.gather(layer.tokens, routing.topk_weights, places, scheme)
+
+    places, rows, weights = stage("permute", permuted)
+    rows_out = stage("experts", lambda: launch.expert_mlp(rows, weights, places.offsets, layer.experts))
+    return stage("combine", lambda: launch.combine(rows_out, places.slot_to_pos))
 
 
 def _permute(layer: Layer, routing: Routing):
@@ -58,8 +74,9 @@ def many_ranks(
 ) -> tuple[torch.Tensor, dict[str, float]]:
     """The same layer over num_ranks processes, each with its share of tokens (uneven on purpose) and of experts.
 
-    Returns the outputs laid end to end, and the slowest rank's median milliseconds of each stage. One GPU a rank over
-    NCCL where there are enough of them, else CPUs over gloo. advance is called for each rank that is done.
+    Returns the outputs laid end to end, and the slowest rank's median milliseconds of each stage. One GPU a rank where
+    there are enough of them, over NVLink if that joins them and else NCCL; else CPUs over gloo. advance is called for
+    each rank that is done.
     Raises RuntimeError if a rank fails.
     """
     num_experts = layer.gate.shape[0]
@@ -120,14 +137,14 @@ def _work(rank: int, num_ranks: int, folder: str) -> None:
     mine = Layer(
         tokens[shares[rank] : shares[rank + 1]].contiguous(), gate, k, part(experts, cuts[rank], cuts[rank + 1])
     )
-    out, stages = _run_rank(mine)
+    out, stages = _run_rank(mine, max(last - first for first, last in pairwise(shares)))
     torch.save((out.cpu(), stages), Path(folder) / f"out{rank}.pt")
     dist.barrier()
     dist.destroy_process_group()
 
 
-def _run_rank(layer: Layer) -> tuple[torch.Tensor, dict[str, float]]:
-    parallel, times = ExpertParallel(layer.experts), {}
+def _run_rank(layer: Layer, max_tokens: int) -> tuple[torch.Tensor, dict[str, float]]:
+    parallel, times = ExpertParallel(layer.experts, timeout_s=30, max_tokens=max_tokens, num_topk=layer.k), {}
     for _ in range(REPEATS):
         _run_stages(layer, parallel, _Stages(layer.tokens.device, times))
     out = parallel.moe(layer.tokens, route(layer.tokens, layer.gate, layer.k))
@@ -135,9 +152,14 @@ def _run_rank(layer: Layer) -> tuple[torch.Tensor, dict[str, float]]:
 
 
 def _run_stages(layer: Layer, parallel: ExpertParallel, stage: "_Stages") -> None:
-    channel = parallel.channel
+    channel, domain = parallel.channel, parallel.domain
     routing = stage("route", lambda: route(layer.tokens, layer.gate, layer.k))
     ids, weights = routing.topk_ids, routing.topk_weights
+    if domain is not None:
+        places = stage("dispatch", lambda: nvlink.dispatch(domain, layer.tokens, weights, ids))
+        stage("experts", lambda: nvlink.expert_mlp(domain, layer.experts, ids.numel()))
+        stage("combine", lambda: nvlink.combine(domain, places))
+        return
     counts = gather_ints(channel, count_tokens(ids, routing.num_experts).tolist(), "counts")
     rows, plan = stage(
         "dispatch",
@@ -158,7 +180,7 @@ def part(experts: ExpertWeights, first: int, last: int) -> ExpertWeights:
 
     def cut(weight: Any) -> Any:
         if isinstance(weight, QuantTensor):
-            return QuantTensor(cut(weight.values), cut(weight.sf), weight.group, weight.scale)
+            return replace(weight, values=cut(weight.values), sf=cut(weight.sf))
         return None if weight is None else weight[first:last].clone()
 
     gate_up: Matrix = cut(experts.gate_up)

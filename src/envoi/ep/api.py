@@ -1,6 +1,9 @@
 """`envoi.ExpertParallel`: experts spread over the ranks of a torch.distributed group."""
 
 import itertools
+import platform
+import weakref
+from collections.abc import Callable
 from datetime import timedelta
 from typing import cast
 
@@ -8,16 +11,24 @@ import torch
 import torch.distributed as dist
 from torch.distributed.distributed_c10d import PrefixStore, ProcessGroupGloo
 
-from envoi.ep import staged
+from envoi.check import expect_int
+from envoi.ep import nvlink, staged
 from envoi.ep.exchange import Channel, gather_ints, gather_texts
-from envoi.ep.watch import Watch
+from envoi.ep.memory import Plan
+from envoi.ep.watch import PeerTimeout, Watch
 from envoi.experts.op import check_ids, check_tokens, flatten, unflatten
 from envoi.operators import operator
 from envoi.router.reference import count_tokens
 from envoi.types import ExpertWeights, Routing
 
+NVLINK = "all ranks reach each other's memory"
+MAX_TIMEOUT_S = 2000  # in microseconds an int32
+
 _serials: dict[str, itertools.count] = {}
-_instances: dict[str, "ExpertParallel"] = {}  # the operator finds its object by name
+# The operator finds its object by name.
+_instances: "weakref.WeakValueDictionary[str, ExpertParallel]" = weakref.WeakValueDictionary()
+# Objects of the same sizes, as those of a model's layers, use the same memory one after the other.
+_domains: "weakref.WeakValueDictionary[tuple, nvlink.Domain]" = weakref.WeakValueDictionary()
 
 
 class ExpertParallel:
@@ -27,9 +38,16 @@ class ExpertParallel:
     group: a torch.distributed process group of gloo or NCCL; None = the default group. Every rank of it makes the
         object, with the same hidden, intermediate, format and activation; the number of experts may differ.
     timeout_s: bounds every wait for a peer.
+    max_tokens, num_topk: the most tokens that a rank will have, and slots of a token. With both, ranks whose GPUs reach
+        each other's memory (one host, NVLink) use kernels that read and write it. For that, room for
+        max_tokens * num_topk rows of bf16 and num_ranks times as many in the experts' format is allocated once for all
+        objects of the same sizes (a model's layers); between the GEMMs, a call takes as much again from torch's
+        allocator. A call then takes no size back to the host, never waits for the device, and can be captured in a
+        CUDA graph. Calls and replays of all objects of a group come in the same order on every rank, and on one
+        stream. A number of tokens that is new may compile kernels: within timeout_s, as peers wait for them.
 
     Attributes: num_experts (over all ranks), expert_offsets (rank r owns expert_offsets[r] : expert_offsets[r + 1]),
-    transport ("gloo" or "nccl").
+    transport ("nvlink", "nccl" or "gloo") and why it is that one.
 
     Example, 4 ranks with 4 experts each: `ExpertParallel(pack(...)).moe(tokens, routing)`, where routing.num_experts is
     16 and rank 1 owns experts 4 to 7.
@@ -37,41 +55,74 @@ class ExpertParallel:
     Raises ValueError, on every rank, if the ranks disagree; PeerTimeout if one doesn't come.
     """
 
-    def __init__(self, experts: ExpertWeights, group: dist.ProcessGroup | None = None, timeout_s: float = 10.0):
+    def __init__(
+        self, experts: ExpertWeights, group: dist.ProcessGroup | None = None, timeout_s: float = 10.0,
+        max_tokens: int | None = None, num_topk: int | None = None,
+    ):  # fmt: skip
         if not isinstance(experts, ExpertWeights):
             raise ValueError(f"experts: expected ExpertWeights from envoi.experts.pack, got {type(experts).__name__}")
-        if not timeout_s > 0:
-            raise ValueError(f"timeout_s: expected a positive number of seconds, got {timeout_s!r}")
+        if not 0 < timeout_s <= MAX_TIMEOUT_S:
+            raise ValueError(
+                f"timeout_s: expected a positive number of seconds up to {MAX_TIMEOUT_S}, got {timeout_s!r}"
+            )
+        for name, value in (("max_tokens", max_tokens), ("num_topk", num_topk)):
+            if value is not None:
+                expect_int(name, value, 1)
         if not dist.is_initialized():
             raise ValueError("group: expected an initialised torch.distributed; call init_process_group first")
         self.experts, self.timeout_s = experts, timeout_s
         group = group or dist.distributed_c10d._get_default_group()
         self.name = _name(dist.get_process_group_ranks(group))
         self.channel = _open_channel(group, experts.device, timeout_s, self.name)
-        self.transport = "gloo" if self.channel.data is self.channel.control else "nccl"
-        sizes = _agree(self.channel, experts)
+        sizes = _agree(self.channel, experts, max_tokens, num_topk)
         self.expert_offsets = [0, *itertools.accumulate(sizes)]
         self.num_experts = self.expert_offsets[-1]
+        self.max_tokens, self.num_topk = max_tokens, num_topk
+        self.transport = "gloo" if self.channel.data is self.channel.control else "nccl"
+        self.domain, self.why = self._open_domain(group)
+        if self.domain is not None:
+            self.transport = "nvlink"
         _instances[self.name] = self
 
     def moe(self, tokens: torch.Tensor, routing: Routing) -> torch.Tensor:
         """tokens [M, H] bf16 of this rank -> [M, H] bf16; M may differ from rank to rank and be 0. A collective call.
 
-        routing: topk_ids over all num_experts, -1 = masked slot; k may be anything, the same on every rank.
+        routing: topk_ids over all num_experts, -1 = masked slot; k may be anything, over gloo and NCCL the same on
+        every rank.
         Equals `envoi.moe` on one rank that holds all experts and the tokens of all ranks, bit for bit.
-        Raises ValueError on every rank if any rank's arguments are refused, PeerTimeout if a rank is lost or late.
+        Raises ValueError on every rank if any rank's arguments are refused, PeerTimeout if a rank is lost or late. Over
+        NVLink the host doesn't wait to know: the rank whose arguments are wrong raises at once (but for ids, which only
+        the device knows), the output is NaN everywhere, and a later call or `check` raises. What isn't a Routing of
+        tensors at all is an error on this rank alone.
         """
         ids, weights = routing.topk_ids, routing.topk_weights
         return torch.ops.envoi.moe_parallel(
             tokens, weights, ids, routing.num_experts, self.name, *flatten(self.experts)
         )
 
+    def check(self) -> None:
+        """Raise what went wrong in calls that the device has come to; over NVLink, as far as it has come.
+
+        After `torch.cuda.synchronize()` that is all calls. Not a collective call.
+        """
+        self._check_lateness()
+        if self.domain is not None and self.domain.report[1].any():
+            self._raise_refusal(self.domain)
+
     def close(self) -> None:
-        """The operator can't reach the object any more. Not a collective call."""
+        """The operator can't reach the object any more, and its memory is free. Not a collective call.
+
+        Over NVLink, peers must have done what they do with this rank's memory: close after a meeting of all ranks.
+        """
         _instances.pop(self.name, None)
+        self.domain = None
 
     def _run(self, tokens: torch.Tensor, routing: Routing, experts: ExpertWeights) -> torch.Tensor:
-        refusal = _refusal(tokens, routing, experts, self.num_experts)
+        refusal = self._refusal(tokens, routing, experts)
+        if self.domain is not None:
+            return self._run_over_nvlink(self.domain, refusal, tokens, routing, experts)
+        if not refusal:
+            refusal = _complaint(check_ids, routing.topk_ids, self.num_experts)
         k = routing.topk_ids.shape[1] if not refusal else 0
         counts = count_tokens(routing.topk_ids, self.num_experts).tolist() if not refusal else [0] * self.num_experts
         header = gather_ints(self.channel, [int(bool(refusal)), k, *counts], "dispatch: exchange of counts")
@@ -82,6 +133,104 @@ class ExpertParallel:
             tokens, routing.topk_weights, routing.topk_ids, experts, header[:, 2:], self.expert_offsets, self.channel
         )
 
+    def _run_over_nvlink(
+        self, domain: nvlink.Domain, refusal: str, tokens: torch.Tensor, routing: Routing, experts: ExpertWeights
+    ) -> torch.Tensor:
+        self._check_lateness()
+        with torch.cuda.device(domain.memory.device):
+            if refusal:
+                domain.watch.store.set(f"refused/{domain.rank}", refusal)
+                nvlink.refuse(domain)
+                raise ValueError(refusal)
+            out = nvlink.moe(domain, tokens, routing.topk_weights, routing.topk_ids, experts)
+        # Not before: peers that haven't heard of it yet take part in this call, so this rank has to.
+        self.check()
+        return out
+
+    def _check_lateness(self) -> None:
+        """From the first late rank on, nothing works any more."""
+        watch = self.channel.watch if self.domain is None else self.domain.watch
+        if watch.failure is None and self.domain is not None and self.domain.report[0].any():
+            codes = self.domain.report[0].tolist()
+            late = [rank for rank, code in enumerate(codes) if code]
+            names = watch.first_to_say([watch.ranks[rank] for rank in late])
+            watch.failure = PeerTimeout(names, nvlink.LATE[codes[late[0]]], self.timeout_s)
+        if watch.failure is not None:
+            raise watch.failure
+
+    def _raise_refusal(self, domain: nvlink.Domain) -> None:
+        """Of an earlier call, or of this one; a rank that refused on its own host has raised already."""
+        codes = domain.report[1].tolist()
+        complaining = [rank for rank, code in enumerate(codes) if code]
+        domain.report[1, complaining] = 0  # not all: the device may write others meanwhile
+        refused = [r for r in complaining if (r, codes[r]) != (domain.rank, nvlink.REFUSED_ON_HOST)]
+        if not refused:
+            return
+        text = f"routing.topk_ids: expected ids from 0 to {self.num_experts - 1}, or -1 for a masked slot"
+        if codes[refused[0]] == nvlink.REFUSED_ON_HOST:
+            text = domain.watch.store.get(f"refused/{refused[0]}").decode()
+        raise ValueError(f"rank {refused[0]} of the group refused its arguments in an earlier call: {text}")
+
+    def _open_domain(self, group: dist.ProcessGroup) -> tuple[nvlink.Domain | None, str]:
+        """The memory shared over NVLink, or None, and why. Collective."""
+        if self.transport == "gloo":
+            return None, "the group is one of gloo"
+        if self.max_tokens is None or self.num_topk is None:
+            return None, "max_tokens and num_topk weren't given"
+        refusals = gather_texts(self.channel, nvlink.supports_nvlink(self.experts), "opening the group")
+        hosts = gather_texts(self.channel, platform.node(), "opening the group")
+        if any(refusals) or len(set(hosts)) > 1:
+            return None, next(filter(None, refusals), "the ranks are on several hosts")
+        plan = Plan(
+            self.channel.num_ranks, self.num_experts, self.max_tokens, self.num_topk, self.experts.hidden,
+            self.experts.format,
+        )  # fmt: skip
+        key = (tuple(self.channel.watch.ranks), plan, tuple(self.expert_offsets), self.timeout_s)
+        domain = _domains.get(key)
+        if domain is not None and domain.report[0].any():
+            domain = None  # a rank was lost: what the flags say is of no use any more
+        if all(gather_texts(self.channel, "known" if domain is not None else "", "opening the group")):
+            return domain, NVLINK
+        domain, why = self._new_domain(plan, group)
+        if domain is not None:
+            _domains[key] = domain
+        return domain, why
+
+    def _new_domain(self, plan: Plan, group: dist.ProcessGroup) -> tuple[nvlink.Domain | None, str]:
+        """Allocate, then map: a rank that has no memory left mustn't let the others wait for it while they map."""
+        domain = None
+
+        def allocate() -> None:
+            nonlocal domain
+            arguments = (plan, self.channel.rank, self.expert_offsets, self.timeout_s, self.experts.device)
+            domain = nvlink.allocate(*arguments)
+            domain.watch = self.channel.watch
+
+        def connect() -> None:
+            nvlink.connect(cast(nvlink.Domain, domain), group)
+
+        for step in (allocate, connect):
+            troubles = gather_texts(self.channel, _trouble(step), "opening the group")
+            failed = [f"rank {rank}: {text}" for rank, text in enumerate(troubles) if text]
+            if failed:
+                return None, failed[0]
+        return domain, NVLINK
+
+    def _refusal(self, tokens: torch.Tensor, routing: Routing, experts: ExpertWeights) -> str:
+        """What is wrong with this rank's arguments, as far as the host knows, or ""."""
+        return _complaint(check_tokens, tokens, routing, experts) or _complaint(self._check_sizes, tokens, routing)
+
+    def _check_sizes(self, tokens: torch.Tensor, routing: Routing) -> None:
+        if routing.num_experts != self.num_experts:
+            raise ValueError(
+                f"routing.num_experts: expected {self.num_experts} over all ranks, got {routing.num_experts}"
+            )
+        if self.max_tokens is not None and len(tokens) > self.max_tokens:
+            raise ValueError(f"tokens: expected at most {self.max_tokens} of them (max_tokens), got {len(tokens)}")
+        k = routing.topk_ids.shape[1]
+        if self.num_topk is not None and k > self.num_topk:
+            raise ValueError(f"routing.topk_ids: expected at most {self.num_topk} slots a token (num_topk), got {k}")
+
     def _refuse_together(self, refusal: str) -> None:
         """One rank's bad argument is an error on all, at once; waiting for it to come back would be a hang."""
         texts = gather_texts(self.channel, refusal, "exchange of refusals")
@@ -89,13 +238,19 @@ class ExpertParallel:
         raise ValueError(refusal or f"rank {first} of the group refused its arguments: {texts[first]}")
 
 
-def _refusal(tokens: torch.Tensor, routing: Routing, experts: ExpertWeights, num_experts: int) -> str:
-    """What is wrong with this rank's arguments, or ""."""
+def _trouble(step: Callable[[], None]) -> str:
+    """What a step fails with, in a line, or ""."""
     try:
-        check_tokens(tokens, routing, experts)
-        if routing.num_experts != num_experts:
-            raise ValueError(f"routing.num_experts: expected {num_experts} over all ranks, got {routing.num_experts}")
-        check_ids(routing.topk_ids, num_experts)
+        step()
+    except RuntimeError as error:
+        return str(error).partition("\n")[0] or type(error).__name__
+    return ""
+
+
+def _complaint(check: Callable, *arguments: object) -> str:
+    """What a check raises, or ""."""
+    try:
+        check(*arguments)
     except ValueError as error:
         return str(error)
     return ""
@@ -124,12 +279,13 @@ def _name(ranks: list[int]) -> str:
     return f"envoi {members} #{next(_serials.setdefault(members, itertools.count()))}"
 
 
-def _agree(channel: Channel, experts: ExpertWeights) -> list[int]:
+def _agree(channel: Channel, experts: ExpertWeights, max_tokens: int | None, num_topk: int | None) -> list[int]:
     """Every rank's number of experts, once all ranks have the same everything else."""
     mine = f"hidden={experts.hidden} intermediate={experts.intermediate} format={experts.format}"
     mine += f" activation={experts.activation} swiglu_limit={experts.swiglu_limit} bias={experts.down_bias is not None}"
     texts = gather_texts(channel, mine, "opening the group")
     _same_everywhere("experts", texts)
+    _same_everywhere("sizes", gather_texts(channel, f"{max_tokens=} {num_topk=}", "opening the group"))
     return gather_ints(channel, [experts.num_local_experts], "opening the group")[:, 0].tolist()
 
 
@@ -150,10 +306,11 @@ def _moe_parallel(
     tokens: torch.Tensor, topk_weights: torch.Tensor, topk_ids: torch.Tensor, num_experts: int, parallel: str,
     gate_up: torch.Tensor, gate_up_sf: torch.Tensor | None, gate_up_bias: torch.Tensor | None,
     down: torch.Tensor, down_sf: torch.Tensor | None, down_bias: torch.Tensor | None,
-    format: str, activation: str, swiglu_limit: float | None,
+    format: str, activation: str, swiglu_limit: float | None, gate_up_tame: bool, down_tame: bool,
 ) -> torch.Tensor:  # fmt: skip
     experts = unflatten(
-        gate_up, gate_up_sf, gate_up_bias, down, down_sf, down_bias, format, activation, swiglu_limit
+        gate_up, gate_up_sf, gate_up_bias, down, down_sf, down_bias, format, activation, swiglu_limit, gate_up_tame,
+        down_tame,
     )  # fmt: skip
     if parallel not in _instances:
         raise ValueError("ExpertParallel: expected an open object, got one that was closed")

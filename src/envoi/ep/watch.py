@@ -56,6 +56,14 @@ class Watch:
         self.failure = PeerTimeout(self._missing(), step, self.timeout_s)
         raise self.failure from cause
 
+    def first_to_say(self, missing: list[int]) -> list[int]:
+        """The ranks that the first rank to give up was missing: those that gave up later have missed it too."""
+        try:
+            said = self.store.compare_set("missing", "", ",".join(map(str, missing)))
+        except RuntimeError:
+            return missing
+        return [int(rank) for rank in said.decode().split(",")]
+
     def _poll(self, work: dist.Work) -> None:
         start = time.monotonic()
         look, pause = start + _LOOK_S, 2e-5

@@ -34,6 +34,7 @@ from envoi.epilogue.slots import Slot, late, piece_columns, rows_must_fit, slots
 from envoi.epilogue.writer import Writer
 
 FUNCTIONS = ("visit", "merge", "save", "finish", "buffers", "side_buffers", "fetch_side", "of_expert")
+ONE_TILE = "rows can be sent to addresses if the only output is a tile that depends on no other column"
 NEEDS_ROWS = "a row's value is used before the row is complete"
 
 
@@ -43,6 +44,7 @@ class Lowered:
 
     slots: what it writes. leaving: which of them go through TMA descriptors. partials: values a row that tiles pass on.
     side: the operands that come by TMA. piece_columns: a piece has a multiple of so many columns. whole: of whole rows.
+    sent: rows go to addresses.
     """
 
     visit: Any
@@ -59,6 +61,7 @@ class Lowered:
     side: tuple[str, ...]
     piece_columns: int
     whole: bool
+    sent: bool
     source: str
 
     @property
@@ -68,10 +71,10 @@ class Lowered:
 
     @property
     def leaving_bytes(self) -> float:
-        """Bytes a column of the accumulator of what leaves through descriptors."""
+        """Bytes a column of the accumulator of what leaves through shared memory: for descriptors, or to be sent."""
         return sum(
             slot.dtype.itemsize / slot.columns / (2 if slot.packed else 1)
-            for slot in (self.slots[index] for index in self.leaving)
+            for slot in (self.slots if self.sent else (self.slots[index] for index in self.leaving))
         )
 
     @property
@@ -90,22 +93,27 @@ class Lowered:
 @cache
 def lower(
     ir: IR, out_dtype: torch.dtype, dialect: str, whole: bool, tma: bool, pointers: frozenset[str],
-    side: tuple[str, ...] = (),
+    side: tuple[str, ...] = (), sent: bool = False,
 ) -> Lowered:  # fmt: skip
     """Device code for an IR.
 
     dialect: "gluon" or "triton". whole: pieces hold whole rows. tma: tiles leave through descriptors, else by stores.
     pointers: the Scalar operands that come as tensors of one element. side: the Tile operands that come by
-    TMA, at most MAX_DESCS.
+    TMA, at most MAX_DESCS. sent: the rows of the output, which is a tile and the only one, go to the addresses that are
+    given in its place.
     """
     if not whole and rows_must_fit(ir):
         raise ValueError(f"epilogue {ir.name}: {NEEDS_ROWS}; it needs pieces of whole rows")
-    writer = Writer(ir, slots(ir, out_dtype), frozenset() if whole else late(ir), tma, pointers, side)
+    found = slots(ir, out_dtype)
+    if sent and (tma or [slot.kind for slot in found] != ["tile"] or found[0].position in late(ir)):
+        raise ValueError(f"epilogue {ir.name}: {ONE_TILE}")
+    writer = Writer(ir, found, frozenset() if whole else late(ir), tma, pointers, side, sent)
     source = writer.write()
     namespace = _compile(source, ir.name, dialect)
     return Lowered(
         **{name: namespace[name] for name in FUNCTIONS}, slots=writer.slots, leaving=tuple(writer.leaving),
-        partials=len(writer.partials), side=side, piece_columns=piece_columns(ir), whole=whole, source=source,
+        partials=len(writer.partials), side=side, piece_columns=piece_columns(ir), whole=whole,
+        sent=sent, source=source,
     )  # fmt: skip
 
 

@@ -109,6 +109,26 @@ def store_tile(pointer, value, m, n, m_end, num_columns):
 
 
 @gluon.jit
+def send_tile(addresses, value, m, n, m_end, num_columns, cfg: gl.constexpr):
+    """Rows to the addresses given for them, each warp in runs of neighbours: links carry those best."""
+    if not cfg.swap_ab:  # else it lies so already
+        value = in_runs(value)
+    rows, columns = row_ids(value, m), col_ids(value, n)
+    to = gl.load(addresses + rows, mask=rows < m_end, other=0).to(gl.pointer_type(value.dtype))
+    mask = (rows < m_end)[:, None] & (columns < num_columns)[None, :]
+    gl.store(gl.multiple_of(to, 16)[:, None] + columns[None, :], value, mask=mask)
+
+
+@gluon.jit
+def in_runs(value):
+    """The same, a thread with 16 bytes of a row and a warp with as many neighbours as there are."""
+    each: gl.constexpr = 128 // value.dtype.primitive_bitwidth
+    lanes: gl.constexpr = min(32, value.shape[1] // each)
+    layout: gl.constexpr = gl.BlockedLayout([1, each], [32 // lanes, lanes], [gl.num_warps(), 1], [1, 0])
+    return gl.convert_layout(value, layout)
+
+
+@gluon.jit
 def stage_for(desc, TURNS: gl.constexpr):
     """The buffers through which a role's pieces leave for a descriptor, in turns."""
     shape: gl.constexpr = [TURNS] + desc.block_type.shape

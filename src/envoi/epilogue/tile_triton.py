@@ -85,6 +85,15 @@ def store_tile(pointer, value, m, n, m_end, num_columns):
 
 
 @triton.jit
+def send_tile(addresses, value, m, n, m_end, num_columns, cfg):
+    """Rows to the addresses given for them."""
+    rows, columns = row_ids(value, m), col_ids(value, n)
+    to = tl.load(addresses + rows, mask=rows < m_end, other=0).to(tl.pointer_type(value.dtype))
+    mask = (rows < m_end)[:, None] & (columns < num_columns)[None, :]
+    tl.store(to[:, None] + columns[None, :], value, mask=mask)
+
+
+@triton.jit
 def sum_columns(x):
     """The sum of each row."""
     return tl.sum(x, axis=1)

@@ -25,9 +25,10 @@ class Writer:
 
     def __init__(
         self, ir: IR, slots: tuple[Slot, ...], late: frozenset[int], tma: bool, pointers: frozenset[str],
-        side: tuple[str, ...],
+        side: tuple[str, ...], sent: bool = False,
     ):  # fmt: skip
         self.ir, self.slots, self.late, self.tma, self.pointers, self.side = ir, slots, late, tma, pointers, side
+        self.sent = sent
         self.partials = [p for p in sorted(late) if ir.nodes[p].op in PARTIAL and ir.nodes[p].args[0] not in late]
         self.leaving = [i for i, slot in enumerate(slots) if slot.kind == "tile"][:MAX_DESCS] if tma else []
         self.lines: list[str] = []
@@ -260,6 +261,9 @@ class Writer:
 
     def _store_tile(self, index: int, depth: int = 1) -> None:
         d = self._width(index)
+        if self.sent:
+            self.line(f"send_tile(outputs[{index}], o{index}, m, n // {d}, m_end, N // {d}, cfg)", depth)
+            return
         self.line(f"store_tile(outputs[{index}], o{index}, m, n // {d}, m_end, N // {d})", depth)
 
     def _store_small(self, index: int, slot: Slot) -> None:

@@ -4,7 +4,7 @@
 
     sort_kernel       topk_ids -> offsets, slot_to_pos              a program for each expert
     gather_kernel     tokens -> rows by expert, quantised           a program for each token and part of its columns
-    quantize_kernel   bf16 rows -> quantised                        a program for each row and part of its columns
+    quantize_kernel   bf16 rows -> quantised                        programs for each part of its columns
     combine_kernel    rows -> sums of tokens' slots                 a program for each token and part of its columns
 
 Tensors have room for a row a slot. Rows behind the last expert's are neither written nor read.
@@ -29,12 +29,17 @@ def experts_at(topk_ids, slots, num_slots, num_experts):
 
 @triton.jit
 def sort_kernel(topk_ids, offsets, slot_to_pos, num_slots, num_experts, BLOCK: tl.constexpr):
-    """Program e: where expert e's rows begin, and the row of each of its slots, in their order.
+    """Slots by expert: a program for each of them, and one for the slots of none."""
+    sort_expert(tl.program_id(0), topk_ids, offsets, slot_to_pos, num_slots, num_experts, BLOCK)
+
+
+@triton.jit
+def sort_expert(own, topk_ids, offsets, slot_to_pos, num_slots, num_experts, BLOCK: tl.constexpr):
+    """Where an expert's rows begin, and the row of each of its slots, in their order.
 
     Each reads all ids twice instead of waiting for the others: nothing is counted by atomics, the order is fixed.
-    Program num_experts gives -1 to the slots of none.
+    Expert num_experts gives -1 to the slots of none.
     """
-    own = tl.program_id(0)
     before = tl.zeros((BLOCK,), tl.int32)
     for first in range(0, num_slots, BLOCK):
         e = experts_at(topk_ids, first + tl.arange(0, BLOCK), num_slots, num_experts)
@@ -75,8 +80,8 @@ def store_quantized(values, sf, row, x, x_sf, width, BLOCK: tl.constexpr, GROUP:
     columns = n * BLOCK + tl.arange(0, BLOCK)[None, :]
     groups = n * (BLOCK // GROUP) + tl.arange(0, BLOCK // GROUP)[None, :]
     num_groups = tl.cdiv(width, GROUP)
-    tl.store(values + row.to(tl.int64) * width + columns, x, mask=columns < width)
-    tl.store(sf + row.to(tl.int64) * num_groups + groups, x_sf, mask=groups < num_groups)
+    tl.store(values + tl.cast(row, tl.int64) * width + columns, x, mask=columns < width)
+    tl.store(sf + tl.cast(row, tl.int64) * num_groups + groups, x_sf, mask=groups < num_groups)
 
 
 @triton.jit
@@ -111,11 +116,10 @@ def quantize_kernel(
     rows, values, sf, offsets, num_experts, width,
     BLOCK: tl.constexpr, GROUP: tl.constexpr, POWERS: tl.constexpr, HARDWARE: tl.constexpr,
 ):  # fmt: skip
-    """A row, quantised, if an expert has it."""
-    row = tl.program_id(0)
-    if row < tl.load(offsets + num_experts):
+    """Rows that experts have, quantised."""
+    for row in range(tl.program_id(0), tl.load(offsets + num_experts), tl.num_programs(0)):
         columns = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)[None, :]
-        x = tl.load(rows + row.to(tl.int64) * width + columns, mask=columns < width, other=0.0)
+        x = tl.load(rows + tl.cast(row, tl.int64) * width + columns, mask=columns < width, other=0.0)
         x, x_sf = quantized(widen(x), GROUP, POWERS, HARDWARE)
         store_quantized(values, sf, row, x, x_sf, width, BLOCK, GROUP)
 

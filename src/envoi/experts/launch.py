@@ -3,14 +3,15 @@
 What holds rows has one for each slot, M * k, the most there can be; offsets[E] of them are used.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, cast
 
 import torch
 
 from envoi.epilogue.api import Epilogue
 from envoi.epilogue.library import expert_l1, expert_l2
-from envoi.gemm.portable import power_of_two
+from envoi.gemm.config import power_of_two
+from envoi.gemm.grouping import EXPERTS_ROWS, Grouping
 from envoi.gemm.select import implementation, run_kernels
 from envoi.quant.formats import Scheme, format_named
 from envoi.types import ExpertWeights, Matrix, QuantTensor
@@ -20,6 +21,7 @@ Launch = tuple[tuple[int, ...], tuple, dict[str, int]]  # grid, arguments, optio
 FEW_SLOTS, MANY_SLOTS = 512, 4096  # that a program of the sort takes at once
 GATHERED, SUMMED = 2048, 1024  # columns of a program
 COLUMNS_OF_WARP = 512
+MANY_PROGRAMS = 4096
 WIDEST_INSIDE = 32  # columns of a group that each tile of L1 holds whole, whatever its format
 
 
@@ -55,8 +57,7 @@ def moe(
 
 def sort(topk_ids: torch.Tensor, num_experts: int) -> Places:
     """topk_ids [M, k] -> where each slot's row is."""
-    offsets = torch.empty(num_experts + 1, dtype=torch.int32, device=topk_ids.device)
-    places = Places(offsets, torch.empty(topk_ids.shape, dtype=torch.int32, device=topk_ids.device))
+    places = empty_places(topk_ids, num_experts)
     _run("sort_kernel", sort_arguments(topk_ids, places))
     return places
 
@@ -71,9 +72,13 @@ def gather(
     return rows, weights
 
 
-def expert_mlp(rows: Matrix, weights: torch.Tensor, offsets: torch.Tensor, experts: ExpertWeights) -> torch.Tensor:
+def expert_mlp(
+    rows: Matrix, weights: torch.Tensor, offsets: torch.Tensor, experts: ExpertWeights,
+    grouping: Grouping = EXPERTS_ROWS,
+) -> torch.Tensor:  # fmt: skip
     """L1 -> activation -> quantise -> L2 on rows sorted by expert: [P, H] bf16, each times its weight.
 
+    grouping: of the rows; with `to` they go there, and what is returned is `to`.
     Groups that are wider than L1's tiles can't be quantised there: L1 leaves bf16, and one kernel more quantises it.
     """
     scheme = format_named(experts.format).activations
@@ -81,11 +86,11 @@ def expert_mlp(rows: Matrix, weights: torch.Tensor, offsets: torch.Tensor, exper
     has_bias = experts.gate_up_bias is not None
     l1 = expert_l1(experts.activation, experts.swiglu_limit, has_bias, scheme.name if scheme and inside else None)
     operands = {"weight": weights, "bias": experts.gate_up_bias} if has_bias else {"weight": weights}
-    hidden = _grouped(rows, experts.gate_up, offsets, l1, operands)
+    hidden = _grouped(rows, experts.gate_up, offsets, l1, operands, replace(grouping, to=None))
     if scheme is not None and not inside:
         hidden = quantize_rows(cast(torch.Tensor, hidden), offsets, scheme)
     operands = {"weight": weights, "bias": experts.down_bias} if has_bias else {}
-    return cast(torch.Tensor, _grouped(hidden, experts.down, offsets, expert_l2(has_bias), operands))
+    return cast(torch.Tensor, _grouped(hidden, experts.down, offsets, expert_l2(has_bias), operands, grouping))
 
 
 def quantize_rows(rows: torch.Tensor, offsets: torch.Tensor, scheme: Scheme) -> QuantTensor:
@@ -112,6 +117,12 @@ def empty_rows(num_rows: int, width: int, scheme: Scheme | None, device: torch.d
     return QuantTensor(values, torch.empty(num_rows, width // group[1], dtype=scheme.sf, device=device), group)
 
 
+def empty_places(topk_ids: torch.Tensor, num_experts: int) -> Places:
+    """Room for where each slot's row is."""
+    offsets = torch.empty(num_experts + 1, dtype=torch.int32, device=topk_ids.device)
+    return Places(offsets, torch.empty(topk_ids.shape, dtype=torch.int32, device=topk_ids.device))
+
+
 def sort_arguments(topk_ids: torch.Tensor, places: Places) -> Launch:
     """Grid, arguments and options of `sort_kernel`."""
     num_experts, num_slots = len(places.offsets) - 1, topk_ids.numel()
@@ -126,30 +137,31 @@ def gather_arguments(
     """Grid, arguments and options of `gather_kernel`."""
     tokens = tokens if tokens.stride(1) == 1 else tokens.contiguous()
     (M, width), k = tokens.shape, topk_weights.shape[1]
-    values, sf, block, *form = _quantised(rows, width)
+    values, sf, block, *form = quantised(rows, width)
     arguments = (
         tokens, tokens.stride(0), topk_weights.contiguous(), places.slot_to_pos, values, sf, weights, width, k,
         block, power_of_two(k), *form,
     )  # fmt: skip
-    return (M, -(-width // block)), arguments, _warps(block)
+    return (M, -(-width // block)), arguments, warps(block)
 
 
 def quantize_arguments(rows: torch.Tensor, offsets: torch.Tensor, out: QuantTensor) -> Launch:
     """Grid, arguments and options of `quantize_kernel`."""
     num_rows, width = rows.shape
-    values, sf, block, *form = _quantised(out, width)
+    values, sf, block, *form = quantised(out, width)
     arguments = rows, values, sf, offsets, len(offsets) - 1, width, block, *form
-    return (num_rows, -(-width // block)), arguments, _warps(block)
+    # Where most of the room is empty, a program a row would do little but start.
+    return (min(num_rows, MANY_PROGRAMS), -(-width // block)), arguments, warps(block)
 
 
 def combine_arguments(rows: torch.Tensor, slot_to_pos: torch.Tensor, out: torch.Tensor) -> Launch:
     """Grid, arguments and options of `combine_kernel`."""
     (M, k), width = slot_to_pos.shape, rows.shape[1]
     block = min(SUMMED, power_of_two(width))
-    return (M, -(-width // block)), (rows, slot_to_pos, out, width, k, block), _warps(block)
+    return (M, -(-width // block)), (rows, slot_to_pos, out, width, k, block), warps(block)
 
 
-def _quantised(rows: Matrix, width: int) -> tuple:
+def quantised(rows: Matrix, width: int) -> tuple:
     """What kernels take of rows that they quantise: values, factors, columns of a program, GROUP, POWERS, HARDWARE.
 
     A program that finds one factor for a row has all of it.
@@ -171,7 +183,8 @@ def _casts_e4m3(device: torch.device) -> bool:
     return torch.cuda.get_device_capability(device) >= (8, 9)
 
 
-def _warps(block: int) -> dict[str, int]:
+def warps(block: int) -> dict[str, int]:
+    """Options of a program on so many columns."""
     return {"num_warps": min(16, max(4, block // COLUMNS_OF_WARP))}
 
 
@@ -183,9 +196,10 @@ def _run(name: str, launch: Launch) -> None:
 
 
 def _grouped(
-    rows: Matrix, weights: Matrix, offsets: torch.Tensor, epilogue: Epilogue, operands: dict[str, Any]
-) -> Matrix:
+    rows: Matrix, weights: Matrix, offsets: torch.Tensor, epilogue: Epilogue, operands: dict[str, Any],
+    grouping: Grouping,
+) -> Matrix:  # fmt: skip
     """A grouped GEMM whose epilogue has one output; the rows of no expert aren't written."""
-    outputs = run_kernels(rows, weights, offsets, epilogue.ir, torch.bfloat16, operands, behind=False)
+    outputs = run_kernels(rows, weights, offsets, epilogue.ir, torch.bfloat16, operands, grouping=grouping)
     values, *sf = cast(list[torch.Tensor], outputs)
     return QuantTensor(values, sf[0], (1, values.shape[1] // sf[0].shape[1])) if sf else values

@@ -13,17 +13,27 @@ def flatten(experts: ExpertWeights) -> tuple:
     down, down_sf = _split(experts.down)
     return (
         gate_up, gate_up_sf, experts.gate_up_bias, down, down_sf, experts.down_bias,
-        experts.format, experts.activation, experts.swiglu_limit,
+        experts.format, experts.activation, experts.swiglu_limit, _tame(experts.gate_up), _tame(experts.down),
     )  # fmt: skip
 
 
 def unflatten(
-    gate_up, gate_up_sf, gate_up_bias, down, down_sf, down_bias, format, activation, swiglu_limit
+    gate_up,
+    gate_up_sf,
+    gate_up_bias,
+    down,
+    down_sf,
+    down_bias,
+    format,
+    activation,
+    swiglu_limit,
+    gate_up_tame,
+    down_tame,
 ) -> ExpertWeights:
     """The inverse of `flatten`."""
     scheme = format_named(format).weights
     return ExpertWeights(
-        _join(gate_up, gate_up_sf, scheme), _join(down, down_sf, scheme),
+        _join(gate_up, gate_up_sf, scheme, gate_up_tame), _join(down, down_sf, scheme, down_tame),
         format, activation, swiglu_limit, gate_up_bias, down_bias,
     )  # fmt: skip
 
@@ -32,11 +42,15 @@ def _split(weight: Matrix) -> tuple[torch.Tensor, torch.Tensor | None]:
     return (weight, None) if isinstance(weight, torch.Tensor) else (weight.values, weight.sf)
 
 
-def _join(values: torch.Tensor, sf: torch.Tensor | None, scheme: Scheme | None) -> Matrix:
+def _tame(weight: Matrix) -> bool:
+    return isinstance(weight, QuantTensor) and weight.tame
+
+
+def _join(values: torch.Tensor, sf: torch.Tensor | None, scheme: Scheme | None, tame: bool) -> Matrix:
     if sf is None or scheme is None:
         return values
     packed = 2 if values.dtype == torch.uint8 else 1
-    return QuantTensor(values, sf, scheme.group_for((*values.shape[:-1], values.shape[-1] * packed)))
+    return QuantTensor(values, sf, scheme.group_for((*values.shape[:-1], values.shape[-1] * packed)), tame=tame)
 
 
 def check_tokens(tokens: torch.Tensor, routing: Routing, experts: ExpertWeights) -> None:

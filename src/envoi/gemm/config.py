@@ -68,12 +68,14 @@ class Config:
         return max(1, (self.role_m if self.swap_ab else self.block_y) // self.piece)
 
     def __str__(self) -> str:
+        """All that kernels differ by: the compiler's cache files them under it."""
         parts = [
             f"{self.num_roles}x{self.role_m}x{self.block_y}",
             f"k{self.block_k}x{self.num_stages}",
             f"p{self.piece}x{self.turns}",
         ]
         parts += [f"w{self.num_warps}"] * (self.num_warps != 4) + [f"split{self.split_k}"] * (self.split_k > 1)
+        parts += [f"group{self.group}"] * (self.group != 8)
         return " ".join(parts + [name for name in ("pingpong", "swap_ab") if getattr(self, name)])
 
 
@@ -204,13 +206,14 @@ def predicted_cycles(problem: Problem, config: Config, num_sms: int) -> float:
     """How long a config should take."""
     groups = max(1, problem.num_groups)
     tokens = -(-problem.M // groups)
-    tiles = groups * -(-tokens // config.block_m) * -(-problem.N // config.block_n)
+    tiles = groups * _tiles_of_group(problem, config, tokens) * -(-problem.N // config.block_n)
     steps = -(-problem.K // config.block_k)
     row_bytes = config.block_k * problem.element_bytes
     tensor = config.block_x / 64 * row_bytes / 32 * max(config.block_y / 2, 16)
     step = max(tensor, (config.block_x + config.block_y) * row_bytes / L2_BYTES)
     if problem.scaled:
-        step *= 1.2  # adding up the blocks
+        # Adding up the blocks: beside another role's products, or alone, or along the instruction's N side.
+        step *= 1.2 if config.num_roles == 2 and not config.swap_ab else 1.35
     rounds, rest = divmod(tiles, num_sms)
     cycles = rounds * (steps * step + (TURN if config.pingpong else TILE))
     if rest and config.split_k > 1:
@@ -223,6 +226,15 @@ def predicted_cycles(problem: Problem, config: Config, num_sms: int) -> float:
     memory = moved / DRAM_BYTES
     # Whichever is longer hides most of the other.
     return LAUNCH + FIRST_STAGE + TILE + max(cycles, memory) + 0.2 * min(cycles, memory)
+
+
+def _tiles_of_group(problem: Problem, config: Config, tokens: int) -> float:
+    """Tiles along an expert's tokens. With factors along K also shares of one: the last is half empty in the mean, and
+    roles leave out what others' rows would be."""
+    if not problem.num_groups or not problem.scaled:
+        return -(-tokens // config.block_m)
+    unit = config.block_m if config.swap_ab else config.role_m
+    return max(1.0, (tokens + unit / 2) / config.block_m)
 
 
 def default_config(problem: Problem, code: Lowered, num_sms: int) -> Config | None:

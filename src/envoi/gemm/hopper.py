@@ -12,6 +12,7 @@ from envoi.epilogue.lower import Lowered, lower
 from envoi.epilogue.slots import MAX_DESCS, piece_columns, rows_must_fit, slots
 from envoi.gemm import portable, sm90, tune
 from envoi.gemm.config import Config
+from envoi.gemm.grouping import ALL_ROWS, Grouping
 from envoi.types import Matrix, QuantTensor
 
 HALVES = (torch.bfloat16, torch.float16)
@@ -132,41 +133,38 @@ def work_of(a: Matrix, b: Matrix, ir: IR, operands: dict, offsets: torch.Tensor 
 
 def run(
     a: Matrix, b: Matrix, offsets: torch.Tensor | None, ir: IR, out_dtype: torch.dtype, operands: dict,
-    behind: bool = True,
+    grouping: Grouping = ALL_ROWS,
 ) -> list[torch.Tensor]:  # fmt: skip
-    """The outputs of `envoi.gemm` or, with offsets, `envoi.grouped_gemm`, as a flat list.
-
-    behind: with offsets, whether rows behind offsets[E] are written too.
-    """
+    """The outputs of `envoi.gemm` or, with offsets, `envoi.grouped_gemm`, as a flat list."""
     work = work_of(a, b, ir, operands, offsets)
     M, N = work.a.shape[0], work.b.shape[-2]
     tensors, pointers = portable.operand_tensors(work.ir, work.operands, work.num_groups)
-    written = portable.empty_slots(work.ir, slots(work.ir, out_dtype), M, N, work.a.device)
+    written = portable.empty_slots(work.ir, slots(work.ir, out_dtype), M, N, work.a.device, grouping.to)
     if work.rows_after:
         acc = torch.empty(M, N, dtype=torch.float32, device=work.a.device)
-        _launch(replace(work, ir=store.ir), torch.float32, (), frozenset(), [acc], behind)
-        portable.finish_rows(acc, work.ir, out_dtype, tensors, pointers, written, work.offsets, behind)
+        _launch(replace(work, ir=store.ir), torch.float32, (), frozenset(), [acc], grouping)
+        portable.finish_rows(acc, work.ir, out_dtype, tensors, pointers, written, work.offsets, grouping.behind)
     else:
-        _launch(work, out_dtype, tensors, pointers, written, behind)
+        _launch(work, out_dtype, tensors, pointers, written, grouping)
     return portable.finish_outputs(work.ir, written, work.offsets)
 
 
 def _launch(
     work: Work, out_dtype: torch.dtype, operands: tuple, pointers: frozenset[str], outputs: list[torch.Tensor],
-    behind: bool,
+    grouping: Grouping,
 ) -> None:  # fmt: skip
     num_sms = torch.cuda.get_device_properties(work.a.device).multi_processor_count
-    code = _code(work, out_dtype, operands, pointers, outputs)
-    call, config = _planned(work, code, operands, outputs, behind, num_sms)
+    code = _code(work, out_dtype, operands, pointers, outputs, grouping)
+    call, config = _planned(work, code, operands, outputs, grouping, num_sms)
     sm90.launch(call, config, num_sms)
 
 
 def _planned(
-    work: Work, code: Lowered, operands: tuple, outputs: list[torch.Tensor], behind: bool, num_sms: int,
+    work: Work, code: Lowered, operands: tuple, outputs: list[torch.Tensor], grouping: Grouping, num_sms: int,
     shipped_only: bool = False,
 ) -> tuple[sm90.Call, Config]:  # fmt: skip
     names = tuple(operand.name for operand in work.ir.operands)
-    call = sm90.Call(work.a, work.b, code, operands, names, outputs, work.offsets, work.scales, behind)
+    call = sm90.Call(work.a, work.b, code, operands, names, outputs, work.offsets, work.scales, grouping)
     problem = sm90.problem_of(call)
     config = tune.choose(problem, code, num_sms, shipped_only)
     if config is None:
@@ -175,27 +173,28 @@ def _planned(
 
 
 def _code(
-    work: Work, out_dtype: torch.dtype, operands: tuple, pointers: frozenset[str], outputs: list[torch.Tensor]
-) -> Lowered:
+    work: Work, out_dtype: torch.dtype, operands: tuple, pointers: frozenset[str], outputs: list[torch.Tensor],
+    grouping: Grouping,
+) -> Lowered:  # fmt: skip
     """The epilogue lowered for this call: by TMA, unless tokens are few or something isn't on 16 bytes."""
-    M, N = work.a.shape[0], work.b.shape[-2]
+    N, sent = work.b.shape[-2], grouping.to is not None
     whole = N <= MAX_WHOLE and rows_must_fit(work.ir)
-    tokens = M // max(1, work.num_groups)
+    tokens = grouping.likely_rows(work.a.shape[0]) // max(1, work.num_groups)
     few = tokens <= FEW and not whole and piece_columns(work.ir) <= MAX_FEW
     tiles = [t for t, slot in zip(outputs, slots(work.ir, out_dtype), strict=True) if slot.kind == "tile"]
-    tma = not few and all(sm90.can_leave(t.shape, t.itemsize) for t in tiles)
+    tma = not few and not sent and all(sm90.can_leave(t.shape, t.itemsize) for t in tiles)
     side = tuple(
         operand.name
         for operand, value in zip(work.ir.operands, operands, strict=True)
         if operand.shape.rows == "M" and operand.shape.spans_columns and sm90.can_leave(value.shape, value.itemsize)
     )
     side = side if tma and len(side) <= MAX_DESCS else ()
-    return lower(work.ir, out_dtype, "gluon", whole, tma, pointers, side)
+    return lower(work.ir, out_dtype, "gluon", whole, tma, pointers, side, sent)
 
 
 def planned(
     a: Matrix, b: Matrix, offsets: torch.Tensor | None, ir: IR, out_dtype: torch.dtype, operands: dict, num_sms: int,
-    behind: bool = True,
+    grouping: Grouping = ALL_ROWS,
 ) -> tuple[sm90.Call, Config]:  # fmt: skip
     """What `run` launches for these tensors, which may be without memory, with no config but those shipped.
 
@@ -206,6 +205,6 @@ def planned(
     if work.rows_after:
         work, out_dtype = replace(work, ir=store.ir, operands={}), torch.float32
     tensors, pointers = portable.operand_tensors(work.ir, work.operands, work.num_groups)
-    written = portable.empty_slots(work.ir, slots(work.ir, out_dtype), M, N, work.a.device)
-    code = _code(work, out_dtype, tensors, pointers, written)
-    return _planned(work, code, tensors, written, behind, num_sms, shipped_only=True)
+    written = portable.empty_slots(work.ir, slots(work.ir, out_dtype), M, N, work.a.device, grouping.to)
+    code = _code(work, out_dtype, tensors, pointers, written, grouping)
+    return _planned(work, code, tensors, written, grouping, num_sms, shipped_only=True)

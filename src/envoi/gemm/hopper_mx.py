@@ -1,4 +1,4 @@
-"""GEMMs with MXFP4 weights on Hopper: what the kernel can take, its configs, its launch."""
+"""GEMMs with MXFP4 or MXFP8 weights on Hopper: what the kernel can take, its configs, its launch."""
 
 from dataclasses import dataclass, replace
 from typing import Any, cast
@@ -11,19 +11,23 @@ from envoi.epilogue.lower import Lowered, lower
 from envoi.epilogue.slots import piece_columns, rows_must_fit, slots
 from envoi.gemm import portable, sm90, workspace
 from envoi.gemm.config import RESERVED_BYTES, SHARED_BYTES
+from envoi.gemm.grouping import ALL_ROWS, Grouping
 from envoi.types import Matrix, QuantTensor
 
 NARROW, WIDE = 64, 128  # features of a consumer role, 16 for each of its warps
 SPAN = 512  # elements of K whose scale factors come at once
-BLOCK_K = 256  # elements of K a stage
+ROW_BYTES = 128  # of weights a stage, at most
 MAX_STAGES = 12
-TOKEN_TILES = (8, 16, 32, 64)
+TOKEN_TILES = (8, 16, 32, 64, 128)
+DEEP_TOKENS = 64  # tiles of more have stages of less of K
+MANY_TOKENS = {64: 1.0, 128: 1.64}  # how long a tile takes, measured
 
 
 @dataclass(frozen=True)
 class MxConfig:
     """How the kernel cuts its work: tiles of num_roles * role_m features (1 or 2 roles) and block_y tokens.
 
+    bits: of a weight. tame: as in QuantTensor.
     The rest is what it shares with the other Hopper kernel's: features are the instruction's M side, K isn't cut.
     """
 
@@ -31,6 +35,8 @@ class MxConfig:
     block_y: int
     num_stages: int
     role_m: int = NARROW
+    bits: int = 4
+    tame: bool = False
     group: int = 8
     swap_ab: bool = True
     split_k: int = 1
@@ -41,6 +47,16 @@ class MxConfig:
     def num_warps(self) -> int:
         """Of a role: each has 16 features."""
         return self.role_m // 16
+
+    @property
+    def block_k(self) -> int:
+        """Elements of K a stage."""
+        return ROW_BYTES * 8 // self.bits if self.block_y <= DEEP_TOKENS else 128
+
+    @property
+    def words(self) -> int:
+        """Words of 32 bits that a row's weights have in a stage."""
+        return self.block_k * self.bits // 32
 
     @property
     def registers(self) -> int:
@@ -75,15 +91,17 @@ class MxConfig:
     @property
     def num_sf(self) -> int:
         """Spans whose scale factors there is room for: as many as the stages can belong to."""
-        return -(-(self.num_stages - 1) // (SPAN // BLOCK_K)) + 1
+        return -(-(self.num_stages - 1) // (SPAN // self.block_k)) + 1
 
     def __str__(self) -> str:
-        return f"{self.num_roles}x{self.role_m}x{self.block_y} x{self.num_stages}"
+        """All that kernels differ by: the compiler's cache files them under it."""
+        kind = f"mx{self.bits}{' tame' * self.tame}"
+        return f"{kind} {self.num_roles}x{self.role_m}x{self.block_y} x{self.num_stages}"
 
 
 def shared_bytes(config: MxConfig) -> int:
     """Shared memory of a config: weights, tokens, scale factors, and what turns tiles upright."""
-    weights, tokens = config.block_x * BLOCK_K // 2, config.block_y * BLOCK_K * 2
+    weights, tokens = config.block_x * config.words * 4, config.block_y * config.block_k * 2
     upright = config.block_x * min(config.block_y, 32) * 4
     return config.num_stages * (weights + tokens) + config.num_sf * config.block_x * 16 + upright + RESERVED_BYTES
 
@@ -99,7 +117,7 @@ def supports_mx(a: Matrix, b: Matrix, ir: IR) -> str:
     """Why the kernel can't run this; "" if it can."""
     if 0 in (*a.shape, *b.shape):
         return "a matrix is empty"
-    if not (isinstance(b, QuantTensor) and b.packed and b.sf.dtype == torch.float8_e8m0fnu and b.group == (1, 32)):
+    if not (isinstance(b, QuantTensor) and b.sf.dtype == torch.float8_e8m0fnu and b.group == (1, 32)):
         return "the weights' format"
     if isinstance(a, QuantTensor):
         if a.packed or a.sf.dtype != torch.float8_e8m0fnu or a.group != (1, 32):
@@ -111,20 +129,31 @@ def supports_mx(a: Matrix, b: Matrix, ir: IR) -> str:
     return "" if piece_columns(ir) <= NARROW else f"a piece of {piece_columns(ir)} columns"
 
 
-def choose(M: int, N: int, num_groups: int, num_sms: int, code: Lowered | None = None) -> MxConfig:
+def choose(
+    M: int, N: int, num_groups: int, num_sms: int, code: Lowered | None = None, bits: int = 4, tame: bool = False
+) -> MxConfig:
     """The config for so many tokens, features and experts. code: the epilogue, if it is more than a store."""
     tokens = -(-M // max(1, num_groups))
-    block_y = next((size for size in TOKEN_TILES if size >= tokens), TOKEN_TILES[-1])
+    block_y = tokens_of_a_tile(tokens)
     tiles = max(1, num_groups) * -(-tokens // block_y) * -(-N // NARROW)
+    config = MxConfig(2, block_y, MAX_STAGES, bits=bits, tame=tame)
     if tiles <= num_sms:
-        return fitted(MxConfig(1, block_y, MAX_STAGES))
-    wide = tiles // 4 >= 2 * num_sms and short(code, block_y)
-    return fitted(MxConfig(2, block_y, MAX_STAGES, WIDE if wide else NARROW))
+        config = replace(config, num_roles=1)
+    elif tiles // 4 >= 2 * num_sms and block_y <= DEEP_TOKENS and short(code, block_y):
+        config = replace(config, role_m=WIDE)
+    return fitted(config)
+
+
+def tokens_of_a_tile(tokens: int) -> int:
+    """The tile for so many tokens an expert."""
+    if tokens <= DEEP_TOKENS:
+        return next(size for size in TOKEN_TILES if size >= tokens)
+    return min(MANY_TOKENS, key=lambda size: -(-tokens // size) * MANY_TOKENS[size])
 
 
 def short(code: Lowered | None, block_y: int) -> bool:
     """Whether an epilogue does with the 96 registers that a thread of a wide role has."""
-    return code is None or (not code.partials and (block_y < TOKEN_TILES[-1] or len(code.slots) == 1))
+    return code is None or (not code.partials and (block_y < DEEP_TOKENS or len(code.slots) == 1))
 
 
 def room_for_tokens(a: Matrix) -> torch.Tensor:
@@ -133,20 +162,28 @@ def room_for_tokens(a: Matrix) -> torch.Tensor:
     return torch.empty(M, -(-K // 128) * 128, dtype=torch.bfloat16, device=a.device)
 
 
-def widen_tokens(a: Matrix, out: torch.Tensor, offsets: torch.Tensor | None = None, rows: int = 8) -> None:
-    """Tokens as bf16 in the kernel's order of K, those of experts with offsets [E + 1].
+def widen_tokens(a: Matrix, bits: int, out: torch.Tensor, offsets: torch.Tensor | None = None, rows: int = 8) -> None:
+    """Tokens as bf16 in the kernel's order of K for weights of so many bits, those of experts with offsets [E + 1].
 
     What is launched next may start early: see `wait_for_grid`.
     """
     from envoi.gemm import mx_tokens
 
     kernels: Any = mx_tokens
+    grid, args = tokens_arguments(a, bits, out, offsets, rows)
+    kernels.widen_kernel[grid](*args)
+
+
+def tokens_arguments(
+    a: Matrix, bits: int, out: torch.Tensor, offsets: torch.Tensor | None = None, rows: int = 8
+) -> tuple[tuple[int, int], tuple]:
+    """The grid, and the arguments of the kernel that widens tokens."""
     M, K = a.shape
     values, sf = (a, a) if isinstance(a, torch.Tensor) else (a.values, a.sf.view(torch.uint8))
     values, sf = (x if x.stride(-1) == 1 else x.contiguous() for x in (values, sf))
-    kernels.widen_kernel[(-(-M // rows), -(-K // 512))](
+    return (-(-M // rows), -(-K // 512)), (
         values, sf, out, None if offsets is None else offsets[-1:], M, K, values.stride(0), sf.stride(0),
-        out.stride(0), isinstance(a, QuantTensor), rows, out.is_cuda,
+        out.stride(0), isinstance(a, QuantTensor), bits, rows, out.device.type != "cpu",
     )  # fmt: skip
 
 
@@ -163,40 +200,39 @@ def factor_words(sf: torch.Tensor) -> torch.Tensor:
 
 def run(
     a: Matrix, b: Matrix, offsets: torch.Tensor | None, ir: IR, out_dtype: torch.dtype, operands: dict,
-    config: MxConfig | None = None, behind: bool = True,
+    config: MxConfig | None = None, grouping: Grouping = ALL_ROWS,
 ) -> list[torch.Tensor]:  # fmt: skip
-    """The outputs of `envoi.gemm` or, with offsets, `envoi.grouped_gemm`, as a flat list.
-
-    behind: with offsets, whether rows behind offsets[E] are written too.
-    """
+    """The outputs of `envoi.gemm` or, with offsets, `envoi.grouped_gemm`, as a flat list."""
     b = cast(QuantTensor, b)
     M, N = a.shape[0], b.shape[-2]
     num_groups = 0 if offsets is None else b.shape[0]
     tensors, pointers = portable.operand_tensors(ir, operands, num_groups)
-    written = portable.empty_slots(ir, slots(ir, out_dtype), M, N, a.device)
+    written = portable.empty_slots(ir, slots(ir, out_dtype), M, N, a.device, grouping.to)
     if rows_must_fit(ir):
         acc = torch.empty(M, N, dtype=torch.float32, device=a.device)
         plain = lower(store.ir, torch.float32, "gluon", False, False, frozenset())
-        _launch(a, b, offsets, plain, (), [acc], config, behind)
-        portable.finish_rows(acc, ir, out_dtype, tensors, pointers, written, offsets, behind)
+        _launch(a, b, offsets, plain, (), [acc], config, grouping)
+        portable.finish_rows(acc, ir, out_dtype, tensors, pointers, written, offsets, grouping.behind)
     else:
-        code = lower(ir, out_dtype, "gluon", False, False, pointers)
-        _launch(a, b, offsets, code, tensors, written, config, behind)
+        code = lower(ir, out_dtype, "gluon", False, False, pointers, sent=grouping.to is not None)
+        _launch(a, b, offsets, code, tensors, written, config, grouping)
     return portable.finish_outputs(ir, written, offsets)
 
 
 def _launch(
     a: Matrix, b: QuantTensor, offsets: torch.Tensor | None, code: Lowered, operands: tuple,
-    outputs: list[torch.Tensor], config: MxConfig | None, behind: bool,
+    outputs: list[torch.Tensor], config: MxConfig | None, grouping: Grouping,
 ) -> None:  # fmt: skip
     from envoi.gemm.kernel_sm90_mx import mx_kernel
 
     num_sms = torch.cuda.get_device_properties(a.device).multi_processor_count
-    config = config or choose(a.shape[0], b.shape[-2], 0 if offsets is None else b.shape[0], num_sms, code)
+    num_groups, bits = 0 if offsets is None else b.shape[0], 4 if b.packed else 8
+    num_tokens = grouping.likely_rows(a.shape[0])
+    config = config or choose(num_tokens, b.shape[-2], num_groups, num_sms, code, bits, b.tame)
     tokens = room_for_tokens(a)
-    grid, args = arguments(tokens, b, offsets, code, operands, outputs, config, num_sms, behind)
+    grid, args = arguments(tokens, b, offsets, code, operands, outputs, config, num_sms, grouping.behind)
     # Nothing may be launched between the two: the GEMM waits for the one in front of it, and only with its tokens.
-    widen_tokens(a, tokens, offsets)
+    widen_tokens(a, config.bits, tokens, offsets)
     mx_kernel[grid](*args, num_warps=config.num_warps, launch_pdl=True)  # pyright: ignore[reportIndexIssue, reportCallIssue]
 
 
@@ -213,8 +249,8 @@ def arguments(
     parts = torch.empty(code.partials * slots_of_rows * M, dtype=torch.float32, device=device)
     count = workspace.counters(M + config.block_y, device) if parts.numel() else parts.view(torch.int32)
     return (num_sms if groups else min(tiles, num_sms),), (
-        sm90.descriptor(words, config.block_x, 32), sm90.descriptor(factor_words(b.sf), config.block_x, 4),
-        sm90.descriptor(tokens, config.block_y, BLOCK_K), operands or (0,), sm90.as_stored(outputs),
+        sm90.descriptor(words, config.block_x, config.words), sm90.descriptor(factor_words(b.sf), config.block_x, 4),
+        sm90.descriptor(tokens, config.block_y, config.block_k), operands or (0,), sm90.as_stored(outputs),
         offsets,
         parts, count, M, N, K, groups, tiles, config, code,
         (2 if behind else 1) if groups else 0,

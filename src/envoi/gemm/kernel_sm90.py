@@ -226,6 +226,18 @@ def multiply_scaled(stages, step, first, last, place, scales, R: gl.constexpr, P
 
 
 @gluon.jit
+def pass_by(stages, step, num_steps, cfg: gl.constexpr):
+    """Free stages that this role has no part in, each once it is filled: sooner would count for the one before."""
+    _x_bufs, _y_bufs, empty, ready, _turn = stages
+    for _ in range(num_steps):
+        stage = step % cfg.num_stages
+        mbarrier.wait(ready.index(stage), (step // cfg.num_stages) & 1)
+        mbarrier.arrive(empty.index(stage), count=1)
+        step += 1
+    return step
+
+
+@gluon.jit
 def flat(x):
     """A piece of the accumulator as a vector in the order of its registers: a thread's next four are neighbours."""
     rows: gl.constexpr = x.shape[0]
@@ -369,10 +381,15 @@ def consumer(
             # A stage's barrier can only tell one round from the next, so a role must not wait for stages far ahead.
             mbarrier.wait(stages[4].index(R), (count & 1) ^ (1 - R))
             count += 1
+        busy = last
+        if GROUPED and cfg.num_parts == 2:
+            busy = gl.where(live, last, first)  # an expert's last tile is often half empty
         if SCALED:
-            acc, step = multiply_scaled(stages, step, first, last, (x, y, row_end, e), scales, R, P, cfg)
+            acc, step = multiply_scaled(stages, step, first, busy, (x, y, row_end, e), scales, R, P, cfg)
         else:
-            acc, step = multiply(stages, step, last - first, R, P, cfg)
+            acc, step = multiply(stages, step, busy - first, R, P, cfg)
+        if GROUPED and cfg.num_parts == 2:
+            step = pass_by(stages, step, last - busy, cfg)
         complete = num_steps >= 0
         ordinal = (tile - num_whole) * cfg.num_parts + P
         slot = ordinal * cfg.split_k

@@ -1,16 +1,16 @@
-"""The GEMM of Hopper for MXFP4 weights: widened on their way from shared memory to the tensor cores, in registers.
+"""The GEMM of Hopper for MXFP4 and MXFP8 weights: widened between shared memory and the tensor cores, in registers.
 
     for each tile of this CTA:                  producers                      consumers, one for each role_m features
         for 512 of K:                           TMA scale factors
-            for 256 of K:                       TMA weights; TMA tokens        for 64 of K:
-                                                                                   nibbles -> bf16 registers, scaled
+            for block_k of K:                   TMA weights; TMA tokens        for 64 of K:
+                                                                                   weights -> bf16 registers, scaled
                                                                                    acc += registers @ tokens.T
         acc -> visit(acc) -> outputs
 
-E2M1 times a power of two is exact in bf16, so the factors cost nothing after the product and K is summed as in bf16.
-Weights are the instruction's M side, as they lie in memory: of 128 elements of a row a thread takes 32 neighbours, 16
-bytes, under one factor. That gives K an order of its own, in which the tokens have to be (`mx_tokens`); the weights
-needn't wait for them, so each has a producer.
+E2M1 and E4M3 times a power of two are exact in bf16, so the factors cost nothing after the product and K is summed as
+in bf16. Weights are the instruction's M side, as they lie in memory: of 64 bytes of a row a thread takes 16 neighbours,
+under one factor. That gives K an order of its own, in which the tokens have to be (`mx_tokens`); the weights needn't
+wait for them, so each has a producer.
 Widening is arithmetic that many warps have to hide, but every role has a copy of the loop, and all of them share the
 caches of instructions: hence two roles of 8 warps, and a short loop.
 """
@@ -26,13 +26,13 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 
 from envoi.gemm.kernel_sm90 import end_tile
+from envoi.gemm.mx_widening import operands, widening
 from envoi.gemm.overlap import wait_for_grid
 from envoi.gemm.schedule import corner, steps_at, work
 from envoi.triton_compat import role_barrier
 
 SPAN = gl.constexpr(512)  # elements of K whose scale factors come at once: 16 bytes a row
-STEP = gl.constexpr(256)  # elements of K in a box of weights, 128 bytes a row
-QUARTER = gl.constexpr(64)  # elements of K that are widened at once
+AT_ONCE = gl.constexpr(64)  # elements of K that are widened at once
 
 # Which of 8 neighbouring rows the instruction's row 4 a + 2 b + c is: 4 c + 2 a + b. So the 8 lanes that read 16 bytes
 # each at a time read from two rows that lie in different halves of the swizzled banks.
@@ -46,15 +46,16 @@ def warps_over(rows):
 
 
 @gluon.constexpr_function
-def words_layout(rows):
-    """Of [rows, 32] words, a thread's: four neighbours in each half of two rows."""
-    registers, lanes = [[0, 1], [0, 2], [0, 16], [8, 0]], [[0, 4], [0, 8], *ROW_LANES.value]
-    return gl.DistributedLinearLayout(registers, lanes, warps_over(rows), [], [rows, 32])
+def words_layout(rows, words):
+    """Of [rows, words], a thread's: four neighbours in each 16 of two rows."""
+    halves = [[0, 16]] if words == 32 else []
+    lanes = [[0, 4], [0, 8], *ROW_LANES.value]
+    return gl.DistributedLinearLayout([[0, 1], [0, 2], *halves, [8, 0]], lanes, warps_over(rows), [], [rows, words])
 
 
 @gluon.constexpr_function
 def factors_layout(rows):
-    """Of [rows, 4] factors: the one of four of those words."""
+    """Of [rows, 4] factors: the one of four neighbours among them."""
     return gl.DistributedLinearLayout([[8, 0]], [[0, 1], [0, 2], *ROW_LANES.value], warps_over(rows), [], [rows, 4])
 
 
@@ -67,79 +68,59 @@ def factor_words_layout(rows):
 
 @gluon.constexpr_function
 def elements_layout(rows):
-    """Of [rows, 64] elements in the tensor cores' order: the eight of a word next to each other."""
+    """Of [rows, 64] elements in the tensor cores' order."""
     registers, lanes = [[0, 1], [0, 8], [0, 16], [0, 32], [8, 0]], [[0, 2], [0, 4], *ROW_LANES.value]
     return gl.DistributedLinearLayout(registers, lanes, warps_over(rows), [], [rows, 64])
 
 
-# Register j of a word gets nibbles j and j + 4: sign to bit 15, the rest to bits 8 .. 6, which is the number times
-# 2^-126. Then it is multiplied by 2^(factor's byte - 1), in two steps if that may be more than bf16 holds.
-NIBBLES = """
-    and.b32 {0}, {4}, 0x000F000F; mul.lo.u32 {0}, {0}, 0x1040; and.b32 {0}, {0}, 0x81C081C0;
-    and.b32 {1}, {4}, 0x00F000F0; mul.lo.u32 {1}, {1}, 0x0104; and.b32 {1}, {1}, 0x81C081C0;
-    shr.u32 x, {4}, 8;
-    and.b32 {2}, x, 0x000F000F; mul.lo.u32 {2}, {2}, 0x1040; and.b32 {2}, {2}, 0x81C081C0;
-    and.b32 {3}, x, 0x00F000F0; mul.lo.u32 {3}, {3}, 0x0104; and.b32 {3}, {3}, 0x81C081C0;"""
-FIRST_STEP = """
-    min.u32 {0}, {0}, 0x7F007F00; setp.eq.u32 p, {1}, 255; selp.b32 {0}, 0x7FC07FC0, {0}, p;"""
-SECOND_FACTOR = """
-    max.u32 x, {1}, 128; mad.lo.u32 {0}, x, 0x00800080, 0xFF7FFF80;"""
+# By bits of a weight; the first if it is tame.
+WIDEN_4 = gl.constexpr((widening(4, True), widening(4, False)))
+WIDEN_8 = gl.constexpr((widening(8, True), widening(8, False)))
+WIDEN_OPERANDS = gl.constexpr((operands(True), operands(False)))
 
 
-def widening() -> str:
-    """What a thread widens at once: $0 .. $15 from four words, two of a row and two of the row 8 below it.
+@gluon.jit
+def repeated(x):
+    """[rows, 4, ..] -> [rows, 4, 2, 2, 2, 2]: each as often as it takes, in the register that it is in."""
+    if len(x.shape) == 6:
+        return x
+    else:
+        return repeated(gl.join(x, x))
 
-    Every operand stands for 32 elements: words from $16, factors from $48, whether to take two steps from $80.
+
+@gluon.jit
+def elementwise(x, bits: gl.constexpr):
+    """Of 64 elements of K each: [rows, thread, ..] -> [rows, 64] in K's own order.
+
+    Behind the thread are the word, and the bits of a place in it: its register and which half of that, as
+    `mx_widening` has them.
     """
-    rows = (("f", "$48", range(8)), ("g", "$64", range(8, 16)))
-    nibbles = "".join(NIBBLES.format(*(f"${4 * w + j}" for j in range(4)), f"${16 + 8 * w}") for w in range(4))
-    factors = "".join(f"mad.lo.u32 {f}, {byte}, 0x00800080, 0x3F003F00; " for f, byte, _ in rows)
-    scaled = "".join(f"mul.rn.bf16x2 ${i}, ${i}, {f}; " for f, _, registers in rows for i in registers)
-    first = "".join(FIRST_STEP.format(f, byte) for f, byte, _ in rows)
-    second = "".join(SECOND_FACTOR.format(f, byte) for f, byte, _ in rows)
-    return f"""{{
-    .reg .b32 x, f, g; .reg .pred p, q;
-    {factors}{nibbles}
-    setp.ne.u32 q, $80, 0;
-    @!q bra.uni SCALE;{first}
-    {scaled}{second}
-    SCALE:
-    {scaled}
-    }}"""
-
-
-WIDEN = gl.constexpr(widening())
-WIDEN_OPERANDS = gl.constexpr(",".join(["=&r"] * 16 + ["r"] * 96))
-
-
-@gluon.jit
-def eightfold(x):
-    """Each element eight times along new last sides of 2, in the register that it is in."""
-    x = gl.join(x, x)
-    x = gl.join(x, x)
-    return gl.join(x, x)
-
-
-@gluon.jit
-def elementwise(x):
-    """[rows, 4, 2, 2, 2, 2], thread, word, the bits of a place in the word -> [rows, 64] in K's own order."""
     rows: gl.constexpr = x.shape[0]
-    x = gl.reshape(gl.permute(x, (0, 2, 4, 5, 1, 3)), (rows, 64))
-    return gl.convert_layout(x, elements_layout(rows), assert_trivial=True)
+    x = repeated(x)
+    if bits == 4:
+        x = gl.permute(x, (0, 2, 4, 5, 1, 3))
+    else:
+        x = gl.permute(x, (0, 2, 3, 5, 1, 4))
+    return gl.convert_layout(gl.reshape(x, (rows, 64)), elements_layout(rows), assert_trivial=True)
 
 
 @gluon.jit
-def for_each_word(x):
-    """A number for each byte of some words [rows] -> [rows, 4]."""
+def for_each_thread(x):
+    """A number [rows] for each of four threads -> [rows, 4]."""
     layout: gl.constexpr = factors_layout(x.shape[0])
-    return gl.convert_layout(x, gl.SliceLayout(1, layout), assert_trivial=True)[:, None]
+    none = gl.arange(0, 4, gl.SliceLayout(0, layout)) * 0
+    return gl.convert_layout(x, gl.SliceLayout(1, layout), assert_trivial=True)[:, None] + none[None, :]
 
 
 @gluon.jit
-def factors_of(words):
-    """The bytes of a word each [rows] -> [rows, 4]."""
-    shifts = gl.arange(0, 4, gl.SliceLayout(0, factors_layout(words.shape[0]))) * 8
-    return (for_each_word(words) >> shifts[None, :]) & 255
+def factors_of(words, PRODUCT: gl.constexpr, bits: gl.constexpr):
+    """The bytes [rows, 4] of some words [rows], each for 128 of K, that a product of 64 of K needs."""
+    threads = gl.arange(0, 4, gl.SliceLayout(0, factors_layout(words.shape[0])))
+    if bits == 4:
+        shifts = threads * 8
+    else:
+        shifts = threads // 2 * 8 + PRODUCT % 2 * 16
+    return (for_each_thread(words) >> shifts[None, :]) & 255
 
 
 @gluon.jit
@@ -150,16 +131,24 @@ def large(words):
         vote.sync.any.pred p, p, 0xFFFFFFFF; selp.b32 $0, 1, 0, p; mov.b32 $1, $0; }""", "=&r,=&r,r,r",
         [words], gl.int32, is_pure=True, pack=2,
     )  # fmt: skip
-    return for_each_word(found) + gl.arange(0, 4, gl.SliceLayout(0, factors_layout(words.shape[0])))[None, :] * 0
+    return for_each_thread(found)
 
 
 @gluon.jit
-def widen(words, factors, steps, dot: gl.constexpr):
-    """Words [rows, 4, 2] of nibbles, factors [rows, 4] -> bf16 [rows, 64] as an operand of the product."""
-    factors = elementwise(eightfold(gl.join(factors, factors)))
-    steps = elementwise(eightfold(gl.join(steps, steps)))
-    words = elementwise(eightfold(words))
-    wide = gl.inline_asm_elementwise(WIDEN, WIDEN_OPERANDS, [words, factors, steps], gl.bfloat16, is_pure=True, pack=32)
+def widen(words, factors, steps, dot: gl.constexpr, cfg: gl.constexpr):
+    """A product's words [rows, 4, ..], factors [rows, 4] -> bf16 [rows, 64] as its operand. steps: see `large`."""
+    code: gl.constexpr = WIDEN_4 if cfg.bits == 4 else WIDEN_8
+    words = elementwise(words, cfg.bits)
+    factors = elementwise(factors, cfg.bits)
+    if cfg.tame:
+        wide = gl.inline_asm_elementwise(
+            code[0], WIDEN_OPERANDS[0], [words, factors], gl.bfloat16, is_pure=True, pack=32
+        )
+    else:
+        steps = elementwise(steps, cfg.bits)
+        wide = gl.inline_asm_elementwise(
+            code[1], WIDEN_OPERANDS[1], [words, factors, steps], gl.bfloat16, is_pure=True, pack=32
+        )
     return as_operand(wide, dot)
 
 
@@ -180,13 +169,18 @@ def in_order(acc):
 
 
 @gluon.jit
-def quarters_of(words):
-    """[rows, 32] -> a thread's words of a row, four in each half, in twos: [rows, 4, 2] each."""
+def by_product(words, bits: gl.constexpr):
+    """[rows, words] of a stage -> each product's: [rows, thread, 2] of weights of 4 bits, else [rows, thread, 2, 2]."""
     rows: gl.constexpr = words.shape[0]
-    first, second = gl.split(gl.permute(gl.reshape(words, (rows, 2, 4, 2, 2)), (0, 2, 3, 4, 1)))
-    q0, q1 = gl.split(gl.permute(first, (0, 1, 3, 2)))
-    q2, q3 = gl.split(gl.permute(second, (0, 1, 3, 2)))
-    return q0, q1, q2, q3
+    if words.shape[1] == 32:
+        first, second = gl.split(gl.permute(gl.reshape(words, (rows, 2, 16)), (0, 2, 1)))
+        return by_product(first, bits) + by_product(second, bits)
+    else:
+        words = gl.reshape(words, (rows, 4, 2, 2))
+        if bits == 8:
+            return (words,)
+        else:
+            return gl.split(gl.permute(words, (0, 1, 3, 2)))
 
 
 @gluon.jit
@@ -199,29 +193,42 @@ def columns_of(x):
 
 
 @gluon.jit
+def factor_words(sf_buf, step, cfg: gl.constexpr):
+    """A stage's words of factors out of a span's: one [rows] for each 128 of K."""
+    c0, c1, c2, c3 = columns_of(sf_buf.load(factor_words_layout(sf_buf.shape[0])))
+    if cfg.block_k == 256:
+        first = step % 2 == 0
+        return gl.where(first, c0, c2), gl.where(first, c1, c3)
+    else:
+        even = step % 2 == 0
+        return (gl.where(step % 4 < 2, gl.where(even, c0, c1), gl.where(even, c2, c3)),)
+
+
+@gluon.jit
 def multiply(stages, step, num_spans, R: gl.constexpr, cfg: gl.constexpr):
-    """acc = weights @ tokens.T over the next spans of K; a quarter of a stage is multiplied while the next widens."""
+    """acc = weights @ tokens.T over the next spans of K; a part of a stage is multiplied while the next widens."""
     w_bufs, sf_bufs, x_bufs, empty, ready = stages
     rows: gl.constexpr = cfg.role_m
+    steps_per_span: gl.constexpr = SPAN // cfg.block_k
+    num_products: gl.constexpr = cfg.block_k // AT_ONCE
     layout: gl.constexpr = gl.NVMMADistributedLayout(
         version=[3, 0], warps_per_cta=[gl.num_warps(), 1], instr_shape=[16, cfg.block_y, 16]
     )
     dot: gl.constexpr = gl.DotOperandLayout(operand_index=0, parent=layout, k_width=2)
     acc = gl.full((rows, cfg.block_y), 0.0, gl.float32, layout)
-    for _q in range(2 * num_spans):
+    for _s in range(steps_per_span * num_spans):
         stage = step % cfg.num_stages
         mbarrier.wait(ready.index(stage), (step // cfg.num_stages) & 1)
-        sf_buf = sf_bufs.index(step // 2 % cfg.num_sf).slice(R * rows, rows, 0)
-        f0, f1, f2, f3 = columns_of(sf_buf.load(factor_words_layout(rows)))
-        f0 = gl.where(step % 2 == 0, f0, f2)
-        f1 = gl.where(step % 2 == 0, f1, f3)
-        steps = large(f0 | f1)
+        sf_buf = sf_bufs.index(step // steps_per_span % cfg.num_sf).slice(R * rows, rows, 0)
+        factors = factor_words(sf_buf, step, cfg)
+        steps = large(factors[0] | factors[-1])
         x = x_bufs.index(stage)
-        words = quarters_of(w_bufs.index(stage).slice(R * rows, rows, 0).load(words_layout(rows)))
-        for h in gl.static_range(4):
-            w = widen(words[h], factors_of(f0 if h < 2 else f1), steps, dot)
-            acc = warpgroup_mma(w, x.slice(h * QUARTER, QUARTER, 1).permute((1, 0)), acc, is_async=True)
-            acc = warpgroup_mma_wait(num_outstanding=1 if h < 3 else 0, deps=(acc,))
+        w_buf = w_bufs.index(stage).slice(R * rows, rows, 0)
+        words = by_product(w_buf.load(words_layout(rows, w_buf.shape[1])), cfg.bits)
+        for h in gl.static_range(num_products):
+            w = widen(words[h], factors_of(factors[h // 2], h, cfg.bits), steps, dot, cfg)
+            acc = warpgroup_mma(w, x.slice(h * AT_ONCE, AT_ONCE, 1).permute((1, 0)), acc, is_async=True)
+            acc = warpgroup_mma_wait(num_outstanding=1 if h + 1 < num_products else 0, deps=(acc,))
         mbarrier.arrive(empty.index(stage), count=1)
         step += 1
     return acc, step
@@ -238,24 +245,27 @@ def weights_producer(descs, stages, sizes, offsets, cfg: gl.constexpr, GROUPED: 
     w_bufs, sf_bufs, _x_bufs, empty, ready = stages
     N = sizes[1]
     num_bytes: gl.constexpr = w_desc.block_type.nbytes
+    words: gl.constexpr = w_desc.block_type.shape[1]
+    steps_per_span: gl.constexpr = SPAN // cfg.block_k
     plan = work(sizes, offsets, cfg, GROUPED, MAX_GROUPS)
     step = 0
     for u in range(gl.program_id(0), plan[2], gl.num_programs(0)):
         tile, first, last, part, cut = steps_at(u, plan, sizes[4], gl.cdiv(sizes[2], SPAN), cfg, GROUPED)
         row, _token, _row_end, e = corner(tile, plan, sizes, cfg, GROUPED)
         row += e * N
-        for k in range(2 * first, 2 * last, 2):
-            for p in gl.static_range(2):
+        for span in range(first, last):
+            for p in gl.static_range(steps_per_span):
                 stage = step % cfg.num_stages
                 bar = ready.index(stage)
                 mbarrier.wait(empty.index(stage), ((step // cfg.num_stages) & 1) ^ 1)
                 if p == 0:
                     mbarrier.expect(bar, num_bytes + sf_desc.block_type.nbytes)
-                    sf_buf = sf_bufs.index(step // 2 % cfg.num_sf)
-                    tma.async_copy_global_to_shared(sf_desc, [row, k * (STEP // 128)], bar, sf_buf)
+                    sf_buf = sf_bufs.index(step // steps_per_span % cfg.num_sf)
+                    tma.async_copy_global_to_shared(sf_desc, [row, span * (SPAN // 128)], bar, sf_buf)
                 else:
                     mbarrier.expect(bar, num_bytes)
-                tma.async_copy_global_to_shared(w_desc, [row, (k + p) * (STEP // 8)], bar, w_bufs.index(stage))
+                k = span * steps_per_span + p
+                tma.async_copy_global_to_shared(w_desc, [row, k * words], bar, w_bufs.index(stage))
                 step += 1
 
 
@@ -263,6 +273,7 @@ def weights_producer(descs, stages, sizes, offsets, cfg: gl.constexpr, GROUPED: 
 def tokens_producer(descs, stages, sizes, offsets, cfg: gl.constexpr, GROUPED: gl.constexpr, MAX_GROUPS: gl.constexpr):
     """One warp: fills the stages' tokens, once the kernel before this one has widened them."""
     x_desc = descs[2]
+    steps_per_span: gl.constexpr = SPAN // cfg.block_k
     _w_bufs, _sf_bufs, x_bufs, empty, ready = stages
     plan = work(sizes, offsets, cfg, GROUPED, MAX_GROUPS)
     step = 0
@@ -270,12 +281,12 @@ def tokens_producer(descs, stages, sizes, offsets, cfg: gl.constexpr, GROUPED: g
     for u in range(gl.program_id(0), plan[2], gl.num_programs(0)):
         tile, first, last, part, cut = steps_at(u, plan, sizes[4], gl.cdiv(sizes[2], SPAN), cfg, GROUPED)
         _row, token, _row_end, _e = corner(tile, plan, sizes, cfg, GROUPED)
-        for k in range(2 * first, 2 * last):
+        for k in range(steps_per_span * first, steps_per_span * last):
             stage = step % cfg.num_stages
             bar = ready.index(stage)
             mbarrier.wait(empty.index(stage), ((step // cfg.num_stages) & 1) ^ 1)
             mbarrier.expect(bar, x_desc.block_type.nbytes)
-            tma.async_copy_global_to_shared(x_desc, [token, k * STEP], bar, x_bufs.index(stage))
+            tma.async_copy_global_to_shared(x_desc, [token, k * cfg.block_k], bar, x_bufs.index(stage))
             step += 1
 
 

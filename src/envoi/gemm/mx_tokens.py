@@ -1,4 +1,4 @@
-"""Tokens as the kernel for MXFP4 weights multiplies them: widened to bf16, K in the order that suits the weights."""
+"""Tokens as the kernel for MX weights multiplies them: widened to bf16, K in the order that suits the weights."""
 
 import triton
 import triton.language as tl
@@ -7,13 +7,14 @@ from triton.language.extra.cuda import gdc_launch_dependents
 
 @triton.jit
 def widen_kernel(
-    values, sf, out, num_used, M, K, values_stride, sf_stride, out_stride, SCALED: tl.constexpr, ROWS: tl.constexpr,
-    OVERLAP: tl.constexpr,
+    values, sf, out, num_used, M, K, values_stride, sf_stride, out_stride, SCALED: tl.constexpr, BITS: tl.constexpr,
+    ROWS: tl.constexpr, OVERLAP: tl.constexpr,
 ):  # fmt: skip
     """values [M, K] times 2^(sf - 127) -> bf16 out [M, K rounded up to 128], 0 behind K.
 
-    Of 128 elements, with the bits of k called (t1 t0 w1 w0 b i h), the one at place (w1 w0 i h t1 t0 b): place 2 t is
-    that of thread t's first register in the first instruction, 2 t + 1 its upper half, and so on.
+    Place 2 t is that of thread t's first register in the first instruction, 2 t + 1 its upper half, and so on. BITS: of
+    a weight. With 4, of 128 elements with the bits of k called (t1 t0 w1 w0 b i h), the one at place
+    (w1 w0 i h t1 t0 b); with 8, of 64 called (t1 t0 w1 w0 b i), the one at (w1 w0 i t1 t0 b).
 
     num_used: where the number of rows that an expert has stands, or None: all.
     OVERLAP: what is launched next may start at once, and waits itself for what it reads of `out`.
@@ -34,7 +35,12 @@ def widen_kernel(
         bits = tl.where(byte == 0, 0x00400000, byte << 23)
         factor = tl.where(byte == 255, 0x7FC00000, bits).to(tl.float32, bitcast=True)
         x = tl.reshape(tl.reshape(x, (ROWS, 16, 32)) * factor[:, :, None], (ROWS, 512))
-    x = tl.reshape(x.to(tl.bfloat16), (ROWS * 4, 4, 4, 2, 2, 2))
-    x = tl.reshape(tl.permute(x, (0, 2, 4, 5, 1, 3)), (ROWS, 512))
+    if BITS == 4:
+        x = tl.reshape(x.to(tl.bfloat16), (ROWS * 4, 4, 4, 2, 2, 2))
+        x = tl.permute(x, (0, 2, 4, 5, 1, 3))
+    else:
+        x = tl.reshape(x.to(tl.bfloat16), (ROWS * 8, 4, 4, 2, 2))
+        x = tl.permute(x, (0, 2, 4, 1, 3))
+    x = tl.reshape(x, (ROWS, 512))
     at = out + rows[:, None].to(tl.int64) * out_stride + k[None, :]
     tl.store(at, x, mask=(rows < M)[:, None] & (k < out_stride)[None, :])

@@ -16,13 +16,13 @@ from envoi.types import Matrix, QuantTensor
 
 
 def split(x: Matrix) -> tuple[torch.Tensor, torch.Tensor | None, list[int]]:
-    """A matrix as the operators take it: values, scale factors, group."""
-    return (x, None, []) if isinstance(x, torch.Tensor) else (x.values, x.sf, list(x.group))
+    """A matrix as the operators take it: values, scale factors, group and whether it is tame."""
+    return (x, None, []) if isinstance(x, torch.Tensor) else (x.values, x.sf, [*x.group, int(x.tame)])
 
 
 def join(values: torch.Tensor, sf: torch.Tensor | None, group: list[int]) -> Matrix:
     """The inverse of `split`."""
-    return values if sf is None else QuantTensor(values, sf, (group[0], group[1]))
+    return values if sf is None else QuantTensor(values, sf, (group[0], group[1]), tame=bool(group[2]))
 
 
 def name_operands(tensors: list[torch.Tensor], scalars: list[float], names: str) -> dict[str, torch.Tensor | float]:

@@ -11,6 +11,7 @@ from envoi.epilogue.lower import Lowered, lower
 from envoi.epilogue.slots import Slot, late, piece_columns, rows_must_fit, slots
 from envoi.gemm import kernel_triton
 from envoi.gemm.config import power_of_two
+from envoi.gemm.grouping import ALL_ROWS, Grouping
 from envoi.types import Matrix
 
 kernels: Any = kernel_triton  # constants arrive in its parameters as plain values
@@ -66,34 +67,31 @@ def gemm(a: Matrix, b: Matrix, ir: IR, out_dtype: torch.dtype, operands: dict) -
 
 def grouped_gemm(
     rows: Matrix, weights: Matrix, offsets: torch.Tensor, ir: IR, out_dtype: torch.dtype, operands: dict,
-    behind: bool = True,
+    grouping: Grouping = ALL_ROWS,
 ) -> list[torch.Tensor]:  # fmt: skip
-    """The outputs of `envoi.grouped_gemm`, flat. offsets [E + 1] int32 stay on the device.
-
-    behind: whether rows behind offsets[E] are written too.
-    """
-    return _run(rows, weights, offsets.contiguous(), ir, out_dtype, operands, behind)
+    """The outputs of `envoi.grouped_gemm`, flat. offsets [E + 1] int32 stay on the device."""
+    return _run(rows, weights, offsets.contiguous(), ir, out_dtype, operands, grouping)
 
 
 def _run(
     a: Matrix, b: Matrix, offsets: torch.Tensor | None, ir: IR, out_dtype: torch.dtype, operands: dict,
-    behind: bool = True,
+    grouping: Grouping = ALL_ROWS,
 ) -> list[torch.Tensor]:  # fmt: skip
     M, N = a.shape[0], b.shape[-2]
     refusal = supports_triton(ir, N)
     if refusal:
         raise ValueError(f"N: {refusal}")
     tensors, pointers = operand_tensors(ir, operands, 0 if offsets is None else b.shape[0])
-    written = empty_slots(ir, slots(ir, out_dtype), M, N, a.device)
+    written = empty_slots(ir, slots(ir, out_dtype), M, N, a.device, grouping.to)
     if _in_tiles(ir, N):
         block_n = tile_columns(ir, N)
-        code = lower(ir, out_dtype, "triton", block_n >= N, False, pointers)
-        _launch(a, b, offsets, code, tensors, written, block_n, behind)
+        code = lower(ir, out_dtype, "triton", block_n >= N, False, pointers, sent=grouping.to is not None)
+        _launch(a, b, offsets, code, tensors, written, block_n, grouping.behind)
     else:
         acc = torch.empty(M, N, dtype=torch.float32, device=a.device)
         plain = lower(store.ir, torch.float32, "triton", False, False, frozenset())
-        _launch(a, b, offsets, plain, (), [acc], 128, behind)
-        finish_rows(acc, ir, out_dtype, tensors, pointers, written, offsets, behind)
+        _launch(a, b, offsets, plain, (), [acc], 128, grouping.behind)
+        finish_rows(acc, ir, out_dtype, tensors, pointers, written, offsets, grouping.behind)
     return finish_outputs(ir, written, offsets)
 
 
@@ -147,8 +145,12 @@ def operand_tensors(ir: IR, operands: dict, num_experts: int) -> tuple[tuple, fr
     return tuple(values), frozenset(names)
 
 
-def empty_slots(ir: IR, found: tuple[Slot, ...], M: int, N: int, device: torch.device) -> list[torch.Tensor]:
-    """An empty tensor for each slot."""
+def empty_slots(
+    ir: IR, found: tuple[Slot, ...], M: int, N: int, device: torch.device, to: torch.Tensor | None = None
+) -> list[torch.Tensor]:
+    """An empty tensor for each slot. to: the addresses that rows go to instead."""
+    if to is not None:
+        return [to]
     written: list[torch.Tensor] = []
     for slot in found:
         divisor = ir.nodes[slot.position].shape.divisor

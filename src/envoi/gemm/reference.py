@@ -62,7 +62,9 @@ def cut_rows(x: Matrix, first: int, last: int) -> Matrix:
 
 def pick_expert(x: Matrix, expert: int) -> Matrix:
     """One expert's matrix of [E, N, K]."""
-    return x[expert] if isinstance(x, torch.Tensor) else QuantTensor(x.values[expert], x.sf[expert], x.group, x.scale)
+    if isinstance(x, torch.Tensor):
+        return x[expert]
+    return QuantTensor(x.values[expert], x.sf[expert], x.group, x.scale, x.tame)
 
 
 def _product(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:

@@ -6,6 +6,7 @@ import torch
 
 from envoi import env
 from envoi.epilogue.ir import IR
+from envoi.gemm.grouping import ALL_ROWS, Grouping
 from envoi.types import Matrix
 
 
@@ -25,21 +26,18 @@ def implementation(device: torch.device) -> str:
 
 def run_kernels(
     a: Matrix, b: Matrix, offsets: torch.Tensor | None, ir: IR, out_dtype: torch.dtype, operands: dict,
-    behind: bool = True,
+    grouping: Grouping = ALL_ROWS,
 ) -> list[torch.Tensor] | None:  # fmt: skip
-    """The flat outputs of `envoi.gemm` or, with offsets, of `envoi.grouped_gemm`; None where torch has to compute.
-
-    behind: with offsets, whether rows behind offsets[E] are written too.
-    """
+    """The flat outputs of `envoi.gemm` or, with offsets, of `envoi.grouped_gemm`; None where torch has to compute."""
     kind = implementation(a.device)
     if kind == "torch" or (a.device.type == "cuda" and isinstance(a, torch.Tensor) and a.dtype == torch.float32):
         return None
     from envoi.gemm import hopper, hopper_mx, portable
 
     if kind == "hopper" and not hopper.supports_hopper(a, b, ir):
-        return hopper.run(a, b, offsets, ir, out_dtype, operands, behind)
+        return hopper.run(a, b, offsets, ir, out_dtype, operands, grouping)
     if kind == "hopper" and not hopper_mx.supports_mx(a, b, ir):
-        return hopper_mx.run(a, b, offsets, ir, out_dtype, operands, behind=behind)
+        return hopper_mx.run(a, b, offsets, ir, out_dtype, operands, grouping=grouping)
     if offsets is None:
         return portable.gemm(a, b, ir, out_dtype, operands)
-    return portable.grouped_gemm(a, b, offsets, ir, out_dtype, operands, behind)
+    return portable.grouped_gemm(a, b, offsets, ir, out_dtype, operands, grouping)

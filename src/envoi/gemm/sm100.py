@@ -39,7 +39,7 @@ def arguments(call: Call, config: BlackwellConfig, num_sms: int) -> tuple[tuple[
     tiles = -(-M // config.block_m) * -(-N // config.block_n)
     num_cut = tiles % num_sms if config.split_k > 1 else 0
     units = tiles + num_cut * (config.split_k - 1)  # the tiles of the last, unfilled wave are cut
-    grouped = 0 if call.offsets is None else 2 if call.behind else 1
+    grouped = 0 if call.offsets is None else 2 if call.grouping.behind else 1
     x_sf, y_sf = call.scales or (None, None)
     cut: Any = config  # has what Hopper's has
     return (num_sms if grouped else min(units, num_sms),), (
@@ -49,7 +49,7 @@ def arguments(call: Call, config: BlackwellConfig, num_sms: int) -> tuple[tuple[
         *epilogue_descriptors(call, cut, N), call.operands or (0,), as_stored(call.outputs),
         call.offsets,
         *scratch(call, cut, M, N, num_cut), M, N, problem.K, groups, tiles - num_cut, config, call.code, grouped,
-        max_groups(groups, call.behind),
+        max_groups(groups, call.grouping.behind),
     )  # fmt: skip
 
 

@@ -10,6 +10,7 @@ from envoi.epilogue.lower import Lowered
 from envoi.epilogue.slots import MAX_DESCS
 from envoi.gemm import workspace
 from envoi.gemm.config import Config, Problem
+from envoi.gemm.grouping import ALL_ROWS, Grouping
 
 TMA_BYTES = 16  # rows and addresses are multiples of this
 
@@ -19,8 +20,8 @@ class Call:
     """One launch. a [M, K], b [N, K] or [E, N, K], both as TMA takes them (`tma_ready`).
 
     scales: factors of a [M, K / 128] and of b [.., N / 128, K / 128], or None. operands: in the order of the IR's,
-    their names beside them. outputs: one for each of code.slots. offsets [E + 1] of a grouped GEMM, or None; behind:
-    write the rows behind offsets[E] too.
+    their names beside them. outputs: one for each of code.slots. offsets [E + 1] of a grouped GEMM, or None;
+    grouping: of its rows.
     """
 
     a: torch.Tensor
@@ -31,12 +32,17 @@ class Call:
     outputs: list[torch.Tensor]
     offsets: torch.Tensor | None = None
     scales: tuple[torch.Tensor, torch.Tensor] | None = None
-    behind: bool = True
+    grouping: Grouping = ALL_ROWS
 
     @property
     def num_groups(self) -> int:
         """Experts, or 0."""
         return 0 if self.offsets is None else self.b.shape[0]
+
+    @property
+    def num_tokens(self) -> int:
+        """Rows, as far as that is known."""
+        return self.grouping.likely_rows(self.a.shape[0])
 
     @property
     def side_bytes(self) -> float:
@@ -72,11 +78,16 @@ def descriptor(x: torch.Tensor, rows: int, columns: int) -> Any:
 
 def plain_descriptor(x: torch.Tensor, rows: int, columns: int) -> Any:
     """The same for a float32 matrix whose boxes lie in shared memory as they are, not swizzled."""
-    import triton.experimental.gluon.language as gl
     from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
-    layout = gl.NVMMASharedLayout(swizzle_byte_width=0, element_bitwidth=32, rank=2)
-    return TensorDescriptor(x, list(x.shape), list(x.stride()), [rows, columns], layout)
+    return TensorDescriptor(x, list(x.shape), list(x.stride()), [rows, columns], _plain_layout())
+
+
+@cache
+def _plain_layout() -> Any:
+    import triton.experimental.gluon.language as gl
+
+    return gl.NVMMASharedLayout(swizzle_byte_width=0, element_bitwidth=32, rank=2)
 
 
 @cache
@@ -107,8 +118,8 @@ def max_groups(num_groups: int, behind: bool = True) -> int:
 
 def problem_of(call: Call) -> Problem:
     """What the choice of a config depends on."""
-    (M, K), N = call.a.shape, call.b.shape[-2]
-    return Problem(M, N, K, call.a.itemsize, call.num_groups, call.scales is not None, call.side_bytes)
+    K, N = call.a.shape[1], call.b.shape[-2]
+    return Problem(call.num_tokens, N, K, call.a.itemsize, call.num_groups, call.scales is not None, call.side_bytes)
 
 
 def arguments(call: Call, config: Config, num_sms: int) -> tuple[tuple[int], tuple]:
@@ -120,14 +131,14 @@ def arguments(call: Call, config: Config, num_sms: int) -> tuple[tuple[int], tup
     num_cut = tiles % num_sms if config.split_k > 1 else 0
     units = tiles + num_cut * (config.split_k - 1)  # the tiles of the last, unfilled wave are cut
     groups = call.num_groups
-    grouped = 0 if call.offsets is None else 2 if call.behind else 1
+    grouped = 0 if call.offsets is None else 2 if call.grouping.behind else 1
     return (num_sms if groups else min(units, num_sms),), (
         descriptor(x, config.role_m, config.block_k), descriptor(y, config.block_y, config.block_k),
         *epilogue_descriptors(call, config, N), call.operands or (0,), as_stored(call.outputs),
         call.offsets,
         *scratch(call, config, M, N, num_cut), *(call.scales or (None, None)),
         M, N, K, groups, tiles - num_cut, config, call.code, call.scales is not None, grouped,
-        max_groups(groups, call.behind),
+        max_groups(groups, call.grouping.behind),
     )  # fmt: skip
 
 

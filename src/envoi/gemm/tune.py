@@ -24,6 +24,7 @@ def key_of(problem: Problem, code: Lowered, num_sms: int) -> str:
     M = power_of_two(problem.M)
     kind = ["whole"] * code.whole + ["tma"] * bool(code.leaving) + ["side"] * bool(code.side)
     kind += ["rows"] * bool(code.partials) + [f"piece{code.piece_columns}"] * (code.piece_columns > 64)
+    kind += ["sent"] * code.sent
     kind += ["scaled"] * problem.scaled + [f"groups{problem.num_groups}"] * bool(problem.num_groups)
     return " ".join([f"{num_sms}sm", f"{M}x{problem.N}x{problem.K}", f"{problem.element_bytes}B", *kind])
 

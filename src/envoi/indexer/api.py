@@ -39,7 +39,7 @@ def indexer_topk(
     mode "exact": the bits and the order of the PyTorch definition on the same device.
         "fast": scores to rounding, selection exact for them, the lower position wins a tie, NaN never beats a number.
     output: "slots" of the cache (page * 64 + place) or "positions" in the sequence.
-    ordered: best first; False gives ascending positions.
+    ordered: best first; False gives ascending positions, which takes longer.
     return_errors: also an int32 [B * next_n] of 0, or 1 for a length that is negative or longer than the table, or 2
         for a page outside the cache. Such a row is -1 throughout, and nothing outside the cache is read.
 

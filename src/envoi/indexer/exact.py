@@ -1,15 +1,13 @@
 """The exact mode on a device: torch's roundings in torch's order, then the selection of the fast mode."""
 
 from functools import partial
-from typing import Any
 
 import torch
 
 from envoi.gemm.config import power_of_two
+from envoi.gemm.launch import launch
 from envoi.indexer import fast, kernel_exact
 from envoi.indexer.fast import Problem, Workspace
-
-exact: Any = kernel_exact  # constants arrive in its parameters as plain values
 
 TILE, STEP = 64, 16
 PROGRAMS_PER_SM = 3
@@ -20,17 +18,15 @@ def topk(p: Problem, orders: torch.Tensor, slots: bool, ordered: bool) -> tuple[
 
     def finish(space: Workspace, out: torch.Tensor, first: int, num_rows: int) -> None:
         if p.max_length:
-            grid, arguments, options = short_arguments(p, space, first, num_rows, out, slots, ordered)
-            exact.short_kernel[grid](*arguments, **options)
+            launch(kernel_exact.short_kernel, *short_arguments(p, space, first, num_rows, out, slots, ordered))
 
     return fast.in_blocks(p, partial(score, orders), slots, ordered, nan_first=True, finish=finish)
 
 
 def score(orders: torch.Tensor, p: Problem, space: Workspace, first: int, num_rows: int) -> None:
-    """Fill the logits and histograms of these rows."""
+    """Fill the logits and the groups of these rows."""
     if p.max_length:
-        grid, arguments, options = scores_arguments(orders, p, space, first, num_rows)
-        exact.exact_kernel[grid](*arguments, **options)
+        launch(kernel_exact.exact_kernel, *scores_arguments(orders, p, space, first, num_rows))
 
 
 def scores_arguments(
@@ -42,9 +38,9 @@ def scores_arguments(
     scratch = torch.empty(programs * num_heads * TILE, dtype=torch.float32, device=p.q.device)
     return (programs,), (
         p.q.view(torch.uint8), bytes_, bytes_.view(-1).view(torch.float32), p.weights, p.seq_lens, p.table, orders,
-        scratch, space.logits, space.histogram, space.counters,
-        first, num_rows, p.next_n, p.width, p.k_cache.shape[0],
-        num_heads, power_of_two(fast.rows_at_once(p)), fast.copies(p), orders.numel() - 4, TILE, STEP,
+        scratch, space.logits, space.groups, space.tallies,
+        first, num_rows, p.width, p.k_cache.shape[0],
+        p.next_n, num_heads, power_of_two(fast.rows_at_once(p)), orders.numel() - 4, TILE, STEP,
     ), {"num_warps": 4, "num_stages": 1}  # fmt: skip
 
 
@@ -53,5 +49,5 @@ def short_arguments(
 ) -> tuple[tuple[int], tuple, dict]:
     """The grid of `short_kernel`, its arguments, its options."""
     return (num_rows,), (
-        space.logits, space.plan, p.table, out, first, p.next_n, p.width, p.k, slots, ordered,
+        space.logits, space.tallies, p.seq_lens, p.table, out, first, num_rows, p.width, p.next_n, p.k, slots, ordered,
     ), {"num_warps": 1}  # fmt: skip

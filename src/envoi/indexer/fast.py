@@ -2,34 +2,31 @@
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from typing import Any
+from functools import cache
 
 import torch
 
 from envoi.gemm import sm90
 from envoi.gemm.config import power_of_two
+from envoi.gemm.launch import launch
 from envoi.gemm.select import implementation
-from envoi.gemm.workspace import counters
-from envoi.indexer import kernel_scores, kernel_select
+from envoi.indexer import kernel_rank, kernel_scores, kernel_sift
 from envoi.indexer.layout import HEAD_DIM, PAGE_SIZE
-
-scores: Any = kernel_scores  # constants arrive in its parameters as plain values
-select: Any = kernel_select
 
 WORKSPACE_BYTES = 16 << 20
 MAX_ROWS = 256  # whose tiles one program can tell apart
-MAX_LENGTH = 1 << kernel_select.POSITION_BITS.value
-BINS = kernel_scores.BINS.value
-MAX_COPIES = 4  # histograms of a lone row
+MAX_LENGTH = 1 << kernel_sift.POSITION_BITS.value
+NUM_GROUPS = kernel_scores.NUM_GROUPS.value
+CLASSES, TALLIES = kernel_scores.CLASSES.value, kernel_scores.TALLIES.value
+CAPACITY = kernel_sift.CAPACITY.value
 
 # As measured: notes/2026-11-indexer.md.
 TILE = 128  # tokens that are scored at a time
 PROGRAMS_PER_SM = 3
 HOPPER_WARPS = 4
 STAGES = 3  # tiles on their way to a program
-BLOCK = 1024  # scores that a program sifts
-MOST = 1024  # candidates that are ranked without being narrowed down
-RANKED, RANKED_BESIDE = 16, 64
+BLOCKS = (1024, 2048, 4096)  # scores that a program sifts: the least with no more than SIFTERS_PER_SM programs
+SIFTERS_PER_SM = 1
 
 
 @dataclass(frozen=True)
@@ -64,43 +61,34 @@ class Problem:
 class Workspace:
     """Memory of the rows that are worked on at a time.
 
-    logits [rows, max_length]; listed [rows, max_length]: composites; cursors [rows, bins]; plan [rows, 8]. The rest are
-    zeros that the kernels leave as zeros: histograms, and four counters a row.
+    listed [rows, max_length], classes [rows, CLASSES, CAPACITY]: composites; logits [rows, max_length];
+    groups [rows, NUM_GROUPS]: upper halves of keys; tallies [rows, TALLIES].
     """
 
-    logits: torch.Tensor
     listed: torch.Tensor
-    cursors: torch.Tensor
-    plan: torch.Tensor
-    histogram: torch.Tensor
-    counters: torch.Tensor
+    classes: torch.Tensor
+    logits: torch.Tensor
+    groups: torch.Tensor
+    tallies: torch.Tensor
 
 
 def rows_at_once(p: Problem) -> int:
     """How many rows' workspace fits into WORKSPACE_BYTES; at least one."""
-    each = 12 * p.max_length + 4 * BINS * 2
+    each = 12 * p.max_length + 8 * CLASSES * CAPACITY + 2 * NUM_GROUPS + 4 * TALLIES
     return max(1, min(MAX_ROWS, p.num_rows, WORKSPACE_BYTES // each))
-
-
-def copies(p: Problem) -> int:
-    """Histograms of a row: several if there are few rows, since programs that add to one address wait in line."""
-    return max(1, MAX_COPIES // power_of_two(rows_at_once(p)))
 
 
 def workspace(p: Problem) -> Workspace:
     """For `rows_at_once` rows."""
     rows, device = rows_at_once(p), p.q.device
-    of_histogram, of_cursors = rows * copies(p) * BINS, rows * BINS
-    zeros = counters(of_histogram + rows * kernel_scores.NUM_COUNTERS.value, device)
-    ints = torch.empty(of_cursors + rows * kernel_select.PLAN.value, dtype=torch.int32, device=device)
+
+    def empty(columns: int, dtype: torch.dtype) -> torch.Tensor:
+        return torch.empty(rows, columns, dtype=dtype, device=device)
+
     return Workspace(
-        torch.empty(rows, p.max_length, dtype=torch.float32, device=device),
-        torch.empty(rows, p.max_length, dtype=torch.int64, device=device),
-        ints,
-        ints[of_cursors:],
-        zeros,
-        zeros[of_histogram:],
-    )
+        empty(p.max_length, torch.int64), empty(CLASSES * CAPACITY, torch.int64), empty(p.max_length, torch.float32),
+        empty(NUM_GROUPS, torch.int16), empty(TALLIES, torch.int32),
+    )  # fmt: skip
 
 
 def blocks(p: Problem) -> Iterator[tuple[int, int]]:
@@ -133,18 +121,15 @@ def in_blocks(
 
 
 def score(p: Problem, space: Workspace, first: int, num_rows: int) -> None:
-    """Fill the logits and histograms of these rows."""
+    """Fill the logits and the groups of these rows."""
     if not p.max_length:
         return
     if p.k_cache.shape[0] and implementation(p.q.device) == "hopper":
         from envoi.indexer import kernel_sm90
 
-        hopper: Any = kernel_sm90
-        grid, arguments, options = hopper_arguments(p, space, first, num_rows)
-        hopper.scores_kernel[grid](*arguments, **options)
+        launch(kernel_sm90.scores_kernel, *hopper_arguments(p, space, first, num_rows))
     else:
-        grid, arguments, options = scores_arguments(p, space, first, num_rows)
-        scores.scores_kernel[grid](*arguments, **options)
+        launch(kernel_scores.scores_kernel, *scores_arguments(p, space, first, num_rows))
 
 
 def hopper_arguments(p: Problem, space: Workspace, first: int, num_rows: int) -> tuple[tuple[int], tuple, dict]:
@@ -154,9 +139,9 @@ def hopper_arguments(p: Problem, space: Workspace, first: int, num_rows: int) ->
     scales = sm90.plain_descriptor(flat.view(torch.float32).view(-1, PAGE_SIZE), 1, PAGE_SIZE)
     return (_programs(p, num_rows),), (
         values, scales, p.q, p.weights, p.seq_lens, p.table,
-        space.logits, space.histogram, space.counters,
-        first, num_rows, p.next_n, p.width, p.k_cache.shape[0],
-        p.q.shape[1], max(32, power_of_two(rows_at_once(p))), copies(p), STAGES,
+        space.logits, space.groups, space.tallies,
+        first, num_rows, p.width, p.k_cache.shape[0],
+        p.next_n, p.q.shape[1], max(32, power_of_two(rows_at_once(p))), STAGES,
     ), {"num_warps": HOPPER_WARPS, "maxnreg": _registers()}  # fmt: skip
 
 
@@ -170,9 +155,9 @@ def scores_arguments(p: Problem, space: Workspace, first: int, num_rows: int) ->
     bytes_ = p.k_cache.view(torch.uint8)
     return (_programs(p, num_rows),), (
         p.q.view(torch.uint8), bytes_, bytes_.view(-1).view(torch.float32), p.weights, p.seq_lens, p.table,
-        space.logits, space.histogram, space.counters,
-        first, num_rows, p.next_n, p.width, p.k_cache.shape[0],
-        p.q.shape[1], power_of_two(rows_at_once(p)), copies(p), TILE,
+        space.logits, space.groups, space.tallies,
+        first, num_rows, p.width, p.k_cache.shape[0],
+        p.next_n, p.q.shape[1], power_of_two(rows_at_once(p)), TILE,
     ), {"num_warps": 4, "num_stages": 1}  # fmt: skip
 
 
@@ -180,51 +165,35 @@ def choose(
     p: Problem, space: Workspace, first: int, num_rows: int, out: torch.Tensor, errors: torch.Tensor, slots: bool,
     ordered: bool, nan_first: bool,
 ) -> None:  # fmt: skip
-    """Write these rows' outputs from their logits and histograms."""
-    grid, arguments, options = threshold_arguments(p, space, first, num_rows, errors, ordered)
-    select.threshold_kernel[grid](*arguments, **options)
+    """Write these rows' outputs from their logits and groups."""
     if p.max_length:
-        grid, arguments, options = sift_arguments(p, space, num_rows, ordered, nan_first)
-        select.sift_kernel[grid](*arguments, **options)
-    grid, arguments, options = rank_arguments(p, space, first, num_rows, out, slots, ordered)
-    select.rank_kernel[grid](*arguments, **options)
-
-
-def most_candidates(ordered: bool) -> int:
-    """How many may be left for `rank_kernel`, which drops those that aren't among the k best if it orders them."""
-    return MOST if ordered else 0
-
-
-def threshold_arguments(
-    p: Problem, space: Workspace, first: int, num_rows: int, errors: torch.Tensor, ordered: bool
-) -> tuple[tuple[int], tuple, dict]:
-    """The grid of `threshold_kernel`, its arguments, its options."""
-    return (num_rows,), (
-        space.histogram, space.counters, space.cursors, space.plan, p.seq_lens, errors,
-        first, num_rows, p.next_n, p.width,
-        p.k, most_candidates(ordered), copies(p),
-    ), {"num_warps": 16}  # fmt: skip
+        launch(kernel_sift.sift_kernel, *sift_arguments(p, space, first, num_rows, nan_first))
+    launch(kernel_rank.rank_kernel, *rank_arguments(p, space, first, num_rows, out, errors, slots, ordered))
 
 
 def sift_arguments(
-    p: Problem, space: Workspace, num_rows: int, ordered: bool, nan_first: bool
+    p: Problem, space: Workspace, first: int, num_rows: int, nan_first: bool
 ) -> tuple[tuple[int, int], tuple, dict]:
     """The grid of `sift_kernel`, its arguments, its options."""
-    return (-(-p.max_length // BLOCK), num_rows), (
-        space.logits, space.cursors, space.plan, space.listed, p.width,
-        p.k, most_candidates(ordered), nan_first, BLOCK,
-    ), {"num_warps": 8}  # fmt: skip
+    most = SIFTERS_PER_SM * num_sms(p.q.device)
+    block = next((size for size in BLOCKS if num_rows * -(-p.max_length // size) <= most), BLOCKS[-1])
+    return (-(-p.max_length // block), num_rows), (
+        space.logits, space.groups, space.tallies, space.listed, space.classes, p.seq_lens, p.table,
+        first, num_rows, p.width, p.k_cache.shape[0],
+        p.next_n, p.k, nan_first, block,
+    ), {"num_warps": 16}  # fmt: skip
 
 
 def rank_arguments(
-    p: Problem, space: Workspace, first: int, num_rows: int, out: torch.Tensor, slots: bool, ordered: bool
-) -> tuple[tuple[int, int], tuple, dict]:
+    p: Problem, space: Workspace, first: int, num_rows: int, out: torch.Tensor, errors: torch.Tensor, slots: bool,
+    ordered: bool,
+) -> tuple[tuple[int, int], tuple, dict]:  # fmt: skip
     """The grid of `rank_kernel`, its arguments, its options."""
-    return (-(-(p.k + most_candidates(ordered)) // RANKED), num_rows), (
-        space.listed, space.plan, space.cursors, p.table, out,
-        first, p.next_n, p.width,
-        p.k, slots, ordered, RANKED, RANKED_BESIDE,
-    ), {"num_warps": 4}  # fmt: skip
+    return (CLASSES, num_rows), (
+        space.listed, space.classes, space.tallies, p.seq_lens, p.table, out, errors,
+        first, num_rows, p.width,
+        p.next_n, p.k, slots, ordered,
+    ), {"num_warps": 2}  # fmt: skip
 
 
 def _programs(p: Problem, num_rows: int) -> int:
@@ -232,6 +201,9 @@ def _programs(p: Problem, num_rows: int) -> int:
     return min(num_rows * -(-p.max_length // TILE), PROGRAMS_PER_SM * num_sms(p.q.device))
 
 
+@cache
 def num_sms(device: torch.device) -> int:
-    """Multiprocessors."""
-    return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 1
+    """Multiprocessors; without a GPU those of an H200, as recipes want them, or one."""
+    if device.type == "cuda":
+        return torch.cuda.get_device_properties(device).multi_processor_count
+    return 132 if device.type == "meta" else 1

@@ -20,19 +20,20 @@ import triton.language as tl
 from envoi.epilogue.codes_triton import from_e4m3
 from envoi.epilogue.device import INTERPRETED, maximum
 from envoi.indexer.kernel_scores import (
-    BINS,
-    FAILED,
     HEAD_DIM,
-    NUM_COUNTERS,
+    INTEGERS,
+    NUM_GROUPS,
     PAGE,
     PAGE_BYTES,
-    count,
+    TALLIES,
+    clear,
+    keep_best,
     ordered,
     place_of_tile,
     token_pages,
     visible,
 )  # fmt: skip
-from envoi.indexer.kernel_select import PLAN, SEEN
+from envoi.indexer.kernel_sift import tokens_of
 
 
 @triton.jit
@@ -100,11 +101,11 @@ def add_up(x, shared, H: tl.constexpr, TILE: tl.constexpr):
     return s
 
 
-@triton.jit
+@triton.jit(do_not_specialize=INTEGERS)
 def exact_kernel(
-    q, cache, scales, weights, seq_lens, table, orders, scratch, logits, histogram, counters,
-    first_row, num_rows, next_n, width, num_pages,
-    H: tl.constexpr, ROWS: tl.constexpr, COPIES: tl.constexpr, NUM_ORDERS: tl.constexpr, TILE: tl.constexpr,
+    q, cache, scales, weights, seq_lens, table, orders, scratch, logits, groups, tallies,
+    first_row, num_rows, width, num_pages,
+    NEXT_N: tl.constexpr, H: tl.constexpr, ROWS: tl.constexpr, NUM_ORDERS: tl.constexpr, TILE: tl.constexpr,
     STEP: tl.constexpr,
 ):  # fmt: skip
     """As `scores_kernel`. orders: of each n below NUM_ORDERS, then of larger n by n % 4: parts, + 256 for the shared
@@ -113,14 +114,15 @@ def exact_kernel(
     t = tl.arange(0, TILE)
     scratch += tl.program_id(0) * (H * TILE)
     ids = tl.arange(0, ROWS)
-    seen = tl.maximum(visible(seq_lens, first_row + ids, first_row + num_rows, next_n, width), 0)
+    clear(tallies, num_rows)
+    seen = tl.maximum(visible(seq_lens, first_row + ids, first_row + num_rows, NEXT_N, width), 0)
     tiles = tl.cdiv(seen, TILE)
     ends = tl.cumsum(tiles, 0)
     for tile in range(tl.program_id(0), tl.sum(tiles, 0), tl.num_programs(0)):
         own, nth, n = place_of_tile(tile, ids, seen, tiles, ends)
         tokens = nth * TILE + t
         order = tl.load(orders + tl.where(n < NUM_ORDERS, n, NUM_ORDERS + n % 4))
-        page, good = token_pages(table, (first_row + own) // next_n, tokens, n, width, num_pages)
+        page, good = token_pages(table, (first_row + own) // NEXT_N, tokens, n, width, num_pages)
         row = (first_row + own).to(tl.int64)
         mask = (tokens < n) & good
         place = tokens % PAGE
@@ -132,22 +134,20 @@ def exact_kernel(
         s = add_up(scratch, order >= 256, H, TILE)
         tl.debug_barrier()
         tl.store(logits + own.to(tl.int64) * width * PAGE + tokens, s, mask=tokens < n)
-        count(s, tokens < n, histogram + (own * COPIES + tile % COPIES) * BINS, True)
-        if tl.min(good.to(tl.int32), 0) == 0:
-            tl.store(counters + own * NUM_COUNTERS + FAILED, 1)
+        keep_best(s, tokens, n, groups + own * NUM_GROUPS, True)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=INTEGERS)
 def short_kernel(
-    logits, plan, table, out, first_row, next_n, width,
-    K: tl.constexpr, SLOTS: tl.constexpr, ORDERED: tl.constexpr,
+    logits, tallies, seq_lens, table, out, first_row, num_rows, width,
+    NEXT_N: tl.constexpr, K: tl.constexpr, SLOTS: tl.constexpr, ORDERED: tl.constexpr,
 ):  # fmt: skip
     """The order of rows of at most 32 tokens: torch sorts those by a network that doesn't keep ties in order.
 
     Its input are the scores above the least, then those that equal it, each by position.
     """
     own = tl.program_id(0)
-    n = tl.load(plan + own * PLAN + SEEN)
+    n, _ = tokens_of(seq_lens, tallies + own * TALLIES, first_row + own, first_row + num_rows, NEXT_N, width)
     ids = tl.arange(0, 32)
     if n <= 32:
         keys = ordered(tl.load(logits + own.to(tl.int64) * width * PAGE + ids, mask=ids < n, other=0.0), True)
@@ -165,7 +165,7 @@ def short_kernel(
         if not ORDERED:
             found = tl.sort(tl.where(ids < n, found, 63))
         if SLOTS:
-            request = ((first_row + own) // next_n).to(tl.int64)
+            request = ((first_row + own) // NEXT_N).to(tl.int64)
             page = tl.load(table + request * width + found // PAGE, mask=ids < n, other=0)
             found = page * PAGE + found % PAGE
         tl.store(out + (first_row + own).to(tl.int64) * K + ids, found, mask=ids < n)

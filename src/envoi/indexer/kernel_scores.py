@@ -5,9 +5,12 @@
     for each tile of 128 tokens of each row, TILE by TILE:                   one program, persistent
         S[j, h]   = sum over d of values[j, d] * q[row, h, d]                 FP8 tensor cores, float32
         s[j]      = |scale[j]| * sum over h of max(S[j, h] * sign(scale[j]), 0) * weights[row, h]
-        logits[row, j] = s[j];  histogram[row, top 13 bits of s[j]'s key] += 1
+        logits[row, j] = s[j];  groups[row, ..] = the best of each group of neighbours
 
-Lengths are read here, on the device. A page outside the cache is not read; its row is marked as failed.
+The k-th best group bounds the k-th best score from below: k groups have a score at least as good. There are 4096 to
+8192 groups once a row has that many tokens, so few other scores reach the bound.
+
+Lengths are read here, on the device. A page outside the cache is not read, and `kernel_sift` fails its row.
 """
 
 import triton
@@ -19,11 +22,15 @@ from envoi.epilogue.device import INTERPRETED, in_order, maximum
 HEAD_DIM: tl.constexpr = tl.constexpr(128)
 PAGE: tl.constexpr = tl.constexpr(64)
 PAGE_BYTES: tl.constexpr = tl.constexpr(64 * 132)
-BINS: tl.constexpr = tl.constexpr(8192)  # 16 an octave
-KEY_SHIFT: tl.constexpr = tl.constexpr(19)  # bits of a key below its bin
-SECTORS: tl.constexpr = tl.constexpr(1024)
-NUM_COUNTERS: tl.constexpr = tl.constexpr(4)
-FAILED: tl.constexpr = tl.constexpr(2)  # counters 0 and 1 are those of kernel_select
+NUM_GROUPS: tl.constexpr = tl.constexpr(8192)  # of a row; those of longer rows that lie behind don't count
+MAX_LEVEL: tl.constexpr = tl.constexpr(5)  # groups of 1 << level tokens
+KEY_SHIFT: tl.constexpr = tl.constexpr(16)  # bits of a key that a group's best doesn't tell
+
+# What is counted of a row: its list's classes, then the whole list.
+CLASSES: tl.constexpr = tl.constexpr(32)
+TALLIES: tl.constexpr = tl.constexpr(64)
+
+INTEGERS = ("first_row", "num_rows", "width", "num_pages")  # arguments of the indexer's kernels
 
 
 @triton.jit
@@ -43,15 +50,19 @@ def ordered(x, NAN_FIRST: tl.constexpr):
 
 
 @triton.jit
-def place_of_bin(bins):
-    """Where a bin of the histogram lies. Neighbours are 32 bytes apart: the L2 adds to one sector at a time."""
-    return ((bins % SECTORS) * (BINS // SECTORS)) + bins // SECTORS
+def level_of(n):
+    """Of the groups in a row of n tokens: as small as NUM_GROUPS allows."""
+    level = n * 0
+    for i in tl.static_range(MAX_LEVEL):
+        level += (n > (NUM_GROUPS << i)).to(tl.int32)
+    return level
 
 
 @triton.jit
-def bin_at(places):
-    """The bin of a place."""
-    return (places % (BINS // SECTORS)) * SECTORS + places // (BINS // SECTORS)
+def clear(tallies, num_rows):
+    """Set the tallies of all rows to zero, each program its share of them."""
+    for own in range(tl.program_id(0), num_rows, tl.num_programs(0)):
+        tl.store(tallies + own * TALLIES + tl.arange(0, TALLIES), 0)
 
 
 @triton.jit
@@ -83,10 +94,16 @@ def score_tile(q, cache, scales, weights, row, page, place, mask, H: tl.constexp
 
 
 @triton.jit
-def count(logits, mask, histogram, NAN_FIRST: tl.constexpr):
-    """Add scores to a row's histogram."""
-    bins = (ordered(logits, NAN_FIRST) >> KEY_SHIFT) + BINS // 2
-    tl.atomic_add(histogram + place_of_bin(bins), 1, mask=mask, sem="relaxed")
+def keep_best(logits, tokens, n, groups, NAN_FIRST: tl.constexpr):
+    """Write the best of each of a tile's groups to those of its row; tokens behind n are the least."""
+    keys = tl.where(tokens < n, ordered(logits, NAN_FIRST), -0x80000000)
+    level = level_of(n)
+    size: tl.constexpr = tokens.shape[0]
+    for i in tl.static_range(MAX_LEVEL + 1):
+        if level == i:
+            best = tl.max(tl.reshape(keys, (size >> i, 1 << i)), 1)
+            at = (tl.min(tokens, 0) >> i) + tl.arange(0, size >> i)
+            tl.store(groups + at, (best >> KEY_SHIFT).to(tl.int16), mask=at < NUM_GROUPS)
 
 
 @triton.jit
@@ -100,15 +117,16 @@ def place_of_tile(tile, ids, seen, tiles, ends):
     return own, tile - before, tl.sum(tl.where(ids == own, seen, 0), 0)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=INTEGERS)
 def scores_kernel(
-    q, cache, scales, weights, seq_lens, table, logits, histogram, counters,
-    first_row, num_rows, next_n, width, num_pages,
-    H: tl.constexpr, ROWS: tl.constexpr, COPIES: tl.constexpr, TILE: tl.constexpr,
+    q, cache, scales, weights, seq_lens, table, logits, groups, tallies,
+    first_row, num_rows, width, num_pages,
+    NEXT_N: tl.constexpr, H: tl.constexpr, ROWS: tl.constexpr, TILE: tl.constexpr,
 ):  # fmt: skip
-    """The scores of rows first_row .. first_row + num_rows - 1, at most ROWS of them."""
+    """The scores of rows first_row .. first_row + num_rows - 1, at most ROWS of them. Clears their tallies."""
     ids = tl.arange(0, ROWS)
-    seen = tl.maximum(visible(seq_lens, first_row + ids, first_row + num_rows, next_n, width), 0)
+    clear(tallies, num_rows)
+    seen = tl.maximum(visible(seq_lens, first_row + ids, first_row + num_rows, NEXT_N, width), 0)
     tiles = tl.cdiv(seen, TILE)
     ends = tl.cumsum(tiles, 0)
     for tile in range(tl.program_id(0), tl.sum(tiles, 0), tl.num_programs(0)):
@@ -116,10 +134,8 @@ def scores_kernel(
         first = nth * TILE
         row = first_row + own
         tokens = first + tl.arange(0, TILE)
-        page, good = token_pages(table, row // next_n, tokens, n, width, num_pages)
+        page, good = token_pages(table, row // NEXT_N, tokens, n, width, num_pages)
         mask = (tokens < n) & good
         s = score_tile(q, cache, scales, weights, row, page, tokens % PAGE, mask, H)
         tl.store(logits + own.to(tl.int64) * width * PAGE + tokens, s, mask=tokens < n)
-        count(s, tokens < n, histogram + (own * COPIES + tile % COPIES) * BINS, False)
-        if tl.min(good.to(tl.int32), 0) == 0:
-            tl.store(counters + own * NUM_COUNTERS + FAILED, 1)
+        keep_best(s, tokens, n, groups + own * NUM_GROUPS, False)

@@ -2,7 +2,7 @@
 
     for each tile of two pages among this program's neighbouring tiles:      producer             consumer
                                                                             TMA -> stage         S = values @ q.T
-                                                                                                 scores, histogram
+                                                                                                 scores, groups
 
 Neighbours belong to the same row, mostly: the row's queries stay in shared memory, its weights in registers.
 """
@@ -17,7 +17,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 
 from envoi.epilogue.device import maximum
-from envoi.indexer.kernel_scores import BINS, FAILED, HEAD_DIM, KEY_SHIFT, NUM_COUNTERS, PAGE, ordered, place_of_bin
+from envoi.indexer.kernel_scores import HEAD_DIM, INTEGERS, KEY_SHIFT, NUM_GROUPS, PAGE, TALLIES, level_of, ordered
 from envoi.indexer.kernel_scores import visible as visible_of
 from envoi.triton_compat import role_barrier
 
@@ -78,10 +78,10 @@ def fetch(descs, stages, slot, page0, page1):
 
 
 @gluon.jit
-def producer(descs, stages, lengths, table, counters, num_rows, num_pages, ROWS: gl.constexpr, STAGES: gl.constexpr):
+def producer(descs, stages, lengths, table, num_rows, num_pages, ROWS: gl.constexpr, STAGES: gl.constexpr):
     """One warp: fills the stages, as far ahead as they reach. It reads the block table for 16 tiles at a time.
 
-    A page that is outside the cache is replaced by page 0, and the row has failed.
+    A page that is outside the cache is replaced by page 0; `kernel_sift` finds it too.
     """
     empty = stages[3]
     seq_lens, first_row, next_n, width = lengths
@@ -92,10 +92,7 @@ def producer(descs, stages, lengths, table, counters, num_rows, num_pages, ROWS:
         tokens = token + ids * PAGE
         request = ((first_row + row) // next_n).to(gl.int64)
         pages = gl.load(table + request * width + tokens // PAGE, mask=tokens < n, other=0)
-        good = (pages >= 0) & (pages < num_pages)
-        pages = gl.where(good, pages, 0)
-        if gl.sum(good.to(gl.int32), 0) < 32:
-            gl.store(counters + row * NUM_COUNTERS + FAILED, 1)
+        pages = gl.where((pages >= 0) & (pages < num_pages), pages, 0)
         here = gl.minimum(gl.minimum((n - token + TILE - 1) // TILE, 16), count - done)
         for i in range(here):
             slot = (done + i) % STAGES
@@ -128,13 +125,64 @@ def score(products, scale, weight):
 
 
 @gluon.jit
+def keep(best, groups):
+    """Write what a tile's groups have."""
+    flat = gl.reshape(best, [best.numel])
+    gl.store(groups + gl.arange(0, best.numel, flat.type.layout), (flat >> KEY_SHIFT).to(gl.int16))
+
+
+@gluon.jit
+def better_half(best):
+    """Of neighbouring groups, as lanes hold them, the better."""
+    return gl.max(gl.reshape(best, [best.numel // 2, 2]), 1)
+
+
+@gluon.jit
+def keep_best(s, token, n, groups):
+    """Write the best of each of a tile's groups to those of its row; tokens behind n are the least.
+
+    Tokens 64 and 8 apart meet first: a thread holds them.
+    """
+    tokens = token + gl.arange(0, TILE, s.type.layout)
+    keys = gl.where(tokens < n, ordered(s, False), -0x80000000)
+    level = level_of(n)
+    groups += token >> level
+    if token >> level < NUM_GROUPS:
+        if level == 0:
+            keep(keys, groups)
+        else:
+            pairs = gl.max(gl.reshape(keys, [2, TILE // 2]), 0)
+            if level == 1:
+                keep(pairs, groups)
+            else:
+                keep_best_of_pairs(pairs, level, groups)
+
+
+@gluon.jit
+def keep_best_of_pairs(pairs, level, groups):
+    """The same of groups of 4 to 32, from those of 2."""
+    fours = gl.reshape(gl.max(gl.reshape(pairs, [TILE // 32, 2, 8]), 1), [TILE // 4])
+    if level == 2:
+        keep(fours, groups)
+    else:
+        eights = better_half(fours)
+        if level == 3:
+            keep(eights, groups)
+        else:
+            sixteens = better_half(eights)
+            if level == 4:
+                keep(sixteens, groups)
+            else:
+                keep(better_half(sixteens), groups)
+
+
+@gluon.jit
 def consumer(
-    stages, queries, lengths, given, num_rows, H: gl.constexpr, ROWS: gl.constexpr, COPIES: gl.constexpr,
-    STAGES: gl.constexpr,
+    stages, queries, lengths, given, num_rows, H: gl.constexpr, ROWS: gl.constexpr, STAGES: gl.constexpr,
 ):  # fmt: skip
     """Four warps: the scores of every tile."""
     values, scales, ready, empty = stages
-    q, weights, logits, histogram = given
+    q, weights, logits, groups = given
     seq_lens, first_row, next_n, width = lengths
     tiles = values._reinterpret(values.dtype, [STAGES, TILE, HEAD_DIM], queries.layout)
     factors = scales._reinterpret(gl.float32, [STAGES, TILE], gl.SwizzledSharedLayout(1, 1, 1, [0]))
@@ -157,17 +205,15 @@ def consumer(
         s = score(products, scale, weight)
         tokens = token + gl.arange(0, TILE, gl.SliceLayout(1, layout))
         gl.store(logits + row.to(gl.int64) * width * PAGE + tokens, s, mask=tokens < n)
-        at = (row * COPIES + gl.program_id(0) % COPIES) * BINS
-        at += place_of_bin((ordered(s, False) >> KEY_SHIFT) + BINS // 2)
-        gl.atomic_add(histogram + at, (tokens < n).to(gl.int32), mask=tokens < n, sem="relaxed")
+        keep_best(s, token, n, groups + row * NUM_GROUPS)
         row, n, token = next_tile(row, n, token, lengths, num_rows)
 
 
-@gluon.jit
+@gluon.jit(do_not_specialize=INTEGERS)
 def scores_kernel(
-    values_desc, scales_desc, q, weights, seq_lens, table, logits, histogram, counters,
-    first_row, num_rows, next_n, width, num_pages,
-    H: gl.constexpr, ROWS: gl.constexpr, COPIES: gl.constexpr, STAGES: gl.constexpr,
+    values_desc, scales_desc, q, weights, seq_lens, table, logits, groups, tallies,
+    first_row, num_rows, width, num_pages,
+    NEXT_N: gl.constexpr, H: gl.constexpr, ROWS: gl.constexpr, STAGES: gl.constexpr,
 ):  # fmt: skip
     """As the Triton kernel of that name; descs: the cache as rows of 128 bytes, by boxes of a page's values, and as
     rows of 64 numbers, the last of which are a page's scales."""
@@ -181,10 +227,13 @@ def scores_kernel(
         mbarrier.init(empty.index(i), count=1)
     fence_async_shared()
     role_barrier()
-    lengths = (seq_lens, first_row, next_n, width)
+    for own in range(gl.program_id(0), num_rows, gl.num_programs(0)):
+        ids = gl.arange(0, TALLIES, gl.BlockedLayout([1], [32], [gl.num_warps()], [0]))
+        gl.store(tallies + own * TALLIES + ids, 0)
+    lengths = (seq_lens, first_row, NEXT_N, width)
     stages = (values, scales, ready, empty)
-    given = (q, weights, logits, histogram)
+    given = (q, weights, logits, groups)
     gl.warp_specialize([
-        (consumer, (stages, queries, lengths, given, num_rows, H, ROWS, COPIES, STAGES)),
-        (producer, ((values_desc, scales_desc), stages, lengths, table, counters, num_rows, num_pages, ROWS, STAGES)),
+        (consumer, (stages, queries, lengths, given, num_rows, H, ROWS, STAGES)),
+        (producer, ((values_desc, scales_desc), stages, lengths, table, num_rows, num_pages, ROWS, STAGES)),
     ], [1], [40])  # fmt: skip

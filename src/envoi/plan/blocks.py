@@ -58,8 +58,9 @@ def _blocks(layer: MoeLayer, machine: Machine, nk: tuple[int, int], epilogue: Ep
         return _blackwell(layer, machine, nk, epilogue)
     if layer.format in WIDENED:
         code = lower(epilogue.ir, torch.bfloat16, "gluon", False, False, frozenset())
-        mx = hopper_mx.choose(layer.num_rows, nk[0], layer.num_local_experts, machine.num_sms, code)
-        return _counted(layer, nk, mx.block_y, mx.block_x, hopper_mx.BLOCK_K, mx.num_stages)
+        bits = 4 if layer.format == "mxfp4" else 8
+        mx = hopper_mx.choose(layer.num_rows, nk[0], layer.num_local_experts, machine.num_sms, code, bits)
+        return _counted(layer, nk, mx.block_y, mx.block_x, mx.block_k, mx.num_stages)
     operands = {operand.name: torch.empty(layer.num_rows, device=META) for operand in epilogue.ir.operands}
     config = hopper.planned(
         _matrix((layer.num_rows, nk[1]), layer.formats.activations),

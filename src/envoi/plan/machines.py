@@ -16,6 +16,7 @@ class Machine:
     shared_bytes: shared memory of a CTA. memory_gb: of the GPU.
     tflops: by format, of a large GEMM.
     widened_per_us: weights that all SMs widen to bf16, for formats that the tensor cores don't take; 0 = they take all.
+    widened_tflops: the most that this reaches, however many tokens.
     hbm_gb_per_s: read and written together.
     pull_gb_per_s, push_gb_per_s: read from a peer, written to a peer, in one direction.
     launch_us: a kernel from its launch to its first product, and its last tile. round_trip_us: a flag to a peer and
@@ -31,6 +32,7 @@ class Machine:
     memory_gb: float
     tflops: dict[str, float]
     widened_per_us: float
+    widened_tflops: float
     hbm_gb_per_s: float
     pull_gb_per_s: float
     push_gb_per_s: float
@@ -43,7 +45,7 @@ class Machine:
         if format not in WIDENED or not self.widened_per_us:
             return self.tflops[format]
         flops = 2 * block_m  # of one weight
-        return flops / (1e6 / self.widened_per_us + flops / self.tflops[format])
+        return min(self.widened_tflops, flops / (1e6 / self.widened_per_us + flops / self.tflops[format]))
 
 
 WIDENED = ("mxfp8", "mxfp4")
@@ -54,10 +56,11 @@ H200 = Machine(
         # bench/results, suites gemm and gemm_fp8, 8192x4096x7168.
         "bf16": 745, "fp8_row": 1474, "fp8_block128": 1155,
         # notes/2026-11-mxfp4-sm90.md, 32 experts of 4096x4096: from 16 to 64 tokens a tile its time grows by 0.79 us a
-        # token. More than bf16 because widening hides some products. mxfp8: assumed, no kernel of its own yet.
+        # token. More than bf16 because widening hides some products. mxfp8: taken to be the same.
         "mxfp8": 1353, "mxfp4": 1353,
     },
     widened_per_us=7.39e6,  # the same, at 0 tokens a tile and without launch_us and unhidden reads: 73 us
+    widened_tflops=610,  # the same, 32 experts of 4096x4096 with about 384 tokens, rows that fill tiles counted
     hbm_gb_per_s=4230,  # a device copy, the roof of bench/results
     # Between two H200s, 16-byte loads and stores of a Triton kernel, a CTA on each SM. With 32 CTAs: 311 and 278. These
     # and round_trip_us are not in bench/results yet.
@@ -71,7 +74,7 @@ B200 = Machine(
     name="B200", arch="sm_100", measured=False, num_sms=148, shared_bytes=232448, memory_gb=180,
     # Dense peaks of HGX B200, an eighth of the board's. E2M1 beside E4M3 runs at FP8's rate.
     tflops={"bf16": 2250, "fp8_row": 4500, "fp8_block128": 4500, "mxfp8": 4500, "mxfp4": 4500},
-    widened_per_us=0, hbm_gb_per_s=8000, pull_gb_per_s=900, push_gb_per_s=900,
+    widened_per_us=0, widened_tflops=0, hbm_gb_per_s=8000, pull_gb_per_s=900, push_gb_per_s=900,
     launch_us=5.0, round_trip_us=2.6,  # H200's, for want of any
     unhidden=0,
 )  # fmt: skip

@@ -1,5 +1,7 @@
 """Weight packing: the order of gate and up rows, and the casts that are worth a search because they happen once."""
 
+from dataclasses import replace
+
 import torch
 
 from envoi.check import expect_divisible
@@ -31,8 +33,21 @@ def pack_weight(weight: torch.Tensor, scheme: Scheme | None, name: str) -> Matri
     if scheme is None:
         return weight.to(torch.bfloat16).contiguous()
     if scheme.name == "mxfp4":
-        return _mxfp4_least_squares(weight, name)
-    return quantize(weight.contiguous(), scheme, name)
+        return tamed(_mxfp4_least_squares(weight, name))
+    return tamed(quantize(weight.contiguous(), scheme, name))
+
+
+TAMEST = 128  # the byte of a UE8M0 scale factor of 2
+
+
+def tamed(x: QuantTensor) -> QuantTensor:
+    """The same with `tame` set if it is. Looks at all of it, and waits for the device."""
+    if x.sf.dtype != torch.float8_e8m0fnu or x.device.type == "meta" or not x.sf.numel():
+        return x
+    tame = int(x.sf.view(torch.uint8).max()) <= TAMEST
+    # The two NaNs of E4M3 are the largest byte but for the sign.
+    tame = tame and (x.packed or int((x.values.view(torch.uint8) & 0x7F).max()) < 0x7F)
+    return replace(x, tame=tame)
 
 
 def _mxfp4_least_squares(weight: torch.Tensor, name: str) -> QuantTensor:

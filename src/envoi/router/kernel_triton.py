@@ -3,14 +3,12 @@
 """The router in plain Triton: any GPU, any float dtype, and the interpreter.
 
     for each block of BLOCK_M tokens:                          one program
-        for each block of BLOCK_SUM along hidden:
-            for k in the block, BLOCK_K at a time:
-                sum += tokens[rows, k] @ gate[:, k].T
-            logits += sum
+        for k in hidden, BLOCK_K at a time:
+            logits += tokens[rows, k] @ gate[:, k].T
         route_rows(logits)
 
-The tensor cores cut off what they add, so what they add up is short. float32 operands become three bf16 each, and six
-products of these, whose sums other units add: the error is that of float32, and one block is enough.
+The tensor cores cut off what they add, so what they add up is short: BLOCK_K, and other units add these sums. float32
+operands become three bf16 each, and six products of these: the error is that of float32.
 """
 
 import triton
@@ -19,8 +17,6 @@ import triton.language as tl
 from envoi.epilogue.codes_triton import widen
 from envoi.epilogue.device import INTERPRETED
 from envoi.router.device import load_biases, route_rows, store_counts
-
-BLOCK_SUM: tl.constexpr = tl.constexpr(512)
 
 
 @triton.jit
@@ -37,19 +33,11 @@ def load_operand(x, stride, rows, num_rows, ks, hidden, WIDE: tl.constexpr):
 
 
 @triton.jit
-def product(
-    tokens, token_stride, gate, gate_stride, rows, columns, num_tokens, hidden, first, last,
-    spec: tl.constexpr, WIDE: tl.constexpr, BLOCK_K: tl.constexpr,
-):  # fmt: skip
-    """tokens[rows, first:last] @ gate[columns, first:last].T"""
-    num_experts: tl.constexpr = spec.num_experts
-    sum = tl.zeros((rows.shape[0], columns.shape[0]), tl.float32)
-    for k in range(first, last, BLOCK_K):
-        ks = k + tl.arange(0, BLOCK_K)
-        x = load_operand(tokens, token_stride, rows, num_tokens, ks, hidden, WIDE)
-        y = load_operand(gate, gate_stride, columns, num_experts, ks, hidden, WIDE)
-        sum = tl.dot(x, y.T, sum, input_precision="bf16x6" if WIDE and not INTERPRETED else None)
-    return sum
+def add_apart(x, product):
+    """x + product, not by the tensor cores: the compiler would give them x to begin with."""
+    if not INTERPRETED:
+        product = tl.inline_asm_elementwise("mov.b32 $0, $1;", "=r,r", [product], tl.float32, is_pure=True, pack=1)
+    return x + product
 
 
 @triton.jit
@@ -60,18 +48,17 @@ def router_kernel(
     """One block of tokens. numbers, tables, outputs: as `route_rows` takes them; counts: (counts, offsets)."""
     rows = tl.program_id(0) * BLOCK_M + tl.arange(0, BLOCK_M)
     columns = tl.arange(0, spec.columns)
-    if WIDE:
-        logits = product(
-            tokens, token_stride, gate, gate_stride, rows, columns, num_tokens, hidden, 0, hidden, spec, WIDE, BLOCK_K
-        )
-    else:
-        logits = tl.zeros((BLOCK_M, columns.shape[0]), tl.float32)
-        for first in range(0, hidden, BLOCK_SUM):
-            last = tl.minimum(first + BLOCK_SUM, hidden)
-            logits += product(
-                tokens, token_stride, gate, gate_stride, rows, columns, num_tokens, hidden, first, last, spec, WIDE,
-                BLOCK_K,
-            )  # fmt: skip
+    num_experts: tl.constexpr = spec.num_experts
+    num_columns: tl.constexpr = spec.columns
+    logits = tl.zeros((BLOCK_M, num_columns), tl.float32)
+    for k in range(0, hidden, BLOCK_K):
+        ks = k + tl.arange(0, BLOCK_K)
+        x = load_operand(tokens, token_stride, rows, num_tokens, ks, hidden, WIDE)
+        y = load_operand(gate, gate_stride, columns, num_experts, ks, hidden, WIDE)
+        if WIDE:
+            logits = tl.dot(x, y.T, logits, input_precision=None if INTERPRETED else "bf16x6")
+        else:
+            logits = add_apart(logits, tl.dot(x, y.T))
     slots = tl.arange(0, spec.slots)[None, :]
     biases = load_biases(tables, columns[None, :], spec)
     group_slots = tl.arange(0, spec.group_slots)[None, :]

@@ -103,7 +103,7 @@ def portable_arguments(call: Call, outputs: dict[str, Any]) -> tuple[tuple[int],
     spec = call.spec
     wide = call.tokens.dtype != call.gate.dtype or call.tokens.dtype == torch.float32
     block_m = 16
-    block_k = 16 if spec.columns > 512 else 32 if spec.columns > 256 or wide else 64
+    block_k = (16 if wide else 32) if spec.columns > 512 else 32 if spec.columns > 256 or wide else 64
     tokens, gate = (x if x.stride(1) == 1 else x.contiguous() for x in (call.tokens, call.gate))
     counters = workspace.counters(spec.num_experts + 1, tokens.device) if spec.want_counts else None
     written = (outputs["weights"], outputs["ids"], outputs["logits"], outputs["dense"], _from(counters, 1))

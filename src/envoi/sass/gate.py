@@ -16,7 +16,7 @@ from multiprocessing import get_context
 from pathlib import Path
 
 from envoi import triton_compat
-from envoi.sass import hopper_cases, hopper_recipes, registry
+from envoi.sass import hopper_cases, hopper_recipes, mx_cases, registry
 from envoi.sass.compile import compile_recipe
 from envoi.sass.record import Record, of_binary
 from envoi.table import align
@@ -73,7 +73,7 @@ def rule_of(name: str, arch: str) -> Rule:
             "tensor core": r"UTC\w*MMA", "TMA load": "UTMALDG", "TMA store": "UTMASTG",
             "tensor memory load": r"\d+x\S+",
         })  # fmt: skip
-    if name.startswith("router-sm90"):
+    if name.startswith(("router-sm90", mx_cases.PREFIX)):
         return Rule({"tensor core": "HGMMA", "TMA load": "UTMALDG"})
     if name.startswith("router"):
         return Rule({"tensor core": "HMMA"})

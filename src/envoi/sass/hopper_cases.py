@@ -13,7 +13,7 @@ class Case:
     """One call of `envoi.gemm`, or of `envoi.grouped_gemm` if there are experts: [M, K] @ [N, K].T.
 
     epilogue: of `hopper_recipes.EPILOGUES`. format: bf16, fp16, fp8_row or fp8_block128. M: of all experts together.
-    behind: rows of no expert are written too; `envoi.moe` leaves them alone.
+    behind: rows of no expert are written too; `envoi.moe` leaves them alone. sent: rows go to addresses.
     """
 
     name: str
@@ -24,6 +24,7 @@ class Case:
     format: str = "bf16"
     num_experts: int = 0
     behind: bool = True
+    sent: bool = False
 
     @property
     def title(self) -> str:
@@ -72,6 +73,8 @@ CASES = (
     Case("experts-l1-fp8-block128", "expert_l1", 12288, 4096, 4096, "fp8_block128", num_experts=32, behind=False),
     Case("experts-l2", "expert_l2", 12288, 4096, 2048, num_experts=32, behind=False),
     Case("experts-l2-few", "expert_l2", 384, 4096, 2048, num_experts=32, behind=False),
+    Case("experts-l2-sent", "expert_l2", 12288, 4096, 2048, num_experts=64, behind=False, sent=True),
+    Case("experts-l2-sent-fp8-block128", "expert_l2", 12288, 4096, 2048, "fp8_block128", 64, behind=False, sent=True),
     Case("experts-l2-bias", "expert_l2_bias", 8192, 2880, 2880, num_experts=32, behind=False),
     Case("experts-l2-fp8-row", "expert_l2", 12288, 4096, 2048, "fp8_row", num_experts=32, behind=False),
     Case("experts-l2-fp8-block128", "expert_l2", 12288, 4096, 2048, "fp8_block128", num_experts=32, behind=False),

@@ -14,6 +14,7 @@ from envoi.epilogue.api import Epilogue
 from envoi.epilogue.ir import Operand
 from envoi.gemm import hopper, sm90
 from envoi.gemm.config import Config
+from envoi.gemm.grouping import ALL_ROWS, Grouping
 from envoi.quant import quantize
 from envoi.quant.formats import FORMATS
 from envoi.sass.compile import Recipe, recipe_of_call
@@ -62,7 +63,7 @@ class Inputs:
     offsets: torch.Tensor | None
     epilogue: Epilogue
     operands: dict[str, Any]
-    behind: bool = True
+    grouping: Grouping = ALL_ROWS
 
 
 def without_memory(shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
@@ -82,7 +83,8 @@ def inputs(case: Case, make: Make = without_memory, offsets: torch.Tensor | None
         offsets = make((case.num_experts + 1,), torch.int32)
     ep = EPILOGUES[case.epilogue]
     operands = {operand.name: _operand(operand, case, experts, half, make) for operand in ep.ir.operands}
-    return Inputs(a, b, offsets, ep, operands, case.behind)
+    grouping = Grouping(case.behind, to=make((case.M,), torch.int64) if case.sent else None)
+    return Inputs(a, b, offsets, ep, operands, grouping)
 
 
 def _operand(operand: Operand, case: Case, experts: tuple[int, ...], half: torch.dtype, make: Make) -> Any:
@@ -101,7 +103,7 @@ def planned(given: Inputs) -> tuple[sm90.Call, Config]:
         raise ValueError(f"epilogue {given.epilogue.ir.name}: the Hopper kernel doesn't take it: {refusal}")
     out_dtype = given.a.dtype if isinstance(given.a, torch.Tensor) else torch.bfloat16
     return hopper.planned(
-        given.a, given.b, given.offsets, given.epilogue.ir, out_dtype, given.operands, NUM_SMS, given.behind
+        given.a, given.b, given.offsets, given.epilogue.ir, out_dtype, given.operands, NUM_SMS, given.grouping
     )
 
 

@@ -3,7 +3,9 @@
 import json
 import re
 
-from envoi.epilogue.slots import piece_columns
+import torch
+
+from envoi.epilogue.slots import piece_columns, slots
 from envoi.gemm import hopper, tune
 from envoi.gemm.config import Problem
 from envoi.sass import hopper_recipes
@@ -48,7 +50,7 @@ def case_of(key: str) -> Case:
     num_experts = next((int(kind.removeprefix("groups")) for kind in kinds if kind.startswith("groups")), 0)
     name = key.replace(" ", "-")
     for epilogue in TRIED:
-        case = Case(f"tuned-{name}", epilogue, M, N, K, format, num_experts)
+        case = Case(f"tuned-{name}", epilogue, M, N, K, format, num_experts, sent="sent" in kinds)
         if num_sms == hopper_recipes.NUM_SMS and _key(case) == key:
             return case
     raise ValueError(
@@ -61,6 +63,8 @@ def _key(case: Case) -> str:
     """What the case's config is filed under; "" if the Hopper kernel doesn't take the case."""
     given = hopper_recipes.inputs(case)
     ir = given.epilogue.ir
+    if case.sent and [slot.kind for slot in slots(ir, torch.bfloat16)] != ["tile"]:
+        return ""
     if case.N % piece_columns(ir) or hopper.supports_hopper(given.a, given.b, ir):
         return ""
     call, _ = hopper_recipes.planned(given)

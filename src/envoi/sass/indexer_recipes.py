@@ -5,7 +5,7 @@ from typing import Any
 
 import torch
 
-from envoi.indexer import certificate, exact, fast, kernel_exact, kernel_scores, kernel_select, kernel_sm90
+from envoi.indexer import certificate, exact, fast, kernel_exact, kernel_rank, kernel_scores, kernel_sift, kernel_sm90
 from envoi.sass.compile import Recipe, recipe_of_call
 
 NUM_PAGES, WIDTH, HEADS, K = 4096, 2048, 64, 2048
@@ -38,18 +38,13 @@ def _scores_sm90(p: fast.Problem) -> tuple:
     return fast.hopper_arguments(p, fast.workspace(p), 0, p.num_rows)
 
 
-def _threshold(p: fast.Problem) -> tuple:
-    errors = _empty(p.num_rows, dtype=torch.int32)
-    return fast.threshold_arguments(p, fast.workspace(p), 0, p.num_rows, errors, True)
-
-
 def _sift(p: fast.Problem) -> tuple:
-    return fast.sift_arguments(p, fast.workspace(p), p.num_rows, True, False)
+    return fast.sift_arguments(p, fast.workspace(p), 0, p.num_rows, False)
 
 
 def _rank(p: fast.Problem) -> tuple:
-    out = _empty(p.num_rows, p.k, dtype=torch.int32)
-    return fast.rank_arguments(p, fast.workspace(p), 0, p.num_rows, out, True, True)
+    out, errors = _empty(p.num_rows, p.k, dtype=torch.int32), _empty(p.num_rows, dtype=torch.int32)
+    return fast.rank_arguments(p, fast.workspace(p), 0, p.num_rows, out, errors, True, True)
 
 
 def _exact(p: fast.Problem) -> tuple:
@@ -65,9 +60,8 @@ def _short(p: fast.Problem) -> tuple:
 KERNELS: dict[str, tuple[Any, Callable[[fast.Problem], tuple]]] = {
     "scores": (kernel_scores.scores_kernel, _scores),
     "scores-sm90": (kernel_sm90.scores_kernel, _scores_sm90),
-    "threshold": (kernel_select.threshold_kernel, _threshold),
-    "sift": (kernel_select.sift_kernel, _sift),
-    "rank": (kernel_select.rank_kernel, _rank),
+    "sift": (kernel_sift.sift_kernel, _sift),
+    "rank": (kernel_rank.rank_kernel, _rank),
     "exact": (kernel_exact.exact_kernel, _exact),
     "short": (kernel_exact.short_kernel, _short),
 }

@@ -6,9 +6,11 @@ first line is what `envoi sass --list` prints. It imports the kernel itself, so 
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from importlib import import_module
 from typing import TYPE_CHECKING
 
 from envoi.sass.hopper_cases import CASES, Case
+from envoi.sass.mx_cases import MX_CASES, MxCase
 from envoi.sass.router_cases import ROUTER_CASES, RouterCase
 
 if TYPE_CHECKING:
@@ -172,68 +174,53 @@ def _rows_triton(arch: str) -> "Recipe":
     return triton_recipes.rows(arch, expert_l1("swiglu", None, False, "fp8_row"))
 
 
-@kernel("experts-sort", arches=TRITON_ARCHES)
-def _experts_sort(arch: str) -> "Recipe":
-    """Where each slot's row is among those sorted by expert."""
-    from envoi.sass import expert_recipes
+def _around(name: str, about: str, module: str, function: str, *arguments: str | None) -> None:
+    """Register a Triton kernel around the experts' GEMMs, whose recipe is `envoi.sass.<module>.<function>`."""
 
-    return expert_recipes.sort(arch)
+    def recipe(arch: str) -> "Recipe":
+        return getattr(import_module(f"envoi.sass.{module}"), function)(arch, *arguments)
 
-
-@kernel("experts-gather", arches=TRITON_ARCHES)
-def _experts_gather(arch: str) -> "Recipe":
-    """Tokens to the rows of their slots, in bf16."""
-    from envoi.sass import expert_recipes
-
-    return expert_recipes.gather(arch, None)
+    recipe.__doc__ = about
+    kernel(name, arches=TRITON_ARCHES)(recipe)
 
 
-@kernel("experts-gather-fp8-row", arches=TRITON_ARCHES)
-def _experts_gather_fp8_row(arch: str) -> "Recipe":
-    """The same, quantised with a scale a row."""
-    from envoi.sass import expert_recipes
-
-    return expert_recipes.gather(arch, "fp8_row")
-
-
-@kernel("experts-gather-fp8-block128", arches=TRITON_ARCHES)
-def _experts_gather_fp8_block128(arch: str) -> "Recipe":
-    """The same, quantised with a scale per 1x128."""
-    from envoi.sass import expert_recipes
-
-    return expert_recipes.gather(arch, "fp8_1x128")
-
-
-@kernel("experts-gather-mxfp8", arches=TRITON_ARCHES)
-def _experts_gather_mxfp8(arch: str) -> "Recipe":
-    """The same, quantised to MXFP8."""
-    from envoi.sass import expert_recipes
-
-    return expert_recipes.gather(arch, "mxfp8")
-
-
-@kernel("experts-quantize-fp8-row", arches=TRITON_ARCHES)
-def _experts_quantize_fp8_row(arch: str) -> "Recipe":
-    """Between the experts' GEMMs: rows in bf16, quantised with a scale a row."""
-    from envoi.sass import expert_recipes
-
-    return expert_recipes.quantize(arch, "fp8_row")
-
-
-@kernel("experts-quantize-fp8-block128", arches=TRITON_ARCHES)
-def _experts_quantize_fp8_block128(arch: str) -> "Recipe":
-    """The same with a scale per 1x128."""
-    from envoi.sass import expert_recipes
-
-    return expert_recipes.quantize(arch, "fp8_1x128")
-
-
-@kernel("experts-combine", arches=TRITON_ARCHES)
-def _experts_combine(arch: str) -> "Recipe":
-    """Tokens as the sums of their slots' rows."""
-    from envoi.sass import expert_recipes
-
-    return expert_recipes.combine(arch)
+_around("experts-sort", "Where each slot's row is among those sorted by expert.", "expert_recipes", "sort")
+_around("experts-gather", "Tokens to the rows of their slots, in bf16.", "expert_recipes", "gather", None)
+_around("experts-gather-fp8-row", "The same, quantised with a scale a row.", "expert_recipes", "gather", "fp8_row")
+_around(
+    "experts-gather-fp8-block128",
+    "The same, quantised with a scale per 1x128.",
+    "expert_recipes",
+    "gather",
+    "fp8_1x128",
+)
+_around("experts-gather-mxfp8", "The same, quantised to MXFP8.", "expert_recipes", "gather", "mxfp8")
+_around(
+    "experts-quantize-fp8-row",
+    "Between the experts' GEMMs: rows in bf16, quantised with a scale a row.",
+    "expert_recipes",
+    "quantize",
+    "fp8_row",
+)
+_around("experts-quantize-fp8-block128", "The same with a scale per 1x128.", "expert_recipes", "quantize", "fp8_1x128")
+_around("experts-combine", "Tokens as the sums of their slots' rows.", "expert_recipes", "combine")
+_around("ep-publish-bf16", "Tokens to where peers read them, slots sorted by expert.", "ep_recipes", "publish", "bf16")
+_around(
+    "ep-publish-fp8-block128",
+    "Tokens, quantised to 1x128, to where peers read them.",
+    "ep_recipes",
+    "publish",
+    "fp8_block128",
+)
+_around("ep-announce", "Which expert each slot wants, to all peers; waits for theirs.", "ep_recipes", "announce")
+_around("ep-pull-bf16", "Peers' tokens in bf16 to rows by expert.", "ep_recipes", "pull", "bf16")
+_around("ep-pull-fp8-row", "Peers' tokens in fp8_row to rows by expert.", "ep_recipes", "pull", "fp8_row")
+_around(
+    "ep-pull-fp8-block128", "Peers' tokens in fp8_block128 to rows by expert.", "ep_recipes", "pull", "fp8_block128"
+)
+_around("ep-pull-mxfp8", "Peers' tokens in MXFP8 to rows by expert.", "ep_recipes", "pull", "mxfp4")
+_around("ep-meet", "Tells peers that their rows have been sent, and waits for the same.", "ep_recipes", "meet")
+_around("ep-sum", "Sums of tokens' slots.", "ep_recipes", "sums")
 
 
 def _hopper(case: Case) -> "Callable[[str], Recipe]":
@@ -250,6 +237,38 @@ def _hopper(case: Case) -> "Callable[[str], Recipe]":
 
 for _case in CASES:
     kernel(_case.title, arches=("sm_90",))(_hopper(_case))
+
+
+def _mx(case: MxCase) -> "Callable[[str], Recipe]":
+    """The recipe of a case of the Hopper GEMM for MX weights."""
+
+    def recipe(arch: str) -> "Recipe":
+        from envoi.sass import mx_recipes
+
+        return mx_recipes.recipe(case, arch)
+
+    recipe.__doc__ = f"GEMM on Hopper for MX weights: {case}."
+    return recipe
+
+
+for _case in MX_CASES:
+    kernel(_case.title, arches=("sm_90",))(_mx(_case))
+
+
+@kernel("mx-tokens-4", arches=("sm_90",))
+def _mx_tokens_4(arch: str) -> "Recipe":
+    """MXFP8 tokens to bf16, in the order of K that MXFP4 weights ask for."""
+    from envoi.sass import mx_recipes
+
+    return mx_recipes.tokens(4, arch)
+
+
+@kernel("mx-tokens-8", arches=("sm_90",))
+def _mx_tokens_8(arch: str) -> "Recipe":
+    """The same for MXFP8 weights."""
+    from envoi.sass import mx_recipes
+
+    return mx_recipes.tokens(8, arch)
 
 
 def _router(case: RouterCase) -> "Callable[[str], Recipe]":
@@ -280,15 +299,9 @@ def _indexer_scores(arch: str) -> "Recipe":
     return _indexer("scores", arch)
 
 
-@kernel("indexer-threshold", arches=("sm_90", "sm_100", "sm_103"))
-def _indexer_threshold(arch: str) -> "Recipe":
-    """The bin of the k-th best score, from a histogram."""
-    return _indexer("threshold", arch)
-
-
 @kernel("indexer-sift", arches=("sm_90", "sm_100", "sm_103"))
 def _indexer_sift(arch: str) -> "Recipe":
-    """What may be among the k best, in one pass over the scores."""
+    """What may be among the k best, in one pass over the scores, by a bound from groups of them."""
     return _indexer("sift", arch)
 
 

@@ -9,6 +9,7 @@ from envoi.epilogue.library import expert_l1, store
 from envoi.experts import launch
 from envoi.experts.permute import permute, take_rows
 from envoi.experts.reference import quantize_tokens
+from envoi.gemm.grouping import EXPERTS_ROWS
 from envoi.gemm.reference import accumulate_groups
 from envoi.gemm.select import run_kernels
 from envoi.quant import FORMATS, SCHEMES, format_named, quantize
@@ -128,7 +129,7 @@ def test_a_grouped_gemm_leaves_rows_of_no_expert_alone(ep, N, used):
     a[used:] = torch.nan
     offsets = torch.tensor([0, used // 2, used], dtype=torch.int32)
     operands = {"weight": torch.rand(9)} if ep is not store else {}
-    got, *sf = run_kernels(a, b, offsets, ep.ir, torch.bfloat16, operands, behind=False)
+    got, *sf = run_kernels(a, b, offsets, ep.ir, torch.bfloat16, operands, EXPERTS_ROWS)
     assert bool((got.view(torch.uint8)[used:] == 255).all())
     assert bool(got.float()[:used].isfinite().all())
     if ep is store:

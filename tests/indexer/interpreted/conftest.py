@@ -10,8 +10,11 @@ collect_ignore_glob = [] if env.interpreting() else ["test_*.py"]
 
 @pytest.fixture(autouse=True)
 def few_programs(monkeypatch):
-    """The interpreter takes its time for each."""
-    from envoi.indexer import fast
+    """The interpreter takes its time for each, and for each turn of a loop."""
+    import triton.language as tl
 
-    monkeypatch.setattr(fast, "RANKED", 128)
-    monkeypatch.setattr(fast, "BLOCK", 2048)
+    from envoi.indexer import fast, kernel_rank
+
+    for name, size in (("MINE", 256), ("OTHERS", 256), ("CHUNK", 2048)):
+        monkeypatch.setattr(kernel_rank, name, tl.constexpr(size))
+    monkeypatch.setattr(fast, "BLOCKS", (2048,))

@@ -48,13 +48,21 @@ def test_lengths(lengths):
     assert_sorted_own(one(lengths, num_heads=64).tensors())
 
 
-def test_many_candidates():
-    """More ties at the boundary than one pass over the candidates takes, behind some better scores."""
+@pytest.mark.parametrize("ordered", [True, False])
+def test_many_candidates(ordered):
+    """More ties at the boundary than are ranked without being narrowed down, behind some better scores."""
     values = torch.ones(80, 64, 128)
     values[3, :20] = 2.0
     cache = pack_cache(values.to(torch.float8_e4m3fn), torch.ones(80, 64))
     q, _, weights, seq_lens, table = one((5000,), num_heads=32).tensors()
-    assert_sorted_own((q, cache, weights.abs(), seq_lens, table))
+    tensors = (q, cache, weights.abs(), seq_lens, table)
+    if ordered:
+        assert_sorted_own(tensors)
+    else:
+        want = reference.best(scores(problem(tensors))[0, :5000], 512).sort().values
+        assert (
+            indexer_topk(*tensors, k=512, mode="fast", output="positions", ordered=False)[0].tolist() == want.tolist()
+        )
 
 
 def test_nan_and_infinity():

@@ -10,7 +10,7 @@ from tests.helpers.accuracy import assert_same_bits
 from tests.router.sides import FIELDS, judge, judge_logits, looked_up, normal, preset_call, random_call
 from tests.router.test_selection import RULES
 
-M, HIDDEN = 17, 64
+M, HIDDEN = 9, 64
 
 
 @pytest.mark.parametrize("name", PRESETS)
@@ -113,7 +113,7 @@ def test_many_groups_are_left_to_torch():
 @pytest.mark.parametrize("score", ["max", "top2_sum"])
 def test_groups_of_any_size(num_groups, size, score):
     rule = Rule("sigmoid", num_groups, max(2, num_groups // 2), score)
-    given = random_call(9, num_groups * size, HIDDEN, 4, rule, expert_bias=normal(num_groups * size, seed=2) * 0.1)
+    given = random_call(M, num_groups * size, HIDDEN, 4, rule, expert_bias=normal(num_groups * size, seed=2) * 0.1)
     assert given.route(return_dense=True).logits is None
     judge(given, given.route())
 

@@ -1,7 +1,8 @@
 """The indexer beside its PyTorch definition, one workload after the other; times and bytes are means over workloads.
 
 On a GPU Envoi's call is replayed from a CUDA graph, as an engine runs it; the definition waits for the device and can't
-be. Beside it the same call launched by Python, and a device copy of as many bytes.
+be. Beside it the same call launched by Python, a device copy of as many bytes, and sgl-deep-gemm's scores with
+torch.topk where that library is installed.
 
 Error: the share of the k best slots by float64 scores that were missed, over the first few workloads. Rounding may
 decide near the k-th score either way, so a few in a thousand are no fault.
@@ -16,6 +17,7 @@ from typing import cast
 import torch
 
 from envoi.bench.shapes import Case, IndexerShape
+from envoi.bench.suites.peers import deep_gemm_topk
 from envoi.bench.timing import Run, Timing, mean_timing
 from envoi.bench.trial import Bench, Trial, time_rounds
 from envoi.indexer import indexer_topk
@@ -112,6 +114,8 @@ def _baselines(x: Inputs, mode: str) -> dict[str, Callable[[], Run]]:
     found: dict[str, Callable[[], Run]] = {"pytorch": lambda: partial(definition, x)}
     if x.q.device.type == "cuda":
         found |= {"launched": lambda: partial(_ours, x, mode), "copy": lambda: _copy(x)}
+        peer = x.q, x.k_cache, x.weights, x.seq_lens, x.block_table, TOPK
+        found["sgl_deep_gemm_topk"] = lambda: deep_gemm_topk(*peer)
     return found
 
 

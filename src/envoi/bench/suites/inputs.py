@@ -13,7 +13,7 @@ from envoi.experts.permute import take_rows
 from envoi.gemm import reference
 from envoi.quant import dequantize, format_named, quantize
 from envoi.quant.formats import Scheme
-from envoi.quant.pack import deinterleave_gate_up
+from envoi.quant.pack import deinterleave_gate_up, tamed
 from envoi.types import Matrix, QuantTensor
 
 QUANTISE_AT_ONCE = 8  # experts; casts work in float32
@@ -64,7 +64,8 @@ def make(shape: GemmShape | GroupedShape, device: torch.device) -> Inputs:
 def in_format(a: torch.Tensor, b: torch.Tensor, name: str) -> Inputs:
     """bf16 matrices in a format of `FORMATS`."""
     format = format_named(name)
-    return Inputs(_cast(a, format.activations), _cast(b, format.weights), a, b)
+    weights = _cast(b, format.weights)
+    return Inputs(_cast(a, format.activations), tamed(weights) if isinstance(weights, QuantTensor) else weights, a, b)
 
 
 def _cast(x: torch.Tensor, scheme: Scheme | None) -> Matrix:

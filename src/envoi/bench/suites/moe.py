@@ -1,7 +1,9 @@
 """The experts: on one rank beside torch's grouped matmul, over ranks beside the same with all-to-alls around it.
 
-Routing is uniform and random. Error: sampled tokens against float64 on the weights as they are packed. Beside fp8 on
-one GPU stands torch's grouped matmul in FP8 with scales of rows; else torch's time is that of bf16, as its error is.
+Over NVLink a call is replayed from a CUDA graph, as servers do; torch's, which takes sizes to the host, can't be.
+Routing is uniform and random, but with skew. Error: sampled tokens against float64 on the weights as they are packed.
+Beside fp8 on one GPU stands torch's grouped matmul in FP8 with scales of rows; else torch's time is that of bf16, as
+its error is.
 """
 
 from collections.abc import Callable
@@ -47,15 +49,21 @@ def _measure_alone(shape: MoeShape, layer: Layer, bench: Bench) -> Trial:
 
 
 def _measure_ranks(shape: MoeShape, layer: Layer, bench: Bench) -> Trial:
-    parallel = ExpertParallel(layer.packed, timeout_s=60)
+    parallel = ExpertParallel(layer.packed, timeout_s=60, max_tokens=shape.num_tokens, num_topk=shape.num_topk)
+
+    def ours() -> torch.Tensor:
+        return parallel.moe(layer.tokens, layer.routing)
+
     candidates: dict[str, Callable[[], Timing]] = {
         "torch_ep": lambda: bench.clock.ranks(lambda: parallel_moe(layer, bench.num_ranks))
     }
     if bench.on_gpu and shape.format == "fp8_block128":
         candidates["sgl_deep_gemm"] = lambda: bench.clock.ranks(deep_gemm_moe(shape, layer.tokens, layer.routing))
     baselines, missing = time_baselines(candidates)
-    timing = bench.clock.ranks(lambda: parallel.moe(layer.tokens, layer.routing))
-    error = _errors(layer, parallel.moe(layer.tokens, layer.routing), parallel_moe(layer, bench.num_ranks))
+    timing = bench.clock.ranks(bench.clock.graph(ours) if parallel.transport == "nvlink" else ours)
+    error = _errors(layer, ours(), parallel_moe(layer, bench.num_ranks))
+    parallel.check()
+    dist.barrier()
     parallel.close()
     return _trial(shape, layer, timing, baselines, error, missing)
 
@@ -84,6 +92,9 @@ def _layer(shape: MoeShape, bench: Bench) -> Layer:
     gate_up = normal(num_local, 2 * shape.intermediate, shape.hidden).mul_(shape.hidden**-0.5)
     down = normal(num_local, shape.hidden, shape.intermediate).mul_(shape.intermediate**-0.5)
     uniform = torch.rand(shape.num_tokens, shape.num_experts, generator=source, device=bench.device)
+    if shape.skew != 1.0:
+        hit = torch.rand(shape.num_tokens, generator=source, device=bench.device)
+        uniform[:, 0] = (hit < shape.skew * shape.num_topk / shape.num_experts) * 4.0 - 2.0
     ids = uniform.topk(shape.num_topk).indices.to(torch.int32)
     weights = torch.rand(ids.shape, generator=source, device=bench.device)
     routing = Routing(weights / weights.sum(1, keepdim=True), ids, shape.num_experts)
@@ -103,7 +114,8 @@ def _concat(weights: list[Matrix]) -> Matrix:
     if isinstance(first, torch.Tensor):
         return torch.cat([weight for weight in weights if isinstance(weight, torch.Tensor)])
     quantised = [weight for weight in weights if isinstance(weight, QuantTensor)]
-    return replace(first, values=torch.cat([q.values for q in quantised]), sf=torch.cat([q.sf for q in quantised]))
+    values, sf = torch.cat([q.values for q in quantised]), torch.cat([q.sf for q in quantised])
+    return replace(first, values=values, sf=sf, tame=all(q.tame for q in quantised))
 
 
 def _num_bytes(weight: Matrix) -> int:

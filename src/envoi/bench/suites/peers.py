@@ -38,6 +38,31 @@ def deep_gemm_moe(shape: MoeShape, tokens: torch.Tensor, routing: Routing) -> Ru
     return lambda: deep_gemm.fp8_mega_moe(out, l1, l2, buffer)
 
 
+def deep_gemm_topk(
+    q: torch.Tensor, k_cache: torch.Tensor, weights: torch.Tensor, seq_lens: torch.Tensor, block_table: torch.Tensor,
+    k: int,
+) -> Run:  # fmt: skip
+    """sgl-deep-gemm's FP8 scores over a paged cache, and torch.topk of them: positions, without ties' order.
+
+    The plan of its launch is made here, outside the call. Raises ModuleNotFoundError where the library isn't installed.
+    """
+    deep_gemm: Any = importlib.import_module("deep_gemm")
+    page_size, width = k_cache.shape[1], block_table.shape[1]
+    num_sms = torch.cuda.get_device_properties(q.device).multi_processor_count
+    table = block_table.clamp(max=k_cache.shape[0] - 1)  # it also reads columns behind a request's last page
+    cache = k_cache.view(torch.uint8)
+    plan = deep_gemm.get_paged_mqa_logits_metadata(seq_lens, page_size, num_sms)
+    num_chosen = min(k, width * page_size)
+
+    def run() -> torch.Tensor:
+        scores = deep_gemm.fp8_paged_mqa_logits(
+            q.unsqueeze(1), cache, weights, seq_lens, table, plan, width * page_size, True
+        )
+        return scores.topk(num_chosen).indices
+
+    return run
+
+
 def _fp8_weights(num_experts: int, rows: int, columns: int, device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
     values = torch.randn(num_experts, rows, columns, device=device, dtype=torch.bfloat16).to(torch.float8_e4m3fn)
     return values, torch.full((num_experts, rows // 128, columns // 128), 0.02, device=device)

@@ -1,0 +1,247 @@
+"""The path across ranks of one NVLink domain: kernels that read and write peers' memory. A CUDA graph can hold a call.
+
+    publish               tokens to where peers read them; slots sorted by expert
+    announce              slots to the peers; wait for theirs
+    pull                  peers' tokens -> rows by expert
+    L1 -> L2              as on one rank; L2 sends each row to the slot that it came from
+    meet -> sum           wait for the peers' rows; slots -> tokens
+
+Memory is used again by the next call without a further meeting: a rank gets to its next `publish` only after all have
+met, so after all have pulled; and to its next L2 only after all have announced again, so after all have summed. Within
+a rank the order of one stream is what keeps calls apart.
+"""
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from envoi.ep.memory import TOKENS, Plan
+from envoi.experts import launch
+from envoi.experts.launch import Launch, Places
+from envoi.gemm.config import power_of_two
+from envoi.gemm.grouping import Grouping
+from envoi.types import ExpertWeights, Matrix
+
+REFUSED_ON_HOST = 3  # of `report`, as in kernel_triton
+LATE = {1: "dispatch", 2: "combine"}  # of `report`, and the step
+SORTED = 2048  # slots that are sorted at once
+CHUNKS = 8  # programs that announce to one peer
+PULLS_PER_SM = 8  # programs that pull, 4 warps each
+WARPS = {"num_warps": 4}
+
+
+@dataclass
+class Domain:
+    """What the calls of a rank use again and again.
+
+    memory: this rank's, uint8, that peers reach at `peers` [num_ranks] int64. shift, offsets, state: of the call under
+    way. report [2, num_ranks] int32: who was late, and whose arguments were refused, in memory that the host reads
+    without waiting.
+    rows, row_weights, row_to: room for all rows that may come, their weights, and where they go back to.
+    """
+
+    plan: Plan
+    rank: int
+    expert_offsets: list[int]
+    timeout_s: float
+    memory: torch.Tensor
+    peers: torch.Tensor
+    shift: torch.Tensor
+    offsets: torch.Tensor
+    state: torch.Tensor
+    report: torch.Tensor
+    rows: Matrix
+    row_weights: torch.Tensor
+    row_to: torch.Tensor
+    handle: Any = None  # keeps the peers' memory mapped
+    watch: Any = None  # where the ranks leave word of what they refused, and of who was late
+
+    @property
+    def first_expert(self) -> int:
+        """This rank's first."""
+        return self.expert_offsets[self.rank]
+
+    @property
+    def on_gpu(self) -> bool:
+        """False in the interpreter; "meta" stands for a GPU."""
+        return self.memory.device.type != "cpu"
+
+    @property
+    def num_local(self) -> int:
+        """Experts of this rank."""
+        return self.expert_offsets[self.rank + 1] - self.first_expert
+
+
+def supports_nvlink(experts: ExpertWeights) -> str:
+    """Why the kernels can't be used with these experts; "" if they can."""
+    if not launch.supported(experts.device):
+        return f"no kernels on {experts.device}"
+    return "" if experts.hidden % 16 == 0 else f"hidden {experts.hidden} isn't a multiple of 16"
+
+
+def allocate(
+    plan: Plan, rank: int, expert_offsets: list[int], timeout_s: float, device: torch.device, shared: bool = True
+) -> Domain:
+    """All memory of a rank, the peers' still unknown. shared: peers may map it; False is for tests in one process.
+
+    Room for as many rows as there may be: every slot of every rank, since a token may name an expert twice.
+    """
+    memory = _shareable(plan.at[-1], device) if shared else torch.empty(plan.at[-1], dtype=torch.uint8, device=device)
+    memory[: plan.at[TOKENS]].zero_()
+    num_local, capacity = expert_offsets[rank + 1] - expert_offsets[rank], plan.num_ranks * plan.room
+
+    def ints(*shape: int, dtype: torch.dtype = torch.int32) -> torch.Tensor:
+        return torch.zeros(shape, dtype=dtype, device=device)
+
+    report = torch.zeros(2, plan.num_ranks, dtype=torch.int32, pin_memory=device.type == "cuda")
+    domain = Domain(
+        plan, rank, expert_offsets, timeout_s, memory, ints(plan.num_ranks, dtype=torch.int64),
+        ints(plan.num_ranks, num_local), ints(num_local + 1), ints(4), report,
+        launch.empty_rows(capacity, plan.hidden, plan.scheme, device),
+        torch.empty(capacity, dtype=torch.float32, device=device), ints(capacity, dtype=torch.int64),
+    )  # fmt: skip
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)  # peers raise flags here as soon as they may
+    return domain
+
+
+def _shareable(num_bytes: int, device: torch.device) -> torch.Tensor:
+    import torch.distributed._symmetric_memory as symmetric
+
+    return symmetric.empty(num_bytes, dtype=torch.uint8, device=device)
+
+
+def connect(domain: Domain, group: dist.ProcessGroup) -> None:
+    """Map the peers' memory. Collective; RuntimeError where the ranks can't reach each other's."""
+    import torch.distributed._symmetric_memory as symmetric
+
+    domain.handle = symmetric.rendezvous(domain.memory, group)
+    know_peers(domain, list(domain.handle.buffer_ptrs))
+
+
+def know_peers(domain: Domain, addresses: list[int]) -> None:
+    """addresses: of all ranks' memory, as this rank sees them."""
+    domain.peers.copy_(torch.tensor(addresses, dtype=torch.int64))
+
+
+def moe(
+    domain: Domain, tokens: torch.Tensor, topk_weights: torch.Tensor, topk_ids: torch.Tensor, experts: ExpertWeights
+) -> torch.Tensor:
+    """tokens [M, H] bf16 of this rank -> [M, H] bf16; NaN if a rank was late or refused its arguments."""
+    places = dispatch(domain, tokens, topk_weights, topk_ids)
+    expert_mlp(domain, experts, topk_ids.numel())
+    return combine(domain, places)
+
+
+def dispatch(domain: Domain, tokens: torch.Tensor, topk_weights: torch.Tensor, topk_ids: torch.Tensor) -> Places:
+    """This rank's tokens to the experts' ranks, their tokens to domain.rows; where this rank's slots are."""
+    places = publish(domain, tokens, topk_ids)
+    run("announce_kernel", announce_arguments(domain, topk_ids.contiguous(), topk_weights.contiguous(), places))
+    run("pull_kernel", pull_arguments(domain))
+    return places
+
+
+def expert_mlp(domain: Domain, experts: ExpertWeights, num_slots: int) -> None:
+    """domain.rows through this rank's experts to the slots that they came from. num_slots: of this rank, as a guess at
+    what the others have."""
+    plan = domain.plan
+    expected = plan.num_ranks * (num_slots or plan.room) * domain.num_local // plan.num_experts
+    grouping = Grouping(behind=False, expected=expected, to=domain.row_to)
+    launch.expert_mlp(domain.rows, domain.row_weights, domain.offsets, experts, grouping)
+
+
+def combine(domain: Domain, places: Places) -> torch.Tensor:
+    """Once all peers have sent what they have: [M, H] bf16."""
+    run("meet_kernel", meet_arguments(domain))
+    slot_to_pos = places.slot_to_pos
+    out = torch.empty(len(slot_to_pos), domain.plan.hidden, dtype=torch.bfloat16, device=slot_to_pos.device)
+    if len(out):
+        run("sum_kernel", sum_arguments(domain, slot_to_pos, out))
+    return out
+
+
+def refuse(domain: Domain) -> None:
+    """Tell all peers that this rank's arguments are wrong, instead of a call."""
+    none = torch.empty(0, 1, dtype=torch.int32, device=domain.memory.device)
+    places = publish(domain, none.to(torch.bfloat16).view(0, 1).expand(0, domain.plan.hidden), none)
+    run("announce_kernel", announce_arguments(domain, none, none.float(), places, REFUSED_ON_HOST))
+    run("meet_kernel", meet_arguments(domain))
+
+
+def publish(domain: Domain, tokens: torch.Tensor, topk_ids: torch.Tensor) -> Places:
+    """This rank's tokens to where peers read them; where its slots are among its own by expert."""
+    places = launch.empty_places(topk_ids, domain.plan.num_experts)
+    run("publish_kernel", publish_arguments(tokens, topk_ids, places, domain.plan.tokens_in(domain.memory)))
+    return places
+
+
+def publish_arguments(tokens: torch.Tensor, topk_ids: torch.Tensor, places: Places, mine: Matrix) -> Launch:
+    """Grid, arguments and options of `publish_kernel`. mine: this rank's tokens, as peers read them."""
+    tokens = tokens if tokens.stride(1) == 1 else tokens.contiguous()
+    num_experts, (M, width) = len(places.offsets) - 1, tokens.shape
+    values, sf, block, *form = launch.quantised(mine, width)
+    arguments = (
+        tokens, tokens.stride(0), values, sf, width, topk_ids.contiguous(), places.offsets, places.slot_to_pos,
+        topk_ids.numel(), num_experts, block, *form,
+        launch.FEW_SLOTS if topk_ids.numel() <= launch.FEW_SLOTS else SORTED,
+    )  # fmt: skip
+    return (num_experts + 1 + M, -(-width // block)), arguments, launch.warps(block)
+
+
+def announce_arguments(
+    domain: Domain, topk_ids: torch.Tensor, topk_weights: torch.Tensor, places: Places, trouble: int = 0
+) -> Launch:
+    """Grid, arguments and options of `announce_kernel`."""
+    plan = domain.plan
+    shape = (power_of_two(domain.num_local), power_of_two(plan.num_ranks))
+    arguments = (
+        topk_ids, places.slot_to_pos, places.offsets, topk_weights, domain.peers, plan.at, domain.shift, domain.offsets,
+        domain.state, domain.report, domain.rank, plan.num_ranks, *topk_ids.shape, plan.room, plan.num_experts,
+        domain.first_expert, domain.num_local, trouble, int(domain.timeout_s * 1e6),
+        CHUNKS, power_of_two(plan.num_experts + 1), shape, domain.on_gpu,
+    )  # fmt: skip
+    return (plan.num_ranks, CHUNKS), arguments, WARPS
+
+
+def pull_arguments(domain: Domain) -> Launch:
+    """Grid, arguments and options of `pull_kernel`."""
+    plan, rows = domain.plan, domain.rows
+    values, sf = (rows, None) if isinstance(rows, torch.Tensor) else (rows.values, rows.sf)
+    if sf is not None:
+        sf = sf.view(torch.uint8) if sf.itemsize == 1 else sf.view(torch.int32)
+    num_words = plan.row_bytes // 4
+    arguments = (
+        domain.peers, plan.at, domain.shift, domain.state, values.view(torch.int32), sf, domain.row_weights,
+        domain.row_to, domain.rank, plan.num_ranks, plan.room, domain.first_expert, domain.num_local, num_words,
+        plan.num_sf, plan.slot_bytes, power_of_two(plan.num_topk), power_of_two(num_words),
+        power_of_two(plan.num_sf) if plan.num_sf else 0,
+    )  # fmt: skip
+    num_sms = 1 if not values.is_cuda else torch.cuda.get_device_properties(values.device).multi_processor_count
+    return (PULLS_PER_SM * num_sms,), arguments, WARPS
+
+
+def meet_arguments(domain: Domain) -> Launch:
+    """Grid, arguments and options of `meet_kernel`."""
+    arguments = (
+        domain.peers, domain.plan.at, domain.state, domain.report, domain.rank, int(domain.timeout_s * 1e6),
+        domain.on_gpu,
+    )  # fmt: skip
+    return (domain.plan.num_ranks,), arguments, WARPS
+
+
+def sum_arguments(domain: Domain, slot_to_pos: torch.Tensor, out: torch.Tensor) -> Launch:
+    """Grid, arguments and options of `sum_kernel`."""
+    (M, k), width = slot_to_pos.shape, out.shape[1]
+    block = min(launch.SUMMED, power_of_two(width))
+    slots = domain.plan.slots_in(domain.memory)
+    return (M, -(-width // block)), (slots, slot_to_pos, out, domain.state, width, k, block), launch.warps(block)
+
+
+def run(name: str, given: Launch) -> None:
+    """Launch a kernel of this folder."""
+    from envoi.ep import kernel_triton
+
+    grid, arguments, options = given
+    getattr(kernel_triton, name)[grid](*arguments, **options)

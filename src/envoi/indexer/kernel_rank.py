@@ -1,0 +1,133 @@
+# What the compiler sees isn't what type checkers see.
+# pyright: reportAttributeAccessIssue=false, reportArgumentType=false, reportCallIssue=false
+"""The k best of each row's list to their places in the output.
+
+    rank(x) = how many composites of the list are better than x;   out[rank(x)] = x's slot, if rank(x) < k
+
+One program ranks a class: behind all of the better classes, and among its own. Where a class has overflowed, each
+program ranks a share of the row's list among all of it. A list of more than MOST is narrowed down to its k best for
+that, by 8 bits a pass: rows with many equal scores, mostly. So is every list if the output is to be in the order of
+positions; then those count.
+"""
+
+import triton
+import triton.language as tl
+
+from envoi.indexer.kernel_scores import CLASSES, INTEGERS, PAGE, TALLIES
+from envoi.indexer.kernel_sift import CAPACITY, LAST, tokens_of
+
+MOST: tl.constexpr = tl.constexpr(4096)
+MINE: tl.constexpr = tl.constexpr(128)  # composites that are ranked at a time,
+OTHERS: tl.constexpr = tl.constexpr(8)  # beside so many
+FILL: tl.constexpr = tl.constexpr(64)
+CHUNK: tl.constexpr = tl.constexpr(512)  # composites that are narrowed down at a time
+DIGIT: tl.constexpr = tl.constexpr(8)
+DIGITS: tl.constexpr = tl.constexpr(256)
+LOWEST: tl.constexpr = tl.constexpr(-(1 << 60))  # of all composites
+NOTHING: tl.constexpr = tl.constexpr(-(1 << 63))
+
+
+@triton.jit
+def pick(counts, wanted, SIZE: tl.constexpr):
+    """The digit that the wanted-th best has, how many have a better one, how many have it."""
+    ids = tl.arange(0, SIZE)
+    better = tl.sum(counts, 0) - tl.cumsum(counts, 0)
+    at = tl.sum((better + counts >= wanted).to(tl.int32), 0) - 1
+    return at, tl.sum(tl.where(ids == at, better, 0), 0), tl.sum(tl.where(ids == at, counts, 0), 0)
+
+
+@triton.jit
+def least_of_best(listed, total, wanted):
+    """A number that exactly `wanted` composites of a longer list reach."""
+    shift = total * 0 + 64
+    prefix = total.to(tl.int64) * 0
+    inside = total
+    left = total * 0 + wanted
+    while (shift > 0) & (inside > left):
+        shift -= DIGIT
+        counts = tl.zeros((DIGITS,), tl.int32)
+        for first in range(0, total, CHUNK):
+            ids = first + tl.arange(0, CHUNK)
+            found = (tl.load(listed + ids, mask=ids < total, other=LOWEST) - LOWEST) >> shift
+            mine = (ids < total) & ((found >> DIGIT) == prefix)
+            counts += tl.histogram((found & (DIGITS - 1)).to(tl.int32), DIGITS, mask=mine)
+        at, better, inside = pick(counts, left, DIGITS)
+        left -= better
+        prefix = prefix * DIGITS + at
+    return (prefix << shift) + LOWEST
+
+
+@triton.jit
+def narrow(listed, kept, total, wanted, ORDERED: tl.constexpr):
+    """Copy the best of a list, `wanted` at most, to where all programs of the row copy them; returns how many.
+
+    Unless ORDERED, the lowest positions are best from here on.
+    """
+    least = tl.zeros((), tl.int64) + LOWEST
+    if total > wanted:
+        least = least_of_best(listed, total, wanted)
+    num_kept = total * 0
+    for first in range(0, total, CHUNK):
+        ids = first + tl.arange(0, CHUNK)
+        found = tl.load(listed + ids, mask=ids < total, other=NOTHING)
+        keep = found >= least
+        place = kept + num_kept + tl.cumsum(keep.to(tl.int32), 0) - 1
+        tl.store(place, found if ORDERED else found & LAST, mask=keep)
+        num_kept += tl.sum(keep.to(tl.int32), 0)
+    tl.debug_barrier()
+    return num_kept
+
+
+@triton.jit
+def rank_and_put(out, listed, first, total, table, before, K: tl.constexpr, SLOTS: tl.constexpr):
+    """MINE composites of a list to their places in the output. before: better ones that aren't in the list."""
+    ids = first + tl.arange(0, MINE)
+    mine = tl.load(listed + ids, mask=ids < total, other=NOTHING)
+    found = (mine & LAST).to(tl.int32) ^ LAST
+    if SLOTS:
+        page = tl.load(table + found // PAGE, mask=ids < total, other=0)
+        found = page * PAGE + found % PAGE
+    better = tl.zeros((OTHERS, MINE), tl.int32)
+    for other in range(0, total, OTHERS):
+        beside = other + tl.arange(0, OTHERS)
+        others = tl.load(listed + beside, mask=beside < total, other=NOTHING)
+        better += (others[:, None] > mine[None, :]).to(tl.int32)
+    rank = before + tl.sum(better, 0)
+    tl.store(out + rank, found, mask=(ids < total) & (rank < K))
+
+
+@triton.jit(do_not_specialize=INTEGERS)
+def rank_kernel(
+    listed, classes, tallies, seq_lens, table, out, errors, first_row, num_rows, width,
+    NEXT_N: tl.constexpr, K: tl.constexpr, SLOTS: tl.constexpr, ORDERED: tl.constexpr,
+):  # fmt: skip
+    """A class of a row, or as large a share of its list. Behind the last is -1."""
+    own = tl.program_id(1)
+    part = tl.program_id(0)
+    row = first_row + own
+    tallies += own * TALLIES
+    n, error = tokens_of(seq_lens, tallies, row, first_row + num_rows, NEXT_N, width)
+    table += (row // NEXT_N).to(tl.int64) * width
+    out += row.to(tl.int64) * K
+    tl.store(errors + row, error, mask=part == 0)
+    for first in range(part * FILL, K, CLASSES * FILL):
+        ids = first + tl.arange(0, FILL)
+        tl.store(out + ids, -1, mask=(ids >= n) & (ids < K))
+    if n == 0:
+        return
+    ids = tl.arange(0, CLASSES)
+    sizes = tl.load(tallies + ids)
+    classes += own * (CLASSES * CAPACITY)
+    if ORDERED & (tl.max(sizes, 0) <= CAPACITY):
+        size = tl.sum(tl.where(ids == part, sizes, 0), 0)
+        before = tl.sum(tl.where(ids < part, sizes, 0), 0)
+        for first in range(0, tl.where(before < K, size, 0), MINE):
+            rank_and_put(out, classes + part * CAPACITY, first, size, table, before, K, SLOTS)
+    else:
+        total = tl.load(tallies + CLASSES)
+        listed += own.to(tl.int64) * width * PAGE
+        if (total > MOST) | (not ORDERED):
+            total = narrow(listed, classes, total, K, ORDERED)
+            listed = classes
+        for first in range(part * MINE, total, CLASSES * MINE):
+            rank_and_put(out, listed, first, total, table, 0, K, SLOTS)

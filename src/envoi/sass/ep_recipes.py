@@ -1,0 +1,74 @@
+"""Recipes of the kernels between ranks, of tensors without memory: 4 ranks, 2048 tokens each, 6 of 256 experts each."""
+
+import torch
+
+from envoi.ep import kernel_triton, nvlink
+from envoi.ep.memory import Plan
+from envoi.experts import launch
+from envoi.experts.launch import Launch, Places
+from envoi.sass.compile import Recipe, recipe_of_call
+
+M, NUM_TOPK, NUM_EXPERTS, HIDDEN, NUM_RANKS = 2048, 6, 256, 4096, 4
+NUM_LOCAL = NUM_EXPERTS // NUM_RANKS
+
+
+def publish(arch: str, format: str) -> Recipe:
+    """Tokens to where peers read them."""
+    domain = _domain(format)
+    mine = domain.plan.tokens_in(domain.memory)
+    given = nvlink.publish_arguments(_of(torch.bfloat16, M, HIDDEN), _slots(), _places(), mine)
+    return _recipe(arch, kernel_triton.publish_kernel, given)
+
+
+def announce(arch: str) -> Recipe:
+    """Slots to peers."""
+    weights = _of(torch.float32, M, NUM_TOPK)
+    return _recipe(
+        arch, kernel_triton.announce_kernel, nvlink.announce_arguments(_domain("bf16"), _slots(), weights, _places())
+    )
+
+
+def pull(arch: str, format: str) -> Recipe:
+    """Peers' tokens to rows."""
+    return _recipe(arch, kernel_triton.pull_kernel, nvlink.pull_arguments(_domain(format)))
+
+
+def meet(arch: str) -> Recipe:
+    """After L2."""
+    return _recipe(arch, kernel_triton.meet_kernel, nvlink.meet_arguments(_domain("bf16")))
+
+
+def sums(arch: str) -> Recipe:
+    """Slots to tokens."""
+    given = nvlink.sum_arguments(_domain("bf16"), _slots(), _of(torch.bfloat16, M, HIDDEN))
+    return _recipe(arch, kernel_triton.sum_kernel, given)
+
+
+def _recipe(arch: str, kernel: object, given: Launch) -> Recipe:
+    _, arguments, options = given
+    return recipe_of_call(kernel, arguments, arch, **options)
+
+
+def _domain(format: str) -> nvlink.Domain:
+    plan = Plan(NUM_RANKS, NUM_EXPERTS, M, NUM_TOPK, HIDDEN, format)
+    capacity = NUM_RANKS * M * NUM_TOPK
+    shift, offsets = _of(torch.int32, NUM_RANKS, NUM_LOCAL), _of(torch.int32, NUM_LOCAL + 1)
+    state, report = _of(torch.int32, 4), _of(torch.int32, NUM_RANKS)
+    return nvlink.Domain(
+        plan, 1, list(range(0, NUM_EXPERTS + 1, NUM_LOCAL)), 10.0, _of(torch.uint8, plan.at[-1]),
+        _of(torch.int64, NUM_RANKS), shift, offsets, state, report,
+        launch.empty_rows(capacity, HIDDEN, plan.scheme, torch.device("meta")),
+        _of(torch.float32, capacity), _of(torch.int64, capacity),
+    )  # fmt: skip
+
+
+def _places() -> Places:
+    return Places(_of(torch.int32, NUM_EXPERTS + 1), _slots())
+
+
+def _slots() -> torch.Tensor:
+    return _of(torch.int32, M, NUM_TOPK)
+
+
+def _of(dtype: torch.dtype, *shape: int) -> torch.Tensor:
+    return torch.empty(shape, dtype=dtype, device="meta")

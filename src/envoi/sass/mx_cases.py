@@ -1,0 +1,46 @@
+"""What the Hopper GEMM for MX weights is asked for in practice. Plain data; `mx_recipes` knows what to do with one."""
+
+from dataclasses import dataclass
+
+PREFIX = "gemm-mx-sm90-"
+
+
+@dataclass(frozen=True)
+class MxCase:
+    """One call of `envoi.gemm`, or of `envoi.grouped_gemm` if there are experts: [M, K] @ [N, K].T.
+
+    epilogue: of `hopper_recipes.EPILOGUES`. format: mxfp4 or mxfp8. M: of all experts together. tame: see QuantTensor.
+    """
+
+    name: str
+    epilogue: str
+    M: int
+    N: int
+    K: int
+    format: str
+    num_experts: int = 0
+    tame: bool = True
+
+    @property
+    def title(self) -> str:
+        """Its name in the registry."""
+        return PREFIX + self.name
+
+    def __str__(self) -> str:
+        kind = f"{self.format}{'' if self.tame else ', not known to be tame'}"
+        sizes = f"{self.epilogue} of [{self.M}, {self.K}] @ [{self.N}, {self.K}].T in {kind}"
+        return f"{sizes}, {self.num_experts} experts" if self.num_experts else sizes
+
+
+MX_CASES = tuple(
+    case
+    for format in ("mxfp4", "mxfp8")
+    for case in (
+        MxCase(f"{format}-few", "store", 512, 4096, 4096, format, 32),
+        MxCase(f"{format}-few-wild", "store", 512, 4096, 4096, format, 32, tame=False),
+        MxCase(f"{format}-64", "store", 2048, 4096, 4096, format, 32),
+        MxCase(f"{format}-many", "expert_l1_mxfp8", 12288, 4096, 4096, format, 32),
+        MxCase(f"{format}-many-wild", "store", 12288, 4096, 2048, format, 32, tame=False),
+        MxCase(f"{format}-plain", "swiglu", 16, 4096, 2048, format),
+    )
+)

@@ -1,0 +1,55 @@
+"""Recipes of the Hopper GEMM for MX weights: what a call of it would launch, taken from the host path."""
+
+from dataclasses import replace
+from typing import cast
+
+import torch
+
+from envoi.epilogue.lower import lower
+from envoi.epilogue.slots import slots
+from envoi.gemm import hopper_mx, mx_tokens, portable
+from envoi.gemm.hopper_mx import MxConfig
+from envoi.sass import hopper_recipes
+from envoi.sass.compile import Recipe, recipe_of_call
+from envoi.sass.hopper_cases import Case
+from envoi.sass.hopper_recipes import NUM_SMS, Inputs, Make
+from envoi.sass.mx_cases import MxCase
+from envoi.types import QuantTensor
+
+
+def inputs(case: MxCase, make: Make = hopper_recipes.without_memory, offsets: torch.Tensor | None = None) -> Inputs:
+    """The inputs of a case; see `hopper_recipes.inputs`."""
+    plain = Case(case.name, case.epilogue, case.M, case.N, case.K, case.format, case.num_experts)
+    given = hopper_recipes.inputs(plain, make, offsets)
+    return replace(given, b=replace(cast(QuantTensor, given.b), tame=case.tame))
+
+
+def planned(given: Inputs) -> tuple[tuple, MxConfig]:
+    """The arguments of the kernel for these inputs on an H200, and its config."""
+    b, ir = cast(QuantTensor, given.b), given.epilogue.ir
+    refusal = hopper_mx.supports_mx(given.a, b, ir)
+    if refusal:
+        raise ValueError(f"epilogue {ir.name}: the Hopper kernel for MX weights doesn't take it: {refusal}")
+    M, N, num_groups = given.a.shape[0], b.shape[-2], 0 if given.offsets is None else b.shape[0]
+    tensors, pointers = portable.operand_tensors(ir, given.operands, num_groups)
+    code = lower(ir, torch.bfloat16, "gluon", False, False, pointers)
+    config = hopper_mx.choose(M, N, num_groups, NUM_SMS, code, 4 if b.packed else 8, b.tame)
+    outputs = portable.empty_slots(ir, slots(ir, torch.bfloat16), M, N, given.a.device)
+    tokens = hopper_mx.room_for_tokens(given.a)
+    _, arguments = hopper_mx.arguments(tokens, b, given.offsets, code, tensors, outputs, config, NUM_SMS)
+    return arguments, config
+
+
+def recipe(case: MxCase, arch: str = "sm_90") -> Recipe:
+    """What compiles a case."""
+    from envoi.gemm.kernel_sm90_mx import mx_kernel
+
+    arguments, config = planned(inputs(case))
+    return recipe_of_call(mx_kernel, arguments, arch, num_warps=config.num_warps)
+
+
+def tokens(bits: int, arch: str = "sm_90") -> Recipe:
+    """The kernel in front of it, for weights of so many bits."""
+    given = inputs(MxCase("tokens", "store", 512, 4096, 4096, "mxfp4", 32))
+    arguments = hopper_mx.tokens_arguments(given.a, bits, hopper_mx.room_for_tokens(given.a), given.offsets)[1]
+    return recipe_of_call(mx_tokens.widen_kernel, arguments, arch)

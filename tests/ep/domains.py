@@ -1,0 +1,69 @@
+"""Several ranks of one process: their memory is the process's own, and they take their steps one after the other."""
+
+import torch
+
+from envoi.ep import nvlink
+from envoi.ep.memory import Plan
+from envoi.ep.nvlink import CHUNKS, Domain
+from envoi.experts import launch
+from envoi.gemm.grouping import Grouping
+from envoi.types import ExpertWeights, Routing
+from tests.experts.layers import Layer
+
+
+def open_all(plan: Plan, expert_offsets: list[int], device: str = "cpu") -> list[Domain]:
+    """A domain for each rank."""
+    opened = [
+        nvlink.allocate(plan, rank, expert_offsets, 1.0, torch.device(device), shared=False)
+        for rank in range(plan.num_ranks)
+    ]
+    for domain in opened:
+        nvlink.know_peers(domain, [peer.memory.data_ptr() for peer in opened])
+    return opened
+
+
+def flags(domain: Domain) -> torch.Tensor:
+    """[2, num_ranks]: dispatch, combine."""
+    size = 2 * domain.plan.num_ranks
+    return domain.memory[: 4 * size].view(torch.int32).view(2, -1)
+
+
+def moe(
+    domains: list[Domain], parts: list[tuple[torch.Tensor, Routing]], experts: list[ExpertWeights] | None
+) -> list[torch.Tensor]:
+    """`nvlink.moe` on every rank: all take a step before any takes the next, so nobody has to wait.
+
+    experts: None leaves both GEMMs out, and what was in the slots is summed.
+    """
+    places = []
+    for domain, (tokens, routing) in zip(domains, parts, strict=True):
+        places.append(nvlink.publish(domain, tokens, routing.topk_ids))
+    for turn in range(2):  # the first time for what they announce: some haven't heard from all before the second
+        for domain, (_, routing), place in zip(domains, parts, places, strict=True):
+            flags(domain)[0] = CHUNKS if turn else 100 * CHUNKS
+            given = nvlink.announce_arguments(domain, routing.topk_ids, routing.topk_weights, place)
+            nvlink.run("announce_kernel", given)
+    for domain in domains:
+        nvlink.run("pull_kernel", nvlink.pull_arguments(domain))
+    for domain, mine in zip(domains, experts or [], strict=experts is not None):
+        grouping = Grouping(behind=False, expected=10, to=domain.row_to)
+        launch.expert_mlp(domain.rows, domain.row_weights, domain.offsets, mine, grouping)
+    for domain in domains:
+        flags(domain)[1] = 1
+        nvlink.run("meet_kernel", nvlink.meet_arguments(domain))
+    outs = []
+    for domain, (tokens, _), place in zip(domains, parts, places, strict=True):
+        outs.append(torch.empty_like(tokens))
+        if len(tokens):
+            nvlink.run("sum_kernel", nvlink.sum_arguments(domain, place.slot_to_pos, outs[-1]))
+    return outs
+
+
+def split(layer: Layer, token_ends: list[int]) -> list[tuple[torch.Tensor, Routing]]:
+    """The tokens of each rank and where they go."""
+    r, parts, first = layer.routing, [], 0
+    for last in token_ends:
+        part = slice(first, last)
+        parts.append((layer.tokens[part], Routing(r.topk_weights[part], r.topk_ids[part], r.num_experts)))
+        first = last
+    return parts

@@ -1,0 +1,14 @@
+"""The kernels between ranks in Triton's CPU interpreter: processes of their own."""
+
+from pathlib import Path
+
+import pytest
+
+from tests.helpers.interpreter import run_file
+
+FILES = sorted((Path(__file__).parent / "interpreted").glob("test_*.py"))
+
+
+@pytest.mark.parametrize("path", FILES, ids=lambda path: path.name)
+def test_in_the_interpreter(path):
+    run_file(path)
