@@ -13,8 +13,6 @@ TILE_ROWS = 8  # of a tile in shared memory at least: its swizzle repeats after 
 MAX_ELEMENTS = 512  # that a warp chooses experts in at a time, if all of it shares a row
 MAX_SUMS = 64  # that a thread can have twice: of a block, and the total
 MAX_SIGNALS = 1 << 18  # sums that are waited for themselves
-FETCHED = 512  # elements along K that go to the L2 ahead
-MIN_FETCHED = 1 << 23  # tokens' elements that are worth it
 RESERVED_BYTES = 3072  # barriers, and what the compiler takes for reductions
 
 # Cycles of an H200; only ratios matter.
@@ -38,7 +36,7 @@ class Cut:
     counter. rows_each: at a time. num_sets: sums that each row has. steps_in_block: steps along K in a block of sums.
     columns: of the workspace. rows: `tile` unless there are fewer tokens, or a CTA has all columns and all of K.
     loads_all: a CTA's part of the operands fits its stages. in_shared: totals don't fit the registers. lanes:
-    that share a row when experts are chosen. fetched: elements along K that go to the L2 ahead; 0 for none.
+    that share a row when experts are chosen.
     """
 
     num_warps: int
@@ -60,7 +58,6 @@ class Cut:
     loads_all: bool
     in_shared: bool
     lanes: int
-    fetched: int
 
     @property
     def parts(self) -> int:
@@ -141,7 +138,6 @@ def make(
     return Cut(
         num_warps, tile, block_n, block_k, stages, parts_n, parts_k, steps_each, block // block_k, max(1, num_sets),
         share, rows_each, waits, signals, spec.columns, rows, loads_all, in_shared, lanes,
-        0 if loads_all or M * hidden <= MIN_FETCHED else FETCHED,
     )  # fmt: skip
 
 

@@ -71,32 +71,12 @@ def load_first(x_desc, y_desc, stages, sizes, cut: gl.constexpr):
 
 
 @gluon.jit
-def fetch(tokens, stride, m, k, sizes, cut: gl.constexpr):
-    """cut.fetched elements along K of all rows into the L2: the stages are too few for what memory takes to answer."""
-    layout: gl.constexpr = gl.BlockedLayout([1], [32], [gl.num_warps()], [0])
-    rows = gl.minimum(m + gl.arange(0, cut.rows, layout), sizes[0] - 1)
-    begin = gl.minimum(k * cut.block_k, sizes[1] - 8)
-    num_bytes = gl.minimum(sizes[1] - begin, cut.fetched) * 2
-    asm: gl.constexpr = "cp.async.bulk.prefetch.L2.global [$1], $2; mov.u32 $0, 0;"
-    at = tokens + rows.to(gl.int64) * stride + begin
-    gl.inline_asm_elementwise(asm, "=r,l,r", [at, num_bytes + rows * 0], gl.int32, is_pure=False, pack=1)
-
-
-@gluon.jit
-def producer(x_desc, y_desc, tokens, stride, stages, sizes, cut: gl.constexpr):
+def producer(x_desc, y_desc, stages, sizes, cut: gl.constexpr):
     """One warp: fills the stages again, as far ahead as they reach."""
     empty = stages[2]
-    ahead: gl.constexpr = cut.fetched // cut.block_k
     m, n, first, last, _part = part_of(sizes, cut)
-    if cut.fetched > 0:
-        fetch(tokens, stride, m, first, sizes, cut)
-        fetch(tokens, stride, m, first + ahead, sizes, cut)
     for k in range(first + cut.num_stages, last):
         step = k - first
-        if cut.fetched > 0:
-            if step % ahead == 0:
-                if k + ahead < last:
-                    fetch(tokens, stride, m, k + ahead, sizes, cut)
         mbarrier.wait(empty.index(step % cut.num_stages), ((step // cut.num_stages) & 1) ^ 1)
         load_stage(x_desc, y_desc, stages, step % cut.num_stages, m, n, k, cut)
 
@@ -367,8 +347,8 @@ def role(stages, board, given, scratch, totals, counter, cut: gl.constexpr, spec
 
 @gluon.jit
 def router_kernel(
-    x_desc, y_desc, tokens, stride, num_tokens, hidden, alpha, routed_scale, k, logit_bias, expert_bias, token_ids,
-    hash_table, vocabulary, weights, ids, logits, dense, histogram, counts, offsets, counter, sums, counters,
+    x_desc, y_desc, num_tokens, hidden, alpha, routed_scale, k, logit_bias, expert_bias, token_ids, hash_table,
+    vocabulary, weights, ids, logits, dense, histogram, counts, offsets, counter, sums, counters,
     cut: gl.constexpr, spec: gl.constexpr,
 ):  # fmt: skip
     """Set up the stages, then a role that multiplies and chooses, and a warp that loads if stages come back."""
@@ -403,5 +383,5 @@ def router_kernel(
     else:
         gl.warp_specialize([
             (role, (stages, board, given, scratch, totals, counter, cut, spec)),
-            (producer, (x_desc, y_desc, tokens, stride, stages, sizes, cut)),
+            (producer, (x_desc, y_desc, stages, sizes, cut)),
         ], [1], [40])  # fmt: skip

@@ -149,8 +149,7 @@ def hopper_arguments(
     counted = _from(counters, num_met) if num_counted else None
     counts, offsets = outputs["counts"] or (None, None)
     arguments = (
-        descriptor(tokens, cut.rows, cut.block_k), descriptor(gate, cut.block_n, cut.block_k), tokens,
-        tokens.stride(0), M, hidden,
+        descriptor(tokens, cut.rows, cut.block_k), descriptor(gate, cut.block_n, cut.block_k), M, hidden,
         call.alpha, call.routed_scale, spec.k, *_tables(call),
         outputs["weights"], outputs["ids"], outputs["logits"], outputs["dense"], _from(counted, 1), counts, offsets,
         counted, sums, counters if num_met else None, cut, spec,
