@@ -65,6 +65,12 @@ class Cut:
         return self.parts_n * self.parts_k
 
     @property
+    def in_eights(self) -> bool:
+        """Rows whose experts aren't certain are done again eight at a time, not the whole pass: their logits can be
+        read twice, and 32 lanes a row give the same sums."""
+        return not self.signals and self.columns >= 128 and self.rows_each > 8
+
+    @property
     def keeps(self) -> bool:
         """A part adds up its own blocks in registers."""
         return self.tile * self.block_n <= MAX_SUMS * 32 * self.num_warps

@@ -7,7 +7,7 @@
             sum += p                                                                    in registers or shared memory
     all columns and all of K in one CTA:   sums -> shared memory
     else:                                  sums -> workspace; whoever shares the rows waits, and takes some of them
-    route_rows(sums of the blocks, in their order), a few rows at a time
+    route_rows(sums of the blocks, in their order), some rows at a time; of these, what isn't certain, eight at a time
 
 Few sums are waited for themselves: the workspace is blank before and after a launch. For many there is a counter.
 
@@ -33,7 +33,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 from envoi.epilogue.tile_gluon import halves
 from envoi.gemm.meeting import arrive
 from envoi.gemm.overlap import let_next_start, wait_for_grid
-from envoi.router.device import load_biases, route_rows, store_counts
+from envoi.router.device import load_biases, route_exactly, route_rows, route_tile, store_counts
 from envoi.triton_compat import role_barrier
 
 BLANK: gl.constexpr = gl.constexpr(-1)  # bits of a sum that isn't there: a NaN that no addition gives
@@ -112,9 +112,8 @@ def multiply(stages, step, num_steps, cut: gl.constexpr):
 
 
 @gluon.constexpr_function
-def row_layout(cut):
-    """Of a tile of rows of logits."""
-    lanes = cut.lanes
+def row_layout(cut, lanes):
+    """Of a tile of rows of logits, so many lanes a row."""
     return gl.BlockedLayout([1, cut.columns // lanes], [32 // lanes, lanes], [cut.num_warps, 1], [1, 0])
 
 
@@ -128,9 +127,8 @@ def sum_layout(cut):
 
 
 @gluon.constexpr_function
-def slot_layout(cut, slots):
+def slot_layout(cut, lanes, slots):
     """Of what was chosen for the same rows, in the same lanes."""
-    lanes = cut.lanes
     return gl.BlockedLayout([1, max(1, slots // lanes)], [32 // lanes, lanes], [cut.num_warps, 1], [1, 0])
 
 
@@ -141,15 +139,11 @@ def columns_in(layout: gl.constexpr, count: gl.constexpr):
 
 
 @gluon.jit
-def finish_rows(logits, rows, limit, given, biases, cut: gl.constexpr, spec: gl.constexpr):
-    """`route_rows` of the rows below a limit, with what it wants to know of the layout."""
-    _sizes, numbers, tables, outputs = given
-    layout: gl.constexpr = logits.type.layout
-    chosen: gl.constexpr = slot_layout(cut, spec.slots)
-    columns = columns_in(layout, cut.columns)
-    slots = columns_in(chosen, spec.slots)
-    group_slots = columns_in(layout, spec.group_slots)
-    route_rows(logits, rows, limit, columns, slots, group_slots, numbers, biases, tables, outputs, spec)
+def places_of(LANES: gl.constexpr, cut: gl.constexpr, spec: gl.constexpr):
+    """0, 1, 2 ... for columns, slots and groups, in layouts with so many lanes a row."""
+    layout: gl.constexpr = row_layout(cut, LANES)
+    slots: gl.constexpr = slot_layout(cut, LANES, spec.slots)
+    return columns_in(layout, cut.columns), columns_in(slots, spec.slots), columns_in(layout, spec.group_slots)
 
 
 @gluon.constexpr_function
@@ -240,7 +234,7 @@ def take_sets(sums, row, end, sizes, cut: gl.constexpr, spec: gl.constexpr):
     none = gl.full((cut.rows_each, cut.columns), BLANK, gl.int32, layout).to(gl.float32, bitcast=True)
     for s in gl.static_range(sets):
         gl.store(at + s * step, none, mask=mask)
-    return gl.convert_layout(total, row_layout(cut))
+    return gl.convert_layout(total, row_layout(cut, cut.lanes))
 
 
 @gluon.jit
@@ -269,7 +263,7 @@ def add_up(stages, board, sums, given, cut: gl.constexpr, spec: gl.constexpr):
     step = 0
     if cut.in_shared:
         whole = board_of(stages, board, cut.tile, cut).index(0)
-        whole.store(gl.full((cut.tile, cut.columns), 0.0, gl.float32, row_layout(cut)))
+        whole.store(gl.full((cut.tile, cut.columns), 0.0, gl.float32, row_layout(cut, cut.lanes)))
         for k in range(first, last, num_steps):
             p, step = multiply(stages, step, gl.minimum(num_steps, last - k), cut)
             add_to_board(p, whole, 0)
@@ -316,26 +310,57 @@ def meet(counters, given, cut: gl.constexpr):
 
 
 @gluon.jit
+def logits_of(stages, board, sums, row, sizes, ROWS: gl.constexpr, LANES: gl.constexpr, cut: gl.constexpr):
+    """The rows from one on, and their logits, for which nobody has to wait."""
+    layout: gl.constexpr = row_layout(cut, LANES)
+    m, _n, _first, _last, _part = part_of(sizes, cut)
+    rows = row + gl.arange(0, ROWS, gl.SliceLayout(1, layout))
+    if cut.parts == 1:
+        return rows, board_of(stages, board, ROWS, cut).index((row - m) // ROWS).load(layout)
+    else:
+        return rows, add_sets(sums, rows, sizes, cut, layout)
+
+
+@gluon.jit
+def route_eights(again, stages, board, sums, row, given, cut: gl.constexpr, spec: gl.constexpr):
+    """By exact keys: the rows from one on whose bits are set, and what they are with in eight rows."""
+    sizes, numbers, tables, outputs = given
+    places = places_of(32, cut, spec)
+    biases = load_biases(tables, places[0], spec)
+    while again != 0:
+        if again & 255 != 0:
+            rows, logits = logits_of(stages, board, sums, row, sizes, 8, 32, cut)
+            rows = gl.where((again >> (rows - row).to(gl.uint64)) & 1 != 0, rows, -1)
+            route_exactly(logits, rows, places, numbers, biases, outputs, spec)
+        row += 8
+        again = again >> 8
+
+
+@gluon.jit
 def route_share(stages, board, sums, given, biases, begin, end, cut: gl.constexpr, spec: gl.constexpr):
     """Rows begin to end, rows_each at a time."""
-    layout: gl.constexpr = row_layout(cut)
-    m, _n, _first, _last, _part = part_of(given[0], cut)
+    sizes, numbers, tables, outputs = given
+    places = places_of(cut.lanes, cut, spec)
     for row in range(begin, end, cut.rows_each):
-        rows = row + gl.arange(0, cut.rows_each, gl.SliceLayout(1, layout))
-        if cut.parts == 1:
-            logits = board_of(stages, board, cut.rows_each, cut).index((row - m) // cut.rows_each).load(layout)
-        elif cut.signals:
-            logits = take_sets(sums, row, end, given[0], cut, spec)
+        if cut.signals:
+            rows = row + gl.arange(0, cut.rows_each, gl.SliceLayout(1, row_layout(cut, cut.lanes)))
+            logits = take_sets(sums, row, end, sizes, cut, spec)
         else:
-            logits = add_sets(sums, rows, given[0], cut, layout)
-        finish_rows(logits, rows, end, given, biases, cut, spec)
+            rows, logits = logits_of(stages, board, sums, row, sizes, cut.rows_each, cut.lanes, cut)
+        if cut.in_eights and not spec.hashed:
+            again = route_rows(logits, rows, rows < end, places, numbers, biases, tables, outputs, spec)
+            bits = gl.sum((again >= 0).to(gl.uint64) << (rows - row).to(gl.uint64), 0)
+            if bits != 0:
+                route_eights(bits, stages, board, sums, row, given, cut, spec)
+        else:
+            route_tile(logits, rows, rows < end, places, numbers, biases, tables, outputs, spec)
 
 
 @gluon.jit
 def role(stages, board, given, scratch, totals, counter, cut: gl.constexpr, spec: gl.constexpr):
     """Some warps: the sums of a tile, then the experts of a share of the rows."""
     sums, counters = scratch
-    biases = load_biases(given[2], columns_in(row_layout(cut), cut.columns), spec)
+    biases = load_biases(given[2], columns_in(row_layout(cut, cut.lanes), cut.columns), spec)
     add_up(stages, board, sums, given, cut, spec)
     begin, end = meet(counters, given, cut)
     route_share(stages, board, sums, given, biases, begin, end, cut, spec)
