@@ -7,19 +7,21 @@ from functools import cache
 from envoi.gemm.config import SHARED_BYTES, power_of_two
 from envoi.router.spec import Spec, block_sum
 
-WIDTHS = {(4, 64): (16, 32, 64, 128), (8, 64): (128, 256), (8, 128): (128, 256)}  # of (warps, rows of a tile)
+WIDTHS = {4: (16, 32, 64, 128), 8: (128, 256)}  # of warps: what leaves room in registers for a block and the total
+TILE = 64  # rows of an instruction
 SAME_BELOW = 64  # tokens up to here have the cut of the next power of two
 TILE_ROWS = 8  # of a tile in shared memory at least: its swizzle repeats after eight
 MAX_ELEMENTS = 512  # that a warp chooses experts in at a time, if all of it shares a row
-MAX_SUMS = 64  # that a thread can have twice: of a block, and the total
 MAX_SIGNALS = 1 << 18  # sums that are waited for themselves
 RESERVED_BYTES = 3072  # barriers, and what the compiler takes for reductions
 
 # Cycles of an H200; only ratios matter.
 L2_BYTES = 65.0  # that a multiprocessor takes in one
 DRAM_BYTES = 2400.0  # that all of them take together
-START_CYCLES = 2500.0
-ROLES_CYCLES = 700.0  # until the warps of several roles have gone their ways
+SUM_BYTES = 20.0  # of sums that one leaves, or takes back, in the workspace
+START_CYCLES = 1500.0
+CTA_CYCLES = 12.0  # until the next CTA of a wave starts
+ROLES_CYCLES = 2200.0  # until the warps of several roles have gone their ways
 MEET_CYCLES = 3900.0  # all parts of some rows wait for each other
 SIGNAL_CYCLES = 2000.0  # the same by the sums themselves
 CHOOSE_CYCLES = 1500.0  # a tile of rows, however small
@@ -28,19 +30,19 @@ ELEMENT_CYCLES = 0.12  # a round of one element of it, one warp
 
 @dataclass(frozen=True)
 class Cut:
-    """A CTA has `tile` rows of the instruction, block_n columns, steps_each steps of block_k along K; num_warps
+    """A CTA has `tile` rows, those of an instruction, block_n columns, steps_each steps of block_k along K; num_warps
     multiply and choose.
 
     parts: CTAs that share their rows, parts_n of them side by side. waits: they wait for each other, and each routes
     `share` rows; else the last to come routes all of them. signals: they wait for the sums themselves, not for a
     counter. rows_each: at a time. num_sets: sums that each row has. steps_in_block: steps along K in a block of sums.
     columns: of the workspace. rows: `tile` unless there are fewer tokens, or a CTA has all columns and all of K.
-    loads_all: a CTA's part of the operands fits its stages. in_shared: totals don't fit the registers. lanes:
-    that share a row when experts are chosen.
+    loads_all: a CTA's part of the operands fits its stages. lanes: that share a row when experts are chosen.
     """
 
+    tile = TILE
+
     num_warps: int
-    tile: int
     block_n: int
     block_k: int
     num_stages: int
@@ -56,7 +58,6 @@ class Cut:
     columns: int
     rows: int
     loads_all: bool
-    in_shared: bool
     lanes: int
 
     @property
@@ -69,11 +70,6 @@ class Cut:
         """Rows whose experts aren't certain are done again eight at a time, not the whole pass: their logits can be
         read twice, and 32 lanes a row give the same sums."""
         return not self.signals and self.columns >= 128 and self.rows_each > 8
-
-    @property
-    def keeps(self) -> bool:
-        """A part adds up its own blocks in registers."""
-        return self.tile * self.block_n <= MAX_SUMS * 32 * self.num_warps
 
 
 def lanes_of(rows_a_warp: int, spec: Spec) -> int:
@@ -97,22 +93,22 @@ def choose_cut(M: int, hidden: int, spec: Spec, num_sms: int) -> Cut:
 def candidates(M: int, hidden: int, spec: Spec, num_sms: int) -> Iterator[Cut]:
     """All cuts that make sense."""
     num_blocks = -(-hidden // block_sum(hidden))
-    for (num_warps, tile), widths in WIDTHS.items():
+    for num_warps, widths in WIDTHS.items():
         for block_n in widths:
-            if block_n > spec.columns or (tile > 64 and tile > M):
+            if block_n > spec.columns:
                 continue
             for blocks_each in {-(-num_blocks // parts) for parts in range(1, num_blocks + 1)}:
-                cut = make(M, hidden, spec, num_warps, tile, block_n, blocks_each, tile, num_sms)
+                cut = make(M, hidden, spec, num_warps, block_n, blocks_each, TILE, num_sms)
                 if cut.waits or blocks_each == num_blocks:
                     yield cut
-            if block_n == spec.columns and tile == 64:
+            if block_n == spec.columns:
                 for rows in (8, 16, 32):
                     if rows < M:
-                        yield make(M, hidden, spec, num_warps, tile, block_n, num_blocks, rows, num_sms)
+                        yield make(M, hidden, spec, num_warps, block_n, num_blocks, rows, num_sms)
 
 
 def make(
-    M: int, hidden: int, spec: Spec, num_warps: int, tile: int, block_n: int, blocks_each: int, rows: int, num_sms: int
+    M: int, hidden: int, spec: Spec, num_warps: int, block_n: int, blocks_each: int, rows: int, num_sms: int
 ) -> Cut:
     """A cut with what follows from it."""
     block = block_sum(hidden)
@@ -120,30 +116,28 @@ def make(
     parts_n = -(-spec.num_experts // block_n)
     parts_k = -(-num_blocks // blocks_each)
     parts = parts_n * parts_k
-    keeps = tile * block_n <= MAX_SUMS * 32 * num_warps
-    in_shared = not keeps and parts == 1 and num_blocks > 1
-    num_sets = num_blocks - blocks_each + 1 if keeps or parts == 1 else num_blocks
-    waits = parts > 1 and -(-M // tile) * parts <= num_sms
+    num_sets = num_blocks - blocks_each + 1
+    waits = parts > 1 and -(-M // TILE) * parts <= num_sms
     signals = waits and spec.columns <= 512 and num_sets * M * spec.columns <= MAX_SIGNALS
     rows = max(TILE_ROWS, power_of_two(min(M, rows)))
-    share = min(power_of_two(-(-min(M, tile) // parts)), tile) if waits else rows
+    share = min(power_of_two(-(-min(M, TILE) // parts)), TILE) if waits else rows
     lanes = lanes_of(share // num_warps, spec)
     rows_each = min(MAX_ELEMENTS * (1 if lanes == 32 or spec.columns < 128 else 2) * num_warps // spec.columns, share)
     if signals:  # each sum is read, and taken, by one thread
         rows_each = max(rows_each, 32 * num_warps // spec.columns)
     block_k = 256 if block_n < 64 else 128 if block_n < 128 else 64
-    block_k = max(32, min(32 if in_shared else block_k, power_of_two(hidden), block & -block))
-    stage_bytes = 2 * block_k * (tile + block_n)
+    block_k = max(32, min(block_k, power_of_two(hidden), block & -block))
+    stage_bytes = 2 * block_k * (TILE + block_n)
     steps_each = blocks_each * block // block_k
-    others = RESERVED_BYTES + in_shared * 4 * tile * block_n + signals * 4 * rows_each * spec.columns
+    others = RESERVED_BYTES + signals * 4 * rows_each * spec.columns
     fits = (SHARED_BYTES - others) // stage_bytes
     steps = min(steps_each, -(-hidden // block_k))
-    loads_all = not in_shared and steps <= fits
+    loads_all = steps <= fits
     # The stages of the gate hold the logits of a tile in the end.
-    stages = max(steps, -(-2 * tile // block_k)) if loads_all else min(fits, 16)
+    stages = max(steps, -(-2 * TILE // block_k)) if loads_all else min(fits, 16)
     return Cut(
-        num_warps, tile, block_n, block_k, stages, parts_n, parts_k, steps_each, block // block_k, max(1, num_sets),
-        share, rows_each, waits, signals, spec.columns, rows, loads_all, in_shared, lanes,
+        num_warps, block_n, block_k, stages, parts_n, parts_k, steps_each, block // block_k, max(1, num_sets),
+        share, rows_each, waits, signals, spec.columns, rows, loads_all, lanes,
     )  # fmt: skip
 
 
@@ -155,15 +149,13 @@ def predicted_cycles(M: int, hidden: int, spec: Spec, cut: Cut, num_sms: int) ->
     loads = 2 * span * (cut.rows + cut.block_n) / L2_BYTES
     dram = 2 * hidden * (M + spec.num_experts) / DRAM_BYTES / waves
     # An instruction takes at least 32 cycles, whatever its columns.
-    products = span / 16 * (cut.tile / 64) * max(cut.block_n / 2, 32)
+    products = span / 16 * max(cut.block_n / 2, 32)
     rest = 0.0 if cut.loads_all else ROLES_CYCLES
-    if cut.in_shared:
-        rest += span / (cut.steps_in_block * cut.block_k) * cut.tile * cut.block_n * 8 / 100
     if cut.parts > 1:
         sets = max(1, cut.num_sets // max(cut.parts_k - 1, 1))
         floats = cut.share * cut.num_sets * spec.columns + cut.rows * cut.block_n * sets
-        rest += (SIGNAL_CYCLES if cut.signals else MEET_CYCLES) + 4 * floats / L2_BYTES
+        rest += (SIGNAL_CYCLES if cut.signals else MEET_CYCLES) + 4 * floats / SUM_BYTES
     passes = -(-cut.share // cut.rows_each)
     elements = cut.rows_each * spec.columns / cut.num_warps
     rest += passes * (CHOOSE_CYCLES + elements * (spec.k + 12) * ELEMENT_CYCLES)
-    return waves * (START_CYCLES + max(loads, dram, products) + rest)
+    return CTA_CYCLES * min(ctas, num_sms) + waves * (START_CYCLES + max(loads, dram, products) + rest)

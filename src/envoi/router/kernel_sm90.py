@@ -4,7 +4,7 @@
 
     for each CTA: some rows, some columns (experts), some blocks along K                TMA -> stages
         for each block:  p = tokens[rows, block] @ gate[columns, block].T               wgmma
-            sum += p                                                                    in registers or shared memory
+            sum += p                                                                    in registers
     all columns and all of K in one CTA:   sums -> shared memory
     else:                                  sums -> workspace; whoever shares the rows waits, and takes some of them
     route_rows(sums of the blocks, in their order), some rows at a time; of these, what isn't certain, eight at a time
@@ -30,7 +30,6 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
-from envoi.epilogue.tile_gluon import halves
 from envoi.gemm.meeting import arrive
 from envoi.gemm.overlap import let_next_start, wait_for_grid
 from envoi.router.device import load_biases, route_exactly, route_rows, route_tile, store_counts
@@ -153,28 +152,9 @@ def board_layout(columns):
 
 
 @gluon.jit
-def board_of(stages, board, rows: gl.constexpr, cut: gl.constexpr):
-    """The tile's totals in shared memory, or that of the gate's stages when they have done their work, in tiles of
-    some rows of float32."""
-    layout: gl.constexpr = board_layout(cut.columns)
-    shape: gl.constexpr = [cut.tile // rows, rows, cut.columns]
-    if cut.in_shared:
-        return board._reinterpret(gl.float32, shape, layout)
-    else:
-        return stages[1]._reinterpret(gl.float32, shape, layout)
-
-
-@gluon.jit
-def add_to_board(p, board, COLUMN: gl.constexpr):
-    """A block of sums onto the totals, one piece after the other."""
-    if p.shape[1] > 64:
-        left, right = halves(p)
-        half: gl.constexpr = p.shape[1] // 2
-        add_to_board(left, board, COLUMN)
-        add_to_board(right, board, COLUMN + half)
-    else:
-        piece = board.slice(COLUMN, p.shape[1], dim=1)
-        piece.store(piece.load(p.type.layout) + p)
+def board_of(stages, rows: gl.constexpr, cut: gl.constexpr):
+    """The gate's stages when they have done their work: the tile's logits, in tiles of some rows."""
+    return stages[1]._reinterpret(gl.float32, [cut.tile // rows, rows, cut.columns], board_layout(cut.columns))
 
 
 @gluon.jit
@@ -252,7 +232,7 @@ def wait_for_all(counter, waits, num_parts):
 
 
 @gluon.jit
-def add_up(stages, board, sums, given, cut: gl.constexpr, spec: gl.constexpr):
+def add_up(stages, sums, given, cut: gl.constexpr, spec: gl.constexpr):
     """All products of this CTA; their sums -> shared memory, or the workspace if parts meet.
 
     The part that begins with block 0 may add up all blocks that it has; every other block is a set of its own.
@@ -261,31 +241,17 @@ def add_up(stages, board, sums, given, cut: gl.constexpr, spec: gl.constexpr):
     layout: gl.constexpr = tile_layout(cut)
     num_steps: gl.constexpr = cut.steps_in_block
     step = 0
-    if cut.in_shared:
-        whole = board_of(stages, board, cut.tile, cut).index(0)
-        whole.store(gl.full((cut.tile, cut.columns), 0.0, gl.float32, row_layout(cut, cut.lanes)))
-        for k in range(first, last, num_steps):
-            p, step = multiply(stages, step, gl.minimum(num_steps, last - k), cut)
-            add_to_board(p, whole, 0)
-    elif cut.keeps:
-        sum = gl.full((cut.tile, cut.block_n), 0.0, gl.float32, layout)
-        for k in range(first, last, num_steps):
-            p, step = multiply(stages, step, gl.minimum(num_steps, last - k), cut)
-            if cut.parts_k > 1:
-                if first > 0:
-                    leave(p, sums, (k - cut.steps_each) // num_steps + 1, m, n, given[0], cut, spec)
-            sum += p
-        if cut.parts == 1:
-            board_of(stages, board, cut.tile, cut).index(0).store(sum)
-        elif first == 0:
-            leave(sum, sums, 0, m, n, given[0], cut, spec)
-    else:
-        for k in range(first, last, num_steps):
-            p, step = multiply(stages, step, gl.minimum(num_steps, last - k), cut)
-            if cut.parts == 1:
-                board_of(stages, board, cut.tile, cut).index(0).store(p + 0.0)
-            else:
-                leave(p, sums, k // num_steps, m, n, given[0], cut, spec)
+    sum = gl.full((cut.tile, cut.block_n), 0.0, gl.float32, layout)
+    for k in range(first, last, num_steps):
+        p, step = multiply(stages, step, gl.minimum(num_steps, last - k), cut)
+        if cut.parts_k > 1:
+            if first > 0:
+                leave(p, sums, (k - cut.steps_each) // num_steps + 1, m, n, given[0], cut, spec)
+        sum += p
+    if cut.parts == 1:
+        board_of(stages, cut.tile, cut).index(0).store(sum)
+    elif first == 0:
+        leave(sum, sums, 0, m, n, given[0], cut, spec)
 
 
 @gluon.jit
@@ -310,26 +276,26 @@ def meet(counters, given, cut: gl.constexpr):
 
 
 @gluon.jit
-def logits_of(stages, board, sums, row, sizes, ROWS: gl.constexpr, LANES: gl.constexpr, cut: gl.constexpr):
+def logits_of(stages, sums, row, sizes, ROWS: gl.constexpr, LANES: gl.constexpr, cut: gl.constexpr):
     """The rows from one on, and their logits, for which nobody has to wait."""
     layout: gl.constexpr = row_layout(cut, LANES)
     m, _n, _first, _last, _part = part_of(sizes, cut)
     rows = row + gl.arange(0, ROWS, gl.SliceLayout(1, layout))
     if cut.parts == 1:
-        return rows, board_of(stages, board, ROWS, cut).index((row - m) // ROWS).load(layout)
+        return rows, board_of(stages, ROWS, cut).index((row - m) // ROWS).load(layout)
     else:
         return rows, add_sets(sums, rows, sizes, cut, layout)
 
 
 @gluon.jit
-def route_eights(again, stages, board, sums, row, given, cut: gl.constexpr, spec: gl.constexpr):
+def route_eights(again, stages, sums, row, given, cut: gl.constexpr, spec: gl.constexpr):
     """By exact keys: the rows from one on whose bits are set, and what they are with in eight rows."""
     sizes, numbers, tables, outputs = given
     places = places_of(32, cut, spec)
     biases = load_biases(tables, places[0], spec)
     while again != 0:
         if again & 255 != 0:
-            rows, logits = logits_of(stages, board, sums, row, sizes, 8, 32, cut)
+            rows, logits = logits_of(stages, sums, row, sizes, 8, 32, cut)
             rows = gl.where((again >> (rows - row).to(gl.uint64)) & 1 != 0, rows, -1)
             route_exactly(logits, rows, places, numbers, biases, outputs, spec)
         row += 8
@@ -337,7 +303,7 @@ def route_eights(again, stages, board, sums, row, given, cut: gl.constexpr, spec
 
 
 @gluon.jit
-def route_share(stages, board, sums, given, biases, begin, end, cut: gl.constexpr, spec: gl.constexpr):
+def route_share(stages, sums, given, biases, begin, end, cut: gl.constexpr, spec: gl.constexpr):
     """Rows begin to end, rows_each at a time."""
     sizes, numbers, tables, outputs = given
     places = places_of(cut.lanes, cut, spec)
@@ -346,24 +312,24 @@ def route_share(stages, board, sums, given, biases, begin, end, cut: gl.constexp
             rows = row + gl.arange(0, cut.rows_each, gl.SliceLayout(1, row_layout(cut, cut.lanes)))
             logits = take_sets(sums, row, end, sizes, cut, spec)
         else:
-            rows, logits = logits_of(stages, board, sums, row, sizes, cut.rows_each, cut.lanes, cut)
+            rows, logits = logits_of(stages, sums, row, sizes, cut.rows_each, cut.lanes, cut)
         if cut.in_eights and not spec.hashed:
             again = route_rows(logits, rows, rows < end, places, numbers, biases, tables, outputs, spec)
             bits = gl.sum((again >= 0).to(gl.uint64) << (rows - row).to(gl.uint64), 0)
             if bits != 0:
-                route_eights(bits, stages, board, sums, row, given, cut, spec)
+                route_eights(bits, stages, sums, row, given, cut, spec)
         else:
             route_tile(logits, rows, rows < end, places, numbers, biases, tables, outputs, spec)
 
 
 @gluon.jit
-def role(stages, board, given, scratch, totals, counter, cut: gl.constexpr, spec: gl.constexpr):
+def role(stages, given, scratch, totals, counter, cut: gl.constexpr, spec: gl.constexpr):
     """Some warps: the sums of a tile, then the experts of a share of the rows."""
     sums, counters = scratch
     biases = load_biases(given[2], columns_in(row_layout(cut, cut.lanes), cut.columns), spec)
-    add_up(stages, board, sums, given, cut, spec)
+    add_up(stages, sums, given, cut, spec)
     begin, end = meet(counters, given, cut)
-    route_share(stages, board, sums, given, biases, begin, end, cut, spec)
+    route_share(stages, sums, given, biases, begin, end, cut, spec)
     if spec.want_counts:
         if arrive(counter, gl.num_programs(0)):
             experts = gl.arange(0, spec.columns, gl.BlockedLayout([1], [32], [gl.num_warps()], [0]))
@@ -388,9 +354,6 @@ def router_kernel(
         mbarrier.init(empty.index(i), count=1)
         mbarrier.init(ready.index(i), count=1)
     fence_async_shared()
-    board = y_bufs
-    if cut.in_shared:
-        board = gl.allocate_shared_memory(gl.float32, [cut.tile, cut.columns], board_layout(cut.columns))
     stages = (x_bufs, y_bufs, empty, ready)
     sizes = (num_tokens, hidden)
     tables = (logit_bias, expert_bias, token_ids, hash_table, vocabulary)
@@ -404,9 +367,9 @@ def router_kernel(
     load_first(x_desc, y_desc, stages, sizes, cut)
     # The tuples of arguments are written out: bound to a name, their constants would become tensors.
     if cut.loads_all:
-        role(stages, board, given, scratch, totals, counter, cut, spec)
+        role(stages, given, scratch, totals, counter, cut, spec)
     else:
         gl.warp_specialize([
-            (role, (stages, board, given, scratch, totals, counter, cut, spec)),
+            (role, (stages, given, scratch, totals, counter, cut, spec)),
             (producer, (x_desc, y_desc, stages, sizes, cut)),
         ], [1], [40])  # fmt: skip
