@@ -256,6 +256,29 @@ def test_every_cut_gives_the_same_bits(quarter):
         assert_same_bits(outputs["counts"][1], want.expert_offsets)
 
 
+def test_rows_that_are_done_again_beside_others_in_every_cut():
+    """Near keys, ties, NaN in one row of five each: as the reference, and the same bits however a launch is cut."""
+    kinds = ("randn", "crowded around 1", "few distinct", "NaN", "ties at the boundary")
+    x = torch.stack([logits(kind, 220, 256, 8) for kind in kinds], 1).flatten(0, 1)
+    tokens, gate = (y.cuda() for y in as_product(x, torch.bfloat16))
+    bias = normal(256, seed=7, device="cuda") * 0.1
+    for rule in (PRESETS["deepseek-v3"].rule, Rule(renormalize=False)):
+        given = Given(tokens, gate, 8, rule, expert_bias=bias if rule.score == "sigmoid" else None)
+        want = given.route()
+        judge(given, want)
+        if launch.implementation(torch.device("cuda")) != "hopper":
+            continue
+        spec = launch.spec_of(256, 8, rule, None, given.expert_bias, False, (True, True, True))
+        call = launch.Call(tokens, gate, spec, 1.0, rule.routed_scale, None, given.expert_bias, None, None)
+        num_sms = torch.cuda.get_device_properties(0).multi_processor_count
+        for cut in candidates(len(x), tokens.shape[1], replace(spec, gluon=True), num_sms):
+            outputs = launch.empty_outputs(call)
+            launch._run_hopper(call, outputs, cut)
+            for name, field in (("weights", "topk_weights"), ("ids", "topk_ids"), ("dense", "dense")):
+                assert_same_bits(outputs[name], getattr(want, field))
+            assert_same_bits(outputs["counts"][1], want.expert_offsets)
+
+
 def test_strides_and_addresses_change_nothing(kernel):
     given = gpu_call(144, 48, 64, 4, Rule("sigmoid"), torch.bfloat16, expert_bias=normal(48, device="cuda"))
     want = given.route()

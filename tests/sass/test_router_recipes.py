@@ -42,7 +42,7 @@ def test_every_way_to_cut_the_work_occurs():
     for case in (case for case in ROUTER_CASES if case.kernel == "sm90"):
         call = router_recipes.call_of(case)
         cuts.append(launch.hopper_arguments(call, launch.empty_outputs(call), router_recipes.NUM_SMS)[1][-2])
-    for name in ("num_roles", "parts_n", "parts_k", "waits", "loads_all"):
+    for name in ("parts_n", "parts_k", "waits", "signals", "loads_all"):
         ways = {min(2, int(getattr(cut, name))) for cut in cuts}
         assert len(ways) == 2, f"{name} is {ways} in all cases: other sizes are needed"
 

@@ -6,11 +6,15 @@ from envoi.gemm.config import power_of_two
 
 NUM_COUNTERS = 1 << 16
 NUM_CAPTURED = 1 << 22
+NUM_BLANKS = 1 << 18
+BLANK = -1  # bits of a sum that isn't there
 ALIGNED = 4  # int32 on 16 bytes, as outside a graph: else a launch in it would need a kernel of its own
 
 _counters: dict[tuple[torch.device, int], torch.Tensor] = {}
 _floats: dict[tuple[torch.device, int], torch.Tensor] = {}
+_blanks: dict[tuple[torch.device, int], torch.Tensor] = {}
 _captured: dict[torch.device, tuple[torch.Tensor, int]] = {}
+_captured_blanks: dict[torch.device, tuple[torch.Tensor, int]] = {}
 
 
 def counters(count: int, device: torch.device) -> torch.Tensor:
@@ -46,3 +50,25 @@ def floats(count: int, device: torch.device) -> torch.Tensor:
     if key not in _floats or _floats[key].numel() < count:
         _floats[key] = torch.empty(power_of_two(count), dtype=torch.float32, device=device)
     return _floats[key]
+
+
+def blanks(count: int, device: torch.device) -> torch.Tensor | None:
+    """`count` float32 whose bits are all ones, as no sum's are. The kernel that takes sums from them leaves blanks
+    again; launches share them as they share counters. None in a graph when the pool is used up."""
+    if device.type != "cuda":
+        return torch.empty(count, dtype=torch.float32, device=device)
+    if torch.cuda.is_current_stream_capturing():
+        pool, used = _captured_blanks.get(device, (None, 0))
+        if pool is None or used + count > pool.numel():
+            return None
+        _captured_blanks[device] = pool, used + -(-count // ALIGNED) * ALIGNED
+        return pool[used : used + count]
+    key = device, torch.cuda.current_stream(device).cuda_stream
+    if key not in _blanks or _blanks[key].numel() < count:
+        _blanks[key] = _blank(max(power_of_two(count), NUM_BLANKS), device)
+        _captured_blanks.setdefault(device, (_blank(NUM_CAPTURED, device), 0))
+    return _blanks[key]
+
+
+def _blank(count: int, device: torch.device) -> torch.Tensor:
+    return torch.full((count,), BLANK, dtype=torch.int32, device=device).view(torch.float32)

@@ -2,299 +2,18 @@
 # pyright: reportGeneralTypeIssues=false, reportAssignmentType=false
 """From rows of logits to experts and weights on the device, in Triton; the Gluon kernel uses the same functions.
 
-    for each row:
-        key = logit, or score (+ expert_bias); only what is finite competes, and only the best groups
-        k times: the best key, of equals that of the smallest id; it leaves
-        weights = scores of the chosen; renormalised, scaled
-
-That is done twice at most. First with 32-bit integers that hold a key's upper bits and its column, one reduction a
-round, and a sigmoid to six digits. Then it is checked that no two keys that matter are so near that this could have
-erred; if some are, the rows go through exact keys, which equal those of `envoi.router.reference` bit for bit: exact
-division and root, the exponential of CUDA's own library.
+for each row:
+    ids = the k best experts, fast, or again by exact keys (`envoi.router.choice`); or what a table says
+    weights = scores of the chosen; renormalised, scaled
 """
 
 import triton
-import triton.experimental.gluon.language as gl
 import triton.language as tl
-from triton.language.extra import libdevice
 
-from envoi.epilogue.device import INF, INTERPRETED, divide, in_order, plus, sigmoid
+from envoi.epilogue.device import INF, INTERPRETED, divide, plus
+from envoi.router.choice import as_in, at_column, barred, choose_exactly, choose_fast, is_finite, pick, score_of
 
-LOWEST: tl.constexpr = tl.constexpr(-(2**31))  # below the key of any float
-NOWHERE: tl.constexpr = tl.constexpr(1 << 30)  # behind any column
-SOME: tl.constexpr = tl.constexpr(0x00800000)  # the packed key of any finite number is at least that
 EPS: tl.constexpr = tl.constexpr(1e-20)
-TOLERANCE: tl.constexpr = tl.constexpr(1e-6)  # twice what `fast_score` errs, and the rounding of a sum of two
-
-
-@triton.jit
-def as_in(x, y, spec: tl.constexpr):
-    """x in the layout of y."""
-    if spec.gluon:
-        return gl.convert_layout(x, y.type.layout)
-    else:
-        return x
-
-
-@triton.jit
-def exponential(x):
-    """e^x as torch has it on this device."""
-    if INTERPRETED:
-        return tl.exp(x)
-    else:
-        return libdevice.exp(x)
-
-
-@triton.jit
-def log1p(x):
-    """log(1 + x) for x in [0, 1], as torch has it on this device."""
-    if INTERPRETED:
-        return tl.where(x < 1e-3, x * (1.0 - x * (0.5 - x * 0.33333333)), tl.log(1.0 + x))
-    else:
-        return libdevice.log1p(x)
-
-
-@triton.jit
-def root(x):
-    """The square root, rounded to nearest."""
-    if INTERPRETED:
-        return tl.sqrt(x)
-    else:
-        s = tl.inline_asm_elementwise("sqrt.approx.ftz.f32 $0, $1;", "=f,f", [x], tl.float32, is_pure=True, pack=1)
-        half = tl.inline_asm_elementwise("rsqrt.approx.ftz.f32 $0, $1;", "=f,f", [x], tl.float32, is_pure=True, pack=1)
-        return tl.where(x > 0.0, tl.fma(tl.fma(-s, s, x), 0.5 * half, s), 0.0)
-
-
-@triton.jit
-def score_of(logits, spec: tl.constexpr):
-    """Elementwise scores; e^x for the kinds of softmax, whose caller has subtracted the largest."""
-    if spec.rule.score == "sqrt_softplus":
-        return root(tl.maximum(logits, 0.0) + log1p(exponential(-tl.abs(logits))))
-    elif spec.rule.score == "sigmoid" or spec.rule.score == "sigmoid_of_topk":
-        small = exponential(-tl.abs(logits))
-        return divide(tl.where(logits >= 0.0, 1.0, small), 1.0 + small)
-    else:
-        return exponential(logits)
-
-
-@triton.jit
-def order(x):
-    """Integers that compare as floats do; 0 and -0 are equal."""
-    return in_order((x + 0.0).to(tl.int32, bitcast=True))
-
-
-@triton.jit
-def is_finite(x):
-    """False for NaN and the infinities."""
-    return tl.abs(x) < INF
-
-
-@triton.jit
-def fast_score(logits, spec: tl.constexpr):
-    """`score_of` to within TOLERANCE where that saves much."""
-    if spec.rule.score == "sigmoid":
-        return sigmoid(logits)
-    else:
-        return score_of(logits, spec)
-
-
-@triton.jit
-def at_column(x, here):
-    """The value of each row where `here` is true, for one column at most; 0 for none. Exact: a sum of bits."""
-    return tl.sum(tl.where(here, x.to(tl.int32, bitcast=True), 0), 1).to(tl.float32, bitcast=True)
-
-
-@triton.jit
-def slot(x, found, j, spec: tl.constexpr):
-    """Slot j of each row, in all slots. found: 0, 1, 2 ..."""
-    if spec.gluon:
-        return tl.gather(x, found * 0 + j, 1)
-    else:
-        return at_column(x, found == j)[:, None] + (found * 0).to(tl.float32)
-
-
-@triton.jit
-def pick(x, ids, columns, found, spec: tl.constexpr):
-    """x [R, C] at columns `ids` [R, slots]. columns: 0, 1, 2 ...; Triton's gather fails where warps share rows."""
-    if spec.gluon:
-        return tl.gather(x, ids, 1)
-    else:
-        picked = ids.to(tl.float32) * 0.0
-        for r in range(spec.slots):
-            id = tl.max(tl.where(found == r, ids, -1), 1)
-            picked = tl.where(found == r, at_column(x, columns == id[:, None])[:, None], picked)
-        return picked
-
-
-@triton.jit
-def best_of(key, columns):
-    """The largest key of each row, and the first column that has it."""
-    best = tl.max(key, 1)
-    return best, tl.min(tl.where(key == best[:, None], columns, NOWHERE), 1)
-
-
-@triton.jit
-def merge_two(a, second_a, b, second_b):
-    """The two largest of two pairs."""
-    return tl.maximum(a, b), tl.maximum(tl.minimum(a, b), tl.maximum(second_a, second_b))
-
-
-@triton.jit
-def group_score(key, spec: tl.constexpr):
-    """Of keys along the last axis: the largest, or the sum of the two largest, or of one if there is but one."""
-    axis: tl.constexpr = len(key.shape) - 1
-    if spec.rule.group_score == "max":
-        return tl.max(key, axis)
-    else:
-        best, second = tl.reduce((key, tl.where(key > key, 0.0, -INF)), axis, merge_two)
-        return best + tl.where(second == -INF, 0.0, second)
-
-
-@triton.jit
-def group_scores(key, columns, group_slots, spec: tl.constexpr):
-    """The score of every group [R, groups], and the groups' numbers."""
-    size: tl.constexpr = spec.group_size
-    num_groups: tl.constexpr = spec.rule.num_groups
-    if spec.groups_fill:
-        scores = group_score(tl.reshape(key, (key.shape[0], num_groups, size)), spec)
-        if spec.gluon:
-            numbers = gl.arange(0, num_groups, gl.SliceLayout(0, scores.type.layout))[None, :]
-        else:
-            numbers = tl.arange(0, num_groups)[None, :]
-        return scores, numbers + (scores > scores).to(tl.int32)
-    else:
-        numbers = group_slots + tl.max((key > key).to(tl.int32), 1)[:, None]
-        scores = numbers.to(tl.float32) * 0.0 - INF
-        for g in range(num_groups):
-            score = group_score(tl.where(columns // size == g, key, -INF), spec)
-            scores = tl.where(numbers == g, score[:, None], scores)
-        return scores, numbers
-
-
-@triton.jit
-def best_groups(key, columns, group_slots, tolerance, spec: tl.constexpr):
-    """key, -inf outside the best groups, of equals the smaller number; and the rows that are certain."""
-    scores, numbers = group_scores(key, columns, group_slots, spec)
-    num_groups: tl.constexpr = spec.rule.num_groups
-    better = numbers * 0
-    for g in tl.static_range(num_groups):
-        other = slot(scores, numbers, g, spec)
-        better += ((other > scores) | ((other == scores) & (g < numbers))).to(tl.int32)
-    keep = (better < spec.rule.num_topk_groups) & (numbers < num_groups)
-    kept = tl.sum(tl.where(keep, 1 << numbers, 0), 1)
-    least = tl.min(tl.where(keep, scores, INF), 1)
-    sure = (least - tl.max(tl.where(keep, -INF, scores), 1) > tolerance).to(tl.int32)
-    kept = as_in(kept, tl.max(key, 1), spec)
-    sure = as_in(sure, tl.max(key, 1), spec)
-    return tl.where(((kept[:, None] >> (columns // spec.group_size)) & 1) != 0, key, -INF), sure > 0
-
-
-@triton.jit
-def selection_key(logits, usable, top, total, columns, expert_bias, FAST: tl.constexpr, spec: tl.constexpr):
-    """What experts are ranked by; -inf for those that can't be chosen. FAST: scores to within TOLERANCE."""
-    key = logits
-    if spec.by_score:
-        if spec.rule.score == "softmax":
-            key = divide(score_of(logits - top[:, None], spec), total[:, None])
-        elif FAST:
-            key = fast_score(logits, spec)
-        else:
-            key = score_of(logits, spec)
-    if spec.has_expert_bias:
-        key += expert_bias  # finite, or -inf
-    return tl.where(usable, key, -INF)
-
-
-@triton.jit
-def pack(key, columns):
-    """uint32 that order as the keys do, but for the lowest bits, which hold the column; below SOME for -inf."""
-    low: tl.constexpr = key.shape[1] - 1
-    return (((order(key) ^ LOWEST) & (-1 - low)) | (low - columns)).to(tl.uint32, bitcast=True)
-
-
-@triton.jit
-def best_packed(key, columns, slots, k, spec: tl.constexpr):
-    """The ids [R, slots] of the k best keys by their upper bits, how many there are, and 0, 1, 2 ... for the slots."""
-    low: tl.constexpr = key.shape[1] - 1
-    packed = pack(key, columns)
-    none = tl.max((key > key).to(tl.int32), 1)
-    found = slots + as_in(none, tl.max(slots, 1), spec)[:, None]
-    bests = found * 0
-    best = (none - 1).to(tl.uint32, bitcast=True)
-    for r in range(k):
-        # The distances of what is below the last best: what isn't wraps around, and is farther away.
-        gap = tl.min((best - 1)[:, None] - packed, 1)
-        best = tl.where(best > 0, best - 1 - gap, best)
-        bests = tl.where(found == r, as_in(best.to(tl.int32, bitcast=True), tl.max(found, 1), spec)[:, None], bests)
-    there = (bests.to(tl.uint32, bitcast=True) >= SOME) & (found < k)
-    return (bests & low) ^ low, there, found
-
-
-@triton.jit
-def choose_packed(key, columns, slots, k, tolerance: tl.constexpr, spec: tl.constexpr):
-    """The k best keys by their upper bits: their ids [R, slots] and values, 0, 1, 2 ... for the slots, and which rows
-    have their choice, and its order, for certain.
-
-    The choice is certain if all keys that the upper bits may have taken for the last of the chosen are chosen.
-    """
-    ids, there, found = best_packed(key, columns, slots, k, spec)
-    keys = tl.where(there, pick(key, ids, columns, found, spec), -INF)
-    last = as_in(tl.min(tl.where(found < k, keys, INF), 1), tl.max(key, 1), spec)
-    rivals = tl.sum((key >= last[:, None] - tolerance).to(tl.int32), 1)
-    behind = pick(keys, tl.minimum(found + 1, spec.slots - 1), found, found, spec)
-    falls = ((keys - behind > tolerance) | (found >= k - 1)).to(tl.int32)
-    return ids, keys, found, (last > -INF) & (rivals == spec.k), as_in(tl.min(falls, 1), last, spec) > 0
-
-
-@triton.jit
-def put_in_order(ids, keys, found, k, tolerance: tl.constexpr, spec: tl.constexpr):
-    """The chosen by their whole keys, of equals the smallest id first; and the rows where no two are within the
-    tolerance."""
-    rank = found * 0
-    near = found * 0
-    for j in range(k):
-        other = slot(keys, found, j, spec)
-        other_id = slot(ids.to(tl.float32), found, j, spec).to(tl.int32)
-        rank += ((other > keys) | ((other == keys) & (other_id < ids))).to(tl.int32)
-        if tolerance > 0.0:
-            near += ((tl.abs(other - keys) <= tolerance) & (j != found) & (found < k)).to(tl.int32)
-    place = found * 0
-    for j in range(k):
-        place = tl.where(slot(rank.to(tl.float32), found, j, spec).to(tl.int32) == found, j, place)
-    return pick(ids.to(tl.float32), place, found, found, spec).to(tl.int32), tl.max(near, 1) == 0
-
-
-@triton.jit
-def choose(ranks, columns, found, k, spec: tl.constexpr):
-    """The ids [R, slots] of the k best ranks (integers), best first, of equals the smallest; -1 where none is left."""
-    ids = found * 0 - 1
-    for r in range(k):
-        best, id = best_of(ranks, columns)
-        ranks = tl.where(columns == id[:, None], LOWEST, ranks)
-        id = as_in(tl.where(best > LOWEST, id, -1), tl.max(found, 1), spec)
-        ids = tl.where(found == r, id[:, None], ids)
-    return ids
-
-
-@triton.jit
-def select(logits, usable, top, total, columns, slots, group_slots, expert_bias, k, spec: tl.constexpr):
-    """The ids [R, slots] of the chosen, best first, -1 where none is left: fast, and again where that may err."""
-    tolerance: tl.constexpr = TOLERANCE if spec.by_score and spec.rule.score == "sigmoid" else 0.0
-    key = selection_key(logits, usable, top, total, columns, expert_bias, True, spec)
-    if spec.rule.num_groups > 1:
-        key, sure = best_groups(key, columns, group_slots, tolerance, spec)
-    ids, keys, found, certain, falls = choose_packed(key, columns, slots, k, tolerance, spec)
-    if spec.rule.num_groups > 1:
-        certain = certain & sure
-    if tl.min((certain & falls).to(tl.int32), 0) == 0:
-        ids, apart = put_in_order(ids, keys, found, k, tolerance, spec)
-        certain = certain & (as_in(apart.to(tl.int32), tl.max(key, 1), spec) > 0)
-        if tl.min(certain.to(tl.int32), 0) == 0:
-            key = selection_key(logits, usable, top, total, columns, expert_bias, False, spec)
-            if spec.rule.num_groups > 1:
-                key, sure = best_groups(key, columns, group_slots, tolerance, spec)
-            ids = choose(tl.where(key > -INF, order(key), LOWEST), columns, found, k, spec)
-    return tl.where(found < spec.k, ids, -1), found
 
 
 @triton.jit
@@ -330,7 +49,7 @@ def weigh(ids, chosen, top, total, routed_scale, spec: tl.constexpr):
 
 
 @triton.jit
-def store_dense(dense, weights, ids, found, rows, live, columns, k, spec: tl.constexpr):
+def store_dense(dense, weights, ids, found, rows, columns, k, spec: tl.constexpr):
     """The weights at their experts' columns, zeros elsewhere."""
     all = (columns + (rows * 0)[:, None]).to(tl.float32) * 0.0
     for r in range(k):
@@ -338,12 +57,12 @@ def store_dense(dense, weights, ids, found, rows, live, columns, k, spec: tl.con
         weight = as_in(at_column(weights, found == r), rows, spec)
         all = tl.where(columns == id[:, None], weight[:, None], all)
     at = rows.to(tl.int64)[:, None] * spec.num_experts + columns
-    tl.store(dense + at, all, mask=live[:, None] & (columns < spec.num_experts))
+    tl.store(dense + at, all, mask=(rows >= 0)[:, None] & (columns < spec.num_experts))
 
 
 @triton.jit
 def load_biases(tables, columns, spec: tl.constexpr):
-    """The biases of logits and of keys [1, C]; 0 for those that there aren't."""
+    """The biases of logits and of keys [1, C], 0 if there are none; -inf bars an expert from being chosen."""
     logit_bias, expert_bias, _token_ids, _hash_table, _vocabulary = tables
     real = columns < spec.num_experts
     of_logits = 0.0
@@ -351,36 +70,29 @@ def load_biases(tables, columns, spec: tl.constexpr):
     if spec.has_logit_bias:
         of_logits = tl.load(logit_bias + columns, mask=real, other=0.0).to(tl.float32)
     if spec.has_expert_bias:
-        of_keys = tl.load(expert_bias + columns, mask=real, other=0.0).to(tl.float32)
-        of_keys = tl.where(is_finite(of_keys), of_keys, -INF)  # such an expert is never chosen
+        of_keys = tl.load(expert_bias + columns, mask=real, other=-INF).to(tl.float32)
+        of_keys = barred(of_keys, of_keys)  # such an expert is never chosen
     return of_logits, of_keys
 
 
 @triton.jit
-def route_rows(
-    logits, rows, num_rows, columns, slots, group_slots, numbers, biases, tables, outputs,
-    spec: tl.constexpr,
-):  # fmt: skip
-    """All that follows the product: logits [R, C], before alpha and bias, of `rows` [R] -> all outputs but the counts.
+def scaled(logits, alpha):
+    """alpha * logits, rounded wherever it is used: the compiler would make it part of some sums and not of others."""
+    if INTERPRETED:
+        return logits * alpha
+    else:
+        asm: tl.constexpr = "mul.rn.f32 $0, $1, $2;"
+        return tl.inline_asm_elementwise(asm, "=f,f,f", [logits, alpha], tl.float32, is_pure=True, pack=1)
 
-    columns [1, C] and group_slots [1, groups]: 0, 1, 2 ... in the layout of logits; slots [1, slots] in any that keeps
-    a row in one warp. Layouts are the same for every number of rows, so that sums have the same order.
-    numbers: alpha, routed_scale, and spec.k once more: as a constant it would unroll loops, and what runs once runs at
-    the speed of its instructions' fetching. biases: of `load_biases`. tables: logit_bias, expert_bias, token_ids,
-    hash_table, vocabulary. outputs: weights, ids, logits, dense, histogram.
-    """
-    alpha, routed_scale, k = numbers
-    logit_bias, expert_bias = biases
-    weights_out, ids_out, logits_out, dense_out, histogram = outputs
-    live = rows < num_rows
-    real = columns < spec.num_experts
-    logits = logits * alpha
+
+@triton.jit
+def meant(logits, columns, numbers, logit_bias, spec: tl.constexpr):
+    """The product with alpha and bias; what competes; the largest, and the sum of e^x, if a softmax wants them."""
+    alpha, _routed_scale, _k = numbers
+    logits = scaled(logits, alpha)
     if spec.has_logit_bias:
         logits += logit_bias
-    if spec.want_logits:
-        at = rows.to(tl.int64)[:, None] * spec.num_experts + columns
-        tl.store(logits_out + at, logits, mask=live[:, None] & real)
-    usable = real & is_finite(logits)
+    usable = (columns < spec.num_experts) & is_finite(logits)
     top = 0.0
     total = 1.0
     if spec.whole_softmax:
@@ -388,24 +100,75 @@ def route_rows(
         top = tl.where(top == -INF, 0.0, top)
         total = tl.sum(tl.where(usable, score_of(logits - top[:, None], spec), 0.0), 1)
         total = tl.maximum(total, EPS)
-    if spec.hashed:
-        ids, found = look_up(usable, rows, live, columns, slots, tables, spec)
-    else:
-        ids, found = select(logits, usable, top, total, columns, slots, group_slots, expert_bias, k, spec)
+    return logits, usable, top, total
+
+
+@triton.jit
+def store_rows(logits, ids, found, rows, top, total, columns, numbers, outputs, spec: tl.constexpr):
+    """The experts and weights of rows -> all outputs but logits and offsets; nothing of those whose number is -1."""
+    _alpha, routed_scale, k = numbers
+    weights_out, ids_out, _logits_out, dense_out, histogram = outputs
+    ids = tl.where(found < spec.k, ids, -1)
     chosen = pick(logits, tl.maximum(ids, 0), columns, found, spec)
     if spec.whole_softmax:
         top = as_in(top, tl.max(found, 1), spec)
         total = as_in(total, tl.max(found, 1), spec)
     weights = weigh(ids, chosen, top, total, routed_scale, spec)
     slot_rows = as_in(rows, tl.max(found, 1), spec)
-    mask = (slot_rows < num_rows)[:, None] & (found < spec.k)
+    mask = (slot_rows >= 0)[:, None] & (found < spec.k)
     at = slot_rows.to(tl.int64)[:, None] * spec.k + found
     tl.store(ids_out + at, ids, mask=mask)
     tl.store(weights_out + at, weights, mask=mask)
     if spec.want_counts:
         tl.atomic_add(histogram + ids, ids * 0 + 1, mask=mask & (ids >= 0), sem="relaxed")
     if spec.want_dense:
-        store_dense(dense_out, weights, ids, found, rows, live, columns, k, spec)
+        store_dense(dense_out, weights, ids, found, rows, columns, k, spec)
+
+
+@triton.jit
+def route_rows(logits, rows, live, places, numbers, biases, tables, outputs, spec: tl.constexpr):
+    """All that follows the product: logits [R, C], before alpha and bias, of `rows` [R] -> all outputs but the counts.
+    Returns the rows that aren't certain, and -1 for others: but for their logits, those are left to `route_exactly`.
+
+    live: rows that there are. places: 0, 1, 2 ... for columns [1, C] in the layout of logits, slots [1, slots] in any
+    that keeps a row in one warp, and groups [1, groups] in that of logits. Whatever the layout, sums over slots have
+    the same order. numbers: alpha, routed_scale, and spec.k once more: as a constant it would unroll loops, and what
+    runs once runs at the speed of its instructions' fetching. biases: of `load_biases`. tables: logit_bias,
+    expert_bias, token_ids, hash_table, vocabulary. outputs: weights, ids, logits, dense, histogram.
+    """
+    columns, slots, _group_slots = places
+    logit_bias, expert_bias = biases
+    logits, usable, top, total = meant(logits, columns, numbers, logit_bias, spec)
+    if spec.want_logits:
+        at = rows.to(tl.int64)[:, None] * spec.num_experts + columns
+        tl.store(outputs[2] + at, logits, mask=live[:, None] & (columns < spec.num_experts))
+    if spec.hashed:
+        ids, found = look_up(usable, rows, live, columns, slots, tables, spec)
+        certain = live
+    else:
+        ids, found, certain = choose_fast(logits, top, total, places, expert_bias, numbers[2], spec)
+    stored = tl.where(live & certain, rows, -1)
+    store_rows(logits, ids, found, stored, top, total, columns, numbers, outputs, spec)
+    return tl.where(live & (certain == 0), rows, -1)
+
+
+@triton.jit
+def route_exactly(logits, rows, places, numbers, biases, outputs, spec: tl.constexpr):
+    """The same by exact keys, for rows whose number isn't -1; their logits are written."""
+    columns, _slots, _group_slots = places
+    logit_bias, expert_bias = biases
+    logits, usable, top, total = meant(logits, columns, numbers, logit_bias, spec)
+    ids, found = choose_exactly(logits, usable, top, total, places, expert_bias, numbers[2], spec)
+    store_rows(logits, ids, found, rows, top, total, columns, numbers, outputs, spec)
+
+
+@triton.jit
+def route_tile(logits, rows, live, places, numbers, biases, tables, outputs, spec: tl.constexpr):
+    """Both: if one row isn't certain the whole tile is done again."""
+    again = route_rows(logits, rows, live, places, numbers, biases, tables, outputs, spec)
+    if not spec.hashed:
+        if tl.max(again, 0) >= 0:
+            route_exactly(logits, again, places, numbers, biases, outputs, spec)
 
 
 @triton.jit

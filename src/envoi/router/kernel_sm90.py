@@ -2,12 +2,14 @@
 # pyright: reportGeneralTypeIssues=false, reportAssignmentType=false
 """The router on Hopper: TMA, wgmma, one launch from tokens to experts.
 
-    for each CTA: some rows, some columns (experts), some blocks of 1024 along K        TMA -> stages
-        for each block:  p = tokens[rows, block] @ gate[columns, block].T               wgmma, some columns a role
-            sum += p
+    for each CTA: some rows, some columns (experts), some blocks along K                TMA -> stages
+        for each block:  p = tokens[rows, block] @ gate[columns, block].T               wgmma
+            sum += p                                                                    in registers
     all columns and all of K in one CTA:   sums -> shared memory
     else:                                  sums -> workspace; whoever shares the rows waits, and takes some of them
-    route_rows(sums of the blocks, in their order), a few rows at a time
+    route_rows(sums of the blocks, in their order), some rows at a time; of these, what isn't certain, eight at a time
+
+Few sums are waited for themselves: the workspace is blank before and after a launch. For many there is a counter.
 
 An instruction multiplies 64 rows; where fewer make more CTAs the others are left as they are, and nobody looks.
 
@@ -15,7 +17,7 @@ The blocks and their order are the same for every number of tokens, and so are t
 wait for each other are launched together or not at all (a cooperative launch), so none waits for one that can't start.
 
 Where a CTA's whole part of the operands fits the stages, one role loads all of it at once and then multiplies: that
-saves the microsecond that the warps of several roles need to go their ways.
+saves the microsecond that the warps of two roles need to go their ways.
 """
 
 import triton.experimental.gluon.language as gl
@@ -30,8 +32,10 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 
 from envoi.gemm.meeting import arrive
 from envoi.gemm.overlap import let_next_start, wait_for_grid
-from envoi.router.device import load_biases, route_rows, store_counts
+from envoi.router.device import load_biases, route_exactly, route_rows, route_tile, store_counts
 from envoi.triton_compat import role_barrier
+
+BLANK: gl.constexpr = gl.constexpr(-1)  # bits of a sum that isn't there: a NaN that no addition gives
 
 
 @gluon.jit
@@ -42,22 +46,19 @@ def part_of(sizes, cut: gl.constexpr):
     part = pid % cut.parts
     first = part // cut.parts_n * cut.steps_each
     last = gl.minimum(first + cut.steps_each, gl.cdiv(hidden, cut.block_k))
-    return pid // cut.parts * cut.rows, part % cut.parts_n * cut.width, first, last, part
+    return pid // cut.parts * cut.rows, part % cut.parts_n * cut.block_n, first, last, part
 
 
 @gluon.jit
 def load_stage(x_desc, y_desc, stages, stage, m, n, k, cut: gl.constexpr):
     """One step along K into a stage."""
-    x_bufs, y_bufs, _empty, ready, _parked = stages
-    roles: gl.constexpr = cut.num_roles
-    mbarrier.expect(ready.index(stage), x_desc.block_type.nbytes + roles * y_desc.block_type.nbytes)
+    x_bufs, y_bufs, _empty, ready = stages
+    mbarrier.expect(ready.index(stage), x_desc.block_type.nbytes + y_desc.block_type.nbytes)
     x_buf = x_bufs.index(stage)
-    if cut.rows < 64:
+    if cut.rows < cut.tile:
         x_buf = x_buf.slice(0, cut.rows, dim=0)  # what stays below are rows that nobody asks for
     tma.async_copy_global_to_shared(x_desc, [m, k * cut.block_k], ready.index(stage), x_buf)
-    for r in gl.static_range(roles):
-        y_buf = y_bufs.index(stage * roles + r)
-        tma.async_copy_global_to_shared(y_desc, [n + r * cut.block_n, k * cut.block_k], ready.index(stage), y_buf)
+    tma.async_copy_global_to_shared(y_desc, [n, k * cut.block_k], ready.index(stage), y_bufs.index(stage))
 
 
 @gluon.jit
@@ -81,20 +82,23 @@ def producer(x_desc, y_desc, stages, sizes, cut: gl.constexpr):
 
 @gluon.constexpr_function
 def tile_layout(cut):
-    """Of the 64 rows by block_n columns of a role."""
-    return gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, cut.block_n, 16])
+    """Of the tile by block_n columns of a CTA: 16 rows a warp, and what there are more warps than rows side by side."""
+    down = cut.tile // 16
+    side_by_side = cut.num_warps // down
+    shape = [16, cut.block_n // side_by_side, 16]
+    return gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[down, side_by_side], instr_shape=shape)
 
 
 @gluon.jit
-def multiply(stages, step, num_steps, R: gl.constexpr, cut: gl.constexpr):
-    """64 rows by block_n columns over one block of sums, two products in flight."""
-    x_bufs, y_bufs, empty, ready, _parked = stages
+def multiply(stages, step, num_steps, cut: gl.constexpr):
+    """The tile over one block of sums, two products in flight."""
+    x_bufs, y_bufs, empty, ready = stages
     layout: gl.constexpr = tile_layout(cut)
-    acc = gl.full((64, cut.block_n), 0.0, gl.float32, layout)
+    acc = gl.full((cut.tile, cut.block_n), 0.0, gl.float32, layout)
     for k in range(num_steps):
         stage = step % cut.num_stages
         mbarrier.wait(ready.index(stage), (step // cut.num_stages) & 1)
-        y = y_bufs.index(stage * cut.num_roles + R).permute((1, 0))
+        y = y_bufs.index(stage).permute((1, 0))
         acc = warpgroup_mma(x_bufs.index(stage), y, acc, is_async=True, use_acc=k > 0)
         acc = warpgroup_mma_wait(num_outstanding=1, deps=(acc,))
         if not cut.loads_all:
@@ -107,23 +111,24 @@ def multiply(stages, step, num_steps, R: gl.constexpr, cut: gl.constexpr):
 
 
 @gluon.constexpr_function
-def lanes_of(columns):
-    """Lanes that share a row, which no other warp has a part of. A whole warp reduces integers in one instruction."""
-    return 32 if columns >= 128 else max(4, columns // 8)
+def row_layout(cut, lanes):
+    """Of a tile of rows of logits, so many lanes a row."""
+    return gl.BlockedLayout([1, cut.columns // lanes], [32 // lanes, lanes], [cut.num_warps, 1], [1, 0])
 
 
 @gluon.constexpr_function
-def row_layout(columns):
-    """Of a tile of rows of logits."""
-    lanes = lanes_of(columns)
-    return gl.BlockedLayout([1, columns // lanes], [32 // lanes, lanes], [4, 1], [1, 0])
+def sum_layout(cut):
+    """Of the same rows when they are added up: spread over all threads, no element twice."""
+    each = min(4, max(1, cut.rows_each * cut.columns // (32 * cut.num_warps)))
+    lanes = min(32, cut.columns // each)
+    warps = min(cut.num_warps, cut.columns // (each * lanes))
+    return gl.BlockedLayout([1, each], [32 // lanes, lanes], [cut.num_warps // warps, warps], [1, 0])
 
 
 @gluon.constexpr_function
-def slot_layout(columns, slots):
+def slot_layout(cut, lanes, slots):
     """Of what was chosen for the same rows, in the same lanes."""
-    lanes = lanes_of(columns)
-    return gl.BlockedLayout([1, max(1, slots // lanes)], [32 // lanes, lanes], [4, 1], [1, 0])
+    return gl.BlockedLayout([1, max(1, slots // lanes)], [32 // lanes, lanes], [cut.num_warps, 1], [1, 0])
 
 
 @gluon.jit
@@ -133,140 +138,201 @@ def columns_in(layout: gl.constexpr, count: gl.constexpr):
 
 
 @gluon.jit
-def finish_rows(logits, rows, given, biases, spec: gl.constexpr):
-    """`route_rows`, with what it wants to know of the layout."""
-    sizes, numbers, tables, outputs = given
-    layout: gl.constexpr = logits.type.layout
-    chosen: gl.constexpr = slot_layout(logits.shape[1], spec.slots)
-    columns = columns_in(layout, logits.shape[1])
-    slots = columns_in(chosen, spec.slots)
-    group_slots = columns_in(layout, spec.group_slots)
-    route_rows(logits, rows, sizes[0], columns, slots, group_slots, numbers, biases, tables, outputs, spec)
+def places_of(LANES: gl.constexpr, cut: gl.constexpr, spec: gl.constexpr):
+    """0, 1, 2 ... for columns, slots and groups, in layouts with so many lanes a row."""
+    layout: gl.constexpr = row_layout(cut, LANES)
+    slots: gl.constexpr = slot_layout(cut, LANES, spec.slots)
+    return columns_in(layout, cut.columns), columns_in(slots, spec.slots), columns_in(layout, spec.group_slots)
+
+
+@gluon.constexpr_function
+def board_layout(columns):
+    """Of totals and logits in shared memory: no two lanes of a half warp write to the same bank."""
+    return gl.SwizzledSharedLayout(8, 1, min(8, columns // 8), [1, 0])
 
 
 @gluon.jit
-def load_early(given, cut: gl.constexpr, spec: gl.constexpr):
-    """The biases, before anyone waits."""
-    layout: gl.constexpr = row_layout(cut.columns)
-    return load_biases(given[2], columns_in(layout, cut.columns), spec)
+def board_of(stages, rows: gl.constexpr, cut: gl.constexpr):
+    """The gate's stages when they have done their work: the tile's logits, in tiles of some rows."""
+    return stages[1]._reinterpret(gl.float32, [cut.tile // rows, rows, cut.columns], board_layout(cut.columns))
 
 
 @gluon.jit
-def shared_rows(stages, rows: gl.constexpr, columns: gl.constexpr, cut: gl.constexpr):
-    """The memory of the gate's stages, when they have done their work, as 64 rows of float32 in tiles of a size."""
-    layout: gl.constexpr = gl.SwizzledSharedLayout(4, 1, min(8, cut.columns // 4), [1, 0])
-    tiles: gl.constexpr = 64 * cut.columns // (rows * columns)
-    return stages[1]._reinterpret(gl.float32, [tiles, rows, columns], layout)
+def leave(x, sums, set, m, n, sizes, cut: gl.constexpr, spec: gl.constexpr):
+    """A tile of sums into the workspace [sets, padded rows, columns]. What is waited for is never blank, and only what
+    someone waits for is written."""
+    rows = m + gl.arange(0, cut.tile, gl.SliceLayout(1, x.type.layout))
+    columns = n + gl.arange(0, cut.block_n, gl.SliceLayout(0, x.type.layout))
+    at = sums + (set * padded_rows(sizes, cut) + rows).to(gl.int64)[:, None] * cut.columns + columns[None, :]
+    if cut.signals:
+        gl.store(at, x + 0.0, mask=(rows < sizes[0])[:, None] & (columns < spec.num_experts)[None, :])
+    else:
+        gl.store(at, x)
 
 
 @gluon.jit
-def from_shared(sum, stages, given, m, R: gl.constexpr, cut: gl.constexpr, spec: gl.constexpr):
-    """A CTA has all columns and all of K: its roles exchange their columns, then each routes a share of the rows."""
-    parked = stages[4]
-    biases = load_early(given, cut, spec)
-    mbarrier.arrive(parked, count=1)
-    mbarrier.wait(parked, 0)  # all products are done: the memory is free
-    whole = shared_rows(stages, 64, cut.columns, cut).index(0)
-    whole.slice(R * cut.block_n, cut.block_n, dim=1).store(sum)
-    role_barrier()
-    mbarrier.arrive(parked, count=1)
-    mbarrier.wait(parked, 1)
-    tiles = shared_rows(stages, cut.rows_each, cut.columns, cut)
-    layout: gl.constexpr = row_layout(cut.columns)
-    i = gl.arange(0, cut.rows_each, gl.SliceLayout(1, layout))
-    for row in range(R * cut.share, gl.minimum((R + 1) * cut.share, given[0][0] - m), cut.rows_each):
-        finish_rows(tiles.index(row // cut.rows_each).load(layout), m + row + i, given, biases, spec)
+def padded_rows(sizes, cut: gl.constexpr):
+    """Rows of a set of sums."""
+    if cut.signals:
+        return sizes[0]
+    else:
+        return gl.cdiv(sizes[0], cut.tile) * cut.tile
 
 
 @gluon.jit
-def leave(sum, sums, set, m, n, padded, cut: gl.constexpr):
-    """64 x block_n sums into the workspace [sets, padded rows, columns]; only the last rows can be nobody's."""
-    rows = m + gl.arange(0, 64, gl.SliceLayout(1, sum.type.layout))
-    columns = n + gl.arange(0, cut.block_n, gl.SliceLayout(0, sum.type.layout))
-    gl.store(sums + (set * padded + rows).to(gl.int64)[:, None] * cut.columns + columns[None, :], sum)
-
-
-@gluon.jit
-def add_sets(sums, rows, padded, cut: gl.constexpr, layout: gl.constexpr):
+def add_sets(sums, rows, sizes, cut: gl.constexpr, layout: gl.constexpr):
     """The logits of rows: the sets of sums, added up in their order."""
     columns = gl.arange(0, cut.columns, gl.SliceLayout(0, layout))
     at = sums + rows.to(gl.int64)[:, None] * cut.columns + columns[None, :]
-    total = gl.load(at, cache_modifier=".cg")
+    total = gl.load(at, cache_modifier=".cg") + 0.0
     sets: gl.constexpr = cut.num_sets
     for s in gl.static_range(1, sets):
-        total += gl.load(at + s * padded.to(gl.int64) * cut.columns, cache_modifier=".cg")
+        total += gl.load(at + s * padded_rows(sizes, cut).to(gl.int64) * cut.columns, cache_modifier=".cg")
     return total
 
 
 @gluon.jit
-def wait_for_all(counter, num_parts):
-    """Say that this role's sums are there, and wait for those of all parts of its rows."""
+def take_sets(sums, row, end, sizes, cut: gl.constexpr, spec: gl.constexpr):
+    """The same for rows from one on, as soon as none of their sums is blank any more; they become blank again for the
+    next launch. No two threads have the same element, so nobody misses what is taken."""
+    layout: gl.constexpr = sum_layout(cut)
+    rows = row + gl.arange(0, cut.rows_each, gl.SliceLayout(1, layout))
+    columns = gl.arange(0, cut.columns, gl.SliceLayout(0, layout))
+    mask = (rows < end)[:, None] & (columns < spec.num_experts)[None, :]
+    at = sums + rows.to(gl.int64)[:, None] * cut.columns + columns[None, :]
+    step = padded_rows(sizes, cut).to(gl.int64) * cut.columns
+    sets: gl.constexpr = cut.num_sets
+    total = gl.full((cut.rows_each, cut.columns), 0.0, gl.float32, layout)
+    blank = mask
+    while gl.max(gl.max(blank.to(gl.int32), 1), 0) > 0:
+        total = gl.load(at, mask=mask, other=0.0, volatile=True)
+        blank = total.to(gl.int32, bitcast=True) == BLANK
+        for s in gl.static_range(1, sets):
+            x = gl.load(at + s * step, mask=mask, other=0.0, volatile=True)
+            blank |= x.to(gl.int32, bitcast=True) == BLANK
+            total += x
+    none = gl.full((cut.rows_each, cut.columns), BLANK, gl.int32, layout).to(gl.float32, bitcast=True)
+    for s in gl.static_range(sets):
+        gl.store(at + s * step, none, mask=mask)
+    return gl.convert_layout(total, row_layout(cut, cut.lanes))
+
+
+@gluon.jit
+def wait_for_all(counter, waits, num_parts):
+    """Say that this part's sums are there, and wait for those of all parts of its rows."""
     role_barrier()
     gl.atomic_add(counter, 1, sem="release", scope="gpu")
-    while gl.atomic_add(counter, 0, sem="acquire", scope="gpu") < num_parts:
-        pass
+    if waits:
+        while gl.atomic_add(counter, 0, sem="acquire", scope="gpu") < num_parts:
+            pass
+    # The last part to leave puts back the zeros.
+    if gl.atomic_add(counter + 1, 1, sem="relaxed", scope="gpu") == num_parts - 1:
+        gl.store(counter, 0)
+        gl.store(counter + 1, 0)
 
 
 @gluon.jit
-def from_workspace(sums, first, last, padded, given, biases, cut: gl.constexpr, spec: gl.constexpr):
-    """Rows first to last, rows_each at a time."""
-    layout: gl.constexpr = row_layout(cut.columns)
-    for row in range(first, gl.minimum(last, given[0][0]), cut.rows_each):
-        rows = row + gl.arange(0, cut.rows_each, gl.SliceLayout(1, layout))
-        finish_rows(add_sets(sums, rows, padded, cut, layout), rows, given, biases, spec)
+def add_up(stages, sums, given, cut: gl.constexpr, spec: gl.constexpr):
+    """All products of this CTA; their sums -> shared memory, or the workspace if parts meet.
 
-
-@gluon.jit
-def meet(sums, counters, m, part, padded, given, R: gl.constexpr, cut: gl.constexpr, spec: gl.constexpr):
-    """Roles that have parts of the same rows meet; each routes a share of the rows, or the last to come all of them."""
-    num_parts: gl.constexpr = cut.parts * cut.num_roles
-    own = counters + m // cut.rows * 2
-    biases = load_early(given, cut, spec)
-    if cut.waits:
-        share = (part * cut.num_roles + R) * cut.share
-        if (share < cut.rows) & (m + share < given[0][0]):
-            wait_for_all(own, num_parts)
-            from_workspace(sums, m + share, m + share + cut.share, padded, given, biases, cut, spec)
-        else:
-            role_barrier()
-            gl.atomic_add(own, 1, sem="release", scope="gpu")
-        # The last role to leave puts back the zeros.
-        if gl.atomic_add(own + 1, 1, sem="relaxed", scope="gpu") == num_parts - 1:
-            gl.store(own, 0)
-            gl.store(own + 1, 0)
-    else:
-        if arrive(own, num_parts):
-            from_workspace(sums, m, m + cut.rows, padded, given, biases, cut, spec)
-
-
-@gluon.jit
-def role(stages, given, scratch, totals, counter, R: gl.constexpr, cut: gl.constexpr, spec: gl.constexpr):
-    """Four warps: the sums of 64 rows and block_n columns, then the experts of a share of the rows.
-
-    The part that begins with block 0 adds up all blocks that it has; every other block is a set of sums of its own.
+    The part that begins with block 0 may add up all blocks that it has; every other block is a set of its own.
     """
-    sums, counters = scratch
-    m, n, first, last, part = part_of(given[0], cut)
-    padded = gl.cdiv(given[0][0], 64) * 64
+    m, n, first, last, _part = part_of(given[0], cut)
     layout: gl.constexpr = tile_layout(cut)
-    sum = gl.full((64, cut.block_n), 0.0, gl.float32, layout)
+    num_steps: gl.constexpr = cut.steps_in_block
     step = 0
-    for k in range(first, last, cut.steps_in_block):
-        p, step = multiply(stages, step, gl.minimum(cut.steps_in_block, last - k), R, cut)
+    sum = gl.full((cut.tile, cut.block_n), 0.0, gl.float32, layout)
+    for k in range(first, last, num_steps):
+        p, step = multiply(stages, step, gl.minimum(num_steps, last - k), cut)
         if cut.parts_k > 1:
             if first > 0:
-                set = (k - cut.steps_each) // cut.steps_in_block + 1
-                leave(p, sums, set, m, n + R * cut.block_n, padded, cut)
+                leave(p, sums, (k - cut.steps_each) // num_steps + 1, m, n, given[0], cut, spec)
         sum += p
     if cut.parts == 1:
-        from_shared(sum, stages, given, m, R, cut, spec)
+        board_of(stages, cut.tile, cut).index(0).store(sum)
+    elif first == 0:
+        leave(sum, sums, 0, m, n, given[0], cut, spec)
+
+
+@gluon.jit
+def meet(counters, given, cut: gl.constexpr):
+    """The rows that this CTA routes, first and last, when their sums are there or are waited for themselves."""
+    m, _n, _first, _last, part = part_of(given[0], cut)
+    num_tokens = given[0][0]
+    end = gl.minimum(m + cut.rows, num_tokens)
+    if cut.parts == 1:
+        role_barrier()
+        return m, end
+    elif cut.waits:
+        begin = m + part * cut.share
+        end = gl.minimum(begin + cut.share, end)
+        if not cut.signals:
+            wait_for_all(counters + m // cut.rows * 2, begin < end, cut.parts)
+        return begin, end
     else:
-        if first == 0:
-            leave(sum, sums, 0, m, n + R * cut.block_n, padded, cut)
-        meet(sums, counters, m, part, padded, given, R, cut, spec)
+        if not arrive(counters + m // cut.rows * 2, cut.parts):
+            end = m
+        return m, end
+
+
+@gluon.jit
+def logits_of(stages, sums, row, sizes, ROWS: gl.constexpr, LANES: gl.constexpr, cut: gl.constexpr):
+    """The rows from one on, and their logits, for which nobody has to wait."""
+    layout: gl.constexpr = row_layout(cut, LANES)
+    m, _n, _first, _last, _part = part_of(sizes, cut)
+    rows = row + gl.arange(0, ROWS, gl.SliceLayout(1, layout))
+    if cut.parts == 1:
+        return rows, board_of(stages, ROWS, cut).index((row - m) // ROWS).load(layout)
+    else:
+        return rows, add_sets(sums, rows, sizes, cut, layout)
+
+
+@gluon.jit
+def route_eights(again, stages, sums, row, given, cut: gl.constexpr, spec: gl.constexpr):
+    """By exact keys: the rows from one on whose bits are set, and what they are with in eight rows."""
+    sizes, numbers, tables, outputs = given
+    places = places_of(32, cut, spec)
+    biases = load_biases(tables, places[0], spec)
+    while again != 0:
+        if again & 255 != 0:
+            rows, logits = logits_of(stages, sums, row, sizes, 8, 32, cut)
+            rows = gl.where((again >> (rows - row).to(gl.uint64)) & 1 != 0, rows, -1)
+            route_exactly(logits, rows, places, numbers, biases, outputs, spec)
+        row += 8
+        again = again >> 8
+
+
+@gluon.jit
+def route_share(stages, sums, given, biases, begin, end, cut: gl.constexpr, spec: gl.constexpr):
+    """Rows begin to end, rows_each at a time."""
+    sizes, numbers, tables, outputs = given
+    places = places_of(cut.lanes, cut, spec)
+    for row in range(begin, end, cut.rows_each):
+        if cut.signals:
+            rows = row + gl.arange(0, cut.rows_each, gl.SliceLayout(1, row_layout(cut, cut.lanes)))
+            logits = take_sets(sums, row, end, sizes, cut, spec)
+        else:
+            rows, logits = logits_of(stages, sums, row, sizes, cut.rows_each, cut.lanes, cut)
+        if cut.in_eights and not spec.hashed:
+            again = route_rows(logits, rows, rows < end, places, numbers, biases, tables, outputs, spec)
+            bits = gl.sum((again >= 0).to(gl.uint64) << (rows - row).to(gl.uint64), 0)
+            if bits != 0:
+                route_eights(bits, stages, sums, row, given, cut, spec)
+        else:
+            route_tile(logits, rows, rows < end, places, numbers, biases, tables, outputs, spec)
+
+
+@gluon.jit
+def role(stages, given, scratch, totals, counter, cut: gl.constexpr, spec: gl.constexpr):
+    """Some warps: the sums of a tile, then the experts of a share of the rows."""
+    sums, counters = scratch
+    biases = load_biases(given[2], columns_in(row_layout(cut, cut.lanes), cut.columns), spec)
+    add_up(stages, sums, given, cut, spec)
+    begin, end = meet(counters, given, cut)
+    route_share(stages, sums, given, biases, begin, end, cut, spec)
     if spec.want_counts:
-        if arrive(counter, gl.num_programs(0) * cut.num_roles):
-            experts = gl.arange(0, spec.columns, gl.BlockedLayout([1], [32], [4], [0]))
+        if arrive(counter, gl.num_programs(0)):
+            experts = gl.arange(0, spec.columns, gl.BlockedLayout([1], [32], [gl.num_warps()], [0]))
             store_counts(given[3][4], totals[0], totals[1], experts, spec)
 
 
@@ -276,21 +342,19 @@ def router_kernel(
     vocabulary, weights, ids, logits, dense, histogram, counts, offsets, counter, sums, counters,
     cut: gl.constexpr, spec: gl.constexpr,
 ):  # fmt: skip
-    """Set up the stages, then one role for each partition of warps."""
-    x_shape: gl.constexpr = [cut.num_stages, 64, cut.block_k]
-    y_shape: gl.constexpr = [cut.num_stages * cut.num_roles] + y_desc.block_type.shape
+    """Set up the stages, then a role that multiplies and chooses, and a warp that loads if stages come back."""
+    x_shape: gl.constexpr = [cut.num_stages, cut.tile, cut.block_k]
+    y_shape: gl.constexpr = [cut.num_stages] + y_desc.block_type.shape
     x_bufs = gl.allocate_shared_memory(x_desc.dtype, x_shape, x_desc.layout)
     y_bufs = gl.allocate_shared_memory(y_desc.dtype, y_shape, y_desc.layout)
     empty = gl.allocate_shared_memory(gl.int64, [cut.num_stages, 1], mbarrier.MBarrierLayout())
     ready = gl.allocate_shared_memory(gl.int64, [cut.num_stages, 1], mbarrier.MBarrierLayout())
     num_stages: gl.constexpr = cut.num_stages
     for i in gl.static_range(num_stages):
-        mbarrier.init(empty.index(i), count=cut.num_roles)
+        mbarrier.init(empty.index(i), count=1)
         mbarrier.init(ready.index(i), count=1)
-    parked = gl.allocate_shared_memory(gl.int64, [1], mbarrier.MBarrierLayout())
-    mbarrier.init(parked, count=cut.num_roles)
     fence_async_shared()
-    stages = (x_bufs, y_bufs, empty, ready, parked)
+    stages = (x_bufs, y_bufs, empty, ready)
     sizes = (num_tokens, hidden)
     tables = (logit_bias, expert_bias, token_ids, hash_table, vocabulary)
     outputs = (weights, ids, logits, dense, histogram)
@@ -303,15 +367,9 @@ def router_kernel(
     load_first(x_desc, y_desc, stages, sizes, cut)
     # The tuples of arguments are written out: bound to a name, their constants would become tensors.
     if cut.loads_all:
-        role(stages, given, scratch, totals, counter, 0, cut, spec)
-    elif cut.num_roles == 1:
-        gl.warp_specialize([
-            (role, (stages, given, scratch, totals, counter, 0, cut, spec)),
-            (producer, (x_desc, y_desc, stages, sizes, cut)),
-        ], [1], [40])  # fmt: skip
+        role(stages, given, scratch, totals, counter, cut, spec)
     else:
         gl.warp_specialize([
-            (role, (stages, given, scratch, totals, counter, 0, cut, spec)),
-            (role, (stages, given, scratch, totals, counter, 1, cut, spec)),
+            (role, (stages, given, scratch, totals, counter, cut, spec)),
             (producer, (x_desc, y_desc, stages, sizes, cut)),
-        ], [4, 1], [232, 40])  # fmt: skip
+        ], [1], [40])  # fmt: skip

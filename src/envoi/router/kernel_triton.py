@@ -5,7 +5,7 @@
     for each block of BLOCK_M tokens:                          one program
         for k in hidden, BLOCK_K at a time:
             logits += tokens[rows, k] @ gate[:, k].T
-        route_rows(logits)
+        route_tile(logits)
 
 The tensor cores cut off what they add, so what they add up is short: BLOCK_K, and other units add these sums. float32
 operands become three bf16 each, and six products of these: the error is that of float32.
@@ -16,7 +16,7 @@ import triton.language as tl
 
 from envoi.epilogue.codes_triton import widen
 from envoi.epilogue.device import INTERPRETED
-from envoi.router.device import load_biases, route_rows, store_counts
+from envoi.router.device import load_biases, route_tile, store_counts
 
 
 @triton.jit
@@ -59,10 +59,9 @@ def router_kernel(
             logits = tl.dot(x, y.T, logits, input_precision=None if INTERPRETED else "bf16x6")
         else:
             logits = add_apart(logits, tl.dot(x, y.T))
-    slots = tl.arange(0, spec.slots)[None, :]
     biases = load_biases(tables, columns[None, :], spec)
-    group_slots = tl.arange(0, spec.group_slots)[None, :]
-    route_rows(logits, rows, num_tokens, columns[None, :], slots, group_slots, numbers, biases, tables, outputs, spec)
+    places = (columns[None, :], tl.arange(0, spec.slots)[None, :], tl.arange(0, spec.group_slots)[None, :])
+    route_tile(logits, rows, rows < num_tokens, places, numbers, biases, tables, outputs, spec)
     if spec.want_counts:
         tl.debug_barrier()
         if tl.atomic_add(counter, 1, sem="acq_rel") == tl.num_programs(0) - 1:

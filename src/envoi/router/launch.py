@@ -9,7 +9,7 @@ from envoi.gemm import workspace
 from envoi.gemm.config import power_of_two
 from envoi.gemm.select import implementation
 from envoi.gemm.sm90 import descriptor, tma_ready
-from envoi.router.cut import ROWS, Cut, choose_cut
+from envoi.router.cut import SAME_BELOW, Cut, choose_cut
 from envoi.router.rules import Rule
 from envoi.router.spec import Spec
 
@@ -135,15 +135,17 @@ def hopper_arguments(
     """Grid, arguments and options of the Hopper kernel."""
     spec = replace(call.spec, gluon=True)
     (M, hidden), device = call.tokens.shape, call.tokens.device
-    cut = cut or choose_cut(power_of_two(M) if M <= ROWS else M, hidden, spec, num_sms)
+    cut = cut or choose_cut(power_of_two(M) if M <= SAME_BELOW else M, hidden, spec, num_sms)
     row_blocks = -(-M // cut.rows)
     tokens, gate = tma_ready(call.tokens), tma_ready(call.gate)
-    num_met = 2 * row_blocks if cut.parts > 1 else 0
+    sums = workspace.blanks(cut.num_sets * M * cut.columns, device) if cut.signals else None
+    if cut.signals and sums is None:
+        cut = replace(cut, signals=False, rows_each=min(cut.rows_each, cut.share))
+    if cut.parts > 1 and sums is None:
+        sums = workspace.floats(cut.num_sets * row_blocks * cut.tile * cut.columns, device)
+    num_met = 2 * row_blocks if cut.parts > 1 and not cut.signals else 0
     num_counted = spec.num_experts + 1 if spec.want_counts else 0
     counters = workspace.counters(num_met + num_counted, device) if num_met + num_counted else None
-    sums = None
-    if cut.parts > 1:
-        sums = workspace.floats(cut.num_sets * row_blocks * ROWS * cut.columns, device)
     counted = _from(counters, num_met) if num_counted else None
     counts, offsets = outputs["counts"] or (None, None)
     arguments = (
@@ -152,7 +154,7 @@ def hopper_arguments(
         outputs["weights"], outputs["ids"], outputs["logits"], outputs["dense"], _from(counted, 1), counts, offsets,
         counted, sums, counters if num_met else None, cut, spec,
     )  # fmt: skip
-    options: dict[str, Any] = {"num_warps": 4, "launch_pdl": True}
+    options: dict[str, Any] = {"num_warps": cut.num_warps, "launch_pdl": True}
     if cut.waits:
         options["launch_cooperative_grid"] = True
     return (row_blocks * cut.parts,), arguments, options

@@ -5,7 +5,17 @@ from dataclasses import dataclass
 from envoi.gemm.config import power_of_two
 from envoi.router.rules import Rule
 
-BLOCK_SUM = 1024  # products are summed in blocks of this along K, and the blocks in their order, however work is cut
+MAX_BLOCK = 1024
+
+
+def block_sum(hidden: int) -> int:
+    """Products are summed in blocks of this along K, and the blocks in their order, however work is cut.
+
+    The blocks of a long K are a multiple of four, so that two or four CTAs have equal parts of it.
+    """
+    if hidden < 4 * MAX_BLOCK:
+        return MAX_BLOCK
+    return -(-hidden // (4 * -(-hidden // (4 * MAX_BLOCK)) * 128)) * 128
 
 
 @dataclass(frozen=True)
