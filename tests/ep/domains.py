@@ -44,13 +44,13 @@ def moe(
     for domain in domains:
         nvlink.run("pull_kernel", nvlink.pull_arguments(domain))
     for number, domain in enumerate(domains):
-        results = domain.rows if experts is None else nvlink.expert_mlp(domain, experts[number], 10)
+        rows = domain.rows if experts is None else nvlink.expert_mlp(domain, experts[number], 10)
         if domain.plan.presum:
-            nvlink.run("return_kernel", nvlink.return_arguments(domain, results))
+            nvlink.send_back(domain, rows)
     outs = []
     for domain, (_, routing), place in zip(domains, parts, places, strict=True):
         flags(domain)[1] = 1
-        outs.append(nvlink.combine(domain, place, routing.topk_ids))
+        outs.append(nvlink.finish(domain, place, routing.topk_ids))
     return outs
 
 

@@ -144,7 +144,9 @@ def _work(rank: int, num_ranks: int, folder: str) -> None:
 
 
 def _run_rank(layer: Layer, max_tokens: int) -> tuple[torch.Tensor, dict[str, float]]:
-    parallel, times = ExpertParallel(layer.experts, timeout_s=30, max_tokens=max_tokens, num_topk=layer.k), {}
+    # Without presum: the bits of one rank.
+    parallel = ExpertParallel(layer.experts, timeout_s=30, max_tokens=max_tokens, num_topk=layer.k, presum=False)
+    times: dict[str, list[float]] = {}
     for _ in range(REPEATS):
         _run_stages(layer, parallel, _Stages(layer.tokens.device, times))
     out = parallel.moe(layer.tokens, route(layer.tokens, layer.gate, layer.k))
@@ -157,8 +159,8 @@ def _run_stages(layer: Layer, parallel: ExpertParallel, stage: "_Stages") -> Non
     ids, weights = routing.topk_ids, routing.topk_weights
     if domain is not None:
         places = stage("dispatch", lambda: nvlink.dispatch(domain, layer.tokens, weights, ids))
-        stage("experts", lambda: nvlink.expert_mlp(domain, layer.experts, ids.numel()))
-        stage("combine", lambda: nvlink.combine(domain, places))
+        rows = stage("experts", lambda: nvlink.expert_mlp(domain, layer.experts, ids.numel()))
+        stage("combine", lambda: nvlink.combine(domain, rows, places, ids))
         return
     counts = gather_ints(channel, count_tokens(ids, routing.num_experts).tolist(), "counts")
     rows, plan = stage(

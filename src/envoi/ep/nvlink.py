@@ -137,10 +137,8 @@ def moe(
 ) -> torch.Tensor:
     """tokens [M, H] bf16 of this rank -> [M, H] bf16; NaN if a rank was late or refused its arguments."""
     places = dispatch(domain, tokens, topk_weights, topk_ids)
-    results = expert_mlp(domain, experts, topk_ids.numel())
-    if domain.plan.presum:
-        run("return_kernel", return_arguments(domain, results))
-    return combine(domain, places, topk_ids)
+    rows = expert_mlp(domain, experts, topk_ids.numel())
+    return combine(domain, rows, places, topk_ids)
 
 
 def dispatch(domain: Domain, tokens: torch.Tensor, topk_weights: torch.Tensor, topk_ids: torch.Tensor) -> Places:
@@ -162,8 +160,15 @@ def expert_mlp(domain: Domain, experts: ExpertWeights, num_slots: int) -> torch.
     return launch.expert_mlp(domain.rows, domain.row_weights, domain.offsets, experts, grouping)
 
 
-def combine(domain: Domain, places: Places, topk_ids: torch.Tensor) -> torch.Tensor:
-    """Once all peers have sent what they have: [M, H] bf16."""
+def combine(domain: Domain, rows: torch.Tensor, places: Places, topk_ids: torch.Tensor) -> torch.Tensor:
+    """Once all peers have sent what they have: [M, H] bf16. rows: of `expert_mlp`; with presum they are still here."""
+    if domain.plan.presum:
+        send_back(domain, rows)
+    return finish(domain, places, topk_ids)
+
+
+def finish(domain: Domain, places: Places, topk_ids: torch.Tensor) -> torch.Tensor:
+    """Wait for the peers' rows, and sum them."""
     run("meet_kernel", meet_arguments(domain))
     out = torch.empty(len(topk_ids), domain.plan.hidden, dtype=torch.bfloat16, device=topk_ids.device)
     if not len(out):
@@ -173,6 +178,11 @@ def combine(domain: Domain, places: Places, topk_ids: torch.Tensor) -> torch.Ten
     else:
         run("sum_kernel", sum_arguments(domain, places.slot_to_pos, out))
     return out
+
+
+def send_back(domain: Domain, rows: torch.Tensor) -> None:
+    """With presum: each token's rows, summed, to its rank."""
+    run("return_kernel", return_arguments(domain, rows))
 
 
 def refuse(domain: Domain) -> None:
@@ -234,14 +244,14 @@ def pull_arguments(domain: Domain) -> Launch:
     return (_programs(values.device),), arguments, WARPS
 
 
-def return_arguments(domain: Domain, results: torch.Tensor) -> Launch:
-    """Grid, arguments and options of `return_kernel`. results: L2's rows by expert."""
+def return_arguments(domain: Domain, rows: torch.Tensor) -> Launch:
+    """Grid, arguments and options of `return_kernel`. rows: L2's, by expert."""
     plan = domain.plan
     arguments = (
-        domain.peers, plan.at, domain.shift, domain.state, results, plan.hidden, domain.rank, plan.num_ranks, plan.room,
+        domain.peers, plan.at, domain.shift, domain.state, rows, plan.hidden, domain.rank, plan.num_ranks, plan.room,
         domain.first_expert, domain.num_local, power_of_two(plan.num_topk), min(RETURNED, power_of_two(plan.hidden)),
     )  # fmt: skip
-    return (_programs(results.device),), arguments, WARPS
+    return (_programs(rows.device),), arguments, WARPS
 
 
 def _programs(device: torch.device) -> int:
