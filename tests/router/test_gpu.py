@@ -318,6 +318,25 @@ def test_a_graph_is_replayed_with_other_inputs(m, kernel):
         assert second.expert_offsets[-1] == m // 2 * given.k
 
 
+def test_graphs_of_many_calls_side_by_side(kernel):
+    calls = [preset_call("deepseek-v3", m, 7168, torch.bfloat16, "cuda") for m in (1, 16, 100, 3)]
+    wants = [given.route() for given in calls]
+    torch.cuda.synchronize()
+    streams, graphs, outs = [torch.cuda.Stream() for _ in range(2)], [], []
+    for stream in streams:
+        graphs.append(torch.cuda.CUDAGraph())
+        with torch.cuda.graph(graphs[-1], stream=stream):
+            outs.append([given.route() for given in calls * 3])
+    for _ in range(20):
+        for stream, graph in zip(streams, graphs, strict=True):
+            with torch.cuda.stream(stream):
+                graph.replay()
+    torch.cuda.synchronize()
+    for found in outs:
+        for got, want in zip(found, wants * 3, strict=True):
+            assert_same_routing(got, want)
+
+
 def test_streams_side_by_side(kernel):
     calls = [preset_call(name, m, 2048, torch.bfloat16, "cuda") for name, m in (("deepseek-v3", 48), ("kimi-k2", 512))]
     wants = [given.route() for given in calls]

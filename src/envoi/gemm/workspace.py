@@ -1,45 +1,80 @@
 """Memory that kernels leave partial sums in, and counters that are zero between launches."""
 
+import ctypes
+from dataclasses import dataclass, field
+from functools import cache
+
 import torch
 
 from envoi.gemm.config import power_of_two
 
-NUM_COUNTERS = 1 << 16
-NUM_CAPTURED = 1 << 22
-NUM_BLANKS = 1 << 18
+LEAST = 1 << 16  # int32 that a stream is given
+FOR_GRAPHS = 1 << 22  # int32 of a device
 BLANK = -1  # bits of a sum that isn't there
 ALIGNED = 4  # int32 on 16 bytes, as outside a graph: else a launch in it would need a kernel of its own
 
-_counters: dict[tuple[torch.device, int], torch.Tensor] = {}
+NONE = 0  # instead of a capture
+
+
+@dataclass
+class Kept:
+    """Memory that every launch finds full of the same number, and leaves so.
+
+    Launches on one stream follow each other and share it, and so do those that one capture takes from a stream. A
+    graph may run beside anything, so each has its own, from a pool that was filled outside; when that is used up, each
+    launch has its own, with a fill in the graph.
+    """
+
+    fill: int
+    shared: dict[tuple[torch.device, int, bool], tuple[int, torch.Tensor]] = field(default_factory=dict)
+    pools: dict[torch.device, tuple[torch.Tensor, int]] = field(default_factory=dict)
+
+    def take(self, count: int, device: torch.device) -> torch.Tensor:
+        """At least `count` int32."""
+        stream, capture = under_way(device)
+        key = device, stream, capture != NONE
+        known, found = self.shared.get(key, (NONE, None))
+        if found is None or known != capture or found.numel() < count:
+            found = self._for_graph(count, device) if capture else self._for_stream(count, device)
+            if found is None:
+                return self.new(count, device)
+            self.shared[key] = capture, found
+        return found
+
+    def new(self, count: int, device: torch.device) -> torch.Tensor:
+        """Of its own."""
+        return torch.full((count,), self.fill, dtype=torch.int32, device=device)
+
+    def _for_stream(self, count: int, device: torch.device) -> torch.Tensor:
+        if device not in self.pools:
+            self.pools[device] = self.new(FOR_GRAPHS, device), 0
+        return self.new(max(power_of_two(count), LEAST), device)
+
+    def _for_graph(self, count: int, device: torch.device) -> torch.Tensor | None:
+        pool, used = self.pools.get(device, (None, 0))
+        count = max(ALIGNED, power_of_two(count))
+        if pool is None or used + count > pool.numel():
+            return None
+        self.pools[device] = pool, used + count
+        return pool[used : used + count]
+
+
+_counters, _blanks = Kept(0), Kept(BLANK)
 _floats: dict[tuple[torch.device, int], torch.Tensor] = {}
-_blanks: dict[tuple[torch.device, int], torch.Tensor] = {}
-_captured: dict[torch.device, tuple[torch.Tensor, int]] = {}
-_captured_blanks: dict[torch.device, tuple[torch.Tensor, int]] = {}
 
 
 def counters(count: int, device: torch.device) -> torch.Tensor:
-    """`count` int32 zeros. The kernel that counts with them leaves zeros again.
-
-    Launches on one stream follow each other and share them. A captured graph may run beside anything, so each launch
-    in it gets its own, from a pool that was zeroed outside (or, when that is used up, with a fill in the graph).
-    """
-    if device.type != "cuda":
-        return torch.zeros(count, dtype=torch.int32, device=device)
-    if torch.cuda.is_current_stream_capturing():
-        return _for_graph(count, device)
-    key = device, torch.cuda.current_stream(device).cuda_stream
-    if key not in _counters or _counters[key].numel() < count:
-        _counters[key] = torch.zeros(max(count, NUM_COUNTERS), dtype=torch.int32, device=device)
-        _captured.setdefault(device, (torch.zeros(NUM_CAPTURED, dtype=torch.int32, device=device), 0))
-    return _counters[key]
+    """At least `count` int32 zeros. The kernel that counts with them leaves zeros again."""
+    return _kept(_counters, count, device)
 
 
-def _for_graph(count: int, device: torch.device) -> torch.Tensor:
-    pool, used = _captured.get(device, (None, 0))
-    if pool is None or used + count > pool.numel():
-        return torch.zeros(count, dtype=torch.int32, device=device)
-    _captured[device] = pool, used + -(-count // ALIGNED) * ALIGNED
-    return pool[used : used + count]
+def blanks(count: int, device: torch.device) -> torch.Tensor:
+    """At least `count` float32 whose bits are all ones, as no sum's are. Kernels that take sums leave blanks again."""
+    return _kept(_blanks, count, device).view(torch.float32)
+
+
+def _kept(kept: Kept, count: int, device: torch.device) -> torch.Tensor:
+    return kept.take(count, device) if device.type == "cuda" else kept.new(count, device)
 
 
 def floats(count: int, device: torch.device) -> torch.Tensor:
@@ -52,23 +87,20 @@ def floats(count: int, device: torch.device) -> torch.Tensor:
     return _floats[key]
 
 
-def blanks(count: int, device: torch.device) -> torch.Tensor | None:
-    """`count` float32 whose bits are all ones, as no sum's are. The kernel that takes sums from them leaves blanks
-    again; launches share them as they share counters. None in a graph when the pool is used up."""
-    if device.type != "cuda":
-        return torch.empty(count, dtype=torch.float32, device=device)
-    if torch.cuda.is_current_stream_capturing():
-        pool, used = _captured_blanks.get(device, (None, 0))
-        if pool is None or used + count > pool.numel():
-            return None
-        _captured_blanks[device] = pool, used + -(-count // ALIGNED) * ALIGNED
-        return pool[used : used + count]
-    key = device, torch.cuda.current_stream(device).cuda_stream
-    if key not in _blanks or _blanks[key].numel() < count:
-        _blanks[key] = _blank(max(power_of_two(count), NUM_BLANKS), device)
-        _captured_blanks.setdefault(device, (_blank(NUM_CAPTURED, device), 0))
-    return _blanks[key]
+def under_way(device: torch.device) -> tuple[int, int]:
+    """The current stream, and the number of the capture that takes from it, or NONE."""
+    stream = torch.cuda.current_stream(device).cuda_stream
+    if not torch.cuda.is_current_stream_capturing():
+        return stream, NONE
+    status, number = ctypes.c_int(), ctypes.c_uint64()
+    code = _driver().cuStreamGetCaptureInfo_v2(
+        ctypes.c_void_p(stream), ctypes.byref(status), ctypes.byref(number), None, None, None
+    )
+    if code:
+        raise RuntimeError(f"cuStreamGetCaptureInfo: expected 0 from the CUDA driver, got {code}")
+    return stream, number.value
 
 
-def _blank(count: int, device: torch.device) -> torch.Tensor:
-    return torch.full((count,), BLANK, dtype=torch.int32, device=device).view(torch.float32)
+@cache
+def _driver() -> ctypes.CDLL:
+    return ctypes.CDLL("libcuda.so.1")

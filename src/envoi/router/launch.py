@@ -138,10 +138,10 @@ def hopper_arguments(
     cut = cut or choose_cut(power_of_two(M) if M <= SAME_BELOW else M, hidden, spec, num_sms)
     row_blocks = -(-M // cut.rows)
     tokens, gate = tma_ready(call.tokens), tma_ready(call.gate)
-    sums = workspace.blanks(cut.num_sets * M * cut.columns, device) if cut.signals else None
-    if cut.signals and sums is None:
-        cut = replace(cut, signals=False, rows_each=min(cut.rows_each, cut.share))
-    if cut.parts > 1 and sums is None:
+    sums = None
+    if cut.signals:
+        sums = workspace.blanks(cut.num_sets * M * cut.columns, device)
+    elif cut.parts > 1:
         sums = workspace.floats(cut.num_sets * row_blocks * cut.tile * cut.columns, device)
     num_met = 2 * row_blocks if cut.parts > 1 and not cut.signals else 0
     num_counted = spec.num_experts + 1 if spec.want_counts else 0
