@@ -148,6 +148,10 @@ def mistake(rank: int, num_ranks: int, kind: str) -> None:
     wrong = rank == 1
     if kind == "format":
         open_parallel(layer, "mxfp8" if wrong else "bf16", rank, ends)
+    if kind == "timeout":
+        open_parallel(layer, "bf16", rank, ends, timeout_s=-1.0 if wrong else 10.0)
+    if kind == "max_tokens":
+        open_parallel(layer, "bf16", rank, ends, max_tokens=0 if wrong else 60, num_topk=3)
     if kind == "hidden":
         layer = make(hidden=128) if wrong else layer
     parallel = open_parallel(layer, "bf16", rank, ends)

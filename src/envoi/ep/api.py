@@ -24,6 +24,7 @@ from envoi.router.reference import count_tokens
 from envoi.types import ExpertWeights, Routing
 
 NVLINK = "all ranks reach each other's memory"
+DEFAULT_TIMEOUT_S = 10.0
 MAX_TIMEOUT_S = 2000  # in microseconds an int32
 
 _serials: dict[str, itertools.count] = {}
@@ -57,30 +58,24 @@ class ExpertParallel:
     Example, 4 ranks with 4 experts each: `ExpertParallel(pack(...)).moe(tokens, routing)`, where routing.num_experts is
     16 and rank 1 owns experts 4 to 7.
 
-    Raises ValueError, on every rank, if the ranks disagree; PeerTimeout if one doesn't come.
+    Raises ValueError, on every rank, if the ranks disagree or one of them refuses its arguments; PeerTimeout if one
+    doesn't come.
     """
 
     def __init__(
-        self, experts: ExpertWeights, group: dist.ProcessGroup | None = None, timeout_s: float = 10.0,
+        self, experts: ExpertWeights, group: dist.ProcessGroup | None = None, timeout_s: float = DEFAULT_TIMEOUT_S,
         max_tokens: int | None = None, num_topk: int | None = None, presum: bool | None = None,
     ):  # fmt: skip
-        if not isinstance(experts, ExpertWeights):
-            raise ValueError(f"experts: expected ExpertWeights from envoi.experts.pack, got {type(experts).__name__}")
-        if not 0 < timeout_s <= MAX_TIMEOUT_S:
-            raise ValueError(
-                f"timeout_s: expected a positive number of seconds up to {MAX_TIMEOUT_S}, got {timeout_s!r}"
-            )
-        for name, value in (("max_tokens", max_tokens), ("num_topk", num_topk)):
-            if value is not None:
-                expect_int(name, value, 1)
-        if presum is not None and not isinstance(presum, bool):
-            raise ValueError(f"presum: expected True, False or None, got {presum!r}")
+        refusal = _complaint(_check_options, experts, timeout_s, max_tokens, num_topk, presum)
         if not dist.is_initialized():
-            raise ValueError("group: expected an initialised torch.distributed; call init_process_group first")
-        self.experts, self.timeout_s = experts, timeout_s
+            raise ValueError(
+                refusal or "group: expected an initialised torch.distributed; call init_process_group first"
+            )
         group = group or dist.distributed_c10d._get_default_group()
-        self.name = _name(dist.get_process_group_ranks(group))
-        self.channel = _open_channel(group, experts.device, timeout_s, self.name)
+        self.name = _name(dist.get_process_group_ranks(group))  # also of what is refused: ranks count alike
+        self.channel = _open_channel(group, *_usable(experts, timeout_s), self.name)
+        _raise_together(gather_texts(self.channel, refusal, "opening the group"), refusal)
+        self.experts, self.timeout_s = experts, timeout_s
         sizes = _agree(self.channel, experts, max_tokens, num_topk, presum)
         self.expert_offsets = [0, *itertools.accumulate(sizes)]
         self.num_experts = self.expert_offsets[-1]
@@ -136,7 +131,7 @@ class ExpertParallel:
         counts = count_tokens(routing.topk_ids, self.num_experts).tolist() if not refusal else [0] * self.num_experts
         header = gather_ints(self.channel, [int(bool(refusal)), k, *counts], "dispatch: exchange of counts")
         if header[:, 0].any():
-            self._refuse_together(refusal)
+            _raise_together(gather_texts(self.channel, refusal, "exchange of refusals"), refusal)
         _same_everywhere("routing.topk_ids: num_topk", header[:, 1].tolist())
         return staged.moe(
             tokens, routing.topk_weights, routing.topk_ids, experts, header[:, 2:], self.expert_offsets, self.channel
@@ -241,11 +236,36 @@ class ExpertParallel:
         if self.num_topk is not None and k > self.num_topk:
             raise ValueError(f"routing.topk_ids: expected at most {self.num_topk} slots a token (num_topk), got {k}")
 
-    def _refuse_together(self, refusal: str) -> None:
-        """One rank's bad argument is an error on all, at once; waiting for it to come back would be a hang."""
-        texts = gather_texts(self.channel, refusal, "exchange of refusals")
-        first = next(rank for rank, text in enumerate(texts) if text)
-        raise ValueError(refusal or f"rank {first} of the group refused its arguments: {texts[first]}")
+
+def _check_options(
+    experts: ExpertWeights, timeout_s: float, max_tokens: int | None, num_topk: int | None, presum: bool | None
+) -> None:
+    if not isinstance(experts, ExpertWeights):
+        raise ValueError(f"experts: expected ExpertWeights from envoi.experts.pack, got {type(experts).__name__}")
+    if not _is_timeout(timeout_s):
+        raise ValueError(f"timeout_s: expected a positive number of seconds up to {MAX_TIMEOUT_S}, got {timeout_s!r}")
+    for name, value in (("max_tokens", max_tokens), ("num_topk", num_topk)):
+        if value is not None:
+            expect_int(name, value, 1)
+    if presum is not None and not isinstance(presum, bool):
+        raise ValueError(f"presum: expected True, False or None, got {presum!r}")
+
+
+def _is_timeout(seconds: object) -> bool:
+    return isinstance(seconds, (int, float)) and 0 < seconds <= MAX_TIMEOUT_S
+
+
+def _usable(experts: ExpertWeights, timeout_s: float) -> tuple[torch.device, float]:
+    """The experts' device and the timeout; where they are to be refused, what is enough to tell the peers."""
+    device = experts.device if isinstance(experts, ExpertWeights) else torch.device("cpu")
+    return device, timeout_s if _is_timeout(timeout_s) else DEFAULT_TIMEOUT_S
+
+
+def _raise_together(refusals: list[str], mine: str) -> None:
+    """One rank's bad argument is an error on all, at once; waiting for it to come back would be a hang."""
+    first = next((rank for rank, text in enumerate(refusals) if text), None)
+    if first is not None:
+        raise ValueError(mine or f"rank {first} of the group refused its arguments: {refusals[first]}")
 
 
 def _trouble(step: Callable[[], None]) -> str:
