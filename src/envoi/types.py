@@ -18,7 +18,8 @@ class QuantTensor:
         shape [.., ceil(R / group[0]), ceil(C / group[1])].
     group: rows and columns that share a scale factor; a whole side is written as its size (fp8_row: (1, C)).
     scale: one float32 for the whole tensor, multiplied on top (nvfp4), or None.
-    tame: it is known that no UE8M0 scale factor is above 2, and no element NaN, so that kernels needn't look.
+    tame: it is known that no UE8M0 scale factor is above 2, and no element NaN, so that kernels needn't look, and give
+        wrong numbers if it isn't so: who writes to values or sf sets it anew (`envoi.quant.pack.tamed`), or to False.
 
     Example: fp8_row of a [4, 256] tensor has values [4, 256], sf [4, 1], group (1, 256).
     """

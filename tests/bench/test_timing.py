@@ -44,25 +44,50 @@ class Event:
         return self.happened
 
 
-def test_a_call_that_the_host_enqueued_too_late_is_timed_again(monkeypatch):
-    done, fillers = [], []
-    late = iter([True, True, False, False])
-    monkeypatch.setattr(timing, "_between_events", lambda run: (run(), Event(next(late)))[::-1])
-    lead = timing.Lead(lambda: fillers.append(1))
-    lead.time(lambda: done.append(1))
-    assert (len(done), len(fillers)) == (3, 1 + 2 + 4)
-    lead.time(lambda: done.append(1))
-    assert (len(done), len(fillers)) == (4, 7 + 4)
+@pytest.fixture
+def host(monkeypatch):
+    """What the host does: host.late is asked after each call; done and fillers are counted."""
+
+    class Host:
+        done = fillers = 0
+
+        def call(self):
+            self.done += 1
+
+        def fill(self):
+            self.fillers += 1
+
+    found = Host()
+    monkeypatch.setattr(timing, "_between_events", lambda run: (run(), Event(found.late(found.done)))[::-1])
+    return found
 
 
-def test_a_call_that_waits_for_the_device_itself_is_taken_as_it_is(monkeypatch):
-    done = []
-    monkeypatch.setattr(timing, "_between_events", lambda run: (run(), Event(True))[::-1])
-    lead = timing.Lead(lambda: None)
-    lead.time(lambda: done.append(1))
-    tries = len(done)
-    lead.time(lambda: done.append(1))
-    assert (lead.hopeless, tries, len(done)) == (True, 8, 9)
+def test_a_call_that_the_host_enqueued_too_late_is_timed_again(host):
+    host.late = lambda call: call <= 2
+    lead = timing.Lead(host.fill)
+    lead.time(host.call)
+    assert (host.done, host.fillers) == (3, 1 + 2 + 4)
+    lead.time(host.call)
+    assert (host.done, host.fillers) == (4, 7 + 4)
+
+
+def test_stalls_now_and_then_dont_add_up(host):
+    host.late = lambda call: call % 20 == 1
+    lead = timing.Lead(host.fill)
+    for _ in range(400):
+        lead.time(host.call)
+    assert not lead.hopeless
+    assert lead.count < timing.MAX_FILLERS
+    assert host.done == 400 + 400 // 19 + 1
+
+
+def test_a_call_that_waits_for_the_device_itself_is_taken_as_it_is(host):
+    host.late = lambda call: True
+    lead = timing.Lead(host.fill)
+    lead.time(host.call)
+    assert (lead.hopeless, lead.count, host.done) == (True, 1, timing.TRIES)
+    lead.time(host.call)
+    assert host.done == timing.TRIES + 1
 
 
 def test_long_calls_are_repeated_less_often():

@@ -29,6 +29,11 @@ def test_as_measured(plan, intermediate, faster):
     assert pays(plan, intermediate) == faster
 
 
+def test_weights_that_are_widened_take_the_products_longer():
+    assert not pays(plan_of(4096, 128, 8, 2048, format="mxfp4"), 1024)
+    assert pays(plan_of(4096, 128, 8, 2048, format="fp8_row"), 1024)
+
+
 def test_nothing_meets():
     assert not pays(plan_of(2048, 128, 1, 8192), 768)
     assert not pays(plan_of(2048, 128, 8, 8192, num_ranks=1), 768)

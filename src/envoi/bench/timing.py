@@ -1,4 +1,4 @@
-"""How time is taken. Repeat counts are fixed beforehand: ranks that chose by their own time would disagree and hang.
+"""How time is taken. Of collective calls repeat counts are fixed: ranks that chose by their own time would hang.
 
     rounds  several contenders, each called once a round: CUDA events around the call, the L2 cache emptied before it;
             on a CPU, perf_counter
@@ -18,7 +18,7 @@ and the call behind would pay for them: 33 us instead of 27 for a GEMM of 256x40
 What stands in front of a call also hides its launch: the read is repeated (of a graph: an earlier replay) until the
 device gets to a call when the host has enqueued all of it. Else the gaps between its launches would count, and a host
 that others share stalls for hundreds of microseconds. A call that the device has begun before is thrown away and timed
-again behind twice as much.
+again behind twice as much (`Lead`); so only `ranks` may time what all ranks have to call equally often.
 
 A graph replay never shows less than 4 to 5 us, so what takes less than a launch is measured by `replays`.
 """
@@ -38,6 +38,8 @@ CPU_CACHE_BYTES = 64 << 20
 FLUSH_CACHES = 4  # sizes of the L2 that are read: its halves may each keep a copy of a line
 MAX_FLUSHES = 8  # of ranks
 MAX_FILLERS = 64
+TRIES = 8  # of a call: from one filler to the most
+PATIENCE = 16  # calls in time until there is less in front
 
 K = TypeVar("K")
 Run = Callable[[], object]
@@ -73,22 +75,36 @@ def mean_timing(timings: Sequence[Timing]) -> Timing:
 
 @dataclass
 class Lead:
-    """Work in front of each call of a contender, so much that the host has enqueued the call by its end."""
+    """Work in front of each call of a contender, so much that the host has enqueued the call by its end.
+
+    Twice as much after a call that was late, half as much after some that weren't. A call that is late whatever stands
+    in front waits for the device itself, or takes the host too long: its host's time counts.
+    """
 
     filler: Run
     count: int = 1
-    hopeless: bool = False  # the call waits for the device itself
+    on_time: int = 0
+    hopeless: bool = False
 
     def time(self, run: Run) -> Pair:
         """The events around a call."""
-        while True:
+        for _ in range(TRIES):
             for _ in range(self.count):
                 self.filler()
             pair = _between_events(run)
-            if self.hopeless or not pair[0].query():
+            if self.hopeless:
                 return pair
-            self.hopeless = self.count >= MAX_FILLERS
-            self.count = 1 if self.hopeless else 2 * self.count
+            if not pair[0].query():
+                self._came_in_time()
+                return pair
+            self.count, self.on_time = min(2 * self.count, MAX_FILLERS), 0
+        self.count, self.hopeless = 1, True
+        return pair
+
+    def _came_in_time(self) -> None:
+        self.on_time += 1
+        if self.on_time == PATIENCE:
+            self.count, self.on_time = max(1, self.count // 2), 0
 
 
 @dataclass(frozen=True)

@@ -6,6 +6,7 @@ import weakref
 from collections.abc import Callable
 from dataclasses import replace
 from datetime import timedelta
+from numbers import Real
 from typing import cast
 
 import torch
@@ -44,13 +45,16 @@ class ExpertParallel:
     max_tokens, num_topk: the most tokens that a rank will have, and slots of a token. With both, ranks whose GPUs reach
         each other's memory (one host, NVLink) use kernels that read and write it. For that, room for
         max_tokens * num_topk rows of bf16 and num_ranks times as many in the experts' format is allocated once for all
-        objects of the same sizes (a model's layers); between the GEMMs, a call takes as much again from torch's
-        allocator. A call then takes no size back to the host, never waits for the device, and can be captured in a
-        CUDA graph. Calls and replays of all objects of a group come in the same order on every rank, and on one
-        stream. A number of tokens that is new may compile kernels: within timeout_s, as peers wait for them.
+        objects of the same sizes (a model's layers); between the GEMMs, a call takes num_ranks * max_tokens * num_topk
+        rows of intermediate from torch's allocator. A call then takes no size back to the host, never waits for the
+        device, and can be captured in a CUDA graph. Calls and replays of all objects of a group come in the same order
+        on every rank, and on one stream. A number of tokens that is new may compile kernels: within timeout_s, as
+        peers wait for them.
     presum: over NVLink, rows of a token that meet on a rank are summed there before they go back: fewer bytes on the
         wire, but none of them beside the second GEMM, one rounding more, and bits that depend on how many ranks there
-        are. None = where a model of the time says that it is faster with max_tokens: for small intermediate sizes.
+        are. The room in bf16 is then max_tokens * num_ranks rows, but a call takes as many rows of hidden, in bf16, as
+        it takes of intermediate. None = where a model of the time says that it is faster with max_tokens: for small
+        intermediate sizes. Over gloo and NCCL it is left out.
 
     Attributes: num_experts (over all ranks), expert_offsets (rank r owns expert_offsets[r] : expert_offsets[r + 1]),
     transport ("nvlink", "nccl" or "gloo") and why it is that one, presum (True or False).
@@ -252,7 +256,7 @@ def _check_options(
 
 
 def _is_timeout(seconds: object) -> bool:
-    return isinstance(seconds, (int, float)) and 0 < seconds <= MAX_TIMEOUT_S
+    return isinstance(seconds, Real) and not isinstance(seconds, bool) and 0 < float(seconds) <= MAX_TIMEOUT_S
 
 
 def _usable(experts: ExpertWeights, timeout_s: float) -> tuple[torch.device, float]:

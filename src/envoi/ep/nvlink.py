@@ -9,8 +9,7 @@
 
 Memory is used again by the next call without a further meeting: a rank gets to its next `publish` only after all have
 met, so after all have pulled; and to its next L2, or return, only after all have announced again, so after all have
-summed. Within
-a rank the order of one stream is what keeps calls apart.
+summed. Within a rank the order of one stream is what keeps calls apart.
 """
 
 from dataclasses import dataclass

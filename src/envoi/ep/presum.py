@@ -10,13 +10,14 @@ from envoi.ep.memory import Plan
 from envoi.plan.machines import H200
 
 ROW_BYTES = 2  # bf16, of one column
+TILE = 128  # tokens
 
 
 def pays(plan: Plan, intermediate: int) -> bool:
     """Whether it saves more than the kernel that it takes, for as many tokens as a rank may have."""
     ranks, k = plan.num_ranks, plan.num_topk
     met = ranks * (1 - (1 - 1 / ranks) ** k) / k
-    products = 2 * intermediate / (H200.tflops[plan.format] * 1e6)  # us a row and column, as all here
+    products = 2 * intermediate / (H200.gemm_tflops(plan.format, TILE) * 1e6)  # us a row and column, as all here
     wire = ROW_BYTES * (ranks - 1) / ranks / (H200.push_gb_per_s * 1e3)
     read = ROW_BYTES / (H200.hbm_gb_per_s * 1e3)
     off = max(products, wire) + read

@@ -7,10 +7,10 @@
                                                                                    acc += registers @ tokens.T
         acc -> visit(acc) -> outputs
 
-E2M1 and E4M3 times a power of two are exact in bf16, so the factors cost nothing after the product and K is summed as
-in bf16. Weights are the instruction's M side, as they lie in memory: of 64 bytes of a row a thread takes 16 neighbours,
-under one factor. That gives K an order of its own, in which the tokens have to be (`mx_tokens`); the weights needn't
-wait for them, so each has a producer.
+E2M1 and E4M3 times a power of two are exact in bf16 (but for what is below its least), so the factors cost nothing
+after the product and K is summed as in bf16. Weights are the instruction's M side, as they lie in memory: of 64 bytes
+of a row a thread takes 16 neighbours, under one factor. That gives K an order of its own, in which the tokens have to
+be (`mx_tokens`); the weights needn't wait for them, so each has a producer.
 Widening is arithmetic that many warps have to hide, but every role has a copy of the loop, and all of them share the
 caches of instructions: hence two roles of 8 warps, and a short loop.
 """

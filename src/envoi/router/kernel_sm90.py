@@ -7,7 +7,7 @@
             sum += p                                                                    in registers
     all columns and all of K in one CTA:   sums -> shared memory
     else:                                  sums -> workspace; whoever shares the rows waits, and takes some of them
-    route_rows(sums of the blocks, in their order), some rows at a time; of these, what isn't certain, eight at a time
+    route_rows(sums of the blocks, in their order), some rows at a time; of many, what isn't certain, eight at a time
 
 Few sums are waited for themselves: the workspace is blank before and after a launch. For many there is a counter.
 
