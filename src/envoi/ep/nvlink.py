@@ -23,6 +23,7 @@ from envoi.experts import launch
 from envoi.experts.launch import Launch, Places
 from envoi.gemm.config import power_of_two
 from envoi.gemm.grouping import Grouping
+from envoi.gemm.select import num_sms
 from envoi.types import ExpertWeights, Matrix
 
 REFUSED_ON_HOST = 3  # of `report`, as in kernel_triton
@@ -240,7 +241,7 @@ def pull_arguments(domain: Domain) -> Launch:
         plan.num_sf, plan.slot_bytes, power_of_two(plan.num_topk), power_of_two(num_words),
         power_of_two(plan.num_sf) if plan.num_sf else 0,
     )  # fmt: skip
-    return (_programs(values.device),), arguments, WARPS
+    return (PULLS_PER_SM * num_sms(values.device),), arguments, WARPS
 
 
 def return_arguments(domain: Domain, rows: torch.Tensor) -> Launch:
@@ -250,14 +251,7 @@ def return_arguments(domain: Domain, rows: torch.Tensor) -> Launch:
         domain.peers, plan.at, domain.shift, domain.state, rows, plan.hidden, domain.rank, plan.num_ranks, plan.room,
         domain.first_expert, domain.num_local, power_of_two(plan.num_topk), min(RETURNED, power_of_two(plan.hidden)),
     )  # fmt: skip
-    return (_programs(rows.device),), arguments, WARPS
-
-
-def _programs(device: torch.device) -> int:
-    """That go around the tokens of all ranks."""
-    return PULLS_PER_SM * (
-        torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 1
-    )
+    return (PULLS_PER_SM * num_sms(rows.device),), arguments, WARPS
 
 
 def meet_arguments(domain: Domain) -> Launch:

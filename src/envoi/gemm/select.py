@@ -1,4 +1,4 @@
-"""Which implementation of the GEMMs runs where: the only place that decides."""
+"""Which implementation of the GEMMs runs where: the only place that decides. Whatever knows of devices asks here."""
 
 from functools import cache
 
@@ -22,6 +22,14 @@ def implementation(device: torch.device) -> str:
     if device.type != "cuda":
         return "torch"
     return "hopper" if torch.cuda.get_device_capability(device) == (9, 0) else "triton"
+
+
+@cache
+def num_sms(device: torch.device) -> int:
+    """Multiprocessors; without a GPU those of an H200, as recipes want them, or one."""
+    if device.type == "cuda":
+        return torch.cuda.get_device_properties(device).multi_processor_count
+    return 132 if device.type == "meta" else 1
 
 
 def run_kernels(

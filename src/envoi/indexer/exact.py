@@ -6,6 +6,7 @@ import torch
 
 from envoi.gemm.config import power_of_two
 from envoi.gemm.launch import launch
+from envoi.gemm.select import num_sms
 from envoi.indexer import fast, kernel_exact
 from envoi.indexer.fast import Problem, Workspace
 
@@ -34,7 +35,7 @@ def scores_arguments(
 ) -> tuple[tuple[int], tuple, dict]:
     """The grid of `exact_kernel`, its arguments, its options."""
     bytes_, num_heads = p.k_cache.view(torch.uint8), p.q.shape[1]
-    programs = min(num_rows * -(-p.max_length // TILE), PROGRAMS_PER_SM * fast.num_sms(p.q.device))
+    programs = min(num_rows * -(-p.max_length // TILE), PROGRAMS_PER_SM * num_sms(p.q.device))
     scratch = torch.empty(programs * num_heads * TILE, dtype=torch.float32, device=p.q.device)
     return (programs,), (
         p.q.view(torch.uint8), bytes_, bytes_.view(-1).view(torch.float32), p.weights, p.seq_lens, p.table, orders,

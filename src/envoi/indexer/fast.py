@@ -2,14 +2,13 @@
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from functools import cache
 
 import torch
 
 from envoi.gemm import sm90
 from envoi.gemm.config import power_of_two
 from envoi.gemm.launch import launch
-from envoi.gemm.select import implementation
+from envoi.gemm.select import implementation, num_sms
 from envoi.indexer import kernel_rank, kernel_scores, kernel_sift
 from envoi.indexer.layout import HEAD_DIM, PAGE_SIZE
 
@@ -199,11 +198,3 @@ def rank_arguments(
 def _programs(p: Problem, num_rows: int) -> int:
     """As many as there can be tiles, or as run at a time."""
     return min(num_rows * -(-p.max_length // TILE), PROGRAMS_PER_SM * num_sms(p.q.device))
-
-
-@cache
-def num_sms(device: torch.device) -> int:
-    """Multiprocessors; without a GPU those of an H200, as recipes want them, or one."""
-    if device.type == "cuda":
-        return torch.cuda.get_device_properties(device).multi_processor_count
-    return 132 if device.type == "meta" else 1

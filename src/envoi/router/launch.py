@@ -5,7 +5,7 @@ from typing import Any
 
 import torch
 
-from envoi.gemm import workspace
+from envoi.gemm import select, workspace
 from envoi.gemm.config import power_of_two
 from envoi.gemm.select import implementation
 from envoi.gemm.sm90 import descriptor, tma_ready
@@ -124,7 +124,7 @@ def _run_hopper(call: Call, outputs: dict[str, Any], cut: Cut | None = None) -> 
     from envoi.router import kernel_sm90
 
     kernel: Any = kernel_sm90.router_kernel
-    num_sms = torch.cuda.get_device_properties(call.tokens.device).multi_processor_count
+    num_sms = select.num_sms(call.tokens.device)
     grid, arguments, options = hopper_arguments(call, outputs, num_sms, cut)
     kernel[grid](*arguments, **options)
 

@@ -9,9 +9,9 @@ from dataclasses import dataclass
 from importlib import import_module
 from typing import TYPE_CHECKING
 
-from envoi.sass.hopper_cases import CASES, Case
-from envoi.sass.mx_cases import MX_CASES, MxCase
-from envoi.sass.router_cases import ROUTER_CASES, RouterCase
+from envoi.sass.hopper_cases import CASES
+from envoi.sass.mx_cases import MX_CASES
+from envoi.sass.router_cases import ROUTER_CASES
 
 if TYPE_CHECKING:
     from envoi.epilogue.api import Epilogue
@@ -225,36 +225,22 @@ _around("ep-return", "Sums of a token's rows on a rank, to the rank that it came
 _around("ep-sum-ranks", "Sums of what the ranks sent for a token.", "ep_recipes", "sums_of_ranks")
 
 
-def _hopper(case: Case) -> "Callable[[str], Recipe]":
-    """The recipe of a case of the Hopper GEMM."""
+def _of_case(module: str, case: object, about: str) -> "Callable[[str], Recipe]":
+    """The recipe of a case of a table, by `envoi.sass.<module>.recipe`."""
 
     def recipe(arch: str) -> "Recipe":
-        from envoi.sass import hopper_recipes
+        return import_module(f"envoi.sass.{module}").recipe(case, arch)
 
-        return hopper_recipes.recipe(case, arch)
-
-    recipe.__doc__ = f"GEMM on Hopper: {case}."
+    recipe.__doc__ = about
     return recipe
 
 
 for _case in CASES:
-    kernel(_case.title, arches=("sm_90",))(_hopper(_case))
-
-
-def _mx(case: MxCase) -> "Callable[[str], Recipe]":
-    """The recipe of a case of the Hopper GEMM for MX weights."""
-
-    def recipe(arch: str) -> "Recipe":
-        from envoi.sass import mx_recipes
-
-        return mx_recipes.recipe(case, arch)
-
-    recipe.__doc__ = f"GEMM on Hopper for MX weights: {case}."
-    return recipe
-
+    kernel(_case.title, arches=("sm_90",))(_of_case("hopper_recipes", _case, f"GEMM on Hopper: {_case}."))
 
 for _case in MX_CASES:
-    kernel(_case.title, arches=("sm_90",))(_mx(_case))
+    _about = f"GEMM on Hopper for MX weights: {_case}."
+    kernel(_case.title, arches=("sm_90",))(_of_case("mx_recipes", _case, _about))
 
 
 @kernel("mx-tokens-4", arches=("sm_90",))
@@ -273,20 +259,9 @@ def _mx_tokens_8(arch: str) -> "Recipe":
     return mx_recipes.tokens(8, arch)
 
 
-def _router(case: RouterCase) -> "Callable[[str], Recipe]":
-    """The recipe of a case of the router."""
-
-    def recipe(arch: str) -> "Recipe":
-        from envoi.sass import router_recipes
-
-        return router_recipes.recipe(case, arch)
-
-    recipe.__doc__ = f"Router {'on Hopper' if case.kernel == 'sm90' else 'in plain Triton'}: {case}."
-    return recipe
-
-
 for _case in ROUTER_CASES:
-    kernel(_case.title, arches=_case.arches)(_router(_case))
+    _about = f"Router {'on Hopper' if _case.kernel == 'sm90' else 'in plain Triton'}: {_case}."
+    kernel(_case.title, arches=_case.arches)(_of_case("router_recipes", _case, _about))
 
 
 @kernel("indexer-scores-sm90", arches=("sm_90",))
