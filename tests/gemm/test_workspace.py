@@ -61,6 +61,11 @@ def test_launches_have_their_own_when_the_pool_is_used_up(on):
     places = [start(x) for x in found]
     assert [len(set(places[i : i + 2])) for i in range(0, 10, 2)] == [1, 1, 1, 1, 2]
     assert len(set(places)) == 6
+    on(1)
+    kept.take(1, CPU)
+    on(1, 9)
+    assert start(kept.take(quarter, CPU)) == start(kept.take(quarter, CPU)), "no new pool outside of captures"
+    assert len(kept.pools[CPU]) == 2
 
 
 def test_a_capture_without_a_call_before_it(on):

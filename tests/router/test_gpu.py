@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 import torch
 
+from envoi.gemm import workspace
 from envoi.router import PRESETS, Rule, launch, reference, route
 from envoi.router.cut import candidates
 from tests.helpers.accuracy import assert_same_bits
@@ -383,6 +384,27 @@ def test_compiled_by_torch(kernel):
     arguments = given.tokens, given.gate, given.expert_bias
     for got, want in zip(compiled(*arguments), step(*arguments), strict=True):
         assert_same_bits(got, want)
+
+
+@pytest.mark.parametrize("m", [16, 4096])
+def test_compiled_by_torch_into_graphs(m):
+    """No call before them: what is kept from now on mustn't lie in the graphs' memory."""
+    given = preset_call("deepseek-v3", m, 7168, torch.bfloat16, "cuda")
+    workspace._counters, workspace._blanks = workspace.Kept(0), workspace.Kept(workspace.BLANK)
+    workspace._floats.clear()
+
+    def step(tokens, gate, bias):
+        got = route(tokens, gate, 8, rule="deepseek-v3", expert_bias=bias, **EVERYTHING)
+        return got.topk_weights, got.topk_ids, got.expert_offsets
+
+    torch.compiler.reset()
+    compiled = torch.compile(step, fullgraph=True, mode="reduce-overhead")
+    for seed in range(5):
+        tokens = normal(m, 7168, seed=seed, device="cuda").bfloat16()
+        torch.compiler.cudagraph_mark_step_begin()
+        found = [x.clone() for x in compiled(tokens, given.gate, given.expert_bias)]
+        for got, want in zip(found, step(tokens, given.gate, given.expert_bias), strict=True):
+            assert_same_bits(got, want)
 
 
 @pytest.mark.parametrize(

@@ -1,6 +1,7 @@
 """Memory that kernels leave partial sums in, and counters that are zero between launches."""
 
 import ctypes
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from functools import cache
 
@@ -9,7 +10,7 @@ import torch
 from envoi.gemm.config import power_of_two
 
 LEAST = 1 << 16  # int32 that a stream is given
-FOR_GRAPHS = 1 << 22  # int32 of a device
+FOR_GRAPHS = 1 << 22  # int32 of a device, and again when less than a quarter of them is left
 BLANK = -1  # bits of a sum that isn't there
 ALIGNED = 4  # int32 on 16 bytes, as outside a graph: else a launch in it would need a kernel of its own
 
@@ -27,13 +28,17 @@ class Kept:
 
     fill: int
     shared: dict[tuple[torch.device, int, bool], tuple[int, torch.Tensor]] = field(default_factory=dict)
-    pools: dict[torch.device, tuple[torch.Tensor, int]] = field(default_factory=dict)
+    pools: dict[torch.device, list[torch.Tensor]] = field(default_factory=dict)  # graphs hold parts of the old ones
+    left: dict[torch.device, int] = field(default_factory=dict)  # of the last pool
 
     def take(self, count: int, device: torch.device) -> torch.Tensor:
         """At least `count` int32."""
         stream, capture = under_way(device)
         key = device, stream, capture != NONE
         known, found = self.shared.get(key, (NONE, None))
+        if capture == NONE and self.left.get(device, 0) < FOR_GRAPHS // 4:
+            self.pools.setdefault(device, []).append(lasting(FOR_GRAPHS, self.fill, torch.int32, device))
+            self.left[device] = FOR_GRAPHS
         if found is None or known != capture or found.numel() < count:
             found = self._for_graph(count, device) if capture else self._for_stream(count, device)
             if found is None:
@@ -46,17 +51,31 @@ class Kept:
         return torch.full((count,), self.fill, dtype=torch.int32, device=device)
 
     def _for_stream(self, count: int, device: torch.device) -> torch.Tensor:
-        if device not in self.pools:
-            self.pools[device] = self.new(FOR_GRAPHS, device), 0
-        return self.new(max(power_of_two(count), LEAST), device)
+        return lasting(max(power_of_two(count), LEAST), self.fill, torch.int32, device)
 
     def _for_graph(self, count: int, device: torch.device) -> torch.Tensor | None:
-        pool, used = self.pools.get(device, (None, 0))
         count = max(ALIGNED, power_of_two(count))
-        if pool is None or used + count > pool.numel():
+        if count > self.left.get(device, 0):
             return None
-        self.pools[device] = pool, used + count
-        return pool[used : used + count]
+        self.left[device] -= count
+        return self.pools[device][-1][self.left[device] :][:count]
+
+
+def lasting(count: int, fill: float, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+    """Memory for the life of the process.
+
+    By a thread of its own: what this one allocates may be on its way into the memory of a CUDA graph, as when
+    torch.compile warms one up.
+    """
+
+    def make() -> torch.Tensor:
+        found = torch.full((count,), fill, dtype=dtype, device=device)
+        if device.type == "cuda":
+            torch.cuda.current_stream(device).synchronize()  # other streams will use it
+        return found
+
+    with ThreadPoolExecutor(1) as thread:
+        return thread.submit(make).result()
 
 
 _counters, _blanks = Kept(0), Kept(BLANK)
@@ -83,7 +102,7 @@ def floats(count: int, device: torch.device) -> torch.Tensor:
         return torch.empty(count, dtype=torch.float32, device=device)
     key = device, torch.cuda.current_stream(device).cuda_stream
     if key not in _floats or _floats[key].numel() < count:
-        _floats[key] = torch.empty(power_of_two(count), dtype=torch.float32, device=device)
+        _floats[key] = lasting(power_of_two(count), 0.0, torch.float32, device)
     return _floats[key]
 
 

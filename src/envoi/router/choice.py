@@ -335,7 +335,8 @@ def choose_fast(logits, top, total, places, expert_bias, k, spec: tl.constexpr):
 def choose_exactly(logits, usable, top, total, places, expert_bias, k, spec: tl.constexpr):
     """The ids [R, slots] of the chosen, best first, -1 where none is left, and 0, 1, 2 ... for the slots."""
     columns, slots, group_slots = places
-    key = tl.where(usable, selection_key(logits, top, total, expert_bias, False, spec), -INF)
+    key = selection_key(logits, top, total, expert_bias, False, spec)
+    key = tl.where(usable & is_finite(key), key, -INF)
     if spec.rule.num_groups > 1:
         key, _largest, _sure = best_groups(key, columns, group_slots, 0.0, spec)
     none = tl.max((key > key).to(tl.int32), 1)

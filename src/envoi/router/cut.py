@@ -81,7 +81,7 @@ def lanes_of(rows_a_warp: int, spec: Spec) -> int:
     if spec.columns < 128:
         return max(4, spec.columns // 8)
     few = max(8, spec.slots, spec.columns // 32)
-    return 32 if spec.whole_softmax or rows_a_warp * few < 32 else few
+    return 32 if spec.whole_softmax or rows_a_warp < 4 else few
 
 
 @cache
