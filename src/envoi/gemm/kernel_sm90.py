@@ -22,6 +22,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 
 from envoi.epilogue.tile_gluon import halves
 from envoi.gemm.meeting import arrive
+from envoi.gemm.overlap import let_next_start, wait_for_grid
 from envoi.gemm.schedule import corner, steps_at, steps_of, work
 from envoi.triton_compat import role_barrier
 
@@ -433,6 +434,8 @@ def gemm_kernel(
     descs = (desc0, desc1, desc2, desc3)  # in a tuple the launcher doesn't take them
     scratch = (sums, counters, row_parts, row_counters)
     role_barrier()
+    wait_for_grid()  # so far this ran beside the kernel in front
+    let_next_start()
     prefill(x_desc, y_desc, stages, sizes, offsets, cfg, GROUPED, MAX_GROUPS)
     given = (descs, stages, sizes, offsets, operands, outputs, scratch, scales)
     # The tuples of arguments are written out: bound to a name, their constants would become tensors.

@@ -171,4 +171,4 @@ def launch(call: Call, config: Config, num_sms: int) -> None:
     from envoi.gemm.kernel_sm90 import gemm_kernel
 
     grid, args = arguments(call, config, num_sms)
-    gemm_kernel[grid](*args, num_warps=config.num_warps)  # pyright: ignore[reportIndexIssue, reportCallIssue]
+    gemm_kernel[grid](*args, num_warps=config.num_warps, launch_pdl=True)  # pyright: ignore[reportIndexIssue, reportCallIssue]
