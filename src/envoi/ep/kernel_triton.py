@@ -25,7 +25,7 @@ import triton.language as tl
 
 from envoi.epilogue.codes_triton import widen
 from envoi.epilogue.device import bf16
-from envoi.experts.kernel_triton import quantized, sort_expert, store_quantized, wait_for_kernel_in_front
+from envoi.experts.kernel_triton import quantized, sort_expert, store_quantized
 
 # What is known of a call: `state[VERDICT]`.
 FINE: tl.constexpr = tl.constexpr(0)
@@ -101,13 +101,11 @@ def wait_for(flag, count, timeout_us, ON_GPU: tl.constexpr):
 def publish_kernel(
     tokens, stride, values, sf, width, topk_ids, offsets, slot_to_pos, num_slots, num_experts,
     BLOCK: tl.constexpr, GROUP: tl.constexpr, POWERS: tl.constexpr, HARDWARE: tl.constexpr, SORTED: tl.constexpr,
-    EARLY: tl.constexpr,
 ):  # fmt: skip
     """Programs up to num_experts: the slots of an expert. Those behind: a token, quantised, to where peers read it.
 
     GROUP: columns that share a factor; 0 = bf16 as it is. SORTED: slots that are sorted at once.
     """
-    wait_for_kernel_in_front(EARLY)
     m = tl.program_id(0) - num_experts - 1
     if m < 0:
         if tl.program_id(1) == 0:
@@ -177,13 +175,12 @@ def judge(own, at, state, report, num_ranks, shape: tl.constexpr):
 def announce_kernel(
     topk_ids, slot_to_pos, slot_offsets, topk_weights, peers, at, shift, offsets, state, report,
     rank, num_ranks, num_tokens, k, room, num_experts, first_expert, num_local, trouble, timeout_us,
-    CHUNKS: tl.constexpr, EXPERTS: tl.constexpr, shape: tl.constexpr, ON_GPU: tl.constexpr, EARLY: tl.constexpr,
+    CHUNKS: tl.constexpr, EXPERTS: tl.constexpr, shape: tl.constexpr, ON_GPU: tl.constexpr,
 ):  # fmt: skip
     """Program (p, c): chunk c of this rank's slots to peer p. The first of them waits for p, the last to come judges.
 
     room: slots that a rank may have. trouble: what the host has against this rank's arguments, which then aren't sent.
     """
-    wait_for_kernel_in_front(EARLY)
     peer, chunk = tl.program_id(0), tl.program_id(1)
     own = tl.load(peers + rank)
     theirs = tl.load(peers + peer)
@@ -266,14 +263,13 @@ def pull_token(
 def pull_kernel(
     peers, at, shift, state, rows, rows_sf, row_weights, row_to,
     rank, num_ranks, room, first_expert, num_local, num_words, num_sf, slot_bytes,
-    SLOTS: tl.constexpr, WORDS: tl.constexpr, SFS: tl.constexpr, EARLY: tl.constexpr,
+    SLOTS: tl.constexpr, WORDS: tl.constexpr, SFS: tl.constexpr,
 ):  # fmt: skip
     """The tokens of all ranks, one of each in turn, so that at any time the programs read from all peers.
 
     rows: as words of 4 bytes, num_words of them; rows_sf: num_sf factors each. Where a row will go is known here
     already.
     """
-    wait_for_kernel_in_front(EARLY)
     own = tl.load(peers + rank)
     most = tl.load(state + MOST)
     for t in range(tl.program_id(0), most * num_ranks, tl.num_programs(0)):
@@ -310,10 +306,9 @@ def return_token(
 @triton.jit(do_not_specialize=["rank", "first_expert"])
 def return_kernel(
     peers, at, shift, state, results, width, rank, num_ranks, room, first_expert, num_local,
-    SLOTS: tl.constexpr, BLOCK: tl.constexpr, EARLY: tl.constexpr,
+    SLOTS: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """With presum: the tokens of all ranks as `pull_kernel` takes them, their rows of L2's results summed."""
-    wait_for_kernel_in_front(EARLY)
     own = tl.load(peers + rank)
     most = tl.load(state + MOST)
     for t in range(tl.program_id(0), most * num_ranks, tl.num_programs(0)):
@@ -327,9 +322,8 @@ def return_kernel(
 
 
 @triton.jit(do_not_specialize=["rank", "timeout_us"])
-def meet_kernel(peers, at, state, report, rank, timeout_us, ON_GPU: tl.constexpr, EARLY: tl.constexpr):
+def meet_kernel(peers, at, state, report, rank, timeout_us, ON_GPU: tl.constexpr):
     """Program p: tell peer p that all rows for it have been sent, and wait for the same from it."""
-    wait_for_kernel_in_front(EARLY)
     peer = tl.program_id(0)
     if tl.load(state + VERDICT) != LOST:
         raise_flag(ints(tl.load(peers + peer) + at[FLAGS]) + tl.num_programs(0) + rank)
@@ -347,9 +341,8 @@ def store_total(out, m, columns, width, total, state):
 
 
 @triton.jit
-def sum_kernel(slots, slot_to_pos, out, state, width, K: tl.constexpr, BLOCK: tl.constexpr, EARLY: tl.constexpr):
+def sum_kernel(slots, slot_to_pos, out, state, width, K: tl.constexpr, BLOCK: tl.constexpr):
     """The sum of a token's slots in their order, in float32."""
-    wait_for_kernel_in_front(EARLY)
     m = tl.program_id(0)
     columns = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     total = tl.zeros((BLOCK,), tl.float32)
@@ -362,14 +355,12 @@ def sum_kernel(slots, slot_to_pos, out, state, width, K: tl.constexpr, BLOCK: tl
 
 @triton.jit
 def sum_ranks_kernel(
-    returns, topk_ids, rank_ends, out, state, width, k, RANKS: tl.constexpr, SLOTS: tl.constexpr, BLOCK: tl.constexpr,
-    EARLY: tl.constexpr,
-):  # fmt: skip
+    returns, topk_ids, rank_ends, out, state, width, k, RANKS: tl.constexpr, SLOTS: tl.constexpr, BLOCK: tl.constexpr
+):
     """With presum: the sum of what the ranks of a token's experts sent, in the order of the ranks, in float32.
 
     rank_ends [RANKS]: behind each rank's last expert.
     """
-    wait_for_kernel_in_front(EARLY)
     m = tl.program_id(0)
     columns = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     slots = tl.arange(0, SLOTS)

@@ -210,8 +210,7 @@ def publish_arguments(tokens: torch.Tensor, topk_ids: torch.Tensor, places: Plac
         topk_ids.numel(), num_experts, block, *form,
         launch.FEW_SLOTS if topk_ids.numel() <= launch.FEW_SLOTS else SORTED,
     )  # fmt: skip
-    grid = num_experts + 1 + M, -(-width // block)
-    return launch.early(grid, arguments, launch.warps(block), tokens.device)
+    return (num_experts + 1 + M, -(-width // block)), arguments, launch.warps(block)
 
 
 def announce_arguments(
@@ -226,7 +225,7 @@ def announce_arguments(
         domain.first_expert, domain.num_local, trouble, int(domain.timeout_s * 1e6),
         CHUNKS, power_of_two(plan.num_experts + 1), shape, domain.on_gpu,
     )  # fmt: skip
-    return launch.early((plan.num_ranks, CHUNKS), arguments, WARPS, domain.memory.device)
+    return (plan.num_ranks, CHUNKS), arguments, WARPS
 
 
 def pull_arguments(domain: Domain) -> Launch:
@@ -242,7 +241,7 @@ def pull_arguments(domain: Domain) -> Launch:
         plan.num_sf, plan.slot_bytes, power_of_two(plan.num_topk), power_of_two(num_words),
         power_of_two(plan.num_sf) if plan.num_sf else 0,
     )  # fmt: skip
-    return launch.early((PULLS_PER_SM * num_sms(values.device),), arguments, WARPS, values.device)
+    return (PULLS_PER_SM * num_sms(values.device),), arguments, WARPS
 
 
 def return_arguments(domain: Domain, rows: torch.Tensor) -> Launch:
@@ -252,7 +251,7 @@ def return_arguments(domain: Domain, rows: torch.Tensor) -> Launch:
         domain.peers, plan.at, domain.shift, domain.state, rows, plan.hidden, domain.rank, plan.num_ranks, plan.room,
         domain.first_expert, domain.num_local, power_of_two(plan.num_topk), min(RETURNED, power_of_two(plan.hidden)),
     )  # fmt: skip
-    return launch.early((PULLS_PER_SM * num_sms(rows.device),), arguments, WARPS, rows.device)
+    return (PULLS_PER_SM * num_sms(rows.device),), arguments, WARPS
 
 
 def meet_arguments(domain: Domain) -> Launch:
@@ -261,7 +260,7 @@ def meet_arguments(domain: Domain) -> Launch:
         domain.peers, domain.plan.at, domain.state, domain.report, domain.rank, int(domain.timeout_s * 1e6),
         domain.on_gpu,
     )  # fmt: skip
-    return launch.early((domain.plan.num_ranks,), arguments, WARPS, domain.memory.device)
+    return (domain.plan.num_ranks,), arguments, WARPS
 
 
 def sum_arguments(domain: Domain, slot_to_pos: torch.Tensor, out: torch.Tensor) -> Launch:
@@ -269,8 +268,7 @@ def sum_arguments(domain: Domain, slot_to_pos: torch.Tensor, out: torch.Tensor) 
     (M, k), width = slot_to_pos.shape, out.shape[1]
     block = min(launch.SUMMED, power_of_two(width))
     slots = domain.plan.slots_in(domain.memory)
-    arguments = slots, slot_to_pos, out, domain.state, width, k, block
-    return launch.early((M, -(-width // block)), arguments, launch.warps(block), out.device)
+    return (M, -(-width // block)), (slots, slot_to_pos, out, domain.state, width, k, block), launch.warps(block)
 
 
 def sum_ranks_arguments(domain: Domain, topk_ids: torch.Tensor, out: torch.Tensor) -> Launch:
@@ -281,7 +279,7 @@ def sum_ranks_arguments(domain: Domain, topk_ids: torch.Tensor, out: torch.Tenso
         domain.plan.slots_in(domain.memory), topk_ids.contiguous(), domain.rank_ends, out, domain.state, width, k,
         domain.plan.num_ranks, power_of_two(k), block,
     )  # fmt: skip
-    return launch.early((M, -(-width // block)), arguments, launch.warps(block), out.device)
+    return (M, -(-width // block)), arguments, launch.warps(block)
 
 
 def run(name: str, given: Launch) -> None:

@@ -12,21 +12,12 @@ Tensors have room for a row a slot. Rows behind the last expert's are neither wr
 
 import triton
 import triton.language as tl
-from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from envoi.epilogue.codes_triton import to_e4m3, widen
 from envoi.epilogue.device import bf16, divide, e4m3, e8m0_ceil, group_amax
 from envoi.epilogue.tile_triton import group_max, times_group
 
 E4M3_MAX: tl.constexpr = tl.constexpr(448.0)
-
-
-@triton.jit
-def wait_for_kernel_in_front(EARLY: tl.constexpr):
-    """EARLY: this one was launched before that has ended, and so may the one behind be."""
-    if EARLY:
-        gdc_wait()
-        gdc_launch_dependents()
 
 
 @triton.jit
@@ -37,9 +28,8 @@ def experts_at(topk_ids, slots, num_slots, num_experts):
 
 
 @triton.jit
-def sort_kernel(topk_ids, offsets, slot_to_pos, num_slots, num_experts, BLOCK: tl.constexpr, EARLY: tl.constexpr):
+def sort_kernel(topk_ids, offsets, slot_to_pos, num_slots, num_experts, BLOCK: tl.constexpr):
     """Slots by expert: a program for each of them, and one for the slots of none."""
-    wait_for_kernel_in_front(EARLY)
     sort_expert(tl.program_id(0), topk_ids, offsets, slot_to_pos, num_slots, num_experts, BLOCK)
 
 
@@ -98,13 +88,11 @@ def store_quantized(values, sf, row, x, x_sf, width, BLOCK: tl.constexpr, GROUP:
 def gather_kernel(
     tokens, stride, topk_weights, slot_to_pos, rows, rows_sf, row_weights, width, k,
     BLOCK: tl.constexpr, SLOTS: tl.constexpr, GROUP: tl.constexpr, POWERS: tl.constexpr, HARDWARE: tl.constexpr,
-    EARLY: tl.constexpr,
 ):  # fmt: skip
     """A token to the rows of its slots, and its weights to theirs. GROUP: columns that share a factor; 0 = as it is.
 
     A token is read, and quantised, once for all of its slots.
     """
-    wait_for_kernel_in_front(EARLY)
     m = tl.program_id(0)
     columns = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)[None, :]
     x = tl.load(tokens + m.to(tl.int64) * stride + columns, mask=columns < width, other=0.0)
@@ -126,10 +114,9 @@ def gather_kernel(
 @triton.jit
 def quantize_kernel(
     rows, values, sf, offsets, num_experts, width,
-    BLOCK: tl.constexpr, GROUP: tl.constexpr, POWERS: tl.constexpr, HARDWARE: tl.constexpr, EARLY: tl.constexpr,
+    BLOCK: tl.constexpr, GROUP: tl.constexpr, POWERS: tl.constexpr, HARDWARE: tl.constexpr,
 ):  # fmt: skip
     """Rows that experts have, quantised."""
-    wait_for_kernel_in_front(EARLY)
     for row in range(tl.program_id(0), tl.load(offsets + num_experts), tl.num_programs(0)):
         columns = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)[None, :]
         x = tl.load(rows + tl.cast(row, tl.int64) * width + columns, mask=columns < width, other=0.0)
@@ -138,9 +125,8 @@ def quantize_kernel(
 
 
 @triton.jit
-def combine_kernel(rows, slot_to_pos, out, width, K: tl.constexpr, BLOCK: tl.constexpr, EARLY: tl.constexpr):
+def combine_kernel(rows, slot_to_pos, out, width, K: tl.constexpr, BLOCK: tl.constexpr):
     """The sum of a token's rows in the order of its slots, in float32, rounded once."""
-    wait_for_kernel_in_front(EARLY)
     m = tl.program_id(0)
     columns = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     total = tl.zeros((BLOCK,), tl.float32)

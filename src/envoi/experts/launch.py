@@ -128,7 +128,7 @@ def sort_arguments(topk_ids: torch.Tensor, places: Places) -> Launch:
     num_experts, num_slots = len(places.offsets) - 1, topk_ids.numel()
     block = FEW_SLOTS if num_slots <= FEW_SLOTS else MANY_SLOTS
     arguments = topk_ids.contiguous(), places.offsets, places.slot_to_pos, num_slots, num_experts, block
-    return early((num_experts + 1,), arguments, {"num_warps": 4 if block == FEW_SLOTS else 8}, topk_ids.device)
+    return (num_experts + 1,), arguments, {"num_warps": 4 if block == FEW_SLOTS else 8}
 
 
 def gather_arguments(
@@ -142,7 +142,7 @@ def gather_arguments(
         tokens, tokens.stride(0), topk_weights.contiguous(), places.slot_to_pos, values, sf, weights, width, k,
         block, power_of_two(k), *form,
     )  # fmt: skip
-    return early((M, -(-width // block)), arguments, warps(block), tokens.device)
+    return (M, -(-width // block)), arguments, warps(block)
 
 
 def quantize_arguments(rows: torch.Tensor, offsets: torch.Tensor, out: QuantTensor) -> Launch:
@@ -151,21 +151,14 @@ def quantize_arguments(rows: torch.Tensor, offsets: torch.Tensor, out: QuantTens
     values, sf, block, *form = quantised(out, width)
     arguments = rows, values, sf, offsets, len(offsets) - 1, width, block, *form
     # Where most of the room is empty, a program a row would do little but start.
-    return early((min(num_rows, MANY_PROGRAMS), -(-width // block)), arguments, warps(block), rows.device)
+    return (min(num_rows, MANY_PROGRAMS), -(-width // block)), arguments, warps(block)
 
 
 def combine_arguments(rows: torch.Tensor, slot_to_pos: torch.Tensor, out: torch.Tensor) -> Launch:
     """Grid, arguments and options of `combine_kernel`."""
     (M, k), width = slot_to_pos.shape, rows.shape[1]
     block = min(SUMMED, power_of_two(width))
-    arguments = rows, slot_to_pos, out, width, k, block
-    return early((M, -(-width // block)), arguments, warps(block), rows.device)
-
-
-def early(grid: tuple[int, ...], arguments: tuple, options: dict[str, int], device: torch.device) -> Launch:
-    """A launch that needn't wait until the kernel in front has ended, where there is that; the kernel then does."""
-    found = device.type == "meta" or (device.type == "cuda" and torch.cuda.get_device_capability(device) >= (9, 0))
-    return grid, (*arguments, found), options | {"launch_pdl": True} if found else options
+    return (M, -(-width // block)), (rows, slot_to_pos, out, width, k, block), warps(block)
 
 
 def quantised(rows: Matrix, width: int) -> tuple:

@@ -229,12 +229,10 @@ def predicted_cycles(problem: Problem, config: Config, num_sms: int) -> float:
 
 
 def _tiles_of_group(problem: Problem, config: Config, tokens: int) -> float:
-    """Tiles along an expert's tokens. With factors along K also shares of one: the last is half empty in the mean, and
-    roles leave out what others' rows would be."""
+    """Tiles along an expert's tokens; with factors along K in the mean over how full the last one is."""
     if not problem.num_groups or not problem.scaled:
         return -(-tokens // config.block_m)
-    unit = config.block_m if config.swap_ab else config.role_m
-    return max(1.0, (tokens + unit / 2) / config.block_m)
+    return max(1.0, tokens / config.block_m + 0.5)
 
 
 def default_config(problem: Problem, code: Lowered, num_sms: int) -> Config | None:

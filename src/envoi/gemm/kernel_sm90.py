@@ -22,7 +22,6 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 
 from envoi.epilogue.tile_gluon import halves
 from envoi.gemm.meeting import arrive
-from envoi.gemm.overlap import let_next_start, wait_for_grid
 from envoi.gemm.schedule import corner, steps_at, steps_of, work
 from envoi.triton_compat import role_barrier
 
@@ -51,19 +50,27 @@ def producer(
         for k in range(first, last):
             stage = step % cfg.num_stages
             mbarrier.wait(empty.index(stage), ((step // cfg.num_stages) & 1) ^ 1)
-            load_stage(x_desc, y_desc, stages, stage, x, y, k, cfg)
+            load_stage(x_desc, y_desc, stages, stage, x, y, k, row_end, cfg, GROUPED)
             step += 1
 
 
 @gluon.jit
-def load_stage(x_desc, y_desc, stages, stage, x, y, k, cfg: gl.constexpr):
-    """Step k of a tile into a stage."""
+def load_stage(x_desc, y_desc, stages, stage, x, y, k, row_end, cfg: gl.constexpr, GROUPED: gl.constexpr):
+    """Step k of a tile into a stage; of x no share that lies behind its expert's rows."""
     x_bufs, y_bufs, empty, ready, turn = stages
     num_parts: gl.constexpr = cfg.num_parts
-    mbarrier.expect(ready.index(stage), num_parts * x_desc.block_type.nbytes + y_desc.block_type.nbytes)
+    num_bytes: gl.constexpr = num_parts * x_desc.block_type.nbytes + y_desc.block_type.nbytes
+    whole = num_parts > 0
+    if GROUPED and num_parts == 2 and not cfg.swap_ab:
+        whole = x + cfg.role_m < row_end
+        mbarrier.expect(ready.index(stage), num_bytes - x_desc.block_type.nbytes, pred=x + cfg.role_m >= row_end)
+        mbarrier.expect(ready.index(stage), num_bytes, pred=whole)
+    else:
+        mbarrier.expect(ready.index(stage), num_bytes)
     for r in gl.static_range(num_parts):
         x_buf = x_bufs.index(stage * num_parts + r)
-        tma.async_copy_global_to_shared(x_desc, [x + r * cfg.role_m, k * cfg.block_k], ready.index(stage), x_buf)
+        at = [x + r * cfg.role_m, k * cfg.block_k]
+        tma.async_copy_global_to_shared(x_desc, at, ready.index(stage), x_buf, pred=whole if r > 0 else True)
     tma.async_copy_global_to_shared(y_desc, [y, k * cfg.block_k], ready.index(stage), y_bufs.index(stage))
 
 
@@ -81,7 +88,7 @@ def prefill(x_desc, y_desc, stages, sizes, offsets, cfg: gl.constexpr, GROUPED: 
         y += e * N
     if u < plan[2]:
         for k in range(gl.minimum(last - first, cfg.num_stages)):
-            load_stage(x_desc, y_desc, stages, k, x, y, first + k, cfg)
+            load_stage(x_desc, y_desc, stages, k, x, y, first + k, row_end, cfg, GROUPED)
 
 
 @gluon.jit
@@ -224,18 +231,6 @@ def multiply_scaled(stages, step, first, last, place, scales, R: gl.constexpr, P
     if cfg.pingpong:
         mbarrier.arrive(stages[4].index(1 - R), count=1)
     return acc, step
-
-
-@gluon.jit
-def pass_by(stages, step, num_steps, cfg: gl.constexpr):
-    """Free stages that this role has no part in, each once it is filled: sooner would count for the one before."""
-    _x_bufs, _y_bufs, empty, ready, _turn = stages
-    for _ in range(num_steps):
-        stage = step % cfg.num_stages
-        mbarrier.wait(ready.index(stage), (step // cfg.num_stages) & 1)
-        mbarrier.arrive(empty.index(stage), count=1)
-        step += 1
-    return step
 
 
 @gluon.jit
@@ -382,15 +377,12 @@ def consumer(
             # A stage's barrier can only tell one round from the next, so a role must not wait for stages far ahead.
             mbarrier.wait(stages[4].index(R), (count & 1) ^ (1 - R))
             count += 1
-        busy = last
-        if GROUPED and cfg.num_parts == 2:
-            busy = gl.where(live, last, first)  # an expert's last tile is often half empty
+        # An empty share is multiplied too, of whatever the stages hold: CTAs that save the time drift apart, and share
+        # less in the L2.
         if SCALED:
-            acc, step = multiply_scaled(stages, step, first, busy, (x, y, row_end, e), scales, R, P, cfg)
+            acc, step = multiply_scaled(stages, step, first, last, (x, y, row_end, e), scales, R, P, cfg)
         else:
-            acc, step = multiply(stages, step, busy - first, R, P, cfg)
-        if GROUPED and cfg.num_parts == 2:
-            step = pass_by(stages, step, last - busy, cfg)
+            acc, step = multiply(stages, step, last - first, R, P, cfg)
         complete = num_steps >= 0
         ordinal = (tile - num_whole) * cfg.num_parts + P
         slot = ordinal * cfg.split_k
@@ -434,8 +426,6 @@ def gemm_kernel(
     descs = (desc0, desc1, desc2, desc3)  # in a tuple the launcher doesn't take them
     scratch = (sums, counters, row_parts, row_counters)
     role_barrier()
-    wait_for_grid()  # so far this ran beside the kernel in front
-    let_next_start()
     prefill(x_desc, y_desc, stages, sizes, offsets, cfg, GROUPED, MAX_GROUPS)
     given = (descs, stages, sizes, offsets, operands, outputs, scratch, scales)
     # The tuples of arguments are written out: bound to a name, their constants would become tensors.

@@ -13,7 +13,6 @@ from envoi.gemm.config import Config, Problem
 from envoi.gemm.grouping import ALL_ROWS, Grouping
 
 TMA_BYTES = 16  # rows and addresses are multiples of this
-EARLY_TOKENS = 64  # an expert: with no more the kernel starts beside the one in front; with more that costs time
 
 
 @dataclass(frozen=True)
@@ -172,5 +171,4 @@ def launch(call: Call, config: Config, num_sms: int) -> None:
     from envoi.gemm.kernel_sm90 import gemm_kernel
 
     grid, args = arguments(call, config, num_sms)
-    early = call.num_tokens <= EARLY_TOKENS * max(1, call.num_groups)
-    gemm_kernel[grid](*args, num_warps=config.num_warps, launch_pdl=early)  # pyright: ignore[reportIndexIssue, reportCallIssue]
+    gemm_kernel[grid](*args, num_warps=config.num_warps)  # pyright: ignore[reportIndexIssue, reportCallIssue]

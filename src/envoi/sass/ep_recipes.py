@@ -58,7 +58,7 @@ def sums_of_ranks(arch: str) -> Recipe:
 
 def _recipe(arch: str, kernel: object, given: Launch) -> Recipe:
     _, arguments, options = given
-    return recipe_of_call(kernel, arguments, arch, num_warps=options["num_warps"])
+    return recipe_of_call(kernel, arguments, arch, **options)
 
 
 def _domain(format: str, presum: bool = False) -> nvlink.Domain:

@@ -41,7 +41,7 @@ def combine(arch: str) -> Recipe:
 
 def _recipe(arch: str, kernel: object, given: Launch) -> Recipe:
     _, arguments, options = given
-    return recipe_of_call(kernel, arguments, arch, num_warps=options["num_warps"])
+    return recipe_of_call(kernel, arguments, arch, **options)
 
 
 def _places() -> Places:

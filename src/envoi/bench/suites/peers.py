@@ -52,14 +52,15 @@ def deep_gemm_topk(
     table = block_table.clamp(max=k_cache.shape[0] - 1)  # it also reads columns behind a request's last page
     cache = k_cache.view(torch.uint8)
     lengths = seq_lens.unsqueeze(1)  # [requests, queries of each]
+    behind = torch.arange(width * page_size, device=q.device) >= lengths  # scores that it leaves unwritten
     plan = deep_gemm.get_paged_mqa_logits_metadata(lengths, page_size, num_sms)
     num_chosen = min(k, width * page_size)
 
     def run() -> torch.Tensor:
         scores = deep_gemm.fp8_paged_mqa_logits(
-            q.unsqueeze(1), cache, weights, lengths, table, plan, width * page_size, True
+            q.unsqueeze(1), cache, weights, lengths, table, plan, width * page_size, False
         )
-        return scores.topk(num_chosen).indices
+        return scores.masked_fill_(behind, -torch.inf).topk(num_chosen).indices
 
     return run
 
