@@ -104,9 +104,7 @@ class ExpertParallel:
         tensors at all is an error on this rank alone.
         """
         ids, weights = routing.topk_ids, routing.topk_weights
-        return torch.ops.envoi.moe_parallel(
-            tokens, weights, ids, routing.num_experts, self.name, *flatten(self.experts)
-        )
+        return _moe_parallel(tokens, weights, ids, routing.num_experts, self.name, *flatten(self.experts))
 
     def check(self) -> None:
         """Raise what went wrong in calls that the device has come to; over NVLink, as far as it has come.

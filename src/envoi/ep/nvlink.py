@@ -285,6 +285,6 @@ def sum_ranks_arguments(domain: Domain, topk_ids: torch.Tensor, out: torch.Tenso
 def run(name: str, given: Launch) -> None:
     """Launch a kernel of this folder."""
     from envoi.ep import kernel_triton
+    from envoi.gemm.launch import launch as launch_kernel
 
-    grid, arguments, options = given
-    getattr(kernel_triton, name)[grid](*arguments, **options)
+    launch_kernel(getattr(kernel_triton, name), *given)

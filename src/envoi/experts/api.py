@@ -28,7 +28,7 @@ def moe(tokens: torch.Tensor, routing: Routing, experts: ExpertWeights) -> torch
             f"experts: expected all {routing.num_experts} experts of the routing, got {experts.num_local_experts}; "
             "use ExpertParallel where they are spread over ranks"
         )
-    return torch.ops.envoi.moe(tokens, routing.topk_weights, routing.topk_ids, *flatten(experts))
+    return _moe(tokens, routing.topk_weights, routing.topk_ids, *flatten(experts))
 
 
 def _moe_fake(tokens, *arguments):

@@ -188,11 +188,11 @@ def warps(block: int) -> dict[str, int]:
     return {"num_warps": min(16, max(4, block // COLUMNS_OF_WARP))}
 
 
-def _run(name: str, launch: Launch) -> None:
+def _run(name: str, given: Launch) -> None:
     from envoi.experts import kernel_triton
+    from envoi.gemm.launch import launch
 
-    grid, arguments, options = launch
-    getattr(kernel_triton, name)[grid](*arguments, **options)
+    launch(getattr(kernel_triton, name), *given)
 
 
 def _grouped(

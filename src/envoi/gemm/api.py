@@ -45,7 +45,7 @@ def gemm(
     epilogue, out_dtype = _settle(a, b, epilogue, out_dtype)
     sizes = {"M": a.shape[0], "N": b.shape[0]}
     tensors, scalars = _check_operands(epilogue, operands, sizes, a.device, None)
-    outputs = torch.ops.envoi.gemm(
+    outputs = op.product(
         *op.split(a), *op.split(b), epilogue.ir.key, out_dtype, list(tensors.values()),
         list(scalars.values()), ",".join([*tensors, *scalars]),
     )  # fmt: skip
@@ -83,7 +83,7 @@ def grouped_gemm(
     _check_grouped_outputs(epilogue)
     sizes = {"M": rows.shape[0], "N": weights.shape[1]}
     tensors, scalars = _check_operands(epilogue, operands, sizes, rows.device, num_experts)
-    outputs = torch.ops.envoi.grouped_gemm(
+    outputs = op.grouped_product(
         *op.split(rows), *op.split(weights), offsets, epilogue.ir.key, out_dtype, list(tensors.values()),
         list(scalars.values()), ",".join([*tensors, *scalars]),
     )  # fmt: skip

@@ -224,6 +224,7 @@ def _launch(
     outputs: list[torch.Tensor], config: MxConfig | None, grouping: Grouping,
 ) -> None:  # fmt: skip
     from envoi.gemm.kernel_sm90_mx import mx_kernel
+    from envoi.gemm.launch import launch
 
     num_sms = select.num_sms(a.device)
     num_groups, bits = 0 if offsets is None else b.shape[0], 4 if b.packed else 8
@@ -233,7 +234,7 @@ def _launch(
     grid, args = arguments(tokens, b, offsets, code, operands, outputs, config, num_sms, grouping.behind)
     # Nothing may be launched between the two: the GEMM waits for the one in front of it, and only with its tokens.
     widen_tokens(a, config.bits, tokens, offsets)
-    mx_kernel[grid](*args, num_warps=config.num_warps, launch_pdl=True)  # pyright: ignore[reportIndexIssue, reportCallIssue]
+    launch(mx_kernel, grid, args, {"num_warps": config.num_warps, "launch_pdl": True})
 
 
 def arguments(

@@ -1,8 +1,7 @@
 """Launches that cost the host less than Triton's own.
 
-Triton looks at every argument at every launch, which takes longer than a small kernel runs. A kernel that doesn't
-specialize on its integers is the same machine code whenever its constants are the same and its tensors lie on 16
-bytes, so the compiled kernel is found by those.
+Triton looks at every argument at every launch, which takes longer than a small kernel runs. The machine code depends on
+little of them: the compiled kernel is found by that.
 """
 
 from functools import cache
@@ -17,12 +16,12 @@ _compiled: dict[tuple, Any] = {}
 
 
 def launch(kernel: Any, grid: tuple[int, ...], arguments: tuple, options: dict[str, Any]) -> None:
-    """`kernel[grid](*arguments, **options)`. kernel: constants last, all its integers in `do_not_specialize`."""
-    aligned = all(x.data_ptr() % ALIGNMENT == 0 for x in arguments if isinstance(x, torch.Tensor))
-    if not aligned or not isinstance(kernel, JITFunction):
+    """`kernel[grid](*arguments, **options)`. arguments: one for each parameter."""
+    if not isinstance(kernel, JITFunction):
         kernel[grid](*arguments, **options)
         return
-    key = kernel.fn, torch.cuda.current_device(), arguments[-_num_constants(kernel) :], *options.items()
+    kinds = [x if constant else kind_of(x) for x, constant in zip(arguments, _constants(kernel), strict=True)]
+    key = kernel.fn, torch.cuda.current_device(), *options.items(), *kinds
     compiled = _compiled.get(key)
     if compiled is None:
         _compiled[key] = kernel[grid](*arguments, **options)
@@ -30,6 +29,20 @@ def launch(kernel: Any, grid: tuple[int, ...], arguments: tuple, options: dict[s
         compiled[(*grid, 1, 1)[:3]](*arguments)
 
 
+def kind_of(x: Any) -> Any:
+    """What Triton compiles for: of a tensor its dtype and whether it is aligned, of an integer whether it is 1, or a
+    multiple of 16, or wide."""
+    if isinstance(x, torch.Tensor):
+        return x.dtype, x.data_ptr() % ALIGNMENT == 0
+    if isinstance(x, int):
+        return type(x), x == 1, x % ALIGNMENT == 0, x.bit_length() < 32
+    if isinstance(x, tuple):
+        return tuple([kind_of(y) for y in x])
+    if x is None or isinstance(x, float):
+        return type(x)
+    return x.base.dtype, x.layout, *x.block_shape  # a TMA descriptor
+
+
 @cache
-def _num_constants(kernel: JITFunction) -> int:
-    return sum(parameter.is_constexpr for parameter in kernel.params)
+def _constants(kernel: JITFunction) -> tuple[bool, ...]:
+    return tuple(parameter.is_constexpr for parameter in kernel.params)

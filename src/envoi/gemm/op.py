@@ -41,12 +41,13 @@ def _gemm_fake(a, a_sf, a_group, b, b_sf, b_group, epilogue, out_dtype, tensors,
 
 
 @operator("gemm", _gemm_fake)
-def _gemm(
+def product(
     a: torch.Tensor, a_sf: torch.Tensor | None, a_group: list[int],
     b: torch.Tensor, b_sf: torch.Tensor | None, b_group: list[int],
     epilogue: str, out_dtype: torch.dtype,
     tensors: list[torch.Tensor], scalars: list[float], names: str,
 ) -> list[torch.Tensor]:  # fmt: skip
+    """The flat outputs of a GEMM."""
     ir, operands = with_key(epilogue).ir, name_operands(tensors, scalars, names)
     sides = join(a, a_sf, a_group), join(b, b_sf, b_group)
     outputs = run_kernels(*sides, None, ir, out_dtype, operands)
@@ -64,12 +65,13 @@ def _grouped_fake(
 
 
 @operator("grouped_gemm", _grouped_fake)
-def _grouped_gemm(
+def grouped_product(
     rows: torch.Tensor, rows_sf: torch.Tensor | None, rows_group: list[int],
     weights: torch.Tensor, weights_sf: torch.Tensor | None, weights_group: list[int],
     offsets: torch.Tensor, epilogue: str, out_dtype: torch.dtype,
     tensors: list[torch.Tensor], scalars: list[float], names: str,
 ) -> list[torch.Tensor]:  # fmt: skip
+    """The flat outputs of a grouped GEMM."""
     ir, operands = with_key(epilogue).ir, name_operands(tensors, scalars, names)
     sides = join(rows, rows_sf, rows_group), join(weights, weights_sf, weights_group)
     bounds = _check_offsets(offsets, rows.shape[0]) if rows.device.type == "cpu" else None

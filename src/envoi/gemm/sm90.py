@@ -1,7 +1,7 @@
 """Launching the Hopper kernel: descriptors, arguments, grid."""
 
 from dataclasses import dataclass
-from functools import cache
+from functools import cache, lru_cache
 from typing import Any
 
 import torch
@@ -71,16 +71,31 @@ def can_leave(shape: tuple[int, ...], itemsize: int) -> bool:
 
 def descriptor(x: torch.Tensor, rows: int, columns: int) -> Any:
     """A TMA descriptor of a matrix whose rows are contiguous, in boxes of [rows, columns]."""
-    from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
-
-    return TensorDescriptor(x, list(x.shape), list(x.stride()), [rows, columns], _layout(rows, columns, x.dtype))
+    return _of(x, _described(x.shape, x.stride(), x.dtype, rows, columns))
 
 
 def plain_descriptor(x: torch.Tensor, rows: int, columns: int) -> Any:
     """The same for a float32 matrix whose boxes lie in shared memory as they are, not swizzled."""
+    return _of(x, _described(x.shape, x.stride(), x.dtype, rows, columns, False))
+
+
+@lru_cache(maxsize=4096)
+def _described(
+    shape: torch.Size, strides: tuple[int, ...], dtype: torch.dtype, rows: int, columns: int, swizzled: bool = True
+) -> Any:
+    """A descriptor of no matrix: checking a shape takes longer than all else that descriptors need."""
     from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
-    return TensorDescriptor(x, list(x.shape), list(x.stride()), [rows, columns], _plain_layout())
+    layout = _layout(rows, columns, dtype) if swizzled else _plain_layout()
+    return TensorDescriptor(torch.empty(0, dtype=dtype), list(shape), list(strides), [rows, columns], layout)
+
+
+def _of(x: torch.Tensor, described: Any) -> Any:
+    if x.data_ptr() % TMA_BYTES:
+        raise ValueError(f"x: expected a matrix on {TMA_BYTES} bytes, as TMA needs it, got address {x.data_ptr():#x}")
+    found = object.__new__(type(described))
+    found.__dict__.update(described.__dict__, base=x)
+    return found
 
 
 @cache
@@ -161,14 +176,23 @@ def scratch(call: Call, config: Config, M: int, N: int, num_cut: int) -> tuple[t
     roles = num_cut * config.num_parts
     num_sums = roles * config.split_k * config.role_m * config.block_y if config.split_k > 1 else 0
     slots = -(-N // (config.role_m if config.swap_ab else config.block_y))
+    if not num_sums and not call.code.partials:
+        return _nothing(device)
     sums = torch.empty(num_sums + call.code.partials * slots * M, dtype=torch.float32, device=device)
     count = workspace.counters(roles + M + config.block_m, device) if sums.numel() else sums.view(torch.int32)
     return sums, count, sums[num_sums:], count[roles:]
 
 
+@cache
+def _nothing(device: torch.device) -> tuple[torch.Tensor, ...]:
+    sums, count = (torch.empty(0, dtype=dtype, device=device) for dtype in (torch.float32, torch.int32))
+    return sums, count, sums, count
+
+
 def launch(call: Call, config: Config, num_sms: int) -> None:
     """Run it."""
-    from envoi.gemm.kernel_sm90 import gemm_kernel
+    from envoi.gemm import kernel_sm90
+    from envoi.gemm.launch import launch as launch_kernel
 
     grid, args = arguments(call, config, num_sms)
-    gemm_kernel[grid](*args, num_warps=config.num_warps)  # pyright: ignore[reportIndexIssue, reportCallIssue]
+    launch_kernel(kernel_sm90.gemm_kernel, grid, args, {"num_warps": config.num_warps})

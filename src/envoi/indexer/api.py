@@ -53,9 +53,7 @@ def indexer_topk(
     _check(q, k_cache, weights, seq_lens, block_table, k, next_n)
     expect_choice("mode", mode, MODES)
     expect_choice("output", output, OUTPUTS)
-    out, errors = torch.ops.envoi.indexer_topk(
-        q, k_cache, weights, seq_lens, block_table, k, mode, next_n, output == "slots", ordered
-    )
+    out, errors = _indexer_topk(q, k_cache, weights, seq_lens, block_table, k, mode, next_n, output == "slots", ordered)
     return (out, errors) if return_errors else out
 
 

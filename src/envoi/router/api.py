@@ -55,7 +55,7 @@ def route(
     chosen = rule_named(rule) if isinstance(rule, str) else rule
     _check(tokens, gate, k, chosen, logit_bias, expert_bias)
     _check_hash(tokens, gate, k, token_ids, hash_table)
-    outputs = torch.ops.envoi.route(
+    outputs = _route(
         tokens, gate, k, expect_number("alpha", alpha), chosen.score, chosen.num_groups, chosen.num_topk_groups,
         chosen.group_score, chosen.renormalize, float(chosen.routed_scale), logit_bias, expert_bias, token_ids,
         hash_table, return_logits, return_dense, return_counts,

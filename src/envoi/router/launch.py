@@ -90,11 +90,10 @@ def _tables(call: Call) -> tuple:
 
 
 def _run_portable(call: Call, outputs: dict[str, Any]) -> None:
+    from envoi.gemm.launch import launch
     from envoi.router import kernel_triton
 
-    kernel: Any = kernel_triton.router_kernel
-    grid, arguments, options = portable_arguments(call, outputs)
-    kernel[grid](*arguments, **options)
+    launch(kernel_triton.router_kernel, *portable_arguments(call, outputs))
 
 
 def portable_arguments(call: Call, outputs: dict[str, Any]) -> tuple[tuple[int], tuple, dict[str, int]]:
@@ -121,12 +120,11 @@ def _from(x: torch.Tensor | None, first: int) -> torch.Tensor | None:
 
 
 def _run_hopper(call: Call, outputs: dict[str, Any], cut: Cut | None = None) -> None:
+    from envoi.gemm.launch import launch
     from envoi.router import kernel_sm90
 
-    kernel: Any = kernel_sm90.router_kernel
     num_sms = select.num_sms(call.tokens.device)
-    grid, arguments, options = hopper_arguments(call, outputs, num_sms, cut)
-    kernel[grid](*arguments, **options)
+    launch(kernel_sm90.router_kernel, *hopper_arguments(call, outputs, num_sms, cut))
 
 
 def hopper_arguments(
