@@ -5,6 +5,8 @@ from typing import ClassVar
 import pytest
 import torch
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+from torch.fx.experimental.proxy_tensor import make_fx
+from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import envoi
@@ -52,6 +54,39 @@ def test_a_mode_sees_the_operator(matrices):
     with Seen() as seen:
         out = envoi.gemm(*matrices)
     assert "envoi::gemm" in seen.names and torch.equal(out, torch.full((3, 4), 8.0))
+
+
+class SeenBefore(TorchFunctionMode):
+    """The functions that are called with tensors."""
+
+    def __init__(self):
+        super().__init__()
+        self.names = []
+
+    def __torch_function__(self, func, types, args=(), kwargs=None):
+        self.names.append(str(func))
+        return func(*args, **(kwargs or {}))
+
+
+def test_a_function_mode_sees_the_operator_and_nothing_inside(matrices):
+    with SeenBefore() as seen:
+        envoi.gemm(*matrices)
+    assert "envoi.gemm.default" in seen.names and not any("matmul" in name for name in seen.names)
+
+
+def test_a_default_device_stays_outside(matrices):
+    with torch.device("meta"):
+        assert torch.equal(envoi.gemm(*matrices), torch.full((3, 4), 8.0, device="cpu"))
+
+
+def multiply(a, b):
+    return envoi.gemm(a, b)
+
+
+@pytest.mark.parametrize("pre_dispatch", [False, True])
+def test_a_traced_graph_holds_the_operator(matrices, pre_dispatch):
+    graph = make_fx(multiply, pre_dispatch=pre_dispatch)(*matrices)
+    assert "torch.ops.envoi.gemm.default" in graph.code and "matmul" not in graph.code
 
 
 def test_fake_tensors_stay_fake(matrices):

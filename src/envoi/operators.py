@@ -51,9 +51,14 @@ def operator(name: str, fake: Callable) -> Callable[[Callable], Callable]:
 
 
 def watched() -> bool:
-    """Whether something wants to see the operators that are called: a mode, a transform, a tracer, a profiler."""
+    """Whether something wants to see the operators that are called: a mode, a transform, a tracer, a profiler.
+
+    Of profilers only this thread's; one of all threads doesn't see them.
+    """
     return (
         torch._C._len_torch_dispatch_stack() > 0
+        or torch._C._len_torch_function_stack() > 0
+        or torch._C._dispatch_tls_is_dispatch_key_included(torch._C.DispatchKey.PreDispatch)
         or torch._C._functorch.peek_interpreter_stack() is not None  # pyright: ignore[reportAttributeAccessIssue]
         or torch._C._get_tracing_state() is not None
         or torch.autograd._profiler_enabled()  # pyright: ignore[reportPrivateImportUsage]

@@ -1,5 +1,7 @@
 """Who shares what kernels leave as they found it: streams, captures, and when the pool for graphs is used up."""
 
+import weakref
+
 import pytest
 import torch
 
@@ -33,6 +35,13 @@ def test_a_stream_shares_until_more_is_wanted(on):
     assert start(kept.take(10, CPU)) == start(more)
     on(2)
     assert start(kept.take(10, CPU)) != start(more)
+
+
+def test_what_has_been_replaced_stays(on):
+    kept = Kept(0)
+    first = weakref.ref(kept.take(10, CPU))  # a kernel may still be at it
+    kept.take(workspace.LEAST + 1, CPU)
+    assert first() is not None
 
 
 def test_a_capture_has_its_own_and_shares_it_in_itself(on):

@@ -36,7 +36,7 @@ class Channel:
 
 def gather_ints(channel: Channel, values: list[int], step: str) -> torch.Tensor:
     """Every rank's integers, of which each has as many: int64 [num_ranks, len(values)] on the CPU."""
-    mine = torch.tensor(values, dtype=torch.int64)
+    mine = torch.tensor(values, dtype=torch.int64, device="cpu")
     everyone = [torch.empty_like(mine) for _ in range(channel.num_ranks)]
     channel.watch.wait(lambda: channel.control.allgather([everyone], [mine]), step)
     return torch.stack(everyone)
@@ -47,7 +47,7 @@ def gather_texts(channel: Channel, text: str, step: str) -> list[str]:
     raw = text.encode()
     sizes = gather_ints(channel, [len(raw)], step)[:, 0]
     padded = list(raw) + [0] * (int(sizes.max()) - len(raw))
-    rows = gather_ints(channel, padded, step) if padded else torch.empty(len(sizes), 0)
+    rows = gather_ints(channel, padded, step) if padded else torch.empty(len(sizes), 0, device="cpu")
     return [bytes(row[:size].tolist()).decode() for row, size in zip(rows, sizes, strict=True)]
 
 

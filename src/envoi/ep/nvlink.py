@@ -129,7 +129,7 @@ def connect(domain: Domain, group: dist.ProcessGroup) -> None:
 
 def know_peers(domain: Domain, addresses: list[int]) -> None:
     """addresses: of all ranks' memory, as this rank sees them."""
-    domain.peers.copy_(torch.tensor(addresses, dtype=torch.int64))
+    domain.peers.copy_(torch.tensor(addresses, dtype=torch.int64, device="cpu"))
 
 
 def moe(

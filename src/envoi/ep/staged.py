@@ -86,5 +86,5 @@ def combine(rows: torch.Tensor, plan: DispatchPlan, num_tokens: int, k: int, cha
 
 def _by_expert(counts: torch.Tensor) -> torch.Tensor:
     """Rows lie source by source, sorted by expert, as many as counts [num_ranks, E] says -> the order by expert."""
-    expert_of_run = torch.arange(counts.shape[1]).repeat(counts.shape[0])
+    expert_of_run = torch.arange(counts.shape[1], device=counts.device).repeat(counts.shape[0])
     return expert_of_run.repeat_interleave(counts.flatten()).sort(stable=True).indices

@@ -35,7 +35,7 @@ def kind_of(x: Any) -> Any:
     if isinstance(x, torch.Tensor):
         return x.dtype, x.data_ptr() % ALIGNMENT == 0
     if isinstance(x, int):
-        return type(x), x == 1, x % ALIGNMENT == 0, x.bit_length() < 32
+        return type(x), x == 1, x % ALIGNMENT == 0, -(2**31) <= x < 2**31
     if isinstance(x, tuple):
         return tuple([kind_of(y) for y in x])
     if x is None or isinstance(x, float):

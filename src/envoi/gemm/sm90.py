@@ -87,7 +87,8 @@ def _described(
     from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
     layout = _layout(rows, columns, dtype) if swizzled else _plain_layout()
-    return TensorDescriptor(torch.empty(0, dtype=dtype), list(shape), list(strides), [rows, columns], layout)
+    nothing = torch.empty(0, dtype=dtype, device="cpu")
+    return TensorDescriptor(nothing, list(shape), list(strides), [rows, columns], layout)
 
 
 def _of(x: torch.Tensor, described: Any) -> Any:

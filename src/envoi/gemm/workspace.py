@@ -62,7 +62,7 @@ class Kept:
 
 
 def lasting(count: int, fill: float, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
-    """Memory for the life of the process.
+    """Memory for the life of the process, also when more has taken its place: kernels may still be at it.
 
     By a thread of its own: what this one allocates may be on its way into the memory of a CUDA graph, as when
     torch.compile warms one up.
@@ -75,9 +75,12 @@ def lasting(count: int, fill: float, dtype: torch.dtype, device: torch.device) -
         return found
 
     with ThreadPoolExecutor(1) as thread:
-        return thread.submit(make).result()
+        found = thread.submit(make).result()
+    _forever.append(found)
+    return found
 
 
+_forever: list[torch.Tensor] = []
 _counters, _blanks = Kept(0), Kept(BLANK)
 _floats: dict[tuple[torch.device, int], torch.Tensor] = {}
 

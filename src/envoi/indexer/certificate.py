@@ -52,7 +52,7 @@ def orders(device: torch.device, num_heads: int) -> torch.Tensor | None:
 def expand(known: dict[str, Any]) -> torch.Tensor:
     """A certificate as int32 [NUM_ORDERS + 4]: of lengths below NUM_ORDERS, then of longer ones by length % 4."""
     lengths = [*range(NUM_ORDERS), *(NUM_ORDERS + rest for rest in range(4))]
-    return torch.tensor([order_of(known, length) for length in lengths], dtype=torch.int32)
+    return torch.tensor([order_of(known, length) for length in lengths], dtype=torch.int32, device="cpu")
 
 
 def order_of(known: dict[str, Any], length: int) -> int:
