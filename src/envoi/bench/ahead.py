@@ -31,7 +31,7 @@ def compile_cases(cases: Iterable[Case], num_processes: int | None = None) -> No
     shapes = problems.shapes_of(cases)
     if not shapes or select.implementation(torch.device("cuda")) != "hopper":
         return
-    num_sms = torch.cuda.get_device_properties(0).multi_processor_count
+    num_sms = select.num_sms(torch.device("cuda", 0))
     jobs: list[Job] = []
     for shape in shapes:
         try:

@@ -119,9 +119,9 @@ def _measure(args: argparse.Namespace, shapes: "list[Shape]") -> int:
     import torch
 
     from envoi.bench import ahead, problems
-    from envoi.gemm import tune
+    from envoi.gemm import select, tune
 
-    num_sms = torch.cuda.get_device_properties(0).multi_processor_count
+    num_sms = select.num_sms(torch.device("cuda", 0))
     todo, jobs = [], []
     for shape in shapes:
         try:

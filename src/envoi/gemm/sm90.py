@@ -180,7 +180,7 @@ def scratch(call: Call, config: Config, M: int, N: int, num_cut: int) -> tuple[t
     if not num_sums and not call.code.partials:
         return _nothing(device)
     sums = torch.empty(num_sums + call.code.partials * slots * M, dtype=torch.float32, device=device)
-    count = workspace.counters(roles + M + config.block_m, device) if sums.numel() else sums.view(torch.int32)
+    count = workspace.counters(roles + M + config.block_m, device)
     return sums, count, sums[num_sums:], count[roles:]
 
 
@@ -192,8 +192,8 @@ def _nothing(device: torch.device) -> tuple[torch.Tensor, ...]:
 
 def launch(call: Call, config: Config, num_sms: int) -> None:
     """Run it."""
-    from envoi.gemm import kernel_sm90
+    from envoi.gemm.kernel_sm90 import gemm_kernel
     from envoi.gemm.launch import launch as launch_kernel
 
     grid, args = arguments(call, config, num_sms)
-    launch_kernel(kernel_sm90.gemm_kernel, grid, args, {"num_warps": config.num_warps})
+    launch_kernel(gemm_kernel, grid, args, {"num_warps": config.num_warps})

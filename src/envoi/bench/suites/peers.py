@@ -8,6 +8,7 @@ import torch.distributed as dist
 
 from envoi.bench.shapes import MoeShape
 from envoi.bench.timing import Run
+from envoi.gemm.select import num_sms
 from envoi.types import Routing
 
 
@@ -48,12 +49,11 @@ def deep_gemm_topk(
     """
     deep_gemm: Any = importlib.import_module("deep_gemm")
     page_size, width = k_cache.shape[1], block_table.shape[1]
-    num_sms = torch.cuda.get_device_properties(q.device).multi_processor_count
     table = block_table.clamp(max=k_cache.shape[0] - 1)  # it also reads columns behind a request's last page
     cache = k_cache.view(torch.uint8)
     lengths = seq_lens.unsqueeze(1)  # [requests, queries of each]
     behind = torch.arange(width * page_size, device=q.device) >= lengths  # scores that it leaves unwritten
-    plan = deep_gemm.get_paged_mqa_logits_metadata(lengths, page_size, num_sms)
+    plan = deep_gemm.get_paged_mqa_logits_metadata(lengths, page_size, num_sms(q.device))
     num_chosen = min(k, width * page_size)
 
     def run() -> torch.Tensor:
