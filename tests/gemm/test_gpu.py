@@ -37,7 +37,8 @@ from envoi.epilogue.library import (
     swiglu_fp8,
     swiglu_residual,
 )
-from envoi.gemm import gemm, grouped_gemm
+from envoi.gemm import gemm, grouped_gemm, tune
+from envoi.gemm.config import Config, fitted
 from envoi.gemm.op import _spread_columns
 from envoi.gemm.reference import oracle, pick_expert
 from envoi.quant import dequantize
@@ -277,6 +278,28 @@ def test_groups(counts, format):
         spread = dict(operands)
         _spread_columns(ep.ir, spread, offsets, P)
         judge(ep, got, acc, exact, spread, offsets)
+
+
+ROUND_SIXTY_FOUR = [0, 1, 63, 64, 65, 127, 128, 129, 191, 192, 193, 256, 0, 321]
+
+
+@pytest.mark.parametrize(
+    "ep", [store, expert_l1("swiglu_oai", 7.0, True, "mxfp8"), all_reductions], ids=lambda ep: ep.ir.name
+)
+@pytest.mark.parametrize("K", [128, 640, 2048])
+def test_wide_tiles_have_the_bits_of_square_ones(ep, K, monkeypatch):
+    counts, N = ROUND_SIXTY_FOUR, 768
+    P, E = sum(counts) + 70, len(counts)
+    rows, weights = matrix(P, K, "fp8_1x128", 0), matrix(N, K, "fp8_128x128", 1, (E,))
+    offsets = torch.tensor([0, *torch.tensor(counts).cumsum(0).tolist()], dtype=torch.int32, device="cuda")
+    found = []
+    for wide, num_stages in ((False, 4), (True, 5), (True, 3)):
+        config = Config(64, 2, 128, 128, num_stages, wide_last=wide)
+        monkeypatch.setattr(tune, "choose", lambda problem, code, *_, config=config: fitted(problem, config, code))
+        found.append(flat(grouped_gemm(rows, weights, offsets, ep, **operands_for(ep, P, N, E))))
+    for wide in found[1:]:
+        for x, y in zip(wide, found[0], strict=True):
+            assert_same_bits(x, y)
 
 
 def test_strides_and_addresses_that_tma_does_not_take():

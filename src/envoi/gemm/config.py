@@ -1,6 +1,7 @@
 """How a GEMM kernel cuts its work on Hopper: one frozen Config, one predicate, one model of its time."""
 
 from dataclasses import dataclass, replace
+from math import ceil, erfc, exp, sqrt
 
 from envoi.epilogue.lower import Lowered
 
@@ -22,6 +23,8 @@ class Config:
     split_k: parts along K of the tiles that don't fill a wave; 1 = none.
     group: rows of tiles that are walked together, so that both operands stay in the L2.
     piece: accumulator columns that leave at a time. turns: buffers that pieces leave through in turns.
+    wide_last: in a grouped GEMM the last role_m rows of an expert, or fewer, are covered by tiles of role_m x 2 block_y
+        whose roles share the rows, each with its own columns. A tile takes the same time wherever it lies.
     """
 
     role_m: int
@@ -36,6 +39,7 @@ class Config:
     group: int = 8
     piece: int = 64
     turns: int = 1
+    wide_last: bool = False
 
     @property
     def block_x(self) -> int:
@@ -54,13 +58,23 @@ class Config:
 
     @property
     def block_m(self) -> int:
-        """Tokens of a tile."""
-        return self.block_y if self.swap_ab else self.block_x
+        """Tokens of a tile, or of the lowest."""
+        return self.role_m if self.wide_last else self.block_y if self.swap_ab else self.block_x
 
     @property
     def block_n(self) -> int:
-        """Features of a tile."""
-        return self.block_x if self.swap_ab else self.block_y
+        """Features of a tile, or of the widest."""
+        return self.block_x if self.swap_ab else self.block_y * self.num_sides
+
+    @property
+    def num_buffers(self) -> int:
+        """Buffers of role_m rows of x; with `wide_last` the first of them are those of y, two for one."""
+        return -(-5 * self.num_stages // 2) * 2 if self.wide_last else self.num_stages * self.num_parts
+
+    @property
+    def num_sides(self) -> int:
+        """Shares of y that a stage has room for."""
+        return 2 if self.wide_last else 1
 
     @property
     def num_pieces(self) -> int:
@@ -76,7 +90,7 @@ class Config:
         ]
         parts += [f"w{self.num_warps}"] * (self.num_warps != 4) + [f"split{self.split_k}"] * (self.split_k > 1)
         parts += [f"group{self.group}"] * (self.group != 8)
-        return " ".join(parts + [name for name in ("pingpong", "swap_ab") if getattr(self, name)])
+        return " ".join(parts + [name for name in ("pingpong", "swap_ab", "wide_last") if getattr(self, name)])
 
 
 @dataclass(frozen=True)
@@ -119,6 +133,10 @@ def supports(problem: Problem, config: Config, code: Lowered) -> str:
         return f"split_k: expected pieces of at most 128 columns, got {config.piece}: the parts' sums wouldn't fit"
     if problem.num_groups and config.split_k > 1:
         return f"split_k: expected 1 in a grouped GEMM, got {config.split_k}"
+    if config.wide_last and (problem.N % config.block_n or not problem.num_groups or config.swap_ab):
+        return f"wide_last: expected a grouped GEMM with N a multiple of {config.block_n}, got {problem.N}"
+    if config.wide_last and (config.num_parts != 2 or config.block_y != 2 * config.role_m):
+        return f"wide_last: expected a tile of two roles that is as wide as high, got {config}"
     if problem.scaled and config.block_k not in (128, 256):
         return f"block_k: expected 128 or 256 (one block or two) with factors along K, got {config.block_k}"
     if problem.scaled and config.role_m * config.block_y > 64 * 128 * config.num_warps // 4:
@@ -138,7 +156,8 @@ def accumulator_registers(config: Config) -> int:
 
 def shared_bytes(problem: Problem, config: Config, code: Lowered) -> int:
     """Shared memory of a config: the stages, the buffers of what leaves and of tile operands."""
-    stages = config.num_stages * (config.block_x + config.block_y) * config.block_k * problem.element_bytes
+    stage_rows = config.num_buffers * config.role_m + (not config.wide_last) * config.num_stages * config.block_y
+    stages = stage_rows * config.block_k * problem.element_bytes
     rows = config.role_m * config.num_roles
     piece = min(config.piece, config.block_y)
     buffers = rows * piece * (config.turns * code.leaving_bytes + problem.side_bytes)
@@ -183,6 +202,8 @@ def candidates(problem: Problem, code: Lowered) -> list[Config]:
             Config(64, 1, 32, 2 * k, 8),
             Config(64, 1, 256, k, 5),
         ]
+    if problem.scaled and per_group > 64:  # else weights bound it, and more of them in flight help more
+        found += [Config(64, 2, 128, 128, 5, wide_last=True)]
     if not code.whole and not code.leaving and not code.side:
         found += [
             Config(64, roles, tokens, depth, 12, swap_ab=True)
@@ -214,14 +235,17 @@ def predicted_cycles(problem: Problem, config: Config, num_sms: int) -> float:
     if problem.scaled:
         # Adding up the blocks: beside another role's products, or alone, or along the instruction's N side.
         step *= 1.2 if config.num_roles == 2 and not config.swap_ab else 1.35
+    around = TURN if config.pingpong else TILE
+    if config.wide_last:
+        step, around = 1.02 * step, 1.15 * around
     rounds, rest = divmod(tiles, num_sms)
-    cycles = rounds * (steps * step + (TURN if config.pingpong else TILE))
+    cycles = rounds * (steps * step + around)
     if rest and config.split_k > 1:
         parts = -(-rest * config.split_k // num_sms)
         cycles += parts * (-(-steps // config.split_k) * step + TILE)
         cycles += JOIN * config.split_k**0.5
     elif rest:
-        cycles += steps * step + (TURN if config.pingpong else TILE)
+        cycles += steps * step + around
     moved = problem.element_bytes * problem.K * (problem.M + groups * problem.N) + 2 * problem.M * problem.N
     memory = moved / DRAM_BYTES
     # Whichever is longer hides most of the other.
@@ -229,10 +253,16 @@ def predicted_cycles(problem: Problem, config: Config, num_sms: int) -> float:
 
 
 def _tiles_of_group(problem: Problem, config: Config, tokens: int) -> float:
-    """Tiles along an expert's tokens; with factors along K in the mean over how full the last one is."""
+    """Tiles along an expert's tokens; with factors along K in the mean over routing at random.
+
+    That is the sum over j >= 0 of P(tokens > j * block_m), of a normal distribution for j > 0.
+    """
     if not problem.num_groups or not problem.scaled:
         return -(-tokens // config.block_m)
-    return max(1.0, tokens / config.block_m + 0.5)
+    tiles, deviation = 1 - exp(-tokens), sqrt(tokens)
+    for most in range(config.block_m, ceil(tokens + 6 * deviation), config.block_m):
+        tiles += 0.5 * erfc((most + 0.5 - tokens) / (deviation * sqrt(2)))
+    return tiles
 
 
 def default_config(problem: Problem, code: Lowered, num_sms: int) -> Config | None:

@@ -70,6 +70,11 @@ class BlackwellConfig:
         return False
 
     @property
+    def wide_last(self) -> bool:
+        """All tiles have the same shape."""
+        return False
+
+    @property
     def num_pieces(self) -> int:
         """Pieces of a tile."""
         return self.block_y // self.piece

@@ -84,6 +84,16 @@ class MxConfig:
         return self.block_y
 
     @property
+    def block_n(self) -> int:
+        """Features of a tile."""
+        return self.block_x
+
+    @property
+    def wide_last(self) -> bool:
+        """All tiles have the same shape."""
+        return False
+
+    @property
     def num_parts(self) -> int:
         """Roles that work on the same tile: all."""
         return self.num_roles

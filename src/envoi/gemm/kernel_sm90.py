@@ -21,78 +21,32 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 
 from envoi.epilogue.tile_gluon import halves
+from envoi.gemm.loading import prefill, producer, x_index, y_index
 from envoi.gemm.meeting import arrive
 from envoi.gemm.schedule import corner, steps_at, steps_of, work
 from envoi.triton_compat import role_barrier
 
 
 @gluon.jit
-def producer(
-    x_desc, y_desc, stages, sizes, offsets, cfg: gl.constexpr, GROUPED: gl.constexpr, MAX_GROUPS: gl.constexpr
-):
-    """One warp: fills the stages by TMA, as far ahead as they reach."""
-    empty = stages[2]
-    M, N, K, num_groups, num_whole = sizes
-    plan = work(sizes, offsets, cfg, GROUPED, MAX_GROUPS)
-    num_steps = gl.cdiv(K, cfg.block_k)
-    step = 0
-    for u in range(gl.program_id(0), plan[2], gl.num_programs(0)):
-        tile, first, last, part, cut = steps_at(u, plan, num_whole, num_steps, cfg, GROUPED)
-        x, y, row_end, e = corner(tile, plan, sizes, cfg, GROUPED)
-        # The weights of all experts lie below each other.
-        if cfg.swap_ab:
-            x += e * N
-        else:
-            y += e * N
-        if u == gl.program_id(0):
-            step = gl.minimum(last - first, cfg.num_stages)  # `prefill` has done these
-            first += step
-        for k in range(first, last):
-            stage = step % cfg.num_stages
-            mbarrier.wait(empty.index(stage), ((step // cfg.num_stages) & 1) ^ 1)
-            load_stage(x_desc, y_desc, stages, stage, x, y, k, row_end, cfg, GROUPED)
-            step += 1
+def share_of(x, row_end, P: gl.constexpr, cfg: gl.constexpr):
+    """Which share of x and which of y belongs to role P of a tile."""
+    if cfg.wide_last:
+        wide = (x + cfg.role_m >= row_end).to(gl.int32)
+        return P * (1 - wide), P * wide
+    else:
+        return P, 0
 
 
 @gluon.jit
-def load_stage(x_desc, y_desc, stages, stage, x, y, k, row_end, cfg: gl.constexpr, GROUPED: gl.constexpr):
-    """Step k of a tile into a stage; of x no share that lies behind its expert's rows."""
+def share_of_stage(stages, stage, share, cfg: gl.constexpr):
+    """What a role multiplies of a stage: x, and y transposed."""
     x_bufs, y_bufs, empty, ready, turn = stages
-    num_parts: gl.constexpr = cfg.num_parts
-    num_bytes: gl.constexpr = num_parts * x_desc.block_type.nbytes + y_desc.block_type.nbytes
-    whole = num_parts > 0
-    if GROUPED and num_parts == 2 and not cfg.swap_ab:
-        whole = x + cfg.role_m < row_end
-        mbarrier.expect(ready.index(stage), num_bytes - x_desc.block_type.nbytes, pred=x + cfg.role_m >= row_end)
-        mbarrier.expect(ready.index(stage), num_bytes, pred=whole)
-    else:
-        mbarrier.expect(ready.index(stage), num_bytes)
-    for r in gl.static_range(num_parts):
-        x_buf = x_bufs.index(stage * num_parts + r)
-        at = [x + r * cfg.role_m, k * cfg.block_k]
-        tma.async_copy_global_to_shared(x_desc, at, ready.index(stage), x_buf, pred=whole if r > 0 else True)
-    tma.async_copy_global_to_shared(y_desc, [y, k * cfg.block_k], ready.index(stage), y_bufs.index(stage))
+    x, y = x_bufs.index(x_index(stage, share[0], cfg)), y_bufs.index(y_index(stage, share[1], cfg))
+    return x, y.permute((1, 0))
 
 
 @gluon.jit
-def prefill(x_desc, y_desc, stages, sizes, offsets, cfg: gl.constexpr, GROUPED: gl.constexpr, MAX_GROUPS: gl.constexpr):
-    """The first loads of the first tile, before the warps go their ways: that takes them about a microsecond."""
-    M, N, K, num_groups, num_whole = sizes
-    plan = work(sizes, offsets, cfg, GROUPED, MAX_GROUPS)
-    u = gl.program_id(0)
-    tile, first, last, part, cut = steps_at(u, plan, num_whole, gl.cdiv(K, cfg.block_k), cfg, GROUPED)
-    x, y, row_end, e = corner(tile, plan, sizes, cfg, GROUPED)
-    if cfg.swap_ab:
-        x += e * N
-    else:
-        y += e * N
-    if u < plan[2]:
-        for k in range(gl.minimum(last - first, cfg.num_stages)):
-            load_stage(x_desc, y_desc, stages, k, x, y, first + k, row_end, cfg, GROUPED)
-
-
-@gluon.jit
-def multiply(stages, step, num_steps, R: gl.constexpr, P: gl.constexpr, cfg: gl.constexpr):
+def multiply(stages, step, num_steps, share, R: gl.constexpr, cfg: gl.constexpr):
     """acc = x @ y.T over the next num_steps stages, two products in flight."""
     x_bufs, y_bufs, empty, ready, turn = stages
     layout: gl.constexpr = gl.NVMMADistributedLayout(
@@ -104,8 +58,8 @@ def multiply(stages, step, num_steps, R: gl.constexpr, P: gl.constexpr, cfg: gl.
     for k in range(num_steps):
         stage = step % cfg.num_stages
         mbarrier.wait(ready.index(stage), (step // cfg.num_stages) & 1)
-        x = x_bufs.index(stage * cfg.num_parts + P)
-        acc = warpgroup_mma(x, y_bufs.index(stage).permute((1, 0)), acc, is_async=True, use_acc=k > 0)
+        x, y = share_of_stage(stages, stage, share, cfg)
+        acc = warpgroup_mma(x, y, acc, is_async=True, use_acc=k > 0)
         acc = warpgroup_mma_wait(num_outstanding=1, deps=(acc,))
         mbarrier.arrive(empty.index((step + cfg.num_stages - 1) % cfg.num_stages), count=1, pred=k > 0)
         step += 1
@@ -158,7 +112,7 @@ def promote(acc, product, factors, cfg: gl.constexpr):
 
 
 @gluon.jit
-def issue(stages, step, zero, BLOCK: gl.constexpr, P: gl.constexpr, cfg: gl.constexpr):
+def issue(stages, step, zero, share, BLOCK: gl.constexpr, cfg: gl.constexpr):
     """Start the product of a block, the BLOCK-th from the stage of `step` on."""
     x_bufs, y_bufs, empty, ready, turn = stages
     blocks_per_stage: gl.constexpr = cfg.block_k // 128
@@ -167,9 +121,8 @@ def issue(stages, step, zero, BLOCK: gl.constexpr, P: gl.constexpr, cfg: gl.cons
     stage = step % cfg.num_stages
     if column == 0:
         mbarrier.wait(ready.index(stage), (step // cfg.num_stages) & 1)
-    x = x_bufs.index(stage * cfg.num_parts + P).slice(column, 128, 1)
-    y = y_bufs.index(stage).permute((1, 0)).slice(column, 128, 0)
-    return warpgroup_mma(x, y, zero, use_acc=False, is_async=True)
+    x, y = share_of_stage(stages, stage, share, cfg)
+    return warpgroup_mma(x.slice(column, 128, 1), y.slice(column, 128, 0), zero, use_acc=False, is_async=True)
 
 
 @gluon.jit
@@ -183,25 +136,25 @@ def settle(acc, product, stages, step, factors, BLOCK: gl.constexpr, BEHIND: gl.
 
 
 @gluon.jit
-def chain(acc, stages, step, factors, zero, NUM_STEPS: gl.constexpr, P: gl.constexpr, cfg: gl.constexpr):
+def chain(acc, stages, step, factors, zero, share, NUM_STEPS: gl.constexpr, cfg: gl.constexpr):
     """acc + the products of all blocks of NUM_STEPS stages.
 
     While a block is added up, the tensor cores work on the next: they run dry once a chain.
     """
     last_block: gl.constexpr = NUM_STEPS * (cfg.block_k // 128) - 1
-    product = issue(stages, step, zero, 0, P, cfg)
+    product = issue(stages, step, zero, share, 0, cfg)
     for b in gl.static_range(last_block):
         if b > 0:
             # Else the compiler puts all additions off to the end, and the products wouldn't fit the registers.
             acc = warpgroup_mma_wait(num_outstanding=1, deps=(acc,))
-        behind = issue(stages, step, zero, b + 1, P, cfg)
+        behind = issue(stages, step, zero, share, b + 1, cfg)
         acc = settle(acc, product, stages, step, factors, b, 1, cfg)
         product = behind
     return settle(acc, product, stages, step, factors, last_block, 0, cfg)
 
 
 @gluon.jit
-def multiply_scaled(stages, step, first, last, place, scales, R: gl.constexpr, P: gl.constexpr, cfg: gl.constexpr):
+def multiply_scaled(stages, step, first, last, place, scales, share, R: gl.constexpr, cfg: gl.constexpr):
     """acc = sum over blocks of 128 along K of (x @ y.T) * factors.
 
     The tensor cores add up a block; adding that to acc is for the other units. An iteration is a chain of four blocks
@@ -222,10 +175,10 @@ def multiply_scaled(stages, step, first, last, place, scales, R: gl.constexpr, P
         # Loaded a chain ahead: the compiler multiplies factors before the products it issues, and would wait for them.
         factors = ahead
         ahead = load_factors(of_tokens, of_features, (k + num_steps) * blocks_per_stage, last_block)
-        acc = chain(acc, stages, step, factors, zero, num_steps, P, cfg)
+        acc = chain(acc, stages, step, factors, zero, share, num_steps, cfg)
         step += num_steps
     for _k in range(rest, last):
-        acc = chain(acc, stages, step, ahead, zero, 1, P, cfg)
+        acc = chain(acc, stages, step, ahead, zero, share, 1, cfg)
         ahead = ahead[2:] + ahead[:2]
         step += 1
     if cfg.pingpong:
@@ -367,7 +320,9 @@ def consumer(
             step += steps_of(u - next, plan, num_whole, num_steps, cfg, GROUPED)
         tile, first, last, part, cut = steps_at(u, plan, num_whole, num_steps, cfg, GROUPED)
         x, y, row_end, e = corner(tile, plan, sizes, cfg, GROUPED)
-        x += P * cfg.role_m
+        share = share_of(x, row_end, P, cfg)
+        x += share[0] * cfg.role_m
+        y += share[1] * cfg.block_y
         # Else this role's share lies behind the tokens, or behind the features.
         live = (y < row_end) & (x < sizes[1]) if cfg.swap_ab else x < row_end
         if cfg.split_k == 1:
@@ -380,9 +335,9 @@ def consumer(
         # An empty share is multiplied too, of whatever the stages hold: CTAs that save the time drift apart, and share
         # less in the L2.
         if SCALED:
-            acc, step = multiply_scaled(stages, step, first, last, (x, y, row_end, e), scales, R, P, cfg)
+            acc, step = multiply_scaled(stages, step, first, last, (x, y, row_end, e), scales, share, R, cfg)
         else:
-            acc, step = multiply(stages, step, last - first, R, P, cfg)
+            acc, step = multiply(stages, step, last - first, share, R, cfg)
         complete = num_steps >= 0
         ordinal = (tile - num_whole) * cfg.num_parts + P
         slot = ordinal * cfg.split_k
@@ -406,10 +361,13 @@ def gemm_kernel(
     cfg: gl.constexpr, code: gl.constexpr, SCALED: gl.constexpr, GROUPED: gl.constexpr, MAX_GROUPS: gl.constexpr,
 ):  # fmt: skip
     """Set up the stages, then one role for each partition of warps."""
-    x_shape: gl.constexpr = [cfg.num_stages * cfg.num_parts] + x_desc.block_type.shape
-    y_shape: gl.constexpr = [cfg.num_stages] + y_desc.block_type.shape
+    x_shape: gl.constexpr = [cfg.num_buffers] + x_desc.block_type.shape
+    y_shape: gl.constexpr = [cfg.num_stages * cfg.num_sides] + y_desc.block_type.shape
     x_bufs = gl.allocate_shared_memory(x_desc.dtype, x_shape, x_desc.layout)
-    y_bufs = gl.allocate_shared_memory(y_desc.dtype, y_shape, y_desc.layout)
+    if cfg.wide_last:
+        y_bufs = x_bufs._reinterpret(y_desc.dtype, y_shape, y_desc.layout)
+    else:
+        y_bufs = gl.allocate_shared_memory(y_desc.dtype, y_shape, y_desc.layout)
     empty = gl.allocate_shared_memory(gl.int64, [cfg.num_stages, 1], mbarrier.MBarrierLayout())
     ready = gl.allocate_shared_memory(gl.int64, [cfg.num_stages, 1], mbarrier.MBarrierLayout())
     num_stages: gl.constexpr = cfg.num_stages

@@ -69,6 +69,9 @@ def place_grouped(t, groups, cfg: gl.constexpr):
     feature_tile = (t - before) // tiles_tokens
     if cfg.swap_ab:
         x, y = feature_tile * cfg.block_x, row + token_tile * cfg.block_y
+    elif cfg.wide_last:
+        # Two wide tiles below each other are cut into two high ones; an odd one stays.
+        x, y = row + token_tile // 2 * cfg.block_x, feature_tile * cfg.block_n + token_tile % 2 * cfg.block_y
     else:
         x, y = row + token_tile * cfg.block_x, feature_tile * cfg.block_y
     return x, y, row_end, e
@@ -120,8 +123,8 @@ def steps_of(u, plan, num_whole, num_steps, cfg: gl.constexpr, GROUPED: gl.const
 def work(sizes, offsets, cfg: gl.constexpr, GROUPED: gl.constexpr, MAX_GROUPS: gl.constexpr):
     """What a role needs to walk through the units: how many there are, and the experts' tiles."""
     M, N, K, num_groups, num_whole = sizes
-    tiles_tokens = gl.cdiv(M, cfg.block_y if cfg.swap_ab else cfg.block_x)
-    tiles_features = gl.cdiv(N, cfg.block_x if cfg.swap_ab else cfg.block_y)
+    tiles_tokens = gl.cdiv(M, cfg.block_m)
+    tiles_features = gl.cdiv(N, cfg.block_n)
     groups = (0, 0, 0, 0, 0)
     if GROUPED:
         groups = group_ends(offsets, M, num_groups, tiles_features, cfg, GROUPED, MAX_GROUPS)
