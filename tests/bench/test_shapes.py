@@ -40,6 +40,13 @@ def test_formats_fit_their_sizes():
                 assert (preset.num_experts, preset.num_topk) == (shape.n, shape.num_topk)
 
 
+def test_drawn_rows_are_those_of_routing_at_random():
+    rows = shapes.drawn_rows(8192, 32)
+    assert sum(rows) == 8192
+    assert 256 - 4 * 16 < min(rows) < 256 < max(rows) < 256 + 4 * 16
+    assert rows == shapes.drawn_rows(8192, 32)
+
+
 def test_zipf_rows_are_skewed_with_empty_experts():
     rows = shapes.zipf_rows(8192, 32, 4)
     assert sum(rows) == 8192

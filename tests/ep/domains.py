@@ -4,7 +4,7 @@ import torch
 
 from envoi.ep import nvlink
 from envoi.ep.memory import Plan
-from envoi.ep.nvlink import CHUNKS, Domain
+from envoi.ep.nvlink import MAX_CHUNKS, Domain, num_chunks
 from envoi.types import ExpertWeights, Routing
 from tests.experts.layers import Layer
 
@@ -33,13 +33,13 @@ def moe(
 
     experts: None leaves both GEMMs out: what was in the slots is summed; with presum the tokens themselves, in bf16.
     """
-    places = []
+    ranked = []
     for domain, (tokens, routing) in zip(domains, parts, strict=True):
-        places.append(nvlink.publish(domain, tokens, routing.topk_ids))
+        ranked.append(nvlink.publish(domain, tokens, routing.topk_ids))
     for turn in range(2):  # the first time for what they announce: some haven't heard from all before the second
-        for domain, (_, routing), place in zip(domains, parts, places, strict=True):
-            flags(domain)[0] = CHUNKS if turn else 100 * CHUNKS
-            given = nvlink.announce_arguments(domain, routing.topk_ids, routing.topk_weights, place)
+        for domain, (_, routing), mine in zip(domains, parts, ranked, strict=True):
+            flags(domain)[0] = num_chunks(domain.plan) if turn else 100 * MAX_CHUNKS
+            given = nvlink.announce_arguments(domain, routing.topk_ids, routing.topk_weights, mine)
             nvlink.run("announce_kernel", given)
     for domain in domains:
         nvlink.run("pull_kernel", nvlink.pull_arguments(domain))
@@ -48,9 +48,9 @@ def moe(
         if domain.plan.presum:
             nvlink.send_back(domain, rows)
     outs = []
-    for domain, (_, routing), place in zip(domains, parts, places, strict=True):
+    for domain, (_, routing), mine in zip(domains, parts, ranked, strict=True):
         flags(domain)[1] = 1
-        outs.append(nvlink.finish(domain, place, routing.topk_ids))
+        outs.append(nvlink.finish(domain, mine, routing.topk_ids))
     return outs
 
 

@@ -161,6 +161,7 @@ def _grouped_cases() -> list[Case]:
     found = []
     for label, num_rows, n, k, on_cpu in (
         ("32 experts x 256", (256,) * 32, 4096, 7168, False),
+        ("32 experts drawn 8192", drawn_rows(8192, 32), 4096, 7168, False),
         ("32 experts zipf 8192", zipf_rows(8192, 32, 4), 4096, 7168, False),
         ("8 experts x 32", (32,) * 8, 256, 512, True),
         ("8 experts zipf 256", zipf_rows(256, 8, 2), 256, 512, True),
@@ -195,6 +196,16 @@ def zipf_rows(total: int, num_experts: int, num_empty: int) -> tuple[int, ...]:
     rows[0] += total - sum(rows)
     random.Random(num_experts).shuffle(rows)
     return tuple(rows)
+
+
+def drawn_rows(total: int, num_experts: int) -> tuple[int, ...]:
+    """As many rows an expert as routing at random leaves it; always the same.
+
+    >>> drawn_rows(100, 4)
+    (23, 19, 32, 26)
+    """
+    drawn = random.Random(total).choices(range(num_experts), k=total)
+    return tuple(drawn.count(expert) for expert in range(num_experts))
 
 
 def _router_cases(suite: str) -> list[Case]:

@@ -1,7 +1,6 @@
 """`envoi tune`: the configs of the Hopper GEMMs measured on this machine, the winners kept for `envoi.gemm`."""
 
 import argparse
-import random
 from functools import partial
 from math import exp, log
 from pathlib import Path
@@ -67,7 +66,7 @@ def _registered(suites: list[str]) -> "list[Shape]":
 
 
 def _shape(args: argparse.Namespace) -> "Shape":
-    from envoi.bench.shapes import GemmShape, GroupedShape
+    from envoi.bench.shapes import GemmShape, GroupedShape, drawn_rows
     from envoi.bench.suites.endings import ENDINGS
     from envoi.check import expect_choice
     from envoi.quant import format_named
@@ -86,8 +85,7 @@ def _shape(args: argparse.Namespace) -> "Shape":
         raise ValueError(f"--groups: expected at least 1, got {args.groups}")
     rows = tuple(m // args.groups + (expert < m % args.groups) for expert in range(args.groups))
     if args.drawn:
-        drawn = random.Random(m).choices(range(args.groups), k=m)
-        rows = tuple(drawn.count(expert) for expert in range(args.groups))
+        rows = drawn_rows(m, args.groups)
     return GroupedShape(rows, n, k, args.format, args.epilogue)
 
 

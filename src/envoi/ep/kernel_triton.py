@@ -2,8 +2,8 @@
 # pyright: reportGeneralTypeIssues=false, reportAssignmentType=false
 """What the ranks of one NVLink domain do to each other's memory, in Triton. No size comes back to the host.
 
-    publish_kernel    tokens -> this rank's memory, quantised             where peers read them; slots sorted by expert
-    announce_kernel   slots' experts and weights -> every peer            then the flag "dispatch", a wait for theirs
+    publish_kernel    tokens -> this rank's memory, quantised             where peers read them; slots counted
+    announce_kernel   slots' experts, places, weights -> every peer       then the flag "dispatch", a wait for theirs
     pull_kernel       peers' tokens -> rows sorted by expert              each read once for all its experts here
     return_kernel     sums of a token's rows here -> its rank             with presum; else L2 sends all rows
     meet_kernel       the flag "combine"                                  after all rows have been sent
@@ -25,7 +25,7 @@ import triton.language as tl
 
 from envoi.epilogue.codes_triton import widen
 from envoi.epilogue.device import bf16
-from envoi.experts.kernel_triton import quantized, sort_expert, store_quantized
+from envoi.experts.kernel_triton import experts_at, quantized, store_quantized
 
 # What is known of a call: `state[VERDICT]`.
 FINE: tl.constexpr = tl.constexpr(0)
@@ -55,7 +55,11 @@ COMERS: tl.constexpr = tl.constexpr(0)
 VERDICT: tl.constexpr = tl.constexpr(1)
 MOST: tl.constexpr = tl.constexpr(2)
 
-PUSHED: tl.constexpr = tl.constexpr(1024)  # slots at once
+PIECE: tl.constexpr = tl.constexpr(1024)  # slots that are counted, and announced, at once
+# Slots that a program ranks, and others that it sees at once: more of either take registers, fewer take time.
+RANKED: tl.constexpr = tl.constexpr(16)
+BESIDE: tl.constexpr = tl.constexpr(256)
+COUNTED: tl.constexpr = tl.constexpr(4096)  # counts that a program loads at once
 
 
 @triton.jit
@@ -97,19 +101,46 @@ def wait_for(flag, count, timeout_us, ON_GPU: tl.constexpr):
     return came
 
 
+@triton.jit
+def rank_slots(topk_ids, slot_ranks, first, num_slots, num_experts):
+    """RANKED slots from `first` on: how many slots of their piece in front of each have its expert."""
+    slots = first + tl.arange(0, RANKED)
+    e = experts_at(topk_ids, slots, num_slots, num_experts)
+    ranks = tl.zeros((RANKED,), tl.int32)
+    for other in range(first // PIECE * PIECE, min(first + RANKED, num_slots), BESIDE):
+        others = other + tl.arange(0, BESIDE)
+        theirs = experts_at(topk_ids, others, num_slots, num_experts)
+        ranks += tl.sum(((e[:, None] == theirs[None, :]) & (others[None, :] < slots[:, None])).to(tl.int32), 1)
+    tl.store(slot_ranks + slots, tl.where(e < num_experts, ranks, -1), mask=slots < num_slots)
+
+
+@triton.jit
+def count_piece(topk_ids, counts, piece, num_slots, num_experts, EXPERTS: tl.constexpr):
+    """How many slots of a piece each expert has; behind the last expert, how many have none."""
+    e = experts_at(topk_ids, piece * PIECE + tl.arange(0, PIECE), num_slots, num_experts)
+    found = tl.histogram(e, EXPERTS)
+    bins = tl.arange(0, EXPERTS)
+    tl.store(counts + piece * (num_experts + 1) + bins, found, mask=bins <= num_experts)
+
+
 @triton.jit(do_not_specialize=["num_slots"])
 def publish_kernel(
-    tokens, stride, values, sf, width, topk_ids, offsets, slot_to_pos, num_slots, num_experts,
-    BLOCK: tl.constexpr, GROUP: tl.constexpr, POWERS: tl.constexpr, HARDWARE: tl.constexpr, SORTED: tl.constexpr,
+    tokens, stride, values, sf, width, topk_ids, counts, slot_ranks, num_slots, num_experts,
+    BLOCK: tl.constexpr, GROUP: tl.constexpr, POWERS: tl.constexpr, HARDWARE: tl.constexpr, EXPERTS: tl.constexpr,
 ):  # fmt: skip
-    """Programs up to num_experts: the slots of an expert. Those behind: a token, quantised, to where peers read it.
+    """Pieces of the slots first, counted and ranked; behind them a program a token, quantised, to where peers read it.
 
-    GROUP: columns that share a factor; 0 = bf16 as it is. SORTED: slots that are sorted at once.
+    GROUP: columns that share a factor; 0 = bf16 as it is.
     """
-    m = tl.program_id(0) - num_experts - 1
+    per_piece: tl.constexpr = PIECE // RANKED + 1
+    piece, part = tl.program_id(0) // per_piece, tl.program_id(0) % per_piece
+    m = tl.program_id(0) - tl.cdiv(num_slots, PIECE) * per_piece
     if m < 0:
         if tl.program_id(1) == 0:
-            sort_expert(tl.program_id(0), topk_ids, offsets, slot_to_pos, num_slots, num_experts, SORTED)
+            if part < PIECE // RANKED:
+                rank_slots(topk_ids, slot_ranks, piece * PIECE + part * RANKED, num_slots, num_experts)
+            if part == PIECE // RANKED:
+                count_piece(topk_ids, counts, piece, num_slots, num_experts, EXPERTS)
     else:
         columns = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)[None, :]
         x = tl.load(tokens + m.to(tl.int64) * stride + columns, mask=columns < width, other=0.0)
@@ -121,16 +152,38 @@ def publish_kernel(
 
 
 @triton.jit
-def push_slots(topk_ids, slot_to_pos, topk_weights, to, chunk, num_slots, num_experts, CHUNKS: tl.constexpr):
-    """A chunk of this rank's slots to a peer; whether an id in it is neither an expert nor -1."""
+def counted(counts, num_pieces, num_experts, EXPERTS: tl.constexpr):
+    """How many slots each expert has in the first num_pieces pieces."""
+    ROWS: tl.constexpr = max(1, COUNTED // EXPERTS)
+    bins = tl.arange(0, EXPERTS)[None, :]
+    total = tl.zeros((EXPERTS,), tl.int32)
+    for first in range(0, num_pieces, ROWS):
+        pieces = first + tl.arange(0, ROWS)[:, None]
+        inside = (pieces < num_pieces) & (bins <= num_experts)
+        total += tl.sum(tl.load(counts + pieces * (num_experts + 1) + bins, mask=inside, other=0), 0)
+    return total
+
+
+@triton.jit
+def push_slots(
+    topk_ids, slot_ranks, counts, begin, topk_weights, to, chunk, num_slots, num_experts,
+    CHUNKS: tl.constexpr, EXPERTS: tl.constexpr,
+):  # fmt: skip
+    """A chunk of this rank's slots to a peer; whether an id in it is neither an expert nor -1.
+
+    begin: where each expert's slots begin among this rank's, sorted by expert.
+    """
     ids_to, pos_to, weights_to = to
-    bad = tl.zeros((PUSHED,), tl.int32)
-    for first in range(chunk * PUSHED, num_slots, CHUNKS * PUSHED):
-        slots = first + tl.arange(0, PUSHED)
+    bad = tl.zeros((PIECE,), tl.int32)
+    for piece in range(chunk, tl.cdiv(num_slots, PIECE), CHUNKS):
+        slots = piece * PIECE + tl.arange(0, PIECE)
         inside = slots < num_slots
         e = tl.load(topk_ids + slots, mask=inside, other=-1)
+        fine = (e >= 0) & (e < num_experts)
+        base = begin + counted(counts, piece, num_experts, EXPERTS)
+        pos = tl.load(slot_ranks + slots, mask=inside, other=0) + tl.gather(base, tl.where(fine, e, 0), 0)
         tl.store(ids_to + slots, e, mask=inside)
-        tl.store(pos_to + slots, tl.load(slot_to_pos + slots, mask=inside), mask=inside)
+        tl.store(pos_to + slots, tl.where(fine, pos, -1), mask=inside)
         tl.store(weights_to + slots, tl.load(topk_weights + slots, mask=inside), mask=inside)
         bad |= ((e < -1) | (e >= num_experts)).to(tl.int32)
     return tl.max(bad, 0)
@@ -173,7 +226,7 @@ def judge(own, at, state, report, num_ranks, shape: tl.constexpr):
 
 @triton.jit(do_not_specialize=["rank", "num_tokens", "first_expert", "trouble", "timeout_us"])
 def announce_kernel(
-    topk_ids, slot_to_pos, slot_offsets, topk_weights, peers, at, shift, offsets, state, report,
+    topk_ids, slot_ranks, counts, topk_weights, peers, at, shift, offsets, state, report,
     rank, num_ranks, num_tokens, k, room, num_experts, first_expert, num_local, trouble, timeout_us,
     CHUNKS: tl.constexpr, EXPERTS: tl.constexpr, shape: tl.constexpr, ON_GPU: tl.constexpr,
 ):  # fmt: skip
@@ -192,13 +245,16 @@ def announce_kernel(
             ints(theirs + at[PLACES] + mine),
             ints(theirs + at[WEIGHTS] + mine).to(tl.pointer_type(tl.float32)),
         )
-        bad = push_slots(topk_ids, slot_to_pos, topk_weights, to, chunk, num_tokens * k, num_experts, CHUNKS)
+        own_counts = counted(counts, tl.cdiv(num_tokens * k, PIECE), num_experts, EXPERTS)
+        begin = tl.cumsum(own_counts, 0) - own_counts
+        bad = push_slots(
+            topk_ids, slot_ranks, counts, begin, topk_weights, to, chunk, num_tokens * k, num_experts, CHUNKS, EXPERTS
+        )
         trouble = tl.where(trouble > 0, trouble, tl.where(bad > 0, BAD_IDS, 0))
         tl.atomic_max(ints(theirs + at[TROUBLE]) + rank, trouble, mask=trouble > 0, sem="relaxed", scope="sys")
         if chunk == 0:
             e = tl.arange(0, EXPERTS)
-            counts = tl.load(slot_offsets + e, mask=e <= num_experts, other=0)
-            tl.store(ints(theirs + at[COUNTS]) + rank * (num_experts + 1) + e, counts, mask=e <= num_experts)
+            tl.store(ints(theirs + at[COUNTS]) + rank * (num_experts + 1) + e, begin, mask=e <= num_experts)
             tl.store(ints(theirs + at[SIZES]) + 2 * rank, num_tokens)
             tl.store(ints(theirs + at[SIZES]) + 2 * rank + 1, k)
         raise_flag(ints(theirs + at[FLAGS]) + rank)
@@ -341,13 +397,13 @@ def store_total(out, m, columns, width, total, state):
 
 
 @triton.jit
-def sum_kernel(slots, slot_to_pos, out, state, width, K: tl.constexpr, BLOCK: tl.constexpr):
+def sum_kernel(slots, slot_ranks, out, state, width, K: tl.constexpr, BLOCK: tl.constexpr):
     """The sum of a token's slots in their order, in float32."""
     m = tl.program_id(0)
     columns = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     total = tl.zeros((BLOCK,), tl.float32)
     for s in tl.static_range(K):  # unrolled: all loads are under way before the first sum
-        used = tl.load(slot_to_pos + m * K + s) >= 0
+        used = tl.load(slot_ranks + m * K + s) >= 0
         at = slots + (m.to(tl.int64) * K + s) * width + columns
         total += widen(tl.load(at, mask=(columns < width) & used, other=0.0))
     store_total(out, m, columns, width, total, state)

@@ -1,7 +1,7 @@
 """The path across ranks of one NVLink domain: kernels that read and write peers' memory. A CUDA graph can hold a call.
 
-    publish               tokens to where peers read them; slots sorted by expert
-    announce              slots to the peers; wait for theirs
+    publish               tokens to where peers read them; slots counted by expert, piece by piece
+    announce              slots, and their places among those of this rank, to the peers; wait for theirs
     pull                  peers' tokens -> rows by expert
     L1 -> L2              as on one rank; L2 sends each row to the slot that it came from
     (return)              with presum instead: the sum of a token's rows here goes to its rank
@@ -20,7 +20,7 @@ import torch.distributed as dist
 
 from envoi.ep.memory import TOKENS, Plan
 from envoi.experts import launch
-from envoi.experts.launch import Launch, Places
+from envoi.experts.launch import Launch
 from envoi.gemm.config import power_of_two
 from envoi.gemm.grouping import Grouping
 from envoi.gemm.select import num_sms
@@ -28,8 +28,8 @@ from envoi.types import ExpertWeights, Matrix
 
 REFUSED_ON_HOST = 3  # of `report`, as in kernel_triton
 LATE = {1: "dispatch", 2: "combine"}  # of `report`, and the step
-SORTED = 2048  # slots that are sorted at once
-CHUNKS = 8  # programs that announce to one peer
+PIECE, RANKED = 1024, 16  # slots, as in kernel_triton
+MAX_CHUNKS = 32  # programs that announce to one peer
 PULLS_PER_SM = 8  # programs that pull or return, 4 warps each
 RETURNED = 2048  # columns at a time
 WARPS = {"num_warps": 4}
@@ -77,6 +77,18 @@ class Domain:
     def num_local(self) -> int:
         """Experts of this rank."""
         return self.expert_offsets[self.rank + 1] - self.first_expert
+
+
+@dataclass(frozen=True)
+class Ranked:
+    """A rank's slots, in pieces of PIECE, on their way to places sorted by expert.
+
+    slot_ranks [M, k] int32: how many slots in front of each, in its piece, have its expert; -1 = masked.
+    counts [pieces, num_experts + 1] int32: slots of a piece by expert.
+    """
+
+    slot_ranks: torch.Tensor
+    counts: torch.Tensor
 
 
 def supports_nvlink(experts: ExpertWeights) -> str:
@@ -136,17 +148,17 @@ def moe(
     domain: Domain, tokens: torch.Tensor, topk_weights: torch.Tensor, topk_ids: torch.Tensor, experts: ExpertWeights
 ) -> torch.Tensor:
     """tokens [M, H] bf16 of this rank -> [M, H] bf16; NaN if a rank was late or refused its arguments."""
-    places = dispatch(domain, tokens, topk_weights, topk_ids)
+    ranked = dispatch(domain, tokens, topk_weights, topk_ids)
     rows = expert_mlp(domain, experts, topk_ids.numel())
-    return combine(domain, rows, places, topk_ids)
+    return combine(domain, rows, ranked, topk_ids)
 
 
-def dispatch(domain: Domain, tokens: torch.Tensor, topk_weights: torch.Tensor, topk_ids: torch.Tensor) -> Places:
-    """This rank's tokens to the experts' ranks, their tokens to domain.rows; where this rank's slots are."""
-    places = publish(domain, tokens, topk_ids)
-    run("announce_kernel", announce_arguments(domain, topk_ids.contiguous(), topk_weights.contiguous(), places))
+def dispatch(domain: Domain, tokens: torch.Tensor, topk_weights: torch.Tensor, topk_ids: torch.Tensor) -> Ranked:
+    """This rank's tokens to the experts' ranks, their tokens to domain.rows; this rank's slots."""
+    ranked = publish(domain, tokens, topk_ids)
+    run("announce_kernel", announce_arguments(domain, topk_ids.contiguous(), topk_weights.contiguous(), ranked))
     run("pull_kernel", pull_arguments(domain))
-    return places
+    return ranked
 
 
 def expert_mlp(domain: Domain, experts: ExpertWeights, num_slots: int) -> torch.Tensor:
@@ -160,14 +172,14 @@ def expert_mlp(domain: Domain, experts: ExpertWeights, num_slots: int) -> torch.
     return launch.expert_mlp(domain.rows, domain.row_weights, domain.offsets, experts, grouping)
 
 
-def combine(domain: Domain, rows: torch.Tensor, places: Places, topk_ids: torch.Tensor) -> torch.Tensor:
+def combine(domain: Domain, rows: torch.Tensor, ranked: Ranked, topk_ids: torch.Tensor) -> torch.Tensor:
     """Once all peers have sent what they have: [M, H] bf16. rows: of `expert_mlp`; with presum they are still here."""
     if domain.plan.presum:
         send_back(domain, rows)
-    return finish(domain, places, topk_ids)
+    return finish(domain, ranked, topk_ids)
 
 
-def finish(domain: Domain, places: Places, topk_ids: torch.Tensor) -> torch.Tensor:
+def finish(domain: Domain, ranked: Ranked, topk_ids: torch.Tensor) -> torch.Tensor:
     """Wait for the peers' rows, and sum them."""
     run("meet_kernel", meet_arguments(domain))
     out = torch.empty(len(topk_ids), domain.plan.hidden, dtype=torch.bfloat16, device=topk_ids.device)
@@ -176,7 +188,7 @@ def finish(domain: Domain, places: Places, topk_ids: torch.Tensor) -> torch.Tens
     if domain.plan.presum:
         run("sum_ranks_kernel", sum_ranks_arguments(domain, topk_ids, out))
     else:
-        run("sum_kernel", sum_arguments(domain, places.slot_to_pos, out))
+        run("sum_kernel", sum_arguments(domain, ranked.slot_ranks, out))
     return out
 
 
@@ -188,44 +200,58 @@ def send_back(domain: Domain, rows: torch.Tensor) -> None:
 def refuse(domain: Domain) -> None:
     """Tell all peers that this rank's arguments are wrong, instead of a call."""
     none = torch.empty(0, 1, dtype=torch.int32, device=domain.memory.device)
-    places = publish(domain, none.to(torch.bfloat16).view(0, 1).expand(0, domain.plan.hidden), none)
-    run("announce_kernel", announce_arguments(domain, none, none.float(), places, REFUSED_ON_HOST))
+    ranked = publish(domain, none.to(torch.bfloat16).view(0, 1).expand(0, domain.plan.hidden), none)
+    run("announce_kernel", announce_arguments(domain, none, none.float(), ranked, REFUSED_ON_HOST))
     run("meet_kernel", meet_arguments(domain))
 
 
-def publish(domain: Domain, tokens: torch.Tensor, topk_ids: torch.Tensor) -> Places:
-    """This rank's tokens to where peers read them; where its slots are among its own by expert."""
-    places = launch.empty_places(topk_ids, domain.plan.num_experts)
-    run("publish_kernel", publish_arguments(tokens, topk_ids, places, domain.plan.tokens_in(domain.memory)))
-    return places
+def publish(domain: Domain, tokens: torch.Tensor, topk_ids: torch.Tensor) -> Ranked:
+    """This rank's tokens to where peers read them; its slots ranked."""
+    ranked = empty_ranked(topk_ids, domain.plan.num_experts)
+    run("publish_kernel", publish_arguments(tokens, topk_ids, ranked, domain.plan.tokens_in(domain.memory)))
+    return ranked
 
 
-def publish_arguments(tokens: torch.Tensor, topk_ids: torch.Tensor, places: Places, mine: Matrix) -> Launch:
+def empty_ranked(topk_ids: torch.Tensor, num_experts: int) -> Ranked:
+    """Room for what becomes of the slots."""
+    shape = (-(-topk_ids.numel() // PIECE), num_experts + 1)
+    return Ranked(
+        torch.empty(topk_ids.shape, dtype=torch.int32, device=topk_ids.device),
+        torch.empty(shape, dtype=torch.int32, device=topk_ids.device),
+    )
+
+
+def publish_arguments(tokens: torch.Tensor, topk_ids: torch.Tensor, ranked: Ranked, mine: Matrix) -> Launch:
     """Grid, arguments and options of `publish_kernel`. mine: this rank's tokens, as peers read them."""
     tokens = tokens if tokens.stride(1) == 1 else tokens.contiguous()
-    num_experts, (M, width) = len(places.offsets) - 1, tokens.shape
+    (num_pieces, width_of_counts), (M, width) = ranked.counts.shape, tokens.shape
     values, sf, block, *form = launch.quantised(mine, width)
     arguments = (
-        tokens, tokens.stride(0), values, sf, width, topk_ids.contiguous(), places.offsets, places.slot_to_pos,
-        topk_ids.numel(), num_experts, block, *form,
-        launch.FEW_SLOTS if topk_ids.numel() <= launch.FEW_SLOTS else SORTED,
+        tokens, tokens.stride(0), values, sf, width, topk_ids.contiguous(), ranked.counts, ranked.slot_ranks,
+        topk_ids.numel(), width_of_counts - 1, block, *form, power_of_two(width_of_counts),
     )  # fmt: skip
-    return (num_experts + 1 + M, -(-width // block)), arguments, launch.warps(block)
+    return (num_pieces * (PIECE // RANKED + 1) + M, -(-width // block)), arguments, launch.warps(block)
+
+
+def num_chunks(plan: Plan) -> int:
+    """Programs that announce to one peer: on all ranks as many, since a flag counts them."""
+    return min(MAX_CHUNKS, max(1, -(-plan.room // PIECE)))
 
 
 def announce_arguments(
-    domain: Domain, topk_ids: torch.Tensor, topk_weights: torch.Tensor, places: Places, trouble: int = 0
+    domain: Domain, topk_ids: torch.Tensor, topk_weights: torch.Tensor, ranked: Ranked, trouble: int = 0
 ) -> Launch:
     """Grid, arguments and options of `announce_kernel`."""
     plan = domain.plan
     shape = (power_of_two(domain.num_local), power_of_two(plan.num_ranks))
+    chunks = num_chunks(plan)
     arguments = (
-        topk_ids, places.slot_to_pos, places.offsets, topk_weights, domain.peers, plan.at, domain.shift, domain.offsets,
+        topk_ids, ranked.slot_ranks, ranked.counts, topk_weights, domain.peers, plan.at, domain.shift, domain.offsets,
         domain.state, domain.report, domain.rank, plan.num_ranks, *topk_ids.shape, plan.room, plan.num_experts,
         domain.first_expert, domain.num_local, trouble, int(domain.timeout_s * 1e6),
-        CHUNKS, power_of_two(plan.num_experts + 1), shape, domain.on_gpu,
+        chunks, power_of_two(plan.num_experts + 1), shape, domain.on_gpu,
     )  # fmt: skip
-    return (plan.num_ranks, CHUNKS), arguments, WARPS
+    return (plan.num_ranks, chunks), arguments, WARPS
 
 
 def pull_arguments(domain: Domain) -> Launch:
@@ -263,12 +289,12 @@ def meet_arguments(domain: Domain) -> Launch:
     return (domain.plan.num_ranks,), arguments, WARPS
 
 
-def sum_arguments(domain: Domain, slot_to_pos: torch.Tensor, out: torch.Tensor) -> Launch:
+def sum_arguments(domain: Domain, slot_ranks: torch.Tensor, out: torch.Tensor) -> Launch:
     """Grid, arguments and options of `sum_kernel`."""
-    (M, k), width = slot_to_pos.shape, out.shape[1]
+    (M, k), width = slot_ranks.shape, out.shape[1]
     block = min(launch.SUMMED, power_of_two(width))
     slots = domain.plan.slots_in(domain.memory)
-    return (M, -(-width // block)), (slots, slot_to_pos, out, domain.state, width, k, block), launch.warps(block)
+    return (M, -(-width // block)), (slots, slot_ranks, out, domain.state, width, k, block), launch.warps(block)
 
 
 def sum_ranks_arguments(domain: Domain, topk_ids: torch.Tensor, out: torch.Tensor) -> Launch:

@@ -18,7 +18,9 @@ from envoi.types import ExpertWeights, Matrix, QuantTensor
 
 Launch = tuple[tuple[int, ...], tuple, dict[str, int]]  # grid, arguments, options
 
-FEW_SLOTS, MANY_SLOTS = 512, 4096  # that a program of the sort takes at once
+# Slots that a program of the sort takes at once; up to so many slots in all.
+SORTED = ((512, 512), (1024, 4096), (4096, 1 << 31))
+MAX_CHUNKS, MAX_SORTS = 8, 512  # chunks of the slots, and programs in all: each reads all ids
 GATHERED, SUMMED = 2048, 1024  # columns of a program
 COLUMNS_OF_WARP = 512
 MANY_PROGRAMS = 4096
@@ -126,9 +128,10 @@ def empty_places(topk_ids: torch.Tensor, num_experts: int) -> Places:
 def sort_arguments(topk_ids: torch.Tensor, places: Places) -> Launch:
     """Grid, arguments and options of `sort_kernel`."""
     num_experts, num_slots = len(places.offsets) - 1, topk_ids.numel()
-    block = FEW_SLOTS if num_slots <= FEW_SLOTS else MANY_SLOTS
+    block = next(block for block, most in SORTED if num_slots <= most)
+    chunks = max(1, min(MAX_CHUNKS, -(-num_slots // block), MAX_SORTS // (num_experts + 1)))
     arguments = topk_ids.contiguous(), places.offsets, places.slot_to_pos, num_slots, num_experts, block
-    return (num_experts + 1,), arguments, {"num_warps": 4 if block == FEW_SLOTS else 8}
+    return (num_experts + 1, chunks), arguments, {"num_warps": 4}
 
 
 def gather_arguments(

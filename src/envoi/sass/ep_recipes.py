@@ -5,7 +5,7 @@ import torch
 from envoi.ep import kernel_triton, nvlink
 from envoi.ep.memory import Plan
 from envoi.experts import launch
-from envoi.experts.launch import Launch, Places
+from envoi.experts.launch import Launch
 from envoi.sass.compile import Recipe, recipe_of_call
 
 M, NUM_TOPK, NUM_EXPERTS, HIDDEN, NUM_RANKS = 2048, 6, 256, 4096, 4
@@ -16,7 +16,7 @@ def publish(arch: str, format: str) -> Recipe:
     """Tokens to where peers read them."""
     domain = _domain(format)
     mine = domain.plan.tokens_in(domain.memory)
-    given = nvlink.publish_arguments(_of(torch.bfloat16, M, HIDDEN), _slots(), _places(), mine)
+    given = nvlink.publish_arguments(_of(torch.bfloat16, M, HIDDEN), _slots(), _ranked(), mine)
     return _recipe(arch, kernel_triton.publish_kernel, given)
 
 
@@ -24,7 +24,7 @@ def announce(arch: str) -> Recipe:
     """Slots to peers."""
     weights = _of(torch.float32, M, NUM_TOPK)
     return _recipe(
-        arch, kernel_triton.announce_kernel, nvlink.announce_arguments(_domain("bf16"), _slots(), weights, _places())
+        arch, kernel_triton.announce_kernel, nvlink.announce_arguments(_domain("bf16"), _slots(), weights, _ranked())
     )
 
 
@@ -74,8 +74,8 @@ def _domain(format: str, presum: bool = False) -> nvlink.Domain:
     )  # fmt: skip
 
 
-def _places() -> Places:
-    return Places(_of(torch.int32, NUM_EXPERTS + 1), _slots())
+def _ranked() -> nvlink.Ranked:
+    return nvlink.empty_ranked(_slots(), NUM_EXPERTS)
 
 
 def _slots() -> torch.Tensor:

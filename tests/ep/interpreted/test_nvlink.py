@@ -6,7 +6,17 @@ import pytest
 import torch
 
 from envoi.ep import kernel_triton, memory, nvlink
-from envoi.ep.kernel_triton import BAD_IDS, FINE, LATE_AT_COMBINE, LATE_AT_DISPATCH, LOST, REFUSED, VERDICT
+from envoi.ep.kernel_triton import (
+    BAD_IDS,
+    COUNTS,
+    FINE,
+    LATE_AT_COMBINE,
+    LATE_AT_DISPATCH,
+    LOST,
+    PLACES,
+    REFUSED,
+    VERDICT,
+)
 from envoi.ep.memory import Plan
 from envoi.experts import launch, moe
 from envoi.quant import FORMATS
@@ -50,6 +60,25 @@ def test_other_layers(changes):
     assert_same_bits(torch.cat(ranks.moe(opened, parts, packed)), moe(layer.tokens, layer.routing, layer.pack()))
 
 
+@pytest.mark.parametrize("masked", [0.0, 0.3])
+@pytest.mark.parametrize(("tokens", "k", "experts"), [(1, 1, 1), (256, 4, 200), (257, 4, 31)])
+def test_slots_ranked_in_pieces_are_sorted(tokens, k, experts, masked):
+    """What is announced: where an expert's slots begin, and the place of each, as a stable sort has them."""
+    generator = torch.Generator().manual_seed(tokens)
+    ids = torch.randint(experts, (tokens, k), generator=generator, dtype=torch.int32)
+    ids[torch.rand(ids.shape, generator=generator) < masked] = -1
+    plan = Plan(1, experts, 400, 8, 16, "bf16")
+    domain = ranks.open_all(plan, [0, experts])[0]
+    ranked = nvlink.publish(domain, torch.ones(tokens, 16).bfloat16(), ids)
+    ranks.flags(domain)[0] = nvlink.num_chunks(plan)  # one after the other, the first would wait for the last
+    nvlink.run("announce_kernel", nvlink.announce_arguments(domain, ids, ids.float(), ranked))
+    want = launch.sort(ids, experts)
+    counts, places = (domain.memory[plan.at[part] :].view(torch.int32) for part in (COUNTS.value, PLACES.value))
+    assert_same_bits(counts[: experts + 1], want.offsets)
+    assert_same_bits(places[: ids.numel()].view(ids.shape), want.slot_to_pos)
+    assert_same_bits(domain.offsets, want.offsets)
+
+
 def test_all_to_one_expert():
     layer = make(**SMALL)
     layer.routing.topk_ids.fill_(5)
@@ -68,6 +97,7 @@ def test_no_tokens_at_all():
 def test_the_host_knows_the_kernels_constants():
     assert set(nvlink.LATE) == {LATE_AT_DISPATCH.value, LATE_AT_COMBINE.value}
     assert kernel_triton.REFUSED_ON_HOST.value == nvlink.REFUSED_ON_HOST
+    assert (kernel_triton.PIECE.value, kernel_triton.RANKED.value) == (nvlink.PIECE, nvlink.RANKED)
     parts = [kernel_triton.TOKENS, kernel_triton.FACTORS, kernel_triton.RETURNS]
     assert [part.value for part in parts] == [memory.TOKENS, memory.FACTORS, memory.RETURNS]
 
@@ -104,15 +134,15 @@ def by_rank(layer, format, ends):
 
 def announce(domain, layer, trouble=0):
     ids, weights = layer.routing.topk_ids, layer.routing.topk_weights
-    places = launch.sort(ids, domain.plan.num_experts)
-    nvlink.run("announce_kernel", nvlink.announce_arguments(domain, ids, weights, places, trouble))
+    ranked = nvlink.publish(domain, layer.tokens, ids)
+    nvlink.run("announce_kernel", nvlink.announce_arguments(domain, ids, weights, ranked, trouble))
 
 
 def test_a_late_rank_is_named_and_nothing_goes_on():
     layer = make(**SMALL)
     opened, _, _ = run(layer, "bf16", [11, 11], [3, 6])
     domain = opened[0]
-    ranks.flags(domain)[0] = torch.tensor([nvlink.CHUNKS, nvlink.CHUNKS - 1])
+    ranks.flags(domain)[0] = torch.tensor([nvlink.num_chunks(domain.plan), nvlink.num_chunks(domain.plan) - 1])
     announce(domain, layer)
     assert domain.report.tolist() == [[0, LATE_AT_DISPATCH.value], [0, 0]]
     assert int(domain.state[VERDICT.value]) == LOST.value
@@ -120,7 +150,7 @@ def test_a_late_rank_is_named_and_nothing_goes_on():
     nvlink.run("meet_kernel", nvlink.meet_arguments(domain))
     assert not ranks.flags(opened[1])[1].any(), "a rank that gave up says that it has met the others"
     out = torch.zeros_like(layer.tokens)
-    nvlink.run("sum_kernel", nvlink.sum_arguments(domain, launch.sort(layer.routing.topk_ids, 6).slot_to_pos, out))
+    nvlink.run("sum_kernel", nvlink.sum_arguments(domain, layer.routing.topk_ids, out))
     assert out.isnan().all()
 
 

@@ -40,9 +40,8 @@ def test_rows_by_expert_then_by_slot(tokens, experts, k, seed):
 
 
 def test_many_steps(monkeypatch):
-    monkeypatch.setattr(launch, "FEW_SLOTS", 16)
-    monkeypatch.setattr(launch, "MANY_SLOTS", 32)
-    for tokens in (3, 4, 5, 16, 61):
+    monkeypatch.setattr(launch, "SORTED", ((16, 16), (32, 100), (64, 1000)))
+    for tokens in (3, 4, 5, 16, 61, 150):
         assert_sorted(random_ids(tokens, 5, 4, tokens), 5)
 
 
