@@ -17,7 +17,7 @@ def test_the_list_has_every_gemm_once(capsys):
     assert len(lines) == len(set(lines)) == len(found)
     assert {case.shape for case in CASES} <= set(found)
     assert any(line.startswith("8192x4096x7168 bf16 swiglu_fp8 ") for line in lines)
-    assert any(line.startswith("32: 8192x4096x7168 skewed fp8_row store ") for line in lines)
+    assert any(line.startswith("32: 8192x4096x7168 <= 2102 fp8_row store ") for line in lines)
     assert sum("none: " in line for line in lines) == sum("mxfp" in line for line in lines)
 
 
@@ -35,15 +35,15 @@ def test_a_shape_of_ones_own(capsys):
         "swiglu",
     ]
     assert cli.main(arguments) == 0
-    assert capsys.readouterr().out.splitlines()[1].startswith("8: 500x256x256 skewed fp8_row swiglu ")
+    assert capsys.readouterr().out.splitlines()[1].startswith("8: 500x256x256 <= 63 fp8_row swiglu ")
 
 
 def test_rows_as_routing_leaves_them(capsys):
     arguments = ["tune", "--list", "--shape", "12288x512x256", "--groups", "32", "--epilogue", "swiglu"]
     assert cli.main([*arguments, "--drawn"]) == 0
-    assert capsys.readouterr().out.splitlines()[1].startswith("32: 12288x512x256 skewed bf16 swiglu ")
+    assert capsys.readouterr().out.splitlines()[1].startswith("32: 12288x512x256 <= 4")
     assert cli.main(arguments) == 0
-    assert "skewed" not in capsys.readouterr().out
+    assert "<=" not in capsys.readouterr().out
 
 
 @pytest.mark.parametrize(
@@ -72,7 +72,8 @@ def test_without_a_gpu_it_says_so(monkeypatch, capsys):
 
 
 def test_the_default_is_the_first_candidate():
-    for shape in problems.shapes_of(CASES)[::7]:
+    known = [shape for shape in problems.shapes_of(CASES) if not shape.format.startswith("mx")]
+    for shape in known[::7]:
         planned = problems.planned(shape, 132)
         found = planned.promising(132, 6)
         assert found[0] == planned.default

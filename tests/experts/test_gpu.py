@@ -222,6 +222,7 @@ def launched() -> dict[str, str]:
     tokens, ids = torch.randn(96, 4096, device="cuda").bfloat16(), random_ids(96, 32, 6)
     rows = torch.randn(576, 2048, device="cuda").bfloat16()
     with watched(lambda sha256, kernel: seen.setdefault(sha256, kernel.asm["ptx"])):
+        launch.sort(random_ids(2048, 32, 6), 32)
         places = launch.sort(ids, 32)
         for scheme in (None, *SINGLE_ROWS):
             launch.gather(tokens, torch.rand(96, 6, device="cuda"), places, SCHEMES[scheme] if scheme else None)

@@ -52,11 +52,12 @@ def shapes_of(cases: Iterable[Case]) -> list[Shape]:
 
 
 def label(shape: Shape) -> str:
-    """For a table: "8192x4096x7168 bf16 swiglu", of experts "32: 8192x4096x7168 .."."""
-    experts = f"{len(shape.num_rows)}: " if isinstance(shape, GroupedShape) else ""
-    rows = sum(shape.num_rows) if isinstance(shape, GroupedShape) else shape.m
-    skewed = isinstance(shape, GroupedShape) and len(set(shape.num_rows)) > 1
-    return f"{experts}{rows}x{shape.n}x{shape.k}{' skewed' * skewed} {shape.format} {shape.epilogue}"
+    """For a table: "8192x4096x7168 bf16 swiglu", of experts "32: 8192x4096x7168 ..", of 289 rows at most "<= 289"."""
+    if not isinstance(shape, GroupedShape):
+        return f"{shape.m}x{shape.n}x{shape.k} {shape.format} {shape.epilogue}"
+    least, most = min(shape.num_rows), max(shape.num_rows)
+    rows = f"{len(shape.num_rows)}: {sum(shape.num_rows)}x{shape.n}x{shape.k}"
+    return f"{rows}{f' <= {most}' * (least < most)} {shape.format} {shape.epilogue}"
 
 
 def refusal(shape: Shape, x: Inputs) -> str:
