@@ -50,22 +50,24 @@ def test_a_wide_tile_is_as_large_as_a_square_one():
     assert WIDE.block_x == SQUARE.block_x
 
 
-@pytest.mark.parametrize("num_stages", [2, 3, 4, 5])
-def test_buffers_of_wide_tiles_are_apart(num_stages):
-    """x has buffers of 1, y of 2, in one room: those of a stage that are in use at once must not overlap."""
+def units_of(stage: int, wide: bool, config: Config) -> set[int]:
+    """What a tile uses of the room that x, in buffers of one unit, and y, in buffers of two, share."""
     from envoi.gemm.loading import x_index, y_index
 
+    used = [x_index.fn(stage, part, config) for part in ((0,) if wide else (0, 1))]
+    for side in (0, 1) if wide else (0,):
+        first = 2 * y_index.fn(stage, side, config)
+        used += [first, first + 1]
+    assert len(set(used)) == len(used)
+    return set(used)
+
+
+@pytest.mark.parametrize("num_stages", [2, 3, 4, 5])
+def test_stages_of_wide_and_square_tiles_are_apart(num_stages):
     config = replace(WIDE, num_stages=num_stages)
-    square, wide = ([(0, 0), (1, 0)], [0]), ([(0, 0)], [0, 1])
-    for tiles in (square, wide):
-        used: list[int] = []
-        for stage in range(num_stages):
-            used += [x_index.fn(stage, part, config) for part, _ in tiles[0]]
-            for side in tiles[1]:
-                first = 2 * y_index.fn(stage, side, config)
-                used += [first, first + 1]
-        assert len(set(used)) == len(used)
-        assert set(used) <= set(range(config.num_buffers))
+    stages = [units_of(stage, False, config) | units_of(stage, True, config) for stage in range(num_stages)]
+    assert sum(map(len, stages)) == len(set().union(*stages))
+    assert set().union(*stages) <= set(range(config.num_buffers))
 
 
 @pytest.mark.parametrize("rows", [1, 16, 64, 96, 128, 192, 256, 384, 512, 1024, 4096])
@@ -79,7 +81,20 @@ def test_candidates_fit(rows, element_bytes):
             for config in found:
                 assert not supports(problem, config, STORE)
                 assert shared_bytes(problem, config, STORE) <= configs.SHARED_BYTES
-                assert not config.wide_last or (scaled and groups and rows > 64)
+                assert not config.wide_last or (scaled and groups and rows > 64 and config.num_stages == 5)
+
+
+def test_no_wide_tiles_where_fewer_stages_fit():
+    code = lower(library.gelu_residual.ir, torch.bfloat16, "gluon", False, True, frozenset(), ("residual",))
+    found = candidates(replace(SCALED, side_bytes=2.0), code)
+    assert found
+    assert not any(config.wide_last for config in found)
+
+
+def test_a_wave_that_is_full_but_for_chance_is_one_wave():
+    problem = Problem(33 * 80, 512, 2048, 1, num_groups=33, scaled=True)
+    fewer = replace(problem, M=33 * 70)
+    assert predicted_cycles(problem, SQUARE, NUM_SMS) < 1.1 * predicted_cycles(fewer, SQUARE, NUM_SMS)
 
 
 @pytest.mark.parametrize(

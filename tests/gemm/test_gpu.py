@@ -288,7 +288,7 @@ ROUND_SIXTY_FOUR = [0, 1, 63, 64, 65, 127, 128, 129, 191, 192, 193, 256, 0, 321]
 )
 @pytest.mark.parametrize("K", [128, 640, 2048])
 def test_wide_tiles_have_the_bits_of_square_ones(ep, K, monkeypatch):
-    counts, N = ROUND_SIXTY_FOUR, 768
+    counts, N = ROUND_SIXTY_FOUR, 4096  # 544 tiles: each CTA has several, of both shapes
     P, E = sum(counts) + 70, len(counts)
     rows, weights = matrix(P, K, "fp8_1x128", 0), matrix(N, K, "fp8_128x128", 1, (E,))
     offsets = torch.tensor([0, *torch.tensor(counts).cumsum(0).tolist()], dtype=torch.int32, device="cuda")

@@ -80,7 +80,7 @@ def test_all_cases_are_registered_and_differ():
 
 def test_every_way_to_cut_the_work_occurs():
     configs = [hopper_recipes.planned(hopper_recipes.inputs(case))[1] for case in CASES]
-    for name in ("pingpong", "swap_ab", "split_k", "num_roles"):
+    for name in ("pingpong", "swap_ab", "split_k", "num_roles", "wide_last"):
         ways = {min(2, int(getattr(config, name))) for config in configs}
         assert len(ways) == 2, f"{name} is {ways} in all cases: other sizes are needed"
 

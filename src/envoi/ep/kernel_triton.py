@@ -116,7 +116,7 @@ def rank_slots(topk_ids, slot_ranks, first, num_slots, num_experts):
 
 @triton.jit
 def count_piece(topk_ids, counts, piece, num_slots, num_experts, EXPERTS: tl.constexpr):
-    """How many slots of a piece each expert has; behind the last expert, how many have none."""
+    """How many slots of a piece each expert has; behind the last expert all others, and nobody reads that."""
     e = experts_at(topk_ids, piece * PIECE + tl.arange(0, PIECE), num_slots, num_experts)
     found = tl.histogram(e, EXPERTS)
     bins = tl.arange(0, EXPERTS)

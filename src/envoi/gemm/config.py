@@ -133,9 +133,9 @@ def supports(problem: Problem, config: Config, code: Lowered) -> str:
         return f"split_k: expected pieces of at most 128 columns, got {config.piece}: the parts' sums wouldn't fit"
     if problem.num_groups and config.split_k > 1:
         return f"split_k: expected 1 in a grouped GEMM, got {config.split_k}"
-    if config.wide_last and (problem.N % config.block_n or not problem.num_groups or config.swap_ab):
+    if config.wide_last and (problem.N % config.block_n or not problem.num_groups):
         return f"wide_last: expected a grouped GEMM with N a multiple of {config.block_n}, got {problem.N}"
-    if config.wide_last and (config.num_parts != 2 or config.block_y != 2 * config.role_m):
+    if config.wide_last and (config.num_parts != 2 or config.block_y != 2 * config.role_m or config.swap_ab):
         return f"wide_last: expected a tile of two roles that is as wide as high, got {config}"
     if problem.scaled and config.block_k not in (128, 256):
         return f"block_k: expected 128 or 256 (one block or two) with factors along K, got {config.block_k}"
@@ -214,8 +214,15 @@ def candidates(problem: Problem, code: Lowered) -> list[Config]:
         ]
     if not problem.num_groups:
         found += [replace(c, split_k=s) for c in found for s in (2, 3, 4, 8, 16)]
-    found = [fitted(problem, config, code) for config in found]
+    found = [
+        fitted(problem, config, code) for config in found if not (config.wide_last and _shrinks(problem, config, code))
+    ]
     return [config for config in dict.fromkeys(found) if not supports(problem, config, code)]
+
+
+def _shrinks(problem: Problem, config: Config, code: Lowered) -> bool:
+    """True if not all of its stages fit: wide tiles lose with fewer than five."""
+    return fitted(problem, config, code).num_stages < config.num_stages
 
 
 # Cycles, from measurements on an H200; they rank configs, no more.
@@ -227,7 +234,7 @@ def predicted_cycles(problem: Problem, config: Config, num_sms: int) -> float:
     """How long a config should take."""
     groups = max(1, problem.num_groups)
     tokens = -(-problem.M // groups)
-    tiles = groups * _tiles_of_group(problem, config, tokens) * -(-problem.N // config.block_n)
+    tiles = round(groups * _tiles_of_group(problem, config, tokens) * -(-problem.N // config.block_n))
     steps = -(-problem.K // config.block_k)
     row_bytes = config.block_k * problem.element_bytes
     tensor = config.block_x / 64 * row_bytes / 32 * max(config.block_y / 2, 16)
@@ -259,8 +266,10 @@ def _tiles_of_group(problem: Problem, config: Config, tokens: int) -> float:
     """
     if not problem.num_groups or not problem.scaled:
         return -(-tokens // config.block_m)
-    tiles, deviation = 1 - exp(-tokens), sqrt(tokens)
-    for most in range(config.block_m, ceil(tokens + 6 * deviation), config.block_m):
+    deviation = sqrt(tokens)
+    first = max(1, int(tokens - 6 * deviation) // config.block_m)  # tiles that are certain
+    tiles = first - exp(-tokens)
+    for most in range(first * config.block_m, ceil(tokens + 6 * deviation), config.block_m):
         tiles += 0.5 * erfc((most + 0.5 - tokens) / (deviation * sqrt(2)))
     return tiles
 

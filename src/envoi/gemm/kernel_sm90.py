@@ -1,6 +1,6 @@
 """The GEMM of Hopper: persistent, TMA, warp-specialised, any epilogue.
 
-    for each unit of work of this CTA:                  producer             consumers, one for each role_m rows of x
+    for each unit of work of this CTA:                  producer             consumers, one for each share of a tile
         for k in its part of K:                         TMA x, y -> stage    acc += x[stage] @ y[stage].T
         partial sums of a tile cut along K:                                  leave them; the last to come adds all up
         acc -> visit(acc), piece by piece -> outputs                         while the producer fills the next stages
@@ -302,7 +302,7 @@ def consumer(
     given, R: gl.constexpr, cfg: gl.constexpr, code: gl.constexpr, SCALED: gl.constexpr, GROUPED: gl.constexpr,
     MAX_GROUPS: gl.constexpr,
 ):  # fmt: skip
-    """Four or eight warps: multiply role_m rows of every tile, then its epilogue. R: which role."""
+    """Four or eight warps: multiply a share of every tile, then its epilogue. R: which role."""
     descs, stages, sizes, offsets, _operands, _outputs, scratch, scales = given
     K, num_whole = sizes[2], sizes[4]
     plan = work(sizes, offsets, cfg, GROUPED, MAX_GROUPS)
@@ -335,7 +335,8 @@ def consumer(
         # An empty share is multiplied too, of whatever the stages hold: CTAs that save the time drift apart, and share
         # less in the L2.
         if SCALED:
-            acc, step = multiply_scaled(stages, step, first, last, (x, y, row_end, e), scales, share, R, cfg)
+            weights = gl.minimum(e, sizes[3] - 1) if GROUPED == 2 else e  # of no expert: none are multiplied
+            acc, step = multiply_scaled(stages, step, first, last, (x, y, row_end, weights), scales, share, R, cfg)
         else:
             acc, step = multiply(stages, step, last - first, share, R, cfg)
         complete = num_steps >= 0

@@ -1,6 +1,6 @@
 """Block sizes of the two grouped GEMMs: on Hopper those that its kernels choose, on Blackwell the fastest that fit."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache
 
 import torch
@@ -68,7 +68,9 @@ def _blocks(layer: MoeLayer, machine: Machine, nk: tuple[int, int], epilogue: Ep
         torch.empty(layer.num_local_experts + 1, dtype=torch.int32, device=META),
         epilogue.ir, torch.bfloat16, operands, machine.num_sms,
     )[1]  # fmt: skip
-    return _counted(layer, nk, config.block_m, config.block_n, config.block_k, config.num_stages)
+    counted = _counted(layer, nk, config.block_m, config.block_n, config.block_k, config.num_stages)
+    # With `wide_last` tiles are counted by the lowest and widest, but most are square.
+    return replace(counted, block_m=config.block_x, block_n=config.block_y) if config.wide_last else counted
 
 
 def _counted(layer: MoeLayer, nk: tuple[int, int], block_m: int, block_n: int, block_k: int, num_stages: int) -> Blocks:

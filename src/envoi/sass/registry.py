@@ -204,7 +204,13 @@ _around(
 )
 _around("experts-quantize-fp8-block128", "The same with a scale per 1x128.", "expert_recipes", "quantize", "fp8_1x128")
 _around("experts-combine", "Tokens as the sums of their slots' rows.", "expert_recipes", "combine")
-_around("ep-publish-bf16", "Tokens to where peers read them, slots counted and ranked by expert.", "ep_recipes", "publish", "bf16")
+_around(
+    "ep-publish-bf16",
+    "Tokens to where peers read them, slots counted and ranked by expert.",
+    "ep_recipes",
+    "publish",
+    "bf16",
+)
 _around(
     "ep-publish-fp8-block128",
     "Tokens, quantised to 1x128, to where peers read them.",
