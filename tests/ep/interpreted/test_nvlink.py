@@ -60,15 +60,14 @@ def test_other_layers(changes):
     assert_same_bits(torch.cat(ranks.moe(opened, parts, packed)), moe(layer.tokens, layer.routing, layer.pack()))
 
 
-@pytest.mark.parametrize("masked", [0.0, 0.3])
-@pytest.mark.parametrize(("tokens", "k", "experts"), [(1, 1, 1), (256, 4, 200), (257, 4, 31), (70, 32, 1024)])
-@pytest.mark.parametrize("chunks", [1, 32])
-def test_slots_ranked_in_pieces_are_sorted(monkeypatch, tokens, k, experts, masked, chunks):
+@pytest.mark.parametrize(("tokens", "k", "experts", "chunks"), [(1, 1, 1, 32), (256, 4, 200, 32), (257, 4, 31, 1)])
+def test_slots_ranked_in_pieces_are_sorted(monkeypatch, tokens, k, experts, chunks):
     """What is announced: where an expert's slots begin, and the place of each, as a stable sort has them."""
     monkeypatch.setattr(nvlink, "MAX_CHUNKS", chunks)
+    monkeypatch.setattr(kernel_triton, "COUNTED", type(kernel_triton.COUNTED)(32))  # a piece at once
     generator = torch.Generator().manual_seed(tokens)
     ids = torch.randint(experts, (tokens, k), generator=generator, dtype=torch.int32)
-    ids[torch.rand(ids.shape, generator=generator) < masked] = -1
+    ids[torch.rand(ids.shape, generator=generator) < 0.2] = -1
     plan = Plan(1, experts, 400, 32, 16, "bf16")
     domain = ranks.open_all(plan, [0, experts])[0]
     ranked = nvlink.publish(domain, torch.ones(tokens, 16).bfloat16(), ids)
