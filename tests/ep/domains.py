@@ -48,9 +48,9 @@ def moe(
         if domain.plan.presum:
             nvlink.send_back(domain, rows)
     outs = []
-    for domain, (_, routing), mine in zip(domains, parts, ranked, strict=True):
+    for domain, (_, routing) in zip(domains, parts, strict=True):
         flags(domain)[1] = 1
-        outs.append(nvlink.finish(domain, mine, routing.topk_ids))
+        outs.append(nvlink.finish(domain, routing.topk_ids))
     return outs
 
 

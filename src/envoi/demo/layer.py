@@ -158,9 +158,9 @@ def _run_stages(layer: Layer, parallel: ExpertParallel, stage: "_Stages") -> Non
     routing = stage("route", lambda: route(layer.tokens, layer.gate, layer.k))
     ids, weights = routing.topk_ids, routing.topk_weights
     if domain is not None:
-        places = stage("dispatch", lambda: nvlink.dispatch(domain, layer.tokens, weights, ids))
+        stage("dispatch", lambda: nvlink.dispatch(domain, layer.tokens, weights, ids))
         rows = stage("experts", lambda: nvlink.expert_mlp(domain, layer.experts, ids.numel()))
-        stage("combine", lambda: nvlink.combine(domain, rows, places, ids))
+        stage("combine", lambda: nvlink.combine(domain, rows, ids))
         return
     counts = gather_ints(channel, count_tokens(ids, routing.num_experts).tolist(), "counts")
     rows, plan = stage(

@@ -397,13 +397,13 @@ def store_total(out, m, columns, width, total, state):
 
 
 @triton.jit
-def sum_kernel(slots, slot_ranks, out, state, width, K: tl.constexpr, BLOCK: tl.constexpr):
+def sum_kernel(slots, topk_ids, out, state, width, K: tl.constexpr, BLOCK: tl.constexpr):
     """The sum of a token's slots in their order, in float32."""
     m = tl.program_id(0)
     columns = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     total = tl.zeros((BLOCK,), tl.float32)
     for s in tl.static_range(K):  # unrolled: all loads are under way before the first sum
-        used = tl.load(slot_ranks + m * K + s) >= 0
+        used = tl.load(topk_ids + m * K + s) >= 0
         at = slots + (m.to(tl.int64) * K + s) * width + columns
         total += widen(tl.load(at, mask=(columns < width) & used, other=0.0))
     store_total(out, m, columns, width, total, state)

@@ -148,17 +148,16 @@ def moe(
     domain: Domain, tokens: torch.Tensor, topk_weights: torch.Tensor, topk_ids: torch.Tensor, experts: ExpertWeights
 ) -> torch.Tensor:
     """tokens [M, H] bf16 of this rank -> [M, H] bf16; NaN if a rank was late or refused its arguments."""
-    ranked = dispatch(domain, tokens, topk_weights, topk_ids)
+    dispatch(domain, tokens, topk_weights, topk_ids)
     rows = expert_mlp(domain, experts, topk_ids.numel())
-    return combine(domain, rows, ranked, topk_ids)
+    return combine(domain, rows, topk_ids)
 
 
-def dispatch(domain: Domain, tokens: torch.Tensor, topk_weights: torch.Tensor, topk_ids: torch.Tensor) -> Ranked:
-    """This rank's tokens to the experts' ranks, their tokens to domain.rows; this rank's slots."""
+def dispatch(domain: Domain, tokens: torch.Tensor, topk_weights: torch.Tensor, topk_ids: torch.Tensor) -> None:
+    """This rank's tokens to the experts' ranks, their tokens to domain.rows."""
     ranked = publish(domain, tokens, topk_ids)
     run("announce_kernel", announce_arguments(domain, topk_ids.contiguous(), topk_weights.contiguous(), ranked))
     run("pull_kernel", pull_arguments(domain))
-    return ranked
 
 
 def expert_mlp(domain: Domain, experts: ExpertWeights, num_slots: int) -> torch.Tensor:
@@ -172,14 +171,14 @@ def expert_mlp(domain: Domain, experts: ExpertWeights, num_slots: int) -> torch.
     return launch.expert_mlp(domain.rows, domain.row_weights, domain.offsets, experts, grouping)
 
 
-def combine(domain: Domain, rows: torch.Tensor, ranked: Ranked, topk_ids: torch.Tensor) -> torch.Tensor:
+def combine(domain: Domain, rows: torch.Tensor, topk_ids: torch.Tensor) -> torch.Tensor:
     """Once all peers have sent what they have: [M, H] bf16. rows: of `expert_mlp`; with presum they are still here."""
     if domain.plan.presum:
         send_back(domain, rows)
-    return finish(domain, ranked, topk_ids)
+    return finish(domain, topk_ids)
 
 
-def finish(domain: Domain, ranked: Ranked, topk_ids: torch.Tensor) -> torch.Tensor:
+def finish(domain: Domain, topk_ids: torch.Tensor) -> torch.Tensor:
     """Wait for the peers' rows, and sum them."""
     run("meet_kernel", meet_arguments(domain))
     out = torch.empty(len(topk_ids), domain.plan.hidden, dtype=torch.bfloat16, device=topk_ids.device)
@@ -188,7 +187,7 @@ def finish(domain: Domain, ranked: Ranked, topk_ids: torch.Tensor) -> torch.Tens
     if domain.plan.presum:
         run("sum_ranks_kernel", sum_ranks_arguments(domain, topk_ids, out))
     else:
-        run("sum_kernel", sum_arguments(domain, ranked.slot_ranks, out))
+        run("sum_kernel", sum_arguments(domain, topk_ids, out))
     return out
 
 
@@ -289,12 +288,16 @@ def meet_arguments(domain: Domain) -> Launch:
     return (domain.plan.num_ranks,), arguments, WARPS
 
 
-def sum_arguments(domain: Domain, slot_ranks: torch.Tensor, out: torch.Tensor) -> Launch:
+def sum_arguments(domain: Domain, topk_ids: torch.Tensor, out: torch.Tensor) -> Launch:
     """Grid, arguments and options of `sum_kernel`."""
-    (M, k), width = slot_ranks.shape, out.shape[1]
+    (M, k), width = topk_ids.shape, out.shape[1]
     block = min(launch.SUMMED, power_of_two(width))
     slots = domain.plan.slots_in(domain.memory)
-    return (M, -(-width // block)), (slots, slot_ranks, out, domain.state, width, k, block), launch.warps(block)
+    return (
+        (M, -(-width // block)),
+        (slots, topk_ids.contiguous(), out, domain.state, width, k, block),
+        launch.warps(block),
+    )
 
 
 def sum_ranks_arguments(domain: Domain, topk_ids: torch.Tensor, out: torch.Tensor) -> Launch:

@@ -29,22 +29,14 @@ def experts_at(topk_ids, slots, num_slots, num_experts):
 
 @triton.jit
 def sort_kernel(topk_ids, offsets, slot_to_pos, num_slots, num_experts, BLOCK: tl.constexpr):
-    """Slots by expert: programs (e, c) for chunk c of the slots, e is one of the experts or, behind them, none."""
-    sort_chunk(
-        tl.program_id(0), tl.program_id(1), tl.num_programs(1), topk_ids, offsets, slot_to_pos, num_slots, num_experts,
-        BLOCK,
-    )  # fmt: skip
+    """Programs (e, c): where the rows of expert e begin, and the row of each of its slots in chunk c, in their order.
 
-
-@triton.jit
-def sort_chunk(own, chunk, num_chunks, topk_ids, offsets, slot_to_pos, num_slots, num_experts, BLOCK: tl.constexpr):
-    """Where an expert's rows begin, and the row of each of its slots in a chunk, in their order.
-
-    Each program reads all ids instead of waiting for the others: nothing is counted by atomics, the order is fixed.
-    Counting takes a fifth of the time of giving places, so only that is shared out. Expert num_experts gives -1 to the
-    slots of none.
+    Each reads all ids instead of waiting for the others: nothing is counted by atomics, the order is fixed. Counting
+    takes a fifth of the time of giving places, so only that is shared out. Expert num_experts gives -1 to the slots of
+    none.
     """
-    size = tl.cdiv(tl.cdiv(num_slots, BLOCK), num_chunks) * BLOCK
+    own, chunk = tl.program_id(0), tl.program_id(1)
+    size = tl.cdiv(tl.cdiv(num_slots, BLOCK), tl.num_programs(1)) * BLOCK
     begin = chunk * size
     before = tl.zeros((BLOCK,), tl.int32)
     for first in range(0, num_slots, BLOCK):

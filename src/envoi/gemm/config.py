@@ -202,8 +202,10 @@ def candidates(problem: Problem, code: Lowered) -> list[Config]:
             Config(64, 1, 32, 2 * k, 8),
             Config(64, 1, 256, k, 5),
         ]
-    if problem.scaled and per_group > 64:  # else weights bound it, and more of them in flight help more
-        found += [Config(64, 2, 128, 128, 5, wide_last=True)]
+    wide = Config(64, 2, 128, 128, 5, wide_last=True)
+    # With fewer rows weights bound it, and more of them in flight help more; with fewer stages wide tiles lose.
+    if problem.scaled and per_group > 64 and fitted(problem, wide, code).num_stages == wide.num_stages:
+        found.append(wide)
     if not code.whole and not code.leaving and not code.side:
         found += [
             Config(64, roles, tokens, depth, 12, swap_ab=True)
@@ -214,15 +216,8 @@ def candidates(problem: Problem, code: Lowered) -> list[Config]:
         ]
     if not problem.num_groups:
         found += [replace(c, split_k=s) for c in found for s in (2, 3, 4, 8, 16)]
-    found = [
-        fitted(problem, config, code) for config in found if not (config.wide_last and _shrinks(problem, config, code))
-    ]
+    found = [fitted(problem, config, code) for config in found]
     return [config for config in dict.fromkeys(found) if not supports(problem, config, code)]
-
-
-def _shrinks(problem: Problem, config: Config, code: Lowered) -> bool:
-    """True if not all of its stages fit: wide tiles lose with fewer than five."""
-    return fitted(problem, config, code).num_stages < config.num_stages
 
 
 # Cycles, from measurements on an H200; they rank configs, no more.
@@ -260,17 +255,22 @@ def predicted_cycles(problem: Problem, config: Config, num_sms: int) -> float:
 
 
 def _tiles_of_group(problem: Problem, config: Config, tokens: int) -> float:
-    """Tiles along an expert's tokens; with factors along K in the mean over routing at random.
-
-    That is the sum over j >= 0 of P(tokens > j * block_m), of a normal distribution for j > 0.
-    """
+    """Tiles along an expert's tokens; with factors along K in the mean over routing at random."""
     if not problem.num_groups or not problem.scaled:
         return -(-tokens // config.block_m)
-    deviation = sqrt(tokens)
-    first = max(1, int(tokens - 6 * deviation) // config.block_m)  # tiles that are certain
-    tiles = first - exp(-tokens)
-    for most in range(first * config.block_m, ceil(tokens + 6 * deviation), config.block_m):
-        tiles += 0.5 * erfc((most + 0.5 - tokens) / (deviation * sqrt(2)))
+    return expected_tiles(tokens, sqrt(tokens), 1 - exp(-tokens), config.block_m)
+
+
+def expected_tiles(mean: float, deviation: float, any_row: float, block_m: int) -> float:
+    """Tiles of block_m rows that an expert's rows fill or begin: sum over j >= 0 of P(rows > j * block_m).
+
+    mean, deviation: of the rows. any_row: the probability of at least one; beyond that the tail is the normal
+    distribution's.
+    """
+    certain = max(1, int(mean - 6 * deviation) // block_m)
+    tiles = certain - 1 + any_row
+    for most in range(certain * block_m, ceil(mean + 6 * deviation), block_m):
+        tiles += 0.5 * erfc((most + 0.5 - mean) / (deviation * sqrt(2)))
     return tiles
 
 

@@ -16,47 +16,48 @@ def producer(
     x_desc, y_desc, stages, sizes, offsets, cfg: gl.constexpr, GROUPED: gl.constexpr, MAX_GROUPS: gl.constexpr
 ):
     """One warp: fills the stages by TMA, as far ahead as they reach."""
-    M, N, K, num_groups, num_whole = sizes
     plan = work(sizes, offsets, cfg, GROUPED, MAX_GROUPS)
-    num_steps = gl.cdiv(K, cfg.block_k)
+    num_steps = gl.cdiv(sizes[2], cfg.block_k)
     step = 0
     for u in range(gl.program_id(0), plan[2], gl.num_programs(0)):
-        tile, first, last, part, cut = steps_at(u, plan, num_whole, num_steps, cfg, GROUPED)
-        x, y, row_end, e = corner(tile, plan, sizes, cfg, GROUPED)
-        # The weights of all experts lie below each other.
-        if cfg.swap_ab:
-            x += e * N
-        else:
-            y += e * N
+        first, last, place = tile_of(u, plan, sizes, num_steps, cfg, GROUPED)
         if u == gl.program_id(0):
             step = gl.minimum(last - first, cfg.num_stages)  # `prefill` has done these
             first += step
-        step = load_tile(x_desc, y_desc, stages, step, first, last, (x, y, row_end), False, cfg, GROUPED)
+        step = load_tile(x_desc, y_desc, stages, step, first, last, place, False, cfg, GROUPED)
 
 
 @gluon.jit
 def prefill(x_desc, y_desc, stages, sizes, offsets, cfg: gl.constexpr, GROUPED: gl.constexpr, MAX_GROUPS: gl.constexpr):
     """The first loads of the first tile, before the warps go their ways: that takes them about a microsecond."""
-    M, N, K, num_groups, num_whole = sizes
     plan = work(sizes, offsets, cfg, GROUPED, MAX_GROUPS)
     u = gl.program_id(0)
-    tile, first, last, part, cut = steps_at(u, plan, num_whole, gl.cdiv(K, cfg.block_k), cfg, GROUPED)
+    first, last, place = tile_of(u, plan, sizes, gl.cdiv(sizes[2], cfg.block_k), cfg, GROUPED)
+    if u < plan[2]:
+        last = gl.minimum(last, first + cfg.num_stages)
+        load_tile(x_desc, y_desc, stages, gl.to_tensor(0), first, last, place, True, cfg, GROUPED)
+
+
+@gluon.jit
+def tile_of(u, plan, sizes, num_steps, cfg: gl.constexpr, GROUPED: gl.constexpr):
+    """Unit u: its steps along K, and where its tile begins in x, in y, and the row behind its last token."""
+    M, N, K, num_groups, num_whole = sizes
+    tile, first, last, part, cut = steps_at(u, plan, num_whole, num_steps, cfg, GROUPED)
     x, y, row_end, e = corner(tile, plan, sizes, cfg, GROUPED)
+    # The weights of all experts lie below each other.
     if cfg.swap_ab:
         x += e * N
     else:
         y += e * N
-    if u < plan[2]:
-        last = gl.minimum(last, first + cfg.num_stages)
-        load_tile(x_desc, y_desc, stages, gl.to_tensor(0), first, last, (x, y, row_end), True, cfg, GROUPED)
+    return first, last, (x, y, row_end)
 
 
 @gluon.jit
 def load_tile(
-    x_desc, y_desc, stages, step, first, last, corner, FRESH: gl.constexpr, cfg: gl.constexpr, GROUPED: gl.constexpr
+    x_desc, y_desc, stages, step, first, last, place, FRESH: gl.constexpr, cfg: gl.constexpr, GROUPED: gl.constexpr
 ):
     """Steps first : last of a tile into the stages from `step` on. FRESH: which have never been used."""
-    x, y, row_end = corner
+    x, y, row_end = place
     if GROUPED and cfg.num_parts == 2 and not cfg.swap_ab:
         # Two loops: a branch or a predicate in each step costs 2 % of a GEMM.
         if x + cfg.role_m < row_end:

@@ -2,6 +2,7 @@
 
 import math
 
+from envoi.gemm.config import expected_tiles
 from envoi.plan.layer import MoeLayer
 
 
@@ -16,18 +17,12 @@ def active_experts(layer: MoeLayer) -> float:
 
 
 def tiles_per_expert(layer: MoeLayer, block_m: int) -> float:
-    """Tiles of block_m rows that an expert's rows fill or begin: sum over j >= 0 of P(rows > j * block_m).
-
-    The tail beyond j = 0 is that of the normal distribution with the binomial's mean and variance.
-    """
+    """Tiles of block_m rows that an expert's rows fill or begin, by the binomial's mean and variance."""
     mean = rows_per_expert(layer)
     deviation = math.sqrt(mean * (1 - layer.num_topk / layer.num_experts))
     if not deviation:
         return math.ceil(mean / block_m)
-    tiles, limit = _any_row(layer), mean + 6 * deviation
-    for most in range(block_m, math.ceil(limit), block_m):
-        tiles += 0.5 * math.erfc((most + 0.5 - mean) / (deviation * math.sqrt(2)))
-    return tiles
+    return expected_tiles(mean, deviation, _any_row(layer), block_m)
 
 
 def _any_row(layer: MoeLayer) -> float:
