@@ -375,9 +375,11 @@ def gemm_kernel(
     for i in gl.static_range(num_stages):
         mbarrier.init(empty.index(i), count=cfg.num_parts)
         mbarrier.init(ready.index(i), count=1)
-    turn = gl.allocate_shared_memory(gl.int64, [2, 1], mbarrier.MBarrierLayout())
-    for i in gl.static_range(2):
-        mbarrier.init(turn.index(i), count=1)
+    turn = ready  # of pingpong only: the memory of barriers that nobody uses would go to others, who mustn't have it
+    if cfg.pingpong:
+        turn = gl.allocate_shared_memory(gl.int64, [2, 1], mbarrier.MBarrierLayout())
+        for i in gl.static_range(2):
+            mbarrier.init(turn.index(i), count=1)
     fence_async_shared()
     stages = (x_bufs, y_bufs, empty, ready, turn)
     sizes = (M, N, K, num_groups, num_whole)

@@ -323,11 +323,22 @@ def route_share(stages, sums, given, biases, begin, end, cut: gl.constexpr, spec
 
 
 @gluon.jit
+def invalidate(barriers, cut: gl.constexpr):
+    """Nobody waits for stages any more. Only so may the barriers' memory serve others, and the compiler does that."""
+    role_barrier()
+    num_stages: gl.constexpr = cut.num_stages
+    for i in gl.static_range(num_stages):
+        mbarrier.invalidate(barriers.index(i))
+
+
+@gluon.jit
 def role(stages, given, scratch, totals, counter, cut: gl.constexpr, spec: gl.constexpr):
     """Some warps: the sums of a tile, then the experts of a share of the rows."""
     sums, counters = scratch
     biases = load_biases(given[2], columns_in(row_layout(cut, cut.lanes), cut.columns), spec)
     add_up(stages, sums, given, cut, spec)
+    if cut.loads_all:
+        invalidate(stages[3], cut)
     begin, end = meet(counters, given, cut)
     route_share(stages, sums, given, biases, begin, end, cut, spec)
     if spec.want_counts:
@@ -347,11 +358,14 @@ def router_kernel(
     y_shape: gl.constexpr = [cut.num_stages] + y_desc.block_type.shape
     x_bufs = gl.allocate_shared_memory(x_desc.dtype, x_shape, x_desc.layout)
     y_bufs = gl.allocate_shared_memory(y_desc.dtype, y_shape, y_desc.layout)
-    empty = gl.allocate_shared_memory(gl.int64, [cut.num_stages, 1], mbarrier.MBarrierLayout())
     ready = gl.allocate_shared_memory(gl.int64, [cut.num_stages, 1], mbarrier.MBarrierLayout())
+    empty = ready  # none if stages don't come back
+    if not cut.loads_all:
+        empty = gl.allocate_shared_memory(gl.int64, [cut.num_stages, 1], mbarrier.MBarrierLayout())
     num_stages: gl.constexpr = cut.num_stages
     for i in gl.static_range(num_stages):
-        mbarrier.init(empty.index(i), count=1)
+        if not cut.loads_all:
+            mbarrier.init(empty.index(i), count=1)
         mbarrier.init(ready.index(i), count=1)
     fence_async_shared()
     stages = (x_bufs, y_bufs, empty, ready)

@@ -125,6 +125,11 @@ def check_arch(arch: str) -> str:
     return arch
 
 
+def bind(recipe: Recipe) -> tuple[dict, dict, dict]:
+    """Types by name, constants and attributes by path, as Triton's compiler takes them."""
+    return _bind(recipe.function, recipe.signature, recipe.constexprs)
+
+
 def _bind(function: JITFunction, signature: Mapping[str, Any], constexprs: Mapping[Any, Any]):
     """Types by name, constants and attributes by path, of all arguments; ValueError where one is missing."""
     names = function.arg_names

@@ -1,0 +1,75 @@
+"""Where Triton puts what a kernel keeps in shared memory: seen before it becomes machine code."""
+
+import re
+from dataclasses import dataclass
+from math import prod
+from pathlib import Path
+
+from triton._C.libtriton import ir, nvidia, passes
+
+from envoi import triton_compat
+from envoi.sass.compile import Recipe, bind
+
+PTX_VERSION = 86
+OFFSET = re.compile(r"allocation\.offset = (\d+)")
+SHAPE = re.compile(r"memdesc<((?:\d+x)+)(\w+),")
+BITS = re.compile(r"\d+")
+BARRIER = "i64"  # no other of our buffers has such elements
+
+
+@dataclass(frozen=True)
+class Place:
+    """What lies where. size: of what the compiler needs for an operation, only its first byte is known."""
+
+    offset: int
+    size: int
+    operation: str
+    is_barrier: bool
+
+    def meets(self, other: "Place") -> bool:
+        """Whether they have a byte in common."""
+        return self.offset < other.offset + other.size and other.offset < self.offset + self.size
+
+
+def in_barriers(recipe: Recipe, arch: str, folder: Path) -> list[str]:
+    """Operations whose memory is a barrier's too, at another time; and "none" if the kernel has no barriers."""
+    found = [place_of(line) for line in allocated(recipe, arch, folder).splitlines() if OFFSET.search(line)]
+    barriers = [place for place in found if place.is_barrier]
+    if not barriers:
+        return ["none"]
+    # What a partition of warps is given lies where it likes: it is read before anything else runs.
+    others = [place for place in found if "ttg.warp_specialize(" not in place.operation]
+    return [x.operation for b in barriers for x in others if x is not b and x.meets(b)]
+
+
+def place_of(line: str) -> Place:
+    """Of an operation, as it is printed."""
+    offset = OFFSET.search(line)
+    assert offset is not None
+    shape = SHAPE.search(line.split("->")[-1]) if "ttg.local_alloc" in line else None
+    size = 1
+    if shape is not None:
+        bits = BITS.search(shape[2])
+        assert bits is not None, line
+        size = prod(int(side) for side in shape[1].rstrip("x").split("x")) * int(bits[0]) // 8
+    return Place(int(offset[1]), size, line.strip(), shape is not None and shape[2] == BARRIER)
+
+
+def allocated(recipe: Recipe, arch: str, folder: Path) -> str:
+    """The kernel's operations, each with its place in shared memory, if it has any."""
+    kernel = triton_compat.compile_for(recipe.function, *bind(recipe), arch, dict(recipe.options))
+    path = folder / "kernel.ttgir"
+    path.write_text(kernel.asm["ttgir"])
+    context = ir.context()
+    ir.load_dialects(context)
+    nvidia.load_dialects(context)
+    module = ir.parse_mlir_module(str(path), context)
+    module.context = context
+    manager = ir.pass_manager(context)
+    passes.ttgpuir.add_combine_tensor_select_and_if(manager)
+    passes.ttgpuir.add_allocate_warp_groups(manager)
+    passes.convert.add_scf_to_cf(manager)
+    passes.gluon.add_inliner(manager)
+    nvidia.passes.ttgpuir.add_allocate_shared_memory_nv(manager, int(arch.removeprefix("sm_")), PTX_VERSION)
+    manager.run(module, "allocated")
+    return str(module)
