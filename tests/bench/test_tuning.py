@@ -41,7 +41,7 @@ def test_a_shape_of_ones_own(capsys):
 def test_rows_as_routing_leaves_them(capsys):
     arguments = ["tune", "--list", "--shape", "12288x512x256", "--groups", "32", "--epilogue", "swiglu"]
     assert cli.main([*arguments, "--drawn"]) == 0
-    assert capsys.readouterr().out.splitlines()[1].startswith("32: 12288x512x256 <= 4")
+    assert capsys.readouterr().out.splitlines()[1].startswith("32: 12288x512x256 <= 422 bf16 swiglu ")
     assert cli.main(arguments) == 0
     assert "<=" not in capsys.readouterr().out
 

@@ -57,7 +57,8 @@ def place_of(line: str) -> Place:
 
 def allocated(recipe: Recipe, arch: str, folder: Path) -> str:
     """The kernel's operations, each with its place in shared memory, if it has any."""
-    kernel = triton_compat.compile_for(recipe.function, *bind(recipe), arch, dict(recipe.options))
+    bound = bind(recipe.function, recipe.signature, recipe.constexprs)
+    kernel = triton_compat.compile_for(recipe.function, *bound, arch, dict(recipe.options))
     path = folder / "kernel.ttgir"
     path.write_text(kernel.asm["ttgir"])
     context = ir.context()

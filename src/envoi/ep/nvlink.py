@@ -293,11 +293,8 @@ def sum_arguments(domain: Domain, topk_ids: torch.Tensor, out: torch.Tensor) -> 
     (M, k), width = topk_ids.shape, out.shape[1]
     block = min(launch.SUMMED, power_of_two(width))
     slots = domain.plan.slots_in(domain.memory)
-    return (
-        (M, -(-width // block)),
-        (slots, topk_ids.contiguous(), out, domain.state, width, k, block),
-        launch.warps(block),
-    )
+    arguments = slots, topk_ids.contiguous(), out, domain.state, width, k, block
+    return (M, -(-width // block)), arguments, launch.warps(block)
 
 
 def sum_ranks_arguments(domain: Domain, topk_ids: torch.Tensor, out: torch.Tensor) -> Launch:

@@ -79,7 +79,7 @@ def compile_kernel(
         kind = type(function).__name__
         raise ValueError(f"function: expected a function under triton.jit or gluon.jit, got {kind}{why}")
     name = function.fn.__name__
-    types, constants, attributes = _bind(function, signature, constexprs)
+    types, constants, attributes = bind(function, signature, constexprs)
     options = {"num_warps": num_warps, "num_stages": num_stages, "maxnreg": maxnreg}
     options = {key: value for key, value in options.items() if value is not None}
 
@@ -125,12 +125,7 @@ def check_arch(arch: str) -> str:
     return arch
 
 
-def bind(recipe: Recipe) -> tuple[dict, dict, dict]:
-    """Types by name, constants and attributes by path, as Triton's compiler takes them."""
-    return _bind(recipe.function, recipe.signature, recipe.constexprs)
-
-
-def _bind(function: JITFunction, signature: Mapping[str, Any], constexprs: Mapping[Any, Any]):
+def bind(function: JITFunction, signature: Mapping[str, Any], constexprs: Mapping[Any, Any]):
     """Types by name, constants and attributes by path, of all arguments; ValueError where one is missing."""
     names = function.arg_names
     by_name = {key for key in constexprs if isinstance(key, str)}
