@@ -323,22 +323,11 @@ def route_share(stages, sums, given, biases, begin, end, cut: gl.constexpr, spec
 
 
 @gluon.jit
-def invalidate(barriers, cut: gl.constexpr):
-    """Nobody waits for stages any more. Only so may the barriers' memory serve others, and the compiler does that."""
-    role_barrier()
-    num_stages: gl.constexpr = cut.num_stages
-    for i in gl.static_range(num_stages):
-        mbarrier.invalidate(barriers.index(i))
-
-
-@gluon.jit
 def role(stages, given, scratch, totals, counter, cut: gl.constexpr, spec: gl.constexpr):
     """Some warps: the sums of a tile, then the experts of a share of the rows."""
     sums, counters = scratch
     biases = load_biases(given[2], columns_in(row_layout(cut, cut.lanes), cut.columns), spec)
     add_up(stages, sums, given, cut, spec)
-    if cut.loads_all:
-        invalidate(stages[3], cut)
     begin, end = meet(counters, given, cut)
     route_share(stages, sums, given, biases, begin, end, cut, spec)
     if spec.want_counts:
@@ -382,6 +371,7 @@ def router_kernel(
     # The tuples of arguments are written out: bound to a name, their constants would become tensors.
     if cut.loads_all:
         role(stages, given, scratch, totals, counter, cut, spec)
+        ready._keep_alive()  # or their memory would go to others while they are set up
     else:
         gl.warp_specialize([
             (role, (stages, given, scratch, totals, counter, cut, spec)),
