@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from envoi.plan.expected import active_experts, rows_per_expert, tiles_per_expert
+from envoi.plan.expected import active_experts, pulled_tokens, rows_per_expert, tiles_per_expert
 from envoi.plan.layer import MoeLayer, matrix_bytes
 from envoi.quant.cast import quantize
 from envoi.quant.formats import SCHEMES
@@ -19,7 +19,10 @@ def test_expectations_are_the_means_of_random_routing(num_experts, num_topk, num
     layer = MoeLayer(256, 256, num_experts, num_topk, num_tokens, num_ranks)
     source = torch.Generator().manual_seed(num_experts + num_tokens)
     keys = torch.rand(SAMPLES, num_tokens * num_ranks, num_experts, generator=source)
-    ids = keys.topk(num_topk, dim=2).indices.flatten(1)
+    chosen = keys.topk(num_topk, dim=2).indices
+    others = (chosen[:, num_tokens:] < layer.num_local_experts).any(2).sum(1)  # that rank 0 takes
+    assert pulled_tokens(layer) == pytest.approx(float(others.double().mean()), rel=0.03)
+    ids = chosen.flatten(1)
     counts = torch.stack([row.bincount(minlength=num_experts) for row in ids])
     assert rows_per_expert(layer) == pytest.approx(float(counts.double().mean()))
     share = float((counts > 0).double().mean())

@@ -1,6 +1,7 @@
 """Plans: what bounds a step, the overlap condition, sums, refusals; and every format, machine and number of GPUs."""
 
 import itertools
+import math
 
 import pytest
 
@@ -29,7 +30,8 @@ def test_every_format_machine_and_number_of_gpus_has_a_plan(format, arch):
         for step in plan.steps:
             parts = [*step.parts_us.values(), step.fixed_us]
             assert max(parts) <= step.time_us <= sum(parts) * (1 + 1e-9)
-            assert (step.nvlink_us == 0) == (num_ranks == 1 or step.name not in ("dispatch", "L2"))
+            sends = "combine" if plan.presum else "L2"
+            assert (step.nvlink_us == 0) == (num_ranks == 1 or step.name not in ("dispatch", sends))
 
 
 def test_odd_sizes_have_plans():
@@ -49,9 +51,34 @@ def test_work_and_traffic_by_hand():
     rows = 2048 * 6
     assert steps["L1"].flops + steps["L2"].flops == 6 * rows * 4096 * 2048  # 6 h d a row
     assert steps["L2"].nvlink_bytes == rows * 7 / 8 * 4096 * 2
-    assert steps["dispatch"].nvlink_bytes == rows * 7 / 8 * (4096 + 4096 / 128 * 4 + 8)
+    # A token has none of its 6 distinct experts among a rank's 32 of 256 with this probability; else it is pulled once.
+    missed = math.comb(224, 6) / math.comb(256, 6)
+    token = 4096 + 4096 / 128 * 4 + 8
+    assert steps["dispatch"].nvlink_bytes == pytest.approx(7 * 2048 * (1 - missed) * token)
     assert steps["router"].flops == 2 * 2048 * 256 * 4096
     assert steps["L2"].nvlink_us == pytest.approx(steps["L2"].nvlink_bytes / H200.push_gb_per_s / 1e3)
+
+
+def test_rows_that_meet_are_sent_once():
+    sizes = {"hidden": 2048, "intermediate": 768, "num_experts": 128, "num_topk": 8, "num_ranks": 4}
+    plan, off = plan_moe(layer(**sizes)), plan_moe(layer(64, **sizes))
+    assert plan.presum and not off.presum
+    _router, dispatch, _l1, l2, combine = plan.steps
+    assert l2.nvlink_bytes == 0 < off.steps[3].nvlink_bytes
+    token = 2048 + 2048 / 128 * 4 + 8
+    assert combine.nvlink_bytes / (2048 * 2) == pytest.approx(dispatch.nvlink_bytes / token)
+    pool = plan.pool_rows * (2048 + 16 * 4 + 768 + 6 * 4)
+    assert plan.buffer_bytes == pool + 2048 * 4 * 2048 * 2  # a row from each of 4 ranks, not one for each of 8 slots
+
+
+def test_where_l1_cannot_quantise_another_kernel_does():
+    def l1(format):
+        return plan_moe(layer(2048, 1, format, num_experts=32)).steps[2]
+
+    row, weights = 4096 + 32 * 4, 32 * 2 * (4096 * 2048 + 32 * 16 * 4)
+    stored, quantised = 2048 * 2, 2048 + 16 * 4
+    assert l1("fp8_block128").hbm_bytes == pytest.approx(weights + 12288 * (row + 2 * stored + quantised))
+    assert l1("fp8_block128").fixed_us == 2 * l1("bf16").fixed_us == 2 * l1("mxfp8").fixed_us
 
 
 def test_few_tokens_are_bound_by_reading_weights_and_many_by_products():

@@ -17,10 +17,10 @@ from envoi.check import expect_int
 from envoi.ep import nvlink, staged
 from envoi.ep.exchange import Channel, gather_ints, gather_texts
 from envoi.ep.memory import Plan
-from envoi.ep.presum import pays
 from envoi.ep.watch import PeerTimeout, Watch
 from envoi.experts.op import check_ids, check_tokens, flatten, unflatten
 from envoi.operators import operator
+from envoi.plan.presum import pays
 from envoi.router.reference import count_tokens
 from envoi.types import ExpertWeights, Routing
 
@@ -191,7 +191,10 @@ class ExpertParallel:
             self.channel.num_ranks, self.num_experts, self.max_tokens, self.num_topk, self.experts.hidden,
             self.experts.format,
         )  # fmt: skip
-        plan = replace(plan, presum=pays(plan, self.experts.intermediate) if presum is None else presum)
+        if presum is None:
+            sizes = plan.hidden, self.experts.intermediate, plan.num_topk, plan.max_tokens, plan.num_ranks
+            presum = pays(*sizes, plan.format)
+        plan = replace(plan, presum=presum)
         key = (tuple(self.channel.watch.ranks), plan, tuple(self.expert_offsets), self.timeout_s)
         domain = _domains.get(key)
         if domain is not None and domain.report[0].any():

@@ -17,6 +17,9 @@ from envoi.epilogue.vocabulary import (
     sigmoid,
     silu,
 )
+from envoi.quant.formats import Scheme
+
+WIDEST_INSIDE = 32  # columns of a group that each tile holds whole, whatever its format
 
 
 @epilogue
@@ -108,6 +111,14 @@ def expert_l1(activation: str, limit: float | None, has_bias: bool, scheme: str 
         return leave(activate(*pairs(acc + bias)) * weight)
 
     return epilogue(expert_l1_bias if has_bias else expert_l1)
+
+
+def left_by_l1(scheme: Scheme | None) -> str | None:
+    """What `expert_l1` quantises to where L2 takes `scheme`; None: it leaves bf16.
+
+    Groups that are wider than tiles can't be quantised in one: another kernel does it.
+    """
+    return scheme.name if scheme is not None and 0 < scheme.group[1] <= WIDEST_INSIDE else None
 
 
 @cache

@@ -9,7 +9,7 @@ from typing import Any, cast
 import torch
 
 from envoi.epilogue.api import Epilogue
-from envoi.epilogue.library import expert_l1, expert_l2
+from envoi.epilogue.library import expert_l1, expert_l2, left_by_l1
 from envoi.gemm.config import power_of_two
 from envoi.gemm.grouping import EXPERTS_ROWS, Grouping
 from envoi.gemm.select import implementation, run_kernels
@@ -24,7 +24,6 @@ MAX_CHUNKS, MAX_SORTS = 8, 512  # chunks of the slots, and programs in all: each
 GATHERED, SUMMED = 2048, 1024  # columns of a program
 COLUMNS_OF_WARP = 512
 MANY_PROGRAMS = 4096
-WIDEST_INSIDE = 32  # columns of a group that each tile of L1 holds whole, whatever its format
 
 
 @dataclass(frozen=True)
@@ -81,15 +80,15 @@ def expert_mlp(
     """L1 -> activation -> quantise -> L2 on rows sorted by expert: [P, H] bf16, each times its weight.
 
     grouping: of the rows; with `to` they go there, and what is returned is `to`.
-    Groups that are wider than L1's tiles can't be quantised there: L1 leaves bf16, and one kernel more quantises it.
+    Where L1 leaves bf16 (`left_by_l1`), one kernel more quantises it.
     """
     scheme = format_named(experts.format).activations
-    inside = scheme is not None and 0 < scheme.group[1] <= WIDEST_INSIDE
+    inside = left_by_l1(scheme)
     has_bias = experts.gate_up_bias is not None
-    l1 = expert_l1(experts.activation, experts.swiglu_limit, has_bias, scheme.name if scheme and inside else None)
+    l1 = expert_l1(experts.activation, experts.swiglu_limit, has_bias, inside)
     operands = {"weight": weights, "bias": experts.gate_up_bias} if has_bias else {"weight": weights}
     hidden = _grouped(rows, experts.gate_up, offsets, l1, operands, replace(grouping, to=None))
-    if scheme is not None and not inside:
+    if scheme is not None and inside is None:
         hidden = quantize_rows(cast(torch.Tensor, hidden), offsets, scheme)
     operands = {"weight": weights, "bias": experts.down_bias} if has_bias else {}
     return cast(torch.Tensor, _grouped(hidden, experts.down, offsets, expert_l2(has_bias), operands, grouping))

@@ -10,6 +10,7 @@ from envoi.plan.expected import rows_per_expert
 from envoi.plan.layer import MoeLayer
 from envoi.plan.machines import Machine, machine_of
 from envoi.plan.overlap import Overlap, overlap_of
+from envoi.plan.presum import pays
 from envoi.plan.shared import MIN_STAGES, SharedMemory, roles_of, shared_memory
 from envoi.plan.steps import Step, five_steps
 
@@ -20,7 +21,8 @@ GB = 1e9
 class Plan:
     """What is planned for one rank of a layer. Bytes are bytes of this rank, times are us.
 
-    l1, l2: block sizes of the two grouped GEMMs. steps: router, dispatch, L1, L2, combine.
+    l1, l2: block sizes of the two grouped GEMMs. steps: router, dispatch, L1, L2, combine. presum: rows of a token
+    that meet on a rank are summed there, and combine sends the sums instead of L2 the rows.
     max_tokens: of a rank, that buffers are made for. pool_rows: capacity of the pool that dispatch fills.
     weight_bytes: the experts. buffer_bytes: the pool, L1's output, and where combine finds its rows.
     experts_per_wave: local experts that go through L1 and L2 together in the fused kernel.
@@ -33,6 +35,7 @@ class Plan:
     l1: Blocks
     l2: Blocks
     steps: tuple[Step, ...]
+    presum: bool
     max_tokens: int
     pool_rows: int
     weight_bytes: float
@@ -86,13 +89,17 @@ def plan_moe(layer: MoeLayer, arch: str = "sm_90", max_tokens: int | None = None
     pool_rows = pool_capacity(layer.num_ranks, max_tokens, layer.num_topk, local, BLOCK_MS[arch])
     weight_bytes = local * (layer.weight_bytes(layer.l1_nk) + layer.weight_bytes(layer.l2_nk))
     row_bytes = layer.row_bytes(layer.hidden) + layer.row_bytes(layer.intermediate)
-    buffer_bytes = pool_rows * row_bytes + 2.0 * max_tokens * layer.num_topk * layer.hidden
+    sizes = layer.hidden, layer.intermediate, layer.num_topk, max_tokens, layer.num_ranks
+    presum = layer.num_ranks > 1 and pays(*sizes, layer.format)
+    returned = max_tokens * (layer.num_ranks if presum else layer.num_topk)
+    buffer_bytes = pool_rows * row_bytes + 2.0 * returned * layer.hidden
     _check_memory(machine, weight_bytes, buffer_bytes)
     fused_shared = shared_memory(
         layer, roles_of(machine, layer.format, l1.block_m, l1.block_n, l1.block_k), machine.shared_bytes
     )
     return Plan(
-        layer, machine, l1, l2, five_steps(layer, machine, l1, l2), max_tokens, pool_rows, weight_bytes, buffer_bytes,
+        layer, machine, l1, l2, five_steps(layer, machine, l1, l2, presum), presum, max_tokens, pool_rows, weight_bytes,
+        buffer_bytes,
         experts_per_wave(
             rows_per_expert(layer), layer.intermediate, local, l1.block_m, l1.block_n, machine.num_sms
         ),

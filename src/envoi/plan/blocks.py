@@ -6,9 +6,8 @@ from functools import cache
 import torch
 
 from envoi.epilogue.api import Epilogue
-from envoi.epilogue.library import expert_l1, expert_l2, store
+from envoi.epilogue.library import expert_l1, expert_l2, left_by_l1
 from envoi.epilogue.lower import Lowered, lower
-from envoi.epilogue.slots import rows_must_fit
 from envoi.gemm import hopper, hopper_mx
 from envoi.gemm.config_sm100 import MIN_STAGES, BlackwellConfig, BlackwellProblem, supports
 from envoi.plan.expected import rows_per_expert, tiles_per_expert
@@ -43,9 +42,8 @@ class Blocks:
 
 
 def l1_blocks(layer: MoeLayer, machine: Machine) -> Blocks:
-    """Of tokens @ gate_up.T, SwiGLU, quantise."""
-    scheme = layer.formats.activations
-    return _blocks(layer, machine, layer.l1_nk, expert_l1("swiglu", None, False, scheme.name if scheme else None))
+    """Of tokens @ gate_up.T, SwiGLU, and quantise where its epilogue can."""
+    return _blocks(layer, machine, layer.l1_nk, expert_l1("swiglu", None, False, left_by_l1(layer.formats.activations)))
 
 
 def l2_blocks(layer: MoeLayer, machine: Machine) -> Blocks:
@@ -122,7 +120,4 @@ def _problem(layer: MoeLayer, nk: tuple[int, int]) -> BlackwellProblem:
 
 @cache
 def _code(epilogue: Epilogue) -> Lowered:
-    """Factors of whole rows are computed behind the GEMM, which stores float32 then."""
-    rows = rows_must_fit(epilogue.ir)
-    ir, dtype = (store.ir, torch.float32) if rows else (epilogue.ir, torch.bfloat16)
-    return lower(ir, dtype, "gluon", False, True, frozenset())
+    return lower(epilogue.ir, torch.bfloat16, "gluon", False, True, frozenset())

@@ -10,6 +10,7 @@ from envoi.table import align, number
 WIDTH = 64  # of the picture, in characters
 FILLS = {"compute": "█", "HBM": "▓", "NVLink": "▒", "latency": "·"}
 COLOURS = {"compute": "tab:blue", "HBM": "tab:orange", "NVLink": "tab:green", "fixed": "tab:grey"}
+PRESUM = "; rows of a token that meet on a rank are summed there before they go back"
 HEADER = ("step", "us", *(f"{name} us" for name in RESOURCES), "fixed us", "bound by", "GFLOP", "HBM MB", "NVLink MB")
 
 
@@ -53,7 +54,7 @@ def _picture(plan: Plan) -> list[str]:
 
 def _sums(plan: Plan) -> list[str]:
     return [
-        f"staged: {number(plan.staged_us)} us, the steps one after the other",
+        f"staged: {number(plan.staged_us)} us, the steps one after the other{PRESUM if plan.presum else ''}",
         f"fused: at least {number(plan.fused_us)} us, what the busiest resource needs",
     ]
 

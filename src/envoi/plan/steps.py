@@ -1,10 +1,12 @@
 """The five steps of the path, each with the time that every resource needs by itself (a roofline), and their sum.
 
     router    logits GEMM, top-k                       2 M H N FLOP
-    dispatch  quantise; every row is pulled by the rank that owns its expert
+    dispatch  quantise; a rank pulls each token that its experts take, once, and writes a row for each of them
     L1        2 P (2 I) H FLOP, epilogue SwiGLU        in whole tiles, in whole rounds over the SMs (wave quantisation)
     L2        2 P H I FLOP, epilogue writes each row to the rank that it came from
     combine   barrier; each token's k rows are summed
+
+With presum L2's rows stay, and combine begins with a kernel that sums those of a token and sends the sum to its rank.
 
 M tokens of this rank, P rows of its experts: M k on average. A rank receives as much over NVLink as it sends, so one
 direction is counted.
@@ -12,8 +14,9 @@ direction is counted.
 
 from dataclasses import dataclass, replace
 
+from envoi.epilogue.library import left_by_l1
 from envoi.plan.blocks import Blocks
-from envoi.plan.expected import active_experts
+from envoi.plan.expected import active_experts, pulled_tokens
 from envoi.plan.layer import WEIGHT_AND_SLOT_BYTES, MoeLayer
 from envoi.plan.machines import WIDENED, Machine
 
@@ -52,14 +55,14 @@ class Step:
         return longest if self.parts_us[longest] > self.fixed_us else "latency"
 
 
-def five_steps(layer: MoeLayer, machine: Machine, l1: Blocks, l2: Blocks) -> tuple[Step, ...]:
+def five_steps(layer: MoeLayer, machine: Machine, l1: Blocks, l2: Blocks, presum: bool = False) -> tuple[Step, ...]:
     """router, dispatch, L1, L2, combine."""
     return (
         _router(layer, machine),
         _dispatch(layer, machine),
         _l1(layer, machine, l1),
-        _l2(layer, machine, l2),
-        _combine(layer, machine),
+        _l2(layer, machine, l2, presum),
+        _combine_sums(layer, machine) if presum else _combine(layer, machine),
     )
 
 
@@ -93,29 +96,29 @@ def _dispatch(layer: MoeLayer, machine: Machine) -> Step:
     """Counts are exchanged, then indices, then rows: a barrier across ranks for each of the first two."""
     row = layer.row_bytes(layer.hidden) + WEIGHT_AND_SLOT_BYTES
     quantised = 0 if layer.format == "bf16" else layer.num_tokens * (BF16_BYTES * layer.hidden + row)
-    hbm = quantised + 2 * layer.num_rows * row
-    nvlink = layer.num_remote_rows * row
+    pulled = pulled_tokens(layer)
+    hbm = quantised + (_met_rows(layer) + layer.num_rows) * row
     round_trips = 2 if layer.num_ranks > 1 else 0
     return step_of(
-        "dispatch", machine, hbm_bytes=hbm, nvlink_bytes=nvlink, nvlink_gb_per_s=machine.pull_gb_per_s,
+        "dispatch", machine, hbm_bytes=hbm, nvlink_bytes=pulled * row, nvlink_gb_per_s=machine.pull_gb_per_s,
         round_trips=round_trips,
     )  # fmt: skip
 
 
 def _l1(layer: MoeLayer, machine: Machine, blocks: Blocks) -> Step:
-    """In fp8_row a row's factor is known with its last tile: float32 is stored, and a second kernel quantises it."""
-    quantised = layer.row_bytes(layer.intermediate)
-    if layer.format != "fp8_row":
+    """Where its epilogue can't quantise, bf16 is stored, and a second kernel does."""
+    scheme, quantised = layer.formats.activations, layer.row_bytes(layer.intermediate)
+    if scheme is None or left_by_l1(scheme):
         return _gemm("L1", layer, machine, blocks, layer.l1_nk, quantised)
-    stored = 4.0 * layer.l1_nk[0]
+    stored = BF16_BYTES * layer.intermediate
     step = _gemm("L1", layer, machine, blocks, layer.l1_nk, stored)
     return _with_pass(step, machine, layer.num_rows * (stored + quantised), machine.launch_us)
 
 
-def _l2(layer: MoeLayer, machine: Machine, blocks: Blocks) -> Step:
+def _l2(layer: MoeLayer, machine: Machine, blocks: Blocks, presum: bool) -> Step:
     """Rows leave in bf16."""
     left = BF16_BYTES * layer.hidden
-    return _gemm("L2", layer, machine, blocks, layer.l2_nk, left, layer.num_remote_rows * left)
+    return _gemm("L2", layer, machine, blocks, layer.l2_nk, left, 0 if presum else layer.num_remote_rows * left)
 
 
 def _gemm(
@@ -140,6 +143,21 @@ def _with_pass(step: Step, machine: Machine, num_bytes: float, launch_us: float 
         step, hbm_bytes=step.hbm_bytes + num_bytes, hbm_us=step.hbm_us + us, fixed_us=step.fixed_us + launch_us,
         time_us=step.time_us + us + launch_us,
     )  # fmt: skip
+
+
+def _met_rows(layer: MoeLayer) -> float:
+    """Tokens that this rank's experts take at least once, its own too: as many as the ranks take of its own."""
+    return pulled_tokens(layer) * layer.num_ranks / (layer.num_ranks - 1) if layer.num_ranks > 1 else layer.num_tokens
+
+
+def _combine_sums(layer: MoeLayer, machine: Machine) -> Step:
+    """A token's rows here are summed and sent; then a barrier, and the sums of the ranks are added up."""
+    row, met = BF16_BYTES * layer.hidden, _met_rows(layer)
+    sent = step_of(
+        "combine", machine, hbm_bytes=row * (layer.num_rows + met), nvlink_bytes=row * pulled_tokens(layer),
+        nvlink_gb_per_s=machine.push_gb_per_s, round_trips=1,
+    )  # fmt: skip
+    return _with_pass(sent, machine, row * (met + layer.num_tokens), machine.launch_us)
 
 
 def _combine(layer: MoeLayer, machine: Machine) -> Step:

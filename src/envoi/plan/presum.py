@@ -6,20 +6,18 @@
 met: the share of rows that is left if each slot's rank is drawn at random: R (1 - (1 - 1/R)^k) / k for R ranks.
 """
 
-from envoi.ep.memory import Plan
 from envoi.plan.machines import H200
 
 ROW_BYTES = 2  # bf16, of one column
 TILE = 128  # tokens
 
 
-def pays(plan: Plan, intermediate: int) -> bool:
-    """Whether it saves more than the kernel that it takes, for as many tokens as a rank may have."""
-    ranks, k = plan.num_ranks, plan.num_topk
-    met = ranks * (1 - (1 - 1 / ranks) ** k) / k
-    products = 2 * intermediate / (H200.gemm_tflops(plan.format, TILE) * 1e6)  # us a row and column, as all here
-    wire = ROW_BYTES * (ranks - 1) / ranks / (H200.push_gb_per_s * 1e3)
+def pays(hidden: int, intermediate: int, num_topk: int, max_tokens: int, num_ranks: int, format: str) -> bool:
+    """Whether it saves more than the kernel that it takes, for as many tokens as a rank may have. Any num_ranks."""
+    met = num_ranks * (1 - (1 - 1 / num_ranks) ** num_topk) / num_topk
+    products = 2 * intermediate / (H200.gemm_tflops(format, TILE) * 1e6)  # us a row and column, as all here
+    wire = ROW_BYTES * (num_ranks - 1) / num_ranks / (H200.push_gb_per_s * 1e3)
     read = ROW_BYTES / (H200.hbm_gb_per_s * 1e3)
     off = max(products, wire) + read
     on = products + max(wire * met, read) + read * met
-    return (off - on) * plan.hidden * plan.room > H200.launch_us
+    return (off - on) * hidden * max_tokens * num_topk > H200.launch_us
