@@ -19,7 +19,7 @@ import torch
 from envoi.bench import problems
 from envoi.bench.problems import Planned, Shape
 from envoi.bench.shapes import Case
-from envoi.gemm import select, sm90
+from envoi.gemm import devices, sm90
 from envoi.gemm.config import Config
 
 Job = tuple[Shape, Config]
@@ -29,9 +29,9 @@ MAX_PROCESSES = 16
 def compile_cases(cases: Iterable[Case], num_processes: int | None = None) -> None:
     """Compile what Envoi will run in these cases. Does nothing on a GPU that isn't Hopper."""
     shapes = problems.shapes_of(cases)
-    if not shapes or select.implementation(torch.device("cuda")) != "hopper":
+    if not shapes or devices.implementation(torch.device("cuda")) != "hopper":
         return
-    num_sms = select.num_sms(torch.device("cuda", 0))
+    num_sms = devices.num_sms(torch.device("cuda", 0))
     jobs: list[Job] = []
     for shape in shapes:
         try:

@@ -107,9 +107,9 @@ def _print_list(shapes: "list[Shape]") -> int:
 def _expect_hopper() -> None:
     import torch
 
-    from envoi.gemm import select
+    from envoi.gemm import devices
 
-    if not torch.cuda.is_available() or select.implementation(torch.device("cuda")) != "hopper":
+    if not torch.cuda.is_available() or devices.implementation(torch.device("cuda")) != "hopper":
         raise ValueError("tune: expected a Hopper GPU (sm_90), this machine has none that torch can use; see --list")
 
 
@@ -117,9 +117,9 @@ def _measure(args: argparse.Namespace, shapes: "list[Shape]") -> int:
     import torch
 
     from envoi.bench import ahead, problems
-    from envoi.gemm import select, tune
+    from envoi.gemm import devices, tune
 
-    num_sms = select.num_sms(torch.device("cuda", 0))
+    num_sms = devices.num_sms(torch.device("cuda", 0))
     todo, jobs = [], []
     for shape in shapes:
         try:

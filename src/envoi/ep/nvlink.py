@@ -22,8 +22,8 @@ from envoi.ep.memory import TOKENS, Plan
 from envoi.experts import launch
 from envoi.experts.launch import Launch
 from envoi.gemm.config import power_of_two
+from envoi.gemm.devices import num_sms
 from envoi.gemm.grouping import Grouping
-from envoi.gemm.select import num_sms
 from envoi.types import ExpertWeights, Matrix
 
 REFUSED_ON_HOST = 3  # of `report`, as in kernel_triton

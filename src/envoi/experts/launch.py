@@ -11,8 +11,9 @@ import torch
 from envoi.epilogue.api import Epilogue
 from envoi.epilogue.library import expert_l1, expert_l2, left_by_l1
 from envoi.gemm.config import power_of_two
+from envoi.gemm.devices import implementation
 from envoi.gemm.grouping import EXPERTS_ROWS, Grouping
-from envoi.gemm.select import implementation, run_kernels
+from envoi.gemm.select import run_kernels
 from envoi.quant.formats import Scheme, format_named
 from envoi.types import ExpertWeights, Matrix, QuantTensor
 

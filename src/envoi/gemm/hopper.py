@@ -10,7 +10,7 @@ from envoi.epilogue.ir import COL, IR, ROW, SCALAR, Node, Operand
 from envoi.epilogue.library import store
 from envoi.epilogue.lower import Lowered, lower
 from envoi.epilogue.slots import MAX_DESCS, piece_columns, rows_must_fit, slots
-from envoi.gemm import portable, select, sm90, tune
+from envoi.gemm import devices, portable, sm90, tune
 from envoi.gemm.config import Config
 from envoi.gemm.grouping import ALL_ROWS, Grouping
 from envoi.types import Matrix, QuantTensor
@@ -153,7 +153,7 @@ def _launch(
     work: Work, out_dtype: torch.dtype, operands: tuple, pointers: frozenset[str], outputs: list[torch.Tensor],
     grouping: Grouping,
 ) -> None:  # fmt: skip
-    num_sms = select.num_sms(work.a.device)
+    num_sms = devices.num_sms(work.a.device)
     code = _code(work, out_dtype, operands, pointers, outputs, grouping)
     call, config = _planned(work, code, operands, outputs, grouping, num_sms)
     sm90.launch(call, config, num_sms)

@@ -9,7 +9,7 @@ from envoi.epilogue.ir import IR
 from envoi.epilogue.library import store
 from envoi.epilogue.lower import Lowered, lower
 from envoi.epilogue.slots import piece_columns, rows_must_fit, slots
-from envoi.gemm import portable, select, sm90, workspace
+from envoi.gemm import devices, portable, sm90, workspace
 from envoi.gemm.config import RESERVED_BYTES, SHARED_BYTES
 from envoi.gemm.grouping import ALL_ROWS, Grouping
 from envoi.types import Matrix, QuantTensor
@@ -236,7 +236,7 @@ def _launch(
     from envoi.gemm.kernel_sm90_mx import mx_kernel
     from envoi.gemm.launch import launch
 
-    num_sms = select.num_sms(a.device)
+    num_sms = devices.num_sms(a.device)
     num_groups, bits = 0 if offsets is None else b.shape[0], 4 if b.packed else 8
     num_tokens = grouping.likely_rows(a.shape[0])
     config = config or choose(num_tokens, b.shape[-2], num_groups, num_sms, code, bits, b.tame)

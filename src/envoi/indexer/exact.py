@@ -5,8 +5,8 @@ from functools import partial
 import torch
 
 from envoi.gemm.config import power_of_two
+from envoi.gemm.devices import num_sms
 from envoi.gemm.launch import launch
-from envoi.gemm.select import num_sms
 from envoi.indexer import fast, kernel_exact
 from envoi.indexer.fast import Problem, Workspace
 

@@ -7,8 +7,8 @@ import torch
 
 from envoi.gemm import sm90
 from envoi.gemm.config import power_of_two
+from envoi.gemm.devices import implementation, num_sms
 from envoi.gemm.launch import launch
-from envoi.gemm.select import implementation, num_sms
 from envoi.indexer import kernel_rank, kernel_scores, kernel_sift
 from envoi.indexer.layout import HEAD_DIM, PAGE_SIZE
 

@@ -3,7 +3,7 @@
 import torch
 
 from envoi.check import expect_divisible, expect_int
-from envoi.gemm.select import implementation
+from envoi.gemm.devices import implementation
 from envoi.indexer import certificate, reference
 from envoi.indexer.layout import PAGE_SIZE, pages_of
 

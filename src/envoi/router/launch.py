@@ -5,9 +5,9 @@ from typing import Any
 
 import torch
 
-from envoi.gemm import select, workspace
+from envoi.gemm import devices, workspace
 from envoi.gemm.config import power_of_two
-from envoi.gemm.select import implementation
+from envoi.gemm.devices import implementation
 from envoi.gemm.sm90 import descriptor, tma_ready
 from envoi.router.cut import SAME_BELOW, Cut, choose_cut
 from envoi.router.rules import Rule
@@ -123,7 +123,7 @@ def _run_hopper(call: Call, outputs: dict[str, Any], cut: Cut | None = None) -> 
     from envoi.gemm.launch import launch
     from envoi.router import kernel_sm90
 
-    num_sms = select.num_sms(call.tokens.device)
+    num_sms = devices.num_sms(call.tokens.device)
     launch(kernel_sm90.router_kernel, *hopper_arguments(call, outputs, num_sms, cut))
 
 
