@@ -192,8 +192,9 @@ class ExpertParallel:
             self.experts.format,
         )  # fmt: skip
         if presum is None:
-            sizes = plan.hidden, self.experts.intermediate, plan.num_topk, plan.max_tokens, plan.num_ranks
-            presum = pays(*sizes, plan.format)
+            presum = pays(
+                plan.hidden, self.experts.intermediate, plan.num_topk, plan.max_tokens, plan.num_ranks, plan.format
+            )
         plan = replace(plan, presum=presum)
         key = (tuple(self.channel.watch.ranks), plan, tuple(self.expert_offsets), self.timeout_s)
         domain = _domains.get(key)

@@ -89,8 +89,7 @@ def plan_moe(layer: MoeLayer, arch: str = "sm_90", max_tokens: int | None = None
     pool_rows = pool_capacity(layer.num_ranks, max_tokens, layer.num_topk, local, BLOCK_MS[arch])
     weight_bytes = local * (layer.weight_bytes(layer.l1_nk) + layer.weight_bytes(layer.l2_nk))
     row_bytes = layer.row_bytes(layer.hidden) + layer.row_bytes(layer.intermediate)
-    sizes = layer.hidden, layer.intermediate, layer.num_topk, max_tokens, layer.num_ranks
-    presum = layer.num_ranks > 1 and pays(*sizes, layer.format)
+    presum = pays(layer.hidden, layer.intermediate, layer.num_topk, max_tokens, layer.num_ranks, layer.format)
     returned = max_tokens * (layer.num_ranks if presum else layer.num_topk)
     buffer_bytes = pool_rows * row_bytes + 2.0 * returned * layer.hidden
     _check_memory(machine, weight_bytes, buffer_bytes)

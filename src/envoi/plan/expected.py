@@ -16,13 +16,16 @@ def active_experts(layer: MoeLayer) -> float:
     return layer.num_local_experts * _any_row(layer)
 
 
+def taken_tokens(layer: MoeLayer) -> float:
+    """Tokens of all ranks that at least one expert of this rank takes; as many as the ranks take of its own."""
+    elsewhere = layer.num_experts - layer.num_local_experts
+    missed = math.comb(elsewhere, layer.num_topk) / math.comb(layer.num_experts, layer.num_topk)
+    return layer.num_all_tokens * (1 - missed)
+
+
 def pulled_tokens(layer: MoeLayer) -> float:
-    """Tokens of other ranks that at least one expert of this rank takes; as many rows go back where those of a token
-    are summed first."""
-    missed = 1.0  # by all experts of this rank; a token's experts are distinct
-    for i in range(layer.num_topk):
-        missed *= max(0, layer.num_experts - layer.num_local_experts - i) / (layer.num_experts - i)
-    return (layer.num_ranks - 1) * layer.num_tokens * (1 - missed)
+    """Those of other ranks; as many rows go back where those of a token are summed first."""
+    return taken_tokens(layer) * layer.remote_share
 
 
 def tiles_per_expert(layer: MoeLayer, block_m: int) -> float:

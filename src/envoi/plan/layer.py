@@ -64,9 +64,14 @@ class MoeLayer:
         return self.num_tokens * self.num_topk
 
     @property
+    def remote_share(self) -> float:
+        """Of what a rank takes, how much comes from other ranks."""
+        return (self.num_ranks - 1) / self.num_ranks
+
+    @property
     def num_remote_rows(self) -> float:
-        """Those of them that come from other ranks."""
-        return self.num_rows * (self.num_ranks - 1) / self.num_ranks
+        """Those of its rows that come from other ranks."""
+        return self.num_rows * self.remote_share
 
     @property
     def l1_nk(self) -> tuple[int, int]:

@@ -16,7 +16,7 @@ from dataclasses import dataclass, replace
 
 from envoi.epilogue.library import left_by_l1
 from envoi.plan.blocks import Blocks
-from envoi.plan.expected import active_experts, pulled_tokens
+from envoi.plan.expected import active_experts, pulled_tokens, taken_tokens
 from envoi.plan.layer import WEIGHT_AND_SLOT_BYTES, MoeLayer
 from envoi.plan.machines import WIDENED, Machine
 
@@ -96,12 +96,11 @@ def _dispatch(layer: MoeLayer, machine: Machine) -> Step:
     """Counts are exchanged, then indices, then rows: a barrier across ranks for each of the first two."""
     row = layer.row_bytes(layer.hidden) + WEIGHT_AND_SLOT_BYTES
     quantised = 0 if layer.format == "bf16" else layer.num_tokens * (BF16_BYTES * layer.hidden + row)
-    pulled = pulled_tokens(layer)
-    hbm = quantised + (_met_rows(layer) + layer.num_rows) * row
+    hbm = quantised + (taken_tokens(layer) + layer.num_rows) * row
     round_trips = 2 if layer.num_ranks > 1 else 0
     return step_of(
-        "dispatch", machine, hbm_bytes=hbm, nvlink_bytes=pulled * row, nvlink_gb_per_s=machine.pull_gb_per_s,
-        round_trips=round_trips,
+        "dispatch", machine, hbm_bytes=hbm, nvlink_bytes=pulled_tokens(layer) * row,
+        nvlink_gb_per_s=machine.pull_gb_per_s, round_trips=round_trips,
     )  # fmt: skip
 
 
@@ -137,7 +136,7 @@ def _gemm(
 
 
 def _with_pass(step: Step, machine: Machine, num_bytes: float, launch_us: float = 0) -> Step:
-    """A kernel beside the GEMM, which nothing overlaps: what it reads and writes. launch_us: 0 if that is hidden."""
+    """One more kernel, which nothing overlaps: what it reads and writes. launch_us: 0 if that is hidden."""
     us = num_bytes / machine.hbm_gb_per_s / 1e3
     return replace(
         step, hbm_bytes=step.hbm_bytes + num_bytes, hbm_us=step.hbm_us + us, fixed_us=step.fixed_us + launch_us,
@@ -145,19 +144,14 @@ def _with_pass(step: Step, machine: Machine, num_bytes: float, launch_us: float 
     )  # fmt: skip
 
 
-def _met_rows(layer: MoeLayer) -> float:
-    """Tokens that this rank's experts take at least once, its own too: as many as the ranks take of its own."""
-    return pulled_tokens(layer) * layer.num_ranks / (layer.num_ranks - 1) if layer.num_ranks > 1 else layer.num_tokens
-
-
 def _combine_sums(layer: MoeLayer, machine: Machine) -> Step:
     """A token's rows here are summed and sent; then a barrier, and the sums of the ranks are added up."""
-    row, met = BF16_BYTES * layer.hidden, _met_rows(layer)
+    row, sums = BF16_BYTES * layer.hidden, taken_tokens(layer)
     sent = step_of(
-        "combine", machine, hbm_bytes=row * (layer.num_rows + met), nvlink_bytes=row * pulled_tokens(layer),
+        "combine", machine, hbm_bytes=row * (layer.num_rows + sums), nvlink_bytes=row * pulled_tokens(layer),
         nvlink_gb_per_s=machine.push_gb_per_s, round_trips=1,
     )  # fmt: skip
-    return _with_pass(sent, machine, row * (met + layer.num_tokens), machine.launch_us)
+    return _with_pass(sent, machine, row * (sums + layer.num_tokens), machine.launch_us)
 
 
 def _combine(layer: MoeLayer, machine: Machine) -> Step:

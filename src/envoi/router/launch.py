@@ -5,9 +5,9 @@ from typing import Any
 
 import torch
 
-from envoi.gemm import devices, workspace
+from envoi.gemm import workspace
 from envoi.gemm.config import power_of_two
-from envoi.gemm.devices import implementation
+from envoi.gemm.devices import implementation, num_sms
 from envoi.gemm.sm90 import descriptor, tma_ready
 from envoi.router.cut import SAME_BELOW, Cut, choose_cut
 from envoi.router.rules import Rule
@@ -123,8 +123,7 @@ def _run_hopper(call: Call, outputs: dict[str, Any], cut: Cut | None = None) -> 
     from envoi.gemm.launch import launch
     from envoi.router import kernel_sm90
 
-    num_sms = devices.num_sms(call.tokens.device)
-    launch(kernel_sm90.router_kernel, *hopper_arguments(call, outputs, num_sms, cut))
+    launch(kernel_sm90.router_kernel, *hopper_arguments(call, outputs, num_sms(call.tokens.device), cut))
 
 
 def hopper_arguments(
