@@ -55,7 +55,7 @@ class Step:
         return longest if self.parts_us[longest] > self.fixed_us else "latency"
 
 
-def five_steps(layer: MoeLayer, machine: Machine, l1: Blocks, l2: Blocks, presum: bool = False) -> tuple[Step, ...]:
+def five_steps(layer: MoeLayer, machine: Machine, l1: Blocks, l2: Blocks, presum: bool) -> tuple[Step, ...]:
     """router, dispatch, L1, L2, combine."""
     return (
         _router(layer, machine),
