@@ -93,7 +93,7 @@ class ExpertRows:
 
 @dataclass(frozen=True)
 class ExpertWeights:
-    """The experts that live on one rank, packed for the grouped GEMMs by `envoi.experts.pack`.
+    """The experts that live on one rank, packed for the grouped GEMMs by `envoi.moe.pack`.
 
     gate_up [E, 2I, H]: row 2i is gate i, row 2i + 1 is up i ("interleaved"), bf16 or a QuantTensor.
     down [E, H, I]: bf16 or a QuantTensor.

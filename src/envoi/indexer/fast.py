@@ -124,9 +124,9 @@ def score(p: Problem, space: Workspace, first: int, num_rows: int) -> None:
     if not p.max_length:
         return
     if p.k_cache.shape[0] and implementation(p.q.device) == "hopper":
-        from envoi.indexer import kernel_sm90
+        from envoi.indexer import kernel_hopper
 
-        launch(kernel_sm90.scores_kernel, *hopper_arguments(p, space, first, num_rows))
+        launch(kernel_hopper.scores_kernel, *hopper_arguments(p, space, first, num_rows))
     else:
         launch(kernel_scores.scores_kernel, *scores_arguments(p, space, first, num_rows))
 

@@ -16,8 +16,8 @@ from typing import Any
 
 import torch
 
-from envoi.experts import moe, pack
-from envoi.experts.oracle import activate
+from envoi.moe import moe, pack
+from envoi.moe.oracle import activate
 from envoi.quant.formats import FORMATS
 from envoi.types import ExpertWeights, Routing
 

@@ -1,0 +1,35 @@
+"""Tests in here need TRITON_INTERPRET=1 before anything is imported; ../test_interpreted.py runs them so."""
+
+import numpy as np
+import pytest
+import torch
+
+from envoi import env
+from tests.helpers import interpreter
+
+collect_ignore_glob = [] if env.interpreting() else ["test_*.py"]
+pytest_configure = interpreter.ignore_numpy
+
+_exp, _log1p = torch.Tensor.exp, torch.Tensor.log1p
+
+
+@pytest.fixture(autouse=True)
+def outputs_start_as_nan(monkeypatch):
+    interpreter.poison_new_tensors(monkeypatch)
+
+
+@pytest.fixture(autouse=True)
+def the_interpreters_functions(monkeypatch):
+    """The reference gets the interpreter's exponential and logarithm, so that equal logits have equal scores."""
+
+    def exp(x):
+        return torch.from_numpy(np.exp(x.numpy())) if x.dtype == torch.float32 else _exp(x)
+
+    def log1p(x):
+        if x.dtype != torch.float32:
+            return _log1p(x)
+        small = x * (1.0 - x * (0.5 - x * 0.33333333))
+        return torch.where(x < 1e-3, small, torch.from_numpy(np.log((1.0 + x).numpy())))
+
+    monkeypatch.setattr(torch.Tensor, "exp", exp)
+    monkeypatch.setattr(torch.Tensor, "log1p", log1p)
