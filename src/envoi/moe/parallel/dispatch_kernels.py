@@ -80,8 +80,8 @@ class Placement(NamedTuple):
 class PulledRows(NamedTuple):
     """The rows that `pull_kernel` writes.
 
-    words: values as words of 4 bytes, num_words a row; sf: num_sf scale factors a row, or None. weights: routing weight of
-    each row. destinations: the address that L2 sends each row to, slot_bytes apart in the source's memory."""
+    words: values as words of 4 bytes, num_words a row; sf: num_sf scale factors a row, or None. weights: routing weight
+    of each row. destinations: the address that L2 sends each row to, slot_bytes apart in the source's memory."""
 
     words: Any
     sf: Any
@@ -288,10 +288,12 @@ def pull_token(
             sf = tl.load(from_sf + factors, mask=factors < rows.num_sf, other=0)
         pos = row_positions(memory, experts, row_shift, source, found)
         weights = ints(memory.own + memory.regions.weights).to(tl.pointer_type(tl.float32))
-        weights += source * memory.room + found.slot
+        weights = weights + source * memory.room + found.slot
         tl.store(rows.weights + pos, tl.load(weights, mask=found.is_local, other=0.0), mask=found.is_local)
-        destination = base + memory.regions.returned_rows + found.slot.to(tl.int64) * rows.slot_bytes
-        tl.store(rows.destinations + pos, destination, mask=found.is_local)
+        returned = memory.regions.returned_rows
+        tl.store(
+            rows.destinations + pos, base + returned + found.slot.to(tl.int64) * rows.slot_bytes, mask=found.is_local
+        )
         for i in range(k):
             row = tl.max(tl.where(found.lane == i, pos, -1), 0).to(tl.int64)
             if row >= 0:

@@ -105,8 +105,8 @@ def token_slots(memory, experts, source, token, k, SLOTS: tl.constexpr):
     """Read the slots of a token of rank `source` and find those whose experts this rank owns."""
     lane = tl.arange(0, SLOTS)
     slot = token * k + lane
-    ids = ints(memory.own + memory.regions.topk_ids) + source * memory.room
-    expert = tl.load(ids + slot, mask=lane < k, other=-1) - experts.first
+    ids = ints(memory.own + memory.regions.topk_ids)
+    expert = tl.load(ids + source * memory.room + slot, mask=lane < k, other=-1) - experts.first
     return TokenSlots(lane, slot, expert, (expert >= 0) & (expert < experts.count))
 
 
@@ -116,7 +116,7 @@ def row_positions(memory, experts, row_shift, source, token):
 
     row_shift [num_ranks, count]: what to add to a source's position of a slot.
     """
-    positions = ints(memory.own + memory.regions.slot_pos) + source * memory.room
-    pos = tl.load(positions + token.slot, mask=token.is_local, other=0)
+    positions = ints(memory.own + memory.regions.slot_pos)
+    pos = tl.load(positions + source * memory.room + token.slot, mask=token.is_local, other=0)
     shift = tl.load(row_shift + source * experts.count + token.expert, mask=token.is_local, other=0)
     return tl.where(token.is_local, pos + shift, -1)
