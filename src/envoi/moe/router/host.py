@@ -9,6 +9,7 @@ from envoi.gemm import workspace
 from envoi.gemm.config import power_of_two
 from envoi.gemm.devices import implementation, num_sms
 from envoi.gemm.sm90 import descriptor, tma_ready
+from envoi.moe.router.device_types import Outputs, Scalars, Tables
 from envoi.moe.router.rules import Rule
 from envoi.moe.router.spec import Spec
 from envoi.moe.router.tiling import SAME_BELOW, Cut, choose_cut
@@ -81,12 +82,12 @@ def empty_outputs(call: Call) -> dict[str, Any]:
     }
 
 
-def _tables(call: Call) -> tuple:
-    """What a kernel reads beside the operands, contiguous."""
+def _tables(call: Call) -> Tables:
+    """Collect the inputs beside tokens and gate, contiguous."""
     ids, table = call.token_ids, call.hash_table
     rest = (None, None, 0) if table is None or ids is None else (ids.contiguous(), table.contiguous(), table.shape[0])
     biases = (None if x is None else x.contiguous() for x in (call.logit_bias, call.expert_bias))
-    return *biases, *rest
+    return Tables(*biases, *rest)
 
 
 def _run_portable(call: Call, outputs: dict[str, Any]) -> None:
@@ -105,10 +106,10 @@ def portable_arguments(call: Call, outputs: dict[str, Any]) -> tuple[tuple[int],
     block_k = (16 if wide else 32) if spec.columns > 512 else 32 if spec.columns > 256 or wide else 64
     tokens, gate = (x if x.stride(1) == 1 else x.contiguous() for x in (call.tokens, call.gate))
     counters = workspace.counters(spec.num_experts + 1, tokens.device) if spec.want_counts else None
-    written = (outputs["weights"], outputs["ids"], outputs["logits"], outputs["dense"], _from(counters, 1))
+    written = Outputs(outputs["weights"], outputs["ids"], outputs["logits"], outputs["dense"], _from(counters, 1))
     arguments = (
         tokens, tokens.stride(0), gate, gate.stride(0), *tokens.shape,
-        (call.alpha, call.routed_scale, spec.k), _tables(call), written,
+        Scalars(call.alpha, call.routed_scale, spec.k), _tables(call), written,
         outputs["counts"], counters, spec, wide, block_m, block_k,
     )  # fmt: skip
     warps = 16 if spec.columns > 512 else 8 if spec.columns > 128 else 4

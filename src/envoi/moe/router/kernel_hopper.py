@@ -1,24 +1,30 @@
 # pyright: reportAttributeAccessIssue=false, reportArgumentType=false, reportCallIssue=false
 # pyright: reportGeneralTypeIssues=false, reportAssignmentType=false
-"""The router on Hopper: TMA, wgmma, one launch from tokens to experts.
+"""The router on Hopper: tokens to experts in one launch, by TMA and wgmma.
 
     for each CTA: some rows, some columns (experts), some blocks along K                TMA -> stages
         for each block:  p = tokens[rows, block] @ gate[columns, block].T               wgmma
             sum += p                                                                    in registers
     all columns and all of K in one CTA:   sums -> shared memory
-    else:                                  sums -> workspace; whoever shares the rows waits, and takes some of them
+    else:                                  sums -> workspace; CTAs of the same rows wait, and each routes some of them
     route_rows(sums of the blocks, in their order), some rows at a time; of many, what isn't certain, eight at a time
 
-Few sums are waited for themselves: the workspace is blank before and after a launch. For many there is a counter.
+Barriers, one of each for a stage: `full` (TMA's bytes arrive; the consumer waits) and `empty` (the consumer arrives
+once its wgmma has read the stage; the producer waits; only where stages are filled more than once).
 
-An instruction multiplies 64 rows; where fewer make more CTAs the others are left as they are, and nobody looks.
+Between CTAs: where few sums are exchanged, readers poll the sums themselves. The workspace holds the sentinel NO_SUM
+before and after a launch; whoever reads a sum writes the sentinel back. Where many are exchanged, a counter of arrivals
+says when all parts are there; the last part to leave sets it back to 0. CTAs that wait for each other are launched
+together or not at all (a cooperative launch), so none waits for one that can't start.
 
-The blocks and their order are the same for every number of tokens, and so are the bits of a token's logits. CTAs that
-wait for each other are launched together or not at all (a cooperative launch), so none waits for one that can't start.
+wgmma multiplies 64 rows; where fewer make more CTAs, the other rows hold old data whose results nobody reads. The
+blocks and their order are the same for every number of tokens, and so are the bits of a token's logits.
 
-Where a CTA's whole part of the operands fits the stages, one role loads all of it at once and then multiplies: that
-saves the microsecond that the warps of two roles need to go their ways.
+Where all of a CTA's operands fit into the stages, one role loads them all and then multiplies, which saves the
+microsecond that it takes to start two roles.
 """
+
+from typing import Any, NamedTuple
 
 import triton.experimental.gluon.language as gl
 from triton.experimental import gluon
@@ -33,56 +39,95 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 from envoi.gemm.meeting import arrive
 from envoi.gemm.overlap import let_next_start, wait_for_grid
 from envoi.moe.router.choose_experts import load_biases, route_exactly, route_rows, route_tile, store_counts
+from envoi.moe.router.device_types import Args, Outputs, Positions, Scalars, Tables
 from envoi.triton_compat import role_barrier
 
-BLANK: gl.constexpr = gl.constexpr(-1)  # bits of a sum that isn't there: a NaN that no addition gives
+NO_SUM: gl.constexpr = gl.constexpr(-1)  # the bits of a sum that isn't there yet: a NaN that no addition gives
+
+
+class Stages(NamedTuple):
+    """The pipeline: x [num_stages, tile, block_k], y [num_stages, block_n, block_k], a barrier empty and full each."""
+
+    x: Any
+    y: Any
+    empty: Any
+    full: Any
+
+
+class Sizes(NamedTuple):
+    """M and K of the product."""
+
+    num_tokens: Any
+    hidden: Any
+
+
+class Part(NamedTuple):
+    """The work of this CTA: rows from m, columns from n, steps first .. last along K; its number among its rows'."""
+
+    m: Any
+    n: Any
+    first: Any
+    last: Any
+    number: Any
+
+
+class Exchange(NamedTuple):
+    """Workspace between the CTAs of the same rows: partial sums [sets, padded rows, columns], arrival counters."""
+
+    sums: Any
+    counters: Any
+
+
+class Counts(NamedTuple):
+    """Outputs counts [N] and offsets [N + 1], and the arrival counter of all CTAs."""
+
+    counts: Any
+    offsets: Any
+    counter: Any
 
 
 @gluon.jit
 def part_of(sizes, cut: gl.constexpr):
-    """This CTA: its first row, first column, first step along K, the step behind its last, its number in its rows."""
-    _num_tokens, hidden = sizes
+    """Find the Part of this CTA."""
     pid = gl.program_id(0)
     part = pid % cut.parts
     first = part // cut.parts_n * cut.steps_each
-    last = gl.minimum(first + cut.steps_each, gl.cdiv(hidden, cut.block_k))
-    return pid // cut.parts * cut.rows, part % cut.parts_n * cut.block_n, first, last, part
+    last = gl.minimum(first + cut.steps_each, gl.cdiv(sizes.hidden, cut.block_k))
+    return Part(pid // cut.parts * cut.rows, part % cut.parts_n * cut.block_n, first, last, part)
 
 
 @gluon.jit
 def load_stage(x_desc, y_desc, stages, stage, m, n, k, cut: gl.constexpr):
-    """One step along K into a stage."""
-    x_bufs, y_bufs, _empty, ready = stages
-    mbarrier.expect(ready.index(stage), x_desc.block_type.nbytes + y_desc.block_type.nbytes)
-    x_buf = x_bufs.index(stage)
+    """Load step k of rows m.. and columns n.. into a stage."""
+    mbarrier.expect(stages.full.index(stage), x_desc.block_type.nbytes + y_desc.block_type.nbytes)
+    x_buf = stages.x.index(stage)
     if cut.rows < cut.tile:
-        x_buf = x_buf.slice(0, cut.rows, dim=0)  # what stays below are rows that nobody asks for
-    tma.async_copy_global_to_shared(x_desc, [m, k * cut.block_k], ready.index(stage), x_buf)
-    tma.async_copy_global_to_shared(y_desc, [n, k * cut.block_k], ready.index(stage), y_bufs.index(stage))
+        x_buf = x_buf.slice(0, cut.rows, dim=0)  # the rows after these hold old data, and nobody reads their results
+    tma.async_copy_global_to_shared(x_desc, [m, k * cut.block_k], stages.full.index(stage), x_buf)
+    tma.async_copy_global_to_shared(y_desc, [n, k * cut.block_k], stages.full.index(stage), stages.y.index(stage))
 
 
 @gluon.jit
 def load_first(x_desc, y_desc, stages, sizes, cut: gl.constexpr):
-    """As many steps of this CTA as there are stages, before the warps go their ways."""
-    m, n, first, last, _part = part_of(sizes, cut)
-    for k in range(first, gl.minimum(first + cut.num_stages, last)):
-        load_stage(x_desc, y_desc, stages, k - first, m, n, k, cut)
+    """Fill every stage once, before the roles start."""
+    part = part_of(sizes, cut)
+    for k in range(part.first, gl.minimum(part.first + cut.num_stages, part.last)):
+        load_stage(x_desc, y_desc, stages, k - part.first, part.m, part.n, k, cut)
 
 
 @gluon.jit
 def producer(x_desc, y_desc, stages, sizes, cut: gl.constexpr):
-    """One warp: fills the stages again, as far ahead as they reach."""
-    empty = stages[2]
-    m, n, first, last, _part = part_of(sizes, cut)
-    for k in range(first + cut.num_stages, last):
-        step = k - first
-        mbarrier.wait(empty.index(step % cut.num_stages), ((step // cut.num_stages) & 1) ^ 1)
-        load_stage(x_desc, y_desc, stages, step % cut.num_stages, m, n, k, cut)
+    """Refill the stages as they become empty: a role of one warp."""
+    part = part_of(sizes, cut)
+    for k in range(part.first + cut.num_stages, part.last):
+        step = k - part.first
+        mbarrier.wait(stages.empty.index(step % cut.num_stages), ((step // cut.num_stages) & 1) ^ 1)
+        load_stage(x_desc, y_desc, stages, step % cut.num_stages, part.m, part.n, k, cut)
 
 
 @gluon.constexpr_function
 def tile_layout(cut):
-    """Of the tile by block_n columns of a CTA: 16 rows a warp, and what there are more warps than rows side by side."""
+    """Layout of a CTA's accumulator [tile, block_n]: 16 rows a warp; surplus warps split the columns."""
     down = cut.tile // 16
     side_by_side = cut.num_warps // down
     shape = [16, cut.block_n // side_by_side, 16]
@@ -91,34 +136,33 @@ def tile_layout(cut):
 
 @gluon.jit
 def multiply(stages, step, num_steps, cut: gl.constexpr):
-    """The tile over one block of sums, two products in flight."""
-    x_bufs, y_bufs, empty, ready = stages
+    """Multiply num_steps stages into a fresh accumulator, two wgmma in flight. Returns it and the next step."""
     layout: gl.constexpr = tile_layout(cut)
     acc = gl.full((cut.tile, cut.block_n), 0.0, gl.float32, layout)
     for k in range(num_steps):
         stage = step % cut.num_stages
-        mbarrier.wait(ready.index(stage), (step // cut.num_stages) & 1)
-        y = y_bufs.index(stage).permute((1, 0))
-        acc = warpgroup_mma(x_bufs.index(stage), y, acc, is_async=True, use_acc=k > 0)
+        mbarrier.wait(stages.full.index(stage), (step // cut.num_stages) & 1)
+        y = stages.y.index(stage).permute((1, 0))
+        acc = warpgroup_mma(stages.x.index(stage), y, acc, is_async=True, use_acc=k > 0)
         acc = warpgroup_mma_wait(num_outstanding=1, deps=(acc,))
         if not cut.loads_all:
-            mbarrier.arrive(empty.index((step + cut.num_stages - 1) % cut.num_stages), count=1, pred=k > 0)
+            mbarrier.arrive(stages.empty.index((step + cut.num_stages - 1) % cut.num_stages), count=1, pred=k > 0)
         step += 1
     acc = warpgroup_mma_wait(num_outstanding=0, deps=(acc,))
     if not cut.loads_all:
-        mbarrier.arrive(empty.index((step + cut.num_stages - 1) % cut.num_stages), count=1)
+        mbarrier.arrive(stages.empty.index((step + cut.num_stages - 1) % cut.num_stages), count=1)
     return acc, step
 
 
 @gluon.constexpr_function
 def row_layout(cut, lanes):
-    """Of a tile of rows of logits, so many lanes a row."""
+    """Layout of logits [rows, columns] with so many lanes a row."""
     return gl.BlockedLayout([1, cut.columns // lanes], [32 // lanes, lanes], [cut.num_warps, 1], [1, 0])
 
 
 @gluon.constexpr_function
 def sum_layout(cut):
-    """Of the same rows when they are added up: spread over all threads, no element twice."""
+    """Layout of partial sums [rows, columns] while they are added: spread over all threads, no element twice."""
     each = min(4, max(1, cut.rows_each * cut.columns // (32 * cut.num_warps)))
     lanes = min(32, cut.columns // each)
     warps = min(cut.num_warps, cut.columns // (each * lanes))
@@ -127,61 +171,62 @@ def sum_layout(cut):
 
 @gluon.constexpr_function
 def slot_layout(cut, lanes, slots):
-    """Of what was chosen for the same rows, in the same lanes."""
+    """Layout of the chosen experts [rows, slots], in the lanes of `row_layout`."""
     return gl.BlockedLayout([1, max(1, slots // lanes)], [32 // lanes, lanes], [cut.num_warps, 1], [1, 0])
 
 
 @gluon.jit
 def columns_in(layout: gl.constexpr, count: gl.constexpr):
-    """0, 1, 2 ... as [1, count] for tiles of a layout."""
+    """Return 0, 1, 2, .. as [1, count] for tiles of a layout."""
     return gl.arange(0, count, gl.SliceLayout(0, layout))[None, :]
 
 
 @gluon.jit
-def places_of(LANES: gl.constexpr, cut: gl.constexpr, spec: gl.constexpr):
-    """0, 1, 2 ... for columns, slots and groups, in layouts with so many lanes a row."""
+def positions_of(LANES: gl.constexpr, cut: gl.constexpr, spec: gl.constexpr):
+    """Make the Positions of tiles with so many lanes a row."""
     layout: gl.constexpr = row_layout(cut, LANES)
     slots: gl.constexpr = slot_layout(cut, LANES, spec.slots)
-    return columns_in(layout, cut.columns), columns_in(slots, spec.slots), columns_in(layout, spec.group_slots)
+    return Positions(
+        columns_in(layout, cut.columns), columns_in(slots, spec.slots), columns_in(layout, spec.group_slots)
+    )
 
 
 @gluon.constexpr_function
-def board_layout(columns):
-    """Of totals and logits in shared memory: no two lanes of a half warp write to the same bank."""
+def logits_layout(columns):
+    """Shared-memory layout of logits: no two lanes of a half warp write to the same bank."""
     return gl.SwizzledSharedLayout(8, 1, min(8, columns // 8), [1, 0])
 
 
 @gluon.jit
-def board_of(stages, rows: gl.constexpr, cut: gl.constexpr):
-    """The gate's stages when they have done their work: the tile's logits, in tiles of some rows."""
-    return stages[1]._reinterpret(gl.float32, [cut.tile // rows, rows, cut.columns], board_layout(cut.columns))
+def logits_buffer(stages, rows: gl.constexpr, cut: gl.constexpr):
+    """Reuse the gate's stages, once they are consumed, for the logits: [tile / rows, rows, columns] float32."""
+    return stages.y._reinterpret(gl.float32, [cut.tile // rows, rows, cut.columns], logits_layout(cut.columns))
 
 
 @gluon.jit
-def leave(x, sums, set, m, n, sizes, cut: gl.constexpr, spec: gl.constexpr):
-    """A tile of sums into the workspace [sets, padded rows, columns]. What is waited for is never blank, and only what
-    someone waits for is written."""
-    rows = m + gl.arange(0, cut.tile, gl.SliceLayout(1, x.type.layout))
-    columns = n + gl.arange(0, cut.block_n, gl.SliceLayout(0, x.type.layout))
+def store_partial(x, sums, set, part, sizes, cut: gl.constexpr, spec: gl.constexpr):
+    """Store a tile of partial sums in the workspace. With sentinels, only what someone reads, and never a sentinel."""
+    rows = part.m + gl.arange(0, cut.tile, gl.SliceLayout(1, x.type.layout))
+    columns = part.n + gl.arange(0, cut.block_n, gl.SliceLayout(0, x.type.layout))
     at = sums + (set * padded_rows(sizes, cut) + rows).to(gl.int64)[:, None] * cut.columns + columns[None, :]
     if cut.signals:
-        gl.store(at, x + 0.0, mask=(rows < sizes[0])[:, None] & (columns < spec.num_experts)[None, :])
+        gl.store(at, x + 0.0, mask=(rows < sizes.num_tokens)[:, None] & (columns < spec.num_experts)[None, :])
     else:
         gl.store(at, x)
 
 
 @gluon.jit
 def padded_rows(sizes, cut: gl.constexpr):
-    """Rows of a set of sums."""
+    """Return the rows of one set of partial sums."""
     if cut.signals:
-        return sizes[0]
+        return sizes.num_tokens
     else:
-        return gl.cdiv(sizes[0], cut.tile) * cut.tile
+        return gl.cdiv(sizes.num_tokens, cut.tile) * cut.tile
 
 
 @gluon.jit
-def add_sets(sums, rows, sizes, cut: gl.constexpr, layout: gl.constexpr):
-    """The logits of rows: the sets of sums, added up in their order."""
+def sum_partials(sums, rows, sizes, cut: gl.constexpr, layout: gl.constexpr):
+    """Sum the sets of partial sums of rows in their order: [R, columns]."""
     columns = gl.arange(0, cut.columns, gl.SliceLayout(0, layout))
     at = sums + rows.to(gl.int64)[:, None] * cut.columns + columns[None, :]
     total = gl.load(at, cache_modifier=".cg") + 0.0
@@ -192,9 +237,9 @@ def add_sets(sums, rows, sizes, cut: gl.constexpr, layout: gl.constexpr):
 
 
 @gluon.jit
-def take_sets(sums, row, end, sizes, cut: gl.constexpr, spec: gl.constexpr):
-    """The same for rows from one on, as soon as none of their sums is blank any more; they become blank again for the
-    next launch. No two threads have the same element, so nobody misses what is taken."""
+def wait_and_sum_partials(sums, row, end, sizes, cut: gl.constexpr, spec: gl.constexpr):
+    """Poll the partial sums of rows from `row` on until none is the sentinel, add them in their order, and write the
+    sentinel back for the next launch. Each element belongs to one thread, so no other still waits for it."""
     layout: gl.constexpr = sum_layout(cut)
     rows = row + gl.arange(0, cut.rows_each, gl.SliceLayout(1, layout))
     columns = gl.arange(0, cut.columns, gl.SliceLayout(0, layout))
@@ -203,137 +248,133 @@ def take_sets(sums, row, end, sizes, cut: gl.constexpr, spec: gl.constexpr):
     step = padded_rows(sizes, cut).to(gl.int64) * cut.columns
     sets: gl.constexpr = cut.num_sets
     total = gl.full((cut.rows_each, cut.columns), 0.0, gl.float32, layout)
-    blank = mask
-    while gl.max(gl.max(blank.to(gl.int32), 1), 0) > 0:
+    missing = mask
+    while gl.max(gl.max(missing.to(gl.int32), 1), 0) > 0:
         total = gl.load(at, mask=mask, other=0.0, volatile=True)
-        blank = total.to(gl.int32, bitcast=True) == BLANK
+        missing = total.to(gl.int32, bitcast=True) == NO_SUM
         for s in gl.static_range(1, sets):
             x = gl.load(at + s * step, mask=mask, other=0.0, volatile=True)
-            blank |= x.to(gl.int32, bitcast=True) == BLANK
+            missing |= x.to(gl.int32, bitcast=True) == NO_SUM
             total += x
-    none = gl.full((cut.rows_each, cut.columns), BLANK, gl.int32, layout).to(gl.float32, bitcast=True)
+    none = gl.full((cut.rows_each, cut.columns), NO_SUM, gl.int32, layout).to(gl.float32, bitcast=True)
     for s in gl.static_range(sets):
         gl.store(at + s * step, none, mask=mask)
     return gl.convert_layout(total, row_layout(cut, cut.lanes))
 
 
 @gluon.jit
-def wait_for_all(counter, waits, num_parts):
-    """Say that this part's sums are there, and wait for those of all parts of its rows."""
+def arrive_and_wait(counter, waits, num_parts):
+    """Count this part as arrived and, if it waits, wait until all parts of its rows have. The last to leave resets."""
     role_barrier()
     gl.atomic_add(counter, 1, sem="release", scope="gpu")
     if waits:
         while gl.atomic_add(counter, 0, sem="acquire", scope="gpu") < num_parts:
             pass
-    # The last part to leave puts back the zeros.
     if gl.atomic_add(counter + 1, 1, sem="relaxed", scope="gpu") == num_parts - 1:
         gl.store(counter, 0)
         gl.store(counter + 1, 0)
 
 
 @gluon.jit
-def add_up(stages, sums, given, cut: gl.constexpr, spec: gl.constexpr):
-    """All products of this CTA; their sums -> shared memory, or the workspace if parts meet.
+def accumulate(stages, sums, sizes, cut: gl.constexpr, spec: gl.constexpr):
+    """Multiply all blocks of this CTA; sums to shared memory, or to the workspace where other CTAs share the rows.
 
-    The part that begins with block 0 may add up all blocks that it has; every other block is a set of its own.
+    The part that begins with block 0 adds all its blocks to one set of sums; every other block is a set of its own.
     """
-    m, n, first, last, _part = part_of(given[0], cut)
+    part = part_of(sizes, cut)
     layout: gl.constexpr = tile_layout(cut)
     num_steps: gl.constexpr = cut.steps_in_block
     step = 0
     sum = gl.full((cut.tile, cut.block_n), 0.0, gl.float32, layout)
-    for k in range(first, last, num_steps):
-        p, step = multiply(stages, step, gl.minimum(num_steps, last - k), cut)
+    for k in range(part.first, part.last, num_steps):
+        p, step = multiply(stages, step, gl.minimum(num_steps, part.last - k), cut)
         if cut.parts_k > 1:
-            if first > 0:
-                leave(p, sums, (k - cut.steps_each) // num_steps + 1, m, n, given[0], cut, spec)
+            if part.first > 0:
+                store_partial(p, sums, (k - cut.steps_each) // num_steps + 1, part, sizes, cut, spec)
         sum += p
     if cut.parts == 1:
-        board_of(stages, cut.tile, cut).index(0).store(sum)
-    elif first == 0:
-        leave(sum, sums, 0, m, n, given[0], cut, spec)
+        logits_buffer(stages, cut.tile, cut).index(0).store(sum)
+    elif part.first == 0:
+        store_partial(sum, sums, 0, part, sizes, cut, spec)
 
 
 @gluon.jit
-def meet(counters, given, cut: gl.constexpr):
-    """The rows that this CTA routes, first and last, when their sums are there or are waited for themselves."""
-    m, _n, _first, _last, part = part_of(given[0], cut)
-    num_tokens = given[0][0]
-    end = gl.minimum(m + cut.rows, num_tokens)
+def rows_to_route(counters, sizes, cut: gl.constexpr):
+    """Return the rows begin .. end that this CTA routes, once their sums are there or can be polled."""
+    part = part_of(sizes, cut)
+    end = gl.minimum(part.m + cut.rows, sizes.num_tokens)
     if cut.parts == 1:
         role_barrier()
-        return m, end
+        return part.m, end
     elif cut.waits:
-        begin = m + part * cut.share
+        begin = part.m + part.number * cut.share
         end = gl.minimum(begin + cut.share, end)
         if not cut.signals:
-            wait_for_all(counters + m // cut.rows * 2, begin < end, cut.parts)
+            arrive_and_wait(counters + part.m // cut.rows * 2, begin < end, cut.parts)
         return begin, end
     else:
-        if not arrive(counters + m // cut.rows * 2, cut.parts):
-            end = m
-        return m, end
+        if not arrive(counters + part.m // cut.rows * 2, cut.parts):
+            end = part.m
+        return part.m, end
 
 
 @gluon.jit
-def logits_of(stages, sums, row, sizes, ROWS: gl.constexpr, LANES: gl.constexpr, cut: gl.constexpr):
-    """The rows from one on, and their logits, for which nobody has to wait."""
+def products_of(stages, sums, row, sizes, ROWS: gl.constexpr, LANES: gl.constexpr, cut: gl.constexpr):
+    """Return ROWS rows from `row` on and their products with the gate, whose sums are all there."""
     layout: gl.constexpr = row_layout(cut, LANES)
-    m, _n, _first, _last, _part = part_of(sizes, cut)
+    part = part_of(sizes, cut)
     rows = row + gl.arange(0, ROWS, gl.SliceLayout(1, layout))
     if cut.parts == 1:
-        return rows, board_of(stages, ROWS, cut).index((row - m) // ROWS).load(layout)
+        return rows, logits_buffer(stages, ROWS, cut).index((row - part.m) // ROWS).load(layout)
     else:
-        return rows, add_sets(sums, rows, sizes, cut, layout)
+        return rows, sum_partials(sums, rows, sizes, cut, layout)
 
 
 @gluon.jit
-def route_eights(again, stages, sums, row, given, cut: gl.constexpr, spec: gl.constexpr):
-    """By exact keys: the rows from one on whose bits are set, and what they are with in eight rows."""
-    sizes, numbers, tables, outputs = given
-    places = places_of(32, cut, spec)
-    biases = load_biases(tables, places[0], spec)
+def reroute_uncertain(again, stages, sums, row, sizes, args, cut: gl.constexpr, spec: gl.constexpr):
+    """Route again by exact keys, eight rows at a time, the rows from `row` on whose bit is set in `again`."""
+    positions = positions_of(32, cut, spec)
+    biases = load_biases(args.tables, positions.columns, spec)
     while again != 0:
         if again & 255 != 0:
-            rows, logits = logits_of(stages, sums, row, sizes, 8, 32, cut)
+            rows, products = products_of(stages, sums, row, sizes, 8, 32, cut)
             rows = gl.where((again >> (rows - row).to(gl.uint64)) & 1 != 0, rows, -1)
-            route_exactly(logits, rows, places, numbers, biases, outputs, spec)
+            route_exactly(products, rows, positions, biases, args, spec)
         row += 8
         again = again >> 8
 
 
 @gluon.jit
-def route_share(stages, sums, given, biases, begin, end, cut: gl.constexpr, spec: gl.constexpr):
-    """Rows begin to end, rows_each at a time."""
-    sizes, numbers, tables, outputs = given
-    places = places_of(cut.lanes, cut, spec)
+def route_share(stages, exchange, sizes, args, biases, cut: gl.constexpr, spec: gl.constexpr):
+    """Route this CTA's share of the rows, rows_each at a time."""
+    begin, end = rows_to_route(exchange.counters, sizes, cut)
+    sums = exchange.sums
+    positions = positions_of(cut.lanes, cut, spec)
     for row in range(begin, end, cut.rows_each):
         if cut.signals:
             rows = row + gl.arange(0, cut.rows_each, gl.SliceLayout(1, row_layout(cut, cut.lanes)))
-            logits = take_sets(sums, row, end, sizes, cut, spec)
+            products = wait_and_sum_partials(sums, row, end, sizes, cut, spec)
         else:
-            rows, logits = logits_of(stages, sums, row, sizes, cut.rows_each, cut.lanes, cut)
+            rows, products = products_of(stages, sums, row, sizes, cut.rows_each, cut.lanes, cut)
         if cut.in_eights and not spec.hashed:
-            again = route_rows(logits, rows, rows < end, places, numbers, biases, tables, outputs, spec)
+            again = route_rows(products, rows, rows < end, positions, biases, args, spec)
             bits = gl.sum((again >= 0).to(gl.uint64) << (rows - row).to(gl.uint64), 0)
             if bits != 0:
-                route_eights(bits, stages, sums, row, given, cut, spec)
+                reroute_uncertain(bits, stages, sums, row, sizes, args, cut, spec)
         else:
-            route_tile(logits, rows, rows < end, places, numbers, biases, tables, outputs, spec)
+            route_tile(products, rows, rows < end, positions, biases, args, spec)
 
 
 @gluon.jit
-def role(stages, given, scratch, totals, counter, cut: gl.constexpr, spec: gl.constexpr):
-    """Some warps: the sums of a tile, then the experts of a share of the rows."""
-    sums, counters = scratch
-    biases = load_biases(given[2], columns_in(row_layout(cut, cut.lanes), cut.columns), spec)
-    add_up(stages, sums, given, cut, spec)
-    begin, end = meet(counters, given, cut)
-    route_share(stages, sums, given, biases, begin, end, cut, spec)
+def consumer(stages, sizes, args, exchange, totals, cut: gl.constexpr, spec: gl.constexpr):
+    """Multiply a tile, then choose the experts of a share of its rows; the last CTA of all stores the counts."""
+    biases = load_biases(args.tables, columns_in(row_layout(cut, cut.lanes), cut.columns), spec)
+    accumulate(stages, exchange.sums, sizes, cut, spec)
+    route_share(stages, exchange, sizes, args, biases, cut, spec)
     if spec.want_counts:
-        if arrive(counter, gl.num_programs(0)):
+        if arrive(totals.counter, gl.num_programs(0)):
             experts = gl.arange(0, spec.columns, gl.BlockedLayout([1], [32], [gl.num_warps()], [0]))
-            store_counts(given[3][4], totals[0], totals[1], experts, spec)
+            store_counts(args.outputs.histogram, totals.counts, totals.offsets, experts, spec)
 
 
 @gluon.jit
@@ -342,38 +383,38 @@ def router_kernel(
     vocabulary, weights, ids, logits, dense, histogram, counts, offsets, counter, sums, counters,
     cut: gl.constexpr, spec: gl.constexpr,
 ):  # fmt: skip
-    """Set up the stages, then a role that multiplies and chooses, and a warp that loads if stages come back."""
+    """Set up the stages, then start the consumer, and the producer if stages are filled more than once."""
     x_shape: gl.constexpr = [cut.num_stages, cut.tile, cut.block_k]
     y_shape: gl.constexpr = [cut.num_stages] + y_desc.block_type.shape
     x_bufs = gl.allocate_shared_memory(x_desc.dtype, x_shape, x_desc.layout)
     y_bufs = gl.allocate_shared_memory(y_desc.dtype, y_shape, y_desc.layout)
-    ready = gl.allocate_shared_memory(gl.int64, [cut.num_stages, 1], mbarrier.MBarrierLayout())
-    empty = ready  # none if stages don't come back
+    full = gl.allocate_shared_memory(gl.int64, [cut.num_stages, 1], mbarrier.MBarrierLayout())
+    empty = full  # not used if every stage is filled once
     if not cut.loads_all:
         empty = gl.allocate_shared_memory(gl.int64, [cut.num_stages, 1], mbarrier.MBarrierLayout())
     num_stages: gl.constexpr = cut.num_stages
     for i in gl.static_range(num_stages):
         if not cut.loads_all:
             mbarrier.init(empty.index(i), count=1)
-        mbarrier.init(ready.index(i), count=1)
+        mbarrier.init(full.index(i), count=1)
     fence_async_shared()
-    stages = (x_bufs, y_bufs, empty, ready)
-    sizes = (num_tokens, hidden)
-    tables = (logit_bias, expert_bias, token_ids, hash_table, vocabulary)
-    outputs = (weights, ids, logits, dense, histogram)
-    given = (sizes, (alpha, routed_scale, k), tables, outputs)
-    scratch = (sums, counters)
-    totals = (counts, offsets)
+    stages = Stages(x_bufs, y_bufs, empty, full)
+    sizes = Sizes(num_tokens, hidden)
+    tables = Tables(logit_bias, expert_bias, token_ids, hash_table, vocabulary)
+    outputs = Outputs(weights, ids, logits, dense, histogram)
+    args = Args(Scalars(alpha, routed_scale, k), tables, outputs)
+    exchange = Exchange(sums, counters)
+    totals = Counts(counts, offsets, counter)
     role_barrier()
-    wait_for_grid()  # so far this ran beside the kernel in front
+    wait_for_grid()  # until here this may run beside the kernel before it
     let_next_start()
     load_first(x_desc, y_desc, stages, sizes, cut)
     # The tuples of arguments are written out: bound to a name, their constants would become tensors.
     if cut.loads_all:
-        role(stages, given, scratch, totals, counter, cut, spec)
-        ready._keep_alive()  # or their memory would go to others while they are set up
+        consumer(stages, sizes, args, exchange, totals, cut, spec)
+        full._keep_alive()  # or the compiler gives the barriers' memory to others while it is in use
     else:
         gl.warp_specialize([
-            (role, (stages, given, scratch, totals, counter, cut, spec)),
+            (consumer, (stages, sizes, args, exchange, totals, cut, spec)),
             (producer, (x_desc, y_desc, stages, sizes, cut)),
         ], [1], [40])  # fmt: skip

@@ -17,11 +17,12 @@ import triton.language as tl
 from envoi.epilogue.codes_triton import widen
 from envoi.epilogue.device import INTERPRETED
 from envoi.moe.router.choose_experts import load_biases, route_tile, store_counts
+from envoi.moe.router.device_types import Args, Positions
 
 
 @triton.jit
 def load_operand(x, stride, rows, num_rows, ks, hidden, WIDE: tl.constexpr):
-    """[rows, ks] of a matrix, 0 outside; float32 if WIDE."""
+    """Load [rows, ks] of a matrix, 0 outside; as float32 if WIDE."""
     mask = (rows < num_rows)[:, None] & (ks < hidden)[None, :]
     v = tl.load(x + rows.to(tl.int64)[:, None] * stride + ks[None, :], mask=mask, other=0.0)
     if INTERPRETED:
@@ -34,7 +35,7 @@ def load_operand(x, stride, rows, num_rows, ks, hidden, WIDE: tl.constexpr):
 
 @triton.jit
 def add_apart(x, product):
-    """x + product, not by the tensor cores: the compiler would give them x to begin with."""
+    """Add a product to x outside the tensor cores, which the compiler would otherwise start with x."""
     if not INTERPRETED:
         product = tl.inline_asm_elementwise("mov.b32 $0, $1;", "=r,r", [product], tl.float32, is_pure=True, pack=1)
     return x + product
@@ -42,10 +43,10 @@ def add_apart(x, product):
 
 @triton.jit
 def router_kernel(
-    tokens, token_stride, gate, gate_stride, num_tokens, hidden, numbers, tables, outputs, counts, counter,
+    tokens, token_stride, gate, gate_stride, num_tokens, hidden, scalars, tables, outputs, counts, counter,
     spec: tl.constexpr, WIDE: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_K: tl.constexpr,
 ):  # fmt: skip
-    """One block of tokens. numbers, tables, outputs: as `route_rows` takes them; counts: (counts, offsets)."""
+    """Route one block of tokens. scalars, tables, outputs: see device_types; counts: (counts [N], offsets [N + 1])."""
     rows = tl.program_id(0) * BLOCK_M + tl.arange(0, BLOCK_M)
     columns = tl.arange(0, spec.columns)
     num_experts: tl.constexpr = spec.num_experts
@@ -60,10 +61,11 @@ def router_kernel(
         else:
             logits = add_apart(logits, tl.dot(x, y.T))
     biases = load_biases(tables, columns[None, :], spec)
-    places = (columns[None, :], tl.arange(0, spec.slots)[None, :], tl.arange(0, spec.group_slots)[None, :])
-    route_tile(logits, rows, rows < num_tokens, places, numbers, biases, tables, outputs, spec)
+    positions = Positions(columns[None, :], tl.arange(0, spec.slots)[None, :], tl.arange(0, spec.group_slots)[None, :])
+    route_tile(logits, rows, rows < num_tokens, positions, biases, Args(scalars, tables, outputs), spec)
     if spec.want_counts:
         tl.debug_barrier()
         if tl.atomic_add(counter, 1, sem="acq_rel") == tl.num_programs(0) - 1:
-            store_counts(outputs[4], counts[0], counts[1], columns, spec)
+            total, offsets = counts
+            store_counts(outputs.histogram, total, offsets, columns, spec)
             tl.store(counter, 0)

@@ -1,6 +1,6 @@
 # pyright: reportAttributeAccessIssue=false, reportArgumentType=false, reportCallIssue=false
 # pyright: reportGeneralTypeIssues=false, reportAssignmentType=false
-"""Which experts a row of logits goes to, on the device, in Triton; the Gluon kernel uses the same functions.
+"""Selection of each row's experts on the device, in Triton; the Gluon kernel calls these functions too.
 
     for each row:
         key = logit, or score (+ expert_bias); only what is finite competes, and only the best groups
@@ -9,7 +9,8 @@
 That is done twice at most. First with 32-bit integers that hold how far a key is below the largest, and its column, one
 reduction a round, and a sigmoid to six digits. Then it is checked that no two keys that matter are so near that this
 could have erred; rows where some are go through exact keys, which equal those of `envoi.moe.router.reference` bit for
-bit: exact division and root, the exponential of CUDA's own library."""
+bit: exact division and root, the exponential of CUDA's own library.
+"""
 
 import triton
 import triton.experimental.gluon.language as gl
@@ -17,6 +18,7 @@ import triton.language as tl
 from triton.language.extra import libdevice
 
 from envoi.epilogue.device import INF, INTERPRETED, divide, in_order, sigmoid
+from envoi.moe.router.device_types import Chosen
 
 LOWEST: tl.constexpr = tl.constexpr(-(2**31))  # below the key of any float
 NOWHERE: tl.constexpr = tl.constexpr(1 << 30)  # behind any column
@@ -211,12 +213,12 @@ def best_groups(key, columns, group_slots, tolerance, spec: tl.constexpr):
 
 
 @triton.jit
-def selection_key(logits, top, total, expert_bias, FAST: tl.constexpr, spec: tl.constexpr):
+def selection_key(logits, softmax, expert_bias, FAST: tl.constexpr, spec: tl.constexpr):
     """What experts are ranked by. FAST: scores to within TOLERANCE."""
     key = logits
     if spec.by_score:
         if spec.rule.score == "softmax":
-            key = divide(score_of(logits - top[:, None], spec), total[:, None])
+            key = divide(score_of(logits - softmax.largest[:, None], spec), softmax.total[:, None])
         elif FAST:
             key = fast_score(logits, spec)
         else:
@@ -276,8 +278,9 @@ def gap_below(packed, best):
 
 @triton.jit
 def choose_packed(key, largest, columns, slots, k, tolerance: tl.constexpr, spec: tl.constexpr):
-    """The ids [R, slots] of the k best packed keys, 0, 1, 2 ... for the slots, and which rows have their choice, and
-    its order, for certain: if no two of the k best keys and the next are so near that packed keys may err.
+    """Choose the k best packed keys: Chosen, and which rows [R] are certain of their choice and its order.
+
+    A row is certain if no two of its k best keys and the next are so near that packed keys may err.
 
     A count errs by a quarter of a step for the portion and half of one for the sum: two of them by 1.5. What a row's
     largest loses to rounding all of its keys lose. Out of reach, or above it, keys are farther apart than they count.
@@ -298,7 +301,8 @@ def choose_packed(key, largest, columns, slots, k, tolerance: tl.constexpr, spec
     nearest = tl.minimum(nearest, gap_below(packed, best))  # if there is no other, it wraps around to the first
     err = (1.0 + 0.2 * tl.abs(largest)) * (tolerance * num_steps(key.shape[1]) / reach(spec)) + 2.0
     margin = tl.minimum(err, 1.0 * num_steps(key.shape[1])).to(tl.int32) * (low + 1) + low
-    return (bests & low) ^ low, found, (best > low) & (nearest >= margin.to(tl.uint32, bitcast=True))
+    certain = (best > low) & (nearest >= margin.to(tl.uint32, bitcast=True))
+    return Chosen((bests & low) ^ low, found), certain
 
 
 @triton.jit
@@ -314,30 +318,30 @@ def choose(ranks, columns, found, k, spec: tl.constexpr):
 
 
 @triton.jit
-def choose_fast(logits, top, total, places, expert_bias, k, spec: tl.constexpr):
-    """The ids [R, slots] of the chosen, best first, 0, 1, 2 ... for the slots, and which rows are certain."""
-    columns, slots, group_slots = places
+def choose_fast(logits, softmax, positions, expert_bias, k, spec: tl.constexpr):
+    """Choose each row's experts by packed keys: Chosen, and which rows [R] are certain."""
+    columns = positions.columns
     tolerance: tl.constexpr = TOLERANCE if spec.by_score and spec.rule.score == "sigmoid" else 0.0
-    key = selection_key(logits, top, total, expert_bias, True, spec)
+    key = selection_key(logits, softmax, expert_bias, True, spec)
     key = barred(key, logits)
     if not spec.has_expert_bias:
         key = tl.where(columns < spec.num_experts, key, -INF)
     if spec.rule.num_groups > 1:
-        key, largest, sure = best_groups(key, columns, group_slots, tolerance, spec)
-        ids, found, certain = choose_packed(key, largest, columns, slots, k, tolerance, spec)
-        return ids, found, certain & sure
+        key, largest, sure = best_groups(key, columns, positions.groups, tolerance, spec)
+        chosen, certain = choose_packed(key, largest, columns, positions.slots, k, tolerance, spec)
+        return chosen, certain & sure
     else:
-        return choose_packed(key, tl.max(key, 1), columns, slots, k, tolerance, spec)
+        return choose_packed(key, tl.max(key, 1), columns, positions.slots, k, tolerance, spec)
 
 
 @triton.jit
-def choose_exactly(logits, usable, top, total, places, expert_bias, k, spec: tl.constexpr):
-    """The ids [R, slots] of the chosen, best first, -1 where none is left, and 0, 1, 2 ... for the slots."""
-    columns, slots, group_slots = places
-    key = selection_key(logits, top, total, expert_bias, False, spec)
+def choose_exactly(logits, usable, softmax, positions, expert_bias, k, spec: tl.constexpr):
+    """Choose each row's experts by exact keys: Chosen. usable [R, C]: experts whose logit is finite."""
+    columns = positions.columns
+    key = selection_key(logits, softmax, expert_bias, False, spec)
     key = tl.where(usable & is_finite(key), key, -INF)
     if spec.rule.num_groups > 1:
-        key, _largest, _sure = best_groups(key, columns, group_slots, 0.0, spec)
+        key, _largest, _sure = best_groups(key, columns, positions.groups, 0.0, spec)
     none = tl.max((key > key).to(tl.int32), 1)
-    found = slots + as_in(none, tl.max(slots, 1), spec)[:, None]
-    return choose(tl.where(key > -INF, order(key), LOWEST), columns, found, k, spec), found
+    found = positions.slots + as_in(none, tl.max(positions.slots, 1), spec)[:, None]
+    return Chosen(choose(tl.where(key > -INF, order(key), LOWEST), columns, found, k, spec), found)
