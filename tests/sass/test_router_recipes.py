@@ -42,8 +42,8 @@ def test_every_way_to_cut_the_work_occurs():
     for case in (case for case in ROUTER_CASES if case.kernel == "sm90"):
         call = router_recipes.call_of(case)
         cuts.append(host.hopper_arguments(call, host.empty_outputs(call), router_recipes.NUM_SMS)[1][-2])
-    for name in ("parts_n", "parts_k", "waits", "signals", "loads_all"):
-        ways = {min(2, int(getattr(cut, name))) for cut in cuts}
+    for name in ("parts_n", "parts_k", "all_parts_wait", "polls_sums", "single_fill"):
+        ways = {min(2, int(getattr(tiling, name))) for tiling in cuts}
         assert len(ways) == 2, f"{name} is {ways} in all cases: other sizes are needed"
 
 

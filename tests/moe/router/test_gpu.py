@@ -248,17 +248,17 @@ def test_every_cut_gives_the_same_bits(quarter):
     spec = host.spec_of(96, 6, given.rule, None, None, False, (True, True, True))
     call = host.Call(given.tokens, given.gate, spec, 1.0, 1.0, None, None, None, None)
     num_sms = torch.cuda.get_device_properties(0).multi_processor_count
-    for cut in list(candidates(130, 2504, replace(spec, gluon=True), num_sms))[quarter::4]:
+    for tiling in list(candidates(130, 2504, replace(spec, gluon=True), num_sms))[quarter::4]:
         outputs = host.empty_outputs(call)
         for _ in range(3):
-            host._run_hopper(call, outputs, cut)
+            host._run_hopper(call, outputs, tiling)
         for got, field in ((outputs["logits"], "logits"), (outputs["ids"], "topk_ids"), (outputs["dense"], "dense")):
             assert_same_bits(got, getattr(want, field))
         assert_same_bits(outputs["counts"][1], want.expert_offsets)
 
 
 def test_rows_that_are_done_again_beside_others_in_every_cut():
-    """Near keys, ties, NaN in one row of five each: as the reference, and the same bits however a launch is cut."""
+    """Near keys, ties, NaN in one row of five each: as the reference, and the same bits however a launch is tiling."""
     kinds = ("randn", "crowded around 1", "few distinct", "NaN", "ties at the boundary")
     x = torch.stack([logits(kind, 220, 256, 8) for kind in kinds], 1).flatten(0, 1)
     tokens, gate = (y.cuda() for y in as_product(x, torch.bfloat16))
@@ -272,9 +272,9 @@ def test_rows_that_are_done_again_beside_others_in_every_cut():
         spec = host.spec_of(256, 8, rule, None, given.expert_bias, False, (True, True, True))
         call = host.Call(tokens, gate, spec, 1.0, rule.routed_scale, None, given.expert_bias, None, None)
         num_sms = torch.cuda.get_device_properties(0).multi_processor_count
-        for cut in candidates(len(x), tokens.shape[1], replace(spec, gluon=True), num_sms):
+        for tiling in candidates(len(x), tokens.shape[1], replace(spec, gluon=True), num_sms):
             outputs = host.empty_outputs(call)
-            host._run_hopper(call, outputs, cut)
+            host._run_hopper(call, outputs, tiling)
             for name, field in (("weights", "topk_weights"), ("ids", "topk_ids"), ("dense", "dense")):
                 assert_same_bits(outputs[name], getattr(want, field))
             assert_same_bits(outputs["counts"][1], want.expert_offsets)

@@ -12,7 +12,7 @@ from envoi.gemm.sm90 import descriptor, tma_ready
 from envoi.moe.router.device_types import Outputs, Scalars, Tables
 from envoi.moe.router.rules import Rule
 from envoi.moe.router.spec import Spec
-from envoi.moe.router.tiling import SAME_BELOW, Cut, choose_cut
+from envoi.moe.router.tiling import SAME_BELOW, RouterTiling, choose_tiling
 
 MAX_GROUPS = 32
 BEFORE = ("softmax_over_topk", "sigmoid_of_topk")  # rank by logits, whatever is added
@@ -120,39 +120,40 @@ def _from(x: torch.Tensor | None, first: int) -> torch.Tensor | None:
     return None if x is None else x[first:]
 
 
-def _run_hopper(call: Call, outputs: dict[str, Any], cut: Cut | None = None) -> None:
+def _run_hopper(call: Call, outputs: dict[str, Any], tiling: RouterTiling | None = None) -> None:
     from envoi.gemm.launch import launch
     from envoi.moe.router import kernel_hopper
 
-    launch(kernel_hopper.router_kernel, *hopper_arguments(call, outputs, num_sms(call.tokens.device), cut))
+    launch(kernel_hopper.router_kernel, *hopper_arguments(call, outputs, num_sms(call.tokens.device), tiling))
 
 
 def hopper_arguments(
-    call: Call, outputs: dict[str, Any], num_sms: int, cut: Cut | None = None
+    call: Call, outputs: dict[str, Any], num_sms: int, tiling: RouterTiling | None = None
 ) -> tuple[tuple[int], tuple, dict[str, Any]]:
     """Grid, arguments and options of the Hopper kernel."""
     spec = replace(call.spec, gluon=True)
     (M, hidden), device = call.tokens.shape, call.tokens.device
-    cut = cut or choose_cut(power_of_two(M) if M <= SAME_BELOW else M, hidden, spec, num_sms)
-    row_blocks = -(-M // cut.rows)
+    tiling = tiling or choose_tiling(power_of_two(M) if M <= SAME_BELOW else M, hidden, spec, num_sms)
+    row_blocks = -(-M // tiling.rows_per_cta)
     tokens, gate = tma_ready(call.tokens), tma_ready(call.gate)
     sums = None
-    if cut.signals:
-        sums = workspace.blanks(cut.num_sets * M * cut.columns, device)
-    elif cut.parts > 1:
-        sums = workspace.floats(cut.num_sets * row_blocks * cut.tile * cut.columns, device)
-    num_met = 2 * row_blocks if cut.parts > 1 and not cut.signals else 0
+    if tiling.polls_sums:
+        sums = workspace.blanks(tiling.num_sets * M * tiling.columns, device)
+    elif tiling.parts > 1:
+        sums = workspace.floats(tiling.num_sets * row_blocks * tiling.tile * tiling.columns, device)
+    num_met = 2 * row_blocks if tiling.parts > 1 and not tiling.polls_sums else 0
     num_counted = spec.num_experts + 1 if spec.want_counts else 0
     counters = workspace.counters(num_met + num_counted, device) if num_met + num_counted else None
     counted = _from(counters, num_met) if num_counted else None
     counts, offsets = outputs["counts"] or (None, None)
     arguments = (
-        descriptor(tokens, cut.rows, cut.block_k), descriptor(gate, cut.block_n, cut.block_k), M, hidden,
+        descriptor(tokens, tiling.rows_per_cta, tiling.block_k),
+        descriptor(gate, tiling.block_n, tiling.block_k), M, hidden,
         call.alpha, call.routed_scale, spec.k, *_tables(call),
         outputs["weights"], outputs["ids"], outputs["logits"], outputs["dense"], _from(counted, 1), counts, offsets,
-        counted, sums, counters if num_met else None, cut, spec,
+        counted, sums, counters if num_met else None, tiling, spec,
     )  # fmt: skip
-    options: dict[str, Any] = {"num_warps": cut.num_warps, "launch_pdl": True}
-    if cut.waits:
+    options: dict[str, Any] = {"num_warps": tiling.num_warps, "launch_pdl": True}
+    if tiling.all_parts_wait:
         options["launch_cooperative_grid"] = True
-    return (row_blocks * cut.parts,), arguments, options
+    return (row_blocks * tiling.parts,), arguments, options

@@ -254,7 +254,7 @@ def portion(x, y, spec: tl.constexpr):
 
 @triton.constexpr_function
 def num_steps(columns):
-    """Into which the reach of packed keys is cut: what the column's bits leave, and a float can count."""
+    """Into which the reach of packed keys is divided: what the column's bits leave, and a float can count."""
     return min(1 << 23, (1 << 31) // columns)
 
 

@@ -9,7 +9,7 @@ MAX_BLOCK = 1024
 
 
 def block_sum(hidden: int) -> int:
-    """Products are summed in blocks of this along K, and the blocks in their order, however work is cut.
+    """Products are summed in blocks of this along K, and the blocks in their order, however work is divided.
 
     The blocks of a long K are a multiple of four, so that two or four CTAs have equal parts of it.
     """

@@ -1,4 +1,4 @@
-"""How the Hopper router cuts its work into CTAs: rows, columns, blocks along K. Plain Python."""
+"""How the Hopper router divides its work among CTAs: rows, columns, blocks along K."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -9,7 +9,7 @@ from envoi.moe.router.spec import Spec, block_sum
 
 WIDTHS = {4: (16, 32, 64, 128), 8: (128, 256)}  # of warps: what leaves room in registers for a block and the total
 TILE = 64  # rows of an instruction
-SAME_BELOW = 64  # tokens up to here have the cut of the next power of two
+SAME_BELOW = 64  # tokens up to here have the tiling of the next power of two
 TILE_ROWS = 8  # of a tile in shared memory at least: its swizzle repeats after eight
 MAX_ELEMENTS = 512  # that a warp chooses experts in at a time, if all of it shares a row
 MAX_SIGNALS = 1 << 18  # sums that are waited for themselves
@@ -29,15 +29,16 @@ ELEMENT_CYCLES = 0.12  # a round of one element of it, one warp
 
 
 @dataclass(frozen=True)
-class Cut:
-    """A CTA has `tile` rows, those of an instruction, block_n columns, steps_each steps of block_k along K; num_warps
-    multiply and choose.
+class RouterTiling:
+    """How a launch divides its work: a CTA takes rows_per_cta rows, block_n columns, steps_each * block_k of K.
 
-    parts: CTAs that share their rows, parts_n of them side by side. waits: they wait for each other, and each routes
-    `share` rows; else the last to come routes all of them. signals: they wait for the sums themselves, not for a
-    counter. rows_each: at a time. num_sets: sums that each row has. steps_in_block: steps along K in a block of sums.
-    columns: of the workspace. rows: `tile` unless there are fewer tokens, or a CTA has all columns and all of K.
-    loads_all: a CTA's part of the operands fits its stages. lanes: that share a row when experts are chosen.
+    num_warps: of the consumer. num_stages: of the pipeline; with single_fill a CTA's operands fit into them.
+    parts: CTAs of the same rows, parts_n side by side and parts_k along K. all_parts_wait: they wait for each other,
+    and each routes rows_per_part rows; else the last to arrive routes all of them. polls_sums: they wait for the
+    partial sums themselves, not for a counter. rows_per_pass: rows that are routed at a time. num_sets: partial sums of
+    each row. steps_in_block: steps along K in a block of sums. columns: of the workspace. rows_per_cta: `tile`, the
+    rows of an instruction, unless there are fewer tokens, or a CTA has all columns and all of K. lanes: that share a
+    row when experts are chosen.
     """
 
     tile = TILE
@@ -51,13 +52,13 @@ class Cut:
     steps_each: int
     steps_in_block: int
     num_sets: int
-    share: int
-    rows_each: int
-    waits: bool
-    signals: bool
+    rows_per_part: int
+    rows_per_pass: int
+    all_parts_wait: bool
+    polls_sums: bool
     columns: int
-    rows: int
-    loads_all: bool
+    rows_per_cta: int
+    single_fill: bool
     lanes: int
 
     @property
@@ -66,10 +67,12 @@ class Cut:
         return self.parts_n * self.parts_k
 
     @property
-    def in_eights(self) -> bool:
-        """Rows whose experts aren't certain are done again eight at a time, not the whole pass: their logits can be
-        read twice, and 32 lanes a row give the same sums."""
-        return not self.signals and self.columns >= 128 and self.rows_each > 8
+    def reroutes_eights(self) -> bool:
+        """Route uncertain rows again eight at a time instead of the whole pass.
+
+        Their logits can be read twice, and 32 lanes a row give the same sums.
+        """
+        return not self.polls_sums and self.columns >= 128 and self.rows_per_pass > 8
 
 
 def lanes_of(rows_a_warp: int, spec: Spec) -> int:
@@ -85,22 +88,23 @@ def lanes_of(rows_a_warp: int, spec: Spec) -> int:
 
 
 @cache
-def choose_cut(M: int, hidden: int, spec: Spec, num_sms: int) -> Cut:
-    """The cut that the model below finds fastest."""
-    return min(candidates(M, hidden, spec, num_sms), key=lambda cut: predicted_cycles(M, hidden, spec, cut, num_sms))
+def choose_tiling(M: int, hidden: int, spec: Spec, num_sms: int) -> RouterTiling:
+    """Choose the tiling that the model of time below finds fastest."""
+    tilings = candidates(M, hidden, spec, num_sms)
+    return min(tilings, key=lambda tiling: predicted_cycles(M, hidden, spec, tiling, num_sms))
 
 
-def candidates(M: int, hidden: int, spec: Spec, num_sms: int) -> Iterator[Cut]:
-    """All cuts that make sense."""
+def candidates(M: int, hidden: int, spec: Spec, num_sms: int) -> Iterator[RouterTiling]:
+    """List all tilings worth comparing."""
     num_blocks = -(-hidden // block_sum(hidden))
     for num_warps, widths in WIDTHS.items():
         for block_n in widths:
             if block_n > spec.columns:
                 continue
             for blocks_each in {-(-num_blocks // parts) for parts in range(1, num_blocks + 1)}:
-                cut = make(M, hidden, spec, num_warps, block_n, blocks_each, TILE, num_sms)
-                if cut.waits or blocks_each == num_blocks:
-                    yield cut
+                tiling = make(M, hidden, spec, num_warps, block_n, blocks_each, TILE, num_sms)
+                if tiling.all_parts_wait or blocks_each == num_blocks:
+                    yield tiling
             if block_n == spec.columns:
                 for rows in (8, 16, 32):
                     if rows < M:
@@ -109,8 +113,8 @@ def candidates(M: int, hidden: int, spec: Spec, num_sms: int) -> Iterator[Cut]:
 
 def make(
     M: int, hidden: int, spec: Spec, num_warps: int, block_n: int, blocks_each: int, rows: int, num_sms: int
-) -> Cut:
-    """A cut with what follows from it."""
+) -> RouterTiling:
+    """Make a tiling from its free choices."""
     block = block_sum(hidden)
     num_blocks = -(-hidden // block)
     parts_n = -(-spec.num_experts // block_n)
@@ -135,27 +139,27 @@ def make(
     loads_all = steps <= fits
     # The stages of the gate hold the logits of a tile in the end.
     stages = max(steps, -(-2 * TILE // block_k)) if loads_all else min(fits, 16)
-    return Cut(
+    return RouterTiling(
         num_warps, block_n, block_k, stages, parts_n, parts_k, steps_each, block // block_k, max(1, num_sets),
         share, rows_each, waits, signals, spec.columns, rows, loads_all, lanes,
     )  # fmt: skip
 
 
-def predicted_cycles(M: int, hidden: int, spec: Spec, cut: Cut, num_sms: int) -> float:
-    """What a launch takes, roughly: the slowest of loading and multiplying, then meeting and choosing."""
-    ctas = -(-M // cut.rows) * cut.parts
+def predicted_cycles(M: int, hidden: int, spec: Spec, tiling: RouterTiling, num_sms: int) -> float:
+    """Estimate the cycles of a launch: the slowest of loading and multiplying, then exchanging sums and choosing."""
+    ctas = -(-M // tiling.rows_per_cta) * tiling.parts
     waves = -(-ctas // num_sms)
-    span = min(hidden, cut.steps_each * cut.block_k)
-    loads = 2 * span * (cut.rows + cut.block_n) / L2_BYTES
+    span = min(hidden, tiling.steps_each * tiling.block_k)
+    loads = 2 * span * (tiling.rows_per_cta + tiling.block_n) / L2_BYTES
     dram = 2 * hidden * (M + spec.num_experts) / DRAM_BYTES / waves
     # An instruction takes at least 32 cycles, whatever its columns.
-    products = span / 16 * max(cut.block_n / 2, 32)
-    rest = 0.0 if cut.loads_all else ROLES_CYCLES
-    if cut.parts > 1:
-        sets = max(1, cut.num_sets // max(cut.parts_k - 1, 1))
-        floats = cut.share * cut.num_sets * spec.columns + cut.rows * cut.block_n * sets
-        rest += (SIGNAL_CYCLES if cut.signals else MEET_CYCLES) + 4 * floats / SUM_BYTES
-    passes = -(-cut.share // cut.rows_each)
-    elements = cut.rows_each * spec.columns / cut.num_warps
+    products = span / 16 * max(tiling.block_n / 2, 32)
+    rest = 0.0 if tiling.single_fill else ROLES_CYCLES
+    if tiling.parts > 1:
+        sets = max(1, tiling.num_sets // max(tiling.parts_k - 1, 1))
+        floats = tiling.rows_per_part * tiling.num_sets * spec.columns + tiling.rows_per_cta * tiling.block_n * sets
+        rest += (SIGNAL_CYCLES if tiling.polls_sums else MEET_CYCLES) + 4 * floats / SUM_BYTES
+    passes = -(-tiling.rows_per_part // tiling.rows_per_pass)
+    elements = tiling.rows_per_pass * spec.columns / tiling.num_warps
     rest += passes * (CHOOSE_CYCLES + elements * (spec.k + 12) * ELEMENT_CYCLES)
     return CTA_CYCLES * min(ctas, num_sms) + waves * (START_CYCLES + max(loads, dram, products) + rest)
