@@ -23,6 +23,7 @@ from envoi.moe.parallel.shared_device import (
     OUTCOME,
     LocalExperts,
     Memory,
+    SourceToken,
     ints,
     raise_flag,
     row_positions,
@@ -42,19 +43,21 @@ class ResultRows(NamedTuple):
 
 @triton.jit
 def return_token(
-    memory, experts, source, token, k, row_shift, results, SLOTS: tl.constexpr, BLOCK: tl.constexpr
+    memory, experts, token, results, SLOTS: tl.constexpr, BLOCK: tl.constexpr
 ):  # fmt: skip
-    """Sum a token's rows on this rank in the order of its slots, round once, and send the sum to rank `source`."""
-    found = token_slots(memory, experts, source, token, k, SLOTS)
+    """Sum a SourceToken's rows on this rank in the order of its slots, round once, and send the sum to its rank."""
+    found = token_slots(memory, experts, token, SLOTS)
     width = results.width
     if tl.max(found.is_local.to(tl.int32), 0) > 0:
-        pos = row_positions(memory, experts, row_shift, source, found)
-        to = tl.multiple_of((tl.load(memory.peers + source) + memory.regions.returned_rows).to(results.rows.dtype), 16)
-        to += (token * results.num_ranks + results.rank).to(tl.int64) * width
+        pos = row_positions(memory, experts, token.source, found)
+        to = tl.multiple_of(
+            (tl.load(memory.peers + token.source) + memory.regions.returned_rows).to(results.rows.dtype), 16
+        )
+        to += (token.token * results.num_ranks + results.rank).to(tl.int64) * width
         for first in range(0, width, BLOCK):
             columns = first + tl.arange(0, BLOCK)
             total = tl.zeros((BLOCK,), tl.float32)
-            for i in range(k):
+            for i in range(token.k):
                 row = tl.max(tl.where(found.lane == i, pos, -1), 0).to(tl.int64)
                 if row >= 0:
                     total += widen(tl.load(results.rows + row * width + columns, mask=columns < width, other=0.0))
@@ -70,13 +73,13 @@ def return_kernel(
     own = tl.load(peers + rank)
     most = tl.load(state + MAX_TOKENS)
     memory = Memory(own, peers, regions, room)
-    experts = LocalExperts(first_expert, num_local)
+    experts = LocalExperts(first_expert, num_local, row_shift)
     rows = ResultRows(results, width, rank, num_ranks)
     for t in range(tl.program_id(0), most * num_ranks, tl.num_programs(0)):
         source, token = (t + rank) % num_ranks, t // num_ranks
         if token < tl.load(ints(own + regions.sizes) + 2 * source):
             k = tl.load(ints(own + regions.sizes) + 2 * source + 1)
-            return_token(memory, experts, source, token, k, row_shift, rows, SLOTS, BLOCK)
+            return_token(memory, experts, SourceToken(source, token, k), rows, SLOTS, BLOCK)
 
 
 @triton.jit(do_not_specialize=["rank", "timeout_us"])

@@ -28,6 +28,7 @@ from envoi.moe.parallel.shared_device import (
     REFUSED,
     LocalExperts,
     Memory,
+    SourceToken,
     ints,
     raise_flag,
     row_positions,
@@ -68,10 +69,9 @@ class SlotRegions(NamedTuple):
 class Placement(NamedTuple):
     """What dispatch finds out for the kernels after it.
 
-    row_shift [num_ranks, E], offsets [E + 1]: see `compute_row_offsets`. state [4], report [2, num_ranks].
+    offsets [E + 1]: see `compute_row_offsets`. state [4], report [2, num_ranks].
     """
 
-    row_shift: Any
     offsets: Any
     state: Any
     report: Any
@@ -193,7 +193,7 @@ def compute_row_offsets(memory, experts, to, num_ranks, num_experts, live, shape
     count = tl.load(counts + 1, mask=inside, other=0, cache_modifier=".cg") - begin
     flat = tl.reshape(count, (shape[0] * shape[1],))
     before = tl.reshape(tl.cumsum(flat, 0) - flat, (shape[0], shape[1]))
-    tl.store(to.row_shift + s * experts.count + e, before - begin, mask=(e < experts.count) & (s < num_ranks))
+    tl.store(experts.row_shift + s * experts.count + e, before - begin, mask=(e < experts.count) & (s < num_ranks))
     tl.store(to.offsets + e + s, before, mask=(e < experts.count) & (s == 0))
     tl.store(to.offsets + experts.count, tl.sum(flat, 0))
     ranks = tl.arange(0, shape[1])
@@ -264,37 +264,36 @@ def announce_kernel(
         if tl.atomic_add(state + ARRIVALS, 1, sem="acq_rel", scope="gpu") == num_ranks - 1:
             tl.store(state + ARRIVALS, 0)
             fine = decide_outcome(memory, state, report, num_ranks, shape) == FINE
-            experts = LocalExperts(first_expert, num_local)
-            to = Placement(row_shift, offsets, state, report)
+            experts = LocalExperts(first_expert, num_local, row_shift)
+            to = Placement(offsets, state, report)
             compute_row_offsets(memory, experts, to, num_ranks, num_experts, fine, shape)
 
 
 @triton.jit
 def pull_token(
-    memory, experts, source, token, k, row_shift, rows,
-    SLOTS: tl.constexpr, WORDS: tl.constexpr, SFS: tl.constexpr,
+    memory, experts, token, rows, SLOTS: tl.constexpr, WORDS: tl.constexpr, SFS: tl.constexpr
 ):  # fmt: skip
-    """Copy a token of rank `source` to the rows of its experts on this rank, if it has any. rows: PulledRows."""
-    found = token_slots(memory, experts, source, token, k, SLOTS)
+    """Copy a SourceToken to the rows of its experts on this rank, if it has any. rows: PulledRows."""
+    found = token_slots(memory, experts, token, SLOTS)
     if tl.max(found.is_local.to(tl.int32), 0) > 0:
-        base = tl.load(memory.peers + source)
+        base = tl.load(memory.peers + token.source)
         columns = tl.arange(0, WORDS)
         from_row = tl.multiple_of((base + memory.regions.tokens).to(rows.words.dtype), 16)
-        from_row += token.to(tl.int64) * rows.num_words
+        from_row += token.token.to(tl.int64) * rows.num_words
         x = tl.load(from_row + columns, mask=columns < rows.num_words, other=0)
         if SFS > 0:
             factors = tl.arange(0, SFS)
-            from_sf = (base + memory.regions.token_sf).to(rows.sf.dtype) + token * rows.num_sf
+            from_sf = (base + memory.regions.token_sf).to(rows.sf.dtype) + token.token * rows.num_sf
             sf = tl.load(from_sf + factors, mask=factors < rows.num_sf, other=0)
-        pos = row_positions(memory, experts, row_shift, source, found)
+        pos = row_positions(memory, experts, token.source, found)
         weights = ints(memory.own + memory.regions.weights).to(tl.pointer_type(tl.float32))
-        weights = weights + source * memory.room + found.slot
+        weights = weights + token.source * memory.room + found.slot
         tl.store(rows.weights + pos, tl.load(weights, mask=found.is_local, other=0.0), mask=found.is_local)
         returned = memory.regions.returned_rows
         tl.store(
             rows.destinations + pos, base + returned + found.slot.to(tl.int64) * rows.slot_bytes, mask=found.is_local
         )
-        for i in range(k):
+        for i in range(token.k):
             row = tl.max(tl.where(found.lane == i, pos, -1), 0).to(tl.int64)
             if row >= 0:
                 tl.store(rows.words + row * rows.num_words + columns, x, mask=columns < rows.num_words)
@@ -315,10 +314,10 @@ def pull_kernel(
     own = tl.load(peers + rank)
     most = tl.load(state + MAX_TOKENS)
     memory = Memory(own, peers, regions, room)
-    experts = LocalExperts(first_expert, num_local)
+    experts = LocalExperts(first_expert, num_local, row_shift)
     out = PulledRows(rows, rows_sf, row_weights, row_destinations, num_words, num_sf, slot_bytes)
     for t in range(tl.program_id(0), most * num_ranks, tl.num_programs(0)):
         source, token = (t + rank) % num_ranks, t // num_ranks
         if token < tl.load(ints(own + regions.sizes) + 2 * source):
             k = tl.load(ints(own + regions.sizes) + 2 * source + 1)
-            pull_token(memory, experts, source, token, k, row_shift, out, SLOTS, WORDS, SFS)
+            pull_token(memory, experts, SourceToken(source, token, k), out, SLOTS, WORDS, SFS)

@@ -43,14 +43,26 @@ class Memory(NamedTuple):
 
 
 class LocalExperts(NamedTuple):
-    """The experts of this rank: first .. first + count - 1 of all."""
+    """The experts of this rank: first .. first + count - 1 of all.
+
+    row_shift [num_ranks, count]: what to add to a source's position of a slot to get its row here.
+    """
 
     first: Any
     count: Any
+    row_shift: Any
+
+
+class SourceToken(NamedTuple):
+    """A token of rank `source`, and how many slots it has."""
+
+    source: Any
+    token: Any
+    k: Any
 
 
 class TokenSlots(NamedTuple):
-    """The slots of one token of a source rank.
+    """The slots of a SourceToken.
 
     lane: 0, 1, .. of the token's slots. slot: token * k + lane. expert: local number of its expert. is_local: whether
     this rank owns it."""
@@ -101,22 +113,19 @@ def wait_for(flag, count, timeout_us, ON_GPU: tl.constexpr):
 
 
 @triton.jit
-def token_slots(memory, experts, source, token, k, SLOTS: tl.constexpr):
-    """Read the slots of a token of rank `source` and find those whose experts this rank owns."""
+def token_slots(memory, experts, token, SLOTS: tl.constexpr):
+    """Read the slots of a SourceToken and find those whose experts this rank owns."""
     lane = tl.arange(0, SLOTS)
-    slot = token * k + lane
+    slot = token.token * token.k + lane
     ids = ints(memory.own + memory.regions.topk_ids)
-    expert = tl.load(ids + source * memory.room + slot, mask=lane < k, other=-1) - experts.first
+    expert = tl.load(ids + token.source * memory.room + slot, mask=lane < token.k, other=-1) - experts.first
     return TokenSlots(lane, slot, expert, (expert >= 0) & (expert < experts.count))
 
 
 @triton.jit
-def row_positions(memory, experts, row_shift, source, token):
-    """Return the rows of a token's slots on this rank, -1 for slots whose expert is elsewhere. token: TokenSlots.
-
-    row_shift [num_ranks, count]: what to add to a source's position of a slot.
-    """
+def row_positions(memory, experts, source, token):
+    """Return the rows of a token's slots on this rank, -1 for slots whose expert is elsewhere. token: TokenSlots."""
     positions = ints(memory.own + memory.regions.slot_pos)
     pos = tl.load(positions + source * memory.room + token.slot, mask=token.is_local, other=0)
-    shift = tl.load(row_shift + source * experts.count + token.expert, mask=token.is_local, other=0)
+    shift = tl.load(experts.row_shift + source * experts.count + token.expert, mask=token.is_local, other=0)
     return tl.where(token.is_local, pos + shift, -1)
