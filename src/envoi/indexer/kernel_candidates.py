@@ -7,9 +7,9 @@
         low, high = about the k-th best of the row's groups, and the best; if n <= k, the least instead
         the composites of scores that reach low                  -> the list, and a list of their class
 
-Lists are in any order; `kernel_rank` puts them in theirs. The scores from high to low fall into CLASSES, the best into
-the first, so that a score need only be compared with its own class. A class's list holds CAPACITY; if one overflows,
-the row's is what counts.
+Lists are in any order; `kernel_rank` puts them in theirs. The scores from high to low fall into SCORE_BINS, the best
+into the first, so that a score need only be compared with its own class. A class's list holds CAPACITY; if one
+overflows, the row's is what counts.
 
 Every program searches the bound itself: that takes less time than to wait for one that does.
 """
@@ -19,13 +19,13 @@ import triton.language as tl
 
 from envoi.epilogue.device import INF, in_order
 from envoi.indexer.kernel_scores import (
-    CLASSES,
+    COUNTER_STRIDE,
     INTEGERS,
     KEY_SHIFT,
+    NUM_COUNTERS,
     NUM_GROUPS,
     PAGE,
-    SECTOR,
-    TALLIES,
+    SCORE_BINS,
     level_of,
     ordered,
     visible,
@@ -37,16 +37,16 @@ LEAST: tl.constexpr = tl.constexpr(-(1 << 15))  # upper half of a key
 OCTAVE: tl.constexpr = tl.constexpr(128)  # a factor of two between scores, in upper halves of their keys
 SLACK: tl.constexpr = tl.constexpr(16)  # the bound may let k / 16 groups too many through
 CAPACITY: tl.constexpr = tl.constexpr(256)
-FAILED: tl.constexpr = tl.constexpr(1 << 30)  # in a list's tally: a page outside the cache
+FAILED: tl.constexpr = tl.constexpr(1 << 30)  # in a list's counter: a page outside the cache
 BAD_LENGTH: tl.constexpr = tl.constexpr(1)
 BAD_PAGE: tl.constexpr = tl.constexpr(2)
 
 
 @triton.jit
-def tokens_of(seq_lens, tallies, row, num_rows, next_n, width):
-    """Tokens that a row chooses from, and what is wrong with it, then none. Its tallies must be final."""
+def tokens_of(seq_lens, counters, row, num_rows, next_n, width):
+    """Tokens that a row chooses from, and what is wrong with it, then none. Its counters must be final."""
     seen = visible(seq_lens, row, num_rows, next_n, width)
-    failed = tl.load(tallies + CLASSES * SECTOR, mask=seen > 0, other=0) >= FAILED
+    failed = tl.load(counters + SCORE_BINS * COUNTER_STRIDE, mask=seen > 0, other=0) >= FAILED
     error = tl.where(seen < 0, BAD_LENGTH, tl.where(failed, BAD_PAGE, 0))
     return tl.where(error > 0, 0, seen), error
 
@@ -116,7 +116,7 @@ def class_of(scores, low, top, steep, NAN_FIRST: tl.constexpr):
     if steep:
         rest = rest * rest
         rest = rest * rest
-    return tl.minimum((rest * CLASSES).to(tl.int32), CLASSES - 1)
+    return tl.minimum((rest * SCORE_BINS).to(tl.int32), SCORE_BINS - 1)
 
 
 @triton.jit
@@ -129,13 +129,13 @@ def pages_are_good(table, first, n, num_pages, BLOCK: tl.constexpr):
 
 @triton.jit(do_not_specialize=INTEGERS)
 def sift_kernel(
-    logits, groups, tallies, listed, classes, seq_lens, table, first_row, num_rows, width, num_pages,
+    logits, groups, counters, listed, classes, seq_lens, table, first_row, num_rows, width, num_pages,
     NEXT_N: tl.constexpr, K: tl.constexpr, NAN_FIRST: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """BLOCK scores of a row; programs behind its end have nothing to do.
 
-    tallies [rows, TALLIES]: how long the lists are, zero at first; FAILED in that of the row's if a page isn't in the
-    cache. classes [rows, CLASSES, CAPACITY].
+    counters [rows, NUM_COUNTERS]: how long the lists are, zero at first; FAILED in that of the row's if a page isn't in
+    the cache. classes [rows, SCORE_BINS, CAPACITY].
     """
     own = tl.program_id(1)
     first = tl.program_id(0) * BLOCK
@@ -145,19 +145,19 @@ def sift_kernel(
         return
     good = pages_are_good(table + (row // NEXT_N).to(tl.int64) * width, first, n, num_pages, BLOCK)
     offset = own.to(tl.int64) * width * PAGE
-    tallies += own * TALLIES
+    counters += own * NUM_COUNTERS
     positions = first + tl.arange(0, BLOCK)
     scores = tl.load(logits + offset + positions, mask=positions // 4 < tl.cdiv(n, 4), other=0.0)
     low, top = limits_of(groups + own * NUM_GROUPS, n, K)
     keys = ordered(scores, NAN_FIRST)
     keep = (positions < n) & ((keys >> KEY_SHIFT) >= low)
     kind = class_of(scores, low, top, n > K, NAN_FIRST)
-    seat = tl.atomic_add(tallies + kind * SECTOR, 1, mask=keep, sem="relaxed")
+    seat = tl.atomic_add(counters + kind * COUNTER_STRIDE, 1, mask=keep, sem="relaxed")
     kept = keep.to(tl.int32)
-    begin = tl.atomic_add(tallies + CLASSES * SECTOR, tl.sum(kept, 0), sem="relaxed") & (FAILED - 1)
+    begin = tl.atomic_add(counters + SCORE_BINS * COUNTER_STRIDE, tl.sum(kept, 0), sem="relaxed") & (FAILED - 1)
     composites = (keys.to(tl.int64) << POSITION_BITS) | (positions ^ LAST).to(tl.int64)
     tl.store(listed + offset + begin + tl.cumsum(kept, 0) - 1, composites, mask=keep)
-    classes += (own * CLASSES + kind) * CAPACITY
+    classes += (own * SCORE_BINS + kind) * CAPACITY
     tl.store(classes + seat, composites, mask=keep & (seat < CAPACITY))
     if not good:
-        tl.atomic_or(tallies + CLASSES * SECTOR, FAILED, sem="relaxed")
+        tl.atomic_or(counters + SCORE_BINS * COUNTER_STRIDE, FAILED, sem="relaxed")
