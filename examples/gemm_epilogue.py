@@ -11,6 +11,7 @@ from envoi.epilogue import Col, Scalar, relu
 
 @envoi.epilogue
 def scale_bias_relu(acc, alpha: Scalar, bias: Col):  # Col: one value a column
+    """Return relu(alpha * acc + bias)."""
     return relu(alpha * acc + bias)
 
 
