@@ -75,6 +75,13 @@ def expect_int(name: str, value: Any, low: int, high: int | None = None, why: st
     return value
 
 
+def expect_bool(name: str, value: Any) -> bool:
+    """Return `value` if it is True or False; else raise ValueError."""
+    if not isinstance(value, bool):
+        raise ValueError(f"{name}: expected True or False, got {describe(value)}")
+    return value
+
+
 def expect_number(name: str, value: Any) -> float:
     """Return `value` as a float if it is a number; else raise ValueError."""
     if not isinstance(value, (int, float)) or isinstance(value, bool):

@@ -66,7 +66,7 @@ def _indexer_backend(gpu: dict[str, Any] | None) -> dict[str, str]:
     from envoi.indexer import certificate
 
     certified = certificate.orders(torch.device("cuda", 0), certificate.HEADS[-1]) is not None
-    exact = "certified for this torch" if certified else "torch's operators until `envoi indexer certify` has run"
+    exact = "certified for this torch and cuBLAS" if certified else "slow until `envoi indexer certify` has run"
     return {"backend": "Hopper kernel" if gpu["arch"] == "sm_90" else "Triton kernels", "why": f"exact mode: {exact}"}
 
 
