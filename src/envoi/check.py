@@ -29,7 +29,7 @@ def expect_tensor(
     device: torch.device | None = None,
     contiguous: bool = False,
 ) -> torch.Tensor:
-    """Return `value` if it is a tensor of that dtype, shape, device and layout; else raise ValueError.
+    """Return `value` if it is a dense tensor of that dtype, shape, device and layout; else raise ValueError.
 
     >>> expect_tensor("topk_ids", torch.zeros(128, 6, dtype=torch.int64), torch.int32, (128, 8))
     Traceback (most recent call last):
@@ -42,6 +42,8 @@ def expect_tensor(
         or (shape is not None and not _fits(value.shape, shape))
     ):
         raise ValueError(f"{name}: expected {_wanted(dtypes, shape)}, got {describe(value)}")
+    if value.layout != torch.strided:
+        raise ValueError(f"{name}: expected a dense tensor, got one in {str(value.layout).removeprefix('torch.')}")
     if device is not None and value.device != device:
         raise ValueError(f"{name}: expected a tensor on {device} like the other arguments, got one on {value.device}")
     if contiguous and not value.is_contiguous():
