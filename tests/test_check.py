@@ -146,3 +146,13 @@ def test_the_examples_in_the_docstrings():
     results = doctest.testmod(check)
     assert results.attempted >= 1
     assert results.failed == 0
+
+
+def test_pictures(tmp_path, monkeypatch):
+    for name in ("x.png", "x.PDF", "x.svg"):
+        assert check.expect_picture("--png", str(tmp_path / name)) == tmp_path / name
+    monkeypatch.setattr(check.os, "access", lambda path, mode: False)
+    refused(
+        f"--png: expected a file that can be written, got {tmp_path}/x.png",
+        check.expect_picture, "--png", f"{tmp_path}/x.png",
+    )  # fmt: skip

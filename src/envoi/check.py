@@ -1,11 +1,14 @@
 """Refusals that explain: which argument, what was expected, what came. All raise ValueError."""
 
 import math
+import os
 from collections.abc import Collection, Sequence
+from pathlib import Path
 from typing import Any
 
 import torch
 
+PICTURES = (".png", ".pdf", ".svg")
 Dim = int | str | None  # an exact size, a name for a size that is free, or None for "any"
 
 
@@ -101,3 +104,17 @@ def expect_divisible(name: str, value: int, by: int, why: str) -> int:
     if value % by:
         raise ValueError(f"{name}: expected a multiple of {by} ({why}), got {value}")
     return value
+
+
+def expect_picture(name: str, value: str) -> Path:
+    """Return the path of a picture that can be written, of a kind that its ending names; else raise ValueError."""
+    path = Path(value)
+    if path.is_dir():
+        raise ValueError(f"{name}: expected a file, got the folder {value}")
+    if path.suffix.lower() not in PICTURES:
+        raise ValueError(f"{name}: expected a name that ends in {', '.join(PICTURES)}, got {value}")
+    if not path.parent.is_dir():
+        raise ValueError(f"{name}: expected a file in a folder that exists, got {value}")
+    if not os.access(path if path.exists() else path.parent, os.W_OK):
+        raise ValueError(f"{name}: expected a file that can be written, got {value}")
+    return path
