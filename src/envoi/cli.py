@@ -81,7 +81,7 @@ def _parser() -> Parser:
 
 def _demo_arguments(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
-    add("--model", metavar="DIR", help="a checkpoint; default: examples/tiny_moe/model of the repository")
+    add("--model", metavar="DIR", help="a checkpoint; default: the one that Envoi brings")
     add("--text", metavar="FILE", help="text to evaluate on; default: standard library modules that training never saw")
     add("--bytes", metavar="N", type=int, default=8192, help="how much of the text; default: %(default)s")
     add("--prompt", metavar="STR", default="def ", help="a beginning to continue; default: %(default)r")
