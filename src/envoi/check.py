@@ -1,11 +1,14 @@
 """Refusals that explain: which argument, what was expected, what came. All raise ValueError."""
 
 import math
+import os
 from collections.abc import Collection, Sequence
+from pathlib import Path
 from typing import Any
 
 import torch
 
+PICTURES = (".png", ".pdf", ".svg")
 Dim = int | str | None  # an exact size, a name for a size that is free, or None for "any"
 
 
@@ -29,7 +32,7 @@ def expect_tensor(
     device: torch.device | None = None,
     contiguous: bool = False,
 ) -> torch.Tensor:
-    """Return `value` if it is a tensor of that dtype, shape, device and layout; else raise ValueError.
+    """Return `value` if it is a dense tensor of that dtype, shape, device and layout; else raise ValueError.
 
     >>> expect_tensor("topk_ids", torch.zeros(128, 6, dtype=torch.int64), torch.int32, (128, 8))
     Traceback (most recent call last):
@@ -42,6 +45,8 @@ def expect_tensor(
         or (shape is not None and not _fits(value.shape, shape))
     ):
         raise ValueError(f"{name}: expected {_wanted(dtypes, shape)}, got {describe(value)}")
+    if value.layout != torch.strided:
+        raise ValueError(f"{name}: expected a dense tensor, got one in {str(value.layout).removeprefix('torch.')}")
     if device is not None and value.device != device:
         raise ValueError(f"{name}: expected a tensor on {device} like the other arguments, got one on {value.device}")
     if contiguous and not value.is_contiguous():
@@ -75,6 +80,13 @@ def expect_int(name: str, value: Any, low: int, high: int | None = None, why: st
     return value
 
 
+def expect_bool(name: str, value: Any) -> bool:
+    """Return `value` if it is True or False; else raise ValueError."""
+    if not isinstance(value, bool):
+        raise ValueError(f"{name}: expected True or False, got {describe(value)}")
+    return value
+
+
 def expect_number(name: str, value: Any) -> float:
     """Return `value` as a float if it is a number; else raise ValueError."""
     if not isinstance(value, (int, float)) or isinstance(value, bool):
@@ -92,3 +104,17 @@ def expect_divisible(name: str, value: int, by: int, why: str) -> int:
     if value % by:
         raise ValueError(f"{name}: expected a multiple of {by} ({why}), got {value}")
     return value
+
+
+def expect_picture(name: str, value: str) -> Path:
+    """Return the path of a picture that can be written, of a kind that its ending names; else raise ValueError."""
+    path = Path(value)
+    if path.is_dir():
+        raise ValueError(f"{name}: expected a file, got the folder {value}")
+    if path.suffix.lower() not in PICTURES:
+        raise ValueError(f"{name}: expected a name that ends in {', '.join(PICTURES)}, got {value}")
+    if not path.parent.is_dir():
+        raise ValueError(f"{name}: expected a file in a folder that exists, got {value}")
+    if not os.access(path if path.exists() else path.parent, os.W_OK):
+        raise ValueError(f"{name}: expected a file that can be written, got {value}")
+    return path

@@ -22,6 +22,7 @@ class QuantTensor:
         wrong numbers if it isn't so: who writes to values or sf sets it anew (`envoi.quant.pack.tamed`), or to False.
 
     Example: fp8_row of a [4, 256] tensor has values [4, 256], sf [4, 1], group (1, 256).
+    Raises ValueError for a group that isn't a pair.
     """
 
     values: torch.Tensor
@@ -29,6 +30,10 @@ class QuantTensor:
     group: tuple[int, int]
     scale: torch.Tensor | None = None
     tame: bool = False
+
+    def __post_init__(self) -> None:
+        if not isinstance(self.group, tuple | list) or len(self.group) != 2:
+            raise ValueError(f"group: expected the rows and the columns that share a scale factor, got {self.group!r}")
 
     @property
     def packed(self) -> bool:

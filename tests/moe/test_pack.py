@@ -1,5 +1,7 @@
 """Packing: layouts, formats, round trips, refusals."""
 
+import math
+
 import pytest
 import torch
 
@@ -65,7 +67,11 @@ GATE_UP, DOWN = weights()
         ("format: expected one of 'bf16', .*, got 'fp4'", {"format": "fp4"}),
         ("gate_up_layout: expected one of 'concat', 'interleaved', got 'mixed'", {"gate_up_layout": "mixed"}),
         ("activation: expected one of 'swiglu', 'swiglu_oai', got 'gelu'", {"activation": "gelu"}),
-        ("swiglu_limit: expected a positive number or None, got -1", {"swiglu_limit": -1.0}),
+        ("swiglu_limit: expected None or a positive number that float32 can hold, got -1", {"swiglu_limit": -1.0}),
+        ("swiglu_limit: expected None or a positive number that float32 can hold, got 1e.39", {"swiglu_limit": 1e39}),
+        ("swiglu_limit: expected None or a positive number that float32 can hold, got nan", {"swiglu_limit": math.nan}),
+        ("swiglu_limit: expected a number, got str '7'", {"swiglu_limit": "7"}),
+        ("swiglu_limit: expected a number, got bool True", {"swiglu_limit": True}),
         ("gate_up: expected .* .num_experts, 2 . intermediate, hidden., got", {"gate_up": GATE_UP[0]}),
         ("gate_up: expected bfloat16 or float16 or float32 .*, got int8", {"gate_up": GATE_UP.to(torch.int8)}),
         ("gate_up.shape.1.: expected 2 . intermediate, an even number, got 255", {"gate_up": GATE_UP[:, :255]}),

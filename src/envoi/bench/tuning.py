@@ -47,6 +47,8 @@ def run(args: argparse.Namespace) -> int:
     for name, value in (("--candidates", args.candidates), ("--repeat", args.repeat)):
         if value < 1:
             raise ValueError(f"{name}: expected at least 1, got {value}")
+    if args.out is not None and Path(args.out).is_dir():
+        raise ValueError(f"--out: expected a file, got the folder {args.out}")
     if args.list:
         return _print_list(shapes)
     _expect_hopper()

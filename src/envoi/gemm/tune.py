@@ -7,16 +7,16 @@ power of two, since serving sees every number of them.
 
 import dataclasses
 import json
-import os
-import tempfile
 from functools import lru_cache
 from pathlib import Path
+from typing import Any
 
-from envoi import env
+from envoi import cache_file, env
 from envoi.epilogue.lower import Lowered
 from envoi.gemm.config import Config, Problem, default_config, fitted, power_of_two, supports
 
 SHIPPED = Path(__file__).with_name("tuned.json")
+_EXPECTED = {int: "an int of at least 1", bool: "true or false"}
 
 
 def key_of(problem: Problem, code: Lowered, num_sms: int) -> str:
@@ -46,11 +46,23 @@ def choose(problem: Problem, code: Lowered, num_sms: int, shipped_only: bool = F
 
 @lru_cache(maxsize=2)
 def _entries(shipped_only: bool) -> dict[str, Config]:
-    entries: dict[str, Config] = {}
-    for path in (SHIPPED,) if shipped_only else (SHIPPED, _cache()):
-        if path.exists():
-            entries |= {key: Config(**value) for key, value in json.loads(path.read_text()).items()}
-    return entries
+    shipped = {key: _config(value) for key, value in json.loads(SHIPPED.read_text()).items()}
+    return shipped if shipped_only else shipped | cache_file.entries(_cache(), _config)
+
+
+def _config(value: Any) -> Config:
+    """An entry. Raises ValueError for fields that Config hasn't, lacks or can't have such values of."""
+    if not isinstance(value, dict):
+        raise ValueError(f"expected an object, got {type(value).__name__}")
+    try:
+        config = Config(**value)
+    except TypeError as error:
+        raise ValueError(str(error).removeprefix("Config.__init__() ")) from error
+    for field in dataclasses.fields(Config):
+        got = getattr(config, field.name)
+        if field.type in _EXPECTED and (type(got) is not field.type or (field.type is int and got < 1)):
+            raise ValueError(f"{field.name}: expected {_EXPECTED[field.type]}, got {got!r}")
+    return config
 
 
 def _cache() -> Path:
@@ -59,12 +71,6 @@ def _cache() -> Path:
 
 def keep(entries: dict[str, Config], path: Path | None = None) -> None:
     """Add entries to the cache (or to another file) and use them from now on."""
-    path = path or _cache()
-    known = json.loads(path.read_text()) if path.exists() else {}
-    known |= {key: dataclasses.asdict(config) for key, config in entries.items()}
-    path.parent.mkdir(parents=True, exist_ok=True)
-    with tempfile.NamedTemporaryFile("w", dir=path.parent, delete=False) as file:
-        json.dump(known, file, indent=1, sort_keys=True)
-    os.replace(file.name, path)
+    cache_file.add(path or _cache(), {key: dataclasses.asdict(config) for key, config in entries.items()})
     _entries.cache_clear()
     choose.cache_clear()

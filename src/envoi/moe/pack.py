@@ -2,7 +2,7 @@
 
 import torch
 
-from envoi.check import expect_choice, expect_tensor
+from envoi.check import expect_choice, expect_number, expect_tensor, fits_float32
 from envoi.epilogue.library import ACTIVATIONS
 from envoi.quant.cast import dequantize
 from envoi.quant.formats import Format, format_named
@@ -48,8 +48,11 @@ def pack(
     _check_shapes(gate_up, down, gate_up_bias, down_bias, chosen)
     if swiglu_limit is None and activation == "swiglu_oai":
         swiglu_limit = SWIGLU_OAI_LIMIT
-    if swiglu_limit is not None and not swiglu_limit > 0:
-        raise ValueError(f"swiglu_limit: expected a positive number or None, got {swiglu_limit!r}")
+    if swiglu_limit is not None:
+        limit = expect_number("swiglu_limit", swiglu_limit)
+        if not (limit > 0 and fits_float32(limit)):
+            need = "None or a positive number that float32 can hold"
+            raise ValueError(f"swiglu_limit: expected {need}, got {swiglu_limit!r}")
     if gate_up_layout == "concat":
         gate_up = interleave_gate_up(gate_up)
         gate_up_bias = None if gate_up_bias is None else interleave_gate_up(gate_up_bias, dim=-1)

@@ -8,7 +8,6 @@ import torch
 from envoi.epilogue.api import Epilogue
 from envoi.epilogue.library import expert_l1, expert_l2, left_by_l1
 from envoi.epilogue.lower import Lowered, lower
-from envoi.gemm import hopper, hopper_mx
 from envoi.gemm.config_sm100 import MIN_STAGES, BlackwellConfig, BlackwellProblem, supports
 from envoi.plan.expected import rows_per_expert, tiles_per_expert
 from envoi.plan.layer import MoeLayer
@@ -54,6 +53,8 @@ def l2_blocks(layer: MoeLayer, machine: Machine) -> Blocks:
 def _blocks(layer: MoeLayer, machine: Machine, nk: tuple[int, int], epilogue: Epilogue) -> Blocks:
     if machine.arch == "sm_100":
         return _blackwell(layer, machine, nk, epilogue)
+    from envoi.gemm import hopper, hopper_mx  # loads Triton, which `import envoi` does without
+
     if layer.format in WIDENED:
         code = lower(epilogue.ir, torch.bfloat16, "gluon", False, False, frozenset())
         bits = 4 if layer.format == "mxfp4" else 8

@@ -25,7 +25,9 @@ def quantize(x: torch.Tensor, scheme: str | Scheme, name: str = "x") -> QuantTen
     """Quantise a floating-point tensor [.., R, C].
 
     scheme: a name of `SCHEMES` or a Scheme. C must be a multiple of the group's columns (R need not be of its rows).
-    A NaN or an infinity anywhere in a group makes that whole group NaN, and no other.
+    A NaN or an infinity anywhere in a group makes that whole group NaN, and no other. x is rounded to float32 first, as
+    scale factors are float32 at most: a float64 number that float32 has no finite number for (above 3.4e38) is an
+    infinity here.
     Raises ValueError for a dtype that isn't floating point or a C that the group doesn't divide.
     """
     scheme = scheme if isinstance(scheme, Scheme) else scheme_named(scheme)
