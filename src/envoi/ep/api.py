@@ -18,7 +18,7 @@ from envoi.ep import nvlink, staged
 from envoi.ep.exchange import Channel, gather_ints, gather_texts
 from envoi.ep.memory import Plan
 from envoi.ep.watch import PeerTimeout, Watch
-from envoi.experts.op import check_ids, check_tokens, flatten, unflatten
+from envoi.experts.op import check_ids, check_tokens, flatten, mlp_flops, unflatten
 from envoi.operators import operator
 from envoi.plan.presum import pays
 from envoi.router.reference import count_tokens
@@ -339,7 +339,7 @@ def _moe_fake(tokens, *arguments):
     return torch.empty_like(tokens, memory_format=torch.contiguous_format)
 
 
-@operator("moe_parallel", _moe_fake)
+@operator("moe_parallel", _moe_fake, mlp_flops)
 def _moe_parallel(
     tokens: torch.Tensor, topk_weights: torch.Tensor, topk_ids: torch.Tensor, num_experts: int, parallel: str,
     gate_up: torch.Tensor, gate_up_sf: torch.Tensor | None, gate_up_bias: torch.Tensor | None,

@@ -3,7 +3,7 @@
 import torch
 
 from envoi.experts import launch, reference
-from envoi.experts.op import check_ids, check_tokens, flatten, unflatten
+from envoi.experts.op import check_ids, check_tokens, flatten, mlp_flops, unflatten
 from envoi.operators import operator
 from envoi.types import ExpertWeights, Routing
 
@@ -35,7 +35,7 @@ def _moe_fake(tokens, *arguments):
     return torch.empty_like(tokens, memory_format=torch.contiguous_format)
 
 
-@operator("moe", _moe_fake)
+@operator("moe", _moe_fake, mlp_flops)
 def _moe(
     tokens: torch.Tensor, topk_weights: torch.Tensor, topk_ids: torch.Tensor,
     gate_up: torch.Tensor, gate_up_sf: torch.Tensor | None, gate_up_bias: torch.Tensor | None,

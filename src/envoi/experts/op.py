@@ -74,3 +74,13 @@ def check_ids(topk_ids: torch.Tensor, num_experts: int) -> None:
             f"routing.topk_ids: expected ids from 0 to {num_experts - 1}, or -1 for a masked slot, "
             f"got {int(topk_ids[token, slot])} at token {token}, slot {slot}"
         )
+
+
+def mlp_flops(tokens, topk_weights, topk_ids, *arguments):
+    """The products of both GEMMs for every slot, masked ones too: only the device knows which those are.
+
+    Takes what the operators of `envoi.moe` and `ExpertParallel.moe` take. Across ranks these are the slots of this
+    rank's tokens, wherever their experts live.
+    """
+    gate_up = next(x for x in arguments if isinstance(x, torch.Tensor))  # [E, 2I, H]
+    return 2 * topk_ids.numel() * tokens.shape[1] * (gate_up.shape[1] + gate_up.shape[1] // 2)

@@ -116,7 +116,11 @@ def _route_fake(tokens, gate, k, alpha, score, num_groups, num_topk_groups, grou
     return outputs
 
 
-@operator("route", _route_fake)
+def _route_flops(tokens, gate, *arguments):
+    return 2 * tokens.shape[0] * gate.numel()
+
+
+@operator("route", _route_fake, _route_flops)
 def _route(
     tokens: torch.Tensor, gate: torch.Tensor, k: int, alpha: float, score: str, num_groups: int, num_topk_groups: int,
     group_score: str, renormalize: bool, routed_scale: float, logit_bias: torch.Tensor | None,
