@@ -16,7 +16,8 @@ from torch.utils.flop_counter import register_flop_formula
 from envoi.check import expect_no_gradients
 
 _library = torch.library.Library("envoi", "FRAGMENT")
-_AUTOCAST = torch._C.DispatchKeySet(torch._C.DispatchKey.AutocastCPU).add(torch._C.DispatchKey.AutocastCUDA)
+_AUTOCAST_KEYS = torch._C.DispatchKey.AutocastCPU, torch._C.DispatchKey.AutocastCUDA
+_AUTOCAST = torch._C.DispatchKeySet(_AUTOCAST_KEYS[0]).add(_AUTOCAST_KEYS[1])
 _PLAIN = (torch.Tensor, torch.nn.Parameter)
 
 
@@ -90,6 +91,18 @@ def plain(values: Iterable[Any]) -> bool:
         elif (kind is list and not plain(x)) or isinstance(x, torch.Tensor):
             return False
     return True
+
+
+def autocast_dtype(device: torch.device) -> torch.dtype | None:
+    """What an autocast around the call casts operands of products on this device to; None without one.
+
+    Inside an operator there is none.
+    """
+    if not torch._C._is_any_autocast_enabled() or device.type not in ("cpu", "cuda"):
+        return None
+    if not torch.compiler.is_compiling() and torch._C._dispatch_tls_is_dispatch_key_excluded(_AUTOCAST_KEYS[0]):
+        return None
+    return torch.get_autocast_dtype(device.type) if torch.is_autocast_enabled(device.type) else None
 
 
 def _without_output(flops: Callable[..., int]) -> Callable[..., int]:

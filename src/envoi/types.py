@@ -54,6 +54,9 @@ Matrix = torch.Tensor | QuantTensor
 class Routing:
     """What the router decided for M tokens; slots of a token are ordered by selection key, best first.
 
+    One made by hand for `envoi.moe` may have ids in int64, weights in bf16 or fp16, and for tokens [B, S, H] both as
+    [B, S, k].
+
     topk_weights [M, k] float32: weight of each slot, 0 where masked.
     topk_ids [M, k] int32: expert of each slot, -1 = masked slot. Ids of one token are distinct.
     num_experts: N, the number of experts over all ranks.

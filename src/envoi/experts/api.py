@@ -3,16 +3,19 @@
 import torch
 
 from envoi.experts import launch, reference
-from envoi.experts.op import check_ids, check_tokens, flatten, mlp_flops, unflatten
+from envoi.experts.op import as_rows, check_ids, check_tokens, flatten, mlp_flops, unflatten
 from envoi.operators import operator
 from envoi.types import ExpertWeights, Routing
 
 
 def moe(tokens: torch.Tensor, routing: Routing, experts: ExpertWeights) -> torch.Tensor:
-    """Run the chosen experts on every token and sum their outputs: tokens [M, H] bf16 -> [M, H] bf16.
+    """Run the chosen experts on every token and sum their outputs: tokens [M, H] -> [M, H] of the same dtype.
 
-    routing: from `envoi.route`, or a Routing made by hand: topk_ids [M, k] int32 (-1 = masked slot), topk_weights
-        [M, k] float32.
+    tokens: bf16, or fp16: these are rounded to bf16, which has 3 bits of mantissa less but no smaller range, and what
+        comes out is rounded to fp16, where more than 65504 is infinite. In torch.autocast fp32 too, and what comes out
+        is of its dtype. [B, S, H] is B * S tokens, and comes out as [B, S, H].
+    routing: from `envoi.route`, or a Routing made by hand: topk_ids [M, k] int32 or int64 (-1 = masked slot),
+        topk_weights [M, k] float32, or bf16 or fp16, which are widened. Of tokens [B, S, H] both may be [B, S, k].
         A shared expert is a slot like any other, of weight 1 for instance.
     experts: from `envoi.experts.pack`; all N of them live here. For experts spread over ranks see `ExpertParallel`.
 
@@ -22,13 +25,15 @@ def moe(tokens: torch.Tensor, routing: Routing, experts: ExpertWeights) -> torch
     Raises ValueError for wrong dtypes, shapes or devices, and on a CPU for ids out of range. A GPU isn't waited for,
     so that a CUDA graph can capture the call: there a slot whose id no expert has counts as masked.
     """
-    check_tokens(tokens, routing, experts)
+    rows, slots, dtype = as_rows(tokens, routing)
+    check_tokens(rows, slots, experts)
     if routing.num_experts != experts.num_local_experts:
         raise ValueError(
             f"experts: expected all {routing.num_experts} experts of the routing, got {experts.num_local_experts}; "
             "use ExpertParallel where they are spread over ranks"
         )
-    return _moe(tokens, routing.topk_weights, routing.topk_ids, *flatten(experts))
+    out = _moe(rows, slots.topk_weights, slots.topk_ids, *flatten(experts))
+    return out if rows is tokens and dtype == out.dtype else out.to(dtype).view(tokens.shape)
 
 
 def _moe_fake(tokens, *arguments):

@@ -1,10 +1,16 @@
 """The operator's view of the experts: torch custom operators take flat tensors and plain values, not dataclasses."""
 
+from dataclasses import replace
+
 import torch
 
 from envoi.check import expect_tensor
+from envoi.operators import autocast_dtype
 from envoi.quant.formats import Scheme, format_named
 from envoi.types import ExpertWeights, Matrix, QuantTensor, Routing
+
+HALVES = torch.bfloat16, torch.float16
+INT32 = torch.iinfo(torch.int32)
 
 
 def flatten(experts: ExpertWeights) -> tuple:
@@ -51,6 +57,36 @@ def _join(values: torch.Tensor, sf: torch.Tensor | None, scheme: Scheme | None, 
         return values
     packed = 2 if values.dtype == torch.uint8 else 1
     return QuantTensor(values, sf, scheme.group_for((*values.shape[:-1], values.shape[-1] * packed)), tame=tame)
+
+
+def as_rows(tokens: torch.Tensor, routing: Routing) -> tuple[torch.Tensor, Routing, torch.dtype]:
+    """What callers have -> what the operators take: tokens [M, H] bf16, ids [M, k] int32, weights [M, k] float32; and
+    the dtype that the output is to have.
+
+    Nothing is raised: what has no such form, or more than one, stays as it is, and `check_tokens` refuses it.
+    """
+    given = (tokens, routing.topk_weights, routing.topk_ids) if isinstance(routing, Routing) else (None,)
+    if not all(isinstance(x, torch.Tensor) for x in given):
+        return tokens, routing, torch.bfloat16
+    lead, cast = tokens.shape[:-1], autocast_dtype(tokens.device)
+    dtype = tokens.dtype if cast is None else cast
+    weights, ids = (_flat(x, lead) for x in (routing.topk_weights, routing.topk_ids))
+    if weights.dtype in HALVES:
+        weights = weights.float()
+    if ids.dtype == torch.int64:
+        ids = ids.clamp(INT32.min, INT32.max).to(torch.int32)  # an id that int32 can't hold mustn't become another
+    if tokens.dim() == 3:
+        tokens = tokens.flatten(0, 1)
+    if tokens.dtype == torch.float16 or (cast is not None and tokens.dtype == torch.float32):
+        tokens = tokens.to(torch.bfloat16)
+    if weights is routing.topk_weights and ids is routing.topk_ids:
+        return tokens, routing, dtype
+    return tokens, replace(routing, topk_weights=weights, topk_ids=ids), dtype
+
+
+def _flat(x: torch.Tensor, lead: torch.Size) -> torch.Tensor:
+    """[B, S, k] -> [B * S, k] if tokens are [B, S, H]."""
+    return x.flatten(0, 1) if len(lead) == 2 and x.dim() == 3 and x.shape[:2] == lead else x
 
 
 def check_tokens(tokens: torch.Tensor, routing: Routing, experts: ExpertWeights) -> None:
