@@ -114,21 +114,3 @@ def test_the_profiler_sees_the_operator(matrices):
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profile:
         envoi.gemm(*matrices)
     assert any(event.key == "envoi::gemm" for event in profile.key_averages())
-
-
-def test_a_transform_is_refused_by_torch(matrices):
-    a, b = matrices
-    with pytest.raises(RuntimeError, match="Batching rule not implemented for envoi::gemm"):
-        torch.func.vmap(lambda x: envoi.gemm(x, b))(a[None])
-
-
-def test_nothing_is_differentiated(matrices):
-    a, b = matrices
-    a.requires_grad_()
-    assert not envoi.gemm(a, torch.nn.Parameter(b)).requires_grad
-
-
-def test_autocast_stays_outside(matrices):
-    a, b = matrices
-    with torch.autocast("cpu", torch.bfloat16):
-        assert envoi.gemm(a * 1.001, b).dtype == torch.float32

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch.autograd import forward_ad
 
 PICTURES = (".png", ".pdf", ".svg")
 Dim = int | str | None  # an exact size, a name for a size that is free, or None for "any"
@@ -118,3 +119,43 @@ def expect_picture(name: str, value: str) -> Path:
     if not os.access(path if path.exists() else path.parent, os.W_OK):
         raise ValueError(f"{name}: expected a file that can be written, got {value}")
     return path
+
+
+def expect_no_gradients(names: Sequence[str], values: Sequence[Any]) -> None:
+    """Raise ValueError if autograd would go through a call with these values, naming the first such value.
+
+    values: tensors, lists of them (an epilogue's operands), and anything else, which doesn't matter.
+    Nothing is refused where gradients are off: in torch.no_grad() and torch.inference_mode().
+    """
+    forward = forward_ad._current_level >= 0
+    if not (forward or torch.is_grad_enabled()):
+        return
+    # Under a compiler a tensor doesn't say what a transform has made of it.
+    transformed = torch.compiler.is_compiling() and _differentiates()
+    for position, value in enumerate(values):
+        if isinstance(value, torch.Tensor):
+            if value.requires_grad or transformed or (forward and _has_tangent(value)):
+                _refuse_gradient(names[position], value)
+        elif isinstance(value, list):
+            expect_no_gradients([names[position]] * len(value), value)
+
+
+def _refuse_gradient(name: str, x: torch.Tensor) -> None:
+    raise ValueError(
+        f"{name}: expected a tensor without gradients, got {describe(x)} that "
+        f"{'requires grad' if x.requires_grad else 'is differentiated'}: Envoi computes none. For inference call it in "
+        "torch.no_grad() or torch.inference_mode(), or detach the tensor; to train use torch.nn.functional, or "
+        'experts_implementation="grouped_mm" of transformers'
+    )
+
+
+def _has_tangent(x: torch.Tensor) -> bool:
+    return forward_ad.unpack_dual(x).tangent is not None
+
+
+@torch.compiler.assume_constant_result
+def _differentiates() -> bool:
+    """Whether one of the transforms of torch.func that are being traced is a derivative."""
+    stack = torch._C._functorch.get_interpreter_stack()  # pyright: ignore[reportAttributeAccessIssue]
+    derivatives = torch._C._functorch.TransformType.Grad, torch._C._functorch.TransformType.Jvp  # pyright: ignore[reportAttributeAccessIssue]
+    return any(interpreter.key() in derivatives for interpreter in stack or ())

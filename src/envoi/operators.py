@@ -6,21 +6,31 @@ that calls in which nobody else has an interest don't go through it.
 """
 
 import functools
-from collections.abc import Callable
+import inspect
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
+from torch.utils.flop_counter import register_flop_formula
+
+from envoi.check import expect_no_gradients
 
 _library = torch.library.Library("envoi", "FRAGMENT")
-_AUTOCAST = torch._C.DispatchKeySet(torch._C.DispatchKey.AutocastCPU).add(torch._C.DispatchKey.AutocastCUDA)
+_AUTOCAST_KEYS = torch._C.DispatchKey.AutocastCPU, torch._C.DispatchKey.AutocastCUDA
+_AUTOCAST = torch._C.DispatchKeySet(_AUTOCAST_KEYS[0]).add(_AUTOCAST_KEYS[1])
 _PLAIN = (torch.Tensor, torch.nn.Parameter)
 
 
-def operator(name: str, fake: Callable) -> Callable[[Callable], Callable]:
+def operator(
+    name: str, fake: Callable, flops: Callable[..., int], batch: Callable | None = None
+) -> Callable[[Callable], Callable]:
     """Decorator: make `torch.ops.envoi.<name>` of a function of tensors and plain values, with type annotations.
 
-    The operator changes none of its arguments, returns none of them, and has no gradient. It runs on every device.
+    The operator changes none of its arguments, returns none of them, and has no gradient: where autograd would need
+    one, the call is refused. It runs on every device.
     fake: takes the same arguments, and returns empty tensors of the shapes and dtypes that the function would return.
+    flops: takes the same arguments, and returns what `torch.utils.flop_counter.FlopCounterMode` counts.
+    batch: what `torch.func.vmap` calls, as `torch.library.register_vmap` says; None = batching is refused.
 
     What stands in the function's place calls the operator; where that would make no difference, the function itself.
     """
@@ -37,11 +47,16 @@ def operator(name: str, fake: Callable) -> Callable[[Callable], Callable]:
         _library.impl(name, kernel, "CompositeExplicitAutograd")
         _library.impl(name, torch.library.fallthrough_kernel, "Autograd")
         torch.library.register_fake(f"envoi::{name}", fake, lib=_library)
-        dispatched = getattr(torch.ops.envoi, name).default
+        torch.library.register_vmap(f"envoi::{name}", batch or _refuse_batch(name), lib=_library)
+        packet = getattr(torch.ops.envoi, name)
+        register_flop_formula(packet, get_raw=True)(_without_output(flops))
+        dispatched = packet.default
+        names = tuple(inspect.signature(function).parameters)
 
         @functools.wraps(function)
         def call(*arguments):
-            if torch.compiler.is_compiling() or watched() or not all(map(plain, arguments)):
+            expect_no_gradients(names, arguments)
+            if torch.compiler.is_compiling() or watched() or not plain(arguments):
                 return dispatched(*arguments)
             return kernel(*arguments)
 
@@ -65,8 +80,42 @@ def watched() -> bool:
     )
 
 
-def plain(x: Any) -> bool:
-    """False for what the dispatcher has to look at: tensors of other classes, or without memory."""
-    if isinstance(x, torch.Tensor):
-        return type(x) in _PLAIN and x.device.type != "meta"
-    return not isinstance(x, list) or all(map(plain, x))
+def plain(values: Iterable[Any]) -> bool:
+    """False if the dispatcher has to look at one of the values: a tensor of another class, without memory, or whose
+    memory holds the negative or the conjugate of its elements."""
+    for x in values:
+        kind = type(x)
+        if kind in _PLAIN:
+            if x.is_meta or x.is_neg() or x.is_conj():
+                return False
+        elif (kind is list and not plain(x)) or isinstance(x, torch.Tensor):
+            return False
+    return True
+
+
+def autocast_dtype(device: torch.device) -> torch.dtype | None:
+    """What an autocast around the call casts operands of products on this device to; None without one.
+
+    Inside an operator there is none.
+    """
+    if not torch._C._is_any_autocast_enabled() or device.type not in ("cpu", "cuda"):
+        return None
+    if not torch.compiler.is_compiling() and torch._C._dispatch_tls_is_dispatch_key_excluded(_AUTOCAST_KEYS[0]):
+        return None
+    return torch.get_autocast_dtype(device.type) if torch.is_autocast_enabled(device.type) else None
+
+
+def _without_output(flops: Callable[..., int]) -> Callable[..., int]:
+    def formula(*arguments, out_val=None):
+        return flops(*arguments)
+
+    return formula
+
+
+def _refuse_batch(name: str) -> Callable:
+    def rule(info, in_dims, *arguments):
+        raise ValueError(
+            f"torch.func.vmap: envoi.{name} can't be batched; call it once with all rows, or in a loop over the batch"
+        )
+
+    return rule

@@ -59,6 +59,9 @@ Matrix = torch.Tensor | QuantTensor
 class Routing:
     """What the router decided for M tokens; slots of a token are ordered by selection key, best first.
 
+    One made by hand for `envoi.moe` may have ids in int64, weights in bf16 or fp16, and for tokens [B, S, H] both as
+    [B, S, k].
+
     topk_weights [M, k] float32: weight of each slot, 0 where masked.
     topk_ids [M, k] int32: expert of each slot, -1 = masked slot. Ids of one token are distinct.
     num_experts: N, the number of experts over all ranks.
@@ -98,7 +101,7 @@ class ExpertRows:
 
 @dataclass(frozen=True)
 class ExpertWeights:
-    """The experts that live on one rank, packed for the grouped GEMMs by `envoi.moe.pack`.
+    """The experts that live on one rank, packed for the grouped GEMMs by `envoi.experts.pack`.
 
     gate_up [E, 2I, H]: row 2i is gate i, row 2i + 1 is up i ("interleaved"), bf16 or a QuantTensor.
     down [E, H, I]: bf16 or a QuantTensor.

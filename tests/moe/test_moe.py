@@ -205,10 +205,11 @@ R = LAYER.routing
         (r"tokens: expected bfloat16 \[num_tokens, 256\], got float32 \[60, 256\]", LAYER.tokens.float(), R),
         (r"tokens: expected bfloat16 \[num_tokens, 256\], got bfloat16 \[60, 255\]", LAYER.tokens[:, :255], R),
         ("tokens: expected a tensor on cpu .*, got one on meta", LAYER.tokens.to("meta"), R),
-        (r"topk_ids: expected int32 \[60, num_topk\], got int64", LAYER.tokens, replace(R, topk_ids=R.topk_ids.long())),
+        (r"expected int32 \[60, num_topk\], got int16", LAYER.tokens, replace(R, topk_ids=R.topk_ids.short())),
+        ("topk_ids: expected int32 .60, .*, got NoneType", LAYER.tokens, replace(R, topk_ids=None)),
         ("topk_ids: expected int32 .60, .*, got int32 .9, 3.", LAYER.tokens, replace(R, topk_ids=R.topk_ids[:9])),
-        ("topk_weights: expected float32 .60, 3., got bfloat16", LAYER.tokens,
-         replace(R, topk_weights=R.topk_weights.bfloat16())),
+        ("topk_weights: expected float32 .60, 3., got float64", LAYER.tokens,
+         replace(R, topk_weights=R.topk_weights.double())),
         ("experts: expected all 16 experts of the routing, got 8", LAYER.tokens, replace(R, num_experts=16)),
         ("ids from 0 to 7, or -1 .*, got 8 at token 1, slot 2", LAYER.tokens,
          replace(R, topk_ids=changed(R.topk_ids, 1, 2, 8))),
@@ -227,5 +228,5 @@ def test_activations_are_known():
 
 
 def test_experts_have_to_be_packed():
-    with pytest.raises(ValueError, match="experts: expected ExpertWeights from envoi.moe.pack, got tuple"):
+    with pytest.raises(ValueError, match="experts: expected ExpertWeights from envoi.experts.pack, got tuple"):
         moe(LAYER.tokens, R, (LAYER.gate_up, LAYER.down))

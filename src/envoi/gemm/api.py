@@ -10,6 +10,7 @@ from envoi.epilogue.api import Epilogue
 from envoi.epilogue.ir import IR, Node
 from envoi.epilogue.library import store
 from envoi.gemm import op
+from envoi.operators import autocast_dtype
 from envoi.quant.formats import SCHEMES
 from envoi.types import Matrix, QuantTensor
 
@@ -37,11 +38,14 @@ def gemm(
     out_dtype: of outputs that the epilogue doesn't cast or quantise itself; the default is a's dtype, bf16 for a
         QuantTensor. Reductions, and the values of a top-k, are float32 always.
 
+    In torch.autocast a and b, unless quantised, are cast to its dtype first, as for torch.mm; operands aren't.
+    torch.func.vmap may batch a, and the operands that have rows, if no output is a value of all rows.
     Returns what the epilogue returns: a tensor, a QuantTensor, or a tuple or dict of them.
     Raises ValueError for dtypes, shapes, devices or names that don't go together.
     """
     _check_matrix("a", a, ("M", "K"))
     _check_matrix("b", b, ("N", a.shape[1]), a.device)
+    a, b = _autocast(a, b)
     epilogue, out_dtype = _settle(a, b, epilogue, out_dtype)
     sizes = {"M": a.shape[0], "N": b.shape[0]}
     tensors, scalars = _check_operands(epilogue, operands, sizes, a.device, None)
@@ -75,6 +79,7 @@ def grouped_gemm(
     """
     _check_matrix("rows", rows, ("P", "K"))
     _check_matrix("weights", weights, ("E", "N", rows.shape[1]), rows.device)
+    rows, weights = _autocast(rows, weights)
     if isinstance(rows, QuantTensor) and rows.group[0] != 1:
         raise ValueError(f"rows: expected a scale factor for each row, got one for {rows.group[0]} rows")
     num_experts = weights.shape[0]
@@ -90,6 +95,13 @@ def grouped_gemm(
     return _wrap(epilogue, outputs, sizes)
 
 
+def _autocast(a: Matrix, b: Matrix) -> tuple[Matrix, Matrix]:
+    dtype = autocast_dtype(a.device)
+    if dtype is None:
+        return a, b
+    return a.to(dtype) if isinstance(a, torch.Tensor) else a, b.to(dtype) if isinstance(b, torch.Tensor) else b
+
+
 def _check_matrix(name: str, x: Any, shape: tuple[Dim, ...], device: torch.device | None = None) -> None:
     if not isinstance(x, QuantTensor):
         expect_tensor(name, x, FLOATS, shape, device)
@@ -101,7 +113,8 @@ def _check_matrix(name: str, x: Any, shape: tuple[Dim, ...], device: torch.devic
     expect_tensor(f"{name}.values", x.values, QUANTISED, (*lead, packed), device)
     if min(x.group) < 1:
         raise ValueError(f"{name}.group: expected at least 1 row and 1 column, got {x.group}")
-    expect_divisible(f"{name}.shape[-1]", x.shape[-1], x.group[1], f"{x.group[1]} columns share a scale factor")
+    if x.shape[-1] % x.group[1]:  # a traced size can't be printed, so the reason is only written for a refusal
+        expect_divisible(f"{name}.shape[-1]", x.shape[-1], x.group[1], f"{x.group[1]} columns share a scale factor")
     scales = tuple(-(-size // side) for size, side in zip(x.shape[-2:], x.group, strict=True))
     expect_tensor(f"{name}.sf", x.sf, SCALES, (*x.shape[:-2], *scales), x.device)
 

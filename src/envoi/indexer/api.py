@@ -1,6 +1,7 @@
 """`envoi.indexer_topk`: check, call the operator."""
 
 import torch
+from torch._subclasses.fake_tensor import FakeTensor
 
 from envoi.check import expect_bool, expect_choice, expect_int, expect_tensor
 from envoi.indexer.certificate import HEADS
@@ -83,7 +84,17 @@ def _fake(q, k_cache, weights, seq_lens, block_table, k, mode, next_n, slots, or
     return q.new_empty(rows, k, dtype=torch.int32), q.new_empty(rows, dtype=torch.int32)
 
 
-@operator("indexer_topk", _fake)
+def _flops(q, k_cache, weights, seq_lens, block_table, k, mode, next_n, *arguments):
+    """Products of queries and keys that a row sees; of all keys that the table has room for where lengths are fake."""
+    _, num_heads, width = q.shape
+    if isinstance(seq_lens, FakeTensor) or seq_lens.device.type == "meta":
+        num_keys = q.shape[0] * block_table.shape[1] * PAGE_SIZE
+    else:
+        num_keys = sum(max(length - after, 0) for length in seq_lens.tolist() for after in range(next_n))
+    return 2 * num_keys * num_heads * width
+
+
+@operator("indexer_topk", _fake, _flops)
 def _indexer_topk(
     q: torch.Tensor, k_cache: torch.Tensor, weights: torch.Tensor, seq_lens: torch.Tensor, block_table: torch.Tensor,
     k: int, mode: str, next_n: int, slots: bool, ordered: bool,

@@ -1,10 +1,16 @@
 """The operator's view of the experts: torch custom operators take flat tensors and plain values, not dataclasses."""
 
+from dataclasses import replace
+
 import torch
 
 from envoi.check import expect_tensor
+from envoi.operators import autocast_dtype
 from envoi.quant.formats import Scheme, format_named
 from envoi.types import ExpertWeights, Matrix, QuantTensor, Routing
+
+HALVES = torch.bfloat16, torch.float16
+INT32 = torch.iinfo(torch.int32)
 
 
 def flatten(experts: ExpertWeights) -> tuple:
@@ -53,12 +59,42 @@ def _join(values: torch.Tensor, sf: torch.Tensor | None, scheme: Scheme | None, 
     return QuantTensor(values, sf, scheme.group_for((*values.shape[:-1], values.shape[-1] * packed)), tame=tame)
 
 
+def as_rows(tokens: torch.Tensor, routing: Routing) -> tuple[torch.Tensor, Routing, torch.dtype]:
+    """What callers have -> what the operators take: tokens [M, H] bf16, ids [M, k] int32, weights [M, k] float32; and
+    the dtype that the output is to have.
+
+    Nothing is raised: what has no such form, or more than one, stays as it is, and `check_tokens` refuses it.
+    """
+    given = (tokens, routing.topk_weights, routing.topk_ids) if isinstance(routing, Routing) else (None,)
+    if not all(isinstance(x, torch.Tensor) for x in given):
+        return tokens, routing, torch.bfloat16
+    lead, cast = tokens.shape[:-1], autocast_dtype(tokens.device)
+    dtype = tokens.dtype if cast is None else cast
+    weights, ids = (_flat(x, lead) for x in (routing.topk_weights, routing.topk_ids))
+    if weights.dtype in HALVES:
+        weights = weights.float()
+    if ids.dtype == torch.int64:
+        ids = ids.clamp(INT32.min, INT32.max).to(torch.int32)  # an id that int32 can't hold mustn't become another
+    if tokens.dim() == 3:
+        tokens = tokens.flatten(0, 1)
+    if tokens.dtype == torch.float16 or (cast is not None and tokens.dtype == torch.float32):
+        tokens = tokens.to(torch.bfloat16)
+    if weights is routing.topk_weights and ids is routing.topk_ids:
+        return tokens, routing, dtype
+    return tokens, replace(routing, topk_weights=weights, topk_ids=ids), dtype
+
+
+def _flat(x: torch.Tensor, lead: torch.Size) -> torch.Tensor:
+    """[B, S, k] -> [B * S, k] if tokens are [B, S, H]."""
+    return x.flatten(0, 1) if len(lead) == 2 and x.dim() == 3 and x.shape[:2] == lead else x
+
+
 def check_tokens(tokens: torch.Tensor, routing: Routing, experts: ExpertWeights) -> None:
     """Raise ValueError unless tokens and routing have the dtypes, shapes and device that go with the experts."""
     if not isinstance(routing, Routing):
         raise ValueError(f"routing: expected an envoi.Routing, got {type(routing).__name__}")
     if not isinstance(experts, ExpertWeights):
-        raise ValueError(f"experts: expected ExpertWeights from envoi.moe.pack, got {type(experts).__name__}")
+        raise ValueError(f"experts: expected ExpertWeights from envoi.experts.pack, got {type(experts).__name__}")
     expect_tensor("tokens", tokens, torch.bfloat16, ("num_tokens", experts.hidden), experts.device)
     slots = (tokens.shape[0], "num_topk")
     ids = expect_tensor("routing.topk_ids", routing.topk_ids, torch.int32, slots, tokens.device)
@@ -74,3 +110,13 @@ def check_ids(topk_ids: torch.Tensor, num_experts: int) -> None:
             f"routing.topk_ids: expected ids from 0 to {num_experts - 1}, or -1 for a masked slot, "
             f"got {int(topk_ids[token, slot])} at token {token}, slot {slot}"
         )
+
+
+def mlp_flops(tokens, topk_weights, topk_ids, *arguments):
+    """The products of both GEMMs for every slot, masked ones too: only the device knows which those are.
+
+    Takes what the operators of `envoi.moe` and `ExpertParallel.moe` take. Across ranks these are the slots of this
+    rank's tokens, wherever their experts live.
+    """
+    gate_up = next(x for x in arguments if isinstance(x, torch.Tensor))  # [E, 2I, H]
+    return 2 * topk_ids.numel() * tokens.shape[1] * (gate_up.shape[1] + gate_up.shape[1] // 2)

@@ -118,7 +118,7 @@ def test_refusals_without_a_group():
     packed = make().pack()
     with pytest.raises(ValueError, match="group: expected an initialised torch.distributed"):
         ExpertParallel(packed)
-    with pytest.raises(ValueError, match="experts: expected ExpertWeights from envoi.moe.pack, got list"):
+    with pytest.raises(ValueError, match="experts: expected ExpertWeights from envoi.experts.pack, got list"):
         ExpertParallel([packed])
     with pytest.raises(ValueError, match="timeout_s: expected a positive number of seconds up to 2000, got 0"):
         ExpertParallel(packed, timeout_s=0)

@@ -14,8 +14,8 @@ import torch.distributed as dist
 from torch.distributed.distributed_c10d import PrefixStore, ProcessGroupGloo
 
 from envoi.check import expect_int
-from envoi.moe.op import check_ids, check_tokens, flatten, unflatten
-from envoi.moe.parallel import nccl, nvlink
+from envoi.moe.op import check_ids, check_tokens, flatten, mlp_flops, unflatten
+from envoi.moe.parallel import nccl, nvlink, symmetric_memory
 from envoi.moe.parallel.collectives import Channel, gather_ints, gather_texts
 from envoi.moe.parallel.dispatch import REFUSED_ON_HOST
 from envoi.moe.parallel.symmetric_memory import Domain, SharedLayout
@@ -39,7 +39,7 @@ _domains: "weakref.WeakValueDictionary[tuple, Domain]" = weakref.WeakValueDictio
 class ExpertParallel:
     """The MoE layer over the ranks of a group. Rank r owns the experts after those of rank r - 1, as many as it packed.
 
-    experts: this rank's experts, from `envoi.moe.pack`.
+    experts: this rank's experts, from `envoi.experts.pack`.
     group: a torch.distributed process group of gloo or NCCL; None = the default group. Every rank of it makes the
         object, with the same hidden, intermediate, format and activation; the number of experts may differ.
     timeout_s: bounds every wait for a peer.
@@ -220,11 +220,11 @@ class ExpertParallel:
         def allocate() -> None:
             nonlocal domain
             arguments = (layout, self.channel.rank, self.expert_offsets, self.timeout_s, self.experts.device)
-            domain = allocate(*arguments)
+            domain = symmetric_memory.allocate(*arguments)
             domain.watch = self.channel.watch
 
         def connect() -> None:
-            connect(cast(Domain, domain), group)
+            symmetric_memory.connect(cast(Domain, domain), group)
 
         for step in (allocate, connect):
             troubles = gather_texts(self.channel, _trouble(step), "opening the group")
@@ -253,7 +253,7 @@ def _check_options(
     experts: ExpertWeights, timeout_s: float, max_tokens: int | None, num_topk: int | None, presum: bool | None
 ) -> None:
     if not isinstance(experts, ExpertWeights):
-        raise ValueError(f"experts: expected ExpertWeights from envoi.moe.pack, got {type(experts).__name__}")
+        raise ValueError(f"experts: expected ExpertWeights from envoi.experts.pack, got {type(experts).__name__}")
     if not _is_timeout(timeout_s):
         raise ValueError(f"timeout_s: expected a positive number of seconds up to {MAX_TIMEOUT_S}, got {timeout_s!r}")
     for name, value in (("max_tokens", max_tokens), ("num_topk", num_topk)):
@@ -345,7 +345,7 @@ def _moe_fake(tokens, *arguments):
     return torch.empty_like(tokens, memory_format=torch.contiguous_format)
 
 
-@operator("moe_parallel", _moe_fake)
+@operator("moe_parallel", _moe_fake, mlp_flops)
 def _moe_parallel(
     tokens: torch.Tensor, topk_weights: torch.Tensor, topk_ids: torch.Tensor, num_experts: int, parallel: str,
     gate_up: torch.Tensor, gate_up_sf: torch.Tensor | None, gate_up_bias: torch.Tensor | None,

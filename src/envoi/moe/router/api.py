@@ -1,5 +1,7 @@
 """`envoi.route`: check, call the operator, wrap the result."""
 
+from typing import Any
+
 import torch
 
 from envoi.check import expect_int, expect_number, expect_tensor
@@ -33,13 +35,14 @@ def route(
     """Choose k experts for each token: GEMM, score, selection and weights in one operator, on a GPU in one kernel.
 
     tokens [M, hidden] and gate [N, hidden], each bf16, fp16 or fp32; products are summed in fp32. N from 1 to 1024,
-    k from 1 to 32, hidden any multiple of 8, M from 0.
+    k from 1 to 32, hidden any multiple of 8, M from 0. Tokens [B, S, hidden] are M = B * S tokens, row by row: all
+    fields of the Routing have M rows. In torch.autocast nothing is cast: rounded logits would choose other experts.
     alpha: multiplies the product before anything else.
     rule: a Rule, or a model's name ("deepseek-v3"); the default is softmax, top-k, renormalised.
     logit_bias [N] float: added to the logits (gpt-oss). expert_bias [N] float: added to the score for selection only
     (DeepSeek-V3); -inf there disables an expert.
-    token_ids [M] int32 or int64 with hash_table [vocabulary, k] int32 or int64: experts are looked up by token instead
-    of selected (DeepSeek-V4's first layers); weights come from the scores as always.
+    token_ids [M] or [B, S], int32 or int64, with hash_table [vocabulary, k] int32 or int64: experts are looked up by
+    token instead of selected (DeepSeek-V4's first layers); weights come from the scores as always.
     return_logits, return_dense, return_counts: also fill those fields (counts: `num_tokens_per_expert`
         and `expert_offsets`).
 
@@ -53,6 +56,7 @@ def route(
     Source of the rules: the models' own published code, see `envoi.moe.router.rules`.
     """
     chosen = rule_named(rule) if isinstance(rule, str) else rule
+    tokens, token_ids = _rows(tokens, token_ids)
     _check(tokens, gate, k, chosen, logit_bias, expert_bias)
     _check_hash(tokens, gate, k, token_ids, hash_table)
     outputs = _route(
@@ -70,6 +74,15 @@ def route(
         num_tokens_per_expert=next(extra) if return_counts else None,
         expert_offsets=next(extra) if return_counts else None,
     )
+
+
+def _rows(tokens: Any, token_ids: Any) -> tuple[Any, Any]:
+    """[B, S, hidden] -> [B * S, hidden], and their ids alike; anything else stays as it is, to be checked."""
+    if not isinstance(tokens, torch.Tensor) or tokens.dim() != 3:
+        return tokens, token_ids
+    if isinstance(token_ids, torch.Tensor) and token_ids.shape == tokens.shape[:2]:
+        token_ids = token_ids.flatten()
+    return tokens.flatten(0, 1), token_ids
 
 
 def _check(tokens, gate, k, rule, logit_bias, expert_bias) -> None:
@@ -116,7 +129,11 @@ def _route_fake(tokens, gate, k, alpha, score, num_groups, num_topk_groups, grou
     return outputs
 
 
-@operator("route", _route_fake)
+def _route_flops(tokens, gate, *arguments):
+    return 2 * tokens.shape[0] * gate.numel()
+
+
+@operator("route", _route_fake, _route_flops)
 def _route(
     tokens: torch.Tensor, gate: torch.Tensor, k: int, alpha: float, score: str, num_groups: int, num_topk_groups: int,
     group_score: str, renormalize: bool, routed_scale: float, logit_bias: torch.Tensor | None,
