@@ -7,51 +7,10 @@ import pytest
 import torch
 import transformers
 
-from envoi.integrations.transformers import implementation_name, packed_experts, recognise_activation, register
+from envoi.integrations.transformers import implementation_name, packed_experts, recognise_activation
 from envoi.quant import FORMATS
 from tests.helpers.accuracy import relative_error
-
-COMMON = {
-    "vocab_size": 64, "hidden_size": 128, "intermediate_size": 128, "num_hidden_layers": 2, "num_attention_heads": 4,
-    "num_key_value_heads": 2, "max_position_embeddings": 128, "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2,
-}  # fmt: skip
-MLA = {"q_lora_rank": 32, "kv_lora_rank": 32, "qk_rope_head_dim": 16, "qk_nope_head_dim": 16, "v_head_dim": 32}
-MODELS = {
-    "mixtral": ("MixtralConfig", {"num_local_experts": 4, "num_experts_per_tok": 2}),
-    "qwen3_moe": ("Qwen3MoeConfig", {"num_experts": 8, "num_experts_per_tok": 4, "moe_intermediate_size": 128,
-                                     "head_dim": 32, "norm_topk_prob": True}),
-    "olmoe": ("OlmoeConfig", {"num_experts": 8, "num_experts_per_tok": 4}),
-    "deepseek_v3": ("DeepseekV3Config", {**MLA, "n_routed_experts": 8, "num_experts_per_tok": 2, "n_group": 2,
-                                         "topk_group": 1, "moe_intermediate_size": 128, "first_k_dense_replace": 1,
-                                         "n_shared_experts": 1, "num_key_value_heads": 4}),
-    "glm4_moe": ("Glm4MoeConfig", {"n_routed_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 128,
-                                   "first_k_dense_replace": 1, "n_shared_experts": 1, "head_dim": 32}),
-    "gpt_oss": ("GptOssConfig", {"num_local_experts": 4, "num_experts_per_tok": 2, "hidden_size": 160, "head_dim": 32,
-                                 "intermediate_size": 96}),
-}  # fmt: skip
-
-
-def build(name: str) -> transformers.PreTrainedModel:
-    """A random model in bf16 whose routers and biases aren't all alike."""
-    config_name, own = MODELS[name]
-    torch.manual_seed(0)
-    config = getattr(transformers, config_name)(**{**COMMON, **own})
-    model = transformers.AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16, experts_implementation="eager")
-    with torch.no_grad():
-        for label, tensor in model.named_parameters():
-            if tensor.dim() >= 2 or "bias" in label:
-                tensor.normal_(std=0.05 if tensor.dim() >= 3 else 0.1)
-    return model.eval()
-
-
-@pytest.fixture(autouse=True)
-def registered():
-    register()
-
-
-def logits(model, ids: torch.Tensor) -> torch.Tensor:
-    with torch.no_grad():
-        return model(ids, use_cache=False).logits
+from tests.helpers.transformers_models import MODELS, build, logits
 
 
 @pytest.mark.parametrize("name", MODELS)
@@ -107,10 +66,10 @@ def test_changed_weights_are_packed_again():
     experts = model.model.layers[0].mlp.experts
     before = packed_experts(experts)
     assert packed_experts(experts) is before
+    gate_up = before.gate_up.clone()
     with torch.no_grad():
         experts.gate_up_proj.mul_(2)
-    after = packed_experts(experts)
-    assert torch.equal(after.gate_up, before.gate_up * 2)
+    assert torch.equal(packed_experts(experts).gate_up, gate_up * 2)
 
 
 @pytest.mark.parametrize(("name", "activation", "limit"), [("mixtral", "swiglu", None), ("gpt_oss", "swiglu_oai", 7.0)])
@@ -147,6 +106,6 @@ def test_a_float32_model_is_refused_in_words():
     model = build("mixtral").float()
     model.set_experts_implementation("envoi")
     with pytest.raises(
-        ValueError, match="expected bfloat16, got torch.float32; load the model with dtype=torch.bfloat16"
+        ValueError, match="got torch.float32, with weights in torch.float32 and no autocast; load the model with dtype"
     ):
         logits(model, torch.tensor([[5, 6]]))
