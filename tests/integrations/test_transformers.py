@@ -1,7 +1,6 @@
 """transformers models with their experts through Envoi, beside transformers' own."""
 
 import copy
-from types import SimpleNamespace
 
 import pytest
 import torch
@@ -75,17 +74,6 @@ def test_changed_weights_are_packed_again():
 @pytest.mark.parametrize(("name", "activation", "limit"), [("mixtral", "swiglu", None), ("gpt_oss", "swiglu_oai", 7.0)])
 def test_activations_are_recognised(name, activation, limit):
     assert recognise_activation(build(name).model.layers[0].mlp.experts) == (activation, limit)
-
-
-def test_deepseek_v4s_clamp_is_recognised():
-    from transformers.models.deepseek_v4.modeling_deepseek_v4 import DeepseekV4Experts
-
-    config = SimpleNamespace(
-        num_local_experts=2, hidden_size=64, intermediate_size=32, hidden_act="silu", swiglu_limit=4.0,
-        _experts_implementation="envoi",
-    )  # fmt: skip
-    module = DeepseekV4Experts(config)
-    assert recognise_activation(module) == ("swiglu", 4.0)
 
 
 def test_an_activation_that_envoi_does_not_have_is_refused():

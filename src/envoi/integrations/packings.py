@@ -81,6 +81,11 @@ def version(x: torch.Tensor) -> int:
     return -1 if x.is_inference() else x._version
 
 
+def capturing(device: torch.device) -> bool:
+    """Whether what is launched on the device now goes into a CUDA graph."""
+    return device.type == "cuda" and torch.cuda.is_current_stream_capturing()
+
+
 def packed(weights: Weights, recipe: Recipe) -> ExpertWeights:
     """The weights packed by the recipe: those kept if they still fit, else packed now and kept until gate_up dies.
 
@@ -111,7 +116,7 @@ def forget(weights: Weights) -> None:
 
 def pack_weights(weights: Weights, recipe: Recipe) -> ExpertWeights:
     """Pack without keeping. Raises RuntimeError while a CUDA graph is captured, ValueError as `envoi.experts.pack`."""
-    if weights.gate_up.is_cuda and torch.cuda.is_current_stream_capturing():
+    if capturing(weights.gate_up.device):
         raise RuntimeError(
             "the experts' weights are new or have changed, and can't be packed while a CUDA graph is captured; "
             "call the model once, or envoi.integrations.transformers.refresh(model), before the capture"
@@ -152,7 +157,7 @@ def _outside_graph_pools(make: Callable[[], ExpertWeights], device: torch.device
     The compiler's CUDA graphs warm up in a pool of memory that they later rewind, with what a call has kept there;
     only the thread that warms up allocates from it.
     """
-    if device.type != "cuda" or torch.cuda.is_current_stream_capturing():
+    if device.type != "cuda" or capturing(device):
         return make()
     result: list[Any] = []
 

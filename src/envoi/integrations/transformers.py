@@ -240,12 +240,12 @@ def recognise_activation(module: Any) -> tuple[str, float | None]:
             interleaved = torch.cat((interleaved[:, 0::2], interleaved[:, 1::2]), dim=1)
         return apply_gate(interleaved)
 
-    huge = torch.tensor([[1.0, 1e30]], dtype=torch.float64, device="cpu")
+    # A gate below every clamp, with an up of 0, of 1 and above every clamp: between them the activation is linear in up.
+    pairs = torch.tensor([[2.0**-10, 0.0], [2.0**-10, 1.0], [2.0**-10, 1e30]], dtype=torch.float64, device="cpu")
+    huge = float(theirs(pairs)[2])
     for activation in ("swiglu", "swiglu_oai"):
-        one = float(activate(torch.tensor([[1.0, 1.0]], dtype=torch.float64, device="cpu"), activation, None))
-        added = 1.0 if activation == "swiglu_oai" else 0.0
-        # Linear in up + added, whose value at the clamp this is.
-        limit = _rounded(float(theirs(huge)) * (1.0 + added) / one - added, module)
+        zero, one, _ = activate(pairs, activation, None).flatten().tolist()
+        limit = _rounded((huge - zero) / (one - zero), module)
         probe = _gates_and_ups(limit or 12.0)
         if torch.allclose(activate(probe, activation, limit), theirs(probe).double(), rtol=1e-4, atol=1e-5):
             return activation, limit
