@@ -9,7 +9,7 @@ import transformers
 from envoi.integrations.transformers import implementation_name, packed_experts, recognise_activation
 from envoi.quant import FORMATS
 from tests.helpers.accuracy import relative_error
-from tests.helpers.transformers_models import MODELS, build, logits
+from tests.helpers.transformers_models import MODELS, build, expert_modules, logits
 
 
 @pytest.mark.parametrize("name", MODELS)
@@ -97,3 +97,64 @@ def test_a_float32_model_is_refused_in_words():
         ValueError, match="got torch.float32, with weights in torch.float32 and no autocast; load the model with dtype"
     ):
         logits(model, torch.tensor([[5, 6]]))
+
+
+def module_and_tokens(dtype: torch.dtype):
+    """An experts module, tokens, ids and weights as a router gives them, and the oracle's outputs."""
+    module = expert_modules(build("mixtral"))[0]
+    x, weights = torch.randn(9, 128), torch.rand(9, 2)
+    ids = torch.rand(9, 4).topk(2).indices
+    with torch.no_grad():
+        want = copy.deepcopy(module).double()(x.to(dtype).double(), ids, weights.double())
+    module.config._experts_implementation = "eager"
+    return module, x.to(dtype), ids, weights, want
+
+
+def test_float16_models_run_as_well_as_bfloat16_would():
+    module, x, ids, weights, want = module_and_tokens(torch.float16)
+    with torch.no_grad():
+        bfloat16 = copy.deepcopy(module)(x.bfloat16(), ids, weights.bfloat16())
+        module.half().config._experts_implementation = "envoi"
+        ours = module(x, ids, weights.half())
+    assert ours.dtype == torch.float16
+    assert relative_error(ours, want) <= 2 * relative_error(bfloat16, want)
+
+
+@pytest.mark.parametrize("cast_to", [torch.bfloat16, torch.float16])
+def test_a_float32_model_runs_under_autocast(cast_to):
+    module, x, ids, weights, want = module_and_tokens(torch.float32)
+    module.float()
+    with torch.no_grad(), torch.autocast("cpu", dtype=torch.bfloat16):
+        eager = module(x, ids, weights)
+    module.config._experts_implementation = "envoi"
+    with torch.no_grad(), torch.autocast("cpu", dtype=cast_to):
+        ours = module(x, ids, weights)
+    assert ours.dtype == torch.float32
+    assert relative_error(ours, want) <= 2 * relative_error(eager, want)
+
+
+def test_float32_tokens_are_cast_to_16_bit_weights():
+    module, x, ids, weights, want = module_and_tokens(torch.float32)
+    module.config._experts_implementation = "envoi"
+    with torch.no_grad():
+        ours = module(x, ids, weights)
+        assert torch.equal(ours.bfloat16(), module(x.bfloat16(), ids, weights))
+    assert ours.dtype == torch.float32
+    assert relative_error(ours, want) < 0.01
+
+
+def test_slots_of_other_ranks_count_nothing():
+    module, x, ids, weights, _ = module_and_tokens(torch.bfloat16)
+    module.config._experts_implementation = "envoi"
+    with torch.no_grad():
+        masked = module(x, torch.where(ids == 3, 4, ids), weights)
+        assert torch.equal(masked, module(x, ids, weights * (ids != 3)))
+        assert torch.equal(module(x, torch.full_like(ids, 4), weights), torch.zeros_like(x))
+
+
+def test_arguments_needn_t_be_contiguous():
+    module, x, ids, weights, _ = module_and_tokens(torch.bfloat16)
+    module.config._experts_implementation = "envoi"
+    with torch.no_grad():
+        want = module(x, ids, weights)
+        assert torch.equal(module(x.t().contiguous().t(), ids.t().contiguous().t(), weights.t().contiguous().t()), want)

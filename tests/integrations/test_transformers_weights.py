@@ -122,7 +122,7 @@ def test_a_write_to_inference_tensors_needs_refresh():
         before = logits(model, ids)
         for module in expert_modules(model):
             module.gate_up_proj.mul_(0.5)
-        assert torch.equal(logits(model, ids), before)
+        assert torch.equal(logits(model, ids), before)  # stale, as the table says
         refresh(model)
         assert not torch.equal(logits(model, ids), before)
         assert torch.equal(logits(model, ids), fresh_logits(model, ids))
@@ -220,8 +220,6 @@ def test_lora_on_experts_warns_once_and_names_the_cure(monkeypatch):
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         assert torch.equal(logits(tuned, ids), ours)
-    plain = logits(model.get_submodule(""), ids)
-    assert torch.equal(plain, ours)
     merged = tuned.merge_and_unload()
     with warnings.catch_warnings():
         warnings.simplefilter("error")

@@ -83,16 +83,17 @@ def experts_forward(
     Raises ValueError for experts that Envoi can't run, for an fp32 model without autocast, and where a gradient would
     be lost.
     """
+    recipe = _recipe(module, format)
     weights = module_weights(module)
     refuse_gradients(hidden_states, top_k_weights, *weights)
     _check_dtype(hidden_states, weights)
-    recipe = _recipe(module, format)
     return _experts(hidden_states, top_k_weights, top_k_index, *weights, *recipe, not _made_anew(module))
 
 
 def packed_experts(module: torch.nn.Module, format: str = "bf16") -> ExpertWeights:
     """The module's weights packed in a format; kept until they go or change (see the table above)."""
-    return packings.packed(module_weights(module), _recipe(module, format))
+    recipe = _recipe(module, format)
+    return packings.packed(module_weights(module), recipe)
 
 
 def refresh(model: torch.nn.Module) -> None:
@@ -109,26 +110,15 @@ def is_experts(module: Any) -> bool:
 
 def unserved(module: Any) -> str | None:
     """Why Envoi can't run an experts module, or None if it can."""
-    if hasattr(module, "gate_up_proj_scale_inv") or hasattr(module, "up_proj_scale_inv"):
-        return (
-            "expected bf16, fp16 or fp32 weights, got quantised ones; load with "
-            "quantization_config=FineGrainedFP8Config(dequantize=True)"
-        )
-    if not module.has_gate:
-        return "expected gated experts (gate_up_proj), got a plain up_proj"
-    if getattr(module, "has_post_expert_norm", False):
-        return "expected experts whose outputs are summed as they are, got a norm after each"
     try:
         _activation(module)
     except ValueError as error:
-        return str(error)
+        return str(error).removeprefix(f"{type(module).__name__}: ")
     return None
 
 
 def module_weights(module: Any) -> Weights:
-    """The tensors of an experts module, as it stores them. Raises ValueError for experts without a gate."""
-    if not module.has_gate or getattr(module, "has_post_expert_norm", False):
-        raise ValueError(f"{type(module).__name__}: {unserved(module)}")
+    """The tensors of an experts module that has a gate, as it stores them."""
     if not module.has_bias:
         return Weights(module.gate_up_proj, module.down_proj)
     return Weights(module.gate_up_proj, module.down_proj, module.gate_up_proj_bias, module.down_proj_bias)
@@ -165,7 +155,9 @@ def _recipe(module: Any, format: str) -> Recipe:
 
 def _made_anew(module: Any) -> bool:
     """True if a call finds other weight tensors than the call before it did."""
-    return hasattr(module, "parametrizations") or getattr(getattr(module, "_hf_hook", None), "offload", False)
+    # Asking a module for what it lacks takes ten times as long as looking where it would be.
+    hook = module.__dict__.get("_hf_hook")
+    return "parametrizations" in module._modules or getattr(hook, "offload", False)
 
 
 def _experts_fake(hidden_states, *arguments):
@@ -209,22 +201,34 @@ def _warn_of_packing() -> None:
 
 def _activation(module: Any) -> tuple[str, float | None]:
     """`recognise_activation`, remembered on the module until one of GATE_ATTRIBUTES changes."""
-    known = getattr(module, "_envoi_activation", None)
-    if known is None or not _same_gate(module, known[2]):
+    known = module.__dict__.get("_envoi_activation")
+    if known is None or not all(getattr(module, name) == value for name, value in known[2]):
         known = _remember_activation(module)
     return known[0], known[1]
 
 
-def _same_gate(module: Any, gate: tuple) -> bool:
-    # Modules have no ==, so that for them it means `is`.
-    return all(getattr(module, name, None) == value for name, value in zip(GATE_ATTRIBUTES, gate, strict=True))
-
-
 @torch.compiler.disable(reason="the activation isn't known yet: call the model, or select Envoi, before compiling")
 def _remember_activation(module: Any) -> tuple[str, float | None, tuple]:
-    gate = tuple(getattr(module, name, None) for name in GATE_ATTRIBUTES)
+    _check_structure(module)
+    # Modules have no ==, so that for act_fn it means `is`.
+    gate = tuple((name, getattr(module, name)) for name in GATE_ATTRIBUTES if hasattr(module, name))
     module._envoi_activation = known = (*recognise_activation(module), gate)
     return known
+
+
+def _check_structure(module: Any) -> None:
+    reason = None
+    if hasattr(module, "gate_up_proj_scale_inv") or hasattr(module, "up_proj_scale_inv"):
+        reason = (
+            "expected bf16, fp16 or fp32 weights, got quantised ones; load with "
+            "quantization_config=FineGrainedFP8Config(dequantize=True)"
+        )
+    elif not module.has_gate:
+        reason = "expected gated experts (gate_up_proj), got a plain up_proj"
+    elif getattr(module, "has_post_expert_norm", False):
+        reason = "expected experts whose outputs are summed as they are, got a norm after each"
+    if reason is not None:
+        raise ValueError(f"{type(module).__name__}: {reason}")
 
 
 @torch.no_grad()

@@ -40,7 +40,6 @@ def check_model(model: Any, chosen: dict[str, str | None]) -> None:
     for path, module in ours.items():
         reason = unserved(module)
         if reason is not None:
-            reason = reason.removeprefix(f"{type(module).__name__}: ")
             raise ValueError(f"experts_implementation={names[0]!r}: {path} ({type(module).__name__}): {reason}")
     if not ours:
         raise ValueError(f"experts_implementation={names[0]!r}: {type(model).__name__}: {_without_experts(model)}")
