@@ -1,10 +1,11 @@
-"""Every test here finds Envoi's names registered."""
+"""What the tests of integrations share."""
 
 import pytest
 
-from envoi.integrations.transformers import register
 
-
-@pytest.fixture(autouse=True)
+@pytest.fixture
 def registered():
+    """Envoi's names known to transformers."""
+    from envoi.integrations.transformers import register
+
     register()

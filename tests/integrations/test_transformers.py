@@ -11,6 +11,8 @@ from envoi.quant import FORMATS
 from tests.helpers.accuracy import relative_error
 from tests.helpers.transformers_models import MODELS, build, expert_modules, logits
 
+pytestmark = pytest.mark.usefixtures("registered")
+
 
 @pytest.mark.parametrize("name", MODELS)
 def test_every_model_is_as_good_as_eager(name):

@@ -10,6 +10,8 @@ from envoi.integrations import packings
 from envoi.integrations.transformers import refresh
 from tests.helpers.transformers_models import expert_modules, expert_weights, fresh_logits, logits, loud, tokens
 
+pytestmark = pytest.mark.usefixtures("registered")
+
 
 @pytest.fixture(autouse=True)
 def compiler():

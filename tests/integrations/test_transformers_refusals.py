@@ -11,6 +11,8 @@ from transformers import AutoConfig, AutoModel, AutoModelForCausalLM
 from envoi.integrations.transformers import recognise_activation
 from tests.helpers.transformers_models import COMMON, build, expert_modules, logits, tokens
 
+pytestmark = pytest.mark.usefixtures("registered")
+
 SMALL = {**COMMON, "num_hidden_layers": 1}
 OUTSIDE = {
     "JetMoeConfig": {"num_local_experts": 4, "num_experts_per_tok": 2, "kv_channels": 32},

@@ -15,8 +15,16 @@ from envoi.integrations import transformers as integration
 from envoi.integrations.packings import Recipe, Weights, packed
 from envoi.integrations.transformers import packed_experts, refresh
 from tests.helpers.transformers_models import (
-    build, expert_modules, expert_weights, fresh_logits, logits, loud, tokens,
+    build,
+    expert_modules,
+    expert_weights,
+    fresh_logits,
+    logits,
+    loud,
+    tokens,
 )  # fmt: skip
+
+pytestmark = pytest.mark.usefixtures("registered")
 
 
 def write_in_place(model):

@@ -244,7 +244,7 @@ def recognise_activation(module: Any) -> tuple[str, float | None]:
             interleaved = torch.cat((interleaved[:, 0::2], interleaved[:, 1::2]), dim=1)
         return apply_gate(interleaved)
 
-    # A gate below every clamp, with an up of 0, of 1 and above every clamp: between them the activation is linear in up.
+    # A gate below every clamp, with ups of 0, 1 and above every clamp: up to its clamp the activation is linear in up.
     pairs = torch.tensor([[2.0**-10, 0.0], [2.0**-10, 1.0], [2.0**-10, 1e30]], dtype=torch.float64, device="cpu")
     huge = float(theirs(pairs)[2])
     for activation in ("swiglu", "swiglu_oai"):
