@@ -5,11 +5,11 @@ tests/test_negative_interpreted.py runs the same with Triton's kernels.
 
 import pytest
 import torch
-from envoi.experts.op import flatten, unflatten
 
 import envoi
 from envoi.epilogue import Col, HalfCol, HalfTile, Row, Scalar, Tile, pairs
 from envoi.indexer.workloads import one
+from envoi.moe.op import flatten, unflatten
 from envoi.operators import plain
 from envoi.quant import SCHEMES, quantize
 from tests.experts.layers import make
