@@ -4,6 +4,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cache
 
+from envoi.constant import Constant
 from envoi.gemm.config import SHARED_BYTES, power_of_two
 from envoi.router.spec import Spec, block_sum
 
@@ -29,7 +30,7 @@ ELEMENT_CYCLES = 0.12  # a round of one element of it, one warp
 
 
 @dataclass(frozen=True)
-class Cut:
+class Cut(Constant):
     """A CTA has `tile` rows, those of an instruction, block_n columns, steps_each steps of block_k along K; num_warps
     multiply and choose.
 
