@@ -21,6 +21,7 @@ values; the GEMM merges those of its pieces with `merge`, keeps one a tile in me
 row's last tile calls `finish`, which reads them in order and stores what depends on them.
 """
 
+import hashlib
 import linecache
 from dataclasses import dataclass
 from functools import cache
@@ -83,9 +84,11 @@ class Lowered:
         return len(self.side)
 
     def __repr__(self) -> str:
-        """Names what is compiled into a kernel, so that the compiler's cache can tell two epilogues apart."""
+        """Names all of it, functions by the digest of their text, so that the compiler's cache can tell two apart."""
         keys = ",".join(getattr(self, name).cache_key for name in FUNCTIONS)
-        return f"Lowered({keys},{self.leaving},{self.partials},{self.side})"
+        source = hashlib.sha256(self.source.encode()).hexdigest()[:16]
+        rest = (self.slots, self.leaving, self.partials, self.side, self.piece_columns, self.whole, self.sent)
+        return f"Lowered({keys},{source},{','.join(map(str, rest))})"
 
     __str__ = __repr__
 
