@@ -12,7 +12,8 @@ met, so after all have pulled; and to its next L2, or return, only after all hav
 summed. Within a rank the order of one stream is what keeps calls apart.
 """
 
-from dataclasses import dataclass
+import threading
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -62,6 +63,7 @@ class Domain:
     rank_ends: torch.Tensor
     handle: Any = None  # keeps the peers' memory mapped
     watch: Any = None  # where the ranks leave word of what they refused, and of who was late
+    lock: Any = field(default_factory=threading.Lock)  # one call at a time
 
     @property
     def first_expert(self) -> int:
