@@ -110,6 +110,14 @@ def test_constants_are_those_of_the_decoration():
     assert_same_bits(epilogue(lambda acc: ending(acc) + factor)(ACC), ACC * 3 + 100)
 
 
+def test_the_reference_compiles_as_one_graph():
+    def both(x, s):
+        return swiglu(linear(x, c=x, alpha=s, beta=1.0))
+
+    compiled = torch.compile(both, fullgraph=True, backend="eager")
+    assert_same_bits(compiled(ACC, 2.0), both(ACC, 2.0))
+
+
 # One inside another
 
 

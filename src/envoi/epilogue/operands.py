@@ -2,7 +2,7 @@
 
 from collections.abc import Collection, Mapping
 from numbers import Real
-from typing import Any
+from typing import Any, TypeGuard
 
 import torch
 
@@ -65,7 +65,7 @@ def check_operands(
     return tensors, scalars
 
 
-def is_number(value: Any) -> bool:
+def is_number(value: Any) -> TypeGuard[float]:
     """True for Python's and NumPy's real numbers, but not for bools."""
     return isinstance(value, (int, float, Real)) and not isinstance(value, bool)
 
