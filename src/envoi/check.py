@@ -97,6 +97,7 @@ def expect_number(name: str, value: Any) -> float:
 
 def fits_float32(value: int | float) -> bool:
     """False for a finite number that float32 has no finite number for."""
+    value = value if isinstance(value, int) else float(value)  # NumPy's would be compared in their own precision
     return not math.inf > abs(value) > torch.finfo(torch.float32).max
 
 

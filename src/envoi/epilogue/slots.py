@@ -1,11 +1,10 @@
 """What a lowered epilogue writes, and what of it has to wait for whole rows."""
 
 from dataclasses import dataclass
-from functools import cache
 
 import torch
 
-from envoi.epilogue.ir import IR, Node, Shape
+from envoi.epilogue.ir import IR, Node, Shape, kept_with_ir
 from envoi.epilogue.operations import CAST_DTYPES
 from envoi.quant.formats import SCHEMES
 
@@ -37,7 +36,7 @@ class Slot:
         return {"row": (M,), "column": (N // self.columns,), "scalar": (), "topk": (M, self.columns)}[self.kind]
 
 
-@cache
+@kept_with_ir
 def slots(ir: IR, out_dtype: torch.dtype) -> tuple[Slot, ...]:
     """The tensors that an epilogue's kernel writes, in the order of its outputs."""
     found: list[Slot] = []
@@ -80,7 +79,7 @@ def output_dtype(node: Node, out_dtype: torch.dtype) -> torch.dtype:
     return out_dtype if whole else torch.float32
 
 
-@cache
+@kept_with_ir
 def late(ir: IR) -> frozenset[int]:
     """The nodes that depend on a reduction over a row, and those reductions."""
     found: set[int] = set()
@@ -95,7 +94,7 @@ def _crosses_columns(ir: IR, node: Node) -> bool:
     return spans and (node.step == "row" or (node.op == "quantize" and node.attribute("scheme") == "fp8_row"))
 
 
-@cache
+@kept_with_ir
 def rows_must_fit(ir: IR) -> bool:
     """True if the epilogue can only run on pieces that hold whole rows."""
     return any(
@@ -105,7 +104,7 @@ def rows_must_fit(ir: IR) -> bool:
     )
 
 
-@cache
+@kept_with_ir
 def piece_columns(ir: IR) -> int:
     """A piece of the accumulator must have a multiple of so many columns."""
     need = ir.divisor

@@ -1,14 +1,14 @@
 """`envoi.gemm` and `envoi.grouped_gemm`: check, call the operator, wrap what comes out."""
 
-from collections.abc import Mapping
 from typing import Any
 
 import torch
 
-from envoi.check import Dim, dtype_name, expect_divisible, expect_tensor, fits_float32
+from envoi.check import Dim, dtype_name, expect_divisible, expect_tensor
 from envoi.epilogue.api import Epilogue
-from envoi.epilogue.ir import IR, Node
+from envoi.epilogue.ir import Node
 from envoi.epilogue.library import store
+from envoi.epilogue.operands import check_columns, check_operands
 from envoi.gemm import op
 from envoi.operators import autocast_dtype
 from envoi.quant.formats import SCHEMES
@@ -48,7 +48,7 @@ def gemm(
     a, b = _autocast(a, b)
     epilogue, out_dtype = _settle(a, b, epilogue, out_dtype)
     sizes = {"M": a.shape[0], "N": b.shape[0]}
-    tensors, scalars = _check_operands(epilogue, operands, sizes, a.device, None)
+    tensors, scalars = check_operands(epilogue.ir, operands, sizes, a.device, FLOATS)
     outputs = op.product(
         *op.split(a), *op.split(b), epilogue.ir.key, out_dtype, list(tensors.values()),
         list(scalars.values()), ",".join([*tensors, *scalars]),
@@ -87,7 +87,7 @@ def grouped_gemm(
     epilogue, out_dtype = _settle(rows, weights, epilogue, out_dtype, ("rows", "weights"))
     _check_grouped_outputs(epilogue)
     sizes = {"M": rows.shape[0], "N": weights.shape[1]}
-    tensors, scalars = _check_operands(epilogue, operands, sizes, rows.device, num_experts)
+    tensors, scalars = check_operands(epilogue.ir, operands, sizes, rows.device, FLOATS, num_experts)
     outputs = op.grouped_product(
         *op.split(rows), *op.split(weights), offsets, epilogue.ir.key, out_dtype, list(tensors.values()),
         list(scalars.values()), ",".join([*tensors, *scalars]),
@@ -152,58 +152,8 @@ def _settle(
         out_dtype = a.dtype if isinstance(a, torch.Tensor) else torch.bfloat16
     if out_dtype not in FLOATS:
         raise ValueError(f"out_dtype: expected torch.bfloat16, float16 or float32, got {out_dtype!r}")
-    _check_columns(epilogue.ir, b.shape[-2])
+    check_columns(epilogue.ir, b.shape[-2])
     return epilogue, out_dtype
-
-
-def _check_columns(ir: IR, N: int) -> None:
-    expect_divisible("N", N, ir.divisor, f"epilogue {ir.name} splits columns into pairs")
-    for node in ir.nodes:
-        columns = ir.nodes[node.args[0]].shape.num_columns(N) if node.args else N
-        if node.op == "quantize":
-            scheme = SCHEMES[node.attribute("scheme")]
-            expect_divisible("N", columns, scheme.group_for((1, columns))[1], f"output columns, {scheme.name} groups")
-        if node.op == "topk_values" and node.attribute("k") > columns:
-            raise ValueError(f"N: expected at least k = {node.attribute('k')} columns for topk, got {columns}")
-
-
-def _check_operands(
-    epilogue: Epilogue,
-    operands: Mapping[str, Any],
-    sizes: dict[str, int],
-    device: torch.device,
-    num_experts: int | None,
-) -> tuple[dict[str, torch.Tensor], dict[str, float]]:
-    """Sort operands into tensors and numbers, each checked against its annotation."""
-    epilogue.check_names(operands)
-    tensors: dict[str, torch.Tensor] = {}
-    scalars: dict[str, float] = {}
-    for operand in epilogue.ir.operands:
-        value = operands.get(operand.name)
-        value = operand.default if value is None else value
-        if operand.kind != "Scalar":
-            shape = _operand_shape(operand, sizes, num_experts)
-            tensors[operand.name] = expect_tensor(operand.name, value, FLOATS, shape, device)
-        elif isinstance(value, torch.Tensor):
-            if value.numel() != 1:
-                raise ValueError(f"{operand.name}: expected one element, got {list(value.shape)}")
-            tensors[operand.name] = expect_tensor(operand.name, value, FLOATS, device=device)
-        elif isinstance(value, (int, float)) and not isinstance(value, bool):
-            if not fits_float32(value):
-                raise ValueError(f"{operand.name}: expected a number that float32 can hold, got {value!r}")
-            scalars[operand.name] = float(value)
-        else:
-            raise ValueError(f"{operand.name}: expected a number or a tensor of one, got {type(value).__name__}")
-    return tensors, scalars
-
-
-def _operand_shape(operand, sizes: dict[str, int], num_experts: int | None) -> tuple[int, ...]:
-    if operand.shape.columns == "1":
-        return (sizes["M"],)
-    columns = operand.shape.num_columns(sizes["N"])
-    if operand.shape.rows == "M":
-        return (sizes["M"], columns)
-    return (columns,) if num_experts is None else (num_experts, columns)
 
 
 def _wrap(epilogue: Epilogue, outputs: list[torch.Tensor], sizes: dict[str, int]) -> Any:

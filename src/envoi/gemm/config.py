@@ -3,6 +3,7 @@
 from dataclasses import dataclass, replace
 from math import ceil, erfc, exp, sqrt
 
+from envoi.constant import Constant
 from envoi.epilogue.lower import Lowered
 
 SHARED_BYTES = 232448  # of a CTA
@@ -11,7 +12,7 @@ MIN_STAGES = 2
 
 
 @dataclass(frozen=True)
-class Config:
+class Config(Constant):
     """The mainloop of one GEMM on sm_90.
 
     The instruction's M side is `x`, its N side `y`: tokens and features, or the other way round with `swap_ab`.
@@ -81,8 +82,8 @@ class Config:
         """Pieces of a role's tile."""
         return max(1, (self.role_m if self.swap_ab else self.block_y) // self.piece)
 
-    def __str__(self) -> str:
-        """All that kernels differ by: the compiler's cache files them under it."""
+    def label(self) -> str:
+        """A short text for tables and errors, without what is as usual."""
         parts = [
             f"{self.num_roles}x{self.role_m}x{self.block_y}",
             f"k{self.block_k}x{self.num_stages}",
@@ -116,7 +117,7 @@ def supports(problem: Problem, config: Config, code: Lowered) -> str:
     if config.num_stages < MIN_STAGES:
         return f"num_stages: expected at least {MIN_STAGES}, got {config.num_stages}: the producer would wait forever"
     if config.role_m not in (64, 128) or config.num_roles not in (1, 2) or config.num_warps not in (4, 8):
-        return f"roles: expected 1 or 2 of 64 or 128 rows by 4 or 8 warps, got {config}"
+        return f"roles: expected 1 or 2 of 64 or 128 rows by 4 or 8 warps, got {config.label()}"
     if config.role_m < 16 * config.num_warps:
         return f"role_m: expected at least 16 rows a warp, got {config.role_m} rows for {config.num_warps} warps"
     if config.block_y & (config.block_y - 1) or not 8 <= config.block_y <= 256:
@@ -136,7 +137,7 @@ def supports(problem: Problem, config: Config, code: Lowered) -> str:
     if config.wide_last and (problem.N % config.block_n or not problem.num_groups):
         return f"wide_last: expected a grouped GEMM with N a multiple of {config.block_n}, got {problem.N}"
     if config.wide_last and (config.num_parts != 2 or config.block_y != 2 * config.role_m or config.swap_ab):
-        return f"wide_last: expected a tile of two roles that is as wide as high, got {config}"
+        return f"wide_last: expected a tile of two roles that is as wide as high, got {config.label()}"
     if problem.scaled and config.block_k not in (128, 256):
         return f"block_k: expected 128 or 256 (one block or two) with factors along K, got {config.block_k}"
     if problem.scaled and config.role_m * config.block_y > 64 * 128 * config.num_warps // 4:
@@ -145,7 +146,9 @@ def supports(problem: Problem, config: Config, code: Lowered) -> str:
         return f"block_y: expected at most 128 accumulators a thread, got {accumulator_registers(config)}"
     used = shared_bytes(problem, config, code)
     return (
-        "" if used <= SHARED_BYTES else f"num_stages: {config} needs {used} bytes of shared memory, got {SHARED_BYTES}"
+        ""
+        if used <= SHARED_BYTES
+        else f"num_stages: {config.label()} needs {used} bytes of shared memory, got {SHARED_BYTES}"
     )
 
 

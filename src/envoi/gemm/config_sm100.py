@@ -2,6 +2,7 @@
 
 from dataclasses import dataclass
 
+from envoi.constant import Constant
 from envoi.epilogue.lower import Lowered
 
 SHARED_BYTES = 232448  # of a CTA
@@ -13,7 +14,7 @@ MAX_PIECE_REGISTERS = 128
 
 
 @dataclass(frozen=True)
-class BlackwellConfig:
+class BlackwellConfig(Constant):
     """The GEMM of sm_100 and sm_103. x are tokens, y features; a tile has 128 rows of x.
 
     block_y: columns of a tile. block_k: elements of K a stage. num_stages: stages in flight.
@@ -104,7 +105,8 @@ class BlackwellConfig:
         """Columns of tensor memory."""
         return self.num_accumulators * self.block_y + self.factor_columns
 
-    def __str__(self) -> str:
+    def label(self) -> str:
+        """A short text for errors."""
         split = f" split{self.split_k}" if self.split_k > 1 else ""
         scaled = f" sf{self.sf_group}" if self.sf_group else ""
         return (

@@ -1,12 +1,11 @@
 """GEMMs on Hopper: what the kernel can take, how scale factors reach it, which config runs."""
 
 from dataclasses import dataclass, replace
-from functools import cache
 from typing import cast
 
 import torch
 
-from envoi.epilogue.ir import COL, IR, ROW, SCALAR, Node, Operand
+from envoi.epilogue.ir import COL, IR, ROW, SCALAR, Node, Operand, kept_with_ir
 from envoi.epilogue.library import store
 from envoi.epilogue.lower import Lowered, lower
 from envoi.epilogue.slots import MAX_DESCS, piece_columns, rows_must_fit, slots
@@ -68,7 +67,7 @@ def _side(x: QuantTensor) -> str:
     return "row" if x.group[0] == 1 else "all" if x.group[0] >= x.shape[-2] else ""
 
 
-@cache
+@kept_with_ir
 def with_scales(ir: IR, of_a: str, of_b: str) -> IR:
     """The IR behind a multiplication of the accumulator by the factors of a and b, which become its first operands."""
     operands = (_factor(A_SF, of_a, ROW, "Row"), _factor(B_SF, of_b, COL, "Col"))

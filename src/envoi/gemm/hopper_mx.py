@@ -5,6 +5,7 @@ from typing import Any, cast
 
 import torch
 
+from envoi.constant import Constant
 from envoi.epilogue.ir import IR
 from envoi.epilogue.library import store
 from envoi.epilogue.lower import Lowered, lower
@@ -24,7 +25,7 @@ MANY_TOKENS = {64: 1.0, 128: 1.64}  # how long a tile takes, measured
 
 
 @dataclass(frozen=True)
-class MxConfig:
+class MxConfig(Constant):
     """How the kernel cuts its work: tiles of num_roles * role_m features (1 or 2 roles) and block_y tokens.
 
     bits: of a weight. tame: as in QuantTensor.
@@ -102,11 +103,6 @@ class MxConfig:
     def num_sf(self) -> int:
         """Spans whose scale factors there is room for: as many as the stages can belong to."""
         return -(-(self.num_stages - 1) // (SPAN // self.block_k)) + 1
-
-    def __str__(self) -> str:
-        """All that kernels differ by: the compiler's cache files them under it."""
-        kind = f"mx{self.bits}{' tame' * self.tame}"
-        return f"{kind} {self.num_roles}x{self.role_m}x{self.block_y} x{self.num_stages}"
 
 
 def shared_bytes(config: MxConfig) -> int:

@@ -4,7 +4,7 @@ from itertools import pairwise
 
 import torch
 
-from envoi.epilogue.api import with_key
+from envoi.epilogue.api import for_graph, with_key
 from envoi.epilogue.evaluate import evaluate
 from envoi.epilogue.ir import IR, Node
 from envoi.epilogue.slots import output_dtype
@@ -43,7 +43,7 @@ def common_block(a: QuantTensor, b: QuantTensor) -> None:
 
 
 def _gemm_fake(a, a_sf, a_group, b, b_sf, b_group, epilogue, out_dtype, tensors, scalars, names):
-    return _empty_outputs(with_key(epilogue).ir, a, b.shape[0], None, out_dtype)
+    return _empty_outputs(for_graph(epilogue), a, b.shape[0], None, out_dtype)
 
 
 def _gemm_flops(a, a_sf, a_group, b, *arguments):
@@ -58,7 +58,7 @@ def product(
     tensors: list[torch.Tensor], scalars: list[float], names: str,
 ) -> list[torch.Tensor]:  # fmt: skip
     """The flat outputs of a GEMM."""
-    ir, operands = with_key(epilogue).ir, name_operands(tensors, scalars, names)
+    ir, operands = with_key(epilogue), name_operands(tensors, scalars, names)
     sides = join(a, a_sf, a_group), join(b, b_sf, b_group)
     outputs = run_kernels(*sides, None, ir, out_dtype, operands)
     if outputs is not None:
@@ -71,7 +71,7 @@ def _grouped_fake(
     rows, rows_sf, rows_group, weights, weights_sf, weights_group, offsets, epilogue, out_dtype,
     tensors, scalars, names,
 ):  # fmt: skip
-    return _empty_outputs(with_key(epilogue).ir, rows, weights.shape[1], weights.shape[0], out_dtype)
+    return _empty_outputs(for_graph(epilogue), rows, weights.shape[1], weights.shape[0], out_dtype)
 
 
 def _grouped_flops(rows, rows_sf, rows_group, weights, *arguments):
@@ -86,7 +86,7 @@ def grouped_product(
     tensors: list[torch.Tensor], scalars: list[float], names: str,
 ) -> list[torch.Tensor]:  # fmt: skip
     """The flat outputs of a grouped GEMM."""
-    ir, operands = with_key(epilogue).ir, name_operands(tensors, scalars, names)
+    ir, operands = with_key(epilogue), name_operands(tensors, scalars, names)
     sides = join(rows, rows_sf, rows_group), join(weights, weights_sf, weights_group)
     bounds = _check_offsets(offsets, rows.shape[0]) if rows.device.type == "cpu" else None
     outputs = run_kernels(*sides, offsets, ir, out_dtype, operands)

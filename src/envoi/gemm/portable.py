@@ -5,6 +5,7 @@ from typing import Any
 
 import torch
 
+from envoi.constant import Constant
 from envoi.epilogue.ir import IR, Node
 from envoi.epilogue.library import store
 from envoi.epilogue.lower import Lowered, lower
@@ -23,7 +24,7 @@ REDUCE_M, REDUCE_C = 64, 64
 
 
 @dataclass(frozen=True)
-class Side:
+class Side(Constant):
     """How a kernel reads one matrix.
 
     values: "plain" (a float), "e4m3" or "e2m1" (two a byte). scale: the type of its scale factors, "none", "f32",

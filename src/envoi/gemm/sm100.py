@@ -33,7 +33,7 @@ def arguments(call: Call, config: BlackwellConfig, num_sms: int) -> tuple[tuple[
     problem = problem_of(call)
     reason = supports(problem, config, call.code)
     if reason:
-        raise ValueError(f"config: {reason} ({config})")
+        raise ValueError(f"config: {reason} ({config.label()})")
     M, N, groups = problem.M, problem.N, problem.num_groups
     x, y = call.a, below_each_other(call.b)
     tiles = -(-M // config.block_m) * -(-N // config.block_n)

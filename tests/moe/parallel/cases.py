@@ -2,14 +2,17 @@
 
 import os
 import time
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from itertools import pairwise
 from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch.distributed.device_mesh import init_device_mesh
 
-from envoi.moe.parallel import ExpertParallel, nccl
+from envoi.moe import moe
+from envoi.moe.parallel import ExpertParallel, PeerTimeout, api, nccl
 from envoi.moe.router import route
 from envoi.types import Routing
 from tests.moe.layers import Layer, make
@@ -115,7 +118,6 @@ def fault(rank: int, num_ranks: int, kind: str, timeout_s: float) -> str:
             nccl.combine = lambda *_: os._exit(3)
         if kind == "is late":
             time.sleep(timeout_s + 2)
-            return "late"
     start = time.monotonic()
     try:
         parallel.moe(*inputs)
@@ -127,6 +129,80 @@ def fault(rank: int, num_ranks: int, kind: str, timeout_s: float) -> str:
             again = time.monotonic() - start - seconds
             return f"{type(first).__name__}|{first}|{seconds:.2f}|{type(second).__name__}|{again:.2f}"
     return "nothing happened"
+
+
+def by_threads(rank: int, num_ranks: int, num_threads: int, num_calls: int) -> list[str]:
+    """One object called by several threads, each with inputs of its own: what each ended in, if not in its own rows."""
+    ends = [8 * (r + 1) // num_ranks for r in range(num_ranks)]
+    parallel = open_parallel(make(), "bf16", rank, ends, timeout_s=60.0)
+    everything = make().pack("bf16")
+
+    def run(thread: int) -> str:
+        for call in range(num_calls):
+            layer = make(tokens=7 + call % 5, seed=1000 * rank + 100 * thread + call)
+            try:
+                got = parallel.moe(layer.tokens, layer.routing)
+            except Exception as error:
+                return f"call {call} of thread {thread}: {type(error).__name__}: {error}"
+            if not torch.equal(got, moe(layer.tokens, layer.routing, everything)):
+                return f"call {call} of thread {thread}: other rows"
+        return ""
+
+    with ThreadPoolExecutor(num_threads) as pool:
+        return list(pool.map(run, range(num_threads)))
+
+
+def open_late(rank: int, num_ranks: int, timeout_s: float, late_s: float) -> tuple[str, list[int], float, str]:
+    """Rank 1 opens later than the others; all open again, together. How the first ended, and the second."""
+    layer, ends = make(), [8 * (r + 1) // num_ranks for r in range(num_ranks)]
+    if rank == 1:
+        time.sleep(late_s)
+    start = time.monotonic()
+    try:
+        open_parallel(layer, "bf16", rank, ends, timeout_s=timeout_s)
+        text, ranks, seconds = "opened", [], 0.0
+    except PeerTimeout as error:
+        text, ranks, seconds = str(error), error.ranks, time.monotonic() - start
+    dist.barrier()
+    parallel = open_parallel(layer, "bf16", rank, ends, timeout_s=60.0)
+    tokens, routing = part_of(layer, rank, [60 * (r + 1) // num_ranks for r in range(num_ranks)])
+    again = torch.equal(parallel.moe(tokens, routing), moe(tokens, routing, layer.pack("bf16")))
+    return text, ranks, seconds, "right" if again else "wrong"
+
+
+def vanish_while_opening(rank: int, num_ranks: int, timeout_s: float) -> tuple[str, float]:
+    """Rank 1 says that it is there and is gone before the ranks have connected."""
+    if rank == 1:
+        api.ProcessGroupGloo = lambda *_: os._exit(3)
+    start = time.monotonic()
+    try:
+        open_parallel(make(), "bf16", rank, [8 * (r + 1) // num_ranks for r in range(num_ranks)], timeout_s=timeout_s)
+    except PeerTimeout as error:
+        return str(error), time.monotonic() - start
+    return "opened", 0.0
+
+
+def of_groups(rank: int, num_ranks: int) -> dict[str, str]:
+    """What `group` may be and what it mayn't, on the first rank, which is in the group, and the last, which isn't."""
+    layer = make()
+    some = dist.new_group(list(range(num_ranks - 1)))
+    line = init_device_mesh("cpu", (num_ranks,), mesh_dim_names=("ep",))
+    grid = init_device_mesh("cpu", (num_ranks // 2, 2), mesh_dim_names=("dp", "ep"))
+    tried = {"text": "x", "number": 3, "ranks": [0, 1], "grid": grid}
+    if rank == num_ranks - 1:
+        tried["of others"] = some
+    found = {}
+    for name, group in tried.items():
+        try:
+            ExpertParallel(layer.pack("bf16"), group)
+            found[name] = "opened"
+        except Exception as error:
+            found[name] = f"{type(error).__name__}: {error}"
+    for mesh, size, place in ((line, num_ranks, rank), (grid["ep"], 2, rank % 2)):
+        parallel = open_parallel(layer, "bf16", place, [8 * (r + 1) // size for r in range(size)], group=mesh)
+        same = torch.equal(parallel.moe(layer.tokens, layer.routing), moe(layer.tokens, layer.routing, layer.pack()))
+        found[f"mesh of {size}"] = "right" if same else "wrong"
+    return found
 
 
 def mistakes(rank: int, num_ranks: int, kinds: list[str]) -> list[tuple[str, str, float]]:
@@ -150,6 +226,8 @@ def mistake(rank: int, num_ranks: int, kind: str) -> None:
         open_parallel(layer, "mxfp8" if wrong else "bf16", rank, ends)
     if kind == "timeout":
         open_parallel(layer, "bf16", rank, ends, timeout_s=-1.0 if wrong else 10.0)
+    if kind == "two timeouts":
+        open_parallel(layer, "bf16", rank, ends, timeout_s=20 if wrong else 10.0)
     if kind == "max_tokens":
         open_parallel(layer, "bf16", rank, ends, max_tokens=0 if wrong else 60, num_topk=3)
     if kind == "hidden":

@@ -2,18 +2,21 @@
 
 import itertools
 import platform
+import threading
+import time
 import weakref
 from collections.abc import Callable
 from dataclasses import replace
 from datetime import timedelta
 from numbers import Real
-from typing import cast
+from typing import Any, cast
 
 import torch
 import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.distributed_c10d import PrefixStore, ProcessGroupGloo
 
-from envoi.check import expect_int
+from envoi.check import describe, expect_int
 from envoi.moe.op import check_ids, check_tokens, flatten, mlp_flops, unflatten
 from envoi.moe.parallel import nccl, nvlink, symmetric_memory
 from envoi.moe.parallel.collectives import Channel, gather_ints, gather_texts
@@ -28,6 +31,7 @@ from envoi.types import ExpertWeights, Routing
 NVLINK = "all ranks reach each other's memory"
 DEFAULT_TIMEOUT_S = 10.0
 MAX_TIMEOUT_S = 2000  # in microseconds an int32
+CONNECT_TRIES = 5  # of gloo, each with its timeout
 
 _serials: dict[str, itertools.count] = {}
 # The operator finds its object by name.
@@ -40,9 +44,10 @@ class ExpertParallel:
     """The MoE layer over the ranks of a group. Rank r owns the experts after those of rank r - 1, as many as it packed.
 
     experts: this rank's experts, from `envoi.experts.pack`.
-    group: a torch.distributed process group of gloo or NCCL; None = the default group. Every rank of it makes the
-        object, with the same hidden, intermediate, format and activation; the number of experts may differ.
-    timeout_s: bounds every wait for a peer.
+    group: a torch.distributed process group of gloo or NCCL, or a DeviceMesh of one dimension; None = the default
+        group. Every rank of it makes the object, with the same hidden, intermediate, format, activation and timeout_s;
+        the number of experts may differ.
+    timeout_s: bounds every wait for a peer, and all of them together until the ranks have found each other and agree.
     max_tokens, num_topk: the most tokens that a rank will have, and slots of a token. With both, ranks whose GPUs reach
         each other's memory (one host, NVLink) use kernels that read and write it. For that, room for
         max_tokens * num_topk rows of bf16 and num_ranks times as many in the experts' format is allocated once for all
@@ -60,6 +65,11 @@ class ExpertParallel:
     Attributes: num_experts (over all ranks), expert_offsets (rank r owns expert_offsets[r] : expert_offsets[r + 1]),
     transport ("nvlink", "nccl" or "gloo") and why it is that one, presum (True or False).
 
+    Threads may share an object: its calls run one at a time. A call of one rank is then matched with any call of
+    another, and each returns the rows of its own tokens; over gloo and NCCL all of them need the same k. Two objects on
+    one NCCL group, or over NVLink of the same sizes, must not be called by two threads at once, because calls of
+    different layers could be matched: give each object a group of its own (`dist.new_group`).
+
     Example, 4 ranks with 4 experts each: `ExpertParallel(pack(...)).moe(tokens, routing)`, where routing.num_experts is
     16 and rank 1 owns experts 4 to 7.
 
@@ -68,27 +78,30 @@ class ExpertParallel:
     """
 
     def __init__(
-        self, experts: ExpertWeights, group: dist.ProcessGroup | None = None, timeout_s: float = DEFAULT_TIMEOUT_S,
-        max_tokens: int | None = None, num_topk: int | None = None, presum: bool | None = None,
+        self, experts: ExpertWeights, group: dist.ProcessGroup | DeviceMesh | None = None,
+        timeout_s: float = DEFAULT_TIMEOUT_S, max_tokens: int | None = None, num_topk: int | None = None,
+        presum: bool | None = None,
     ):  # fmt: skip
         refusal = _complaint(_check_options, experts, timeout_s, max_tokens, num_topk, presum)
         if not dist.is_initialized():
             raise ValueError(
                 refusal or "group: expected an initialised torch.distributed; call init_process_group first"
             )
-        group = group or dist.distributed_c10d._get_default_group()
+        group = _process_group(group)
         self.name = _name(dist.get_process_group_ranks(group))  # also of what is refused: ranks count alike
         self.channel = _open_channel(group, *_usable(experts, timeout_s), self.name)
         _raise_together(gather_texts(self.channel, refusal, "opening the group"), refusal)
         self.experts, self.timeout_s = experts, timeout_s
-        sizes = _agree(self.channel, experts, max_tokens, num_topk, presum)
+        sizes = _agree(self.channel, experts, timeout_s, max_tokens, num_topk, presum)
+        self.channel.watch.opened()
+        self._lock = threading.Lock()
         self.expert_offsets = [0, *itertools.accumulate(sizes)]
         self.num_experts = self.expert_offsets[-1]
         self.max_tokens, self.num_topk = max_tokens, num_topk
         self.transport = "gloo" if self.channel.data is self.channel.control else "nccl"
         self.domain, self.why = self._open_domain(group, presum)
         if self.domain is not None:
-            self.transport = "nvlink"
+            self.transport, self._lock = "nvlink", self.domain.lock  # objects that share memory take turns
         self.presum = self.domain is not None and self.domain.layout.presum
         _instances[self.name] = self
 
@@ -121,13 +134,20 @@ class ExpertParallel:
 
         Over NVLink, peers must have done what they do with this rank's memory: close after a meeting of all ranks.
         """
-        _instances.pop(self.name, None)
-        self.domain = None
+        with self._lock:
+            _instances.pop(self.name, None)
+            self.domain = None
 
     def _run(self, tokens: torch.Tensor, routing: Routing, experts: ExpertWeights) -> torch.Tensor:
-        refusal = self._refusal(tokens, routing, experts)
-        if self.domain is not None:
-            return self._run_over_nvlink(self.domain, refusal, tokens, routing, experts)
+        with self._lock:  # exchanges of two calls that interleave would be taken for each other's
+            refusal = self._refusal(tokens, routing, experts)
+            if self.domain is not None:
+                return self._run_over_nvlink(self.domain, refusal, tokens, routing, experts)
+            return self._run_over_collectives(refusal, tokens, routing, experts)
+
+    def _run_over_collectives(
+        self, refusal: str, tokens: torch.Tensor, routing: Routing, experts: ExpertWeights
+    ) -> torch.Tensor:
         if not refusal:
             refusal = _complaint(check_ids, routing.topk_ids, self.num_experts)
         k = routing.topk_ids.shape[1] if not refusal else 0
@@ -161,7 +181,7 @@ class ExpertParallel:
             codes = self.domain.report[0].tolist()
             late = [rank for rank, code in enumerate(codes) if code]
             names = watch.first_to_say([watch.ranks[rank] for rank in late])
-            watch.failure = PeerTimeout(names, nvlink.LATE_STEPS[codes[late[0]]], self.timeout_s)
+            watch.failure = PeerTimeout(names, nvlink.LATE_STEPS[codes[late[0]]], self.timeout_s, rank=watch.rank)
         if watch.failure is not None:
             raise watch.failure
 
@@ -298,17 +318,46 @@ def _complaint(check: Callable, *arguments: object) -> str:
     return ""
 
 
+def _process_group(group: Any) -> dist.ProcessGroup:
+    """The process group of what a caller gave. Raises ValueError for what isn't one, or isn't this rank's."""
+    if group is None:
+        return dist.distributed_c10d._get_default_group()
+    if isinstance(group, DeviceMesh):
+        if group.ndim != 1:
+            names = group.mesh_dim_names or tuple(range(group.ndim))
+            last = repr(names[-1]).replace("'", '"')
+            choice = f"mesh[{last}] or mesh.get_group({last})" if group.mesh_dim_names else f"mesh.get_group({last})"
+            raise ValueError(
+                f"group: expected a mesh of one dimension, got {group.ndim} ({', '.join(map(str, names))}): "
+                f"pass one of them, as {choice}"
+            )
+        group = group.get_group() if group.get_coordinate() is not None else dist.GroupMember.NON_GROUP_MEMBER
+    if isinstance(group, int) and group == dist.GroupMember.NON_GROUP_MEMBER:
+        raise ValueError(f"group: this rank ({dist.get_rank()}) isn't a member of it; only its members make the object")
+    if not isinstance(group, dist.ProcessGroup):
+        raise ValueError(
+            "group: expected a torch.distributed process group, a DeviceMesh of one dimension or None, "
+            f"got {describe(group)}"
+        )
+    if group not in dist.distributed_c10d._world.pg_map:
+        raise ValueError("group: expected an open process group, got one that was destroyed")
+    return group
+
+
 def _open_channel(group: dist.ProcessGroup, device: torch.device, timeout_s: float, name: str) -> Channel:
     ranks = dist.get_process_group_ranks(group)
     # The store of the default group is the one place to leave word for ranks that a collective can't reach.
     store = PrefixStore(name, dist.distributed_c10d._get_default_store())
     watch = Watch(store, ranks, dist.get_rank(), timeout_s)
+    left_s = watch.join("opening the group")  # gloo would wait for a rank that is gone as often as it tries
+    start = time.monotonic()
     try:
         # Not dist.new_group: its names come back after a group is destroyed, and gloo can't open a name twice.
-        timeout = timedelta(seconds=timeout_s)
-        gloo = ProcessGroupGloo(PrefixStore("gloo", store), group.rank(), group.size(), timeout)
+        a_try = timedelta(seconds=left_s / CONNECT_TRIES)
+        gloo = ProcessGroupGloo(PrefixStore("gloo", store), group.rank(), group.size(), a_try)
+        gloo._set_default_timeout(timedelta(seconds=timeout_s))
     except RuntimeError as error:
-        watch.fail("opening the group", error)
+        watch.fail("opening the group", error, time.monotonic() - start)
     control = cast(dist.ProcessGroup, gloo)
     if "nccl" in dist.get_backend(group):
         return Channel(control, group, device, watch)
@@ -322,13 +371,15 @@ def _name(ranks: list[int]) -> str:
 
 
 def _agree(
-    channel: Channel, experts: ExpertWeights, max_tokens: int | None, num_topk: int | None, presum: bool | None
-) -> list[int]:
+    channel: Channel, experts: ExpertWeights, timeout_s: float, max_tokens: int | None, num_topk: int | None,
+    presum: bool | None,
+) -> list[int]:  # fmt: skip
     """Every rank's number of experts, once all ranks have the same everything else."""
     mine = f"hidden={experts.hidden} intermediate={experts.intermediate} format={experts.format}"
     mine += f" activation={experts.activation} swiglu_limit={experts.swiglu_limit} bias={experts.down_bias is not None}"
     texts = gather_texts(channel, mine, "opening the group")
     _same_everywhere("experts", texts)
+    _same_everywhere("timeout_s", gather_texts(channel, f"{float(timeout_s):g}", "opening the group"))
     _same_everywhere("sizes", gather_texts(channel, f"{max_tokens=} {num_topk=} {presum=}", "opening the group"))
     return gather_ints(channel, [experts.num_local_experts], "opening the group")[:, 0].tolist()
 

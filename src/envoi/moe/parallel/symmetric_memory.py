@@ -1,6 +1,7 @@
 """The memory that ranks of one NVLink domain read and write in each other: its layout, allocation and mapping."""
 
-from dataclasses import dataclass
+import threading
+from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any, NamedTuple
 
@@ -145,6 +146,7 @@ class Domain:
     rank_ends: torch.Tensor
     handle: Any = None  # keeps the peers' memory mapped
     watch: Any = None  # `timeout.Watch`: where ranks say what they refused, and who was late
+    lock: Any = field(default_factory=threading.Lock)  # one call at a time
 
     @property
     def first_expert(self) -> int:

@@ -2,6 +2,7 @@
 
 from dataclasses import dataclass
 
+from envoi.constant import Constant
 from envoi.gemm.config import power_of_two
 from envoi.moe.router.rules import Rule
 
@@ -19,7 +20,7 @@ def block_sum(hidden: int) -> int:
 
 
 @dataclass(frozen=True)
-class Spec:
+class Spec(Constant):
     """One rule at one size. rule.routed_scale is 1 in here: the scale is an argument.
 
     by_score: experts are ranked by score + expert_bias, else by logits (+ expert_bias). has_*: which inputs there are;

@@ -4,6 +4,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cache
 
+from envoi.constant import Constant
 from envoi.gemm.config import SHARED_BYTES, power_of_two
 from envoi.moe.router.spec import Spec, block_sum
 
@@ -29,7 +30,7 @@ ELEMENT_CYCLES = 0.12  # a round of one element of it, one warp
 
 
 @dataclass(frozen=True)
-class RouterTiling:
+class RouterTiling(Constant):
     """How a launch divides its work: a CTA takes rows_per_cta rows, block_n columns, steps_each * block_k of K.
 
     num_warps: of the consumer. num_stages: of the pipeline; with single_fill a CTA's operands fit into them.
