@@ -9,8 +9,8 @@ import envoi
 from envoi.epilogue import Col
 from envoi.quant import FORMATS, quantize
 from envoi.types import Routing
-from tests.experts.layers import make
 from tests.helpers.accuracy import assert_same_bits
+from tests.moe.layers import make
 
 LAYER = make(tokens=6)
 TOKENS, R = LAYER.tokens, LAYER.routing

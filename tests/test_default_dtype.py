@@ -12,7 +12,7 @@ from envoi.indexer import indexer_topk
 from envoi.indexer.workloads import one
 from envoi.quant import FORMATS, SCHEMES, dequantize, quantize
 from envoi.quant.pack import tamed
-from tests.experts.layers import make
+from tests.moe.layers import make
 
 OTHERS = (torch.float16, torch.bfloat16, torch.float64)
 SOURCE = torch.Generator().manual_seed(0)

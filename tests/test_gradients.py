@@ -10,7 +10,7 @@ import envoi
 from envoi.epilogue import Col, Scalar
 from envoi.indexer.workloads import one
 from envoi.quant import quantize
-from tests.experts.layers import make
+from tests.moe.layers import make
 
 LAYER = make(tokens=5, bias=True)
 PAGES = dict(zip(("q", "k_cache", "weights", "seq_lens", "block_table"), one((70, 3)).tensors(), strict=True))

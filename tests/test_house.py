@@ -21,7 +21,8 @@ FILES = sorted(SOURCE.rglob("*.py"))
 BASE = {"types", "check", "constant", "env", "cache_file", "operators", "table", "triton_compat"}
 PRODUCTS = BASE | {"quant", "epilogue", "gemm"}
 ALLOWED = {
-    "types": set(), "check": set(), "constant": set(), "env": set(), "cache_file": set(), "operators": {"check"}, "table": set(),
+    "types": set(), "check": set(), "constant": set(), "env": set(), "cache_file": set(), "operators": {"check"},
+    "table": set(),
     "triton_compat": set(),
     "quant": BASE,
     "epilogue": BASE | {"quant"},

@@ -12,8 +12,8 @@ from envoi.indexer.workloads import one
 from envoi.moe.op import flatten, unflatten
 from envoi.operators import plain
 from envoi.quant import SCHEMES, quantize
-from tests.experts.layers import make
 from tests.helpers.accuracy import assert_same_bits
+from tests.moe.layers import make
 
 SOURCE = torch.Generator().manual_seed(0)
 

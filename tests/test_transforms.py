@@ -9,8 +9,8 @@ import envoi
 from envoi.epilogue import Col, HalfTile, Row, Scalar, Tile, col_sum, pairs, row_max, topk, total_sum
 from envoi.indexer.workloads import one
 from envoi.quant import FORMATS, SCHEMES, dequantize, quantize
-from tests.experts.layers import make
 from tests.helpers.accuracy import assert_same_bits
+from tests.moe.layers import make
 
 SOURCE = torch.Generator().manual_seed(0)
 

@@ -1,7 +1,7 @@
 """A pytest plugin: which kernels each test launched, how the tests ended, and at the end a file of that.
 
     pytest tests -m gpu -n 6 --record-kernels FILE                  all tests: a new file
-    pytest tests/router -m gpu --record-kernels FILE --record-more  some, where only their kernels changed
+    pytest tests/moe/router -m gpu --record-kernels FILE --record-more  some, where only their kernels changed
 
 Each worker of pytest-xdist sends its part home, and the process that started them writes the file. Kernels that tests
 launch in processes of their own don't count.

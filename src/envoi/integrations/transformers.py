@@ -164,7 +164,11 @@ def _experts_fake(hidden_states, *arguments):
     return torch.empty_like(hidden_states, memory_format=torch.contiguous_format)
 
 
-@operator("transformers_experts", _experts_fake)
+def _experts_flops(hidden_states, topk_weights, topk_ids, gate_up, down, *arguments):
+    return 2 * topk_ids.numel() * (gate_up[0].numel() + down[0].numel())
+
+
+@operator("transformers_experts", _experts_fake, _experts_flops)
 def _experts(
     hidden_states: torch.Tensor, topk_weights: torch.Tensor, topk_ids: torch.Tensor,
     gate_up: torch.Tensor, down: torch.Tensor, gate_up_bias: torch.Tensor | None, down_bias: torch.Tensor | None,
