@@ -24,6 +24,7 @@ from envoi.experts.launch import Launch
 from envoi.gemm.config import power_of_two
 from envoi.gemm.devices import num_sms
 from envoi.gemm.grouping import Grouping
+from envoi.spans import span
 from envoi.types import ExpertWeights, Matrix
 
 REFUSED_ON_HOST = 3  # of `report`, as in kernel_triton
@@ -148,9 +149,11 @@ def moe(
     domain: Domain, tokens: torch.Tensor, topk_weights: torch.Tensor, topk_ids: torch.Tensor, experts: ExpertWeights
 ) -> torch.Tensor:
     """tokens [M, H] bf16 of this rank -> [M, H] bf16; NaN if a rank was late or refused its arguments."""
-    dispatch(domain, tokens, topk_weights, topk_ids)
+    with span("dispatch"):
+        dispatch(domain, tokens, topk_weights, topk_ids)
     rows = expert_mlp(domain, experts, topk_ids.numel())
-    return combine(domain, rows, topk_ids)
+    with span("combine"):
+        return combine(domain, rows, topk_ids)
 
 
 def dispatch(domain: Domain, tokens: torch.Tensor, topk_weights: torch.Tensor, topk_ids: torch.Tensor) -> None:

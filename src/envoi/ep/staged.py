@@ -17,6 +17,7 @@ import torch
 from envoi.ep.exchange import Channel, exchange_rows, from_bytes, to_bytes
 from envoi.experts import launch, permute, reference
 from envoi.experts.reference import quantize_tokens
+from envoi.spans import span
 from envoi.types import ExpertRows, ExpertWeights
 
 
@@ -41,9 +42,12 @@ def moe(
     experts: ExpertWeights, counts: torch.Tensor, expert_offsets: list[int], channel: Channel,
 ) -> torch.Tensor:  # fmt: skip
     """tokens [M, H] bf16 of this rank -> [M, H] bf16. counts [num_ranks, N]: rows of every rank for every expert."""
-    rows, plan = dispatch(tokens, topk_weights, topk_ids, experts.format, counts, expert_offsets, channel)
+    with span("dispatch"):
+        rows, plan = dispatch(tokens, topk_weights, topk_ids, experts.format, counts, expert_offsets, channel)
     num_tokens, k = topk_ids.shape
-    return combine(_mlp(rows, experts), plan, num_tokens, k, channel)
+    rows = _mlp(rows, experts)
+    with span("combine"):
+        return combine(rows, plan, num_tokens, k, channel)
 
 
 def _mlp(rows: ExpertRows, experts: ExpertWeights) -> torch.Tensor:

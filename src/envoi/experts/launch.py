@@ -15,6 +15,7 @@ from envoi.gemm.devices import implementation
 from envoi.gemm.grouping import EXPERTS_ROWS, Grouping
 from envoi.gemm.select import run_kernels
 from envoi.quant.formats import Scheme, format_named
+from envoi.spans import span
 from envoi.types import ExpertWeights, Matrix, QuantTensor
 
 Launch = tuple[tuple[int, ...], tuple, dict[str, int]]  # grid, arguments, options
@@ -52,9 +53,12 @@ def moe(
     """The whole layer on one rank: tokens [M, H] bf16 -> [M, H] bf16. Slots whose id no expert has count as masked."""
     if topk_ids.numel() == 0:
         return torch.zeros(tokens.shape, dtype=tokens.dtype, device=tokens.device)
-    places = sort(topk_ids, experts.num_local_experts)
-    rows, weights = gather(tokens, topk_weights, places, format_named(experts.format).activations)
-    return combine(expert_mlp(rows, weights, places.offsets, experts), places.slot_to_pos)
+    with span("permute"):
+        places = sort(topk_ids, experts.num_local_experts)
+        rows, weights = gather(tokens, topk_weights, places, format_named(experts.format).activations)
+    out = expert_mlp(rows, weights, places.offsets, experts)
+    with span("combine"):
+        return combine(out, places.slot_to_pos)
 
 
 def sort(topk_ids: torch.Tensor, num_experts: int) -> Places:
@@ -88,11 +92,13 @@ def expert_mlp(
     has_bias = experts.gate_up_bias is not None
     l1 = expert_l1(experts.activation, experts.swiglu_limit, has_bias, inside)
     operands = {"weight": weights, "bias": experts.gate_up_bias} if has_bias else {"weight": weights}
-    hidden = _grouped(rows, experts.gate_up, offsets, l1, operands, replace(grouping, to=None))
-    if scheme is not None and inside is None:
-        hidden = quantize_rows(cast(torch.Tensor, hidden), offsets, scheme)
+    with span("L1"):
+        hidden = _grouped(rows, experts.gate_up, offsets, l1, operands, replace(grouping, to=None))
+        if scheme is not None and inside is None:
+            hidden = quantize_rows(cast(torch.Tensor, hidden), offsets, scheme)
     operands = {"weight": weights, "bias": experts.down_bias} if has_bias else {}
-    return cast(torch.Tensor, _grouped(hidden, experts.down, offsets, expert_l2(has_bias), operands, grouping))
+    with span("L2"):
+        return cast(torch.Tensor, _grouped(hidden, experts.down, offsets, expert_l2(has_bias), operands, grouping))
 
 
 def quantize_rows(rows: torch.Tensor, offsets: torch.Tensor, scheme: Scheme) -> QuantTensor:
