@@ -32,3 +32,8 @@ def cache_dir() -> Path:
 def nvdisasm() -> Path | None:
     """The disassembler of machine code to use instead of those that are found: `NVDISASM`."""
     return Path(os.environ["NVDISASM"]) if os.environ.get("NVDISASM") else None
+
+
+def nvtx() -> bool:
+    """True for NVTX ranges around the steps of every call (`ENVOI_NVTX=1`); read once, when envoi is imported."""
+    return os.environ.get("ENVOI_NVTX", "0") == "1"

@@ -14,6 +14,7 @@ import torch
 from torch.utils.flop_counter import register_flop_formula
 
 from envoi.check import expect_no_gradients
+from envoi.spans import NVTX, span
 
 _library = torch.library.Library("envoi", "FRAGMENT")
 _AUTOCAST_KEYS = torch._C.DispatchKey.AutocastCPU, torch._C.DispatchKey.AutocastCUDA
@@ -42,9 +43,15 @@ def operator(
             with torch._C._AutoDispatchBelowAutograd(), torch._C._ExcludeDispatchKeyGuard(_AUTOCAST):
                 return function(*arguments)
 
+        @functools.wraps(function)
+        def spanned(*arguments):
+            with span(name):
+                return kernel(*arguments)
+
+        direct = spanned if NVTX else kernel  # with a profiler no call goes directly
         schema = torch.library.infer_schema(function, mutates_args=())
         _library.define(name + schema, tags=(torch.Tag.pt2_compliant_tag,))
-        _library.impl(name, kernel, "CompositeExplicitAutograd")
+        _library.impl(name, spanned, "CompositeExplicitAutograd")
         _library.impl(name, torch.library.fallthrough_kernel, "Autograd")
         torch.library.register_fake(f"envoi::{name}", fake, lib=_library)
         torch.library.register_vmap(f"envoi::{name}", batch or _refuse_batch(name), lib=_library)
@@ -58,7 +65,7 @@ def operator(
             expect_no_gradients(names, arguments)
             if torch.compiler.is_compiling() or watched() or not plain(arguments):
                 return dispatched(*arguments)
-            return kernel(*arguments)
+            return direct(*arguments)
 
         return call
 

@@ -11,6 +11,7 @@ from envoi.gemm.grouping import EXPERTS_ROWS, Grouping
 from envoi.gemm.select import run_kernels
 from envoi.moe.permute import quantize_rows
 from envoi.quant.formats import format_named
+from envoi.spans import span
 from envoi.types import ExpertWeights, Matrix, QuantTensor
 
 
@@ -29,11 +30,14 @@ def run_experts(
     has_bias = experts.gate_up_bias is not None
     l1 = expert_l1(experts.activation, experts.swiglu_limit, has_bias, l1_scheme)
     operands = {"weight": weights, "bias": experts.gate_up_bias} if has_bias else {"weight": weights}
-    hidden = _run_grouped_gemm(rows, experts.gate_up, offsets, l1, operands, replace(grouping, to=None))
-    if scheme is not None and l1_scheme is None:
-        hidden = quantize_rows(cast(torch.Tensor, hidden), offsets, scheme)
+    with span("L1"):
+        hidden = _run_grouped_gemm(rows, experts.gate_up, offsets, l1, operands, replace(grouping, to=None))
+        if scheme is not None and l1_scheme is None:
+            hidden = quantize_rows(cast(torch.Tensor, hidden), offsets, scheme)
     operands = {"weight": weights, "bias": experts.down_bias} if has_bias else {}
-    return cast(torch.Tensor, _run_grouped_gemm(hidden, experts.down, offsets, expert_l2(has_bias), operands, grouping))
+    l2 = expert_l2(has_bias)
+    with span("L2"):
+        return cast(torch.Tensor, _run_grouped_gemm(hidden, experts.down, offsets, l2, operands, grouping))
 
 
 def _run_grouped_gemm(

@@ -7,6 +7,7 @@ from envoi.moe.combine import combine_rows
 from envoi.moe.experts import run_experts
 from envoi.moe.permute import gather_rows, sort_slots
 from envoi.quant.formats import format_named
+from envoi.spans import span
 from envoi.types import ExpertWeights
 
 
@@ -24,6 +25,9 @@ def run_layer(
     """
     if topk_ids.numel() == 0:
         return torch.zeros(tokens.shape, dtype=tokens.dtype, device=tokens.device)
-    row_map = sort_slots(topk_ids, experts.num_local_experts)
-    rows, weights = gather_rows(tokens, topk_weights, row_map, format_named(experts.format).activations)
-    return combine_rows(run_experts(rows, weights, row_map.offsets, experts), row_map.slot_to_pos)
+    with span("permute"):
+        row_map = sort_slots(topk_ids, experts.num_local_experts)
+        rows, weights = gather_rows(tokens, topk_weights, row_map, format_named(experts.format).activations)
+    out = run_experts(rows, weights, row_map.offsets, experts)
+    with span("combine"):
+        return combine_rows(out, row_map.slot_to_pos)

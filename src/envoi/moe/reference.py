@@ -20,6 +20,7 @@ from envoi.gemm import grouped_gemm
 from envoi.moe.reference_permute import combine, permute
 from envoi.quant.cast import quantize
 from envoi.quant.formats import format_named
+from envoi.spans import span
 from envoi.types import ExpertRows, ExpertWeights, Matrix
 
 
@@ -39,16 +40,20 @@ def expert_mlp(rows: ExpertRows, experts: ExpertWeights) -> torch.Tensor:
     l2_operands: dict[str, Any] = {} if biases[1] is None else {"bias": biases[1]}
     if has_bias:
         l2_operands["weight"] = rows.topk_weights
-    hidden = grouped_gemm(rows.rows, experts.gate_up, rows.offsets, l1, weight=rows.topk_weights, **l1_operands)
-    return grouped_gemm(
-        hidden, experts.down, rows.offsets, expert_l2(has_bias), out_dtype=torch.bfloat16, **l2_operands
-    )  # fmt: skip
+    with span("L1"):
+        hidden = grouped_gemm(rows.rows, experts.gate_up, rows.offsets, l1, weight=rows.topk_weights, **l1_operands)
+    with span("L2"):
+        return grouped_gemm(
+            hidden, experts.down, rows.offsets, expert_l2(has_bias), out_dtype=torch.bfloat16, **l2_operands
+        )  # fmt: skip
 
 
 def moe(
     tokens: torch.Tensor, topk_weights: torch.Tensor, topk_ids: torch.Tensor, experts: ExpertWeights
 ) -> torch.Tensor:
     """The whole layer on one rank: tokens [M, H] bf16 -> [M, H] bf16."""
-    rows = permute(quantize_tokens(tokens, experts.format), topk_weights, topk_ids, experts.num_local_experts)
-    num_tokens, k = topk_ids.shape
-    return combine(expert_mlp(rows, experts), rows.pos_to_slot, num_tokens, k)
+    with span("permute"):
+        rows = permute(quantize_tokens(tokens, experts.format), topk_weights, topk_ids, experts.num_local_experts)
+    out = expert_mlp(rows, experts)
+    with span("combine"):
+        return combine(out, rows.pos_to_slot, *topk_ids.shape)

@@ -19,6 +19,7 @@ from envoi.moe.experts import run_experts
 from envoi.moe.layer import has_kernels
 from envoi.moe.parallel.collectives import Channel, exchange_rows, from_bytes, to_bytes
 from envoi.moe.reference import quantize_tokens
+from envoi.spans import span
 from envoi.types import ExpertRows, ExpertWeights
 
 
@@ -43,9 +44,12 @@ def run_layer(
     experts: ExpertWeights, counts: torch.Tensor, expert_offsets: list[int], channel: Channel,
 ) -> torch.Tensor:  # fmt: skip
     """tokens [M, H] bf16 of this rank -> [M, H] bf16. counts [num_ranks, N]: rows of every rank for every expert."""
-    rows, plan = dispatch(tokens, topk_weights, topk_ids, experts.format, counts, expert_offsets, channel)
+    with span("dispatch"):
+        rows, plan = dispatch(tokens, topk_weights, topk_ids, experts.format, counts, expert_offsets, channel)
     num_tokens, k = topk_ids.shape
-    return combine(_mlp(rows, experts), plan, num_tokens, k, channel)
+    rows = _mlp(rows, experts)
+    with span("combine"):
+        return combine(rows, plan, num_tokens, k, channel)
 
 
 def _mlp(rows: ExpertRows, experts: ExpertWeights) -> torch.Tensor:

@@ -18,6 +18,7 @@ from envoi.moe.parallel import dispatch as dispatch_step
 from envoi.moe.parallel.combine import combine, combine_barrier
 from envoi.moe.parallel.dispatch import dispatch
 from envoi.moe.parallel.symmetric_memory import Domain
+from envoi.spans import span
 from envoi.types import ExpertWeights
 
 LATE_STEPS = {1: "dispatch", 2: "combine"}  # codes in the first row of `report`, and the step that timed out
@@ -34,9 +35,11 @@ def run_layer(
     domain: Domain, tokens: torch.Tensor, topk_weights: torch.Tensor, topk_ids: torch.Tensor, experts: ExpertWeights
 ) -> torch.Tensor:
     """Run the layer: tokens [M, H] bf16 of this rank -> [M, H] bf16; NaN if a rank was late or was refused."""
-    dispatch(domain, tokens, topk_weights, topk_ids)
+    with span("dispatch"):
+        dispatch(domain, tokens, topk_weights, topk_ids)
     rows = run_local_experts(domain, experts, topk_ids.numel())
-    return combine(domain, rows, topk_ids)
+    with span("combine"):
+        return combine(domain, rows, topk_ids)
 
 
 def run_local_experts(domain: Domain, experts: ExpertWeights, num_slots: int) -> torch.Tensor:
