@@ -9,6 +9,7 @@ from envoi.epilogue import library
 from envoi.epilogue.lower import lower
 from envoi.gemm import config as configs
 from envoi.gemm.config import Config, Problem, candidates, default_config, predicted_cycles, shared_bytes, supports
+from envoi.runtime.devices import SHARED_BYTES
 
 NUM_SMS = 132
 STORE = lower(library.store.ir, torch.bfloat16, "gluon", False, True, frozenset())
@@ -80,7 +81,7 @@ def test_candidates_fit(rows, element_bytes):
             assert found
             for config in found:
                 assert not supports(problem, config, STORE)
-                assert shared_bytes(problem, config, STORE) <= configs.SHARED_BYTES
+                assert shared_bytes(problem, config, STORE) <= SHARED_BYTES
                 assert not config.wide_last or (scaled and groups and rows > 64 and config.num_stages == 5)
 
 

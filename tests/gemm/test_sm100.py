@@ -9,7 +9,8 @@ import torch
 from envoi.epilogue import library
 from envoi.epilogue.lower import lower
 from envoi.gemm import sf_layout, sm100
-from envoi.gemm.config_sm100 import SHARED_BYTES, BlackwellConfig, BlackwellProblem, shared_bytes, supports
+from envoi.gemm.config_sm100 import BlackwellConfig, BlackwellProblem, shared_bytes, supports
+from envoi.runtime.devices import SHARED_BYTES
 from envoi.sass import blackwell_recipes, registry
 from envoi.sass.compile import compile_recipe
 from envoi.sass.record import of_binary

@@ -6,9 +6,9 @@ import numpy as np
 import pytest
 import torch
 
-from envoi.gemm import workspace
 from envoi.router import PRESETS, Rule, launch, reference, route
 from envoi.router.cut import candidates
+from envoi.runtime import workspace
 from tests.helpers.accuracy import assert_same_bits
 from tests.helpers.inputs import LOGITS, logits
 from tests.router.sides import (

@@ -6,10 +6,10 @@ import json
 import pytest
 import torch
 
-from envoi import triton_compat
 from envoi.gemm import hopper, sm90, tune
 from envoi.gemm.config import Config
 from envoi.gemm.kernel_sm90 import gemm_kernel
+from envoi.runtime import triton_compat
 from envoi.sass import hopper_recipes, hopper_tuned, registry
 from envoi.sass.hopper_cases import CASES, Case
 from envoi.types import QuantTensor

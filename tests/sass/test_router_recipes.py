@@ -3,10 +3,10 @@
 import pytest
 import torch
 
-from envoi import triton_compat
 from envoi.router import launch, route
 from envoi.router.kernel_sm90 import router_kernel as hopper_kernel
 from envoi.router.kernel_triton import router_kernel as triton_kernel
+from envoi.runtime import triton_compat
 from envoi.sass import registry, router_recipes
 from envoi.sass.router_cases import ROUTER_CASES
 

@@ -19,8 +19,9 @@ import torch
 from envoi.bench import problems
 from envoi.bench.problems import Planned, Shape
 from envoi.bench.shapes import Case
-from envoi.gemm import devices, sm90
+from envoi.gemm import sm90
 from envoi.gemm.config import Config
+from envoi.runtime import devices
 
 Job = tuple[Shape, Config]
 MAX_PROCESSES = 16

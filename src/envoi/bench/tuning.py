@@ -107,7 +107,7 @@ def _print_list(shapes: "list[Shape]") -> int:
 def _expect_hopper() -> None:
     import torch
 
-    from envoi.gemm import devices
+    from envoi.runtime import devices
 
     if not torch.cuda.is_available() or devices.implementation(torch.device("cuda")) != "hopper":
         raise ValueError("tune: expected a Hopper GPU (sm_90), this machine has none that torch can use; see --list")
@@ -117,7 +117,8 @@ def _measure(args: argparse.Namespace, shapes: "list[Shape]") -> int:
     import torch
 
     from envoi.bench import ahead, problems
-    from envoi.gemm import devices, tune
+    from envoi.gemm import tune
+    from envoi.runtime import devices
 
     num_sms = devices.num_sms(torch.device("cuda", 0))
     todo, jobs = [], []

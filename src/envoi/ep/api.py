@@ -19,9 +19,9 @@ from envoi.ep.exchange import Channel, gather_ints, gather_texts
 from envoi.ep.memory import Plan
 from envoi.ep.watch import PeerTimeout, Watch
 from envoi.experts.op import check_ids, check_tokens, flatten, unflatten
-from envoi.operators import operator
 from envoi.plan.presum import pays
 from envoi.router.reference import count_tokens
+from envoi.runtime.custom_op import operator
 from envoi.types import ExpertWeights, Routing
 
 NVLINK = "all ranks reach each other's memory"

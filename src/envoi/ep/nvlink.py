@@ -21,9 +21,9 @@ import torch.distributed as dist
 from envoi.ep.memory import TOKENS, Plan
 from envoi.experts import launch
 from envoi.experts.launch import Launch
-from envoi.gemm.config import power_of_two
-from envoi.gemm.devices import num_sms
 from envoi.gemm.grouping import Grouping
+from envoi.runtime.devices import num_sms
+from envoi.runtime.math import next_power_of_2
 from envoi.types import ExpertWeights, Matrix
 
 REFUSED_ON_HOST = 3  # of `report`, as in kernel_triton
@@ -227,7 +227,7 @@ def publish_arguments(tokens: torch.Tensor, topk_ids: torch.Tensor, ranked: Rank
     values, sf, block, *form = launch.quantised(mine, width)
     arguments = (
         tokens, tokens.stride(0), values, sf, width, topk_ids.contiguous(), ranked.counts, ranked.slot_ranks,
-        topk_ids.numel(), width_of_counts - 1, block, *form, power_of_two(width_of_counts),
+        topk_ids.numel(), width_of_counts - 1, block, *form, next_power_of_2(width_of_counts),
     )  # fmt: skip
     return (num_pieces * (PIECE // RANKED + 1) + M, -(-width // block)), arguments, launch.warps(block)
 
@@ -242,13 +242,13 @@ def announce_arguments(
 ) -> Launch:
     """Grid, arguments and options of `announce_kernel`."""
     plan = domain.plan
-    shape = (power_of_two(domain.num_local), power_of_two(plan.num_ranks))
+    shape = (next_power_of_2(domain.num_local), next_power_of_2(plan.num_ranks))
     chunks = num_chunks(plan)
     arguments = (
         topk_ids, ranked.slot_ranks, ranked.counts, topk_weights, domain.peers, plan.at, domain.shift, domain.offsets,
         domain.state, domain.report, domain.rank, plan.num_ranks, *topk_ids.shape, plan.room, plan.num_experts,
         domain.first_expert, domain.num_local, trouble, int(domain.timeout_s * 1e6),
-        chunks, power_of_two(plan.num_experts + 1), shape, domain.on_gpu,
+        chunks, next_power_of_2(plan.num_experts + 1), shape, domain.on_gpu,
     )  # fmt: skip
     return (plan.num_ranks, chunks), arguments, WARPS
 
@@ -263,8 +263,8 @@ def pull_arguments(domain: Domain) -> Launch:
     arguments = (
         domain.peers, plan.at, domain.shift, domain.state, values.view(torch.int32), sf, domain.row_weights,
         domain.row_to, domain.rank, plan.num_ranks, plan.room, domain.first_expert, domain.num_local, num_words,
-        plan.num_sf, plan.slot_bytes, power_of_two(plan.num_topk), power_of_two(num_words),
-        power_of_two(plan.num_sf) if plan.num_sf else 0,
+        plan.num_sf, plan.slot_bytes, next_power_of_2(plan.num_topk), next_power_of_2(num_words),
+        next_power_of_2(plan.num_sf) if plan.num_sf else 0,
     )  # fmt: skip
     return (PULLS_PER_SM * num_sms(values.device),), arguments, WARPS
 
@@ -274,7 +274,8 @@ def return_arguments(domain: Domain, rows: torch.Tensor) -> Launch:
     plan = domain.plan
     arguments = (
         domain.peers, plan.at, domain.shift, domain.state, rows, plan.hidden, domain.rank, plan.num_ranks, plan.room,
-        domain.first_expert, domain.num_local, power_of_two(plan.num_topk), min(RETURNED, power_of_two(plan.hidden)),
+        domain.first_expert, domain.num_local, next_power_of_2(plan.num_topk),
+        min(RETURNED, next_power_of_2(plan.hidden)),
     )  # fmt: skip
     return (PULLS_PER_SM * num_sms(rows.device),), arguments, WARPS
 
@@ -291,7 +292,7 @@ def meet_arguments(domain: Domain) -> Launch:
 def sum_arguments(domain: Domain, topk_ids: torch.Tensor, out: torch.Tensor) -> Launch:
     """Grid, arguments and options of `sum_kernel`."""
     (M, k), width = topk_ids.shape, out.shape[1]
-    block = min(launch.SUMMED, power_of_two(width))
+    block = min(launch.SUMMED, next_power_of_2(width))
     slots = domain.plan.slots_in(domain.memory)
     arguments = slots, topk_ids.contiguous(), out, domain.state, width, k, block
     return (M, -(-width // block)), arguments, launch.warps(block)
@@ -300,10 +301,10 @@ def sum_arguments(domain: Domain, topk_ids: torch.Tensor, out: torch.Tensor) -> 
 def sum_ranks_arguments(domain: Domain, topk_ids: torch.Tensor, out: torch.Tensor) -> Launch:
     """Grid, arguments and options of `sum_ranks_kernel`."""
     (M, k), width = topk_ids.shape, out.shape[1]
-    block = min(launch.SUMMED, power_of_two(width))
+    block = min(launch.SUMMED, next_power_of_2(width))
     arguments = (
         domain.plan.slots_in(domain.memory), topk_ids.contiguous(), domain.rank_ends, out, domain.state, width, k,
-        domain.plan.num_ranks, power_of_two(k), block,
+        domain.plan.num_ranks, next_power_of_2(k), block,
     )  # fmt: skip
     return (M, -(-width // block)), arguments, launch.warps(block)
 
@@ -311,6 +312,6 @@ def sum_ranks_arguments(domain: Domain, topk_ids: torch.Tensor, out: torch.Tenso
 def run(name: str, given: Launch) -> None:
     """Launch a kernel of this folder."""
     from envoi.ep import kernel_triton
-    from envoi.gemm.launch import launch as launch_kernel
+    from envoi.runtime.launch import launch as launch_kernel
 
     launch_kernel(getattr(kernel_triton, name), *given)

@@ -9,7 +9,7 @@ from triton.experimental import gluon
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier, tma
 
 from envoi.epilogue import device
-from envoi.triton_compat import role_barrier
+from envoi.runtime.triton_compat import role_barrier
 
 
 def _gluon(function):

@@ -4,7 +4,7 @@ import torch
 
 from envoi.experts import launch, reference
 from envoi.experts.op import check_ids, check_tokens, flatten, unflatten
-from envoi.operators import operator
+from envoi.runtime.custom_op import operator
 from envoi.types import ExpertWeights, Routing
 
 

@@ -10,11 +10,11 @@ import torch
 
 from envoi.epilogue.api import Epilogue
 from envoi.epilogue.library import expert_l1, expert_l2, left_by_l1
-from envoi.gemm.config import power_of_two
-from envoi.gemm.devices import implementation
 from envoi.gemm.grouping import EXPERTS_ROWS, Grouping
 from envoi.gemm.select import run_kernels
 from envoi.quant.formats import Scheme, format_named
+from envoi.runtime.devices import implementation
+from envoi.runtime.math import next_power_of_2
 from envoi.types import ExpertWeights, Matrix, QuantTensor
 
 Launch = tuple[tuple[int, ...], tuple, dict[str, int]]  # grid, arguments, options
@@ -143,7 +143,7 @@ def gather_arguments(
     values, sf, block, *form = quantised(rows, width)
     arguments = (
         tokens, tokens.stride(0), topk_weights.contiguous(), places.slot_to_pos, values, sf, weights, width, k,
-        block, power_of_two(k), *form,
+        block, next_power_of_2(k), *form,
     )  # fmt: skip
     return (M, -(-width // block)), arguments, warps(block)
 
@@ -160,7 +160,7 @@ def quantize_arguments(rows: torch.Tensor, offsets: torch.Tensor, out: QuantTens
 def combine_arguments(rows: torch.Tensor, slot_to_pos: torch.Tensor, out: torch.Tensor) -> Launch:
     """Grid, arguments and options of `combine_kernel`."""
     (M, k), width = slot_to_pos.shape, rows.shape[1]
-    block = min(SUMMED, power_of_two(width))
+    block = min(SUMMED, next_power_of_2(width))
     return (M, -(-width // block)), (rows, slot_to_pos, out, width, k, block), warps(block)
 
 
@@ -170,9 +170,9 @@ def quantised(rows: Matrix, width: int) -> tuple:
     A program that finds one factor for a row has all of it.
     """
     if isinstance(rows, torch.Tensor):
-        return rows, None, min(GATHERED, power_of_two(width)), 0, False, False
+        return rows, None, min(GATHERED, next_power_of_2(width)), 0, False, False
     whole = rows.group[1] == width and rows.sf.dtype == torch.float32
-    block = power_of_two(width) if whole else min(GATHERED, power_of_two(width))
+    block = next_power_of_2(width) if whole else min(GATHERED, next_power_of_2(width))
     group = block if whole else rows.group[1]
     powers = rows.sf.dtype == torch.float8_e8m0fnu
     sf = rows.sf.view(torch.uint8) if powers else rows.sf
@@ -193,7 +193,7 @@ def warps(block: int) -> dict[str, int]:
 
 def _run(name: str, given: Launch) -> None:
     from envoi.experts import kernel_triton
-    from envoi.gemm.launch import launch
+    from envoi.runtime.launch import launch
 
     launch(getattr(kernel_triton, name), *given)
 

@@ -4,8 +4,9 @@ from dataclasses import dataclass, replace
 from math import ceil, erfc, exp, sqrt
 
 from envoi.epilogue.lower import Lowered
+from envoi.runtime.devices import SHARED_BYTES
+from envoi.runtime.math import next_power_of_2
 
-SHARED_BYTES = 232448  # of a CTA
 RESERVED_BYTES = 2048  # barriers, and what reductions exchange
 MIN_STAGES = 2
 
@@ -181,7 +182,7 @@ def candidates(problem: Problem, code: Lowered) -> list[Config]:
     per_group = -(-problem.M // max(1, problem.num_groups))
     found: list[Config] = []
     if code.whole:
-        width = max(16, power_of_two(problem.N))
+        width = max(16, next_power_of_2(problem.N))
         found += [Config(64, 2, width, k, 12, piece=width), Config(64, 1, width, k, 12, piece=width)]
     elif problem.scaled:
         found += [
@@ -278,8 +279,3 @@ def default_config(problem: Problem, code: Lowered, num_sms: int) -> Config | No
     """The config that should be fastest; None if none fits."""
     found = candidates(problem, code)
     return min(found, key=lambda config: predicted_cycles(problem, config, num_sms), default=None)
-
-
-def power_of_two(size: int) -> int:
-    """The least that is at least `size`, and 1."""
-    return 1 << max(0, size - 1).bit_length()

@@ -3,8 +3,8 @@
 from dataclasses import dataclass
 
 from envoi.epilogue.lower import Lowered
+from envoi.runtime.devices import SHARED_BYTES
 
-SHARED_BYTES = 232448  # of a CTA
 TENSOR_COLUMNS = 512  # of tensor memory, each 128 lanes of 4 bytes
 RESERVED_BYTES = 2560  # barriers, and what reductions exchange
 MIN_STAGES = 2

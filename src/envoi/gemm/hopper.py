@@ -10,9 +10,11 @@ from envoi.epilogue.ir import COL, IR, ROW, SCALAR, Node, Operand
 from envoi.epilogue.library import store
 from envoi.epilogue.lower import Lowered, lower
 from envoi.epilogue.slots import MAX_DESCS, piece_columns, rows_must_fit, slots
-from envoi.gemm import devices, portable, sm90, tune
+from envoi.gemm import portable, sm90, tune
 from envoi.gemm.config import Config
 from envoi.gemm.grouping import ALL_ROWS, Grouping
+from envoi.runtime import devices
+from envoi.runtime.tma import fits_tma, tma_ready
 from envoi.types import Matrix, QuantTensor
 
 HALVES = (torch.bfloat16, torch.float16)
@@ -119,8 +121,8 @@ def work_of(a: Matrix, b: Matrix, ir: IR, operands: dict, offsets: torch.Tensor 
     kind = scaling(a, b)
     if not isinstance(a, QuantTensor) or not isinstance(b, QuantTensor):
         a, b = cast(torch.Tensor, a), cast(torch.Tensor, b)
-        return Work(sm90.tma_ready(a), sm90.tma_ready(b), ir, operands, None, offsets)
-    values = sm90.tma_ready(a.values), sm90.tma_ready(b.values)
+        return Work(tma_ready(a), tma_ready(b), ir, operands, None, offsets)
+    values = tma_ready(a.values), tma_ready(b.values)
     if kind == "blocks":
         return Work(*values, ir, operands, (a.sf.contiguous(), b.sf.contiguous()), offsets)
     of_a, of_b = _side(a), _side(b)
@@ -182,11 +184,11 @@ def _code(
     tokens = grouping.likely_rows(work.a.shape[0]) // max(1, work.num_groups)
     few = tokens <= FEW and not whole and piece_columns(work.ir) <= MAX_FEW
     tiles = [t for t, slot in zip(outputs, slots(work.ir, out_dtype), strict=True) if slot.kind == "tile"]
-    tma = not few and not sent and all(sm90.can_leave(t.shape, t.itemsize) for t in tiles)
+    tma = not few and not sent and all(fits_tma(t.shape, t.itemsize) for t in tiles)
     side = tuple(
         operand.name
         for operand, value in zip(work.ir.operands, operands, strict=True)
-        if operand.shape.rows == "M" and operand.shape.spans_columns and sm90.can_leave(value.shape, value.itemsize)
+        if operand.shape.rows == "M" and operand.shape.spans_columns and fits_tma(value.shape, value.itemsize)
     )
     side = side if tma and len(side) <= MAX_DESCS else ()
     return lower(work.ir, out_dtype, "gluon", whole, tma, pointers, side, sent)

@@ -9,9 +9,12 @@ from envoi.epilogue.ir import IR
 from envoi.epilogue.library import store
 from envoi.epilogue.lower import Lowered, lower
 from envoi.epilogue.slots import piece_columns, rows_must_fit, slots
-from envoi.gemm import devices, portable, sm90, workspace
-from envoi.gemm.config import RESERVED_BYTES, SHARED_BYTES
+from envoi.gemm import portable, sm90
+from envoi.gemm.config import RESERVED_BYTES
 from envoi.gemm.grouping import ALL_ROWS, Grouping
+from envoi.runtime import devices, workspace
+from envoi.runtime.devices import SHARED_BYTES
+from envoi.runtime.tma import as_one_matrix, descriptor, tma_ready
 from envoi.types import Matrix, QuantTensor
 
 NARROW, WIDE = 64, 128  # features of a consumer role, 16 for each of its warps
@@ -234,7 +237,7 @@ def _launch(
     outputs: list[torch.Tensor], config: MxConfig | None, grouping: Grouping,
 ) -> None:  # fmt: skip
     from envoi.gemm.kernel_sm90_mx import mx_kernel
-    from envoi.gemm.launch import launch
+    from envoi.runtime.launch import launch
 
     num_sms = devices.num_sms(a.device)
     num_groups, bits = 0 if offsets is None else b.shape[0], 4 if b.packed else 8
@@ -255,13 +258,13 @@ def arguments(
     M, (N, K), device = tokens.shape[0], b.shape[-2:], tokens.device
     groups = 0 if offsets is None else b.shape[0]
     tiles = -(-M // config.block_y) * -(-N // config.block_x)
-    words = sm90.below_each_other(sm90.tma_ready(b.values).view(torch.int32))
+    words = as_one_matrix(tma_ready(b.values).view(torch.int32))
     slots_of_rows = -(-N // NARROW)
     parts = torch.empty(code.partials * slots_of_rows * M, dtype=torch.float32, device=device)
     count = workspace.counters(M + config.block_y, device) if parts.numel() else parts.view(torch.int32)
     return (num_sms if groups else min(tiles, num_sms),), (
-        sm90.descriptor(words, config.block_x, config.words), sm90.descriptor(factor_words(b.sf), config.block_x, 4),
-        sm90.descriptor(tokens, config.block_y, config.block_k), operands or (0,), sm90.as_stored(outputs),
+        descriptor(words, config.block_x, config.words), descriptor(factor_words(b.sf), config.block_x, 4),
+        descriptor(tokens, config.block_y, config.block_k), operands or (0,), sm90.as_stored(outputs),
         offsets,
         parts, count, M, N, K, groups, tiles, config, code,
         (2 if behind else 1) if groups else 0,

@@ -33,9 +33,9 @@ from triton.experimental.gluon.language.nvidia.blackwell import (
 )
 
 from envoi.gemm.kernel_sm90 import part_pointers
-from envoi.gemm.meeting import arrive
 from envoi.gemm.schedule import corner, group_at, steps_at, work
-from envoi.triton_compat import role_barrier
+from envoi.runtime.sync import arrive
+from envoi.runtime.triton_compat import role_barrier
 
 
 @gluon.jit

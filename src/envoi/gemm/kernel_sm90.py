@@ -22,9 +22,9 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 
 from envoi.epilogue.tile_gluon import halves
 from envoi.gemm.loading import prefill, producer, x_index, y_index
-from envoi.gemm.meeting import arrive
 from envoi.gemm.schedule import corner, steps_at, steps_of, work
-from envoi.triton_compat import role_barrier
+from envoi.runtime.sync import arrive
+from envoi.runtime.triton_compat import role_barrier
 
 
 @gluon.jit

@@ -27,9 +27,9 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 
 from envoi.gemm.kernel_sm90 import end_tile
 from envoi.gemm.mx_widening import operands, widening
-from envoi.gemm.overlap import wait_for_grid
 from envoi.gemm.schedule import corner, steps_at, work
-from envoi.triton_compat import role_barrier
+from envoi.runtime.sync import wait_for_grid
+from envoi.runtime.triton_compat import role_barrier
 
 SPAN = gl.constexpr(512)  # elements of K whose scale factors come at once: 16 bytes a row
 AT_ONCE = gl.constexpr(64)  # elements of K that are widened at once

@@ -10,8 +10,8 @@ from envoi.epilogue.ir import IR, Node
 from envoi.epilogue.slots import output_dtype
 from envoi.gemm import reference
 from envoi.gemm.select import run_kernels
-from envoi.operators import operator
 from envoi.quant.formats import SCHEMES
+from envoi.runtime.custom_op import operator
 from envoi.types import Matrix, QuantTensor
 
 

@@ -10,8 +10,8 @@ from envoi.epilogue.library import store
 from envoi.epilogue.lower import Lowered, lower
 from envoi.epilogue.slots import Slot, late, piece_columns, rows_must_fit, slots
 from envoi.gemm import kernel_triton
-from envoi.gemm.config import power_of_two
 from envoi.gemm.grouping import ALL_ROWS, Grouping
+from envoi.runtime.math import next_power_of_2
 from envoi.types import Matrix
 
 kernels: Any = kernel_triton  # constants arrive in its parameters as plain values
@@ -103,7 +103,7 @@ def _in_tiles(ir: IR, N: int) -> bool:
 def tile_columns(ir: IR, N: int) -> int:
     """Columns of a tile: the whole row if it is short."""
     if N <= MAX_TILE_N:
-        return max(16, power_of_two(N), piece_columns(ir))
+        return max(16, next_power_of_2(N), piece_columns(ir))
     return max(128, piece_columns(ir))
 
 
@@ -201,7 +201,7 @@ def tile_rows(M: int, block_n: int, a: Matrix) -> tuple[int, int, dict[str, int]
 
 def max_groups(offsets: torch.Tensor | None) -> int:
     """A power of two above the number of experts; 0 if there are none to tell apart."""
-    return 0 if offsets is None else max(2, power_of_two(offsets.shape[0]))
+    return 0 if offsets is None else max(2, next_power_of_2(offsets.shape[0]))
 
 
 def finish_rows(
@@ -228,7 +228,7 @@ def rows_arguments(
     An epilogue that looks across no row goes by pieces of it: more programs for few tokens.
     """
     M, N = acc.shape
-    block_n = max(16, power_of_two(N) if late(ir) else 0, piece_columns(ir))
+    block_n = max(16, next_power_of_2(N) if late(ir) else 0, piece_columns(ir))
     block_m = max(1, (4096 if late(ir) else 1024) // block_n)
     num_experts = 0 if offsets is None else offsets.shape[0] - 1
     grid = (max(1, -(-M // block_m) + num_experts), -(-N // block_n))
@@ -272,7 +272,7 @@ def reduce_rows(x: torch.Tensor, op: str, offsets: torch.Tensor | None) -> torch
     M, C = x.shape
     groups = 1 if offsets is None else offsets.shape[0] - 1
     out = torch.empty(groups, C, dtype=torch.float32, device=x.device)
-    block_c = min(REDUCE_C, power_of_two(C))
+    block_c = min(REDUCE_C, next_power_of_2(C))
     if out.numel():
         bounds = None if offsets is None else offsets.contiguous()
         grid = (groups, -(-C // block_c))

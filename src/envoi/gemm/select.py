@@ -3,8 +3,8 @@
 import torch
 
 from envoi.epilogue.ir import IR
-from envoi.gemm.devices import implementation
 from envoi.gemm.grouping import ALL_ROWS, Grouping
+from envoi.runtime.devices import implementation
 from envoi.types import Matrix
 
 

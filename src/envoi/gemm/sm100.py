@@ -5,7 +5,8 @@ from typing import Any
 import torch
 
 from envoi.gemm.config_sm100 import BlackwellConfig, BlackwellProblem, supports
-from envoi.gemm.sm90 import Call, as_stored, below_each_other, descriptor, epilogue_descriptors, max_groups, scratch
+from envoi.gemm.sm90 import Call, as_stored, epilogue_descriptors, max_groups, scratch
+from envoi.runtime.tma import as_one_matrix, descriptor
 
 NVFP4_GROUP, MX_GROUP = 16, 32
 
@@ -35,7 +36,7 @@ def arguments(call: Call, config: BlackwellConfig, num_sms: int) -> tuple[tuple[
     if reason:
         raise ValueError(f"config: {reason} ({config})")
     M, N, groups = problem.M, problem.N, problem.num_groups
-    x, y = call.a, below_each_other(call.b)
+    x, y = call.a, as_one_matrix(call.b)
     tiles = -(-M // config.block_m) * -(-N // config.block_n)
     num_cut = tiles % num_sms if config.split_k > 1 else 0
     units = tiles + num_cut * (config.split_k - 1)  # the tiles of the last, unfilled wave are cut

@@ -1,18 +1,17 @@
 """Launching the Hopper kernel: descriptors, arguments, grid."""
 
 from dataclasses import dataclass
-from functools import cache, lru_cache
+from functools import cache
 from typing import Any
 
 import torch
 
 from envoi.epilogue.lower import Lowered
 from envoi.epilogue.slots import MAX_DESCS
-from envoi.gemm import workspace
 from envoi.gemm.config import Config, Problem
 from envoi.gemm.grouping import ALL_ROWS, Grouping
-
-TMA_BYTES = 16  # rows and addresses are multiples of this
+from envoi.runtime import workspace
+from envoi.runtime.tma import as_one_matrix, descriptor
 
 
 @dataclass(frozen=True)
@@ -51,77 +50,6 @@ class Call:
         return sum(side.shape[1] * side.itemsize / self.b.shape[-2] for side in sides)
 
 
-def tma_ready(x: torch.Tensor) -> torch.Tensor:
-    """x [.., R, C] with the last side contiguous, rows and address on 16 bytes, matrices below each other: a copy if it
-    isn't so, its rows padded."""
-    *lead, rows, columns = x.shape
-    stacked = all(x.stride(i) == x.stride(i + 1) * x.shape[i + 1] for i in range(len(lead)))
-    on_16 = x.data_ptr() % TMA_BYTES == 0 and x.stride(-2) * x.itemsize % TMA_BYTES == 0
-    if x.stride(-1) == 1 and stacked and on_16 and x.stride(-2) >= columns:
-        return x
-    step = TMA_BYTES // x.itemsize
-    padded = torch.empty(*lead, rows, -(-columns // step) * step, dtype=x.dtype, device=x.device)[..., :columns]
-    return padded.copy_(x)
-
-
-def can_leave(shape: tuple[int, ...], itemsize: int) -> bool:
-    """True if a contiguous matrix of this shape can be read and written by TMA."""
-    return len(shape) == 2 and shape[1] * itemsize % TMA_BYTES == 0
-
-
-def descriptor(x: torch.Tensor, rows: int, columns: int) -> Any:
-    """A TMA descriptor of a matrix whose rows are contiguous, in boxes of [rows, columns]."""
-    return _of(x, _described(x.shape, x.stride(), x.dtype, rows, columns))
-
-
-def plain_descriptor(x: torch.Tensor, rows: int, columns: int) -> Any:
-    """The same for a float32 matrix whose boxes lie in shared memory as they are, not swizzled."""
-    return _of(x, _described(x.shape, x.stride(), x.dtype, rows, columns, False))
-
-
-@lru_cache(maxsize=4096)
-def _described(
-    shape: torch.Size, strides: tuple[int, ...], dtype: torch.dtype, rows: int, columns: int, swizzled: bool = True
-) -> Any:
-    """A descriptor of no matrix: checking a shape takes longer than all else that descriptors need."""
-    from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
-
-    layout = _layout(rows, columns, dtype) if swizzled else _plain_layout()
-    nothing = torch.empty(0, dtype=dtype, device="cpu")
-    return TensorDescriptor(nothing, list(shape), list(strides), [rows, columns], layout)
-
-
-def _of(x: torch.Tensor, described: Any) -> Any:
-    if x.data_ptr() % TMA_BYTES:
-        raise ValueError(f"x: expected a matrix on {TMA_BYTES} bytes, as TMA needs it, got address {x.data_ptr():#x}")
-    found = object.__new__(type(described))
-    found.__dict__.update(described.__dict__, base=x)
-    return found
-
-
-@cache
-def _plain_layout() -> Any:
-    import triton.experimental.gluon.language as gl
-
-    return gl.NVMMASharedLayout(swizzle_byte_width=0, element_bitwidth=32, rank=2)
-
-
-@cache
-def _layout(rows: int, columns: int, dtype: torch.dtype) -> Any:
-    import triton.experimental.gluon.language as gl
-
-    types = {
-        torch.bfloat16: gl.bfloat16, torch.float16: gl.float16, torch.float32: gl.float32,
-        torch.float8_e4m3fn: gl.float8e4nv, torch.uint8: gl.uint8, torch.int32: gl.int32,
-    }  # fmt: skip
-    return gl.NVMMASharedLayout.get_default_for([rows, columns], types[dtype])
-
-
-def below_each_other(x: torch.Tensor) -> torch.Tensor:
-    """[E, N, K] -> [E * N, K] without a copy; a matrix stays as it is."""
-    return x if x.dim() == 2 else x.as_strided((x.shape[0] * x.shape[1], x.shape[2]), x.stride()[1:])
-
-
 def as_stored(outputs: list[torch.Tensor]) -> tuple[torch.Tensor, ...]:
     """The outputs in dtypes that Triton knows."""
     return tuple(x.view(torch.uint8) if x.dtype == torch.float8_e8m0fnu else x for x in outputs)
@@ -141,7 +69,7 @@ def problem_of(call: Call) -> Problem:
 def arguments(call: Call, config: Config, num_sms: int) -> tuple[tuple[int], tuple]:
     """The grid, and the kernel's arguments."""
     (M, K), N = call.a.shape, call.b.shape[-2]
-    weights = below_each_other(call.b)
+    weights = as_one_matrix(call.b)
     x, y = (weights, call.a) if config.swap_ab else (call.a, weights)
     tiles = -(-M // config.block_m) * -(-N // config.block_n)
     num_cut = tiles % num_sms if config.split_k > 1 else 0
@@ -193,7 +121,7 @@ def _nothing(device: torch.device) -> tuple[torch.Tensor, ...]:
 def launch(call: Call, config: Config, num_sms: int) -> None:
     """Run it."""
     from envoi.gemm.kernel_sm90 import gemm_kernel
-    from envoi.gemm.launch import launch as launch_kernel
+    from envoi.runtime.launch import launch as launch_kernel
 
     grid, args = arguments(call, config, num_sms)
     launch_kernel(gemm_kernel, grid, args, {"num_warps": config.num_warps})

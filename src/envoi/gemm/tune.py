@@ -14,14 +14,15 @@ from pathlib import Path
 
 from envoi import env
 from envoi.epilogue.lower import Lowered
-from envoi.gemm.config import Config, Problem, default_config, fitted, power_of_two, supports
+from envoi.gemm.config import Config, Problem, default_config, fitted, supports
+from envoi.runtime.math import next_power_of_2
 
 SHIPPED = Path(__file__).with_name("tuned.json")
 
 
 def key_of(problem: Problem, code: Lowered, num_sms: int) -> str:
     """What an entry is filed under."""
-    M = power_of_two(problem.M)
+    M = next_power_of_2(problem.M)
     kind = ["whole"] * code.whole + ["tma"] * bool(code.leaving) + ["side"] * bool(code.side)
     kind += ["rows"] * bool(code.partials) + [f"piece{code.piece_columns}"] * (code.piece_columns > 64)
     kind += ["sent"] * code.sent

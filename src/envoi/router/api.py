@@ -3,10 +3,10 @@
 import torch
 
 from envoi.check import expect_int, expect_number, expect_tensor
-from envoi.operators import operator
 from envoi.router import launch, reference
 from envoi.router.rules import Rule
 from envoi.router.rules import rule as rule_named
+from envoi.runtime.custom_op import operator
 from envoi.types import Routing
 
 MAX_EXPERTS = 1024

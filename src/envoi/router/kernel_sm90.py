@@ -30,10 +30,9 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
-from envoi.gemm.meeting import arrive
-from envoi.gemm.overlap import let_next_start, wait_for_grid
 from envoi.router.device import load_biases, route_exactly, route_rows, route_tile, store_counts
-from envoi.triton_compat import role_barrier
+from envoi.runtime.sync import arrive, let_next_start, wait_for_grid
+from envoi.runtime.triton_compat import role_barrier
 
 BLANK: gl.constexpr = gl.constexpr(-1)  # bits of a sum that isn't there: a NaN that no addition gives
 

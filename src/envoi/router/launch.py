@@ -5,13 +5,13 @@ from typing import Any
 
 import torch
 
-from envoi.gemm import workspace
-from envoi.gemm.config import power_of_two
-from envoi.gemm.devices import implementation, num_sms
-from envoi.gemm.sm90 import descriptor, tma_ready
 from envoi.router.cut import SAME_BELOW, Cut, choose_cut
 from envoi.router.rules import Rule
 from envoi.router.spec import Spec
+from envoi.runtime import workspace
+from envoi.runtime.devices import implementation, num_sms
+from envoi.runtime.math import next_power_of_2
+from envoi.runtime.tma import descriptor, tma_ready
 
 MAX_GROUPS = 32
 BEFORE = ("softmax_over_topk", "sigmoid_of_topk")  # rank by logits, whatever is added
@@ -90,8 +90,8 @@ def _tables(call: Call) -> tuple:
 
 
 def _run_portable(call: Call, outputs: dict[str, Any]) -> None:
-    from envoi.gemm.launch import launch
     from envoi.router import kernel_triton
+    from envoi.runtime.launch import launch
 
     launch(kernel_triton.router_kernel, *portable_arguments(call, outputs))
 
@@ -120,8 +120,8 @@ def _from(x: torch.Tensor | None, first: int) -> torch.Tensor | None:
 
 
 def _run_hopper(call: Call, outputs: dict[str, Any], cut: Cut | None = None) -> None:
-    from envoi.gemm.launch import launch
     from envoi.router import kernel_sm90
+    from envoi.runtime.launch import launch
 
     launch(kernel_sm90.router_kernel, *hopper_arguments(call, outputs, num_sms(call.tokens.device), cut))
 
@@ -132,7 +132,7 @@ def hopper_arguments(
     """Grid, arguments and options of the Hopper kernel."""
     spec = replace(call.spec, gluon=True)
     (M, hidden), device = call.tokens.shape, call.tokens.device
-    cut = cut or choose_cut(power_of_two(M) if M <= SAME_BELOW else M, hidden, spec, num_sms)
+    cut = cut or choose_cut(next_power_of_2(M) if M <= SAME_BELOW else M, hidden, spec, num_sms)
     row_blocks = -(-M // cut.rows)
     tokens, gate = tma_ready(call.tokens), tma_ready(call.gate)
     sums = None

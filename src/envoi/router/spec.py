@@ -2,8 +2,8 @@
 
 from dataclasses import dataclass
 
-from envoi.gemm.config import power_of_two
 from envoi.router.rules import Rule
+from envoi.runtime.math import next_power_of_2
 
 MAX_BLOCK = 1024
 
@@ -41,12 +41,12 @@ class Spec:
     @property
     def columns(self) -> int:
         """num_experts, rounded up to a power of two; at least 16."""
-        return max(16, power_of_two(self.num_experts))
+        return max(16, next_power_of_2(self.num_experts))
 
     @property
     def slots(self) -> int:
         """k, rounded up to a power of two."""
-        return power_of_two(self.k)
+        return next_power_of_2(self.k)
 
     @property
     def group_size(self) -> int:
@@ -56,7 +56,7 @@ class Spec:
     @property
     def group_slots(self) -> int:
         """rule.num_groups, rounded up to a power of two."""
-        return power_of_two(self.rule.num_groups)
+        return next_power_of_2(self.rule.num_groups)
 
     @property
     def groups_fill(self) -> bool:

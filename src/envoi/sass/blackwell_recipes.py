@@ -4,7 +4,6 @@ from collections.abc import Sequence
 
 import torch
 
-from envoi import triton_compat
 from envoi.epilogue.api import Epilogue
 from envoi.epilogue.ir import Operand
 from envoi.epilogue.lower import lower
@@ -12,6 +11,7 @@ from envoi.epilogue.slots import rows_must_fit
 from envoi.gemm import portable, sf_layout, sm100
 from envoi.gemm.config_sm100 import BlackwellConfig
 from envoi.gemm.sm90 import Call
+from envoi.runtime import triton_compat
 from envoi.sass.compile import Recipe, recipe_of_call
 
 NUM_SMS = 148

@@ -10,7 +10,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import envoi
-from envoi import operators
+from envoi.runtime import custom_op
 
 
 class Seen(TorchDispatchMode):
@@ -43,7 +43,7 @@ def matrices():
 
 def test_nobody_looks_so_nobody_is_asked(matrices, monkeypatch):
     asked = []
-    monkeypatch.setattr(operators, "watched", lambda: asked.append(1) or False)
+    monkeypatch.setattr(custom_op, "watched", lambda: asked.append(1) or False)
     monkeypatch.setattr(torch._ops.OpOverload, "__call__", lambda *_: pytest.fail("through the dispatcher"))
     out = envoi.gemm(*matrices)
     monkeypatch.undo()

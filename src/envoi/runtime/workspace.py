@@ -1,4 +1,4 @@
-"""Memory that kernels leave partial sums in, and counters that are zero between launches."""
+"""Scratch memory of kernels: partial sums, and counters that are zero between launches."""
 
 import ctypes
 from concurrent.futures import ThreadPoolExecutor
@@ -7,32 +7,32 @@ from functools import cache
 
 import torch
 
-from envoi.gemm.config import power_of_two
+from envoi.runtime.math import next_power_of_2
 
-LEAST = 1 << 16  # int32 that a stream is given
-FOR_GRAPHS = 1 << 22  # int32 of a device, and again when less than a quarter of them is left
-BLANK = -1  # bits of a sum that isn't there
-ALIGNED = 4  # int32 on 16 bytes, as outside a graph: else a launch in it would need a kernel of its own
+LEAST = 1 << 16  # int32 that a stream gets at least
+FOR_GRAPHS = 1 << 22  # int32 in a pool for graphs; a new pool follows when less than a quarter is left
+BLANK = -1  # bits of a sum that hasn't been written
+ALIGNED = 4  # int32 in 16 bytes: an address off that needs another compiled kernel
 
-NONE = 0  # instead of a capture
+NONE = 0  # the number of no capture
 
 
 @dataclass
 class Kept:
-    """Memory that every launch finds full of the same number, and leaves so.
+    """int32 memory that holds the same number before and after every launch: kernels restore what they change.
 
-    Launches on one stream follow each other and share it, and so do those that one capture takes from a stream. A
-    graph may run beside anything, so each has its own, from a pool that was filled outside; when that is used up, each
-    launch has its own, with a fill in the graph.
+    Launches on one stream run one after the other and share it; so do the launches that one capture takes from a
+    stream. A graph may run at the same time as anything else, so each capture has memory of its own, from a pool that
+    was filled outside of it; once the pool is used up, each captured launch gets a new tensor and a fill in the graph.
     """
 
     fill: int
     shared: dict[tuple[torch.device, int, bool], tuple[int, torch.Tensor]] = field(default_factory=dict)
-    pools: dict[torch.device, list[torch.Tensor]] = field(default_factory=dict)  # graphs hold parts of the old ones
-    left: dict[torch.device, int] = field(default_factory=dict)  # of the last pool
+    pools: dict[torch.device, list[torch.Tensor]] = field(default_factory=dict)  # graphs keep parts of the old ones
+    left: dict[torch.device, int] = field(default_factory=dict)  # free int32 in the last pool
 
     def take(self, count: int, device: torch.device) -> torch.Tensor:
-        """At least `count` int32."""
+        """Return at least `count` int32."""
         stream, capture = under_way(device)
         key = device, stream, capture != NONE
         known, found = self.shared.get(key, (NONE, None))
@@ -47,14 +47,14 @@ class Kept:
         return found
 
     def new(self, count: int, device: torch.device) -> torch.Tensor:
-        """Of its own."""
+        """Return a new tensor that nothing else uses."""
         return torch.full((count,), self.fill, dtype=torch.int32, device=device)
 
     def _for_stream(self, count: int, device: torch.device) -> torch.Tensor:
-        return lasting(max(power_of_two(count), LEAST), self.fill, torch.int32, device)
+        return lasting(max(next_power_of_2(count), LEAST), self.fill, torch.int32, device)
 
     def _for_graph(self, count: int, device: torch.device) -> torch.Tensor | None:
-        count = max(ALIGNED, power_of_two(count))
+        count = max(ALIGNED, next_power_of_2(count))
         if count > self.left.get(device, 0):
             return None
         self.left[device] -= count
@@ -62,9 +62,9 @@ class Kept:
 
 
 def lasting(count: int, fill: float, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
-    """Memory for the life of the process, also when more has taken its place: kernels may still be at it.
+    """Return a filled tensor [count] that is kept for the life of the process: kernels may use it at any time.
 
-    By a thread of its own: what this one allocates may be on its way into the memory of a CUDA graph, as when
+    Another thread allocates it: what this one allocates may go into the private pool of a CUDA graph, as while
     torch.compile warms one up.
     """
 
@@ -86,12 +86,12 @@ _floats: dict[tuple[torch.device, int], torch.Tensor] = {}
 
 
 def counters(count: int, device: torch.device) -> torch.Tensor:
-    """At least `count` int32 zeros. The kernel that counts with them leaves zeros again."""
+    """Return at least `count` int32 zeros. The kernel that counts with them resets them to zero."""
     return _kept(_counters, count, device)
 
 
 def blanks(count: int, device: torch.device) -> torch.Tensor:
-    """At least `count` float32 whose bits are all ones, as no sum's are. Kernels that take sums leave blanks again."""
+    """Return at least `count` float32 with all bits set, which no sum has. Kernels that read sums restore that."""
     return _kept(_blanks, count, device).view(torch.float32)
 
 
@@ -100,17 +100,17 @@ def _kept(kept: Kept, count: int, device: torch.device) -> torch.Tensor:
 
 
 def floats(count: int, device: torch.device) -> torch.Tensor:
-    """`count` float32 of anything, for use within one launch; launches on one stream share them."""
+    """Return `count` uninitialised float32 for use within one launch; launches on one stream share them."""
     if device.type != "cuda" or torch.cuda.is_current_stream_capturing():
         return torch.empty(count, dtype=torch.float32, device=device)
     key = device, torch.cuda.current_stream(device).cuda_stream
     if key not in _floats or _floats[key].numel() < count:
-        _floats[key] = lasting(power_of_two(count), 0.0, torch.float32, device)
+        _floats[key] = lasting(next_power_of_2(count), 0.0, torch.float32, device)
     return _floats[key]
 
 
 def under_way(device: torch.device) -> tuple[int, int]:
-    """The current stream, and the number of the capture that takes from it, or NONE."""
+    """Return the current stream and the number of the capture under way on it, or NONE."""
     stream = torch.cuda.current_stream(device).cuda_stream
     if not torch.cuda.is_current_stream_capturing():
         return stream, NONE

@@ -1,7 +1,7 @@
-"""Launches that cost the host less than Triton's own.
+"""Kernel launches that cost the host less than Triton's own.
 
-Triton looks at every argument at every launch, which takes longer than a small kernel runs. The machine code depends on
-little of them: the compiled kernel is found by that.
+Triton inspects every argument at every launch, which takes longer than a small kernel runs. The machine code depends
+on little of each argument; that little is the key under which the compiled kernel is found again.
 """
 
 from functools import cache
@@ -16,7 +16,7 @@ _compiled: dict[tuple, Any] = {}
 
 
 def launch(kernel: Any, grid: tuple[int, ...], arguments: tuple, options: dict[str, Any]) -> None:
-    """`kernel[grid](*arguments, **options)`. arguments: one for each parameter."""
+    """Do what `kernel[grid](*arguments, **options)` does. arguments: one for each parameter, in order."""
     if not isinstance(kernel, JITFunction):
         kernel[grid](*arguments, **options)
         return
@@ -30,8 +30,9 @@ def launch(kernel: Any, grid: tuple[int, ...], arguments: tuple, options: dict[s
 
 
 def kind_of(x: Any) -> Any:
-    """What Triton compiles for: of a tensor its dtype and whether it is aligned, of an integer whether it is 1, or a
-    multiple of 16, or wide."""
+    """Return what Triton compiles for: of a tensor its dtype and whether its address is a multiple of 16, of an integer
+    whether it is 1, whether it is a multiple of 16, and whether it fits 32 bits; of a TMA descriptor all but its base.
+    """
     if isinstance(x, torch.Tensor):
         return x.dtype, x.data_ptr() % ALIGNMENT == 0
     if isinstance(x, int):

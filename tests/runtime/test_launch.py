@@ -6,9 +6,9 @@ import triton
 import triton.language as tl
 from triton.runtime.jit import JITFunction
 
-from envoi.gemm import launch as module
-from envoi.gemm.launch import launch
-from envoi.gemm.sm90 import descriptor
+from envoi.runtime import launch as module
+from envoi.runtime.launch import launch
+from envoi.runtime.tma import descriptor
 
 
 @triton.jit(do_not_specialize=["n"])

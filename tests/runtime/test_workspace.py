@@ -5,8 +5,8 @@ import weakref
 import pytest
 import torch
 
-from envoi.gemm import workspace
-from envoi.gemm.workspace import FOR_GRAPHS, NONE, Kept
+from envoi.runtime import workspace
+from envoi.runtime.workspace import FOR_GRAPHS, NONE, Kept
 
 CPU = torch.device("cpu")
 
