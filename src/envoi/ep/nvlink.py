@@ -167,7 +167,7 @@ def expert_mlp(domain: Domain, experts: ExpertWeights, num_slots: int) -> torch.
     """
     plan = domain.plan
     expected = plan.num_ranks * (num_slots or plan.room) * domain.num_local // plan.num_experts
-    grouping = Grouping(behind=False, expected=expected, to=None if plan.presum else domain.row_to)
+    grouping = Grouping(write_tail=False, expected=expected, to=None if plan.presum else domain.row_to)
     return launch.expert_mlp(domain.rows, domain.row_weights, domain.offsets, experts, grouping)
 
 

@@ -9,7 +9,7 @@ from envoi.epilogue.evaluate import evaluate
 from envoi.epilogue.ir import IR, Node
 from envoi.epilogue.slots import output_dtype
 from envoi.gemm import reference
-from envoi.gemm.select import run_kernels
+from envoi.gemm.backend import run_kernels
 from envoi.quant.formats import SCHEMES
 from envoi.runtime.custom_op import operator
 from envoi.types import Matrix, QuantTensor

@@ -9,9 +9,9 @@ from envoi.epilogue.library import expert_l1, store
 from envoi.experts import launch
 from envoi.experts.permute import permute, take_rows
 from envoi.experts.reference import quantize_tokens
+from envoi.gemm.backend import run_kernels
 from envoi.gemm.grouping import EXPERTS_ROWS
 from envoi.gemm.reference import accumulate_groups
-from envoi.gemm.select import run_kernels
 from envoi.quant import FORMATS, SCHEMES, format_named, quantize
 from envoi.types import QuantTensor
 from tests.experts.test_permute import naive_order

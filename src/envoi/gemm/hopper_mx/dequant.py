@@ -1,4 +1,4 @@
-"""The PTX that widens MXFP4 or MXFP8 weights to bf16 with their scale factors in, for `kernel_sm90_mx`.
+"""The PTX that widens MXFP4 or MXFP8 weights to bf16 with their scale factors in, for `mainloop.py`.
 
 An element's bits, moved to where bf16 has them, are its value times a small power of two; one multiplication by the
 factor times what is missing makes it right. A factor so large that bf16 can't hold that takes two multiplications.

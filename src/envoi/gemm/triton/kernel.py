@@ -11,9 +11,8 @@
     an epilogue that needs whole rows wider than a tile: acc -> workspace, for rows_kernel
     column reductions, totals: what is reduced -> workspace, for reduce_kernel
 
-A matrix arrives as the tuple (values, strides of an expert, a row and k, scale factors, their three strides, rows that
-share one); what is known when compiling stands in its Side. In a grouped GEMM rows behind offsets[E] are, if BEHIND,
-those of one more expert, whose product is 0; else nobody touches them.
+A matrix is an argument `Matrix`, a tuple with names, and a constant `Side`, its format. In a grouped GEMM rows from
+offsets[E] on are treated, with WRITE_TAIL, as those of one more expert, whose product is 0; else nobody touches them.
 """
 
 import triton
@@ -25,15 +24,15 @@ from envoi.epilogue.tile_triton import largest, load_tile
 
 
 @triton.jit
-def place(tile, offsets, M, num_experts, BLOCK_M: tl.constexpr, MAX_GROUPS: tl.constexpr, BEHIND: tl.constexpr):
+def place(tile, offsets, M, num_experts, BLOCK_M: tl.constexpr, MAX_EXPERTS: tl.constexpr, WRITE_TAIL: tl.constexpr):
     """Of a tile of a grouped GEMM: its first row, the row behind its expert's last, its expert.
 
-    Behind the last tile the expert is MAX_GROUPS, and there are no rows.
+    Behind the last tile the expert is MAX_EXPERTS, and there are no rows.
     """
-    ids = tl.arange(0, MAX_GROUPS)
+    ids = tl.arange(0, MAX_EXPERTS)
     first = tl.load(offsets + ids, mask=ids <= num_experts, other=M)
     last = tl.load(offsets + ids + 1, mask=ids < num_experts, other=M)
-    if not BEHIND:
+    if not WRITE_TAIL:
         last = tl.where(ids < num_experts, last, first)
     tiles = tl.cdiv(last - first, BLOCK_M)
     ends = tl.cumsum(tiles, 0)
@@ -134,15 +133,15 @@ def block_scale(a, b, e, rows, m_end, columns, N, k, A: tl.constexpr, B: tl.cons
 def gemm_kernel(
     a, b, offsets, operands, outputs, workspace, M, N, K, num_experts,
     code: tl.constexpr, A: tl.constexpr, B: tl.constexpr, GROUP_K: tl.constexpr, BLOCK_M: tl.constexpr,
-    BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, MAX_GROUPS: tl.constexpr, BEHIND: tl.constexpr,
+    BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, MAX_EXPERTS: tl.constexpr, WRITE_TAIL: tl.constexpr,
 ):  # fmt: skip
-    """A tile, and its epilogue. MAX_GROUPS: a power of two above the number of experts; 0 = not grouped."""
+    """A tile, and its epilogue. MAX_EXPERTS: a power of two above the number of experts; 0 = not grouped."""
     tile = tl.program_id(0)
     n_tile = tl.program_id(1)
     n = n_tile * BLOCK_N
-    if MAX_GROUPS > 0:
-        m, m_end, e = place(tile, offsets, M, num_experts, BLOCK_M, MAX_GROUPS, BEHIND)
-        if (e == MAX_GROUPS) & (tile > 0):  # the first tile writes what doesn't belong to a row
+    if MAX_EXPERTS > 0:
+        m, m_end, e = place(tile, offsets, M, num_experts, BLOCK_M, MAX_EXPERTS, WRITE_TAIL)
+        if (e == MAX_EXPERTS) & (tile > 0):  # the first tile writes what doesn't belong to a row
             return
         own = tl.maximum(tl.minimum(e, num_experts - 1), 0)
         acc = accumulate(
@@ -171,15 +170,16 @@ def finish_kernel(workspace, operands, outputs, num_slots, M, code: tl.constexpr
 @triton.jit
 def rows_kernel(
     acc, offsets, operands, outputs, M, N, num_experts,
-    code: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, MAX_GROUPS: tl.constexpr, BEHIND: tl.constexpr,
+    code: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, MAX_EXPERTS: tl.constexpr,
+    WRITE_TAIL: tl.constexpr,
 ):  # fmt: skip
     """The epilogue of whole rows (or of pieces), from accumulators [M, N]; rows of no expert count as 0."""
     tile = tl.program_id(0)
     n = tl.program_id(1) * BLOCK_N
     like = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
-    if MAX_GROUPS > 0:
-        m, m_end, e = place(tile, offsets, M, num_experts, BLOCK_M, MAX_GROUPS, BEHIND)
-        if (e == MAX_GROUPS) & (tile > 0):
+    if MAX_EXPERTS > 0:
+        m, m_end, e = place(tile, offsets, M, num_experts, BLOCK_M, MAX_EXPERTS, WRITE_TAIL)
+        if (e == MAX_EXPERTS) & (tile > 0):
             return
         mine = code.of_expert(operands, tl.maximum(tl.minimum(e, num_experts - 1), 0), N)
         x = load_tile(acc, like, m, n, tl.where(e < num_experts, m_end, 0), N)

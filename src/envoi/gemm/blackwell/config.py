@@ -1,4 +1,4 @@
-"""How a Blackwell GEMM cuts its work: one frozen BlackwellConfig, and one predicate that says whether it works here."""
+"""Configs of the Blackwell GEMM: one frozen BlackwellConfig, and one predicate that refuses."""
 
 from dataclasses import dataclass
 
@@ -9,22 +9,19 @@ TENSOR_COLUMNS = 512  # of tensor memory, each 128 lanes of 4 bytes
 RESERVED_BYTES = 2560  # barriers, and what reductions exchange
 MIN_STAGES = 2
 ROWS = 128
-MAX_PIECE_REGISTERS = 128
+MAX_CHUNK_REGISTERS = 128
 
 
 @dataclass(frozen=True)
 class BlackwellConfig:
-    """The GEMM of sm_100 and sm_103. x are tokens, y features; a tile has 128 rows of x.
+    """How the kernel cuts one problem: x are the tokens, 128 a tile; `TileConfig` says what the tile's fields mean.
 
-    block_y: columns of a tile. block_k: elements of K a stage. num_stages: stages in flight.
-    num_warps: of the epilogue role, 4 (a thread has a row) or 8 (half of one).
+    block_y: features of a tile. block_k: elements of K in a stage. num_stages: stages in the ring.
+    num_warps: of the epilogue role, 4 (a thread has a row) or 8 (half a row).
     num_accumulators: tiles in tensor memory; with 2, the epilogue of one overlaps the products of the next.
     sf_group: elements of K that share a scale factor, 32 (mxfp8, mxfp4) or 16 (nvfp4); 0 = the operands have none.
-    split_k: parts along K of the tiles that don't fill a wave; 1 = none.
-    group: rows of tiles that are walked together, so that both operands stay in the L2.
-    piece: accumulator columns that leave at a time, and with 4 warps the width of a tensor memory load. 64 because 32
-        costs 4 to 6 % more instructions and twice the TMA stores, and 128 saves 2 % for 1.7 times the registers.
-    turns: buffers that pieces leave through in turns.
+    epilogue_columns: of a chunk, and with 4 warps the width of a tensor memory load. 64 because 32 costs 4 to 6 % more
+        instructions and twice the TMA stores, and 128 saves 2 % for 1.7 times the registers.
     """
 
     block_y: int
@@ -34,24 +31,23 @@ class BlackwellConfig:
     num_accumulators: int = 2
     sf_group: int = 0
     split_k: int = 1
-    group: int = 8
-    piece: int = 64
-    turns: int = 2
+    swizzle_rows: int = 8
+    epilogue_columns: int = 64
+    num_store_buffers: int = 2
 
-    # What the scheduler and the epilogue's code ask every config for.
     @property
-    def role_m(self) -> int:
-        """Rows of x that the epilogue role has."""
+    def rows_per_consumer(self) -> int:
+        """Rows of an accumulator."""
         return ROWS
 
     @property
-    def num_parts(self) -> int:
-        """Roles that work on the same tile."""
+    def consumers_per_tile(self) -> int:
+        """One role has a tile's accumulator."""
         return 1
 
     @property
     def block_x(self) -> int:
-        """Rows of a tile."""
+        """Tokens of a tile."""
         return ROWS
 
     @property
@@ -66,24 +62,24 @@ class BlackwellConfig:
 
     @property
     def swap_ab(self) -> bool:
-        """Features never are the instruction's M side."""
+        """Tokens are the M side of the instruction always."""
         return False
 
     @property
-    def wide_last(self) -> bool:
+    def wide_tail_tiles(self) -> bool:
         """All tiles have the same shape."""
         return False
 
     @property
-    def num_pieces(self) -> int:
-        """Pieces of a tile."""
-        return self.block_y // self.piece
+    def num_chunks(self) -> int:
+        """Chunks of a tile."""
+        return self.block_y // self.epilogue_columns
 
     @property
     def role_registers(self) -> int:
-        """Registers of a thread of the producer and the multiplier, who look through all experts for each tile.
+        """Registers of a thread of the producer and of the multiplier, which search all experts for each tile.
 
-        Beside 4 epilogue warps more cost nothing: those can't have over 256. Beside 8 they would take them from these.
+        Beside 4 epilogue warps more cost nothing: a thread has 256 at most. 8 warps would have fewer for it.
         """
         return 168 if self.num_warps == 4 else 48
 
@@ -94,32 +90,35 @@ class BlackwellConfig:
 
     @property
     def factor_columns(self) -> int:
-        """Tensor memory that the scale factors of one stage take: 32 bits hold four factors along K."""
+        """Columns of tensor memory for the scale factors of one stage: 32 bits hold four factors along K."""
         if not self.sf_group:
             return 0
         return -(-self.block_k // (4 * self.sf_group)) * (ROWS + max(ROWS, self.block_y)) // 32
 
     @property
     def tensor_columns(self) -> int:
-        """Columns of tensor memory."""
+        """Columns of tensor memory in all."""
         return self.num_accumulators * self.block_y + self.factor_columns
 
-    def __str__(self) -> str:
+    @property
+    def label(self) -> str:
+        """A short name for tables, "128x256 w4 k64 s4 a2 p64x2"."""
         split = f" split{self.split_k}" if self.split_k > 1 else ""
         scaled = f" sf{self.sf_group}" if self.sf_group else ""
         return (
             f"{ROWS}x{self.block_y} w{self.num_warps} k{self.block_k} s{self.num_stages} a{self.num_accumulators} "
-            f"p{self.piece}x{self.turns}{scaled}{split}"
+            f"p{self.epilogue_columns}x{self.num_store_buffers}{scaled}{split}"
         )
 
 
 @dataclass(frozen=True)
 class BlackwellProblem:
-    """What is to be computed: tokens M, features N, K.
+    """Sizes of one launch: tokens M, features N, K.
 
     x_bits, y_bits: of an element of tokens and of features in shared memory, where FP4 beside FP8 takes a byte.
     num_groups: experts of a grouped GEMM, 0 for a plain one. sf_group: elements of K that share a scale factor, or 0.
-    side_bytes: of tile operands that come by TMA, for each column of the accumulator. padded: FP4 lies beside FP8.
+    side_bytes: bytes for each column of the accumulator of the tile operands that TMA loads. padded: one operand is
+        FP4, the other FP8.
     """
 
     M: int
@@ -134,18 +133,18 @@ class BlackwellProblem:
 
 
 def shared_bytes(problem: BlackwellProblem, config: BlackwellConfig, code: Lowered) -> int:
-    """Shared memory of a config: the stages, the buffers that pieces leave and come through."""
+    """Return the bytes of shared memory: the stages, the buffers of TMA outputs and operands, a reserve."""
     operands = (ROWS * problem.x_bits + config.block_y * problem.y_bits) * config.block_k // 8
     factors = (ROWS + config.block_y) * config.block_k // config.sf_group if config.sf_group else 0
-    buffers = ROWS * config.piece * (config.turns * code.leaving_bytes + problem.side_bytes)
+    buffers = ROWS * config.epilogue_columns * (config.num_store_buffers * code.leaving_bytes + problem.side_bytes)
     return config.num_stages * (operands + factors) + int(buffers) + RESERVED_BYTES
 
 
 def supports(problem: BlackwellProblem, config: BlackwellConfig, code: Lowered) -> str:
-    """Why a config can't run this problem with this epilogue, in words; "" if it can."""
+    """Return why a config can't run this problem with this epilogue, in words; "" if it can."""
     return (
         _why_not_tile(problem, config)
-        or _why_not_piece(problem, config, code)
+        or _why_not_chunks(problem, config, code)
         or _why_not_factors(problem, config)
         or _why_not_memory(problem, config, code)
     )
@@ -168,20 +167,21 @@ def _why_not_tile(problem: BlackwellProblem, c: BlackwellConfig) -> str:
     return ""
 
 
-def _why_not_piece(problem: BlackwellProblem, c: BlackwellConfig, code: Lowered) -> str:
+def _why_not_chunks(problem: BlackwellProblem, c: BlackwellConfig, code: Lowered) -> str:
     if c.num_warps not in (4, 8):
         return f"num_warps: expected 4 or 8 for the epilogue, got {c.num_warps}"
-    if c.piece < 16 or c.piece & (c.piece - 1) or c.piece > c.block_y:
-        return f"piece: expected a power of two from 16 to block_y = {c.block_y}, got {c.piece}"
-    if c.piece % code.piece_columns:
-        return f"piece: expected a multiple of {code.piece_columns} columns for this epilogue, got {c.piece}"
-    if code.whole and (c.piece < c.block_y or c.block_y < problem.N):
-        return f"piece: expected whole rows of {problem.N} columns for this epilogue, got {c.piece}"
-    registers = ROWS * c.piece // (32 * c.num_warps)
-    if registers > MAX_PIECE_REGISTERS:
+    columns = c.epilogue_columns
+    if columns < 16 or columns & (columns - 1) or columns > c.block_y:
+        return f"epilogue_columns: expected a power of two from 16 to block_y = {c.block_y}, got {columns}"
+    if columns % code.piece_columns:
+        return f"epilogue_columns: expected a multiple of {code.piece_columns} columns for this epilogue, got {columns}"
+    if code.whole and (columns < c.block_y or c.block_y < problem.N):
+        return f"epilogue_columns: expected whole rows of {problem.N} columns for this epilogue, got {columns}"
+    registers = ROWS * columns // (32 * c.num_warps)
+    if registers > MAX_CHUNK_REGISTERS:
         return (
-            f"piece: {c.piece} columns are {registers} registers a thread of {c.num_warps} warps, more than "
-            f"{MAX_PIECE_REGISTERS} leave none to compute with"
+            f"epilogue_columns: {columns} are {registers} registers a thread of {c.num_warps} warps, more than "
+            f"{MAX_CHUNK_REGISTERS} leave none to compute with"
         )
     return ""
 
