@@ -118,7 +118,7 @@ def test_wide_tiles_where_they_save_more_than_they_cost(rows, wide):
 
 
 @pytest.mark.parametrize("mean", [1, 5, 64, 200, 256, 700])
-@pytest.mark.parametrize("config", [SQUARE, WIDE], ids=lambda config: config.label)
+@pytest.mark.parametrize("config", [SQUARE, WIDE], ids=lambda config: config.label())
 def test_tiles_of_an_expert_are_those_of_routing_at_random(mean, config):
     rows = torch.poisson(torch.full((200_000,), float(mean)), generator=torch.Generator().manual_seed(mean))
     counted = (rows / config.block_m).ceil().mean().item()

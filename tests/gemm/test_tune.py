@@ -1,4 +1,4 @@
-"""Measured configs on disk: entries of another version are ignored, and what the compiler's cache files a config under."""
+"""Measured configs on disk, entries of another version among them; what the compiler's cache files a config under."""
 
 import dataclasses
 import json

@@ -97,7 +97,7 @@ def _print_list(shapes: "list[Shape]") -> int:
         try:
             planned = problems.planned(shape, problems.NUM_SMS)
             count = len(planned.promising(problems.NUM_SMS, CANDIDATES))
-            rows.append((problems.label(shape), planned.default.label, str(count), planned.key(problems.NUM_SMS)))
+            rows.append((problems.label(shape), planned.default.label(), str(count), planned.key(problems.NUM_SMS)))
         except ValueError as error:
             rows.append((problems.label(shape), f"none: {str(error).rpartition(': ')[2]}", "0", "-"))
     print(align(("shape", "default", "candidates", "kept under"), rows, left=(0, 1, 3)))
@@ -211,8 +211,8 @@ def _table(label: str, default: "Config", times: "dict[Config, float]", wrong: "
         return f"{number(times[default] / us)}x" if default in times else "-"
 
     rows = [
-        (config.label + " (default)" * (config == default), number(us), over_default(us))
+        (config.label() + " (default)" * (config == default), number(us), over_default(us))
         for config, us in sorted(times.items(), key=lambda entry: entry[1])
     ]
-    notes = [f"  {config.label}: {why}" for config, why in wrong.items()]
+    notes = [f"  {config.label()}: {why}" for config, why in wrong.items()]
     return "\n".join([align((label, "us", "default / this"), rows), *notes, ""])

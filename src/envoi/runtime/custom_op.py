@@ -11,6 +11,8 @@ from typing import Any
 
 import torch
 
+from envoi.runtime import shortcuts
+
 _library = torch.library.Library("envoi", "FRAGMENT")
 _AUTOCAST = torch._C.DispatchKeySet(torch._C.DispatchKey.AutocastCPU).add(torch._C.DispatchKey.AutocastCUDA)
 _PLAIN = (torch.Tensor, torch.nn.Parameter)
@@ -51,12 +53,14 @@ def operator(name: str, fake: Callable) -> Callable[[Callable], Callable]:
 
 
 def watched() -> bool:
-    """Whether something wants to see the operators that are called: a mode, a transform, a tracer, a profiler.
+    """Whether something wants to see the operators that are called: a mode, a transform, a tracer, a profiler; or
+    whether shortcuts are off.
 
     Of profilers only this thread's; one of all threads doesn't see them.
     """
     return (
-        torch._C._len_torch_dispatch_stack() > 0
+        not shortcuts.ENABLED
+        or torch._C._len_torch_dispatch_stack() > 0
         or torch._C._len_torch_function_stack() > 0
         or torch._C._dispatch_tls_is_dispatch_key_included(torch._C.DispatchKey.PreDispatch)
         or torch._C._functorch.peek_interpreter_stack() is not None  # pyright: ignore[reportAttributeAccessIssue]

@@ -5,6 +5,7 @@ from typing import Any
 
 import torch
 
+from envoi.runtime import shortcuts
 from envoi.runtime.math import cdiv
 
 TMA_BYTES = 16  # TMA needs addresses and row strides that are multiples of this
@@ -41,12 +42,12 @@ def descriptor(x: torch.Tensor, rows: int, columns: int) -> Any:
 
     Raises ValueError for an address that isn't a multiple of 16 bytes.
     """
-    return _of(x, _described(x.shape, x.stride(), x.dtype, rows, columns))
+    return _checked(x, _described(x.shape, x.stride(), x.dtype, rows, columns))
 
 
 def unswizzled_descriptor(x: torch.Tensor, rows: int, columns: int) -> Any:
     """Return a TMA descriptor of a float32 matrix whose boxes are row-major in shared memory."""
-    return _of(x, _described(x.shape, x.stride(), x.dtype, rows, columns, False))
+    return _checked(x, _described(x.shape, x.stride(), x.dtype, rows, columns, False))
 
 
 @lru_cache(maxsize=4096)
@@ -61,12 +62,10 @@ def _described(
     return TensorDescriptor(nothing, list(shape), list(strides), [rows, columns], layout)
 
 
-def _of(x: torch.Tensor, described: Any) -> Any:
+def _checked(x: torch.Tensor, described: Any) -> Any:
     if x.data_ptr() % TMA_BYTES:
         raise ValueError(f"x: expected a matrix on {TMA_BYTES} bytes, as TMA needs it, got address {x.data_ptr():#x}")
-    found = object.__new__(type(described))
-    found.__dict__.update(described.__dict__, base=x)
-    return found
+    return shortcuts.rebase(described, x)
 
 
 @cache

@@ -100,7 +100,6 @@ class BlackwellConfig:
         """Columns of tensor memory in all."""
         return self.num_accumulators * self.block_y + self.factor_columns
 
-    @property
     def label(self) -> str:
         """A short name for tables, "128x256 w4 k64 s4 a2 p64x2"."""
         split = f" split{self.split_k}" if self.split_k > 1 else ""

@@ -35,7 +35,7 @@ def arguments(call: Call, config: BlackwellConfig, num_sms: int) -> tuple[tuple[
     problem = problem_of(call)
     reason = supports(problem, config, call.code)
     if reason:
-        raise ValueError(f"config: {reason} ({config.label})")
+        raise ValueError(f"config: {reason} ({config.label()})")
     M, N, num_experts = problem.M, problem.N, problem.num_groups
     x, y = call.a, as_one_matrix(call.b)
     num_units, num_split = units(M, N, config, num_sms)

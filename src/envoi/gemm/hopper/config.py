@@ -78,7 +78,6 @@ class Config:
         """Each warp has all of a vector over the experts: sums over it need no barrier."""
         return False
 
-    @property
     def label(self) -> str:
         """A short name for tables, "2x64x128 k64x8 p64x1 pingpong"; fields with their default are left out."""
         parts = [
@@ -122,7 +121,7 @@ def _why_not_consumers(c: Config) -> str:
     if c.num_stages < MIN_STAGES:
         return f"num_stages: expected at least {MIN_STAGES}, got {c.num_stages}: the producer would wait forever"
     if c.rows_per_consumer not in (64, 128) or c.num_consumers not in (1, 2) or c.num_warps not in (4, 8):
-        return f"consumers: expected 1 or 2 of 64 or 128 rows by 4 or 8 warps, got {c.label}"
+        return f"consumers: expected 1 or 2 of 64 or 128 rows by 4 or 8 warps, got {c.label()}"
     if c.rows_per_consumer < 16 * c.num_warps:
         return f"rows_per_consumer: expected at least 16 a warp, got {c.rows_per_consumer} for {c.num_warps} warps"
     if c.block_y & (c.block_y - 1) or not 8 <= c.block_y <= 256:
@@ -151,7 +150,7 @@ def _why_not_problem(problem: Problem, c: Config) -> str:
     if problem.num_groups and c.split_k > 1:
         return f"split_k: expected 1 in a grouped GEMM, got {c.split_k}"
     if c.wide_tail_tiles and (c.consumers_per_tile != 2 or c.block_y != 2 * c.rows_per_consumer or c.swap_ab):
-        return f"wide_tail_tiles: expected a tile of two consumers that is as wide as high, got {c.label}"
+        return f"wide_tail_tiles: expected a tile of two consumers that is as wide as high, got {c.label()}"
     if c.wide_tail_tiles and (problem.N % c.block_n or not problem.num_groups):
         return f"wide_tail_tiles: expected a grouped GEMM with N a multiple of {c.block_n}, got {problem.N}"
     if problem.scaled and c.block_k not in (128, 256):
@@ -165,7 +164,7 @@ def _why_not_problem(problem: Problem, c: Config) -> str:
 def _why_not_memory(problem: Problem, c: Config, code: Lowered) -> str:
     used = shared_bytes(problem, c, code)
     if used > SHARED_BYTES:
-        return f"num_stages: {c.label} needs {used} bytes of shared memory, got {SHARED_BYTES}"
+        return f"num_stages: {c.label()} needs {used} bytes of shared memory, got {SHARED_BYTES}"
     return ""
 
 

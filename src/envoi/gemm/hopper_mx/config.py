@@ -96,7 +96,6 @@ class MxConfig:
         """Spans whose scale factors there is room for: as many as the stages in flight can belong to."""
         return cdiv(self.num_stages - 1, SPAN // self.block_k) + 1
 
-    @property
     def label(self) -> str:
         """A short name for tables, "mx4 2x64x16 x12"."""
         kind = f"mx{self.bits}{' tame' * self.tame}"
