@@ -1,6 +1,7 @@
-"""Which rows a grouped GEMM computes and where they go, beyond where each expert's begin."""
+"""Which rows a GEMM computes and where they go, beyond where each expert's begin; for kernels of every architecture."""
 
 from dataclasses import dataclass
+from enum import IntEnum
 
 import torch
 
@@ -26,3 +27,28 @@ class Grouping:
 
 ALL_ROWS = Grouping()
 EXPERTS_ROWS = Grouping(write_tail=False)
+
+
+class RowMode(IntEnum):
+    """Which rows of the token matrix a kernel computes."""
+
+    DENSE = 0  # all M rows, one weight matrix
+    EXPERT_ROWS = 1  # rows [offsets[0], offsets[num_experts]), each with its expert's weights
+    EXPERT_ROWS_AND_TAIL = 2  # the same, and rows [offsets[num_experts], M), whose product is 0
+
+    @property
+    def is_grouped(self) -> bool:
+        """True if rows are grouped by expert."""
+        return self != RowMode.DENSE
+
+    @property
+    def has_tail(self) -> bool:
+        """True if rows after the last expert's are written too."""
+        return self == RowMode.EXPERT_ROWS_AND_TAIL
+
+    @staticmethod
+    def of(is_grouped: bool, has_tail: bool) -> "RowMode":
+        """Return the mode of a launch."""
+        if not is_grouped:
+            return RowMode.DENSE
+        return RowMode.EXPERT_ROWS_AND_TAIL if has_tail else RowMode.EXPERT_ROWS

@@ -21,11 +21,10 @@ from envoi.epilogue.slots import (
     rows_must_fit,
     slots,
 )
-from envoi.gemm.grouping import ALL_ROWS, Grouping
+from envoi.gemm.grouping import ALL_ROWS, Grouping, RowMode
 from envoi.gemm.hopper import tune
 from envoi.gemm.hopper.config import Config, Problem
 from envoi.gemm.hopper.tile_config import TileConfig
-from envoi.gemm.row_mode import RowMode
 from envoi.gemm.triton import host as triton_host
 from envoi.runtime import workspace
 from envoi.runtime.devices import num_sms

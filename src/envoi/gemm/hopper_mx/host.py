@@ -8,10 +8,9 @@ from envoi.epilogue.ir import IR
 from envoi.epilogue.library import store
 from envoi.epilogue.lower import Lowered, lower
 from envoi.epilogue.slots import empty_slots, operand_tensors, piece_columns, reduces_rows, rows_must_fit, slots
-from envoi.gemm.grouping import ALL_ROWS, Grouping
+from envoi.gemm.grouping import ALL_ROWS, Grouping, RowMode
 from envoi.gemm.hopper.host import as_stored, max_experts
 from envoi.gemm.hopper_mx.config import NARROW, MxConfig, choose
-from envoi.gemm.row_mode import RowMode
 from envoi.gemm.triton import host as triton_host
 from envoi.runtime import devices, workspace
 from envoi.runtime.math import cdiv
