@@ -10,8 +10,8 @@ import envoi
 from envoi.epilogue import Col, HalfCol, HalfTile, Row, Scalar, Tile, pairs
 from envoi.indexer.workloads import one
 from envoi.moe.op import flatten, unflatten
-from envoi.operators import plain
 from envoi.quant import SCHEMES, quantize
+from envoi.runtime.custom_op import plain
 from tests.helpers.accuracy import assert_same_bits
 from tests.moe.layers import make
 

@@ -29,6 +29,11 @@ def cache_dir() -> Path:
     return Path(os.environ.get("ENVOI_CACHE_DIR") or Path.home() / ".cache" / "envoi")
 
 
+def safe_launch() -> bool:
+    """True if launches may use no private part of torch or Triton: `ENVOI_SAFE_LAUNCH=1`, see `runtime.shortcuts`."""
+    return os.environ.get("ENVOI_SAFE_LAUNCH", "0") == "1"
+
+
 def nvdisasm() -> Path | None:
     """The disassembler of machine code to use instead of those that are found: `NVDISASM`."""
     return Path(os.environ["NVDISASM"]) if os.environ.get("NVDISASM") else None

@@ -8,8 +8,11 @@ import torch
 
 from envoi.epilogue.library import store
 from envoi.epilogue.lower import lower
-from envoi.gemm import tune
-from envoi.gemm.config import Config, Problem, default_config
+from envoi.gemm.blackwell.config import BlackwellConfig
+from envoi.gemm.hopper import tune
+from envoi.gemm.hopper.config import Config, Problem, default_config
+from envoi.gemm.hopper.tile_config import TileConfig
+from envoi.gemm.hopper_mx.config import MxConfig
 
 PROBLEM = Problem(4096, 4096, 4096, 2)
 NUM_SMS = 99  # nothing is shipped for it
@@ -50,9 +53,12 @@ def entry(**changes) -> dict:
 
 BAD = {
     "a field that Config hasn't": (entry(fast=True), "unexpected keyword argument 'fast'"),
-    "a field that Config needs": (entry(role_m=...), "missing 1 required positional argument: 'role_m'"),
+    "a field that Config needs": (
+        entry(rows_per_consumer=...),
+        "missing 1 required positional argument: 'rows_per_consumer'",
+    ),
     "text for a number": (entry(block_y="64"), "block_y: expected an int of at least 1, got '64'"),
-    "zero": (entry(piece=0), "piece: expected an int of at least 1, got 0"),
+    "zero": (entry(epilogue_columns=0), "epilogue_columns: expected an int of at least 1, got 0"),
     "a number for a truth": (entry(pingpong=1), "pingpong: expected true or false, got 1"),
     "no object": ([64, 1], "expected an object, got list"),
 }
@@ -75,3 +81,8 @@ def test_a_spoilt_file_stops_no_gemm_and_no_tuning(path, text):
         assert chosen() == default_config(PROBLEM, CODE, NUM_SMS)
     tune.keep({KEY: CONFIG})
     assert chosen() == CONFIG
+
+
+@pytest.mark.parametrize("config", [CONFIG, MxConfig(2, 16, 12), BlackwellConfig(256, 64, 3)], ids=type)
+def test_every_config_has_what_shared_code_asks_for(config):
+    assert isinstance(config, TileConfig)

@@ -42,7 +42,7 @@ class Recorder:
     """Counts per kernel; in the process that writes the file also those of all tests."""
 
     def __init__(self, path: Path, config: pytest.Config):
-        from envoi.gemm import launch  # not before Triton is needed: not all tests do
+        from envoi.runtime import launch  # not before Triton is needed: not all tests do
         from tests.helpers.launches import watched
 
         self.path, self.config = path, config
@@ -99,7 +99,7 @@ class Recorder:
 
     def record(self) -> gpu_record.GpuRecord:
         """The whole run."""
-        from envoi import triton_compat
+        from envoi.runtime import triton_compat
         from tests.helpers.launches import ptxas_version
 
         major, minor = torch.cuda.get_device_capability()

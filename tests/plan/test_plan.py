@@ -5,7 +5,7 @@ import math
 
 import pytest
 
-from envoi.gemm import hopper_mx
+from envoi.gemm.hopper_mx import config as hopper_mx
 from envoi.plan import MoeLayer, plan_moe
 from envoi.plan.blocks import BLOCK_MS
 from envoi.plan.machines import H200, MACHINES

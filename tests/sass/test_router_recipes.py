@@ -3,10 +3,10 @@
 import pytest
 import torch
 
-from envoi import triton_compat
 from envoi.moe.router import host, route
 from envoi.moe.router.kernel_hopper import router_kernel as hopper_kernel
 from envoi.moe.router.kernel_triton import router_kernel as triton_kernel
+from envoi.runtime import triton_compat
 from envoi.sass import registry, router_recipes
 from envoi.sass.router_cases import ROUTER_CASES
 

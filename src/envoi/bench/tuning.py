@@ -10,7 +10,7 @@ from envoi.table import align, number
 
 if TYPE_CHECKING:
     from envoi.bench.problems import Planned, Shape
-    from envoi.gemm.config import Config
+    from envoi.gemm.hopper.config import Config
 
 DESCRIPTION = """Measure the configs of the Hopper GEMMs in rounds, with a cold L2 cache, and keep the fastest: of the
 shapes of `envoi bench` (SUITE: those of a suite), or of --shape. A later `envoi.gemm` on this machine uses them."""
@@ -109,7 +109,7 @@ def _print_list(shapes: "list[Shape]") -> int:
 def _expect_hopper() -> None:
     import torch
 
-    from envoi.gemm import devices
+    from envoi.runtime import devices
 
     if not torch.cuda.is_available() or devices.implementation(torch.device("cuda")) != "hopper":
         raise ValueError("tune: expected a Hopper GPU (sm_90), this machine has none that torch can use; see --list")
@@ -119,7 +119,8 @@ def _measure(args: argparse.Namespace, shapes: "list[Shape]") -> int:
     import torch
 
     from envoi.bench import ahead, problems
-    from envoi.gemm import devices, tune
+    from envoi.gemm.hopper import tune
+    from envoi.runtime import devices
 
     num_sms = devices.num_sms(torch.device("cuda", 0))
     todo, jobs = [], []
@@ -154,7 +155,7 @@ def measure_shape(
     from envoi.bench import problems
     from envoi.bench.suites.inputs import make
     from envoi.bench.timing import Clock, Run
-    from envoi.gemm import sm90
+    from envoi.gemm.hopper import host
 
     device = torch.device("cuda")
     planned = problems.planned(shape, num_sms, make(shape, device))
@@ -172,7 +173,7 @@ def measure_shape(
         if difference > MAX_DIFFERENCE:
             wrong[config] = f"differs from the default's result by {difference:.1e}"
         else:
-            runs[config] = partial(sm90.launch, planned.call, config, num_sms)
+            runs[config] = partial(host.launch, planned.call, config, num_sms)
     timings = Clock(device, repeat).rounds(runs) if runs else {}
     return planned, {config: timing.p50_us for config, timing in timings.items()}, wrong
 
@@ -181,11 +182,11 @@ def _outputs(planned: "Planned", config: "Config", num_sms: int) -> list:
     """Copies of what a config writes, over NaN."""
     import torch
 
-    from envoi.gemm import sm90
+    from envoi.gemm.hopper import host
 
     for output in planned.call.outputs:
         output.view(torch.uint8).fill_(255)
-    sm90.launch(planned.call, config, num_sms)
+    host.launch(planned.call, config, num_sms)
     torch.cuda.synchronize()
     return [output[:: max(1, len(output) // 256)].float() for output in planned.call.outputs]  # some rows will do
 

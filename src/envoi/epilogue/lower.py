@@ -9,7 +9,7 @@ What is written for `swiglu` in Gluon, its output leaving through a TMA descript
         v3 = silu(v1)
         v4 = v3 * v2
         o0 = bf16(v4)
-        put_tiles((o0,), descs, stages, (n // 2,), m, turn, cfg.turns)
+        put_tiles((o0,), descs, stages, (n // 2,), m, turn, cfg.num_store_buffers)
         return (0,)
 
 x1 is a piece of the accumulator in registers, m and n the position of its corner, m_end the row behind the last that

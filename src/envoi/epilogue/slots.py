@@ -112,3 +112,39 @@ def piece_columns(ir: IR) -> int:
         if node.op == "quantize":
             need = max(need, SCHEMES[node.attribute("scheme")].group[1] * node.shape.divisor)
     return need
+
+
+@kept_with_ir
+def reduces_rows(ir: IR) -> bool:
+    """True if an output is a reduction over rows, which a second kernel finishes."""
+    return any(ir.nodes[position].step in ("column", "all") for _, position in ir.outputs)
+
+
+def operand_tensors(ir: IR, operands: dict, num_experts: int) -> tuple[tuple, frozenset[str]]:
+    """Return the operands' values as kernels take them, in the IR's order, and the names of Scalars that are tensors.
+
+    num_experts: 0 in a dense GEMM.
+    """
+    values = []
+    for operand in ir.operands:
+        value = operands[operand.name]
+        if isinstance(value, torch.Tensor):
+            value = value.contiguous()
+            if value.shape[:1] == (0,) and operand.shape.rows == "1" and not num_experts:
+                value = value.new_zeros(1, *value.shape[1:])  # a Col of no experts
+        values.append(value)
+    names = (o.name for o, v in zip(ir.operands, values, strict=True) if o.kind == "Scalar" and torch.is_tensor(v))
+    return tuple(values), frozenset(names)
+
+
+def empty_slots(
+    ir: IR, found: tuple[Slot, ...], M: int, N: int, device: torch.device, to: torch.Tensor | None = None
+) -> list[torch.Tensor]:
+    """Return an empty tensor for each slot. to: the addresses to which rows go instead, in the only slot's place."""
+    if to is not None:
+        return [to]
+    written: list[torch.Tensor] = []
+    for slot in found:
+        divisor = ir.nodes[slot.position].shape.divisor
+        written.append(torch.empty(slot.shape(M, N, divisor), dtype=slot.dtype, device=device))
+    return written

@@ -10,8 +10,8 @@ from envoi.epilogue.ir import Node
 from envoi.epilogue.library import store
 from envoi.epilogue.operands import check_columns, check_operands
 from envoi.gemm import op
-from envoi.operators import autocast_dtype
 from envoi.quant.formats import SCHEMES
+from envoi.runtime.custom_op import autocast_dtype
 from envoi.types import Matrix, QuantTensor
 
 FLOATS = (torch.bfloat16, torch.float16, torch.float32)

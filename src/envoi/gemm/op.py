@@ -9,10 +9,10 @@ from envoi.epilogue.evaluate import evaluate
 from envoi.epilogue.ir import IR, Node
 from envoi.epilogue.slots import output_dtype
 from envoi.gemm import reference
+from envoi.gemm.backend import run_kernels
 from envoi.gemm.batch import batch_rows
-from envoi.gemm.select import run_kernels
-from envoi.operators import operator
 from envoi.quant.formats import SCHEMES
+from envoi.runtime.custom_op import operator
 from envoi.types import Matrix, QuantTensor
 
 

@@ -7,7 +7,7 @@ from envoi.check import expect_bool, expect_choice, expect_int, expect_tensor
 from envoi.indexer.certificate import HEADS
 from envoi.indexer.layout import BYTES_PER_TOKEN, HEAD_DIM, PAGE_SIZE
 from envoi.indexer.select import run
-from envoi.operators import operator
+from envoi.runtime.custom_op import operator
 
 TOPK = (512, 1024, 2048)
 MODES = ("exact", "fast")

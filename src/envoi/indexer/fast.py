@@ -5,12 +5,12 @@ from dataclasses import dataclass
 
 import torch
 
-from envoi.gemm import sm90
-from envoi.gemm.config import power_of_two
-from envoi.gemm.devices import implementation, num_sms
-from envoi.gemm.launch import launch
 from envoi.indexer import kernel_candidates, kernel_rank, kernel_scores
 from envoi.indexer.layout import HEAD_DIM, PAGE_SIZE
+from envoi.runtime.devices import implementation, num_sms
+from envoi.runtime.launch import launch
+from envoi.runtime.math import next_power_of_2
+from envoi.runtime.tma import descriptor, unswizzled_descriptor
 
 WORKSPACE_BYTES = 16 << 20
 MAX_ROWS = 256  # whose tiles one program can tell apart
@@ -134,13 +134,13 @@ def score(p: Problem, space: Workspace, first: int, num_rows: int) -> None:
 def hopper_arguments(p: Problem, space: Workspace, first: int, num_rows: int) -> tuple[tuple[int], tuple, dict]:
     """The grid of Hopper's `scores_kernel`, its arguments, its options."""
     flat = p.k_cache.view(-1)
-    values = sm90.descriptor(flat.view(torch.float8_e4m3fn).view(-1, HEAD_DIM), PAGE_SIZE, HEAD_DIM)
-    scales = sm90.plain_descriptor(flat.view(torch.float32).view(-1, PAGE_SIZE), 1, PAGE_SIZE)
+    values = descriptor(flat.view(torch.float8_e4m3fn).view(-1, HEAD_DIM), PAGE_SIZE, HEAD_DIM)
+    scales = unswizzled_descriptor(flat.view(torch.float32).view(-1, PAGE_SIZE), 1, PAGE_SIZE)
     return (_programs(p, num_rows),), (
         values, scales, p.q, p.weights, p.seq_lens, p.table,
         space.logits, space.groups, space.counters,
         first, num_rows, p.width, p.k_cache.shape[0],
-        p.next_n, p.q.shape[1], max(32, power_of_two(rows_at_once(p))), STAGES,
+        p.next_n, p.q.shape[1], max(32, next_power_of_2(rows_at_once(p))), STAGES,
     ), {"num_warps": HOPPER_WARPS, "maxnreg": _registers()}  # fmt: skip
 
 
@@ -156,7 +156,7 @@ def scores_arguments(p: Problem, space: Workspace, first: int, num_rows: int) ->
         p.q.view(torch.uint8), bytes_, bytes_.view(-1).view(torch.float32), p.weights, p.seq_lens, p.table,
         space.logits, space.groups, space.counters,
         first, num_rows, p.width, p.k_cache.shape[0],
-        p.next_n, p.q.shape[1], power_of_two(rows_at_once(p)), TILE,
+        p.next_n, p.q.shape[1], next_power_of_2(rows_at_once(p)), TILE,
     ), {"num_warps": 4, "num_stages": 1}  # fmt: skip
 
 

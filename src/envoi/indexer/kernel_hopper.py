@@ -21,7 +21,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 from envoi.epilogue.device import maximum
 from envoi.indexer.kernel_scores import HEAD_DIM, INTEGERS, KEY_SHIFT, NUM_COUNTERS, NUM_GROUPS, PAGE, level_of, ordered
 from envoi.indexer.kernel_scores import visible as visible_of
-from envoi.triton_compat import role_barrier
+from envoi.runtime.triton_compat import role_barrier
 
 TILE: gl.constexpr = gl.constexpr(128)
 ROWS_OF_VALUES: gl.constexpr = gl.constexpr(66)  # of 128 bytes: rows of a page, 64 of them values

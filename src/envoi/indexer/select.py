@@ -3,9 +3,9 @@
 import torch
 
 from envoi.check import expect_divisible, expect_int
-from envoi.gemm.devices import implementation
 from envoi.indexer import certificate, reference
 from envoi.indexer.layout import PAGE_SIZE, pages_of
+from envoi.runtime.devices import implementation
 
 CACHE_ALIGNMENT = 16
 

@@ -35,8 +35,8 @@ from envoi.integrations import packings
 from envoi.integrations.packings import Recipe, Weights
 from envoi.moe import layer, moe
 from envoi.moe.oracle import activate
-from envoi.operators import operator
 from envoi.quant.formats import FORMATS
+from envoi.runtime.custom_op import operator
 from envoi.types import ExpertWeights, Routing
 
 # What modules' gates read besides their input.

@@ -4,7 +4,7 @@ import torch
 
 from envoi.moe import layer, reference
 from envoi.moe.op import as_rows, check_ids, check_tokens, flatten, mlp_flops, unflatten
-from envoi.operators import operator
+from envoi.runtime.custom_op import operator
 from envoi.types import ExpertWeights, Routing
 
 

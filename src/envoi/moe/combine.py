@@ -2,9 +2,9 @@
 
 import torch
 
-from envoi.gemm.config import power_of_two
 from envoi.moe.launches import Launch, launch_kernel, warps_for
 from envoi.moe.permute import KERNELS
+from envoi.runtime.math import next_power_of_2
 
 MAX_COLUMNS = 1024  # of a token that one program sums
 
@@ -19,5 +19,5 @@ def combine_rows(rows: torch.Tensor, slot_to_pos: torch.Tensor) -> torch.Tensor:
 def combine_arguments(rows: torch.Tensor, slot_to_pos: torch.Tensor, out: torch.Tensor) -> Launch:
     """Build the launch of `combine_kernel`."""
     (M, k), width = slot_to_pos.shape, rows.shape[1]
-    block = min(MAX_COLUMNS, power_of_two(width))
+    block = min(MAX_COLUMNS, next_power_of_2(width))
     return Launch((M, -(-width // block)), (rows, slot_to_pos, out, width, k, block), warps_for(block))

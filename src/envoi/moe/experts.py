@@ -7,8 +7,8 @@ import torch
 
 from envoi.epilogue.api import Epilogue
 from envoi.epilogue.library import expert_l1, expert_l2, left_by_l1
+from envoi.gemm.backend import run_kernels
 from envoi.gemm.grouping import EXPERTS_ROWS, Grouping
-from envoi.gemm.select import run_kernels
 from envoi.moe.permute import quantize_rows
 from envoi.quant.formats import format_named
 from envoi.spans import span

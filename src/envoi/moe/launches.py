@@ -3,8 +3,6 @@
 from importlib import import_module
 from typing import Any, NamedTuple
 
-from envoi.gemm.launch import launch
-
 COLUMNS_PER_WARP = 512
 
 
@@ -18,6 +16,8 @@ class Launch(NamedTuple):
 
 def launch_kernel(module: str, kernel: str, call: Launch) -> None:
     """Launch the kernel of this name from a module of kernels, which is imported on first use: it needs Triton."""
+    from envoi.runtime.launch import launch
+
     launch(getattr(import_module(module), kernel), *call)
 
 

@@ -2,11 +2,11 @@
 
 import torch
 
-from envoi.gemm.devices import implementation
 from envoi.moe.combine import combine_rows
 from envoi.moe.experts import run_experts
 from envoi.moe.permute import gather_rows, sort_slots
 from envoi.quant.formats import format_named
+from envoi.runtime.devices import implementation
 from envoi.spans import span
 from envoi.types import ExpertWeights
 

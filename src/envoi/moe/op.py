@@ -5,8 +5,8 @@ from dataclasses import replace
 import torch
 
 from envoi.check import expect_tensor
-from envoi.operators import autocast_dtype
 from envoi.quant.formats import Scheme, format_named
+from envoi.runtime.custom_op import autocast_dtype
 from envoi.types import ExpertWeights, Matrix, QuantTensor, Routing
 
 HALVES = torch.bfloat16, torch.float16

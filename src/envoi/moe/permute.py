@@ -12,9 +12,9 @@ from typing import cast
 
 import torch
 
-from envoi.gemm.config import power_of_two
 from envoi.moe.launches import Launch, launch_kernel, warps_for
 from envoi.quant.formats import Scheme
+from envoi.runtime.math import next_power_of_2
 from envoi.types import Matrix, QuantTensor
 
 KERNELS = "envoi.moe.kernels"
@@ -100,7 +100,7 @@ def gather_arguments(
     out = RowBuffers.of(rows, width)
     arguments = (
         tokens, tokens.stride(0), topk_weights.contiguous(), row_map.slot_to_pos, out.values, out.sf, weights, width,
-        k, out.block, power_of_two(k), *out.form,
+        k, out.block, next_power_of_2(k), *out.form,
     )  # fmt: skip
     return Launch((M, -(-width // out.block)), arguments, warps_for(out.block))
 
@@ -136,9 +136,9 @@ class RowBuffers:
     def of(rows: Matrix, width: int) -> "RowBuffers":
         """Describe rows [P, width], a tensor or a QuantTensor with scale factors of single rows."""
         if isinstance(rows, torch.Tensor):
-            return RowBuffers(rows, None, min(MAX_COLUMNS, power_of_two(width)), 0, False, False)
+            return RowBuffers(rows, None, min(MAX_COLUMNS, next_power_of_2(width)), 0, False, False)
         one_factor = rows.group[1] == width and rows.sf.dtype == torch.float32
-        block = power_of_two(width) if one_factor else min(MAX_COLUMNS, power_of_two(width))
+        block = next_power_of_2(width) if one_factor else min(MAX_COLUMNS, next_power_of_2(width))
         group = block if one_factor else rows.group[1]
         has_e8m0_sf = rows.sf.dtype == torch.float8_e8m0fnu
         sf = rows.sf.view(torch.uint8) if has_e8m0_sf else rows.sf

@@ -7,7 +7,8 @@ from typing import Any
 
 from triton.runtime.jit import JITFunction
 
-from envoi import env, triton_compat
+from envoi import env
+from envoi.runtime import triton_compat
 from envoi.sass import isolate, ptx, tools
 
 ARCHES = ("sm_90", "sm_100", "sm_103")

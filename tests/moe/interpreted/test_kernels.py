@@ -6,9 +6,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from envoi.epilogue.library import expert_l1, store
+from envoi.gemm.backend import run_kernels
 from envoi.gemm.grouping import EXPERTS_ROWS
 from envoi.gemm.reference import accumulate_groups
-from envoi.gemm.select import run_kernels
 from envoi.moe import permute as permute_kernels
 from envoi.moe.combine import combine_rows
 from envoi.moe.permute import gather_rows, quantize_rows, sort_slots

@@ -6,9 +6,9 @@ import numpy as np
 import pytest
 import torch
 
-from envoi.gemm import workspace
 from envoi.moe.router import PRESETS, Rule, host, reference, route
 from envoi.moe.router.tiling import candidates
+from envoi.runtime import workspace
 from tests.helpers.accuracy import assert_same_bits
 from tests.helpers.inputs import LOGITS, logits
 from tests.moe.router.sides import (

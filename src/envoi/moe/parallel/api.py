@@ -24,8 +24,8 @@ from envoi.moe.parallel.dispatch import REFUSED_ON_HOST
 from envoi.moe.parallel.symmetric_memory import Domain, SharedLayout
 from envoi.moe.parallel.timeout import PeerTimeout, Watch
 from envoi.moe.router.reference import count_tokens
-from envoi.operators import operator
 from envoi.plan.presum import pays
+from envoi.runtime.custom_op import operator
 from envoi.types import ExpertWeights, Routing
 
 NVLINK = "all ranks reach each other's memory"

@@ -6,12 +6,12 @@ L2 stores each row straight into the memory of its token's rank. With presum, L2
 
 import torch
 
-from envoi.gemm.config import power_of_two
-from envoi.gemm.devices import num_sms
 from envoi.moe.combine import MAX_COLUMNS
 from envoi.moe.launches import Launch, launch_kernel, warps_for
 from envoi.moe.parallel.dispatch import PROGRAMS_PER_SM, WARPS
 from envoi.moe.parallel.symmetric_memory import Domain
+from envoi.runtime.devices import num_sms
+from envoi.runtime.math import next_power_of_2
 
 KERNELS = "envoi.moe.parallel.combine_kernels"
 MAX_SENT_COLUMNS = 2048  # of a partial sum, at a time
@@ -52,8 +52,8 @@ def return_arguments(domain: Domain, rows: torch.Tensor) -> Launch:
     layout = domain.layout
     arguments = (
         domain.peers, layout.regions, domain.row_shift, domain.state, rows, layout.hidden, domain.rank,
-        layout.num_ranks, layout.room, domain.first_expert, domain.num_local, power_of_two(layout.num_topk),
-        min(MAX_SENT_COLUMNS, power_of_two(layout.hidden)),
+        layout.num_ranks, layout.room, domain.first_expert, domain.num_local, next_power_of_2(layout.num_topk),
+        min(MAX_SENT_COLUMNS, next_power_of_2(layout.hidden)),
     )  # fmt: skip
     return Launch((PROGRAMS_PER_SM * num_sms(rows.device),), arguments, WARPS)
 
@@ -70,7 +70,7 @@ def meet_arguments(domain: Domain) -> Launch:
 def sum_arguments(domain: Domain, topk_ids: torch.Tensor, out: torch.Tensor) -> Launch:
     """Build the launch of `sum_kernel`."""
     (M, k), width = topk_ids.shape, out.shape[1]
-    block = min(MAX_COLUMNS, power_of_two(width))
+    block = min(MAX_COLUMNS, next_power_of_2(width))
     slots = domain.layout.returned_rows_in(domain.memory)
     arguments = slots, topk_ids.contiguous(), out, domain.state, width, k, block
     return Launch((M, -(-width // block)), arguments, warps_for(block))
@@ -79,9 +79,9 @@ def sum_arguments(domain: Domain, topk_ids: torch.Tensor, out: torch.Tensor) -> 
 def sum_ranks_arguments(domain: Domain, topk_ids: torch.Tensor, out: torch.Tensor) -> Launch:
     """Build the launch of `sum_ranks_kernel`."""
     (M, k), width = topk_ids.shape, out.shape[1]
-    block = min(MAX_COLUMNS, power_of_two(width))
+    block = min(MAX_COLUMNS, next_power_of_2(width))
     arguments = (
         domain.layout.returned_rows_in(domain.memory), topk_ids.contiguous(), domain.rank_ends, out, domain.state,
-        width, k, domain.layout.num_ranks, power_of_two(k), block,
+        width, k, domain.layout.num_ranks, next_power_of_2(k), block,
     )  # fmt: skip
     return Launch((M, -(-width // block)), arguments, warps_for(block))

@@ -9,11 +9,11 @@ from dataclasses import dataclass
 
 import torch
 
-from envoi.gemm.config import power_of_two
-from envoi.gemm.devices import num_sms
 from envoi.moe.launches import Launch, launch_kernel, warps_for
 from envoi.moe.parallel.symmetric_memory import Domain, SharedLayout
 from envoi.moe.permute import RowBuffers
+from envoi.runtime.devices import num_sms
+from envoi.runtime.math import next_power_of_2
 from envoi.types import Matrix
 
 KERNELS = "envoi.moe.parallel.dispatch_kernels"
@@ -87,7 +87,7 @@ def publish_arguments(tokens: torch.Tensor, topk_ids: torch.Tensor, ranked: Rank
     out = RowBuffers.of(mine, width)
     arguments = (
         tokens, tokens.stride(0), out.values, out.sf, width, topk_ids.contiguous(), ranked.counts, ranked.slot_ranks,
-        topk_ids.numel(), width_of_counts - 1, out.block, *out.form, power_of_two(width_of_counts),
+        topk_ids.numel(), width_of_counts - 1, out.block, *out.form, next_power_of_2(width_of_counts),
     )  # fmt: skip
     grid = (num_pieces * (PIECE // RANKED + 1) + M, -(-width // out.block))
     return Launch(grid, arguments, warps_for(out.block))
@@ -103,13 +103,13 @@ def announce_arguments(
 ) -> Launch:
     """Build the launch of `announce_kernel`."""
     layout = domain.layout
-    shape = (power_of_two(domain.num_local), power_of_two(layout.num_ranks))
+    shape = (next_power_of_2(domain.num_local), next_power_of_2(layout.num_ranks))
     chunks = num_chunks(layout)
     arguments = (
         topk_ids, ranked.slot_ranks, ranked.counts, topk_weights, domain.peers, layout.regions, domain.row_shift,
         domain.offsets, domain.state, domain.report, domain.rank, layout.num_ranks, *topk_ids.shape, layout.room,
         layout.num_experts, domain.first_expert, domain.num_local, error_code, int(domain.timeout_s * 1e6),
-        chunks, power_of_two(layout.num_experts + 1), shape, domain.on_gpu,
+        chunks, next_power_of_2(layout.num_experts + 1), shape, domain.on_gpu,
     )  # fmt: skip
     return Launch((layout.num_ranks, chunks), arguments, WARPS)
 
@@ -124,7 +124,7 @@ def pull_arguments(domain: Domain) -> Launch:
     arguments = (
         domain.peers, layout.regions, domain.row_shift, domain.state, values.view(torch.int32), sf,
         domain.row_weights, domain.row_destinations, domain.rank, layout.num_ranks, layout.room, domain.first_expert,
-        domain.num_local, num_words, layout.num_sf, layout.slot_bytes, power_of_two(layout.num_topk),
-        power_of_two(num_words), power_of_two(layout.num_sf) if layout.num_sf else 0,
+        domain.num_local, num_words, layout.num_sf, layout.slot_bytes, next_power_of_2(layout.num_topk),
+        next_power_of_2(num_words), next_power_of_2(layout.num_sf) if layout.num_sf else 0,
     )  # fmt: skip
     return Launch((PROGRAMS_PER_SM * num_sms(values.device),), arguments, WARPS)

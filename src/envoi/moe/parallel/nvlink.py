@@ -50,7 +50,7 @@ def run_local_experts(domain: Domain, experts: ExpertWeights, num_slots: int) ->
     layout = domain.layout
     expected = layout.num_ranks * (num_slots or layout.room) * domain.num_local // layout.num_experts
     to = None if layout.presum else domain.row_destinations
-    grouping = Grouping(behind=False, expected=expected, to=to)
+    grouping = Grouping(write_tail=False, expected=expected, to=to)
     return run_experts(domain.rows, domain.row_weights, domain.offsets, experts, grouping)
 
 

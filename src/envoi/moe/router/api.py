@@ -8,7 +8,7 @@ from envoi.check import expect_int, expect_number, expect_tensor
 from envoi.moe.router import host, reference
 from envoi.moe.router.rules import Rule
 from envoi.moe.router.rules import rule as rule_named
-from envoi.operators import operator
+from envoi.runtime.custom_op import operator
 from envoi.types import Routing
 
 MAX_EXPERTS = 1024

@@ -5,14 +5,14 @@ from typing import Any
 
 import torch
 
-from envoi.gemm import workspace
-from envoi.gemm.config import power_of_two
-from envoi.gemm.devices import implementation, num_sms
-from envoi.gemm.sm90 import descriptor, tma_ready
 from envoi.moe.router.device_types import Outputs, Scalars, Tables
 from envoi.moe.router.rules import Rule
 from envoi.moe.router.spec import Spec
 from envoi.moe.router.tiling import SAME_BELOW, RouterTiling, choose_tiling
+from envoi.runtime import workspace
+from envoi.runtime.devices import implementation, num_sms
+from envoi.runtime.math import next_power_of_2
+from envoi.runtime.tma import descriptor, tma_ready
 
 MAX_GROUPS = 32
 BEFORE = ("softmax_over_topk", "sigmoid_of_topk")  # rank by logits, whatever is added
@@ -91,8 +91,8 @@ def _tables(call: Call) -> Tables:
 
 
 def _run_portable(call: Call, outputs: dict[str, Any]) -> None:
-    from envoi.gemm.launch import launch
     from envoi.moe.router import kernel_triton
+    from envoi.runtime.launch import launch
 
     launch(kernel_triton.router_kernel, *portable_arguments(call, outputs))
 
@@ -121,8 +121,8 @@ def _from(x: torch.Tensor | None, first: int) -> torch.Tensor | None:
 
 
 def _run_hopper(call: Call, outputs: dict[str, Any], tiling: RouterTiling | None = None) -> None:
-    from envoi.gemm.launch import launch
     from envoi.moe.router import kernel_hopper
+    from envoi.runtime.launch import launch
 
     launch(kernel_hopper.router_kernel, *hopper_arguments(call, outputs, num_sms(call.tokens.device), tiling))
 
@@ -133,7 +133,7 @@ def hopper_arguments(
     """Grid, arguments and options of the Hopper kernel."""
     spec = replace(call.spec, gluon=True)
     (M, hidden), device = call.tokens.shape, call.tokens.device
-    tiling = tiling or choose_tiling(power_of_two(M) if M <= SAME_BELOW else M, hidden, spec, num_sms)
+    tiling = tiling or choose_tiling(next_power_of_2(M) if M <= SAME_BELOW else M, hidden, spec, num_sms)
     row_blocks = -(-M // tiling.rows_per_cta)
     tokens, gate = tma_ready(call.tokens), tma_ready(call.gate)
     sums = None

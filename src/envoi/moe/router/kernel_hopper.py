@@ -36,11 +36,10 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
-from envoi.gemm.meeting import arrive
-from envoi.gemm.overlap import let_next_start, wait_for_grid
 from envoi.moe.router.choose_experts import load_biases, route_exactly, route_rows, route_tile, store_counts
 from envoi.moe.router.device_types import Args, Outputs, Positions, Scalars, Tables
-from envoi.triton_compat import role_barrier
+from envoi.runtime.sync import arrive, let_next_start, wait_for_grid
+from envoi.runtime.triton_compat import role_barrier
 
 NO_SUM: gl.constexpr = gl.constexpr(-1)  # the bits of a sum that isn't there yet: a NaN that no addition gives
 

@@ -3,8 +3,8 @@
 from dataclasses import dataclass
 
 from envoi.constant import Constant
-from envoi.gemm.config import power_of_two
 from envoi.moe.router.rules import Rule
+from envoi.runtime.math import next_power_of_2
 
 MAX_BLOCK = 1024
 
@@ -42,12 +42,12 @@ class Spec(Constant):
     @property
     def columns(self) -> int:
         """num_experts, rounded up to a power of two; at least 16."""
-        return max(16, power_of_two(self.num_experts))
+        return max(16, next_power_of_2(self.num_experts))
 
     @property
     def slots(self) -> int:
         """k, rounded up to a power of two."""
-        return power_of_two(self.k)
+        return next_power_of_2(self.k)
 
     @property
     def group_size(self) -> int:
@@ -57,7 +57,7 @@ class Spec(Constant):
     @property
     def group_slots(self) -> int:
         """rule.num_groups, rounded up to a power of two."""
-        return power_of_two(self.rule.num_groups)
+        return next_power_of_2(self.rule.num_groups)
 
     @property
     def groups_fill(self) -> bool:

@@ -5,8 +5,9 @@ from dataclasses import dataclass
 from functools import cache
 
 from envoi.constant import Constant
-from envoi.gemm.config import SHARED_BYTES, power_of_two
 from envoi.moe.router.spec import Spec, block_sum
+from envoi.runtime.devices import SHARED_BYTES
+from envoi.runtime.math import next_power_of_2
 
 WIDTHS = {4: (16, 32, 64, 128), 8: (128, 256)}  # of warps: what leaves room in registers for a block and the total
 TILE = 64  # rows of an instruction
@@ -124,14 +125,14 @@ def make(
     num_sets = num_blocks - blocks_each + 1
     waits = parts > 1 and -(-M // TILE) * parts <= num_sms
     signals = waits and spec.columns <= 512 and num_sets * M * spec.columns <= MAX_SIGNALS
-    rows = max(TILE_ROWS, power_of_two(min(M, rows)))
-    share = min(power_of_two(-(-min(M, TILE) // parts)), TILE) if waits else rows
+    rows = max(TILE_ROWS, next_power_of_2(min(M, rows)))
+    share = min(next_power_of_2(-(-min(M, TILE) // parts)), TILE) if waits else rows
     lanes = lanes_of(share // num_warps, spec)
     rows_each = min(MAX_ELEMENTS * (1 if lanes == 32 or spec.columns < 128 else 2) * num_warps // spec.columns, share)
     if signals:  # each sum is read, and taken, by one thread
         rows_each = max(rows_each, 32 * num_warps // spec.columns)
     block_k = 256 if block_n < 64 else 128 if block_n < 128 else 64
-    block_k = max(32, min(block_k, power_of_two(hidden), block & -block))
+    block_k = max(32, min(block_k, next_power_of_2(hidden), block & -block))
     stage_bytes = 2 * block_k * (TILE + block_n)
     steps_each = blocks_each * block // block_k
     others = RESERVED_BYTES + signals * 4 * rows_each * spec.columns
