@@ -154,9 +154,12 @@ def _has_tangent(x: torch.Tensor) -> bool:
     return forward_ad.unpack_dual(x).tangent is not None
 
 
-@torch.compiler.assume_constant_result
 def _differentiates() -> bool:
-    """Whether one of the transforms of torch.func that are being traced is a derivative."""
+    """Tell whether one of the transforms of torch.func that are being traced is a derivative."""
     stack = torch._C._functorch.get_interpreter_stack()  # pyright: ignore[reportAttributeAccessIssue]
     derivatives = torch._C._functorch.TransformType.Grad, torch._C._functorch.TransformType.Jvp  # pyright: ignore[reportAttributeAccessIssue]
     return any(interpreter.key() in derivatives for interpreter in stack or ())
+
+
+# What torch.compiler.assume_constant_result does; calling that here would load the compiler with the package.
+_differentiates._dynamo_marked_constant = True  # pyright: ignore[reportFunctionMemberAccess]
