@@ -10,11 +10,14 @@ from typing import Any
 import torch
 from triton.runtime.jit import JITFunction
 
+from envoi import log
+
 ALIGNMENT = 16
 
 _compiled: dict[tuple, Any] = {}
 
 
+@log.launches
 def launch(kernel: Any, grid: tuple[int, ...], arguments: tuple, options: dict[str, Any]) -> None:
     """`kernel[grid](*arguments, **options)`. arguments: one for each parameter."""
     if not isinstance(kernel, JITFunction):

@@ -5,6 +5,7 @@ from typing import Any
 
 import torch
 
+from envoi import log
 from envoi.epilogue.ir import IR, Node
 from envoi.epilogue.library import store
 from envoi.epilogue.lower import Lowered, lower
@@ -165,10 +166,15 @@ def _launch(
     """The product with its epilogue, and the reductions over rows that are finished afterwards."""
     M = a.shape[0]
     grid, arguments, options = product_arguments(a, b, offsets, code, operands, outputs, block_n, behind)
-    kernels.gemm_kernel[grid](*arguments, **options)
+    _start(kernels.gemm_kernel, grid, arguments, options)
     if code.partials and M:
         _, _, _, operands, raw, workspace, *_ = arguments
         kernels.finish_kernel[(-(-M // FINISH_M),)](workspace, operands, raw, grid[1], M, code, FINISH_M)
+
+
+@log.launches
+def _start(kernel: Any, grid: tuple[int, ...], arguments: tuple, options: dict[str, Any]) -> None:
+    kernel[grid](*arguments, **options)
 
 
 def product_arguments(
@@ -216,7 +222,7 @@ def finish_rows(
     """
     code = lower(ir, out_dtype, "triton", True, False, pointers)
     grid, arguments, options = rows_arguments(acc, ir, code, operands, outputs, offsets, behind)
-    kernels.rows_kernel[grid](*arguments, **options)
+    _start(kernels.rows_kernel, grid, arguments, options)
 
 
 def rows_arguments(
