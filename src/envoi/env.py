@@ -42,3 +42,17 @@ def nvdisasm() -> Path | None:
 def nvtx() -> bool:
     """True for NVTX ranges around the steps of every call (`ENVOI_NVTX=1`); read once, when envoi is imported."""
     return os.environ.get("ENVOI_NVTX", "0") == "1"
+
+
+LOG_LEVELS = {"": 0, "0": 0, "call": 1, "1": 1, "config": 2, "2": 2, "compile": 3, "3": 3}
+
+
+def log_level() -> int:
+    """How much `envoi.log` writes, from 0 to 3: `ENVOI_LOG`, "call", "config", "compile" or 1, 2, 3; off by default.
+
+    Raises ValueError for another value.
+    """
+    value = os.environ.get("ENVOI_LOG", "")
+    if value not in LOG_LEVELS:
+        raise ValueError(f"ENVOI_LOG: expected call, config, compile, 1, 2, 3 or 0, got {value!r}")
+    return LOG_LEVELS[value]

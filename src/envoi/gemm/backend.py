@@ -2,12 +2,14 @@
 
 import torch
 
+from envoi import log
 from envoi.epilogue.ir import IR
 from envoi.gemm.grouping import ALL_ROWS, Grouping
 from envoi.runtime.devices import implementation
 from envoi.types import Matrix
 
 
+@log.choices
 def run_kernels(
     a: Matrix, b: Matrix, offsets: torch.Tensor | None, ir: IR, out_dtype: torch.dtype, operands: dict,
     grouping: Grouping = ALL_ROWS,

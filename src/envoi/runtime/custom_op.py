@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch.utils.flop_counter import register_flop_formula
 
+from envoi import log
 from envoi.check import expect_no_gradients
 from envoi.runtime import shortcuts
 from envoi.spans import NVTX, span
@@ -38,6 +39,9 @@ def operator(
     """
 
     def register(function: Callable) -> Callable:
+        names = tuple(inspect.signature(function).parameters)
+
+        @log.calls(name, names)
         @functools.wraps(function)
         def kernel(*arguments):
             # Nothing inside is differentiated, or cast by an autocast around the call.
@@ -59,7 +63,6 @@ def operator(
         packet = getattr(torch.ops.envoi, name)
         register_flop_formula(packet, get_raw=True)(_without_output(flops))
         dispatched = packet.default
-        names = tuple(inspect.signature(function).parameters)
 
         @functools.wraps(function)
         def call(*arguments):

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from triton.runtime.jit import JITFunction
 
+from envoi import log
 from envoi.runtime import shortcuts
 
 ALIGNMENT = 16
@@ -17,6 +18,7 @@ ALIGNMENT = 16
 _compiled: dict[tuple, Any] = {}
 
 
+@log.launches
 def launch(kernel: Any, grid: tuple[int, ...], arguments: tuple, options: dict[str, Any]) -> None:
     """Do what `kernel[grid](*arguments, **options)` does. arguments: one for each parameter, in order."""
     if not (shortcuts.ENABLED and isinstance(kernel, JITFunction)):

@@ -5,6 +5,7 @@ from typing import Any
 
 import torch
 
+from envoi import log
 from envoi.constant import Constant
 from envoi.epilogue.ir import IR, Node
 from envoi.epilogue.library import store
@@ -132,10 +133,15 @@ def _launch(
     """Launch the product with its epilogue, and what completes reductions over rows that span tiles."""
     M = a.shape[0]
     grid, arguments, options = product_arguments(a, b, offsets, code, operands, outputs, block_n, write_tail)
-    kernels.gemm_kernel[grid](*arguments, **options)
+    _start(kernels.gemm_kernel, grid, arguments, options)
     if code.partials and M:
         _, _, _, operands, raw, workspace, *_ = arguments
         kernels.finish_kernel[(cdiv(M, FINISH_M),)](workspace, operands, raw, grid[1], M, code, FINISH_M)
+
+
+@log.launches
+def _start(kernel: Any, grid: tuple[int, ...], arguments: tuple, options: dict[str, Any]) -> None:
+    kernel[grid](*arguments, **options)
 
 
 def product_arguments(
@@ -183,7 +189,7 @@ def finish_rows(
     """
     code = lower(ir, out_dtype, "triton", True, False, pointers)
     grid, arguments, options = rows_arguments(acc, ir, code, operands, outputs, offsets, write_tail)
-    kernels.rows_kernel[grid](*arguments, **options)
+    _start(kernels.rows_kernel, grid, arguments, options)
 
 
 def rows_arguments(
