@@ -12,14 +12,15 @@ import torch
 import envoi
 from envoi import log
 from envoi.env import LOG_LEVELS, log_level
-from envoi.gemm import launch, select
-from tests.experts.layers import make
+from envoi.gemm import backend
+from envoi.runtime import launch
+from tests.moe.layers import make
 
 LAYER = make(tokens=5)
 
 STEPS = """
 import torch, envoi
-from tests.experts.layers import make
+from tests.moe.layers import make
 layer, gate = make(tokens=5), torch.ones(8, 256)
 step = lambda tokens: envoi.moe(tokens, envoi.route(tokens, gate, 2), layer.pack())
 """
@@ -28,8 +29,8 @@ import triton.language as tl
 from triton import knobs
 heard = []
 knobs.compilation.listener = lambda **event: heard.append(event["src"].name)
-from envoi.experts.kernel_triton import combine_kernel
-from envoi.triton_compat import compile_for
+from envoi.moe.kernels import combine_kernel
+from envoi.runtime.triton_compat import compile_for
 from tests.sass.kernels import scale_rows
 types = {"rows": "*bf16", "slot_to_pos": "*i32", "out": "*bf16", "width": "i32", "K": "constexpr", "BLOCK": "constexpr"}
 for _ in range(2):
@@ -133,6 +134,6 @@ def test_nothing_is_in_the_way_when_it_is_off():
         """Any."""
 
     assert log.calls("gemm", ("a",))(function) is log.launches(function) is log.choices(function) is function
-    for wrapped in (launch.launch, select.run_kernels):
+    for wrapped in (launch.launch, backend.run_kernels):
         assert not hasattr(wrapped, "__wrapped__")
     assert envoi.moe(LAYER.tokens, LAYER.routing, LAYER.pack()).dtype == torch.bfloat16

@@ -9,8 +9,8 @@ import torch
 import envoi
 from envoi import spans
 from envoi.quant import FORMATS
-from tests.experts.layers import make
 from tests.helpers.ranks import run_ranks
+from tests.moe.layers import make
 
 LAYER = make(tokens=5)
 GATE = torch.ones(8, 256)
@@ -81,7 +81,7 @@ names = []
 torch.cuda.nvtx.range_push = lambda name: names.append(name)
 torch.cuda.nvtx.range_pop = lambda: names.append("end")
 import envoi
-from tests.experts.layers import make
+from tests.moe.layers import make
 layer = make(tokens=5)
 envoi.moe(layer.tokens, envoi.route(layer.tokens, torch.ones(8, 256), 2), layer.pack())
 print(*names)

@@ -8,12 +8,12 @@ from dataclasses import fields, is_dataclass
 
 import pytest
 import torch
-from envoi.experts.permute import permute
 
 import envoi
+from envoi.moe.reference_permute import permute
 from envoi.quant import FORMATS, SCHEMES, quantize
 from envoi.types import ExpertWeights, QuantTensor, Routing
-from tests.experts.layers import make
+from tests.moe.layers import make
 
 LAYER = make(tokens=5, bias=True, activation="swiglu_oai")
 THINGS = {
