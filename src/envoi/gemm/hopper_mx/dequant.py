@@ -1,8 +1,8 @@
-"""The PTX that widens MXFP4 or MXFP8 weights to bf16 with their scale factors in, for `mainloop.py`.
+"""Writes the PTX that widens MXFP4 or MXFP8 weights to bf16 and multiplies them by their scale factors.
 
-An element's bits, moved to where bf16 has them, are its value times a small power of two; one multiplication by the
-factor times what is missing makes it right. A factor so large that bf16 can't hold that takes two multiplications.
-Weights that are tame (see `QuantTensor.tame`) never do, and have no NaN but by their factors.
+An element's bits, moved to where bf16 has them, are its value times a small power of two. One multiplication by the
+scale factor times the inverse of that power completes it; where bf16 can't hold this product, it takes two. Weights
+that are tame (see `QuantTensor.tame`) never need two, and have no NaN except from their scale factors.
 """
 
 from dataclasses import dataclass
@@ -53,7 +53,7 @@ POISON = """
 
 
 def widening(bits: int, tame: bool) -> str:
-    """What a thread widens at once: $0 .. $15 from words of a row, then of the row 8 below it.
+    """Return the PTX for what a thread widens at once: $0 .. $15 from words of a row, then of the row 8 below it.
 
     Every operand stands for 32 elements: words from $16, factors' bytes from $48; if not tame, whether one of the
     warp's factors may take two multiplications from $80.
@@ -68,7 +68,7 @@ def widening(bits: int, tame: bool) -> str:
 
 
 def operands(tame: bool) -> str:
-    """The constraints of these operands."""
+    """Return the constraints of the PTX's operands."""
     return ",".join(["=&r"] * 16 + ["r"] * (64 if tame else 96))
 
 

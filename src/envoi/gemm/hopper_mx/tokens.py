@@ -1,4 +1,4 @@
-"""Tokens as the kernel for MX weights multiplies them: widened to bf16, K in the order that suits the weights."""
+"""Widens tokens to bf16 for the GEMM with MX weights, with K in the order in which its threads have the weights."""
 
 import triton
 import triton.language as tl
@@ -10,14 +10,14 @@ def widen_kernel(
     values, sf, out, num_used, M, K, values_stride, sf_stride, out_stride, SCALED: tl.constexpr, BITS: tl.constexpr,
     ROWS: tl.constexpr, OVERLAP: tl.constexpr,
 ):  # fmt: skip
-    """values [M, K] times 2^(sf - 127) -> bf16 out [M, K rounded up to 128], 0 behind K.
+    """Write values [M, K] times 2^(sf - 127) as bf16 to out [M, K rounded up to 128], 0 from K on.
 
     Place 2 t is that of thread t's first register in the first instruction, 2 t + 1 its upper half, and so on. BITS: of
     a weight. With 4, of 128 elements with the bits of k called (t1 t0 w1 w0 b i h), the one at place
     (w1 w0 i h t1 t0 b); with 8, of 64 called (t1 t0 w1 w0 b i), the one at (w1 w0 i t1 t0 b).
 
-    num_used: where the number of rows that an expert has stands, or None: all.
-    OVERLAP: what is launched next may start at once, and waits itself for what it reads of `out`.
+    num_used: pointer to the number of rows that belong to an expert; None = all M. Other rows are left alone.
+    OVERLAP: the next kernel may start at once; its `wait_for_grid` waits for the end of this one.
     """
     if OVERLAP:
         gdc_launch_dependents()

@@ -11,8 +11,9 @@
     an epilogue that needs whole rows wider than a tile: acc -> workspace, for rows_kernel
     column reductions, totals: what is reduced -> workspace, for reduce_kernel
 
-A matrix is an argument `Matrix`, a tuple with names, and a constant `Side`, its format. In a grouped GEMM rows from
-offsets[E] on are treated, with WRITE_TAIL, as those of one more expert, whose product is 0; else nobody touches them.
+A matrix arrives as the tuple (values, strides of an expert, a row and k, scale factors, their three strides, rows that
+share one) and a constant `Side`, its format. In a grouped GEMM rows from offsets[E] on are treated, with WRITE_TAIL, as
+those of one more expert, whose product is 0; else nobody touches them.
 """
 
 import triton
@@ -25,9 +26,9 @@ from envoi.epilogue.tile_triton import largest, load_tile
 
 @triton.jit
 def place(tile, offsets, M, num_experts, BLOCK_M: tl.constexpr, MAX_EXPERTS: tl.constexpr, WRITE_TAIL: tl.constexpr):
-    """Of a tile of a grouped GEMM: its first row, the row behind its expert's last, its expert.
+    """Return a grouped GEMM's tile: its first row, the end of its expert's rows, its expert.
 
-    Behind the last tile the expert is MAX_EXPERTS, and there are no rows.
+    After the last tile the expert is MAX_EXPERTS, and there are no rows.
     """
     ids = tl.arange(0, MAX_EXPERTS)
     first = tl.load(offsets + ids, mask=ids <= num_experts, other=M)
@@ -43,7 +44,7 @@ def place(tile, offsets, M, num_experts, BLOCK_M: tl.constexpr, MAX_EXPERTS: tl.
 
 @triton.jit
 def scale_factors(x, e, ids, groups, mask, side: tl.constexpr):
-    """float32 scale factors, wherever ids (of rows) and groups (along K) meet; 1 where masked."""
+    """Load float32 scale factors for ids (of rows) and groups (along K), broadcast; 1 where masked."""
     values, stride_e, stride_row, stride_k, sf, sf_e, sf_row, sf_k, group_rows = x
     at = e.to(tl.int64) * sf_e + (ids // group_rows).to(tl.int64) * sf_row + groups * sf_k
     if side.scale == "e8m0":
@@ -56,7 +57,7 @@ def scale_factors(x, e, ids, groups, mask, side: tl.constexpr):
 
 @triton.jit
 def load_block(x, e, ids, num_ids, ks, k_end, side: tl.constexpr):
-    """[ids, ks] of a matrix as the product wants it, 0 outside. Scale factors that change along K are in it."""
+    """Load [ids, ks] of a matrix, widened for the product and times the scale factors that are folded in; 0 outside."""
     values, stride_e, stride_row, stride_k, sf, sf_e, sf_row, sf_k, group_rows = x
     ids = ids[:, None]
     ks = ks[None, :]
@@ -82,7 +83,7 @@ def multiply(
     acc, a, b, e, rows, m_end, columns, N, first, last,
     A: tl.constexpr, B: tl.constexpr, BLOCK_K: tl.constexpr,
 ):  # fmt: skip
-    """acc + a[rows, first : last] @ b[e, columns, first : last].T."""
+    """Return acc + a[rows, first : last] @ b[e, columns, first : last].T."""
     for k in range(first, last, BLOCK_K):
         ks = k + tl.arange(0, BLOCK_K)
         x = load_block(a, e * 0, rows, m_end, ks, last, A)
@@ -97,7 +98,7 @@ def accumulate(
     A: tl.constexpr, B: tl.constexpr, GROUP_K: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
     BLOCK_K: tl.constexpr,
 ):  # fmt: skip
-    """A tile of the product, scaled. GROUP_K: the extent along K of float32 scale factors; 0 = all of it."""
+    """Return a tile of the product, scaled. GROUP_K: elements of K that share a float32 scale factor; 0 = all."""
     rows = m + tl.arange(0, BLOCK_M)
     columns = n + tl.arange(0, BLOCK_N)
     acc = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
@@ -117,7 +118,7 @@ def accumulate(
 
 @triton.jit
 def block_scale(a, b, e, rows, m_end, columns, N, k, A: tl.constexpr, B: tl.constexpr):
-    """What the products of one group along K are multiplied by; a side with one factor along K has it in each."""
+    """Return the factors [rows, columns] of one group along K; one factor for all of K counts in each group."""
     if A.scales:
         x = scale_factors(a, e * 0, rows, k // A.group_k if A.group_k > 0 else 0, rows < m_end, A)
     else:
@@ -135,7 +136,7 @@ def gemm_kernel(
     code: tl.constexpr, A: tl.constexpr, B: tl.constexpr, GROUP_K: tl.constexpr, BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, MAX_EXPERTS: tl.constexpr, WRITE_TAIL: tl.constexpr,
 ):  # fmt: skip
-    """A tile, and its epilogue. MAX_EXPERTS: a power of two above the number of experts; 0 = not grouped."""
+    """Compute a tile and run its epilogue. MAX_EXPERTS: a power of two above the number of experts; 0 = not grouped."""
     tile = tl.program_id(0)
     n_tile = tl.program_id(1)
     n = n_tile * BLOCK_N
@@ -173,7 +174,7 @@ def rows_kernel(
     code: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, MAX_EXPERTS: tl.constexpr,
     WRITE_TAIL: tl.constexpr,
 ):  # fmt: skip
-    """The epilogue of whole rows (or of pieces), from accumulators [M, N]; rows of no expert count as 0."""
+    """Run an epilogue of whole rows (or of chunks) on accumulators [M, N]; rows of no expert count as 0."""
     tile = tl.program_id(0)
     n = tl.program_id(1) * BLOCK_N
     like = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
@@ -194,7 +195,7 @@ def rows_kernel(
 def reduce_kernel(
     x, out, offsets, M, C, OP: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_C: tl.constexpr, GROUPED: tl.constexpr
 ):
-    """x [M, C] -> sum, max or absmax over rows: out [C], or [experts, C] over those of each expert."""
+    """Reduce x [M, C] over rows by sum, max or absmax: to out [C], or over each expert's rows to [experts, C]."""
     columns = tl.program_id(1) * BLOCK_C + tl.arange(0, BLOCK_C)
     group = tl.program_id(0)
     first = tl.load(offsets + group) if GROUPED else 0
