@@ -6,6 +6,7 @@ import threading
 import warnings
 import weakref
 
+import accelerate
 import peft
 import pytest
 import torch
@@ -236,3 +237,15 @@ def test_lora_on_experts_warns_once_and_names_the_cure(monkeypatch):
     want = logits(merged, ids)
     assert (ours - want).norm() < 0.05 * want.norm()
     assert (close - want).norm() < 0.05 * want.norm()
+
+
+def test_offloaded_experts_run_and_warn_once(monkeypatch):
+    monkeypatch.setattr(integration, "_warned", False)
+    model, ids = loud("mixtral"), tokens()
+    want = logits(model, ids)
+    accelerate.cpu_offload(model, execution_device=torch.device("cpu"))
+    with pytest.warns(UserWarning, match="packed again in every call.*offloading"):
+        assert torch.equal(logits(model, ids), want)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        assert torch.equal(logits(model, ids), want)

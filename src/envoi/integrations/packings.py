@@ -69,10 +69,13 @@ class Packing:
 
     def fits(self, weights: Weights) -> bool:
         """True if nothing counted has happened to the weights since they were packed."""
-        return all(x is None if mark is None else mark.fits(x) for mark, x in zip(self.marks, weights, strict=True))
+        return all(
+            x is mark if mark is None or x is None else mark.fits(x)
+            for mark, x in zip(self.marks, weights, strict=True)
+        )
 
 
-_kept: "WeakTensorKeyDictionary" = WeakTensorKeyDictionary()  # gate_up -> {Recipe: Packing}
+_kept: Any = WeakTensorKeyDictionary()  # gate_up -> {Recipe: Packing}
 _lock = threading.Lock()
 
 
@@ -108,12 +111,6 @@ def refresh(weights: Weights) -> None:
             _renew(weights, recipe, packing)
 
 
-def forget(weights: Weights) -> None:
-    """Free what is kept for the weights."""
-    with _lock:
-        _kept.pop(weights.gate_up, None)
-
-
 def pack_weights(weights: Weights, recipe: Recipe) -> ExpertWeights:
     """Pack without keeping. Raises RuntimeError while a CUDA graph is captured, ValueError as `envoi.experts.pack`."""
     if capturing(weights.gate_up.device):
@@ -123,7 +120,8 @@ def pack_weights(weights: Weights, recipe: Recipe) -> ExpertWeights:
         )
     # What is made in inference mode couldn't be written to outside of it.
     with torch.inference_mode(False), torch.no_grad():
-        gate_up, down, *biases = (None if x is None else x.detach() for x in weights)
+        gate_up, down = weights.gate_up.detach(), weights.down.detach()
+        biases = [None if bias is None else bias.detach() for bias in weights[2:]]
         if recipe.transposed:
             gate_up, down = gate_up.transpose(1, 2), down.transpose(1, 2)
         # For this one pack's None is 7.
@@ -179,7 +177,7 @@ def _outside_graph_pools(make: Callable[[], ExpertWeights], device: torch.device
 
 
 def _written_over(old: Packing, new: ExpertWeights, weights: Weights) -> ExpertWeights:
-    """The new experts, in the old ones' memory where they own it and it fits: CUDA graphs read them there."""
+    """The new experts, in the old ones' memory where that is theirs alone and fits: CUDA graphs read them there."""
     sources = [mark.storage() for mark in old.marks if mark is not None]
     sources += [x.untyped_storage() for x in weights if x is not None]
 

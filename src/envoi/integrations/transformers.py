@@ -18,8 +18,10 @@ trace through one operator, which looks at each call whether its packing still f
 | anything, while CUDA graphs are replayed                 | stale: a replay calls nothing            |
 | a parametrization (LoRA by `target_parameters`), offload | packs every time, and warns once         |
 
-After a change that goes stale, `refresh(model)`. It packs into the memory of the old packing where that fits, so that
-CUDA graphs which read it follow.
+After a change that goes stale, `refresh(model)`. It packs into the memory of the old packing where that fits, as a call
+that notices a change does, so that CUDA graphs which read it follow: `generate` with a static cache replays graphs, and
+its first call, outside of them, packs again. In "envoi_mxfp8" and "envoi_mxfp4" graphs have to be captured anew if the
+weights had no scale factor above 2 and have one now.
 
 There is no backward: an input or weight that requires grad, with grad mode on, is an error.
 """

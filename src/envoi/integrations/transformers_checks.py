@@ -19,9 +19,13 @@ def install() -> None:
     if hasattr(PreTrainedModel.set_experts_implementation, "envoi"):
         return
     own = vars(PreTrainedModel)
-    PreTrainedModel._from_config = classmethod(_after_config(own["_from_config"].__func__))
-    PreTrainedModel._load_pretrained_model = staticmethod(_before_weights(own["_load_pretrained_model"].__func__))
-    PreTrainedModel.set_experts_implementation = _when_set(own["set_experts_implementation"])
+    wrapped = {
+        "_from_config": classmethod(_after_config(own["_from_config"].__func__)),
+        "_load_pretrained_model": staticmethod(_before_weights(own["_load_pretrained_model"].__func__)),
+        "set_experts_implementation": _when_set(own["set_experts_implementation"]),
+    }
+    for name, method in wrapped.items():
+        setattr(PreTrainedModel, name, method)
 
 
 def check_model(model: Any, chosen: dict[str, str | None]) -> None:
@@ -89,7 +93,7 @@ def _when_set(original: Callable) -> Callable:
             original(self, before)
             raise
 
-    set_experts_implementation.envoi = True  # pyright: ignore[reportFunctionMemberAccess]
+    set_experts_implementation.envoi = True  # pyright: ignore[reportAttributeAccessIssue]
     return set_experts_implementation
 
 
