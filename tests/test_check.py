@@ -7,10 +7,12 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx.experimental.symbolic_shapes import ShapeEnv
 
+import envoi
 from envoi import check
 from envoi.check import (
     describe,
     dtype_name,
+    expect_bool,
     expect_choice,
     expect_divisible,
     expect_int,
@@ -47,12 +49,26 @@ def test_device_and_layout():
         expect_tensor("x", x.T, contiguous=True)
 
 
+@pytest.mark.parametrize("name", ["to_sparse", "to_sparse_csr", "to_mkldnn"])
+def test_sparse_and_opaque_tensors_are_refused(name):
+    x = getattr(torch.eye(4), name)()
+    with pytest.raises(ValueError, match="^x: expected a dense tensor, got one in (sparse_coo|sparse_csr|_mkldnn)$"):
+        expect_tensor("x", x, torch.float32, (4, 4))
+    with pytest.raises(ValueError, match="^a: expected a dense tensor"):
+        envoi.gemm(x, torch.eye(4))
+    with pytest.raises(ValueError, match="^b: expected a dense tensor"):
+        envoi.gemm(torch.eye(4), x)
+
+
 def test_numbers_and_choices():
     assert expect_int("k", 3, 1, 8) == 3
     refused("k: expected an int from 1 to 8, got 9", expect_int, "k", 9, 1, 8)
     refused("k: expected an int of at least 1, got 0", expect_int, "k", 0, 1)
     refused("k: expected an int from 1 to 8 (slots), got True", expect_int, "k", True, 1, 8, "slots")
     refused("k: expected an int of at least 1, got 2.0", expect_int, "k", 2.0, 1)
+    assert expect_bool("ordered", False) is False
+    refused("ordered: expected True or False, got str 'no'", expect_bool, "ordered", "no")
+    refused("ordered: expected True or False, got int 1", expect_bool, "ordered", 1)
     assert expect_choice("mode", "a", ("a", "b")) == "a"
     refused("mode: expected one of 'a', 'b', got 'c'", expect_choice, "mode", "c", ("a", "b"))
     assert expect_divisible("hidden", 256, 128, "groups") == 256
@@ -130,3 +146,13 @@ def test_the_examples_in_the_docstrings():
     results = doctest.testmod(check)
     assert results.attempted >= 1
     assert results.failed == 0
+
+
+def test_pictures(tmp_path, monkeypatch):
+    for name in ("x.png", "x.PDF", "x.svg"):
+        assert check.expect_picture("--png", str(tmp_path / name)) == tmp_path / name
+    monkeypatch.setattr(check.os, "access", lambda path, mode: False)
+    refused(
+        f"--png: expected a file that can be written, got {tmp_path}/x.png",
+        check.expect_picture, "--png", f"{tmp_path}/x.png",
+    )  # fmt: skip

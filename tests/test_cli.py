@@ -1,6 +1,7 @@
 """The `envoi` command: help at once, one-line errors with status 2, info and the demo's contract."""
 
 import json
+import os
 import subprocess
 import sys
 from types import SimpleNamespace
@@ -45,9 +46,84 @@ print([name for name in {HEAVY!r} if name in sys.modules], file=sys.stderr)
     assert done.stderr.splitlines()[-1] == "[]"
 
 
+def test_the_package_is_imported_without_triton():
+    code = "import sys, envoi; print([name for name in ('triton', 'transformers') if name in sys.modules])"
+    done = subprocess.run((sys.executable, "-c", code), capture_output=True, text=True, timeout=60, check=True)
+    assert done.stdout == "[]\n"
+
+
 def test_the_module_is_the_command():
     done = subprocess.run((sys.executable, "-m", "envoi.cli", "--version"), capture_output=True, text=True, timeout=60)
     assert (done.returncode, done.stdout) == (0, f"envoi {envoi.__version__}\n")
+
+
+PLAN = ["plan", "--hidden", "256", "--inter", "128", "--experts", "8", "--topk", "2", "--tokens", "64"]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "unbuffered"), [(["--help"], ""), (["info"], ""), ([*PLAN, "--json"], ""), ([*PLAN, "--json"], "1")]
+)
+def test_a_reader_who_leaves_ends_it_without_a_word(arguments, unbuffered):
+    reading, writing = os.pipe()
+    os.close(reading)
+    command = (sys.executable, "-m", "envoi.cli", *arguments)
+    environment = {**os.environ, "PYTHONUNBUFFERED": unbuffered}
+    done = subprocess.run(command, stdout=writing, stderr=subprocess.PIPE, text=True, timeout=60, env=environment)
+    os.close(writing)
+    assert done.stderr == ""
+    assert done.returncode == cli.READER_GONE
+
+
+def test_a_broken_pipe_to_something_else_is_not_hidden(monkeypatch):
+    def fail(args):
+        raise BrokenPipeError("another pipe")
+
+    monkeypatch.setattr(info, "run", fail)
+    with open(os.devnull, "w") as stdout:
+        monkeypatch.setattr(sys, "stdout", stdout)
+        with pytest.raises(BrokenPipeError, match="another pipe"):
+            run("info")
+
+
+@pytest.mark.parametrize(
+    ("picture", "problem"),
+    [
+        ("{folder}", "expected a file, got the folder {folder}"),
+        ("{folder}/plan", "expected a name that ends in .png, .pdf, .svg, got {folder}/plan"),
+        ("{folder}/plan.txt", "expected a name that ends in .png, .pdf, .svg, got {folder}/plan.txt"),
+        ("{folder}/none/x.png", "expected a file in a folder that exists, got {folder}/none/x.png"),
+        ("", "expected a file, got the folder "),
+    ],
+)
+@pytest.mark.parametrize("command", [[*PLAN, "--png"], ["demo", "--out"]], ids=["plan", "demo"])
+def test_a_picture_that_cant_be_drawn_is_refused_at_the_start(command, picture, problem, tmp_path, monkeypatch, capsys):
+    no_work(monkeypatch)
+    assert run(*command, picture.format(folder=tmp_path)) == 2
+    stdout, stderr = capsys.readouterr()
+    assert (stdout, stderr) == ("", f"envoi: {command[-1]}: {problem.format(folder=tmp_path)}".strip() + "\n")
+
+
+@pytest.mark.parametrize("command", [[*PLAN, "--png", "x.png"], ["demo", "--out", "x.png"]], ids=["plan", "demo"])
+def test_a_picture_without_matplotlib_is_refused_at_the_start(command, tmp_path, monkeypatch, capsys):
+    no_work(monkeypatch)
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setitem(sys.modules, "matplotlib", None)
+    assert run(*command) == 2
+    stdout, stderr = capsys.readouterr()
+    assert stdout == ""
+    needs = "needs matplotlib, which isn't installed; pip install 'envoi[demo]' brings it"
+    assert stderr == f"envoi: {command[0]} {needs}\n"
+
+
+def no_work(monkeypatch) -> None:
+    from envoi.demo import model
+    from envoi.plan import command
+
+    def work(*args):
+        raise AssertionError("this is too late")
+
+    monkeypatch.setattr(model, "load", work)
+    monkeypatch.setattr(command, "plan_moe", work)
 
 
 @pytest.mark.parametrize(
@@ -65,6 +141,14 @@ def test_the_module_is_the_command():
         ["info", "--yaml"],
         ["plan"],
         ["plan", "--hidden", "wide"],
+        [*PLAN, "--tokens", "9" * 24],
+        [*PLAN, "--tokens", "9" * 5000],
+        [*PLAN, "--max-tokens", "9" * 24],
+        [*PLAN, "--hidden", str(2**40)],
+        [*PLAN, "--inter", str(2**40)],
+        [*PLAN, "--experts", str(2**40)],
+        [*PLAN, "--topk", str(2**40)],
+        [*PLAN, "--gpus", str(2**40)],
     ],
 )
 def test_errors_are_one_line_and_status_2(arguments, capsys):
@@ -125,8 +209,31 @@ def test_info_as_json_and_as_text(capsys):
     assert {entry["operator"] for entry in found["operators"]} == set(info.OPERATORS)
     assert run("info") == 0
     text = capsys.readouterr().out
-    assert all(name in text for name in info.OPERATORS)
     assert found["transport"]["name"] in text
+    assert max(map(len, text.splitlines())) <= 80
+
+
+def on(devices):
+    operators = [{"operator": name, **info.backend(name, devices)} for name in info.OPERATORS]
+    found = {"versions": {"envoi": "0", "torch": None}, "devices": devices, "operators": operators}
+    return info.to_text({**found, "transport": {"name": "NCCL", "why": "one GPU here"}})
+
+
+def test_what_all_operators_have_in_common_is_one_line(monkeypatch):
+    monkeypatch.delenv("TRITON_INTERPRET", raising=False)
+    text = on([CPU])
+    assert "\nall operators: torch reference (no GPU)\n" in text
+    assert text.count("no GPU") == 1
+
+
+def test_operators_on_a_gpu_are_a_table_of_80_columns(monkeypatch):
+    from envoi.indexer import certificate
+
+    monkeypatch.setattr(certificate, "orders", lambda device, num_heads: None)
+    text = on([GPU, CPU])
+    assert all(name in text for name in info.OPERATORS)
+    assert max(map(len, text.splitlines())) <= 80
+    assert text.count("formats that it doesn't take") == 1  # gemm and grouped_gemm share a row
 
 
 GPU = {"kind": "cuda", "name": "NVIDIA H200", "arch": "sm_90", "num_sms": 132, "memory_gib": 139.8}

@@ -7,7 +7,7 @@ counts may differ. `make test` calls it with that release first on the path. Exi
 import sys
 from concurrent.futures import ProcessPoolExecutor
 
-from envoi import triton_compat
+from envoi.runtime import triton_compat
 from envoi.sass import gate
 
 JOBS = 2

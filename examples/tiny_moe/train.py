@@ -1,4 +1,4 @@
-"""Train the tiny byte-level Qwen3-MoE checkpoint of this directory on the Python standard library.
+"""Train the tiny byte-level Qwen3-MoE checkpoint of `envoi demo` on the Python standard library.
 
 A token is a byte, so there is no tokenizer. The files named in heldout.json are kept out of training and score the
 model. On CUDA the model runs in bfloat16, as its checkpoint will, and the optimiser holds float32 master weights;
@@ -21,7 +21,7 @@ import transformers
 from torch.nn.functional import cross_entropy
 from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
 
-HERE = Path(__file__).resolve().parent
+DEMO = Path(__file__).resolve().parents[2] / "src" / "envoi" / "demo" / "tiny_moe"
 MAX_CHECKPOINT_BYTES = 16_000_000
 SKIPPED_DIRS = {"site-packages", "dist-packages", "__pycache__"}
 BALANCE_COEF = 0.001  # on sum(load * probability) * experts, per layer: enough that no expert dies, skew remains
@@ -41,7 +41,7 @@ def parse_args() -> argparse.Namespace:
     stdlib = Path(sysconfig.get_paths()["stdlib"])
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--stdlib", type=Path, default=stdlib, help="standard library to train on (the running one's)")
-    parser.add_argument("--out", type=Path, default=HERE, help="gets model/ and training.json (this directory)")
+    parser.add_argument("--out", type=Path, default=DEMO, help="gets model/ and training.json (%(default)s)")
     parser.add_argument("--steps", type=int, default=16_000, help="optimiser steps (%(default)s)")
     parser.add_argument("--batch", type=int, default=32, help="sequences per step (%(default)s)")
     parser.add_argument("--seq", type=int, default=1024, help="bytes per sequence (%(default)s)")
@@ -220,7 +220,7 @@ def main() -> None:
     args = parse_args()
     started = time.perf_counter()
     torch.manual_seed(args.seed)
-    corpus = load_corpus(args.stdlib, json.loads((HERE / "heldout.json").read_text()), args.device)
+    corpus = load_corpus(args.stdlib, json.loads((DEMO / "heldout.json").read_text()), args.device)
     print(json.dumps(corpus.facts), flush=True)
     on_gpu = args.device.startswith("cuda")
     model = Qwen3MoeForCausalLM(model_config()).to(args.device, torch.bfloat16 if on_gpu else torch.float32)

@@ -1,12 +1,12 @@
 """Fused GPU kernels for Mixture-of-Experts and sparse-attention inference: every kernel is a GEMM with an envoi."""
 
-from envoi import epilogue, experts, plan, router
-from envoi.ep import ExpertParallel, PeerTimeout
+from envoi import epilogue, experts, plan
 from envoi.epilogue import EpilogueError
-from envoi.experts import moe
 from envoi.gemm import gemm, grouped_gemm
 from envoi.indexer import indexer_topk
-from envoi.router import route
+from envoi.moe import moe, router
+from envoi.moe.parallel import ExpertParallel, PeerTimeout
+from envoi.moe.router import route
 from envoi.types import ExpertRows, ExpertWeights, QuantTensor, Routing
 
 __version__ = "0.1.0"

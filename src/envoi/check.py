@@ -1,11 +1,15 @@
 """Refusals that explain: which argument, what was expected, what came. All raise ValueError."""
 
 import math
+import os
 from collections.abc import Collection, Sequence
+from pathlib import Path
 from typing import Any
 
 import torch
+from torch.autograd import forward_ad
 
+PICTURES = (".png", ".pdf", ".svg")
 Dim = int | str | None  # an exact size, a name for a size that is free, or None for "any"
 
 
@@ -29,7 +33,7 @@ def expect_tensor(
     device: torch.device | None = None,
     contiguous: bool = False,
 ) -> torch.Tensor:
-    """Return `value` if it is a tensor of that dtype, shape, device and layout; else raise ValueError.
+    """Return `value` if it is a dense tensor of that dtype, shape, device and layout; else raise ValueError.
 
     >>> expect_tensor("topk_ids", torch.zeros(128, 6, dtype=torch.int64), torch.int32, (128, 8))
     Traceback (most recent call last):
@@ -42,6 +46,8 @@ def expect_tensor(
         or (shape is not None and not _fits(value.shape, shape))
     ):
         raise ValueError(f"{name}: expected {_wanted(dtypes, shape)}, got {describe(value)}")
+    if value.layout != torch.strided:
+        raise ValueError(f"{name}: expected a dense tensor, got one in {str(value.layout).removeprefix('torch.')}")
     if device is not None and value.device != device:
         raise ValueError(f"{name}: expected a tensor on {device} like the other arguments, got one on {value.device}")
     if contiguous and not value.is_contiguous():
@@ -75,6 +81,13 @@ def expect_int(name: str, value: Any, low: int, high: int | None = None, why: st
     return value
 
 
+def expect_bool(name: str, value: Any) -> bool:
+    """Return `value` if it is True or False; else raise ValueError."""
+    if not isinstance(value, bool):
+        raise ValueError(f"{name}: expected True or False, got {describe(value)}")
+    return value
+
+
 def expect_number(name: str, value: Any) -> float:
     """Return `value` as a float if it is a number; else raise ValueError."""
     if not isinstance(value, (int, float)) or isinstance(value, bool):
@@ -84,6 +97,7 @@ def expect_number(name: str, value: Any) -> float:
 
 def fits_float32(value: int | float) -> bool:
     """False for a finite number that float32 has no finite number for."""
+    value = value if isinstance(value, int) else float(value)  # NumPy's would be compared in their own precision
     return not math.inf > abs(value) > torch.finfo(torch.float32).max
 
 
@@ -92,3 +106,60 @@ def expect_divisible(name: str, value: int, by: int, why: str) -> int:
     if value % by:
         raise ValueError(f"{name}: expected a multiple of {by} ({why}), got {value}")
     return value
+
+
+def expect_picture(name: str, value: str) -> Path:
+    """Return the path of a picture that can be written, of a kind that its ending names; else raise ValueError."""
+    path = Path(value)
+    if path.is_dir():
+        raise ValueError(f"{name}: expected a file, got the folder {value}")
+    if path.suffix.lower() not in PICTURES:
+        raise ValueError(f"{name}: expected a name that ends in {', '.join(PICTURES)}, got {value}")
+    if not path.parent.is_dir():
+        raise ValueError(f"{name}: expected a file in a folder that exists, got {value}")
+    if not os.access(path if path.exists() else path.parent, os.W_OK):
+        raise ValueError(f"{name}: expected a file that can be written, got {value}")
+    return path
+
+
+def expect_no_gradients(names: Sequence[str], values: Sequence[Any]) -> None:
+    """Raise ValueError if autograd would go through a call with these values, naming the first such value.
+
+    values: tensors, lists of them (an epilogue's operands), and anything else, which doesn't matter.
+    Nothing is refused where gradients are off: in torch.no_grad() and torch.inference_mode().
+    """
+    forward = forward_ad._current_level >= 0
+    if not (forward or torch.is_grad_enabled()):
+        return
+    # Under a compiler a tensor doesn't say what a transform has made of it.
+    transformed = torch.compiler.is_compiling() and _differentiates()
+    for position, value in enumerate(values):
+        if isinstance(value, torch.Tensor):
+            if value.requires_grad or transformed or (forward and _has_tangent(value)):
+                _refuse_gradient(names[position], value)
+        elif isinstance(value, list):
+            expect_no_gradients([names[position]] * len(value), value)
+
+
+def _refuse_gradient(name: str, x: torch.Tensor) -> None:
+    raise ValueError(
+        f"{name}: expected a tensor without gradients, got {describe(x)} that "
+        f"{'requires grad' if x.requires_grad else 'is differentiated'}: Envoi computes none. For inference call it in "
+        "torch.no_grad() or torch.inference_mode(), or detach the tensor; to train use torch.nn.functional, or "
+        'experts_implementation="grouped_mm" of transformers'
+    )
+
+
+def _has_tangent(x: torch.Tensor) -> bool:
+    return forward_ad.unpack_dual(x).tangent is not None
+
+
+def _differentiates() -> bool:
+    """Tell whether one of the transforms of torch.func that are being traced is a derivative."""
+    stack = torch._C._functorch.get_interpreter_stack()  # pyright: ignore[reportAttributeAccessIssue]
+    derivatives = torch._C._functorch.TransformType.Grad, torch._C._functorch.TransformType.Jvp  # pyright: ignore[reportAttributeAccessIssue]
+    return any(interpreter.key() in derivatives for interpreter in stack or ())
+
+
+# What torch.compiler.assume_constant_result does; calling that here would load the compiler with the package.
+_differentiates._dynamo_marked_constant = True  # pyright: ignore[reportFunctionMemberAccess]

@@ -1,12 +1,15 @@
 """The `envoi` command. Only argparse is imported here, so that `--help` answers at once."""
 
 import argparse
+import os
+import select
 import sys
 from typing import NoReturn
 
 import envoi
 
 DEMO_FORMATS = "bf16,fp8_row,fp8_block128,mxfp8,mxfp4"
+READER_GONE = 141  # what a shell reports of a program that SIGPIPE ended
 
 
 class Parser(argparse.ArgumentParser):
@@ -18,11 +21,33 @@ class Parser(argparse.ArgumentParser):
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Run a command line; returns the exit status, 2 for what the user can mend."""
+    """Run a command line; returns the exit status, 2 for what the user can mend, 141 if nobody reads the output."""
+    try:
+        try:
+            return _run(argv)
+        finally:
+            sys.stdout.flush()  # now, and not when the interpreter ends, which would print a traceback
+    except BrokenPipeError:
+        if not _reader_is_gone():
+            raise
+        return READER_GONE
+
+
+def _reader_is_gone() -> bool:
+    """True if it is standard output that nobody reads any more; then what is left of it goes nowhere."""
+    output = select.poll()
+    output.register(sys.stdout, 0)  # errors and a reader who hung up are reported unasked
+    if not output.poll(0):
+        return False
+    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+    return True
+
+
+def _run(argv: list[str] | None) -> int:
     args = _parser().parse_args(argv)
     try:
         return args.run(args)
-    except (ValueError, FileNotFoundError) as error:
+    except (ValueError, FileNotFoundError, PermissionError) as error:
         return _refuse(str(error))
     except ModuleNotFoundError as error:
         if error.name is None or error.name.partition(".")[0] == "envoi":
@@ -56,7 +81,7 @@ def _parser() -> Parser:
 
 def _demo_arguments(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
-    add("--model", metavar="DIR", help="a checkpoint; default: examples/tiny_moe/model of the repository")
+    add("--model", metavar="DIR", help="a checkpoint; default: the one that Envoi brings")
     add("--text", metavar="FILE", help="text to evaluate on; default: standard library modules that training never saw")
     add("--bytes", metavar="N", type=int, default=8192, help="how much of the text; default: %(default)s")
     add("--prompt", metavar="STR", default="def ", help="a beginning to continue; default: %(default)r")
@@ -64,7 +89,7 @@ def _demo_arguments(parser: argparse.ArgumentParser) -> None:
     add("--ranks", metavar="N", type=int, default=4, help="processes that share one layer; default: %(default)s")
     add("--formats", metavar="A,B", default=DEMO_FORMATS, help="number formats; default: %(default)s")
     add("--device", choices=("auto", "cpu", "cuda"), default="auto", help="default: a GPU if there is one")
-    add("--out", metavar="FILE", default="demo.png", help="the picture; default: %(default)s")
+    add("--out", metavar="FILE", default="demo.png", help="the picture, .png, .pdf or .svg; default: %(default)s")
 
 
 def _run_demo(args: argparse.Namespace) -> int:
@@ -124,7 +149,7 @@ def _plan_arguments(parser: argparse.ArgumentParser) -> None:
     add("--arch", metavar="NAME", default="sm_90", help="sm_90 (H200) or sm_100 (B200); default: %(default)s")
     add("--max-tokens", metavar="N", type=int, help="of one GPU, for the size of buffers; default: --tokens")
     add("--json", action="store_true", help="the same as one JSON object")
-    add("--png", metavar="FILE", help="draw the steps into a file too")
+    add("--png", metavar="FILE", help="draw the steps into a file too: .png, .pdf or .svg")
 
 
 def _run_plan(args: argparse.Namespace) -> int:

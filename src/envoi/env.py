@@ -29,6 +29,30 @@ def cache_dir() -> Path:
     return Path(os.environ.get("ENVOI_CACHE_DIR") or Path.home() / ".cache" / "envoi")
 
 
+def safe_launch() -> bool:
+    """True if launches may use no private part of torch or Triton: `ENVOI_SAFE_LAUNCH=1`, see `runtime.shortcuts`."""
+    return os.environ.get("ENVOI_SAFE_LAUNCH", "0") == "1"
+
+
 def nvdisasm() -> Path | None:
     """The disassembler of machine code to use instead of those that are found: `NVDISASM`."""
     return Path(os.environ["NVDISASM"]) if os.environ.get("NVDISASM") else None
+
+
+def nvtx() -> bool:
+    """True for NVTX ranges around the steps of every call (`ENVOI_NVTX=1`); read once, when envoi is imported."""
+    return os.environ.get("ENVOI_NVTX", "0") == "1"
+
+
+LOG_LEVELS = {"": 0, "0": 0, "call": 1, "1": 1, "config": 2, "2": 2, "compile": 3, "3": 3}
+
+
+def log_level() -> int:
+    """How much `envoi.log` writes, from 0 to 3: `ENVOI_LOG`, "call", "config", "compile" or 1, 2, 3; off by default.
+
+    Raises ValueError for another value.
+    """
+    value = os.environ.get("ENVOI_LOG", "")
+    if value not in LOG_LEVELS:
+        raise ValueError(f"ENVOI_LOG: expected call, config, compile, 1, 2, 3 or 0, got {value!r}")
+    return LOG_LEVELS[value]

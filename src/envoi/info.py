@@ -4,12 +4,13 @@ import argparse
 import itertools
 import json
 import platform
+import textwrap
 from typing import Any
 
 import envoi
 from envoi import env
 from envoi.bench.machine import cpu_name, version_of
-from envoi.table import align
+from envoi.table import WIDTH, align, fold
 
 PACKAGES = ("torch", "triton", "transformers", "safetensors")
 OPERATORS = ("route", "gemm", "grouped_gemm", "moe", "ExpertParallel.moe", "indexer_topk")
@@ -66,7 +67,7 @@ def _indexer_backend(gpu: dict[str, Any] | None) -> dict[str, str]:
     from envoi.indexer import certificate
 
     certified = certificate.orders(torch.device("cuda", 0), certificate.HEADS[-1]) is not None
-    exact = "certified for this torch" if certified else "torch's operators until `envoi indexer certify` has run"
+    exact = "certified for this torch and cuBLAS" if certified else "slow until `envoi indexer certify` has run"
     return {"backend": "Hopper kernel" if gpu["arch"] == "sm_90" else "Triton kernels", "why": f"exact mode: {exact}"}
 
 
@@ -91,14 +92,29 @@ def _all_reach_each_other(num_gpus: int) -> bool:
 
 
 def to_text(found: dict[str, Any]) -> str:
-    """The same for people."""
+    """The same for people, in 80 columns."""
     versions = [f"{name} {version or 'not installed'}" for name, version in found["versions"].items()]
-    lines = [", ".join(versions), ""]
+    lines = [fold(", ".join(versions)), ""]
     lines += [_device_line(device) for device in found["devices"]]
-    rows = [[entry["operator"], entry["backend"], entry["why"]] for entry in found["operators"]]
-    lines += ["", align(("operator", "backend", "why"), rows, left=(0, 1, 2)), ""]
-    lines.append(f"ranks exchange rows by {found['transport']['name']}: {found['transport']['why']}")
-    return "\n".join(lines)
+    name, why = found["transport"]["name"], found["transport"]["why"]
+    return "\n".join([*lines, "", _operators(found["operators"]), "", fold(f"ranks exchange rows by {name}: {why}")])
+
+
+def _operators(entries: list[dict[str, str]]) -> str:
+    """A table, one row for operators that run on the same for the same reason; one line if that is all of them."""
+    alike: dict[tuple[str, str], list[str]] = {}
+    for entry in entries:
+        alike.setdefault((entry["backend"], entry["why"]), []).append(entry["operator"])
+    if len(alike) == 1:
+        ((backend, why),) = alike
+        return f"all operators: {backend} ({why})"
+    names = {kind: ", ".join(operators) for kind, operators in alike.items()}
+    left = WIDTH - max(map(len, names.values())) - max(len(backend) for backend, _ in alike) - 4
+    rows = []
+    for (backend, why), operators in names.items():
+        first, *others = textwrap.wrap(why, left)
+        rows += [[operators, backend, first], *(["", "", line] for line in others)]
+    return align(("operator", "backend", "why"), rows, left=(0, 1, 2))
 
 
 def _devices() -> list[dict[str, Any]]:

@@ -1,6 +1,14 @@
-"""Plain text, aligned."""
+"""Plain text: aligned, and folded for a terminal of 80 columns."""
 
+import textwrap
 from collections.abc import Container, Sequence
+
+WIDTH = 80
+
+
+def fold(text: str) -> str:
+    """A line as lines of at most 80 characters, all but the first indented."""
+    return textwrap.fill(text, WIDTH, subsequent_indent="  ", break_long_words=False, break_on_hyphens=False)
 
 
 def align(header: Sequence[str], rows: Sequence[Sequence[str]], left: Container[int] = (0,)) -> str:

@@ -1,16 +1,35 @@
 """The nouns on the arrows of the path: tokens -> Routing -> ExpertRows -> rows -> tokens.
 
-Frozen dataclasses without behaviour beyond their own shape. Sizes: M tokens, N experts, k slots a token,
+Frozen dataclasses without behaviour beyond their own shape: printed as dtypes and shapes, and read by `torch.load` as
+they are, since `torch.save` writes tensors and plain values. Sizes: M tokens, N experts, k slots a token,
 P rows sorted by expert, E local experts, H hidden, I intermediate.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
+from typing import Any
 
 import torch
 
 
-@dataclass(frozen=True)
-class QuantTensor:
+def _short(value: Any) -> str:
+    """`float32 [8, 4]` of a tensor, so that a line holds what a page of numbers would."""
+    if isinstance(value, torch.Tensor):
+        where = "" if value.device.type == "cpu" else f" on {value.device}"
+        return f"{str(value.dtype).removeprefix('torch.')} {list(value.shape)}{where}"
+    return repr(value)
+
+
+class _Printed:
+    """A dataclass whose repr has tensors as dtype and shape, and no field that is as it is by default."""
+
+    def __repr__(self) -> str:
+        shown = [(field, getattr(self, field.name)) for field in fields(self)]  # pyright: ignore[reportArgumentType]
+        kept = [f"{field.name}={_short(value)}" for field, value in shown if value is not field.default]
+        return f"{type(self).__name__}({', '.join(kept)})"
+
+
+@dataclass(frozen=True, repr=False)
+class QuantTensor(_Printed):
     """A tensor in a block-scaled format: element [.., r, c] is values[.., r, c] * sf[.., r // group[0], c // group[1]].
 
     values: float8_e4m3fn [.., R, C], or uint8 [.., R, C / 2] of two E2M1 numbers, even column in the low nibble.
@@ -22,6 +41,7 @@ class QuantTensor:
         wrong numbers if it isn't so: who writes to values or sf sets it anew (`envoi.quant.pack.tamed`), or to False.
 
     Example: fp8_row of a [4, 256] tensor has values [4, 256], sf [4, 1], group (1, 256).
+    Raises ValueError for a group that isn't a pair.
     """
 
     values: torch.Tensor
@@ -29,6 +49,10 @@ class QuantTensor:
     group: tuple[int, int]
     scale: torch.Tensor | None = None
     tame: bool = False
+
+    def __post_init__(self) -> None:
+        if not isinstance(self.group, tuple | list) or len(self.group) != 2:
+            raise ValueError(f"group: expected the rows and the columns that share a scale factor, got {self.group!r}")
 
     @property
     def packed(self) -> bool:
@@ -50,9 +74,12 @@ class QuantTensor:
 Matrix = torch.Tensor | QuantTensor
 
 
-@dataclass(frozen=True)
-class Routing:
+@dataclass(frozen=True, repr=False)
+class Routing(_Printed):
     """What the router decided for M tokens; slots of a token are ordered by selection key, best first.
+
+    One made by hand for `envoi.moe` may have ids in int64, weights in bf16 or fp16, and for tokens [B, S, H] both as
+    [B, S, k].
 
     topk_weights [M, k] float32: weight of each slot, 0 where masked.
     topk_ids [M, k] int32: expert of each slot, -1 = masked slot. Ids of one token are distinct.
@@ -73,8 +100,8 @@ class Routing:
     expert_offsets: torch.Tensor | None = None
 
 
-@dataclass(frozen=True)
-class ExpertRows:
+@dataclass(frozen=True, repr=False)
+class ExpertRows(_Printed):
     """Token rows gathered by expert, ready for a grouped GEMM.
 
     rows [P, H] (a tensor, or a QuantTensor with one scale row per row): expert e owns rows offsets[e] : offsets[e + 1].
@@ -91,8 +118,8 @@ class ExpertRows:
     topk_weights: torch.Tensor
 
 
-@dataclass(frozen=True)
-class ExpertWeights:
+@dataclass(frozen=True, repr=False)
+class ExpertWeights(_Printed):
     """The experts that live on one rank, packed for the grouped GEMMs by `envoi.experts.pack`.
 
     gate_up [E, 2I, H]: row 2i is gate i, row 2i + 1 is up i ("interleaved"), bf16 or a QuantTensor.
@@ -130,3 +157,7 @@ class ExpertWeights:
     def device(self) -> torch.device:
         """Where the weights live."""
         return self.gate_up.device
+
+
+# Else `torch.load` refuses them unless it is told to run whatever a file says.
+torch.serialization.add_safe_globals([QuantTensor, Routing, ExpertRows, ExpertWeights])

@@ -4,8 +4,8 @@ import pytest
 
 from envoi.bench import shapes
 from envoi.bench.evidence import SUITES
+from envoi.moe.router.rules import PRESETS
 from envoi.quant.formats import FORMATS
-from envoi.router.rules import PRESETS
 
 
 @pytest.mark.parametrize("suite", SUITES)

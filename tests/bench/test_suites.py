@@ -121,12 +121,39 @@ def test_the_command_appends_and_prints(tmp_path, capsys):
     assert [m.case for m in load(tmp_path)["cpu"]] == names
 
 
-def test_no_write_writes_nothing_and_a_filter_filters(tmp_path, capsys):
-    arguments = ["bench", "router", "--device", "cpu", "--repeat", "1", "--out", str(tmp_path / "x")]
-    assert cli.main([*arguments, "--no-write", "--case", "512x8x128"]) == 0
-    assert not (tmp_path / "x").exists()
-    lines = capsys.readouterr().out.splitlines()
-    assert sum(line.startswith("router ") for line in lines) == 1
+def test_nothing_is_written_unasked_and_a_filter_filters(tmp_path, capsys, monkeypatch):
+    from envoi.bench import evidence
+
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(evidence, "append", None)
+    arguments = ["bench", "router", "--device", "cpu", "--repeat", "1", "--case", "512x8x128"]
+    assert cli.main(arguments) == 0
+    assert not list(tmp_path.iterdir())
+    stdout, stderr = capsys.readouterr()
+    assert sum(line.startswith("router ") for line in stdout.splitlines()) == 1
+    assert "not kept; --out DIR appends them to DIR/<gpu>.jsonl" in stderr
+
+
+def test_a_folder_that_is_a_file_is_refused_before_anything_is_measured(tmp_path, capsys, monkeypatch):
+    from envoi.bench import runner
+
+    monkeypatch.setattr(runner, "run_cases", None)
+    (tmp_path / "file").touch()
+    assert cli.main(["bench", "router", "--device", "cpu", "--out", str(tmp_path / "file")]) == 2
+    assert capsys.readouterr().err == f"envoi: --out: expected a folder, got the file {tmp_path / 'file'}\n"
+
+
+@pytest.mark.parametrize("out", [[], ["--out", "none"]])
+def test_tables_are_not_emptied_for_want_of_results(tmp_path, capsys, monkeypatch, out):
+    from envoi.bench import machine
+
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(machine, "PACKAGE", tmp_path / "site-packages" / "envoi")
+    text = "<!-- bench:gemm:h200 -->\na table\n<!-- /bench -->\n"
+    (tmp_path / "README.md").write_text(text)
+    assert cli.main(["bench", "--readme", "README.md", *out]) == 2
+    assert "--out: expected the folder of the results that --readme takes" in capsys.readouterr().err
+    assert (tmp_path / "README.md").read_text() == text
 
 
 def test_list_prints_every_case(capsys):

@@ -50,6 +50,7 @@ def test_rows_as_routing_leaves_them(capsys):
     ("arguments", "problem"),
     [
         (["router"], "SUITE: expected one of gemm, "),
+        (["--shape", "16x64x64", "--out", "."], "--out: expected a file, got the folder ."),
         (["--shape", "1x2"], "--shape: expected MxNxK"),
         (["--shape", "0x2x3"], "--shape: expected MxNxK"),
         (["gemm", "--shape", "16x64x64"], "--shape: expected no SUITE"),

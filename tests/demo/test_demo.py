@@ -16,10 +16,10 @@ from envoi.demo import layer as moe_layer
 from envoi.demo import model as lm
 from envoi.demo.text import find_model, read_text
 from envoi.integrations.transformers import implementation_name, packed_experts
+from envoi.moe.router import route
 from envoi.quant import FORMATS
-from envoi.router import route
 
-MODEL = Path(__file__).resolve().parents[2] / "examples" / "tiny_moe" / "model"
+MODEL = find_model(None)
 ALLOWED = {"bf16": 1e-3, "fp8_row": 0.02, "fp8_block128": 0.02, "mxfp8": 0.02, "mxfp4": 0.10}
 CPU = torch.device("cpu")
 

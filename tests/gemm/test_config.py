@@ -7,21 +7,31 @@ import torch
 
 from envoi.epilogue import library
 from envoi.epilogue.lower import lower
-from envoi.gemm import config as configs
-from envoi.gemm.config import Config, Problem, candidates, default_config, predicted_cycles, shared_bytes, supports
+from envoi.gemm.hopper import config as configs
+from envoi.gemm.hopper.config import (
+    Config,
+    Problem,
+    candidates,
+    default_config,
+    predicted_cycles,
+    shared_bytes,
+    supports,
+)
+from envoi.runtime.devices import SHARED_BYTES
 
 NUM_SMS = 132
+NO_WIDE_TILE = "wide_tail_tiles: expected a tile of two consumers that is as wide as high"
 STORE = lower(library.store.ir, torch.bfloat16, "gluon", False, True, frozenset())
 SCALED = Problem(64 * 256, 4096, 7168, 1, num_groups=64, scaled=True)
-SQUARE, WIDE = Config(64, 2, 128, 128, 6, turns=2), Config(64, 2, 128, 128, 5, wide_last=True)
+SQUARE, WIDE = Config(64, 2, 128, 128, 6, num_store_buffers=2), Config(64, 2, 128, 128, 5, wide_tail_tiles=True)
 
 
 @pytest.mark.parametrize(
     ("problem", "words"),
     [
         (SCALED, ""),
-        (replace(SCALED, N=4096 + 128), "wide_last: expected a grouped GEMM with N a multiple of 256, got 4224"),
-        (replace(SCALED, num_groups=0), "wide_last: expected a grouped GEMM with N a multiple of 256, got 4096"),
+        (replace(SCALED, N=4096 + 128), "wide_tail_tiles: expected a grouped GEMM with N a multiple of 256, got 4224"),
+        (replace(SCALED, num_groups=0), "wide_tail_tiles: expected a grouped GEMM with N a multiple of 256, got 4096"),
     ],
 )
 def test_problems_that_wide_tiles_refuse(problem, words):
@@ -31,11 +41,11 @@ def test_problems_that_wide_tiles_refuse(problem, words):
 @pytest.mark.parametrize(
     ("change", "words"),
     [
-        ({"num_roles": 1}, "wide_last: expected a tile of two roles that is as wide as high, got 1x64x128"),
-        ({"block_y": 64}, "wide_last: expected a tile of two roles that is as wide as high, got 2x64x64"),
+        ({"num_consumers": 1}, f"{NO_WIDE_TILE}, got 1x64x128"),
+        ({"block_y": 64}, f"{NO_WIDE_TILE}, got 2x64x64"),
         (
             {"num_stages": 6},
-            "num_stages: 2x64x128 k128x6 p64x1 wide_last needs 264192 bytes of shared memory, got 232448",
+            "num_stages: 2x64x128 k128x6 p64x1 wide_tail_tiles needs 264192 bytes of shared memory, got 232448",
         ),
         ({"num_stages": 1}, "num_stages: expected at least 2, got 1"),
     ],
@@ -52,11 +62,11 @@ def test_a_wide_tile_is_as_large_as_a_square_one():
 
 def units_of(stage: int, wide: bool, config: Config) -> set[int]:
     """What a tile uses of the room that x, in buffers of one unit, and y, in buffers of two, share."""
-    from envoi.gemm.loading import x_index, y_index
+    from envoi.gemm.hopper.pipeline import x_box_index, y_box_index
 
-    used = [x_index.fn(stage, part, config) for part in ((0,) if wide else (0, 1))]
+    used = [x_box_index.fn(stage, part, config) for part in ((0,) if wide else (0, 1))]
     for side in (0, 1) if wide else (0,):
-        first = 2 * y_index.fn(stage, side, config)
+        first = 2 * y_box_index.fn(stage, side, config)
         used += [first, first + 1]
     assert len(set(used)) == len(used)
     return set(used)
@@ -67,7 +77,7 @@ def test_stages_of_wide_and_square_tiles_are_apart(num_stages):
     config = replace(WIDE, num_stages=num_stages)
     stages = [units_of(stage, False, config) | units_of(stage, True, config) for stage in range(num_stages)]
     assert sum(map(len, stages)) == len(set().union(*stages))
-    assert set().union(*stages) <= set(range(config.num_buffers))
+    assert set().union(*stages) <= set(range(config.num_x_boxes))
 
 
 @pytest.mark.parametrize("rows", [1, 16, 64, 96, 128, 192, 256, 384, 512, 1024, 4096])
@@ -80,15 +90,15 @@ def test_candidates_fit(rows, element_bytes):
             assert found
             for config in found:
                 assert not supports(problem, config, STORE)
-                assert shared_bytes(problem, config, STORE) <= configs.SHARED_BYTES
-                assert not config.wide_last or (scaled and groups and rows > 64 and config.num_stages == 5)
+                assert shared_bytes(problem, config, STORE) <= SHARED_BYTES
+                assert not config.wide_tail_tiles or (scaled and groups and rows > 64 and config.num_stages == 5)
 
 
 def test_no_wide_tiles_where_fewer_stages_fit():
     code = lower(library.gelu_residual.ir, torch.bfloat16, "gluon", False, True, frozenset(), ("residual",))
     found = candidates(replace(SCALED, side_bytes=2.0), code)
     assert found
-    assert not any(config.wide_last for config in found)
+    assert not any(config.wide_tail_tiles for config in found)
 
 
 def test_a_wave_that_is_full_but_for_chance_is_one_wave():
@@ -104,11 +114,11 @@ def test_wide_tiles_where_they_save_more_than_they_cost(rows, wide):
     """Measured: 96 rows an expert lose 3 %, 192 and 256 gain 5 to 9 %; the more rows, the less there is to save."""
     chosen = default_config(replace(SCALED, M=64 * rows), STORE, NUM_SMS)
     assert chosen is not None
-    assert chosen.wide_last == wide
+    assert chosen.wide_tail_tiles == wide
 
 
 @pytest.mark.parametrize("mean", [1, 5, 64, 200, 256, 700])
-@pytest.mark.parametrize("config", [SQUARE, WIDE], ids=str)
+@pytest.mark.parametrize("config", [SQUARE, WIDE], ids=lambda config: config.label())
 def test_tiles_of_an_expert_are_those_of_routing_at_random(mean, config):
     rows = torch.poisson(torch.full((200_000,), float(mean)), generator=torch.Generator().manual_seed(mean))
     counted = (rows / config.block_m).ceil().mean().item()

@@ -37,8 +37,9 @@ from envoi.epilogue.library import (
     swiglu_fp8,
     swiglu_residual,
 )
-from envoi.gemm import gemm, grouped_gemm, tune
-from envoi.gemm.config import Config, fitted
+from envoi.gemm import gemm, grouped_gemm
+from envoi.gemm.hopper import tune
+from envoi.gemm.hopper.config import Config, fitted
 from envoi.gemm.op import _spread_columns
 from envoi.gemm.reference import oracle, pick_expert
 from envoi.quant import dequantize
@@ -294,7 +295,7 @@ def test_wide_tiles_have_the_bits_of_square_ones(ep, K, monkeypatch):
     offsets = torch.tensor([0, *torch.tensor(counts).cumsum(0).tolist()], dtype=torch.int32, device="cuda")
     found = []
     for wide, num_stages in ((False, 4), (True, 5), (True, 3)):
-        config = Config(64, 2, 128, 128, num_stages, wide_last=wide)
+        config = Config(64, 2, 128, 128, num_stages, wide_tail_tiles=wide)
         monkeypatch.setattr(tune, "choose", lambda problem, code, *_, config=config: fitted(problem, config, code))
         found.append(flat(grouped_gemm(rows, weights, offsets, ep, **operands_for(ep, P, N, E))))
     for wide in found[1:]:

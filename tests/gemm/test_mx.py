@@ -7,9 +7,9 @@ import torch
 
 from envoi.epilogue.library import absmax, expert_l1, store, swiglu, swiglu_fp8
 from envoi.epilogue.lower import lower
-from envoi.epilogue.slots import slots
-from envoi.gemm import hopper_mx, portable
-from envoi.gemm.hopper_mx import (
+from envoi.epilogue.slots import empty_slots, operand_tensors, slots
+from envoi.gemm.hopper_mx import host
+from envoi.gemm.hopper_mx.config import (
     DEEP_TOKENS,
     MAX_STAGES,
     NARROW,
@@ -17,10 +17,10 @@ from envoi.gemm.hopper_mx import (
     MxConfig,
     choose,
     fitted,
+    is_short,
     shared_bytes,
-    short,
-    supports_mx,
 )
+from envoi.gemm.hopper_mx.host import supports_mx
 from envoi.sass.compile import compile_recipe, recipe_of_call
 from envoi.sass.record import of_binary
 from envoi.types import QuantTensor
@@ -39,18 +39,18 @@ def weights(*shape: int, bits: int = 4, tame: bool = False) -> QuantTensor:
 
 
 def compiled(ep, config: MxConfig, num_experts: int = 32, M: int = 512, N: int = 4096, K: int = 2048):
-    from envoi.gemm.kernel_sm90_mx import mx_kernel
+    from envoi.gemm.hopper_mx.kernel import mx_kernel
 
     lead = (num_experts,) if num_experts else ()
     operands = {}
     for operand in ep.ir.operands:
         shape = (M,) if operand.kind == "Row" else (*lead, operand.shape.num_columns(N))
         operands[operand.name] = 0.5 if operand.kind == "Scalar" else empty(*shape, dtype=torch.float32)
-    tensors, pointers = portable.operand_tensors(ep.ir, operands, num_experts)
-    outputs = portable.empty_slots(ep.ir, slots(ep.ir, torch.bfloat16), M, N, torch.device("meta"))
+    tensors, pointers = operand_tensors(ep.ir, operands, num_experts)
+    outputs = empty_slots(ep.ir, slots(ep.ir, torch.bfloat16), M, N, torch.device("meta"))
     code = lower(ep.ir, torch.bfloat16, "gluon", False, False, pointers)
     offsets = empty(num_experts + 1, dtype=torch.int32) if num_experts else None
-    _, args = hopper_mx.arguments(
+    _, args = host.arguments(
         empty(M, K), weights(*lead, N, K, bits=config.bits), offsets, code, tensors, outputs, config, num_sms=132
     )
     return compile_recipe(recipe_of_call(mx_kernel, args, "sm_90", num_warps=config.num_warps), "sm_90")
@@ -61,16 +61,17 @@ def compiled(ep, config: MxConfig, num_experts: int = 32, M: int = 512, N: int =
 @pytest.mark.parametrize("ep", [store, expert_l1("swiglu_oai", 7.0, True, "mxfp8")], ids=lambda ep: ep.ir.name)
 @pytest.mark.parametrize(("bits", "tame"), [(4, True), (8, True)])
 def test_machine_code(bits, tame, ep, block_y, roles):
-    num_roles, role_m = roles
-    if role_m == WIDE and not short(lower(ep.ir, torch.bfloat16, "gluon", False, False, frozenset()), block_y):
+    num_consumers, rows_per_consumer = roles
+    code = lower(ep.ir, torch.bfloat16, "gluon", False, False, frozenset())
+    if rows_per_consumer == WIDE and not is_short(code, block_y):
         pytest.skip("an epilogue that narrow roles run")
-    if role_m == WIDE and block_y > DEEP_TOKENS:
+    if rows_per_consumer == WIDE and block_y > DEEP_TOKENS:
         pytest.skip("never chosen")
-    config = fitted(MxConfig(num_roles, block_y, MAX_STAGES, role_m, bits=bits, tame=tame))
+    config = fitted(MxConfig(num_consumers, block_y, MAX_STAGES, rows_per_consumer, bits=bits, tame=tame))
     binary = compiled(ep, config)
     families = of_binary(binary)[0][0].families or {}
     assert not [family for family in families if "spill" in family]
-    assert families["tensor core"] == {f"HGMMA.64x{block_y}x16.F32.BF16": config.block_k // 16 * num_roles}
+    assert families["tensor core"] == {f"HGMMA.64x{block_y}x16.F32.BF16": config.block_k // 16 * num_consumers}
     assert binary.shared_bytes <= shared_bytes(config)
 
 
@@ -93,10 +94,10 @@ def test_configs_fit():
 
 
 def test_wide_roles_where_tiles_are_many_and_epilogues_short():
-    assert choose(32 * 16, 4096, 32, 132).role_m == choose(32 * 64, 4096, 32, 132).role_m == WIDE
-    assert choose(4 * 64, 2880, 4, 132).role_m == choose(16, 4096, 0, 132).role_m == NARROW
+    assert choose(32 * 16, 4096, 32, 132).rows_per_consumer == choose(32 * 64, 4096, 32, 132).rows_per_consumer == WIDE
+    assert choose(4 * 64, 2880, 4, 132).rows_per_consumer == choose(16, 4096, 0, 132).rows_per_consumer == NARROW
     sums = lower(absmax.ir, torch.bfloat16, "gluon", False, False, frozenset())
-    assert choose(32 * 16, 4096, 32, 132, sums).role_m == NARROW
+    assert choose(32 * 16, 4096, 32, 132, sums).rows_per_consumer == NARROW
 
 
 def test_what_it_does_not_take():
@@ -112,10 +113,10 @@ def test_what_it_does_not_take():
 
 def test_factors_lie_as_they_are_where_they_can():
     sf = torch.arange(64, dtype=torch.uint8).view(2, 32).view(E8M0)
-    words = hopper_mx.factor_words(sf)
+    words = host.factor_words(sf)
     assert words.shape == (2, 8)
     assert words.data_ptr() == sf.data_ptr()
-    short = hopper_mx.factor_words(torch.full((3, 5, 10), 255, dtype=torch.uint8).view(E8M0)).view(torch.uint8)
+    short = host.factor_words(torch.full((3, 5, 10), 255, dtype=torch.uint8).view(E8M0)).view(torch.uint8)
     assert short.shape == (15, 16)
     assert (short[:, :10] == 255).all()
     assert not short[:, 10:].any()

@@ -17,7 +17,9 @@ from envoi.epilogue import (
     total_sum,
 )
 from envoi.epilogue.library import absmax, expert_l1, scale_bias_relu, store, swiglu, swiglu_fp8
-from envoi.gemm import gemm, grouped_gemm, hopper_mx
+from envoi.gemm import gemm, grouped_gemm
+from envoi.gemm.hopper_mx import config as configs
+from envoi.gemm.hopper_mx import host
 from envoi.gemm.op import _spread_columns
 from envoi.gemm.reference import cut_rows, oracle, pick_expert
 from envoi.quant import dequantize, quantize
@@ -168,28 +170,30 @@ def test_the_sum_of_all_experts():
     assert (got - exact.sum()).abs() <= 1e-7 * exact.abs().sum()
 
 
-@pytest.mark.parametrize("role_m", [hopper_mx.NARROW, hopper_mx.WIDE])
-@pytest.mark.parametrize("num_roles", [1, 2])
-@pytest.mark.parametrize("block_y", hopper_mx.TOKEN_TILES)
+@pytest.mark.parametrize("rows_per_consumer", [configs.NARROW, configs.WIDE])
+@pytest.mark.parametrize("num_consumers", [1, 2])
+@pytest.mark.parametrize("block_y", configs.TOKEN_TILES)
 @pytest.mark.parametrize("tame", [True, False])
 @pytest.mark.parametrize("scheme", WEIGHTS)
-def test_every_config(scheme, tame, block_y, num_roles, role_m):
-    if role_m == hopper_mx.WIDE and block_y > hopper_mx.DEEP_TOKENS:
+def test_every_config(scheme, tame, block_y, num_consumers, rows_per_consumer):
+    if rows_per_consumer == configs.WIDE and block_y > configs.DEEP_TOKENS:
         pytest.skip("never chosen")
     a, b = mx(150, 1536, "mxfp8", 0), mx(320, 1536, scheme, 1)
-    config = config_of(scheme, num_roles, block_y, role_m, tame)
-    (got,) = hopper_mx.run(a, b, None, store.ir, torch.bfloat16, {}, config)
+    config = config_of(scheme, num_consumers, block_y, rows_per_consumer, tame)
+    (got,) = host.run_gemm(a, b, None, store.ir, torch.bfloat16, {}, config)
     judge(store, got, product(a, b), oracle(a, b), {})
 
 
-def config_of(scheme, num_roles, block_y, role_m, tame=False) -> hopper_mx.MxConfig:
-    config = hopper_mx.MxConfig(num_roles, block_y, hopper_mx.MAX_STAGES, role_m, bits=BITS[scheme], tame=tame)
-    return hopper_mx.fitted(config)
+def config_of(scheme, num_consumers, block_y, rows_per_consumer, tame=False) -> configs.MxConfig:
+    stages, bits = configs.MAX_STAGES, BITS[scheme]
+    return configs.fitted(configs.MxConfig(num_consumers, block_y, stages, rows_per_consumer, bits=bits, tame=tame))
 
 
-@pytest.mark.parametrize(("role_m", "block_y"), [(hopper_mx.NARROW, 32), (hopper_mx.WIDE, 32), (hopper_mx.NARROW, 128)])
+@pytest.mark.parametrize(
+    ("rows_per_consumer", "block_y"), [(configs.NARROW, 32), (configs.WIDE, 32), (configs.NARROW, 128)]
+)
 @pytest.mark.parametrize("scheme", WEIGHTS)
-def test_factors_at_both_ends(scheme, role_m, block_y):
+def test_factors_at_both_ends(scheme, rows_per_consumer, block_y):
     a, b = mx(20, 256, "mxfp8", 0), mx(256, 256, scheme, 1)
     sf = b.sf.view(torch.uint8).clone()
     sf[3, 2] = 255
@@ -198,8 +202,8 @@ def test_factors_at_both_ends(scheme, role_m, block_y):
         sf[row] = byte
     b = QuantTensor(b.values, sf.view(torch.float8_e8m0fnu), b.group)
     assert not tamed(b).tame
-    config = config_of(scheme, 2, block_y, role_m)
-    (got,) = hopper_mx.run(a, b, None, store.ir, torch.float32, {}, config)
+    config = config_of(scheme, 2, block_y, rows_per_consumer)
+    (got,) = host.run_gemm(a, b, None, store.ir, torch.float32, {}, config)
     want = oracle(a, b)
     assert got[:, 3].isnan().all()
     rest = [i for i in range(256) if i != 3]
@@ -213,7 +217,7 @@ def test_factors_that_tame_weights_may_have(scheme):
     sf = torch.arange(10, 129, dtype=torch.uint8, device="cuda").repeat(3)[:256, None].expand(256, 8).contiguous()
     b = tamed(QuantTensor(b.values, sf.view(torch.float8_e8m0fnu), b.group))
     assert b.tame
-    (got,) = hopper_mx.run(a, b, None, store.ir, torch.float32, {}, config_of(scheme, 2, 32, hopper_mx.WIDE, True))
+    (got,) = host.run_gemm(a, b, None, store.ir, torch.float32, {}, config_of(scheme, 2, 32, configs.WIDE, True))
     want = oracle(a, b)
     assert max(relative_error(got[:, i], want[:, i]) for i in range(256)) < 1e-6
 

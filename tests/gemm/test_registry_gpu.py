@@ -7,9 +7,9 @@ import pytest
 import torch
 
 from envoi.gemm import gemm, grouped_gemm
+from envoi.gemm.backend import run_kernels
 from envoi.gemm.op import _spread_columns
 from envoi.gemm.reference import oracle, pick_expert
-from envoi.gemm.select import run_kernels
 from envoi.sass import hopper_recipes, hopper_tuned
 from envoi.types import QuantTensor
 from tests.gemm.test_gpu import judge, normal, torchs_product
@@ -64,7 +64,7 @@ def addresses_of(rows):
 def call(given):
     if given.offsets is None:
         return gemm(given.a, given.b, given.epilogue, **given.operands)
-    if not given.grouping.behind:
+    if not given.grouping.write_tail:
         ir, operands, grouping = given.epilogue.ir, given.operands, given.grouping
         sent = torch.full((given.a.shape[0], given.b.shape[1]), torch.nan, dtype=torch.bfloat16, device="cuda")
         if grouping.to is not None:
@@ -88,7 +88,7 @@ def test_registered(case):
     if offsets is not None:
         _spread_columns(given.epilogue.ir, operands, offsets, case.M)
     acc, exact = products(given)
-    if not case.behind:
+    if not case.write_tail:
         acc, exact = acc[:-ROWS_OF_NONE], exact[:-ROWS_OF_NONE]
         operands = {name: value[:-ROWS_OF_NONE] for name, value in operands.items()}
     judge(given.epilogue, got, acc, exact, operands, offsets)

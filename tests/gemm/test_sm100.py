@@ -8,8 +8,9 @@ import torch
 
 from envoi.epilogue import library
 from envoi.epilogue.lower import lower
-from envoi.gemm import sf_layout, sm100
-from envoi.gemm.config_sm100 import SHARED_BYTES, BlackwellConfig, BlackwellProblem, shared_bytes, supports
+from envoi.gemm.blackwell import host, sf_layout
+from envoi.gemm.blackwell.config import BlackwellConfig, BlackwellProblem, shared_bytes, supports
+from envoi.runtime.devices import SHARED_BYTES
 from envoi.sass import blackwell_recipes, registry
 from envoi.sass.compile import compile_recipe
 from envoi.sass.record import of_binary
@@ -81,7 +82,7 @@ def test_registered(name):
     [(4, 32, {"32x32b.x32": 8}), (4, 128, {"32x32b.x128": 2}), (8, 128, {"32x32b.x64": 2}), (8, 64, {"32x32b.x32": 4})],
 )
 def test_pieces_decide_the_width_of_loads(num_warps, piece, loads):
-    config = BlackwellConfig(256, 64, 3, num_warps=num_warps, piece=piece)
+    config = BlackwellConfig(256, 64, 3, num_warps=num_warps, epilogue_columns=piece)
     check_roles(*build(library.store, config), "UTCHMMA", loads, 256 // piece, TWO)
 
 
@@ -99,7 +100,7 @@ def test_reductions_over_rows_dont_spill():
 
 
 def test_a_residual_comes_by_tma():
-    record, text = build(library.gelu_residual, BlackwellConfig(256, 64, 3, piece=32))
+    record, text = build(library.gelu_residual, BlackwellConfig(256, 64, 3, epilogue_columns=32))
     # One fetch ahead of the tile, then one in each piece but the last.
     check_roles(record, text, "UTCHMMA", {"32x32b.x32": 8}, 8, {"UTMALDG.2D": 2 * 2 + 8})
 
@@ -113,7 +114,7 @@ def test_block_scaled_in_groups():
 def test_only_tiles_of_an_unfilled_wave_are_cut():
     config = dataclasses.replace(PLAIN, split_k=4)
     call = blackwell_recipes.call_of(library.store, config, (BF16, BF16), (1000, 4096, 512), 0)
-    grid, arguments = sm100.arguments(call, config, 100)
+    grid, arguments = host.arguments(call, config, 100)
     assert grid == (100,)
     M, N, K, groups, num_whole = arguments[-9:-4]
     assert (M, N, K, groups, num_whole) == (1000, 4096, 512, 0, 100)  # of 8 x 16 tiles
@@ -137,10 +138,10 @@ SCALED = BlackwellProblem(4096, 4096, 7168, 8, 8, sf_group=32)
         ({"num_stages": 5}, "shared memory: 5 stages and what leaves are 281088 bytes, there are 232448"),
         ({"num_accumulators": 3}, "num_accumulators: expected 1 or 2, got 3"),
         ({"num_warps": 2}, "num_warps: expected 4 or 8 for the epilogue, got 2"),
-        ({"piece": 96}, "piece: expected a power of two from 16 to block_y = 256, got 96"),
+        ({"epilogue_columns": 96}, "epilogue_columns: expected a power of two from 16 to block_y = 256, got 96"),
         (
-            {"piece": 256},
-            "piece: 256 columns are 256 registers a thread of 4 warps, more than 128 leave none to compute",
+            {"epilogue_columns": 256},
+            "epilogue_columns: 256 are 256 registers a thread of 4 warps, more than 128 leave none to compute",
         ),
         ({"sf_group": 32}, "sf_group: expected 0, as the operands have it, got 32"),
     ],
@@ -173,7 +174,8 @@ def test_refusals_of_problems():
     padded = dataclasses.replace(SCALED, padded=True, K=96)
     assert "FP4 beside FP8" in supports(padded, BlackwellConfig(128, 128, 4, sf_group=32), STORE)
     quantised = lower(library.swiglu_fp8.ir, BF16, "gluon", False, True, frozenset())
-    assert supports(PROBLEM, PLAIN, quantised) == "piece: expected a multiple of 256 columns for this epilogue, got 64"
+    words = "epilogue_columns: expected a multiple of 256 columns for this epilogue, got 64"
+    assert supports(PROBLEM, PLAIN, quantised) == words
     whole = lower(library.absmax.ir, BF16, "gluon", True, True, frozenset())
     assert "whole rows of 4096 columns" in supports(PROBLEM, PLAIN, whole)
 
@@ -186,8 +188,8 @@ def test_a_launch_that_cant_fit_says_why():
 
 def test_tensor_memory_that_is_refused_isnt_there(monkeypatch):
     # Compiled without a launch, such a kernel traps where it would allocate; what follows is gone.
-    monkeypatch.setattr(sm100, "supports", lambda problem, config, code: "")
-    config = BlackwellConfig(256, 128, 3, sf_group=32, piece=32)
+    monkeypatch.setattr(host, "supports", lambda problem, config, code: "")
+    config = BlackwellConfig(256, 128, 3, sf_group=32, epilogue_columns=32)
     for num_accumulators, there in ((1, True), (2, False)):
         cut = dataclasses.replace(config, num_accumulators=num_accumulators)
         assert bool(supports(SCALED, cut, STORE)) != there

@@ -3,7 +3,8 @@
 import pytest
 import torch
 
-from envoi.gemm import portable, reference
+from envoi.gemm import reference
+from envoi.gemm.triton import host as triton_host
 from tests.gemm.interpreted.sides import assert_close, expected, normal, whole
 from tests.gemm.interpreted.test_operations import CLOSE, EXACT, ending, values
 from tests.gemm.interpreted.test_products import GROUPS, PAIRINGS, cast, store
@@ -21,10 +22,10 @@ def on_gpu(x):
 def run(a, b, f, offsets=None, out_dtype=torch.float32, **operands):
     sides, named = (on_gpu(a), on_gpu(b)), {name: on_gpu(value) for name, value in operands.items()}
     if offsets is None:
-        outputs = portable.gemm(*sides, f.ir, out_dtype, named)
+        outputs = triton_host.gemm(*sides, f.ir, out_dtype, named)
     else:
         bounds = torch.tensor(offsets, dtype=torch.int32).cuda()
-        outputs = portable.grouped_gemm(*sides, bounds, f.ir, out_dtype, named)
+        outputs = triton_host.grouped_gemm(*sides, bounds, f.ir, out_dtype, named)
     return [x.cpu() for x in outputs]
 
 

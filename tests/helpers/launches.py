@@ -9,7 +9,7 @@ import pytest
 from triton import knobs
 from triton.runtime.jit import JITFunction
 
-from envoi.gemm import launch
+from envoi.runtime import launch
 from envoi.sass import ptx
 from envoi.sass.compile import Recipe, compile_recipe
 

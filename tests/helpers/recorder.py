@@ -1,7 +1,7 @@
 """A pytest plugin: which kernels each test launched, how the tests ended, and at the end a file of that.
 
     pytest tests -m gpu -n 6 --record-kernels FILE                  all tests: a new file
-    pytest tests/router -m gpu --record-kernels FILE --record-more  some, where only their kernels changed
+    pytest tests/moe/router -m gpu --record-kernels FILE --record-more  some, where only their kernels changed
 
 Each worker of pytest-xdist sends its part home, and the process that started them writes the file. Kernels that tests
 launch in processes of their own don't count.
@@ -42,7 +42,7 @@ class Recorder:
     """Counts per kernel; in the process that writes the file also those of all tests."""
 
     def __init__(self, path: Path, config: pytest.Config):
-        from envoi.gemm import launch  # not before Triton is needed: not all tests do
+        from envoi.runtime import launch  # not before Triton is needed: not all tests do
         from tests.helpers.launches import watched
 
         self.path, self.config = path, config
@@ -99,7 +99,7 @@ class Recorder:
 
     def record(self) -> gpu_record.GpuRecord:
         """The whole run."""
-        from envoi import triton_compat
+        from envoi.runtime import triton_compat
         from tests.helpers.launches import ptxas_version
 
         major, minor = torch.cuda.get_device_capability()

@@ -7,7 +7,7 @@ from pathlib import Path
 
 from triton._C.libtriton import ir, nvidia, passes
 
-from envoi import triton_compat
+from envoi.runtime import triton_compat
 from envoi.sass.compile import Recipe, bind
 
 PTX_VERSION = 86

@@ -238,6 +238,9 @@ def with_entry(table: torch.Tensor, row: int, column: int, value: int) -> torch.
         ("q.shape.0.: expected a multiple of next_n = 3, got 2", {"next_n": 3}),
         ("next_n: expected an int of at least 1, got 0", {"next_n": 0}),
         ("k: expected one of 512, 1024, 2048, got 100", {"k": 100}),
+        ("k: expected one of 512, 1024, 2048, got 512.0", {"k": 512.0}),
+        ("ordered: expected True or False, got str 'no'", {"ordered": "no"}),
+        ("return_errors: expected True or False, got int 1", {"return_errors": 1}),
         ("k_cache: expected int8 or uint8 .num_pages, 64, 1, 132., got", {"k_cache": CACHE.view(-1, 32, 1, 132)}),
         ("k_cache: expected int8 or uint8 .*, got float32", {"k_cache": CACHE.float()}),
         ("k_cache: expected a contiguous tensor", {"k_cache": CACHE.transpose(0, 1).contiguous().transpose(0, 1)}),
@@ -251,6 +254,7 @@ def with_entry(table: torch.Tensor, row: int, column: int, value: int) -> torch.
         ("seq_lens: expected 0 to 128 .*, got -1 for request 1", {"seq_lens": LENGTHS - 31}),
         ("block_table: expected pages from 0 to 2, got 3 for request 1", {"block_table": with_entry(TABLE, 1, 0, 3)}),
         ("block_table: expected pages from 0 to 2, got -7 for request 0", {"block_table": with_entry(TABLE, 0, 1, -7)}),
+        ("block_table: expected no pages, since k_cache has none, got 1 for request 0", {"k_cache": CACHE[:0]}),
     ],
 )  # fmt: skip
 def test_refusals(message, changes):

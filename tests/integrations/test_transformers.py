@@ -1,57 +1,17 @@
 """transformers models with their experts through Envoi, beside transformers' own."""
 
 import copy
-from types import SimpleNamespace
 
 import pytest
 import torch
 import transformers
 
-from envoi.integrations.transformers import implementation_name, packed_experts, recognise_activation, register
+from envoi.integrations.transformers import implementation_name, packed_experts, recognise_activation
 from envoi.quant import FORMATS
 from tests.helpers.accuracy import relative_error
+from tests.helpers.transformers_models import MODELS, build, expert_modules, logits
 
-COMMON = {
-    "vocab_size": 64, "hidden_size": 128, "intermediate_size": 128, "num_hidden_layers": 2, "num_attention_heads": 4,
-    "num_key_value_heads": 2, "max_position_embeddings": 128, "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2,
-}  # fmt: skip
-MLA = {"q_lora_rank": 32, "kv_lora_rank": 32, "qk_rope_head_dim": 16, "qk_nope_head_dim": 16, "v_head_dim": 32}
-MODELS = {
-    "mixtral": ("MixtralConfig", {"num_local_experts": 4, "num_experts_per_tok": 2}),
-    "qwen3_moe": ("Qwen3MoeConfig", {"num_experts": 8, "num_experts_per_tok": 4, "moe_intermediate_size": 128,
-                                     "head_dim": 32, "norm_topk_prob": True}),
-    "olmoe": ("OlmoeConfig", {"num_experts": 8, "num_experts_per_tok": 4}),
-    "deepseek_v3": ("DeepseekV3Config", {**MLA, "n_routed_experts": 8, "num_experts_per_tok": 2, "n_group": 2,
-                                         "topk_group": 1, "moe_intermediate_size": 128, "first_k_dense_replace": 1,
-                                         "n_shared_experts": 1, "num_key_value_heads": 4}),
-    "glm4_moe": ("Glm4MoeConfig", {"n_routed_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 128,
-                                   "first_k_dense_replace": 1, "n_shared_experts": 1, "head_dim": 32}),
-    "gpt_oss": ("GptOssConfig", {"num_local_experts": 4, "num_experts_per_tok": 2, "hidden_size": 160, "head_dim": 32,
-                                 "intermediate_size": 96}),
-}  # fmt: skip
-
-
-def build(name: str) -> transformers.PreTrainedModel:
-    """A random model in bf16 whose routers and biases aren't all alike."""
-    config_name, own = MODELS[name]
-    torch.manual_seed(0)
-    config = getattr(transformers, config_name)(**{**COMMON, **own})
-    model = transformers.AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16, experts_implementation="eager")
-    with torch.no_grad():
-        for label, tensor in model.named_parameters():
-            if tensor.dim() >= 2 or "bias" in label:
-                tensor.normal_(std=0.05 if tensor.dim() >= 3 else 0.1)
-    return model.eval()
-
-
-@pytest.fixture(autouse=True)
-def registered():
-    register()
-
-
-def logits(model, ids: torch.Tensor) -> torch.Tensor:
-    with torch.no_grad():
-        return model(ids, use_cache=False).logits
+pytestmark = pytest.mark.usefixtures("registered")
 
 
 @pytest.mark.parametrize("name", MODELS)
@@ -107,26 +67,15 @@ def test_changed_weights_are_packed_again():
     experts = model.model.layers[0].mlp.experts
     before = packed_experts(experts)
     assert packed_experts(experts) is before
+    gate_up = before.gate_up.clone()
     with torch.no_grad():
         experts.gate_up_proj.mul_(2)
-    after = packed_experts(experts)
-    assert torch.equal(after.gate_up, before.gate_up * 2)
+    assert torch.equal(packed_experts(experts).gate_up, gate_up * 2)
 
 
 @pytest.mark.parametrize(("name", "activation", "limit"), [("mixtral", "swiglu", None), ("gpt_oss", "swiglu_oai", 7.0)])
 def test_activations_are_recognised(name, activation, limit):
     assert recognise_activation(build(name).model.layers[0].mlp.experts) == (activation, limit)
-
-
-def test_deepseek_v4s_clamp_is_recognised():
-    from transformers.models.deepseek_v4.modeling_deepseek_v4 import DeepseekV4Experts
-
-    config = SimpleNamespace(
-        num_local_experts=2, hidden_size=64, intermediate_size=32, hidden_act="silu", swiglu_limit=4.0,
-        _experts_implementation="envoi",
-    )  # fmt: skip
-    module = DeepseekV4Experts(config)
-    assert recognise_activation(module) == ("swiglu", 4.0)
 
 
 def test_an_activation_that_envoi_does_not_have_is_refused():
@@ -147,6 +96,67 @@ def test_a_float32_model_is_refused_in_words():
     model = build("mixtral").float()
     model.set_experts_implementation("envoi")
     with pytest.raises(
-        ValueError, match="expected bfloat16, got torch.float32; load the model with dtype=torch.bfloat16"
+        ValueError, match="got torch.float32, with weights in torch.float32 and no autocast; load the model with dtype"
     ):
         logits(model, torch.tensor([[5, 6]]))
+
+
+def module_and_tokens(dtype: torch.dtype):
+    """An experts module, tokens, ids and weights as a router gives them, and the oracle's outputs."""
+    module = expert_modules(build("mixtral"))[0]
+    x, weights = torch.randn(9, 128), torch.rand(9, 2)
+    ids = torch.rand(9, 4).topk(2).indices
+    with torch.no_grad():
+        want = copy.deepcopy(module).double()(x.to(dtype).double(), ids, weights.double())
+    module.config._experts_implementation = "eager"
+    return module, x.to(dtype), ids, weights, want
+
+
+def test_float16_models_run_as_well_as_bfloat16_would():
+    module, x, ids, weights, want = module_and_tokens(torch.float16)
+    with torch.no_grad():
+        bfloat16 = copy.deepcopy(module)(x.bfloat16(), ids, weights.bfloat16())
+        module.half().config._experts_implementation = "envoi"
+        ours = module(x, ids, weights.half())
+    assert ours.dtype == torch.float16
+    assert relative_error(ours, want) <= 2 * relative_error(bfloat16, want)
+
+
+@pytest.mark.parametrize("cast_to", [torch.bfloat16, torch.float16])
+def test_a_float32_model_runs_under_autocast(cast_to):
+    module, x, ids, weights, want = module_and_tokens(torch.float32)
+    module.float()
+    with torch.no_grad(), torch.autocast("cpu", dtype=torch.bfloat16):
+        eager = module(x, ids, weights)
+    module.config._experts_implementation = "envoi"
+    with torch.no_grad(), torch.autocast("cpu", dtype=cast_to):
+        ours = module(x, ids, weights)
+    assert ours.dtype == torch.float32
+    assert relative_error(ours, want) <= 2 * relative_error(eager, want)
+
+
+def test_float32_tokens_are_cast_to_16_bit_weights():
+    module, x, ids, weights, want = module_and_tokens(torch.float32)
+    module.config._experts_implementation = "envoi"
+    with torch.no_grad():
+        ours = module(x, ids, weights)
+        assert torch.equal(ours.bfloat16(), module(x.bfloat16(), ids, weights))
+    assert ours.dtype == torch.float32
+    assert relative_error(ours, want) < 0.01
+
+
+def test_slots_of_other_ranks_count_nothing():
+    module, x, ids, weights, _ = module_and_tokens(torch.bfloat16)
+    module.config._experts_implementation = "envoi"
+    with torch.no_grad():
+        masked = module(x, torch.where(ids == 3, 4, ids), weights)
+        assert torch.equal(masked, module(x, ids, weights * (ids != 3)))
+        assert torch.equal(module(x, torch.full_like(ids, 4), weights), torch.zeros_like(x))
+
+
+def test_arguments_needn_t_be_contiguous():
+    module, x, ids, weights, _ = module_and_tokens(torch.bfloat16)
+    module.config._experts_implementation = "envoi"
+    with torch.no_grad():
+        want = module(x, ids, weights)
+        assert torch.equal(module(x.t().contiguous().t(), ids.t().contiguous().t(), weights.t().contiguous().t()), want)

@@ -5,7 +5,7 @@ import math
 
 import pytest
 
-from envoi.gemm import hopper_mx
+from envoi.gemm.hopper_mx import config as hopper_mx
 from envoi.plan import MoeLayer, plan_moe
 from envoi.plan.blocks import BLOCK_MS
 from envoi.plan.machines import H200, MACHINES
@@ -124,11 +124,11 @@ def test_buffers_follow_max_tokens():
     ("change", "words"),
     [
         ({"hidden": 4100}, "hidden: expected a multiple of 128 for format 'fp8_block128', got 4100"),
-        ({"intermediate": 0}, "intermediate: expected an int of at least 1, got 0"),
+        ({"intermediate": 0}, "intermediate: expected an int from 1 to 1048576, got 0"),
         ({"num_experts": 100}, "num_experts: expected a multiple of 8 GPUs, got 100"),
         ({"num_topk": 33}, "num_topk: expected an int from 1 to 32"),
         ({"num_experts": 8, "num_topk": 9}, "num_topk: .* 1 to 8 .a token's experts are distinct., got 9"),
-        ({"num_tokens": 0}, "num_tokens: expected an int of at least 1, got 0"),
+        ({"num_tokens": 0}, "num_tokens: expected an int from 1 to 2147483647, got 0"),
         ({"num_ranks": 3}, "num_ranks: expected 1, 2, 4 or 8 GPUs of one NVLink domain, got 3"),
         ({"num_ranks": 16}, "num_ranks: expected 1, 2, 4 or 8"),
         ({"format": "int3"}, "format: expected one of 'bf16'.*got 'int3'"),
@@ -146,7 +146,7 @@ def test_impossible_calls_are_refused_in_words():
         plan_moe(layer(), "sm_80")
     with pytest.raises(ValueError, match="mxfp4 on sm_100, 4096 x 2848: .* K in 64s"):
         plan_moe(layer(hidden=2848, format="mxfp4"), "sm_100")
-    with pytest.raises(ValueError, match="max_tokens: expected an int of at least 2048, got 64"):
+    with pytest.raises(ValueError, match="max_tokens: expected an int from 2048 to 2147483647, got 64"):
         plan_moe(layer(), max_tokens=64)
 
 

@@ -9,6 +9,7 @@ from hypothesis import strategies as st
 
 from envoi.quant import FORMATS, SCHEMES, dequantize, format_named, quantize, scheme_named
 from envoi.quant.cast import AMAX_FLOOR, decode_sf, decode_values, expand_sf
+from envoi.types import QuantTensor
 from tests.helpers.accuracy import assert_same_bits, relative_error
 from tests.quant.scalar import E2M1_VALUES, E4M3_VALUES, nearest_even, power_of_two_from
 
@@ -63,11 +64,11 @@ def test_error_is_bounded_and_nothing_is_clipped(name):
 
 
 @pytest.mark.parametrize("name", SCHEMES)
-@pytest.mark.parametrize("bad", [math.nan, math.inf, -math.inf])
+@pytest.mark.parametrize("bad", [math.nan, math.inf, -math.inf, 1e300])  # the last in float64
 def test_a_bad_number_poisons_its_group_and_no_other(name, bad):
     x = torch.randn(130, 256, generator=torch.Generator().manual_seed(1))
     clean = dequantize(quantize(x, name))
-    y = x.clone()
+    y = x.double() if bad == 1e300 else x.clone()
     y[1, 40] = bad
     q = quantize(y, name)
     rows, columns = q.group
@@ -76,6 +77,12 @@ def test_a_bad_number_poisons_its_group_and_no_other(name, bad):
     got = dequantize(q)
     assert bool(got[hit].isnan().all())
     assert_same_bits(got[~hit], clean[~hit])
+
+
+@pytest.mark.parametrize("group", [None, 128, (128,), "1x128"])
+def test_a_group_that_is_no_pair_is_refused(group):
+    with pytest.raises(ValueError, match="^group: expected the rows and the columns that share a scale factor, got "):
+        QuantTensor(torch.zeros(2, 128, dtype=torch.float8_e4m3fn), torch.ones(2, 1), group)
 
 
 @pytest.mark.parametrize("name", SCHEMES)

@@ -9,9 +9,9 @@ import triton.experimental.gluon.language as gl
 from triton.experimental import gluon
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier
 
+from envoi.runtime.triton_compat import role_barrier
 from envoi.sass import registry
 from envoi.sass.compile import Recipe
-from envoi.triton_compat import role_barrier
 from tests.helpers.shared_memory import in_barriers
 
 KERNELS = [

@@ -2,7 +2,7 @@
 
 import pytest
 
-from envoi import triton_compat
+from envoi.runtime import triton_compat
 from envoi.sass import hopper_recipes, hopper_tuned, registry, router_recipes
 from envoi.sass.compile import compile_recipe
 from envoi.sass.router_cases import ROUTER_CASES

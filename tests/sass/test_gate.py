@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from envoi import triton_compat
+from envoi.runtime import triton_compat
 from envoi.sass import gate, hopper_recipes, hopper_tuned
 from envoi.sass.compile import compile_recipe
 from envoi.sass.gate import Known, Rule

@@ -51,7 +51,7 @@ def launch():
     return both
 """
 CALLED_3_6 = """
-from envoi import triton_compat
+from envoi.runtime import triton_compat
 from tests.helpers import launches
 triton_compat.VERSION, launches.ptxas_version = "3.6.0", lambda: "12.8"
 

@@ -6,10 +6,10 @@ import json
 import pytest
 import torch
 
-from envoi import triton_compat
-from envoi.gemm import hopper, sm90, tune
-from envoi.gemm.config import Config
-from envoi.gemm.kernel_sm90 import gemm_kernel
+from envoi.gemm.hopper import host, tune
+from envoi.gemm.hopper.config import Config
+from envoi.gemm.hopper.kernel import gemm_kernel
+from envoi.runtime import triton_compat
 from envoi.sass import hopper_recipes, hopper_tuned, registry
 from envoi.sass.hopper_cases import CASES, Case
 from envoi.types import QuantTensor
@@ -18,7 +18,7 @@ CASE = Case("x", "store", 256, 512, 384)
 
 
 def specialised(given):
-    _, arguments = sm90.arguments(*hopper_recipes.planned(given), hopper_recipes.NUM_SMS)
+    _, arguments = host.arguments(*hopper_recipes.planned(given), hopper_recipes.NUM_SMS)
     return triton_compat.specialize(gemm_kernel, arguments, "sm_90")
 
 
@@ -46,13 +46,13 @@ def test_real_numbers_come_as_planned(format):
 
 def test_the_plan_is_what_a_launch_gets(monkeypatch):
     launched = []
-    monkeypatch.setattr(sm90, "launch", lambda *call: launched.append(call))
+    monkeypatch.setattr(host, "launch", lambda *call: launched.append(call))
     monkeypatch.setattr(
         torch.cuda, "get_device_properties", lambda device: type("", (), {"multi_processor_count": 132})()
     )
     for case in (CASE, dataclasses.replace(CASE, num_experts=4), dataclasses.replace(CASE, epilogue="swiglu")):
         given = hopper_recipes.inputs(case)
-        hopper.run(given.a, given.b, given.offsets, given.epilogue.ir, torch.bfloat16, given.operands)
+        host.run_gemm(given.a, given.b, given.offsets, given.epilogue.ir, torch.bfloat16, given.operands)
         call, config, num_sms = launched.pop()
         planned, same_config = hopper_recipes.planned(given)
         assert (config, num_sms) == (same_config, hopper_recipes.NUM_SMS)
@@ -80,7 +80,7 @@ def test_all_cases_are_registered_and_differ():
 
 def test_every_way_to_cut_the_work_occurs():
     configs = [hopper_recipes.planned(hopper_recipes.inputs(case))[1] for case in CASES]
-    for name in ("pingpong", "swap_ab", "split_k", "num_roles", "wide_last"):
+    for name in ("pingpong", "swap_ab", "split_k", "num_consumers", "wide_tail_tiles"):
         ways = {min(2, int(getattr(config, name))) for config in configs}
         assert len(ways) == 2, f"{name} is {ways} in all cases: other sizes are needed"
 

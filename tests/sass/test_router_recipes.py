@@ -3,10 +3,10 @@
 import pytest
 import torch
 
-from envoi import triton_compat
-from envoi.router import launch, route
-from envoi.router.kernel_sm90 import router_kernel as hopper_kernel
-from envoi.router.kernel_triton import router_kernel as triton_kernel
+from envoi.moe.router import host, route
+from envoi.moe.router.kernel_hopper import router_kernel as hopper_kernel
+from envoi.moe.router.kernel_triton import router_kernel as triton_kernel
+from envoi.runtime import triton_compat
 from envoi.sass import registry, router_recipes
 from envoi.sass.router_cases import ROUTER_CASES
 
@@ -18,10 +18,10 @@ def with_memory(shape, dtype):
 
 def specialised(case, make):
     call = router_recipes.call_of(case, make)
-    outputs = launch.empty_outputs(call)
+    outputs = host.empty_outputs(call)
     if case.kernel == "triton":
-        return triton_compat.specialize(triton_kernel, launch.portable_arguments(call, outputs)[1], "sm_90")
-    _, arguments, _ = launch.hopper_arguments(call, outputs, router_recipes.NUM_SMS)
+        return triton_compat.specialize(triton_kernel, host.portable_arguments(call, outputs)[1], "sm_90")
+    _, arguments, _ = host.hopper_arguments(call, outputs, router_recipes.NUM_SMS)
     return triton_compat.specialize(hopper_kernel, arguments, "sm_90")
 
 
@@ -41,18 +41,18 @@ def test_every_way_to_cut_the_work_occurs():
     cuts = []
     for case in (case for case in ROUTER_CASES if case.kernel == "sm90"):
         call = router_recipes.call_of(case)
-        cuts.append(launch.hopper_arguments(call, launch.empty_outputs(call), router_recipes.NUM_SMS)[1][-2])
-    for name in ("parts_n", "parts_k", "waits", "signals", "loads_all"):
-        ways = {min(2, int(getattr(cut, name))) for cut in cuts}
+        cuts.append(host.hopper_arguments(call, host.empty_outputs(call), router_recipes.NUM_SMS)[1][-2])
+    for name in ("parts_n", "parts_k", "all_parts_wait", "polls_sums", "single_fill"):
+        ways = {min(2, int(getattr(tiling, name))) for tiling in cuts}
         assert len(ways) == 2, f"{name} is {ways} in all cases: other sizes are needed"
 
 
 def test_a_call_launches_it(monkeypatch):
     """What `envoi.route` hands to the kernel is the call that the recipe is made of."""
     launched = []
-    monkeypatch.setattr(launch, "supported", lambda device, rule: True)
-    monkeypatch.setattr(launch, "implementation", lambda device: "hopper")
-    monkeypatch.setattr(launch, "_run_hopper", lambda call, outputs: launched.append((call, outputs)))
+    monkeypatch.setattr(host, "supported", lambda device, rule: True)
+    monkeypatch.setattr(host, "implementation", lambda device: "hopper")
+    monkeypatch.setattr(host, "_run_hopper", lambda call, outputs: launched.append((call, outputs)))
     for case in (case for case in ROUTER_CASES if case.kernel == "sm90"):
         want = router_recipes.call_of(case)
         given, wanted = router_recipes.inputs(case, with_memory), case.everything

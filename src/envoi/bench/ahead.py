@@ -19,8 +19,9 @@ import torch
 from envoi.bench import problems
 from envoi.bench.problems import Planned, Shape
 from envoi.bench.shapes import Case
-from envoi.gemm import devices, sm90
-from envoi.gemm.config import Config
+from envoi.gemm.hopper import host
+from envoi.gemm.hopper.config import Config
+from envoi.runtime import devices
 
 Job = tuple[Shape, Config]
 MAX_PROCESSES = 16
@@ -63,9 +64,9 @@ def compile_all(jobs: Sequence[Job], num_sms: int, num_processes: int | None = N
 
 def kernel_key(planned: Planned, config: Config, num_sms: int) -> tuple:
     """Equal for launches that share a kernel."""
-    from envoi.gemm.kernel_sm90 import gemm_kernel
+    from envoi.gemm.hopper.kernel import gemm_kernel
 
-    _, arguments = sm90.arguments(planned.call, config, num_sms)
+    _, arguments = host.arguments(planned.call, config, num_sms)
     params = getattr(gemm_kernel, "params", ())
     return tuple(_specialised(value, param.is_constexpr) for value, param in zip(arguments, params, strict=True))
 
@@ -98,10 +99,10 @@ def _planned(shape: Shape, num_sms: int) -> Planned:
 
 def _compile(job: Job, num_sms: int) -> str:
     """In a process of the pool: into the cache, without a launch. Returns the error, "" if there was none."""
-    from envoi.gemm.kernel_sm90 import gemm_kernel
+    from envoi.gemm.hopper.kernel import gemm_kernel
 
     try:
-        grid, arguments = sm90.arguments(_planned(job[0], num_sms).call, job[1], num_sms)
+        grid, arguments = host.arguments(_planned(job[0], num_sms).call, job[1], num_sms)
         kernel: Any = gemm_kernel
         kernel.warmup(*arguments, grid=grid, num_warps=job[1].num_warps)
     except Exception as error:  # the measurement will meet it again, and say so

@@ -12,8 +12,8 @@ if TYPE_CHECKING:
 
 QUICK_COMPILE_S = 150
 
-DESCRIPTION = """Measure Envoi beside torch and keep the numbers. Without SUITE every suite is run, at the sizes that
-fit the device. A case is appended to the results as soon as it is measured. Over several GPUs: torchrun
+DESCRIPTION = """Measure Envoi beside torch and print tables. Without SUITE every suite is run, at the sizes that fit
+the device. With --out a case is appended to the results as soon as it is measured. Over several GPUs: torchrun
 --nproc-per-node 4 -m envoi.cli bench moe"""
 
 
@@ -36,28 +36,40 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--jobs", metavar="N", type=int, help="processes that compile Envoi's GEMMs beforehand; default: by the CPUs"
     )
-    parser.add_argument("--out", metavar="DIR", help="folder of <gpu>.jsonl; default: the repository's bench/results")
     parser.add_argument(
-        "--write", action=argparse.BooleanOptionalAction, default=True, help="append to <gpu>.jsonl; default: yes"
+        "--out", metavar="DIR", help="append the results to DIR/<gpu>.jsonl; default: they are printed and not kept"
     )
     parser.add_argument("--commit", metavar="TEXT", help="what to record where the package isn't in a git repository")
-    parser.add_argument("--readme", metavar="FILE", help="write the tables of this file from the results, and stop")
+    parser.add_argument(
+        "--readme",
+        metavar="FILE",
+        help="write the tables of this file from the results of --out, in the repository bench/results, and stop",
+    )
 
 
 def run(args: argparse.Namespace) -> int:
     """Run `envoi bench`; returns the exit status. Raises ValueError for what the user can mend."""
-    folder = Path(args.out) if args.out else machine.results_folder()
     if args.readme:
-        changed = readme.rewrite(Path(args.readme), folder)
-        print(f"{args.readme}: {'tables written' if changed else 'tables agree'} with {folder}")
-        return 0
+        return _write_tables(Path(args.readme), args.out)
     chosen = _choose(args.suites, args.case)
     if args.list:
         _print_list(chosen)
         return 0
     if args.repeat is not None and args.repeat < 1:
         raise ValueError(f"--repeat: expected at least 1, got {args.repeat}")
-    return _measure(args, chosen, folder)
+    if args.out is not None and Path(args.out).exists() and not Path(args.out).is_dir():
+        raise ValueError(f"--out: expected a folder, got the file {args.out}")
+    return _measure(args, chosen)
+
+
+def _write_tables(path: Path, out: str | None) -> int:
+    folder = machine.results_folder() if out is None else Path(out)
+    if folder is None or not folder.is_dir():
+        got = "none, outside the repository" if folder is None else f"{folder}, which isn't one"
+        raise ValueError(f"--out: expected the folder of the results that --readme takes, got {got}")
+    changed = readme.rewrite(path, folder)
+    print(f"{path}: {'tables written' if changed else 'tables agree'} with {folder}")
+    return 0
 
 
 def _choose(suites: list[str], substring: str | None) -> "list[Case]":
@@ -77,7 +89,7 @@ def _print_list(chosen: "list[Case]") -> None:
         print(f"{case.suite:<{width}}  {case.name}  [{where}]")
 
 
-def _measure(args: argparse.Namespace, chosen: "list[Case]", folder: Path) -> int:
+def _measure(args: argparse.Namespace, chosen: "list[Case]") -> int:
     from envoi.bench import ahead, runner
     from envoi.bench.trial import Compiler
 
@@ -90,12 +102,15 @@ def _measure(args: argparse.Namespace, chosen: "list[Case]", folder: Path) -> in
         where = f"{device.type} with {ranks.num_ranks} ranks" if ranks.num_ranks > 1 else device.type
         raise ValueError(f"--case: expected a case that runs on {where}, got none; see envoi bench --list")
     commit = args.commit or machine.commit()
-    if ranks.rank == 0 and args.write and commit.endswith("-dirty"):
+    if ranks.rank == 0 and args.out is None:
+        print("envoi: results are printed and not kept; --out DIR appends them to DIR/<gpu>.jsonl", file=sys.stderr)
+    elif ranks.rank == 0 and commit.endswith("-dirty"):
         print(f"envoi: warning: the package differs from its commit, recorded as {commit}", file=sys.stderr)
     paths: dict[Path, None] = {}
 
     def keep(measurement: evidence.Measurement) -> None:
-        paths.update(dict.fromkeys(evidence.append(folder, [measurement] if args.write else [])))
+        if args.out is not None:
+            paths.update(dict.fromkeys(evidence.append(Path(args.out), [measurement])))
 
     if device.type == "cuda" and ranks.num_ranks == 1:
         ahead.compile_cases(fitting, args.jobs)

@@ -43,11 +43,10 @@ def commit() -> str:
     return f"{head}-dirty" if _git("status", "--porcelain", "--", ".") else f"{head}"
 
 
-def results_folder() -> Path:
-    """bench/results of the repository around this package, else of the working directory."""
+def results_folder() -> Path | None:
+    """bench/results of the repository around this package; None where the package is installed elsewhere."""
     repository = PACKAGE.parents[1]
-    root = repository if (repository / "pyproject.toml").is_file() else Path.cwd()
-    return root / "bench" / "results"
+    return repository / "bench" / "results" if (repository / "pyproject.toml").is_file() else None
 
 
 def _git(*arguments: str) -> str | None:

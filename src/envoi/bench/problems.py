@@ -9,8 +9,8 @@ from envoi.bench.shapes import Case, GemmShape, GroupedShape
 from envoi.bench.suites.endings import ENDINGS
 from envoi.bench.suites.inputs import Inputs, make
 from envoi.epilogue.library import store
-from envoi.gemm import hopper, sm90, tune
-from envoi.gemm.config import Config, Problem, candidates, predicted_cycles
+from envoi.gemm.hopper import host, tune
+from envoi.gemm.hopper.config import Config, Problem, candidates, predicted_cycles
 
 Shape = GemmShape | GroupedShape
 META = torch.device("meta")
@@ -21,7 +21,7 @@ NUM_SMS = 132  # of an H100 or H200, where none is there to ask
 class Planned:
     """default: the config by the model of `gemm.config`, or shipped."""
 
-    call: sm90.Call
+    call: host.Call
     problem: Problem
     default: Config
 
@@ -62,7 +62,7 @@ def label(shape: Shape) -> str:
 
 def refusal(shape: Shape, x: Inputs) -> str:
     """Why the Hopper kernel can't run this; "" if it can."""
-    return hopper.supports_hopper(x.a, x.b, (ENDINGS[shape.epilogue].fused or store).ir)
+    return host.supports_hopper(x.a, x.b, (ENDINGS[shape.epilogue].fused or store).ir)
 
 
 def planned(shape: Shape, num_sms: int, x: Inputs | None = None) -> Planned:
@@ -75,5 +75,5 @@ def planned(shape: Shape, num_sms: int, x: Inputs | None = None) -> Planned:
     if why:
         raise ValueError(f"{label(shape)}: not on the Hopper kernel: {why}")
     ir = (ENDINGS[shape.epilogue].fused or store).ir
-    call, default = hopper.planned(x.a, x.b, x.offsets, ir, torch.bfloat16, x.operands, num_sms)
-    return Planned(call, sm90.problem_of(call), default)
+    call, default = host.planned(x.a, x.b, x.offsets, ir, torch.bfloat16, x.operands, num_sms)
+    return Planned(call, host.problem_of(call), default)

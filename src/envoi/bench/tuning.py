@@ -10,7 +10,7 @@ from envoi.table import align, number
 
 if TYPE_CHECKING:
     from envoi.bench.problems import Planned, Shape
-    from envoi.gemm.config import Config
+    from envoi.gemm.hopper.config import Config
 
 DESCRIPTION = """Measure the configs of the Hopper GEMMs in rounds, with a cold L2 cache, and keep the fastest: of the
 shapes of `envoi bench` (SUITE: those of a suite), or of --shape. A later `envoi.gemm` on this machine uses them."""
@@ -47,6 +47,8 @@ def run(args: argparse.Namespace) -> int:
     for name, value in (("--candidates", args.candidates), ("--repeat", args.repeat)):
         if value < 1:
             raise ValueError(f"{name}: expected at least 1, got {value}")
+    if args.out is not None and Path(args.out).is_dir():
+        raise ValueError(f"--out: expected a file, got the folder {args.out}")
     if args.list:
         return _print_list(shapes)
     _expect_hopper()
@@ -97,7 +99,7 @@ def _print_list(shapes: "list[Shape]") -> int:
         try:
             planned = problems.planned(shape, problems.NUM_SMS)
             count = len(planned.promising(problems.NUM_SMS, CANDIDATES))
-            rows.append((problems.label(shape), str(planned.default), str(count), planned.key(problems.NUM_SMS)))
+            rows.append((problems.label(shape), planned.default.label(), str(count), planned.key(problems.NUM_SMS)))
         except ValueError as error:
             rows.append((problems.label(shape), f"none: {str(error).rpartition(': ')[2]}", "0", "-"))
     print(align(("shape", "default", "candidates", "kept under"), rows, left=(0, 1, 3)))
@@ -107,7 +109,7 @@ def _print_list(shapes: "list[Shape]") -> int:
 def _expect_hopper() -> None:
     import torch
 
-    from envoi.gemm import devices
+    from envoi.runtime import devices
 
     if not torch.cuda.is_available() or devices.implementation(torch.device("cuda")) != "hopper":
         raise ValueError("tune: expected a Hopper GPU (sm_90), this machine has none that torch can use; see --list")
@@ -117,7 +119,8 @@ def _measure(args: argparse.Namespace, shapes: "list[Shape]") -> int:
     import torch
 
     from envoi.bench import ahead, problems
-    from envoi.gemm import devices, tune
+    from envoi.gemm.hopper import tune
+    from envoi.runtime import devices
 
     num_sms = devices.num_sms(torch.device("cuda", 0))
     todo, jobs = [], []
@@ -152,7 +155,7 @@ def measure_shape(
     from envoi.bench import problems
     from envoi.bench.suites.inputs import make
     from envoi.bench.timing import Clock, Run
-    from envoi.gemm import sm90
+    from envoi.gemm.hopper import host
 
     device = torch.device("cuda")
     planned = problems.planned(shape, num_sms, make(shape, device))
@@ -170,7 +173,7 @@ def measure_shape(
         if difference > MAX_DIFFERENCE:
             wrong[config] = f"differs from the default's result by {difference:.1e}"
         else:
-            runs[config] = partial(sm90.launch, planned.call, config, num_sms)
+            runs[config] = partial(host.launch, planned.call, config, num_sms)
     timings = Clock(device, repeat).rounds(runs) if runs else {}
     return planned, {config: timing.p50_us for config, timing in timings.items()}, wrong
 
@@ -179,11 +182,11 @@ def _outputs(planned: "Planned", config: "Config", num_sms: int) -> list:
     """Copies of what a config writes, over NaN."""
     import torch
 
-    from envoi.gemm import sm90
+    from envoi.gemm.hopper import host
 
     for output in planned.call.outputs:
         output.view(torch.uint8).fill_(255)
-    sm90.launch(planned.call, config, num_sms)
+    host.launch(planned.call, config, num_sms)
     torch.cuda.synchronize()
     return [output[:: max(1, len(output) // 256)].float() for output in planned.call.outputs]  # some rows will do
 
@@ -210,8 +213,8 @@ def _table(label: str, default: "Config", times: "dict[Config, float]", wrong: "
         return f"{number(times[default] / us)}x" if default in times else "-"
 
     rows = [
-        (str(config) + " (default)" * (config == default), number(us), over_default(us))
+        (config.label() + " (default)" * (config == default), number(us), over_default(us))
         for config, us in sorted(times.items(), key=lambda entry: entry[1])
     ]
-    notes = [f"  {config}: {why}" for config, why in wrong.items()]
+    notes = [f"  {config.label()}: {why}" for config, why in wrong.items()]
     return "\n".join([align((label, "us", "default / this"), rows), *notes, ""])

@@ -14,13 +14,19 @@ import torch
 import torch.distributed as dist
 
 from envoi.check import expect_int
-from envoi.ep import ExpertParallel, nvlink, staged
-from envoi.ep.exchange import gather_ints
-from envoi.experts import launch, permute, reference
-from envoi.experts.op import flatten, unflatten
+from envoi.moe import reference, reference_permute
+from envoi.moe.combine import combine_rows
+from envoi.moe.experts import run_experts
+from envoi.moe.layer import has_kernels
+from envoi.moe.op import flatten, unflatten
+from envoi.moe.parallel import ExpertParallel, nccl, nvlink
+from envoi.moe.parallel import combine as nvlink_combine
+from envoi.moe.parallel import dispatch as nvlink_dispatch
+from envoi.moe.parallel.collectives import gather_ints
+from envoi.moe.permute import RowMap, gather_rows, sort_slots
+from envoi.moe.router import route
+from envoi.moe.router.reference import count_tokens
 from envoi.quant.formats import format_named
-from envoi.router import route
-from envoi.router.reference import count_tokens
 from envoi.types import ExpertWeights, Matrix, QuantTensor, Routing
 
 REPEATS = 5
@@ -45,28 +51,28 @@ def one_rank(layer: Layer) -> tuple[torch.Tensor, dict[str, float]]:
 
 def _one_rank_once(layer: Layer, stage: "_Stages") -> torch.Tensor:
     routing = stage("route", lambda: route(layer.tokens, layer.gate, layer.k))
-    if launch.supported(layer.tokens.device):
+    if has_kernels(layer.tokens.device):
         return _by_kernels(layer, routing, stage)
     rows = stage("permute", lambda: _permute(layer, routing))
     rows_out = stage("experts", lambda: reference.expert_mlp(rows, layer.experts))
-    return stage("combine", lambda: permute.combine(rows_out, rows.pos_to_slot, len(layer.tokens), layer.k))
+    return stage("combine", lambda: reference_permute.combine(rows_out, rows.pos_to_slot, len(layer.tokens), layer.k))
 
 
 def _by_kernels(layer: Layer, routing: Routing, stage: "_Stages") -> torch.Tensor:
     scheme = format_named(layer.experts.format).activations
 
-    def permuted() -> tuple[launch.Places, Matrix, torch.Tensor]:
-        places = launch.sort(routing.topk_ids, routing.num_experts)
-        return places, *launch.gather(layer.tokens, routing.topk_weights, places, scheme)
+    def permuted() -> tuple[RowMap, Matrix, torch.Tensor]:
+        row_map = sort_slots(routing.topk_ids, routing.num_experts)
+        return row_map, *gather_rows(layer.tokens, routing.topk_weights, row_map, scheme)
 
-    places, rows, weights = stage("permute", permuted)
-    rows_out = stage("experts", lambda: launch.expert_mlp(rows, weights, places.offsets, layer.experts))
-    return stage("combine", lambda: launch.combine(rows_out, places.slot_to_pos))
+    row_map, rows, weights = stage("permute", permuted)
+    rows_out = stage("experts", lambda: run_experts(rows, weights, row_map.offsets, layer.experts))
+    return stage("combine", lambda: combine_rows(rows_out, row_map.slot_to_pos))
 
 
 def _permute(layer: Layer, routing: Routing):
     tokens = reference.quantize_tokens(layer.tokens, layer.experts.format)
-    return permute.permute(tokens, routing.topk_weights, routing.topk_ids, routing.num_experts)
+    return reference_permute.permute(tokens, routing.topk_weights, routing.topk_ids, routing.num_experts)
 
 
 def many_ranks(
@@ -158,19 +164,19 @@ def _run_stages(layer: Layer, parallel: ExpertParallel, stage: "_Stages") -> Non
     routing = stage("route", lambda: route(layer.tokens, layer.gate, layer.k))
     ids, weights = routing.topk_ids, routing.topk_weights
     if domain is not None:
-        stage("dispatch", lambda: nvlink.dispatch(domain, layer.tokens, weights, ids))
-        rows = stage("experts", lambda: nvlink.expert_mlp(domain, layer.experts, ids.numel()))
-        stage("combine", lambda: nvlink.combine(domain, rows, ids))
+        stage("dispatch", lambda: nvlink_dispatch.dispatch(domain, layer.tokens, weights, ids))
+        rows = stage("experts", lambda: nvlink.run_local_experts(domain, layer.experts, ids.numel()))
+        stage("combine", lambda: nvlink_combine.combine(domain, rows, ids))
         return
     counts = gather_ints(channel, count_tokens(ids, routing.num_experts).tolist(), "counts")
     rows, plan = stage(
         "dispatch",
-        lambda: staged.dispatch(
+        lambda: nccl.dispatch(
             layer.tokens, weights, ids, layer.experts.format, counts, parallel.expert_offsets, channel
         ),
     )
     rows_out = stage("experts", lambda: reference.expert_mlp(rows, layer.experts))
-    stage("combine", lambda: staged.combine(rows_out, plan, len(ids), layer.k, channel))
+    stage("combine", lambda: nccl.combine(rows_out, plan, len(ids), layer.k, channel))
 
 
 def _medians(times: dict[str, list[float]]) -> dict[str, float]:

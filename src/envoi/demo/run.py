@@ -4,12 +4,11 @@ import argparse
 import platform
 import time
 from itertools import pairwise
-from pathlib import Path
 from typing import Any
 
 import torch
 
-from envoi.check import expect_int
+from envoi.check import expect_int, expect_picture
 from envoi.demo import layer as moe_layer
 from envoi.demo import model as lm
 from envoi.demo import picture
@@ -28,6 +27,9 @@ def run(args: argparse.Namespace) -> int:
     expect_int("--bytes", args.bytes, 2)
     expect_int("--new-bytes", args.new_bytes, 1)
     expect_int("--ranks", args.ranks, 1)
+    out = expect_picture("--out", args.out)
+    import matplotlib  # noqa: F401  # what is needed last is missed first
+
     folder = find_model(args.model)
     text = read_text(args.text, folder, args.bytes)
     device = pick_device(args.device)
@@ -42,8 +44,8 @@ def run(args: argparse.Namespace) -> int:
         stages = show_layer(bar, model, batches[0], args.ranks)
         load = lm.expert_load(model, batches[0])
         title = f"{describe_model(model)} | {describe_device(device)} | torch {torch.__version__}"
-        picture.draw(Path(args.out), load, stages, title)
-    print(f"\n{args.out}: expert load per layer and stage times. Whole demo: {time.perf_counter() - start:.0f} s")
+        picture.draw(out, load, stages, title)
+    print(f"\n{out}: expert load per layer and stage times. Whole demo: {time.perf_counter() - start:.0f} s")
     return 0
 
 

@@ -6,7 +6,7 @@ import sysconfig
 from dataclasses import dataclass
 from pathlib import Path
 
-CHECKPOINT = Path("examples/tiny_moe/model")
+CHECKPOINT = Path(__file__).with_name("tiny_moe") / "model"  # a part of the package, so that the demo needs no network
 
 
 @dataclass(frozen=True)
@@ -18,16 +18,13 @@ class Text:
 
 
 def find_model(given: str | None) -> Path:
-    """The checkpoint's folder: as given, or in the repository around this package or the working directory.
+    """The checkpoint's folder: as given, or the one that the package brings.
 
     Raises ValueError if there is none, or a file of it is missing.
     """
-    roots = [Path.cwd(), *Path(__file__).resolve().parents]
-    places = [Path(given)] if given else [root / CHECKPOINT for root in roots]
-    folder = next((place for place in places if place.is_dir()), None)
-    if folder is None:
-        where = given or f"{CHECKPOINT} above {Path.cwd()} or the package"
-        raise ValueError(f"--model: expected a folder with a checkpoint, found none at {where}")
+    folder = CHECKPOINT if given is None else Path(given)
+    if not folder.is_dir():
+        raise ValueError(f"--model: expected a folder with a checkpoint, found none at {folder}")
     for name in ("config.json", "model.safetensors"):
         if not (folder / name).is_file():
             raise ValueError(f"--model: expected {name} in {folder}, there is none")

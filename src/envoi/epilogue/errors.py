@@ -5,7 +5,7 @@ import os
 import sys
 from importlib.util import find_spec
 from pathlib import Path
-from types import TracebackType
+from types import FrameType, TracebackType
 from typing import NoReturn
 
 _STANDARD = str(Path(os.__file__).parent) + os.sep
@@ -24,11 +24,17 @@ def _is_users(filename: str) -> bool:
     return not standard and not filename.startswith(_OTHERS)
 
 
-def refuse(reason: str) -> NoReturn:
-    """Raise EpilogueError for the innermost line on the stack that is the user's."""
+def users_frame() -> FrameType:
+    """The innermost frame on the stack that is the user's."""
     frame = sys._getframe(1)
     while frame.f_back is not None and not _is_users(frame.f_code.co_filename):
         frame = frame.f_back
+    return frame
+
+
+def refuse(reason: str) -> NoReturn:
+    """Raise EpilogueError for the innermost line on the stack that is the user's."""
+    frame = users_frame()
     refuse_at(frame.f_code.co_filename, frame.f_lineno, reason)
 
 

@@ -11,8 +11,9 @@ epilogue swiglu(acc)
 """
 
 import hashlib
-from dataclasses import dataclass
-from functools import cached_property
+from collections.abc import Callable
+from dataclasses import dataclass, fields
+from functools import cached_property, wraps
 from typing import Any
 
 
@@ -126,6 +127,14 @@ class IR:
         """A digest of everything that decides what is computed."""
         return hashlib.sha256(str(self).encode()).hexdigest()[:16]
 
+    @cached_property
+    def kept(self) -> dict[tuple, Any]:
+        """What was made of it, by `kept_with_ir`."""
+        return {}
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {field.name: getattr(self, field.name) for field in fields(self)}
+
     @property
     def needs_whole_rows(self) -> bool:
         """True if a step sees a whole row across its N tiles."""
@@ -143,3 +152,17 @@ class IR:
     def divisor(self) -> int:
         """N must be a multiple of this."""
         return max(node.shape.divisor for node in self.nodes)
+
+
+def kept_with_ir(function: Callable) -> Callable:
+    """Decorator: a function of an IR and hashable values computes once, and its results live as long as the IR."""
+
+    @wraps(function)
+    def call(ir: IR, *values: Any, **named: Any) -> Any:
+        key = (function, *values, *named.items())
+        try:
+            return ir.kept[key]
+        except KeyError:
+            return ir.kept.setdefault(key, function(ir, *values, **named))  # of two threads, one's
+
+    return call

@@ -9,7 +9,7 @@ What is written for `swiglu` in Gluon, its output leaving through a TMA descript
         v3 = silu(v1)
         v4 = v3 * v2
         o0 = bf16(v4)
-        put_tiles((o0,), descs, stages, (n // 2,), m, turn, cfg.turns)
+        put_tiles((o0,), descs, stages, (n // 2,), m, turn, cfg.num_store_buffers)
         return (0,)
 
 x1 is a piece of the accumulator in registers, m and n the position of its corner, m_end the row behind the last that
@@ -21,20 +21,23 @@ values; the GEMM merges those of its pieces with `merge`, keeps one a tile in me
 row's last tile calls `finish`, which reads them in order and stores what depends on them.
 """
 
+import hashlib
+import itertools
 import linecache
+import weakref
 from dataclasses import dataclass
-from functools import cache
 from types import ModuleType
 from typing import Any
 
 import torch
 
-from envoi.epilogue.ir import IR
+from envoi.epilogue.ir import IR, kept_with_ir
 from envoi.epilogue.slots import Slot, late, piece_columns, rows_must_fit, slots
 from envoi.epilogue.writer import Writer
 
 FUNCTIONS = ("visit", "merge", "save", "finish", "buffers", "side_buffers", "fetch_side", "of_expert")
 ONE_TILE = "rows can be sent to addresses if the only output is a tile that depends on no other column"
+_number = itertools.count()  # of files: each text has one of its own
 NEEDS_ROWS = "a row's value is used before the row is complete"
 
 
@@ -83,14 +86,16 @@ class Lowered:
         return len(self.side)
 
     def __repr__(self) -> str:
-        """Names what is compiled into a kernel, so that the compiler's cache can tell two epilogues apart."""
+        """Names all of it, functions by the digest of their text, so that the compiler's cache can tell two apart."""
         keys = ",".join(getattr(self, name).cache_key for name in FUNCTIONS)
-        return f"Lowered({keys},{self.leaving},{self.partials},{self.side})"
+        source = hashlib.sha256(self.source.encode()).hexdigest()[:16]
+        rest = (self.slots, self.leaving, self.partials, self.side, self.piece_columns, self.whole, self.sent)
+        return f"Lowered({keys},{source},{','.join(map(str, rest))})"
 
     __str__ = __repr__
 
 
-@cache
+@kept_with_ir
 def lower(
     ir: IR, out_dtype: torch.dtype, dialect: str, whole: bool, tma: bool, pointers: frozenset[str],
     side: tuple[str, ...] = (), sent: bool = False,
@@ -109,22 +114,25 @@ def lower(
         raise ValueError(f"epilogue {ir.name}: {ONE_TILE}")
     writer = Writer(ir, found, frozenset() if whole else late(ir), tma, pointers, side, sent)
     source = writer.write()
-    namespace = _compile(source, ir.name, dialect)
-    return Lowered(
+    filename, namespace = _compile(source, ir.name, dialect)
+    lowered = Lowered(
         **{name: namespace[name] for name in FUNCTIONS}, slots=writer.slots, leaving=tuple(writer.leaving),
         partials=len(writer.partials), side=side, piece_columns=piece_columns(ir), whole=whole,
         sent=sent, source=source,
     )  # fmt: skip
+    weakref.finalize(lowered, linecache.cache.pop, filename, None).atexit = False
+    return lowered
 
 
-def _compile(source: str, name: str, dialect: str) -> dict[str, Any]:
-    """Run the text where the dialect's functions are known. The compiler reads it back through linecache."""
+def _compile(source: str, name: str, dialect: str) -> tuple[str, dict[str, Any]]:
+    """Run the text where the dialect's functions are known: the name of its file, from which the compiler reads it
+    back through linecache, and what it defines."""
     language, jit, library = _dialect(dialect)
-    filename = f"<epilogue {name}, {dialect}, {abs(hash(source)):x}>"
+    filename = f"<epilogue {name}, {dialect}, {next(_number)}>"
     linecache.cache[filename] = (len(source), None, source.splitlines(keepends=True), filename)
     namespace: dict[str, Any] = {"L": language, "__name__": f"envoi.epilogue.lowered.{name}", **library}
     exec(compile(source, filename, "exec"), namespace)
-    return {key: jit(value) if key in FUNCTIONS else value for key, value in namespace.items()}
+    return filename, {key: jit(value) if key in FUNCTIONS else value for key, value in namespace.items()}
 
 
 def _dialect(dialect: str) -> tuple[ModuleType, Any, dict[str, Any]]:

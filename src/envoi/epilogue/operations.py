@@ -9,7 +9,6 @@ another way than the rest; those are built here from functions that don't.
 
 import math
 from collections.abc import Callable
-from contextvars import ContextVar
 from dataclasses import dataclass
 from typing import Any
 
@@ -34,14 +33,13 @@ class Operation:
 
 OPERATIONS: dict[str, Operation] = {}
 
-# What numbers become when the user's function runs on tensors: a mask doesn't say whether that is float32 or float64.
-compute_dtype: ContextVar[torch.dtype] = ContextVar("compute_dtype", default=torch.float32)
-
 
 def compute(op: str, *values: Any, **attributes: Any) -> Any:
-    """An operation on tensors and numbers, at least one a tensor."""
-    like = next(value for value in values if isinstance(value, torch.Tensor))
-    dtype = compute_dtype.get()
+    """An operation on tensors and numbers, at least one a tensor. Numbers have the dtype of the first that isn't a
+    mask, or float32."""
+    found = [value for value in values if isinstance(value, torch.Tensor)]
+    like = found[0]
+    dtype = next((x.dtype for x in found if x.is_floating_point()), torch.float32)
     tensors = (v if isinstance(v, torch.Tensor) else like.new_full((1, 1), float(v), dtype=dtype) for v in values)
     with torch._C.DisableTorchFunction():  # the operators in here are torch's
         return OPERATIONS[op].torch(*tensors, **attributes)
@@ -201,6 +199,8 @@ def _shape(op: str, step: str, args: tuple[Node, ...], attributes: dict[str, Any
         if first.rows != "M" or first.columns == "1":
             refuse(f"{op}: expected a tile (or the values of topk), got a {first}")
         if op.startswith("topk"):
+            if not first.spans_columns:
+                refuse(f"topk: expected a tile, got the values of another topk ({first}); ask it for the smaller k")
             return Shape("M", f"k{attributes['k']}")
         return first if op == "softmax" else Shape("M", "1")
     if step == "column" and not (first.rows == "M" and first.spans_columns):

@@ -1,11 +1,10 @@
 """What a lowered epilogue writes, and what of it has to wait for whole rows."""
 
 from dataclasses import dataclass
-from functools import cache
 
 import torch
 
-from envoi.epilogue.ir import IR, Node, Shape
+from envoi.epilogue.ir import IR, Node, Shape, kept_with_ir
 from envoi.epilogue.operations import CAST_DTYPES
 from envoi.quant.formats import SCHEMES
 
@@ -37,7 +36,7 @@ class Slot:
         return {"row": (M,), "column": (N // self.columns,), "scalar": (), "topk": (M, self.columns)}[self.kind]
 
 
-@cache
+@kept_with_ir
 def slots(ir: IR, out_dtype: torch.dtype) -> tuple[Slot, ...]:
     """The tensors that an epilogue's kernel writes, in the order of its outputs."""
     found: list[Slot] = []
@@ -80,7 +79,7 @@ def output_dtype(node: Node, out_dtype: torch.dtype) -> torch.dtype:
     return out_dtype if whole else torch.float32
 
 
-@cache
+@kept_with_ir
 def late(ir: IR) -> frozenset[int]:
     """The nodes that depend on a reduction over a row, and those reductions."""
     found: set[int] = set()
@@ -95,7 +94,7 @@ def _crosses_columns(ir: IR, node: Node) -> bool:
     return spans and (node.step == "row" or (node.op == "quantize" and node.attribute("scheme") == "fp8_row"))
 
 
-@cache
+@kept_with_ir
 def rows_must_fit(ir: IR) -> bool:
     """True if the epilogue can only run on pieces that hold whole rows."""
     return any(
@@ -105,7 +104,7 @@ def rows_must_fit(ir: IR) -> bool:
     )
 
 
-@cache
+@kept_with_ir
 def piece_columns(ir: IR) -> int:
     """A piece of the accumulator must have a multiple of so many columns."""
     need = ir.divisor
@@ -113,3 +112,39 @@ def piece_columns(ir: IR) -> int:
         if node.op == "quantize":
             need = max(need, SCHEMES[node.attribute("scheme")].group[1] * node.shape.divisor)
     return need
+
+
+@kept_with_ir
+def reduces_rows(ir: IR) -> bool:
+    """True if an output is a reduction over rows, which a second kernel finishes."""
+    return any(ir.nodes[position].step in ("column", "all") for _, position in ir.outputs)
+
+
+def operand_tensors(ir: IR, operands: dict, num_experts: int) -> tuple[tuple, frozenset[str]]:
+    """Return the operands' values as kernels take them, in the IR's order, and the names of Scalars that are tensors.
+
+    num_experts: 0 in a dense GEMM.
+    """
+    values = []
+    for operand in ir.operands:
+        value = operands[operand.name]
+        if isinstance(value, torch.Tensor):
+            value = value.contiguous()
+            if value.shape[:1] == (0,) and operand.shape.rows == "1" and not num_experts:
+                value = value.new_zeros(1, *value.shape[1:])  # a Col of no experts
+        values.append(value)
+    names = (o.name for o, v in zip(ir.operands, values, strict=True) if o.kind == "Scalar" and torch.is_tensor(v))
+    return tuple(values), frozenset(names)
+
+
+def empty_slots(
+    ir: IR, found: tuple[Slot, ...], M: int, N: int, device: torch.device, to: torch.Tensor | None = None
+) -> list[torch.Tensor]:
+    """Return an empty tensor for each slot. to: the addresses to which rows go instead, in the only slot's place."""
+    if to is not None:
+        return [to]
+    written: list[torch.Tensor] = []
+    for slot in found:
+        divisor = ir.nodes[slot.position].shape.divisor
+        written.append(torch.empty(slot.shape(M, N, divisor), dtype=slot.dtype, device=device))
+    return written

@@ -9,7 +9,7 @@ from triton.experimental import gluon
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier, tma
 
 from envoi.epilogue import device
-from envoi.triton_compat import role_barrier
+from envoi.runtime.triton_compat import role_barrier
 
 
 def _gluon(function):
@@ -178,9 +178,9 @@ def take_tile(side, desc, x, m, n, INDEX: gl.constexpr, turn, cfg: gl.constexpr)
     before. INDEX: which operand. turn: which piece.
     """
     buffers, arrived, before = side
-    mbarrier.wait(arrived.index(INDEX), (before * cfg.num_pieces + turn) & 1)
+    mbarrier.wait(arrived.index(INDEX), (before * cfg.num_chunks + turn) & 1)
     value = buffers[INDEX].index(0).load(x.type.layout).to(gl.float32)
-    if turn + 1 < cfg.num_pieces:
+    if turn + 1 < cfg.num_chunks:
         fetch(desc, buffers[INDEX], arrived.index(INDEX), m, n + desc.block_type.shape[1])
     return value
 

@@ -1,14 +1,17 @@
 """Tracing: the user's function runs once, on stand-ins that write down what is done to them."""
 
 import inspect
-from collections.abc import Callable
-from typing import Any, NoReturn
+from collections.abc import Callable, Mapping
+from numbers import Integral
+from types import SimpleNamespace
+from typing import Any, NoReturn, get_type_hints
 
 import torch
 
 from envoi.check import fits_float32
-from envoi.epilogue.errors import EpilogueError, last_user_line, refuse, refuse_at
-from envoi.epilogue.ir import COL, HALF_COL, HALF_TILE, IR, ROW, SCALAR, TILE, Node, Operand
+from envoi.epilogue.errors import EpilogueError, last_user_line, refuse, refuse_at, users_frame
+from envoi.epilogue.ir import COL, HALF_COL, HALF_TILE, IR, ROW, SCALAR, TILE, Node, Operand, Shape
+from envoi.epilogue.operands import is_number
 from envoi.epilogue.operations import infer
 
 
@@ -29,19 +32,20 @@ class Graph:
 
     def apply(self, op: str, *values: Any, **attributes: Any) -> "Traced":
         """The stand-in for an operation on stand-ins and numbers."""
-        args = [self._coerce(op, value) for value in values]
+        args = [self.coerce(op, value) for value in values]
         pairs = tuple(sorted(attributes.items()))
         node = infer(op, tuple(self.nodes[arg.position] for arg in args), pairs)
         return self.add(Node(op, tuple(arg.position for arg in args), pairs, node.shape, node.dtype, node.step))
 
-    def _coerce(self, op: str, value: Any) -> "Traced":
+    def coerce(self, op: str, value: Any) -> "Traced":
+        """The stand-in for what an operation got: a stand-in or a number."""
         if isinstance(value, Traced):
             if value.graph is not self:
                 refuse(f"{op}: expected values of this epilogue, got one of another")
             return value
         if isinstance(value, torch.Tensor):
             refuse(f"{op}: got a torch tensor that isn't an operand; make it a parameter (Row, Col, Tile) and pass it")
-        if isinstance(value, bool) or not isinstance(value, (int, float)):
+        if not is_number(value):
             refuse(f"{op}: expected a value of the epilogue or a number, got {type(value).__name__}")
         if not fits_float32(value):
             refuse(f"{op}: expected a number that float32 can hold, got {value!r}")
@@ -80,6 +84,20 @@ _NUMBER = (
     "the value isn't known while tracing, so it can't become a Python number, as math.* and float() need; "
     "use envoi.epilogue's functions"
 )
+_REDUCE = "row_sum(x), row_max(x), col_sum(x), total_sum(x) .. reduce"
+_DTYPE = 'values are float32; cast(x, "bf16") says how one leaves'
+_HINTS = {
+    **dict.fromkeys(("T", "mT", "H", "t", "transpose", "permute", "view", "reshape"), "transpose what gemm returns"),
+    **dict.fromkeys(("dtype", "to", "type", "float", "double", "half", "bfloat16"), _DTYPE),
+    **dict.fromkeys(("shape", "size", "ndim", "numel", "device"), "sizes and devices aren't known while tracing"),
+    **dict.fromkeys(("sum", "mean", "max", "min", "amax", "norm"), _REDUCE),
+    **dict.fromkeys(("clamp", "clamp_"), "use clip(x, low, high)"),
+    **dict.fromkeys(("item", "tolist", "numpy"), _NUMBER),
+}
+_UFUNCS = {
+    "add": "add", "subtract": "sub", "multiply": "mul", "divide": "div", "true_divide": "div", "less": "lt",
+    "less_equal": "le", "greater": "gt", "greater_equal": "ge", "equal": "eq", "not_equal": "ne",
+}  # fmt: skip
 _LIBRARY = "only envoi.epilogue's functions work on values of an epilogue, not those of torch or numpy"
 
 
@@ -120,14 +138,14 @@ class Traced:
         return self.graph.apply("logical_not", self)
 
     def __pow__(self, exponent: Any) -> "Traced":
-        if isinstance(exponent, bool) or not isinstance(exponent, int):
+        if isinstance(exponent, bool) or not isinstance(exponent, Integral):
             refuse(f"**: expected a constant int as the exponent, got {type(exponent).__name__}; use exp(y * log(x))")
-        return self.graph.apply("pow", self, exponent=exponent)
+        return self.graph.apply("pow", self, exponent=int(exponent))
 
     __bool__ = _refused(_BRANCH)
     __len__ = __iter__ = __getitem__ = __setitem__ = __contains__ = __reversed__ = _refused(_INDEX)
     __int__ = __float__ = __index__ = __complex__ = __round__ = __trunc__ = __floor__ = __ceil__ = _refused(_NUMBER)
-    __array__ = __array_ufunc__ = __array_function__ = _refused(_LIBRARY)
+    __array__ = __array_function__ = _refused(_LIBRARY)
     __floordiv__ = __rfloordiv__ = __mod__ = __rmod__ = __matmul__ = __rmatmul__ = __rpow__ = __xor__ = __rxor__ = (
         __lshift__
     ) = __rshift__ = _refused("this operator isn't in the language; + - * / ** (int) abs() < <= > >= == != & | ~ are")
@@ -136,6 +154,14 @@ class Traced:
     __iadd__ = __isub__ = __imul__ = __itruediv__ = __ifloordiv__ = __imod__ = __imatmul__ = __ipow__ = __iand__ = (
         __ior__
     ) = __ixor__ = __ilshift__ = __irshift__ = _refused("a value can't be changed in place; write x = x + y")
+
+    def __array_ufunc__(self, function: Any, method: str, *values: Any, **rest: Any) -> "Traced":
+        """NumPy's scalars, left of an operator, ask for this."""
+        op = _UFUNCS.get(function.__name__)
+        values = tuple(x.item() if not isinstance(x, Traced) and getattr(x, "shape", None) == () else x for x in values)
+        if op is None or method != "__call__" or not all(isinstance(x, Traced) or is_number(x) for x in values):
+            refuse(_LIBRARY)
+        return self.graph.apply(op, *values)
 
     @classmethod
     def __torch_function__(cls, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> NoReturn:
@@ -146,7 +172,11 @@ class Traced:
     def __getattr__(self, name: str) -> NoReturn:
         if name.startswith("__") and name.endswith("__"):
             raise AttributeError(name)  # Python and libraries ask for protocols that we don't have
-        refuse(f"a value has no attribute {name!r}; use envoi.epilogue's functions, {name}(x), if there is one")
+        from envoi.epilogue import vocabulary
+
+        known = name in vars(vocabulary) and name not in _HINTS and not name.startswith("_")
+        hint = f"write {name}(x)" if known else _HINTS.get(name, "use the functions of envoi.epilogue.vocabulary")
+        refuse(f"a value has no attribute {name!r}; {hint}")
 
     def __setattr__(self, name: str, value: Any) -> NoReturn:
         refuse(f"a value can't be changed (.{name} = ..); give the result a name instead")
@@ -210,6 +240,39 @@ def trace(function: Callable) -> IR:
     return _prune(function.__name__, operands, graph.nodes, outputs, function)
 
 
+def inline(ir: IR, acc: Traced, operands: Mapping[str, Any]) -> list[Traced]:
+    """An epilogue's operations on the values of another, constants as they were when it was made: its outputs.
+
+    Operands are values of the other epilogue or numbers. Refuses those that are wider than their annotations.
+    """
+    graph, given = acc.graph, acc.node.shape
+    if given.rows != "M" or not given.spans_columns:
+        refuse(f"epilogue {ir.name}: expected a tile as its accumulator, got a {given}")
+    values: list[Traced] = []
+    for node in ir.nodes:
+        if node.op == "acc":
+            values.append(acc)
+        elif node.op == "constant":
+            values.append(graph.coerce("constant", node.attribute("value")))
+        elif node.op == "load":
+            values.append(_given(ir, ir.operand(node.attribute("name")), given, graph, operands))
+        else:
+            values.append(graph.apply(node.op, *(values[arg] for arg in node.args), **dict(node.attributes)))
+    return [values[position] for _, position in ir.outputs]
+
+
+def _given(ir: IR, operand: Operand, acc: Shape, graph: Graph, operands: Mapping[str, Any]) -> Traced:
+    value = operands.get(operand.name)
+    found = graph.coerce(operand.name, operand.default if value is None else value)
+    shape, columns = found.node.shape, operand.shape.columns
+    if operand.shape.spans_columns and operand.shape.divisor * acc.divisor > 1:
+        columns = f"N/{operand.shape.divisor * acc.divisor}"
+    want = Shape(operand.shape.rows, columns)
+    if shape.rows not in ("1", want.rows) or shape.columns not in ("1", want.columns):
+        refuse(f"{operand.name}: epilogue {ir.name} expects a {want} ({operand.kind}), got a {shape}")
+    return found
+
+
 def _place(function: Callable) -> tuple[str, int]:
     code = function.__code__
     return code.co_filename, code.co_firstlineno
@@ -229,26 +292,44 @@ def _operands(function: Callable) -> tuple[Operand, ...]:
         refuse_at(
             *place, f"parameter {parameters[0].name}: the first is the accumulator, without annotation or default"
         )
-    return tuple(_operand(parameter, place) for parameter in parameters[1:])
+    return tuple(_operand(parameter, place, function) for parameter in parameters[1:])
 
 
-def _operand(parameter: inspect.Parameter, place: tuple[str, int]) -> Operand:
+def _operand(parameter: inspect.Parameter, place: tuple[str, int], function: Callable) -> Operand:
     if parameter.name in TAKEN:
         refuse_at(
             *place, f"parameter {parameter.name}: envoi.gemm and envoi.grouped_gemm take one of that name; rename it"
         )
-    kind = parameter.annotation
-    kind = ANNOTATIONS.get(kind.rpartition(".")[2]) if isinstance(kind, str) else kind
-    if kind is None or kind not in ANNOTATIONS.values():
-        came = "none" if parameter.annotation is inspect.Parameter.empty else f"{parameter.annotation!r}"
+    kind, why = _resolved(parameter.annotation, function)
+    if not any(kind is known for known in ANNOTATIONS.values()):
+        came = "none" if parameter.annotation is inspect.Parameter.empty else f"{parameter.annotation!r}{why}"
         refuse_at(*place, f"parameter {parameter.name}: expected an annotation of {', '.join(ANNOTATIONS)}, got {came}")
     if parameter.default is inspect.Parameter.empty:
         return Operand(parameter.name, kind.__name__, kind.shape)
-    if kind is not Scalar or isinstance(parameter.default, bool) or not isinstance(parameter.default, (int, float)):
+    if kind is not Scalar or not is_number(parameter.default):
         refuse_at(*place, f"parameter {parameter.name}: only a Scalar can have a default, and it is a number")
     if not fits_float32(parameter.default):
         refuse_at(*place, f"parameter {parameter.name}: expected a default that float32 can hold")
     return Operand(parameter.name, kind.__name__, kind.shape, float(parameter.default))
+
+
+def _resolved(annotation: Any, function: Callable) -> tuple[Any, str]:
+    """What an annotation stands for, and for text that can't be resolved why.
+
+    Text is looked up among the function's globals, what it closes over and the names where it is decorated. Those of
+    the language stand for themselves if they are nowhere: they may be imported for type checkers alone.
+    """
+    if not isinstance(annotation, str):
+        return annotation, ""
+    function = inspect.unwrap(function)
+    names = {**users_frame().f_locals, **inspect.getclosurevars(function).nonlocals}
+    try:
+        text = SimpleNamespace(__annotations__={"it": annotation})
+        return get_type_hints(text, function.__globals__, names)["it"], ""
+    except NameError as error:
+        return ANNOTATIONS.get(annotation.strip("'\"")), f" ({error})"
+    except Exception as error:  # whatever evaluating the text ends in
+        return None, f" ({type(error).__name__}: {error})"
 
 
 def _outputs(function: Callable, graph: Graph, returned: Any) -> list[tuple[str, Traced]]:

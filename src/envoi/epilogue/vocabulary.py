@@ -3,11 +3,13 @@
 Tensors are [M or 1, columns] as an epilogue gets them. Numbers may take a tensor's place wherever two values meet.
 """
 
+from numbers import Integral
 from typing import Any, TypeVar
 
 import torch
 
 from envoi.epilogue.errors import refuse
+from envoi.epilogue.operands import is_number
 from envoi.epilogue.operations import CAST_DTYPES, compute, scheme_for
 from envoi.epilogue.trace import Traced
 
@@ -88,7 +90,7 @@ def hardswish(x: Value) -> Value:
 
 def leaky_relu(x: Value, slope: float = 0.01) -> Value:
     """x where it is positive, slope * x elsewhere; slope is a constant."""
-    if isinstance(slope, bool) or not isinstance(slope, (int, float)):
+    if not is_number(slope):
         refuse(f"leaky_relu: expected a constant number as slope, got {type(slope).__name__}")
     return _apply("leaky_relu", x, slope=float(slope))
 
@@ -178,9 +180,9 @@ def topk(x: Value, k: int) -> tuple[Value, Value]:
 
     NaN and -inf are never chosen; slots left over have the value -inf and the column -1.
     """
-    if isinstance(k, bool) or not isinstance(k, int) or not 1 <= k <= MAX_TOPK:
+    if isinstance(k, bool) or not isinstance(k, Integral) or not 1 <= k <= MAX_TOPK:
         refuse(f"topk: expected a constant k from 1 to {MAX_TOPK}, got {k!r}")
-    return _apply("topk_values", x, k=k), _apply("topk_ids", x, k=k)
+    return _apply("topk_values", x, k=int(k)), _apply("topk_ids", x, k=int(k))
 
 
 def cast(x: Value, dtype: str) -> Value:

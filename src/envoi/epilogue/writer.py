@@ -246,7 +246,7 @@ class Writer:
     def _put(self, tiles: list[int]) -> None:
         values = ", ".join(f"o{i}" for i in tiles)
         coords = ", ".join(f"n // {self._width(i)}" for i in tiles)
-        put = f"put_tiles(({values},), descs, stages, ({coords},), m, turn, cfg.turns)"
+        put = f"put_tiles(({values},), descs, stages, ({coords},), m, turn, cfg.num_store_buffers)"
         self.line("if GROUPED:")
         self.line("if m + x1.shape[0] <= m_end:", 2)
         self.line(put, 3)

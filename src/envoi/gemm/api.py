@@ -1,16 +1,17 @@
 """`envoi.gemm` and `envoi.grouped_gemm`: check, call the operator, wrap what comes out."""
 
-from collections.abc import Mapping
 from typing import Any
 
 import torch
 
-from envoi.check import Dim, dtype_name, expect_divisible, expect_tensor, fits_float32
+from envoi.check import Dim, dtype_name, expect_divisible, expect_tensor
 from envoi.epilogue.api import Epilogue
-from envoi.epilogue.ir import IR, Node
+from envoi.epilogue.ir import Node
 from envoi.epilogue.library import store
+from envoi.epilogue.operands import check_columns, check_operands
 from envoi.gemm import op
 from envoi.quant.formats import SCHEMES
+from envoi.runtime.custom_op import autocast_dtype
 from envoi.types import Matrix, QuantTensor
 
 FLOATS = (torch.bfloat16, torch.float16, torch.float32)
@@ -37,14 +38,17 @@ def gemm(
     out_dtype: of outputs that the epilogue doesn't cast or quantise itself; the default is a's dtype, bf16 for a
         QuantTensor. Reductions, and the values of a top-k, are float32 always.
 
+    In torch.autocast a and b, unless quantised, are cast to its dtype first, as for torch.mm; operands aren't.
+    torch.func.vmap may batch a, and the operands that have rows, if no output is a value of all rows.
     Returns what the epilogue returns: a tensor, a QuantTensor, or a tuple or dict of them.
     Raises ValueError for dtypes, shapes, devices or names that don't go together.
     """
     _check_matrix("a", a, ("M", "K"))
     _check_matrix("b", b, ("N", a.shape[1]), a.device)
+    a, b = _autocast(a, b)
     epilogue, out_dtype = _settle(a, b, epilogue, out_dtype)
     sizes = {"M": a.shape[0], "N": b.shape[0]}
-    tensors, scalars = _check_operands(epilogue, operands, sizes, a.device, None)
+    tensors, scalars = check_operands(epilogue.ir, operands, sizes, a.device, FLOATS)
     outputs = op.product(
         *op.split(a), *op.split(b), epilogue.ir.key, out_dtype, list(tensors.values()),
         list(scalars.values()), ",".join([*tensors, *scalars]),
@@ -75,6 +79,7 @@ def grouped_gemm(
     """
     _check_matrix("rows", rows, ("P", "K"))
     _check_matrix("weights", weights, ("E", "N", rows.shape[1]), rows.device)
+    rows, weights = _autocast(rows, weights)
     if isinstance(rows, QuantTensor) and rows.group[0] != 1:
         raise ValueError(f"rows: expected a scale factor for each row, got one for {rows.group[0]} rows")
     num_experts = weights.shape[0]
@@ -82,12 +87,19 @@ def grouped_gemm(
     epilogue, out_dtype = _settle(rows, weights, epilogue, out_dtype, ("rows", "weights"))
     _check_grouped_outputs(epilogue)
     sizes = {"M": rows.shape[0], "N": weights.shape[1]}
-    tensors, scalars = _check_operands(epilogue, operands, sizes, rows.device, num_experts)
+    tensors, scalars = check_operands(epilogue.ir, operands, sizes, rows.device, FLOATS, num_experts)
     outputs = op.grouped_product(
         *op.split(rows), *op.split(weights), offsets, epilogue.ir.key, out_dtype, list(tensors.values()),
         list(scalars.values()), ",".join([*tensors, *scalars]),
     )  # fmt: skip
     return _wrap(epilogue, outputs, sizes)
+
+
+def _autocast(a: Matrix, b: Matrix) -> tuple[Matrix, Matrix]:
+    dtype = autocast_dtype(a.device)
+    if dtype is None:
+        return a, b
+    return a.to(dtype) if isinstance(a, torch.Tensor) else a, b.to(dtype) if isinstance(b, torch.Tensor) else b
 
 
 def _check_matrix(name: str, x: Any, shape: tuple[Dim, ...], device: torch.device | None = None) -> None:
@@ -101,7 +113,8 @@ def _check_matrix(name: str, x: Any, shape: tuple[Dim, ...], device: torch.devic
     expect_tensor(f"{name}.values", x.values, QUANTISED, (*lead, packed), device)
     if min(x.group) < 1:
         raise ValueError(f"{name}.group: expected at least 1 row and 1 column, got {x.group}")
-    expect_divisible(f"{name}.shape[-1]", x.shape[-1], x.group[1], f"{x.group[1]} columns share a scale factor")
+    if x.shape[-1] % x.group[1]:  # a traced size can't be printed, so the reason is only written for a refusal
+        expect_divisible(f"{name}.shape[-1]", x.shape[-1], x.group[1], f"{x.group[1]} columns share a scale factor")
     scales = tuple(-(-size // side) for size, side in zip(x.shape[-2:], x.group, strict=True))
     expect_tensor(f"{name}.sf", x.sf, SCALES, (*x.shape[:-2], *scales), x.device)
 
@@ -139,58 +152,8 @@ def _settle(
         out_dtype = a.dtype if isinstance(a, torch.Tensor) else torch.bfloat16
     if out_dtype not in FLOATS:
         raise ValueError(f"out_dtype: expected torch.bfloat16, float16 or float32, got {out_dtype!r}")
-    _check_columns(epilogue.ir, b.shape[-2])
+    check_columns(epilogue.ir, b.shape[-2])
     return epilogue, out_dtype
-
-
-def _check_columns(ir: IR, N: int) -> None:
-    expect_divisible("N", N, ir.divisor, f"epilogue {ir.name} splits columns into pairs")
-    for node in ir.nodes:
-        columns = ir.nodes[node.args[0]].shape.num_columns(N) if node.args else N
-        if node.op == "quantize":
-            scheme = SCHEMES[node.attribute("scheme")]
-            expect_divisible("N", columns, scheme.group_for((1, columns))[1], f"output columns, {scheme.name} groups")
-        if node.op == "topk_values" and node.attribute("k") > columns:
-            raise ValueError(f"N: expected at least k = {node.attribute('k')} columns for topk, got {columns}")
-
-
-def _check_operands(
-    epilogue: Epilogue,
-    operands: Mapping[str, Any],
-    sizes: dict[str, int],
-    device: torch.device,
-    num_experts: int | None,
-) -> tuple[dict[str, torch.Tensor], dict[str, float]]:
-    """Sort operands into tensors and numbers, each checked against its annotation."""
-    epilogue.check_names(operands)
-    tensors: dict[str, torch.Tensor] = {}
-    scalars: dict[str, float] = {}
-    for operand in epilogue.ir.operands:
-        value = operands.get(operand.name)
-        value = operand.default if value is None else value
-        if operand.kind != "Scalar":
-            shape = _operand_shape(operand, sizes, num_experts)
-            tensors[operand.name] = expect_tensor(operand.name, value, FLOATS, shape, device)
-        elif isinstance(value, torch.Tensor):
-            if value.numel() != 1:
-                raise ValueError(f"{operand.name}: expected one element, got {list(value.shape)}")
-            tensors[operand.name] = expect_tensor(operand.name, value, FLOATS, device=device)
-        elif isinstance(value, (int, float)) and not isinstance(value, bool):
-            if not fits_float32(value):
-                raise ValueError(f"{operand.name}: expected a number that float32 can hold, got {value!r}")
-            scalars[operand.name] = float(value)
-        else:
-            raise ValueError(f"{operand.name}: expected a number or a tensor of one, got {type(value).__name__}")
-    return tensors, scalars
-
-
-def _operand_shape(operand, sizes: dict[str, int], num_experts: int | None) -> tuple[int, ...]:
-    if operand.shape.columns == "1":
-        return (sizes["M"],)
-    columns = operand.shape.num_columns(sizes["N"])
-    if operand.shape.rows == "M":
-        return (sizes["M"], columns)
-    return (columns,) if num_experts is None else (num_experts, columns)
 
 
 def _wrap(epilogue: Epilogue, outputs: list[torch.Tensor], sizes: dict[str, int]) -> Any:

@@ -1,28 +1,54 @@
-"""What the rows of a grouped GEMM are like, beyond where each expert's begin."""
+"""Which rows a GEMM computes and where they go, beyond where each expert's begin; for kernels of every architecture."""
 
 from dataclasses import dataclass
+from enum import IntEnum
 
 import torch
 
 
 @dataclass(frozen=True)
 class Grouping:
-    """behind: the rows behind offsets[E], which no expert has, are written too: with 0 as their product.
+    """write_tail: also write the rows after offsets[E], which belong to no expert, with 0 as their product.
 
     expected: about how many rows the experts have in all; None = as many as there is room for. Only the choice of a
         config depends on it.
-    to: where each row of the epilogue's one output goes, int64 [M]: an address on 16 bytes, maybe of another GPU;
-        None = the rows of a new tensor. What a row's address points to has the output's dtype and N elements.
+    to: int64 [M], the address to which each row of the epilogue's only output goes: a multiple of 16 bytes, also on
+        another GPU, with room for N elements of the output's dtype. None = the rows of a new tensor.
     """
 
-    behind: bool = True
+    write_tail: bool = True
     expected: int | None = None
     to: torch.Tensor | None = None
 
     def likely_rows(self, room: int) -> int:
-        """How many rows there will be, as far as that is known, where there is room for so many."""
+        """Return the number of rows to expect where there is room for `room`."""
         return room if self.expected is None else max(1, self.expected)
 
 
 ALL_ROWS = Grouping()
-EXPERTS_ROWS = Grouping(behind=False)
+EXPERTS_ROWS = Grouping(write_tail=False)
+
+
+class RowMode(IntEnum):
+    """Which rows of the token matrix a kernel computes."""
+
+    DENSE = 0  # all M rows, one weight matrix
+    EXPERT_ROWS = 1  # rows [offsets[0], offsets[num_experts]), each with its expert's weights
+    EXPERT_ROWS_AND_TAIL = 2  # the same, and rows [offsets[num_experts], M), whose product is 0
+
+    @property
+    def is_grouped(self) -> bool:
+        """True if rows are grouped by expert."""
+        return self != RowMode.DENSE
+
+    @property
+    def has_tail(self) -> bool:
+        """True if rows after the last expert's are written too."""
+        return self == RowMode.EXPERT_ROWS_AND_TAIL
+
+    @staticmethod
+    def of(is_grouped: bool, has_tail: bool) -> "RowMode":
+        """Return the mode of a launch."""
+        if not is_grouped:
+            return RowMode.DENSE
+        return RowMode.EXPERT_ROWS_AND_TAIL if has_tail else RowMode.EXPERT_ROWS

@@ -4,14 +4,15 @@ from itertools import pairwise
 
 import torch
 
-from envoi.epilogue.api import with_key
+from envoi.epilogue.api import for_graph, with_key
 from envoi.epilogue.evaluate import evaluate
 from envoi.epilogue.ir import IR, Node
 from envoi.epilogue.slots import output_dtype
 from envoi.gemm import reference
-from envoi.gemm.select import run_kernels
-from envoi.operators import operator
+from envoi.gemm.backend import run_kernels
+from envoi.gemm.batch import batch_rows
 from envoi.quant.formats import SCHEMES
+from envoi.runtime.custom_op import operator
 from envoi.types import Matrix, QuantTensor
 
 
@@ -23,6 +24,11 @@ def split(x: Matrix) -> tuple[torch.Tensor, torch.Tensor | None, list[int]]:
 def join(values: torch.Tensor, sf: torch.Tensor | None, group: list[int]) -> Matrix:
     """The inverse of `split`."""
     return values if sf is None else QuantTensor(values, sf, (group[0], group[1]), tame=bool(group[2]))
+
+
+def num_columns(values: torch.Tensor) -> int:
+    """Elements of a row: a byte of uint8 holds two."""
+    return values.shape[-1] * (2 if values.dtype == torch.uint8 else 1)
 
 
 def name_operands(tensors: list[torch.Tensor], scalars: list[float], names: str) -> dict[str, torch.Tensor | float]:
@@ -37,10 +43,14 @@ def common_block(a: QuantTensor, b: QuantTensor) -> None:
 
 
 def _gemm_fake(a, a_sf, a_group, b, b_sf, b_group, epilogue, out_dtype, tensors, scalars, names):
-    return _empty_outputs(with_key(epilogue).ir, a, b.shape[0], None, out_dtype)
+    return _empty_outputs(for_graph(epilogue), a, b.shape[0], None, out_dtype)
 
 
-@operator("gemm", _gemm_fake)
+def _gemm_flops(a, a_sf, a_group, b, *arguments):
+    return 2 * a.shape[0] * num_columns(a) * b.shape[0]
+
+
+@operator("gemm", _gemm_fake, _gemm_flops, batch_rows)
 def product(
     a: torch.Tensor, a_sf: torch.Tensor | None, a_group: list[int],
     b: torch.Tensor, b_sf: torch.Tensor | None, b_group: list[int],
@@ -48,7 +58,7 @@ def product(
     tensors: list[torch.Tensor], scalars: list[float], names: str,
 ) -> list[torch.Tensor]:  # fmt: skip
     """The flat outputs of a GEMM."""
-    ir, operands = with_key(epilogue).ir, name_operands(tensors, scalars, names)
+    ir, operands = with_key(epilogue), name_operands(tensors, scalars, names)
     sides = join(a, a_sf, a_group), join(b, b_sf, b_group)
     outputs = run_kernels(*sides, None, ir, out_dtype, operands)
     if outputs is not None:
@@ -61,10 +71,14 @@ def _grouped_fake(
     rows, rows_sf, rows_group, weights, weights_sf, weights_group, offsets, epilogue, out_dtype,
     tensors, scalars, names,
 ):  # fmt: skip
-    return _empty_outputs(with_key(epilogue).ir, rows, weights.shape[1], weights.shape[0], out_dtype)
+    return _empty_outputs(for_graph(epilogue), rows, weights.shape[1], weights.shape[0], out_dtype)
 
 
-@operator("grouped_gemm", _grouped_fake)
+def _grouped_flops(rows, rows_sf, rows_group, weights, *arguments):
+    return 2 * rows.shape[0] * num_columns(rows) * weights.shape[1]
+
+
+@operator("grouped_gemm", _grouped_fake, _grouped_flops)
 def grouped_product(
     rows: torch.Tensor, rows_sf: torch.Tensor | None, rows_group: list[int],
     weights: torch.Tensor, weights_sf: torch.Tensor | None, weights_group: list[int],
@@ -72,7 +86,7 @@ def grouped_product(
     tensors: list[torch.Tensor], scalars: list[float], names: str,
 ) -> list[torch.Tensor]:  # fmt: skip
     """The flat outputs of a grouped GEMM."""
-    ir, operands = with_key(epilogue).ir, name_operands(tensors, scalars, names)
+    ir, operands = with_key(epilogue), name_operands(tensors, scalars, names)
     sides = join(rows, rows_sf, rows_group), join(weights, weights_sf, weights_group)
     bounds = _check_offsets(offsets, rows.shape[0]) if rows.device.type == "cpu" else None
     outputs = run_kernels(*sides, offsets, ir, out_dtype, operands)

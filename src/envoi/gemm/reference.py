@@ -6,7 +6,7 @@ For block-scaled operands the sum is cut where a scale factor changes, as tensor
 
     fp8_row, fp8_tensor:  acc = (sum of a.values * b.values) * a.sf[m] * b.sf[n]
     groups of 128 along K: acc = sum over blocks of (sum in the block of a.values * b.values) * (a.sf * b.sf)
-    UE8M0 and E2M1:        the operands are widened first: a power of two times an element is exact in float32
+    UE8M0 and E4M3 scales: the operands are widened first: such a scale times an element is exact in float32
 """
 
 from itertools import pairwise
@@ -25,15 +25,20 @@ ROW_TILE_CUDA = 256
 def accumulate(a: Matrix, b: Matrix) -> torch.Tensor:
     """a [M, K] @ b [N, K].T -> float32 [M, N] accumulators. Either side may be a QuantTensor."""
     if a.shape[-1] == 0:
-        return torch.zeros(a.shape[0], b.shape[0], device=a.device)
+        return _zeros(a.shape[0], b.shape[0], a.device)
     block = block_k(a, b)
     if block is None:
         return _scaled_product(a, b)
     (a_values, a_sf), (b_values, b_sf) = _blocks(a, block), _blocks(b, block)
-    acc = torch.zeros(a.shape[0], b.shape[0], device=a.device)
+    acc = _zeros(a.shape[0], b.shape[0], a.device)
     for a_block, a_scale, b_block, b_scale in zip(a_values, a_sf, b_values, b_sf, strict=True):
         acc += _product(a_block, b_block) * (a_scale * b_scale.T)
     return acc
+
+
+def _zeros(rows: int, columns: int, device: torch.device) -> torch.Tensor:
+    """float32 accumulators, whatever torch's default dtype is."""
+    return torch.zeros(rows, columns, dtype=torch.float32, device=device)
 
 
 def oracle(a: Matrix, b: Matrix) -> torch.Tensor:
@@ -44,7 +49,7 @@ def oracle(a: Matrix, b: Matrix) -> torch.Tensor:
 
 def accumulate_groups(rows: Matrix, weights: Matrix, offsets: list[int]) -> torch.Tensor:
     """rows [P, K] sorted by expert, weights [E, N, K] -> float32 [P, N]; rows behind offsets[-1] give zeros."""
-    acc = torch.zeros(rows.shape[0], weights.shape[1], device=rows.device)
+    acc = _zeros(rows.shape[0], weights.shape[1], rows.device)
     for expert, (first, last) in enumerate(pairwise(offsets)):
         if last > first:
             acc[first:last] = accumulate(cut_rows(rows, first, last), pick_expert(weights, expert))
@@ -106,14 +111,14 @@ def block_k(a: Matrix, b: Matrix) -> int | None:
 
 
 def _blocks(x: Matrix, block: int) -> tuple[tuple[torch.Tensor, ...], tuple[torch.Tensor, ...]]:
-    """Cut [R, K] into [R, block] values and [R, 1] scales."""
-    if isinstance(x, torch.Tensor):
-        ones = torch.ones(x.shape[0], 1, device=x.device)
-        values = x.split(block, dim=-1)
-        return values, (ones,) * len(values)
-    values = decode_values(x).split(block, dim=-1)
-    sf = _a_scale_a_row(x)
-    return values, sf.split(1, dim=-1) if sf.shape[-1] == len(values) else (sf,) * len(values)
+    """Cut [R, K] into [R, block] values and [R, 1] scales; a scale that changes inside a block goes to the values."""
+    scaled = isinstance(x, QuantTensor) and (x.group[1] == block or x.sf.shape[-1] == 1)
+    if isinstance(x, QuantTensor) and scaled:
+        values, sf = decode_values(x).split(block, dim=-1), _a_scale_a_row(x)
+        return values, sf.split(1, dim=-1) if x.group[1] == block else (sf,) * len(values)
+    values = (x if isinstance(x, torch.Tensor) else dequantize(x)).split(block, dim=-1)
+    ones = torch.ones(x.shape[0], 1, dtype=torch.float32, device=x.device)
+    return values, (ones,) * len(values)
 
 
 def _a_scale_a_row(x: QuantTensor) -> torch.Tensor:

@@ -1,5 +1,6 @@
 """Sparse attention: scores, top-k, KV slots."""
 
 from envoi.indexer.api import indexer_topk
+from envoi.indexer.certificate import UncertifiedWarning
 
-__all__ = ["indexer_topk"]
+__all__ = ["UncertifiedWarning", "indexer_topk"]

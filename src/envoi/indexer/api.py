@@ -1,12 +1,13 @@
 """`envoi.indexer_topk`: check, call the operator."""
 
 import torch
+from torch._subclasses.fake_tensor import FakeTensor
 
-from envoi.check import expect_choice, expect_int, expect_tensor
+from envoi.check import expect_bool, expect_choice, expect_int, expect_tensor
 from envoi.indexer.certificate import HEADS
 from envoi.indexer.layout import BYTES_PER_TOKEN, HEAD_DIM, PAGE_SIZE
 from envoi.indexer.select import run
-from envoi.operators import operator
+from envoi.runtime.custom_op import operator
 
 TOPK = (512, 1024, 2048)
 MODES = ("exact", "fast")
@@ -44,7 +45,8 @@ def indexer_topk(
         for a page outside the cache. Such a row is -1 throughout, and nothing outside the cache is read.
 
     Nothing waits for the device, and a CUDA graph may read other lengths at each replay. But where no certificate says
-    in which order the GPU's torch adds up (`envoi indexer certify`), the exact mode takes torch's operators row by row.
+    in which order the GPU's torch adds up, the exact mode takes torch's operators row by row, and says so once in an
+    UncertifiedWarning: `envoi indexer certify` makes a certificate for this GPU, torch and cuBLAS.
 
     Raises ValueError for wrong dtypes, shapes, devices, k, H, page size; on CPUs, and where the exact mode takes
     torch's operators, also for what return_errors tells.
@@ -53,13 +55,15 @@ def indexer_topk(
     _check(q, k_cache, weights, seq_lens, block_table, k, next_n)
     expect_choice("mode", mode, MODES)
     expect_choice("output", output, OUTPUTS)
+    expect_bool("ordered", ordered)
+    expect_bool("return_errors", return_errors)
     out, errors = _indexer_topk(q, k_cache, weights, seq_lens, block_table, k, mode, next_n, output == "slots", ordered)
     return (out, errors) if return_errors else out
 
 
 def _check(q, k_cache, weights, seq_lens, block_table, k, next_n) -> None:
     expect_int("next_n", next_n, 1)
-    if k not in TOPK:
+    if not isinstance(k, int) or k not in TOPK:
         raise ValueError(f"k: expected one of {', '.join(map(str, TOPK))}, got {k!r}")
     expect_tensor("q", q, torch.float8_e4m3fn, ("B * next_n", "H", HEAD_DIM))
     rows, num_heads, _ = q.shape
@@ -80,7 +84,17 @@ def _fake(q, k_cache, weights, seq_lens, block_table, k, mode, next_n, slots, or
     return q.new_empty(rows, k, dtype=torch.int32), q.new_empty(rows, dtype=torch.int32)
 
 
-@operator("indexer_topk", _fake)
+def _flops(q, k_cache, weights, seq_lens, block_table, k, mode, next_n, *arguments):
+    """Products of queries and keys that a row sees; of all keys that the table has room for where lengths are fake."""
+    _, num_heads, width = q.shape
+    if isinstance(seq_lens, FakeTensor) or seq_lens.device.type == "meta":
+        num_keys = q.shape[0] * block_table.shape[1] * PAGE_SIZE
+    else:
+        num_keys = sum(max(length - after, 0) for length in seq_lens.tolist() for after in range(next_n))
+    return 2 * num_keys * num_heads * width
+
+
+@operator("indexer_topk", _fake, _flops)
 def _indexer_topk(
     q: torch.Tensor, k_cache: torch.Tensor, weights: torch.Tensor, seq_lens: torch.Tensor, block_table: torch.Tensor,
     k: int, mode: str, next_n: int, slots: bool, ordered: bool,

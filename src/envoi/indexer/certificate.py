@@ -1,19 +1,29 @@
 """Which orders of adding torch uses on a device: what `envoi indexer certify` found, shipped or on this machine.
 
-    {"NVIDIA H200, torch 2.11.0+cu130": {"64": {"parts": [[1, 4], [129, 16], [177, 1]], "shared_from": 128}}}
+    {"NVIDIA H200, torch 2.11.0+cu130, cuBLAS 13.1.0":
+        {"64": {"parts": [[1, 4], [129, 16], [177, 1]], "shared_from": 128}}}
 
 For 64 heads, from rows of 1 token on the 128 dimensions of a product are cut into 4 parts, from 129 on into 16; sums
 over heads take the shared order from 128 tokens on if 4 divides their number; never, if that is null.
+
+Each part of the name decides about the order. cuBLAS chooses the kernel of torch.mm, and with it how the 128 dimensions
+are cut, by its own version and by the GPU. How torch.sum cuts the heads, and which of equal scores torch.topk takes
+first, is code that torch's build compiled: 2.11.0+cu128 is another build than 2.11.0+cu130, with another cuBLAS, and a
+build of one's own that calls itself 2.11.0 may be either. So a name counts only if all of it is the same. PyPI's wheel
+of torch 2.11.0 says 2.11.0+cu130 in `torch.__version__`, though pip lists it as 2.11.0. A certificate holds for torch's
+own choice of BLAS library (`torch.backends.cuda.preferred_blas_library`).
 """
 
+import ctypes
 import json
+import warnings
 from functools import cache
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from envoi import env
+from envoi import cache_file, env
 
 SHIPPED = Path(__file__).with_name("certified.json")
 HEADS = (32, 64)
@@ -21,9 +31,27 @@ NUM_ORDERS = 512  # lengths whose order is looked up; longer ones have that of t
 SHARED = 256  # beside the number of parts
 
 
+class UncertifiedWarning(UserWarning):
+    """The indexer's exact mode runs on torch's operators, for want of a certificate for this GPU, torch and cuBLAS."""
+
+
 def name_of(device: torch.device) -> str:
-    """What a certificate holds for: this GPU with this torch."""
-    return f"{torch.cuda.get_device_name(device)}, torch {torch.__version__}"
+    """What a certificate holds for: this GPU with this build of torch and this cuBLAS."""
+    return f"{torch.cuda.get_device_name(device)}, torch {torch.__version__}, cuBLAS {cublas_version()}"
+
+
+@cache
+def cublas_version() -> str:
+    """The version of the cuBLAS that torch has loaded; "built in" where torch brings it inside its own libraries."""
+    try:
+        library = ctypes.CDLL(f"libcublas.so.{(torch.version.cuda or '').partition('.')[0]}")
+    except OSError:
+        return "built in"
+    value, parts = ctypes.c_int(), []
+    for property in range(3):  # major, minor, patch
+        library.cublasGetProperty(property, ctypes.byref(value))
+        parts.append(str(value.value))
+    return ".".join(parts)
 
 
 def found_here() -> Path:
@@ -34,9 +62,7 @@ def found_here() -> Path:
 def write(name: str, heads: dict[str, Any]) -> Path:
     """Add a certificate to those of this machine."""
     path = found_here()
-    known = _read(path) | {name: heads}
-    path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text(json.dumps(known, indent=1) + "\n")
+    cache_file.add(path, {name: heads})
     orders.cache_clear()
     return path
 
@@ -45,8 +71,20 @@ def write(name: str, heads: dict[str, Any]) -> Path:
 def orders(device: torch.device, num_heads: int) -> torch.Tensor | None:
     """The orders of rows by their length, int32 [NUM_ORDERS + 4] on the device, as `exact_kernel` reads them; None
     without a certificate."""
-    known = (_read(SHIPPED) | _read(found_here())).get(name_of(device), {}).get(str(num_heads))
+    certificates = json.loads(SHIPPED.read_text()) | cache_file.entries(found_here(), _whole)
+    known = certificates.get(name_of(device), {}).get(str(num_heads))
     return None if known is None else expand(known).to(device)
+
+
+@cache
+def warn_uncertified(name: str) -> None:
+    """Say that the exact mode takes torch's operators, and what ends that. name: `name_of` a device. Once a process."""
+    warnings.warn(
+        "indexer_topk: mode='exact' takes torch's operators row by row, many times slower than its kernels, as there "
+        f"is no certificate for {name}; `envoi indexer certify` makes one here in less than a minute",
+        UncertifiedWarning,
+        stacklevel=2,
+    )
 
 
 def expand(known: dict[str, Any]) -> torch.Tensor:
@@ -62,5 +100,20 @@ def order_of(known: dict[str, Any], length: int) -> int:
     return parts + SHARED * shared
 
 
-def _read(path: Path) -> dict[str, Any]:
-    return json.loads(path.read_text()) if path.exists() else {}
+def _whole(heads: Any) -> dict[str, Any]:
+    """A certificate. Raises ValueError unless it is laid out as above."""
+    if not isinstance(heads, dict):
+        raise ValueError(f"expected an object, got {type(heads).__name__}")
+    for num_heads, known in heads.items():
+        if not isinstance(known, dict) or known.keys() != {"parts", "shared_from"}:
+            raise ValueError(f"{num_heads} heads: expected parts and shared_from, got {known!r}")
+        parts = known["parts"]
+        if not isinstance(parts, list) or not parts or not all(map(_pair, parts)):
+            raise ValueError(f"{num_heads} heads: expected parts of [tokens, parts], got {parts!r}")
+        if known["shared_from"] is not None and type(known["shared_from"]) is not int:
+            raise ValueError(f"{num_heads} heads: expected an int or null in shared_from, got {known['shared_from']!r}")
+    return heads
+
+
+def _pair(entry: Any) -> bool:
+    return isinstance(entry, list) and len(entry) == 2 and all(type(value) is int and value > 0 for value in entry)

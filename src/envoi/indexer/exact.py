@@ -4,11 +4,11 @@ from functools import partial
 
 import torch
 
-from envoi.gemm.config import power_of_two
-from envoi.gemm.devices import num_sms
-from envoi.gemm.launch import launch
 from envoi.indexer import fast, kernel_exact
 from envoi.indexer.fast import Problem, Workspace
+from envoi.runtime.devices import num_sms
+from envoi.runtime.launch import launch
+from envoi.runtime.math import next_power_of_2
 
 TILE, STEP = 64, 16
 PROGRAMS_PER_SM = 3
@@ -39,9 +39,9 @@ def scores_arguments(
     scratch = torch.empty(programs * num_heads * TILE, dtype=torch.float32, device=p.q.device)
     return (programs,), (
         p.q.view(torch.uint8), bytes_, bytes_.view(-1).view(torch.float32), p.weights, p.seq_lens, p.table, orders,
-        scratch, space.logits, space.groups, space.tallies,
+        scratch, space.logits, space.groups, space.counters,
         first, num_rows, p.width, p.k_cache.shape[0],
-        p.next_n, num_heads, power_of_two(fast.rows_at_once(p)), orders.numel() - 4, TILE, STEP,
+        p.next_n, num_heads, next_power_of_2(fast.rows_at_once(p)), orders.numel() - 4, TILE, STEP,
     ), {"num_warps": 4, "num_stages": 1}  # fmt: skip
 
 
@@ -50,5 +50,5 @@ def short_arguments(
 ) -> tuple[tuple[int], tuple, dict]:
     """The grid of `short_kernel`, its arguments, its options."""
     return (num_rows,), (
-        space.logits, space.tallies, p.seq_lens, p.table, out, first, num_rows, p.width, p.next_n, p.k, slots, ordered,
+        space.logits, space.counters, p.seq_lens, p.table, out, first, num_rows, p.width, p.next_n, p.k, slots, ordered,
     ), {"num_warps": 1}  # fmt: skip

@@ -5,19 +5,19 @@ from dataclasses import dataclass
 
 import torch
 
-from envoi.gemm import sm90
-from envoi.gemm.config import power_of_two
-from envoi.gemm.devices import implementation, num_sms
-from envoi.gemm.launch import launch
-from envoi.indexer import kernel_rank, kernel_scores, kernel_sift
+from envoi.indexer import kernel_candidates, kernel_rank, kernel_scores
 from envoi.indexer.layout import HEAD_DIM, PAGE_SIZE
+from envoi.runtime.devices import implementation, num_sms
+from envoi.runtime.launch import launch
+from envoi.runtime.math import next_power_of_2
+from envoi.runtime.tma import descriptor, unswizzled_descriptor
 
 WORKSPACE_BYTES = 16 << 20
 MAX_ROWS = 256  # whose tiles one program can tell apart
-MAX_LENGTH = 1 << kernel_sift.POSITION_BITS.value
+MAX_LENGTH = 1 << kernel_candidates.POSITION_BITS.value
 NUM_GROUPS = kernel_scores.NUM_GROUPS.value
-CLASSES, TALLIES = kernel_scores.CLASSES.value, kernel_scores.TALLIES.value
-CAPACITY = kernel_sift.CAPACITY.value
+SCORE_BINS, NUM_COUNTERS = kernel_scores.SCORE_BINS.value, kernel_scores.NUM_COUNTERS.value
+CAPACITY = kernel_candidates.CAPACITY.value
 
 # As measured: notes/2026-11-indexer.md.
 TILE = 128  # tokens that are scored at a time
@@ -60,20 +60,20 @@ class Problem:
 class Workspace:
     """Memory of the rows that are worked on at a time.
 
-    listed [rows, max_length], classes [rows, CLASSES, CAPACITY]: composites; logits [rows, max_length];
-    groups [rows, NUM_GROUPS]: upper halves of keys; tallies [rows, TALLIES].
+    listed [rows, max_length], bins [rows, SCORE_BINS, CAPACITY]: composites; logits [rows, max_length];
+    groups [rows, NUM_GROUPS]: upper halves of keys; counters [rows, NUM_COUNTERS].
     """
 
     listed: torch.Tensor
-    classes: torch.Tensor
+    bins: torch.Tensor
     logits: torch.Tensor
     groups: torch.Tensor
-    tallies: torch.Tensor
+    counters: torch.Tensor
 
 
 def rows_at_once(p: Problem) -> int:
     """How many rows' workspace fits into WORKSPACE_BYTES; at least one."""
-    each = 12 * p.max_length + 8 * CLASSES * CAPACITY + 2 * NUM_GROUPS + 4 * TALLIES
+    each = 12 * p.max_length + 8 * SCORE_BINS * CAPACITY + 2 * NUM_GROUPS + 4 * NUM_COUNTERS
     return max(1, min(MAX_ROWS, p.num_rows, WORKSPACE_BYTES // each))
 
 
@@ -85,8 +85,8 @@ def workspace(p: Problem) -> Workspace:
         return torch.empty(rows, columns, dtype=dtype, device=device)
 
     return Workspace(
-        empty(p.max_length, torch.int64), empty(CLASSES * CAPACITY, torch.int64), empty(p.max_length, torch.float32),
-        empty(NUM_GROUPS, torch.int16), empty(TALLIES, torch.int32),
+        empty(p.max_length, torch.int64), empty(SCORE_BINS * CAPACITY, torch.int64), empty(p.max_length, torch.float32),
+        empty(NUM_GROUPS, torch.int16), empty(NUM_COUNTERS, torch.int32),
     )  # fmt: skip
 
 
@@ -124,9 +124,9 @@ def score(p: Problem, space: Workspace, first: int, num_rows: int) -> None:
     if not p.max_length:
         return
     if p.k_cache.shape[0] and implementation(p.q.device) == "hopper":
-        from envoi.indexer import kernel_sm90
+        from envoi.indexer import kernel_hopper
 
-        launch(kernel_sm90.scores_kernel, *hopper_arguments(p, space, first, num_rows))
+        launch(kernel_hopper.scores_kernel, *hopper_arguments(p, space, first, num_rows))
     else:
         launch(kernel_scores.scores_kernel, *scores_arguments(p, space, first, num_rows))
 
@@ -134,13 +134,13 @@ def score(p: Problem, space: Workspace, first: int, num_rows: int) -> None:
 def hopper_arguments(p: Problem, space: Workspace, first: int, num_rows: int) -> tuple[tuple[int], tuple, dict]:
     """The grid of Hopper's `scores_kernel`, its arguments, its options."""
     flat = p.k_cache.view(-1)
-    values = sm90.descriptor(flat.view(torch.float8_e4m3fn).view(-1, HEAD_DIM), PAGE_SIZE, HEAD_DIM)
-    scales = sm90.plain_descriptor(flat.view(torch.float32).view(-1, PAGE_SIZE), 1, PAGE_SIZE)
+    values = descriptor(flat.view(torch.float8_e4m3fn).view(-1, HEAD_DIM), PAGE_SIZE, HEAD_DIM)
+    scales = unswizzled_descriptor(flat.view(torch.float32).view(-1, PAGE_SIZE), 1, PAGE_SIZE)
     return (_programs(p, num_rows),), (
         values, scales, p.q, p.weights, p.seq_lens, p.table,
-        space.logits, space.groups, space.tallies,
+        space.logits, space.groups, space.counters,
         first, num_rows, p.width, p.k_cache.shape[0],
-        p.next_n, p.q.shape[1], max(32, power_of_two(rows_at_once(p))), STAGES,
+        p.next_n, p.q.shape[1], max(32, next_power_of_2(rows_at_once(p))), STAGES,
     ), {"num_warps": HOPPER_WARPS, "maxnreg": _registers()}  # fmt: skip
 
 
@@ -154,9 +154,9 @@ def scores_arguments(p: Problem, space: Workspace, first: int, num_rows: int) ->
     bytes_ = p.k_cache.view(torch.uint8)
     return (_programs(p, num_rows),), (
         p.q.view(torch.uint8), bytes_, bytes_.view(-1).view(torch.float32), p.weights, p.seq_lens, p.table,
-        space.logits, space.groups, space.tallies,
+        space.logits, space.groups, space.counters,
         first, num_rows, p.width, p.k_cache.shape[0],
-        p.next_n, p.q.shape[1], power_of_two(rows_at_once(p)), TILE,
+        p.next_n, p.q.shape[1], next_power_of_2(rows_at_once(p)), TILE,
     ), {"num_warps": 4, "num_stages": 1}  # fmt: skip
 
 
@@ -166,7 +166,7 @@ def choose(
 ) -> None:  # fmt: skip
     """Write these rows' outputs from their logits and groups."""
     if p.max_length:
-        launch(kernel_sift.sift_kernel, *sift_arguments(p, space, first, num_rows, nan_first))
+        launch(kernel_candidates.sift_kernel, *sift_arguments(p, space, first, num_rows, nan_first))
     launch(kernel_rank.rank_kernel, *rank_arguments(p, space, first, num_rows, out, errors, slots, ordered))
 
 
@@ -177,7 +177,7 @@ def sift_arguments(
     most = SIFTERS_PER_SM * num_sms(p.q.device)
     block = next((size for size in BLOCKS if num_rows * -(-p.max_length // size) <= most), BLOCKS[-1])
     return (-(-p.max_length // block), num_rows), (
-        space.logits, space.groups, space.tallies, space.listed, space.classes, p.seq_lens, p.table,
+        space.logits, space.groups, space.counters, space.listed, space.bins, p.seq_lens, p.table,
         first, num_rows, p.width, p.k_cache.shape[0],
         p.next_n, p.k, nan_first, block,
     ), {"num_warps": 16}  # fmt: skip
@@ -188,8 +188,8 @@ def rank_arguments(
     ordered: bool,
 ) -> tuple[tuple[int, int], tuple, dict]:  # fmt: skip
     """The grid of `rank_kernel`, its arguments, its options."""
-    return (CLASSES, num_rows), (
-        space.listed, space.classes, space.tallies, p.seq_lens, p.table, out, errors,
+    return (SCORE_BINS, num_rows), (
+        space.listed, space.bins, space.counters, p.seq_lens, p.table, out, errors,
         first, num_rows, p.width,
         p.next_n, p.k, slots, ordered,
     ), {"num_warps": 2}  # fmt: skip

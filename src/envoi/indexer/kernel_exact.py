@@ -14,18 +14,22 @@
 Which of them a device's torch uses for which n is what `envoi indexer certify` finds out.
 """
 
+from typing import Any, NamedTuple
+
 import triton
 import triton.language as tl
 
 from envoi.epilogue.codes_triton import from_e4m3
 from envoi.epilogue.device import INTERPRETED, maximum
+from envoi.indexer.kernel_candidates import tokens_of
 from envoi.indexer.kernel_scores import (
     HEAD_DIM,
     INTEGERS,
+    NUM_COUNTERS,
     NUM_GROUPS,
     PAGE,
     PAGE_BYTES,
-    TALLIES,
+    Inputs,
     clear,
     keep_best,
     ordered,
@@ -33,12 +37,20 @@ from envoi.indexer.kernel_scores import (
     token_pages,
     visible,
 )  # fmt: skip
-from envoi.indexer.kernel_sift import tokens_of
+
+
+class Keys(NamedTuple):
+    """Keys of a tile's tokens [TILE]: page, place in the page, whether there is one (mask), and its scale factor."""
+
+    page: Any
+    place: Any
+    mask: Any
+    scale: Any
 
 
 @triton.jit
 def widen(code):
-    """E4M3 -> float32."""
+    """Convert E4M3 to float32."""
     if INTERPRETED:
         return from_e4m3(code)
     else:
@@ -46,21 +58,21 @@ def widen(code):
 
 
 @triton.jit
-def products_of(q, cache, scale, row, page, place, mask, parts, H: tl.constexpr, STEP: tl.constexpr):
-    """S [H, tokens]. STEP: dimensions at a time, so that operands fit the registers.
+def products_of(inputs, row, keys_at, parts, H: tl.constexpr, STEP: tl.constexpr):
+    """Compute S [H, tokens]. STEP: dimensions at a time, so that operands fit the registers.
 
     A part of half a step is multiplied with zeros for the other half, which change nothing in its chain.
     """
     h = tl.arange(0, H)
-    zero = tl.zeros((H, place.shape[0]), tl.float32)
+    zero = tl.zeros((H, keys_at.place.shape[0]), tl.float32)
     chain = zero
     total = zero
     halves = tl.where(parts * STEP > HEAD_DIM, 2, 1)  # parts in a step
     for first in range(0, HEAD_DIM, STEP):
         d = first + tl.arange(0, STEP)
-        at = (page * PAGE_BYTES + place * HEAD_DIM)[:, None] + d[None, :]
-        keys = widen(tl.load(cache + at, mask=mask[:, None], other=0)) * scale[:, None]
-        queries = widen(tl.load(q + (row * H + h)[:, None] * HEAD_DIM + d[None, :]))
+        at = (keys_at.page * PAGE_BYTES + keys_at.place * HEAD_DIM)[:, None] + d[None, :]
+        keys = widen(tl.load(inputs.cache + at, mask=keys_at.mask[:, None], other=0)) * keys_at.scale[:, None]
+        queries = widen(tl.load(inputs.q + (row * H + h)[:, None] * HEAD_DIM + d[None, :]))
         for half in range(halves):
             own = ((d % STEP // (STEP // 2) == half) | (halves == 1))[None, :]
             x, y = tl.where(own, queries, 0.0), tl.where(own, keys, 0.0)
@@ -73,7 +85,7 @@ def products_of(q, cache, scale, row, page, place, mask, parts, H: tl.constexpr,
 
 @triton.jit
 def lone_sum(x, H: tl.constexpr, STRIDE: tl.constexpr, TILE: tl.constexpr):
-    """The sum of H lines of x, which lie STRIDE apart, in the lone order."""
+    """Sum H lines of x, STRIDE apart, in the lone order."""
     t = tl.arange(0, TILE)
     a0 = tl.zeros((TILE,), tl.float32)
     a1 = a0
@@ -89,7 +101,7 @@ def lone_sum(x, H: tl.constexpr, STRIDE: tl.constexpr, TILE: tl.constexpr):
 
 @triton.jit
 def add_up(x, shared, H: tl.constexpr, TILE: tl.constexpr):
-    """The sums of x [H, TILE] over its lines."""
+    """Sum x [H, TILE] over its lines, in the shared or the lone order."""
     if shared:
         b0 = lone_sum(x, H // 4, 4 * TILE, TILE)
         b1 = lone_sum(x + TILE, H // 4, 4 * TILE, TILE)
@@ -103,7 +115,7 @@ def add_up(x, shared, H: tl.constexpr, TILE: tl.constexpr):
 
 @triton.jit(do_not_specialize=INTEGERS)
 def exact_kernel(
-    q, cache, scales, weights, seq_lens, table, orders, scratch, logits, groups, tallies,
+    q, cache, scales, weights, seq_lens, table, orders, scratch, logits, groups, counters,
     first_row, num_rows, width, num_pages,
     NEXT_N: tl.constexpr, H: tl.constexpr, ROWS: tl.constexpr, NUM_ORDERS: tl.constexpr, TILE: tl.constexpr,
     STEP: tl.constexpr,
@@ -114,7 +126,7 @@ def exact_kernel(
     t = tl.arange(0, TILE)
     scratch += tl.program_id(0) * (H * TILE)
     ids = tl.arange(0, ROWS)
-    clear(tallies, num_rows)
+    clear(counters, num_rows)
     seen = tl.maximum(visible(seq_lens, first_row + ids, first_row + num_rows, NEXT_N, width), 0)
     tiles = tl.cdiv(seen, TILE)
     ends = tl.cumsum(tiles, 0)
@@ -127,7 +139,8 @@ def exact_kernel(
         mask = (tokens < n) & good
         place = tokens % PAGE
         scale = tl.load(scales + page * (PAGE_BYTES // 4) + PAGE * HEAD_DIM // 4 + place, mask=mask, other=0.0)
-        products = products_of(q, cache, scale, row, page, place, mask, order % 256, H, STEP)
+        keys_at = Keys(page, place, mask, scale)
+        products = products_of(Inputs(q, cache, scales, weights), row, keys_at, order % 256, H, STEP)
         x = maximum(products, 0.0) * tl.load(weights + row * H + h)[:, None]
         tl.store(scratch + h[:, None] * TILE + t[None, :], x)
         tl.debug_barrier()
@@ -139,7 +152,7 @@ def exact_kernel(
 
 @triton.jit(do_not_specialize=INTEGERS)
 def short_kernel(
-    logits, tallies, seq_lens, table, out, first_row, num_rows, width,
+    logits, counters, seq_lens, table, out, first_row, num_rows, width,
     NEXT_N: tl.constexpr, K: tl.constexpr, SLOTS: tl.constexpr, ORDERED: tl.constexpr,
 ):  # fmt: skip
     """The order of rows of at most 32 tokens: torch sorts those by a network that doesn't keep ties in order.
@@ -147,7 +160,7 @@ def short_kernel(
     Its input are the scores above the least, then those that equal it, each by position.
     """
     own = tl.program_id(0)
-    n, _ = tokens_of(seq_lens, tallies + own * TALLIES, first_row + own, first_row + num_rows, NEXT_N, width)
+    n, _ = tokens_of(seq_lens, counters + own * NUM_COUNTERS, first_row + own, first_row + num_rows, NEXT_N, width)
     ids = tl.arange(0, 32)
     if n <= 32:
         keys = ordered(tl.load(logits + own.to(tl.int64) * width * PAGE + ids, mask=ids < n, other=0.0), True)

@@ -13,8 +13,8 @@ positions; then those count.
 import triton
 import triton.language as tl
 
-from envoi.indexer.kernel_scores import CLASSES, INTEGERS, PAGE, SECTOR, TALLIES
-from envoi.indexer.kernel_sift import CAPACITY, LAST, tokens_of
+from envoi.indexer.kernel_candidates import CAPACITY, LAST, tokens_of
+from envoi.indexer.kernel_scores import COUNTER_STRIDE, INTEGERS, NUM_COUNTERS, PAGE, SCORE_BINS
 
 MOST: tl.constexpr = tl.constexpr(4096)
 MINE: tl.constexpr = tl.constexpr(128)  # composites that are ranked at a time,
@@ -98,36 +98,36 @@ def rank_and_put(out, listed, first, total, table, before, K: tl.constexpr, SLOT
 
 @triton.jit(do_not_specialize=INTEGERS)
 def rank_kernel(
-    listed, classes, tallies, seq_lens, table, out, errors, first_row, num_rows, width,
+    listed, classes, counters, seq_lens, table, out, errors, first_row, num_rows, width,
     NEXT_N: tl.constexpr, K: tl.constexpr, SLOTS: tl.constexpr, ORDERED: tl.constexpr,
 ):  # fmt: skip
     """A class of a row, or as large a share of its list. Behind the last is -1."""
     own = tl.program_id(1)
     part = tl.program_id(0)
     row = first_row + own
-    tallies += own * TALLIES
-    n, error = tokens_of(seq_lens, tallies, row, first_row + num_rows, NEXT_N, width)
+    counters += own * NUM_COUNTERS
+    n, error = tokens_of(seq_lens, counters, row, first_row + num_rows, NEXT_N, width)
     table += (row // NEXT_N).to(tl.int64) * width
     out += row.to(tl.int64) * K
     tl.store(errors + row, error, mask=part == 0)
-    for first in range(part * FILL, K, CLASSES * FILL):
+    for first in range(part * FILL, K, SCORE_BINS * FILL):
         ids = first + tl.arange(0, FILL)
         tl.store(out + ids, -1, mask=(ids >= n) & (ids < K))
     if n == 0:
         return
-    ids = tl.arange(0, CLASSES)
-    sizes = tl.load(tallies + ids * SECTOR)
-    classes += own * (CLASSES * CAPACITY)
+    ids = tl.arange(0, SCORE_BINS)
+    sizes = tl.load(counters + ids * COUNTER_STRIDE)
+    classes += own * (SCORE_BINS * CAPACITY)
     if ORDERED & (tl.max(sizes, 0) <= CAPACITY):
         size = tl.sum(tl.where(ids == part, sizes, 0), 0)
         before = tl.sum(tl.where(ids < part, sizes, 0), 0)
         for first in range(0, tl.where(before < K, size, 0), MINE):
             rank_and_put(out, classes + part * CAPACITY, first, size, table, before, K, SLOTS)
     else:
-        total = tl.load(tallies + CLASSES * SECTOR)
+        total = tl.load(counters + SCORE_BINS * COUNTER_STRIDE)
         listed += own.to(tl.int64) * width * PAGE
         if (total > MOST) | (not ORDERED):
             total = narrow(listed, classes, total, K, ORDERED)
             listed = classes
-        for first in range(part * MINE, total, CLASSES * MINE):
+        for first in range(part * MINE, total, SCORE_BINS * MINE):
             rank_and_put(out, listed, first, total, table, 0, K, SLOTS)

@@ -1,6 +1,6 @@
 # What the compiler sees isn't what type checkers see.
 # pyright: reportAttributeAccessIssue=false, reportArgumentType=false, reportCallIssue=false
-"""The fast mode's scores, and what selecting needs to know of them before it reads them.
+"""The fast mode's scores, and the best key of each group of neighbouring tokens, which selection starts from.
 
     for each tile of 128 tokens of each row, TILE by TILE:                   one program, persistent
         S[j, h]   = sum over d of values[j, d] * q[row, h, d]                 FP8 tensor cores, float32
@@ -10,8 +10,10 @@
 The k-th best group bounds the k-th best score from below: k groups have a score at least as good. There are 4096 to
 8192 groups once a row has that many tokens, so few other scores reach the bound.
 
-Lengths are read here, on the device. A page outside the cache is not read, and `kernel_sift` fails its row.
+Lengths are read here, on the device. A page outside the cache is not read, and `kernel_candidates` fails its row.
 """
+
+from typing import Any, NamedTuple
 
 import triton
 import triton.language as tl
@@ -26,17 +28,28 @@ NUM_GROUPS: tl.constexpr = tl.constexpr(8192)  # of a row; those of longer rows 
 MAX_LEVEL: tl.constexpr = tl.constexpr(5)  # groups of 1 << level tokens
 KEY_SHIFT: tl.constexpr = tl.constexpr(16)  # bits of a key that a group's best doesn't tell
 
-# What is counted of a row: its list's classes, then the whole list.
-CLASSES: tl.constexpr = tl.constexpr(32)
-SECTOR: tl.constexpr = tl.constexpr(8)  # numbers that the L2 keeps together: a tally each, or their atomics queue up
-TALLIES: tl.constexpr = tl.constexpr(512)
+# Counters of a row: the entries of each bin of its list of candidates, then those of the whole list.
+SCORE_BINS: tl.constexpr = tl.constexpr(32)
+COUNTER_STRIDE: tl.constexpr = tl.constexpr(
+    8
+)  # numbers that the L2 keeps together: a counter each, or their atomics queue up
+NUM_COUNTERS: tl.constexpr = tl.constexpr(512)
 
 INTEGERS = ("first_row", "num_rows", "width", "num_pages")  # arguments of the indexer's kernels
 
 
+class Inputs(NamedTuple):
+    """Pointers: q [rows, H, 128] and cache, bytes of E4M3; scales, the cache as float32; weights [rows, H] float32."""
+
+    q: Any
+    cache: Any
+    scales: Any
+    weights: Any
+
+
 @triton.jit
 def visible(seq_lens, rows, num_rows, next_n, width):
-    """Tokens that rows see; -1 for a length that the block table doesn't hold."""
+    """Return how many tokens rows see; -1 for a length that the block table doesn't hold."""
     length = tl.load(seq_lens + rows // next_n, mask=rows < num_rows, other=0)
     seen = tl.maximum(length - next_n + 1 + rows % next_n, 0)
     seen = tl.where((length >= 0) & (length <= width * PAGE), seen, -1)
@@ -45,14 +58,14 @@ def visible(seq_lens, rows, num_rows, next_n, width):
 
 @triton.jit
 def ordered(x, NAN_FIRST: tl.constexpr):
-    """float32 -> int32 in the same order; -0 equals 0, NaN is the least or the greatest."""
+    """Map float32 to int32 in the same order; -0 equals 0, NaN is the least or the greatest."""
     key = in_order((x + 0.0).to(tl.int32, bitcast=True))
     return tl.where(x == x, key, 0x7FFFFFFF if NAN_FIRST else -0x7F800001)  # the latter is the key of -inf
 
 
 @triton.jit
 def level_of(n):
-    """Of the groups in a row of n tokens: as small as NUM_GROUPS allows."""
+    """Return log2 of the tokens in a group, in a row of n tokens: as small as NUM_GROUPS allows."""
     level = n * 0
     for i in tl.static_range(MAX_LEVEL):
         level += (n > (NUM_GROUPS << i)).to(tl.int32)
@@ -60,15 +73,15 @@ def level_of(n):
 
 
 @triton.jit
-def clear(tallies, num_rows):
-    """Set the tallies of all rows to zero, each program its share of them."""
+def clear(counters, num_rows):
+    """Set the counters of all rows to zero, each program its share of them."""
     for own in range(tl.program_id(0), num_rows, tl.num_programs(0)):
-        tl.store(tallies + own * TALLIES + tl.arange(0, TALLIES), 0)
+        tl.store(counters + own * NUM_COUNTERS + tl.arange(0, NUM_COUNTERS), 0)
 
 
 @triton.jit
 def token_pages(table, request, tokens, n, width, num_pages):
-    """The pages of tokens, and whether they are in the cache; page 0 where masked or outside."""
+    """Look up the pages of tokens, and whether they are in the cache; page 0 where masked or outside."""
     inside = tokens < n
     page = tl.load(table + request.to(tl.int64) * width + tokens // PAGE, mask=inside, other=0)
     good = (page >= 0) & (page < num_pages)
@@ -76,15 +89,17 @@ def token_pages(table, request, tokens, n, width, num_pages):
 
 
 @triton.jit
-def score_tile(q, cache, scales, weights, row, page, place, mask, H: tl.constexpr):
-    """The scores of tokens, given by page and place in it."""
+def score_tile(inputs, row, page, place, mask, H: tl.constexpr):
+    """Score tokens of a row: [TILE] float32. inputs: Inputs; page, place, mask [TILE]: where each token's key is."""
     d = tl.arange(0, HEAD_DIM)
     h = tl.arange(0, H)
     row = row.to(tl.int64)
-    keys = tl.load(cache + (page * PAGE_BYTES + place * HEAD_DIM)[:, None] + d[None, :], mask=mask[:, None], other=0)
-    queries = tl.load(q + (row * H + h)[:, None] * HEAD_DIM + d[None, :])
-    weight = tl.load(weights + row * H + h)
-    scale = tl.load(scales + page * (PAGE_BYTES // 4) + PAGE * HEAD_DIM // 4 + place, mask=mask, other=0.0)
+    keys = tl.load(
+        inputs.cache + (page * PAGE_BYTES + place * HEAD_DIM)[:, None] + d[None, :], mask=mask[:, None], other=0
+    )
+    queries = tl.load(inputs.q + (row * H + h)[:, None] * HEAD_DIM + d[None, :])
+    weight = tl.load(inputs.weights + row * H + h)
+    scale = tl.load(inputs.scales + page * (PAGE_BYTES // 4) + PAGE * HEAD_DIM // 4 + place, mask=mask, other=0.0)
     if INTERPRETED:
         products = tl.dot(from_e4m3(keys), tl.trans(from_e4m3(queries)))
     else:
@@ -96,7 +111,7 @@ def score_tile(q, cache, scales, weights, row, page, place, mask, H: tl.constexp
 
 @triton.jit
 def keep_best(logits, tokens, n, groups, NAN_FIRST: tl.constexpr):
-    """Write the best of each of a tile's groups to those of its row; tokens behind n are the least."""
+    """Store the best key of each group of a tile to its row's groups; tokens from n on count as the least."""
     keys = tl.where(tokens < n, ordered(logits, NAN_FIRST), -0x80000000)
     level = level_of(n)
     size: tl.constexpr = tokens.shape[0]
@@ -109,9 +124,9 @@ def keep_best(logits, tokens, n, groups, NAN_FIRST: tl.constexpr):
 
 @triton.jit
 def place_of_tile(tile, ids, seen, tiles, ends):
-    """Of a tile among those of all rows: its row in `ids`, which of the row's tiles it is, the tokens the row sees.
+    """Find a tile among those of all rows: its row in `ids`, its number within the row, the tokens that the row sees.
 
-    tiles: of each row; ends: how many end with it.
+    tiles: number of tiles of each row; ends: their inclusive sum.
     """
     own = tl.sum((ends <= tile).to(tl.int32), 0)
     before = tl.sum(tl.where(ids == own, ends - tiles, 0), 0)
@@ -120,13 +135,13 @@ def place_of_tile(tile, ids, seen, tiles, ends):
 
 @triton.jit(do_not_specialize=INTEGERS)
 def scores_kernel(
-    q, cache, scales, weights, seq_lens, table, logits, groups, tallies,
+    q, cache, scales, weights, seq_lens, table, logits, groups, counters,
     first_row, num_rows, width, num_pages,
     NEXT_N: tl.constexpr, H: tl.constexpr, ROWS: tl.constexpr, TILE: tl.constexpr,
 ):  # fmt: skip
-    """The scores of rows first_row .. first_row + num_rows - 1, at most ROWS of them. Clears their tallies."""
+    """Score rows first_row .. first_row + num_rows - 1, at most ROWS of them, and zero their counters."""
     ids = tl.arange(0, ROWS)
-    clear(tallies, num_rows)
+    clear(counters, num_rows)
     seen = tl.maximum(visible(seq_lens, first_row + ids, first_row + num_rows, NEXT_N, width), 0)
     tiles = tl.cdiv(seen, TILE)
     ends = tl.cumsum(tiles, 0)
@@ -137,6 +152,6 @@ def scores_kernel(
         tokens = first + tl.arange(0, TILE)
         page, good = token_pages(table, row // NEXT_N, tokens, n, width, num_pages)
         mask = (tokens < n) & good
-        s = score_tile(q, cache, scales, weights, row, page, tokens % PAGE, mask, H)
+        s = score_tile(Inputs(q, cache, scales, weights), row, page, tokens % PAGE, mask, H)
         tl.store(logits + own.to(tl.int64) * width * PAGE + tokens, s, mask=tokens < n)
         keep_best(s, tokens, n, groups + own * NUM_GROUPS, False)

@@ -3,9 +3,9 @@
 import torch
 
 from envoi.check import expect_divisible, expect_int
-from envoi.gemm.devices import implementation
 from envoi.indexer import certificate, reference
 from envoi.indexer.layout import PAGE_SIZE, pages_of
+from envoi.runtime.devices import implementation
 
 CACHE_ALIGNMENT = 16
 
@@ -15,7 +15,7 @@ def run(
     k: int, mode: str, next_n: int, slots: bool, ordered: bool,
 ) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
     """What the operator returns: [rows, k] int32, and errors [rows] int32."""
-    orders = _orders(q) if mode == "exact" else None
+    orders = _orders(q.device, q.shape[1]) if mode == "exact" else None
     if implementation(q.device) == "torch" or (mode == "exact" and orders is None):
         check_values(seq_lens, block_table, k_cache.shape[0])
         out = reference.indexer_topk(q, k_cache, weights, seq_lens, block_table, k, mode, next_n, slots, ordered)
@@ -29,9 +29,14 @@ def run(
     return fast.topk(problem, slots, ordered) if orders is None else exact.topk(problem, orders, slots, ordered)
 
 
-def _orders(q: torch.Tensor) -> torch.Tensor | None:
+def _orders(device: torch.device, num_heads: int) -> torch.Tensor | None:
     """The orders of adding that the exact mode's kernels need; None where torch's own operators must do it."""
-    return certificate.orders(q.device, q.shape[1]) if q.device.type == "cuda" else None
+    if device.type != "cuda":
+        return None
+    orders = certificate.orders(device, num_heads)
+    if orders is None:
+        certificate.warn_uncertified(certificate.name_of(device))
+    return orders
 
 
 def check_values(seq_lens: torch.Tensor, block_table: torch.Tensor, num_pages: int) -> None:
@@ -45,6 +50,5 @@ def check_values(seq_lens: torch.Tensor, block_table: torch.Tensor, num_pages: i
         used = block_table[request, : pages_of(length)]
         if len(used) and (int(used.min()) < 0 or int(used.max()) >= num_pages):
             bad = used[(used < 0) | (used >= num_pages)][0]
-            raise ValueError(
-                f"block_table: expected pages from 0 to {num_pages - 1}, got {int(bad)} for request {request}"
-            )
+            held = f"pages from 0 to {num_pages - 1}" if num_pages else "no pages, since k_cache has none"
+            raise ValueError(f"block_table: expected {held}, got {int(bad)} for request {request}")

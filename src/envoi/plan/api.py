@@ -7,7 +7,7 @@ from envoi.check import expect_int
 from envoi.plan.blocks import BLOCK_MS, Blocks, l1_blocks, l2_blocks
 from envoi.plan.capacity import experts_per_wave, pool_capacity
 from envoi.plan.expected import rows_per_expert
-from envoi.plan.layer import MoeLayer
+from envoi.plan.layer import MAX_TOKENS, MoeLayer
 from envoi.plan.machines import Machine, machine_of
 from envoi.plan.overlap import Overlap, overlap_of
 from envoi.plan.presum import pays
@@ -83,9 +83,10 @@ def plan_moe(layer: MoeLayer, arch: str = "sm_90", max_tokens: int | None = None
     Raises ValueError where the layer doesn't fit the GPU.
     """
     machine = machine_of(arch)
-    max_tokens = layer.num_tokens if max_tokens is None else expect_int("max_tokens", max_tokens, layer.num_tokens)
+    if max_tokens is None:
+        max_tokens = layer.num_tokens
+    expect_int("max_tokens", max_tokens, layer.num_tokens, MAX_TOKENS)
     local = layer.num_local_experts
-    l1, l2 = l1_blocks(layer, machine), l2_blocks(layer, machine)
     pool_rows = pool_capacity(layer.num_ranks, max_tokens, layer.num_topk, local, BLOCK_MS[arch])
     weight_bytes = local * (layer.weight_bytes(layer.l1_nk) + layer.weight_bytes(layer.l2_nk))
     row_bytes = layer.row_bytes(layer.hidden) + layer.row_bytes(layer.intermediate)
@@ -93,6 +94,7 @@ def plan_moe(layer: MoeLayer, arch: str = "sm_90", max_tokens: int | None = None
     returned = max_tokens * (layer.num_ranks if presum else layer.num_topk)
     buffer_bytes = pool_rows * row_bytes + 2.0 * returned * layer.hidden
     _check_memory(machine, weight_bytes, buffer_bytes)
+    l1, l2 = l1_blocks(layer, machine), l2_blocks(layer, machine)
     fused_shared = shared_memory(
         layer, roles_of(machine, layer.format, l1.block_m, l1.block_n, l1.block_k), machine.shared_bytes
     )

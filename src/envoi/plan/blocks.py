@@ -8,8 +8,7 @@ import torch
 from envoi.epilogue.api import Epilogue
 from envoi.epilogue.library import expert_l1, expert_l2, left_by_l1
 from envoi.epilogue.lower import Lowered, lower
-from envoi.gemm import hopper, hopper_mx
-from envoi.gemm.config_sm100 import MIN_STAGES, BlackwellConfig, BlackwellProblem, supports
+from envoi.gemm.blackwell.config import MIN_STAGES, BlackwellConfig, BlackwellProblem, supports
 from envoi.plan.expected import rows_per_expert, tiles_per_expert
 from envoi.plan.layer import MoeLayer
 from envoi.plan.machines import WIDENED, Machine
@@ -54,6 +53,9 @@ def l2_blocks(layer: MoeLayer, machine: Machine) -> Blocks:
 def _blocks(layer: MoeLayer, machine: Machine, nk: tuple[int, int], epilogue: Epilogue) -> Blocks:
     if machine.arch == "sm_100":
         return _blackwell(layer, machine, nk, epilogue)
+    from envoi.gemm.hopper import host as hopper  # loads Triton, which `import envoi` does without
+    from envoi.gemm.hopper_mx import config as hopper_mx
+
     if layer.format in WIDENED:
         code = lower(epilogue.ir, torch.bfloat16, "gluon", False, False, frozenset())
         bits = 4 if layer.format == "mxfp4" else 8
@@ -67,8 +69,8 @@ def _blocks(layer: MoeLayer, machine: Machine, nk: tuple[int, int], epilogue: Ep
         epilogue.ir, torch.bfloat16, operands, machine.num_sms,
     )[1]  # fmt: skip
     counted = _counted(layer, nk, config.block_m, config.block_n, config.block_k, config.num_stages)
-    # With `wide_last` tiles are counted by the lowest and widest, but most are square.
-    return replace(counted, block_m=config.block_x, block_n=config.block_y) if config.wide_last else counted
+    # With `wide_tail_tiles` tiles are counted by the lower and the wider kind, but most are square.
+    return replace(counted, block_m=config.block_x, block_n=config.block_y) if config.wide_tail_tiles else counted
 
 
 def _counted(layer: MoeLayer, nk: tuple[int, int], block_m: int, block_n: int, block_k: int, num_stages: int) -> Blocks:
@@ -108,7 +110,7 @@ def _config(problem: BlackwellProblem, code: Lowered, width: int, num_stages: in
     """A piece is as wide as the epilogue needs, by 8 warps if that is much."""
     block_k, piece = 1024 // problem.x_bits, max(64, code.piece_columns)
     num_warps = 8 if piece > 128 else 4
-    return BlackwellConfig(width, block_k, num_stages, num_warps, sf_group=problem.sf_group, piece=piece)
+    return BlackwellConfig(width, block_k, num_stages, num_warps, sf_group=problem.sf_group, epilogue_columns=piece)
 
 
 def _problem(layer: MoeLayer, nk: tuple[int, int]) -> BlackwellProblem:

@@ -2,18 +2,21 @@
 
 import argparse
 import json
-from pathlib import Path
 
+from envoi.check import expect_picture
 from envoi.plan.api import plan_moe
 from envoi.plan.layer import MoeLayer
 from envoi.plan.report import draw, to_text
 
 
 def run(args: argparse.Namespace) -> int:
-    """Print the plan of a layer; returns 0. Raises ValueError for a layer that can't be."""
+    """Print the plan of a layer; returns 0. Raises ValueError for a layer that can't be, or a picture that can't."""
+    picture = expect_picture("--png", args.png) if args.png is not None else None
+    if picture:
+        import matplotlib  # noqa: F401  # if it isn't there, this is the time to say so
     layer = MoeLayer(args.hidden, args.inter, args.experts, args.topk, args.tokens, args.gpus, args.format)
     plan = plan_moe(layer, args.arch, args.max_tokens)
     print(json.dumps(plan.to_dict(), indent=2) if args.json else to_text(plan))
-    if args.png:
-        draw(Path(args.png), plan)
+    if picture:
+        draw(picture, plan)
     return 0

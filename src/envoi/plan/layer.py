@@ -7,6 +7,8 @@ from envoi.quant.formats import Format, Scheme, format_named
 
 NUM_RANKS = (1, 2, 4, 8)  # GPUs of one NVLink domain
 MAX_TOPK = 32
+MAX_TOKENS = 2**31 - 1  # rows are counted in int32
+MAX_WIDTH, MAX_EXPERTS = 2**20, 2**16  # far beyond any model
 WEIGHT_AND_SLOT_BYTES = 8  # travel with a row: its routing weight, and the slot it came from
 
 
@@ -32,12 +34,12 @@ class MoeLayer:
     def __post_init__(self) -> None:
         need = max(8, format_named(self.format).group_k)
         for name in ("hidden", "intermediate"):
-            size = expect_int(name, getattr(self, name), 1)
+            size = expect_int(name, getattr(self, name), 1, MAX_WIDTH)
             if size % need:
                 raise ValueError(f"{name}: expected a multiple of {need} for format {self.format!r}, got {size}")
-        expect_int("num_experts", self.num_experts, 1)
+        expect_int("num_experts", self.num_experts, 1, MAX_EXPERTS)
         expect_int("num_topk", self.num_topk, 1, min(MAX_TOPK, self.num_experts), "a token's experts are distinct")
-        expect_int("num_tokens", self.num_tokens, 1)
+        expect_int("num_tokens", self.num_tokens, 1, MAX_TOKENS)
         if expect_int("num_ranks", self.num_ranks, 1) not in NUM_RANKS:
             raise ValueError(f"num_ranks: expected 1, 2, 4 or 8 GPUs of one NVLink domain, got {self.num_ranks}")
         if self.num_experts % self.num_ranks:

@@ -5,20 +5,23 @@ from pathlib import Path
 from envoi.plan.api import GB, Plan
 from envoi.plan.blocks import Blocks
 from envoi.plan.steps import RESOURCES, Step
-from envoi.table import align, number
+from envoi.table import align, fold, number
 
-WIDTH = 64  # of the picture, in characters
+BARS = 60  # characters that all steps take in the picture
 FILLS = {"compute": "█", "HBM": "▓", "NVLink": "▒", "latency": "·"}
 COLOURS = {"compute": "tab:blue", "HBM": "tab:orange", "NVLink": "tab:green", "fixed": "tab:grey"}
 PRESUM = "; rows of a token that meet on a rank are summed there before they go back"
-HEADER = ("step", "us", *(f"{name} us" for name in RESOURCES), "fixed us", "bound by", "GFLOP", "HBM MB", "NVLink MB")
+TIMES = ("step", "us", *(f"{name} us" for name in RESOURCES), "fixed us", "bound by")
+WORK = ("step", "GFLOP", "HBM MB", "NVLink MB")
 
 
 def to_text(plan: Plan) -> str:
-    """Title, table, picture, sizes, notes."""
-    table = align(HEADER, [_row(step) for step in plan.steps], left=(0, 6))
+    """Title, tables of times and of work, picture, sizes, notes: in 80 columns."""
+    times = align(TIMES, [_times(step) for step in plan.steps], left=(0, 6))
+    work = align(WORK, [_work(step) for step in plan.steps])
     notes = [f"note: {note}" for note in plan.notes]
-    return "\n".join([title(plan), "", table, "", *_picture(plan), "", *_sums(plan), *_sizes(plan), *notes])
+    prose = map(fold, (*_sums(plan), *_sizes(plan), *notes))
+    return "\n".join([fold(title(plan)), "", times, "", work, "", *_picture(plan), "", *prose])
 
 
 def title(plan: Plan) -> str:
@@ -30,10 +33,12 @@ def title(plan: Plan) -> str:
     )
 
 
-def _row(step: Step) -> list[str]:
-    times = [step.time_us, *step.parts_us.values(), step.fixed_us]
-    work = [step.flops / 1e9, step.hbm_bytes / 1e6, step.nvlink_bytes / 1e6]
-    return [step.name, *map(_short, times), step.bound_by, *map(_short, work)]
+def _times(step: Step) -> list[str]:
+    return [step.name, *map(_short, (step.time_us, *step.parts_us.values(), step.fixed_us)), step.bound_by]
+
+
+def _work(step: Step) -> list[str]:
+    return [step.name, *map(_short, (step.flops / 1e9, step.hbm_bytes / 1e6, step.nvlink_bytes / 1e6))]
 
 
 def _short(value: float) -> str:
@@ -44,7 +49,7 @@ def _picture(plan: Plan) -> list[str]:
     """Each step's bar begins where that of the step before ends."""
     lines, start = [], 0.0
     for step in plan.steps:
-        first, last = (round(at / plan.staged_us * WIDTH) for at in (start, start + step.time_us))
+        first, last = (round(at / plan.staged_us * BARS) for at in (start, start + step.time_us))
         bar = " " * first + FILLS[step.bound_by] * max(1, last - first)
         lines.append(f"{step.name:<9} {bar} {number(step.time_us)}")
         start += step.time_us

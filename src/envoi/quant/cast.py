@@ -25,16 +25,19 @@ def quantize(x: torch.Tensor, scheme: str | Scheme, name: str = "x") -> QuantTen
     """Quantise a floating-point tensor [.., R, C].
 
     scheme: a name of `SCHEMES` or a Scheme. C must be a multiple of the group's columns (R need not be of its rows).
-    A NaN or an infinity anywhere in a group makes that whole group NaN, and no other.
+    A NaN or an infinity anywhere in a group makes that whole group NaN, and no other. x is rounded to float32 first, as
+    scale factors are float32 at most: a float64 number that float32 has no finite number for (above 3.4e38) is an
+    infinity here.
     Raises ValueError for a dtype that isn't floating point or a C that the group doesn't divide.
     """
     scheme = scheme if isinstance(scheme, Scheme) else scheme_named(scheme)
     if not isinstance(x, torch.Tensor) or x.dtype not in _FLOATS or x.dim() < 2:
         raise ValueError(f"{name}: expected a floating-point tensor [.., R, C], got {describe(x)}")
     group = scheme.group_for(x.shape)
-    expect_divisible(
-        f"{name}.shape[-1]", x.shape[-1], group[1], f"{scheme.name} shares a scale over {group[1]} columns"
-    )
+    if x.shape[-1] % group[1]:  # a traced size can't be printed, so the reason is only written for a refusal
+        expect_divisible(
+            f"{name}.shape[-1]", x.shape[-1], group[1], f"{scheme.name} shares a scale over {group[1]} columns"
+        )
     amax = group_amax(x.float(), group).clamp(min=AMAX_FLOOR)
     amax = amax.masked_fill(amax.isinf(), float("nan"))
     sf, multiplier = _scale_factors(amax, scheme)

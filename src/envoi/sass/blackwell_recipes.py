@@ -4,14 +4,14 @@ from collections.abc import Sequence
 
 import torch
 
-from envoi import triton_compat
 from envoi.epilogue.api import Epilogue
 from envoi.epilogue.ir import Operand
 from envoi.epilogue.lower import lower
-from envoi.epilogue.slots import rows_must_fit
-from envoi.gemm import portable, sf_layout, sm100
-from envoi.gemm.config_sm100 import BlackwellConfig
-from envoi.gemm.sm90 import Call
+from envoi.epilogue.slots import empty_slots, rows_must_fit
+from envoi.gemm.blackwell import host, sf_layout
+from envoi.gemm.blackwell.config import BlackwellConfig
+from envoi.gemm.hopper.host import Call
+from envoi.runtime import triton_compat
 from envoi.sass.compile import Recipe, recipe_of_call
 
 NUM_SMS = 148
@@ -29,10 +29,10 @@ def blackwell(
     num_experts: int = 0,
 ) -> Recipe:
     """The Blackwell kernel with this epilogue. dtypes: of a and b; uint8 is FP4. num_experts: 0 = not grouped."""
-    from envoi.gemm.kernel_sm100 import gemm_kernel
+    from envoi.gemm.blackwell.kernel import gemm_kernel
 
     with triton_compat.pretending(arch):
-        _, arguments = sm100.arguments(call_of(epilogue, config, dtypes, sizes, num_experts), config, NUM_SMS)
+        _, arguments = host.arguments(call_of(epilogue, config, dtypes, sizes, num_experts), config, NUM_SMS)
     return recipe_of_call(gemm_kernel, arguments, arch, num_warps=config.num_warps)
 
 
@@ -53,7 +53,7 @@ def call_of(
     return Call(
         a, b, code, tuple(_operand(operand, M, N) for operand in ir.operands),
         tuple(operand.name for operand in ir.operands),
-        portable.empty_slots(ir, code.slots, M, N, a.device),
+        empty_slots(ir, code.slots, M, N, a.device),
         _empty(num_experts + 1, dtype=torch.int32) if num_experts else None,
         _factors(config.sf_group, sizes, num_experts) if config.sf_group else None,
     )  # fmt: skip
@@ -78,6 +78,6 @@ def _factors(sf_group: int, sizes: tuple[int, int, int], num_experts: int) -> tu
     """Packed scale factors."""
     M, N, K = sizes
     steps = -(-K // (4 * sf_group))
-    dtype = F8 if sf_group == sm100.NVFP4_GROUP else U8
+    dtype = F8 if sf_group == host.NVFP4_GROUP else U8
     of_a, of_b = sf_layout.num_blocks(M, num_experts), sf_layout.num_blocks(N) * max(1, num_experts)
     return _empty(of_a, steps, 2, 256, dtype=dtype), _empty(of_b, steps, 2, 256, dtype=dtype)

@@ -150,6 +150,6 @@ def _arches(text: str | None) -> tuple[str, ...]:
 
 def _versions() -> dict[str, str]:
     import envoi
-    from envoi import triton_compat
+    from envoi.runtime import triton_compat
 
     return {"envoi": envoi.__version__, "triton": triton_compat.VERSION}

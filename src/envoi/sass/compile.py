@@ -7,7 +7,8 @@ from typing import Any
 
 from triton.runtime.jit import JITFunction
 
-from envoi import env, triton_compat
+from envoi import env
+from envoi.runtime import triton_compat
 from envoi.sass import isolate, ptx, tools
 
 ARCHES = ("sm_90", "sm_100", "sm_103")
@@ -151,13 +152,20 @@ def _leaves(kind: Any, path: tuple[int, ...]) -> Iterator[tuple[tuple[int, ...],
 
 
 def _map_types(kind: Any, change: Callable[[str], str]) -> Any:
-    return change(kind) if isinstance(kind, str) else tuple(_map_types(part, change) for part in kind)
+    if isinstance(kind, str):
+        return change(kind)
+    return _like(kind, [_map_types(part, change) for part in kind])
+
+
+def _like(kind: tuple, parts: list) -> tuple:
+    """Parts as a tuple of this one's type: kernels read a NamedTuple's fields by name."""
+    return type(kind)(*parts) if hasattr(kind, "_fields") else tuple(parts)
 
 
 def _with_hints(kind: Any, path: tuple[int, ...], attributes: Mapping[tuple[int, ...], Any]) -> Any:
     if isinstance(kind, str):
         return kind + ALIGNED if attributes.get(path) else kind
-    return tuple(_with_hints(part, (*path, index), attributes) for index, part in enumerate(kind))
+    return _like(kind, [_with_hints(part, (*path, index), attributes) for index, part in enumerate(kind)])
 
 
 def _python_reason(error: BaseException) -> str:

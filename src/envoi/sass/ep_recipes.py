@@ -2,10 +2,10 @@
 
 import torch
 
-from envoi.ep import kernel_triton, nvlink
-from envoi.ep.memory import Plan
-from envoi.experts import launch
-from envoi.experts.launch import Launch
+from envoi.moe.launches import Launch
+from envoi.moe.parallel import combine, combine_kernels, dispatch, dispatch_kernels
+from envoi.moe.parallel.symmetric_memory import Domain, SharedLayout
+from envoi.moe.permute import empty_rows
 from envoi.sass.compile import Recipe, recipe_of_call
 
 M, NUM_TOPK, NUM_EXPERTS, HIDDEN, NUM_RANKS = 2048, 6, 256, 4096, 4
@@ -15,45 +15,47 @@ NUM_LOCAL = NUM_EXPERTS // NUM_RANKS
 def publish(arch: str, format: str) -> Recipe:
     """Tokens to where peers read them."""
     domain = _domain(format)
-    mine = domain.plan.tokens_in(domain.memory)
-    given = nvlink.publish_arguments(_of(torch.bfloat16, M, HIDDEN), _slots(), _ranked(), mine)
-    return _recipe(arch, kernel_triton.publish_kernel, given)
+    mine = domain.layout.tokens_in(domain.memory)
+    given = dispatch.publish_arguments(_of(torch.bfloat16, M, HIDDEN), _slots(), _ranked(), mine)
+    return _recipe(arch, dispatch_kernels.publish_kernel, given)
 
 
 def announce(arch: str) -> Recipe:
     """Slots to peers."""
     weights = _of(torch.float32, M, NUM_TOPK)
     return _recipe(
-        arch, kernel_triton.announce_kernel, nvlink.announce_arguments(_domain("bf16"), _slots(), weights, _ranked())
+        arch,
+        dispatch_kernels.announce_kernel,
+        dispatch.announce_arguments(_domain("bf16"), _slots(), weights, _ranked()),
     )
 
 
 def pull(arch: str, format: str) -> Recipe:
     """Peers' tokens to rows."""
-    return _recipe(arch, kernel_triton.pull_kernel, nvlink.pull_arguments(_domain(format)))
+    return _recipe(arch, dispatch_kernels.pull_kernel, dispatch.pull_arguments(_domain(format)))
 
 
 def meet(arch: str) -> Recipe:
     """After L2."""
-    return _recipe(arch, kernel_triton.meet_kernel, nvlink.meet_arguments(_domain("bf16")))
+    return _recipe(arch, combine_kernels.meet_kernel, combine.meet_arguments(_domain("bf16")))
 
 
 def sums(arch: str) -> Recipe:
     """Slots to tokens."""
-    given = nvlink.sum_arguments(_domain("bf16"), _slots(), _of(torch.bfloat16, M, HIDDEN))
-    return _recipe(arch, kernel_triton.sum_kernel, given)
+    given = combine.sum_arguments(_domain("bf16"), _slots(), _of(torch.bfloat16, M, HIDDEN))
+    return _recipe(arch, combine_kernels.sum_kernel, given)
 
 
 def returns(arch: str) -> Recipe:
     """L2's rows to their ranks, summed."""
     results = _of(torch.bfloat16, NUM_RANKS * M * NUM_TOPK, HIDDEN)
-    return _recipe(arch, kernel_triton.return_kernel, nvlink.return_arguments(_domain("bf16", True), results))
+    return _recipe(arch, combine_kernels.return_kernel, combine.return_arguments(_domain("bf16", True), results))
 
 
 def sums_of_ranks(arch: str) -> Recipe:
     """Ranks' sums to tokens."""
-    given = nvlink.sum_ranks_arguments(_domain("bf16", True), _slots(), _of(torch.bfloat16, M, HIDDEN))
-    return _recipe(arch, kernel_triton.sum_ranks_kernel, given)
+    given = combine.sum_ranks_arguments(_domain("bf16", True), _slots(), _of(torch.bfloat16, M, HIDDEN))
+    return _recipe(arch, combine_kernels.sum_ranks_kernel, given)
 
 
 def _recipe(arch: str, kernel: object, given: Launch) -> Recipe:
@@ -61,21 +63,21 @@ def _recipe(arch: str, kernel: object, given: Launch) -> Recipe:
     return recipe_of_call(kernel, arguments, arch, **options)
 
 
-def _domain(format: str, presum: bool = False) -> nvlink.Domain:
-    plan = Plan(NUM_RANKS, NUM_EXPERTS, M, NUM_TOPK, HIDDEN, format, presum)
+def _domain(format: str, presum: bool = False) -> Domain:
+    layout = SharedLayout(NUM_RANKS, NUM_EXPERTS, M, NUM_TOPK, HIDDEN, format, presum)
     capacity = NUM_RANKS * M * NUM_TOPK
     shift, offsets = _of(torch.int32, NUM_RANKS, NUM_LOCAL), _of(torch.int32, NUM_LOCAL + 1)
     state, report = _of(torch.int32, 4), _of(torch.int32, NUM_RANKS)
-    return nvlink.Domain(
-        plan, 1, list(range(0, NUM_EXPERTS + 1, NUM_LOCAL)), 10.0, _of(torch.uint8, plan.at[-1]),
+    return Domain(
+        layout, 1, list(range(0, NUM_EXPERTS + 1, NUM_LOCAL)), 10.0, _of(torch.uint8, layout.regions.end),
         _of(torch.int64, NUM_RANKS), shift, offsets, state, report,
-        launch.empty_rows(capacity, HIDDEN, plan.scheme, torch.device("meta")),
+        empty_rows(capacity, HIDDEN, layout.scheme, torch.device("meta")),
         _of(torch.float32, capacity), _of(torch.int64, capacity), _of(torch.int32, NUM_RANKS),
     )  # fmt: skip
 
 
-def _ranked() -> nvlink.Ranked:
-    return nvlink.empty_ranked(_slots(), NUM_EXPERTS)
+def _ranked() -> dispatch.RankedSlots:
+    return dispatch.empty_ranked(_slots(), NUM_EXPERTS)
 
 
 def _slots() -> torch.Tensor:

@@ -2,8 +2,10 @@
 
 import torch
 
-from envoi.experts import kernel_triton, launch
-from envoi.experts.launch import Launch, Places
+from envoi.moe import kernels, permute
+from envoi.moe.combine import combine_arguments
+from envoi.moe.launches import Launch
+from envoi.moe.permute import RowMap
 from envoi.quant.formats import SCHEMES
 from envoi.sass.compile import Recipe, recipe_of_call
 from envoi.types import QuantTensor
@@ -14,29 +16,29 @@ P = M * NUM_TOPK
 
 def sort(arch: str) -> Recipe:
     """Slots by expert."""
-    return _recipe(arch, kernel_triton.sort_kernel, launch.sort_arguments(_places().slot_to_pos, _places()))
+    return _recipe(arch, kernels.sort_kernel, permute.sort_arguments(_row_map().slot_to_pos, _row_map()))
 
 
 def gather(arch: str, scheme: str | None) -> Recipe:
     """Tokens to rows, in bf16 or a scheme."""
-    rows = launch.empty_rows(P, HIDDEN, SCHEMES[scheme] if scheme else None, torch.device("meta"))
-    given = launch.gather_arguments(_bf16(M, HIDDEN), _floats(M, NUM_TOPK), _places(), rows, _floats(P))
-    return _recipe(arch, kernel_triton.gather_kernel, given)
+    rows = permute.empty_rows(P, HIDDEN, SCHEMES[scheme] if scheme else None, torch.device("meta"))
+    given = permute.gather_arguments(_bf16(M, HIDDEN), _floats(M, NUM_TOPK), _row_map(), rows, _floats(P))
+    return _recipe(arch, kernels.gather_kernel, given)
 
 
 def quantize(arch: str, scheme: str) -> Recipe:
     """What L1 left in bf16."""
-    out = launch.empty_rows(P, INTERMEDIATE, SCHEMES[scheme], torch.device("meta"))
+    out = permute.empty_rows(P, INTERMEDIATE, SCHEMES[scheme], torch.device("meta"))
     if not isinstance(out, QuantTensor):
         raise ValueError(f"scheme: expected one that quantises, got {scheme!r}")
-    given = launch.quantize_arguments(_bf16(P, INTERMEDIATE), _places().offsets, out)
-    return _recipe(arch, kernel_triton.quantize_kernel, given)
+    given = permute.quantize_arguments(_bf16(P, INTERMEDIATE), _row_map().offsets, out)
+    return _recipe(arch, kernels.quantize_kernel, given)
 
 
 def combine(arch: str) -> Recipe:
     """Sums of tokens' slots."""
-    given = launch.combine_arguments(_bf16(P, HIDDEN), _places().slot_to_pos, _bf16(M, HIDDEN))
-    return _recipe(arch, kernel_triton.combine_kernel, given)
+    given = combine_arguments(_bf16(P, HIDDEN), _row_map().slot_to_pos, _bf16(M, HIDDEN))
+    return _recipe(arch, kernels.combine_kernel, given)
 
 
 def _recipe(arch: str, kernel: object, given: Launch) -> Recipe:
@@ -44,8 +46,8 @@ def _recipe(arch: str, kernel: object, given: Launch) -> Recipe:
     return recipe_of_call(kernel, arguments, arch, **options)
 
 
-def _places() -> Places:
-    return Places(_ints(NUM_EXPERTS + 1), _ints(M, NUM_TOPK))
+def _row_map() -> RowMap:
+    return RowMap(_ints(NUM_EXPERTS + 1), _ints(M, NUM_TOPK))
 
 
 def _bf16(*shape: int) -> torch.Tensor:

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from multiprocessing import get_context
 from pathlib import Path
 
-from envoi import triton_compat
+from envoi.runtime import triton_compat
 from envoi.sass import hopper_cases, hopper_recipes, mx_cases, registry
 from envoi.sass.compile import compile_recipe
 from envoi.sass.record import Record, of_binary

@@ -13,7 +13,7 @@ class Case:
     """One call of `envoi.gemm`, or of `envoi.grouped_gemm` if there are experts: [M, K] @ [N, K].T.
 
     epilogue: of `hopper_recipes.EPILOGUES`. format: bf16, fp16, fp8_row or fp8_block128. M: of all experts together.
-    behind: rows of no expert are written too; `envoi.moe` leaves them alone. sent: rows go to addresses.
+    write_tail: as in `Grouping`; `envoi.moe` has it off. sent: rows go to addresses.
     """
 
     name: str
@@ -23,7 +23,7 @@ class Case:
     K: int
     format: str = "bf16"
     num_experts: int = 0
-    behind: bool = True
+    write_tail: bool = True
     sent: bool = False
 
     @property
@@ -66,18 +66,18 @@ CASES = (
     Case("grouped-l1-mxfp8", "expert_l1_mxfp8", 8192, 5760, 2880, num_experts=32),
     Case("grouped-fp8-row", "expert_l1_fp8", 8192, 4096, 7168, "fp8_row", num_experts=32),
     Case("grouped-fp8-block128", "expert_l1_mxfp8", 8192, 4096, 7168, "fp8_block128", num_experts=32),
-    Case("experts-l1", "expert_l1", 12288, 4096, 4096, num_experts=32, behind=False),
-    Case("experts-l1-few", "expert_l1", 384, 4096, 4096, num_experts=32, behind=False),
-    Case("experts-l1-oai", "expert_l1_oai", 8192, 5760, 2880, num_experts=32, behind=False),
-    Case("experts-l1-fp8-row", "expert_l1", 12288, 4096, 4096, "fp8_row", num_experts=32, behind=False),
-    Case("experts-l1-fp8-block128", "expert_l1", 12288, 4096, 4096, "fp8_block128", num_experts=32, behind=False),
-    Case("experts-l2", "expert_l2", 12288, 4096, 2048, num_experts=32, behind=False),
-    Case("experts-l2-few", "expert_l2", 384, 4096, 2048, num_experts=32, behind=False),
-    Case("experts-l2-sent", "expert_l2", 12288, 4096, 2048, num_experts=64, behind=False, sent=True),
-    Case("experts-l2-sent-fp8-block128", "expert_l2", 12288, 4096, 2048, "fp8_block128", 64, behind=False, sent=True),
-    Case("experts-l2-sent-fp8-row", "expert_l2", 12288, 4096, 2048, "fp8_row", 64, behind=False, sent=True),
-    Case("experts-l2-sent-few", "expert_l2", 384, 4096, 2048, "fp8_block128", 64, behind=False, sent=True),
-    Case("experts-l2-bias", "expert_l2_bias", 8192, 2880, 2880, num_experts=32, behind=False),
-    Case("experts-l2-fp8-row", "expert_l2", 12288, 4096, 2048, "fp8_row", num_experts=32, behind=False),
-    Case("experts-l2-fp8-block128", "expert_l2", 12288, 4096, 2048, "fp8_block128", num_experts=32, behind=False),
+    Case("experts-l1", "expert_l1", 12288, 4096, 4096, num_experts=32, write_tail=False),
+    Case("experts-l1-few", "expert_l1", 384, 4096, 4096, num_experts=32, write_tail=False),
+    Case("experts-l1-oai", "expert_l1_oai", 8192, 5760, 2880, num_experts=32, write_tail=False),
+    Case("experts-l1-fp8-row", "expert_l1", 12288, 4096, 4096, "fp8_row", num_experts=32, write_tail=False),
+    Case("experts-l1-fp8-block128", "expert_l1", 12288, 4096, 4096, "fp8_block128", num_experts=32, write_tail=False),
+    Case("experts-l2", "expert_l2", 12288, 4096, 2048, num_experts=32, write_tail=False),
+    Case("experts-l2-few", "expert_l2", 384, 4096, 2048, num_experts=32, write_tail=False),
+    Case("experts-l2-sent", "expert_l2", 12288, 4096, 2048, num_experts=64, write_tail=False, sent=True),
+    Case("experts-l2-sent-fp8-block128", "expert_l2", 12288, 4096, 2048, "fp8_block128", 64, False, True),
+    Case("experts-l2-sent-fp8-row", "expert_l2", 12288, 4096, 2048, "fp8_row", 64, write_tail=False, sent=True),
+    Case("experts-l2-sent-few", "expert_l2", 384, 4096, 2048, "fp8_block128", 64, write_tail=False, sent=True),
+    Case("experts-l2-bias", "expert_l2_bias", 8192, 2880, 2880, num_experts=32, write_tail=False),
+    Case("experts-l2-fp8-row", "expert_l2", 12288, 4096, 2048, "fp8_row", num_experts=32, write_tail=False),
+    Case("experts-l2-fp8-block128", "expert_l2", 12288, 4096, 2048, "fp8_block128", num_experts=32, write_tail=False),
 )

@@ -1,6 +1,6 @@
 """Recipes of the Hopper GEMM: what a call of it would launch, taken from the host path itself, without a GPU.
 
-case -> inputs (of tensors without memory) -> hopper.planned -> sm90.arguments -> recipe
+case -> inputs (of tensors without memory) -> host.planned -> host.arguments -> recipe
 """
 
 from collections.abc import Callable
@@ -12,9 +12,9 @@ import torch
 from envoi.epilogue import epilogue, library, softmax, topk
 from envoi.epilogue.api import Epilogue
 from envoi.epilogue.ir import Operand
-from envoi.gemm import hopper, sm90
-from envoi.gemm.config import Config
 from envoi.gemm.grouping import ALL_ROWS, Grouping
+from envoi.gemm.hopper import host
+from envoi.gemm.hopper.config import Config
 from envoi.quant import quantize
 from envoi.quant.formats import FORMATS
 from envoi.sass.compile import Recipe, recipe_of_call
@@ -83,7 +83,7 @@ def inputs(case: Case, make: Make = without_memory, offsets: torch.Tensor | None
         offsets = make((case.num_experts + 1,), torch.int32)
     ep = EPILOGUES[case.epilogue]
     operands = {operand.name: _operand(operand, case, experts, half, make) for operand in ep.ir.operands}
-    grouping = Grouping(case.behind, to=make((case.M,), torch.int64) if case.sent else None)
+    grouping = Grouping(case.write_tail, to=make((case.M,), torch.int64) if case.sent else None)
     return Inputs(a, b, offsets, ep, operands, grouping)
 
 
@@ -96,13 +96,13 @@ def _operand(operand: Operand, case: Case, experts: tuple[int, ...], half: torch
     return make((*rows, operand.shape.num_columns(case.N)), half)
 
 
-def planned(given: Inputs) -> tuple[sm90.Call, Config]:
+def planned(given: Inputs) -> tuple[host.Call, Config]:
     """What the host path launches (first) for these inputs on an H200. ValueError if it goes another way."""
-    refusal = hopper.supports_hopper(given.a, given.b, given.epilogue.ir)
+    refusal = host.supports_hopper(given.a, given.b, given.epilogue.ir)
     if refusal:
         raise ValueError(f"epilogue {given.epilogue.ir.name}: the Hopper kernel doesn't take it: {refusal}")
     out_dtype = given.a.dtype if isinstance(given.a, torch.Tensor) else torch.bfloat16
-    return hopper.planned(
+    return host.planned(
         given.a, given.b, given.offsets, given.epilogue.ir, out_dtype, given.operands, NUM_SMS, given.grouping
     )
 
@@ -112,9 +112,9 @@ def recipe(case: Case, arch: str = "sm_90") -> Recipe:
     return recipe_of(*planned(inputs(case)), arch)
 
 
-def recipe_of(call: sm90.Call, config: Config, arch: str = "sm_90") -> Recipe:
+def recipe_of(call: host.Call, config: Config, arch: str = "sm_90") -> Recipe:
     """What compiles a launch."""
-    from envoi.gemm.kernel_sm90 import gemm_kernel
+    from envoi.gemm.hopper.kernel import gemm_kernel
 
-    _, arguments = sm90.arguments(call, config, NUM_SMS)
+    _, arguments = host.arguments(call, config, NUM_SMS)
     return recipe_of_call(gemm_kernel, arguments, arch, num_warps=config.num_warps)

@@ -6,8 +6,8 @@ import re
 import torch
 
 from envoi.epilogue.slots import piece_columns, slots
-from envoi.gemm import hopper, tune
-from envoi.gemm.config import Problem
+from envoi.gemm.hopper import host, tune
+from envoi.gemm.hopper.config import Problem
 from envoi.sass import hopper_recipes
 from envoi.sass.hopper_cases import CASES, Case
 
@@ -65,7 +65,7 @@ def _key(case: Case) -> str:
     ir = given.epilogue.ir
     if case.sent and [slot.kind for slot in slots(ir, torch.bfloat16)] != ["tile"]:
         return ""
-    if case.N % piece_columns(ir) or hopper.supports_hopper(given.a, given.b, ir):
+    if case.N % piece_columns(ir) or host.supports_hopper(given.a, given.b, ir):
         return ""
     call, _ = hopper_recipes.planned(given)
     problem = Problem(case.M, case.N, case.K, call.a.itemsize, case.num_experts, call.scales is not None)

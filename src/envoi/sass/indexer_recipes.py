@@ -5,7 +5,16 @@ from typing import Any
 
 import torch
 
-from envoi.indexer import certificate, exact, fast, kernel_exact, kernel_rank, kernel_scores, kernel_sift, kernel_sm90
+from envoi.indexer import (
+    certificate,
+    exact,
+    fast,
+    kernel_candidates,
+    kernel_exact,
+    kernel_hopper,
+    kernel_rank,
+    kernel_scores,
+)
 from envoi.sass.compile import Recipe, recipe_of_call
 
 NUM_PAGES, WIDTH, HEADS, K = 4096, 2048, 64, 2048
@@ -59,8 +68,8 @@ def _short(p: fast.Problem) -> tuple:
 
 KERNELS: dict[str, tuple[Any, Callable[[fast.Problem], tuple]]] = {
     "scores": (kernel_scores.scores_kernel, _scores),
-    "scores-sm90": (kernel_sm90.scores_kernel, _scores_sm90),
-    "sift": (kernel_sift.sift_kernel, _sift),
+    "scores-sm90": (kernel_hopper.scores_kernel, _scores_sm90),
+    "sift": (kernel_candidates.sift_kernel, _sift),
     "rank": (kernel_rank.rank_kernel, _rank),
     "exact": (kernel_exact.exact_kernel, _exact),
     "short": (kernel_exact.short_kernel, _short),

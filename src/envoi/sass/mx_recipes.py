@@ -6,9 +6,10 @@ from typing import cast
 import torch
 
 from envoi.epilogue.lower import lower
-from envoi.epilogue.slots import slots
-from envoi.gemm import hopper_mx, mx_tokens, portable
-from envoi.gemm.hopper_mx import MxConfig
+from envoi.epilogue.slots import empty_slots, operand_tensors, slots
+from envoi.gemm.hopper_mx import host
+from envoi.gemm.hopper_mx import tokens as tokens_module
+from envoi.gemm.hopper_mx.config import MxConfig, choose
 from envoi.sass import hopper_recipes
 from envoi.sass.compile import Recipe, recipe_of_call
 from envoi.sass.hopper_cases import Case
@@ -27,22 +28,22 @@ def inputs(case: MxCase, make: Make = hopper_recipes.without_memory, offsets: to
 def planned(given: Inputs) -> tuple[tuple, MxConfig]:
     """The arguments of the kernel for these inputs on an H200, and its config."""
     b, ir = cast(QuantTensor, given.b), given.epilogue.ir
-    refusal = hopper_mx.supports_mx(given.a, b, ir)
+    refusal = host.supports_mx(given.a, b, ir)
     if refusal:
         raise ValueError(f"epilogue {ir.name}: the Hopper kernel for MX weights doesn't take it: {refusal}")
     M, N, num_groups = given.a.shape[0], b.shape[-2], 0 if given.offsets is None else b.shape[0]
-    tensors, pointers = portable.operand_tensors(ir, given.operands, num_groups)
+    tensors, pointers = operand_tensors(ir, given.operands, num_groups)
     code = lower(ir, torch.bfloat16, "gluon", False, False, pointers)
-    config = hopper_mx.choose(M, N, num_groups, NUM_SMS, code, 4 if b.packed else 8, b.tame)
-    outputs = portable.empty_slots(ir, slots(ir, torch.bfloat16), M, N, given.a.device)
-    tokens = hopper_mx.room_for_tokens(given.a)
-    _, arguments = hopper_mx.arguments(tokens, b, given.offsets, code, tensors, outputs, config, NUM_SMS)
+    config = choose(M, N, num_groups, NUM_SMS, code, 4 if b.packed else 8, b.tame)
+    outputs = empty_slots(ir, slots(ir, torch.bfloat16), M, N, given.a.device)
+    tokens = host.room_for_tokens(given.a)
+    _, arguments = host.arguments(tokens, b, given.offsets, code, tensors, outputs, config, NUM_SMS)
     return arguments, config
 
 
 def recipe(case: MxCase, arch: str = "sm_90") -> Recipe:
     """What compiles a case."""
-    from envoi.gemm.kernel_sm90_mx import mx_kernel
+    from envoi.gemm.hopper_mx.kernel import mx_kernel
 
     arguments, config = planned(inputs(case))
     return recipe_of_call(mx_kernel, arguments, arch, num_warps=config.num_warps)
@@ -51,5 +52,5 @@ def recipe(case: MxCase, arch: str = "sm_90") -> Recipe:
 def tokens(bits: int, arch: str = "sm_90") -> Recipe:
     """The kernel in front of it, for weights of so many bits."""
     given = inputs(MxCase("tokens", "store", 512, 4096, 4096, "mxfp4", 32))
-    arguments = hopper_mx.tokens_arguments(given.a, bits, hopper_mx.room_for_tokens(given.a), given.offsets)[1]
-    return recipe_of_call(mx_tokens.widen_kernel, arguments, arch)
+    arguments = host.tokens_arguments(given.a, bits, host.room_for_tokens(given.a), given.offsets)[1]
+    return recipe_of_call(tokens_module.widen_kernel, arguments, arch)

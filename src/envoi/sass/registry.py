@@ -78,7 +78,7 @@ def _gemm_sm100_swiglu(arch: str) -> "Recipe":
 @kernel("gemm-sm100-swiglu-fp8", arches=BLACKWELL)
 def _gemm_sm100_swiglu_fp8(arch: str) -> "Recipe":
     """The same, quantised to FP8 with a scale factor per 1x128: the epilogue has 8 warps, a piece is the whole tile."""
-    return _blackwell(arch, "swiglu_fp8", block_k=64, num_warps=8, piece=256, turns=1)
+    return _blackwell(arch, "swiglu_fp8", block_k=64, num_warps=8, epilogue_columns=256, num_store_buffers=1)
 
 
 @kernel("gemm-sm100-grouped", arches=BLACKWELL)
@@ -137,7 +137,7 @@ def _blackwell(
 ) -> "Recipe":
     """The Blackwell kernel with an epilogue, or one of the library's by name."""
     from envoi.epilogue import library
-    from envoi.gemm.config_sm100 import BlackwellConfig
+    from envoi.gemm.blackwell.config import BlackwellConfig
     from envoi.sass import blackwell_recipes
 
     kinds = {"bf16": blackwell_recipes.BF16, "f8": blackwell_recipes.F8, "f4": blackwell_recipes.U8}

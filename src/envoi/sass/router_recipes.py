@@ -1,6 +1,6 @@
-"""Recipes of the router: what a call of it would launch, taken from the host path itself, without a GPU.
+"""Recipes of the router: what a call of it would host, taken from the host path itself, without a GPU.
 
-case -> Call (of tensors without memory) -> launch.hopper_arguments or portable_arguments -> recipe
+case -> Call (of tensors without memory) -> host.hopper_arguments or portable_arguments -> recipe
 """
 
 from collections.abc import Callable
@@ -8,8 +8,8 @@ from dataclasses import dataclass
 
 import torch
 
-from envoi.router import launch
-from envoi.router.rules import Rule, preset
+from envoi.moe.router import host
+from envoi.moe.router.rules import Rule, preset
 from envoi.sass.compile import Recipe, recipe_of_call
 from envoi.sass.router_cases import RouterCase
 
@@ -45,12 +45,12 @@ def inputs(case: RouterCase, make: Make = without_memory) -> Inputs:
     return Inputs(tokens, gate, make((case.N,), torch.float32) if has_bias else None, None, None)
 
 
-def call_of(case: RouterCase, make: Make = without_memory) -> launch.Call:
+def call_of(case: RouterCase, make: Make = without_memory) -> host.Call:
     """What `envoi.route` hands to the kernels for a case."""
     given, (rule, _) = inputs(case, make), rule_of(case)
     wanted = (case.everything,) * 3
-    spec = launch.spec_of(case.N, case.k, rule, None, given.expert_bias, case.hashed, wanted)
-    return launch.Call(
+    spec = host.spec_of(case.N, case.k, rule, None, given.expert_bias, case.hashed, wanted)
+    return host.Call(
         given.tokens, given.gate, spec, 1.0, rule.routed_scale, None, given.expert_bias, given.token_ids,
         given.hash_table,
     )  # fmt: skip
@@ -67,15 +67,15 @@ def rule_of(case: RouterCase) -> tuple[Rule, bool]:
 def recipe(case: RouterCase, arch: str = "sm_90") -> Recipe:
     """What compiles a case."""
     call = call_of(case)
-    outputs = launch.empty_outputs(call)
+    outputs = host.empty_outputs(call)
     if case.kernel == "triton":
-        from envoi.router.kernel_triton import router_kernel
+        from envoi.moe.router.kernel_triton import router_kernel
 
-        _, arguments, options = launch.portable_arguments(call, outputs)
+        _, arguments, options = host.portable_arguments(call, outputs)
         return recipe_of_call(router_kernel, arguments, arch, **options)
-    from envoi.router.kernel_sm90 import router_kernel
+    from envoi.moe.router.kernel_hopper import router_kernel
 
-    _, arguments, options = launch.hopper_arguments(call, outputs, NUM_SMS)
+    _, arguments, options = host.hopper_arguments(call, outputs, NUM_SMS)
     # How it is launched is no matter of the compiler's.
     options = {name: value for name, value in options.items() if name not in ("launch_cooperative_grid", "launch_pdl")}
     return recipe_of_call(router_kernel, arguments, arch, **options)

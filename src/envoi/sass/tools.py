@@ -9,7 +9,8 @@ import tempfile
 from dataclasses import dataclass
 from pathlib import Path
 
-from envoi import env, triton_compat
+from envoi import env
+from envoi.runtime import triton_compat
 
 ELF_MAGIC = b"\x7fELF"
 ELF_MACHINE_CUDA = 190

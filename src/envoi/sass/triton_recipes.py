@@ -4,8 +4,9 @@ import torch
 
 from envoi.epilogue.api import Epilogue
 from envoi.epilogue.lower import lower
-from envoi.gemm import portable
-from envoi.gemm.kernel_triton import gemm_kernel, rows_kernel
+from envoi.epilogue.slots import empty_slots
+from envoi.gemm.triton import host as triton_host
+from envoi.gemm.triton.kernel import gemm_kernel, rows_kernel
 from envoi.quant.formats import SCHEMES
 from envoi.sass.compile import Recipe, recipe_of_call
 from envoi.types import Matrix, QuantTensor
@@ -18,10 +19,10 @@ def product(arch: str, epilogue: Epilogue, of_a: str = "bf16", of_b: str = "bf16
     experts = (num_experts,) if num_experts else ()
     a, b = _matrix(of_a, M, K), _matrix(of_b, *experts, N, K)
     offsets = _empty(num_experts + 1, dtype=torch.int32) if num_experts else None
-    block_n = portable.tile_columns(epilogue.ir, N)
+    block_n = triton_host.tile_columns(epilogue.ir, N)
     code = lower(epilogue.ir, torch.bfloat16, "triton", False, False, frozenset())
-    outputs = portable.empty_slots(epilogue.ir, code.slots, M, N, a.device)
-    _, arguments, options = portable.product_arguments(
+    outputs = empty_slots(epilogue.ir, code.slots, M, N, a.device)
+    _, arguments, options = triton_host.product_arguments(
         a, b, offsets, code, _operands(epilogue, experts), outputs, block_n
     )
     return recipe_of_call(gemm_kernel, arguments, arch, **options)
@@ -31,9 +32,9 @@ def rows(arch: str, epilogue: Epilogue) -> Recipe:
     """An epilogue of whole rows, from accumulators in memory."""
     code = lower(epilogue.ir, torch.bfloat16, "triton", True, False, frozenset())
     acc = _empty(M, N, dtype=torch.float32)
-    outputs = portable.empty_slots(epilogue.ir, code.slots, M, N, acc.device)
+    outputs = empty_slots(epilogue.ir, code.slots, M, N, acc.device)
     operands = _operands(epilogue, ())
-    _, arguments, options = portable.rows_arguments(acc, epilogue.ir, code, operands, outputs, None)
+    _, arguments, options = triton_host.rows_arguments(acc, epilogue.ir, code, operands, outputs, None)
     return recipe_of_call(rows_kernel, arguments, arch, **options)
 
 

@@ -26,7 +26,8 @@ from envoi.epilogue import (
     total_max,
     total_sum,
 )  # fmt: skip
-from envoi.gemm import gemm, grouped_gemm, portable
+from envoi.gemm import gemm, grouped_gemm
+from envoi.gemm.triton import host as triton_host
 from envoi.quant import dequantize
 from envoi.quant import quantize as cast_to
 from envoi.types import QuantTensor
@@ -195,4 +196,4 @@ def test_pieces_wider_than_a_tile():
     a, b = whole(3, 16), whole(1024, 16, seed=1)
     got, want = gemm(a, b, f), f(a @ b.T)
     assert_same_codes(got, want)
-    assert portable.supports_triton(f.ir, 1024) == ""
+    assert triton_host.supports_triton(f.ir, 1024) == ""

@@ -41,6 +41,10 @@ EXACT = {
     "topk": lambda x: topk(x, 3),
     "topk of half": lambda x: (topk(pairs(x)[1], 4), topk(pairs(x)[1], 2)),
     "after topk": lambda x, r, s: (topk(x, 2)[0] * r + s, language.row_sum(topk(x, 4)[0]), topk(x, 1)[1]),
+    "topk beside rows": lambda x, r: (
+        where(topk(x, 3)[0] > r, topk(x, 3)[0], r), topk(x, 3)[0] - language.row_max(x),
+        language.row_absmax(topk(pairs(x)[0], 2)[0]) + r,
+    ),
     "cast": lambda x, s: tuple(language.cast(x * s, d) for d in ("bf16", "fp16", "fp32", "fp8_e4m3")),
     "cast of others": lambda x, r: (language.cast(r, "bf16"), language.cast(language.row_max(x), "fp16")),
     "the same twice": lambda x, r, t, s: (x, x, r, r, s, t),
@@ -66,6 +70,10 @@ CLOSE = {
     "col_sum": lambda x: (language.col_sum(x * x), language.total_sum(abs(x))),
     "softmax": lambda x, r: (language.softmax(x * 0.1), language.softmax(pairs(x)[0] * 0.2 + r)),
     "softmax of topk": lambda x: language.softmax(topk(x, 4)[0] * 0.1),
+    "rows of a softmax": lambda x, r: (
+        language.row_sum(language.softmax(x * 0.1) * r), topk(language.softmax(x * 0.1), 3)[0],
+        language.row_max(language.softmax(topk(x, 4)[0] * 0.1)),
+    ),
     "normed": lambda x, c: x * language.rsqrt(language.row_sum(x * x) * (1 / 130) + 1e-6) * c,
 }  # fmt: skip
 

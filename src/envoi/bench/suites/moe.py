@@ -18,9 +18,9 @@ from envoi.bench.suites.peers import deep_gemm_moe
 from envoi.bench.suites.torch_moe import Layer, eager_moe, grouped_moe, grouped_moe_fp8, parallel_moe
 from envoi.bench.timing import Run, Timing
 from envoi.bench.trial import Bench, Trial, generator, relative_error, sample_rows, time_baselines, time_rounds
-from envoi.ep import ExpertParallel
-from envoi.experts import moe, pack
-from envoi.experts.oracle import moe_oracle
+from envoi.moe import moe, pack
+from envoi.moe.oracle import moe_oracle
+from envoi.moe.parallel import ExpertParallel
 from envoi.quant.formats import format_named
 from envoi.types import ExpertWeights, Matrix, QuantTensor, Routing
 

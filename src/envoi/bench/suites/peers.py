@@ -8,7 +8,7 @@ import torch.distributed as dist
 
 from envoi.bench.shapes import MoeShape
 from envoi.bench.timing import Run
-from envoi.gemm.devices import num_sms
+from envoi.runtime.devices import num_sms
 from envoi.types import Routing
 
 

@@ -27,7 +27,7 @@ from envoi.bench.trial import (
     time_replays,
     time_rounds,
 )
-from envoi.router import Rule, preset, reference, route
+from envoi.moe.router import Rule, preset, reference, route
 
 DTYPES = {"fp16": torch.float16, "bf16": torch.bfloat16}
 

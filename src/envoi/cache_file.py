@@ -1,0 +1,86 @@
+"""JSON files that outlive a process: read without trust, written whole, by one process at a time."""
+
+import contextlib
+import json
+import os
+import uuid
+import warnings
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any, TypeVar
+
+T = TypeVar("T")
+
+_warned: set[Path] = set()
+
+
+def entries(path: Path, parse: Callable[[Any], T]) -> dict[str, T]:
+    """The entries of a file by name, each as `parse` returns it; none where there is no file.
+
+    parse: raises ValueError for what it can't use: an entry that is spoilt, or that another version of Envoi wrote.
+    Such an entry, or a whole file that isn't a JSON object, is left out, with one UserWarning a file and process.
+    """
+    try:
+        known = _read(path)
+    except (OSError, ValueError) as error:
+        _warn(path, f"{error}; going on without it")
+        return {}
+    found, problems = {}, []
+    for name, value in known.items():
+        try:
+            found[name] = parse(value)
+        except ValueError as error:
+            problems.append(f"{name!r}: {error}")
+    if problems:
+        _warn(path, f"{problems[0]}; going on without {len(problems)} of {len(known)} entries")
+    return found
+
+
+def add(path: Path, new: dict[str, Any]) -> None:
+    """Add entries to a file, in the place of those that have the same names; make it and its folder if need be.
+
+    A reader sees the file as it was before or as it is after. Processes that add at once take turns by a lock on
+    <name>.lock beside the file, which stays. A file that isn't a JSON object is kept as <name>.spoilt, with a warning.
+    """
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with _locked(path.with_name(f"{path.name}.lock")):
+        try:
+            known = _read(path)
+        except ValueError as error:
+            kept = path.with_name(f"{path.name}.spoilt")
+            os.replace(path, kept)
+            _warn(path, f"{error}; moved to {kept}, begun anew")
+            known = {}
+        written = path.with_name(f".{path.name}.{uuid.uuid4().hex}")
+        try:
+            written.write_text(json.dumps(known | new, indent=1, sort_keys=True) + "\n")
+            os.replace(written, path)
+        finally:
+            written.unlink(missing_ok=True)
+
+
+def _read(path: Path) -> dict[str, Any]:
+    """A file's entries as JSON has them. Raises ValueError if they are none, OSError if the file can't be read."""
+    try:
+        known = json.loads(path.read_bytes())
+    except FileNotFoundError:
+        return {}
+    if not isinstance(known, dict):
+        raise ValueError(f"expected a JSON object, got {json.dumps(known)[:40]}")
+    return known
+
+
+def _warn(path: Path, problem: str) -> None:
+    if path not in _warned:
+        _warned.add(path)
+        warnings.warn(f"{path}: {problem}", UserWarning, stacklevel=4)
+
+
+@contextlib.contextmanager
+def _locked(path: Path) -> Iterator[None]:
+    import fcntl  # not on every system that runs the torch path
+
+    with path.open("a") as lock:
+        with contextlib.suppress(OSError):  # a file system without locks: of two writers at once one may lose
+            fcntl.flock(lock, fcntl.LOCK_EX)
+        yield

@@ -1,0 +1,35 @@
+"""Which implementation runs a GEMM: Hopper's kernels, Hopper's for MX weights, the Triton kernels, or torch."""
+
+import torch
+
+from envoi import log
+from envoi.epilogue.ir import IR
+from envoi.gemm.grouping import ALL_ROWS, Grouping
+from envoi.runtime.devices import implementation
+from envoi.types import Matrix
+
+
+@log.choices
+def run_kernels(
+    a: Matrix, b: Matrix, offsets: torch.Tensor | None, ir: IR, out_dtype: torch.dtype, operands: dict,
+    grouping: Grouping = ALL_ROWS,
+) -> list[torch.Tensor] | None:  # fmt: skip
+    """Return the flat outputs of `envoi.gemm` or, with offsets, of `envoi.grouped_gemm`; None if torch should compute.
+
+    On Hopper whatever its two kernels refuse runs on the Triton kernels; float32 on a GPU is torch's, which is faster.
+    """
+    kind = implementation(a.device)
+    if kind == "torch" or (a.device.type == "cuda" and isinstance(a, torch.Tensor) and a.dtype == torch.float32):
+        return None
+    if kind == "hopper":
+        from envoi.gemm.hopper import host as hopper
+
+        if not hopper.supports_hopper(a, b, ir):
+            return hopper.run_gemm(a, b, offsets, ir, out_dtype, operands, grouping)
+        from envoi.gemm.hopper_mx import host as hopper_mx
+
+        if not hopper_mx.supports_mx(a, b, ir):
+            return hopper_mx.run_gemm(a, b, offsets, ir, out_dtype, operands, grouping=grouping)
+    from envoi.gemm.triton import host as triton
+
+    return triton.run_gemm(a, b, offsets, ir, out_dtype, operands, grouping)

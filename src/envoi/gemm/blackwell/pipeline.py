@@ -1,0 +1,166 @@
+"""Shared-memory stages and tensor-memory accumulators of the Blackwell GEMM, with their barriers.
+
+    barrier   arrivals   who arrives                            who waits    parity awaited
+    full      1          TMA, with all bytes of a stage         multiplier   n & 1, n = step // num_stages
+    empty     1          tcgen05, once a stage's product ends   producer     (n & 1) ^ 1, n = step // num_stages
+    complete  1          tcgen05, once a tile's products end    epilogue     n & 1, n = tile // num_accumulators
+    free      1          the epilogue role, having read it      multiplier   (n & 1) ^ 1, n = tile // num_accumulators
+
+`step` counts fills and `tile` a CTA's units, both since the kernel began. No barrier is reset.
+"""
+
+import triton.experimental.gluon.language as gl
+from triton.experimental import gluon
+from triton.experimental.gluon.language.nvidia.blackwell import (
+    TensorMemoryLayout,
+    TensorMemoryScalesLayout,
+    allocate_tensor_memory,
+    mbarrier,
+    tensor_memory_descriptor,
+    tma,
+)
+
+from envoi.runtime.aggregate import aggregate
+from envoi.runtime.triton_compat import role_barrier
+
+
+@aggregate
+class Inputs:
+    """TMA descriptors of the operands. Packed scale factors are as `sf_layout` says; None without any."""
+
+    x: tma.tensor_descriptor  # x [rows, K] in boxes [block_x, block_k]
+    y: tma.tensor_descriptor  # y [rows, K] in boxes [block_y, block_k]
+    x_sf: tma.tensor_descriptor | gl.constexpr  # [1, blocks, blocks along K, 2, 256]
+    y_sf: tma.tensor_descriptor | gl.constexpr
+
+
+@aggregate
+class Pipeline:
+    """Buffers and barriers of all stages."""
+
+    x_bufs: gl.shared_memory_descriptor  # [num_stages, block_x, block_k]
+    y_bufs: gl.shared_memory_descriptor  # [num_stages, block_y, block_k]
+    x_sf_bufs: gl.shared_memory_descriptor | gl.constexpr  # packed scale factors of each stage; None without any
+    y_sf_bufs: gl.shared_memory_descriptor | gl.constexpr
+    empty: gl.shared_memory_descriptor  # mbarriers [num_stages, 1]
+    full: gl.shared_memory_descriptor  # mbarriers [num_stages, 1]
+    cfg: gl.constexpr  # BlackwellConfig
+
+    @gluon.jit
+    def wait_full(self, step):
+        """Multiplier: wait until the producer's step-th fill has landed."""
+        num_stages: gl.constexpr = self.cfg.num_stages
+        mbarrier.wait(self.full.index(step % num_stages), (step // num_stages) & 1)
+
+    @gluon.jit
+    def wait_empty(self, step):
+        """Producer: wait until the products that read what the stage held before have ended."""
+        num_stages: gl.constexpr = self.cfg.num_stages
+        mbarrier.wait(self.empty.index(step % num_stages), ((step // num_stages) & 1) ^ 1)
+
+    @gluon.jit
+    def fill(self, inputs, stage, source, k):
+        """Producer: start the TMA loads of step k along K of a tile into a free stage.
+
+        source: a `Source`. `full` of the stage completes once all bytes have landed.
+        """
+        full = self.full.index(stage)
+        num_bytes: gl.constexpr = inputs.x.block_type.nbytes + inputs.y.block_type.nbytes
+        if self.cfg.sf_group > 0:
+            mbarrier.expect(full, num_bytes + inputs.x_sf.block_type.nbytes + inputs.y_sf.block_type.nbytes)
+            blocks: gl.constexpr = inputs.x_sf.block_type.shape[2]
+            at = [0, source.x_block, k * blocks, 0, 0]
+            tma.async_copy_global_to_shared(inputs.x_sf, at, full, self.x_sf_bufs.index(stage))
+            at = [0, source.y_block, k * blocks, 0, 0]
+            tma.async_copy_global_to_shared(inputs.y_sf, at, full, self.y_sf_bufs.index(stage))
+        else:
+            mbarrier.expect(full, num_bytes)
+        # A box counts elements as they are stored: two FP4 numbers are one.
+        at = [source.x, k * inputs.x.block_type.shape[1]]
+        tma.async_copy_global_to_shared(inputs.x, at, full, self.x_bufs.index(stage))
+        at = [source.y, k * inputs.y.block_type.shape[1]]
+        tma.async_copy_global_to_shared(inputs.y, at, full, self.y_bufs.index(stage))
+
+
+@aggregate
+class StageFactors:
+    """Tensor memory for the scale factors of one stage; None without any."""
+
+    x: tensor_memory_descriptor | gl.constexpr
+    y: tensor_memory_descriptor | gl.constexpr
+
+
+@aggregate
+class Accumulators:
+    """Accumulators in tensor memory, used in turns: the epilogue of one overlaps the products of the next."""
+
+    bufs: tensor_memory_descriptor  # float32 [num_accumulators, block_x, block_y]
+    complete: gl.shared_memory_descriptor  # mbarriers [num_accumulators, 1]
+    free: gl.shared_memory_descriptor  # mbarriers [num_accumulators, 1]
+    cfg: gl.constexpr  # BlackwellConfig
+
+    @gluon.jit
+    def wait_complete(self, tile):
+        """Epilogue: wait until the products of this CTA's tile-th unit have ended."""
+        count: gl.constexpr = self.cfg.num_accumulators
+        mbarrier.wait(self.complete.index(tile % count), (tile // count) & 1)
+
+    @gluon.jit
+    def wait_free(self, tile):
+        """Multiplier: wait until the epilogue has read what the accumulator held before."""
+        count: gl.constexpr = self.cfg.num_accumulators
+        mbarrier.wait(self.free.index(tile % count), ((tile // count) & 1) ^ 1)
+
+
+@gluon.jit
+def create_pipeline(inputs, cfg: gl.constexpr):
+    """Allocate stages, their scale factors' tensor memory and accumulators; initialise all barriers.
+
+    Returns `Pipeline`, `StageFactors` and `Accumulators`. The caller fences before any role uses them.
+    """
+    x_bufs = buffers_for(inputs.x, cfg.num_stages)
+    y_bufs = buffers_for(inputs.y, cfg.num_stages)
+    if cfg.sf_group > 0:
+        x_sf_bufs = buffers_for(inputs.x_sf, cfg.num_stages)
+        y_sf_bufs = buffers_for(inputs.y_sf, cfg.num_stages)
+        factors = StageFactors(factors_for(inputs.x_sf), factors_for(inputs.y_sf))
+    else:
+        x_sf_bufs: gl.constexpr = None
+        y_sf_bufs: gl.constexpr = None
+        factors = StageFactors(None, None)
+    shape: gl.constexpr = [cfg.num_accumulators, cfg.block_x, cfg.block_y]
+    layout: gl.constexpr = TensorMemoryLayout((cfg.block_x, cfg.block_y), col_stride=1)
+    accs = allocate_tensor_memory(gl.float32, shape, layout)
+    empty, full = barriers(cfg.num_stages), barriers(cfg.num_stages)
+    pipeline = Pipeline(x_bufs, y_bufs, x_sf_bufs, y_sf_bufs, empty, full, cfg)
+    complete, free = barriers(cfg.num_accumulators), barriers(cfg.num_accumulators)
+    return pipeline, factors, Accumulators(accs, complete, free, cfg)
+
+
+@gluon.jit
+def barriers(COUNT: gl.constexpr):
+    """Allocate barriers that one arrival completes."""
+    bars = gl.allocate_shared_memory(gl.int64, [COUNT, 1], mbarrier.MBarrierLayout())
+    for i in gl.static_range(COUNT):
+        mbarrier.init(bars.index(i), count=1)
+    return bars
+
+
+@gluon.jit
+def buffers_for(desc, COUNT: gl.constexpr):
+    """Allocate a box of shared memory for each of COUNT stages."""
+    return gl.allocate_shared_memory(desc.dtype, [COUNT] + desc.block_type.shape, desc.layout)
+
+
+@gluon.jit
+def factors_for(desc):
+    """Allocate tensor memory for an operand's scale factors of one stage."""
+    shape: gl.constexpr = [desc.block_type.shape[1] * 128, desc.block_type.shape[2] * 4]
+    return allocate_tensor_memory(desc.dtype, shape, TensorMemoryScalesLayout())
+
+
+@gluon.jit
+def release(free, pred):
+    """Epilogue: tell the multiplier, once all warps have read an accumulator, that it is free. free: its barrier."""
+    role_barrier()
+    mbarrier.arrive(free, count=1, pred=pred)

@@ -1,0 +1,306 @@
+"""Configs of the Hopper GEMM: one frozen Config, one predicate that refuses, one model of the time it takes."""
+
+from dataclasses import dataclass, replace
+from math import ceil, erfc, exp, sqrt
+
+from envoi.constant import Constant
+from envoi.epilogue.lower import Lowered
+from envoi.runtime.devices import SHARED_BYTES
+from envoi.runtime.math import cdiv, next_power_of_2
+
+RESERVED_BYTES = 2048  # of shared memory, for barriers and for what reductions exchange
+MIN_STAGES = 2
+MAX_ACCUMULATORS = 128  # of a thread; more leave the epilogue too few registers
+
+
+@dataclass(frozen=True)
+class Config(Constant):
+    """How the Hopper GEMM cuts one problem; `TileConfig` says what the tile's fields mean.
+
+    rows_per_consumer: 64 or 128. num_consumers: 1 or 2; two share each tile, each with its own rows of x, or with
+        `pingpong` take whole tiles in turns, so that the epilogue of one overlaps the mainloop of the other.
+    block_y: a power of two from 8 to 256. block_k: elements of K in a stage. num_stages: stages in the ring.
+    num_warps: of a consumer, 4 or 8.
+    epilogue_columns, num_store_buffers: the epilogue's column chunks, and the ring through which TMA stores them.
+    wide_tail_tiles: only in a grouped GEMM.
+    """
+
+    rows_per_consumer: int
+    num_consumers: int
+    block_y: int
+    block_k: int
+    num_stages: int
+    num_warps: int = 4
+    pingpong: bool = False
+    split_k: int = 1
+    swap_ab: bool = False
+    swizzle_rows: int = 8
+    epilogue_columns: int = 64
+    num_store_buffers: int = 1
+    wide_tail_tiles: bool = False
+
+    @property
+    def consumers_per_tile(self) -> int:
+        """Consumers that share a tile."""
+        return 1 if self.pingpong else self.num_consumers
+
+    @property
+    def block_x(self) -> int:
+        """Rows of x in a tile."""
+        return self.rows_per_consumer * self.consumers_per_tile
+
+    @property
+    def block_m(self) -> int:
+        """Tokens of a tile, or of the lower kind."""
+        return self.rows_per_consumer if self.wide_tail_tiles else self.block_y if self.swap_ab else self.block_x
+
+    @property
+    def block_n(self) -> int:
+        """Features of a tile, or of the wider kind."""
+        return self.block_x if self.swap_ab else self.block_y * self.y_boxes_per_stage
+
+    @property
+    def num_x_boxes(self) -> int:
+        """TMA boxes of x that all stages have room for; with `wide_tail_tiles` each two share memory with a y box."""
+        return cdiv(5 * self.num_stages, 2) * 2 if self.wide_tail_tiles else self.num_stages * self.consumers_per_tile
+
+    @property
+    def y_boxes_per_stage(self) -> int:
+        """TMA boxes of y that a stage has room for."""
+        return 2 if self.wide_tail_tiles else 1
+
+    @property
+    def num_chunks(self) -> int:
+        """Column chunks of a consumer's accumulator."""
+        return max(1, (self.rows_per_consumer if self.swap_ab else self.block_y) // self.epilogue_columns)
+
+    @property
+    def spread_experts(self) -> bool:
+        """Each warp has all of a vector over the experts: sums over it need no barrier."""
+        return False
+
+    def label(self) -> str:
+        """A short name for tables, "2x64x128 k64x8 p64x1 pingpong"; fields with their default are left out."""
+        parts = [
+            f"{self.num_consumers}x{self.rows_per_consumer}x{self.block_y}",
+            f"k{self.block_k}x{self.num_stages}",
+            f"p{self.epilogue_columns}x{self.num_store_buffers}",
+        ]
+        parts += [f"w{self.num_warps}"] * (self.num_warps != 4) + [f"split{self.split_k}"] * (self.split_k > 1)
+        parts += [f"swizzle{self.swizzle_rows}"] * (self.swizzle_rows != 8)
+        return " ".join(parts + [name for name in ("pingpong", "swap_ab", "wide_tail_tiles") if getattr(self, name)])
+
+
+@dataclass(frozen=True)
+class Problem:
+    """Sizes of one launch: tokens M, features N, K, bytes of an element.
+
+    num_groups: experts of a grouped GEMM, 0 for a plain one. scaled: scale factors change along K (fp8_block128).
+    side_bytes: bytes for each column of the accumulator of the tile operands that TMA loads.
+    """
+
+    M: int
+    N: int
+    K: int
+    element_bytes: int
+    num_groups: int = 0
+    scaled: bool = False
+    side_bytes: float = 0.0
+
+
+def supports(problem: Problem, config: Config, code: Lowered) -> str:
+    """Return why a config can't run this problem with this epilogue, in words; "" if it can."""
+    return (
+        _why_not_consumers(config)
+        or _why_not_chunks(problem, config, code)
+        or _why_not_problem(problem, config)
+        or _why_not_memory(problem, config, code)
+    )
+
+
+def _why_not_consumers(c: Config) -> str:
+    if c.num_stages < MIN_STAGES:
+        return f"num_stages: expected at least {MIN_STAGES}, got {c.num_stages}: the producer would wait forever"
+    if c.rows_per_consumer not in (64, 128) or c.num_consumers not in (1, 2) or c.num_warps not in (4, 8):
+        return f"consumers: expected 1 or 2 of 64 or 128 rows by 4 or 8 warps, got {c.label()}"
+    if c.rows_per_consumer < 16 * c.num_warps:
+        return f"rows_per_consumer: expected at least 16 a warp, got {c.rows_per_consumer} for {c.num_warps} warps"
+    if c.block_y & (c.block_y - 1) or not 8 <= c.block_y <= 256:
+        return f"block_y: expected a power of two from 8 to 256, got {c.block_y}"
+    if accumulator_registers(c) > MAX_ACCUMULATORS:
+        return f"block_y: expected at most {MAX_ACCUMULATORS} accumulators a thread, got {accumulator_registers(c)}"
+    if c.pingpong and c.num_consumers != 2:
+        return f"pingpong: expected 2 consumers, got {c.num_consumers}"
+    return ""
+
+
+def _why_not_chunks(problem: Problem, c: Config, code: Lowered) -> str:
+    width, columns = _output_columns(c), c.epilogue_columns
+    if width % min(columns, width) or min(columns, width) % code.piece_columns:
+        return f"epilogue_columns: expected a multiple of {code.piece_columns} that divides {width}, got {columns}"
+    if code.whole and (c.swap_ab or c.block_y < problem.N or columns < c.block_y):
+        return f"block_y: expected chunks of whole rows of {problem.N} columns, got {columns}"
+    if c.swap_ab and (code.leaving or code.side):
+        return "swap_ab: expected an epilogue lowered to plain loads and stores"
+    if c.split_k > 1 and columns * c.rows_per_consumer > 128 * 64 and not c.swap_ab:
+        return f"split_k: expected chunks of at most 128 columns, got {columns}: the parts' sums wouldn't fit"
+    return ""
+
+
+def _why_not_problem(problem: Problem, c: Config) -> str:
+    if problem.num_groups and c.split_k > 1:
+        return f"split_k: expected 1 in a grouped GEMM, got {c.split_k}"
+    if c.wide_tail_tiles and (c.consumers_per_tile != 2 or c.block_y != 2 * c.rows_per_consumer or c.swap_ab):
+        return f"wide_tail_tiles: expected a tile of two consumers that is as wide as high, got {c.label()}"
+    if c.wide_tail_tiles and (problem.N % c.block_n or not problem.num_groups):
+        return f"wide_tail_tiles: expected a grouped GEMM with N a multiple of {c.block_n}, got {problem.N}"
+    if problem.scaled and c.block_k not in (128, 256):
+        return f"block_k: expected 128 or 256 (one block or two) with scales along K, got {c.block_k}"
+    rows = c.rows_per_consumer
+    if problem.scaled and rows * c.block_y > 64 * 128 * c.num_warps // 4:
+        return f"block_y: expected at most 64 x 128 a consumer with scales along K, got {rows} x {c.block_y}"
+    return ""
+
+
+def _why_not_memory(problem: Problem, c: Config, code: Lowered) -> str:
+    used = shared_bytes(problem, c, code)
+    if used > SHARED_BYTES:
+        return f"num_stages: {c.label()} needs {used} bytes of shared memory, got {SHARED_BYTES}"
+    return ""
+
+
+def _output_columns(c: Config) -> int:
+    """Return the features of a consumer's accumulator: the columns that the epilogue sees."""
+    return c.rows_per_consumer if c.swap_ab else c.block_y
+
+
+def accumulator_registers(config: Config) -> int:
+    """Return how many accumulators a thread of a consumer holds."""
+    return config.rows_per_consumer * config.block_y // (32 * config.num_warps)
+
+
+def shared_bytes(problem: Problem, config: Config, code: Lowered) -> int:
+    """Return the bytes of shared memory: the stages, the buffers of TMA outputs and of TMA operands, a reserve."""
+    x_rows = config.num_x_boxes * config.rows_per_consumer
+    y_rows = 0 if config.wide_tail_tiles else config.num_stages * config.block_y  # else within x's
+    stages = (x_rows + y_rows) * config.block_k * problem.element_bytes
+    rows = config.rows_per_consumer * config.num_consumers
+    columns = min(config.epilogue_columns, config.block_y)
+    buffers = rows * columns * (config.num_store_buffers * code.leaving_bytes + problem.side_bytes)
+    if config.swap_ab:
+        buffers = rows * config.block_y * 4  # the transpose goes through shared memory
+    return int(stages + buffers) + RESERVED_BYTES
+
+
+def fitted(problem: Problem, config: Config, code: Lowered) -> Config:
+    """Return the config with as many stages as fit, and chunks that the epilogue can work on."""
+    columns = min(max(config.epilogue_columns, code.piece_columns), _output_columns(config))
+    config = replace(config, epilogue_columns=columns)
+    while config.num_stages > MIN_STAGES and shared_bytes(problem, config, code) > SHARED_BYTES:
+        config = replace(config, num_stages=config.num_stages - 1)
+    return config
+
+
+def candidates(problem: Problem, code: Lowered) -> list[Config]:
+    """Return the configs worth trying for a problem, each with as many stages as fit."""
+    k = 256 if problem.scaled else 128 // problem.element_bytes
+    per_group = cdiv(problem.M, max(1, problem.num_groups))
+    found: list[Config] = []
+    if code.whole:
+        width = max(16, next_power_of_2(problem.N))
+        found += [Config(64, consumers, width, k, 12, epilogue_columns=width) for consumers in (2, 1)]
+    elif problem.scaled:
+        found += [
+            Config(64, 2, 128, 128, 6, num_store_buffers=2),
+            Config(64, 2, 64, k, 4),
+            Config(64, 1, 64, k, 6),
+            Config(64, 1, 128, k, 4),
+        ]
+    else:
+        found += [
+            Config(128, 2, 128, k, 6, pingpong=True, epilogue_columns=32 if problem.side_bytes else 64),
+            Config(64, 2, 256, k, 4),
+            Config(64, 2, 256, k, 5, pingpong=True),
+            Config(64, 2, 128, k, 8, pingpong=True),
+            Config(64, 2, 128, k, 6),
+            Config(64, 1, 128, k, 8),
+            Config(64, 1, 64, 2 * k, 6),
+            Config(64, 1, 32, 2 * k, 8),
+            Config(64, 1, 256, k, 5),
+        ]
+    wide = Config(64, 2, 128, 128, 5, wide_tail_tiles=True)
+    # With fewer rows the weights bound it, and more stages of them help more; with fewer stages wide tiles lose.
+    if problem.scaled and per_group > 64 and fitted(problem, wide, code).num_stages == wide.num_stages:
+        found.append(wide)
+    if not code.whole and not code.leaving and not code.side:
+        found += [
+            Config(64, consumers, tokens, depth, 12, swap_ab=True)
+            for tokens in (8, 16, 32, 64, 128)
+            if tokens < 2 * max(per_group, 8)
+            for consumers in (1, 2)
+            for depth in ((k,) if problem.scaled else (k, 2 * k, 4 * k))
+        ]
+    if not problem.num_groups:
+        found += [replace(c, split_k=s) for c in found for s in (2, 3, 4, 8, 16)]
+    found = [fitted(problem, config, code) for config in found]
+    return [config for config in dict.fromkeys(found) if not supports(problem, config, code)]
+
+
+# Cycles, from measurements on an H200; they rank configs, no more.
+LAUNCH, FIRST_STAGE, TILE, PINGPONG_TILE, JOIN = 4000, 2500, 3000, 1500, 6000
+L2_BYTES, DRAM_BYTES = 80, 2400  # a cycle: for one multiprocessor, for all
+
+
+def predicted_cycles(problem: Problem, config: Config, num_sms: int) -> float:
+    """Return the cycles that a config should take: for ranking configs, not for predicting times."""
+    groups = max(1, problem.num_groups)
+    tokens = cdiv(problem.M, groups)
+    tiles = round(groups * _tiles_of_group(problem, config, tokens) * cdiv(problem.N, config.block_n))
+    steps = cdiv(problem.K, config.block_k)
+    row_bytes = config.block_k * problem.element_bytes
+    tensor = config.block_x / 64 * row_bytes / 32 * max(config.block_y / 2, 16)
+    step = max(tensor, (config.block_x + config.block_y) * row_bytes / L2_BYTES)
+    if problem.scaled:
+        # Adding up the blocks: beside the other consumer's wgmma, or alone, or along the instruction's N side.
+        step *= 1.2 if config.num_consumers == 2 and not config.swap_ab else 1.35
+    around = PINGPONG_TILE if config.pingpong else TILE
+    if config.wide_tail_tiles:
+        step, around = 1.02 * step, 1.15 * around
+    rounds, rest = divmod(tiles, num_sms)
+    cycles = rounds * (steps * step + around)
+    if rest and config.split_k > 1:
+        parts = cdiv(rest * config.split_k, num_sms)
+        cycles += parts * (cdiv(steps, config.split_k) * step + TILE)
+        cycles += JOIN * config.split_k**0.5
+    elif rest:
+        cycles += steps * step + around
+    moved = problem.element_bytes * problem.K * (problem.M + groups * problem.N) + 2 * problem.M * problem.N
+    memory = moved / DRAM_BYTES
+    # Whichever is longer hides most of the other.
+    return LAUNCH + FIRST_STAGE + TILE + max(cycles, memory) + 0.2 * min(cycles, memory)
+
+
+def _tiles_of_group(problem: Problem, config: Config, tokens: int) -> float:
+    """Return the tiles along an expert's tokens; with scales along K the mean over routing at random."""
+    if not problem.num_groups or not problem.scaled:
+        return cdiv(tokens, config.block_m)
+    return expected_tiles(tokens, sqrt(tokens), 1 - exp(-tokens), config.block_m)
+
+
+def expected_tiles(mean: float, deviation: float, any_row: float, block_m: int) -> float:
+    """Return how many tiles of block_m rows an expert needs in the mean: sum over j >= 0 of P(rows > j * block_m).
+
+    mean, deviation: of the expert's number of rows. any_row: the probability of at least one row; the rest of the tail
+    is the normal distribution's.
+    """
+    certain = max(1, int(mean - 6 * deviation) // block_m)
+    tiles = certain - 1 + any_row
+    for most in range(certain * block_m, ceil(mean + 6 * deviation), block_m):
+        tiles += 0.5 * erfc((most + 0.5 - mean) / (deviation * sqrt(2)))
+    return tiles
+
+
+def default_config(problem: Problem, code: Lowered, num_sms: int) -> Config | None:
+    """Return the config that should be fastest; None if none fits."""
+    found = candidates(problem, code)
+    return min(found, key=lambda config: predicted_cycles(problem, config, num_sms), default=None)

@@ -1,0 +1,98 @@
+"""Consumer of the Hopper GEMM: four or eight warps that multiply their share of each tile and run its epilogue."""
+
+import triton.experimental.gluon.language as gl
+from triton.experimental import gluon
+from triton.experimental.gluon.language.nvidia.hopper import tma
+
+from envoi.gemm.hopper.mainloop import BlockScales, accumulate, accumulate_block_scaled
+from envoi.gemm.hopper.pipeline import Pipeline, StageBoxes
+from envoi.gemm.hopper.run_epilogue import EpilogueArgs, EpilogueBuffers, run_epilogue
+from envoi.gemm.hopper.tile_scheduler import Tile, TileScheduler
+from envoi.runtime.aggregate import aggregate
+
+
+@aggregate
+class ConsumerArgs:
+    """What a consumer reads and writes."""
+
+    pipeline: Pipeline
+    epilogue: EpilogueArgs
+    scales: BlockScales
+    is_block_scaled: gl.constexpr
+
+
+@gluon.jit
+def consumer(args, role: gl.constexpr):
+    """Role: multiply this consumer's share of every unit, in the scheduler's order, and run the epilogue on it.
+
+    role: 0 or 1. Two consumers share each tile (role = part) or, with pingpong, take whole tiles alternately: while one
+    runs its epilogue, the other multiplies.
+    """
+    problem, pipeline, epilogue = args.epilogue.problem, args.pipeline, args.epilogue
+    cfg: gl.constexpr = problem.cfg
+    scheduler = TileScheduler.create(problem)
+    num_k_steps = gl.cdiv(problem.K, cfg.block_k)
+    buffers = EpilogueBuffers.create(epilogue, cfg)
+    tiles_done = 0
+    alternate: gl.constexpr = cfg.num_consumers // cfg.consumers_per_tile  # 2 with pingpong, else 1
+    part: gl.constexpr = role % cfg.consumers_per_tile  # this consumer's share of a tile
+    stride = gl.num_programs(0)
+    step = 0
+    tiles_multiplied = 0
+    for u in range(gl.program_id(0) + role // cfg.consumers_per_tile * stride, scheduler.num_units, alternate * stride):
+        if alternate == 2 and role == 1:
+            step += scheduler.num_steps(u - stride, num_k_steps)  # of the other consumer's unit, before this one
+        unit = scheduler.unit(u, num_k_steps)
+        tile = scheduler.tile(unit.tile)
+        boxes = boxes_of(part, tile, cfg)
+        tile = Tile(tile.x + boxes.x * cfg.rows_per_consumer, tile.y + boxes.y * cfg.block_y, tile.row_end, tile.expert)
+        # False if this share lies after the last token, or after the last feature.
+        has_rows = (tile.y < tile.row_end) & (tile.x < problem.N) if cfg.swap_ab else tile.x < tile.row_end
+        if cfg.split_k == 1:
+            if has_rows:
+                epilogue.code.fetch_side(epilogue.descs, buffers.loads, buffers.loaded, tile.x, tile.y)
+        if cfg.pingpong:
+            pipeline.wait_for_turn(tiles_multiplied, role)
+            tiles_multiplied += 1
+        # A share without rows is multiplied too, of whatever the stages hold: CTAs that saved this time would drift
+        # apart and share less in the L2.
+        if args.is_block_scaled:
+            scaled_tile = Tile(tile.x, tile.y, tile.row_end, expert_with_weights(tile, problem))
+            acc, step = accumulate_block_scaled(pipeline, step, unit, scaled_tile, args.scales, boxes, role)
+        else:
+            acc, step = accumulate(pipeline, step, unit.k_end - unit.k_begin, boxes, role)
+        is_complete = num_k_steps >= 0  # true, as a run-time value that a branch may replace
+        share = (unit.tile - problem.num_whole_tiles) * cfg.consumers_per_tile + part  # see `SplitK`
+        first_slot = share * cfg.split_k
+        if cfg.split_k > 1:
+            if unit.is_split:
+                acc, is_complete = epilogue.split_k.store(acc, share, first_slot, unit.split, cfg)
+        if is_complete & has_rows:
+            run_epilogue(acc, tile, first_slot, unit.is_split, tiles_done, buffers, epilogue)
+            tiles_done += 1
+        if alternate == 2 and role == 0:
+            step += scheduler.num_steps(u + stride, num_k_steps)  # of the other consumer's unit, after this one
+    if epilogue.code.num_descs > 0:
+        tma.store_wait(pendings=0)
+
+
+@gluon.jit
+def boxes_of(part, tile, cfg: gl.constexpr):
+    """Return which boxes of a stage a consumer multiplies: its own x box and the one y box.
+
+    In a wide tail tile (the second x box would lie after the expert's rows) the one x box and its own y box.
+    """
+    if cfg.wide_tail_tiles:
+        is_wide = (tile.x + cfg.rows_per_consumer >= tile.row_end).to(gl.int32)
+        return StageBoxes(part * (1 - is_wide), part * is_wide)
+    else:
+        return StageBoxes(part, 0)
+
+
+@gluon.jit
+def expert_with_weights(tile, problem):
+    """Return the tile's expert; for rows of no expert, which have no steps along K, the last one with scale factors."""
+    if problem.row_mode.has_tail:
+        return gl.minimum(tile.expert, problem.num_experts - 1)
+    else:
+        return tile.expert

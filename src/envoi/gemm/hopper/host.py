@@ -1,0 +1,362 @@
+"""Host side of the Hopper GEMM: which calls it takes, how scale factors reach it, its config, its launch.
+
+run_gemm -> work_of (scale factors apart) -> _lowered (the epilogue) -> tune.choose -> arguments -> launch
+"""
+
+from dataclasses import dataclass, replace
+from functools import cache
+from typing import Any, cast
+
+import torch
+
+from envoi.epilogue.ir import COL, IR, ROW, SCALAR, Node, Operand, kept_with_ir
+from envoi.epilogue.library import store
+from envoi.epilogue.lower import Lowered, lower
+from envoi.epilogue.slots import (
+    MAX_DESCS,
+    empty_slots,
+    operand_tensors,
+    piece_columns,
+    reduces_rows,
+    rows_must_fit,
+    slots,
+)
+from envoi.gemm.grouping import ALL_ROWS, Grouping, RowMode
+from envoi.gemm.hopper import tune
+from envoi.gemm.hopper.config import Config, Problem
+from envoi.gemm.hopper.tile_config import TileConfig
+from envoi.gemm.triton import host as triton_host
+from envoi.runtime import workspace
+from envoi.runtime.devices import num_sms
+from envoi.runtime.math import cdiv, next_power_of_2
+from envoi.runtime.tma import as_one_matrix, descriptor, fits_tma, tma_ready
+from envoi.types import Matrix, QuantTensor
+
+HALVES = (torch.bfloat16, torch.float16)
+MAX_WHOLE = 256  # columns of a row that a tile can hold
+MAX_SCALED = 128  # the same with scale factors along K
+MAX_FEW_COLUMNS = 64  # columns that an epilogue may need at once where tokens are few
+FEW_TOKENS = 64  # tokens (of an expert) up to which the weights go on the instruction's M side
+MANY_TILES = 100  # fewer tiles leave too many multiprocessors idle
+A_SF, B_SF = "a_sf of the GEMM", "b_sf of the GEMM"  # operands' names that no parameter can have
+
+
+# Which calls the kernel takes
+
+
+def supports_hopper(a: Matrix, b: Matrix, ir: IR) -> str:
+    """Return why the Hopper kernel can't run this; "" if it can."""
+    if 0 in (*a.shape, *b.shape):
+        return "a matrix is empty"
+    kind = scaling(a, b)
+    if not kind:
+        return "the operands' formats"
+    N = b.shape[-2]
+    return f"rows of {N} columns" if needs_rows_after(ir, N, kind) and N > triton_host.MAX_ROW else ""
+
+
+def needs_rows_after(ir: IR, N: int, kind: str, num_tokens: int | None = None) -> bool:
+    """Return True if no tile can hold what the epilogue needs, so that a second kernel runs it on rows in memory.
+
+    kind: from `scaling`. num_tokens: also True if so few tiles as wide as it needs would leave most of the GPU idle.
+    """
+    widest = MAX_SCALED if kind == "blocks" else MAX_WHOLE
+    columns = piece_columns(ir)
+    if columns > widest or (rows_must_fit(ir) and widest < N):
+        return True
+    tiles = 0 if num_tokens is None else cdiv(num_tokens, 64) * cdiv(N, columns)
+    return 0 < tiles < MANY_TILES and columns > MAX_FEW_COLUMNS and triton_host.MAX_ROW >= N
+
+
+def scaling(a: Matrix, b: Matrix) -> str:
+    """Return how the product of the values becomes the product of the matrices.
+
+    "none": it is; "rows": times a factor for each row of a (or all) and one for each row of b (or all), after the sum
+    over K; "blocks": by factors that change every 128 elements of K; "": not on this kernel.
+    """
+    if isinstance(a, torch.Tensor) and isinstance(b, torch.Tensor):
+        return "none" if a.dtype in HALVES and a.dtype == b.dtype else ""
+    if not (isinstance(a, QuantTensor) and isinstance(b, QuantTensor)) or a.packed or b.packed:
+        return ""
+    if a.sf.dtype != torch.float32 or b.sf.dtype != torch.float32:
+        return ""
+    if a.sf.shape[-1] == 1 and b.sf.shape[-1] == 1 and a.group[1] == b.group[1] == a.shape[-1]:
+        return "rows" if _rows_per_factor(a) and _rows_per_factor(b) else ""
+    return "blocks" if a.group == (1, 128) and b.group == (128, 128) else ""
+
+
+def _rows_per_factor(x: QuantTensor) -> str:
+    """Return whether a scale factor belongs to one "row", to "all" rows of a matrix, or to neither ("")."""
+    return "row" if x.group[0] == 1 else "all" if x.group[0] >= x.shape[-2] else ""
+
+
+# A call as the kernel sees it
+
+
+@kept_with_ir
+def with_scales(ir: IR, of_a: str, of_b: str) -> IR:
+    """Return the IR with the accumulator first multiplied by the factors of a and b, which are its first operands.
+
+    of_a, of_b: from `_rows_per_factor`.
+    """
+    operands = (_factor(A_SF, of_a, ROW, "Row"), _factor(B_SF, of_b, COL, "Col"))
+    acc = next(position for position, node in enumerate(ir.nodes) if node.op == "acc")
+    head = [ir.nodes[acc]]
+    for operand in operands:
+        head.append(Node("load", (), (("name", operand.name),), operand.shape, "f32", "load"))
+        head.append(Node("mul", (len(head) - 2, len(head) - 1), (), head[0].shape, "f32", "element"))
+    moved = {acc: len(head) - 1}
+    nodes = list(head)
+    for position, node in enumerate(ir.nodes):
+        if position != acc:
+            moved[position] = len(nodes)
+            nodes.append(replace(node, args=tuple(moved[arg] for arg in node.args)))
+    outputs = tuple((name, moved[position]) for name, position in ir.outputs)
+    return IR(ir.name, operands + ir.operands, tuple(nodes), outputs)
+
+
+def _factor(name: str, of: str, shape, kind: str) -> Operand:
+    return Operand(name, kind, shape) if of == "row" else Operand(name, "Scalar", SCALAR)
+
+
+@dataclass(frozen=True)
+class Work:
+    """A call with plain values: scale factors along K apart, all others as operands of the IR.
+
+    scales: factors of a [M, K / 128] and of b [.., N / 128, K / 128], float32, or None.
+    """
+
+    a: torch.Tensor
+    b: torch.Tensor
+    ir: IR
+    operands: dict
+    scales: tuple[torch.Tensor, torch.Tensor] | None
+    offsets: torch.Tensor | None
+
+    @property
+    def num_groups(self) -> int:
+        """Experts of a grouped GEMM, else 0."""
+        return 0 if self.offsets is None else self.b.shape[0]
+
+    @property
+    def rows_after(self) -> bool:
+        """True if `triton_host.finish_rows` runs the epilogue."""
+        tokens = None if self.num_groups else self.a.shape[0]
+        return needs_rows_after(self.ir, self.b.shape[-2], "blocks" if self.scales else "", tokens)
+
+
+def work_of(a: Matrix, b: Matrix, ir: IR, operands: dict, offsets: torch.Tensor | None) -> Work:
+    """Separate scale factors from values; values that TMA can't read are copied."""
+    kind = scaling(a, b)
+    if not isinstance(a, QuantTensor) or not isinstance(b, QuantTensor):
+        a, b = cast(torch.Tensor, a), cast(torch.Tensor, b)
+        return Work(tma_ready(a), tma_ready(b), ir, operands, None, offsets)
+    values = tma_ready(a.values), tma_ready(b.values)
+    if kind == "blocks":
+        return Work(*values, ir, operands, (a.sf.contiguous(), b.sf.contiguous()), offsets)
+    of_a, of_b = _rows_per_factor(a), _rows_per_factor(b)
+    b_sf = b.sf.flatten(-2)
+    if b_sf.dim() == 2 and of_b == "all":  # a factor for each expert
+        b_sf, of_b = b_sf.expand(-1, b.shape[-2]), "row"
+    scales = {A_SF: a.sf.reshape(-1), B_SF: b_sf.contiguous()}
+    return Work(*values, with_scales(ir, of_a, of_b), {**scales, **operands}, None, offsets)
+
+
+@dataclass(frozen=True)
+class Call:
+    """One launch. a [M, K], b [N, K] or [E, N, K], both from `tma_ready`.
+
+    operands: in the IR's order, their names in `names`. outputs: one for each of code.slots. offsets: int32 [E + 1] of
+    a grouped GEMM, or None; grouping: which of its rows are written, and where. scales: as in `Work`.
+    """
+
+    a: torch.Tensor
+    b: torch.Tensor
+    code: Lowered
+    operands: tuple
+    names: tuple[str, ...]
+    outputs: list[torch.Tensor]
+    offsets: torch.Tensor | None = None
+    scales: tuple[torch.Tensor, torch.Tensor] | None = None
+    grouping: Grouping = ALL_ROWS
+
+    @property
+    def num_groups(self) -> int:
+        """Experts of a grouped GEMM, else 0."""
+        return 0 if self.offsets is None else self.b.shape[0]
+
+    @property
+    def num_tokens(self) -> int:
+        """Rows of a, or those that are expected."""
+        return self.grouping.likely_rows(self.a.shape[0])
+
+    @property
+    def row_mode(self) -> RowMode:
+        """Which rows the kernel computes."""
+        return RowMode.of(self.offsets is not None, self.grouping.write_tail)
+
+    @property
+    def side_bytes(self) -> float:
+        """Bytes of the operands that TMA loads, for each column of the accumulator."""
+        sides = (self.operands[self.names.index(name)] for name in self.code.side)
+        return sum(side.shape[1] * side.itemsize / self.b.shape[-2] for side in sides)
+
+
+def problem_of(call: Call) -> Problem:
+    """Return what the choice of a config depends on."""
+    K, N = call.a.shape[1], call.b.shape[-2]
+    return Problem(call.num_tokens, N, K, call.a.itemsize, call.num_groups, call.scales is not None, call.side_bytes)
+
+
+# From a call to a launch
+
+
+def run_gemm(
+    a: Matrix, b: Matrix, offsets: torch.Tensor | None, ir: IR, out_dtype: torch.dtype, operands: dict,
+    grouping: Grouping = ALL_ROWS,
+) -> list[torch.Tensor]:  # fmt: skip
+    """Return the flat outputs of `envoi.gemm` or, with offsets, of `envoi.grouped_gemm`."""
+    work = work_of(a, b, ir, operands, offsets)
+    M, N, device = work.a.shape[0], work.b.shape[-2], work.a.device
+    tensors, pointers = operand_tensors(work.ir, work.operands, work.num_groups)
+    written = empty_slots(work.ir, slots(work.ir, out_dtype), M, N, device, grouping.to)
+    count = num_sms(device)
+    if work.rows_after:
+        acc = torch.empty(M, N, dtype=torch.float32, device=device)
+        product = replace(work, ir=store.ir)
+        launch(*_call_and_config(product, torch.float32, (), frozenset(), [acc], grouping, count), count)
+        triton_host.finish_rows(acc, work.ir, out_dtype, tensors, pointers, written, offsets, grouping.write_tail)
+    else:
+        launch(*_call_and_config(work, out_dtype, tensors, pointers, written, grouping, count), count)
+    return triton_host.finish_outputs(work.ir, written, offsets) if reduces_rows(work.ir) else written
+
+
+def planned(
+    a: Matrix, b: Matrix, offsets: torch.Tensor | None, ir: IR, out_dtype: torch.dtype, operands: dict, num_sms: int,
+    grouping: Grouping = ALL_ROWS,
+) -> tuple[Call, Config]:  # fmt: skip
+    """Return what `run_gemm` launches for these tensors, which may be on "meta", with shipped configs only.
+
+    An epilogue on rows too long for a tile has a second kernel; this is the first.
+    """
+    work = work_of(a, b, ir, operands, offsets)
+    M, N = work.a.shape[0], work.b.shape[-2]
+    if work.rows_after:
+        work, out_dtype = replace(work, ir=store.ir, operands={}), torch.float32
+    tensors, pointers = operand_tensors(work.ir, work.operands, work.num_groups)
+    written = empty_slots(work.ir, slots(work.ir, out_dtype), M, N, work.a.device, grouping.to)
+    return _call_and_config(work, out_dtype, tensors, pointers, written, grouping, num_sms, shipped_only=True)
+
+
+def _call_and_config(
+    work: Work, out_dtype: torch.dtype, operands: tuple, pointers: frozenset[str], outputs: list[torch.Tensor],
+    grouping: Grouping, num_sms: int, shipped_only: bool = False,
+) -> tuple[Call, Config]:  # fmt: skip
+    code = _lowered(work, out_dtype, operands, pointers, outputs, grouping)
+    names = tuple(operand.name for operand in work.ir.operands)
+    call = Call(work.a, work.b, code, operands, names, outputs, work.offsets, work.scales, grouping)
+    problem = problem_of(call)
+    config = tune.choose(problem, code, num_sms, shipped_only)
+    if config is None:
+        raise ValueError(f"epilogue {work.ir.name}: no config of the Hopper kernel fits {problem}")
+    return call, config
+
+
+def _lowered(
+    work: Work, out_dtype: torch.dtype, operands: tuple, pointers: frozenset[str], outputs: list[torch.Tensor],
+    grouping: Grouping,
+) -> Lowered:  # fmt: skip
+    """Lower the epilogue for this call: by TMA, unless tokens are few or a row isn't a multiple of 16 bytes."""
+    N, is_sent = work.b.shape[-2], grouping.to is not None
+    whole = N <= MAX_WHOLE and rows_must_fit(work.ir)
+    tokens = grouping.likely_rows(work.a.shape[0]) // max(1, work.num_groups)
+    few = tokens <= FEW_TOKENS and not whole and piece_columns(work.ir) <= MAX_FEW_COLUMNS
+    tiles = [t for t, slot in zip(outputs, slots(work.ir, out_dtype), strict=True) if slot.kind == "tile"]
+    tma = not few and not is_sent and all(fits_tma(t.shape, t.itemsize) for t in tiles)
+    side = tuple(
+        operand.name
+        for operand, value in zip(work.ir.operands, operands, strict=True)
+        if operand.shape.rows == "M" and operand.shape.spans_columns and fits_tma(value.shape, value.itemsize)
+    )
+    side = side if tma and len(side) <= MAX_DESCS else ()
+    return lower(work.ir, out_dtype, "gluon", whole, tma, pointers, side, is_sent)
+
+
+def launch(call: Call, config: Config, num_sms: int) -> None:
+    """Launch the kernel on the current stream."""
+    from envoi.gemm.hopper.kernel import gemm_kernel
+    from envoi.runtime.launch import launch as launch_kernel
+
+    grid, args = arguments(call, config, num_sms)
+    launch_kernel(gemm_kernel, grid, args, {"num_warps": config.num_warps})
+
+
+def arguments(call: Call, config: Config, num_sms: int) -> tuple[tuple[int], tuple]:
+    """Return the grid, and the kernel's arguments in the order of its parameters."""
+    (M, K), N = call.a.shape, call.b.shape[-2]
+    weights = as_one_matrix(call.b)
+    x, y = (weights, call.a) if config.swap_ab else (call.a, weights)
+    num_units, num_split = units(M, N, config, num_sms)
+    num_whole = cdiv(M, config.block_m) * cdiv(N, config.block_n) - num_split
+    num_experts = call.num_groups
+    return (num_sms if num_experts else min(num_units, num_sms),), (
+        descriptor(x, config.rows_per_consumer, config.block_k), descriptor(y, config.block_y, config.block_k),
+        *epilogue_descriptors(call, config), call.operands or (0,), as_stored(call.outputs),
+        call.offsets,
+        *scratch(call, config, num_split), *(call.scales or (None, None)),
+        M, N, K, num_experts, num_whole, config, call.code, call.scales is not None, call.row_mode,
+        max_experts(num_experts, call.grouping.write_tail),
+    )  # fmt: skip
+
+
+# What the launches of all Gluon GEMMs share
+
+
+def units(M: int, N: int, config: TileConfig, num_sms: int) -> tuple[int, int]:
+    """Return the units of work of a dense GEMM, and how many tiles are split: those that don't fill a round."""
+    tiles = cdiv(M, config.block_m) * cdiv(N, config.block_n)
+    num_split = tiles % num_sms if config.split_k > 1 else 0
+    return tiles + num_split * (config.split_k - 1), num_split
+
+
+def epilogue_descriptors(call: Call, config: TileConfig) -> list[Any]:
+    """Return TMA descriptors in boxes of a chunk: MAX_DESCS of outputs, MAX_DESCS of operands, or None for each."""
+    columns = min(config.epilogue_columns, config.block_y)
+    rows, N = config.rows_per_consumer, call.b.shape[-2]
+    descs: list[Any] = [None] * (2 * MAX_DESCS)
+    for i, index in enumerate(call.code.leaving):
+        slot = call.code.slots[index]
+        descs[i] = descriptor(call.outputs[index], rows, columns // (slot.columns * (2 if slot.packed else 1)))
+    for i, name in enumerate(call.code.side):
+        operand = call.operands[call.names.index(name)]
+        descs[MAX_DESCS + i] = descriptor(operand, rows, operand.shape[1] * columns // N)
+    return descs
+
+
+def scratch(call: Call, config: TileConfig, num_split: int) -> tuple[torch.Tensor, ...]:
+    """Return the fields of `SplitK` (for num_split split tiles), then those of `RowReductions`."""
+    M, N, device = call.a.shape[0], call.b.shape[-2], call.a.device
+    shares = num_split * config.consumers_per_tile
+    num_sums = shares * config.split_k * config.rows_per_consumer * config.block_y if config.split_k > 1 else 0
+    slots_of_rows = cdiv(N, config.rows_per_consumer if config.swap_ab else config.block_y)
+    if not num_sums and not call.code.partials:
+        return _no_scratch(device)
+    sums = torch.empty(num_sums + call.code.partials * slots_of_rows * M, dtype=torch.float32, device=device)
+    counters = workspace.counters(shares + M + config.block_m, device)
+    return sums, counters, sums[num_sums:], counters[shares:]
+
+
+@cache
+def _no_scratch(device: torch.device) -> tuple[torch.Tensor, ...]:
+    sums, counters = (torch.empty(0, dtype=dtype, device=device) for dtype in (torch.float32, torch.int32))
+    return sums, counters, sums, counters
+
+
+def as_stored(outputs: list[torch.Tensor]) -> tuple[torch.Tensor, ...]:
+    """Return the outputs in dtypes that Triton knows: UE8M0 as uint8."""
+    return tuple(x.view(torch.uint8) if x.dtype == torch.float8_e8m0fnu else x for x in outputs)
+
+
+def max_experts(num_experts: int, write_tail: bool = True) -> int:
+    """Return the length of a role's vectors over the experts and, with write_tail, the tail; 1 in a dense GEMM."""
+    return max(32, next_power_of_2(num_experts + write_tail)) if num_experts else 1

@@ -1,0 +1,162 @@
+"""Shared-memory pipeline of the Hopper GEMM: the ring of stages between the producer and the consumers.
+
+One stage holds what a tile needs of block_k elements along K, as TMA boxes:
+
+    x box [rows_per_consumer, block_k]   one for each consumer of the tile
+    y box [block_y, block_k]             one, shared by the consumers
+
+    wide tail tiles (`cfg.wide_tail_tiles`; h = rows_per_consumer, block_y = 2 h)
+
+        tile of 2 h x block_y                      tile of h x 2 block_y, at the end of an expert's rows
+                  y box 0                                    y box 0         y box 1
+        x box 0 [ consumer 0 ]                     x box 0 [ consumer 0 ][ consumer 1 ]
+        x box 1 [ consumer 1 ]
+
+    A stage holds 2 x boxes and 1 y box, or 1 x box and 2 y boxes. A y box is as large as two x boxes; the second x box
+    of a stage takes the first half of the memory of its second y box.
+
+Barriers of a stage: `full` (1 arrival, the TMA transaction) and `empty` (one arrival for each consumer of a tile). Each
+completes once per round of the ring; the n-th fill of a stage waits for parity (n & 1) ^ 1 of `empty` and the n-th read
+for parity n & 1 of `full`. `step` counts fills since the kernel began: stage = step % num_stages,
+n = step // num_stages.
+"""
+
+import triton.experimental.gluon.language as gl
+from triton.experimental import gluon
+from triton.experimental.gluon.language.nvidia.hopper import mbarrier, tma
+
+from envoi.runtime.aggregate import Scalar, aggregate
+
+
+@aggregate
+class StageBoxes:
+    """The two TMA boxes of a stage that one consumer multiplies."""
+
+    x: Scalar
+    y: Scalar
+
+
+@aggregate
+class Pipeline:
+    """Buffers and barriers of all stages."""
+
+    x_bufs: gl.shared_memory_descriptor  # [num_x_boxes, rows_per_consumer, block_k]
+    y_bufs: gl.shared_memory_descriptor  # [num_stages * y_boxes_per_stage, block_y, block_k]
+    empty: gl.shared_memory_descriptor  # mbarriers [num_stages, 1]: consumers arrive, the producer waits
+    full: gl.shared_memory_descriptor  # mbarriers [num_stages, 1]: TMA arrives, consumers wait
+    turn: gl.shared_memory_descriptor | gl.constexpr  # mbarriers [2, 1]: see `wait_for_turn`; None without pingpong
+    cfg: gl.constexpr  # Config
+
+    @staticmethod
+    @gluon.jit
+    def create(x_desc, y_desc, cfg: gl.constexpr):
+        """Allocate the stages and initialise their barriers. The caller fences before any role uses them."""
+        x_shape: gl.constexpr = [cfg.num_x_boxes] + x_desc.block_type.shape
+        y_shape: gl.constexpr = [cfg.num_stages * cfg.y_boxes_per_stage] + y_desc.block_type.shape
+        x_bufs = gl.allocate_shared_memory(x_desc.dtype, x_shape, x_desc.layout)
+        if cfg.wide_tail_tiles:
+            y_bufs = x_bufs._reinterpret(y_desc.dtype, y_shape, y_desc.layout)
+        else:
+            y_bufs = gl.allocate_shared_memory(y_desc.dtype, y_shape, y_desc.layout)
+        empty = gl.allocate_shared_memory(gl.int64, [cfg.num_stages, 1], mbarrier.MBarrierLayout())
+        full = gl.allocate_shared_memory(gl.int64, [cfg.num_stages, 1], mbarrier.MBarrierLayout())
+        num_stages: gl.constexpr = cfg.num_stages
+        for i in gl.static_range(num_stages):
+            mbarrier.init(empty.index(i), count=cfg.consumers_per_tile)
+            mbarrier.init(full.index(i), count=1)
+        if cfg.pingpong:
+            turn = gl.allocate_shared_memory(gl.int64, [2, 1], mbarrier.MBarrierLayout())
+            for i in gl.static_range(2):
+                mbarrier.init(turn.index(i), count=1)
+        else:
+            turn: gl.constexpr = None
+        return Pipeline(x_bufs, y_bufs, empty, full, turn, cfg)
+
+    @gluon.jit
+    def x_box(self, stage, i):
+        """Return x box i of a stage, [rows_per_consumer, block_k]."""
+        return self.x_bufs.index(x_box_index(stage, i, self.cfg))
+
+    @gluon.jit
+    def y_box(self, stage, i):
+        """Return y box i of a stage, [block_y, block_k]."""
+        return self.y_bufs.index(y_box_index(stage, i, self.cfg))
+
+    # consumer side
+
+    @gluon.jit
+    def wait_full(self, step):
+        """Consumer: wait until the producer's step-th fill has landed."""
+        num_stages: gl.constexpr = self.cfg.num_stages
+        mbarrier.wait(self.full.index(step % num_stages), (step // num_stages) & 1)
+
+    @gluon.jit
+    def operands(self, step, boxes):
+        """Consumer: return x [rows_per_consumer, block_k] and y.T [block_k, block_y] of a stage."""
+        stage = step % self.cfg.num_stages
+        x, y = self.x_box(stage, boxes.x), self.y_box(stage, boxes.y)
+        return x, y.permute((1, 0))
+
+    @gluon.jit
+    def release(self, step, pred=True):
+        """Consumer: hand the stage of a step back to the producer. The wgmma that read it must have completed."""
+        mbarrier.arrive(self.empty.index(step % self.cfg.num_stages), count=1, pred=pred)
+
+    # pingpong: two consumers, each with tiles of its own, use the tensor cores in turns
+
+    @gluon.jit
+    def wait_for_turn(self, count, role: gl.constexpr):
+        """Consumer, pingpong: wait until the other consumer has issued its tile's last wgmma.
+
+        count: tiles this role has multiplied. Without it a role could wait for a stage that is more than one round of
+        the ring ahead, which the parity of `full` can't tell from this round.
+        """
+        mbarrier.wait(self.turn.index(role), (count & 1) ^ (1 - role))
+
+    @gluon.jit
+    def pass_turn(self, role: gl.constexpr):
+        """Consumer: let the other consumer multiply; nothing without pingpong."""
+        if self.cfg.pingpong:
+            mbarrier.arrive(self.turn.index(1 - role), count=1)
+
+    # producer side
+
+    @gluon.jit
+    def wait_empty(self, step):
+        """Producer: wait until all consumers have released what the stage held before."""
+        num_stages: gl.constexpr = self.cfg.num_stages
+        mbarrier.wait(self.empty.index(step % num_stages), ((step // num_stages) & 1) ^ 1)
+
+    @gluon.jit
+    def fill(self, x_desc, y_desc, stage, tile, k, IS_LOW: gl.constexpr):
+        """Producer: start the TMA loads of a tile's elements [k, k + block_k) into a free stage.
+
+        IS_LOW: the tile has one x box only; the second one's rows lie after the expert's last. `full` of the stage
+        completes once all bytes have landed.
+        """
+        cfg: gl.constexpr = self.cfg
+        num_x: gl.constexpr = 1 if IS_LOW else cfg.consumers_per_tile
+        num_y: gl.constexpr = cfg.y_boxes_per_stage if IS_LOW else 1
+        full = self.full.index(stage)
+        mbarrier.expect(full, num_x * x_desc.block_type.nbytes + num_y * y_desc.block_type.nbytes)
+        for i in gl.static_range(num_x):
+            at = [tile.x + i * cfg.rows_per_consumer, k]
+            tma.async_copy_global_to_shared(x_desc, at, full, self.x_box(stage, i))
+        for i in gl.static_range(num_y):
+            at = [tile.y + i * cfg.block_y, k]
+            tma.async_copy_global_to_shared(y_desc, at, full, self.y_box(stage, i))
+
+
+@gluon.jit
+def x_box_index(stage, i, cfg: gl.constexpr):
+    """Return the index in `x_bufs` of x box i of a stage; the picture above shows why wide tail tiles differ."""
+    if cfg.wide_tail_tiles:
+        return 4 * cfg.num_stages + stage + i * (stage - 2 * cfg.num_stages)
+    else:
+        return stage * cfg.consumers_per_tile + i
+
+
+@gluon.jit
+def y_box_index(stage, i, cfg: gl.constexpr):
+    """Return the index in `y_bufs` of y box i of a stage."""
+    return stage + i * cfg.num_stages

@@ -1,0 +1,165 @@
+"""Run a lowered epilogue on a consumer's accumulator, in column chunks.
+
+The epilogue is generated code (`epilogue.lower`). It sees [tokens, features], also where the mainloop computes the
+transpose. A chunk is `cfg.epilogue_columns` wide: that bounds the registers that the epilogue takes beside the
+accumulator, and the shared memory through which its outputs are stored by TMA.
+"""
+
+import triton.experimental.gluon.language as gl
+from triton.experimental import gluon
+
+from envoi.epilogue.tile_gluon import halves
+from envoi.gemm.hopper.split_k import SplitK
+from envoi.gemm.hopper.tile_scheduler import Problem
+from envoi.runtime.aggregate import Scalar, aggregate
+from envoi.runtime.sync import arrive
+
+
+@aggregate
+class RowReductions:
+    """Scratch, in global memory, for reductions over rows that several tiles span; an empty buffer without any.
+
+    counters: 0 at launch; the last of a row's tiles to arrive resets its counter.
+    """
+
+    partials: gl.tensor  # float32 pointer, [reductions, num_slots, M], one slot per tile along N; never cleared
+    counters: gl.tensor  # int32 pointer, [M + block_m], indexed by a tile's first row
+
+
+@aggregate
+class EpilogueArgs:
+    """What the epilogue reads and writes."""
+
+    descs: gl.tuple  # TMA descriptors: of two outputs, then of two tile operands; None where there is none
+    operands: gl.tuple  # pointers and scalars in the order of the epilogue's operands
+    outputs: gl.tuple  # pointers
+    row_reductions: RowReductions
+    split_k: SplitK | gl.constexpr  # None in a kernel that never splits a tile along K
+    problem: Problem
+    code: gl.constexpr  # epilogue.lower.Lowered
+
+
+@aggregate
+class EpilogueBuffers:
+    """A consumer's shared memory for its epilogue; no other role touches it."""
+
+    stores: gl.tuple  # for each TMA output a ring of cfg.num_store_buffers chunks
+    loads: gl.tuple  # for each TMA operand a chunk
+    loaded: gl.shared_memory_descriptor | Scalar  # mbarriers, one per TMA operand: TMA arrives, the consumer waits
+
+    @staticmethod
+    @gluon.jit
+    def create(args, cfg: gl.constexpr):
+        """Allocate the buffers and initialise their barriers."""
+        stores = args.code.buffers(args.descs, cfg.num_store_buffers)
+        loads, loaded = args.code.side_buffers(args.descs)
+        return EpilogueBuffers(stores, loads, loaded)
+
+
+@aggregate
+class OutputTile:
+    """A consumer's share of a tile as the epilogue sees it: rows [m, m_end) of the tokens, columns from n on."""
+
+    m: Scalar
+    n: Scalar
+    m_end: Scalar
+    first_slot: Scalar  # of its partial sums in `SplitK`
+    is_split: Scalar
+
+
+@aggregate
+class ChunkArgs:
+    """What stays the same from chunk to chunk of a tile."""
+
+    epilogue: EpilogueArgs  # with the operands of the tile's expert
+    buffers: EpilogueBuffers
+    tiles_done: Scalar  # tiles this consumer has finished: the parity of `loaded` follows from it
+
+
+@gluon.jit
+def run_epilogue(acc, tile, first_slot, is_split, tiles_done, buffers, epilogue):
+    """Apply the epilogue to a consumer's accumulator; with row reductions, the row's last tile completes them.
+
+    tile: the corner of the consumer's share. Called by all warps of the consumer.
+    """
+    problem = epilogue.problem
+    cfg: gl.constexpr = problem.cfg
+    code: gl.constexpr = epilogue.code
+    m, n = (tile.y, tile.x) if cfg.swap_ab else (tile.x, tile.y)
+    if cfg.split_k > 1:
+        code.fetch_side(epilogue.descs, buffers.loads, buffers.loaded, m, n)
+    own = epilogue
+    if problem.row_mode.is_grouped:
+        own = with_expert(epilogue, gl.minimum(tile.expert, problem.num_experts - 1))
+    acc = to_token_major(acc, cfg)
+    out = OutputTile(m, n, tile.row_end, first_slot, is_split)
+    partials = apply_in_chunks(acc, out, ChunkArgs(own, buffers, tiles_done), 0)
+    complete_rows(partials, out, epilogue, acc.shape[1])
+
+
+@gluon.jit
+def with_expert(epilogue, expert):
+    """Return the arguments with column operands [num_experts, N] at an expert's row."""
+    operands = epilogue.code.of_expert(epilogue.operands, expert, epilogue.problem.N)
+    return EpilogueArgs(
+        epilogue.descs, operands, epilogue.outputs, epilogue.row_reductions, epilogue.split_k, epilogue.problem,
+        epilogue.code,
+    )  # fmt: skip
+
+
+@gluon.jit
+def complete_rows(partials, out, epilogue, COLUMNS: gl.constexpr):
+    """Store a tile's partial row reductions; the last of the rows' tiles finishes them. COLUMNS: of a tile."""
+    code: gl.constexpr = epilogue.code
+    if code.partials > 0:
+        rows, M = epilogue.row_reductions, epilogue.problem.M
+        num_slots = gl.cdiv(epilogue.problem.N, COLUMNS)
+        code.save(partials, rows.partials, out.n // COLUMNS, num_slots, out.m, out.m_end, M)
+        if arrive(rows.counters + out.m, num_slots):
+            like, operands, outputs = partials[0], epilogue.operands, epilogue.outputs
+            code.finish(like, rows.partials, num_slots, out.m, out.m_end, M, operands, outputs)
+
+
+@gluon.jit
+def apply_in_chunks(acc, out, args, COLUMN: gl.constexpr):
+    """Apply the epilogue to the columns of `acc`, the tile's from COLUMN on; return the merged row reductions.
+
+    Halves `acc` until it is a chunk. A split tile's chunk is replaced by the sum of its parts right before use.
+    """
+    cfg: gl.constexpr = args.epilogue.problem.cfg
+    if acc.shape[1] <= cfg.epilogue_columns:
+        if cfg.split_k > 1 and not cfg.swap_ab:
+            if out.is_split:
+                acc = args.epilogue.split_k.sum_splits(acc, out.first_slot, COLUMN, cfg)
+        return visit_chunk(acc, out, args, COLUMN)
+    else:
+        left, right = halves(acc)
+        half: gl.constexpr = acc.shape[1] // 2
+        a = apply_in_chunks(left, out, args, COLUMN)
+        b = apply_in_chunks(right, out, args, COLUMN + half)
+        return args.epilogue.code.merge(a, b)
+
+
+@gluon.jit
+def visit_chunk(x, out, args, COLUMN: gl.constexpr):
+    """Run the epilogue's generated code on a chunk, the tile's columns from COLUMN on; return its row reductions."""
+    epilogue, buffers, problem = args.epilogue, args.buffers, args.epilogue.problem
+    cfg: gl.constexpr = problem.cfg
+    chunk: gl.constexpr = COLUMN // cfg.epilogue_columns
+    loads = (buffers.loads, buffers.loaded, args.tiles_done)
+    return epilogue.code.visit(
+        x, out.m, out.n + COLUMN, out.m_end, problem.N, epilogue.operands, epilogue.outputs, epilogue.descs,
+        buffers.stores, loads, problem.row_mode.is_grouped, chunk, cfg,
+    )  # fmt: skip
+
+
+@gluon.jit
+def to_token_major(acc, cfg: gl.constexpr):
+    """Return the accumulator as [tokens, features]: with swap_ab transposed, a thread with four features in a row."""
+    if not cfg.swap_ab:
+        return acc
+    else:
+        warps: gl.constexpr = gl.num_warps()
+        lanes: gl.constexpr = min(32, cfg.rows_per_consumer // 4)
+        layout: gl.constexpr = gl.BlockedLayout([1, 4], [32 // lanes, lanes], [warps, 1], [1, 0])
+        return gl.convert_layout(gl.permute(acc, (1, 0)), layout)

@@ -1,0 +1,99 @@
+"""What a kernel's shared parts ask of its config: the tile scheduler, the epilogue, and the host's descriptors."""
+
+from typing import Protocol, runtime_checkable
+
+
+@runtime_checkable
+class TileConfig(Protocol):
+    """How a GEMM is cut into tiles and column chunks; every kernel's config has this, and fields of its mainloop.
+
+    x and y are the M and the N side of the tensor-core instruction: tokens and features, or swapped (`swap_ab`). A
+    consumer is the role that holds an accumulator: [rows_per_consumer, block_y].
+
+    With `wide_tail_tiles` the last rows of an expert, h = rows_per_consumer or fewer, are covered by tiles of another
+    shape. Both take the same time, but the wide one computes no rows after the expert's last:
+
+             block_y = 2 h                       2 block_y
+        +----------------+           +----------------+----------------+
+        |   consumer 0   | h         |   consumer 0   |   consumer 1   | h
+        +----------------+           +----------------+----------------+
+        |   consumer 1   | h
+        +----------------+
+          tile of 2 h rows                 wide tile at an expert's end
+    """
+
+    # tile
+
+    @property
+    def rows_per_consumer(self) -> int:
+        """Rows of x that a consumer multiplies."""
+        ...
+
+    @property
+    def consumers_per_tile(self) -> int:
+        """Consumers that share a tile; 1 with pingpong."""
+        ...
+
+    @property
+    def block_x(self) -> int:
+        """Rows of x in a tile: rows_per_consumer * consumers_per_tile."""
+        ...
+
+    @property
+    def block_y(self) -> int:
+        """Rows of y in a tile."""
+        ...
+
+    @property
+    def block_m(self) -> int:
+        """Tokens of a tile; of the lower kind with `wide_tail_tiles`."""
+        ...
+
+    @property
+    def block_n(self) -> int:
+        """Features of a tile; of the wider kind with `wide_tail_tiles`."""
+        ...
+
+    @property
+    def swap_ab(self) -> bool:
+        """True if x are the features and y the tokens: few tokens fill a narrow N side."""
+        ...
+
+    @property
+    def wide_tail_tiles(self) -> bool:
+        """True if an expert's last rows get tiles of another shape; see the picture."""
+        ...
+
+    # schedule
+
+    @property
+    def split_k(self) -> int:
+        """Parts along K of the tiles that don't fill a round; 1 = none."""
+        ...
+
+    @property
+    def swizzle_rows(self) -> int:
+        """Rows of tiles that are walked together, so that both operands stay in the L2."""
+        ...
+
+    @property
+    def spread_experts(self) -> bool:
+        """True if vectors over experts are spread over a role's warps; else each warp has all."""
+        ...
+
+    # epilogue
+
+    @property
+    def epilogue_columns(self) -> int:
+        """Accumulator columns of a chunk."""
+        ...
+
+    @property
+    def num_chunks(self) -> int:
+        """Chunks of a consumer's accumulator."""
+        ...
+
+    @property
+    def num_store_buffers(self) -> int:
+        """Chunks in a TMA output's ring of buffers."""
+        ...

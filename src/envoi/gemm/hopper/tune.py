@@ -1,0 +1,77 @@
+"""Measured configs: kept on disk, looked up before the model of `config.py` is asked.
+
+Entries come from `tuned.json` beside this file, which is shipped, and from `gemm.json` in the cache directory, which
+`envoi tune` writes. A key names the multiprocessors, the problem and the kind of epilogue; tokens are rounded up to a
+power of two, since serving sees every number of them.
+"""
+
+import dataclasses
+import json
+from functools import lru_cache
+from pathlib import Path
+from typing import Any
+
+from envoi import cache_file, env
+from envoi.epilogue.lower import Lowered
+from envoi.gemm.hopper.config import Config, Problem, default_config, fitted, supports
+from envoi.runtime.math import next_power_of_2
+
+SHIPPED = Path(__file__).with_name("tuned.json")
+_EXPECTED = {int: "an int of at least 1", bool: "true or false"}
+
+
+def key_of(problem: Problem, code: Lowered, num_sms: int) -> str:
+    """Return the key of a problem's entry, such as "132sm 4096x4096x7168 2B tma"."""
+    M = next_power_of_2(problem.M)
+    kind = ["whole"] * code.whole + ["tma"] * bool(code.leaving) + ["side"] * bool(code.side)
+    kind += ["rows"] * bool(code.partials) + [f"piece{code.piece_columns}"] * (code.piece_columns > 64)
+    kind += ["sent"] * code.sent
+    kind += ["scaled"] * problem.scaled + [f"groups{problem.num_groups}"] * bool(problem.num_groups)
+    return " ".join([f"{num_sms}sm", f"{M}x{problem.N}x{problem.K}", f"{problem.element_bytes}B", *kind])
+
+
+def best(problem: Problem, code: Lowered, num_sms: int, shipped_only: bool = False) -> Config | None:
+    """Return the measured config, or None. shipped_only: ignore what was measured on this machine."""
+    found = _entries(shipped_only).get(key_of(problem, code, num_sms))
+    if found is None:
+        return None
+    config = fitted(problem, found, code)
+    return None if supports(problem, config, code) else config
+
+
+@lru_cache(maxsize=4096)
+def choose(problem: Problem, code: Lowered, num_sms: int, shipped_only: bool = False) -> Config | None:
+    """Return the measured config, else the one that the model prefers; None if none fits."""
+    return best(problem, code, num_sms, shipped_only) or default_config(problem, code, num_sms)
+
+
+@lru_cache(maxsize=2)
+def _entries(shipped_only: bool) -> dict[str, Config]:
+    shipped = {key: _config(value) for key, value in json.loads(SHIPPED.read_text()).items()}
+    return shipped if shipped_only else shipped | cache_file.entries(_cache(), _config)
+
+
+def _config(value: Any) -> Config:
+    """An entry. Raises ValueError for fields that Config hasn't, lacks or can't have such values of."""
+    if not isinstance(value, dict):
+        raise ValueError(f"expected an object, got {type(value).__name__}")
+    try:
+        config = Config(**value)
+    except TypeError as error:
+        raise ValueError(str(error).removeprefix("Config.__init__() ")) from error
+    for field in dataclasses.fields(Config):
+        got = getattr(config, field.name)
+        if field.type in _EXPECTED and (type(got) is not field.type or (field.type is int and got < 1)):
+            raise ValueError(f"{field.name}: expected {_EXPECTED[field.type]}, got {got!r}")
+    return config
+
+
+def _cache() -> Path:
+    return env.cache_dir() / "gemm.json"
+
+
+def keep(entries: dict[str, Config], path: Path | None = None) -> None:
+    """Add entries to the cache (or to another file) and use them from now on."""
+    cache_file.add(path or _cache(), {key: dataclasses.asdict(config) for key, config in entries.items()})
+    _entries.cache_clear()
+    choose.cache_clear()

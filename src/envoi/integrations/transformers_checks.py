@@ -1,0 +1,105 @@
+"""Refusals at the time when Envoi is chosen: before weights are loaded, and never by running other code in silence.
+
+transformers itself only looks whether a name is registered. Families that don't look implementations up would run
+their own code under Envoi's name, and FP8 experts, which are looked up elsewhere, would fail at the first call.
+"""
+
+import functools
+import sys
+from collections.abc import Callable
+from typing import Any
+
+from envoi.integrations.transformers import IMPLEMENTATIONS, is_experts, unserved
+
+
+def install() -> None:
+    """Wrap the three methods of PreTrainedModel through which an implementation is chosen. Once is enough."""
+    from transformers import PreTrainedModel
+
+    if hasattr(PreTrainedModel.set_experts_implementation, "envoi"):
+        return
+    own = vars(PreTrainedModel)
+    PreTrainedModel._from_config = classmethod(_after_config(own["_from_config"].__func__))
+    PreTrainedModel._load_pretrained_model = staticmethod(_before_weights(own["_load_pretrained_model"].__func__))
+    PreTrainedModel.set_experts_implementation = _when_set(own["set_experts_implementation"])
+
+
+def check_model(model: Any, chosen: dict[str, str | None]) -> None:
+    """Raise ValueError unless Envoi runs all experts modules for which it was chosen, and at least one.
+
+    chosen: implementations by the name of a part of the model, as `model.get_experts_implementation()` returns them.
+    """
+    names = [name for name in chosen.values() if name in IMPLEMENTATIONS]
+    if not names:
+        return
+    ours = {
+        path: module
+        for path, module in model.named_modules()
+        if is_experts(module) and module.config._experts_implementation in IMPLEMENTATIONS
+    }
+    for path, module in ours.items():
+        reason = unserved(module)
+        if reason is not None:
+            raise ValueError(f"experts_implementation={names[0]!r}: {path} ({type(module).__name__}): {reason}")
+    if not ours:
+        raise ValueError(f"experts_implementation={names[0]!r}: {type(model).__name__}: {_without_experts(model)}")
+
+
+def _without_experts(model: Any) -> str:
+    if any(type(module).__name__ == "Mxfp4GptOssExperts" for module in model.modules()):
+        return (
+            "expected experts in bf16, got MXFP4 ones, which transformers runs with kernels of its own; load with "
+            "quantization_config=Mxfp4Config(dequantize=True)"
+        )
+    return (
+        "expected experts that transformers looks up by experts_implementation, got none: what experts this model has "
+        "always run transformers' own code; choose experts_implementation='eager'"
+    )
+
+
+def _after_config(original: Callable) -> Callable:
+    @functools.wraps(original)
+    def from_config(cls, config, **kwargs):
+        model = original(cls, config, **kwargs)
+        if not _part_of_another():
+            check_model(model, model.get_experts_implementation())
+        return model
+
+    return from_config
+
+
+def _before_weights(original: Callable) -> Callable:
+    @functools.wraps(original)
+    def load_pretrained_model(model, *args, **kwargs):
+        check_model(model, model.get_experts_implementation())
+        return original(model, *args, **kwargs)
+
+    return load_pretrained_model
+
+
+def _when_set(original: Callable) -> Callable:
+    @functools.wraps(original)
+    def set_experts_implementation(self, experts_implementation):
+        before = self.get_experts_implementation()
+        original(self, experts_implementation)
+        chosen = experts_implementation
+        try:
+            check_model(self, chosen if isinstance(chosen, dict) else {"": chosen})
+        except ValueError:
+            original(self, before)
+            raise
+
+    set_experts_implementation.envoi = True  # pyright: ignore[reportFunctionMemberAccess]
+    return set_experts_implementation
+
+
+def _part_of_another() -> bool:
+    """True while a model builds its parts, a vision tower say, that needn't have experts themselves."""
+    from transformers import PreTrainedModel
+
+    frame = sys._getframe(2)
+    while frame is not None:
+        if frame.f_code.co_name == "__init__" and isinstance(frame.f_locals.get("self"), PreTrainedModel):
+            return True
+        frame = frame.f_back
+    return False

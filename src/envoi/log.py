@@ -1,0 +1,134 @@
+"""What Envoi does, through Python's `logging`: off unless ENVOI_LOG asks for it, and then without a cost to others.
+
+    ENVOI_LOG=call      (1) each operator that is called, with dtypes, shapes and devices
+    ENVOI_LOG=config    (2) and each kernel that is launched: its grid, sizes and config; or that torch computes
+    ENVOI_LOG=compile   (3) and each kernel that is compiled, or read from Triton's disk cache, and how long it took
+
+The variable is read once, when envoi is imported. Records have the level INFO and go to the logger "envoi": to the
+handlers of the program, or to stderr while the root logger has none. Operators that others run are there too, as those
+of a compiled graph, or the grouped GEMMs of `envoi.moe` on a CPU; what a CUDA graph replays isn't.
+
+    envoi: call moe(tokens=bfloat16 [4, 256] on cuda:0, topk_weights=float32 [4, 2] on cuda:0, ..)
+    envoi: config gather_kernel, grid (4, 1): num_warps=4 stride=256 width=256 ..
+    envoi: compile gather_kernel: 0.41 s
+"""
+
+import functools
+import logging
+from collections.abc import Callable, Sequence
+from dataclasses import fields, is_dataclass
+from typing import Any
+
+import torch
+
+from envoi import env
+
+CALL, CONFIG, COMPILE = 1, 2, 3
+LEVEL = env.log_level()
+MAX_TEXT = 300
+
+_logger = logging.getLogger("envoi")
+
+
+def calls(name: str, names: Sequence[str]) -> Callable[[Callable], Callable]:
+    """Decorator of what an operator runs, with arguments of these names: writes its calls down if that is asked for."""
+
+    def logging_calls(function: Callable) -> Callable:
+        @functools.wraps(function)
+        def logged(*arguments):
+            given = zip(names, arguments, strict=True)
+            _write("call %s(%s)", name, ", ".join(f"{n}={text(x)}" for n, x in given if x is not None and x != []))
+            return function(*arguments)
+
+        return logged
+
+    return logging_calls if LEVEL >= CALL else lambda function: function
+
+
+def launches(function: Callable) -> Callable:
+    """Decorator of launch(kernel, grid, arguments, options): writes them down if that is asked for."""
+    if LEVEL < CONFIG:
+        return function
+
+    @functools.wraps(function)
+    def logged(kernel, grid, arguments, options):
+        given = zip(kernel.arg_names, arguments, strict=False)
+        kept = [f"{name}={text(x)}" for name, x in [*options.items(), *given] if isinstance(x, (int, str))]
+        kept += [_config(x) for x in arguments if is_dataclass(x)]
+        _write("config %s, grid %s: %s", kernel.__name__, tuple(grid), " ".join(kept))
+        return function(kernel, grid, arguments, options)
+
+    return logged
+
+
+def choices(function: Callable) -> Callable:
+    """Decorator of what runs a GEMM's kernels, or returns None where torch has to: writes down the latter if asked."""
+    if LEVEL < CONFIG:
+        return function
+
+    @functools.wraps(function)
+    def logged(a, b, *rest, **options):
+        outputs = function(a, b, *rest, **options)
+        if outputs is None:
+            _write("config gemm of %s and %s: torch", text(a), text(b))
+        return outputs
+
+    return logged
+
+
+def _config(x: Any) -> str:
+    """A dataclass with its numbers, names and flags; without the generated code that some of them hold."""
+    given = ((field.name, getattr(x, field.name)) for field in fields(x))
+    whole = f"{type(x).__name__}({', '.join(f'{n}={v!r}' for n, v in given if isinstance(v, (int, float, str)))})"
+    return whole if len(whole) <= MAX_TEXT else f"<{type(x).__name__}>"
+
+
+def text(x: Any) -> str:
+    """A value in a few words: of a tensor its dtype, shape and device; of what would be long only its class."""
+    if isinstance(x, torch.Tensor):
+        return f"{str(x.dtype).removeprefix('torch.')} {list(x.shape)} on {x.device}"
+    if isinstance(x, list):
+        return f"[{', '.join(map(text, x))}]"
+    whole = repr(x)
+    return whole if len(whole) <= MAX_TEXT else f"<{type(x).__name__}>"
+
+
+class _Stderr(logging.StreamHandler):
+    """Silent once the program has handlers of its own, which get the records too."""
+
+    def emit(self, record: logging.LogRecord) -> None:
+        if not logging.getLogger().handlers:
+            super().emit(record)
+
+
+def _write(message: str, *arguments: Any) -> None:
+    _logger.info(message, *arguments)
+
+
+def _start() -> None:
+    _logger.setLevel(logging.INFO)
+    handler = _Stderr()
+    handler.setFormatter(logging.Formatter("envoi: %(message)s"))
+    _logger.addHandler(handler)
+    if LEVEL >= COMPILE:
+        _listen_to_triton()
+
+
+def _listen_to_triton() -> None:
+    from triton import knobs
+
+    before = knobs.compilation.listener
+
+    def listener(**event: Any) -> None:
+        if before is not None:
+            before(**event)
+        function = getattr(event["src"], "fn", None)  # none of a source that isn't Python
+        if getattr(function, "__module__", "").startswith("envoi"):
+            how = "from the disk cache" if event["cache_hit"] else f"{event['times'].total / 1e6:.2f} s"
+            _write("compile %s: %s", function.__name__, how)
+
+    knobs.compilation.listener = listener
+
+
+if LEVEL:
+    _start()

@@ -1,0 +1,58 @@
+"""`envoi.moe` on one rank: check, call the operator."""
+
+import torch
+
+from envoi.moe import layer, reference
+from envoi.moe.op import as_rows, check_ids, check_tokens, flatten, mlp_flops, unflatten
+from envoi.runtime.custom_op import operator
+from envoi.types import ExpertWeights, Routing
+
+
+def moe(tokens: torch.Tensor, routing: Routing, experts: ExpertWeights) -> torch.Tensor:
+    """Run the chosen experts on every token and sum their outputs: tokens [M, H] -> [M, H] of the same dtype.
+
+    tokens: bf16, or fp16: these are rounded to bf16, which has 3 bits of mantissa less but no smaller range, and what
+        comes out is rounded to fp16, where more than 65504 is infinite. In torch.autocast fp32 too, and what comes out
+        is of its dtype. [B, S, H] is B * S tokens, and comes out as [B, S, H].
+    routing: from `envoi.route`, or a Routing made by hand: topk_ids [M, k] int32 or int64 (-1 = masked slot),
+        topk_weights [M, k] float32, or bf16 or fp16, which are widened. Of tokens [B, S, H] both may be [B, S, k].
+        A shared expert is a slot like any other, of weight 1 for instance.
+    experts: from `envoi.experts.pack`; all N of them live here. For experts spread over ranks see `ExpertParallel`.
+
+    The steps are permute -> L1 -> activation, times weight, quantise -> L2 -> combine; what each computes, and where it
+    rounds, is in `envoi.moe.reference`. A token whose slots are all masked gives zeros. Bitwise the same in every
+    run.
+    Raises ValueError for wrong dtypes, shapes or devices, and on a CPU for ids out of range. A GPU isn't waited for,
+    so that a CUDA graph can capture the call: there a slot whose id no expert has counts as masked.
+    """
+    rows, slots, dtype = as_rows(tokens, routing)
+    check_tokens(rows, slots, experts)
+    if routing.num_experts != experts.num_local_experts:
+        raise ValueError(
+            f"experts: expected all {routing.num_experts} experts of the routing, got {experts.num_local_experts}; "
+            "use ExpertParallel where they are spread over ranks"
+        )
+    out = _moe(rows, slots.topk_weights, slots.topk_ids, *flatten(experts))
+    return out if rows is tokens and dtype == out.dtype else out.to(dtype).view(tokens.shape)
+
+
+def _moe_fake(tokens, *arguments):
+    return torch.empty_like(tokens, memory_format=torch.contiguous_format)
+
+
+@operator("moe", _moe_fake, mlp_flops)
+def _moe(
+    tokens: torch.Tensor, topk_weights: torch.Tensor, topk_ids: torch.Tensor,
+    gate_up: torch.Tensor, gate_up_sf: torch.Tensor | None, gate_up_bias: torch.Tensor | None,
+    down: torch.Tensor, down_sf: torch.Tensor | None, down_bias: torch.Tensor | None,
+    format: str, activation: str, swiglu_limit: float | None, gate_up_tame: bool, down_tame: bool,
+) -> torch.Tensor:  # fmt: skip
+    experts = unflatten(
+        gate_up, gate_up_sf, gate_up_bias, down, down_sf, down_bias, format, activation, swiglu_limit, gate_up_tame,
+        down_tame,
+    )  # fmt: skip
+    if topk_ids.device.type == "cpu" or not layer.has_kernels(topk_ids.device):
+        check_ids(topk_ids, experts.num_local_experts)
+    if layer.has_kernels(topk_ids.device):
+        return layer.run_layer(tokens, topk_weights, topk_ids, experts)
+    return reference.moe(tokens, topk_weights, topk_ids, experts)

@@ -1,0 +1,33 @@
+"""The MoE layer on one rank by kernels: sort -> gather -> L1 -> L2 -> combine."""
+
+import torch
+
+from envoi.moe.combine import combine_rows
+from envoi.moe.experts import run_experts
+from envoi.moe.permute import gather_rows, sort_slots
+from envoi.quant.formats import format_named
+from envoi.runtime.devices import implementation
+from envoi.spans import span
+from envoi.types import ExpertWeights
+
+
+def has_kernels(device: torch.device) -> bool:
+    """Tell whether kernels run on this device; else torch computes the layer (`envoi.moe.reference`)."""
+    return implementation(device) != "torch"
+
+
+def run_layer(
+    tokens: torch.Tensor, topk_weights: torch.Tensor, topk_ids: torch.Tensor, experts: ExpertWeights
+) -> torch.Tensor:
+    """Run the whole layer on one rank, sort -> gather -> L1 -> L2 -> combine: tokens [M, H] bf16 -> [M, H] bf16.
+
+    Nothing waits for the device, so a CUDA graph can hold the call. Slots whose id no expert has count as masked.
+    """
+    if topk_ids.numel() == 0:
+        return torch.zeros(tokens.shape, dtype=tokens.dtype, device=tokens.device)
+    with span("permute"):
+        row_map = sort_slots(topk_ids, experts.num_local_experts)
+        rows, weights = gather_rows(tokens, topk_weights, row_map, format_named(experts.format).activations)
+    out = run_experts(rows, weights, row_map.offsets, experts)
+    with span("combine"):
+        return combine_rows(out, row_map.slot_to_pos)

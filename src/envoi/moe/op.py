@@ -1,0 +1,122 @@
+"""The operator's view of the experts: torch custom operators take flat tensors and plain values, not dataclasses."""
+
+from dataclasses import replace
+
+import torch
+
+from envoi.check import expect_tensor
+from envoi.quant.formats import Scheme, format_named
+from envoi.runtime.custom_op import autocast_dtype
+from envoi.types import ExpertWeights, Matrix, QuantTensor, Routing
+
+HALVES = torch.bfloat16, torch.float16
+INT32 = torch.iinfo(torch.int32)
+
+
+def flatten(experts: ExpertWeights) -> tuple:
+    """ExpertWeights -> the operator arguments that `unflatten` takes."""
+    gate_up, gate_up_sf = _split(experts.gate_up)
+    down, down_sf = _split(experts.down)
+    return (
+        gate_up, gate_up_sf, experts.gate_up_bias, down, down_sf, experts.down_bias,
+        experts.format, experts.activation, experts.swiglu_limit, _tame(experts.gate_up), _tame(experts.down),
+    )  # fmt: skip
+
+
+def unflatten(
+    gate_up,
+    gate_up_sf,
+    gate_up_bias,
+    down,
+    down_sf,
+    down_bias,
+    format,
+    activation,
+    swiglu_limit,
+    gate_up_tame,
+    down_tame,
+) -> ExpertWeights:
+    """The inverse of `flatten`."""
+    scheme = format_named(format).weights
+    return ExpertWeights(
+        _join(gate_up, gate_up_sf, scheme, gate_up_tame), _join(down, down_sf, scheme, down_tame),
+        format, activation, swiglu_limit, gate_up_bias, down_bias,
+    )  # fmt: skip
+
+
+def _split(weight: Matrix) -> tuple[torch.Tensor, torch.Tensor | None]:
+    return (weight, None) if isinstance(weight, torch.Tensor) else (weight.values, weight.sf)
+
+
+def _tame(weight: Matrix) -> bool:
+    return isinstance(weight, QuantTensor) and weight.tame
+
+
+def _join(values: torch.Tensor, sf: torch.Tensor | None, scheme: Scheme | None, tame: bool) -> Matrix:
+    if sf is None or scheme is None:
+        return values
+    packed = 2 if values.dtype == torch.uint8 else 1
+    return QuantTensor(values, sf, scheme.group_for((*values.shape[:-1], values.shape[-1] * packed)), tame=tame)
+
+
+def as_rows(tokens: torch.Tensor, routing: Routing) -> tuple[torch.Tensor, Routing, torch.dtype]:
+    """What callers have -> what the operators take: tokens [M, H] bf16, ids [M, k] int32, weights [M, k] float32; and
+    the dtype that the output is to have.
+
+    Nothing is raised: what has no such form, or more than one, stays as it is, and `check_tokens` refuses it.
+    """
+    given = (tokens, routing.topk_weights, routing.topk_ids) if isinstance(routing, Routing) else (None,)
+    if not all(isinstance(x, torch.Tensor) for x in given):
+        return tokens, routing, torch.bfloat16
+    lead, cast = tokens.shape[:-1], autocast_dtype(tokens.device)
+    dtype = tokens.dtype if cast is None else cast
+    weights, ids = (_flat(x, lead) for x in (routing.topk_weights, routing.topk_ids))
+    if weights.dtype in HALVES:
+        weights = weights.float()
+    if ids.dtype == torch.int64:
+        ids = ids.clamp(INT32.min, INT32.max).to(torch.int32)  # an id that int32 can't hold mustn't become another
+    if tokens.dim() == 3:
+        tokens = tokens.flatten(0, 1)
+    if tokens.dtype == torch.float16 or (cast is not None and tokens.dtype == torch.float32):
+        tokens = tokens.to(torch.bfloat16)
+    if weights is routing.topk_weights and ids is routing.topk_ids:
+        return tokens, routing, dtype
+    return tokens, replace(routing, topk_weights=weights, topk_ids=ids), dtype
+
+
+def _flat(x: torch.Tensor, lead: torch.Size) -> torch.Tensor:
+    """[B, S, k] -> [B * S, k] if tokens are [B, S, H]."""
+    return x.flatten(0, 1) if len(lead) == 2 and x.dim() == 3 and x.shape[:2] == lead else x
+
+
+def check_tokens(tokens: torch.Tensor, routing: Routing, experts: ExpertWeights) -> None:
+    """Raise ValueError unless tokens and routing have the dtypes, shapes and device that go with the experts."""
+    if not isinstance(routing, Routing):
+        raise ValueError(f"routing: expected an envoi.Routing, got {type(routing).__name__}")
+    if not isinstance(experts, ExpertWeights):
+        raise ValueError(f"experts: expected ExpertWeights from envoi.experts.pack, got {type(experts).__name__}")
+    expect_tensor("tokens", tokens, torch.bfloat16, ("num_tokens", experts.hidden), experts.device)
+    slots = (tokens.shape[0], "num_topk")
+    ids = expect_tensor("routing.topk_ids", routing.topk_ids, torch.int32, slots, tokens.device)
+    expect_tensor("routing.topk_weights", routing.topk_weights, torch.float32, ids.shape, tokens.device)
+
+
+def check_ids(topk_ids: torch.Tensor, num_experts: int) -> None:
+    """Raise ValueError if an id is neither -1 nor an expert, naming the first such slot. Waits for the device."""
+    bad = (topk_ids < -1) | (topk_ids >= num_experts)
+    if bool(bad.any()):
+        token, slot = (int(i) for i in bad.nonzero()[0])
+        raise ValueError(
+            f"routing.topk_ids: expected ids from 0 to {num_experts - 1}, or -1 for a masked slot, "
+            f"got {int(topk_ids[token, slot])} at token {token}, slot {slot}"
+        )
+
+
+def mlp_flops(tokens, topk_weights, topk_ids, *arguments):
+    """The products of both GEMMs for every slot, masked ones too: only the device knows which those are.
+
+    Takes what the operators of `envoi.moe` and `ExpertParallel.moe` take. Across ranks these are the slots of this
+    rank's tokens, wherever their experts live.
+    """
+    gate_up = next(x for x in arguments if isinstance(x, torch.Tensor))  # [E, 2I, H]
+    return 2 * topk_ids.numel() * tokens.shape[1] * (gate_up.shape[1] + gate_up.shape[1] // 2)

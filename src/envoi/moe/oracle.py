@@ -1,0 +1,36 @@
+"""The experts in float64 with no rounding between the steps: the yardstick of the tests and of the error columns."""
+
+import torch
+
+from envoi.moe.pack import unpack
+from envoi.types import ExpertWeights
+
+
+def moe_oracle(
+    tokens: torch.Tensor, topk_weights: torch.Tensor, topk_ids: torch.Tensor, experts: ExpertWeights
+) -> torch.Tensor:
+    """float64 [M, H]: the layer on the weights as packed, so without the format's rounding of them."""
+    gate_up, down, gate_up_bias, down_bias = unpack(experts, "interleaved", torch.float64)
+    out = torch.zeros(tokens.shape, dtype=torch.float64, device=tokens.device)
+    for expert in range(experts.num_local_experts):
+        token, slot = (topk_ids == expert).nonzero(as_tuple=True)
+        if not len(token):
+            continue
+        h = tokens[token].double() @ gate_up[expert].T
+        if gate_up_bias is not None:
+            h = h + gate_up_bias[expert]
+        y = activate(h, experts.activation, experts.swiglu_limit) @ down[expert].T
+        if down_bias is not None:
+            y = y + down_bias[expert]
+        out.index_add_(0, token, y * topk_weights[token, slot].double().unsqueeze(1))
+    return out
+
+
+def activate(h: torch.Tensor, activation: str, limit: float | None) -> torch.Tensor:
+    """Interleaved gate and up columns [.., 2I] -> [.., I], in the dtype of h."""
+    gate, up = h[..., 0::2], h[..., 1::2]
+    if limit is not None:
+        gate, up = gate.clamp(max=limit), up.clamp(-limit, limit)
+    if activation == "swiglu_oai":
+        return (up + 1) * gate * torch.sigmoid(1.702 * gate)
+    return torch.nn.functional.silu(gate) * up

@@ -1,0 +1,87 @@
+"""Combine over NVLink: wait until peers have sent all rows of this rank's tokens, and sum them.
+
+L2 stores each row straight into the memory of its token's rank. With presum, L2's rows stay here, and
+`send_partial_sums` sends one sum for each token and rank instead.
+"""
+
+import torch
+
+from envoi.moe.combine import MAX_COLUMNS
+from envoi.moe.launches import Launch, launch_kernel, warps_for
+from envoi.moe.parallel.dispatch import PROGRAMS_PER_SM, WARPS
+from envoi.moe.parallel.symmetric_memory import Domain
+from envoi.runtime.devices import num_sms
+from envoi.runtime.math import next_power_of_2
+
+KERNELS = "envoi.moe.parallel.combine_kernels"
+MAX_SENT_COLUMNS = 2048  # of a partial sum, at a time
+
+
+def combine(domain: Domain, rows: torch.Tensor, topk_ids: torch.Tensor) -> torch.Tensor:
+    """Return this rank's tokens [M, H] bf16. rows: what the experts returned; with presum they are still here."""
+    if domain.layout.presum:
+        send_partial_sums(domain, rows)
+    combine_barrier(domain)
+    return sum_rows(domain, topk_ids)
+
+
+def send_partial_sums(domain: Domain, rows: torch.Tensor) -> None:
+    """With presum: sum each token's rows on this rank and send the sum to the token's rank."""
+    launch_kernel(KERNELS, "return_kernel", return_arguments(domain, rows))
+
+
+def combine_barrier(domain: Domain) -> None:
+    """Tell all peers that their rows have been sent, and wait for the same from them."""
+    launch_kernel(KERNELS, "meet_kernel", meet_arguments(domain))
+
+
+def sum_rows(domain: Domain, topk_ids: torch.Tensor) -> torch.Tensor:
+    """Sum what came back for each of this rank's tokens: [M, H] bf16; NaN if the call failed."""
+    out = torch.empty(len(topk_ids), domain.layout.hidden, dtype=torch.bfloat16, device=topk_ids.device)
+    if not len(out):
+        return out
+    if domain.layout.presum:
+        launch_kernel(KERNELS, "sum_ranks_kernel", sum_ranks_arguments(domain, topk_ids, out))
+    else:
+        launch_kernel(KERNELS, "sum_kernel", sum_arguments(domain, topk_ids, out))
+    return out
+
+
+def return_arguments(domain: Domain, rows: torch.Tensor) -> Launch:
+    """Build the launch of `return_kernel`. rows: L2's, sorted by expert."""
+    layout = domain.layout
+    arguments = (
+        domain.peers, layout.regions, domain.row_shift, domain.state, rows, layout.hidden, domain.rank,
+        layout.num_ranks, layout.room, domain.first_expert, domain.num_local, next_power_of_2(layout.num_topk),
+        min(MAX_SENT_COLUMNS, next_power_of_2(layout.hidden)),
+    )  # fmt: skip
+    return Launch((PROGRAMS_PER_SM * num_sms(rows.device),), arguments, WARPS)
+
+
+def meet_arguments(domain: Domain) -> Launch:
+    """Build the launch of `meet_kernel`."""
+    arguments = (
+        domain.peers, domain.layout.regions, domain.state, domain.report, domain.rank, int(domain.timeout_s * 1e6),
+        domain.on_gpu,
+    )  # fmt: skip
+    return Launch((domain.layout.num_ranks,), arguments, WARPS)
+
+
+def sum_arguments(domain: Domain, topk_ids: torch.Tensor, out: torch.Tensor) -> Launch:
+    """Build the launch of `sum_kernel`."""
+    (M, k), width = topk_ids.shape, out.shape[1]
+    block = min(MAX_COLUMNS, next_power_of_2(width))
+    slots = domain.layout.returned_rows_in(domain.memory)
+    arguments = slots, topk_ids.contiguous(), out, domain.state, width, k, block
+    return Launch((M, -(-width // block)), arguments, warps_for(block))
+
+
+def sum_ranks_arguments(domain: Domain, topk_ids: torch.Tensor, out: torch.Tensor) -> Launch:
+    """Build the launch of `sum_ranks_kernel`."""
+    (M, k), width = topk_ids.shape, out.shape[1]
+    block = min(MAX_COLUMNS, next_power_of_2(width))
+    arguments = (
+        domain.layout.returned_rows_in(domain.memory), topk_ids.contiguous(), domain.rank_ends, out, domain.state,
+        width, k, domain.layout.num_ranks, next_power_of_2(k), block,
+    )  # fmt: skip
+    return Launch((M, -(-width // block)), arguments, warps_for(block))

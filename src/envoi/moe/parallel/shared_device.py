@@ -1,0 +1,131 @@
+# pyright: reportAttributeAccessIssue=false, reportArgumentType=false, reportCallIssue=false
+# pyright: reportGeneralTypeIssues=false, reportAssignmentType=false
+"""Device code that dispatch and combine share: shared memory by name, flags between ranks, bounded waits.
+
+Flags stand in the memory of the rank that waits. A peer adds 1 (release, system scope) once everything that it wrote
+before may be read; the waiting rank takes off what it waited for, so a flag is 0 between calls. A wait that takes
+longer than the timeout gives up: the late rank is written to `report`, `state[OUTCOME]` becomes LOST, every later
+kernel returns at once, and the output is NaN."""
+
+from typing import Any, NamedTuple
+
+import triton
+import triton.language as tl
+
+# Outcome of a call so far: `state[OUTCOME]`.
+FINE: tl.constexpr = tl.constexpr(0)
+REFUSED: tl.constexpr = tl.constexpr(1)
+LOST: tl.constexpr = tl.constexpr(2)
+
+# Error codes. `report` has two rows with one code a rank: who was late, and whose arguments were refused.
+LATE_AT_DISPATCH: tl.constexpr = tl.constexpr(1)
+LATE_AT_COMBINE: tl.constexpr = tl.constexpr(2)
+REFUSED_ON_HOST: tl.constexpr = tl.constexpr(3)
+BAD_IDS: tl.constexpr = tl.constexpr(4)
+
+# Entries of `state`, int32.
+ARRIVALS: tl.constexpr = tl.constexpr(0)  # peers that dispatch has heard from; 0 between calls
+OUTCOME: tl.constexpr = tl.constexpr(1)
+MAX_TOKENS: tl.constexpr = tl.constexpr(2)  # the most tokens that a rank has in this call
+
+
+class Memory(NamedTuple):
+    """The shared memory as one rank's kernel sees it.
+
+    own: address of this rank's. peers [num_ranks] int64: addresses of all ranks'. regions: `symmetric_memory.Regions`,
+    the byte offset of each part. room: slots that a rank may have.
+    """
+
+    own: Any
+    peers: Any
+    regions: Any
+    room: Any
+
+
+class LocalExperts(NamedTuple):
+    """The experts of this rank: first .. first + count - 1 of all.
+
+    row_shift [num_ranks, count]: what to add to a source's position of a slot to get its row here.
+    """
+
+    first: Any
+    count: Any
+    row_shift: Any
+
+
+class SourceToken(NamedTuple):
+    """A token of rank `source`, and how many slots it has."""
+
+    source: Any
+    token: Any
+    k: Any
+
+
+class TokenSlots(NamedTuple):
+    """The slots of a SourceToken.
+
+    lane: 0, 1, .. of the token's slots. slot: token * k + lane. expert: local number of its expert. is_local: whether
+    this rank owns it."""
+
+    lane: Any
+    slot: Any
+    expert: Any
+    is_local: Any
+
+
+@triton.jit
+def ints(address):
+    """Return a pointer to int32."""
+    return tl.multiple_of(address.to(tl.pointer_type(tl.int32)), 4)
+
+
+@triton.jit
+def now(ON_GPU: tl.constexpr):
+    """Read the GPU's clock in nanoseconds, one value for all threads; 0 in the interpreter."""
+    if ON_GPU:
+        lanes = tl.arange(0, 128)  # of all warps: else each would have its own time
+        return tl.max(
+            tl.inline_asm_elementwise("mov.u64 $0, %globaltimer; // $1", "=l,r", [lanes], tl.int64, False, 1), 0
+        )
+    else:
+        return tl.full((), 0, tl.int64)
+
+
+@triton.jit
+def raise_flag(flag):
+    """Add 1 to a flag: whoever sees it may read everything that this program wrote before."""
+    tl.debug_barrier()
+    tl.atomic_add(flag, 1, sem="release", scope="sys")
+
+
+@triton.jit
+def wait_for(flag, count, timeout_us, ON_GPU: tl.constexpr):
+    """Wait until a flag has been raised count times and take them off it. Returns False after the timeout."""
+    start, timeout_ns = now(ON_GPU), tl.cast(timeout_us, tl.int64) * 1000
+    seen = tl.atomic_add(flag, 0, sem="acquire", scope="sys")
+    waited = start * 0  # of the type that it has in the loop
+    while (seen < count) & (waited <= timeout_ns):
+        waited = now(ON_GPU) - start if ON_GPU else start + timeout_ns + 1
+        seen = tl.atomic_add(flag, 0, sem="acquire", scope="sys")
+    came = seen >= count
+    tl.atomic_add(flag, tl.where(came, -count, 0), sem="relaxed", scope="sys")
+    return came
+
+
+@triton.jit
+def token_slots(memory, experts, token, SLOTS: tl.constexpr):
+    """Read the slots of a SourceToken and find those whose experts this rank owns."""
+    lane = tl.arange(0, SLOTS)
+    slot = token.token * token.k + lane
+    ids = ints(memory.own + memory.regions.topk_ids)
+    expert = tl.load(ids + token.source * memory.room + slot, mask=lane < token.k, other=-1) - experts.first
+    return TokenSlots(lane, slot, expert, (expert >= 0) & (expert < experts.count))
+
+
+@triton.jit
+def row_positions(memory, experts, source, token):
+    """Return the rows of a token's slots on this rank, -1 for slots whose expert is elsewhere. token: TokenSlots."""
+    positions = ints(memory.own + memory.regions.slot_pos)
+    pos = tl.load(positions + source * memory.room + token.slot, mask=token.is_local, other=0)
+    shift = tl.load(experts.row_shift + source * experts.count + token.expert, mask=token.is_local, other=0)
+    return tl.where(token.is_local, pos + shift, -1)

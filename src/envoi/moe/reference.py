@@ -1,0 +1,59 @@
+"""The experts in torch, on any device.
+
+    for each expert e, for each of its rows r with routing weight w:
+        gate, up = pairs(gate_up[e] @ r + gate_up_bias[e])                    float32
+        gate = min(gate, limit), up = clip(up, -limit, limit)                 if there is a limit
+        h = silu(gate) * up * w            (swiglu_oai: (up + 1) * gate * sigmoid(1.702 * gate) * w)
+        h = quantise(h)                                                       as the format says; bf16 otherwise
+        out = down[e] @ h + w * down_bias[e]                                  float32, rounded to bf16 once
+
+The routing weight is applied before the second GEMM, which is linear in it, so that combine is a plain sum. The kernels
+(`envoi.moe.experts`) round h to bf16 before they quantise it to fp8_row or fp8_block128.
+"""
+
+from typing import Any
+
+import torch
+
+from envoi.epilogue.library import expert_l1, expert_l2
+from envoi.gemm import grouped_gemm
+from envoi.moe.reference_permute import combine, permute
+from envoi.quant.cast import quantize
+from envoi.quant.formats import format_named
+from envoi.spans import span
+from envoi.types import ExpertRows, ExpertWeights, Matrix
+
+
+def quantize_tokens(tokens: torch.Tensor, format: str) -> Matrix:
+    """bf16 tokens [M, H] -> what the first GEMM reads: themselves, or rows in the format's activation scheme."""
+    scheme = format_named(format).activations
+    return tokens if scheme is None else quantize(tokens, scheme, "tokens")
+
+
+def expert_mlp(rows: ExpertRows, experts: ExpertWeights) -> torch.Tensor:
+    """L1 -> activation -> quantise -> L2 on sorted rows: [P, H] bf16, each already multiplied by its routing weight."""
+    scheme = format_named(experts.format).activations
+    biases = experts.gate_up_bias, experts.down_bias
+    has_bias = experts.gate_up_bias is not None
+    l1 = expert_l1(experts.activation, experts.swiglu_limit, has_bias, scheme.name if scheme else None)
+    l1_operands: dict[str, Any] = {} if biases[0] is None else {"bias": biases[0]}
+    l2_operands: dict[str, Any] = {} if biases[1] is None else {"bias": biases[1]}
+    if has_bias:
+        l2_operands["weight"] = rows.topk_weights
+    with span("L1"):
+        hidden = grouped_gemm(rows.rows, experts.gate_up, rows.offsets, l1, weight=rows.topk_weights, **l1_operands)
+    with span("L2"):
+        return grouped_gemm(
+            hidden, experts.down, rows.offsets, expert_l2(has_bias), out_dtype=torch.bfloat16, **l2_operands
+        )  # fmt: skip
+
+
+def moe(
+    tokens: torch.Tensor, topk_weights: torch.Tensor, topk_ids: torch.Tensor, experts: ExpertWeights
+) -> torch.Tensor:
+    """The whole layer on one rank: tokens [M, H] bf16 -> [M, H] bf16."""
+    with span("permute"):
+        rows = permute(quantize_tokens(tokens, experts.format), topk_weights, topk_ids, experts.num_local_experts)
+    out = expert_mlp(rows, experts)
+    with span("combine"):
+        return combine(out, rows.pos_to_slot, *topk_ids.shape)

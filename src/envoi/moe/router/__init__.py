@@ -1,0 +1,6 @@
+"""tokens -> Routing."""
+
+from envoi.moe.router.api import route
+from envoi.moe.router.rules import PRESETS, Preset, Rule, preset, rule
+
+__all__ = ["PRESETS", "Preset", "Rule", "preset", "route", "rule"]

@@ -1,0 +1,174 @@
+"""`envoi.route`: check, call the operator, wrap the result."""
+
+from typing import Any
+
+import torch
+
+from envoi.check import expect_int, expect_number, expect_tensor
+from envoi.moe.router import host, reference
+from envoi.moe.router.rules import Rule
+from envoi.moe.router.rules import rule as rule_named
+from envoi.runtime.custom_op import operator
+from envoi.types import Routing
+
+MAX_EXPERTS = 1024
+MAX_TOPK = 32
+DEFAULT_RULE = Rule()
+FLOATS = (torch.bfloat16, torch.float16, torch.float32)
+
+
+def route(
+    tokens: torch.Tensor,
+    gate: torch.Tensor,
+    k: int,
+    alpha: float = 1.0,
+    *,
+    rule: Rule | str = DEFAULT_RULE,
+    logit_bias: torch.Tensor | None = None,
+    expert_bias: torch.Tensor | None = None,
+    token_ids: torch.Tensor | None = None,
+    hash_table: torch.Tensor | None = None,
+    return_logits: bool = False,
+    return_dense: bool = False,
+    return_counts: bool = False,
+) -> Routing:
+    """Choose k experts for each token: GEMM, score, selection and weights in one operator, on a GPU in one kernel.
+
+    tokens [M, hidden] and gate [N, hidden], each bf16, fp16 or fp32; products are summed in fp32. N from 1 to 1024,
+    k from 1 to 32, hidden any multiple of 8, M from 0. Tokens [B, S, hidden] are M = B * S tokens, row by row: all
+    fields of the Routing have M rows. In torch.autocast nothing is cast: rounded logits would choose other experts.
+    alpha: multiplies the product before anything else.
+    rule: a Rule, or a model's name ("deepseek-v3"); the default is softmax, top-k, renormalised.
+    logit_bias [N] float: added to the logits (gpt-oss). expert_bias [N] float: added to the score for selection only
+    (DeepSeek-V3); -inf there disables an expert.
+    token_ids [M] or [B, S], int32 or int64, with hash_table [vocabulary, k] int32 or int64: experts are looked up by
+    token instead of selected (DeepSeek-V4's first layers); weights come from the scores as always.
+    return_logits, return_dense, return_counts: also fill those fields (counts: `num_tokens_per_expert`
+        and `expert_offsets`).
+
+    Selection is exact for the fp32 logits, the smaller id wins a tie, and a token's result doesn't depend on its
+    batch. Logits that are NaN or infinite never win; slots left over get id -1 and weight 0.
+    On Hopper bf16 or fp16 tokens with a gate of the same dtype run on a kernel of their own; float32, mixed dtypes and
+    other GPUs on a Triton kernel; rules of more than 32 groups, and CPUs, on the torch reference.
+    Raises ValueError for wrong dtypes, shapes or devices, k > N, groups that don't divide N. A token id outside the
+    table, or an expert in it that there isn't, is a ValueError too where the reference runs; kernels, whose values the
+    host doesn't see, give that slot id -1 and weight 0.
+    Source of the rules: the models' own published code, see `envoi.moe.router.rules`.
+    """
+    chosen = rule_named(rule) if isinstance(rule, str) else rule
+    tokens, token_ids = _rows(tokens, token_ids)
+    _check(tokens, gate, k, chosen, logit_bias, expert_bias)
+    _check_hash(tokens, gate, k, token_ids, hash_table)
+    outputs = _route(
+        tokens, gate, k, expect_number("alpha", alpha), chosen.score, chosen.num_groups, chosen.num_topk_groups,
+        chosen.group_score, chosen.renormalize, float(chosen.routed_scale), logit_bias, expert_bias, token_ids,
+        hash_table, return_logits, return_dense, return_counts,
+    )  # fmt: skip
+    extra = iter(outputs[2:])
+    return Routing(
+        outputs[0],
+        outputs[1],
+        gate.shape[0],
+        logits=next(extra) if return_logits else None,
+        dense=next(extra) if return_dense else None,
+        num_tokens_per_expert=next(extra) if return_counts else None,
+        expert_offsets=next(extra) if return_counts else None,
+    )
+
+
+def _rows(tokens: Any, token_ids: Any) -> tuple[Any, Any]:
+    """[B, S, hidden] -> [B * S, hidden], and their ids alike; anything else stays as it is, to be checked."""
+    if not isinstance(tokens, torch.Tensor) or tokens.dim() != 3:
+        return tokens, token_ids
+    if isinstance(token_ids, torch.Tensor) and token_ids.shape == tokens.shape[:2]:
+        token_ids = token_ids.flatten()
+    return tokens.flatten(0, 1), token_ids
+
+
+def _check(tokens, gate, k, rule, logit_bias, expert_bias) -> None:
+    expect_tensor("tokens", tokens, FLOATS, ("num_tokens", "hidden"))
+    expect_tensor("gate", gate, FLOATS, ("num_experts", tokens.shape[1]), tokens.device)
+    num_experts, hidden = gate.shape
+    if hidden % 8 or hidden == 0:
+        raise ValueError(f"tokens.shape[1]: expected hidden to be a positive multiple of 8, got {hidden}")
+    expect_int("gate.shape[0]", int(num_experts), 1, MAX_EXPERTS, "num_experts")
+    expect_int("k", k, 1, MAX_TOPK)
+    if k > num_experts:
+        raise ValueError(f"k: expected at most num_experts = {num_experts}, got {k}")
+    if not isinstance(rule, Rule):
+        raise ValueError(f"rule: expected a Rule or a model's name, got {type(rule).__name__}")
+    rule.check_num_experts(num_experts, k)
+    for name, bias in (("logit_bias", logit_bias), ("expert_bias", expert_bias)):
+        if bias is not None:
+            expect_tensor(name, bias, FLOATS, (num_experts,), tokens.device)
+
+
+def _check_hash(tokens, gate, k, token_ids, hash_table) -> None:
+    if (token_ids is None) != (hash_table is None):
+        raise ValueError("token_ids, hash_table: expected both or neither, got one of them")
+    if token_ids is not None:
+        ints = (torch.int32, torch.int64)
+        expect_tensor("token_ids", token_ids, ints, (tokens.shape[0],), tokens.device)
+        expect_tensor("hash_table", hash_table, ints, ("vocabulary", k), tokens.device)
+
+
+def _route_fake(tokens, gate, k, alpha, score, num_groups, num_topk_groups, group_score, renormalize, routed_scale,
+                logit_bias, expert_bias, token_ids, hash_table, return_logits, return_dense,
+                return_counts):  # fmt: skip
+    num_tokens, num_experts = tokens.shape[0], gate.shape[0]
+    outputs = [
+        tokens.new_empty(num_tokens, k, dtype=torch.float32),
+        tokens.new_empty(num_tokens, k, dtype=torch.int32),
+    ]
+    for wanted in (return_logits, return_dense):
+        if wanted:
+            outputs.append(tokens.new_empty(num_tokens, num_experts, dtype=torch.float32))
+    if return_counts:
+        outputs.append(tokens.new_empty(num_experts, dtype=torch.int32))
+        outputs.append(tokens.new_empty(num_experts + 1, dtype=torch.int32))
+    return outputs
+
+
+def _route_flops(tokens, gate, *arguments):
+    return 2 * tokens.shape[0] * gate.numel()
+
+
+@operator("route", _route_fake, _route_flops)
+def _route(
+    tokens: torch.Tensor, gate: torch.Tensor, k: int, alpha: float, score: str, num_groups: int, num_topk_groups: int,
+    group_score: str, renormalize: bool, routed_scale: float, logit_bias: torch.Tensor | None,
+    expert_bias: torch.Tensor | None, token_ids: torch.Tensor | None, hash_table: torch.Tensor | None,
+    return_logits: bool, return_dense: bool, return_counts: bool,
+) -> list[torch.Tensor]:  # fmt: skip
+    rule = Rule(score, num_groups, num_topk_groups, group_score, renormalize, routed_scale)
+    num_experts = gate.shape[0]
+    if host.supported(tokens.device, rule):
+        wanted = return_logits, return_dense, return_counts
+        spec = host.spec_of(num_experts, k, rule, logit_bias, expert_bias, token_ids is not None, wanted)
+        tables = logit_bias, expert_bias, token_ids, hash_table
+        return host.run(host.Call(tokens, gate, spec, alpha, routed_scale, *tables))
+    logits = reference.router_logits(tokens, gate, alpha, logit_bias)
+    if token_ids is None or hash_table is None:
+        weights, ids = reference.select(logits, k, rule, expert_bias)
+    else:
+        chosen = _look_up(token_ids, hash_table, num_experts)
+        chosen = chosen.masked_fill(~logits.isfinite().gather(1, chosen), -1)
+        weights = reference.weigh(logits, reference.scores(logits, rule), chosen, rule)
+        ids = chosen.to(torch.int32)
+    outputs = [weights, ids]
+    if return_logits:
+        outputs.append(logits)
+    if return_dense:
+        outputs.append(reference.to_dense(weights, ids, num_experts))
+    if return_counts:
+        counts = reference.count_tokens(ids, num_experts)
+        outputs += [counts, reference.exclusive_offsets(counts)]
+    return outputs
+
+
+def _look_up(token_ids: torch.Tensor, hash_table: torch.Tensor, num_experts: int) -> torch.Tensor:
+    for name, values, bound in (("token_ids", token_ids, hash_table.shape[0]), ("hash_table", hash_table, num_experts)):
+        if values.numel() and (int(values.min()) < 0 or int(values.max()) >= bound):
+            span = f"{int(values.min())} to {int(values.max())}"
+            raise ValueError(f"{name}: expected values from 0 to {bound - 1}, got values from {span}")
+    return hash_table[token_ids.long()].long()

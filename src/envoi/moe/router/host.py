@@ -1,0 +1,159 @@
+"""Launching the router's kernels: which one runs where, their arguments, outputs, workspace."""
+
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+
+from envoi.moe.router.device_types import Outputs, Scalars, Tables
+from envoi.moe.router.rules import Rule
+from envoi.moe.router.spec import Spec
+from envoi.moe.router.tiling import SAME_BELOW, RouterTiling, choose_tiling
+from envoi.runtime import workspace
+from envoi.runtime.devices import implementation, num_sms
+from envoi.runtime.math import next_power_of_2
+from envoi.runtime.tma import descriptor, tma_ready
+
+MAX_GROUPS = 32
+BEFORE = ("softmax_over_topk", "sigmoid_of_topk")  # rank by logits, whatever is added
+
+
+@dataclass(frozen=True)
+class Call:
+    """One launch. tokens [M, hidden], gate [N, hidden]; hashing: token_ids [M] and hash_table [vocabulary, k]."""
+
+    tokens: torch.Tensor
+    gate: torch.Tensor
+    spec: Spec
+    alpha: float
+    routed_scale: float
+    logit_bias: torch.Tensor | None
+    expert_bias: torch.Tensor | None
+    token_ids: torch.Tensor | None
+    hash_table: torch.Tensor | None
+
+
+def spec_of(
+    num_experts: int, k: int, rule: Rule, logit_bias: Any, expert_bias: Any, hashed: bool, wanted: tuple[bool, ...]
+) -> Spec:
+    """What the kernels are compiled for. wanted: logits, dense, counts."""
+    sums = rule.num_groups > 1 and rule.group_score == "top2_sum"
+    by_score = not hashed and rule.score not in BEFORE and (expert_bias is not None or sums)
+    return Spec(
+        num_experts, k, replace(rule, routed_scale=1.0), by_score, logit_bias is not None,
+        expert_bias is not None and not hashed, hashed, *wanted,
+    )  # fmt: skip
+
+
+def supported(device: torch.device, rule: Rule) -> bool:
+    """False where torch has to compute."""
+    return implementation(device) != "torch" and rule.num_groups <= MAX_GROUPS
+
+
+def run(call: Call) -> list[torch.Tensor]:
+    """The operator's outputs."""
+    outputs = empty_outputs(call)
+    if call.tokens.shape[0] == 0:
+        for counts in outputs["counts"] or ():
+            counts.zero_()
+    elif implementation(call.tokens.device) == "hopper" and takes_hopper(call):
+        _run_hopper(call, outputs)
+    else:
+        _run_portable(call, outputs)
+    found = [outputs["weights"], outputs["ids"], outputs["logits"], outputs["dense"], *(outputs["counts"] or ())]
+    return [x for x in found if x is not None]
+
+
+def takes_hopper(call: Call) -> bool:
+    """bf16 or fp16, both the same."""
+    return call.tokens.dtype == call.gate.dtype and call.tokens.dtype != torch.float32
+
+
+def empty_outputs(call: Call) -> dict[str, Any]:
+    """What the kernels write; None for what isn't wanted."""
+    M, spec, new = call.tokens.shape[0], call.spec, call.tokens.new_empty
+    N = spec.num_experts
+    return {
+        "weights": new(M, spec.k, dtype=torch.float32),
+        "ids": new(M, spec.k, dtype=torch.int32),
+        "logits": new(M, N, dtype=torch.float32) if spec.want_logits else None,
+        "dense": new(M, N, dtype=torch.float32) if spec.want_dense else None,
+        "counts": (new(N, dtype=torch.int32), new(N + 1, dtype=torch.int32)) if spec.want_counts else None,
+    }
+
+
+def _tables(call: Call) -> Tables:
+    """Collect the inputs beside tokens and gate, contiguous."""
+    ids, table = call.token_ids, call.hash_table
+    rest = (None, None, 0) if table is None or ids is None else (ids.contiguous(), table.contiguous(), table.shape[0])
+    biases = (None if x is None else x.contiguous() for x in (call.logit_bias, call.expert_bias))
+    return Tables(*biases, *rest)
+
+
+def _run_portable(call: Call, outputs: dict[str, Any]) -> None:
+    from envoi.moe.router import kernel_triton
+    from envoi.runtime.launch import launch
+
+    launch(kernel_triton.router_kernel, *portable_arguments(call, outputs))
+
+
+def portable_arguments(call: Call, outputs: dict[str, Any]) -> tuple[tuple[int], tuple, dict[str, int]]:
+    """Grid, arguments and options of the Triton kernel. The tile depends on the experts and dtypes only, so that a
+    token's bits don't depend on how many there are."""
+    spec = call.spec
+    wide = call.tokens.dtype != call.gate.dtype or call.tokens.dtype == torch.float32
+    block_m = 16
+    block_k = (16 if wide else 32) if spec.columns > 512 else 32 if spec.columns > 256 or wide else 64
+    tokens, gate = (x if x.stride(1) == 1 else x.contiguous() for x in (call.tokens, call.gate))
+    counters = workspace.counters(spec.num_experts + 1, tokens.device) if spec.want_counts else None
+    written = Outputs(outputs["weights"], outputs["ids"], outputs["logits"], outputs["dense"], _from(counters, 1))
+    arguments = (
+        tokens, tokens.stride(0), gate, gate.stride(0), *tokens.shape,
+        Scalars(call.alpha, call.routed_scale, spec.k), _tables(call), written,
+        outputs["counts"], counters, spec, wide, block_m, block_k,
+    )  # fmt: skip
+    warps = 16 if spec.columns > 512 else 8 if spec.columns > 128 else 4
+    return (-(-tokens.shape[0] // block_m),), arguments, {"num_warps": warps, "num_stages": 3}
+
+
+def _from(x: torch.Tensor | None, first: int) -> torch.Tensor | None:
+    return None if x is None else x[first:]
+
+
+def _run_hopper(call: Call, outputs: dict[str, Any], tiling: RouterTiling | None = None) -> None:
+    from envoi.moe.router import kernel_hopper
+    from envoi.runtime.launch import launch
+
+    launch(kernel_hopper.router_kernel, *hopper_arguments(call, outputs, num_sms(call.tokens.device), tiling))
+
+
+def hopper_arguments(
+    call: Call, outputs: dict[str, Any], num_sms: int, tiling: RouterTiling | None = None
+) -> tuple[tuple[int], tuple, dict[str, Any]]:
+    """Grid, arguments and options of the Hopper kernel."""
+    spec = replace(call.spec, gluon=True)
+    (M, hidden), device = call.tokens.shape, call.tokens.device
+    tiling = tiling or choose_tiling(next_power_of_2(M) if M <= SAME_BELOW else M, hidden, spec, num_sms)
+    row_blocks = -(-M // tiling.rows_per_cta)
+    tokens, gate = tma_ready(call.tokens), tma_ready(call.gate)
+    sums = None
+    if tiling.polls_sums:
+        sums = workspace.blanks(tiling.num_sets * M * tiling.columns, device)
+    elif tiling.parts > 1:
+        sums = workspace.floats(tiling.num_sets * row_blocks * tiling.tile * tiling.columns, device)
+    num_met = 2 * row_blocks if tiling.parts > 1 and not tiling.polls_sums else 0
+    num_counted = spec.num_experts + 1 if spec.want_counts else 0
+    counters = workspace.counters(num_met + num_counted, device) if num_met + num_counted else None
+    counted = _from(counters, num_met) if num_counted else None
+    counts, offsets = outputs["counts"] or (None, None)
+    arguments = (
+        descriptor(tokens, tiling.rows_per_cta, tiling.block_k),
+        descriptor(gate, tiling.block_n, tiling.block_k), M, hidden,
+        call.alpha, call.routed_scale, spec.k, *_tables(call),
+        outputs["weights"], outputs["ids"], outputs["logits"], outputs["dense"], _from(counted, 1), counts, offsets,
+        counted, sums, counters if num_met else None, tiling, spec,
+    )  # fmt: skip
+    options: dict[str, Any] = {"num_warps": tiling.num_warps, "launch_pdl": True}
+    if tiling.all_parts_wait:
+        options["launch_cooperative_grid"] = True
+    return (row_blocks * tiling.parts,), arguments, options

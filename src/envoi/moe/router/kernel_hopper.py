@@ -1,0 +1,419 @@
+# pyright: reportAttributeAccessIssue=false, reportArgumentType=false, reportCallIssue=false
+# pyright: reportGeneralTypeIssues=false, reportAssignmentType=false
+"""The router on Hopper: tokens to experts in one launch, by TMA and wgmma.
+
+    for each CTA: some rows, some columns (experts), some blocks along K                TMA -> stages
+        for each block:  p = tokens[rows, block] @ gate[columns, block].T               wgmma
+            sum += p                                                                    in registers
+    all columns and all of K in one CTA:   sums -> shared memory
+    else:                                  sums -> workspace; CTAs of the same rows wait, and each routes some of them
+    route_rows(sums of the blocks, in their order), some rows at a time; of many, what isn't certain, eight at a time
+
+Barriers, one of each for a stage: `full` (TMA's bytes arrive; the consumer waits) and `empty` (the consumer arrives
+once its wgmma has read the stage; the producer waits; only where stages are filled more than once).
+
+Between CTAs: where few sums are exchanged, readers poll the sums themselves. The workspace holds the sentinel NO_SUM
+before and after a launch; whoever reads a sum writes the sentinel back. Where many are exchanged, a counter of arrivals
+says when all parts are there; the last part to leave sets it back to 0. CTAs that wait for each other are launched
+together or not at all (a cooperative launch), so none waits for one that can't start.
+
+wgmma multiplies 64 rows; where fewer make more CTAs, the other rows hold old data whose results nobody reads. The
+blocks and their order are the same for every number of tokens, and so are the bits of a token's logits.
+
+Where all of a CTA's operands fit into the stages, one role loads them all and then multiplies, which saves the
+microsecond that it takes to start two roles.
+"""
+
+from typing import Any, NamedTuple
+
+import triton.experimental.gluon.language as gl
+from triton.experimental import gluon
+from triton.experimental.gluon.language.nvidia.hopper import (
+    fence_async_shared,
+    mbarrier,
+    tma,
+    warpgroup_mma,
+    warpgroup_mma_wait,
+)
+
+from envoi.moe.router.choose_experts import load_biases, route_exactly, route_rows, route_tile, store_counts
+from envoi.moe.router.device_types import Args, Outputs, Positions, Scalars, Tables
+from envoi.runtime.sync import arrive, let_next_start, wait_for_grid
+from envoi.runtime.triton_compat import role_barrier
+
+NO_SUM: gl.constexpr = gl.constexpr(-1)  # the bits of a sum that isn't there yet: a NaN that no addition gives
+
+
+class Stages(NamedTuple):
+    """The pipeline: x [num_stages, tile, block_k], y [num_stages, block_n, block_k], a barrier empty and full each."""
+
+    x: Any
+    y: Any
+    empty: Any
+    full: Any
+
+
+class Sizes(NamedTuple):
+    """M and K of the product."""
+
+    num_tokens: Any
+    hidden: Any
+
+
+class Part(NamedTuple):
+    """The work of this CTA: rows from m, columns from n, steps first .. last along K; its number among its rows'."""
+
+    m: Any
+    n: Any
+    first: Any
+    last: Any
+    number: Any
+
+
+class Exchange(NamedTuple):
+    """Workspace between the CTAs of the same rows: partial sums [sets, padded rows, columns], arrival counters."""
+
+    sums: Any
+    counters: Any
+
+
+class Counts(NamedTuple):
+    """Outputs counts [N] and offsets [N + 1], and the arrival counter of all CTAs."""
+
+    counts: Any
+    offsets: Any
+    counter: Any
+
+
+@gluon.jit
+def part_of(sizes, tiling: gl.constexpr):
+    """Find the Part of this CTA."""
+    pid = gl.program_id(0)
+    part = pid % tiling.parts
+    first = part // tiling.parts_n * tiling.steps_each
+    last = gl.minimum(first + tiling.steps_each, gl.cdiv(sizes.hidden, tiling.block_k))
+    return Part(pid // tiling.parts * tiling.rows_per_cta, part % tiling.parts_n * tiling.block_n, first, last, part)
+
+
+@gluon.jit
+def load_stage(x_desc, y_desc, stages, stage, m, n, k, tiling: gl.constexpr):
+    """Load step k of rows m.. and columns n.. into a stage."""
+    mbarrier.expect(stages.full.index(stage), x_desc.block_type.nbytes + y_desc.block_type.nbytes)
+    x_buf = stages.x.index(stage)
+    if tiling.rows_per_cta < tiling.tile:
+        x_buf = x_buf.slice(0, tiling.rows_per_cta, dim=0)  # nobody reads the results of the rows after these
+    tma.async_copy_global_to_shared(x_desc, [m, k * tiling.block_k], stages.full.index(stage), x_buf)
+    tma.async_copy_global_to_shared(y_desc, [n, k * tiling.block_k], stages.full.index(stage), stages.y.index(stage))
+
+
+@gluon.jit
+def load_first(x_desc, y_desc, stages, sizes, tiling: gl.constexpr):
+    """Fill every stage once, before the roles start."""
+    part = part_of(sizes, tiling)
+    for k in range(part.first, gl.minimum(part.first + tiling.num_stages, part.last)):
+        load_stage(x_desc, y_desc, stages, k - part.first, part.m, part.n, k, tiling)
+
+
+@gluon.jit
+def producer(x_desc, y_desc, stages, sizes, tiling: gl.constexpr):
+    """Refill the stages as they become empty: a role of one warp."""
+    part = part_of(sizes, tiling)
+    for k in range(part.first + tiling.num_stages, part.last):
+        step = k - part.first
+        mbarrier.wait(stages.empty.index(step % tiling.num_stages), ((step // tiling.num_stages) & 1) ^ 1)
+        load_stage(x_desc, y_desc, stages, step % tiling.num_stages, part.m, part.n, k, tiling)
+
+
+@gluon.constexpr_function
+def tile_layout(tiling):
+    """Layout of a CTA's accumulator [tile, block_n]: 16 rows a warp; surplus warps split the columns."""
+    down = tiling.tile // 16
+    side_by_side = tiling.num_warps // down
+    shape = [16, tiling.block_n // side_by_side, 16]
+    return gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[down, side_by_side], instr_shape=shape)
+
+
+@gluon.jit
+def multiply(stages, step, num_steps, tiling: gl.constexpr):
+    """Multiply num_steps stages into a fresh accumulator, two wgmma in flight. Returns it and the next step."""
+    layout: gl.constexpr = tile_layout(tiling)
+    acc = gl.full((tiling.tile, tiling.block_n), 0.0, gl.float32, layout)
+    for k in range(num_steps):
+        stage = step % tiling.num_stages
+        mbarrier.wait(stages.full.index(stage), (step // tiling.num_stages) & 1)
+        y = stages.y.index(stage).permute((1, 0))
+        acc = warpgroup_mma(stages.x.index(stage), y, acc, is_async=True, use_acc=k > 0)
+        acc = warpgroup_mma_wait(num_outstanding=1, deps=(acc,))
+        if not tiling.single_fill:
+            mbarrier.arrive(stages.empty.index((step + tiling.num_stages - 1) % tiling.num_stages), count=1, pred=k > 0)
+        step += 1
+    acc = warpgroup_mma_wait(num_outstanding=0, deps=(acc,))
+    if not tiling.single_fill:
+        mbarrier.arrive(stages.empty.index((step + tiling.num_stages - 1) % tiling.num_stages), count=1)
+    return acc, step
+
+
+@gluon.constexpr_function
+def row_layout(tiling, lanes):
+    """Layout of logits [rows, columns] with so many lanes a row."""
+    return gl.BlockedLayout([1, tiling.columns // lanes], [32 // lanes, lanes], [tiling.num_warps, 1], [1, 0])
+
+
+@gluon.constexpr_function
+def sum_layout(tiling):
+    """Layout of partial sums [rows, columns] while they are added: spread over all threads, no element twice."""
+    each = min(4, max(1, tiling.rows_per_pass * tiling.columns // (32 * tiling.num_warps)))
+    lanes = min(32, tiling.columns // each)
+    warps = min(tiling.num_warps, tiling.columns // (each * lanes))
+    return gl.BlockedLayout([1, each], [32 // lanes, lanes], [tiling.num_warps // warps, warps], [1, 0])
+
+
+@gluon.constexpr_function
+def slot_layout(tiling, lanes, slots):
+    """Layout of the chosen experts [rows, slots], in the lanes of `row_layout`."""
+    return gl.BlockedLayout([1, max(1, slots // lanes)], [32 // lanes, lanes], [tiling.num_warps, 1], [1, 0])
+
+
+@gluon.jit
+def columns_in(layout: gl.constexpr, count: gl.constexpr):
+    """Return 0, 1, 2, .. as [1, count] for tiles of a layout."""
+    return gl.arange(0, count, gl.SliceLayout(0, layout))[None, :]
+
+
+@gluon.jit
+def positions_of(LANES: gl.constexpr, tiling: gl.constexpr, spec: gl.constexpr):
+    """Make the Positions of tiles with so many lanes a row."""
+    layout: gl.constexpr = row_layout(tiling, LANES)
+    slots: gl.constexpr = slot_layout(tiling, LANES, spec.slots)
+    return Positions(
+        columns_in(layout, tiling.columns), columns_in(slots, spec.slots), columns_in(layout, spec.group_slots)
+    )
+
+
+@gluon.constexpr_function
+def logits_layout(columns):
+    """Shared-memory layout of logits: no two lanes of a half warp write to the same bank."""
+    return gl.SwizzledSharedLayout(8, 1, min(8, columns // 8), [1, 0])
+
+
+@gluon.jit
+def logits_buffer(stages, rows: gl.constexpr, tiling: gl.constexpr):
+    """Reuse the gate's stages, once they are consumed, for the logits: [tile / rows, rows, columns] float32."""
+    return stages.y._reinterpret(gl.float32, [tiling.tile // rows, rows, tiling.columns], logits_layout(tiling.columns))
+
+
+@gluon.jit
+def store_partial(x, sums, set, part, sizes, tiling: gl.constexpr, spec: gl.constexpr):
+    """Store a tile of partial sums in the workspace. With sentinels, only what someone reads, and never a sentinel."""
+    rows = part.m + gl.arange(0, tiling.tile, gl.SliceLayout(1, x.type.layout))
+    columns = part.n + gl.arange(0, tiling.block_n, gl.SliceLayout(0, x.type.layout))
+    at = sums + (set * padded_rows(sizes, tiling) + rows).to(gl.int64)[:, None] * tiling.columns + columns[None, :]
+    if tiling.polls_sums:
+        gl.store(at, x + 0.0, mask=(rows < sizes.num_tokens)[:, None] & (columns < spec.num_experts)[None, :])
+    else:
+        gl.store(at, x)
+
+
+@gluon.jit
+def padded_rows(sizes, tiling: gl.constexpr):
+    """Return the rows of one set of partial sums."""
+    if tiling.polls_sums:
+        return sizes.num_tokens
+    else:
+        return gl.cdiv(sizes.num_tokens, tiling.tile) * tiling.tile
+
+
+@gluon.jit
+def sum_partials(sums, rows, sizes, tiling: gl.constexpr, layout: gl.constexpr):
+    """Sum the sets of partial sums of rows in their order: [R, columns]."""
+    columns = gl.arange(0, tiling.columns, gl.SliceLayout(0, layout))
+    at = sums + rows.to(gl.int64)[:, None] * tiling.columns + columns[None, :]
+    total = gl.load(at, cache_modifier=".cg") + 0.0
+    sets: gl.constexpr = tiling.num_sets
+    for s in gl.static_range(1, sets):
+        total += gl.load(at + s * padded_rows(sizes, tiling).to(gl.int64) * tiling.columns, cache_modifier=".cg")
+    return total
+
+
+@gluon.jit
+def wait_and_sum_partials(sums, row, end, sizes, tiling: gl.constexpr, spec: gl.constexpr):
+    """Poll the partial sums of rows from `row` on until none is the sentinel, add them in their order, and write the
+    sentinel back for the next launch. Each element belongs to one thread, so no other still waits for it."""
+    layout: gl.constexpr = sum_layout(tiling)
+    rows = row + gl.arange(0, tiling.rows_per_pass, gl.SliceLayout(1, layout))
+    columns = gl.arange(0, tiling.columns, gl.SliceLayout(0, layout))
+    mask = (rows < end)[:, None] & (columns < spec.num_experts)[None, :]
+    at = sums + rows.to(gl.int64)[:, None] * tiling.columns + columns[None, :]
+    step = padded_rows(sizes, tiling).to(gl.int64) * tiling.columns
+    sets: gl.constexpr = tiling.num_sets
+    total = gl.full((tiling.rows_per_pass, tiling.columns), 0.0, gl.float32, layout)
+    missing = mask
+    while gl.max(gl.max(missing.to(gl.int32), 1), 0) > 0:
+        total = gl.load(at, mask=mask, other=0.0, volatile=True)
+        missing = total.to(gl.int32, bitcast=True) == NO_SUM
+        for s in gl.static_range(1, sets):
+            x = gl.load(at + s * step, mask=mask, other=0.0, volatile=True)
+            missing |= x.to(gl.int32, bitcast=True) == NO_SUM
+            total += x
+    none = gl.full((tiling.rows_per_pass, tiling.columns), NO_SUM, gl.int32, layout).to(gl.float32, bitcast=True)
+    for s in gl.static_range(sets):
+        gl.store(at + s * step, none, mask=mask)
+    return gl.convert_layout(total, row_layout(tiling, tiling.lanes))
+
+
+@gluon.jit
+def arrive_and_wait(counter, waits, num_parts):
+    """Count this part as arrived and, if it waits, wait until all parts of its rows have. The last to leave resets."""
+    role_barrier()
+    gl.atomic_add(counter, 1, sem="release", scope="gpu")
+    if waits:
+        while gl.atomic_add(counter, 0, sem="acquire", scope="gpu") < num_parts:
+            pass
+    if gl.atomic_add(counter + 1, 1, sem="relaxed", scope="gpu") == num_parts - 1:
+        gl.store(counter, 0)
+        gl.store(counter + 1, 0)
+
+
+@gluon.jit
+def accumulate(stages, sums, sizes, tiling: gl.constexpr, spec: gl.constexpr):
+    """Multiply all blocks of this CTA; sums to shared memory, or to the workspace where other CTAs share the rows.
+
+    The part that begins with block 0 adds all its blocks to one set of sums; every other block is a set of its own.
+    """
+    part = part_of(sizes, tiling)
+    layout: gl.constexpr = tile_layout(tiling)
+    num_steps: gl.constexpr = tiling.steps_in_block
+    step = 0
+    sum = gl.full((tiling.tile, tiling.block_n), 0.0, gl.float32, layout)
+    for k in range(part.first, part.last, num_steps):
+        p, step = multiply(stages, step, gl.minimum(num_steps, part.last - k), tiling)
+        if tiling.parts_k > 1:
+            if part.first > 0:
+                store_partial(p, sums, (k - tiling.steps_each) // num_steps + 1, part, sizes, tiling, spec)
+        sum += p
+    if tiling.parts == 1:
+        logits_buffer(stages, tiling.tile, tiling).index(0).store(sum)
+    elif part.first == 0:
+        store_partial(sum, sums, 0, part, sizes, tiling, spec)
+
+
+@gluon.jit
+def rows_to_route(counters, sizes, tiling: gl.constexpr):
+    """Return the rows begin .. end that this CTA routes, once their sums are there or can be polled."""
+    part = part_of(sizes, tiling)
+    end = gl.minimum(part.m + tiling.rows_per_cta, sizes.num_tokens)
+    if tiling.parts == 1:
+        role_barrier()
+        return part.m, end
+    elif tiling.all_parts_wait:
+        begin = part.m + part.number * tiling.rows_per_part
+        end = gl.minimum(begin + tiling.rows_per_part, end)
+        if not tiling.polls_sums:
+            arrive_and_wait(counters + part.m // tiling.rows_per_cta * 2, begin < end, tiling.parts)
+        return begin, end
+    else:
+        if not arrive(counters + part.m // tiling.rows_per_cta * 2, tiling.parts):
+            end = part.m
+        return part.m, end
+
+
+@gluon.jit
+def products_of(stages, sums, row, sizes, ROWS: gl.constexpr, LANES: gl.constexpr, tiling: gl.constexpr):
+    """Return ROWS rows from `row` on and their products with the gate, whose sums are all there."""
+    layout: gl.constexpr = row_layout(tiling, LANES)
+    part = part_of(sizes, tiling)
+    rows = row + gl.arange(0, ROWS, gl.SliceLayout(1, layout))
+    if tiling.parts == 1:
+        return rows, logits_buffer(stages, ROWS, tiling).index((row - part.m) // ROWS).load(layout)
+    else:
+        return rows, sum_partials(sums, rows, sizes, tiling, layout)
+
+
+@gluon.jit
+def reroute_uncertain(again, stages, sums, row, sizes, args, tiling: gl.constexpr, spec: gl.constexpr):
+    """Route again by exact keys, eight rows at a time, the rows from `row` on whose bit is set in `again`."""
+    positions = positions_of(32, tiling, spec)
+    biases = load_biases(args.tables, positions.columns, spec)
+    while again != 0:
+        if again & 255 != 0:
+            rows, products = products_of(stages, sums, row, sizes, 8, 32, tiling)
+            rows = gl.where((again >> (rows - row).to(gl.uint64)) & 1 != 0, rows, -1)
+            route_exactly(products, rows, positions, biases, args, spec)
+        row += 8
+        again = again >> 8
+
+
+@gluon.jit
+def route_share(stages, exchange, sizes, args, biases, tiling: gl.constexpr, spec: gl.constexpr):
+    """Route this CTA's share of the rows, rows_per_pass at a time."""
+    begin, end = rows_to_route(exchange.counters, sizes, tiling)
+    sums = exchange.sums
+    positions = positions_of(tiling.lanes, tiling, spec)
+    for row in range(begin, end, tiling.rows_per_pass):
+        if tiling.polls_sums:
+            rows = row + gl.arange(0, tiling.rows_per_pass, gl.SliceLayout(1, row_layout(tiling, tiling.lanes)))
+            products = wait_and_sum_partials(sums, row, end, sizes, tiling, spec)
+        else:
+            rows, products = products_of(stages, sums, row, sizes, tiling.rows_per_pass, tiling.lanes, tiling)
+        if tiling.reroutes_eights and not spec.hashed:
+            again = route_rows(products, rows, rows < end, positions, biases, args, spec)
+            bits = gl.sum((again >= 0).to(gl.uint64) << (rows - row).to(gl.uint64), 0)
+            if bits != 0:
+                reroute_uncertain(bits, stages, sums, row, sizes, args, tiling, spec)
+        else:
+            route_tile(products, rows, rows < end, positions, biases, args, spec)
+
+
+@gluon.jit
+def consumer(stages, sizes, args, exchange, totals, tiling: gl.constexpr, spec: gl.constexpr):
+    """Multiply a tile, then choose the experts of a share of its rows; the last CTA of all stores the counts."""
+    biases = load_biases(args.tables, columns_in(row_layout(tiling, tiling.lanes), tiling.columns), spec)
+    accumulate(stages, exchange.sums, sizes, tiling, spec)
+    route_share(stages, exchange, sizes, args, biases, tiling, spec)
+    if spec.want_counts:
+        if arrive(totals.counter, gl.num_programs(0)):
+            experts = gl.arange(0, spec.columns, gl.BlockedLayout([1], [32], [gl.num_warps()], [0]))
+            store_counts(args.outputs.histogram, totals.counts, totals.offsets, experts, spec)
+
+
+@gluon.jit
+def router_kernel(
+    x_desc, y_desc, num_tokens, hidden, alpha, routed_scale, k, logit_bias, expert_bias, token_ids, hash_table,
+    vocabulary, weights, ids, logits, dense, histogram, counts, offsets, counter, sums, counters,
+    tiling: gl.constexpr, spec: gl.constexpr,
+):  # fmt: skip
+    """Set up the stages, then start the consumer, and the producer if stages are filled more than once."""
+    x_shape: gl.constexpr = [tiling.num_stages, tiling.tile, tiling.block_k]
+    y_shape: gl.constexpr = [tiling.num_stages] + y_desc.block_type.shape
+    x_bufs = gl.allocate_shared_memory(x_desc.dtype, x_shape, x_desc.layout)
+    y_bufs = gl.allocate_shared_memory(y_desc.dtype, y_shape, y_desc.layout)
+    full = gl.allocate_shared_memory(gl.int64, [tiling.num_stages, 1], mbarrier.MBarrierLayout())
+    empty = full  # not used if every stage is filled once
+    if not tiling.single_fill:
+        empty = gl.allocate_shared_memory(gl.int64, [tiling.num_stages, 1], mbarrier.MBarrierLayout())
+    num_stages: gl.constexpr = tiling.num_stages
+    for i in gl.static_range(num_stages):
+        if not tiling.single_fill:
+            mbarrier.init(empty.index(i), count=1)
+        mbarrier.init(full.index(i), count=1)
+    fence_async_shared()
+    stages = Stages(x_bufs, y_bufs, empty, full)
+    sizes = Sizes(num_tokens, hidden)
+    tables = Tables(logit_bias, expert_bias, token_ids, hash_table, vocabulary)
+    outputs = Outputs(weights, ids, logits, dense, histogram)
+    args = Args(Scalars(alpha, routed_scale, k), tables, outputs)
+    exchange = Exchange(sums, counters)
+    totals = Counts(counts, offsets, counter)
+    role_barrier()
+    wait_for_grid()  # until here this may run beside the kernel before it
+    let_next_start()
+    load_first(x_desc, y_desc, stages, sizes, tiling)
+    # The tuples of arguments are written out: bound to a name, their constants would become tensors.
+    if tiling.single_fill:
+        consumer(stages, sizes, args, exchange, totals, tiling, spec)
+        full._keep_alive()  # or the compiler gives the barriers' memory to others while it is in use
+    else:
+        gl.warp_specialize([
+            (consumer, (stages, sizes, args, exchange, totals, tiling, spec)),
+            (producer, (x_desc, y_desc, stages, sizes, tiling)),
+        ], [1], [40])  # fmt: skip

@@ -1,6 +1,0 @@
-"""tokens -> Routing."""
-
-from envoi.router.api import route
-from envoi.router.rules import PRESETS, Preset, Rule, preset, rule
-
-__all__ = ["PRESETS", "Preset", "Rule", "preset", "route", "rule"]

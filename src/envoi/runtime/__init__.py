@@ -1,0 +1,1 @@
+"""What every operator shares: launches, TMA, workspaces, devices, synchronisation, custom operators, Triton."""

@@ -1,0 +1,134 @@
+"""Registration of torch custom operators in the namespace `envoi`.
+
+`torch.library.custom_op` does the same and more, but its wrapper costs tens of microseconds a call and loads the whole
+compiler at the first; a router takes five. The dispatcher alone costs as much for operators of a dozen arguments, so
+that calls in which nobody else has an interest don't go through it.
+"""
+
+import functools
+import inspect
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import torch
+from torch.utils.flop_counter import register_flop_formula
+
+from envoi import log
+from envoi.check import expect_no_gradients
+from envoi.runtime import shortcuts
+from envoi.spans import NVTX, span
+
+_library = torch.library.Library("envoi", "FRAGMENT")
+_AUTOCAST_KEYS = torch._C.DispatchKey.AutocastCPU, torch._C.DispatchKey.AutocastCUDA
+_AUTOCAST = torch._C.DispatchKeySet(_AUTOCAST_KEYS[0]).add(_AUTOCAST_KEYS[1])
+_PLAIN = (torch.Tensor, torch.nn.Parameter)
+
+
+def operator(
+    name: str, fake: Callable, flops: Callable[..., int], batch: Callable | None = None
+) -> Callable[[Callable], Callable]:
+    """Decorator: make `torch.ops.envoi.<name>` of a function of tensors and plain values, with type annotations.
+
+    The operator changes none of its arguments, returns none of them, and has no gradient: where autograd would need
+    one, the call is refused. It runs on every device.
+    fake: takes the same arguments, and returns empty tensors of the shapes and dtypes that the function would return.
+    flops: takes the same arguments, and returns what `torch.utils.flop_counter.FlopCounterMode` counts.
+    batch: what `torch.func.vmap` calls, as `torch.library.register_vmap` says; None = batching is refused.
+
+    What stands in the function's place calls the operator; where that would make no difference, the function itself.
+    """
+
+    def register(function: Callable) -> Callable:
+        names = tuple(inspect.signature(function).parameters)
+
+        @log.calls(name, names)
+        @functools.wraps(function)
+        def kernel(*arguments):
+            # Nothing inside is differentiated, or cast by an autocast around the call.
+            with torch._C._AutoDispatchBelowAutograd(), torch._C._ExcludeDispatchKeyGuard(_AUTOCAST):
+                return function(*arguments)
+
+        @functools.wraps(function)
+        def spanned(*arguments):
+            with span(name):
+                return kernel(*arguments)
+
+        direct = spanned if NVTX else kernel  # with a profiler no call goes directly
+        schema = torch.library.infer_schema(function, mutates_args=())
+        _library.define(name + schema, tags=(torch.Tag.pt2_compliant_tag,))
+        _library.impl(name, spanned, "CompositeExplicitAutograd")
+        _library.impl(name, torch.library.fallthrough_kernel, "Autograd")
+        torch.library.register_fake(f"envoi::{name}", fake, lib=_library)
+        torch.library.register_vmap(f"envoi::{name}", batch or _refuse_batch(name), lib=_library)
+        packet = getattr(torch.ops.envoi, name)
+        register_flop_formula(packet, get_raw=True)(_without_output(flops))
+        dispatched = packet.default
+
+        @functools.wraps(function)
+        def call(*arguments):
+            expect_no_gradients(names, arguments)
+            if torch.compiler.is_compiling() or watched() or not plain(arguments):
+                return dispatched(*arguments)
+            return direct(*arguments)
+
+        return call
+
+    return register
+
+
+def watched() -> bool:
+    """Whether something wants to see the operators that are called: a mode, a transform, a tracer, a profiler; or
+    whether shortcuts are off.
+
+    Of profilers only this thread's; one of all threads doesn't see them.
+    """
+    return (
+        not shortcuts.ENABLED
+        or torch._C._len_torch_dispatch_stack() > 0
+        or torch._C._len_torch_function_stack() > 0
+        or torch._C._dispatch_tls_is_dispatch_key_included(torch._C.DispatchKey.PreDispatch)
+        or torch._C._functorch.peek_interpreter_stack() is not None  # pyright: ignore[reportAttributeAccessIssue]
+        or torch._C._get_tracing_state() is not None
+        or torch.autograd._profiler_enabled()  # pyright: ignore[reportPrivateImportUsage]
+    )
+
+
+def plain(values: Iterable[Any]) -> bool:
+    """False if the dispatcher has to look at one of the values: a tensor of another class, without memory, or whose
+    memory holds the negative or the conjugate of its elements."""
+    for x in values:
+        kind = type(x)
+        if kind in _PLAIN:
+            if x.is_meta or x.is_neg() or x.is_conj():
+                return False
+        elif (kind is list and not plain(x)) or isinstance(x, torch.Tensor):
+            return False
+    return True
+
+
+def autocast_dtype(device: torch.device) -> torch.dtype | None:
+    """What an autocast around the call casts operands of products on this device to; None without one.
+
+    Inside an operator there is none.
+    """
+    if not torch._C._is_any_autocast_enabled() or device.type not in ("cpu", "cuda"):
+        return None
+    if not torch.compiler.is_compiling() and torch._C._dispatch_tls_is_dispatch_key_excluded(_AUTOCAST_KEYS[0]):
+        return None
+    return torch.get_autocast_dtype(device.type) if torch.is_autocast_enabled(device.type) else None
+
+
+def _without_output(flops: Callable[..., int]) -> Callable[..., int]:
+    def formula(*arguments, out_val=None):
+        return flops(*arguments)
+
+    return formula
+
+
+def _refuse_batch(name: str) -> Callable:
+    def rule(info, in_dims, *arguments):
+        raise ValueError(
+            f"torch.func.vmap: envoi.{name} can't be batched; call it once with all rows, or in a loop over the batch"
+        )
+
+    return rule

@@ -1,0 +1,53 @@
+"""Kernel launches that cost the host less than Triton's own.
+
+Triton inspects every argument at every launch, which takes longer than a small kernel runs. The machine code depends
+on little of each argument; that little is the key under which the compiled kernel is found again.
+"""
+
+from functools import cache
+from typing import Any
+
+import torch
+from triton.runtime.jit import JITFunction
+
+from envoi import log
+from envoi.runtime import shortcuts
+
+ALIGNMENT = 16
+
+_compiled: dict[tuple, Any] = {}
+
+
+@log.launches
+def launch(kernel: Any, grid: tuple[int, ...], arguments: tuple, options: dict[str, Any]) -> None:
+    """Do what `kernel[grid](*arguments, **options)` does. arguments: one for each parameter, in order."""
+    if not (shortcuts.ENABLED and isinstance(kernel, JITFunction)):
+        kernel[grid](*arguments, **options)
+        return
+    kinds = [x if constant else kind_of(x) for x, constant in zip(arguments, _constants(kernel), strict=True)]
+    key = kernel.fn, torch.cuda.current_device(), *options.items(), *kinds
+    compiled = _compiled.get(key)
+    if compiled is None:
+        _compiled[key] = kernel[grid](*arguments, **options)
+    else:
+        compiled[(*grid, 1, 1)[:3]](*arguments)
+
+
+def kind_of(x: Any) -> Any:
+    """Return what Triton compiles for: of a tensor its dtype and whether its address is a multiple of 16, of an integer
+    whether it is 1, whether it is a multiple of 16, and whether it fits 32 bits; of a TMA descriptor all but its base.
+    """
+    if isinstance(x, torch.Tensor):
+        return x.dtype, x.data_ptr() % ALIGNMENT == 0
+    if isinstance(x, int):
+        return type(x), x == 1, x % ALIGNMENT == 0, -(2**31) <= x < 2**31
+    if isinstance(x, tuple):
+        return tuple([kind_of(y) for y in x])
+    if x is None or isinstance(x, float):
+        return type(x)
+    return x.base.dtype, x.layout, *x.block_shape  # a TMA descriptor
+
+
+@cache
+def _constants(kernel: JITFunction) -> tuple[bool, ...]:
+    return tuple(parameter.is_constexpr for parameter in kernel.params)

@@ -1,0 +1,31 @@
+"""The one door to private parts of torch and Triton: what makes a call cheap on the host, and can be turned off.
+
+    where                shortcut                                         instead, with ENVOI_SAFE_LAUNCH=1
+    launch.launch        a compiled kernel is found by a short key        Triton's launch inspects all arguments
+    tma.descriptor       a checked descriptor is copied for a matrix      `TensorDescriptor` checks each one
+    custom_op.operator   the function itself, if nobody watches a call    the call goes through torch's dispatcher
+
+Results are the same bits either way. If a release of torch or Triton changes what these rely on, the variable helps
+until Envoi follows; `envoi` reads it once, when it is imported.
+"""
+
+from typing import Any
+
+import torch
+
+from envoi import env
+
+ENABLED = not env.safe_launch()
+
+
+def rebase(described: Any, x: torch.Tensor) -> Any:
+    """Return a copy of a `TensorDescriptor` for x, whose shape, strides and dtype must be the ones described.
+
+    Its constructor would check them again, which takes longer than the rest of a launch.
+    """
+    if not ENABLED:
+        kind, layout = type(described), described.layout
+        return kind(x, list(described.shape), list(described.strides), list(described.block_shape), layout)
+    found = object.__new__(type(described))
+    found.__dict__.update(described.__dict__, base=x)
+    return found

@@ -1,0 +1,128 @@
+"""Scratch memory of kernels: partial sums, and counters that are zero between launches."""
+
+import ctypes
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field
+from functools import cache
+
+import torch
+
+from envoi.runtime.math import next_power_of_2
+
+LEAST = 1 << 16  # int32 that a stream gets at least
+FOR_GRAPHS = 1 << 22  # int32 in a pool for graphs; a new pool follows when less than a quarter is left
+BLANK = -1  # bits of a sum that hasn't been written
+ALIGNED = 4  # int32 in 16 bytes: an address off that needs another compiled kernel
+
+NONE = 0  # the number of no capture
+
+
+@dataclass
+class Kept:
+    """int32 memory that holds the same number before and after every launch: kernels restore what they change.
+
+    Launches on one stream run one after the other and share it; so do the launches that one capture takes from a
+    stream. A graph may run at the same time as anything else, so each capture has memory of its own, from a pool that
+    was filled outside of it; once the pool is used up, each captured launch gets a new tensor and a fill in the graph.
+    """
+
+    fill: int
+    shared: dict[tuple[torch.device, int, bool], tuple[int, torch.Tensor]] = field(default_factory=dict)
+    pools: dict[torch.device, list[torch.Tensor]] = field(default_factory=dict)  # graphs keep parts of the old ones
+    left: dict[torch.device, int] = field(default_factory=dict)  # free int32 in the last pool
+
+    def take(self, count: int, device: torch.device) -> torch.Tensor:
+        """Return at least `count` int32."""
+        stream, capture = under_way(device)
+        key = device, stream, capture != NONE
+        known, found = self.shared.get(key, (NONE, None))
+        if capture == NONE and self.left.get(device, 0) < FOR_GRAPHS // 4:
+            self.pools.setdefault(device, []).append(lasting(FOR_GRAPHS, self.fill, torch.int32, device))
+            self.left[device] = FOR_GRAPHS
+        if found is None or known != capture or found.numel() < count:
+            found = self._for_graph(count, device) if capture else self._for_stream(count, device)
+            if found is None:
+                return self.new(count, device)
+            self.shared[key] = capture, found
+        return found
+
+    def new(self, count: int, device: torch.device) -> torch.Tensor:
+        """Return a new tensor that nothing else uses."""
+        return torch.full((count,), self.fill, dtype=torch.int32, device=device)
+
+    def _for_stream(self, count: int, device: torch.device) -> torch.Tensor:
+        return lasting(max(next_power_of_2(count), LEAST), self.fill, torch.int32, device)
+
+    def _for_graph(self, count: int, device: torch.device) -> torch.Tensor | None:
+        count = max(ALIGNED, next_power_of_2(count))
+        if count > self.left.get(device, 0):
+            return None
+        self.left[device] -= count
+        return self.pools[device][-1][self.left[device] :][:count]
+
+
+def lasting(count: int, fill: float, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+    """Return a filled tensor [count] that is kept for the life of the process: kernels may use it at any time.
+
+    Another thread allocates it: what this one allocates may go into the private pool of a CUDA graph, as while
+    torch.compile warms one up.
+    """
+
+    def make() -> torch.Tensor:
+        found = torch.full((count,), fill, dtype=dtype, device=device)
+        if device.type == "cuda":
+            torch.cuda.current_stream(device).synchronize()  # other streams will use it
+        return found
+
+    with ThreadPoolExecutor(1) as thread:
+        found = thread.submit(make).result()
+    _forever.append(found)
+    return found
+
+
+_forever: list[torch.Tensor] = []
+_counters, _blanks = Kept(0), Kept(BLANK)
+_floats: dict[tuple[torch.device, int], torch.Tensor] = {}
+
+
+def counters(count: int, device: torch.device) -> torch.Tensor:
+    """Return at least `count` int32 zeros. The kernel that counts with them resets them to zero."""
+    return _kept(_counters, count, device)
+
+
+def blanks(count: int, device: torch.device) -> torch.Tensor:
+    """Return at least `count` float32 with all bits set, which no sum has. Kernels that read sums restore that."""
+    return _kept(_blanks, count, device).view(torch.float32)
+
+
+def _kept(kept: Kept, count: int, device: torch.device) -> torch.Tensor:
+    return kept.take(count, device) if device.type == "cuda" else kept.new(count, device)
+
+
+def floats(count: int, device: torch.device) -> torch.Tensor:
+    """Return `count` uninitialised float32 for use within one launch; launches on one stream share them."""
+    if device.type != "cuda" or torch.cuda.is_current_stream_capturing():
+        return torch.empty(count, dtype=torch.float32, device=device)
+    key = device, torch.cuda.current_stream(device).cuda_stream
+    if key not in _floats or _floats[key].numel() < count:
+        _floats[key] = lasting(next_power_of_2(count), 0.0, torch.float32, device)
+    return _floats[key]
+
+
+def under_way(device: torch.device) -> tuple[int, int]:
+    """Return the current stream and the number of the capture under way on it, or NONE."""
+    stream = torch.cuda.current_stream(device).cuda_stream
+    if not torch.cuda.is_current_stream_capturing():
+        return stream, NONE
+    status, number = ctypes.c_int(), ctypes.c_uint64()
+    code = _driver().cuStreamGetCaptureInfo_v2(
+        ctypes.c_void_p(stream), ctypes.byref(status), ctypes.byref(number), None, None, None
+    )
+    if code:
+        raise RuntimeError(f"cuStreamGetCaptureInfo: expected 0 from the CUDA driver, got {code}")
+    return stream, number.value
+
+
+@cache
+def _driver() -> ctypes.CDLL:
+    return ctypes.CDLL("libcuda.so.1")

@@ -1,0 +1,57 @@
+"""The wheel on its own: what it holds, and that the demo runs from it, far from the repository."""
+
+import os
+import shutil
+import subprocess
+import sys
+import zipfile
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[2]
+MAX_WHEEL_BYTES = 16_000_000  # the demo's checkpoint is most of it
+BUILD = "import sys; from setuptools import build_meta; print(build_meta.build_wheel(sys.argv[1]))"
+
+
+@pytest.fixture(scope="module")
+def wheel(tmp_path_factory) -> Path:
+    """Built from a copy, since setuptools writes beside its sources. Without a network: `dev` brings setuptools."""
+    folder = tmp_path_factory.mktemp("wheel")
+    for name in ("pyproject.toml", "README.md", "LICENSE"):
+        shutil.copy(ROOT / name, folder)
+    leave_out = shutil.ignore_patterns("__pycache__", "*.egg-info")
+    shutil.copytree(ROOT / "src", folder / "src", ignore=leave_out)
+    done = subprocess.run((sys.executable, "-c", BUILD, "."), cwd=folder, capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stderr
+    return folder / done.stdout.splitlines()[-1]
+
+
+def test_the_wheel_holds_the_package_and_what_it_reads(wheel):
+    names = {name for name in zipfile.ZipFile(wheel).namelist() if not name.endswith("/")}
+    package = {name for name in names if ".dist-info/" not in name}
+    listed = subprocess.run(("git", "ls-files", "src"), cwd=ROOT, capture_output=True, text=True, check=True).stdout
+    sources = {name.removeprefix("src/") for name in listed.split() if (ROOT / name).is_file()}
+    assert sources - package == {"envoi/demo/tiny_moe/training.json"}  # a record of the training, which nothing reads
+    assert wheel.stat().st_size < MAX_WHEEL_BYTES
+
+
+def test_the_demo_runs_from_the_wheel_alone(wheel, tmp_path):
+    package, elsewhere = tmp_path / "package", tmp_path / "elsewhere"
+    zipfile.ZipFile(wheel).extractall(package)
+    elsewhere.mkdir()
+    environment = {**os.environ, "PYTHONPATH": str(package)}
+
+    def python(*arguments: str) -> str:
+        command = (sys.executable, *arguments)
+        done = subprocess.run(command, cwd=elsewhere, env=environment, capture_output=True, text=True, timeout=200)
+        assert done.returncode == 0, done.stderr
+        return done.stdout
+
+    found = python("-c", "from importlib.util import find_spec; print(find_spec('envoi').origin)")
+    assert found == f"{package}/envoi/__init__.py\n"
+    short = ("--bytes", "512", "--ranks", "2", "--formats", "bf16", "--new-bytes", "4", "--device", "cpu")
+    said = python("-m", "envoi.cli", "demo", *short)
+    for part in ("envoi bf16", "held-out modules", "Continued from 'def '", "give the same bits as one rank"):
+        assert part in said
+    assert [path.name for path in elsewhere.iterdir()] == ["demo.png"]

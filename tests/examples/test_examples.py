@@ -1,0 +1,63 @@
+"""Every program of examples/ runs as it stands on this machine and returns what it says."""
+
+import os
+import runpy
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+ROOT = Path(__file__).parents[2]
+EXAMPLES = sorted((ROOT / "examples").glob("*.py"))
+MAX_LINES = 40
+
+
+def run_main(name: str):
+    return runpy.run_path(str(ROOT / "examples" / f"{name}.py"))["main"]()
+
+
+def test_gemm_epilogue():
+    assert run_main("gemm_epilogue") < 1e-3
+
+
+def test_moe_layer():
+    differences = run_main("moe_layer")
+    assert differences["bf16"] == 0
+    assert all(0 < differences[name] < 0.1 for name in ("fp8_row", "fp8_block128"))
+
+
+def test_indexer():
+    slots = run_main("indexer")
+    assert (slots >= 0).sum(1).tolist() == [512, 100]
+    assert all(len(row[row >= 0].unique()) == int((row >= 0).sum()) for row in slots)
+
+
+def test_serve_transformers(capfd):
+    out = run_main("serve_transformers")
+    assert out.shape[1] > len("import ")
+    assert capfd.readouterr().out.startswith("import ")
+
+
+def test_moe_torchrun():
+    count = str(min(2, torch.cuda.device_count()) or 2)
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", count]
+    environment = os.environ | {"PYTHONPATH": str(ROOT / "src")}
+    done = subprocess.run(
+        [*command, str(ROOT / "examples" / "moe_torchrun.py")], env=environment, capture_output=True, text=True
+    )
+    assert done.returncode == 0, done.stderr[-4000:]
+    assert sorted(line.split(":")[0] for line in done.stdout.splitlines()) == [f"rank {r}" for r in range(int(count))]
+
+
+def test_every_example_has_a_test():
+    tested = {name.removeprefix("test_") for name in globals() if name.startswith("test_")}
+    assert {path.stem for path in EXAMPLES} <= tested
+
+
+@pytest.mark.parametrize("path", EXAMPLES, ids=lambda path: path.stem)
+def test_examples_are_short_and_say_how_to_run_them(path):
+    text = path.read_text()
+    assert len(text.splitlines()) < MAX_LINES
+    assert f"examples/{path.name}" in text.split('"""')[1]

@@ -1,0 +1,88 @@
+"""Measured configs on disk: kept, found again, and no reason to stop if they are spoilt or of another version."""
+
+import dataclasses
+import json
+
+import pytest
+import torch
+
+from envoi.epilogue.library import store
+from envoi.epilogue.lower import lower
+from envoi.gemm.blackwell.config import BlackwellConfig
+from envoi.gemm.hopper import tune
+from envoi.gemm.hopper.config import Config, Problem, default_config
+from envoi.gemm.hopper.tile_config import TileConfig
+from envoi.gemm.hopper_mx.config import MxConfig
+
+PROBLEM = Problem(4096, 4096, 4096, 2)
+NUM_SMS = 99  # nothing is shipped for it
+CODE = lower(store.ir, torch.bfloat16, "gluon", False, False, frozenset())
+CONFIG = Config(64, 1, 64, 64, 3)
+KEY = tune.key_of(PROBLEM, CODE, NUM_SMS)
+
+
+@pytest.fixture
+def path(tmp_path, monkeypatch):
+    monkeypatch.setenv("ENVOI_CACHE_DIR", str(tmp_path))
+    forget()
+    yield tmp_path / "gemm.json"
+    monkeypatch.undo()
+    forget()
+
+
+def forget():
+    tune._entries.cache_clear()
+    tune.choose.cache_clear()
+
+
+def chosen():
+    return tune.choose(PROBLEM, CODE, NUM_SMS)
+
+
+def test_what_is_kept_is_chosen(path):
+    assert chosen() == default_config(PROBLEM, CODE, NUM_SMS) != CONFIG
+    tune.keep({KEY: CONFIG})
+    assert chosen() == CONFIG
+    assert json.loads(path.read_text()) == {KEY: dataclasses.asdict(CONFIG)}
+    assert tune.choose(PROBLEM, CODE, NUM_SMS, shipped_only=True) == default_config(PROBLEM, CODE, NUM_SMS)
+
+
+def entry(**changes) -> dict:
+    return {key: value for key, value in (dataclasses.asdict(CONFIG) | changes).items() if value is not ...}
+
+
+BAD = {
+    "a field that Config hasn't": (entry(fast=True), "unexpected keyword argument 'fast'"),
+    "a field that Config needs": (
+        entry(rows_per_consumer=...),
+        "missing 1 required positional argument: 'rows_per_consumer'",
+    ),
+    "text for a number": (entry(block_y="64"), "block_y: expected an int of at least 1, got '64'"),
+    "zero": (entry(epilogue_columns=0), "epilogue_columns: expected an int of at least 1, got 0"),
+    "a number for a truth": (entry(pingpong=1), "pingpong: expected true or false, got 1"),
+    "no object": ([64, 1], "expected an object, got list"),
+}
+
+
+@pytest.mark.parametrize(("value", "problem"), BAD.values(), ids=BAD)
+def test_an_entry_that_is_no_config_is_left_out_with_a_warning(path, value, problem):
+    path.write_text(json.dumps({KEY: value, "another": entry()}))
+    with pytest.warns(UserWarning, match=r"gemm\.json: .*going on without 1 of 2 entries") as caught:
+        assert chosen() == default_config(PROBLEM, CODE, NUM_SMS)
+    assert len(caught) == 1
+    assert problem in str(caught[0].message)
+    assert tune._entries(False)["another"] == CONFIG
+
+
+@pytest.mark.parametrize("text", ["", '{"a', "[]", "null"])
+def test_a_spoilt_file_stops_no_gemm_and_no_tuning(path, text):
+    path.write_text(text)
+    with pytest.warns(UserWarning, match=r"gemm\.json: .*going on without it"):
+        assert chosen() == default_config(PROBLEM, CODE, NUM_SMS)
+    tune.keep({KEY: CONFIG})
+    assert chosen() == CONFIG
+
+
+@pytest.mark.parametrize("config", [CONFIG, MxConfig(2, 16, 12), BlackwellConfig(256, 64, 3)], ids=type)
+def test_every_config_has_what_shared_code_asks_for(config):
+    assert isinstance(config, TileConfig)

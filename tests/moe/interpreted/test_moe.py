@@ -1,0 +1,156 @@
+"""`envoi.moe` by kernels: the whole path beside the reference, on layers and routings chosen to break it."""
+
+from dataclasses import replace
+
+import pytest
+import torch
+
+from envoi.moe import layer as kernels_layer
+from envoi.moe import moe, reference
+from envoi.moe.experts import run_experts
+from envoi.moe.oracle import moe_oracle
+from envoi.moe.parallel import nccl
+from envoi.moe.permute import empty_rows
+from envoi.moe.reference_permute import permute
+from envoi.quant import FORMATS, format_named
+from envoi.types import Routing
+from tests.helpers.accuracy import assert_at_most_twice, assert_same_bits, relative_error
+from tests.moe.layers import Layer, eager_bf16, make
+from tests.moe.test_moe import BOUNDS, KINDS
+
+SOME = ("bf16", "fp8_block128", "mxfp4")  # each another way through L1's epilogue and the tokens' quantisation
+SMALL = {"tokens": 9, "experts": 4, "k": 2, "hidden": 128, "intermediate": 128}
+
+
+@pytest.fixture(autouse=True)
+def calls(monkeypatch):
+    """How often the kernels' path was taken: not going through it proves nothing."""
+    counted = []
+    original = kernels_layer.run_layer
+    monkeypatch.setattr(kernels_layer, "run_layer", lambda *given: counted.append(1) or original(*given))
+    return counted
+
+
+def arguments(layer: Layer, format: str) -> tuple:
+    return layer.tokens, layer.routing.topk_weights, layer.routing.topk_ids, layer.pack(format)
+
+
+def run(layer: Layer, format: str = "bf16") -> torch.Tensor:
+    return moe(layer.tokens, layer.routing, layer.pack(format))
+
+
+def assert_right(layer: Layer, format: str) -> torch.Tensor:
+    got, want = run(layer, format), moe_oracle(*arguments(layer, format))
+    assert_at_most_twice(got, reference.moe(*arguments(layer, format)), want)
+    assert relative_error(got, want) < 1.5 * BOUNDS[format]
+    return got
+
+
+def with_ids(layer: Layer, ids: torch.Tensor) -> Layer:
+    return replace(layer, routing=replace(layer.routing, topk_ids=ids.to(torch.int32)))
+
+
+@pytest.mark.parametrize("format", FORMATS)
+@pytest.mark.parametrize("kind", KINDS)
+def test_error_is_at_most_twice_the_references(format, kind, calls):
+    assert_right(make(**SMALL, **KINDS[kind]), format)
+    assert calls
+
+
+def test_bf16_is_as_good_as_torchs():
+    layer = make(**SMALL, bias=True)
+    assert_at_most_twice(run(layer), eager_bf16(layer), moe_oracle(*arguments(layer, "bf16")))
+
+
+@pytest.mark.parametrize("format", SOME)
+def test_hostile_routing(format):
+    layer = make(**SMALL)
+    assert_right(with_ids(layer, torch.full((9, 2), 3)), format)  # one expert, and twice in a token
+    masked = with_ids(layer, torch.full((9, 2), -1))
+    assert_same_bits(run(masked, format), torch.zeros_like(layer.tokens))
+    some = run(with_ids(layer, torch.tensor([[0, 1], [-1, -1], [-1, 2], *[[1, 0]] * 6])), format)
+    assert bool((some[1] == 0).all())
+    assert bool(some[2].any())
+
+
+@pytest.mark.parametrize("format", SOME)
+def test_one_expert(format):
+    assert_right(make(**{**SMALL, "experts": 1, "k": 1}), format)
+
+
+@pytest.mark.parametrize("format", FORMATS)
+def test_no_tokens(format, calls):
+    assert run(make(**{**SMALL, "tokens": 0}), format).shape == (0, 128)
+    assert calls
+
+
+@pytest.mark.parametrize("format", FORMATS)
+def test_bad_tokens_spoil_no_others(format):
+    layer = make(**SMALL, masked=0.0)
+    clean = run(layer, format)
+    layer.tokens[7, 100], layer.tokens[2, 0] = torch.nan, torch.inf
+    got = run(layer, format)
+    others = [0, 1, 3, 4, 5, 6, 8]
+    assert_same_bits(got[others], clean[others])
+    assert bool(got[[2, 7]].isnan().any(1).all())
+
+
+@pytest.mark.parametrize("format", SOME)
+def test_bits_are_the_same_in_every_run_and_in_every_batch(format):
+    layer = make(**SMALL)
+    whole, packed = run(layer, format), layer.pack(format)
+    assert_same_bits(run(layer, format), whole)
+    part = Routing(layer.routing.topk_weights[2:5], layer.routing.topk_ids[2:5], 4)
+    assert_same_bits(moe(layer.tokens[2:5], part, packed), whole[2:5])
+
+
+def test_shared_experts_are_ordinary_slots():
+    layer = make(**SMALL)
+    ids = torch.cat((layer.routing.topk_ids.clamp(max=2), torch.full((9, 1), 3)), 1)
+    weights = torch.cat((layer.routing.topk_weights, torch.ones(9, 1)), 1)
+    assert_right(replace(layer, routing=Routing(weights, ids.to(torch.int32), 4)), "fp8_row")
+
+
+@pytest.mark.parametrize("format", ["bf16", "mxfp4"])
+def test_hidden_2880(format):
+    assert_right(make(2, 1, 1, hidden=2880, intermediate=32, activation="swiglu_oai", bias=True), format)
+
+
+def test_thirty_two_slots():
+    assert_right(make(tokens=3, experts=34, k=32, hidden=64, intermediate=32), "bf16")
+
+
+def test_inputs_that_are_not_contiguous():
+    layer = make(**SMALL)
+    wide = torch.stack((layer.tokens, layer.tokens), dim=2)[..., 0]
+    ids, weights = layer.routing.topk_ids.T.contiguous().T, layer.routing.topk_weights.T.contiguous().T
+    assert not wide.is_contiguous()
+    assert_same_bits(moe(wide, Routing(weights, ids, 4), layer.pack()), run(layer))
+
+
+def test_ids_out_of_range_are_refused_where_that_waits_for_nothing():
+    layer = make(**SMALL)
+    layer.routing.topk_ids[1, 1] = 4
+    with pytest.raises(ValueError, match="ids from 0 to 3, or -1 .*, got 4 at token 1, slot 1"):
+        run(layer)
+
+
+@pytest.mark.parametrize("format", FORMATS)
+def test_the_path_across_ranks_has_the_same_bits(format):
+    layer = make(**SMALL, bias=True)
+    tokens, weights, ids, packed = arguments(layer, format)
+    rows = permute(reference.quantize_tokens(tokens, format), weights, ids, 4)
+    slots = torch.zeros(18, 128, dtype=torch.bfloat16)
+    slots[rows.pos_to_slot.long()] = nccl._mlp(rows, packed)
+    total = torch.zeros(9, 128)
+    for slot in range(2):
+        total += slots.view(9, 2, 128)[:, slot].float()
+    assert_same_bits(total.bfloat16(), run(layer, format))
+
+
+@pytest.mark.parametrize("format", FORMATS)
+def test_a_rank_without_rows(format):
+    packed = make(**SMALL, bias=True).pack(format)
+    rows = empty_rows(0, 128, format_named(format).activations, torch.device("cpu"))
+    out = run_experts(rows, torch.zeros(0), torch.zeros(5, dtype=torch.int32), packed)
+    assert (out.shape, out.dtype) == ((0, 128), torch.bfloat16)

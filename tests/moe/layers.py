@@ -1,0 +1,77 @@
+"""Random MoE layers, and the layer again in plain torch."""
+
+from dataclasses import dataclass
+
+import torch
+from torch.nn.functional import linear, silu
+
+from envoi.moe import pack
+from envoi.types import ExpertWeights, Routing
+
+
+@dataclass
+class Layer:
+    """tokens [M, H] bf16, routing, and unpacked weights in the "concat" layout."""
+
+    tokens: torch.Tensor
+    routing: Routing
+    gate_up: torch.Tensor
+    down: torch.Tensor
+    gate_up_bias: torch.Tensor | None = None
+    down_bias: torch.Tensor | None = None
+    activation: str = "swiglu"
+    limit: float | None = None
+
+    def pack(self, format: str = "bf16", first: int = 0, last: int | None = None) -> ExpertWeights:
+        """Experts first : last in a format."""
+        part = slice(first, last)
+        return pack(
+            self.gate_up[part], self.down[part], format, activation=self.activation, swiglu_limit=self.limit,
+            gate_up_bias=None if self.gate_up_bias is None else self.gate_up_bias[part],
+            down_bias=None if self.down_bias is None else self.down_bias[part],
+        )  # fmt: skip
+
+
+def make(
+    tokens: int = 60, experts: int = 8, k: int = 3, hidden: int = 256, intermediate: int = 128, seed: int = 0,
+    masked: float = 0.1, bias: bool = False, activation: str = "swiglu", limit: float | None = None,
+) -> Layer:  # fmt: skip
+    """A layer with normal tokens, uniform routing and a share of masked slots."""
+    source = torch.Generator().manual_seed(seed)
+
+    def normal(*shape: int) -> torch.Tensor:
+        return torch.randn(*shape, generator=source)
+
+    ids = torch.rand(tokens, experts, generator=source).argsort(1)[:, :k].to(torch.int32)
+    ids = ids.masked_fill(torch.rand(ids.shape, generator=source) < masked, -1)
+    weights = torch.rand(ids.shape, generator=source)
+    return Layer(
+        normal(tokens, hidden).bfloat16(), Routing(weights, ids, experts),
+        (normal(experts, 2 * intermediate, hidden) / hidden**0.5).bfloat16(),
+        (normal(experts, hidden, intermediate) / intermediate**0.5).bfloat16(),
+        normal(experts, 2 * intermediate) if bias else None, normal(experts, hidden) if bias else None,
+        activation, limit,
+    )  # fmt: skip
+
+
+def eager_bf16(layer: Layer) -> torch.Tensor:
+    """The layer as models write it: bf16 between the steps, expert by expert."""
+    out = torch.zeros_like(layer.tokens)
+    for expert in range(layer.routing.num_experts):
+        token, slot = (layer.routing.topk_ids == expert).nonzero(as_tuple=True)
+        h = linear(layer.tokens[token], layer.gate_up[expert])
+        h = h if layer.gate_up_bias is None else h + layer.gate_up_bias[expert].bfloat16()
+        y = linear(_activate(h, layer), layer.down[expert])
+        y = y if layer.down_bias is None else y + layer.down_bias[expert].bfloat16()
+        out.index_add_(0, token, (y * layer.routing.topk_weights[token, slot, None]).to(out.dtype))
+    return out
+
+
+def _activate(h: torch.Tensor, layer: Layer) -> torch.Tensor:
+    gate, up = h.chunk(2, dim=-1)
+    limit = 7.0 if layer.activation == "swiglu_oai" and layer.limit is None else layer.limit
+    if limit is not None:
+        gate, up = gate.clamp(max=limit), up.clamp(-limit, limit)
+    if layer.activation == "swiglu_oai":
+        return (up + 1) * gate * torch.sigmoid(1.702 * gate)
+    return silu(gate) * up

@@ -1,0 +1,247 @@
+"""What the ranks of the tests run; every function here is called on each rank as fn(rank, num_ranks, ...)."""
+
+import os
+import time
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field
+from itertools import pairwise
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import init_device_mesh
+
+from envoi.moe import moe
+from envoi.moe.parallel import ExpertParallel, PeerTimeout, api, nccl
+from envoi.moe.router import route
+from envoi.types import Routing
+from tests.moe.layers import Layer, make
+
+
+@dataclass
+class Case:
+    """A layer, and how its tokens and experts are cut: ends of each rank's share."""
+
+    format: str = "bf16"
+    layer: dict[str, Any] = field(default_factory=dict)
+    token_ends: list[int] = field(default_factory=list)
+    expert_ends: list[int] = field(default_factory=list)
+    one_expert: int | None = None  # takes every slot
+
+    def build(self) -> Layer:
+        layer = make(**self.layer)
+        if self.one_expert is not None:
+            layer.routing.topk_ids.fill_(self.one_expert)
+        return layer
+
+    def cuts(self, num_ranks: int) -> tuple[list[int], list[int]]:
+        layer = self.build()
+        even = [[total * (r + 1) // num_ranks for r in range(num_ranks)] for total in (len(layer.tokens), 8)]
+        return self.token_ends or even[0], self.expert_ends or even[1]
+
+
+def part_of(layer: Layer, rank: int, ends: list[int]) -> tuple[torch.Tensor, Routing]:
+    first, last = list(pairwise([0, *ends]))[rank]
+    r = layer.routing
+    routing = Routing(r.topk_weights[first:last].clone(), r.topk_ids[first:last].clone(), r.num_experts)
+    return layer.tokens[first:last].clone(), routing
+
+
+def open_parallel(layer: Layer, format: str, rank: int, ends: list[int], device="cpu", **kwargs) -> ExpertParallel:
+    first, last = list(pairwise([0, *ends]))[rank]
+    packed = to(layer, device).pack(format, first, last)
+    return ExpertParallel(packed, **kwargs)
+
+
+def to(layer: Layer, device) -> Layer:
+    moved = {
+        name: value.to(device) if isinstance(value, torch.Tensor) else value for name, value in vars(layer).items()
+    }
+    return Layer(**moved)
+
+
+def run_cases(rank: int, num_ranks: int, cases: list[Case]) -> list[torch.Tensor]:
+    outs = []
+    for case in cases:
+        layer, (token_ends, expert_ends) = case.build(), case.cuts(num_ranks)
+        parallel = open_parallel(layer, case.format, rank, expert_ends)
+        outs.append(parallel.moe(*part_of(layer, rank, token_ends)))
+        parallel.close()
+    return outs
+
+
+def run_on_gpus(rank: int, num_ranks: int, cases: list[Case]) -> list[tuple[torch.Tensor, str]]:
+    device = torch.device("cuda", rank)
+    outs = []
+    for case in cases:
+        layer, (token_ends, expert_ends) = case.build(), case.cuts(num_ranks)
+        parallel = open_parallel(layer, case.format, rank, expert_ends, device)
+        tokens, r = part_of(layer, rank, token_ends)
+        routing = Routing(r.topk_weights.to(device), r.topk_ids.to(device), r.num_experts)
+        outs.append((parallel.moe(tokens.to(device), routing).cpu(), parallel.transport))
+    return outs
+
+
+def run_compiled(rank: int, num_ranks: int) -> bool:
+    layer, ends = make(), [8 * (r + 1) // num_ranks for r in range(num_ranks)]
+    parallel, gate = open_parallel(layer, "mxfp8", rank, ends), torch.randn(8, 256).bfloat16()
+
+    def step(tokens):
+        return parallel.moe(tokens, route(tokens, gate, 2)) + 1
+
+    return torch.equal(torch.compile(step, fullgraph=True, backend="aot_eager")(layer.tokens), step(layer.tokens))
+
+
+def run_groups(rank: int, num_ranks: int) -> list[torch.Tensor]:
+    """Two pairs of ranks and the world, objects interleaved, one closed and opened again."""
+    layer = make()
+    pairs = [dist.new_group([0, 1]), dist.new_group([2, 3])]
+    small = open_parallel(layer, "bf16", rank % 2, [4, 8], group=pairs[rank // 2])
+    if rank < 2:  # makes the counts of objects differ between the pairs
+        small.close()
+        small = open_parallel(layer, "bf16", rank % 2, [4, 8], group=pairs[0])
+    large = open_parallel(layer, "bf16", rank, [2, 4, 6, 8])
+    inputs = part_of(layer, rank % 2, [20, 60]), part_of(layer, rank, [20, 30, 30, 60])
+    return [small.moe(*inputs[0]), large.moe(*inputs[1]), small.moe(*inputs[0])]
+
+
+def fault(rank: int, num_ranks: int, kind: str, timeout_s: float) -> str:
+    """Rank 1 fails in one of several ways; the others report what they got, twice."""
+    layer, ends = make(), [8 * (r + 1) // num_ranks for r in range(num_ranks)]
+    parallel = open_parallel(layer, "bf16", rank, ends, timeout_s=timeout_s)
+    inputs = part_of(layer, rank, [60 * (r + 1) // num_ranks for r in range(num_ranks)])
+    parallel.moe(*inputs)
+    if rank == 1:
+        if kind == "dies before":
+            os._exit(3)
+        if kind == "dies within":
+            nccl.combine = lambda *_: os._exit(3)
+        if kind == "is late":
+            time.sleep(timeout_s + 2)
+    start = time.monotonic()
+    try:
+        parallel.moe(*inputs)
+    except RuntimeError as first:
+        seconds = time.monotonic() - start
+        try:
+            parallel.moe(*inputs)
+        except RuntimeError as second:
+            again = time.monotonic() - start - seconds
+            return f"{type(first).__name__}|{first}|{seconds:.2f}|{type(second).__name__}|{again:.2f}"
+    return "nothing happened"
+
+
+def by_threads(rank: int, num_ranks: int, num_threads: int, num_calls: int) -> list[str]:
+    """One object called by several threads, each with inputs of its own: what each ended in, if not in its own rows."""
+    ends = [8 * (r + 1) // num_ranks for r in range(num_ranks)]
+    parallel = open_parallel(make(), "bf16", rank, ends, timeout_s=60.0)
+    everything = make().pack("bf16")
+
+    def run(thread: int) -> str:
+        for call in range(num_calls):
+            layer = make(tokens=7 + call % 5, seed=1000 * rank + 100 * thread + call)
+            try:
+                got = parallel.moe(layer.tokens, layer.routing)
+            except Exception as error:
+                return f"call {call} of thread {thread}: {type(error).__name__}: {error}"
+            if not torch.equal(got, moe(layer.tokens, layer.routing, everything)):
+                return f"call {call} of thread {thread}: other rows"
+        return ""
+
+    with ThreadPoolExecutor(num_threads) as pool:
+        return list(pool.map(run, range(num_threads)))
+
+
+def open_late(rank: int, num_ranks: int, timeout_s: float, late_s: float) -> tuple[str, list[int], float, str]:
+    """Rank 1 opens later than the others; all open again, together. How the first ended, and the second."""
+    layer, ends = make(), [8 * (r + 1) // num_ranks for r in range(num_ranks)]
+    if rank == 1:
+        time.sleep(late_s)
+    start = time.monotonic()
+    try:
+        open_parallel(layer, "bf16", rank, ends, timeout_s=timeout_s)
+        text, ranks, seconds = "opened", [], 0.0
+    except PeerTimeout as error:
+        text, ranks, seconds = str(error), error.ranks, time.monotonic() - start
+    dist.barrier()
+    parallel = open_parallel(layer, "bf16", rank, ends, timeout_s=60.0)
+    tokens, routing = part_of(layer, rank, [60 * (r + 1) // num_ranks for r in range(num_ranks)])
+    again = torch.equal(parallel.moe(tokens, routing), moe(tokens, routing, layer.pack("bf16")))
+    return text, ranks, seconds, "right" if again else "wrong"
+
+
+def vanish_while_opening(rank: int, num_ranks: int, timeout_s: float) -> tuple[str, float]:
+    """Rank 1 says that it is there and is gone before the ranks have connected."""
+    if rank == 1:
+        api.ProcessGroupGloo = lambda *_: os._exit(3)
+    start = time.monotonic()
+    try:
+        open_parallel(make(), "bf16", rank, [8 * (r + 1) // num_ranks for r in range(num_ranks)], timeout_s=timeout_s)
+    except PeerTimeout as error:
+        return str(error), time.monotonic() - start
+    return "opened", 0.0
+
+
+def of_groups(rank: int, num_ranks: int) -> dict[str, str]:
+    """What `group` may be and what it mayn't, on the first rank, which is in the group, and the last, which isn't."""
+    layer = make()
+    some = dist.new_group(list(range(num_ranks - 1)))
+    line = init_device_mesh("cpu", (num_ranks,), mesh_dim_names=("ep",))
+    grid = init_device_mesh("cpu", (num_ranks // 2, 2), mesh_dim_names=("dp", "ep"))
+    tried = {"text": "x", "number": 3, "ranks": [0, 1], "grid": grid}
+    if rank == num_ranks - 1:
+        tried["of others"] = some
+    found = {}
+    for name, group in tried.items():
+        try:
+            ExpertParallel(layer.pack("bf16"), group)
+            found[name] = "opened"
+        except Exception as error:
+            found[name] = f"{type(error).__name__}: {error}"
+    for mesh, size, place in ((line, num_ranks, rank), (grid["ep"], 2, rank % 2)):
+        parallel = open_parallel(layer, "bf16", place, [8 * (r + 1) // size for r in range(size)], group=mesh)
+        same = torch.equal(parallel.moe(layer.tokens, layer.routing), moe(layer.tokens, layer.routing, layer.pack()))
+        found[f"mesh of {size}"] = "right" if same else "wrong"
+    return found
+
+
+def mistakes(rank: int, num_ranks: int, kinds: list[str]) -> list[tuple[str, str, float]]:
+    """One mistake after the other: the name, the text and the seconds of what each ended in."""
+    found = []
+    for kind in kinds:
+        start = time.monotonic()
+        try:
+            mistake(rank, num_ranks, kind)
+            found.append(("", "", 0.0))
+        except Exception as error:
+            found.append((type(error).__name__, str(error), time.monotonic() - start))
+    return found
+
+
+def mistake(rank: int, num_ranks: int, kind: str) -> None:
+    """Rank 1 passes something else than its peers."""
+    layer, ends = make(), [8 * (r + 1) // num_ranks for r in range(num_ranks)]
+    wrong = rank == 1
+    if kind == "format":
+        open_parallel(layer, "mxfp8" if wrong else "bf16", rank, ends)
+    if kind == "timeout":
+        open_parallel(layer, "bf16", rank, ends, timeout_s=-1.0 if wrong else 10.0)
+    if kind == "two timeouts":
+        open_parallel(layer, "bf16", rank, ends, timeout_s=20 if wrong else 10.0)
+    if kind == "max_tokens":
+        open_parallel(layer, "bf16", rank, ends, max_tokens=0 if wrong else 60, num_topk=3)
+    if kind == "hidden":
+        layer = make(hidden=128) if wrong else layer
+    parallel = open_parallel(layer, "bf16", rank, ends)
+    tokens, routing = part_of(layer, rank, [60 * (r + 1) // num_ranks for r in range(num_ranks)])
+    weights, ids = routing.topk_weights, routing.topk_ids
+    num_experts = 8
+    if wrong and kind == "id":
+        ids[3, 1] = 99
+    if wrong and kind == "dtype":
+        tokens = tokens.float()
+    if wrong and kind == "num_experts":
+        num_experts = 16
+    if wrong and kind == "k":
+        weights, ids = weights[:, :2].contiguous(), ids[:, :2].contiguous()
+    parallel.moe(tokens, Routing(weights, ids, num_experts))

@@ -1,0 +1,65 @@
+"""Several ranks of one process: their memory is the process's own, and they take their steps one after the other."""
+
+import torch
+
+from envoi.moe.parallel import dispatch, nvlink
+from envoi.moe.parallel.combine import combine_barrier, send_partial_sums, sum_rows
+from envoi.moe.parallel.dispatch import MAX_CHUNKS, num_chunks
+from envoi.moe.parallel.symmetric_memory import Domain, SharedLayout, allocate, set_peers
+from envoi.types import ExpertWeights, Routing
+from tests.moe.layers import Layer
+
+
+def open_all(layout: SharedLayout, expert_offsets: list[int], device: str = "cpu") -> list[Domain]:
+    """A domain for each rank."""
+    opened = [
+        allocate(layout, rank, expert_offsets, 1.0, torch.device(device), shared=False)
+        for rank in range(layout.num_ranks)
+    ]
+    for domain in opened:
+        set_peers(domain, [peer.memory.data_ptr() for peer in opened])
+    return opened
+
+
+def flags(domain: Domain) -> torch.Tensor:
+    """[2, num_ranks]: dispatch, combine."""
+    size = 2 * domain.layout.num_ranks
+    return domain.memory[: 4 * size].view(torch.int32).view(2, -1)
+
+
+def moe(
+    domains: list[Domain], parts: list[tuple[torch.Tensor, Routing]], experts: list[ExpertWeights] | None
+) -> list[torch.Tensor]:
+    """`nvlink.run_layer` on every rank: all take a step before any takes the next, so nobody has to wait.
+
+    experts: None leaves both GEMMs out: what was in the slots is summed; with presum the tokens themselves, in bf16.
+    """
+    ranked = []
+    for domain, (tokens, routing) in zip(domains, parts, strict=True):
+        ranked.append(dispatch.stage_tokens(domain, tokens, routing.topk_ids))
+    for turn in range(2):  # the first time for what they announce: some haven't heard from all before the second
+        for domain, (_, routing), mine in zip(domains, parts, ranked, strict=True):
+            flags(domain)[0] = num_chunks(domain.layout) if turn else 100 * MAX_CHUNKS
+            dispatch.send_routing(domain, routing.topk_ids, routing.topk_weights, mine)
+    for domain in domains:
+        dispatch.pull_rows(domain)
+    for number, domain in enumerate(domains):
+        rows = domain.rows if experts is None else nvlink.run_local_experts(domain, experts[number], 10)
+        if domain.layout.presum:
+            send_partial_sums(domain, rows)
+    outs = []
+    for domain, (_, routing) in zip(domains, parts, strict=True):
+        flags(domain)[1] = 1
+        combine_barrier(domain)
+        outs.append(sum_rows(domain, routing.topk_ids))
+    return outs
+
+
+def split(layer: Layer, token_ends: list[int]) -> list[tuple[torch.Tensor, Routing]]:
+    """The tokens of each rank and where they go."""
+    r, parts, first = layer.routing, [], 0
+    for last in token_ends:
+        part = slice(first, last)
+        parts.append((layer.tokens[part], Routing(r.topk_weights[part], r.topk_ids[part], r.num_experts)))
+        first = last
+    return parts

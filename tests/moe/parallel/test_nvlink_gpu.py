@@ -1,0 +1,380 @@
+"""ExpertParallel over NVLink: the bits of one rank, whatever the shares; many calls; graphs; faults in words."""
+
+import contextlib
+import os
+import time
+from dataclasses import replace
+from functools import cache
+from itertools import pairwise
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from envoi.moe import moe
+from envoi.moe.parallel import ExpertParallel, PeerTimeout
+from envoi.moe.parallel.symmetric_memory import SharedLayout
+from envoi.quant import FORMATS
+from envoi.sass import ep_recipes, registry
+from envoi.types import Routing
+from tests.helpers.accuracy import assert_same_bits
+from tests.helpers.launches import assert_same_code, watched
+from tests.helpers.ranks import run_ranks
+from tests.moe.layers import make
+from tests.moe.parallel import cases, domains
+from tests.moe.parallel.cases import Case
+from tests.moe.parallel.test_ranks import random_cases
+
+LAYER = {"tokens": 60, "experts": 8, "k": 3, "hidden": 256, "intermediate": 128}
+BIG = {"tokens": 600, "experts": 8, "k": 3, "hidden": 2880, "intermediate": 256}
+
+
+def on_gpu(layer, routing=None):
+    layer = cases.to(layer, "cuda")
+    r = routing or layer.routing
+    return layer, Routing(r.topk_weights.cuda(), r.topk_ids.cuda(), r.num_experts)
+
+
+def on_one_rank(case: Case) -> torch.Tensor:
+    layer, routing = on_gpu(case.build())
+    return moe(layer.tokens, routing, layer.pack(case.format)).cpu()
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("format", FORMATS)
+@pytest.mark.parametrize("sizes", [LAYER, BIG], ids=["small", "hidden 2880"])
+def test_several_ranks_in_one_process(format, sizes):
+    if sizes is BIG and format == "fp8_block128":
+        sizes = BIG | {"hidden": 2816}
+    layer, routing = on_gpu(make(**sizes))
+    layer.routing = routing
+    tokens, ends = len(layer.tokens), [1, 5, 8]
+    opened = domains.open_all(SharedLayout(3, 8, tokens, 4, layer.tokens.shape[1], format), [0, *ends], "cuda")
+    packed = [layer.pack(format, first, last) for first, last in pairwise([0, *ends])]
+    parts = domains.split(layer, [tokens // 3, tokens // 3, tokens])
+    want = moe(layer.tokens, routing, layer.pack(format))
+    for _ in range(2):
+        assert_same_bits(torch.cat(domains.moe(opened, parts, packed)), want)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("format", ["bf16", "fp8_block128"])
+def test_rows_that_meet_on_a_rank_are_summed_there(format):
+    layer, routing = on_gpu(make(**(LAYER | {"masked": 0.3})))
+    layer.routing = routing
+    tokens, ends = len(layer.tokens), [0, 1, 5, 8]
+    opened = domains.open_all(SharedLayout(3, 8, tokens, 4, layer.tokens.shape[1], format, True), ends, "cuda")
+    packed = [layer.pack(format, first, last) for first, last in pairwise(ends)]
+    parts = domains.split(layer, [tokens // 3, tokens // 3, tokens])
+    want = summed_by_rank(layer, format, ends)
+    for _ in range(2):
+        assert_same_bits(torch.cat(domains.moe(opened, parts, packed)), want)
+
+
+def summed_by_rank(layer, format: str, ends: list[int]) -> torch.Tensor:
+    """What each rank's experts have for every token, rounded, and then summed."""
+    ids, total = layer.routing.topk_ids, torch.zeros_like(layer.tokens, dtype=torch.float32)
+    for first, last in pairwise(ends):
+        mine = torch.where((ids >= first) & (ids < last), ids - first, -1)
+        routing = Routing(layer.routing.topk_weights, mine, last - first)
+        total += moe(layer.tokens, routing, layer.pack(format, first, last)).float()
+    return total.bfloat16()
+
+
+@cache
+def launched() -> dict[str, str]:
+    """The kernels between ranks on the registry's sizes, in all formats: {hash: PTX}."""
+    found: dict[str, str] = {}
+    layer, _ = on_gpu(make(tokens=ep_recipes.M, experts=16, k=ep_recipes.NUM_TOPK, hidden=ep_recipes.HIDDEN))
+    E, num_ranks = ep_recipes.NUM_EXPERTS, ep_recipes.NUM_RANKS
+    ids = layer.routing.topk_ids.cuda()
+    ids = torch.where(ids < 0, ids, ids * (E // 16))
+    routing = Routing(layer.routing.topk_weights.cuda(), ids, E)
+    with watched(lambda sha256, kernel: found.setdefault(sha256, kernel.asm["ptx"])):
+        for format in FORMATS:
+            layout = SharedLayout(num_ranks, E, ep_recipes.M, ep_recipes.NUM_TOPK, ep_recipes.HIDDEN, format)
+            ends = list(range(0, E + 1, E // num_ranks))
+            opened = domains.open_all(layout, ends, "cuda")
+            domains.moe(opened, [(layer.tokens, routing)] * num_ranks, None)
+            pulled = [int(domain.offsets[-1]) for domain in opened]
+            assert sum(pulled) == num_ranks * int((ids >= 0).sum())
+        summing = domains.open_all(replace(layout, format="bf16", presum=True), ends, "cuda")
+        domains.moe(summing, [(layer.tokens, routing)] * num_ranks, None)
+    return found
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("name", [name for name in registry.KERNELS if name.startswith("ep-")])
+def test_registered(name):
+    assert_same_code(name, registry.find(name).recipe("sm_90"), launched())
+
+
+def open_here(layer, format: str, rank: int, ends: list[int], **options) -> ExpertParallel:
+    sizes = {"max_tokens": max(1, len(layer.tokens)), "num_topk": layer.routing.topk_ids.shape[1]}
+    return cases.open_parallel(layer, format, rank, ends, f"cuda:{rank}", **(sizes | options))
+
+
+def inputs_of(layer, rank: int, ends: list[int]) -> tuple[torch.Tensor, Routing]:
+    tokens, r = cases.part_of(layer, rank, ends)
+    device = f"cuda:{rank}"
+    return tokens.to(device), Routing(r.topk_weights.to(device), r.topk_ids.to(device), r.num_experts)
+
+
+def run_all(rank: int, num_ranks: int, tried: list[Case]) -> list[tuple[torch.Tensor, str]]:
+    outs = []
+    for case in tried:
+        layer, (token_ends, expert_ends) = case.build(), case.cuts(num_ranks)
+        parallel = open_here(layer, case.format, rank, expert_ends)
+        out = parallel.moe(*inputs_of(layer, rank, token_ends)).cpu()
+        parallel.check()
+        dist.barrier()
+        parallel.close()
+        outs.append((out, parallel.transport))
+    return outs
+
+
+@pytest.mark.gpu(2)
+def test_the_bits_of_one_rank():
+    num_ranks = min(4, torch.cuda.device_count())
+    tried = [Case(format) for format in FORMATS]
+    tried += [
+        Case("fp8_block128", token_ends=[0] * (num_ranks - 1) + [60]),
+        Case("bf16", {"tokens": 0}, [0] * num_ranks),
+        Case("mxfp4", {"masked": 1.0}),
+        Case("bf16", one_expert=5),
+        Case("fp8_row", one_expert=0),
+        Case("bf16", {"bias": True, "activation": "swiglu_oai"}),
+        Case("fp8_row", {"tokens": 700, "limit": 0.5, "k": 8}),
+        Case("fp8_block128", {"tokens": 3000, "hidden": 1024, "intermediate": 512}),
+        *random_cases(num_ranks, 12, seed=num_ranks),
+    ]
+    outcomes = run_ranks(num_ranks, run_all, tried, backend="nccl", timeout_s=200)
+    assert [outcome.text for outcome in outcomes] == [""] * num_ranks
+    for number, case in enumerate(tried):
+        assert all(outcome.value[number][1] == "nvlink" for outcome in outcomes)
+        assert_same_bits(torch.cat([outcome.value[number][0] for outcome in outcomes]), on_one_rank(case))
+
+
+def presummed(rank: int, num_ranks: int, format: str) -> tuple[torch.Tensor, bool, bool]:
+    """The output, whether forty more calls give the same, and whether rows were summed on the ranks."""
+    layer, ends = make(**LAYER), [8 * (r + 1) // num_ranks for r in range(num_ranks)]
+    parallel = open_here(layer, format, rank, ends, presum=True)
+    inputs = inputs_of(layer, rank, [60 * (r + 1) // num_ranks for r in range(num_ranks)])
+    out = parallel.moe(*inputs)
+    again = [torch.equal(parallel.moe(*inputs), out) for _ in range(40)]
+    parallel.check()
+    return out.cpu(), all(again), parallel.presum
+
+
+@pytest.mark.gpu(2)
+@pytest.mark.parametrize("format", ["bf16", "fp8_row"])
+def test_presum(format):
+    num_ranks = min(4, torch.cuda.device_count())
+    outcomes = run_ranks(num_ranks, presummed, format, backend="nccl", timeout_s=100)
+    assert [outcome.value[1:] for outcome in outcomes] == [(True, True)] * num_ranks
+    layer, routing = on_gpu(make(**LAYER))
+    layer.routing = routing
+    want = summed_by_rank(layer, format, [0, *(8 * (r + 1) // num_ranks for r in range(num_ranks))])
+    assert_same_bits(torch.cat([outcome.value[0] for outcome in outcomes]), want.cpu())
+
+
+def run_often(rank: int, num_ranks: int, num_calls: int) -> dict[str, bool]:
+    """Consecutive calls with two inputs in turn, then the same from a graph whose inputs change."""
+    torch.cuda.set_device(rank)
+    layers = [make(**(LAYER | {"seed": seed})) for seed in (0, 1)]
+    layers[1].gate_up, layers[1].down = layers[0].gate_up, layers[0].down
+    ends = [[60 * (r + 1) // num_ranks for r in range(num_ranks)], [60] * num_ranks]
+    parallel = open_here(layers[0], "fp8_row", rank, [8 * (r + 1) // num_ranks for r in range(num_ranks)])
+    given = [inputs_of(layer, rank, ends) for layer, ends in zip(layers, ends, strict=True)]
+    first = [parallel.moe(*inputs).clone() for inputs in given]
+    different = torch.zeros((), dtype=torch.bool, device=f"cuda:{rank}")
+    for call in range(num_calls):
+        out = parallel.moe(*given[call % 2])
+        different |= (out != first[call % 2]).any() if out.numel() else False
+    torch.cuda.synchronize()
+    parallel.check()
+    return {"same": not bool(different), "graph": _same_from_a_graph(parallel, given[0], first[0])}
+
+
+def _same_from_a_graph(parallel, inputs, want) -> bool:
+    tokens, routing = inputs[0].clone(), Routing(inputs[1].topk_weights, inputs[1].topk_ids.clone(), 8)
+    stream = torch.cuda.Stream()
+    stream.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(stream):
+        parallel.moe(tokens, routing)
+    torch.cuda.current_stream().wait_stream(stream)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        out = parallel.moe(tokens, routing)
+    routing.topk_ids.fill_(-1)
+    graph.replay()
+    nothing = bool((out == 0).all())
+    routing.topk_ids.copy_(inputs[1].topk_ids)
+    for _ in range(50):
+        graph.replay()
+    torch.cuda.synchronize()
+    parallel.check()
+    return nothing and torch.equal(out, want)
+
+
+@pytest.mark.gpu(2)
+def test_two_thousand_calls_and_a_graph():
+    num_ranks = min(4, torch.cuda.device_count())
+    outcomes = run_ranks(num_ranks, run_often, 2000, backend="nccl", timeout_s=200)
+    assert [outcome.value for outcome in outcomes] == [{"same": True, "graph": True}] * num_ranks
+
+
+def fault(rank: int, num_ranks: int, kind: str, timeout_s: float) -> tuple[str, str, float, bool]:
+    """Rank 1 fails; what the others get, how long after, and whether the output of the failed call is all NaN."""
+    torch.cuda.set_device(rank)
+    layer, ends = make(**LAYER), [8 * (r + 1) // num_ranks for r in range(num_ranks)]
+    parallel = open_here(layer, "bf16", rank, ends, timeout_s=timeout_s)
+    inputs = inputs_of(layer, rank, [60 * (r + 1) // num_ranks for r in range(num_ranks)])
+    parallel.moe(*inputs)
+    torch.cuda.synchronize()
+    dist.barrier()
+    if rank == 1 and kind == "dies":
+        os._exit(3)
+    if rank == 1:
+        time.sleep(timeout_s + 2 if kind == "is late" else timeout_s / 2)
+    start = time.monotonic()
+    out = parallel.moe(*inputs)
+    torch.cuda.synchronize()
+    seconds = time.monotonic() - start
+    try:
+        parallel.check()
+    except PeerTimeout as error:
+        try:
+            parallel.moe(*inputs)
+        except PeerTimeout:
+            return type(error).__name__, str(error), seconds, bool(out.isnan().all())
+    return "", "", seconds, bool(out.isnan().any())
+
+
+@pytest.mark.gpu(2)
+@pytest.mark.parametrize("kind", ["dies", "is late", "is a little late"])
+def test_a_lost_rank_is_named_on_every_other(kind):
+    num_ranks, timeout_s = min(4, torch.cuda.device_count()), 3.0
+    outcomes = run_ranks(num_ranks, fault, kind, timeout_s, backend="nccl", timeout_s=100)
+    if kind == "is a little late":
+        assert [outcome.value[0] for outcome in outcomes] == [""] * num_ranks
+        assert not any(outcome.value[3] for outcome in outcomes)
+        return
+    for rank in {0, 2, 3} & set(range(num_ranks)):
+        error, text, seconds, all_nan = outcomes[rank].value
+        assert error == "PeerTimeout"
+        assert "rank 1 is lost or did not answer" in text
+        assert seconds < timeout_s + 1.0
+        assert all_nan
+    if kind == "is late":
+        assert outcomes[1].value[0] == "PeerTimeout"
+        assert outcomes[1].value[3]
+
+
+MISTAKES = {
+    "id": "routing.topk_ids: expected ids from 0 to 7, or -1 for a masked slot",
+    "dtype": "tokens: expected bfloat16 [num_tokens, 256], got float32",
+    "many": "tokens: expected at most 60 of them (max_tokens), got 61",
+    "k": "routing.topk_ids: expected at most 3 slots a token (num_topk), got 4",
+}
+
+
+def mistakes(rank: int, num_ranks: int) -> list[tuple[str, bool]]:
+    """Rank 1 makes one mistake after the other; each time a right call follows."""
+    torch.cuda.set_device(rank)
+    layer, ends = make(**LAYER), [8 * (r + 1) // num_ranks for r in range(num_ranks)]
+    parallel = open_here(layer, "bf16", rank, ends)
+    inputs = inputs_of(layer, rank, [60 * (r + 1) // num_ranks for r in range(num_ranks)])
+    want, found = parallel.moe(*inputs).clone(), []
+    for kind in MISTAKES:
+        text = ""
+        try:
+            parallel.moe(*(wrong(kind, *inputs) if rank == 1 else inputs))
+            torch.cuda.synchronize()
+            parallel.check()
+        except ValueError as error:
+            text = str(error)
+        torch.cuda.synchronize()
+        _forget(parallel)
+        dist.barrier()
+        found.append((text, torch.equal(parallel.moe(*inputs), want)))
+    parallel.check()
+    return found
+
+
+def _forget(parallel) -> None:
+    """The rank that raised at once has heard of it from itself too."""
+    with contextlib.suppress(ValueError):
+        parallel.check()
+
+
+def wrong(kind: str, tokens: torch.Tensor, routing: Routing) -> tuple[torch.Tensor, Routing]:
+    weights, ids = routing.topk_weights, routing.topk_ids.clone()
+    if kind == "id":
+        ids[3, 1] = 99
+    if kind == "dtype":
+        tokens = tokens.float()
+    if kind == "many":
+        tokens, ids, weights = (x[:1].expand(61, -1).contiguous() for x in (tokens, ids, weights))
+    if kind == "k":
+        ids, weights = (torch.cat((x, x[:, :1]), 1) for x in (ids, weights))
+    return tokens, Routing(weights, ids, routing.num_experts)
+
+
+@pytest.mark.gpu(2)
+def test_one_ranks_mistake_is_an_error_on_all_and_the_next_call_is_right():
+    num_ranks = min(4, torch.cuda.device_count())
+    outcomes = run_ranks(num_ranks, mistakes, backend="nccl", timeout_s=100)
+    for rank, outcome in enumerate(outcomes):
+        for (text, right_again), message in zip(outcome.value, MISTAKES.values(), strict=True):
+            assert message in text
+            assert right_again
+            if rank != 1:
+                assert text.startswith("rank 1 of the group refused its arguments")
+
+
+def hurried(rank: int, num_ranks: int) -> tuple[int, bool]:
+    """Rank 1 passes a wrong id in the second of six calls, and no host waits for the device in between."""
+    torch.cuda.set_device(rank)
+    layer, ends = make(**LAYER), [8 * (r + 1) // num_ranks for r in range(num_ranks)]
+    parallel = open_here(layer, "bf16", rank, ends)
+    inputs = inputs_of(layer, rank, [60 * (r + 1) // num_ranks for r in range(num_ranks)])
+    want, num_errors = parallel.moe(*inputs).clone(), 0
+    bad = wrong("id", *inputs)
+    for call in range(6):
+        try:
+            parallel.moe(*(bad if rank == 1 and call == 1 else inputs))
+        except ValueError:
+            num_errors += 1
+    torch.cuda.synchronize()
+    try:
+        parallel.check()
+    except ValueError:
+        num_errors += 1
+    return num_errors, torch.equal(parallel.moe(*inputs), want)
+
+
+@pytest.mark.gpu(2)
+def test_a_refusal_is_told_once_and_keeps_the_ranks_in_step():
+    num_ranks = min(4, torch.cuda.device_count())
+    outcomes = run_ranks(num_ranks, hurried, backend="nccl", timeout_s=100)
+    assert [outcome.value for outcome in outcomes] == [(1, True)] * num_ranks
+
+
+def layers_in_turn(rank: int, num_ranks: int) -> tuple[bool, bool]:
+    """Two layers of the same sizes, called in turn: whether they share memory, and are right."""
+    torch.cuda.set_device(rank)
+    layers = [make(**(LAYER | {"seed": seed})) for seed in (0, 1)]
+    ends = [8 * (r + 1) // num_ranks for r in range(num_ranks)]
+    opened = [open_here(layer, "fp8_row", rank, ends) for layer in layers]
+    given = [inputs_of(layer, rank, [60 * (r + 1) // num_ranks for r in range(num_ranks)]) for layer in layers]
+    first = [parallel.moe(*inputs).clone() for parallel, inputs in zip(opened, given, strict=True)]
+    again = [torch.equal(opened[i % 2].moe(*given[i % 2]), first[i % 2]) for i in range(40)]
+    return opened[0].domain is opened[1].domain, all(again) and not torch.equal(*first)
+
+
+@pytest.mark.gpu(2)
+def test_layers_share_memory():
+    num_ranks = min(4, torch.cuda.device_count())
+    outcomes = run_ranks(num_ranks, layers_in_turn, backend="nccl", timeout_s=100)
+    assert [outcome.value for outcome in outcomes] == [(True, True)] * num_ranks

@@ -1,0 +1,140 @@
+"""Exact selection: twenty thousand rows a rule, recomputed from the operator's own logits by another library."""
+
+import numpy as np
+import pytest
+import torch
+
+from envoi.moe.router import PRESETS, Rule, route
+from envoi.moe.router.reference import scores, select
+from tests.helpers.inputs import LOGITS, logits
+from tests.moe.router import naive
+from tests.moe.router.test_selection import RULES
+
+ROWS, HIDDEN = 20_000, 24
+
+
+def distinct_presets() -> dict[str, str]:
+    """One name for each size and rule."""
+    return {str((p.num_experts, p.num_topk, p.rule, p.has_expert_bias)): name for name, p in PRESETS.items()}
+
+
+def hard_rows(num_experts: int, rows: int = ROWS) -> tuple[torch.Tensor, torch.Tensor]:
+    """tokens and a gate whose logits are, a third each: around 0; around -2, so of both signs at the cut; 1 +- 1e-4."""
+    source = torch.Generator().manual_seed(num_experts)
+    tokens = torch.randn(rows, HIDDEN, generator=source)
+    gate = torch.randn(num_experts, HIDDEN, generator=source) / HIDDEN**0.5
+    gate[:, 0] = 1.0
+    third = rows // 3
+    tokens[:, 0] = 0.0
+    tokens[third : 2 * third, 0] = -2.0
+    tokens[2 * third :] *= 3e-5
+    tokens[2 * third :, 0] = 1.0
+    return tokens, gate
+
+
+def wrong_rows(key: np.ndarray, ids: np.ndarray) -> np.ndarray:
+    """Which rows of ids aren't the k largest keys, largest first, the smaller id first among equals."""
+    chosen = np.take_along_axis(key, ids, 1)
+    falls = (chosen[:, :-1] > chosen[:, 1:]) | ((chosen[:, :-1] == chosen[:, 1:]) & (ids[:, :-1] < ids[:, 1:]))
+    taken = np.zeros(key.shape, bool)
+    np.put_along_axis(taken, ids, True, 1)
+    last, last_id = chosen[:, -1:], ids[:, -1:]
+    loses = (key < last) | ((key == last) & (np.arange(key.shape[1]) > last_id))
+    return ~(falls.all(1) & (taken.sum(1) == ids.shape[1]) & (taken | loses).all(1))
+
+
+def bar_groups(key: np.ndarray, rule: Rule) -> np.ndarray:
+    """-inf outside the best groups; the smaller group first among equals."""
+    groups = key.reshape(len(key), rule.num_groups, -1)
+    best = -np.sort(-groups, axis=2)
+    strength = best[..., 0] if rule.group_score == "max" else best[..., 0] + best[..., 1]
+    order = np.lexsort((np.broadcast_to(np.arange(rule.num_groups), strength.shape), -strength), axis=1)
+    kept = np.zeros(strength.shape, bool)
+    np.put_along_axis(kept, order[:, : rule.num_topk_groups], True, 1)
+    return np.where(kept[..., None], groups, -np.inf).reshape(key.shape)
+
+
+def test_the_judge_itself():
+    source = np.random.default_rng(0)
+    key = source.integers(0, 9, (500, 16)).astype(np.float32)
+    right = np.lexsort((np.broadcast_to(np.arange(16), key.shape), -key), axis=1)[:, :4]
+    assert not wrong_rows(key, right).any()
+    for wrong in (right[:, ::-1], right[:, [0, 1, 3, 2]], right[:, [0, 1, 2, 2]], (right + 1) % 16):
+        assert wrong_rows(key, wrong).all()
+    next_best = np.lexsort((np.broadcast_to(np.arange(16), key.shape), -key), axis=1)[:, [0, 1, 2, 4]]
+    assert wrong_rows(key, next_best).all()
+
+
+@pytest.mark.parametrize("name", distinct_presets().values())
+def test_not_one_wrong_id(name):
+    chosen = PRESETS[name]
+    rule = chosen.rule
+    tokens, gate = hard_rows(chosen.num_experts)
+    source = torch.Generator().manual_seed(1)
+    bias = torch.randn(chosen.num_experts, generator=source) * 0.05 if chosen.has_expert_bias else None
+    got = route(tokens, gate, chosen.num_topk, rule=name, expert_bias=bias, return_logits=True)
+    by_score = bias is not None or (rule.num_groups > 1 and rule.group_score == "top2_sum")
+    key = (scores(got.logits, rule) + (0 if bias is None else bias) if by_score else got.logits).numpy()
+    if rule.num_groups > 1:
+        key = bar_groups(key, rule)
+    wrong = wrong_rows(key, got.topk_ids.numpy())
+    assert not wrong.any(), f"{wrong.sum()} of {len(wrong)} rows, the first is {wrong.argmax()}"
+
+
+@pytest.mark.parametrize("rule", [Rule(), Rule("sigmoid"), Rule("sqrt_softplus")], ids=lambda rule: rule.score)
+def test_scores_are_within_a_few_units_of_float64(rule):
+    tokens, gate = hard_rows(64, 3000)
+    x = tokens @ gate.T * 4
+    wide = scores(x.double(), rule)
+    error = ((scores(x, rule).double() - wide) / wide).abs().max()
+    assert error < (3e-6 if rule.score == "softmax" else 3 * 2**-24), error
+
+
+def test_a_sigmoid_far_below_zero_isnt_lost():
+    x = torch.tensor([[-100.0, -88.0, -30.0, 0.0, 30.0, 100.0]])
+    torch.testing.assert_close(scores(x, Rule("sigmoid")).double(), x.double().sigmoid(), rtol=1e-6, atol=2.0**-149)
+
+
+def test_an_index_in_the_low_bits_would_pick_others():
+    """The trap that the inputs are for: 8 mantissa bits given to the index of 256 experts."""
+    tokens, gate = hard_rows(256)
+    got = route(tokens, gate, 8, return_logits=True)
+    bits = got.logits.view(torch.int32).numpy()
+    monotone = np.where(bits < 0, ~bits, bits | np.int32(-(2**31))).view(np.uint32)
+    packed = (monotone & ~np.uint32(255)) | np.arange(255, -1, -1, dtype=np.uint32)
+    picked = 255 - (-np.sort(-packed.astype(np.int64), axis=1)[:, :8] & 255)
+    trapped = wrong_rows(got.logits.numpy(), picked)
+    crowded = np.arange(len(trapped)) >= 2 * (ROWS // 3)
+    assert trapped[crowded].mean() > 0.5
+    assert trapped[~crowded].any()
+    assert not wrong_rows(got.logits.numpy(), got.topk_ids.numpy()).any()
+
+
+def test_signs_may_differ_within_a_rows_choice():
+    tokens, gate = hard_rows(32)
+    got = route(tokens, gate, 8, return_logits=True)
+    chosen = got.logits.gather(1, got.topk_ids.long())
+    mixed = ((chosen > 0).any(1) & (chosen < 0).any(1)).numpy()
+    assert mixed.sum() > 3000
+    assert not wrong_rows(got.logits.numpy(), got.topk_ids.numpy())[mixed].any()
+    want = chosen.double().softmax(1)  # a renormalised softmax is the softmax over the chosen
+    torch.testing.assert_close(got.topk_weights.double(), want, rtol=2e-6, atol=1e-8)
+
+
+@pytest.mark.parametrize("kind", LOGITS)
+@pytest.mark.parametrize("rule", RULES)
+def test_float32_against_plain_python(kind, rule):
+    k, n = 5, 24
+    x = logits(kind, 30, n, k, seed=3)
+    weights, ids = select(x, k, RULES[rule], None)
+    exact = not (RULES[rule].num_groups > 1 and RULES[rule].group_score == "top2_sum")
+    for row in range(len(x)):
+        want_weights, want_ids = naive.select(x[row].double().tolist(), k, RULES[rule], None)
+        if not exact and ids[row].tolist() != want_ids:  # sums of two rounded scores may tie where exact ones don't
+            continue
+        assert ids[row].tolist() == want_ids
+        want = torch.tensor(want_weights, dtype=torch.float64)
+        torch.testing.assert_close(weights[row].double(), want, rtol=4e-6, atol=1e-30)
+    if not exact and kind in ("randn", "mixed signs", "NaN", "-inf", "+inf"):
+        same = [ids[r].tolist() == naive.select(x[r].double().tolist(), k, RULES[rule], None)[1] for r in range(30)]
+        assert all(same)

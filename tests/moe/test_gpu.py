@@ -1,0 +1,242 @@
+"""The experts on a GPU: each step's bits, the path beside the reference on a CPU, no waiting, graphs, the code."""
+
+from dataclasses import replace
+from functools import cache
+
+import pytest
+import torch
+
+from envoi.moe import moe, reference
+from envoi.moe.combine import combine_rows
+from envoi.moe.oracle import moe_oracle
+from envoi.moe.permute import gather_rows, quantize_rows, sort_slots
+from envoi.moe.reference_permute import permute, take_rows
+from envoi.moe.reference_permute import sort_slots as reference_sort
+from envoi.quant import FORMATS, SCHEMES, format_named, quantize
+from envoi.sass import registry
+from envoi.types import QuantTensor, Routing
+from tests.helpers.accuracy import assert_at_most_twice, assert_same_bits, relative_error
+from tests.helpers.launches import assert_same_code, watched
+from tests.moe.layers import Layer, eager_bf16, make
+from tests.moe.test_moe import BOUNDS, KINDS
+
+pytestmark = [pytest.mark.gpu, pytest.mark.usefixtures("tidy_gpu")]
+HOPPER = (9, 0)
+SINGLE_ROWS = ("fp8_row", "fp8_1x128", "mxfp8")
+
+
+def random_ids(tokens: int, experts: int, k: int, seed: int = 0) -> torch.Tensor:
+    source = torch.Generator("cuda").manual_seed(seed)
+    return torch.randint(-1, experts, (tokens, k), generator=source, dtype=torch.int32, device="cuda")
+
+
+SIZES = [(1, 1, 1), (7, 3, 2), (64, 32, 6), (513, 8, 8), (2048, 32, 6), (8192, 256, 8), (1000, 1024, 32)]
+
+
+@pytest.mark.parametrize(("tokens", "experts", "k"), SIZES)
+def test_sorting(tokens, experts, k):
+    for ids in (random_ids(tokens, experts, k), torch.full((tokens, k), experts - 1, dtype=torch.int32).cuda()):
+        row_map = sort_slots(ids, experts)
+        pos_to_slot, offsets = reference_sort(ids, experts)
+        want = torch.full((ids.numel(),), -1, dtype=torch.int32, device="cuda")
+        want[pos_to_slot.long()] = torch.arange(len(pos_to_slot), dtype=torch.int32, device="cuda")
+        assert_same_bits(row_map.offsets, offsets)
+        assert_same_bits(row_map.slot_to_pos, want.view(ids.shape))
+
+
+def assert_same_rows(got, want) -> None:
+    if not isinstance(got, QuantTensor):
+        assert_same_bits(got, want)
+        return
+    assert_same_bits(got.values, want.values)
+    powers = got.sf.dtype == torch.float8_e8m0fnu
+    assert_same_bits(*(x.sf.view(torch.uint8) if powers else x.sf for x in (got, want)))
+
+
+@pytest.mark.parametrize("hidden", [128, 2880, 4096, 7168])
+@pytest.mark.parametrize("format", FORMATS)
+def test_gathered_rows_have_the_references_bits(format, hidden):
+    if hidden % format_named(format).group_k:
+        pytest.skip("not a shape of this format")
+    source = torch.Generator("cuda").manual_seed(0)
+    tokens = torch.randn(300, hidden, generator=source, device="cuda")
+    tokens = (tokens * torch.logspace(-6, 6, 300, device="cuda")[:, None]).bfloat16()
+    tokens[2], tokens[3, 5], tokens[4, 9] = 0.0, torch.nan, torch.inf
+    ids = random_ids(300, 8, 6)
+    weights = torch.rand(300, 6, generator=source, device="cuda")
+    want = permute(reference.quantize_tokens(tokens, format), weights, ids, 8)
+    rows, row_weights = gather_rows(tokens, weights, sort_slots(ids, 8), format_named(format).activations)
+    used = len(want.topk_weights)
+    assert_same_rows(take_rows(rows, torch.arange(used, device="cuda")), want.rows)
+    assert_same_bits(row_weights[:used], want.topk_weights)
+    assert bool(row_weights[used:].isnan().all())
+
+
+@pytest.mark.parametrize("scheme", SINGLE_ROWS)
+def test_quantised_rows_have_the_references_bits(scheme):
+    source = torch.Generator("cuda").manual_seed(0)
+    rows = torch.randn(500, 2048, generator=source, device="cuda").bfloat16()
+    got = quantize_rows(rows, torch.tensor([0, 400, 490], dtype=torch.int32, device="cuda"), SCHEMES[scheme])
+    assert_same_rows(take_rows(got, torch.arange(490, device="cuda")), quantize(rows[:490], scheme))
+
+
+@pytest.mark.parametrize(("width", "k"), [(8, 1), (2880, 4), (4096, 6), (7168, 32)])
+def test_combine_against_a_loop(width, k):
+    source = torch.Generator("cuda").manual_seed(k)
+    rows = torch.randn(200 * k, width, generator=source, device="cuda").bfloat16()
+    row_map = torch.randperm(200 * k, generator=source, device="cuda").to(torch.int32).view(200, k)
+    row_map[torch.rand(200, k, generator=source, device="cuda") < 0.2] = -1
+    want = torch.zeros(200, width, device="cuda")
+    for slot in range(k):
+        want += torch.where(row_map[:, slot, None] >= 0, rows[row_map[:, slot].long()], 0.0).float()
+    assert_same_bits(combine_rows(rows, row_map), want.bfloat16())
+
+
+def on_gpu(layer: Layer) -> Layer:
+    moved = {key: x.cuda() if isinstance(x, torch.Tensor) else x for key, x in vars(layer).items()}
+    routing = layer.routing
+    moved["routing"] = Routing(routing.topk_weights.cuda(), routing.topk_ids.cuda(), routing.num_experts)
+    return Layer(**moved)
+
+
+def run(layer: Layer, format: str = "bf16") -> torch.Tensor:
+    return moe(layer.tokens, layer.routing, layer.pack(format))
+
+
+def arguments(layer: Layer, format: str) -> tuple:
+    return layer.tokens, layer.routing.topk_weights, layer.routing.topk_ids, layer.pack(format)
+
+
+def assert_right(layer: Layer, format: str) -> torch.Tensor:
+    """layer: on the CPU. At most twice the error of the reference there."""
+    got, want = run(on_gpu(layer), format).cpu(), moe_oracle(*arguments(layer, format))
+    assert_at_most_twice(got, reference.moe(*arguments(layer, format)), want)
+    assert relative_error(got, want) < 1.5 * BOUNDS[format]
+    return got
+
+
+@pytest.mark.parametrize("format", FORMATS)
+@pytest.mark.parametrize("kind", KINDS)
+def test_error_is_at_most_twice_the_references(format, kind):
+    assert_right(make(tokens=200, hidden=512, intermediate=256, **KINDS[kind]), format)
+
+
+@pytest.mark.parametrize("tokens", [1, 5, 64, 700])
+@pytest.mark.parametrize("format", FORMATS)
+def test_tokens(format, tokens):
+    assert_right(make(tokens=tokens, experts=16, k=4, hidden=512, intermediate=256), format)
+
+
+def test_bf16_is_as_good_as_torchs():
+    layer = on_gpu(make(tokens=500, hidden=1024, intermediate=512, bias=True))
+    assert_at_most_twice(run(layer), eager_bf16(layer), moe_oracle(*arguments(layer, "bf16")))
+
+
+@pytest.mark.parametrize("format", [f for f in FORMATS if f != "fp8_block128"])
+def test_hidden_2880(format):
+    assert_right(make(60, 8, 4, 2880, 320, activation="swiglu_oai", bias=True), format)
+
+
+def with_ids(layer: Layer, ids: torch.Tensor) -> Layer:
+    return replace(layer, routing=replace(layer.routing, topk_ids=ids.to(torch.int32)))
+
+
+@pytest.mark.parametrize("format", FORMATS)
+def test_hostile_routing(format):
+    layer = make(tokens=150, experts=6, k=4)
+    skewed = torch.multinomial(1 / torch.arange(1.0, 7), 600, replacement=True, generator=torch.manual_seed(0))
+    for ids in (torch.full((150, 4), 3), skewed.view(150, 4), torch.arange(600).view(150, 4) % 2):
+        assert_right(with_ids(layer, ids), format)
+    masked = run(on_gpu(with_ids(layer, torch.full((150, 4), -1))), format)
+    assert_same_bits(masked, torch.zeros_like(masked))
+    assert run(on_gpu(make(tokens=0)), format).shape == (0, 256)
+    assert_right(make(tokens=70, experts=1, k=1), format)
+
+
+@pytest.mark.parametrize("format", ["bf16", "fp8_block128", "mxfp4"])
+@pytest.mark.parametrize(("experts", "k"), [(40, 32), (256, 8), (513, 4)])
+def test_many_experts(experts, k, format):
+    assert_right(make(tokens=100, experts=experts, k=k, hidden=128, intermediate=128), format)
+
+
+def test_shared_experts_are_ordinary_slots():
+    layer = make(tokens=100, experts=9)
+    ids = torch.cat((layer.routing.topk_ids.clamp(max=7), torch.full((100, 1), 8)), 1)
+    weights = torch.cat((layer.routing.topk_weights, torch.ones(100, 1)), 1)
+    assert_right(replace(layer, routing=Routing(weights, ids.to(torch.int32), 9)), "fp8_row")
+
+
+@pytest.mark.parametrize("format", FORMATS)
+def test_bad_tokens_spoil_no_others(format):
+    layer = on_gpu(make(tokens=200, masked=0.0))
+    clean = run(layer, format)
+    layer.tokens[7, 100], layer.tokens[150, 0] = torch.nan, torch.inf
+    got = run(layer, format)
+    others = torch.tensor([i for i in range(200) if i not in (7, 150)])
+    assert_same_bits(got[others], clean[others])
+    assert bool(got[[7, 150]].isnan().any(1).all())
+
+
+@pytest.mark.parametrize("format", FORMATS)
+def test_ids_that_no_expert_has_are_masked(format):
+    layer = on_gpu(make())
+    want = run(layer, format)
+    layer.routing.topk_ids[layer.routing.topk_ids < 0] = 99
+    assert_same_bits(run(layer, format), want)
+
+
+@pytest.mark.parametrize("format", FORMATS)
+def test_the_same_bits_a_hundred_times(format):
+    layer = on_gpu(make(tokens=300, experts=16, k=4, hidden=512, intermediate=256))
+    packed = layer.pack(format)
+    first = moe(layer.tokens, layer.routing, packed)
+    for _ in range(100):
+        assert_same_bits(moe(layer.tokens, layer.routing, packed), first)
+
+
+@pytest.mark.parametrize("format", FORMATS)
+def test_nothing_waits_and_a_graph_serves_other_routings(format):
+    layers = [on_gpu(make(tokens=130, masked=masked, seed=i)) for i, masked in enumerate((0.0, 0.5, 1.0))]
+    packed = layers[0].pack(format)
+    want = [moe(layer.tokens, layer.routing, packed) for layer in layers]
+    given = on_gpu(make(tokens=130))
+    torch.cuda.synchronize()
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        moe(given.tokens, given.routing, packed)
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        got = moe(given.tokens, given.routing, packed)
+    for layer, expected in zip(layers, want, strict=True):
+        given.tokens.copy_(layer.tokens)
+        given.routing.topk_ids.copy_(layer.routing.topk_ids)
+        given.routing.topk_weights.copy_(layer.routing.topk_weights)
+        graph.replay()
+        torch.cuda.synchronize()
+        assert_same_bits(got, expected)
+
+
+@cache
+def launched() -> dict[str, str]:
+    """The kernels around the GEMMs, on sizes for which they are compiled as the registry's are."""
+    seen: dict[str, str] = {}
+    tokens, ids = torch.randn(96, 4096, device="cuda").bfloat16(), random_ids(96, 32, 6)
+    rows = torch.randn(576, 2048, device="cuda").bfloat16()
+    with watched(lambda sha256, kernel: seen.setdefault(sha256, kernel.asm["ptx"])):
+        sort_slots(random_ids(2048, 32, 6), 32)
+        row_map = sort_slots(ids, 32)
+        for scheme in (None, *SINGLE_ROWS):
+            gather_rows(tokens, torch.rand(96, 6, device="cuda"), row_map, SCHEMES[scheme] if scheme else None)
+        for scheme in SINGLE_ROWS:
+            quantize_rows(rows, row_map.offsets, SCHEMES[scheme])
+        combine_rows(torch.randn(576, 4096, device="cuda").bfloat16(), row_map.slot_to_pos)
+    return seen
+
+
+@pytest.mark.parametrize("name", [name for name in registry.KERNELS if name.startswith("experts")])
+def test_what_runs_is_what_was_counted(name):
+    if torch.cuda.get_device_capability() != HOPPER:
+        pytest.skip("counted for Hopper")
+    assert_same_code(name, registry.find(name).recipe("sm_90"), launched())

@@ -1,0 +1,232 @@
+"""`envoi.moe` on one rank: accuracy, hostile routing, bits, compilation, refusals."""
+
+from dataclasses import replace
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from envoi.moe import moe
+from envoi.moe.op import flatten, unflatten
+from envoi.moe.oracle import moe_oracle
+from envoi.moe.router import route
+from envoi.quant import FORMATS, dequantize, format_named, quantize
+from envoi.types import Routing
+from tests.helpers.accuracy import assert_at_most_twice, assert_same_bits, relative_error
+from tests.moe.layers import Layer, eager_bf16, make
+
+OPCHECKS = ("test_schema", "test_autograd_registration", "test_faketensor", "test_aot_dispatch_dynamic")
+BOUNDS = {"bf16": 0.006, "fp8_row": 0.06, "fp8_block128": 0.06, "mxfp8": 0.06, "mxfp4": 0.06}
+KINDS = {
+    "swiglu": {}, "limit": {"limit": 0.5}, "bias": {"bias": True},
+    "swiglu_oai": {"bias": True, "activation": "swiglu_oai"},
+}  # fmt: skip
+
+
+def run(layer: Layer, format: str = "bf16") -> torch.Tensor:
+    return moe(layer.tokens, layer.routing, layer.pack(format))
+
+
+def oracle(layer: Layer, format: str) -> torch.Tensor:
+    return moe_oracle(layer.tokens, layer.routing.topk_weights, layer.routing.topk_ids, layer.pack(format))
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_bf16_is_as_good_as_torchs(kind):
+    layer = make(**KINDS[kind])
+    assert_at_most_twice(run(layer), eager_bf16(layer), oracle(layer, "bf16"))
+
+
+def emulated(layer: Layer, format: str) -> torch.Tensor:
+    """The format's roundings where they belong and float64 everywhere else, token by token."""
+    scheme, packed = format_named(format).activations, layer.pack(format)
+    tokens = dequantize(quantize(layer.tokens, scheme), torch.float64)
+    gate_up, down = (dequantize(w, torch.float64) for w in (packed.gate_up, packed.down))
+    out = torch.zeros(layer.tokens.shape, dtype=torch.float64)
+    for token, ids in enumerate(layer.routing.topk_ids.tolist()):
+        for slot, expert in enumerate(ids):
+            if expert >= 0:
+                h = gate_up[expert] @ tokens[token]
+                h = torch.nn.functional.silu(h[0::2]) * h[1::2] * layer.routing.topk_weights[token, slot].double()
+                h = dequantize(quantize(h.float().unsqueeze(0), scheme), torch.float64)[0]
+                out[token] += (down[expert] @ h).float().bfloat16().double()
+    return out.bfloat16()
+
+
+@pytest.mark.parametrize("format", [name for name in FORMATS if name != "bf16"])
+def test_quantised_formats_match_an_emulation(format):
+    layer = make(tokens=20)
+    want = oracle(layer, format)
+    assert_at_most_twice(run(layer, format), emulated(layer, format), want)
+    assert relative_error(run(layer, format), emulated(layer, format)) < 0.01
+
+
+@pytest.mark.parametrize("format", FORMATS)
+@pytest.mark.parametrize("kind", KINDS)
+def test_error_is_bounded(format, kind):
+    layer = make(**KINDS[kind])
+    assert relative_error(run(layer, format), oracle(layer, format)) < BOUNDS[format]
+
+
+@pytest.mark.parametrize("format", FORMATS)
+def test_hostile_routing(format):
+    layer = make(tokens=40, experts=6, k=4)
+    m, k, n = 40, 4, 6
+    skewed = torch.multinomial(1 / torch.arange(1.0, n + 1), m * k, replacement=True).view(m, k).to(torch.int32)
+    for ids in (
+        torch.full((m, k), -1, dtype=torch.int32),
+        torch.full((m, k), 3, dtype=torch.int32),  # one expert, and four times in a token
+        skewed,
+        torch.arange(m * k, dtype=torch.int32).view(m, k) % 2,  # four experts without a token
+    ):
+        other = replace(layer, routing=replace(layer.routing, topk_ids=ids))
+        assert relative_error(run(other, format), oracle(other, format)) < BOUNDS[format]
+
+
+@pytest.mark.parametrize("format", FORMATS)
+def test_masked_tokens_are_zeros_and_no_tokens_are_none(format):
+    layer = make(tokens=5)
+    layer.routing.topk_ids[2] = -1
+    assert bool((run(layer, format)[2] == 0).all())
+    assert run(make(tokens=0), format).shape == (0, 256)
+
+
+@pytest.mark.parametrize("format", FORMATS)
+@pytest.mark.parametrize("bad", [torch.nan, torch.inf])
+def test_a_bad_token_spoils_no_other(format, bad):
+    layer = make(masked=0.0)
+    clean = run(layer, format)
+    layer.tokens[7, 100] = bad
+    got = run(layer, format)
+    others = torch.arange(60) != 7
+    assert_same_bits(got[others], clean[others])
+    assert bool(got[7].isnan().any())
+
+
+@pytest.mark.parametrize("format", FORMATS)
+def test_bits_are_the_same_in_every_run_and_in_every_batch(format):
+    layer = make(tokens=50)
+    whole = run(layer, format)
+    assert_same_bits(run(layer, format), whole)
+    packed = layer.pack(format)
+    for rows in (1, 3, 17):
+        part = Routing(layer.routing.topk_weights[:rows].clone(), layer.routing.topk_ids[:rows].clone(), 8)
+        assert_same_bits(moe(layer.tokens[:rows].clone(), part, packed), whole[:rows])
+
+
+@pytest.mark.parametrize("format", FORMATS)
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_tokens_bits_do_not_depend_on_the_others(format, kind):
+    width = 24 if format in ("bf16", "fp8_row") else 128  # 24 leaves a remainder behind every vector of a CPU
+    layer = make(tokens=97, hidden=width, intermediate=width, **KINDS[kind])
+    weights, ids, packed = layer.routing.topk_weights, layer.routing.topk_ids, layer.pack(format)
+    whole = run(layer, format)
+    source = torch.Generator().manual_seed(1)
+    for size in (1, 1, 2, 5, 31, 97):
+        chosen = torch.randperm(97, generator=source)[:size]
+        got = moe(layer.tokens[chosen], Routing(weights[chosen], ids[chosen], 8), packed)
+        assert_same_bits(got, whole[chosen])
+    others = torch.arange(97) % 4 != 0
+    layer.tokens[others] = torch.randn(int(others.sum()), width, generator=source).bfloat16() * 100
+    ids[others] = ids[others].flip(0)
+    assert_same_bits(run(layer, format)[~others], whole[~others])
+
+
+@given(
+    tokens=st.integers(0, 20), experts=st.integers(1, 6), data=st.data(), masked=st.sampled_from([0.0, 0.3, 1.0]),
+    format=st.sampled_from(list(FORMATS)), kind=st.sampled_from(list(KINDS)), seed=st.integers(0, 99),
+)  # fmt: skip
+@settings(max_examples=25, deadline=None)
+def test_any_shape(tokens, experts, data, masked, format, kind, seed):
+    k = data.draw(st.integers(1, experts))
+    layer = make(tokens, experts, k, 128, 128, seed, masked, **KINDS[kind])
+    got = run(layer, format)
+    assert got.dtype == torch.bfloat16
+    assert relative_error(got, oracle(layer, format)) < 1.5 * BOUNDS[format]
+
+
+def test_thirty_two_slots():
+    layer = make(tokens=6, experts=40, k=32, hidden=64, intermediate=32)
+    assert_at_most_twice(run(layer), eager_bf16(layer), oracle(layer, "bf16"))
+
+
+def test_inputs_that_are_not_contiguous():
+    layer = make()
+    wide = torch.stack((layer.tokens, layer.tokens), dim=2)[..., 0]
+    ids = layer.routing.topk_ids.T.contiguous().T
+    weights = layer.routing.topk_weights.T.contiguous().T
+    assert not wide.is_contiguous()
+    assert_same_bits(moe(wide, Routing(weights, ids, 8), layer.pack()), run(layer))
+
+
+def test_operator_is_well_formed():
+    layer = make(tokens=4, bias=True)
+    for format in ("bf16", "fp8_block128", "mxfp4"):
+        arguments = (layer.tokens, layer.routing.topk_weights, layer.routing.topk_ids, *flatten(layer.pack(format)))
+        # torch's own check of the schema can't compare float8 arguments.
+        checks = OPCHECKS if format == "bf16" else OPCHECKS[1:]
+        torch.library.opcheck(torch.ops.envoi.moe.default, arguments, test_utils=checks)
+
+
+def test_the_operator_knows_which_weights_are_tame():
+    packed = make().pack("mxfp4")
+    both = unflatten(*flatten(packed))
+    assert both.gate_up.tame == packed.gate_up.tame
+    assert both.down.tame == packed.down.tame
+    other = unflatten(*flatten(replace(packed, down=replace(packed.down, tame=False))))
+    assert (other.gate_up.tame, other.down.tame) == (True, False)
+
+
+def test_compiles_as_one_graph():
+    layer = make()
+    packed, gate = layer.pack("mxfp8"), torch.randn(8, 256).bfloat16()
+
+    def step(tokens):
+        return moe(tokens, route(tokens, gate, 2), packed) * 2
+
+    compiled = torch.compile(step, fullgraph=True, backend="aot_eager")
+    assert_same_bits(compiled(layer.tokens), step(layer.tokens))
+
+
+def changed(ids: torch.Tensor, token: int, slot: int, expert: int) -> torch.Tensor:
+    ids = ids.clone()
+    ids[token, slot] = expert
+    return ids
+
+
+LAYER = make()
+R = LAYER.routing
+
+
+@pytest.mark.parametrize(
+    ("message", "tokens", "routing"),
+    [
+        (r"tokens: expected bfloat16 \[num_tokens, 256\], got float32 \[60, 256\]", LAYER.tokens.float(), R),
+        (r"tokens: expected bfloat16 \[num_tokens, 256\], got bfloat16 \[60, 255\]", LAYER.tokens[:, :255], R),
+        ("tokens: expected a tensor on cpu .*, got one on meta", LAYER.tokens.to("meta"), R),
+        (r"expected int32 \[60, num_topk\], got int16", LAYER.tokens, replace(R, topk_ids=R.topk_ids.short())),
+        ("topk_ids: expected int32 .60, .*, got NoneType", LAYER.tokens, replace(R, topk_ids=None)),
+        ("topk_ids: expected int32 .60, .*, got int32 .9, 3.", LAYER.tokens, replace(R, topk_ids=R.topk_ids[:9])),
+        ("topk_weights: expected float32 .60, 3., got float64", LAYER.tokens,
+         replace(R, topk_weights=R.topk_weights.double())),
+        ("experts: expected all 16 experts of the routing, got 8", LAYER.tokens, replace(R, num_experts=16)),
+        ("ids from 0 to 7, or -1 .*, got 8 at token 1, slot 2", LAYER.tokens,
+         replace(R, topk_ids=changed(R.topk_ids, 1, 2, 8))),
+        ("got -2 at token 0, slot 0", LAYER.tokens, replace(R, topk_ids=torch.full_like(R.topk_ids, -2))),
+        ("routing: expected an envoi.Routing, got tuple", LAYER.tokens, (R.topk_weights, R.topk_ids)),
+    ],
+)  # fmt: skip
+def test_refusals(message, tokens, routing):
+    with pytest.raises(ValueError, match=message):
+        moe(tokens, routing, LAYER.pack())
+
+
+def test_activations_are_known():
+    with pytest.raises(ValueError, match="activation: expected one of 'swiglu', 'swiglu_oai', got 'bogus'"):
+        moe(LAYER.tokens, R, replace(LAYER.pack(), activation="bogus"))
+
+
+def test_experts_have_to_be_packed():
+    with pytest.raises(ValueError, match="experts: expected ExpertWeights from envoi.experts.pack, got tuple"):
+        moe(LAYER.tokens, R, (LAYER.gate_up, LAYER.down))

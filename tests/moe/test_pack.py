@@ -1,0 +1,87 @@
+"""Packing: layouts, formats, round trips, refusals."""
+
+import math
+
+import pytest
+import torch
+
+from envoi.moe import pack, unpack
+from envoi.quant import FORMATS
+from tests.helpers.accuracy import relative_error
+
+BOUNDS = {"bf16": 0.0, "fp8_row": 0.04, "fp8_block128": 0.04, "mxfp8": 0.04, "mxfp4": 0.13}
+
+
+def weights(hidden=256, intermediate=128, experts=2):
+    source = torch.Generator().manual_seed(0)
+    gate_up = torch.randn(experts, 2 * intermediate, hidden, generator=source).bfloat16()
+    return gate_up, torch.randn(experts, hidden, intermediate, generator=source).bfloat16()
+
+
+@pytest.mark.parametrize("format", FORMATS)
+@pytest.mark.parametrize("layout", ["concat", "interleaved"])
+def test_round_trip(format, layout):
+    gate_up, down = weights()
+    gate_up_bias, down_bias = torch.randn(2, 256), torch.randn(2, 256)
+    packed = pack(
+        gate_up, down, format, gate_up_layout=layout, gate_up_bias=gate_up_bias, down_bias=down_bias
+    )  # fmt: skip
+    assert (packed.num_local_experts, packed.hidden, packed.intermediate) == (2, 256, 128)
+    got = unpack(packed, layout)
+    assert relative_error(got[0], gate_up.float()) <= BOUNDS[format]
+    assert relative_error(got[1], down.float()) <= BOUNDS[format]
+    assert torch.equal(got[2], gate_up_bias)
+    assert torch.equal(got[3], down_bias)
+
+
+def test_both_layouts_pack_to_the_same():
+    gate_up, down = weights()
+    mixed = torch.stack(gate_up.chunk(2, dim=1), dim=2).flatten(1, 2)
+    a, b = pack(gate_up, down, "mxfp8"), pack(mixed, down, "mxfp8", gate_up_layout="interleaved")
+    assert torch.equal(a.gate_up.values.view(torch.uint8), b.gate_up.values.view(torch.uint8))
+
+
+def test_example_of_the_docstring():
+    packed = pack(torch.randn(8, 512, 256), torch.randn(8, 256, 256), "fp8_block128")
+    assert packed.gate_up.values.shape == (8, 512, 256)
+    assert packed.gate_up.values.dtype == torch.float8_e4m3fn
+    assert (packed.gate_up.sf.shape, packed.gate_up.sf.dtype) == ((8, 4, 2), torch.float32)
+
+
+@pytest.mark.parametrize("format", FORMATS)
+def test_hidden_2880(format):
+    gate_up, down = weights(hidden=2880, intermediate=128, experts=1)
+    if format == "fp8_block128":
+        with pytest.raises(ValueError, match="hidden: expected a positive multiple of 128 .* got 2880 .*bf16"):
+            pack(gate_up, down, format)
+    else:
+        assert pack(gate_up, down, format).hidden == 2880
+
+
+GATE_UP, DOWN = weights()
+
+
+@pytest.mark.parametrize(
+    ("message", "changes"),
+    [
+        ("format: expected one of 'bf16', .*, got 'fp4'", {"format": "fp4"}),
+        ("gate_up_layout: expected one of 'concat', 'interleaved', got 'mixed'", {"gate_up_layout": "mixed"}),
+        ("activation: expected one of 'swiglu', 'swiglu_oai', got 'gelu'", {"activation": "gelu"}),
+        ("swiglu_limit: expected None or a positive number that float32 can hold, got -1", {"swiglu_limit": -1.0}),
+        ("swiglu_limit: expected None or a positive number that float32 can hold, got 1e.39", {"swiglu_limit": 1e39}),
+        ("swiglu_limit: expected None or a positive number that float32 can hold, got nan", {"swiglu_limit": math.nan}),
+        ("swiglu_limit: expected a number, got str '7'", {"swiglu_limit": "7"}),
+        ("swiglu_limit: expected a number, got bool True", {"swiglu_limit": True}),
+        ("gate_up: expected .* .num_experts, 2 . intermediate, hidden., got", {"gate_up": GATE_UP[0]}),
+        ("gate_up: expected bfloat16 or float16 or float32 .*, got int8", {"gate_up": GATE_UP.to(torch.int8)}),
+        ("gate_up.shape.1.: expected 2 . intermediate, an even number, got 255", {"gate_up": GATE_UP[:, :255]}),
+        ("down: expected .* .2, 256, 128., got bfloat16 .2, 128, 256.", {"down": DOWN.transpose(1, 2)}),
+        ("gate_up_bias, down_bias: expected both or neither", {"gate_up_bias": torch.zeros(2, 256)}),
+        ("down_bias: expected .* .2, 256., got float32 .2, 255.",
+         {"gate_up_bias": torch.zeros(2, 256), "down_bias": torch.zeros(2, 255)}),
+    ],
+)  # fmt: skip
+def test_refusals(message, changes):
+    arguments = {"gate_up": GATE_UP, "down": DOWN} | changes
+    with pytest.raises(ValueError, match=message):
+        pack(**arguments)

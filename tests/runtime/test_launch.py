@@ -1,0 +1,98 @@
+"""Launches by a short key: found again by constants, device, options and what Triton compiles for; TMA descriptors."""
+
+import pytest
+import torch
+import triton
+import triton.language as tl
+from triton.runtime.jit import JITFunction
+
+from envoi.runtime import launch as module
+from envoi.runtime.launch import launch
+from envoi.runtime.tma import descriptor
+
+
+@triton.jit(do_not_specialize=["n"])
+def kernel(x, n, SIZE: tl.constexpr, FLAG: tl.constexpr):
+    """Never compiled here."""
+
+
+class Compiled:
+    def __init__(self, calls):
+        self.calls = calls
+
+    def __getitem__(self, grid):
+        return lambda *arguments: self.calls.append(("found", grid, arguments[1:]))
+
+
+@pytest.fixture
+def calls(monkeypatch):
+    calls = []
+
+    def run(self, *arguments, grid, warmup, **options):
+        calls.append(("triton", grid, arguments[1:]))
+        return Compiled(calls)
+
+    monkeypatch.setattr(JITFunction, "run", run)
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
+    monkeypatch.setattr(module, "_compiled", {})
+    return calls
+
+
+def test_the_same_constants_are_found_again(calls):
+    x = torch.zeros(8)
+    launch(kernel, (3,), (x, 5, 64, True), {"num_warps": 4})
+    launch(kernel, (4, 2), (torch.zeros(8), 7, 64, True), {"num_warps": 4})
+    assert calls == [("triton", (3,), (5, 64, True)), ("found", (4, 2, 1), (7, 64, True))]
+
+
+@pytest.mark.parametrize(("constants", "warps"), [((64, False), 4), ((128, True), 4), ((64, True), 8)])
+def test_others_are_compiled(calls, constants, warps):
+    x = torch.zeros(8)
+    launch(kernel, (1,), (x, 5, 64, True), {"num_warps": 4})
+    launch(kernel, (1,), (x, 5, *constants), {"num_warps": warps})
+    assert kinds_of_calls(calls) == ["triton", "triton"]
+
+
+def kinds_of_calls(calls):
+    return [kind for kind, *_ in calls]
+
+
+def test_tensors_off_16_bytes_are_others(calls):
+    x = torch.zeros(8)
+    for start in (0, 1, 1, 0):
+        launch(kernel, (1,), (x[start:], 5, 64, True), {})
+    assert kinds_of_calls(calls) == ["triton", "triton", "found", "found"]
+
+
+@pytest.mark.parametrize("other", [1, 32, 1 << 31, 5.0, None, torch.zeros(2), (5,), (5, torch.zeros(2))])
+def test_what_triton_compiles_for_is_told_apart(calls, other):
+    x = torch.zeros(8)
+    launch(kernel, (1,), (x, 5, 64, True), {})
+    launch(kernel, (1,), (x, other, 64, True), {})
+    launch(kernel, (1,), (x, other, 64, True), {})
+    launch(kernel, (1,), (x, 7, 64, True), {})
+    assert kinds_of_calls(calls) == ["triton", "triton", "found", "found"]
+
+
+def test_dtypes_of_tensors_in_tuples_are_told_apart(calls):
+    x = torch.zeros(8)
+    for dtype in (torch.float32, torch.bfloat16, torch.float32):
+        launch(kernel, (1,), (x, (torch.zeros(8, dtype=dtype), None), 64, True), {})
+    assert kinds_of_calls(calls) == ["triton", "triton", "found"]
+
+
+def test_descriptors_are_told_apart_by_dtype_and_box(calls):
+    for dtype, columns in ((torch.bfloat16, 64), (torch.bfloat16, 32), (torch.float16, 64), (torch.bfloat16, 64)):
+        launch(kernel, (1,), (descriptor(torch.zeros(64, 128, dtype=dtype), 64, columns), 5, 64, True), {})
+    assert kinds_of_calls(calls) == ["triton", "triton", "triton", "found"]
+
+
+def test_descriptors_of_equal_shapes_describe_their_own_matrix():
+    x, y = torch.zeros(64, 128), torch.ones(64, 128)
+    first, second = descriptor(x, 64, 32), descriptor(y, 64, 32)
+    assert first.base is x and second.base is y and second.shape == [64, 128] and second.block_shape == [64, 32]
+
+
+def test_a_descriptor_wants_16_bytes():
+    with pytest.raises(ValueError, match="expected a matrix on 16 bytes"):
+        descriptor(torch.zeros(65, 128).view(-1)[1 : 1 + 64 * 128].view(64, 128), 64, 32)

@@ -1,0 +1,82 @@
+"""Who shares what kernels leave as they found it: streams, captures, and when the pool for graphs is used up."""
+
+import weakref
+
+import pytest
+import torch
+
+from envoi.runtime import workspace
+from envoi.runtime.workspace import FOR_GRAPHS, NONE, Kept
+
+CPU = torch.device("cpu")
+
+
+@pytest.fixture
+def on(monkeypatch):
+    """on(stream, capture): what is under way."""
+
+    def to(stream, capture=NONE):
+        monkeypatch.setattr(workspace, "under_way", lambda device: (stream, capture))
+
+    to(1)
+    return to
+
+
+def start(x):
+    return x.data_ptr()
+
+
+def test_a_stream_shares_until_more_is_wanted(on):
+    kept = Kept(0)
+    first = kept.take(10, CPU)
+    assert start(kept.take(first.numel(), CPU)) == start(first)
+    more = kept.take(first.numel() + 1, CPU)
+    assert more.numel() > first.numel()
+    assert start(kept.take(10, CPU)) == start(more)
+    on(2)
+    assert start(kept.take(10, CPU)) != start(more)
+
+
+def test_what_has_been_replaced_stays(on):
+    kept = Kept(0)
+    first = weakref.ref(kept.take(10, CPU))  # a kernel may still be at it
+    kept.take(workspace.LEAST + 1, CPU)
+    assert first() is not None
+
+
+def test_a_capture_has_its_own_and_shares_it_in_itself(on):
+    kept = Kept(workspace.BLANK)
+    outside = kept.take(10, CPU)
+    on(1, capture=7)
+    first = kept.take(100, CPU)
+    assert start(kept.take(90, CPU)) == start(first)
+    on(2, capture=7)
+    beside = kept.take(100, CPU)
+    on(1, capture=8)
+    later = kept.take(100, CPU)
+    assert len({start(x) for x in (outside, first, beside, later)}) == 4
+    assert all(bool((x == -1).all()) and start(x) % 16 == 0 for x in (outside, first, beside, later))
+    on(1)
+    assert start(kept.take(10, CPU)) == start(outside)
+
+
+def test_launches_have_their_own_when_the_pool_is_used_up(on):
+    kept, quarter = Kept(0), FOR_GRAPHS // 4
+    kept.take(1, CPU)
+    found = []
+    for capture in range(1, 6):
+        on(1, capture)
+        found += [kept.take(quarter, CPU), kept.take(quarter, CPU)]
+    places = [start(x) for x in found]
+    assert [len(set(places[i : i + 2])) for i in range(0, 10, 2)] == [1, 1, 1, 1, 2]
+    assert len(set(places)) == 6
+    on(1)
+    kept.take(1, CPU)
+    on(1, 9)
+    assert start(kept.take(quarter, CPU)) == start(kept.take(quarter, CPU)), "no new pool outside of captures"
+    assert len(kept.pools[CPU]) == 2
+
+
+def test_a_capture_without_a_call_before_it(on):
+    on(1, capture=3)
+    assert Kept(0).take(5, CPU).tolist() == [0] * 5

@@ -1,0 +1,124 @@
+"""Results have the same bits whatever torch's default dtype and default device are."""
+
+from collections.abc import Callable, Iterator
+
+import pytest
+import torch
+
+import envoi
+from envoi.epilogue import Col, Row, Scalar, col_sum, row_max, silu, softmax, topk, total_sum
+from envoi.experts import unpack
+from envoi.indexer import indexer_topk
+from envoi.indexer.workloads import one
+from envoi.quant import FORMATS, SCHEMES, dequantize, quantize
+from envoi.quant.pack import tamed
+from tests.moe.layers import make
+
+OTHERS = (torch.float16, torch.bfloat16, torch.float64)
+SOURCE = torch.Generator().manual_seed(0)
+
+
+def normal(*shape: int) -> torch.Tensor:
+    """Large enough for sums of products to leave float16."""
+    return torch.randn(*shape, generator=SOURCE) * 100
+
+
+A, B, STACK = normal(5, 256), normal(8, 256), normal(2, 8, 256)
+ROW, COL = normal(5), normal(8)
+OFFSETS = torch.tensor([0, 2, 4], dtype=torch.int32)
+LAYERS = {kind: make(tokens=7, **options) for kind, options in {
+    "plain": {}, "bias": {"bias": True, "activation": "swiglu_oai"}, "limit": {"limit": 0.5},
+}.items()}  # fmt: skip
+INDEXED = one((70, 0, 130)).tensors()
+
+
+@envoi.epilogue
+def much(acc, r: Row, c: Col, by: Scalar = 0.3):
+    """Constants, an operand that is left out, reductions, a top-k and a softmax."""
+    x = silu(acc * 1e-4 + c) * r
+    best, where = topk(x, 3)
+    return {"x": x, "p": softmax(x * 0.1), "most": row_max(x), "sums": col_sum(x), "all": total_sum(x), "best": best,
+            "where": where, "scaled": x * by}  # fmt: skip
+
+
+def quantised(scheme: str, x: torch.Tensor) -> envoi.QuantTensor:
+    return quantize(x, scheme)
+
+
+CASES: dict[str, Callable[[], object]] = {
+    "gemm float32": lambda: envoi.gemm(A, B),
+    "gemm bf16": lambda: envoi.gemm(A.bfloat16(), B.bfloat16()),
+    "gemm without K": lambda: envoi.gemm(A[:, :0], B[:, :0]),
+    "epilogue": lambda: envoi.gemm(A, B, much, r=ROW, c=COL),
+    "bf16 beside mxfp4": lambda: envoi.gemm(A.bfloat16(), quantised("mxfp4", B)),
+    "grouped": lambda: envoi.grouped_gemm(A, STACK, OFFSETS),
+    "grouped blocks": lambda: envoi.grouped_gemm(quantised("fp8_1x128", A), quantised("fp8_128x128", STACK), OFFSETS),
+    "route": lambda: envoi.route(A, B, 3, 1e-4, return_logits=True, return_dense=True, return_counts=True),
+    "route by groups": lambda: envoi.route(
+        A, B, 3, 1e-4, rule=envoi.router.Rule("sigmoid", 4, 2, "top2_sum"), expert_bias=COL * 1e-3, logit_bias=COL
+    ),
+    "route softplus": lambda: envoi.route(A, B, 3, 1e-4, rule=envoi.router.Rule("sqrt_softplus")),
+    "indexer exact": lambda: indexer_topk(*INDEXED, k=512),
+    "indexer fast": lambda: indexer_topk(*INDEXED, k=512, mode="fast", output="positions", ordered=False),
+    **{f"gemm {s}": lambda s=s: envoi.gemm(quantised(s, A), quantised(s, B)) for s in SCHEMES},
+    **{f"gemm fp8_1x128 {s}": lambda s=s: envoi.gemm(quantised("fp8_1x128", A), quantised(s, B)) for s in SCHEMES},
+    **{f"quantise {s}": lambda s=s: quantised(s, A) for s in SCHEMES},
+    **{f"dequantise {s}": lambda s=s: dequantize(quantised(s, A)) for s in SCHEMES},
+    **{f"tamed {s}": lambda s=s: tamed(quantised(s, A)) for s in SCHEMES},
+    **{f"pack {f}": lambda f=f: LAYERS["bias"].pack(f) for f in FORMATS},
+    **{f"unpack {f}": lambda f=f: unpack(LAYERS["bias"].pack(f)) for f in FORMATS},
+    **{f"moe {f} {kind}": lambda f=f, layer=layer: envoi.moe(layer.tokens, layer.routing, layer.pack(f))
+       for f in FORMATS for kind, layer in LAYERS.items()},
+}  # fmt: skip
+
+
+def leaves(x: object) -> Iterator[torch.Tensor]:
+    """The tensors of a result, in their order."""
+    if isinstance(x, torch.Tensor):
+        yield x
+    else:
+        parts = x.values() if isinstance(x, dict) else x if isinstance(x, (tuple, list)) else vars(x).values()
+        for part in parts:
+            if not isinstance(part, (str, int, float, bool, type(None))) and part != ():
+                yield from leaves(part)
+
+
+def same_bits(got: object, want: object) -> bool:
+    pairs = list(zip(leaves(got), leaves(want), strict=True))
+    return bool(pairs) and all(
+        (x.dtype, x.shape) == (y.dtype, y.shape)
+        and torch.equal(x.contiguous().flatten().view(torch.uint8), y.contiguous().flatten().view(torch.uint8))
+        for x, y in pairs
+    )
+
+
+@pytest.fixture(params=OTHERS, ids=str)
+def default_dtype(request) -> Iterator[Callable[[], None]]:
+    """Sets another default dtype when it is called."""
+    yield lambda: torch.set_default_dtype(request.param)
+    torch.set_default_dtype(torch.float32)
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_the_default_dtype_changes_nothing(name, default_dtype):
+    want = CASES[name]()
+    assert all(bool(x.isfinite().all()) for x in leaves(want) if x.dtype in (torch.float32, torch.bfloat16))
+    default_dtype()
+    assert same_bits(CASES[name](), want)
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_the_default_device_changes_nothing(name):
+    want = CASES[name]()
+    with torch.device("meta"):
+        got = CASES[name]()
+    assert same_bits(got, want)
+
+
+def test_the_comparison_sees_a_bit():
+    x = torch.zeros(3)
+    assert same_bits([x, {"a": x}], [x, {"a": x}])
+    assert not same_bits([x], [-x])
+    assert not same_bits([x], [x.half()])
+    with pytest.raises(ValueError, match="zip"):
+        same_bits([x], [x, x])

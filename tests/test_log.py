@@ -1,0 +1,138 @@
+"""What ENVOI_LOG writes, level by level, and that nothing is there without it."""
+
+import logging
+import os
+import re
+import subprocess
+import sys
+
+import pytest
+import torch
+
+import envoi
+from envoi import log
+from envoi.env import LOG_LEVELS, log_level
+from envoi.gemm import launch, select
+from tests.experts.layers import make
+
+LAYER = make(tokens=5)
+
+STEPS = """
+import torch, envoi
+from tests.experts.layers import make
+layer, gate = make(tokens=5), torch.ones(8, 256)
+step = lambda tokens: envoi.moe(tokens, envoi.route(tokens, gate, 2), layer.pack())
+"""
+COMPILE = """
+import triton.language as tl
+from triton import knobs
+heard = []
+knobs.compilation.listener = lambda **event: heard.append(event["src"].name)
+from envoi.experts.kernel_triton import combine_kernel
+from envoi.triton_compat import compile_for
+from tests.sass.kernels import scale_rows
+types = {"rows": "*bf16", "slot_to_pos": "*i32", "out": "*bf16", "width": "i32", "K": "constexpr", "BLOCK": "constexpr"}
+for _ in range(2):
+    compile_for(combine_kernel, types, {(4,): 2, (5,): 128}, {}, "sm_90", {"num_warps": 4})
+types = {"x": "*fp32", "out": "*fp32", "scale": "fp32", "num_columns": "i32", "BLOCK": "constexpr"}
+compile_for(scale_rows, types, {(4,): 128}, {}, "sm_90", {"num_warps": 4})
+print(*heard)
+"""
+
+
+def run(code: str, level: str, monkeypatch, **environment: str) -> tuple[str, str]:
+    """stdout and stderr of a process of its own: the variable is read when envoi is imported."""
+    for name, value in {"ENVOI_LOG": level, **environment}.items():
+        monkeypatch.setenv(name, value)
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=250)
+    assert done.returncode == 0, done.stderr
+    return done.stdout, done.stderr
+
+
+def lines(text: str) -> list[str]:
+    return [line.removeprefix("envoi: ") for line in text.splitlines() if line.startswith("envoi: ")]
+
+
+@pytest.mark.parametrize("level", ["", "0"])
+def test_off_is_silent(level, monkeypatch):
+    assert run(STEPS + "step(layer.tokens)", level, monkeypatch) == ("", "")
+
+
+@pytest.mark.parametrize("level", ["call", "1"])
+def test_calls(level, monkeypatch):
+    found = lines(run(STEPS + "step(layer.tokens)", level, monkeypatch)[1])
+    assert [line.partition("(")[0] for line in found] == [
+        "call route", "call moe", "call grouped_gemm", "call grouped_gemm"
+    ]  # fmt: skip
+    assert found[0].startswith("call route(tokens=bfloat16 [5, 256] on cpu, gate=float32 [8, 256] on cpu, k=2, ")
+    assert "topk_ids=int32 [5, 2] on cpu" in found[1] and "format='bf16'" in found[1]
+    assert "tensors=[float32 [10] on cpu]" in found[2]
+
+
+def test_calls_of_a_compiled_graph(monkeypatch):
+    code = STEPS + "torch.compile(step, fullgraph=True, backend='aot_eager')(layer.tokens)"
+    found = lines(run(code, "call", monkeypatch)[1])
+    assert [line.partition("(")[0] for line in found][:2] == ["call route", "call moe"]
+
+
+def test_configs(monkeypatch):
+    found = lines(run(STEPS + "step(layer.tokens)", "config", monkeypatch)[1])
+    assert [line for line in found if line.startswith("config")] == [
+        "config gemm of bfloat16 [10, 256] on cpu and bfloat16 [8, 256, 256] on cpu: torch",
+        "config gemm of bfloat16 [10, 128] on cpu and bfloat16 [8, 256, 128] on cpu: torch",
+    ]
+
+
+@pytest.mark.parametrize("level", ["2", "3"])
+def test_configs_of_kernels(level, monkeypatch):
+    found = lines(run(STEPS + "step(layer.tokens)", level, monkeypatch, TRITON_INTERPRET="1")[1])
+    kernels = [line.partition(",")[0] for line in found if line.startswith("config")]
+    products = ["config gemm_kernel"] * 2
+    assert kernels == [
+        "config router_kernel", "config sort_kernel", "config gather_kernel", *products, "config combine_kernel"
+    ]  # fmt: skip
+    router = next(line for line in found if "router_kernel" in line)
+    assert "grid (1,): num_warps=4 " in router and "BLOCK_M=16" in router and "Spec(num_experts=8, k=2, " in router
+
+
+def test_compilations(monkeypatch, tmp_path):
+    """Those of others aren't ours to report, and who listened before us still hears of all."""
+    out, err = run(COMPILE, "compile", monkeypatch, TRITON_CACHE_DIR=str(tmp_path))
+    first, second = lines(err)
+    assert re.fullmatch(r"compile combine_kernel: \d+\.\d\d s", first)
+    assert second == "compile combine_kernel: from the disk cache"
+    assert out.split() == ["combine_kernel", "combine_kernel", "scale_rows"]
+
+
+def test_the_programs_handlers_come_first(monkeypatch):
+    code = "import logging, sys; logging.basicConfig(stream=sys.stdout, format='mine: %(name)s %(message)s')\n"
+    out, err = run(code + STEPS + "step(layer.tokens)", "call", monkeypatch)
+    assert out.startswith("mine: envoi call route(") and err == ""
+
+
+@pytest.mark.parametrize("level", ["debug", "4", "CALL"])
+def test_other_values_are_refused(level, monkeypatch):
+    monkeypatch.setenv("ENVOI_LOG", level)
+    with pytest.raises(ValueError, match=f"^ENVOI_LOG: expected call, config, compile, 1, 2, 3 or 0, got '{level}'$"):
+        log_level()
+
+
+def test_every_value_has_a_level(monkeypatch):
+    for value, level in LOG_LEVELS.items():
+        monkeypatch.setenv("ENVOI_LOG", value)
+        assert log_level() == level
+    monkeypatch.delenv("ENVOI_LOG")
+    assert log_level() == 0
+
+
+def test_nothing_is_in_the_way_when_it_is_off():
+    assert log.LEVEL == 0 and not os.environ.get("ENVOI_LOG")
+    assert not logging.getLogger("envoi").handlers
+
+    def function():
+        """Any."""
+
+    assert log.calls("gemm", ("a",))(function) is log.launches(function) is log.choices(function) is function
+    for wrapped in (launch.launch, select.run_kernels):
+        assert not hasattr(wrapped, "__wrapped__")
+    assert envoi.moe(LAYER.tokens, LAYER.routing, LAYER.pack()).dtype == torch.bfloat16
