@@ -31,6 +31,7 @@ demo: $(STAMP)
 
 test: $(STAMP) $(OTHER_DIR)
 	$(BIN)/python -m pytest -n 2 --dist worksteal
+	TRITON_INTERPRET=1 $(BIN)/python -m pytest -n 2 --dist worksteal
 	PYTHONPATH=$(OTHER_DIR):src $(BIN)/python tools/compile_all.py $(OTHER_TRITON)
 
 $(OTHER_DIR): $(STAMP)

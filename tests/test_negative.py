@@ -1,6 +1,6 @@
 """Tensors whose memory holds the negative of their elements (`torch.Tensor.is_neg`), as every tensor of every operator.
 
-tests/test_negative_interpreted.py runs the same with Triton's kernels.
+tests/interpreted/test_negative.py runs the same with Triton's kernels.
 """
 
 import pytest

@@ -1,27 +1,31 @@
-"""Tests of Triton kernels in its CPU interpreter, which is chosen when Triton is imported: processes of their own."""
+"""Tests of Triton kernels in its CPU interpreter, which is chosen when Triton is imported.
 
-import os
-import subprocess
-import sys
+pytest                      all but the folders called `interpreted`, whose tests are deselected with a count
+TRITON_INTERPRET=1 pytest   these folders, and nothing else
+"""
+
+import functools
+import inspect
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 
-ROOT = Path(__file__).parents[2]
-LIMIT_S = 230
+FOLDER = "interpreted"
 
 _empty, _new_empty = torch.empty, torch.Tensor.new_empty
 
 
-def run_file(path: Path) -> None:
-    """Run a test file in the interpreter; fails as it does."""
-    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", str(path)]
-    environment = os.environ | {"TRITON_INTERPRET": "1"}
-    # Not a worker of the outer run's xdist.
-    environment = {key: value for key, value in environment.items() if not key.startswith("PYTEST_")}
-    done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=LIMIT_S)
-    assert done.returncode == 0, done.stdout[-8000:] + done.stderr[-2000:]
+def is_for_interpreter(path: Path) -> bool:
+    """Whether a test file runs in the interpreter: it stands in a folder of that name."""
+    return path.parent.name == FOLDER
+
+
+def configure(config: pytest.Config) -> None:
+    """Prepare a process whose Triton interprets."""
+    _ignore_numpy(config)
+    _find_builtins_once()
 
 
 def poison_new_tensors(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -37,7 +41,32 @@ def _poisoned(x: torch.Tensor) -> torch.Tensor:
     return x
 
 
-def ignore_numpy(config: pytest.Config) -> None:
+def _ignore_numpy(config: pytest.Config) -> None:
     """Its warnings about what kernels are meant to do with NaN and infinity; and one of the interpreter's own."""
     config.addinivalue_line("filterwarnings", "ignore::RuntimeWarning")
     config.addinivalue_line("filterwarnings", "ignore:Conversion of an array:DeprecationWarning")
+
+
+def _find_builtins_once() -> None:
+    """Let the interpreter list the functions of the language once.
+
+    It lists all members of `triton.language` at every call of a device function, a fifth of these tests' time; their
+    names don't change.
+    """
+    import triton.language as tl  # not all tests need Triton
+    from triton.runtime import interpreter
+
+    @functools.cache
+    def names(package: Any) -> list[str]:
+        return [name for name, member in inspect.getmembers(package) if tl.core.is_builtin(member)]
+
+    def patch_builtin(package: Any, builder: Any, scope: Any) -> None:
+        for name in names(package):
+            member = getattr(package, name)
+            if tl.core.is_builtin(member):  # not if a kernel that is running has replaced it already
+                interpreter._patch_attr(package, name, member, builder, scope)
+
+    for package in (tl, tl.core, tl.tensor, tl.math, tl.core.tensor_descriptor_base):
+        names(package)  # now, while nothing is replaced
+    assert callable(interpreter._patch_builtin), "Triton's interpreter has changed: see what it does instead"
+    interpreter._patch_builtin = patch_builtin

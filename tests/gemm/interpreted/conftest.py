@@ -1,12 +1,8 @@
-"""Tests in here need TRITON_INTERPRET=1 before anything is imported; tests/gemm/test_interpreted.py runs them so."""
+"""What holds for all tests in Triton's interpreter: memory that nobody wrote is NaN."""
 
 import pytest
 
-from envoi import env
 from tests.helpers import interpreter
-
-collect_ignore_glob = [] if env.interpreting() else ["test_*.py"]
-pytest_configure = interpreter.ignore_numpy
 
 
 @pytest.fixture(autouse=True)

@@ -1,11 +1,10 @@
-"""Tests in here need TRITON_INTERPRET=1 before anything is imported; tests/indexer/test_interpreted.py runs them so."""
+"""The rule of tests/gemm/interpreted, and sizes for the interpreter."""
 
 import pytest
 
-from envoi import env
-from tests.gemm.interpreted.conftest import outputs_start_as_nan, pytest_configure  # noqa: F401
+from tests.gemm.interpreted.conftest import outputs_start_as_nan
 
-collect_ignore_glob = [] if env.interpreting() else ["test_*.py"]
+__all__ = ["few_programs", "outputs_start_as_nan"]
 
 
 @pytest.fixture(autouse=True)

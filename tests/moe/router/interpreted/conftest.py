@@ -1,21 +1,14 @@
-"""Tests in here need TRITON_INTERPRET=1 before anything is imported; ../test_interpreted.py runs them so."""
+"""The rule of tests/gemm/interpreted, and the interpreter's functions for the reference."""
 
 import numpy as np
 import pytest
 import torch
 
-from envoi import env
-from tests.helpers import interpreter
+from tests.gemm.interpreted.conftest import outputs_start_as_nan
 
-collect_ignore_glob = [] if env.interpreting() else ["test_*.py"]
-pytest_configure = interpreter.ignore_numpy
+__all__ = ["outputs_start_as_nan", "the_interpreters_functions"]
 
 _exp, _log1p = torch.Tensor.exp, torch.Tensor.log1p
-
-
-@pytest.fixture(autouse=True)
-def outputs_start_as_nan(monkeypatch):
-    interpreter.poison_new_tensors(monkeypatch)
 
 
 @pytest.fixture(autouse=True)
