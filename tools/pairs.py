@@ -7,7 +7,7 @@
     check NAME                exit status 1, with a message, if the running Python isn't one of the pair's
     matrix                    the README's table; `matrix README.md` writes it there
 
-Comments at the top of a constraints file say for which Pythons it is, on which GPU the pair has run, and whether the CPU
+Comments at the top of a constraints file say for which Pythons it is, on which GPU the pair ran, and whether the CPU
 test suite runs under it. Uses the standard library only, and of that what Python 3.7 has: the Makefile calls it before
 anything is installed, and a Python that is too old must be told so.
 """

@@ -12,6 +12,7 @@ from envoi.epilogue.slots import piece_columns, rows_must_fit, slots
 from envoi.gemm import devices, portable, sm90, workspace
 from envoi.gemm.config import RESERVED_BYTES, SHARED_BYTES
 from envoi.gemm.grouping import ALL_ROWS, Grouping
+from envoi.triton_compat import FP_FUSION
 from envoi.types import Matrix, QuantTensor
 
 NARROW, WIDE = 64, 128  # features of a consumer role, 16 for each of its warps
@@ -181,7 +182,7 @@ def widen_tokens(a: Matrix, bits: int, out: torch.Tensor, offsets: torch.Tensor 
 
     kernels: Any = mx_tokens
     grid, args = tokens_arguments(a, bits, out, offsets, rows)
-    kernels.widen_kernel[grid](*args)
+    kernels.widen_kernel[grid](*args, **FP_FUSION)
 
 
 def tokens_arguments(

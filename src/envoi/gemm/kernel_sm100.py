@@ -23,7 +23,6 @@ from triton.experimental.gluon.language.nvidia.blackwell import (
     TensorMemoryScalesLayout,
     allocate_tensor_memory,
     fence_async_shared,
-    get_tmem_reg_layout,
     mbarrier,
     tcgen05_commit,
     tcgen05_copy,
@@ -35,7 +34,7 @@ from triton.experimental.gluon.language.nvidia.blackwell import (
 from envoi.gemm.kernel_sm90 import part_pointers
 from envoi.gemm.meeting import arrive
 from envoi.gemm.schedule import corner, group_at, steps_at, work
-from envoi.triton_compat import role_barrier
+from envoi.triton_compat import role_barrier, tma_load, tmem_layout
 
 
 @gluon.jit
@@ -90,13 +89,13 @@ def fill(inputs, stages, stage, place, k, cfg: gl.constexpr):
     if cfg.sf_group > 0:
         mbarrier.expect(ready, num_bytes + x_sf_desc.block_type.nbytes + y_sf_desc.block_type.nbytes)
         steps: gl.constexpr = x_sf_desc.block_type.shape[2]
-        tma.async_copy_global_to_shared(x_sf_desc, [0, x_block, k * steps, 0, 0], ready, x_sf_bufs.index(stage))
-        tma.async_copy_global_to_shared(y_sf_desc, [0, y_block, k * steps, 0, 0], ready, y_sf_bufs.index(stage))
+        tma_load(x_sf_desc, [0, x_block, k * steps, 0, 0], ready, x_sf_bufs.index(stage))
+        tma_load(y_sf_desc, [0, y_block, k * steps, 0, 0], ready, y_sf_bufs.index(stage))
     else:
         mbarrier.expect(ready, num_bytes)
     # A box counts elements as they are stored: two FP4 numbers are one.
-    tma.async_copy_global_to_shared(x_desc, [x, k * x_desc.block_type.shape[1]], ready, x_bufs.index(stage))
-    tma.async_copy_global_to_shared(y_desc, [y, k * y_desc.block_type.shape[1]], ready, y_bufs.index(stage))
+    tma_load(x_desc, [x, k * x_desc.block_type.shape[1]], ready, x_bufs.index(stage))
+    tma_load(y_desc, [y, k * y_desc.block_type.shape[1]], ready, y_bufs.index(stage))
 
 
 @gluon.jit
@@ -166,7 +165,7 @@ def unpacked(packed):
 def piece_layout(rows, columns, num_warps):
     """Which thread has what of a piece: one of 4 warps' threads has a row, one of 8 warps' a half of one."""
     part = TensorMemoryLayout((rows, columns), col_stride=1)
-    return get_tmem_reg_layout(gl.float32, (rows, columns), part, num_warps)
+    return tmem_layout(gl.float32, (rows, columns), part, num_warps)
 
 
 @gluon.jit

@@ -24,7 +24,7 @@ from envoi.epilogue.tile_gluon import halves
 from envoi.gemm.loading import prefill, producer, x_index, y_index
 from envoi.gemm.meeting import arrive
 from envoi.gemm.schedule import corner, steps_at, steps_of, work
-from envoi.triton_compat import role_barrier
+from envoi.triton_compat import reinterpret, role_barrier
 
 
 @gluon.jit
@@ -366,7 +366,7 @@ def gemm_kernel(
     y_shape: gl.constexpr = [cfg.num_stages * cfg.num_sides] + y_desc.block_type.shape
     x_bufs = gl.allocate_shared_memory(x_desc.dtype, x_shape, x_desc.layout)
     if cfg.wide_last:
-        y_bufs = x_bufs._reinterpret(y_desc.dtype, y_shape, y_desc.layout)
+        y_bufs = reinterpret(x_bufs, y_desc.dtype, y_shape, y_desc.layout)
     else:
         y_bufs = gl.allocate_shared_memory(y_desc.dtype, y_shape, y_desc.layout)
     empty = gl.allocate_shared_memory(gl.int64, [cfg.num_stages, 1], mbarrier.MBarrierLayout())

@@ -20,7 +20,6 @@ from triton.experimental import gluon
 from triton.experimental.gluon.language.nvidia.hopper import (
     fence_async_shared,
     mbarrier,
-    tma,
     warpgroup_mma,
     warpgroup_mma_wait,
 )
@@ -29,7 +28,7 @@ from envoi.gemm.kernel_sm90 import end_tile
 from envoi.gemm.mx_widening import operands, widening
 from envoi.gemm.overlap import wait_for_grid
 from envoi.gemm.schedule import corner, steps_at, work
-from envoi.triton_compat import role_barrier
+from envoi.triton_compat import role_barrier, tma_load
 
 SPAN = gl.constexpr(512)  # elements of K whose scale factors come at once: 16 bytes a row
 AT_ONCE = gl.constexpr(64)  # elements of K that are widened at once
@@ -261,11 +260,11 @@ def weights_producer(descs, stages, sizes, offsets, cfg: gl.constexpr, GROUPED: 
                 if p == 0:
                     mbarrier.expect(bar, num_bytes + sf_desc.block_type.nbytes)
                     sf_buf = sf_bufs.index(step // steps_per_span % cfg.num_sf)
-                    tma.async_copy_global_to_shared(sf_desc, [row, span * (SPAN // 128)], bar, sf_buf)
+                    tma_load(sf_desc, [row, span * (SPAN // 128)], bar, sf_buf)
                 else:
                     mbarrier.expect(bar, num_bytes)
                 k = span * steps_per_span + p
-                tma.async_copy_global_to_shared(w_desc, [row, k * words], bar, w_bufs.index(stage))
+                tma_load(w_desc, [row, k * words], bar, w_bufs.index(stage))
                 step += 1
 
 
@@ -286,7 +285,7 @@ def tokens_producer(descs, stages, sizes, offsets, cfg: gl.constexpr, GROUPED: g
             bar = ready.index(stage)
             mbarrier.wait(empty.index(stage), ((step // cfg.num_stages) & 1) ^ 1)
             mbarrier.expect(bar, x_desc.block_type.nbytes)
-            tma.async_copy_global_to_shared(x_desc, [token, k * cfg.block_k], bar, x_bufs.index(stage))
+            tma_load(x_desc, [token, k * cfg.block_k], bar, x_bufs.index(stage))
             step += 1
 
 

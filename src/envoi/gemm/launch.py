@@ -10,6 +10,8 @@ from typing import Any
 import torch
 from triton.runtime.jit import JITFunction
 
+from envoi import triton_compat
+
 ALIGNMENT = 16
 
 _compiled: dict[tuple, Any] = {}
@@ -18,13 +20,13 @@ _compiled: dict[tuple, Any] = {}
 def launch(kernel: Any, grid: tuple[int, ...], arguments: tuple, options: dict[str, Any]) -> None:
     """`kernel[grid](*arguments, **options)`. arguments: one for each parameter."""
     if not isinstance(kernel, JITFunction):
-        kernel[grid](*arguments, **options)
+        kernel[grid](*arguments, **triton_compat.FP_FUSION, **options)
         return
     kinds = [x if constant else kind_of(x) for x, constant in zip(arguments, _constants(kernel), strict=True)]
     key = kernel.fn, torch.cuda.current_device(), *options.items(), *kinds
     compiled = _compiled.get(key)
     if compiled is None:
-        _compiled[key] = kernel[grid](*arguments, **options)
+        _compiled[key] = triton_compat.compiled_kernel(kernel[grid](*arguments, **triton_compat.FP_FUSION, **options))
     else:
         compiled[(*grid, 1, 1)[:3]](*arguments)
 

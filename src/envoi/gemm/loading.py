@@ -6,9 +6,10 @@ With `Config.wide_last` a tile at the end of an expert has one share of x and tw
 
 import triton.experimental.gluon.language as gl
 from triton.experimental import gluon
-from triton.experimental.gluon.language.nvidia.hopper import mbarrier, tma
+from triton.experimental.gluon.language.nvidia.hopper import mbarrier
 
 from envoi.gemm.schedule import corner, steps_at, work
+from envoi.triton_compat import tma_load
 
 
 @gluon.jit
@@ -93,10 +94,10 @@ def load_stage(x_desc, y_desc, stages, stage, x, y, k, LOW: gl.constexpr, cfg: g
     mbarrier.expect(ready.index(stage), num_parts * x_desc.block_type.nbytes + num_sides * y_desc.block_type.nbytes)
     for r in gl.static_range(num_parts):
         x_buf, at = x_bufs.index(x_index(stage, r, cfg)), [x + r * cfg.role_m, k]
-        tma.async_copy_global_to_shared(x_desc, at, ready.index(stage), x_buf)
+        tma_load(x_desc, at, ready.index(stage), x_buf)
     for s in gl.static_range(num_sides):
         y_buf, at = y_bufs.index(y_index(stage, s, cfg)), [y + s * cfg.block_y, k]
-        tma.async_copy_global_to_shared(y_desc, at, ready.index(stage), y_buf)
+        tma_load(y_desc, at, ready.index(stage), y_buf)
 
 
 @gluon.jit

@@ -12,6 +12,7 @@ from envoi.epilogue.slots import Slot, late, piece_columns, rows_must_fit, slots
 from envoi.gemm import kernel_triton
 from envoi.gemm.config import power_of_two
 from envoi.gemm.grouping import ALL_ROWS, Grouping
+from envoi.triton_compat import FP_FUSION
 from envoi.types import Matrix
 
 kernels: Any = kernel_triton  # constants arrive in its parameters as plain values
@@ -165,10 +166,10 @@ def _launch(
     """The product with its epilogue, and the reductions over rows that are finished afterwards."""
     M = a.shape[0]
     grid, arguments, options = product_arguments(a, b, offsets, code, operands, outputs, block_n, behind)
-    kernels.gemm_kernel[grid](*arguments, **options)
+    kernels.gemm_kernel[grid](*arguments, **FP_FUSION, **options)
     if code.partials and M:
         _, _, _, operands, raw, workspace, *_ = arguments
-        kernels.finish_kernel[(-(-M // FINISH_M),)](workspace, operands, raw, grid[1], M, code, FINISH_M)
+        kernels.finish_kernel[(-(-M // FINISH_M),)](workspace, operands, raw, grid[1], M, code, FINISH_M, **FP_FUSION)
 
 
 def product_arguments(
@@ -216,7 +217,7 @@ def finish_rows(
     """
     code = lower(ir, out_dtype, "triton", True, False, pointers)
     grid, arguments, options = rows_arguments(acc, ir, code, operands, outputs, offsets, behind)
-    kernels.rows_kernel[grid](*arguments, **options)
+    kernels.rows_kernel[grid](*arguments, **FP_FUSION, **options)
 
 
 def rows_arguments(
@@ -277,6 +278,6 @@ def reduce_rows(x: torch.Tensor, op: str, offsets: torch.Tensor | None) -> torch
         bounds = None if offsets is None else offsets.contiguous()
         grid = (groups, -(-C // block_c))
         kernels.reduce_kernel[grid](
-            x, out, bounds, M, C, op, REDUCE_M * REDUCE_C // block_c, block_c, offsets is not None
+            x, out, bounds, M, C, op, REDUCE_M * REDUCE_C // block_c, block_c, offsets is not None, **FP_FUSION
         )
     return out

@@ -6,6 +6,7 @@ import torch
 
 from envoi.gemm.config_sm100 import BlackwellConfig, BlackwellProblem, supports
 from envoi.gemm.sm90 import Call, as_stored, below_each_other, descriptor, epilogue_descriptors, max_groups, scratch
+from envoi.triton_compat import FP_FUSION
 
 NVFP4_GROUP, MX_GROUP = 16, 32
 
@@ -83,7 +84,7 @@ def launch(call: Call, config: BlackwellConfig, num_sms: int) -> None:
 
     grid, args = arguments(call, config, num_sms)
     kernel: Any = gemm_kernel
-    kernel[grid](*args, num_warps=config.num_warps)
+    kernel[grid](*args, num_warps=config.num_warps, **FP_FUSION)
 
 
 def _factor_group(call: Call) -> int:

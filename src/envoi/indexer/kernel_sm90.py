@@ -12,14 +12,13 @@ from triton.experimental import gluon
 from triton.experimental.gluon.language.nvidia.hopper import (
     fence_async_shared,
     mbarrier,
-    tma,
     warpgroup_mma,
 )
 
 from envoi.epilogue.device import maximum
 from envoi.indexer.kernel_scores import HEAD_DIM, INTEGERS, KEY_SHIFT, NUM_GROUPS, PAGE, TALLIES, level_of, ordered
 from envoi.indexer.kernel_scores import visible as visible_of
-from envoi.triton_compat import role_barrier
+from envoi.triton_compat import reinterpret, role_barrier, tma_load
 
 TILE: gl.constexpr = gl.constexpr(128)
 ROWS_OF_VALUES: gl.constexpr = gl.constexpr(66)  # of 128 bytes: rows of a page, 64 of them values
@@ -72,9 +71,9 @@ def fetch(descs, stages, slot, page0, page1):
     for half in gl.static_range(2):
         page = page1 if half == 1 else page0
         at = slot * 2 + half
-        tma.async_copy_global_to_shared(values_desc, [page * ROWS_OF_VALUES, 0], ready.index(slot), values.index(at))
+        tma_load(values_desc, [page * ROWS_OF_VALUES, 0], ready.index(slot), values.index(at))
         row_of_scales = (page + 1) * ROWS_OF_SCALES - 1
-        tma.async_copy_global_to_shared(scales_desc, [row_of_scales, 0], ready.index(slot), scales.index(at))
+        tma_load(scales_desc, [row_of_scales, 0], ready.index(slot), scales.index(at))
 
 
 @gluon.jit
@@ -184,8 +183,8 @@ def consumer(
     values, scales, ready, empty = stages
     q, weights, logits, groups = given
     seq_lens, first_row, next_n, width = lengths
-    tiles = values._reinterpret(values.dtype, [STAGES, TILE, HEAD_DIM], queries.layout)
-    factors = scales._reinterpret(gl.float32, [STAGES, TILE], gl.SwizzledSharedLayout(1, 1, 1, [0]))
+    tiles = reinterpret(values, values.dtype, [STAGES, TILE, HEAD_DIM], queries.layout)
+    factors = reinterpret(scales, gl.float32, [STAGES, TILE], gl.SwizzledSharedLayout(1, 1, 1, [0]))
     layout: gl.constexpr = gl.NVMMADistributedLayout(
         version=[3, 0], warps_per_cta=[gl.num_warps(), 1], instr_shape=[16, H, 32]
     )

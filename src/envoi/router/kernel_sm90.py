@@ -25,7 +25,6 @@ from triton.experimental import gluon
 from triton.experimental.gluon.language.nvidia.hopper import (
     fence_async_shared,
     mbarrier,
-    tma,
     warpgroup_mma,
     warpgroup_mma_wait,
 )
@@ -33,7 +32,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 from envoi.gemm.meeting import arrive
 from envoi.gemm.overlap import let_next_start, wait_for_grid
 from envoi.router.device import load_biases, route_exactly, route_rows, route_tile, store_counts
-from envoi.triton_compat import role_barrier
+from envoi.triton_compat import reinterpret, role_barrier, tma_load
 
 BLANK: gl.constexpr = gl.constexpr(-1)  # bits of a sum that isn't there: a NaN that no addition gives
 
@@ -57,8 +56,8 @@ def load_stage(x_desc, y_desc, stages, stage, m, n, k, cut: gl.constexpr):
     x_buf = x_bufs.index(stage)
     if cut.rows < cut.tile:
         x_buf = x_buf.slice(0, cut.rows, dim=0)  # what stays below are rows that nobody asks for
-    tma.async_copy_global_to_shared(x_desc, [m, k * cut.block_k], ready.index(stage), x_buf)
-    tma.async_copy_global_to_shared(y_desc, [n, k * cut.block_k], ready.index(stage), y_bufs.index(stage))
+    tma_load(x_desc, [m, k * cut.block_k], ready.index(stage), x_buf)
+    tma_load(y_desc, [n, k * cut.block_k], ready.index(stage), y_bufs.index(stage))
 
 
 @gluon.jit
@@ -154,7 +153,7 @@ def board_layout(columns):
 @gluon.jit
 def board_of(stages, rows: gl.constexpr, cut: gl.constexpr):
     """The gate's stages when they have done their work: the tile's logits, in tiles of some rows."""
-    return stages[1]._reinterpret(gl.float32, [cut.tile // rows, rows, cut.columns], board_layout(cut.columns))
+    return reinterpret(stages[1], gl.float32, [cut.tile // rows, rows, cut.columns], board_layout(cut.columns))
 
 
 @gluon.jit
