@@ -1,41 +1,67 @@
-# make demo, make test: each does all its own set-up in .venv. Python 3.10 to 3.13; no GPU needed, one is used if present.
+# make demo, make test: each does all its own set-up in .venv, from the package index that pip is configured for.
+# No GPU needed, one is used if present. Which Pythons can be used, and with which torch and Triton: constraints/.
 PYTHON ?= python3
-# The CPU build of torch on a machine without a GPU comes from whichever index pip is configured for: see README, Install.
+# The pair of torch and Triton by torch's release, as `tools/pairs.py names` prints them.
+DEFAULT_PAIR := $(shell $(PYTHON) tools/pairs.py default)
+PAIR ?= $(DEFAULT_PAIR)
 PIP_ARGS ?=
+ifeq ($(PAIR),$(DEFAULT_PAIR))
 VENV := .venv
+else
+VENV := .venv-$(PAIR)
+endif
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.ready
-# The supported Triton release that the tests don't run under: all kernels are compiled with it.
-OTHER_TRITON := 3.7.1
-OTHER_DIR := .triton-$(OTHER_TRITON)
+CONSTRAINTS := constraints/torch-$(PAIR).txt
+# The Tritons of the other pairs: all kernels are compiled with each of them.
+OTHER_TRITONS := $(shell $(PYTHON) tools/pairs.py other-tritons $(PAIR))
 
-.PHONY: help demo test test-gpu gate lint format wheel clean
+.PHONY: help demo test ci resolve compile test-gpu gate lint format wheel clean
 
 help:
 	@echo "make demo      a trained MoE model answers through Envoi: a table on the terminal, a picture in demo.png"
 	@echo "make test      all tests (on a machine without a GPU: those that need none)"
+	@echo "make ci        what has to pass before a change lands: .ci/run"
+	@echo "make resolve   ask the default package index for every pair of torch and Triton in constraints/"
+	@echo "make compile   all kernels, with the Triton of every other pair"
 	@echo "make test-gpu  the tests that need a GPU, and tests/gpu_evidence.json: which kernels they launched"
 	@echo "make gate      accept the instruction counts of today's kernels: tests/sass/gate.json"
 	@echo "make lint      ruff, pyright"
 	@echo "make format    ruff format and the fixes that ruff is sure of"
 	@echo "make wheel     build dist/*.whl"
+	@echo "PAIR=NAME: another pair of torch and Triton, in a .venv of its own: $(shell $(PYTHON) tools/pairs.py names)"
+	@echo "PYTHON=COMMAND: another Python than python3"
 
-$(STAMP): pyproject.toml constraints.txt
-	$(PYTHON) -m venv $(VENV)
-	$(BIN)/python -m pip install -q $(PIP_ARGS) -c constraints.txt torch triton
-	$(BIN)/python -m pip install -q $(PIP_ARGS) -c constraints.txt -e ".[dev]"
+$(STAMP): pyproject.toml tools/pairs.py $(CONSTRAINTS) constraints/common.txt
+	@$(PYTHON) tools/pairs.py check $(PAIR)
+	$(PYTHON) -m venv --clear $(VENV)
+	$(BIN)/python -m pip install -q $(PIP_ARGS) -c $(CONSTRAINTS) -e ".[dev]"
 	@touch $@
+
+$(CONSTRAINTS):
+	@$(PYTHON) tools/pairs.py check $(PAIR)
 
 demo: $(STAMP)
 	$(BIN)/envoi demo
 
-test: $(STAMP) $(OTHER_DIR)
+test: $(STAMP)
 	$(BIN)/python -m pytest -n 2 --dist worksteal
 	TRITON_INTERPRET=1 $(BIN)/python -m pytest -n 2 --dist worksteal
-	PYTHONPATH=$(OTHER_DIR):src $(BIN)/python tools/compile_all.py $(OTHER_TRITON)
 
-$(OTHER_DIR): $(STAMP)
-	$(BIN)/python -m pip install -q $(PIP_ARGS) --no-deps --target $@.part triton==$(OTHER_TRITON)
+ci:
+	.ci/run
+
+resolve: $(STAMP)
+	$(BIN)/python tools/resolve.py
+
+compile: $(OTHER_TRITONS:%=compile-%)
+
+.PHONY: $(OTHER_TRITONS:%=compile-%)
+$(OTHER_TRITONS:%=compile-%): compile-%: .triton-%
+	PYTHONPATH=.triton-$*:src $(BIN)/python tools/compile_all.py $*
+
+.triton-%: $(STAMP)
+	$(BIN)/python -m pip install -q $(PIP_ARGS) --no-deps --target $@.part triton==$*
 	@rm -rf $@ && mv $@.part $@
 
 # Compiling takes longest, so several processes share the GPU and its memory.
@@ -59,4 +85,4 @@ wheel: $(STAMP)
 	$(BIN)/python -m pip wheel -q --no-deps -w dist .
 
 clean:
-	rm -rf $(VENV) .triton-* dist build .pytest_cache .ruff_cache .hypothesis demo.png
+	rm -rf .venv .venv-* .triton-* dist build .pytest_cache .ruff_cache .hypothesis demo.png

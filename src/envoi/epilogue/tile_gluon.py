@@ -9,7 +9,7 @@ from triton.experimental import gluon
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier, tma
 
 from envoi.epilogue import device
-from envoi.runtime.triton_compat import role_barrier
+from envoi.runtime.triton_compat import role_barrier, tma_load, tma_store
 
 
 def _gluon(function):
@@ -145,7 +145,7 @@ def put_tiles(values, descs, stages, coords, m, turn, TURNS: gl.constexpr):
     fence_async_shared()
     role_barrier()  # all warps have written
     for i in gl.static_range(len(values)):
-        tma.async_copy_shared_to_global(descs[i], [m, coords[i]], stages[i].index(turn % TURNS))
+        tma_store(descs[i], [m, coords[i]], stages[i].index(turn % TURNS))
 
 
 @gluon.jit
@@ -167,7 +167,7 @@ def fetch(desc, buffer, arrived, m, n):
     """Start loading a piece of a tile operand, once all warps have read the one before."""
     role_barrier()
     mbarrier.expect(arrived, desc.block_type.nbytes)
-    tma.async_copy_global_to_shared(desc, [m, n], arrived, buffer.index(0))
+    tma_load(desc, [m, n], arrived, buffer.index(0))
 
 
 @gluon.jit

@@ -14,14 +14,13 @@ from triton.experimental import gluon
 from triton.experimental.gluon.language.nvidia.hopper import (
     fence_async_shared,
     mbarrier,
-    tma,
     warpgroup_mma,
 )
 
 from envoi.epilogue.device import maximum
 from envoi.indexer.kernel_scores import HEAD_DIM, INTEGERS, KEY_SHIFT, NUM_COUNTERS, NUM_GROUPS, PAGE, level_of, ordered
 from envoi.indexer.kernel_scores import visible as visible_of
-from envoi.runtime.triton_compat import role_barrier
+from envoi.runtime.triton_compat import reinterpret, role_barrier, tma_load
 
 TILE: gl.constexpr = gl.constexpr(128)
 ROWS_OF_VALUES: gl.constexpr = gl.constexpr(66)  # of 128 bytes: rows of a page, 64 of them values
@@ -117,9 +116,9 @@ def load_pages(descs, stages, stage, page0, page1):
     for half in gl.static_range(2):
         page = page1 if half == 1 else page0
         at = stage * 2 + half
-        tma.async_copy_global_to_shared(descs.pages, [page * ROWS_OF_VALUES, 0], full, stages.pages.index(at))
+        tma_load(descs.pages, [page * ROWS_OF_VALUES, 0], full, stages.pages.index(at))
         row_of_scales = (page + 1) * ROWS_OF_SCALES - 1
-        tma.async_copy_global_to_shared(descs.scales, [row_of_scales, 0], full, stages.scales.index(at))
+        tma_load(descs.scales, [row_of_scales, 0], full, stages.scales.index(at))
 
 
 @gluon.jit
@@ -224,8 +223,8 @@ def consumer(
     stages, queries, lengths, args, num_rows, H: gl.constexpr, ROWS: gl.constexpr, STAGES: gl.constexpr,
 ):  # fmt: skip
     """Score every tile of this program: a role of four warps."""
-    tiles = stages.pages._reinterpret(stages.pages.dtype, [STAGES, TILE, HEAD_DIM], queries.layout)
-    factors = stages.scales._reinterpret(gl.float32, [STAGES, TILE], gl.SwizzledSharedLayout(1, 1, 1, [0]))
+    tiles = reinterpret(stages.pages, stages.pages.dtype, [STAGES, TILE, HEAD_DIM], queries.layout)
+    factors = reinterpret(stages.scales, gl.float32, [STAGES, TILE], gl.SwizzledSharedLayout(1, 1, 1, [0]))
     layout: gl.constexpr = gl.NVMMADistributedLayout(
         version=[3, 0], warps_per_cta=[gl.num_warps(), 1], instr_shape=[16, H, 32]
     )

@@ -11,7 +11,7 @@ import torch
 from triton.runtime.jit import JITFunction
 
 from envoi import log
-from envoi.runtime import shortcuts
+from envoi.runtime import shortcuts, triton_compat
 
 ALIGNMENT = 16
 
@@ -22,13 +22,13 @@ _compiled: dict[tuple, Any] = {}
 def launch(kernel: Any, grid: tuple[int, ...], arguments: tuple, options: dict[str, Any]) -> None:
     """Do what `kernel[grid](*arguments, **options)` does. arguments: one for each parameter, in order."""
     if not (shortcuts.ENABLED and isinstance(kernel, JITFunction)):
-        kernel[grid](*arguments, **options)
+        kernel[grid](*arguments, **triton_compat.FP_FUSION, **options)
         return
     kinds = [x if constant else kind_of(x) for x, constant in zip(arguments, _constants(kernel), strict=True)]
     key = kernel.fn, torch.cuda.current_device(), *options.items(), *kinds
     compiled = _compiled.get(key)
     if compiled is None:
-        _compiled[key] = kernel[grid](*arguments, **options)
+        _compiled[key] = triton_compat.compiled_kernel(kernel[grid](*arguments, **triton_compat.FP_FUSION, **options))
     else:
         compiled[(*grid, 1, 1)[:3]](*arguments)
 

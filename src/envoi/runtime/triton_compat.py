@@ -1,4 +1,4 @@
-"""What differs between the supported Triton releases, 3.6 (torch 2.11) and 3.7 (torch 2.13)."""
+"""What differs between the supported Triton releases, 3.6 (torch 2.11) to 3.9 (torch 2.15)."""
 
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -10,15 +10,49 @@ import triton.experimental.gluon.language as gl
 from triton import knobs
 from triton.backends.compiler import GPUTarget
 from triton.compiler.compiler import ASTSource, CompiledKernel, make_backend
+from triton.experimental import gluon
 from triton.experimental.gluon._runtime import GluonASTSource
+from triton.experimental.gluon.language._core import builtin
+from triton.experimental.gluon.language.nvidia import blackwell
+from triton.experimental.gluon.language.nvidia.hopper import tma
 from triton.runtime import driver
 from triton.runtime.cache import triton_key
 from triton.runtime.jit import JITFunction, create_function_from_signature
 
 VERSION = triton.__version__
 
-# A barrier of the warps that run the current role: `thread_barrier` until 3.6, `barrier` since.
-role_barrier = gl.thread_barrier if hasattr(gl, "thread_barrier") else gl.barrier  # pyright: ignore[reportAttributeAccessIssue]
+# An option of every launch: a * b + c may become one instruction. The default, but 3.9 warns that 3.10 changes it.
+FP_FUSION = {"enable_fp_fusion": True}
+
+# pyright: reportAttributeAccessIssue=false
+# Device functions. Names that a release lacks are looked up only where it has none of the newer ones.
+
+# A barrier of the warps that run the current role: `thread_barrier` until 3.6, `barrier` since 3.7.
+role_barrier = gl.thread_barrier if hasattr(gl, "thread_barrier") else gl.barrier
+
+# TMA: (descriptor, corner, barrier, buffer, pred=True) and (descriptor, corner, buffer). Renamed in 3.8.
+# `tma.store_wait` keeps its name; its new argument read_only=True, the default, is what it always did.
+tma_load = tma.async_load if hasattr(tma, "async_load") else tma.async_copy_global_to_shared
+tma_store = tma.async_store if hasattr(tma, "async_store") else tma.async_copy_shared_to_global
+
+
+@builtin
+def reinterpret(buffer, dtype, shape, layout, _semantic=None):
+    """A view of shared memory as a buffer of another dtype, shape and layout."""
+    view = buffer.reinterpret if hasattr(buffer, "reinterpret") else buffer._reinterpret  # until 3.8
+    return view(dtype, shape, layout, _semantic=_semantic)
+
+
+@gluon.constexpr_function
+def tmem_layout(dtype, shape, part, num_warps, instr_variant="32x32b"):
+    """The registers that threads of `num_warps` warps load a part of tensor memory to: its shape, and its layout.
+
+    A function until 3.7, a method of the descriptor's type since 3.8.
+    """
+    if hasattr(blackwell, "get_tmem_reg_layout"):
+        return blackwell.get_tmem_reg_layout(dtype, shape, part, num_warps, instr_variant)
+    kind = blackwell.tensor_memory_descriptor_type(dtype, shape, part, shape)
+    return kind.get_reg_layout(num_warps=num_warps, instr_variant=instr_variant)
 
 
 def target_of(arch: str) -> GPUTarget:
@@ -37,7 +71,7 @@ def compile_for(
     """Compile a Triton or Gluon function with no device. Keys are paths: (3,) is argument 3, (3, 0) its first part."""
     kind = GluonASTSource if function.is_gluon() else ASTSource
     source = kind(function, dict(signature), constexprs=dict(constexprs), attrs=dict(attributes))
-    return triton.compile(source, target=target_of(arch), options=dict(options))
+    return triton.compile(source, target=target_of(arch), options={**FP_FUSION, **options})
 
 
 def specialize(
@@ -47,7 +81,7 @@ def specialize(
     backend = make_backend(target_of(arch))
     bind = create_function_from_signature(function.signature, function.params, backend)
     bound, specialization, options = bind(*arguments)
-    _, signature, constexprs, attributes = function._pack_args(backend, {}, bound, specialization, options)
+    _, signature, constexprs, attributes = function._pack_args(backend, dict(FP_FUSION), bound, specialization, options)
     return signature, constexprs, attributes
 
 
@@ -66,6 +100,14 @@ class _Pretended:
 
     def __init__(self, target: GPUTarget) -> None:
         self.get_current_target = lambda: target
+
+
+def compiled_kernel(launched: Any) -> Any:
+    """What `function[grid](..)` returned as the compiled kernel: since 3.7 it is a promise inside an AsyncCompileMode.
+
+    None where a hook of Triton's has taken the compilation over.
+    """
+    return launched.result() if hasattr(launched, "result") else launched
 
 
 def warm_up(arch: str) -> None:

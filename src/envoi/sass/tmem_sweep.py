@@ -20,13 +20,12 @@ from triton.experimental.gluon.language.nvidia.blackwell import (
     TensorMemoryLayout,
     allocate_tensor_memory,
     fence_async_shared,
-    get_tmem_reg_layout,
     mbarrier,
     tcgen05_commit,
     tcgen05_mma,
-    tma,
 )
 
+from envoi.runtime.triton_compat import tma_load, tmem_layout
 from envoi.sass.compile import Recipe, descriptor_type
 
 ARCHES = ("sm_100", "sm_103")
@@ -46,7 +45,7 @@ def tmem_load_tile(
     multiply(a_desc, b_desc, accumulator, row, column, K, BLOCK_K)
 
     part: gl.constexpr = TensorMemoryLayout((BLOCK_M, COLUMNS), col_stride=1)
-    layout: gl.constexpr = get_tmem_reg_layout(gl.float32, (BLOCK_M, COLUMNS), part, gl.num_warps(), SHAPE)
+    layout: gl.constexpr = tmem_layout(gl.float32, (BLOCK_M, COLUMNS), part, gl.num_warps(), SHAPE)
     rows = row + gl.arange(0, BLOCK_M, gl.SliceLayout(1, layout))
     for begin in gl.static_range(0, BLOCK_N, COLUMNS):
         columns = column + begin + gl.arange(0, COLUMNS, gl.SliceLayout(0, layout))
@@ -68,8 +67,8 @@ def multiply(a_desc, b_desc, accumulator, row, column, K, BLOCK_K: gl.constexpr)
     phase = 0
     for k in range(0, K, BLOCK_K):
         mbarrier.expect(loaded, a_desc.block_type.nbytes + b_desc.block_type.nbytes)
-        tma.async_copy_global_to_shared(a_desc, [row, k], loaded, a)
-        tma.async_copy_global_to_shared(b_desc, [column, k], loaded, b)
+        tma_load(a_desc, [row, k], loaded, a)
+        tma_load(b_desc, [column, k], loaded, b)
         mbarrier.wait(loaded, phase)
         tcgen05_mma(a, b.permute((1, 0)), accumulator, use_acc=k > 0)
         tcgen05_commit(multiplied)

@@ -8,6 +8,7 @@ from envoi.gemm.blackwell.config import BlackwellConfig, BlackwellProblem, suppo
 from envoi.gemm.hopper.host import Call, as_stored, epilogue_descriptors, max_experts, scratch, units
 from envoi.runtime.math import cdiv
 from envoi.runtime.tma import as_one_matrix, descriptor
+from envoi.runtime.triton_compat import FP_FUSION
 
 NVFP4_GROUP, MX_GROUP = 16, 32
 
@@ -82,7 +83,7 @@ def launch(call: Call, config: BlackwellConfig, num_sms: int) -> None:
 
     grid, args = arguments(call, config, num_sms)
     kernel: Any = gemm_kernel
-    kernel[grid](*args, num_warps=config.num_warps)
+    kernel[grid](*args, num_warps=config.num_warps, **FP_FUSION)
 
 
 def _factor_group(call: Call) -> int:

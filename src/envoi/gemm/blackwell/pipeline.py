@@ -21,7 +21,7 @@ from triton.experimental.gluon.language.nvidia.blackwell import (
 )
 
 from envoi.runtime.aggregate import aggregate
-from envoi.runtime.triton_compat import role_barrier
+from envoi.runtime.triton_compat import role_barrier, tma_load
 
 
 @aggregate
@@ -70,16 +70,16 @@ class Pipeline:
             mbarrier.expect(full, num_bytes + inputs.x_sf.block_type.nbytes + inputs.y_sf.block_type.nbytes)
             blocks: gl.constexpr = inputs.x_sf.block_type.shape[2]
             at = [0, source.x_block, k * blocks, 0, 0]
-            tma.async_copy_global_to_shared(inputs.x_sf, at, full, self.x_sf_bufs.index(stage))
+            tma_load(inputs.x_sf, at, full, self.x_sf_bufs.index(stage))
             at = [0, source.y_block, k * blocks, 0, 0]
-            tma.async_copy_global_to_shared(inputs.y_sf, at, full, self.y_sf_bufs.index(stage))
+            tma_load(inputs.y_sf, at, full, self.y_sf_bufs.index(stage))
         else:
             mbarrier.expect(full, num_bytes)
         # A box counts elements as they are stored: two FP4 numbers are one.
         at = [source.x, k * inputs.x.block_type.shape[1]]
-        tma.async_copy_global_to_shared(inputs.x, at, full, self.x_bufs.index(stage))
+        tma_load(inputs.x, at, full, self.x_bufs.index(stage))
         at = [source.y, k * inputs.y.block_type.shape[1]]
-        tma.async_copy_global_to_shared(inputs.y, at, full, self.y_bufs.index(stage))
+        tma_load(inputs.y, at, full, self.y_bufs.index(stage))
 
 
 @aggregate

@@ -10,13 +10,13 @@ import triton.experimental.gluon.language as gl
 from triton.experimental import gluon
 from triton.experimental.gluon.language.nvidia.blackwell import (
     TensorMemoryLayout,
-    get_tmem_reg_layout,
     tensor_memory_descriptor,
 )
 
 from envoi.gemm.blackwell.pipeline import release
 from envoi.gemm.hopper.run_epilogue import visit_chunk
 from envoi.runtime.aggregate import Scalar, aggregate
+from envoi.runtime.triton_compat import tmem_layout
 
 
 @aggregate
@@ -32,7 +32,7 @@ class Products:
 def chunk_layout(rows, columns, num_warps):
     """Return the register layout of a chunk: of 4 warps a thread has a row, of 8 warps half a row."""
     part = TensorMemoryLayout((rows, columns), col_stride=1)
-    return get_tmem_reg_layout(gl.float32, (rows, columns), part, num_warps)
+    return tmem_layout(gl.float32, (rows, columns), part, num_warps)
 
 
 @gluon.jit

@@ -23,9 +23,10 @@ n = step // num_stages.
 
 import triton.experimental.gluon.language as gl
 from triton.experimental import gluon
-from triton.experimental.gluon.language.nvidia.hopper import mbarrier, tma
+from triton.experimental.gluon.language.nvidia.hopper import mbarrier
 
 from envoi.runtime.aggregate import Scalar, aggregate
+from envoi.runtime.triton_compat import reinterpret, tma_load
 
 
 @aggregate
@@ -55,7 +56,7 @@ class Pipeline:
         y_shape: gl.constexpr = [cfg.num_stages * cfg.y_boxes_per_stage] + y_desc.block_type.shape
         x_bufs = gl.allocate_shared_memory(x_desc.dtype, x_shape, x_desc.layout)
         if cfg.wide_tail_tiles:
-            y_bufs = x_bufs._reinterpret(y_desc.dtype, y_shape, y_desc.layout)
+            y_bufs = reinterpret(x_bufs, y_desc.dtype, y_shape, y_desc.layout)
         else:
             y_bufs = gl.allocate_shared_memory(y_desc.dtype, y_shape, y_desc.layout)
         empty = gl.allocate_shared_memory(gl.int64, [cfg.num_stages, 1], mbarrier.MBarrierLayout())
@@ -141,10 +142,10 @@ class Pipeline:
         mbarrier.expect(full, num_x * x_desc.block_type.nbytes + num_y * y_desc.block_type.nbytes)
         for i in gl.static_range(num_x):
             at = [tile.x + i * cfg.rows_per_consumer, k]
-            tma.async_copy_global_to_shared(x_desc, at, full, self.x_box(stage, i))
+            tma_load(x_desc, at, full, self.x_box(stage, i))
         for i in gl.static_range(num_y):
             at = [tile.y + i * cfg.block_y, k]
-            tma.async_copy_global_to_shared(y_desc, at, full, self.y_box(stage, i))
+            tma_load(y_desc, at, full, self.y_box(stage, i))
 
 
 @gluon.jit

@@ -15,6 +15,7 @@ from envoi.gemm.triton import host as triton_host
 from envoi.runtime import devices, workspace
 from envoi.runtime.math import cdiv
 from envoi.runtime.tma import as_one_matrix, descriptor, tma_ready
+from envoi.runtime.triton_compat import FP_FUSION
 from envoi.types import Matrix, QuantTensor
 
 
@@ -51,7 +52,7 @@ def widen_tokens(a: Matrix, bits: int, out: torch.Tensor, offsets: torch.Tensor 
 
     kernels: Any = tokens
     grid, args = tokens_arguments(a, bits, out, offsets, rows)
-    kernels.widen_kernel[grid](*args)
+    kernels.widen_kernel[grid](*args, **FP_FUSION)
 
 
 def tokens_arguments(

@@ -30,7 +30,7 @@ from envoi.gemm.hopper_mx.mainloop import accumulate, in_order
 from envoi.gemm.hopper_mx.pipeline import SPAN, MxPipeline
 from envoi.runtime.aggregate import aggregate
 from envoi.runtime.sync import wait_for_grid
-from envoi.runtime.triton_compat import role_barrier
+from envoi.runtime.triton_compat import role_barrier, tma_load
 
 
 @aggregate
@@ -68,11 +68,11 @@ def weights_producer(args):
                 if part == 0:
                     mbarrier.expect(full, num_bytes + args.sf_desc.block_type.nbytes)
                     sf_buf = pipeline.sf_bufs.index(step // steps_per_span % cfg.num_sf_spans)
-                    tma.async_copy_global_to_shared(args.sf_desc, [row, span * (SPAN // 128)], full, sf_buf)
+                    tma_load(args.sf_desc, [row, span * (SPAN // 128)], full, sf_buf)
                 else:
                     mbarrier.expect(full, num_bytes)
                 k = span * steps_per_span + part
-                tma.async_copy_global_to_shared(args.w_desc, [row, k * words], full, pipeline.w_bufs.index(stage))
+                tma_load(args.w_desc, [row, k * words], full, pipeline.w_bufs.index(stage))
                 step += 1
 
 
@@ -106,7 +106,7 @@ def tokens_producer(args):
             pipeline.wait_empty(step)
             mbarrier.expect(full, args.x_desc.block_type.nbytes)
             at = [tile.y, k * cfg.block_k]
-            tma.async_copy_global_to_shared(args.x_desc, at, full, pipeline.x_bufs.index(stage))
+            tma_load(args.x_desc, at, full, pipeline.x_bufs.index(stage))
             step += 1
 
 

@@ -14,6 +14,7 @@ from envoi.epilogue.slots import empty_slots, late, operand_tensors, piece_colum
 from envoi.gemm.grouping import ALL_ROWS, Grouping
 from envoi.gemm.triton import kernel as device_code
 from envoi.runtime.math import cdiv, next_power_of_2
+from envoi.runtime.triton_compat import FP_FUSION
 from envoi.types import Matrix
 
 kernels: Any = device_code  # type checkers would want constexprs for its constants
@@ -136,12 +137,12 @@ def _launch(
     _start(kernels.gemm_kernel, grid, arguments, options)
     if code.partials and M:
         _, _, _, operands, raw, workspace, *_ = arguments
-        kernels.finish_kernel[(cdiv(M, FINISH_M),)](workspace, operands, raw, grid[1], M, code, FINISH_M)
+        kernels.finish_kernel[(cdiv(M, FINISH_M),)](workspace, operands, raw, grid[1], M, code, FINISH_M, **FP_FUSION)
 
 
 @log.launches
 def _start(kernel: Any, grid: tuple[int, ...], arguments: tuple, options: dict[str, Any]) -> None:
-    kernel[grid](*arguments, **options)
+    kernel[grid](*arguments, **FP_FUSION, **options)
 
 
 def product_arguments(
@@ -253,6 +254,6 @@ def reduce_rows(x: torch.Tensor, op: str, offsets: torch.Tensor | None) -> torch
         bounds = None if offsets is None else offsets.contiguous()
         grid = (groups, cdiv(C, block_c))
         kernels.reduce_kernel[grid](
-            x, out, bounds, M, C, op, REDUCE_M * REDUCE_C // block_c, block_c, offsets is not None
+            x, out, bounds, M, C, op, REDUCE_M * REDUCE_C // block_c, block_c, offsets is not None, **FP_FUSION
         )
     return out

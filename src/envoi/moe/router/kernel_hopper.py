@@ -31,7 +31,6 @@ from triton.experimental import gluon
 from triton.experimental.gluon.language.nvidia.hopper import (
     fence_async_shared,
     mbarrier,
-    tma,
     warpgroup_mma,
     warpgroup_mma_wait,
 )
@@ -39,7 +38,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 from envoi.moe.router.choose_experts import load_biases, route_exactly, route_rows, route_tile, store_counts
 from envoi.moe.router.device_types import Args, Outputs, Positions, Scalars, Tables
 from envoi.runtime.sync import arrive, let_next_start, wait_for_grid
-from envoi.runtime.triton_compat import role_barrier
+from envoi.runtime.triton_compat import reinterpret, role_barrier, tma_load
 
 NO_SUM: gl.constexpr = gl.constexpr(-1)  # the bits of a sum that isn't there yet: a NaN that no addition gives
 
@@ -102,8 +101,8 @@ def load_stage(x_desc, y_desc, stages, stage, m, n, k, tiling: gl.constexpr):
     x_buf = stages.x.index(stage)
     if tiling.rows_per_cta < tiling.tile:
         x_buf = x_buf.slice(0, tiling.rows_per_cta, dim=0)  # nobody reads the results of the rows after these
-    tma.async_copy_global_to_shared(x_desc, [m, k * tiling.block_k], stages.full.index(stage), x_buf)
-    tma.async_copy_global_to_shared(y_desc, [n, k * tiling.block_k], stages.full.index(stage), stages.y.index(stage))
+    tma_load(x_desc, [m, k * tiling.block_k], stages.full.index(stage), x_buf)
+    tma_load(y_desc, [n, k * tiling.block_k], stages.full.index(stage), stages.y.index(stage))
 
 
 @gluon.jit
@@ -199,7 +198,7 @@ def logits_layout(columns):
 @gluon.jit
 def logits_buffer(stages, rows: gl.constexpr, tiling: gl.constexpr):
     """Reuse the gate's stages, once they are consumed, for the logits: [tile / rows, rows, columns] float32."""
-    return stages.y._reinterpret(gl.float32, [tiling.tile // rows, rows, tiling.columns], logits_layout(tiling.columns))
+    return reinterpret(stages.y, gl.float32, [tiling.tile // rows, rows, tiling.columns], logits_layout(tiling.columns))
 
 
 @gluon.jit

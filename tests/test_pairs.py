@@ -1,0 +1,90 @@
+"""One list of supported torch and Triton pairs: what the Makefile, CI, the README and pyproject.toml say of them."""
+
+import importlib.util
+import re
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[1]
+
+
+def tool(name):
+    """A script of tools/, which is no package, as a module."""
+    spec = importlib.util.spec_from_file_location(name, ROOT / "tools" / f"{name}.py")
+    assert spec is not None and spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[name] = module  # dataclasses look their annotations up there
+    spec.loader.exec_module(module)
+    return module
+
+
+pairs = tool("pairs")
+
+
+def minor(version):
+    return tuple(int(part) for part in version.split(".")[:2])
+
+
+def range_in_pyproject(package):
+    found = re.search(rf'"{package}>=([\d.]+),<([\d.]+)"', (ROOT / "pyproject.toml").read_text())
+    assert found, f"pyproject.toml gives no range of {package}"
+    return minor(found.group(1)), minor(found.group(2))
+
+
+@pytest.mark.parametrize("package", ["torch", "triton", "transformers"])
+def test_ranges_are_those_of_the_pairs(package):
+    releases = [minor(getattr(pair, package)) for pair in pairs.pairs()]
+    newest = max(releases)
+    assert range_in_pyproject(package) == (min(releases), (newest[0], newest[1] + 1))
+
+
+def test_pythons_begin_where_pyproject_says():
+    found = re.search(r'^requires-python = ">=([\d.]+)"', (ROOT / "pyproject.toml").read_text(), re.M)
+    assert found
+    assert minor(found.group(1)) == min(minor(python) for pair in pairs.pairs() for python in pair.pythons)
+
+
+def test_readme_has_the_matrix():
+    text = (ROOT / "README.md").read_text()
+    assert pairs.with_matrix(text) == text, "python tools/pairs.py matrix README.md"
+
+
+@pytest.mark.parametrize("name", ["Makefile", ".ci/run", "tools/compile_all.py", "tools/resolve.py"])
+def test_no_second_list(name):
+    text = (ROOT / name).read_text()
+    for pair in pairs.pairs():
+        for version in (pair.name, pair.torch, pair.triton, pair.transformers):
+            assert not re.search(rf"(?<![\d.]){re.escape(version)}(?![\d.])", text), f"{name} names {version}"
+
+
+def test_the_measured_pair_is_the_default_and_both_ends_are_tested():
+    known = pairs.pairs()
+    assert len({pair.name for pair in known}) == len(known)
+    assert pairs.default() == known[0]
+    assert pairs.default().gpu
+    assert {known[0].name, known[-1].name} <= {pair.name for pair in known if pair.cpu_suite}
+    assert pairs.other_tritons(known[0].name) == list(dict.fromkeys(pair.triton for pair in known))[1:]
+
+
+def test_a_python_without_wheels_is_told_what_to_do():
+    oldest, newest = pairs.pairs()[0], pairs.pairs()[-1]
+    assert pairs.refusal(oldest, oldest.pythons[0]) == ""
+    message = pairs.refusal(newest, oldest.pythons[0])
+    assert f"Python {oldest.pythons[0]} isn't supported with torch {newest.torch}" in message
+    assert ", ".join(newest.pythons) in message
+    assert f"make PAIR={pairs.pairs()[-2].name}" in message
+    assert "PAIR" not in pairs.refusal(oldest, "3.7")
+
+
+def test_a_pair_that_is_not_there_is_named():
+    with pytest.raises(ValueError, match=r"PAIR: expected one of 2\.11, .*, got '1\.0'"):
+        pairs.find("1.0")
+
+
+def test_a_constraints_file_must_say_all(tmp_path):
+    path = tmp_path / "torch-1.0.txt"
+    path.write_text("torch==1.0.0\ntriton==1.0.0\n")
+    with pytest.raises(ValueError, match="expected pins of torch, triton and transformers"):
+        pairs.read(path)

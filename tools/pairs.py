@@ -1,0 +1,157 @@
+"""`python tools/pairs.py COMMAND`: the pairs of torch and Triton that Envoi supports, one file each in `constraints/`.
+
+    default, newest, names    names of pairs, `2.11`: the one that `make` installs, the last one, all
+    constraints NAME          its constraints file
+    triton NAME               its Triton
+    other-tritons NAME        the Tritons of all pairs except that of NAME
+    check NAME                exit status 1, with a message, if the running Python isn't one of the pair's
+    matrix                    the README's table; `matrix README.md` writes it there
+
+Comments at the top of a constraints file say for which Pythons it is, on which GPU the pair ran, and whether the CPU
+test suite runs under it. Uses the standard library only, and of that what Python 3.7 has: the Makefile calls it before
+anything is installed, and a Python that is too old must be told so.
+"""
+
+from __future__ import annotations
+
+import re
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[1]
+FOLDER = ROOT / "constraints"
+BEGIN, END = "<!-- pairs: `python tools/pairs.py matrix README.md` -->", "<!-- /pairs -->"
+
+
+@dataclass(frozen=True)
+class Pair:
+    """One supported pair of releases, and what else was pinned when it was tried."""
+
+    path: Path
+    torch: str
+    triton: str
+    transformers: str
+    pythons: tuple[str, ...]
+    gpu: str  # where its kernels have run; "" if nowhere
+    cpu_suite: bool
+
+    @property
+    def name(self) -> str:
+        """`2.11`: the release of torch without its patch."""
+        return ".".join(self.torch.split(".")[:2])
+
+
+def read(path: Path) -> Pair:
+    """The pair of a constraints file. ValueError if one of its three pins or its Pythons are missing."""
+    text = path.read_text()
+    pins = dict(re.findall(r"^(torch|triton|transformers)==(\S+)$", text, re.MULTILINE))
+    notes = dict(re.findall(r"^# ([a-z ]+): (.+)$", text, re.MULTILINE))
+    if len(pins) < 3 or "python" not in notes:
+        raise ValueError(f"{path}: expected pins of torch, triton and transformers and a comment `# python: 3.11 ..`")
+    return Pair(
+        path, pins["torch"], pins["triton"], pins["transformers"], tuple(notes["python"].split()),
+        notes.get("gpu", ""), notes.get("cpu suite") == "yes",
+    )  # fmt: skip
+
+
+def pairs() -> list[Pair]:
+    """All pairs, the oldest torch first."""
+    return sorted(map(read, FOLDER.glob("torch-*.txt")), key=lambda pair: tuple(map(int, pair.torch.split("."))))
+
+
+def default() -> Pair:
+    """The pair that `make` installs: the first one that has run on a GPU."""
+    return next(pair for pair in pairs() if pair.gpu)
+
+
+def find(name: str) -> Pair:
+    """The pair of that name. ValueError lists those that there are."""
+    for pair in pairs():
+        if pair.name == name:
+            return pair
+    raise ValueError(f"PAIR: expected one of {', '.join(pair.name for pair in pairs())}, got {name!r}")
+
+
+def refusal(pair: Pair, python: str) -> str:
+    """Why this Python can't install the pair, and what can; "" if it can."""
+    if python in pair.pythons:
+        return ""
+    others = [other.name for other in pairs() if python in other.pythons]
+    instead = f", or `make PAIR={others[-1]} ..`, which has this Python" if others else ""
+    return (
+        f"Python {python} isn't supported with torch {pair.torch}: it takes Python {', '.join(pair.pythons)}. "
+        f"Choose one of those, `make PYTHON=python{pair.pythons[-2]} ..`{instead}."
+    )
+
+
+def other_tritons(name: str) -> list[str]:
+    """Tritons of all pairs in order, each once, except that of the named pair."""
+    return list(dict.fromkeys(pair.triton for pair in pairs() if pair.triton != find(name).triton))
+
+
+def matrix() -> str:
+    """The pairs as a Markdown table."""
+    lines = [
+        "| torch | Triton | Python | transformers | ran on a GPU | CPU test suite | all kernels compiled |",
+        "|---|---|---|---|---|---|---|",
+    ]
+    for pair in pairs():
+        python = f"{pair.pythons[0]} to {pair.pythons[-1]}"
+        suite = "yes" if pair.cpu_suite else "no"
+        name = f"{pair.torch} (default)" if pair == default() else pair.torch
+        cells = name, pair.triton, python, pair.transformers, pair.gpu or "no", suite, "yes"
+        lines.append(f"| {' | '.join(cells)} |")
+    return "\n".join(lines)
+
+
+def with_matrix(text: str) -> str:
+    """The README's text with today's table between its two marks. ValueError if they aren't there."""
+    before, begin, rest = text.partition(BEGIN)
+    _, end, after = rest.partition(END)
+    if not begin or not end:
+        raise ValueError(f"expected a line {BEGIN} and a line {END}")
+    return f"{before}{BEGIN}\n{matrix()}\n{END}{after}"
+
+
+def answer(command: str, name: str) -> str:
+    """What a command prints."""
+    if command == "default":
+        return default().name
+    if command == "newest":
+        return pairs()[-1].name
+    if command == "names":
+        return " ".join(pair.name for pair in pairs())
+    if command == "matrix":
+        return matrix()
+    pair = find(name)
+    if command == "constraints":
+        return str(pair.path.relative_to(ROOT))
+    if command == "triton":
+        return pair.triton
+    if command == "other-tritons":
+        return " ".join(other_tritons(name))
+    raise ValueError(f"expected a command of `{sys.argv[0]}`'s docstring, got {command!r}")
+
+
+def main(command: str, name: str = "") -> int:
+    """Run one command; its exit status."""
+    if command == "matrix" and name:
+        Path(name).write_text(with_matrix(Path(name).read_text()))
+        return 0
+    try:
+        if command == "check":
+            problem = refusal(find(name), ".".join(map(str, sys.version_info[:2])))
+            print(problem, end="\n" if problem else "", file=sys.stderr)
+            return 1 if problem else 0
+        print(answer(command, name))
+    except ValueError as error:
+        print(f"pairs: {error}", file=sys.stderr)
+        return 2
+    return 0
+
+
+if __name__ == "__main__":
+    if not 2 <= len(sys.argv) <= 3:
+        sys.exit(__doc__)
+    sys.exit(main(*sys.argv[1:]))

@@ -1,0 +1,121 @@
+"""`python tools/resolve.py`: ask the default package index whether every pair in `constraints/` can be installed.
+
+What a user with nothing configured gets: pip without its configuration files, environment variables and local wheels,
+in an empty virtual environment. Nothing but metadata is downloaded. For the running Python pip resolves what
+`envoi[dev]` requires with all dependencies; for the other Pythons it looks whether every pin has a wheel there. Exit
+status 1 names what failed. Runs in the environment that `make` sets up, whose metadata say what envoi requires.
+"""
+
+import importlib.metadata
+import json
+import os
+import subprocess
+import sys
+import tempfile
+import venv
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
+from pathlib import Path
+
+import pairs
+
+PIP = "pip>=26"  # the first releases downloaded wheels for --dry-run
+ISOLATED = ("--isolated", "--disable-pip-version-check", "--no-input")
+RUNNING = ".".join(map(str, sys.version_info[:2]))
+JOBS = 4  # they wait for the network
+
+
+def pip(python: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
+    """Run pip as a user who has configured nothing would."""
+    environment = {name: value for name, value in os.environ.items() if not name.startswith("PIP_")}
+    environment["PIP_CONFIG_FILE"] = os.devnull
+    command = [str(python), "-m", "pip", *ISOLATED, *arguments]
+    return subprocess.run(command, cwd=pairs.ROOT, env=environment, capture_output=True, text=True, check=False)
+
+
+def resolve(python: Path, pair: pairs.Pair) -> str:
+    """Install all that `envoi[dev]` requires under the pair's constraints, on paper; "" or pip's reason against it."""
+    with tempfile.TemporaryDirectory() as folder:
+        report = Path(folder) / "report.json"
+        done = pip(
+            python, "install", "--dry-run", "--quiet", "--report", str(report), "-c", str(pair.path), *required()
+        )  # fmt: skip
+        if done.returncode:
+            return last_error(done.stderr)
+        found = {
+            item["metadata"]["name"]: item["metadata"]["version"] for item in json.loads(report.read_text())["install"]
+        }
+    wanted = {"torch": pair.torch, "triton": pair.triton, "transformers": pair.transformers}
+    wrong = [
+        f"{name} {found.get(name)} instead of {version}"
+        for name, version in wanted.items()
+        if found.get(name) != version
+    ]
+    return ", ".join(wrong)
+
+
+def required() -> list[str]:
+    """The requirements of `envoi[dev]` as pip takes them, those of the extras that it names included."""
+    lines = [line.partition(";") for line in importlib.metadata.requires("envoi") or ()]
+    return [name.strip() for name, _, _ in lines if not name.startswith("envoi")]
+
+
+def without_wheel(python: Path, version: str, pins: list[str]) -> str:
+    """What pip says of pins under another Python; "" if each has a wheel there."""
+    with tempfile.TemporaryDirectory() as folder:
+        done = pip(
+            python, "install", "--dry-run", "--quiet", "--no-deps", "--only-binary=:all:", "--python-version", version,
+            "--target", folder, *pins,
+        )  # fmt: skip
+    return last_error(done.stderr) if done.returncode else ""
+
+
+def common_pins() -> list[str]:
+    """The pins that all pairs share, markers included."""
+    lines = (pairs.FOLDER / "common.txt").read_text().splitlines()
+    return [line for line in lines if line and not line.startswith("#")]
+
+
+def last_error(stderr: str) -> str:
+    """The last line in which pip says what is wrong."""
+    lines = [line for line in stderr.splitlines() if line.startswith("ERROR")]
+    return (lines or stderr.splitlines() or ["pip gave no reason"])[-1]
+
+
+def checks(python: Path) -> Iterator[tuple[str, Callable[[], str]]]:
+    """What to ask: a title, and a function that returns what is wrong."""
+    known = pairs.pairs()
+    for pair in known:
+        for version in pair.pythons:
+            title = f"torch {pair.torch}, Triton {pair.triton}, Python {version}"
+            if version == RUNNING:
+                yield f"{title}, all dependencies", partial(resolve, python, pair)
+            else:
+                pins = [f"torch=={pair.torch}", f"triton=={pair.triton}", f"transformers=={pair.transformers}"]
+                yield title, partial(without_wheel, python, version, pins)
+    for version in dict.fromkeys(version for pair in known for version in pair.pythons if version != RUNNING):
+        yield f"what all pairs share, Python {version}", partial(without_wheel, python, version, common_pins())
+
+
+def main() -> int:
+    """Check all pairs under all of their Pythons."""
+    if not any(RUNNING in pair.pythons for pair in pairs.pairs()):
+        print(f"resolve: no pair takes the running Python, {RUNNING}", file=sys.stderr)
+        return 1
+    with tempfile.TemporaryDirectory() as folder:
+        venv.create(folder, with_pip=True)
+        python = Path(folder) / "bin" / "python"
+        upgraded = pip(python, "install", "--quiet", "--upgrade", PIP)
+        if upgraded.returncode:
+            print(f"resolve: {last_error(upgraded.stderr)}", file=sys.stderr)
+            return 1
+        with ThreadPoolExecutor(JOBS) as pool:
+            jobs = [(title, pool.submit(job)) for title, job in checks(python)]
+            problems = [(title, job.result()) for title, job in jobs]
+    print(*(f"{title}: {problem or 'can be installed'}" for title, problem in problems), sep="\n")
+    return 1 if any(problem for _, problem in problems) else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
