@@ -1,6 +1,8 @@
 """Run a function on several real processes joined by gloo, and bring back what each returned or raised."""
 
+import functools
 import multiprocessing as mp
+import os
 import pickle
 import tempfile
 import time
@@ -10,6 +12,9 @@ from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
+
+# A guard against hangs, far beyond what a busy machine takes: what is left then is killed and named.
+GUARD_S = 600.0
 
 
 @dataclass
@@ -22,12 +27,15 @@ class Outcome:
     seconds: float = 0.0
 
 
-def run_ranks(num_ranks: int, fn: Callable, *args, timeout_s: float = 120.0, backend: str = "gloo") -> list[Outcome]:
+def run_ranks(num_ranks: int, fn: Callable, *args, timeout_s: float = GUARD_S, backend: str = "gloo") -> list[Outcome]:
     """fn(rank, num_ranks, *args) on each rank; fn must be importable. Kills and names what is left after timeout_s."""
-    context = mp.get_context("spawn")
+    # CUDA doesn't survive a fork, not even of a process that has only asked for devices.
+    context: Any = mp.get_context("spawn") if backend == "nccl" else _forking()
     with tempfile.TemporaryDirectory() as folder:
         workers = [
-            context.Process(target=_worker, args=(rank, num_ranks, folder, backend, fn, args), daemon=True)
+            context.Process(
+                target=_worker, args=(dict(os.environ), rank, num_ranks, folder, backend, fn, args), daemon=True
+            )
             for rank in range(num_ranks)
         ]
         for worker in workers:
@@ -42,21 +50,34 @@ def run_ranks(num_ranks: int, fn: Callable, *args, timeout_s: float = 120.0, bac
         return [_read(Path(folder) / str(rank), worker) for rank, worker in enumerate(workers)]
 
 
+@functools.cache
+def _forking() -> Any:
+    """Processes forked off a server that has imported, in one thread, what takes seconds: once for all ranks."""
+    context = mp.get_context("forkserver")
+    context.set_forkserver_preload(["torch.distributed", "envoi", "envoi.experts", "tests.moe.parallel.cases"])
+    return context
+
+
 def _read(path: Path, worker) -> Outcome:
     if not path.exists():
         return Outcome(error="died", text=f"exit code {worker.exitcode}")
     return pickle.loads(path.read_bytes())
 
 
-def _worker(rank: int, num_ranks: int, folder: str, backend: str, fn: Callable, args: tuple) -> None:
+def _worker(
+    environment: dict[str, str], rank: int, num_ranks: int, folder: str, backend: str, fn: Callable, args: tuple
+) -> None:
+    os.environ.clear()
+    os.environ.update(environment)  # the server was started earlier
     import torch
     import torch.distributed as dist
 
     torch.set_num_threads(1)
     if backend == "nccl":
         torch.cuda.set_device(rank)
+    guard = timedelta(seconds=GUARD_S)
     dist.init_process_group(
-        backend, init_method=f"file://{folder}/store", rank=rank, world_size=num_ranks, timeout=timedelta(seconds=60)
+        backend, init_method=f"file://{folder}/store", rank=rank, world_size=num_ranks, timeout=guard
     )
     outcome, start = Outcome(), time.monotonic()
     try:
