@@ -2,18 +2,18 @@
 
 What is written for `swiglu` in Gluon, its output leaving through a TMA descriptor:
 
-    def visit(x1, m, n, m_end, N, operands, outputs, descs, stages, side, GROUPED, turn, cfg):
+    def visit(x1, at, operands, outputs, buffers, GROUPED, cfg):
         x2 = even(x1)
         v1 = even(x1)
         v2 = odd(x1)
         v3 = silu(v1)
         v4 = v3 * v2
         o0 = bf16(v4)
-        put_tiles((o0,), descs, stages, (n // 2,), m, turn, cfg.num_store_buffers)
+        put_tiles((o0,), buffers.descs, buffers.stages, (at.n // 2,), at.m, buffers.turn, cfg.num_store_buffers)
         return (0,)
 
-x1 is a piece of the accumulator in registers, m and n the position of its corner, m_end the row behind the last that
-counts, N the accumulator's columns. A value of the tile is a two-dimensional tensor, of a row or a column a vector, of
+x1 is a chunk of the accumulator in registers; `at` (ChunkPosition) and `buffers` (ChunkBuffers) say where it is and
+through what its tiles go. A value of the tile is a two-dimensional tensor, of a row or a column a vector, of
 a top-k k row vectors.
 
 A reduction over a row is complete at once if the piece has the whole row (`whole`). Else `visit` returns partial

@@ -51,8 +51,7 @@ class Writer:
     # visit: a piece of the accumulator
 
     def _visit(self) -> None:
-        arguments = "x1, m, n, m_end, N, operands, outputs, descs, stages, side"
-        self.line(f"def visit({arguments}, GROUPED: L.constexpr, turn, cfg: L.constexpr):", 0)
+        self.line("def visit(x1, at, operands, outputs, buffers, GROUPED: L.constexpr, cfg: L.constexpr):", 0)
         divisor = 2
         while divisor <= self.ir.divisor:
             self.line(f"x{divisor} = even(x{divisor // 2})")
@@ -105,14 +104,15 @@ class Writer:
         if operand.kind == "Scalar":
             return f"load_one({pointer})" if operand.name in self.pointers else pointer
         if operand.kind == "Row":
-            return f"load_at({pointer}, row_ids(x1, m), m_end)"
+            return f"load_at({pointer}, row_ids(x1, at.m), at.m_end)"
         d = operand.shape.divisor
         if operand.shape.rows == "1":
-            return f"load_at({pointer}, col_ids(x{d}, n // {d}), N // {d})"
+            return f"load_at({pointer}, col_ids(x{d}, at.n // {d}), at.N // {d})"
         if operand.name in self.side:
             index = self.side.index(operand.name)
-            return f"take_tile(side, descs[{MAX_DESCS + index}], x{d}, m, n // {d}, {index}, turn, cfg)"
-        return f"load_tile({pointer}, x{d}, m, n // {d}, m_end, N // {d})"
+            source = f"buffers.descs[{MAX_DESCS + index}]"
+            return f"take_tile(buffers.side, {source}, x{d}, at.m, at.n // {d}, {index}, buffers.turn, cfg)"
+        return f"load_tile({pointer}, x{d}, at.m, at.n // {d}, at.m_end, at.N // {d})"
 
     def _pair(self, node: Node) -> str:
         source = self.ir.nodes[node.args[0]]
@@ -126,7 +126,7 @@ class Writer:
         value = f"v{node.args[0]}"
         if node.op == "row_absmax":
             value = f"L.abs({value})"
-        return f"L.where((col_ids(x{d}, n // {d}) < N // {d})[None, :], {value}, {fill})"
+        return f"L.where((col_ids(x{d}, at.n // {d}) < at.N // {d})[None, :], {value}, {fill})"
 
     def _reduction(self, node: Node) -> str:
         if not self.ir.nodes[node.args[0]].shape.spans_columns:
@@ -164,7 +164,7 @@ class Writer:
         if any(line.strip().startswith(marker) for line in self.lines):
             return
         d = self.ir.nodes[source].shape.divisor
-        self.line(f"k{source} = sort_key({self._masked(node, _FILL['row_max'])}, col_ids(x{d}, n // {d}))")
+        self.line(f"k{source} = sort_key({self._masked(node, _FILL['row_max'])}, col_ids(x{d}, at.n // {d}))")
         for i in range(k):
             self.line(f"b{source}_{i} = best_key(k{source})")
             self.line(f"k{source} = without(k{source}, b{source}_{i})")
@@ -228,7 +228,7 @@ class Writer:
     def _quantize(self, index: int, slot: Slot, node: Node) -> None:
         scheme, source, d = SCHEMES[node.attribute("scheme")], f"v{node.args[0]}", node.shape.divisor
         group = scheme.group[1]
-        magnitude = f"L.where((col_ids(x{d}, n // {d}) < N // {d})[None, :], L.abs({source}), 0.0)"
+        magnitude = f"L.where((col_ids(x{d}, at.n // {d}) < at.N // {d})[None, :], L.abs({source}), 0.0)"
         if group:
             self.line(f"a{index} = group_amax(group_max({magnitude}, {group}))")
         else:
@@ -236,19 +236,20 @@ class Writer:
         self.line(f"sf{index}, f{index} = {_scale_factors(f'a{index}', scheme)}")
         if group:
             self.line(f"q{index} = times_group({source}, f{index}, {group})")
-            width = f"N // {d * group}"
-            self.line(f"store_tile(outputs[{index + 1}], sf{index}, m, n // {d * group}, m_end, {width})")
+            column, width = f"at.n // {d * group}", f"at.N // {d * group}"
+            self.line(f"store_tile(outputs[{index + 1}], sf{index}, at.m, {column}, at.m_end, {width})")
         else:
             self.line(f"q{index} = {source} * f{index}[:, None]")
-            self.line(f"store_row(outputs[{index + 1}], sf{index}, m, m_end, 1, 0)")
+            self.line(f"store_row(outputs[{index + 1}], sf{index}, at.m, at.m_end, 1, 0)")
         self.line(f"o{index} = " + (f"pack_pairs(e2m1(q{index}))" if slot.packed else f"e4m3(q{index})"))
 
     def _put(self, tiles: list[int]) -> None:
         values = ", ".join(f"o{i}" for i in tiles)
-        coords = ", ".join(f"n // {self._width(i)}" for i in tiles)
-        put = f"put_tiles(({values},), descs, stages, ({coords},), m, turn, cfg.num_store_buffers)"
+        coords = ", ".join(f"at.n // {self._width(i)}" for i in tiles)
+        ring = "buffers.turn, cfg.num_store_buffers"
+        put = f"put_tiles(({values},), buffers.descs, buffers.stages, ({coords},), at.m, {ring})"
         self.line("if GROUPED:")
-        self.line("if m + x1.shape[0] <= m_end:", 2)
+        self.line("if at.m + x1.shape[0] <= at.m_end:", 2)
         self.line(put, 3)
         self.line("else:", 2)
         for index in tiles:
@@ -261,10 +262,8 @@ class Writer:
 
     def _store_tile(self, index: int, depth: int = 1) -> None:
         d = self._width(index)
-        if self.sent:
-            self.line(f"send_tile(outputs[{index}], o{index}, m, n // {d}, m_end, N // {d}, cfg)", depth)
-            return
-        self.line(f"store_tile(outputs[{index}], o{index}, m, n // {d}, m_end, N // {d})", depth)
+        where = f"outputs[{index}], o{index}, at.m, at.n // {d}, at.m_end, at.N // {d}"
+        self.line(f"send_tile({where}, cfg)" if self.sent else f"store_tile({where})", depth)
 
     def _store_small(self, index: int, slot: Slot) -> None:
         """Values without a column for each of N: one tile of the row, or of the column, writes them."""
@@ -272,20 +271,18 @@ class Writer:
         source = node.args[0] if node.op == "cast" else slot.position
         if slot.kind == "topk":
             for i in range(slot.columns):
-                self.line(
-                    f"store_row(outputs[{index}], {_to(f'v{source}_{i}', slot.dtype)}, m, m_end, {slot.columns}, {i})"
-                )
+                value = _to(f"v{source}_{i}", slot.dtype)
+                self.line(f"store_row(outputs[{index}], {value}, at.m, at.m_end, {slot.columns}, {i})")
         elif slot.kind == "row":
-            self.line("if n == 0:")
-            self.line(f"store_row(outputs[{index}], {_to(f'v{source}', slot.dtype)}, m, m_end, 1, 0)", 2)
+            self.line("if at.n == 0:")
+            self.line(f"store_row(outputs[{index}], {_to(f'v{source}', slot.dtype)}, at.m, at.m_end, 1, 0)", 2)
         elif slot.kind == "column":
             d = slot.columns
-            self.line("if m == 0:")
-            self.line(
-                f"store_column(outputs[{index}], {_to(f'v{source}', slot.dtype)}, col_ids(x{d}, n // {d}), N // {d})", 2
-            )
+            self.line("if at.m == 0:")
+            value, ids = _to(f"v{source}", slot.dtype), f"col_ids(x{d}, at.n // {d})"
+            self.line(f"store_column(outputs[{index}], {value}, {ids}, at.N // {d})", 2)
         else:
-            self.line("if (m == 0) & (n == 0):")
+            self.line("if (at.m == 0) & (at.n == 0):")
             self.line(f"L.store(outputs[{index}], {_to(f'v{source}', slot.dtype)})", 2)
 
     # reductions over the tiles of a row

@@ -8,6 +8,7 @@ accumulator, and the shared memory through which its outputs are stored by TMA.
 import triton.experimental.gluon.language as gl
 from triton.experimental import gluon
 
+from envoi.epilogue.chunk import ChunkBuffers, ChunkPosition
 from envoi.epilogue.tile_gluon import halves
 from envoi.gemm.hopper.split_k import SplitK
 from envoi.gemm.hopper.tile_scheduler import Problem
@@ -148,8 +149,8 @@ def visit_chunk(x, out, args, COLUMN: gl.constexpr):
     chunk: gl.constexpr = COLUMN // cfg.epilogue_columns
     loads = (buffers.loads, buffers.loaded, args.tiles_done)
     return epilogue.code.visit(
-        x, out.m, out.n + COLUMN, out.m_end, problem.N, epilogue.operands, epilogue.outputs, epilogue.descs,
-        buffers.stores, loads, problem.row_mode.is_grouped, chunk, cfg,
+        x, ChunkPosition(out.m, out.n + COLUMN, out.m_end, problem.N), epilogue.operands, epilogue.outputs,
+        ChunkBuffers(epilogue.descs, buffers.stores, loads, chunk), problem.row_mode.is_grouped, cfg,
     )  # fmt: skip
 
 

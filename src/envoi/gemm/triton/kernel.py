@@ -11,17 +11,53 @@
     an epilogue that needs whole rows wider than a tile: acc -> workspace, for rows_kernel
     column reductions, totals: what is reduced -> workspace, for reduce_kernel
 
-A matrix arrives as the tuple (values, strides of an expert, a row and k, scale factors, their three strides, rows that
-share one) and a constant `Side`, its format. In a grouped GEMM rows from offsets[E] on are treated, with WRITE_TAIL, as
-those of one more expert, whose product is 0; else nobody touches them.
+A matrix arrives as a `MatrixArgs` and a constant `Side`, its format. In a grouped GEMM rows from offsets[E] on are
+treated, with WRITE_TAIL, as those of one more expert, whose product is 0; else nobody touches them.
 """
+
+from typing import Any, NamedTuple
 
 import triton
 import triton.language as tl
 
+from envoi.epilogue.chunk import ChunkBuffers, ChunkPosition
 from envoi.epilogue.codes_triton import from_e2m1, from_e4m3, from_e8m0, widen
 from envoi.epilogue.device import INF, INTERPRETED, maximum
 from envoi.epilogue.tile_triton import largest, load_tile
+
+
+class MatrixArgs(NamedTuple):
+    """A matrix [experts, rows, K]: elements and strides, scale factors and strides, the rows that share a factor.
+
+    Strides are in elements. Without scale factors `sf` is any pointer, and its strides are 0.
+    """
+
+    elements: Any
+    stride_e: Any
+    stride_row: Any
+    stride_k: Any
+    sf: Any
+    sf_stride_e: Any
+    sf_stride_row: Any
+    sf_stride_k: Any
+    group_rows: Any
+
+
+class Product(NamedTuple):
+    """Both matrices of a GEMM: a [M, K], the same for all experts, and b [experts, N, K]."""
+
+    a: Any
+    b: Any
+
+
+class Tile(NamedTuple):
+    """A tile of the product: rows [BLOCK_M] below m_end, columns [BLOCK_N] below N, of expert e."""
+
+    rows: Any
+    m_end: Any
+    columns: Any
+    N: Any
+    e: Any
 
 
 @triton.jit
@@ -45,25 +81,25 @@ def place(tile, offsets, M, num_experts, BLOCK_M: tl.constexpr, MAX_EXPERTS: tl.
 @triton.jit
 def scale_factors(x, e, ids, groups, mask, side: tl.constexpr):
     """Load float32 scale factors for ids (of rows) and groups (along K), broadcast; 1 where masked."""
-    values, stride_e, stride_row, stride_k, sf, sf_e, sf_row, sf_k, group_rows = x
-    at = e.to(tl.int64) * sf_e + (ids // group_rows).to(tl.int64) * sf_row + groups * sf_k
+    row = (ids // x.group_rows).to(tl.int64)
+    at = e.to(tl.int64) * x.sf_stride_e + row * x.sf_stride_row + groups * x.sf_stride_k
     if side.scale == "e8m0":
-        return from_e8m0(tl.load(sf + at, mask=mask, other=127))
+        return from_e8m0(tl.load(x.sf + at, mask=mask, other=127))
     elif side.scale == "e4m3":
-        return from_e4m3(tl.load(sf + at, mask=mask, other=0x38))
+        return from_e4m3(tl.load(x.sf + at, mask=mask, other=0x38))
     else:
-        return tl.load(sf + at, mask=mask, other=1.0)
+        return tl.load(x.sf + at, mask=mask, other=1.0)
 
 
 @triton.jit
 def load_block(x, e, ids, num_ids, ks, k_end, side: tl.constexpr):
     """Load [ids, ks] of a matrix, widened for the product and times the scale factors that are folded in; 0 outside."""
-    values, stride_e, stride_row, stride_k, sf, sf_e, sf_row, sf_k, group_rows = x
     ids = ids[:, None]
     ks = ks[None, :]
     mask = (ids < num_ids) & (ks < k_end)
-    at = e.to(tl.int64) * stride_e + ids.to(tl.int64) * stride_row + (ks // side.per_byte).to(tl.int64) * stride_k
-    v = tl.load(values + at, mask=mask, other=0)
+    at = e.to(tl.int64) * x.stride_e + ids.to(tl.int64) * x.stride_row
+    at = at + (ks // side.per_byte).to(tl.int64) * x.stride_k
+    v = tl.load(x.elements + at, mask=mask, other=0)
     if side.values == "e4m3":
         v = from_e4m3(v)
     elif side.values == "e2m1":
@@ -79,52 +115,47 @@ def load_block(x, e, ids, num_ids, ks, k_end, side: tl.constexpr):
 
 
 @triton.jit
-def multiply(
-    acc, a, b, e, rows, m_end, columns, N, first, last,
-    A: tl.constexpr, B: tl.constexpr, BLOCK_K: tl.constexpr,
-):  # fmt: skip
+def multiply(acc, product, tile, first, last, A: tl.constexpr, B: tl.constexpr, BLOCK_K: tl.constexpr):
     """Return acc + a[rows, first : last] @ b[e, columns, first : last].T."""
     for k in range(first, last, BLOCK_K):
         ks = k + tl.arange(0, BLOCK_K)
-        x = load_block(a, e * 0, rows, m_end, ks, last, A)
-        y = load_block(b, e, columns, N, ks, last, B)
+        x = load_block(product.a, tile.e * 0, tile.rows, tile.m_end, ks, last, A)
+        y = load_block(product.b, tile.e, tile.columns, tile.N, ks, last, B)
         acc = tl.dot(x, tl.trans(y), acc, input_precision="ieee")
     return acc
 
 
 @triton.jit
-def accumulate(
-    a, b, e, m, m_end, n, N, K,
-    A: tl.constexpr, B: tl.constexpr, GROUP_K: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
-    BLOCK_K: tl.constexpr,
-):  # fmt: skip
+def accumulate(product, tile, K, A: tl.constexpr, B: tl.constexpr, GROUP_K: tl.constexpr, BLOCK_K: tl.constexpr):
     """Return a tile of the product, scaled. GROUP_K: elements of K that share a float32 scale factor; 0 = all."""
-    rows = m + tl.arange(0, BLOCK_M)
-    columns = n + tl.arange(0, BLOCK_N)
-    acc = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
+    rows, columns = tile.rows, tile.columns
+    block_m: tl.constexpr = rows.shape[0]
+    block_n: tl.constexpr = columns.shape[0]
+    acc = tl.zeros((block_m, block_n), tl.float32)
     if GROUP_K > 0:
         for k in range(0, K, GROUP_K):
-            zeros = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
-            part = multiply(zeros, a, b, e, rows, m_end, columns, N, k, k + GROUP_K, A, B, BLOCK_K)
-            acc += part * block_scale(a, b, e, rows, m_end, columns, N, k, A, B)
+            zeros = tl.zeros((block_m, block_n), tl.float32)
+            part = multiply(zeros, product, tile, k, k + GROUP_K, A, B, BLOCK_K)
+            acc += part * block_scale(product, tile, k, A, B)
     else:
-        acc = multiply(acc, a, b, e, rows, m_end, columns, N, 0, K, A, B, BLOCK_K)
+        acc = multiply(acc, product, tile, 0, K, A, B, BLOCK_K)
         if A.scales:
-            acc = acc * scale_factors(a, e * 0, rows, 0, (rows < m_end) & (K > 0), A)[:, None]
+            acc = acc * scale_factors(product.a, tile.e * 0, rows, 0, (rows < tile.m_end) & (K > 0), A)[:, None]
         if B.scales:
-            acc = acc * scale_factors(b, e, columns, 0, (columns < N) & (K > 0), B)[None, :]
+            acc = acc * scale_factors(product.b, tile.e, columns, 0, (columns < tile.N) & (K > 0), B)[None, :]
     return acc
 
 
 @triton.jit
-def block_scale(a, b, e, rows, m_end, columns, N, k, A: tl.constexpr, B: tl.constexpr):
+def block_scale(product, tile, k, A: tl.constexpr, B: tl.constexpr):
     """Return the factors [rows, columns] of one group along K; one factor for all of K counts in each group."""
+    rows, columns = tile.rows, tile.columns
     if A.scales:
-        x = scale_factors(a, e * 0, rows, k // A.group_k if A.group_k > 0 else 0, rows < m_end, A)
+        x = scale_factors(product.a, tile.e * 0, rows, k // A.group_k if A.group_k > 0 else 0, rows < tile.m_end, A)
     else:
         x = tl.full(rows.shape, 1.0, tl.float32)
     if B.scales:
-        y = scale_factors(b, e, columns, k // B.group_k if B.group_k > 0 else 0, columns < N, B)
+        y = scale_factors(product.b, tile.e, columns, k // B.group_k if B.group_k > 0 else 0, columns < tile.N, B)
     else:
         y = tl.full(columns.shape, 1.0, tl.float32)
     return x[:, None] * y[None, :]
@@ -145,18 +176,19 @@ def gemm_kernel(
         if (e == MAX_EXPERTS) & (tile > 0):  # the first tile writes what doesn't belong to a row
             return
         own = tl.maximum(tl.minimum(e, num_experts - 1), 0)
-        acc = accumulate(
-            a, b, own, m, m_end, n, N, tl.where(e < num_experts, K, 0), A, B, GROUP_K, BLOCK_M, BLOCK_N, BLOCK_K
-        )
+        k_end = tl.where(e < num_experts, K, 0)
+        block = Tile(m + tl.arange(0, BLOCK_M), m_end, n + tl.arange(0, BLOCK_N), N, own)
+        acc = accumulate(Product(a, b), block, k_end, A, B, GROUP_K, BLOCK_K)
         mine = code.of_expert(operands, own, N)
         if e >= num_experts:
             acc = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
-        parts = code.visit(acc, m, n, m_end, N, mine, outputs, 0, 0, 0, True, 0, 0)
+        parts = code.visit(acc, ChunkPosition(m, n, m_end, N), mine, outputs, ChunkBuffers(0, 0, 0, 0), True, 0)
     else:
         m = tile * BLOCK_M
         m_end = M
-        acc = accumulate(a, b, tile * 0, m, M, n, N, K, A, B, GROUP_K, BLOCK_M, BLOCK_N, BLOCK_K)
-        parts = code.visit(acc, m, n, M, N, operands, outputs, 0, 0, 0, False, 0, 0)
+        block = Tile(m + tl.arange(0, BLOCK_M), M, n + tl.arange(0, BLOCK_N), N, tile * 0)
+        acc = accumulate(Product(a, b), block, K, A, B, GROUP_K, BLOCK_K)
+        parts = code.visit(acc, ChunkPosition(m, n, M, N), operands, outputs, ChunkBuffers(0, 0, 0, 0), False, 0)
     if code.partials > 0:
         code.save(parts, workspace, n_tile, tl.num_programs(1), m, m_end, M)
 
@@ -184,11 +216,11 @@ def rows_kernel(
             return
         mine = code.of_expert(operands, tl.maximum(tl.minimum(e, num_experts - 1), 0), N)
         x = load_tile(acc, like, m, n, tl.where(e < num_experts, m_end, 0), N)
-        code.visit(x, m, n, m_end, N, mine, outputs, 0, 0, 0, True, 0, 0)
+        code.visit(x, ChunkPosition(m, n, m_end, N), mine, outputs, ChunkBuffers(0, 0, 0, 0), True, 0)
     else:
         m = tile * BLOCK_M
         x = load_tile(acc, like, m, n, M, N)
-        code.visit(x, m, n, M, N, operands, outputs, 0, 0, 0, False, 0, 0)
+        code.visit(x, ChunkPosition(m, n, M, N), operands, outputs, ChunkBuffers(0, 0, 0, 0), False, 0)
 
 
 @triton.jit
