@@ -60,6 +60,18 @@ def to(layer: Layer, device) -> Layer:
     return Layer(**moved)
 
 
+def as_callers_have_them(rank: int, num_ranks: int) -> list[torch.Tensor]:
+    """Tokens [1, M, H] with int64 ids, fp16 tokens, and fp32 tokens under autocast, each beside bf16 [M, H]."""
+    layer = make(tokens=8, experts=8, k=2, hidden=128, intermediate=128)
+    parallel = open_parallel(layer, "bf16", rank, [4, 8])
+    tokens, routing = part_of(layer, rank, [3, 8])
+    longer = Routing(routing.topk_weights[None], routing.topk_ids[None].long(), routing.num_experts)
+    outs = [parallel.moe(tokens, routing), parallel.moe(tokens[None], longer), parallel.moe(tokens.half(), routing)]
+    with torch.autocast("cpu", torch.bfloat16):
+        outs.append(parallel.moe(tokens.float(), routing))
+    return outs
+
+
 def run_cases(rank: int, num_ranks: int, cases: list[Case]) -> list[torch.Tensor]:
     outs = []
     for case in cases:

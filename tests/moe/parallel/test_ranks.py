@@ -61,6 +61,16 @@ def test_more_slots_than_a_rank_has_experts():
     assert_same_bits(torch.cat([outcome.value[0] for outcome in outcomes]), on_one_rank(case))
 
 
+def test_what_callers_have_is_taken():
+    for outcome in run_ranks(2, cases.as_callers_have_them):
+        assert outcome.text == ""
+        plain, batched, half, cast = outcome.value
+        assert batched.shape == (1, *plain.shape) and half.dtype == torch.float16 and cast.dtype == torch.bfloat16
+        assert_same_bits(batched[0], plain)
+        assert_same_bits(half, plain.half())
+        assert_same_bits(cast, plain)
+
+
 def test_compiles_as_one_graph():
     assert [(outcome.value, outcome.text) for outcome in run_ranks(2, cases.run_compiled)] == [(True, "")] * 2
 

@@ -17,7 +17,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.distributed_c10d import PrefixStore, ProcessGroupGloo
 
 from envoi.check import describe, expect_int
-from envoi.moe.op import check_ids, check_tokens, flatten, mlp_flops, unflatten
+from envoi.moe.op import as_rows, check_ids, check_tokens, flatten, mlp_flops, unflatten
 from envoi.moe.parallel import nccl, nvlink, symmetric_memory
 from envoi.moe.parallel.collectives import Channel, gather_ints, gather_texts
 from envoi.moe.parallel.dispatch import REFUSED_ON_HOST
@@ -106,19 +106,20 @@ class ExpertParallel:
         _instances[self.name] = self
 
     def moe(self, tokens: torch.Tensor, routing: Routing) -> torch.Tensor:
-        """tokens [M, H] bf16 of this rank -> [M, H] bf16; M may differ from rank to rank and be 0. A collective call.
+        """Run the layer on this rank's tokens [M, H] -> [M, H]; M may differ from rank to rank and be 0. Collective.
 
-        routing: topk_ids over all num_experts, -1 = masked slot; k may be anything, over gloo and NCCL the same on
-        every rank.
-        Equals `envoi.moe` on one rank that holds all experts and the tokens of all ranks, bit for bit; with presum, up
-        to the rounding of a rank's sums.
-        Raises ValueError on every rank if any rank's arguments are refused, PeerTimeout if a rank is lost or late. Over
-        NVLink the host doesn't wait to know: the rank whose arguments are wrong raises at once (but for ids, which only
-        the device knows), the output is NaN everywhere, and a later call or `check` raises. What isn't a Routing of
-        tensors at all is an error on this rank alone.
+        tokens, routing: in the dtypes and shapes that `envoi.moe` takes; topk_ids over all num_experts, -1 = masked
+        slot; k may be anything, over gloo and NCCL the same on every rank. Equals `envoi.moe` on one rank that holds
+        all experts and the tokens of all ranks, bit for bit; with presum, up to the rounding of a rank's sums. Raises
+        ValueError on every rank if any rank's arguments are refused, PeerTimeout if a rank is lost or late. Over NVLink
+        the host doesn't wait to know: the rank whose arguments are wrong raises at once (but for ids, which only the
+        device knows), the output is NaN everywhere, and a later call or `check` raises. What isn't a Routing of tensors
+        at all is an error on this rank alone.
         """
-        ids, weights = routing.topk_ids, routing.topk_weights
-        return _moe_parallel(tokens, weights, ids, routing.num_experts, self.name, *flatten(self.experts))
+        rows, slots, dtype = as_rows(tokens, routing)
+        ids, weights = slots.topk_ids, slots.topk_weights
+        out = _moe_parallel(rows, weights, ids, routing.num_experts, self.name, *flatten(self.experts))
+        return out if rows is tokens and dtype == out.dtype else out.to(dtype).view(tokens.shape)
 
     def check(self) -> None:
         """Raise what went wrong in calls that the device has come to; over NVLink, as far as it has come.
