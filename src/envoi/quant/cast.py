@@ -34,7 +34,7 @@ def quantize(x: torch.Tensor, scheme: str | Scheme, name: str = "x") -> QuantTen
     if not isinstance(x, torch.Tensor) or x.dtype not in _FLOATS or x.dim() < 2:
         raise ValueError(f"{name}: expected a floating-point tensor [.., R, C], got {describe(x)}")
     group = scheme.group_for(x.shape)
-    if x.shape[-1] % group[1]:  # a traced size can't be printed, so the reason is only written for a refusal
+    if x.shape[-1] % group[1]:  # a traced size can't be printed, so the reason is only formatted for an error
         expect_divisible(
             f"{name}.shape[-1]", x.shape[-1], group[1], f"{scheme.name} shares a scale over {group[1]} columns"
         )

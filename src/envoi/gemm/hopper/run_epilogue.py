@@ -28,7 +28,7 @@ class RowReductions:
 
 @aggregate
 class EpilogueArgs:
-    """What the epilogue reads and writes."""
+    """Epilogue's inputs, outputs and scratch."""
 
     descs: gl.tuple  # TMA descriptors: of two outputs, then of two tile operands; None where there is none
     operands: gl.tuple  # pointers and scalars in the order of the epilogue's operands
@@ -69,7 +69,7 @@ class OutputTile:
 
 @aggregate
 class ChunkArgs:
-    """What stays the same from chunk to chunk of a tile."""
+    """Values shared by all chunks of a tile."""
 
     epilogue: EpilogueArgs  # with the operands of the tile's expert
     buffers: EpilogueBuffers

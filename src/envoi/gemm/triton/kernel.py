@@ -1,15 +1,15 @@
-# What the compiler sees isn't what type checkers see: constants with attributes, names that must be bound, else after
+# Triton compiles code that type checkers reject: constants with attributes, names that must be bound, else after
 # return.
 # pyright: reportAttributeAccessIssue=false, reportArgumentType=false, reportCallIssue=false
 # pyright: reportGeneralTypeIssues=false, reportAssignmentType=false
-"""The GEMM in plain Triton: any sizes, any strides, any format, any epilogue; it runs in the interpreter too.
+"""GEMM in plain Triton for any sizes, strides, formats and epilogues, also in the interpreter.
 
     for each tile of BLOCK_M rows and BLOCK_N columns:            one program
         for k in K, BLOCK_K at a time:
             acc += widened a[rows, k] @ widened b[columns, k].T
         visit(acc) -> outputs; partial reductions of its rows -> workspace, for finish_kernel
     an epilogue that needs whole rows wider than a tile: acc -> workspace, for rows_kernel
-    column reductions, totals: what is reduced -> workspace, for reduce_kernel
+    column reductions, totals: their inputs -> workspace, for reduce_kernel
 
 A matrix arrives as the tuple (values, strides of an expert, a row and k, scale factors, their three strides, rows that
 share one) and a constant `Side`, its format. In a grouped GEMM rows from offsets[E] on are treated, with WRITE_TAIL, as
@@ -44,7 +44,7 @@ def place(tile, offsets, M, num_experts, BLOCK_M: tl.constexpr, MAX_EXPERTS: tl.
 
 @triton.jit
 def scale_factors(x, e, ids, groups, mask, side: tl.constexpr):
-    """Load float32 scale factors for ids (of rows) and groups (along K), broadcast; 1 where masked."""
+    """Load float32 scale factors of rows `ids` and groups `groups` along K, broadcast; 1 where masked."""
     values, stride_e, stride_row, stride_k, sf, sf_e, sf_row, sf_k, group_rows = x
     at = e.to(tl.int64) * sf_e + (ids // group_rows).to(tl.int64) * sf_row + groups * sf_k
     if side.scale == "e8m0":
@@ -142,7 +142,7 @@ def gemm_kernel(
     n = n_tile * BLOCK_N
     if MAX_EXPERTS > 0:
         m, m_end, e = place(tile, offsets, M, num_experts, BLOCK_M, MAX_EXPERTS, WRITE_TAIL)
-        if (e == MAX_EXPERTS) & (tile > 0):  # the first tile writes what doesn't belong to a row
+        if (e == MAX_EXPERTS) & (tile > 0):  # the first tile writes outputs without rows
             return
         own = tl.maximum(tl.minimum(e, num_experts - 1), 0)
         acc = accumulate(
