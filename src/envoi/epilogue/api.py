@@ -1,4 +1,4 @@
-"""The decorator `@envoi.epilogue`, which makes an Epilogue of a plain function."""
+"""Decorator `@envoi.epilogue`, which makes an Epilogue of a plain function."""
 
 import functools
 import importlib

@@ -1,4 +1,4 @@
-"""Checks of an epilogue's operands, shared by the reference and the GEMMs so that both raise the same errors."""
+"""Checks of an epilogue's operands, shared by the reference and the GEMMs so that their errors agree."""
 
 from collections.abc import Collection, Mapping
 from numbers import Real

@@ -16,7 +16,7 @@ def run_kernels(
 ) -> list[torch.Tensor] | None:  # fmt: skip
     """Return the flat outputs of `envoi.gemm` or, with offsets, of `envoi.grouped_gemm`; None if torch should compute.
 
-    On Hopper, calls that its two kernels refuse run on the Triton kernels; float32 on a GPU runs on torch, being faster.
+    On Hopper, calls that its two kernels refuse run on the Triton kernels. float32 on a GPU runs on torch: it's faster.
     """
     kind = implementation(a.device)
     if kind == "torch" or (a.device.type == "cuda" and isinstance(a, torch.Tensor) and a.dtype == torch.float32):

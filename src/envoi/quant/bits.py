@@ -12,7 +12,7 @@ def e2m1_encode(x: torch.Tensor) -> torch.Tensor:
     """
     m = x.abs()
     code = (m > 0.25).to(torch.uint8)
-    # A tie goes to the even code, so every second threshold includes its own value.
+    # Ties round to the even code, so every second threshold includes its own value.
     for threshold, inclusive in ((0.75, True), (1.25, False), (1.75, True), (2.5, False), (3.5, True), (5.0, False)):
         code += (m >= threshold) if inclusive else (m > threshold)
     return code | ((torch.signbit(x) & ~x.isnan()).to(torch.uint8) << 3)

@@ -31,8 +31,8 @@ def operator(
 
     The operator changes none of its arguments, returns none of them, and has no gradient: where autograd would need
     one, the call is refused. It runs on every device.
-    fake: takes the same arguments, and returns empty tensors of the shapes and dtypes that the function would return.
-    flops: takes the same arguments, and returns what `torch.utils.flop_counter.FlopCounterMode` counts.
+    fake: takes the function's arguments, returns empty tensors of the shapes and dtypes that the function would return.
+    flops: takes the function's arguments, returns the count for `torch.utils.flop_counter.FlopCounterMode`.
     batch: the rule of `torch.func.vmap`, as in `torch.library.register_vmap`; None = batching is refused.
     The decorated function calls the operator, or the function directly where that makes no difference.
     """

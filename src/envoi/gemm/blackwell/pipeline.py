@@ -92,7 +92,7 @@ class StageFactors:
 
 @aggregate
 class Accumulators:
-    """Accumulators in tensor memory, used in turns: the epilogue of one overlaps the products of the next."""
+    """Accumulators in tensor memory, used alternately: the epilogue of one overlaps the products of the next."""
 
     bufs: tensor_memory_descriptor  # float32 [num_accumulators, block_x, block_y]
     complete: gl.shared_memory_descriptor  # mbarriers [num_accumulators, 1]

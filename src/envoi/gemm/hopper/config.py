@@ -18,7 +18,7 @@ class Config(Constant):
     """Tiling of one problem by the Hopper GEMM; `TileConfig` documents the tile's fields.
 
     rows_per_consumer: 64 or 128. num_consumers: 1 or 2; two share each tile, each with its own rows of x, or with
-        `pingpong` take whole tiles in turns, so that the epilogue of one overlaps the mainloop of the other.
+        `pingpong` take whole tiles alternately, so that the epilogue of one overlaps the mainloop of the other.
     block_y: a power of two from 8 to 256. block_k: elements of K in a stage. num_stages: stages in the ring.
     num_warps: of a consumer, 4 or 8.
     epilogue_columns, num_store_buffers: the epilogue's column chunks, and the ring through which TMA stores them.

@@ -31,7 +31,7 @@ from envoi.runtime.triton_compat import reinterpret, tma_load
 
 @aggregate
 class StageBoxes:
-    """The two TMA boxes of a stage that one consumer multiplies."""
+    """Indices of the two TMA boxes of a stage that one consumer multiplies."""
 
     x: Scalar
     y: Scalar
@@ -103,7 +103,7 @@ class Pipeline:
         """Consumer: hand the stage of a step back to the producer. The wgmma that read it must have completed."""
         mbarrier.arrive(self.empty.index(step % self.cfg.num_stages), count=1, pred=pred)
 
-    # pingpong: two consumers, each with tiles of its own, use the tensor cores in turns
+    # pingpong: two consumers, each with its own tiles, use the tensor cores alternately
 
     @gluon.jit
     def wait_for_turn(self, count, role: gl.constexpr):

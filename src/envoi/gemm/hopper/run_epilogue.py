@@ -41,7 +41,7 @@ class EpilogueArgs:
 
 @aggregate
 class EpilogueBuffers:
-    """A consumer's shared memory for its epilogue; no other role touches it."""
+    """Shared memory of a consumer for its epilogue; no other role uses it."""
 
     stores: gl.tuple  # for each TMA output a ring of cfg.num_store_buffers chunks
     loads: gl.tuple  # for each TMA operand a chunk
@@ -58,7 +58,7 @@ class EpilogueBuffers:
 
 @aggregate
 class OutputTile:
-    """A consumer's share of a tile as the epilogue sees it: rows [m, m_end) of the tokens, columns from n on."""
+    """Share of a tile that a consumer's epilogue works on: rows [m, m_end) of the tokens, columns from n on."""
 
     m: Scalar
     n: Scalar

@@ -1,6 +1,6 @@
 """Measured configs of the Hopper GEMM on disk, which take precedence over the model of `config.py`.
 
-Entries come from `tuned.json` beside this file, which is shipped, and from `gemm.json` in the cache directory, which
+Entries are read from the shipped `tuned.json` beside this file and from `gemm.json` in the cache directory, which
 `envoi tune` writes. A key names the multiprocessors, the problem and the kind of epilogue; tokens are rounded up to a
 power of two, since serving sees every number of them.
 """

@@ -113,7 +113,7 @@ def _launch(
     config = config or choose(num_tokens, b.shape[-2], num_groups, num_sms, code, bits, b.tame)
     tokens = room_for_tokens(a)
     grid, args = arguments(tokens, b, offsets, code, operands, outputs, config, num_sms, grouping.write_tail)
-    # No launch may come between the two: the GEMM starts early and waits for the launch right before it.
+    # No other launch may be between the two: the GEMM starts early and waits for the launch right before it.
     widen_tokens(a, config.bits, tokens, offsets)
     launch(mx_kernel, grid, args, {"num_warps": config.num_warps, "launch_pdl": True})
 

@@ -70,7 +70,7 @@ def widening_constraints(tame):
 
 @gluon.jit
 def repeated(x):
-    """Repeat the elements of [rows, 4, ..] to [rows, 4, 2, 2, 2, 2]; every copy is in the same register."""
+    """Repeat the elements of [rows, 4, ..] to [rows, 4, 2, 2, 2, 2]; all copies share a register."""
     if len(x.shape) == 6:
         return x
     else:

@@ -185,8 +185,8 @@ def finish_rows(
     """Run an epilogue that needs whole rows on accumulators in memory.
 
     acc: float32 [M, N], contiguous, N up to MAX_ROW; with offsets, rows after the last expert's are not read.
-    operands, pointers: from `operand_tensors`. outputs: from `empty_slots`, written here; with write_tail also after the
-    last expert's rows.
+    operands, pointers: from `operand_tensors`. outputs: from `empty_slots`, written here; with write_tail also after
+    the last expert's rows.
     """
     code = lower(ir, out_dtype, "triton", True, False, pointers)
     grid, arguments, options = rows_arguments(acc, ir, code, operands, outputs, offsets, write_tail)
@@ -197,7 +197,7 @@ def rows_arguments(
     acc: torch.Tensor, ir: IR, code: Lowered, operands: tuple, outputs: list[torch.Tensor],
     offsets: torch.Tensor | None, write_tail: bool = True,
 ) -> tuple[tuple[int, int], tuple, dict[str, int]]:  # fmt: skip
-    """Return the grid of `rows_kernel`, its arguments and its options. The wider the rows, the fewer in a program.
+    """Return the grid of `rows_kernel`, its arguments and options. The wider the rows, the fewer in a program.
 
     An epilogue without row reductions gets chunks of rows: more programs for few tokens.
     """

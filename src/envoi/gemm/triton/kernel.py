@@ -13,7 +13,7 @@
 
 A matrix arrives as the tuple (values, strides of an expert, a row and k, scale factors, their three strides, rows that
 share one) and a constant `Side`, its format. In a grouped GEMM rows from offsets[E] on are treated, with WRITE_TAIL, as
-those of one more expert, whose product is 0; else nobody touches them.
+those of one more expert, whose product is 0; else they are not written.
 """
 
 import triton
