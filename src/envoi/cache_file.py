@@ -1,4 +1,4 @@
-"""JSON files that outlive a process: read without trust, written whole, by one process at a time."""
+"""JSON cache files: validated on reading, replaced atomically, written by one process at a time."""
 
 import contextlib
 import json
@@ -15,10 +15,10 @@ _warned: set[Path] = set()
 
 
 def entries(path: Path, parse: Callable[[Any], T]) -> dict[str, T]:
-    """The entries of a file by name, each as `parse` returns it; none where there is no file.
+    """Return the entries of a file by name, each as `parse` returns it; none without a file.
 
-    parse: raises ValueError for what it can't use: an entry that is spoilt, or that another version of Envoi wrote.
-    Such an entry, or a whole file that isn't a JSON object, is left out, with one UserWarning a file and process.
+    parse: raises ValueError for an entry that is corrupt or that another version of Envoi wrote. Such an entry, or a
+    whole file that isn't a JSON object, is ignored, with one UserWarning a file and process.
     """
     try:
         known = _read(path)
@@ -37,10 +37,10 @@ def entries(path: Path, parse: Callable[[Any], T]) -> dict[str, T]:
 
 
 def add(path: Path, new: dict[str, Any]) -> None:
-    """Add entries to a file, in the place of those that have the same names; make it and its folder if need be.
+    """Add entries to a file, replacing those with equal names; create it and its folder if needed.
 
-    A reader sees the file as it was before or as it is after. Processes that add at once take turns by a lock on
-    <name>.lock beside the file, which stays. A file that isn't a JSON object is kept as <name>.spoilt, with a warning.
+    A reader sees the file before or after the change, nothing in between. A lock on <name>.lock beside the file, which
+    stays, serialises writers. A file that isn't a JSON object is kept as <name>.spoilt, with a warning.
     """
     path.parent.mkdir(parents=True, exist_ok=True)
     with _locked(path.with_name(f"{path.name}.lock")):
@@ -60,7 +60,7 @@ def add(path: Path, new: dict[str, Any]) -> None:
 
 
 def _read(path: Path) -> dict[str, Any]:
-    """A file's entries as JSON has them. Raises ValueError if they are none, OSError if the file can't be read."""
+    """Return a file's entries as parsed JSON. Raises ValueError for another content, OSError for an unreadable file."""
     try:
         known = json.loads(path.read_bytes())
     except FileNotFoundError:
@@ -78,9 +78,9 @@ def _warn(path: Path, problem: str) -> None:
 
 @contextlib.contextmanager
 def _locked(path: Path) -> Iterator[None]:
-    import fcntl  # not on every system that runs the torch path
+    import fcntl  # not available on every system that runs the torch path
 
     with path.open("a") as lock:
-        with contextlib.suppress(OSError):  # a file system without locks: of two writers at once one may lose
+        with contextlib.suppress(OSError):  # a file system without locks: of two writers one may lose
             fcntl.flock(lock, fcntl.LOCK_EX)
         yield

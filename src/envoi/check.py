@@ -1,4 +1,4 @@
-"""Refusals that explain: which argument, what was expected, what came. All raise ValueError."""
+"""Checks of arguments. All raise ValueError that names the argument, what was expected and what came."""
 
 import math
 import os
@@ -10,16 +10,16 @@ import torch
 from torch.autograd import forward_ad
 
 PICTURES = (".png", ".pdf", ".svg")
-Dim = int | str | None  # an exact size, a name for a size that is free, or None for "any"
+Dim = int | str | None  # an exact size, a name for any size, or None for any size
 
 
 def dtype_name(dtype: torch.dtype) -> str:
-    """`torch.float8_e4m3fn` -> `float8_e4m3fn`."""
+    """Return a dtype's name without its module: `float8_e4m3fn`."""
     return str(dtype).removeprefix("torch.")
 
 
 def describe(value: Any) -> str:
-    """What came, in the form in which it was asked for: `int64 [128, 6]`, or the type of a non-tensor."""
+    """Describe a value as error messages do: `int64 [128, 6]`, or the type of a non-tensor."""
     if isinstance(value, torch.Tensor):
         return f"{dtype_name(value.dtype)} {list(value.shape)}"
     return f"{type(value).__name__} {value!r}" if isinstance(value, (int, float, str, bool)) else type(value).__name__
@@ -96,8 +96,8 @@ def expect_number(name: str, value: Any) -> float:
 
 
 def fits_float32(value: int | float) -> bool:
-    """False for a finite number that float32 has no finite number for."""
-    value = value if isinstance(value, int) else float(value)  # NumPy's would be compared in their own precision
+    """Return False for a finite number that is infinite in float32."""
+    value = value if isinstance(value, int) else float(value)  # NumPy compares its numbers in their own precision
     return not math.inf > abs(value) > torch.finfo(torch.float32).max
 
 
@@ -109,7 +109,7 @@ def expect_divisible(name: str, value: int, by: int, why: str) -> int:
 
 
 def expect_picture(name: str, value: str) -> Path:
-    """Return the path of a picture that can be written, of a kind that its ending names; else raise ValueError."""
+    """Return `value` as the path of a writable picture with a known suffix; else raise ValueError."""
     path = Path(value)
     if path.is_dir():
         raise ValueError(f"{name}: expected a file, got the folder {value}")
@@ -125,13 +125,13 @@ def expect_picture(name: str, value: str) -> Path:
 def expect_no_gradients(names: Sequence[str], values: Sequence[Any]) -> None:
     """Raise ValueError if autograd would go through a call with these values, naming the first such value.
 
-    values: tensors, lists of them (an epilogue's operands), and anything else, which doesn't matter.
+    values: tensors, lists of them (an epilogue's operands), and anything else, which is ignored.
     Nothing is refused where gradients are off: in torch.no_grad() and torch.inference_mode().
     """
     forward = forward_ad._current_level >= 0
     if not (forward or torch.is_grad_enabled()):
         return
-    # Under a compiler a tensor doesn't say what a transform has made of it.
+    # Under a compiler a tensor doesn't show which transforms it is under.
     transformed = torch.compiler.is_compiling() and _differentiates()
     for position, value in enumerate(values):
         if isinstance(value, torch.Tensor):
@@ -161,5 +161,5 @@ def _differentiates() -> bool:
     return any(interpreter.key() in derivatives for interpreter in stack or ())
 
 
-# What torch.compiler.assume_constant_result does; calling that here would load the compiler with the package.
+# Equivalent to torch.compiler.assume_constant_result, which would load the compiler at import.
 _differentiates._dynamo_marked_constant = True  # pyright: ignore[reportFunctionMemberAccess]

@@ -1,46 +1,46 @@
-"""The only reader of the process environment."""
+"""Environment variables; the only module that reads the process environment."""
 
 import os
 from pathlib import Path
 
 
 def rank() -> int:
-    """This process's rank as `torchrun` sets it; 0 outside it."""
+    """Return this process's rank as `torchrun` sets it; 0 outside it."""
     return int(os.environ.get("RANK", "0"))
 
 
 def world_size() -> int:
-    """Number of processes as `torchrun` sets it; 1 outside it."""
+    """Return the number of processes as `torchrun` sets it; 1 outside it."""
     return int(os.environ.get("WORLD_SIZE", "1"))
 
 
 def local_rank() -> int:
-    """This process's rank on its host as `torchrun` sets it; 0 outside it."""
+    """Return this process's rank on its host as `torchrun` sets it; 0 outside it."""
     return int(os.environ.get("LOCAL_RANK", "0"))
 
 
 def interpreting() -> bool:
-    """True when Triton kernels run in its CPU interpreter (`TRITON_INTERPRET=1`)."""
+    """Return True when Triton kernels run in its CPU interpreter (`TRITON_INTERPRET=1`)."""
     return os.environ.get("TRITON_INTERPRET", "0") == "1"
 
 
 def cache_dir() -> Path:
-    """Where tuning results are kept: `ENVOI_CACHE_DIR`, else `~/.cache/envoi`."""
+    """Return the folder of tuning results: `ENVOI_CACHE_DIR`, else `~/.cache/envoi`."""
     return Path(os.environ.get("ENVOI_CACHE_DIR") or Path.home() / ".cache" / "envoi")
 
 
 def safe_launch() -> bool:
-    """True if launches may use no private part of torch or Triton: `ENVOI_SAFE_LAUNCH=1`, see `runtime.shortcuts`."""
+    """Return True to avoid private parts of torch and Triton: `ENVOI_SAFE_LAUNCH=1`, see `runtime.shortcuts`."""
     return os.environ.get("ENVOI_SAFE_LAUNCH", "0") == "1"
 
 
 def nvdisasm() -> Path | None:
-    """The disassembler of machine code to use instead of those that are found: `NVDISASM`."""
+    """Return the disassembler to use instead of one found on the system: `NVDISASM`."""
     return Path(os.environ["NVDISASM"]) if os.environ.get("NVDISASM") else None
 
 
 def nvtx() -> bool:
-    """True for NVTX ranges around the steps of every call (`ENVOI_NVTX=1`); read once, when envoi is imported."""
+    """Return True for NVTX ranges around the steps of every call: `ENVOI_NVTX=1`; read once, when envoi is imported."""
     return os.environ.get("ENVOI_NVTX", "0") == "1"
 
 
@@ -48,7 +48,7 @@ LOG_LEVELS = {"": 0, "0": 0, "call": 1, "1": 1, "config": 2, "2": 2, "compile": 
 
 
 def log_level() -> int:
-    """How much `envoi.log` writes, from 0 to 3: `ENVOI_LOG`, "call", "config", "compile" or 1, 2, 3; off by default.
+    """Return the level of `envoi.log`, from 0 to 3: `ENVOI_LOG`, "call", "config", "compile" or 1, 2, 3; default off.
 
     Raises ValueError for another value.
     """

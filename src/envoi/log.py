@@ -1,12 +1,12 @@
-"""What Envoi does, through Python's `logging`: off unless ENVOI_LOG asks for it, and then without a cost to others.
+"""Log of Envoi's calls, launches and compilations through Python's `logging`; free of cost unless ENVOI_LOG is set.
 
-    ENVOI_LOG=call      (1) each operator that is called, with dtypes, shapes and devices
-    ENVOI_LOG=config    (2) and each kernel that is launched: its grid, sizes and config; or that torch computes
-    ENVOI_LOG=compile   (3) and each kernel that is compiled, or read from Triton's disk cache, and how long it took
+    ENVOI_LOG=call      (1) each operator call, with dtypes, shapes and devices
+    ENVOI_LOG=config    (2) and each kernel launch, with grid, sizes and config; or a note that torch computes
+    ENVOI_LOG=compile   (3) and each kernel compiled, or read from Triton's disk cache, with the time it took
 
 The variable is read once, when envoi is imported. Records have the level INFO and go to the logger "envoi": to the
-handlers of the program, or to stderr while the root logger has none. Operators that others run are there too, as those
-of a compiled graph, or the grouped GEMMs of `envoi.moe` on a CPU; what a CUDA graph replays isn't.
+program's handlers, or to stderr while the root logger has none. Indirect calls are logged too (of a compiled graph,
+or the grouped GEMMs of `envoi.moe` on a CPU); replays of a CUDA graph aren't.
 
     envoi: call moe(tokens=bfloat16 [4, 256] on cuda:0, topk_weights=float32 [4, 2] on cuda:0, ..)
     envoi: config gather_kernel, grid (4, 1): num_warps=4 stride=256 width=256 ..
@@ -31,7 +31,7 @@ _logger = logging.getLogger("envoi")
 
 
 def calls(name: str, names: Sequence[str]) -> Callable[[Callable], Callable]:
-    """Decorator of what an operator runs, with arguments of these names: writes its calls down if that is asked for."""
+    """Decorate an operator's implementation, whose arguments have these names, to log its calls from level CALL on."""
 
     def logging_calls(function: Callable) -> Callable:
         @functools.wraps(function)
@@ -46,7 +46,7 @@ def calls(name: str, names: Sequence[str]) -> Callable[[Callable], Callable]:
 
 
 def launches(function: Callable) -> Callable:
-    """Decorator of launch(kernel, grid, arguments, options): writes them down if that is asked for."""
+    """Decorate launch(kernel, grid, arguments, options) to log its calls from level CONFIG on."""
     if LEVEL < CONFIG:
         return function
 
@@ -62,7 +62,7 @@ def launches(function: Callable) -> Callable:
 
 
 def choices(function: Callable) -> Callable:
-    """Decorator of what runs a GEMM's kernels, or returns None where torch has to: writes down the latter if asked."""
+    """Decorate a function that runs a GEMM's kernels, or returns None for torch; log each None from level CONFIG on."""
     if LEVEL < CONFIG:
         return function
 
@@ -77,14 +77,14 @@ def choices(function: Callable) -> Callable:
 
 
 def _config(x: Any) -> str:
-    """A dataclass with its numbers, names and flags; without the generated code that some of them hold."""
+    """Return a dataclass as text: its numbers, names and flags, without the generated code that some of them hold."""
     given = ((field.name, getattr(x, field.name)) for field in fields(x))
     whole = f"{type(x).__name__}({', '.join(f'{n}={v!r}' for n, v in given if isinstance(v, (int, float, str)))})"
     return whole if len(whole) <= MAX_TEXT else f"<{type(x).__name__}>"
 
 
 def text(x: Any) -> str:
-    """A value in a few words: of a tensor its dtype, shape and device; of what would be long only its class."""
+    """Return a short text: a tensor's dtype, shape and device; only the class of a value with a long repr."""
     if isinstance(x, torch.Tensor):
         return f"{str(x.dtype).removeprefix('torch.')} {list(x.shape)} on {x.device}"
     if isinstance(x, list):
@@ -94,7 +94,7 @@ def text(x: Any) -> str:
 
 
 class _Stderr(logging.StreamHandler):
-    """Silent once the program has handlers of its own, which get the records too."""
+    """Handler for stderr, silent once the program has handlers of its own, which get the records too."""
 
     def emit(self, record: logging.LogRecord) -> None:
         if not logging.getLogger().handlers:
@@ -122,7 +122,7 @@ def _listen_to_triton() -> None:
     def listener(**event: Any) -> None:
         if before is not None:
             before(**event)
-        function = getattr(event["src"], "fn", None)  # none of a source that isn't Python
+        function = getattr(event["src"], "fn", None)  # None for a source that isn't Python
         if getattr(function, "__module__", "").startswith("envoi"):
             how = "from the disk cache" if event["cache_hit"] else f"{event['times'].total / 1e6:.2f} s"
             _write("compile %s: %s", function.__name__, how)

@@ -1,8 +1,8 @@
 """Named ranges in profilers' timelines: `envoi.route`, `envoi.permute`, `envoi.L1`, `envoi.L2`, `envoi.combine`, ..
 
-They are there when a profiler of torch runs in this thread (`torch.profiler`, `torch.autograd.profiler.emit_nvtx`), and
-with ENVOI_NVTX=1 as NVTX ranges for Nsight Systems. Operators aren't traced into, so a compiler never sees them; and
-they are the host's, so a CUDA graph holds none of them.
+Recorded when a profiler of torch runs in this thread (`torch.profiler`, `torch.autograd.profiler.emit_nvtx`), and with
+ENVOI_NVTX=1 as NVTX ranges for Nsight Systems. A compiler never traces them, because it doesn't trace into operators.
+They mark host time, so a CUDA graph holds none of them.
 """
 
 from contextlib import AbstractContextManager, nullcontext
@@ -16,7 +16,7 @@ _NOTHING = nullcontext()
 
 
 def span(name: str) -> AbstractContextManager:
-    """A range around what is done inside; nothing where nobody looks."""
+    """Return a context manager that records a named range; it does nothing without a profiler."""
     if torch.autograd._profiler_enabled():  # pyright: ignore[reportPrivateImportUsage]
         return torch.profiler.record_function(f"envoi.{name}")
     return torch.cuda.nvtx.range(f"envoi.{name}") if NVTX else _NOTHING

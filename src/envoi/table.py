@@ -1,4 +1,4 @@
-"""Plain text: aligned, and folded for a terminal of 80 columns."""
+"""Plain-text tables and lines for a terminal of 80 columns."""
 
 import textwrap
 from collections.abc import Container, Sequence
@@ -7,12 +7,12 @@ WIDTH = 80
 
 
 def fold(text: str) -> str:
-    """A line as lines of at most 80 characters, all but the first indented."""
+    """Fold a line into lines of at most 80 characters, all but the first indented."""
     return textwrap.fill(text, WIDTH, subsequent_indent="  ", break_long_words=False, break_on_hyphens=False)
 
 
 def align(header: Sequence[str], rows: Sequence[Sequence[str]], left: Container[int] = (0,)) -> str:
-    """A header and rows of as many cells, two spaces between columns; columns of `left` flush left, others right."""
+    """Align a header and rows of as many cells, two spaces apart: columns of `left` flush left, others right."""
     lines = [list(header), *map(list, rows)]
     widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
     return "\n".join(_line(cells, widths, left) for cells in lines)
@@ -27,7 +27,7 @@ def _line(cells: Sequence[str], widths: Sequence[int], left: Container[int]) -> 
 
 
 def number(value: float | None) -> str:
-    """Three significant digits without an exponent, whole numbers from 100 on; "-" for None."""
+    """Format three significant digits without an exponent, whole numbers from 100 on; "-" for None."""
     if value is None:
         return "-"
     if value >= 99.95:
@@ -38,5 +38,5 @@ def number(value: float | None) -> str:
 
 
 def ratio(theirs_us: float, ours_us: float) -> str:
-    """How many times as long the other takes: "1.15x" is Envoi being faster."""
+    """Format theirs / ours: "1.15x" means that Envoi is faster."""
     return f"{number(theirs_us / ours_us)}x"

@@ -1,7 +1,7 @@
-"""The nouns on the arrows of the path: tokens -> Routing -> ExpertRows -> rows -> tokens.
+"""Data types that the stages exchange: tokens -> Routing -> ExpertRows -> rows -> tokens.
 
-Frozen dataclasses without behaviour beyond their own shape: printed as dtypes and shapes, and read by `torch.load` as
-they are, since `torch.save` writes tensors and plain values. Sizes: M tokens, N experts, k slots a token,
+Frozen dataclasses without behaviour beyond their own shape: printed as dtypes and shapes, and loaded by `torch.load`
+with its default safety, since they hold tensors and plain values only. Sizes: M tokens, N experts, k slots a token,
 P rows sorted by expert, E local experts, H hidden, I intermediate.
 """
 
@@ -12,7 +12,7 @@ import torch
 
 
 def _short(value: Any) -> str:
-    """`float32 [8, 4]` of a tensor, so that a line holds what a page of numbers would."""
+    """Return the repr of a value, but dtype and shape for a tensor: `float32 [8, 4]`."""
     if isinstance(value, torch.Tensor):
         where = "" if value.device.type == "cpu" else f" on {value.device}"
         return f"{str(value.dtype).removeprefix('torch.')} {list(value.shape)}{where}"
@@ -20,7 +20,7 @@ def _short(value: Any) -> str:
 
 
 class _Printed:
-    """A dataclass whose repr has tensors as dtype and shape, and no field that is as it is by default."""
+    """Base of dataclasses whose repr has tensors as dtype and shape, and omits fields that have their default."""
 
     def __repr__(self) -> str:
         shown = [(field, getattr(self, field.name)) for field in fields(self)]  # pyright: ignore[reportArgumentType]
@@ -30,15 +30,15 @@ class _Printed:
 
 @dataclass(frozen=True, repr=False)
 class QuantTensor(_Printed):
-    """A tensor in a block-scaled format: element [.., r, c] is values[.., r, c] * sf[.., r // group[0], c // group[1]].
+    """Tensor in a block-scaled format: element [.., r, c] is values[.., r, c] * sf[.., r // group[0], c // group[1]].
 
     values: float8_e4m3fn [.., R, C], or uint8 [.., R, C / 2] of two E2M1 numbers, even column in the low nibble.
     sf: float32, or float8_e8m0fnu (a power of two), or float8_e4m3fn (nvfp4);
         shape [.., ceil(R / group[0]), ceil(C / group[1])].
-    group: rows and columns that share a scale factor; a whole side is written as its size (fp8_row: (1, C)).
+    group: rows and columns that share a scale factor; a whole dimension is written as its size (fp8_row: (1, C)).
     scale: one float32 for the whole tensor, multiplied on top (nvfp4), or None.
-    tame: it is known that no UE8M0 scale factor is above 2, and no element NaN, so that kernels needn't look, and give
-        wrong numbers if it isn't so: who writes to values or sf sets it anew (`envoi.quant.pack.tamed`), or to False.
+    tame: promise that every UE8M0 scale factor is at most 2 and no element is NaN. Kernels skip the check; a false
+        promise gives wrong results: after writing to values or sf, set it by `envoi.quant.pack.tamed`, or to False.
 
     Example: fp8_row of a [4, 256] tensor has values [4, 256], sf [4, 1], group (1, 256).
     Raises ValueError for a group that isn't a pair.
@@ -56,18 +56,18 @@ class QuantTensor(_Printed):
 
     @property
     def packed(self) -> bool:
-        """True when two 4-bit numbers share a byte."""
+        """Return True when two 4-bit numbers share a byte."""
         return self.values.dtype == torch.uint8
 
     @property
     def shape(self) -> tuple[int, ...]:
-        """The logical shape [.., R, C]."""
+        """Logical shape [.., R, C]."""
         *lead, columns = self.values.shape
         return (*lead, columns * 2 if self.packed else columns)
 
     @property
     def device(self) -> torch.device:
-        """Where the values live."""
+        """Device of the values."""
         return self.values.device
 
 
@@ -76,10 +76,10 @@ Matrix = torch.Tensor | QuantTensor
 
 @dataclass(frozen=True, repr=False)
 class Routing(_Printed):
-    """What the router decided for M tokens; slots of a token are ordered by selection key, best first.
+    """Router's decision for M tokens; slots of a token are ordered by selection key, best first.
 
-    One made by hand for `envoi.moe` may have ids in int64, weights in bf16 or fp16, and for tokens [B, S, H] both as
-    [B, S, k].
+    A Routing made by hand for `envoi.moe` may have ids in int64, weights in bf16 or fp16, and for tokens [B, S, H] both
+    as [B, S, k].
 
     topk_weights [M, k] float32: weight of each slot, 0 where masked.
     topk_ids [M, k] int32: expert of each slot, -1 = masked slot. Ids of one token are distinct.
@@ -120,7 +120,7 @@ class ExpertRows(_Printed):
 
 @dataclass(frozen=True, repr=False)
 class ExpertWeights(_Printed):
-    """The experts that live on one rank, packed for the grouped GEMMs by `envoi.experts.pack`.
+    """Weights of one rank's experts, packed for the grouped GEMMs by `envoi.experts.pack`.
 
     gate_up [E, 2I, H]: row 2i is gate i, row 2i + 1 is up i ("interleaved"), bf16 or a QuantTensor.
     down [E, H, I]: bf16 or a QuantTensor.
@@ -140,24 +140,24 @@ class ExpertWeights(_Printed):
 
     @property
     def num_local_experts(self) -> int:
-        """E."""
+        """Number of local experts, E."""
         return self.gate_up.shape[0]
 
     @property
     def hidden(self) -> int:
-        """H."""
+        """Hidden size, H."""
         return self.gate_up.shape[-1]
 
     @property
     def intermediate(self) -> int:
-        """I."""
+        """Intermediate size, I."""
         return self.gate_up.shape[-2] // 2
 
     @property
     def device(self) -> torch.device:
-        """Where the weights live."""
+        """Device of the weights."""
         return self.gate_up.device
 
 
-# Else `torch.load` refuses them unless it is told to run whatever a file says.
+# Else `torch.load` accepts them only with weights_only=False, which runs arbitrary code from the file.
 torch.serialization.add_safe_globals([QuantTensor, Routing, ExpertRows, ExpertWeights])

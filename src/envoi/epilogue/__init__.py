@@ -1,7 +1,7 @@
-"""Plain Python functions of an accumulator -> small IR -> torch reference and device code.
+"""Epilogues: plain Python functions of an accumulator -> small IR -> torch reference and device code.
 
-`envoi.epilogue` is this package and the decorator at once: `@envoi.epilogue` decorates, `envoi.epilogue.silu` is a
-function of the language. `envoi.epilogue.vocabulary` has them all.
+`envoi.epilogue` is both this package and the decorator: `@envoi.epilogue` decorates, `envoi.epilogue.silu` is a
+function of the language. `envoi.epilogue.vocabulary` defines all functions of the language.
 """
 
 import sys
@@ -57,7 +57,7 @@ __all__ = [
 
 
 class _Decorator(ModuleType):
-    """A module that can be called: the name `envoi.epilogue` is the language's and the decorator's."""
+    """Callable module, so that the name `envoi.epilogue` serves the package and the decorator."""
 
     def __call__(self, function: Callable) -> Epilogue:
         return epilogue(function)

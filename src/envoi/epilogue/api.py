@@ -1,4 +1,4 @@
-"""`@envoi.epilogue`: a plain function becomes an Epilogue."""
+"""Decorator `@envoi.epilogue`, which makes an Epilogue of a plain function."""
 
 import functools
 import importlib
@@ -20,24 +20,24 @@ from envoi.epilogue.trace import Traced, inline, trace
 
 FLOATS = (torch.bfloat16, torch.float16, torch.float32)
 
-# torch's operators take plain values; an epilogue crosses as its key. Whoever holds the epilogue keeps its IR alive; a
-# traced graph holds only the key, so what graphs were traced with stays.
+# torch's operators take plain values, so an epilogue is passed by its key. An Epilogue keeps its IR alive; a traced
+# graph holds only the key, so the IRs of traced graphs are kept until the process ends.
 _alive: WeakValueDictionary[str, IR] = WeakValueDictionary()
 _in_graphs: dict[str, IR] = {}
 
 
 class Epilogue:
-    """What a GEMM does with its accumulator before it leaves the chip. Made by the decorator.
+    """Function that a GEMM applies to its accumulator before it stores the result. Made by `@envoi.epilogue`.
 
-    ir: what was traced, once, when the epilogue was made; `print(f.ir)` shows it. Globals and closures that the
+    ir: the operations, traced once, when the epilogue is made; `print(f.ir)` shows them. Globals and closures that the
         function reads are constants from then on, in the kernels and in the reference.
-    Called on torch tensors, it is the reference: acc [M, N] of any float dtype, operands by name, Row [M], Col [N],
-    Tile [M, N], Scalar a number; outputs that aren't cast or quantised stay in float32 (float64 for a float64 acc).
-    Called in another epilogue, on its values, it becomes a part of that.
+    A call on torch tensors computes the reference: acc [M, N] of any float dtype, operands by name, Row [M], Col [N],
+    Tile [M, N], Scalar a number; outputs that aren't cast or quantised are float32 (float64 for a float64 acc).
+    A call on the values of another epilogue inlines the operations there.
 
-    It is pickled as functions are, by the name of its module's attribute, or of the function that it was made of.
-    A number that changes from call to call should be a Scalar operand: as a constant each value is an epilogue of its
-    own, compiled anew, and Triton keeps what it has compiled until the process ends.
+    Pickled as functions are: by the name of its attribute in a module, or of the function that it was made from.
+    A number that changes from call to call should be a Scalar operand: as a constant, each value makes another
+    epilogue, which is compiled anew, and Triton keeps compiled kernels until the process ends.
     """
 
     def __init__(self, function: Callable):
@@ -47,7 +47,7 @@ class Epilogue:
         functools.update_wrapper(self, function)
 
     def __call__(self, acc: torch.Tensor, /, *rest: Any, **operands: torch.Tensor | float) -> Any:
-        """Compute the epilogue of acc [M, N] in torch. Raises ValueError for what `envoi.gemm` would refuse."""
+        """Compute the epilogue of acc [M, N] in torch. Raises ValueError where `envoi.gemm` does."""
         if rest:
             names = ", ".join(operand.name for operand in self.ir.operands) or "none"
             raise ValueError(f"epilogue {self.ir.name}: expected operands by name ({names}), got {len(rest)} without")
@@ -71,7 +71,7 @@ class Epilogue:
         return self
 
     def __reduce__(self) -> Any:
-        """Pickle by name. Raises PicklingError for what was made of a lambda or a function inside another."""
+        """Pickle by name. Raises PicklingError if the function is a lambda or defined inside another function."""
         module, name = getattr(self, "__module__", None), getattr(self, "__qualname__", "")
         found = _attribute(module, name)
         if found is self:
@@ -85,22 +85,22 @@ class Epilogue:
 
     @property
     def output_nodes(self) -> list[Node]:
-        """The nodes that are returned, in order."""
+        """Return the nodes of the outputs, in order."""
         return [self.ir.nodes[position] for _, position in self.ir.outputs]
 
     def wrap(self, outputs: list) -> Any:
-        """A list of outputs in the form that the function returns: one value, a tuple or a dict."""
+        """Return a list of outputs in the form that the function returns: one value, a tuple or a dict."""
         if self.ir.outputs[0][0]:
             return {name: output for (name, _), output in zip(self.ir.outputs, outputs, strict=True)}
         return outputs[0] if len(outputs) == 1 else tuple(outputs)
 
 
 def epilogue(function: Callable) -> Epilogue:
-    """Make a function of the accumulator an epilogue: traced at once, refused at once if it can't be.
+    """Make an epilogue of a function of the accumulator; trace it, and check it, at once.
 
     The first parameter is the accumulator; the others are annotated Scalar, Row, Col, Tile, HalfCol or HalfTile. The
-    body uses operators, the functions of `envoi.epilogue` and other epilogues, returns one value, a tuple or a dict,
-    and is run once, here: numbers that it reads from outside are constants with the values of this moment.
+    body uses operators, the functions of `envoi.epilogue` and other epilogues; it returns one value, a tuple or a dict.
+    The body runs once, here: numbers that it reads from outside become constants with their present values.
     Raises EpilogueError with the file, the line and the reason.
     """
     if isinstance(function, Epilogue):
@@ -120,7 +120,7 @@ _OTHER_KINDS = {
 
 
 def with_key(key: str) -> IR:
-    """The IR of that key. Raises ValueError if no epilogue in this process has it."""
+    """Return the IR with a key. Raises ValueError if no epilogue in this process has it."""
     ir = _in_graphs.get(key) or _alive.get(key)
     if ir is None:
         raise ValueError(
@@ -131,7 +131,7 @@ def with_key(key: str) -> IR:
 
 
 def for_graph(key: str) -> IR:
-    """The IR of that key, which stays from now on: a graph that is being traced will ask for it by its key."""
+    """Return the IR with a key and keep it until the process ends: the graph being traced will ask for it by key."""
     return _in_graphs.setdefault(key, with_key(key))
 
 
@@ -146,7 +146,7 @@ def _attribute(module: str | None, name: str) -> Any:
 
 
 def _from_function(function: Callable, key: str) -> Epilogue:
-    """The inverse of pickling. Raises UnpicklingError if the function now computes something else."""
+    """Unpickle an epilogue. Raises UnpicklingError if the function now computes something else."""
     made = epilogue(function)
     if made.ir.key != key:
         raise pickle.UnpicklingError(

@@ -1,6 +1,6 @@
-"""Narrow numbers as bits, in Triton: for GPUs without them in hardware, and for the interpreter, whose casts are wrong.
+"""Conversions of narrow number formats as bits, in Triton, for GPUs without hardware casts and for the interpreter.
 
-The interpreter cuts off instead of rounding, and loses E4M3's NaN and bf16's subnormals.
+The interpreter's own casts are wrong: they truncate instead of rounding, and lose E4M3's NaN and bf16's subnormals.
 """
 
 import triton
@@ -13,7 +13,7 @@ E4M3_MIN_NORMAL: tl.constexpr = tl.constexpr(0.015625)
 
 @triton.jit
 def widen(x):
-    """Any float -> float32, exactly."""
+    """Convert any float to float32, exactly."""
     if INTERPRETED:
         if x.dtype == tl.bfloat16:
             return (x.to(tl.int16, bitcast=True).to(tl.int32) << 16).to(tl.float32, bitcast=True)
@@ -25,7 +25,7 @@ def widen(x):
 
 @triton.jit
 def to_e4m3(x):
-    """float32 -> the bits of E4M3 in uint8: to nearest even, saturating."""
+    """Round float32 to the bits of E4M3 in uint8: to nearest even, saturating."""
     bits = x.to(tl.int32, bitcast=True)
     a = tl.minimum(tl.abs(x), 448.0)
     # Below 2^-6 the codes count steps of 2^-9; adding 2^23 rounds to a whole number of them.
@@ -39,7 +39,7 @@ def to_e4m3(x):
 
 @triton.jit
 def from_e4m3(code):
-    """The bits of E4M3 -> float32, exactly."""
+    """Convert the bits of E4M3 to float32, exactly."""
     code = code.to(tl.int32)
     magnitude = code & 0x7F
     normal = ((magnitude << 20) + (120 << 23)).to(tl.float32, bitcast=True)
@@ -50,7 +50,7 @@ def from_e4m3(code):
 
 @triton.jit
 def from_e2m1(code):
-    """E2M1 nibbles -> float32, exactly."""
+    """Convert E2M1 nibbles to float32, exactly."""
     code = code.to(tl.int32)
     magnitude = code & 7
     normal = ((magnitude << 22) + (126 << 23)).to(tl.float32, bitcast=True)
@@ -60,7 +60,7 @@ def from_e2m1(code):
 
 @triton.jit
 def from_e8m0(code):
-    """The exponents of UE8M0 -> float32, exactly; 255 is NaN."""
+    """Convert the exponents of UE8M0 to float32, exactly; 255 is NaN."""
     code = code.to(tl.int32)
     bits = tl.where(code == 0, 0x00400000, code << 23)
     return tl.where(code == 255, 0x7FC00000, bits).to(tl.float32, bitcast=True)

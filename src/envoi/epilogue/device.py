@@ -1,7 +1,7 @@
-"""What the operations of the language compute on the device, in Triton; Gluon kernels use the same functions.
+"""Device functions of the language's operations, in Triton; Gluon kernels use them too.
 
 float32 throughout. Every function is elementwise, or reduces one axis in a fixed order, so a value's bits don't depend
-on its neighbours. NaN goes through as in torch.
+on its neighbours. NaN propagates as in torch.
 """
 
 import triton
@@ -18,19 +18,19 @@ INF: tl.constexpr = tl.constexpr(float("inf"))
 
 @triton.jit
 def minimum(x, y):
-    """The smaller; NaN if either is."""
+    """Return the smaller of x and y; NaN if either is."""
     return tl.minimum(x, y, propagate_nan=tl.PropagateNan.ALL)
 
 
 @triton.jit
 def maximum(x, y):
-    """The larger; NaN if either is."""
+    """Return the larger of x and y; NaN if either is."""
     return tl.maximum(x, y, propagate_nan=tl.PropagateNan.ALL)
 
 
 @triton.jit
 def reciprocal(x):
-    """1 / x to one unit in the last place; 0 beyond 2^126."""
+    """Return 1 / x to one unit in the last place; 0 beyond 2^126."""
     if INTERPRETED:
         return 1.0 / x
     else:
@@ -39,10 +39,10 @@ def reciprocal(x):
 
 @triton.jit
 def divide(x, y):
-    """x / y rounded to nearest, for y >= AMAX_FLOOR and quotients far from the ends of float32.
+    """Return x / y rounded to nearest, for y >= AMAX_FLOOR and quotients far from the ends of float32.
 
-    The compiler's own exact division calls a subroutine. This is a reciprocal, improved once, and a quotient corrected
-    by its exact remainder.
+    The compiler's own exact division calls a subroutine. Here the reciprocal takes one Newton step, and the quotient is
+    corrected by its exact remainder.
     """
     if INTERPRETED:
         return x / y
@@ -57,7 +57,7 @@ def divide(x, y):
 
 @triton.jit
 def power_of_two(x):
-    """2^x; 0 below 2^-126."""
+    """Return 2^x; 0 below 2^-126."""
     if INTERPRETED:
         return tl.exp2(x)
     else:
@@ -66,25 +66,25 @@ def power_of_two(x):
 
 @triton.jit
 def sigmoid(x):
-    """1 / (1 + e^-x)."""
+    """Return 1 / (1 + e^-x)."""
     return reciprocal(1.0 + power_of_two(x * -LOG2_E))
 
 
 @triton.jit
 def silu(x):
-    """x * sigmoid(x)."""
+    """Return x * sigmoid(x)."""
     return x * sigmoid(x)
 
 
 @triton.jit
 def relu(x):
-    """max(x, 0)."""
+    """Return max(x, 0)."""
     return maximum(x, 0.0)
 
 
 @triton.jit
 def tanh(x):
-    """By e^-2|x|; a polynomial near 0, where that cancels."""
+    """Return tanh(x), computed from e^-2|x|; near 0, where that cancels, from a polynomial."""
     a = tl.abs(x)
     e = tl.exp(-2.0 * a)
     far = (1.0 - e) / (1.0 + e)
@@ -96,12 +96,12 @@ def tanh(x):
 
 @triton.jit
 def gelu(x):
-    """x * P(normal < x) = max(x, 0) - |x| / 2 * erfc(|x| / sqrt 2).
+    """Return x * P(normal < x) = max(x, 0) - |x| / 2 * erfc(|x| / sqrt 2).
 
     erfc(z) = t * 2^(p(t) - z^2 log2 e) with t = 1 / (1 + 0.4 z); p was fitted at Chebyshev nodes, its error is 1e-7.
     The absolute error is 2.4e-7 over all x, two thirds of that of 1 + erf, in half its instructions.
     """
-    a = tl.abs(minimum(x, 20.0))  # so that an infinity stays one
+    a = tl.abs(minimum(x, 20.0))  # so that infinity gives infinity, not NaN
     t = reciprocal(1.0 + 0.28284273 * a)
     p = 0.8722628 + t * -0.12420681
     p = -2.0087509 + t * p
@@ -115,25 +115,25 @@ def gelu(x):
 
 @triton.jit
 def gelu_tanh(x):
-    """gelu with P by tanh: (1 + tanh u) / 2 = sigmoid(2 u)."""
+    """Return gelu(x) with P approximated by tanh: (1 + tanh u) / 2 = sigmoid(2 u)."""
     return x * sigmoid(1.5957691216057308 * (x + 0.044715 * x * x * x))
 
 
 @triton.jit
 def hardswish(x):
-    """x * clip(x + 3, 0, 6) / 6."""
+    """Return x * clip(x + 3, 0, 6) / 6."""
     return x * minimum(maximum(x + 3.0, 0.0), 6.0) / 6.0
 
 
 @triton.jit
 def leaky_relu(x, slope):
-    """x where positive, slope * x elsewhere."""
+    """Return x where positive, slope * x elsewhere."""
     return tl.where(x > 0.0, x, x * slope)
 
 
 @triton.jit
 def softplus(x):
-    """log(1 + e^x), x itself above 20; a polynomial where 1 + e^-|x| would round."""
+    """Return log(1 + e^x), x itself above 20; a polynomial where 1 + e^-|x| would round."""
     e = tl.exp(-tl.abs(x))
     small = e * (1.0 - e * (0.5 - e * (0.33333333 - e * 0.25)))
     y = maximum(x, 0.0) + tl.where(e < 0.01, small, tl.log(1.0 + e))
@@ -142,7 +142,7 @@ def softplus(x):
 
 @triton.jit
 def e8m0_ceil(x):
-    """The least power of two >= x (positive) as (uint8 exponent, float32 of its inverse); NaN gives (255, NaN)."""
+    """Return the least power of two >= x > 0 as (uint8 exponent, float32 of its inverse); NaN gives (255, NaN)."""
     bits = x.to(tl.int32, bitcast=True) & 0x7FFFFFFF
     exponent = (bits + 0x7FFFFF) >> 23
     exponent = tl.where(bits > 0x7F800000, 255, tl.minimum(tl.maximum(exponent, 1), 255))
@@ -154,15 +154,15 @@ def e8m0_ceil(x):
 
 @triton.jit
 def group_amax(x):
-    """What a group's largest magnitude counts as: at least AMAX_FLOOR, NaN for an infinity."""
+    """Return the amax to scale a group by, given its largest magnitude: at least AMAX_FLOOR, NaN for infinity."""
     x = maximum(x, AMAX_FLOOR)
     return tl.where(x == INF, float("nan"), x)
 
 
 @triton.jit
 def bf16(x):
-    """float32 -> bf16, to nearest even."""
-    if INTERPRETED:  # whose cast cuts off
+    """Round float32 to bf16, to nearest even."""
+    if INTERPRETED:  # its cast truncates
         bits = x.to(tl.int32, bitcast=True)
         bits = tl.where(x == x, (bits + 0x7FFF + ((bits >> 16) & 1)) >> 16, 0x7FC0)
         return bits.to(tl.int16).to(tl.bfloat16, bitcast=True)
@@ -172,20 +172,20 @@ def bf16(x):
 
 @triton.jit
 def e4m3(x):
-    """float32 -> E4M3, saturating."""
+    """Round float32 to E4M3, saturating."""
     return minimum(maximum(x, -448.0), 448.0).to(tl.float8e4nv)
 
 
 @triton.jit
 def e4m3_scale(x):
-    """A scale factor stored as E4M3, and the float32 of its inverse."""
+    """Return a scale factor rounded to E4M3, and the float32 inverse of the rounded factor."""
     sf = minimum(maximum(x, 0.001953125), 448.0).to(tl.float8e4nv)
     return sf, 1.0 / sf.to(tl.float32)
 
 
 @triton.jit
 def e2m1(x):
-    """float32 -> E2M1 nibbles in uint8, ties to even, saturating; NaN gives 0."""
+    """Round float32 to E2M1 nibbles in uint8, ties to even, saturating; NaN gives 0."""
     a = tl.abs(x)
     code = (a > 0.25).to(tl.int32) + (a >= 0.75).to(tl.int32) + (a > 1.25).to(tl.int32) + (a >= 1.75).to(tl.int32)
     code += (a > 2.5).to(tl.int32) + (a >= 3.5).to(tl.int32) + (a > 5.0).to(tl.int32)
@@ -195,43 +195,43 @@ def e2m1(x):
 
 @triton.jit
 def in_order(bits):
-    """Bits of float32 as integers that compare as the floats do (-0 below 0); its own inverse."""
+    """Map bits of float32 to int32 that compare as the floats do (-0 below 0); the map is its own inverse."""
     return bits ^ ((bits >> 31) & 0x7FFFFFFF)
 
 
 @triton.jit
 def plus(a, b):
-    """The sum, for scans."""
+    """Return a + b; the combine function of scans."""
     return a + b
 
 
 @triton.jit
 def sort_key(x, columns):
-    """int64 keys that order a row as top-k wants it: larger values first, then lower columns; NaN counts as -inf."""
+    """Return int64 keys that order a row for top-k: larger values first, then lower columns; NaN counts as -inf."""
     x = tl.where(x == x, x + 0.0, -INF)  # + 0.0: -0 and 0 are equal
     return (in_order(x.to(tl.int32, bitcast=True)).to(tl.int64) << 32) | (0x7FFFFFFF - columns)[None, :].to(tl.int64)
 
 
 @triton.jit
 def best_key(keys):
-    """The best of each row."""
+    """Return the best key of each row."""
     return tl.max(keys, axis=1)
 
 
 @triton.jit
 def without(keys, best):
-    """The keys with each row's best made the worst."""
+    """Return the keys with each row's best replaced by the worst possible key."""
     return tl.where(keys == best[:, None], -9187343244130779136, keys)  # the key of -inf, in the last column
 
 
 @triton.jit
 def key_value(key):
-    """The value of a key."""
+    """Return the float32 value of a key."""
     return in_order((key >> 32).to(tl.int32)).to(tl.float32, bitcast=True)
 
 
 @triton.jit
 def key_column(key):
-    """The column of a key, -1 for -inf."""
+    """Return the int32 column of a key, -1 for a value of -inf."""
     column = 0x7FFFFFFF - (key & 0x7FFFFFFF).to(tl.int32)
     return tl.where(key_value(key) == -INF, -1, column)

@@ -1,4 +1,4 @@
-"""Refusals of the tracer: where in the user's function, what, and what to do instead."""
+"""Errors of the tracer: the line of the user's function, what is wrong, and what to do instead."""
 
 import linecache
 import os
@@ -14,18 +14,18 @@ _OTHERS = tuple(str(Path(spec.origin).parent) + os.sep for spec in _SPECS if spe
 
 
 class EpilogueError(ValueError):
-    """A function that can't become an epilogue. The message has the file, the line, its text and the reason."""
+    """Raised for a function that can't become an epilogue; the message has file, line, its text and the reason."""
 
 
 def _is_users(filename: str) -> bool:
-    """False for code of this package, torch, numpy and the standard library, which call back into an epilogue."""
-    installed = "site-packages" in filename or "dist-packages" in filename  # may lie inside the standard library
+    """Return False for code of this package, torch, numpy and the standard library, which call back into epilogues."""
+    installed = "site-packages" in filename or "dist-packages" in filename  # may be inside the standard library
     standard = filename.startswith("<frozen ") or (filename.startswith(_STANDARD) and not installed)
     return not standard and not filename.startswith(_OTHERS)
 
 
 def users_frame() -> FrameType:
-    """The innermost frame on the stack that is the user's."""
+    """Return the innermost frame on the stack that runs the user's code."""
     frame = sys._getframe(1)
     while frame.f_back is not None and not _is_users(frame.f_code.co_filename):
         frame = frame.f_back
@@ -33,7 +33,7 @@ def users_frame() -> FrameType:
 
 
 def refuse(reason: str) -> NoReturn:
-    """Raise EpilogueError for the innermost line on the stack that is the user's."""
+    """Raise EpilogueError for the innermost line of the user's code on the stack."""
     frame = users_frame()
     refuse_at(frame.f_code.co_filename, frame.f_lineno, reason)
 
@@ -45,7 +45,7 @@ def refuse_at(filename: str, line: int, reason: str) -> NoReturn:
 
 
 def last_user_line(traceback: TracebackType | None) -> tuple[str, int] | None:
-    """The innermost line of a traceback that is the user's."""
+    """Return file and line of the innermost user's code in a traceback, or None."""
     found = None
     while traceback is not None:
         filename = traceback.tb_frame.f_code.co_filename

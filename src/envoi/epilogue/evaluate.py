@@ -1,6 +1,6 @@
-"""An epilogue's IR run in torch, node by node: the reference of every kernel that is lowered from it.
+"""Evaluation of an epilogue's IR in torch, node by node: the reference of every kernel that is lowered from it.
 
-The same torch function computes each node as when the user's function is called on tensors, so both agree bit for bit.
+Each node is computed by the torch function that a call of the user's function on tensors runs: both agree bit for bit.
 """
 
 from collections.abc import Mapping
@@ -18,13 +18,13 @@ Output = torch.Tensor | QuantTensor
 def evaluate(
     ir: IR, acc: torch.Tensor, operands: Mapping[str, torch.Tensor | float], offsets: torch.Tensor | None = None
 ) -> list[Output]:
-    """Run an IR on an accumulator [M, N]; returns the outputs in order, row values as [M], column values as [N].
+    """Run an IR on an accumulator [M, N]; return the outputs in order, row values as [M], column values as [N].
 
     acc: float32; a narrower accumulator is widened first, and a float64 one makes everything float64.
     operands: by name, in the shapes of their annotations: Row [M], Col [N], Tile [M, N], Scalar a number or a tensor
-        of one; a Col may be [M, N] too, a row for each row (which is how a grouped GEMM passes one for each expert).
-    offsets [E + 1]: column reductions give [E, N], one row for the rows of each expert; those over all leave out the
-        rows behind offsets[E].
+        of one; a Col may be [M, N] too, with its own values for each row (so a grouped GEMM passes each expert's).
+    offsets [E + 1]: column reductions give [E, N], one row for the rows of each expert; total reductions exclude the
+        rows after offsets[E].
     """
     acc = acc if acc.dtype == torch.float64 else acc.float()
     values: list[torch.Tensor | QuantTensor] = []
@@ -52,7 +52,7 @@ def _value(ir: IR, node: Node, values: list, acc: torch.Tensor, operands: Mappin
 
 
 def widen(operand: Operand, value: torch.Tensor | float | None, acc: torch.Tensor) -> torch.Tensor:
-    """An operand as the two-dimensional float tensor that broadcasts against the accumulator."""
+    """Return an operand as the two-dimensional float tensor that broadcasts against the accumulator."""
     if value is None:
         value = operand.default
     if value is None:
@@ -68,7 +68,7 @@ def widen(operand: Operand, value: torch.Tensor | float | None, acc: torch.Tenso
 
 
 def as_returned(node: Node, value: Output, offsets: torch.Tensor | None = None) -> Output:
-    """A value without the sides of 1 that broadcasting needed."""
+    """Return a value without the dimensions of size 1 that broadcasting needed."""
     if isinstance(value, QuantTensor):
         return value
     if node.shape.rows == "1":

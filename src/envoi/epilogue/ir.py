@@ -1,4 +1,4 @@
-"""The intermediate form of an epilogue: a list of typed operations, each used after it is defined, nothing twice.
+"""Intermediate representation of an epilogue: typed operations in order of definition, none of them twice.
 
 >>> print(swiglu.ir)
 epilogue swiglu(acc)
@@ -19,9 +19,9 @@ from typing import Any
 
 @dataclass(frozen=True)
 class Shape:
-    """Which sides of the output a value spans.
+    """Dimensions of the output that a value spans.
 
-    rows: "1" (the same for all rows) or "M". columns: "1", "N", "N/2", "N/4" .. (after `pairs`), or "k4" (of a
+    rows: "1" (shared by all rows) or "M". columns: "1", "N", "N/2", "N/4" .. (after `pairs`), or "k4" (from a
         top-4).
     """
 
@@ -36,20 +36,20 @@ class Shape:
 
     @property
     def spans_columns(self) -> bool:
-        """True for a value that is cut into tiles along N."""
+        """Return True for a value that is cut into tiles along N."""
         return self.columns.startswith("N")
 
     def num_columns(self, N: int) -> int:
-        """The number of columns for an accumulator of N."""
+        """Return the number of columns for an accumulator of N columns."""
         return N // self.divisor if self.spans_columns else int(self.columns.removeprefix("k"))
 
     @property
     def divisor(self) -> int:
-        """2 for "N/2"."""
+        """Return the divisor of N: 2 for "N/2", 1 for "N"."""
         return int(self.columns.partition("/")[2] or 1)
 
     def halved(self) -> "Shape":
-        """The shape of either side of `pairs`."""
+        """Return the shape of either output of `pairs`."""
         return Shape(self.rows, f"N/{2 * self.divisor}")
 
 
@@ -59,7 +59,7 @@ HALF_COL, HALF_TILE = Shape("1", "N/2"), Shape("M", "N/2")
 
 @dataclass(frozen=True)
 class Operand:
-    """A named input beside the accumulator. kind: the annotation's name. default: of a Scalar, or None."""
+    """Named input beside the accumulator. kind: the annotation's name. default: a Scalar's default value, or None."""
 
     name: str
     kind: str
@@ -72,15 +72,15 @@ class Operand:
 
 @dataclass(frozen=True)
 class Node:
-    """One operation. args: positions of earlier nodes. attributes: (name, value) pairs. dtype: f32, i32, bool or
+    """Single operation. args: positions of earlier nodes. attributes: (name, value) pairs. dtype: f32, i32, bool or
         quantised.
 
-    step: what the operation needs to have seen.
+    step: what the operation has to see before its value is known.
         "load", "element"   its own element
         "pair"              the neighbouring column
         "row"               the whole row: begin, visit every N tile, end
         "column", "all"     every row (of the expert): known when the kernel ends, so it can only be returned
-        "store"             says how a value leaves the chip; can only be returned
+        "store"             the value in the form in which it is stored; can only be returned
     """
 
     op: str
@@ -92,11 +92,11 @@ class Node:
 
     @property
     def final(self) -> bool:
-        """True if the value can only be returned."""
+        """Return True if the value can only be returned."""
         return self.step in ("column", "all", "store")
 
     def attribute(self, name: str) -> Any:
-        """The value of an attribute."""
+        """Return the value of an attribute."""
         return dict(self.attributes)[name]
 
     def __str__(self) -> str:
@@ -106,7 +106,7 @@ class Node:
 
 @dataclass(frozen=True)
 class IR:
-    """A traced epilogue. outputs: (name, position of the node); names are "" unless the function returned a dict."""
+    """Traced epilogue. outputs: (name, position of the node); names are "" unless the function returned a dict."""
 
     name: str
     operands: tuple[Operand, ...]
@@ -124,12 +124,12 @@ class IR:
 
     @cached_property
     def key(self) -> str:
-        """A digest of everything that decides what is computed."""
+        """Return a digest of everything that decides what is computed."""
         return hashlib.sha256(str(self).encode()).hexdigest()[:16]
 
     @cached_property
     def kept(self) -> dict[tuple, Any]:
-        """What was made of it, by `kept_with_ir`."""
+        """Cache of the results of functions under `kept_with_ir`."""
         return {}
 
     def __getstate__(self) -> dict[str, Any]:
@@ -137,7 +137,7 @@ class IR:
 
     @property
     def needs_whole_rows(self) -> bool:
-        """True if a step sees a whole row across its N tiles."""
+        """Return True if a step sees a whole row across its N tiles."""
         return any(
             (node.step == "row" and self.nodes[node.args[0]].shape.spans_columns)
             or (node.op == "quantize" and node.attribute("scheme") == "fp8_row")
@@ -145,17 +145,17 @@ class IR:
         )
 
     def operand(self, name: str) -> Operand:
-        """The operand of that name."""
+        """Return the operand with a name."""
         return next(operand for operand in self.operands if operand.name == name)
 
     @property
     def divisor(self) -> int:
-        """N must be a multiple of this."""
+        """Return the number that N must be a multiple of."""
         return max(node.shape.divisor for node in self.nodes)
 
 
 def kept_with_ir(function: Callable) -> Callable:
-    """Decorator: a function of an IR and hashable values computes once, and its results live as long as the IR."""
+    """Decorate a function of an IR and hashable values so that it computes once; results live as long as the IR."""
 
     @wraps(function)
     def call(ir: IR, *values: Any, **named: Any) -> Any:
@@ -163,6 +163,6 @@ def kept_with_ir(function: Callable) -> Callable:
         try:
             return ir.kept[key]
         except KeyError:
-            return ir.kept.setdefault(key, function(ir, *values, **named))  # of two threads, one's
+            return ir.kept.setdefault(key, function(ir, *values, **named))  # two threads: the first's
 
     return call

@@ -1,4 +1,4 @@
-"""Epilogues that are used often, and those of the experts."""
+"""Common epilogues, and the epilogues of the experts' two GEMMs."""
 
 from functools import cache
 
@@ -19,56 +19,56 @@ from envoi.epilogue.vocabulary import (
 )
 from envoi.quant.formats import Scheme
 
-WIDEST_INSIDE = 32  # columns of a group that each tile holds whole, whatever its format
+WIDEST_INSIDE = 32  # columns of a quantisation group that fits into a tile of any format
 
 
 @epilogue
 def store(acc):
-    """The accumulator as it is."""
+    """Return the accumulator unchanged."""
     return acc
 
 
 @epilogue
 def linear(acc, c: Tile, alpha: Scalar, beta: Scalar):
-    """alpha * acc + beta * c."""
+    """Return alpha * acc + beta * c."""
     return alpha * acc + beta * c
 
 
 @epilogue
 def scale_bias_relu(acc, alpha: Scalar, bias: Col):
-    """relu(alpha * acc + bias)."""
+    """Return relu(alpha * acc + bias)."""
     return relu(alpha * acc + bias)
 
 
 @epilogue
 def gelu_residual(acc, bias: Col, residual: Tile):
-    """gelu(acc + bias) + residual."""
+    """Return gelu(acc + bias) + residual."""
     return gelu(acc + bias) + residual
 
 
 @epilogue
 def absmax(acc):
-    """The accumulator, and the largest magnitude of each row."""
+    """Return the accumulator and the largest magnitude of each row."""
     return acc, row_absmax(acc)
 
 
 @epilogue
 def swiglu(acc):
-    """silu(gate) * up of interleaved columns."""
+    """Return silu(gate) * up of interleaved columns."""
     gate, up = pairs(acc)
     return silu(gate) * up
 
 
 @epilogue
 def swiglu_residual(acc, residual: HalfTile):
-    """silu(gate) * up + residual."""
+    """Return silu(gate) * up + residual."""
     gate, up = pairs(acc)
     return silu(gate) * up + residual
 
 
 @epilogue
 def swiglu_fp8(acc):
-    """silu(gate) * up, quantised to FP8 E4M3 with a float32 scale per 1x128."""
+    """Return silu(gate) * up, quantised to FP8 E4M3 with a float32 scale per 1x128."""
     gate, up = pairs(acc)
     return quantize(silu(gate) * up, "fp8_e4m3", group=128)
 
@@ -84,10 +84,10 @@ _LEAVE = {
 
 @cache
 def expert_l1(activation: str, limit: float | None, has_bias: bool, scheme: str | None) -> Epilogue:
-    """The experts' first epilogue: activation of interleaved gate and up, times the routing weight, quantised.
+    """Return the experts' first epilogue: activation of interleaved gate and up, times the routing weight, quantised.
 
-    activation "swiglu" or "swiglu_oai"; limit clamps gate above and up on both sides; scheme None leaves in bf16,
-    else one of fp8_row, fp8_1x128, mxfp8. Operands: weight (Row), and bias (Col, interleaved) if has_bias.
+    activation: "swiglu" or "swiglu_oai". limit clamps gate above and up on both sides. scheme: None for bf16 output,
+    else fp8_row, fp8_1x128 or mxfp8. Operands: weight (Row), and bias (Col, interleaved) if has_bias.
     Raises ValueError for another activation or scheme.
     """
     expect_choice("activation", activation, ACTIVATIONS)
@@ -114,16 +114,16 @@ def expert_l1(activation: str, limit: float | None, has_bias: bool, scheme: str 
 
 
 def left_by_l1(scheme: Scheme | None) -> str | None:
-    """What `expert_l1` quantises to where L2 takes `scheme`; None: it leaves bf16.
+    """Return the scheme that `expert_l1` quantises to for an L2 that takes `scheme`, or None if it must store bf16.
 
-    Groups that are wider than tiles can't be quantised in one: another kernel does it.
+    A group wider than a tile can't be quantised within the tile: another kernel does it.
     """
     return scheme.name if scheme is not None and 0 < scheme.group[1] <= WIDEST_INSIDE else None
 
 
 @cache
 def expert_l2(has_bias: bool) -> Epilogue:
-    """The experts' second epilogue. The routing weight is in the rows already; a bias has yet to get it."""
+    """Return the experts' second epilogue. Rows already carry the routing weight; only the bias is multiplied here."""
 
     def expert_l2(acc):
         return acc

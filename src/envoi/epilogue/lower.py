@@ -1,6 +1,6 @@
-"""An epilogue's IR becomes device code: source text, one line a node, that a GEMM calls on its accumulator.
+"""Lowering of an epilogue's IR to device code: source text, one line a node, that a GEMM calls on its accumulator.
 
-What is written for `swiglu` in Gluon, its output leaving through a TMA descriptor:
+The text for `swiglu` in Gluon, with its output stored through a TMA descriptor:
 
     def visit(x1, at, operands, outputs, buffers, GROUPED, cfg):
         x2 = even(x1)
@@ -12,13 +12,13 @@ What is written for `swiglu` in Gluon, its output leaving through a TMA descript
         put_tiles((o0,), buffers.descs, buffers.stages, (at.n // 2,), at.m, buffers.turn, cfg.num_store_buffers)
         return (0,)
 
-x1 is a chunk of the accumulator in registers; `at` (ChunkPosition) and `buffers` (ChunkBuffers) say where it is and
-through what its tiles go. A value of the tile is a two-dimensional tensor, of a row or a column a vector, of
-a top-k k row vectors.
+x1 is a chunk of the accumulator in registers; `at` (ChunkPosition) is its position, `buffers` (ChunkBuffers) the
+buffers of its tiles. A tile value is a two-dimensional tensor, a row or column value a vector, a top-k value k row
+vectors.
 
-A reduction over a row is complete at once if the piece has the whole row (`whole`). Else `visit` returns partial
-values; the GEMM merges those of its pieces with `merge`, keeps one a tile in memory (`save`), and whoever finishes a
-row's last tile calls `finish`, which reads them in order and stores what depends on them.
+A reduction over a row is complete at once if the chunk has the whole row (`whole`). Else `visit` returns partial
+values; the GEMM merges those of its chunks with `merge` and stores one a tile in memory (`save`), and the last of the
+row's tiles to arrive calls `finish`, which reads them in order and stores what depends on them.
 """
 
 import hashlib
@@ -37,17 +37,17 @@ from envoi.epilogue.writer import Writer
 
 FUNCTIONS = ("visit", "merge", "save", "finish", "buffers", "side_buffers", "fetch_side", "of_expert")
 ONE_TILE = "rows can be sent to addresses if the only output is a tile that depends on no other column"
-_number = itertools.count()  # of files: each text has one of its own
+_number = itertools.count()  # numbers the file names: each text needs its own
 NEEDS_ROWS = "a row's value is used before the row is complete"
 
 
 @dataclass(frozen=True, eq=False)
 class Lowered:
-    """Device code of an epilogue; `lower` makes one of a kind.
+    """Device code of an epilogue; `lower` makes one per IR and set of options.
 
-    slots: what it writes. leaving: which of them go through TMA descriptors. partials: values a row that tiles pass on.
-    side: the operands that come by TMA. piece_columns: a piece has a multiple of so many columns. whole: of whole rows.
-    sent: rows go to addresses.
+    slots: the tensors it writes. leaving: indices of the slots stored through TMA descriptors. partials: partial
+    reductions a row that a tile passes on. side: the operands loaded by TMA. piece_columns: a chunk has a multiple of
+    this many columns. whole: chunks hold whole rows. sent: rows are scattered to addresses.
     """
 
     visit: Any
@@ -69,12 +69,12 @@ class Lowered:
 
     @property
     def num_descs(self) -> int:
-        """How many outputs leave through descriptors."""
+        """Number of outputs stored through descriptors."""
         return len(self.leaving)
 
     @property
     def leaving_bytes(self) -> float:
-        """Bytes a column of the accumulator of what leaves through shared memory: for descriptors, or to be sent."""
+        """Bytes stored through shared memory (by TMA, or scattered) for each column of the accumulator."""
         return sum(
             slot.dtype.itemsize / slot.columns / (2 if slot.packed else 1)
             for slot in (self.slots if self.sent else (self.slots[index] for index in self.leaving))
@@ -82,11 +82,11 @@ class Lowered:
 
     @property
     def num_side(self) -> int:
-        """How many operands come by TMA."""
+        """Number of operands loaded by TMA."""
         return len(self.side)
 
     def __repr__(self) -> str:
-        """Names all of it, functions by the digest of their text, so that the compiler's cache can tell two apart."""
+        """Name every field, functions by the digest of their text, so that the compiler's cache can tell two apart."""
         keys = ",".join(getattr(self, name).cache_key for name in FUNCTIONS)
         source = hashlib.sha256(self.source.encode()).hexdigest()[:16]
         rest = (self.slots, self.leaving, self.partials, self.side, self.piece_columns, self.whole, self.sent)
@@ -100,12 +100,12 @@ def lower(
     ir: IR, out_dtype: torch.dtype, dialect: str, whole: bool, tma: bool, pointers: frozenset[str],
     side: tuple[str, ...] = (), sent: bool = False,
 ) -> Lowered:  # fmt: skip
-    """Device code for an IR.
+    """Return the device code for an IR.
 
-    dialect: "gluon" or "triton". whole: pieces hold whole rows. tma: tiles leave through descriptors, else by stores.
-    pointers: the Scalar operands that come as tensors of one element. side: the Tile operands that come by
-    TMA, at most MAX_DESCS. sent: the rows of the output, which is a tile and the only one, go to the addresses that are
-    given in its place.
+    dialect: "gluon" or "triton". whole: chunks hold whole rows. tma: store tiles through descriptors, else from
+    registers. pointers: the Scalar operands passed as tensors of one element. side: the Tile operands loaded by
+    TMA, at most MAX_DESCS. sent: scatter the rows of the only output, a tile, to the addresses that are passed in its
+    place.
     """
     if not whole and rows_must_fit(ir):
         raise ValueError(f"epilogue {ir.name}: {NEEDS_ROWS}; it needs pieces of whole rows")
@@ -125,8 +125,8 @@ def lower(
 
 
 def _compile(source: str, name: str, dialect: str) -> tuple[str, dict[str, Any]]:
-    """Run the text where the dialect's functions are known: the name of its file, from which the compiler reads it
-    back through linecache, and what it defines."""
+    """Execute the text with the dialect's functions in scope; return the name of its file, from which the compiler
+    reads it back through linecache, and the namespace it defines."""
     language, jit, library = _dialect(dialect)
     filename = f"<epilogue {name}, {dialect}, {next(_number)}>"
     linecache.cache[filename] = (len(source), None, source.splitlines(keepends=True), filename)
@@ -136,7 +136,7 @@ def _compile(source: str, name: str, dialect: str) -> tuple[str, dict[str, Any]]
 
 
 def _dialect(dialect: str) -> tuple[ModuleType, Any, dict[str, Any]]:
-    """The language's module, its jit decorator, and the functions that the text calls."""
+    """Return the language's module, its jit decorator, and the functions that the text calls."""
     from envoi.epilogue import device
 
     if dialect == "triton":

@@ -1,4 +1,4 @@
-"""What an epilogue is called with: checks that the reference and the GEMMs share, so that both refuse alike."""
+"""Checks of an epilogue's operands, shared by the reference and the GEMMs so that their errors agree."""
 
 from collections.abc import Collection, Mapping
 from numbers import Real
@@ -12,7 +12,7 @@ from envoi.quant.formats import SCHEMES
 
 
 def check_names(ir: IR, operands: Mapping[str, Any]) -> None:
-    """Raise ValueError unless every operand without a default is there, and no other."""
+    """Raise ValueError for a missing operand without a default, or an unknown one."""
     known = [operand.name for operand in ir.operands]
     for name in operands:
         if name not in known:
@@ -40,8 +40,8 @@ def check_operands(
 ) -> tuple[dict[str, torch.Tensor], dict[str, float]]:  # fmt: skip
     """Sort operands into tensors and numbers, each checked against its annotation. Raises ValueError.
 
-    sizes: M and N of the accumulator. dtypes: that tensors may have. num_experts: of a grouped GEMM, where a Col has a
-    row for each.
+    sizes: M and N of the accumulator. dtypes: allowed for tensors. num_experts: in a grouped GEMM, where a Col has a
+    row for each expert; None in a dense one.
     """
     check_names(ir, operands)
     tensors: dict[str, torch.Tensor] = {}
@@ -66,7 +66,7 @@ def check_operands(
 
 
 def is_number(value: Any) -> TypeGuard[float]:
-    """True for Python's and NumPy's real numbers, but not for bools."""
+    """Return True for Python's and NumPy's real numbers, but not for bools."""
     return isinstance(value, (int, float, Real)) and not isinstance(value, bool)
 
 

@@ -1,10 +1,10 @@
-"""Every operation of the language: what it computes on torch tensors, and the shape, type and step of its result.
+"""Operations of the language: the torch function that defines each one, and the shape, type and step of its result.
 
-The torch functions work on [M or 1, columns] tensors of float32 (or float64, for the oracle) and define the meaning.
-minimum, maximum, clip and the reductions pass NaN on.
+The torch functions take [M or 1, columns] tensors of float32 (or float64, for the oracle) and define the meaning.
+minimum, maximum, clip and the reductions propagate NaN.
 
-A row's bits depend on that row alone. On CPUs some of torch's functions round the last few elements of a tensor in
-another way than the rest; those are built here from functions that don't.
+A row's bits depend on that row alone. On CPUs some of torch's functions round the last few elements of a tensor
+differently from the rest; those are built here from functions that don't.
 """
 
 import math
@@ -23,7 +23,8 @@ from envoi.quant.formats import E4M3_MAX, SCHEMES
 
 @dataclass(frozen=True)
 class Operation:
-    """torch: the meaning, called with tensors and the attributes by name. takes, gives: dtypes. step: see Node."""
+    """Rule of one operation. torch: its meaning, called with tensors and the attributes by name. takes, gives: dtypes
+    of arguments and result. step: see Node."""
 
     torch: Callable[..., Any]
     step: str = "element"
@@ -35,13 +36,13 @@ OPERATIONS: dict[str, Operation] = {}
 
 
 def compute(op: str, *values: Any, **attributes: Any) -> Any:
-    """An operation on tensors and numbers, at least one a tensor. Numbers have the dtype of the first that isn't a
-    mask, or float32."""
+    """Compute an operation on tensors and numbers, at least one a tensor. Numbers get the dtype of the first tensor
+    that isn't a mask, or float32."""
     found = [value for value in values if isinstance(value, torch.Tensor)]
     like = found[0]
     dtype = next((x.dtype for x in found if x.is_floating_point()), torch.float32)
     tensors = (v if isinstance(v, torch.Tensor) else like.new_full((1, 1), float(v), dtype=dtype) for v in values)
-    with torch._C.DisableTorchFunction():  # the operators in here are torch's
+    with torch._C.DisableTorchFunction():  # inside, operators are torch's own
         return OPERATIONS[op].torch(*tensors, **attributes)
 
 
@@ -69,7 +70,8 @@ def _gelu(x: torch.Tensor, approximate: str) -> torch.Tensor:
 
 
 def _exp2(x: torch.Tensor) -> torch.Tensor:
-    """2^whole * e^(rest * log 2), in float64. The power of two is made of bits, in two halves that can't overflow."""
+    """Return 2^x as 2^whole * e^(rest * log 2), in float64. 2^whole is built from bits, in two factors that can't
+    overflow."""
     wide = x.double()
     whole = wide.round().clamp(-1100, 1100)
     half = (whole / 2).floor()
@@ -78,7 +80,7 @@ def _exp2(x: torch.Tensor) -> torch.Tensor:
 
 
 def _pow(x: torch.Tensor, exponent: int) -> torch.Tensor:
-    """By squaring, in float64."""
+    """Return x^exponent by squaring, in float64."""
     square, left = x.double(), abs(exponent)
     power = torch.ones_like(square)
     while left:
@@ -121,7 +123,7 @@ def _sum(x: torch.Tensor, dim: int) -> torch.Tensor:
 
 
 def _row_sum(x: torch.Tensor) -> torch.Tensor:
-    """Never of one row, whose sum torch may cut into one for each thread."""
+    """Return row sums [M, 1]. A single row is doubled first: torch may split its sum over threads."""
     return _sum(x.expand(2, -1), 1)[:1] if x.shape[0] == 1 else _sum(x, 1)
 
 
@@ -131,7 +133,7 @@ _define(step="all", total_sum=_over_all(_sum), total_max=_over_all(_amax), total
 
 
 def _softmax(x: torch.Tensor) -> torch.Tensor:
-    """-inf takes no part; a row of nothing else gives zeros."""
+    """Return the softmax of each row; -inf gives 0, also in a row of nothing else."""
     top = _amax(x, 1)
     exps = (x - top.masked_fill(top == -torch.inf, 0.0)).exp()
     total = _row_sum(exps)
@@ -139,7 +141,10 @@ def _softmax(x: torch.Tensor) -> torch.Tensor:
 
 
 def _ranked(x: torch.Tensor, k: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """The k best of each row, best first, the lower column first in a tie; NaN and -inf are never among them."""
+    """Return values and columns [M, k] of the k best of each row, best first, the lower column first in a tie.
+
+    NaN and -inf are never chosen: the value is -inf and the column -1 where a row has fewer than k others.
+    """
     ranked, ids = x.masked_fill(x.isnan(), -torch.inf).sort(dim=1, descending=True, stable=True)
     return ranked[:, :k], ids[:, :k].to(torch.int32).masked_fill(ranked[:, :k] == -torch.inf, -1)
 
@@ -166,7 +171,7 @@ _define(step="store", gives="quantised", quantize=_quantize)
 
 
 def infer(op: str, args: tuple[Node, ...], attributes: tuple[tuple[str, Any], ...]) -> Node:
-    """The shape, type and step of an operation on these arguments, without its args. Refuses a misfit."""
+    """Return the shape, type and step of an operation on these arguments, without its args. Refuses a misfit."""
     rule = OPERATIONS[op]
     for arg in args:
         if arg.final:
@@ -224,7 +229,7 @@ def _broadcast(op: str, shapes: list[Shape]) -> Shape:
 
 
 def scheme_for(values: str, group: int | str) -> str:
-    """The scheme that `quantize(x, values, group=group)` names. Refuses a pair that isn't one."""
+    """Return the name of the scheme of `quantize(x, values, group=group)`. Refuses a pair that has none."""
     table = {
         ("fp8_e4m3", 128): "fp8_1x128", ("fp8_e4m3", 32): "mxfp8", ("fp8_e4m3", "row"): "fp8_row",
         ("fp4_e2m1", 32): "mxfp4", ("fp4_e2m1", 16): "nvfp4",

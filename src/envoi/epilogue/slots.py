@@ -1,4 +1,4 @@
-"""What a lowered epilogue writes, and what of it has to wait for whole rows."""
+"""Tensors that a lowered epilogue writes, and the nodes that have to wait for whole rows."""
 
 from dataclasses import dataclass
 
@@ -14,10 +14,10 @@ PARTIAL = ("row_sum", "row_max", "row_absmax")
 
 @dataclass(frozen=True)
 class Slot:
-    """One tensor that the kernel writes. kind: tile, row, column, scalar, topk, or sf (of the tile before it).
+    """Tensor that the kernel writes. kind: tile, row, column, scalar, topk, or sf (of the tile before it).
 
-    columns: of a tile, N divided by this; of a topk, k; of an sf, the scheme's columns that share a factor (0 = all).
-    packed: two columns a byte. leaves: True if it can go through a TMA descriptor.
+    position: of the node in the IR. columns: for a tile, the divisor of N; for a topk, k; for an sf, the scheme's
+    columns that share a factor (0 = all). packed: two columns a byte.
     """
 
     kind: str
@@ -27,7 +27,7 @@ class Slot:
     packed: bool = False
 
     def shape(self, M: int, N: int, divisor: int = 1) -> tuple[int, ...]:
-        """The tensor's shape for an accumulator [M, N]; divisor: of the tile that an sf belongs to."""
+        """Return the tensor's shape for an accumulator [M, N]. divisor: N's, in the tile that an sf belongs to."""
         if self.kind == "tile":
             return (M, N // self.columns // (2 if self.packed else 1))
         if self.kind == "sf":
@@ -38,7 +38,7 @@ class Slot:
 
 @kept_with_ir
 def slots(ir: IR, out_dtype: torch.dtype) -> tuple[Slot, ...]:
-    """The tensors that an epilogue's kernel writes, in the order of its outputs."""
+    """Return the tensors that an epilogue's kernel writes, in the order of its outputs."""
     found: list[Slot] = []
     for _, position in ir.outputs:
         node = ir.nodes[position]
@@ -49,7 +49,7 @@ def slots(ir: IR, out_dtype: torch.dtype) -> tuple[Slot, ...]:
                 Slot("sf", scheme.sf, position, scheme.group[1]),
             ]
         elif node.step in ("column", "all"):
-            # Every row has to be known: what is reduced leaves as it is, and is reduced afterwards.
+            # Every row has to be known: the kernel stores the values unreduced, and another one reduces them.
             shape = ir.nodes[node.args[0]].shape
             found.append(Slot(_kind(shape), torch.float32, node.args[0], _columns(shape)))
         else:
@@ -70,7 +70,7 @@ def _columns(shape: Shape) -> int:
 
 
 def output_dtype(node: Node, out_dtype: torch.dtype) -> torch.dtype:
-    """Of a value that is returned; out_dtype is for tiles that say nothing else."""
+    """Return the dtype of an output; out_dtype applies to tiles that aren't cast or quantised."""
     if node.op == "cast":
         return CAST_DTYPES[node.attribute("dtype")]
     if node.dtype == "i32":
@@ -81,7 +81,7 @@ def output_dtype(node: Node, out_dtype: torch.dtype) -> torch.dtype:
 
 @kept_with_ir
 def late(ir: IR) -> frozenset[int]:
-    """The nodes that depend on a reduction over a row, and those reductions."""
+    """Return the nodes that depend on a reduction over a row, and those reductions."""
     found: set[int] = set()
     for position, node in enumerate(ir.nodes):
         if found.intersection(node.args) or _crosses_columns(ir, node):
@@ -96,7 +96,7 @@ def _crosses_columns(ir: IR, node: Node) -> bool:
 
 @kept_with_ir
 def rows_must_fit(ir: IR) -> bool:
-    """True if the epilogue can only run on pieces that hold whole rows."""
+    """Return True if the epilogue can only run on chunks that hold whole rows."""
     return any(
         node.shape.columns != "1" or (_crosses_columns(ir, node) and node.op not in PARTIAL)
         for position, node in enumerate(ir.nodes)
@@ -106,7 +106,7 @@ def rows_must_fit(ir: IR) -> bool:
 
 @kept_with_ir
 def piece_columns(ir: IR) -> int:
-    """A piece of the accumulator must have a multiple of so many columns."""
+    """Return the number of columns that a chunk of the accumulator must have a multiple of."""
     need = ir.divisor
     for node in ir.nodes:
         if node.op == "quantize":
@@ -116,7 +116,7 @@ def piece_columns(ir: IR) -> int:
 
 @kept_with_ir
 def reduces_rows(ir: IR) -> bool:
-    """True if an output is a reduction over rows, which a second kernel finishes."""
+    """Return True if an output is a reduction over rows, which a second kernel finishes."""
     return any(ir.nodes[position].step in ("column", "all") for _, position in ir.outputs)
 
 
@@ -131,7 +131,7 @@ def operand_tensors(ir: IR, operands: dict, num_experts: int) -> tuple[tuple, fr
         if isinstance(value, torch.Tensor):
             value = value.contiguous()
             if value.shape[:1] == (0,) and operand.shape.rows == "1" and not num_experts:
-                value = value.new_zeros(1, *value.shape[1:])  # a Col of no experts
+                value = value.new_zeros(1, *value.shape[1:])  # a Col without experts
         values.append(value)
     names = (o.name for o, v in zip(ir.operands, values, strict=True) if o.kind == "Scalar" and torch.is_tensor(v))
     return tuple(values), frozenset(names)
@@ -140,7 +140,7 @@ def operand_tensors(ir: IR, operands: dict, num_experts: int) -> tuple[tuple, fr
 def empty_slots(
     ir: IR, found: tuple[Slot, ...], M: int, N: int, device: torch.device, to: torch.Tensor | None = None
 ) -> list[torch.Tensor]:
-    """Return an empty tensor for each slot. to: the addresses to which rows go instead, in the only slot's place."""
+    """Return an uninitialised tensor for each slot. to: addresses that rows are scattered to, returned instead."""
     if to is not None:
         return [to]
     written: list[torch.Tensor] = []

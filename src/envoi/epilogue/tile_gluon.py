@@ -1,7 +1,7 @@
 """Index vectors, loads and stores of a tile in registers, for lowered epilogues in Gluon.
 
 A tile is [rows, columns] in any distributed layout; a row value is a vector in the layout's slice along columns, a
-column value in its slice along rows.
+column value in its slice along rows. Indices from m_end or num_columns on are masked: loads give 0, nothing is stored.
 """
 
 import triton.experimental.gluon.language as gl
@@ -21,25 +21,25 @@ minimum, maximum = _gluon(device.minimum), _gluon(device.maximum)
 
 @gluon.jit
 def row_ids(x, m):
-    """m, m + 1, .. for the rows of x."""
+    """Return m, m + 1, .. for the rows of x."""
     return m + gl.arange(0, x.shape[0], layout=gl.SliceLayout(1, x.type.layout))
 
 
 @gluon.jit
 def col_ids(x, n):
-    """n, n + 1, .. for the columns of x."""
+    """Return n, n + 1, .. for the columns of x."""
     return n + gl.arange(0, x.shape[1], layout=gl.SliceLayout(0, x.type.layout))
 
 
 @gluon.jit
 def rows_like(r, x):
-    """A row value in the layout of x."""
+    """Convert a row value to the layout of x."""
     return gl.convert_layout(r, gl.SliceLayout(1, x.type.layout))
 
 
 @gluon.jit
 def columns_in(x):
-    """[rows, C] -> two of [rows, C / 2]: even and odd columns."""
+    """Split [rows, C] into even and odd columns, two of [rows, C / 2]."""
     rows: gl.constexpr = x.shape[0]
     columns: gl.constexpr = x.shape[1]
     return gl.split(gl.reshape(x, (rows, columns // 2, 2)))
@@ -47,19 +47,19 @@ def columns_in(x):
 
 @gluon.jit
 def even(x):
-    """Columns 0, 2, 4 .."""
+    """Return columns 0, 2, 4 .."""
     return columns_in(x)[0]
 
 
 @gluon.jit
 def odd(x):
-    """Columns 1, 3, 5 .."""
+    """Return columns 1, 3, 5 .."""
     return columns_in(x)[1]
 
 
 @gluon.jit
 def halves(x):
-    """[rows, C] -> the left and the right half."""
+    """Split [rows, C] into the left and the right half."""
     rows: gl.constexpr = x.shape[0]
     columns: gl.constexpr = x.shape[1]
     return gl.split(gl.permute(gl.reshape(x, (rows, 2, columns // 2)), (0, 2, 1)))
@@ -67,25 +67,25 @@ def halves(x):
 
 @gluon.jit
 def ids_like(like, start):
-    """start, start + 1, .. in the layout of a vector."""
+    """Return start, start + 1, .. in the layout of the vector `like`."""
     return start + gl.arange(0, like.shape[0], layout=like.type.layout)
 
 
 @gluon.jit
 def load_at(pointer, ids, limit):
-    """A value for each id below the limit, 0 for the others."""
+    """Load float32 values for the ids below the limit, 0 for the others."""
     return gl.load(pointer + ids, mask=ids < limit, other=0.0).to(gl.float32)
 
 
 @gluon.jit
 def load_one(pointer):
-    """The value of a tensor of one element."""
+    """Load the float32 value of a tensor of one element."""
     return gl.load(pointer).to(gl.float32)
 
 
 @gluon.jit
 def load_tile(pointer, x, m, n, m_end, num_columns):
-    """A value for each element of x, from a row-major tensor."""
+    """Load a float32 value for each element of x from a row-major tensor with num_columns columns."""
     rows, columns = row_ids(x, m), col_ids(x, n)
     at = rows[:, None].to(gl.int64) * num_columns + columns[None, :]
     mask = (rows < m_end)[:, None] & (columns < num_columns)[None, :]
@@ -94,14 +94,14 @@ def load_tile(pointer, x, m, n, m_end, num_columns):
 
 @gluon.jit
 def store_row(pointer, value, m, m_end, stride, offset):
-    """One value a row, `stride` apart."""
+    """Store one value a row, `stride` elements apart."""
     ids = ids_like(value, m)
     gl.store(pointer + ids.to(gl.int64) * stride + offset, value, mask=ids < m_end)
 
 
 @gluon.jit
 def store_tile(pointer, value, m, n, m_end, num_columns):
-    """Straight from registers to a row-major tensor."""
+    """Store from registers to a row-major tensor with num_columns columns."""
     rows, columns = row_ids(value, m), col_ids(value, n)
     at = rows[:, None].to(gl.int64) * num_columns + columns[None, :]
     mask = (rows < m_end)[:, None] & (columns < num_columns)[None, :]
@@ -110,8 +110,8 @@ def store_tile(pointer, value, m, n, m_end, num_columns):
 
 @gluon.jit
 def send_tile(addresses, value, m, n, m_end, num_columns, cfg: gl.constexpr):
-    """Rows to the addresses given for them, each warp in runs of neighbours: links carry those best."""
-    if not cfg.swap_ab:  # else it lies so already
+    """Scatter rows to their addresses, each warp in contiguous runs, which links carry best."""
+    if not cfg.swap_ab:  # else its layout has contiguous runs already
         value = in_runs(value)
     rows, columns = row_ids(value, m), col_ids(value, n)
     to = gl.load(addresses + rows, mask=rows < m_end, other=0).to(gl.pointer_type(value.dtype))
@@ -121,7 +121,7 @@ def send_tile(addresses, value, m, n, m_end, num_columns, cfg: gl.constexpr):
 
 @gluon.jit
 def in_runs(value):
-    """The same, a thread with 16 bytes of a row and a warp with as many neighbours as there are."""
+    """Convert to a layout in which a thread has 16 bytes of a row and a warp a contiguous run as long as possible."""
     each: gl.constexpr = 128 // value.dtype.primitive_bitwidth
     lanes: gl.constexpr = min(32, value.shape[1] // each)
     layout: gl.constexpr = gl.BlockedLayout([1, each], [32 // lanes, lanes], [gl.num_warps(), 1], [1, 0])
@@ -130,16 +130,16 @@ def in_runs(value):
 
 @gluon.jit
 def stage_for(desc, TURNS: gl.constexpr):
-    """The buffers through which a role's pieces leave for a descriptor, in turns."""
+    """Allocate the ring of TURNS buffers through which a role stores its chunks to a descriptor."""
     shape: gl.constexpr = [TURNS] + desc.block_type.shape
     return gl.allocate_shared_memory(desc.dtype, shape, desc.layout)
 
 
 @gluon.jit
 def put_tiles(values, descs, stages, coords, m, turn, TURNS: gl.constexpr):
-    """Pieces to global memory through their stages, without waiting for them to arrive."""
+    """Start TMA stores of chunks through their ring of buffers, without waiting for them to complete."""
     tma.store_wait(pendings=(TURNS - 1) * len(values))
-    role_barrier()  # what was in these buffers has left
+    role_barrier()  # the earlier stores have read these buffers
     for i in gl.static_range(len(values)):
         stages[i].index(turn % TURNS).store(values[i])
     fence_async_shared()
@@ -150,7 +150,7 @@ def put_tiles(values, descs, stages, coords, m, turn, TURNS: gl.constexpr):
 
 @gluon.jit
 def side_for(descs):
-    """A role's buffers for a piece of the tile operands that come by TMA, and the barriers they arrive at."""
+    """Allocate a role's buffers, a chunk for each tile operand loaded by TMA, and their barriers [operands, 1]."""
     arrived = gl.allocate_shared_memory(gl.int64, [len(descs), 1], mbarrier.MBarrierLayout())
     for i in gl.static_range(len(descs)):
         mbarrier.init(arrived.index(i), count=1)
@@ -164,7 +164,7 @@ def side_for(descs):
 
 @gluon.jit
 def fetch(desc, buffer, arrived, m, n):
-    """Start loading a piece of a tile operand, once all warps have read the one before."""
+    """Start loading a chunk of a tile operand, once all warps have read the one before."""
     role_barrier()
     mbarrier.expect(arrived, desc.block_type.nbytes)
     tma_load(desc, [m, n], arrived, buffer.index(0))
@@ -172,10 +172,10 @@ def fetch(desc, buffer, arrived, m, n):
 
 @gluon.jit
 def take_tile(side, desc, x, m, n, INDEX: gl.constexpr, turn, cfg: gl.constexpr):
-    """A piece of a tile operand from its buffer; starts loading the next. Room for more would cost stages.
+    """Return a chunk of a tile operand from its buffer; start loading the next. More buffers would cost stages.
 
-    side: for each of the operands that come by TMA its buffer and the barrier it arrives at, and how many tiles came
-    before. INDEX: which operand. turn: which piece.
+    side: buffers and barriers of the operands loaded by TMA, and the number of tiles finished before. INDEX: which
+    operand. turn: which chunk.
     """
     buffers, arrived, before = side
     mbarrier.wait(arrived.index(INDEX), (before * cfg.num_chunks + turn) & 1)
@@ -187,19 +187,19 @@ def take_tile(side, desc, x, m, n, INDEX: gl.constexpr, turn, cfg: gl.constexpr)
 
 @gluon.jit
 def sum_columns(x):
-    """The sum of each row."""
+    """Return the sum of each row."""
     return gl.sum(x, axis=1)
 
 
 @gluon.jit
 def max_columns(x):
-    """The largest of each row; NaN if there is one."""
+    """Return the largest of each row; NaN if the row has one."""
     return gl.reduce(x, 1, maximum)
 
 
 @gluon.jit
 def group_max(x, GROUP: gl.constexpr):
-    """[rows, C] -> the largest of each GROUP columns, [rows, C / GROUP]."""
+    """Return the largest of each GROUP columns of x [rows, C], as [rows, C / GROUP]."""
     rows: gl.constexpr = x.shape[0]
     columns: gl.constexpr = x.shape[1]
     return gl.reduce(gl.reshape(x, (rows, columns // GROUP, GROUP)), 2, maximum)
@@ -207,7 +207,7 @@ def group_max(x, GROUP: gl.constexpr):
 
 @gluon.jit
 def times_group(x, factors, GROUP: gl.constexpr):
-    """Each GROUP columns of x times its factor [rows, C / GROUP]."""
+    """Multiply each GROUP columns of x by their factor; factors: [rows, C / GROUP]."""
     rows: gl.constexpr = x.shape[0]
     columns: gl.constexpr = x.shape[1]
     cut = gl.reshape(x, (rows, columns // GROUP, GROUP))
@@ -217,25 +217,25 @@ def times_group(x, factors, GROUP: gl.constexpr):
 
 @gluon.jit
 def even_of_column(v, x):
-    """Entries 0, 2, 4 .. of a column value, in the layout of x."""
+    """Return entries 0, 2, 4 .. of a column value, in the layout of x."""
     size: gl.constexpr = v.shape[0]
     return gl.convert_layout(gl.split(gl.reshape(v, (size // 2, 2)))[0], gl.SliceLayout(0, x.type.layout))
 
 
 @gluon.jit
 def odd_of_column(v, x):
-    """Entries 1, 3, 5 .. of a column value, in the layout of x."""
+    """Return entries 1, 3, 5 .. of a column value, in the layout of x."""
     size: gl.constexpr = v.shape[0]
     return gl.convert_layout(gl.split(gl.reshape(v, (size // 2, 2)))[1], gl.SliceLayout(0, x.type.layout))
 
 
 @gluon.jit
 def pack_pairs(codes):
-    """Nibbles [rows, C] -> bytes [rows, C / 2], the even column in the low nibble."""
+    """Pack nibbles [rows, C] into bytes [rows, C / 2], the even column in the low nibble."""
     return even(codes) | (odd(codes) << 4)
 
 
 @gluon.jit
 def store_column(pointer, value, ids, limit):
-    """A vector over columns."""
+    """Store a column value."""
     gl.store(pointer + ids, value, mask=ids < limit)

@@ -1,4 +1,4 @@
-"""Tracing: the user's function runs once, on stand-ins that write down what is done to them."""
+"""Tracer of epilogues: runs the user's function once, on stand-ins that record the operations on them."""
 
 import inspect
 from collections.abc import Callable, Mapping
@@ -16,29 +16,29 @@ from envoi.epilogue.operations import infer
 
 
 class Graph:
-    """The nodes so far; an operation that is already there is not added again."""
+    """Nodes recorded so far; an operation that is already recorded is not added again."""
 
     def __init__(self):
         self.nodes: list[Node] = []
         self._positions: dict[tuple[Node, str], int] = {}
 
     def add(self, node: Node) -> "Traced":
-        """The stand-in for a node."""
-        key = node, repr(node.attributes)  # 0.0 and -0.0 are equal, but not the same
+        """Add a node unless it is recorded already; return its stand-in."""
+        key = node, repr(node.attributes)  # 0.0 == -0.0, but their reprs differ
         if key not in self._positions:
             self._positions[key] = len(self.nodes)
             self.nodes.append(node)
         return Traced(self, self._positions[key])
 
     def apply(self, op: str, *values: Any, **attributes: Any) -> "Traced":
-        """The stand-in for an operation on stand-ins and numbers."""
+        """Record an operation on stand-ins and numbers; return its stand-in."""
         args = [self.coerce(op, value) for value in values]
         pairs = tuple(sorted(attributes.items()))
         node = infer(op, tuple(self.nodes[arg.position] for arg in args), pairs)
         return self.add(Node(op, tuple(arg.position for arg in args), pairs, node.shape, node.dtype, node.step))
 
     def coerce(self, op: str, value: Any) -> "Traced":
-        """The stand-in for what an operation got: a stand-in or a number."""
+        """Return the stand-in for an argument of an operation: a stand-in or a number."""
         if isinstance(value, Traced):
             if value.graph is not self:
                 refuse(f"{op}: expected values of this epilogue, got one of another")
@@ -102,7 +102,7 @@ _LIBRARY = "only envoi.epilogue's functions work on values of an epilogue, not t
 
 
 class Traced:
-    """Stands for a value of the epilogue while it is traced."""
+    """Stand-in for a value of the epilogue during tracing."""
 
     __slots__ = ("graph", "position")
     __hash__ = object.__hash__
@@ -113,7 +113,7 @@ class Traced:
 
     @property
     def node(self) -> Node:
-        """What it stands for."""
+        """Node that this stands for."""
         return self.graph.nodes[self.position]
 
     def __repr__(self) -> str:
@@ -150,13 +150,13 @@ class Traced:
         __lshift__
     ) = __rshift__ = _refused("this operator isn't in the language; + - * / ** (int) abs() < <= > >= == != & | ~ are")
 
-    # Tracing could make a new value of it, but on tensors it would change the caller's.
+    # Tracing could make a new value, but on torch tensors these operators would change the caller's.
     __iadd__ = __isub__ = __imul__ = __itruediv__ = __ifloordiv__ = __imod__ = __imatmul__ = __ipow__ = __iand__ = (
         __ior__
     ) = __ixor__ = __ilshift__ = __irshift__ = _refused("a value can't be changed in place; write x = x + y")
 
     def __array_ufunc__(self, function: Any, method: str, *values: Any, **rest: Any) -> "Traced":
-        """NumPy's scalars, left of an operator, ask for this."""
+        """Apply an operator whose left operand is a NumPy scalar; NumPy calls this method then."""
         op = _UFUNCS.get(function.__name__)
         values = tuple(x.item() if not isinstance(x, Traced) and getattr(x, "shape", None) == () else x for x in values)
         if op is None or method != "__call__" or not all(isinstance(x, Traced) or is_number(x) for x in values):
@@ -171,7 +171,7 @@ class Traced:
 
     def __getattr__(self, name: str) -> NoReturn:
         if name.startswith("__") and name.endswith("__"):
-            raise AttributeError(name)  # Python and libraries ask for protocols that we don't have
+            raise AttributeError(name)  # Python and libraries probe for protocols that Traced doesn't have
         from envoi.epilogue import vocabulary
 
         known = name in vars(vocabulary) and name not in _HINTS and not name.startswith("_")
@@ -183,37 +183,37 @@ class Traced:
 
 
 class Scalar(Traced):
-    """Annotates an operand of one value: a number, or a tensor of one element."""
+    """Annotation of an operand of one value: a number, or a tensor of one element."""
 
     shape = SCALAR
 
 
 class Row(Traced):
-    """Annotates an operand with a value for each row: [M]."""
+    """Annotation of an operand with a value for each row: [M]."""
 
     shape = ROW
 
 
 class Col(Traced):
-    """Annotates an operand with a value for each column: [N]; in a grouped GEMM for each expert, [E, N]."""
+    """Annotation of an operand with a value for each column: [N]; in a grouped GEMM for each expert, [E, N]."""
 
     shape = COL
 
 
 class Tile(Traced):
-    """Annotates an operand with a value for each element: [M, N]."""
+    """Annotation of an operand with a value for each element: [M, N]."""
 
     shape = TILE
 
 
 class HalfCol(Traced):
-    """A Col for what `pairs` gives: [N / 2]."""
+    """Annotation of a Col for the outputs of `pairs`: [N / 2]."""
 
     shape = HALF_COL
 
 
 class HalfTile(Traced):
-    """A Tile for what `pairs` gives: [M, N / 2]."""
+    """Annotation of a Tile for the outputs of `pairs`: [M, N / 2]."""
 
     shape = HALF_TILE
 
@@ -223,7 +223,7 @@ ANNOTATIONS = {kind.__name__: kind for kind in (Scalar, Row, Col, Tile, HalfCol,
 
 
 def trace(function: Callable) -> IR:
-    """Run the function on stand-ins. Raises EpilogueError for anything that the language can't express."""
+    """Run the function on stand-ins; return its IR. Raises EpilogueError for anything outside the language."""
     operands = _operands(function)
     graph = Graph()
     values = [graph.add(Node("acc", (), (), TILE, "f32", "load"))]
@@ -241,7 +241,7 @@ def trace(function: Callable) -> IR:
 
 
 def inline(ir: IR, acc: Traced, operands: Mapping[str, Any]) -> list[Traced]:
-    """An epilogue's operations on the values of another, constants as they were when it was made: its outputs.
+    """Record an epilogue's operations on the values of another one; return the outputs. Constants keep their values.
 
     Operands are values of the other epilogue or numbers. Refuses those that are wider than their annotations.
     """
@@ -314,10 +314,10 @@ def _operand(parameter: inspect.Parameter, place: tuple[str, int], function: Cal
 
 
 def _resolved(annotation: Any, function: Callable) -> tuple[Any, str]:
-    """What an annotation stands for, and for text that can't be resolved why.
+    """Return the object that an annotation names, and for text that can't be resolved the reason.
 
-    Text is looked up among the function's globals, what it closes over and the names where it is decorated. Those of
-    the language stand for themselves if they are nowhere: they may be imported for type checkers alone.
+    Text is looked up in the function's globals, its closure and the names where it is decorated. Names of the language
+    resolve without that: they may be imported for type checkers alone.
     """
     if not isinstance(annotation, str):
         return annotation, ""
@@ -328,7 +328,7 @@ def _resolved(annotation: Any, function: Callable) -> tuple[Any, str]:
         return get_type_hints(text, function.__globals__, names)["it"], ""
     except NameError as error:
         return ANNOTATIONS.get(annotation.strip("'\"")), f" ({error})"
-    except Exception as error:  # whatever evaluating the text ends in
+    except Exception as error:  # evaluating the text may raise anything
         return None, f" ({type(error).__name__}: {error})"
 
 
@@ -357,7 +357,7 @@ def _outputs(function: Callable, graph: Graph, returned: Any) -> list[tuple[str,
 def _prune(
     name: str, operands: tuple[Operand, ...], nodes: list[Node], outputs: list[tuple[str, Traced]], function: Callable
 ) -> IR:
-    """Drop what no output needs; an operand that is dropped is a mistake."""
+    """Drop nodes that no output needs; refuse an operand that no output needs."""
     needed: set[int] = set()
     stack = [value.position for _, value in outputs]
     while stack:

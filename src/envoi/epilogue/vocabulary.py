@@ -1,6 +1,6 @@
-"""The functions of the language. On torch tensors they compute; while an epilogue is traced they write it down.
+"""Functions of the epilogue language: they compute on torch tensors, and record operations while a trace runs.
 
-Tensors are [M or 1, columns] as an epilogue gets them. Numbers may take a tensor's place wherever two values meet.
+Tensors are [M or 1, columns], as in an epilogue. Either argument of a function of two values may be a number.
 """
 
 from numbers import Integral
@@ -13,7 +13,7 @@ from envoi.epilogue.operands import is_number
 from envoi.epilogue.operations import CAST_DTYPES, compute, scheme_for
 from envoi.epilogue.trace import Traced
 
-Value = TypeVar("Value")  # a Traced or a torch tensor; what goes in comes out
+Value = TypeVar("Value")  # a Traced or a torch tensor; the result has the argument's type
 MAX_TOPK = 32
 
 
@@ -27,158 +27,158 @@ def _apply(op: str, *values: Any, **attributes: Any) -> Any:
 
 
 def exp(x: Value) -> Value:
-    """e^x."""
+    """Return e^x."""
     return _apply("exp", x)
 
 
 def exp2(x: Value) -> Value:
-    """2^x."""
+    """Return 2^x."""
     return _apply("exp2", x)
 
 
 def log(x: Value) -> Value:
-    """Natural logarithm."""
+    """Return the natural logarithm."""
     return _apply("log", x)
 
 
 def log2(x: Value) -> Value:
-    """Logarithm to base 2."""
+    """Return the logarithm to base 2."""
     return _apply("log2", x)
 
 
 def sqrt(x: Value) -> Value:
-    """Square root."""
+    """Return the square root."""
     return _apply("sqrt", x)
 
 
 def rsqrt(x: Value) -> Value:
-    """1 / sqrt(x)."""
+    """Return 1 / sqrt(x)."""
     return _apply("rsqrt", x)
 
 
 def tanh(x: Value) -> Value:
-    """Hyperbolic tangent."""
+    """Return the hyperbolic tangent."""
     return _apply("tanh", x)
 
 
 def sigmoid(x: Value) -> Value:
-    """1 / (1 + e^-x)."""
+    """Return 1 / (1 + e^-x)."""
     return _apply("sigmoid", x)
 
 
 def relu(x: Value) -> Value:
-    """max(x, 0)."""
+    """Return max(x, 0)."""
     return _apply("relu", x)
 
 
 def silu(x: Value) -> Value:
-    """x * sigmoid(x)."""
+    """Return x * sigmoid(x)."""
     return _apply("silu", x)
 
 
 def gelu(x: Value, approximate: str = "none") -> Value:
-    """x * P(normal < x), by erf ("none") or by tanh ("tanh")."""
+    """Return x * P(normal < x), by erf ("none") or by tanh ("tanh")."""
     if approximate not in ("none", "tanh"):
         refuse(f"gelu: expected approximate='none' or 'tanh', got {approximate!r}")
     return _apply("gelu", x, approximate=approximate)
 
 
 def hardswish(x: Value) -> Value:
-    """x * clip(x + 3, 0, 6) / 6."""
+    """Return x * clip(x + 3, 0, 6) / 6."""
     return _apply("hardswish", x)
 
 
 def leaky_relu(x: Value, slope: float = 0.01) -> Value:
-    """x where it is positive, slope * x elsewhere; slope is a constant."""
+    """Return x where positive, slope * x elsewhere; slope is a constant."""
     if not is_number(slope):
         refuse(f"leaky_relu: expected a constant number as slope, got {type(slope).__name__}")
     return _apply("leaky_relu", x, slope=float(slope))
 
 
 def softplus(x: Value) -> Value:
-    """log(1 + e^x); x itself above 20."""
+    """Return log(1 + e^x); x itself above 20."""
     return _apply("softplus", x)
 
 
 def minimum(x: Any, y: Any) -> Any:
-    """The smaller; NaN if either is."""
+    """Return the smaller of x and y; NaN if either is."""
     return _apply("minimum", x, y)
 
 
 def maximum(x: Any, y: Any) -> Any:
-    """The larger; NaN if either is."""
+    """Return the larger of x and y; NaN if either is."""
     return _apply("maximum", x, y)
 
 
 def clip(x: Any, low: Any, high: Any) -> Any:
-    """minimum(maximum(x, low), high)."""
+    """Return minimum(maximum(x, low), high)."""
     return minimum(maximum(x, low), high)
 
 
 def where(condition: Any, x: Any, y: Any) -> Any:
-    """x where the condition (from < <= > >= == != & | ~) holds, y elsewhere."""
+    """Return x where the condition (from < <= > >= == != & | ~) holds, y elsewhere."""
     return _apply("where", condition, x, y)
 
 
 def pairs(x: Value) -> tuple[Value, Value]:
-    """Columns 0, 2, 4 .. and columns 1, 3, 5 ..: [M, N] -> two of [M, N / 2]. For gated activations, gate first."""
+    """Split [M, N] into columns 0, 2, 4 .. and columns 1, 3, 5 .., each [M, N / 2]. Gated activations: gate first."""
     return _apply("even", x), _apply("odd", x)
 
 
 def row_sum(x: Value) -> Value:
-    """The sum over a row's columns: [M, N] -> a row value [M]."""
+    """Return the sum over a row's columns: [M, N] -> a row value [M]."""
     return _apply("row_sum", x)
 
 
 def row_max(x: Value) -> Value:
-    """The largest of a row."""
+    """Return the largest value of a row."""
     return _apply("row_max", x)
 
 
 def row_absmax(x: Value) -> Value:
-    """The largest magnitude of a row."""
+    """Return the largest magnitude of a row."""
     return _apply("row_absmax", x)
 
 
 def col_sum(x: Value) -> Value:
-    """The sum over a column's rows, of each expert in a grouped GEMM ([E, N]). Can only be returned."""
+    """Return the sum over a column's rows, for each expert in a grouped GEMM ([E, N]). Can only be returned."""
     return _apply("col_sum", x)
 
 
 def col_max(x: Value) -> Value:
-    """The largest of a column; -inf if it has no rows. Can only be returned."""
+    """Return the largest value of a column; -inf without rows. Can only be returned."""
     return _apply("col_max", x)
 
 
 def col_absmax(x: Value) -> Value:
-    """The largest magnitude of a column; 0 if it has no rows. Can only be returned."""
+    """Return the largest magnitude of a column; 0 without rows. Can only be returned."""
     return _apply("col_absmax", x)
 
 
 def total_sum(x: Value) -> Value:
-    """The sum of all. Can only be returned."""
+    """Return the sum of all values. Can only be returned."""
     return _apply("total_sum", x)
 
 
 def total_max(x: Value) -> Value:
-    """The largest of all. Can only be returned."""
+    """Return the largest of all values. Can only be returned."""
     return _apply("total_max", x)
 
 
 def total_absmax(x: Value) -> Value:
-    """The largest magnitude of all. Can only be returned."""
+    """Return the largest magnitude of all values. Can only be returned."""
     return _apply("total_absmax", x)
 
 
 def softmax(x: Value) -> Value:
-    """e^x / sum of e^x over a row, or over the k values of `topk`; -inf takes no part, nothing else gives 0."""
+    """Return e^x / sum of e^x over a row, or over the k values of `topk`; -inf gives 0, also if all values are -inf."""
     return _apply("softmax", x)
 
 
 def topk(x: Value, k: int) -> tuple[Value, Value]:
-    """The k best of each row: values [M, k] float32 and columns [M, k] int32, best first; the lower column wins a tie.
+    """Return the k best of each row, best first, as values [M, k] float32 and columns [M, k] int32.
 
-    NaN and -inf are never chosen; slots left over have the value -inf and the column -1.
+    In a tie the lower column is first. NaN and -inf are never chosen; unfilled slots have value -inf and column -1.
     """
     if isinstance(k, bool) or not isinstance(k, Integral) or not 1 <= k <= MAX_TOPK:
         refuse(f"topk: expected a constant k from 1 to {MAX_TOPK}, got {k!r}")
@@ -186,18 +186,18 @@ def topk(x: Value, k: int) -> tuple[Value, Value]:
 
 
 def cast(x: Value, dtype: str) -> Value:
-    """Leave the kernel as "bf16", "fp16", "fp32" or "fp8_e4m3" (saturating, without a scale). Can only be returned."""
+    """Store as "bf16", "fp16", "fp32" or "fp8_e4m3" (saturating, without a scale). Can only be returned."""
     if dtype not in CAST_DTYPES:
         refuse(f"cast: expected one of {', '.join(map(repr, CAST_DTYPES))}, got {dtype!r}")
     return _apply("cast", x, dtype=dtype)
 
 
 def quantize(x: Value, values: str, group: int | str) -> Value:
-    """Leave the kernel as a QuantTensor, values and scale factors. Can only be returned.
+    """Store as a QuantTensor, values and scale factors. Can only be returned.
 
     values "fp8_e4m3": group 128 (float32 scales per 1x128), 32 (UE8M0 per 1x32: mxfp8) or "row" (float32 a row).
     values "fp4_e2m1": group 32 (UE8M0: mxfp4) or 16 (E4M3: nvfp4).
-    What is computed is `envoi.quant.quantize`. One scale for the whole tensor can't be known in one pass: divide by a
-    Scalar of your own and `cast(x, "fp8_e4m3")`.
+    Computes `envoi.quant.quantize`. One scale for the whole tensor can't be known in one pass: divide by a Scalar that
+    you pass, and `cast(x, "fp8_e4m3")`.
     """
     return _apply("quantize", x, scheme=scheme_for(values, group))

@@ -1,4 +1,4 @@
-"""The text of lowered epilogues: `lower.py` says what the functions are for."""
+"""Writer of a lowered epilogue's source text; `lower.py` documents the functions it writes."""
 
 import math
 
@@ -21,7 +21,7 @@ TYPE_NAMES = {
 
 
 class Writer:
-    """Writes the functions of one epilogue."""
+    """Writer of one epilogue's functions."""
 
     def __init__(
         self, ir: IR, slots: tuple[Slot, ...], late: frozenset[int], tma: bool, pointers: frozenset[str],
@@ -34,7 +34,7 @@ class Writer:
         self.lines: list[str] = []
 
     def write(self) -> str:
-        """The whole text."""
+        """Return the whole text."""
         self._visit()
         self._merge()
         self._save()
@@ -48,7 +48,7 @@ class Writer:
         """Add a line."""
         self.lines.append("    " * depth + text)
 
-    # visit: a piece of the accumulator
+    # visit: a chunk of the accumulator
 
     def _visit(self) -> None:
         self.line("def visit(x1, at, operands, outputs, buffers, GROUPED: L.constexpr, cfg: L.constexpr):", 0)
@@ -88,7 +88,7 @@ class Writer:
         return _call(node, [self._arg(arg, node.shape) for arg in node.args])
 
     def _arg(self, position: int, shape: Shape) -> str:
-        """An earlier value as it meets others in a value of this shape."""
+        """Return the text of an earlier value, broadcast for an operation whose result has this shape."""
         node, name = self.ir.nodes[position], f"v{position}"
         if not (shape.rows == "M" and shape.spans_columns) or node.shape == shape:
             return name
@@ -121,7 +121,7 @@ class Writer:
         return f"{node.op}_of_column(v{node.args[0]}, x{node.shape.divisor})"
 
     def _masked(self, node: Node, fill: str) -> str:
-        """The reduced tile with columns from N on replaced."""
+        """Return the text of the tile to reduce, with columns from N on replaced by `fill`."""
         d = self.ir.nodes[node.args[0]].shape.divisor
         value = f"v{node.args[0]}"
         if node.op == "row_absmax":
@@ -158,7 +158,8 @@ class Writer:
             self.line(f"{name} = {take.format(i=i)}")
 
     def _keys(self, node: Node) -> None:
-        """One round a slot: the best key of each row, and out it goes. Shared by values and ids, and by smaller k."""
+        """Write the selection of keys: in each of k rounds take and remove each row's best. Shared by values, ids and
+        smaller k."""
         source, k = node.args[0], node.attribute("k")
         marker = f"b{source}_{k - 1} = "
         if any(line.strip().startswith(marker) for line in self.lines):
@@ -170,7 +171,7 @@ class Writer:
             self.line(f"k{source} = without(k{source}, b{source}_{i})")
 
     def _on_topk(self, position: int, node: Node) -> None:
-        """An operation on each of the k vectors."""
+        """Write an operation on each of the k vectors."""
         k = int(node.shape.columns[1:])
         if node.op == "softmax":
             source = node.args[0]
@@ -266,7 +267,7 @@ class Writer:
         self.line(f"send_tile({where}, cfg)" if self.sent else f"store_tile({where})", depth)
 
     def _store_small(self, index: int, slot: Slot) -> None:
-        """Values without a column for each of N: one tile of the row, or of the column, writes them."""
+        """Write the store of a value without N columns, which one tile of the row, or of the column, performs."""
         node = self.ir.nodes[slot.position]
         source = node.args[0] if node.op == "cast" else slot.position
         if slot.kind == "topk":
@@ -325,7 +326,7 @@ class Writer:
         self._finish_rows()
 
     def _finish_rows(self) -> None:
-        """What depends on the reductions, once they are complete."""
+        """Write the part of `finish` that depends on the complete reductions."""
         needed = self._needed_late()
         for position, node in enumerate(self.ir.nodes):
             if position not in needed or node.final:
@@ -349,7 +350,7 @@ class Writer:
         self.line(f"return ({', '.join(f'stage_for(descs[{i}], TURNS)' for i in range(len(self.leaving))) or '0'},)")
 
     def _side(self) -> None:
-        """Buffers of the tile operands that come by TMA, and the loads of their first pieces."""
+        """Write the buffers of the tile operands loaded by TMA, and the loads of their first chunks."""
         count = len(self.side)
         descs = [f"descs[{MAX_DESCS + i}]" for i in range(count)]
         self.line("")
@@ -363,7 +364,7 @@ class Writer:
         self.line("return")
 
     def _of_expert(self) -> None:
-        """In a grouped GEMM a column operand has a row for each expert."""
+        """Write `of_expert`: in a grouped GEMM a column operand has a row for each expert."""
         self.line("")
         self.line("def of_expert(operands, e, N):", 0)
         own = [
@@ -397,11 +398,11 @@ def _fold(function: str, names: list[str]) -> str:
 
 
 def _call(node: Node, args: list[str]) -> str:
-    """The text of an elementwise operation."""
+    """Return the text of an elementwise operation."""
     if node.op in INFIX:
         return f"{args[0]} {INFIX[node.op]} {args[1]}"
     if node.op == "neg":
-        return f"{args[0]} * -1.0"  # the language's own is 0 - x, which has another zero
+        return f"{args[0]} * -1.0"  # the language's own is 0 - x, with another sign of zero
     if node.op == "logical_not":
         return f"~{args[0]}"
     if node.op == "pow":
@@ -435,7 +436,7 @@ def _to(value: str, dtype: torch.dtype) -> str:
 
 
 def _scale_factors(amax: str, scheme: Scheme) -> str:
-    """The text of (stored scale factors, multipliers): `envoi.quant.quantize`."""
+    """Return the text of (stored scale factors, multipliers), as in `envoi.quant.quantize`."""
     if scheme.sf == torch.float8_e8m0fnu:
         return f"e8m0_ceil(divide({amax}, {scheme.max_value}))"
     if scheme.sf == torch.float8_e4m3fn:

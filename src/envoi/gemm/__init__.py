@@ -1,4 +1,4 @@
-"""Matrix products that end in an epilogue: mainloops and tile schedulers."""
+"""GEMMs with a fused epilogue: mainloops and tile schedulers."""
 
 from envoi.gemm.api import gemm, grouped_gemm
 

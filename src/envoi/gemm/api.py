@@ -1,4 +1,4 @@
-"""`envoi.gemm` and `envoi.grouped_gemm`: check, call the operator, wrap what comes out."""
+"""Public functions `envoi.gemm` and `envoi.grouped_gemm`: check, call the operator, wrap its outputs."""
 
 from typing import Any
 
@@ -27,19 +27,19 @@ def gemm(
     out_dtype: torch.dtype | None = None,
     **operands: torch.Tensor | float,
 ) -> Any:
-    """epilogue(a @ b.T): the product is summed in fp32 and handed to the epilogue before it is rounded.
+    """Compute epilogue(a @ b.T): the product is summed in fp32 and passed to the epilogue unrounded.
 
     a [M, K], b [N, K] (as nn.Linear stores a weight): both bf16, fp16 or fp32, or QuantTensors from
     `envoi.quant.quantize`;
         a may be bf16 with an mxfp4 or mxfp8 b. M may be 0.
     epilogue: from `@envoi.epilogue`; None returns the product.
-    operands: the epilogue's, by name: Row [M], Col [N], Tile [M, N], HalfCol [N / 2], HalfTile [M, N / 2] of any
+    operands: of the epilogue, by name: Row [M], Col [N], Tile [M, N], HalfCol [N / 2], HalfTile [M, N / 2] of any
         float dtype, Scalar a number or a tensor of one element.
-    out_dtype: of outputs that the epilogue doesn't cast or quantise itself; the default is a's dtype, bf16 for a
-        QuantTensor. Reductions, and the values of a top-k, are float32 always.
+    out_dtype: dtype of outputs that the epilogue doesn't cast or quantise; the default is a's dtype, bf16 for a
+        QuantTensor. Reductions, and the values of a top-k, are always float32.
 
     In torch.autocast a and b, unless quantised, are cast to its dtype first, as for torch.mm; operands aren't.
-    torch.func.vmap may batch a, and the operands that have rows, if no output is a value of all rows.
+    torch.func.vmap may batch a, and the operands that have rows, if no output is reduced over rows.
     Returns what the epilogue returns: a tensor, a QuantTensor, or a tuple or dict of them.
     Raises ValueError for dtypes, shapes, devices or names that don't go together.
     """
@@ -65,12 +65,12 @@ def grouped_gemm(
     out_dtype: torch.dtype | None = None,
     **operands: torch.Tensor | float,
 ) -> Any:
-    """For each expert e, epilogue(rows[offsets[e] : offsets[e + 1]] @ weights[e].T).
+    """Compute epilogue(rows[offsets[e] : offsets[e + 1]] @ weights[e].T) for each expert e.
 
     rows [P, K] sorted by expert; a QuantTensor needs a scale factor for each row. weights [E, N, K]. Dtypes as in
-    `gemm`. offsets [E + 1] int32, exclusive, from 0; rows behind offsets[E] belong to no expert: they come out as the
-    epilogue of 0, and total_sum, total_max and total_absmax leave them out. E may be 0.
-    operands: as in `gemm`, but a Col is [E, N], one for each expert; column reductions come out as [E, N].
+    `gemm`. offsets [E + 1] int32, exclusive, from 0; rows after offsets[E] belong to no expert: their output is the
+    epilogue of 0, and total_sum, total_max and total_absmax exclude them. E may be 0.
+    operands: as in `gemm`, but a Col is [E, N], one for each expert; column reductions return [E, N].
         Of other values that rows share, only scalars can be returned.
 
     Example: offsets [0, 2, 2, 5] gives rows 0 and 1 to expert 0, none to expert 1, rows 2 to 4 to expert 2.
@@ -113,7 +113,7 @@ def _check_matrix(name: str, x: Any, shape: tuple[Dim, ...], device: torch.devic
     expect_tensor(f"{name}.values", x.values, QUANTISED, (*lead, packed), device)
     if min(x.group) < 1:
         raise ValueError(f"{name}.group: expected at least 1 row and 1 column, got {x.group}")
-    if x.shape[-1] % x.group[1]:  # a traced size can't be printed, so the reason is only written for a refusal
+    if x.shape[-1] % x.group[1]:  # a traced size can't be printed, so the reason is only formatted for an error
         expect_divisible(f"{name}.shape[-1]", x.shape[-1], x.group[1], f"{x.group[1]} columns share a scale factor")
     scales = tuple(-(-size // side) for size, side in zip(x.shape[-2:], x.group, strict=True))
     expect_tensor(f"{name}.sf", x.sf, SCALES, (*x.shape[:-2], *scales), x.device)
@@ -131,7 +131,7 @@ def _check_grouped_outputs(epilogue: Epilogue) -> None:
 def _settle(
     a: Matrix, b: Matrix, epilogue: Any, out_dtype: Any, names: tuple[str, str] = ("a", "b")
 ) -> tuple[Epilogue, torch.dtype]:
-    """Fill in the defaults and check what a and b have to agree on."""
+    """Fill in the defaults, and check that a and b have matching kinds and scale groups."""
     if epilogue is None:
         epilogue = store
     if not isinstance(epilogue, Epilogue):

@@ -1,4 +1,4 @@
-"""Which implementation runs a GEMM: Hopper's kernels, Hopper's for MX weights, the Triton kernels, or torch."""
+"""Choice of a GEMM's implementation: Hopper's kernels, Hopper's for MX weights, the Triton kernels, or torch."""
 
 import torch
 
@@ -16,7 +16,7 @@ def run_kernels(
 ) -> list[torch.Tensor] | None:  # fmt: skip
     """Return the flat outputs of `envoi.gemm` or, with offsets, of `envoi.grouped_gemm`; None if torch should compute.
 
-    On Hopper whatever its two kernels refuse runs on the Triton kernels; float32 on a GPU is torch's, which is faster.
+    On Hopper, calls that its two kernels refuse run on the Triton kernels. float32 on a GPU runs on torch: it's faster.
     """
     kind = implementation(a.device)
     if kind == "torch" or (a.device.type == "cuda" and isinstance(a, torch.Tensor) and a.dtype == torch.float32):

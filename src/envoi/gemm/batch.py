@@ -1,9 +1,9 @@
-"""`envoi.gemm` in `torch.func.vmap`: batches of rows are rows.
+"""Batching rule of `envoi.gemm` for `torch.func.vmap`: a batch of rows becomes more rows.
 
     vmap(gemm, in_dims=(0, None))(a [B, M, K], b)  =  gemm(a [B * M, K], b) as [B, M, N]
 
-That holds where b is the same for all, and no output of the epilogue sums over rows. Row, Tile and HalfTile operands
-may be batched or not; what isn't is repeated.
+Valid if the batch shares b, and no output of the epilogue sums over rows. Row, Tile and HalfTile operands may be
+batched; those that aren't are repeated.
 """
 
 import torch
@@ -13,9 +13,9 @@ from envoi.epilogue.ir import IR
 
 
 def batch_rows(info, in_dims, a, a_sf, a_group, b, b_sf, b_group, epilogue, out_dtype, tensors, scalars, names):
-    """The outputs of `torch.ops.envoi.gemm`, each [B, ..], and the place of B; as `torch.library.register_vmap` says.
+    """Return the outputs of `torch.ops.envoi.gemm`, each [B, ..], and the position of B; see `register_vmap` of torch.
 
-    Raises ValueError where the batch isn't one of rows.
+    Raises ValueError if the batch isn't one of rows.
     """
     ir, size = with_key(epilogue).ir, info.batch_size
     a_dim, a_sf_dim, _, *of_b, _, _, _, operand_dims, _, _ = in_dims
@@ -33,7 +33,7 @@ def batch_rows(info, in_dims, a, a_sf, a_group, b, b_sf, b_group, epilogue, out_
 
 
 def _as_rows(x: torch.Tensor, dim: int | None, size: int) -> torch.Tensor:
-    """[.., B, ..] or [M, ..] -> [B * M, ..]."""
+    """Reshape [.., B, ..], or repeat [M, ..], to [B * M, ..]."""
     batched = x.expand(size, *x.shape) if dim is None else x.movedim(dim, 0)
     return batched.reshape(-1, *batched.shape[2:])
 

@@ -1,4 +1,4 @@
-"""Which rows a GEMM computes and where they go, beyond where each expert's begin; for kernels of every architecture."""
+"""Rows that a GEMM computes and the addresses they are scattered to, for the kernels of every architecture."""
 
 from dataclasses import dataclass
 from enum import IntEnum
@@ -8,11 +8,13 @@ import torch
 
 @dataclass(frozen=True)
 class Grouping:
-    """write_tail: also write the rows after offsets[E], which belong to no expert, with 0 as their product.
+    """Options of a grouped GEMM's rows.
 
-    expected: about how many rows the experts have in all; None = as many as there is room for. Only the choice of a
+    write_tail: also write the rows after offsets[E], which belong to no expert, with 0 as their product.
+
+    expected: approximate number of rows of all experts; None = as many as there is room for. Only the choice of a
         config depends on it.
-    to: int64 [M], the address to which each row of the epilogue's only output goes: a multiple of 16 bytes, also on
+    to: int64 [M], the address that each row of the epilogue's only output is scattered to: a multiple of 16, also on
         another GPU, with room for N elements of the output's dtype. None = the rows of a new tensor.
     """
 
@@ -30,20 +32,20 @@ EXPERTS_ROWS = Grouping(write_tail=False)
 
 
 class RowMode(IntEnum):
-    """Which rows of the token matrix a kernel computes."""
+    """Rows of the token matrix that a kernel computes."""
 
     DENSE = 0  # all M rows, one weight matrix
     EXPERT_ROWS = 1  # rows [offsets[0], offsets[num_experts]), each with its expert's weights
-    EXPERT_ROWS_AND_TAIL = 2  # the same, and rows [offsets[num_experts], M), whose product is 0
+    EXPERT_ROWS_AND_TAIL = 2  # EXPERT_ROWS, and rows [offsets[num_experts], M), whose product is 0
 
     @property
     def is_grouped(self) -> bool:
-        """True if rows are grouped by expert."""
+        """Return True if rows are grouped by expert."""
         return self != RowMode.DENSE
 
     @property
     def has_tail(self) -> bool:
-        """True if rows after the last expert's are written too."""
+        """Return True if rows after the last expert's are written too."""
         return self == RowMode.EXPERT_ROWS_AND_TAIL
 
     @staticmethod

@@ -1,4 +1,4 @@
-"""The operators behind `envoi.gemm` and `envoi.grouped_gemm`, on flat tensors and plain values."""
+"""Custom operators of `envoi.gemm` and `envoi.grouped_gemm`, on flat tensors and plain values."""
 
 from itertools import pairwise
 
@@ -17,28 +17,28 @@ from envoi.types import Matrix, QuantTensor
 
 
 def split(x: Matrix) -> tuple[torch.Tensor, torch.Tensor | None, list[int]]:
-    """A matrix as the operators take it: values, scale factors, group and whether it is tame."""
+    """Split a matrix into an operator's arguments: values, scale factors, and [group rows, group columns, tame]."""
     return (x, None, []) if isinstance(x, torch.Tensor) else (x.values, x.sf, [*x.group, int(x.tame)])
 
 
 def join(values: torch.Tensor, sf: torch.Tensor | None, group: list[int]) -> Matrix:
-    """The inverse of `split`."""
+    """Join an operator's arguments to a matrix; inverse of `split`."""
     return values if sf is None else QuantTensor(values, sf, (group[0], group[1]), tame=bool(group[2]))
 
 
 def num_columns(values: torch.Tensor) -> int:
-    """Elements of a row: a byte of uint8 holds two."""
+    """Return the number of elements in a row; a byte of uint8 holds two."""
     return values.shape[-1] * (2 if values.dtype == torch.uint8 else 1)
 
 
 def name_operands(tensors: list[torch.Tensor], scalars: list[float], names: str) -> dict[str, torch.Tensor | float]:
-    """Operands by name; names holds those of the tensors, then those of the numbers, with commas between."""
+    """Return operands by name. names: of the tensors, then of the numbers, separated by commas."""
     values = [*tensors, *scalars]
     return dict(zip(names.split(",") if values else [], values, strict=True))
 
 
 def common_block(a: QuantTensor, b: QuantTensor) -> None:
-    """Raise ValueError if float32 scale factors change at different places along K."""
+    """Raise ValueError if float32 scale factors of a and b change at different positions along K."""
     reference.block_k(a, b)
 
 
@@ -57,7 +57,7 @@ def product(
     epilogue: str, out_dtype: torch.dtype,
     tensors: list[torch.Tensor], scalars: list[float], names: str,
 ) -> list[torch.Tensor]:  # fmt: skip
-    """The flat outputs of a GEMM."""
+    """Return the flat outputs of a GEMM."""
     ir, operands = with_key(epilogue), name_operands(tensors, scalars, names)
     sides = join(a, a_sf, a_group), join(b, b_sf, b_group)
     outputs = run_kernels(*sides, None, ir, out_dtype, operands)
@@ -85,7 +85,7 @@ def grouped_product(
     offsets: torch.Tensor, epilogue: str, out_dtype: torch.dtype,
     tensors: list[torch.Tensor], scalars: list[float], names: str,
 ) -> list[torch.Tensor]:  # fmt: skip
-    """The flat outputs of a grouped GEMM."""
+    """Return the flat outputs of a grouped GEMM."""
     ir, operands = with_key(epilogue), name_operands(tensors, scalars, names)
     sides = join(rows, rows_sf, rows_group), join(weights, weights_sf, weights_group)
     bounds = _check_offsets(offsets, rows.shape[0]) if rows.device.type == "cpu" else None
@@ -105,7 +105,7 @@ def _check_offsets(offsets: torch.Tensor, num_rows: int) -> list[int]:
 
 
 def _spread_columns(ir: IR, operands: dict, offsets: torch.Tensor, num_rows: int) -> None:
-    """Turn each Col [E, N] into [P, N], each row that of its expert; those of none get the last one's, or zeros."""
+    """Expand each Col [E, N] to [P, N] by the rows' experts; rows of no expert get the last expert's, or zeros."""
     positions = torch.arange(num_rows, device=offsets.device, dtype=torch.int32)
     expert = torch.searchsorted(offsets[1:].contiguous(), positions, right=True).clamp(max=len(offsets) - 2)
     for operand in ir.operands:
@@ -115,7 +115,7 @@ def _spread_columns(ir: IR, operands: dict, offsets: torch.Tensor, num_rows: int
 
 
 def _flat_outputs(ir: IR, outputs: list, out_dtype: torch.dtype, operands: list[torch.Tensor]) -> list[torch.Tensor]:
-    """Outputs in their dtypes, contiguous; none is an operand, and none is there twice."""
+    """Return the outputs in their dtypes, contiguous; none aliases an operand or another output."""
     flat: list[torch.Tensor] = []
     for (_, position), output in zip(ir.outputs, outputs, strict=True):
         if isinstance(output, QuantTensor):

@@ -1,12 +1,12 @@
-"""What every GEMM of the library computes, in torch, on any device.
+"""Reference of every GEMM of the library, in torch, on any device.
 
     acc[m, n] = sum over k of a[m, k] * b[n, k]          (float32; b is [N, K], as nn.Linear stores it)
 
-For block-scaled operands the sum is cut where a scale factor changes, as tensor cores have to do it:
+For block-scaled operands the sum is split where a scale factor changes, as on tensor cores:
 
     fp8_row, fp8_tensor:  acc = (sum of a.values * b.values) * a.sf[m] * b.sf[n]
     groups of 128 along K: acc = sum over blocks of (sum in the block of a.values * b.values) * (a.sf * b.sf)
-    UE8M0 and E4M3 scales: the operands are widened first: such a scale times an element is exact in float32
+    UE8M0 and E4M3 scales: operands are widened first, since such a scale times an element is exact in float32
 """
 
 from itertools import pairwise
@@ -16,14 +16,14 @@ import torch
 from envoi.quant.cast import decode_sf, decode_values, dequantize, expand_sf
 from envoi.types import Matrix, QuantTensor
 
-# BLAS libraries choose a kernel by the number of rows, and with it the order of the sum. CPUs' do so for a handful of
+# BLAS libraries choose a kernel, and with it the order of the sum, by the number of rows. On CPUs they do so for a few
 # rows only, so padding is enough there; cuBLAS always may, so it gets products of one shape.
 ROW_TILE = 16
 ROW_TILE_CUDA = 256
 
 
 def accumulate(a: Matrix, b: Matrix) -> torch.Tensor:
-    """a [M, K] @ b [N, K].T -> float32 [M, N] accumulators. Either side may be a QuantTensor."""
+    """Return the accumulators a [M, K] @ b [N, K].T, float32 [M, N]. Either operand may be a QuantTensor."""
     if a.shape[-1] == 0:
         return _zeros(a.shape[0], b.shape[0], a.device)
     block = block_k(a, b)
@@ -37,18 +37,18 @@ def accumulate(a: Matrix, b: Matrix) -> torch.Tensor:
 
 
 def _zeros(rows: int, columns: int, device: torch.device) -> torch.Tensor:
-    """float32 accumulators, whatever torch's default dtype is."""
+    """Return float32 zeros [rows, columns], whatever torch's default dtype is."""
     return torch.zeros(rows, columns, dtype=torch.float32, device=device)
 
 
 def oracle(a: Matrix, b: Matrix) -> torch.Tensor:
-    """The same product in float64, each operand widened exactly: the yardstick of the tests."""
+    """Return the product a @ b.T in float64, each operand widened exactly: the tests' reference for errors."""
     wide = [x.double() if isinstance(x, torch.Tensor) else dequantize(x, torch.float64) for x in (a, b)]
     return wide[0] @ wide[1].T
 
 
 def accumulate_groups(rows: Matrix, weights: Matrix, offsets: list[int]) -> torch.Tensor:
-    """rows [P, K] sorted by expert, weights [E, N, K] -> float32 [P, N]; rows behind offsets[-1] give zeros."""
+    """Return rows [P, K] sorted by expert times weights [E, N, K], float32 [P, N]; zeros after offsets[-1]."""
     acc = _zeros(rows.shape[0], weights.shape[1], rows.device)
     for expert, (first, last) in enumerate(pairwise(offsets)):
         if last > first:
@@ -57,7 +57,7 @@ def accumulate_groups(rows: Matrix, weights: Matrix, offsets: list[int]) -> torc
 
 
 def cut_rows(x: Matrix, first: int, last: int) -> Matrix:
-    """Rows first : last; scale factors must belong to single rows or to all."""
+    """Return rows first : last of a matrix; a scale factor must belong to a single row or to all."""
     if isinstance(x, torch.Tensor):
         return x[first:last]
     if x.sf.shape[0] == 1 and x.group[0] != 1:
@@ -66,14 +66,14 @@ def cut_rows(x: Matrix, first: int, last: int) -> Matrix:
 
 
 def pick_expert(x: Matrix, expert: int) -> Matrix:
-    """One expert's matrix of [E, N, K]."""
+    """Return one expert's matrix [N, K] of [E, N, K]."""
     if isinstance(x, torch.Tensor):
         return x[expert]
     return QuantTensor(x.values[expert], x.sf[expert], x.group, x.scale, x.tame)
 
 
 def _product(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
-    """float32 product of exactly widened operands, with a row's bits independent of the number of rows."""
+    """Return the float32 product of exactly widened operands; a row's bits don't depend on the number of rows."""
     rows = a.shape[0]
     tile = ROW_TILE_CUDA if a.is_cuda else ROW_TILE
     wide = torch.nn.functional.pad(a.float(), (0, 0, 0, -rows % tile))
@@ -84,7 +84,7 @@ def _product(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
 
 
 def _scaled_product(a: Matrix, b: Matrix) -> torch.Tensor:
-    """A side with one scale along K is scaled after the sum; a power-of-two scale is folded in before it."""
+    """Return the scaled product: a single scale along K is applied after the sum, a power-of-two scale before it."""
     a_values, a_scale = _split_scale(a)
     b_values, b_scale = _split_scale(b)
     acc = _product(a_values, b_values)
@@ -102,7 +102,7 @@ def _split_scale(x: Matrix) -> tuple[torch.Tensor, torch.Tensor | None]:
 
 
 def block_k(a: Matrix, b: Matrix) -> int | None:
-    """The K extent of a float32 scale factor where one changes along K, else None."""
+    """Return the extent along K of a float32 scale factor if one changes along K, else None."""
     extents = {x.group[1] for x in (a, b) if isinstance(x, QuantTensor) and x.sf.dtype == torch.float32}
     extents -= {a.shape[-1]}
     if len(extents) > 1:
@@ -111,7 +111,7 @@ def block_k(a: Matrix, b: Matrix) -> int | None:
 
 
 def _blocks(x: Matrix, block: int) -> tuple[tuple[torch.Tensor, ...], tuple[torch.Tensor, ...]]:
-    """Cut [R, K] into [R, block] values and [R, 1] scales; a scale that changes inside a block goes to the values."""
+    """Cut [R, K] into [R, block] values and [R, 1] scales; values absorb a scale that changes within a block."""
     scaled = isinstance(x, QuantTensor) and (x.group[1] == block or x.sf.shape[-1] == 1)
     if isinstance(x, QuantTensor) and scaled:
         values, sf = decode_values(x).split(block, dim=-1), _a_scale_a_row(x)
@@ -122,6 +122,6 @@ def _blocks(x: Matrix, block: int) -> tuple[tuple[torch.Tensor, ...], tuple[torc
 
 
 def _a_scale_a_row(x: QuantTensor) -> torch.Tensor:
-    """Scale factors [ceil(R / rows), G] -> [R, G]."""
+    """Repeat scale factors [ceil(R / rows), G] to [R, G], one for each row."""
     sf = decode_sf(x)
     return expand_sf(sf, (x.group[0], sf.shape[-1]), (x.shape[0], sf.shape[-1])).expand(x.shape[0], -1)

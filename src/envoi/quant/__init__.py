@@ -1,4 +1,4 @@
-"""Formats, scale layouts, casts and weight packing."""
+"""Quantisation: formats, scale layouts, casts and weight packing."""
 
 from envoi.quant.cast import dequantize, quantize
 from envoi.quant.formats import FORMATS, SCHEMES, Format, Scheme, format_named, scheme_named

@@ -6,7 +6,7 @@ For each group of the scheme:
     UE8M0 scale:    sf = smallest power of two >= amax / max_value,  value = cast(x / sf)
     E4M3 scale:     sf = cast(amax / max_value), value = cast(x / sf)   (nvfp4; groups above 448 * 6 are clipped, groups
                     far below 1 vanish: divide by a scale of the whole tensor first, and put it into QuantTensor.scale)
-cast rounds to nearest even and saturates. A float32 or UE8M0 scale clips no element.
+cast rounds to nearest even and saturates. With a float32 or UE8M0 scale no element is clipped.
 """
 
 import torch
@@ -34,7 +34,7 @@ def quantize(x: torch.Tensor, scheme: str | Scheme, name: str = "x") -> QuantTen
     if not isinstance(x, torch.Tensor) or x.dtype not in _FLOATS or x.dim() < 2:
         raise ValueError(f"{name}: expected a floating-point tensor [.., R, C], got {describe(x)}")
     group = scheme.group_for(x.shape)
-    if x.shape[-1] % group[1]:  # a traced size can't be printed, so the reason is only written for a refusal
+    if x.shape[-1] % group[1]:  # a traced size can't be printed, so the reason is only formatted for an error
         expect_divisible(
             f"{name}.shape[-1]", x.shape[-1], group[1], f"{scheme.name} shares a scale over {group[1]} columns"
         )
@@ -46,7 +46,7 @@ def quantize(x: torch.Tensor, scheme: str | Scheme, name: str = "x") -> QuantTen
 
 
 def group_amax(x: torch.Tensor, group: tuple[int, int]) -> torch.Tensor:
-    """float [.., R, C] -> [.., ceil(R / rows), C / columns]: each group's largest magnitude, NaN if it holds one."""
+    """Return each group's largest magnitude, NaN if it holds one: [.., R, C] -> [.., ceil(R / rows), C / columns]."""
     *lead, rows, columns = x.shape
     num_row_groups, num_column_groups = -(-rows // group[0]), columns // group[1]
     padded = torch.nn.functional.pad(x.abs(), (0, 0, 0, num_row_groups * group[0] - rows))
@@ -55,7 +55,7 @@ def group_amax(x: torch.Tensor, group: tuple[int, int]) -> torch.Tensor:
 
 
 def expand_sf(sf: torch.Tensor, group: tuple[int, int], shape: tuple[int, ...] | torch.Size) -> torch.Tensor:
-    """One scale factor a group -> one an element, [.., R, C]; sides under one scale broadcast instead of growing."""
+    """Repeat each group's scale factor for its elements, [.., R, C]; a dimension with a single scale keeps size 1."""
     rows, columns = shape[-2:]
     if group[0] not in (1, rows):
         sf = sf.repeat_interleave(group[0], dim=-2)[..., :rows, :]
@@ -65,7 +65,7 @@ def expand_sf(sf: torch.Tensor, group: tuple[int, int], shape: tuple[int, ...] |
 
 
 def _scale_factors(amax: torch.Tensor, scheme: Scheme) -> tuple[torch.Tensor, torch.Tensor]:
-    """amax -> (stored scale factors, float32 multipliers that the elements are scaled by)."""
+    """Return the stored scale factors of groups with these amax, and the float32 multipliers of their elements."""
     # Tensor by tensor: with a Python number torch may multiply by a reciprocal instead, which rounds twice.
     largest = torch.full_like(amax, scheme.max_value)
     if scheme.sf == torch.float8_e8m0fnu:
@@ -84,16 +84,16 @@ def _encode(scaled: torch.Tensor, scheme: Scheme) -> torch.Tensor:
 
 
 def decode_values(q: QuantTensor, dtype: torch.dtype = torch.float32) -> torch.Tensor:
-    """The elements without their scale factors, [.., R, C], exactly."""
+    """Return the elements without their scale factors, [.., R, C] in `dtype`, exactly."""
     return (e2m1_decode(unpack_nibbles(q.values)) if q.packed else q.values.float()).to(dtype)
 
 
 def decode_sf(q: QuantTensor, dtype: torch.dtype = torch.float32) -> torch.Tensor:
-    """The scale factors as floats, exactly; the tensor-wide scale is not in them."""
+    """Return the scale factors in `dtype`, exactly, without the tensor-wide scale."""
     return (e8m0_to_float(q.sf) if q.sf.dtype == torch.float8_e8m0fnu else q.sf.float()).to(dtype)
 
 
 def dequantize(q: QuantTensor, dtype: torch.dtype = torch.float32) -> torch.Tensor:
-    """[.., R, C] in `dtype` (float32 or float64): values times scale factors, rounded once."""
+    """Return values times scale factors, rounded once: [.., R, C] in `dtype` (float32 or float64)."""
     x = decode_values(q, dtype) * expand_sf(decode_sf(q, dtype), q.group, q.shape)
     return x if q.scale is None else x * q.scale.to(dtype)

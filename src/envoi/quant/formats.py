@@ -1,4 +1,4 @@
-"""The formats by name: how numbers are grouped under a scale factor, and which scheme each side of a GEMM uses."""
+"""Quantisation schemes (how numbers are grouped under a scale factor) and formats (the schemes of a GEMM), by name."""
 
 from dataclasses import dataclass
 
@@ -12,7 +12,7 @@ E2M1_MAX = 6.0
 
 @dataclass(frozen=True)
 class Scheme:
-    """How one tensor is quantised: element type, rows x columns under a scale factor (0 = the whole side), its type."""
+    """Quantisation of one tensor: element type, rows x columns per scale factor (0 = all), the scale factor's type."""
 
     name: str
     values: torch.dtype  # float8_e4m3fn, or uint8 for two E2M1 numbers a byte
@@ -21,11 +21,11 @@ class Scheme:
 
     @property
     def max_value(self) -> float:
-        """The largest finite element."""
+        """Largest finite element."""
         return E2M1_MAX if self.values == torch.uint8 else E4M3_MAX
 
     def group_for(self, shape: tuple[int, ...] | torch.Size) -> tuple[int, int]:
-        """The group with whole sides written as their size (at least 1)."""
+        """Return the group for a shape, with 0 replaced by the size of the dimension (at least 1)."""
         rows, columns = (side or max(size, 1) for side, size in zip(self.group, shape[-2:], strict=True))
         return rows, columns
 
@@ -48,7 +48,7 @@ SCHEMES = {
 
 @dataclass(frozen=True)
 class Format:
-    """What an expert GEMM works in: a scheme for activations and one for weights; None = bf16."""
+    """Format of an expert GEMM: a scheme for activations and one for weights; None = bf16."""
 
     name: str
     activations: Scheme | None
@@ -56,7 +56,7 @@ class Format:
 
     @property
     def group_k(self) -> int:
-        """K must be a multiple of this."""
+        """Number that K must be a multiple of."""
         return max(1, *(s.group[1] for s in (self.activations, self.weights) if s is not None), 1)
 
 
@@ -73,10 +73,10 @@ FORMATS = {
 
 
 def format_named(name: str, argument: str = "format") -> Format:
-    """The Format of that name. Raises ValueError that lists the names."""
+    """Return the Format with a name. Raises ValueError that lists the names."""
     return FORMATS[expect_choice(argument, name, FORMATS)]
 
 
 def scheme_named(name: str, argument: str = "scheme") -> Scheme:
-    """The Scheme of that name. Raises ValueError that lists the names."""
+    """Return the Scheme with a name. Raises ValueError that lists the names."""
     return SCHEMES[expect_choice(argument, name, SCHEMES)]

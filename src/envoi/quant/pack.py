@@ -1,4 +1,4 @@
-"""Weight packing: the order of gate and up rows, and the casts that are worth a search because they happen once."""
+"""Weight packing: the order of gate and up rows, and casts that search for the best scale, since they run once."""
 
 from dataclasses import replace
 
@@ -12,9 +12,9 @@ from envoi.types import Matrix, QuantTensor
 
 
 def interleave_gate_up(concat: torch.Tensor, dim: int = -2) -> torch.Tensor:
-    """Rows [gate 0 .. gate I-1, up 0 .. up I-1] -> [gate 0, up 0, gate 1, up 1, ..] along `dim`, a copy.
+    """Copy rows [gate 0 .. gate I-1, up 0 .. up I-1] into the order [gate 0, up 0, gate 1, up 1, ..] along `dim`.
 
-    So that a gate and its up value always share a tile of the GEMM, however the tiles are cut.
+    A gate and its up value then share a tile of the GEMM, whatever its size.
     """
     expect_divisible(f"gate_up.shape[{dim}]", concat.shape[dim], 2, "gate rows and as many up rows")
     gate, up = concat.chunk(2, dim=dim)
@@ -22,14 +22,15 @@ def interleave_gate_up(concat: torch.Tensor, dim: int = -2) -> torch.Tensor:
 
 
 def deinterleave_gate_up(interleaved: torch.Tensor, dim: int = -2) -> torch.Tensor:
-    """The inverse of `interleave_gate_up`."""
+    """Copy interleaved rows back into the order of gates, then ups; inverse of `interleave_gate_up`."""
     expect_divisible(f"gate_up.shape[{dim}]", interleaved.shape[dim], 2, "gate and up rows in turn")
     pairs = interleaved.unflatten(dim, (interleaved.shape[dim] // 2, 2))
     return torch.cat(pairs.unbind(dim % interleaved.dim() + 1), dim=dim)
 
 
 def pack_weight(weight: torch.Tensor, scheme: Scheme | None, name: str) -> Matrix:
-    """[.., N, K] float -> bf16 (scheme None) or a QuantTensor. Raises ValueError if K isn't a multiple of the group."""
+    """Cast a float weight [.., N, K] to bf16 (scheme None) or quantise it. Raises ValueError if the group doesn't
+    divide K."""
     if scheme is None:
         return weight.to(torch.bfloat16).contiguous()
     if scheme.name == "mxfp4":
@@ -37,21 +38,21 @@ def pack_weight(weight: torch.Tensor, scheme: Scheme | None, name: str) -> Matri
     return tamed(quantize(weight.contiguous(), scheme, name))
 
 
-TAMEST = 128  # the byte of a UE8M0 scale factor of 2
+TAMEST = 128  # UE8M0 byte of the scale factor 2
 
 
 def tamed(x: QuantTensor) -> QuantTensor:
-    """The same with `tame` set if it is. Looks at all of it, and waits for the device."""
+    """Return x with `tame` set if all its scale factors and elements allow it. Reads all of x; waits for the device."""
     if x.sf.dtype != torch.float8_e8m0fnu or x.device.type == "meta" or not x.sf.numel():
         return x
     tame = int(x.sf.view(torch.uint8).max()) <= TAMEST
-    # The two NaNs of E4M3 are the largest byte but for the sign.
+    # Without the sign bit, E4M3's NaN is the largest byte.
     tame = tame and (x.packed or int((x.values.view(torch.uint8) & 0x7F).max()) < 0x7F)
     return replace(x, tame=tame)
 
 
 def _mxfp4_least_squares(weight: torch.Tensor, name: str) -> QuantTensor:
-    """MXFP4 whose scale is, group by group, the better in squared error of the one that clips nothing and its half.
+    """Quantise to MXFP4, with each group's scale either the one that clips nothing or half of it: least squared error.
 
     With 8 magnitudes, clipping one large weight often costs less than a coarser grid for the other 31.
     """
@@ -62,14 +63,14 @@ def _mxfp4_least_squares(weight: torch.Tensor, name: str) -> QuantTensor:
     codes, error = _encode_with(groups, exponent)
     halved = torch.where(exponent == 255, exponent, (exponent - 1).clamp(min=1))
     halved_codes, halved_error = _encode_with(groups, halved)
-    better = halved_error < error  # never true of a group with a NaN
+    better = halved_error < error  # False for a group with a NaN
     sf = torch.where(better, halved, exponent).view(torch.float8_e8m0fnu)
     codes = torch.where(better.unsqueeze(-1), halved_codes, codes)
     return QuantTensor(pack_nibbles(codes.flatten(-2)), sf, group)
 
 
 def _encode_with(groups: torch.Tensor, exponent: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """float32 [.., G, 32] under UE8M0 bytes [.., G] -> nibbles [.., G, 32] and squared errors [.., G]."""
+    """Encode float32 [.., G, 32] with UE8M0 bytes [.., G]; return nibbles [.., G, 32] and squared errors [.., G]."""
     scale = e8m0_to_float(exponent.view(torch.float8_e8m0fnu)).unsqueeze(-1)
     codes = e2m1_encode(groups / scale)
     return codes, (e2m1_decode(codes) * scale - groups).square().sum(-1)

@@ -1,1 +1,1 @@
-"""What every operator shares: launches, TMA, workspaces, devices, synchronisation, custom operators, Triton."""
+"""Foundation of every operator: launches, TMA, workspaces, devices, synchronisation, custom operators, Triton."""

@@ -1,8 +1,8 @@
 """Registration of torch custom operators in the namespace `envoi`.
 
-`torch.library.custom_op` does the same and more, but its wrapper costs tens of microseconds a call and loads the whole
-compiler at the first; a router takes five. The dispatcher alone costs as much for operators of a dozen arguments, so
-that calls in which nobody else has an interest don't go through it.
+`torch.library.custom_op` does this and more, but its wrapper costs tens of microseconds a call, and its first call
+loads the whole compiler; a router's kernel takes five. The dispatcher alone costs as much for operators with a dozen
+arguments, so calls that no mode, transform, tracer or profiler observes bypass it.
 """
 
 import functools
@@ -27,15 +27,14 @@ _PLAIN = (torch.Tensor, torch.nn.Parameter)
 def operator(
     name: str, fake: Callable, flops: Callable[..., int], batch: Callable | None = None
 ) -> Callable[[Callable], Callable]:
-    """Decorator: make `torch.ops.envoi.<name>` of a function of tensors and plain values, with type annotations.
+    """Decorate an annotated function of tensors and plain values to register it as `torch.ops.envoi.<name>`.
 
     The operator changes none of its arguments, returns none of them, and has no gradient: where autograd would need
     one, the call is refused. It runs on every device.
-    fake: takes the same arguments, and returns empty tensors of the shapes and dtypes that the function would return.
-    flops: takes the same arguments, and returns what `torch.utils.flop_counter.FlopCounterMode` counts.
-    batch: what `torch.func.vmap` calls, as `torch.library.register_vmap` says; None = batching is refused.
-
-    What stands in the function's place calls the operator; where that would make no difference, the function itself.
+    fake: takes the function's arguments, returns empty tensors of the shapes and dtypes that the function would return.
+    flops: takes the function's arguments, returns the count for `torch.utils.flop_counter.FlopCounterMode`.
+    batch: the rule of `torch.func.vmap`, as in `torch.library.register_vmap`; None = batching is refused.
+    The decorated function calls the operator, or the function directly where that makes no difference.
     """
 
     def register(function: Callable) -> Callable:
@@ -44,7 +43,7 @@ def operator(
         @log.calls(name, names)
         @functools.wraps(function)
         def kernel(*arguments):
-            # Nothing inside is differentiated, or cast by an autocast around the call.
+            # Inside, autograd and an autocast around the call are off.
             with torch._C._AutoDispatchBelowAutograd(), torch._C._ExcludeDispatchKeyGuard(_AUTOCAST):
                 return function(*arguments)
 
@@ -53,7 +52,7 @@ def operator(
             with span(name):
                 return kernel(*arguments)
 
-        direct = spanned if NVTX else kernel  # with a profiler no call goes directly
+        direct = spanned if NVTX else kernel  # a call under torch's profiler is never direct
         schema = torch.library.infer_schema(function, mutates_args=())
         _library.define(name + schema, tags=(torch.Tag.pt2_compliant_tag,))
         _library.impl(name, spanned, "CompositeExplicitAutograd")
@@ -77,10 +76,9 @@ def operator(
 
 
 def watched() -> bool:
-    """Whether something wants to see the operators that are called: a mode, a transform, a tracer, a profiler; or
-    whether shortcuts are off.
+    """Tell whether a mode, a transform, a tracer or a profiler observes operator calls, or shortcuts are off.
 
-    Of profilers only this thread's; one of all threads doesn't see them.
+    Only this thread's profilers count: a profiler of all threads doesn't record direct calls.
     """
     return (
         not shortcuts.ENABLED
@@ -94,8 +92,8 @@ def watched() -> bool:
 
 
 def plain(values: Iterable[Any]) -> bool:
-    """False if the dispatcher has to look at one of the values: a tensor of another class, without memory, or whose
-    memory holds the negative or the conjugate of its elements."""
+    """Return False if the dispatcher has to handle one of the values: a tensor of another class, without memory, or
+    whose memory holds the negative or the conjugate of its elements."""
     for x in values:
         kind = type(x)
         if kind in _PLAIN:
@@ -107,9 +105,9 @@ def plain(values: Iterable[Any]) -> bool:
 
 
 def autocast_dtype(device: torch.device) -> torch.dtype | None:
-    """What an autocast around the call casts operands of products on this device to; None without one.
+    """Return the dtype to which an autocast around the call casts operands of products on this device, or None.
 
-    Inside an operator there is none.
+    Inside an operator there is no autocast.
     """
     if not torch._C._is_any_autocast_enabled() or device.type not in ("cpu", "cuda"):
         return None

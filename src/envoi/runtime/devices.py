@@ -1,4 +1,4 @@
-"""What a device is and which implementation of an operator runs on it; everything that depends on that asks here."""
+"""Properties of a device and the implementation of operators on it; the only place that decides by device."""
 
 from functools import cache
 
@@ -7,7 +7,7 @@ import torch
 from envoi import env
 
 SHARED_BYTES = 232448  # shared memory that one CTA can have on sm_90, sm_100 and sm_103
-SMS_WITHOUT_GPU = 132  # multiprocessors that tensors without memory count with: an H200's
+SMS_WITHOUT_GPU = 132  # multiprocessors assumed for tensors without memory: an H200's
 
 
 @cache
@@ -27,7 +27,7 @@ def implementation(device: torch.device) -> str:
 
 @cache
 def num_sms(device: torch.device) -> int:
-    """Return the number of multiprocessors: of a GPU its own, of "meta" an H200's (for recipes), of a CPU 1."""
+    """Return the number of multiprocessors: a GPU's own, an H200's for "meta" (recipes), 1 for a CPU."""
     if device.type == "cuda":
         return torch.cuda.get_device_properties(device).multi_processor_count
     return SMS_WITHOUT_GPU if device.type == "meta" else 1

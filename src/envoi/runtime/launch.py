@@ -1,7 +1,7 @@
-"""Kernel launches that cost the host less than Triton's own.
+"""Kernel launches with less host time than Triton's own.
 
 Triton inspects every argument at every launch, which takes longer than a small kernel runs. The machine code depends
-on little of each argument; that little is the key under which the compiled kernel is found again.
+on few properties of each argument; they form the key under which the compiled kernel is found again.
 """
 
 from functools import cache
@@ -20,7 +20,7 @@ _compiled: dict[tuple, Any] = {}
 
 @log.launches
 def launch(kernel: Any, grid: tuple[int, ...], arguments: tuple, options: dict[str, Any]) -> None:
-    """Do what `kernel[grid](*arguments, **options)` does. arguments: one for each parameter, in order."""
+    """Launch like `kernel[grid](*arguments, **options)`. arguments: one for each parameter, in order."""
     if not (shortcuts.ENABLED and isinstance(kernel, JITFunction)):
         kernel[grid](*arguments, **triton_compat.FP_FUSION, **options)
         return
@@ -34,8 +34,10 @@ def launch(kernel: Any, grid: tuple[int, ...], arguments: tuple, options: dict[s
 
 
 def kind_of(x: Any) -> Any:
-    """Return what Triton compiles for: of a tensor its dtype and whether its address is a multiple of 16, of an integer
-    whether it is 1, whether it is a multiple of 16, and whether it fits 32 bits; of a TMA descriptor all but its base.
+    """Return the properties of an argument that Triton compiles for.
+
+    Tensor: dtype, whether its address is a multiple of 16. Integer: whether it is 1, a multiple of 16, within 32 bits.
+    TMA descriptor: everything but its base.
     """
     if isinstance(x, torch.Tensor):
         return x.dtype, x.data_ptr() % ALIGNMENT == 0

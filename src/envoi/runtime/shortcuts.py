@@ -1,12 +1,12 @@
-"""The one door to private parts of torch and Triton: what makes a call cheap on the host, and can be turned off.
+"""Shortcuts through private parts of torch and Triton, which save host time a call and can be turned off.
 
     where                shortcut                                         instead, with ENVOI_SAFE_LAUNCH=1
     launch.launch        a compiled kernel is found by a short key        Triton's launch inspects all arguments
     tma.descriptor       a checked descriptor is copied for a matrix      `TensorDescriptor` checks each one
-    custom_op.operator   the function itself, if nobody watches a call    the call goes through torch's dispatcher
+    custom_op.operator   an unobserved call runs the function itself      the call goes through torch's dispatcher
 
-Results are the same bits either way. If a release of torch or Triton changes what these rely on, the variable helps
-until Envoi follows; `envoi` reads it once, when it is imported.
+Results are bitwise equal either way. If a release of torch or Triton changes what these rely on, the variable helps
+until Envoi is updated; `envoi` reads it once, when it is imported.
 """
 
 from typing import Any

@@ -8,7 +8,7 @@ from envoi.runtime.triton_compat import role_barrier
 
 @gluon.jit
 def arrive(counter, count):
-    """Count an arrival at `counter`; return True to the last of `count` arrivals. Nobody waits.
+    """Count an arrival at `counter`; return True to the last of `count` arrivals. Never waits.
 
     counter: pointer to an int32 that is 0 before the first arrival; the last arrival resets it to 0 for the next
     launch. Called by all warps of a role. Release-acquire at GPU scope: the last arrival sees every global write that

@@ -1,4 +1,4 @@
-"""What differs between the supported Triton releases, 3.6 (torch 2.11) to 3.9 (torch 2.15)."""
+"""Compatibility layer for the supported Triton releases, 3.6 (torch 2.11) to 3.9 (torch 2.15)."""
 
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -21,33 +21,33 @@ from triton.runtime.jit import JITFunction, create_function_from_signature
 
 VERSION = triton.__version__
 
-# An option of every launch: a * b + c may become one instruction. The default, but 3.9 warns that 3.10 changes it.
+# Option of every launch: a * b + c may become one instruction. The default, but 3.9 warns that 3.10 changes it.
 FP_FUSION = {"enable_fp_fusion": True}
 
 # pyright: reportAttributeAccessIssue=false
-# Device functions. Names that a release lacks are looked up only where it has none of the newer ones.
+# Device functions. An older name is looked up only in releases that lack the newer one.
 
 # A barrier of the warps that run the current role: `thread_barrier` until 3.6, `barrier` since 3.7.
 role_barrier = gl.thread_barrier if hasattr(gl, "thread_barrier") else gl.barrier
 
 # TMA: (descriptor, corner, barrier, buffer, pred=True) and (descriptor, corner, buffer). Renamed in 3.8.
-# `tma.store_wait` keeps its name; its new argument read_only=True, the default, is what it always did.
+# `tma.store_wait` keeps its name; its new argument defaults to read_only=True, its behaviour in all releases.
 tma_load = tma.async_load if hasattr(tma, "async_load") else tma.async_copy_global_to_shared
 tma_store = tma.async_store if hasattr(tma, "async_store") else tma.async_copy_shared_to_global
 
 
 @builtin
 def reinterpret(buffer, dtype, shape, layout, _semantic=None):
-    """A view of shared memory as a buffer of another dtype, shape and layout."""
+    """Return a view of shared memory as a buffer of another dtype, shape and layout."""
     view = buffer.reinterpret if hasattr(buffer, "reinterpret") else buffer._reinterpret  # until 3.8
     return view(dtype, shape, layout, _semantic=_semantic)
 
 
 @gluon.constexpr_function
 def tmem_layout(dtype, shape, part, num_warps, instr_variant="32x32b"):
-    """The registers that threads of `num_warps` warps load a part of tensor memory to: its shape, and its layout.
+    """Return the register layout to which `num_warps` warps load a part of tensor memory of this shape and layout.
 
-    A function until 3.7, a method of the descriptor's type since 3.8.
+    A function of Triton until 3.7, a method of the descriptor's type since 3.8.
     """
     if hasattr(blackwell, "get_tmem_reg_layout"):
         return blackwell.get_tmem_reg_layout(dtype, shape, part, num_warps, instr_variant)
@@ -56,7 +56,7 @@ def tmem_layout(dtype, shape, part, num_warps, instr_variant="32x32b"):
 
 
 def target_of(arch: str) -> GPUTarget:
-    """`sm_90` as the compiler wants it."""
+    """Return the compiler's target for a name such as `sm_90`."""
     return GPUTarget("cuda", int(arch.removeprefix("sm_")), 32)
 
 
@@ -68,7 +68,7 @@ def compile_for(
     arch: str,
     options: Mapping[str, Any],
 ) -> CompiledKernel:
-    """Compile a Triton or Gluon function with no device. Keys are paths: (3,) is argument 3, (3, 0) its first part."""
+    """Compile a Triton or Gluon function without a device. Keys are paths: (3,) is argument 3, (3, 0) its part 0."""
     kind = GluonASTSource if function.is_gluon() else ASTSource
     source = kind(function, dict(signature), constexprs=dict(constexprs), attrs=dict(attributes))
     return triton.compile(source, target=target_of(arch), options={**FP_FUSION, **options})
@@ -77,7 +77,7 @@ def compile_for(
 def specialize(
     function: JITFunction, arguments: Sequence[Any], arch: str
 ) -> tuple[dict[str, Any], dict[tuple[int, ...], Any], dict[tuple[int, ...], Any]]:
-    """Signature, constexprs and attributes that a launch with these arguments compiles; no device is needed."""
+    """Return the signature, constexprs and attributes that a launch with these arguments compiles; needs no device."""
     backend = make_backend(target_of(arch))
     bind = create_function_from_signature(function.signature, function.params, backend)
     bound, specialization, options = bind(*arguments)
@@ -87,7 +87,7 @@ def specialize(
 
 @contextmanager
 def pretending(arch: str) -> Iterator[None]:
-    """Inside, whatever asks the driver for its GPU gets `arch`: 3.7's descriptors of FP4 in padded bytes do."""
+    """Make the driver report `arch` as its GPU inside the context: 3.7's descriptors of FP4 in padded bytes need it."""
     found, driver._active = driver._active, _Pretended(target_of(arch))  # pyright: ignore[reportAttributeAccessIssue]
     try:
         yield
@@ -96,26 +96,26 @@ def pretending(arch: str) -> Iterator[None]:
 
 
 class _Pretended:
-    """As much of a driver as that takes."""
+    """Stand-in for Triton's driver that only reports its target."""
 
     def __init__(self, target: GPUTarget) -> None:
         self.get_current_target = lambda: target
 
 
 def compiled_kernel(launched: Any) -> Any:
-    """What `function[grid](..)` returned as the compiled kernel: since 3.7 it is a promise inside an AsyncCompileMode.
+    """Return the compiled kernel of what `function[grid](..)` returned: since 3.7 a promise inside an AsyncCompileMode.
 
-    None where a hook of Triton's has taken the compilation over.
+    None if a hook of Triton's has taken the compilation over.
     """
     return launched.result() if hasattr(launched, "result") else launched
 
 
 def warm_up(arch: str) -> None:
-    """Let this process compute what it would otherwise compute in each of its forks: hashes of the compiler's files."""
+    """Compute the hashes of the compiler's files in this process, so that its forks needn't."""
     triton_key()
     make_backend(target_of(arch)).hash()
 
 
 def bundled_tool(name: str) -> Path:
-    """`nvdisasm` or `cuobjdump` as Triton brings it, or as its TRITON_*_PATH variable says."""
+    """Return the path of `nvdisasm` or `cuobjdump`: Triton's own, or the one in its TRITON_*_PATH variable."""
     return Path(getattr(knobs.nvidia, name).path)

@@ -9,21 +9,22 @@ import torch
 
 from envoi.runtime.math import next_power_of_2
 
-LEAST = 1 << 16  # int32 that a stream gets at least
+LEAST = 1 << 16  # int32, minimum for a stream
 FOR_GRAPHS = 1 << 22  # int32 in a pool for graphs; a new pool follows when less than a quarter is left
 BLANK = -1  # bits of a sum that hasn't been written
-ALIGNED = 4  # int32 in 16 bytes: an address off that needs another compiled kernel
+ALIGNED = 4  # int32 in 16 bytes: Triton compiles another kernel for addresses that aren't a multiple of that
 
-NONE = 0  # the number of no capture
+NONE = 0  # capture number outside any capture
 
 
 @dataclass
 class Kept:
-    """int32 memory that holds the same number before and after every launch: kernels restore what they change.
+    """Pool of int32 memory that holds one number before and after every launch: kernels restore what they change.
 
-    Launches on one stream run one after the other and share it; so do the launches that one capture takes from a
-    stream. A graph may run at the same time as anything else, so each capture has memory of its own, from a pool that
-    was filled outside of it; once the pool is used up, each captured launch gets a new tensor and a fill in the graph.
+    Launches on one stream run one after the other and share memory; so do the launches that one capture takes from a
+    stream. A graph may run concurrently with anything else, so each capture has its own memory, from a pool that was
+    filled outside of the capture; once the pool is used up, each captured launch gets a new tensor and a fill in the
+    graph.
     """
 
     fill: int
@@ -64,14 +65,14 @@ class Kept:
 def lasting(count: int, fill: float, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
     """Return a filled tensor [count] that is kept for the life of the process: kernels may use it at any time.
 
-    Another thread allocates it: what this one allocates may go into the private pool of a CUDA graph, as while
-    torch.compile warms one up.
+    Another thread allocates it: an allocation of this one may go into the private pool of a CUDA graph, for example
+    while torch.compile warms one up.
     """
 
     def make() -> torch.Tensor:
         found = torch.full((count,), fill, dtype=dtype, device=device)
         if device.type == "cuda":
-            torch.cuda.current_stream(device).synchronize()  # other streams will use it
+            torch.cuda.current_stream(device).synchronize()  # before other streams use it
         return found
 
     with ThreadPoolExecutor(1) as thread:
@@ -86,12 +87,12 @@ _floats: dict[tuple[torch.device, int], torch.Tensor] = {}
 
 
 def counters(count: int, device: torch.device) -> torch.Tensor:
-    """Return at least `count` int32 zeros. The kernel that counts with them resets them to zero."""
+    """Return at least `count` int32 zeros. The kernel that counts in them resets them to zero."""
     return _kept(_counters, count, device)
 
 
 def blanks(count: int, device: torch.device) -> torch.Tensor:
-    """Return at least `count` float32 with all bits set, which no sum has. Kernels that read sums restore that."""
+    """Return at least `count` float32 with all bits set, a NaN that no sum has; kernels that read sums restore it."""
     return _kept(_blanks, count, device).view(torch.float32)
 
 

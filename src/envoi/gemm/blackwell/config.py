@@ -7,7 +7,7 @@ from envoi.epilogue.lower import Lowered
 from envoi.runtime.devices import SHARED_BYTES
 
 TENSOR_COLUMNS = 512  # of tensor memory, each 128 lanes of 4 bytes
-RESERVED_BYTES = 2560  # barriers, and what reductions exchange
+RESERVED_BYTES = 2560  # barriers, and the exchange buffers of reductions
 MIN_STAGES = 2
 ROWS = 128
 MAX_CHUNK_REGISTERS = 128
@@ -15,13 +15,13 @@ MAX_CHUNK_REGISTERS = 128
 
 @dataclass(frozen=True)
 class BlackwellConfig(Constant):
-    """How the kernel cuts one problem: x are the tokens, 128 a tile; `TileConfig` says what the tile's fields mean.
+    """Tiling of one problem: x are the tokens, 128 a tile; `TileConfig` documents the tile's fields.
 
     block_y: features of a tile. block_k: elements of K in a stage. num_stages: stages in the ring.
-    num_warps: of the epilogue role, 4 (a thread has a row) or 8 (half a row).
+    num_warps: warps of the epilogue role, 4 (a thread has a row) or 8 (half a row).
     num_accumulators: tiles in tensor memory; with 2, the epilogue of one overlaps the products of the next.
     sf_group: elements of K that share a scale factor, 32 (mxfp8, mxfp4) or 16 (nvfp4); 0 = the operands have none.
-    epilogue_columns: of a chunk, and with 4 warps the width of a tensor memory load. 64 because 32 costs 4 to 6 % more
+    epilogue_columns: of a chunk; with 4 warps also the width of a tensor memory load. 64, as 32 costs 4 to 6 % more
         instructions and twice the TMA stores, and 128 saves 2 % for 1.7 times the registers.
     """
 
@@ -43,7 +43,7 @@ class BlackwellConfig(Constant):
 
     @property
     def consumers_per_tile(self) -> int:
-        """One role has a tile's accumulator."""
+        """Consumers that share a tile: 1, the epilogue role."""
         return 1
 
     @property
@@ -63,12 +63,12 @@ class BlackwellConfig(Constant):
 
     @property
     def swap_ab(self) -> bool:
-        """Tokens are the M side of the instruction always."""
+        """False: tokens are always the M side of the instruction."""
         return False
 
     @property
     def wide_tail_tiles(self) -> bool:
-        """All tiles have the same shape."""
+        """False: all tiles have one shape."""
         return False
 
     @property
@@ -80,13 +80,13 @@ class BlackwellConfig(Constant):
     def role_registers(self) -> int:
         """Registers of a thread of the producer and of the multiplier, which search all experts for each tile.
 
-        Beside 4 epilogue warps more cost nothing: a thread has 256 at most. 8 warps would have fewer for it.
+        Beside 4 epilogue warps, whose threads have 256 at most, more cost nothing; 8 epilogue warps would get fewer.
         """
         return 168 if self.num_warps == 4 else 48
 
     @property
     def spread_experts(self) -> bool:
-        """Vectors over the experts are spread over a role's warps."""
+        """True: vectors over the experts are spread over a role's warps."""
         return True
 
     @property
@@ -102,7 +102,7 @@ class BlackwellConfig(Constant):
         return self.num_accumulators * self.block_y + self.factor_columns
 
     def label(self) -> str:
-        """A short name for tables, "128x256 w4 k64 s4 a2 p64x2"."""
+        """Return a short name for tables, "128x256 w4 k64 s4 a2 p64x2"."""
         split = f" split{self.split_k}" if self.split_k > 1 else ""
         scaled = f" sf{self.sf_group}" if self.sf_group else ""
         return (

@@ -14,7 +14,7 @@ NVFP4_GROUP, MX_GROUP = 16, 32
 
 
 def problem_of(call: Call) -> BlackwellProblem:
-    """Return what the choice of a config depends on. Matrices of uint8 hold two FP4 numbers a byte."""
+    """Return the sizes that the choice of a config depends on. Matrices of uint8 hold two FP4 numbers a byte."""
     return BlackwellProblem(
         call.a.shape[0],
         call.b.shape[-2],
@@ -54,7 +54,7 @@ def arguments(call: Call, config: BlackwellConfig, num_sms: int) -> tuple[tuple[
 
 
 def operand_descriptor(x: torch.Tensor, other: torch.Tensor, rows: int, block_k: int) -> Any:
-    """Return a TMA descriptor of a matrix in boxes of [rows, block_k]. FP4 beside FP8 takes a byte a number there."""
+    """Return a TMA descriptor of a matrix in boxes of [rows, block_k]. FP4 beside FP8 takes a byte a number."""
     if x.dtype != torch.uint8:
         return descriptor(x, rows, block_k)
     import triton.experimental.gluon.language as gl
@@ -66,7 +66,7 @@ def operand_descriptor(x: torch.Tensor, other: torch.Tensor, rows: int, block_k:
 
 
 def factors_descriptor(packed: torch.Tensor | None, rows: int, config: BlackwellConfig) -> Any:
-    """Return a TMA descriptor of packed scale factors in boxes of what a stage needs for so many rows, or None."""
+    """Return a TMA descriptor of packed scale factors, in boxes with a stage's factors for `rows` rows, or None."""
     if packed is None:
         return None
     import triton.experimental.gluon.language as gl

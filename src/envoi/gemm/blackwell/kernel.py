@@ -3,7 +3,7 @@
 One CTA on each SM. `gemm_kernel` allocates stages and accumulators, starts the first loads and then splits its warps:
 
     role         warps    registers a thread       work
-    epilogue     4 or 8   what the others leave    loads accumulators from tensor memory, runs the epilogue
+    epilogue     4 or 8   all that remain          loads accumulators from tensor memory, runs the epilogue
     producer     1        `role_registers`         TMA loads of both operands and their scale factors
     multiplier   1        `role_registers`         starts the products
 
@@ -13,10 +13,10 @@ One CTA on each SM. `gemm_kernel` allocates stages and accumulators, starts the 
         the next unit:                    stages ahead          the other accumulator      acc, chunk by chunk ->
                                                                                            epilogue -> outputs; acc free
 
-x are the tokens, 128 a tile, y the features. Operands with a scale factor for each 16 or 32 elements of K (`sf_group`)
-bring them along: TMA loads them into the stage, the multiplier copies them to tensor memory before the product. Units,
-their order and split-K are those of `hopper.tile_scheduler`; `pipeline.py` has the barriers, `sf_layout.py` how scale
-factors have to be packed.
+x are the tokens, 128 a tile, y the features. Scale factors, one for each 16 or 32 elements of K (`sf_group`), are
+loaded by TMA into the stage; the multiplier copies them to tensor memory before the product. Units, their order and
+split-K are those of `hopper.tile_scheduler`; `pipeline.py` has the barriers, `sf_layout.py` the layout of packed
+scale factors.
 """
 
 # Device code has no enumerate.
@@ -53,7 +53,7 @@ from envoi.runtime.triton_compat import role_barrier
 
 @aggregate
 class ProducerArgs:
-    """What the producer reads, and where it loads it. The weights of all experts are one matrix."""
+    """Producer's TMA descriptors and stages. The weights of all experts are one matrix."""
 
     inputs: Inputs
     pipeline: Pipeline
@@ -62,7 +62,7 @@ class ProducerArgs:
 
 @aggregate
 class Source:
-    """What a unit reads: first rows in x and y, first blocks of 128 rows in their scale factors, its steps along K."""
+    """Operands of a unit: first rows in x and y, first blocks of 128 rows in their scale factors, its steps along K."""
 
     x: Scalar
     y: Scalar
@@ -106,7 +106,7 @@ def prefill(args):
 
 @gluon.jit
 def source_of(u, scheduler):
-    """Return what unit u reads."""
+    """Return the operands of unit u."""
     problem = scheduler.problem
     unit = scheduler.unit(u, gl.cdiv(problem.K, problem.cfg.block_k))
     tile = scheduler.tile(unit.tile)
@@ -119,7 +119,7 @@ def source_of(u, scheduler):
 
 @gluon.jit
 def factor_blocks(index, tile, scheduler):
-    """Return in which blocks of 128 rows a tile's scale factors are. Each expert's begin with a new block."""
+    """Return the first blocks of 128 rows of a tile's scale factors. Each expert's start a new block."""
     x_block = tile.x // 128
     if scheduler.problem.row_mode.is_grouped:
         _expert, row, row_end, tiles_before = scheduler.experts.find(index)
@@ -130,7 +130,7 @@ def factor_blocks(index, tile, scheduler):
 
 @aggregate
 class MultiplierArgs:
-    """What the multiplier reads and writes."""
+    """Multiplier's stages, scale factors and accumulators."""
 
     pipeline: Pipeline
     accumulators: Accumulators
@@ -140,7 +140,7 @@ class MultiplierArgs:
 
 @gluon.jit
 def multiplier(args):
-    """Role: start the products of each unit as its stages land; commits tell when stages and accumulators are done.
+    """Role: start the products of each unit as its stages fill; tcgen05 commits signal `empty` and `complete`.
 
     Waits on `free` of the unit's accumulator and on `full` of each stage.
     """
@@ -192,7 +192,7 @@ def unpacked(packed):
 def epilogue(accumulators, args):
     """Role: run the epilogue on every unit's accumulator, in the scheduler's order. args: `EpilogueArgs`.
 
-    Of a split tile it stores the partial sums; the last CTA to arrive goes on with the sum of all parts.
+    For a split tile, store the partial sums; the last CTA to arrive runs the epilogue on the sum of all parts.
     """
     problem = args.problem
     cfg: gl.constexpr = problem.cfg

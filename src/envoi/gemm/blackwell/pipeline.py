@@ -48,13 +48,13 @@ class Pipeline:
 
     @gluon.jit
     def wait_full(self, step):
-        """Multiplier: wait until the producer's step-th fill has landed."""
+        """Multiplier: wait until the producer's step-th fill is complete."""
         num_stages: gl.constexpr = self.cfg.num_stages
         mbarrier.wait(self.full.index(step % num_stages), (step // num_stages) & 1)
 
     @gluon.jit
     def wait_empty(self, step):
-        """Producer: wait until the products that read what the stage held before have ended."""
+        """Producer: wait until the products that read the stage's previous fill have ended."""
         num_stages: gl.constexpr = self.cfg.num_stages
         mbarrier.wait(self.empty.index(step % num_stages), ((step // num_stages) & 1) ^ 1)
 
@@ -62,7 +62,7 @@ class Pipeline:
     def fill(self, inputs, stage, source, k):
         """Producer: start the TMA loads of step k along K of a tile into a free stage.
 
-        source: a `Source`. `full` of the stage completes once all bytes have landed.
+        source: a `Source`. `full` of the stage completes once all bytes have arrived.
         """
         full = self.full.index(stage)
         num_bytes: gl.constexpr = inputs.x.block_type.nbytes + inputs.y.block_type.nbytes
@@ -92,7 +92,7 @@ class StageFactors:
 
 @aggregate
 class Accumulators:
-    """Accumulators in tensor memory, used in turns: the epilogue of one overlaps the products of the next."""
+    """Accumulators in tensor memory, used alternately: the epilogue of one overlaps the products of the next."""
 
     bufs: tensor_memory_descriptor  # float32 [num_accumulators, block_x, block_y]
     complete: gl.shared_memory_descriptor  # mbarriers [num_accumulators, 1]
@@ -107,7 +107,7 @@ class Accumulators:
 
     @gluon.jit
     def wait_free(self, tile):
-        """Multiplier: wait until the epilogue has read what the accumulator held before."""
+        """Multiplier: wait until the epilogue has read the accumulator's previous tile."""
         count: gl.constexpr = self.cfg.num_accumulators
         mbarrier.wait(self.free.index(tile % count), ((tile // count) & 1) ^ 1)
 

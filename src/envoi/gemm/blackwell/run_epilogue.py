@@ -1,9 +1,9 @@
 """Run a lowered epilogue on an accumulator in tensor memory, in column chunks; partial sums of split tiles.
 
-A chunk is `cfg.epilogue_columns` wide: that bounds the registers it is loaded to.
+A chunk is `cfg.epilogue_columns` wide: that bounds the registers it takes.
 """
 
-# The order of a comparison's sides means something to the compiler.
+# The order of a comparison's operands matters to Triton's compiler.
 # ruff: noqa: SIM300
 
 import triton.experimental.gluon.language as gl
@@ -21,16 +21,16 @@ from envoi.runtime.triton_compat import tmem_layout
 
 @aggregate
 class Products:
-    """An accumulator of which the products have ended."""
+    """Accumulator whose products have ended."""
 
     acc: tensor_memory_descriptor  # float32 [block_x, block_y]
     free: gl.shared_memory_descriptor  # its barrier: see `pipeline`
-    is_empty: Scalar  # True if there were no steps along K: the accumulator holds something else, its sum is 0
+    is_empty: Scalar  # True without steps along K: the sum is 0, the accumulator's content stale
 
 
 @gluon.constexpr_function
 def chunk_layout(rows, columns, num_warps):
-    """Return the register layout of a chunk: of 4 warps a thread has a row, of 8 warps half a row."""
+    """Return the register layout of a chunk: a thread has a row with 4 warps, half a row with 8."""
     part = TensorMemoryLayout((rows, columns), col_stride=1)
     return tmem_layout(gl.float32, (rows, columns), part, num_warps)
 
@@ -46,8 +46,8 @@ def load_chunk(acc, COLUMN: gl.constexpr, cfg: gl.constexpr):
 def apply_in_chunks(products, out, args, COLUMN: gl.constexpr, WIDTH: gl.constexpr):
     """Apply the epilogue to the WIDTH columns of a tile from COLUMN on; return the merged row reductions.
 
-    out: `OutputTile`. args: `ChunkArgs`. The accumulator is released once its last chunk has been loaded; that of a
-    split tile has been before, and its chunks are the sums of all parts.
+    out: `OutputTile`. args: `ChunkArgs`. The accumulator is released once its last chunk has been loaded; a split
+    tile's has been released before, and its chunks are the sums of all parts.
     """
     problem = args.epilogue.problem
     cfg: gl.constexpr = problem.cfg

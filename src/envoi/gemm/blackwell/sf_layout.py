@@ -1,8 +1,8 @@
-"""Scale factors as Blackwell's tensor cores read them.
+"""Packing of scale factors into the layout that Blackwell's tensor cores read.
 
-[rows, factors along K], a byte each, is cut into blocks of 128 rows and 4 factors; a block is 512 bytes in which row r,
-factor j stands at (r % 32) * 16 + (r // 32) * 4 + j. Blocks along K follow each other, then those of the next 128 rows.
-What is missing to whole blocks is 0.
+[rows, factors along K], a byte each, is cut into blocks of 128 rows and 4 factors; a block is 512 bytes with row r,
+factor j at (r % 32) * 16 + (r // 32) * 4 + j. Blocks along K are adjacent, then those of the next 128 rows. Partial
+blocks are padded with 0.
 
     packed[r // 128, j // 4, (r % 32) * 16 + (r % 128) // 32 * 4 + j % 4] = sf[r, j]
 """
@@ -13,14 +13,14 @@ ROWS, COLUMNS = 128, 4
 
 
 def num_blocks(num_rows: int, num_groups: int = 0) -> int:
-    """Blocks of rows; of rows sorted by group each group has blocks of its own: at most one more a group."""
+    """Return the number of blocks of rows; each group of sorted rows starts a new block, at most one more a group."""
     return -(-num_rows // ROWS) + num_groups
 
 
 def pack(sf: torch.Tensor, offsets: torch.Tensor | None = None) -> torch.Tensor:
-    """[rows, factors], or of experts' weights [E, rows, factors], a byte each -> [blocks, blocks along K, 2, 256].
+    """Pack [rows, factors], or experts' weights' [E, rows, factors], a byte each, to [blocks, blocks along K, 2, 256].
 
-    offsets [E + 1]: the rows are sorted by expert, and each expert's begin with a block of their own.
+    offsets [E + 1]: the rows are sorted by expert, and each expert's rows start a new block.
     """
     if sf.dim() == 3:
         return torch.cat([pack(one) for one in sf])
@@ -35,7 +35,7 @@ def pack(sf: torch.Tensor, offsets: torch.Tensor | None = None) -> torch.Tensor:
 
 
 def _places(rows: int, offsets: torch.Tensor | None, device: torch.device) -> torch.Tensor:
-    """Where each row goes. No value leaves the device."""
+    """Return the packed position of each row, without copying a value to the host."""
     ids = torch.arange(rows, device=device)
     if offsets is None:
         return ids

@@ -10,15 +10,15 @@ from envoi.runtime.math import cdiv, next_power_of_2
 
 RESERVED_BYTES = 2048  # of shared memory, for barriers and for what reductions exchange
 MIN_STAGES = 2
-MAX_ACCUMULATORS = 128  # of a thread; more leave the epilogue too few registers
+MAX_ACCUMULATORS = 128  # of a thread; with more the epilogue has too few registers
 
 
 @dataclass(frozen=True)
 class Config(Constant):
-    """How the Hopper GEMM cuts one problem; `TileConfig` says what the tile's fields mean.
+    """Tiling of one problem by the Hopper GEMM; `TileConfig` documents the tile's fields.
 
     rows_per_consumer: 64 or 128. num_consumers: 1 or 2; two share each tile, each with its own rows of x, or with
-        `pingpong` take whole tiles in turns, so that the epilogue of one overlaps the mainloop of the other.
+        `pingpong` take whole tiles alternately, so that the epilogue of one overlaps the mainloop of the other.
     block_y: a power of two from 8 to 256. block_k: elements of K in a stage. num_stages: stages in the ring.
     num_warps: of a consumer, 4 or 8.
     epilogue_columns, num_store_buffers: the epilogue's column chunks, and the ring through which TMA stores them.
@@ -51,12 +51,12 @@ class Config(Constant):
 
     @property
     def block_m(self) -> int:
-        """Tokens of a tile, or of the lower kind."""
+        """Tokens of a tile; of the lower kind with `wide_tail_tiles`."""
         return self.rows_per_consumer if self.wide_tail_tiles else self.block_y if self.swap_ab else self.block_x
 
     @property
     def block_n(self) -> int:
-        """Features of a tile, or of the wider kind."""
+        """Features of a tile; of the wider kind with `wide_tail_tiles`."""
         return self.block_x if self.swap_ab else self.block_y * self.y_boxes_per_stage
 
     @property
@@ -76,11 +76,11 @@ class Config(Constant):
 
     @property
     def spread_experts(self) -> bool:
-        """Each warp has all of a vector over the experts: sums over it need no barrier."""
+        """False: each warp holds whole vectors over the experts, so that sums over them need no barrier."""
         return False
 
     def label(self) -> str:
-        """A short name for tables, "2x64x128 k64x8 p64x1 pingpong"; fields with their default are left out."""
+        """Return a short name for tables, "2x64x128 k64x8 p64x1 pingpong"; fields with their default are omitted."""
         parts = [
             f"{self.num_consumers}x{self.rows_per_consumer}x{self.block_y}",
             f"k{self.block_k}x{self.num_stages}",
@@ -182,7 +182,7 @@ def accumulator_registers(config: Config) -> int:
 def shared_bytes(problem: Problem, config: Config, code: Lowered) -> int:
     """Return the bytes of shared memory: the stages, the buffers of TMA outputs and of TMA operands, a reserve."""
     x_rows = config.num_x_boxes * config.rows_per_consumer
-    y_rows = 0 if config.wide_tail_tiles else config.num_stages * config.block_y  # else within x's
+    y_rows = 0 if config.wide_tail_tiles else config.num_stages * config.block_y  # wide: within x's
     stages = (x_rows + y_rows) * config.block_k * problem.element_bytes
     rows = config.rows_per_consumer * config.num_consumers
     columns = min(config.epilogue_columns, config.block_y)
@@ -229,7 +229,7 @@ def candidates(problem: Problem, code: Lowered) -> list[Config]:
             Config(64, 1, 256, k, 5),
         ]
     wide = Config(64, 2, 128, 128, 5, wide_tail_tiles=True)
-    # With fewer rows the weights bound it, and more stages of them help more; with fewer stages wide tiles lose.
+    # With fewer rows, loading weights bounds the time and more stages help more; wide tiles need all their stages.
     if problem.scaled and per_group > 64 and fitted(problem, wide, code).num_stages == wide.num_stages:
         found.append(wide)
     if not code.whole and not code.leaving and not code.side:
@@ -246,9 +246,9 @@ def candidates(problem: Problem, code: Lowered) -> list[Config]:
     return [config for config in dict.fromkeys(found) if not supports(problem, config, code)]
 
 
-# Cycles, from measurements on an H200; they rank configs, no more.
+# Cycles, from measurements on an H200; only for ranking configs.
 LAUNCH, FIRST_STAGE, TILE, PINGPONG_TILE, JOIN = 4000, 2500, 3000, 1500, 6000
-L2_BYTES, DRAM_BYTES = 80, 2400  # a cycle: for one multiprocessor, for all
+L2_BYTES, DRAM_BYTES = 80, 2400  # per cycle: for one multiprocessor, for all
 
 
 def predicted_cycles(problem: Problem, config: Config, num_sms: int) -> float:
@@ -276,7 +276,7 @@ def predicted_cycles(problem: Problem, config: Config, num_sms: int) -> float:
         cycles += steps * step + around
     moved = problem.element_bytes * problem.K * (problem.M + groups * problem.N) + 2 * problem.M * problem.N
     memory = moved / DRAM_BYTES
-    # Whichever is longer hides most of the other.
+    # The longer one hides most of the other.
     return LAUNCH + FIRST_STAGE + TILE + max(cycles, memory) + 0.2 * min(cycles, memory)
 
 

@@ -13,7 +13,7 @@ from envoi.runtime.aggregate import aggregate
 
 @aggregate
 class ConsumerArgs:
-    """What a consumer reads and writes."""
+    """Consumer's stages, epilogue and scale factors."""
 
     pipeline: Pipeline
     epilogue: EpilogueArgs
@@ -46,7 +46,7 @@ def consumer(args, role: gl.constexpr):
         tile = scheduler.tile(unit.tile)
         boxes = boxes_of(part, tile, cfg)
         tile = Tile(tile.x + boxes.x * cfg.rows_per_consumer, tile.y + boxes.y * cfg.block_y, tile.row_end, tile.expert)
-        # False if this share lies after the last token, or after the last feature.
+        # False if this share starts after the last token, or after the last feature.
         has_rows = (tile.y < tile.row_end) & (tile.x < problem.N) if cfg.swap_ab else tile.x < tile.row_end
         if cfg.split_k == 1:
             if has_rows:
@@ -54,8 +54,8 @@ def consumer(args, role: gl.constexpr):
         if cfg.pingpong:
             pipeline.wait_for_turn(tiles_multiplied, role)
             tiles_multiplied += 1
-        # A share without rows is multiplied too, of whatever the stages hold: CTAs that saved this time would drift
-        # apart and share less in the L2.
+        # A share without rows multiplies the stages' contents too: CTAs that skipped it would drift apart and share
+        # less in the L2.
         if args.is_block_scaled:
             scaled_tile = Tile(tile.x, tile.y, tile.row_end, expert_with_weights(tile, problem))
             acc, step = accumulate_block_scaled(pipeline, step, unit, scaled_tile, args.scales, boxes, role)
@@ -80,7 +80,7 @@ def consumer(args, role: gl.constexpr):
 def boxes_of(part, tile, cfg: gl.constexpr):
     """Return which boxes of a stage a consumer multiplies: its own x box and the one y box.
 
-    In a wide tail tile (the second x box would lie after the expert's rows) the one x box and its own y box.
+    In a wide tail tile (the second x box would start after the expert's rows) the one x box and its own y box.
     """
     if cfg.wide_tail_tiles:
         is_wide = (tile.x + cfg.rows_per_consumer >= tile.row_end).to(gl.int32)

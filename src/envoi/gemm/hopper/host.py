@@ -1,4 +1,4 @@
-"""Host side of the Hopper GEMM: which calls it takes, how scale factors reach it, its config, its launch.
+"""Host side of the Hopper GEMM: supported calls, scale factors, choice of a config, launch.
 
 run_gemm -> work_of (scale factors apart) -> _lowered (the epilogue) -> tune.choose -> arguments -> launch
 """
@@ -34,14 +34,14 @@ from envoi.types import Matrix, QuantTensor
 
 HALVES = (torch.bfloat16, torch.float16)
 MAX_WHOLE = 256  # columns of a row that a tile can hold
-MAX_SCALED = 128  # the same with scale factors along K
+MAX_SCALED = 128  # columns of a row that a tile can hold with scale factors along K
 MAX_FEW_COLUMNS = 64  # columns that an epilogue may need at once where tokens are few
-FEW_TOKENS = 64  # tokens (of an expert) up to which the weights go on the instruction's M side
-MANY_TILES = 100  # fewer tiles leave too many multiprocessors idle
+FEW_TOKENS = 64  # tokens (of an expert) up to which the weights are the instruction's M side
+MANY_TILES = 100  # with fewer tiles too many multiprocessors are idle
 A_SF, B_SF = "a_sf of the GEMM", "b_sf of the GEMM"  # operands' names that no parameter can have
 
 
-# Which calls the kernel takes
+# Supported calls
 
 
 def supports_hopper(a: Matrix, b: Matrix, ir: IR) -> str:
@@ -58,7 +58,7 @@ def supports_hopper(a: Matrix, b: Matrix, ir: IR) -> str:
 def needs_rows_after(ir: IR, N: int, kind: str, num_tokens: int | None = None) -> bool:
     """Return True if no tile can hold what the epilogue needs, so that a second kernel runs it on rows in memory.
 
-    kind: from `scaling`. num_tokens: also True if so few tiles as wide as it needs would leave most of the GPU idle.
+    kind: from `scaling`. num_tokens: also True if tiles of the width it needs are too few to fill the GPU.
     """
     widest = MAX_SCALED if kind == "blocks" else MAX_WHOLE
     columns = piece_columns(ir)
@@ -90,7 +90,7 @@ def _rows_per_factor(x: QuantTensor) -> str:
     return "row" if x.group[0] == 1 else "all" if x.group[0] >= x.shape[-2] else ""
 
 
-# A call as the kernel sees it
+# From a call to the kernel's operands
 
 
 @kept_with_ir
@@ -121,7 +121,7 @@ def _factor(name: str, of: str, shape, kind: str) -> Operand:
 
 @dataclass(frozen=True)
 class Work:
-    """A call with plain values: scale factors along K apart, all others as operands of the IR.
+    """Call with plain values: scale factors along K in `scales`, all others as operands of the IR.
 
     scales: factors of a [M, K / 128] and of b [.., N / 128, K / 128], float32, or None.
     """
@@ -135,12 +135,12 @@ class Work:
 
     @property
     def num_groups(self) -> int:
-        """Experts of a grouped GEMM, else 0."""
+        """Number of experts of a grouped GEMM, else 0."""
         return 0 if self.offsets is None else self.b.shape[0]
 
     @property
     def rows_after(self) -> bool:
-        """True if `triton_host.finish_rows` runs the epilogue."""
+        """Return True if `triton_host.finish_rows` runs the epilogue."""
         tokens = None if self.num_groups else self.a.shape[0]
         return needs_rows_after(self.ir, self.b.shape[-2], "blocks" if self.scales else "", tokens)
 
@@ -156,7 +156,7 @@ def work_of(a: Matrix, b: Matrix, ir: IR, operands: dict, offsets: torch.Tensor 
         return Work(*values, ir, operands, (a.sf.contiguous(), b.sf.contiguous()), offsets)
     of_a, of_b = _rows_per_factor(a), _rows_per_factor(b)
     b_sf = b.sf.flatten(-2)
-    if b_sf.dim() == 2 and of_b == "all":  # a factor for each expert
+    if b_sf.dim() == 2 and of_b == "all":  # one factor per expert
         b_sf, of_b = b_sf.expand(-1, b.shape[-2]), "row"
     scales = {A_SF: a.sf.reshape(-1), B_SF: b_sf.contiguous()}
     return Work(*values, with_scales(ir, of_a, of_b), {**scales, **operands}, None, offsets)
@@ -164,10 +164,10 @@ def work_of(a: Matrix, b: Matrix, ir: IR, operands: dict, offsets: torch.Tensor 
 
 @dataclass(frozen=True)
 class Call:
-    """One launch. a [M, K], b [N, K] or [E, N, K], both from `tma_ready`.
+    """Operands of one launch. a [M, K], b [N, K] or [E, N, K], both from `tma_ready`.
 
     operands: in the IR's order, their names in `names`. outputs: one for each of code.slots. offsets: int32 [E + 1] of
-    a grouped GEMM, or None; grouping: which of its rows are written, and where. scales: as in `Work`.
+    a grouped GEMM, or None; grouping: the rows that are written, and their addresses. scales: as in `Work`.
     """
 
     a: torch.Tensor
@@ -182,17 +182,17 @@ class Call:
 
     @property
     def num_groups(self) -> int:
-        """Experts of a grouped GEMM, else 0."""
+        """Number of experts of a grouped GEMM, else 0."""
         return 0 if self.offsets is None else self.b.shape[0]
 
     @property
     def num_tokens(self) -> int:
-        """Rows of a, or those that are expected."""
+        """Rows of a, or the expected number of them."""
         return self.grouping.likely_rows(self.a.shape[0])
 
     @property
     def row_mode(self) -> RowMode:
-        """Which rows the kernel computes."""
+        """Rows that the kernel computes."""
         return RowMode.of(self.offsets is not None, self.grouping.write_tail)
 
     @property
@@ -203,7 +203,7 @@ class Call:
 
 
 def problem_of(call: Call) -> Problem:
-    """Return what the choice of a config depends on."""
+    """Return the sizes that the choice of a config depends on."""
     K, N = call.a.shape[1], call.b.shape[-2]
     return Problem(call.num_tokens, N, K, call.a.itemsize, call.num_groups, call.scales is not None, call.side_bytes)
 
@@ -235,7 +235,7 @@ def planned(
     a: Matrix, b: Matrix, offsets: torch.Tensor | None, ir: IR, out_dtype: torch.dtype, operands: dict, num_sms: int,
     grouping: Grouping = ALL_ROWS,
 ) -> tuple[Call, Config]:  # fmt: skip
-    """Return what `run_gemm` launches for these tensors, which may be on "meta", with shipped configs only.
+    """Return the call and config that `run_gemm` launches for these tensors (may be "meta"), from shipped configs only.
 
     An epilogue on rows too long for a tile has a second kernel; this is the first.
     """
@@ -309,7 +309,7 @@ def arguments(call: Call, config: Config, num_sms: int) -> tuple[tuple[int], tup
     )  # fmt: skip
 
 
-# What the launches of all Gluon GEMMs share
+# Shared by the launches of all Gluon GEMMs
 
 
 def units(M: int, N: int, config: TileConfig, num_sms: int) -> tuple[int, int]:

@@ -3,7 +3,7 @@
 One CTA on each SM. `gemm_kernel` allocates the pipeline, starts the first loads and then splits its warps into roles:
 
     role         warps    registers a thread         work
-    consumer 0   4 or 8   what the others leave      its share of each tile: mainloop, then epilogue
+    consumer 0   4 or 8   all that remain            its share of each tile: mainloop, then epilogue
     consumer 1   4 or 8   232; 240 if block-scaled   with two consumers
     producer     1        40;   24 if block-scaled   TMA loads of both operands
 

@@ -1,6 +1,6 @@
 """Shared-memory pipeline of the Hopper GEMM: the ring of stages between the producer and the consumers.
 
-One stage holds what a tile needs of block_k elements along K, as TMA boxes:
+A stage holds a tile's operands for block_k elements along K, as TMA boxes:
 
     x box [rows_per_consumer, block_k]   one for each consumer of the tile
     y box [block_y, block_k]             one, shared by the consumers
@@ -31,7 +31,7 @@ from envoi.runtime.triton_compat import reinterpret, tma_load
 
 @aggregate
 class StageBoxes:
-    """The two TMA boxes of a stage that one consumer multiplies."""
+    """Indices of the two TMA boxes of a stage that one consumer multiplies."""
 
     x: Scalar
     y: Scalar
@@ -87,7 +87,7 @@ class Pipeline:
 
     @gluon.jit
     def wait_full(self, step):
-        """Consumer: wait until the producer's step-th fill has landed."""
+        """Consumer: wait until the producer's step-th fill is complete."""
         num_stages: gl.constexpr = self.cfg.num_stages
         mbarrier.wait(self.full.index(step % num_stages), (step // num_stages) & 1)
 
@@ -103,7 +103,7 @@ class Pipeline:
         """Consumer: hand the stage of a step back to the producer. The wgmma that read it must have completed."""
         mbarrier.arrive(self.empty.index(step % self.cfg.num_stages), count=1, pred=pred)
 
-    # pingpong: two consumers, each with tiles of its own, use the tensor cores in turns
+    # pingpong: two consumers, each with its own tiles, use the tensor cores alternately
 
     @gluon.jit
     def wait_for_turn(self, count, role: gl.constexpr):
@@ -124,7 +124,7 @@ class Pipeline:
 
     @gluon.jit
     def wait_empty(self, step):
-        """Producer: wait until all consumers have released what the stage held before."""
+        """Producer: wait until all consumers have released the stage's previous fill."""
         num_stages: gl.constexpr = self.cfg.num_stages
         mbarrier.wait(self.empty.index(step % num_stages), ((step // num_stages) & 1) ^ 1)
 
@@ -132,8 +132,8 @@ class Pipeline:
     def fill(self, x_desc, y_desc, stage, tile, k, IS_LOW: gl.constexpr):
         """Producer: start the TMA loads of a tile's elements [k, k + block_k) into a free stage.
 
-        IS_LOW: the tile has one x box only; the second one's rows lie after the expert's last. `full` of the stage
-        completes once all bytes have landed.
+        IS_LOW: the tile has one x box only; the second one's rows are after the expert's last. `full` of the stage
+        completes once all bytes have arrived.
         """
         cfg: gl.constexpr = self.cfg
         num_x: gl.constexpr = 1 if IS_LOW else cfg.consumers_per_tile

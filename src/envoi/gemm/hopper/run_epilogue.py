@@ -29,7 +29,7 @@ class RowReductions:
 
 @aggregate
 class EpilogueArgs:
-    """What the epilogue reads and writes."""
+    """Epilogue's inputs, outputs and scratch."""
 
     descs: gl.tuple  # TMA descriptors: of two outputs, then of two tile operands; None where there is none
     operands: gl.tuple  # pointers and scalars in the order of the epilogue's operands
@@ -42,7 +42,7 @@ class EpilogueArgs:
 
 @aggregate
 class EpilogueBuffers:
-    """A consumer's shared memory for its epilogue; no other role touches it."""
+    """Shared memory of a consumer for its epilogue; no other role uses it."""
 
     stores: gl.tuple  # for each TMA output a ring of cfg.num_store_buffers chunks
     loads: gl.tuple  # for each TMA operand a chunk
@@ -59,7 +59,7 @@ class EpilogueBuffers:
 
 @aggregate
 class OutputTile:
-    """A consumer's share of a tile as the epilogue sees it: rows [m, m_end) of the tokens, columns from n on."""
+    """Share of a tile that a consumer's epilogue works on: rows [m, m_end) of the tokens, columns from n on."""
 
     m: Scalar
     n: Scalar
@@ -70,7 +70,7 @@ class OutputTile:
 
 @aggregate
 class ChunkArgs:
-    """What stays the same from chunk to chunk of a tile."""
+    """Values shared by all chunks of a tile."""
 
     epilogue: EpilogueArgs  # with the operands of the tile's expert
     buffers: EpilogueBuffers

@@ -1,11 +1,11 @@
-"""What a kernel's shared parts ask of its config: the tile scheduler, the epilogue, and the host's descriptors."""
+"""Interface of a config for the parts that kernels share: tile scheduler, epilogue, and the host's descriptors."""
 
 from typing import Protocol, runtime_checkable
 
 
 @runtime_checkable
 class TileConfig(Protocol):
-    """How a GEMM is cut into tiles and column chunks; every kernel's config has this, and fields of its mainloop.
+    """Tiles and column chunks of a GEMM; every kernel's config has these fields, and those of its mainloop.
 
     x and y are the M and the N side of the tensor-core instruction: tokens and features, or swapped (`swap_ab`). A
     consumer is the role that holds an accumulator: [rows_per_consumer, block_y].
@@ -56,12 +56,12 @@ class TileConfig(Protocol):
 
     @property
     def swap_ab(self) -> bool:
-        """True if x are the features and y the tokens: few tokens fill a narrow N side."""
+        """Return True if x are the features and y the tokens: few tokens fill a narrow N side."""
         ...
 
     @property
     def wide_tail_tiles(self) -> bool:
-        """True if an expert's last rows get tiles of another shape; see the picture."""
+        """Return True if an expert's last rows get tiles of another shape; see the picture."""
         ...
 
     # schedule
@@ -73,12 +73,12 @@ class TileConfig(Protocol):
 
     @property
     def swizzle_rows(self) -> int:
-        """Rows of tiles that are walked together, so that both operands stay in the L2."""
+        """Rows of tiles that the L2 swizzle walks together, so that both operands stay in the L2."""
         ...
 
     @property
     def spread_experts(self) -> bool:
-        """True if vectors over experts are spread over a role's warps; else each warp has all."""
+        """Return True if vectors over experts are spread over a role's warps; else each warp has all."""
         ...
 
     # epilogue

@@ -1,6 +1,6 @@
-"""Measured configs: kept on disk, looked up before the model of `config.py` is asked.
+"""Measured configs of the Hopper GEMM on disk, which take precedence over the model of `config.py`.
 
-Entries come from `tuned.json` beside this file, which is shipped, and from `gemm.json` in the cache directory, which
+Entries are read from the shipped `tuned.json` beside this file and from `gemm.json` in the cache directory, which
 `envoi tune` writes. A key names the multiprocessors, the problem and the kind of epilogue; tokens are rounded up to a
 power of two, since serving sees every number of them.
 """
@@ -31,7 +31,7 @@ def key_of(problem: Problem, code: Lowered, num_sms: int) -> str:
 
 
 def best(problem: Problem, code: Lowered, num_sms: int, shipped_only: bool = False) -> Config | None:
-    """Return the measured config, or None. shipped_only: ignore what was measured on this machine."""
+    """Return the measured config, or None. shipped_only: ignore measurements from this machine."""
     found = _entries(shipped_only).get(key_of(problem, code, num_sms))
     if found is None:
         return None
@@ -52,7 +52,7 @@ def _entries(shipped_only: bool) -> dict[str, Config]:
 
 
 def _config(value: Any) -> Config:
-    """An entry. Raises ValueError for fields that Config hasn't, lacks or can't have such values of."""
+    """Parse an entry. Raises ValueError for unknown fields, missing fields and invalid values."""
     if not isinstance(value, dict):
         raise ValueError(f"expected an object, got {type(value).__name__}")
     try:

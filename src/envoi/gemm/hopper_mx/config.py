@@ -1,4 +1,4 @@
-"""Configs of the Hopper GEMM for MX weights: one frozen MxConfig, and the choice by rule."""
+"""Configs of the Hopper GEMM for MX weights: one frozen MxConfig, and the rules that choose one."""
 
 from dataclasses import dataclass, replace
 
@@ -9,8 +9,8 @@ from envoi.runtime.devices import SHARED_BYTES
 from envoi.runtime.math import cdiv
 
 NARROW, WIDE = 64, 128  # features of a consumer, 16 for each of its warps
-SPAN = 512  # elements of K whose scale factors are loaded at once
-ROW_BYTES = 128  # of weights in a stage, at most
+SPAN = 512  # elements along K whose scale factors are loaded at once
+ROW_BYTES = 128  # of a weight row in a stage, at most
 MAX_STAGES = 12
 TOKEN_TILES = (8, 16, 32, 64, 128)
 DEEP_TOKENS = 64  # tiles with more tokens have stages with less of K
@@ -19,9 +19,9 @@ MANY_TOKENS = {64: 1.0, 128: 1.64}  # relative time of a tile, measured
 
 @dataclass(frozen=True)
 class MxConfig(Constant):
-    """How the kernel cuts one problem: tiles of num_consumers * rows_per_consumer features and block_y tokens.
+    """Tiling of one problem: tiles of num_consumers * rows_per_consumer features and block_y tokens.
 
-    Features are the M side of wgmma always, and K is never split; `TileConfig` says what the tile's fields mean.
+    Features are always the M side of wgmma, and K is never split; `TileConfig` documents the tile's fields.
     num_consumers: 1 or 2. bits: of a weight, 4 or 8. tame: as in QuantTensor.
     """
 
@@ -59,7 +59,7 @@ class MxConfig(Constant):
 
     @property
     def spread_experts(self) -> bool:
-        """Each warp has all of a vector over the experts: sums over it need no barrier."""
+        """False: each warp holds whole vectors over the experts, so that sums over them need no barrier."""
         return False
 
     @property
@@ -94,17 +94,17 @@ class MxConfig(Constant):
 
     @property
     def num_sf_spans(self) -> int:
-        """Spans whose scale factors there is room for: as many as the stages in flight can belong to."""
+        """Number of spans whose scale factors fit: as many as the stages in flight can belong to."""
         return cdiv(self.num_stages - 1, SPAN // self.block_k) + 1
 
     def label(self) -> str:
-        """A short name for tables, "mx4 2x64x16 x12"."""
+        """Return a short name for tables, "mx4 2x64x16 x12"."""
         kind = f"mx{self.bits}{' tame' * self.tame}"
         return f"{kind} {self.num_consumers}x{self.rows_per_consumer}x{self.block_y} x{self.num_stages}"
 
 
 def shared_bytes(config: MxConfig) -> int:
-    """Return the bytes of shared memory: weights, tokens, scale factors, and what transposing a tile takes."""
+    """Return the bytes of shared memory: weights, tokens, scale factors, and the buffer for transposing a tile."""
     weights, tokens = config.block_x * config.words * 4, config.block_y * config.block_k * 2
     transposed = config.block_x * min(config.block_y, 32) * 4
     scales = config.num_sf_spans * config.block_x * 16
@@ -137,7 +137,7 @@ def choose(
 
 
 def tokens_of_a_tile(tokens: int) -> int:
-    """Return the tokens of a tile for so many tokens an expert."""
+    """Return the tokens of a tile for `tokens` tokens an expert."""
     if tokens <= DEEP_TOKENS:
         return next(size for size in TOKEN_TILES if size >= tokens)
     return min(MANY_TOKENS, key=lambda size: cdiv(tokens, size) * MANY_TOKENS[size])

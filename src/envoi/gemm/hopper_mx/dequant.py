@@ -1,8 +1,8 @@
-"""Writes the PTX that widens MXFP4 or MXFP8 weights to bf16 and multiplies them by their scale factors.
+"""Writer of the PTX that widens MXFP4 or MXFP8 weights to bf16 and multiplies them by their scale factors.
 
-An element's bits, moved to where bf16 has them, are its value times a small power of two. One multiplication by the
-scale factor times the inverse of that power completes it; where bf16 can't hold this product, it takes two. Weights
-that are tame (see `QuantTensor.tame`) never need two, and have no NaN except from their scale factors.
+An element's bits, moved to their positions in bf16, are its value times a small power of two. One multiplication by
+the scale factor times the inverse of that power completes it; where bf16 can't hold this factor, it takes two.
+Weights with `QuantTensor.tame` never need two, and have no NaN except from their scale factors.
 """
 
 from dataclasses import dataclass
@@ -10,11 +10,11 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class Element:
-    """A format of elements.
+    """Format of a weight's elements.
 
-    moved: PTX from a word, the last of its operands, to registers of two bf16 each, the others.
+    moved: PTX that expands a word, the last operand, into registers of two bf16 each, the other operands.
     exponent: moved elements are their value times 2^-exponent.
-    per_word: registers that a word fills.
+    per_word: registers that a word expands into.
     """
 
     moved: str
@@ -53,10 +53,10 @@ POISON = """
 
 
 def widening(bits: int, tame: bool) -> str:
-    """Return the PTX for what a thread widens at once: $0 .. $15 from words of a row, then of the row 8 below it.
+    """Return the PTX for what a thread widens at once, to $0 .. $15: 16 elements of a row, then 16 of the row 8 below.
 
-    Every operand stands for 32 elements: words from $16, factors' bytes from $48; if not tame, whether one of the
-    warp's factors may take two multiplications from $80.
+    Each input has 32 operands, one for each element: words from $16, factors' bytes from $48 and, if not tame, from $80
+    whether one of the warp's factors may take two multiplications.
     """
     element = ELEMENTS[bits]
     rows = (Row("f", 0, element), Row("g", 1, element))
@@ -83,7 +83,7 @@ def _two_steps(rows: tuple["Row", "Row"], scaled: str) -> str:
 
 @dataclass(frozen=True)
 class Row:
-    """The PTX for one of a thread's two rows: 16 elements under one factor, whose register is `name`."""
+    """PTX for one of a thread's two rows: 16 elements with one factor, in register `name`."""
 
     name: str
     index: int
@@ -91,49 +91,49 @@ class Row:
 
     @property
     def words(self) -> list[str]:
-        """Its words."""
+        """PTX operands with the row's packed weights."""
         per_word = self.element.per_word
         return [f"${16 + 16 * self.index + 2 * per_word * w}" for w in range(8 // per_word)]
 
     @property
     def registers(self) -> list[str]:
-        """Where they go."""
+        """PTX operands for the row's widened weights, two bf16 each."""
         return [f"${8 * self.index + i}" for i in range(8)]
 
     @property
     def byte(self) -> str:
-        """The factor's."""
+        """PTX operand with the byte of the row's scale factor."""
         return f"${48 + 16 * self.index}"
 
     def moved(self) -> str:
-        """Elements to where bf16 has them."""
+        """Return the PTX that moves the elements' bits to their positions in bf16."""
         n, registers = self.element.per_word, self.registers
         places = (registers[i : i + n] for i in range(0, 8, n))
         return "".join(self.element.moved.format(*place, word) for place, word in zip(places, self.words, strict=True))
 
     def factor(self) -> str:
-        """The number to multiply by, in both halves, if bf16 can hold it."""
+        """Return the PTX that computes the multiplier in both halves of register `name`, if bf16 can hold it."""
         return f"mad.lo.u32 {self.name}, {self.byte}, 0x00800080, {_both_halves(self.element.exponent)}; "
 
     def first_step(self) -> str:
-        """As much of it as bf16 can hold, NaN for 255."""
+        """Return the PTX that clamps the multiplier to bf16's range, NaN for the byte 255."""
         return FIRST_STEP.format(self.name, self.byte)
 
     def second_factor(self) -> str:
-        """The rest of it."""
+        """Return the PTX that computes the rest of the multiplier, for the second multiplication."""
         least, exponent = 254 - self.element.exponent, self.element.exponent - 127
         scaled = f"mad.lo.u32 {self.name}, x, 0x00800080, {_both_halves(exponent)};"
         return f"\n    max.u32 x, {self.byte}, {least}; {scaled}"
 
     def scaled(self) -> str:
-        """Elements times it."""
+        """Return the PTX that multiplies the elements by register `name`."""
         return "".join(f"mul.rn.bf16x2 {i}, {i}, {self.name}; " for i in self.registers)
 
     def poisoned(self) -> str:
-        """NaN as its factor, if an element is."""
+        """Return the PTX that sets the multiplier to NaN if an element is NaN."""
         return "mov.b32 n, 0;" + "".join(map(FIND_NAN.format, self.words)) + POISON.format(self.name)
 
 
 def _both_halves(exponent: int) -> str:
-    """What adds an exponent, which may be negative, to both halves of a register."""
+    """Return the constant that adds an exponent, which may be negative, to both halves of a register."""
     return f"0x{exponent * 0x00800080 & 0xFFFFFFFF:08X}"

@@ -1,4 +1,4 @@
-"""Host side of the Hopper GEMM for MX weights: which calls it takes, its two launches."""
+"""Host side of the Hopper GEMM for MX weights: supported calls, the two launches."""
 
 from typing import Any, cast
 
@@ -45,8 +45,8 @@ def room_for_tokens(a: Matrix) -> torch.Tensor:
 def widen_tokens(a: Matrix, bits: int, out: torch.Tensor, offsets: torch.Tensor | None = None, rows: int = 8) -> None:
     """Write tokens to `out` as bf16, in the kernel's order of K for weights of `bits`.
 
-    offsets: int32 [E + 1], None for all rows; rows after offsets[E] are left alone. The next launch may start before
-    this one ends: see `wait_for_grid`.
+    offsets: int32 [E + 1], None for all rows; rows after offsets[E] are not written. The next launch may start
+    before this one ends: see `wait_for_grid`.
     """
     from envoi.gemm.hopper_mx import tokens
 
@@ -113,7 +113,7 @@ def _launch(
     config = config or choose(num_tokens, b.shape[-2], num_groups, num_sms, code, bits, b.tame)
     tokens = room_for_tokens(a)
     grid, args = arguments(tokens, b, offsets, code, operands, outputs, config, num_sms, grouping.write_tail)
-    # Nothing may be launched between the two: the GEMM starts early and waits for the launch right before it.
+    # No other launch may be between the two: the GEMM starts early and waits for the launch right before it.
     widen_tokens(a, config.bits, tokens, offsets)
     launch(mx_kernel, grid, args, {"num_warps": config.num_warps, "launch_pdl": True})
 

@@ -1,7 +1,7 @@
 """Hopper GEMM for MXFP4 and MXFP8 weights, widened to bf16 between shared memory and the tensor cores, in registers.
 
     role              warps    registers a thread        work
-    consumer 0        4 or 8   what the others leave     its features of each tile: mainloop, then epilogue
+    consumer 0        4 or 8   all that remain           its features of each tile: mainloop, then epilogue
     consumer 1        4 or 8   `consumer_registers`      with two consumers
     weights_producer  1        40; 24 with 2 consumers   TMA loads of weights and their scale factors
     tokens_producer   1        40; 24 with 2 consumers   TMA loads of tokens
@@ -14,10 +14,10 @@
         acc -> epilogue -> outputs
 
 E2M1 and E4M3 times a power of two are exact in bf16 (except below its smallest number), so that scale factors cost
-nothing after the product and K is summed as in bf16. Weights are the M side of wgmma, as they are in memory. They don't
-wait for the tokens, which the kernel launched before this one widens, so each operand has a producer of its own.
-Widening is arithmetic that only many warps hide, but every consumer has its own copy of the loop and all share the
-instruction caches: hence two consumers of 8 warps at most, and a short loop. `pipeline.py` has the barriers.
+nothing after the product and K is summed as in bf16. Weights are the M side of wgmma, as they are in memory. Their
+loads don't wait for the tokens, which the kernel launched before this one widens: each operand has its own producer.
+Hiding the widening takes many warps, but every consumer has its own copy of the loop and all share the instruction
+caches: hence at most two consumers of 8 warps, and a short loop. `pipeline.py` has the barriers.
 """
 
 import triton.experimental.gluon.language as gl
@@ -35,7 +35,7 @@ from envoi.runtime.triton_compat import role_barrier, tma_load
 
 @aggregate
 class WeightsArgs:
-    """What the weights' producer reads, and where it loads it. The weights of all experts are one matrix."""
+    """Weights producer's TMA descriptors and stages. The weights of all experts are one matrix."""
 
     w_desc: tma.tensor_descriptor  # words of weights [rows, words of K] in boxes [block_x, words]
     sf_desc: tma.tensor_descriptor  # words of scale factors [rows, K / 128] in boxes [block_x, 4]
@@ -78,7 +78,7 @@ def weights_producer(args):
 
 @aggregate
 class TokensArgs:
-    """What the tokens' producer reads, and where it loads it."""
+    """Tokens producer's TMA descriptor and stages."""
 
     x_desc: tma.tensor_descriptor  # bf16 tokens [M, K] in boxes [block_y, block_k]
     pipeline: MxPipeline
@@ -112,7 +112,7 @@ def tokens_producer(args):
 
 @aggregate
 class ConsumerArgs:
-    """What a consumer reads and writes."""
+    """Consumer's stages and epilogue."""
 
     pipeline: MxPipeline
     epilogue: EpilogueArgs

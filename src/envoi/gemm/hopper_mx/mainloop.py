@@ -1,7 +1,7 @@
 """Mainloop of the Hopper GEMM for MX weights: widen in registers, multiply.
 
-Of 64 bytes of a weight row a thread takes 16 neighbours, which share a scale factor. That gives K an order of its own;
-`tokens.widen_kernel` puts the tokens into the same order.
+In each 64 bytes of a weight row a thread reads 16 neighbours, which share a scale factor. This permutes K;
+`tokens.widen_kernel` permutes the tokens' K in this order too.
 """
 
 import triton.experimental.gluon.language as gl
@@ -11,10 +11,10 @@ from triton.experimental.gluon.language.nvidia.hopper import warpgroup_mma, warp
 from envoi.gemm.hopper_mx.dequant import operands, widening
 from envoi.gemm.hopper_mx.pipeline import SPAN
 
-AT_ONCE = gl.constexpr(64)  # elements of K that are widened at once
+AT_ONCE = gl.constexpr(64)  # elements along K that are widened at once
 
-# Row 4 a + 2 b + c of 8 of the instruction's rows is feature 4 c + 2 a + b. The 8 lanes that read 16 bytes each at the
-# same time then read two rows that are in different halves of the swizzled banks.
+# Row 4 a + 2 b + c in each 8 of the instruction's rows is feature 4 c + 2 a + b. Then 8 lanes that read 16 bytes each
+# at once read two rows in different halves of the swizzled banks.
 ROW_LANES = gl.constexpr([[4, 0], [1, 0], [2, 0]])
 
 
@@ -58,19 +58,19 @@ CONSTRAINTS = gl.constexpr({tame: operands(tame) for tame in (True, False)})
 
 @gluon.constexpr_function
 def widening_ptx(bits, tame):
-    """Return the PTX that widens weights of so many bits."""
+    """Return the PTX that widens weights of `bits` bits."""
     return WIDENING.value[bits, tame]
 
 
 @gluon.constexpr_function
 def widening_constraints(tame):
-    """Return the constraints of its operands."""
+    """Return the constraints of the widening PTX's operands."""
     return CONSTRAINTS.value[tame]
 
 
 @gluon.jit
 def repeated(x):
-    """Repeat the elements of [rows, 4, ..] to [rows, 4, 2, 2, 2, 2]; every copy is in the same register."""
+    """Repeat the elements of [rows, 4, ..] to [rows, 4, 2, 2, 2, 2]; all copies share a register."""
     if len(x.shape) == 6:
         return x
     else:
@@ -79,7 +79,7 @@ def repeated(x):
 
 @gluon.jit
 def elementwise(x, bits: gl.constexpr):
-    """Reshape what belongs to 64 elements of K, [rows, thread, ..], to [rows, 64] in the order of K.
+    """Reshape values for 64 elements along K, [rows, thread, ..], to [rows, 64] in the order of K.
 
     The dimensions after the thread are the word, then the bits of a place in it: its register and the half of that
     register, as `dequant` has them.
@@ -198,7 +198,7 @@ def factor_words(sf_buf, step, cfg: gl.constexpr):
 
 @gluon.jit
 def accumulate(pipeline, step, num_spans, role: gl.constexpr):
-    """acc = weights @ tokens.T over the next `num_spans` spans of K; return acc and the next step.
+    """Compute acc = weights @ tokens.T over the next `num_spans` spans of K; return acc and the next step.
 
     acc: float32 [rows_per_consumer, block_y], its rows in the order of `as_operand`. One part of a stage is multiplied
     while the next is widened. Waits on `full` of each stage, releases it once its last wgmma has completed.

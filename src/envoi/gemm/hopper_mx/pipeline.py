@@ -1,7 +1,7 @@
 """Shared-memory pipeline of the Hopper GEMM for MX weights: one ring of stages with two producers.
 
-    stage:  weights  int32 [block_x, words]   their producer starts as soon as the stage is free
-            tokens   bf16 [block_y, block_k]  their producer first waits for the kernel that widens them
+    stage:  weights  int32 [block_x, words]   loaded as soon as the stage is free
+            tokens   bf16 [block_y, block_k]  loaded once the kernel that widens them has ended
     span:   scale factors of 512 elements of K, int32 [block_x, 4]; loaded with the span's first stage
 
     barrier   arrivals        who arrives                          who waits        parity, n = step // num_stages
@@ -18,7 +18,7 @@ from triton.experimental.gluon.language.nvidia.hopper import mbarrier
 
 from envoi.runtime.aggregate import aggregate
 
-SPAN = gl.constexpr(512)  # elements of K whose scale factors are loaded at once: 16 bytes a row
+SPAN = gl.constexpr(512)  # elements along K whose scale factors are loaded at once: 16 bytes a row
 
 
 @aggregate
@@ -52,7 +52,7 @@ class MxPipeline:
 
     @gluon.jit
     def wait_full(self, step):
-        """Consumer: wait until the stage's weights and tokens have landed."""
+        """Consumer: wait until the stage's weights and tokens have been loaded."""
         num_stages: gl.constexpr = self.cfg.num_stages
         mbarrier.wait(self.full.index(step % num_stages), (step // num_stages) & 1)
 
@@ -63,6 +63,6 @@ class MxPipeline:
 
     @gluon.jit
     def wait_empty(self, step):
-        """Producer: wait until all consumers have released what the stage held before."""
+        """Producer: wait until all consumers have released the stage's previous fill."""
         num_stages: gl.constexpr = self.cfg.num_stages
         mbarrier.wait(self.empty.index(step % num_stages), ((step // num_stages) & 1) ^ 1)

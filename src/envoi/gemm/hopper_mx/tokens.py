@@ -1,4 +1,4 @@
-"""Widens tokens to bf16 for the GEMM with MX weights, with K in the order in which its threads have the weights."""
+"""Kernel that widens tokens to bf16 for the GEMM with MX weights, with K in the order of its threads' weights."""
 
 import triton
 import triton.language as tl
@@ -12,11 +12,11 @@ def widen_kernel(
 ):  # fmt: skip
     """Write values [M, K] times 2^(sf - 127) as bf16 to out [M, K rounded up to 128], 0 from K on.
 
-    Place 2 t is that of thread t's first register in the first instruction, 2 t + 1 its upper half, and so on. BITS: of
-    a weight. With 4, of 128 elements with the bits of k called (t1 t0 w1 w0 b i h), the one at place
-    (w1 w0 i h t1 t0 b); with 8, of 64 called (t1 t0 w1 w0 b i), the one at (w1 w0 i t1 t0 b).
+    Position 2 t in the new order is the first half of thread t's first register in the first instruction, 2 t + 1 its
+    upper half, and so on. BITS: of a weight. With 4, the element whose k has the bits (t1 t0 w1 w0 b i h) in its 128
+    is stored at position (w1 w0 i h t1 t0 b); with 8, (t1 t0 w1 w0 b i) in its 64 at (w1 w0 i t1 t0 b).
 
-    num_used: pointer to the number of rows that belong to an expert; None = all M. Other rows are left alone.
+    num_used: pointer to the number of rows that belong to an expert; None = all M. Other rows are not written.
     OVERLAP: the next kernel may start at once; its `wait_for_grid` waits for the end of this one.
     """
     if OVERLAP:

@@ -1,1 +1,1 @@
-"""GEMMs in plain Triton: any GPU, any format, any epilogue, and the interpreter on a CPU."""
+"""GEMMs in plain Triton, for any GPU, any format and any epilogue, and for the interpreter on a CPU."""

@@ -1,4 +1,4 @@
-"""Host side of the Triton GEMM: which calls it takes, its tiles, its launches, and what finishes epilogues."""
+"""Host side of the Triton GEMM: supported calls, tiles, launches, and the kernels that finish epilogues."""
 
 from dataclasses import dataclass
 from typing import Any
@@ -18,7 +18,7 @@ from envoi.runtime.math import cdiv, next_power_of_2
 from envoi.runtime.triton_compat import FP_FUSION
 from envoi.types import Matrix
 
-kernels: Any = device_code  # type checkers would want constexprs for its constants
+kernels: Any = device_code  # Any, because type checkers expect constexprs for its constants
 
 MAX_TILE_N = 256  # columns of a tile of the product
 MAX_ROW = 16384  # columns of a row that one program can hold
@@ -45,12 +45,12 @@ class Side(Constant):
 
     @property
     def scales(self) -> bool:
-        """True if the product is multiplied by its scale factors."""
+        """Return True if the product is multiplied by the scale factors."""
         return self.scale == "f32"
 
     @property
     def folds(self) -> bool:
-        """True if elements are multiplied by their scale factors before the product, which is exact for narrow ones."""
+        """Return True if elements are scaled before the product, which is exact for narrow formats."""
         return self.scale in ("e8m0", "e4m3")
 
 
@@ -70,7 +70,7 @@ def run_gemm(
 ) -> list[torch.Tensor]:  # fmt: skip
     """Return the flat outputs of `envoi.gemm` or, with offsets, of `envoi.grouped_gemm`.
 
-    Values and scale factors of a QuantTensor follow each other. offsets: int32 [E + 1], stays on the device.
+    Values and scale factors of a QuantTensor are adjacent outputs. offsets: int32 [E + 1], not copied to the host.
     Raises ValueError for an epilogue that needs longer rows than one program holds.
     """
     M, N = a.shape[0], b.shape[-2]
@@ -105,7 +105,7 @@ def tile_columns(ir: IR, N: int) -> int:
 
 
 def side_of(x: Matrix) -> Side:
-    """Return the format that a kernel is compiled for."""
+    """Return the format of a matrix, which a kernel is compiled for."""
     if isinstance(x, torch.Tensor):
         return Side("plain", "none", 0)
     whole = x.sf.dtype == torch.float32 and x.sf.shape[-1] <= 1
@@ -132,7 +132,7 @@ def _launch(
     a: Matrix, b: Matrix, offsets: torch.Tensor | None, code: Lowered, operands: tuple, outputs: list, block_n: int,
     write_tail: bool,
 ) -> None:  # fmt: skip
-    """Launch the product with its epilogue, and what completes reductions over rows that span tiles."""
+    """Launch the product with its epilogue, and the kernel that completes reductions over rows that span tiles."""
     M = a.shape[0]
     grid, arguments, options = product_arguments(a, b, offsets, code, operands, outputs, block_n, write_tail)
     _start(kernels.gemm_kernel, grid, arguments, options)
@@ -155,7 +155,7 @@ def product_arguments(
     A, B = side_of(a), side_of(b)
     block_m, block_k, options = tile_rows(M, block_n, a)
     num_experts = 0 if offsets is None else b.shape[0]
-    # Each expert may end with a tile that isn't full. Without rows the first tile still writes what has no rows.
+    # Each expert may end with a partial tile. Without rows the first tile still writes the outputs that have no rows.
     grid = (max(1, cdiv(M, block_m) + num_experts), max(1, cdiv(N, block_n)))
     workspace = torch.empty(code.partials * grid[1] * M, dtype=torch.float32, device=a.device)
     group_k = max(side.group_k for side in (A, B) if side.scales) if A.scales or B.scales else 0
@@ -186,7 +186,7 @@ def finish_rows(
     """Run an epilogue that needs whole rows on accumulators in memory.
 
     acc: float32 [M, N], contiguous, N up to MAX_ROW; with offsets, rows after the last expert's are not read.
-    operands, pointers: from `operand_tensors`. outputs: from `empty_slots`; they are filled, with write_tail also after
+    operands, pointers: from `operand_tensors`. outputs: from `empty_slots`, written here; with write_tail also after
     the last expert's rows.
     """
     code = lower(ir, out_dtype, "triton", True, False, pointers)
@@ -198,9 +198,9 @@ def rows_arguments(
     acc: torch.Tensor, ir: IR, code: Lowered, operands: tuple, outputs: list[torch.Tensor],
     offsets: torch.Tensor | None, write_tail: bool = True,
 ) -> tuple[tuple[int, int], tuple, dict[str, int]]:  # fmt: skip
-    """Return the grid of `rows_kernel`, its arguments and its options. Wider rows, fewer of them a program.
+    """Return the grid of `rows_kernel`, its arguments and options. The wider the rows, the fewer in a program.
 
-    An epilogue that reduces no row gets chunks of rows: more programs for few tokens.
+    An epilogue without row reductions gets chunks of rows: more programs for few tokens.
     """
     M, N = acc.shape
     block_n = max(16, next_power_of_2(N) if late(ir) else 0, piece_columns(ir))
@@ -214,7 +214,7 @@ def rows_arguments(
 
 
 def finish_outputs(ir: IR, written: list[torch.Tensor], offsets: torch.Tensor | None) -> list[torch.Tensor]:
-    """Return the outputs: the slots, with those of reductions over rows reduced."""
+    """Return the outputs: the slots as written, or reduced over rows for reductions."""
     flat: list[torch.Tensor] = []
     slot = iter(written)
     for _, position in ir.outputs:

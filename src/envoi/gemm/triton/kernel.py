@@ -1,18 +1,18 @@
-# What the compiler sees isn't what type checkers see: constants with attributes, names that must be bound, else after
+# Triton compiles code that type checkers reject: constants with attributes, names that must be bound, else after
 # return.
 # pyright: reportAttributeAccessIssue=false, reportArgumentType=false, reportCallIssue=false
 # pyright: reportGeneralTypeIssues=false, reportAssignmentType=false
-"""The GEMM in plain Triton: any sizes, any strides, any format, any epilogue; it runs in the interpreter too.
+"""GEMM in plain Triton for any sizes, strides, formats and epilogues, also in the interpreter.
 
     for each tile of BLOCK_M rows and BLOCK_N columns:            one program
         for k in K, BLOCK_K at a time:
             acc += widened a[rows, k] @ widened b[columns, k].T
         visit(acc) -> outputs; partial reductions of its rows -> workspace, for finish_kernel
     an epilogue that needs whole rows wider than a tile: acc -> workspace, for rows_kernel
-    column reductions, totals: what is reduced -> workspace, for reduce_kernel
+    column reductions, totals: their inputs -> workspace, for reduce_kernel
 
 A matrix arrives as a `MatrixArgs` and a constant `Side`, its format. In a grouped GEMM rows from offsets[E] on are
-treated, with WRITE_TAIL, as those of one more expert, whose product is 0; else nobody touches them.
+treated, with WRITE_TAIL, as those of one more expert, whose product is 0; else they are not written.
 """
 
 from typing import Any, NamedTuple
@@ -44,7 +44,7 @@ class MatrixArgs(NamedTuple):
 
 
 class Product(NamedTuple):
-    """Both matrices of a GEMM: a [M, K], the same for all experts, and b [experts, N, K]."""
+    """Both matrices of a GEMM: a [M, K], shared by all experts, and b [experts, N, K]."""
 
     a: Any
     b: Any
@@ -80,7 +80,7 @@ def place(tile, offsets, M, num_experts, BLOCK_M: tl.constexpr, MAX_EXPERTS: tl.
 
 @triton.jit
 def scale_factors(x, e, ids, groups, mask, side: tl.constexpr):
-    """Load float32 scale factors for ids (of rows) and groups (along K), broadcast; 1 where masked."""
+    """Load float32 scale factors of rows `ids` and groups `groups` along K, broadcast; 1 where masked."""
     row = (ids // x.group_rows).to(tl.int64)
     at = e.to(tl.int64) * x.sf_stride_e + row * x.sf_stride_row + groups * x.sf_stride_k
     if side.scale == "e8m0":
@@ -173,7 +173,7 @@ def gemm_kernel(
     n = n_tile * BLOCK_N
     if MAX_EXPERTS > 0:
         m, m_end, e = place(tile, offsets, M, num_experts, BLOCK_M, MAX_EXPERTS, WRITE_TAIL)
-        if (e == MAX_EXPERTS) & (tile > 0):  # the first tile writes what doesn't belong to a row
+        if (e == MAX_EXPERTS) & (tile > 0):  # the first tile writes outputs without rows
             return
         own = tl.maximum(tl.minimum(e, num_experts - 1), 0)
         k_end = tl.where(e < num_experts, K, 0)
