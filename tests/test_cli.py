@@ -41,7 +41,7 @@ except SystemExit as stop:
     assert not stop.code
 print([name for name in {HEAVY!r} if name in sys.modules], file=sys.stderr)
 """
-    done = subprocess.run((sys.executable, "-c", code), capture_output=True, text=True, timeout=60, check=True)
+    done = subprocess.run((sys.executable, "-c", code), capture_output=True, text=True, check=True)
     assert "usage: envoi" in done.stdout
     assert done.stderr.splitlines()[-1] == "[]"
 
@@ -49,12 +49,12 @@ print([name for name in {HEAVY!r} if name in sys.modules], file=sys.stderr)
 def test_the_package_is_imported_without_a_compiler():
     heavy = ("torch._dynamo", "torch._inductor", "transformers", "matplotlib")
     code = f"import sys, envoi; print([name for name in {heavy} if name in sys.modules])"
-    done = subprocess.run((sys.executable, "-c", code), capture_output=True, text=True, timeout=60, check=True)
+    done = subprocess.run((sys.executable, "-c", code), capture_output=True, text=True, check=True)
     assert done.stdout == "[]\n"
 
 
 def test_the_module_is_the_command():
-    done = subprocess.run((sys.executable, "-m", "envoi.cli", "--version"), capture_output=True, text=True, timeout=60)
+    done = subprocess.run((sys.executable, "-m", "envoi.cli", "--version"), capture_output=True, text=True)
     assert (done.returncode, done.stdout) == (0, f"envoi {envoi.__version__}\n")
 
 
@@ -69,7 +69,7 @@ def test_a_reader_who_leaves_ends_it_without_a_word(arguments, unbuffered):
     os.close(reading)
     command = (sys.executable, "-m", "envoi.cli", *arguments)
     environment = {**os.environ, "PYTHONUNBUFFERED": unbuffered}
-    done = subprocess.run(command, stdout=writing, stderr=subprocess.PIPE, text=True, timeout=60, env=environment)
+    done = subprocess.run(command, stdout=writing, stderr=subprocess.PIPE, text=True, env=environment)
     os.close(writing)
     assert done.stderr == ""
     assert done.returncode == cli.READER_GONE

@@ -8,7 +8,12 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).resolve().parents[1]
-CONFTEST = "from tests.conftest import *\n\ntorch.cuda.device_count = lambda: 1\n"
+CONFTEST = """
+from tests.conftest import *
+
+torch.cuda.device_count = lambda: 1
+torch.cuda.get_device_capability = lambda: (9, 0)
+"""
 TESTS = """
 import pytest
 
@@ -19,6 +24,12 @@ def test_on_a_gpu(): ...
 
 @pytest.mark.gpu(2)
 def test_on_two(): ...
+
+@pytest.mark.gpu(arch="sm_90")
+def test_on_a_hopper(): ...
+
+@pytest.mark.gpu(arch="sm_100")
+def test_on_a_blackwell(): ...
 
 @pytest.mark.gpu(2)
 def test_not_chosen(): ...
@@ -48,9 +59,9 @@ def run(folder, interpret, *options):
 def test_what_a_worker_leaves_out_is_said(folder):
     said = run(folder, "0", "-n", "1")
     assert [line for line in said if line.startswith("needs")] == [
-        "needs TRITON_INTERPRET=1: 2 deselected", "needs 2 GPUs: 1 deselected",
+        "needs TRITON_INTERPRET=1: 2 deselected", "needs 2 GPUs: 1 deselected", "needs a GPU of sm_100: 1 deselected",
     ]  # fmt: skip
-    assert any(line.startswith("2 passed") for line in said)
+    assert any(line.startswith("3 passed") for line in said)
 
 
 def test_the_interpreter_takes_its_own_and_nothing_else(folder):

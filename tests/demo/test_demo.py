@@ -159,7 +159,7 @@ def test_an_empty_prompt_is_refused(model):
 
 def command(*arguments: str) -> subprocess.CompletedProcess:
     return subprocess.run(
-        (sys.executable, "-m", "envoi.cli", "demo", *arguments), capture_output=True, text=True, timeout=200
+        (sys.executable, "-m", "envoi.cli", "demo", *arguments), capture_output=True, text=True
     )
 
 

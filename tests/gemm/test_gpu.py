@@ -252,11 +252,9 @@ COUNTS = [[256] * 8, [0, 1, 130, 0, 64, 700, 0], [16] * 32, [0, 0], [1], [0, 300
 
 
 @pytest.mark.parametrize("counts", COUNTS, ids=str)
-@pytest.mark.parametrize("format", FORMATS)
-def test_groups(counts, format):
+@pytest.mark.parametrize("format", [name for name, (of_a, _) in FORMATS.items() if of_a != "fp8_tensor"])
+def test_groups(counts, format):  # rows need a factor each
     of_a, of_b = FORMATS[format]
-    if of_a == "fp8_tensor":
-        pytest.skip("rows need a factor each")
     P, N, K, E = sum(counts) + 3, 512, 256, len(counts)
     rows, weights = matrix(P, K, of_a, 0), matrix(N, K, of_b, 1, (E,))
     bounds = torch.tensor([0, *torch.tensor(counts).cumsum(0).tolist()])

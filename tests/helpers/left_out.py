@@ -15,14 +15,17 @@ KEY = "left_out"
 
 
 def reason(item: pytest.Item) -> str:
-    """What this process lacks to run it; "" if nothing. The marker `gpu` asks for one GPU, `gpu(2)` for two."""
+    """What this process lacks to run it; "" if nothing. The marker `gpu` asks for one GPU, `gpu(2)` for two,
+    `gpu(arch="sm_90")` for one that is a Hopper."""
     if is_for_interpreter(item.path) and not env.interpreting():
         return "TRITON_INTERPRET=1"
     marker = item.get_closest_marker("gpu")
-    needed = 0 if marker is None else marker.args[0] if marker.args else 1
-    if needed <= torch.cuda.device_count():
+    if marker is None:
         return ""
-    return "a GPU" if needed == 1 else f"{needed} GPUs"
+    count, arch = marker.args[0] if marker.args else 1, marker.kwargs.get("arch")
+    if count > torch.cuda.device_count():
+        return "a GPU" if count == 1 else f"{count} GPUs"
+    return "" if arch in (None, "sm_{}{}".format(*torch.cuda.get_device_capability())) else f"a GPU of {arch}"
 
 
 def deselect(config: pytest.Config, items: list[pytest.Item]) -> None:

@@ -4,6 +4,7 @@ import os
 import time
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
+from datetime import timedelta
 from itertools import pairwise
 from typing import Any
 
@@ -15,6 +16,7 @@ from envoi.moe import moe
 from envoi.moe.parallel import ExpertParallel, PeerTimeout, api, nccl
 from envoi.moe.router import route
 from envoi.types import Routing
+from tests.helpers.ranks import GUARD_S
 from tests.moe.layers import Layer, make
 
 
@@ -117,8 +119,22 @@ def run_groups(rank: int, num_ranks: int) -> list[torch.Tensor]:
     return [small.moe(*inputs[0]), large.moe(*inputs[1]), small.moe(*inputs[0])]
 
 
-def fault(rank: int, num_ranks: int, kind: str, timeout_s: float) -> str:
-    """Rank 1 fails in one of several ways; the others report what they got, twice."""
+def say(rank: int, word: str) -> None:
+    """Leave word for the other ranks."""
+    dist.distributed_c10d._get_default_store().set(f"{word} {rank}", "")
+
+
+def hear(ranks: list[int], word: str) -> None:
+    """Wait, as long as it takes, until these ranks have left word."""
+    store = dist.distributed_c10d._get_default_store()
+    store.wait([f"{word} {rank}" for rank in ranks], timedelta(seconds=GUARD_S))
+
+
+def fault(rank: int, num_ranks: int, kind: str, timeout_s: float) -> tuple[str, str, bool]:
+    """Rank 1 fails in one of several ways; the others report what they got, and whether they got it again.
+
+    The late one stays silent until the others have given up: if they didn't, nothing here would end.
+    """
     layer, ends = make(), [8 * (r + 1) // num_ranks for r in range(num_ranks)]
     parallel = open_parallel(layer, "bf16", rank, ends, timeout_s=timeout_s)
     inputs = part_of(layer, rank, [60 * (r + 1) // num_ranks for r in range(num_ranks)])
@@ -129,18 +145,16 @@ def fault(rank: int, num_ranks: int, kind: str, timeout_s: float) -> str:
         if kind == "dies within":
             nccl.combine = lambda *_: os._exit(3)
         if kind == "is late":
-            time.sleep(timeout_s + 2)
-    start = time.monotonic()
+            hear([0, 2, 3], "gave up")
     try:
         parallel.moe(*inputs)
     except RuntimeError as first:
-        seconds = time.monotonic() - start
+        say(rank, "gave up")
         try:
             parallel.moe(*inputs)
         except RuntimeError as second:
-            again = time.monotonic() - start - seconds
-            return f"{type(first).__name__}|{first}|{seconds:.2f}|{type(second).__name__}|{again:.2f}"
-    return "nothing happened"
+            return type(first).__name__, str(first), second is first
+    return "", "nothing happened", False
 
 
 def by_threads(rank: int, num_ranks: int, num_threads: int, num_calls: int) -> list[str]:
@@ -164,17 +178,18 @@ def by_threads(rank: int, num_ranks: int, num_threads: int, num_calls: int) -> l
         return list(pool.map(run, range(num_threads)))
 
 
-def open_late(rank: int, num_ranks: int, timeout_s: float, late_s: float) -> tuple[str, list[int], float, str]:
-    """Rank 1 opens later than the others; all open again, together. How the first ended, and the second."""
+def open_late(rank: int, num_ranks: int, timeout_s: float) -> tuple[str, list[int], float, str]:
+    """Rank 1 opens when the others have given up; all open again, together. How the first ended, and the second."""
     layer, ends = make(), [8 * (r + 1) // num_ranks for r in range(num_ranks)]
     if rank == 1:
-        time.sleep(late_s)
+        hear([0, 2], "gave up")
     start = time.monotonic()
     try:
         open_parallel(layer, "bf16", rank, ends, timeout_s=timeout_s)
         text, ranks, seconds = "opened", [], 0.0
     except PeerTimeout as error:
         text, ranks, seconds = str(error), error.ranks, time.monotonic() - start
+    say(rank, "gave up")
     dist.barrier()
     parallel = open_parallel(layer, "bf16", rank, ends, timeout_s=60.0)
     tokens, routing = part_of(layer, rank, [60 * (r + 1) // num_ranks for r in range(num_ranks)])

@@ -7,7 +7,7 @@ import torch
 
 from envoi.moe import moe
 from envoi.moe.parallel import ExpertParallel
-from envoi.moe.parallel.api import DEFAULT_TIMEOUT_S
+from envoi.moe.parallel.api import CONNECT_TRIES, DEFAULT_TIMEOUT_S
 from envoi.quant import FORMATS
 from tests.helpers.accuracy import assert_same_bits
 from tests.helpers.ranks import run_ranks
@@ -85,39 +85,41 @@ def test_several_groups_and_objects_at_once():
 
 
 @pytest.mark.parametrize(
-    ("kind", "step"),
-    [("dies before", "exchange of counts"), ("dies within", "combine"), ("is late", "exchange of counts")],
+    ("kind", "step", "timeout_s"),
+    [
+        ("dies before", "exchange of counts", 30.0),
+        ("dies within", "combine", 30.0),
+        ("is late", "exchange of counts", 8.0),
+    ],
 )
-def test_a_lost_rank_is_named_on_every_other(kind, step):
-    timeout_s = 4.0
+def test_a_lost_rank_is_named_on_every_other(kind, step, timeout_s):
     outcomes = run_ranks(4, cases.fault, kind, timeout_s)
     assert outcomes[1].error == ("" if kind == "is late" else "died")
     for rank in (0, 2, 3):
-        error, text, seconds, again, more_seconds = outcomes[rank].value.split("|")
-        assert (error, again) == ("PeerTimeout", "PeerTimeout")
+        error, text, same_again = outcomes[rank].value
+        assert error == "PeerTimeout"
         assert "rank 1 is lost or did not answer" in text
         assert step in text
-        assert float(seconds) < 2 * timeout_s  # a loaded machine is slow; more waits than one would show
-        assert float(more_seconds) < timeout_s / 2  # nothing is waited for again
+        assert same_again, "it was waited for a second time"
     if kind == "is late":
-        assert "rank 1 (this one) was late" in outcomes[1].value
+        assert "rank 1 (this one) was late" in outcomes[1].value[1]
 
 
 def test_threads_take_turns():
-    outcomes = run_ranks(2, cases.by_threads, 2, 40, timeout_s=300.0)
+    outcomes = run_ranks(2, cases.by_threads, 2, 40)
     assert [(outcome.value, outcome.error) for outcome in outcomes] == [(["", ""], "")] * 2
 
 
 def test_a_rank_that_opens_late_is_named_and_told():
-    timeout_s = 3.0
-    outcomes = run_ranks(3, cases.open_late, timeout_s, 2 * timeout_s)
+    timeout_s = 6.0
+    outcomes = run_ranks(3, cases.open_late, timeout_s)
     for rank, outcome in enumerate(outcomes):
         assert outcome.error == ""
         text, ranks, seconds, again = outcome.value
         assert "opening the group: rank 1 " in text
         assert ("rank 1 (this one) was late" in text) == (rank == 1)
         assert ("the store is gone" not in text, ranks) == (True, [1])
-        assert seconds < (2 * timeout_s if rank != 1 else timeout_s + 1.0)
+        assert rank != 1 or seconds < timeout_s, "the late rank waited, for ranks that had given up"
         assert again == "right"
 
 
@@ -128,7 +130,7 @@ def test_a_rank_that_dies_while_the_group_opens_is_named():
     for rank in (0, 2):
         text, seconds = outcomes[rank].value
         assert "opening the group: rank 1 is lost or did not answer within 4 s" in text
-        assert seconds < 2 * timeout_s  # gloo alone would try five times as long
+        assert seconds < (CONNECT_TRIES - 1) * timeout_s  # gloo alone would wait as often as it tries
 
 
 def test_what_a_group_may_be():
@@ -167,7 +169,7 @@ def test_one_ranks_mistake_is_an_error_on_all():
             error, text, seconds = outcome.value[number]
             assert error == "ValueError", f"{kind}, rank {rank}: {error} {text}"
             assert message in text
-            assert seconds < DEFAULT_TIMEOUT_S / 2  # nobody was waited for
+            assert seconds < DEFAULT_TIMEOUT_S  # nobody was waited for
             if kind not in ("k", "hidden", "format", "two timeouts") and rank != 1:
                 assert text.startswith("rank 1 of the group refused its arguments")
 
