@@ -1,5 +1,6 @@
 """Compatibility layer for the supported Triton releases, 3.6 (torch 2.11) to 3.9 (torch 2.15)."""
 
+import math
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -36,11 +37,25 @@ tma_load = tma.async_load if hasattr(tma, "async_load") else tma.async_copy_glob
 tma_store = tma.async_store if hasattr(tma, "async_store") else tma.async_copy_shared_to_global
 
 
+# Whether a view of shared memory must be as large as the buffer. `reinterpret` then returns more matrices than asked
+# for, so a whole number of them has to fill the buffer.
+WHOLE_VIEWS = VERSION.startswith("3.8.")
+
+
 @builtin
 def reinterpret(buffer, dtype, shape, layout, _semantic=None):
-    """Return a view of shared memory as a buffer of another dtype, shape and layout."""
-    view = buffer.reinterpret if hasattr(buffer, "reinterpret") else buffer._reinterpret  # until 3.8
-    return view(dtype, shape, layout, _semantic=_semantic)
+    """Return a view of shared memory, from its start, as a buffer of another dtype, shape and layout."""
+    if hasattr(buffer, "reinterpret"):  # since 3.9
+        return buffer.reinterpret(dtype, shape, layout, _semantic=_semantic)
+    if WHOLE_VIEWS:
+        _, *matrix = map(_plain, _plain(shape))
+        bits = math.prod(buffer.shape) * buffer.dtype.primitive_bitwidth
+        shape = [bits // (math.prod(matrix) * _plain(dtype).primitive_bitwidth), *matrix]
+    return buffer._reinterpret(dtype, shape, layout, _semantic=_semantic)
+
+
+def _plain(x: Any) -> Any:
+    return x.value if isinstance(x, gl.constexpr) else x
 
 
 @gluon.constexpr_function

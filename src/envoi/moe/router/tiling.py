@@ -8,6 +8,7 @@ from envoi.constant import Constant
 from envoi.moe.router.spec import Spec, block_sum
 from envoi.runtime.devices import SHARED_BYTES
 from envoi.runtime.math import next_power_of_2
+from envoi.runtime.triton_compat import WHOLE_VIEWS
 
 WIDTHS = {4: (16, 32, 64, 128), 8: (128, 256)}  # of warps: what leaves room in registers for a block and the total
 TILE = 64  # rows of an instruction
@@ -136,11 +137,13 @@ def make(
     stage_bytes = 2 * block_k * (TILE + block_n)
     steps_each = blocks_each * block // block_k
     others = RESERVED_BYTES + signals * 4 * rows_each * spec.columns
-    fits = (SHARED_BYTES - others) // stage_bytes
+    # The stages of the gate hold the logits of a tile in the end.
+    board = -(-2 * TILE // block_k)
+    unit = board if WHOLE_VIEWS and parts == 1 else 1
+    fits = (SHARED_BYTES - others) // stage_bytes // unit * unit
     steps = min(steps_each, -(-hidden // block_k))
     loads_all = steps <= fits
-    # The stages of the gate hold the logits of a tile in the end.
-    stages = max(steps, -(-2 * TILE // block_k)) if loads_all else min(fits, 16)
+    stages = max(-(-steps // unit) * unit, board) if loads_all else min(fits, 16)
     return RouterTiling(
         num_warps, block_n, block_k, stages, parts_n, parts_k, steps_each, block // block_k, max(1, num_sets),
         share, rows_each, waits, signals, spec.columns, rows, loads_all, lanes,
