@@ -91,7 +91,7 @@ class Watch:
             self.fail(step, error, time.monotonic() - began)
 
     def fail(self, step: str, cause: Exception, waited_s: float) -> NoReturn:
-        """Raise the alarm for all ranks, call the roll and raise PeerTimeout. waited_s: this rank's wait in this step."""
+        """Raise the alarm for all ranks, call the roll, raise PeerTimeout. waited_s: this rank's wait in this step."""
         waited = self._call_roll(waited_s)
         missing = None if waited is None else [rank for rank in self.ranks if rank not in waited]
         answered = missing == []
