@@ -34,7 +34,7 @@ def router_logits(
 def select(
     logits: torch.Tensor, k: int, rule: Rule, expert_bias: torch.Tensor | None = None
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Select from logits [M, N] (float32; float64 for the oracle): topk_weights, topk_ids [M, k]; ids int32."""
+    """Select by logits [M, N] (float32; float64 for the oracle): topk_weights [M, k] of that dtype, topk_ids int32."""
     score = scores(logits, rule)
     key = selection_key(logits, score, rule, expert_bias)
     if rule.num_groups > 1:

@@ -151,7 +151,7 @@ def merge_two(a, second_a, b, second_b):
 
 @triton.jit
 def best_two(key, spec: tl.constexpr):
-    """Return the largest key along the last axis, and the second largest, 0 if a group's score doesn't include it."""
+    """Return the largest key along the last axis, and the second largest if a group's score includes it; 0 for none."""
     axis: tl.constexpr = len(key.shape) - 1
     if spec.rule.group_score == "max":
         best = tl.max(key, axis)
@@ -253,7 +253,7 @@ def portion(x, y, spec: tl.constexpr):
 
 @triton.constexpr_function
 def num_steps(columns):
-    """Return the number of steps in the reach of packed keys: limited by the column's bits and by a float's mantissa."""
+    """Return the number of steps in the reach of packed keys, limited by the column's bits and a float's mantissa."""
     return min(1 << 23, (1 << 31) // columns)
 
 
