@@ -77,7 +77,7 @@ def orders(device: torch.device, num_heads: int) -> torch.Tensor | None:
 
 @cache
 def warn_uncertified(name: str) -> None:
-    """Warn that the exact mode uses torch's operators, and name the remedy; once a process. name: `name_of` a device."""
+    """Warn once a process that the exact mode uses torch's operators; name the remedy. name: `name_of` a device."""
     warnings.warn(
         "indexer_topk: mode='exact' takes torch's operators row by row, many times slower than its kernels, as there "
         f"is no certificate for {name}; `envoi indexer certify` makes one here in less than a minute",
