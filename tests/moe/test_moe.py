@@ -1,4 +1,4 @@
-"""`envoi.moe` on one rank: accuracy, hostile routing, bits, compilation, refusals."""
+"""Function `envoi.moe` on one rank: accuracy, hostile routing, bits, compilation, refusals."""
 
 from dataclasses import replace
 

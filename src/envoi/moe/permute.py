@@ -147,7 +147,7 @@ class RowBuffers:
 
     @property
     def form(self) -> tuple[int, bool, bool]:
-        """The kernels' constants GROUP, POWERS and HARDWARE."""
+        """Constants GROUP, POWERS and HARDWARE of the kernels."""
         return self.group, self.has_e8m0_sf, self.has_cast
 
 

@@ -1,4 +1,4 @@
-"""`envoi.moe` by kernels: the whole path against the reference, on layers and routings chosen to break it."""
+"""Path of `envoi.moe` by kernels against the reference, on layers and routings chosen to break it."""
 
 from dataclasses import replace
 

@@ -106,7 +106,7 @@ def run_groups(rank: int, num_ranks: int) -> list[torch.Tensor]:
 
 
 def fault(rank: int, num_ranks: int, kind: str, timeout_s: float) -> str:
-    """Make rank 1 fail in one of several ways; return the others' errors of two calls, as text."""
+    """Make rank 1 fail in one of several ways; return the errors of two calls and their seconds as text."""
     layer, ends = make(), [8 * (r + 1) // num_ranks for r in range(num_ranks)]
     parallel = open_parallel(layer, "bf16", rank, ends, timeout_s=timeout_s)
     inputs = part_of(layer, rank, [60 * (r + 1) // num_ranks for r in range(num_ranks)])

@@ -1,4 +1,4 @@
-"""Each ready-made rule against the router of that model in transformers."""
+"""Presets against the routers of their models in transformers."""
 
 import importlib
 from types import SimpleNamespace

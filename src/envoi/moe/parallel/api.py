@@ -237,7 +237,7 @@ class ExpertParallel:
         return domain, why
 
     def _new_domain(self, layout: SharedLayout, group: dist.ProcessGroup) -> tuple[Domain | None, str]:
-        """Allocate on all ranks, then map, so that no rank waits in the mapping for one that had no memory left."""
+        """Allocate on all ranks, then map, so that no rank waits in the mapping for one that is out of memory."""
         domain = None
 
         def allocate() -> None:

@@ -101,7 +101,7 @@ def load_stage(x_desc, y_desc, stages, stage, m, n, k, tiling: gl.constexpr):
     mbarrier.expect(stages.full.index(stage), x_desc.block_type.nbytes + y_desc.block_type.nbytes)
     x_buf = stages.x.index(stage)
     if tiling.rows_per_cta < tiling.tile:
-        x_buf = x_buf.slice(0, tiling.rows_per_cta, dim=0)  # nobody reads the results of the rows after these
+        x_buf = x_buf.slice(0, tiling.rows_per_cta, dim=0)  # results of the rows after these are never read
     tma_load(x_desc, [m, k * tiling.block_k], stages.full.index(stage), x_buf)
     tma_load(y_desc, [n, k * tiling.block_k], stages.full.index(stage), stages.y.index(stage))
 

@@ -15,7 +15,7 @@ SAME_BELOW = 64  # up to so many tokens use the tiling of the next power of two
 TILE_ROWS = 8  # least rows of a tile in shared memory: its swizzle repeats after eight
 MAX_ELEMENTS = 512  # logits in which a warp chooses experts at a time, if all its lanes share a row
 MAX_SIGNALS = 1 << 18  # partial sums that are polled
-RESERVED_BYTES = 3072  # barriers, and what the compiler takes for reductions
+RESERVED_BYTES = 3072  # barriers, and the compiler's scratch for reductions
 
 # Cycles of an H200; only ratios matter.
 L2_BYTES = 65.0  # loaded by an SM per cycle

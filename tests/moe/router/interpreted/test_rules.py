@@ -1,4 +1,4 @@
-"""Every model's rule, biases, hash routing, the extra outputs."""
+"""Rules of all models, biases, hash routing, the extra outputs."""
 
 from dataclasses import replace
 
