@@ -5,8 +5,8 @@
     model = AutoModelForCausalLM.from_pretrained(path, dtype=torch.bfloat16, experts_implementation="envoi")
 
 "envoi" runs the experts in bf16, "envoi_fp8_row", "envoi_fp8_block128", "envoi_mxfp8" and "envoi_mxfp4" in those
-formats; `model.set_experts_implementation(...)` switches. Weights are packed at a module's first call and kept besides
-the original until that is freed. `torch.compile(fullgraph=True)`, `torch.export` and `generate` with a static cache
+formats; `model.set_experts_implementation(...)` switches. Weights are packed at a module's first call; the packing is
+kept until the originals are freed. `torch.compile(fullgraph=True)`, `torch.export` and `generate` with a static cache
 trace through one operator, which checks at each call that its packing still fits the weights:
 
 | what happens to the weights between two calls            | the next call, compiled or not           |
