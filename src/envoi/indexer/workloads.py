@@ -26,7 +26,7 @@ Tensors = tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Te
 
 @dataclass(frozen=True)
 class Workload:
-    """Sizes of an input. lengths: tokens of each request; scattered: its pages are out of order; num_pages: cache pages."""
+    """Sizes of an input. lengths: tokens of each request; scattered: pages out of order; num_pages: of the cache."""
 
     lengths: tuple[int, ...]
     scattered: tuple[bool, ...]
