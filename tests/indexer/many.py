@@ -1,4 +1,4 @@
-"""`envoi.indexer.oracle.judge` for many rows at once, where no request uses a page twice."""
+"""Judge like `envoi.indexer.oracle.judge`, of many rows at once, if no request uses a page twice."""
 
 import torch
 
@@ -9,7 +9,7 @@ NOWHERE = 2**40
 
 
 def random_tensors(requests, most, heads, next_n, source):
-    """Requests of up to `most` tokens on scattered pages; weights and scales of any sign. On the source's device."""
+    """Make requests of up to `most` tokens on scattered pages, weights and scales of any sign, on source's device."""
     device = source.device
 
     def draw(*shape):
@@ -36,7 +36,7 @@ def random_tensors(requests, most, heads, next_n, source):
 
 
 def wrong_rows(out, tensors, next_n, relative=TENSOR_CORE_BAND):
-    """[rows] bool: as `judge` finds."""
+    """Find the rows that `judge` would find wrong: [rows] bool."""
     q, cache, weights, seq_lens, table = tensors
     rows = torch.arange(len(q), device=q.device)
     seen = (seq_lens.long().repeat_interleave(next_n) - next_n + 1 + rows % next_n).clamp(min=0)
@@ -57,7 +57,7 @@ def wrong_rows(out, tensors, next_n, relative=TENSOR_CORE_BAND):
 
 
 def _chosen(out, slots, seen):
-    """Which tokens were chosen [rows, tokens], and the rows with a wrong count, foreign slots, or one twice."""
+    """Return the mask of chosen tokens [rows, tokens], and of rows with a wrong count, foreign or duplicate slots."""
     given = torch.arange(out.shape[1], device=out.device) < seen[:, None]
     order = slots.argsort(1)
     place = torch.searchsorted(slots.gather(1, order), out.long()).clamp(max=slots.shape[1] - 1)
@@ -69,7 +69,7 @@ def _chosen(out, slots, seen):
 
 
 def _scores_and_band(q, cache, weights, pages, tokens, relative):
-    """The definition's scores in float64, and how far a float32 score may be from them."""
+    """Compute the definition's scores in float64, and the most by which a float32 score may err."""
     values, scales = unpack_pages(cache, torch.arange(cache.shape[0], device=cache.device))
     where = pages * PAGE_SIZE + tokens % PAGE_SIZE
     scores, eps = [], []

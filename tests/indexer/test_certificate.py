@@ -1,4 +1,4 @@
-"""Certificates: how they are found, kept and read. Which orders a GPU's torch has is for test_gpu."""
+"""Certificates: search, storage, reading; test_gpu checks the orders of a GPU's torch."""
 
 import json
 
@@ -66,10 +66,10 @@ def test_the_wheel_of_torch_on_an_h200_is_certified(cache_dir, monkeypatch):
 @pytest.mark.parametrize(
     "other",
     [
-        ("NVIDIA H100 80GB HBM3", *H200[1:]),  # other multiprocessors, so other kernels of cuBLAS
-        ("NVIDIA H200", "2.11.0", "13.1.0"),  # a build of somebody's own
+        ("NVIDIA H100 80GB HBM3", *H200[1:]),  # another number of SMs, so other kernels of cuBLAS
+        ("NVIDIA H200", "2.11.0", "13.1.0"),  # a private build
         ("NVIDIA H200", "2.11.0+cu128", "12.8.4"),
-        ("NVIDIA H200", "2.11.0+cu130", "13.2.0"),  # a newer nvidia-cublas beside the same torch
+        ("NVIDIA H200", "2.11.0+cu130", "13.2.0"),  # a newer nvidia-cublas with the same torch
         ("NVIDIA H200", "2.12.0+cu130", "13.1.0"),
     ],
 )

@@ -38,7 +38,7 @@ def assert_right(out, tensors, next_n=1):
 
 
 def assert_sorted_own(tensors, k=2048):
-    """The output is a full, stable sort of the kernel's own scores."""
+    """Assert that the output is a full, stable sort of the kernel's own scores."""
     p = fast.Problem(*tensors, k, 1)
     space = fast.workspace(p)
     fast.score(p, space, 0, fast.rows_at_once(p))
@@ -69,7 +69,7 @@ def test_exact_hostile(name):
 
 
 def test_exact_ties_of_few_tokens():
-    """torch sorts up to 32 values by a network that doesn't keep ties in order."""
+    """Check short rows with ties: torch sorts up to 32 values by a network that doesn't keep ties in order."""
     for length in range(1, 40):
         q, _, weights, seq_lens, table = one((length,), num_heads=32).tensors()
         kinds = torch.randint(0, 3, (pages_of(length), 64, 1), generator=torch.Generator().manual_seed(length))
@@ -98,7 +98,7 @@ def test_fast_random(heads, k):
 
 @pytest.mark.parametrize("seed", range(8))
 def test_fast_10000_random_rows(seed):
-    """1284 rows a seed: a call for each k, number of heads and of rows a request."""
+    """Check 1284 rows a seed, a call for each k, number of heads and rows a request."""
     source = torch.Generator("cuda").manual_seed(seed)
     for heads in (32, 64):
         for k in (512, 1024, 2048):

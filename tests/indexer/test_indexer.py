@@ -1,4 +1,4 @@
-"""The indexer: layout, the definition's bits, the fast mode's promises, refusals; and the judge itself."""
+"""Indexer in torch: layout, the definition's bits, the fast mode's guarantees, refusals; and the judge itself."""
 
 import pytest
 import torch
@@ -36,13 +36,13 @@ def test_pages_hold_all_values_and_then_all_scales():
     back, back_scales = unpack_pages(cache, torch.tensor([2, 0]))
     assert_same_bits(back.view(torch.uint8), values.view(torch.uint8)[[2, 0]].flatten(0, 1))
     assert_same_bits(back_scales, scales[[2, 0]].flatten())
-    # The trap: the shape [64, 1, 132] suggests 132 bytes a token, which gives other values.
+    # A reader misled by the shape [64, 1, 132] would take 132 bytes a token, which gives other values.
     a_token = raw[0, 132 : 132 + 128]
     assert not torch.equal(a_token, values.view(torch.uint8)[0, 1])
 
 
 def definition(q, k_cache, weights, seq_lens, block_table, k):
-    """The published definition, written out for one request after the other."""
+    """Compute the published definition, one request after the other."""
     raw = k_cache.view(torch.uint8).flatten(1)
     out = torch.full((len(q), k), -1, dtype=torch.int32)
     for b, length in enumerate(seq_lens.tolist()):

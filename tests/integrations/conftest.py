@@ -1,11 +1,11 @@
-"""What the tests of integrations share."""
+"""Fixtures of the integrations' tests."""
 
 import pytest
 
 
 @pytest.fixture
 def registered():
-    """Envoi's names known to transformers."""
+    """Register Envoi's names with transformers."""
     from envoi.integrations.transformers import register
 
     register()

@@ -1,4 +1,4 @@
-"""The experts operator under CUDA graphs, the compiler's and a caller's, on modules like those of transformers."""
+"""Experts operator under CUDA graphs, the compiler's and a caller's, on modules like those of transformers."""
 
 import pytest
 import torch
@@ -9,7 +9,7 @@ pytestmark = pytest.mark.gpu
 
 
 class Experts(torch.nn.Module):
-    """What transformers' decorator makes of an experts module, as far as Envoi looks."""
+    """Experts module as transformers' decorator makes it, with the attributes that Envoi reads."""
 
     has_gate, has_bias, is_transposed, is_concatenated = None, False, False, True
 
@@ -26,13 +26,13 @@ class Experts(torch.nn.Module):
 
 
 class Layers(torch.nn.Module):
-    """A residual stack of experts, all tokens routed alike in each."""
+    """Residual stack of experts, all tokens routed alike in each."""
 
     def __init__(self, format, depth=3):
         super().__init__()
         self.layers = torch.nn.ModuleList(Experts() for _ in range(depth))
         self.format = format
-        # As selecting Envoi does: what the gates compute is known before anything is compiled.
+        # Selecting Envoi does this too: the gates' activations are recognised before anything is compiled.
         assert not any(map(unserved, self.layers))
 
     def forward(self, x, ids, weights):
@@ -66,7 +66,7 @@ def test_the_compilers_graphs_have_the_bits_of_the_uncompiled(format):
     for x in inputs:
         torch.compiler.cudagraph_mark_step_begin()
         got.append(compiled(*x).clone())
-        # What was packed in memory of the graphs would be written over here.
+        # A packing in the graphs' memory would be overwritten here.
         torch.full((1 << 22,), float("nan"), device="cuda")
     for x, y in zip(inputs, got, strict=True):
         assert torch.equal(y, model(*x))

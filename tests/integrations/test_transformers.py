@@ -1,4 +1,4 @@
-"""transformers models with their experts through Envoi, beside transformers' own."""
+"""Models of transformers with their experts by Envoi, against transformers' own code."""
 
 import copy
 
@@ -23,7 +23,7 @@ def test_every_model_is_as_good_as_eager(name):
     model.set_experts_implementation("envoi")
     ours = logits(model, ids)
     assert relative_error(ours, oracle) <= 2 * relative_error(eager, oracle)
-    assert not torch.equal(ours, eager)  # or Envoi had no part in it
+    assert not torch.equal(ours, eager)  # or Envoi wasn't used
 
 
 @pytest.mark.parametrize("format", [name for name in FORMATS if name != "bf16"])
@@ -102,7 +102,7 @@ def test_a_float32_model_is_refused_in_words():
 
 
 def module_and_tokens(dtype: torch.dtype):
-    """An experts module, tokens, ids and weights as a router gives them, and the oracle's outputs."""
+    """Make an experts module, tokens, ids and weights as a router gives them, and the oracle's outputs."""
     module = expert_modules(build("mixtral"))[0]
     x, weights = torch.randn(9, 128), torch.rand(9, 2)
     ids = torch.rand(9, 4).topk(2).indices

@@ -22,7 +22,7 @@ def compiler():
 
 @pytest.fixture
 def packs(monkeypatch) -> list:
-    """The recipes by which weights were packed, in turn."""
+    """Record the recipes by which weights are packed, in turn."""
     seen = []
     original = packings.pack_weights
 
@@ -71,7 +71,7 @@ CHANGES = {
 def test_a_compiled_model_has_the_bits_of_the_uncompiled(name, options):
     model = loud(name)
     ids = tokens()
-    # Packed before it is compiled: layers that share the packing of the first would show.
+    # Packed before compiling: if layers wrongly shared the first one's packing, it would show.
     want = logits(model, ids)
     compiled = torch.compile(model, backend="aot_eager", **options)
     assert torch.equal(logits(compiled, ids), want)

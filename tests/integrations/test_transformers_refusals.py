@@ -1,4 +1,4 @@
-"""What Envoi can't run is an error at the time when it is chosen; a gradient that would be lost, at the call."""
+"""Refusals: of models that Envoi can't run, when it is chosen; of gradients that would be lost, at the call."""
 
 from types import SimpleNamespace
 
@@ -89,7 +89,7 @@ def test_a_tower_of_another_family_needs_no_experts():
 
 
 def quantised(config, **options):
-    """The module that the FP8 quantiser puts in place of a model's experts."""
+    """Build a model with the modules that the FP8 quantiser puts in place of its experts."""
     from transformers.integrations.finegrained_fp8 import replace_with_fp8_linear
 
     model = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16, **options)
@@ -147,7 +147,7 @@ def test_a_norm_after_each_expert_is_refused():
 
 
 class Gate:
-    """An experts module's gate alone: swiglu or swiglu_oai with a clamp."""
+    """Gate of an experts module alone: swiglu or swiglu_oai with a clamp."""
 
     def __init__(self, limit, oai=False, concatenated=True, above=None, alpha=1.702):
         self.limit_of_its_own, self.oai, self.is_concatenated, self.alpha = limit, oai, concatenated, alpha

@@ -1,4 +1,4 @@
-"""What is noticed of changes to weights, row by row of the table in `envoi.integrations.transformers`; and memory."""
+"""Changes to weights, row by row of the table in `envoi.integrations.transformers`: noticed or stale; and memory."""
 
 import copy
 import gc
@@ -61,7 +61,7 @@ def new_parameter(model):
 
 
 def alias_written_to(model):
-    """A new parameter on the old memory, whose count of writes begins again and reaches the old one's."""
+    """Put a new parameter on the old memory, whose count of writes begins again and reaches the old one's."""
     for module in expert_modules(model):
         module.gate_up_proj = torch.nn.Parameter(module.gate_up_proj.data)
         with torch.no_grad():
@@ -75,7 +75,7 @@ def assign_data(model):
 
 
 def assign_data_to_reused_memory(model):
-    """Memory freed and allocated again, at the same address as likely as not."""
+    """Free the weights' memory and allocate it again, probably at the same address."""
     for weight in expert_weights(model):
         kept = weight.detach().clone()
         weight.data = torch.empty(0, dtype=weight.dtype)
@@ -139,9 +139,9 @@ def test_a_write_to_inference_tensors_needs_refresh():
 
 @pytest.mark.parametrize("format", ["bf16", "fp8_row", "fp8_block128", "mxfp8", "mxfp4"])
 def test_a_new_packing_takes_the_old_ones_memory(format):
-    """What a captured CUDA graph reads is what the weights say, once they were packed again."""
+    """Check that a captured CUDA graph reads the new weights once they are packed again."""
     module = expert_modules(build("mixtral"))[0]
-    with torch.inference_mode():  # neither mode may be in the other's way
+    with torch.inference_mode():  # neither mode may hinder the other
         first = packed_experts(module, format)
     values = (lambda x: x) if format == "bf16" else (lambda x: x.values)
     address = values(first.gate_up).data_ptr()
@@ -205,7 +205,7 @@ def test_threads_share_one_packing(monkeypatch):
 
 
 def test_nothing_is_packed_while_a_graph_is_captured(monkeypatch):
-    """The refusal alone: a capture needs a GPU."""
+    """Check the refusal alone: a capture needs a GPU."""
     weights = Weights(torch.randn(2, 32, 16), torch.randn(2, 16, 16))
     recipe = Recipe("bf16", "swiglu", None, "concat", False)
     kept = packed(weights, recipe)

@@ -1,4 +1,4 @@
-"""Random MoE layers, and the layer again in plain torch."""
+"""Random MoE layers, and an eager bf16 version of the layer in plain torch."""
 
 from dataclasses import dataclass
 
@@ -11,7 +11,7 @@ from envoi.types import ExpertWeights, Routing
 
 @dataclass
 class Layer:
-    """tokens [M, H] bf16, routing, and unpacked weights in the "concat" layout."""
+    """Layer's tokens [M, H] bf16, routing, and unpacked weights in the "concat" layout."""
 
     tokens: torch.Tensor
     routing: Routing
@@ -23,7 +23,7 @@ class Layer:
     limit: float | None = None
 
     def pack(self, format: str = "bf16", first: int = 0, last: int | None = None) -> ExpertWeights:
-        """Experts first : last in a format."""
+        """Pack experts first : last in a format."""
         part = slice(first, last)
         return pack(
             self.gate_up[part], self.down[part], format, activation=self.activation, swiglu_limit=self.limit,
@@ -36,7 +36,7 @@ def make(
     tokens: int = 60, experts: int = 8, k: int = 3, hidden: int = 256, intermediate: int = 128, seed: int = 0,
     masked: float = 0.1, bias: bool = False, activation: str = "swiglu", limit: float | None = None,
 ) -> Layer:  # fmt: skip
-    """A layer with normal tokens, uniform routing and a share of masked slots."""
+    """Make a layer with normal tokens, uniform routing and a share `masked` of masked slots."""
     source = torch.Generator().manual_seed(seed)
 
     def normal(*shape: int) -> torch.Tensor:
@@ -55,7 +55,7 @@ def make(
 
 
 def eager_bf16(layer: Layer) -> torch.Tensor:
-    """The layer as models write it: bf16 between the steps, expert by expert."""
+    """Compute the layer as models' own code does: bf16 between the steps, expert by expert."""
     out = torch.zeros_like(layer.tokens)
     for expert in range(layer.routing.num_experts):
         token, slot = (layer.routing.topk_ids == expert).nonzero(as_tuple=True)

@@ -1,4 +1,4 @@
-"""The experts on a GPU: each step's bits, the path beside the reference on a CPU, no waiting, graphs, the code."""
+"""Experts on a GPU: each step's bits, the path against the reference on a CPU, no waiting, graphs, the code."""
 
 from dataclasses import replace
 from functools import cache
@@ -112,7 +112,7 @@ def arguments(layer: Layer, format: str) -> tuple:
 
 
 def assert_right(layer: Layer, format: str) -> torch.Tensor:
-    """layer: on the CPU. At most twice the error of the reference there."""
+    """Assert at most twice the error of the reference on the CPU, where `layer` is; return the GPU's output."""
     got, want = run(on_gpu(layer), format).cpu(), moe_oracle(*arguments(layer, format))
     assert_at_most_twice(got, reference.moe(*arguments(layer, format)), want)
     assert relative_error(got, want) < 1.5 * BOUNDS[format]
@@ -224,7 +224,7 @@ def test_nothing_waits_and_a_graph_serves_other_routings(format):
 
 @cache
 def launched() -> dict[str, str]:
-    """The kernels around the GEMMs, on sizes for which they are compiled as the registry's are."""
+    """Launch the kernels around the GEMMs on sizes for which they are compiled as the registry's: {hash: PTX}."""
     seen: dict[str, str] = {}
     tokens, ids = torch.randn(96, 4096, device="cuda").bfloat16(), random_ids(96, 32, 6)
     rows = torch.randn(576, 2048, device="cuda").bfloat16()

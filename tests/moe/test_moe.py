@@ -1,4 +1,4 @@
-"""`envoi.moe` on one rank: accuracy, hostile routing, bits, compilation, refusals."""
+"""Function `envoi.moe` on one rank: accuracy, hostile routing, bits, compilation, refusals."""
 
 from dataclasses import replace
 
@@ -39,7 +39,7 @@ def test_bf16_is_as_good_as_torchs(kind):
 
 
 def emulated(layer: Layer, format: str) -> torch.Tensor:
-    """The format's roundings where they belong and float64 everywhere else, token by token."""
+    """Compute the layer with the format's roundings and float64 everywhere else, token by token."""
     scheme, packed = format_named(format).activations, layer.pack(format)
     tokens = dequantize(quantize(layer.tokens, scheme), torch.float64)
     gate_up, down = (dequantize(w, torch.float64) for w in (packed.gate_up, packed.down))
@@ -118,7 +118,7 @@ def test_bits_are_the_same_in_every_run_and_in_every_batch(format):
 @pytest.mark.parametrize("format", FORMATS)
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_tokens_bits_do_not_depend_on_the_others(format, kind):
-    width = 24 if format in ("bf16", "fp8_row") else 128  # 24 leaves a remainder behind every vector of a CPU
+    width = 24 if format in ("bf16", "fp8_row") else 128  # 24 isn't a multiple of every CPU's vector
     layer = make(tokens=97, hidden=width, intermediate=width, **KINDS[kind])
     weights, ids, packed = layer.routing.topk_weights, layer.routing.topk_ids, layer.pack(format)
     whole = run(layer, format)

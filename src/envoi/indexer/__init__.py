@@ -1,4 +1,4 @@
-"""Sparse attention: scores, top-k, KV slots."""
+"""Indexer of sparse attention: scores of cached tokens, top-k, KV slots."""
 
 from envoi.indexer.api import indexer_topk
 from envoi.indexer.certificate import UncertifiedWarning

@@ -1,4 +1,4 @@
-"""`envoi.indexer_topk`: check, call the operator."""
+"""Public function `envoi.indexer_topk`: check the arguments, call the operator."""
 
 import torch
 from torch._subclasses.fake_tensor import FakeTensor
@@ -28,15 +28,15 @@ def indexer_topk(
     ordered: bool = True,
     return_errors: bool = False,
 ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
-    """Choose the k tokens of the cache that each query row scores highest: [B * next_n, k] int32, -1 behind the last.
+    """Choose the k tokens of the cache that each query row scores highest: [B * next_n, k] int32, -1 after the last.
 
-    q [B * next_n, H, 128] float8_e4m3fn without scales, H 32 or 64; the rows of a request lie together.
+    q [B * next_n, H, 128] float8_e4m3fn without scales, H 32 or 64; the rows of a request are consecutive.
     k_cache [num_pages, 64, 1, 132] int8 or uint8: values and scales, laid out as `envoi.indexer.layout` says.
     weights [B * next_n, H] float32, of any sign.
     seq_lens [B] int32: tokens of each request, its next_n newest included: row n sees the first seq_lens - next_n + 1
         + n.
     block_table [B, P] int32: pages of each request; columns past ceil(seq_lens / 64) are never read.
-    k: 512, 1024 or 2048. next_n: query rows of each request (1, or more when tokens are guessed ahead).
+    k: 512, 1024 or 2048. next_n: query rows of each request (more than 1 with speculative decoding).
     mode "exact": the bits and the order of the PyTorch definition on the same device.
         "fast": scores to rounding, selection exact for them, the lower position wins a tie, NaN never beats a number.
     output: "slots" of the cache (page * 64 + place) or "positions" in the sequence.
@@ -44,12 +44,12 @@ def indexer_topk(
     return_errors: also an int32 [B * next_n] of 0, or 1 for a length that is negative or longer than the table, or 2
         for a page outside the cache. Such a row is -1 throughout, and nothing outside the cache is read.
 
-    Nothing waits for the device, and a CUDA graph may read other lengths at each replay. But where no certificate says
-    in which order the GPU's torch adds up, the exact mode takes torch's operators row by row, and says so once in an
-    UncertifiedWarning: `envoi indexer certify` makes a certificate for this GPU, torch and cuBLAS.
+    The host never waits for the device, and a CUDA graph may read other lengths at each replay. But without a
+    certificate of the order in which the GPU's torch adds up, the exact mode uses torch's operators row by row, and
+    gives an UncertifiedWarning once: `envoi indexer certify` makes a certificate for this GPU, torch and cuBLAS.
 
-    Raises ValueError for wrong dtypes, shapes, devices, k, H, page size; on CPUs, and where the exact mode takes
-    torch's operators, also for what return_errors tells.
+    Raises ValueError for wrong dtypes, shapes, devices, k, H, page size; on CPUs, and where the exact mode uses
+    torch's operators, also for the errors of return_errors.
     Source of the definition: dsa_topk_indexer_fp8_h64_d128_topk2048_ps64 of FlashInfer-Bench.
     """
     _check(q, k_cache, weights, seq_lens, block_table, k, next_n)
@@ -85,7 +85,7 @@ def _fake(q, k_cache, weights, seq_lens, block_table, k, mode, next_n, slots, or
 
 
 def _flops(q, k_cache, weights, seq_lens, block_table, k, mode, next_n, *arguments):
-    """Products of queries and keys that a row sees; of all keys that the table has room for where lengths are fake."""
+    """Count the FLOPs of queries times visible keys; for fake lengths, times all keys that the table has room for."""
     _, num_heads, width = q.shape
     if isinstance(seq_lens, FakeTensor) or seq_lens.device.type == "meta":
         num_keys = q.shape[0] * block_table.shape[1] * PAGE_SIZE

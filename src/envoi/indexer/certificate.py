@@ -1,4 +1,4 @@
-"""Which orders of adding torch uses on a device: what `envoi indexer certify` found, shipped or on this machine.
+"""Certificates of the orders in which torch adds on a device, found by `envoi indexer certify`; shipped or local.
 
     {"NVIDIA H200, torch 2.11.0+cu130, cuBLAS 13.1.0":
         {"64": {"parts": [[1, 4], [129, 16], [177, 1]], "shared_from": 128}}}
@@ -6,12 +6,12 @@
 For 64 heads, from rows of 1 token on the 128 dimensions of a product are cut into 4 parts, from 129 on into 16; sums
 over heads take the shared order from 128 tokens on if 4 divides their number; never, if that is null.
 
-Each part of the name decides about the order. cuBLAS chooses the kernel of torch.mm, and with it how the 128 dimensions
+The order depends on each part of the name. cuBLAS chooses the kernel of torch.mm, and with it how the 128 dimensions
 are cut, by its own version and by the GPU. How torch.sum cuts the heads, and which of equal scores torch.topk takes
 first, is code that torch's build compiled: 2.11.0+cu128 is another build than 2.11.0+cu130, with another cuBLAS, and a
-build of one's own that calls itself 2.11.0 may be either. So a name counts only if all of it is the same. PyPI's wheel
-of torch 2.11.0 says 2.11.0+cu130 in `torch.__version__`, though pip lists it as 2.11.0. A certificate holds for torch's
-own choice of BLAS library (`torch.backends.cuda.preferred_blas_library`).
+private build that calls itself 2.11.0 may be either. So a certificate is used only if its whole name matches. PyPI's
+wheel of torch 2.11.0 says 2.11.0+cu130 in `torch.__version__`, though pip lists it as 2.11.0. A certificate holds for
+torch's own choice of BLAS library (`torch.backends.cuda.preferred_blas_library`).
 """
 
 import ctypes
@@ -27,22 +27,22 @@ from envoi import cache_file, env
 
 SHIPPED = Path(__file__).with_name("certified.json")
 HEADS = (32, 64)
-NUM_ORDERS = 512  # lengths whose order is looked up; longer ones have that of their remainder
-SHARED = 256  # beside the number of parts
+NUM_ORDERS = 512  # lengths whose order is looked up; the order of longer ones depends on length % 4
+SHARED = 256  # flag of the shared order, added to the number of parts
 
 
 class UncertifiedWarning(UserWarning):
-    """The indexer's exact mode runs on torch's operators, for want of a certificate for this GPU, torch and cuBLAS."""
+    """Warning that the exact mode runs on torch's operators: no certificate is for this GPU, torch and cuBLAS."""
 
 
 def name_of(device: torch.device) -> str:
-    """What a certificate holds for: this GPU with this build of torch and this cuBLAS."""
+    """Return the name under which certificates are stored: this GPU, this build of torch and this cuBLAS."""
     return f"{torch.cuda.get_device_name(device)}, torch {torch.__version__}, cuBLAS {cublas_version()}"
 
 
 @cache
 def cublas_version() -> str:
-    """The version of the cuBLAS that torch has loaded; "built in" where torch brings it inside its own libraries."""
+    """Return the version of the cuBLAS that torch has loaded; "built in" if it is linked into torch's libraries."""
     try:
         library = ctypes.CDLL(f"libcublas.so.{(torch.version.cuda or '').partition('.')[0]}")
     except OSError:
@@ -55,12 +55,12 @@ def cublas_version() -> str:
 
 
 def found_here() -> Path:
-    """Where `envoi indexer certify` writes."""
+    """Return the path to which `envoi indexer certify` writes."""
     return env.cache_dir() / "indexer.json"
 
 
 def write(name: str, heads: dict[str, Any]) -> Path:
-    """Add a certificate to those of this machine."""
+    """Add a certificate to those of this machine; return their path."""
     path = found_here()
     cache_file.add(path, {name: heads})
     orders.cache_clear()
@@ -69,8 +69,7 @@ def write(name: str, heads: dict[str, Any]) -> Path:
 
 @cache
 def orders(device: torch.device, num_heads: int) -> torch.Tensor | None:
-    """The orders of rows by their length, int32 [NUM_ORDERS + 4] on the device, as `exact_kernel` reads them; None
-    without a certificate."""
+    """Load the orders of rows by length, int32 [NUM_ORDERS + 4], for `exact_kernel`; None without a certificate."""
     certificates = json.loads(SHIPPED.read_text()) | cache_file.entries(found_here(), _whole)
     known = certificates.get(name_of(device), {}).get(str(num_heads))
     return None if known is None else expand(known).to(device)
@@ -78,7 +77,7 @@ def orders(device: torch.device, num_heads: int) -> torch.Tensor | None:
 
 @cache
 def warn_uncertified(name: str) -> None:
-    """Say that the exact mode takes torch's operators, and what ends that. name: `name_of` a device. Once a process."""
+    """Warn once a process that the exact mode uses torch's operators; name the remedy. name: `name_of` a device."""
     warnings.warn(
         "indexer_topk: mode='exact' takes torch's operators row by row, many times slower than its kernels, as there "
         f"is no certificate for {name}; `envoi indexer certify` makes one here in less than a minute",
@@ -88,20 +87,20 @@ def warn_uncertified(name: str) -> None:
 
 
 def expand(known: dict[str, Any]) -> torch.Tensor:
-    """A certificate as int32 [NUM_ORDERS + 4]: of lengths below NUM_ORDERS, then of longer ones by length % 4."""
+    """Expand a certificate to orders [NUM_ORDERS + 4] int32: by length below NUM_ORDERS, then by length % 4."""
     lengths = [*range(NUM_ORDERS), *(NUM_ORDERS + rest for rest in range(4))]
     return torch.tensor([order_of(known, length) for length in lengths], dtype=torch.int32, device="cpu")
 
 
 def order_of(known: dict[str, Any], length: int) -> int:
-    """The order of rows of that length."""
+    """Return the order of rows of that length: number of parts, + SHARED for the shared order."""
     parts = next((parts for first, parts in reversed(known["parts"]) if first <= length), 1)
     shared = known["shared_from"] is not None and length >= known["shared_from"] and length % 4 == 0
     return parts + SHARED * shared
 
 
 def _whole(heads: Any) -> dict[str, Any]:
-    """A certificate. Raises ValueError unless it is laid out as above."""
+    """Return the certificate. Raises ValueError unless it has the layout above."""
     if not isinstance(heads, dict):
         raise ValueError(f"expected an object, got {type(heads).__name__}")
     for num_heads, known in heads.items():

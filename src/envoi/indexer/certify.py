@@ -1,10 +1,10 @@
-"""`envoi indexer certify`: does this GPU's torch add up as the exact mode's kernels can, and in which order when?
+"""Command `envoi indexer certify`: find the orders of the exact mode's kernels in which this GPU's torch adds.
 
     for each number of heads, each length below NUM_ORDERS, and a sample of longer ones:
         order = the first whose scores have the bits of the PyTorch definition, on fresh inputs each time
     ties: torch.topk takes the lower position first, or its network for at most 32 values
 
-Only a device whose every order was found gets a certificate; on others the exact mode takes torch's own operators.
+Only a device whose every order was found gets a certificate; on others the exact mode uses torch's own operators.
 """
 
 import argparse
@@ -25,7 +25,7 @@ TOPK = 2048
 
 
 def run(args: argparse.Namespace) -> int:
-    """Search, print, write. Returns 1 if there is no certificate to be had."""
+    """Search for certificates, print them, write them. Returns 1 if a search fails."""
     if not torch.cuda.is_available():
         raise ValueError("indexer certify: expected a CUDA device, this machine has none that torch can use")
     device = torch.device("cuda", torch.cuda.current_device())
@@ -42,7 +42,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def search(num_heads: int, device: torch.device) -> tuple[dict[str, Any] | None, list[str]]:
-    """The certificate of a number of heads, or None and what stands against it."""
+    """Search the certificate of a number of heads; return it, or None and the problems found."""
     with _ieee():
         by_length = {length: _orders(num_heads, length, device) for length in _lengths()}
     missing = [length for length, orders in by_length.items() if not orders]
@@ -57,7 +57,7 @@ def search(num_heads: int, device: torch.device) -> tuple[dict[str, Any] | None,
 
 
 def summarize(by_length: dict[int, set[int]]) -> dict[str, Any]:
-    """The rule behind the orders that fit at each length; the fewest changes from length to length."""
+    """Return the rule that agrees with the orders fitting at each length, with the fewest changes along the lengths."""
     lengths = sorted(by_length)
     parts: list[list[int]] = []
     for length in lengths:
@@ -72,14 +72,14 @@ def summarize(by_length: dict[int, set[int]]) -> dict[str, Any]:
 
 
 def _lengths() -> Iterable[int]:
-    """All short ones but 1, whose order nobody sees, and some longer ones."""
+    """List all lengths below NUM_ORDERS but 0 and 1, whose order has no effect, and some longer ones."""
     draw = torch.Generator().manual_seed(0)
     sample = (2 ** (9 + 8 * torch.rand(NUM_LONGER, generator=draw))).long().tolist()
     return sorted({*range(2, NUM_ORDERS), *LONGER, *sample, *(n // 4 * 4 for n in sample)})
 
 
 def _orders(num_heads: int, length: int, device: torch.device) -> set[int]:
-    """All orders that have torch's bits on several inputs of that length."""
+    """Return all orders that give torch's bits on several inputs of that length."""
     left = {parts + shared for parts in PARTS for shared in (0, SHARED)}
     for seed in range(NUM_SEEDS):
         p, want = _inputs(num_heads, length, seed, device)
@@ -88,7 +88,7 @@ def _orders(num_heads: int, length: int, device: torch.device) -> set[int]:
 
 
 def _inputs(num_heads: int, length: int, seed: int, device: torch.device) -> tuple[fast.Problem, torch.Tensor]:
-    """A request of that length, and the scores that torch gives it."""
+    """Make a request of that length, and compute its scores by torch."""
     source = torch.Generator(device).manual_seed(seed * 1_000_003 + length)
     num_pages = pages_of(length)
 
@@ -114,7 +114,7 @@ def _scores(p: fast.Problem, length: int, order: int) -> torch.Tensor:
 
 
 def _ties_are_alike(known: dict[str, Any], length: int, device: torch.device) -> bool:
-    """Does a request with few different scores come out as torch.topk puts them?"""
+    """Tell whether a request with few different scores is put in the order of torch.topk."""
     kinds = torch.randint(0, 4, (pages_of(length), PAGE_SIZE, 1), generator=torch.Generator().manual_seed(length))
     values = kinds.expand(-1, -1, 128).to(device).to(torch.float8_e4m3fn)
     q = torch.ones(1, HEADS[0], 128, device=device).to(torch.float8_e4m3fn)
@@ -127,7 +127,7 @@ def _ties_are_alike(known: dict[str, Any], length: int, device: torch.device) ->
 
 
 class _ieee:  # noqa: N801
-    """Inside, torch multiplies float32 without TF32, as the definition says."""
+    """Context in which torch multiplies float32 without TF32, as the definition says."""
 
     def __enter__(self) -> None:
         self.before = torch.backends.cuda.matmul.allow_tf32

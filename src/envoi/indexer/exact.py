@@ -1,4 +1,4 @@
-"""The exact mode on a device: torch's roundings in torch's order, then the selection of the fast mode."""
+"""Exact mode on a device: torch's roundings in torch's order, then the selection of the fast mode."""
 
 from functools import partial
 
@@ -15,7 +15,7 @@ PROGRAMS_PER_SM = 3
 
 
 def topk(p: Problem, orders: torch.Tensor, slots: bool, ordered: bool) -> tuple[torch.Tensor, torch.Tensor]:
-    """As `fast.topk`. orders: from `envoi.indexer.certificate`."""
+    """Choose as `fast.topk` does, by exact scores. orders: from `envoi.indexer.certificate`."""
 
     def finish(space: Workspace, out: torch.Tensor, first: int, num_rows: int) -> None:
         if p.max_length:
@@ -33,7 +33,7 @@ def score(orders: torch.Tensor, p: Problem, space: Workspace, first: int, num_ro
 def scores_arguments(
     orders: torch.Tensor, p: Problem, space: Workspace, first: int, num_rows: int
 ) -> tuple[tuple[int], tuple, dict]:
-    """The grid of `exact_kernel`, its arguments, its options."""
+    """Return grid, arguments and options of `exact_kernel`."""
     bytes_, num_heads = p.k_cache.view(torch.uint8), p.q.shape[1]
     programs = min(num_rows * -(-p.max_length // TILE), PROGRAMS_PER_SM * num_sms(p.q.device))
     scratch = torch.empty(programs * num_heads * TILE, dtype=torch.float32, device=p.q.device)
@@ -48,7 +48,7 @@ def scores_arguments(
 def short_arguments(
     p: Problem, space: Workspace, first: int, num_rows: int, out: torch.Tensor, slots: bool, ordered: bool
 ) -> tuple[tuple[int], tuple, dict]:
-    """The grid of `short_kernel`, its arguments, its options."""
+    """Return grid, arguments and options of `short_kernel`."""
     return (num_rows,), (
         space.logits, space.counters, p.seq_lens, p.table, out, first, num_rows, p.width, p.next_n, p.k, slots, ordered,
     ), {"num_warps": 1}  # fmt: skip

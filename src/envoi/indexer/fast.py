@@ -1,4 +1,4 @@
-"""The fast mode on a device: scores by tensor cores, then the k best of them. Nothing here waits for the device."""
+"""Fast mode on a device: scores by tensor cores, then the k best of them. The host never waits for the device."""
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -13,7 +13,7 @@ from envoi.runtime.math import next_power_of_2
 from envoi.runtime.tma import descriptor, unswizzled_descriptor
 
 WORKSPACE_BYTES = 16 << 20
-MAX_ROWS = 256  # whose tiles one program can tell apart
+MAX_ROWS = 256  # most rows of a launch: a program finds its tiles in a sum over all of them
 MAX_LENGTH = 1 << kernel_candidates.POSITION_BITS.value
 NUM_GROUPS = kernel_scores.NUM_GROUPS.value
 SCORE_BINS, NUM_COUNTERS = kernel_scores.SCORE_BINS.value, kernel_scores.NUM_COUNTERS.value
@@ -23,14 +23,14 @@ CAPACITY = kernel_candidates.CAPACITY.value
 TILE = 128  # tokens that are scored at a time
 PROGRAMS_PER_SM = 3
 HOPPER_WARPS = 4
-STAGES = 3  # tiles on their way to a program
-BLOCKS = (1024, 2048, 4096)  # scores that a program sifts: the least with no more than SIFTERS_PER_SM programs
+STAGES = 3  # tiles in a program's pipeline
+BLOCKS = (1024, 2048, 4096)  # scores that a program sifts: the least with no more than SIFTERS_PER_SM programs an SM
 SIFTERS_PER_SM = 1
 
 
 @dataclass(frozen=True)
 class Problem:
-    """The tensors of a call, contiguous, and its numbers."""
+    """Tensors of a call, contiguous, and its numbers; shapes as in `envoi.indexer_topk`."""
 
     q: torch.Tensor
     k_cache: torch.Tensor
@@ -42,23 +42,23 @@ class Problem:
 
     @property
     def num_rows(self) -> int:
-        """Query rows."""
+        """Number of query rows."""
         return self.q.shape[0]
 
     @property
     def width(self) -> int:
-        """Columns of the block table."""
+        """Number of columns of the block table."""
         return self.table.shape[1]
 
     @property
     def max_length(self) -> int:
-        """Tokens that a request can have."""
+        """Most tokens that a request can have."""
         return self.width * PAGE_SIZE
 
 
 @dataclass(frozen=True)
 class Workspace:
-    """Memory of the rows that are worked on at a time.
+    """Scratch memory for the rows that are processed at a time, written anew for each block of rows.
 
     listed [rows, max_length], bins [rows, SCORE_BINS, CAPACITY]: composites; logits [rows, max_length];
     groups [rows, NUM_GROUPS]: upper halves of keys; counters [rows, NUM_COUNTERS].
@@ -72,13 +72,13 @@ class Workspace:
 
 
 def rows_at_once(p: Problem) -> int:
-    """How many rows' workspace fits into WORKSPACE_BYTES; at least one."""
+    """Return the number of rows whose workspace fits into WORKSPACE_BYTES, at least one."""
     each = 12 * p.max_length + 8 * SCORE_BINS * CAPACITY + 2 * NUM_GROUPS + 4 * NUM_COUNTERS
     return max(1, min(MAX_ROWS, p.num_rows, WORKSPACE_BYTES // each))
 
 
 def workspace(p: Problem) -> Workspace:
-    """For `rows_at_once` rows."""
+    """Allocate the Workspace of `rows_at_once` rows."""
     rows, device = rows_at_once(p), p.q.device
 
     def empty(columns: int, dtype: torch.dtype) -> torch.Tensor:
@@ -91,14 +91,14 @@ def workspace(p: Problem) -> Workspace:
 
 
 def blocks(p: Problem) -> Iterator[tuple[int, int]]:
-    """(first row, number of rows) of the rows that are worked on at a time."""
+    """Yield (first row, number of rows) of each block of rows that are processed at a time."""
     step = rows_at_once(p)
     for first in range(0, p.num_rows, step):
         yield first, min(step, p.num_rows - first)
 
 
 def topk(p: Problem, slots: bool, ordered: bool) -> tuple[torch.Tensor, torch.Tensor]:
-    """[rows, k] int32 as `envoi.indexer_topk` describes them, and [rows] int32: 0, or what is wrong with the row."""
+    """Choose [rows, k] int32 as `envoi.indexer_topk` describes, and return errors [rows] int32: 0 = no error."""
     return in_blocks(p, score, slots, ordered)
 
 
@@ -106,7 +106,10 @@ def in_blocks(
     p: Problem, score: Callable[[Problem, Workspace, int, int], None], slots: bool, ordered: bool,
     nan_first: bool = False, finish: Callable[[Workspace, torch.Tensor, int, int], None] | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
-    """Scores and then choices of the rows that are worked on at a time, and what is left to do to their outputs."""
+    """Score, choose and `finish` block after block of rows. Returns outputs [rows, k] and errors [rows], int32.
+
+    score, finish: take the first row of a block and its number of rows. nan_first: NaN beats all numbers.
+    """
     out = torch.empty(p.num_rows, p.k, dtype=torch.int32, device=p.q.device)
     errors = torch.empty(p.num_rows, dtype=torch.int32, device=p.q.device)
     if p.num_rows:
@@ -132,7 +135,7 @@ def score(p: Problem, space: Workspace, first: int, num_rows: int) -> None:
 
 
 def hopper_arguments(p: Problem, space: Workspace, first: int, num_rows: int) -> tuple[tuple[int], tuple, dict]:
-    """The grid of Hopper's `scores_kernel`, its arguments, its options."""
+    """Return grid, arguments and options of Hopper's `scores_kernel`."""
     flat = p.k_cache.view(-1)
     values = descriptor(flat.view(torch.float8_e4m3fn).view(-1, HEAD_DIM), PAGE_SIZE, HEAD_DIM)
     scales = unswizzled_descriptor(flat.view(torch.float32).view(-1, PAGE_SIZE), 1, PAGE_SIZE)
@@ -145,12 +148,12 @@ def hopper_arguments(p: Problem, space: Workspace, first: int, num_rows: int) ->
 
 
 def _registers() -> int:
-    """Of each thread of a program of Hopper's kernel, so that as many programs fit an SM as are wanted."""
-    return 65536 // (32 * (HOPPER_WARPS + 4) * PROGRAMS_PER_SM) // 8 * 8  # the producer's warp comes with three more
+    """Return the registers per thread of Hopper's kernel with which PROGRAMS_PER_SM programs fit an SM."""
+    return 65536 // (32 * (HOPPER_WARPS + 4) * PROGRAMS_PER_SM) // 8 * 8  # the producer's warp takes up four
 
 
 def scores_arguments(p: Problem, space: Workspace, first: int, num_rows: int) -> tuple[tuple[int], tuple, dict]:
-    """The grid of `scores_kernel`, its arguments, its options."""
+    """Return grid, arguments and options of `scores_kernel`."""
     bytes_ = p.k_cache.view(torch.uint8)
     return (_programs(p, num_rows),), (
         p.q.view(torch.uint8), bytes_, bytes_.view(-1).view(torch.float32), p.weights, p.seq_lens, p.table,
@@ -173,7 +176,7 @@ def choose(
 def sift_arguments(
     p: Problem, space: Workspace, first: int, num_rows: int, nan_first: bool
 ) -> tuple[tuple[int, int], tuple, dict]:
-    """The grid of `sift_kernel`, its arguments, its options."""
+    """Return grid, arguments and options of `sift_kernel`."""
     most = SIFTERS_PER_SM * num_sms(p.q.device)
     block = next((size for size in BLOCKS if num_rows * -(-p.max_length // size) <= most), BLOCKS[-1])
     return (-(-p.max_length // block), num_rows), (
@@ -187,7 +190,7 @@ def rank_arguments(
     p: Problem, space: Workspace, first: int, num_rows: int, out: torch.Tensor, errors: torch.Tensor, slots: bool,
     ordered: bool,
 ) -> tuple[tuple[int, int], tuple, dict]:  # fmt: skip
-    """The grid of `rank_kernel`, its arguments, its options."""
+    """Return grid, arguments and options of `rank_kernel`."""
     return (SCORE_BINS, num_rows), (
         space.listed, space.bins, space.counters, p.seq_lens, p.table, out, errors,
         first, num_rows, p.width,
@@ -196,5 +199,5 @@ def rank_arguments(
 
 
 def _programs(p: Problem, num_rows: int) -> int:
-    """As many as there can be tiles, or as run at a time."""
+    """Return the number of programs: of the most tiles there can be, or of those that run at a time, if fewer."""
     return min(num_rows * -(-p.max_length // TILE), PROGRAMS_PER_SM * num_sms(p.q.device))

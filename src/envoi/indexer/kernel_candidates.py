@@ -1,15 +1,15 @@
-# What the compiler sees isn't what type checkers see.
+# Type checkers don't know the types that the compiler gives to device code.
 # pyright: reportAttributeAccessIssue=false, reportArgumentType=false, reportCallIssue=false
-"""What may be among the k best of a row goes into the row's list, all of it and little else.
+"""Candidates for the k best of a row: a kernel that lists all scores that may be among them, and few others.
 
     composite = key of the score << 29 | inverted position       int64; all different, the best is the largest
     for each BLOCK scores of each row of n:                      one program
-        low, high = about the k-th best of the row's groups, and the best; if n <= k, the least instead
-        the composites of scores that reach low                  -> the list, and a list of their class
+        low, high = about the k-th best of the row's groups (the least if n <= k), and the best
+        the composites of scores that reach low                  -> the row's list, and the list of their bin
 
-Lists are in any order; `kernel_rank` puts them in theirs. The scores from high to low fall into SCORE_BINS, the best
-into the first, so that a score need only be compared with its own class. A class's list holds CAPACITY; if one
-overflows, the row's is what counts.
+Lists are unordered; `kernel_rank` ranks them. The range from high to low is divided into SCORE_BINS, the first for the
+best, so that a score need only be compared with those of its own bin. A bin's list holds CAPACITY; if one overflows,
+the row's list is ranked instead.
 
 Every program searches the bound itself: that takes less time than to wait for one that does.
 """
@@ -44,7 +44,7 @@ BAD_PAGE: tl.constexpr = tl.constexpr(2)
 
 @triton.jit
 def tokens_of(seq_lens, counters, row, num_rows, next_n, width):
-    """Tokens that a row chooses from, and what is wrong with it, then none. Its counters must be final."""
+    """Return how many tokens a row chooses from, and its error code; 0 tokens on error. Its counters must be final."""
     seen = visible(seq_lens, row, num_rows, next_n, width)
     failed = tl.load(counters + SCORE_BINS * COUNTER_STRIDE, mask=seen > 0, other=0) >= FAILED
     error = tl.where(seen < 0, BAD_LENGTH, tl.where(failed, BAD_PAGE, 0))
@@ -53,15 +53,15 @@ def tokens_of(seq_lens, counters, row, num_rows, next_n, width):
 
 @triton.jit
 def reaching(best, bound):
-    """How many reach a bound."""
+    """Count the elements that reach a bound."""
     return tl.sum((best >= bound).to(tl.int32), 0)
 
 
 @triton.jit
 def bound_of(best, top, K: tl.constexpr):
-    """What K groups reach, and at most K / SLACK others, but for equals. LEAST if there aren't as many.
+    """Find a bound that K groups reach, and at most K / SLACK others, but for ties. LEAST if there are fewer than K.
 
-    From the top downwards by doubled steps, then by halving: ten looks at what lies in registers.
+    Searches from the top downwards by doubled steps, then by bisection: ten counts over registers.
     """
     high = top
     low = tl.maximum(high - OCTAVE // 2, LEAST)
@@ -83,7 +83,7 @@ def bound_of(best, top, K: tl.constexpr):
 
 @triton.jit
 def limits_of(groups, n, K: tl.constexpr):
-    """The bound of a row, and what is just above its groups, both upper halves of keys."""
+    """Return the bound of a row, and one more than its best group's key, both upper halves of keys."""
     ids = tl.arange(0, NUM_GROUPS)
     written = (tl.cdiv(n, PAGE) * PAGE) >> level_of(n)
     best = tl.load(groups + ids, mask=ids // 8 < tl.cdiv(written, 8), other=LEAST).to(tl.int32)
@@ -98,16 +98,16 @@ def limits_of(groups, n, K: tl.constexpr):
 
 @triton.jit
 def float_of(half):
-    """The score whose key has this upper half, or the next one that is finite."""
+    """Return the score whose key has this upper half, or the nearest finite one."""
     key = tl.minimum(tl.maximum(half << KEY_SHIFT, -0x7F800000), 0x7F7FFFFF)
     return in_order(key).to(tl.float32, bitcast=True)
 
 
 @triton.jit
 def class_of(scores, low, top, steep, NAN_FIRST: tl.constexpr):
-    """The classes of scores: equal steps, or, if the scores are a distribution's tail, narrower ones near low.
+    """Return the bins of scores: equally wide, or, if the scores are a distribution's tail (steep), narrower near low.
 
-    Halved, since the whole range of float32 may not fit float32. Every step keeps the order.
+    Scores are halved, since the difference of two may not fit float32. Every step keeps the order.
     """
     x = tl.where(scores == scores, scores, INF if NAN_FIRST else -INF)
     least, most = 0.5 * float_of(low), 0.5 * float_of(top)
@@ -121,7 +121,7 @@ def class_of(scores, low, top, steep, NAN_FIRST: tl.constexpr):
 
 @triton.jit
 def pages_are_good(table, first, n, num_pages, BLOCK: tl.constexpr):
-    """Whether the pages of a block's tokens are in the cache. table: the request's."""
+    """Tell whether the pages of a block's tokens are all in the cache. table: the request's row of the block table."""
     columns = first // PAGE + tl.arange(0, BLOCK // PAGE)
     pages = tl.load(table + columns, mask=columns * PAGE < n, other=0)
     return tl.min(((pages >= 0) & (pages < num_pages)).to(tl.int32), 0) == 1
@@ -132,10 +132,10 @@ def sift_kernel(
     logits, groups, counters, listed, classes, seq_lens, table, first_row, num_rows, width, num_pages,
     NEXT_N: tl.constexpr, K: tl.constexpr, NAN_FIRST: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """BLOCK scores of a row; programs behind its end have nothing to do.
+    """Sift BLOCK scores of a row; programs past its end return at once.
 
-    counters [rows, NUM_COUNTERS]: how long the lists are, zero at first; FAILED in that of the row's if a page isn't in
-    the cache. classes [rows, SCORE_BINS, CAPACITY].
+    counters [rows, NUM_COUNTERS]: lengths of the lists, zero at launch (the scores' kernel resets them); FAILED is set
+    in that of the row's list if a page isn't in the cache. classes [rows, SCORE_BINS, CAPACITY]: the bins' lists.
     """
     own = tl.program_id(1)
     first = tl.program_id(0) * BLOCK

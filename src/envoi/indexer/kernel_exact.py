@@ -1,6 +1,6 @@
-# What the compiler sees isn't what type checkers see.
+# Type checkers don't know the types that the compiler gives to device code.
 # pyright: reportAttributeAccessIssue=false, reportArgumentType=false, reportCallIssue=false
-"""The exact mode's scores: every rounding in the order in which torch's CUDA kernels do it.
+"""Scores of the exact mode: every rounding in the order in which torch's CUDA kernels do it.
 
     for each tile of tokens of each row of n tokens:                         one program, persistent
         K[j]      = e4m3(values[j]) * scale[j]
@@ -9,9 +9,9 @@
         s[j]      = sum over h of x[h, j]                                     in one of the orders of torch.sum
 
     lone order      ((a0 + a1) + a2) + a3,  ai = x[i] + x[i + 4] + x[i + 8] + ..
-    shared order    (b0 + b2) + (b1 + b3),  by = the same of x[y], x[y + 4], x[y + 8], ..
+    shared order    (b0 + b2) + (b1 + b3),  by = the lone order of x[y], x[y + 4], x[y + 8], ..
 
-Which of them a device's torch uses for which n is what `envoi indexer certify` finds out.
+`envoi indexer certify` finds out which of them a device's torch uses for which n.
 """
 
 from typing import Any, NamedTuple
@@ -120,8 +120,11 @@ def exact_kernel(
     NEXT_N: tl.constexpr, H: tl.constexpr, ROWS: tl.constexpr, NUM_ORDERS: tl.constexpr, TILE: tl.constexpr,
     STEP: tl.constexpr,
 ):  # fmt: skip
-    """As `scores_kernel`. orders: of each n below NUM_ORDERS, then of larger n by n % 4: parts, + 256 for the shared
-    order. scratch [programs, H, TILE]: of each program, through which x gets to the adding."""
+    """Score rows as `scores_kernel` does, by exact roundings.
+
+    orders [NUM_ORDERS + 4]: by n below NUM_ORDERS, then by n % 4: parts, + 256 for the shared order. scratch [programs,
+    H, TILE]: each program passes x through its own, to add it up by lines.
+    """
     h = tl.arange(0, H)
     t = tl.arange(0, TILE)
     scratch += tl.program_id(0) * (H * TILE)
@@ -155,9 +158,9 @@ def short_kernel(
     logits, counters, seq_lens, table, out, first_row, num_rows, width,
     NEXT_N: tl.constexpr, K: tl.constexpr, SLOTS: tl.constexpr, ORDERED: tl.constexpr,
 ):  # fmt: skip
-    """The order of rows of at most 32 tokens: torch sorts those by a network that doesn't keep ties in order.
+    """Put rows of at most 32 tokens in torch's order: torch sorts them by a network that doesn't keep ties in order.
 
-    Its input are the scores above the least, then those that equal it, each by position.
+    The network's input is the scores above the least, then those that equal it, each by position.
     """
     own = tl.program_id(0)
     n, _ = tokens_of(seq_lens, counters + own * NUM_COUNTERS, first_row + own, first_row + num_rows, NEXT_N, width)
@@ -186,7 +189,7 @@ def short_kernel(
 
 @triton.jit
 def exchange(x, n, STRIDE: tl.constexpr, SIZE: tl.constexpr):
-    """One layer of the network: pairs STRIDE apart, the other way round where position & SIZE. Places behind n sink."""
+    """Run a layer of the network: sort pairs STRIDE apart, descending where position & SIZE. Places from n on sink."""
     ids = tl.arange(0, 32)
     other = tl.gather(x, ids ^ STRIDE, 0)
     low = tl.where((ids & STRIDE) == 0, x, other)

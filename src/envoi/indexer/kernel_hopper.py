@@ -1,4 +1,4 @@
-"""The fast mode's scores on Hopper: what `kernel_scores` computes, the pages by TMA.
+"""Scores of the fast mode on Hopper: computed as in `kernel_scores`, pages loaded by TMA.
 
     for each tile of two pages among this program's neighbouring tiles:      producer             consumer
                                                                             TMA -> stage         S = values @ q.T
@@ -23,8 +23,8 @@ from envoi.indexer.kernel_scores import visible as visible_of
 from envoi.runtime.triton_compat import reinterpret, role_barrier, tma_load
 
 TILE: gl.constexpr = gl.constexpr(128)
-ROWS_OF_VALUES: gl.constexpr = gl.constexpr(66)  # of 128 bytes: rows of a page, 64 of them values
-ROWS_OF_SCALES: gl.constexpr = gl.constexpr(33)  # of 64 float32: rows of a page, the last of them scales
+ROWS_OF_VALUES: gl.constexpr = gl.constexpr(66)  # rows of 128 bytes in a page, 64 of them values
+ROWS_OF_SCALES: gl.constexpr = gl.constexpr(33)  # rows of 64 float32 in a page, the last of them scales
 
 
 class Lengths(NamedTuple):
@@ -37,7 +37,7 @@ class Lengths(NamedTuple):
 
 
 class Stages(NamedTuple):
-    """The pipeline: pages [2 * stages, 64, 128], scales [2 * stages, 1, 64], barriers full and empty of each stage."""
+    """Pipeline: pages [2 * stages, 64, 128], scales [2 * stages, 1, 64], barriers full and empty of each stage."""
 
     pages: Any
     scales: Any
@@ -83,7 +83,7 @@ def first_tile(lengths, num_rows, ROWS: gl.constexpr):
     ends = gl.associative_scan(tiles, 0, add)
     total = gl.sum(tiles, 0)
     each = total // gl.num_programs(0)
-    more = total % gl.num_programs(0)  # as many programs have one tile more
+    more = total % gl.num_programs(0)  # so many programs have one tile more
     begin = gl.program_id(0) * each + gl.minimum(gl.program_id(0), more)
     count = each + (gl.program_id(0) < more).to(gl.int32)
     row = gl.sum((ends <= begin).to(gl.int32), 0)
@@ -255,8 +255,11 @@ def scores_kernel(
     first_row, num_rows, width, num_pages,
     NEXT_N: gl.constexpr, H: gl.constexpr, ROWS: gl.constexpr, STAGES: gl.constexpr,
 ):  # fmt: skip
-    """Score rows as the Triton kernel of this name does. values_desc: the cache as rows of 128 bytes, in boxes of one
-    page's values; scales_desc: as rows of 64 float32, of which the last of each page are its scales."""
+    """Score rows as the Triton kernel of this name does.
+
+    values_desc: the cache as rows of 128 bytes, in boxes of one page's values; scales_desc: the cache as rows of 64
+    float32, of which the last of each page are its scales.
+    """
     values = gl.allocate_shared_memory(values_desc.dtype, [2 * STAGES, PAGE, HEAD_DIM], values_desc.layout)
     scales = gl.allocate_shared_memory(gl.float32, [2 * STAGES, 1, PAGE], scales_desc.layout)
     queries = gl.allocate_shared_memory(values_desc.dtype, [H, HEAD_DIM], values_desc.layout)

@@ -1,13 +1,13 @@
-# What the compiler sees isn't what type checkers see.
+# Type checkers don't know the types that the compiler gives to device code.
 # pyright: reportAttributeAccessIssue=false, reportArgumentType=false, reportCallIssue=false
-"""The k best of each row's list to their places in the output.
+"""Ranking of each row's candidates: a kernel that stores the k best at their places in the output.
 
     rank(x) = how many composites of the list are better than x;   out[rank(x)] = x's slot, if rank(x) < k
 
-One program ranks a class: behind all of the better classes, and among its own. Where a class has overflowed, each
-program ranks a share of the row's list among all of it. A list of more than MOST is narrowed down to its k best for
-that, by 8 bits a pass: rows with many equal scores, mostly. So is every list if the output is to be in the order of
-positions; then those count.
+One program ranks a bin: after all of the better bins, and within its own list. If a bin has overflowed, each program
+ranks a share of the row's list among all of it. For that, a list of more than MOST, which mostly means many equal
+scores, is narrowed down to its k best by radix selection, 8 bits a pass. So is every list if the output is to be in
+the order of positions; then positions are ranked instead of scores.
 """
 
 import triton
@@ -18,18 +18,18 @@ from envoi.indexer.kernel_scores import COUNTER_STRIDE, INTEGERS, NUM_COUNTERS, 
 
 MOST: tl.constexpr = tl.constexpr(4096)
 MINE: tl.constexpr = tl.constexpr(128)  # composites that are ranked at a time,
-OTHERS: tl.constexpr = tl.constexpr(8)  # beside so many
+OTHERS: tl.constexpr = tl.constexpr(8)  # against so many
 FILL: tl.constexpr = tl.constexpr(64)
 CHUNK: tl.constexpr = tl.constexpr(512)  # composites that are narrowed down at a time
 DIGIT: tl.constexpr = tl.constexpr(8)
 DIGITS: tl.constexpr = tl.constexpr(256)
-LOWEST: tl.constexpr = tl.constexpr(-(1 << 60))  # of all composites
+LOWEST: tl.constexpr = tl.constexpr(-(1 << 60))  # a lower bound of all composites
 NOTHING: tl.constexpr = tl.constexpr(-(1 << 63))
 
 
 @triton.jit
 def pick(counts, wanted, SIZE: tl.constexpr):
-    """The digit that the wanted-th best has, how many have a better one, how many have it."""
+    """Return the digit of the wanted-th best, how many have a better one, how many have it. counts: by digit."""
     ids = tl.arange(0, SIZE)
     better = tl.sum(counts, 0) - tl.cumsum(counts, 0)
     at = tl.sum((better + counts >= wanted).to(tl.int32), 0) - 1
@@ -38,7 +38,7 @@ def pick(counts, wanted, SIZE: tl.constexpr):
 
 @triton.jit
 def least_of_best(listed, total, wanted):
-    """A number that exactly `wanted` composites of a longer list reach."""
+    """Find a number that exactly `wanted` composites of a longer list reach, by radix selection."""
     shift = total * 0 + 64
     prefix = total.to(tl.int64) * 0
     inside = total
@@ -59,9 +59,9 @@ def least_of_best(listed, total, wanted):
 
 @triton.jit
 def narrow(listed, kept, total, wanted, ORDERED: tl.constexpr):
-    """Copy the best of a list, `wanted` at most, to where all programs of the row copy them; returns how many.
+    """Copy the best of a list, `wanted` at most, to `kept`; return how many. All programs of a row write equal values.
 
-    Unless ORDERED, the lowest positions are best from here on.
+    Unless ORDERED, only the positions are kept, so that the lowest ranks first from here on.
     """
     least = tl.zeros((), tl.int64) + LOWEST
     if total > wanted:
@@ -80,7 +80,7 @@ def narrow(listed, kept, total, wanted, ORDERED: tl.constexpr):
 
 @triton.jit
 def rank_and_put(out, listed, first, total, table, before, K: tl.constexpr, SLOTS: tl.constexpr):
-    """MINE composites of a list to their places in the output. before: better ones that aren't in the list."""
+    """Store MINE composites of a list at their ranks in the output. before: number of better ones outside the list."""
     ids = first + tl.arange(0, MINE)
     mine = tl.load(listed + ids, mask=ids < total, other=NOTHING)
     found = (mine & LAST).to(tl.int32) ^ LAST
@@ -101,7 +101,7 @@ def rank_kernel(
     listed, classes, counters, seq_lens, table, out, errors, first_row, num_rows, width,
     NEXT_N: tl.constexpr, K: tl.constexpr, SLOTS: tl.constexpr, ORDERED: tl.constexpr,
 ):  # fmt: skip
-    """A class of a row, or as large a share of its list. Behind the last is -1."""
+    """Rank a bin of a row, or a 1 / SCORE_BINS share of its list; store the error, and -1 from the n-th place on."""
     own = tl.program_id(1)
     part = tl.program_id(0)
     row = first_row + own

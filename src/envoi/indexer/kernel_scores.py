@@ -1,6 +1,6 @@
-# What the compiler sees isn't what type checkers see.
+# Type checkers don't know the types that the compiler gives to device code.
 # pyright: reportAttributeAccessIssue=false, reportArgumentType=false, reportCallIssue=false
-"""The fast mode's scores, and the best key of each group of neighbouring tokens, which selection starts from.
+"""Scores of the fast mode, and the best key of each group of neighbouring tokens, from which selection starts.
 
     for each tile of 128 tokens of each row, TILE by TILE:                   one program, persistent
         S[j, h]   = sum over d of values[j, d] * q[row, h, d]                 FP8 tensor cores, float32
@@ -10,7 +10,7 @@
 The k-th best group bounds the k-th best score from below: k groups have a score at least as good. There are 4096 to
 8192 groups once a row has that many tokens, so few other scores reach the bound.
 
-Lengths are read here, on the device. A page outside the cache is not read, and `kernel_candidates` fails its row.
+Lengths are read on the device. A page outside the cache is not read, and `kernel_candidates` fails its row.
 """
 
 from typing import Any, NamedTuple
@@ -24,15 +24,15 @@ from envoi.epilogue.device import INTERPRETED, in_order, maximum
 HEAD_DIM: tl.constexpr = tl.constexpr(128)
 PAGE: tl.constexpr = tl.constexpr(64)
 PAGE_BYTES: tl.constexpr = tl.constexpr(64 * 132)
-NUM_GROUPS: tl.constexpr = tl.constexpr(8192)  # of a row; those of longer rows that lie behind don't count
+NUM_GROUPS: tl.constexpr = tl.constexpr(8192)  # of a row; longer rows drop the groups past them
 MAX_LEVEL: tl.constexpr = tl.constexpr(5)  # groups of 1 << level tokens
-KEY_SHIFT: tl.constexpr = tl.constexpr(16)  # bits of a key that a group's best doesn't tell
+KEY_SHIFT: tl.constexpr = tl.constexpr(16)  # low bits of a key that aren't stored in a group's best
 
 # Counters of a row: the entries of each bin of its list of candidates, then those of the whole list.
 SCORE_BINS: tl.constexpr = tl.constexpr(32)
 COUNTER_STRIDE: tl.constexpr = tl.constexpr(
     8
-)  # numbers that the L2 keeps together: a counter each, or their atomics queue up
+)  # int32 in a sector of the L2: one counter in each, or their atomics queue up
 NUM_COUNTERS: tl.constexpr = tl.constexpr(512)
 
 INTEGERS = ("first_row", "num_rows", "width", "num_pages")  # arguments of the indexer's kernels
@@ -60,7 +60,7 @@ def visible(seq_lens, rows, num_rows, next_n, width):
 def ordered(x, NAN_FIRST: tl.constexpr):
     """Map float32 to int32 in the same order; -0 equals 0, NaN is the least or the greatest."""
     key = in_order((x + 0.0).to(tl.int32, bitcast=True))
-    return tl.where(x == x, key, 0x7FFFFFFF if NAN_FIRST else -0x7F800001)  # the latter is the key of -inf
+    return tl.where(x == x, key, 0x7FFFFFFF if NAN_FIRST else -0x7F800001)  # -0x7F800001 is the key of -inf
 
 
 @triton.jit

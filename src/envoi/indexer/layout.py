@@ -1,4 +1,4 @@
-"""The paged K cache: how a page lies in memory, and the way in and out.
+"""Layout of the paged K cache in memory; packing and unpacking of pages.
 
 A page of 64 tokens is one run of 64 * 132 = 8448 bytes, although its shape [64, 1, 132] suggests 132 bytes a token:
 
@@ -16,7 +16,7 @@ VALUE_BYTES = PAGE_SIZE * HEAD_DIM
 
 
 def pack_cache(values: torch.Tensor, scales: torch.Tensor) -> torch.Tensor:
-    """values [P, 64, 128] float8_e4m3fn and scales [P, 64] float32 -> a cache [P, 64, 1, 132] int8."""
+    """Pack values [P, 64, 128] float8_e4m3fn and scales [P, 64] float32 into a cache [P, 64, 1, 132] int8."""
     num_pages = values.shape[0]
     pages = torch.empty(num_pages, PAGE_BYTES, dtype=torch.uint8, device=values.device)
     pages[:, :VALUE_BYTES] = values.contiguous().view(torch.uint8).view(num_pages, -1)
@@ -25,7 +25,7 @@ def pack_cache(values: torch.Tensor, scales: torch.Tensor) -> torch.Tensor:
 
 
 def unpack_pages(k_cache: torch.Tensor, pages: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """A cache and page ids [n] -> those pages' values [n * 64, 128] float8_e4m3fn and scales [n * 64] float32."""
+    """Unpack pages, by ids [n], of a cache: values [n * 64, 128] float8_e4m3fn and scales [n * 64] float32."""
     chosen = k_cache.view(torch.uint8).view(-1, PAGE_BYTES)[pages.long()]
     values = chosen[:, :VALUE_BYTES].contiguous().view(torch.float8_e4m3fn).view(-1, HEAD_DIM)
     scales = chosen[:, VALUE_BYTES:].contiguous().view(torch.float32).view(-1)
@@ -33,10 +33,10 @@ def unpack_pages(k_cache: torch.Tensor, pages: torch.Tensor) -> tuple[torch.Tens
 
 
 def pages_of(length: int) -> int:
-    """Pages that hold this many tokens."""
+    """Return the number of pages that hold `length` tokens."""
     return -(-length // PAGE_SIZE)
 
 
 def to_slots(positions: torch.Tensor, pages: torch.Tensor) -> torch.Tensor:
-    """Positions in a sequence -> slots of the cache: page * 64 + place in the page."""
+    """Convert positions in a sequence to slots of the cache, int32: page * 64 + place in the page."""
     return (pages.long()[positions // PAGE_SIZE] * PAGE_SIZE + positions % PAGE_SIZE).to(torch.int32)

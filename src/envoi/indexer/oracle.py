@@ -1,4 +1,4 @@
-"""Is a selection right? Judged in float64, with a band for what rounding may decide either way."""
+"""Oracle of selections: judges them in float64, with a band within which rounding may decide either way."""
 
 from dataclasses import dataclass
 
@@ -14,7 +14,7 @@ TENSOR_CORE_BAND = 2.0**-14
 
 @dataclass(frozen=True)
 class Verdict:
-    """problem: "" if the row is right, else what is wrong with it. num_in_band: tokens that rounding may decide."""
+    """Verdict on a row. problem: "" if it is right, else the error. num_in_band: tokens that rounding may decide."""
 
     problem: str
     num_in_band: int = 0
@@ -24,7 +24,7 @@ class Verdict:
 
 
 def scores64(q: torch.Tensor, values: torch.Tensor, scales: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
-    """The definition's scores [L] in float64."""
+    """Compute the definition's scores [L] in float64."""
     k = values.double() * scales.double().unsqueeze(1)
     return (torch.relu(q.double() @ k.T) * weights.double().unsqueeze(1)).sum(dim=0)
 
@@ -32,7 +32,7 @@ def scores64(q: torch.Tensor, values: torch.Tensor, scales: torch.Tensor, weight
 def band(
     q: torch.Tensor, values: torch.Tensor, scales: torch.Tensor, weights: torch.Tensor, relative: float = RELATIVE_BAND
 ) -> torch.Tensor:
-    """How far [L] a float32 score may be from the float64 one: proportional to the sum of all its terms' magnitudes."""
+    """Return the most [L] by which a float32 score may err: proportional to the sum of all its terms' magnitudes."""
     k = values.double().abs() * scales.double().abs().unsqueeze(1)
     magnitude = ((q.double().abs() @ k.T) * weights.double().abs().unsqueeze(1)).sum(dim=0)
     return magnitude * relative
@@ -42,10 +42,9 @@ def judge(
     slots: torch.Tensor, q: torch.Tensor, k_cache: torch.Tensor, weights: torch.Tensor, length: int,
     block_table: torch.Tensor, relative: float = RELATIVE_BAND,
 ) -> Verdict:  # fmt: skip
-    """One query row's output [k] of slots: every clear winner in, no clear loser, the count right, nothing twice or
-    foreign.
+    """Judge a query row's slots [k]: all clear winners, no clear loser, the right count, no duplicate, none foreign.
 
-    q [H, 128], weights [H], length: tokens that the row sees, block_table [P] of its request, relative: of `band`.
+    q [H, 128], weights [H], length: tokens that the row sees, block_table [P] of its request, relative: see `band`.
     """
     chosen = slots[slots != -1].long()
     want = min(len(slots), max(length, 0))
@@ -83,5 +82,5 @@ def _judge_scores(chosen, reachable, used, q, k_cache, weights, pages, length: i
 
 
 def _has_better_twin(reachable: torch.Tensor, losers: torch.Tensor) -> torch.Tensor:
-    """A page that a request uses twice gives two positions one slot; a loser's may have been chosen for its twin."""
+    """Tell which slots also belong to a position that isn't a loser: a page used twice gives two positions one slot."""
     return torch.isin(reachable, reachable[~losers])

@@ -1,4 +1,4 @@
-"""The indexer in torch, on any device, one query row after the other.
+"""Reference of the indexer in torch, on any device, one query row after the other.
 
     for each query row r of request b, which sees L tokens:
         K[j] = e4m3(values[j]) * scale[j]                                     j < L, float32
@@ -7,11 +7,9 @@
         fast:   s[j]    = scale[j] * sum over h of max(S'[h, j], 0) * weights[r, h],   S' from the unscaled values
         out[r]  = the min(k, L) best j by s, as slots of the cache, the rest -1
 
-The exact mode is the definition and keeps its bits and its order. The fast mode moves the scale out of the ReLU,
-which is
-equal in exact arithmetic: for a negative scale max(x * scale, 0) = |scale| * max(-x, 0), so the sign goes into the
-    ReLU.
-Its selection is exact for its own scores, the lower position wins a tie, and NaN never beats a number.
+The exact mode is the definition and keeps its bits and its order. The fast mode moves the scale out of the ReLU, which
+is equal in exact arithmetic: for a negative scale max(x * scale, 0) = |scale| * max(-x, 0), so the sign goes into the
+ReLU. Its selection is exact for its own scores, the lower position wins a tie, and NaN never beats a number.
 """
 
 import torch
@@ -20,19 +18,19 @@ from envoi.indexer.layout import pages_of, to_slots, unpack_pages
 
 
 def score_exact(q: torch.Tensor, values: torch.Tensor, scales: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
-    """q [H, 128] E4M3, values [L, 128] E4M3, scales [L], weights [H] -> scores [L] float32, as defined."""
+    """Compute the definition's scores [L] float32: q [H, 128] E4M3, values [L, 128] E4M3, scales [L], weights [H]."""
     k = values.float() * scales.unsqueeze(1)
     return (torch.relu(q.float() @ k.T) * weights.unsqueeze(1)).sum(dim=0)
 
 
 def score_fast(q: torch.Tensor, values: torch.Tensor, scales: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
-    """The same to rounding, with the scale outside the ReLU."""
+    """Compute the scores of `score_exact` up to rounding, with the scale outside the ReLU."""
     products = torch.relu(values.float() @ q.float().T * scales.sign().unsqueeze(1))
     return (products * weights).sum(dim=1) * scales.abs()
 
 
 def best(scores: torch.Tensor, k: int) -> torch.Tensor:
-    """Positions of the min(k, L) best scores, best first, the lower position first in a tie; NaN counts as -inf."""
+    """Return the positions of the min(k, L) best scores, best first, the lower first in a tie; NaN counts as -inf."""
     ranked = scores.masked_fill(scores.isnan(), -torch.inf).sort(descending=True, stable=True).indices
     return ranked[:k]
 
@@ -40,7 +38,7 @@ def best(scores: torch.Tensor, k: int) -> torch.Tensor:
 def select_row(
     q: torch.Tensor, values: torch.Tensor, scales: torch.Tensor, weights: torch.Tensor, k: int, mode: str
 ) -> torch.Tensor:
-    """The positions of one query row, best first."""
+    """Select the positions of one query row, best first."""
     if mode == "exact":
         scores = score_exact(q, values, scales, weights)
         return torch.topk(scores, min(k, len(scores))).indices
@@ -51,7 +49,7 @@ def indexer_topk(
     q: torch.Tensor, k_cache: torch.Tensor, weights: torch.Tensor, seq_lens: torch.Tensor, block_table: torch.Tensor,
     k: int, mode: str, next_n: int, slots: bool, ordered: bool,
 ) -> torch.Tensor:  # fmt: skip
-    """[B * next_n, k] int32; see `envoi.indexer_topk` for the arguments, which have been checked."""
+    """Select for all query rows: [B * next_n, k] int32. Arguments as in `envoi.indexer_topk`, already checked."""
     out = torch.full((q.shape[0], k), -1, dtype=torch.int32, device=q.device)
     for request, length in enumerate(seq_lens.tolist()):
         if length <= 0:

@@ -1,4 +1,4 @@
-"""Which implementation of the indexer runs where: the only place that decides."""
+"""Choice of the indexer's implementation by mode and device: the only place that decides."""
 
 import torch
 
@@ -14,7 +14,7 @@ def run(
     q: torch.Tensor, k_cache: torch.Tensor, weights: torch.Tensor, seq_lens: torch.Tensor, block_table: torch.Tensor,
     k: int, mode: str, next_n: int, slots: bool, ordered: bool,
 ) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
-    """What the operator returns: [rows, k] int32, and errors [rows] int32."""
+    """Run the implementation for this mode and device; return [rows, k] int32, and errors [rows] int32."""
     orders = _orders(q.device, q.shape[1]) if mode == "exact" else None
     if implementation(q.device) == "torch" or (mode == "exact" and orders is None):
         check_values(seq_lens, block_table, k_cache.shape[0])
@@ -30,7 +30,7 @@ def run(
 
 
 def _orders(device: torch.device, num_heads: int) -> torch.Tensor | None:
-    """The orders of adding that the exact mode's kernels need; None where torch's own operators must do it."""
+    """Load the orders of adding that the exact mode's kernels need; None if torch's own operators must be used."""
     if device.type != "cuda":
         return None
     orders = certificate.orders(device, num_heads)

@@ -1,4 +1,4 @@
-"""Inputs to test and to measure the indexer on: 128 workloads in the contest's proportions, and hostile ones.
+"""Inputs for tests and benchmarks of the indexer: 128 workloads in the contest's proportions, and hostile ones.
 
 The contest's own files are not public here. These are generated from a fixed seed to its description: 1 to 31
 requests, block tables 1 to 91 pages wide (69 workloads up to 32, 39 from 33 to 45, 20 from 82 to 91), lengths from 1
@@ -26,7 +26,7 @@ Tensors = tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Te
 
 @dataclass(frozen=True)
 class Workload:
-    """lengths: tokens of each request; scattered: whether its pages are out of order; num_pages: of the cache."""
+    """Sizes of an input. lengths: tokens of each request; scattered: pages out of order; num_pages: of the cache."""
 
     lengths: tuple[int, ...]
     scattered: tuple[bool, ...]
@@ -36,11 +36,11 @@ class Workload:
 
     @property
     def width(self) -> int:
-        """Columns of the block table: pages of the longest request, at least 1."""
+        """Number of columns of the block table: pages of the longest request, at least 1."""
         return max(1, pages_of(max(self.lengths, default=0)))
 
     def tensors(self, device: torch.device | str = "cpu") -> Tensors:
-        """q, k_cache, weights, seq_lens, block_table for `envoi.indexer_topk`; one cache serves all of a size."""
+        """Make q, k_cache, weights, seq_lens, block_table for `envoi.indexer_topk`; caches of a size are shared."""
         source = torch.Generator().manual_seed(self.seed)
         q = (2 * torch.randn(len(self.lengths), self.num_heads, HEAD_DIM, generator=source)).to(torch.float8_e4m3fn)
         weights = torch.randn(len(self.lengths), self.num_heads, generator=source)
@@ -51,14 +51,14 @@ class Workload:
 
 
 def one(lengths: tuple[int, ...], seed: int = 0, num_heads: int = 64) -> Workload:
-    """A workload of these lengths on scattered pages, in a cache no larger than it needs."""
+    """Make a workload of these lengths on scattered pages, in a cache no larger than it needs."""
     num_pages = max(1, sum(map(pages_of, lengths)))
     return Workload(lengths, (True,) * len(lengths), seed, num_pages, num_heads)
 
 
 @lru_cache(maxsize=2)
 def random_cache(num_pages: int, device: str = "cpu") -> torch.Tensor:
-    """A cache [num_pages, 64, 1, 132] of normal values and positive scales, the same at every call."""
+    """Make a cache [num_pages, 64, 1, 132] of normal values and positive scales, equal in every call."""
     source = torch.Generator(device).manual_seed(num_pages)
     values = torch.randn(num_pages, PAGE_SIZE, HEAD_DIM, generator=source, device=device).mul_(2)
     scales = torch.rand(num_pages, PAGE_SIZE, generator=source, device=device).mul_(0.02).add_(0.01)
@@ -68,7 +68,7 @@ def random_cache(num_pages: int, device: str = "cpu") -> torch.Tensor:
 def block_table(
     lengths: tuple[int, ...], scattered: tuple[bool, ...], num_pages: int, width: int, seed: int
 ) -> torch.Tensor:
-    """Pages [B, width] int32, no page twice; what no request uses is filled with ids outside the cache."""
+    """Make a block table [B, width] int32, no page twice; unused entries are ids outside the cache."""
     draw = random.Random(seed)
     needs = [pages_of(length) for length in lengths]
     runs = sum(need for need, out_of_order in zip(needs, scattered, strict=True) if not out_of_order)
@@ -85,7 +85,7 @@ def block_table(
 
 @lru_cache(maxsize=8)
 def workloads(seed: int = 0) -> tuple[Workload, ...]:
-    """The 128 workloads of a seed."""
+    """Make the 128 workloads of a seed."""
     draw = random.Random(seed)
     widths = [draw.randint(low, high) for count, low, high in WIDTHS for _ in range(count)]
     num_long = sum(width >= LONG_PAGES for width in widths)
@@ -106,7 +106,7 @@ def workloads(seed: int = 0) -> tuple[Workload, ...]:
 
 
 def hostile(num_heads: int = 64) -> dict[str, Tensors]:
-    """Small inputs chosen to break a selection, by name, on the CPU. One of 131072 tokens is `one((131072,))`."""
+    """Make small inputs chosen to break a selection, by name, on the CPU. `one((131072,))` makes a long one."""
     found = {
         f"length {length}": one((length,), num_heads=num_heads).tensors() for length in (0, 1, 2047, 2048, 2049, 2113)
     }

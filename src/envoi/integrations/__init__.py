@@ -1,1 +1,1 @@
-"""Envoi inside other libraries. Each module imports its library itself."""
+"""Adapters that run Envoi inside other libraries. Each module imports its library itself."""

@@ -1,7 +1,7 @@
-"""Experts packed from tensors that somebody else owns, kept for as long as those tensors live and stay as they are.
+"""Cache of experts packed from tensors that others own, valid while those tensors exist unchanged.
 
-`packed` compares on the host, in microseconds and without reading a weight, so that it can run at every call. What it
-notices, and what it can't, is said in `envoi.integrations.transformers`.
+`packed` compares on the host, in microseconds and without reading a weight, so that it can run at every call.
+`envoi.integrations.transformers` lists the changes that it notices and those that it can't.
 """
 
 import math
@@ -19,7 +19,7 @@ from envoi.types import ExpertWeights, QuantTensor
 
 
 class Weights(NamedTuple):
-    """An experts module's tensors in the module's own layout: gate_up, down, and both biases or neither."""
+    """Tensors of an experts module in the module's own layout: gate_up, down, and both biases or neither."""
 
     gate_up: torch.Tensor
     down: torch.Tensor
@@ -28,7 +28,7 @@ class Weights(NamedTuple):
 
 
 class Recipe(NamedTuple):
-    """How to pack Weights: `pack`'s plain arguments, and whether gate_up is [E, H, 2I] and down [E, I, H]."""
+    """Arguments to pack Weights with: those of `pack`, and transposed: gate_up is [E, H, 2I] and down [E, I, H]."""
 
     format: str
     activation: str
@@ -38,7 +38,7 @@ class Recipe(NamedTuple):
 
 
 class Mark(NamedTuple):
-    """What tells a tensor's present content from a later one, as far as torch counts writes."""
+    """Fingerprint of a tensor's present content, which tells it from later content as far as torch counts writes."""
 
     tensor: weakref.ref
     storage: weakref.ref
@@ -51,7 +51,7 @@ class Mark(NamedTuple):
         """True if x is the tensor that was marked, in the same memory, with no write counted since."""
         return (
             self.tensor() is x
-            # A new storage may begin at the address of a dead one: the object tells them apart.
+            # A new storage may begin at the address of a freed one: the object tells them apart.
             and self.storage() is x.untyped_storage()
             and self.data_ptr == x.data_ptr()
             and self.version == version(x)
@@ -62,13 +62,13 @@ class Mark(NamedTuple):
 
 @dataclass(frozen=True)
 class Packing:
-    """Packed experts and the marks of the tensors that they were packed from, None for a bias that isn't there."""
+    """Packed experts and the marks of the tensors that they were packed from, None for an absent bias."""
 
     experts: ExpertWeights
     marks: tuple[Mark | None, ...]
 
     def fits(self, weights: Weights) -> bool:
-        """True if nothing counted has happened to the weights since they were packed."""
+        """True if no change of the weights has been counted since they were packed."""
         return all(
             x is mark if mark is None or x is None else mark.fits(x)
             for mark, x in zip(self.marks, weights, strict=True)
@@ -80,19 +80,19 @@ _lock = threading.Lock()
 
 
 def version(x: torch.Tensor) -> int:
-    """How often x was written to in place, or -1 for inference tensors, whose writes nobody counts."""
+    """Return the number of in-place writes to x, or -1 for inference tensors, whose writes torch doesn't count."""
     return -1 if x.is_inference() else x._version
 
 
 def capturing(device: torch.device) -> bool:
-    """Whether what is launched on the device now goes into a CUDA graph."""
+    """Tell whether a CUDA graph is being captured on the device's current stream."""
     return device.type == "cuda" and torch.cuda.is_current_stream_capturing()
 
 
 def packed(weights: Weights, recipe: Recipe) -> ExpertWeights:
-    """The weights packed by the recipe: those kept if they still fit, else packed now and kept until gate_up dies.
+    """Return the weights packed by the recipe: the kept packing if it still fits, else a new one.
 
-    Raises RuntimeError where they'd have to be packed while a CUDA graph is captured.
+    Keeps a new packing until gate_up is freed. Raises RuntimeError if it had to pack while a CUDA graph is captured.
     """
     packing = _kept.get(weights.gate_up, {}).get(recipe)
     if packing is None or not packing.fits(weights):
@@ -118,13 +118,13 @@ def pack_weights(weights: Weights, recipe: Recipe) -> ExpertWeights:
             "the experts' weights are new or have changed, and can't be packed while a CUDA graph is captured; "
             "call the model once, or envoi.integrations.transformers.refresh(model), before the capture"
         )
-    # What is made in inference mode couldn't be written to outside of it.
+    # Tensors made in inference mode couldn't be written to outside of it.
     with torch.inference_mode(False), torch.no_grad():
         gate_up, down = weights.gate_up.detach(), weights.down.detach()
         biases = [None if bias is None else bias.detach() for bias in weights[2:]]
         if recipe.transposed:
             gate_up, down = gate_up.transpose(1, 2), down.transpose(1, 2)
-        # For this one pack's None is 7.
+        # For swiglu_oai, None in `pack` means 7.
         unclamped = math.inf if recipe.activation == "swiglu_oai" else None
         return pack(
             gate_up, down, recipe.format, gate_up_layout=recipe.gate_up_layout, gate_up_bias=biases[0],
@@ -152,8 +152,8 @@ def _mark(x: torch.Tensor) -> Mark:
 def _outside_graph_pools(make: Callable[[], ExpertWeights], device: torch.device) -> ExpertWeights:
     """Call make, on a GPU so that its memory belongs to no CUDA graph, and so that all streams may read the result.
 
-    The compiler's CUDA graphs warm up in a pool of memory that they later rewind, with what a call has kept there;
-    only the thread that warms up allocates from it.
+    The compiler's CUDA graphs warm up in a memory pool that they later rewind, which would free a packing kept from a
+    call; only the thread that warms up allocates from that pool.
     """
     if device.type != "cuda" or capturing(device):
         return make()
@@ -177,7 +177,7 @@ def _outside_graph_pools(make: Callable[[], ExpertWeights], device: torch.device
 
 
 def _written_over(old: Packing, new: ExpertWeights, weights: Weights) -> ExpertWeights:
-    """The new experts, in the old ones' memory where that is theirs alone and fits: CUDA graphs read them there."""
+    """Return the new experts, copied into the old packing's memory where it owns that and it fits: graphs read it."""
     sources = [mark.storage() for mark in old.marks if mark is not None]
     sources += [x.untyped_storage() for x in weights if x is not None]
 

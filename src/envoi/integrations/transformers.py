@@ -1,13 +1,13 @@
-"""transformers models through Envoi: `from_pretrained(..., experts_implementation="envoi")`.
+"""Adapter that runs transformers' experts by Envoi: `from_pretrained(..., experts_implementation="envoi")`.
 
     import envoi.integrations.transformers
     envoi.integrations.transformers.register()
     model = AutoModelForCausalLM.from_pretrained(path, dtype=torch.bfloat16, experts_implementation="envoi")
 
 "envoi" runs the experts in bf16, "envoi_fp8_row", "envoi_fp8_block128", "envoi_mxfp8" and "envoi_mxfp4" in those
-formats; `model.set_experts_implementation(...)` switches. Weights are packed at a module's first call and kept beside
-the original for as long as it lives. `torch.compile(fullgraph=True)`, `torch.export` and `generate` with a static cache
-trace through one operator, which looks at each call whether its packing still fits the weights:
+formats; `model.set_experts_implementation(...)` switches. Weights are packed at a module's first call; the packing is
+kept until the originals are freed. `torch.compile(fullgraph=True)`, `torch.export` and `generate` with a static cache
+trace through one operator, which checks at each call that its packing still fits the weights:
 
 | what happens to the weights between two calls            | the next call, compiled or not           |
 |----------------------------------------------------------|------------------------------------------|
@@ -18,10 +18,10 @@ trace through one operator, which looks at each call whether its packing still f
 | anything, while CUDA graphs are replayed                 | stale: a replay calls nothing            |
 | a parametrization (LoRA by `target_parameters`), offload | packs every time, and warns once         |
 
-After a change that goes stale, `refresh(model)`. It packs into the memory of the old packing where that fits, as a call
-that notices a change does, so that CUDA graphs which read it follow: `generate` with a static cache replays graphs, and
-its first call, outside of them, packs again. In "envoi_mxfp8" and "envoi_mxfp4" graphs have to be captured anew if the
-weights had no scale factor above 2 and have one now.
+After a change that makes a packing stale, call `refresh(model)`. Like a call that notices a change, it packs into the
+memory of the old packing where that fits, so that CUDA graphs read the new weights: `generate` with a static cache
+replays graphs, and its first call, outside of them, packs again. In "envoi_mxfp8" and "envoi_mxfp4" graphs have to be
+captured anew if the weights had no scale factor above 2 and have one now.
 
 There is no backward: an input or weight that requires grad, with grad mode on, is an error.
 """
@@ -41,13 +41,13 @@ from envoi.quant.formats import FORMATS
 from envoi.runtime.custom_op import operator
 from envoi.types import ExpertWeights, Routing
 
-# What modules' gates read besides their input.
+# Attributes that modules' gates read besides their input.
 GATE_ATTRIBUTES = ("act_fn", "alpha", "limit", "swiglu_alpha", "swiglu_limit")
 HALF = (torch.bfloat16, torch.float16)
 
 
 def implementation_name(format: str) -> str:
-    """The name that selects a format: "bf16" -> "envoi", "mxfp4" -> "envoi_mxfp4"."""
+    """Return the name that selects a format: "bf16" -> "envoi", "mxfp4" -> "envoi_mxfp4"."""
     return "envoi" if format == "bf16" else f"envoi_{format}"
 
 
@@ -55,7 +55,7 @@ IMPLEMENTATIONS = tuple(map(implementation_name, FORMATS))
 
 
 def register() -> None:
-    """Make Envoi's names known to transformers (5.17 to 5.23). Calling it again changes nothing.
+    """Register Envoi's names with transformers (5.17 to 5.23). Calling it again changes nothing.
 
     From then on `from_config`, `from_pretrained` (before it reads weights) and `set_experts_implementation` raise
     ValueError for a model in which one of the names would be without effect or fail at the first call.
@@ -77,7 +77,7 @@ def experts_forward(
     *,
     format: str = "bf16",
 ) -> torch.Tensor:
-    """What transformers calls in place of an experts module's forward.
+    """Run an experts module by Envoi: transformers calls this in place of the module's forward.
 
     hidden_states [M, H] bf16 or fp16, or fp32 where the weights are 16-bit or under autocast; top_k_index [M, k] int64
     (num_experts = not on this rank), top_k_weights [M, k] float -> [M, H] in the dtype of hidden_states. Tokens and
@@ -93,13 +93,13 @@ def experts_forward(
 
 
 def packed_experts(module: torch.nn.Module, format: str = "bf16") -> ExpertWeights:
-    """The module's weights packed in a format; kept until they go or change (see the table above)."""
+    """Return the module's weights packed in a format; kept until they are freed or change (see the table above)."""
     recipe = _recipe(module, format)
     return packings.packed(module_weights(module), recipe)
 
 
 def refresh(model: torch.nn.Module) -> None:
-    """Pack the weights of the model's experts again, where they are packed: after a change that nothing counts."""
+    """Pack the model's experts again, as far as they are packed: needed after a change that torch doesn't count."""
     for module in model.modules():
         if is_experts(module) and not unserved(module):
             packings.refresh(module_weights(module))
@@ -111,7 +111,7 @@ def is_experts(module: Any) -> bool:
 
 
 def unserved(module: Any) -> str | None:
-    """Why Envoi can't run an experts module, or None if it can."""
+    """Return the reason why Envoi can't run an experts module, or None if it can."""
     try:
         _activation(module)
     except ValueError as error:
@@ -120,7 +120,7 @@ def unserved(module: Any) -> str | None:
 
 
 def module_weights(module: Any) -> Weights:
-    """The tensors of an experts module that has a gate, as it stores them."""
+    """Return the tensors of an experts module that has a gate, in the module's layout."""
     if not module.has_bias:
         return Weights(module.gate_up_proj, module.down_proj)
     return Weights(module.gate_up_proj, module.down_proj, module.gate_up_proj_bias, module.down_proj_bias)
@@ -156,8 +156,8 @@ def _recipe(module: Any, format: str) -> Recipe:
 
 
 def _made_anew(module: Any) -> bool:
-    """True if a call finds other weight tensors than the call before it did."""
-    # Asking a module for what it lacks takes ten times as long as looking where it would be.
+    """True if the module's weight tensors are made anew for each call: by a parametrization or by offloading."""
+    # A failing getattr on a module takes ten times as long as a look-up in its dicts.
     hook = module.__dict__.get("_hf_hook")
     return "parametrizations" in module._modules or getattr(hook, "offload", False)
 
@@ -176,7 +176,7 @@ def _experts(
     gate_up: torch.Tensor, down: torch.Tensor, gate_up_bias: torch.Tensor | None, down_bias: torch.Tensor | None,
     format: str, activation: str, swiglu_limit: float | None, gate_up_layout: str, transposed: bool, keep: bool,
 ) -> torch.Tensor:  # fmt: skip
-    # The packing is looked up in here, where compiled code comes by at each call, with the tensors of that call.
+    # The packing is looked up in the operator: compiled code runs it at each call, with the tensors of that call.
     weights = Weights(gate_up, down, gate_up_bias, down_bias)
     recipe = Recipe(format, activation, swiglu_limit, gate_up_layout, transposed)
     if keep:
@@ -206,7 +206,7 @@ def _warn_of_packing() -> None:
 
 
 def _activation(module: Any) -> tuple[str, float | None]:
-    """`recognise_activation`, remembered on the module until one of GATE_ATTRIBUTES changes."""
+    """Return `recognise_activation`, cached on the module until one of GATE_ATTRIBUTES changes."""
     known = module.__dict__.get("_envoi_activation")
     if known is None or not all(getattr(module, name) == value for name, value in known[2]):
         known = _remember_activation(module)
@@ -239,7 +239,7 @@ def _check_structure(module: Any) -> None:
 
 @torch.no_grad()
 def recognise_activation(module: Any) -> tuple[str, float | None]:
-    """Which of Envoi's activations the module computes and its clamp, found by trying it on numbers.
+    """Find which of Envoi's activations the module computes, and its clamp, by trying it on numbers.
 
     Any clamp is found: it is read off the output for a huge `up`. Raises ValueError if the module computes another.
     """
@@ -266,7 +266,7 @@ def recognise_activation(module: Any) -> tuple[str, float | None]:
 
 
 def _rounded(limit: float, module: Any) -> float | None:
-    """The clamp that was measured as this: the module's own number where it is near, None where there is no clamp."""
+    """Return the clamp measured as `limit`: the module's own number if that is near, None if there is no clamp."""
     if not 0 < limit < 1e29:
         return None
     for own in (getattr(module, name, None) for name in ("limit", "swiglu_limit")):
@@ -276,7 +276,7 @@ def _rounded(limit: float, module: Any) -> float | None:
 
 
 def _gates_and_ups(limit: float) -> torch.Tensor:
-    """Interleaved float64 pairs [n, 2] of every gate with every up, from far below a clamp to far above it."""
+    """Make interleaved float64 pairs [n, 2] of every gate with every up, from far below a clamp to far above it."""
     side = torch.linspace(0.0, 4.0, 41, dtype=torch.float64, device="cpu") * limit
     side = torch.cat((side, torch.linspace(0.01, 12.0, 40, dtype=torch.float64, device="cpu")))
     side = torch.cat((side, -side))

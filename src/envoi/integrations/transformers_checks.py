@@ -1,7 +1,7 @@
-"""Refusals at the time when Envoi is chosen: before weights are loaded, and never by running other code in silence.
+"""Checks made when a model chooses Envoi, before weights are loaded: refuse models whose experts it can't run.
 
-transformers itself only looks whether a name is registered. Families that don't look implementations up would run
-their own code under Envoi's name, and FP8 experts, which are looked up elsewhere, would fail at the first call.
+transformers itself only checks that a name is registered. Families that don't look implementations up would silently
+run their own code under Envoi's name, and FP8 experts, which are looked up elsewhere, would fail at the first call.
 """
 
 import functools
@@ -13,7 +13,7 @@ from envoi.integrations.transformers import IMPLEMENTATIONS, is_experts, unserve
 
 
 def install() -> None:
-    """Wrap the three methods of PreTrainedModel through which an implementation is chosen. Once is enough."""
+    """Wrap the three methods of PreTrainedModel through which an implementation is chosen; later calls do nothing."""
     from transformers import PreTrainedModel
 
     if hasattr(PreTrainedModel.set_experts_implementation, "envoi"):
@@ -98,7 +98,7 @@ def _when_set(original: Callable) -> Callable:
 
 
 def _part_of_another() -> bool:
-    """True while a model builds its parts, a vision tower say, that needn't have experts themselves."""
+    """True while a model builds a part of itself, for instance a vision tower, which needn't have experts."""
     from transformers import PreTrainedModel
 
     frame = sys._getframe(2)

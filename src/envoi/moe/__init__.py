@@ -1,4 +1,4 @@
-"""The MoE layer on one rank: api, router/, permute (sort, gather), experts (L1, L2), combine; parallel/ over ranks.
+"""MoE layer on one rank: api, router/, permute (sort, gather), experts (L1, L2), combine; parallel/ over ranks.
 
 Read in this order: reference, api, experts, permute, combine, kernels.
 """

@@ -1,4 +1,4 @@
-"""`envoi.moe` on one rank: check, call the operator."""
+"""Public function `envoi.moe` on one rank: check the arguments, call the operator."""
 
 import torch
 
@@ -11,19 +11,18 @@ from envoi.types import ExpertWeights, Routing
 def moe(tokens: torch.Tensor, routing: Routing, experts: ExpertWeights) -> torch.Tensor:
     """Run the chosen experts on every token and sum their outputs: tokens [M, H] -> [M, H] of the same dtype.
 
-    tokens: bf16, or fp16: these are rounded to bf16, which has 3 bits of mantissa less but no smaller range, and what
-        comes out is rounded to fp16, where more than 65504 is infinite. In torch.autocast fp32 too, and what comes out
-        is of its dtype. [B, S, H] is B * S tokens, and comes out as [B, S, H].
+    tokens: bf16, or fp16: fp16 tokens are rounded to bf16, which has 3 bits of mantissa less but no smaller range, and
+        the result is rounded to fp16, where more than 65504 is infinite. In torch.autocast fp32 too, and the result
+        has autocast's dtype. Tokens [B, S, H] are B * S tokens and give a result [B, S, H].
     routing: from `envoi.route`, or a Routing made by hand: topk_ids [M, k] int32 or int64 (-1 = masked slot),
-        topk_weights [M, k] float32, or bf16 or fp16, which are widened. Of tokens [B, S, H] both may be [B, S, k].
+        topk_weights [M, k] float32, or bf16 or fp16, which are widened. With tokens [B, S, H] both may be [B, S, k].
         A shared expert is a slot like any other, of weight 1 for instance.
-    experts: from `envoi.experts.pack`; all N of them live here. For experts spread over ranks see `ExpertParallel`.
+    experts: from `envoi.experts.pack`, all N of them. For experts spread over ranks see `ExpertParallel`.
 
     The steps are permute -> L1 -> activation, times weight, quantise -> L2 -> combine; what each computes, and where it
-    rounds, is in `envoi.moe.reference`. A token whose slots are all masked gives zeros. Bitwise the same in every
-    run.
-    Raises ValueError for wrong dtypes, shapes or devices, and on a CPU for ids out of range. A GPU isn't waited for,
-    so that a CUDA graph can capture the call: there a slot whose id no expert has counts as masked.
+    rounds, is in `envoi.moe.reference`. A token whose slots are all masked gives zeros. Every run gives the same bits.
+    Raises ValueError for wrong dtypes, shapes or devices, and on a CPU for ids out of range. The host doesn't wait for
+    a GPU, so that a CUDA graph can capture the call: there a slot whose id is no expert counts as masked.
     """
     rows, slots, dtype = as_rows(tokens, routing)
     check_tokens(rows, slots, experts)

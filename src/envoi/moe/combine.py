@@ -6,11 +6,11 @@ from envoi.moe.launches import Launch, launch_kernel, warps_for
 from envoi.moe.permute import KERNELS
 from envoi.runtime.math import next_power_of_2
 
-MAX_COLUMNS = 1024  # of a token that one program sums
+MAX_COLUMNS = 1024  # columns of a token that one program sums
 
 
 def combine_rows(rows: torch.Tensor, slot_to_pos: torch.Tensor) -> torch.Tensor:
-    """Sum rows [P, H] bf16 into tokens [M, H] bf16: in the order of the slots, in float32, rounded once."""
+    """Sum rows [P, H] bf16 into tokens [M, H] bf16, in slot order, in float32, rounded once."""
     out = torch.empty(slot_to_pos.shape[0], rows.shape[1], dtype=rows.dtype, device=rows.device)
     launch_kernel(KERNELS, "combine_kernel", combine_arguments(rows, slot_to_pos, out))
     return out

@@ -1,4 +1,4 @@
-"""The experts by kernels: L1 GEMM -> activation -> quantise -> L2 GEMM on rows sorted by expert."""
+"""Experts by kernels: L1 GEMM -> activation -> quantise -> L2 GEMM on rows sorted by expert."""
 
 from dataclasses import replace
 from typing import Any, cast
@@ -19,10 +19,10 @@ def run_experts(
     rows: Matrix, weights: torch.Tensor, offsets: torch.Tensor, experts: ExpertWeights,
     grouping: Grouping = EXPERTS_ROWS,
 ) -> torch.Tensor:  # fmt: skip
-    """Run L1 -> activation -> quantise -> L2 on rows [P, H] sorted by expert: [P, H] bf16, each times its weight.
+    """Run L1 -> activation -> quantise -> L2 on rows [P, H] sorted by expert: [P, H] bf16, each row times its weight.
 
     weights [P] float32: the routing weight of each row. offsets [E + 1] int32: expert e owns rows offsets[e] :
-    offsets[e + 1]. grouping: of the rows; with `to`, L2 stores each row at its address, and `to` is returned.
+    offsets[e + 1]. grouping: how the rows are grouped; with `to`, L2 stores each row at its address and returns `to`.
     Where L1 can't quantise in its epilogue (`left_by_l1`), one more kernel does.
     """
     scheme = format_named(experts.format).activations

@@ -1,13 +1,13 @@
 # pyright: reportAttributeAccessIssue=false, reportArgumentType=false, reportCallIssue=false
 # pyright: reportGeneralTypeIssues=false, reportAssignmentType=false
-"""What happens to rows around the experts' GEMMs, in Triton: moving, quantising, summing. No size leaves the device.
+"""Triton kernels around the experts' GEMMs: move, quantise and sum rows. No size is copied to the host.
 
     sort_kernel       topk_ids -> offsets, slot_to_pos              programs for each expert and chunk of the slots
     gather_kernel     tokens -> rows by expert, quantised           a program for each token and part of its columns
     quantize_kernel   bf16 rows -> quantised                        programs for each part of its columns
     combine_kernel    rows -> sums of tokens' slots                 a program for each token and part of its columns
 
-Tensors have room for a row a slot. Rows behind the last expert's are neither written nor read.
+Buffers have a row for each slot. Rows after the last expert's are neither written nor read.
 """
 
 import triton
@@ -22,18 +22,18 @@ E4M3_MAX: tl.constexpr = tl.constexpr(448.0)
 
 @triton.jit
 def experts_at(topk_ids, slots, num_slots, num_experts):
-    """The expert of each slot; num_experts for none, and where there is no such slot."""
+    """Return the expert of each slot; num_experts for a masked slot, and past the last slot."""
     e = tl.load(topk_ids + slots, mask=slots < num_slots, other=-1)
     return tl.where((e < 0) | (e >= num_experts), num_experts, e)
 
 
 @triton.jit
 def sort_kernel(topk_ids, offsets, slot_to_pos, num_slots, num_experts, BLOCK: tl.constexpr):
-    """Programs (e, c): where the rows of expert e begin, and the row of each of its slots in chunk c, in their order.
+    """Store offsets[e] and the rows of expert e's slots in chunk c, in slot order: program (e, c).
 
-    Each reads all ids instead of waiting for the others: nothing is counted by atomics, the order is fixed. Counting
-    takes a fifth of the time of giving places, so only that is shared out. Expert num_experts gives -1 to the slots of
-    none.
+    Each program reads all ids instead of waiting for the others: no atomics, a fixed order. Counting takes a fifth of
+    the time of storing rows, so only storing is divided into chunks. Programs with e = num_experts store -1 for the
+    masked slots.
     """
     own, chunk = tl.program_id(0), tl.program_id(1)
     size = tl.cdiv(tl.cdiv(num_slots, BLOCK), tl.num_programs(1)) * BLOCK
@@ -55,7 +55,7 @@ def sort_kernel(topk_ids, offsets, slot_to_pos, num_slots, num_experts, BLOCK: t
 
 @triton.jit
 def quantized(x, GROUP: tl.constexpr, POWERS: tl.constexpr, HARDWARE: tl.constexpr):
-    """float32 [1, C] -> the bits of E4M3, and scale factors [1, C / GROUP]: `envoi.quant.quantize`, bit for bit.
+    """Quantise float32 [1, C] to bytes of E4M3 and scale factors [1, C / GROUP], bit for bit as `envoi.quant.quantize`.
 
     POWERS: factors are UE8M0, else float32. HARDWARE: the GPU has the cast.
     """
@@ -74,7 +74,7 @@ def quantized(x, GROUP: tl.constexpr, POWERS: tl.constexpr, HARDWARE: tl.constex
 
 @triton.jit
 def store_quantized(values, sf, row, x, x_sf, width, BLOCK: tl.constexpr, GROUP: tl.constexpr):
-    """This program's part of a row: BLOCK columns and their factors, as far as the row is wide."""
+    """Store this program's part of a row, BLOCK columns and their scale factors, masked to the row's width."""
     n = tl.program_id(1)
     columns = n * BLOCK + tl.arange(0, BLOCK)[None, :]
     groups = n * (BLOCK // GROUP) + tl.arange(0, BLOCK // GROUP)[None, :]
@@ -88,9 +88,9 @@ def gather_kernel(
     tokens, stride, topk_weights, slot_to_pos, rows, rows_sf, row_weights, width, k,
     BLOCK: tl.constexpr, SLOTS: tl.constexpr, GROUP: tl.constexpr, POWERS: tl.constexpr, HARDWARE: tl.constexpr,
 ):  # fmt: skip
-    """A token to the rows of its slots, and its weights to theirs. GROUP: columns that share a factor; 0 = as it is.
+    """Copy a token to the rows of its slots, and its weights to their row weights; read and quantise it only once.
 
-    A token is read, and quantised, once for all of its slots.
+    GROUP: columns that share a scale factor; 0 = copy without quantising.
     """
     m = tl.program_id(0)
     columns = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)[None, :]
@@ -115,7 +115,7 @@ def quantize_kernel(
     rows, values, sf, offsets, num_experts, width,
     BLOCK: tl.constexpr, GROUP: tl.constexpr, POWERS: tl.constexpr, HARDWARE: tl.constexpr,
 ):  # fmt: skip
-    """Rows that experts have, quantised."""
+    """Quantise the rows before offsets[num_experts], those that belong to an expert."""
     for row in range(tl.program_id(0), tl.load(offsets + num_experts), tl.num_programs(0)):
         columns = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)[None, :]
         x = tl.load(rows + tl.cast(row, tl.int64) * width + columns, mask=columns < width, other=0.0)
@@ -125,7 +125,7 @@ def quantize_kernel(
 
 @triton.jit
 def combine_kernel(rows, slot_to_pos, out, width, K: tl.constexpr, BLOCK: tl.constexpr):
-    """The sum of a token's rows in the order of its slots, in float32, rounded once."""
+    """Sum a token's rows in slot order, in float32, rounded once."""
     m = tl.program_id(0)
     columns = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     total = tl.zeros((BLOCK,), tl.float32)

@@ -1,4 +1,4 @@
-"""Launching the path's Triton kernels: a grid, the arguments and the options of one launch."""
+"""Launches of the MoE path's Triton kernels: grid, arguments and options."""
 
 from importlib import import_module
 from typing import Any, NamedTuple
@@ -7,7 +7,7 @@ COLUMNS_PER_WARP = 512
 
 
 class Launch(NamedTuple):
-    """One launch: grid, one argument for each parameter of the kernel, Triton's options (num_warps ..)."""
+    """Grid of a launch, one argument for each parameter of the kernel, Triton's options (num_warps ..)."""
 
     grid: tuple[int, ...]
     arguments: tuple
@@ -22,5 +22,5 @@ def launch_kernel(module: str, kernel: str, call: Launch) -> None:
 
 
 def warps_for(num_columns: int) -> dict[str, int]:
-    """Options of a program that works on so many columns of a row."""
+    """Return the options for programs that each work on `num_columns` columns of a row."""
     return {"num_warps": min(16, max(4, num_columns // COLUMNS_PER_WARP))}

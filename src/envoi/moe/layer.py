@@ -1,4 +1,4 @@
-"""The MoE layer on one rank by kernels: sort -> gather -> L1 -> L2 -> combine."""
+"""MoE layer on one rank by kernels: sort -> gather -> L1 -> L2 -> combine."""
 
 import torch
 
@@ -21,7 +21,7 @@ def run_layer(
 ) -> torch.Tensor:
     """Run the whole layer on one rank, sort -> gather -> L1 -> L2 -> combine: tokens [M, H] bf16 -> [M, H] bf16.
 
-    Nothing waits for the device, so a CUDA graph can hold the call. Slots whose id no expert has count as masked.
+    The host never waits for the device, so a CUDA graph can hold the call. Slots whose id is no expert count as masked.
     """
     if topk_ids.numel() == 0:
         return torch.zeros(tokens.shape, dtype=tokens.dtype, device=tokens.device)

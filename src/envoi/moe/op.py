@@ -1,4 +1,4 @@
-"""The operator's view of the experts: torch custom operators take flat tensors and plain values, not dataclasses."""
+"""Arguments of the MoE operators: torch custom operators take flat tensors and plain values, not dataclasses."""
 
 from dataclasses import replace
 
@@ -14,7 +14,7 @@ INT32 = torch.iinfo(torch.int32)
 
 
 def flatten(experts: ExpertWeights) -> tuple:
-    """ExpertWeights -> the operator arguments that `unflatten` takes."""
+    """Return the experts as the operator arguments that `unflatten` takes."""
     gate_up, gate_up_sf = _split(experts.gate_up)
     down, down_sf = _split(experts.down)
     return (
@@ -36,7 +36,7 @@ def unflatten(
     gate_up_tame,
     down_tame,
 ) -> ExpertWeights:
-    """The inverse of `flatten`."""
+    """Inverse of `flatten`."""
     scheme = format_named(format).weights
     return ExpertWeights(
         _join(gate_up, gate_up_sf, scheme, gate_up_tame), _join(down, down_sf, scheme, down_tame),
@@ -60,10 +60,10 @@ def _join(values: torch.Tensor, sf: torch.Tensor | None, scheme: Scheme | None, 
 
 
 def as_rows(tokens: torch.Tensor, routing: Routing) -> tuple[torch.Tensor, Routing, torch.dtype]:
-    """What callers have -> what the operators take: tokens [M, H] bf16, ids [M, k] int32, weights [M, k] float32; and
-    the dtype that the output is to have.
+    """Convert a caller's arguments to tokens [M, H] bf16, ids [M, k] int32, weights [M, k] float32; and the output's
+    dtype.
 
-    Nothing is raised: what has no such form, or more than one, stays as it is, and `check_tokens` refuses it.
+    Raises nothing: arguments that can't be converted are returned unchanged, and `check_tokens` refuses them.
     """
     given = (tokens, routing.topk_weights, routing.topk_ids) if isinstance(routing, Routing) else (None,)
     if not all(isinstance(x, torch.Tensor) for x in given):
@@ -85,7 +85,7 @@ def as_rows(tokens: torch.Tensor, routing: Routing) -> tuple[torch.Tensor, Routi
 
 
 def _flat(x: torch.Tensor, lead: torch.Size) -> torch.Tensor:
-    """[B, S, k] -> [B * S, k] if tokens are [B, S, H]."""
+    """Flatten [B, S, k] to [B * S, k] if tokens are [B, S, H]; lead: their shape but for H."""
     return x.flatten(0, 1) if len(lead) == 2 and x.dim() == 3 and x.shape[:2] == lead else x
 
 
@@ -113,10 +113,10 @@ def check_ids(topk_ids: torch.Tensor, num_experts: int) -> None:
 
 
 def mlp_flops(tokens, topk_weights, topk_ids, *arguments):
-    """The products of both GEMMs for every slot, masked ones too: only the device knows which those are.
+    """Count the FLOPs of both GEMMs for every slot, masked ones too: only the device knows which are masked.
 
-    Takes what the operators of `envoi.moe` and `ExpertParallel.moe` take. Across ranks these are the slots of this
-    rank's tokens, wherever their experts live.
+    Takes the arguments of the operators of `envoi.moe` and `ExpertParallel.moe`. Across ranks it counts the slots of
+    this rank's tokens, whichever rank owns their experts.
     """
     gate_up = next(x for x in arguments if isinstance(x, torch.Tensor))  # [E, 2I, H]
     return 2 * topk_ids.numel() * tokens.shape[1] * (gate_up.shape[1] + gate_up.shape[1] // 2)

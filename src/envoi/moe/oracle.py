@@ -1,4 +1,4 @@
-"""The experts in float64 with no rounding between the steps: the yardstick of the tests and of the error columns."""
+"""Oracle of the MoE layer: float64, no rounding between the steps; tests and error columns compare with it."""
 
 import torch
 
@@ -9,7 +9,7 @@ from envoi.types import ExpertWeights
 def moe_oracle(
     tokens: torch.Tensor, topk_weights: torch.Tensor, topk_ids: torch.Tensor, experts: ExpertWeights
 ) -> torch.Tensor:
-    """float64 [M, H]: the layer on the weights as packed, so without the format's rounding of them."""
+    """Compute the layer in float64 [M, H] on the weights as packed, so without the format's rounding of them."""
     gate_up, down, gate_up_bias, down_bias = unpack(experts, "interleaved", torch.float64)
     out = torch.zeros(tokens.shape, dtype=torch.float64, device=tokens.device)
     for expert in range(experts.num_local_experts):
@@ -27,7 +27,7 @@ def moe_oracle(
 
 
 def activate(h: torch.Tensor, activation: str, limit: float | None) -> torch.Tensor:
-    """Interleaved gate and up columns [.., 2I] -> [.., I], in the dtype of h."""
+    """Apply the activation to interleaved gate and up columns [.., 2I]; return [.., I] in the dtype of h."""
     gate, up = h[..., 0::2], h[..., 1::2]
     if limit is not None:
         gate, up = gate.clamp(max=limit), up.clamp(-limit, limit)

@@ -1,4 +1,4 @@
-"""From the layouts of checkpoints to ExpertWeights, and back."""
+"""Packing of expert weights from checkpoints' layouts into ExpertWeights, and unpacking."""
 
 import torch
 
@@ -33,7 +33,7 @@ def pack(
     gate_up_layout: "concat" (all gate rows, then all up rows; most checkpoints) or "interleaved" (gate, up in turn;
         gpt-oss). The bias has the same order.
     activation: "swiglu" = silu(gate) * up, or "swiglu_oai" = (up + 1) * gate * sigmoid(1.702 * gate).
-    A bf16 `down` that is contiguous is kept as it is, not copied.
+    A contiguous bf16 `down` is referenced, not copied.
     swiglu_limit: clamps gate at +limit and up to [-limit, limit] before the activation; "swiglu_oai" defaults to 7.
 
     Example: pack(gate_up [8, 512, 256], down [8, 256, 256], "fp8_block128") has gate_up.values [8, 512, 256] in
@@ -70,7 +70,7 @@ def pack(
 def unpack(
     experts: ExpertWeights, gate_up_layout: str = "concat", dtype: torch.dtype = torch.float32
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None, torch.Tensor | None]:
-    """The inverse of `pack`, up to the rounding of the format: gate_up, down, gate_up_bias, down_bias in `dtype`."""
+    """Return gate_up, down, gate_up_bias, down_bias in `dtype`: the inverse of `pack`, up to the format's rounding."""
     expect_choice("gate_up_layout", gate_up_layout, LAYOUTS)
     gate_up, down = _widen(experts.gate_up, dtype), _widen(experts.down, dtype)
     gate_up_bias = None if experts.gate_up_bias is None else experts.gate_up_bias.to(dtype)

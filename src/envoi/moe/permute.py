@@ -21,7 +21,7 @@ KERNELS = "envoi.moe.kernels"
 # Slots that a program of the sort reads at once, for up to so many slots in all.
 SORT_BLOCKS = ((512, 512), (1024, 4096), (4096, 1 << 31))
 MAX_SORT_CHUNKS, MAX_SORT_PROGRAMS = 8, 512  # every program reads all ids
-MAX_COLUMNS = 2048  # of a row that one program gathers or quantises
+MAX_COLUMNS = 2048  # columns of a row that one program gathers or quantises
 MAX_QUANTIZE_ROWS = 4096  # programs along the rows
 
 
@@ -147,7 +147,7 @@ class RowBuffers:
 
     @property
     def form(self) -> tuple[int, bool, bool]:
-        """The kernels' constants GROUP, POWERS and HARDWARE."""
+        """Constants GROUP, POWERS and HARDWARE of the kernels."""
         return self.group, self.has_e8m0_sf, self.has_cast
 
 

@@ -1,4 +1,4 @@
-"""The experts in torch, on any device.
+"""Reference of the experts in torch, on any device.
 
     for each expert e, for each of its rows r with routing weight w:
         gate, up = pairs(gate_up[e] @ r + gate_up_bias[e])                    float32
@@ -25,13 +25,13 @@ from envoi.types import ExpertRows, ExpertWeights, Matrix
 
 
 def quantize_tokens(tokens: torch.Tensor, format: str) -> Matrix:
-    """bf16 tokens [M, H] -> what the first GEMM reads: themselves, or rows in the format's activation scheme."""
+    """Quantise bf16 tokens [M, H] in the format's activation scheme; return them unchanged if it has none."""
     scheme = format_named(format).activations
     return tokens if scheme is None else quantize(tokens, scheme, "tokens")
 
 
 def expert_mlp(rows: ExpertRows, experts: ExpertWeights) -> torch.Tensor:
-    """L1 -> activation -> quantise -> L2 on sorted rows: [P, H] bf16, each already multiplied by its routing weight."""
+    """Run L1 -> activation -> quantise -> L2 on sorted rows: [P, H] bf16, each multiplied by its routing weight."""
     scheme = format_named(experts.format).activations
     biases = experts.gate_up_bias, experts.down_bias
     has_bias = experts.gate_up_bias is not None
@@ -51,7 +51,7 @@ def expert_mlp(rows: ExpertRows, experts: ExpertWeights) -> torch.Tensor:
 def moe(
     tokens: torch.Tensor, topk_weights: torch.Tensor, topk_ids: torch.Tensor, experts: ExpertWeights
 ) -> torch.Tensor:
-    """The whole layer on one rank: tokens [M, H] bf16 -> [M, H] bf16."""
+    """Run the whole layer on one rank: tokens [M, H] bf16 -> [M, H] bf16."""
     with span("permute"):
         rows = permute(quantize_tokens(tokens, experts.format), topk_weights, topk_ids, experts.num_local_experts)
     out = expert_mlp(rows, experts)

@@ -1,4 +1,4 @@
-"""Tokens to rows sorted by expert on one rank, and back: data movement, bitwise, and one fp32 sum.
+"""Reference of permute and combine on one rank: data movement, bitwise, and one fp32 sum.
 
 permute:  rows in the order of (expert, slot); masked slots have no row
 combine:  out[m] = sum over slots s of rows[slot_to_pos[m, s]], in slot order, float32, rounded once
@@ -10,7 +10,7 @@ from envoi.types import ExpertRows, Matrix, QuantTensor
 
 
 def take_rows(x: Matrix, index: torch.Tensor) -> Matrix:
-    """Rows of a matrix whose scale factors, if any, belong to single rows."""
+    """Return the rows `index` of a matrix whose scale factors, if any, belong to single rows; else raise ValueError."""
     if isinstance(x, torch.Tensor):
         return x[index]
     if x.group[0] != 1:
@@ -22,10 +22,10 @@ def take_rows(x: Matrix, index: torch.Tensor) -> Matrix:
 
 
 def sort_slots(topk_ids: torch.Tensor, num_experts: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """topk_ids [M, k] -> (pos_to_slot int32 [P], offsets int32 [N + 1]); P counts the slots that aren't masked."""
+    """Sort topk_ids [M, k]: return pos_to_slot int32 [P] and offsets int32 [N + 1]; P slots aren't masked."""
     flat = torch.where(topk_ids < 0, num_experts, topk_ids).flatten()
     ranked, order = flat.sort(stable=True)
-    # Offsets are where each id would be inserted, so the masked slots fall behind the last of them.
+    # Offsets are where each id would be inserted, so masked slots, sorted last, are past offsets[N].
     offsets = torch.searchsorted(ranked, torch.arange(num_experts + 1, device=flat.device, dtype=ranked.dtype))
     return order[: int(offsets[-1])].to(torch.int32), offsets.to(torch.int32)
 
@@ -39,7 +39,7 @@ def permute(tokens: Matrix, topk_weights: torch.Tensor, topk_ids: torch.Tensor, 
 
 
 def combine(rows: torch.Tensor, pos_to_slot: torch.Tensor, num_tokens: int, k: int) -> torch.Tensor:
-    """rows [P, H] -> [num_tokens, H] of the rows' dtype: a token's slots summed in slot order in fp32, rounded once."""
+    """Sum rows [P, H] to tokens [num_tokens, H] of the rows' dtype, in slot order, in fp32, rounded once."""
     slots = rows.new_zeros(num_tokens * k, rows.shape[1])
     slots[pos_to_slot.long()] = rows
     slots = slots.view(num_tokens, k, rows.shape[1])

@@ -1,4 +1,4 @@
-"""The rule of tests/gemm/interpreted, and sizes for the interpreter."""
+"""Fixtures of the interpreter's tests, as in tests/gemm/interpreted; and sizes for the interpreter."""
 
 import pytest
 
@@ -9,7 +9,7 @@ __all__ = ["few_programs", "outputs_start_as_nan"]
 
 @pytest.fixture(autouse=True)
 def few_programs(monkeypatch):
-    """The interpreter takes its time for each, and for each turn of a loop."""
+    """Set sizes for few programs and few iterations of loops: the interpreter is slow in each."""
     import triton.language as tl
 
     from envoi.indexer import fast, kernel_rank

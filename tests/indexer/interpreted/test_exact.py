@@ -1,4 +1,4 @@
-"""The exact mode's kernels: sums to rounding whatever their order, and its own selection. Bits are for test_gpu."""
+"""Kernels of the exact mode: sums to rounding in any order, and its own selection; test_gpu checks the bits."""
 
 import pytest
 import torch

@@ -1,4 +1,4 @@
-"""The fast mode's kernels against the float64 judge, and against a full sort of their own scores."""
+"""Kernels of the fast mode against the float64 judge, and against a full sort of their own scores."""
 
 import pytest
 import torch
@@ -23,7 +23,7 @@ def scores(p: fast.Problem) -> torch.Tensor:
 
 
 def assert_sorted_own(tensors, k=512):
-    """The output is a full, stable sort of the kernel's own scores."""
+    """Assert that the output is a full, stable sort of the kernel's own scores."""
     own = scores(problem(tensors, k))
     out = indexer_topk(*tensors, k=k, mode="fast", output="positions")
     for row, length in enumerate(tensors[3].tolist()):
@@ -50,7 +50,7 @@ def test_lengths(lengths):
 
 @pytest.mark.parametrize("ordered", [True, False])
 def test_many_candidates(ordered):
-    """More ties at the boundary than are ranked without being narrowed down, behind some better scores."""
+    """Check more ties at the boundary than are ranked without being narrowed down, after some better scores."""
     values = torch.ones(80, 64, 128)
     values[3, :20] = 2.0
     cache = pack_cache(values.to(torch.float8_e4m3fn), torch.ones(80, 64))

@@ -1,4 +1,4 @@
-"""The rule of tests/gemm/interpreted: memory that nobody wrote is NaN."""
+"""Fixtures of the interpreter's tests, as in tests/gemm/interpreted: unwritten memory is NaN."""
 
 from tests.gemm.interpreted.conftest import outputs_start_as_nan
 

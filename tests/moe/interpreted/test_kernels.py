@@ -1,4 +1,4 @@
-"""Sort, gather, quantise, combine: data movement bit for bit, and nothing behind the last expert's rows."""
+"""Sort, gather, quantise, combine: data movement bit for bit, and no writes after the last expert's rows."""
 
 import pytest
 import torch

@@ -1,4 +1,4 @@
-"""`envoi.moe` by kernels: the whole path beside the reference, on layers and routings chosen to break it."""
+"""Path of `envoi.moe` by kernels against the reference, on layers and routings chosen to break it."""
 
 from dataclasses import replace
 
@@ -18,13 +18,13 @@ from tests.helpers.accuracy import assert_at_most_twice, assert_same_bits, relat
 from tests.moe.layers import Layer, eager_bf16, make
 from tests.moe.test_moe import BOUNDS, KINDS
 
-SOME = ("bf16", "fp8_block128", "mxfp4")  # each another way through L1's epilogue and the tokens' quantisation
+SOME = ("bf16", "fp8_block128", "mxfp4")  # one format for each path through L1's epilogue and the tokens' quantisation
 SMALL = {"tokens": 9, "experts": 4, "k": 2, "hidden": 128, "intermediate": 128}
 
 
 @pytest.fixture(autouse=True)
 def calls(monkeypatch):
-    """How often the kernels' path was taken: not going through it proves nothing."""
+    """Count the calls of the kernels' path: a test that doesn't take it proves nothing."""
     counted = []
     original = kernels_layer.run_layer
     monkeypatch.setattr(kernels_layer, "run_layer", lambda *given: counted.append(1) or original(*given))

@@ -1,4 +1,4 @@
-"""What the ranks of the tests run; every function here is called on each rank as fn(rank, num_ranks, ...)."""
+"""Functions that the tests' ranks run; each is called on every rank as fn(rank, num_ranks, ...)."""
 
 import os
 import time
@@ -22,7 +22,7 @@ from tests.moe.layers import Layer, make
 
 @dataclass
 class Case:
-    """A layer, and how its tokens and experts are cut: ends of each rank's share."""
+    """Layer of a test, and the ends of each rank's share of its tokens and experts."""
 
     format: str = "bf16"
     layer: dict[str, Any] = field(default_factory=dict)
@@ -107,7 +107,7 @@ def run_compiled(rank: int, num_ranks: int) -> bool:
 
 
 def run_groups(rank: int, num_ranks: int) -> list[torch.Tensor]:
-    """Two pairs of ranks and the world, objects interleaved, one closed and opened again."""
+    """Run two pairs of ranks and the world, objects interleaved, one closed and opened again."""
     layer = make()
     pairs = [dist.new_group([0, 1]), dist.new_group([2, 3])]
     small = open_parallel(layer, "bf16", rank % 2, [4, 8], group=pairs[rank // 2])
@@ -120,20 +120,20 @@ def run_groups(rank: int, num_ranks: int) -> list[torch.Tensor]:
 
 
 def say(rank: int, word: str) -> None:
-    """Leave word for the other ranks."""
+    """Tell the other ranks a word, through the store."""
     dist.distributed_c10d._get_default_store().set(f"{word} {rank}", "")
 
 
 def hear(ranks: list[int], word: str) -> None:
-    """Wait, as long as it takes, until these ranks have left word."""
+    """Wait, as long as it takes, until these ranks have said a word."""
     store = dist.distributed_c10d._get_default_store()
     store.wait([f"{word} {rank}" for rank in ranks], timedelta(seconds=GUARD_S))
 
 
 def fault(rank: int, num_ranks: int, kind: str, timeout_s: float) -> tuple[str, str, bool]:
-    """Rank 1 fails in one of several ways; the others report what they got, and whether they got it again.
+    """Make rank 1 fail in one of several ways; return the errors of the others, and whether they came again.
 
-    The late one stays silent until the others have given up: if they didn't, nothing here would end.
+    The late rank stays silent until the others have given up: if they didn't, nothing here would end.
     """
     layer, ends = make(), [8 * (r + 1) // num_ranks for r in range(num_ranks)]
     parallel = open_parallel(layer, "bf16", rank, ends, timeout_s=timeout_s)
@@ -158,7 +158,7 @@ def fault(rank: int, num_ranks: int, kind: str, timeout_s: float) -> tuple[str, 
 
 
 def by_threads(rank: int, num_ranks: int, num_threads: int, num_calls: int) -> list[str]:
-    """One object called by several threads, each with inputs of its own: what each ended in, if not in its own rows."""
+    """Call one object from several threads, each with inputs of its own; return each thread's failure, if any."""
     ends = [8 * (r + 1) // num_ranks for r in range(num_ranks)]
     parallel = open_parallel(make(), "bf16", rank, ends, timeout_s=60.0)
     everything = make().pack("bf16")
@@ -179,7 +179,7 @@ def by_threads(rank: int, num_ranks: int, num_threads: int, num_calls: int) -> l
 
 
 def open_late(rank: int, num_ranks: int, timeout_s: float) -> tuple[str, list[int], float, str]:
-    """Rank 1 opens when the others have given up; all open again, together. How the first ended, and the second."""
+    """Open rank 1 after the others have given up, then all together; return how both openings ended."""
     layer, ends = make(), [8 * (r + 1) // num_ranks for r in range(num_ranks)]
     if rank == 1:
         hear([0, 2], "gave up")
@@ -198,7 +198,7 @@ def open_late(rank: int, num_ranks: int, timeout_s: float) -> tuple[str, list[in
 
 
 def vanish_while_opening(rank: int, num_ranks: int, timeout_s: float) -> tuple[str, float]:
-    """Rank 1 says that it is there and is gone before the ranks have connected."""
+    """Let rank 1 join and die before the ranks have connected; return the others' error and its seconds."""
     if rank == 1:
         api.ProcessGroupGloo = lambda *_: os._exit(3)
     start = time.monotonic()
@@ -210,7 +210,7 @@ def vanish_while_opening(rank: int, num_ranks: int, timeout_s: float) -> tuple[s
 
 
 def of_groups(rank: int, num_ranks: int) -> dict[str, str]:
-    """What `group` may be and what it mayn't, on the first rank, which is in the group, and the last, which isn't."""
+    """Try values of `group`, right and wrong, on the first rank, which is in the group, and the last, which isn't."""
     layer = make()
     some = dist.new_group(list(range(num_ranks - 1)))
     line = init_device_mesh("cpu", (num_ranks,), mesh_dim_names=("ep",))
@@ -233,7 +233,7 @@ def of_groups(rank: int, num_ranks: int) -> dict[str, str]:
 
 
 def mistakes(rank: int, num_ranks: int, kinds: list[str]) -> list[tuple[str, str, float]]:
-    """One mistake after the other: the name, the text and the seconds of what each ended in."""
+    """Make one mistake after the other; return the name, the text and the seconds of each error."""
     found = []
     for kind in kinds:
         start = time.monotonic()
@@ -246,7 +246,7 @@ def mistakes(rank: int, num_ranks: int, kinds: list[str]) -> list[tuple[str, str
 
 
 def mistake(rank: int, num_ranks: int, kind: str) -> None:
-    """Rank 1 passes something else than its peers."""
+    """Make rank 1 pass an argument that differs from its peers'."""
     layer, ends = make(), [8 * (r + 1) // num_ranks for r in range(num_ranks)]
     wrong = rank == 1
     if kind == "format":

@@ -1,4 +1,4 @@
-"""Several ranks of one process: their memory is the process's own, and they take their steps one after the other."""
+"""Several ranks in one process: their memory is the process's own, and they take their steps in turn."""
 
 import torch
 
@@ -11,7 +11,7 @@ from tests.moe.layers import Layer
 
 
 def open_all(layout: SharedLayout, expert_offsets: list[int], device: str = "cpu") -> list[Domain]:
-    """A domain for each rank."""
+    """Open a domain for each rank."""
     opened = [
         allocate(layout, rank, expert_offsets, 1.0, torch.device(device), shared=False)
         for rank in range(layout.num_ranks)
@@ -22,7 +22,7 @@ def open_all(layout: SharedLayout, expert_offsets: list[int], device: str = "cpu
 
 
 def flags(domain: Domain) -> torch.Tensor:
-    """[2, num_ranks]: dispatch, combine."""
+    """Return a view of the rank's flags [2, num_ranks] int32: dispatch, combine."""
     size = 2 * domain.layout.num_ranks
     return domain.memory[: 4 * size].view(torch.int32).view(2, -1)
 
@@ -30,14 +30,14 @@ def flags(domain: Domain) -> torch.Tensor:
 def moe(
     domains: list[Domain], parts: list[tuple[torch.Tensor, Routing]], experts: list[ExpertWeights] | None
 ) -> list[torch.Tensor]:
-    """`nvlink.run_layer` on every rank: all take a step before any takes the next, so nobody has to wait.
+    """Run `nvlink.run_layer` on every rank: all take a step before any takes the next, so that none has to wait.
 
-    experts: None leaves both GEMMs out: what was in the slots is summed; with presum the tokens themselves, in bf16.
+    experts: None skips both GEMMs: sums the old contents of the slots; with presum the tokens themselves, in bf16.
     """
     ranked = []
     for domain, (tokens, routing) in zip(domains, parts, strict=True):
         ranked.append(dispatch.stage_tokens(domain, tokens, routing.topk_ids))
-    for turn in range(2):  # the first time for what they announce: some haven't heard from all before the second
+    for turn in range(2):  # first only to send routing: a rank has everyone's only in the second turn
         for domain, (_, routing), mine in zip(domains, parts, ranked, strict=True):
             flags(domain)[0] = num_chunks(domain.layout) if turn else 100 * MAX_CHUNKS
             dispatch.send_routing(domain, routing.topk_ids, routing.topk_weights, mine)
@@ -56,7 +56,7 @@ def moe(
 
 
 def split(layer: Layer, token_ends: list[int]) -> list[tuple[torch.Tensor, Routing]]:
-    """The tokens of each rank and where they go."""
+    """Split the layer's tokens and routing by rank."""
     r, parts, first = layer.routing, [], 0
     for last in token_ends:
         part = slice(first, last)

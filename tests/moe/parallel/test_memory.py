@@ -1,4 +1,4 @@
-"""What is where in the memory that ranks share."""
+"""Layout of the memory that ranks share."""
 
 from dataclasses import replace
 

@@ -72,7 +72,7 @@ def test_rows_that_meet_on_a_rank_are_summed_there(format):
 
 
 def summed_by_rank(layer, format: str, ends: list[int]) -> torch.Tensor:
-    """What each rank's experts have for every token, rounded, and then summed."""
+    """Compute each rank's partial sum of every token, rounded, and sum these."""
     ids, total = layer.routing.topk_ids, torch.zeros_like(layer.tokens, dtype=torch.float32)
     for first, last in pairwise(ends):
         mine = torch.where((ids >= first) & (ids < last), ids - first, -1)
@@ -83,7 +83,7 @@ def summed_by_rank(layer, format: str, ends: list[int]) -> torch.Tensor:
 
 @cache
 def launched() -> dict[str, str]:
-    """The kernels between ranks on the registry's sizes, in all formats: {hash: PTX}."""
+    """Launch the kernels between ranks on the registry's sizes, in all formats: {hash: PTX}."""
     found: dict[str, str] = {}
     layer, _ = on_gpu(make(tokens=ep_recipes.M, experts=16, k=ep_recipes.NUM_TOPK, hidden=ep_recipes.HIDDEN))
     E, num_ranks = ep_recipes.NUM_EXPERTS, ep_recipes.NUM_RANKS
@@ -156,7 +156,7 @@ def test_the_bits_of_one_rank():
 
 
 def presummed(rank: int, num_ranks: int, format: str) -> tuple[torch.Tensor, bool, bool]:
-    """The output, whether forty more calls give the same, and whether rows were summed on the ranks."""
+    """Return the output, whether forty more calls give equal bits, and whether rows were summed on the ranks."""
     layer, ends = make(**LAYER), [8 * (r + 1) // num_ranks for r in range(num_ranks)]
     parallel = open_here(layer, format, rank, ends, presum=True)
     inputs = inputs_of(layer, rank, [60 * (r + 1) // num_ranks for r in range(num_ranks)])
@@ -179,7 +179,7 @@ def test_presum(format):
 
 
 def run_often(rank: int, num_ranks: int, num_calls: int) -> dict[str, bool]:
-    """Consecutive calls with two inputs in turn, then the same from a graph whose inputs change."""
+    """Run consecutive calls with two inputs in turn, then again from a graph whose inputs change."""
     torch.cuda.set_device(rank)
     layers = [make(**(LAYER | {"seed": seed})) for seed in (0, 1)]
     layers[1].gate_up, layers[1].down = layers[0].gate_up, layers[0].down
@@ -225,7 +225,7 @@ def test_two_thousand_calls_and_a_graph():
 
 
 def fault(rank: int, num_ranks: int, kind: str, timeout_s: float) -> tuple[str, str, float, bool]:
-    """Rank 1 fails; what the others get, how long after, and whether the output of the failed call is all NaN."""
+    """Make rank 1 fail; return the others' errors, their seconds, and whether the failed call's output is all NaN."""
     torch.cuda.set_device(rank)
     layer, ends = make(**LAYER), [8 * (r + 1) // num_ranks for r in range(num_ranks)]
     parallel = open_here(layer, "bf16", rank, ends, timeout_s=timeout_s)
@@ -280,7 +280,7 @@ MISTAKES = {
 
 
 def mistakes(rank: int, num_ranks: int) -> list[tuple[str, bool]]:
-    """Rank 1 makes one mistake after the other; each time a right call follows."""
+    """Let rank 1 make one mistake after the other, each followed by a right call."""
     torch.cuda.set_device(rank)
     layer, ends = make(**LAYER), [8 * (r + 1) // num_ranks for r in range(num_ranks)]
     parallel = open_here(layer, "bf16", rank, ends)
@@ -303,7 +303,7 @@ def mistakes(rank: int, num_ranks: int) -> list[tuple[str, bool]]:
 
 
 def _forget(parallel) -> None:
-    """The rank that raised at once has heard of it from itself too."""
+    """Clear the report of an error: the rank that raised at once has also reported to itself."""
     with contextlib.suppress(ValueError):
         parallel.check()
 
@@ -334,7 +334,7 @@ def test_one_ranks_mistake_is_an_error_on_all_and_the_next_call_is_right():
 
 
 def hurried(rank: int, num_ranks: int) -> tuple[int, bool]:
-    """Rank 1 passes a wrong id in the second of six calls, and no host waits for the device in between."""
+    """Pass a wrong id on rank 1 in the second of six calls, without a wait for the device in between."""
     torch.cuda.set_device(rank)
     layer, ends = make(**LAYER), [8 * (r + 1) // num_ranks for r in range(num_ranks)]
     parallel = open_here(layer, "bf16", rank, ends)
@@ -362,7 +362,7 @@ def test_a_refusal_is_told_once_and_keeps_the_ranks_in_step():
 
 
 def layers_in_turn(rank: int, num_ranks: int) -> tuple[bool, bool]:
-    """Two layers of the same sizes, called in turn: whether they share memory, and are right."""
+    """Call two layers of equal sizes in turn; return whether they share memory, and whether they are right."""
     torch.cuda.set_device(rank)
     layers = [make(**(LAYER | {"seed": seed})) for seed in (0, 1)]
     ends = [8 * (r + 1) // num_ranks for r in range(num_ranks)]

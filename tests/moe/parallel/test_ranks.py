@@ -1,4 +1,4 @@
-"""Experts over real processes: the bits of one rank, whatever the shares; and faults that end in words."""
+"""Experts over real processes: the bits of one rank, whatever the shares; and faults that raise errors in time."""
 
 import random
 
@@ -169,7 +169,7 @@ def test_one_ranks_mistake_is_an_error_on_all():
             error, text, seconds = outcome.value[number]
             assert error == "ValueError", f"{kind}, rank {rank}: {error} {text}"
             assert message in text
-            assert seconds < DEFAULT_TIMEOUT_S  # nobody was waited for
+            assert seconds < DEFAULT_TIMEOUT_S  # no rank was waited for
             if kind not in ("k", "hidden", "format", "two timeouts") and rank != 1:
                 assert text.startswith("rank 1 of the group refused its arguments")
 

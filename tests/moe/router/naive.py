@@ -1,4 +1,4 @@
-"""The router's rule for one token in plain Python, in float64: what the vectorised reference is compared with."""
+"""Router's rule for one token in plain Python, in float64: the vectorised reference is compared with it."""
 
 import math
 
@@ -6,7 +6,7 @@ from envoi.moe.router.rules import Rule
 
 
 def select(logits: list[float], k: int, rule: Rule, bias: list[float] | None) -> tuple[list[float], list[int]]:
-    """Weights and ids of one row, best first."""
+    """Select the weights and ids of one row, best first."""
     finite = [math.isfinite(x) for x in logits]
     score = [_score(logits, finite, i, rule) for i in range(len(logits))]
     sums = rule.num_groups > 1 and rule.group_score == "top2_sum"

@@ -1,4 +1,4 @@
-"""What the router's kernels are compared with, and products that give any logits."""
+"""Judges of the router's kernels, and tokens and gates whose products are given logits."""
 
 from dataclasses import dataclass
 
@@ -14,12 +14,12 @@ PIECES = 3  # bf16 numbers that make up a float32
 SPACING = 64  # columns between the pieces, so that no tensor core adds two of them before it rounds
 TOKEN = 16.0
 OVERFLOW = 3e38  # times TOKEN it is infinite
-ROUNDINGS = 1.2e-6  # what Hopper's tensor cores lose where torch has a kernel that rounds every sum, as for N = 130
+ROUNDINGS = 1.2e-6  # error of Hopper's tensor cores where torch's kernel rounds every sum, as for N = 130
 
 
 @dataclass(frozen=True)
 class Given:
-    """The arguments of one call."""
+    """Arguments of one call of `envoi.route`."""
 
     tokens: torch.Tensor
     gate: torch.Tensor
@@ -32,7 +32,7 @@ class Given:
     hash_table: torch.Tensor | None = None
 
     def route(self, **wanted: bool) -> Routing:
-        """The call; all outputs unless some are named."""
+        """Call `envoi.route`, for all outputs unless some are named."""
         return route(
             self.tokens, self.gate, self.k, self.alpha, rule=self.rule, logit_bias=self.logit_bias,
             expert_bias=self.expert_bias, token_ids=self.token_ids, hash_table=self.hash_table,
@@ -47,13 +47,13 @@ def normal(*shape: int, seed: int = 0, device: str = "cpu") -> torch.Tensor:
 def random_call(
     m: int, n: int, hidden: int, k: int, rule: Rule, dtype=torch.float32, device: str = "cpu", **rest
 ) -> Given:
-    """Normal tokens, and logits of about that size."""
+    """Make normal tokens and a gate whose logits are about as large."""
     tokens, gate = normal(m, hidden, device=device), normal(n, hidden, seed=1, device=device) / hidden**0.5
     return Given(tokens.to(dtype), gate.to(dtype), k, rule, **rest)
 
 
 def preset_call(name: str, m: int, hidden: int, dtype=torch.float32, device: str = "cpu") -> Given:
-    """The same for a model's router, with the biases that it has."""
+    """Make a call of a model's router, with the biases that it has, of normal tokens."""
     chosen = PRESETS[name]
     n = chosen.num_experts
     biases = {
@@ -64,10 +64,10 @@ def preset_call(name: str, m: int, hidden: int, dtype=torch.float32, device: str
 
 
 def as_product(x: torch.Tensor, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
-    """tokens and a gate whose product is x [R, N], also where that isn't finite (but for fp16, which can't overflow).
+    """Make tokens and a gate whose product is x [R, N], also where not finite (but for fp16, which can't overflow).
 
-    A token is zero but for a few columns of its own, in which the gate has the pieces of its logits. Where a product
-    isn't rounded before it is added, a NaN becomes an infinity.
+    A token is zero but for a few columns of its own, in which the gate has the pieces of its logits. If products
+    aren't rounded before they are added, a NaN becomes an infinity.
     """
     rows, spacing = x.shape[0], -(-x.shape[0] // SPACING) * SPACING
     tokens, gate = torch.zeros(rows, PIECES * spacing), torch.zeros(x.shape[1], PIECES * spacing)
@@ -86,14 +86,14 @@ def as_product(x: torch.Tensor, dtype: torch.dtype) -> tuple[torch.Tensor, torch
 
 
 def assert_meant(logits: torch.Tensor, x: torch.Tensor) -> None:
-    """These are the logits that `as_product` was asked for."""
+    """Assert that these are the logits that `as_product` was given."""
     logits, finite = logits.to(x.device), x.isfinite()
     assert torch.equal(logits.isfinite(), finite)
     torch.testing.assert_close(logits[finite], x[finite], rtol=2e-6, atol=1e-6)
 
 
 def expected(given: Given, logits: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Weights and ids by the reference, from the kernel's own logits."""
+    """Return weights and ids by the reference, from the kernel's own logits."""
     if given.token_ids is None or given.hash_table is None:
         return reference.select(logits, given.k, given.rule, given.expert_bias)
     chosen = looked_up(given.token_ids, given.hash_table, logits.shape[1])
@@ -102,14 +102,14 @@ def expected(given: Given, logits: torch.Tensor) -> tuple[torch.Tensor, torch.Te
 
 
 def looked_up(token_ids: torch.Tensor, hash_table: torch.Tensor, num_experts: int) -> torch.Tensor:
-    """The table's experts, int64; -1 for a token or an expert that there isn't."""
+    """Look up the table's experts, int64; -1 for a token outside the table or an expert outside the gate."""
     inside = (token_ids >= 0) & (token_ids < len(hash_table))
     ids = hash_table[torch.where(inside, token_ids, 0).long()].long()
     return torch.where(inside[:, None] & (ids >= 0) & (ids < num_experts), ids, -1)
 
 
 def judge(given: Given, got: Routing) -> None:
-    """The experts exactly, the weights to a few roundings, and whatever follows from both exactly."""
+    """Assert exact experts, weights to a few roundings, and all other outputs exactly as these imply."""
     num_experts = given.gate.shape[0]
     assert got.logits is not None
     assert got.num_tokens_per_expert is not None
@@ -127,7 +127,7 @@ def judge(given: Given, got: Routing) -> None:
 
 
 def assert_as_good(given: Given, logits: torch.Tensor, ids: torch.Tensor, want: torch.Tensor) -> None:
-    """A softmax's sum depends on its order: what is chosen has the right keys, to a few roundings."""
+    """Assert that the chosen have the right keys, to a few roundings: a softmax's sum depends on its order."""
     assert_same_bits(ids < 0, want < 0)
     key = reference.selection_key(logits, reference.scores(logits, given.rule), given.rule, given.expert_bias)
     if given.rule.num_groups > 1:
@@ -140,7 +140,7 @@ def assert_as_good(given: Given, logits: torch.Tensor, ids: torch.Tensor, want: 
 
 
 def judge_logits(given: Given, logits: torch.Tensor) -> None:
-    """At most twice the error of torch's own product, summed in float32."""
+    """Assert at most twice the error of torch's own product, summed in float32."""
     bias = 0.0 if given.logit_bias is None else given.logit_bias
     exact = given.alpha * (given.tokens.double() @ given.gate.double().T) + bias
     torchs = given.alpha * torchs_product(given.tokens, given.gate) + bias
@@ -149,14 +149,14 @@ def judge_logits(given: Given, logits: torch.Tensor) -> None:
 
 
 def torchs_product(tokens: torch.Tensor, gate: torch.Tensor) -> torch.Tensor:
-    """In float32; on a GPU by the same tensor cores."""
+    """Multiply by torch, float32; on a GPU by the tensor cores that the kernels use."""
     if tokens.is_cuda and tokens.dtype == gate.dtype and tokens.dtype != torch.float32:
         return torch.mm(tokens, gate.T, out_dtype=torch.float32)
     return tokens.float() @ gate.float().T
 
 
 def assert_same_routing(got: Routing, want: Routing, rows: slice = slice(None)) -> None:
-    """The same bits in all outputs that both have; `rows` of what has tokens."""
+    """Assert equal bits in all outputs that both have; of outputs by token, with `rows` of `want`."""
     for name in FIELDS:
         mine, theirs = getattr(got, name), getattr(want, name)
         if mine is not None and theirs is not None:

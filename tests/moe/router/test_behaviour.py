@@ -1,4 +1,4 @@
-"""`envoi.route` as a user meets it: batches, dtypes, strides, autocast, tracing, and what it refuses."""
+"""Behaviour of `envoi.route` for its users: batches, dtypes, strides, autocast, tracing, refusals."""
 
 import pytest
 import torch
@@ -32,7 +32,7 @@ def assert_same_routing(got, want) -> None:
 @pytest.mark.parametrize("score", ["softmax", "sigmoid", "sqrt_softplus", "softmax_over_topk", "sigmoid_of_topk"])
 @pytest.mark.parametrize("n", [7, 8, 33, 96])
 def test_a_tokens_bits_are_its_own(score, n):
-    """N and k that no vector register divides: the last elements of a tensor must not be rounded in another way."""
+    """Check N and k that no vector register divides: a tensor's last elements must not be rounded otherwise."""
     k, chosen = min(n, 5), Rule(score, renormalize=score == "sigmoid")
     bias = torch.randn(n, generator=torch.Generator().manual_seed(5)) * 0.1
     tokens, gate = make(600, n, 136, torch.bfloat16)
@@ -133,7 +133,7 @@ def test_autocast_does_not_reach_the_logits(dtype):
     want = route(tokens, gate, 4, **EVERYTHING)
     with torch.autocast("cpu", dtype=dtype):
         got = route(tokens, gate, 4, **EVERYTHING)
-        assert (tokens @ gate.T).dtype == dtype  # the region itself goes on
+        assert (tokens @ gate.T).dtype == dtype  # autocast is still on
     assert_same_routing(got, want)
 
 
@@ -273,7 +273,7 @@ def test_the_operator_keeps_its_promises(call, m, hashed):
 @pytest.mark.parametrize("name", ["mixtral", "gpt-oss-20b", "deepseek-v3", "deepseek-v4-flash"])
 @pytest.mark.parametrize("dynamic", [False, True])
 def test_compiled_in_one_graph(name, dynamic):
-    """With sizes as symbols too: what torch does by itself from the second batch size on."""
+    """Check sizes as symbols too: torch makes them so by itself from the second batch size on."""
     chosen = preset(name)
     _, gate = make(1, chosen.num_experts)
     bias = torch.randn(chosen.num_experts) * 0.1 if chosen.has_expert_bias else None

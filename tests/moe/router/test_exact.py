@@ -14,12 +14,12 @@ ROWS, HIDDEN = 20_000, 24
 
 
 def distinct_presets() -> dict[str, str]:
-    """One name for each size and rule."""
+    """Return one model's name for each size and rule."""
     return {str((p.num_experts, p.num_topk, p.rule, p.has_expert_bias)): name for name, p in PRESETS.items()}
 
 
 def hard_rows(num_experts: int, rows: int = ROWS) -> tuple[torch.Tensor, torch.Tensor]:
-    """tokens and a gate whose logits are, a third each: around 0; around -2, so of both signs at the cut; 1 +- 1e-4."""
+    """Make tokens and a gate; logits by thirds: around 0; around -2, so of both signs at the cut; 1 +- 1e-4."""
     source = torch.Generator().manual_seed(num_experts)
     tokens = torch.randn(rows, HIDDEN, generator=source)
     gate = torch.randn(num_experts, HIDDEN, generator=source) / HIDDEN**0.5
@@ -33,7 +33,7 @@ def hard_rows(num_experts: int, rows: int = ROWS) -> tuple[torch.Tensor, torch.T
 
 
 def wrong_rows(key: np.ndarray, ids: np.ndarray) -> np.ndarray:
-    """Which rows of ids aren't the k largest keys, largest first, the smaller id first among equals."""
+    """Find the rows of ids that aren't the k largest keys, largest first, the smaller id first in a tie."""
     chosen = np.take_along_axis(key, ids, 1)
     falls = (chosen[:, :-1] > chosen[:, 1:]) | ((chosen[:, :-1] == chosen[:, 1:]) & (ids[:, :-1] < ids[:, 1:]))
     taken = np.zeros(key.shape, bool)
@@ -44,7 +44,7 @@ def wrong_rows(key: np.ndarray, ids: np.ndarray) -> np.ndarray:
 
 
 def bar_groups(key: np.ndarray, rule: Rule) -> np.ndarray:
-    """-inf outside the best groups; the smaller group first among equals."""
+    """Set keys outside the best groups to -inf; a tie goes to the smaller group."""
     groups = key.reshape(len(key), rule.num_groups, -1)
     best = -np.sort(-groups, axis=2)
     strength = best[..., 0] if rule.group_score == "max" else best[..., 0] + best[..., 1]
@@ -96,7 +96,7 @@ def test_a_sigmoid_far_below_zero_isnt_lost():
 
 
 def test_an_index_in_the_low_bits_would_pick_others():
-    """The trap that the inputs are for: 8 mantissa bits given to the index of 256 experts."""
+    """Show that the inputs catch a common mistake: 8 mantissa bits given to the index of 256 experts."""
     tokens, gate = hard_rows(256)
     got = route(tokens, gate, 8, return_logits=True)
     bits = got.logits.view(torch.int32).numpy()
@@ -117,7 +117,7 @@ def test_signs_may_differ_within_a_rows_choice():
     mixed = ((chosen > 0).any(1) & (chosen < 0).any(1)).numpy()
     assert mixed.sum() > 3000
     assert not wrong_rows(got.logits.numpy(), got.topk_ids.numpy())[mixed].any()
-    want = chosen.double().softmax(1)  # a renormalised softmax is the softmax over the chosen
+    want = chosen.double().softmax(1)  # a renormalised softmax equals the softmax over the chosen
     torch.testing.assert_close(got.topk_weights.double(), want, rtol=2e-6, atol=1e-8)
 
 

@@ -1,4 +1,4 @@
-"""The router's kernels on a GPU: hostile logits, every model, every size, and what a launch must not depend on."""
+"""Router's kernels on a GPU: hostile logits, every model, every size, independence of batch, tiling and launch."""
 
 from dataclasses import replace
 
@@ -30,7 +30,7 @@ from tests.moe.router.test_selection import RULES
 pytestmark = [pytest.mark.gpu, pytest.mark.usefixtures("tidy_gpu")]
 HALVES = [torch.bfloat16, torch.float16]
 FLOATS = [*HALVES, torch.float32]
-KERNELS = ["own", "triton"]  # the GPU's own; the portable one
+KERNELS = ["own", "triton"]  # the kernel for this GPU; the portable one
 MANY_ROWS = 100_000
 BATCHES = (1, 16, 63, 64, 65, 200, 4096, 16384)
 NUM_RUNS = 100
@@ -39,7 +39,7 @@ FINITE = [kind for kind in LOGITS if bool(logits(kind, 8, 16, 4).isfinite().all(
 
 @pytest.fixture(params=KERNELS)
 def kernel(request, monkeypatch):
-    """Both kernels, one after the other."""
+    """Run the test with each of the two kernels."""
     use(request.param, monkeypatch)
     return request.param
 
@@ -53,7 +53,7 @@ def gpu_call(*args, **rest) -> Given:
     return random_call(*args, device="cuda", **rest)
 
 
-# What is chosen
+# Selection
 
 
 def judge_product(x, dtype, rule, expert_bias=None):
@@ -94,7 +94,7 @@ def test_hostile_logits_of_other_dtypes(dtype):
 
 
 def distinct_rules() -> list[str]:
-    """One model for each rule, whatever its size and scale."""
+    """Return one model for each rule, whatever its size and scale."""
     return list({(replace(p.rule, routed_scale=1.0), p.has_expert_bias): name for name, p in PRESETS.items()}.values())
 
 
@@ -123,7 +123,7 @@ def test_not_one_wrong_id(name, kernel, monkeypatch):
 @pytest.mark.parametrize("rule", ["softmax", "sigmoid, groups by two"])
 @pytest.mark.parametrize("ints", [torch.int32, torch.int64])
 def test_hash_routing(rule, ints, kernel):
-    """Tokens outside the table and experts outside the gate give -1, and nothing waits for the host to see them."""
+    """Check that tokens outside the table and experts outside the gate give -1, without a wait of the host."""
     source = torch.Generator().manual_seed(6)
     table = torch.stack([torch.randperm(32, generator=source)[:3] for _ in range(20)]).to(ints)
     table[3, 1], table[4, 0], table[5, 2] = 32, -1, 2**31 - 1
@@ -207,7 +207,7 @@ def test_biases_and_alpha(kernel):
     assert nothing.expert_offsets.tolist() == [0] * 41
 
 
-# What a token's bits must not depend on
+# Independence of a token's bits from its batch and the tiling
 
 
 @pytest.mark.parametrize(
@@ -215,7 +215,7 @@ def test_biases_and_alpha(kernel):
     [(256, 7168, 8, "deepseek-v3", True), (512, 4096, 10, "qwen3-next", False), (128, 1000, 4, "gpt-oss-120b", False)],
 )
 def test_a_tokens_bits_are_its_own(n, hidden, k, rule, biased, kernel):
-    """A hundred runs of each batch, slices of one large batch."""
+    """Check slices of one large batch, a hundred runs of each."""
     bias = normal(n, seed=2, device="cuda") * 0.1 if biased else None
     given = gpu_call(max(BATCHES), n, hidden, k, PRESETS[rule].rule, torch.bfloat16, expert_bias=bias)
     whole = given.route(return_logits=True)
@@ -240,7 +240,7 @@ def bits(x):
 
 @pytest.mark.parametrize("quarter", range(4))
 def test_every_cut_gives_the_same_bits(quarter):
-    """However a launch is cut into CTAs: all ways that the model chooses among."""
+    """Check all tilings that the model of time chooses among."""
     if host.implementation(torch.device("cuda")) != "hopper":
         return
     given = gpu_call(130, 96, 2504, 6, Rule("sigmoid"), torch.bfloat16)
@@ -258,7 +258,7 @@ def test_every_cut_gives_the_same_bits(quarter):
 
 
 def test_rows_that_are_done_again_beside_others_in_every_cut():
-    """Near keys, ties, NaN in one row of five each: as the reference, and the same bits however a launch is tiling."""
+    """Check near keys, ties, NaN in one row of five each, against the reference and, bit for bit, in all tilings."""
     kinds = ("randn", "crowded around 1", "few distinct", "NaN", "ties at the boundary")
     x = torch.stack([logits(kind, 220, 256, 8) for kind in kinds], 1).flatten(0, 1)
     tokens, gate = (y.cuda() for y in as_product(x, torch.bfloat16))
@@ -296,7 +296,7 @@ def test_strides_and_addresses_change_nothing(kernel):
     assert_same_bits(one.topk_ids, want.topk_ids[:1].expand(16, -1).contiguous())
 
 
-# How it is launched
+# Launches
 
 
 @pytest.mark.parametrize("m", [4, 300, 4096])
@@ -355,7 +355,7 @@ def test_streams_side_by_side(kernel):
 
 
 def test_calls_back_to_back(kernel):
-    """Nothing between them: a counter that one leaves behind would spoil the next."""
+    """Check calls with no wait between them: a counter not reset by one would spoil the next."""
     sizes = (("deepseek-v3", 48), ("kimi-k2", 512), ("mixtral", 144), ("deepseek-v3", 4096), ("kimi-k2", 16))
     calls = [preset_call(name, m, 2048, torch.bfloat16, "cuda") for name, m in sizes]
     for given in calls:  # compiled first
@@ -388,7 +388,7 @@ def test_compiled_by_torch(kernel):
 
 @pytest.mark.parametrize("m", [16, 4096])
 def test_compiled_by_torch_into_graphs(m):
-    """No call before them: what is kept from now on mustn't lie in the graphs' memory."""
+    """Check graphs before any other call: the workspace allocated now mustn't be in the graphs' memory."""
     given = preset_call("deepseek-v3", m, 7168, torch.bfloat16, "cuda")
     workspace._counters, workspace._blanks = workspace.Kept(0), workspace.Kept(workspace.BLANK)
     workspace._floats.clear()

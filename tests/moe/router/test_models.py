@@ -1,4 +1,4 @@
-"""Each ready-made rule against the router of that model in transformers."""
+"""Presets against the routers of their models in transformers."""
 
 import importlib
 from types import SimpleNamespace
@@ -36,7 +36,7 @@ def tokens() -> torch.Tensor:
 
 
 def assert_same_routing(ours, weights: torch.Tensor, ids: torch.Tensor) -> None:
-    """The same experts with the same weights, in whatever order the model lists them."""
+    """Assert equal experts with equal weights, in whatever order the model lists them."""
     mine, theirs = ours.topk_ids.long().sort(1), ids.long().sort(1)
     assert torch.equal(mine.values, theirs.values)
     torch.testing.assert_close(
@@ -137,7 +137,7 @@ def test_minimax_m2():
 
 
 def test_minimax_m3():
-    """Its scale is applied to the experts' sum: the same as a scale of the weights."""
+    """Check MiniMax M3, whose scale is applied to the experts' sum, which equals a scale of the weights."""
     theirs = make("minimax_m3_vl", "MiniMaxM3VLTopKRouter", config("minimax-m3"))
     x, bias = tokens(), theirs.e_score_correction_bias
     with torch.no_grad():
@@ -146,7 +146,7 @@ def test_minimax_m3():
     assert_same_routing(ours, weights * preset("minimax-m3").rule.routed_scale, ids)
 
 
-# Where a configuration class says something else than the checkpoints that the preset is named after.
+# Fields in which a configuration class's defaults differ from the checkpoints that the preset is named after.
 OTHER_DEFAULTS = {"qwen3-moe": {"renormalize"}}
 
 

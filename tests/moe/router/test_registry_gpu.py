@@ -1,4 +1,4 @@
-"""Every registered kernel of the router on a GPU: right, and the code that was counted without one."""
+"""Registered kernels of the router on a GPU: right results, and the code that was counted without a GPU."""
 
 import pytest
 import torch
@@ -14,7 +14,7 @@ HOPPER = (9, 0)
 
 
 def maker(case):
-    """Normal numbers, other ones for each tensor, logits of about that size; ids of experts and of tokens."""
+    """Make a maker of tensors: normal numbers, logits about as large; ids of experts and of tokens."""
     seeds = iter(range(100))
 
     def make(shape, dtype):

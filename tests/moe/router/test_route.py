@@ -1,4 +1,4 @@
-"""`envoi.route`: logits, extra outputs, hash routing, compilation, refusals."""
+"""Function `envoi.route`: logits, extra outputs, hash routing, compilation, refusals."""
 
 import pytest
 import torch

@@ -1,4 +1,4 @@
-"""Dispatch and combine across ranks."""
+"""MoE layer over ranks: dispatch and combine over NVLink, or by NCCL or gloo."""
 
 from envoi.moe.parallel.api import ExpertParallel
 from envoi.moe.parallel.timeout import PeerTimeout

@@ -1,4 +1,4 @@
-"""`envoi.ExpertParallel`: experts spread over the ranks of a torch.distributed group."""
+"""Public class `envoi.ExpertParallel`: experts spread over the ranks of a torch.distributed group."""
 
 import itertools
 import platform
@@ -30,40 +30,40 @@ from envoi.types import ExpertWeights, Routing
 
 NVLINK = "all ranks reach each other's memory"
 DEFAULT_TIMEOUT_S = 10.0
-MAX_TIMEOUT_S = 2000  # in microseconds an int32
-CONNECT_TRIES = 5  # of gloo, each with its timeout
+MAX_TIMEOUT_S = 2000  # kernels take it in microseconds, as int32
+CONNECT_TRIES = 5  # gloo's tries to connect, each with its timeout
 
 _serials: dict[str, itertools.count] = {}
 # The operator finds its object by name.
 _instances: "weakref.WeakValueDictionary[str, ExpertParallel]" = weakref.WeakValueDictionary()
-# Objects of the same sizes, as those of a model's layers, use the same memory one after the other.
+# Objects of equal sizes, such as those of a model's layers, use the same memory in turn.
 _domains: "weakref.WeakValueDictionary[tuple, Domain]" = weakref.WeakValueDictionary()
 
 
 class ExpertParallel:
-    """The MoE layer over the ranks of a group. Rank r owns the experts after those of rank r - 1, as many as it packed.
+    """MoE layer over the ranks of a group. Rank r owns the experts after those of rank r - 1, as many as it packed.
 
     experts: this rank's experts, from `envoi.experts.pack`.
     group: a torch.distributed process group of gloo or NCCL, or a DeviceMesh of one dimension; None = the default
         group. Every rank of it makes the object, with the same hidden, intermediate, format, activation and timeout_s;
         the number of experts may differ.
-    timeout_s: bounds every wait for a peer, and all of them together until the ranks have found each other and agree.
+    timeout_s: bounds every wait for a peer, and the sum of all waits while the group is being opened.
     max_tokens, num_topk: the most tokens that a rank will have, and slots of a token. With both, ranks whose GPUs reach
         each other's memory (one host, NVLink) use kernels that read and write it. For that, room for
         max_tokens * num_topk rows of bf16 and num_ranks times as many in the experts' format is allocated once for all
         objects of the same sizes (a model's layers); between the GEMMs, a call takes num_ranks * max_tokens * num_topk
-        rows of intermediate from torch's allocator. A call then takes no size back to the host, never waits for the
-        device, and can be captured in a CUDA graph. Calls and replays of all objects of a group come in the same order
-        on every rank, and on one stream. A number of tokens that is new may compile kernels: within timeout_s, as
-        peers wait for them.
-    presum: over NVLink, rows of a token that meet on a rank are summed there before they go back: fewer bytes on the
-        wire, but none of them beside the second GEMM, one rounding more, and bits that depend on how many ranks there
-        are. The room in bf16 is then max_tokens * num_ranks rows, but a call takes as many rows of hidden, in bf16, as
-        it takes of intermediate. None = where a model of the time says that it is faster with max_tokens: for small
-        intermediate sizes. Over gloo and NCCL it is left out.
+        rows of intermediate from torch's allocator. A call then copies no size to the host, never waits for the
+        device, and can be captured in a CUDA graph. Calls and replays of all objects of a group must have the same
+        order on every rank, on one stream. A new number of tokens may compile kernels: within timeout_s, as peers wait
+        for them.
+    presum: over NVLink, sum a token's rows on each rank before they are sent back: fewer bytes sent, but none of them
+        during the second GEMM, one rounding more, and bits that depend on the number of ranks. The room in bf16 is
+        then max_tokens * num_ranks rows, but a call takes as many rows of hidden, in bf16, as it takes of intermediate.
+        None = if a model of the time predicts that it is faster with max_tokens: for small intermediate sizes. Ignored
+        over gloo and NCCL.
 
     Attributes: num_experts (over all ranks), expert_offsets (rank r owns expert_offsets[r] : expert_offsets[r + 1]),
-    transport ("nvlink", "nccl" or "gloo") and why it is that one, presum (True or False).
+    transport ("nvlink", "nccl" or "gloo"), why (the reason for that transport), presum (True or False).
 
     Threads may share an object: its calls run one at a time. A call of one rank is then matched with any call of
     another, and each returns the rows of its own tokens; over gloo and NCCL all of them need the same k. Two objects on
@@ -74,7 +74,7 @@ class ExpertParallel:
     16 and rank 1 owns experts 4 to 7.
 
     Raises ValueError, on every rank, if the ranks disagree or one of them refuses its arguments; PeerTimeout if one
-    doesn't come.
+    is missing.
     """
 
     def __init__(
@@ -88,7 +88,7 @@ class ExpertParallel:
                 refusal or "group: expected an initialised torch.distributed; call init_process_group first"
             )
         group = _process_group(group)
-        self.name = _name(dist.get_process_group_ranks(group))  # also of what is refused: ranks count alike
+        self.name = _name(dist.get_process_group_ranks(group))  # also if arguments are refused: all ranks count alike
         self.channel = _open_channel(group, *_usable(experts, timeout_s), self.name)
         _raise_together(gather_texts(self.channel, refusal, "opening the group"), refusal)
         self.experts, self.timeout_s = experts, timeout_s
@@ -106,15 +106,15 @@ class ExpertParallel:
         _instances[self.name] = self
 
     def moe(self, tokens: torch.Tensor, routing: Routing) -> torch.Tensor:
-        """Run the layer on this rank's tokens [M, H] -> [M, H]; M may differ from rank to rank and be 0. Collective.
+        """Run the layer on this rank's tokens [M, H]: [M, H]; M may differ by rank and be 0. Collective.
 
         tokens, routing: in the dtypes and shapes that `envoi.moe` takes; topk_ids over all num_experts, -1 = masked
         slot; k may be anything, over gloo and NCCL the same on every rank. Equals `envoi.moe` on one rank that holds
         all experts and the tokens of all ranks, bit for bit; with presum, up to the rounding of a rank's sums. Raises
         ValueError on every rank if any rank's arguments are refused, PeerTimeout if a rank is lost or late. Over NVLink
-        the host doesn't wait to know: the rank whose arguments are wrong raises at once (but for ids, which only the
-        device knows), the output is NaN everywhere, and a later call or `check` raises. What isn't a Routing of tensors
-        at all is an error on this rank alone.
+        the host doesn't wait for that: the rank whose arguments are wrong raises at once (but for ids, which only the
+        device knows), the output is NaN everywhere, and a later call or `check` raises. A `routing` that is no Routing
+        of tensors is an error on this rank alone.
         """
         rows, slots, dtype = as_rows(tokens, routing)
         ids, weights = slots.topk_ids, slots.topk_weights
@@ -122,18 +122,18 @@ class ExpertParallel:
         return out if rows is tokens and dtype == out.dtype else out.to(dtype).view(tokens.shape)
 
     def check(self) -> None:
-        """Raise what went wrong in calls that the device has come to; over NVLink, as far as it has come.
+        """Raise the error of an earlier call, if one failed; over NVLink, of calls that the device has reached.
 
-        After `torch.cuda.synchronize()` that is all calls. Not a collective call.
+        After `torch.cuda.synchronize()` these are all calls. Not a collective call.
         """
         self._check_lateness()
         if self.domain is not None and self.domain.report[1].any():
             self._raise_refusal(self.domain)
 
     def close(self) -> None:
-        """The operator can't reach the object any more, and its memory is free. Not a collective call.
+        """Free the object's memory; later calls raise ValueError. Not a collective call.
 
-        Over NVLink, peers must have done what they do with this rank's memory: close after a meeting of all ranks.
+        Over NVLink, peers must have finished with this rank's memory: close after a barrier of all ranks.
         """
         with self._lock:
             _instances.pop(self.name, None)
@@ -171,12 +171,12 @@ class ExpertParallel:
                 nvlink.refuse(domain)
                 raise ValueError(refusal)
             out = nvlink.run_layer(domain, tokens, routing.topk_weights, routing.topk_ids, experts)
-        # Not before: peers that haven't heard of it yet take part in this call, so this rank has to.
+        # Not before: peers that don't know of the failure yet take part in this call, so this rank has to.
         self.check()
         return out
 
     def _check_lateness(self) -> None:
-        """From the first late rank on, nothing works any more."""
+        """Raise PeerTimeout if a rank was late in this call or any before it: the group can't be used any more."""
         watch = self.channel.watch if self.domain is None else self.domain.watch
         if watch.failure is None and self.domain is not None and self.domain.report[0].any():
             codes = self.domain.report[0].tolist()
@@ -187,7 +187,10 @@ class ExpertParallel:
             raise watch.failure
 
     def _raise_refusal(self, domain: Domain) -> None:
-        """Of an earlier call, or of this one; a rank that refused on its own host has raised already."""
+        """Raise ValueError for arguments refused in this call or an earlier one, unless this rank's host has raised it.
+
+        Resets the codes that it reads from `report`.
+        """
         codes = domain.report[1].tolist()
         complaining = [rank for rank, code in enumerate(codes) if code]
         domain.report[1, complaining] = 0  # not all: the device may write others meanwhile
@@ -200,7 +203,7 @@ class ExpertParallel:
         raise ValueError(f"rank {refused[0]} of the group refused its arguments in an earlier call: {text}")
 
     def _open_domain(self, group: dist.ProcessGroup, presum: bool | None) -> tuple[Domain | None, str]:
-        """The memory shared over NVLink, or None, and why. Collective."""
+        """Return the memory shared over NVLink, or None, and the reason. Collective."""
         if self.transport == "gloo":
             return None, "the group is one of gloo"
         if self.max_tokens is None or self.num_topk is None:
@@ -226,7 +229,7 @@ class ExpertParallel:
         key = (tuple(self.channel.watch.ranks), layout, tuple(self.expert_offsets), self.timeout_s)
         domain = _domains.get(key)
         if domain is not None and domain.report[0].any():
-            domain = None  # a rank was lost: what the flags say is of no use any more
+            domain = None  # a rank was lost: the flags can't be trusted any more
         if all(gather_texts(self.channel, "known" if domain is not None else "", "opening the group")):
             return domain, NVLINK
         domain, why = self._new_domain(layout, group)
@@ -235,7 +238,7 @@ class ExpertParallel:
         return domain, why
 
     def _new_domain(self, layout: SharedLayout, group: dist.ProcessGroup) -> tuple[Domain | None, str]:
-        """Allocate, then map: a rank that has no memory left mustn't let the others wait for it while they map."""
+        """Allocate on all ranks, then map, so that no rank waits in the mapping for one that is out of memory."""
         domain = None
 
         def allocate() -> None:
@@ -255,7 +258,7 @@ class ExpertParallel:
         return domain, NVLINK
 
     def _refusal(self, tokens: torch.Tensor, routing: Routing, experts: ExpertWeights) -> str:
-        """What is wrong with this rank's arguments, as far as the host knows, or ""."""
+        """Return what is wrong with this rank's arguments, as far as the host knows, or ""."""
         return _complaint(check_tokens, tokens, routing, experts) or _complaint(self._check_sizes, tokens, routing)
 
     def _check_sizes(self, tokens: torch.Tensor, routing: Routing) -> None:
@@ -289,20 +292,20 @@ def _is_timeout(seconds: object) -> bool:
 
 
 def _usable(experts: ExpertWeights, timeout_s: float) -> tuple[torch.device, float]:
-    """The experts' device and the timeout; where they are to be refused, what is enough to tell the peers."""
+    """Return the experts' device and the timeout; for arguments to be refused, defaults that can tell the peers so."""
     device = experts.device if isinstance(experts, ExpertWeights) else torch.device("cpu")
     return device, timeout_s if _is_timeout(timeout_s) else DEFAULT_TIMEOUT_S
 
 
 def _raise_together(refusals: list[str], mine: str) -> None:
-    """One rank's bad argument is an error on all, at once; waiting for it to come back would be a hang."""
+    """Raise ValueError on all ranks if one refused its arguments: the others would hang in the next exchange."""
     first = next((rank for rank, text in enumerate(refusals) if text), None)
     if first is not None:
         raise ValueError(mine or f"rank {first} of the group refused its arguments: {refusals[first]}")
 
 
 def _trouble(step: Callable[[], None]) -> str:
-    """What a step fails with, in a line, or ""."""
+    """Run a step; return the first line of its RuntimeError, or ""."""
     try:
         step()
     except RuntimeError as error:
@@ -311,7 +314,7 @@ def _trouble(step: Callable[[], None]) -> str:
 
 
 def _complaint(check: Callable, *arguments: object) -> str:
-    """What a check raises, or ""."""
+    """Run a check; return the text of its ValueError, or ""."""
     try:
         check(*arguments)
     except ValueError as error:
@@ -320,7 +323,7 @@ def _complaint(check: Callable, *arguments: object) -> str:
 
 
 def _process_group(group: Any) -> dist.ProcessGroup:
-    """The process group of what a caller gave. Raises ValueError for what isn't one, or isn't this rank's."""
+    """Return the process group of a caller's `group`. Raises ValueError for anything else, or if it lacks this rank."""
     if group is None:
         return dist.distributed_c10d._get_default_group()
     if isinstance(group, DeviceMesh):
@@ -347,13 +350,13 @@ def _process_group(group: Any) -> dist.ProcessGroup:
 
 def _open_channel(group: dist.ProcessGroup, device: torch.device, timeout_s: float, name: str) -> Channel:
     ranks = dist.get_process_group_ranks(group)
-    # The store of the default group is the one place to leave word for ranks that a collective can't reach.
+    # Only through the default group's store can ranks be told anything when a collective can't reach them.
     store = PrefixStore(name, dist.distributed_c10d._get_default_store())
     watch = Watch(store, ranks, dist.get_rank(), timeout_s)
-    left_s = watch.join("opening the group")  # gloo would wait for a rank that is gone as often as it tries
+    left_s = watch.join("opening the group")  # gloo would wait for a lost rank once for each try
     start = time.monotonic()
     try:
-        # Not dist.new_group: its names come back after a group is destroyed, and gloo can't open a name twice.
+        # Not dist.new_group: it reuses names of destroyed groups, and gloo can't open a name twice.
         a_try = timedelta(seconds=left_s / CONNECT_TRIES)
         gloo = ProcessGroupGloo(PrefixStore("gloo", store), group.rank(), group.size(), a_try)
         gloo._set_default_timeout(timedelta(seconds=timeout_s))
@@ -366,7 +369,7 @@ def _open_channel(group: dist.ProcessGroup, device: torch.device, timeout_s: flo
 
 
 def _name(ranks: list[int]) -> str:
-    """The same on all ranks of a group, whatever other groups some of them belong to, and never twice."""
+    """Make a unique name, equal on all ranks of a group, whatever other groups some of them belong to."""
     members = ",".join(map(str, ranks))
     return f"envoi {members} #{next(_serials.setdefault(members, itertools.count()))}"
 
@@ -375,7 +378,7 @@ def _agree(
     channel: Channel, experts: ExpertWeights, timeout_s: float, max_tokens: int | None, num_topk: int | None,
     presum: bool | None,
 ) -> list[int]:  # fmt: skip
-    """Every rank's number of experts, once all ranks have the same everything else."""
+    """Return every rank's number of experts. Raises ValueError unless all else is equal on all ranks. Collective."""
     mine = f"hidden={experts.hidden} intermediate={experts.intermediate} format={experts.format}"
     mine += f" activation={experts.activation} swiglu_limit={experts.swiglu_limit} bias={experts.down_bias is not None}"
     texts = gather_texts(channel, mine, "opening the group")

@@ -1,4 +1,4 @@
-"""What the ranks tell each other: sizes and counts first, then rows as bytes."""
+"""Collectives of a group with bounded waits: integers and texts from all ranks, all-to-all of rows as bytes."""
 
 from dataclasses import dataclass
 
@@ -11,10 +11,10 @@ from envoi.types import Matrix, QuantTensor
 
 @dataclass(frozen=True)
 class Channel:
-    """How this rank reaches its peers.
+    """Connection of this rank to its peers.
 
     control: a gloo group of our own, with our timeout, for sizes and counts.
-    data: the group that rows travel through, and the device that its collectives work on.
+    data: the group that sends rows. device: the device that its collectives work on.
     watch: bounds every wait.
     """
 
@@ -25,17 +25,17 @@ class Channel:
 
     @property
     def num_ranks(self) -> int:
-        """Ranks of the group."""
+        """Number of ranks in the group."""
         return self.control.size()
 
     @property
     def rank(self) -> int:
-        """This rank's place in the group."""
+        """Rank within the group."""
         return self.control.rank()
 
 
 def gather_ints(channel: Channel, values: list[int], step: str) -> torch.Tensor:
-    """Every rank's integers, of which each has as many: int64 [num_ranks, len(values)] on the CPU."""
+    """Gather every rank's integers, equally many on each: int64 [num_ranks, len(values)] on the CPU."""
     mine = torch.tensor(values, dtype=torch.int64, device="cpu")
     everyone = [torch.empty_like(mine) for _ in range(channel.num_ranks)]
     channel.watch.wait(lambda: channel.control.allgather([everyone], [mine]), step)
@@ -43,7 +43,7 @@ def gather_ints(channel: Channel, values: list[int], step: str) -> torch.Tensor:
 
 
 def gather_texts(channel: Channel, text: str, step: str) -> list[str]:
-    """Every rank's text."""
+    """Gather every rank's text, in the order of the ranks."""
     raw = text.encode()
     sizes = gather_ints(channel, [len(raw)], step)[:, 0]
     padded = list(raw) + [0] * (int(sizes.max()) - len(raw))
@@ -54,7 +54,7 @@ def gather_texts(channel: Channel, text: str, step: str) -> list[str]:
 def exchange_rows(
     channel: Channel, rows: torch.Tensor, send_counts: list[int], recv_counts: list[int], step: str
 ) -> torch.Tensor:
-    """All-to-all of byte rows: [sum(send_counts), B] by destination -> [sum(recv_counts), B] by source."""
+    """Exchange byte rows all-to-all: [sum(send_counts), B] by destination -> [sum(recv_counts), B] by source."""
     sent = rows.contiguous().to(channel.device)
     received = sent.new_empty(sum(recv_counts), rows.shape[1])
     channel.watch.wait(lambda: channel.data.alltoall_base(received, sent, recv_counts, send_counts), step)
@@ -62,14 +62,14 @@ def exchange_rows(
 
 
 def to_bytes(rows: Matrix, topk_weights: torch.Tensor) -> torch.Tensor:
-    """Rows, their scale factors and their routing weights side by side: uint8 [P, B]."""
+    """Concatenate rows, their scale factors and their routing weights as bytes: uint8 [P, B]."""
     parts = [rows] if isinstance(rows, torch.Tensor) else [rows.values, rows.sf]
     parts.append(topk_weights.unsqueeze(1))
     return torch.cat([part.contiguous().view(torch.uint8) for part in parts], dim=1)
 
 
 def from_bytes(packed: torch.Tensor, like: Matrix) -> tuple[Matrix, torch.Tensor]:
-    """The inverse of `to_bytes`; `like` gives the dtypes and widths."""
+    """Inverse of `to_bytes`: rows and routing weights; `like` gives the dtypes and widths."""
     parts = [like] if isinstance(like, torch.Tensor) else [like.values, like.sf]
     columns, start = [], 0
     for part in parts:

@@ -14,11 +14,11 @@ from envoi.runtime.devices import num_sms
 from envoi.runtime.math import next_power_of_2
 
 KERNELS = "envoi.moe.parallel.combine_kernels"
-MAX_SENT_COLUMNS = 2048  # of a partial sum, at a time
+MAX_SENT_COLUMNS = 2048  # columns of a partial sum that are sent at a time
 
 
 def combine(domain: Domain, rows: torch.Tensor, topk_ids: torch.Tensor) -> torch.Tensor:
-    """Return this rank's tokens [M, H] bf16. rows: what the experts returned; with presum they are still here."""
+    """Return this rank's tokens [M, H] bf16. rows: the experts' result; with presum, rows that are yet to be sent."""
     if domain.layout.presum:
         send_partial_sums(domain, rows)
     combine_barrier(domain)
@@ -26,17 +26,17 @@ def combine(domain: Domain, rows: torch.Tensor, topk_ids: torch.Tensor) -> torch
 
 
 def send_partial_sums(domain: Domain, rows: torch.Tensor) -> None:
-    """With presum: sum each token's rows on this rank and send the sum to the token's rank."""
+    """Sum each token's rows on this rank and send the sum to the token's rank; only with presum."""
     launch_kernel(KERNELS, "return_kernel", return_arguments(domain, rows))
 
 
 def combine_barrier(domain: Domain) -> None:
-    """Tell all peers that their rows have been sent, and wait for the same from them."""
+    """Signal to all peers that their rows have been sent, and wait for their signals."""
     launch_kernel(KERNELS, "meet_kernel", meet_arguments(domain))
 
 
 def sum_rows(domain: Domain, topk_ids: torch.Tensor) -> torch.Tensor:
-    """Sum what came back for each of this rank's tokens: [M, H] bf16; NaN if the call failed."""
+    """Sum the rows sent back for each of this rank's tokens: [M, H] bf16; NaN if the call failed."""
     out = torch.empty(len(topk_ids), domain.layout.hidden, dtype=torch.bfloat16, device=topk_ids.device)
     if not len(out):
         return out
@@ -48,7 +48,7 @@ def sum_rows(domain: Domain, topk_ids: torch.Tensor) -> torch.Tensor:
 
 
 def return_arguments(domain: Domain, rows: torch.Tensor) -> Launch:
-    """Build the launch of `return_kernel`. rows: L2's, sorted by expert."""
+    """Build the launch of `return_kernel`. rows: L2's output, sorted by expert."""
     layout = domain.layout
     arguments = (
         domain.peers, layout.regions, domain.row_shift, domain.state, rows, layout.hidden, domain.rank,

@@ -1,6 +1,6 @@
 # pyright: reportAttributeAccessIssue=false, reportArgumentType=false, reportCallIssue=false
 # pyright: reportGeneralTypeIssues=false, reportAssignmentType=false
-"""Combine over NVLink, in Triton: rows back to the ranks of their tokens, and their sum.
+"""Combine over NVLink, in Triton: send rows to the ranks of their tokens, and sum them there.
 
 return_kernel      sums of a token's rows here -> its rank       only with presum; else L2 sends every row itself
 meet_kernel        the flag "combine", a wait for the peers'     after all rows have been sent
@@ -69,7 +69,7 @@ def return_kernel(
     peers, regions, row_shift, state, results, width, rank, num_ranks, room, first_expert, num_local,
     SLOTS: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """With presum: send each token's sum of L2's rows on this rank, in the order of `pull_kernel`."""
+    """Send each token's sum of L2's rows on this rank, in the order of `pull_kernel`; only with presum."""
     own = tl.load(peers + rank)
     most = tl.load(state + MAX_TOKENS)
     memory = Memory(own, peers, regions, room)
@@ -84,7 +84,7 @@ def return_kernel(
 
 @triton.jit(do_not_specialize=["rank", "timeout_us"])
 def meet_kernel(peers, regions, state, report, rank, timeout_us, ON_GPU: tl.constexpr):
-    """Tell peer p (program p) that all rows for it have been sent, and wait until it says so of this rank's."""
+    """Signal to peer p (program p) that all its rows have been sent, and wait for p's signal; a late p is reported."""
     peer = tl.program_id(0)
     if tl.load(state + OUTCOME) != LOST:
         raise_flag(ints(tl.load(peers + peer) + regions.flags) + tl.num_programs(0) + rank)
@@ -119,7 +119,7 @@ def sum_ranks_kernel(
     partial_sums, topk_ids, rank_ends, out, state, width, k,
     RANKS: tl.constexpr, SLOTS: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """With presum: sum what the ranks of a token's experts sent, in the order of the ranks, in float32.
+    """Sum the partial sums of a token, in the order of the ranks that sent them, in float32; only with presum.
 
     partial_sums [M * RANKS, width]. rank_ends [RANKS]: one past each rank's last expert.
     """

@@ -26,7 +26,7 @@ WARPS = {"num_warps": 4}
 
 @dataclass(frozen=True)
 class RankedSlots:
-    """A rank's slots, counted and ranked in pieces of PIECE.
+    """Slots of a rank, counted and ranked in pieces of PIECE.
 
     slot_ranks [M, k] int32: earlier slots of the slot's piece with the same expert; -1 = masked.
     counts [pieces, num_experts + 1] int32: slots of each expert in each piece.

@@ -1,6 +1,6 @@
 # pyright: reportAttributeAccessIssue=false, reportArgumentType=false, reportCallIssue=false
 # pyright: reportGeneralTypeIssues=false, reportAssignmentType=false
-"""Dispatch over NVLink, in Triton: tokens to the ranks that own their experts. No size comes back to the host.
+"""Dispatch over NVLink, in Triton: tokens to the ranks that own their experts. No size is copied to the host.
 
     publish_kernel    tokens -> this rank's memory, quantised             where peers read them; slots counted, ranked
     announce_kernel   slots' experts, positions, weights -> every peer   then the flag "dispatch", a wait for theirs
@@ -44,7 +44,7 @@ COUNTED: tl.constexpr = tl.constexpr(4096)  # counts that a program loads at onc
 
 
 class SourceSlots(NamedTuple):
-    """The slots of this rank's tokens, as `announce_kernel` sends them.
+    """Slots of this rank's tokens, as `announce_kernel` sends them.
 
     topk_ids, weights, ranks [num_slots]: expert, routing weight, and how many earlier slots of its piece have the same
     expert. counts [pieces, num_experts + 1]: slots of each expert in each piece.
@@ -59,7 +59,7 @@ class SourceSlots(NamedTuple):
 
 
 class SlotRegions(NamedTuple):
-    """The parts of a peer's memory that this rank's slots go to."""
+    """Parts of a peer's memory to which this rank's slots are sent."""
 
     topk_ids: Any
     slot_pos: Any
@@ -67,7 +67,7 @@ class SlotRegions(NamedTuple):
 
 
 class Placement(NamedTuple):
-    """What dispatch finds out for the kernels after it.
+    """Outputs of dispatch for the kernels after it.
 
     offsets [E + 1]: see `compute_row_offsets`. state [4], report [2, num_ranks].
     """
@@ -78,10 +78,10 @@ class Placement(NamedTuple):
 
 
 class PulledRows(NamedTuple):
-    """The rows that `pull_kernel` writes.
+    """Rows that `pull_kernel` writes.
 
     words: values as words of 4 bytes, num_words a row; sf: num_sf scale factors a row, or None. weights: routing weight
-    of each row. destinations: the address that L2 sends each row to, slot_bytes apart in the source's memory."""
+    of each row. destinations: the address to which L2 sends each row, slot_bytes apart in the source's memory."""
 
     words: Any
     sf: Any
@@ -107,7 +107,7 @@ def rank_slots(topk_ids, slot_ranks, first, num_slots, num_experts):
 
 @triton.jit
 def count_piece(topk_ids, counts, piece, num_slots, num_experts, EXPERTS: tl.constexpr):
-    """Count the slots of a piece by expert; the last bin, which nobody reads, takes slots of no expert."""
+    """Count the slots of a piece by expert; the last bin, which is never read, counts slots of no expert."""
     e = experts_at(topk_ids, piece * PIECE + tl.arange(0, PIECE), num_slots, num_experts)
     found = tl.histogram(e, EXPERTS)
     bins = tl.arange(0, EXPERTS)
@@ -179,11 +179,11 @@ def send_slots(source, begin, to, chunk, CHUNKS: tl.constexpr, EXPERTS: tl.const
 
 @triton.jit
 def compute_row_offsets(memory, experts, to, num_ranks, num_experts, live, shape: tl.constexpr):
-    """Compute, from what all sources sent, where the rows of each local expert begin. to: Placement.
+    """Compute, from the slots of all sources, the first row of each local expert. to: Placement.
 
-    offsets [count + 1]: expert e owns rows offsets[e] : offsets[e + 1]. row_shift [num_ranks, count]: what to add to a
-    source's position of a slot to get its row. state[MAX_TOKENS]: the most tokens of a rank. shape: powers of two for
-    (count, num_ranks). All are 0 where the call doesn't go on (live is False).
+    offsets [count + 1]: expert e owns rows offsets[e] : offsets[e + 1]. row_shift [num_ranks, count]: added to a
+    source's position of a slot, it gives the slot's row. state[MAX_TOKENS]: the most tokens of a rank. shape: powers of
+    two for (count, num_ranks). All are 0 if the call has failed (live is False).
     """
     e = tl.arange(0, shape[0])[:, None]
     s = tl.arange(0, shape[1])[None, :]
@@ -206,7 +206,7 @@ def compute_row_offsets(memory, experts, to, num_ranks, num_experts, live, shape
 
 @triton.jit
 def decide_outcome(memory, state, report, num_ranks, shape: tl.constexpr):
-    """Decide, once every peer was heard from or timed out, whether the call goes on; report and clear error codes."""
+    """Decide, once every peer has arrived or timed out, whether the call continues; report and clear error codes."""
     ranks = tl.arange(0, shape[1])
     error_codes = ints(memory.own + memory.regions.error_codes) + ranks
     found = tl.load(error_codes, mask=ranks < num_ranks, other=0, cache_modifier=".cg")

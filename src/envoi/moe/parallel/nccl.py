@@ -1,12 +1,12 @@
-"""The path across ranks, one step after the other. Each rank owns a run of consecutive experts.
+"""MoE layer over ranks by NCCL or gloo, step by step. Each rank owns a run of consecutive experts.
 
-    rows, plan = dispatch(tokens, routing)        every row goes to the rank that owns its expert
+    rows, plan = dispatch(tokens, routing)        send every row to the rank that owns its expert
     hidden     = L1(rows), activation, quantise   as on one rank
     rows       = L2(hidden)
-    out        = combine(rows, plan)              every row goes back, a token's slots are summed in slot order
+    out        = combine(rows, plan)              send every row back, sum each token's slots in slot order
 
-An owner sorts what it received by (expert, source rank, slot): the order in which one rank would hold the tokens of all
-ranks, laid end to end. So the result equals that of one rank, bit for bit.
+An owner sorts the received rows by (expert, source rank, slot): the order in which one rank would hold the tokens of
+all ranks, concatenated. So the result equals that of one rank, bit for bit.
 """
 
 from dataclasses import dataclass
@@ -25,11 +25,12 @@ from envoi.types import ExpertRows, ExpertWeights
 
 @dataclass(frozen=True)
 class DispatchPlan:
-    """What combine needs to send every row back.
+    """Record of a dispatch with which combine sends every row back.
 
     counts [num_ranks, N] int64: rows of each rank for each expert.
-    pos_to_slot [P] int32: where each row that this rank sent came from.
+    pos_to_slot [P] int32: the slot of each row that this rank sent.
     sorted_to_received [Q]: position in the received buffer of each row that this rank works on.
+    send_counts, recv_counts: rows sent to and received from each rank.
     """
 
     counts: torch.Tensor
@@ -43,7 +44,7 @@ def run_layer(
     tokens: torch.Tensor, topk_weights: torch.Tensor, topk_ids: torch.Tensor,
     experts: ExpertWeights, counts: torch.Tensor, expert_offsets: list[int], channel: Channel,
 ) -> torch.Tensor:  # fmt: skip
-    """tokens [M, H] bf16 of this rank -> [M, H] bf16. counts [num_ranks, N]: rows of every rank for every expert."""
+    """Run the layer on this rank's tokens [M, H] bf16: [M, H] bf16. counts [num_ranks, N]: rows by rank and expert."""
     with span("dispatch"):
         rows, plan = dispatch(tokens, topk_weights, topk_ids, experts.format, counts, expert_offsets, channel)
     num_tokens, k = topk_ids.shape
@@ -53,7 +54,7 @@ def run_layer(
 
 
 def _mlp(rows: ExpertRows, experts: ExpertWeights) -> torch.Tensor:
-    """As on one rank: the bits depend on it."""
+    """Run this rank's experts by the implementation that one rank would choose, so that the bits are the same."""
     if has_kernels(rows.offsets.device):
         return run_experts(rows.rows, rows.topk_weights, rows.offsets, experts)
     return reference.expert_mlp(rows, experts)
@@ -63,7 +64,7 @@ def dispatch(
     tokens: torch.Tensor, topk_weights: torch.Tensor, topk_ids: torch.Tensor,
     format: str, counts: torch.Tensor, expert_offsets: list[int], channel: Channel,
 ) -> tuple[ExpertRows, DispatchPlan]:  # fmt: skip
-    """Quantise, sort by expert and send; sort what comes by (expert, source rank, slot).
+    """Quantise, sort by expert and send; sort the received rows by (expert, source rank, slot).
 
     expert_offsets: rank r owns experts expert_offsets[r] : expert_offsets[r + 1].
     """
@@ -83,7 +84,7 @@ def dispatch(
 
 
 def combine(rows: torch.Tensor, plan: DispatchPlan, num_tokens: int, k: int, channel: Channel) -> torch.Tensor:
-    """rows [Q, H] bf16 of this rank's experts -> [num_tokens, H] bf16 of this rank's tokens."""
+    """Send back rows [Q, H] bf16 of this rank's experts; sum those of its tokens: [num_tokens, H] bf16."""
     back = torch.empty_like(rows)
     back[plan.sorted_to_received] = rows
     packed = exchange_rows(channel, back.view(torch.uint8), plan.recv_counts, plan.send_counts, "combine")
@@ -91,6 +92,6 @@ def combine(rows: torch.Tensor, plan: DispatchPlan, num_tokens: int, k: int, cha
 
 
 def _by_expert(counts: torch.Tensor) -> torch.Tensor:
-    """Rows lie source by source, sorted by expert, as many as counts [num_ranks, E] says -> the order by expert."""
+    """Return the order by (expert, source, slot) of rows received by (source, expert, slot): counts [num_ranks, E]."""
     expert_of_run = torch.arange(counts.shape[1], device=counts.device).repeat(counts.shape[0])
     return expert_of_run.repeat_interleave(counts.flatten()).sort(stable=True).indices

@@ -1,10 +1,10 @@
-"""The layer over the ranks of one NVLink domain: kernels read and write peers' memory. A CUDA graph can hold a call.
+"""MoE layer over the ranks of one NVLink domain: kernels read and write peers' memory. A CUDA graph can hold a call.
 
     dispatch    stage tokens, send routing, pull rows                     `envoi.moe.parallel.dispatch`
     experts     L1 -> L2, as on one rank; L2 sends each row to its slot   `envoi.moe.experts`
     combine     wait for the peers' rows, sum them                        `envoi.moe.parallel.combine`
 
-Memory is used again by the next call without a further barrier: a rank stages its next tokens only after all ranks have
+The next call reuses the memory without a further barrier: a rank stages its next tokens only after all ranks have
 passed the combine barrier, so after all have pulled; and it runs its next L2 only after all have sent their next
 routing, so after all have summed. Within a rank the order of one stream keeps calls apart.
 """
@@ -25,7 +25,7 @@ LATE_STEPS = {1: "dispatch", 2: "combine"}  # codes in the first row of `report`
 
 
 def supports_nvlink(experts: ExpertWeights) -> str:
-    """Return why the kernels can't be used with these experts, "" if they can."""
+    """Return the reason why the kernels can't be used with these experts, "" if they can."""
     if not has_kernels(experts.device):
         return f"no kernels on {experts.device}"
     return "" if experts.hidden % 16 == 0 else f"hidden {experts.hidden} isn't a multiple of 16"
@@ -45,7 +45,7 @@ def run_layer(
 def run_local_experts(domain: Domain, experts: ExpertWeights, num_slots: int) -> torch.Tensor:
     """Run this rank's experts on domain.rows. L2 sends rows to their slots; with presum they are returned.
 
-    num_slots: of this rank, as an estimate of the others'; only the choice of a config depends on it.
+    num_slots: this rank's slots, an estimate of the others'; only the choice of a config depends on it.
     """
     layout = domain.layout
     expected = layout.num_ranks * (num_slots or layout.room) * domain.num_local // layout.num_experts

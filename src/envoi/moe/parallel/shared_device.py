@@ -2,9 +2,9 @@
 # pyright: reportGeneralTypeIssues=false, reportAssignmentType=false
 """Device code that dispatch and combine share: shared memory by name, flags between ranks, bounded waits.
 
-Flags stand in the memory of the rank that waits. A peer adds 1 (release, system scope) once everything that it wrote
-before may be read; the waiting rank takes off what it waited for, so a flag is 0 between calls. A wait that takes
-longer than the timeout gives up: the late rank is written to `report`, `state[OUTCOME]` becomes LOST, every later
+Flags are in the memory of the rank that waits. A peer adds 1 (release, system scope) once everything that it wrote
+before may be read; the waiting rank subtracts the count that it waited for, so a flag is 0 between calls. A wait that
+takes longer than the timeout gives up: the late rank is written to `report`, `state[OUTCOME]` becomes LOST, every later
 kernel returns at once, and the output is NaN."""
 
 from typing import Any, NamedTuple
@@ -30,10 +30,10 @@ MAX_TOKENS: tl.constexpr = tl.constexpr(2)  # the most tokens that a rank has in
 
 
 class Memory(NamedTuple):
-    """The shared memory as one rank's kernel sees it.
+    """Shared memory as seen by one rank's kernel.
 
-    own: address of this rank's. peers [num_ranks] int64: addresses of all ranks'. regions: `symmetric_memory.Regions`,
-    the byte offset of each part. room: slots that a rank may have.
+    own: address of this rank's memory. peers [num_ranks] int64: addresses of all ranks' memory. regions:
+    `symmetric_memory.Regions`, the byte offset of each part. room: slots that a rank may have.
     """
 
     own: Any
@@ -43,9 +43,9 @@ class Memory(NamedTuple):
 
 
 class LocalExperts(NamedTuple):
-    """The experts of this rank: first .. first + count - 1 of all.
+    """Experts of this rank: first .. first + count - 1 of all.
 
-    row_shift [num_ranks, count]: what to add to a source's position of a slot to get its row here.
+    row_shift [num_ranks, count]: added to a source's position of a slot, it gives the slot's row on this rank.
     """
 
     first: Any
@@ -54,7 +54,7 @@ class LocalExperts(NamedTuple):
 
 
 class SourceToken(NamedTuple):
-    """A token of rank `source`, and how many slots it has."""
+    """Token number `token` of rank `source`; k: its slots."""
 
     source: Any
     token: Any
@@ -62,10 +62,10 @@ class SourceToken(NamedTuple):
 
 
 class TokenSlots(NamedTuple):
-    """The slots of a SourceToken.
+    """Slots of a SourceToken.
 
-    lane: 0, 1, .. of the token's slots. slot: token * k + lane. expert: local number of its expert. is_local: whether
-    this rank owns it."""
+    lane: 0, 1, .. within the token. slot: token * k + lane. expert: local number of the slot's expert. is_local: True
+    if this rank owns that expert."""
 
     lane: Any
     slot: Any
@@ -83,7 +83,7 @@ def ints(address):
 def now(ON_GPU: tl.constexpr):
     """Read the GPU's clock in nanoseconds, one value for all threads; 0 in the interpreter."""
     if ON_GPU:
-        lanes = tl.arange(0, 128)  # of all warps: else each would have its own time
+        lanes = tl.arange(0, 128)  # over all warps: else each would read its own time
         return tl.max(
             tl.inline_asm_elementwise("mov.u64 $0, %globaltimer; // $1", "=l,r", [lanes], tl.int64, False, 1), 0
         )
@@ -93,17 +93,17 @@ def now(ON_GPU: tl.constexpr):
 
 @triton.jit
 def raise_flag(flag):
-    """Add 1 to a flag: whoever sees it may read everything that this program wrote before."""
+    """Add 1 to a flag (release): a reader that sees it may read everything that this program wrote before."""
     tl.debug_barrier()
     tl.atomic_add(flag, 1, sem="release", scope="sys")
 
 
 @triton.jit
 def wait_for(flag, count, timeout_us, ON_GPU: tl.constexpr):
-    """Wait until a flag has been raised count times and take them off it. Returns False after the timeout."""
+    """Wait until a flag has been raised `count` times, then subtract count. Returns False after the timeout."""
     start, timeout_ns = now(ON_GPU), tl.cast(timeout_us, tl.int64) * 1000
     seen = tl.atomic_add(flag, 0, sem="acquire", scope="sys")
-    waited = start * 0  # of the type that it has in the loop
+    waited = start * 0  # int64, the type that it has in the loop
     while (seen < count) & (waited <= timeout_ns):
         waited = now(ON_GPU) - start if ON_GPU else start + timeout_ns + 1
         seen = tl.atomic_add(flag, 0, sem="acquire", scope="sys")

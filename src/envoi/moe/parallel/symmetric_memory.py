@@ -1,4 +1,4 @@
-"""The memory that ranks of one NVLink domain read and write in each other: its layout, allocation and mapping."""
+"""Memory that the ranks of an NVLink domain share by reading and writing each other's: layout, allocation, mapping."""
 
 import threading
 from dataclasses import dataclass, field
@@ -18,13 +18,13 @@ ALIGN_BYTES = 256
 class Regions(NamedTuple):
     """Byte offsets of the parts of a rank's memory; kernels read them by these names.
 
-    flags [2, num_ranks] int32: dispatch, combine. Peer r raises entry r, the owner takes it off again.
+    flags [2, num_ranks] int32: dispatch, combine. Peer r raises entry r, the owner resets it.
     error_codes [num_ranks] int32: why peer r's arguments are refused; the owner clears them.
     sizes [num_ranks, 2] int32: tokens and top-k of each rank.
     slot_offsets [num_ranks, num_experts + 1] int32: where each expert's slots begin among those of a rank.
     topk_ids, slot_pos, weights [num_ranks, room]: of every rank's slots, written by that rank.
     tokens [max_tokens, row_bytes] and token_sf: this rank's tokens, which peers read.
-    returned_rows [max_tokens, num_returned, slot_bytes]: rows that come back, written by peers.
+    returned_rows [max_tokens, num_returned, slot_bytes]: rows that peers send back, written by them.
     end: bytes in all.
     """
 
@@ -63,12 +63,12 @@ class SharedLayout:
 
     @property
     def scheme(self) -> Scheme | None:
-        """The scheme that tokens travel in; None: bf16."""
+        """Scheme in which tokens are sent; None: bf16."""
         return format_named(self.format).activations
 
     @property
     def row_bytes(self) -> int:
-        """Bytes of a token on its way, without its scale factors."""
+        """Bytes of a token as it is sent, without its scale factors."""
         return self.hidden * (2 if self.scheme is None else self.scheme.values.itemsize)
 
     @property
@@ -78,12 +78,12 @@ class SharedLayout:
 
     @property
     def num_returned(self) -> int:
-        """Rows that come back for a token: one a slot; with presum one a rank."""
+        """Most rows sent back for a token: one a slot; with presum one a rank."""
         return self.num_ranks if self.presum else self.num_topk
 
     @property
     def slot_bytes(self) -> int:
-        """Bytes of a row on its way back, bf16."""
+        """Bytes of a row that is sent back, bf16."""
         return self.hidden * 2
 
     @cached_property
@@ -111,7 +111,7 @@ class SharedLayout:
         return QuantTensor(values, sf, scheme.group_for(shape))
 
     def returned_rows_in(self, memory: torch.Tensor) -> torch.Tensor:
-        """View the rows that come back to a rank in its memory: [max_tokens * num_returned, hidden] bf16."""
+        """View the rows sent back to a rank, in its memory: [max_tokens * num_returned, hidden] bf16."""
         shape = (self.max_tokens * self.num_returned, self.hidden)
         return _view(memory, self.regions.returned_rows, torch.bfloat16, shape)
 
@@ -124,11 +124,11 @@ def _view(memory: torch.Tensor, begin: int, dtype: torch.dtype, shape: tuple[int
 class Domain:
     """Buffers that all calls of a rank use.
 
-    memory: this rank's, uint8, that peers reach at `peers` [num_ranks] int64. row_shift [num_ranks, E], offsets [E +
-    1], state [4] int32: of the call under way. report [2, num_ranks] int32: who was late, and whose arguments were
-    refused, in memory that the host reads without waiting. rows, row_weights, row_destinations: for all rows that may
-    come, their routing weights, and the addresses that L2 sends them to. rank_ends [num_ranks]: one past each rank's
-    last expert."""
+    memory: this rank's shared memory, uint8; `peers` [num_ranks] int64: addresses of all ranks'. row_shift [num_ranks,
+    E], offsets [E + 1], state [4] int32: of the current call. report [2, num_ranks] int32: who was late, and whose
+    arguments were refused, in memory that the host reads without waiting. rows, row_weights, row_destinations: for the
+    most rows there can be, their values, routing weights, and the addresses to which L2 sends them. rank_ends
+    [num_ranks]: one past each rank's last expert."""
 
     layout: SharedLayout
     rank: int
@@ -145,7 +145,7 @@ class Domain:
     row_destinations: torch.Tensor
     rank_ends: torch.Tensor
     handle: Any = None  # keeps the peers' memory mapped
-    watch: Any = None  # `timeout.Watch`: where ranks say what they refused, and who was late
+    watch: Any = None  # `timeout.Watch`: ranks report through it what they refused, and who was late
     lock: Any = field(default_factory=threading.Lock)  # one call at a time
 
     @property

@@ -7,24 +7,24 @@ from typing import NoReturn
 import torch.distributed as dist
 from torch.distributed.distributed_c10d import Store
 
-_LOOK_S = 0.2  # how often a waiting rank looks for another's alarm
-_ROLL_CALL_S = 2.0  # how long the roll call takes at most; it is a part of the timeout
-_GRACE_S = 1.0  # for the rest of the opening, where the last rank comes at the last moment
-_JOIN_S = 0.01  # how often a rank that opens looks whether all have come
+_LOOK_S = 0.2  # interval at which a waiting rank checks for another's alarm
+_ROLL_CALL_S = 2.0  # the most that the roll call takes; it is a part of the timeout
+_GRACE_S = 1.0  # for the rest of the opening, where the last rank joins at the last moment
+_JOIN_S = 0.01  # interval at which a rank that opens checks whether all have joined
 
 
 class PeerTimeout(RuntimeError):  # noqa: N818
-    """A rank did not take part in a step in time.
+    """Error of a step in which a rank did not take part in time.
 
     ranks: the ranks that did not answer the roll call, or that answered and were late. Empty if all answered and none
-    came later than the others, and if that can't be told (the store is gone with its rank): the message says which.
-    step: what was being waited for.
+    was later than the others, and if that can't be told (the store is gone with its rank): the message says which.
+    step: the step that timed out.
     """
 
     def __init__(
         self, ranks: list[int] | None, step: str, timeout_s: float, answered: bool = False, rank: int | None = None
     ):
-        """ranks: None if the store is gone. answered: these did answer. rank: the one that raises this."""
+        """Make the message. ranks: None if the store is gone. answered: these did answer. rank: the one that raises."""
         self.ranks, self.step = ranks or [], step
         names = ", ".join(f"{late} (this one)" if late == rank else str(late) for late in self.ranks)
         if ranks is None:
@@ -42,16 +42,16 @@ class PeerTimeout(RuntimeError):  # noqa: N818
 
 
 class _AlarmError(Exception):
-    """Another rank reported a failure, or time is up."""
+    """Signal within `Watch`: another rank reported a failure, or time is up."""
 
 
 class Watch:
-    """Waits for collectives of one group with a deadline, and finds out who is missing."""
+    """Waits for collectives of one group with a deadline, and for a failed one the ranks that are missing."""
 
     def __init__(self, store: Store, ranks: list[int], rank: int, timeout_s: float):
-        """store: shared by all `ranks` (global ranks) and used by no one else; rank: this one, also global.
+        """Start the opening of the group: until `opened`, the sum of all waits is bounded by timeout_s.
 
-        The group is being opened: until `opened`, all waits together are bounded by timeout_s.
+        store: shared by all `ranks` (global ranks) and used by no one else; rank: this one, also global.
         """
         self.store, self.ranks, self.rank, self.timeout_s = store, ranks, rank, timeout_s
         self.roll_call_s = min(_ROLL_CALL_S, timeout_s / 2)
@@ -64,7 +64,7 @@ class Watch:
         end = self.deadline or self._end(start)
         try:
             self.store.set(f"came/{self.rank}", "1")
-            # The alarm first: those who gave up have come too.
+            # The alarm first: ranks that gave up have joined too.
             self._look(end)
             while not self.store.check(came):
                 self._look(end)
@@ -75,11 +75,11 @@ class Watch:
         return self.deadline - time.monotonic()
 
     def opened(self) -> None:
-        """From now on each wait is bounded by timeout_s for itself."""
+        """End the opening: from now on each wait has a timeout_s of its own."""
         self.deadline = None
 
     def wait(self, start: Callable[[], dist.Work], step: str) -> None:
-        """Start a collective and return when it is complete. Raises PeerTimeout; from then on at once."""
+        """Start a collective and return when it is complete. Raises PeerTimeout, and after a failure always at once."""
         if self.failure is not None:
             raise self.failure
         began = time.monotonic()
@@ -91,18 +91,18 @@ class Watch:
             self.fail(step, error, time.monotonic() - began)
 
     def fail(self, step: str, cause: Exception, waited_s: float) -> NoReturn:
-        """Raise the alarm for all ranks, call the roll and raise PeerTimeout. waited_s: of this rank, in this step."""
+        """Raise the alarm for all ranks, call the roll, raise PeerTimeout. waited_s: this rank's wait in this step."""
         waited = self._call_roll(waited_s)
         missing = None if waited is None else [rank for rank in self.ranks if rank not in waited]
         answered = missing == []
         if waited is not None and answered:
-            # All are there. Who was waited for has itself waited for less than half as long as who waited longest.
+            # All answered. A late rank has itself waited for less than half as long as the rank that waited longest.
             missing = [rank for rank in self.ranks if waited[rank] < max(waited.values()) / 2]
         self.failure = PeerTimeout(missing, step, self.timeout_s, answered, self.rank)
         raise self.failure from cause
 
     def first_to_say(self, missing: list[int]) -> list[int]:
-        """The ranks that the first rank to give up was missing: those that gave up later have missed it too."""
+        """Return the ranks that the first rank to give up was missing: later ones have missed the first one too."""
         try:
             said = self.store.compare_set("missing", "", ",".join(map(str, missing)))
         except RuntimeError:
@@ -130,9 +130,9 @@ class Watch:
         return self.store.check(["alarm"])
 
     def _call_roll(self, waited_s: float) -> dict[int, float] | None:
-        """How long each rank that reports in has waited; None if the store is gone.
+        """Return the seconds that each rank which answers has waited; None if the store is gone.
 
-        A rank that is alive does report in: waiting ranks see the alarm within _LOOK_S.
+        Every rank that is alive answers: waiting ranks see the alarm within _LOOK_S.
         """
         end = time.monotonic() + self.roll_call_s - _LOOK_S
         try:

@@ -1,4 +1,4 @@
-"""tokens -> Routing."""
+"""Router: choose experts and weights for each token. Rules of real models by name."""
 
 from envoi.moe.router.api import route
 from envoi.moe.router.rules import PRESETS, Preset, Rule, preset, rule

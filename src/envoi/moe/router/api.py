@@ -1,4 +1,4 @@
-"""`envoi.route`: check, call the operator, wrap the result."""
+"""Public function `envoi.route`: check the arguments, call the operator, wrap the result."""
 
 from typing import Any
 
@@ -47,12 +47,12 @@ def route(
         and `expert_offsets`).
 
     Selection is exact for the fp32 logits, the smaller id wins a tie, and a token's result doesn't depend on its
-    batch. Logits that are NaN or infinite never win; slots left over get id -1 and weight 0.
+    batch. Logits that are NaN or infinite never win; slots without an expert get id -1 and weight 0.
     On Hopper bf16 or fp16 tokens with a gate of the same dtype run on a kernel of their own; float32, mixed dtypes and
     other GPUs on a Triton kernel; rules of more than 32 groups, and CPUs, on the torch reference.
     Raises ValueError for wrong dtypes, shapes or devices, k > N, groups that don't divide N. A token id outside the
-    table, or an expert in it that there isn't, is a ValueError too where the reference runs; kernels, whose values the
-    host doesn't see, give that slot id -1 and weight 0.
+    table, or an id >= N in it, is a ValueError too where the reference runs; kernels, whose values the host doesn't
+    see, give that slot id -1 and weight 0.
     Source of the rules: the models' own published code, see `envoi.moe.router.rules`.
     """
     chosen = rule_named(rule) if isinstance(rule, str) else rule
@@ -77,7 +77,7 @@ def route(
 
 
 def _rows(tokens: Any, token_ids: Any) -> tuple[Any, Any]:
-    """[B, S, hidden] -> [B * S, hidden], and their ids alike; anything else stays as it is, to be checked."""
+    """Flatten tokens [B, S, hidden] to [B * S, hidden], and their ids alike; return anything else unchanged."""
     if not isinstance(tokens, torch.Tensor) or tokens.dim() != 3:
         return tokens, token_ids
     if isinstance(token_ids, torch.Tensor) and token_ids.shape == tokens.shape[:2]:

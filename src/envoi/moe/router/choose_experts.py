@@ -1,9 +1,9 @@
 # pyright: reportAttributeAccessIssue=false, reportArgumentType=false, reportCallIssue=false
 # pyright: reportGeneralTypeIssues=false, reportAssignmentType=false
-"""Rows of logits to experts and weights on the device, in Triton; the Gluon kernel calls these functions too.
+"""Routing of rows of logits to experts and weights on the device, in Triton; the Gluon kernel calls it too.
 
 for each row:
-    ids = the k best experts, fast, or again by exact keys (`envoi.moe.router.selection`); or what a table says
+    ids = the k best experts, fast, or again by exact keys (`envoi.moe.router.selection`); or looked up in a table
     weights = scores of the chosen; renormalised, scaled
 """
 
@@ -19,8 +19,7 @@ EPS: tl.constexpr = tl.constexpr(1e-20)
 
 @triton.jit
 def look_up(usable, rows, live, positions, tables, spec: tl.constexpr):
-    """Read the experts of each row's token from the hash table: Chosen. -1 outside it, and where the logit isn't
-    finite.
+    """Look up the experts of each row's token in the hash table: Chosen, -1 outside it and for logits not finite.
 
     usable [R, C]: experts whose logit is finite. live [R]: rows that exist.
     """
@@ -38,7 +37,7 @@ def look_up(usable, rows, live, positions, tables, spec: tl.constexpr):
 
 @triton.jit
 def weigh(ids, logits, softmax, routed_scale, spec: tl.constexpr):
-    """Compute the weights [R, slots] of the chosen experts, 0 where there is none. logits [R, slots]: of the chosen."""
+    """Compute the weights [R, slots] of the chosen experts, 0 for id -1. logits [R, slots]: their logits."""
     some = ids >= 0
     if spec.rule.score == "softmax" or spec.rule.score == "softmax_over_topk":
         largest = softmax.largest
@@ -69,7 +68,7 @@ def store_dense(dense, weights, chosen, rows, columns, k, spec: tl.constexpr):
 
 @triton.jit
 def load_biases(tables, columns, spec: tl.constexpr):
-    """Load the Biases of columns [1, C], 0.0 if there are none; a key of -inf bars an expert from being chosen."""
+    """Load the Biases of columns [1, C], 0.0 if there are none; an expert whose key is -inf is never chosen."""
     real = columns < spec.num_experts
     of_logits = 0.0
     of_keys = 0.0
@@ -93,7 +92,7 @@ def scaled(logits, alpha):
 
 @triton.jit
 def router_logits(product, columns, alpha, logit_bias, spec: tl.constexpr):
-    """Return alpha * product + bias, which of them are finite experts, and the Softmax of each row if one is wanted."""
+    """Return logits alpha * product + bias, the mask of finite logits of real experts, each row's Softmax if needed."""
     logits = scaled(product, alpha)
     if spec.has_logit_bias:
         logits += logit_bias
@@ -110,7 +109,7 @@ def router_logits(product, columns, alpha, logit_bias, spec: tl.constexpr):
 
 @triton.jit
 def store_rows(logits, chosen, rows, softmax, columns, args, spec: tl.constexpr):
-    """Store experts and weights of rows: all outputs but logits and offsets. Rows whose number is -1 are left out."""
+    """Store experts and weights of rows: all outputs but logits and offsets. Rows whose number is -1 are skipped."""
     found = chosen.slots
     ids = chosen.ids
     outputs = args.outputs
@@ -137,7 +136,7 @@ def store_rows(logits, chosen, rows, softmax, columns, args, spec: tl.constexpr)
 def route_rows(product, rows, live, positions, biases, args, spec: tl.constexpr):
     """Route `rows` [R] by their products [R, C] with the gate; store all outputs but the counts.
 
-    Returns the rows that aren't certain, -1 for the others: logits of the former are stored, all else is left to
+    Returns the rows that aren't certain, -1 for the others: of uncertain rows only the logits are stored, the rest by
     `route_exactly`. live [R]: rows that exist.
     """
     logits, usable, softmax = router_logits(product, positions.columns, args.scalars.alpha, biases.logit, spec)

@@ -4,9 +4,9 @@ from typing import Any, NamedTuple
 
 
 class Scalars(NamedTuple):
-    """Numbers of a launch: alpha, routed_scale float32, and k.
+    """Scalars of a launch: alpha, routed_scale float32, and k.
 
-    k is `spec.k` once more: as a constant it would unroll loops, and code that runs once is as fast as it is fetched.
+    k equals `spec.k`, but as a constant it would unroll loops, and code that runs once is as fast as it is fetched.
     """
 
     alpha: Any
@@ -15,7 +15,7 @@ class Scalars(NamedTuple):
 
 
 class Tables(NamedTuple):
-    """Inputs beside tokens and gate, each a pointer or None.
+    """Inputs besides tokens and gate, each a pointer or None.
 
     logit_bias, expert_bias [N]. token_ids [M] and hash_table [vocabulary, k]: experts by token id instead of by score.
     """
@@ -38,7 +38,7 @@ class Outputs(NamedTuple):
 
 
 class Args(NamedTuple):
-    """The arguments that every row's routing takes."""
+    """Arguments of the functions that route rows."""
 
     scalars: Any
     tables: Any
@@ -53,7 +53,7 @@ class Biases(NamedTuple):
 
 
 class Positions(NamedTuple):
-    """0, 1, 2, .. for columns [1, C], slots [1, slots] and groups [1, groups] of a tile.
+    """Indices 0, 1, 2, .. of columns [1, C], slots [1, slots] and groups [1, groups] of a tile.
 
     Columns and groups have the layout of the logits, slots any layout that keeps a row in one warp: sums over slots
     then have one order."""
@@ -64,7 +64,7 @@ class Positions(NamedTuple):
 
 
 class Softmax(NamedTuple):
-    """Per row, where a softmax over all experts is wanted: the largest logit and the sum of e^(logit - largest)."""
+    """Terms of a softmax over all experts, per row: the largest logit and the sum of e^(logit - largest)."""
 
     largest: Any
     total: Any

@@ -1,4 +1,4 @@
-"""Launching the router's kernels: which one runs where, their arguments, outputs, workspace."""
+"""Launches of the router's kernels: choice of the kernel by device and dtype, arguments, outputs, workspace."""
 
 from dataclasses import dataclass, replace
 from typing import Any
@@ -15,12 +15,12 @@ from envoi.runtime.math import next_power_of_2
 from envoi.runtime.tma import descriptor, tma_ready
 
 MAX_GROUPS = 32
-BEFORE = ("softmax_over_topk", "sigmoid_of_topk")  # rank by logits, whatever is added
+BEFORE = ("softmax_over_topk", "sigmoid_of_topk")  # scores applied after top-k: experts are ranked by logits
 
 
 @dataclass(frozen=True)
 class Call:
-    """One launch. tokens [M, hidden], gate [N, hidden]; hashing: token_ids [M] and hash_table [vocabulary, k]."""
+    """Inputs of a launch. tokens [M, hidden], gate [N, hidden]; hashing: token_ids [M], hash_table [vocabulary, k]."""
 
     tokens: torch.Tensor
     gate: torch.Tensor
@@ -36,7 +36,7 @@ class Call:
 def spec_of(
     num_experts: int, k: int, rule: Rule, logit_bias: Any, expert_bias: Any, hashed: bool, wanted: tuple[bool, ...]
 ) -> Spec:
-    """What the kernels are compiled for. wanted: logits, dense, counts."""
+    """Return the constants that the kernels are compiled for. wanted: logits, dense, counts."""
     sums = rule.num_groups > 1 and rule.group_score == "top2_sum"
     by_score = not hashed and rule.score not in BEFORE and (expert_bias is not None or sums)
     return Spec(
@@ -46,12 +46,12 @@ def spec_of(
 
 
 def supported(device: torch.device, rule: Rule) -> bool:
-    """False where torch has to compute."""
+    """Tell whether a kernel can run this rule on this device; else the torch reference computes it."""
     return implementation(device) != "torch" and rule.num_groups <= MAX_GROUPS
 
 
 def run(call: Call) -> list[torch.Tensor]:
-    """The operator's outputs."""
+    """Launch the router; return the operator's outputs: weights, ids, then logits, dense, counts, offsets if wanted."""
     outputs = empty_outputs(call)
     if call.tokens.shape[0] == 0:
         for counts in outputs["counts"] or ():
@@ -65,12 +65,12 @@ def run(call: Call) -> list[torch.Tensor]:
 
 
 def takes_hopper(call: Call) -> bool:
-    """bf16 or fp16, both the same."""
+    """Tell whether the Hopper kernel takes the dtypes: tokens and gate both bf16, or both fp16."""
     return call.tokens.dtype == call.gate.dtype and call.tokens.dtype != torch.float32
 
 
 def empty_outputs(call: Call) -> dict[str, Any]:
-    """What the kernels write; None for what isn't wanted."""
+    """Allocate the kernels' outputs; None for outputs that aren't wanted."""
     M, spec, new = call.tokens.shape[0], call.spec, call.tokens.new_empty
     N = spec.num_experts
     return {
@@ -83,7 +83,7 @@ def empty_outputs(call: Call) -> dict[str, Any]:
 
 
 def _tables(call: Call) -> Tables:
-    """Collect the inputs beside tokens and gate, contiguous."""
+    """Collect the inputs besides tokens and gate, contiguous."""
     ids, table = call.token_ids, call.hash_table
     rest = (None, None, 0) if table is None or ids is None else (ids.contiguous(), table.contiguous(), table.shape[0])
     biases = (None if x is None else x.contiguous() for x in (call.logit_bias, call.expert_bias))
@@ -98,8 +98,10 @@ def _run_portable(call: Call, outputs: dict[str, Any]) -> None:
 
 
 def portable_arguments(call: Call, outputs: dict[str, Any]) -> tuple[tuple[int], tuple, dict[str, int]]:
-    """Grid, arguments and options of the Triton kernel. The tile depends on the experts and dtypes only, so that a
-    token's bits don't depend on how many there are."""
+    """Return grid, arguments and options of the Triton kernel.
+
+    The tile depends only on the experts and dtypes, so that a token's bits don't depend on the number of tokens.
+    """
     spec = call.spec
     wide = call.tokens.dtype != call.gate.dtype or call.tokens.dtype == torch.float32
     block_m = 16
@@ -130,7 +132,7 @@ def _run_hopper(call: Call, outputs: dict[str, Any], tiling: RouterTiling | None
 def hopper_arguments(
     call: Call, outputs: dict[str, Any], num_sms: int, tiling: RouterTiling | None = None
 ) -> tuple[tuple[int], tuple, dict[str, Any]]:
-    """Grid, arguments and options of the Hopper kernel."""
+    """Return grid, arguments and options of the Hopper kernel."""
     spec = replace(call.spec, gluon=True)
     (M, hidden), device = call.tokens.shape, call.tokens.device
     tiling = tiling or choose_tiling(next_power_of_2(M) if M <= SAME_BELOW else M, hidden, spec, num_sms)

@@ -1,26 +1,27 @@
 # pyright: reportAttributeAccessIssue=false, reportArgumentType=false, reportCallIssue=false
 # pyright: reportGeneralTypeIssues=false, reportAssignmentType=false
-"""The router on Hopper: tokens to experts in one launch, by TMA and wgmma.
+"""Router kernel for Hopper, in Gluon: tokens to experts in one launch, by TMA and wgmma.
 
     for each CTA: some rows, some columns (experts), some blocks along K                TMA -> stages
         for each block:  p = tokens[rows, block] @ gate[columns, block].T               wgmma
             sum += p                                                                    in registers
     all columns and all of K in one CTA:   sums -> shared memory
     else:                                  sums -> workspace; CTAs of the same rows wait, and each routes some of them
-    route_rows(sums of the blocks, in their order), some rows at a time; of many, what isn't certain, eight at a time
+    route_rows(sums of the blocks, in their order), some rows at a time; in large passes uncertain rows, eight at a time
 
 Barriers, one of each for a stage: `full` (TMA's bytes arrive; the consumer waits) and `empty` (the consumer arrives
 once its wgmma has read the stage; the producer waits; only where stages are filled more than once).
 
-Between CTAs: where few sums are exchanged, readers poll the sums themselves. The workspace holds the sentinel NO_SUM
-before and after a launch; whoever reads a sum writes the sentinel back. Where many are exchanged, a counter of arrivals
-says when all parts are there; the last part to leave sets it back to 0. CTAs that wait for each other are launched
+Between CTAs: if few sums are exchanged, readers poll the sums themselves. The workspace holds the sentinel NO_SUM
+before and after a launch; the reader of a sum writes the sentinel back. If many are exchanged, an arrival counter
+tells when all parts are stored; the last part to pass resets it to 0. CTAs that wait for each other are launched
 together or not at all (a cooperative launch), so none waits for one that can't start.
 
-wgmma multiplies 64 rows; where fewer make more CTAs, the other rows hold old data whose results nobody reads. The
-blocks and their order are the same for every number of tokens, and so are the bits of a token's logits.
+wgmma multiplies 64 rows; if a CTA has fewer, so that there are more CTAs, the other rows hold old data whose results
+are never read. The blocks and their order are the same for every number of tokens, and so are a token's logits, bit
+for bit.
 
-Where all of a CTA's operands fit into the stages, one role loads them all and then multiplies, which saves the
+If all of a CTA's operands fit into the stages, one role loads them all and then multiplies, which saves the
 microsecond that it takes to start two roles.
 """
 
@@ -40,11 +41,11 @@ from envoi.moe.router.device_types import Args, Outputs, Positions, Scalars, Tab
 from envoi.runtime.sync import arrive, let_next_start, wait_for_grid
 from envoi.runtime.triton_compat import reinterpret, role_barrier, tma_load
 
-NO_SUM: gl.constexpr = gl.constexpr(-1)  # the bits of a sum that isn't there yet: a NaN that no addition gives
+NO_SUM: gl.constexpr = gl.constexpr(-1)  # sentinel of a sum not yet stored: the bits of a NaN that no addition gives
 
 
 class Stages(NamedTuple):
-    """The pipeline: x [num_stages, tile, block_k], y [num_stages, block_n, block_k], a barrier empty and full each."""
+    """Pipeline: x [num_stages, tile, block_k], y [num_stages, block_n, block_k], barriers empty and full per stage."""
 
     x: Any
     y: Any
@@ -53,14 +54,14 @@ class Stages(NamedTuple):
 
 
 class Sizes(NamedTuple):
-    """M and K of the product."""
+    """Sizes M (tokens) and K (hidden) of the product."""
 
     num_tokens: Any
     hidden: Any
 
 
 class Part(NamedTuple):
-    """The work of this CTA: rows from m, columns from n, steps first .. last along K; its number among its rows'."""
+    """Work of a CTA: rows from m, columns from n, steps [first, last) along K; its number among its rows' parts."""
 
     m: Any
     n: Any
@@ -100,7 +101,7 @@ def load_stage(x_desc, y_desc, stages, stage, m, n, k, tiling: gl.constexpr):
     mbarrier.expect(stages.full.index(stage), x_desc.block_type.nbytes + y_desc.block_type.nbytes)
     x_buf = stages.x.index(stage)
     if tiling.rows_per_cta < tiling.tile:
-        x_buf = x_buf.slice(0, tiling.rows_per_cta, dim=0)  # nobody reads the results of the rows after these
+        x_buf = x_buf.slice(0, tiling.rows_per_cta, dim=0)  # results of the rows after these are never read
     tma_load(x_desc, [m, k * tiling.block_k], stages.full.index(stage), x_buf)
     tma_load(y_desc, [n, k * tiling.block_k], stages.full.index(stage), stages.y.index(stage))
 
@@ -154,13 +155,13 @@ def multiply(stages, step, num_steps, tiling: gl.constexpr):
 
 @gluon.constexpr_function
 def row_layout(tiling, lanes):
-    """Layout of logits [rows, columns] with so many lanes a row."""
+    """Layout of logits [rows, columns], `lanes` lanes for each row."""
     return gl.BlockedLayout([1, tiling.columns // lanes], [32 // lanes, lanes], [tiling.num_warps, 1], [1, 0])
 
 
 @gluon.constexpr_function
 def sum_layout(tiling):
-    """Layout of partial sums [rows, columns] while they are added: spread over all threads, no element twice."""
+    """Layout of partial sums [rows, columns] while they are added: over all threads, no element twice."""
     each = min(4, max(1, tiling.rows_per_pass * tiling.columns // (32 * tiling.num_warps)))
     lanes = min(32, tiling.columns // each)
     warps = min(tiling.num_warps, tiling.columns // (each * lanes))
@@ -181,7 +182,7 @@ def columns_in(layout: gl.constexpr, count: gl.constexpr):
 
 @gluon.jit
 def positions_of(LANES: gl.constexpr, tiling: gl.constexpr, spec: gl.constexpr):
-    """Make the Positions of tiles with so many lanes a row."""
+    """Make the Positions of tiles with LANES lanes for each row."""
     layout: gl.constexpr = row_layout(tiling, LANES)
     slots: gl.constexpr = slot_layout(tiling, LANES, spec.slots)
     return Positions(
@@ -203,7 +204,7 @@ def logits_buffer(stages, rows: gl.constexpr, tiling: gl.constexpr):
 
 @gluon.jit
 def store_partial(x, sums, set, part, sizes, tiling: gl.constexpr, spec: gl.constexpr):
-    """Store a tile of partial sums in the workspace. With sentinels, only what someone reads, and never a sentinel."""
+    """Store a tile of partial sums in the workspace. With polls_sums, only elements that are read, never a sentinel."""
     rows = part.m + gl.arange(0, tiling.tile, gl.SliceLayout(1, x.type.layout))
     columns = part.n + gl.arange(0, tiling.block_n, gl.SliceLayout(0, x.type.layout))
     at = sums + (set * padded_rows(sizes, tiling) + rows).to(gl.int64)[:, None] * tiling.columns + columns[None, :]
@@ -215,7 +216,7 @@ def store_partial(x, sums, set, part, sizes, tiling: gl.constexpr, spec: gl.cons
 
 @gluon.jit
 def padded_rows(sizes, tiling: gl.constexpr):
-    """Return the rows of one set of partial sums."""
+    """Return the number of rows in a set of partial sums."""
     if tiling.polls_sums:
         return sizes.num_tokens
     else:
@@ -236,8 +237,10 @@ def sum_partials(sums, rows, sizes, tiling: gl.constexpr, layout: gl.constexpr):
 
 @gluon.jit
 def wait_and_sum_partials(sums, row, end, sizes, tiling: gl.constexpr, spec: gl.constexpr):
-    """Poll the partial sums of rows from `row` on until none is the sentinel, add them in their order, and write the
-    sentinel back for the next launch. Each element belongs to one thread, so no other still waits for it."""
+    """Poll the partial sums of rows from `row` on until none is the sentinel; return their sums, added in their order.
+
+    Writes the sentinel back for the next launch: each element belongs to one thread, so no other still waits for it.
+    """
     layout: gl.constexpr = sum_layout(tiling)
     rows = row + gl.arange(0, tiling.rows_per_pass, gl.SliceLayout(1, layout))
     columns = gl.arange(0, tiling.columns, gl.SliceLayout(0, layout))
@@ -262,7 +265,7 @@ def wait_and_sum_partials(sums, row, end, sizes, tiling: gl.constexpr, spec: gl.
 
 @gluon.jit
 def arrive_and_wait(counter, waits, num_parts):
-    """Count this part as arrived and, if it waits, wait until all parts of its rows have. The last to leave resets."""
+    """Count this part's arrival; if `waits`, wait for all parts of its rows. The last part to pass resets both."""
     role_barrier()
     gl.atomic_add(counter, 1, sem="release", scope="gpu")
     if waits:
@@ -275,7 +278,7 @@ def arrive_and_wait(counter, waits, num_parts):
 
 @gluon.jit
 def accumulate(stages, sums, sizes, tiling: gl.constexpr, spec: gl.constexpr):
-    """Multiply all blocks of this CTA; sums to shared memory, or to the workspace where other CTAs share the rows.
+    """Multiply all blocks of this CTA; store sums to shared memory, or to the workspace if other CTAs share the rows.
 
     The part that begins with block 0 adds all its blocks to one set of sums; every other block is a set of its own.
     """
@@ -298,7 +301,7 @@ def accumulate(stages, sums, sizes, tiling: gl.constexpr, spec: gl.constexpr):
 
 @gluon.jit
 def rows_to_route(counters, sizes, tiling: gl.constexpr):
-    """Return the rows begin .. end that this CTA routes, once their sums are there or can be polled."""
+    """Return the rows [begin, end) that this CTA routes, once their sums are stored or can be polled."""
     part = part_of(sizes, tiling)
     end = gl.minimum(part.m + tiling.rows_per_cta, sizes.num_tokens)
     if tiling.parts == 1:
@@ -318,7 +321,7 @@ def rows_to_route(counters, sizes, tiling: gl.constexpr):
 
 @gluon.jit
 def products_of(stages, sums, row, sizes, ROWS: gl.constexpr, LANES: gl.constexpr, tiling: gl.constexpr):
-    """Return ROWS rows from `row` on and their products with the gate, whose sums are all there."""
+    """Return ROWS rows from `row` on and their products with the gate, whose sums are all stored."""
     layout: gl.constexpr = row_layout(tiling, LANES)
     part = part_of(sizes, tiling)
     rows = row + gl.arange(0, ROWS, gl.SliceLayout(1, layout))
@@ -404,13 +407,13 @@ def router_kernel(
     exchange = Exchange(sums, counters)
     totals = Counts(counts, offsets, counter)
     role_barrier()
-    wait_for_grid()  # until here this may run beside the kernel before it
+    wait_for_grid()  # up to here this may overlap with the kernel before it
     let_next_start()
     load_first(x_desc, y_desc, stages, sizes, tiling)
     # The tuples of arguments are written out: bound to a name, their constants would become tensors.
     if tiling.single_fill:
         consumer(stages, sizes, args, exchange, totals, tiling, spec)
-        full._keep_alive()  # or the compiler gives the barriers' memory to others while it is in use
+        full._keep_alive()  # or the compiler reuses the barriers' memory while it is in use
     else:
         gl.warp_specialize([
             (consumer, (stages, sizes, args, exchange, totals, tiling, spec)),

@@ -1,14 +1,14 @@
 # pyright: reportAttributeAccessIssue=false, reportArgumentType=false, reportCallIssue=false
 # pyright: reportGeneralTypeIssues=false, reportAssignmentType=false
-"""The router in plain Triton: any GPU, any float dtype, and the interpreter.
+"""Router kernel in Triton: any GPU, any float dtype, and the interpreter.
 
     for each block of BLOCK_M tokens:                          one program
         for k in hidden, BLOCK_K at a time:
             logits += tokens[rows, k] @ gate[:, k].T
         route_tile(logits)
 
-The tensor cores cut off what they add, so what they add up is short: BLOCK_K, and other units add these sums. float32
-operands become three bf16 each, and six products of these: the error is that of float32.
+Tensor cores truncate as they add, so they add only BLOCK_K products, and other units add these sums. float32 operands
+become three bf16 each, multiplied in six products: the error is that of float32.
 """
 
 import triton
@@ -35,7 +35,7 @@ def load_operand(x, stride, rows, num_rows, ks, hidden, WIDE: tl.constexpr):
 
 @triton.jit
 def add_apart(x, product):
-    """Add a product to x outside the tensor cores, which the compiler would otherwise start with x."""
+    """Add a product to x outside the tensor cores; the compiler would otherwise start their accumulator with x."""
     if not INTERPRETED:
         product = tl.inline_asm_elementwise("mov.b32 $0, $1;", "=r,r", [product], tl.float32, is_pure=True, pack=1)
     return x + product

@@ -1,4 +1,4 @@
-"""The router in torch, on any device.
+"""Reference of the router in torch, on any device.
 
     for each token m:
         logits  = alpha * tokens[m] @ gate.T + logit_bias                        float32
@@ -10,9 +10,9 @@
         weights = weights / sum(weights)                                         if renormalize
         weights = weights * routed_scale
 
-Only finite logits and keys compete: NaN and the infinities never win and take no part in the softmax. Slots that no
-expert is left for get id -1 and weight 0. Where the score keeps the logits' order (no bias, no sum) the key is the
-logit itself, so that a saturated score can't tie experts that the logits tell apart.
+Only finite logits and keys compete: NaN and the infinities never win and take no part in the softmax. Slots without an
+expert get id -1 and weight 0. If the score keeps the logits' order (no bias, no sum) the key is the logit itself, so
+that a saturated score can't tie experts with different logits.
 """
 
 import torch
@@ -26,7 +26,7 @@ EPS = 1e-20  # keeps a sum of underflowed weights from dividing by zero
 def router_logits(
     tokens: torch.Tensor, gate: torch.Tensor, alpha: float, logit_bias: torch.Tensor | None
 ) -> torch.Tensor:
-    """float32 [M, N]: alpha * tokens @ gate.T + logit_bias."""
+    """Compute the logits, float32 [M, N]: alpha * tokens @ gate.T + logit_bias."""
     logits = accumulate(tokens, gate) * alpha
     return logits if logit_bias is None else logits + logit_bias.float()
 
@@ -34,7 +34,7 @@ def router_logits(
 def select(
     logits: torch.Tensor, k: int, rule: Rule, expert_bias: torch.Tensor | None = None
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Logits [M, N] (float32; float64 for the oracle) -> topk_weights [M, k] of that dtype, topk_ids [M, k] int32."""
+    """Select by logits [M, N] (float32; float64 for the oracle): topk_weights [M, k] of that dtype, topk_ids int32."""
     score = scores(logits, rule)
     key = selection_key(logits, score, rule, expert_bias)
     if rule.num_groups > 1:
@@ -45,7 +45,7 @@ def select(
 
 
 def weigh(logits: torch.Tensor, score: torch.Tensor, ids: torch.Tensor, rule: Rule) -> torch.Tensor:
-    """The weights [M, k] of chosen ids [M, k] (int64, -1 = masked slot)."""
+    """Compute the weights [M, k] of chosen ids [M, k] (int64, -1 = masked slot)."""
     masked = ids < 0
     if rule.score == "softmax_over_topk":
         chosen = logits.gather(1, ids.clamp(min=0)).masked_fill(masked, -torch.inf)
@@ -58,7 +58,7 @@ def weigh(logits: torch.Tensor, score: torch.Tensor, ids: torch.Tensor, rule: Ru
 
 
 def scores(logits: torch.Tensor, rule: Rule) -> torch.Tensor:
-    """The score function, elementwise or over the row's finite logits; 0 for a logit that isn't finite."""
+    """Compute the scores [M, N], elementwise or over the row's finite logits; 0 for a logit that isn't finite."""
     finite = logits.isfinite()
     if rule.score == "softmax":
         return _finite_softmax(logits.masked_fill(~finite, -torch.inf))
@@ -72,7 +72,7 @@ def scores(logits: torch.Tensor, rule: Rule) -> torch.Tensor:
 def selection_key(
     logits: torch.Tensor, score: torch.Tensor, rule: Rule, expert_bias: torch.Tensor | None
 ) -> torch.Tensor:
-    """What experts are ranked by; -inf for an expert that can't be chosen."""
+    """Compute the keys [M, N] by which experts are ranked; -inf for an expert that can't be chosen."""
     sums = rule.num_groups > 1 and rule.group_score == "top2_sum"
     before = rule.score in ("softmax_over_topk", "sigmoid_of_topk")  # these rank by logits, whatever is added
     key = logits if before or (expert_bias is None and not sums) else score
@@ -95,32 +95,32 @@ def keep_best_groups(key: torch.Tensor, rule: Rule) -> torch.Tensor:
 
 
 def _sigmoid(x: torch.Tensor) -> torch.Tensor:
-    """torch's own rounds the last few elements of a tensor in another way: a token's bits would depend on its batch."""
+    """Compute the sigmoid. torch.sigmoid rounds a tensor's last elements otherwise: bits would depend on the batch."""
     exps = (-x.abs()).exp()
     return torch.where(x >= 0, 1.0, exps) / (1.0 + exps)
 
 
 def _finite_softmax(logits: torch.Tensor) -> torch.Tensor:
-    """Softmax in which -inf takes no part, and a row of nothing else gives zeros."""
+    """Compute the softmax over the entries that aren't -inf; a row of only -inf gives zeros."""
     top = logits.amax(dim=-1, keepdim=True) if logits.shape[-1] else logits
     exps = (logits - top.masked_fill(top == -torch.inf, 0.0)).exp()
     return exps / exps.sum(dim=-1, keepdim=True).clamp(min=EPS)
 
 
 def to_dense(topk_weights: torch.Tensor, topk_ids: torch.Tensor, num_experts: int) -> torch.Tensor:
-    """Weights [M, k] at ids [M, k] -> [M, N], zeros off the selection."""
+    """Scatter weights [M, k] to the columns ids [M, k] of a tensor of zeros [M, N]."""
     dense = topk_weights.new_zeros(topk_ids.shape[0], num_experts + 1)
     dense.scatter_(1, torch.where(topk_ids < 0, num_experts, topk_ids).long(), topk_weights)
     return dense[:, :num_experts].contiguous()
 
 
 def count_tokens(topk_ids: torch.Tensor, num_experts: int) -> torch.Tensor:
-    """Tokens of each expert, int32 [N]; masked slots don't count."""
+    """Count the tokens of each expert: int32 [N]; masked slots don't count."""
     ids = torch.where(topk_ids < 0, num_experts, topk_ids).flatten().long()
     counts = torch.zeros(num_experts + 1, dtype=torch.int32, device=topk_ids.device)
     return counts.scatter_add_(0, ids, torch.ones_like(ids, dtype=torch.int32))[:num_experts].clone()
 
 
 def exclusive_offsets(counts: torch.Tensor) -> torch.Tensor:
-    """int32 [N] -> int32 [N + 1]: where each expert's rows begin, and the total."""
+    """Return the offsets of counts [N], int32 [N + 1]: the first row of each expert, and the total."""
     return torch.nn.functional.pad(counts.cumsum(0), (1, 0)).to(torch.int32)

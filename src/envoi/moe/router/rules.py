@@ -1,4 +1,4 @@
-"""The routing rules of real models: one frozen dataclass, and a table by model name."""
+"""Routing rules of real models: one frozen dataclass, and a table by model name."""
 
 from dataclasses import dataclass
 
@@ -10,7 +10,7 @@ GROUP_SCORES = ("max", "top2_sum")
 
 @dataclass(frozen=True)
 class Rule:
-    """How scores become a selection and weights. See `envoi.moe.router.reference` for the order of the steps.
+    """Rule that turns scores into a selection and weights; `envoi.moe.router.reference` has the order of the steps.
 
     score: "softmax" over all experts, "sigmoid", "sqrt_softplus" = sqrt(log(1 + e^x)); or top-k on the logits, then
         "softmax_over_topk" (softmax over the k) or "sigmoid_of_topk".
@@ -50,7 +50,7 @@ class Rule:
 
 @dataclass(frozen=True)
 class Preset:
-    """A model's router: its size, its rule, and which biases its checkpoint carries."""
+    """Router of a model: its size, its rule, and which biases its checkpoint has."""
 
     num_experts: int
     num_topk: int
@@ -94,10 +94,10 @@ PRESETS = {
 
 
 def preset(model: str) -> Preset:
-    """The router of a model, by name. Raises ValueError that lists the names."""
+    """Return the router of a model. Raises ValueError that lists the names."""
     return PRESETS[expect_choice("model", model, PRESETS)]
 
 
 def rule(model: str) -> Rule:
-    """The rule of a model, by name: `rule("deepseek-v3")`. Raises ValueError that lists the names."""
+    """Return the rule of a model: `rule("deepseek-v3")`. Raises ValueError that lists the names."""
     return preset(model).rule

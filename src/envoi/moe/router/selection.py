@@ -3,13 +3,13 @@
 """Selection of each row's experts on the device, in Triton; the Gluon kernel calls these functions too.
 
     for each row:
-        key = logit, or score (+ expert_bias); only what is finite competes, and only the best groups
-        k times: the best key, of equals that of the smallest id; it leaves
+        key = logit, or score (+ expert_bias); only finite keys compete, and only the best groups
+        k times: take out the best key; a tie goes to the smallest id
 
-That is done twice at most. First with 32-bit integers that hold how far a key is below the largest, and its column, one
-reduction a round, and a sigmoid to six digits. Then it is checked that no two keys that matter are so near that this
-could have erred; rows where some are go through exact keys, which equal those of `envoi.moe.router.reference` bit for
-bit: exact division and root, the exponential of CUDA's own library.
+Each row is selected at most twice. First by packed keys, 32-bit integers of a key's distance below the largest and its
+column, with one reduction a round, and a sigmoid to six digits. A row is certain if no two keys that matter are so near
+that this could have erred; uncertain rows are selected again by exact keys, which equal those of
+`envoi.moe.router.reference` bit for bit: exact division and root, the exponential of CUDA's own library.
 """
 
 import triton
@@ -21,16 +21,16 @@ from envoi.epilogue.device import INF, INTERPRETED, divide, in_order, sigmoid
 from envoi.moe.router.device_types import Chosen
 
 LOWEST: tl.constexpr = tl.constexpr(-(2**31))  # below the key of any float
-NOWHERE: tl.constexpr = tl.constexpr(1 << 30)  # behind any column
-# Of a sigmoid's keys, u = 2^-24: `fast_score` errs by 3.4u at most (2^x by 4u, 1 / x by 2u of themselves), the exact
-# one by 2.3u; with a bias each key is rounded once more, by u of its size, which is at most that of the row's largest
-# and the reach. So two keys err by 12u + 4u (largest + 2): 20u (1 + largest / 5).
+NOWHERE: tl.constexpr = tl.constexpr(1 << 30)  # greater than any column
+# Error of a sigmoid's keys, u = 2^-24: `fast_score` errs by 3.4u at most (2^x by 4u, 1 / x by 2u of themselves), the
+# exact one by 2.3u; with a bias each key is rounded once more, by u of its size, which is at most that of the row's
+# largest and the reach. So two keys err by 12u + 4u (largest + 2): 20u (1 + largest / 5).
 TOLERANCE: tl.constexpr = tl.constexpr(1.2e-6)
 
 
 @triton.jit
 def as_in(x, y, spec: tl.constexpr):
-    """x in the layout of y."""
+    """Convert x to the layout of y."""
     if spec.gluon:
         return gl.convert_layout(x, y.type.layout)
     else:
@@ -39,7 +39,7 @@ def as_in(x, y, spec: tl.constexpr):
 
 @triton.jit
 def exponential(x):
-    """e^x as torch has it on this device."""
+    """Compute e^x with torch's bits on this device."""
     if INTERPRETED:
         return tl.exp(x)
     else:
@@ -48,7 +48,7 @@ def exponential(x):
 
 @triton.jit
 def log1p(x):
-    """log(1 + x) for x in [0, 1], as torch has it on this device."""
+    """Compute log(1 + x) for x in [0, 1] with torch's bits on this device."""
     if INTERPRETED:
         return tl.where(x < 1e-3, x * (1.0 - x * (0.5 - x * 0.33333333)), tl.log(1.0 + x))
     else:
@@ -57,7 +57,7 @@ def log1p(x):
 
 @triton.jit
 def root(x):
-    """The square root, rounded to nearest."""
+    """Compute the square root, rounded to nearest."""
     if INTERPRETED:
         return tl.sqrt(x)
     else:
@@ -68,7 +68,7 @@ def root(x):
 
 @triton.jit
 def score_of(logits, spec: tl.constexpr):
-    """Elementwise scores; e^x for the kinds of softmax, whose caller has subtracted the largest."""
+    """Compute elementwise scores; e^x for the kinds of softmax, whose caller has subtracted the largest."""
     if spec.rule.score == "sqrt_softplus":
         return root(tl.maximum(logits, 0.0) + log1p(exponential(-tl.abs(logits))))
     elif spec.rule.score == "sigmoid" or spec.rule.score == "sigmoid_of_topk":
@@ -80,19 +80,19 @@ def score_of(logits, spec: tl.constexpr):
 
 @triton.jit
 def order(x):
-    """Integers that compare as floats do; 0 and -0 are equal."""
+    """Map floats to integers in the same order; 0 and -0 are equal."""
     return in_order((x + 0.0).to(tl.int32, bitcast=True))
 
 
 @triton.jit
 def is_finite(x):
-    """False for NaN and the infinities."""
+    """Return the mask of elements that are neither NaN nor infinite."""
     return tl.abs(x) < INF
 
 
 @triton.jit
 def barred(x, y):
-    """x where y is finite, else -inf. Without predicates: there are seven."""
+    """Return x where y is finite, else -inf; without predicate registers, of which there are only seven."""
     if INTERPRETED:
         return tl.where(is_finite(y), x, -INF)
     else:
@@ -101,7 +101,7 @@ def barred(x, y):
 
 @triton.jit
 def fast_score(logits, spec: tl.constexpr):
-    """`score_of` to within TOLERANCE where that saves much."""
+    """Compute `score_of` to within TOLERANCE, if that saves much time."""
     if spec.rule.score == "sigmoid":
         return sigmoid(logits)
     else:
@@ -110,13 +110,13 @@ def fast_score(logits, spec: tl.constexpr):
 
 @triton.jit
 def at_column(x, here):
-    """The value of each row where `here` is true, for one column at most; 0 for none. Exact: a sum of bits."""
+    """Return each row's value in the column, one at most, where `here` is true; 0 for none. Exact: a sum of bits."""
     return tl.sum(tl.where(here, x.to(tl.int32, bitcast=True), 0), 1).to(tl.float32, bitcast=True)
 
 
 @triton.jit
 def slot(x, found, j, spec: tl.constexpr):
-    """Slot j of each row, in all slots. found: 0, 1, 2 ..."""
+    """Broadcast slot j of each row to all slots. found: 0, 1, 2 ..."""
     if spec.gluon:
         return tl.gather(x, found * 0 + j, 1)
     else:
@@ -125,7 +125,7 @@ def slot(x, found, j, spec: tl.constexpr):
 
 @triton.jit
 def pick(x, ids, columns, found, spec: tl.constexpr):
-    """x [R, C] at columns `ids` [R, slots]. columns: 0, 1, 2 ...; Triton's gather fails where warps share rows."""
+    """Gather x [R, C] at columns `ids` [R, slots]. columns: 0, 1, 2 ...; Triton's gather fails if warps share rows."""
     if spec.gluon:
         return tl.gather(x, ids, 1)
     else:
@@ -138,20 +138,20 @@ def pick(x, ids, columns, found, spec: tl.constexpr):
 
 @triton.jit
 def best_of(key, columns):
-    """The largest key of each row, and the first column that has it."""
+    """Return the largest key of each row, and the first column that has it."""
     best = tl.max(key, 1)
     return best, tl.min(tl.where(key == best[:, None], columns, NOWHERE), 1)
 
 
 @triton.jit
 def merge_two(a, second_a, b, second_b):
-    """The two largest of two pairs."""
+    """Merge two pairs (largest, second largest) into one."""
     return tl.maximum(a, b), tl.maximum(tl.minimum(a, b), tl.maximum(second_a, second_b))
 
 
 @triton.jit
 def best_two(key, spec: tl.constexpr):
-    """Of keys along the last axis: the largest, and the second largest if a group's score has it; 0 for none."""
+    """Return the largest key along the last axis, and the second largest if a group's score includes it; 0 for none."""
     axis: tl.constexpr = len(key.shape) - 1
     if spec.rule.group_score == "max":
         best = tl.max(key, axis)
@@ -163,7 +163,7 @@ def best_two(key, spec: tl.constexpr):
 
 @triton.jit
 def best_of_groups(key, columns, group_slots, spec: tl.constexpr):
-    """`best_two` of every group [R, groups], and the groups' numbers."""
+    """Return `best_two` of every group [R, groups], and the groups' numbers."""
     size: tl.constexpr = spec.group_size
     num_groups: tl.constexpr = spec.rule.num_groups
     if spec.groups_fill:
@@ -186,11 +186,10 @@ def best_of_groups(key, columns, group_slots, spec: tl.constexpr):
 
 @triton.jit
 def best_groups(key, columns, group_slots, tolerance, spec: tl.constexpr):
-    """key, -inf outside the best groups, of equals the smaller number; the largest that is left of each row, and which
-    rows are certain.
+    """Set keys outside the best groups to -inf; also return each row's largest key kept, and which rows are certain.
 
-    A group's score errs by what two keys do, 12u and 2u of their sizes, by its own rounding, 2u of these, and by that
-    of the ends of the interval, u: 0.6 and 0.25 of TOLERANCE.
+    A tie between groups goes to the smaller number. A group's score errs by as much as two keys, 12u and 2u of their
+    sizes, by its own rounding, 2u of these, and by that of the ends of the interval, u: 0.6 and 0.25 of TOLERANCE.
     """
     bests, seconds, numbers = best_of_groups(key, columns, group_slots, spec)
     scores = bests + seconds
@@ -214,7 +213,7 @@ def best_groups(key, columns, group_slots, tolerance, spec: tl.constexpr):
 
 @triton.jit
 def selection_key(logits, softmax, expert_bias, FAST: tl.constexpr, spec: tl.constexpr):
-    """What experts are ranked by. FAST: scores to within TOLERANCE."""
+    """Compute the keys by which experts are ranked. FAST: scores to within TOLERANCE."""
     key = logits
     if spec.by_score:
         if spec.rule.score == "softmax":
@@ -230,7 +229,7 @@ def selection_key(logits, softmax, expert_bias, FAST: tl.constexpr, spec: tl.con
 
 @triton.constexpr_function
 def reach(spec):
-    """How far below the largest key packed keys tell others apart; a power of two."""
+    """Return the distance below the largest key within which packed keys differ; a power of two."""
     if spec.by_score and spec.rule.score in ("sigmoid", "softmax"):
         return 2.0 if spec.rule.score == "sigmoid" else 1.0
     return 32.0
@@ -238,13 +237,13 @@ def reach(spec):
 
 @triton.constexpr_function
 def portion_code(spec):
-    """The instruction for x / reach + y, kept in [0, 1]; 0 for -inf and NaN."""
+    """Return the instruction for x / reach + y, clamped to [0, 1]; 0 for -inf and NaN."""
     return f"fma.rn.sat.f32 $0, $1, {1 / reach(spec)}, $2;"
 
 
 @triton.jit
 def portion(x, y, spec: tl.constexpr):
-    """x / reach + y, not below 0 nor above 1; 0 for -inf and NaN."""
+    """Compute x / reach + y, clamped to [0, 1]; 0 for -inf and NaN."""
     if INTERPRETED:
         x = x * (1.0 / reach(spec)) + y
         return tl.where(x > 0.0, tl.minimum(x, 1.0), 0.0)
@@ -254,25 +253,27 @@ def portion(x, y, spec: tl.constexpr):
 
 @triton.constexpr_function
 def num_steps(columns):
-    """Into which the reach of packed keys is divided: what the column's bits leave, and a float can count."""
+    """Return the number of steps in the reach of packed keys, limited by the column's bits and a float's mantissa."""
     return min(1 << 23, (1 << 31) // columns)
 
 
 @triton.jit
 def pack(key, largest, columns, spec: tl.constexpr):
-    """uint32 that order as the keys do: how many steps each is above the end of the reach, then the column. Below
-    key.shape[1] for -inf, and for what is out of reach."""
+    """Pack keys into uint32 in the same order: steps above the end of the reach, then the inverted column.
+
+    Below key.shape[1] for -inf, and for keys out of reach.
+    """
     low: tl.constexpr = key.shape[1] - 1
     steps: tl.constexpr = num_steps(key.shape[1])
-    # The lowest bits of a float from 2^23 on count; the others leave.
+    # The lowest bits of a float from 2^23 on are its integer part; subtracting the others removes them.
     counted = portion(key, (1.0 - largest * (1.0 / reach(spec)))[:, None], spec) * steps + 8388608.0
     return ((counted.to(tl.int32, bitcast=True) - 0x4B000000) * (low + 1) + (low - columns)).to(tl.uint32, bitcast=True)
 
 
 @triton.jit
 def gap_below(packed, best):
-    """How far the largest below the last best of each row is below best - 1."""
-    # What isn't below wraps around, and is farther away.
+    """Return the distance from best - 1 down to each row's next packed key below `best`."""
+    # Keys not below `best` wrap around to greater distances.
     return tl.min((best - 1)[:, None] - packed, 1)
 
 
@@ -282,8 +283,9 @@ def choose_packed(key, largest, columns, slots, k, tolerance: tl.constexpr, spec
 
     A row is certain if no two of its k best keys and the next are so near that packed keys may err.
 
-    A count errs by a quarter of a step for the portion and half of one for the sum: two of them by 1.5. What a row's
-    largest loses to rounding all of its keys lose. Out of reach, or above it, keys are farther apart than they count.
+    A count of steps errs by a quarter of a step for the portion and half of one for the sum: two of them by 1.5. The
+    rounding of a row's largest key shifts all of its keys alike. Keys out of reach, or above it, are farther apart
+    than their counts.
     """
     low: tl.constexpr = key.shape[1] - 1
     largest = tl.where(largest == -INF, 0.0, largest)
@@ -298,7 +300,7 @@ def choose_packed(key, largest, columns, slots, k, tolerance: tl.constexpr, spec
         nearest = tl.minimum(nearest, gap)
         best -= gap + 1
         bests = tl.where(found == r, as_in(best.to(tl.int32, bitcast=True), tl.max(found, 1), spec)[:, None], bests)
-    nearest = tl.minimum(nearest, gap_below(packed, best))  # if there is no other, it wraps around to the first
+    nearest = tl.minimum(nearest, gap_below(packed, best))  # without another key, it wraps around to the first
     err = (1.0 + 0.2 * tl.abs(largest)) * (tolerance * num_steps(key.shape[1]) / reach(spec)) + 2.0
     margin = tl.minimum(err, 1.0 * num_steps(key.shape[1])).to(tl.int32) * (low + 1) + low
     certain = (best > low) & (nearest >= margin.to(tl.uint32, bitcast=True))
@@ -307,7 +309,7 @@ def choose_packed(key, largest, columns, slots, k, tolerance: tl.constexpr, spec
 
 @triton.jit
 def choose(ranks, columns, found, k, spec: tl.constexpr):
-    """The ids [R, slots] of the k best ranks (integers), best first, of equals the smallest; -1 where none is left."""
+    """Choose the ids [R, slots] of the k best ranks (integers), best first, the smaller id in a tie; -1 for none."""
     ids = found * 0 - 1
     for r in range(k):
         best, id = best_of(ranks, columns)

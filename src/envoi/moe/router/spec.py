@@ -1,4 +1,4 @@
-"""What a router kernel is compiled for."""
+"""Constants that a router kernel is compiled for."""
 
 from dataclasses import dataclass
 
@@ -10,9 +10,10 @@ MAX_BLOCK = 1024
 
 
 def block_sum(hidden: int) -> int:
-    """Products are summed in blocks of this along K, and the blocks in their order, however work is divided.
+    """Return the length of the blocks along K in which products are summed; the blocks are added in their order.
 
-    The blocks of a long K are a multiple of four, so that two or four CTAs have equal parts of it.
+    Depends on hidden alone, not on how the work is divided. A long K has a multiple of four blocks, so that two or
+    four CTAs have equal parts of it.
     """
     if hidden < 4 * MAX_BLOCK:
         return MAX_BLOCK
@@ -21,7 +22,7 @@ def block_sum(hidden: int) -> int:
 
 @dataclass(frozen=True)
 class Spec(Constant):
-    """One rule at one size. rule.routed_scale is 1 in here: the scale is an argument.
+    """Rule and sizes of a router kernel. rule.routed_scale is 1 in here: the scale is an argument.
 
     by_score: experts are ranked by score + expert_bias, else by logits (+ expert_bias). has_*: which inputs there are;
     want_*: which outputs. gluon: the dialect that the shared functions are compiled in.
@@ -41,31 +42,31 @@ class Spec(Constant):
 
     @property
     def columns(self) -> int:
-        """num_experts, rounded up to a power of two; at least 16."""
+        """Columns of a tile: num_experts, rounded up to a power of two; at least 16."""
         return max(16, next_power_of_2(self.num_experts))
 
     @property
     def slots(self) -> int:
-        """k, rounded up to a power of two."""
+        """Slots of a tile: k, rounded up to a power of two."""
         return next_power_of_2(self.k)
 
     @property
     def group_size(self) -> int:
-        """Experts in a group."""
+        """Number of experts in a group."""
         return self.num_experts // self.rule.num_groups
 
     @property
     def group_slots(self) -> int:
-        """rule.num_groups, rounded up to a power of two."""
+        """Groups of a tile: rule.num_groups, rounded up to a power of two."""
         return next_power_of_2(self.rule.num_groups)
 
     @property
     def groups_fill(self) -> bool:
-        """True if the groups are a power of two of a power of two of experts: then a reshape finds them."""
+        """True if the numbers of groups and of experts in each are powers of two, so that a reshape separates them."""
         size = self.group_size
         return self.columns == self.num_experts and size & (size - 1) == 0
 
     @property
     def whole_softmax(self) -> bool:
-        """True if the softmax over all experts has to be known, not only its ratios."""
+        """True if the softmax over all experts is needed, not only its ratios."""
         return self.rule.score == "softmax" and (self.by_score or not self.rule.renormalize)

@@ -1,4 +1,4 @@
-"""How the Hopper router divides its work among CTAs: rows, columns, blocks along K."""
+"""Tiling of the Hopper router: division of rows, columns and blocks along K among CTAs, chosen by a model of time."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -10,38 +10,38 @@ from envoi.runtime.devices import SHARED_BYTES
 from envoi.runtime.math import next_power_of_2
 from envoi.runtime.triton_compat import WHOLE_VIEWS
 
-WIDTHS = {4: (16, 32, 64, 128), 8: (128, 256)}  # of warps: what leaves room in registers for a block and the total
+WIDTHS = {4: (16, 32, 64, 128), 8: (128, 256)}  # warps -> block_n for which a block's sums and the total fit registers
 TILE = 64  # rows of an instruction
-SAME_BELOW = 64  # tokens up to here have the tiling of the next power of two
-TILE_ROWS = 8  # of a tile in shared memory at least: its swizzle repeats after eight
-MAX_ELEMENTS = 512  # that a warp chooses experts in at a time, if all of it shares a row
-MAX_SIGNALS = 1 << 18  # sums that are waited for themselves
-RESERVED_BYTES = 3072  # barriers, and what the compiler takes for reductions
+SAME_BELOW = 64  # up to so many tokens use the tiling of the next power of two
+TILE_ROWS = 8  # least rows of a tile in shared memory: its swizzle repeats after eight
+MAX_ELEMENTS = 512  # logits in which a warp chooses experts at a time, if all its lanes share a row
+MAX_SIGNALS = 1 << 18  # partial sums that are polled
+RESERVED_BYTES = 3072  # barriers, and the compiler's scratch for reductions
 
 # Cycles of an H200; only ratios matter.
-L2_BYTES = 65.0  # that a multiprocessor takes in one
-DRAM_BYTES = 2400.0  # that all of them take together
-SUM_BYTES = 20.0  # of sums that one leaves, or takes back, in the workspace
+L2_BYTES = 65.0  # loaded by an SM per cycle
+DRAM_BYTES = 2400.0  # loaded by all SMs per cycle
+SUM_BYTES = 20.0  # of sums stored to, or loaded from, the workspace by an SM per cycle
 START_CYCLES = 1500.0
-CTA_CYCLES = 12.0  # until the next CTA of a wave starts
-ROLES_CYCLES = 2200.0  # until the warps of several roles have gone their ways
-MEET_CYCLES = 3900.0  # all parts of some rows wait for each other
-SIGNAL_CYCLES = 2000.0  # the same by the sums themselves
-CHOOSE_CYCLES = 1500.0  # a tile of rows, however small
-ELEMENT_CYCLES = 0.12  # a round of one element of it, one warp
+CTA_CYCLES = 12.0  # until the next CTA of a round starts
+ROLES_CYCLES = 2200.0  # until the warps of several roles have started
+MEET_CYCLES = 3900.0  # all parts of some rows wait for each other by a counter
+SIGNAL_CYCLES = 2000.0  # all parts of some rows wait for each other by polling the sums
+CHOOSE_CYCLES = 1500.0  # choosing the experts of a pass of rows, however few
+ELEMENT_CYCLES = 0.12  # for each logit of a warp, in each round of the choice
 
 
 @dataclass(frozen=True)
 class RouterTiling(Constant):
-    """How a launch divides its work: a CTA takes rows_per_cta rows, block_n columns, steps_each * block_k of K.
+    """Division of a launch's work: a CTA takes rows_per_cta rows, block_n columns, steps_each * block_k of K.
 
-    num_warps: of the consumer. num_stages: of the pipeline; with single_fill a CTA's operands fit into them.
-    parts: CTAs of the same rows, parts_n side by side and parts_k along K. all_parts_wait: they wait for each other,
-    and each routes rows_per_part rows; else the last to arrive routes all of them. polls_sums: they wait for the
-    partial sums themselves, not for a counter. rows_per_pass: rows that are routed at a time. num_sets: partial sums of
-    each row. steps_in_block: steps along K in a block of sums. columns: of the workspace. rows_per_cta: `tile`, the
-    rows of an instruction, unless there are fewer tokens, or a CTA has all columns and all of K. lanes: that share a
-    row when experts are chosen.
+    num_warps: the consumer's warps. num_stages: stages of the pipeline; with single_fill all of a CTA's operands fit.
+    parts: CTAs of the same rows, parts_n along the columns and parts_k along K. all_parts_wait: they wait for each
+    other, and each routes rows_per_part rows; else the last to arrive routes all of them. polls_sums: they poll the
+    partial sums themselves instead of a counter. rows_per_pass: rows that are routed at a time. num_sets: partial sums
+    of each row. steps_in_block: steps along K in a block of sums. columns: columns of the workspace. rows_per_cta:
+    `tile`, the rows of an instruction, unless there are fewer tokens, or a CTA has all columns and all of K. lanes:
+    lanes that share a row when experts are chosen.
     """
 
     tile = TILE
@@ -66,23 +66,23 @@ class RouterTiling(Constant):
 
     @property
     def parts(self) -> int:
-        """CTAs that share their rows."""
+        """Number of CTAs that share their rows."""
         return self.parts_n * self.parts_k
 
     @property
     def reroutes_eights(self) -> bool:
-        """Route uncertain rows again eight at a time instead of the whole pass.
+        """True if uncertain rows are routed again eight at a time instead of with the whole pass.
 
-        Their logits can be read twice, and 32 lanes a row give the same sums.
+        Possible if their sums can be read twice and 32 lanes for each row give the same bits.
         """
         return not self.polls_sums and self.columns >= 128 and self.rows_per_pass > 8
 
 
 def lanes_of(rows_a_warp: int, spec: Spec) -> int:
-    """Lanes that share a row.
+    """Return the number of lanes that share a row.
 
-    With many rows few lanes do less in all; with few rows a whole warp is sooner ready, and reduces integers in one
-    instruction. Where a sum over all columns counts, its order has to be the same for any number of rows.
+    For many rows few lanes do less work in all; for few rows a whole warp is faster, and reduces integers in one
+    instruction. If a sum over all columns is needed, its order has to be the same for any number of rows.
     """
     if spec.columns < 128:
         return max(4, spec.columns // 8)
@@ -92,13 +92,13 @@ def lanes_of(rows_a_warp: int, spec: Spec) -> int:
 
 @cache
 def choose_tiling(M: int, hidden: int, spec: Spec, num_sms: int) -> RouterTiling:
-    """Choose the tiling that the model of time below finds fastest."""
+    """Choose the tiling with the fewest `predicted_cycles`."""
     tilings = candidates(M, hidden, spec, num_sms)
     return min(tilings, key=lambda tiling: predicted_cycles(M, hidden, spec, tiling, num_sms))
 
 
 def candidates(M: int, hidden: int, spec: Spec, num_sms: int) -> Iterator[RouterTiling]:
-    """List all tilings worth comparing."""
+    """Yield all tilings worth comparing."""
     num_blocks = -(-hidden // block_sum(hidden))
     for num_warps, widths in WIDTHS.items():
         for block_n in widths:
@@ -117,7 +117,7 @@ def candidates(M: int, hidden: int, spec: Spec, num_sms: int) -> Iterator[Router
 def make(
     M: int, hidden: int, spec: Spec, num_warps: int, block_n: int, blocks_each: int, rows: int, num_sms: int
 ) -> RouterTiling:
-    """Make a tiling from its free choices."""
+    """Make a tiling from its free choices; blocks_each: blocks along K of a CTA, rows: most rows of a CTA."""
     block = block_sum(hidden)
     num_blocks = -(-hidden // block)
     parts_n = -(-spec.num_experts // block_n)
@@ -130,7 +130,7 @@ def make(
     share = min(next_power_of_2(-(-min(M, TILE) // parts)), TILE) if waits else rows
     lanes = lanes_of(share // num_warps, spec)
     rows_each = min(MAX_ELEMENTS * (1 if lanes == 32 or spec.columns < 128 else 2) * num_warps // spec.columns, share)
-    if signals:  # each sum is read, and taken, by one thread
+    if signals:  # each sum is read, and reset, by one thread
         rows_each = max(rows_each, 32 * num_warps // spec.columns)
     block_k = 256 if block_n < 64 else 128 if block_n < 128 else 64
     block_k = max(32, min(block_k, next_power_of_2(hidden), block & -block))

@@ -1,4 +1,4 @@
-"""The kernels between the ranks of an NVLink domain, several ranks in one process."""
+"""Kernels between the ranks of an NVLink domain, several ranks in one process."""
 
 from itertools import pairwise
 
@@ -46,7 +46,7 @@ def test_the_bits_of_one_rank(format):
     layer = make(**SMALL)
     opened, packed, parts = run(layer, format, [4, 4, 11], ENDS["uneven"])
     want = moe(layer.tokens, layer.routing, layer.pack(format))
-    for _ in range(2):  # the second call finds what the first left
+    for _ in range(2):  # the second call uses the memory as the first call wrote it
         assert_same_bits(torch.cat(ranks.moe(opened, parts, packed)), want)
     assert not torch.stack([domain.report for domain in opened]).any()
 
@@ -63,7 +63,7 @@ def test_other_layers(changes):
 
 @pytest.mark.parametrize(("tokens", "k", "experts", "chunks"), [(1, 1, 1, 32), (256, 4, 200, 32), (257, 4, 31, 1)])
 def test_slots_ranked_in_pieces_are_sorted(monkeypatch, tokens, k, experts, chunks):
-    """What is announced: where an expert's slots begin, and the place of each, as a stable sort has them."""
+    """Check the routing sent: where an expert's slots begin, and the place of each, as in a stable sort."""
     monkeypatch.setattr(dispatch, "MAX_CHUNKS", chunks)
     monkeypatch.setattr(dispatch_kernels, "COUNTED", type(dispatch_kernels.COUNTED)(32))  # a piece at once
     generator = torch.Generator().manual_seed(tokens)
@@ -124,7 +124,7 @@ def test_rows_that_meet_on_a_rank_are_summed_there(format, changes):
 
 
 def by_rank(layer, format, ends):
-    """What each rank's experts have for every token, rounded: what crosses the wire."""
+    """Compute each rank's partial sum of every token, rounded, as it is sent."""
     ids, found = layer.routing.topk_ids, []
     for first, last in pairwise([0, *ends]):
         mine = torch.where((ids >= first) & (ids < last), ids - first, -1)
@@ -169,7 +169,7 @@ def test_bad_ids_refuse_the_call_on_all_and_only_this_call(wrong):
     want = moe(layer.tokens, layer.routing, layer.pack())
     bad = parts[1][1].topk_ids.clone()
     parts[1][1].topk_ids[2, 1] = wrong
-    # What was wrong in the first turn is forgotten in the second, which judges what was announced again.
+    # An error of the first turn is dropped in the second, which judges the routing sent again.
     outs = ranks.moe(opened, parts, packed)
     assert all(out.isnan().all() for out in outs)
     assert [domain.report.tolist() for domain in opened] == [[[0, 0, 0], [0, BAD_IDS.value, 0]]] * 3

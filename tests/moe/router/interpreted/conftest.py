@@ -1,4 +1,4 @@
-"""The rule of tests/gemm/interpreted, and the interpreter's functions for the reference."""
+"""Fixtures of the interpreter's tests, as in tests/gemm/interpreted; and the interpreter's exp for the reference."""
 
 import numpy as np
 import pytest
@@ -13,7 +13,7 @@ _exp, _log1p = torch.Tensor.exp, torch.Tensor.log1p
 
 @pytest.fixture(autouse=True)
 def the_interpreters_functions(monkeypatch):
-    """The reference gets the interpreter's exponential and logarithm, so that equal logits have equal scores."""
+    """Give the reference the interpreter's exponential and logarithm, so that equal logits have equal scores."""
 
     def exp(x):
         return torch.from_numpy(np.exp(x.numpy())) if x.dtype == torch.float32 else _exp(x)

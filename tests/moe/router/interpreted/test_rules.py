@@ -1,4 +1,4 @@
-"""Every model's rule, biases, hash routing, the extra outputs."""
+"""Rules of all models, biases, hash routing, the extra outputs."""
 
 from dataclasses import replace
 
@@ -64,7 +64,7 @@ def test_biases_and_alpha(rule):
 @pytest.mark.parametrize("rule", RULES)
 @pytest.mark.parametrize("ints", [torch.int32, torch.int64])
 def test_hash_routing(rule, ints):
-    """Tokens outside the table and experts outside the gate give -1."""
+    """Check that tokens outside the table and experts outside the gate give -1."""
     source = torch.Generator().manual_seed(6)
     table = torch.stack([torch.randperm(32, generator=source)[:3] for _ in range(20)]).to(ints)
     table[3, 1], table[4, 0], table[5, 2] = 32, -1, 2**31 - 1

@@ -1,4 +1,4 @@
-"""What is chosen of hostile logits: bf16, many experts, barred ones, rows beside each other."""
+"""Selection from hostile logits: bf16, many experts, barred experts, unlike rows in one tile."""
 
 from dataclasses import replace
 
@@ -15,7 +15,7 @@ ROWS, N, K = 13, 32, 5
 
 
 def hostile(kind: str, dtype=torch.float32, n: int = N, k: int = K) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """The logits that are meant, and a product that gives them."""
+    """Make hostile logits, and tokens and a gate whose product they are."""
     x = logits(kind, ROWS, n, k)
     return x, *as_product(x, dtype)
 
@@ -66,7 +66,7 @@ def test_saturated_scores_do_not_tie_what_the_logits_tell_apart():
 
 @pytest.mark.parametrize("rule", RULES)
 def test_rows_do_not_meet(rule):
-    """Rows that need exact keys beside rows that don't, and each of them alone."""
+    """Check rows that need exact keys in a tile with rows that don't, against each of them alone."""
     x = torch.cat([logits(kind, 4, N, K) for kind in ("randn", "crowded around 1", "few distinct", "NaN", "all equal")])
     tokens, gate = as_product(x, torch.float32)
     given = Given(tokens, gate, K, RULES[rule], expert_bias=normal(N, seed=7) * 0.2)

@@ -35,7 +35,7 @@ def test_sizes(n, m, hidden):
 @pytest.mark.parametrize("n", [40, 300, 600])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
 def test_a_tokens_bits_are_its_own(n, dtype):
-    """Of whole numbers: the order in which numpy sums a product depends on the row."""
+    """Check slices of a batch, with whole numbers: the order in which numpy sums a product depends on the row."""
     given = random_call(36, n, 72, 5, Rule("sigmoid"), dtype, alpha=1 / 64, expert_bias=normal(n, seed=4) * 0.1)
     given = replace(given, tokens=(given.tokens * 4).round(), gate=(given.gate * 64).round())
     whole = given.route()
