@@ -17,7 +17,7 @@ def active_experts(layer: MoeLayer) -> float:
 
 
 def taken_tokens(layer: MoeLayer) -> float:
-    """Return the expected tokens, from all ranks, routed to an expert of this rank; as many as all ranks take of its own."""
+    """Return the expected tokens, from all ranks, with an expert on this rank; as many as all ranks take of its own."""
     elsewhere = layer.num_experts - layer.num_local_experts
     missed = math.comb(elsewhere, layer.num_topk) / math.comb(layer.num_experts, layer.num_topk)
     return layer.num_all_tokens * (1 - missed)
@@ -29,7 +29,7 @@ def pulled_tokens(layer: MoeLayer) -> float:
 
 
 def tiles_per_expert(layer: MoeLayer, block_m: int) -> float:
-    """Return the expected tiles of block_m rows, partial ones included, per expert, by the binomial's mean and variance."""
+    """Return the expected tiles of block_m rows, whole or partial, per expert, by the binomial's mean and variance."""
     mean = rows_per_expert(layer)
     deviation = math.sqrt(mean * (1 - layer.num_topk / layer.num_experts))
     if not deviation:

@@ -1,7 +1,7 @@
 """Choice whether a token's rows on the same rank are summed there before they are sent back.
 
-off: rows cross NVLink during L2's products         max(products, wire), then k rows per token are read and summed
-on:  products, then fewer rows cross NVLink         products + wire * met, then one row for each rank that has any
+    off: rows cross NVLink during L2's products         max(products, wire), then k rows per token are read and summed
+    on:  products, then fewer rows cross NVLink         products + wire * met, then one row for each rank that has any
 
 met: the fraction of rows that remains if each slot's rank is drawn at random: R (1 - (1 - 1/R)^k) / k for R ranks.
 """

@@ -59,7 +59,7 @@ class SharedMemory:
 
 
 def roles_of(machine: Machine, format: str, block_m: int, block_n: int, block_k: int) -> Roles:
-    """Return the roles: Hopper's dispatch warps pull rows through registers; Blackwell pairs CTAs with tensor memory."""
+    """Return the roles: Hopper's dispatch warps pull rows via registers; Blackwell pairs CTAs, with tensor memory."""
     tile = (block_m, block_n, block_k)
     if machine.arch == "sm_90":
         widens = format in WIDENED

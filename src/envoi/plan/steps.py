@@ -1,10 +1,10 @@
 """The five steps of the path, each with the time that every resource needs by itself (a roofline), and their sum.
 
-router    logits GEMM, top-k                       2 M H N FLOP
-dispatch  quantise; each rank pulls every token of its experts once and writes one row per (token, expert)
-L1        2 P (2 I) H FLOP, epilogue SwiGLU        in whole tiles, in whole rounds over the SMs
-L2        2 P H I FLOP, epilogue writes each row to its token's rank
-combine   barrier; each token's k rows are summed
+    router    logits GEMM, top-k                       2 M H N FLOP
+    dispatch  quantise; each rank pulls every token of its experts once and writes one row per (token, expert)
+    L1        2 P (2 I) H FLOP, epilogue SwiGLU        in whole tiles, in whole rounds over the SMs
+    L2        2 P H I FLOP, epilogue writes each row to its token's rank
+    combine   barrier; each token's k rows are summed
 
 With presum L2's rows stay local, and combine begins with a kernel that sums a token's rows and sends the sum to its
 rank.
@@ -77,7 +77,7 @@ def step_of(
     name: str, machine: Machine, flops: float = 0, compute_us: float = 0, hbm_bytes: float = 0,
     nvlink_bytes: float = 0, nvlink_gb_per_s: float = 1, round_trips: int = 0,
 ) -> Step:  # fmt: skip
-    """Compute the times of a step from its work. round_trips: barriers across ranks."""
+    """Return a step with its times, computed from its work. round_trips: barriers across ranks."""
     fixed_us = machine.launch_us + round_trips * machine.round_trip_us
     hbm_us, nvlink_us = hbm_bytes / machine.hbm_gb_per_s / 1e3, nvlink_bytes / nvlink_gb_per_s / 1e3
     *others, longest = sorted((compute_us, hbm_us, nvlink_us))
@@ -125,7 +125,7 @@ def _gemm(
     name: str, layer: MoeLayer, machine: Machine, blocks: Blocks, nk: tuple[int, int], left_bytes: float,
     nvlink_bytes: float = 0,
 ) -> Step:  # fmt: skip
-    """Return a GEMM's step. left_bytes: per output row. For weights widened to bf16 a kernel first widens the tokens."""
+    """Return a GEMM's step. left_bytes: per output row. For weights widened to bf16, a kernel first widens tokens."""
     N, K = nk
     widens = machine.widened_per_us and layer.format in WIDENED
     row = BF16_BYTES * K if widens else layer.row_bytes(K)
