@@ -1,4 +1,4 @@
-"""Rules of the house that a machine can check."""
+"""House rules that a machine can check."""
 
 import ast
 import importlib
@@ -17,7 +17,7 @@ ROOT = Path(__file__).resolve().parents[1]
 SOURCE = ROOT / "src" / "envoi"
 FILES = sorted(SOURCE.rglob("*.py"))
 
-# A room may import from those named, and from itself. Rooms within moe/ have places of their own in the order.
+# A package may import from those named, and from itself. Packages within moe/ have an order of their own.
 BASE = {"types", "check", "constant", "env", "cache_file", "log", "spans", "table", "runtime"}
 PRODUCTS = BASE | {"quant", "epilogue", "gemm"}
 ALLOWED = {
@@ -34,7 +34,7 @@ ALLOWED = {
     "moe.parallel": PRODUCTS | {"moe", "moe.router", "plan"},
 }  # fmt: skip
 
-# These may import anything; nothing above imports them, which ALLOWED sees to.
+# These may import anything; ALLOWED ensures that nothing above imports them.
 FREE = {"__init__", "integrations", "bench", "cli", "demo", "experts", "info", "sass"}
 
 
@@ -43,7 +43,7 @@ def room_of(path: Path) -> str:
 
 
 def named_room(parts: Sequence[str]) -> str:
-    """The room of a module, given by its names below envoi."""
+    """Return the package of a module, given by its names below envoi."""
     nested = ".".join(parts[:2])
     return nested if nested in ALLOWED else parts[0]
 
@@ -126,7 +126,7 @@ def test_device_functions_have_few_parameters_and_read_no_tuple_by_number(room):
             assert set(read) <= KNOWN_READS, f"{path}: {function.name} reads {read}"
 
 
-# Sequences as long as a constant says, and the layout of a shape.
+# Sequences of constant length, and the layout of a shape.
 KNOWN_READS = {
     "x.shape[0]", "x.shape[1]", "like.shape[0]", "like.shape[1]", "acc.shape[0]", "acc.shape[1]", "v.shape[0]",
     "wide.shape[0]", "words.shape[0]", "words.shape[1]", "w_buf.shape[1]", "sf_buf.shape[0]", "packed.shape[1]",
