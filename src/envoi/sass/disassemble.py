@@ -21,7 +21,7 @@ class CannotDisassembleError(ValueError):
 
 @dataclass(frozen=True)
 class Instruction:
-    """One instruction: `@!P0 LDG.E.128 R4, [R2]` is predicate "!P0", opcode "LDG.E.128", operands ("R4", "[R2]")."""
+    """Instruction: `@!P0 LDG.E.128 R4, [R2]` is predicate "!P0", opcode "LDG.E.128", operands ("R4", "[R2]")."""
 
     address: int
     predicate: str

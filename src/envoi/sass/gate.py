@@ -163,7 +163,7 @@ def write(path: Path, accepted: Accepted) -> None:
 
 
 def accept(path: Path) -> tuple[str, bool]:
-    """Count all kernels and write the counts; return a report of changes and broken rules, and True if all rules hold."""
+    """Count all kernels and write the counts; return a report of changes and broken rules, and True if all hold."""
     before = _if_readable(path)
     accepted: Accepted = {}
     wrong: list[str] = []

@@ -10,7 +10,7 @@ PREFIX = "gemm-sm90-"
 
 @dataclass(frozen=True)
 class Case:
-    """One call of `envoi.gemm`, or of `envoi.grouped_gemm` if there are experts: [M, K] @ [N, K].T.
+    """Call of `envoi.gemm`, or of `envoi.grouped_gemm` if there are experts: [M, K] @ [N, K].T.
 
     epilogue: a key of `hopper_recipes.EPILOGUES`. format: bf16, fp16, fp8_row or fp8_block128. M: sum over all experts.
     write_tail: see `Grouping`; `envoi.moe` has it off. sent: rows are written to given addresses.

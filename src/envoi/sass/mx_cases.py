@@ -7,7 +7,7 @@ PREFIX = "gemm-mx-sm90-"
 
 @dataclass(frozen=True)
 class MxCase:
-    """One call of `envoi.gemm`, or of `envoi.grouped_gemm` if there are experts: [M, K] @ [N, K].T.
+    """Call of `envoi.gemm`, or of `envoi.grouped_gemm` if there are experts: [M, K] @ [N, K].T.
 
     epilogue: a key of `hopper_recipes.EPILOGUES`. format: mxfp4 or mxfp8. M: sum over all experts.
     tame: see QuantTensor.

@@ -10,7 +10,7 @@ PREFIX = "router-"
 
 @dataclass(frozen=True)
 class RouterCase:
-    """One call of `envoi.route`: tokens [M, hidden], gate [N, hidden].
+    """Call of `envoi.route`: tokens [M, hidden], gate [N, hidden].
 
     rule: a model's name, or "softmax". kernel: "sm90" or "triton". hashed: experts are looked up.
     everything: return all extra outputs.

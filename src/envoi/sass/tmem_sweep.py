@@ -78,7 +78,7 @@ def multiply(a_desc, b_desc, accumulator, row, column, K, BLOCK_K: gl.constexpr)
 
 @dataclass(frozen=True)
 class Case:
-    """One way to read the accumulator: `shape` is Gluon's `instr_variant`, `columns` the width of a sub-tile."""
+    """Access to the accumulator: `shape` is Gluon's `instr_variant`, `columns` the width of a sub-tile."""
 
     shape: str
     columns: int
