@@ -48,7 +48,7 @@ BASELINES = {
 
 @dataclass(frozen=True)
 class Measurement:
-    """One case on one machine, medians in microseconds.
+    """Measurement of a case on one machine, medians in microseconds.
 
     suite: one of `SUITES`. case: the sizes as `envoi bench --list` prints them.
     ours_us: Envoi. baselines: names from `BASELINES`, at least one, measured in the same run.

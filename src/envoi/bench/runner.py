@@ -71,8 +71,8 @@ class Plan:
 def run_cases(chosen: list[Case], ranks: Ranks, plan: Plan) -> tuple[list[Measurement], int]:
     """Measure every case; on rank 0 print the tables and the skipped cases. No baseline, no measurement.
 
-    Returns also how many cases failed: a failed case is named, and the others are measured. Over several ranks the first
-    failure ends the run, since the other ranks wait for it.
+    Returns also how many cases failed: a failed case is named, and the others are measured. Over several ranks the
+    first failure ends the run, since the other ranks wait for it.
     """
     quiet = ranks.rank != 0
     measurements, num_failed = [], 0

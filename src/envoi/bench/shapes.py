@@ -57,7 +57,7 @@ MOE_FORMATS = ("bf16", "fp8_row", "fp8_block128", "mxfp4")
 
 @dataclass(frozen=True)
 class GemmShape:
-    """Sizes of a GEMM: a [m, k], b [n, k] in a format of `envoi.quant.FORMATS`; epilogue of `envoi.epilogue.library`."""
+    """Sizes of a GEMM: a [m, k], b [n, k]; format: of `envoi.quant.FORMATS`; epilogue: of `envoi.epilogue.library`."""
 
     m: int
     n: int
@@ -107,7 +107,7 @@ class MoeShape:
 
 @dataclass(frozen=True)
 class IndexerShape:
-    """One or more workloads; times are means over them."""
+    """Workloads of an indexer case, at least one; times are means over them."""
 
     workloads: tuple[Workload, ...]
 

@@ -129,7 +129,7 @@ def _those_that_run(candidates: Mapping[str, Callable[[], T]]) -> tuple[dict[str
 
 
 def compiled(fn: Callable, mode: str | None = None) -> Callable:
-    """Compile by torch.compile for one shape. Drops earlier compilations: over its limit it silently falls back to eager."""
+    """Compile by torch.compile for one shape. Drops earlier compilations: over its limit it falls back to eager."""
     torch._dynamo.reset()
     return torch.compile(fn, dynamic=False, mode=mode)
 
