@@ -1,4 +1,4 @@
-"""One MoE layer, stage by stage: on one rank, and over several processes that must give the same bits."""
+"""Stages of one MoE layer: on one rank, and over several processes that must give the same bits."""
 
 import multiprocessing
 import tempfile
