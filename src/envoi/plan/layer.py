@@ -14,7 +14,7 @@ WEIGHT_AND_SLOT_BYTES = 8  # sent with each row: its routing weight and its sour
 
 @dataclass(frozen=True)
 class MoeLayer:
-    """One MoE layer whose experts are spread evenly over the ranks, one GPU each.
+    """MoE layer whose experts are spread evenly over the ranks, one GPU each.
 
     hidden, intermediate: widths of a token, and inside an expert. num_experts: over all ranks.
     num_topk: experts per token. num_tokens: per rank. num_ranks: 1, 2, 4 or 8.

@@ -27,7 +27,7 @@ BF16_BYTES = 2
 
 @dataclass(frozen=True)
 class Step:
-    """One step on one rank. Times in us, each as if the resource were the only one.
+    """Step on one rank. Times in us, each as if the resource were the only one.
 
     flops: useful ones. hbm_bytes, nvlink_bytes: read and written; through NVLink in one direction.
     compute_us: at the format's rate, of whole tiles in whole rounds. hbm_us, nvlink_us: bytes at the machine's rates.
