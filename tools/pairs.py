@@ -26,7 +26,7 @@ BEGIN, END = "<!-- pairs: `python tools/pairs.py matrix README.md` -->", "<!-- /
 
 @dataclass(frozen=True)
 class Pair:
-    """One supported pair of releases, and the other pins of its constraints file."""
+    """Supported pair of releases, and the other pins of its constraints file."""
 
     path: Path
     torch: str
