@@ -27,7 +27,7 @@ class Launched:
 
     @property
     def green(self) -> bool:
-        """Whether all tests passed."""
+        """True if all tests passed."""
         return self.passed > 0 and not self.failed
 
 
