@@ -1,4 +1,4 @@
-"""Files in the cache directory: spoilt ones are left out with a warning that names them, writers lose nothing."""
+"""Tests of cache-directory files: spoilt ones are skipped with a warning that names them, writers lose nothing."""
 
 import json
 import multiprocessing

@@ -1,4 +1,4 @@
-"""What callers have: int64 ids, tokens [B, S, H], fp16 tokens, tokens in an autocast. Eager and compiled."""
+"""Inputs as callers have them: int64 ids, tokens [B, S, H], fp16 tokens, tokens in an autocast. Eager and compiled."""
 
 from dataclasses import replace
 
@@ -24,13 +24,13 @@ def bf16_moe(tokens: torch.Tensor) -> torch.Tensor:
 
 
 def batched(x: torch.Tensor) -> torch.Tensor:
-    """[6, ..] -> [2, 3, ..]."""
+    """Reshape [6, ..] -> [2, 3, ..]."""
     return x.unflatten(0, (2, 3))
 
 
 @pytest.fixture(params=["eager", "compiled"])
 def run(request):
-    """Calls a function, as it is or as one graph."""
+    """Return a caller of a function, eager or as one graph."""
     if request.param == "eager":
         return lambda function, *arguments: function(*arguments)
     torch.compiler.reset()
@@ -91,7 +91,7 @@ def test_fp16_tokens(format, run):
 
 
 def test_fp16_has_room_for_what_bf16_can_not_name():
-    """Inputs keep their range and lose bits; an output above 65504 is infinite."""
+    """Test fp16: inputs keep their range and lose bits; an output above 65504 is infinite."""
     tokens = torch.full((1, 256), 65504.0).half()
     one = Routing(torch.ones(1, 1), torch.zeros(1, 1, dtype=torch.int32), 8)
     got, wide = envoi.moe(tokens, one, BF16), envoi.moe(tokens.bfloat16(), one, BF16)
@@ -215,7 +215,7 @@ def test_a_gemm_of_tokens_and_quantised_weights_in_an_autocast(run):
 
 
 def test_nothing_inside_an_operator_is_cast():
-    """The torch path of `envoi.moe` calls `grouped_gemm` on bf16."""
+    """Test that autocast casts nothing: the torch path of `envoi.moe` calls `grouped_gemm` on bf16."""
     want = bf16_moe(TOKENS)
     with torch.autocast("cpu", torch.float16):
         assert_same_bits(envoi.moe(TOKENS, R, BF16), want.half())

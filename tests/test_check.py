@@ -1,4 +1,4 @@
-"""Refusals say which argument, what was expected and what came."""
+"""Refusals name the argument, what was expected and what was given."""
 
 import doctest
 
@@ -119,7 +119,7 @@ def test_the_first_complaint_is_about_the_dtype_and_shape_then_the_device_then_t
 
 @pytest.mark.parametrize("dynamic", [False, True])
 def test_checks_trace_with_sizes_as_symbols(dynamic):
-    """A message about a size that is a symbol can't be written, so none may be written unless it is needed."""
+    """Test that messages are formatted only if needed: one about a symbolic size can't be."""
 
     def step(x, y):
         expect_tensor("x", x, torch.float32, ("rows", "columns"))

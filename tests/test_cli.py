@@ -16,7 +16,7 @@ HEAVY = ("torch", "triton", "transformers", "matplotlib", "numpy")
 
 
 def run(*arguments: str) -> int:
-    """The exit status, whether returned or raised."""
+    """Return the exit status, whether returned or raised."""
     try:
         return cli.main(list(arguments))
     except SystemExit as stop:
@@ -28,7 +28,7 @@ def run(*arguments: str) -> int:
     [["--help"], ["demo", "--help"], ["bench", "--help"], ["tune", "--help"], ["info", "--help"], ["plan", "--help"]],
 )
 def test_help_imports_nothing_heavy(arguments):
-    # A stand-in for the package's own names: what is tested is what the command itself imports.
+    # A stand-in for the package's own names: the test concerns the imports of the command itself.
     code = f"""
 import sys, types
 package = types.ModuleType("envoi", {envoi.__doc__!r})

@@ -19,7 +19,7 @@ SOURCE = torch.Generator().manual_seed(0)
 
 
 def normal(*shape: int) -> torch.Tensor:
-    """Large enough for sums of products to leave float16."""
+    """Return normal numbers large enough for sums of products to exceed float16."""
     return torch.randn(*shape, generator=SOURCE) * 100
 
 
@@ -34,7 +34,7 @@ INDEXED = one((70, 0, 130)).tensors()
 
 @envoi.epilogue
 def much(acc, r: Row, c: Col, by: Scalar = 0.3):
-    """Constants, an operand that is left out, reductions, a top-k and a softmax."""
+    """Return constants, an omitted operand, reductions, a top-k and a softmax."""
     x = silu(acc * 1e-4 + c) * r
     best, where = topk(x, 3)
     return {"x": x, "p": softmax(x * 0.1), "most": row_max(x), "sums": col_sum(x), "all": total_sum(x), "best": best,
@@ -73,7 +73,7 @@ CASES: dict[str, Callable[[], object]] = {
 
 
 def leaves(x: object) -> Iterator[torch.Tensor]:
-    """The tensors of a result, in their order."""
+    """Yield the tensors of a result, in order."""
     if isinstance(x, torch.Tensor):
         yield x
     else:
@@ -94,7 +94,7 @@ def same_bits(got: object, want: object) -> bool:
 
 @pytest.fixture(params=OTHERS, ids=str)
 def default_dtype(request) -> Iterator[Callable[[], None]]:
-    """Sets another default dtype when it is called."""
+    """Return a function that sets another default dtype."""
     yield lambda: torch.set_default_dtype(request.param)
     torch.set_default_dtype(torch.float32)
 

@@ -1,4 +1,4 @@
-"""No operator has a gradient, and none lets one vanish: refusals, and where there are none."""
+"""Refusals of gradients: no operator has one, and none drops one silently."""
 
 from collections.abc import Callable
 
@@ -61,7 +61,7 @@ TENSORS = [(call, place) for call, given in CALLS.items() for place, name in enu
 
 
 def arguments(call: Callable, place: int, change: Callable) -> tuple[str, list[torch.Tensor]]:
-    """The name of one tensor, and all tensors of a call, that one changed."""
+    """Return the name of one tensor, and all tensors of a call with that one changed."""
     given = [x.clone() for x in CALLS[call].values()]
     given[place] = change(given[place])
     return list(CALLS[call])[place].strip(), given
@@ -97,7 +97,7 @@ def test_a_derivative_is_refused(call, place):
 
 
 def test_a_tangent_is_refused_where_gradients_are_off():
-    """Forward derivatives don't need grad mode."""
+    """Test that tangents are refused: forward derivatives don't need grad mode."""
     with torch.no_grad(), forward_ad.dual_level():
         envoi.gemm(X, X)
         with pytest.raises(ValueError, match="^b: expected a tensor without gradients, .*is differentiated"):

@@ -1,11 +1,13 @@
-"""Rules of the house that a machine can check."""
+"""House rules that a machine can check."""
 
 import ast
 import importlib
 import inspect
+import io
 import pkgutil
 import re
 import subprocess
+import tokenize
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -17,7 +19,11 @@ ROOT = Path(__file__).resolve().parents[1]
 SOURCE = ROOT / "src" / "envoi"
 FILES = sorted(SOURCE.rglob("*.py"))
 
-# A room may import from those named, and from itself. Rooms within moe/ have places of their own in the order.
+# A docstring starts with a verb or a full noun phrase.
+BANNED_OPENINGS = ("Of ", "The same", "As ", "What ", "Whether ", "Where ", "How ", "It ", "Those ", "Its ", "Like ")
+DOCUMENTED = sorted(path for folder in ("src", "tools", "examples") for path in (ROOT / folder).rglob("*.py"))
+
+# A package may import from those named, and from itself. Packages within moe/ have an order of their own.
 BASE = {"types", "check", "constant", "env", "cache_file", "log", "spans", "table", "runtime"}
 PRODUCTS = BASE | {"quant", "epilogue", "gemm"}
 ALLOWED = {
@@ -34,7 +40,7 @@ ALLOWED = {
     "moe.parallel": PRODUCTS | {"moe", "moe.router", "plan"},
 }  # fmt: skip
 
-# These may import anything; nothing above imports them, which ALLOWED sees to.
+# These may import anything; ALLOWED ensures that nothing above imports them.
 FREE = {"__init__", "integrations", "bench", "cli", "demo", "experts", "info", "sass"}
 
 
@@ -43,7 +49,7 @@ def room_of(path: Path) -> str:
 
 
 def named_room(parts: Sequence[str]) -> str:
-    """The room of a module, given by its names below envoi."""
+    """Return the package of a module, given by its names below envoi."""
     nested = ".".join(parts[:2])
     return nested if nested in ALLOWED else parts[0]
 
@@ -126,7 +132,7 @@ def test_device_functions_have_few_parameters_and_read_no_tuple_by_number(room):
             assert set(read) <= KNOWN_READS, f"{path}: {function.name} reads {read}"
 
 
-# Sequences as long as a constant says, and the layout of a shape.
+# Sequences of constant length, and the layout of a shape.
 KNOWN_READS = {
     "x.shape[0]", "x.shape[1]", "like.shape[0]", "like.shape[1]", "acc.shape[0]", "acc.shape[1]", "v.shape[0]",
     "wide.shape[0]", "words.shape[0]", "words.shape[1]", "w_buf.shape[1]", "sf_buf.shape[0]", "packed.shape[1]",
@@ -149,6 +155,47 @@ def test_no_asserts_and_nothing_unfinished(path):
     asserts = [node.lineno for node in ast.walk(ast.parse(text)) if isinstance(node, ast.Assert)]
     assert not asserts, f"assert in lines {asserts}: a user's mistake needs words"
     assert not re.search(r"\bTODO\b|\bFIXME\b|raise NotImplementedError", text)
+
+
+def docstrings_of(tree: ast.Module) -> list[tuple[int, str]]:
+    """Return the line and the text of each docstring."""
+    documented = (ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)
+    nodes = [node for node in ast.walk(tree) if isinstance(node, documented) and ast.get_docstring(node)]
+    return [(node.body[0].lineno, ast.get_docstring(node) or "") for node in nodes]
+
+
+def banned_openings(text: str) -> list[str]:
+    """Return `line: docstring's first line` for each docstring of a file that opens with a banned word."""
+    found = [(line, said) for line, said in docstrings_of(ast.parse(text)) if said.startswith(BANNED_OPENINGS)]
+    return [f"{line}: {said.splitlines()[0]}" for line, said in sorted(found)]
+
+
+def lines_with(word: str, text: str) -> list[int]:
+    """Return the lines of the docstrings and comments of a file that have a word; of a docstring its first line."""
+    tokens = tokenize.generate_tokens(io.StringIO(text).readline)
+    said = [(token.start[0], token.string) for token in tokens if token.type == tokenize.COMMENT]
+    said += docstrings_of(ast.parse(text))
+    return sorted(line for line, string in said if re.search(rf"\b{word}\b", string, re.IGNORECASE))
+
+
+@pytest.mark.parametrize("path", DOCUMENTED, ids=lambda path: str(path.relative_to(ROOT)))
+def test_docstrings_open_with_a_verb_or_a_noun(path):
+    assert not banned_openings(path.read_text())
+
+
+@pytest.mark.parametrize("path", FILES, ids=lambda path: str(path.relative_to(SOURCE)))
+def test_no_docstring_or_comment_says_behind(path):
+    assert not lines_with("behind", path.read_text())
+
+
+def test_the_scan_sees_every_docstring_and_comment():
+    text = (
+        '"""What it is."""\n\n# stands Behind\nx = "behind"  # in front\n\nclass A:\n    """Its letter."""\n\n'
+        '    async def f(self):\n        """ Whether behind.\n\n        More.\n        """\n        return "How "\n\n'
+        'def g():\n    """Asked for, Itself, Offset, like `x`."""\n'
+    )
+    assert banned_openings(text) == ["1: What it is.", "7: Its letter.", "10: Whether behind."]
+    assert lines_with("behind", text) == [3, 10]
 
 
 def test_public_names_are_documented():

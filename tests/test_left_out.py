@@ -1,4 +1,4 @@
-"""A run says how many tests it leaves out, and why, in pytest-xdist's workers too."""
+"""Counts of deselected tests and their reasons, in pytest-xdist's workers too."""
 
 import os
 import subprocess

@@ -1,4 +1,4 @@
-"""What ENVOI_LOG writes, level by level, and that nothing is there without it."""
+"""Output of ENVOI_LOG, level by level, and none without it."""
 
 import logging
 import os
@@ -42,7 +42,7 @@ print(*heard)
 
 
 def run(code: str, level: str, monkeypatch, **environment: str) -> tuple[str, str]:
-    """stdout and stderr of a process of its own: the variable is read when envoi is imported."""
+    """Return stdout and stderr of a process of its own: the variable is read when envoi is imported."""
     for name, value in {"ENVOI_LOG": level, **environment}.items():
         monkeypatch.setenv(name, value)
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
@@ -97,7 +97,7 @@ def test_configs_of_kernels(level, monkeypatch):
 
 
 def test_compilations(monkeypatch, tmp_path):
-    """Those of others aren't ours to report, and who listened before us still hears of all."""
+    """Test that others' compilations aren't reported, and that earlier listeners still receive all."""
     out, err = run(COMPILE, "compile", monkeypatch, TRITON_CACHE_DIR=str(tmp_path))
     first, second = lines(err)
     assert re.fullmatch(r"compile combine_kernel: \d+\.\d\d s", first)
@@ -131,7 +131,7 @@ def test_nothing_is_in_the_way_when_it_is_off():
     assert not logging.getLogger("envoi").handlers
 
     def function():
-        """Any."""
+        """A function with any docstring."""
 
     assert log.calls("gemm", ("a",))(function) is log.launches(function) is log.choices(function) is function
     for wrapped in (launch.launch, backend.run_kernels):

@@ -1,6 +1,6 @@
 """Tensors whose memory holds the negative of their elements (`torch.Tensor.is_neg`), as every tensor of every operator.
 
-tests/interpreted/test_negative.py runs the same with Triton's kernels.
+tests/interpreted/test_negative.py runs these tests with Triton's kernels.
 """
 
 import pytest
@@ -23,7 +23,7 @@ def normal(*shape: int) -> torch.Tensor:
 
 
 def negative(x: torch.Tensor) -> torch.Tensor:
-    """The same elements, of which memory holds the negatives."""
+    """Return equal elements whose memory holds their negatives."""
     return torch._neg_view(-x)
 
 
@@ -122,7 +122,7 @@ def test_such_tensors_are_not_plain():
 
 
 def test_what_torch_can_not_negate_is_an_error():
-    """Eight-bit floats have no negation on CPUs: not a wrong result."""
+    """Test an error instead of a wrong result: eight-bit floats have no negation on CPUs."""
     q = SCALED[0]
     with pytest.raises(NotImplementedError, match="neg"):
         envoi.gemm(envoi.QuantTensor(torch._neg_view(q.values), q.sf, q.group), SCALED[1])

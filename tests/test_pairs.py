@@ -1,4 +1,4 @@
-"""One list of supported torch and Triton pairs: what the Makefile, CI, the README and pyproject.toml say of them."""
+"""Agreement of Makefile, CI, README and pyproject.toml on one list of torch and Triton pairs."""
 
 import importlib.util
 import re
@@ -11,11 +11,11 @@ ROOT = Path(__file__).resolve().parents[1]
 
 
 def tool(name):
-    """A script of tools/, which is no package, as a module."""
+    """Import a script of tools/, which is no package, as a module."""
     spec = importlib.util.spec_from_file_location(name, ROOT / "tools" / f"{name}.py")
     assert spec is not None and spec.loader is not None
     module = importlib.util.module_from_spec(spec)
-    sys.modules[name] = module  # dataclasses look their annotations up there
+    sys.modules[name] = module  # dataclasses look up their annotations there
     spec.loader.exec_module(module)
     return module
 

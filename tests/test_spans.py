@@ -1,4 +1,4 @@
-"""Ranges in the profiler's timeline, and what there is of them where nobody looks."""
+"""Ranges in the profiler's timeline, and their absence without a profiler."""
 
 import subprocess
 import sys
@@ -18,7 +18,7 @@ STEPS = ["envoi.permute", "envoi.L1", "envoi.L2", "envoi.combine"]
 
 
 def seen(function) -> list[tuple[str, str]]:
-    """Envoi's ranges in the order in which they begin, each with the range of ours that it is in, or ""."""
+    """Return Envoi's ranges in order of their start, each with the enclosing range of ours, or ""."""
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profile:
         function()
     found = []

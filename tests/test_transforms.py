@@ -30,7 +30,7 @@ def by_row(acc, r: Row, c: Col, t: Tile, h: HalfTile, s: Scalar):
     return {"x": x, "best": best, "where": where, "most": row_max(x), "half": even * odd * s + h}
 
 
-# What the rows have, batched along a side or the same for all; and what all rows share.
+# Per-row tensors, batched along a dimension or shared; and tensors that all rows share.
 OPERANDS = {"r": normal(3, 5), "t": normal(5, 8), "h": normal(5, 4, 3)}
 SHARED = {"c": normal(8), "s": normal(1)}
 PLACES = {"r": 0, "t": None, "h": 2}
@@ -134,14 +134,14 @@ def test_operations_of_the_other_operators():
     assert counted(envoi.route, A[0], B, 2) == 2 * 5 * 32 * 8
     layer = make(tokens=5, experts=6, k=3, hidden=64, intermediate=32)
     for format in ("bf16", "fp8_row", "mxfp4"):
-        products = 64 * 2 * 32 + 32 * 64  # of a slot: hidden -> gate and up -> hidden
+        products = 64 * 2 * 32 + 32 * 64  # per slot: hidden -> gate and up -> hidden
         assert counted(envoi.moe, layer.tokens, layer.routing, layer.pack(format)) == 2 * 5 * 3 * products
 
 
 def test_operations_of_the_indexer():
     q, cache, weights, seq_lens, table = one((70, 0, 130)).tensors()
     assert counted(envoi.indexer_topk, q, cache, weights, seq_lens, table, 512) == 2 * (70 + 0 + 130) * 64 * 128
-    # Two rows a request: the first of them doesn't see the newest token.
+    # Two rows per request: the first of them doesn't see the newest token.
     q, weights = q.repeat_interleave(2, 0), weights.repeat_interleave(2, 0)
     call = envoi.indexer_topk
     assert counted(call, q, cache, weights, seq_lens, table, 512, "fast", 2) == 2 * (69 + 70 + 129 + 130) * 64 * 128
@@ -155,7 +155,7 @@ def test_operations_of_tensors_without_values():
 
 
 def compiles(function, *arguments: torch.Tensor) -> None:
-    """One graph, sizes unknown, of a function whose closure holds quantised tensors."""
+    """Compile one graph, sizes unknown, of a function whose closure holds quantised tensors."""
     torch.compiler.reset()
     got = torch.compile(function, fullgraph=True, dynamic=True, backend="eager")(*arguments)
     assert_same_bits(got, function(*arguments))

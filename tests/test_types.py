@@ -1,4 +1,4 @@
-"""The nouns on the path: saved, loaded, copied, printed."""
+"""Types on the path: saved, loaded, copied, printed."""
 
 import copy
 import io

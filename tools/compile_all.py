@@ -1,8 +1,8 @@
 """`python tools/compile_all.py`: compile every registered kernel for its architectures with the installed Triton.
 
-For the Triton releases that tests/sass doesn't run under: no spills, no calls, and the instructions that each kernel
-lives from; counts may differ. `make compile` calls it with each release first on the path. Exit status 1 names what is
-wrong.
+For the Triton releases that tests/sass doesn't run under: no spills, no calls, and the required instructions of each
+kernel; counts may differ. `make compile` calls it with each release first on the path. Exit status 1 names the
+failures.
 """
 
 import sys
@@ -15,7 +15,7 @@ JOBS = 2
 
 
 def wrong_with(target: tuple[str, str]) -> list[str]:
-    """What a kernel lacks, or has too much of."""
+    """Return the rules that a kernel breaks."""
     name, arch = target
     try:
         record, text = gate.count(name, arch)
@@ -26,7 +26,7 @@ def wrong_with(target: tuple[str, str]) -> list[str]:
 
 
 def main(expected: str | None) -> int:
-    """Compile all. expected: the release that should be installed."""
+    """Compile all kernels. expected: the release that should be installed."""
     if expected not in (None, triton_compat.VERSION):
         print(f"compile_all: expected Triton {expected}, got {triton_compat.VERSION}", file=sys.stderr)
         return 1

@@ -1,4 +1,4 @@
-"""`python tools/gate.py`: accept the instruction counts of today's kernels; `tests/sass/test_gate.py` compares them."""
+"""`python tools/gate.py`: accept the current kernels' instruction counts; `tests/sass/test_gate.py` compares them."""
 
 import sys
 from pathlib import Path

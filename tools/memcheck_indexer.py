@@ -1,8 +1,8 @@
-"""Lengths and pages that would lead outside the cache, for compute-sanitizer:
+"""Run the indexer under compute-sanitizer with lengths and pages that point outside the cache:
 
     PYTORCH_NO_CUDA_MEMORY_CACHING=1 compute-sanitizer --tool memcheck python tools/memcheck_indexer.py
 
-Every tensor then is an allocation of its own, so that a read one byte behind the cache or the table is an error.
+Every tensor then is an allocation of its own, so that a read one byte past the cache or the table is an error.
 Exit status 1 if an error code isn't the documented one.
 """
 
@@ -20,7 +20,7 @@ WANT = [2, 1, 2, 1, 2, 0, 0]
 
 
 def hostile(num_heads: int) -> tuple[torch.Tensor, ...]:
-    """Requests of which five are wrong; the last uses the last page of the cache."""
+    """Return requests of which five are invalid; the last uses the last page of the cache."""
     q, cache, weights, seq_lens, table = (x.cuda() for x in one(LENGTHS, num_heads=num_heads).tensors())
     table[6, 34] = cache.shape[0] - 1
     for request, column, page in BAD_PAGES:
@@ -31,7 +31,7 @@ def hostile(num_heads: int) -> tuple[torch.Tensor, ...]:
 
 
 def main() -> int:
-    """Both modes, both numbers of heads, all rows at once and one by one."""
+    """Run both modes, both numbers of heads, all rows at once and one by one; return the exit status."""
     wrong = 0
     for num_heads in (64, 32):
         tensors = hostile(num_heads)

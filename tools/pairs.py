@@ -26,14 +26,14 @@ BEGIN, END = "<!-- pairs: `python tools/pairs.py matrix README.md` -->", "<!-- /
 
 @dataclass(frozen=True)
 class Pair:
-    """One supported pair of releases, and what else was pinned when it was tried."""
+    """Supported pair of releases, and the other pins of its constraints file."""
 
     path: Path
     torch: str
     triton: str
     transformers: str
     pythons: tuple[str, ...]
-    gpu: str  # where its kernels have run; "" if nowhere
+    gpu: str  # GPUs on which its kernels ran; "" if none
     cpu_suite: bool
 
     @property
@@ -43,7 +43,7 @@ class Pair:
 
 
 def read(path: Path) -> Pair:
-    """The pair of a constraints file. ValueError if one of its three pins or its Pythons are missing."""
+    """Read the pair of a constraints file. ValueError if one of its three pins or its Pythons are missing."""
     text = path.read_text()
     pins = dict(re.findall(r"^(torch|triton|transformers)==(\S+)$", text, re.MULTILINE))
     notes = dict(re.findall(r"^# ([a-z ]+): (.+)$", text, re.MULTILINE))
@@ -56,17 +56,17 @@ def read(path: Path) -> Pair:
 
 
 def pairs() -> list[Pair]:
-    """All pairs, the oldest torch first."""
+    """Return all pairs, the oldest torch first."""
     return sorted(map(read, FOLDER.glob("torch-*.txt")), key=lambda pair: tuple(map(int, pair.torch.split("."))))
 
 
 def default() -> Pair:
-    """The pair that `make` installs: the first one that has run on a GPU."""
+    """Return the pair that `make` installs: the first one that has run on a GPU."""
     return next(pair for pair in pairs() if pair.gpu)
 
 
 def find(name: str) -> Pair:
-    """The pair of that name. ValueError lists those that there are."""
+    """Return the pair of that name. ValueError lists the known ones."""
     for pair in pairs():
         if pair.name == name:
             return pair
@@ -74,7 +74,7 @@ def find(name: str) -> Pair:
 
 
 def refusal(pair: Pair, python: str) -> str:
-    """Why this Python can't install the pair, and what can; "" if it can."""
+    """Return why this Python can't install the pair, and which can; "" if it can."""
     if python in pair.pythons:
         return ""
     others = [other.name for other in pairs() if python in other.pythons]
@@ -86,12 +86,12 @@ def refusal(pair: Pair, python: str) -> str:
 
 
 def other_tritons(name: str) -> list[str]:
-    """Tritons of all pairs in order, each once, except that of the named pair."""
+    """Return the Tritons of all pairs in order, each once, except that of the named pair."""
     return list(dict.fromkeys(pair.triton for pair in pairs() if pair.triton != find(name).triton))
 
 
 def matrix() -> str:
-    """The pairs as a Markdown table."""
+    """Return the pairs as a Markdown table."""
     lines = [
         "| torch | Triton | Python | transformers | ran on a GPU | CPU test suite | all kernels compiled |",
         "|---|---|---|---|---|---|---|",
@@ -106,7 +106,7 @@ def matrix() -> str:
 
 
 def with_matrix(text: str) -> str:
-    """The README's text with today's table between its two marks. ValueError if they aren't there."""
+    """Return the README's text with the current table between its two marks. ValueError if the marks are missing."""
     before, begin, rest = text.partition(BEGIN)
     _, end, after = rest.partition(END)
     if not begin or not end:
@@ -115,7 +115,7 @@ def with_matrix(text: str) -> str:
 
 
 def answer(command: str, name: str) -> str:
-    """What a command prints."""
+    """Return the output of a command."""
     if command == "default":
         return default().name
     if command == "newest":
@@ -135,7 +135,7 @@ def answer(command: str, name: str) -> str:
 
 
 def main(command: str, name: str = "") -> int:
-    """Run one command; its exit status."""
+    """Run one command; return its exit status."""
     if command == "matrix" and name:
         Path(name).write_text(with_matrix(Path(name).read_text()))
         return 0

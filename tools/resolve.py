@@ -1,9 +1,9 @@
 """`python tools/resolve.py`: ask the default package index whether every pair in `constraints/` can be installed.
 
-What a user with nothing configured gets: pip without its configuration files, environment variables and local wheels,
-in an empty virtual environment. Nothing but metadata is downloaded. For the running Python pip resolves what
-`envoi[dev]` requires with all dependencies; for the other Pythons it looks whether every pin has a wheel there. Exit
-status 1 names what failed. Runs in the environment that `make` sets up, whose metadata say what envoi requires.
+Runs pip as for a user without any configuration: without its configuration files, environment variables and local
+wheels, in an empty virtual environment. Nothing but metadata is downloaded. For the running Python pip resolves the
+requirements of `envoi[dev]` with all dependencies; for the other Pythons it checks that every pin has a wheel there.
+Exit status 1 names the failures. Runs in the environment that `make` sets up, whose metadata say what envoi requires.
 """
 
 import importlib.metadata
@@ -20,14 +20,14 @@ from pathlib import Path
 
 import pairs
 
-PIP = "pip>=26"  # the first releases downloaded wheels for --dry-run
+PIP = "pip>=26"  # earlier releases download wheels for --dry-run
 ISOLATED = ("--isolated", "--disable-pip-version-check", "--no-input")
 RUNNING = ".".join(map(str, sys.version_info[:2]))
-JOBS = 4  # they wait for the network
+JOBS = 4  # threads that wait for the network
 
 
 def pip(python: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
-    """Run pip as a user who has configured nothing would."""
+    """Run pip without any configuration."""
     environment = {name: value for name, value in os.environ.items() if not name.startswith("PIP_")}
     environment["PIP_CONFIG_FILE"] = os.devnull
     command = [str(python), "-m", "pip", *ISOLATED, *arguments]
@@ -35,7 +35,7 @@ def pip(python: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
 
 
 def resolve(python: Path, pair: pairs.Pair) -> str:
-    """Install all that `envoi[dev]` requires under the pair's constraints, on paper; "" or pip's reason against it."""
+    """Resolve `envoi[dev]` under the pair's constraints without installing; return "" or pip's error."""
     with tempfile.TemporaryDirectory() as folder:
         report = Path(folder) / "report.json"
         done = pip(
@@ -56,13 +56,13 @@ def resolve(python: Path, pair: pairs.Pair) -> str:
 
 
 def required() -> list[str]:
-    """The requirements of `envoi[dev]` as pip takes them, those of the extras that it names included."""
+    """Return the requirements of `envoi[dev]` as pip arguments, including those of the extras that it names."""
     lines = [line.partition(";") for line in importlib.metadata.requires("envoi") or ()]
     return [name.strip() for name, _, _ in lines if not name.startswith("envoi")]
 
 
 def without_wheel(python: Path, version: str, pins: list[str]) -> str:
-    """What pip says of pins under another Python; "" if each has a wheel there."""
+    """Return pip's error for pins under another Python; "" if each has a wheel there."""
     with tempfile.TemporaryDirectory() as folder:
         done = pip(
             python, "install", "--dry-run", "--quiet", "--no-deps", "--only-binary=:all:", "--python-version", version,
@@ -72,19 +72,19 @@ def without_wheel(python: Path, version: str, pins: list[str]) -> str:
 
 
 def common_pins() -> list[str]:
-    """The pins that all pairs share, markers included."""
+    """Return the pins that all pairs share, markers included."""
     lines = (pairs.FOLDER / "common.txt").read_text().splitlines()
     return [line for line in lines if line and not line.startswith("#")]
 
 
 def last_error(stderr: str) -> str:
-    """The last line in which pip says what is wrong."""
+    """Return the last error line of pip's output."""
     lines = [line for line in stderr.splitlines() if line.startswith("ERROR")]
     return (lines or stderr.splitlines() or ["pip gave no reason"])[-1]
 
 
 def checks(python: Path) -> Iterator[tuple[str, Callable[[], str]]]:
-    """What to ask: a title, and a function that returns what is wrong."""
+    """Yield the checks: a title, and a function that returns the error or ""."""
     known = pairs.pairs()
     for pair in known:
         for version in pair.pythons:
@@ -99,7 +99,7 @@ def checks(python: Path) -> Iterator[tuple[str, Callable[[], str]]]:
 
 
 def main() -> int:
-    """Check all pairs under all of their Pythons."""
+    """Check all pairs under all of their Pythons; return the exit status."""
     if not any(RUNNING in pair.pythons for pair in pairs.pairs()):
         print(f"resolve: no pair takes the running Python, {RUNNING}", file=sys.stderr)
         return 1

@@ -1,4 +1,4 @@
-"""The `envoi` command. Only argparse is imported here, so that `--help` answers at once."""
+"""The `envoi` command. Imports only argparse, so that `--help` answers at once."""
 
 import argparse
 import os
@@ -9,11 +9,11 @@ from typing import NoReturn
 import envoi
 
 DEMO_FORMATS = "bf16,fp8_row,fp8_block128,mxfp8,mxfp4"
-READER_GONE = 141  # what a shell reports of a program that SIGPIPE ended
+READER_GONE = 141  # a shell's exit status for a program ended by SIGPIPE
 
 
 class Parser(argparse.ArgumentParser):
-    """An ArgumentParser whose errors are one line, like all others of this command."""
+    """ArgumentParser whose errors are one line, like all others of this command."""
 
     def error(self, message: str) -> NoReturn:
         """Print the line and exit with status 2."""
@@ -21,12 +21,12 @@ class Parser(argparse.ArgumentParser):
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Run a command line; returns the exit status, 2 for what the user can mend, 141 if nobody reads the output."""
+    """Run a command line; return the exit status: 2 for a user's mistake, 141 if the reader of the output has gone."""
     try:
         try:
             return _run(argv)
         finally:
-            sys.stdout.flush()  # now, and not when the interpreter ends, which would print a traceback
+            sys.stdout.flush()  # here: at interpreter exit an error would print a traceback
     except BrokenPipeError:
         if not _reader_is_gone():
             raise
@@ -34,9 +34,9 @@ def main(argv: list[str] | None = None) -> int:
 
 
 def _reader_is_gone() -> bool:
-    """True if it is standard output that nobody reads any more; then what is left of it goes nowhere."""
+    """Return whether standard output has lost its reader; if so, discard the rest of the output."""
     output = select.poll()
-    output.register(sys.stdout, 0)  # errors and a reader who hung up are reported unasked
+    output.register(sys.stdout, 0)  # poll reports errors and hang-ups without being asked
     if not output.poll(0):
         return False
     os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())

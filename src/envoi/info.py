@@ -25,14 +25,14 @@ GIB = 1 << 30
 
 
 def run(args: argparse.Namespace) -> int:
-    """Print what `collect` finds, as text or with args.json as one JSON object; returns 0."""
+    """Print the result of `collect`, as text or with args.json as one JSON object; return 0."""
     found = collect()
     print(json.dumps(found, indent=2) if args.json else to_text(found))
     return 0
 
 
 def collect() -> dict[str, Any]:
-    """versions {package: version or null}, devices [..], operators [..], transport {name, why}."""
+    """Return versions {package: version or null}, devices [..], operators [..], transport {name, why}."""
     devices = _devices()
     versions = {"envoi": envoi.__version__, "python": platform.python_version()}
     return {
@@ -44,7 +44,7 @@ def collect() -> dict[str, Any]:
 
 
 def backend(operator: str, devices: list[dict[str, Any]]) -> dict[str, str]:
-    """The implementation that an operator uses on the first device, and why."""
+    """Return the implementation that an operator uses on the first device, and why."""
     gpu = _first_gpu(devices)
     return _indexer_backend(gpu) if operator == "indexer_topk" else _kernels(gpu, WITH_KERNELS[operator])
 
@@ -72,7 +72,7 @@ def _indexer_backend(gpu: dict[str, Any] | None) -> dict[str, str]:
 
 
 def transport(devices: list[dict[str, Any]]) -> dict[str, str]:
-    """What carries rows between the ranks of ExpertParallel here, and why."""
+    """Return the transport of rows between the ranks of ExpertParallel here, and why."""
     num_gpus = sum(device["kind"] == "cuda" for device in devices)
     if num_gpus == 0:
         return {"name": "gloo", "why": "no GPU: ranks are processes on CPUs"}
@@ -92,7 +92,7 @@ def _all_reach_each_other(num_gpus: int) -> bool:
 
 
 def to_text(found: dict[str, Any]) -> str:
-    """The same for people, in 80 columns."""
+    """Format the result of `collect` as text of 80 columns."""
     versions = [f"{name} {version or 'not installed'}" for name, version in found["versions"].items()]
     lines = [fold(", ".join(versions)), ""]
     lines += [_device_line(device) for device in found["devices"]]
@@ -101,7 +101,7 @@ def to_text(found: dict[str, Any]) -> str:
 
 
 def _operators(entries: list[dict[str, str]]) -> str:
-    """A table, one row for operators that run on the same for the same reason; one line if that is all of them."""
+    """Return a table with one row per (backend, reason), its operators joined; one line if all operators share one."""
     alike: dict[tuple[str, str], list[str]] = {}
     for entry in entries:
         alike.setdefault((entry["backend"], entry["why"]), []).append(entry["operator"])

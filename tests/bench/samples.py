@@ -1,4 +1,4 @@
-"""A measurement for tests."""
+"""Sample measurement for tests."""
 
 from envoi.bench.evidence import Measurement
 

@@ -1,4 +1,4 @@
-"""The evidence format: a round trip, history, and every refusal."""
+"""Evidence format: a round trip, history, and every refusal."""
 
 import dataclasses
 import json

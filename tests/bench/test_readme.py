@@ -24,7 +24,7 @@ end
 
 
 def test_the_readme_agrees_with_the_results():
-    """If this fails: `envoi bench --readme README.md`."""
+    """Test the committed tables. To fix a failure: `envoi bench --readme README.md`."""
     text = (ROOT / "README.md").read_text(encoding="utf-8")
     assert render(text, ROOT / "bench" / "results") == text
 

@@ -1,4 +1,4 @@
-"""The registry: every suite has cases for both kinds of device, and no name stands for two of them."""
+"""Registry: every suite has cases for both kinds of device, and names are unique."""
 
 import pytest
 

@@ -1,4 +1,4 @@
-"""Every case that a CPU takes runs, gives a valid measurement and is right; the command writes and shows them."""
+"""CPU cases: each runs, gives a valid measurement and is right; the command writes and shows them."""
 
 import pytest
 import torch
@@ -202,7 +202,7 @@ GPU_CASES = {
 }
 
 
-PEERS = {"sgl_deep_gemm_topk"}  # other libraries: nobody has to have them
+PEERS = {"sgl_deep_gemm_topk"}  # other libraries, which needn't be installed
 
 
 @pytest.mark.gpu

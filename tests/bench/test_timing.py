@@ -35,7 +35,7 @@ def test_rounds_take_turns():
 
 
 class Event:
-    """Has happened, or not."""
+    """CUDA event that has happened, or not."""
 
     def __init__(self, happened):
         self.happened = happened
@@ -46,7 +46,7 @@ class Event:
 
 @pytest.fixture
 def host(monkeypatch):
-    """What the host does: host.late is asked after each call; done and fillers are counted."""
+    """Replace the host: host.late is asked after each call; done and fillers are counted."""
 
     class Host:
         done = fillers = 0

@@ -1,4 +1,4 @@
-"""`envoi tune` where there is no GPU: what it would measure, what it refuses, how it chooses."""
+"""`envoi tune` without a GPU: the measurements it would make, its refusals, its choice."""
 
 import pytest
 

@@ -1,4 +1,4 @@
-"""The demo: its parts, its figures, and what it refuses."""
+"""Demo: its parts, its figures, and its refusals."""
 
 import copy
 import json
@@ -36,11 +36,11 @@ def batches():
 
 @pytest.mark.parametrize("formats", [["bf16"], [format for format in FORMATS if format != "bf16"]])
 def test_every_format_costs_no_more_bits_than_promised(model, formats):
-    num_bytes = 8192 if formats == ["bf16"] else 4096  # a difference of 0.001 takes more bytes to see
+    num_bytes = 8192 if formats == ["bf16"] else 4096  # a difference of 0.001 needs more bytes to show
     batches = lm.windows(read_text(None, MODEL, num_bytes).data, CPU)
     model.set_experts_implementation("eager")
     eager = lm.bits_per_byte(model, batches)
-    assert eager < 1.8  # a model that has learned nothing needs about 4.5
+    assert eager < 1.8  # an untrained model needs about 4.5
     for format in formats:
         model.set_experts_implementation(implementation_name(format))
         assert abs(lm.bits_per_byte(model, batches) - eager) < ALLOWED[format], format
@@ -75,7 +75,7 @@ def test_the_routers_of_the_model_and_of_envoi_agree(model, batches):
     tokens = lm.moe_inputs(model, batches[0], 1)
     gate = model.model.layers[1].mlp.gate
     with torch.no_grad():
-        # The model rounds its logits to bf16; in float32 both see the same.
+        # The model rounds its logits to bf16; in float32 both agree.
         _, weights, ids = copy.deepcopy(gate).float()(tokens.float())
     ours = route(tokens, gate.weight.detach(), 4, rule="qwen3-moe")
     assert torch.equal(ours.topk_ids.long(), ids)
@@ -108,7 +108,7 @@ def test_shares_of_tokens_are_uneven_and_complete():
 
 
 def broken(tmp_path: Path, change) -> Path:
-    """A copy of the checkpoint with its tensors changed."""
+    """Return a copy of the checkpoint with its tensors changed."""
     folder = tmp_path / "model"
     shutil.copytree(MODEL, folder)
     tensors = load_file(folder / "model.safetensors")

@@ -1,4 +1,4 @@
-"""The wheel on its own: what it holds, and that the demo runs from it, far from the repository."""
+"""Wheel on its own: its contents, and the demo run from it, outside the repository."""
 
 import os
 import shutil
@@ -16,7 +16,7 @@ BUILD = "import sys; from setuptools import build_meta; print(build_meta.build_w
 
 @pytest.fixture(scope="module")
 def wheel(tmp_path_factory) -> Path:
-    """Built from a copy, since setuptools writes beside its sources. Without a network: `dev` brings setuptools."""
+    """Build from a copy, since setuptools writes beside its sources. Without a network: `dev` installs setuptools."""
     folder = tmp_path_factory.mktemp("wheel")
     for name in ("pyproject.toml", "README.md", "LICENSE"):
         shutil.copy(ROOT / name, folder)
@@ -32,7 +32,7 @@ def test_the_wheel_holds_the_package_and_what_it_reads(wheel):
     package = {name for name in names if ".dist-info/" not in name}
     listed = subprocess.run(("git", "ls-files", "src"), cwd=ROOT, capture_output=True, text=True, check=True).stdout
     sources = {name.removeprefix("src/") for name in listed.split() if (ROOT / name).is_file()}
-    assert sources - package == {"envoi/demo/tiny_moe/training.json"}  # a record of the training, which nothing reads
+    assert sources - package == {"envoi/demo/tiny_moe/training.json"}  # a record of the training, not read by the demo
     assert wheel.stat().st_size < MAX_WHEEL_BYTES
 
 

@@ -1,4 +1,4 @@
-"""Epilogues of a module, and what holds them: other processes import this."""
+"""Epilogues of a module, and objects that hold them, for other processes to import."""
 
 import torch
 

@@ -1,4 +1,4 @@
-"""The language: what is traced, what it prints, what it computes, and what it refuses."""
+"""Epilogue language: tracing, printing, evaluation, refusals."""
 
 import fractions
 import gc
@@ -196,7 +196,7 @@ def test_numbers_in_every_place(name, number):
 
 
 def extremes(dtype: torch.dtype) -> torch.Tensor:
-    """4096 numbers of every size, shuffled."""
+    """Return 4096 numbers of every magnitude, shuffled."""
     source = torch.Generator().manual_seed(2)
     x = torch.randn(4096, generator=source, dtype=torch.float64)
     x[2048:] *= torch.empty(2048, dtype=torch.float64).uniform_(-40, 40, generator=source).exp()
@@ -242,7 +242,7 @@ REBUILT = {
     "sigmoid": (sigmoid, torch.sigmoid, torch.sigmoid),
     "silu": (silu, torch.nn.functional.silu, torch.nn.functional.silu),
     "softplus": (softplus, torch.nn.functional.softplus, torch.nn.functional.softplus),
-    # torch's own cancel far below 0, in float64 too.
+    # torch's own functions cancel far below 0, in float64 too.
     "gelu": (gelu, torch.nn.functional.gelu, lambda x: 0.5 * x * torch.erfc(x * -math.sqrt(0.5))),
     "gelu tanh": (lambda x: gelu(x, "tanh"), lambda x: torch.nn.functional.gelu(x, approximate="tanh"),
                   lambda x: x * torch.sigmoid(math.sqrt(8 / math.pi) * (x + 0.044715 * x**3))),
@@ -273,7 +273,7 @@ def two_threads():
     torch.set_num_threads(before)
 
 
-@pytest.mark.parametrize("N", [18, 4096, 40000])  # torch cuts the sum of a single row of 40000 into one for each thread
+@pytest.mark.parametrize("N", [18, 4096, 40000])  # torch splits the sum of a single row of 40000 over threads
 @pytest.mark.parametrize("op", [row_sum, row_max, row_absmax, softmax, lambda x: topk(x, 3)[0],
                                 lambda x: row_sum(pairs(x)[1]), lambda x: softmax(pairs(x)[0])])  # fmt: skip
 def test_a_rows_bits_do_not_depend_on_the_other_rows(op, N, two_threads):
@@ -645,7 +645,7 @@ Vector = Col
 
 
 class Lattice:
-    """Not of the language, though it has names like it."""
+    """Class with names like the language's, but not part of it."""
 
     Col = Row = int
 

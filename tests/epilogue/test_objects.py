@@ -1,4 +1,4 @@
-"""Epilogues as objects: their reference, how long they live, how they are pickled, and one inside another."""
+"""Epilogue objects: their reference, lifetime, pickling, and nesting."""
 
 import copy
 import gc
@@ -118,7 +118,7 @@ def test_the_reference_compiles_as_one_graph():
     assert_same_bits(compiled(ACC, 2.0), both(ACC, 2.0))
 
 
-# One inside another
+# Nesting
 
 
 def test_an_epilogue_inside_another_is_a_part_of_it():
@@ -167,7 +167,7 @@ def test_an_epilogue_is_one_already():
     assert epilogue(linear) is linear
 
 
-# How long they live
+# Lifetime
 
 
 def test_epilogues_die_with_what_they_close_over():

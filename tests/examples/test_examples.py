@@ -1,4 +1,4 @@
-"""Every program of examples/ runs as it stands on this machine and returns what it says."""
+"""Programs of examples/: each runs unchanged on this machine and returns its stated result."""
 
 import os
 import runpy

@@ -1,4 +1,4 @@
-"""Which configs a GEMM on Hopper has to choose from, and which it chooses."""
+"""Candidate configs of a GEMM on Hopper, and the choice among them."""
 
 from dataclasses import replace
 
@@ -61,7 +61,7 @@ def test_a_wide_tile_is_as_large_as_a_square_one():
 
 
 def units_of(stage: int, wide: bool, config: Config) -> set[int]:
-    """What a tile uses of the room that x, in buffers of one unit, and y, in buffers of two, share."""
+    """Return the units that a tile uses of the buffer shared by x, in boxes of one unit, and y, in boxes of two."""
     from envoi.gemm.hopper.pipeline import x_box_index, y_box_index
 
     used = [x_box_index.fn(stage, part, config) for part in ((0,) if wide else (0, 1))]
@@ -111,7 +111,7 @@ def test_a_wave_that_is_full_but_for_chance_is_one_wave():
     ("rows", "wide"), [(64, False), (96, False), (128, True), (192, True), (256, True), (2048, False)]
 )
 def test_wide_tiles_where_they_save_more_than_they_cost(rows, wide):
-    """Measured: 96 rows an expert lose 3 %, 192 and 256 gain 5 to 9 %; the more rows, the less there is to save."""
+    """Test the choice by measurements: 96 rows per expert lose 3 %, 192 and 256 gain 5 to 9 %; more rows save less."""
     chosen = default_config(replace(SCALED, M=64 * rows), STORE, NUM_SMS)
     assert chosen is not None
     assert chosen.wide_tail_tiles == wide

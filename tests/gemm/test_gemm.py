@@ -104,7 +104,7 @@ def test_bf16_beside_power_of_two_scales(for_b):
 @pytest.mark.parametrize(("for_a", "for_b"), [(None, None), *PAIRINGS])
 def test_a_rows_bits_do_not_depend_on_its_batch(for_a, for_b):
     if for_a == "fp8_tensor":
-        return  # its scale does
+        return  # its scale depends on the whole batch
     a, b = normal(50, 256), normal(72, 256, seed=1)
     b = b.bfloat16() if for_b is None else cast_to(b, for_b)
 
@@ -231,7 +231,7 @@ def kinds(m: int, n: int, experts: int | None = None) -> dict:
 
 
 def assert_kernel_and_fake_agree(function, arguments: dict) -> None:
-    """The shapes and dtypes that torch.compile is told are those that come."""
+    """Assert that the shapes and dtypes that torch.compile is told are those of the results."""
 
     def flat(outputs):
         tensors = [(x.values, x.sf) if isinstance(x, QuantTensor) else (x,) for x in outputs]
@@ -332,7 +332,7 @@ def test_no_experts(rows, for_a, for_b):
     a, b = normal(rows, 128), normal(0, 64, 128)
     a, b = (a.bfloat16(), b.bfloat16()) if for_a is None else (cast_to(a, for_a), cast_to(b, for_b))
     got = grouped_gemm(a, b, torch.zeros(1, dtype=torch.int32), everything, **operands(rows, 64, 0))
-    # Rows of no expert come out as the epilogue of 0, with a Col of 0.
+    # Rows of no expert are the epilogue of 0, with a Col of 0.
     want = everything(torch.zeros(rows, 64), **operands(rows, 64) | {"bias": torch.zeros(64)})
     for name in ("h", "best", "ids", "row"):
         assert_same_bits(got[name].float(), want[name].bfloat16().float() if name == "h" else want[name].float())

@@ -1,4 +1,4 @@
-"""The GEMMs' kernels on a GPU: every path, against float64, on sizes and inputs chosen to break them."""
+"""GEMM kernels on a GPU: every path, against float64, on sizes and inputs chosen to break them."""
 
 import pytest
 import torch
@@ -48,7 +48,7 @@ from envoi.types import QuantTensor
 from tests.helpers.accuracy import assert_at_most_twice, assert_same_bits, relative_error
 
 pytestmark = pytest.mark.gpu
-ROUNDINGS = 5e-7  # a few of float32: what the order of a sum is worth where torch is exact by luck
+ROUNDINGS = 5e-7  # several float32 roundings: the effect of a sum's order if torch is exact by luck
 FORMATS = {
     "bf16": (None, None), "fp8_row": ("fp8_row", "fp8_row"), "fp8_tensor": ("fp8_tensor", "fp8_tensor"),
     "fp8_block128": ("fp8_1x128", "fp8_128x128"), "mxfp8": ("mxfp8", "mxfp8"), "mxfp4": ("mxfp8", "mxfp4"),
@@ -57,7 +57,7 @@ FORMATS = {
 
 @pytest.fixture(autouse=True)
 def poisoned():
-    """Memory that nobody wrote is NaN."""
+    """Fill uninitialised memory with NaN."""
     torch.use_deterministic_algorithms(True, warn_only=True)
     yield
     torch.use_deterministic_algorithms(False)
@@ -95,20 +95,20 @@ def flat(outputs) -> list:
 
 
 def judge(ep, got, acc, exact, operands, offsets=None) -> None:
-    """At most twice the error of torch, which runs the same epilogue on its own accumulators."""
+    """Assert at most twice the error of torch, which runs the same epilogue on its own accumulators."""
     torchs = flat(evaluate(ep.ir, acc, operands, offsets))
     wants = flat(evaluate(ep.ir, exact, operands, offsets))
     for g, t, want in zip(flat(got), torchs, wants, strict=True):
         assert g.shape == want.shape
         if g.dtype == torch.int32:
-            assert (g != want).float().mean() < 0.01  # near-ties may fall either way
+            assert (g != want).float().mean() < 0.01  # near-ties may round either way
         elif g.numel():
             mine, theirs = relative_error(g, want), relative_error(t.to(g.dtype), want)
             assert mine <= 2 * theirs + ROUNDINGS, f"error {mine:.3g}, torch's {theirs:.3g}"
 
 
 def torchs_product(a, b) -> torch.Tensor:
-    """float32 accumulators as torch's kernels get them: by the same tensor cores."""
+    """Return float32 accumulators of torch's kernels, by the same tensor cores."""
     if isinstance(a, torch.Tensor):
         if a.dtype == torch.float32:
             return a @ b.T
@@ -185,7 +185,7 @@ def gated(acc, bias: Col, residual: HalfTile, clamp: Scalar):
 
 @pytest.mark.parametrize("N", [130, 200, 328])
 def test_row_reductions_of_roles_without_features(N):
-    for _ in range(3):  # a counter left behind would spoil the next call
+    for _ in range(3):  # a counter not reset would spoil the next call
         check(absmax, 9, N, 256)
         check(all_reductions, 48, N, 512)
 

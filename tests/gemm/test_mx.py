@@ -1,4 +1,4 @@
-"""The Hopper kernel for MX weights without a GPU: what its machine code must show, what it doesn't take."""
+"""Hopper kernel for MX weights without a GPU: required machine code, refused problems."""
 
 from itertools import product
 

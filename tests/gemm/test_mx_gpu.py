@@ -1,4 +1,4 @@
-"""MX weights on Hopper: the kernel that widens them in registers, against float64, on inputs chosen to break it."""
+"""Hopper kernel for MX weights, widened in registers, on a GPU: against float64, on inputs chosen to break it."""
 
 import pytest
 import torch
@@ -47,7 +47,7 @@ pytestmark = pytest.mark.gpu
 
 @epilogue
 def sums_and_peaks(acc, bias: Col, w: Row):
-    """Without total_sum: near 0 its error is that of the order of the additions."""
+    """Return reductions without total_sum: near 0 its error is that of the order of the additions."""
     h = acc + bias
     return {
         "h": h, "sum": row_sum(h) * w, "max": row_max(h), "absmax": row_absmax(h), "col": col_sum(h),
@@ -71,7 +71,7 @@ def mx_weights(rows: int, columns: int, scheme: str, *lead: int) -> QuantTensor:
 
 
 def product(a, b) -> torch.Tensor:
-    """torch's accumulators: both sides exact in bf16."""
+    """Return torch's accumulators: both operands exact in bf16."""
     if isinstance(a, torch.Tensor):
         return torch.mm(a, dequantize(b).bfloat16().T, out_dtype=torch.float32)
     return torchs_product(a, b)

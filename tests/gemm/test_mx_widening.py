@@ -1,4 +1,4 @@
-"""The PTX that widens MX weights, run by an interpreter of its instructions: exact for every element and factor."""
+"""PTX that widens MX weights, run by an interpreter of its instructions: exact for every element and factor."""
 
 import re
 
@@ -10,7 +10,7 @@ from envoi.quant.bits import e2m1_decode
 from envoi.quant.pack import TAMEST
 
 E4M3_NANS = (0x7F, 0xFF)
-LEAST = 2.0**-133  # of bf16
+LEAST = 2.0**-133  # smallest bf16
 
 
 def bf16(bits: torch.Tensor) -> torch.Tensor:
@@ -18,13 +18,13 @@ def bf16(bits: torch.Tensor) -> torch.Tensor:
 
 
 def packed(low: torch.Tensor, high: torch.Tensor) -> torch.Tensor:
-    """Two vectors of bf16 -> one of words."""
+    """Pack two vectors of bf16 into one of words."""
     bits = [x.view(torch.int16).to(torch.int64) & 0xFFFF for x in (low, high)]
     return bits[0] | bits[1] << 16
 
 
 def scaled(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
-    """mul.rn.bf16x2; float32 holds the product of two bf16 but for its range, so float64."""
+    """Compute mul.rn.bf16x2 in float64: float32 holds the product of two bf16 except for its range."""
     halves = [(bf16(a >> shift & 0xFFFF).double() * bf16(b >> shift & 0xFFFF).double()).bfloat16() for shift in (0, 16)]
     return packed(*halves)
 
@@ -48,7 +48,7 @@ OPERATIONS = {
 
 
 def run(text: str, registers: dict[str, torch.Tensor]) -> None:
-    """Run PTX on vectors of words; a branch is taken by all or by none."""
+    """Run PTX on vectors of words; either all elements take a branch or none."""
     skip = ""
     for statement in re.findall(r"[^;{}\n:]+[;:]", text):
         statement = statement.strip()
@@ -69,7 +69,7 @@ def run(text: str, registers: dict[str, torch.Tensor]) -> None:
 
 
 def widen(bits: int, tame: bool, codes: torch.Tensor, byte: torch.Tensor) -> torch.Tensor:
-    """Codes of elements [n, 16] of a thread's row in its order, and the byte of their factor [n] -> bf16 [n, 16]."""
+    """Widen a thread's row: element codes [n, 16] in its order, and the byte of their factor [n] -> bf16 [n, 16]."""
     per_word = 32 // bits
     shifts = bits * torch.arange(per_word)
     words = (codes.view(len(codes), -1, per_word) << shifts).sum(-1)
@@ -84,7 +84,7 @@ def widen(bits: int, tame: bool, codes: torch.Tensor, byte: torch.Tensor) -> tor
 
 
 def order(bits: int) -> torch.Tensor:
-    """Which element of the row each half of a register holds: register j of a word has elements j and j + half."""
+    """Return the row's element in each half of a register: register j of a word has elements j and j + half."""
     per_word = 32 // bits
     word = torch.arange(16).view(-1, 2, per_word // 2).transpose(1, 2)
     return word.flatten()
@@ -100,7 +100,7 @@ def test_every_element_under_every_factor(bits, tame):
         factor = float("nan") if byte == 255 else 2.0 ** (byte - 127)
         want = (values.double() * factor)[:, order(bits)]
         if bits == 8:
-            nan = want.isnan().any(1, keepdim=True)  # one poisons what its thread has of the row
+            nan = want.isnan().any(1, keepdim=True)  # one NaN spoils all elements that its thread has of the row
             want = torch.where(nan, float("nan"), want)
             if tame:
                 got, want = got[~nan[:, 0]], want[~nan[:, 0]]

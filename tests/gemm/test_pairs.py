@@ -1,4 +1,4 @@
-"""Every scheme beside every other on the torch path, against float64 products of the dequantised operands."""
+"""Every pair of schemes on the torch path, against float64 products of the dequantised operands."""
 
 from itertools import pairwise, product
 
@@ -10,13 +10,13 @@ from envoi.quant import SCHEMES, dequantize, quantize
 from envoi.types import QuantTensor
 from tests.helpers.accuracy import relative_error
 
-# M or N equal to the number of groups along K, of 16, 32 or 128 columns: what is of one size broadcasts in silence.
+# M or N equal to the number of groups along K, of 16, 32 or 128 columns: a dimension of size one broadcasts silently.
 SHAPES = [(8, 64, 256), (16, 8, 256), (5, 136, 256), (2, 2, 256), (4, 16, 128), (24, 24, 768), (6, 12, 384)]
 TOLERANCE = 3e-6
 
 
 def uneven(rows: int, columns: int, seed: int) -> torch.Tensor:
-    """Scale factors differ from row to row and from group to group, by far."""
+    """Return values whose scale factors differ strongly between rows and between groups."""
     x = torch.randn(rows, columns, generator=torch.Generator().manual_seed(seed))
     return x * torch.logspace(-3, 3, rows)[:, None] * torch.logspace(-1, 1, columns)
 
@@ -44,7 +44,7 @@ def test_a_grouped_product_of_any_two_schemes(for_a, for_b):
 
 
 def test_a_scale_inside_a_block_may_have_any_extent():
-    """Scale factors over 64 columns of E8M0 beside float32 ones over 128, and over two blocks at once."""
+    """Test scale factors of any extent: E8M0 over 64 columns with float32 over 128, and over two blocks at once."""
     a = quantize(uneven(4, 512, 0), "fp8_1x128")
     for columns in (64, 256):
         b = quantize(uneven(4, 512, 1), "mxfp8")

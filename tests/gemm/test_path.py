@@ -1,4 +1,4 @@
-"""The way of one call: which files `envoi.gemm` passes through before the kernel's first instruction."""
+"""Path of one call: the files that `envoi.gemm` passes through before the kernel's first instruction."""
 
 import sys
 from pathlib import Path
@@ -12,14 +12,14 @@ from envoi.gemm.hopper import host
 from envoi.gemm.triton import host as triton_host
 from envoi.runtime import launch
 
-# A call asks these for a value; it doesn't go on from there.
+# Files that only return a value to the call.
 LEAVES = {"gemm/grouping.py", "gemm/hopper/config.py", "runtime/math.py", "runtime/shortcuts.py"}
 ROOMS = [Path(envoi.__file__).parent / room for room in ("gemm", "runtime")]
 
 
 @pytest.fixture
 def launched(monkeypatch):
-    """A CPU that counts as Hopper, whose launches end with the kernel's name."""
+    """Make the CPU count as Hopper, with launches that end with the kernel's name."""
     kernels = []
     monkeypatch.setattr(backend, "implementation", lambda device: "hopper")
     monkeypatch.setattr(launch, "launch", lambda kernel, grid, arguments, options: kernels.append(kernel))
@@ -27,7 +27,7 @@ def launched(monkeypatch):
 
 
 def files_of(call) -> set[str]:
-    """Files of gemm/ and runtime/ of which a function runs during the call."""
+    """Return the files of gemm/ and runtime/ of which a function runs during the call."""
     found = set()
 
     def note(frame, event, argument):
@@ -45,7 +45,7 @@ def files_of(call) -> set[str]:
 
 def test_a_call_passes_through_few_files(launched):
     a, b = torch.randn(256, 512).bfloat16(), torch.randn(384, 512).bfloat16()
-    envoi.gemm(a, b)  # chooses a config, lowers the epilogue
+    envoi.gemm(a, b)  # warms up: chooses a config, lowers the epilogue
     files = files_of(lambda: envoi.gemm(a, b))
     kernel = Path(launched[-1].fn.__code__.co_filename)
     files -= LEAVES

@@ -1,4 +1,4 @@
-"""Every registered kernel of the Hopper GEMM on a GPU: right, and the code that was counted without one."""
+"""Registered kernels of the Hopper GEMM on a GPU: correct, and equal to the code counted without one."""
 
 from dataclasses import replace
 from itertools import pairwise
@@ -21,7 +21,7 @@ ROWS_OF_NONE = 3
 
 
 def uneven_offsets(case):
-    """Experts of very different sizes, some empty, and a few rows of none."""
+    """Return offsets of experts of very different sizes, some empty, and a few rows of none."""
     generator = torch.Generator().manual_seed(0)
     bounds = torch.randint(0, case.M - ROWS_OF_NONE, (case.num_experts + 1,), generator=generator).sort().values
     bounds[1] = bounds[0] = 0
@@ -30,7 +30,7 @@ def uneven_offsets(case):
 
 
 def maker():
-    """Normal numbers, other ones for each tensor."""
+    """Return a function that makes normal numbers, different for each tensor."""
     seeds = iter(range(100))
     return lambda shape, dtype: normal(*shape, seed=next(seeds), dtype=dtype)
 
@@ -42,7 +42,7 @@ def rows_of(x, first, last):
 
 
 def products(given):
-    """The accumulators as torch's tensor cores get them, and in float64."""
+    """Return the accumulators of torch's tensor cores, and those in float64."""
     if given.offsets is None:
         return torchs_product(given.a, given.b), oracle(given.a, given.b)
     acc = torch.zeros(given.a.shape[0], given.b.shape[1], device="cuda")
@@ -56,7 +56,7 @@ def products(given):
 
 
 def addresses_of(rows):
-    """Of each row, int64."""
+    """Return the address of each row, int64."""
     step = rows.stride(0) * rows.itemsize
     return rows.data_ptr() + step * torch.arange(len(rows), device="cuda")
 

@@ -1,4 +1,4 @@
-"""The Blackwell GEMM without a Blackwell: what its machine code must show, what can't fit, how scale factors lie."""
+"""Blackwell GEMM without a Blackwell: required machine code, configs that can't fit, layout of scale factors."""
 
 import dataclasses
 import re
@@ -30,7 +30,7 @@ def build(epilogue, config, arch="sm_100", **options):
 
 
 def check_roles(record, text, core, loads, stores, fetches):
-    """Products, TMA both ways, tensor memory loads of this width; no spill, no call but the guards of an allocation."""
+    """Assert products, TMA both ways, tensor-memory loads of this width; no spill, no call but allocation guards."""
     families = record.families
     assert {name.partition(".")[0] for name in families["tensor core"]} == {core}
     assert families["tensor memory load"] == loads
@@ -45,7 +45,7 @@ def check_roles(record, text, core, loads, stores, fetches):
     assert any(name.startswith("USETMAXREG") for name in families["register budget"])
 
 
-# Each twice: before the warps part, and in the producer.
+# Each instruction twice: before the warps specialise, and in the producer.
 TWO = {"UTMALDG.2D": 2 * 2}
 FACTORS = {"UTMALDG.2D": 2 * 2, "UTMALDG.5D": 2 * 2}
 BY_NAME = {
@@ -88,7 +88,7 @@ def test_pieces_decide_the_width_of_loads(num_warps, piece, loads):
 
 def test_parts_along_k_leave_by_wide_stores():
     record, text = build(library.store, dataclasses.replace(PLAIN, split_k=3))
-    # A piece is read once to leave a part of a tile, and once where the tile is whole.
+    # A chunk is read once to store a part of a tile, and once if the tile is whole.
     check_roles(record, text, "UTCHMMA", {"32x32b.x64": 8}, 4, TWO)
     assert record.families["global store"]["128 bit"] == 256 // 4
     assert record.families["global load"]["128 bit"] == 3 * 256 // 4
@@ -101,7 +101,7 @@ def test_reductions_over_rows_dont_spill():
 
 def test_a_residual_comes_by_tma():
     record, text = build(library.gelu_residual, BlackwellConfig(256, 64, 3, epilogue_columns=32))
-    # One fetch ahead of the tile, then one in each piece but the last.
+    # One fetch before the tile, then one in each chunk but the last.
     check_roles(record, text, "UTCHMMA", {"32x32b.x32": 8}, 8, {"UTMALDG.2D": 2 * 2 + 8})
 
 
@@ -120,7 +120,7 @@ def test_only_tiles_of_an_unfilled_wave_are_cut():
     assert (M, N, K, groups, num_whole) == (1000, 4096, 512, 0, 100)  # of 8 x 16 tiles
 
 
-# What doesn't fit
+# Configs that don't fit
 
 
 STORE = lower(library.store.ir, BF16, "gluon", False, True, frozenset())
@@ -187,7 +187,7 @@ def test_a_launch_that_cant_fit_says_why():
 
 
 def test_tensor_memory_that_is_refused_isnt_there(monkeypatch):
-    # Compiled without a launch, such a kernel traps where it would allocate; what follows is gone.
+    # Compiled without a launch, such a kernel traps at the allocation; the code after it is removed.
     monkeypatch.setattr(host, "supports", lambda problem, config, code: "")
     config = BlackwellConfig(256, 128, 3, sf_group=32, epilogue_columns=32)
     for num_accumulators, there in ((1, True), (2, False)):

@@ -1,4 +1,4 @@
-"""The Triton kernels on a GPU: the interpreter's cases, compiled."""
+"""Triton kernels on a GPU: the interpreter's cases, compiled."""
 
 import pytest
 import torch

@@ -1,6 +1,6 @@
-"""The launch shortcuts beside the installed Triton: they use private names of its, and must launch what it would.
+"""Launch shortcuts compared with the installed Triton: they use its private names, and must launch equal arguments.
 
-Triton's own host code runs here down to its launcher, which is replaced: what it is given is what would reach the GPU.
+Triton's own host code runs here down to its launcher, which is replaced by one that records the arguments for the GPU.
 """
 
 import itertools
@@ -23,7 +23,7 @@ from envoi.runtime.tma import descriptor, unswizzled_descriptor
 
 @triton.jit
 def add(x, out, operands, n, scale, SIZE: tl.constexpr):
-    """Small, and with an argument of each kind."""
+    """Small kernel with an argument of each kind."""
     bias, shift = operands
     at = tl.program_id(0) * SIZE + tl.arange(0, SIZE)
     tl.store(out + at, tl.load(x + at, at < n) * scale + tl.load(bias + at) + shift, at < n)
@@ -31,12 +31,12 @@ def add(x, out, operands, n, scale, SIZE: tl.constexpr):
 
 @triton.jit
 def anything(x):
-    """Never compiled here."""
+    """Kernel that is never compiled here."""
 
 
 @pytest.fixture
 def launched(monkeypatch):
-    """Arguments of each launch, in place of a GPU's driver."""
+    """Record the arguments of each launch, in place of a GPU's driver."""
     seen: list[tuple] = []
     utils = SimpleNamespace(
         load_binary=lambda *args: ("module", "function", 32, 0, 1024),

@@ -1,4 +1,4 @@
-"""Measured configs on disk: kept, found again, and no reason to stop if they are spoilt or of another version."""
+"""Measured configs on disk: stored, found again, and ignored if they are spoilt or of another version."""
 
 import dataclasses
 import json
@@ -15,7 +15,7 @@ from envoi.gemm.hopper.tile_config import TileConfig
 from envoi.gemm.hopper_mx.config import MxConfig
 
 PROBLEM = Problem(4096, 4096, 4096, 2)
-NUM_SMS = 99  # nothing is shipped for it
+NUM_SMS = 99  # no config is shipped for it
 CODE = lower(store.ir, torch.bfloat16, "gluon", False, False, frozenset())
 CONFIG = Config(64, 1, 64, 64, 3)
 KEY = tune.key_of(PROBLEM, CODE, NUM_SMS)

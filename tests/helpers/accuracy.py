@@ -1,4 +1,4 @@
-"""How wrong is a result: against float64, and beside what torch gets in the same dtype."""
+"""Error measures: against float64, and compared with torch's result in the same dtype."""
 
 import math
 
@@ -6,9 +6,9 @@ import torch
 
 
 def relative_error(got: torch.Tensor, want: torch.Tensor) -> float:
-    """|got - want| / |want| over all finite elements in float64.
+    """Return |got - want| / |want| over all finite elements in float64.
 
-    A NaN or an infinity on one side only is an error without bound; one on both sides is no error and hides none.
+    A NaN or an infinity on one side only is an infinite error; one on both sides is no error and hides none.
     """
     got, want = got.detach().double(), want.detach().double()
     assert got.shape == want.shape, f"{list(got.shape)} against {list(want.shape)}"
@@ -21,14 +21,14 @@ def relative_error(got: torch.Tensor, want: torch.Tensor) -> float:
 
 
 def assert_at_most_twice(ours: torch.Tensor, torchs: torch.Tensor, oracle: torch.Tensor) -> None:
-    """Our error is at most twice torch's own; both against the same float64 result."""
+    """Assert that our error is at most twice torch's own; both against the same float64 result."""
     mine, theirs = relative_error(ours, oracle), relative_error(torchs, oracle)
     assert math.isfinite(theirs), "torch's result isn't finite where it should be: nothing to compare with"
     assert mine <= 2 * theirs + 1e-12, f"error {mine:.3g}, torch's {theirs:.3g}"
 
 
 def assert_same_bits(got: torch.Tensor, want: torch.Tensor) -> None:
-    """Equal shape, dtype and bits, the sign of a zero too; a NaN equals a NaN."""
+    """Assert equal shape, dtype and bits, the sign of a zero too; a NaN equals a NaN."""
     assert (got.shape, got.dtype) == (want.shape, want.dtype)
     if got.is_floating_point():
         got, want = got.detach().double(), want.detach().double()

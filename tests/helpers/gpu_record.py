@@ -1,4 +1,4 @@
-"""Which kernels a run of the tests on a GPU launched, and how those tests ended: `tests/gpu_evidence.json`.
+"""Record of a GPU run of the tests, in `tests/gpu_evidence.json`: the kernels launched and the results of their tests.
 
     make test-gpu -> recorder -> GpuRecord -> gpu_evidence.json -> no_green_run (in CI, without a GPU)
 
@@ -19,7 +19,7 @@ COMMAND = "`make test-gpu` on an H200 writes tests/gpu_evidence.json anew"
 
 @dataclass(frozen=True)
 class Launched:
-    """A kernel function's name, and how many of the tests that launched it passed and failed."""
+    """Kernel function's name, and how many of the tests that launched it passed and failed."""
 
     kernel: str
     passed: int
@@ -27,13 +27,13 @@ class Launched:
 
     @property
     def green(self) -> bool:
-        """All passed."""
+        """True if all tests passed."""
         return self.passed > 0 and not self.failed
 
 
 @dataclass(frozen=True)
 class Run:
-    """One run. arch: `sm_90`. passed, failed: all its tests."""
+    """Totals of one run. arch: `sm_90`. passed, failed: all its tests."""
 
     gpu: str
     arch: str
@@ -48,10 +48,10 @@ class Run:
 
 @dataclass(frozen=True)
 class GpuRecord:
-    """runs: by one compiler; the last is the newest. kernels: by hash of their PTX, their tests of all runs added up.
+    """Runs by one compiler, the newest last, and the kernels by PTX hash, their tests of all runs added up.
 
-    A run of the tests of what has changed is added to those before it (`--record-more`): what hasn't changed has the
-    hashes that it had. A test that failed in any of them counts.
+    A run of the tests of changed code is added to the earlier runs (`--record-more`): unchanged kernels keep their
+    hashes. A test that failed in any of them counts.
     """
 
     runs: tuple[Run, ...]
@@ -64,7 +64,7 @@ class GpuRecord:
 
 
 def together(old: GpuRecord, new: GpuRecord) -> GpuRecord:
-    """Both. ValueError if they were compiled by different compilers."""
+    """Return both records merged. ValueError if they were compiled by different compilers."""
     said = other_compiler(old, new.last.triton, new.last.ptxas)
     if said or old.last.arch != new.last.arch:
         raise ValueError(said or f"the record is of {old.last.arch}, the run on {new.last.arch}: make a record anew")
@@ -76,7 +76,7 @@ def together(old: GpuRecord, new: GpuRecord) -> GpuRecord:
 
 
 def merged(parts: Iterable[Mapping[str, tuple[str, int, int]]]) -> dict[str, Launched]:
-    """What several test processes saw, added up: {hash: (kernel, passed, failed)}."""
+    """Return the counts of several test processes, added up: {hash: (kernel, passed, failed)}."""
     whole: dict[str, Launched] = {}
     for part in parts:
         for sha256, (kernel, passed, failed) in part.items():
@@ -86,7 +86,7 @@ def merged(parts: Iterable[Mapping[str, tuple[str, int, int]]]) -> dict[str, Lau
 
 
 def write(path: Path, record: GpuRecord) -> None:
-    """One line a kernel, sorted, so that a diff shows which are new."""
+    """Write one line per kernel, sorted, so that a diff shows the new ones."""
     head = {"format": FORMAT, "runs": [asdict(run) for run in record.runs]}
     kernels = sorted(record.kernels.items())
     lines = ",\n".join(f"  {json.dumps(key)}: {json.dumps(asdict(kernel))}" for key, kernel in kernels)
@@ -95,7 +95,7 @@ def write(path: Path, record: GpuRecord) -> None:
 
 
 def read(path: Path = FILE) -> GpuRecord:
-    """The inverse. ValueError for a file of another kind, FileNotFoundError with the command that makes it."""
+    """Read a record. ValueError for a file of another kind, FileNotFoundError with the command that makes it."""
     if not path.exists():
         raise FileNotFoundError(f"{path.name}: there is none; {COMMAND}")
     content: dict[str, Any] = json.loads(path.read_text())
@@ -107,7 +107,7 @@ def read(path: Path = FILE) -> GpuRecord:
 
 
 def no_green_run(record: GpuRecord, title: str, sha256: str) -> str:
-    """Why a kernel can't be said to have run, in words; "" if it ran and its tests passed."""
+    """Return why a kernel lacks a green run, in words; "" if it ran and its tests passed."""
     found = record.kernels.get(sha256)
     commits = ", ".join(run.commit for run in record.runs)
     run = f"the runs up to {record.last.date} on {record.last.gpu} (commits {commits}; Triton {record.last.triton})"
@@ -119,7 +119,7 @@ def no_green_run(record: GpuRecord, title: str, sha256: str) -> str:
 
 
 def other_compiler(record: GpuRecord, triton: str, ptxas: str) -> str:
-    """Why the hashes of a record can't be compared with those of this machine; "" if they can."""
+    """Return why the hashes of a record can't be compared with those of this machine; "" if they can."""
     last = record.last
     if (last.triton, last.ptxas) == (triton, ptxas):
         return ""

@@ -4,7 +4,7 @@ import torch
 
 
 def logits(kind: str, rows: int, columns: int, k: int, seed: int = 0) -> torch.Tensor:
-    """float32 [rows, columns] of a kind of `LOGITS`."""
+    """Return float32 [rows, columns] of a kind of `LOGITS`."""
     source = torch.Generator().manual_seed(seed)
     x = torch.randn(rows, columns, generator=source)
     return LOGITS[kind](x, k)
@@ -16,7 +16,7 @@ def _with(x: torch.Tensor, value: float, share: float) -> torch.Tensor:
 
 
 def _boundary_ties(x: torch.Tensor, k: int) -> torch.Tensor:
-    """The k-th and the values around it are equal."""
+    """Set the k-th and the values around it to be equal."""
     ranked = x.sort(dim=1, descending=True)
     kth = ranked.values[:, k - 1 : k]
     around = ranked.indices[:, max(0, k - 2) : k + 2]

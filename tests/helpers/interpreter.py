@@ -18,7 +18,7 @@ _empty, _new_empty = torch.empty, torch.Tensor.new_empty
 
 
 def is_for_interpreter(path: Path) -> bool:
-    """Whether a test file runs in the interpreter: it stands in a folder of that name."""
+    """Return whether a test file runs in the interpreter, by its folder's name."""
     return path.parent.name == FOLDER
 
 
@@ -29,7 +29,7 @@ def configure(config: pytest.Config) -> None:
 
 
 def poison_new_tensors(monkeypatch: pytest.MonkeyPatch) -> None:
-    """What nobody wrote is NaN; where that isn't a float, a huge number."""
+    """Fill new tensors with NaN; for dtypes without NaN, with a huge number."""
     monkeypatch.setattr(torch, "empty", lambda *size, **options: _poisoned(_empty(*size, **options)))
     monkeypatch.setattr(
         torch.Tensor, "new_empty", lambda x, *size, **options: _poisoned(_new_empty(x, *size, **options))
@@ -42,16 +42,16 @@ def _poisoned(x: torch.Tensor) -> torch.Tensor:
 
 
 def _ignore_numpy(config: pytest.Config) -> None:
-    """Its warnings about what kernels are meant to do with NaN and infinity; and one of the interpreter's own."""
+    """Ignore numpy's warnings about intended uses of NaN and infinity, and one of the interpreter's own."""
     config.addinivalue_line("filterwarnings", "ignore::RuntimeWarning")
     config.addinivalue_line("filterwarnings", "ignore:Conversion of an array:DeprecationWarning")
 
 
 def _find_builtins_once() -> None:
-    """Let the interpreter list the functions of the language once.
+    """Cache the interpreter's list of the language's functions.
 
-    It lists all members of `triton.language` at every call of a device function, a fifth of these tests' time; their
-    names don't change.
+    Without the cache it lists all members of `triton.language` at every call of a device function, a fifth of these
+    tests' time; the names don't change.
     """
     import triton.language as tl  # not all tests need Triton
     from triton.runtime import interpreter
@@ -63,10 +63,10 @@ def _find_builtins_once() -> None:
     def patch_builtin(package: Any, builder: Any, scope: Any) -> None:
         for name in names(package):
             member = getattr(package, name)
-            if tl.core.is_builtin(member):  # not if a kernel that is running has replaced it already
+            if tl.core.is_builtin(member):  # not if a running kernel has replaced it already
                 interpreter._patch_attr(package, name, member, builder, scope)
 
     for package in (tl, tl.core, tl.tensor, tl.math, tl.core.tensor_descriptor_base):
-        names(package)  # now, while nothing is replaced
+        names(package)  # before anything is replaced
     assert callable(interpreter._patch_builtin), "Triton's interpreter has changed: see what it does instead"
     interpreter._patch_builtin = patch_builtin

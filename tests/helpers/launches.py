@@ -1,4 +1,4 @@
-"""Which kernels of Envoi are launched, seen from outside: by the hash of their PTX."""
+"""Observer of Envoi's kernel launches, by the hash of their PTX."""
 
 import difflib
 from collections.abc import Callable, Iterator, Mapping
@@ -17,15 +17,15 @@ PACKAGE = "envoi."
 
 
 def ptxas_version() -> str:
-    """Of the assembler that Triton uses; the PTX depends on it."""
+    """Return the version of the assembler that Triton uses; the PTX depends on it."""
     return knobs.nvidia.ptxas.version
 
 
 @contextmanager
 def watched(note: Callable[[str, Any], None]) -> Iterator[None]:
-    """Inside, `note(sha256, kernel)` hears of each launch; the kernel's `asm` has its PTX."""
+    """Call `note(sha256, kernel)` at each launch within the context; the kernel's `asm` has its PTX."""
     original: Any = JITFunction.run
-    known: dict[int, tuple[str, Any]] = {}  # the kernel too, lest another gets its id
+    known: dict[int, tuple[str, Any]] = {}  # keeps the kernel too, so that its id is not reused
 
     def run(self: Any, *args: Any, **kwargs: Any) -> Any:
         kernel = original(self, *args, **kwargs)
@@ -35,7 +35,7 @@ def watched(note: Callable[[str, Any], None]) -> Iterator[None]:
             note(*known[id(kernel)])
         return kernel
 
-    launch._compiled.clear()  # what is found by its key doesn't come by here
+    launch._compiled.clear()  # launches found in this cache would bypass the observer
     JITFunction.run = run
     try:
         yield
@@ -44,7 +44,7 @@ def watched(note: Callable[[str, Any], None]) -> Iterator[None]:
 
 
 def assert_same_code(title: str, recipe: Recipe, launched: Mapping[str, str]) -> None:
-    """What is counted without a GPU is among what was launched on one, {sha256: PTX}."""
+    """Assert that the code counted without a GPU is among the code launched on one, {sha256: PTX}."""
     offline = compile_recipe(recipe, "sm_90")
     if offline.ptx_sha256 not in launched:
         one, *_ = launched.values()

@@ -1,4 +1,4 @@
-"""Which tests this run can't run, said at its end: those of the interpreter, and those that need a GPU."""
+"""Deselection of the tests that this run can't run, with a count at its end: interpreter tests, and GPU tests."""
 
 from collections import Counter
 from collections.abc import Iterable
@@ -15,8 +15,10 @@ KEY = "left_out"
 
 
 def reason(item: pytest.Item) -> str:
-    """What this process lacks to run it; "" if nothing. The marker `gpu` asks for one GPU, `gpu(2)` for two,
-    `gpu(arch="sm_90")` for one that is a Hopper."""
+    """Return what this process lacks to run a test, or "".
+
+    The marker `gpu` asks for one GPU, `gpu(2)` for two, `gpu(arch="sm_90")` for a Hopper.
+    """
     if is_for_interpreter(item.path) and not env.interpreting():
         return "TRITON_INTERPRET=1"
     marker = item.get_closest_marker("gpu")
@@ -29,7 +31,7 @@ def reason(item: pytest.Item) -> str:
 
 
 def deselect(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Take them out of `items`, by name and with a count."""
+    """Remove them from `items`, by name and with a count."""
     reasons = [reason(item) for item in items]
     left_out = [item for item, why in zip(items, reasons, strict=True) if why]
     config.stash[COUNTS] = Counter(why for why in reasons if why)
@@ -39,20 +41,20 @@ def deselect(config: pytest.Config, items: list[pytest.Item]) -> None:
 
 
 def send_home(config: pytest.Config) -> None:
-    """From a worker of pytest-xdist, which alone knows the tests, to the process that started it."""
+    """Send the counts from a worker of pytest-xdist, which alone knows the tests, to the process that started it."""
     if hasattr(config, "workerinput"):
         config.workeroutput[KEY] = dict(config.stash.get(COUNTS, Counter()))  # pyright: ignore[reportAttributeAccessIssue]
 
 
 def receive(config: pytest.Config, node: Any) -> None:
-    """The inverse. All workers send the same counts; one that crashed sends none."""
+    """Receive the counts of a worker. All workers send equal counts; one that crashed sends none."""
     sent = getattr(node, "workeroutput", {}).get(KEY)
     if sent is not None:
         config.stash[COUNTS] = Counter(sent)
 
 
 def lines(config: pytest.Config) -> Iterable[str]:
-    """For the end of the run."""
+    """Return the lines for the end of the run."""
     if env.interpreting():
         yield "TRITON_INTERPRET=1: only the tests in folders called `interpreted`"
     for why, count in config.stash.get(COUNTS, Counter()).items():

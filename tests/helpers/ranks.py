@@ -1,4 +1,4 @@
-"""Run a function on several real processes joined by gloo, and bring back what each returned or raised."""
+"""Run a function on several real processes joined by gloo, and return the result or error of each."""
 
 import functools
 import multiprocessing as mp
@@ -13,13 +13,13 @@ from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
-# A guard against hangs, far beyond what a busy machine takes: what is left then is killed and named.
+# A guard against hangs, far longer than a busy machine needs: the remaining processes are killed and named.
 GUARD_S = 600.0
 
 
 @dataclass
 class Outcome:
-    """What became of a rank: its value, or its error (type name and text), or its exit code if it just died."""
+    """Result of a rank: its value, or its error (type name and text), or its exit code if it died."""
 
     value: Any = None
     error: str = ""
@@ -28,8 +28,8 @@ class Outcome:
 
 
 def run_ranks(num_ranks: int, fn: Callable, *args, timeout_s: float = GUARD_S, backend: str = "gloo") -> list[Outcome]:
-    """fn(rank, num_ranks, *args) on each rank; fn must be importable. Kills and names what is left after timeout_s."""
-    # CUDA doesn't survive a fork, not even of a process that has only asked for devices.
+    """Call fn(rank, num_ranks, *args) on each rank; fn must be importable. Kill and name ranks late by timeout_s."""
+    # CUDA doesn't survive a fork, not even in a process that has only queried devices.
     context: Any = mp.get_context("spawn") if backend == "nccl" else _forking()
     with tempfile.TemporaryDirectory() as folder:
         workers = [
@@ -52,7 +52,7 @@ def run_ranks(num_ranks: int, fn: Callable, *args, timeout_s: float = GUARD_S, b
 
 @functools.cache
 def _forking() -> Any:
-    """Processes forked off a server that has imported, in one thread, what takes seconds: once for all ranks."""
+    """Return a context that forks off a server, which imports slow modules once for all ranks, in one thread."""
     context = mp.get_context("forkserver")
     context.set_forkserver_preload(["torch.distributed", "envoi", "envoi.experts", "tests.moe.parallel.cases"])
     return context

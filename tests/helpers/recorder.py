@@ -1,9 +1,9 @@
-"""A pytest plugin: which kernels each test launched, how the tests ended, and at the end a file of that.
+"""pytest plugin that records the kernels each test launched and the test's result, and writes them to a file.
 
     pytest tests -m gpu -n 6 --record-kernels FILE                  all tests: a new file
-    pytest tests/moe/router -m gpu --record-kernels FILE --record-more  some, where only their kernels changed
+    pytest tests/moe/router -m gpu --record-kernels FILE --record-more  some, if only their kernels changed
 
-Each worker of pytest-xdist sends its part home, and the process that started them writes the file. Kernels that tests
+Each worker of pytest-xdist sends its part to the process that started it, which writes the file. Kernels that tests
 launch in processes of their own don't count.
 """
 
@@ -22,14 +22,14 @@ PART = "kernels"
 
 
 def add_options(parser: pytest.Parser) -> None:
-    """What `make test-gpu` gives."""
+    """Add the options that `make test-gpu` gives."""
     parser.addoption("--record-kernels", metavar="FILE", help="on a GPU: write which kernels ran, and how it ended")
     parser.addoption("--record-more", action="store_true", help="add to what --record-kernels FILE has")
     parser.addoption("--record-commit", metavar="HASH", help="what to call the commit; default: as git says")
 
 
 def configure(config: pytest.Config) -> None:
-    """Register the plugin if a file is asked for."""
+    """Register the plugin if a file is requested."""
     path = config.getoption("--record-kernels")
     if path is None:
         return
@@ -42,7 +42,7 @@ class Recorder:
     """Counts per kernel; in the process that writes the file also those of all tests."""
 
     def __init__(self, path: Path, config: pytest.Config):
-        from envoi.runtime import launch  # not before Triton is needed: not all tests do
+        from envoi.runtime import launch  # imported late: not all tests need Triton
         from tests.helpers.launches import watched
 
         self.path, self.config = path, config
@@ -57,14 +57,14 @@ class Recorder:
         self.watch.__enter__()
 
     def note(self, sha256: str, kernel: Any) -> None:
-        """The current test launched this."""
+        """Record a launch by the current test."""
         self.current[sha256] = kernel.metadata.name
 
     @pytest.hookimpl(wrapper=True)
     def pytest_runtest_protocol(self) -> Iterator[None]:
-        """One test, its fixtures included."""
+        """Run one test, its fixtures included."""
         self.current, self.failed_now = {}, False
-        self.found_by_key.clear()  # those launches Triton doesn't see
+        self.found_by_key.clear()  # Triton doesn't see launches found here
         result = yield
         for sha256, name in self.current.items():
             _, passed, failed = self.mine.get(sha256, (name, 0, 0))
@@ -72,7 +72,7 @@ class Recorder:
         return result
 
     def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
-        """Of this process's tests, and in the one that started the workers of all."""
+        """Count results of this process's tests, and in the process that started the workers those of all."""
         self.failed_now |= report.failed
         if report.failed:
             self.failed.add(report.nodeid)
@@ -80,11 +80,11 @@ class Recorder:
 
     @pytest.hookimpl(optionalhook=True)
     def pytest_testnodedown(self, node: Any, error: Any) -> None:
-        """A worker ended; one that crashed leaves no part, so that what it alone launched has no green run."""
+        """Add an ended worker's part; a crashed worker has none, so kernels that it alone launched get no green run."""
         self.parts.append(getattr(node, "workeroutput", {}).get(PART, {}))
 
     def pytest_sessionfinish(self) -> None:
-        """Send the part home, or write the file."""
+        """Send the part to the main process, or write the file."""
         if self.is_worker:
             self.config.workeroutput[PART] = self.mine  # pyright: ignore[reportAttributeAccessIssue]
             return
@@ -94,11 +94,11 @@ class Recorder:
         gpu_record.write(self.path, record)
 
     def pytest_unconfigure(self) -> None:
-        """Stop watching."""
+        """Stop observing launches."""
         self.watch.__exit__(None, None, None)
 
     def record(self) -> gpu_record.GpuRecord:
-        """The whole run."""
+        """Return the whole run."""
         from envoi.runtime import triton_compat
         from tests.helpers.launches import ptxas_version
 
@@ -112,6 +112,6 @@ class Recorder:
         return gpu_record.GpuRecord((run,), gpu_record.merged(self.parts))
 
     def pytest_terminal_summary(self, terminalreporter: Any) -> None:
-        """Where the file is."""
+        """Print the file's path."""
         if not self.is_worker:
             terminalreporter.write_line(f"{len(gpu_record.merged(self.parts))} kernels recorded in {self.path}")

@@ -1,4 +1,4 @@
-"""Where Triton puts what a kernel keeps in shared memory: seen before it becomes machine code."""
+"""Shared-memory allocation of a kernel as Triton decides it, read before machine code is generated."""
 
 import re
 from dataclasses import dataclass
@@ -14,12 +14,12 @@ PTX_VERSION = 86
 OFFSET = re.compile(r"allocation\.offset = (\d+)")
 SHAPE = re.compile(r"memdesc<((?:\d+x)+)(\w+),")
 BITS = re.compile(r"\d+")
-BARRIER = "i64"  # no other of our buffers has such elements
+BARRIER = "i64"  # no other buffer of ours has such elements
 
 
 @dataclass(frozen=True)
 class Place:
-    """What lies where. size: of what the compiler needs for an operation, only its first byte is known."""
+    """Range of one operation's memory. size: of scratch memory only the first byte is known."""
 
     offset: int
     size: int
@@ -27,23 +27,23 @@ class Place:
     is_barrier: bool
 
     def meets(self, other: "Place") -> bool:
-        """Whether they have a byte in common."""
+        """Return whether two ranges share a byte."""
         return self.offset < other.offset + other.size and other.offset < self.offset + self.size
 
 
 def in_barriers(recipe: Recipe, arch: str, folder: Path) -> list[str]:
-    """Operations whose memory is a barrier's too, at another time; and "none" if the kernel has no barriers."""
+    """Return operations whose memory is at another time a barrier's, and "none" if the kernel has no barriers."""
     found = [place_of(line) for line in allocated(recipe, arch, folder).splitlines() if OFFSET.search(line)]
     barriers = [place for place in found if place.is_barrier]
     if not barriers:
         return ["none"]
-    # What a partition of warps is given lies where it likes: it is read before anything else runs.
+    # The arguments of a warp partition may overlap: they are read before anything else runs.
     others = [place for place in found if "ttg.warp_specialize(" not in place.operation]
     return [x.operation for b in barriers for x in others if x is not b and x.meets(b)]
 
 
 def place_of(line: str) -> Place:
-    """Of an operation, as it is printed."""
+    """Return the range of an operation, from its printed form."""
     offset = OFFSET.search(line)
     assert offset is not None
     shape = SHAPE.search(line.split("->")[-1]) if "ttg.local_alloc" in line else None
@@ -56,7 +56,7 @@ def place_of(line: str) -> Place:
 
 
 def allocated(recipe: Recipe, arch: str, folder: Path) -> str:
-    """The kernel's operations, each with its place in shared memory, if it has any."""
+    """Return the kernel's operations, each with its range in shared memory, if it has any."""
     bound = bind(recipe.function, recipe.signature, recipe.constexprs)
     kernel = triton_compat.compile_for(recipe.function, *bound, arch, dict(recipe.options))
     path = folder / "kernel.ttgir"

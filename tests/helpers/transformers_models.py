@@ -26,7 +26,7 @@ MODELS = {
 
 
 def build(name: str) -> transformers.PreTrainedModel:
-    """A random model in bf16 whose routers and biases aren't all alike."""
+    """Return a random model in bf16 whose routers and biases differ between layers and experts."""
     config_name, own = MODELS[name]
     torch.manual_seed(0)
     config = getattr(transformers, config_name)(**{**COMMON, **own})
@@ -39,7 +39,7 @@ def build(name: str) -> transformers.PreTrainedModel:
 
 
 def loud(name: str) -> transformers.PreTrainedModel:
-    """`build(name)` with experts whose part in the logits can't be missed, through Envoi."""
+    """Return `build(name)` through Envoi, with experts large enough to dominate the logits."""
     model = build(name)
     with torch.no_grad():
         for tensor in expert_weights(model):
@@ -49,12 +49,12 @@ def loud(name: str) -> transformers.PreTrainedModel:
 
 
 def expert_modules(model: torch.nn.Module) -> list:
-    """The experts module of each layer that has one."""
+    """Return the experts module of each layer that has one."""
     return [module for module in model.modules() if hasattr(module, "gate_up_proj") and hasattr(module, "has_gate")]
 
 
 def expert_weights(model: torch.nn.Module) -> list[torch.nn.Parameter]:
-    """gate_up_proj and down_proj of each layer that has experts."""
+    """Return gate_up_proj and down_proj of each layer that has experts."""
     return [weight for module in expert_modules(model) for weight in (module.gate_up_proj, module.down_proj)]
 
 
@@ -64,10 +64,10 @@ def logits(model, ids: torch.Tensor) -> torch.Tensor:
 
 
 def fresh_logits(model, ids: torch.Tensor) -> torch.Tensor:
-    """The logits of a copy of the model, for which nothing is packed or compiled yet."""
+    """Return the logits of a copy of the model that has nothing packed or compiled yet."""
     return logits(copy.deepcopy(model), ids)
 
 
 def tokens(batch: int = 2, length: int = 12, seed: int = 1) -> torch.Tensor:
-    """Random ids [batch, length] that are no special tokens."""
+    """Return random ids [batch, length] without special tokens."""
     return torch.randint(3, 64, (batch, length), generator=torch.Generator().manual_seed(seed))

@@ -20,7 +20,7 @@ def test_expectations_are_the_means_of_random_routing(num_experts, num_topk, num
     source = torch.Generator().manual_seed(num_experts + num_tokens)
     keys = torch.rand(SAMPLES, num_tokens * num_ranks, num_experts, generator=source)
     chosen = keys.topk(num_topk, dim=2).indices
-    others = (chosen[:, num_tokens:] < layer.num_local_experts).any(2).sum(1)  # that rank 0 takes
+    others = (chosen[:, num_tokens:] < layer.num_local_experts).any(2).sum(1)  # on rank 0
     assert pulled_tokens(layer) == pytest.approx(float(others.double().mean()), rel=0.03)
     ids = chosen.flatten(1)
     counts = torch.stack([row.bincount(minlength=num_experts) for row in ids])

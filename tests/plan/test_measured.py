@@ -1,4 +1,4 @@
-"""The model of a grouped GEMM's time against measurements, and the constants against those that they come from."""
+"""Model of a grouped GEMM's time against measurements, and its constants against their sources."""
 
 import json
 from pathlib import Path
@@ -21,7 +21,7 @@ def measured(suite: str, case: str) -> dict:
 
 
 def predicted(rows: int, experts: int, n: int, k: int, format: str, block_m: int, block_n: int) -> float:
-    """us of a grouped GEMM whose experts have as many rows each, stored in bf16."""
+    """Return the us of a grouped GEMM whose experts have equally many rows, stored in bf16."""
     tiles = experts * -(-rows // block_m) * -(-n // block_n)
     blocks = Blocks(block_m, block_n, 0, 0, tiles)
     tokens = experts * rows * (k * (2 if format == "mxfp4" else BYTES[format]) + 2 * n)
@@ -51,7 +51,7 @@ def test_weights_that_are_widened(rows, took):
 
 @pytest.mark.parametrize(("rows", "took"), [(16, 98.8), (32, 113.1), (64, 141.4)])
 def test_weights_that_are_widened_behind_a_kernel_that_widens_tokens(rows, took):
-    # The same notes, both kernels. Random routing needs more tiles than even rows do, so the step takes longer.
+    # Same notes, both kernels. Random routing needs more tiles than even rows do, so the step takes longer.
     widened = 32 * rows * (4096 * 33 / 32 + 2 * 4096) / H200.hbm_gb_per_s / 1e3
     both = predicted(rows, 32, 4096, 4096, "mxfp4", rows, 256) + widened
     assert both == pytest.approx(took, rel=0.05)
@@ -59,10 +59,10 @@ def test_weights_that_are_widened_behind_a_kernel_that_widens_tokens(rows, took)
     assert both - 0.1 <= l2.time_us < 2.5 * both
 
 
-# Sorting the slots, and waiting for the rank with most rows, aren't in the model.
+# The model omits the sort of the slots, and the wait for the rank with most rows.
 @pytest.mark.parametrize(("num_gpus", "format", "within"), [(4, "fp8_block128", 0.12), (4, "", 0.17), (1, "", 0.17)])
 def test_the_staged_path(num_gpus, format, within):
-    """The newest measurement of each case; what stands beside it are inputs in place, without the router."""
+    """Test the newest measurement of each case; its baseline has inputs in place, without the router."""
     found = [m for m in evidence.latest(evidence.read(RESULTS)) if m.suite == "moe" and m.num_gpus == num_gpus]
     cases = [m for m in found if format in m.case and "skew" not in m.case]
     assert len(cases) >= 4

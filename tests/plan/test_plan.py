@@ -1,4 +1,4 @@
-"""Plans: what bounds a step, the overlap condition, sums, refusals; and every format, machine and number of GPUs."""
+"""Plans: the bound of a step, the overlap condition, sums, refusals; and every format, machine and number of GPUs."""
 
 import itertools
 import math
@@ -49,7 +49,7 @@ def test_odd_sizes_have_plans():
 def test_work_and_traffic_by_hand():
     steps = {step.name: step for step in plan_moe(layer()).steps}
     rows = 2048 * 6
-    assert steps["L1"].flops + steps["L2"].flops == 6 * rows * 4096 * 2048  # 6 h d a row
+    assert steps["L1"].flops + steps["L2"].flops == 6 * rows * 4096 * 2048  # 6 h d per row
     assert steps["L2"].nvlink_bytes == rows * 7 / 8 * 4096 * 2
     # A token has none of its 6 distinct experts among a rank's 32 of 256 with this probability; else it is pulled once.
     missed = math.comb(224, 6) / math.comb(256, 6)

@@ -1,4 +1,4 @@
-"""Whether rows that meet on a rank are summed there: what was measured on four H200s, and what follows from it."""
+"""Choice of presum: measurements on four H200s, and its consequences."""
 
 import pytest
 

@@ -1,4 +1,4 @@
-"""Pool, waves and shared memory: the worked examples, and what must hold for all sizes."""
+"""Pool, waves and shared memory: the worked examples, and properties for all sizes."""
 
 import math
 

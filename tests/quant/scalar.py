@@ -1,4 +1,4 @@
-"""The formats again, one Python number at a time: what the vectorised casts are compared with."""
+"""Formats in plain Python, one number at a time: the reference for the vectorised casts."""
 
 import math
 
@@ -9,7 +9,7 @@ E2M1_VALUES = [0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0]
 
 
 def nearest_even(x: float, values: list[float]) -> float:
-    """The closest of ascending magnitudes with the sign of x; a tie goes to the one at an even place; saturating."""
+    """Return the closest of ascending magnitudes with the sign of x; ties to even places; saturating."""
     if math.isnan(x):
         return math.nan
     size = min(abs(x), values[-1])
@@ -18,31 +18,31 @@ def nearest_even(x: float, values: list[float]) -> float:
 
 
 def power_of_two_from(x: float) -> float:
-    """The smallest power of two that isn't below x."""
+    """Return the smallest power of two that isn't below x."""
     mantissa, exponent = math.frexp(x)
     return 2.0 ** (exponent - 1 if mantissa == 0.5 else exponent)
 
 
 def small_float_code(x: float, bias: int, mantissa_bits: int, largest: float) -> int:
-    """The code of a finite x without its sign bit: exponent and mantissa in place, nearest even, saturating."""
+    """Return the code of a finite x without its sign bit: exponent and mantissa in place, nearest even, saturating."""
     size = min(abs(x), largest)
     exponent = max(math.frexp(size)[1] - 1, 1 - bias) if size else 1 - bias
     steps = round(math.ldexp(size, mantissa_bits - exponent))  # Python rounds halves to even; ldexp is exact
-    return (exponent + bias - 1 << mantissa_bits) + steps  # a carry out of the mantissa lands in the exponent
+    return (exponent + bias - 1 << mantissa_bits) + steps  # a carry out of the mantissa increments the exponent
 
 
 def e4m3_code(x: float) -> int:
-    """The byte of a finite x."""
+    """Return the byte of a finite x."""
     return small_float_code(x, 7, 3, 448.0) | (0x80 if math.copysign(1, x) < 0 else 0)
 
 
 def e2m1_code(x: float) -> int:
-    """The nibble of a finite x."""
+    """Return the nibble of a finite x."""
     return small_float_code(x, 1, 1, 6.0) | (0x8 if math.copysign(1, x) < 0 else 0)
 
 
 def e4m3_value(code: int) -> float:
-    """What a byte stands for; 0x7F and 0xFF are NaN."""
+    """Return the value of a byte; 0x7F and 0xFF are NaN."""
     sign, exponent, mantissa = -1.0 if code & 0x80 else 1.0, code >> 3 & 0xF, code & 7
     if (exponent, mantissa) == (15, 7):
         return math.nan
@@ -50,7 +50,7 @@ def e4m3_value(code: int) -> float:
 
 
 def e8m0_ceil_code(x: float) -> int:
-    """The byte of the smallest power of two that isn't below a positive float32 x, from 2^-126; 255 = NaN."""
+    """Return the byte of the smallest power of two that isn't below a positive float32 x, from 2^-126; 255 = NaN."""
     if not math.isfinite(x):
         return 255
     mantissa, exponent = math.frexp(x)

@@ -24,7 +24,7 @@ def f32(x: float) -> float:
 
 
 def scalar_group(values: list[float], scheme) -> tuple[list[float], float]:
-    """One group by Python numbers, every operation rounded to float32: elements and scale factor."""
+    """Return one group by Python numbers, every operation rounded to float32: elements and scale factor."""
     amax = max(max(map(abs, values)), f32(AMAX_FLOOR))
     if scheme.sf == torch.float8_e8m0fnu:
         sf = power_of_two_from(f32(amax / scheme.max_value))

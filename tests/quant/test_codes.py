@@ -1,4 +1,4 @@
-"""Codes bit by bit: every byte, every bfloat16 number, and the values where rounding turns."""
+"""Codes bit by bit: every byte, every bfloat16 number, and the values at which rounding changes."""
 
 import itertools
 import math
@@ -17,14 +17,14 @@ NEGATIVE_NAN = torch.tensor([-1], dtype=torch.int32).view(torch.float32)
 
 
 def every_bfloat16() -> torch.Tensor:
-    """All finite bfloat16 numbers, as float32."""
+    """Return all finite bfloat16 numbers, as float32."""
     bits = torch.arange(1 << 16, dtype=torch.int32) << 16
     x = bits.view(torch.float32)
     return x[x.isfinite()]
 
 
 def turning_points(grid: list[float]) -> torch.Tensor:
-    """Every value of a grid, every middle of two, and the float32 numbers on both sides of each; both signs."""
+    """Return every value of a grid, every midpoint, and the float32 numbers on both sides of each; both signs."""
     points = np.array(grid + [(a + b) / 2 for a, b in itertools.pairwise(grid)] + [grid[-1] * 1.0625], np.float32)
     with np.errstate(under="ignore"):
         around = [points, np.nextafter(points, np.float32(-1e9)), np.nextafter(points, np.float32(1e9))]
@@ -119,7 +119,7 @@ def test_a_scale_of_nothing_finite_is_nan(bad):
 
 
 def test_a_nan_poisons_groups_that_run_down_a_column():
-    """Vectorised reductions over the outer side return a NaN with its sign set."""
+    """Test that NaN propagates: vectorised reductions over the outer dimension return a NaN with its sign set."""
     x = torch.randn(64, 256, generator=torch.Generator().manual_seed(0))
     x[5, 17] = math.nan
     for sf in (torch.float8_e8m0fnu, torch.float32, torch.float8_e4m3fn):

@@ -55,7 +55,7 @@ def test_bf16_is_a_cast():
 def test_packed_weights_are_tame_unless_a_factor_is_large_or_nan(scheme):
     w = torch.randn(8, 64, generator=torch.Generator().manual_seed(0))
     assert pack_weight(w, SCHEMES[scheme], "w").tame
-    assert not quantize(w, scheme).tame  # nobody looked
+    assert not quantize(w, scheme).tame  # not checked
     assert not pack_weight(w * 1e6, SCHEMES[scheme], "w").tame
     w[3, 3] = float("nan")
     assert not pack_weight(w, SCHEMES[scheme], "w").tame

@@ -1,4 +1,4 @@
-"""Whole schemes against loops over groups in Python numbers, and what must hold for any input."""
+"""Whole schemes against loops over groups in Python numbers, and properties for any input."""
 
 import math
 
@@ -18,7 +18,7 @@ F = np.float32
 
 
 def quantize_by_loops(x: np.ndarray, scheme: Scheme) -> tuple[np.ndarray, np.ndarray]:
-    """float32 [R, C] -> codes [R, C] and scale bytes or floats [row groups, column groups], an element at a time."""
+    """Quantise float32 [R, C] to codes [R, C] and scale bytes or floats [row groups, column groups], one by one."""
     rows, columns = x.shape
     height, width = scheme.group[0] or max(rows, 1), scheme.group[1] or max(columns, 1)
     codes = np.zeros((rows, columns), np.uint8)
@@ -47,14 +47,14 @@ def scale_by_hand(amax: np.float32, scheme: Scheme) -> tuple[float, np.float32]:
 
 
 def codes_of(q) -> torch.Tensor:
-    """One code an element, [.., R, C]."""
+    """Return one code per element, [.., R, C]."""
     if not q.packed:
         return q.values.view(torch.uint8)
     return torch.stack((q.values & 15, q.values >> 4), -1).flatten(-2)
 
 
 def hard_numbers(rows: int, columns: int, seed: int) -> torch.Tensor:
-    """Row by row other magnitudes; zeros of both signs, equal magnitudes, one giant, halves of a step."""
+    """Return rows of different magnitudes; zeros of both signs, equal magnitudes, one outlier, halves of a step."""
     source = torch.Generator().manual_seed(seed)
     x = torch.randn(rows, columns, generator=source) * 10 ** (torch.rand(rows, 1, generator=source) * 4 - 2)
     x[::5] = torch.where(x[::5] > 0, 0.0, -0.0)
@@ -124,7 +124,7 @@ def test_powers_of_two_make_a_second_round_trip_exact(name, seed, power):
 @given(seed=st.integers(0, 9999))
 @settings(max_examples=15, deadline=None)
 def test_each_element_is_within_half_a_step_of_its_group(name, seed):
-    """At most 2^-4 of the element in E4M3, a third in E2M1, or half of the smallest step under the group's scale."""
+    """Test the bound: 2^-4 of the element in E4M3, a third in E2M1, or half the least step at the group's scale."""
     scheme = SCHEMES[name]
     x = torch.randn(40, 256, generator=torch.Generator().manual_seed(seed)) * 3
     q = quantize(x, name)

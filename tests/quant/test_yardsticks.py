@@ -1,4 +1,4 @@
-"""The yardsticks themselves: what may never pass."""
+"""Yardsticks themselves: results that must never pass."""
 
 import math
 

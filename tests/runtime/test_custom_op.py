@@ -1,4 +1,4 @@
-"""Calls reach the dispatcher exactly where something wants to see them."""
+"""Calls pass through the dispatcher exactly if something observes them."""
 
 from typing import ClassVar
 
@@ -14,7 +14,7 @@ from envoi.runtime import custom_op
 
 
 class Seen(TorchDispatchMode):
-    """The operators that are called."""
+    """Recorder of called operators."""
 
     def __init__(self):
         super().__init__()
@@ -26,7 +26,7 @@ class Seen(TorchDispatchMode):
 
 
 class Watching(torch.Tensor):
-    """A tensor that notes what is called with it."""
+    """Tensor that records the calls on it."""
 
     names: ClassVar[list[str]] = []
 
@@ -57,7 +57,7 @@ def test_a_mode_sees_the_operator(matrices):
 
 
 class SeenBefore(TorchFunctionMode):
-    """The functions that are called with tensors."""
+    """Recorder of functions called with tensors."""
 
     def __init__(self):
         super().__init__()

@@ -1,4 +1,4 @@
-"""Private parts of torch and Triton: all turned off by one variable, and the results are the same either way."""
+"""Private parts of torch and Triton: one variable turns all off, and results are equal either way."""
 
 import os
 import subprocess

@@ -1,4 +1,4 @@
-"""Who shares what kernels leave as they found it: streams, captures, and when the pool for graphs is used up."""
+"""Sharing of self-resetting memory: streams, captures, and the pool for graphs when it is full."""
 
 import weakref
 
@@ -13,7 +13,7 @@ CPU = torch.device("cpu")
 
 @pytest.fixture
 def on(monkeypatch):
-    """on(stream, capture): what is under way."""
+    """Return on(stream, capture), which sets the current stream and capture."""
 
     def to(stream, capture=NONE):
         monkeypatch.setattr(workspace, "under_way", lambda device: (stream, capture))
@@ -39,7 +39,7 @@ def test_a_stream_shares_until_more_is_wanted(on):
 
 def test_what_has_been_replaced_stays(on):
     kept = Kept(0)
-    first = weakref.ref(kept.take(10, CPU))  # a kernel may still be at it
+    first = weakref.ref(kept.take(10, CPU))  # a kernel may still use it
     kept.take(workspace.LEAST + 1, CPU)
     assert first() is not None
 

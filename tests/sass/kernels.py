@@ -6,7 +6,7 @@ import triton.language as tl
 
 @triton.jit
 def scale_rows(x, out, scale, num_columns, BLOCK: tl.constexpr):
-    """Bandwidth only: 16-byte loads and stores if the pointers allow it."""
+    """Scale rows, bandwidth only: 16-byte loads and stores if the pointers allow it."""
     columns = tl.arange(0, BLOCK)
     row = tl.program_id(0) * num_columns
     tl.store(out + row + columns, tl.load(x + row + columns) * scale)
@@ -14,7 +14,7 @@ def scale_rows(x, out, scale, num_columns, BLOCK: tl.constexpr):
 
 @triton.jit
 def product(a_desc, b_desc, out_desc, K, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr):
-    """A tile of a GEMM: tensor cores, TMA in both directions."""
+    """Compute a tile of a GEMM: tensor cores, TMA loads and stores."""
     row, column = tl.program_id(0) * BLOCK_M, tl.program_id(1) * BLOCK_N
     acc = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
     for k in range(0, K, BLOCK_K):
@@ -24,7 +24,7 @@ def product(a_desc, b_desc, out_desc, K, BLOCK_M: tl.constexpr, BLOCK_N: tl.cons
 
 @triton.jit
 def crowded(x, out, BLOCK: tl.constexpr):
-    """Keeps many values alive across a row sum: spills where registers are few."""
+    """Keep many values alive across a row sum: spills with few registers."""
     at = tl.arange(0, BLOCK)
     values = tl.load(x + at)
     tl.store(out + at, values * tl.sum(values))
@@ -32,7 +32,7 @@ def crowded(x, out, BLOCK: tl.constexpr):
 
 @triton.jit
 def with_operands(x, operands, out, BLOCK: tl.constexpr):
-    """Operands in one tuple, as an epilogue gets them: a pointer, a number, and a constant."""
+    """Read operands in one tuple, like an epilogue's: a pointer, a number, and a constant."""
     bias, scale, shift = operands
     at = tl.arange(0, BLOCK)
     tl.store(out + at, tl.load(x + at) * scale + tl.load(bias + at) + shift)

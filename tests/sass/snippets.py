@@ -1,4 +1,4 @@
-"""Pieces of what the disassemblers print, shortened, with addresses that follow on."""
+"""Excerpts of the disassemblers' output, shortened, with consecutive addresses."""
 
 # nvdisasm -c
 NVDISASM = """

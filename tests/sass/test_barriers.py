@@ -1,7 +1,7 @@
-"""A barrier's memory is nobody else's, at no time: PTX forbids it unless the barrier is invalidated before.
+"""Barriers share their memory with nothing, at no time: PTX forbids it unless the barrier is invalidated before.
 
-The compiler gives memory away behind the last use that it sees. A barrier that is set up and never used again would lie
-in a buffer, and what the hardware still knows of the barrier may get into it.
+The compiler reuses memory after the last use that it sees. A barrier that is set up and never used again could share
+its bytes with a buffer, and the hardware's state of the barrier could corrupt the buffer.
 """
 
 import pytest
@@ -16,7 +16,7 @@ from tests.helpers.shared_memory import in_barriers
 
 KERNELS = [
     ("gemm-sm90-store", "sm_90"),  # roles that share a tile
-    ("gemm-sm90-grouped-few", "sm_90"),  # roles in turns
+    ("gemm-sm90-grouped-few", "sm_90"),  # roles that alternate
     ("gemm-sm90-gelu-residual", "sm_90"),  # operands by TMA
     ("gemm-sm90-experts-l1-fp8-block128", "sm_90"),
     ("gemm-mx-sm90-mxfp4-64", "sm_90"),

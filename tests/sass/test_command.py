@@ -1,4 +1,4 @@
-"""The command: counts, files, comparisons, and what it refuses."""
+"""Command: counts, files, comparisons, and refusals."""
 
 import dataclasses
 import json
@@ -19,13 +19,13 @@ SIGNATURE = {"x": "*fp32:16", "out": "*fp32:16"}
 
 @pytest.fixture(scope="module")
 def built():
-    """The same kernel at two sizes."""
+    """Compile one kernel at two sizes."""
     return [compile_kernel(kernels.crowded, SIGNATURE, {"BLOCK": size}, "sm_90") for size in (512, 2048)]
 
 
 @pytest.fixture
 def small(monkeypatch):
-    """A registry of one kernel that compiles quickly."""
+    """Reduce the registry to one kernel that compiles quickly."""
     recipe = Recipe(kernels.crowded, SIGNATURE, {"BLOCK": 512})
     entry = registry.Entry("crowded-512", ("sm_90", "sm_100"), "a kernel", lambda arch: recipe)
     monkeypatch.setattr(registry, "KERNELS", {"crowded-512": entry})

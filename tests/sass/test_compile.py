@@ -1,4 +1,4 @@
-"""Compiling for GPUs that aren't here: what the counts must show, hashes, and refusals that name the reason."""
+"""Compilation for absent GPUs: required counts, hashes, and refusals that name the reason."""
 
 import importlib.util
 

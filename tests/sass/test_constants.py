@@ -1,4 +1,4 @@
-"""What kernels are compiled for has a text of its own: the compiler's disk cache files machine code under it."""
+"""Text of kernels' constants: the compiler's disk cache files machine code under it."""
 
 import dataclasses
 
@@ -10,7 +10,7 @@ from envoi.sass import registry
 
 
 def found_in(value) -> list:
-    """Every dataclass of ours in a constant argument, tuples and fields included."""
+    """Return every dataclass of ours in a constant argument, tuples and fields included."""
     if isinstance(value, tuple):
         return [found for part in value for found in found_in(part)]
     if not dataclasses.is_dataclass(value) or not type(value).__module__.startswith("envoi."):
@@ -20,7 +20,7 @@ def found_in(value) -> list:
 
 @pytest.fixture(scope="module")
 def constants() -> dict[type, list]:
-    """Those of all registered kernels, by class."""
+    """Return the constants of all registered kernels, by class."""
     found: dict[type, list] = {}
     for entry in registry.KERNELS.values():
         for value in entry.recipe(entry.arches[0]).constexprs.values():
@@ -30,7 +30,7 @@ def constants() -> dict[type, list]:
 
 
 def other(value):
-    """Another value of the same type."""
+    """Return another value of the same type."""
     if isinstance(value, bool):
         return not value
     if isinstance(value, (int, float)):
@@ -46,7 +46,7 @@ def other(value):
 
 
 def with_field(constant, name: str, value):
-    """A copy that differs in a field, checked by nobody."""
+    """Return a copy that differs in a field, without validation."""
     copied = object.__new__(type(constant))
     copied.__dict__.update({**vars(constant), name: value})
     return copied
@@ -77,7 +77,7 @@ def test_equal_constants_have_one_text(constants):
 
 
 def test_what_a_class_makes_of_its_fields_is_in_the_text(constants):
-    """A release may change a property; kernels that were compiled before read the old one."""
+    """Test derived properties: a release may change one, and kernels compiled before hold the old value."""
     for cls, values in constants.items():
         properties = [name for name, value in vars(cls).items() if isinstance(value, property)]
         for name in properties if cls is not Lowered else ():

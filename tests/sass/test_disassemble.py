@@ -1,4 +1,4 @@
-"""The parser on stored text, the families on single opcodes, and words where no tool decodes an architecture."""
+"""Parser on stored text, families on single opcodes, and the error if no tool decodes an architecture."""
 
 import pytest
 
@@ -12,7 +12,7 @@ def bodies(text):
 
 def test_nvdisasm_text():
     tile = bodies(NVDISASM)["tile"]
-    assert len(tile) == 20  # without the NOPs behind the last branch
+    assert len(tile) == 20  # without the NOPs after the last branch
     assert [part.address for part in tile] == [16 * place for place in range(20)]
     branch, allocate, mma = tile[2], tile[3], tile[7]
     assert (branch.predicate, branch.opcode, branch.operands) == ("P2", "BRA", ("`(.L_x_0)",))

@@ -1,4 +1,4 @@
-"""What ships is what ran: every kernel that a Hopper GPU is given has a green run on one."""
+"""Evidence for shipped kernels: each that a Hopper GPU is given has a green run on one."""
 
 import pytest
 

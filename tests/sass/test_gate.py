@@ -1,4 +1,4 @@
-"""The machine code of every registered kernel: no spills, the instructions it lives from, counts near the accepted."""
+"""Machine code of every registered kernel: no spills, the required instructions, counts near the accepted."""
 
 import dataclasses
 import warnings

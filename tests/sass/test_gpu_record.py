@@ -1,4 +1,4 @@
-"""The record of kernels that ran on a GPU: how it is made, merged, written, read, and what it refuses."""
+"""Record of kernels that ran on a GPU: recording, merging, writing, reading, and refusals."""
 
 import re
 import subprocess
@@ -18,7 +18,7 @@ RECORD = GpuRecord(
     {"b" * 64: Launched("k", 2, 0), "a" * 64: Launched("k", 1, 1)},
 )  # fmt: skip
 
-# A GPU that isn't there, and kernels whose launch does nothing but say what they are.
+# A GPU that isn't there, and kernels whose launch only reports their name.
 PRETENDED = """
 import types
 import pytest
@@ -98,7 +98,7 @@ def test_a_recorded_run(tmp_path, processes):
     record = gpu_record.read(path)
     (run,) = record.runs
     assert (run.gpu, run.arch, run.commit) == ("NVIDIA H200", "sm_90", "abc")
-    assert (run.passed, run.failed) == (9, 2)  # the one that broke behind its test passed, and failed
+    assert (run.passed, run.failed) == (9, 2)  # the test whose teardown failed counts in both
     assert {entry.kernel: (entry.passed, entry.failed) for entry in record.kernels.values()} == {
         "first": (1, 0), "second": (1, 1), "third": (0, 1), "fifth": (6, 0),
     }  # fmt: skip

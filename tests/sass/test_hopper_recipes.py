@@ -1,4 +1,4 @@
-"""Recipes of the Hopper GEMM: the same kernel whether its tensors have memory or not; what `tuned.json` names."""
+"""Recipes of the Hopper GEMM: the same kernel whether its tensors have memory or not; the kernels of `tuned.json`."""
 
 import dataclasses
 import json
@@ -23,7 +23,7 @@ def specialised(given):
 
 
 def on_cpu(x):
-    """The same with memory, which nobody touches."""
+    """Return the value with memory, uninitialised."""
     if isinstance(x, QuantTensor):
         return QuantTensor(on_cpu(x.values), on_cpu(x.sf), x.group)
     return torch.empty_strided(x.shape, x.stride(), dtype=x.dtype) if isinstance(x, torch.Tensor) else x
@@ -85,7 +85,7 @@ def test_every_way_to_cut_the_work_occurs():
         assert len(ways) == 2, f"{name} is {ways} in all cases: other sizes are needed"
 
 
-# What tuned.json names
+# Cases of tuned.json
 
 
 @pytest.fixture

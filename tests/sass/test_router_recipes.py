@@ -12,7 +12,7 @@ from envoi.sass.router_cases import ROUTER_CASES
 
 
 def with_memory(shape, dtype):
-    """What nobody touches."""
+    """Make an uninitialised tensor."""
     return torch.empty(shape, dtype=dtype)
 
 
@@ -48,7 +48,7 @@ def test_every_way_to_cut_the_work_occurs():
 
 
 def test_a_call_launches_it(monkeypatch):
-    """What `envoi.route` hands to the kernel is the call that the recipe is made of."""
+    """Test that `envoi.route` passes to the kernel the call that the recipe is made of."""
     launched = []
     monkeypatch.setattr(host, "supported", lambda device, rule: True)
     monkeypatch.setattr(host, "implementation", lambda device: "hopper")

@@ -1,1 +1,1 @@
-"""`envoi bench`: what is measured, how, and the files that the numbers are kept in."""
+"""`envoi bench`: the cases, the measurement, and the files of results."""

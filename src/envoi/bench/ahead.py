@@ -1,7 +1,7 @@
-"""Hopper GEMMs compiled by several processes before they are measured.
+"""Parallel compilation of Hopper GEMMs before they are measured.
 
-Triton compiles one kernel at a time, for seconds each; the processes leave them in its cache on disk, where the one
-that measures finds them.
+Triton compiles one kernel at a time, for seconds each; the worker processes fill its cache on disk, from which the
+measuring process loads them.
 """
 
 import multiprocessing
@@ -28,7 +28,7 @@ MAX_PROCESSES = 16
 
 
 def compile_cases(cases: Iterable[Case], num_processes: int | None = None) -> None:
-    """Compile what Envoi will run in these cases. Does nothing on a GPU that isn't Hopper."""
+    """Compile the kernels that Envoi will run in these cases. Does nothing on a GPU that isn't Hopper."""
     shapes = problems.shapes_of(cases)
     if not shapes or devices.implementation(torch.device("cuda")) != "hopper":
         return
@@ -43,7 +43,7 @@ def compile_cases(cases: Iterable[Case], num_processes: int | None = None) -> No
 
 
 def compile_all(jobs: Sequence[Job], num_sms: int, num_processes: int | None = None) -> dict[Job, str]:
-    """Compile each kernel once; returns what the compiler said of those that it refused."""
+    """Compile each kernel once; return the compiler's errors for those that it refused."""
     distinct: dict[Any, Job] = {}
     for shape, config in jobs:
         distinct.setdefault(kernel_key(_planned(shape, num_sms), config, num_sms), (shape, config))
@@ -63,7 +63,7 @@ def compile_all(jobs: Sequence[Job], num_sms: int, num_processes: int | None = N
 
 
 def kernel_key(planned: Planned, config: Config, num_sms: int) -> tuple:
-    """Equal for launches that share a kernel."""
+    """Return a key that is equal for launches that share a kernel."""
     from envoi.gemm.hopper.kernel import gemm_kernel
 
     _, arguments = host.arguments(planned.call, config, num_sms)
@@ -88,7 +88,7 @@ def _specialised(value: Any, constant: bool) -> Any:
 def _outcome(future: "Future[str]") -> str:
     try:
         return future.result()
-    except BrokenProcessPool:  # the compiler took its process down, and the rest of the pool with it
+    except BrokenProcessPool:  # a compiler crash ended its process and with it the pool
         return "the process died"
 
 
@@ -98,13 +98,13 @@ def _planned(shape: Shape, num_sms: int) -> Planned:
 
 
 def _compile(job: Job, num_sms: int) -> str:
-    """In a process of the pool: into the cache, without a launch. Returns the error, "" if there was none."""
+    """Compile into the cache, in a process of the pool, without a launch. Return the error, "" if there was none."""
     from envoi.gemm.hopper.kernel import gemm_kernel
 
     try:
         grid, arguments = host.arguments(_planned(job[0], num_sms).call, job[1], num_sms)
         kernel: Any = gemm_kernel
         kernel.warmup(*arguments, grid=grid, num_warps=job[1].num_warps)
-    except Exception as error:  # the measurement will meet it again, and say so
+    except Exception as error:  # the measurement will hit the error again and report it
         return f"{type(error).__name__}: {' '.join(str(error).split())[:160]}"
     return ""

@@ -1,4 +1,4 @@
-"""`envoi bench`: its arguments, and what it does with them. torch is imported only when something is measured."""
+"""Implementation of `envoi bench` and its arguments. torch is imported only when something is measured."""
 
 import argparse
 import sys
@@ -18,7 +18,7 @@ the device. With --out a case is appended to the results as soon as it is measur
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """The arguments of `envoi bench`."""
+    """Add the arguments of `envoi bench`."""
     parser.add_argument("suites", metavar="SUITE", nargs="*", help=f"of {', '.join(evidence.SUITES)}")
     parser.add_argument("--list", action="store_true", help="print the cases and stop")
     parser.add_argument("--case", metavar="SUBSTRING", help="only cases whose name contains this")
@@ -48,7 +48,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Run `envoi bench`; returns the exit status. Raises ValueError for what the user can mend."""
+    """Run `envoi bench`; return the exit status. Raises ValueError for a user's mistake."""
     if args.readme:
         return _write_tables(Path(args.readme), args.out)
     chosen = _choose(args.suites, args.case)

@@ -1,6 +1,6 @@
-"""Measurements as they are kept: `bench/results/<gpu>.jsonl`, one JSON object a line, appended and never rewritten.
+"""Stored measurements: `bench/results/<gpu>.jsonl`, one JSON object per line, appended and never rewritten.
 
-A later line of the same (suite, case, gpu, num_gpus) supersedes the earlier ones when the file is read.
+A later line with the same (suite, case, gpu, num_gpus) supersedes the earlier ones when the file is read.
 """
 
 import datetime
@@ -48,17 +48,17 @@ BASELINES = {
 
 @dataclass(frozen=True)
 class Measurement:
-    """One case on one machine, medians in microseconds.
+    """Measurement of a case on one machine, medians in microseconds.
 
-    suite: of `SUITES`. case: the sizes as `envoi bench --list` prints them.
-    ours_us: Envoi. baselines: of `BASELINES`, at least one, measured in the same run.
+    suite: one of `SUITES`. case: the sizes as `envoi bench --list` prints them.
+    ours_us: Envoi. baselines: names from `BASELINES`, at least one, measured in the same run.
     floor_us: the work at the roofs measured in the same run; null if there is no such roof.
-    tflops, gb_per_s: Envoi's rates, null where they say nothing.
-    error: {"ours", "torch"} against float64; the suite's module says of what.
-    gpu: the device's name, or the CPU's with " (CPU)" behind it. num_gpus: processes that shared the case.
-    commit: "-dirty" behind it if the package differed from it. date: YYYY-MM-DD. n: repeats behind each median.
+    tflops, gb_per_s: Envoi's rates, null if not meaningful.
+    error: {"ours", "torch"} against float64; the suite's module defines it.
+    gpu: the device's name, or the CPU's followed by " (CPU)". num_gpus: processes that shared the case.
+    commit: followed by "-dirty" if the package differed from it. date: YYYY-MM-DD. n: repeats per median.
 
-    Raises ValueError that names the key, what was expected and what came.
+    Raises ValueError that names the key, what was expected and what was given.
     """
 
     suite: str
@@ -98,7 +98,7 @@ class Measurement:
 
     @property
     def key(self) -> tuple[str, str, str, int]:
-        """What a later measurement has to share to supersede this one."""
+        """Key shared by a measurement and the later ones that supersede it."""
         return self.suite, self.case, self.gpu, self.num_gpus
 
 
@@ -106,12 +106,12 @@ KEYS = tuple(field.name for field in fields(Measurement))
 
 
 def to_line(measurement: Measurement) -> str:
-    """One line of JSON, without the newline."""
+    """Return one line of JSON, without the newline."""
     return json.dumps(asdict(measurement), allow_nan=False)
 
 
 def from_line(line: str) -> Measurement:
-    """The inverse of `to_line`. Raises ValueError for what isn't JSON, and for missing, unknown or wrong keys."""
+    """Parse a line of `to_line`. Raises ValueError for invalid JSON, and for missing, unknown or wrong keys."""
     try:
         entries = json.loads(line)
     except json.JSONDecodeError as error:
@@ -128,7 +128,7 @@ def from_line(line: str) -> Measurement:
 
 
 def append(folder: Path, measurements: Iterable[Measurement]) -> list[Path]:
-    """Add measurements to the end of their files in `folder`, which is made if need be. Returns the files."""
+    """Append measurements to their files in `folder`, which is created if needed. Return the files."""
     paths: dict[Path, None] = {}
     for measurement in measurements:
         path = folder / f"{slug(measurement.gpu)}.jsonl"
@@ -140,7 +140,7 @@ def append(folder: Path, measurements: Iterable[Measurement]) -> list[Path]:
 
 
 def read(path: Path) -> list[Measurement]:
-    """Every measurement of a file, history too, in its order. Raises ValueError with the file and the line number."""
+    """Return every measurement of a file, history too, in order. ValueError names the file and the line number."""
     history = []
     for number, line in enumerate(path.read_text(encoding="utf-8").splitlines(), 1):
         if line.strip():
@@ -152,7 +152,7 @@ def read(path: Path) -> list[Measurement]:
 
 
 def latest(history: Iterable[Measurement]) -> list[Measurement]:
-    """Those that no later one supersedes, each in the place where its key first appeared."""
+    """Return the measurements that no later one supersedes, each at the place where its key first appeared."""
     last: dict[tuple, Measurement] = {}
     for measurement in history:
         last[measurement.key] = measurement
@@ -160,12 +160,12 @@ def latest(history: Iterable[Measurement]) -> list[Measurement]:
 
 
 def load(folder: Path) -> dict[str, list[Measurement]]:
-    """The latest measurements of each file of a folder: {"h200": [...], "cpu": [...]}. No folder gives {}."""
+    """Return the latest measurements of each file of a folder: {"h200": [...], "cpu": [...]}. No folder gives {}."""
     return {path.stem: latest(read(path)) for path in sorted(folder.glob("*.jsonl"))}
 
 
 def slug(gpu: str) -> str:
-    """The file name of a device: "NVIDIA H100 80GB HBM3" -> "h100", "AMD EPYC (CPU)" -> "cpu"."""
+    """Return the file name of a device: "NVIDIA H100 80GB HBM3" -> "h100", "AMD EPYC (CPU)" -> "cpu"."""
     if gpu.endswith("(CPU)"):
         return "cpu"
     kept = []

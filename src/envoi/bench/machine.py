@@ -1,4 +1,4 @@
-"""Where and of what a measurement was taken: hardware, versions, commit."""
+"""Provenance of a measurement: hardware, versions, commit."""
 
 import platform
 import subprocess
@@ -11,7 +11,7 @@ PACKAGE = Path(envoi.__file__).resolve().parent
 
 
 def cpu_name() -> str:
-    """The CPU's model as Linux gives it, " (CPU)" behind it."""
+    """Return the CPU's model as Linux reports it, followed by " (CPU)"."""
     cpuinfo = Path("/proc/cpuinfo")
     lines = cpuinfo.read_text().splitlines() if cpuinfo.is_file() else []
     models = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
@@ -19,7 +19,7 @@ def cpu_name() -> str:
 
 
 def device_name(device_type: str) -> str:
-    """The `gpu` of a measurement on this machine's "cuda" or "cpu"."""
+    """Return the `gpu` of a measurement on this machine's "cuda" or "cpu"."""
     if device_type == "cpu":
         return cpu_name()
     import torch
@@ -28,7 +28,7 @@ def device_name(device_type: str) -> str:
 
 
 def version_of(distribution: str) -> str | None:
-    """The installed version of a package, None if there is none."""
+    """Return the installed version of a package, None if it isn't installed."""
     try:
         return metadata.version(distribution)
     except metadata.PackageNotFoundError:
@@ -36,7 +36,7 @@ def version_of(distribution: str) -> str | None:
 
 
 def commit() -> str:
-    """The commit of the package's files, "-dirty" behind it if they differ; "v<version>" outside a repository."""
+    """Return the commit of the package's files, with "-dirty" if they differ; "v<version>" outside a repository."""
     if _git("ls-files", "--error-unmatch", "__init__.py") is None:
         return f"v{envoi.__version__}"
     head = _git("rev-parse", "--short=12", "HEAD")
@@ -44,13 +44,13 @@ def commit() -> str:
 
 
 def results_folder() -> Path | None:
-    """bench/results of the repository around this package; None where the package is installed elsewhere."""
+    """Return bench/results of the repository around this package; None if the package is installed elsewhere."""
     repository = PACKAGE.parents[1]
     return repository / "bench" / "results" if (repository / "pyproject.toml").is_file() else None
 
 
 def _git(*arguments: str) -> str | None:
-    """What git says in the package's folder; None where it refuses or isn't there."""
+    """Return git's output in the package's folder; None if git fails or is missing."""
     try:
         done = subprocess.run(("git", *arguments), cwd=PACKAGE, capture_output=True, text=True, timeout=20, check=False)
     except (OSError, subprocess.TimeoutExpired):

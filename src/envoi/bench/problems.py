@@ -1,4 +1,4 @@
-"""The GEMMs of the registry as the Hopper kernel sees them: the launch, the problem, the config that it would get."""
+"""GEMMs of the registry as the Hopper kernel sees them: the launch, the problem, the chosen config."""
 
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
@@ -14,34 +14,34 @@ from envoi.gemm.hopper.config import Config, Problem, candidates, predicted_cycl
 
 Shape = GemmShape | GroupedShape
 META = torch.device("meta")
-NUM_SMS = 132  # of an H100 or H200, where none is there to ask
+NUM_SMS = 132  # of an H100 or H200, for machines without one
 
 
 @dataclass(frozen=True)
 class Planned:
-    """default: the config by the model of `gemm.config`, or shipped."""
+    """Planned launch of one GEMM. default: the shipped config, or the one by the model of `gemm.config`."""
 
     call: host.Call
     problem: Problem
     default: Config
 
     def chosen(self, num_sms: int) -> Config:
-        """The config that runs on this machine."""
+        """Return the config that runs on this machine."""
         return tune.best(self.problem, self.call.code, num_sms) or self.default
 
     def key(self, num_sms: int) -> str:
-        """What its measured config is filed under; several epilogues may share it."""
+        """Return the key of the measured config; several epilogues may share it."""
         return tune.key_of(self.problem, self.call.code, num_sms)
 
     def promising(self, num_sms: int, at_most: int) -> list[Config]:
-        """The candidates that are worth measuring, most promising first; the default is among them."""
+        """Return the candidates worth measuring, most promising first; the default is among them."""
         found = candidates(self.problem, self.call.code)
         found.sort(key=lambda config: predicted_cycles(self.problem, config, num_sms))
         return list(dict.fromkeys([self.default, *found]))[:at_most]
 
 
 def shapes_of(cases: Iterable[Case]) -> list[Shape]:
-    """The GEMMs that Envoi runs in these cases, each once; plain ones too where they are a baseline."""
+    """Return the GEMMs that Envoi runs in these cases, each once; plain ones too if they are a baseline."""
     found: dict[Shape, None] = {}
     for case in cases:
         if isinstance(case.shape, (GemmShape, GroupedShape)):
@@ -52,7 +52,10 @@ def shapes_of(cases: Iterable[Case]) -> list[Shape]:
 
 
 def label(shape: Shape) -> str:
-    """For a table: "8192x4096x7168 bf16 swiglu", of experts "32: 8192x4096x7168 ..", of 289 rows at most "<= 289"."""
+    """Return a table's label: "8192x4096x7168 bf16 swiglu", "32: 8192x4096x7168 .." for 32 experts.
+
+    "<= 289" follows the sizes if the experts have different numbers of rows, 289 at most.
+    """
     if not isinstance(shape, GroupedShape):
         return f"{shape.m}x{shape.n}x{shape.k} {shape.format} {shape.epilogue}"
     least, most = min(shape.num_rows), max(shape.num_rows)
@@ -61,14 +64,14 @@ def label(shape: Shape) -> str:
 
 
 def refusal(shape: Shape, x: Inputs) -> str:
-    """Why the Hopper kernel can't run this; "" if it can."""
+    """Return why the Hopper kernel can't run this; "" if it can."""
     return host.supports_hopper(x.a, x.b, (ENDINGS[shape.epilogue].fused or store).ir)
 
 
 def planned(shape: Shape, num_sms: int, x: Inputs | None = None) -> Planned:
-    """For inputs as `inputs.make` makes them; without any, tensors have no memory.
+    """Plan a GEMM for inputs as `inputs.make` makes them; without any, tensors have no memory.
 
-    Raises ValueError where the Hopper kernel can't run it.
+    Raises ValueError if the Hopper kernel can't run it.
     """
     x = x or make(shape, META)
     why = refusal(shape, x)

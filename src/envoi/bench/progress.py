@@ -1,4 +1,4 @@
-"""A progress bar that shows itself only when the work takes longer than two seconds."""
+"""Progress bar, shown only if the work takes longer than two seconds."""
 
 import sys
 import time
@@ -9,7 +9,7 @@ DELAY_S = 2.0
 
 
 class Progress:
-    """`with Progress(12) as bar: bar.step("gemm 256x512x512")`; on stderr, by tqdm where it is installed."""
+    """Progress bar on stderr, by tqdm if installed: `with Progress(12) as bar: bar.step("gemm 256x512x512")`."""
 
     def __init__(self, total: int, quiet: bool = False):
         self.total, self.done, self.quiet = total, 0, quiet
@@ -17,7 +17,7 @@ class Progress:
         self.bar: Any = None if quiet else _tqdm(total)
 
     def step(self, label: str) -> None:
-        """Say what comes next; everything before it is done."""
+        """Show the label of the next step; everything before it is done."""
         if self.bar is not None:
             self.bar.set_postfix_str(label, refresh=False)
             self.bar.update(self.done - self.bar.n)
@@ -26,7 +26,7 @@ class Progress:
         self.done += 1
 
     def note(self, text: str) -> None:
-        """A line on stderr that doesn't break the bar."""
+        """Print a line on stderr without breaking the bar."""
         if self.bar is not None:
             self.bar.write(text, file=sys.stderr)
         elif not self.quiet:

@@ -1,6 +1,6 @@
-"""Times that others published for cases of a suite, to stand beside ours.
+"""Published times of others for cases of a suite, shown beside ours.
 
-Another machine and another way to take time: only the ratios of each side compare.
+Measured on another machine by another method: compare only each side's ratios.
 """
 
 from collections.abc import Iterable
@@ -12,7 +12,7 @@ from envoi.table import number, ratio
 
 @dataclass(frozen=True)
 class Published:
-    """times_us: by case, one for each of `columns`, of which the last is eager."""
+    """Published times. times_us: by case, one for each of `columns`, of which the last is eager."""
 
     what: str
     hardware: str
@@ -39,7 +39,7 @@ PUBLISHED = {
 
 
 def beside(suite: str, measurements: Iterable[Measurement]) -> str:
-    """A Markdown table of ours and theirs, times in us and speed-ups over each side's eager; "" if there is none."""
+    """Return a Markdown table of both sides' times in us and speed-ups over each side's eager; "" if there is none."""
     found = PUBLISHED.get(suite)
     if found is None:
         return ""

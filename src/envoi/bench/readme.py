@@ -1,4 +1,4 @@
-"""A README's tables, made from the results: what stands between `<!-- bench:SUITE:GPU -->` and `<!-- /bench -->`."""
+"""Generated tables of a README: the text between `<!-- bench:SUITE:GPU -->` and `<!-- /bench -->`, from the results."""
 
 import re
 from collections.abc import Iterable
@@ -14,7 +14,7 @@ END = "<!-- /bench -->"
 
 
 def rewrite(path: Path, folder: Path) -> bool:
-    """Write the tables of a file from the results in a folder; True if that changed it."""
+    """Write the tables of a file from the results in a folder; return True if that changed it."""
     text = path.read_text(encoding="utf-8")
     written = render(text, folder)
     if written != text:
@@ -23,7 +23,7 @@ def rewrite(path: Path, folder: Path) -> bool:
 
 
 def render(text: str, folder: Path) -> str:
-    """`text` with what stands between its markers made anew. Raises ValueError for a marker that can't be served."""
+    """Return `text` with the text between its markers regenerated. Raises ValueError for an unknown marker."""
     results = load(folder)
     parts, rest = [], 0
     for start in START.finditer(text):
@@ -42,7 +42,7 @@ def render(text: str, folder: Path) -> str:
 
 
 def section(suite: str, gpu: str, measurements: list[Measurement]) -> str:
-    """What stands between two markers: where the numbers come from, a table, its geometric means, others' times."""
+    """Return the text between two markers: provenance, a table, its geometric means, others' times."""
     if not measurements:
         return f"`{suite}` hasn't been measured on `{gpu}` yet.\n"
     text = f"{_provenance(suite, measurements)}\n\n{_table(measurements)}\n"

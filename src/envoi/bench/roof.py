@@ -1,4 +1,4 @@
-"""The roofs of a device, measured in the run that they are compared with."""
+"""Measured roofs of a device, taken in the run that they are compared with."""
 
 from dataclasses import dataclass, field
 
@@ -16,13 +16,13 @@ REPEAT = {"cuda": 20, "cpu": 5}
 
 @dataclass(frozen=True)
 class Roof:
-    """What the device reached: copied bytes (read + written), and matmul rates of "bf16", "fp32" and "fp8"."""
+    """Rates that the device reached: copied bytes (read + written), and matmul rates of "bf16", "fp32" and "fp8"."""
 
     gb_per_s: float
     tflops: dict[str, float] = field(default_factory=dict)
 
     def floor_us(self, num_bytes: float, flops: float = 0.0, kind: str = "bf16") -> float | None:
-        """The time below which the work can't be done at these roofs; None if there is none for `kind`."""
+        """Return the least time for the work at these roofs; None if there is no roof for `kind`."""
         bytes_us = num_bytes / self.gb_per_s / 1e3
         if not flops:
             return bytes_us
@@ -38,7 +38,7 @@ def measure_roof(device: torch.device) -> Roof:
     copied = 2 * num_bytes / clock.calls(lambda: target.copy_(source)).p10_us / 1e3
     tflops = {name: max(_matmul_tflops(clock, mnk, name) for mnk in GEMM_MNK[device.type]) for name in DTYPES}
     if device.type == "cpu":
-        tflops["bf16"] = max(tflops.values())  # nothing keeps a CPU from widening first
+        tflops["bf16"] = max(tflops.values())  # a CPU may widen to float32 first
     if device.type == "cuda" and torch.cuda.get_device_capability(device) >= (8, 9):
         tflops["fp8"] = max(_fp8_tflops(clock, mnk) for mnk in GEMM_MNK["cuda"])
     return Roof(copied, tflops)

@@ -1,4 +1,4 @@
-"""Runs cases one after the other, prints a table for each suite, makes and keeps the measurements."""
+"""Runner of cases one after the other: prints a table for each suite, makes and stores the measurements."""
 
 import datetime
 from collections.abc import Callable
@@ -23,7 +23,7 @@ from envoi.table import align, number, ratio
 
 @dataclass(frozen=True)
 class Ranks:
-    """This process among those that `torchrun` started; one process without it."""
+    """Rank and size of the group that `torchrun` started; one process without it."""
 
     rank: int
     num_ranks: int
@@ -31,7 +31,7 @@ class Ranks:
 
 
 def pick_device(name: str) -> torch.device:
-    """ "auto" is the GPU where there is one. Raises ValueError for "cuda" without one."""
+    """Return the device; "auto" is the GPU if there is one. Raises ValueError for "cuda" without one."""
     has_gpu = torch.cuda.is_available()
     if name == "cuda" and not has_gpu:
         raise ValueError("--device: expected a CUDA device for 'cuda', this machine has none that torch can use")
@@ -49,17 +49,17 @@ def join_ranks(device: torch.device) -> Ranks:
 
 
 def leave_ranks() -> None:
-    """The end of what `join_ranks` began."""
+    """Destroy the process group that `join_ranks` created."""
     if dist.is_initialized():
         dist.destroy_process_group()
 
 
 @dataclass(frozen=True)
 class Plan:
-    """How cases are run.
+    """Options of a run.
 
-    repeat: n behind each median; None: the suite's own. commit: None: the package's. compiler: of the baselines.
-    keep: called with each measurement as soon as it is there, so that a lost machine loses little.
+    repeat: n of each median; None: the suite's own. commit: None: the package's. compiler: of the baselines.
+    keep: called with each measurement at once, so that a lost machine loses little.
     """
 
     repeat: int | None = None
@@ -69,10 +69,10 @@ class Plan:
 
 
 def run_cases(chosen: list[Case], ranks: Ranks, plan: Plan) -> tuple[list[Measurement], int]:
-    """Measure every case; on rank 0 print the tables and what was left out. No baseline, no measurement.
+    """Measure every case; on rank 0 print the tables and the skipped cases. No baseline, no measurement.
 
-    Returns also how many cases failed: one that does is named, and the others are measured. Over several ranks the
-    first ends the run, since the others wait for it.
+    Returns also how many cases failed: a failed case is named, and the others are measured. Over several ranks the
+    first failure ends the run, since the other ranks wait for it.
     """
     quiet = ranks.rank != 0
     measurements, num_failed = [], 0
@@ -123,7 +123,7 @@ def _run_suite(
 
 
 def to_measurement(case: Case, trial: Trial, roof: Roof, ranks: Ranks, commit: str | None) -> Measurement:
-    """A trial with its provenance."""
+    """Return a trial as a measurement with its provenance."""
     return Measurement(
         suite=case.suite,
         case=case.name,

@@ -1,4 +1,4 @@
-"""The registry of cases: which sizes each suite is measured at, and which of them a CPU takes too."""
+"""Registry of cases: the sizes of each suite, and which of them run on a CPU too."""
 
 import random
 from dataclasses import dataclass
@@ -51,13 +51,13 @@ MOE_OVER_RANKS = (
     *((MOE_V3, m, "fp8_block128") for m in (64, 2048)),
 )
 MOE_SKEW = 8.0
-MOE_ONE_GPU = (4096, 2048, 32, 6, 2048)  # what each of eight ranks has of the first
+MOE_ONE_GPU = (4096, 2048, 32, 6, 2048)  # one rank's part of the first, of eight
 MOE_FORMATS = ("bf16", "fp8_row", "fp8_block128", "mxfp4")
 
 
 @dataclass(frozen=True)
 class GemmShape:
-    """a [m, k], b [n, k] in a format of `envoi.quant.FORMATS`; epilogue: of `envoi.epilogue.library`."""
+    """Sizes of a GEMM: a [m, k], b [n, k]; format: of `envoi.quant.FORMATS`; epilogue: of `envoi.epilogue.library`."""
 
     m: int
     n: int
@@ -68,7 +68,10 @@ class GemmShape:
 
 @dataclass(frozen=True)
 class GroupedShape:
-    """num_rows[e] rows of expert e, [sum(num_rows), k] against weights [len(num_rows), n, k]; else as GemmShape."""
+    """Sizes of a grouped GEMM: num_rows[e] rows of expert e, [sum(num_rows), k] against weights [len(num_rows), n, k].
+
+    Other fields: see GemmShape.
+    """
 
     num_rows: tuple[int, ...]
     n: int
@@ -79,7 +82,7 @@ class GroupedShape:
 
 @dataclass(frozen=True)
 class RouterShape:
-    """tokens [m, k], gate [n, k]; rule: a model's name, or "softmax" for softmax, top-k, renormalised."""
+    """Sizes of a router: tokens [m, k], gate [n, k]; rule: a model, or "softmax" for softmax, top-k, renormalised."""
 
     m: int
     n: int
@@ -91,7 +94,7 @@ class RouterShape:
 
 @dataclass(frozen=True)
 class MoeShape:
-    """num_tokens are those of one rank; num_experts those of all. skew: expert 0 gets so many times its share."""
+    """Sizes of an MoE. num_tokens: per rank. num_experts: of all ranks. skew: expert 0 gets so many times its share."""
 
     hidden: int
     intermediate: int
@@ -104,7 +107,7 @@ class MoeShape:
 
 @dataclass(frozen=True)
 class IndexerShape:
-    """One or more workloads; times are means over them."""
+    """Workloads of an indexer case, at least one; times are means over them."""
 
     workloads: tuple[Workload, ...]
 
@@ -114,7 +117,7 @@ Shape = GemmShape | GroupedShape | RouterShape | MoeShape | IndexerShape
 
 @dataclass(frozen=True)
 class Case:
-    """A line of `envoi bench --list`. on_cuda, on_cpu: where it is run; over_ranks: also by several processes."""
+    """Line of `envoi bench --list`. on_cuda, on_cpu: devices that run it; over_ranks: also by several processes."""
 
     suite: str
     name: str
@@ -125,7 +128,7 @@ class Case:
 
 
 def cases(suite: str) -> list[Case]:
-    """The cases of a suite, in the order in which they are run. Raises ValueError for a name that isn't in `SUITES`."""
+    """Return the cases of a suite in the order of their runs. Raises ValueError for a name that isn't in `SUITES`."""
     if suite not in SUITES:
         raise ValueError(f"suite: expected one of {', '.join(SUITES)}, got {suite!r}")
     makers = {
@@ -185,7 +188,7 @@ def _weights_cases() -> list[Case]:
 
 
 def zipf_rows(total: int, num_experts: int, num_empty: int) -> tuple[int, ...]:
-    """`total` rows over experts in proportion to 1, 1/2, 1/3, .., num_empty of them with none, in a fixed mixed order.
+    """Split `total` rows over experts in proportion to 1, 1/2, 1/3, .., in a fixed mixed order; num_empty get none.
 
     >>> zipf_rows(100, 4, 1)
     (18, 55, 0, 27)
@@ -199,7 +202,7 @@ def zipf_rows(total: int, num_experts: int, num_empty: int) -> tuple[int, ...]:
 
 
 def drawn_rows(total: int, num_experts: int) -> tuple[int, ...]:
-    """As many rows an expert as routing at random leaves it; always the same.
+    """Draw the rows per expert of random routing, with a fixed seed.
 
     >>> drawn_rows(100, 4)
     (23, 19, 32, 26)
@@ -224,7 +227,7 @@ def _router_cases(suite: str) -> list[Case]:
 
 
 def _router_shape(m: int, n: int, k: int, num_topk: int, rule: str, dtype: str) -> tuple[str, RouterShape]:
-    """With its name."""
+    """Return the shape with its name."""
     what = f"top{num_topk} softmax" if rule == "softmax" else rule
     return f"{m}x{n}x{k} {what} {dtype}", RouterShape(m, n, k, num_topk, rule, dtype)
 

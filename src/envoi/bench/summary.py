@@ -1,4 +1,4 @@
-"""Several cases in a line: geometric means of ratios."""
+"""Summary of several cases in a line: geometric means of ratios."""
 
 from collections.abc import Iterable
 from math import exp, log
@@ -8,18 +8,18 @@ from envoi.table import number
 
 
 def baseline_names(measurements: Iterable[Measurement]) -> list[str]:
-    """Those that occur, in the order of `BASELINES`."""
+    """Return the baselines that occur, in the order of `BASELINES`."""
     found = {name for m in measurements for name in m.baselines}
     return [name for name in BASELINES if name in found]
 
 
 def of_roof(floor_us: float | None, ours_us: float) -> str:
-    """The share of the roof, "95 %"; "-" where there is none."""
+    """Return the fraction of the roof, "95 %"; "-" if there is none."""
     return "-" if floor_us is None else f"{100 * floor_us / ours_us:.0f} %"
 
 
 def means(measurements: list[Measurement]) -> str:
-    """For each kind of case and each baseline, the geometric mean of its ratios and the least of them.
+    """Return, for each kind of case and each baseline, the geometric mean of its ratios and the least of them.
 
     "bf16: cublas 1.02x [0.97x] over 9; .." - "" for a single case.
     """
@@ -37,7 +37,7 @@ def means(measurements: list[Measurement]) -> str:
 
 
 def _kind(m: Measurement) -> str:
-    """The format or epilogue, by which the GEMMs' cases end; other suites' cases are of one kind, but for ranks."""
+    """Return the format or epilogue at the end of a GEMM case's name; other suites have one kind, apart from ranks."""
     if m.suite.startswith("gemm"):
         return m.case.rpartition(" ")[2]
     return f"{m.num_gpus} GPUs" if m.num_gpus > 1 else ""

@@ -1,26 +1,26 @@
-"""How time is taken. Of collective calls repeat counts are fixed: ranks that chose by their own time would hang.
+"""Timing methods. Collective calls have fixed repeat counts: ranks that chose by their own time would hang.
 
-    rounds  several contenders, each called once a round: CUDA events around the call, the L2 cache emptied before it;
+    rounds  several contenders, each called once per round: CUDA events around the call, the L2 cache emptied before it;
             on a CPU, perf_counter
     calls   `rounds` of one
-    replays as `rounds`, each contender a CUDA graph of 20 calls on enough inputs in turn to overflow the L2 cache,
-            time / 20, the cache left as it is; on a CPU one call
-    ranks   as `calls`, but the slowest rank counts, and a barrier and a one-element all-reduce align the ranks first;
-            the all-reduce stands behind the reads that empty the cache, so that every rank's call is enqueued by then
+    replays like `rounds`, each contender a CUDA graph of 20 calls on enough inputs in turn to overflow the L2 cache,
+            time / 20, the cache not emptied; on a CPU one call
+    ranks   like `calls`, but the slowest rank counts, and a barrier and a one-element all-reduce align the ranks first;
+            the all-reduce follows the reads that empty the cache, so that every rank's call is enqueued by then
 
-Contenders measured one after the other meet different clocks: a large GEMM is limited by power, and the same call has
-moved by 20 %. In rounds all meet the same ones, whoever comes first changes from round to round, and the device is
-never waited for in between.
+Contenders measured one after the other run at different clocks: a large GEMM is limited by power, and the same call
+has changed by 20 %. In rounds all run at the same clocks, the order changes from round to round, and the host never
+waits for the device in between.
 
-The cache is emptied by reading a buffer larger than it. Overwriting would leave lines that still have to go to memory,
-and the call behind would pay for them: 33 us instead of 27 for a GEMM of 256x4096x7168, cuBLAS's or any other.
+The cache is emptied by reading a buffer larger than it. Overwriting would fill it with dirty lines, and the next call
+would pay for their write-back: 33 us instead of 27 for a GEMM of 256x4096x7168, cuBLAS's or any other.
 
-What stands in front of a call also hides its launch: the read is repeated (of a graph: an earlier replay) until the
-device gets to a call when the host has enqueued all of it. Else the gaps between its launches would count, and a host
-that others share stalls for hundreds of microseconds. A call that the device has begun before is thrown away and timed
-again behind twice as much (`Lead`); so only `ranks` may time what all ranks have to call equally often.
+Work before a call also hides its launch: the read is repeated (of a graph: an earlier replay) until the device gets to
+a call after the host has enqueued all of it. Otherwise the gaps between its launches would count, and a shared host
+stalls for hundreds of microseconds. A call that the device began too early is discarded and timed again after twice as
+much work (`Lead`); so only `ranks` may time calls that all ranks must make equally often.
 
-A graph replay never shows less than 4 to 5 us, so what takes less than a launch is measured by `replays`.
+A graph replay never shows less than 4 to 5 us, so calls shorter than a launch are measured by `replays`.
 """
 
 import time
@@ -35,11 +35,11 @@ import torch.distributed as dist
 CALLS_PER_GRAPH = 20
 NUM_WARMUPS = 3
 CPU_CACHE_BYTES = 64 << 20
-FLUSH_CACHES = 4  # sizes of the L2 that are read: its halves may each keep a copy of a line
-MAX_FLUSHES = 8  # of ranks
+FLUSH_CACHES = 4  # number of L2 sizes that are read: its halves may each keep a copy of a line
+MAX_FLUSHES = 8  # in `ranks`
 MAX_FILLERS = 64
-TRIES = 8  # of a call: from one filler to the most
-PATIENCE = 16  # calls in time until there is less in front
+TRIES = 8  # per call: from one filler to the most
+PATIENCE = 16  # calls on time before the fillers are halved
 
 K = TypeVar("K")
 Run = Callable[[], object]
@@ -48,7 +48,7 @@ Pair = tuple[torch.cuda.Event, torch.cuda.Event]
 
 @dataclass(frozen=True)
 class Timing:
-    """Microseconds a call: the median and the 10th and 90th percentile of n repeats."""
+    """Microseconds per call: the median and the 10th and 90th percentile of n repeats."""
 
     p50_us: float
     p10_us: float
@@ -57,7 +57,7 @@ class Timing:
 
 
 def summarize(times_us: Sequence[float]) -> Timing:
-    """The percentiles of at least one time, by nearest rank: no value that wasn't measured."""
+    """Return the percentiles of at least one time, by nearest rank: only measured values."""
     ranked = sorted(times_us)
 
     def at(share: float) -> float:
@@ -67,7 +67,7 @@ def summarize(times_us: Sequence[float]) -> Timing:
 
 
 def mean_timing(timings: Sequence[Timing]) -> Timing:
-    """The mean of each percentile over workloads that were repeated equally often."""
+    """Return the mean of each percentile over workloads that were repeated equally often."""
     return Timing(
         mean(t.p50_us for t in timings), mean(t.p10_us for t in timings), mean(t.p90_us for t in timings), timings[0].n
     )
@@ -75,10 +75,10 @@ def mean_timing(timings: Sequence[Timing]) -> Timing:
 
 @dataclass
 class Lead:
-    """Work in front of each call of a contender, so much that the host has enqueued the call by its end.
+    """Filler work before each call of a contender, enough that the host has enqueued the call by its end.
 
-    Twice as much after a call that was late, half as much after some that weren't. A call that is late whatever stands
-    in front waits for the device itself, or takes the host too long: its host's time counts.
+    Doubled after a late call, halved after several on time. A call that is late after any amount of work waits for the
+    device itself, or takes the host too long: its host's time counts.
     """
 
     filler: Run
@@ -87,7 +87,7 @@ class Lead:
     hopeless: bool = False
 
     def time(self, run: Run) -> Pair:
-        """The events around a call."""
+        """Return the events around a call."""
         for _ in range(TRIES):
             for _ in range(self.count):
                 self.filler()
@@ -109,14 +109,14 @@ class Lead:
 
 @dataclass(frozen=True)
 class Clock:
-    """Takes times on one device. repeat: n of every Timing. cold: empty the L2 cache before each call."""
+    """Timer on one device. repeat: n of every Timing. cold: empty the L2 cache before each call."""
 
     device: torch.device
     repeat: int
     cold: bool = True
 
     def rounds(self, runs: Mapping[K, Run], n: int | None = None) -> dict[K, Timing]:
-        """Each contender once a round, n rounds (default: repeat)."""
+        """Time each contender once per round, n rounds (default: repeat)."""
         n = n or self.repeat
         for run in runs.values():
             _warm_up(run)
@@ -130,15 +130,15 @@ class Clock:
         return self._events(runs, n, {name: Lead(scratch.max if self.cold else run) for name, run in runs.items()})
 
     def calls(self, run: Run) -> Timing:
-        """One call at a time."""
+        """Time one contender, one call at a time."""
         return self.rounds({"": run})[""]
 
     def captured(self, runs: Sequence[Run]) -> Run:
-        """A contender for `replays`: 20 calls, `runs` in turn; on a CPU the next of them."""
+        """Return a contender for `replays`: 20 calls, `runs` in turn; on a CPU the next of them."""
         return _in_turn(runs) if self.device.type != "cuda" else self._capture(runs).replay
 
     def replays(self, runs: Mapping[K, Run]) -> dict[K, Timing]:
-        """The time of one call of each."""
+        """Return the time of one call of each contender."""
         if self.device.type != "cuda":
             return self.rounds(runs)
         for run in runs.values():
@@ -147,7 +147,7 @@ class Clock:
         return {name: _shared(timing, CALLS_PER_GRAPH) for name, timing in timings.items()}
 
     def ranks(self, run: Run, group: dist.ProcessGroup | None = None) -> Timing:
-        """The same call on every rank of a group; the percentiles are the slowest rank's. Collective."""
+        """Time a call on every rank of a group; return the percentiles of the slowest rank. Collective."""
         token = torch.zeros(1, device=self.device)
         scratch = _larger_than_the_cache(self.device) if self.device.type == "cuda" else token
 
@@ -164,7 +164,7 @@ class Clock:
         return Timing(p50_us, p10_us, p90_us, timing.n)
 
     def num_inputs(self, num_bytes: int) -> int:
-        """How many inputs of num_bytes a graph should go around so that none is in the cache at its next turn."""
+        """Return how many inputs of num_bytes a graph should cycle through so that none is still in the cache."""
         return max(1, min(CALLS_PER_GRAPH, -(-2 * cache_bytes(self.device) // max(num_bytes, 1))))
 
     def _events(self, runs: Mapping[K, Run], n: int, leads: Mapping[K, "Lead"]) -> dict[K, Timing]:
@@ -177,7 +177,7 @@ class Clock:
         return {name: _summarize_pairs(found) for name, found in pairs.items()}
 
     def _one_by_one(self, run: Run, prepare: Run) -> Timing:
-        """`prepare` isn't timed."""
+        """Time each call by itself after `prepare`, which isn't timed."""
         for _ in range(NUM_WARMUPS):
             run()
         times: list[float] = []
@@ -194,14 +194,14 @@ class Clock:
         return _summarize_pairs(pairs)
 
     def graph(self, run: Run) -> Run:
-        """A replay of one call from a CUDA graph; on a CPU the call itself."""
+        """Return a replay of one call from a CUDA graph; on a CPU the call itself."""
         return run if self.device.type != "cuda" else self._capture([run], 1).replay
 
     def _capture(self, runs: Sequence[Run], num_calls: int = CALLS_PER_GRAPH) -> torch.cuda.CUDAGraph:
         turn = _in_turn(runs)
         side = torch.cuda.Stream(self.device)
         side.wait_stream(torch.cuda.current_stream(self.device))
-        with torch.cuda.stream(side):  # kernels that tune themselves at the first call do it here
+        with torch.cuda.stream(side):  # kernels that autotune at the first call do it here
             for _ in range(max(NUM_WARMUPS, len(runs))):
                 turn()
         torch.cuda.current_stream(self.device).wait_stream(side)
@@ -214,7 +214,7 @@ class Clock:
 
 
 def cache_bytes(device: torch.device) -> int:
-    """The L2 cache of a GPU; of a CPU a guess at its last cache."""
+    """Return the L2 cache's bytes of a GPU; for a CPU an estimate of its last-level cache."""
     if device.type != "cuda":
         return CPU_CACHE_BYTES
     return torch.cuda.get_device_properties(device).L2_cache_size
@@ -225,7 +225,7 @@ def _larger_than_the_cache(device: torch.device) -> torch.Tensor:
 
 
 def _shared(timing: Timing, calls: int) -> Timing:
-    """The time of one call of several."""
+    """Return the time of one of several calls."""
     return Timing(timing.p50_us / calls, timing.p10_us / calls, timing.p90_us / calls, timing.n)
 
 

@@ -1,4 +1,4 @@
-"""What a suite is given, what it hands back, and the few things that all suites do."""
+"""Input and result of a suite, and the helpers that all suites share."""
 
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -11,7 +11,7 @@ from envoi.bench.roof import Roof
 from envoi.bench.timing import Clock, Run, Timing
 
 MAX_ERROR_ROWS = 64  # float64 is slow: errors are taken on this many rows, spread evenly
-LONG_US = 1000.0  # what takes at least that is repeated less often
+LONG_US = 1000.0  # calls of at least that are repeated less often
 LONG_REPEAT = 30
 OURS = "envoi"
 T = TypeVar("T")
@@ -19,20 +19,20 @@ COMPILE_MODE = "max-autotune-no-cudagraphs"
 
 
 class Compiler:
-    """torch.compile as a baseline, with a limit on the seconds that it may take in all; None: no limit."""
+    """torch.compile as a baseline, with a limit on the total seconds of compilation; None: no limit."""
 
     def __init__(self, limit_s: float | None = None):
         self.limit_s, self.spent_s = limit_s, 0.0
 
     def run(self, fn: Callable, *args: torch.Tensor) -> Run:
-        """fn(*args), compiled and tuned. Raises RuntimeError once the limit is reached."""
+        """Return a call of fn(*args), compiled and tuned. Raises RuntimeError once the limit is reached."""
         if self.limit_s is not None and self.spent_s >= self.limit_s:
             raise RuntimeError(f"left out: {self.spent_s:.0f} s of {self.limit_s:.0f} for torch.compile were spent")
         from torch._inductor import config
 
         start = time.monotonic()
         if hasattr(config, "autotune_num_choices_displayed"):
-            config.autotune_num_choices_displayed = 0  # its tables would drown ours
+            config.autotune_num_choices_displayed = 0  # its tables would hide ours
         fast = compiled(fn, COMPILE_MODE)
         fast(*args)
         self.spent_s += time.monotonic() - start
@@ -41,7 +41,7 @@ class Compiler:
 
 @dataclass(frozen=True)
 class Bench:
-    """Where a suite runs. num_ranks: processes that share the work of a case; this is one of them."""
+    """Environment of a suite. num_ranks: processes that share the work of a case; this is one of them."""
 
     clock: Clock
     roof: Roof
@@ -51,7 +51,7 @@ class Bench:
 
     @property
     def device(self) -> torch.device:
-        """Where inputs are made."""
+        """Device of the inputs."""
         return self.clock.device
 
     @property
@@ -62,9 +62,9 @@ class Bench:
 
 @dataclass(frozen=True)
 class Trial:
-    """One case as measured. flops and num_bytes are of the ideal: each operand read once, each result written once.
+    """Result of one case. flops and num_bytes are ideal: each operand read once, each result written once.
 
-    kind: the element type whose matmul roof counts, "bf16", "fp32" or "fp8". missing: baselines that failed, and how.
+    kind: the element type whose matmul roof counts, "bf16", "fp32" or "fp8". missing: failed baselines, with reasons.
     """
 
     ours: Timing
@@ -77,16 +77,16 @@ class Trial:
 
 
 def time_baselines(candidates: Mapping[str, Callable[[], Timing]]) -> tuple[dict[str, Timing], dict[str, str]]:
-    """Times of the baselines that run here, and the reason for each that doesn't."""
+    """Return the times of the baselines that run here, and the reason for each that doesn't."""
     return _those_that_run(candidates)
 
 
 def time_rounds(
     clock: Clock, ours: Run, candidates: Mapping[str, Callable[[], Run]], floor_us: float | None = None
 ) -> tuple[Timing, dict[str, Timing], dict[str, str]]:
-    """Envoi and its baselines in rounds; fewer of them if the call takes long.
+    """Time Envoi and its baselines in rounds; fewer of them if the call takes long.
 
-    candidates: each makes its inputs as it wants them, outside the time, and returns the call.
+    candidates: each makes its own inputs, outside the timed part, and returns the call.
     floor_us: of the case; decides how often it is repeated. Returns also the reason for each that doesn't run.
     """
 
@@ -95,7 +95,7 @@ def time_rounds(
             run = make()
             run()
             if clock.device.type == "cuda":
-                torch.cuda.synchronize(clock.device)  # a kernel that fails says so here
+                torch.cuda.synchronize(clock.device)  # a failing kernel reports its error here
             return run
 
         return attempt
@@ -109,7 +109,7 @@ def time_rounds(
 def time_replays(
     clock: Clock, ours: Sequence[Run], candidates: Mapping[str, Callable[[], Sequence[Run]]]
 ) -> tuple[Timing, dict[str, Timing], dict[str, str]]:
-    """As `time_rounds`, each contender in a graph: calls of a few microseconds, each run on inputs of its own."""
+    """Time contenders in graphs, see `time_rounds`: calls of a few microseconds, each run on inputs of its own."""
     ours_captured = clock.captured(ours)
     runs, missing = _those_that_run(
         {name: lambda make=make: clock.captured(make()) for name, make in candidates.items()}
@@ -123,19 +123,19 @@ def _those_that_run(candidates: Mapping[str, Callable[[], T]]) -> tuple[dict[str
     for name, take in candidates.items():
         try:
             found[name] = take()
-        except Exception as error:  # other people's code, on hardware that it may not know
+        except Exception as error:  # third-party code, on hardware that it may not know
             missing[name] = f"{type(error).__name__}: {' '.join(str(error).split())[:160]}"
     return found, missing
 
 
 def compiled(fn: Callable, mode: str | None = None) -> Callable:
-    """torch.compile for one shape. Drops what was compiled before: over its limit it falls back to eager in silence."""
+    """Compile by torch.compile for one shape. Drops earlier compilations: over its limit it falls back to eager."""
     torch._dynamo.reset()
     return torch.compile(fn, dynamic=False, mode=mode)
 
 
 def relative_error(got: torch.Tensor, want: torch.Tensor) -> float:
-    """|got - want| / |want| in float64, over all elements together; NaN counts as 1."""
+    """Return |got - want| / |want| in float64, over all elements together; NaN counts as 1."""
     difference = (got.double() - want.double()).nan_to_num(nan=torch.inf)
     norm = float(want.double().norm())
     error = float(difference.norm()) / norm if norm else float(difference.norm())
@@ -143,10 +143,10 @@ def relative_error(got: torch.Tensor, want: torch.Tensor) -> float:
 
 
 def sample_rows(num_rows: int, device: torch.device, at_most: int = MAX_ERROR_ROWS) -> torch.Tensor:
-    """int64 positions of at most that many rows, spread evenly."""
+    """Return int64 positions of at most `at_most` rows, spread evenly."""
     return torch.linspace(0, num_rows - 1, min(num_rows, at_most), device=device).round().long()
 
 
 def generator(device: torch.device, *seeds: int) -> torch.Generator:
-    """Random numbers that depend on the case alone."""
+    """Return a generator seeded by the case alone."""
     return torch.Generator(device).manual_seed(sum(seed * 1_000_003**place for place, seed in enumerate(seeds)) % 2**63)

@@ -1,4 +1,4 @@
-"""`envoi tune`: the configs of the Hopper GEMMs measured on this machine, the winners kept for `envoi.gemm`."""
+"""`envoi tune`: measure the configs of the Hopper GEMMs on this machine, store the winners for `envoi.gemm`."""
 
 import argparse
 from functools import partial
@@ -20,7 +20,7 @@ MAX_DIFFERENCE = 0.05  # from the default's result; FP8 outputs may round the ot
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """The arguments of `envoi tune`."""
+    """Add the arguments of `envoi tune`."""
     add = parser.add_argument
     add("suites", metavar="SUITE", nargs="*", help="a suite of envoi bench that has GEMMs; default: all")
     add("--case", metavar="SUBSTRING", help="only shapes whose line in --list contains this")
@@ -37,7 +37,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Run `envoi tune`; returns the exit status. Raises ValueError for what the user can mend."""
+    """Run `envoi tune`; return the exit status. Raises ValueError for a user's mistake."""
     shapes = [_shape(args)] if args.shape else _registered(args.suites)
     from envoi.bench import problems
 
@@ -149,7 +149,7 @@ def _measure(args: argparse.Namespace, shapes: "list[Shape]") -> int:
 def measure_shape(
     shape: "Shape", found: "list[Config]", num_sms: int, repeat: int
 ) -> "tuple[Planned, dict[Config, float], dict[Config, str]]":
-    """Medians in us of the configs that run and are right, and what is wrong with the others."""
+    """Return the medians in us of the configs that run and are right, and the errors of the others."""
     import torch
 
     from envoi.bench import problems
@@ -179,7 +179,7 @@ def measure_shape(
 
 
 def _outputs(planned: "Planned", config: "Config", num_sms: int) -> list:
-    """Copies of what a config writes, over NaN."""
+    """Return copies of a config's outputs, which were NaN before."""
     import torch
 
     from envoi.gemm.hopper import host
@@ -188,7 +188,7 @@ def _outputs(planned: "Planned", config: "Config", num_sms: int) -> list:
         output.view(torch.uint8).fill_(255)
     host.launch(planned.call, config, num_sms)
     torch.cuda.synchronize()
-    return [output[:: max(1, len(output) // 256)].float() for output in planned.call.outputs]  # some rows will do
+    return [output[:: max(1, len(output) // 256)].float() for output in planned.call.outputs]  # a sample of the rows
 
 
 def _difference(got: list, want: list) -> float:
@@ -198,7 +198,7 @@ def _difference(got: list, want: list) -> float:
 
 
 def winner(results: "list[dict[Config, float]]") -> "Config":
-    """The best of all shapes and epilogues that share an entry: by the geometric mean of time over the best time."""
+    """Return the best config over all shapes and epilogues of an entry: least geometric mean of time / best time."""
     shared = set.intersection(*(set(times) for times in results)) or set(results[-1])
     results = [times for times in results if shared <= set(times)]
 

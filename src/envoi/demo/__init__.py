@@ -1,4 +1,4 @@
-"""`envoi demo`: a trained MoE model answers through Envoi, on whatever hardware is there."""
+"""`envoi demo`: a trained MoE model answers through Envoi, on any hardware."""
 
 from envoi.demo.run import run
 

@@ -1,4 +1,4 @@
-"""One MoE layer, stage by stage: on one rank, and over several processes that must give the same bits."""
+"""Stages of one MoE layer: on one rank, and over several processes that must give the same bits."""
 
 import multiprocessing
 import tempfile
@@ -34,7 +34,7 @@ REPEATS = 5
 
 @dataclass(frozen=True)
 class Layer:
-    """A layer's input and weights: tokens [M, H] bf16, gate [N, H], k, experts."""
+    """Input and weights of a layer: tokens [M, H] bf16, gate [N, H], k, experts."""
 
     tokens: torch.Tensor
     gate: torch.Tensor
@@ -43,7 +43,7 @@ class Layer:
 
 
 def one_rank(layer: Layer) -> tuple[torch.Tensor, dict[str, float]]:
-    """The layer's output and the median milliseconds of each stage."""
+    """Return the layer's output and the median milliseconds of each stage."""
     times: dict[str, list[float]] = {}
     outs = [_one_rank_once(layer, _Stages(layer.tokens.device, times)) for _ in range(REPEATS)]
     return outs[-1], _medians(times)
@@ -78,11 +78,11 @@ def _permute(layer: Layer, routing: Routing):
 def many_ranks(
     layer: Layer, num_ranks: int, advance: Callable[[], Any] = lambda: None, timeout_s: float = 60.0
 ) -> tuple[torch.Tensor, dict[str, float]]:
-    """The same layer over num_ranks processes, each with its share of tokens (uneven on purpose) and of experts.
+    """Run the layer over num_ranks processes, each with its share of tokens (uneven on purpose) and of experts.
 
-    Returns the outputs laid end to end, and the slowest rank's median milliseconds of each stage. One GPU a rank where
-    there are enough of them, over NVLink if that joins them and else NCCL; else CPUs over gloo. advance is called for
-    each rank that is done.
+    Returns the concatenated outputs, and the slowest rank's median milliseconds of each stage. One GPU per rank if
+    there are enough of them, over NVLink if that connects them and else NCCL; else CPUs over gloo. advance is called
+    for each rank that is done.
     Raises RuntimeError if a rank fails.
     """
     num_experts = layer.gate.shape[0]
@@ -110,18 +110,18 @@ def many_ranks(
 
 
 def rank_device(num_ranks: int, rank: int) -> torch.device:
-    """A GPU of its own for each rank where there are enough, else the CPU for all."""
+    """Return a GPU of its own for each rank if there are enough, else the CPU for all."""
     return torch.device("cuda", rank) if torch.cuda.device_count() >= num_ranks else torch.device("cpu")
 
 
 def to_device(layer: Layer, device: torch.device) -> Layer:
-    """The layer somewhere else."""
+    """Return the layer on another device."""
     moved = (x.to(device) if isinstance(x, torch.Tensor) else x for x in flatten(layer.experts))
     return Layer(layer.tokens.to(device), layer.gate.to(device), layer.k, unflatten(*moved))
 
 
 def token_shares(num_tokens: int, num_ranks: int) -> list[int]:
-    """Where each rank's tokens begin, and the total: rank r gets a share proportional to r + 1."""
+    """Return the first token of each rank, and the total: rank r gets a share proportional to r + 1."""
     weights = [rank + 1 for rank in range(num_ranks)]
     return [num_tokens * sum(weights[:rank]) // sum(weights) for rank in range(num_ranks + 1)]
 
@@ -150,7 +150,7 @@ def _work(rank: int, num_ranks: int, folder: str) -> None:
 
 
 def _run_rank(layer: Layer, max_tokens: int) -> tuple[torch.Tensor, dict[str, float]]:
-    # Without presum: the bits of one rank.
+    # Without presum: only then the bits are those of one rank.
     parallel = ExpertParallel(layer.experts, timeout_s=30, max_tokens=max_tokens, num_topk=layer.k, presum=False)
     times: dict[str, list[float]] = {}
     for _ in range(REPEATS):
@@ -184,7 +184,7 @@ def _medians(times: dict[str, list[float]]) -> dict[str, float]:
 
 
 def part(experts: ExpertWeights, first: int, last: int) -> ExpertWeights:
-    """Experts first : last of a pack."""
+    """Return experts first : last of a pack."""
 
     def cut(weight: Any) -> Any:
         if isinstance(weight, QuantTensor):
@@ -199,7 +199,7 @@ def part(experts: ExpertWeights, first: int, last: int) -> ExpertWeights:
 
 
 class _Stages:
-    """Runs a stage and notes its milliseconds."""
+    """Stage runner that records milliseconds."""
 
     def __init__(self, device: torch.device, times: dict[str, list[float]]):
         self.device, self.times = device, times

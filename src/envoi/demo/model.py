@@ -1,4 +1,4 @@
-"""The transformers side of the demo: load, evaluate, continue a prompt, look at the routing."""
+"""transformers side of the demo: load, evaluate, continue a prompt, inspect the routing."""
 
 import contextlib
 import math
@@ -14,9 +14,9 @@ BATCH = 8
 
 
 def load(folder: Path, device: torch.device) -> Any:
-    """The checkpoint as a transformers model in bf16, with its experts through Envoi.
+    """Load the checkpoint as a transformers model in bf16, with its experts through Envoi.
 
-    Raises ValueError if tensors are missing or don't have the shapes that the configuration asks for.
+    Raises ValueError if tensors are missing or don't have the configuration's shapes.
     """
     from transformers import AutoModelForCausalLM
     from transformers.utils import logging
@@ -41,7 +41,7 @@ def load(folder: Path, device: torch.device) -> Any:
 
 
 def windows(data: bytes, device: torch.device) -> list[torch.Tensor]:
-    """Batches of int64 [at most BATCH, WINDOW]; a shorter tail is a batch of its own, less than 2 bytes are dropped."""
+    """Return batches of int64 [at most BATCH, WINDOW]; a shorter tail is a batch of its own; below 2 bytes, dropped."""
     ids = torch.tensor(list(data), dtype=torch.int64, device=device)
     whole = len(ids) // WINDOW * WINDOW
     batches = list(ids[:whole].view(-1, WINDOW).split(BATCH)) if whole else []
@@ -52,7 +52,7 @@ def windows(data: bytes, device: torch.device) -> list[torch.Tensor]:
 
 @torch.no_grad()
 def bits_per_byte(model: Any, batches: list[torch.Tensor], advance=lambda: None) -> float:
-    """Mean of -log2 p(byte | bytes before it in its window)."""
+    """Return the mean of -log2 p(byte | bytes before it in its window)."""
     nats, count = 0.0, 0
     for ids in batches:
         logits = model(ids, use_cache=False).logits[:, :-1].float()
@@ -65,7 +65,7 @@ def bits_per_byte(model: Any, batches: list[torch.Tensor], advance=lambda: None)
 
 @torch.no_grad()
 def continue_prompt(model: Any, prompt: str, num_bytes: int, advance=lambda: None, seed: int = 0) -> str:
-    """The prompt and num_bytes more, sampled at temperature 0.7. advance is called for each byte."""
+    """Return the prompt and num_bytes more, sampled at temperature 0.7. advance is called for each byte."""
 
     def go_on(ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
         advance()
@@ -85,7 +85,7 @@ def continue_prompt(model: Any, prompt: str, num_bytes: int, advance=lambda: Non
 
 @contextlib.contextmanager
 def watch_routers(model: Any, seen: list[torch.Tensor]):
-    """Inside, every router call appends the chosen ids [M, k] to `seen`, in layer order."""
+    """Context in which every router call appends the chosen ids [M, k] to `seen`, in layer order."""
     routers = [layer.mlp.gate for layer in model.model.layers]
     hooks = [router.register_forward_hook(lambda _m, _i, out: seen.append(out[2])) for router in routers]
     try:
@@ -97,7 +97,7 @@ def watch_routers(model: Any, seen: list[torch.Tensor]):
 
 @torch.no_grad()
 def expert_load(model: Any, ids: torch.Tensor) -> torch.Tensor:
-    """The share of routed slots that each expert of each layer gets: float32 [layers, N], rows sum to 1."""
+    """Return the fraction of routed slots per expert and layer: float32 [layers, N], rows sum to 1."""
     seen: list[torch.Tensor] = []
     with watch_routers(model, seen):
         model(ids, use_cache=False)
@@ -108,7 +108,7 @@ def expert_load(model: Any, ids: torch.Tensor) -> torch.Tensor:
 
 @torch.no_grad()
 def moe_inputs(model: Any, ids: torch.Tensor, layer: int) -> torch.Tensor:
-    """The hidden states that enter a layer's MoE block: bf16 [M, H]."""
+    """Return the input of a layer's MoE block: bf16 [M, H]."""
     seen: list[torch.Tensor] = []
     block = model.model.layers[layer].mlp
     hook = block.register_forward_pre_hook(lambda _module, inputs: seen.append(inputs[0]))

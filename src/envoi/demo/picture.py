@@ -6,7 +6,7 @@ import torch
 
 
 def draw(path: Path, load: torch.Tensor, stages: dict[str, dict[str, float]], title: str) -> None:
-    """load [layers, N]: share of slots; stages: {series: {stage: milliseconds}}."""
+    """Draw load [layers, N], the fraction of slots, and stages, {series: {stage: milliseconds}}."""
     import matplotlib
 
     matplotlib.use("Agg")

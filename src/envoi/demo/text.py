@@ -1,4 +1,4 @@
-"""The demo's inputs: where the checkpoint is, and the bytes that it is judged on."""
+"""Inputs of the demo: the path of the checkpoint, and the bytes to evaluate on."""
 
 import hashlib
 import json
@@ -6,21 +6,21 @@ import sysconfig
 from dataclasses import dataclass
 from pathlib import Path
 
-CHECKPOINT = Path(__file__).with_name("tiny_moe") / "model"  # a part of the package, so that the demo needs no network
+CHECKPOINT = Path(__file__).with_name("tiny_moe") / "model"  # in the package, so that the demo needs no network
 
 
 @dataclass(frozen=True)
 class Text:
-    """Bytes to evaluate on, and a line that says what they are."""
+    """Bytes to evaluate on, and a line that describes them."""
 
     data: bytes
     source: str
 
 
 def find_model(given: str | None) -> Path:
-    """The checkpoint's folder: as given, or the one that the package brings.
+    """Return the checkpoint's folder: the given one, or the one shipped with the package.
 
-    Raises ValueError if there is none, or a file of it is missing.
+    Raises ValueError if it or one of its files is missing.
     """
     folder = CHECKPOINT if given is None else Path(given)
     if not folder.is_dir():
@@ -32,10 +32,10 @@ def find_model(given: str | None) -> Path:
 
 
 def read_text(path: str | None, model: Path, num_bytes: int) -> Text:
-    """The first num_bytes of a file; by default, of files that the checkpoint's training never saw.
+    """Read the first num_bytes of a file; by default, of files outside the checkpoint's training data.
 
-    Those are modules of the Python standard library, read from the Python that runs this: `heldout.json` beside the
-    checkpoint names them, with the digests of the version that training measured on.
+    Those are modules of the Python standard library, read from the running Python: `heldout.json` in the checkpoint's
+    folder names them, with the digests of the version that training measured on.
     """
     if path is not None:
         file = Path(path)
@@ -57,7 +57,7 @@ def _read_heldout(manifest: dict, num_bytes: int) -> Text:
     for entry in entries:
         data = (stdlib / entry["path"]).read_bytes()
         same += hashlib.sha256(data).hexdigest() == entry["sha256"]
-        parts.append(data[: -(-num_bytes // len(entries))])  # a part of each, so that all kinds of code take part
+        parts.append(data[: -(-num_bytes // len(entries))])  # a part of each, so that all kinds of code are included
     version = manifest.get("python", "another Python")
     note = f"as in training's Python {version}" if same == len(entries) else f"{same} unchanged since Python {version}"
     source = f"{len(entries)} held-out modules of this Python's standard library, {note}"

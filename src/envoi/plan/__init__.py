@@ -1,4 +1,4 @@
-"""How long the expert-parallel MoE should take, what bounds each step, and how it should be cut. Needs no GPU."""
+"""Predicted time of the expert-parallel MoE, the bound of each step, and the sizes to run it with. Needs no GPU."""
 
 from envoi.plan.api import Plan, plan_moe
 from envoi.plan.layer import MoeLayer

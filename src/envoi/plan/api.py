@@ -1,4 +1,4 @@
-"""`plan_moe`: from the sizes of a layer to a Plan."""
+"""`plan_moe`: a Plan from the sizes of a layer."""
 
 from dataclasses import asdict, dataclass
 from typing import Any
@@ -19,15 +19,15 @@ GB = 1e9
 
 @dataclass(frozen=True)
 class Plan:
-    """What is planned for one rank of a layer. Bytes are bytes of this rank, times are us.
+    """Plan of a layer for one rank. Bytes are bytes of this rank, times are in us.
 
-    l1, l2: block sizes of the two grouped GEMMs. steps: router, dispatch, L1, L2, combine. presum: rows of a token
-    that meet on a rank are summed there, and combine sends the sums instead of L2 the rows.
-    max_tokens: of a rank, that buffers are made for. pool_rows: capacity of the pool that dispatch fills.
-    weight_bytes: the experts. buffer_bytes: the pool, L1's output, and where combine finds its rows.
+    l1, l2: block sizes of the two grouped GEMMs. steps: router, dispatch, L1, L2, combine. presum: a token's rows on
+    the same rank are summed there, and combine sends the sums; otherwise L2 sends the rows.
+    max_tokens: per rank; sizes the buffers. pool_rows: capacity of the pool that dispatch fills.
+    weight_bytes: the experts. buffer_bytes: the pool, L1's output, and the buffer from which combine reads rows.
     experts_per_wave: local experts that go through L1 and L2 together in the fused kernel.
-    fused_shared: shared memory of the fused kernel with L1's tile. overlap: whether its products hide the rows' way.
-    notes: what isn't measured or has no kernel yet.
+    fused_shared: shared memory of the fused kernel with L1's tile. overlap: whether the products hide NVLink transfers.
+    notes: quantities that aren't measured, and paths without a kernel.
     """
 
     layer: MoeLayer
@@ -47,23 +47,23 @@ class Plan:
 
     @property
     def num_waves(self) -> int:
-        """Waves of a rank's experts."""
+        """Number of waves of a rank's experts."""
         return self.layer.num_local_experts // self.experts_per_wave
 
     @property
     def staged_us(self) -> float:
-        """All steps, one after the other."""
+        """Time of all steps, one after the other."""
         return sum(step.time_us for step in self.steps)
 
     @property
     def fused_us(self) -> float:
-        """The router, then the resource that the other steps need longest, as if all of them overlapped: a floor."""
+        """Lower bound in us: the router, then the busiest resource of the other steps, as if all of them overlapped."""
         router, *rest = self.steps
         resources = (sum(column) for column in zip(*(step.parts_us.values() for step in rest), strict=True))
         return router.time_us + max(resources) + max(step.fixed_us for step in rest)
 
     def to_dict(self) -> dict[str, Any]:
-        """Everything, as JSON takes it."""
+        """Return all fields and properties as JSON-compatible values."""
         found = asdict(self)
         for step, entry in zip(self.steps, found["steps"], strict=True):
             entry["bound_by"] = step.bound_by
@@ -76,11 +76,11 @@ class Plan:
 def plan_moe(layer: MoeLayer, arch: str = "sm_90", max_tokens: int | None = None) -> Plan:
     """Plan a layer.
 
-    arch: "sm_90" (H200) or "sm_100" (B200). max_tokens: of a rank, for the size of buffers; default: layer.num_tokens.
+    arch: "sm_90" (H200) or "sm_100" (B200). max_tokens: per rank, sizes the buffers; default: layer.num_tokens.
 
-    Example: plan_moe(MoeLayer(4096, 2048, 256, 6, 2048, 8, "fp8_block128")) has 12288 rows a rank.
+    Example: plan_moe(MoeLayer(4096, 2048, 256, 6, 2048, 8, "fp8_block128")) has 12288 rows per rank.
 
-    Raises ValueError where the layer doesn't fit the GPU.
+    Raises ValueError if the layer doesn't fit the GPU.
     """
     machine = machine_of(arch)
     if max_tokens is None:

@@ -1,4 +1,4 @@
-"""Block sizes of the two grouped GEMMs: on Hopper those that its kernels choose, on Blackwell the fastest that fit."""
+"""Block sizes of the two grouped GEMMs: on Hopper the kernels' own choice, on Blackwell the fastest that fit."""
 
 from dataclasses import dataclass, replace
 from functools import cache
@@ -15,8 +15,8 @@ from envoi.plan.machines import WIDENED, Machine
 from envoi.quant.formats import Scheme
 from envoi.types import Matrix, QuantTensor
 
-BLOCK_MS = {"sm_90": (8, 16, 32, 64, 128), "sm_100": (128,)}  # that a config may have
-WIDTHS = (256, 128)  # of Blackwell's tiles; narrower ones read tokens more often
+BLOCK_MS = {"sm_90": (8, 16, 32, 64, 128), "sm_100": (128,)}  # allowed by the configs
+WIDTHS = (256, 128)  # Blackwell's tiles; narrower ones read the tokens more often
 MAX_STAGES = 12
 MX_GROUP = 32
 META = torch.device("meta")
@@ -24,7 +24,7 @@ META = torch.device("meta")
 
 @dataclass(frozen=True)
 class Blocks:
-    """How one grouped GEMM is cut: tiles of block_m tokens x block_n features, num_stages stages of block_k.
+    """Tiling of one grouped GEMM: tiles of block_m tokens x block_n features, num_stages stages of block_k.
 
     num_tiles: expected over this rank's experts.
     """
@@ -36,24 +36,24 @@ class Blocks:
     num_tiles: float
 
     def rounds(self, num_sms: int) -> int:
-        """Tiles that the busiest SM gets."""
+        """Number of tiles on the busiest SM."""
         return -int(-self.num_tiles // num_sms)
 
 
 def l1_blocks(layer: MoeLayer, machine: Machine) -> Blocks:
-    """Of tokens @ gate_up.T, SwiGLU, and quantise where its epilogue can."""
+    """Return the tiling of tokens @ gate_up.T, SwiGLU, and quantise if the epilogue supports it."""
     return _blocks(layer, machine, layer.l1_nk, expert_l1("swiglu", None, False, left_by_l1(layer.formats.activations)))
 
 
 def l2_blocks(layer: MoeLayer, machine: Machine) -> Blocks:
-    """Of the rows @ down.T."""
+    """Return the tiling of rows @ down.T."""
     return _blocks(layer, machine, layer.l2_nk, expert_l2(False))
 
 
 def _blocks(layer: MoeLayer, machine: Machine, nk: tuple[int, int], epilogue: Epilogue) -> Blocks:
     if machine.arch == "sm_100":
         return _blackwell(layer, machine, nk, epilogue)
-    from envoi.gemm.hopper import host as hopper  # loads Triton, which `import envoi` does without
+    from envoi.gemm.hopper import host as hopper  # imports Triton, which `import envoi` must not do
     from envoi.gemm.hopper_mx import config as hopper_mx
 
     if layer.format in WIDENED:
@@ -69,7 +69,7 @@ def _blocks(layer: MoeLayer, machine: Machine, nk: tuple[int, int], epilogue: Ep
         epilogue.ir, torch.bfloat16, operands, machine.num_sms,
     )[1]  # fmt: skip
     counted = _counted(layer, nk, config.block_m, config.block_n, config.block_k, config.num_stages)
-    # With `wide_tail_tiles` tiles are counted by the lower and the wider kind, but most are square.
+    # With `wide_tail_tiles` the count includes both tile widths; most tiles are square.
     return replace(counted, block_m=config.block_x, block_n=config.block_y) if config.wide_tail_tiles else counted
 
 
@@ -79,7 +79,7 @@ def _counted(layer: MoeLayer, nk: tuple[int, int], block_m: int, block_n: int, b
 
 
 def _matrix(shape: tuple[int, ...], scheme: Scheme | None) -> Matrix:
-    """Without memory."""
+    """Make a meta Matrix: shapes and dtypes, no memory."""
     if scheme is None:
         return torch.empty(shape, dtype=torch.bfloat16, device=META)
     group = scheme.group_for(shape)
@@ -90,7 +90,7 @@ def _matrix(shape: tuple[int, ...], scheme: Scheme | None) -> Matrix:
 
 
 def _blackwell(layer: MoeLayer, machine: Machine, nk: tuple[int, int], epilogue: Epilogue) -> Blocks:
-    """The widest tile among those that leave the busiest SM the fewest columns."""
+    """Choose the widest tile among those that give the busiest SM the fewest columns."""
     problem, code = _problem(layer, nk), _code(epilogue)
     configs = [config for width in WIDTHS if (config := _deepest(problem, code, width))]
     if not configs:
@@ -101,13 +101,13 @@ def _blackwell(layer: MoeLayer, machine: Machine, nk: tuple[int, int], epilogue:
 
 
 def _deepest(problem: BlackwellProblem, code: Lowered, width: int) -> BlackwellConfig | None:
-    """With as many stages as fit."""
+    """Return the config with the most stages that fit."""
     configs = (_config(problem, code, width, num_stages) for num_stages in range(MAX_STAGES, MIN_STAGES - 1, -1))
     return next((config for config in configs if not supports(problem, config, code)), None)
 
 
 def _config(problem: BlackwellProblem, code: Lowered, width: int, num_stages: int) -> BlackwellConfig:
-    """A piece is as wide as the epilogue needs, by 8 warps if that is much."""
+    """Make a config: epilogue chunks of the width that the epilogue needs, 8 epilogue warps for wide ones."""
     block_k, piece = 1024 // problem.x_bits, max(64, code.piece_columns)
     num_warps = 8 if piece > 128 else 4
     return BlackwellConfig(width, block_k, num_stages, num_warps, sf_group=problem.sf_group, epilogue_columns=piece)

@@ -1,18 +1,18 @@
-"""Room for the rows that a rank may get, and how many experts are worked on at a time."""
+"""Capacity of the pool that dispatch fills, and the number of experts per wave."""
 
 import math
 from collections.abc import Sequence
 
-IMBALANCE = 2  # tiles a wave should have for each SM, so that experts with many rows keep no SM waiting
+IMBALANCE = 2  # tiles per SM and wave, so that experts with many rows don't stall the other SMs
 
 
 def pool_capacity(
     num_ranks: int, max_tokens: int, num_topk: int, num_local_experts: int, block_ms: Sequence[int]
 ) -> int:
-    """Rows of the pool that dispatch fills, whatever the routing and whichever of `block_ms` is used.
+    """Return the rows of the pool that dispatch fills, enough for any routing and for each of `block_ms`.
 
-    max_tokens: of one rank. The worst case has every token of every rank here, at most once for each expert of this
-    rank; each expert begins on a tile, and the whole is a multiple of every block_m.
+    max_tokens: per rank. Worst case: every token of every rank arrives here, at most once for each expert of this
+    rank; each expert begins on a tile boundary, and the total is a multiple of every block_m.
 
     Example: 8 ranks of 256 tokens, top-8, 32 local experts, tiles of 8 to 192: 16384 + 32 * 191 = 22496 -> 22656.
     """
@@ -25,12 +25,12 @@ def pool_capacity(
 def experts_per_wave(
     rows_per_expert: float, intermediate: int, num_local_experts: int, block_m: int, block_n: int, num_sms: int
 ) -> int:
-    """Local experts that go through L1 and L2 before the next ones: few, so that the wire starts early, but enough.
+    """Return the number of local experts per wave: small, so that transfers start early, but with enough tiles.
 
     Enough is IMBALANCE tiles of L1 for each SM; the count is rounded up to a divisor of num_local_experts. With less
-    than one row an expert, all go at once.
+    than one row per expert, all experts form one wave.
 
-    Example: 256 rows an expert, intermediate 2048, tiles of 128 x 128, 148 SMs, 32 experts: 64 tiles an expert, so 5,
+    Example: 256 rows per expert, intermediate 2048, tiles of 128 x 128, 148 SMs, 32 experts: 64 tiles per expert, so 5,
     and 8 divides 32.
     """
     if rows_per_expert < 1:

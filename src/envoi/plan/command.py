@@ -1,4 +1,4 @@
-"""`envoi plan`: what it does with its arguments."""
+"""Implementation of `envoi plan`."""
 
 import argparse
 import json
@@ -10,10 +10,10 @@ from envoi.plan.report import draw, to_text
 
 
 def run(args: argparse.Namespace) -> int:
-    """Print the plan of a layer; returns 0. Raises ValueError for a layer that can't be, or a picture that can't."""
+    """Print the plan of a layer; return 0. Raises ValueError for an invalid layer, or if the picture can't be drawn."""
     picture = expect_picture("--png", args.png) if args.png is not None else None
     if picture:
-        import matplotlib  # noqa: F401  # if it isn't there, this is the time to say so
+        import matplotlib  # noqa: F401  # fails before the work is done if it is missing
     layer = MoeLayer(args.hidden, args.inter, args.experts, args.topk, args.tokens, args.gpus, args.format)
     plan = plan_moe(layer, args.arch, args.max_tokens)
     print(json.dumps(plan.to_dict(), indent=2) if args.json else to_text(plan))

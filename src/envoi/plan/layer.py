@@ -1,4 +1,4 @@
-"""The MoE layer that is planned: its sizes, and how many bytes its rows and weights have."""
+"""Sizes of the planned MoE layer, and the bytes of its rows and weights."""
 
 from dataclasses import dataclass
 
@@ -8,19 +8,19 @@ from envoi.quant.formats import Format, Scheme, format_named
 NUM_RANKS = (1, 2, 4, 8)  # GPUs of one NVLink domain
 MAX_TOPK = 32
 MAX_TOKENS = 2**31 - 1  # rows are counted in int32
-MAX_WIDTH, MAX_EXPERTS = 2**20, 2**16  # far beyond any model
-WEIGHT_AND_SLOT_BYTES = 8  # travel with a row: its routing weight, and the slot it came from
+MAX_WIDTH, MAX_EXPERTS = 2**20, 2**16  # far above any model
+WEIGHT_AND_SLOT_BYTES = 8  # sent with each row: its routing weight and its source slot
 
 
 @dataclass(frozen=True)
 class MoeLayer:
-    """One MoE layer whose experts are spread evenly over the ranks, one GPU each.
+    """MoE layer whose experts are spread evenly over the ranks, one GPU each.
 
     hidden, intermediate: widths of a token, and inside an expert. num_experts: over all ranks.
-    num_topk: experts of a token. num_tokens: of one rank. num_ranks: 1, 2, 4 or 8.
-    format: of `envoi.quant.FORMATS`.
+    num_topk: experts per token. num_tokens: per rank. num_ranks: 1, 2, 4 or 8.
+    format: a key of `envoi.quant.FORMATS`.
 
-    Raises ValueError for sizes that no layer can have.
+    Raises ValueError for invalid sizes.
     """
 
     hidden: int
@@ -47,37 +47,37 @@ class MoeLayer:
 
     @property
     def formats(self) -> Format:
-        """The schemes of activations and weights."""
+        """Schemes of activations and weights."""
         return format_named(self.format)
 
     @property
     def num_local_experts(self) -> int:
-        """Experts on one rank."""
+        """Number of experts on one rank."""
         return self.num_experts // self.num_ranks
 
     @property
     def num_all_tokens(self) -> int:
-        """Tokens of all ranks."""
+        """Number of tokens of all ranks."""
         return self.num_tokens * self.num_ranks
 
     @property
     def num_rows(self) -> int:
-        """Rows that a rank's experts get if all experts are chosen equally often: as many as the rank sends."""
+        """Rows of a rank's experts if all experts are chosen equally often; equals the rows that the rank sends."""
         return self.num_tokens * self.num_topk
 
     @property
     def remote_share(self) -> float:
-        """Of what a rank takes, how much comes from other ranks."""
+        """Fraction of a rank's rows that other ranks send."""
         return (self.num_ranks - 1) / self.num_ranks
 
     @property
     def num_remote_rows(self) -> float:
-        """Those of its rows that come from other ranks."""
+        """Expected rows of this rank that other ranks send."""
         return self.num_rows * self.remote_share
 
     @property
     def l1_nk(self) -> tuple[int, int]:
-        """N and K of the first GEMM: gate and up at once."""
+        """N and K of the first GEMM: gate and up together."""
         return 2 * self.intermediate, self.hidden
 
     @property
@@ -86,16 +86,16 @@ class MoeLayer:
         return self.hidden, self.intermediate
 
     def row_bytes(self, width: int) -> float:
-        """A row of activations with its scale factors."""
+        """Return the bytes of a row of activations with its scale factors."""
         return matrix_bytes(self.formats.activations, 1, width)
 
     def weight_bytes(self, nk: tuple[int, int]) -> float:
-        """One expert's matrix with its scale factors."""
+        """Return the bytes of one expert's matrix with its scale factors."""
         return matrix_bytes(self.formats.weights, *nk)
 
 
 def matrix_bytes(scheme: Scheme | None, rows: int, columns: int) -> float:
-    """Values and scale factors of a matrix; None = bf16."""
+    """Return the bytes of a matrix, values and scale factors; None = bf16."""
     if scheme is None:
         return 2.0 * rows * columns
     group = scheme.group_for((rows, columns))
@@ -104,7 +104,7 @@ def matrix_bytes(scheme: Scheme | None, rows: int, columns: int) -> float:
 
 
 def element_bits(scheme: Scheme | None) -> int:
-    """Bits of a value in memory; None = bf16."""
+    """Return the bits per value in memory; None = bf16."""
     if scheme is None:
         return 16
     return 4 if scheme.values.itemsize == 1 and not scheme.values.is_floating_point else 8

@@ -1,4 +1,4 @@
-"""What the GPUs can do. All constants that a measurement gives are here; a calibration replaces this file's, no others.
+"""Performance constants of the GPUs. Every measured constant of `envoi.plan` is in this file.
 
 H200: measured on the GPUs that bench/results names. B200: the vendor's peaks; nothing has been run there.
 """
@@ -10,18 +10,18 @@ from envoi.check import expect_choice
 
 @dataclass(frozen=True)
 class Machine:
-    """A kind of GPU, several of which share one NVLink domain.
+    """GPU model; several GPUs share one NVLink domain.
 
-    measured: False = the vendor's peaks, so that predicted times are floors.
-    shared_bytes: shared memory of a CTA. memory_gb: of the GPU.
+    measured: False = the vendor's peaks, so predicted times are lower bounds.
+    shared_bytes: shared memory per CTA. memory_gb: per GPU.
     tflops: by format, of a large GEMM.
-    widened_per_us: weights that all SMs widen to bf16, for formats that the tensor cores don't take; 0 = they take all.
-    widened_tflops: the most that this reaches, however many tokens.
+    widened_per_us: weights that all SMs widen to bf16 per us, for formats without tensor-core support; 0 = none needed.
+    widened_tflops: highest rate of a GEMM with widening, for any number of tokens.
     hbm_gb_per_s: read and written together.
     pull_gb_per_s, push_gb_per_s: read from a peer, written to a peer, in one direction.
-    launch_us: a kernel from its launch to its first product, and its last tile. round_trip_us: a flag to a peer and
-        back, which a barrier across ranks costs.
-    unhidden: the share of the shorter resources' times that the longest doesn't hide.
+    launch_us: a kernel's launch up to its first product, plus its last tile. round_trip_us: a flag to a peer and
+        back, the cost of a barrier across ranks.
+    unhidden: the fraction of the shorter resources' times that isn't hidden by the longest.
     """
 
     name: str
@@ -41,10 +41,10 @@ class Machine:
     unhidden: float
 
     def gemm_tflops(self, format: str, block_m: int) -> float:
-        """The rate of a GEMM in tiles of block_m tokens, each of which has to widen the weights for itself."""
+        """Return the rate of a GEMM in tiles of block_m tokens; each tile widens its weights again."""
         if format not in WIDENED or not self.widened_per_us:
             return self.tflops[format]
-        flops = 2 * block_m  # of one weight
+        flops = 2 * block_m  # per weight
         return min(self.widened_tflops, flops / (1e6 / self.widened_per_us + flops / self.tflops[format]))
 
 
@@ -55,27 +55,27 @@ H200 = Machine(
     tflops={
         # bench/results, suites gemm and gemm_fp8, 8192x4096x7168.
         "bf16": 745, "fp8_row": 1474, "fp8_block128": 1155,
-        # notes/2026-11-mxfp4-sm90.md, 32 experts of 4096x4096: from 16 to 64 tokens a tile its time grows by 0.79 us a
-        # token. More than bf16 because widening hides some products. mxfp8: taken to be the same.
+        # notes/2026-11-mxfp4-sm90.md, 32 experts of 4096x4096: from 16 to 64 tokens a tile the time grows by 0.79 us a
+        # token. More than bf16 because widening hides some products. mxfp8: assumed equal.
         "mxfp8": 1353, "mxfp4": 1353,
     },
-    widened_per_us=7.39e6,  # the same, at 0 tokens a tile and without launch_us and unhidden reads: 73 us
-    widened_tflops=610,  # the same, 32 experts of 4096x4096 with about 384 tokens, rows that fill tiles counted
+    widened_per_us=7.39e6,  # same note, at 0 tokens per tile and without launch_us and unhidden reads: 73 us
+    widened_tflops=610,  # same note, 32 experts of 4096x4096 with about 384 tokens, rows that fill tiles counted
     hbm_gb_per_s=4230,  # a device copy, the roof of bench/results
     # Between two H200s, 16-byte loads and stores of a Triton kernel, a CTA on each SM. With 32 CTAs: 311 and 278. These
     # and round_trip_us are not in bench/results yet.
     pull_gb_per_s=334, push_gb_per_s=362,
-    launch_us=5.0,  # bench/results: what GEMMs with few tokens take beyond their bytes
+    launch_us=5.0,  # bench/results: time of GEMMs with few tokens beyond that of their bytes
     round_trip_us=2.6,  # between two H200s, atomics of system scope
     unhidden=0.1,  # bench/results, suites gemm_grouped and gemm_weights, bf16 and FP8
 )  # fmt: skip
 
 B200 = Machine(
     name="B200", arch="sm_100", measured=False, num_sms=148, shared_bytes=232448, memory_gb=180,
-    # Dense peaks of HGX B200, an eighth of the board's. E2M1 beside E4M3 runs at FP8's rate.
+    # Dense peaks of HGX B200, an eighth of the board's. E2M1 with E4M3 runs at FP8's rate.
     tflops={"bf16": 2250, "fp8_row": 4500, "fp8_block128": 4500, "mxfp8": 4500, "mxfp4": 4500},
     widened_per_us=0, widened_tflops=0, hbm_gb_per_s=8000, pull_gb_per_s=900, push_gb_per_s=900,
-    launch_us=5.0, round_trip_us=2.6,  # H200's, for want of any
+    launch_us=5.0, round_trip_us=2.6,  # H200's: no measurement of a B200
     unhidden=0,
 )  # fmt: skip
 
@@ -83,5 +83,5 @@ MACHINES = {machine.arch: machine for machine in (H200, B200)}
 
 
 def machine_of(arch: str) -> Machine:
-    """The machine that stands for an architecture. Raises ValueError that lists them."""
+    """Return the machine model of an architecture. Raises ValueError that lists the supported ones."""
     return MACHINES[expect_choice("arch", arch, MACHINES)]

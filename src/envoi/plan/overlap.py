@@ -1,4 +1,4 @@
-"""Whether the experts' products are long enough to hide the rows' way over NVLink: C / B <= 2 d."""
+"""Overlap condition: the experts' products hide the NVLink transfers if C / B <= 2 d."""
 
 from dataclasses import dataclass
 
@@ -8,12 +8,12 @@ from envoi.plan.machines import Machine
 
 @dataclass(frozen=True)
 class Overlap:
-    """A rank computes C FLOP/s and moves B bytes/s over NVLink; the layer has `work_per_byte` FLOP for each byte.
+    """Compute rate C (FLOP/s) and NVLink rate B (bytes/s) of a rank, and the layer's FLOP per byte, `work_per_byte`.
 
     A token at one expert is 6 h d FLOP (three matrices of h x d) for h elements that are pulled and h in bf16 that are
-    pushed: with 8-bit tokens 6 h d / 3 h = 2 d FLOP a byte. This is about many tokens: tiles are full, weights are read
-    in no time. Scale factors, and the rows that stay on their rank, are left out.
-    compute_per_byte: C / B, where B is what pull and push come to together.
+    pushed: with 8-bit tokens 6 h d / 3 h = 2 d FLOP per byte. The model assumes many tokens: full tiles, no time for
+    reading weights. Scale factors and rows that stay on their rank are not counted.
+    compute_per_byte: C / B, where B combines pull and push.
     hides: C / B <= work_per_byte, or there is one rank.
     """
 
@@ -23,7 +23,7 @@ class Overlap:
 
 
 def overlap_of(layer: MoeLayer, machine: Machine, block_m: int) -> Overlap:
-    """The condition for a layer whose tiles have block_m tokens."""
+    """Return the condition for a layer whose tiles have block_m tokens."""
     pulled, pushed = element_bits(layer.formats.activations) / 8, 2.0
     bandwidth = (pulled + pushed) / (pulled / machine.pull_gb_per_s + pushed / machine.push_gb_per_s)
     compute_per_byte = 1e3 * machine.gemm_tflops(layer.format, block_m) / bandwidth

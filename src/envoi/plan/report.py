@@ -1,4 +1,4 @@
-"""A Plan for people: a table, a picture of the steps on the terminal, the sizes; and the picture as a file."""
+"""Plan as text (tables, the steps as a terminal picture, sizes), and the picture as a file."""
 
 from pathlib import Path
 
@@ -7,7 +7,7 @@ from envoi.plan.blocks import Blocks
 from envoi.plan.steps import RESOURCES, Step
 from envoi.table import align, fold, number
 
-BARS = 60  # characters that all steps take in the picture
+BARS = 60  # of all steps together in the picture
 FILLS = {"compute": "█", "HBM": "▓", "NVLink": "▒", "latency": "·"}
 COLOURS = {"compute": "tab:blue", "HBM": "tab:orange", "NVLink": "tab:green", "fixed": "tab:grey"}
 PRESUM = "; rows of a token that meet on a rank are summed there before they go back"
@@ -16,7 +16,7 @@ WORK = ("step", "GFLOP", "HBM MB", "NVLink MB")
 
 
 def to_text(plan: Plan) -> str:
-    """Title, tables of times and of work, picture, sizes, notes: in 80 columns."""
+    """Return title, tables of times and of work, picture, sizes, notes: in 80 columns."""
     times = align(TIMES, [_times(step) for step in plan.steps], left=(0, 6))
     work = align(WORK, [_work(step) for step in plan.steps])
     notes = [f"note: {note}" for note in plan.notes]
@@ -25,7 +25,7 @@ def to_text(plan: Plan) -> str:
 
 
 def title(plan: Plan) -> str:
-    """The layer and the machine in a line."""
+    """Return one line with the layer and the machine."""
     layer, machine = plan.layer, plan.machine
     return (
         f"hidden {layer.hidden}, intermediate {layer.intermediate}, {layer.num_experts} experts, top-{layer.num_topk}, "
@@ -46,7 +46,7 @@ def _short(value: float) -> str:
 
 
 def _picture(plan: Plan) -> list[str]:
-    """Each step's bar begins where that of the step before ends."""
+    """Return the lines of the picture; each step's bar begins at the end of the previous one."""
     lines, start = [], 0.0
     for step in plan.steps:
         first, last = (round(at / plan.staged_us * BARS) for at in (start, start + step.time_us))
@@ -98,7 +98,7 @@ def _overlap(plan: Plan) -> str:
 
 
 def draw(path: Path, plan: Plan) -> None:
-    """The steps as bars: what each resource takes, side by side, with the step's time above them."""
+    """Draw the steps as bars: the time of each resource, side by side, with the step's time above them."""
     import matplotlib
 
     matplotlib.use("Agg")

@@ -1,4 +1,4 @@
-"""Shared memory of the fused kernel: what is there once, what each stage of its pipeline takes, how many fit."""
+"""Shared memory of the fused kernel: fixed part, bytes per pipeline stage, and the number of stages that fit."""
 
 from dataclasses import dataclass
 
@@ -8,18 +8,18 @@ from envoi.plan.machines import WIDENED, Machine
 MIN_STAGES = 2  # one is filled while the other is read
 ALIGNMENT = 1024
 BARRIER_BYTES = 8
-STORE_TURNS = 2  # buffers that tiles of L1 leave through in turns
+STORE_TURNS = 2  # store buffers that tiles of L1 use in rotation
 
 
 @dataclass(frozen=True)
 class Roles:
-    """The warps of the fused kernel, and the tile of a CTA.
+    """Warps of the fused kernel, and the tile of a CTA.
 
-    block_m, block_n, block_k: the tile and its stage. store_m: rows that leave at a time.
+    block_m, block_n, block_k: the tile and its stage. store_m: rows per store.
     num_dispatch_warps, num_epilogue_warps: 4 epilogue warps are a warpgroup.
     cluster: CTAs that share the rows of a tile. num_accumulators: tiles whose accumulators exist at once.
     pulls_through_shared: whether a dispatch warp keeps the row that it pulls in shared memory.
-    widens: whether tokens are bf16 there, and weights packed, since they are widened in registers.
+    widens: whether shared memory has tokens in bf16 and packed weights, which are widened in registers.
     """
 
     block_m: int
@@ -36,7 +36,7 @@ class Roles:
 
 @dataclass(frozen=True)
 class SharedMemory:
-    """Bytes of a CTA: `fixed` and, for each stage, `per_stage`, by what they hold; `capacity`: all there is."""
+    """Bytes of a CTA: `fixed` and, for each stage, `per_stage`, both by content; `capacity`: the total available."""
 
     fixed: dict[str, int]
     per_stage: dict[str, int]
@@ -44,22 +44,22 @@ class SharedMemory:
 
     @property
     def fixed_bytes(self) -> int:
-        """What is there once."""
+        """Bytes of the part that exists once."""
         return sum(self.fixed.values())
 
     @property
     def stage_bytes(self) -> int:
-        """What a stage takes."""
+        """Bytes of a stage."""
         return sum(self.per_stage.values())
 
     @property
     def num_stages(self) -> int:
-        """How many stages fit; fewer than MIN_STAGES can't run."""
+        """Number of stages that fit; fewer than MIN_STAGES can't run."""
         return max(0, self.capacity - self.fixed_bytes) // self.stage_bytes
 
 
 def roles_of(machine: Machine, format: str, block_m: int, block_n: int, block_k: int) -> Roles:
-    """Hopper's dispatch warps pull rows through registers; Blackwell's CTAs work in pairs, from tensor memory."""
+    """Return the roles: Hopper's dispatch warps pull rows via registers; Blackwell pairs CTAs, with tensor memory."""
     tile = (block_m, block_n, block_k)
     if machine.arch == "sm_90":
         widens = format in WIDENED
@@ -68,15 +68,15 @@ def roles_of(machine: Machine, format: str, block_m: int, block_n: int, block_k:
 
 
 def shared_memory(layer: MoeLayer, roles: Roles, capacity: int) -> SharedMemory:
-    """The layout of a CTA.
+    """Return the shared-memory layout of a CTA.
 
     Example: hidden 7168 and 256 experts in mxfp8, tiles of 128 x 128, stages of 128, on a pair of Blackwell's CTAs:
-    47300 bytes fixed, 25616 a stage, of 232448 bytes: 7 stages.
+    47300 bytes fixed, 25616 per stage, of 232448 bytes: 7 stages.
     """
     groups = roles.num_epilogue_warps // 4
     row_bits, y_bits = (element_bits(scheme) for scheme in (layer.formats.activations, layer.formats.weights))
     x_bits = 16 if roles.widens else row_bits
-    y_bits = y_bits if roles.widens else max(y_bits, 8)  # E2M1 beside E4M3 takes a byte
+    y_bits = y_bits if roles.widens else max(y_bits, 8)  # E2M1 with E4M3 takes a byte
     l1 = groups * roles.store_m * roles.block_n // 2 * row_bits // 8 * STORE_TURNS
     l2 = groups * roles.store_m * roles.block_n * 2
     quantises, per_row = layer.format != "bf16", layer.format in ("bf16", "fp8_row")
@@ -90,7 +90,7 @@ def shared_memory(layer: MoeLayer, roles: Roles, capacity: int) -> SharedMemory:
         "barriers": barriers * BARRIER_BYTES,
         "tensor memory address": 4 if roles.num_accumulators > 1 else 0,
     }
-    factors = 0 if per_row else 4 * -(-roles.block_k // 128)  # a float32, or four powers of two, for each 128 of K
+    factors = 0 if per_row else 4 * -(-roles.block_k // 128)  # a float32, or four powers of two, per 128 of K
     weights = layer.formats.weights
     shared_by = weights.group[0] if weights else 1
     per_stage = {

@@ -1,12 +1,13 @@
 """The five steps of the path, each with the time that every resource needs by itself (a roofline), and their sum.
 
     router    logits GEMM, top-k                       2 M H N FLOP
-    dispatch  quantise; a rank pulls each token that its experts take, once, and writes a row for each of them
-    L1        2 P (2 I) H FLOP, epilogue SwiGLU        in whole tiles, in whole rounds over the SMs (wave quantisation)
-    L2        2 P H I FLOP, epilogue writes each row to the rank that it came from
+    dispatch  quantise; each rank pulls every token of its experts once and writes one row per (token, expert)
+    L1        2 P (2 I) H FLOP, epilogue SwiGLU        in whole tiles, in whole rounds over the SMs
+    L2        2 P H I FLOP, epilogue writes each row to its token's rank
     combine   barrier; each token's k rows are summed
 
-With presum L2's rows stay, and combine begins with a kernel that sums those of a token and sends the sum to its rank.
+With presum L2's rows stay local, and combine begins with a kernel that sums a token's rows and sends the sum to its
+rank.
 
 M tokens of this rank, P rows of its experts: M k on average. A rank receives as much over NVLink as it sends, so one
 direction is counted.
@@ -26,7 +27,7 @@ BF16_BYTES = 2
 
 @dataclass(frozen=True)
 class Step:
-    """One step on one rank. Times in us, each as if nothing else took any.
+    """Step on one rank. Times in us, each as if the resource were the only one.
 
     flops: useful ones. hbm_bytes, nvlink_bytes: read and written; through NVLink in one direction.
     compute_us: at the format's rate, of whole tiles in whole rounds. hbm_us, nvlink_us: bytes at the machine's rates.
@@ -45,18 +46,18 @@ class Step:
 
     @property
     def parts_us(self) -> dict[str, float]:
-        """By resource."""
+        """Times by resource."""
         return dict(zip(RESOURCES, (self.compute_us, self.hbm_us, self.nvlink_us), strict=True))
 
     @property
     def bound_by(self) -> str:
-        """ "compute", "HBM" or "NVLink", or "latency" where the fixed time is longer than any."""
+        """ "compute", "HBM" or "NVLink", or "latency" if the fixed time is longer than any."""
         longest = max(RESOURCES, key=lambda name: self.parts_us[name])
         return longest if self.parts_us[longest] > self.fixed_us else "latency"
 
 
 def five_steps(layer: MoeLayer, machine: Machine, l1: Blocks, l2: Blocks, presum: bool) -> tuple[Step, ...]:
-    """router, dispatch, L1, L2, combine."""
+    """Return router, dispatch, L1, L2, combine."""
     return (
         _router(layer, machine),
         _dispatch(layer, machine),
@@ -67,7 +68,7 @@ def five_steps(layer: MoeLayer, machine: Machine, l1: Blocks, l2: Blocks, presum
 
 
 def gemm_us(blocks: Blocks, K: int, format: str, machine: Machine) -> float:
-    """A GEMM's products: the busiest SM's tiles, at its share of the machine's rate."""
+    """Return the time of a GEMM's products: the busiest SM's tiles, at its share of the machine's rate."""
     flops = 2.0 * blocks.block_m * blocks.block_n * K * blocks.rounds(machine.num_sms) * machine.num_sms
     return flops / machine.gemm_tflops(format, blocks.block_m) / 1e6
 
@@ -76,7 +77,7 @@ def step_of(
     name: str, machine: Machine, flops: float = 0, compute_us: float = 0, hbm_bytes: float = 0,
     nvlink_bytes: float = 0, nvlink_gb_per_s: float = 1, round_trips: int = 0,
 ) -> Step:  # fmt: skip
-    """The times of a step from its work. round_trips: barriers across ranks."""
+    """Return a step with its times, computed from its work. round_trips: barriers across ranks."""
     fixed_us = machine.launch_us + round_trips * machine.round_trip_us
     hbm_us, nvlink_us = hbm_bytes / machine.hbm_gb_per_s / 1e3, nvlink_bytes / nvlink_gb_per_s / 1e3
     *others, longest = sorted((compute_us, hbm_us, nvlink_us))
@@ -85,7 +86,7 @@ def step_of(
 
 
 def _router(layer: MoeLayer, machine: Machine) -> Step:
-    """In bf16, whatever the format of the experts."""
+    """Return the router's step: bf16, whatever the experts' format."""
     M, N, H = layer.num_tokens, layer.num_experts, layer.hidden
     flops = 2.0 * M * N * H
     hbm = BF16_BYTES * (M + N) * H + WEIGHT_AND_SLOT_BYTES * layer.num_rows
@@ -93,7 +94,7 @@ def _router(layer: MoeLayer, machine: Machine) -> Step:
 
 
 def _dispatch(layer: MoeLayer, machine: Machine) -> Step:
-    """Counts are exchanged, then indices, then rows: a barrier across ranks for each of the first two."""
+    """Return dispatch's step. Counts, indices, rows are exchanged: a barrier across ranks for each of the first two."""
     row = layer.row_bytes(layer.hidden) + WEIGHT_AND_SLOT_BYTES
     quantised = 0 if layer.format == "bf16" else layer.num_tokens * (BF16_BYTES * layer.hidden + row)
     hbm = quantised + (taken_tokens(layer) + layer.num_rows) * row
@@ -105,7 +106,7 @@ def _dispatch(layer: MoeLayer, machine: Machine) -> Step:
 
 
 def _l1(layer: MoeLayer, machine: Machine, blocks: Blocks) -> Step:
-    """Where its epilogue can't quantise, bf16 is stored, and a second kernel does."""
+    """Return L1's step. If its epilogue can't quantise, it stores bf16 and a second kernel quantises."""
     scheme, quantised = layer.formats.activations, layer.row_bytes(layer.intermediate)
     if scheme is None or left_by_l1(scheme):
         return _gemm("L1", layer, machine, blocks, layer.l1_nk, quantised)
@@ -115,7 +116,7 @@ def _l1(layer: MoeLayer, machine: Machine, blocks: Blocks) -> Step:
 
 
 def _l2(layer: MoeLayer, machine: Machine, blocks: Blocks, presum: bool) -> Step:
-    """Rows leave in bf16."""
+    """Return L2's step; output rows are bf16."""
     left = BF16_BYTES * layer.hidden
     return _gemm("L2", layer, machine, blocks, layer.l2_nk, left, 0 if presum else layer.num_remote_rows * left)
 
@@ -124,7 +125,7 @@ def _gemm(
     name: str, layer: MoeLayer, machine: Machine, blocks: Blocks, nk: tuple[int, int], left_bytes: float,
     nvlink_bytes: float = 0,
 ) -> Step:  # fmt: skip
-    """left_bytes: of a row that leaves. Where weights are widened to bf16, a kernel in front widens the tokens."""
+    """Return a GEMM's step. left_bytes: per output row. For weights widened to bf16, a kernel first widens tokens."""
     N, K = nk
     widens = machine.widened_per_us and layer.format in WIDENED
     row = BF16_BYTES * K if widens else layer.row_bytes(K)
@@ -136,7 +137,7 @@ def _gemm(
 
 
 def _with_pass(step: Step, machine: Machine, num_bytes: float, launch_us: float = 0) -> Step:
-    """One more kernel, which nothing overlaps: what it reads and writes. launch_us: 0 if that is hidden."""
+    """Add a kernel without overlap to a step: the bytes it reads and writes. launch_us: 0 if the launch is hidden."""
     us = num_bytes / machine.hbm_gb_per_s / 1e3
     return replace(
         step, hbm_bytes=step.hbm_bytes + num_bytes, hbm_us=step.hbm_us + us, fixed_us=step.fixed_us + launch_us,
@@ -145,7 +146,7 @@ def _with_pass(step: Step, machine: Machine, num_bytes: float, launch_us: float 
 
 
 def _combine_sums(layer: MoeLayer, machine: Machine) -> Step:
-    """A token's rows here are summed and sent; then a barrier, and the sums of the ranks are added up."""
+    """Return combine's step with presum: sum and send the rows here, barrier, add up the ranks' sums."""
     row, sums = BF16_BYTES * layer.hidden, taken_tokens(layer)
     sent = step_of(
         "combine", machine, hbm_bytes=row * (layer.num_rows + sums), nvlink_bytes=row * pulled_tokens(layer),

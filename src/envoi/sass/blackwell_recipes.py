@@ -1,4 +1,4 @@
-"""Recipes of GEMM kernels: an epilogue, a config and dtypes, without a GPU and without memory for the operands."""
+"""Recipes of the Blackwell GEMM: epilogue, config and dtypes, without a GPU and without memory for the operands."""
 
 from collections.abc import Sequence
 
@@ -28,7 +28,10 @@ def blackwell(
     sizes: tuple[int, int, int] = SIZES,
     num_experts: int = 0,
 ) -> Recipe:
-    """The Blackwell kernel with this epilogue. dtypes: of a and b; uint8 is FP4. num_experts: 0 = not grouped."""
+    """Return the recipe of the Blackwell kernel with this epilogue.
+
+    dtypes: of a and b; uint8 is FP4. num_experts: 0 = not grouped.
+    """
     from envoi.gemm.blackwell.kernel import gemm_kernel
 
     with triton_compat.pretending(arch):
@@ -40,7 +43,7 @@ def call_of(
     epilogue: Epilogue, config: BlackwellConfig, dtypes: Sequence[torch.dtype], sizes: tuple[int, int, int],
     num_experts: int,
 ) -> Call:  # fmt: skip
-    """A launch whose tensors have no memory. Tiles leave and come by TMA."""
+    """Return a launch whose tensors have no memory. Tiles are loaded and stored by TMA."""
     M, N, K = sizes
     ir = epilogue.ir
     sides = tuple(operand.name for operand in ir.operands if operand.kind in SIDES)
@@ -75,7 +78,7 @@ def _operand(operand: Operand, M: int, N: int) -> torch.Tensor | float:
 
 
 def _factors(sf_group: int, sizes: tuple[int, int, int], num_experts: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """Packed scale factors."""
+    """Return packed scale factors of a and b."""
     M, N, K = sizes
     steps = -(-K // (4 * sf_group))
     dtype = F8 if sf_group == host.NVFP4_GROUP else U8

@@ -1,4 +1,4 @@
-"""`envoi sass`: its arguments, and what it does with them. Triton is imported only when a kernel is looked at."""
+"""Implementation of `envoi sass` and its arguments. Triton is imported only when a kernel is inspected."""
 
 import argparse
 import dataclasses
@@ -20,7 +20,7 @@ SWEEPS = ("tmem-load",)
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """The arguments of `envoi sass`."""
+    """Add the arguments of `envoi sass`."""
     parser.add_argument("kernels", metavar="KERNEL", nargs="*", help="a name of --list, or the path of a .cubin")
     parser.add_argument("--list", action="store_true", help="print the names of the kernels and stop")
     parser.add_argument("--arch", metavar="A,B", help="of sm_90, sm_100, sm_103; default: all that a kernel is for")
@@ -33,7 +33,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Run `envoi sass`; returns the exit status. Raises ValueError for what the user can mend."""
+    """Run `envoi sass`; return the exit status. Raises ValueError for a user's mistake."""
     modes = {"KERNEL": args.kernels, "--list": args.list, "--diff": args.diff, "--sweep": args.sweep}
     given = [name for name, value in modes.items() if value]
     if len(given) != 1:
@@ -110,7 +110,7 @@ def _count(args: argparse.Namespace) -> int:
 
 
 def _open(name: str) -> "Path | Entry":
-    """A path for what looks like one, so that a missing file isn't called an unknown kernel."""
+    """Return a path for a name that looks like one, so that a missing file isn't reported as an unknown kernel."""
     path = Path(name)
     if path.suffix == ".cubin" or len(path.parts) > 1 or path.is_file():
         if not path.is_file():

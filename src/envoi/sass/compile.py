@@ -1,4 +1,4 @@
-"""Compile a Triton or Gluon function for an architecture that needn't be present."""
+"""Compilation of a Triton or Gluon function for an architecture that needn't be present."""
 
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -17,7 +17,7 @@ DIVISIBLE_BY_16 = [["tt.divisibility", 16]]
 
 
 class CompilerRefusesError(ValueError):
-    """The compiler doesn't take the kernel; the message ends with its reason, which is also `reason`."""
+    """Compiler error; the message ends with the compiler's reason, which is also `reason`."""
 
     def __init__(self, name: str, arch: str, reason: str) -> None:
         super().__init__(f"{name}: the compiler refuses it for {arch}: {reason}")
@@ -26,15 +26,15 @@ class CompilerRefusesError(ValueError):
 
 @dataclass(frozen=True)
 class Recipe:
-    """What to compile.
+    """Input of a compilation.
 
     `signature` names the types of the run-time arguments as Triton does: "*bf16", "i32", "fp32", `descriptor_type(...)`
-    for TMA, or a tuple of them for a tuple argument. ":16" behind a pointer or an integer says that 16 divides it, as
+    for TMA, or a tuple of them for a tuple argument. ":16" after a pointer or an integer says that 16 divides it, as
     Triton finds out at each launch. `constexprs` holds the others: by name, or by path for an entry of a tuple, which
-    then stands as "constexpr" in the signature. `options`: num_warps, num_stages, maxnreg.
+    then is "constexpr" in the signature. `options`: num_warps, num_stages, maxnreg.
     """
 
-    function: Any  # under triton.jit or gluon.jit
+    function: Any  # decorated with triton.jit or gluon.jit
     signature: Mapping[str, Any]
     constexprs: Mapping[Any, Any] = field(default_factory=dict)
     options: Mapping[str, Any] = field(default_factory=dict)
@@ -42,8 +42,10 @@ class Recipe:
 
 @dataclass(frozen=True)
 class Binary:
-    """A compiled kernel. `shared_bytes` is what a launch takes: the static part and the dynamic part, which only the
-    compiler's metadata know; `stack_bytes` of local memory for each thread, where spilled registers go.
+    """Compiled kernel.
+
+    `shared_bytes`: total of a launch, the static part and the dynamic part, which only the compiler's metadata state.
+    `stack_bytes`: local memory per thread, which holds spilled registers.
     """
 
     name: str
@@ -70,7 +72,7 @@ def compile_kernel(
     num_stages: int | None = None,
     maxnreg: int | None = None,
 ) -> Binary:
-    """Compile `function` for `arch`, in a process of its own; see `Recipe` for the arguments.
+    """Compile `function` for `arch` in a child process; see `Recipe` for the arguments.
 
     Raises ValueError for arguments that don't fit, CompilerRefusesError with the compiler's reason.
     """
@@ -100,12 +102,12 @@ def compile_kernel(
 
 
 def compile_recipe(recipe: Recipe, arch: str) -> Binary:
-    """`compile_kernel` of a recipe."""
+    """Call `compile_kernel` for a recipe."""
     return compile_kernel(recipe.function, recipe.signature, recipe.constexprs, arch, **recipe.options)
 
 
 def recipe_of_call(function: Any, arguments: Sequence[Any], arch: str, **options: Any) -> Recipe:
-    """The recipe of what `function[grid](*arguments, **options)` compiles on `arch`; CPU tensors will do."""
+    """Return the recipe of what `function[grid](*arguments, **options)` compiles on `arch`; CPU tensors will do."""
     signature, constexprs, attributes = triton_compat.specialize(function, arguments, check_arch(arch))
     signature = {
         name: _with_hints(kind, (index,), attributes) for index, (name, kind) in enumerate(signature.items())
@@ -114,7 +116,7 @@ def recipe_of_call(function: Any, arguments: Sequence[Any], arch: str, **options
 
 
 def descriptor_type(dtype: str, block_shape: Sequence[int], layout: Any = None) -> str:
-    """The type of a TMA descriptor argument: `descriptor_type("bf16", (128, 64), layout)`; no layout outside Gluon."""
+    """Return a TMA descriptor's argument type: `descriptor_type("bf16", (128, 64), layout)`; layout: Gluon only."""
     block = f"{dtype}[{','.join(map(str, block_shape))}]"
     return f"tensordesc<{block}>" if layout is None else f"tensordesc<{block},{layout!r}>"
 
@@ -127,7 +129,7 @@ def check_arch(arch: str) -> str:
 
 
 def bind(function: JITFunction, signature: Mapping[str, Any], constexprs: Mapping[Any, Any]):
-    """Types by name, constants and attributes by path, of all arguments; ValueError where one is missing."""
+    """Return types by name, constants and attributes by path, of all arguments; ValueError if one is missing."""
     names = function.arg_names
     by_name = {key for key in constexprs if isinstance(key, str)}
     given = set(signature) | by_name
@@ -158,7 +160,7 @@ def _map_types(kind: Any, change: Callable[[str], str]) -> Any:
 
 
 def _like(kind: tuple, parts: list) -> tuple:
-    """Parts as a tuple of this one's type: kernels read a NamedTuple's fields by name."""
+    """Build a tuple of the type of `kind` from `parts`: kernels read a NamedTuple's fields by name."""
     return type(kind)(*parts) if hasattr(kind, "_fields") else tuple(parts)
 
 
@@ -169,14 +171,14 @@ def _with_hints(kind: Any, path: tuple[int, ...], attributes: Mapping[tuple[int,
 
 
 def _python_reason(error: BaseException) -> str:
-    """The innermost cause in its own words, without the source lines that Triton puts around it."""
+    """Return the innermost cause's message, without the source lines that Triton puts around it."""
     while error.__cause__ is not None:
         error = error.__cause__
     return str(getattr(error, "error_message", None) or error)
 
 
 def _reason(outcome: isolate.Outcome) -> str:
-    """The compiler's own diagnosis if it printed one, else what was raised, else how the process ended."""
+    """Return the compiler's own diagnosis if it printed one, else the exception, else how the process ended."""
     for pattern in (r"LLVM ERROR: .*", r"(?<= error: ).*", r"ptxas .*?(?:error|fatal).*"):
         found = re.search(pattern, f"{outcome.said}\n{outcome.reason}")
         if found:

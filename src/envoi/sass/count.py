@@ -1,4 +1,4 @@
-"""Instructions by family: what uses the tensor cores, what moves data and where, what waits, what spills.
+"""Instruction counts by family: tensor-core instructions, data movement by memory, waits, spills.
 
 Counts are static: an instruction in a loop counts once.
 """
@@ -12,7 +12,7 @@ from envoi.sass.disassemble import Instruction
 
 WIDTH_BITS = {"U8": 8, "S8": 8, "U16": 16, "S16": 16, "64": 64, "128": 128, "256": 256}
 
-# As PTX names the shapes of tcgen05.ld; what has no modifier moves 32 lanes. One 16x32bx2 load is a pair in machine
+# Names as in PTX's shapes of tcgen05.ld; no modifier = 32 lanes. One 16x32bx2 load is a pair in machine
 # code, one for each half of the warp's threads.
 TENSOR_MEMORY_SHAPES = {
     "16dp64bit": "16x64b", "16dp128bit": "16x128b", "16dp256bit": "16x256b",
@@ -24,7 +24,7 @@ Families = dict[str, dict[str, int]]
 
 @dataclass(frozen=True)
 class Family:
-    """Instructions whose name, without modifiers, matches; `variant` says under which line they are counted."""
+    """Instructions whose name, without modifiers, matches a pattern; `variant` returns the line to count one under."""
 
     title: str
     pattern: re.Pattern[str]
@@ -32,35 +32,35 @@ class Family:
 
 
 def opcode(instruction: Instruction) -> str:
-    """`HGMMA.64x256x16.F32.BF16`."""
+    """Return the full opcode: `HGMMA.64x256x16.F32.BF16`."""
     return instruction.opcode
 
 
 def name_only(instruction: Instruction) -> str:
-    """`FFMA`, whatever its modifiers."""
+    """Return the name without modifiers: `FFMA`."""
     return instruction.name
 
 
 def width(instruction: Instruction) -> str:
-    """`128 bit`: what one thread moves."""
+    """Return the width per thread: `128 bit`."""
     bits = next((WIDTH_BITS[part] for part in instruction.modifiers if part in WIDTH_BITS), 32)
     return f"{bits} bit, generic" if instruction.name in ("LD", "ST") else f"{bits} bit"
 
 
 def shared_width(instruction: Instruction) -> str:
-    """`128 bit`, or the whole opcode of a matrix load or store."""
+    """Return `128 bit`, or the whole opcode of a matrix load or store."""
     return instruction.opcode if instruction.name.endswith("SM") else width(instruction)
 
 
 def tensor_memory_shape(instruction: Instruction) -> str:
-    """`32x32b.x64`: shape, and how many times it is repeated."""
+    """Return the shape and its repeat count: `32x32b.x64`."""
     shapes = [part for part in instruction.modifiers if "dp" in part]
     times = next((part for part in instruction.modifiers if re.fullmatch(r"x\d+", part)), "x1")
     return f"{TENSOR_MEMORY_SHAPES.get(shapes[0], shapes[0]) if shapes else '32x32b'}.{times}"
 
 
 def with_operand(instruction: Instruction) -> str:
-    """`USETMAXREG.DEALLOC.CTAPOOL 24`: the opcode and its number."""
+    """Return the opcode and its number: `USETMAXREG.DEALLOC.CTAPOOL 24`."""
     number = instruction.operands[-1] if instruction.operands else ""
     return f"{instruction.opcode} {int(number, 16) if number.startswith('0x') else number}".strip()
 
@@ -99,7 +99,7 @@ FAMILIES = tuple(
 
 
 def count(instructions: Iterable[Instruction]) -> Families:
-    """{family: {variant: how many}}; families that don't occur are left out, most frequent variants come first."""
+    """Return {family: {variant: count}}, most frequent variants first; families that don't occur have no entry."""
     counters: dict[str, Counter[str]] = {}
     for instruction in instructions:
         family = family_of(instruction.name)
@@ -111,5 +111,5 @@ def count(instructions: Iterable[Instruction]) -> Families:
 
 
 def family_of(name: str) -> Family | None:
-    """The family that counts instructions of this name, if any."""
+    """Return the family that counts instructions of this name, if any."""
     return next((family for family in FAMILIES if family.pattern.fullmatch(name)), None)

@@ -1,4 +1,4 @@
-"""Two builds side by side: before, after, and the difference."""
+"""Comparison of two builds: before, after, and the difference."""
 
 from collections.abc import Sequence
 
@@ -10,7 +10,7 @@ HEADER = ("", "before", "after", "delta")
 
 
 def compare(before: Sequence[Record], after: Sequence[Record]) -> str:
-    """The text of all comparisons; kernels that only one side has are named at the end."""
+    """Return the text of all comparisons; kernels that only one build has are named at the end."""
     parts, lonely = [], []
     for old, new in find_twins(before, after):
         if old is not None and new is not None:
@@ -21,7 +21,7 @@ def compare(before: Sequence[Record], after: Sequence[Record]) -> str:
 
 
 def rows(old: Record, new: Record) -> list[list[str]]:
-    """[label, before, after, delta] of the resources, of each family and of each variant."""
+    """Return [label, before, after, delta] of the resources, of each family and of each variant."""
     numbers: list[tuple[str, list[int | None]]] = [
         ("warps", [old.num_warps, new.num_warps]),
         ("registers per thread", [old.registers, new.registers]),

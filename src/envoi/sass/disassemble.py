@@ -1,4 +1,4 @@
-"""A cubin as lists of instructions, from the text that nvdisasm or cuobjdump -sass print."""
+"""Parser of a cubin's instructions, from the text that nvdisasm or cuobjdump -sass print."""
 
 import re
 from collections.abc import Iterator
@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 from envoi.sass import tools
 
-# What follows the semicolon is the encoding, which cuobjdump and `nvdisasm -hex` print, on that line and on the next.
+# The encoding follows the semicolon, in cuobjdump's and `nvdisasm -hex`'s output, on that line and on the next.
 LINE = re.compile(r"\s*/\*(?P<address>[0-9a-f]{4,})\*/(?P<body>.*)")
 BODY = re.compile(
     r"\s*\{?\s*(?:@(?P<predicate>!?U?P\w+)\s+)?(?P<opcode>[A-Z][\w.]*)(?:\s+(?P<operands>[^;]*?))?\s*\}?\s*;"
@@ -16,12 +16,12 @@ BYTES_OF_AN_INSTRUCTION = 16
 
 
 class CannotDisassembleError(ValueError):
-    """No disassembler here decodes the architecture."""
+    """Error: no installed disassembler decodes the architecture."""
 
 
 @dataclass(frozen=True)
 class Instruction:
-    """`@!P0 LDG.E.128 R4, [R2]` is predicate "!P0", opcode "LDG.E.128", operands ("R4", "[R2]")."""
+    """Instruction: `@!P0 LDG.E.128 R4, [R2]` is predicate "!P0", opcode "LDG.E.128", operands ("R4", "[R2]")."""
 
     address: int
     predicate: str
@@ -30,18 +30,18 @@ class Instruction:
 
     @property
     def name(self) -> str:
-        """The opcode without its modifiers."""
+        """Opcode without its modifiers."""
         return self.opcode.partition(".")[0]
 
     @property
     def modifiers(self) -> tuple[str, ...]:
-        """What stands behind the opcode's points."""
+        """Modifiers: the parts of the opcode after its points."""
         return tuple(self.opcode.split(".")[1:])
 
 
 @dataclass(frozen=True)
 class Function:
-    """A kernel or a function that wasn't inlined into one; without the NOPs that fill its last 128 bytes."""
+    """Kernel, or function that wasn't inlined into one; without the NOPs that pad its last 128 bytes."""
 
     name: str
     instructions: tuple[Instruction, ...]
@@ -49,7 +49,7 @@ class Function:
 
 @dataclass(frozen=True)
 class Listing:
-    """A disassembled cubin: the tool's own text, and the functions in it."""
+    """Disassembled cubin: the tool's own text, and the functions in it."""
 
     tool: str
     text: str
@@ -57,7 +57,7 @@ class Listing:
 
 
 def disassemble(cubin: bytes) -> Listing:
-    """Disassemble with the first tool that can; CannotDisassembleError says what each of them answered."""
+    """Disassemble with the first tool that can; CannotDisassembleError lists each tool's answer."""
     answers = []
     for tool in tools.disassemblers():
         done = tools.run_on(tool, "-c", cubin)
@@ -74,7 +74,7 @@ def disassemble(cubin: bytes) -> Listing:
 
 
 def parse(text: str) -> tuple[Function, ...]:
-    """The functions in a disassembly. ValueError for an instruction that isn't understood, or one that is missing."""
+    """Return the functions of a disassembly. ValueError for an instruction that is malformed or missing."""
     bodies: dict[str, list[Instruction]] = {}
     name = ""
     for number, line in enumerate(text.splitlines(), 1):
@@ -101,7 +101,7 @@ def _instruction(address: int, body: str, number: int) -> Instruction:
 
 
 def _operands(text: str) -> Iterator[str]:
-    """Split at the commas that stand outside brackets."""
+    """Split at the commas outside brackets."""
     depth, begin = 0, 0
     for place, sign in enumerate(text):
         depth += (sign in "[({") - (sign in "])}")

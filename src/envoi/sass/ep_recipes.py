@@ -13,7 +13,7 @@ NUM_LOCAL = NUM_EXPERTS // NUM_RANKS
 
 
 def publish(arch: str, format: str) -> Recipe:
-    """Tokens to where peers read them."""
+    """Return the recipe of `publish`: tokens into the memory that peers read."""
     domain = _domain(format)
     mine = domain.layout.tokens_in(domain.memory)
     given = dispatch.publish_arguments(_of(torch.bfloat16, M, HIDDEN), _slots(), _ranked(), mine)
@@ -21,7 +21,7 @@ def publish(arch: str, format: str) -> Recipe:
 
 
 def announce(arch: str) -> Recipe:
-    """Slots to peers."""
+    """Return the recipe of `announce`: slots to peers."""
     weights = _of(torch.float32, M, NUM_TOPK)
     return _recipe(
         arch,
@@ -31,29 +31,29 @@ def announce(arch: str) -> Recipe:
 
 
 def pull(arch: str, format: str) -> Recipe:
-    """Peers' tokens to rows."""
+    """Return the recipe of `pull`: peers' tokens into rows."""
     return _recipe(arch, dispatch_kernels.pull_kernel, dispatch.pull_arguments(_domain(format)))
 
 
 def meet(arch: str) -> Recipe:
-    """After L2."""
+    """Return the recipe of the barrier across ranks after L2."""
     return _recipe(arch, combine_kernels.meet_kernel, combine.meet_arguments(_domain("bf16")))
 
 
 def sums(arch: str) -> Recipe:
-    """Slots to tokens."""
+    """Return the recipe of the sums over each token's slots."""
     given = combine.sum_arguments(_domain("bf16"), _slots(), _of(torch.bfloat16, M, HIDDEN))
     return _recipe(arch, combine_kernels.sum_kernel, given)
 
 
 def returns(arch: str) -> Recipe:
-    """L2's rows to their ranks, summed."""
+    """Return the recipe that sums L2's rows per token and sends the sums to their ranks."""
     results = _of(torch.bfloat16, NUM_RANKS * M * NUM_TOPK, HIDDEN)
     return _recipe(arch, combine_kernels.return_kernel, combine.return_arguments(_domain("bf16", True), results))
 
 
 def sums_of_ranks(arch: str) -> Recipe:
-    """Ranks' sums to tokens."""
+    """Return the recipe that adds up the ranks' sums per token."""
     given = combine.sum_ranks_arguments(_domain("bf16", True), _slots(), _of(torch.bfloat16, M, HIDDEN))
     return _recipe(arch, combine_kernels.sum_ranks_kernel, given)
 

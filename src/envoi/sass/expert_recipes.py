@@ -15,19 +15,19 @@ P = M * NUM_TOPK
 
 
 def sort(arch: str) -> Recipe:
-    """Slots by expert."""
+    """Return the recipe of the sort of slots by expert."""
     return _recipe(arch, kernels.sort_kernel, permute.sort_arguments(_row_map().slot_to_pos, _row_map()))
 
 
 def gather(arch: str, scheme: str | None) -> Recipe:
-    """Tokens to rows, in bf16 or a scheme."""
+    """Return the recipe of the gather of tokens into rows, in bf16 or a scheme."""
     rows = permute.empty_rows(P, HIDDEN, SCHEMES[scheme] if scheme else None, torch.device("meta"))
     given = permute.gather_arguments(_bf16(M, HIDDEN), _floats(M, NUM_TOPK), _row_map(), rows, _floats(P))
     return _recipe(arch, kernels.gather_kernel, given)
 
 
 def quantize(arch: str, scheme: str) -> Recipe:
-    """What L1 left in bf16."""
+    """Return the recipe that quantises L1's bf16 output."""
     out = permute.empty_rows(P, INTERMEDIATE, SCHEMES[scheme], torch.device("meta"))
     if not isinstance(out, QuantTensor):
         raise ValueError(f"scheme: expected one that quantises, got {scheme!r}")
@@ -36,7 +36,7 @@ def quantize(arch: str, scheme: str) -> Recipe:
 
 
 def combine(arch: str) -> Recipe:
-    """Sums of tokens' slots."""
+    """Return the recipe of the sums over each token's slots."""
     given = combine_arguments(_bf16(P, HIDDEN), _row_map().slot_to_pos, _bf16(M, HIDDEN))
     return _recipe(arch, kernels.combine_kernel, given)
 

@@ -1,9 +1,9 @@
-"""What the machine code of registered kernels must show, and how far it may move from what was accepted.
+"""Rules for the machine code of registered kernels, and bands around their accepted instruction counts.
 
     registry -> compile -> count -> broken: rules that hold for any count
                                  -> moved:  accepted counts, within a band
 
-`python tools/gate.py` accepts the counts of today; `tests/sass/test_gate.py` compares.
+`python tools/gate.py` accepts the current counts; `tests/sass/test_gate.py` compares.
 """
 
 import json
@@ -22,7 +22,7 @@ from envoi.sass.record import Record, of_binary
 from envoi.table import align
 
 FORMAT = 1
-BAND, SLACK = 0.05, 4  # a count may move by this share of itself, or by so many instructions
+BAND, SLACK = 0.05, 4  # a count may change by this fraction of itself, or by so many instructions
 EXACT = ("tensor core", "TMA load", "TMA store", "tensor memory load", "tensor memory store", "tensor memory copy")
 SPILLS = ("local load (spill)", "local store (spill)")
 CALLS = "helper call"
@@ -36,7 +36,7 @@ ALLOWED_CALLS = {
 
 @dataclass(frozen=True)
 class Known:
-    """Spills that a kernel has today, and why they are still there."""
+    """Spills that a kernel has today, and their reason."""
 
     loads: int
     stores: int
@@ -51,18 +51,18 @@ Accepted = dict[str, dict[str, int]]
 
 @dataclass(frozen=True)
 class Rule:
-    """Instructions that a kernel lives from: {family: pattern of all that the family may hold}; no entry, no demand."""
+    """Required instructions of a kernel: {family: pattern that all of the family match}; no entry, no requirement."""
 
     needs: dict[str, str]
 
 
 def targets() -> list[tuple[str, str]]:
-    """(name, arch) of all that is registered."""
+    """Return (name, arch) of every registered kernel."""
     return [(entry.name, arch) for entry in registry.KERNELS.values() for arch in entry.arches]
 
 
 def rule_of(name: str, arch: str) -> Rule:
-    """What a registered kernel must show. Those of another room than the Hopper GEMM are known by architecture."""
+    """Return the rule of a kernel: the Hopper GEMM's from its case, others by the name's prefix and `arch`."""
     case = next((case for case in hopper_cases.CASES if case.title == name), None)
     if case is not None:
         call, _ = hopper_recipes.planned(hopper_recipes.inputs(case))
@@ -87,13 +87,13 @@ def rule_of(name: str, arch: str) -> Rule:
 
 
 def count(name: str, arch: str) -> tuple[Record, str]:
-    """Compile and count one kernel; the disassembly beside it."""
+    """Compile and count one kernel; return the record and the disassembly."""
     records, text = of_binary(compile_recipe(registry.find(name).recipe(arch), arch), name)
     return records[0], text
 
 
 def broken(record: Record, text: str, rule: Rule, known: Known | None = None) -> list[str]:
-    """What is wrong whatever was accepted: spills, calls, instructions that are missing or that don't belong there."""
+    """Return the violations that no acceptance excuses: spills, calls, missing or misplaced instructions."""
     if record.families is None:
         return [f"not counted: {record.not_counted}"]
     found = [*_missing(record, rule), *_spilled(record, known)]
@@ -136,13 +136,13 @@ def _spilled(record: Record, known: Known | None) -> Iterable[str]:
 
 
 def counts(record: Record) -> dict[str, int]:
-    """What is accepted of a record: all instructions, and those of each family."""
+    """Return the accepted part of a record: all instructions, and those of each family."""
     families = {title: sum(variants.values()) for title, variants in (record.families or {}).items()}
     return {"instructions": record.instructions or 0, **families}
 
 
 def moved(now: dict[str, int], accepted: dict[str, int] | None) -> list[str]:
-    """Which counts are out of their band around what was accepted."""
+    """Return the counts that are out of their band around the accepted ones."""
     if accepted is None:
         return ["nobody accepted its counts yet"]
     return [
@@ -157,7 +157,7 @@ def _band(label: str, accepted: int) -> float:
 
 
 def read(path: Path) -> Accepted:
-    """The accepted counts by title. ValueError if another Triton compiled them, or another version wrote them."""
+    """Return the accepted counts by title. ValueError if another Triton or another version of this file wrote them."""
     content = json.loads(path.read_text())
     if content["format"] != FORMAT:
         raise ValueError(f"{path.name}: its format is {content['format']}, this version reads {FORMAT}")
@@ -167,17 +167,14 @@ def read(path: Path) -> Accepted:
 
 
 def write(path: Path, accepted: Accepted) -> None:
-    """One line a kernel, so that a diff shows which moved."""
+    """Write one line per kernel, so that a diff shows which changed."""
     lines = ",\n".join(f" {json.dumps(title)}: {json.dumps(accepted[title])}" for title in sorted(accepted))
     head = f'{{"format": {FORMAT}, "triton": "{triton_compat.VERSION}", "kernels": {{\n'
     path.write_text(f"{head}{lines}\n}}}}\n")
 
 
 def accept(path: Path) -> tuple[str, bool]:
-    """Count all kernels and write the counts; in words what moved, and what stays wrong whatever is accepted.
-
-    True beside the words if nothing is wrong.
-    """
+    """Count all kernels and write the counts; return a report of changes and broken rules, and True if all hold."""
     before = _if_readable(path)
     accepted: Accepted = {}
     wrong: list[str] = []
@@ -196,7 +193,7 @@ def accept(path: Path) -> tuple[str, bool]:
 
 
 def _if_readable(path: Path) -> Accepted:
-    """Counts of any Triton; none if there is no such file, or one that a merge left in pieces."""
+    """Read counts of any Triton; none if the file is missing or has merge conflicts."""
     try:
         return json.loads(path.read_text())["kernels"]
     except (FileNotFoundError, ValueError, KeyError):

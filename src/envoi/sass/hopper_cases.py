@@ -1,6 +1,6 @@
-"""What the Hopper GEMM is asked for in practice: problems whose kernels are compiled, counted and run on a GPU.
+"""Practical calls of the Hopper GEMM, whose kernels are compiled, counted and run on a GPU.
 
-Plain data, so that listing them is quick; `hopper_recipes` knows what to do with one.
+Plain data, so that listing them is quick; `hopper_recipes` turns a case into inputs and recipes.
 """
 
 from dataclasses import dataclass
@@ -10,10 +10,10 @@ PREFIX = "gemm-sm90-"
 
 @dataclass(frozen=True)
 class Case:
-    """One call of `envoi.gemm`, or of `envoi.grouped_gemm` if there are experts: [M, K] @ [N, K].T.
+    """Call of `envoi.gemm`, or of `envoi.grouped_gemm` if there are experts: [M, K] @ [N, K].T.
 
-    epilogue: of `hopper_recipes.EPILOGUES`. format: bf16, fp16, fp8_row or fp8_block128. M: of all experts together.
-    write_tail: as in `Grouping`; `envoi.moe` has it off. sent: rows go to addresses.
+    epilogue: a key of `hopper_recipes.EPILOGUES`. format: bf16, fp16, fp8_row or fp8_block128. M: sum over all experts.
+    write_tail: see `Grouping`; `envoi.moe` has it off. sent: rows are written to given addresses.
     """
 
     name: str
@@ -28,7 +28,7 @@ class Case:
 
     @property
     def title(self) -> str:
-        """Its name in the registry."""
+        """Name in the registry."""
         return PREFIX + self.name
 
     def __str__(self) -> str:

@@ -1,4 +1,4 @@
-"""Recipes of the Hopper GEMM: what a call of it would launch, taken from the host path itself, without a GPU.
+"""Recipes of the Hopper GEMM: the kernel that a call would launch, taken from the host path itself, without a GPU.
 
 case -> inputs (of tensors without memory) -> host.planned -> host.arguments -> recipe
 """
@@ -22,7 +22,7 @@ from envoi.sass.hopper_cases import Case
 from envoi.types import Matrix
 
 NUM_SMS = 132
-NUM_CHOSEN = 4  # of a top-k
+NUM_CHOSEN = 4  # experts per token
 
 
 @epilogue
@@ -56,7 +56,7 @@ Make = Callable[[tuple[int, ...], torch.dtype], torch.Tensor]
 
 @dataclass(frozen=True)
 class Inputs:
-    """The arguments of one call."""
+    """Arguments of one call."""
 
     a: Matrix
     b: Matrix
@@ -67,12 +67,15 @@ class Inputs:
 
 
 def without_memory(shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
-    """The `make` of recipes."""
+    """Make a meta tensor; the `make` argument of recipes."""
     return torch.empty(shape, dtype=dtype, device="meta")
 
 
 def inputs(case: Case, make: Make = without_memory, offsets: torch.Tensor | None = None) -> Inputs:
-    """The inputs of a case. make: of a shape and a dtype, a tensor. offsets: if grouped, where experts' rows begin."""
+    """Return the inputs of a case.
+
+    make: function of shape and dtype that returns a tensor. offsets: if grouped, the experts' first rows.
+    """
     half = torch.float16 if case.format == "fp16" else torch.bfloat16
     experts = (case.num_experts,) if case.num_experts else ()
     a, b = make((case.M, case.K), half), make((*experts, case.N, case.K), half)
@@ -97,7 +100,7 @@ def _operand(operand: Operand, case: Case, experts: tuple[int, ...], half: torch
 
 
 def planned(given: Inputs) -> tuple[host.Call, Config]:
-    """What the host path launches (first) for these inputs on an H200. ValueError if it goes another way."""
+    """Return the host path's first launch for these inputs on an H200. ValueError if another backend takes them."""
     refusal = host.supports_hopper(given.a, given.b, given.epilogue.ir)
     if refusal:
         raise ValueError(f"epilogue {given.epilogue.ir.name}: the Hopper kernel doesn't take it: {refusal}")
@@ -108,12 +111,12 @@ def planned(given: Inputs) -> tuple[host.Call, Config]:
 
 
 def recipe(case: Case, arch: str = "sm_90") -> Recipe:
-    """What compiles a case."""
+    """Return the recipe of a case."""
     return recipe_of(*planned(inputs(case)), arch)
 
 
 def recipe_of(call: host.Call, config: Config, arch: str = "sm_90") -> Recipe:
-    """What compiles a launch."""
+    """Return the recipe of a launch."""
     from envoi.gemm.hopper.kernel import gemm_kernel
 
     _, arguments = host.arguments(call, config, NUM_SMS)

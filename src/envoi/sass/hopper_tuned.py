@@ -1,4 +1,4 @@
-"""The kernels that `tuned.json` chooses, as cases: each of its keys names a problem and a kind of epilogue."""
+"""Cases of the kernels that `tuned.json` chooses: each of its keys names a problem and a kind of epilogue."""
 
 import json
 import re
@@ -12,7 +12,7 @@ from envoi.sass import hopper_recipes
 from envoi.sass.hopper_cases import CASES, Case
 
 KEY = re.compile(r"(\d+)sm (\d+)x(\d+)x(\d+) (\d)B(.*)")
-# For each kind of epilogue one that is of this kind: the first whose key comes out the same is taken.
+# One example for each kind of epilogue: the first whose key matches is taken.
 TRIED = (
     "store", "swiglu", "gelu_residual", "swiglu_residual", "linear", "absmax", "softmax", "topk", "swiglu_fp8",
     "expert_l1_fp8", "expert_l1_mxfp8",
@@ -20,14 +20,14 @@ TRIED = (
 
 
 def cases() -> tuple[Case, ...]:
-    """A case for every key that is shipped. Raises ValueError for a key that none of `TRIED` has."""
+    """Return a case for every shipped key. Raises ValueError for a key that none of `TRIED` has."""
     if not tune.SHIPPED.exists():
         return ()
     return tuple(map(case_of, json.loads(tune.SHIPPED.read_text())))
 
 
 def with_registered() -> tuple[Case, ...]:
-    """The registered cases and those of `tuned.json`, one for each kernel."""
+    """Return the registered cases and those of `tuned.json`, one for each kernel."""
     kernels: dict[str, Case] = {}
     for case in (*CASES, *cases()):
         kernels.setdefault(repr(hopper_recipes.recipe(case)), case)
@@ -35,12 +35,12 @@ def with_registered() -> tuple[Case, ...]:
 
 
 def only_tuned() -> tuple[Case, ...]:
-    """Those of `tuned.json` whose kernel isn't registered."""
+    """Return the cases of `tuned.json` whose kernel isn't registered."""
     return tuple(case for case in with_registered() if case not in CASES)
 
 
 def case_of(key: str) -> Case:
-    """A case whose config is filed under this key."""
+    """Return a case whose config is filed under this key."""
     found = KEY.fullmatch(key)
     if found is None:
         raise ValueError(f"tuned.json: expected a key like '132sm 4096x4096x7168 2B tma', got {key!r}")
@@ -60,7 +60,7 @@ def case_of(key: str) -> Case:
 
 
 def _key(case: Case) -> str:
-    """What the case's config is filed under; "" if the Hopper kernel doesn't take the case."""
+    """Return the key of the case's config; "" if the Hopper kernel doesn't take the case."""
     given = hopper_recipes.inputs(case)
     ir = given.epilogue.ir
     if case.sent and [slot.kind for slot in slots(ir, torch.bfloat16)] != ["tile"]:

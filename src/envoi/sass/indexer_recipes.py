@@ -21,7 +21,7 @@ NUM_PAGES, WIDTH, HEADS, K = 4096, 2048, 64, 2048
 
 
 def recipe(kernel: str, arch: str) -> Recipe:
-    """kernel: of `KERNELS`."""
+    """Return the recipe of a kernel. kernel: a key of `KERNELS`."""
     function, arguments = KERNELS[kernel]
     _, values, options = arguments(_problem(1))
     return recipe_of_call(function, values, arch, **options)

@@ -1,4 +1,4 @@
-"""Run a function in a child process: a compiler that aborts must not take the caller with it."""
+"""Call of a function in a child process, so that a compiler abort doesn't end the caller."""
 
 import faulthandler
 import os
@@ -14,7 +14,7 @@ from typing import Any, NoReturn
 
 @dataclass(frozen=True)
 class Outcome:
-    """What became of the call: `value` if `ended` is "returned", else `reason`; `said` is what it printed."""
+    """Result of the call: `value` if `ended` is "returned", else `reason`; `said` is its printed output."""
 
     ended: str  # "returned", "raised" or "died"
     value: Any
@@ -23,7 +23,7 @@ class Outcome:
 
 
 def call(function: Callable[[], Any], explain: Callable[[BaseException], str] = str) -> Outcome:
-    """Call `function` in a fork of this process and bring back what it returns, which has to be picklable.
+    """Call `function` in a fork of this process and return its picklable result.
 
     A fork, because a jitted function can't be sent to a fresh interpreter. The child only compiles: it starts no thread
     and touches no device.
@@ -50,13 +50,13 @@ def _fork() -> int:
     sys.stdout.flush()
     sys.stderr.flush()
     with warnings.catch_warnings():
-        # Python 3.12 warns of forks beside threads: a lock that one holds stays held. Compiling takes none of theirs.
+        # Python 3.12 warns of forks beside threads: a lock held by a thread stays held. Compiling takes no such lock.
         warnings.simplefilter("ignore", DeprecationWarning)
         return os.fork()
 
 
 def _child(function: Callable[[], Any], explain: Callable[[BaseException], str], sink: int, streams: int) -> NoReturn:
-    """The child's whole life: its streams go to a file, its answer to the pipe; no exit handler of the parent runs."""
+    """Run the child: its streams are written to a file, its answer to the pipe; no exit handler of the parent runs."""
     try:
         faulthandler.disable()
         resource.setrlimit(resource.RLIMIT_CORE, (0, 0))

@@ -1,4 +1,4 @@
-"""What the Hopper GEMM for MX weights is asked for in practice. Plain data; `mx_recipes` knows what to do with one."""
+"""Practical calls of the Hopper GEMM for MX weights. Plain data; `mx_recipes` turns a case into a recipe."""
 
 from dataclasses import dataclass
 
@@ -7,9 +7,10 @@ PREFIX = "gemm-mx-sm90-"
 
 @dataclass(frozen=True)
 class MxCase:
-    """One call of `envoi.gemm`, or of `envoi.grouped_gemm` if there are experts: [M, K] @ [N, K].T.
+    """Call of `envoi.gemm`, or of `envoi.grouped_gemm` if there are experts: [M, K] @ [N, K].T.
 
-    epilogue: of `hopper_recipes.EPILOGUES`. format: mxfp4 or mxfp8. M: of all experts together. tame: see QuantTensor.
+    epilogue: a key of `hopper_recipes.EPILOGUES`. format: mxfp4 or mxfp8. M: sum over all experts.
+    tame: see QuantTensor.
     """
 
     name: str
@@ -23,7 +24,7 @@ class MxCase:
 
     @property
     def title(self) -> str:
-        """Its name in the registry."""
+        """Name in the registry."""
         return PREFIX + self.name
 
     def __str__(self) -> str:

@@ -1,4 +1,4 @@
-"""Recipes of the Hopper GEMM for MX weights: what a call of it would launch, taken from the host path."""
+"""Recipes of the Hopper GEMM for MX weights: the kernel that a call would launch, taken from the host path."""
 
 from dataclasses import replace
 from typing import cast
@@ -19,14 +19,14 @@ from envoi.types import QuantTensor
 
 
 def inputs(case: MxCase, make: Make = hopper_recipes.without_memory, offsets: torch.Tensor | None = None) -> Inputs:
-    """The inputs of a case; see `hopper_recipes.inputs`."""
+    """Return the inputs of a case; see `hopper_recipes.inputs`."""
     plain = Case(case.name, case.epilogue, case.M, case.N, case.K, case.format, case.num_experts)
     given = hopper_recipes.inputs(plain, make, offsets)
     return replace(given, b=replace(cast(QuantTensor, given.b), tame=case.tame))
 
 
 def planned(given: Inputs) -> tuple[tuple, MxConfig]:
-    """The arguments of the kernel for these inputs on an H200, and its config."""
+    """Return the kernel's arguments for these inputs on an H200, and its config."""
     b, ir = cast(QuantTensor, given.b), given.epilogue.ir
     refusal = host.supports_mx(given.a, b, ir)
     if refusal:
@@ -42,7 +42,7 @@ def planned(given: Inputs) -> tuple[tuple, MxConfig]:
 
 
 def recipe(case: MxCase, arch: str = "sm_90") -> Recipe:
-    """What compiles a case."""
+    """Return the recipe of a case."""
     from envoi.gemm.hopper_mx.kernel import mx_kernel
 
     arguments, config = planned(inputs(case))
@@ -50,7 +50,7 @@ def recipe(case: MxCase, arch: str = "sm_90") -> Recipe:
 
 
 def tokens(bits: int, arch: str = "sm_90") -> Recipe:
-    """The kernel in front of it, for weights of so many bits."""
+    """Return the recipe of the kernel that widens the tokens, for weights of `bits` bits."""
     given = inputs(MxCase("tokens", "store", 512, 4096, 4096, "mxfp4", 32))
     arguments = host.tokens_arguments(given.a, bits, host.room_for_tokens(given.a), given.offsets)[1]
     return recipe_of_call(tokens_module.widen_kernel, arguments, arch)

@@ -1,9 +1,9 @@
-"""PTX text without what depends on where its source stands."""
+"""PTX text without the parts that depend on the location of its source."""
 
 import hashlib
 import re
 
-# In this order: a section goes with its braces before lines are looked at, a comment goes before a line can be empty.
+# Order matters: a section is removed with its braces before single lines, a comment before empty lines.
 STRIPPED = tuple(
     re.compile(pattern, flags)
     for pattern, flags in (
@@ -19,12 +19,12 @@ STRIPPED = tuple(
 
 
 def without_lines(ptx: str) -> str:
-    """The PTX without comments, line information and debug sections."""
+    """Return the PTX without comments, line information and debug sections."""
     for pattern in STRIPPED:
         ptx = pattern.sub("", ptx)
     return ptx
 
 
 def sha256(ptx: str) -> str:
-    """A hash of the code: the same wherever the source stands, another one when an instruction changes."""
+    """Return a hash of the code: independent of the source's location, different when an instruction changes."""
     return hashlib.sha256(without_lines(ptx).encode()).hexdigest()

@@ -1,4 +1,4 @@
-"""What is kept of one function's machine code, and how it is written to JSON."""
+"""Record of one function's machine code, and its JSON form."""
 
 import dataclasses
 import json
@@ -19,8 +19,8 @@ FORMAT = 1
 class Record:
     """Counts of one function on one architecture.
 
-    None where nobody knows: `shared_bytes`, `num_warps` and `ptx_sha256` of a cubin that comes from a file, and
-    `instructions` and `families` where the architecture couldn't be disassembled, with the reason in `not_counted`.
+    None if unknown: `shared_bytes`, `num_warps` and `ptx_sha256` of a cubin read from a file, and `instructions` and
+    `families` if the architecture couldn't be disassembled, with the reason in `not_counted`.
     """
 
     kernel: str
@@ -38,13 +38,13 @@ class Record:
 
     @property
     def title(self) -> str:
-        """`gemm sm_90`."""
+        """Kernel and architecture: `gemm sm_90`."""
         return f"{self.kernel} {self.arch}"
 
 
 @dataclass(frozen=True)
 class Refusal:
-    """A kernel that has no record for an architecture, and why."""
+    """Kernel without a record for an architecture, and the reason."""
 
     kernel: str
     arch: str
@@ -52,7 +52,7 @@ class Refusal:
 
 
 def of_binary(binary: Binary, kernel: str = "") -> tuple[list[Record], str]:
-    """The records of what was compiled, the kernel's own first under the name `kernel`, and the disassembly."""
+    """Return the records of a binary, the kernel's own first under the name `kernel`, and the disassembly."""
     records, text = of_cubin(binary.cubin, binary.name)
     own = next(record for record in records if record.kernel == binary.name)
     known = dataclasses.replace(
@@ -63,12 +63,12 @@ def of_binary(binary: Binary, kernel: str = "") -> tuple[list[Record], str]:
 
 
 def read_cubin(path: Path) -> tuple[list[Record], str]:
-    """`of_cubin` of a file."""
+    """Return `of_cubin` of a file."""
     return of_cubin(tools.read_cubin(path), str(path))
 
 
 def of_cubin(cubin: bytes, name: str) -> tuple[list[Record], str]:
-    """The records of all functions in a cubin, and the disassembly, empty where there is none."""
+    """Return the records of all functions in a cubin, and the disassembly, empty if there is none."""
     arch, used = tools.arch_of(cubin), tools.resources(cubin)
     listing, reason = None, ""
     try:
@@ -94,7 +94,7 @@ def _record(
 
 
 def to_json(records: Iterable[Record], refusals: Iterable[Refusal], versions: dict[str, str]) -> str:
-    """The text of the file that `read` reads."""
+    """Return the text of the file that `read` reads."""
     content = {
         "format": FORMAT, "versions": versions,
         "kernels": [dataclasses.asdict(record) for record in records],
@@ -104,7 +104,7 @@ def to_json(records: Iterable[Record], refusals: Iterable[Refusal], versions: di
 
 
 def read(path: Path) -> list[Record]:
-    """The records in a JSON file or in a cubin; ValueError if the file is neither."""
+    """Return the records in a JSON file or in a cubin; ValueError if the file is neither."""
     content = path.read_bytes()
     if tools.is_cubin(content):
         return of_cubin(content, str(path))[0]
@@ -121,7 +121,7 @@ def _from_json(content: Any) -> list[Record]:
 
 
 def find_twins(before: Sequence[Record], after: Sequence[Record]) -> list[tuple[Record | None, Record | None]]:
-    """Pairs of the same kernel on the same architecture; two files of one record each are a pair under any name."""
+    """Return pairs of the same kernel on the same architecture; two files of one record each pair under any name."""
     if len(before) == len(after) == 1:
         return [(before[0], after[0])]
     first = {record.title: record for record in before}

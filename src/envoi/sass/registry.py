@@ -1,7 +1,7 @@
-"""The kernels of this library by name, each with what compiles it.
+"""Registry of this library's kernels by name, each with its recipe.
 
 To add one: a function that takes an architecture and returns a `Recipe`, under `@kernel(name, arches)`. Its docstring's
-first line is what `envoi sass --list` prints. It imports the kernel itself, so that listing stays quick.
+first line is printed by `envoi sass --list`. It imports the kernel itself, so that listing stays quick.
 """
 
 from collections.abc import Callable
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Entry:
-    """A kernel of the library: the architectures it is written for, and its recipe for one of them."""
+    """Kernel of the library: the architectures it is written for, and its recipe for one of them."""
 
     name: str
     arches: tuple[str, ...]
@@ -32,7 +32,7 @@ KERNELS: dict[str, Entry] = {}
 
 
 def kernel(name: str, arches: tuple[str, ...]):
-    """Decorator: put a function from architecture to recipe into `KERNELS`."""
+    """Decorate a function from architecture to recipe: add it to `KERNELS`."""
 
     def register(recipe: "Callable[[str], Recipe]") -> "Callable[[str], Recipe]":
         if name in KERNELS:
@@ -45,7 +45,7 @@ def kernel(name: str, arches: tuple[str, ...]):
 
 
 def find(name: str) -> Entry:
-    """The entry of that name; ValueError lists what there is."""
+    """Return the entry of that name; ValueError lists the known names."""
     if name not in KERNELS:
         raise ValueError(f"KERNEL: expected a .cubin file or one of {', '.join(KERNELS)}, got {name!r}")
     return KERNELS[name]
@@ -53,7 +53,7 @@ def find(name: str) -> Entry:
 
 @kernel("tmem-load", arches=("sm_100", "sm_103"))
 def _tmem_load(arch: str) -> "Recipe":
-    """128 x 256 GEMM tile whose accumulator leaves tensor memory 32 columns at a time; --sweep varies that."""
+    """128 x 256 GEMM tile, accumulator read from tensor memory 32 columns at a time; --sweep varies that."""
     from envoi.sass import tmem_sweep
 
     return tmem_sweep.recipe(tmem_sweep.Case("32x32b", columns=32))
@@ -65,19 +65,19 @@ TRITON_ARCHES = ("sm_90", *BLACKWELL)
 
 @kernel("gemm-sm100", arches=BLACKWELL)
 def _gemm_sm100(arch: str) -> "Recipe":
-    """GEMM in bf16 with tcgen05, 128 x 256 tiles, stored as it is."""
+    """GEMM in bf16 with tcgen05, 128 x 256 tiles, plain store."""
     return _blackwell(arch, "store", block_k=64)
 
 
 @kernel("gemm-sm100-swiglu", arches=BLACKWELL)
 def _gemm_sm100_swiglu(arch: str) -> "Recipe":
-    """The same with silu(gate) * up of interleaved columns."""
+    """GEMM in bf16 with tcgen05, with silu(gate) * up of interleaved columns."""
     return _blackwell(arch, "swiglu", block_k=64)
 
 
 @kernel("gemm-sm100-swiglu-fp8", arches=BLACKWELL)
 def _gemm_sm100_swiglu_fp8(arch: str) -> "Recipe":
-    """The same, quantised to FP8 with a scale factor per 1x128: the epilogue has 8 warps, a piece is the whole tile."""
+    """GEMM with SwiGLU, quantised to FP8 with a scale factor per 1x128: 8 epilogue warps, one chunk per tile."""
     return _blackwell(arch, "swiglu_fp8", block_k=64, num_warps=8, epilogue_columns=256, num_store_buffers=1)
 
 
@@ -113,7 +113,7 @@ def _gemm_sm100_mxfp4(arch: str) -> "Recipe":
 
 @kernel("gemm-sm100-nvfp4", arches=BLACKWELL)
 def _gemm_sm100_nvfp4(arch: str) -> "Recipe":
-    """GEMM of NVFP4: E4M3 scale factors for 16 elements."""
+    """GEMM of NVFP4: E4M3 scale factors per 16 elements."""
     return _blackwell(arch, "store", "f4", "f4", block_y=128, block_k=256, sf_group=16)
 
 
@@ -135,7 +135,7 @@ def _blackwell(
     block_y: int = 256,
     **cut: int,
 ) -> "Recipe":
-    """The Blackwell kernel with an epilogue, or one of the library's by name."""
+    """Return the recipe of the Blackwell kernel with an epilogue, or one of the library's by name."""
     from envoi.epilogue import library
     from envoi.gemm.blackwell.config import BlackwellConfig
     from envoi.sass import blackwell_recipes
@@ -167,7 +167,7 @@ def _gemm_triton_mxfp4(arch: str) -> "Recipe":
 
 @kernel("rows-triton", arches=TRITON_ARCHES)
 def _rows_triton(arch: str) -> "Recipe":
-    """An epilogue of whole rows, from accumulators in memory: the experts' SwiGLU, quantised with a scale a row."""
+    """Epilogue of whole rows, from accumulators in memory: the experts' SwiGLU, quantised with a scale per row."""
     from envoi.epilogue.library import expert_l1
     from envoi.sass import triton_recipes
 
@@ -232,7 +232,7 @@ _around("ep-sum-ranks", "Sums of what the ranks sent for a token.", "ep_recipes"
 
 
 def _of_case(module: str, case: object, about: str) -> "Callable[[str], Recipe]":
-    """The recipe of a case of a table, by `envoi.sass.<module>.recipe`."""
+    """Return a function from architecture to a case's recipe, by `envoi.sass.<module>.recipe`."""
 
     def recipe(arch: str) -> "Recipe":
         return import_module(f"envoi.sass.{module}").recipe(case, arch)
@@ -251,7 +251,7 @@ for _case in MX_CASES:
 
 @kernel("mx-tokens-4", arches=("sm_90",))
 def _mx_tokens_4(arch: str) -> "Recipe":
-    """MXFP8 tokens to bf16, in the order of K that MXFP4 weights ask for."""
+    """MXFP8 tokens to bf16, in the order of K that MXFP4 weights require."""
     from envoi.sass import mx_recipes
 
     return mx_recipes.tokens(4, arch)
@@ -259,7 +259,7 @@ def _mx_tokens_4(arch: str) -> "Recipe":
 
 @kernel("mx-tokens-8", arches=("sm_90",))
 def _mx_tokens_8(arch: str) -> "Recipe":
-    """The same for MXFP8 weights."""
+    """MXFP8 tokens to bf16, in the order of K that MXFP8 weights require."""
     from envoi.sass import mx_recipes
 
     return mx_recipes.tokens(8, arch)
@@ -278,19 +278,19 @@ def _indexer_scores_sm90(arch: str) -> "Recipe":
 
 @kernel("indexer-scores", arches=("sm_90", "sm_100", "sm_103"))
 def _indexer_scores(arch: str) -> "Recipe":
-    """The same in plain Triton."""
+    """Scores of the sparse-attention indexer in plain Triton."""
     return _indexer("scores", arch)
 
 
 @kernel("indexer-sift", arches=("sm_90", "sm_100", "sm_103"))
 def _indexer_sift(arch: str) -> "Recipe":
-    """What may be among the k best, in one pass over the scores, by a bound from groups of them."""
+    """Candidates for the k best, in one pass over the scores, by a bound from groups of them."""
     return _indexer("sift", arch)
 
 
 @kernel("indexer-rank", arches=("sm_90", "sm_100", "sm_103"))
 def _indexer_rank(arch: str) -> "Recipe":
-    """The places of those in the output."""
+    """Output places of the candidates."""
     return _indexer("rank", arch)
 
 
@@ -302,7 +302,7 @@ def _indexer_exact(arch: str) -> "Recipe":
 
 @kernel("indexer-short", arches=("sm_90", "sm_100", "sm_103"))
 def _indexer_short(arch: str) -> "Recipe":
-    """The order of rows of at most 32 tokens, as torch's network sorts them."""
+    """Order of rows of at most 32 tokens, sorted as by torch's network."""
     return _indexer("short", arch)
 
 

@@ -10,7 +10,7 @@ UNKNOWN = "?"
 
 
 def table(records: Sequence[Record]) -> str:
-    """One column a record; a line for each family, then for each of its variants; "?" where nobody knows."""
+    """Return one column per record; a line for each family, then for each of its variants; "?" if unknown."""
     rows = [[label, *(figures[label] for figures in map(summary, records))] for label in summary(records[0])]
     for label, counts in lines(records):
         rows.append([label, *(UNKNOWN if number is None else str(number) for number in counts)])
@@ -18,7 +18,7 @@ def table(records: Sequence[Record]) -> str:
 
 
 def summary(record: Record) -> dict[str, str]:
-    """What isn't an instruction family, as text."""
+    """Return a record's resources as text."""
     static = f"{record.static_shared_bytes} + launch's"
     return {
         "warps": _known(record.num_warps),
@@ -30,7 +30,7 @@ def summary(record: Record) -> dict[str, str]:
 
 
 def lines(records: Sequence[Record]) -> Iterable[tuple[str, list[int | None]]]:
-    """(label, a number for each record) of every family and variant that one of the records has."""
+    """Return (label, a number for each record) of every family and variant that one of the records has."""
     for family in FAMILIES:
         per_record = [None if r.families is None else r.families.get(family.title, {}) for r in records]
         variants = list(dict.fromkeys(variant for counts in per_record for variant in counts or ()))
@@ -41,7 +41,7 @@ def lines(records: Sequence[Record]) -> Iterable[tuple[str, list[int | None]]]:
 
 
 def notes(records: Iterable[Record], refusals: Iterable[Refusal]) -> list[str]:
-    """What has no numbers, in words."""
+    """Return the reasons for missing numbers."""
     uncounted = [f"{record.title}: not counted: {record.not_counted}" for record in records if record.not_counted]
     return uncounted + [f"{refusal.kernel} {refusal.arch}: {refusal.reason}" for refusal in refusals]
 

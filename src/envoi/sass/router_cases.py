@@ -1,6 +1,6 @@
-"""What the router is asked for in practice: calls whose kernels are compiled, counted and run on a GPU.
+"""Practical calls of the router, whose kernels are compiled, counted and run on a GPU.
 
-Plain data, so that listing them is quick; `router_recipes` knows what to do with one.
+Plain data, so that listing them is quick; `router_recipes` turns a case into a recipe.
 """
 
 from dataclasses import dataclass
@@ -10,10 +10,10 @@ PREFIX = "router-"
 
 @dataclass(frozen=True)
 class RouterCase:
-    """One call of `envoi.route`: tokens [M, hidden], gate [N, hidden].
+    """Call of `envoi.route`: tokens [M, hidden], gate [N, hidden].
 
-    rule: a model's name, or "softmax". kernel: "sm90" or "triton". hashed: experts are looked up. everything: all extra
-    outputs are wanted.
+    rule: a model's name, or "softmax". kernel: "sm90" or "triton". hashed: experts are looked up.
+    everything: return all extra outputs.
     """
 
     name: str
@@ -29,12 +29,12 @@ class RouterCase:
 
     @property
     def title(self) -> str:
-        """Its name in the registry."""
+        """Name in the registry."""
         return f"{PREFIX}{self.kernel}-{self.name}" if self.name else f"{PREFIX}{self.kernel}"
 
     @property
     def arches(self) -> tuple[str, ...]:
-        """What it is compiled for."""
+        """Architectures to compile for."""
         return ("sm_90",) if self.kernel == "sm90" else ("sm_90", "sm_100", "sm_103")
 
     def __str__(self) -> str:

@@ -1,4 +1,4 @@
-"""Recipes of the router: what a call of it would host, taken from the host path itself, without a GPU.
+"""Recipes of the router: the kernel that a call would launch, taken from the host path itself, without a GPU.
 
 case -> Call (of tensors without memory) -> host.hopper_arguments or portable_arguments -> recipe
 """
@@ -21,13 +21,13 @@ Make = Callable[[tuple[int, ...], torch.dtype], torch.Tensor]
 
 
 def without_memory(shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
-    """The `make` of recipes."""
+    """Make a meta tensor; the `make` argument of recipes."""
     return torch.empty(shape, dtype=dtype, device="meta")
 
 
 @dataclass(frozen=True)
 class Inputs:
-    """The tensors of one call of `envoi.route`."""
+    """Tensors of one call of `envoi.route`."""
 
     tokens: torch.Tensor
     gate: torch.Tensor
@@ -37,7 +37,10 @@ class Inputs:
 
 
 def inputs(case: RouterCase, make: Make = without_memory) -> Inputs:
-    """The inputs of a case. make: of a shape and a dtype, a tensor; if of integers, ids of experts or tokens."""
+    """Return the inputs of a case.
+
+    make: function of shape and dtype that returns a tensor; for an integer dtype, of ids of experts or tokens.
+    """
     tokens, gate = (make((rows, case.hidden), DTYPES[case.dtype]) for rows in (case.M, case.N))
     if case.hashed:
         return Inputs(tokens, gate, None, make((case.M,), torch.int64), make((VOCABULARY, case.k), torch.int64))
@@ -46,7 +49,7 @@ def inputs(case: RouterCase, make: Make = without_memory) -> Inputs:
 
 
 def call_of(case: RouterCase, make: Make = without_memory) -> host.Call:
-    """What `envoi.route` hands to the kernels for a case."""
+    """Return the call that `envoi.route` makes to the kernels for a case."""
     given, (rule, _) = inputs(case, make), rule_of(case)
     wanted = (case.everything,) * 3
     spec = host.spec_of(case.N, case.k, rule, None, given.expert_bias, case.hashed, wanted)
@@ -57,7 +60,7 @@ def call_of(case: RouterCase, make: Make = without_memory) -> host.Call:
 
 
 def rule_of(case: RouterCase) -> tuple[Rule, bool]:
-    """The rule, and whether its model has an expert bias."""
+    """Return the rule, and whether its model has an expert bias."""
     if case.rule == "softmax":
         return Rule(), False
     chosen = preset(case.rule)
@@ -65,7 +68,7 @@ def rule_of(case: RouterCase) -> tuple[Rule, bool]:
 
 
 def recipe(case: RouterCase, arch: str = "sm_90") -> Recipe:
-    """What compiles a case."""
+    """Return the recipe of a case."""
     call = call_of(case)
     outputs = host.empty_outputs(call)
     if case.kernel == "triton":
@@ -76,6 +79,6 @@ def recipe(case: RouterCase, arch: str = "sm_90") -> Recipe:
     from envoi.moe.router.kernel_hopper import router_kernel
 
     _, arguments, options = host.hopper_arguments(call, outputs, NUM_SMS)
-    # How it is launched is no matter of the compiler's.
+    # Launch attributes don't change the compiled code.
     options = {name: value for name, value in options.items() if name not in ("launch_cooperative_grid", "launch_pdl")}
     return recipe_of_call(router_kernel, arguments, arch, **options)

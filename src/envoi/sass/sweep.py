@@ -1,4 +1,4 @@
-"""Compile one kernel in many ways and lay the counts side by side."""
+"""Sweep of one kernel: compile it in many ways and tabulate the counts."""
 
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
@@ -11,7 +11,7 @@ from envoi.table import align
 
 @dataclass(frozen=True)
 class Row:
-    """A case and what it compiled to, or why it didn't."""
+    """Case and its record, or the reason that it didn't compile."""
 
     case: Case
     record: Record | None
@@ -42,7 +42,7 @@ HEADER = (
 
 
 def table(rows: Iterable[Row]) -> str:
-    """One line a case, then the refusals in the compiler's words."""
+    """Return one line per case, then the refusals in the compiler's words."""
     rows = list(rows)
     text = align(HEADER, [_cells(row) for row in rows], left=(0, 4))
     return "\n".join([text, *(f"{_name(row.case)}: {row.reason}" for row in rows if row.reason)])

@@ -1,14 +1,14 @@
-"""How wide to read an accumulator from tensor memory: one GEMM tile compiled with every shape and width of the load.
+"""Sweep of tensor-memory loads: one GEMM tile compiled with every shape and width of the load.
 
     for k in K: accumulator[block_m, 256] += a @ b.T            in tensor memory, float32
     for each sub-tile of `columns` columns:                     one load, or a few, of registers
         out = bf16(relu(scale * accumulator + bias))            straight to global memory
 
-The sub-tile decides what the compiler can load at once, so it is what varies. The kernel is for looking at its machine
+The sub-tile limits what the compiler can load at once, so it is the parameter. The kernel serves to inspect its machine
 code: one stage, no overlap, no masks.
 """
 
-# Gluon's constexpr variables hold what they are given, which its annotations don't say.
+# Gluon's constexpr variables hold the values assigned to them, which its annotations don't say.
 # pyright: reportAssignmentType=false, reportArgumentType=false, reportCallIssue=false, reportGeneralTypeIssues=false
 
 from collections.abc import Iterable, Iterator
@@ -38,7 +38,7 @@ def tmem_load_tile(
     a_desc, b_desc, bias, out, scale, K, out_stride,
     BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr, BLOCK_K: gl.constexpr, COLUMNS: gl.constexpr, SHAPE: gl.constexpr,
 ):  # fmt: skip
-    """One tile: products in tensor memory, then sub-tiles of COLUMNS columns, loaded in registers as SHAPE."""
+    """Compute one tile: products in tensor memory, then sub-tiles of COLUMNS columns, loaded in registers as SHAPE."""
     row, column = gl.program_id(0) * BLOCK_M, gl.program_id(1) * BLOCK_N
     whole: gl.constexpr = TensorMemoryLayout((BLOCK_M, BLOCK_N), col_stride=1)
     accumulator = allocate_tensor_memory(gl.float32, [BLOCK_M, BLOCK_N], whole)
@@ -78,7 +78,7 @@ def multiply(a_desc, b_desc, accumulator, row, column, K, BLOCK_K: gl.constexpr)
 
 @dataclass(frozen=True)
 class Case:
-    """One way to read the accumulator: `shape` is Gluon's `instr_variant`, `columns` the width of a sub-tile."""
+    """Access to the accumulator: `shape` is Gluon's `instr_variant`, `columns` the width of a sub-tile."""
 
     shape: str
     columns: int
@@ -87,10 +87,10 @@ class Case:
 
 
 def cases(columns: Iterable[int] = COLUMNS) -> Iterator[Case]:
-    """All cases of these widths.
+    """Yield all cases of these widths.
 
-    splitn differs from 32x32b only where warps share rows, so both stand there with 8 warps. Gluon chooses 16x32bx2 by
-    itself where an accumulator has 64 rows and takes no request for it; one case asks, to show the answer.
+    splitn differs from 32x32b only if warps share rows, so both are included with 8 warps. Gluon chooses 16x32bx2 by
+    itself for an accumulator of 64 rows and accepts no request for it; one case requests it, to show the error.
     """
     widths = tuple(columns)
     for shape in ("32x32b", "16x64b", "16x128b", "16x256b"):
@@ -102,7 +102,7 @@ def cases(columns: Iterable[int] = COLUMNS) -> Iterator[Case]:
 
 
 def recipe(case: Case) -> Recipe:
-    """What compiles a case."""
+    """Return the recipe of a case."""
     blocks = (case.block_m, BLOCK_K), (BLOCK_N, BLOCK_K)
     layouts = [gl.NVMMASharedLayout.get_default_for(list(block), gl.bfloat16) for block in blocks]
     a_desc, b_desc = (descriptor_type("bf16", block, layout) for block, layout in zip(blocks, layouts, strict=True))

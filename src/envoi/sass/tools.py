@@ -1,4 +1,4 @@
-"""NVIDIA's tools, where they are found and how they are run. Triton brings them; a newer nvdisasm can be added."""
+"""NVIDIA's tools: search paths and calls. Triton ships them; a newer nvdisasm can be added."""
 
 import functools
 import importlib.metadata
@@ -19,7 +19,7 @@ RESOURCES = re.compile(r"Function (\S+):\s+REG:(\d+) STACK:(\d+) SHARED:(\d+)")
 
 @dataclass(frozen=True)
 class Resources:
-    """What each thread or block of a function takes: `shared_bytes` without what is asked for at launch."""
+    """Resources of each thread or block of a function: `shared_bytes` without the dynamic part of a launch."""
 
     registers: int
     stack_bytes: int
@@ -27,12 +27,12 @@ class Resources:
 
 
 def is_cubin(content: bytes) -> bool:
-    """Whether these bytes begin like an ELF file for NVIDIA GPUs."""
+    """Return whether these bytes begin like an ELF file for NVIDIA GPUs."""
     return content[:4] == ELF_MAGIC and int.from_bytes(content[18:20], "little") == ELF_MACHINE_CUDA
 
 
 def read_cubin(path: Path) -> bytes:
-    """The bytes of a cubin; ValueError if the file is something else."""
+    """Return the bytes of a cubin; ValueError if the file is something else."""
     content = path.read_bytes()
     if not is_cubin(content):
         what = (
@@ -43,7 +43,7 @@ def read_cubin(path: Path) -> bytes:
 
 
 def arch_of(cubin: bytes) -> str:
-    """The architecture a cubin is for, `sm_100`, without the letter of its features."""
+    """Return the architecture of a cubin, `sm_100`, without the letter of its features."""
     found = re.search(r"\.(sm_\d+)[a-z]?\.cubin", _cuobjdump("-lelf", cubin))
     if found is None:
         raise ValueError("cuobjdump doesn't say which architecture the cubin is for; is it damaged?")
@@ -51,7 +51,7 @@ def arch_of(cubin: bytes) -> str:
 
 
 def resources(cubin: bytes) -> dict[str, Resources]:
-    """Registers, stack and static shared memory of each function."""
+    """Return registers, stack and static shared memory of each function."""
     text = _cuobjdump("--dump-resource-usage", cubin)
     found = {name: Resources(*map(int, numbers)) for name, *numbers in RESOURCES.findall(text)}
     if not found:
@@ -60,7 +60,7 @@ def resources(cubin: bytes) -> dict[str, Resources]:
 
 
 def disassemblers() -> list[Path]:
-    """Those to try: `NVDISASM` alone if it is set; else the one from PyPI, Triton's, and one on the PATH."""
+    """Return the tools to try: `NVDISASM` alone if it is set; else the one from PyPI, Triton's, and one on the PATH."""
     chosen = env.nvdisasm()
     if chosen is None:
         on_path = shutil.which("nvdisasm")
@@ -73,7 +73,7 @@ def disassemblers() -> list[Path]:
 
 @functools.lru_cache
 def release_of(tool: Path) -> str:
-    """`nvdisasm 13.1`."""
+    """Return the tool's name and release: `nvdisasm 13.1`."""
     found = re.search(r"release (\d+\.\d+)", _run([str(tool), "--version"]).stdout)
     return f"{tool.name} {found.group(1) if found else 'of unknown release'}"
 

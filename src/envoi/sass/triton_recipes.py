@@ -15,7 +15,7 @@ M, N, K = 4096, 2880, 2880
 
 
 def product(arch: str, epilogue: Epilogue, of_a: str = "bf16", of_b: str = "bf16", num_experts: int = 0) -> Recipe:
-    """The product with an epilogue. of_a, of_b: "bf16" or a scheme. num_experts: 0 = not grouped."""
+    """Return the recipe of the product with an epilogue. of_a, of_b: "bf16" or a scheme. num_experts: 0 = ungrouped."""
     experts = (num_experts,) if num_experts else ()
     a, b = _matrix(of_a, M, K), _matrix(of_b, *experts, N, K)
     offsets = _empty(num_experts + 1, dtype=torch.int32) if num_experts else None
@@ -29,7 +29,7 @@ def product(arch: str, epilogue: Epilogue, of_a: str = "bf16", of_b: str = "bf16
 
 
 def rows(arch: str, epilogue: Epilogue) -> Recipe:
-    """An epilogue of whole rows, from accumulators in memory."""
+    """Return the recipe of an epilogue of whole rows, from accumulators in memory."""
     code = lower(epilogue.ir, torch.bfloat16, "triton", True, False, frozenset())
     acc = _empty(M, N, dtype=torch.float32)
     outputs = empty_slots(epilogue.ir, code.slots, M, N, acc.device)
@@ -53,7 +53,7 @@ def _matrix(kind: str, *shape: int) -> Matrix:
 
 
 def _operands(epilogue: Epilogue, experts: tuple[int, ...]) -> tuple:
-    """A number for a Scalar, else a tensor without memory."""
+    """Return the epilogue's operands: a number for a Scalar, else a tensor without memory."""
 
     def shape(operand) -> tuple[int, ...]:
         columns = () if operand.shape.columns == "1" else (operand.shape.num_columns(N),)

@@ -1,4 +1,4 @@
-"""What holds for all tests in Triton's interpreter: memory that nobody wrote is NaN."""
+"""Fixture of all tests in Triton's interpreter: uninitialised memory is NaN."""
 
 import pytest
 

@@ -1,4 +1,4 @@
-"""What the kernels are compared with, and inputs."""
+"""References for the kernels, and inputs."""
 
 import torch
 
@@ -14,7 +14,7 @@ def normal(*shape: int, seed: int = 0) -> torch.Tensor:
 
 
 def whole(*shape: int, seed: int = 0, top: int = 2) -> torch.Tensor:
-    """Whole numbers, whose products and sums are exact."""
+    """Return whole numbers, whose products and sums are exact."""
     return torch.randint(-top, top + 1, shape, generator=torch.Generator().manual_seed(seed)).float()
 
 
@@ -26,14 +26,14 @@ def flat(outputs) -> list[torch.Tensor]:
 
 
 def run(a: Matrix, b: Matrix, ending, offsets: list[int] | None = None, **operands) -> list[torch.Tensor]:
-    """The kernels' outputs, flat."""
+    """Return the kernels' outputs, flat."""
     if offsets is None:
         return flat(gemm(a, b, ending, **operands))
     return flat(grouped_gemm(a, b, torch.tensor(offsets, dtype=torch.int32), ending, **operands))
 
 
 def expected(a: Matrix, b: Matrix, ending, offsets: list[int] | None = None, *, wide=False, out_dtype=None, **operands):
-    """The reference's outputs, flat; `wide` in float64."""
+    """Return the reference's outputs, flat; `wide` in float64."""
     ir = ending.ir
     bounds = None if offsets is None else torch.tensor(offsets, dtype=torch.int32)
     if offsets is None:
@@ -53,7 +53,7 @@ def expected(a: Matrix, b: Matrix, ending, offsets: list[int] | None = None, *, 
 
 
 def assert_equal(got: list[torch.Tensor], want: list[torch.Tensor]) -> None:
-    """Same bits but for the signs of zeros; what the reference leaves in float32 is rounded like the output first."""
+    """Assert equal bits except for the signs of zeros; float32 references are first rounded like the output."""
     assert len(got) == len(want)
     for x, y in zip(got, want, strict=True):
         assert (x.shape, x.dtype) == (y.shape, x.dtype)
@@ -61,7 +61,7 @@ def assert_equal(got: list[torch.Tensor], want: list[torch.Tensor]) -> None:
 
 
 def assert_close(got: list[torch.Tensor], torchs: list[torch.Tensor], oracle: list[torch.Tensor], slack=2e-7) -> None:
-    """Errors at most twice torch's. slack: what float32 functions may add to it."""
+    """Assert errors at most twice torch's. slack: error that float32 functions may add."""
     assert len(got) == len(torchs) == len(oracle)
     for x, y, z in zip(got, torchs, oracle, strict=True):
         assert x.shape == y.shape

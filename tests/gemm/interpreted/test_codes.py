@@ -33,7 +33,7 @@ def through(function, x: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
 
 
 def numbers() -> torch.Tensor:
-    """float32: all of bf16's, all of E4M3's with the ties between them and their neighbours, random bits."""
+    """Return float32: all of bf16's, all of E4M3's with the ties between them and their neighbours, random bits."""
     bf16 = torch.arange(65536).to(torch.uint16).view(torch.bfloat16).float()
     e4m3 = torch.arange(256).to(torch.uint8).view(torch.float8_e4m3fn).float()
     e4m3 = e4m3[e4m3.isfinite()].sort().values

@@ -1,4 +1,4 @@
-"""Every operation of the language, in a tile that holds whole rows, in several tiles, and behind groups."""
+"""Operations of the language, in a tile that holds whole rows, in several tiles, and after groups."""
 
 import functools
 from inspect import signature
@@ -11,7 +11,7 @@ from envoi.epilogue import Col, Row, Scalar, Tile, epilogue, pairs, topk, where
 from envoi.epilogue.operations import OPERATIONS
 from tests.gemm.interpreted.sides import assert_close, assert_equal, expected, normal, run, whole
 
-# With whole numbers these have the bits of the reference.
+# With whole numbers these have the reference's bits.
 EXACT = {
     "add": lambda x, c: x + c,
     "sub": lambda x, r: r - x,
@@ -50,7 +50,7 @@ EXACT = {
     "the same twice": lambda x, r, t, s: (x, x, r, r, s, t),
 }  # fmt: skip
 
-# These are as good as torch's.
+# These are as accurate as torch's.
 CLOSE = {
     "exp": lambda x: language.exp(x * 0.25),
     "exp2": lambda x, t: language.exp2(x + t),
@@ -81,7 +81,7 @@ KINDS = {"r": Row, "c": Col, "t": Tile, "s": Scalar}
 
 
 def ending(body):
-    """An epilogue of a function whose operands say by their names what they are."""
+    """Return an epilogue of a function whose operands' names determine their kinds."""
 
     @functools.wraps(body)
     def over(*args, **named):
@@ -105,7 +105,7 @@ def values(f, make, m: int, n: int, experts: int | None = None) -> dict:
 
 def test_all_operations_are_here():
     known = {node.op for body in (*EXACT.values(), *CLOSE.values()) for node in ending(body).ir.nodes}
-    assert set(OPERATIONS) - known == {"quantize"}  # see test_epilogues
+    assert set(OPERATIONS) - known == {"quantize"}  # in test_epilogues
 
 
 @pytest.mark.parametrize("name", EXACT)

@@ -12,7 +12,7 @@ from tests.gemm.interpreted.sides import assert_close, assert_equal, expected, n
 from tests.helpers.accuracy import assert_same_bits
 
 FLOATS = [torch.bfloat16, torch.float16, torch.float32]
-# Of a, of b.
+# For a, for b.
 PAIRINGS = [
     ("fp8_row", "fp8_row"), ("fp8_tensor", "fp8_tensor"), ("fp8_1x128", "fp8_128x128"), ("mxfp8", "mxfp8"),
     ("mxfp8", "mxfp4"), ("nvfp4", "nvfp4"), ("fp8_1x128", "fp8_row"), ("fp8_row", "mxfp8"), ("fp8_1x128", "fp8_1x128"),

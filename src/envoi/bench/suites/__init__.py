@@ -1,11 +1,11 @@
-"""One file a stage: each builds inputs, ours, baselines, floor and error of its cases."""
+"""Suites, one file per stage: each builds inputs, ours, baselines, floor and error of its cases."""
 
 from collections.abc import Callable
 
 from envoi.bench.shapes import Case
 from envoi.bench.trial import Bench, Trial
 
-REPEATS = {"moe": 20, "indexer_exact": 20, "indexer_fast": 20}  # of calls that take milliseconds
+REPEATS = {"moe": 20, "indexer_exact": 20, "indexer_fast": 20}  # calls that take milliseconds
 DEFAULT_REPEAT = 100
 CPU_REPEAT = 10
 
@@ -16,7 +16,7 @@ def measure(case: Case, bench: Bench) -> Trial:
 
 
 def repeat_of(suite: str, on_gpu: bool) -> int:
-    """n, unless the user gives one."""
+    """Return the default n."""
     return REPEATS.get(suite, DEFAULT_REPEAT) if on_gpu else CPU_REPEAT
 
 

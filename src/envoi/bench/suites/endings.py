@@ -1,4 +1,4 @@
-"""Epilogues as the suites compare them: Envoi's, and the same work as people write it in torch after a matmul."""
+"""Epilogues of the suites: Envoi's, and the equivalent torch code after a matmul."""
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -16,12 +16,12 @@ FP8_GROUP = 128
 
 @dataclass(frozen=True)
 class Ending:
-    """What happens to the product.
+    """Epilogue of a product.
 
     eager(y, **operands): in torch; y has Envoi's columns, or those of `halves`.
-    out_bytes: written for each element of the product, each row's extra left out.
+    out_bytes: written per element of the product, without the extra per row.
     operands: their kinds by name, "Col" [N], "Tile" [M, N], or a number.
-    halves: torch gets gate and up one after the other, as models for it have them; Envoi interleaved.
+    halves: torch gets gate and up concatenated, the usual layout for it; Envoi interleaved.
     """
 
     fused: Epilogue | None

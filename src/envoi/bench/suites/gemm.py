@@ -1,7 +1,7 @@
-"""GEMMs with and without an epilogue beside cuBLAS, plain torch, torch.compile and Envoi's own plain GEMM.
+"""GEMMs with and without an epilogue compared with cuBLAS, plain torch, torch.compile and Envoi's own plain GEMM.
 
-Every contender once a round, the L2 cache cold. Error: sampled rows against float64 of the operands as they are,
-quantised or not. Torch's error is that of its own result in the same format; where it has none here, that of bf16.
+Every contender once per round, the L2 cache cold. Error: sampled rows against float64 of the actual operands,
+quantised or not. Torch's error is that of its own result in the same format; if it has none here, that of bf16.
 """
 
 from collections.abc import Callable
@@ -23,7 +23,7 @@ COMPILED_SUITES = ("gemm_swiglu", "gemm_quant")
 
 
 def measure(case: Case, bench: Bench) -> Trial:
-    """One shape of gemm, gemm_swiglu, gemm_quant, gemm_epilogues or gemm_fp8."""
+    """Measure one shape of gemm, gemm_swiglu, gemm_quant, gemm_epilogues or gemm_fp8."""
     shape = cast(GemmShape, case.shape)
     ending = ENDINGS[shape.epilogue]
     x = inputs.make(shape, bench.device)

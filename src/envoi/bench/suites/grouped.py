@@ -1,7 +1,7 @@
-"""GEMMs by expert beside torch's grouped matmul, and those that reading the weights bounds beside a copy.
+"""GEMMs by expert compared with torch's grouped matmul, and those bound by reading weights compared with a copy.
 
-Every contender once a round, the L2 cache cold. Torch has FP8 with scales of rows alone, so that stands beside blocks
-of 128 too, and bf16 beside mxfp4. Error: sampled rows against float64 of the operands that were multiplied.
+Every contender once per round, the L2 cache cold. Torch's FP8 has only row scales, so it is the baseline of blocks
+of 128 too, and bf16 that of mxfp4. Error: sampled rows against float64 of the operands that were multiplied.
 """
 
 from collections.abc import Callable
@@ -18,7 +18,7 @@ from envoi.gemm import grouped_gemm
 
 
 def measure(case: Case, bench: Bench) -> Trial:
-    """One shape of gemm_grouped or gemm_weights."""
+    """Measure one shape of gemm_grouped or gemm_weights."""
     shape = cast(GroupedShape, case.shape)
     x = inputs.make(shape, bench.device)
     offsets = cast(torch.Tensor, x.offsets)
@@ -42,7 +42,7 @@ def measure(case: Case, bench: Bench) -> Trial:
 
 
 def _bounds(x: Inputs, shape: GroupedShape, num_bytes: float) -> dict[str, Callable[[], Run]]:
-    """A copy that moves as much; for narrow weights also the same in bf16."""
+    """Return a copy that moves as many bytes; for narrow weights also Envoi's GEMM in bf16."""
 
     def copy() -> Run:
         source = torch.ones(int(num_bytes) // 2, dtype=torch.int8, device=x.wide_a.device)
@@ -56,7 +56,7 @@ def _bounds(x: Inputs, shape: GroupedShape, num_bytes: float) -> dict[str, Calla
 
 
 def _torch_error(shape: GroupedShape, x: Inputs, theirs: tuple) -> float:
-    """Of bf16 where torch's FP8 doesn't run."""
+    """Return torch's error; that of bf16 if torch's FP8 doesn't run."""
     for a, b in (theirs, (x.wide_a, x.wide_b)):
         try:
             got = torch_gemm.grouped_product(a, b, x.ends)()

@@ -1,10 +1,10 @@
-"""The indexer beside its PyTorch definition, one workload after the other; times and bytes are means over workloads.
+"""Indexer compared with its PyTorch definition, one workload after the other; times and bytes are means over workloads.
 
-On a GPU Envoi's call is replayed from a CUDA graph, as an engine runs it; the definition waits for the device and can't
-be. Beside it the same call launched by Python, a device copy of as many bytes, and sgl-deep-gemm's scores with
-torch.topk where that library is installed.
+On a GPU Envoi's call is replayed from a CUDA graph, like in an engine; the definition waits for the device and can't
+be. Other baselines: the same call launched by Python, a device copy of as many bytes, and sgl-deep-gemm's scores with
+torch.topk if that library is installed.
 
-Error: the share of the k best slots by float64 scores that were missed, over the first few workloads. Rounding may
+Error: the fraction of the k best slots by float64 scores that were missed, over the first few workloads. Rounding may
 decide near the k-th score either way, so a few in a thousand are no fault.
 """
 
@@ -33,7 +33,7 @@ MAX_ERROR_REQUESTS = 4
 
 @dataclass(frozen=True)
 class Inputs:
-    """What `envoi.indexer_topk` takes. lengths: seq_lens on the host."""
+    """Arguments of `envoi.indexer_topk`. lengths: seq_lens on the host."""
 
     q: torch.Tensor
     k_cache: torch.Tensor
@@ -44,7 +44,7 @@ class Inputs:
 
 
 def measure(case: Case, bench: Bench) -> Trial:
-    """All workloads of a case, in the mode that its suite names."""
+    """Measure all workloads of a case, in the mode that its suite names."""
     shape = cast(IndexerShape, case.shape)
     mode = case.suite.removeprefix("indexer_")
     ours: list[Timing] = []
@@ -76,7 +76,7 @@ def measure(case: Case, bench: Bench) -> Trial:
 
 
 def definition(x: Inputs) -> torch.Tensor:
-    """The published definition step by step: the whole cache to float32, then each request in operators of its own."""
+    """Run the published definition step by step: the whole cache to float32, then each request in its own operators."""
     raw = x.k_cache.view(torch.uint8).flatten(1)
     values = raw[:, : PAGE_SIZE * HEAD_DIM].contiguous().view(torch.float8_e4m3fn).float()
     scales = raw[:, PAGE_SIZE * HEAD_DIM :].contiguous().view(torch.float32)
@@ -99,7 +99,7 @@ def _ours(x: Inputs, mode: str) -> torch.Tensor:
 
 
 def _captured(x: Inputs, mode: str) -> Run:
-    """Envoi's call in a CUDA graph; as it is on a CPU, and where the exact mode waits for the device."""
+    """Return Envoi's call in a CUDA graph; uncaptured on a CPU, and if the exact mode waits for the device."""
     run = partial(_ours, x, mode)
     if x.q.device.type != "cuda" or (mode == "exact" and orders(x.q.device, x.q.shape[1]) is None):
         return run
@@ -130,7 +130,7 @@ def _inputs(workload: Workload, device: torch.device) -> Inputs:
 
 
 def _error(x: Inputs, slots: torch.Tensor) -> float:
-    """The share of the best slots that were missed, over the longest requests."""
+    """Return the fraction of the best slots that were missed, over the longest requests."""
     wrong = []
     longest_first = sorted(enumerate(x.lengths), key=lambda entry: -entry[1])
     for request, length in longest_first[:MAX_ERROR_REQUESTS]:

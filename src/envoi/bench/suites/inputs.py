@@ -1,4 +1,4 @@
-"""What the GEMM suites multiply, and how far a result is from float64."""
+"""Inputs of the GEMM suites, and the errors of results against float64."""
 
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -21,7 +21,7 @@ QUANTISE_AT_ONCE = 8  # experts; casts work in float32
 
 @dataclass(frozen=True)
 class Inputs:
-    """a [M, K] and b [N, K] (or [E, N, K]) in the case's format, and in bf16; with offsets [E + 1], a GEMM by expert.
+    """Operands a [M, K] and b [N, K] (or [E, N, K]) in the case's format and in bf16; with offsets [E + 1], by expert.
 
     operands: the epilogue's.
     """
@@ -35,12 +35,12 @@ class Inputs:
 
     @property
     def ends(self) -> torch.Tensor:
-        """Where each expert's rows end, as torch wants it."""
+        """Ends of the experts' rows, [E], in torch's form."""
         return self.offsets[1:] if self.offsets is not None else torch.empty(0)
 
 
 def make(shape: GemmShape | GroupedShape, device: torch.device) -> Inputs:
-    """Random inputs that depend on the shape alone; on "meta", tensors without memory."""
+    """Make random inputs that depend on the shape alone; on "meta", tensors without memory."""
     counts = shape.num_rows if isinstance(shape, GroupedShape) else ()
     num_rows = shape.m if isinstance(shape, GemmShape) else sum(counts)
     experts = (len(counts),) if isinstance(shape, GroupedShape) else ()
@@ -49,7 +49,7 @@ def make(shape: GemmShape | GroupedShape, device: torch.device) -> Inputs:
     def normal(*sizes: int) -> torch.Tensor:
         return torch.randn(sizes, generator=source, device=device, dtype=torch.bfloat16)
 
-    scale = shape.k**-0.25  # so that products are about 1
+    scale = shape.k**-0.25  # for products of about 1
     weights = normal(*experts, shape.n, shape.k).mul_(scale)
     x = in_format(normal(num_rows, shape.k).mul_(scale), weights, shape.format)
     sizes = {"Col": (*experts, shape.n), "Tile": (num_rows, shape.n)}
@@ -62,7 +62,7 @@ def make(shape: GemmShape | GroupedShape, device: torch.device) -> Inputs:
 
 
 def in_format(a: torch.Tensor, b: torch.Tensor, name: str) -> Inputs:
-    """bf16 matrices in a format of `FORMATS`."""
+    """Convert bf16 matrices to a format of `FORMATS`."""
     format = format_named(name)
     weights = _cast(b, format.weights)
     return Inputs(_cast(a, format.activations), tamed(weights) if isinstance(weights, QuantTensor) else weights, a, b)
@@ -78,7 +78,7 @@ def _cast(x: torch.Tensor, scheme: Scheme | None) -> Matrix:
 
 
 def _cat(parts: list[torch.Tensor]) -> torch.Tensor:
-    """Some devices can't concatenate numbers of one byte; their bits they can."""
+    """Concatenate through uint8 views: some devices can't concatenate numbers of one byte."""
     dtype = parts[0].dtype
     return (
         torch.cat([part.view(torch.uint8) for part in parts]).view(dtype) if dtype.itemsize == 1 else torch.cat(parts)
@@ -86,7 +86,7 @@ def _cat(parts: list[torch.Tensor]) -> torch.Tensor:
 
 
 def for_torch(x: Inputs, shape: GemmShape) -> Inputs:
-    """The same with gate and up one after the other where the epilogue has them."""
+    """Return the inputs with gate and up concatenated, if the epilogue has them."""
     if not ENDINGS[shape.epilogue].halves:
         return x
     if isinstance(x.b, QuantTensor):
@@ -96,13 +96,13 @@ def for_torch(x: Inputs, shape: GemmShape) -> Inputs:
 
 
 def num_bytes(x: Matrix) -> int:
-    """Values and scale factors."""
+    """Return the bytes of values and scale factors."""
     tensors = (x,) if isinstance(x, torch.Tensor) else (x.values, x.sf)
     return sum(tensor.numel() * tensor.element_size() for tensor in tensors)
 
 
 def gemm_error(shape: GemmShape, a: Matrix, b: Matrix, operands: dict[str, Any], got: Any, halves: bool) -> float:
-    """Of sampled rows against float64 of these very operands; a quantised output is widened first.
+    """Return the error of sampled rows against float64 of these operands; a quantised output is dequantised first.
 
     halves: b's rows are gate, then up. Of several outputs the worst counts.
     """
@@ -132,7 +132,7 @@ def _widen(x: Matrix) -> torch.Tensor:
 
 
 def grouped_error(shape: GroupedShape, a: Matrix, b: Matrix, got: torch.Tensor) -> float:
-    """Of sampled rows against float64 of these very operands."""
+    """Return the error of sampled rows against float64 of these operands."""
     rows = sample_rows(sum(shape.num_rows), got.device)
     bounds = torch.tensor(shape.num_rows, device=rows.device).cumsum(0)
     experts = torch.searchsorted(bounds, rows, right=True)

@@ -1,9 +1,9 @@
-"""The experts: on one rank beside torch's grouped matmul, over ranks beside the same with all-to-alls around it.
+"""Experts on one rank compared with torch's grouped matmul, over ranks with the same between two all-to-alls.
 
-Over NVLink a call is replayed from a CUDA graph, as servers do; torch's, which takes sizes to the host, can't be.
-Routing is uniform and random, but with skew. Error: sampled tokens against float64 on the weights as they are packed.
-Beside fp8 on one GPU stands torch's grouped matmul in FP8 with scales of rows; else torch's time is that of bf16, as
-its error is.
+Over NVLink a call is replayed from a CUDA graph, as servers do; torch's, which copies sizes to the host, can't be.
+Routing is uniform and random, but with skew. Error: sampled tokens against float64 on the packed weights.
+The baseline of fp8 on one GPU is torch's grouped matmul in FP8 with row scales; otherwise torch's time and error are
+those of bf16.
 """
 
 from collections.abc import Callable
@@ -28,7 +28,7 @@ PACK_AT_ONCE = 16  # experts; packing works in float32
 
 
 def measure(case: Case, bench: Bench) -> Trial:
-    """One layer; over bench.num_ranks ranks if there are several, each with all of shape.num_tokens tokens."""
+    """Measure one layer; over bench.num_ranks ranks if there are several, each with all of shape.num_tokens tokens."""
     shape = cast(MoeShape, case.shape)
     layer = _layer(shape, bench)
     return _measure_alone(shape, layer, bench) if bench.num_ranks == 1 else _measure_ranks(shape, layer, bench)
@@ -69,7 +69,7 @@ def _measure_ranks(shape: MoeShape, layer: Layer, bench: Bench) -> Trial:
 
 
 def _trial(shape: MoeShape, layer: Layer, timing: Timing, baselines, error, missing) -> Trial:
-    """A rank's share of the ideal: its tokens' products, the weights of experts that are used, tokens in and out."""
+    """Make a trial with a rank's ideal work: its tokens' products, the weights of used experts, tokens in and out."""
     last = layer.first + layer.packed.num_local_experts
     used = layer.routing.topk_ids.unique()
     num_used = int(((used >= layer.first) & (used < last)).sum())
@@ -137,7 +137,7 @@ def _as_bf16(layer: Layer) -> ExpertWeights:
 
 
 def _oracle(layer: Layer, rows: torch.Tensor) -> torch.Tensor:
-    """float64 outputs of this rank's tokens at `rows`; each rank adds its experts' part to all ranks' tokens."""
+    """Return float64 outputs of this rank's tokens at `rows`; each rank adds its experts' part to all ranks' tokens."""
     inputs = (layer.tokens[rows], layer.routing.topk_weights[rows], layer.routing.topk_ids[rows])
     if layer.packed.num_local_experts == layer.num_experts:
         return _oracle_part(layer, *inputs)
@@ -154,7 +154,7 @@ def _gather(x: torch.Tensor) -> torch.Tensor:
 
 
 def _oracle_part(layer: Layer, tokens: torch.Tensor, weights: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
-    """Expert by expert, since all of them in float64 don't fit beside the rest."""
+    """Compute expert by expert, since all of them in float64 don't fit in the remaining memory."""
     total = torch.zeros(tokens.shape, dtype=torch.float64, device=tokens.device)
     for local in range(layer.packed.num_local_experts):
         chosen = ids == layer.first + local

@@ -1,4 +1,4 @@
-"""Other libraries' kernels as baselines, where they are installed."""
+"""Baselines from other libraries, if they are installed."""
 
 import importlib
 from typing import Any
@@ -13,9 +13,9 @@ from envoi.types import Routing
 
 
 def deep_gemm_moe(shape: MoeShape, tokens: torch.Tensor, routing: Routing) -> Run:
-    """sgl-deep-gemm's one-launch FP8 MoE over the ranks of the default group, on weights of its own.
+    """Return a call of sgl-deep-gemm's one-launch FP8 MoE over the ranks of the default group, on weights of its own.
 
-    Inputs are staged here, outside the call. Collective. Raises ModuleNotFoundError where the library isn't installed.
+    Inputs are staged here, outside the call. Collective. Raises ModuleNotFoundError if the library isn't installed.
     """
     deep_gemm: Any = importlib.import_module("deep_gemm")
     num_local, device = shape.num_experts // dist.get_world_size(), tokens.device
@@ -43,16 +43,16 @@ def deep_gemm_topk(
     q: torch.Tensor, k_cache: torch.Tensor, weights: torch.Tensor, seq_lens: torch.Tensor, block_table: torch.Tensor,
     k: int,
 ) -> Run:  # fmt: skip
-    """sgl-deep-gemm's FP8 scores over a paged cache, and torch.topk of them: positions, without ties' order.
+    """Return a call of sgl-deep-gemm's FP8 scores over a paged cache and torch.topk: positions, ties in any order.
 
-    The plan of its launch is made here, outside the call. Raises ModuleNotFoundError where the library isn't installed.
+    Its launch is planned here, outside the call. Raises ModuleNotFoundError if the library isn't installed.
     """
     deep_gemm: Any = importlib.import_module("deep_gemm")
     page_size, width = k_cache.shape[1], block_table.shape[1]
-    table = block_table.clamp(max=k_cache.shape[0] - 1)  # it also reads columns behind a request's last page
+    table = block_table.clamp(max=k_cache.shape[0] - 1)  # it also reads columns past a request's last page
     cache = k_cache.view(torch.uint8)
     lengths = seq_lens.unsqueeze(1)  # [requests, queries of each]
-    behind = torch.arange(width * page_size, device=q.device) >= lengths  # scores that it leaves unwritten
+    behind = torch.arange(width * page_size, device=q.device) >= lengths  # scores that it doesn't write
     plan = deep_gemm.get_paged_mqa_logits_metadata(lengths, page_size, num_sms(q.device))
     num_chosen = min(k, width * page_size)
 

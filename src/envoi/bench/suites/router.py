@@ -1,8 +1,8 @@
-"""The router beside plain torch: a matmul, then a score, a selection and weights, operator by operator.
+"""Router compared with plain torch: a matmul, then a score, a selection and weights, operator by operator.
 
     router        every contender in a CUDA graph of 20 calls
     router_call   one call at a time, the L2 cache emptied before it
-    router_dense  as router, beside Envoi itself with the dense form of the weights
+    router_dense  like router, compared with Envoi itself with the dense form of the weights
 
 Error: the dense weights [M, N] against float64, so an expert that is chosen wrongly counts with its whole weight.
 """
@@ -34,7 +34,7 @@ DTYPES = {"fp16": torch.float16, "bf16": torch.bfloat16}
 
 @dataclass(frozen=True)
 class Inputs:
-    """tokens [M, K], gate [N, K], expert_bias [N] float32 or None."""
+    """Tensors tokens [M, K], gate [N, K], expert_bias [N] float32 or None."""
 
     tokens: torch.Tensor
     gate: torch.Tensor
@@ -45,7 +45,7 @@ Step = Callable[[Inputs], object]
 
 
 def measure(case: Case, bench: Bench) -> Trial:
-    """One shape and rule."""
+    """Measure one shape and rule."""
     shape = cast(RouterShape, case.shape)
     rule, has_bias = _rule(shape.rule)
     num_bytes = _num_bytes(shape)
@@ -108,8 +108,8 @@ def _first(make: Callable[[], Step], inputs: list[Inputs]) -> Callable[[], Run]:
 def eager_route(
     logits: torch.Tensor, k: int, rule: Rule, expert_bias: torch.Tensor | None
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """What models write in torch after the matmul: weights [M, k], ids [M, k] int64. Only the rules of this suite."""
-    if rule.score == "softmax":  # of the k best logits: equal to renormalising the k best of all, with fewer launches
+    """Route like torch code of models after the matmul: weights [M, k], ids [M, k] int64. Only this suite's rules."""
+    if rule.score == "softmax":  # over the k best logits: equal to renormalising the k best of all, with fewer launches
         best, ids = logits.topk(k, dim=-1)
         return best.softmax(-1, dtype=torch.float32), ids
     score = logits.float().sigmoid()

@@ -1,4 +1,4 @@
-"""Torch's own matmuls of each format: each function lays out what torch wants, outside the time, and returns a call."""
+"""Torch's own matmuls of each format: each function prepares torch's layout, outside the timing, and returns a call."""
 
 from collections.abc import Callable
 from typing import Any, cast
@@ -18,7 +18,7 @@ BF16 = torch.bfloat16
 
 
 def product(a: Matrix, b: Matrix) -> Product:
-    """a @ b.T in bf16. Raises where torch has none on the device."""
+    """Return a call of a @ b.T in bf16. Raises if torch has none on the device."""
     if not isinstance(a, QuantTensor) or not isinstance(b, QuantTensor):
         left, right = cast(torch.Tensor, a), cast(torch.Tensor, b).T
         return lambda: torch.mm(left, right)
@@ -26,7 +26,7 @@ def product(a: Matrix, b: Matrix) -> Product:
     fast = a.sf.shape[1] == 1
     if fast:
         recipes, scales = (ROW, ROW), (a.sf, b.sf.T)
-    else:  # a's scales of a block of K side by side, b's padded to four blocks of K
+    else:  # a's scales of a block of K contiguous, b's padded to four blocks of K
         recipes = BLOCKS
         scales = a.sf.T.contiguous().T, functional.pad(b.sf, (0, -b.sf.shape[1] % 4)).T
 
@@ -44,7 +44,7 @@ def product(a: Matrix, b: Matrix) -> Product:
 
 
 def grouped_operands(x: Inputs) -> tuple[Matrix, Matrix]:
-    """What torch multiplies in x's stead: bf16, or on a GPU FP8 with scales of rows, all that torch has."""
+    """Return torch's operands in place of x's: bf16, or on a GPU FP8 with row scales, all that torch supports."""
     formats_8 = isinstance(x.a, QuantTensor) and isinstance(x.b, QuantTensor) and not x.b.packed
     if not formats_8 or not x.wide_a.is_cuda:
         return x.wide_a, x.wide_b
@@ -57,7 +57,7 @@ def grouped_operands(x: Inputs) -> tuple[Matrix, Matrix]:
 
 
 def grouped_product(a: Matrix, b: Matrix, ends: torch.Tensor) -> Product:
-    """Each expert's rows times its weight, in bf16. Raises where torch has none on the device."""
+    """Return a call of each expert's rows times its weight, in bf16. Raises if torch has none on the device."""
     if not isinstance(a, QuantTensor) or not isinstance(b, QuantTensor):
         left, right = cast(torch.Tensor, a), cast(torch.Tensor, b).transpose(1, 2)
         return lambda: functional.grouped_mm(left, right, offs=ends)
@@ -78,7 +78,7 @@ def grouped_product(a: Matrix, b: Matrix, ends: torch.Tensor) -> Product:
 
 
 def _first_that_runs(public: Product, older: Product) -> Product:
-    """The public function, or its predecessor where a release or a device has only that."""
+    """Return the public function, or its predecessor if a release or a device has only that."""
     try:
         public()
     except Exception as error:

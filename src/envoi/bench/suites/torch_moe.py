@@ -1,4 +1,4 @@
-"""The MoE layer in plain torch operators, and the inputs that it shares with Envoi's."""
+"""MoE layer in plain torch operators, and the inputs that it shares with Envoi's."""
 
 from dataclasses import dataclass
 
@@ -15,7 +15,7 @@ QUANTISE_AT_ONCE = 8  # experts; casts work in float32
 
 @dataclass(frozen=True)
 class Layer:
-    """One rank's share: tokens [M, H], routing over all experts, gate_up [E, 2I, H] (concat), down [E, H, I], all bf16.
+    """Rank's share: tokens [M, H], routing over all experts, gate_up [E, 2I, H] (concat), down [E, H, I], all bf16.
 
     first: the id of this rank's first expert; packed: the same weights in the case's format.
     """
@@ -29,12 +29,12 @@ class Layer:
 
     @property
     def num_experts(self) -> int:
-        """Over all ranks."""
+        """Number of experts over all ranks."""
         return self.routing.num_experts
 
 
 def eager_moe(layer: Layer) -> torch.Tensor:
-    """bf16, one expert after the other."""
+    """Compute in bf16, one expert after the other."""
     out = torch.zeros(layer.tokens.shape, dtype=torch.float32, device=layer.tokens.device)
     for expert in range(layer.num_experts):
         token, slot = (layer.routing.topk_ids == expert).nonzero(as_tuple=True)
@@ -45,7 +45,7 @@ def eager_moe(layer: Layer) -> torch.Tensor:
 
 
 def grouped_moe(layer: Layer) -> torch.Tensor:
-    """bf16, torch's grouped matmul on sorted rows."""
+    """Compute in bf16 by torch's grouped matmul on sorted rows."""
     k = layer.routing.topk_ids.shape[1]
     ranked, order = layer.routing.topk_ids.flatten().sort(stable=True)
     ends = torch.bincount(ranked, minlength=layer.num_experts).cumsum(0).to(torch.int32)
@@ -54,7 +54,7 @@ def grouped_moe(layer: Layer) -> torch.Tensor:
 
 
 def grouped_moe_fp8(layer: Layer) -> Run:
-    """FP8 with scales of rows, all that torch's grouped matmul has; weights are quantised here, outside the call."""
+    """Return a call in FP8 with row scales, all that torch's grouped matmul has; weights are quantised outside it."""
     weights = [_quantise_weights(w) for w in (layer.gate_up, layer.down)]
     k = layer.routing.topk_ids.shape[1]
 
@@ -89,7 +89,7 @@ def _scaled_product(values: torch.Tensor, sf: torch.Tensor, b: QuantTensor, ends
 
 
 def parallel_moe(layer: Layer, num_ranks: int) -> torch.Tensor:
-    """bf16: counts, rows there, torch's grouped matmul, rows back. Collective."""
+    """Compute in bf16 over ranks: counts, rows there, torch's grouped matmul, rows back. Collective."""
     k, num_local = layer.routing.topk_ids.shape[1], layer.packed.num_local_experts
     flat = layer.routing.topk_ids.flatten()
     order = flat.argsort(stable=True)
