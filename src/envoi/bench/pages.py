@@ -21,12 +21,15 @@ MARKER = re.compile(r"(<!-- bench:(\S+) -->)(.*?)<!-- /bench -->", re.DOTALL)
 INDEX = "index.md"
 PICTURE = "moe_4xh200.svg"
 PICTURE_LAYER, PICTURE_TOKENS, PICTURE_GPUS = "4096/2048/256/6 fp8_block128", (64, 512, 2048, 8192), 4
-PICTURE_BASELINES = {"sgl_deep_gemm": "sgl-deep-gemm's one launch", "torch_ep": "torch in bf16 (NCCL + grouped matmul)"}
-ABOUT = """Medians in microseconds, each case measured beside its baselines in the same run, with a cold L2 cache. A ratio
-is the other's time over Envoi's: above 1 Envoi is faster. The best baseline is the fastest of those that do the same
-work. The error is relative, against float64, with torch's for the same work beside it. `envoi bench --docs
-docs/benchmarks` writes these pages from `bench/results`; `envoi bench SUITE` measures a suite on your GPU and prints
-it, and keeps it only with `--out bench/results`."""
+PICTURE_BASELINES = {
+    "sgl_deep_gemm": "sgl-deep-gemm's one launch",
+    "torch_ep": "torch in bf16 (NCCL + grouped matmul)",
+}
+ABOUT = """Medians in microseconds, each case measured beside its baselines in the same run, with a cold L2 cache unless
+the suite says otherwise. A ratio is the other's time over Envoi's: above 1 Envoi is faster. The best baseline is the
+fastest of those that do the same work. The error is relative, against float64, with torch's for the same work beside
+it. `envoi bench --docs docs/benchmarks` writes these pages from `bench/results`; `envoi bench SUITE` measures a suite
+on your GPU and prints it, and keeps it only with `--out bench/results`."""
 
 
 def pages(folder: Path) -> dict[str, str]:
