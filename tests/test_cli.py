@@ -138,7 +138,7 @@ def no_work(monkeypatch) -> None:
         ["bench", "gems"],
         ["bench", "--list", "--case", "1x2x3 no such"],
         ["bench", "--repeat", "0"],
-        ["bench", "--readme", "/nonexistent/README.md"],
+        ["bench", "--docs", "/nonexistent/docs/benchmarks"],
         ["info", "--yaml"],
         ["plan"],
         ["plan", "--hidden", "wide"],

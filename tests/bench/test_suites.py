@@ -144,15 +144,16 @@ def test_a_folder_that_is_a_file_is_refused_before_anything_is_measured(tmp_path
 
 
 @pytest.mark.parametrize("out", [[], ["--out", "none"]])
-def test_tables_are_not_emptied_for_want_of_results(tmp_path, capsys, monkeypatch, out):
+def test_numbers_are_not_emptied_for_want_of_results(tmp_path, capsys, monkeypatch, out):
     from envoi.bench import machine
 
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(machine, "PACKAGE", tmp_path / "site-packages" / "envoi")
-    text = "<!-- bench:gemm:h200 -->\na table\n<!-- /bench -->\n"
+    text = "<!-- bench:h200:gemm:1 -->1.02x<!-- /bench -->\n"
     (tmp_path / "README.md").write_text(text)
-    assert cli.main(["bench", "--readme", "README.md", *out]) == 2
-    assert "--out: expected the folder of the results that --readme takes" in capsys.readouterr().err
+    (tmp_path / "docs").mkdir()
+    assert cli.main(["bench", "--docs", "docs/benchmarks", *out]) == 2
+    assert "--out: expected the folder of the results that --docs takes" in capsys.readouterr().err
     assert (tmp_path / "README.md").read_text() == text
 
 

@@ -5,7 +5,7 @@ import sys
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from envoi.bench import evidence, machine, readme
+from envoi.bench import evidence, machine, pages
 
 if TYPE_CHECKING:
     from envoi.bench.shapes import Case
@@ -41,16 +41,17 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("--commit", metavar="TEXT", help="what to record where the package isn't in a git repository")
     parser.add_argument(
-        "--readme",
-        metavar="FILE",
-        help="write the tables of this file from the results of --out, in the repository bench/results, and stop",
+        "--docs",
+        metavar="DIR",
+        help="write the pages and charts of docs/benchmarks, the picture beside it and the README's numbers from the "
+        "results of --out, in the repository bench/results, and stop",
     )
 
 
 def run(args: argparse.Namespace) -> int:
     """Run `envoi bench`; return the exit status. Raises ValueError for a user's mistake."""
-    if args.readme:
-        return _write_tables(Path(args.readme), args.out)
+    if args.docs:
+        return _write_docs(Path(args.docs), args.out)
     chosen = _choose(args.suites, args.case)
     if args.list:
         _print_list(chosen)
@@ -62,13 +63,34 @@ def run(args: argparse.Namespace) -> int:
     return _measure(args, chosen)
 
 
-def _write_tables(path: Path, out: str | None) -> int:
+def _write_docs(docs: Path, out: str | None) -> int:
+    """docs: docs/benchmarks of a repository, whose README and docs/assets are written too."""
     folder = machine.results_folder() if out is None else Path(out)
     if folder is None or not folder.is_dir():
         got = "none, outside the repository" if folder is None else f"{folder}, which isn't one"
-        raise ValueError(f"--out: expected the folder of the results that --readme takes, got {got}")
-    changed = readme.rewrite(path, folder)
-    print(f"{path}: {'tables written' if changed else 'tables agree'} with {folder}")
+        raise ValueError(f"--out: expected the folder of the results that --docs takes, got {got}")
+    docs = docs.resolve()
+    readme = docs.parents[1] / "README.md"
+    if not docs.parent.is_dir() or not readme.is_file():
+        raise ValueError(f"--docs: expected docs/benchmarks of a repository with a README.md, got {docs}")
+    from envoi.bench import charts
+
+    results = evidence.load(folder)
+    texts = {docs / name: text for name, text in pages.pages(folder).items()}
+    texts[readme] = pages.render(readme.read_text(encoding="utf-8"), folder)
+    cases = pages.picture_cases(results)
+    for path, text in texts.items():
+        path.parent.mkdir(exist_ok=True)
+        path.write_text(text, encoding="utf-8")
+    for suite in evidence.SUITES:
+        for gpu, measurements in pages.of_suite(results, suite).items():
+            if charts.ratio_rows(measurements):
+                title = f"{suite}: {evidence.SUITES[suite]}"
+                charts.draw_ratios(docs / pages.chart_name(suite, gpu), title, measurements)
+    picture = docs.parent / "assets" / pages.PICTURE
+    picture.parent.mkdir(exist_ok=True)
+    charts.draw_picture(picture, cases)
+    print(f"{docs}, {picture} and {readme} agree with {folder}")
     return 0
 
 

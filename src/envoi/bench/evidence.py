@@ -15,17 +15,17 @@ from typing import Any
 SUITES = {
     "gemm": "a @ b.T, nothing fused",
     "gemm_swiglu": "GEMM with a gated SiLU in its epilogue, gate and up columns interleaved",
-    "gemm_quant": "the same, the output quantised to FP8 with a scale per 1x128",
+    "gemm_quant": "GEMM with a gated SiLU in its epilogue, the output quantised to FP8 with a scale per 1x128",
     "gemm_epilogues": "GEMM with another epilogue",
     "gemm_fp8": "a @ b.T of FP8 operands, scales by row or by block of 128",
     "gemm_grouped": "rows sorted by expert, each expert with its own weight",
-    "gemm_weights": "the same with so few rows that reading the weights takes the time",
+    "gemm_weights": "rows sorted by expert, so few that reading the weights takes the time",
     "router": "tokens -> Routing, each contender in a CUDA graph of 20 calls (on CPUs one call)",
     "router_call": "tokens -> Routing, one call with a cold L2 cache",
-    "router_dense": "as router, for more and more experts: compact output, and the dense form beside it",
+    "router_dense": "tokens -> Routing for more and more experts: compact output, and the dense form beside it",
     "moe": "tokens -> tokens through the chosen experts, also over ranks",
     "indexer_exact": "sparse attention's top-k slots, the bits of PyTorch's own path",
-    "indexer_fast": "the same, exact for scores of its own",
+    "indexer_fast": "sparse attention's top-k slots, exact for scores of its own",
 }
 BASELINES = {
     "plain": "Envoi's own GEMM of the same operands with nothing fused",

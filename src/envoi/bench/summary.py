@@ -1,10 +1,15 @@
-"""Summary of several cases in a line: geometric means of ratios."""
+"""The best baseline of a case, and several cases in a line: geometric means of ratios."""
 
 from collections.abc import Iterable
 from math import exp, log
 
 from envoi.bench.evidence import BASELINES, Measurement
 from envoi.table import number
+
+# Roofs, Envoi's own other forms, and a product without what the epilogue does.
+NOT_THE_SAME_WORK = {"copy", "empty", "tokens", "plain", "bf16", "dense", "launched", "cublas"}
+OWN_FORMS = ("plain", "bf16", "dense", "launched")
+BARE_PRODUCTS = ("gemm", "gemm_fp8")  # where the product is all of the work
 
 
 def baseline_names(measurements: Iterable[Measurement]) -> list[str]:
@@ -30,9 +35,8 @@ def means(measurements: list[Measurement]) -> str:
     for kind, members in groups.items():
         for name in baseline_names(members):
             ratios = [m.baselines[name] / m.ours_us for m in members if name in m.baselines]
-            mean = exp(sum(map(log, ratios)) / len(ratios))
             label = f"{kind}: {name}" if kind else name
-            parts.append(f"{label} {number(mean)}x [{number(min(ratios))}x] over {len(ratios)}")
+            parts.append(f"{label} {mean_and_least(ratios)} over {len(ratios)}")
     return "; ".join(parts) if len(measurements) > 1 else ""
 
 
@@ -41,3 +45,33 @@ def _kind(m: Measurement) -> str:
     if m.suite.startswith("gemm"):
         return m.case.rpartition(" ")[2]
     return f"{m.num_gpus} GPUs" if m.num_gpus > 1 else ""
+
+
+def peers(m: Measurement) -> dict[str, float]:
+    """The baselines of a measurement that do the same work as Envoi, in us."""
+    unlike = NOT_THE_SAME_WORK - ({"cublas"} if m.suite in BARE_PRODUCTS else set())
+    return {name: us for name, us in m.baselines.items() if name not in unlike}
+
+
+def best_baseline(m: Measurement) -> tuple[str, float] | None:
+    """The fastest baseline that does the same work, ("compile", 12.5 us); None if there is none."""
+    return min(peers(m).items(), key=lambda item: item[1], default=None)
+
+
+def own_form(m: Measurement) -> tuple[str, float] | None:
+    """The fastest of Envoi's own other forms, ("dense", 5.3 us); None if none was measured."""
+    found = {name: us for name, us in m.baselines.items() if name in OWN_FORMS}
+    return min(found.items(), key=lambda item: item[1], default=None)
+
+
+def compared(measurements: Iterable[Measurement]) -> list[tuple[Measurement, str, float]]:
+    """Measurements with what each is compared to: its best baseline; where no case has one, its own other form."""
+    found = list(measurements)
+    choose = best_baseline if any(map(best_baseline, found)) else own_form
+    chosen = ((m, choose(m)) for m in found)
+    return [(m, *other) for m, other in chosen if other is not None]
+
+
+def mean_and_least(ratios: list[float]) -> str:
+    """The geometric mean of ratios and the least of them, "1.13x [1.04x]"."""
+    return f"{number(exp(sum(map(log, ratios)) / len(ratios)))}x [{number(min(ratios))}x]"

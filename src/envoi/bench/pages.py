@@ -1,0 +1,210 @@
+"""Pages made from the results: one for each suite, their index, and the numbers of the README.
+
+A page `<suite>.md` has, for each GPU, where the numbers come from, a table, geometric means and a chart
+`<suite>-<gpu>.svg`. In the README it is what stands between `<!-- bench:.. -->` and `<!-- /bench -->`:
+
+    <!-- bench:picture -->                              what its picture shows, in a line
+    <!-- bench:h200:gemm_swiglu:1 -->                   the mean ratio to the best baseline, of cases on 1 GPU
+    <!-- bench:h200:moe:4:sgl_deep_gemm -->             the mean ratio to this baseline
+"""
+
+import re
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+
+from envoi.bench.evidence import BASELINES, SUITES, Measurement, load
+from envoi.bench.published import beside
+from envoi.bench.summary import baseline_names, best_baseline, compared, mean_and_least, means, of_roof, peers
+from envoi.table import number, ratio
+
+MARKER = re.compile(r"(<!-- bench:(\S+) -->)(.*?)<!-- /bench -->", re.DOTALL)
+INDEX = "index.md"
+PICTURE = "moe_4xh200.svg"
+PICTURE_LAYER, PICTURE_TOKENS, PICTURE_GPUS = "4096/2048/256/6 fp8_block128", (64, 512, 2048, 8192), 4
+PICTURE_BASELINES = {
+    "sgl_deep_gemm": "sgl-deep-gemm's one launch",
+    "torch_ep": "torch in bf16 (NCCL + grouped matmul)",
+}
+ABOUT = """Medians in microseconds, each case measured beside its baselines in the same run, with a cold L2 cache unless
+the suite says otherwise. A ratio is the other's time over Envoi's: above 1 Envoi is faster. The best baseline is the
+fastest of those that do the same work. The error is relative, against float64, with torch's for the same work beside
+it. `envoi bench --docs docs/benchmarks` writes these pages from `bench/results`; `envoi bench SUITE` measures a suite
+on your GPU and prints it, and keeps it only with `--out bench/results`."""
+
+
+def pages(folder: Path) -> dict[str, str]:
+    """The text of every page by its file's name, from the results of a folder. Raises ValueError if there are none."""
+    results = load(folder)
+    if not results:
+        raise ValueError(f"--out: expected a folder with results, got none in {folder}")
+    found = {f"{suite}.md": page(suite, of_suite(results, suite)) for suite in SUITES}
+    return {INDEX: index(results), **found}
+
+
+def of_suite(results: dict[str, list[Measurement]], suite: str) -> dict[str, list[Measurement]]:
+    """The measurements of a suite for each file of results that has some."""
+    chosen = {gpu: [m for m in measurements if m.suite == suite] for gpu, measurements in results.items()}
+    return {gpu: measurements for gpu, measurements in chosen.items() if measurements}
+
+
+def index(results: dict[str, list[Measurement]]) -> str:
+    """The list of suites, with the mean ratio to the best baseline where there is one."""
+    lines = ["# Benchmarks", "", ABOUT, ""]
+    for suite, about in SUITES.items():
+        found = [f"{gpu}: {by_gpus(ms)}" for gpu, ms in of_suite(results, suite).items() if overall(ms)]
+        lines.append(f"- [{suite}]({suite}.md): {about}. {'; '.join(found)}".rstrip())
+    return "\n".join(lines) + "\n"
+
+
+def page(suite: str, by_gpu: dict[str, list[Measurement]]) -> str:
+    """The page of a suite."""
+    parts = [f"# {suite}", f"{SUITES[suite][0].upper()}{SUITES[suite][1:]}."]
+    for gpu, measurements in by_gpu.items():
+        parts += [f"## {gpu.upper()}", provenance(measurements)]
+        if compared(measurements):
+            parts.append(f"![{suite}: ratio of {_other(measurements)}'s time to Envoi's]({chart_name(suite, gpu)})")
+        parts += [table(rows(measurements)), *summaries(measurements)]
+        parts += filter(None, [beside(suite, measurements).rstrip()])
+    if not by_gpu:
+        parts.append("Not measured yet.")
+    return "\n\n".join(parts) + "\n"
+
+
+def chart_name(suite: str, gpu: str) -> str:
+    """The file of a suite's chart."""
+    return f"{suite}-{gpu}.svg"
+
+
+def provenance(measurements: Sequence[Measurement]) -> str:
+    """Hardware, versions, commits, dates and repeats, in a line."""
+    dates = sorted({m.date for m in measurements})
+    when = dates[0] if len(dates) == 1 else f"{dates[0]} to {dates[-1]}"
+    return (
+        f"{_distinct(m.gpu for m in measurements)}, torch {_distinct(m.torch for m in measurements)}, "
+        f"triton {_distinct(m.triton for m in measurements)}, commit {_distinct(m.commit for m in measurements)}, "
+        f"{when}, n = {_distinct(m.n for m in measurements)}."
+    )
+
+
+def rows(measurements: Sequence[Measurement]) -> list[list[str]]:
+    """A header and six cells for each measurement."""
+    others = {m.key: (name, us) for m, name, us in compared(measurements)}
+    found = [["case", "Envoi us", f"{_other(measurements)}: us", "ratio", "of roof", "error (torch's)"]]
+    for m in measurements:
+        name, us = others.get(m.key, ("", 0.0))
+        theirs = (f"{name}: {number(us)}", ratio(us, m.ours_us)) if name else ("-", "-")
+        error = f"{m.error['ours']:.1e} ({m.error['torch']:.1e})"
+        found.append([case_name(m), number(m.ours_us), *theirs, of_roof(m.floor_us, m.ours_us), error])
+    return found
+
+
+def _other(measurements: Sequence[Measurement]) -> str:
+    return "best baseline" if any(map(best_baseline, measurements)) else "another form"
+
+
+def case_name(m: Measurement) -> str:
+    """The case, with the number of GPUs if they are several."""
+    return m.case if m.num_gpus == 1 else f"{m.case}, {m.num_gpus} GPUs"
+
+
+def table(lines: list[list[str]]) -> str:
+    """A Markdown table of a header and rows."""
+    header, *body = lines
+    return "\n".join(f"| {' | '.join(cells)} |" for cells in [header, ["---", *["---:"] * (len(header) - 1)], *body])
+
+
+def summaries(measurements: Sequence[Measurement]) -> list[str]:
+    """Geometric means of the ratios to all baselines, and what each baseline is."""
+    mean = means(list(measurements))
+    same = {name for m in measurements for name in peers(m)}
+    others = [name for name in baseline_names(measurements) if name not in same]
+    found = []
+    if mean:
+        best = [f"best baseline: {by_gpus(measurements)}"] if same else []
+        found.append("Geometric means of the ratios, the least in brackets:\n\n" + _list([*best, *mean.split("; ")]))
+    if same:
+        found.append("Baselines:\n\n" + _list(_meaning(n) for n in baseline_names(measurements) if n in same))
+    if others:
+        found.append("Measured too, but not the same work:\n\n" + _list(map(_meaning, others)))
+    return found
+
+
+def overall(measurements: Iterable[Measurement], baseline: str | None = None) -> str:
+    """The mean ratio to the best baseline or to a named one, "1.13x [1.04x] over 9 cases"; "" where none is."""
+    found = []
+    for m in measurements:
+        known = peers(m)
+        best = best_baseline(m) if baseline is None else (baseline, known[baseline]) if baseline in known else None
+        if best is not None:
+            found.append(best[1] / m.ours_us)
+    return f"{mean_and_least(found)} over {len(found)} case{'s'[: len(found) > 1]}" if found else ""
+
+
+def by_gpus(measurements: Sequence[Measurement]) -> str:
+    """`overall`, separately for each number of GPUs where there are several."""
+    counts = sorted({m.num_gpus for m in measurements})
+    if counts == [1]:
+        return overall(measurements)
+    parts = ((count, overall(m for m in measurements if m.num_gpus == count)) for count in counts)
+    return ", ".join(f"{mean} on {count} GPU{'s'[: count > 1]}" for count, mean in parts if mean)
+
+
+def picture_cases(results: dict[str, list[Measurement]]) -> list[Measurement]:
+    """What the README's picture shows, by tokens. Raises ValueError if a case isn't in the results."""
+    found = {(m.case, m.num_gpus): m for m in results.get("h200", []) if m.suite == "moe"}
+    chosen = []
+    for tokens in PICTURE_TOKENS:
+        key = f"{PICTURE_LAYER} tokens={tokens}", PICTURE_GPUS
+        if key not in found or not found[key].baselines.keys() >= PICTURE_BASELINES.keys():
+            raise ValueError(f"results: expected h200's moe case {key[0]!r} on {key[1]} GPUs, with {_both()}; got none")
+        chosen.append(found[key])
+    return chosen
+
+
+def caption(cases: Sequence[Measurement]) -> str:
+    """What the picture shows, in a line."""
+    spans = []
+    for name, label in PICTURE_BASELINES.items():
+        ratios = [m.baselines[name] / m.ours_us for m in cases]
+        spans.append(f"{number(min(ratios))}x to {number(max(ratios))}x over {label}")
+    dates = sorted({m.date for m in cases})
+    return (
+        f"One MoE layer on {PICTURE_GPUS} H200s (hidden 4096, intermediate 2048, 256 experts, top-6, FP8), "
+        f"{PICTURE_TOKENS[0]} to {PICTURE_TOKENS[-1]} tokens a GPU: {' and '.join(spans)} "
+        f"({_distinct(dates)}, commit {_distinct(m.commit for m in cases)})."
+    )
+
+
+def render(text: str, folder: Path) -> str:
+    """A README's text with what stands between its markers made anew. Raises ValueError for an unknown marker."""
+    results = load(folder)
+    if text.count("<!-- bench:") != len(MARKER.findall(text)):
+        raise ValueError("README: expected <!-- /bench --> after each <!-- bench:.. -->, got one without")
+    return MARKER.sub(lambda found: f"{found[1]}{_served(found[2], results)}<!-- /bench -->", text)
+
+
+def _served(marker: str, results: dict[str, list[Measurement]]) -> str:
+    if marker == "picture":
+        return f"\n{caption(picture_cases(results))}\n"
+    gpu, suite, num_gpus, baseline = (*marker.split(":"), "", "", "")[:4]
+    chosen = [m for m in of_suite(results, suite).get(gpu, []) if str(m.num_gpus) == num_gpus]
+    found = overall(chosen, baseline or None)
+    if not found:
+        raise ValueError(f"bench:{marker}: expected GPU:SUITE:NUM_GPUS[:BASELINE] of the results, got nothing for it")
+    return found
+
+
+def _both() -> str:
+    return " and ".join(PICTURE_BASELINES)
+
+
+def _meaning(name: str) -> str:
+    return f"{name}: {BASELINES[name]}"
+
+
+def _list(lines: Iterable[str]) -> str:
+    return "\n".join(f"- {line}" for line in lines)
+
+
+def _distinct(values: Iterable[object]) -> str:
+    return ", ".join(str(value) for value in dict.fromkeys(values))

@@ -1,0 +1,69 @@
+"""What README.md and the tutorials show runs as it stands, on a CPU, each file's blocks in one namespace."""
+
+import os
+import re
+import socket
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[1]
+PAGES = [ROOT / "README.md", *sorted((ROOT / "docs" / "tutorials").glob("*.md"))]
+BLOCK = re.compile(r"^```python\n(.*?)^```$", re.MULTILINE | re.DOTALL)
+TIMEOUT_S = 200
+
+
+def blocks(path: Path) -> list[str]:
+    return BLOCK.findall(path.read_text(encoding="utf-8"))
+
+
+def environment() -> dict[str, str]:
+    """A machine without a GPU, as torchrun sets it up for one process."""
+    with socket.socket() as sock:
+        sock.bind(("127.0.0.1", 0))
+        port = str(sock.getsockname()[1])
+    ranks = {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
+    offline = {"CUDA_VISIBLE_DEVICES": "", "HF_HUB_OFFLINE": "1", "PYTHONPATH": str(ROOT / "src")}
+    return {**os.environ, **ranks, **offline}
+
+
+@pytest.mark.parametrize("path", PAGES, ids=lambda path: path.stem)
+def test_every_block_runs(path, tmp_path):
+    found = blocks(path)
+    assert found
+    program = tmp_path / f"{path.stem}.py"  # a file, because tracing an epilogue reads its lines
+    program.write_text("\n".join(found))
+    command = [sys.executable, "-W", "ignore", str(program)]
+    done = subprocess.run(command, cwd=ROOT, env=environment(), capture_output=True, text=True, timeout=TIMEOUT_S)
+    assert done.returncode == 0, f"{path.name}\n{done.stdout[-2000:]}\n{done.stderr[-4000:]}"
+
+
+def test_blocks_are_found_in_order():
+    text = "a\n```python\nx = 1\n```\nb\n```bash\nls\n```\n```python\nprint(x)\n```\n"
+    assert BLOCK.findall(text) == ["x = 1\n", "print(x)\n"]
+
+
+def test_the_readme_is_a_page_and_its_tables_are_narrow():
+    lines = (ROOT / "README.md").read_text(encoding="utf-8").splitlines()
+    assert len(lines) <= 150
+    assert max(line.count("|") - 1 for line in lines if line.startswith("|")) <= 6
+
+
+@pytest.mark.parametrize("path", PAGES, ids=lambda path: path.stem)
+def test_links_to_files_lead_somewhere(path):
+    for target in re.findall(r"\]\(([^)#:]+)(?:#[^)]*)?\)", path.read_text(encoding="utf-8")):
+        assert (path.parent / target).exists(), target
+
+
+def test_the_tree_names_the_rooms_that_there_are():
+    tree = (ROOT / "README.md").read_text(encoding="utf-8").split("    src/envoi/\n")[1].split("\n\n")[0]
+    rooms = {path.parent.name for path in (ROOT / "src" / "envoi").glob("*/__init__.py")}
+    assert rooms <= set(re.findall(r"(\w+)/", tree))
+
+
+def test_every_variable_that_the_package_reads_is_listed():
+    read = set(re.findall(r'"(ENVOI_\w+)"', (ROOT / "src" / "envoi" / "env.py").read_text()))
+    for page in (ROOT / "README.md", ROOT / "docs" / "environment.md"):
+        assert read == set(re.findall(r"`(ENVOI_\w+)`", page.read_text(encoding="utf-8"))), page
