@@ -6,7 +6,7 @@ from typing import NoReturn
 
 import envoi
 
-DEMO_FORMATS = "bf16,fp8_row,fp8_block128,mxfp8,mxfp4"
+DEMO_FORMATS = "bf16,fp8_row,fp8_block128,mxfp8,mxfp4,mxfp4_mxfp8"
 
 
 class Parser(argparse.ArgumentParser):

@@ -98,7 +98,8 @@ class ExpertWeights:
     gate_up [E, 2I, H]: row 2i is gate i, row 2i + 1 is up i ("interleaved"), bf16 or a QuantTensor.
     down [E, H, I]: bf16 or a QuantTensor.
     gate_up_bias [E, 2I] (interleaved) and down_bias [E, H], float32, or None.
-    format: "bf16", "fp8_row", "fp8_block128", "mxfp8" or "mxfp4"; says how activations are quantised too.
+    format: "bf16", "fp8_row", "fp8_block128", "mxfp8", "mxfp4" or "mxfp4_mxfp8"; says how activations are
+        quantised too.
     activation: "swiglu" or "swiglu_oai".
     swiglu_limit: clamp of gate (above only) and up (both sides), or None.
     """

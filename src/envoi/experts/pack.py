@@ -29,7 +29,8 @@ def pack(
 
     gate_up [E, 2I, H] and down [E, H, I], bf16, fp16 or fp32, as nn.Linear stores them (a checkpoint that keeps
     [E, H, 2I], as gpt-oss does, is passed transposed). gate_up_bias [E, 2I] and down_bias [E, H], both or neither.
-    format: "bf16", "fp8_row", "fp8_block128", "mxfp8" or "mxfp4".
+    format: "bf16", "fp8_row", "fp8_block128", "mxfp8", "mxfp4" (4-bit weights beside bf16 activations) or "mxfp4_mxfp8"
+        (the same weights beside MXFP8 activations).
     gate_up_layout: "concat" (all gate rows, then all up rows; most checkpoints) or "interleaved" (gate, up in turn;
         gpt-oss). The bias has the same order.
     activation: "swiglu" = silu(gate) * up, or "swiglu_oai" = (up + 1) * gate * sigmoid(1.702 * gate).
@@ -40,7 +41,7 @@ def pack(
     float8_e4m3fn with gate_up.sf [8, 4, 2] in float32.
 
     Raises ValueError if shapes disagree, or H or I isn't a multiple of the format's group (128 for fp8_block128, 32 for
-    mxfp8 and mxfp4; bf16 and fp8_row take any multiple of 8).
+    mxfp8, mxfp4 and mxfp4_mxfp8; bf16 and fp8_row take any multiple of 8).
     """
     chosen = format_named(format)
     expect_choice("gate_up_layout", gate_up_layout, LAYOUTS)
@@ -92,7 +93,7 @@ def _check_shapes(gate_up, down, gate_up_bias, down_bias, format: Format) -> Non
     for name, size in (("hidden", hidden), ("intermediate", intermediate)):
         need = max(8, format.group_k)
         if size % need or size == 0:
-            others = "bf16 and fp8_row need a multiple of 8, mxfp8 and mxfp4 of 32, fp8_block128 of 128"
+            others = "bf16 and fp8_row need a multiple of 8, mxfp8, mxfp4 and mxfp4_mxfp8 of 32, fp8_block128 of 128"
             raise ValueError(
                 f"{name}: expected a positive multiple of {need} for format {format.name!r}, got {size} ({others})"
             )

@@ -4,9 +4,9 @@
     envoi.integrations.transformers.register()
     model = AutoModelForCausalLM.from_pretrained(path, dtype=torch.bfloat16, experts_implementation="envoi")
 
-"envoi" runs the experts in bf16, "envoi_fp8_row", "envoi_fp8_block128", "envoi_mxfp8" and "envoi_mxfp4" in those
-formats; `model.set_experts_implementation(...)` switches. Weights are packed at a module's first call and kept beside
-the original.
+"envoi" runs the experts in bf16, "envoi_fp8_row", "envoi_fp8_block128", "envoi_mxfp8", "envoi_mxfp4" (4-bit weights
+beside bf16 activations) and "envoi_mxfp4_mxfp8" in those formats; `model.set_experts_implementation(...)` switches.
+Weights are packed at a module's first call and kept beside the original.
 """
 
 import weakref

@@ -50,6 +50,6 @@ def recipe(case: MxCase, arch: str = "sm_90") -> Recipe:
 
 def tokens(bits: int, arch: str = "sm_90") -> Recipe:
     """The kernel in front of it, for weights of so many bits."""
-    given = inputs(MxCase("tokens", "store", 512, 4096, 4096, "mxfp4", 32))
+    given = inputs(MxCase("tokens", "store", 512, 4096, 4096, "mxfp4_mxfp8", 32))
     arguments = hopper_mx.tokens_arguments(given.a, bits, hopper_mx.room_for_tokens(given.a), given.offsets)[1]
     return recipe_of_call(mx_tokens.widen_kernel, arguments, arch)
