@@ -20,6 +20,8 @@ class QuantTensor:
     scale: one float32 for the whole tensor, multiplied on top (nvfp4), or None.
     tame: it is known that no UE8M0 scale factor is above 2, and no element NaN, so that kernels needn't look, and give
         wrong numbers if it isn't so: who writes to values or sf sets it anew (`envoi.quant.pack.tamed`), or to False.
+    order: "rows" as above, or "fragments": the same bytes' worth of numbers in the order in which tensor cores take
+        them (`envoi.quant.fragments`), which only the experts' kernels and `dequantize` read.
 
     Example: fp8_row of a [4, 256] tensor has values [4, 256], sf [4, 1], group (1, 256).
     """
@@ -29,6 +31,7 @@ class QuantTensor:
     group: tuple[int, int]
     scale: torch.Tensor | None = None
     tame: bool = False
+    order: str = "rows"
 
     @property
     def packed(self) -> bool:
@@ -111,6 +114,11 @@ class ExpertWeights:
     swiglu_limit: float | None = None
     gate_up_bias: torch.Tensor | None = None
     down_bias: torch.Tensor | None = None
+
+    @property
+    def order(self) -> str:
+        """Of both weights: "rows" or "fragments"; see `QuantTensor`."""
+        return "rows" if isinstance(self.gate_up, torch.Tensor) else self.gate_up.order
 
     @property
     def num_local_experts(self) -> int:

@@ -13,6 +13,7 @@ from envoi.epilogue.library import expert_l1, expert_l2, left_by_l1
 from envoi.gemm.config import power_of_two
 from envoi.gemm.devices import implementation
 from envoi.gemm.grouping import EXPERTS_ROWS, Grouping
+from envoi.gemm.hopper_w4a16 import few
 from envoi.gemm.select import run_kernels
 from envoi.quant.formats import Scheme, format_named
 from envoi.types import ExpertWeights, Matrix, QuantTensor
@@ -49,12 +50,28 @@ def supported(device: torch.device) -> bool:
 def moe(
     tokens: torch.Tensor, topk_weights: torch.Tensor, topk_ids: torch.Tensor, experts: ExpertWeights
 ) -> torch.Tensor:
-    """The whole layer on one rank: tokens [M, H] bf16 -> [M, H] bf16. Slots whose id no expert has count as masked."""
+    """The whole layer on one rank: tokens [M, H] bf16 -> [M, H] bf16. Slots whose id no expert has count as masked.
+
+    For few tokens and 4-bit weights there are other kernels, whose sums along K are cut elsewhere.
+    """
     if topk_ids.numel() == 0:
         return torch.zeros(tokens.shape, dtype=tokens.dtype, device=tokens.device)
+    layer = few_layer(experts)
+    if layer is not None and not few.supports(layer, *topk_ids.shape):
+        return few.moe(tokens, topk_weights, topk_ids, layer)
     places = sort(topk_ids, experts.num_local_experts)
     rows, weights = gather(tokens, topk_weights, places, format_named(experts.format).activations)
     return combine(expert_mlp(rows, weights, places.offsets, experts), places.slot_to_pos)
+
+
+def few_layer(experts: ExpertWeights) -> few.Layer | None:
+    """The experts as the kernels for few tokens take them; None if they don't."""
+    if experts.order != "fragments" or not isinstance(experts.gate_up, QuantTensor):
+        return None
+    return few.Layer(
+        experts.gate_up, cast(QuantTensor, experts.down), experts.gate_up_bias, experts.down_bias, experts.activation,
+        experts.swiglu_limit,
+    )  # fmt: skip
 
 
 def sort(topk_ids: torch.Tensor, num_experts: int) -> Places:

@@ -4,10 +4,12 @@ import torch
 
 from envoi.check import expect_choice, expect_tensor
 from envoi.epilogue.library import ACTIVATIONS
+from envoi.gemm.devices import implementation
 from envoi.quant.cast import dequantize
 from envoi.quant.formats import Format, format_named
+from envoi.quant.fragments import supports_fragments, to_fragments
 from envoi.quant.pack import deinterleave_gate_up, interleave_gate_up, pack_weight
-from envoi.types import ExpertWeights, Matrix
+from envoi.types import ExpertWeights, Matrix, QuantTensor
 
 LAYOUTS = ("concat", "interleaved")
 SWIGLU_OAI_LIMIT = 7.0
@@ -40,6 +42,9 @@ def pack(
     Example: pack(gate_up [8, 512, 256], down [8, 256, 256], "fp8_block128") has gate_up.values [8, 512, 256] in
     float8_e4m3fn with gate_up.sf [8, 4, 2] in float32.
 
+    On a Hopper GPU "mxfp4" weights are kept in the order in which its tensor cores take them (`envoi.quant.fragments`)
+    where H and I are multiples of 64 and no scale factor is above 2; they take no more memory, and `unpack` reads them.
+
     Raises ValueError if shapes disagree, or H or I isn't a multiple of the format's group (128 for fp8_block128, 32 for
     mxfp8, mxfp4 and mxfp4_mxfp8; bf16 and fp8_row take any multiple of 8).
     """
@@ -54,15 +59,28 @@ def pack(
     if gate_up_layout == "concat":
         gate_up = interleave_gate_up(gate_up)
         gate_up_bias = None if gate_up_bias is None else interleave_gate_up(gate_up_bias, dim=-1)
+    packed = pack_weight(gate_up, chosen.weights, "gate_up"), pack_weight(down, chosen.weights, "down")
+    if chosen.activations is None:
+        packed = _in_kernels_order(*packed)
     return ExpertWeights(
-        gate_up=pack_weight(gate_up, chosen.weights, "gate_up"),
-        down=pack_weight(down, chosen.weights, "down"),
+        gate_up=packed[0],
+        down=packed[1],
         format=format,
         activation=activation,
         swiglu_limit=None if swiglu_limit is None else float(swiglu_limit),
         gate_up_bias=None if gate_up_bias is None else gate_up_bias.float().contiguous(),
         down_bias=None if down_bias is None else down_bias.float().contiguous(),
     )
+
+
+def _in_kernels_order(gate_up: Matrix, down: Matrix) -> tuple[Matrix, Matrix]:
+    """MXFP4 weights as the Hopper kernels for bf16 tokens read them, in place, if both can be put so."""
+    quantised = isinstance(gate_up, QuantTensor) and isinstance(down, QuantTensor)
+    if not quantised or implementation(gate_up.device) != "hopper":
+        return gate_up, down
+    if supports_fragments(gate_up) or supports_fragments(down):
+        return gate_up, down
+    return to_fragments(gate_up), to_fragments(down)
 
 
 def unpack(

@@ -9,8 +9,8 @@ PREFIX = "gemm-mx-sm90-"
 class MxCase:
     """One call of `envoi.gemm`, or of `envoi.grouped_gemm` if there are experts: [M, K] @ [N, K].T.
 
-    epilogue: of `hopper_recipes.EPILOGUES`. format: of `envoi.quant.FORMATS`, with MX weights. M: of all experts together.
-    tame: see QuantTensor.
+    epilogue: of `hopper_recipes.EPILOGUES`. format: of `envoi.quant.FORMATS`, with MX weights. M: of all
+    experts together. tame: see QuantTensor.
     """
 
     name: str
