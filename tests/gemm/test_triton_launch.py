@@ -11,14 +11,14 @@ import pytest
 import torch
 import triton
 import triton.language as tl
-from envoi.gemm.launch import kind_of, launch
-from envoi.gemm.sm90 import descriptor, plain_descriptor
 from triton.backends.compiler import GPUTarget
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 from triton.runtime import driver
 
-from envoi import triton_compat
 from envoi.gemm import launch as module
+from envoi.runtime import triton_compat
+from envoi.runtime.launch import kind_of, launch
+from envoi.runtime.tma import descriptor, unswizzled_descriptor
 
 
 @triton.jit
@@ -99,7 +99,7 @@ VALUES: list[Any] = [
     (None, (1, 0.5)), (None, (1, 2.5)),
     *(descriptor(torch.zeros(rows, 128, dtype=torch.bfloat16), 64, 64) for rows in (64, 80, 4096)),
     descriptor(torch.zeros(64, 256, dtype=torch.bfloat16), 64, 64), descriptor(torch.zeros(64, 128), 64, 32),
-    descriptor(torch.zeros(64, 128, dtype=torch.bfloat16), 64, 32), plain_descriptor(torch.zeros(64, 128), 64, 32),
+    descriptor(torch.zeros(64, 128, dtype=torch.bfloat16), 64, 32), unswizzled_descriptor(torch.zeros(64, 128), 64, 32),
 ]  # fmt: skip
 
 

@@ -4,9 +4,10 @@
     envoi.integrations.transformers.register()
     model = AutoModelForCausalLM.from_pretrained(path, dtype=torch.bfloat16, experts_implementation="envoi")
 
-"envoi" runs the experts in bf16, "envoi_fp8_row", "envoi_fp8_block128", "envoi_mxfp8" and "envoi_mxfp4" in those
-formats; `model.set_experts_implementation(...)` switches. Weights are packed at a module's first call and kept beside
-the original for as long as it lives. `torch.compile(fullgraph=True)`, `torch.export` and `generate` with a static cache
+"envoi" runs the experts in bf16, "envoi_fp8_row", "envoi_fp8_block128", "envoi_mxfp8", "envoi_mxfp4" (4-bit weights,
+bf16 activations) and "envoi_mxfp4_mxfp8" in those formats; `model.set_experts_implementation(...)` switches. Weights
+are packed at a module's first call and kept beside the original for as long as it lives.
+`torch.compile(fullgraph=True)`, `torch.export` and `generate` with a static cache
 trace through one operator, which looks at each call whether its packing still fits the weights:
 
 | what happens to the weights between two calls            | the next call, compiled or not           |
@@ -20,8 +21,8 @@ trace through one operator, which looks at each call whether its packing still f
 
 After a change that goes stale, `refresh(model)`. It packs into the memory of the old packing where that fits, as a call
 that notices a change does, so that CUDA graphs which read it follow: `generate` with a static cache replays graphs, and
-its first call, outside of them, packs again. In "envoi_mxfp8" and "envoi_mxfp4" graphs have to be captured anew if the
-weights had no scale factor above 2 and have one now.
+its first call, outside of them, packs again. In "envoi_mxfp8" and "envoi_mxfp4_mxfp8" graphs have to be captured anew
+if the weights had no scale factor above 2 and have one now.
 
 There is no backward: an input or weight that requires grad, with grad mode on, is an error.
 """
