@@ -39,6 +39,8 @@ class QuantTensor(_Printed):
     scale: one float32 for the whole tensor, multiplied on top (nvfp4), or None.
     tame: promise that every UE8M0 scale factor is at most 2 and no element is NaN. Kernels skip the check; a false
         promise gives wrong results: after writing to values or sf, set it by `envoi.quant.pack.tamed`, or to False.
+    order: "rows" as above, or "fragments": the same numbers in the order of the tensor cores' operands
+        (`envoi.quant.fragments`), which only the experts' kernels and `dequantize` read.
 
     Example: fp8_row of a [4, 256] tensor has values [4, 256], sf [4, 1], group (1, 256).
     Raises ValueError for a group that isn't a pair.
@@ -49,6 +51,7 @@ class QuantTensor(_Printed):
     group: tuple[int, int]
     scale: torch.Tensor | None = None
     tame: bool = False
+    order: str = "rows"
 
     def __post_init__(self) -> None:
         if not isinstance(self.group, tuple | list) or len(self.group) != 2:
@@ -125,7 +128,8 @@ class ExpertWeights(_Printed):
     gate_up [E, 2I, H]: row 2i is gate i, row 2i + 1 is up i ("interleaved"), bf16 or a QuantTensor.
     down [E, H, I]: bf16 or a QuantTensor.
     gate_up_bias [E, 2I] (interleaved) and down_bias [E, H], float32, or None.
-    format: "bf16", "fp8_row", "fp8_block128", "mxfp8" or "mxfp4"; says how activations are quantised too.
+    format: "bf16", "fp8_row", "fp8_block128", "mxfp8", "mxfp4" or "mxfp4_mxfp8"; says how activations are
+        quantised too.
     activation: "swiglu" or "swiglu_oai".
     swiglu_limit: clamp of gate (above only) and up (both sides), or None.
     """
@@ -137,6 +141,11 @@ class ExpertWeights(_Printed):
     swiglu_limit: float | None = None
     gate_up_bias: torch.Tensor | None = None
     down_bias: torch.Tensor | None = None
+
+    @property
+    def order(self) -> str:
+        """Of both weights: "rows" or "fragments"; see `QuantTensor`."""
+        return "rows" if isinstance(self.gate_up, torch.Tensor) else self.gate_up.order
 
     @property
     def num_local_experts(self) -> int:

@@ -51,7 +51,8 @@ pytestmark = pytest.mark.gpu
 ROUNDINGS = 5e-7  # several float32 roundings: the effect of a sum's order if torch is exact by luck
 FORMATS = {
     "bf16": (None, None), "fp8_row": ("fp8_row", "fp8_row"), "fp8_tensor": ("fp8_tensor", "fp8_tensor"),
-    "fp8_block128": ("fp8_1x128", "fp8_128x128"), "mxfp8": ("mxfp8", "mxfp8"), "mxfp4": ("mxfp8", "mxfp4"),
+    "fp8_block128": ("fp8_1x128", "fp8_128x128"), "mxfp8": ("mxfp8", "mxfp8"), "mxfp4": (None, "mxfp4"),
+    "mxfp4_mxfp8": ("mxfp8", "mxfp4"),
 }  # fmt: skip
 
 

@@ -17,7 +17,7 @@ from tests.helpers.accuracy import assert_at_most_twice, assert_same_bits, relat
 from tests.moe.layers import Layer, eager_bf16, make
 
 OPCHECKS = ("test_schema", "test_autograd_registration", "test_faketensor", "test_aot_dispatch_dynamic")
-BOUNDS = {"bf16": 0.006, "fp8_row": 0.06, "fp8_block128": 0.06, "mxfp8": 0.06, "mxfp4": 0.06}
+BOUNDS = {"bf16": 0.006, "fp8_row": 0.06, "fp8_block128": 0.06, "mxfp8": 0.06, "mxfp4": 0.004, "mxfp4_mxfp8": 0.06}
 KINDS = {
     "swiglu": {}, "limit": {"limit": 0.5}, "bias": {"bias": True},
     "swiglu_oai": {"bias": True, "activation": "swiglu_oai"},
@@ -41,7 +41,11 @@ def test_bf16_is_as_good_as_torchs(kind):
 def emulated(layer: Layer, format: str) -> torch.Tensor:
     """Compute the layer with the format's roundings and float64 everywhere else, token by token."""
     scheme, packed = format_named(format).activations, layer.pack(format)
-    tokens = dequantize(quantize(layer.tokens, scheme), torch.float64)
+
+    def rounded(x):
+        return x.bfloat16().double() if scheme is None else dequantize(quantize(x, scheme), torch.float64)
+
+    tokens = rounded(layer.tokens)
     gate_up, down = (dequantize(w, torch.float64) for w in (packed.gate_up, packed.down))
     out = torch.zeros(layer.tokens.shape, dtype=torch.float64)
     for token, ids in enumerate(layer.routing.topk_ids.tolist()):
@@ -49,7 +53,7 @@ def emulated(layer: Layer, format: str) -> torch.Tensor:
             if expert >= 0:
                 h = gate_up[expert] @ tokens[token]
                 h = torch.nn.functional.silu(h[0::2]) * h[1::2] * layer.routing.topk_weights[token, slot].double()
-                h = dequantize(quantize(h.float().unsqueeze(0), scheme), torch.float64)[0]
+                h = rounded(h.float().unsqueeze(0))[0]
                 out[token] += (down[expert] @ h).float().bfloat16().double()
     return out.bfloat16()
 
@@ -162,7 +166,7 @@ def test_inputs_that_are_not_contiguous():
 
 def test_operator_is_well_formed():
     layer = make(tokens=4, bias=True)
-    for format in ("bf16", "fp8_block128", "mxfp4"):
+    for format in ("bf16", "fp8_block128", "mxfp4", "mxfp4_mxfp8"):
         arguments = (layer.tokens, layer.routing.topk_weights, layer.routing.topk_ids, *flatten(layer.pack(format)))
         # torch's own check of the schema can't compare float8 arguments.
         checks = OPCHECKS if format == "bf16" else OPCHECKS[1:]

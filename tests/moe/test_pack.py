@@ -9,7 +9,7 @@ from envoi.moe import pack, unpack
 from envoi.quant import FORMATS
 from tests.helpers.accuracy import relative_error
 
-BOUNDS = {"bf16": 0.0, "fp8_row": 0.04, "fp8_block128": 0.04, "mxfp8": 0.04, "mxfp4": 0.13}
+BOUNDS = {"bf16": 0.0, "fp8_row": 0.04, "fp8_block128": 0.04, "mxfp8": 0.04, "mxfp4": 0.13, "mxfp4_mxfp8": 0.13}
 
 
 def weights(hidden=256, intermediate=128, experts=2):

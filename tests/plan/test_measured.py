@@ -12,7 +12,7 @@ from envoi.plan.machines import H200
 from envoi.plan.steps import gemm_us, step_of
 
 RESULTS = Path(__file__).resolve().parents[2] / "bench" / "results" / "h200.jsonl"
-BYTES = {"bf16": 2, "fp8_row": 1, "fp8_block128": 1, "mxfp4": 17 / 32}
+BYTES = {"bf16": 2, "fp8_row": 1, "fp8_block128": 1, "mxfp4": 17 / 32, "mxfp4_mxfp8": 17 / 32}
 
 
 def measured(suite: str, case: str) -> dict:
@@ -24,7 +24,7 @@ def predicted(rows: int, experts: int, n: int, k: int, format: str, block_m: int
     """Return the us of a grouped GEMM whose experts have equally many rows, stored in bf16."""
     tiles = experts * -(-rows // block_m) * -(-n // block_n)
     blocks = Blocks(block_m, block_n, 0, 0, tiles)
-    tokens = experts * rows * (k * (2 if format == "mxfp4" else BYTES[format]) + 2 * n)
+    tokens = experts * rows * (k * (2 if format.startswith("mxfp4") else BYTES[format]) + 2 * n)
     hbm = experts * n * k * BYTES[format] + tokens
     return step_of("GEMM", H200, compute_us=gemm_us(blocks, k, format, H200), hbm_bytes=hbm).time_us
 
@@ -53,9 +53,9 @@ def test_weights_that_are_widened(rows, took):
 def test_weights_that_are_widened_behind_a_kernel_that_widens_tokens(rows, took):
     # Same notes, both kernels. Random routing needs more tiles than even rows do, so the step takes longer.
     widened = 32 * rows * (4096 * 33 / 32 + 2 * 4096) / H200.hbm_gb_per_s / 1e3
-    both = predicted(rows, 32, 4096, 4096, "mxfp4", rows, 256) + widened
+    both = predicted(rows, 32, 4096, 4096, "mxfp4_mxfp8", rows, 256) + widened
     assert both == pytest.approx(took, rel=0.05)
-    l2 = plan_moe(MoeLayer(4096, 4096, 32, 1, 32 * rows, format="mxfp4")).steps[3]
+    l2 = plan_moe(MoeLayer(4096, 4096, 32, 1, 32 * rows, format="mxfp4_mxfp8")).steps[3]
     assert both - 0.1 <= l2.time_us < 2.5 * both
 
 

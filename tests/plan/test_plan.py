@@ -144,8 +144,8 @@ def test_impossible_layers_are_refused_in_words(change, words):
 def test_impossible_calls_are_refused_in_words():
     with pytest.raises(ValueError, match="arch: expected one of 'sm_90', 'sm_100', got 'sm_80'"):
         plan_moe(layer(), "sm_80")
-    with pytest.raises(ValueError, match="mxfp4 on sm_100, 4096 x 2848: .* K in 64s"):
-        plan_moe(layer(hidden=2848, format="mxfp4"), "sm_100")
+    with pytest.raises(ValueError, match="mxfp4_mxfp8 on sm_100, 4096 x 2848: .* K in 64s"):
+        plan_moe(layer(hidden=2848, format="mxfp4_mxfp8"), "sm_100")
     with pytest.raises(ValueError, match="max_tokens: expected an int from 2048 to 2147483647, got 64"):
         plan_moe(layer(), max_tokens=64)
 
@@ -157,4 +157,5 @@ def test_what_is_not_measured_is_said():
     assert "vendor's peaks, not measured" in text("bf16", "sm_100")
     assert "vendor" not in text("bf16", "sm_90")
     assert "widening mxfp8 on sm_90 is taken to cost" in text("mxfp8", "sm_90")
+    assert "mxfp4 has no kernel of its own on sm_100" in text("mxfp4", "sm_100")
     assert "fp8_block128 has no kernel on sm_100" in text("fp8_block128", "sm_100")

@@ -66,8 +66,14 @@ def test_stages_of_the_worked_example():
 
 
 def test_four_bits_take_a_byte_on_blackwell_and_half_of_one_on_hopper():
-    layer = MoeLayer(4096, 2048, 256, 6, 64, 8, "mxfp4")
-    on = {arch: shared_memory(layer, roles_of(m, "mxfp4", 64, 128, 256), 232448) for arch, m in MACHINES.items()}
+    layer = MoeLayer(4096, 2048, 256, 6, 64, 8, "mxfp4_mxfp8")
+    on = {arch: shared_memory(layer, roles_of(m, "mxfp4_mxfp8", 64, 128, 256), 232448) for arch, m in MACHINES.items()}
     assert on["sm_100"].per_stage["weights"] == 128 * 256
     assert on["sm_90"].per_stage["weights"] == 128 * 256 // 2
     assert on["sm_90"].per_stage["tokens"] == 64 * 256 * 2
+
+
+def test_weights_are_as_wide_as_bf16_tokens_on_blackwell():
+    layer = MoeLayer(4096, 2048, 256, 6, 64, 8, "mxfp4")
+    found = shared_memory(layer, roles_of(MACHINES["sm_100"], "mxfp4", 64, 128, 64), 232448)
+    assert found.per_stage["weights"] == 128 * 64 * 2

@@ -27,7 +27,7 @@ EPILOGUES = {
     "gemm_epilogues": ("scale_bias_relu", "gelu_residual", "absmax"),
     "gemm_fp8": ("store",),
 }
-WEIGHTS_FORMATS = ("bf16", "mxfp4", "mxfp8")
+WEIGHTS_FORMATS = ("bf16", "mxfp4", "mxfp4_mxfp8", "mxfp8")
 
 ROUTER_TOP4_MNK = (
     (512, 8, 128),
@@ -46,13 +46,22 @@ MOE_V4, MOE_SMALL, MOE_V3 = (4096, 2048, 256, 6), (2048, 768, 128, 8), (7168, 20
 MOE_OVER_RANKS = (
     *((MOE_V4, m, name) for name in ("fp8_block128", "fp8_row") for m in (64, 512, 2048, 8192)),
     (MOE_V4, 2048, "bf16"),
+    (MOE_V4, 64, "mxfp4_mxfp8"),
     (MOE_V4, 64, "mxfp4"),
     *((MOE_SMALL, m, name) for name in ("fp8_block128", "fp8_row") for m in (64, 2048, 8192)),
     *((MOE_V3, m, "fp8_block128") for m in (64, 2048)),
 )
 MOE_SKEW = 8.0
 MOE_ONE_GPU = (4096, 2048, 32, 6, 2048)  # one rank's part of the first, of eight
-MOE_FORMATS = ("bf16", "fp8_row", "fp8_block128", "mxfp4")
+MOE_FORMATS = ("bf16", "fp8_row", "fp8_block128", "mxfp4", "mxfp4_mxfp8")
+# Few tokens, bound by reading the chosen experts' weights: gpt-oss-20b, four times its experts, and sizes that are
+# no powers of two.
+GPT_OSS_20B, GPT_OSS_120B = (2880, 2880, 32, 4), (2880, 2880, 128, 4)
+MOE_DECODE = (
+    *((GPT_OSS_20B, m, "mxfp4") for m in (1, 16, 64, 512, 4096)),
+    *((GPT_OSS_120B, m, "mxfp4") for m in (16, 256)),
+    *(((2048, i, 32, 4), 16, "mxfp4") for i in (768, 1024, 1408, 1536, 2048)),
+)
 
 
 @dataclass(frozen=True)
@@ -236,6 +245,7 @@ def _moe_cases() -> list[Case]:
     shapes = [MoeShape(*sizes, m, name) for sizes, m, name in MOE_OVER_RANKS]
     shapes.append(MoeShape(*MOE_V4, 2048, "fp8_block128", MOE_SKEW))
     alone = [MoeShape(*MOE_ONE_GPU, name) for name in MOE_FORMATS]
+    alone += [MoeShape(*sizes, m, name) for sizes, m, name in MOE_DECODE]
     small = [MoeShape(256, 128, 8, 2, 64, name) for name in MOE_FORMATS]
 
     def name(s: MoeShape) -> str:

@@ -108,6 +108,8 @@ def _check_matrix(name: str, x: Any, shape: tuple[Dim, ...], device: torch.devic
         return
     if x.scale is not None:
         raise ValueError(f"{name}: expected a QuantTensor without a scale for the whole tensor, got one with")
+    if x.order != "rows":
+        raise ValueError(f"{name}.order: expected 'rows', got {x.order!r}, which only the experts' kernels read")
     *lead, columns = shape
     packed = columns // 2 if x.packed and isinstance(columns, int) else columns
     expect_tensor(f"{name}.values", x.values, QUANTISED, (*lead, packed), device)

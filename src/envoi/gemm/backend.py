@@ -6,7 +6,7 @@ from envoi import log
 from envoi.epilogue.ir import IR
 from envoi.gemm.grouping import ALL_ROWS, Grouping
 from envoi.runtime.devices import implementation
-from envoi.types import Matrix
+from envoi.types import Matrix, QuantTensor
 
 
 @log.choices
@@ -21,6 +21,8 @@ def run_kernels(
     kind = implementation(a.device)
     if kind == "torch" or (a.device.type == "cuda" and isinstance(a, torch.Tensor) and a.dtype == torch.float32):
         return None
+    if isinstance(b, QuantTensor) and b.order != "rows":
+        return _run_fragments(a, b, offsets, ir, out_dtype, operands, grouping)
     if kind == "hopper":
         from envoi.gemm.hopper import host as hopper
 
@@ -33,3 +35,16 @@ def run_kernels(
     from envoi.gemm.triton import host as triton
 
     return triton.run_gemm(a, b, offsets, ir, out_dtype, operands, grouping)
+
+
+def _run_fragments(
+    a: Matrix, b: QuantTensor, offsets: torch.Tensor | None, ir: IR, out_dtype: torch.dtype, operands: dict,
+    grouping: Grouping,
+) -> list[torch.Tensor]:  # fmt: skip
+    """Run the one kernel that reads weights in fragment order; packing chose it, and no other computes in its stead."""
+    from envoi.gemm.hopper_w4a16 import many
+
+    why = "no offsets" if offsets is None else many.supports_many(a, b, ir, grouping)
+    if offsets is None or not isinstance(a, torch.Tensor) or why:
+        raise ValueError(f"weights: expected them by rows for this GEMM, got them in fragment order ({why})")
+    return many.run(a, b, offsets, ir, out_dtype, operands, grouping)

@@ -4,10 +4,11 @@
     envoi.integrations.transformers.register()
     model = AutoModelForCausalLM.from_pretrained(path, dtype=torch.bfloat16, experts_implementation="envoi")
 
-"envoi" runs the experts in bf16, "envoi_fp8_row", "envoi_fp8_block128", "envoi_mxfp8" and "envoi_mxfp4" in those
-formats; `model.set_experts_implementation(...)` switches. Weights are packed at a module's first call; the packing is
-kept until the originals are freed. `torch.compile(fullgraph=True)`, `torch.export` and `generate` with a static cache
-trace through one operator, which checks at each call that its packing still fits the weights:
+"envoi" runs the experts in bf16, "envoi_fp8_row", "envoi_fp8_block128", "envoi_mxfp8", "envoi_mxfp4" (4-bit weights,
+bf16 activations) and "envoi_mxfp4_mxfp8" in those formats; `model.set_experts_implementation(...)` switches. Weights
+are packed at a module's first call; the packing is kept until the originals are freed.
+`torch.compile(fullgraph=True)`, `torch.export` and `generate` with a static cache trace through one operator, which
+checks at each call that its packing still fits the weights:
 
 | what happens to the weights between two calls            | the next call, compiled or not           |
 |----------------------------------------------------------|------------------------------------------|
@@ -20,8 +21,8 @@ trace through one operator, which checks at each call that its packing still fit
 
 After a change that makes a packing stale, call `refresh(model)`. Like a call that notices a change, it packs into the
 memory of the old packing where that fits, so that CUDA graphs read the new weights: `generate` with a static cache
-replays graphs, and its first call, outside of them, packs again. In "envoi_mxfp8" and "envoi_mxfp4" graphs have to be
-captured anew if the weights had no scale factor above 2 and have one now.
+replays graphs, and its first call, outside of them, packs again. In "envoi_mxfp8" and "envoi_mxfp4_mxfp8" graphs have
+to be captured anew if the weights had no scale factor above 2 and have one now.
 
 There is no backward: an input or weight that requires grad, with grad mode on, is an error.
 """

@@ -45,10 +45,11 @@ def _moe(
     gate_up: torch.Tensor, gate_up_sf: torch.Tensor | None, gate_up_bias: torch.Tensor | None,
     down: torch.Tensor, down_sf: torch.Tensor | None, down_bias: torch.Tensor | None,
     format: str, activation: str, swiglu_limit: float | None, gate_up_tame: bool, down_tame: bool,
+    order: str,
 ) -> torch.Tensor:  # fmt: skip
     experts = unflatten(
         gate_up, gate_up_sf, gate_up_bias, down, down_sf, down_bias, format, activation, swiglu_limit, gate_up_tame,
-        down_tame,
+        down_tame, order,
     )  # fmt: skip
     if topk_ids.device.type == "cpu" or not layer.has_kernels(topk_ids.device):
         check_ids(topk_ids, experts.num_local_experts)

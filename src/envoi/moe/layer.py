@@ -1,14 +1,17 @@
 """MoE layer on one rank by kernels: sort -> gather -> L1 -> L2 -> combine."""
 
+from typing import cast
+
 import torch
 
+from envoi.gemm.hopper_w4a16 import few
 from envoi.moe.combine import combine_rows
 from envoi.moe.experts import run_experts
 from envoi.moe.permute import gather_rows, sort_slots
 from envoi.quant.formats import format_named
 from envoi.runtime.devices import implementation
 from envoi.spans import span
-from envoi.types import ExpertWeights
+from envoi.types import ExpertWeights, QuantTensor
 
 
 def has_kernels(device: torch.device) -> bool:
@@ -21,13 +24,27 @@ def run_layer(
 ) -> torch.Tensor:
     """Run the whole layer on one rank, sort -> gather -> L1 -> L2 -> combine: tokens [M, H] bf16 -> [M, H] bf16.
 
-    The host never waits for the device, so a CUDA graph can hold the call. Slots whose id is no expert count as masked.
+    For few tokens and 4-bit weights other kernels run, whose sums along K are split elsewhere. The host never waits for
+    the device, so a CUDA graph can hold the call. Slots whose id is no expert count as masked.
     """
     if topk_ids.numel() == 0:
         return torch.zeros(tokens.shape, dtype=tokens.dtype, device=tokens.device)
+    few_tokens = few_layer(experts)
+    if few_tokens is not None and not few.supports(few_tokens, *topk_ids.shape):
+        return few.moe(tokens, topk_weights, topk_ids, few_tokens)
     with span("permute"):
         row_map = sort_slots(topk_ids, experts.num_local_experts)
         rows, weights = gather_rows(tokens, topk_weights, row_map, format_named(experts.format).activations)
     out = run_experts(rows, weights, row_map.offsets, experts)
     with span("combine"):
         return combine_rows(out, row_map.slot_to_pos)
+
+
+def few_layer(experts: ExpertWeights) -> few.Layer | None:
+    """Return the experts as the kernels for few tokens take them, None if they don't."""
+    if experts.order != "fragments" or not isinstance(experts.gate_up, QuantTensor):
+        return None
+    return few.Layer(
+        experts.gate_up, cast(QuantTensor, experts.down), experts.gate_up_bias, experts.down_bias, experts.activation,
+        experts.swiglu_limit,
+    )  # fmt: skip

@@ -20,6 +20,7 @@ def flatten(experts: ExpertWeights) -> tuple:
     return (
         gate_up, gate_up_sf, experts.gate_up_bias, down, down_sf, experts.down_bias,
         experts.format, experts.activation, experts.swiglu_limit, _tame(experts.gate_up), _tame(experts.down),
+        experts.order,
     )  # fmt: skip
 
 
@@ -35,11 +36,12 @@ def unflatten(
     swiglu_limit,
     gate_up_tame,
     down_tame,
+    order,
 ) -> ExpertWeights:
     """Inverse of `flatten`."""
     scheme = format_named(format).weights
     return ExpertWeights(
-        _join(gate_up, gate_up_sf, scheme, gate_up_tame), _join(down, down_sf, scheme, down_tame),
+        _join(gate_up, gate_up_sf, scheme, gate_up_tame, order), _join(down, down_sf, scheme, down_tame, order),
         format, activation, swiglu_limit, gate_up_bias, down_bias,
     )  # fmt: skip
 
@@ -52,11 +54,12 @@ def _tame(weight: Matrix) -> bool:
     return isinstance(weight, QuantTensor) and weight.tame
 
 
-def _join(values: torch.Tensor, sf: torch.Tensor | None, scheme: Scheme | None, tame: bool) -> Matrix:
+def _join(values: torch.Tensor, sf: torch.Tensor | None, scheme: Scheme | None, tame: bool, order: str) -> Matrix:
     if sf is None or scheme is None:
         return values
     packed = 2 if values.dtype == torch.uint8 else 1
-    return QuantTensor(values, sf, scheme.group_for((*values.shape[:-1], values.shape[-1] * packed)), tame=tame)
+    group = scheme.group_for((*values.shape[:-1], values.shape[-1] * packed))
+    return QuantTensor(values, sf, group, tame=tame, order=order)
 
 
 def as_rows(tokens: torch.Tensor, routing: Routing) -> tuple[torch.Tensor, Routing, torch.dtype]:

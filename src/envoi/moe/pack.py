@@ -6,8 +6,10 @@ from envoi.check import expect_choice, expect_number, expect_tensor, fits_float3
 from envoi.epilogue.library import ACTIVATIONS
 from envoi.quant.cast import dequantize
 from envoi.quant.formats import Format, format_named
+from envoi.quant.fragments import supports_fragments, to_fragments
 from envoi.quant.pack import deinterleave_gate_up, interleave_gate_up, pack_weight
-from envoi.types import ExpertWeights, Matrix
+from envoi.runtime.devices import implementation
+from envoi.types import ExpertWeights, Matrix, QuantTensor
 
 LAYOUTS = ("concat", "interleaved")
 SWIGLU_OAI_LIMIT = 7.0
@@ -29,7 +31,8 @@ def pack(
 
     gate_up [E, 2I, H] and down [E, H, I], bf16, fp16 or fp32, as nn.Linear stores them (a checkpoint that keeps
     [E, H, 2I], as gpt-oss does, is passed transposed). gate_up_bias [E, 2I] and down_bias [E, H], both or neither.
-    format: "bf16", "fp8_row", "fp8_block128", "mxfp8" or "mxfp4".
+    format: "bf16", "fp8_row", "fp8_block128", "mxfp8", "mxfp4" (4-bit weights beside bf16 activations) or "mxfp4_mxfp8"
+        (the same weights beside MXFP8 activations).
     gate_up_layout: "concat" (all gate rows, then all up rows; most checkpoints) or "interleaved" (gate, up in turn;
         gpt-oss). The bias has the same order.
     activation: "swiglu" = silu(gate) * up, or "swiglu_oai" = (up + 1) * gate * sigmoid(1.702 * gate).
@@ -39,8 +42,11 @@ def pack(
     Example: pack(gate_up [8, 512, 256], down [8, 256, 256], "fp8_block128") has gate_up.values [8, 512, 256] in
     float8_e4m3fn with gate_up.sf [8, 4, 2] in float32.
 
+    On a Hopper GPU "mxfp4" weights are kept in the order in which its tensor cores take them (`envoi.quant.fragments`)
+    where H and I are multiples of 64 and no scale factor is above 2; they take no more memory, and `unpack` reads them.
+
     Raises ValueError if shapes disagree, or H or I isn't a multiple of the format's group (128 for fp8_block128, 32 for
-    mxfp8 and mxfp4; bf16 and fp8_row take any multiple of 8).
+    mxfp8, mxfp4 and mxfp4_mxfp8; bf16 and fp8_row take any multiple of 8).
     """
     chosen = format_named(format)
     expect_choice("gate_up_layout", gate_up_layout, LAYOUTS)
@@ -56,15 +62,28 @@ def pack(
     if gate_up_layout == "concat":
         gate_up = interleave_gate_up(gate_up)
         gate_up_bias = None if gate_up_bias is None else interleave_gate_up(gate_up_bias, dim=-1)
+    packed = pack_weight(gate_up, chosen.weights, "gate_up"), pack_weight(down, chosen.weights, "down")
+    if chosen.activations is None:
+        packed = _in_kernels_order(*packed)
     return ExpertWeights(
-        gate_up=pack_weight(gate_up, chosen.weights, "gate_up"),
-        down=pack_weight(down, chosen.weights, "down"),
+        gate_up=packed[0],
+        down=packed[1],
         format=format,
         activation=activation,
         swiglu_limit=None if swiglu_limit is None else float(swiglu_limit),
         gate_up_bias=None if gate_up_bias is None else gate_up_bias.float().contiguous(),
         down_bias=None if down_bias is None else down_bias.float().contiguous(),
     )
+
+
+def _in_kernels_order(gate_up: Matrix, down: Matrix) -> tuple[Matrix, Matrix]:
+    """MXFP4 weights as the Hopper kernels for bf16 tokens read them, in place, if both can be put so."""
+    quantised = isinstance(gate_up, QuantTensor) and isinstance(down, QuantTensor)
+    if not quantised or implementation(gate_up.device) != "hopper":
+        return gate_up, down
+    if supports_fragments(gate_up) or supports_fragments(down):
+        return gate_up, down
+    return to_fragments(gate_up), to_fragments(down)
 
 
 def unpack(
@@ -95,7 +114,7 @@ def _check_shapes(gate_up, down, gate_up_bias, down_bias, format: Format) -> Non
     for name, size in (("hidden", hidden), ("intermediate", intermediate)):
         need = max(8, format.group_k)
         if size % need or size == 0:
-            others = "bf16 and fp8_row need a multiple of 8, mxfp8 and mxfp4 of 32, fp8_block128 of 128"
+            others = "bf16 and fp8_row need a multiple of 8, mxfp8, mxfp4 and mxfp4_mxfp8 of 32, fp8_block128 of 128"
             raise ValueError(
                 f"{name}: expected a positive multiple of {need} for format {format.name!r}, got {size} ({others})"
             )

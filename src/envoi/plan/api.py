@@ -122,6 +122,8 @@ def _notes(layer: MoeLayer, machine: Machine, fused_shared: SharedMemory) -> tup
         notes.append(f"rates of {machine.name} are the vendor's peaks, not measured: times are floors")
     elif layer.format == "mxfp8":
         notes.append(f"widening mxfp8 on {machine.arch} is taken to cost what widening mxfp4 does")
+    if not machine.measured and layer.format == "mxfp4":
+        notes.append("mxfp4 has no kernel of its own on sm_100, where Triton's widens the weights: planned as bf16")
     if not machine.measured and layer.format == "fp8_block128":
         notes.append("fp8_block128 has no kernel on sm_100: no instruction there takes float32 factors along K")
     if fused_shared.num_stages < MIN_STAGES:

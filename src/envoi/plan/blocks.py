@@ -58,7 +58,7 @@ def _blocks(layer: MoeLayer, machine: Machine, nk: tuple[int, int], epilogue: Ep
 
     if layer.format in WIDENED:
         code = lower(epilogue.ir, torch.bfloat16, "gluon", False, False, frozenset())
-        bits = 4 if layer.format == "mxfp4" else 8
+        bits = 8 if layer.format == "mxfp8" else 4
         mx = hopper_mx.choose(layer.num_rows, nk[0], layer.num_local_experts, machine.num_sms, code, bits)
         return _counted(layer, nk, mx.block_y, mx.block_x, mx.block_k, mx.num_stages)
     operands = {operand.name: torch.empty(layer.num_rows, device=META) for operand in epilogue.ir.operands}
@@ -114,10 +114,10 @@ def _config(problem: BlackwellProblem, code: Lowered, width: int, num_stages: in
 
 
 def _problem(layer: MoeLayer, nk: tuple[int, int]) -> BlackwellProblem:
-    bits = 16 if layer.format == "bf16" else 8
+    bits = 16 if layer.formats.activations is None else 8
     rows = max(1, round(rows_per_expert(layer))) * layer.num_local_experts
-    group = MX_GROUP if layer.format in WIDENED else 0
-    return BlackwellProblem(rows, *nk, bits, bits, layer.num_local_experts, group, padded=layer.format == "mxfp4")
+    group = MX_GROUP if layer.format in WIDENED and bits == 8 else 0
+    return BlackwellProblem(rows, *nk, bits, bits, layer.num_local_experts, group, padded=layer.format == "mxfp4_mxfp8")
 
 
 @cache

@@ -48,7 +48,7 @@ class Machine:
         return min(self.widened_tflops, flops / (1e6 / self.widened_per_us + flops / self.tflops[format]))
 
 
-WIDENED = ("mxfp8", "mxfp4")
+WIDENED = ("mxfp8", "mxfp4", "mxfp4_mxfp8")
 
 H200 = Machine(
     name="H200", arch="sm_90", measured=True, num_sms=132, shared_bytes=232448, memory_gb=141,
@@ -57,7 +57,7 @@ H200 = Machine(
         "bf16": 745, "fp8_row": 1474, "fp8_block128": 1155,
         # notes/2026-11-mxfp4-sm90.md, 32 experts of 4096x4096: from 16 to 64 tokens a tile the time grows by 0.79 us a
         # token. More than bf16 because widening hides some products. mxfp8: assumed equal.
-        "mxfp8": 1353, "mxfp4": 1353,
+        "mxfp8": 1353, "mxfp4": 1353, "mxfp4_mxfp8": 1353,
     },
     widened_per_us=7.39e6,  # same note, at 0 tokens per tile and without launch_us and unhidden reads: 73 us
     widened_tflops=610,  # same note, 32 experts of 4096x4096 with about 384 tokens, rows that fill tiles counted
@@ -72,8 +72,10 @@ H200 = Machine(
 
 B200 = Machine(
     name="B200", arch="sm_100", measured=False, num_sms=148, shared_bytes=232448, memory_gb=180,
-    # Dense peaks of HGX B200, an eighth of the board's. E2M1 with E4M3 runs at FP8's rate.
-    tflops={"bf16": 2250, "fp8_row": 4500, "fp8_block128": 4500, "mxfp8": 4500, "mxfp4": 4500},
+    # Dense peaks of HGX B200, an eighth of the board's. E2M1 with E4M3 runs at FP8's rate; with bf16 it is widened.
+    tflops={
+        "bf16": 2250, "fp8_row": 4500, "fp8_block128": 4500, "mxfp8": 4500, "mxfp4": 2250, "mxfp4_mxfp8": 4500,
+    },
     widened_per_us=0, widened_tflops=0, hbm_gb_per_s=8000, pull_gb_per_s=900, push_gb_per_s=900,
     launch_us=5.0, round_trip_us=2.6,  # H200's: no measurement of a B200
     unhidden=0,

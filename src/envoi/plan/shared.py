@@ -76,10 +76,12 @@ def shared_memory(layer: MoeLayer, roles: Roles, capacity: int) -> SharedMemory:
     groups = roles.num_epilogue_warps // 4
     row_bits, y_bits = (element_bits(scheme) for scheme in (layer.formats.activations, layer.formats.weights))
     x_bits = 16 if roles.widens else row_bits
-    y_bits = y_bits if roles.widens else max(y_bits, 8)  # E2M1 with E4M3 takes a byte
+    if not roles.widens:
+        y_bits = max(y_bits, row_bits)  # E2M1 takes as many bits as its other operand
     l1 = groups * roles.store_m * roles.block_n // 2 * row_bits // 8 * STORE_TURNS
     l2 = groups * roles.store_m * roles.block_n * 2
-    quantises, per_row = layer.format != "bf16", layer.format in ("bf16", "fp8_row")
+    quantises = layer.formats.activations is not None
+    per_row = layer.format in ("bf16", "fp8_row")
     barriers = roles.num_dispatch_warps + 2 * roles.num_accumulators + 2 * roles.num_epilogue_warps
     pulled = roles.num_dispatch_warps * layer.hidden * row_bits // 8 if roles.pulls_through_shared else 0
     fixed = {

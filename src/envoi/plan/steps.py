@@ -96,7 +96,7 @@ def _router(layer: MoeLayer, machine: Machine) -> Step:
 def _dispatch(layer: MoeLayer, machine: Machine) -> Step:
     """Return dispatch's step. Counts, indices, rows are exchanged: a barrier across ranks for each of the first two."""
     row = layer.row_bytes(layer.hidden) + WEIGHT_AND_SLOT_BYTES
-    quantised = 0 if layer.format == "bf16" else layer.num_tokens * (BF16_BYTES * layer.hidden + row)
+    quantised = 0 if layer.formats.activations is None else layer.num_tokens * (BF16_BYTES * layer.hidden + row)
     hbm = quantised + (taken_tokens(layer) + layer.num_rows) * row
     round_trips = 2 if layer.num_ranks > 1 else 0
     return step_of(

@@ -14,6 +14,7 @@ import torch
 from envoi.check import describe, expect_divisible
 from envoi.quant.bits import e2m1_decode, e2m1_encode, e8m0_ceil, e8m0_to_float, pack_nibbles, unpack_nibbles
 from envoi.quant.formats import Scheme, scheme_named
+from envoi.quant.fragments import to_rows
 from envoi.types import QuantTensor
 
 AMAX_FLOOR = 1e-30  # keeps max_value / amax finite for a group of zeros
@@ -85,11 +86,13 @@ def _encode(scaled: torch.Tensor, scheme: Scheme) -> torch.Tensor:
 
 def decode_values(q: QuantTensor, dtype: torch.dtype = torch.float32) -> torch.Tensor:
     """Return the elements without their scale factors, [.., R, C] in `dtype`, exactly."""
+    q = to_rows(q)
     return (e2m1_decode(unpack_nibbles(q.values)) if q.packed else q.values.float()).to(dtype)
 
 
 def decode_sf(q: QuantTensor, dtype: torch.dtype = torch.float32) -> torch.Tensor:
     """Return the scale factors in `dtype`, exactly, without the tensor-wide scale."""
+    q = to_rows(q)
     return (e8m0_to_float(q.sf) if q.sf.dtype == torch.float8_e8m0fnu else q.sf.float()).to(dtype)
 
 

@@ -81,7 +81,8 @@ def inputs(case: Case, make: Make = without_memory, offsets: torch.Tensor | None
     a, b = make((case.M, case.K), half), make((*experts, case.N, case.K), half)
     if case.format not in ("bf16", "fp16"):
         schemes = FORMATS[case.format]
-        a, b = quantize(a, schemes.activations or ""), quantize(b, schemes.weights or "")
+        a = a if schemes.activations is None else quantize(a, schemes.activations)
+        b = quantize(b, schemes.weights or "")
     if case.num_experts and offsets is None:
         offsets = make((case.num_experts + 1,), torch.int32)
     ep = EPILOGUES[case.epilogue]

@@ -9,8 +9,8 @@ PREFIX = "gemm-mx-sm90-"
 class MxCase:
     """Call of `envoi.gemm`, or of `envoi.grouped_gemm` if there are experts: [M, K] @ [N, K].T.
 
-    epilogue: a key of `hopper_recipes.EPILOGUES`. format: mxfp4 or mxfp8. M: sum over all experts.
-    tame: see QuantTensor.
+    epilogue: a key of `hopper_recipes.EPILOGUES`. format: a key of `envoi.quant.FORMATS`, with MX weights. M: sum over
+    all experts. tame: see QuantTensor.
     """
 
     name: str
@@ -35,13 +35,13 @@ class MxCase:
 
 MX_CASES = tuple(
     case
-    for format in ("mxfp4", "mxfp8")
+    for name, format in (("mxfp4", "mxfp4_mxfp8"), ("mxfp8", "mxfp8"))
     for case in (
-        MxCase(f"{format}-few", "store", 512, 4096, 4096, format, 32),
-        MxCase(f"{format}-few-wild", "store", 512, 4096, 4096, format, 32, tame=False),
-        MxCase(f"{format}-64", "store", 2048, 4096, 4096, format, 32),
-        MxCase(f"{format}-many", "expert_l1_mxfp8", 12288, 4096, 4096, format, 32),
-        MxCase(f"{format}-many-wild", "store", 12288, 4096, 2048, format, 32, tame=False),
-        MxCase(f"{format}-plain", "swiglu", 16, 4096, 2048, format),
+        MxCase(f"{name}-few", "store", 512, 4096, 4096, format, 32),
+        MxCase(f"{name}-few-wild", "store", 512, 4096, 4096, format, 32, tame=False),
+        MxCase(f"{name}-64", "store", 2048, 4096, 4096, format, 32),
+        MxCase(f"{name}-many", "expert_l1_mxfp8", 12288, 4096, 4096, format, 32),
+        MxCase(f"{name}-many-wild", "store", 12288, 4096, 2048, format, 32, tame=False),
+        MxCase(f"{name}-plain", "swiglu", 16, 4096, 2048, format),
     )
 )

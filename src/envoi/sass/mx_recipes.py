@@ -51,6 +51,6 @@ def recipe(case: MxCase, arch: str = "sm_90") -> Recipe:
 
 def tokens(bits: int, arch: str = "sm_90") -> Recipe:
     """Return the recipe of the kernel that widens the tokens, for weights of `bits` bits."""
-    given = inputs(MxCase("tokens", "store", 512, 4096, 4096, "mxfp4", 32))
+    given = inputs(MxCase("tokens", "store", 512, 4096, 4096, "mxfp4_mxfp8", 32))
     arguments = host.tokens_arguments(given.a, bits, host.room_for_tokens(given.a), given.offsets)[1]
     return recipe_of_call(tokens_module.widen_kernel, arguments, arch)

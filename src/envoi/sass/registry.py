@@ -224,7 +224,7 @@ _around("ep-pull-fp8-row", "Peers' tokens in fp8_row to rows by expert.", "ep_re
 _around(
     "ep-pull-fp8-block128", "Peers' tokens in fp8_block128 to rows by expert.", "ep_recipes", "pull", "fp8_block128"
 )
-_around("ep-pull-mxfp8", "Peers' tokens in MXFP8 to rows by expert.", "ep_recipes", "pull", "mxfp4")
+_around("ep-pull-mxfp8", "Peers' tokens in MXFP8 to rows by expert.", "ep_recipes", "pull", "mxfp4_mxfp8")
 _around("ep-meet", "Tells peers that their rows have been sent, and waits for the same.", "ep_recipes", "meet")
 _around("ep-sum", "Sums of tokens' slots.", "ep_recipes", "sums")
 _around("ep-return", "Sums of a token's rows on a rank, to the rank that it came from.", "ep_recipes", "returns")

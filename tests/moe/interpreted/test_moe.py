@@ -18,7 +18,8 @@ from tests.helpers.accuracy import assert_at_most_twice, assert_same_bits, relat
 from tests.moe.layers import Layer, eager_bf16, make
 from tests.moe.test_moe import BOUNDS, KINDS
 
-SOME = ("bf16", "fp8_block128", "mxfp4")  # one format for each path through L1's epilogue and the tokens' quantisation
+# One format for each path through L1's epilogue and the tokens' quantisation.
+SOME = ("bf16", "fp8_block128", "mxfp4", "mxfp4_mxfp8")
 SMALL = {"tokens": 9, "experts": 4, "k": 2, "hidden": 128, "intermediate": 128}
 
 
@@ -111,7 +112,7 @@ def test_shared_experts_are_ordinary_slots():
     assert_right(replace(layer, routing=Routing(weights, ids.to(torch.int32), 4)), "fp8_row")
 
 
-@pytest.mark.parametrize("format", ["bf16", "mxfp4"])
+@pytest.mark.parametrize("format", ["bf16", "mxfp4", "mxfp4_mxfp8"])
 def test_hidden_2880(format):
     assert_right(make(2, 1, 1, hidden=2880, intermediate=32, activation="swiglu_oai", bias=True), format)
 

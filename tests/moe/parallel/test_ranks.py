@@ -44,6 +44,7 @@ def test_the_bits_of_one_rank(num_ranks):
         Case("fp8_block128", token_ends=all_on_last),
         Case("bf16", {"tokens": 0}, nothing),
         Case("mxfp4", {"masked": 1.0}),
+        Case("mxfp4_mxfp8", {"tokens": 5}),
         Case("bf16", one_expert=5),
         Case("bf16", {"bias": True, "activation": "swiglu_oai"}),
         Case("fp8_row", {"limit": 0.5, "k": 8}, expert_ends=[*range(1, num_ranks), 8]),

@@ -25,6 +25,8 @@ def supports_mx(a: Matrix, b: Matrix, ir: IR) -> str:
         return "a matrix is empty"
     if not (isinstance(b, QuantTensor) and b.sf.dtype == torch.float8_e8m0fnu and b.group == (1, 32)):
         return "the weights' format"
+    if b.order != "rows":
+        return "the weights' order"
     if isinstance(a, QuantTensor):
         if a.packed or a.sf.dtype != torch.float8_e8m0fnu or a.group != (1, 32):
             return "the tokens' format"

@@ -1,0 +1,121 @@
+"""How the kernel for few tokens is cut, and what it can take."""
+
+from dataclasses import dataclass
+
+from envoi.constant import Constant
+from envoi.runtime.devices import SHARED_BYTES
+from envoi.runtime.math import next_power_of_2
+
+MAX_EXPERTS = 512  # the ends of their tiles are in every warp's registers
+UNROLLED = (5, 4, 6, 3)  # steps that are requested together; the first that divides K / 64, else the first
+WIDE_FROM = 4  # rows of an expert on average, from which tiles have 16
+MOST_SLOTS, FEW_EXPERTS = 32, 128  # for which the first GEMM reads the ids itself
+MANY_STEPS = 96  # of K; above, the tokens of tiles of 16 wouldn't fit the shared memory
+RESERVED = 2048  # bytes of shared memory of a CTA that are the driver's, or go to reductions
+
+
+@dataclass(frozen=True)
+class FewConfig(Constant):
+    """What the kernel is compiled for.
+
+    tile_tokens: 8 or 16 tokens of a tile. num_warps: 4 or 8, each with 16 features.
+    num_steps: K / 64. room_steps: that of the GEMM with the larger K. Both take as much shared memory: while CTAs of
+        the first end and those of the second begin, none finds a gap that is too small for it.
+    unroll: steps of K whose weights are requested together, the unit in which work is shared out.
+    is_l1: gate and up in, tokens of the second GEMM out; else the second GEMM. activation, limit: of `is_l1`.
+    max_experts: a power of two, at least 32. max_slots: a power of two if the first GEMM reads ids itself, else 0.
+    overlaps: programmatic dependent launch.
+    """
+
+    tile_tokens: int
+    num_warps: int
+    num_steps: int
+    room_steps: int
+    unroll: int
+    is_l1: bool
+    activation: str
+    limit: float | None
+    has_bias: bool
+    max_experts: int
+    max_slots: int = 0
+    overlaps: bool = True
+
+    @property
+    def reads_ids(self) -> bool:
+        """Whether bounds of experts' rows come from the ids, not from `offsets`."""
+        return self.max_slots > 0
+
+    @property
+    def waits_first(self) -> bool:
+        """Whether the kernel can do nothing before the one in front has ended."""
+        return self.overlaps and self.is_l1 and not self.reads_ids
+
+    @property
+    def num_row_tiles(self) -> int:
+        """Tiles of 64 rows that a tile has, one for each warpgroup."""
+        return self.num_warps // 4
+
+    @property
+    def num_groups(self) -> int:
+        """Units of `unroll` steps along K."""
+        return -(-self.num_steps // self.unroll)
+
+    @property
+    def num_slabs(self) -> int:
+        """16 steps of K each, in which tokens come to shared memory."""
+        return -(-self.num_steps // 16)
+
+    @property
+    def room_slabs(self) -> int:
+        """The same of the GEMM with the larger K."""
+        return -(-self.room_steps // 16)
+
+    @property
+    def groups_per_step(self) -> int:
+        """Along K, of features that share a power of two as tokens of the second GEMM: a tile's of the first."""
+        return 2 // self.num_row_tiles
+
+    @property
+    def num_k_groups(self) -> int:
+        """Room for all groups' factors; a power of two."""
+        return next_power_of_2(self.groups_per_step * self.room_steps)
+
+    @property
+    def factor_steps(self) -> int:
+        """As many steps' tokens as take the room of the factors, of 4 bytes each."""
+        return -(-self.num_k_groups // 32)
+
+    @property
+    def shared_bytes(self) -> int:
+        """Shared memory of a CTA."""
+        return (self.room_slabs * 16 + self.factor_steps) * self.tile_tokens * 128 + RESERVED
+
+    @property
+    def ctas_per_sm(self) -> int:
+        """As many as fit, at 128 registers a thread."""
+        return min(SHARED_BYTES // self.shared_bytes, 16 // self.num_warps)
+
+
+def unroll_of(num_steps: int) -> int:
+    """The steps of K that are requested together."""
+    return next((u for u in UNROLLED if num_steps % u == 0), UNROLLED[0])
+
+
+def few_configs(
+    hidden: int,
+    intermediate: int,
+    num_experts: int,
+    num_slots: int,
+    activation: str,
+    limit: float | None,
+    has_bias: bool,
+) -> tuple[FewConfig, FewConfig]:
+    """The configs of both GEMMs for so many slots of all tokens."""
+    l1, l2, room = hidden // 64, intermediate // 64, max(hidden, intermediate) // 64
+    wide = num_slots > WIDE_FROM * num_experts and room <= MANY_STEPS
+    tile, experts = (16, 8) if wide else (8, 4), max(32, next_power_of_2(num_experts))
+    slots = max(4, next_power_of_2(num_slots)) if num_slots <= MOST_SLOTS and num_experts <= FEW_EXPERTS else 0
+    return (
+        FewConfig(*tile, l1, room, unroll_of(l1), True, activation, limit, has_bias, experts, slots),
+        FewConfig(*tile, l2, room, unroll_of(l2), False, "", None, has_bias, experts),
+    )

@@ -1,0 +1,194 @@
+"""Weights in fragment order (`envoi.quant.fragments`) on the device: loads, and widening to E4M3 and to bf16, in Gluon.
+
+A tile of 64 rows x 64 of K is 512 words of weights and 32 words of scale factors. A thread of a warpgroup loads four
+words of weights (k16 x half) and one of factors, which the four threads of a row pair share. The loads are volatile
+PTX with a predicate: the compiler would sink a plain load to its first use, after the waits for wgmma, and there would
+be none in flight.
+"""
+
+import triton.experimental.gluon.language as gl
+from triton.experimental import gluon
+
+from envoi.runtime.aggregate import Scalar, aggregate
+
+TILE = gl.constexpr(64)
+WORDS = gl.constexpr(512)  # of weights, a tile
+SF_WORDS = gl.constexpr(32)  # of scale factors, a tile
+TAME = gl.constexpr(0x01010101)  # added to a word of factors: see `row_factors`
+
+
+@gluon.constexpr_function
+def thread_layout(warps):
+    """One element a thread."""
+    return gl.BlockedLayout([1], [32], [warps], [0])
+
+
+@gluon.constexpr_function
+def pair_layout(warps):
+    """[8 * warps] row pairs: each warp has 8, and the four threads of a pair the same."""
+    over_warps = [[8 << i] for i in range(warps.bit_length() - 1)]
+    return gl.DistributedLinearLayout([], [[0], [0], [1], [2], [4]], over_warps, [], [8 * warps])
+
+
+@gluon.constexpr_function
+def load_code(words, offset):
+    """PTX of a load of 1 or 4 words from a pointer plus an offset in bytes, if the last operand isn't 0."""
+    to, kind = ("{$0, $1, $2, $3}", ".v4") if words == 4 else ("$0", "")
+    load = f"ld.global.L1::no_allocate{kind}.b32 {to}, [${words} + {offset}];"
+    return f"{{ .reg .pred p; setp.ne.b32 p, ${words + 1}, 0; @p {load} }}"
+
+
+@aggregate
+class Weights:
+    """All experts' weights of one GEMM, and how its tiles lie: num_row_tiles x num_steps an expert."""
+
+    words: gl.tensor  # int32 pointer
+    factors: gl.tensor  # int32 pointer
+    num_row_tiles: Scalar
+    num_steps: gl.constexpr
+
+    @gluon.jit
+    def at(self, expert, row_tile, step):
+        """Return each thread's place in the tiles from row_tile on, one for each four warps, at a step along K.
+
+        Warps after the last tile of rows get its own again.
+        """
+        warps: gl.constexpr = gl.num_warps()
+        thread = gl.arange(0, 32 * warps, thread_layout(warps))
+        pair = gl.arange(0, 8 * warps, pair_layout(warps))
+        first = expert.to(gl.int64) * self.num_row_tiles
+        last = self.num_row_tiles - 1
+        tile = (first + gl.minimum(row_tile + thread // 128, last)) * self.num_steps + step
+        words = self.words + tile * WORDS + thread % 128 * 4
+        tile = (first + gl.minimum(row_tile + pair // SF_WORDS, last)) * self.num_steps + step
+        return Place(words.to(gl.int64), (self.factors + tile * SF_WORDS + pair % SF_WORDS).to(gl.int64))
+
+
+@aggregate
+class Place:
+    """Where each thread reads next: addresses."""
+
+    words: gl.tensor  # int64 [32 * warps]
+    factors: gl.tensor  # int64 [8 * warps]
+
+    @gluon.jit
+    def load(self, step: gl.constexpr, is_wanted):
+        """Return a thread's weights and factors `step` tiles further along K; anything if is_wanted is 0."""
+        words = gl.inline_asm_elementwise(
+            load_code(4, step * 2048), "=&r,=&r,=&r,=&r,l,r", [self.words, is_wanted],
+            dtype=(gl.int32, gl.int32, gl.int32, gl.int32), is_pure=False, pack=1,
+        )  # fmt: skip
+        factors = gl.inline_asm_elementwise(
+            load_code(1, step * 128), "=&r,l,r", [self.factors, is_wanted], dtype=gl.int32, is_pure=False, pack=1
+        )
+        return words, factors
+
+    @gluon.jit
+    def advance(self, steps: gl.constexpr):
+        """Return the place so many tiles further along K."""
+        return Place(self.words + steps * 2048, self.factors + steps * 128)
+
+
+@gluon.jit
+def choose(condition, a, b):
+    """Return one of two places."""
+    return Place(gl.where(condition, a.words, b.words), gl.where(condition, a.factors, b.factors))
+
+
+@gluon.jit
+def by_thread(words):
+    """Four words of each thread -> [warp, half, g, k16, t]."""
+    warps: gl.constexpr = gl.num_warps()
+    x = gl.join(gl.join(words[0], words[1]), gl.join(words[2], words[3]))  # [thread, half, k16]
+    return x.reshape([warps, 8, 4, 2, 2]).permute([0, 3, 1, 4, 2])
+
+
+@gluon.jit
+def to_e4m3(words, dot: gl.constexpr):
+    """Four words of each thread -> two operands E4M3 [16 * warps, 32], of block 0 and of block 1, times 2^-6."""
+    warps: gl.constexpr = gl.num_warps()
+    x = by_thread(words).reshape([warps, 2, 8, 2, 4, 1])
+    x = gl.join(gl.join(x, x), gl.join(x, x)).reshape([16 * warps, 32])  # the same register for its four elements
+    x = gl.convert_layout(x, dot, assert_trivial=True)
+    first, second = gl.inline_asm_elementwise(
+        "{ .reg .b32 a, b; shl.b32 a, $2, 2; and.b32 $0, a, 0x9C9C9C9C; "
+        "shr.u32 b, $2, 4; and.b32 b, b, 0x04040404; and.b32 a, $2, 0x98989898; or.b32 $1, a, b; }",
+        "=&r,=r,r,r,r,r", [x], dtype=(gl.int8, gl.int8), is_pure=True, pack=4,
+    )  # fmt: skip
+    return first.to(gl.float8e4nv, bitcast=True), second.to(gl.float8e4nv, bitcast=True)
+
+
+@gluon.jit
+def row_factors(word, FIRST: gl.constexpr, rows: gl.constexpr):
+    """Bytes FIRST and FIRST + 1 of a word of factors -> 2^(byte - 126) for both rows of a pair, float32 [16 * warps].
+
+    One more than the factor, so that byte 0 has a power of two that isn't subnormal; no tame byte gets as far as NaN.
+    """
+    warps: gl.constexpr = gl.num_warps()
+    EXPONENT: gl.constexpr = 0x7F800000
+    if FIRST == 0:
+        x = gl.join((word << 23) & EXPONENT, (word << 15) & EXPONENT)
+    else:
+        x = gl.join((word << 7) & EXPONENT, (word >> 1) & EXPONENT)
+    x = x.reshape([warps, 8, 2]).permute([0, 2, 1]).reshape([16 * warps])
+    return gl.convert_layout(x, rows, assert_trivial=True).to(gl.float32, bitcast=True)
+
+
+@gluon.constexpr_function
+def bf16_code():
+    """PTX that widens a thread's 32 weights of a tile, factors in: $0 .. $15 from words $16 .. and factors $48.
+
+    Every operand stands for 32 elements, in whose number the bits are (block, k16, k8, half, b). A weight's bits moved
+    to where bf16 has them are its value times 2^-126; the factor 2^(byte - 1) makes that right, exactly.
+    """
+    lines = ["{ .reg .b32 v, x, q, f0, f1;"]
+    for half in range(2):
+        for block, f in enumerate(("f0", "f1")):
+            lines.append(f"bfe.u32 {f}, $48, {16 * block + 8 * half}, 8; mad.lo.u32 {f}, {f}, 0x00800080, 0x3F003F00;")
+        for k16 in range(2):
+            word = f"${16 + 8 * k16 + 2 * half}"
+            lines.append(f"shr.u32 x, {word}, 8;")
+            for k8, v in enumerate((word, "x")):
+                first, second = (f"${8 * block + 4 * k16 + 2 * k8 + half}" for block in range(2))
+                lines.append(
+                    f"and.b32 v, {v}, 0x00270027; mul.lo.u32 v, v, 0x440; and.b32 v, v, 0x81C081C0; "
+                    f"mul.rn.bf16x2 {first}, v, f0; "
+                    f"and.b32 q, {v}, 0x00400040; and.b32 v, {v}, 0x00980098; mul.lo.u32 v, v, 0x110; "
+                    f"and.b32 v, v, 0x81808180; or.b32 v, v, q; mul.rn.bf16x2 {second}, v, f1;"
+                )
+    return "\n".join([*lines, "}"])
+
+
+BF16_OPERANDS = gl.constexpr(",".join(["=&r"] * 16 + ["r"] * 64))
+
+
+@gluon.constexpr_function
+def each_thread_layout(warps):
+    """[8 * warps, 4]: one of four neighbours for each thread of a row pair."""
+    over_warps = [[8 << i, 0] for i in range(warps.bit_length() - 1)]
+    return gl.DistributedLinearLayout([], [[0, 1], [0, 2], [1, 0], [2, 0], [4, 0]], over_warps, [], [8 * warps, 4])
+
+
+@gluon.jit
+def to_bf16(words, factors, dot: gl.constexpr):
+    """A thread's words and factors of a tile -> operand bf16 [16 * warps, 64] with the scale factors in, K in order."""
+    warps: gl.constexpr = gl.num_warps()
+    x = by_thread(words)
+    x = gl.join(gl.join(gl.join(x, x), gl.join(x, x)), gl.join(gl.join(x, x), gl.join(x, x)))
+    x = x.permute([0, 1, 2, 5, 3, 6, 4, 7]).reshape([16 * warps, 64])
+    x = gl.convert_layout(x, dot, assert_trivial=True)
+    layout: gl.constexpr = each_thread_layout(warps)
+    none = gl.arange(0, 4, gl.SliceLayout(0, layout)) * 0
+    c = gl.convert_layout(factors, gl.SliceLayout(1, layout), assert_trivial=True)[:, None] + none[None, :]
+    c = repeat(repeat(c.reshape([warps, 8, 4])))  # [warp, g, t, ..]
+    c = gl.join(c, c)
+    c = c.permute([0, 3, 1, 4, 5, 6, 2, 7]).reshape([16 * warps, 64])
+    c = gl.convert_layout(c, dot, assert_trivial=True)
+    return gl.inline_asm_elementwise(bf16_code(), BF16_OPERANDS, [x, c], gl.bfloat16, is_pure=True, pack=32)
+
+
+@gluon.jit
+def repeat(x):
+    """[..] -> [.., 2, 2], the same register."""
+    x = gl.join(x, x)
+    return gl.join(x, x)

@@ -1,0 +1,92 @@
+"""How the kernel for many tokens is cut."""
+
+from dataclasses import dataclass, replace
+
+from envoi.constant import Constant
+from envoi.gemm.hopper.config import RESERVED_BYTES
+from envoi.gemm.hopper_w4a16.few_config import unroll_of
+from envoi.runtime.devices import SHARED_BYTES
+
+ROLE_M = 64  # features of a consumer: a tile of weights
+BLOCK_K = 64
+MAX_STAGES = 12
+LAST = 128  # tokens that the epilogue takes at once
+# Tokens of a tile, and how long one takes beside one of 64: notes/2026-11-decode-w4a16.md.
+TOKEN_TILES = {16: 0.84, 32: 0.89, 64: 1.0, 128: 1.38, 256: 2.25}
+
+
+@dataclass(frozen=True)
+class ManyConfig(Constant):
+    """What the kernel is compiled for: tiles of 128 features, 64 for each of two consumers, and block_y tokens.
+
+    num_steps: K / 64. unroll: steps of K whose weights a consumer has requested ahead.
+    The rest is what epilogues and the order of tiles ask of every Hopper kernel's config (`TileConfig`).
+    """
+
+    block_y: int
+    num_stages: int
+    num_steps: int
+    unroll: int
+    num_consumers: int = 2
+    rows_per_consumer: int = ROLE_M
+    block_k: int = BLOCK_K
+    num_warps: int = 4
+    swizzle_rows: int = 8
+    swap_ab: bool = True
+    split_k: int = 1
+    num_store_buffers: int = 1
+    wide_tail_tiles: bool = False
+
+    @property
+    def consumers_per_tile(self) -> int:
+        """Consumers that share a tile: both."""
+        return self.num_consumers
+
+    @property
+    def spread_experts(self) -> bool:
+        """Each warp has all of a vector over the experts."""
+        return False
+
+    @property
+    def epilogue_columns(self) -> int:
+        """Features of a chunk: all of a consumer's."""
+        return self.rows_per_consumer
+
+    @property
+    def num_chunks(self) -> int:
+        """Chunks of a consumer's accumulator."""
+        return 1
+
+    @property
+    def block_x(self) -> int:
+        """Features of a tile."""
+        return self.num_consumers * self.rows_per_consumer
+
+    @property
+    def block_m(self) -> int:
+        """Tokens of a tile."""
+        return self.block_y
+
+    @property
+    def block_n(self) -> int:
+        """Features of a tile."""
+        return self.block_x
+
+    @property
+    def padded_steps(self) -> int:
+        """Steps of K in whole groups of `unroll`; tokens are 0 in those that K doesn't have."""
+        return -(-self.num_steps // self.unroll) * self.unroll
+
+
+def many_config(K: int, num_rows: int, num_experts: int) -> ManyConfig:
+    """The config for so many rows of all experts."""
+    rows = num_rows / max(1, num_experts)
+    # Experts differ: on average half of a last tile is empty.
+    block_y = min(TOKEN_TILES, key=lambda size: max(1.0, rows / size + 0.5) * TOKEN_TILES[size])
+    config = ManyConfig(block_y, MAX_STAGES, K // BLOCK_K, unroll_of(K // BLOCK_K))
+    return replace(config, num_stages=min(MAX_STAGES, _room(config) // (block_y * BLOCK_K * 2)))
+
+
+def _room(config: ManyConfig) -> int:
+    """Shared memory for stages: what isn't barriers, or used by epilogues to turn tiles upright."""
+    return SHARED_BYTES - RESERVED_BYTES - config.block_x * min(config.block_y, LAST) * 4

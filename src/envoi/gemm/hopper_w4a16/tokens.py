@@ -1,0 +1,116 @@
+# pyright: reportAttributeAccessIssue=false, reportArgumentType=false, reportCallIssue=false
+# pyright: reportGeneralTypeIssues=false, reportAssignmentType=false
+"""Tokens on their way into and out of the kernel for few of them, in Triton.
+
+    permute_kernel    topk_ids -> offsets, slot_to_pos; tokens -> rows by expert, split into two E4M3
+    sum_kernel        rows of bf16 -> sums of tokens' slots
+
+bf16 has 8 significant bits, E4M3 has 4: a number is high + low, exactly, if it isn't far smaller than what the power of
+two is chosen for, the row's largest magnitude; what is 2^17 below that is lost.
+"""
+
+import triton
+import triton.language as tl
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
+
+from envoi.epilogue.codes_triton import from_e4m3, to_e4m3, widen
+from envoi.epilogue.device import bf16
+
+GROUP: tl.constexpr = tl.constexpr(32)
+
+
+@triton.jit
+def experts_at(topk_ids, slots, num_slots, num_experts):
+    """The expert of each slot; num_experts for none, and where there is no such slot."""
+    e = tl.load(topk_ids + slots, mask=slots < num_slots, other=-1)
+    return tl.where((e < 0) | (e >= num_experts), num_experts, e)
+
+
+@triton.jit
+def count_before(topk_ids, experts, slots, num_slots, num_experts, COUNT: tl.constexpr, BLOCK: tl.constexpr):
+    """For each (expert, slot) [COUNT]: the slots of earlier experts, and earlier ones of the same."""
+    before = tl.zeros((COUNT, BLOCK), tl.int32)
+    for first in range(0, num_slots, BLOCK):
+        others = first + tl.arange(0, BLOCK)
+        e = experts_at(topk_ids, others, num_slots, num_experts)[None, :]
+        earlier = (e == experts[:, None]) & (others[None, :] < slots[:, None])
+        before += ((e < experts[:, None]) | earlier).to(tl.int32)
+    return tl.sum(before, 1)
+
+
+@triton.jit
+def split_token(x, HARDWARE: tl.constexpr):
+    """float32 [N] -> the bits of high and low in E4M3, and the factor of their products: see `few_epilogue`."""
+    largest = tl.max(tl.abs(x), 0)
+    exponent = tl.maximum((largest.to(tl.int32, bitcast=True) >> 23) & 255, 8)
+    exponent = tl.where(tl.max((x != x).to(tl.int32), 0) > 0, 255, exponent)
+    up = ((261 - exponent) << 23).to(tl.float32, bitcast=True)
+    factor = tl.where(exponent == 255, 0x7FC00000, (exponent - 2) << 23).to(tl.float32, bitcast=True)
+    x = x * up
+    if HARDWARE:
+        high = x.to(tl.float8e4nv)
+        low = (x - high.to(tl.float32)).to(tl.float8e4nv)
+        return high.to(tl.uint8, bitcast=True), low.to(tl.uint8, bitcast=True), factor
+    high = to_e4m3(x)
+    return high, to_e4m3(x - from_e4m3(high)), factor
+
+
+@triton.jit
+def permute_kernel(
+    tokens, stride, topk_weights, topk_ids, offsets, slot_to_pos, rows, row_factors, row_weights, num_tokens,
+    num_experts, width, K: tl.constexpr, SLOTS: tl.constexpr, BLOCK: tl.constexpr, WIDTH: tl.constexpr,
+    EXPERTS: tl.constexpr, HARDWARE: tl.constexpr, OVERLAP: tl.constexpr,
+):  # fmt: skip
+    """Programs below num_tokens: a token to the rows of its slots. The others: where EXPERTS experts' rows begin.
+
+    topk_ids [num_tokens, K], -1 = masked. rows: E4M3 bits [num_tokens * K, width / 32, 2, 32], high and low; the places
+    in a group, called (k16, t1, t0, b, k8), hold the elements (k16, k8, t1, t0, b). row_factors: what a row's products
+    have yet to be multiplied by. SLOTS, WIDTH: powers of two of K and width. BLOCK: slots that are counted at once.
+
+    Each program reads all ids instead of waiting for others: nothing is counted by atomics, the order is fixed.
+    """
+    if OVERLAP:
+        gdc_launch_dependents()
+    m = tl.program_id(0)
+    num_slots = num_tokens * K
+    if m >= num_tokens:
+        own = (m - num_tokens) * EXPERTS + tl.arange(0, EXPERTS)
+        before = count_before(topk_ids, own, own * 0, num_slots, num_experts, EXPERTS, BLOCK)
+        tl.store(offsets + own, before, mask=own <= num_experts)
+    else:
+        s = tl.arange(0, SLOTS)
+        slots = m * K + s
+        e = tl.where(s < K, experts_at(topk_ids, slots, num_slots, num_experts), num_experts)
+        pos = count_before(topk_ids, e, slots, num_slots, num_experts, SLOTS, BLOCK)
+        pos = tl.where(e < num_experts, pos, -1)
+        tl.store(slot_to_pos + slots, pos, mask=s < K)
+        weights = tl.load(topk_weights + slots, mask=s < K, other=0.0)
+        tl.store(row_weights + pos, weights, mask=pos >= 0)
+        c = tl.arange(0, WIDTH)
+        x = widen(tl.load(tokens + m.to(tl.int64) * stride + c, mask=c < width, other=0.0))
+        x = tl.reshape(x, (WIDTH // GROUP, 2, 2, 4, 2))  # k16, k8, t, b
+        x = tl.reshape(tl.permute(x, (0, 1, 3, 4, 2)), (WIDTH,))
+        high, low, factor = split_token(x, HARDWARE)
+        place = c // GROUP * (2 * GROUP) + c % GROUP
+        tl.store(row_factors + pos, factor + tl.zeros((SLOTS,), tl.float32), mask=pos >= 0)
+        for slot in range(K):
+            row = tl.sum(tl.where(s == slot, pos, 0), 0)
+            if row >= 0:
+                at = rows + row.to(tl.int64) * (2 * width) + place
+                tl.store(at, high, mask=c < width)
+                tl.store(at + GROUP, low, mask=c < width)
+
+
+@triton.jit
+def sum_kernel(rows, slot_to_pos, out, width, K: tl.constexpr, BLOCK: tl.constexpr, OVERLAP: tl.constexpr):
+    """The sum of a token's rows in the order of its slots, in float32, rounded once."""
+    if OVERLAP:
+        gdc_wait()
+    m = tl.program_id(0)
+    columns = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    total = tl.zeros((BLOCK,), tl.float32)
+    for s in tl.static_range(K):  # unrolled: all loads are under way before the first sum
+        pos = tl.load(slot_to_pos + m * K + s)
+        at = rows + pos.to(tl.int64) * width + columns
+        total += widen(tl.load(at, mask=(columns < width) & (pos >= 0), other=0.0))
+    tl.store(out + m.to(tl.int64) * width + columns, bf16(total), mask=columns < width)

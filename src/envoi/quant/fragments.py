@@ -1,0 +1,97 @@
+"""MXFP4 weights in the order in which a warpgroup's threads hold them as a register operand of wgmma.
+
+A tile is 64 rows by 64 of K: 2048 bytes of E2M1 and 128 bytes of UE8M0, contiguous; tiles follow each other along K,
+then along the rows. A thread of four warps loads 16 bytes of a tile, all of them its own, and its warp 512 neighbouring
+ones: no shared memory, no shuffle.
+
+    values: bytes [row tile, K step, warp 4, g 8, t 4, k16 2, half 2, b 2, k8 2], each two weights of the same row
+            row = 64 tile + 16 warp + 2 g + half
+            K   = 64 step + 32 block + 16 k16 + 8 k8 + 2 t + b            block 0 and block 1 share the byte
+    sf:     bytes [row tile, K step, warp 4, g 8, block 2, half 2]
+
+So a thread's row pair is 2 g and 2 g + 1, gate and up of one feature where those are interleaved; and K is in natural
+order for bf16 products (m64nTk16 number `2 block + k16` has 2 t + b and 8 + 2 t + b), whereas FP8 products, whose
+registers hold four of K, want their tokens permuted (`envoi.gemm.hopper_w4a16.tokens`).
+
+A byte's bits, from the highest: sign of block 1, its mantissa, sign of block 0, exponent of block 1 (2 bits), exponent
+and mantissa of block 0 (3 bits). So two operations make four weights of block 0 E4M3 (times 2^-6), and four of block 1
+take three.
+"""
+
+from dataclasses import replace
+
+import torch
+
+from envoi.quant.bits import pack_nibbles, unpack_nibbles
+from envoi.types import QuantTensor
+
+TILE = 64  # rows, and elements of K
+
+# Axes of a matrix by rows: tile, warp, g, half | step, block, k16, k8, t, b; and of its factors: .. | step, block.
+_VALUES, _VALUES_BACK = (0, 4, 1, 2, 8, 6, 3, 9, 7, 5), (0, 2, 3, 6, 1, 9, 5, 8, 4, 7)
+_SF, _SF_BACK = (0, 4, 1, 2, 5, 3), (0, 2, 3, 5, 1, 4)
+
+
+def supports_fragments(x: QuantTensor) -> str:
+    """Why a QuantTensor [E, N, K] can't be put into this order; "" if it can."""
+    if not (x.packed and x.sf.dtype == torch.float8_e8m0fnu and x.group == (1, 32) and x.scale is None):
+        return "it isn't MXFP4"
+    if len(x.shape) != 3 or x.shape[-2] % TILE or x.shape[-1] % TILE:
+        return f"rows and columns aren't multiples of {TILE}"
+    return "" if x.tame else "a scale factor is above 2"
+
+
+def to_fragments(x: QuantTensor) -> QuantTensor:
+    """Put MXFP4 weights [E, N, K] into the order, in place: values and sf of `x` must not be used any more.
+
+    Raises ValueError if they can't be put into it.
+    """
+    why = supports_fragments(x)
+    if x.order != "rows":
+        why = "it is in this order already"
+    if why:
+        raise ValueError(f"weights: expected tame MXFP4 by rows, [E, N, K] with N and K multiples of {TILE}: {why}")
+    for values, sf in zip(x.values, x.sf.view(torch.uint8), strict=True):
+        values.copy_(_values_to_fragments(values))
+        sf.copy_(_sf_to_fragments(sf))
+    return replace(x, order="fragments")
+
+
+def to_rows(x: QuantTensor) -> QuantTensor:
+    """The inverse of `to_fragments`, as a copy; `x` itself if it is by rows already. Any leading shape."""
+    if x.order == "rows":
+        return x
+    values = x.values.reshape(-1, *x.values.shape[-2:])
+    sf = x.sf.view(torch.uint8).reshape(-1, *x.sf.shape[-2:])
+    values = torch.stack([_values_to_rows(part) for part in values]) if len(values) else values
+    sf = torch.stack([_sf_to_rows(part) for part in sf]) if len(sf) else sf
+    sf = sf.view(x.sf.shape).view(torch.float8_e8m0fnu)
+    return replace(x, values=values.view(x.values.shape), sf=sf, order="rows")
+
+
+def _values_to_fragments(values: torch.Tensor) -> torch.Tensor:
+    """uint8 [N, K / 2] of one matrix -> the same shape."""
+    N, K = values.shape[0], 2 * values.shape[1]
+    codes = unpack_nibbles(values).view(N // TILE, 4, 8, 2, K // TILE, 2, 2, 2, 4, 2)
+    first, second = codes.permute(_VALUES).unbind(-1)
+    joined = (second & 8) << 4 | (second & 1) << 6 | (first & 8) << 2 | (second & 6) << 2 | (first & 7)
+    return joined.reshape(values.shape)
+
+
+def _values_to_rows(values: torch.Tensor) -> torch.Tensor:
+    N, K = values.shape[0], 2 * values.shape[1]
+    first = (values >> 2) & 8 | values & 7
+    second = (values >> 4) & 8 | (values >> 2) & 6 | (values >> 6) & 1
+    codes = torch.stack((first, second), -1).view(N // TILE, K // TILE, 4, 8, 4, 2, 2, 2, 2, 2)
+    return pack_nibbles(codes.permute(_VALUES_BACK).reshape(N, K))
+
+
+def _sf_to_fragments(sf: torch.Tensor) -> torch.Tensor:
+    """uint8 [N, K / 32] of one matrix -> the same shape."""
+    N, groups = sf.shape
+    return sf.view(N // TILE, 4, 8, 2, groups // 2, 2).permute(_SF).reshape(sf.shape)
+
+
+def _sf_to_rows(sf: torch.Tensor) -> torch.Tensor:
+    N, groups = sf.shape
+    return sf.view(N // TILE, groups // 2, 4, 8, 2, 2).permute(_SF_BACK).reshape(sf.shape)
