@@ -97,7 +97,8 @@ class ExpertParallel:
         routing: topk_ids over all num_experts, -1 = masked slot; k may be anything, over gloo and NCCL the same on
         every rank.
         Equals `envoi.moe` on one rank that holds all experts and the tokens of all ranks, bit for bit; with presum, up
-        to the rounding of a rank's sums.
+        to the rounding of a rank's sums, and in mxfp4 on Hopper with few tokens, for which one rank has kernels of its
+        own, up to that of sums along K.
         Raises ValueError on every rank if any rank's arguments are refused, PeerTimeout if a rank is lost or late. Over
         NVLink the host doesn't wait to know: the rank whose arguments are wrong raises at once (but for ids, which only
         the device knows), the output is NaN everywhere, and a later call or `check` raises. What isn't a Routing of
