@@ -1,17 +1,24 @@
 """4-bit weights and bf16 tokens on a Hopper GPU: both kernels beside float64, on sizes and routings chosen to break."""
 
 from dataclasses import replace
+from functools import cache
 
 import pytest
 import torch
 
 from envoi.experts import launch, moe
 from envoi.experts.oracle import moe_oracle
+from envoi.gemm.grouping import EXPERTS_ROWS
 from envoi.gemm.hopper_w4a16 import few
+from envoi.quant.fragments import to_fragments
+from envoi.sass import w4a16_recipes
+from envoi.sass.w4a16_cases import W4A16_CASES
+from envoi.types import ExpertWeights, QuantTensor
 from tests.experts.layers import Layer, make
 from tests.experts.test_gpu import HOPPER, on_gpu, with_ids
 from tests.experts.test_moe import KINDS
 from tests.helpers.accuracy import assert_same_bits, relative_error
+from tests.helpers.launches import assert_same_code, watched
 
 pytestmark = [
     pytest.mark.gpu,
@@ -146,3 +153,36 @@ def test_packing_takes_no_more_memory():
 def test_no_tokens():
     layer = on_gpu(make(tokens=0))
     assert moe(layer.tokens, layer.routing, layer.pack("mxfp4")).shape == (0, 256)
+
+
+@cache
+def launched() -> dict[str, str]:
+    """What runs on gpt-oss-20b's layer, for the numbers of tokens that the registry has."""
+    seen: dict[str, str] = {}
+    source = torch.Generator("cuda").manual_seed(0)
+
+    def weights(N: int, K: int) -> QuantTensor:
+        values = torch.randint(0, 256, (32, N, K // 2), generator=source, device="cuda", dtype=torch.uint8)
+        sf = torch.randint(110, 124, (32, N, K // 32), generator=source, device="cuda", dtype=torch.uint8)
+        return to_fragments(QuantTensor(values, sf.view(torch.float8_e8m0fnu), (1, 32), tame=True))
+
+    biases = torch.randn(32, 5760, device="cuda"), torch.randn(32, 2880, device="cuda")
+    experts = ExpertWeights(weights(5760, 2880), weights(2880, 2880), "mxfp4", "swiglu_oai", 7.0, *biases)
+    with watched(lambda sha256, kernel: seen.setdefault(sha256, kernel.asm["ptx"])):
+        for tokens in sorted({case.num_tokens for case in W4A16_CASES}):
+            x = torch.randn(tokens, 2880, generator=source, device="cuda").bfloat16()
+            ids = torch.rand(tokens, 32, generator=source, device="cuda").topk(4).indices.int()
+            launch.moe(x, torch.rand(tokens, 4, generator=source, device="cuda"), ids, experts)
+        sent = torch.full((16384, 2880), torch.nan, device="cuda", dtype=torch.bfloat16)
+        to = sent.data_ptr() + 2 * 2880 * torch.arange(16384, device="cuda")
+        places = launch.sort(ids, 32)
+        rows, row_weights = launch.gather(x, torch.rand(tokens, 4, device="cuda"), places, None)
+        launch.expert_mlp(rows, row_weights, places.offsets, experts, replace(EXPERTS_ROWS, to=to))
+        stayed = launch.expert_mlp(rows, row_weights, places.offsets, experts)
+    assert_same_bits(sent, stayed)
+    return seen
+
+
+@pytest.mark.parametrize("case", W4A16_CASES, ids=lambda case: case.name)
+def test_what_runs_is_what_was_counted(case):
+    assert_same_code(case.title, w4a16_recipes.recipe(case), launched())
