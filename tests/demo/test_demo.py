@@ -158,9 +158,7 @@ def test_an_empty_prompt_is_refused(model):
 
 
 def command(*arguments: str) -> subprocess.CompletedProcess:
-    return subprocess.run(
-        (sys.executable, "-m", "envoi.cli", "demo", *arguments), capture_output=True, text=True
-    )
+    return subprocess.run((sys.executable, "-m", "envoi.cli", "demo", *arguments), capture_output=True, text=True)
 
 
 def test_the_whole_demo(tmp_path):

@@ -38,6 +38,7 @@ OPERATIONS = {
     "mul.lo.u32": lambda a, b: a * b,
     "mad.lo.u32": lambda a, b, c: a * b + c,
     "min.u32": torch.minimum,
+    "bfe.u32": lambda a, first, count: a >> first & (1 << count) - 1,
     "max.u32": torch.maximum,
     "mov.b32": lambda a: a,
     "mul.rn.bf16x2": scaled,

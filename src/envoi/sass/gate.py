@@ -16,7 +16,7 @@ from multiprocessing import get_context
 from pathlib import Path
 
 from envoi.runtime import triton_compat
-from envoi.sass import hopper_cases, hopper_recipes, mx_cases, registry
+from envoi.sass import hopper_cases, hopper_recipes, mx_cases, registry, w4a16_cases
 from envoi.sass.compile import compile_recipe
 from envoi.sass.record import Record, of_binary
 from envoi.table import align
@@ -44,7 +44,11 @@ class Known:
 
 
 # By title: `gemm-sm90-gelu-residual sm_90`.
-KNOWN: dict[str, Known] = {}
+_ONCE_A_TILE = "two CTAs of 8 warps an SM leave 128 registers; all of it is between tiles, none in the loop over K"
+KNOWN: dict[str, Known] = {
+    "w4a16-few-l1-wide sm_90": Known(10, 10, _ONCE_A_TILE),
+    "w4a16-few-l2-wide sm_90": Known(1, 1, _ONCE_A_TILE),
+}
 
 Accepted = dict[str, dict[str, int]]
 
@@ -73,7 +77,9 @@ def rule_of(name: str, arch: str) -> Rule:
             "tensor core": r"UTC\w*MMA", "TMA load": "UTMALDG", "TMA store": "UTMASTG",
             "tensor memory load": r"\d+x\S+",
         })  # fmt: skip
-    if name.startswith(("router-sm90", mx_cases.PREFIX)):
+    if name.startswith(w4a16_cases.FEW):
+        return Rule({"tensor core": "QGMMA"})
+    if name.startswith(("router-sm90", mx_cases.PREFIX, w4a16_cases.MANY)):
         return Rule({"tensor core": "HGMMA", "TMA load": "UTMALDG"})
     if name.startswith("router"):
         return Rule({"tensor core": "HMMA"})

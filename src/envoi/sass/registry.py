@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING
 from envoi.sass.hopper_cases import CASES
 from envoi.sass.mx_cases import MX_CASES
 from envoi.sass.router_cases import ROUTER_CASES
+from envoi.sass.w4a16_cases import W4A16_CASES
 
 if TYPE_CHECKING:
     from envoi.epilogue.api import Epilogue
@@ -247,6 +248,13 @@ for _case in CASES:
 for _case in MX_CASES:
     _about = f"GEMM on Hopper for MX weights: {_case}."
     kernel(_case.title, arches=("sm_90",))(_of_case("mx_recipes", _case, _about))
+
+
+for _case in W4A16_CASES:
+    _about = (
+        f"4-bit weights, bf16 tokens on Hopper: {_case.launch} for {_case.num_tokens} tokens of gpt-oss-20b's layer."
+    )
+    kernel(_case.title, arches=("sm_90",))(_of_case("w4a16_recipes", _case, _about))
 
 
 @kernel("mx-tokens-4", arches=("sm_90",))

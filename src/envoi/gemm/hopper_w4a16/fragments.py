@@ -103,6 +103,13 @@ def by_thread(words):
     return x.reshape([warps, 8, 4, 2, 2]).permute([0, 3, 1, 4, 2])
 
 
+# $0: block 0, $1: block 1, from a word $2.
+E4M3_CODE = gl.constexpr(
+    "{ .reg .b32 a, b; shl.b32 a, $2, 2; and.b32 $0, a, 0x9C9C9C9C; "
+    "shr.u32 b, $2, 4; and.b32 b, b, 0x04040404; and.b32 a, $2, 0x98989898; or.b32 $1, a, b; }"
+)
+
+
 @gluon.jit
 def to_e4m3(words, dot: gl.constexpr):
     """Four words of each thread -> two operands E4M3 [16 * warps, 32], of block 0 and of block 1, times 2^-6."""
@@ -111,10 +118,8 @@ def to_e4m3(words, dot: gl.constexpr):
     x = gl.join(gl.join(x, x), gl.join(x, x)).reshape([16 * warps, 32])  # the same register for its four elements
     x = gl.convert_layout(x, dot, assert_trivial=True)
     first, second = gl.inline_asm_elementwise(
-        "{ .reg .b32 a, b; shl.b32 a, $2, 2; and.b32 $0, a, 0x9C9C9C9C; "
-        "shr.u32 b, $2, 4; and.b32 b, b, 0x04040404; and.b32 a, $2, 0x98989898; or.b32 $1, a, b; }",
-        "=&r,=r,r,r,r,r", [x], dtype=(gl.int8, gl.int8), is_pure=True, pack=4,
-    )  # fmt: skip
+        E4M3_CODE, "=&r,=r,r,r,r,r", [x], dtype=(gl.int8, gl.int8), is_pure=True, pack=4
+    )
     return first.to(gl.float8e4nv, bitcast=True), second.to(gl.float8e4nv, bitcast=True)
 
 

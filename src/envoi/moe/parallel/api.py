@@ -109,12 +109,15 @@ class ExpertParallel:
         """Run the layer on this rank's tokens [M, H]: [M, H]; M may differ by rank and be 0. Collective.
 
         tokens, routing: in the dtypes and shapes that `envoi.moe` takes; topk_ids over all num_experts, -1 = masked
-        slot; k may be anything, over gloo and NCCL the same on every rank. Equals `envoi.moe` on one rank that holds
-        all experts and the tokens of all ranks, bit for bit; with presum, up to the rounding of a rank's sums. Raises
-        ValueError on every rank if any rank's arguments are refused, PeerTimeout if a rank is lost or late. Over NVLink
-        the host doesn't wait for that: the rank whose arguments are wrong raises at once (but for ids, which only the
-        device knows), the output is NaN everywhere, and a later call or `check` raises. A `routing` that is no Routing
-        of tensors is an error on this rank alone.
+        slot; k may be anything, over gloo and NCCL the same on every rank.
+
+        Equals `envoi.moe` on one rank that holds all experts and the tokens of all ranks, bit for bit; with presum, up
+        to the rounding of a rank's sums, and in mxfp4 on Hopper with few tokens, for which one rank has kernels of its
+        own, up to that of sums along K.
+        Raises ValueError on every rank if any rank's arguments are refused, PeerTimeout if a rank is lost or late. Over
+        NVLink the host doesn't wait for that: the rank whose arguments are wrong raises at once (but for ids, which
+        only the device knows), the output is NaN everywhere, and a later call or `check` raises. A `routing` that is no
+        Routing of tensors is an error on this rank alone.
         """
         rows, slots, dtype = as_rows(tokens, routing)
         ids, weights = slots.topk_ids, slots.topk_weights

@@ -1,0 +1,116 @@
+"""The kernels for 4-bit weights and bf16 tokens, as far as no GPU is needed: the PTX that widens, configs, limits."""
+
+from dataclasses import replace
+
+import pytest
+import torch
+
+from envoi.gemm.hopper_w4a16 import few, fragments, many_config
+from envoi.gemm.hopper_w4a16.few_config import few_configs, unroll_of
+from envoi.quant.bits import e2m1_decode
+from envoi.quant.fragments import _values_to_fragments, to_fragments
+from envoi.quant.pack import TAMEST
+from envoi.runtime.devices import SHARED_BYTES
+from envoi.types import QuantTensor
+from tests.gemm.test_mx_widening import bf16, run
+
+
+def all_pairs() -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Bytes [256] that hold every code of block 0 with every one of block 1, and these codes."""
+    first, second = torch.arange(16).repeat(16), torch.arange(16).repeat_interleave(16)
+    return (second & 8) << 4 | (second & 1) << 6 | (first & 8) << 2 | (second & 6) << 2 | (first & 7), first, second
+
+
+def words_of(by: torch.Tensor) -> torch.Tensor:
+    """Four different bytes a word."""
+    return by | by.roll(1) << 8 | by.roll(2) << 16 | by.roll(3) << 24
+
+
+def test_the_bytes_are_those_of_the_order():
+    by, first, second = all_pairs()
+    x = torch.zeros(64, 32, dtype=torch.uint8)  # one tile; a byte of it holds codes of K and of K + 32
+    codes = torch.zeros(64, 64, dtype=torch.uint8)
+    codes[:8, :32], codes[:8, 32:] = first.view(8, 32).to(torch.uint8), second.view(8, 32).to(torch.uint8)
+    x = codes[:, 0::2] | codes[:, 1::2] << 4
+    got = _values_to_fragments(x).flatten().long()
+    assert sorted(got[got != 0].tolist()) == sorted(by[by != 0].tolist())
+
+
+def test_every_pair_of_weights_becomes_e4m3():
+    by, first, second = all_pairs()
+    registers = {"$2": words_of(by), "$48": by}
+    run(fragments.E4M3_CODE.value, registers)
+    for k4 in range(4):
+        for name, codes in (("$0", first), ("$1", second)):
+            got = (registers[name] >> 8 * k4 & 0xFF).to(torch.uint8).view(torch.float8_e4m3fn).float()
+            assert torch.equal(got * 2**6, e2m1_decode(codes.roll(k4)))
+
+
+def test_every_pair_of_weights_under_every_factor_becomes_bf16():
+    by, first, second = all_pairs()
+    words = words_of(by)
+    for byte in range(TAMEST + 1):
+        other = (byte + 77) % (TAMEST + 1)
+        # Words (k16, half) differ, and so do the factors (block, half).
+        registers = {f"${16 + 8 * k16 + 2 * half}": words.roll(k16 + 2 * half) for k16 in (0, 1) for half in (0, 1)}
+        registers["$48"] = torch.full_like(words, byte | other << 8 | other << 16 | byte << 24)
+        run(fragments.bf16_code(), registers)
+        for block, codes in enumerate((first, second)):
+            for k16 in (0, 1):
+                for k8 in (0, 1):
+                    for half in (0, 1):
+                        word = registers[f"${8 * block + 4 * k16 + 2 * k8 + half}"]
+                        factor = 2.0 ** ((byte if block == half else other) - 127)
+                        for b in (0, 1):
+                            want = e2m1_decode(codes.roll(2 * b + k8 + k16 + 2 * half)).double() * factor
+                            assert torch.equal(bf16(word >> 16 * b & 0xFFFF).double(), want.bfloat16().double())
+
+
+SIZES = [(2880, 2880), (2048, 768), (4096, 1536), (7168, 2048), (64, 64), (2048, 1408), (12288, 4096)]
+
+
+@pytest.mark.parametrize(("hidden", "intermediate"), SIZES)
+@pytest.mark.parametrize("slots", [1, 64, 200, 640])
+def test_configs_fit(hidden, intermediate, slots):
+    for config in few_configs(hidden, intermediate, 32, slots, "swiglu", None, True):
+        assert config.shared_bytes <= SHARED_BYTES
+        assert config.ctas_per_sm >= 1
+        assert config.num_groups * config.unroll >= config.num_steps
+    l1, l2 = few_configs(hidden, intermediate, 32, slots, "swiglu", None, True)
+    # Else CTAs of the second GEMM wouldn't fit where those of the first were.
+    assert (l1.shared_bytes, l1.tile_tokens, l1.num_warps) == (l2.shared_bytes, l2.tile_tokens, l2.num_warps)
+    assert l1.num_steps * 64 == hidden
+    assert l2.num_steps * 64 == intermediate
+
+
+def test_gpt_oss_reads_whole_groups():
+    assert [unroll_of(k // 64) for k in (2880, 4096, 768, 1536, 1408)] == [5, 4, 4, 4, 5]
+
+
+def test_tiles_for_few_and_for_many_rows():
+    block_y = [many_config.many_config(2880, 32 * rows, 32).block_y for rows in (4, 16, 32, 64, 128, 512)]
+    assert block_y == [16, 32, 64, 128, 128, 256]
+    for rows in (1, 20, 100, 5000):
+        config = many_config.many_config(2880, 32 * rows, 32)
+        assert config.num_stages >= 4
+        assert config.padded_steps == 45
+
+
+def layer(experts=8, hidden=256, intermediate=128) -> few.Layer:
+    def meta(rows: int, columns: int) -> QuantTensor:
+        values = torch.zeros(experts, rows, columns // 2, dtype=torch.uint8)
+        sf = torch.zeros(experts, rows, columns // 32, dtype=torch.uint8).view(torch.float8_e8m0fnu)
+        return to_fragments(QuantTensor(values, sf, (1, 32), tame=True))
+
+    return few.Layer(meta(2 * intermediate, hidden), meta(hidden, intermediate), None, None, "swiglu", None)
+
+
+def test_what_the_kernels_for_few_tokens_take():
+    assert few.supports(layer(), 16, 4) == ""
+    assert few.supports(layer(), 8 * few.MOST_ROWS, 1) == ""
+    assert few.supports(layer(), 8 * few.MOST_ROWS + 1, 1) == "too many tokens"
+    assert few.supports(layer(), 1, few.MAX_TOPK + 1) == "too many experts"
+    assert few.supports(layer(experts=few.MAX_EXPERTS + 1, hidden=64, intermediate=64), 1, 1) == "too many experts"
+    assert few.supports(layer(1, hidden=14336, intermediate=64), 1, 1) == "tokens too wide for shared memory"
+    by_rows = replace(layer(), down=replace(layer().down, order="rows"))
+    assert few.supports(by_rows, 1, 1) == "the weights' order"

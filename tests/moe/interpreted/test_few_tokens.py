@@ -1,0 +1,94 @@
+"""The kernels around the GEMMs for few tokens and 4-bit weights: sorting, splitting into two E4M3, summing."""
+
+import pytest
+import torch
+
+from envoi.gemm.hopper_w4a16 import few
+from envoi.moe.reference_permute import permute, sort_slots
+from envoi.types import QuantTensor
+from tests.helpers.accuracy import assert_same_bits
+
+HIDDEN = 192
+
+
+def layer(experts: int) -> few.Layer:
+    def empty(rows: int, columns: int) -> QuantTensor:
+        values = torch.empty(experts, rows, columns // 2, dtype=torch.uint8)
+        sf = torch.empty(experts, rows, columns // 32, dtype=torch.float8_e8m0fnu)
+        return QuantTensor(values, sf, (1, 32), tame=True, order="fragments")
+
+    return few.Layer(empty(128, HIDDEN), empty(HIDDEN, 64), None, None, "swiglu", None)
+
+
+def permuted(tokens, weights, ids, experts) -> few.Buffers:
+    given = layer(experts)
+    buffers = few.empty_buffers(tokens, ids, given)
+    for name in ("routed", "routed_factors", "row_weights"):
+        getattr(buffers, name).view(torch.uint8).fill_(255)
+    kernel, grid, arguments, options = few.permute_launch(tokens, weights, ids, given, buffers)
+    kernel[grid](*arguments, **options)
+    return buffers
+
+
+def joined(buffers: few.Buffers, rows: int) -> torch.Tensor:
+    """high + low, in the order of K, without the factor of rows."""
+    parts = buffers.routed[:rows].view(torch.float8_e4m3fn).double().view(rows, HIDDEN // 32, 2, 32).sum(2)
+    places = parts.view(rows, HIDDEN // 32, 2, 4, 2, 2)  # k16, t, b, k8
+    return places.permute(0, 1, 2, 5, 3, 4).reshape(rows, HIDDEN)
+
+
+@pytest.mark.parametrize(("tokens", "experts", "k"), [(1, 3, 2), (7, 5, 3), (20, 40, 4), (3, 2, 32)])
+def test_rows_are_tokens_by_expert(tokens, experts, k):
+    source = torch.Generator().manual_seed(tokens)
+    x = torch.randn(tokens, HIDDEN, generator=source).bfloat16() * torch.logspace(-9, 9, tokens)[:, None].bfloat16()
+    ids = torch.randint(-2, experts + 2, (tokens, k), generator=source, dtype=torch.int32)
+    weights = torch.rand(tokens, k, generator=source)
+    masked = torch.where((ids < 0) | (ids >= experts), -1, ids)
+    want = permute(x, weights, masked, experts)
+    got = permuted(x, weights, ids, experts)
+    assert_same_bits(got.offsets, want.offsets)
+    used = len(want.topk_weights)
+    places = torch.full((tokens * k,), -1, dtype=torch.int32)
+    places[sort_slots(masked, experts)[0].long()] = torch.arange(used, dtype=torch.int32)
+    assert_same_bits(got.slot_to_pos, places.view(tokens, k))
+    assert_same_bits(got.row_weights[:used], want.topk_weights)
+    rows = joined(got, used) * got.routed_factors[:used, None].double() / 32
+    error = (rows - want.rows.double()).abs().amax(1) / want.rows.double().abs().amax(1).clamp(min=1e-30)
+    assert float(error.max() if used else 0) <= 2.0**-17
+    assert bool((got.routed[used:] == 255).all())
+    assert bool(got.routed_factors[used:].isnan().all())
+
+
+def test_what_is_not_far_below_the_largest_is_exact():
+    x = (torch.randint(-255, 256, (1, HIDDEN), generator=torch.Generator().manual_seed(0)) * 0.5).bfloat16()
+    x[0, 0] = 128.0
+    got = permuted(x, torch.ones(1, 1), torch.zeros(1, 1, dtype=torch.int32), 1)
+    assert torch.equal(joined(got, 1) * got.routed_factors[0].double() / 32, x.double())
+
+
+@pytest.mark.parametrize("bad", [torch.nan, torch.inf])
+def test_a_bad_number_makes_its_rows_factor_nan(bad):
+    x = torch.ones(3, HIDDEN).bfloat16()
+    x[1, 7] = bad
+    got = permuted(x, torch.ones(3, 1), torch.zeros(3, 1, dtype=torch.int32), 1)
+    assert got.routed_factors.isnan().tolist() == [False, True, False]
+
+
+def test_a_token_of_zeros():
+    got = permuted(torch.zeros(1, HIDDEN).bfloat16(), torch.ones(1, 1), torch.zeros(1, 1, dtype=torch.int32), 1)
+    assert bool((joined(got, 1) * got.routed_factors.double() == 0).all())
+
+
+def test_sums_are_those_of_combine():
+    big = 2.0**24
+    given, ids = layer(2), torch.zeros(2, 3, dtype=torch.int32)
+    buffers = few.empty_buffers(torch.zeros(2, HIDDEN).bfloat16(), ids, given)
+    # In float32, big + one == big, so the order shows: (big - big) + one is 1, (big + one) - big is 0.
+    buffers.rows.copy_(torch.tensor([big, -big, 1.0, big, 1.0, -big])[:, None].expand(6, HIDDEN))
+    buffers.slot_to_pos.copy_(torch.arange(6, dtype=torch.int32).view(2, 3))
+    kernel, grid, arguments, options = few.sum_launch(buffers)
+    kernel[grid](*arguments, num_warps=options["num_warps"])
+    assert buffers.out[:, 0].tolist() == [1.0, 0.0]
+    buffers.slot_to_pos[1] = -1
+    kernel[grid](*arguments, num_warps=options["num_warps"])
+    assert bool((buffers.out[1] == 0).all())

@@ -1,0 +1,191 @@
+"""4-bit weights and bf16 tokens on a Hopper GPU: both kernels beside float64, on sizes and routings chosen to break."""
+
+from dataclasses import replace
+from functools import cache
+
+import pytest
+import torch
+
+from envoi.gemm.grouping import EXPERTS_ROWS
+from envoi.gemm.hopper_w4a16 import few
+from envoi.moe import moe
+from envoi.moe.experts import run_experts
+from envoi.moe.layer import run_layer
+from envoi.moe.oracle import moe_oracle
+from envoi.moe.permute import gather_rows, sort_slots
+from envoi.quant.fragments import to_fragments
+from envoi.sass import w4a16_recipes
+from envoi.sass.w4a16_cases import W4A16_CASES
+from envoi.types import ExpertWeights, QuantTensor
+from tests.helpers.accuracy import assert_same_bits, relative_error
+from tests.helpers.launches import assert_same_code, watched
+from tests.moe.layers import Layer, make
+from tests.moe.test_gpu import HOPPER, on_gpu, with_ids
+from tests.moe.test_moe import KINDS
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.usefixtures("tidy_gpu"),
+    pytest.mark.skipif(
+        torch.cuda.is_available() and torch.cuda.get_device_capability() != HOPPER, reason="kernels for Hopper"
+    ),
+]
+MOST, MOST_OF_FEW = 4e-3, 6e-3  # of the error against float64 on the same weights; of few numbers
+# Powers of two and their neighbours; K in whole groups of steps, and not; one step of K; more K than fits twice.
+SIZES = [(2880, 2880), (2048, 1408), (2048, 768), (1536, 1536), (64, 64), (128, 192), (4096, 1536), (7168, 512)]
+
+
+@pytest.fixture(params=["few", "many"])
+def kernels(request, monkeypatch) -> list[str]:
+    """Which kernels are to run, and which have."""
+    monkeypatch.setattr(few, "MOST_ROWS", 1 << 20 if request.param == "few" else -1)
+    ran: list[str] = []
+    for name, module in (("few", few), ("many", launch)):
+        function = "moe" if name == "few" else "expert_mlp"
+        original = getattr(module, function)
+        monkeypatch.setattr(
+            module, function, lambda *given, name=name, original=original: ran.append(name) or original(*given)
+        )
+    ran.append(request.param)
+    return ran
+
+
+def outputs(layer: Layer, kernels: list[str]) -> torch.Tensor:
+    packed = layer.pack("mxfp4")
+    assert packed.order == "fragments"
+    got = moe(layer.tokens, layer.routing, packed)
+    want = moe_oracle(layer.tokens, layer.routing.topk_weights, layer.routing.topk_ids, packed)
+    assert set(kernels) == {kernels[0]}
+    assert len(kernels) > 1
+    assert relative_error(got, want) <= (MOST if got.numel() > 5000 else MOST_OF_FEW)
+    return got
+
+
+@pytest.mark.parametrize(("hidden", "intermediate"), SIZES)
+@pytest.mark.parametrize("tokens", [1, 16, 70])
+def test_sizes(hidden, intermediate, tokens, kernels):
+    outputs(on_gpu(make(tokens, 5, 4, hidden, intermediate, bias=True, activation="swiglu_oai")), kernels)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_activations(kind, kernels):
+    outputs(on_gpu(make(tokens=40, hidden=512, intermediate=320, **KINDS[kind])), kernels)
+
+
+@pytest.mark.parametrize(
+    ("tokens", "experts", "k"), [(3, 128, 8), (100, 128, 4), (9, 512, 32), (200, 3, 2), (8, 33, 4)]
+)
+def test_numbers_of_experts(tokens, experts, k, kernels):
+    outputs(on_gpu(make(tokens, experts, k, 192, 128)), kernels)
+
+
+def test_hostile_routing(kernels):
+    layer = on_gpu(make(tokens=48, experts=6, k=4, hidden=512, intermediate=256))
+    slots = torch.arange(192, device="cuda").view(48, 4)
+    for ids in (torch.full_like(slots, 5), slots % 2, torch.where(slots % 3 == 0, slots % 6, -1)):
+        outputs(with_ids(layer, ids), kernels)
+    masked = moe(layer.tokens, with_ids(layer, torch.full_like(slots, -1)).routing, layer.pack("mxfp4"))
+    assert bool((masked == 0).all())
+
+
+def test_the_same_bits_a_hundred_times(kernels):
+    layer = on_gpu(make(tokens=30, experts=16, k=4, hidden=1024, intermediate=704))
+    packed = layer.pack("mxfp4")
+    first = moe(layer.tokens, layer.routing, packed)
+    for _ in range(100):
+        assert_same_bits(moe(layer.tokens, layer.routing, packed), first)
+
+
+def test_a_graph_serves_other_routings(kernels):
+    layers = [on_gpu(make(tokens=8, masked=masked, seed=i)) for i, masked in enumerate((0.0, 0.5, 1.0))]
+    packed, given = layers[0].pack("mxfp4"), on_gpu(make(tokens=8))
+    want = [moe(layer.tokens, layer.routing, packed) for layer in layers]
+    graph = torch.cuda.CUDAGraph()
+    moe(given.tokens, given.routing, packed)
+    with torch.cuda.graph(graph):
+        got = moe(given.tokens, given.routing, packed)
+    for layer, expected in zip(layers, want, strict=True):
+        given.tokens.copy_(layer.tokens)
+        given.routing.topk_ids.copy_(layer.routing.topk_ids)
+        given.routing.topk_weights.copy_(layer.routing.topk_weights)
+        graph.replay()
+        assert_same_bits(got, expected)
+
+
+def test_a_tokens_bits_do_not_depend_on_the_others_numbers(kernels):
+    layer = on_gpu(make(tokens=24, hidden=512, intermediate=256, masked=0.0))
+    packed = layer.pack("mxfp4")
+    clean = moe(layer.tokens, layer.routing, packed)
+    layer.tokens[5] *= 1000
+    layer.tokens[7, 100], layer.tokens[20, 0] = torch.nan, torch.inf
+    got = moe(layer.tokens, layer.routing, packed)
+    others = torch.tensor([i for i in range(24) if i not in (5, 7, 20)])
+    assert_same_bits(got[others], clean[others])
+    assert bool(got[[7, 20]].isnan().any(1).all())
+
+
+def test_tokens_of_very_different_sizes(kernels):
+    layer = on_gpu(make(tokens=24, hidden=512, intermediate=256))
+    layer.tokens *= torch.logspace(-12, 6, 24, device="cuda")[:, None].bfloat16()
+    got, packed = outputs(layer, kernels), layer.pack("mxfp4")
+    want = moe_oracle(layer.tokens, layer.routing.topk_weights, layer.routing.topk_ids, packed)
+    used = (layer.routing.topk_ids >= 0).any(1)
+    errors = (got[used] - want[used]).norm(dim=1) / want[used].norm(dim=1)
+    assert float(errors.max()) < 3 * MOST
+
+
+def test_weights_that_cannot_be_put_into_the_order_stay_right():
+    wide = on_gpu(make(tokens=40, hidden=512, intermediate=96))  # 96 isn't a multiple of 64
+    large = on_gpu(make(tokens=40, hidden=512, intermediate=128))
+    large = replace(large, gate_up=large.gate_up * 2.0**20)  # factors above 2
+    for layer in (wide, large):
+        packed = layer.pack("mxfp4")
+        assert packed.order == "rows"
+        want = moe_oracle(layer.tokens, layer.routing.topk_weights, layer.routing.topk_ids, packed)
+        assert relative_error(moe(layer.tokens, layer.routing, packed), want) <= MOST
+
+
+def test_packing_takes_no_more_memory():
+    layer = on_gpu(make(tokens=1, experts=4, hidden=2880, intermediate=2880))
+    packed = layer.pack("mxfp4")
+    for weight, plain in ((packed.gate_up, layer.gate_up), (packed.down, layer.down)):
+        assert weight.values.untyped_storage().nbytes() == plain.numel() // 2
+        assert weight.sf.untyped_storage().nbytes() == plain.numel() // 32
+
+
+def test_no_tokens():
+    layer = on_gpu(make(tokens=0))
+    assert moe(layer.tokens, layer.routing, layer.pack("mxfp4")).shape == (0, 256)
+
+
+@cache
+def launched() -> dict[str, str]:
+    """What runs on gpt-oss-20b's layer, for the numbers of tokens that the registry has."""
+    seen: dict[str, str] = {}
+    source = torch.Generator("cuda").manual_seed(0)
+
+    def weights(N: int, K: int) -> QuantTensor:
+        values = torch.randint(0, 256, (32, N, K // 2), generator=source, device="cuda", dtype=torch.uint8)
+        sf = torch.randint(110, 124, (32, N, K // 32), generator=source, device="cuda", dtype=torch.uint8)
+        return to_fragments(QuantTensor(values, sf.view(torch.float8_e8m0fnu), (1, 32), tame=True))
+
+    biases = torch.randn(32, 5760, device="cuda"), torch.randn(32, 2880, device="cuda")
+    experts = ExpertWeights(weights(5760, 2880), weights(2880, 2880), "mxfp4", "swiglu_oai", 7.0, *biases)
+    with watched(lambda sha256, kernel: seen.setdefault(sha256, kernel.asm["ptx"])):
+        for tokens in sorted({case.num_tokens for case in W4A16_CASES}):
+            x = torch.randn(tokens, 2880, generator=source, device="cuda").bfloat16()
+            ids = torch.rand(tokens, 32, generator=source, device="cuda").topk(4).indices.int()
+            run_layer(x, torch.rand(tokens, 4, generator=source, device="cuda"), ids, experts)
+        sent = torch.full((16384, 2880), torch.nan, device="cuda", dtype=torch.bfloat16)
+        to = sent.data_ptr() + 2 * 2880 * torch.arange(16384, device="cuda")
+        row_map = sort_slots(ids, 32)
+        rows, row_weights = gather_rows(x, torch.rand(tokens, 4, device="cuda"), row_map, None)
+        run_experts(rows, row_weights, row_map.offsets, experts, replace(EXPERTS_ROWS, to=to))
+        stayed = run_experts(rows, row_weights, row_map.offsets, experts)
+    assert_same_bits(sent, stayed)
+    return seen
+
+
+@pytest.mark.parametrize("case", W4A16_CASES, ids=lambda case: case.name)
+def test_what_runs_is_what_was_counted(case):
+    assert_same_code(case.title, w4a16_recipes.recipe(case), launched())

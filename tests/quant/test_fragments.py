@@ -1,0 +1,101 @@
+"""MXFP4 weights in the order of tensor cores' fragments: the places of the docstring, and back."""
+
+from dataclasses import replace
+
+import pytest
+import torch
+
+from envoi.gemm import grouped_gemm
+from envoi.quant import dequantize, quantize
+from envoi.quant.bits import e2m1_encode, unpack_nibbles
+from envoi.quant.fragments import supports_fragments, to_fragments, to_rows
+from envoi.types import QuantTensor
+from tests.helpers.accuracy import assert_same_bits
+
+
+def weights(experts=2, rows=128, columns=192, seed=0) -> QuantTensor:
+    """Tame, with random factors."""
+    source = torch.Generator().manual_seed(seed)
+    values = torch.randint(0, 256, (experts, rows, columns // 2), generator=source, dtype=torch.uint8)
+    sf = torch.randint(0, 129, (experts, rows, columns // 32), generator=source, dtype=torch.uint8)
+    return QuantTensor(values, sf.view(torch.float8_e8m0fnu), (1, 32), tame=True)
+
+
+def copied(x: QuantTensor) -> QuantTensor:
+    return replace(x, values=x.values.clone(), sf=x.sf.view(torch.uint8).clone().view(torch.float8_e8m0fnu))
+
+
+def test_there_and_back():
+    x = weights()
+    there = to_fragments(copied(x))
+    assert (there.order, there.shape, there.sf.shape) == ("fragments", x.shape, x.sf.shape)
+    assert not torch.equal(there.values, x.values)
+    back = to_rows(there)
+    assert back.order == "rows"
+    assert_same_bits(back.values, x.values)
+    assert_same_bits(back.sf.view(torch.uint8), x.sf.view(torch.uint8))
+
+
+def test_in_place():
+    x = weights()
+    assert to_fragments(x).values.data_ptr() == x.values.data_ptr()
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_dequantising_sees_the_same_numbers(dtype):
+    x = weights(3)
+    there = to_fragments(copied(x))
+    assert_same_bits(dequantize(there, dtype), dequantize(x, dtype))
+    one = replace(there, values=there.values[1], sf=there.sf[1])
+    assert_same_bits(dequantize(one, dtype), dequantize(x, dtype)[1])
+
+
+def test_every_number_is_where_the_docstring_says():
+    x, steps = weights(1), 3
+    codes = unpack_nibbles(x.values)[0]
+    there = to_fragments(copied(x))
+    by = there.values.view(2, steps, 4, 8, 4, 2, 2, 2, 2)
+    sf = there.sf.view(torch.uint8).view(2, steps, 4, 8, 2, 2)
+    for row in range(128):
+        tile, warp, g, half = row // 64, row % 64 // 16, row % 16 // 2, row % 2
+        for k in range(192):
+            step, block, k16, k8, t, b = k // 64, k % 64 // 32, k % 32 // 16, k % 16 // 8, k % 8 // 2, k % 2
+            byte = int(by[tile, step, warp, g, t, k16, half, b, k8])
+            first = byte & 7 | byte >> 2 & 8
+            second = byte >> 4 & 8 | byte >> 2 & 6 | byte >> 6 & 1
+            assert int(codes[row, k]) == (second if block else first)
+            assert sf[tile, step, warp, g, block, half] == x.sf.view(torch.uint8)[0, row, k // 32]
+
+
+@pytest.mark.parametrize(
+    ("why", "x"),
+    [
+        ("a scale factor is above 2", replace(weights(), tame=False)),
+        ("multiples of 64", weights(rows=96)),
+        ("multiples of 64", weights(columns=160)),
+        ("it isn't MXFP4", quantize(torch.randn(1, 64, 64), "mxfp8")),
+        ("it is in this order already", to_fragments(weights())),
+    ],
+)
+def test_refusals(why, x):
+    with pytest.raises(ValueError, match=why):
+        to_fragments(x)
+
+
+def test_what_can_be_put_into_the_order():
+    assert supports_fragments(weights()) == ""
+
+
+def test_a_public_gemm_refuses_the_order():
+    rows, offsets = torch.randn(4, 192).bfloat16(), torch.tensor([0, 2, 4], dtype=torch.int32)
+    with pytest.raises(ValueError, match=r"weights.order: expected 'rows', got 'fragments'"):
+        grouped_gemm(rows, to_fragments(weights()), offsets)
+
+
+def test_signs_of_zeros_stay():
+    x = weights(1, 64, 64)
+    zeros = e2m1_encode(torch.tensor([-0.0, 0.0]))
+    x.values.fill_(int(zeros[0]) | int(zeros[1]) << 4)
+    got = dequantize(to_fragments(x))
+    assert bool((got == 0).all())
+    assert bool((torch.signbit(got) == (torch.arange(64) % 2 == 0)).all())
