@@ -144,7 +144,7 @@ class ExpertWeights(_Printed):
 
     @property
     def order(self) -> str:
-        """Of both weights: "rows" or "fragments"; see `QuantTensor`."""
+        """Order of both weights, "rows" or "fragments": see `QuantTensor`."""
         return "rows" if isinstance(self.gate_up, torch.Tensor) else self.gate_up.order
 
     @property

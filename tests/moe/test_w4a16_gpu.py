@@ -8,6 +8,7 @@ import torch
 
 from envoi.gemm.grouping import EXPERTS_ROWS
 from envoi.gemm.hopper_w4a16 import few
+from envoi.moe import layer as kernels_layer
 from envoi.moe import moe
 from envoi.moe.experts import run_experts
 from envoi.moe.layer import run_layer
@@ -40,8 +41,7 @@ def kernels(request, monkeypatch) -> list[str]:
     """Which kernels are to run, and which have."""
     monkeypatch.setattr(few, "MOST_ROWS", 1 << 20 if request.param == "few" else -1)
     ran: list[str] = []
-    for name, module in (("few", few), ("many", launch)):
-        function = "moe" if name == "few" else "expert_mlp"
+    for name, module, function in (("few", few, "moe"), ("many", kernels_layer, "run_experts")):
         original = getattr(module, function)
         monkeypatch.setattr(
             module, function, lambda *given, name=name, original=original: ran.append(name) or original(*given)

@@ -18,12 +18,12 @@ STYLE = {"svg.hashsalt": "envoi", "svg.fonttype": "none", "font.size": 10, "axes
 
 
 def ratio_rows(measurements: Sequence[Measurement]) -> list[tuple[str, str, float]]:
-    """What a suite's chart shows: case, what it is compared to, the other's time over Envoi's."""
+    """Row of a suite's chart: case, what it is compared to, the other's time over Envoi's."""
     return [(case_name(m), name, us / m.ours_us) for m, name, us in compared(measurements)]
 
 
 def picture_rows(cases: Sequence[Measurement]) -> list[tuple[str, list[float]]]:
-    """What the README's picture shows: a name, and times in us for each number of tokens."""
+    """Series of the README's picture: a name, and times in us for each number of tokens."""
     others = [(label, [m.baselines[name] for m in cases]) for name, label in PICTURE_BASELINES.items()]
     return [("Envoi", [m.ours_us for m in cases]), *others]
 

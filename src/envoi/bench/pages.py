@@ -150,7 +150,7 @@ def by_gpus(measurements: Sequence[Measurement]) -> str:
 
 
 def picture_cases(results: dict[str, list[Measurement]]) -> list[Measurement]:
-    """What the README's picture shows, by tokens. Raises ValueError if a case isn't in the results."""
+    """Return the series of the README's picture, by tokens. Raises ValueError if a case isn't in the results."""
     found = {(m.case, m.num_gpus): m for m in results.get("h200", []) if m.suite == "moe"}
     chosen = []
     for tokens in PICTURE_TOKENS:
@@ -162,7 +162,7 @@ def picture_cases(results: dict[str, list[Measurement]]) -> list[Measurement]:
 
 
 def caption(cases: Sequence[Measurement]) -> str:
-    """What the picture shows, in a line."""
+    """Return a line that says what the picture shows."""
     spans = []
     for name, label in PICTURE_BASELINES.items():
         ratios = [m.baselines[name] / m.ours_us for m in cases]

@@ -13,7 +13,7 @@ class ChunkPosition(NamedTuple):
 
 
 class ChunkBuffers(NamedTuple):
-    """What a chunk's tiles go through by TMA; 0 where a kernel has no descriptors.
+    """Buffers through which a chunk's tiles are stored and loaded by TMA; 0 where a kernel has no descriptors.
 
     descs: of outputs, then of tile operands. stages: shared memory of each output. side: shared memory of the tile
     operands, the barriers on which they arrive, and the tiles done. turn: number of the chunk, which picks the stage.

@@ -1,4 +1,4 @@
-"""What the Hopper kernels for 4-bit weights and bf16 tokens are asked for in practice. Plain data."""
+"""Registered launches of the Hopper kernels for 4-bit weights and bf16 tokens: plain data."""
 
 from dataclasses import dataclass
 
@@ -20,7 +20,7 @@ class W4A16Case:
 
     @property
     def title(self) -> str:
-        """Its name in the registry."""
+        """Name in the registry."""
         return PREFIX + self.name
 
 

@@ -38,7 +38,7 @@ class Layer:
 
 @dataclass(frozen=True)
 class Buffers:
-    """What one call allocates: P = num_tokens * num_topk rows. routed, hidden: tokens as the kernel takes them."""
+    """Buffers of one call: P = num_tokens * num_topk rows. routed, hidden: tokens as `few_kernel` reads them."""
 
     offsets: torch.Tensor  # int32 [E + 1]
     slot_to_pos: torch.Tensor  # int32 [num_tokens, num_topk]
@@ -81,7 +81,7 @@ def moe(tokens: torch.Tensor, topk_weights: torch.Tensor, topk_ids: torch.Tensor
 
 
 def configs_of(layer: Layer, num_slots: int) -> tuple[FewConfig, FewConfig]:
-    """Of L1 and of L2."""
+    """Return the configs of L1 and of L2."""
     return few_configs(
         layer.gate_up.shape[-1], layer.down.shape[-1], layer.num_experts, num_slots, layer.activation, layer.limit,
         layer.gate_up_bias is not None,
@@ -89,7 +89,7 @@ def configs_of(layer: Layer, num_slots: int) -> tuple[FewConfig, FewConfig]:
 
 
 def empty_buffers(tokens: torch.Tensor, topk_ids: torch.Tensor, layer: Layer) -> Buffers:
-    """Room for everything."""
+    """Allocate the buffers of a call."""
     (M, H), P, intermediate = tokens.shape, topk_ids.numel(), layer.down.shape[-1]
 
     def empty(*shape: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
@@ -105,7 +105,7 @@ def empty_buffers(tokens: torch.Tensor, topk_ids: torch.Tensor, layer: Layer) ->
 def permute_launch(
     tokens: torch.Tensor, topk_weights: torch.Tensor, topk_ids: torch.Tensor, layer: Layer, buffers: Buffers
 ) -> Launch:
-    """What sorts the slots by expert, and splits their tokens."""
+    """Build the launch that sorts slots by expert and splits their tokens into two E4M3."""
     from envoi.gemm.hopper_w4a16.tokens import permute_kernel
 
     (M, H), k, E, on_gpu = tokens.shape, topk_ids.shape[1], layer.num_experts, tokens.device.type != "cpu"
@@ -120,7 +120,7 @@ def permute_launch(
 def gemm_launch(
     layer: Layer, buffers: Buffers, topk_ids: torch.Tensor, config: FewConfig, num_ctas: int | None = None
 ) -> Launch:
-    """L1 or L2, as the config says."""
+    """Build the launch of L1 or L2, which the config says."""
     from envoi.gemm.hopper_w4a16.kernel_few import few_kernel
 
     device = buffers.out.device
@@ -147,7 +147,7 @@ def as_words(sf: torch.Tensor) -> torch.Tensor:
 
 
 def sum_launch(buffers: Buffers) -> Launch:
-    """What sums tokens' slots."""
+    """Build the launch that sums the rows of each token's slots."""
     from envoi.gemm.hopper_w4a16.tokens import sum_kernel
 
     (M, k), H, on_gpu = buffers.slot_to_pos.shape, buffers.rows.shape[1], buffers.out.device.type != "cpu"

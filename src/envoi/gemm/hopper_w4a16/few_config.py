@@ -1,4 +1,4 @@
-"""How the kernel for few tokens is cut, and what it can take."""
+"""Config of the kernel for few tokens: its tiles, its shared memory, the sizes it takes."""
 
 from dataclasses import dataclass
 
@@ -16,7 +16,7 @@ RESERVED = 2048  # bytes of shared memory of a CTA that are the driver's, or go 
 
 @dataclass(frozen=True)
 class FewConfig(Constant):
-    """What the kernel is compiled for.
+    """Constants of the kernel for few tokens.
 
     tile_tokens: 8 or 16 tokens of a tile. num_warps: 4 or 8, each with 16 features.
     num_steps: K / 64. room_steps: that of the GEMM with the larger K. Both take as much shared memory: while CTAs of
@@ -42,12 +42,12 @@ class FewConfig(Constant):
 
     @property
     def reads_ids(self) -> bool:
-        """Whether bounds of experts' rows come from the ids, not from `offsets`."""
+        """True if bounds of experts' rows are computed from the ids, not read from `offsets`."""
         return self.max_slots > 0
 
     @property
     def waits_first(self) -> bool:
-        """Whether the kernel can do nothing before the one in front has ended."""
+        """True if the kernel can do nothing before the previous one has ended."""
         return self.overlaps and self.is_l1 and not self.reads_ids
 
     @property
@@ -67,7 +67,7 @@ class FewConfig(Constant):
 
     @property
     def room_slabs(self) -> int:
-        """The same of the GEMM with the larger K."""
+        """Slabs of the GEMM with the larger K."""
         return -(-self.room_steps // 16)
 
     @property
@@ -82,7 +82,7 @@ class FewConfig(Constant):
 
     @property
     def factor_steps(self) -> int:
-        """As many steps' tokens as take the room of the factors, of 4 bytes each."""
+        """Steps whose tokens take as many bytes as the factors, of 4 bytes each."""
         return -(-self.num_k_groups // 32)
 
     @property
@@ -92,7 +92,7 @@ class FewConfig(Constant):
 
     @property
     def ctas_per_sm(self) -> int:
-        """As many as fit, at 128 registers a thread."""
+        """CTAs of an SM: as many as fit, at 128 registers a thread."""
         return min(SHARED_BYTES // self.shared_bytes, 16 // self.num_warps)
 
 

@@ -1,4 +1,4 @@
-"""What leaves the GEMMs for few tokens: the first one's activations as tokens of the second, the second one's rows."""
+"""Epilogues of the GEMMs for few tokens: L1 stores activations as tokens of L2, L2 stores rows."""
 
 import triton.experimental.gluon.language as gl
 from triton.experimental import gluon
@@ -11,7 +11,7 @@ GROUP = gl.constexpr(32)  # features that share a power of two
 
 @aggregate
 class Outputs:
-    """What the epilogues read and write.
+    """Pointers that the epilogues read and write.
 
     bias: float32 pointer [num_experts, 64 * num_row_tiles]. row_weights: float32 pointer, the routing weight of a row.
     out: of the first GEMM E4M3 bits, uint8 [rows, I / 32, 2, 32] as `tokens` has them, with a float32 for each tile's

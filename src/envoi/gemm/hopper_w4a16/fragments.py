@@ -66,7 +66,7 @@ class Weights:
 
 @aggregate
 class Place:
-    """Where each thread reads next: addresses."""
+    """Addresses that each thread reads next."""
 
     words: gl.tensor  # int64 [32 * warps]
     factors: gl.tensor  # int64 [8 * warps]

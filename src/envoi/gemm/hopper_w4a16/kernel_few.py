@@ -100,7 +100,7 @@ class Tokens:
 
     @gluon.jit
     def fetch_factors(self, tile):
-        """The same of the tokens' factors, K outermost."""
+        """Load the tokens' factors, K outermost."""
         cfg: gl.constexpr = self.cfg
         num_groups: gl.constexpr = cfg.groups_per_step * cfg.num_steps
         lay: gl.constexpr = gl.BlockedLayout([1, 1], [32, 1], [gl.num_warps(), 1], [0, 1])
@@ -168,7 +168,7 @@ class Routing:
 
 @aggregate
 class Schedule:
-    """Where tiles are: ends [max_experts] counts the tiles of tokens up to and with each expert's.
+    """Positions of tiles: ends [max_experts] counts the tiles of tokens up to and with each expert's.
 
     index, first, last: the expert, its first row and the row after its last.
     """

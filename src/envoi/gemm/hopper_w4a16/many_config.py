@@ -1,4 +1,4 @@
-"""How the kernel for many tokens is cut."""
+"""Config of the kernel for many tokens, and its choice."""
 
 from dataclasses import dataclass, replace
 
@@ -17,7 +17,7 @@ TOKEN_TILES = {16: 0.84, 32: 0.89, 64: 1.0, 128: 1.38, 256: 2.25}
 
 @dataclass(frozen=True)
 class ManyConfig(Constant):
-    """What the kernel is compiled for: tiles of 128 features, 64 for each of two consumers, and block_y tokens.
+    """Constants of the kernel for many tokens: tiles of 128 features, 64 for each of two consumers, and block_y tokens.
 
     num_steps: K / 64. unroll: steps of K whose weights a consumer has requested ahead.
     The rest is what epilogues and the order of tiles ask of every Hopper kernel's config (`TileConfig`).
