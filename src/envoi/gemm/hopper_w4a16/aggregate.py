@@ -23,7 +23,7 @@ def aggregate(cls: type) -> Any:
             # Attributes of a constant arrive as plain values.
             setattr(self, name, value if hasattr(value, "type") else gl.constexpr(value))
 
-    cls.__init__ = build
+    cls.__init__ = build  # pyright: ignore[reportAttributeAccessIssue]
     made: Any = _aggregate(cls)
     made.hash_attrs = [gluon.constexpr_function(build), *made.hash_attrs[1:]]
     return made
