@@ -1,13 +1,18 @@
 """Packing: layouts, formats, round trips, refusals."""
 
+import importlib
 import math
+from dataclasses import replace
 
 import pytest
 import torch
 
-from envoi.moe import pack, unpack
+from envoi.moe import moe, pack, unpack
+from envoi.moe.op import flatten, unflatten
 from envoi.quant import FORMATS
-from tests.helpers.accuracy import relative_error
+from envoi.quant.fragments import to_rows
+from tests.helpers.accuracy import assert_same_bits, relative_error
+from tests.moe.layers import make
 
 BOUNDS = {"bf16": 0.0, "fp8_row": 0.04, "fp8_block128": 0.04, "mxfp8": 0.04, "mxfp4": 0.13, "mxfp4_mxfp8": 0.13}
 
@@ -39,6 +44,33 @@ def test_both_layouts_pack_to_the_same():
     mixed = torch.stack(gate_up.chunk(2, dim=1), dim=2).flatten(1, 2)
     a, b = pack(gate_up, down, "mxfp8"), pack(mixed, down, "mxfp8", gate_up_layout="interleaved")
     assert torch.equal(a.gate_up.values.view(torch.uint8), b.gate_up.values.view(torch.uint8))
+
+
+@pytest.fixture
+def hopper(monkeypatch):
+    """Weights are packed as for a Hopper GPU."""
+    monkeypatch.setattr(importlib.import_module("envoi.moe.pack"), "implementation", lambda device: "hopper")
+
+
+@pytest.mark.parametrize(("hidden", "intermediate", "order"), [(256, 128, "fragments"), (256, 96, "rows")])
+def test_a_hopper_gpu_has_an_order_of_its_own_for_4_bit_weights(hidden, intermediate, order, hopper):
+    gate_up, down = weights(hidden, intermediate)
+    assert pack(gate_up, down, "mxfp4").order == order
+    assert pack(gate_up, down, "mxfp4_mxfp8").order == "rows"
+    assert pack(gate_up, down, "bf16").order == "rows"
+    assert pack(gate_up * 2.0**20, down, "mxfp4").order == "rows"  # factors above 2
+
+
+def test_the_order_changes_no_number_and_no_result(hopper):
+    layer = make(tokens=9)
+    packed = layer.pack("mxfp4")
+    by_rows = replace(packed, gate_up=to_rows(packed.gate_up), down=to_rows(packed.down))
+    assert (packed.order, by_rows.order) == ("fragments", "rows")
+    for got, want in zip(unpack(packed)[:2], unpack(by_rows)[:2], strict=True):
+        assert_same_bits(got, want)
+    # A CPU computes with what was packed for a GPU.
+    results = [moe(layer.tokens, layer.routing, unflatten(*flatten(experts))) for experts in (packed, by_rows)]
+    assert_same_bits(*results)
 
 
 def test_example_of_the_docstring():

@@ -78,10 +78,9 @@ def pack(
 
 def _in_kernels_order(gate_up: Matrix, down: Matrix) -> tuple[Matrix, Matrix]:
     """MXFP4 weights as the Hopper kernels for bf16 tokens read them, in place, if both can be put so."""
-    quantised = isinstance(gate_up, QuantTensor) and isinstance(down, QuantTensor)
-    if not quantised or implementation(gate_up.device) != "hopper":
+    if not isinstance(gate_up, QuantTensor) or not isinstance(down, QuantTensor):
         return gate_up, down
-    if supports_fragments(gate_up) or supports_fragments(down):
+    if implementation(gate_up.device) != "hopper" or supports_fragments(gate_up) or supports_fragments(down):
         return gate_up, down
     return to_fragments(gate_up), to_fragments(down)
 

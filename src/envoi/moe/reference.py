@@ -20,6 +20,7 @@ from envoi.gemm import grouped_gemm
 from envoi.moe.reference_permute import combine, permute
 from envoi.quant.cast import quantize
 from envoi.quant.formats import format_named
+from envoi.quant.fragments import to_rows
 from envoi.spans import span
 from envoi.types import ExpertRows, ExpertWeights, Matrix
 
@@ -40,12 +41,22 @@ def expert_mlp(rows: ExpertRows, experts: ExpertWeights) -> torch.Tensor:
     l2_operands: dict[str, Any] = {} if biases[1] is None else {"bias": biases[1]}
     if has_bias:
         l2_operands["weight"] = rows.topk_weights
+    gate_up, down = _by_rows(experts.gate_up), _by_rows(experts.down)
+    hidden = grouped_gemm(rows.rows, gate_up, rows.offsets, l1, weight=rows.topk_weights, **l1_operands)
+    return grouped_gemm(
+        hidden, down, rows.offsets, expert_l2(has_bias), out_dtype=torch.bfloat16, **l2_operands
+    )  # fmt: skip
     with span("L1"):
         hidden = grouped_gemm(rows.rows, experts.gate_up, rows.offsets, l1, weight=rows.topk_weights, **l1_operands)
     with span("L2"):
         return grouped_gemm(
             hidden, experts.down, rows.offsets, expert_l2(has_bias), out_dtype=torch.bfloat16, **l2_operands
         )  # fmt: skip
+
+
+def _by_rows(weight: Matrix) -> Matrix:
+    """Weights that were packed on a Hopper GPU may be in its kernels' order."""
+    return weight if isinstance(weight, torch.Tensor) else to_rows(weight)
 
 
 def moe(

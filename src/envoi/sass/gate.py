@@ -111,8 +111,9 @@ def broken(record: Record, text: str, rule: Rule, known: Known | None = None) ->
 
 
 def _allowed(call: str, text: str) -> bool:
-    """Tell whether a call is one of ALLOWED_CALLS, or to a function that only traps, as those do: Triton 3.8's and 3.9's
-    ptxas gives a second copy of such a guard no name, only a label.
+    """Tell whether a call is one of ALLOWED_CALLS, or to a function that only traps, as those do.
+
+    The ptxas of Triton 3.8 and 3.9 gives a second copy of such a guard no name, only a label.
     """
     if any(re.search(name, call) for name in ALLOWED_CALLS):
         return True

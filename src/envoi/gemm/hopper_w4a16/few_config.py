@@ -62,7 +62,7 @@ class FewConfig(Constant):
 
     @property
     def num_slabs(self) -> int:
-        """16 steps of K each, in which tokens come to shared memory."""
+        """Slabs of K, 16 steps each, in which tokens are copied to shared memory."""
         return -(-self.num_steps // 16)
 
     @property
@@ -72,7 +72,7 @@ class FewConfig(Constant):
 
     @property
     def groups_per_step(self) -> int:
-        """Along K, of features that share a power of two as tokens of the second GEMM: a tile's of the first."""
+        """Groups of features in a step of L2 whose tokens share a power of two: the features of one tile of L1."""
         return 2 // self.num_row_tiles
 
     @property
