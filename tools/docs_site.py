@@ -28,16 +28,18 @@ def on_files(files, config):
 
 
 def on_page_markdown(markdown, page, config, files):
-    """Put the README's start and table where a page asks for them; links out of docs/ lead to the pages added above."""
+    """Put parts of the README where a page asks for them; links out of docs/ lead to the pages added above."""
     readme = (ROOT / "README.md").read_text(encoding="utf-8")
-    if page.file.src_uri == "index.md":
-        start = readme.partition("\n")[2].partition("\n## ")[0].replace("(docs/", "(")
-        markdown = markdown.replace("{{ readme }}", start.strip())
-    if page.file.src_uri == "install.md":
-        table = readme.partition("<!-- pairs:")[2].partition("-->\n")[2].partition("<!-- /pairs -->")[0]
-        markdown = markdown.replace("{{ pairs }}", table.strip())
-    if "{{ " in markdown and page.file.src_uri in ("index.md", "install.md"):
-        raise PluginError(f"{page.file.src_uri}: a part of README.md wasn't found")
+    start = readme.partition("\n")[2].partition("\n## ")[0].replace("(docs/", "(")
+    pairs = readme.partition("<!-- pairs:")[2].partition("-->\n")[2].partition("<!-- /pairs -->")[0]
+    for page_name, mark, part in (
+        ("index.md", "<!-- the README's start -->", start),
+        ("install.md", "<!-- the README's table of pairs -->", pairs),
+    ):
+        if page.file.src_uri == page_name:
+            if mark not in markdown or not part.strip():
+                raise PluginError(f"{page_name}: expected {mark}, and that part in README.md, got none")
+            markdown = markdown.replace(mark, part.strip())
     return markdown.replace("](../", "](") if "/" not in page.file.src_uri else markdown
 
 
