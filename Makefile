@@ -16,11 +16,12 @@ CONSTRAINTS := constraints/torch-$(PAIR).txt
 # The Tritons of the other pairs: all kernels are compiled with each of them.
 OTHER_TRITONS := $(shell $(PYTHON) tools/pairs.py other-tritons $(PAIR))
 
-.PHONY: help demo test ci resolve compile test-gpu gate lint format wheel clean
+.PHONY: help demo test docs ci resolve compile test-gpu gate lint format wheel clean
 
 help:
 	@echo "make demo      a trained MoE model answers through Envoi: a table on the terminal, a picture in demo.png"
 	@echo "make test      all tests (on a machine without a GPU: those that need none)"
+	@echo "make docs      the site, in site/: no network is used"
 	@echo "make ci        what has to pass before a change lands: .ci/run"
 	@echo "make resolve   ask the default package index for every pair of torch and Triton in constraints/"
 	@echo "make compile   all kernels, with the Triton of every other pair"
@@ -47,6 +48,9 @@ demo: $(STAMP)
 test: $(STAMP)
 	$(BIN)/python -m pytest -n 2 --dist worksteal
 	TRITON_INTERPRET=1 $(BIN)/python -m pytest -n 2 --dist worksteal
+
+docs: $(STAMP)
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict --quiet
 
 ci:
 	.ci/run
@@ -85,4 +89,4 @@ wheel: $(STAMP)
 	$(BIN)/python -m pip wheel -q --no-deps -w dist .
 
 clean:
-	rm -rf .venv .venv-* .triton-* dist build .pytest_cache .ruff_cache .hypothesis demo.png
+	rm -rf .venv .venv-* .triton-* dist build site .pytest_cache .ruff_cache .hypothesis demo.png

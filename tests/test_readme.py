@@ -33,7 +33,7 @@ def environment() -> dict[str, str]:
 def test_every_block_runs(path, tmp_path):
     found = blocks(path)
     assert found
-    program = tmp_path / f"{path.stem}.py"  # a file, because tracing an epilogue reads its lines
+    program = tmp_path / f"page_{path.stem}.py"  # a file, because tracing an epilogue reads its lines
     program.write_text("\n".join(found))
     command = [sys.executable, "-W", "ignore", str(program)]
     done = subprocess.run(command, cwd=ROOT, env=environment(), capture_output=True, text=True, timeout=TIMEOUT_S)

@@ -9,7 +9,7 @@ from envoi.moe.parallel import ExpertParallel, PeerTimeout
 from envoi.moe.router import route
 from envoi.types import ExpertRows, ExpertWeights, QuantTensor, Routing
 
-__version__ = "0.1.0"
+__version__ = "0.2.0"
 
 __all__ = [
     "EpilogueError",

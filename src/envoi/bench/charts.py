@@ -42,7 +42,7 @@ def draw_ratios(path: Path, title: str, measurements: Sequence[Measurement]) -> 
         axes.barh(places, values, 0.7, color=[OURS if value >= 1 else BEHIND for value in values])
         axes.axvline(1.0, color="black", linewidth=1)
         for place, (_, name, value) in enumerate(rows):
-            axes.annotate(f" {ratio(value, 1.0)} {name}", (value, place), va="center", fontsize=9)
+            axes.annotate(f" {ratio(value, 1.0)} {name}", (max(value, 1.0), place), va="center", fontsize=9)
         axes.set_yticks(places, [case for case, _, _ in rows])
         axes.set(ylim=(len(rows) - 0.4, -0.6), xlim=(0, max(1.0, *values) * 1.35))
         axes.set_xlabel("the other's time over Envoi's: above 1 Envoi is faster")

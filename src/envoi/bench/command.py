@@ -79,17 +79,17 @@ def _write_docs(docs: Path, out: str | None) -> int:
     texts = {docs / name: text for name, text in pages.pages(folder).items()}
     texts[readme] = pages.render(readme.read_text(encoding="utf-8"), folder)
     cases = pages.picture_cases(results)
-    for path, text in texts.items():
-        path.parent.mkdir(exist_ok=True)
-        path.write_text(text, encoding="utf-8")
+    picture = docs.parent / "assets" / pages.PICTURE
+    for folder_made in (docs, picture.parent):
+        folder_made.mkdir(exist_ok=True)
+    charts.draw_picture(picture, cases)
     for suite in evidence.SUITES:
         for gpu, measurements in pages.of_suite(results, suite).items():
             if charts.ratio_rows(measurements):
                 title = f"{suite}: {evidence.SUITES[suite]}"
                 charts.draw_ratios(docs / pages.chart_name(suite, gpu), title, measurements)
-    picture = docs.parent / "assets" / pages.PICTURE
-    picture.parent.mkdir(exist_ok=True)
-    charts.draw_picture(picture, cases)
+    for path, text in texts.items():
+        path.write_text(text, encoding="utf-8")
     print(f"{docs}, {picture} and {readme} agree with {folder}")
     return 0
 
