@@ -1,5 +1,19 @@
-"""The rule of tests/gemm/interpreted: memory that nobody wrote is NaN."""
+"""The rule of tests/gemm/interpreted, and sizes for the interpreter."""
+
+import pytest
 
 from tests.gemm.interpreted.conftest import outputs_start_as_nan
 
-__all__ = ["outputs_start_as_nan"]
+__all__ = ["few_programs", "outputs_start_as_nan"]
+
+
+@pytest.fixture(autouse=True)
+def few_programs(monkeypatch):
+    """Four programs rank the slots of a piece, instead of 64: the interpreter takes its time for each."""
+    import triton.language as tl
+
+    from envoi.moe.parallel import dispatch, dispatch_kernels
+
+    ranked = dispatch.PIECE // 4
+    monkeypatch.setattr(dispatch, "RANKED", ranked)
+    monkeypatch.setattr(dispatch_kernels, "RANKED", tl.constexpr(ranked))
