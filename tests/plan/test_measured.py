@@ -1,6 +1,5 @@
 """Model of a grouped GEMM's time against measurements, and its constants against their sources."""
 
-import json
 from pathlib import Path
 
 import pytest
@@ -15,9 +14,10 @@ RESULTS = Path(__file__).resolve().parents[2] / "bench" / "results" / "h200.json
 BYTES = {"bf16": 2, "fp8_row": 1, "fp8_block128": 1, "mxfp4": 17 / 32, "mxfp4_mxfp8": 17 / 32}
 
 
-def measured(suite: str, case: str) -> dict:
-    lines = map(json.loads, RESULTS.read_text().splitlines())
-    return next(line for line in lines if (line["suite"], line["case"]) == (suite, case))
+def measured(suite: str, case: str) -> evidence.Measurement:
+    """The newest of a case."""
+    (found,) = (m for m in evidence.latest(evidence.read(RESULTS)) if (m.suite, m.case) == (suite, case))
+    return found
 
 
 def predicted(rows: int, experts: int, n: int, k: int, format: str, block_m: int, block_n: int) -> float:
@@ -33,13 +33,13 @@ def predicted(rows: int, experts: int, n: int, k: int, format: str, block_m: int
     ("format", "tile"), [("bf16", (64, 256)), ("fp8_row", (64, 256)), ("fp8_block128", (128, 128))]
 )
 def test_many_rows_an_expert(format, tile):
-    took = measured("gemm_grouped", f"32 experts x 256, 7168 -> 4096 {format}")["ours_us"]
+    took = measured("gemm_grouped", f"32 experts x 256, 7168 -> 4096 {format}").ours_us
     assert predicted(256, 32, 4096, 7168, format, *tile) == pytest.approx(took, rel=0.1)
 
 
 @pytest.mark.parametrize(("rows", "block_m"), [(16, 8), (64, 64)])
 def test_few_rows_an_expert(rows, block_m):
-    took = measured("gemm_weights", f"32 experts x {rows}, 4096 -> 4096 bf16")["ours_us"]
+    took = measured("gemm_weights", f"32 experts x {rows}, 4096 -> 4096 bf16").ours_us
     assert predicted(rows, 32, 4096, 4096, "bf16", block_m, 128) == pytest.approx(took, rel=0.1)
 
 
@@ -75,4 +75,4 @@ def test_the_staged_path(num_gpus, format, within):
 
 @pytest.mark.parametrize(("suite", "format"), [("gemm", "bf16"), ("gemm_fp8", "fp8_row"), ("gemm_fp8", "fp8_block128")])
 def test_rates_are_those_of_the_results(suite, format):
-    assert measured(suite, f"8192x4096x7168 {format}")["tflops"] == pytest.approx(H200.tflops[format], rel=0.1)
+    assert measured(suite, f"8192x4096x7168 {format}").tflops == pytest.approx(H200.tflops[format], rel=0.1)

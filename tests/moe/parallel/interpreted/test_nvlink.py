@@ -97,7 +97,8 @@ def test_no_tokens_at_all():
     assert all(int(domain.offsets.abs().max()) == 0 for domain in opened)
 
 
-def test_the_host_knows_the_kernels_constants():
+def test_the_host_knows_the_kernels_constants(monkeypatch):
+    monkeypatch.undo()  # not the sizes for the interpreter
     assert set(nvlink.LATE_STEPS) == {LATE_AT_DISPATCH.value, LATE_AT_COMBINE.value}
     assert shared_device.REFUSED_ON_HOST.value == dispatch.REFUSED_ON_HOST
     assert (dispatch_kernels.PIECE.value, dispatch_kernels.RANKED.value) == (dispatch.PIECE, dispatch.RANKED)
