@@ -102,8 +102,8 @@ def sum_columns(x):
 @triton.jit
 def largest(x, AXIS: tl.constexpr):
     """The largest along an axis; NaN if there is one."""
-    if INTERPRETED:  # which calls a function of ours for each element; with indices its maximum passes NaN on
-        return tl.max(x, AXIS, return_indices=True)[0]
+    if INTERPRETED:  # which calls a function of ours for each element, and whose own maximum ignores NaN
+        return tl.where(tl.max((x != x).to(tl.int32), AXIS) > 0, float("nan"), tl.max(x, AXIS))
     else:
         return tl.reduce(x, AXIS, maximum)
 
