@@ -102,8 +102,8 @@ def sum_columns(x):
 @triton.jit
 def largest(x, AXIS: tl.constexpr):
     """Return the largest along an axis; NaN if there is one."""
-    if INTERPRETED:  # it would call `maximum` once an element; its own maximum with indices propagates NaN
-        return tl.max(x, AXIS, return_indices=True)[0]
+    if INTERPRETED:  # it would call `maximum` once an element, and its own maximum ignores NaN
+        return tl.where(tl.max((x != x).to(tl.int32), AXIS) > 0, float("nan"), tl.max(x, AXIS))
     else:
         return tl.reduce(x, AXIS, maximum)
 

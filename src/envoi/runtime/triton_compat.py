@@ -8,6 +8,7 @@ from typing import Any
 
 import triton
 import triton.experimental.gluon.language as gl
+import triton.language as tl
 from triton import knobs
 from triton.backends.compiler import GPUTarget
 from triton.compiler.compiler import ASTSource, CompiledKernel, make_backend
@@ -134,3 +135,23 @@ def warm_up(arch: str) -> None:
 def bundled_tool(name: str) -> Path:
     """Return the path of `nvdisasm` or `cuobjdump`: Triton's own, or the one in its TRITON_*_PATH variable."""
     return Path(getattr(knobs.nvidia, name).path)
+
+
+def _mend_interpreter() -> None:
+    """Let Triton's CPU interpreter broadcast the comparison of two scalars as a boolean.
+
+    It keeps the type of what was compared, so a mask that takes part in such a comparison becomes one of integers,
+    which loads refuse since 3.9.
+    """
+    from triton.runtime.interpreter import InterpreterBuilder, TensorHandle
+
+    splat = InterpreterBuilder.create_splat
+
+    def create_splat(self: Any, type_: Any, value: Any) -> Any:
+        return splat(self, type_, TensorHandle(value.data, tl.int1) if value.data.dtype == bool else value)
+
+    InterpreterBuilder.create_splat = create_splat
+
+
+if knobs.runtime.interpret:
+    _mend_interpreter()
