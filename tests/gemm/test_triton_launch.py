@@ -15,7 +15,7 @@ from triton.backends.compiler import GPUTarget
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 from triton.runtime import driver
 
-from envoi.gemm import launch as module
+from envoi.runtime import launch as module
 from envoi.runtime import triton_compat
 from envoi.runtime.launch import kind_of, launch
 from envoi.runtime.tma import descriptor, unswizzled_descriptor

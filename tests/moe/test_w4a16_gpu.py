@@ -21,16 +21,11 @@ from envoi.types import ExpertWeights, QuantTensor
 from tests.helpers.accuracy import assert_same_bits, relative_error
 from tests.helpers.launches import assert_same_code, watched
 from tests.moe.layers import Layer, make
-from tests.moe.test_gpu import HOPPER, on_gpu, with_ids
+from tests.moe.test_gpu import on_gpu, with_ids
 from tests.moe.test_moe import KINDS
 
-pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.usefixtures("tidy_gpu"),
-    pytest.mark.skipif(
-        torch.cuda.is_available() and torch.cuda.get_device_capability() != HOPPER, reason="kernels for Hopper"
-    ),
-]
+pytestmark = [pytest.mark.gpu(arch="sm_90"), pytest.mark.usefixtures("tidy_gpu")]
+
 MOST, MOST_OF_FEW = 4e-3, 6e-3  # of the error against float64 on the same weights; of few numbers
 # Powers of two and their neighbours; K in whole groups of steps, and not; one step of K; more K than fits twice.
 SIZES = [(2880, 2880), (2048, 1408), (2048, 768), (1536, 1536), (64, 64), (128, 192), (4096, 1536), (7168, 512)]
