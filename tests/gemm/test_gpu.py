@@ -113,6 +113,7 @@ def torchs_product(a, b) -> torch.Tensor:
     if isinstance(a, torch.Tensor):
         if a.dtype == torch.float32:
             return a @ b.T
+        b = b if isinstance(b, torch.Tensor) else dequantize(b).bfloat16()  # powers of two: exact in bf16
         return torch.mm(a, b.T, out_dtype=torch.float32)
     if a.sf.dtype != torch.float32:  # powers of two: exact in bf16
         return torch.mm(dequantize(a).bfloat16(), dequantize(b).bfloat16().T, out_dtype=torch.float32)

@@ -21,12 +21,8 @@ def on_gpu(x):
 
 def run(a, b, f, offsets=None, out_dtype=torch.float32, **operands):
     sides, named = (on_gpu(a), on_gpu(b)), {name: on_gpu(value) for name, value in operands.items()}
-    if offsets is None:
-        outputs = triton_host.gemm(*sides, f.ir, out_dtype, named)
-    else:
-        bounds = torch.tensor(offsets, dtype=torch.int32).cuda()
-        outputs = triton_host.grouped_gemm(*sides, bounds, f.ir, out_dtype, named)
-    return [x.cpu() for x in outputs]
+    bounds = None if offsets is None else torch.tensor(offsets, dtype=torch.int32).cuda()
+    return [x.cpu() for x in triton_host.run_gemm(*sides, bounds, f.ir, out_dtype, named)]
 
 
 @pytest.mark.parametrize("name", [*EXACT, *(name for name in CLOSE if name not in EXACT)])
