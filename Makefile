@@ -5,6 +5,7 @@ PYTHON ?= python3
 DEFAULT_PAIR := $(shell $(PYTHON) tools/pairs.py default)
 PAIR ?= $(DEFAULT_PAIR)
 PIP_ARGS ?=
+PYTEST_ARGS ?=
 ifeq ($(PAIR),$(DEFAULT_PAIR))
 VENV := .venv
 else
@@ -45,7 +46,7 @@ demo: $(STAMP)
 	$(BIN)/envoi demo
 
 test: $(STAMP)
-	$(BIN)/python -m pytest -n 2 --dist worksteal
+	$(BIN)/python -m pytest -n 2 --dist worksteal $(PYTEST_ARGS)
 
 ci:
 	.ci/run

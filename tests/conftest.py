@@ -7,7 +7,9 @@ from collections.abc import Iterator
 import pytest
 import torch
 
+from envoi import triton_compat
 from tests.helpers import recorder
+from tests.helpers.tools import pairs
 
 # Each pytest process gets one thread: two processes whose thread pools wait for each other's cores crawl.
 torch.set_num_threads(1)
@@ -37,12 +39,17 @@ def tidy_gpu() -> Iterator[None]:
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Deselect, by name and with a count, what the machine has too few GPUs for: `gpu` is one, `gpu(2)` two."""
+    """Deselect, by name and with a count, what the machine has too few GPUs for, and what isn't for this Triton.
+
+    `gpu` is one, `gpu(2)` two.
+    """
     kept, left_out = [], []
+    is_default = pairs.default().triton == triton_compat.VERSION
     for item in items:
         marker = item.get_closest_marker("gpu")
         needed = 0 if marker is None else marker.args[0] if marker.args else 1
-        (kept if needed <= torch.cuda.device_count() else left_out).append(item)
+        possible = needed <= torch.cuda.device_count() and (is_default or not item.get_closest_marker("default_triton"))
+        (kept if possible else left_out).append(item)
     if left_out:
         config.hook.pytest_deselected(items=left_out)
         items[:] = kept

@@ -24,7 +24,7 @@ from envoi.epilogue.tile_gluon import halves
 from envoi.gemm.loading import prefill, producer, x_index, y_index
 from envoi.gemm.meeting import arrive
 from envoi.gemm.schedule import corner, steps_at, steps_of, work
-from envoi.triton_compat import reinterpret, role_barrier
+from envoi.triton_compat import WIDE_ROLES, reinterpret, role_barrier
 
 
 @gluon.jit
@@ -400,4 +400,4 @@ def gemm_kernel(
             (consumer, (given, 0, cfg, code, SCALED, GROUPED, MAX_GROUPS)),
             (consumer, (given, 1, cfg, code, SCALED, GROUPED, MAX_GROUPS)),
             (producer, (x_desc, y_desc, stages, sizes, offsets, cfg, GROUPED, MAX_GROUPS)),
-        ], [cfg.num_warps, 1], [240, 24] if SCALED else [232, 40])  # fmt: skip
+        ], [cfg.num_warps, 1], [240, 24] if SCALED or WIDE_ROLES else [232, 40])  # fmt: skip
