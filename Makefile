@@ -5,6 +5,7 @@ PYTHON ?= python3
 DEFAULT_PAIR := $(shell $(PYTHON) tools/pairs.py default)
 PAIR ?= $(DEFAULT_PAIR)
 PIP_ARGS ?=
+PYTEST_ARGS ?=
 ifeq ($(PAIR),$(DEFAULT_PAIR))
 VENV := .venv
 else
@@ -46,8 +47,8 @@ demo: $(STAMP)
 	$(BIN)/envoi demo
 
 test: $(STAMP)
-	$(BIN)/python -m pytest -n 2 --dist worksteal
-	TRITON_INTERPRET=1 $(BIN)/python -m pytest -n 2 --dist worksteal
+	$(BIN)/python -m pytest -n 2 --dist worksteal $(PYTEST_ARGS)
+	TRITON_INTERPRET=1 $(BIN)/python -m pytest -n 2 --dist worksteal $(PYTEST_ARGS)
 
 docs: $(STAMP)
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict --quiet

@@ -1,26 +1,10 @@
 """Agreement of Makefile, CI, README and pyproject.toml on one list of torch and Triton pairs."""
 
-import importlib.util
 import re
-import sys
-from pathlib import Path
 
 import pytest
 
-ROOT = Path(__file__).resolve().parents[1]
-
-
-def tool(name):
-    """Import a script of tools/, which is no package, as a module."""
-    spec = importlib.util.spec_from_file_location(name, ROOT / "tools" / f"{name}.py")
-    assert spec is not None and spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    sys.modules[name] = module  # dataclasses look up their annotations there
-    spec.loader.exec_module(module)
-    return module
-
-
-pairs = tool("pairs")
+from tests.helpers.tools import ROOT, pairs, tool
 
 
 def minor(version):
@@ -88,3 +72,36 @@ def test_a_constraints_file_must_say_all(tmp_path):
     path.write_text("torch==1.0.0\ntriton==1.0.0\n")
     with pytest.raises(ValueError, match="expected pins of torch, triton and transformers"):
         pairs.read(path)
+
+
+def test_the_readme_names_pairs_that_there_are():
+    named = re.findall(r"PAIR=(\S+?)[`\s]|torch==([\d.]+)\.\*", (ROOT / "README.md").read_text())
+    assert named
+    assert {"".join(name) for name in named} <= {pair.name for pair in pairs.pairs()}
+
+
+def test_pip_is_asked_for_all_that_envoi_requires(monkeypatch):
+    resolve = tool("resolve")
+    lines = ["torch>=2", "pytest>=9; extra == 'dev'", "envoi[demo]; extra == 'dev'"]
+    monkeypatch.setattr(resolve.importlib.metadata, "requires", lambda name: lines)
+    assert resolve.required() == ["torch>=2", "pytest>=9"]
+
+
+def test_pip_is_asked_without_this_machines_settings(monkeypatch):
+    resolve = tool("resolve")
+    seen = {}
+    monkeypatch.setenv("PIP_FIND_LINKS", "wheels")
+    monkeypatch.setenv("PIP_INDEX_URL", "elsewhere")
+    monkeypatch.setattr(resolve.subprocess, "run", lambda command, **options: seen.update(options, command=command))
+    resolve.pip("python", "install")
+    assert "--isolated" in seen["command"]
+    settings = {name: value for name, value in seen["env"].items() if name.startswith("PIP_")}
+    assert settings == {"PIP_CONFIG_FILE": resolve.os.devnull}
+
+
+def test_each_python_of_each_pair_is_checked(monkeypatch):
+    resolve = tool("resolve")
+    titles = [title for title, _ in resolve.checks("python")]
+    for pair in pairs.pairs():
+        assert sum(title.startswith(f"torch {pair.torch}, ") for title in titles) == len(pair.pythons)
+    assert len(set(titles)) == len(titles)

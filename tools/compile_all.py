@@ -21,7 +21,7 @@ def wrong_with(target: tuple[str, str]) -> list[str]:
         record, text = gate.count(name, arch)
     except ValueError as error:
         return [f"{name} {arch}: {error}"]
-    wrong = gate.broken(record, text, gate.rule_of(name, arch), gate.KNOWN.get(record.title))
+    wrong = gate.broken(record, text, gate.rule_of(name, arch), gate.known_of(record.title))
     return [f"{record.title}: {reason}" for reason in wrong]
 
 

@@ -1,4 +1,4 @@
-"""What mkdocs.yml needs beside it: pages from elsewhere in the repository, docstrings as Markdown, no outside request.
+"""Supplements of mkdocs.yml: pages from elsewhere in the repository, docstrings as Markdown, no outside request.
 
 mkdocs loads this file as a hook (`on_..`), and mkdocstrings as an extension (`Docstrings`).
 """

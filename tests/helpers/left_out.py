@@ -8,7 +8,9 @@ import pytest
 import torch
 
 from envoi import env
+from envoi.runtime import triton_compat
 from tests.helpers.interpreter import is_for_interpreter
+from tests.helpers.tools import pairs
 
 COUNTS = pytest.StashKey[Counter]()
 KEY = "left_out"
@@ -17,10 +19,13 @@ KEY = "left_out"
 def reason(item: pytest.Item) -> str:
     """Return what this process lacks to run a test, or "".
 
-    The marker `gpu` asks for one GPU, `gpu(2)` for two, `gpu(arch="sm_90")` for a Hopper.
+    The marker `gpu` asks for one GPU, `gpu(2)` for two, `gpu(arch="sm_90")` for a Hopper; `default_triton` for the
+    Triton of the default pair.
     """
     if is_for_interpreter(item.path) and not env.interpreting():
         return "TRITON_INTERPRET=1"
+    if item.get_closest_marker("default_triton") and pairs.default().triton != triton_compat.VERSION:
+        return f"Triton {pairs.default().triton}"
     marker = item.get_closest_marker("gpu")
     if marker is None:
         return ""

@@ -9,6 +9,8 @@ from envoi.sass.router_cases import ROUTER_CASES
 from tests.helpers import gpu_record
 from tests.helpers.launches import ptxas_version
 
+pytestmark = pytest.mark.default_triton
+
 ARCH = "sm_90"
 HOPPER_ROUTER = [case for case in ROUTER_CASES if case.kernel == "sm90"]
 ELSEWHERE = ("gemm-triton", "gemm-triton-mxfp4", "rows-triton", "indexer-scores")  # Hopper has kernels of its own

@@ -32,6 +32,9 @@ FP_FUSION = {"enable_fp_fusion": True}
 # A barrier of the warps that run the current role: `thread_barrier` until 3.6, `barrier` since 3.7.
 role_barrier = gl.thread_barrier if hasattr(gl, "thread_barrier") else gl.barrier
 
+# In every GEMM the producer gives consumers more registers: the compiler since 3.7 keeps more values alive.
+MORE_REGISTERS = gl.constexpr(not VERSION.startswith("3.6."))
+
 # TMA: (descriptor, corner, barrier, buffer, pred=True) and (descriptor, corner, buffer). Renamed in 3.8.
 # `tma.store_wait` keeps its name; its new argument defaults to read_only=True, its behaviour in all releases.
 tma_load = tma.async_load if hasattr(tma, "async_load") else tma.async_copy_global_to_shared

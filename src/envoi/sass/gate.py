@@ -43,11 +43,20 @@ class Known:
     reason: str
 
 
-# By title: `gemm-sm90-gelu-residual sm_90`.
-_ONCE_A_TILE = "two CTAs of 8 warps an SM leave 128 registers; all of it is between tiles, none in the loop over K"
-KNOWN: dict[str, Known] = {
-    "w4a16-few-l1-wide sm_90": Known(10, 10, _ONCE_A_TILE),
-    "w4a16-few-l2-wide sm_90": Known(1, 1, _ONCE_A_TILE),
+# By Triton release and title: `gemm-sm90-gelu-residual sm_90`.
+BETWEEN_TILES = "two CTAs of 8 warps an SM leave 128 registers; all of it is between tiles, none in the loop over K"
+ONCE_A_TILE = "addresses and sizes, stored and loaded once a tile, none of them in the loop over K"
+KNOWN: dict[str, dict[str, Known]] = {
+    "3.6.0": {
+        "w4a16-few-l1-wide sm_90": Known(10, 10, BETWEEN_TILES),
+        "w4a16-few-l2-wide sm_90": Known(1, 1, BETWEEN_TILES),
+    },
+    "3.8.0": {
+        "gemm-sm90-grouped-fp8-block128 sm_90": Known(4, 4, ONCE_A_TILE),
+        "gemm-sm90-experts-l1-fp8-block128 sm_90": Known(5, 4, ONCE_A_TILE),
+        "gemm-sm90-experts-l2-fp8-block128 sm_90": Known(7, 5, ONCE_A_TILE),
+    },
+    "3.9.0": {"gemm-sm90-split-linear sm_90": Known(23, 3, ONCE_A_TILE)},
 }
 
 Accepted = dict[str, dict[str, int]]
@@ -90,6 +99,11 @@ def rule_of(name: str, arch: str) -> Rule:
     if name == "indexer-scores":
         return Rule({"tensor core": "QGMMA" if arch == "sm_90" else r"UTC\w*MMA"})
     return Rule({})
+
+
+def known_of(title: str) -> Known | None:
+    """Return the known spills of a kernel under the installed Triton, or None."""
+    return KNOWN.get(triton_compat.VERSION, {}).get(title)
 
 
 def count(name: str, arch: str) -> tuple[Record, str]:
@@ -213,4 +227,4 @@ def _judge(target: tuple[str, str]) -> tuple[str, dict[str, int], list[str]]:
         record, text = count(*target)
     except ValueError as error:
         return title, {}, [str(error)]
-    return title, counts(record), broken(record, text, rule_of(*target), KNOWN.get(title))
+    return title, counts(record), broken(record, text, rule_of(*target), known_of(title))

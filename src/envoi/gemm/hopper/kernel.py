@@ -47,7 +47,7 @@ from envoi.gemm.hopper.producer import ProducerArgs, prefill, producer
 from envoi.gemm.hopper.run_epilogue import EpilogueArgs, RowReductions
 from envoi.gemm.hopper.split_k import SplitK
 from envoi.gemm.hopper.tile_scheduler import Problem
-from envoi.runtime.triton_compat import role_barrier
+from envoi.runtime.triton_compat import MORE_REGISTERS, role_barrier
 
 
 @gluon.jit
@@ -86,4 +86,4 @@ def gemm_kernel(
             (consumer, (consumer_args, 0)),
             (consumer, (consumer_args, 1)),
             (producer, (producer_args,)),
-        ], [cfg.num_warps, 1], [240, 24] if IS_BLOCK_SCALED else [232, 40])  # fmt: skip
+        ], [cfg.num_warps, 1], [240, 24] if IS_BLOCK_SCALED or MORE_REGISTERS else [232, 40])  # fmt: skip
