@@ -41,7 +41,8 @@ def test_the_command_as_a_program(tmp_path):
     here, there = tmp_path / "counts.json", tmp_path / "code.sass"
     command = ("-m", "envoi.cli", "sass", "tmem-load", "--arch", "sm_100", "--json", here, "--dump", there)
     done = subprocess.run((sys.executable, *command), capture_output=True, text=True)
-    assert (done.returncode, done.stderr) == (0, "")
+    said, _, _ = done.stderr.partition("nanobind: leaked")  # Triton 3.9 may end with a report on itself
+    assert (done.returncode, said) == (0, "")
     assert "tmem-load sm_100" in done.stdout
     assert "  32x32b.x32" in done.stdout
     (kernel,) = json.loads(here.read_text())["kernels"]

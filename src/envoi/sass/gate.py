@@ -118,13 +118,13 @@ def broken(record: Record, text: str, rule: Rule, known: Known | None = None) ->
         return [f"not counted: {record.not_counted}"]
     found = [*_missing(record, rule), *_spilled(record, known)]
     called = re.findall(r"\b(?:CALL|LEPC)\S*\s+([^;]*)", text)
-    strange = [call.strip() for call in called if not _allowed(call, text)]
+    strange = [call.strip() for call in called if not allowed(call, text)]
     if strange or len(called) != sum(record.families.get(CALLS, {}).values()):
         found.append(f"{CALLS}: {', '.join(dict.fromkeys(strange)) or 'one whose name is not in the disassembly'}")
     return found
 
 
-def _allowed(call: str, text: str) -> bool:
+def allowed(call: str, text: str) -> bool:
     """Tell whether a call is one of ALLOWED_CALLS, or to a function that only traps, as those do.
 
     The ptxas of Triton 3.8 and 3.9 gives a second copy of such a guard no name, only a label.
