@@ -6,10 +6,10 @@ python examples/gemm_epilogue.py        on a GPU or a CPU
 import torch
 
 import envoi
-from envoi.epilogue import Col, Scalar, relu
+from envoi.epilogue import Col, Scalar, epilogue, relu
 
 
-@envoi.epilogue
+@epilogue
 def scale_bias_relu(acc, alpha: Scalar, bias: Col):  # Col: one value a column
     """Return relu(alpha * acc + bias)."""
     return relu(alpha * acc + bias)

@@ -5,6 +5,7 @@ python examples/serve_transformers.py [DIR]        needs pip install 'envoi[demo
 
 import sys
 from pathlib import Path
+from typing import Any
 
 import torch
 from transformers import AutoModelForCausalLM
@@ -18,7 +19,7 @@ def main(path: str | Path = MODEL, experts: str = "envoi_fp8_block128") -> torch
     """Return the tokens that the model continues a prompt with; the tiny model's tokens are bytes."""
     envoi.integrations.transformers.register()
     device = "cuda" if torch.cuda.is_available() else "cpu"
-    model = AutoModelForCausalLM.from_pretrained(path, dtype=torch.bfloat16, experts_implementation=experts)
+    model: Any = AutoModelForCausalLM.from_pretrained(path, dtype=torch.bfloat16, experts_implementation=experts)
     prompt = torch.tensor([list(b"import ")], device=device)
 
     out = model.to(device).eval().generate(prompt, max_new_tokens=24, do_sample=False)

@@ -123,7 +123,7 @@ def _listen_to_triton() -> None:
         if before is not None:
             before(**event)
         function = getattr(event["src"], "fn", None)  # None for a source that isn't Python
-        if getattr(function, "__module__", "").startswith("envoi"):
+        if function is not None and function.__module__.startswith("envoi"):
             how = "from the disk cache" if event["cache_hit"] else f"{event['times'].total / 1e6:.2f} s"
             _write("compile %s: %s", function.__name__, how)
 

@@ -17,7 +17,7 @@ def batch_rows(info, in_dims, a, a_sf, a_group, b, b_sf, b_group, epilogue, out_
 
     Raises ValueError if the batch isn't one of rows.
     """
-    ir, size = with_key(epilogue).ir, info.batch_size
+    ir, size = with_key(epilogue), info.batch_size
     a_dim, a_sf_dim, _, *of_b, _, _, _, operand_dims, _, _ = in_dims
     _check(ir, a_dim, a_sf, a_sf_dim, of_b, list(zip(names.split(","), operand_dims, strict=False)))
     by_row = {operand.name for operand in ir.operands if operand.shape.rows == "M"}

@@ -1,5 +1,7 @@
 """Public function `envoi.indexer_topk`: check the arguments, call the operator."""
 
+from typing import Literal, overload
+
 import torch
 from torch._subclasses.fake_tensor import FakeTensor
 
@@ -14,6 +16,17 @@ MODES = ("exact", "fast")
 OUTPUTS = ("slots", "positions")
 
 
+@overload
+def indexer_topk(
+    q: torch.Tensor, k_cache: torch.Tensor, weights: torch.Tensor, seq_lens: torch.Tensor, block_table: torch.Tensor,
+    k: int = ..., mode: str = ..., next_n: int = ..., *, output: str = ..., ordered: bool = ...,
+    return_errors: Literal[False] = ...,
+) -> torch.Tensor: ...  # fmt: skip
+@overload
+def indexer_topk(
+    q: torch.Tensor, k_cache: torch.Tensor, weights: torch.Tensor, seq_lens: torch.Tensor, block_table: torch.Tensor,
+    k: int = ..., mode: str = ..., next_n: int = ..., *, output: str = ..., ordered: bool = ..., return_errors: bool,
+) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]: ...  # fmt: skip
 def indexer_topk(
     q: torch.Tensor,
     k_cache: torch.Tensor,

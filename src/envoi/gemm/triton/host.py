@@ -13,7 +13,6 @@ from envoi.epilogue.lower import Lowered, lower
 from envoi.epilogue.slots import empty_slots, late, operand_tensors, piece_columns, rows_must_fit, slots
 from envoi.gemm.grouping import ALL_ROWS, Grouping
 from envoi.gemm.triton import kernel as device_code
-from envoi.gemm.triton.kernel import MatrixArgs
 from envoi.runtime.math import cdiv, next_power_of_2
 from envoi.runtime.triton_compat import FP_FUSION
 from envoi.types import Matrix
@@ -112,12 +111,12 @@ def side_of(x: Matrix) -> Side:
     return Side("e2m1" if x.packed else "e4m3", SCALES[x.sf.dtype], 0 if whole else x.group[1])
 
 
-def matrix_argument(x: Matrix) -> MatrixArgs:
-    """Return a matrix [.., rows, K] as the kernels take it: see `kernel.py`."""
+def matrix_argument(x: Matrix) -> tuple:
+    """Return a matrix [.., rows, K] as the kernels take it: a `MatrixArgs` of `kernel.py`."""
     if isinstance(x, torch.Tensor):
-        return MatrixArgs(x, *_strides(x), x, 0, 0, 0, 1)
+        return kernels.MatrixArgs(x, *_strides(x), x, 0, 0, 0, 1)
     values, sf = _bits(x.values), _bits(x.sf)
-    return MatrixArgs(values, *_strides(values), sf, *_strides(sf), x.group[0])
+    return kernels.MatrixArgs(values, *_strides(values), sf, *_strides(sf), x.group[0])
 
 
 def _strides(x: torch.Tensor) -> tuple[int, ...]:

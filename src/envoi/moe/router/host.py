@@ -85,9 +85,10 @@ def empty_outputs(call: Call) -> dict[str, Any]:
 def _tables(call: Call) -> Tables:
     """Collect the inputs besides tokens and gate, contiguous."""
     ids, table = call.token_ids, call.hash_table
-    rest = (None, None, 0) if table is None or ids is None else (ids.contiguous(), table.contiguous(), table.shape[0])
-    biases = (None if x is None else x.contiguous() for x in (call.logit_bias, call.expert_bias))
-    return Tables(*biases, *rest)
+    logit_bias, expert_bias = (None if x is None else x.contiguous() for x in (call.logit_bias, call.expert_bias))
+    if ids is None or table is None:
+        return Tables(logit_bias, expert_bias, None, None, 0)
+    return Tables(logit_bias, expert_bias, ids.contiguous(), table.contiguous(), table.shape[0])
 
 
 def _run_portable(call: Call, outputs: dict[str, Any]) -> None:
