@@ -17,7 +17,7 @@ CONSTRAINTS := constraints/torch-$(PAIR).txt
 # The Tritons of the other pairs: all kernels are compiled with each of them.
 OTHER_TRITONS := $(shell $(PYTHON) tools/pairs.py other-tritons $(PAIR))
 
-.PHONY: help demo test docs ci resolve compile test-gpu gate lint format wheel clean
+.PHONY: help setup demo test docs ci resolve compile compile-setup test-gpu gate lint format wheel clean
 
 help:
 	@echo "make demo      a trained MoE model answers through Envoi: a table on the terminal, a picture in demo.png"
@@ -43,6 +43,8 @@ $(STAMP): pyproject.toml tools/pairs.py $(CONSTRAINTS) constraints/common.txt
 $(CONSTRAINTS):
 	@$(PYTHON) tools/pairs.py check $(PAIR)
 
+setup: $(STAMP)
+
 demo: $(STAMP)
 	$(BIN)/envoi demo
 
@@ -60,6 +62,8 @@ resolve: $(STAMP)
 	$(BIN)/python tools/resolve.py
 
 compile: $(OTHER_TRITONS:%=compile-%)
+
+compile-setup: $(OTHER_TRITONS:%=.triton-%)
 
 .PHONY: $(OTHER_TRITONS:%=compile-%)
 $(OTHER_TRITONS:%=compile-%): compile-%: .triton-%

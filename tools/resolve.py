@@ -19,6 +19,7 @@ from functools import partial
 from pathlib import Path
 
 import pairs
+from packaging.requirements import Requirement
 
 PIP = "pip>=26"  # earlier releases download wheels for --dry-run
 ISOLATED = ("--isolated", "--disable-pip-version-check", "--no-input")
@@ -71,10 +72,12 @@ def without_wheel(python: Path, version: str, pins: list[str]) -> str:
     return last_error(done.stderr) if done.returncode else ""
 
 
-def common_pins() -> list[str]:
-    """Return the pins that all pairs share, markers included."""
+def common_pins(version: str) -> list[str]:
+    """Return the pins that all pairs share, for that Python: pip would evaluate their markers for the running one."""
     lines = (pairs.FOLDER / "common.txt").read_text().splitlines()
-    return [line for line in lines if line and not line.startswith("#")]
+    pins = [Requirement(line) for line in lines if line and not line.startswith("#")]
+    chosen = [pin for pin in pins if pin.marker is None or pin.marker.evaluate({"python_version": version})]
+    return [f"{pin.name}{pin.specifier}" for pin in chosen]
 
 
 def last_error(stderr: str) -> str:
@@ -95,7 +98,7 @@ def checks(python: Path) -> Iterator[tuple[str, Callable[[], str]]]:
                 pins = [f"torch=={pair.torch}", f"triton=={pair.triton}", f"transformers=={pair.transformers}"]
                 yield title, partial(without_wheel, python, version, pins)
     for version in dict.fromkeys(version for pair in known for version in pair.pythons if version != RUNNING):
-        yield f"what all pairs share, Python {version}", partial(without_wheel, python, version, common_pins())
+        yield f"what all pairs share, Python {version}", partial(without_wheel, python, version, common_pins(version))
 
 
 def main() -> int:
