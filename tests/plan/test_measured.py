@@ -59,12 +59,13 @@ def test_weights_that_are_widened_behind_a_kernel_that_widens_tokens(rows, took)
     assert both - 0.1 <= l2.time_us < 2.5 * both
 
 
-# The model omits the sort of the slots, and the wait for the rank with most rows.
+# The model omits the sort of the slots, the wait for the rank with most rows, and the decode kernels of bf16 tokens on
+# MXFP4 weights (`mxfp4`), of which it knows only the many-token path's kind.
 @pytest.mark.parametrize(("num_gpus", "format", "within"), [(4, "fp8_block128", 0.12), (4, "", 0.17), (1, "", 0.17)])
 def test_the_staged_path(num_gpus, format, within):
     """Test the newest measurement of each case; its baseline has inputs in place, without the router."""
     found = [m for m in evidence.latest(evidence.read(RESULTS)) if m.suite == "moe" and m.num_gpus == num_gpus]
-    cases = [m for m in found if format in m.case and "skew" not in m.case]
+    cases = [m for m in found if format in m.case and "skew" not in m.case and " mxfp4 " not in m.case]
     assert len(cases) >= 4
     for m in cases:
         sizes, of, tokens = m.case.split()

@@ -42,20 +42,16 @@ def expert_mlp(rows: ExpertRows, experts: ExpertWeights) -> torch.Tensor:
     if has_bias:
         l2_operands["weight"] = rows.topk_weights
     gate_up, down = _by_rows(experts.gate_up), _by_rows(experts.down)
-    hidden = grouped_gemm(rows.rows, gate_up, rows.offsets, l1, weight=rows.topk_weights, **l1_operands)
-    return grouped_gemm(
-        hidden, down, rows.offsets, expert_l2(has_bias), out_dtype=torch.bfloat16, **l2_operands
-    )  # fmt: skip
     with span("L1"):
-        hidden = grouped_gemm(rows.rows, experts.gate_up, rows.offsets, l1, weight=rows.topk_weights, **l1_operands)
+        hidden = grouped_gemm(rows.rows, gate_up, rows.offsets, l1, weight=rows.topk_weights, **l1_operands)
     with span("L2"):
         return grouped_gemm(
-            hidden, experts.down, rows.offsets, expert_l2(has_bias), out_dtype=torch.bfloat16, **l2_operands
+            hidden, down, rows.offsets, expert_l2(has_bias), out_dtype=torch.bfloat16, **l2_operands
         )  # fmt: skip
 
 
 def _by_rows(weight: Matrix) -> Matrix:
-    """Weights that were packed on a Hopper GPU may be in its kernels' order."""
+    """Return a weight in rows: packed on a Hopper GPU it may be in the order of its kernels."""
     return weight if isinstance(weight, torch.Tensor) else to_rows(weight)
 
 

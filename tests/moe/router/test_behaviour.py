@@ -368,7 +368,7 @@ KINDS = "bfloat16 or float16 or float32"
     [
         (f"tokens: expected {KINDS} [num_tokens, hidden], got float64 [40, 64]", {"tokens": TOKENS.double()}),
         (f"tokens: expected {KINDS} [num_tokens, hidden], got float32 [64]", {"tokens": TOKENS[0]}),
-        (f"tokens: expected {KINDS} [num_tokens, hidden], got float32 [1, 40, 64]", {"tokens": TOKENS[None]}),
+        (f"tokens: expected {KINDS} [num_tokens, hidden], got float32 [1, 1, 40, 64]", {"tokens": TOKENS[None, None]}),
         (f"tokens: expected {KINDS} [num_tokens, hidden], got NoneType", {"tokens": None}),
         (f"gate: expected {KINDS} [num_experts, 64], got int8 [32, 64]", {"gate": GATE.to(torch.int8)}),
         (f"gate: expected {KINDS} [num_experts, 64], got float32 [64, 32]", {"gate": GATE.T}),
