@@ -61,7 +61,7 @@ class Docstrings(griffe.Extension):
 
 
 def as_markdown(text: str) -> str:
-    """A docstring with an empty line before each entry; indented blocks after an empty line stay as they are."""
+    """Return a docstring with an empty line before each entry; indented blocks after an empty line stay as they are."""
     lines: list[str] = []
     for line in text.split("\n"):
         entry = ENTRY.match(line)

@@ -1,4 +1,4 @@
-"""The `envoi` command. Imports only argparse, so that `--help` answers at once."""
+"""Command `envoi`. Imports only argparse, so that `--help` answers at once."""
 
 import argparse
 import os

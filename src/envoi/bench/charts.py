@@ -29,7 +29,7 @@ def picture_rows(cases: Sequence[Measurement]) -> list[tuple[str, list[float]]]:
 
 
 def digest(rows: Sequence[Any]) -> str:
-    """A name for rows, which the chart made of them carries."""
+    """Return a name for rows, which the chart made of them carries."""
     return f"rows sha256:{hashlib.sha256(json.dumps(rows).encode()).hexdigest()}"
 
 

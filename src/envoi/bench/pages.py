@@ -33,7 +33,7 @@ on your GPU and prints it, and keeps it only with `--out bench/results`."""
 
 
 def pages(folder: Path) -> dict[str, str]:
-    """The text of every page by its file's name, from the results of a folder. Raises ValueError if there are none."""
+    """Return the text of every page by file name, from the results of a folder. Raises ValueError if there are none."""
     results = load(folder)
     if not results:
         raise ValueError(f"--out: expected a folder with results, got none in {folder}")
@@ -42,13 +42,13 @@ def pages(folder: Path) -> dict[str, str]:
 
 
 def of_suite(results: dict[str, list[Measurement]], suite: str) -> dict[str, list[Measurement]]:
-    """The measurements of a suite for each file of results that has some."""
+    """Return the measurements of a suite for each file of results that has some."""
     chosen = {gpu: [m for m in measurements if m.suite == suite] for gpu, measurements in results.items()}
     return {gpu: measurements for gpu, measurements in chosen.items() if measurements}
 
 
 def index(results: dict[str, list[Measurement]]) -> str:
-    """The list of suites, with the mean ratio to the best baseline where there is one."""
+    """Return the list of suites, with the mean ratio to the best baseline where there is one."""
     lines = ["# Benchmarks", "", ABOUT, ""]
     for suite, about in SUITES.items():
         found = [f"{gpu}: {by_gpus(ms)}" for gpu, ms in of_suite(results, suite).items() if overall(ms)]
@@ -57,7 +57,7 @@ def index(results: dict[str, list[Measurement]]) -> str:
 
 
 def page(suite: str, by_gpu: dict[str, list[Measurement]]) -> str:
-    """The page of a suite."""
+    """Return the page of a suite."""
     parts = [f"# {suite}", f"{SUITES[suite][0].upper()}{SUITES[suite][1:]}."]
     for gpu, measurements in by_gpu.items():
         parts += [f"## {gpu.upper()}", provenance(measurements)]
@@ -71,7 +71,7 @@ def page(suite: str, by_gpu: dict[str, list[Measurement]]) -> str:
 
 
 def chart_name(suite: str, gpu: str) -> str:
-    """The file of a suite's chart."""
+    """Return the file of a suite's chart."""
     return f"{suite}-{gpu}.svg"
 
 
@@ -87,7 +87,7 @@ def provenance(measurements: Sequence[Measurement]) -> str:
 
 
 def rows(measurements: Sequence[Measurement]) -> list[list[str]]:
-    """A header and six cells for each measurement."""
+    """Return a header and six cells for each measurement."""
     others = {m.key: (name, us) for m, name, us in compared(measurements)}
     found = [["case", "Envoi us", f"{_other(measurements)}: us", "ratio", "of roof", "error (torch's)"]]
     for m in measurements:
@@ -103,12 +103,12 @@ def _other(measurements: Sequence[Measurement]) -> str:
 
 
 def case_name(m: Measurement) -> str:
-    """The case, with the number of GPUs if they are several."""
+    """Return the case, with the number of GPUs if they are several."""
     return m.case if m.num_gpus == 1 else f"{m.case}, {m.num_gpus} GPUs"
 
 
 def table(lines: list[list[str]]) -> str:
-    """A Markdown table of a header and rows."""
+    """Return a Markdown table of a header and rows."""
     header, *body = lines
     return "\n".join(f"| {' | '.join(cells)} |" for cells in [header, ["---", *["---:"] * (len(header) - 1)], *body])
 
@@ -130,7 +130,7 @@ def summaries(measurements: Sequence[Measurement]) -> list[str]:
 
 
 def overall(measurements: Iterable[Measurement], baseline: str | None = None) -> str:
-    """The mean ratio to the best baseline or to a named one, "1.13x [1.04x] over 9 cases"; "" where none is."""
+    """Return the mean ratio to the best baseline or to a named one, "1.13x [1.04x] over 9 cases"; "" where none is."""
     found = []
     for m in measurements:
         known = peers(m)
@@ -176,7 +176,7 @@ def caption(cases: Sequence[Measurement]) -> str:
 
 
 def render(text: str, folder: Path) -> str:
-    """A README's text with what stands between its markers made anew. Raises ValueError for an unknown marker."""
+    """Return a README's text with new text between its markers. Raises ValueError for an unknown marker."""
     results = load(folder)
     if text.count("<!-- bench:") != len(MARKER.findall(text)):
         raise ValueError("README: expected <!-- /bench --> after each <!-- bench:.. -->, got one without")

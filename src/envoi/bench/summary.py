@@ -1,4 +1,4 @@
-"""The best baseline of a case, and several cases in a line: geometric means of ratios."""
+"""Best baseline of a case, and several cases in a line: geometric means of ratios."""
 
 from collections.abc import Iterable
 from math import exp, log
@@ -48,18 +48,18 @@ def _kind(m: Measurement) -> str:
 
 
 def peers(m: Measurement) -> dict[str, float]:
-    """The baselines of a measurement that do the same work as Envoi, in us."""
+    """Return the baselines of a measurement that do the same work as Envoi, in us."""
     unlike = NOT_THE_SAME_WORK - ({"cublas"} if m.suite in BARE_PRODUCTS else set())
     return {name: us for name, us in m.baselines.items() if name not in unlike}
 
 
 def best_baseline(m: Measurement) -> tuple[str, float] | None:
-    """The fastest baseline that does the same work, ("compile", 12.5 us); None if there is none."""
+    """Return the fastest baseline that does the same work, ("compile", 12.5 us); None if there is none."""
     return min(peers(m).items(), key=lambda item: item[1], default=None)
 
 
 def own_form(m: Measurement) -> tuple[str, float] | None:
-    """The fastest of Envoi's own other forms, ("dense", 5.3 us); None if none was measured."""
+    """Return the fastest of Envoi's own other forms, ("dense", 5.3 us); None if none was measured."""
     found = {name: us for name, us in m.baselines.items() if name in OWN_FORMS}
     return min(found.items(), key=lambda item: item[1], default=None)
 
@@ -73,5 +73,5 @@ def compared(measurements: Iterable[Measurement]) -> list[tuple[Measurement, str
 
 
 def mean_and_least(ratios: list[float]) -> str:
-    """The geometric mean of ratios and the least of them, "1.13x [1.04x]"."""
+    """Return the geometric mean of ratios and the least of them, "1.13x [1.04x]"."""
     return f"{number(exp(sum(map(log, ratios)) / len(ratios)))}x [{number(min(ratios))}x]"

@@ -1,4 +1,4 @@
-"""The five steps of the path, each with the time that every resource needs by itself (a roofline), and their sum.
+"""Five steps of the path, each with the time that every resource needs by itself (a roofline), and their sum.
 
     router    logits GEMM, top-k                       2 M H N FLOP
     dispatch  quantise; each rank pulls every token of its experts once and writes one row per (token, expert)

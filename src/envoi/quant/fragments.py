@@ -33,7 +33,7 @@ _SF, _SF_BACK = (0, 4, 1, 2, 5, 3), (0, 2, 3, 5, 1, 4)
 
 
 def supports_fragments(x: QuantTensor) -> str:
-    """Why a QuantTensor [E, N, K] can't be put into this order; "" if it can."""
+    """Return why a QuantTensor [E, N, K] can't be put into this order; "" if it can."""
     if not (x.packed and x.sf.dtype == torch.float8_e8m0fnu and x.group == (1, 32) and x.scale is None):
         return "it isn't MXFP4"
     if len(x.shape) != 3 or x.shape[-2] % TILE or x.shape[-1] % TILE:
@@ -58,7 +58,7 @@ def to_fragments(x: QuantTensor) -> QuantTensor:
 
 
 def to_rows(x: QuantTensor) -> QuantTensor:
-    """The inverse of `to_fragments`, as a copy; `x` itself if it is by rows already. Any leading shape."""
+    """Invert `to_fragments` in a copy; `x` itself if it is by rows already. Any leading shape."""
     if x.order == "rows":
         return x
     values = x.values.reshape(-1, *x.values.shape[-2:])

@@ -1,4 +1,4 @@
-"""The experts' layer for few tokens on Hopper: permute and split -> L1 -> L2 -> sum, four launches that overlap."""
+"""Launches of an MoE layer for few tokens on Hopper: permute and split -> L1 -> L2 -> sum; the four overlap."""
 
 from dataclasses import dataclass
 from typing import Any
@@ -21,7 +21,7 @@ Launch = tuple[Any, tuple[int, ...], tuple, dict[str, Any]]
 
 @dataclass(frozen=True)
 class Layer:
-    """One rank's experts: gate_up [E, 2I, H], interleaved, and down [E, H, I] in fragment order, biases float32."""
+    """Experts of one rank: gate_up [E, 2I, H], interleaved, and down [E, H, I] in fragment order, biases float32."""
 
     gate_up: QuantTensor
     down: QuantTensor
@@ -52,7 +52,7 @@ class Buffers:
 
 
 def supports(layer: Layer, num_tokens: int, num_topk: int) -> str:
-    """Why the kernels for few tokens can't run this, or oughtn't to; "" if they can."""
+    """Return why the kernels for few tokens can't run this, or oughtn't to; "" if they can."""
     if layer.gate_up.order != "fragments" or layer.down.order != "fragments":
         return "the weights' order"
     if num_topk > MAX_TOPK or layer.num_experts > MAX_EXPERTS:

@@ -42,12 +42,12 @@ class FewConfig(Constant):
 
     @property
     def reads_ids(self) -> bool:
-        """True if bounds of experts' rows are computed from the ids, not read from `offsets`."""
+        """Return True if bounds of experts' rows are computed from the ids, not read from `offsets`."""
         return self.max_slots > 0
 
     @property
     def waits_first(self) -> bool:
-        """True if the kernel can do nothing before the previous one has ended."""
+        """Return True if the kernel can do nothing before the previous one has ended."""
         return self.overlaps and self.is_l1 and not self.reads_ids
 
     @property
@@ -97,7 +97,7 @@ class FewConfig(Constant):
 
 
 def unroll_of(num_steps: int) -> int:
-    """The steps of K that are requested together."""
+    """Return the steps of K that are requested together."""
     return next((u for u in UNROLLED if num_steps % u == 0), UNROLLED[0])
 
 
@@ -110,7 +110,7 @@ def few_configs(
     limit: float | None,
     has_bias: bool,
 ) -> tuple[FewConfig, FewConfig]:
-    """The configs of both GEMMs for so many slots of all tokens."""
+    """Return the configs of both GEMMs for so many slots of all tokens."""
     l1, l2, room = hidden // 64, intermediate // 64, max(hidden, intermediate) // 64
     wide = num_slots > WIDE_FROM * num_experts and room <= MANY_STEPS
     tile, experts = (16, 8) if wide else (8, 4), max(32, next_power_of_2(num_experts))

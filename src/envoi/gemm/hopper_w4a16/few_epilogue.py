@@ -63,7 +63,7 @@ def gate_and_up(acc):
 
 @gluon.jit
 def activate(gate, up, cfg: gl.constexpr):
-    """The experts' activation, as `envoi.epilogue.library.expert_l1` has it."""
+    """Apply the experts' activation, as `envoi.epilogue.library.expert_l1` has it."""
     if cfg.limit is not None:
         gate = minimum(gate, cfg.limit)
         up = minimum(maximum(up, -cfg.limit), cfg.limit)

@@ -49,7 +49,7 @@ SLAB = gl.constexpr(16)  # steps of K that one copy brings
 
 @aggregate
 class Tokens:
-    """The GEMM's tokens in global memory, sorted by expert, and those of a tile in shared memory.
+    """Tokens of the GEMM in global memory, sorted by expert, and those of a tile in shared memory.
 
     values: E4M3 pointer [rows, K / 32, 2, 32], high and low. factors: float32 pointer, [rows] for the first GEMM,
     [rows, groups_per_step * num_steps] for the second.

@@ -41,7 +41,7 @@ from envoi.runtime.triton_compat import role_barrier, tma_load
 
 @aggregate
 class Stages:
-    """The ring of stages: tokens of 64 of K each."""
+    """Ring of stages: tokens of 64 of K each."""
 
     tokens: gl.shared_memory_descriptor  # bf16 [num_stages, block_y, 64]
     empty: gl.shared_memory_descriptor  # mbarriers [num_stages, 1]

@@ -20,7 +20,7 @@ from envoi.types import Matrix, QuantTensor
 
 
 def supports_many(a: Matrix, b: Matrix, ir: IR, grouping: Grouping) -> str:
-    """Why the kernel can't run this; "" if it can."""
+    """Return why the kernel can't run this; "" if it can."""
     if not isinstance(a, torch.Tensor) or a.dtype != torch.bfloat16:
         return "the tokens' format"
     if not isinstance(b, QuantTensor) or b.order != "fragments":
@@ -36,7 +36,7 @@ def run(
     a: torch.Tensor, b: QuantTensor, offsets: torch.Tensor, ir: IR, out_dtype: torch.dtype, operands: dict,
     grouping: Grouping, config: ManyConfig | None = None,
 ) -> list[torch.Tensor]:  # fmt: skip
-    """The outputs of `envoi.grouped_gemm` but for rows of no expert, as a flat list."""
+    """Return the outputs of `envoi.grouped_gemm` but for rows of no expert, as a flat list."""
     M, N = a.shape[0], b.shape[-2]
     tensors, pointers = operand_tensors(ir, operands, b.shape[0])
     written = empty_slots(ir, slots(ir, out_dtype), M, N, a.device, grouping.to)
@@ -69,7 +69,7 @@ def arguments(
     a: torch.Tensor, b: QuantTensor, offsets: torch.Tensor, code: Lowered, operands: tuple,
     outputs: list[torch.Tensor], config: ManyConfig,
 ) -> tuple:  # fmt: skip
-    """The kernel's arguments."""
+    """Return the kernel's arguments."""
     M, (E, N, K) = a.shape[0], cast(tuple[int, int, int], b.shape)
     parts = torch.empty(code.partials * cdiv(N, ROLE_M) * M, dtype=torch.float32, device=a.device)
     count = workspace.counters(M + config.block_y, a.device) if parts.numel() else parts.view(torch.int32)

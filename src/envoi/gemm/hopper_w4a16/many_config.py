@@ -79,7 +79,7 @@ class ManyConfig(Constant):
 
 
 def many_config(K: int, num_rows: int, num_experts: int) -> ManyConfig:
-    """The config for so many rows of all experts."""
+    """Return the config for so many rows of all experts."""
     rows = num_rows / max(1, num_experts)
     # Experts differ: on average half of a last tile is empty.
     block_y = min(TOKEN_TILES, key=lambda size: max(1.0, rows / size + 0.5) * TOKEN_TILES[size])
@@ -88,5 +88,5 @@ def many_config(K: int, num_rows: int, num_experts: int) -> ManyConfig:
 
 
 def _room(config: ManyConfig) -> int:
-    """Shared memory for stages: what isn't barriers, or used by epilogues to turn tiles upright."""
+    """Return the bytes of shared memory that stages may take: all but barriers and the epilogue's transposed tiles."""
     return SHARED_BYTES - RESERVED_BYTES - config.block_x * min(config.block_y, LAST) * 4

@@ -21,7 +21,7 @@ GROUP: tl.constexpr = tl.constexpr(32)
 
 @triton.jit
 def experts_at(topk_ids, slots, num_slots, num_experts):
-    """The expert of each slot; num_experts for none, and where there is no such slot."""
+    """Return the expert of each slot; num_experts for none, and where there is no such slot."""
     e = tl.load(topk_ids + slots, mask=slots < num_slots, other=-1)
     return tl.where((e < 0) | (e >= num_experts), num_experts, e)
 
@@ -103,7 +103,7 @@ def permute_kernel(
 
 @triton.jit
 def sum_kernel(rows, slot_to_pos, out, width, K: tl.constexpr, BLOCK: tl.constexpr, OVERLAP: tl.constexpr):
-    """The sum of a token's rows in the order of its slots, in float32, rounded once."""
+    """Store the sum of a token's rows in the order of its slots, in float32, rounded once."""
     if OVERLAP:
         gdc_wait()
     m = tl.program_id(0)

@@ -27,7 +27,7 @@ from envoi.epilogue.tile_triton import largest, load_tile
 
 
 class MatrixArgs(NamedTuple):
-    """A matrix [experts, rows, K]: elements and strides, scale factors and strides, the rows that share a factor.
+    """Matrix [experts, rows, K]: elements and strides, scale factors and strides, the rows that share a factor.
 
     Strides are in elements. Without scale factors `sf` is any pointer, and its strides are 0.
     """
@@ -51,7 +51,7 @@ class Product(NamedTuple):
 
 
 class Tile(NamedTuple):
-    """A tile of the product: rows [BLOCK_M] below m_end, columns [BLOCK_N] below N, of expert e."""
+    """Tile of the product: rows [BLOCK_M] below m_end, columns [BLOCK_N] below N, of expert e."""
 
     rows: Any
     m_end: Any
