@@ -11,7 +11,7 @@ import torch
 from triton.runtime.jit import JITFunction
 
 from envoi import log
-from envoi.runtime import shortcuts, triton_compat
+from envoi.runtime import observer, shortcuts, triton_compat
 
 ALIGNMENT = 16
 
@@ -20,17 +20,30 @@ _compiled: dict[tuple, Any] = {}
 
 @log.launches
 def launch(kernel: Any, grid: tuple[int, ...], arguments: tuple, options: dict[str, Any]) -> None:
-    """Launch like `kernel[grid](*arguments, **options)`. arguments: one for each parameter, in order."""
+    """Launch like `kernel[grid](*arguments, **options)`. arguments: one for each parameter, in order.
+
+    All kernels of the product are launched here, so that a call's recorder misses none.
+    """
+    compiled = _run(kernel, grid, arguments, options)
+    recorder = observer.current()
+    if recorder is not None:
+        recorder.launched(compiled, grid, arguments)
+
+
+def _run(kernel: Any, grid: tuple[int, ...], arguments: tuple, options: dict[str, Any]) -> Any:
+    """Launch, and return the compiled kernel; None for kernels that aren't found by a key."""
     if not (shortcuts.ENABLED and isinstance(kernel, JITFunction)):
         kernel[grid](*arguments, **triton_compat.FP_FUSION, **options)
-        return
+        return None
     kinds = [x if constant else kind_of(x) for x, constant in zip(arguments, _constants(kernel), strict=True)]
     key = kernel.fn, torch.cuda.current_device(), *options.items(), *kinds
     compiled = _compiled.get(key)
     if compiled is None:
-        _compiled[key] = triton_compat.compiled_kernel(kernel[grid](*arguments, **triton_compat.FP_FUSION, **options))
+        launched = kernel[grid](*arguments, **triton_compat.FP_FUSION, **options)
+        compiled = _compiled[key] = triton_compat.compiled_kernel(launched)
     else:
         compiled[(*grid, 1, 1)[:3]](*arguments)
+    return compiled
 
 
 def kind_of(x: Any) -> Any:
