@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 
+LIBRARY = "libcuda.so.1"
 MAP_BYTES = 128
 INVALID_CONTEXT = 201  # CUDA_ERROR_INVALID_CONTEXT: the thread hasn't used CUDA yet
 POINTER, SIZE = ctypes.c_void_p, ctypes.c_size_t
@@ -38,7 +39,7 @@ class Driver:
     device_type = "cuda"
 
     def __init__(self) -> None:
-        self.library = ctypes.CDLL("libcuda.so.1")
+        self.library = ctypes.CDLL(LIBRARY)
         self.launch = self._function("cuLaunchKernelEx", POINTER, POINTER, POINTER, POINTER)
         self._parameter = self._function("cuFuncGetParamInfo", POINTER, SIZE, POINTER, POINTER)
         self._replace_address = self._function("cuTensorMapReplaceAddress", POINTER, POINTER)
@@ -90,9 +91,12 @@ class Driver:
 
 
 @cache
-def active() -> Driver:
-    """Return the driver. OSError without one, AttributeError if it is older than CUDA 12.4."""
-    return Driver()
+def active() -> Driver | None:
+    """Return the driver; None if there is none, or one older than CUDA 12.4."""
+    try:
+        return Driver()
+    except (OSError, AttributeError):
+        return None
 
 
 def attributes_of(is_cooperative: bool, overlaps: bool) -> list[int]:
