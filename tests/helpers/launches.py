@@ -9,7 +9,7 @@ import pytest
 from triton import knobs
 from triton.runtime.jit import JITFunction
 
-from envoi.runtime import launch
+from envoi.runtime import launch, prepared
 from envoi.sass import ptx
 from envoi.sass.compile import Recipe, compile_recipe
 
@@ -35,7 +35,8 @@ def watched(note: Callable[[str, Any], None]) -> Iterator[None]:
             note(*known[id(kernel)])
         return kernel
 
-    launch._compiled.clear()  # launches found in this cache would bypass the observer
+    launch._compiled.clear()  # launches found in this cache, or prepared, would bypass the observer
+    prepared.clear()
     JITFunction.run = run
     try:
         yield

@@ -16,7 +16,7 @@ from envoi.gemm import grouped_gemm
 from envoi.indexer.workloads import one
 from envoi.quant import FORMATS, quantize
 from envoi.types import QuantTensor
-from tests.moe.layers import make
+from tests.moe.layers import Layer, make
 
 
 @epilogue
@@ -72,7 +72,8 @@ def gemm_cases(M: int, N: int, K: int) -> dict[str, Case]:
 
 def offsets(i: int, M: int) -> torch.Tensor:
     """Return rows of 3 experts, others for each call, one of them none."""
-    return torch.tensor([0, M // 3 + i, M // 3 + i, M - i], dtype=torch.int32)
+    first = M // 3 - i % 2
+    return torch.tensor([0, first, first, M - i], dtype=torch.int32)
 
 
 def _with_epilogue(i: int, ep: Any, M: int, N: int, K: int) -> tuple[tuple, dict]:
@@ -108,12 +109,17 @@ def route_cases(M: int, N: int, hidden: int, k: int) -> dict[str, Case]:
     }
 
 
-def moe_cases(tokens: int, experts: int, k: int, hidden: int, intermediate: int) -> dict[str, Case]:
-    """Return layers in every format, with and without biases, tokens of two and of three dimensions."""
+def moe_cases(
+    tokens: int, experts: int, k: int, hidden: int, intermediate: int, device: str = "cpu"
+) -> dict[str, Case]:
+    """Return layers in every format, with and without biases, tokens of two and of three dimensions.
+
+    device: where the experts are packed, which decides the order of 4-bit weights.
+    """
 
     def arguments(i: int, format: str, bias: bool = False, batch: bool = False) -> tuple[tuple, dict]:
         kind = {"activation": "swiglu_oai", "bias": True} if bias else {}
-        layer = make(tokens, experts, k, hidden, intermediate, seed=i, **kind)
+        layer = Layer(**on(device, vars(make(tokens, experts, k, hidden, intermediate, seed=i, **kind))))
         x = layer.tokens.view(2, tokens // 2, hidden) if batch else layer.tokens
         return (x, layer.routing, layer.pack(format)), {}
 
