@@ -33,7 +33,8 @@ def named(prefix: str, cases: dict[str, Case]) -> dict[str, Case]:
 CASES = {
     **gemm_cases(300, 512, 1024), **named("decode", gemm_cases(6, 2048, 4096)),
     **route_cases(200, 256, 1024, 8), **named("decode", route_cases(3, 256, 7168, 8)),
-    **moe_cases(64, 16, 4, 512, 512, "cuda"), **named("many", moe_cases(600, 8, 2, 512, 512, "cuda")), **indexer_cases(3000),
+    **moe_cases(64, 16, 4, 512, 512, "cuda"), **named("many", moe_cases(600, 8, 2, 512, 512, "cuda")),
+    **indexer_cases(3000),
 }  # fmt: skip
 SOME = [
     "gemm-bf16", "gemm-several", "decode-gemm-bf16", "gemm-mxfp4", "grouped-fp8_block128", "route", "decode-route-all",

@@ -97,7 +97,7 @@ class ExpertParallel:
         self.experts, self.timeout_s = experts, timeout_s
         sizes = _agree(self.channel, experts, timeout_s, max_tokens, num_topk, presum)
         self.channel.watch.opened()
-        self._lock = threading.Lock()
+        self._lock: Any = threading.RLock()
         self.expert_offsets = [0, *itertools.accumulate(sizes)]
         self.num_experts = self.expert_offsets[-1]
         self.max_tokens, self.num_topk = max_tokens, num_topk
