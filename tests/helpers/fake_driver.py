@@ -64,6 +64,12 @@ class FakeDriver:
         """Tell whether a graph is being captured."""
         return self.capturing
 
+    def empty(self, shape: tuple[int, ...], strides: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
+        """Allocate a tensor of NaN, or of a huge number, by the CPU's sister of Inductor's allocation for a GPU."""
+        made = torch._C._dynamo.guards._empty_strided_cpu(shape, strides, dtype)
+        made.untyped_storage().fill_(0xFF if dtype.is_floating_point else 0x7F)
+        return made
+
     def context(self) -> int:
         """Return a context."""
         return 99

@@ -4,7 +4,6 @@ Triton inspects every argument at every launch, which takes longer than a small 
 on few properties of each argument; they form the key under which the compiled kernel is found again.
 """
 
-from functools import cache
 from typing import Any
 
 import torch
@@ -16,6 +15,7 @@ from envoi.runtime import observer, shortcuts, triton_compat
 ALIGNMENT = 16
 
 _compiled: dict[tuple, Any] = {}
+_constant: dict[Any, tuple[bool, ...]] = {}  # for each kernel function which parameters are constexpr
 
 
 @log.launches
@@ -52,17 +52,24 @@ def kind_of(x: Any) -> Any:
     Tensor: dtype, whether its address is a multiple of 16. Integer: whether it is 1, a multiple of 16, within 32 bits.
     TMA descriptor: everything but its base.
     """
-    if isinstance(x, torch.Tensor):
+    kind = type(x)
+    if kind is torch.Tensor:  # nearly all arguments are of the first three kinds
         return x.dtype, x.data_ptr() % ALIGNMENT == 0
-    if isinstance(x, int):
-        return type(x), x == 1, x % ALIGNMENT == 0, -(2**31) <= x < 2**31
+    if kind is int or kind is bool:
+        return kind, x == 1, x % ALIGNMENT == 0, -(2**31) <= x < 2**31
+    if x is None or kind is float:
+        return kind
     if isinstance(x, tuple):
         return tuple([kind_of(y) for y in x])
-    if x is None or isinstance(x, float):
-        return type(x)
-    return x.base.dtype, x.layout, *x.block_shape  # a TMA descriptor
+    if isinstance(x, torch.Tensor):
+        return x.dtype, x.data_ptr() % ALIGNMENT == 0
+    if isinstance(x, int):  # an enum
+        return kind, x == 1, x % ALIGNMENT == 0, -(2**31) <= x < 2**31
+    return kind if isinstance(x, float) else (x.base.dtype, x.layout, *x.block_shape)  # a TMA descriptor
 
 
-@cache
 def _constants(kernel: JITFunction) -> tuple[bool, ...]:
-    return tuple(parameter.is_constexpr for parameter in kernel.params)
+    found = _constant.get(kernel.fn)  # a function's hash is its address, a JITFunction's that of its source
+    if found is None:
+        found = _constant[kernel.fn] = tuple(parameter.is_constexpr for parameter in kernel.params)
+    return found

@@ -48,11 +48,20 @@ class Driver:
         self.current_device = torch._C._cuda_getDevice
         self.stream = torch._C._cuda_getCurrentRawStream
         self.is_capturing = torch._C._cuda_isCurrentStreamCapturing
+        # Inductor's allocation on the current device; it leaves out the fill for deterministic algorithms.
+        self._empty = getattr(getattr(torch._C, "_dynamo", None), "guards", None)
+        self._empty = getattr(self._empty, "_empty_strided_cuda", None)
 
     def _function(self, name: str, *types: Any) -> Any:
         found = self.library[name]  # an object of our own, unlike the attribute: nobody else sees its types
         found.argtypes, found.restype = types, ctypes.c_int
         return found
+
+    def empty(self, shape: tuple[int, ...], strides: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
+        """Allocate a tensor on the current device, as `torch.empty_strided` does; tuples, not a torch.Size."""
+        if self._empty is None or torch._C._get_deterministic_algorithms():
+            return torch.empty_strided(shape, strides, dtype=dtype, device="cuda")
+        return self._empty(shape, strides, dtype)
 
     def parameter_sizes(self, function: int) -> list[int]:
         """Return the bytes of each parameter of a loaded kernel (CUDA 12.4 or newer)."""

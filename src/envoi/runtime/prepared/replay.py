@@ -116,7 +116,7 @@ class Prepared:
     """
 
     __slots__ = (
-        "_build", "_context", "_device", "_driver", "_free", "_kept", "_of_inputs", "_of_outputs", "_of_scratch",
+        "_build", "_context", "_driver", "_free", "_kept", "_of_inputs", "_of_outputs", "_of_scratch",
         "_outputs", "_scratch_bytes", "_streams", "launches", "stream", "used",
     )  # fmt: skip
 
@@ -131,11 +131,11 @@ class Prepared:
         self._build = take_apart(result, returned)
         memory = Memory(recorder, inputs, returned, owned)
         self.launches = [_launch(launched, memory, driver) for launched in recorder.launches if 0 not in launched.grid]
-        self._outputs = [(x.shape, x.stride(), x.dtype) for x in returned]
+        self._outputs = [(tuple(x.shape), tuple(x.stride()), x.dtype) for x in returned]
         self._scratch_bytes = memory.scratch_bytes
         self.stream = stream if memory.is_bound else None
         self.used = True
-        self._device, self._driver, self._context = recorder.device, driver, driver.context()
+        self._driver, self._context = driver, driver.context()
         frame = Frame(self.launches)
         self._streams = [start + STREAM_WORD for start in frame.starts]
         self._of_inputs, self._of_outputs, self._of_scratch = (
@@ -145,8 +145,8 @@ class Prepared:
 
     def run(self, addresses: Sequence[int], stream: int) -> Any:
         """Make the launches for inputs at these addresses; return the result. The device must be the current one."""
-        device = self._device
-        outputs = [torch.empty_strided(*form, dtype=dtype, device=device) for *form, dtype in self._outputs]
+        driver = self._driver
+        outputs = [driver.empty(*form) for form in self._outputs]
         try:
             frame = self._free.pop()
         except IndexError:  # all are in use by other threads
@@ -157,7 +157,7 @@ class Prepared:
         for word, number, offset in self._of_outputs:
             words[word] = outputs[number].data_ptr() + offset
         if self._scratch_bytes:
-            scratch = torch.empty(self._scratch_bytes, dtype=torch.uint8, device=device)
+            scratch = driver.empty((self._scratch_bytes,), (1,), torch.uint8)
             first = scratch.data_ptr()
             if first != frame.scratch:
                 frame.scratch = first
@@ -167,7 +167,7 @@ class Prepared:
             frame.stream = stream
             for word in self._streams:
                 words[word] = stream
-        launch = self._driver.launch
+        launch = driver.launch
         for call in frame.calls:
             error = launch(*call)
             if error:
