@@ -1,6 +1,6 @@
-"""`python tools/compile_all.py`: compile every registered kernel for its architectures with the installed Triton.
+"""`python -m tools.compile_all`: compile every registered kernel for its architectures with the installed Triton.
 
-For the Triton releases that tests/sass doesn't run under: no spills, no calls, and the required instructions of each
+For the Triton releases that tests/machine_code doesn't run under: no spills, no calls, and the required instructions of each
 kernel; counts may differ. `make compile` calls it with each release first on the path. Exit status 1 names the
 failures.
 """
@@ -9,7 +9,7 @@ import sys
 from concurrent.futures import ProcessPoolExecutor
 
 from envoi.runtime import triton_compat
-from envoi.sass import gate
+from tools.machine_code import gate
 
 JOBS = 2
 

@@ -4,6 +4,8 @@ from itertools import product
 
 import pytest
 import torch
+from tools.machine_code.compile import compile_recipe, recipe_of_call
+from tools.machine_code.record import of_binary
 
 from envoi.epilogue.library import absmax, expert_l1, store, swiglu, swiglu_fp8
 from envoi.epilogue.lower import lower
@@ -21,8 +23,6 @@ from envoi.gemm.hopper_mx.config import (
     shared_bytes,
 )
 from envoi.gemm.hopper_mx.host import supports_mx
-from envoi.sass.compile import compile_recipe, recipe_of_call
-from envoi.sass.record import of_binary
 from envoi.types import QuantTensor
 
 E8M0, E4M3 = torch.float8_e8m0fnu, torch.float8_e4m3fn

@@ -2,6 +2,8 @@
 
 import pytest
 import torch
+from tools.machine_code import mx_recipes
+from tools.machine_code.mx_cases import MX_CASES
 
 from envoi.epilogue import (
     Col,
@@ -24,8 +26,6 @@ from envoi.gemm.op import _spread_columns
 from envoi.gemm.reference import cut_rows, oracle, pick_expert
 from envoi.quant import dequantize, quantize
 from envoi.quant.pack import tamed
-from envoi.sass import mx_recipes
-from envoi.sass.mx_cases import MX_CASES
 from envoi.types import QuantTensor
 from tests.gemm.test_gpu import (
     all_reductions,

@@ -5,12 +5,12 @@ from itertools import pairwise
 
 import pytest
 import torch
+from tools.machine_code import hopper_recipes, hopper_tuned
 
 from envoi.gemm import gemm, grouped_gemm
 from envoi.gemm.backend import run_kernels
 from envoi.gemm.op import _spread_columns
 from envoi.gemm.reference import oracle, pick_expert
-from envoi.sass import hopper_recipes, hopper_tuned
 from envoi.types import QuantTensor
 from tests.gemm.test_gpu import judge, normal, torchs_product
 from tests.helpers.launches import assert_same_code, watched

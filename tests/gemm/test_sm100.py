@@ -5,15 +5,15 @@ import re
 
 import pytest
 import torch
+from tools.machine_code import blackwell_recipes, gate, registry
+from tools.machine_code.compile import compile_recipe
+from tools.machine_code.record import of_binary
 
 from envoi.epilogue import library
 from envoi.epilogue.lower import lower
 from envoi.gemm.blackwell import host, sf_layout
 from envoi.gemm.blackwell.config import BlackwellConfig, BlackwellProblem, shared_bytes, supports
 from envoi.runtime.devices import SHARED_BYTES
-from envoi.sass import blackwell_recipes, gate, registry
-from envoi.sass.compile import compile_recipe
-from envoi.sass.record import of_binary
 
 BF16, F8, U8 = blackwell_recipes.BF16, blackwell_recipes.F8, blackwell_recipes.U8
 PLAIN = BlackwellConfig(256, 64, 4)
@@ -70,7 +70,7 @@ def test_every_entry_of_the_registry_is_here():
 def test_registered(name):
     entry = registry.find(name)
     assert entry.arches == ("sm_100", "sm_103")
-    arch = entry.arches[len(name) % 2]  # the other one differs in names of modifiers only; `envoi sass` shows both
+    arch = entry.arches[len(name) % 2]  # the other one differs in names of modifiers only; `python -m tools.machine_code` shows both
     record, text = compiled(entry.recipe(arch), arch)
     check_roles(record, text, *BY_NAME[name])
     copies = record.families.get("tensor memory copy", {})

@@ -6,12 +6,12 @@ from contextlib import contextmanager
 from typing import Any
 
 import pytest
+from tools.machine_code import ptx
+from tools.machine_code.compile import Recipe, compile_recipe
 from triton import knobs
 from triton.runtime.jit import JITFunction
 
 from envoi.runtime import launch
-from envoi.sass import ptx
-from envoi.sass.compile import Recipe, compile_recipe
 
 PACKAGE = "envoi."
 

@@ -5,10 +5,10 @@ from dataclasses import dataclass
 from math import prod
 from pathlib import Path
 
+from tools.machine_code.compile import Recipe, bind
 from triton._C.libtriton import ir, nvidia, passes
 
 from envoi.runtime import triton_compat
-from envoi.sass.compile import Recipe, bind
 
 PTX_VERSION = 86
 OFFSET = re.compile(r"allocation\.offset = (\d+)")

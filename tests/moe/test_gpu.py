@@ -5,6 +5,7 @@ from functools import cache
 
 import pytest
 import torch
+from tools.machine_code import registry
 
 from envoi.moe import moe, reference
 from envoi.moe.combine import combine_rows
@@ -13,7 +14,6 @@ from envoi.moe.permute import gather_rows, quantize_rows, sort_slots
 from envoi.moe.reference_permute import permute, take_rows
 from envoi.moe.reference_permute import sort_slots as reference_sort
 from envoi.quant import FORMATS, SCHEMES, format_named, quantize
-from envoi.sass import registry
 from envoi.types import QuantTensor, Routing
 from tests.helpers.accuracy import assert_at_most_twice, assert_same_bits, relative_error
 from tests.helpers.launches import assert_same_code, watched

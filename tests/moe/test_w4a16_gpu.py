@@ -5,6 +5,8 @@ from functools import cache
 
 import pytest
 import torch
+from tools.machine_code import w4a16_recipes
+from tools.machine_code.w4a16_cases import W4A16_CASES
 
 from envoi.gemm.grouping import EXPERTS_ROWS
 from envoi.gemm.hopper_w4a16 import few
@@ -15,8 +17,6 @@ from envoi.moe.layer import run_layer
 from envoi.moe.oracle import moe_oracle
 from envoi.moe.permute import gather_rows, sort_slots
 from envoi.quant.fragments import to_fragments
-from envoi.sass import w4a16_recipes
-from envoi.sass.w4a16_cases import W4A16_CASES
 from envoi.types import ExpertWeights, QuantTensor
 from tests.helpers.accuracy import assert_same_bits, relative_error
 from tests.helpers.launches import assert_same_code, watched

@@ -10,13 +10,13 @@ from itertools import pairwise
 import pytest
 import torch
 import torch.distributed as dist
+from tools.machine_code import ep_recipes, registry
 
 from envoi.gemm.hopper_w4a16 import few
 from envoi.moe import moe
 from envoi.moe.parallel import ExpertParallel, PeerTimeout
 from envoi.moe.parallel.symmetric_memory import SharedLayout
 from envoi.quant import FORMATS
-from envoi.sass import ep_recipes, registry
 from envoi.types import Routing
 from tests.helpers.accuracy import assert_same_bits
 from tests.helpers.launches import assert_same_code, watched

@@ -2,10 +2,10 @@
 
 import pytest
 import torch
+from tools.machine_code import router_recipes
+from tools.machine_code.router_cases import ROUTER_CASES
 
 from envoi.moe.router import host
-from envoi.sass import router_recipes
-from envoi.sass.router_cases import ROUTER_CASES
 from tests.helpers.launches import assert_same_code, watched
 from tests.moe.router.sides import Given, expected, judge, torchs_product
 
