@@ -67,7 +67,7 @@ compile-setup: $(OTHER_TRITONS:%=.triton-%)
 
 .PHONY: $(OTHER_TRITONS:%=compile-%)
 $(OTHER_TRITONS:%=compile-%): compile-%: .triton-%
-	PYTHONPATH=.triton-$*:src $(BIN)/python -m tools.compile_all $*
+	PYTHONPATH=.triton-$*:src $(BIN)/python -m tools.machine_code check $*
 
 .triton-%: $(STAMP)
 	$(BIN)/python -m pip install -q $(PIP_ARGS) --no-deps --target $@.part triton==$*
@@ -79,7 +79,7 @@ test-gpu: $(STAMP)
 	$(BIN)/python -m pytest tests -m gpu -n $(GPU_JOBS) --dist worksteal --record-kernels tests/gpu_evidence.json
 
 gate: $(STAMP)
-	$(BIN)/python -m tools.gate
+	$(BIN)/python -m tools.machine_code accept
 
 lint: $(STAMP)
 	$(BIN)/ruff check .

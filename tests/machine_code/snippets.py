@@ -1,6 +1,5 @@
-"""Excerpts of the disassemblers' output, shortened, with consecutive addresses."""
+"""Excerpt of nvdisasm's output (`nvdisasm -c`), shortened, with consecutive addresses."""
 
-# nvdisasm -c
 NVDISASM = """
 	.target	sm_100a
 
@@ -56,26 +55,4 @@ other:
 
 	.type		.nv.reservedSmem.offset0,@object
 	.size		.nv.reservedSmem.offset0,0x4
-"""
-
-# cuobjdump -sass: encodings at the right and on lines of their own
-CUOBJDUMP = """
-	code for sm_90a
-		Function : product
-	.headerflags	@"EF_CUDA_TEXMODE_UNIFIED EF_CUDA_64BIT_ADDRESS EF_CUDA_SM90 EF_CUDA_VIRTUAL_SM(EF_CUDA_SM90)"
-        /*0000*/                   LDC R1, c[0x0][0x28] ;                                  /* 0x00000a00ff017b82 */
-                                                                                           /* 0x000e620000000800 */
-        /*0010*/                   USETMAXREG.DEALLOC.CTAPOOL 0x18 ;                       /* 0x00000018000079c8 */
-                                                                                           /* 0x000fe20000000000 */
-        /*0020*/                   @UP0 UTMALDG.2D [UR12], [UR6] ;                         /* 0x0000000c060005b4 */
-                                                                                           /* 0x0001e20008000000 */
-        /*0030*/                   HGMMA.64x256x16.F32.BF16 R24, gdesc[UR8], R24, UP0 ;    /* 0x03e00000081879f0 */
-                                                                                           /* 0x000fe20008000000 */
-        /*0040*/                   STSM.16.M88.4 [R4+0x18000], R24 ;                       /* 0x0180001804007844 */
-                                                                                           /* 0x000fe20000000200 */
-        /*0050*/                   SHFL.BFLY PT, R3, R2, 0x10, 0x1f ;                      /* 0x0e001f0002037f89 */
-                                                                                           /* 0x000e6800000e0000 */
-        /*0060*/                   EXIT ;                                                  /* 0x000000000000794d */
-                                                                                           /* 0x000fea0003800000 */
-		..........
 """

@@ -5,12 +5,13 @@ its bytes with a buffer, and the hardware's state of the barrier could corrupt t
 """
 
 import pytest
+import torch
 import triton.experimental.gluon.language as gl
-from tools.machine_code import registry
-from tools.machine_code.compile import Recipe
 from triton.experimental import gluon
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier
 
+from envoi.cases import kernel_cases
+from envoi.runtime.kernel_case import Launch
 from envoi.runtime.triton_compat import role_barrier
 from tests.helpers.shared_memory import in_barriers
 
@@ -31,7 +32,7 @@ KERNELS = [
 
 @pytest.mark.parametrize(("name", "arch"), KERNELS)
 def test_memory_of_barriers(name, arch, tmp_path):
-    assert in_barriers(registry.find(name).recipe(arch), arch, tmp_path) == []
+    assert in_barriers(kernel_cases()[name].launch(), arch, tmp_path) == []
 
 
 @gluon.jit
@@ -47,5 +48,5 @@ def _forgotten(out):
 
 
 def test_a_forgotten_barrier_is_found(tmp_path):
-    found = in_barriers(Recipe(_forgotten, {"out": "*i32"}), "sm_90", tmp_path)
+    found = in_barriers(Launch(_forgotten, (1,), (torch.zeros(128, dtype=torch.int32),), {}), "sm_90", tmp_path)
     assert len(found) == 1 and "128xi32" in found[0]

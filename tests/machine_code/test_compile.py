@@ -5,81 +5,65 @@ import os
 
 import pytest
 import torch
-import triton.experimental.gluon.language as gl
-from tools.machine_code import isolate, ptx, sweep, tmem_sweep, tools
-from tools.machine_code.compile import (
-    CompilerRefusesError,
-    Recipe,
-    compile_kernel,
-    compile_recipe,
-    descriptor_type,
-    recipe_of_call,
-)
-from tools.machine_code.record import of_binary
-from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
+from triton.tools.tensor_descriptor import TensorDescriptor
 
+from envoi.cases import kernel_cases
 from envoi.runtime import triton_compat
+from envoi.runtime.kernel_case import Launch, without_memory
 from tests.machine_code import kernels
+from tools.machine_code import isolate, ptx
+from tools.machine_code.compile import CompilerRefusesError, arguments_of, compile_launch
+from tools.machine_code.count import record_of
 
 
 def of(binary):
-    return of_binary(binary)[0][0]
-
-
-def total(record, family):
-    return sum(record.families.get(family, {}).values())
+    return record_of(binary)[0]
 
 
 def product(arch):
-    box = descriptor_type("bf16", (128, 64))
-    return compile_kernel(
-        kernels.product,
-        {"a_desc": box, "b_desc": box, "out_desc": descriptor_type("bf16", (128, 128)), "K": "i32:16"},
-        {"BLOCK_M": 128, "BLOCK_N": 128, "BLOCK_K": 64},
-        arch,
-        num_warps=8,
-        num_stages=3,
-    )
+    a, b, out = (without_memory((256, 256), torch.bfloat16) for _ in range(3))
+    boxes = [TensorDescriptor.from_tensor(x, box) for x, box in ((a, [128, 64]), (b, [128, 64]), (out, [128, 128]))]
+    options = {"num_warps": 8, "num_stages": 3, "launch_pdl": True}
+    return compile_launch(Launch(kernels.product, (2, 2), (*boxes, 256, 128, 128, 64), options), arch)
 
 
 @pytest.mark.parametrize(
-    ("arch", "core", "accumulator_loads"),
-    [("sm_90", "HGMMA.64x64x16.F32.BF16", 0), ("sm_100", "UTCHMMA", 1), ("sm_103", "UTCHMMA", 1)],
+    ("arch", "core", "accumulator_loads"), [("sm_90", "HGMMA", 0), ("sm_100", "UTCHMMA", 1), ("sm_103", "UTCHMMA", 1)]
 )
 def test_a_product(arch, core, accumulator_loads):
     binary = product(arch)
     record = of(binary)
-    assert tools.arch_of(binary.cubin) == binary.arch == record.arch == arch
+    assert binary.arch == record.arch == arch
     assert (binary.name, record.kernel, record.num_warps) == ("product", "product", binary.num_warps)
-    assert any(name.partition(".")[0] == core.partition(".")[0] for name in record.families["tensor core"])
+    assert {name.partition(".")[0] for name in record.families["tensor core"]} == {core}
     assert record.families["TMA load"].keys() == {"UTMALDG.2D"}
     assert record.families["TMA store"].keys() == {"UTMASTG.2D"}
-    assert total(record, "barrier") > 0
-    assert (total(record, "tensor memory load") > 0) == accumulator_loads
-    assert total(record, "local load (spill)") == binary.stack_bytes == 0
+    assert record.total("barrier") > 0
+    assert (record.total("tensor memory load") > 0) == accumulator_loads
+    assert record.total("local load (spill)") == binary.stack_bytes == 0
     assert record.shared_bytes == binary.shared_bytes > 3 * 2 * 128 * 64 * 2  # three stages of two operands
     assert 24 < record.registers == binary.registers <= 255
-    assert record.instructions > sum(map(sum, map(dict.values, record.families.values())))
+    assert record.instructions > sum(map(record.total, record.families))
 
 
-@pytest.mark.parametrize(("hint", "loads"), [("", {"32 bit": 8}), (":16", {"128 bit": 2})])
-def test_alignment_decides_the_width(hint, loads):
-    signature = {"x": f"*fp32{hint}", "out": f"*fp32{hint}", "scale": "fp32", "num_columns": f"i32{hint}"}
-    record = of(compile_kernel(kernels.scale_rows, signature, {"BLOCK": 1024}, "sm_90"))
-    assert record.families["global load"] == record.families["global store"] == loads
+@pytest.mark.parametrize(("first", "suffix", "loads"), [(1, "E", 8), (0, "128", 2)])
+def test_alignment_decides_the_width(first, suffix, loads):
+    x = torch.zeros(1025)[first:]
+    launch = Launch(kernels.scale_rows, (1,), (x, x, 0.5, 1024 + first, 1024), {})
+    record = of(compile_launch(launch, "sm_90"))
+    for family in ("global load", "global store"):
+        assert [opcode.rpartition(".")[2] for opcode in record.families[family]] == [suffix]
+        assert record.total(family) == loads
     assert record.registers < 40
 
 
 def test_spills_are_seen():
-    signature = {"x": "*fp32:16", "out": "*fp32:16"}
-    roomy, tight = (
-        compile_kernel(kernels.crowded, signature, {"BLOCK": 8192}, "sm_90", maxnreg=limit) for limit in (None, 40)
-    )
-    assert roomy.stack_bytes == total(of(roomy), "local store (spill)") == 0
+    roomy, tight = (compile_launch(kernels.crowded_launch(8192, **limit), "sm_90") for limit in ({}, {"maxnreg": 40}))
+    assert roomy.stack_bytes == of(roomy).total("local store (spill)") == 0
     assert tight.registers <= 40
     assert tight.stack_bytes > 0
-    assert total(of(tight), "local store (spill)") > 0
-    assert total(of(tight), "local load (spill)") > 0
+    assert of(tight).total("local store (spill)") > 0
+    assert of(tight).total("local load (spill)") > 0
     assert roomy.ptx_sha256 != tight.ptx_sha256
 
 
@@ -104,8 +88,9 @@ def shift(x, out, BLOCK: tl.constexpr):
         folder.mkdir()
     texts = (head + body, head + "\n\n# moved\n" * 9 + body, (head + body).replace("+ 1.0", "+ 2.0"))
     paths = (folders[0] / "one.py", folders[1] / "two.py", folders[0] / "three.py")
+    x = torch.zeros(256)
     here, moved, other = (
-        compile_kernel(load_source(path, text), {"x": "*fp32:16", "out": "*fp32:16"}, {"BLOCK": 256}, "sm_90")
+        compile_launch(Launch(load_source(path, text), (1,), (x, x, 256), {}), "sm_90")
         for path, text in zip(paths, texts, strict=True)
     )
     assert here.ptx != moved.ptx
@@ -115,67 +100,22 @@ def shift(x, out, BLOCK: tl.constexpr):
     assert "st.global" in ptx.without_lines(here.ptx)
 
 
-def test_a_call_gives_the_recipe_of_its_launch():
-    x, bias = torch.zeros(1024), torch.zeros(1024)
-    recipe = recipe_of_call(kernels.with_operands, (x, (bias, 0.5, None), x, 1024), "sm_90", num_warps=2)
-    assert recipe.signature == {
-        "x": "*fp32:16", "operands": ("*fp32:16", "fp32", "constexpr"), "out": "*fp32:16", "BLOCK": "constexpr",
-    }  # fmt: skip
-    assert recipe.constexprs == {(1, 2): None, (3,): 1024}
-    by_hand = Recipe(
-        kernels.with_operands, {**recipe.signature}, {(1, 2): 1.0, "BLOCK": 1024}, {"num_warps": 2}
-    )  # fmt: skip
-    del by_hand.signature["BLOCK"]
-    record = of(compile_recipe(by_hand, "sm_100"))
-    assert (record.num_warps, record.families["global load"]) == (2, {"128 bit": 8})
-
-
-def test_a_call_of_a_gluon_kernel():
-    layout = gl.NVMMASharedLayout.get_default_for([128, 64], gl.bfloat16)
-    tensor = torch.zeros(256, 128, dtype=torch.bfloat16)
-    a = TensorDescriptor.from_tensor(tensor, [128, 64], layout)
-    b = TensorDescriptor.from_tensor(tensor, [256, 64], gl.NVMMASharedLayout.get_default_for([256, 64], gl.bfloat16))
-    case = tmem_sweep.Case("32x32b", 32)
-    arguments = (a, b, torch.zeros(256), tensor, 0.5, 128, 256, 128, 256, 64, 32, "32x32b")
-    recipe = recipe_of_call(tmem_sweep.tmem_load_tile, arguments, "sm_100", num_warps=4)
-    assert compile_recipe(recipe, "sm_100").ptx_sha256 == compile_recipe(tmem_sweep.recipe(case), "sm_100").ptx_sha256
-
-
-def test_the_width_of_a_sub_tile_is_the_width_of_the_loads():
-    cases = [
-        tmem_sweep.Case("32x32b", 8),
-        tmem_sweep.Case("32x32b", 128),
-        tmem_sweep.Case("16x256b", 64),
-        tmem_sweep.Case("16x256b", 4),
-        tmem_sweep.Case("16x32bx2", 64, block_m=64),
-    ]
-    rows = sweep.run("sm_100", cases)
-    loads = [row.record.families["tensor memory load"] for row in rows[:3]]
-    assert loads == [{"32x32b.x8": 32}, {"32x32b.x128": 2}, {"16x256b.x8": 8}]
-    narrow, wide = (row.record for row in rows[:2])
-    assert narrow.registers < 48 < 128 < wide.registers
-    assert narrow.instructions > wide.instructions
-    assert narrow.families["tensor core"] == {"UTCHMMA": 4}
-    assert [row.record for row in rows[3:]] == [None, None]
-    text = sweep.table(rows)
-    assert text.count("refused, see below") == 2
-    assert "16x256b, 128 rows, 4 warps, 4 columns: TMEM layout '16x256b' unsupported" in text
-    assert "16x32bx2 is inferred implicitly and cannot be requested" in rows[4].reason
-    with pytest.raises(ValueError, match="sm_90 has no tensor memory"):
-        sweep.run("sm_90", cases)
-
-
-def test_all_cases_are_planned():
-    planned = list(tmem_sweep.cases())
-    assert len(planned) == len(set(planned)) == 7 * 9 + 1
-    assert {case.shape for case in planned} == {"32x32b", "16x64b", "16x128b", "16x256b", "32x32b_splitn", "16x32bx2"}
+def test_a_tuple_is_compiled_as_a_launch_would():
+    x = torch.zeros(1024)
+    launch = Launch(kernels.with_operands, (1,), (x, (x, 0.5, None), x, 1024), {"num_warps": 2})
+    signature, constants, aligned, *_ = arguments_of(launch, "sm_100")
+    assert signature == {"x": "*fp32", "operands": ("*fp32", "fp32", "constexpr"), "out": "*fp32", "BLOCK": "constexpr"}
+    assert constants == {(1, 2): None, (3,): 1024}
+    assert {path for path, hints in aligned.items() if hints} == {(0,), (1, 0), (2,)}
+    record = of(compile_launch(launch._replace(arguments=(x, (x, 0.5, 1.0), x, 1024)), "sm_100"))
+    assert (record.num_warps, record.total("global load")) == (2, 8)
 
 
 def test_what_the_architecture_lacks_is_a_refusal(capfd):
     # Until 3.8 Triton's compiler aborts, since then it says what is wrong.
     words = r"for sm_90: (LLVM ERROR|'ttng.tmem_alloc' op requires tcgen05 support)"
-    with pytest.raises(CompilerRefusesError, match=f"tmem_load_tile: the compiler refuses it {words}"):
-        compile_recipe(tmem_sweep.recipe(tmem_sweep.Case("32x32b", 32)), "sm_90")
+    with pytest.raises(CompilerRefusesError, match=f"gemm_kernel: the compiler refuses it {words}"):
+        compile_launch(kernel_cases()["gemm-sm100"].launch(), "sm_90")
     assert capfd.readouterr() == ("", "")
 
 
@@ -195,30 +135,20 @@ def diagnose(*args):
 def test_the_compilers_own_words_are_passed_on(monkeypatch, capfd, compiler, words):
     monkeypatch.setattr(triton_compat, "compile_for", compiler)
     with pytest.raises(CompilerRefusesError, match=f"crowded: the compiler refuses it for sm_90: {words}$"):
-        compile_kernel(kernels.crowded, {"x": "*fp32", "out": "*fp32"}, {"BLOCK": 256}, "sm_90")
+        compile_launch(kernels.crowded_launch(256), "sm_90")
     assert capfd.readouterr() == ("", "")
 
 
 @pytest.mark.parametrize(
-    ("change", "words"),
+    ("kernel", "arch", "words"),
     [
-        ({"arch": "sm_91"}, "arch: expected one of sm_90, sm_100, sm_103, got 'sm_91'"),
-        ({"function": len}, "function: expected a function under triton.jit or gluon.jit, got builtin"),
-        (
-            {"constexprs": {}},
-            "scale_rows: expected each of x, out, scale, num_columns, BLOCK in signature or constexprs",
-        ),
-        ({"constexprs": {"BLOCK": 64, "x": 1}}, "expected each of x, out, scale"),
-        ({"signature": {"x": "*fp32"}}, "got x and BLOCK"),
+        (kernels.crowded, "sm_91", "arch: expected one of sm_90, sm_100, sm_103, got 'sm_91'"),
+        (len, "sm_90", "kernel: expected a function under triton.jit or gluon.jit, got builtin"),
     ],
 )
-def test_arguments_that_do_not_fit(change, words):
-    call = {
-        "function": kernels.scale_rows, "constexprs": {"BLOCK": 64}, "arch": "sm_90",
-        "signature": {"x": "*fp32", "out": "*fp32", "scale": "fp32", "num_columns": "i32"},
-    }  # fmt: skip
+def test_what_cannot_be_compiled(kernel, arch, words):
     with pytest.raises(ValueError, match=words):
-        compile_kernel(**(call | change))
+        compile_launch(kernels.crowded_launch(64)._replace(kernel=kernel), arch)
 
 
 def test_a_child_brings_back_what_happens():
@@ -235,3 +165,8 @@ def test_a_child_brings_back_what_happens():
     assert (died.ended, died.reason) == ("died", "the process ended with status 7")
     unpicklable = isolate.call(lambda: lambda: None)
     assert unpicklable.ended == "died"
+
+
+def test_every_kernel_is_listed_once():
+    assert len(kernel_cases()) > 100
+    assert all(case.about and case.arches for case in kernel_cases().values())

@@ -4,8 +4,8 @@ import dataclasses
 
 import pytest
 import torch
-from tools.machine_code import registry
 
+from envoi.cases import kernel_cases
 from envoi.epilogue.lower import FUNCTIONS, Lowered
 
 
@@ -20,10 +20,10 @@ def found_in(value) -> list:
 
 @pytest.fixture(scope="module")
 def constants() -> dict[type, list]:
-    """Return the constants of all registered kernels, by class."""
+    """Return the constants of all kernels, by class."""
     found: dict[type, list] = {}
-    for entry in registry.KERNELS.values():
-        for value in entry.recipe(entry.arches[0]).constexprs.values():
+    for case in kernel_cases().values():
+        for value in case.launch().arguments:
             for constant in found_in(value):
                 found.setdefault(type(constant), []).append(constant)
     return found

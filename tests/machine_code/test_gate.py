@@ -1,67 +1,13 @@
-"""Machine code of every registered kernel: no spills, the required instructions, counts near the accepted."""
+"""The gate itself: rules, bands, known spills, and the file of accepted counts."""
 
 import dataclasses
-import json
-import warnings
-from pathlib import Path
 
 import pytest
-from tools.machine_code import gate, hopper_recipes, hopper_tuned
-from tools.machine_code.compile import compile_recipe
-from tools.machine_code.gate import Known, Rule
-from tools.machine_code.record import Record
 
 from envoi.runtime import triton_compat
-from tests.helpers.tools import pairs
-
-ACCEPTED = Path(__file__).with_name("gate.json")
-ACCEPT = "if that is meant: python -m tools.gate, and commit tests/machine_code/gate.json"
-
-
-@pytest.fixture(scope="module")
-def accepted():
-    """Return counts by title; None under another Triton than theirs, where only the rules can be held."""
-    if pairs.default().triton != triton_compat.VERSION:
-        return None
-    try:
-        return gate.read(ACCEPTED)
-    except ValueError as error:
-        pytest.fail(f"{error}; {ACCEPT}", pytrace=False)
-
-
-@pytest.mark.compiles
-@pytest.mark.parametrize("target", gate.targets(), ids=" ".join)
-def test_machine_code(target, accepted):
-    name, arch = target
-    record, text = gate.count(name, arch)
-    known = gate.known_of(record.title)
-    if known is not None:
-        spills = f"{known.loads} loads, {known.stores} stores"
-        warnings.warn(f"{record.title} spills: {spills}; {known.reason}", stacklevel=1)
-    wrong = gate.broken(record, text, gate.rule_of(name, arch), known)
-    if wrong:
-        pytest.fail(f"{record.title}: {'; '.join(wrong)}", pytrace=False)
-    moved = [] if accepted is None else gate.moved(gate.counts(record), accepted.get(record.title))
-    if moved:
-        pytest.fail(f"{record.title}: {'; '.join(moved)}; {ACCEPT}", pytrace=False)
-
-
-@pytest.mark.compiles
-@pytest.mark.default_triton  # they were measured under it
-@pytest.mark.parametrize("case", hopper_tuned.only_tuned(), ids=lambda case: case.name)
-def test_measured_configs_dont_spill(case):
-    binary = compile_recipe(hopper_recipes.recipe(case), "sm_90")
-    assert binary.stack_bytes == 0, f"{case.name}: {binary.stack_bytes} bytes a thread, where spilled registers go"
-
-
-def test_nothing_is_accepted_that_is_gone():
-    titles = {f"{name} {arch}" for name, arch in gate.targets()}
-    assert set(json.loads(ACCEPTED.read_text())["kernels"]) == titles, ACCEPT
-    assert all(gate.ALLOWED_CALLS.values())
-    assert set(gate.KNOWN) <= {pair.triton for pair in pairs.pairs()}
-    for known in gate.KNOWN.values():
-        assert set(known) <= titles
-        assert all(one.reason for one in known.values())
+from tools.machine_code import gate
+from tools.machine_code.count import Record
+from tools.machine_code.gate import Known
 
 
 def test_known_spills_are_those_of_the_installed_triton(monkeypatch):
@@ -72,27 +18,23 @@ def test_known_spills_are_those_of_the_installed_triton(monkeypatch):
     assert gate.known_of("k sm_90") is known
 
 
-# The gate itself
-
 RECORD = Record(
-    kernel="k", arch="sm_90", registers=168, stack_bytes=0, static_shared_bytes=0, shared_bytes=0, num_warps=12,
-    instructions=1000, not_counted="",
-    families={"tensor core": {"HGMMA.64x128x16": 16}, "TMA load": {"UTMALDG.2D": 4}, "wait": {"A": 60}},
-    disassembler="", ptx_sha256="",
+    kernel="k", arch="sm_90", registers=168, stack_bytes=0, shared_bytes=0, num_warps=12, instructions=1000,
+    families={"tensor core": {"HGMMA.64x128x16": 16}, "TMA load": {"UTMALDG.2D": 4}, "wait": {"A": 60}}, ptx_sha256="",
 )  # fmt: skip
-RULE = Rule({"tensor core": "HGMMA", "TMA load": "UTMALDG"})
+NEEDS = {"tensor core": "HGMMA", "TMA load": "UTMALDG"}
 
 
 def changed(**families):
-    return dataclasses.replace(RECORD, families={**(RECORD.families or {}), **families})
+    return dataclasses.replace(RECORD, families={**RECORD.families, **families})
 
 
 def with_spills(loads, stores):
-    return changed(**{"local load (spill)": {"32 bit": loads}, "local store (spill)": {"32 bit": stores}})
+    return changed(**{"local load (spill)": {"LDL": loads}, "local store (spill)": {"STL": stores}})
 
 
 def test_what_is_right_passes():
-    assert gate.broken(RECORD, "", RULE) == []
+    assert gate.broken(RECORD, "", NEEDS) == []
     assert gate.moved(gate.counts(RECORD), gate.counts(RECORD)) == []
 
 
@@ -102,30 +44,29 @@ def test_what_is_right_passes():
         (changed(**{"tensor core": {"HMMA.16816": 4}}), "tensor core: expected HGMMA, got HMMA.16816"),
         (changed(**{"TMA load": {}}), "TMA load: expected UTMALDG, got none"),
         (with_spills(3, 2), "spills: 3 loads and 2 stores of local memory, expected none"),
-        (dataclasses.replace(RECORD, families=None, not_counted="no tool"), "not counted: no tool"),
     ],
 )
 def test_what_is_wrong_is_said(record, words):
-    assert gate.broken(record, "", RULE) == [words]
+    assert gate.broken(record, "", NEEDS) == [words]
 
 
 def test_known_spills_can_only_shrink():
     known = Known(3, 2, "why")
-    assert gate.broken(with_spills(3, 2), "", RULE, known) == []
-    assert "known are 3 and 2 (why)" in gate.broken(with_spills(4, 2), "", RULE, known)[0]
-    assert "fewer than the known 3 and 2" in gate.broken(RECORD, "", RULE, known)[0]
+    assert gate.broken(with_spills(3, 2), "", NEEDS, known) == []
+    assert "known are 3 and 2 (why)" in gate.broken(with_spills(4, 2), "", NEEDS, known)[0]
+    assert "fewer than the known 3 and 2" in gate.broken(RECORD, "", NEEDS, known)[0]
 
 
 def test_only_the_guards_of_tensor_memory_may_be_called():
     record = changed(**{"helper call": {"CALL.REL.NOINC": 1}})
     guard = "CALL.REL.NOINC `($__internal_0_$__cuda_sm10x_tcgen05_guardrail_trap_phase_invalid_during_alloc) ;"
-    assert gate.broken(record, guard, RULE) == []
+    assert gate.broken(record, guard, NEEDS) == []
     nameless = "CALL.REL.NOINC `(.L_x_3) ;\n.L_x_3:\n  /*10*/   {} ;\n  /*20*/   RET.REL.NODEC R2 ;\n"
-    assert gate.broken(record, nameless.format("BPT.TRAP 0x1"), RULE) == []
-    assert ".L_x_3" in gate.broken(record, nameless.format("MUFU.RCP R1, R2"), RULE)[0]
+    assert gate.broken(record, nameless.format("BPT.TRAP 0x1"), NEEDS) == []
+    assert ".L_x_3" in gate.broken(record, nameless.format("MUFU.RCP R1, R2"), NEEDS)[0]
     divide = "CALL.REL.NOINC `($__internal_0_$__cuda_sm3x_div_rn_noftz_f32) ;"
-    assert "sm3x_div" in gate.broken(record, divide, RULE)[0]
-    assert "not in the disassembly" in gate.broken(record, "", RULE)[0]
+    assert "sm3x_div" in gate.broken(record, divide, NEEDS)[0]
+    assert "not in the disassembly" in gate.broken(record, "", NEEDS)[0]
 
 
 def test_bands():
@@ -159,7 +100,7 @@ def test_accepting(tmp_path, monkeypatch):
         return dataclasses.replace(results[name], kernel=name), ""
 
     monkeypatch.setattr(gate, "targets", lambda: [(name, "sm_90") for name in results])
-    monkeypatch.setattr(gate, "rule_of", lambda name, arch: RULE)
+    monkeypatch.setattr(gate, "needs_of", lambda name, arch: NEEDS)
     monkeypatch.setattr(gate, "count", count)
     words, right = gate.accept(path)
     assert not right

@@ -1,6 +1,6 @@
-"""Machine code of kernels without a GPU: compile for an architecture, disassemble, count, compare.
+"""Machine code of Envoi's kernels without a GPU: compile for an architecture, disassemble, count, hold to rules.
 
-    recipe (registry) -> compile -> Binary -> disassemble -> count -> Record -> report, diff
+    envoi.cases -> compile -> Binary -> disassemble -> count -> Record -> gate
 
-`python -m tools.machine_code` is the command; `compile.compile_kernel` and `record.of_binary` are what tests use.
+`python -m tools.machine_code --help` lists the commands.
 """

@@ -1,51 +1,32 @@
-"""Compilation of a Triton or Gluon function for an architecture that needn't be present."""
+"""Compilation of a launch for an architecture that needn't be present."""
 
 import re
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 from triton.runtime.jit import JITFunction
 
 from envoi import env
 from envoi.runtime import triton_compat
-from tools.machine_code import isolate, ptx, tools
+from envoi.runtime.kernel_case import EVERY_ARCH, Launch
+from tools.machine_code import isolate, ptx
 
-ARCHES = ("sm_90", "sm_100", "sm_103")
-ALIGNED = ":16"
-DIVISIBLE_BY_16 = [["tt.divisibility", 16]]
+RESOURCES = re.compile(r"Function (\S+):\s+REG:(\d+) STACK:(\d+) SHARED:(\d+)")
 
 
 class CompilerRefusesError(ValueError):
-    """Compiler error; the message ends with the compiler's reason, which is also `reason`."""
+    """Compiler error; the message ends with the compiler's reason."""
 
     def __init__(self, name: str, arch: str, reason: str) -> None:
         super().__init__(f"{name}: the compiler refuses it for {arch}: {reason}")
-        self.reason = reason
-
-
-@dataclass(frozen=True)
-class Recipe:
-    """Input of a compilation.
-
-    `signature` names the types of the run-time arguments as Triton does: "*bf16", "i32", "fp32", `descriptor_type(...)`
-    for TMA, or a tuple of them for a tuple argument. ":16" after a pointer or an integer says that 16 divides it, as
-    Triton finds out at each launch. `constexprs` holds the others: by name, or by path for an entry of a tuple, which
-    then is "constexpr" in the signature. `options`: num_warps, num_stages, maxnreg.
-    """
-
-    function: Any  # decorated with triton.jit or gluon.jit
-    signature: Mapping[str, Any]
-    constexprs: Mapping[Any, Any] = field(default_factory=dict)
-    options: Mapping[str, Any] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
 class Binary:
     """Compiled kernel.
 
-    `shared_bytes`: total of a launch, the static part and the dynamic part, which only the compiler's metadata state.
-    `stack_bytes`: local memory per thread, which holds spilled registers.
+    shared_bytes: total of a launch, the static part and the dynamic part. stack_bytes: local memory per thread, which
+    holds spilled registers.
     """
 
     name: str
@@ -63,31 +44,13 @@ class Binary:
         return ptx.sha256(self.ptx)
 
 
-def compile_kernel(
-    function: Any,
-    signature: Mapping[str, Any],
-    constexprs: Mapping[Any, Any],
-    arch: str,
-    num_warps: int = 4,
-    num_stages: int | None = None,
-    maxnreg: int | None = None,
-) -> Binary:
-    """Compile `function` for `arch` in a child process; see `Recipe` for the arguments.
-
-    Raises ValueError for arguments that don't fit, CompilerRefusesError with the compiler's reason.
-    """
-    check_arch(arch)
-    if not isinstance(function, JITFunction):
-        why = " (TRITON_INTERPRET=1 is set)" if env.interpreting() else ""
-        kind = type(function).__name__
-        raise ValueError(f"function: expected a function under triton.jit or gluon.jit, got {kind}{why}")
-    name = function.fn.__name__
-    types, constants, attributes = bind(function, signature, constexprs)
-    options = {"num_warps": num_warps, "num_stages": num_stages, "maxnreg": maxnreg}
-    options = {key: value for key, value in options.items() if value is not None}
+def compile_launch(launch: Launch, arch: str) -> Binary:
+    """Compile the kernel of a launch for `arch` in a child process. CompilerRefusesError has the compiler's reason."""
+    arguments = arguments_of(launch, arch)
+    name = launch.kernel.fn.__name__
 
     def compile_there() -> tuple[str, bytes, str, int, int]:
-        kernel = triton_compat.compile_for(function, types, constants, attributes, arch, options)
+        kernel = triton_compat.compile_for(launch.kernel, *arguments)
         made = kernel.metadata
         return made.name, kernel.asm["cubin"], kernel.asm["ptx"], made.num_warps, made.shared
 
@@ -95,79 +58,28 @@ def compile_kernel(
     outcome = isolate.call(compile_there, explain=_python_reason)
     if outcome.ended != "returned":
         raise CompilerRefusesError(name, arch, _reason(outcome))
-    entry, cubin, text, total_warps, dynamic_bytes = outcome.value
-    used = tools.resources(cubin)[entry]
-    shared_bytes = used.shared_bytes + dynamic_bytes
-    return Binary(entry, arch, cubin, text, total_warps, used.registers, shared_bytes, used.stack_bytes)
-
-
-def compile_recipe(recipe: Recipe, arch: str) -> Binary:
-    """Call `compile_kernel` for a recipe."""
-    return compile_kernel(recipe.function, recipe.signature, recipe.constexprs, arch, **recipe.options)
-
-
-def recipe_of_call(function: Any, arguments: Sequence[Any], arch: str, **options: Any) -> Recipe:
-    """Return the recipe of what `function[grid](*arguments, **options)` compiles on `arch`; CPU tensors will do."""
-    signature, constexprs, attributes = triton_compat.specialize(function, arguments, check_arch(arch))
-    signature = {
-        name: _with_hints(kind, (index,), attributes) for index, (name, kind) in enumerate(signature.items())
-    }  # fmt: skip
-    return Recipe(function, signature, constexprs, options)
-
-
-def descriptor_type(dtype: str, block_shape: Sequence[int], layout: Any = None) -> str:
-    """Return a TMA descriptor's argument type: `descriptor_type("bf16", (128, 64), layout)`; layout: Gluon only."""
-    block = f"{dtype}[{','.join(map(str, block_shape))}]"
-    return f"tensordesc<{block}>" if layout is None else f"tensordesc<{block},{layout!r}>"
-
-
-def check_arch(arch: str) -> str:
-    """Return `arch` if kernels can be compiled for it; else raise ValueError."""
-    if arch not in ARCHES:
-        raise ValueError(f"arch: expected one of {', '.join(ARCHES)}, got {arch!r}")
-    return arch
-
-
-def bind(function: JITFunction, signature: Mapping[str, Any], constexprs: Mapping[Any, Any]):
-    """Return types by name, constants and attributes by path, of all arguments; ValueError if one is missing."""
-    names = function.arg_names
-    by_name = {key for key in constexprs if isinstance(key, str)}
-    given = set(signature) | by_name
-    if given != set(names) or by_name & {name for name, kind in signature.items() if kind != "constexpr"}:
+    entry, cubin, text, num_warps, dynamic_bytes = outcome.value
+    done = isolate.run_on(triton_compat.bundled_tool("cuobjdump"), "--dump-resource-usage", cubin)
+    used = {function: tuple(map(int, numbers)) for function, *numbers in RESOURCES.findall(done.stdout)}
+    if entry not in used:
         raise ValueError(
-            f"{function.fn.__name__}: expected each of {', '.join(names)} in signature or constexprs, "
-            f"got {', '.join(sorted(signature))} and {', '.join(sorted(by_name))}"
+            f"{name}: cuobjdump doesn't report its registers: {done.stderr.strip() or done.stdout.strip()}"
         )
-    whole = {**signature, **dict.fromkeys(by_name, "constexpr")}
-    types = {name: _map_types(whole[name], lambda kind: kind.removesuffix(ALIGNED)) for name in names}
-    constants = {(names.index(key),) if isinstance(key, str) else key: value for key, value in constexprs.items()}
-    leaves = [leaf for index, name in enumerate(names) for leaf in _leaves(whole[name], (index,))]
-    return types, constants, {path: DIVISIBLE_BY_16 for path, kind in leaves if kind.endswith(ALIGNED)}
+    registers, stack_bytes, static_bytes = used[entry]
+    return Binary(entry, arch, cubin, text, num_warps, registers, static_bytes + dynamic_bytes, stack_bytes)
 
 
-def _leaves(kind: Any, path: tuple[int, ...]) -> Iterator[tuple[tuple[int, ...], str]]:
-    if isinstance(kind, str):
-        yield path, kind
-        return
-    for index, part in enumerate(kind):
-        yield from _leaves(part, (*path, index))
-
-
-def _map_types(kind: Any, change: Callable[[str], str]) -> Any:
-    if isinstance(kind, str):
-        return change(kind)
-    return _like(kind, [_map_types(part, change) for part in kind])
-
-
-def _like(kind: tuple, parts: list) -> tuple:
-    """Build a tuple of the type of `kind` from `parts`: kernels read a NamedTuple's fields by name."""
-    return type(kind)(*parts) if hasattr(kind, "_fields") else tuple(parts)
-
-
-def _with_hints(kind: Any, path: tuple[int, ...], attributes: Mapping[tuple[int, ...], Any]) -> Any:
-    if isinstance(kind, str):
-        return kind + ALIGNED if attributes.get(path) else kind
-    return _like(kind, [_with_hints(part, (*path, index), attributes) for index, part in enumerate(kind)])
+def arguments_of(launch: Launch, arch: str) -> tuple[Any, ...]:
+    """Return the arguments of `triton_compat.compile_for` after the function. Raises ValueError for what isn't one."""
+    if arch not in EVERY_ARCH:
+        raise ValueError(f"arch: expected one of {', '.join(EVERY_ARCH)}, got {arch!r}")
+    if not isinstance(launch.kernel, JITFunction):
+        why = " (TRITON_INTERPRET=1 is set)" if env.interpreting() else ""
+        kind = type(launch.kernel).__name__
+        raise ValueError(f"kernel: expected a function under triton.jit or gluon.jit, got {kind}{why}")
+    # Attributes of the launch don't change the compiled code.
+    options = {name: value for name, value in launch.options.items() if not name.startswith("launch_")}
+    return (*triton_compat.specialize(launch.kernel, launch.arguments, arch), arch, options)
 
 
 def _python_reason(error: BaseException) -> str:

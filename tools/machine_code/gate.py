@@ -1,9 +1,9 @@
-"""Rules for the machine code of registered kernels, and bands around their accepted instruction counts.
+"""Rules for the machine code of all kernels, and bands around their accepted instruction counts.
 
-    registry -> compile -> count -> broken: rules that hold for any count
-                                 -> moved:  accepted counts, within a band
+    envoi.cases -> compile -> count -> broken: rules that hold for any count
+                                    -> moved:  accepted counts, within a band
 
-`python -m tools.gate` accepts the current counts; `tests/machine_code/test_gate.py` compares.
+`make gate` accepts the current counts; `tests/machine_code/test_kernels.py` compares.
 """
 
 import json
@@ -12,14 +12,17 @@ import re
 from collections.abc import Iterable
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass
+from functools import cache
 from multiprocessing import get_context
 from pathlib import Path
 
+from envoi.cases import kernel_cases
+from envoi.epilogue.lower import Lowered
 from envoi.runtime import triton_compat
+from envoi.runtime.kernel_case import KernelCase
 from envoi.table import align
-from tools.machine_code import hopper_cases, hopper_recipes, mx_cases, registry, w4a16_cases
-from tools.machine_code.compile import compile_recipe
-from tools.machine_code.record import Record, of_binary
+from tools.machine_code.compile import compile_launch
+from tools.machine_code.count import Record, record_of
 
 FORMAT = 1
 BAND, SLACK = 0.05, 4  # a count may change by this fraction of itself, or by so many instructions
@@ -59,46 +62,48 @@ KNOWN: dict[str, dict[str, Known]] = {
     "3.9.0": {"gemm-sm90-split-linear sm_90": Known(23, 3, ONCE_A_TILE)},
 }
 
+# Required instructions by the start of a case's name, the first that fits: {family: pattern of all its names}.
+BLACKWELL_CORE = r"UTC\w*MMA"
+LOADS = {"TMA load": "UTMALDG"}
+NEEDS: tuple[tuple[str, dict[str, str]], ...] = (
+    (
+        "gemm-sm100",
+        {"tensor core": BLACKWELL_CORE, **LOADS, "TMA store": "UTMASTG", "tensor memory load": "LDTM"},
+    ),
+    ("w4a16-few-", {"tensor core": "QGMMA"}),
+    ("router-sm90", {"tensor core": "HGMMA", **LOADS}),
+    ("gemm-mx-sm90-", {"tensor core": "HGMMA", **LOADS}),
+    ("w4a16-many-", {"tensor core": "HGMMA", **LOADS}),
+    ("router", {"tensor core": "HMMA"}),
+    ("indexer-scores-sm90", {"tensor core": "QGMMA", **LOADS}),
+)
+
 Accepted = dict[str, dict[str, int]]
 
 
-@dataclass(frozen=True)
-class Rule:
-    """Required instructions of a kernel: {family: pattern that all of the family match}; no entry, no requirement."""
-
-    needs: dict[str, str]
+@cache
+def cases() -> dict[str, KernelCase]:
+    """Return the cases of all kernels by name."""
+    return kernel_cases()
 
 
 def targets() -> list[tuple[str, str]]:
-    """Return (name, arch) of every registered kernel."""
-    return [(entry.name, arch) for entry in registry.KERNELS.values() for arch in entry.arches]
+    """Return (name, arch) of every kernel."""
+    return [(case.name, arch) for case in cases().values() for arch in case.arches]
 
 
-def rule_of(name: str, arch: str) -> Rule:
-    """Return the rule of a kernel: the Hopper GEMM's from its case, others by the name's prefix and `arch`."""
-    case = next((case for case in hopper_cases.CASES if case.title == name), None)
-    if case is not None:
-        call, _ = hopper_recipes.planned(hopper_recipes.inputs(case))
-        core = {"tensor core": "QGMMA" if case.format.startswith("fp8") else "HGMMA", "TMA load": "UTMALDG"}
-        return Rule({**core, "TMA store": "UTMASTG"} if call.code.leaving else core)
-    if name.startswith("gemm-sm100"):
-        return Rule({
-            "tensor core": r"UTC\w*MMA", "TMA load": "UTMALDG", "TMA store": "UTMASTG",
-            "tensor memory load": r"\d+x\S+",
-        })  # fmt: skip
-    if name.startswith(w4a16_cases.FEW):
-        return Rule({"tensor core": "QGMMA"})
-    if name.startswith(("router-sm90", mx_cases.PREFIX, w4a16_cases.MANY)):
-        return Rule({"tensor core": "HGMMA", "TMA load": "UTMALDG"})
-    if name.startswith("router"):
-        return Rule({"tensor core": "HMMA"})
-    if name.startswith("gemm"):
-        return Rule({"tensor core": "HGMMA" if arch == "sm_90" else r"UTC\w*MMA"})
-    if name == "indexer-scores-sm90":
-        return Rule({"tensor core": "QGMMA", "TMA load": "UTMALDG"})
+def needs_of(name: str, arch: str) -> dict[str, str]:
+    """Return the required instructions of a kernel: {family: pattern that all of the family match}."""
+    if name.startswith("gemm-sm90-"):
+        arguments = cases()[name].launch().arguments
+        core = {"tensor core": "QGMMA" if arguments[0].base.itemsize == 1 else "HGMMA", **LOADS}
+        stores = any(isinstance(value, Lowered) and value.leaving for value in arguments)
+        return {**core, "TMA store": "UTMASTG"} if stores else core
+    if name.startswith("gemm-triton"):
+        return {"tensor core": "HGMMA" if arch == "sm_90" else BLACKWELL_CORE}
     if name == "indexer-scores":
-        return Rule({"tensor core": "QGMMA" if arch == "sm_90" else r"UTC\w*MMA"})
-    return Rule({})
+        return {"tensor core": "QGMMA" if arch == "sm_90" else BLACKWELL_CORE}
+    return next((needs for start, needs in NEEDS if name.startswith(start)), {})
 
 
 def known_of(title: str) -> Known | None:
@@ -108,18 +113,15 @@ def known_of(title: str) -> Known | None:
 
 def count(name: str, arch: str) -> tuple[Record, str]:
     """Compile and count one kernel; return the record and the disassembly."""
-    records, text = of_binary(compile_recipe(registry.find(name).recipe(arch), arch), name)
-    return records[0], text
+    return record_of(compile_launch(cases()[name].launch(), arch), name)
 
 
-def broken(record: Record, text: str, rule: Rule, known: Known | None = None) -> list[str]:
+def broken(record: Record, text: str, needs: dict[str, str], known: Known | None = None) -> list[str]:
     """Return the violations that no acceptance excuses: spills, calls, missing or misplaced instructions."""
-    if record.families is None:
-        return [f"not counted: {record.not_counted}"]
-    found = [*_missing(record, rule), *_spilled(record, known)]
+    found = [*_missing(record, needs), *_spilled(record, known)]
     called = re.findall(r"\b(?:CALL|LEPC)\S*\s+([^;]*)", text)
     strange = [call.strip() for call in called if not allowed(call, text)]
-    if strange or len(called) != sum(record.families.get(CALLS, {}).values()):
+    if strange or len(called) != record.total(CALLS):
         found.append(f"{CALLS}: {', '.join(dict.fromkeys(strange)) or 'one whose name is not in the disassembly'}")
     return found
 
@@ -136,16 +138,16 @@ def allowed(call: str, text: str) -> bool:
     return bool(body) and re.findall(r"\*/ +([A-Z][\w.]*)", body.group(1))[0] == "BPT.TRAP"
 
 
-def _missing(record: Record, rule: Rule) -> Iterable[str]:
-    for family, pattern in rule.needs.items():
-        variants = (record.families or {}).get(family, {})
-        strange = [name for name in variants if not re.fullmatch(pattern, name.partition(".")[0])]
-        if not variants or strange:
+def _missing(record: Record, needs: dict[str, str]) -> Iterable[str]:
+    for family, pattern in needs.items():
+        opcodes = record.families.get(family, {})
+        strange = [opcode for opcode in opcodes if not re.fullmatch(pattern, opcode.partition(".")[0])]
+        if not opcodes or strange:
             yield f"{family}: expected {pattern}, got {', '.join(strange) or 'none'}"
 
 
 def _spilled(record: Record, known: Known | None) -> Iterable[str]:
-    loads, stores = (sum((record.families or {}).get(family, {}).values()) for family in SPILLS)
+    loads, stores = map(record.total, SPILLS)
     found = f"spills: {loads} loads and {stores} stores"
     if known is None:
         if loads or stores:
@@ -158,8 +160,7 @@ def _spilled(record: Record, known: Known | None) -> Iterable[str]:
 
 def counts(record: Record) -> dict[str, int]:
     """Return the accepted part of a record: all instructions, and those of each family."""
-    families = {title: sum(variants.values()) for title, variants in (record.families or {}).items()}
-    return {"instructions": record.instructions or 0, **families}
+    return {"instructions": record.instructions, **{family: record.total(family) for family in record.families}}
 
 
 def moved(now: dict[str, int], accepted: dict[str, int] | None) -> list[str]:
@@ -196,13 +197,11 @@ def write(path: Path, accepted: Accepted) -> None:
 
 def accept(path: Path) -> tuple[str, bool]:
     """Count all kernels and write the counts; return a report of changes and broken rules, and True if all hold."""
-    before = _if_readable(path)
-    accepted: Accepted = {}
-    wrong: list[str] = []
-    with ProcessPoolExecutor(os.cpu_count(), mp_context=get_context("fork")) as pool:
-        for title, now, problems in pool.map(_judge, targets()):
-            accepted |= {title: now} if now else {}
-            wrong += [f"{title}: {problem}" for problem in problems]
+    try:
+        before = json.loads(path.read_text())["kernels"]  # of any Triton
+    except (FileNotFoundError, ValueError, KeyError):  # merge conflicts, for instance
+        before = {}
+    accepted, wrong = judge_all()
     write(path, accepted)
     totals = [
         [title, *(str(side.get(title, {}).get("instructions", "-")) for side in (before, accepted))]
@@ -213,12 +212,15 @@ def accept(path: Path) -> tuple[str, bool]:
     return "\n".join([table, *wrong]), not wrong
 
 
-def _if_readable(path: Path) -> Accepted:
-    """Read counts of any Triton; none if the file is missing or has merge conflicts."""
-    try:
-        return json.loads(path.read_text())["kernels"]
-    except (FileNotFoundError, ValueError, KeyError):
-        return {}
+def judge_all() -> tuple[Accepted, list[str]]:
+    """Compile and count all kernels, in processes; return the counts, and the broken rules in a line each."""
+    found: Accepted = {}
+    wrong: list[str] = []
+    with ProcessPoolExecutor(os.cpu_count(), mp_context=get_context("fork")) as pool:
+        for title, now, problems in pool.map(_judge, targets()):
+            found |= {title: now} if now else {}
+            wrong += [f"{title}: {problem}" for problem in problems]
+    return found, wrong
 
 
 def _judge(target: tuple[str, str]) -> tuple[str, dict[str, int], list[str]]:
@@ -227,4 +229,4 @@ def _judge(target: tuple[str, str]) -> tuple[str, dict[str, int], list[str]]:
         record, text = count(*target)
     except ValueError as error:
         return title, {}, [str(error)]
-    return title, counts(record), broken(record, text, rule_of(*target), known_of(title))
+    return title, counts(record), broken(record, text, needs_of(*target), known_of(title))

@@ -1,0 +1,70 @@
+"""Launches of the GEMM in plain Triton."""
+
+import torch
+
+from envoi.epilogue.api import Epilogue
+from envoi.epilogue.library import expert_l1, expert_l2, swiglu
+from envoi.epilogue.lower import lower
+from envoi.epilogue.slots import empty_slots
+from envoi.gemm.triton import host
+from envoi.gemm.triton.kernel import gemm_kernel, rows_kernel
+from envoi.quant.formats import SCHEMES
+from envoi.runtime.kernel_case import EVERY_ARCH, case_of, without_memory
+from envoi.types import Matrix, QuantTensor
+
+M, N, K = 4096, 2880, 2880
+META = torch.device("meta")
+
+
+def _product(epilogue: Epilogue, of_a: str = "", of_b: str = "", num_experts: int = 0) -> tuple:
+    """of_a, of_b: a scheme, "" for bf16. num_experts: 0 = ungrouped."""
+    experts = (num_experts,) if num_experts else ()
+    offsets = without_memory((num_experts + 1,), torch.int32) if num_experts else None
+    code = lower(epilogue.ir, torch.bfloat16, "triton", False, False, frozenset())
+    return host.product_arguments(
+        _matrix(of_a, M, K), _matrix(of_b, *experts, N, K), offsets, code, _operands(epilogue, experts),
+        empty_slots(epilogue.ir, code.slots, M, N, META), host.tile_columns(epilogue.ir, N),
+    )  # fmt: skip
+
+
+def _rows(epilogue: Epilogue) -> tuple:
+    code = lower(epilogue.ir, torch.bfloat16, "triton", True, False, frozenset())
+    acc, outputs = without_memory((M, N), torch.float32), empty_slots(epilogue.ir, code.slots, M, N, META)
+    return host.rows_arguments(acc, epilogue.ir, code, _operands(epilogue, ()), outputs, None)
+
+
+def _matrix(kind: str, *shape: int) -> Matrix:
+    if not kind:
+        return without_memory(shape, torch.bfloat16)
+    *lead, rows, columns = shape
+    scheme = SCHEMES[kind]
+    group = scheme.group_for(shape)
+    width = columns // 2 if scheme.values == torch.uint8 else columns
+    sf = without_memory((*lead, -(-rows // group[0]), columns // group[1]), scheme.sf)
+    return QuantTensor(without_memory((*lead, rows, width), scheme.values), sf, group)
+
+
+def _operands(epilogue: Epilogue, experts: tuple[int, ...]) -> tuple:
+    """Return the epilogue's operands: a number for a Scalar, else a float32 tensor."""
+
+    def shape(operand) -> tuple[int, ...]:
+        columns = () if operand.shape.columns == "1" else (operand.shape.num_columns(N),)
+        return (M, *columns) if operand.shape.rows == "M" else (*experts, *columns)
+
+    return tuple(
+        0.5 if operand.kind == "Scalar" else without_memory(shape(operand), torch.float32)
+        for operand in epilogue.ir.operands
+    )
+
+
+KERNELS = (
+    case_of("gemm-triton", "GEMM in bf16, SwiGLU of interleaved columns", EVERY_ARCH, gemm_kernel, _product, swiglu),
+    case_of(
+        "gemm-triton-mxfp4", "grouped GEMM of MXFP8 tokens and MXFP4 weights, 64 experts", EVERY_ARCH, gemm_kernel,
+        _product, expert_l2(True), "mxfp8", "mxfp4", 64,
+    ),
+    case_of(
+        "rows-triton", "epilogue of whole rows: the experts' SwiGLU, quantised with a scale per row", EVERY_ARCH,
+        rows_kernel, _rows, expert_l1("swiglu", None, False, "fp8_row"),
+    ),
+)  # fmt: skip
