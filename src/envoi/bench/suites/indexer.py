@@ -19,7 +19,7 @@ import torch
 from envoi.bench.shapes import Case, IndexerShape
 from envoi.bench.suites.peers import deep_gemm_topk
 from envoi.bench.timing import Run, Timing, mean_timing
-from envoi.bench.trial import Bench, Trial, time_rounds
+from envoi.bench.trial import Bench, Trial, copy_of, time_rounds
 from envoi.indexer import indexer_topk
 from envoi.indexer.certificate import orders
 from envoi.indexer.layout import BYTES_PER_TOKEN, HEAD_DIM, PAGE_SIZE, pages_of, unpack_pages
@@ -113,16 +113,11 @@ def _captured(x: Inputs, mode: str) -> Run:
 def _baselines(x: Inputs, mode: str) -> dict[str, Callable[[], Run]]:
     found: dict[str, Callable[[], Run]] = {"pytorch": lambda: partial(definition, x)}
     if x.q.device.type == "cuda":
-        found |= {"launched": lambda: partial(_ours, x, mode), "copy": lambda: _copy(x)}
+        num_bytes = max(1, sum(x.lengths)) * BYTES_PER_TOKEN
+        found |= {"launched": lambda: partial(_ours, x, mode), "copy": lambda: copy_of(num_bytes, x.q.device)}
         peer = x.q, x.k_cache, x.weights, x.seq_lens, x.block_table, TOPK
         found["sgl_deep_gemm_topk"] = lambda: deep_gemm_topk(*peer)
     return found
-
-
-def _copy(x: Inputs) -> Run:
-    source = torch.zeros(max(1, sum(x.lengths)) * BYTES_PER_TOKEN // 2, dtype=torch.uint8, device=x.q.device)
-    target = torch.empty_like(source)
-    return lambda: target.copy_(source)
 
 
 def _inputs(workload: Workload, device: torch.device) -> Inputs:

@@ -1,16 +1,16 @@
 """MoE layer in plain torch operators, and the inputs that it shares with Envoi's."""
 
 from dataclasses import dataclass
+from typing import cast
 
 import torch
 import torch.distributed as dist
 from torch.nn import functional
 
+from envoi.bench.suites import inputs
 from envoi.bench.timing import Run
-from envoi.quant import quantize
+from envoi.quant.formats import SCHEMES
 from envoi.types import ExpertWeights, QuantTensor, Routing
-
-QUANTISE_AT_ONCE = 8  # experts; casts work in float32
 
 
 @dataclass(frozen=True)
@@ -55,7 +55,7 @@ def grouped_moe(layer: Layer) -> torch.Tensor:
 
 def grouped_moe_fp8(layer: Layer) -> Run:
     """Return a call in FP8 with row scales, all that torch's grouped matmul has; weights are quantised outside it."""
-    weights = [_quantise_weights(w) for w in (layer.gate_up, layer.down)]
+    weights = [cast(QuantTensor, inputs.in_scheme(w, SCHEMES["fp8_row"])) for w in (layer.gate_up, layer.down)]
     k = layer.routing.topk_ids.shape[1]
 
     def run() -> torch.Tensor:
@@ -74,12 +74,6 @@ def grouped_moe_fp8(layer: Layer) -> Run:
 def _quantise(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     sf = x.abs().amax(-1).float().clamp(min=1e-30) / 448.0
     return (x / sf.unsqueeze(1)).to(torch.float8_e4m3fn), sf
-
-
-def _quantise_weights(weights: torch.Tensor) -> QuantTensor:
-    parts = [quantize(part, "fp8_row") for part in weights.split(QUANTISE_AT_ONCE)]
-    values = torch.cat([q.values.view(torch.uint8) for q in parts]).view(torch.float8_e4m3fn)
-    return QuantTensor(values, torch.cat([q.sf for q in parts]), parts[0].group)
 
 
 def _scaled_product(values: torch.Tensor, sf: torch.Tensor, b: QuantTensor, ends: torch.Tensor) -> torch.Tensor:
