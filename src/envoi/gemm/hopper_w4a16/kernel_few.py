@@ -77,7 +77,7 @@ class Tokens:
 
     @gluon.jit
     def fetch(self, tile):
-        """Bring the tokens of a tile, all of K. Columns without a token hold anything: nobody reads their sums."""
+        """Load the tokens of a tile, all of K. Columns past token_end are undefined: their sums are never read."""
         cfg: gl.constexpr = self.cfg
         warps: gl.constexpr = gl.num_warps()
         lay: gl.constexpr = gl.BlockedLayout([1, 1, 16], [1, 4, 8], [warps // 2, 2, 1], [2, 1, 0])
@@ -158,7 +158,7 @@ def bounds_of(routing, cfg: gl.constexpr):
 
 @aggregate
 class Routing:
-    """Which rows experts have: offsets, int32 pointer [num_experts + 1], and the ids [num_slots] that it comes from."""
+    """Rows of experts: offsets, int32 pointer [num_experts + 1], and the ids [num_slots] they are computed from."""
 
     offsets: gl.tensor
     topk_ids: gl.tensor
@@ -214,7 +214,11 @@ class Schedule:
 
 @aggregate
 class Parts:
-    """Sums of cut tiles, for who has a tile's beginning."""
+    """Partial sums of tiles that are split over workers, for the worker with a tile's first unit.
+
+    A worker has at most one such tile that begins before its own units. `store` writes the worker's sums and sets its
+    flag to 1; the worker that finishes the tile reads them in `add` and resets the flag to 0.
+    """
 
     sums: gl.tensor  # float32 pointer, [workers, 16 * warps * tile_tokens]
     flags: gl.tensor  # int32 pointer [workers]; 0 between launches
