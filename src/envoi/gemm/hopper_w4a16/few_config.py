@@ -5,7 +5,6 @@ from dataclasses import dataclass
 from envoi.constant import Constant
 from envoi.runtime.devices import SHARED_BYTES
 from envoi.runtime.math import next_power_of_2
-from envoi.runtime.triton_compat import WHOLE_VIEWS
 
 MAX_EXPERTS = 512  # the ends of their tiles are in every warp's registers
 UNROLLED = (5, 4, 6, 3)  # steps that are requested together; the first that divides K / 64, else the first
@@ -84,6 +83,8 @@ class FewConfig(Constant):
     @property
     def factor_steps(self) -> int:
         """Steps whose tokens take at least as many bytes as the factors, of 4 bytes each."""
+        from envoi.runtime.triton_compat import WHOLE_VIEWS  # not at the top: `import envoi` must not import Triton
+
         steps = -(-self.num_k_groups // 32)
         return -(-steps // 16) * 16 if WHOLE_VIEWS else steps
 
