@@ -2,7 +2,6 @@
 
 import platform
 import subprocess
-from importlib import metadata
 from pathlib import Path
 
 import envoi
@@ -25,14 +24,6 @@ def device_name(device_type: str) -> str:
     import torch
 
     return torch.cuda.get_device_name()
-
-
-def version_of(distribution: str) -> str | None:
-    """Return the installed version of a package, None if it isn't installed."""
-    try:
-        return metadata.version(distribution)
-    except metadata.PackageNotFoundError:
-        return None
 
 
 def commit() -> str:

@@ -46,7 +46,7 @@ def test_a_call_launches_it(monkeypatch):
         want = cases.call_of(case)
         given, wanted = cases.inputs(case, with_memory), case.everything
         route(
-            given.tokens, given.gate, case.k, rule=cases.rule_of(case)[0], expert_bias=given.expert_bias,
+            given.tokens, given.gate, case.k, rule=cases.rule_of(case.rule)[0], expert_bias=given.expert_bias,
             token_ids=given.token_ids, hash_table=given.hash_table,
             return_logits=wanted, return_dense=wanted, return_counts=wanted,
         )  # fmt: skip

@@ -31,7 +31,7 @@ def test_registered(case, monkeypatch):
     if case.kernel == "triton":
         monkeypatch.setattr(host, "takes_hopper", lambda call: False)
     x = cases.inputs(case, maker(case))
-    rule, _ = cases.rule_of(case)
+    rule, _ = cases.rule_of(case.rule)
     given = Given(x.tokens, x.gate, case.k, rule, 1.0, None, x.expert_bias, x.token_ids, x.hash_table)
     launched = {}
     with watched(lambda sha256, kernel: launched.setdefault(sha256, kernel.asm["ptx"])):

@@ -18,7 +18,7 @@ import torch
 
 from envoi.bench.shapes import Case, IndexerShape
 from envoi.bench.suites.peers import deep_gemm_topk
-from envoi.bench.timing import Run, Timing, mean_timing
+from envoi.bench.timing import Clock, Run, Timing, mean_timing
 from envoi.bench.trial import Bench, Trial, copy_of, time_rounds
 from envoi.indexer import indexer_topk
 from envoi.indexer.certificate import orders
@@ -53,7 +53,7 @@ def measure(case: Case, bench: Bench) -> Trial:
     errors: dict[str, list[float]] = {"ours": [], "torch": []}
     for number, workload in enumerate(shape.workloads):
         x = _inputs(workload, bench.device)
-        timing, baselines, missing = time_rounds(bench.clock, _captured(x, mode), _baselines(x, mode))
+        timing, baselines, missing = time_rounds(bench.clock, _captured(x, mode, bench.clock), _baselines(x, mode))
         for name, found in baselines.items():
             theirs.setdefault(name, []).append(found)
         ours.append(timing)
@@ -98,16 +98,11 @@ def _ours(x: Inputs, mode: str) -> torch.Tensor:
     return cast(torch.Tensor, indexer_topk(x.q, x.k_cache, x.weights, x.seq_lens, x.block_table, TOPK, mode))
 
 
-def _captured(x: Inputs, mode: str) -> Run:
+def _captured(x: Inputs, mode: str, clock: Clock) -> Run:
     """Return Envoi's call in a CUDA graph; uncaptured on a CPU, and if the exact mode waits for the device."""
     run = partial(_ours, x, mode)
-    if x.q.device.type != "cuda" or (mode == "exact" and orders(x.q.device, x.q.shape[1]) is None):
-        return run
-    run()
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        run()
-    return graph.replay
+    waits = mode == "exact" and clock.device.type == "cuda" and orders(clock.device, x.q.shape[1]) is None
+    return run if waits else clock.graph(run)
 
 
 def _baselines(x: Inputs, mode: str) -> dict[str, Callable[[], Run]]:

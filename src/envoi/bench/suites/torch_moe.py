@@ -46,23 +46,24 @@ def eager_moe(layer: Layer) -> torch.Tensor:
 
 def grouped_moe(layer: Layer) -> torch.Tensor:
     """Compute in bf16 by torch's grouped matmul on sorted rows."""
-    k = layer.routing.topk_ids.shape[1]
+    order, tokens, ends = _sorted(layer)
+    return _sum_slots(layer, _grouped_mlp(layer.tokens[tokens], ends, layer), order)
+
+
+def _sorted(layer: Layer) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Return the slots by expert, the token of each, and the experts' ends."""
     ranked, order = layer.routing.topk_ids.flatten().sort(stable=True)
     ends = torch.bincount(ranked, minlength=layer.num_experts).cumsum(0).to(torch.int32)
-    rows = _grouped_mlp(layer.tokens[order // k], ends, layer)
-    return _sum_slots(layer, rows, order)
+    return order, order // layer.routing.topk_ids.shape[1], ends
 
 
 def grouped_moe_fp8(layer: Layer) -> Run:
     """Return a call in FP8 with row scales, all that torch's grouped matmul has; weights are quantised outside it."""
     weights = [cast(QuantTensor, inputs.in_scheme(w, SCHEMES["fp8_row"])) for w in (layer.gate_up, layer.down)]
-    k = layer.routing.topk_ids.shape[1]
 
     def run() -> torch.Tensor:
-        ranked, order = layer.routing.topk_ids.flatten().sort(stable=True)
-        ends = torch.bincount(ranked, minlength=layer.num_experts).cumsum(0).to(torch.int32)
+        order, chosen, ends = _sorted(layer)
         values, sf = _quantise(layer.tokens)
-        chosen = order // k
         values = values.view(torch.uint8)[chosen].view(values.dtype)
         gate, up = _scaled_product(values, sf[chosen], weights[0], ends).chunk(2, dim=-1)
         rows = _scaled_product(*_quantise(functional.silu(gate) * up), weights[1], ends)

@@ -82,13 +82,13 @@ def inputs(case: Case, make: Make = without_memory) -> Inputs:
     tokens, gate = (make((rows, case.hidden), DTYPES[case.dtype]) for rows in (case.M, case.N))
     if case.hashed:
         return Inputs(tokens, gate, None, make((case.M,), torch.int64), make((VOCABULARY, case.k), torch.int64))
-    _, has_bias = rule_of(case)
+    _, has_bias = rule_of(case.rule)
     return Inputs(tokens, gate, make((case.N,), torch.float32) if has_bias else None, None, None)
 
 
 def call_of(case: Case, make: Make = without_memory) -> host.Call:
     """Return the call that `envoi.route` makes to the kernels for a case."""
-    given, (rule, _) = inputs(case, make), rule_of(case)
+    given, (rule, _) = inputs(case, make), rule_of(case.rule)
     wanted = (case.everything,) * 3
     spec = host.spec_of(case.N, case.k, rule, None, given.expert_bias, case.hashed, wanted)
     return host.Call(
@@ -97,11 +97,11 @@ def call_of(case: Case, make: Make = without_memory) -> host.Call:
     )  # fmt: skip
 
 
-def rule_of(case: Case) -> tuple[Rule, bool]:
-    """Return the rule, and whether its model has an expert bias."""
-    if case.rule == "softmax":
+def rule_of(name: str) -> tuple[Rule, bool]:
+    """Return the rule of a model, and whether it has an expert bias; "softmax" is the default rule."""
+    if name == "softmax":
         return Rule(), False
-    chosen = preset(case.rule)
+    chosen = preset(name)
     return chosen.rule, chosen.has_expert_bias
 
 
