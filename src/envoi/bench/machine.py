@@ -2,6 +2,7 @@
 
 import platform
 import subprocess
+from importlib import metadata
 from pathlib import Path
 
 import envoi
@@ -24,6 +25,14 @@ def device_name(device_type: str) -> str:
     import torch
 
     return torch.cuda.get_device_name()
+
+
+def version_of(distribution: str) -> str | None:
+    """Return the installed version of a package, None if it isn't installed."""
+    try:
+        return metadata.version(distribution)
+    except metadata.PackageNotFoundError:
+        return None
 
 
 def commit() -> str:

@@ -3,7 +3,6 @@
 import datetime
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from importlib import metadata
 from itertools import groupby
 
 import torch
@@ -137,7 +136,7 @@ def to_measurement(case: Case, trial: Trial, roof: Roof, ranks: Ranks, commit: s
         gpu=machine.device_name(ranks.device.type),
         num_gpus=ranks.num_ranks,
         torch=torch.__version__,
-        triton=metadata.version("triton"),
+        triton=machine.version_of("triton") or "none",
         commit=commit or machine.commit(),
         date=datetime.datetime.now(datetime.timezone.utc).date().isoformat(),
         n=trial.ours.n,

@@ -13,6 +13,7 @@ from envoi.epilogue.slots import empty_slots, rows_must_fit
 from envoi.gemm.blackwell import host, sf_layout
 from envoi.gemm.blackwell.config import BlackwellConfig
 from envoi.gemm.blackwell.kernel import gemm_kernel
+from envoi.gemm.cases import operands_of
 from envoi.gemm.hopper.host import Call
 from envoi.runtime import triton_compat
 from envoi.runtime.kernel_case import BLACKWELL, KernelCase, Launch, without_memory
@@ -47,23 +48,16 @@ def call_of(
         without_memory((*rows, K // (2 if dtype == U8 else 1)), dtype)
         for rows, dtype in zip(((M,), (*experts, N)), dtypes, strict=True)
     )
+    operands = operands_of(ir, M, N, (), _dtype_of)
     return Call(
-        a, b, code, tuple(_operand(operand, M, N) for operand in ir.operands),
-        tuple(operand.name for operand in ir.operands), empty_slots(ir, code.slots, M, N, a.device),
+        a, b, code, tuple(operands.values()), tuple(operands), empty_slots(ir, code.slots, M, N, a.device),
         without_memory((num_experts + 1,), torch.int32) if num_experts else None,
         _factors(config.sf_group, sizes, num_experts) if config.sf_group else None,
     )  # fmt: skip
 
 
-def _operand(operand: Operand, M: int, N: int) -> torch.Tensor | float:
-    if operand.kind == "Scalar":
-        return 0.5
-    if operand.kind == "Row":
-        return without_memory((M,), torch.float32)
-    columns = operand.shape.num_columns(N)
-    if operand.shape.rows == "1":
-        return without_memory((columns,), torch.float32)
-    return without_memory((M, columns), BF16)
+def _dtype_of(operand: Operand) -> torch.dtype:
+    return BF16 if operand.kind in SIDES else torch.float32
 
 
 def _factors(sf_group: int, sizes: tuple[int, int, int], num_experts: int) -> tuple[torch.Tensor, torch.Tensor]:

@@ -15,7 +15,7 @@ import torch
 
 from envoi.epilogue import epilogue, library, softmax, topk
 from envoi.epilogue.api import Epilogue
-from envoi.epilogue.ir import Operand
+from envoi.gemm.cases import operands_of
 from envoi.gemm.grouping import ALL_ROWS, Grouping
 from envoi.gemm.hopper import host, tune
 from envoi.gemm.hopper.config import Config
@@ -161,18 +161,11 @@ def inputs(case: Case, make: Make = without_memory, offsets: torch.Tensor | None
     if case.num_experts and offsets is None:
         offsets = make((case.num_experts + 1,), torch.int32)
     ep = EPILOGUES[case.epilogue]
-    operands = {operand.name: _operand(operand, case, experts, half, make) for operand in ep.ir.operands}
+    operands = operands_of(
+        ep.ir, case.M, case.N, experts, lambda operand: torch.float32 if operand.kind == "Row" else half, make
+    )
     grouping = Grouping(case.write_tail, to=make((case.M,), torch.int64) if case.sent else None)
     return Inputs(a, b, offsets, ep, operands, grouping)
-
-
-def _operand(operand: Operand, case: Case, experts: tuple[int, ...], half: torch.dtype, make: Make) -> Any:
-    if operand.kind == "Scalar":
-        return 0.5
-    if operand.kind == "Row":
-        return make((case.M,), torch.float32)
-    rows = (case.M,) if operand.shape.rows == "M" else experts
-    return make((*rows, operand.shape.num_columns(case.N)), half)
 
 
 def planned(given: Inputs) -> tuple[host.Call, Config]:

@@ -11,6 +11,7 @@ import torch
 from envoi.epilogue.library import expert_l1, expert_l2
 from envoi.epilogue.lower import lower
 from envoi.epilogue.slots import empty_slots, operand_tensors, slots
+from envoi.gemm.cases import operands_of
 from envoi.gemm.hopper_w4a16 import few, many
 from envoi.gemm.hopper_w4a16.kernel_many import many_kernel
 from envoi.gemm.hopper_w4a16.many_config import many_config
@@ -84,8 +85,7 @@ def _many(case: Case) -> Launch:
     N, K = (2 * INTERMEDIATE, HIDDEN) if is_l1 else (HIDDEN, INTERMEDIATE)
     to = without_memory((rows,), torch.int64) if case.kind == "many-sent" else None
     ir = epilogue.ir
-    operands = {"weight": without_memory((rows,), FP32), "bias": without_memory((NUM_EXPERTS, N), FP32)}
-    tensors, pointers = operand_tensors(ir, operands, NUM_EXPERTS)
+    tensors, pointers = operand_tensors(ir, operands_of(ir, rows, N, (NUM_EXPERTS,)), NUM_EXPERTS)
     code = lower(ir, BF16, "gluon", False, False, pointers, sent=to is not None)
     outputs = empty_slots(ir, slots(ir, BF16), rows, N, torch.device("meta"), to)
     tokens, offsets = without_memory((rows, K), BF16), without_memory((NUM_EXPERTS + 1,), INT32)

@@ -6,6 +6,7 @@ from envoi.epilogue.api import Epilogue
 from envoi.epilogue.library import expert_l1, expert_l2, swiglu
 from envoi.epilogue.lower import lower
 from envoi.epilogue.slots import empty_slots
+from envoi.gemm.cases import operands_of
 from envoi.gemm.triton import host
 from envoi.gemm.triton.kernel import gemm_kernel, rows_kernel
 from envoi.quant.formats import SCHEMES
@@ -21,8 +22,9 @@ def _product(epilogue: Epilogue, of_a: str = "", of_b: str = "", num_experts: in
     experts = (num_experts,) if num_experts else ()
     offsets = without_memory((num_experts + 1,), torch.int32) if num_experts else None
     code = lower(epilogue.ir, torch.bfloat16, "triton", False, False, frozenset())
+    operands = tuple(operands_of(epilogue.ir, M, N, experts).values())
     return host.product_arguments(
-        _matrix(of_a, M, K), _matrix(of_b, *experts, N, K), offsets, code, _operands(epilogue, experts),
+        _matrix(of_a, M, K), _matrix(of_b, *experts, N, K), offsets, code, operands,
         empty_slots(epilogue.ir, code.slots, M, N, META), host.tile_columns(epilogue.ir, N),
     )  # fmt: skip
 
@@ -30,7 +32,8 @@ def _product(epilogue: Epilogue, of_a: str = "", of_b: str = "", num_experts: in
 def _rows(epilogue: Epilogue) -> tuple:
     code = lower(epilogue.ir, torch.bfloat16, "triton", True, False, frozenset())
     acc, outputs = without_memory((M, N), torch.float32), empty_slots(epilogue.ir, code.slots, M, N, META)
-    return host.rows_arguments(acc, epilogue.ir, code, _operands(epilogue, ()), outputs, None)
+    operands = tuple(operands_of(epilogue.ir, M, N, ()).values())
+    return host.rows_arguments(acc, epilogue.ir, code, operands, outputs, None)
 
 
 def _matrix(kind: str, *shape: int) -> Matrix:
@@ -42,19 +45,6 @@ def _matrix(kind: str, *shape: int) -> Matrix:
     width = columns // 2 if scheme.values == torch.uint8 else columns
     sf = without_memory((*lead, -(-rows // group[0]), columns // group[1]), scheme.sf)
     return QuantTensor(without_memory((*lead, rows, width), scheme.values), sf, group)
-
-
-def _operands(epilogue: Epilogue, experts: tuple[int, ...]) -> tuple:
-    """Return the epilogue's operands: a number for a Scalar, else a float32 tensor."""
-
-    def shape(operand) -> tuple[int, ...]:
-        columns = () if operand.shape.columns == "1" else (operand.shape.num_columns(N),)
-        return (M, *columns) if operand.shape.rows == "M" else (*experts, *columns)
-
-    return tuple(
-        0.5 if operand.kind == "Scalar" else without_memory(shape(operand), torch.float32)
-        for operand in epilogue.ir.operands
-    )
 
 
 KERNELS = (
