@@ -134,6 +134,13 @@ def compiled(fn: Callable, mode: str | None = None) -> Callable:
     return torch.compile(fn, dynamic=False, mode=mode)
 
 
+def copy_of(num_bytes: float, device: torch.device) -> Run:
+    """Return a device copy that reads and writes so many bytes together."""
+    source = torch.ones(int(num_bytes) // 2, dtype=torch.uint8, device=device)
+    target = torch.empty_like(source)
+    return lambda: target.copy_(source)
+
+
 def relative_error(got: torch.Tensor, want: torch.Tensor) -> float:
     """Return |got - want| / |want| in float64, over all elements together; NaN counts as 1."""
     difference = (got.double() - want.double()).nan_to_num(nan=torch.inf)
