@@ -31,7 +31,7 @@ def group(tmp_path) -> Iterator[None]:
 @pytest.mark.parametrize(
     ("format", "presum", "num_launches"), [("bf16", False, 7), ("fp8_block128", False, 8), ("fp8_row", True, 9)]
 )
-def test_parameters(hopper, monkeypatch, format, presum, num_launches):  # noqa: F811
+def test_parameters(hopper, monkeypatch, format, presum, num_launches):
     monkeypatch.setattr(torch.cuda, "device", lambda device: nullcontext())
     parallel = ExpertParallel(make(**SIZES).pack(format), max_tokens=16, num_topk=2)
     (domain,) = open_all(SharedLayout(1, 4, 16, 2, 256, format, presum), [0, 4])
