@@ -7,7 +7,7 @@ from envoi import cli
 from envoi.bench import runner
 from envoi.bench.evidence import SUITES, load, read, to_line
 from envoi.bench.roof import Roof
-from envoi.bench.shapes import Case, GroupedShape, MoeShape, cases
+from envoi.bench.shapes import Case, GemmShape, GroupedShape, MoeShape, cases
 from envoi.bench.suites import measure, repeat_of
 from envoi.bench.timing import Clock
 from envoi.bench.trial import Bench
@@ -18,16 +18,21 @@ ROOF = Roof(30.0, {"bf16": 0.1, "fp32": 0.1})
 CPU_CASES = [case for suite in SUITES for case in cases(suite) if case.on_cpu]
 MAX_ERROR = {
     "gemm_swiglu": 4e-3, "gemm_quant": 4e-2, "indexer_fast": 4e-3,
-    **dict.fromkeys(("router", "router_call", "router_dense"), 1e-5),
+    **dict.fromkeys(("router", "router_call", "router_dense", "router_drawn"), 1e-5),
 }  # fmt: skip
 MAX_GEMM_ERROR = 3e-3
-MAX_MOE_ERROR = {"bf16": 6e-3, "fp8_row": 0.1, "fp8_block128": 0.1, "mxfp4": 6e-3, "mxfp4_mxfp8": 0.1}
+MAX_EPILOGUE_ERROR = {"swiglu": 4e-3, "swiglu_fp8": 4e-2}
+MAX_MOE_ERROR = {
+    "bf16": 6e-3, "fp8_row": 0.1, "fp8_block128": 0.1, "mxfp8": 0.1, "mxfp4": 6e-3, "mxfp4_mxfp8": 0.1,
+}  # fmt: skip
 
 
 def max_error(case: Case) -> float:
     if isinstance(case.shape, MoeShape):
         return MAX_MOE_ERROR[case.shape.format]
-    return MAX_ERROR.get(case.suite, MAX_GEMM_ERROR if case.suite.startswith("gemm") else 1e-3)
+    if case.suite == "gemm_drawn" and isinstance(case.shape, GemmShape):
+        return MAX_EPILOGUE_ERROR.get(case.shape.epilogue, MAX_GEMM_ERROR)
+    return MAX_ERROR.get(case.suite, MAX_GEMM_ERROR if case.suite.startswith(("gemm", "grouped")) else 1e-3)
 
 
 @pytest.mark.parametrize("case", CPU_CASES, ids=lambda case: f"{case.suite} {case.name}")
@@ -70,6 +75,8 @@ def test_baselines_are_those_that_are_documented():
     expected = {
         "gemm": {"eager"}, "gemm_swiglu": {"plain", "eager"}, "gemm_quant": {"plain", "eager"},
         "gemm_epilogues": {"plain", "eager"}, "gemm_fp8": {"eager"}, "gemm_grouped": {"torch_grouped"},
+        "grouped_drawn": {"torch_grouped"}, "moe_drawn": {"eager", "torch_grouped"},
+        "router_drawn": {"eager", "tokens"},
         "router": {"eager", "tokens"}, "router_call": {"eager", "tokens"}, "router_dense": {"dense", "tokens"},
     }  # fmt: skip
     for suite, names in expected.items():

@@ -8,7 +8,7 @@ import json
 import math
 import re
 from collections.abc import Iterable, Mapping
-from dataclasses import asdict, dataclass, fields
+from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
 from typing import Any
 
@@ -26,6 +26,10 @@ SUITES = {
     "moe": "tokens -> tokens through the chosen experts, also over ranks",
     "indexer_exact": "sparse attention's top-k slots, the bits of PyTorch's own path",
     "indexer_fast": "sparse attention's top-k slots, exact for scores of its own",
+    "gemm_drawn": "GEMMs of published models' layers, the sizes, epilogues and formats drawn from a seed",
+    "grouped_drawn": "a rank's experts of published models, the sizes and formats drawn from a seed",
+    "moe_drawn": "a rank's MoE layer of published models, the sizes and formats drawn from a seed",
+    "router_drawn": "routers of published models, the numbers of tokens drawn from a seed",
 }
 BASELINES = {
     "plain": "Envoi's own GEMM of the same operands with nothing fused",
@@ -57,6 +61,8 @@ class Measurement:
     error: {"ours", "torch"} against float64; the suite's module defines it.
     gpu: the device's name, or the CPU's followed by " (CPU)". num_gpus: processes that shared the case.
     commit: followed by "-dirty" if the package differed from it. date: YYYY-MM-DD. n: repeats per median.
+    details: other facts of this measurement by name, one line of text or a number each: the seed of a drawn case, a
+        peer's version, peak memory. A line without any has no such key.
 
     Raises ValueError that names the key, what was expected and what was given.
     """
@@ -76,6 +82,7 @@ class Measurement:
     commit: str
     date: str
     n: int
+    details: dict[str, str | float] = field(default_factory=dict)
 
     def __post_init__(self):
         _expect_name("suite", self.suite, SUITES)
@@ -95,6 +102,7 @@ class Measurement:
         for key in ("num_gpus", "n"):
             _expect_count(key, getattr(self, key))
         _expect_date("date", self.date)
+        _expect_details(self.details)
 
     @property
     def key(self) -> tuple[str, str, str, int]:
@@ -102,12 +110,16 @@ class Measurement:
         return self.suite, self.case, self.gpu, self.num_gpus
 
 
-KEYS = tuple(field.name for field in fields(Measurement))
+DETAILS = "details"
+KEYS = tuple(entry.name for entry in fields(Measurement) if entry.name != DETAILS)
 
 
 def to_line(measurement: Measurement) -> str:
     """Return one line of JSON, without the newline."""
-    return json.dumps(asdict(measurement), allow_nan=False)
+    entries = asdict(measurement)
+    if not entries[DETAILS]:
+        del entries[DETAILS]
+    return json.dumps(entries, allow_nan=False)
 
 
 def from_line(line: str) -> Measurement:
@@ -119,8 +131,8 @@ def from_line(line: str) -> Measurement:
     if not isinstance(entries, dict):
         raise ValueError(f"expected a JSON object, got {_short(line)}")
     for key in entries:
-        if key not in KEYS:
-            raise ValueError(f"{_short(key)}: expected one of the keys {', '.join(KEYS)}")
+        if key not in (*KEYS, DETAILS):
+            raise ValueError(f"{_short(key)}: expected one of the keys {', '.join((*KEYS, DETAILS))}")
     for key in KEYS:
         if key not in entries:
             raise ValueError(f"{key}: expected in every measurement, got none")
@@ -208,6 +220,17 @@ def _expect_mapping(key: str, value: Any) -> dict:
     if not isinstance(value, dict) or not value:
         raise ValueError(f"{key}: expected an object with at least one entry, got {_short(value)}")
     return value
+
+
+def _expect_details(details: Any) -> None:
+    if not isinstance(details, dict):
+        raise ValueError(f"{DETAILS}: expected an object, got {_short(details)}")
+    for name, value in details.items():
+        _expect_text(f"{DETAILS}: a name", name)
+        if isinstance(value, str):
+            _expect_text(f"{DETAILS}.{name}", value)
+        elif not isinstance(value, (int, float)) or isinstance(value, bool) or not math.isfinite(value):
+            raise ValueError(f"{DETAILS}.{name}: expected one line of text or a number, got {_short(value)}")
 
 
 def _expect_date(key: str, value: Any) -> None:

@@ -140,6 +140,7 @@ def to_measurement(case: Case, trial: Trial, roof: Roof, ranks: Ranks, commit: s
         commit=commit or machine.commit(),
         date=datetime.datetime.now(datetime.timezone.utc).date().isoformat(),
         n=trial.ours.n,
+        details={**dict(case.details), **trial.details},
     )
 
 

@@ -126,7 +126,10 @@ Shape = GemmShape | GroupedShape | RouterShape | MoeShape | IndexerShape
 
 @dataclass(frozen=True)
 class Case:
-    """Line of `envoi bench --list`. on_cuda, on_cpu: devices that run it; over_ranks: also by several processes."""
+    """Line of `envoi bench --list`. on_cuda, on_cpu: devices that run it; over_ranks: also by several processes.
+
+    details: (name, value) pairs for the details of its measurement.
+    """
 
     suite: str
     name: str
@@ -134,12 +137,28 @@ class Case:
     on_cuda: bool = True
     on_cpu: bool = False
     over_ranks: bool = True
+    details: tuple[tuple[str, str | float], ...] = ()
 
 
-def cases(suite: str) -> list[Case]:
+@dataclass(frozen=True)
+class Options:
+    """Choices of the command that decide which cases a suite has. seed, count: of the suites that draw them."""
+
+    seed: int = 0
+    count: int = 48
+
+
+DEFAULTS = Options()
+
+
+def cases(suite: str, options: Options = DEFAULTS) -> list[Case]:
     """Return the cases of a suite in the order of their runs. Raises ValueError for a name that isn't in `SUITES`."""
     if suite not in SUITES:
         raise ValueError(f"suite: expected one of {', '.join(SUITES)}, got {suite!r}")
+    if suite.endswith("_drawn"):
+        from envoi.bench.suites import drawn
+
+        return drawn.cases(suite, options)
     makers = {
         "gemm_grouped": _grouped_cases, "gemm_weights": _weights_cases, "moe": _moe_cases,
     }  # fmt: skip
@@ -247,13 +266,15 @@ def _moe_cases() -> list[Case]:
     alone = [MoeShape(*MOE_ONE_GPU, name) for name in MOE_FORMATS]
     alone += [MoeShape(*sizes, m, name) for sizes, m, name in MOE_DECODE]
     small = [MoeShape(256, 128, 8, 2, 64, name) for name in MOE_FORMATS]
+    found = [Case("moe", moe_name(s), s) for s in shapes]
+    found += [Case("moe", moe_name(s), s, over_ranks=False) for s in alone]
+    return found + [Case("moe", moe_name(s), s, False, True) for s in small]
 
-    def name(s: MoeShape) -> str:
-        skewed = f" skew={s.skew:g}" if s.skew != 1.0 else ""
-        return f"{s.hidden}/{s.intermediate}/{s.num_experts}/{s.num_topk} {s.format} tokens={s.num_tokens}{skewed}"
 
-    found = [Case("moe", name(s), s) for s in shapes] + [Case("moe", name(s), s, over_ranks=False) for s in alone]
-    return found + [Case("moe", name(s), s, False, True) for s in small]
+def moe_name(s: MoeShape) -> str:
+    """Return a case's name, "4096/2048/256/6 fp8_row tokens=64": hidden, intermediate, experts, top-k."""
+    skewed = f" skew={s.skew:g}" if s.skew != 1.0 else ""
+    return f"{s.hidden}/{s.intermediate}/{s.num_experts}/{s.num_topk} {s.format} tokens={s.num_tokens}{skewed}"
 
 
 def _indexer_cases(suite: str) -> list[Case]:

@@ -9,7 +9,7 @@ from envoi.table import number
 # Roofs, Envoi's own other forms, and a product without what the epilogue does.
 NOT_THE_SAME_WORK = {"copy", "empty", "tokens", "plain", "bf16", "dense", "launched", "cublas"}
 OWN_FORMS = ("plain", "bf16", "dense", "launched")
-BARE_PRODUCTS = ("gemm", "gemm_fp8")  # where the product is all of the work
+BARE_PRODUCTS = ("gemm", "gemm_fp8", "gemm_drawn")  # where the product is all of the work
 
 
 def baseline_names(measurements: Iterable[Measurement]) -> list[str]:
@@ -42,7 +42,7 @@ def means(measurements: list[Measurement]) -> str:
 
 def _kind(m: Measurement) -> str:
     """Return the format or epilogue at the end of a GEMM case's name; other suites have one kind, apart from ranks."""
-    if m.suite.startswith("gemm"):
+    if m.suite.startswith(("gemm", "grouped")):
         return m.case.rpartition(" ")[2]
     return f"{m.num_gpus} GPUs" if m.num_gpus > 1 else ""
 

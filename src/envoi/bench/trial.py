@@ -65,6 +65,7 @@ class Trial:
     """Result of one case. flops and num_bytes are ideal: each operand read once, each result written once.
 
     kind: the element type whose matmul roof counts, "bf16", "fp32" or "fp8". missing: failed baselines, with reasons.
+    details: of `evidence.Measurement`.
     """
 
     ours: Timing
@@ -74,6 +75,7 @@ class Trial:
     flops: float = 0.0
     kind: str = "bf16"
     missing: dict[str, str] = field(default_factory=dict)
+    details: dict[str, str | float] = field(default_factory=dict)
 
 
 def time_baselines(candidates: Mapping[str, Callable[[], Timing]]) -> tuple[dict[str, Timing], dict[str, str]]:

@@ -30,8 +30,14 @@ PACK_AT_ONCE = 16  # experts; packing works in float32
 def measure(case: Case, bench: Bench) -> Trial:
     """Measure one layer; over bench.num_ranks ranks if there are several, each with all of shape.num_tokens tokens."""
     shape = cast(MoeShape, case.shape)
-    layer = _layer(shape, bench)
+    layer = _layer(shape, bench.device, bench.rank, bench.num_ranks)
     return _measure_alone(shape, layer, bench) if bench.num_ranks == 1 else _measure_ranks(shape, layer, bench)
+
+
+def rehearse(case: Case, device: torch.device) -> None:
+    """Make Envoi's call on one rank once."""
+    layer = _layer(cast(MoeShape, case.shape), device)
+    moe(layer.tokens, layer.routing, layer.packed)
 
 
 def _measure_alone(shape: MoeShape, layer: Layer, bench: Bench) -> Trial:
@@ -80,26 +86,26 @@ def _trial(shape: MoeShape, layer: Layer, timing: Timing, baselines, error, miss
     return Trial(timing, baselines, error, num_bytes, flops, kind, missing)
 
 
-def _layer(shape: MoeShape, bench: Bench) -> Layer:
-    if shape.num_experts % bench.num_ranks:
-        raise ValueError(f"--nproc-per-node: expected a divisor of {shape.num_experts} experts, got {bench.num_ranks}")
-    num_local = shape.num_experts // bench.num_ranks
-    source = generator(bench.device, bench.rank, shape.hidden, shape.num_experts, shape.num_tokens)
+def _layer(shape: MoeShape, device: torch.device, rank: int = 0, num_ranks: int = 1) -> Layer:
+    if shape.num_experts % num_ranks:
+        raise ValueError(f"--nproc-per-node: expected a divisor of {shape.num_experts} experts, got {num_ranks}")
+    num_local = shape.num_experts // num_ranks
+    source = generator(device, rank, shape.hidden, shape.num_experts, shape.num_tokens)
 
     def normal(*sizes: int) -> torch.Tensor:
-        return torch.randn(sizes, generator=source, device=bench.device, dtype=torch.bfloat16)
+        return torch.randn(sizes, generator=source, device=device, dtype=torch.bfloat16)
 
     gate_up = normal(num_local, 2 * shape.intermediate, shape.hidden).mul_(shape.hidden**-0.5)
     down = normal(num_local, shape.hidden, shape.intermediate).mul_(shape.intermediate**-0.5)
-    uniform = torch.rand(shape.num_tokens, shape.num_experts, generator=source, device=bench.device)
+    uniform = torch.rand(shape.num_tokens, shape.num_experts, generator=source, device=device)
     if shape.skew != 1.0:
-        hit = torch.rand(shape.num_tokens, generator=source, device=bench.device)
+        hit = torch.rand(shape.num_tokens, generator=source, device=device)
         uniform[:, 0] = (hit < shape.skew * shape.num_topk / shape.num_experts) * 4.0 - 2.0
     ids = uniform.topk(shape.num_topk).indices.to(torch.int32)
-    weights = torch.rand(ids.shape, generator=source, device=bench.device)
+    weights = torch.rand(ids.shape, generator=source, device=device)
     routing = Routing(weights / weights.sum(1, keepdim=True), ids, shape.num_experts)
     packed = _pack(gate_up, down, shape.format)
-    return Layer(normal(shape.num_tokens, shape.hidden), routing, gate_up, down, packed, bench.rank * num_local)
+    return Layer(normal(shape.num_tokens, shape.hidden), routing, gate_up, down, packed, rank * num_local)
 
 
 def _pack(gate_up: torch.Tensor, down: torch.Tensor, format: str) -> ExpertWeights:
