@@ -130,7 +130,7 @@ def _print_list(chosen: "list[Case]") -> None:
     width = max(len(case.suite) for case in chosen)
     for case in chosen:
         where = "cuda cpu" if case.on_cuda and case.on_cpu else "cuda" if case.on_cuda else "cpu"
-        print(f"{case.suite:<{width}}  {case.name}  [{where}]")
+        print(f"{case.suite:<{width}}  {case.name}  [{where}{'' if case.alone else ', over ranks'}]")
 
 
 def _measure(args: argparse.Namespace, chosen: "list[Case]") -> int:
@@ -141,8 +141,7 @@ def _measure(args: argparse.Namespace, chosen: "list[Case]") -> int:
     device = runner.pick_device(args.device)
     fitting = [case for case in chosen if (case.on_cuda if device.type == "cuda" else case.on_cpu)]
     ranks = runner.join_ranks(device)
-    if ranks.num_ranks > 1:
-        fitting = [case for case in fitting if case.suite == "moe" and case.over_ranks]
+    fitting = [case for case in fitting if (case.over_ranks if ranks.num_ranks > 1 else case.alone)]
     if not fitting:
         where = f"{device.type} with {ranks.num_ranks} ranks" if ranks.num_ranks > 1 else device.type
         raise ValueError(f"--case: expected a case that runs on {where}, got none; see envoi bench --list")

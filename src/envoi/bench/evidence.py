@@ -26,6 +26,8 @@ SUITES = {
     "moe": "tokens -> tokens through the chosen experts, also over ranks",
     "indexer_exact": "sparse attention's top-k slots, the bits of PyTorch's own path",
     "indexer_fast": "sparse attention's top-k slots, exact for scores of its own",
+    "host": "host time of a call: until it returns, the device idle before it",
+    "host_loop": "wall time of a call in a loop of eager calls, which the host or the device bounds",
     "gemm_drawn": "GEMMs of published models' layers, the sizes, epilogues and formats drawn from a seed",
     "grouped_drawn": "a rank's experts of published models, the sizes and formats drawn from a seed",
     "moe_drawn": "a rank's MoE layer of published models, the sizes and formats drawn from a seed",
@@ -46,6 +48,8 @@ BASELINES = {
     "sgl_deep_gemm": "sgl-deep-gemm's one-launch FP8 kernel, inputs staged outside the time",
     "sgl_deep_gemm_topk": "sgl-deep-gemm's FP8 scores of a paged cache, and torch.topk of them",
     "pytorch": "the operator's published reference in PyTorch, item by item",
+    "torch_mm": "torch's matmul of the case's tokens and a weight: what a call of torch's costs the host",
+    "graph": "Envoi's own call, replayed from a CUDA graph (on CPUs made again)",
     "launched": "Envoi's own call, launched by Python instead of replayed from a CUDA graph",
 }
 

@@ -121,13 +121,23 @@ class IndexerShape:
     workloads: tuple[Workload, ...]
 
 
-Shape = GemmShape | GroupedShape | RouterShape | MoeShape | IndexerShape
+@dataclass(frozen=True)
+class HostShape:
+    """Call of a public operator, whose host time counts: its name in envoi, and its sizes. mode: of the indexer."""
+
+    operator: str
+    sizes: GemmShape | GroupedShape | RouterShape | MoeShape | IndexerShape
+    mode: str = ""
+
+
+Shape = GemmShape | GroupedShape | RouterShape | MoeShape | IndexerShape | HostShape
 
 
 @dataclass(frozen=True)
 class Case:
-    """Line of `envoi bench --list`. on_cuda, on_cpu: devices that run it; over_ranks: also by several processes.
+    """Line of `envoi bench --list`. on_cuda, on_cpu: devices that run it.
 
+    alone, over_ranks: one process can run it, several that share it can.
     details: (name, value) pairs for the details of its measurement.
     """
 
@@ -136,7 +146,8 @@ class Case:
     shape: Shape
     on_cuda: bool = True
     on_cpu: bool = False
-    over_ranks: bool = True
+    over_ranks: bool = False
+    alone: bool = True
     details: tuple[tuple[str, str | float], ...] = ()
 
 
@@ -159,6 +170,10 @@ def cases(suite: str, options: Options = DEFAULTS) -> list[Case]:
         from envoi.bench.suites import drawn
 
         return drawn.cases(suite, options)
+    if suite.startswith("host"):
+        from envoi.bench.suites import host
+
+        return host.cases(suite)
     makers = {
         "gemm_grouped": _grouped_cases, "gemm_weights": _weights_cases, "moe": _moe_cases,
     }  # fmt: skip
@@ -266,9 +281,9 @@ def _moe_cases() -> list[Case]:
     alone = [MoeShape(*MOE_ONE_GPU, name) for name in MOE_FORMATS]
     alone += [MoeShape(*sizes, m, name) for sizes, m, name in MOE_DECODE]
     small = [MoeShape(256, 128, 8, 2, 64, name) for name in MOE_FORMATS]
-    found = [Case("moe", moe_name(s), s) for s in shapes]
-    found += [Case("moe", moe_name(s), s, over_ranks=False) for s in alone]
-    return found + [Case("moe", moe_name(s), s, False, True) for s in small]
+    found = [Case("moe", moe_name(s), s, over_ranks=True) for s in shapes]
+    found += [Case("moe", moe_name(s), s) for s in alone]
+    return found + [Case("moe", moe_name(s), s, False, True, over_ranks=True) for s in small]
 
 
 def moe_name(s: MoeShape) -> str:

@@ -1,8 +1,9 @@
 """Cases of the suites that draw their sizes from published models, so that no config can be chosen for a list of them.
 
 M is log-uniform from 1 to 16384. The other sizes are those of `models.MODELS`; formats, epilogues, a rank's share of
-the experts, routers and skew are drawn too, from the seed alone. A case's name says all of what is measured, and its inputs
-depend on nothing else, so a case that two seeds draw is one case. Its details have the seed, the model and the layer.
+the experts, routers and skew are drawn too, from the seed alone. A case's name says all of what is measured, and its
+inputs depend on nothing else, so a case that two seeds draw is one case. Its details have the seed, the model and the
+layer.
 """
 
 import random
@@ -73,7 +74,7 @@ def _fits(n: int, k: int, format: str, epilogue: str = "store") -> bool:
 
 
 def _case(suite: str, name: str, shape, details: tuple, on_cuda: bool = True) -> Case:
-    return Case(suite, name, shape, on_cuda, not on_cuda, over_ranks=False, details=details)
+    return Case(suite, name, shape, on_cuda, not on_cuda, details=details)
 
 
 # gemm_drawn

@@ -30,13 +30,13 @@ PACK_AT_ONCE = 16  # experts; packing works in float32
 def measure(case: Case, bench: Bench) -> Trial:
     """Measure one layer; over bench.num_ranks ranks if there are several, each with all of shape.num_tokens tokens."""
     shape = cast(MoeShape, case.shape)
-    layer = _layer(shape, bench.device, bench.rank, bench.num_ranks)
+    layer = make_layer(shape, bench.device, bench.rank, bench.num_ranks)
     return _measure_alone(shape, layer, bench) if bench.num_ranks == 1 else _measure_ranks(shape, layer, bench)
 
 
 def rehearse(case: Case, device: torch.device) -> None:
     """Make Envoi's call on one rank once."""
-    layer = _layer(cast(MoeShape, case.shape), device)
+    layer = make_layer(cast(MoeShape, case.shape), device)
     moe(layer.tokens, layer.routing, layer.packed)
 
 
@@ -50,8 +50,8 @@ def _measure_alone(shape: MoeShape, layer: Layer, bench: Bench) -> Trial:
         "torch_grouped": lambda: grouped_moe_fp8(layer) if fp8 else lambda: grouped_moe(layer),
     }
     timing, baselines, missing = time_rounds(bench.clock, ours, candidates)
-    error = _errors(layer, ours(), eager_moe(layer))
-    return _trial(shape, layer, timing, baselines, error, missing)
+    error = errors(layer, ours(), eager_moe(layer))
+    return Trial(timing, baselines, error, *ideal_work(shape, layer), missing)
 
 
 def _measure_ranks(shape: MoeShape, layer: Layer, bench: Bench) -> Trial:
@@ -67,26 +67,26 @@ def _measure_ranks(shape: MoeShape, layer: Layer, bench: Bench) -> Trial:
         candidates["sgl_deep_gemm"] = lambda: bench.clock.ranks(deep_gemm_moe(shape, layer.tokens, layer.routing))
     baselines, missing = time_baselines(candidates)
     timing = bench.clock.ranks(bench.clock.graph(ours) if parallel.transport == "nvlink" else ours)
-    error = _errors(layer, ours(), parallel_moe(layer, bench.num_ranks))
+    error = errors(layer, ours(), parallel_moe(layer, bench.num_ranks))
     parallel.check()
     dist.barrier()
     parallel.close()
-    return _trial(shape, layer, timing, baselines, error, missing)
+    return Trial(timing, baselines, error, *ideal_work(shape, layer), missing)
 
 
-def _trial(shape: MoeShape, layer: Layer, timing: Timing, baselines, error, missing) -> Trial:
-    """Make a trial with a rank's ideal work: its tokens' products, the weights of used experts, tokens in and out."""
+def ideal_work(shape: MoeShape, layer: Layer) -> tuple[float, float, str]:
+    """Return a rank's num_bytes, flops and kind: its tokens' products, weights of used experts, tokens in and out."""
     last = layer.first + layer.packed.num_local_experts
     used = layer.routing.topk_ids.unique()
     num_used = int(((used >= layer.first) & (used < last)).sum())
     a_expert = (_num_bytes(layer.packed.gate_up) + _num_bytes(layer.packed.down)) / layer.packed.num_local_experts
     num_bytes = num_used * a_expert + 2 * layer.tokens.numel() * layer.tokens.element_size()
     flops = 6.0 * shape.num_tokens * shape.num_topk * shape.hidden * shape.intermediate
-    kind = "bf16" if shape.format == "bf16" else "fp8"
-    return Trial(timing, baselines, error, num_bytes, flops, kind, missing)
+    return num_bytes, flops, "bf16" if shape.format == "bf16" else "fp8"
 
 
-def _layer(shape: MoeShape, device: torch.device, rank: int = 0, num_ranks: int = 1) -> Layer:
+def make_layer(shape: MoeShape, device: torch.device, rank: int = 0, num_ranks: int = 1) -> Layer:
+    """Make a rank's share of a layer, with tokens of its own. Raises ValueError if ranks don't divide the experts."""
     if shape.num_experts % num_ranks:
         raise ValueError(f"--nproc-per-node: expected a divisor of {shape.num_experts} experts, got {num_ranks}")
     num_local = shape.num_experts // num_ranks
@@ -129,7 +129,8 @@ def _num_bytes(weight: Matrix) -> int:
     return sum(tensor.numel() * tensor.element_size() for tensor in tensors)
 
 
-def _errors(layer: Layer, ours: torch.Tensor, theirs: torch.Tensor) -> dict[str, float]:
+def errors(layer: Layer, ours: torch.Tensor, theirs: torch.Tensor) -> dict[str, float]:
+    """Return the errors of Envoi's outputs and of torch's, each against float64 on its own weights. Collective."""
     rows = sample_rows(len(layer.tokens), layer.tokens.device)
     wide = layer if format_named(layer.packed.format).weights is None else replace(layer, packed=_as_bf16(layer))
     return {

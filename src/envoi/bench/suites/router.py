@@ -50,14 +50,14 @@ Step = Callable[[Inputs], object]
 def measure(case: Case, bench: Bench) -> Trial:
     """Measure one shape and rule."""
     shape = cast(RouterShape, case.shape)
-    rule, biases = _rule(shape.rule)
-    num_bytes = _num_bytes(shape)
+    rule, biases = rule_of(shape.rule)
+    num_bytes = moved_bytes(shape)
     one_call = case.suite == "router_call"
     count = bench.clock.num_inputs(num_bytes) if bench.on_gpu and not one_call else 1
-    inputs = [_inputs(shape, biases, bench.device, seed) for seed in range(count)]
-    ours = _ours(shape, rule, dense=False)
+    inputs = [make_inputs(shape, biases, bench.device, seed) for seed in range(count)]
+    ours = routed(shape, rule, dense=False)
     if case.suite == "router_dense":
-        others: dict[str, Callable[[], Step]] = {"dense": lambda: _ours(shape, rule, dense=True)}
+        others: dict[str, Callable[[], Step]] = {"dense": lambda: routed(shape, rule, dense=True)}
     else:
         others = _baselines(shape, rule, bench)
     if one_call:
@@ -70,21 +70,22 @@ def measure(case: Case, bench: Bench) -> Trial:
         )
     tokens_us = 2 * shape.m * shape.k / bench.roof.gb_per_s / 1e3
     baselines["tokens"] = Timing(tokens_us, tokens_us, tokens_us, timing.n)
-    error = _errors(inputs[0], shape, rule)
+    error = errors(inputs[0], shape, rule)
     return Trial(timing, baselines, error, num_bytes, 2.0 * shape.m * shape.n * shape.k, "bf16", missing)
 
 
 def rehearse(case: Case, device: torch.device) -> None:
     """Make the case's call once, and on a GPU that of torch.compile's."""
     shape = cast(RouterShape, case.shape)
-    rule, biases = _rule(shape.rule)
-    x = _inputs(shape, biases, device, 0)
-    _ours(shape, rule, dense=False)(x)
+    rule, biases = rule_of(shape.rule)
+    x = make_inputs(shape, biases, device, 0)
+    routed(shape, rule, dense=False)(x)
     if device.type == "cuda":
         _step(compiled(_eager(shape, rule)))(x)
 
 
-def _ours(shape: RouterShape, rule: Rule, dense: bool) -> Step:
+def routed(shape: RouterShape, rule: Rule, dense: bool = False) -> Step:
+    """Return Envoi's call."""
     return lambda x: route(
         x.tokens, x.gate, shape.num_topk, rule=rule, logit_bias=x.logit_bias, expert_bias=x.expert_bias,
         return_dense=dense,
@@ -129,7 +130,7 @@ def _first(make: Callable[[], Step], inputs: list[Inputs]) -> Callable[[], Run]:
     return lambda: partial(make(), inputs[0])
 
 
-def _rule(name: str) -> tuple[Rule, tuple[bool, bool]]:
+def rule_of(name: str) -> tuple[Rule, tuple[bool, bool]]:
     """Return a rule, and whether its model has an expert_bias and a logit_bias."""
     if name == "softmax":
         return Rule(), (False, False)
@@ -137,7 +138,8 @@ def _rule(name: str) -> tuple[Rule, tuple[bool, bool]]:
     return chosen.rule, (chosen.has_expert_bias, chosen.has_logit_bias)
 
 
-def _inputs(shape: RouterShape, biases: tuple[bool, bool], device: torch.device, seed: int) -> Inputs:
+def make_inputs(shape: RouterShape, biases: tuple[bool, bool], device: torch.device, seed: int) -> Inputs:
+    """Make random inputs. biases: whether there is an expert_bias, and a logit_bias."""
     source = generator(device, seed, shape.m, shape.n, shape.k)
 
     def normal(*sizes: int) -> torch.Tensor:
@@ -149,11 +151,13 @@ def _inputs(shape: RouterShape, biases: tuple[bool, bool], device: torch.device,
     return Inputs(tokens.to(dtype), gate.to(dtype), expert_bias, None if logit_bias is None else logit_bias.to(dtype))
 
 
-def _num_bytes(shape: RouterShape) -> int:
+def moved_bytes(shape: RouterShape) -> int:
+    """Return the bytes read and written at least: tokens, gate, and weights and ids of the slots."""
     return 2 * (shape.m + shape.n) * shape.k + 8 * shape.m * shape.num_topk
 
 
-def _errors(x: Inputs, shape: RouterShape, rule: Rule) -> dict[str, float]:
+def errors(x: Inputs, shape: RouterShape, rule: Rule) -> dict[str, float]:
+    """Return the errors of Envoi's weights and of torch's in the dense form, of sampled rows."""
     rows = sample_rows(shape.m, x.tokens.device)
     logits = x.tokens[rows].double() @ x.gate.double().T
     if x.logit_bias is not None:
