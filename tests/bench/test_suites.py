@@ -208,10 +208,16 @@ GPU_CASES = {
     "router_call": ("1x256x7168 deepseek-v3 bf16",),
     "router_dense": ("4096x64x1024 top4 softmax fp16",),
     "indexer_fast": ("batch 1x131072",),
+    "moe": ("2048/768/128/8 bf16 tokens=16", "2880/2880/32/4 mxfp4 tokens=1"),
 }
 
 
-PEERS = {"sgl_deep_gemm_topk"}  # other libraries, which needn't be installed
+PEERS = {
+    "sgl_deep_gemm_topk",
+    "vllm_triton",
+    "vllm_marlin",
+    "triton_kernels",
+}  # other libraries, which needn't be installed
 
 
 @pytest.mark.gpu

@@ -3,7 +3,7 @@
 Over NVLink a call is replayed from a CUDA graph, as servers do; torch's, which copies sizes to the host, can't be.
 Routing is uniform and random, but with skew. Error: sampled tokens against float64 on the packed weights.
 The baseline of fp8 on one GPU is torch's grouped matmul in FP8 with row scales; otherwise torch's time and error are
-those of bf16.
+those of bf16. Other libraries' layers are measured beside them where they are installed (`moe_peers.py`).
 """
 
 from collections.abc import Callable
@@ -14,6 +14,7 @@ import torch
 import torch.distributed as dist
 
 from envoi.bench.shapes import Case, MoeShape
+from envoi.bench.suites import moe_peers
 from envoi.bench.suites.peers import deep_gemm_moe
 from envoi.bench.suites.torch_moe import Layer, eager_moe, grouped_moe, grouped_moe_fp8, parallel_moe
 from envoi.bench.timing import Run, Timing
@@ -49,9 +50,12 @@ def _measure_alone(shape: MoeShape, layer: Layer, bench: Bench) -> Trial:
         "eager": lambda: lambda: eager_moe(layer),
         "torch_grouped": lambda: grouped_moe_fp8(layer) if fp8 else lambda: grouped_moe(layer),
     }
+    if bench.on_gpu:
+        candidates |= moe_peers.candidates(shape, layer, _oracle)
     timing, baselines, missing = time_rounds(bench.clock, ours, candidates)
     error = errors(layer, ours(), eager_moe(layer))
-    return Trial(timing, baselines, error, *ideal_work(shape, layer), missing)
+    details = moe_peers.versions(list(baselines))
+    return Trial(timing, baselines, error, *ideal_work(shape, layer), missing, details)
 
 
 def _measure_ranks(shape: MoeShape, layer: Layer, bench: Bench) -> Trial:
@@ -71,7 +75,8 @@ def _measure_ranks(shape: MoeShape, layer: Layer, bench: Bench) -> Trial:
     parallel.check()
     dist.barrier()
     parallel.close()
-    return Trial(timing, baselines, error, *ideal_work(shape, layer), missing)
+    details = moe_peers.versions(list(baselines))
+    return Trial(timing, baselines, error, *ideal_work(shape, layer), missing, details)
 
 
 def ideal_work(shape: MoeShape, layer: Layer) -> tuple[float, float, str]:
