@@ -42,6 +42,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--count", metavar="N", type=int, default=48, help="GPU cases of each suite *_drawn; default: %(default)s"
     )
+    parser.add_argument("--layers", metavar="N", type=int, help="of suite model; default: as many as fit into 40 GB")
     parser.add_argument(
         "--untuned", action="store_true", help="choose configs of Hopper GEMMs by their model, not by measured ones"
     )
@@ -114,7 +115,9 @@ def _choose(args: argparse.Namespace) -> "list[Case]":
 
     if not 1 <= args.count <= MAX_COUNT:
         raise ValueError(f"--count: expected 1 to {MAX_COUNT}, got {args.count}")
-    options = Options(args.seed, args.count)
+    if args.layers is not None and args.layers < 1:
+        raise ValueError(f"--layers: expected at least 1, got {args.layers}")
+    options = Options(args.seed, args.count, args.layers)
     names = list(dict.fromkeys(args.suites)) or list(evidence.SUITES)
     chosen = [case for name in names for case in cases(name, options) if (args.case or "") in case.name]
     if not chosen:

@@ -32,6 +32,7 @@ SUITES = {
     "grouped_drawn": "a rank's experts of published models, the sizes and formats drawn from a seed",
     "moe_drawn": "a rank's MoE layer of published models, the sizes and formats drawn from a seed",
     "router_drawn": "routers of published models, the numbers of tokens drawn from a seed",
+    "model": "prefill and decode of a whole model in transformers, random weights",
 }
 BASELINES = {
     "plain": "Envoi's own GEMM of the same operands with nothing fused",
@@ -51,6 +52,7 @@ BASELINES = {
     "sgl_deep_gemm": "sgl-deep-gemm's one-launch FP8 kernel, inputs staged outside the time",
     "sgl_deep_gemm_topk": "sgl-deep-gemm's FP8 scores of a paged cache, and torch.topk of them",
     "pytorch": "the operator's published reference in PyTorch, item by item",
+    "grouped_mm": "transformers' own experts by torch's grouped matmul, in bf16",
     "torch_mm": "torch's matmul of the case's tokens and a weight: what a call of torch's costs the host",
     "graph": "Envoi's own call, replayed from a CUDA graph (on CPUs made again)",
     "launched": "Envoi's own call, launched by Python instead of replayed from a CUDA graph",

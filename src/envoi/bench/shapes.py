@@ -132,7 +132,19 @@ class HostShape:
     mode: str = ""
 
 
-Shape = GemmShape | GroupedShape | RouterShape | MoeShape | IndexerShape | HostShape
+@dataclass(frozen=True)
+class ModelShape:
+    """Step of a model: num_tokens of each sequence, 1 for decode. model: its name; format: of its experts."""
+
+    model: str
+    num_layers: int
+    format: str
+    num_sequences: int
+    num_tokens: int
+    compiled: bool = False
+
+
+Shape = GemmShape | GroupedShape | RouterShape | MoeShape | IndexerShape | HostShape | ModelShape
 
 
 @dataclass(frozen=True)
@@ -155,10 +167,14 @@ class Case:
 
 @dataclass(frozen=True)
 class Options:
-    """Choices of the command that decide which cases a suite has. seed, count: of the suites that draw them."""
+    """Choices of the command that decide which cases a suite has.
+
+    seed, count: of the suites that draw them. layers: of suite model, None for as many as fit.
+    """
 
     seed: int = 0
     count: int = 48
+    layers: int | None = None
 
 
 DEFAULTS = Options()
@@ -176,6 +192,10 @@ def cases(suite: str, options: Options = DEFAULTS) -> list[Case]:
         from envoi.bench.suites import host
 
         return host.cases(suite)
+    if suite == "model":
+        from envoi.bench.suites import model
+
+        return model.cases(options)
     makers = {
         "gemm_grouped": _grouped_cases, "gemm_weights": _weights_cases, "moe": _moe_cases,
     }  # fmt: skip

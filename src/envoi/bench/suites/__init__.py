@@ -6,7 +6,10 @@ from envoi.bench.shapes import Case
 from envoi.bench.trial import Bench, Trial
 
 # Fewer for calls that take milliseconds, and for loops of calls; more for the host's time, which varies.
-REPEATS = {"moe": 20, "moe_drawn": 20, "indexer_exact": 20, "indexer_fast": 20, "host": 200, "host_loop": 10}
+REPEATS = {
+    "moe": 20, "moe_drawn": 20, "indexer_exact": 20, "indexer_fast": 20, "host": 200, "host_loop": 10,
+    "model": 10,
+}  # fmt: skip
 DEFAULT_REPEAT = 100
 CPU_REPEAT = 10
 
@@ -31,6 +34,8 @@ def module_of(name: str) -> Any:
         from envoi.bench.suites import indexer as suite
     elif name in ("gemm_grouped", "gemm_weights", "grouped_drawn"):
         from envoi.bench.suites import grouped as suite
+    elif name == "model":
+        from envoi.bench.suites import model as suite
     elif name.startswith("host"):
         from envoi.bench.suites import host as suite
     elif name == "gemm_drawn":
