@@ -1,4 +1,4 @@
-"""Whole models in transformers, random weights: Qwen3-MoE with the layer sizes of published models.
+"""Models in transformers, all of their layers, random weights: Qwen3-MoE with the layer sizes of published models.
 
     prefill   one forward of sequences of 4096 tokens, logits of the last token alone
     decode    one step of sequences that have 128 tokens in a static cache; eager, or compiled by torch.compile with
