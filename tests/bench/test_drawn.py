@@ -7,11 +7,15 @@ from envoi import cli
 from envoi.bench import command, problems
 from envoi.bench.evidence import load
 from envoi.bench.shapes import GemmShape, GroupedShape, MoeShape, Options, RouterShape, cases, drawn_rows
-from envoi.bench.suites import drawn, module_of, rehearsal
+from envoi.bench.suites import drawn, measure, module_of, rehearsal
 from envoi.bench.suites.models import MODELS, linears
+from envoi.bench.timing import Clock
+from envoi.bench.trial import Bench, Compiler
 from envoi.gemm.hopper import tune
 from envoi.moe.router import rules
 from envoi.quant.formats import FORMATS
+
+from .test_suites import PEERS, ROOF, max_error
 
 SUITES = tuple(drawn.SUITES)
 
@@ -162,3 +166,14 @@ def test_rehearsals_run_in_other_processes_and_report_their_errors():
     object.__setattr__(bad, "shape", shape)
     failed = rehearsal.rehearse_with([good, bad], torch.device("cpu"), 2, tuned=False)
     assert list(failed) == [f"gemm_drawn {bad.name}"]
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("suite", SUITES)
+def test_a_gpu_rehearses_and_measures(suite):
+    found = on_gpu(suite, seed=2, count=3)
+    assert not rehearsal.rehearse_all(found, num_processes=3)
+    for case in found:
+        trial = measure(case, Bench(Clock(torch.device("cuda", 0), 2), ROOF, compiler=Compiler(0.0)))
+        assert set(trial.missing) <= PEERS
+        assert trial.error["ours"] <= max_error(case)

@@ -93,7 +93,7 @@ class Subject:
 
     @property
     def on_gpu(self) -> bool:
-        """True if memory is counted."""
+        """Tell whether memory is counted."""
         return self.device.type == "cuda"
 
     def allocated(self) -> int:
