@@ -14,6 +14,7 @@ from typing import Any
 from envoi import cache_file, env
 from envoi.epilogue.lower import Lowered
 from envoi.gemm.hopper.config import Config, Problem, default_config, fitted, supports
+from envoi.runtime import prepared
 from envoi.runtime.math import next_power_of_2
 
 SHIPPED = Path(__file__).with_name("tuned.json")
@@ -85,3 +86,4 @@ def keep(entries: dict[str, Config], path: Path | None = None) -> None:
     cache_file.add(path or _cache(), {key: dataclasses.asdict(config) for key, config in entries.items()})
     _entries.cache_clear()
     choose.cache_clear()
+    prepared.clear()
