@@ -28,12 +28,20 @@ class Approx:
 
     def __add__(self, other: "Approx") -> "Approx":
         mid = self.mid + other.mid
-        return approx(mid, self.err + other.err + U * (self.mid.abs() + other.mid.abs()))
+        sum = approx(mid, self.err + other.err + U * (self.mid.abs() + other.mid.abs()))
+        return sum.freed(self.err.isinf() | other.err.isinf())
 
     def __mul__(self, other: "Approx") -> "Approx":
         mid = self.mid * other.mid
         err = self.mid.abs() * other.err + other.mid.abs() * self.err + self.err * other.err
-        return approx(mid, err + U * mid.abs() + TINY)
+        # Infinity times what may be 0, and may be of any sign.
+        either = self.mid.isinf() & (other.mid.abs() <= other.err) & (other.err > 0)
+        either = either | (other.mid.isinf() & (self.mid.abs() <= self.err) & (self.err > 0))
+        return approx(mid, err + U * mid.abs() + TINY).freed(either | self.err.isinf() | other.err.isinf())
+
+    def freed(self, which: torch.Tensor) -> "Approx":
+        """Let some values be anything."""
+        return Approx(self.mid.masked_fill(which, 0.0), self.err.masked_fill(which, torch.inf))
 
     def __getitem__(self, index) -> "Approx":
         return Approx(self.mid[index], self.err[index])
@@ -73,19 +81,17 @@ def between(low: torch.Tensor, high: torch.Tensor) -> Approx:
 
 
 def silu(x: Approx, scale: float = 1.0) -> Approx:
-    """Return x * sigmoid(scale * x), whose derivative is within 1.1; anything for -inf."""
+    """Return x * sigmoid(scale * x), whose derivative is within 1.1, and small for negative x; anything for -inf."""
     mid = x.mid * torch.sigmoid(scale * x.mid)
-    err = 1.1 * x.err + mid.abs() * (16 + 2 * (scale * x.mid).abs()) * U + TINY
-    lowest = x.mid == -torch.inf
-    return Approx(mid.masked_fill(lowest, 0.0), approx(mid, err).err.masked_fill(lowest, torch.inf))
+    slope = torch.sigmoid(scale * (x.mid + x.err)) * (1 + scale * (x.mid.abs() + x.err))
+    err = x.err * torch.where(x.mid + x.err < 0, slope, 1.1).clamp(max=1.1) + mid.abs() * (16 + 2 * (scale * x.mid).abs()) * U + TINY
+    return approx(mid, err).freed(x.mid == -torch.inf)
 
 
 def gelu(x: Approx) -> Approx:
     """Return x times the normal distribution function of x, whose derivative is within 1.13; anything for -inf."""
     mid = x.mid * torch.special.ndtr(x.mid)
-    lowest = x.mid == -torch.inf
-    err = approx(mid, 1.13 * x.err + 8 * x.mid.abs() * U + TINY).err
-    return Approx(mid.masked_fill(lowest, 0.0), err.masked_fill(lowest, torch.inf))
+    return approx(mid, 1.13 * x.err + 8 * x.mid.abs() * U + TINY).freed(x.mid == -torch.inf)
 
 
 @dataclass(frozen=True)
@@ -109,9 +115,12 @@ def matmul(a: torch.Tensor, b: torch.Tensor, arithmetic: Arithmetic, a_err: torc
     err = (K + arithmetic.more) * unit * size + K * TINY
     if arithmetic.coarse:
         err = err + _coarse_error(a, b)
-    if a_err is not None:
-        err = err + a_err @ b.abs().T * (1 + K * U)
-    return approx(mid, err + torch.where(size > LARGEST, torch.inf, 0.0))
+    found = approx(mid, err + torch.where(size > LARGEST, torch.inf, 0.0))
+    if a_err is None:
+        return found
+    # Infinity times what may be 0, and may be of any sign.
+    either = ((a.abs() <= a_err) & (a_err > 0)).double() @ b.isinf().double().T > 0
+    return approx(mid, found.err + a_err @ b.abs().T * (1 + K * U)).freed(either)
 
 
 def _coarse_error(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
@@ -148,8 +157,7 @@ def requantised(x: Approx, scheme: Scheme) -> Approx:
     # A scale factor that can't be told from NaN, or an element that may be anything, frees its group.
     free = formats.spread(formats.group_max(x.err.isinf().double(), group), group, x.mid.shape) > 0
     stacked = torch.stack(products)
-    found = between(stacked.amin(0), stacked.amax(0))
-    return Approx(found.mid.masked_fill(free, 0.0), found.err.masked_fill(free, torch.inf))
+    return between(stacked.amin(0), stacked.amax(0)).freed(free)
 
 
 def wrong(got: torch.Tensor, want: Approx, dtype: torch.dtype | None = None, name: str = "output") -> str:

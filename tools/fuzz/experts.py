@@ -213,8 +213,7 @@ def oracle(given: Layer, device: Device) -> Approx:
             slots.mid[token * k + slot], slots.err[token * k + slot] = rows.mid, rows.err
     out = combined(Approx(slots.mid.view(M, k, H), slots.err.view(M, k, H)), ids, device)
     # A token with an infinity may overflow in other places than float64 does.
-    free = (spoiled & (ids >= 0).any(1))[:, None]
-    return Approx(out.mid.masked_fill(free, 0.0), out.err.masked_fill(free, torch.inf)).rounded(BF16)
+    return out.freed((spoiled & (ids >= 0).any(1))[:, None]).rounded(BF16)
 
 
 def expert_rows(

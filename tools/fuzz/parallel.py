@@ -134,11 +134,10 @@ def replace_draw(draw: Draw) -> Draw:
 def gathered(outcomes: list[Any], number: int) -> Any:
     """Join the ranks' outputs of one case, or return its first error."""
     for rank, outcome in enumerate(outcomes):
-        said = (
-            outcome.text or outcome.error or (outcome.value[number] if isinstance(outcome.value[number], str) else "")
-        )
-        if said:
-            return RuntimeError(f"rank {rank}: {said}")
+        if outcome.error:
+            return RuntimeError(f"rank {rank}: {outcome.error}: {outcome.text}")
+        if isinstance(outcome.value[number], str):
+            return RuntimeError(f"rank {rank}: {outcome.value[number]}")
     parts = [outcome.value[number] for outcome in outcomes]
     return torch.cat([out for out, _ in parts]), parts[0][1]
 

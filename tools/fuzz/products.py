@@ -2,6 +2,7 @@
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import Any
 
 import torch
@@ -244,7 +245,7 @@ def grouped_gemm(draw: Draw) -> Case:
             accumulated(
                 Operand(None, rows.x[first:last], rows.scheme), Operand(None, weights.x[e]), draw.device.type == "cuda"
             )
-            for e, (first, last) in enumerate(zip(bounds, bounds[1:], strict=False))
+            for e, (first, last) in enumerate(pairwise(bounds))
         ]
         tail = exact(torch.zeros(P - bounds[-1], N))
         acc = Approx(torch.cat([p.mid for p in (*parts, tail)]), torch.cat([p.err for p in (*parts, tail)]))
