@@ -4,7 +4,6 @@ import json
 
 import pytest
 import torch
-
 from tools.fuzz import __main__ as command
 from tools.fuzz import run
 from tools.fuzz.draw import Case, Draw

@@ -84,7 +84,11 @@ def silu(x: Approx, scale: float = 1.0) -> Approx:
     """Return x * sigmoid(scale * x), whose derivative is within 1.1, and small for negative x; anything for -inf."""
     mid = x.mid * torch.sigmoid(scale * x.mid)
     slope = torch.sigmoid(scale * (x.mid + x.err)) * (1 + scale * (x.mid.abs() + x.err))
-    err = x.err * torch.where(x.mid + x.err < 0, slope, 1.1).clamp(max=1.1) + mid.abs() * (16 + 2 * (scale * x.mid).abs()) * U + TINY
+    err = (
+        x.err * torch.where(x.mid + x.err < 0, slope, 1.1).clamp(max=1.1)
+        + mid.abs() * (16 + 2 * (scale * x.mid).abs()) * U
+        + TINY
+    )
     return approx(mid, err).freed(x.mid == -torch.inf)
 
 
