@@ -84,11 +84,8 @@ def silu(x: Approx, scale: float = 1.0) -> Approx:
     """Return x * sigmoid(scale * x), whose derivative is within 1.1, and small for negative x; anything for -inf."""
     mid = x.mid * torch.sigmoid(scale * x.mid)
     slope = torch.sigmoid(scale * (x.mid + x.err)) * (1 + scale * (x.mid.abs() + x.err))
-    err = (
-        x.err * torch.where(x.mid + x.err < 0, slope, 1.1).clamp(max=1.1)
-        + mid.abs() * (16 + 2 * (scale * x.mid).abs()) * U
-        + TINY
-    )
+    slope = torch.where(x.mid + x.err < 0, slope, 1.1).clamp(max=1.1)
+    err = x.err * slope + mid.abs() * (16 + 2 * (scale * x.mid).abs()) * U + TINY
     return approx(mid, err).freed(x.mid == -torch.inf)
 
 
@@ -119,6 +116,7 @@ def matmul(a: torch.Tensor, b: torch.Tensor, arithmetic: Arithmetic, a_err: torc
     err = (K + arithmetic.more) * unit * size + K * TINY
     if arithmetic.coarse:
         err = err + _coarse_error(a, b)
+    err = torch.where(size == 0, 0.0, err)  # every product is 0
     found = approx(mid, err + torch.where(size > LARGEST, torch.inf, 0.0))
     if a_err is None:
         return found
