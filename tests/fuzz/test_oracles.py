@@ -170,7 +170,7 @@ def with_ids(got, ids):
 
 def test_a_wrong_expert_is_caught():
     flipped = swapped = 0
-    for seed in range(80):
+    for seed in range(200):
         case, got = case_of("route", seed)
         if case.refused or ", normal," not in case.text or "table True" in case.text or "alpha 0.0" in case.text:
             continue
