@@ -85,7 +85,8 @@ def silu(x: Approx, scale: float = 1.0) -> Approx:
     mid = x.mid * torch.sigmoid(scale * x.mid)
     slope = torch.sigmoid(scale * (x.mid + x.err)) * (1 + scale * (x.mid.abs() + x.err))
     slope = torch.where(x.mid + x.err < 0, slope, 1.1).clamp(max=1.1)
-    err = x.err * slope + mid.abs() * (16 + 2 * (scale * x.mid).abs()) * U + TINY
+    err = x.err * slope + mid.abs() * (16 + 2 * (scale * x.mid).abs()) * U
+    err = err + (1 + x.mid.abs()) * TINY  # a sigmoid below the normal numbers may become 0
     return approx(mid, err).freed(x.mid == -torch.inf)
 
 
