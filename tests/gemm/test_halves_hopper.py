@@ -7,8 +7,11 @@ import pytest
 import torch
 
 from envoi.epilogue import epilogue, halves, library, silu
+from envoi.gemm.grouping import EXPERTS_ROWS
 from envoi.gemm.hopper import host
 from envoi.gemm.hopper.config import Config, supports
+from envoi.gemm.hopper_mx import host as hopper_mx
+from envoi.gemm.hopper_w4a16 import many
 from envoi.runtime.tma import halves_descriptor, tma_ready
 from envoi.sass import hopper_recipes
 from envoi.sass.compile import Binary, compile_recipe
@@ -129,6 +132,17 @@ def test_configs_that_cant_take_halves():
     assert supports(problem, narrow, call.code).startswith(why)
     plain, _ = hopper_recipes.planned(hopper_recipes.inputs(DENSE))
     assert not supports(problem, narrow, plain.code).startswith(why)
+
+
+@pytest.mark.parametrize("format", ["mxfp8", "mxfp4", "mxfp4_mxfp8"])
+def test_kernels_of_mx_weights_read_interleaved_ones_only(format):
+    given = hopper_recipes.inputs(replace(FEW, format=format))
+    assert hopper_mx.supports_mx(given.a, given.b, CONCAT.ir) == "halves of the weights' rows"
+    assert hopper_mx.supports_mx(given.a, given.b, INTERLEAVED.ir) == ""
+    fragments = replace(given.b, order="fragments")
+    if format == "mxfp4":
+        assert many.supports_many(given.a, fragments, CONCAT.ir, EXPERTS_ROWS) == "halves of the weights' rows"
+        assert many.supports_many(given.a, fragments, INTERLEAVED.ir, EXPERTS_ROWS) == ""
 
 
 @pytest.mark.parametrize(("rows", "reason"), [(512, ""), (384, "halves that end within a block of 128 rows")])
