@@ -41,6 +41,8 @@ EPILOGUES: dict[str, Epilogue] = {
     "expert_l1_mxfp8": library.expert_l1("swiglu_oai", 7.0, True, "mxfp8"),
     "expert_l1": library.expert_l1("swiglu", None, False, None),
     "expert_l1_oai": library.expert_l1("swiglu_oai", 7.0, True, None),
+    "expert_l1_concat": library.expert_l1("swiglu", None, False, None, "concat"),
+    "expert_l1_oai_concat": library.expert_l1("swiglu_oai", 7.0, True, None, "concat"),
     "expert_l2": library.expert_l2(False), "expert_l2_bias": library.expert_l2(True),
     "expert_l1_fp8": library.expert_l1("swiglu", None, False, "fp8_1x128"),
     **{
