@@ -62,7 +62,7 @@ class Calls:
         """
         driver = driver_module.active()
         first = tensors[0]
-        if driver is None or type(first) not in _TENSORS or first.device.type != driver.device_type:
+        if driver is None or first is None or type(first) not in _TENSORS or first.device.type != driver.device_type:
             return as_always()
         device, grad = driver.current_device(), torch.is_grad_enabled()
         parts, addresses, bits = [constants, device], [], 0
