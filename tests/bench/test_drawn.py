@@ -160,6 +160,16 @@ def test_a_rehearsal_makes_the_calls(suite):
             module_of(suite).rehearse(case, torch.device("cpu"))
 
 
+def test_layers_that_fill_a_gpu_are_not_rehearsed():
+    rehearsed = {case.name: rehearsal.is_rehearsed(case) for case in cases("moe")}
+    assert rehearsed["2880/2880/32/4 mxfp4 tokens=1"]
+    assert rehearsed["2048/768/128/8 bf16 tokens=1"]
+    assert not rehearsed["7168/2048/256/8 fp8_block128 tokens=64"]
+    assert not any(map(rehearsal.is_rehearsed, cases("gemm") + cases("indexer_fast") + cases("model")))
+    for suite in rehearsal.SUITES:
+        assert callable(module_of(suite).rehearse)
+
+
 def test_rehearsals_run_in_other_processes_and_report_their_errors():
     good = next(case for case in cases("router_drawn") if case.on_cpu)
     bad = next(case for case in cases("gemm_drawn") if case.on_cpu)
