@@ -152,6 +152,14 @@ def test_untuned_measures_the_model_alone_and_says_so(tmp_path, monkeypatch):
     assert planned.chosen(NUM_SMS) == other
 
 
+def test_prepared_calls_are_forgotten_with_the_configs_that_they_hold(monkeypatch):
+    cleared = []
+    monkeypatch.setattr(tune.prepared, "clear", lambda: cleared.append(True))
+    tune.use_measured(False)
+    tune.use_measured(True)
+    assert len(cleared) == 2
+
+
 @pytest.mark.parametrize("suite", SUITES)
 def test_a_rehearsal_makes_the_calls(suite):
     for case in cases(suite):
