@@ -41,7 +41,7 @@ class Launched(NamedTuple):
     """Launch: the compiled kernel, its grid of 3, and the arguments."""
 
     compiled: Any
-    grid: tuple[int, int, int]
+    grid: tuple[int, ...]
     arguments: tuple
 
 
