@@ -1,14 +1,19 @@
 """Data types that the stages exchange: tokens -> Routing -> ExpertRows -> rows -> tokens.
 
-Frozen dataclasses without behaviour beyond their own shape: printed as dtypes and shapes, and loaded by `torch.load`
-with its default safety, since they hold tensors and plain values only. Sizes: M tokens, N experts, k slots a token,
-P rows sorted by expert, E local experts, H hidden, I intermediate.
+Frozen dataclasses without behaviour beyond their own shape and place: printed as dtypes and shapes, loaded by
+`torch.load` with its default safety, since they hold tensors and plain values only, and pytrees of their tensors, so
+that `torch.export` and `tree_map` see through them. Sizes: M tokens, N experts, k slots a token, P rows sorted by
+expert, E local experts, H hidden, I intermediate.
 """
 
-from dataclasses import dataclass, fields
-from typing import Any
+from collections.abc import Callable
+from dataclasses import dataclass, fields, replace
+from typing import Any, ClassVar, TypeVar
 
 import torch
+from torch.utils import _pytree as pytree
+
+Self = TypeVar("Self", bound="_Printed")
 
 
 def _short(value: Any) -> str:
@@ -26,6 +31,21 @@ class _Printed:
         shown = [(field, getattr(self, field.name)) for field in fields(self)]  # pyright: ignore[reportArgumentType]
         kept = [f"{field.name}={_short(value)}" for field, value in shown if value is not field.default]
         return f"{type(self).__name__}({', '.join(kept)})"
+
+    def to(self: Self, device: torch.device | str | int, *, non_blocking: bool = False) -> Self:
+        """Return a copy with all tensors on a device; tensors that are there already are shared."""
+        return self._map(lambda x: x.to(device, non_blocking=non_blocking))
+
+    def _map(self: Self, f: Callable[[torch.Tensor], torch.Tensor]) -> Self:
+        """Return a copy with f applied to every tensor."""
+        changed = {}
+        for field in fields(self):  # pyright: ignore[reportArgumentType]
+            value = getattr(self, field.name)
+            if isinstance(value, torch.Tensor):
+                changed[field.name] = f(value)
+            elif isinstance(value, _Printed):
+                changed[field.name] = value._map(f)
+        return replace(self, **changed)  # pyright: ignore[reportArgumentType]
 
 
 @dataclass(frozen=True, repr=False)
@@ -142,6 +162,13 @@ class ExpertWeights(_Printed):
     gate_up_bias: torch.Tensor | None = None
     down_bias: torch.Tensor | None = None
 
+    # Puts weights into the order of their device's kernels; set by `envoi.moe.pack`, as this module imports nothing.
+    arrange: ClassVar[Callable[["ExpertWeights"], "ExpertWeights"]] = staticmethod(lambda experts: experts)
+
+    def to(self, device: torch.device | str | int, *, non_blocking: bool = False) -> "ExpertWeights":
+        """Return the weights on a device, in the order of its kernels; tensors that change neither are shared."""
+        return type(self).arrange(super().to(device, non_blocking=non_blocking))
+
     @property
     def order(self) -> str:
         """Order of both weights, "rows" or "fragments": see `QuantTensor`."""
@@ -167,6 +194,43 @@ class ExpertWeights(_Printed):
         """Device of the weights."""
         return self.gate_up.device
 
+
+def _register(kind: type) -> None:
+    """Make a dataclass a pytree whose children are the fields that can hold tensors; the others are its context."""
+    names = tuple(field.name for field in fields(kind))
+    children = tuple(field.name for field in fields(kind) if _holds_tensors(field.type))
+    rest = tuple(name for name in names if name not in children)
+
+    def flatten(x: Any) -> tuple[list[Any], tuple[Any, ...]]:
+        return [getattr(x, name) for name in children], tuple(getattr(x, name) for name in rest)
+
+    def flatten_with_keys(x: Any) -> tuple[list[tuple[Any, Any]], tuple[Any, ...]]:
+        values, context = flatten(x)
+        return [(pytree.GetAttrKey(name), value) for name, value in zip(children, values, strict=True)], context
+
+    def unflatten(values: Any, context: tuple[Any, ...]) -> Any:
+        # Leaves may be anything while a tree is mapped: no check of the constructor applies to them.
+        x = object.__new__(kind)
+        for name, value in zip((*children, *rest), (*values, *context), strict=True):
+            object.__setattr__(x, name, value)
+        return x
+
+    pytree.register_pytree_node(
+        kind, flatten, unflatten, serialized_type_name=f"envoi.{kind.__name__}", flatten_with_keys_fn=flatten_with_keys,
+        to_dumpable_context=list, from_dumpable_context=lambda dumped: tuple(map(_hashable, dumped)),
+    )  # fmt: skip
+
+
+def _holds_tensors(annotation: Any) -> bool:
+    return annotation in (torch.Tensor, torch.Tensor | None, Matrix)
+
+
+def _hashable(value: Any) -> Any:
+    return tuple(value) if isinstance(value, list) else value
+
+
+for _kind in (QuantTensor, Routing, ExpertRows, ExpertWeights):
+    _register(_kind)
 
 # Else `torch.load` accepts them only with weights_only=False, which runs arbitrary code from the file.
 torch.serialization.add_safe_globals([QuantTensor, Routing, ExpertRows, ExpertWeights])

@@ -67,17 +67,15 @@ def pack(
     gate_up, down = _stored(gate_up, gate_up_sf, "gate_up"), _stored(down, down_sf, "down")
     chosen = format_named(_format_of(gate_up, down) if format == AUTO else format)
     _check_shapes(gate_up, down, gate_up_bias, down_bias, chosen)
-    given = [x.values if isinstance(x, QuantTensor) else x for x in (gate_up, down)]
     packed = (
         _for_kernels(gate_up, chosen, gate_up_layout, requantize),
         _in_scheme(down, chosen, "down", requantize),
     )
-    if chosen.activations is None:
-        packed = _in_kernels_order(*packed, given)
     if gate_up_bias is not None and gate_up_layout == "concat":
         gate_up_bias = interleave_gate_up(gate_up_bias, dim=-1)
     biases = [None if bias is None else bias.float().contiguous() for bias in (gate_up_bias, down_bias)]
-    return ExpertWeights(*packed, chosen.name, activation, limit, *biases)
+    own = [x.values if isinstance(x, QuantTensor) else x for x in (gate_up, down)]
+    return _arranged(ExpertWeights(*packed, chosen.name, activation, limit, *biases), own)
 
 
 def _limit(swiglu_limit: float | None, activation: str) -> float | None:
@@ -177,20 +175,28 @@ def _in_scheme(
     return regroup.requantize(weight, scheme, name, order)
 
 
-def _in_kernels_order(gate_up: Matrix, down: Matrix, given: list[torch.Tensor]) -> tuple[Matrix, Matrix]:
-    """MXFP4 weights as the Hopper kernels for bf16 tokens read them, in place unless memory is one of `given`, if both
-    can be put so."""
-    if not isinstance(gate_up, QuantTensor) or not isinstance(down, QuantTensor):
-        return gate_up, down
-    if implementation(gate_up.device) != "hopper" or supports_fragments(gate_up) or supports_fragments(down):
-        return gate_up, down
-    theirs = {x.untyped_storage().data_ptr() for x in given}
+def _arranged(experts: ExpertWeights, theirs: Sequence[torch.Tensor] | None = None) -> ExpertWeights:
+    """Put MXFP4 weights for bf16 tokens into the order that the Hopper kernels read, if both can be put so.
+
+    In place but for memory of `theirs`, tensors that a caller owns; None: all memory is a caller's.
+    """
+    gate_up, down = experts.gate_up, experts.down
+    if not isinstance(gate_up, QuantTensor) or not isinstance(down, QuantTensor) or experts.order != "rows":
+        return experts
+    if format_named(experts.format).activations is not None or implementation(experts.device) != "hopper":
+        return experts
+    if supports_fragments(gate_up) or supports_fragments(down):
+        return experts
+    kept = None if theirs is None else {x.untyped_storage().data_ptr() for x in theirs}
 
     def own(x: QuantTensor) -> QuantTensor:
-        shared = x.values.untyped_storage().data_ptr() in theirs
+        shared = kept is None or x.values.untyped_storage().data_ptr() in kept
         return replace(x, values=x.values.clone(), sf=x.sf.clone()) if shared else x
 
-    return to_fragments(own(gate_up)), to_fragments(own(down))
+    return replace(experts, gate_up=to_fragments(own(gate_up)), down=to_fragments(own(down)))
+
+
+ExpertWeights.arrange = staticmethod(_arranged)
 
 
 def unpack(
