@@ -54,7 +54,7 @@ def as_stored(values: torch.Tensor, sf: torch.Tensor, name: str) -> QuantTensor:
             f"{name}_sf: expected the factors of {values.shape[0]} matrices of {rows} x {columns}, one for each group "
             f"of rows and columns, got {describe(sf)}"
         )
-    return QuantTensor(values, _factors(groups), (sides[0] or 1, sides[1] or 1))
+    return QuantTensor(values, stored_factors(groups), (sides[0] or 1, sides[1] or 1))
 
 
 def _group(size: int, count: int, block: int) -> int | None:
@@ -64,7 +64,8 @@ def _group(size: int, count: int, block: int) -> int | None:
     return size // count if 0 < count <= size and size % count == 0 else None
 
 
-def _factors(sf: torch.Tensor) -> torch.Tensor:
+def stored_factors(sf: torch.Tensor) -> torch.Tensor:
+    """Return factors in a dtype that a QuantTensor has: bytes viewed as UE8M0, 16-bit floats widened."""
     if sf.dtype == torch.uint8:
         return sf.view(torch.float8_e8m0fnu)
     return sf.float() if sf.dtype in (torch.bfloat16, torch.float16) else sf
