@@ -1,7 +1,7 @@
 """Checks made when a model chooses Envoi, before weights are loaded: refuse models whose experts it can't run.
 
 transformers itself only checks that a name is registered. Families that don't look implementations up would silently
-run their own code under Envoi's name, and FP8 experts, which are looked up elsewhere, would fail at the first call.
+run their own code under Envoi's name.
 """
 
 import functools
@@ -9,7 +9,7 @@ import sys
 from collections.abc import Callable
 from typing import Any
 
-from envoi.integrations.transformers import IMPLEMENTATIONS, is_experts, unserved
+from envoi.integrations.transformers import FORMAT_OF, IMPLEMENTATIONS, is_experts, unserved
 
 
 def install() -> None:
@@ -42,7 +42,7 @@ def check_model(model: Any, chosen: dict[str, str | None]) -> None:
         if is_experts(module) and module.config._experts_implementation in IMPLEMENTATIONS
     }
     for path, module in ours.items():
-        reason = unserved(module)
+        reason = unserved(module, FORMAT_OF[module.config._experts_implementation])
         if reason is not None:
             raise ValueError(f"experts_implementation={names[0]!r}: {path} ({type(module).__name__}): {reason}")
     if not ours:
@@ -52,8 +52,8 @@ def check_model(model: Any, chosen: dict[str, str | None]) -> None:
 def _without_experts(model: Any) -> str:
     if any(type(module).__name__ == "Mxfp4GptOssExperts" for module in model.modules()):
         return (
-            "expected experts in bf16, got MXFP4 ones, which transformers runs with kernels of its own; load with "
-            "quantization_config=Mxfp4Config(dequantize=True)"
+            "expected experts as their checkpoint stores them, got MXFP4 ones in the order of transformers' own "
+            "kernels; choose experts_implementation in from_pretrained"
         )
     return (
         "expected experts that transformers looks up by experts_implementation, got none: what experts this model has "

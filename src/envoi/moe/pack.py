@@ -65,7 +65,7 @@ def pack(
     expect_bool("requantize", requantize)
     limit = _limit(swiglu_limit, activation)
     gate_up, down = _stored(gate_up, gate_up_sf, "gate_up"), _stored(down, down_sf, "down")
-    chosen = format_named(_format_of(gate_up, down) if format == AUTO else format)
+    chosen = format_named(format_of(gate_up, down) if format == AUTO else format)
     _check_shapes(gate_up, down, gate_up_bias, down_bias, chosen)
     packed = (
         _for_kernels(gate_up, chosen, gate_up_layout, requantize),
@@ -106,8 +106,8 @@ def _stored(weight: Matrix, sf: torch.Tensor | None, name: str) -> Matrix:
     return weight
 
 
-def _format_of(gate_up: Matrix, down: Matrix) -> str:
-    """Return the format whose weights are stored as these are."""
+def format_of(gate_up: Matrix, down: Matrix) -> str:
+    """Return the format whose weights are stored as these are, "bf16" for floats. Raises ValueError if none is."""
     if not (isinstance(gate_up, QuantTensor) and isinstance(down, QuantTensor)):
         return "bf16"
     reasons = {}

@@ -47,8 +47,11 @@ def as_stored(values: torch.Tensor, sf: torch.Tensor, name: str) -> QuantTensor:
         raise ValueError(f"{name}: expected [num_experts, rows, columns], got {describe(values)}")
     rows, columns = values.shape[1], values.shape[2] * (2 if packed else 1)
     groups = sf.reshape(sf.shape[0], -1, 1) if sf.dim() in (1, 2) else sf
-    blocks = BLOCK if groups is sf else 0
-    sides = [_group(size, count, blocks) for size, count in zip((rows, columns), groups.shape[1:], strict=False)]
+    counts = tuple(groups.shape[1:])
+    if groups is sf and counts == (-(-rows // BLOCK), -(-columns // BLOCK)):
+        sides = [BLOCK if count > 1 else size for size, count in zip((rows, columns), counts, strict=True)]
+    else:
+        sides = [_equal_parts(size, count) for size, count in zip((rows, columns), counts, strict=False)]
     if groups.dim() != 3 or groups.shape[0] != values.shape[0] or None in sides:
         raise ValueError(
             f"{name}_sf: expected the factors of {values.shape[0]} matrices of {rows} x {columns}, one for each group "
@@ -57,10 +60,8 @@ def as_stored(values: torch.Tensor, sf: torch.Tensor, name: str) -> QuantTensor:
     return QuantTensor(values, stored_factors(groups), (sides[0] or 1, sides[1] or 1))
 
 
-def _group(size: int, count: int, block: int) -> int | None:
-    """Return how many of `size` rows or columns share one of `count` factors: blocks if they fit, else equal parts."""
-    if block and count > 1 and count == -(-size // block):
-        return block
+def _equal_parts(size: int, count: int) -> int | None:
+    """Return the size of `count` equal parts, None if there are none."""
     return size // count if 0 < count <= size and size % count == 0 else None
 
 
@@ -72,7 +73,8 @@ def stored_factors(sf: torch.Tensor) -> torch.Tensor:
 
 
 def why_not(x: QuantTensor, scheme: Scheme) -> str:
-    """Return why the numbers of x can't be written in a scheme exactly; "" if they can. Reads the factors only."""
+    """Return why the numbers of x can't be written in a scheme exactly; "" if they can. Reads the factors only,
+    and on meta, where there is nothing to read, takes them for any numbers."""
     group, sf = scheme.group_for(x.shape), x.sf
     if x.scale is not None or sf.dtype == torch.float8_e4m3fn:
         return (
@@ -96,7 +98,7 @@ def _kind(packed: bool) -> str:
 
 
 def _powers_of_two(sf: torch.Tensor) -> bool:
-    return bool((e8m0_to_float(e8m0_ceil(sf)) == sf).all())
+    return sf.device.type != "meta" and bool((e8m0_to_float(e8m0_ceil(sf)) == sf).all())
 
 
 def regroup(x: QuantTensor, scheme: Scheme) -> QuantTensor:
