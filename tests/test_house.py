@@ -20,7 +20,8 @@ SOURCE = ROOT / "src" / "envoi"
 FILES = sorted(SOURCE.rglob("*.py"))
 
 # A docstring starts with a verb or a full noun phrase.
-BANNED_OPENINGS = ("Of ", "The same", "As ", "What ", "Whether ", "Where ", "How ", "It ", "Those ", "Its ", "Like ")
+BANNED = "Of", "The", "As", "What", "Whether", "Where", "How", "Why", "Each", "True if", "It", "Its", "Those", "Like"
+BANNED_OPENINGS = tuple(f"{words} " for words in BANNED)
 DOCUMENTED = sorted(path for folder in ("src", "tools", "examples") for path in (ROOT / folder).rglob("*.py"))
 
 # A package may import from those named, and from itself. Packages within moe/ have an order of their own.

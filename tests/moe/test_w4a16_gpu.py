@@ -23,6 +23,7 @@ from tests.helpers.launches import assert_same_code, watched
 from tests.moe.layers import Layer, make
 from tests.moe.test_gpu import on_gpu, with_ids
 from tests.moe.test_moe import KINDS
+from tests.test_spans import STEPS, seen
 
 pytestmark = [pytest.mark.gpu(arch="sm_90"), pytest.mark.usefixtures("tidy_gpu")]
 
@@ -105,6 +106,13 @@ def test_a_graph_serves_other_routings(kernels):
         given.routing.topk_weights.copy_(layer.routing.topk_weights)
         graph.replay()
         assert_same_bits(got, expected)
+
+
+def test_the_steps_have_names(kernels):
+    layer = on_gpu(make(tokens=8))
+    packed = layer.pack("mxfp4")
+    found = [name for name, _ in seen(lambda: moe(layer.tokens, layer.routing, packed))]
+    assert [name for name in found if name in STEPS] == STEPS
 
 
 def test_a_tokens_bits_do_not_depend_on_the_others_numbers(kernels):

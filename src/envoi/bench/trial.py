@@ -56,7 +56,7 @@ class Bench:
 
     @property
     def on_gpu(self) -> bool:
-        """True if the device has CUDA graphs and a compiler worth comparing with."""
+        """Return True if the device has CUDA graphs and a compiler worth comparing with."""
         return self.device.type == "cuda"
 
 

@@ -17,7 +17,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.distributed_c10d import PrefixStore, ProcessGroupGloo
 
 from envoi.check import describe, expect_int
-from envoi.moe.op import as_rows, check_ids, check_tokens, flatten, mlp_flops, unflatten
+from envoi.moe.op import as_rows, check_ids, check_tokens, empty_out, flatten, mlp_flops, unflatten
 from envoi.moe.parallel import nccl, nvlink, symmetric_memory
 from envoi.moe.parallel.collectives import Channel, gather_ints, gather_texts
 from envoi.moe.parallel.dispatch import REFUSED_ON_HOST
@@ -399,11 +399,7 @@ def _same_everywhere(what: str, values: list) -> None:
             )
 
 
-def _moe_fake(tokens, *arguments):
-    return torch.empty_like(tokens, memory_format=torch.contiguous_format)
-
-
-@operator("moe_parallel", _moe_fake, mlp_flops)
+@operator("moe_parallel", empty_out, mlp_flops)
 def _moe_parallel(
     tokens: torch.Tensor, topk_weights: torch.Tensor, topk_ids: torch.Tensor, num_experts: int, parallel: str,
     gate_up: torch.Tensor, gate_up_sf: torch.Tensor | None, gate_up_bias: torch.Tensor | None,
