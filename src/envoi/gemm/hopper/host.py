@@ -52,6 +52,8 @@ def supports_hopper(a: Matrix, b: Matrix, ir: IR) -> str:
     if not kind:
         return "the operands' formats"
     N = b.shape[-2]
+    if ir.takes_halves:
+        return "halves of the weights' rows"
     return f"rows of {N} columns" if needs_rows_after(ir, N, kind) and N > triton_host.MAX_ROW else ""
 
 
