@@ -70,6 +70,7 @@ def test_baselines_are_those_that_are_documented():
     expected = {
         "gemm": {"eager"}, "gemm_swiglu": {"plain", "eager"}, "gemm_quant": {"plain", "eager"},
         "gemm_epilogues": {"plain", "eager"}, "gemm_fp8": {"eager"}, "gemm_grouped": {"torch_grouped"},
+        "moe": {"eager", "torch_grouped", "concat"},
         "router": {"eager", "tokens"}, "router_call": {"eager", "tokens"}, "router_dense": {"dense", "tokens"},
     }  # fmt: skip
     for suite, names in expected.items():

@@ -48,24 +48,25 @@ def widened(model, folder):
                 x.copy_(own[key])
         layers = [int(path.split(".")[2]) for path, m in model.named_modules() if m in experts_of(model)]
         for layer, module in zip(layers, expert_modules(wide), strict=True):
-            gate_up, down, *_ = unpack(from_checkpoint(folder, layer, requantize=True), dtype=torch.float32)
+            gate_up, down, *_ = unpack(from_checkpoint(folder, layer), dtype=torch.float32)
             module.gate_up_proj.copy_(gate_up)
             module.down_proj.copy_(down)
     return wide
 
 
 @pytest.mark.parametrize("name", ["qwen3_moe", "mixtral", "deepseek_v3"])
-def test_fp8_blocks(name, tmp_path, rounding):
+def test_fp8_blocks(name, tmp_path):
     folder = fp8_blocks(name, tmp_path / name)
     model, ids = load(folder), tokens()
     assert {packed_experts(module).format for module in experts_of(model)} == {"fp8_block128"}
     assert relative_error(logits(model, ids), logits(widened(model, folder), ids)) < 0.03
 
 
-def test_fp8_blocks_have_the_files_numbers(tmp_path, rounding):
-    folder = fp8_blocks("mixtral", tmp_path / "mixtral")
+@pytest.mark.parametrize("powers", [False, True])
+def test_fp8_blocks_have_the_files_numbers(powers, tmp_path):
+    folder = fp8_blocks("mixtral", tmp_path / "mixtral", powers)
     for layer, module in enumerate(experts_of(load(folder))):
-        want = from_checkpoint(folder, layer, requantize=True)
+        want = from_checkpoint(folder, layer)
         for got, right in zip(unpack(packed_experts(module)), unpack(want), strict=True):
             assert got is right is None or torch.equal(got, right)
 
@@ -132,10 +133,12 @@ def test_gpt_oss_blocks_run_by_envoi_alone(tmp_path):
         logits(model, tokens())
 
 
-def test_down_is_kept_once(tmp_path):
-    folder = fp8_matrices("mixtral", tmp_path / "mixtral")
-    module = experts_of(load(folder))[0]
-    assert packed_experts(module).down.values.data_ptr() == module.down_proj.data_ptr()
+@pytest.mark.parametrize("save", [fp8_blocks, fp8_matrices])
+def test_fp8_weights_are_kept_once(save, tmp_path):
+    module = experts_of(load(save("mixtral", tmp_path)))[0]
+    packed = packed_experts(module)
+    assert packed.gate_up.values.data_ptr() == module.gate_up_proj.data_ptr()
+    assert packed.down.values.data_ptr() == module.down_proj.data_ptr()
 
 
 def test_weights_that_change_are_packed_again(tmp_path):

@@ -8,6 +8,7 @@ import torch
 
 from envoi.moe import moe, pack, unpack
 from envoi.moe.oracle import moe_oracle
+from envoi.moe.pack import READ_AS_STORED
 from envoi.quant import SCHEMES, quantize
 from envoi.quant.fragments import to_fragments
 from envoi.quant.pack import tamed
@@ -51,16 +52,23 @@ def check_exact(packed, gate_up, down, groups, layout):
     assert torch.equal(got[1], meaning(*down, groups[1]))
 
 
+@pytest.mark.parametrize("kept", [None, "concat", "interleaved"])
 @pytest.mark.parametrize("layout", ["concat", "interleaved"])
 @pytest.mark.parametrize("format", STORED)
-def test_every_number_is_kept(format, layout):
+def test_every_number_is_kept(format, layout, kept):
     gate_up, down, *groups = STORED[format]
+    if kept == "concat" and (format not in READ_AS_STORED or (format == "fp8_block128" and layout != kept)):
+        with pytest.raises(ValueError, match="packed_layout: expected 'interleaved' for"):
+            pack(gate_up[0], down[0], format, gate_up_sf=gate_up[1], down_sf=down[1], gate_up_layout=layout,
+                 packed_layout=kept)  # fmt: skip
+        return
     packed = pack(
-        gate_up[0], down[0], format, gate_up_sf=gate_up[1], down_sf=down[1], gate_up_layout=layout
-    )  # fmt: skip
+        gate_up[0], down[0], format, gate_up_sf=gate_up[1], down_sf=down[1], gate_up_layout=layout, packed_layout=kept
+    )
     assert packed.format == format
+    assert packed.gate_up_layout == (kept or (layout if format in READ_AS_STORED else "interleaved"))
     check_exact(packed, gate_up, down, groups, layout)
-    found = pack(gate_up[0], down[0], gate_up_sf=gate_up[1], down_sf=down[1], gate_up_layout=layout)
+    found = pack(gate_up[0], down[0], gate_up_sf=gate_up[1], down_sf=down[1], gate_up_layout=layout, packed_layout=kept)
     assert found.format == format.removesuffix("_mxfp8")
     assert_same_bits(found.gate_up.values, packed.gate_up.values)
 
@@ -80,6 +88,7 @@ def test_the_layer_computes_what_the_file_means(format):
 def test_packing_what_the_quantiser_gave_is_packing_the_weights(format, scheme):
     layer = make()
     gate_up, down = (quantize(x, SCHEMES[scheme]) for x in (layer.gate_up, layer.down))
+    layer.packed_layout = "concat" if format in READ_AS_STORED else "interleaved"
     for packed in (pack(gate_up, down), pack(gate_up.values, down.values, gate_up_sf=gate_up.sf, down_sf=down.sf)):
         want = layer.pack(format)
         assert packed.format == format
@@ -153,15 +162,24 @@ def test_powers_of_two_of_gate_and_up_become_one_without_loss():
     values = gate_up[0].float()
     values = values.where(values.abs() >= 1, 1).to(torch.float8_e4m3fn)  # none that a shift would lose
     assert not torch.equal(*gate_up[1].chunk(2, dim=1))
-    packed = pack(values, down[0], gate_up_sf=gate_up[1], down_sf=down[1])
-    assert packed.format == "fp8_block128"
+    packed = pack(values, down[0], gate_up_sf=gate_up[1], down_sf=down[1], packed_layout="interleaved")
+    assert (packed.format, packed.gate_up_layout) == ("fp8_block128", "interleaved")
     check_exact(packed, (values, gate_up[1]), down, groups, "concat")
+
+
+@pytest.mark.parametrize("factors", [float_factors, power_bytes])
+def test_gate_and_up_keep_their_own_factors_in_place(factors):
+    gate_up, down, *groups = blocks_of_fp8(factors, like=False)
+    packed = pack(gate_up[0], down[0], gate_up_sf=gate_up[1], down_sf=down[1])
+    assert (packed.format, packed.gate_up_layout) == ("fp8_block128", "concat")
+    assert packed.gate_up.values.data_ptr() == gate_up[0].data_ptr()
+    check_exact(packed, gate_up, down, groups, "concat")
 
 
 @pytest.mark.parametrize("factors", [float_factors, power_bytes])
 def test_two_factors_that_one_cannot_replace_are_refused_or_rounded(factors):
     gate_up, down, *groups = blocks_of_fp8(factors, like=False)
-    given = {"gate_up_sf": gate_up[1], "down_sf": down[1]}
+    given = {"gate_up_sf": gate_up[1], "down_sf": down[1], "packed_layout": "interleaved"}
     with pytest.raises(ValueError, match=r"gate_up_sf: .* got factors with which \d+ of 131072 .*requantize=True"):
         pack(gate_up[0], down[0], **given)
     got = unpack(pack(gate_up[0], down[0], **given, requantize=True), "concat", torch.float64)
@@ -173,9 +191,15 @@ def test_two_factors_that_one_cannot_replace_are_refused_or_rounded(factors):
     )
     kept = (larger >= larger.flip(1)).flatten(1, 2)
     assert torch.equal(got[0][kept], want[kept])
-    # Rows that stand in turn in the file already have one factor there.
+    # Rows that stand in turn in the file already have one factor there, and can't have two.
     packed = pack(gate_up[0], down[0], **given, gate_up_layout="interleaved")
     check_exact(packed, gate_up, down, groups, "interleaved")
+    apart = pack(
+        gate_up[0], down[0], gate_up_sf=gate_up[1], down_sf=down[1], gate_up_layout="interleaved",
+        packed_layout="concat", requantize=True,
+    )  # fmt: skip
+    got = unpack(apart, "interleaved", torch.float64)[0]
+    assert 0 < relative_error(got, meaning(*gate_up, groups[0])) < 0.04
 
 
 def test_zero_factors_and_nan_weights_are_kept():
@@ -184,7 +208,8 @@ def test_zero_factors_and_nan_weights_are_kept():
     factors[:, 0, 0] = 1.0
     values = gate_up[0].clone()
     values.view(torch.uint8)[0, 5, 7] = 0x7F
-    got = unpack(pack(values, down[0], gate_up_sf=factors, down_sf=down[1]), "concat", torch.float64)[0]
+    packed = pack(values, down[0], gate_up_sf=factors, down_sf=down[1], packed_layout="interleaved")
+    got = unpack(packed, "concat", torch.float64)[0]
     want = meaning(values.where(~values.float().isnan(), 0.0), factors, groups[0])
     assert got[0, 5, 7].isnan()
     assert torch.equal(got.nan_to_num(0.0), want)

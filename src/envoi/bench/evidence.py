@@ -38,6 +38,7 @@ BASELINES = {
     "tokens": "the time of reading the tokens once, by the copy rate of the same run",
     "dense": "Envoi with the weights as a dense [M, N] matrix too",
     "torch_grouped": "torch's grouped matmul, for FP8 in FP8 with scales of rows (bf16 on CPUs), else in bf16",
+    "concat": "Envoi on weights with all gates' rows before all ups', as checkpoints store them; else in turn",
     "torch_ep": "bf16: NCCL (gloo on CPUs) all-to-all and torch's grouped matmul",
     "sgl_deep_gemm": "sgl-deep-gemm's one-launch FP8 kernel, inputs staged outside the time",
     "sgl_deep_gemm_topk": "sgl-deep-gemm's FP8 scores of a paged cache, and torch.topk of them",

@@ -22,7 +22,7 @@ METHODS = ("fp8", "mxfp4", "compressed-tensors")
 
 @dataclass(frozen=True)
 class Quantisation:
-    """How quantised experts are stored: rows and columns that share a factor, by the weights' dtype; and names.
+    """Layout of quantised experts: rows and columns that share a factor, by the weights' dtype; and names.
 
     weight: the last part of the weights' names. factors: the last parts that a factor's name may have instead.
     """

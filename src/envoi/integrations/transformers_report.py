@@ -26,7 +26,7 @@ class Row:
 
     @property
     def runs(self) -> bool:
-        """True if Envoi runs this module."""
+        """Return True if Envoi runs this module."""
         return not self.why
 
 

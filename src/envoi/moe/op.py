@@ -20,7 +20,7 @@ def flatten(experts: ExpertWeights) -> tuple:
     return (
         gate_up, gate_up_sf, experts.gate_up_bias, down, down_sf, experts.down_bias,
         experts.format, experts.activation, experts.swiglu_limit, _tame(experts.gate_up), _tame(experts.down),
-        experts.order,
+        experts.order, experts.gate_up_layout,
     )  # fmt: skip
 
 
@@ -37,12 +37,13 @@ def unflatten(
     gate_up_tame,
     down_tame,
     order,
+    gate_up_layout,
 ) -> ExpertWeights:
     """Inverse of `flatten`."""
     scheme = format_named(format).weights
     return ExpertWeights(
         _join(gate_up, gate_up_sf, scheme, gate_up_tame, order), _join(down, down_sf, scheme, down_tame, order),
-        format, activation, swiglu_limit, gate_up_bias, down_bias,
+        format, activation, swiglu_limit, gate_up_bias, down_bias, gate_up_layout,
     )  # fmt: skip
 
 

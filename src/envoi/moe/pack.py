@@ -16,6 +16,8 @@ from envoi.runtime.devices import implementation
 from envoi.types import ExpertWeights, Matrix, QuantTensor
 
 LAYOUTS = ("concat", "interleaved")
+PACKED_LAYOUT = "interleaved"  # of a "concat" gate_up in a format of READ_AS_STORED; "concat" shares its storage
+READ_AS_STORED = ("bf16", "fp8_row", "fp8_block128")  # formats whose kernels read both layouts
 SWIGLU_OAI_LIMIT = 7.0
 FLOATS = (torch.bfloat16, torch.float16, torch.float32)
 AUTO = "auto"
@@ -29,6 +31,7 @@ def pack(
     gate_up_sf: torch.Tensor | None = None,
     down_sf: torch.Tensor | None = None,
     gate_up_layout: str = "concat",
+    packed_layout: str | None = None,
     gate_up_bias: torch.Tensor | None = None,
     down_bias: torch.Tensor | None = None,
     activation: str = "swiglu",
@@ -47,7 +50,10 @@ def pack(
     gate_up_layout: "concat" (all gate rows, then all up rows; most checkpoints) or "interleaved" (gate, up in turn;
         gpt-oss). The bias has the same order.
     activation: "swiglu" = silu(gate) * up, or "swiglu_oai" = (up + 1) * gate * sigmoid(1.702 * gate).
-    A contiguous `down` is referenced, not copied, if it has the format's numbers already.
+    packed_layout: the layout in which gate_up and its bias are kept, and the kernels read them: "interleaved" suits
+        every format, "concat" bf16, fp8_row and fp8_block128 (with factors for gate and for up). None: as stored where
+        the kernels read it so if the weights are quantised already, else "interleaved".
+    A contiguous `down` is referenced, not copied, if it has the format's numbers; so is `gate_up` in its layout.
     swiglu_limit: clamps gate at +limit and up to [-limit, limit] before the activation; "swiglu_oai" defaults to 7.
 
     Example: pack(gate_up [8, 512, 256], down [8, 256, 256], "fp8_block128") has gate_up.values [8, 512, 256] in
@@ -67,15 +73,16 @@ def pack(
     gate_up, down = _stored(gate_up, gate_up_sf, "gate_up"), _stored(down, down_sf, "down")
     chosen = format_named(format_of(gate_up, down) if format == AUTO else format)
     _check_shapes(gate_up, down, gate_up_bias, down_bias, chosen)
+    layout = _layout_to_keep(gate_up_layout, packed_layout, chosen, isinstance(gate_up, QuantTensor))
     packed = (
-        _for_kernels(gate_up, chosen, gate_up_layout, requantize),
+        _for_kernels(gate_up, chosen, gate_up_layout, layout, requantize),
         _in_scheme(down, chosen, "down", requantize),
     )
-    if gate_up_bias is not None and gate_up_layout == "concat":
-        gate_up_bias = interleave_gate_up(gate_up_bias, dim=-1)
+    if gate_up_bias is not None:
+        gate_up_bias = _in_layout(layout, gate_up_bias, gate_up_layout, dim=-1)
     biases = [None if bias is None else bias.float().contiguous() for bias in (gate_up_bias, down_bias)]
     own = [x.values if isinstance(x, QuantTensor) else x for x in (gate_up, down)]
-    return _arranged(ExpertWeights(*packed, chosen.name, activation, limit, *biases), own)
+    return _arranged(ExpertWeights(*packed, chosen.name, activation, limit, *biases, layout), own)
 
 
 def _limit(swiglu_limit: float | None, activation: str) -> float | None:
@@ -121,36 +128,65 @@ def format_of(gate_up: Matrix, down: Matrix) -> str:
     raise ValueError(f"format: expected one that holds these weights exactly, got 'auto', and there is none ({told})")
 
 
-def _for_kernels(gate_up: Matrix, format: Format, layout: str, requantize: bool) -> Matrix:
-    """Convert gate_up from a checkpoint's order of rows to the one that the kernels read: gate and up in turn.
+def _layout_to_keep(given: str, wanted: str | None, format: Format, quantised: bool) -> str:
+    """Return the layout in which `pack` keeps gate_up. Raises ValueError if the format's kernels don't read it."""
+    both = format.name in READ_AS_STORED
+    if wanted is None:
+        kept = given if quantised else PACKED_LAYOUT if given == "concat" else given
+        return kept if both else "interleaved"
+    expect_choice("packed_layout", wanted, LAYOUTS)
+    if wanted == "concat" and not both:
+        raise ValueError(f"packed_layout: expected 'interleaved' for format {format.name!r}, got 'concat'")
+    return wanted
 
-    The only place that knows both orders. Interleaved blocks of 128 rows have gate and up rows under one factor, and
-    the checkpoint's two factors have to become one.
+
+def _in_layout(wanted: str, rows: torch.Tensor, given: str, dim: int = -2) -> torch.Tensor:
+    """Return the rows of gate_up, or its bias, which are in the layout `given`, in the one that is wanted."""
+    if wanted == given:
+        return rows
+    return (interleave_gate_up if wanted == "interleaved" else deinterleave_gate_up)(rows, dim=dim)
+
+
+def _for_kernels(gate_up: Matrix, format: Format, given: str, kept: str, requantize: bool) -> Matrix:
+    """Convert gate_up from a checkpoint's layout of rows to the one that is kept, and read by the kernels.
+
+    The only place that moves rows of quantised weights. A view where the layout stays. Interleaved blocks of 128 rows
+    have gate and up rows under one factor, so that a checkpoint's two factors have to become one.
     """
-    if layout == "interleaved":
-        return _in_scheme(gate_up, format, "gate_up", requantize)
+
+    def reorder(rows: torch.Tensor) -> torch.Tensor:
+        return _in_layout(kept, rows, given)
+
     if isinstance(gate_up, torch.Tensor):
-        return pack_weight(interleave_gate_up(gate_up), format.weights, "gate_up")
-    stored = _in_scheme(gate_up, format, "gate_up", requantize, interleave_gate_up)
-    if not isinstance(stored, QuantTensor) or stored.values is not gate_up.values:
-        return stored  # rounded again, in this order
+        return pack_weight(reorder(gate_up), format.weights, "gate_up")
+    stored = _in_scheme(gate_up, format, "gate_up", requantize, reorder)
+    if kept == given or not isinstance(stored, QuantTensor) or stored.values is not gate_up.values:
+        return stored  # else rounded again, in the layout to be kept
     sf = stored.sf
     if stored.group[0] == 1:
         raw = sf.view(torch.uint8) if sf.itemsize == 1 else sf
-        return replace(stored, values=_interleave_bytes(stored.values), sf=interleave_gate_up(raw).view(sf.dtype))
+        return replace(stored, values=_bytes(stored.values, reorder), sf=reorder(raw).view(sf.dtype))
+    if kept == "concat":
+        if not requantize:
+            raise ValueError(
+                "packed_layout: expected 'interleaved' for blocks of gate and up rows in turn, which share factors, "
+                "got 'concat'; pass requantize=True to round their numbers again"
+            )
+        return regroup.requantize(stored, format.weights, "gate_up", reorder)
     stored, changed = regroup.share_factors(stored, 2)
     if changed and not requantize:
         raise ValueError(
             "gate_up_sf: expected one factor for a block of gate rows and the block of up rows beside it, or two whose "
-            f"ratio loses nothing, since {format.name} keeps their rows in turn, under one factor; got factors with "
-            f"which {changed} of {stored.values.numel()} weights would be rounded again: pass requantize=True to do so"
+            "ratio loses nothing, since packed_layout='interleaved' has their rows in turn, under one factor; got "
+            f"factors with which {changed} of {stored.values.numel()} weights would be rounded again: pass "
+            "requantize=True to do so, or packed_layout='concat'"
         )
     sf = stored.sf[:, : sf.shape[1] // 2].repeat_interleave(2, dim=1)
-    return replace(stored, values=_interleave_bytes(stored.values), sf=sf)
+    return replace(stored, values=_bytes(stored.values, reorder), sf=sf)
 
 
-def _interleave_bytes(values: torch.Tensor) -> torch.Tensor:
-    return interleave_gate_up(values.view(torch.uint8)).view(values.dtype)
+def _bytes(values: torch.Tensor, reorder: Callable[[torch.Tensor], torch.Tensor]) -> torch.Tensor:
+    return reorder(values.view(torch.uint8)).view(values.dtype)
 
 
 def _in_scheme(
@@ -207,9 +243,9 @@ def unpack(
     gate_up, down = _widen(experts.gate_up, dtype), _widen(experts.down, dtype)
     gate_up_bias = None if experts.gate_up_bias is None else experts.gate_up_bias.to(dtype)
     down_bias = None if experts.down_bias is None else experts.down_bias.to(dtype)
-    if gate_up_layout == "concat":
-        gate_up = deinterleave_gate_up(gate_up)
-        gate_up_bias = None if gate_up_bias is None else deinterleave_gate_up(gate_up_bias, dim=-1)
+    kept = experts.gate_up_layout
+    gate_up = _in_layout(gate_up_layout, gate_up, kept)
+    gate_up_bias = None if gate_up_bias is None else _in_layout(gate_up_layout, gate_up_bias, kept, dim=-1)
     return gate_up, down, gate_up_bias, down_bias
 
 
