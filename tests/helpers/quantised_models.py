@@ -64,6 +64,26 @@ def fp4(name: str, folder: Path) -> Path:
     return save(name, folder, quantise, config)
 
 
+def compressed_fp8(name: str, folder: Path, strategy: str, leave: str = "-") -> Path:
+    """Save a model with FP8 experts of compressed-tensors: a bf16 factor a channel or a matrix; leave: not those."""
+
+    def quantise(key, x):
+        if leave in key:
+            return {key: x}
+        amax = x.float().abs().amax(1, keepdim=True) if strategy == "channel" else x.float().abs().amax().reshape(1)
+        sf = (amax / 448).bfloat16()
+        return {key: (x.float() / sf.float()).clamp(-448, 448).to(torch.float8_e4m3fn), f"{key}_scale": sf}
+
+    weights = {"num_bits": 8, "type": "float", "strategy": strategy, "symmetric": True, "dynamic": False}
+    tokens = {"num_bits": 8, "type": "float", "strategy": "token", "symmetric": True, "dynamic": True}
+    config = {
+        "quant_method": "compressed-tensors", "format": "float-quantized", "quantization_status": "compressed",
+        "ignore": ["lm_head", "re:.*self_attn.*", "re:.*mlp.gate$", "re:.*shared_experts.*", r"re:.*mlp.\w+_proj$"],
+        "config_groups": {"group_0": {"targets": ["Linear"], "weights": weights, "input_activations": tokens}},
+    }  # fmt: skip
+    return save(name, folder, quantise, {"quantization_config": config})
+
+
 def mxfp4_blocks(folder: Path) -> Path:
     """Save gpt-oss with its blocks and scales."""
 

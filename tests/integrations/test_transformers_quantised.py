@@ -125,12 +125,20 @@ def test_gpt_oss_blocks_generate_and_compile(tmp_path):
 
 
 def test_gpt_oss_blocks_run_by_envoi_alone(tmp_path):
-    model = load(mxfp4_blocks(tmp_path))
-    model.set_experts_implementation("eager")
-    with pytest.raises(
-        ValueError, match=r"expected one of 'envoi', .* for MXFP4 experts .*got 'eager': load the model"
-    ):
-        logits(model, tokens())
+    model, ids = load(mxfp4_blocks(tmp_path)), tokens()
+    message = r"model.layers.0.mlp.experts: expected one of 'envoi', .* got 'eager': load the model again"
+    with pytest.raises(ValueError, match=message):
+        model.set_experts_implementation("eager")
+    assert logits(model, ids).isfinite().all()
+    model.config._experts_implementation = "eager"
+    with pytest.raises(ValueError, match="experts_implementation: expected one of 'envoi', .* got 'eager'"):
+        logits(model, ids)
+
+
+def test_gpt_oss_blocks_are_widened_for_other_formats(tmp_path):
+    model = load(mxfp4_blocks(tmp_path), experts_implementation="envoi_fp8_row")
+    assert not experts_of(model)
+    assert logits(model, tokens()).isfinite().all()
 
 
 @pytest.mark.parametrize("save", [fp8_blocks, fp8_matrices])

@@ -22,15 +22,16 @@ INDEX = "*.safetensors.index.json"
 class Shards:
     """Tensors of a checkpoint by name. A context manager: files are opened when first needed, and closed at its end.
 
-    path: a folder with an index and its shards, or with files of safetensors; or one such file.
+    path: a folder with an index and its shards, or with files of safetensors; or one such file; or a list of them.
     Raises ValueError that names the file, and the tensor if there is one, what was expected and what came.
     """
 
-    def __init__(self, path: str | Path):
-        self.path = Path(path)
+    def __init__(self, path: str | Path | Sequence[str]):
+        files = [] if isinstance(path, (str, Path)) else [Path(file) for file in path]
+        self.path = files[0].parent if files else Path(path)  # pyright: ignore[reportArgumentType]
         self._stack = ExitStack()
         self._open: dict[Path, Any] = {}
-        self.file_of = self._find()
+        self.file_of = {name: file for file in files for name in self._names(file)} or self._find()
 
     def __enter__(self) -> "Shards":
         return self

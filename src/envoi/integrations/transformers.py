@@ -47,6 +47,10 @@ from envoi.quant.regroup import as_stored
 from envoi.runtime.custom_op import operator
 from envoi.types import ExpertWeights, Routing
 
+# What the names of factors end in: those of transformers' FP8Experts, and those that Envoi's loader adds.
+STORED_FACTORS = "_scale"
+FACTORS = ("_scale_inv", STORED_FACTORS)
+
 if TYPE_CHECKING:
     from envoi.integrations.transformers_report import Report
 
@@ -72,13 +76,13 @@ def register(requantize: bool = False) -> None:
 
     From then on `from_config`, `from_pretrained` (before it reads weights) and `set_experts_implementation` raise
     ValueError for a model in which one of the names would be without effect or fail at the first call; and gpt-oss's
-    MXFP4 experts are loaded as they are stored, in place of bf16, where one of the names is chosen.
+    MXFP4 and compressed-tensors' FP8 experts are loaded as they are stored, not widened, where one of them is chosen.
     requantize: round stored weights again where a format can't hold their numbers exactly, which is refused else.
     """
     from transformers.integrations.finegrained_fp8 import ALL_FP8_EXPERTS_FUNCTIONS
     from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
 
-    from envoi.integrations import transformers_checks, transformers_mxfp4
+    from envoi.integrations import transformers_checks, transformers_fp8, transformers_mxfp4
 
     global _requantize
     _requantize = expect_bool("requantize", requantize)
@@ -87,6 +91,7 @@ def register(requantize: bool = False) -> None:
             functions.register(implementation_name(format), partial(experts_forward, format=format))
     transformers_checks.install()
     transformers_mxfp4.install()
+    transformers_fp8.install()
 
 
 def experts_forward(
@@ -157,7 +162,8 @@ def module_weights(module: Any) -> Weights:
             module.gate_up_proj_blocks, module.down_proj_blocks, module.gate_up_proj_bias, module.down_proj_bias,
             module.gate_up_proj_scales, module.down_proj_scales,
         )  # fmt: skip
-    factors = getattr(module, "gate_up_proj_scale_inv", None), getattr(module, "down_proj_scale_inv", None)
+    ending = next((end for end in FACTORS if f"gate_up_proj{end}" in module._parameters), "")
+    factors = (getattr(module, name + ending) if ending else None for name in ("gate_up_proj", "down_proj"))
     if not module.has_bias:
         return Weights(module.gate_up_proj, module.down_proj, None, None, *factors)
     return Weights(module.gate_up_proj, module.down_proj, module.gate_up_proj_bias, module.down_proj_bias, *factors)

@@ -6,7 +6,7 @@ run their own code under Envoi's name.
 
 import functools
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Container
 from typing import Any
 
 from envoi.integrations.transformers import FORMAT_OF, IMPLEMENTATIONS, is_experts, unserved
@@ -49,6 +49,27 @@ def check_model(model: Any, chosen: dict[str, str | None]) -> None:
         raise ValueError(f"experts_implementation={names[0]!r}: {type(model).__name__}: {_without_experts(model)}")
 
 
+def loads_as(model: Any, formats: Container[str]) -> bool:
+    """Tell whether Envoi's names are chosen for all parts of a model, and only those of these formats."""
+    chosen = [name for name in model.get_experts_implementation().values() if name is not None]
+    return bool(chosen) and all(name in FORMAT_OF and FORMAT_OF[name] in formats for name in chosen)
+
+
+def refusal(chosen: str | None) -> str:
+    """Return why an implementation can't run experts that Envoi has loaded as they are stored."""
+    return (
+        f"expected one of {', '.join(map(repr, IMPLEMENTATIONS))} for experts that Envoi has loaded as they are "
+        f"stored, got {chosen!r}: load the model again to choose that"
+    )
+
+
+def check_stored(model: Any) -> None:
+    """Raise ValueError if a module that Envoi has loaded as it is stored is to run by another implementation."""
+    for path, module in model.named_modules():
+        if getattr(module, "envoi_alone", False) and module.config._experts_implementation not in IMPLEMENTATIONS:
+            raise ValueError(f"experts_implementation: {path}: {refusal(module.config._experts_implementation)}")
+
+
 def _without_experts(model: Any) -> str:
     if any(type(module).__name__ == "Mxfp4GptOssExperts" for module in model.modules()):
         return (
@@ -89,6 +110,7 @@ def _when_set(original: Callable) -> Callable:
         chosen = experts_implementation
         try:
             check_model(self, chosen if isinstance(chosen, dict) else {"": chosen})
+            check_stored(self)
         except ValueError:
             original(self, before)
             raise

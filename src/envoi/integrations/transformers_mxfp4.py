@@ -13,8 +13,9 @@ from transformers.integrations.moe import use_experts_implementation
 from transformers.models.gpt_oss.modeling_gpt_oss import GptOssExperts
 from transformers.quantizers.quantizer_mxfp4 import Mxfp4HfQuantizer
 
-from envoi.integrations.transformers import IMPLEMENTATIONS
+from envoi.integrations.transformers_checks import loads_as, refusal
 
+FORMATS = ("bf16", "mxfp4", "mxfp4_mxfp8")  # in whose names these weights are kept; they are widened for others
 BLOCK, BYTES = 32, 16  # elements of a block, and its bytes
 
 
@@ -26,6 +27,7 @@ class Mxfp4Experts(torch.nn.Module):
 
     def __init__(self, config: Any):
         super().__init__()
+        self.envoi_alone = True
         self.num_experts, self.alpha = config.num_local_experts, 1.702
         self.limit = getattr(config, "swiglu_limit", 7.0)
         sizes = {"gate_up_proj": (2 * config.intermediate_size, config.hidden_size),
@@ -41,12 +43,9 @@ class Mxfp4Experts(torch.nn.Module):
 
     _apply_gate = GptOssExperts._apply_gate
 
-    def forward(self, hidden_states: torch.Tensor, *arguments: Any, **options: Any) -> torch.Tensor:
-        """Raise ValueError: transformers calls this for "eager", which has no code for weights as they are stored."""
-        raise ValueError(
-            f"experts_implementation: expected one of {', '.join(map(repr, IMPLEMENTATIONS))} for MXFP4 experts that "
-            f"Envoi has loaded, got {self.config._experts_implementation!r}: load the model again to choose that"
-        )
+    def forward(self, *arguments: Any, **options: Any) -> torch.Tensor:
+        """Raise ValueError: there is no code for these weights but that of the chosen implementation."""
+        raise ValueError(f"experts_implementation: {refusal(self.config._experts_implementation)}")
 
 
 def install() -> None:
@@ -72,8 +71,7 @@ def _noting_the_wish(original: Any) -> Any:
 def _in_place_of_transformers(original: Any) -> Any:
     @functools.wraps(original)
     def _process_model_before_weight_loading(self, model, *args, **kwargs):
-        chosen = set(model.get_experts_implementation().values())
-        self.envoi_loads = getattr(self, "envoi_may_load", False) and bool(chosen & set(IMPLEMENTATIONS))
+        self.envoi_loads = getattr(self, "envoi_may_load", False) and loads_as(model, FORMATS)
         if not self.envoi_loads:
             return original(self, model, *args, **kwargs)
         self.quantization_config.dequantize = False
