@@ -59,7 +59,7 @@ def keep_stored(model: torch.nn.Module, files: Sequence[str]) -> bool:
 
     Changes nothing if it returns False: the conversions are the same for all layers. Reads headers only.
     """
-    modules = [(path, module) for path, module in model.named_modules() if is_experts(module)]
+    modules: list[tuple[str, Any]] = [(path, module) for path, module in model.named_modules() if is_experts(module)]
     with Shards(files) as shards:
         found = [_stored(shards, path, module) for path, module in modules]
     if not found or None in found:

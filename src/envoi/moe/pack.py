@@ -74,7 +74,7 @@ def pack(
     chosen = format_named(format_of(gate_up, down) if format == AUTO else format)
     _check_shapes(gate_up, down, gate_up_bias, down_bias, chosen)
     layout = _layout_to_keep(gate_up_layout, packed_layout, chosen, isinstance(gate_up, QuantTensor))
-    packed = (
+    matrices = (
         _for_kernels(gate_up, chosen, gate_up_layout, layout, requantize),
         _in_scheme(down, chosen, "down", requantize),
     )
@@ -82,7 +82,8 @@ def pack(
         gate_up_bias = _in_layout(layout, gate_up_bias, gate_up_layout, dim=-1)
     biases = [None if bias is None else bias.float().contiguous() for bias in (gate_up_bias, down_bias)]
     own = [x.values if isinstance(x, QuantTensor) else x for x in (gate_up, down)]
-    return _arranged(ExpertWeights(*packed, chosen.name, activation, limit, *biases, layout), own)
+    packed = ExpertWeights(*matrices, chosen.name, activation, limit, biases[0], biases[1], layout)
+    return _arranged(packed, own)
 
 
 def _limit(swiglu_limit: float | None, activation: str) -> float | None:
