@@ -79,12 +79,12 @@ def place(tile, offsets, M, num_experts, BLOCK_M: tl.constexpr, MAX_EXPERTS: tl.
 
 
 @triton.jit
-def columns_of(ids, N, code: tl.constexpr):
-    """Return the columns of the product that the columns `ids` of an epilogue's accumulator are."""
+def columns_of(n, BLOCK_N: tl.constexpr, N, code: tl.constexpr):
+    """Return the columns of the product that an epilogue takes as its accumulator's columns n, n + 1, .."""
     if code.takes_halves:
-        return halves_in_turn(ids, N)
+        return halves_in_turn(n + tl.arange(0, BLOCK_N), N)
     else:
-        return ids
+        return n + tl.arange(0, BLOCK_N)
 
 
 @triton.jit
@@ -186,8 +186,7 @@ def gemm_kernel(
             return
         own = tl.maximum(tl.minimum(e, num_experts - 1), 0)
         k_end = tl.where(e < num_experts, K, 0)
-        columns = columns_of(n + tl.arange(0, BLOCK_N), N, code)
-        block = Tile(m + tl.arange(0, BLOCK_M), m_end, columns, N, own)
+        block = Tile(m + tl.arange(0, BLOCK_M), m_end, columns_of(n, BLOCK_N, N, code), N, own)
         acc = accumulate(Product(a, b), block, k_end, A, B, GROUP_K, BLOCK_K)
         mine = code.of_expert(operands, own, N)
         if e >= num_experts:
@@ -196,8 +195,7 @@ def gemm_kernel(
     else:
         m = tile * BLOCK_M
         m_end = M
-        columns = columns_of(n + tl.arange(0, BLOCK_N), N, code)
-        block = Tile(m + tl.arange(0, BLOCK_M), M, columns, N, tile * 0)
+        block = Tile(m + tl.arange(0, BLOCK_M), M, columns_of(n, BLOCK_N, N, code), N, tile * 0)
         acc = accumulate(Product(a, b), block, K, A, B, GROUP_K, BLOCK_K)
         parts = code.visit(acc, ChunkPosition(m, n, M, N), operands, outputs, ChunkBuffers(0, 0, 0, 0), False, 0)
     if code.partials > 0:
