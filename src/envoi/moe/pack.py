@@ -74,16 +74,16 @@ def pack(
     chosen = format_named(format_of(gate_up, down) if format == AUTO else format)
     _check_shapes(gate_up, down, gate_up_bias, down_bias, chosen)
     layout = _layout_to_keep(gate_up_layout, packed_layout, chosen, isinstance(gate_up, QuantTensor))
-    matrices = (
-        _for_kernels(gate_up, chosen, gate_up_layout, layout, requantize),
-        _in_scheme(down, chosen, "down", requantize),
-    )
-    if gate_up_bias is not None:
-        gate_up_bias = _in_layout(layout, gate_up_bias, gate_up_layout, dim=-1)
-    biases = [None if bias is None else bias.float().contiguous() for bias in (gate_up_bias, down_bias)]
+    rows = _for_kernels(gate_up, chosen, gate_up_layout, layout, requantize)
+    matrices = rows, _in_scheme(down, chosen, "down", requantize)
+    gate_up_bias = None if gate_up_bias is None else _in_layout(layout, gate_up_bias, gate_up_layout, dim=-1)
     own = [x.values if isinstance(x, QuantTensor) else x for x in (gate_up, down)]
-    packed = ExpertWeights(*matrices, chosen.name, activation, limit, biases[0], biases[1], layout)
-    return _arranged(packed, own)
+    biases = _float(gate_up_bias), _float(down_bias)
+    return _arranged(ExpertWeights(*matrices, chosen.name, activation, limit, *biases, layout), own)
+
+
+def _float(bias: torch.Tensor | None) -> torch.Tensor | None:
+    return None if bias is None else bias.float().contiguous()
 
 
 def _limit(swiglu_limit: float | None, activation: str) -> float | None:
