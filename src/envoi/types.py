@@ -13,6 +13,7 @@ from typing import Any, ClassVar, TypeVar
 import torch
 from torch.utils import _pytree as pytree
 
+UNGATED = ("silu", "relu2")  # activations of experts that have no gate: gate_up is up alone
 Self = TypeVar("Self", bound="_Printed")
 
 
@@ -145,12 +146,13 @@ class ExpertRows(_Printed):
 class ExpertWeights(_Printed):
     """Weights of one rank's experts, packed for the grouped GEMMs by `envoi.experts.pack`.
 
-    gate_up [E, 2I, H]: bf16 or a QuantTensor, its rows in the order of `gate_up_layout`.
+    gate_up [E, 2I, H]: bf16 or a QuantTensor, its rows in the order of `gate_up_layout`; for an activation without a
+        gate up alone, [E, I, H].
     down [E, H, I]: bf16 or a QuantTensor.
     gate_up_bias [E, 2I] (in the order of gate_up's rows) and down_bias [E, H], float32, or None.
     format: "bf16", "fp8_row", "fp8_block128", "mxfp8", "mxfp4" or "mxfp4_mxfp8"; says how activations are
         quantised too.
-    activation: "swiglu" or "swiglu_oai".
+    activation: "swiglu", "swiglu_oai", "geglu", "geglu_tanh"; without a gate "silu" or "relu2".
     swiglu_limit: clamp of gate (above only) and up (both sides), or None.
     gate_up_layout: "interleaved" (row 2i is gate i, row 2i + 1 is up i) or "concat" (row i is gate i, row I + i is
         up i), which weights in fragment order can't be.
@@ -200,7 +202,7 @@ class ExpertWeights(_Printed):
     @property
     def intermediate(self) -> int:
         """Intermediate size, I."""
-        return self.gate_up.shape[-2] // 2
+        return self.gate_up.shape[-2] // (1 if self.activation in UNGATED else 2)
 
     @property
     def device(self) -> torch.device:

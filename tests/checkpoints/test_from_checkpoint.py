@@ -168,6 +168,14 @@ def test_only_the_bytes_of_those_experts_are_read(name, written, counted):
     assert needed <= counted.read <= needed * 1.001
 
 
+@pytest.mark.parametrize(("said", "activation"), [
+    ("silu", "swiglu"), ("gelu", "geglu"), ("gelu_pytorch_tanh", "geglu_tanh")])  # fmt: skip
+def test_activations(said, activation, tmp_path):
+    files = CASES["qwen3"].make()
+    files.config["hidden_act"] = said
+    assert from_checkpoint(files.write(tmp_path), 1, [0]).activation == activation
+
+
 @pytest.mark.parametrize("index", [True, False])
 def test_one_file_with_and_without_an_index(index, tmp_path):
     files = CASES["glm_fp8"].make()

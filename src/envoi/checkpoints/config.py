@@ -14,6 +14,13 @@ MX = (1, 32)
 FLOATS = (torch.bfloat16, torch.float16, torch.float32)
 OAI_ALPHA = 1.702
 COUNTS = ("n_routed_experts", "num_local_experts", "num_experts", "moe_num_experts")
+GATES = {
+    "silu": "swiglu",
+    "swish": "swiglu",
+    "gelu": "geglu",
+    "gelu_pytorch_tanh": "geglu_tanh",
+    "gelu_new": "geglu_tanh",
+}
 ACTIVATIONS = ("hidden_act", "hidden_activation", "activation_function")
 INTERLEAVED = ("gpt_oss",)  # gate and up rows in turn, gate times sigmoid(1.702 * gate), up + 1
 OTHERS = {"llama4": "its tokens are multiplied by their weights before the experts, which Envoi does after them"}
@@ -77,8 +84,8 @@ def _activation(file: Path, family: str, config: dict[str, Any]) -> tuple[str, f
     named = [config[key] for key in ACTIVATIONS if config.get(key) is not None]
     limit = config.get("swiglu_limit")
     limit = None if limit is None else float(limit)
-    if named and named[0] not in ("silu", "swish"):
-        raise ValueError(f"{file}: {ACTIVATIONS[0]}: expected 'silu', as Envoi's experts have it, got {named[0]!r}")
+    if named and named[0] not in GATES:
+        raise ValueError(f"{file}: {ACTIVATIONS[0]}: expected one of {', '.join(map(repr, GATES))}, got {named[0]!r}")
     alpha = config.get("swiglu_alpha")
     if family in INTERLEAVED or alpha is not None:
         if alpha is not None and abs(alpha - OAI_ALPHA) > 1e-6:
@@ -86,7 +93,7 @@ def _activation(file: Path, family: str, config: dict[str, Any]) -> tuple[str, f
         return "swiglu_oai", SWIGLU_OAI_LIMIT if limit is None else limit
     if not named:
         raise ValueError(f"{file}: {ACTIVATIONS[0]}: expected the experts' activation, got none of {ACTIVATIONS}")
-    return "swiglu", limit
+    return GATES[named[0]], limit
 
 
 def _quantisation(file: Path, given: Any) -> Quantisation | None:

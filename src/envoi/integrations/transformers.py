@@ -37,6 +37,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from envoi.check import expect_bool
+from envoi.epilogue.library import GATED
 from envoi.integrations import packings
 from envoi.integrations.packings import Recipe, Weights
 from envoi.moe import layer, moe
@@ -45,7 +46,7 @@ from envoi.moe.pack import AUTO, format_of
 from envoi.quant.formats import FORMATS
 from envoi.quant.regroup import as_stored
 from envoi.runtime.custom_op import operator
-from envoi.types import ExpertWeights, Routing
+from envoi.types import UNGATED, ExpertWeights, Routing
 
 # What the names of factors end in: those of transformers' FP8Experts, and those that Envoi's loader adds.
 STORED_FACTORS = "_scale"
@@ -156,7 +157,7 @@ def unserved(module: Any, format: str = "bf16") -> str | None:
 
 
 def module_weights(module: Any) -> Weights:
-    """Return the tensors of an experts module that has a gate, in the module's layout."""
+    """Return the tensors of an experts module in its layout; without a gate, up takes the place of gate_up."""
     if hasattr(module, "gate_up_proj_blocks"):
         return Weights(
             module.gate_up_proj_blocks, module.down_proj_blocks, module.gate_up_proj_bias, module.down_proj_bias,
@@ -164,6 +165,10 @@ def module_weights(module: Any) -> Weights:
         )  # fmt: skip
     ending = next((end for end in FACTORS if f"gate_up_proj{end}" in module._parameters), "")
     factors = (getattr(module, name + ending) if ending else None for name in ("gate_up_proj", "down_proj"))
+    if not module.has_gate:
+        factors = module._parameters.get("up_proj_scale_inv"), module._parameters.get("down_proj_scale_inv")
+        biases = (module.up_proj_bias, module.down_proj_bias) if module.has_bias else (None, None)
+        return Weights(module.up_proj, module.down_proj, *biases, *factors)
     if not module.has_bias:
         return Weights(module.gate_up_proj, module.down_proj, None, None, *factors)
     return Weights(module.gate_up_proj, module.down_proj, module.gate_up_proj_bias, module.down_proj_bias, *factors)
@@ -305,9 +310,7 @@ def _remember_activation(module: Any) -> tuple[str, float | None, str | None, tu
 
 def _check_structure(module: Any) -> None:
     reason = None
-    if not module.has_gate:
-        reason = "expected gated experts (gate_up_proj), got a plain up_proj"
-    elif getattr(module, "has_post_expert_norm", False):
+    if getattr(module, "has_post_expert_norm", False):
         reason = "expected experts whose outputs are summed as they are, got a norm after each"
     if reason is not None:
         raise ValueError(f"{type(module).__name__}: {reason}")
@@ -319,6 +322,8 @@ def recognise_activation(module: Any) -> tuple[str, float | None]:
 
     Any clamp is found: it is read off the output for a huge `up`. Raises ValueError if the module computes another.
     """
+    if not getattr(module, "has_gate", True):
+        return _recognise_ungated(module), None
     apply_gate: Callable[[torch.Tensor], torch.Tensor] = module._apply_gate
 
     def theirs(interleaved: torch.Tensor) -> torch.Tensor:
@@ -329,15 +334,25 @@ def recognise_activation(module: Any) -> tuple[str, float | None]:
     # A gate below every clamp, with ups of 0, 1 and above every clamp: up to its clamp the activation is linear in up.
     pairs = torch.tensor([[2.0**-10, 0.0], [2.0**-10, 1.0], [2.0**-10, 1e30]], dtype=torch.float64, device="cpu")
     huge = float(theirs(pairs)[2])
-    for activation in ("swiglu", "swiglu_oai"):
+    for activation in GATED:
         zero, one, _ = activate(pairs, activation, None).flatten().tolist()
         limit = _rounded((huge - zero) / (one - zero), module)
         probe = _gates_and_ups(limit or 12.0)
         if torch.allclose(activate(probe, activation, limit), theirs(probe).double(), rtol=1e-4, atol=1e-5):
             return activation, limit
     raise ValueError(
-        f"{type(module).__name__}: expected the activation swiglu (silu(gate) * up) or swiglu_oai, "
+        f"{type(module).__name__}: expected the activation swiglu (silu(gate) * up), geglu or swiglu_oai, "
         "with or without a clamp; got another"
+    )
+
+
+def _recognise_ungated(module: Any) -> str:
+    side = torch.linspace(-12.0, 12.0, 97, dtype=torch.float64, device="cpu").unsqueeze(0)
+    for activation in UNGATED:
+        if torch.allclose(activate(side, activation, None), module.act_fn(side).double(), rtol=1e-4, atol=1e-5):
+            return activation
+    raise ValueError(
+        f"{type(module).__name__}: expected the activation silu or relu(x)^2 of a plain up_proj, got another"
     )
 
 

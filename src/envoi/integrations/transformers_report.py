@@ -87,7 +87,7 @@ def _row(path: str, module: Any) -> Row:
 
 def _stored(module: Any) -> str:
     try:
-        return (stored_format(module) if module.has_gate else None) or _dtype(module)
+        return stored_format(module) or _dtype(module)
     except ValueError:
         return _dtype(module)
 

@@ -13,7 +13,7 @@ from envoi.quant.formats import FORMATS, Format, format_named
 from envoi.quant.fragments import supports_fragments, to_fragments
 from envoi.quant.pack import deinterleave_gate_up, interleave_gate_up, pack_weight
 from envoi.runtime.devices import implementation
-from envoi.types import ExpertWeights, Matrix, QuantTensor
+from envoi.types import UNGATED, ExpertWeights, Matrix, QuantTensor
 
 LAYOUTS = ("concat", "interleaved")
 PACKED_LAYOUT = "interleaved"  # of a "concat" gate_up in a format of READ_AS_STORED; "concat" shares its storage
@@ -49,7 +49,8 @@ def pack(
     requantize: quantise such weights anew where the format can't hold their numbers exactly, which is refused else.
     gate_up_layout: "concat" (all gate rows, then all up rows; most checkpoints) or "interleaved" (gate, up in turn;
         gpt-oss). The bias has the same order.
-    activation: "swiglu" = silu(gate) * up, or "swiglu_oai" = (up + 1) * gate * sigmoid(1.702 * gate).
+    activation: "swiglu" = silu(gate) * up, "swiglu_oai" = (up + 1) * gate * sigmoid(1.702 * gate), "geglu" = gelu(gate)
+        * up, "geglu_tanh" (gelu by tanh); or "silu" and "relu2" = relu(up)^2 without a gate: gate_up [E, I, H] is up.
     packed_layout: the layout in which gate_up and its bias are kept, and the kernels read them: "interleaved" suits
         every format, "concat" bf16, fp8_row and fp8_block128 (with factors for gate and for up). None: as stored where
         the kernels read it so if the weights are quantised already, else "interleaved".
@@ -69,11 +70,13 @@ def pack(
     expect_choice("gate_up_layout", gate_up_layout, LAYOUTS)
     expect_choice("activation", activation, ACTIVATIONS)
     expect_bool("requantize", requantize)
-    limit = _limit(swiglu_limit, activation)
+    limit, gated = _limit(swiglu_limit, activation), activation not in UNGATED
     gate_up, down = _stored(gate_up, gate_up_sf, "gate_up"), _stored(down, down_sf, "down")
     chosen = format_named(format_of(gate_up, down) if format == AUTO else format)
-    _check_shapes(gate_up, down, gate_up_bias, down_bias, chosen)
+    _check_shapes(gate_up, down, gate_up_bias, down_bias, chosen, gated)
     layout = _layout_to_keep(gate_up_layout, packed_layout, chosen, isinstance(gate_up, QuantTensor))
+    if not gated:
+        gate_up_layout = layout = "interleaved"  # no rows to move
     rows = _for_kernels(gate_up, chosen, gate_up_layout, layout, requantize)
     matrices = rows, _in_scheme(down, chosen, "down", requantize)
     gate_up_bias = None if gate_up_bias is None else _in_layout(layout, gate_up_bias, gate_up_layout, dim=-1)
@@ -87,6 +90,8 @@ def _float(bias: torch.Tensor | None) -> torch.Tensor | None:
 
 
 def _limit(swiglu_limit: float | None, activation: str) -> float | None:
+    if swiglu_limit is not None and activation in UNGATED:
+        raise ValueError(f"swiglu_limit: expected None for {activation!r}, which has no gate, got {swiglu_limit!r}")
     if swiglu_limit is None:
         return SWIGLU_OAI_LIMIT if activation == "swiglu_oai" else None
     limit = expect_number("swiglu_limit", swiglu_limit)
@@ -244,7 +249,7 @@ def unpack(
     gate_up, down = _widen(experts.gate_up, dtype), _widen(experts.down, dtype)
     gate_up_bias = None if experts.gate_up_bias is None else experts.gate_up_bias.to(dtype)
     down_bias = None if experts.down_bias is None else experts.down_bias.to(dtype)
-    kept = experts.gate_up_layout
+    kept = gate_up_layout if experts.activation in UNGATED else experts.gate_up_layout
     gate_up = _in_layout(gate_up_layout, gate_up, kept)
     gate_up_bias = None if gate_up_bias is None else _in_layout(gate_up_layout, gate_up_bias, kept, dim=-1)
     return gate_up, down, gate_up_bias, down_bias
@@ -254,12 +259,12 @@ def _widen(weight: Matrix, dtype: torch.dtype) -> torch.Tensor:
     return weight.to(dtype) if isinstance(weight, torch.Tensor) else dequantize(weight, torch.float64).to(dtype)
 
 
-def _check_shapes(gate_up, down, gate_up_bias, down_bias, format: Format) -> None:
-    _expect_matrix("gate_up", gate_up, ("num_experts", "2 * intermediate", "hidden"))
+def _check_shapes(gate_up, down, gate_up_bias, down_bias, format: Format, gated: bool) -> None:
+    _expect_matrix("gate_up", gate_up, ("num_experts", "2 * intermediate" if gated else "intermediate", "hidden"))
     num_experts, rows, hidden = gate_up.shape
-    if rows % 2:
+    if gated and rows % 2:
         raise ValueError(f"gate_up.shape[1]: expected 2 * intermediate, an even number, got {rows}")
-    intermediate = rows // 2
+    intermediate = rows // 2 if gated else rows
     _expect_matrix("down", down, (num_experts, hidden, intermediate), gate_up.device)
     if isinstance(gate_up, QuantTensor) != isinstance(down, QuantTensor):
         raise ValueError(f"gate_up, down: expected both quantised or neither, got {_said(gate_up)} and {_said(down)}")

@@ -113,7 +113,7 @@ def _join(tensors: Mapping[str, torch.Tensor], meta: Mapping[str, Any], source: 
 def _check(experts: ExpertWeights, format: Format, source: str) -> None:
     """Raise ValueError unless all tensors have the dtypes and shapes that go with gate_up and the format."""
     num_experts, rows, hidden = experts.gate_up.shape
-    shapes = {"gate_up": (num_experts, rows, hidden), "down": (num_experts, hidden, rows // 2)}
+    shapes = {"gate_up": (num_experts, rows, hidden), "down": (num_experts, hidden, experts.intermediate)}
     for name, shape in shapes.items():
         _check_matrix(f"{source}: {name}", getattr(experts, name), shape, format.weights)
     for name, size in (("gate_up_bias", rows), ("down_bias", hidden)):
