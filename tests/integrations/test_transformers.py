@@ -125,9 +125,7 @@ def test_an_ungated_activation_that_envoi_does_not_have_is_refused():
     experts = build("mixtral").model.layers[0].mlp.experts
     experts.has_gate = False
     experts.act_fn = torch.nn.GELU()
-    with pytest.raises(
-        ValueError, match="MixtralExperts: expected the activation silu or relu.x..2 of a plain"
-    ):
+    with pytest.raises(ValueError, match="MixtralExperts: expected the activation silu or relu.x..2 of a plain"):
         packed_experts(experts)
 
 

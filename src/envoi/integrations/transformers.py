@@ -115,20 +115,46 @@ def experts_forward(
     weights = module_weights(module)
     refuse_gradients(hidden_states, top_k_weights, *weights)
     _check_dtype(hidden_states, weights)
+    released = module.__dict__.get("_envoi_released")
+    if released is not None:
+        return _run(hidden_states, top_k_weights, top_k_index, released.experts)
     return _experts(hidden_states, top_k_weights, top_k_index, *weights, *recipe, not _made_anew(module))
 
 
 def packed_experts(module: torch.nn.Module, format: str = "bf16") -> ExpertWeights:
     """Return the module's weights packed in a format; kept until they are freed or change (see the table above)."""
     recipe = _recipe(module, format)
+    released = module.__dict__.get("_envoi_released")
+    if released is not None:
+        return released.experts
     return packings.packed(module_weights(module), recipe)
 
 
 def refresh(model: torch.nn.Module) -> None:
     """Pack the model's experts again, as far as they are packed: needed after a change that torch doesn't count."""
     for module in model.modules():
-        if is_experts(module) and not unserved(module):
+        if is_experts(module) and "_envoi_released" not in vars(module) and not unserved(module):
             packings.refresh(module_weights(module))
+
+
+def release(model: torch.nn.Module) -> int:
+    """Free the experts' own weights of a model for which Envoi is chosen, layer by layer; return the bytes freed.
+
+    Only packed weights are kept, as far as they are copies: FP8 rows and blocks, and bf16 down, are the module's own
+    memory anyway. From then on the experts run by Envoi in this format alone, and what needs the originals is refused:
+    other implementations and formats, `state_dict` and `save_pretrained`, `model.to(...)`, and changes of the weights.
+    """
+    from envoi.integrations import transformers_release
+
+    freed = 0
+    for module in model.modules():
+        if is_experts(module) and "_envoi_released" not in vars(module):
+            config: Any = module.config
+            format = FORMAT_OF.get(config._experts_implementation)
+            if format is not None:
+                recipe = _recipe(module, format)
+                freed += transformers_release.release(module, module_weights(module), recipe, format)
+    return freed
 
 
 def report(model: torch.nn.Module) -> "Report":
@@ -193,6 +219,12 @@ def _format(module: Any, format: str) -> str:
 
     Raises ValueError for another one that doesn't hold them.
     """
+    released = module.__dict__.get("_envoi_released")
+    if released is not None and released.format != format:
+        raise ValueError(
+            f"expected {implementation_name(released.format)!r} for weights that were released in this format, got "
+            f"{implementation_name(format)!r}: load the model again to choose that"
+        )
     stored = _activation(module)[2]
     if stored is None:
         return format
@@ -270,6 +302,12 @@ def _experts(
     else:
         _warn_of_packing()
         experts = packings.pack_weights(weights, recipe)
+    return _run(hidden_states, topk_weights, topk_ids, experts)
+
+
+def _run(
+    hidden_states: torch.Tensor, topk_weights: torch.Tensor, topk_ids: torch.Tensor, experts: ExpertWeights
+) -> torch.Tensor:
     if topk_ids.device.type == "cpu" or not layer.has_kernels(topk_ids.device):
         # The kernels mask these themselves.
         topk_ids = topk_ids.masked_fill(topk_ids >= experts.num_local_experts, -1)
