@@ -34,9 +34,9 @@ def safe_launch() -> bool:
     return os.environ.get("ENVOI_SAFE_LAUNCH", "0") == "1"
 
 
-def nvdisasm() -> Path | None:
-    """Return the disassembler to use instead of one found on the system: `NVDISASM`."""
-    return Path(os.environ["NVDISASM"]) if os.environ.get("NVDISASM") else None
+def prepared() -> bool:
+    """Return True to launch a recorded call's kernels again: `ENVOI_PREPARED=1`, see `runtime.prepared`."""
+    return os.environ.get("ENVOI_PREPARED", "0") == "1"
 
 
 def nvtx() -> bool:

@@ -3,10 +3,12 @@
 import pytest
 
 from envoi import cli
-from envoi.bench import ahead, problems, shapes, tuning
+from envoi.bench import problems, shapes, tuning
 from envoi.bench.evidence import SUITES
+from envoi.gemm.hopper.cases import launch_with
+from envoi.runtime.kernel_case import kernel_key
 
-GEMMS = [name for name in SUITES if name.startswith("gemm")]
+GEMMS = [name for name in SUITES if name.startswith("gemm") and name != "gemm_drawn"]
 CASES = [case for name in GEMMS for case in shapes.cases(name) if case.on_cuda]
 
 
@@ -50,6 +52,7 @@ def test_rows_as_routing_leaves_them(capsys):
     ("arguments", "problem"),
     [
         (["router"], "SUITE: expected one of gemm, "),
+        (["gemm_drawn"], "SUITE: expected one of gemm, "),
         (["--shape", "16x64x64", "--out", "."], "--out: expected a file, got the folder ."),
         (["--shape", "1x2"], "--shape: expected MxNxK"),
         (["--shape", "0x2x3"], "--shape: expected MxNxK"),
@@ -81,16 +84,20 @@ def test_the_default_is_the_first_candidate():
         assert len(found) == len(set(found)) <= 6
 
 
+def key(planned, config):
+    return kernel_key(*launch_with(planned.call, config, 132))
+
+
 def test_launches_of_one_kernel_are_known():
     small, large, other = (
         problems.planned(shapes.GemmShape(*mnk), 132)
         for mnk in ((4096, 4096, 7168), (2048, 4096, 2048), (64, 512, 512))
     )
     config = small.default
-    assert ahead.kernel_key(small, config, 132) == ahead.kernel_key(large, config, 132)
-    assert ahead.kernel_key(small, config, 132) != ahead.kernel_key(other, other.default, 132)
+    assert key(small, config) == key(large, config)
+    assert key(small, config) != key(other, other.default)
     fused = problems.planned(shapes.GemmShape(4096, 4096, 7168, "bf16", "swiglu"), 132)
-    assert ahead.kernel_key(small, config, 132) != ahead.kernel_key(fused, config, 132)
+    assert key(small, config) != key(fused, config)
 
 
 def test_the_winner_is_best_for_all_that_share_an_entry():

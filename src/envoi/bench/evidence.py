@@ -7,8 +7,8 @@ import datetime
 import json
 import math
 import re
-from collections.abc import Iterable, Mapping
-from dataclasses import asdict, dataclass, fields
+from collections.abc import Callable, Iterable
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -26,6 +26,13 @@ SUITES = {
     "moe": "tokens -> tokens through the chosen experts, also over ranks",
     "indexer_exact": "sparse attention's top-k slots, the bits of PyTorch's own path",
     "indexer_fast": "sparse attention's top-k slots, exact for scores of its own",
+    "host": "host time of a call: until it returns, the device idle before it",
+    "host_loop": "wall time of a call in a loop of eager calls, which the host or the device bounds",
+    "gemm_drawn": "GEMMs of published models' layers, the sizes, epilogues and formats drawn from a seed",
+    "grouped_drawn": "a rank's experts of published models, the sizes and formats drawn from a seed",
+    "moe_drawn": "a rank's MoE layer of published models, the sizes and formats drawn from a seed",
+    "router_drawn": "routers of published models, the numbers of tokens drawn from a seed",
+    "model": "prefill and decode of a whole model in transformers, random weights",
 }
 BASELINES = {
     "plain": "Envoi's own GEMM of the same operands with nothing fused",
@@ -40,11 +47,65 @@ BASELINES = {
     "torch_grouped": "torch's grouped matmul, for FP8 in FP8 with scales of rows (bf16 on CPUs), else in bf16",
     "concat": "Envoi on weights with all gates' rows before all ups', as checkpoints store them; else in turn",
     "torch_ep": "bf16: NCCL (gloo on CPUs) all-to-all and torch's grouped matmul",
+    "vllm_triton": "vLLM's fused_experts in Triton, with its tuned configs, in the case's format",
+    "vllm_marlin": "vLLM's Marlin kernels on the case's MXFP4 weights, bf16 activations",
+    "triton_kernels": "triton_kernels' GEMMs for gpt-oss on the case's MXFP4 weights, bf16 activations",
     "sgl_deep_gemm": "sgl-deep-gemm's one-launch FP8 kernel, inputs staged outside the time",
     "sgl_deep_gemm_topk": "sgl-deep-gemm's FP8 scores of a paged cache, and torch.topk of them",
     "pytorch": "the operator's published reference in PyTorch, item by item",
+    "grouped_mm": "transformers' own experts by torch's grouped matmul, in bf16",
+    "torch_mm": "torch's matmul of the case's tokens and a weight: what a call of torch's costs the host",
+    "graph": "Envoi's own call, replayed from a CUDA graph (on CPUs made again)",
     "launched": "Envoi's own call, launched by Python instead of replayed from a CUDA graph",
 }
+
+
+def _is_number(x: Any) -> bool:
+    return type(x) in (int, float) and 0 <= x < math.inf
+
+
+def _is_positive(x: Any) -> bool:
+    return _is_number(x) and x > 0
+
+
+def _is_detail(x: Any) -> bool:
+    return _LINE[1](x) if isinstance(x, str) else type(x) in (int, float) and math.isfinite(x)
+
+
+def _is_date(x: Any) -> bool:
+    try:
+        return datetime.date.fromisoformat(x).isoformat() == x
+    except (TypeError, ValueError):
+        return False
+
+
+_LINE = "one line of text", lambda x: isinstance(x, str) and bool(x.strip()) and "\n" not in x
+_RATE = "a positive number or null", lambda x: x is None or _is_positive(x)
+_COUNT = "an int of at least 1", lambda x: type(x) is int and x >= 1
+# What each key of a measurement must be: in words, and as a predicate.
+FORMAT: dict[str, tuple[str, Callable[[Any], bool]]] = {
+    "suite": (f"one of {', '.join(SUITES)}", lambda x: isinstance(x, str) and x in SUITES),
+    "case": _LINE,
+    "ours_us": ("a positive number", _is_positive),
+    "baselines": (
+        f"positive numbers under at least one of {', '.join(BASELINES)}",
+        lambda x: isinstance(x, dict) and {*x} <= {*BASELINES} and bool(x) and all(map(_is_positive, x.values())),
+    ),
+    "floor_us": _RATE, "tflops": _RATE, "gb_per_s": _RATE,
+    "error": (
+        "numbers of at least 0 under 'ours' and 'torch'",
+        lambda x: isinstance(x, dict) and x.keys() == {"ours", "torch"} and all(map(_is_number, x.values())),
+    ),
+    "gpu": _LINE, "num_gpus": _COUNT, "torch": _LINE, "triton": _LINE, "commit": _LINE,
+    "date": ("a date as YYYY-MM-DD", _is_date),
+    "n": _COUNT,
+    "details": (
+        "texts of one line or finite numbers by name",
+        lambda x: isinstance(x, dict) and all(map(_LINE[1], x)) and all(map(_is_detail, x.values())),
+    ),
+}  # fmt: skip
+DETAILS = "details"  # a line may go without it
+KEYS = tuple(key for key in FORMAT if key != DETAILS)
 
 
 @dataclass(frozen=True)
@@ -58,6 +119,8 @@ class Measurement:
     error: {"ours", "torch"} against float64; the suite's module defines it.
     gpu: the device's name, or the CPU's followed by " (CPU)". num_gpus: processes that shared the case.
     commit: followed by "-dirty" if the package differed from it. date: YYYY-MM-DD. n: repeats per median.
+    details: other facts of this measurement by name, one line of text or a number each: the seed of a drawn case, a
+        peer's version, peak memory. A line without any has no such key.
 
     Raises ValueError that names the key, what was expected and what was given.
     """
@@ -77,25 +140,12 @@ class Measurement:
     commit: str
     date: str
     n: int
+    details: dict[str, str | float] = field(default_factory=dict)
 
     def __post_init__(self):
-        _expect_name("suite", self.suite, SUITES)
-        for key in ("case", "gpu", "torch", "triton", "commit"):
-            _expect_text(key, getattr(self, key))
-        _expect_number("ours_us", self.ours_us, above_zero=True)
-        for key in ("floor_us", "tflops", "gb_per_s"):
-            if getattr(self, key) is not None:
-                _expect_number(key, getattr(self, key), above_zero=True, kind="a positive number or null")
-        for name, value in _expect_mapping("baselines", self.baselines).items():
-            _expect_name("baselines", name, BASELINES)
-            _expect_number(f"baselines.{name}", value, above_zero=True)
-        if set(_expect_mapping("error", self.error)) != {"ours", "torch"}:
-            raise ValueError(f"error: expected the keys 'ours' and 'torch', got {sorted(self.error)}")
-        for name, value in self.error.items():
-            _expect_number(f"error.{name}", value, above_zero=False)
-        for key in ("num_gpus", "n"):
-            _expect_count(key, getattr(self, key))
-        _expect_date("date", self.date)
+        for key, (expected, holds) in FORMAT.items():
+            if not holds(getattr(self, key)):
+                raise ValueError(f"{key}: expected {expected}, got {_short(getattr(self, key))}")
 
     @property
     def key(self) -> tuple[str, str, str, int]:
@@ -103,12 +153,12 @@ class Measurement:
         return self.suite, self.case, self.gpu, self.num_gpus
 
 
-KEYS = tuple(field.name for field in fields(Measurement))
-
-
 def to_line(measurement: Measurement) -> str:
     """Return one line of JSON, without the newline."""
-    return json.dumps(asdict(measurement), allow_nan=False)
+    entries = asdict(measurement)
+    if not entries[DETAILS]:
+        del entries[DETAILS]
+    return json.dumps(entries, allow_nan=False)
 
 
 def from_line(line: str) -> Measurement:
@@ -120,8 +170,8 @@ def from_line(line: str) -> Measurement:
     if not isinstance(entries, dict):
         raise ValueError(f"expected a JSON object, got {_short(line)}")
     for key in entries:
-        if key not in KEYS:
-            raise ValueError(f"{_short(key)}: expected one of the keys {', '.join(KEYS)}")
+        if key not in (*KEYS, DETAILS):
+            raise ValueError(f"{_short(key)}: expected one of the keys {', '.join((*KEYS, DETAILS))}")
     for key in KEYS:
         if key not in entries:
             raise ValueError(f"{key}: expected in every measurement, got none")
@@ -181,39 +231,3 @@ def slug(gpu: str) -> str:
 def _short(value: Any) -> str:
     text = repr(value)
     return text if len(text) <= 60 else text[:57] + "..."
-
-
-def _expect_text(key: str, value: Any) -> None:
-    if not isinstance(value, str) or not value.strip() or "\n" in value:
-        raise ValueError(f"{key}: expected one line of text, got {_short(value)}")
-
-
-def _expect_name(key: str, value: Any, names: Mapping[str, str]) -> None:
-    if not isinstance(value, str) or value not in names:
-        raise ValueError(f"{key}: expected one of {', '.join(names)}, got {_short(value)}")
-
-
-def _expect_number(key: str, value: Any, above_zero: bool, kind: str = "") -> None:
-    number = isinstance(value, (int, float)) and not isinstance(value, bool) and math.isfinite(value)
-    if not number or value < 0 or (above_zero and value == 0):
-        kind = kind or ("a positive number" if above_zero else "a number of at least 0")
-        raise ValueError(f"{key}: expected {kind}, got {_short(value)}")
-
-
-def _expect_count(key: str, value: Any) -> None:
-    if not isinstance(value, int) or isinstance(value, bool) or value < 1:
-        raise ValueError(f"{key}: expected an int of at least 1, got {_short(value)}")
-
-
-def _expect_mapping(key: str, value: Any) -> dict:
-    if not isinstance(value, dict) or not value:
-        raise ValueError(f"{key}: expected an object with at least one entry, got {_short(value)}")
-    return value
-
-
-def _expect_date(key: str, value: Any) -> None:
-    try:
-        if not isinstance(value, str) or datetime.date.fromisoformat(value).isoformat() != value:
-            raise ValueError
-    except ValueError:
-        raise ValueError(f"{key}: expected a date as YYYY-MM-DD, got {_short(value)}") from None

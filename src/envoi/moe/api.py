@@ -3,11 +3,30 @@
 import torch
 
 from envoi.moe import layer, reference
-from envoi.moe.op import as_rows, check_ids, check_tokens, empty_out, flatten, mlp_flops, unflatten
+from envoi.moe.op import (
+    as_rows,
+    check_ids,
+    check_tokens,
+    constants_of,
+    empty_out,
+    flatten,
+    mlp_flops,
+    tensors_of,
+    unflatten,
+)
 from envoi.runtime.custom_op import operator
+from envoi.runtime.prepared import prepared
 from envoi.types import ExpertWeights, Routing
 
 
+def _given(tokens, routing, experts):
+    if type(routing) is not Routing or type(experts) is not ExpertWeights:
+        return None
+    tensors = tokens, routing.topk_weights, routing.topk_ids, *tensors_of(experts)
+    return (routing.num_experts, *constants_of(experts)), tensors
+
+
+@prepared(_given)
 def moe(tokens: torch.Tensor, routing: Routing, experts: ExpertWeights) -> torch.Tensor:
     """Run the chosen experts on every token and sum their outputs: tokens [M, H] -> [M, H] of the same dtype.
 

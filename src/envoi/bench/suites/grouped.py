@@ -13,12 +13,12 @@ from envoi.bench.shapes import Case, GroupedShape
 from envoi.bench.suites import inputs, torch_gemm
 from envoi.bench.suites.inputs import Inputs
 from envoi.bench.timing import Run
-from envoi.bench.trial import Bench, Trial, time_rounds
+from envoi.bench.trial import Bench, Trial, copy_of, time_rounds
 from envoi.gemm import grouped_gemm
 
 
 def measure(case: Case, bench: Bench) -> Trial:
-    """Measure one shape of gemm_grouped or gemm_weights."""
+    """Measure one shape of gemm_grouped, gemm_weights or grouped_drawn."""
     shape = cast(GroupedShape, case.shape)
     x = inputs.make(shape, bench.device)
     offsets = cast(torch.Tensor, x.offsets)
@@ -41,18 +41,19 @@ def measure(case: Case, bench: Bench) -> Trial:
     return Trial(timing, baselines, error, num_bytes, flops, kind, missing)
 
 
+def rehearse(case: Case, device: torch.device) -> None:
+    """Make the case's call once."""
+    x = inputs.make(cast(GroupedShape, case.shape), device)
+    grouped_gemm(x.a, x.b, cast(torch.Tensor, x.offsets))
+
+
 def _bounds(x: Inputs, shape: GroupedShape, num_bytes: float) -> dict[str, Callable[[], Run]]:
     """Return a copy that moves as many bytes; for narrow weights also Envoi's GEMM in bf16."""
-
-    def copy() -> Run:
-        source = torch.ones(int(num_bytes) // 2, dtype=torch.int8, device=x.wide_a.device)
-        target = torch.empty_like(source)
-        return lambda: target.copy_(source)
-
+    copy: dict[str, Callable[[], Run]] = {"copy": lambda: copy_of(num_bytes, x.wide_a.device)}
     if shape.format == "bf16":
-        return {"copy": copy}
+        return copy
     offsets = cast(torch.Tensor, x.offsets)
-    return {"copy": copy, "bf16": lambda: lambda: grouped_gemm(x.wide_a, x.wide_b, offsets)}
+    return {**copy, "bf16": lambda: lambda: grouped_gemm(x.wide_a, x.wide_b, offsets)}
 
 
 def _torch_error(shape: GroupedShape, x: Inputs, theirs: tuple) -> float:

@@ -8,6 +8,7 @@ import weakref
 from collections.abc import Callable
 from dataclasses import replace
 from datetime import timedelta
+from functools import partial
 from numbers import Real
 from typing import Any, cast
 
@@ -17,7 +18,17 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.distributed_c10d import PrefixStore, ProcessGroupGloo
 
 from envoi.check import describe, expect_int
-from envoi.moe.op import as_rows, check_ids, check_tokens, empty_out, flatten, mlp_flops, unflatten
+from envoi.moe.op import (
+    as_rows,
+    check_ids,
+    check_tokens,
+    constants_of,
+    empty_out,
+    flatten,
+    mlp_flops,
+    tensors_of,
+    unflatten,
+)
 from envoi.moe.parallel import nccl, nvlink, symmetric_memory
 from envoi.moe.parallel.collectives import Channel, gather_ints, gather_texts
 from envoi.moe.parallel.dispatch import REFUSED_ON_HOST
@@ -25,7 +36,9 @@ from envoi.moe.parallel.symmetric_memory import Domain, SharedLayout
 from envoi.moe.parallel.timeout import PeerTimeout, Watch
 from envoi.moe.router.reference import count_tokens
 from envoi.plan.presum import pays
+from envoi.runtime import shortcuts
 from envoi.runtime.custom_op import operator
+from envoi.runtime.prepared.calls import plain
 from envoi.types import ExpertWeights, Routing
 
 NVLINK = "all ranks reach each other's memory"
@@ -94,7 +107,7 @@ class ExpertParallel:
         self.experts, self.timeout_s = experts, timeout_s
         sizes = _agree(self.channel, experts, timeout_s, max_tokens, num_topk, presum)
         self.channel.watch.opened()
-        self._lock = threading.Lock()
+        self._lock: Any = threading.RLock()
         self.expert_offsets = [0, *itertools.accumulate(sizes)]
         self.num_experts = self.expert_offsets[-1]
         self.max_tokens, self.num_topk = max_tokens, num_topk
@@ -119,10 +132,28 @@ class ExpertParallel:
         only the device knows), the output is NaN everywhere, and a later call or `check` raises. A `routing` that is no
         Routing of tensors is an error on this rank alone.
         """
+        if shortcuts.PREPARED and self.domain is not None and type(routing) is Routing and plain():
+            return self._moe_prepared(tokens, routing)
+        return self._moe(tokens, routing)
+
+    def _moe(self, tokens: torch.Tensor, routing: Routing) -> torch.Tensor:
         rows, slots, dtype = as_rows(tokens, routing)
         ids, weights = slots.topk_ids, slots.topk_weights
         out = _moe_parallel(rows, weights, ids, routing.num_experts, self.name, *flatten(self.experts))
         return out if rows is tokens and dtype == out.dtype else out.to(dtype).view(tokens.shape)
+
+    def _moe_prepared(self, tokens: torch.Tensor, routing: Routing) -> torch.Tensor:
+        """Run the layer by prepared launches, if these shapes have any; its checks are those of `_run_over_nvlink`."""
+        with self._lock:
+            domain, experts = self.domain, self.experts
+            if domain is None:  # closed meanwhile
+                return self._moe(tokens, routing)
+            self._check_lateness()
+            constants = "moe_parallel", routing.num_experts, *constants_of(experts)
+            tensors = tokens, routing.topk_weights, routing.topk_ids, *tensors_of(experts)
+            out = domain.calls.run(constants, tensors, partial(self._moe, tokens, routing))
+            self.check()
+            return out
 
     def check(self) -> None:
         """Raise the error of an earlier call, if one failed; over NVLink, of calls that the device has reached.
@@ -130,7 +161,7 @@ class ExpertParallel:
         After `torch.cuda.synchronize()` these are all calls. Not a collective call.
         """
         self._check_lateness()
-        if self.domain is not None and self.domain.report[1].any():
+        if self.domain is not None and any(self.domain.codes[1]):
             self._raise_refusal(self.domain)
 
     def close(self) -> None:
@@ -181,8 +212,8 @@ class ExpertParallel:
     def _check_lateness(self) -> None:
         """Raise PeerTimeout if a rank was late in this call or any before it: the group can't be used any more."""
         watch = self.channel.watch if self.domain is None else self.domain.watch
-        if watch.failure is None and self.domain is not None and self.domain.report[0].any():
-            codes = self.domain.report[0].tolist()
+        if watch.failure is None and self.domain is not None and any(self.domain.codes[0]):
+            codes = list(self.domain.codes[0])
             late = [rank for rank, code in enumerate(codes) if code]
             names = watch.first_to_say([watch.ranks[rank] for rank in late])
             watch.failure = PeerTimeout(names, nvlink.LATE_STEPS[codes[late[0]]], self.timeout_s, rank=watch.rank)
@@ -194,9 +225,10 @@ class ExpertParallel:
 
         Resets the codes that it reads from `report`.
         """
-        codes = domain.report[1].tolist()
+        codes = list(domain.codes[1])
         complaining = [rank for rank, code in enumerate(codes) if code]
-        domain.report[1, complaining] = 0  # not all: the device may write others meanwhile
+        for rank in complaining:  # not all: the device may write others meanwhile
+            domain.codes[1][rank] = 0
         refused = [r for r in complaining if (r, codes[r]) != (domain.rank, REFUSED_ON_HOST)]
         if not refused:
             return
@@ -231,7 +263,7 @@ class ExpertParallel:
         layout = replace(layout, presum=presum)
         key = (tuple(self.channel.watch.ranks), layout, tuple(self.expert_offsets), self.timeout_s)
         domain = _domains.get(key)
-        if domain is not None and domain.report[0].any():
+        if domain is not None and any(domain.codes[0]):
             domain = None  # a rank was lost: the flags can't be trusted any more
         if all(gather_texts(self.channel, "known" if domain is not None else "", "opening the group")):
             return domain, NVLINK

@@ -70,13 +70,14 @@ def to_bytes(rows: Matrix, topk_weights: torch.Tensor) -> torch.Tensor:
 
 def from_bytes(packed: torch.Tensor, like: Matrix) -> tuple[Matrix, torch.Tensor]:
     """Inverse of `to_bytes`: rows and routing weights; `like` gives the dtypes and widths."""
+    # Copies, always: one row's columns are contiguous where they are, at any byte, and so can't be seen as float32.
     parts = [like] if isinstance(like, torch.Tensor) else [like.values, like.sf]
     columns, start = [], 0
     for part in parts:
         width = part.shape[1] * part.element_size()
-        columns.append(packed[:, start : start + width].contiguous().view(part.dtype))
+        columns.append(packed[:, start : start + width].clone(memory_format=torch.contiguous_format).view(part.dtype))
         start += width
-    weights = packed[:, start:].contiguous().view(torch.float32).squeeze(1)
+    weights = packed[:, start:].clone(memory_format=torch.contiguous_format).view(torch.float32).squeeze(1)
     if isinstance(like, torch.Tensor):
         return columns[0], weights
     return QuantTensor(columns[0], columns[1], like.group), weights
