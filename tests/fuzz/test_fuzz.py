@@ -4,6 +4,7 @@ import json
 
 import pytest
 import torch
+
 from tools.fuzz import __main__ as command
 from tools.fuzz import run
 from tools.fuzz.draw import Case, Draw

@@ -4,13 +4,13 @@ from dataclasses import replace
 
 import pytest
 import torch
+
+import envoi
+from envoi.types import ExpertWeights, QuantTensor
 from tools.fuzz import approx, experts, formats, indexer, parallel, products, routing, run
 from tools.fuzz.approx import Approx
 from tools.fuzz.draw import Draw
 from tools.fuzz.formats import round_to, ulp
-
-import envoi
-from envoi.types import ExpertWeights, QuantTensor
 
 SEEDS = range(40)
 MODULES = {"gemm": products, "grouped_gemm": products, "moe": experts, "expert_parallel": parallel, "route": routing}

@@ -1,7 +1,5 @@
 """Epilogues of halves on a GPU: every config gives the bits of interleaved weights; errors; what else runs them."""
 
-from collections.abc import Iterator
-
 import pytest
 import torch
 
@@ -72,24 +70,29 @@ def offsets_of(counts: list[int]) -> torch.Tensor:
     return torch.tensor([0, *torch.tensor(counts).cumsum(0).tolist()], dtype=torch.int32, device="cuda")
 
 
-def configs(rows: Matrix, weights: Matrix, offsets: torch.Tensor | None, ir, operands: dict) -> Iterator[Config]:
+def configs(rows: Matrix, weights: Matrix, offsets: torch.Tensor | None, ir, operands: dict) -> list[Config]:
+    """Return the config of this call, and a candidate of each kind: compiling all of them takes too long."""
     call, chosen = host.planned(rows, weights, offsets, ir, torch.bfloat16, operands, num_sms(weights.device))
-    yield from dict.fromkeys([chosen, *candidates(host.problem_of(call), call.code)])
+    kinds = {}
+    for c in candidates(host.problem_of(call), call.code):
+        wide = c.block_k * call.a.itemsize > 128
+        kinds.setdefault((c.swap_ab, c.pingpong, c.wide_tail_tiles, c.split_k > 1, wide), c)
+    return list(dict.fromkeys([chosen, *kinds.values()]))
 
 
 COUNTS = {"few": [3, 0, 8, 1, 20, 64, 0, 7], "many": [0, 1, 63, 64, 65, 127, 128, 129, 300, 700]}
 
 
-@pytest.mark.parametrize("name", HALVES)
+@pytest.mark.parametrize("name", ["plain", "biased"])
 @pytest.mark.parametrize("format", KINDS)
 @pytest.mark.parametrize("counts", COUNTS)
-def test_every_config_has_the_bits_of_interleaved_weights(name, format, counts, monkeypatch):
+def test_every_kind_of_config_has_the_bits_of_interleaved_weights(name, format, counts, monkeypatch):
     E, P, N, K = len(COUNTS[counts]), sum(COUNTS[counts]) + 70, 2048, 640
     rows, weights, mixed = sides(format, P, N, K, E)
     offsets, operands = offsets_of(COUNTS[counts]), operands_for(HALVES[name], P, N, E)
     moved = {key: interleave_gate_up(x, -1) if key == "bias" else x for key, x in operands.items()}
-    tried = list(configs(rows, weights, offsets, HALVES[name].ir, operands))
-    assert len(tried) > 3
+    tried = configs(rows, weights, offsets, HALVES[name].ir, operands)
+    assert len(tried) > 1
     for config in tried:
         monkeypatch.setattr(tune, "choose", lambda *_, config=config: config)
         got = flat(grouped_gemm(rows, weights, offsets, HALVES[name], **operands))
@@ -103,19 +106,19 @@ def test_every_config_has_the_bits_of_interleaved_weights(name, format, counts, 
 def test_one_matrix(format, M, monkeypatch):
     rows, weights, mixed = sides(format, M, 1536, 640, 1)
     weights, mixed = pick_expert(weights, 0), pick_expert(mixed, 0)
-    for name in ("plain", "biased"):
-        operands = operands_for(HALVES[name], M, 1536)
-        moved = {key: interleave_gate_up(x, -1) if key == "bias" else x for key, x in operands.items()}
-        for config in configs(rows, weights, None, HALVES[name].ir, operands):
-            monkeypatch.setattr(tune, "choose", lambda *_, config=config: config)
-            got = flat(gemm(rows, weights, HALVES[name], **operands))
-            for x, y in zip(got, flat(gemm(rows, mixed, PAIRS[name], **moved)), strict=True):
-                assert_same_bits(x, y)
-        monkeypatch.undo()
+    operands = operands_for(HALVES["biased"], M, 1536)
+    moved = {key: interleave_gate_up(x, -1) if key == "bias" else x for key, x in operands.items()}
+    for config in configs(rows, weights, None, HALVES["biased"].ir, operands):
+        monkeypatch.setattr(tune, "choose", lambda *_, config=config: config)
+        got = flat(gemm(rows, weights, HALVES["biased"], **operands))
+        for x, y in zip(got, flat(gemm(rows, mixed, PAIRS["biased"], **moved)), strict=True):
+            assert_same_bits(x, y)
 
 
-@pytest.mark.parametrize("name", HALVES)
-@pytest.mark.parametrize("format", [*KINDS, "mxfp8", "mxfp4"])  # the last two: by the Triton kernels
+ENDINGS = [*((format, "plain") for format in (*KINDS, "mxfp8", "mxfp4")), *(("bf16", name) for name in HALVES)]
+
+
+@pytest.mark.parametrize(("format", "name"), dict.fromkeys(ENDINGS))  # mxfp8 and mxfp4 by the Triton kernels
 @pytest.mark.parametrize(("counts", "N"), [([3, 0, 8, 20], 512), ([0, 200, 1, 700], 1792), ([60, 9, 130], 832)])
 def test_error_is_at_most_twice_torchs(name, format, counts, N):
     if format == "fp8_block128":

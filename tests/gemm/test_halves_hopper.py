@@ -7,13 +7,15 @@ import pytest
 import torch
 
 from envoi.epilogue import epilogue, halves, library, silu
+from envoi.gemm.grouping import EXPERTS_ROWS
+from envoi.gemm.hopper import cases as hopper_cases
 from envoi.gemm.hopper import host
+from envoi.gemm.hopper.cases import Case, Inputs
 from envoi.gemm.hopper.config import Config, supports
+from envoi.gemm.hopper_mx import host as hopper_mx
+from envoi.gemm.hopper_w4a16 import many
 from envoi.runtime.tma import halves_descriptor, tma_ready
-from envoi.sass import hopper_recipes
-from envoi.sass.compile import Binary, compile_recipe
-from envoi.sass.hopper_cases import Case
-from envoi.sass.hopper_recipes import Inputs
+from tools.machine_code.compile import Binary, compile_launch
 
 CONCAT, INTERLEAVED = (library.expert_l1("swiglu", None, False, None, layout) for layout in ("concat", "interleaved"))
 MANY = Case("many", "expert_l1", 12288, 4096, 4096, num_experts=32, write_tail=False)
@@ -36,7 +38,7 @@ EPILOGUES = {
 
 def concat(case: Case) -> Inputs:
     """Return a case's inputs with weights in the layout "concat"."""
-    return replace(hopper_recipes.inputs(case), epilogue=EPILOGUES[case.epilogue])
+    return replace(hopper_cases.inputs(case), epilogue=EPILOGUES[case.epilogue])
 
 
 def in_powers(given: Inputs) -> Inputs:
@@ -45,10 +47,10 @@ def in_powers(given: Inputs) -> Inputs:
 
 
 def compiled(given: Inputs, config: Config | None = None) -> Binary:
-    call, chosen = hopper_recipes.planned(given)
+    call, chosen = hopper_cases.planned(given)
     if config is not None:
         assert supports(host.problem_of(call), config, call.code) == ""
-    return compile_recipe(hopper_recipes.recipe_of(call, config or chosen), "sm_90")
+    return compile_launch(hopper_cases.launch_with(call, config or chosen), "sm_90")
 
 
 def assert_loads_boxes_of_both_halves(binary: Binary) -> None:
@@ -79,7 +81,7 @@ def test_a_box_of_padded_rows():
 
 @pytest.mark.parametrize("case", CASES, ids=lambda case: f"{case.name}-{case.format}")
 def test_both_layouts_run_with_the_same_config(case):
-    plans = [hopper_recipes.planned(given)[1] for given in (concat(case), hopper_recipes.inputs(case))]
+    plans = [hopper_cases.planned(given)[1] for given in (concat(case), hopper_cases.inputs(case))]
     assert plans[0] == plans[1]
 
 
@@ -121,14 +123,25 @@ def test_other_configs_compile(name):
 
 
 def test_configs_that_cant_take_halves():
-    call, config = hopper_recipes.planned(concat(DENSE))
+    call, config = hopper_cases.planned(concat(DENSE))
     problem, why = host.problem_of(call), "block_y: expected at least 16, and split_k 1, for an epilogue of halves"
     assert supports(problem, config, call.code) == ""
     assert supports(problem, replace(config, split_k=2), call.code).startswith(why)
     narrow = Config(64, 1, 8, 64, 4, epilogue_columns=8)
     assert supports(problem, narrow, call.code).startswith(why)
-    plain, _ = hopper_recipes.planned(hopper_recipes.inputs(DENSE))
+    plain, _ = hopper_cases.planned(hopper_cases.inputs(DENSE))
     assert not supports(problem, narrow, plain.code).startswith(why)
+
+
+@pytest.mark.parametrize("format", ["mxfp8", "mxfp4", "mxfp4_mxfp8"])
+def test_kernels_of_mx_weights_read_interleaved_ones_only(format):
+    given = hopper_cases.inputs(replace(FEW, format=format))
+    assert hopper_mx.supports_mx(given.a, given.b, CONCAT.ir) == "halves of the weights' rows"
+    assert hopper_mx.supports_mx(given.a, given.b, INTERLEAVED.ir) == ""
+    fragments = replace(given.b, order="fragments")
+    if format == "mxfp4":
+        assert many.supports_many(given.a, fragments, CONCAT.ir, EXPERTS_ROWS) == "halves of the weights' rows"
+        assert many.supports_many(given.a, fragments, INTERLEAVED.ir, EXPERTS_ROWS) == ""
 
 
 @pytest.mark.parametrize(("rows", "reason"), [(512, ""), (384, "halves that end within a block of 128 rows")])

@@ -27,9 +27,9 @@ def test_error_is_at_most_twice_the_references(format, kind):
     assert_right(make(tokens=200, hidden=512, intermediate=256, packed_layout="concat", **KINDS[kind]), format)
 
 
-@pytest.mark.parametrize("tokens", [1, 5, 64, 700, 4000])
+@pytest.mark.parametrize("tokens", [5, 64, 700, 4000])
 @pytest.mark.parametrize("format", READ_AS_STORED)
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", ["swiglu", "swiglu_oai"])
 def test_both_layouts_give_the_same_bits(format, tokens, kind):
     layer = with_equal_factors(make(tokens=tokens, experts=16, k=4, hidden=1024, intermediate=512, **KINDS[kind]))
     layer = on_gpu(layer)

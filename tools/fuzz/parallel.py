@@ -11,13 +11,13 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from tests.helpers.ranks import run_ranks
-from tests.moe.parallel import domains
 
 import envoi
 from envoi.moe.layer import has_kernels
 from envoi.moe.parallel.symmetric_memory import SharedLayout
 from envoi.types import Routing
+from tests.helpers.ranks import run_ranks
+from tests.moe.parallel import domains
 from tools.fuzz.approx import wrong
 from tools.fuzz.draw import Case, Draw
 from tools.fuzz.experts import Device, Layer, layer, oracle

@@ -110,6 +110,8 @@ def _run_suite(
             continue
         rows.append(_row(case, trial, roof))
         notes += [f"{label}: {name} didn't run: {why}" for name, why in trial.missing.items()]
+        if trial.details:
+            notes.append(f"{label}: {', '.join(f'{name} {value}' for name, value in trial.details.items())}")
         if trial.baselines:
             measurements.append(to_measurement(case, trial, roof, ranks, plan.commit))
             if ranks.rank == 0:

@@ -206,9 +206,12 @@ def plus(a, b):
 
 
 @triton.jit
-def halves_in_turn(ids, N):
-    """Return 0, N / 2, 1, N / 2 + 1, .. for the ids 0, 1, 2, 3, ..: columns of both halves of a matrix, in turn."""
-    return (ids >> 1) + (ids & 1) * (N // 2)
+def halves_in_turn(ids, n, N):
+    """Return i, i + N / 2, i + 1, i + 1 + N / 2, .. for the ids 0, 1, 2, 3, ..: columns of both halves, in turn.
+
+    i = n / 2. The first column n, an even number, is apart, so that the compiler knows the bits of the ids.
+    """
+    return (ids >> 1) + (ids & 1) * (N // 2) + n // 2
 
 
 @triton.jit

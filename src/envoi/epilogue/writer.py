@@ -108,8 +108,8 @@ class Writer:
             return f"load_at({pointer}, row_ids(x1, at.m), at.m_end)"
         d = operand.shape.divisor
         if operand.shape.rows == "1":
-            ids = f"col_ids(x{d}, at.n // {d})"
-            ids = f"halves_in_turn({ids}, at.N)" if d == 1 and self.ir.takes_halves else ids
+            in_turn = d == 1 and self.ir.takes_halves
+            ids = "halves_in_turn(col_ids(x1, 0), at.n, at.N)" if in_turn else f"col_ids(x{d}, at.n // {d})"
             return f"load_at({pointer}, {ids}, at.N // {d})"
         if operand.name in self.side:
             index = self.side.index(operand.name)

@@ -29,17 +29,18 @@ def constants_of(experts: ExpertWeights) -> tuple:
     """Return what a call depends on but for the tensors that `tensors_of` returns."""
     forms = []
     for x in (experts.gate_up, experts.down):
-        forms.append((x.group, x.tame, x.order) if type(x) is QuantTensor else None)
-    return experts.format, experts.activation, exactly(experts.swiglu_limit), *forms
+        forms.append((x.group, x.tame, x.order) if isinstance(x, QuantTensor) else None)
+    return experts.format, experts.activation, exactly(experts.swiglu_limit), experts.gate_up_layout, *forms
 
 
 def tensors_of(experts: ExpertWeights) -> tuple[torch.Tensor | None, ...]:
     """Return the experts' tensors, None for those that they don't have."""
-    x, y = experts.gate_up, experts.down
-    return (
-        *((x.values, x.sf, x.scale) if type(x) is QuantTensor else (x, None, None)), experts.gate_up_bias,
-        *((y.values, y.sf, y.scale) if type(y) is QuantTensor else (y, None, None)), experts.down_bias,
-    )  # fmt: skip
+    x, y = _parts(experts.gate_up), _parts(experts.down)
+    return *x, experts.gate_up_bias, *y, experts.down_bias
+
+
+def _parts(weight: Matrix) -> tuple[torch.Tensor | None, ...]:
+    return (weight.values, weight.sf, weight.scale) if isinstance(weight, QuantTensor) else (weight,)
 
 
 def unflatten(

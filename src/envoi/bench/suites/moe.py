@@ -52,10 +52,10 @@ def _measure_alone(shape: MoeShape, layer: Layer, bench: Bench) -> Trial:
         "eager": lambda: lambda: eager_moe(layer),
         "torch_grouped": lambda: grouped_moe_fp8(layer) if fp8 else lambda: grouped_moe(layer),
     }
-    if shape.format in READ_AS_STORED:
-        candidates["concat"] = lambda: _with_gates_first(layer)
     if bench.on_gpu:
         candidates |= moe_peers.candidates(shape, layer, _oracle)
+    if shape.format in READ_AS_STORED:
+        candidates["concat"] = lambda: _with_gates_first(layer)
     timing, baselines, missing = time_rounds(bench.clock, ours, candidates)
     error = errors(layer, ours(), eager_moe(layer))
     details = moe_peers.versions(list(baselines))

@@ -100,8 +100,10 @@ class Pipeline:
     @gluon.jit
     def operands(self, step, boxes):
         """Consumer: return x [rows_per_consumer, block_k] and y.T [block_k, block_y] of a stage."""
-        stage = step % self.cfg.num_stages
-        x, y = as_matrix(self.x_box(stage, boxes.x)), as_matrix(self.y_box(stage, boxes.y))
+        cfg: gl.constexpr = self.cfg
+        stage = step % cfg.num_stages
+        x = as_matrix(self.x_box(stage, boxes.x), cfg.rows_per_consumer, cfg.block_k)
+        y = as_matrix(self.y_box(stage, boxes.y), cfg.block_y, cfg.block_k)
         return x, y.permute((1, 0))
 
     @gluon.jit
@@ -163,10 +165,10 @@ class Pipeline:
 
 
 @gluon.jit
-def as_matrix(box):
-    """Return a box of shared memory [rows, block_k], or [2, rows / 2, block_k], as [rows, block_k]."""
+def as_matrix(box, ROWS: gl.constexpr, COLUMNS: gl.constexpr):
+    """Return a box of shared memory, [ROWS, COLUMNS] or [2, ROWS / 2, COLUMNS], as [ROWS, COLUMNS]."""
     if len(box.shape) == 3:
-        return box.reshape((box.shape[0] * box.shape[1], box.shape[2]))
+        return box.reshape((ROWS, COLUMNS))
     else:
         return box
 

@@ -82,7 +82,7 @@ def place(tile, offsets, M, num_experts, BLOCK_M: tl.constexpr, MAX_EXPERTS: tl.
 def columns_of(n, BLOCK_N: tl.constexpr, N, code: tl.constexpr):
     """Return the columns of the product that an epilogue takes as its accumulator's columns n, n + 1, .."""
     if code.takes_halves:
-        return halves_in_turn(n + tl.arange(0, BLOCK_N), N)
+        return halves_in_turn(tl.arange(0, BLOCK_N), n, N)
     else:
         return n + tl.arange(0, BLOCK_N)
 
@@ -236,9 +236,9 @@ def rows_kernel(
 def load_product(acc, like, m, n, m_end, N, code: tl.constexpr):
     """Load the accumulators of a chunk like `like` from the product in memory, [.., N] float32."""
     if code.takes_halves:
-        rows, ids = row_ids(like, m), col_ids(like, n)
-        at = rows[:, None].to(tl.int64) * N + halves_in_turn(ids, N)[None, :]
-        return tl.load(acc + at, mask=(rows < m_end)[:, None] & (ids < N)[None, :], other=0.0)
+        rows, columns = row_ids(like, m), halves_in_turn(col_ids(like, 0), n, N)
+        at = rows[:, None].to(tl.int64) * N + columns[None, :]
+        return tl.load(acc + at, mask=(rows < m_end)[:, None] & (col_ids(like, n) < N)[None, :], other=0.0)
     else:
         return load_tile(acc, like, m, n, m_end, N)
 
