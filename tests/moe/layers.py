@@ -3,10 +3,10 @@
 from dataclasses import dataclass
 
 import torch
-from torch.nn.functional import linear, silu
+from torch.nn.functional import gelu, linear, relu, silu
 
 from envoi.moe import moe, pack
-from envoi.types import ExpertWeights, Routing
+from envoi.types import UNGATED, ExpertWeights, Routing
 from tests.helpers.accuracy import assert_same_bits
 
 
@@ -49,11 +49,12 @@ def make(
     ids = torch.rand(tokens, experts, generator=source).argsort(1)[:, :k].to(torch.int32)
     ids = ids.masked_fill(torch.rand(ids.shape, generator=source) < masked, -1)
     weights = torch.rand(ids.shape, generator=source)
+    rows = intermediate if activation in UNGATED else 2 * intermediate
     return Layer(
         normal(tokens, hidden).bfloat16(), Routing(weights, ids, experts),
-        (normal(experts, 2 * intermediate, hidden) / hidden**0.5).bfloat16(),
+        (normal(experts, rows, hidden) / hidden**0.5).bfloat16(),
         (normal(experts, hidden, intermediate) / intermediate**0.5).bfloat16(),
-        normal(experts, 2 * intermediate) if bias else None, normal(experts, hidden) if bias else None,
+        normal(experts, rows) if bias else None, normal(experts, hidden) if bias else None,
         activation, limit, packed_layout,
     )  # fmt: skip
 
@@ -93,10 +94,14 @@ def eager_bf16(layer: Layer) -> torch.Tensor:
 
 
 def _activate(h: torch.Tensor, layer: Layer) -> torch.Tensor:
+    if layer.activation in UNGATED:
+        return silu(h) if layer.activation == "silu" else relu(h) ** 2
     gate, up = h.chunk(2, dim=-1)
     limit = 7.0 if layer.activation == "swiglu_oai" and layer.limit is None else layer.limit
     if limit is not None:
         gate, up = gate.clamp(max=limit), up.clamp(-limit, limit)
     if layer.activation == "swiglu_oai":
         return (up + 1) * gate * torch.sigmoid(1.702 * gate)
+    if layer.activation.startswith("geglu"):
+        return gelu(gate, approximate="tanh" if layer.activation == "geglu_tanh" else "none") * up
     return silu(gate) * up

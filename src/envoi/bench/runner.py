@@ -11,13 +11,13 @@ import torch.distributed as dist
 from envoi import env
 from envoi.bench import machine
 from envoi.bench.evidence import Measurement
-from envoi.bench.progress import Progress
 from envoi.bench.roof import Roof, measure_roof
 from envoi.bench.shapes import Case
 from envoi.bench.suites import measure, repeat_of
 from envoi.bench.summary import means, of_roof
 from envoi.bench.timing import Clock, Timing
 from envoi.bench.trial import Bench, Compiler, Trial
+from envoi.progress import Progress
 from envoi.table import align, number, ratio
 
 

@@ -146,5 +146,7 @@ def mlp_flops(tokens, topk_weights, topk_ids, *arguments):
     Takes the arguments of the operators of `envoi.moe` and `ExpertParallel.moe`. Across ranks it counts the slots of
     this rank's tokens, whichever rank owns their experts.
     """
-    gate_up = next(x for x in arguments if isinstance(x, torch.Tensor))  # [E, 2I, H]
-    return 2 * topk_ids.numel() * tokens.shape[1] * (gate_up.shape[1] + gate_up.shape[1] // 2)
+    first = next(place for place, x in enumerate(arguments) if isinstance(x, torch.Tensor))
+    gate_up, down = arguments[first], arguments[first + 3]  # as `flatten` has them
+    intermediate = down.shape[2] * (2 if down.dtype == torch.uint8 else 1)
+    return 2 * topk_ids.numel() * tokens.shape[1] * (gate_up.shape[1] + intermediate)

@@ -7,7 +7,8 @@
         h = quantise(h)                                                       as the format says; bf16 otherwise
         out = down[e] @ h + w * down_bias[e]                                  float32, rounded to bf16 once
 
-split takes every other value, or in the layout "concat" the first half and the second.
+geglu has gelu(gate), geglu_tanh its approximation by tanh, in place of silu(gate); without a gate h = silu(up) * w or
+relu(up)^2 * w. split takes every other value, or in the layout "concat" the first half and the second.
 The routing weight is applied before the second GEMM, which is linear in it, so that combine is a plain sum. The kernels
 (`envoi.moe.experts`) round h to bf16 before they quantise it to fp8_row or fp8_block128.
 """
