@@ -3,9 +3,9 @@
 import itertools
 import platform
 import threading
-import time
 import weakref
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import replace
 from datetime import timedelta
 from numbers import Real
@@ -14,13 +14,14 @@ from typing import Any, cast
 import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.distributed_c10d import PrefixStore, ProcessGroupGloo
+from torch.distributed.distributed_c10d import PrefixStore, ProcessGroupGloo, Store
 
 from envoi.check import describe, expect_int
 from envoi.moe.op import as_rows, check_ids, check_tokens, flatten, mlp_flops, unflatten
 from envoi.moe.parallel import nccl, nvlink, symmetric_memory
 from envoi.moe.parallel.collectives import Channel, gather_ints, gather_texts
 from envoi.moe.parallel.dispatch import REFUSED_ON_HOST
+from envoi.moe.parallel.store import connect, is_on_this_host
 from envoi.moe.parallel.symmetric_memory import Domain, SharedLayout
 from envoi.moe.parallel.timeout import PeerTimeout, Watch
 from envoi.moe.router.reference import count_tokens
@@ -93,7 +94,8 @@ class ExpertParallel:
         _raise_together(gather_texts(self.channel, refusal, "opening the group"), refusal)
         self.experts, self.timeout_s = experts, timeout_s
         sizes = _agree(self.channel, experts, timeout_s, max_tokens, num_topk, presum)
-        self.channel.watch.opened()
+        by_store = is_on_this_host(dist.distributed_c10d._get_default_store())
+        self.channel.watch.opened(gather_ints(self.channel, [by_store], "opening the group")[:, 0].tolist())
         self._lock = threading.Lock()
         self.expert_offsets = [0, *itertools.accumulate(sizes)]
         self.num_experts = self.expert_offsets[-1]
@@ -170,7 +172,9 @@ class ExpertParallel:
         self._check_lateness()
         with torch.cuda.device(domain.memory.device):
             if refusal:
-                domain.watch.store.set(f"refused/{domain.rank}", refusal)
+                key = f"refused/{domain.rank}"
+                with suppress(RuntimeError):  # without a store the peers hear of a refusal, not which
+                    domain.watch.ask(lambda store: store.set(key, refusal), self.timeout_s)
                 nvlink.refuse(domain)
                 raise ValueError(refusal)
             out = nvlink.run_layer(domain, tokens, routing.topk_weights, routing.topk_ids, experts)
@@ -202,7 +206,8 @@ class ExpertParallel:
             return
         text = f"routing.topk_ids: expected ids from 0 to {self.num_experts - 1}, or -1 for a masked slot"
         if codes[refused[0]] == REFUSED_ON_HOST:
-            text = domain.watch.store.get(f"refused/{refused[0]}").decode()
+            key = f"refused/{refused[0]}"
+            text = domain.watch.ask(lambda store: store.get(key), self.timeout_s).decode()
         raise ValueError(f"rank {refused[0]} of the group refused its arguments in an earlier call: {text}")
 
     def _open_domain(self, group: dist.ProcessGroup, presum: bool | None) -> tuple[Domain | None, str]:
@@ -354,17 +359,16 @@ def _process_group(group: Any) -> dist.ProcessGroup:
 def _open_channel(group: dist.ProcessGroup, device: torch.device, timeout_s: float, name: str) -> Channel:
     ranks = dist.get_process_group_ranks(group)
     # Only through the default group's store can ranks be told anything when a collective can't reach them.
-    store = PrefixStore(name, dist.distributed_c10d._get_default_store())
-    watch = Watch(store, ranks, dist.get_rank(), timeout_s)
+    watch = Watch(connect(), name, ranks, dist.get_rank(), timeout_s)
     left_s = watch.join("opening the group")  # gloo would wait for a lost rank once for each try
-    start = time.monotonic()
-    try:
+
+    def make(store: Store) -> ProcessGroupGloo:
         # Not dist.new_group: it reuses names of destroyed groups, and gloo can't open a name twice.
         a_try = timedelta(seconds=left_s / CONNECT_TRIES)
-        gloo = ProcessGroupGloo(PrefixStore("gloo", store), group.rank(), group.size(), a_try)
-        gloo._set_default_timeout(timedelta(seconds=timeout_s))
-    except RuntimeError as error:
-        watch.fail("opening the group", error, time.monotonic() - start)
+        return ProcessGroupGloo(PrefixStore(f"{name}/gloo", store), group.rank(), group.size(), a_try)
+
+    gloo = watch.connect("opening the group", make, left_s)
+    gloo._set_default_timeout(timedelta(seconds=timeout_s))
     control = cast(dist.ProcessGroup, gloo)
     if "nccl" in dist.get_backend(group):
         return Channel(control, group, device, watch)
