@@ -69,6 +69,14 @@ def test_more_slots_than_a_rank_has_experts():
     assert_same_bits(torch.cat([outcome.value[0] for outcome in outcomes]), on_one_rank(case))
 
 
+def test_three_collectives_and_a_token_once_to_each_rank_that_needs_it():
+    for outcome in run_ranks(4, cases.run_counted, {"tokens": 90, "k": 6}):
+        assert outcome.text == ""
+        seen, (num_tokens, num_slots) = outcome.value
+        assert seen == [("dispatch: exchange of counts", 1), ("dispatch", num_tokens), ("combine", num_slots)]
+        assert num_tokens < num_slots
+
+
 def test_what_callers_have_is_taken():
     for outcome in run_ranks(2, cases.as_callers_have_them):
         assert outcome.text == ""

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from envoi.moe import moe
-from envoi.moe.parallel import PeerTimeout, nccl
+from envoi.moe.parallel import PeerTimeout, counted
 from tests.helpers.accuracy import assert_same_bits
 from tests.helpers.hosts import Hosts, two_hosts
 from tests.helpers.ranks import run_ranks
@@ -57,7 +57,7 @@ def lose_link(rank: int, num_ranks: int, hosts: Hosts, board: Path, outage_s: fl
     layer, ends = make(), [2, 4, 6, 8]
     parallel = cases.open_parallel(layer, "bf16", rank, ends, timeout_s=TIMEOUT_S)
     inputs = cases.part_of(layer, rank, [15, 30, 45, 60])
-    first, combine = parallel.moe(*inputs), nccl.combine
+    first, combine = parallel.moe(*inputs), counted.combine
 
     def pull_cable(*arguments):
         if rank == 2:
@@ -68,14 +68,14 @@ def lose_link(rank: int, num_ranks: int, hosts: Hosts, board: Path, outage_s: fl
         hear(board, "down")  # rows sent before would come through
         return combine(*arguments)
 
-    nccl.combine = pull_cable
+    counted.combine = pull_cable
     try:
         got = "right" if torch.equal(parallel.moe(*inputs), first) else "wrong"
         ranks = []
     except PeerTimeout as error:
         got, ranks = str(error), error.ranks
     seconds = time.monotonic() - (board / "down").stat().st_mtime + time.time() - time.monotonic()
-    nccl.combine = combine
+    counted.combine = combine
     say(board, f"done {rank}")
     hear(board, *(f"done {r}" for r in range(num_ranks)))
     if rank == 2:

@@ -18,13 +18,13 @@ from torch.distributed.distributed_c10d import PrefixStore, ProcessGroupGloo, St
 
 from envoi.check import describe, expect_int
 from envoi.moe.op import as_rows, check_ids, check_tokens, flatten, mlp_flops, unflatten
-from envoi.moe.parallel import nccl, nvlink, symmetric_memory
+from envoi.moe.parallel import counted, gathered, nvlink, symmetric_memory
 from envoi.moe.parallel.collectives import Channel, gather_ints, gather_texts
 from envoi.moe.parallel.dispatch import REFUSED_ON_HOST
 from envoi.moe.parallel.store import connect, is_on_this_host
 from envoi.moe.parallel.symmetric_memory import Domain, SharedLayout
 from envoi.moe.parallel.timeout import PeerTimeout, Watch
-from envoi.moe.router.reference import count_tokens
+from envoi.plan.gathering import LINKS, gathering_pays
 from envoi.plan.presum import pays
 from envoi.runtime.custom_op import operator
 from envoi.types import ExpertWeights, Routing
@@ -99,12 +99,16 @@ class ExpertParallel:
         self._lock = threading.Lock()
         self.expert_offsets = [0, *itertools.accumulate(sizes)]
         self.num_experts = self.expert_offsets[-1]
+        self.rank_ends = torch.tensor(self.expert_offsets[1:], dtype=torch.int32, device=experts.device)
         self.max_tokens, self.num_topk = max_tokens, num_topk
         self.transport = "gloo" if self.channel.data is self.channel.control else "nccl"
         self.domain, self.why = self._open_domain(group, presum)
         if self.domain is not None:
             self.transport, self._lock = "nvlink", self.domain.lock  # objects that share memory take turns
-        self.presum = self.domain is not None and self.domain.layout.presum
+        self.room = self._open_room(bool(presum)) if self.domain is None else None
+        layout = self.domain.layout if self.domain is not None else self.room.layout if self.room is not None else None
+        self.presum = layout is not None and layout.presum
+        self.exchange = "memory" if self.domain is not None else "counted" if self.room is None else "gathered"
         _instances[self.name] = self
 
     def moe(self, tokens: torch.Tensor, routing: Routing) -> torch.Tensor:
@@ -149,22 +153,36 @@ class ExpertParallel:
             refusal = self._refusal(tokens, routing, experts)
             if self.domain is not None:
                 return self._run_over_nvlink(self.domain, refusal, tokens, routing, experts)
-            return self._run_over_collectives(refusal, tokens, routing, experts)
+            if self.room is not None:
+                return self._run_gathered(self.room, refusal, tokens, routing, experts)
+            return self._run_counted(refusal, tokens, routing, experts)
 
-    def _run_over_collectives(
+    def _run_counted(
         self, refusal: str, tokens: torch.Tensor, routing: Routing, experts: ExpertWeights
     ) -> torch.Tensor:
-        if not refusal:
-            refusal = _complaint(check_ids, routing.topk_ids, self.num_experts)
-        k = routing.topk_ids.shape[1] if not refusal else 0
-        counts = count_tokens(routing.topk_ids, self.num_experts).tolist() if not refusal else [0] * self.num_experts
-        header = gather_ints(self.channel, [int(bool(refusal)), k, *counts], "dispatch: exchange of counts")
-        if header[:, 0].any():
+        ids = None if refusal else routing.topk_ids
+        numbers = counted.agree(self.channel, ids, self.expert_offsets, self.rank_ends)
+        if any(numbers.refused):
+            refusal = refusal or _complaint(check_ids, routing.topk_ids, self.num_experts)
             _raise_together(gather_texts(self.channel, refusal, "exchange of refusals"), refusal)
-        _same_everywhere("routing.topk_ids: num_topk", header[:, 1].tolist())
-        return nccl.run_layer(
-            tokens, routing.topk_weights, routing.topk_ids, experts, header[:, 2:], self.expert_offsets, self.channel
-        )
+        _same_everywhere("routing.topk_ids: num_topk", numbers.k)
+        return counted.run_layer(
+            tokens, routing.topk_weights, routing.topk_ids, experts, numbers, self.expert_offsets, self.rank_ends,
+            self.channel,
+        )  # fmt: skip
+
+    def _run_gathered(
+        self, room: gathered.Room, refusal: str, tokens: torch.Tensor, routing: Routing, experts: ExpertWeights
+    ) -> torch.Tensor:
+        refusal = refusal or _complaint(check_ids, routing.topk_ids, self.num_experts)
+        out = None
+        if refusal:
+            gathered.refuse(room)
+        else:
+            out = gathered.run_layer(room, tokens, routing.topk_weights, routing.topk_ids, experts)
+        if out is None:
+            _raise_together(gather_texts(self.channel, refusal, "exchange of refusals"), refusal)
+        return cast(torch.Tensor, out)
 
     def _run_over_nvlink(
         self, domain: Domain, refusal: str, tokens: torch.Tensor, routing: Routing, experts: ExpertWeights
@@ -220,10 +238,7 @@ class ExpertParallel:
         hosts = gather_texts(self.channel, platform.node(), "opening the group")
         if any(refusals) or len(set(hosts)) > 1:
             return None, next(filter(None, refusals), "the ranks are on several hosts")
-        layout = SharedLayout(
-            self.channel.num_ranks, self.num_experts, self.max_tokens, self.num_topk, self.experts.hidden,
-            self.experts.format,
-        )  # fmt: skip
+        layout = self._layout(self.max_tokens, self.num_topk)
         if presum is None:
             presum = pays(
                 layout.hidden,
@@ -244,6 +259,23 @@ class ExpertParallel:
         if domain is not None:
             _domains[key] = domain
         return domain, why
+
+    def _layout(self, max_tokens: int, num_topk: int) -> SharedLayout:
+        return SharedLayout(
+            self.channel.num_ranks, self.num_experts, max_tokens, num_topk, self.experts.hidden, self.experts.format
+        )
+
+    def _open_room(self, presum: bool) -> gathered.Room | None:
+        """Return the sizes of a call that gathers tokens, None if counting takes less time or sizes weren't given."""
+        if self.max_tokens is None or self.num_topk is None or self.experts.device.type != "cpu":
+            return None
+        layout = replace(self._layout(self.max_tokens, self.num_topk), presum=presum)
+        if not gathering_pays(
+            LINKS[self.transport], layout.num_ranks, layout.max_tokens, layout.num_topk, layout.hidden,
+            layout.token_bytes, presum,
+        ):  # fmt: skip
+            return None
+        return gathered.Room(layout, self.expert_offsets, self.rank_ends, self.channel)
 
     def _new_domain(self, layout: SharedLayout, group: dist.ProcessGroup) -> tuple[Domain | None, str]:
         """Allocate on all ranks, then map, so that no rank waits in the mapping for one that is out of memory."""

@@ -77,6 +77,12 @@ class SharedLayout:
         return 0 if self.scheme is None else self.hidden // self.scheme.group_for((1, self.hidden))[1]
 
     @property
+    def token_bytes(self) -> int:
+        """Bytes of a token as it is sent, with its scale factors, and the ids and weights of its slots."""
+        sf_bytes = self.num_sf * (1 if self.scheme is None else self.scheme.sf.itemsize)
+        return self.row_bytes + sf_bytes + 8 * self.num_topk
+
+    @property
     def num_returned(self) -> int:
         """Most rows sent back for a token: one a slot; with presum one a rank."""
         return self.num_ranks if self.presum else self.num_topk
