@@ -19,7 +19,7 @@ from envoi.moe.combine import combine_rows
 from envoi.moe.experts import run_experts
 from envoi.moe.layer import has_kernels
 from envoi.moe.op import flatten, unflatten
-from envoi.moe.parallel import ExpertParallel, counted, gathered, nvlink
+from envoi.moe.parallel import ExpertParallel, counted, gathered, gathered_device, nvlink
 from envoi.moe.parallel import combine as nvlink_combine
 from envoi.moe.parallel import dispatch as nvlink_dispatch
 from envoi.moe.parallel.slots import SentTokens, owners
@@ -166,6 +166,12 @@ def _run_stages(layer: Layer, parallel: ExpertParallel, stage: "_Stages") -> Non
         stage("dispatch", lambda: nvlink_dispatch.dispatch(domain, layer.tokens, weights, ids))
         rows = stage("experts", lambda: nvlink.run_local_experts(domain, layer.experts, ids.numel()))
         stage("combine", lambda: nvlink_combine.combine(domain, rows, ids))
+        return
+    buffers = parallel.buffers
+    if buffers is not None:
+        stage("dispatch", lambda: gathered_device.dispatch(buffers, layer.tokens, weights, ids))
+        rows = stage("experts", lambda: nvlink.run_local_experts(buffers.domain, layer.experts, ids.numel()))
+        stage("combine", lambda: gathered_device.combine(buffers, rows, ids))
         return
     if parallel.room is not None:
         _run_gathered(layer, parallel.room, routing, stage)

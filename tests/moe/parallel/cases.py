@@ -13,7 +13,7 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 
 from envoi.moe import moe
-from envoi.moe.parallel import ExpertParallel, PeerTimeout, api, counted, gathered
+from envoi.moe.parallel import ExpertParallel, PeerTimeout, api, counted, gathered, opening
 from envoi.moe.router import route
 from envoi.types import Routing
 from tests.helpers.ranks import GUARD_S
@@ -277,7 +277,7 @@ def open_late(rank: int, num_ranks: int, timeout_s: float) -> tuple[str, list[in
 def vanish_while_opening(rank: int, num_ranks: int, timeout_s: float) -> tuple[str, float]:
     """Let rank 1 join and die before the ranks have connected; return the others' error and its seconds."""
     if rank == 1:
-        api.ProcessGroupGloo = lambda *_: os._exit(3)
+        opening.ProcessGroupGloo = lambda *_: os._exit(3)
     start = time.monotonic()
     try:
         open_parallel(make(), "bf16", rank, [8 * (r + 1) // num_ranks for r in range(num_ranks)], timeout_s=timeout_s)

@@ -5,7 +5,7 @@ import torch
 
 from envoi.gemm.hopper_w4a16 import few
 from envoi.moe import moe
-from envoi.moe.parallel.api import DEFAULT_TIMEOUT_S
+from envoi.moe.parallel.opening import DEFAULT_TIMEOUT_S
 from envoi.quant import FORMATS
 from envoi.types import Routing
 from tests.helpers.accuracy import assert_same_bits

@@ -8,7 +8,7 @@ import torch
 from envoi.gemm.hopper_w4a16 import few
 from envoi.moe import moe
 from envoi.moe.parallel import ExpertParallel
-from envoi.moe.parallel.api import CONNECT_TRIES, DEFAULT_TIMEOUT_S
+from envoi.moe.parallel.opening import CONNECT_TRIES, DEFAULT_TIMEOUT_S
 from envoi.quant import FORMATS
 from tests.helpers.accuracy import assert_same_bits
 from tests.helpers.ranks import run_ranks

@@ -4,41 +4,46 @@ import itertools
 import platform
 import threading
 import weakref
-from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import replace
-from datetime import timedelta
-from numbers import Real
-from typing import Any, cast
+from typing import cast
 
 import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.distributed_c10d import PrefixStore, ProcessGroupGloo, Store
 
-from envoi.check import describe, expect_int
 from envoi.moe.op import as_rows, check_ids, check_tokens, flatten, mlp_flops, unflatten
-from envoi.moe.parallel import counted, gathered, nvlink, symmetric_memory
-from envoi.moe.parallel.collectives import Channel, gather_ints, gather_texts
+from envoi.moe.parallel import counted, gathered, gathered_device, nvlink, symmetric_memory
+from envoi.moe.parallel.collectives import gather_texts
 from envoi.moe.parallel.dispatch import REFUSED_ON_HOST
-from envoi.moe.parallel.store import connect, is_on_this_host
+from envoi.moe.parallel.opening import (
+    DEFAULT_TIMEOUT_S,
+    OPENING,
+    agree_on_sizes,
+    check_options,
+    complaint,
+    device_and_timeout,
+    first_error,
+    name_object,
+    open_channel,
+    raise_together,
+    ranks_by_store,
+    resolve_group,
+    same_everywhere,
+)
 from envoi.moe.parallel.symmetric_memory import Domain, SharedLayout
-from envoi.moe.parallel.timeout import PeerTimeout, Watch
+from envoi.moe.parallel.timeout import PeerTimeout
 from envoi.plan.gathering import LINKS, gathering_pays
 from envoi.plan.presum import pays
 from envoi.runtime.custom_op import operator
 from envoi.types import ExpertWeights, Routing
 
 NVLINK = "all ranks reach each other's memory"
-DEFAULT_TIMEOUT_S = 10.0
-MAX_TIMEOUT_S = 2000  # kernels take it in microseconds, as int32
-CONNECT_TRIES = 5  # gloo's tries to connect, each with its timeout
-
-_serials: dict[str, itertools.count] = {}
 # The operator finds its object by name.
 _instances: "weakref.WeakValueDictionary[str, ExpertParallel]" = weakref.WeakValueDictionary()
 # Objects of equal sizes, such as those of a model's layers, use the same memory in turn.
 _domains: "weakref.WeakValueDictionary[tuple, Domain]" = weakref.WeakValueDictionary()
+_buffers: "weakref.WeakValueDictionary[tuple, gathered_device.Buffers]" = weakref.WeakValueDictionary()
 
 
 class ExpertParallel:
@@ -83,32 +88,38 @@ class ExpertParallel:
         timeout_s: float = DEFAULT_TIMEOUT_S, max_tokens: int | None = None, num_topk: int | None = None,
         presum: bool | None = None,
     ):  # fmt: skip
-        refusal = _complaint(_check_options, experts, timeout_s, max_tokens, num_topk, presum)
+        refusal = complaint(check_options, experts, timeout_s, max_tokens, num_topk, presum)
         if not dist.is_initialized():
             raise ValueError(
                 refusal or "group: expected an initialised torch.distributed; call init_process_group first"
             )
-        group = _process_group(group)
-        self.name = _name(dist.get_process_group_ranks(group))  # also if arguments are refused: all ranks count alike
-        self.channel = _open_channel(group, *_usable(experts, timeout_s), self.name)
-        _raise_together(gather_texts(self.channel, refusal, "opening the group"), refusal)
+        group = resolve_group(group)
+        # Also if arguments are refused: all ranks count alike.
+        self.name = name_object(dist.get_process_group_ranks(group))
+        self.channel = open_channel(group, *device_and_timeout(experts, timeout_s), self.name)
+        raise_together(gather_texts(self.channel, refusal, OPENING), refusal)
         self.experts, self.timeout_s = experts, timeout_s
-        sizes = _agree(self.channel, experts, timeout_s, max_tokens, num_topk, presum)
-        by_store = is_on_this_host(dist.distributed_c10d._get_default_store())
-        self.channel.watch.opened(gather_ints(self.channel, [by_store], "opening the group")[:, 0].tolist())
+        sizes = agree_on_sizes(self.channel, experts, timeout_s, max_tokens, num_topk, presum)
+        self.channel.watch.opened(ranks_by_store(self.channel))
         self._lock = threading.Lock()
         self.expert_offsets = [0, *itertools.accumulate(sizes)]
         self.num_experts = self.expert_offsets[-1]
         self.rank_ends = torch.tensor(self.expert_offsets[1:], dtype=torch.int32, device=experts.device)
         self.max_tokens, self.num_topk = max_tokens, num_topk
         self.transport = "gloo" if self.channel.data is self.channel.control else "nccl"
+        self.room: gathered.Room | None = None
+        self.buffers: gathered_device.Buffers | None = None
         self.domain, self.why = self._open_domain(group, presum)
         if self.domain is not None:
-            self.transport, self._lock = "nvlink", self.domain.lock  # objects that share memory take turns
-        self.room = self._open_room(bool(presum)) if self.domain is None else None
-        layout = self.domain.layout if self.domain is not None else self.room.layout if self.room is not None else None
+            self.transport = "nvlink"
+        else:
+            self._open_room(bool(presum), group)
+        shared = self._shared()
+        if shared is not None:
+            self._lock = shared.lock  # objects that share memory take turns
+        layout = shared.layout if shared is not None else self.room.layout if self.room is not None else None
         self.presum = layout is not None and layout.presum
-        self.exchange = "memory" if self.domain is not None else "counted" if self.room is None else "gathered"
+        self.exchange = "memory" if self.domain is not None else "counted" if layout is None else "gathered"
         _instances[self.name] = self
 
     def moe(self, tokens: torch.Tensor, routing: Routing) -> torch.Tensor:
@@ -136,8 +147,9 @@ class ExpertParallel:
         After `torch.cuda.synchronize()` these are all calls. Not a collective call.
         """
         self._check_lateness()
-        if self.domain is not None and self.domain.report[1].any():
-            self._raise_refusal(self.domain)
+        shared = self._shared()
+        if shared is not None and shared.report[1].any():
+            self._raise_refusal(shared)
 
     def close(self) -> None:
         """Free the object's memory; later calls raise ValueError. Not a collective call.
@@ -146,13 +158,14 @@ class ExpertParallel:
         """
         with self._lock:
             _instances.pop(self.name, None)
-            self.domain = None
+            self.domain = self.buffers = None
 
     def _run(self, tokens: torch.Tensor, routing: Routing, experts: ExpertWeights) -> torch.Tensor:
         with self._lock:  # exchanges of two calls that interleave would be taken for each other's
             refusal = self._refusal(tokens, routing, experts)
-            if self.domain is not None:
-                return self._run_over_nvlink(self.domain, refusal, tokens, routing, experts)
+            shared = self._shared()
+            if shared is not None:
+                return self._run_on_device(shared, refusal, tokens, routing, experts)
             if self.room is not None:
                 return self._run_gathered(self.room, refusal, tokens, routing, experts)
             return self._run_counted(refusal, tokens, routing, experts)
@@ -163,9 +176,9 @@ class ExpertParallel:
         ids = None if refusal else routing.topk_ids
         numbers = counted.agree(self.channel, ids, self.expert_offsets, self.rank_ends)
         if any(numbers.refused):
-            refusal = refusal or _complaint(check_ids, routing.topk_ids, self.num_experts)
-            _raise_together(gather_texts(self.channel, refusal, "exchange of refusals"), refusal)
-        _same_everywhere("routing.topk_ids: num_topk", numbers.k)
+            refusal = refusal or complaint(check_ids, routing.topk_ids, self.num_experts)
+            raise_together(gather_texts(self.channel, refusal, "exchange of refusals"), refusal)
+        same_everywhere("routing.topk_ids: num_topk", numbers.k)
         return counted.run_layer(
             tokens, routing.topk_weights, routing.topk_ids, experts, numbers, self.expert_offsets, self.rank_ends,
             self.channel,
@@ -174,17 +187,17 @@ class ExpertParallel:
     def _run_gathered(
         self, room: gathered.Room, refusal: str, tokens: torch.Tensor, routing: Routing, experts: ExpertWeights
     ) -> torch.Tensor:
-        refusal = refusal or _complaint(check_ids, routing.topk_ids, self.num_experts)
+        refusal = refusal or complaint(check_ids, routing.topk_ids, self.num_experts)
         out = None
         if refusal:
             gathered.refuse(room)
         else:
             out = gathered.run_layer(room, tokens, routing.topk_weights, routing.topk_ids, experts)
         if out is None:
-            _raise_together(gather_texts(self.channel, refusal, "exchange of refusals"), refusal)
+            raise_together(gather_texts(self.channel, refusal, "exchange of refusals"), refusal)
         return cast(torch.Tensor, out)
 
-    def _run_over_nvlink(
+    def _run_on_device(
         self, domain: Domain, refusal: str, tokens: torch.Tensor, routing: Routing, experts: ExpertWeights
     ) -> torch.Tensor:
         self._check_lateness()
@@ -193,18 +206,30 @@ class ExpertParallel:
                 key = f"refused/{domain.rank}"
                 with suppress(RuntimeError):  # without a store the peers hear of a refusal, not which
                     domain.watch.ask(lambda store: store.set(key, refusal), self.timeout_s)
-                nvlink.refuse(domain)
+                if self.buffers is not None:
+                    gathered_device.refuse(self.buffers)
+                else:
+                    nvlink.refuse(domain)
                 raise ValueError(refusal)
-            out = nvlink.run_layer(domain, tokens, routing.topk_weights, routing.topk_ids, experts)
+            given = tokens, routing.topk_weights, routing.topk_ids, experts
+            if self.buffers is not None:
+                out = gathered_device.run_layer(self.buffers, *given)
+            else:
+                out = nvlink.run_layer(domain, *given)
         # Not before: peers that don't know of the failure yet take part in this call, so this rank has to.
         self.check()
         return out
 
+    def _shared(self) -> Domain | None:
+        """Return the memory of calls that only the device follows, None if the host does."""
+        return self.domain if self.buffers is None else self.buffers.domain
+
     def _check_lateness(self) -> None:
         """Raise PeerTimeout if a rank was late in this call or any before it: the group can't be used any more."""
-        watch = self.channel.watch if self.domain is None else self.domain.watch
-        if watch.failure is None and self.domain is not None and self.domain.report[0].any():
-            codes = self.domain.report[0].tolist()
+        shared = self._shared()
+        watch = self.channel.watch if shared is None else shared.watch
+        if watch.failure is None and shared is not None and shared.report[0].any():
+            codes = shared.report[0].tolist()
             late = [rank for rank, code in enumerate(codes) if code]
             names = watch.first_to_say([watch.ranks[rank] for rank in late])
             watch.failure = PeerTimeout(names, nvlink.LATE_STEPS[codes[late[0]]], self.timeout_s, rank=watch.rank)
@@ -234,8 +259,8 @@ class ExpertParallel:
             return None, "the group is one of gloo"
         if self.max_tokens is None or self.num_topk is None:
             return None, "max_tokens and num_topk weren't given"
-        refusals = gather_texts(self.channel, nvlink.supports_nvlink(self.experts), "opening the group")
-        hosts = gather_texts(self.channel, platform.node(), "opening the group")
+        refusals = gather_texts(self.channel, nvlink.supports_kernels(self.experts), OPENING)
+        hosts = gather_texts(self.channel, platform.node(), OPENING)
         if any(refusals) or len(set(hosts)) > 1:
             return None, next(filter(None, refusals), "the ranks are on several hosts")
         layout = self._layout(self.max_tokens, self.num_topk)
@@ -253,7 +278,7 @@ class ExpertParallel:
         domain = _domains.get(key)
         if domain is not None and domain.report[0].any():
             domain = None  # a rank was lost: the flags can't be trusted any more
-        if all(gather_texts(self.channel, "known" if domain is not None else "", "opening the group")):
+        if all(gather_texts(self.channel, "known" if domain is not None else "", OPENING)):
             return domain, NVLINK
         domain, why = self._new_domain(layout, group)
         if domain is not None:
@@ -265,17 +290,41 @@ class ExpertParallel:
             self.channel.num_ranks, self.num_experts, max_tokens, num_topk, self.experts.hidden, self.experts.format
         )
 
-    def _open_room(self, presum: bool) -> gathered.Room | None:
-        """Return the sizes of a call that gathers tokens, None if counting takes less time or sizes weren't given."""
-        if self.max_tokens is None or self.num_topk is None or self.experts.device.type != "cpu":
-            return None
+    def _open_room(self, presum: bool, group: dist.ProcessGroup) -> None:
+        """Prepare to gather tokens if sizes were given and counting would take longer. Collective."""
+        device = self.experts.device
+        if self.max_tokens is None or self.num_topk is None or (device.type == "cuda") != (self.transport == "nccl"):
+            return
         layout = replace(self._layout(self.max_tokens, self.num_topk), presum=presum)
         if not gathering_pays(
             LINKS[self.transport], layout.num_ranks, layout.max_tokens, layout.num_topk, layout.hidden,
             layout.token_bytes, presum,
         ):  # fmt: skip
+            return
+        if self.transport == "gloo":
+            self.room = gathered.Room(layout, self.expert_offsets, self.rank_ends, self.channel)
+        elif not any(gather_texts(self.channel, nvlink.supports_kernels(self.experts), OPENING)):
+            self.buffers = self._open_buffers(layout, group)
+
+    def _open_buffers(self, layout: SharedLayout, group: dist.ProcessGroup) -> gathered_device.Buffers | None:
+        """Return buffers, those of an earlier object if all ranks have them; None if a rank is out of memory."""
+        key = (group.group_name, layout, tuple(self.expert_offsets), self.timeout_s)
+        known = _buffers.get(key)
+        if known is not None and known.domain.watch.failure is not None:
+            known = None  # a rank was lost, and the collectives were ended
+        if all(gather_texts(self.channel, "known" if known is not None else "", OPENING)):
+            return known
+        opened: list[gathered_device.Buffers] = []
+
+        def allocate() -> None:
+            given = layout, self.channel.rank, self.expert_offsets, self.timeout_s, self.experts.device
+            opened.append(gathered_device.open_buffers(*given))
+
+        if any(gather_texts(self.channel, first_error(allocate), OPENING)):
             return None
-        return gathered.Room(layout, self.expert_offsets, self.rank_ends, self.channel)
+        _buffers[key] = opened[0]
+        gathered_device.connect(opened[0], self.channel)
+        return opened[0]
 
     def _new_domain(self, layout: SharedLayout, group: dist.ProcessGroup) -> tuple[Domain | None, str]:
         """Allocate on all ranks, then map, so that no rank waits in the mapping for one that is out of memory."""
@@ -291,7 +340,7 @@ class ExpertParallel:
             symmetric_memory.connect(cast(Domain, domain), group)
 
         for step in (allocate, connect):
-            troubles = gather_texts(self.channel, _trouble(step), "opening the group")
+            troubles = gather_texts(self.channel, first_error(step), OPENING)
             failed = [f"rank {rank}: {text}" for rank, text in enumerate(troubles) if text]
             if failed:
                 return None, failed[0]
@@ -299,7 +348,7 @@ class ExpertParallel:
 
     def _refusal(self, tokens: torch.Tensor, routing: Routing, experts: ExpertWeights) -> str:
         """Return what is wrong with this rank's arguments, as far as the host knows, or ""."""
-        return _complaint(check_tokens, tokens, routing, experts) or _complaint(self._check_sizes, tokens, routing)
+        return complaint(check_tokens, tokens, routing, experts) or complaint(self._check_sizes, tokens, routing)
 
     def _check_sizes(self, tokens: torch.Tensor, routing: Routing) -> None:
         if routing.num_experts != self.num_experts:
@@ -311,128 +360,6 @@ class ExpertParallel:
         k = routing.topk_ids.shape[1]
         if self.num_topk is not None and k > self.num_topk:
             raise ValueError(f"routing.topk_ids: expected at most {self.num_topk} slots a token (num_topk), got {k}")
-
-
-def _check_options(
-    experts: ExpertWeights, timeout_s: float, max_tokens: int | None, num_topk: int | None, presum: bool | None
-) -> None:
-    if not isinstance(experts, ExpertWeights):
-        raise ValueError(f"experts: expected ExpertWeights from envoi.experts.pack, got {type(experts).__name__}")
-    if not _is_timeout(timeout_s):
-        raise ValueError(f"timeout_s: expected a positive number of seconds up to {MAX_TIMEOUT_S}, got {timeout_s!r}")
-    for name, value in (("max_tokens", max_tokens), ("num_topk", num_topk)):
-        if value is not None:
-            expect_int(name, value, 1)
-    if presum is not None and not isinstance(presum, bool):
-        raise ValueError(f"presum: expected True, False or None, got {presum!r}")
-
-
-def _is_timeout(seconds: object) -> bool:
-    return isinstance(seconds, Real) and not isinstance(seconds, bool) and 0 < float(seconds) <= MAX_TIMEOUT_S
-
-
-def _usable(experts: ExpertWeights, timeout_s: float) -> tuple[torch.device, float]:
-    """Return the experts' device and the timeout; for arguments to be refused, defaults that can tell the peers so."""
-    device = experts.device if isinstance(experts, ExpertWeights) else torch.device("cpu")
-    return device, timeout_s if _is_timeout(timeout_s) else DEFAULT_TIMEOUT_S
-
-
-def _raise_together(refusals: list[str], mine: str) -> None:
-    """Raise ValueError on all ranks if one refused its arguments: the others would hang in the next exchange."""
-    first = next((rank for rank, text in enumerate(refusals) if text), None)
-    if first is not None:
-        raise ValueError(mine or f"rank {first} of the group refused its arguments: {refusals[first]}")
-
-
-def _trouble(step: Callable[[], None]) -> str:
-    """Run a step; return the first line of its RuntimeError, or ""."""
-    try:
-        step()
-    except RuntimeError as error:
-        return str(error).partition("\n")[0] or type(error).__name__
-    return ""
-
-
-def _complaint(check: Callable, *arguments: object) -> str:
-    """Run a check; return the text of its ValueError, or ""."""
-    try:
-        check(*arguments)
-    except ValueError as error:
-        return str(error)
-    return ""
-
-
-def _process_group(group: Any) -> dist.ProcessGroup:
-    """Return the process group of a caller's `group`. Raises ValueError for anything else, or if it lacks this rank."""
-    if group is None:
-        return dist.distributed_c10d._get_default_group()
-    if isinstance(group, DeviceMesh):
-        if group.ndim != 1:
-            names = group.mesh_dim_names or tuple(range(group.ndim))
-            last = repr(names[-1]).replace("'", '"')
-            choice = f"mesh[{last}] or mesh.get_group({last})" if group.mesh_dim_names else f"mesh.get_group({last})"
-            raise ValueError(
-                f"group: expected a mesh of one dimension, got {group.ndim} ({', '.join(map(str, names))}): "
-                f"pass one of them, as {choice}"
-            )
-        group = group.get_group() if group.get_coordinate() is not None else dist.GroupMember.NON_GROUP_MEMBER
-    if isinstance(group, int) and group == dist.GroupMember.NON_GROUP_MEMBER:
-        raise ValueError(f"group: this rank ({dist.get_rank()}) isn't a member of it; only its members make the object")
-    if not isinstance(group, dist.ProcessGroup):
-        raise ValueError(
-            "group: expected a torch.distributed process group, a DeviceMesh of one dimension or None, "
-            f"got {describe(group)}"
-        )
-    if group not in dist.distributed_c10d._world.pg_map:
-        raise ValueError("group: expected an open process group, got one that was destroyed")
-    return group
-
-
-def _open_channel(group: dist.ProcessGroup, device: torch.device, timeout_s: float, name: str) -> Channel:
-    ranks = dist.get_process_group_ranks(group)
-    # Only through the default group's store can ranks be told anything when a collective can't reach them.
-    watch = Watch(connect(), name, ranks, dist.get_rank(), timeout_s)
-    left_s = watch.join("opening the group")  # gloo would wait for a lost rank once for each try
-
-    def make(store: Store) -> ProcessGroupGloo:
-        # Not dist.new_group: it reuses names of destroyed groups, and gloo can't open a name twice.
-        a_try = timedelta(seconds=left_s / CONNECT_TRIES)
-        return ProcessGroupGloo(PrefixStore(f"{name}/gloo", store), group.rank(), group.size(), a_try)
-
-    gloo = watch.connect("opening the group", make, left_s)
-    gloo._set_default_timeout(timedelta(seconds=timeout_s))
-    control = cast(dist.ProcessGroup, gloo)
-    if "nccl" in dist.get_backend(group):
-        return Channel(control, group, device, watch)
-    return Channel(control, control, torch.device("cpu"), watch)
-
-
-def _name(ranks: list[int]) -> str:
-    """Make a unique name, equal on all ranks of a group, whatever other groups some of them belong to."""
-    members = ",".join(map(str, ranks))
-    return f"envoi {members} #{next(_serials.setdefault(members, itertools.count()))}"
-
-
-def _agree(
-    channel: Channel, experts: ExpertWeights, timeout_s: float, max_tokens: int | None, num_topk: int | None,
-    presum: bool | None,
-) -> list[int]:  # fmt: skip
-    """Return every rank's number of experts. Raises ValueError unless all else is equal on all ranks. Collective."""
-    mine = f"hidden={experts.hidden} intermediate={experts.intermediate} format={experts.format}"
-    mine += f" activation={experts.activation} swiglu_limit={experts.swiglu_limit} bias={experts.down_bias is not None}"
-    texts = gather_texts(channel, mine, "opening the group")
-    _same_everywhere("experts", texts)
-    _same_everywhere("timeout_s", gather_texts(channel, f"{float(timeout_s):g}", "opening the group"))
-    _same_everywhere("sizes", gather_texts(channel, f"{max_tokens=} {num_topk=} {presum=}", "opening the group"))
-    return gather_ints(channel, [experts.num_local_experts], "opening the group")[:, 0].tolist()
-
-
-def _same_everywhere(what: str, values: list) -> None:
-    for rank, value in enumerate(values):
-        if value != values[0]:
-            raise ValueError(
-                f"{what}: expected the same on every rank, got {values[0]} on rank 0, {value} on rank {rank}"
-            )
 
 
 def _moe_fake(tokens, *arguments):

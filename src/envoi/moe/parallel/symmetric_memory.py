@@ -62,6 +62,11 @@ class SharedLayout:
         return self.max_tokens * self.num_topk
 
     @property
+    def slot_stride(self) -> int:
+        """Distance, in slots, between two ranks' slots in `regions`."""
+        return self.room
+
+    @property
     def scheme(self) -> Scheme | None:
         """Scheme in which tokens are sent; None: bf16."""
         return format_named(self.format).activations
@@ -150,6 +155,7 @@ class Domain:
     row_weights: torch.Tensor
     row_destinations: torch.Tensor
     rank_ends: torch.Tensor
+    results: torch.Tensor | None = None  # see `pull_kernel`; None over NVLink
     handle: Any = None  # keeps the peers' memory mapped
     watch: Any = None  # `timeout.Watch`: ranks report through it what they refused, and who was late
     lock: Any = field(default_factory=threading.Lock)  # one call at a time

@@ -75,6 +75,16 @@ class Watch:
         self.ranks_by_store: list[int] = []
         self._alarm: Future[bool] | None = None
 
+    @property
+    def look_s(self) -> float:
+        """Interval at which a waiting rank asks for another's alarm."""
+        return _LOOK_S
+
+    @property
+    def patience_s(self) -> float:
+        """Seconds to wait before the roll is called, which takes the rest of timeout_s."""
+        return self.timeout_s - self.roll_call_s
+
     def join(self, step: str) -> float:
         """Return when all ranks have called this: the seconds that are left to connect them. Raises PeerTimeout."""
         came, start = [f"came/{rank}" for rank in self.ranks], time.monotonic()
@@ -150,23 +160,7 @@ class Watch:
             return missing
         return [int(rank) for rank in said.decode().split(",")]
 
-    def _ours(self, request: Request[T]) -> Request[T]:
-        return lambda store: request(PrefixStore(self.name, store))
-
-    def _end(self, start: float) -> float:
-        return start + self.timeout_s - self.roll_call_s
-
-    def _poll(self, work: dist.Work, end: float) -> None:
-        look, pause = time.monotonic() + _LOOK_S, 2e-5
-        while not work.is_completed():
-            now = time.monotonic()
-            if now > end or self._alarmed(now > look):
-                raise _AlarmError
-            look = now + _LOOK_S if now > look else look
-            time.sleep(pause)
-            pause = min(pause * 1.5, 2e-3)
-
-    def _alarmed(self, ask: bool) -> bool:
+    def alarmed(self, ask: bool) -> bool:
         """Return True if the store has said that another rank has failed; never waits for it.
 
         ask: ask it anew, unless it still owes an answer. Raises RuntimeError if the store is gone.
@@ -179,6 +173,22 @@ class Watch:
             return False
         answer, self._alarm = self._alarm.result(), None
         return answer
+
+    def _ours(self, request: Request[T]) -> Request[T]:
+        return lambda store: request(PrefixStore(self.name, store))
+
+    def _end(self, start: float) -> float:
+        return start + self.patience_s
+
+    def _poll(self, work: dist.Work, end: float) -> None:
+        look, pause = time.monotonic() + _LOOK_S, 2e-5
+        while not work.is_completed():
+            now = time.monotonic()
+            if now > end or self.alarmed(now > look):
+                raise _AlarmError
+            look = now + _LOOK_S if now > look else look
+            time.sleep(pause)
+            pause = min(pause * 1.5, 2e-3)
 
     def _look(self, end: float) -> None:
         if time.monotonic() > end or self._ask_by(end, lambda store: store.check(["alarm"])):
