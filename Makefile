@@ -27,7 +27,7 @@ help:
 	@echo "make resolve   ask the default package index for every pair of torch and Triton in constraints/"
 	@echo "make compile   all kernels, with the Triton of every other pair"
 	@echo "make test-gpu  the tests that need a GPU, and tests/gpu_evidence.json: which kernels they launched"
-	@echo "make gate      accept the instruction counts of today's kernels: tests/sass/gate.json"
+	@echo "make gate      accept the instruction counts of today's kernels: tests/machine_code/gate.json"
 	@echo "make lint      ruff, pyright"
 	@echo "make format    ruff format and the fixes that ruff is sure of"
 	@echo "make wheel     build dist/*.whl"
@@ -67,7 +67,7 @@ compile-setup: $(OTHER_TRITONS:%=.triton-%)
 
 .PHONY: $(OTHER_TRITONS:%=compile-%)
 $(OTHER_TRITONS:%=compile-%): compile-%: .triton-%
-	PYTHONPATH=.triton-$*:src $(BIN)/python tools/compile_all.py $*
+	PYTHONPATH=.triton-$*:src $(BIN)/python -m tools.machine_code check $*
 
 .triton-%: $(STAMP)
 	$(BIN)/python -m pip install -q $(PIP_ARGS) --no-deps --target $@.part triton==$*
@@ -79,7 +79,7 @@ test-gpu: $(STAMP)
 	$(BIN)/python -m pytest tests -m gpu -n $(GPU_JOBS) --dist worksteal --record-kernels tests/gpu_evidence.json
 
 gate: $(STAMP)
-	$(BIN)/python tools/gate.py
+	$(BIN)/python -m tools.machine_code accept
 
 lint: $(STAMP)
 	$(BIN)/ruff check .

@@ -31,7 +31,7 @@ heard = []
 knobs.compilation.listener = lambda **event: heard.append(event["src"].name)
 from envoi.moe.kernels import combine_kernel
 from envoi.runtime.triton_compat import compile_for
-from tests.sass.kernels import scale_rows
+from tests.machine_code.kernels import scale_rows
 types = {"rows": "*bf16", "slot_to_pos": "*i32", "out": "*bf16", "width": "i32", "K": "constexpr", "BLOCK": "constexpr"}
 for _ in range(2):
     compile_for(combine_kernel, types, {(4,): 2, (5,): 128}, {}, "sm_90", {"num_warps": 4})

@@ -71,7 +71,6 @@ def _parser() -> Parser:
         ("tune", "measure the configs of the GEMMs on this GPU, keep the fastest", _tune_arguments, _run_tune),
         ("plan", "predict an expert-parallel MoE: times, what bounds them, sizes", _plan_arguments, _run_plan),
         ("indexer", "certify the indexer's exact mode on this GPU", _indexer_arguments, _run_indexer),
-        ("sass", "machine code of kernels: compile, count, compare; no GPU needed", _sass_arguments, _run_sass),
     ):
         command = commands.add_parser(name, help=help, description=help, allow_abbrev=False)
         command.set_defaults(run=run)
@@ -168,19 +167,6 @@ def _run_indexer(args: argparse.Namespace) -> int:
     from envoi.indexer import certify
 
     return certify.run(args)
-
-
-def _sass_arguments(parser: argparse.ArgumentParser) -> None:
-    from envoi.sass import command
-
-    parser.description = command.DESCRIPTION
-    command.add_arguments(parser)
-
-
-def _run_sass(args: argparse.Namespace) -> int:
-    from envoi.sass import command
-
-    return command.run(args)
 
 
 if __name__ == "__main__":

@@ -34,11 +34,6 @@ def safe_launch() -> bool:
     return os.environ.get("ENVOI_SAFE_LAUNCH", "0") == "1"
 
 
-def nvdisasm() -> Path | None:
-    """Return the disassembler to use instead of one found on the system: `NVDISASM`."""
-    return Path(os.environ["NVDISASM"]) if os.environ.get("NVDISASM") else None
-
-
 def nvtx() -> bool:
     """Return True for NVTX ranges around the steps of every call: `ENVOI_NVTX=1`; read once, when envoi is imported."""
     return os.environ.get("ENVOI_NVTX", "0") == "1"

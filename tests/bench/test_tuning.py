@@ -3,8 +3,10 @@
 import pytest
 
 from envoi import cli
-from envoi.bench import ahead, problems, shapes, tuning
+from envoi.bench import problems, shapes, tuning
 from envoi.bench.evidence import SUITES
+from envoi.gemm.hopper.cases import launch_with
+from envoi.runtime.kernel_case import kernel_key
 
 GEMMS = [name for name in SUITES if name.startswith("gemm")]
 CASES = [case for name in GEMMS for case in shapes.cases(name) if case.on_cuda]
@@ -81,16 +83,20 @@ def test_the_default_is_the_first_candidate():
         assert len(found) == len(set(found)) <= 6
 
 
+def key(planned, config):
+    return kernel_key(*launch_with(planned.call, config, 132))
+
+
 def test_launches_of_one_kernel_are_known():
     small, large, other = (
         problems.planned(shapes.GemmShape(*mnk), 132)
         for mnk in ((4096, 4096, 7168), (2048, 4096, 2048), (64, 512, 512))
     )
     config = small.default
-    assert ahead.kernel_key(small, config, 132) == ahead.kernel_key(large, config, 132)
-    assert ahead.kernel_key(small, config, 132) != ahead.kernel_key(other, other.default, 132)
+    assert key(small, config) == key(large, config)
+    assert key(small, config) != key(other, other.default)
     fused = problems.planned(shapes.GemmShape(4096, 4096, 7168, "bf16", "swiglu"), 132)
-    assert ahead.kernel_key(small, config, 132) != ahead.kernel_key(fused, config, 132)
+    assert key(small, config) != key(fused, config)
 
 
 def test_the_winner_is_best_for_all_that_share_an_entry():

@@ -1,5 +1,7 @@
 """GEMM kernels on a GPU: every path, against float64, on sizes and inputs chosen to break them."""
 
+from itertools import accumulate, pairwise
+
 import pytest
 import torch
 
@@ -41,7 +43,7 @@ from envoi.gemm import gemm, grouped_gemm
 from envoi.gemm.hopper import tune
 from envoi.gemm.hopper.config import Config, fitted
 from envoi.gemm.op import _spread_columns
-from envoi.gemm.reference import oracle, pick_expert
+from envoi.gemm.reference import cut_rows, oracle, pick_expert
 from envoi.quant import dequantize
 from envoi.quant import quantize as cast_to
 from envoi.types import QuantTensor
@@ -129,6 +131,22 @@ def torchs_product(a, b) -> torch.Tensor:
 def _fast(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
     one = torch.ones((), device="cuda")
     return torch._scaled_mm(a.contiguous(), b.contiguous().T, one, one, out_dtype=torch.float32, use_fast_accum=True)
+
+
+def offsets_of(counts) -> torch.Tensor:
+    """Return the experts' first rows and their end, for so many rows of each."""
+    return torch.tensor([0, *accumulate(counts)], device="cuda", dtype=torch.int32)
+
+
+def products_by_expert(rows, weights, offsets, product=torchs_product) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return torch's accumulators and those in float64, each expert's rows by its weights; 0 in rows of no expert."""
+    acc = torch.zeros(rows.shape[0], weights.shape[-2], device="cuda")
+    exact = acc.double()
+    for e, (first, last) in enumerate(pairwise(offsets.tolist())):
+        if last > first:
+            part, weight = cut_rows(rows, first, last), pick_expert(weights, e)
+            acc[first:last], exact[first:last] = product(part, weight), oracle(part, weight)
+    return acc, exact
 
 
 def check(ep, M: int, N: int, K: int, format: str = "bf16", **kwargs) -> None:
@@ -259,23 +277,11 @@ def test_groups(counts, format):  # rows need a factor each
     of_a, of_b = FORMATS[format]
     P, N, K, E = sum(counts) + 3, 512, 256, len(counts)
     rows, weights = matrix(P, K, of_a, 0), matrix(N, K, of_b, 1, (E,))
-    bounds = torch.tensor([0, *torch.tensor(counts).cumsum(0).tolist()])
-    offsets = bounds.to(device="cuda", dtype=torch.int32)
+    offsets = offsets_of(counts)
     for ep in (store, expert_l1("swiglu_oai", 7.0, True, "fp8_1x128"), all_reductions):
         operands = operands_for(ep, P, N, E)
         got = grouped_gemm(rows, weights, offsets, ep, **operands)
-        acc = torch.zeros(P, N, device="cuda")
-        exact = acc.double()
-        for e in range(E):
-            first, last = bounds[e], bounds[e + 1]
-            part = (
-                rows[first:last]
-                if of_a is None
-                else QuantTensor(rows.values[first:last], rows.sf[first:last], rows.group)
-            )
-            if last > first:
-                acc[first:last] = torchs_product(part, pick_expert(weights, e))
-                exact[first:last] = oracle(part, pick_expert(weights, e))
+        acc, exact = products_by_expert(rows, weights, offsets)
         spread = dict(operands)
         _spread_columns(ep.ir, spread, offsets, P)
         judge(ep, got, acc, exact, spread, offsets)

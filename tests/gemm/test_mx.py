@@ -8,6 +8,7 @@ import torch
 from envoi.epilogue.library import absmax, expert_l1, store, swiglu, swiglu_fp8
 from envoi.epilogue.lower import lower
 from envoi.epilogue.slots import empty_slots, operand_tensors, slots
+from envoi.gemm.cases import operands_of
 from envoi.gemm.hopper_mx import host
 from envoi.gemm.hopper_mx.config import (
     DEEP_TOKENS,
@@ -21,9 +22,10 @@ from envoi.gemm.hopper_mx.config import (
     shared_bytes,
 )
 from envoi.gemm.hopper_mx.host import supports_mx
-from envoi.sass.compile import compile_recipe, recipe_of_call
-from envoi.sass.record import of_binary
+from envoi.runtime.kernel_case import Launch
 from envoi.types import QuantTensor
+from tools.machine_code.compile import compile_launch
+from tools.machine_code.count import record_of
 
 E8M0, E4M3 = torch.float8_e8m0fnu, torch.float8_e4m3fn
 
@@ -42,18 +44,14 @@ def compiled(ep, config: MxConfig, num_experts: int = 32, M: int = 512, N: int =
     from envoi.gemm.hopper_mx.kernel import mx_kernel
 
     lead = (num_experts,) if num_experts else ()
-    operands = {}
-    for operand in ep.ir.operands:
-        shape = (M,) if operand.kind == "Row" else (*lead, operand.shape.num_columns(N))
-        operands[operand.name] = 0.5 if operand.kind == "Scalar" else empty(*shape, dtype=torch.float32)
-    tensors, pointers = operand_tensors(ep.ir, operands, num_experts)
+    tensors, pointers = operand_tensors(ep.ir, operands_of(ep.ir, M, N, lead), num_experts)
     outputs = empty_slots(ep.ir, slots(ep.ir, torch.bfloat16), M, N, torch.device("meta"))
     code = lower(ep.ir, torch.bfloat16, "gluon", False, False, pointers)
     offsets = empty(num_experts + 1, dtype=torch.int32) if num_experts else None
-    _, args = host.arguments(
+    grid, args = host.arguments(
         empty(M, K), weights(*lead, N, K, bits=config.bits), offsets, code, tensors, outputs, config, num_sms=132
     )
-    return compile_recipe(recipe_of_call(mx_kernel, args, "sm_90", num_warps=config.num_warps), "sm_90")
+    return compile_launch(Launch(mx_kernel, grid, args, {"num_warps": config.num_warps}), "sm_90")
 
 
 def is_chosen(ep, block_y: int, rows_per_consumer: int) -> bool:
@@ -77,14 +75,14 @@ def test_machine_code(bits, tame, ep, block_y, consumers):
     num_consumers, rows_per_consumer = consumers
     config = fitted(MxConfig(num_consumers, block_y, MAX_STAGES, rows_per_consumer, bits=bits, tame=tame))
     binary = compiled(ep, config)
-    families = of_binary(binary)[0][0].families or {}
+    families = record_of(binary)[0].families
     assert not [family for family in families if "spill" in family]
     assert families["tensor core"] == {f"HGMMA.64x{block_y}x16.F32.BF16": config.block_k // 16 * num_consumers}
     assert binary.shared_bytes <= shared_bytes(config)
 
 
 def test_a_plain_product():
-    families = of_binary(compiled(swiglu, fitted(MxConfig(1, 16, MAX_STAGES)), 0))[0][0].families or {}
+    families = record_of(compiled(swiglu, fitted(MxConfig(1, 16, MAX_STAGES)), 0))[0].families
     assert "TMA load" in families
 
 

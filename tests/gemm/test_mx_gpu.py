@@ -24,22 +24,20 @@ from envoi.gemm.op import _spread_columns
 from envoi.gemm.reference import cut_rows, oracle, pick_expert
 from envoi.quant import dequantize, quantize
 from envoi.quant.pack import tamed
-from envoi.sass import mx_recipes
-from envoi.sass.mx_cases import MX_CASES
 from envoi.types import QuantTensor
 from tests.gemm.test_gpu import (
     all_reductions,
     flat,
     judge,
     normal,
+    offsets_of,
     operands_for,
     poisoned,
     probabilities,
+    products_by_expert,
     torchs_product,
 )
-from tests.gemm.test_registry_gpu import HOPPER, call, maker, products, uneven_offsets
 from tests.helpers.accuracy import assert_same_bits, relative_error
-from tests.helpers.launches import assert_same_code, watched
 
 __all__ = ["poisoned"]
 pytestmark = pytest.mark.gpu
@@ -114,18 +112,10 @@ COUNTS = [[16] * 32, [0, 1, 130, 0, 64, 70, 0], [64] * 8, [0, 0], [1], [0, 500, 
 def test_groups(scheme, ep, counts):
     P, N, K, E = sum(counts) + 3, 512, 320, len(counts)
     rows, weights = mx(P, K, "mxfp8", 0), mx_weights(N, K, scheme, E)
-    bounds = torch.tensor([0, *torch.tensor(counts).cumsum(0).tolist()])
-    offsets = bounds.to(device="cuda", dtype=torch.int32)
+    offsets = offsets_of(counts)
     operands = operands_for(ep, P, N, E)
     got = grouped_gemm(rows, weights, offsets, ep, **operands)
-    acc = torch.zeros(P, N, device="cuda")
-    exact = acc.double()
-    for e in range(E):
-        first, last = bounds[e], bounds[e + 1]
-        if last > first:
-            part = cut_rows(rows, int(first), int(last))
-            acc[first:last] = product(part, pick_expert(weights, e))
-            exact[first:last] = oracle(part, pick_expert(weights, e))
+    acc, exact = products_by_expert(rows, weights, offsets, product)
     spread = dict(operands)
     _spread_columns(ep.ir, spread, offsets, P)
     judge(ep, got, acc, exact, spread, offsets)
@@ -145,21 +135,6 @@ def test_as_chosen_for_many_experts(scheme, ep, tokens):
     spread = dict(operands)
     _spread_columns(ep.ir, spread, offsets, P)
     judge(ep, got, acc, exact, spread, offsets)
-
-
-@pytest.mark.parametrize("case", MX_CASES, ids=lambda case: case.name)
-def test_registered(case):
-    offsets = uneven_offsets(case) if case.num_experts else None
-    given = mx_recipes.inputs(case, maker(), offsets)
-    launched = {}
-    with watched(lambda sha256, kernel: launched.setdefault(sha256, kernel.asm["ptx"])):
-        got = call(given)
-    operands = dict(given.operands)
-    if offsets is not None:
-        _spread_columns(given.epilogue.ir, operands, offsets, case.M)
-    judge(given.epilogue, got, *products(given), operands, offsets)
-    if torch.cuda.get_device_capability() == HOPPER:
-        assert_same_code(case.title, mx_recipes.recipe(case), launched)
 
 
 @epilogue

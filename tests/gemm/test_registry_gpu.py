@@ -1,18 +1,17 @@
 """Registered kernels of the Hopper GEMM on a GPU: correct, and equal to the code counted without one."""
 
 from dataclasses import replace
-from itertools import pairwise
 
 import pytest
 import torch
 
 from envoi.gemm import gemm, grouped_gemm
 from envoi.gemm.backend import run_kernels
+from envoi.gemm.hopper import cases
+from envoi.gemm.hopper_mx import cases as mx_cases
 from envoi.gemm.op import _spread_columns
-from envoi.gemm.reference import oracle, pick_expert
-from envoi.sass import hopper_recipes, hopper_tuned
-from envoi.types import QuantTensor
-from tests.gemm.test_gpu import judge, normal, torchs_product
+from envoi.gemm.reference import oracle
+from tests.gemm.test_gpu import judge, normal, products_by_expert, torchs_product
 from tests.helpers.launches import assert_same_code, watched
 
 pytestmark = [pytest.mark.gpu, pytest.mark.usefixtures("tidy_gpu")]
@@ -35,24 +34,11 @@ def maker():
     return lambda shape, dtype: normal(*shape, seed=next(seeds), dtype=dtype)
 
 
-def rows_of(x, first, last):
-    if isinstance(x, torch.Tensor):
-        return x[first:last]
-    return QuantTensor(x.values[first:last], x.sf[first:last], x.group)
-
-
 def products(given):
     """Return the accumulators of torch's tensor cores, and those in float64."""
     if given.offsets is None:
         return torchs_product(given.a, given.b), oracle(given.a, given.b)
-    acc = torch.zeros(given.a.shape[0], given.b.shape[1], device="cuda")
-    exact = acc.double()
-    bounds = given.offsets.tolist()
-    for e, (first, last) in enumerate(pairwise(bounds)):
-        if last > first:
-            part, weight = rows_of(given.a, first, last), pick_expert(given.b, e)
-            acc[first:last], exact[first:last] = torchs_product(part, weight), oracle(part, weight)
-    return acc, exact
+    return products_by_expert(given.a, given.b, given.offsets)
 
 
 def addresses_of(rows):
@@ -77,10 +63,10 @@ def call(given):
     return grouped_gemm(given.a, given.b, given.offsets, given.epilogue, **given.operands)
 
 
-@pytest.mark.parametrize("case", hopper_tuned.with_registered(), ids=lambda case: case.name)
+@pytest.mark.parametrize("case", (*cases.CASES, *cases.measured_cases(), *mx_cases.CASES), ids=lambda case: case.name)
 def test_registered(case):
     offsets = uneven_offsets(case) if case.num_experts else None
-    given = hopper_recipes.inputs(case, maker(), offsets)
+    given = cases.inputs(case, maker(), offsets)
     launched = {}
     with watched(lambda sha256, kernel: launched.setdefault(sha256, kernel.asm["ptx"])):
         got = call(given)
@@ -93,4 +79,5 @@ def test_registered(case):
         operands = {name: value[:-ROWS_OF_NONE] for name, value in operands.items()}
     judge(given.epilogue, got, acc, exact, operands, offsets)
     if torch.cuda.get_device_capability() == HOPPER:
-        assert_same_code(case.title, hopper_recipes.recipe(case), launched)
+        launch_of = mx_cases.launch_of if case in mx_cases.CASES else cases.launch_of
+        assert_same_code(case.title, launch_of(case), launched)

@@ -6,27 +6,22 @@ import re
 import pytest
 import torch
 
+from envoi.cases import kernel_cases
 from envoi.epilogue import library
 from envoi.epilogue.lower import lower
-from envoi.gemm.blackwell import host, sf_layout
+from envoi.gemm.blackwell import cases, host, sf_layout
 from envoi.gemm.blackwell.config import BlackwellConfig, BlackwellProblem, shared_bytes, supports
 from envoi.runtime.devices import SHARED_BYTES
-from envoi.sass import blackwell_recipes, gate, registry
-from envoi.sass.compile import compile_recipe
-from envoi.sass.record import of_binary
+from tools.machine_code import gate
+from tools.machine_code.compile import compile_launch
+from tools.machine_code.count import record_of
 
-BF16, F8, U8 = blackwell_recipes.BF16, blackwell_recipes.F8, blackwell_recipes.U8
+BF16, F8, U8 = cases.BF16, cases.F8, cases.U8
 PLAIN = BlackwellConfig(256, 64, 4)
 
 
-def compiled(recipe, arch):
-    binary = compile_recipe(recipe, arch)
-    records, text = of_binary(binary)
-    return records[0], text
-
-
-def build(epilogue, config, arch="sm_100", **options):
-    return compiled(blackwell_recipes.blackwell(arch, epilogue, config, **options), arch)
+def build(epilogue, config, **options):
+    return record_of(compile_launch(cases.launch_of(epilogue, config, **options), "sm_100"))
 
 
 def check_roles(record, text, core, loads, stores, fetches):
@@ -49,29 +44,29 @@ def check_roles(record, text, core, loads, stores, fetches):
 TWO = {"UTMALDG.2D": 2 * 2}
 FACTORS = {"UTMALDG.2D": 2 * 2, "UTMALDG.5D": 2 * 2}
 BY_NAME = {
-    "gemm-sm100": ("UTCHMMA", {"32x32b.x64": 4}, 4, TWO),
-    "gemm-sm100-swiglu": ("UTCHMMA", {"32x32b.x64": 4}, 4, TWO),
-    "gemm-sm100-swiglu-fp8": ("UTCHMMA", {"32x32b.x64": 2}, 1, TWO),
-    "gemm-sm100-grouped": ("UTCHMMA", {"32x32b.x64": 4}, 4, TWO),
-    "gemm-sm100-fp8": ("UTCQMMA", {"32x32b.x64": 4}, 4, TWO),
-    "gemm-sm100-mxfp8": ("UTCQMMA", {"32x32b.x64": 2}, 2, FACTORS),
-    "gemm-sm100-mxfp8-mxfp4": ("UTCQMMA", {"32x32b.x64": 2}, 2, FACTORS),
-    "gemm-sm100-mxfp4": ("UTCOMMA", {"32x32b.x64": 2}, 2, FACTORS),
-    "gemm-sm100-nvfp4": ("UTCOMMA", {"32x32b.x64": 2}, 2, FACTORS),
-    "gemm-sm100-experts": ("UTCQMMA", {"32x32b.x64": 2}, 2, FACTORS),
+    "gemm-sm100": ("UTCHMMA", {"LDTM.x64": 4}, 4, TWO),
+    "gemm-sm100-swiglu": ("UTCHMMA", {"LDTM.x64": 4}, 4, TWO),
+    "gemm-sm100-swiglu-fp8": ("UTCHMMA", {"LDTM.x64": 2}, 1, TWO),
+    "gemm-sm100-grouped": ("UTCHMMA", {"LDTM.x64": 4}, 4, TWO),
+    "gemm-sm100-fp8": ("UTCQMMA", {"LDTM.x64": 4}, 4, TWO),
+    "gemm-sm100-mxfp8": ("UTCQMMA", {"LDTM.x64": 2}, 2, FACTORS),
+    "gemm-sm100-mxfp8-mxfp4": ("UTCQMMA", {"LDTM.x64": 2}, 2, FACTORS),
+    "gemm-sm100-mxfp4": ("UTCOMMA", {"LDTM.x64": 2}, 2, FACTORS),
+    "gemm-sm100-nvfp4": ("UTCOMMA", {"LDTM.x64": 2}, 2, FACTORS),
+    "gemm-sm100-experts": ("UTCQMMA", {"LDTM.x64": 2}, 2, FACTORS),
 }
 
 
 def test_every_entry_of_the_registry_is_here():
-    assert set(BY_NAME) == {name for name in registry.KERNELS if name.startswith("gemm-sm100")}
+    assert set(BY_NAME) == {case.name for case in cases.KERNELS}
 
 
 @pytest.mark.parametrize("name", BY_NAME)
 def test_registered(name):
-    entry = registry.find(name)
-    assert entry.arches == ("sm_100", "sm_103")
-    arch = entry.arches[len(name) % 2]  # the other one differs in names of modifiers only; `envoi sass` shows both
-    record, text = compiled(entry.recipe(arch), arch)
+    case = kernel_cases()[name]
+    assert case.arches == ("sm_100", "sm_103")
+    arch = case.arches[len(name) % 2]  # the code of the other differs in names of modifiers only
+    record, text = record_of(compile_launch(case.launch(), arch))
     check_roles(record, text, *BY_NAME[name])
     copies = record.families.get("tensor memory copy", {})
     assert bool(copies) == (BY_NAME[name][3] is FACTORS)
@@ -79,41 +74,46 @@ def test_registered(name):
 
 @pytest.mark.parametrize(
     ("num_warps", "piece", "loads"),
-    [(4, 32, {"32x32b.x32": 8}), (4, 128, {"32x32b.x128": 2}), (8, 128, {"32x32b.x64": 2}), (8, 64, {"32x32b.x32": 4})],
+    [(4, 32, {"LDTM.x32": 8}), (4, 128, {"LDTM.x128": 2}), (8, 128, {"LDTM.x64": 2}), (8, 64, {"LDTM.x32": 4})],
 )
 def test_pieces_decide_the_width_of_loads(num_warps, piece, loads):
     config = BlackwellConfig(256, 64, 3, num_warps=num_warps, epilogue_columns=piece)
     check_roles(*build(library.store, config), "UTCHMMA", loads, 256 // piece, TWO)
 
 
+def wide(record, family):
+    """Return the count of a family's instructions of 128 bits a thread."""
+    return sum(number for opcode, number in record.families[family].items() if "128" in opcode.split("."))
+
+
 def test_parts_along_k_leave_by_wide_stores():
     record, text = build(library.store, dataclasses.replace(PLAIN, split_k=3))
     # A chunk is read once to store a part of a tile, and once if the tile is whole.
-    check_roles(record, text, "UTCHMMA", {"32x32b.x64": 8}, 4, TWO)
-    assert record.families["global store"]["128 bit"] == 256 // 4
-    assert record.families["global load"]["128 bit"] == 3 * 256 // 4
-    assert set(record.families["shared store"]) >= {"128 bit"}
+    check_roles(record, text, "UTCHMMA", {"LDTM.x64": 8}, 4, TWO)
+    assert wide(record, "global store") == 256 // 4
+    assert wide(record, "global load") == 3 * 256 // 4
+    assert wide(record, "shared store")
 
 
 def test_reductions_over_rows_dont_spill():
-    check_roles(*build(library.absmax, PLAIN), "UTCHMMA", {"32x32b.x64": 4}, 4, TWO)
+    check_roles(*build(library.absmax, PLAIN), "UTCHMMA", {"LDTM.x64": 4}, 4, TWO)
 
 
 def test_a_residual_comes_by_tma():
     record, text = build(library.gelu_residual, BlackwellConfig(256, 64, 3, epilogue_columns=32))
     # One fetch before the tile, then one in each chunk but the last.
-    check_roles(record, text, "UTCHMMA", {"32x32b.x32": 8}, 8, {"UTMALDG.2D": 2 * 2 + 8})
+    check_roles(record, text, "UTCHMMA", {"LDTM.x32": 8}, 8, {"UTMALDG.2D": 2 * 2 + 8})
 
 
 def test_block_scaled_in_groups():
     config = BlackwellConfig(128, 128, 4, sf_group=32)
     record, text = build(library.swiglu, config, dtypes=(F8, F8), num_experts=32)
-    check_roles(record, text, "UTCQMMA", {"32x32b.x64": 2}, 2, FACTORS)
+    check_roles(record, text, "UTCQMMA", {"LDTM.x64": 2}, 2, FACTORS)
 
 
 def test_only_tiles_of_an_unfilled_wave_are_cut():
     config = dataclasses.replace(PLAIN, split_k=4)
-    call = blackwell_recipes.call_of(library.store, config, (BF16, BF16), (1000, 4096, 512), 0)
+    call = cases.call_of(library.store, config, (BF16, BF16), (1000, 4096, 512), 0)
     grid, arguments = host.arguments(call, config, 100)
     assert grid == (100,)
     M, N, K, groups, num_whole = arguments[-9:-4]
@@ -183,7 +183,7 @@ def test_refusals_of_problems():
 def test_a_launch_that_cant_fit_says_why():
     config = dataclasses.replace(PLAIN, num_stages=6)
     with pytest.raises(ValueError, match="shared memory: 6 stages and what leaves are"):
-        blackwell_recipes.blackwell("sm_100", library.store, config)
+        cases.launch_of(library.store, config)
 
 
 def test_tensor_memory_that_is_refused_isnt_there(monkeypatch):
@@ -202,7 +202,7 @@ def test_the_budget_counts_what_the_compiler_takes(name):
     scaled = name != "gemm-sm100"
     config = BlackwellConfig(128, 128, 4, sf_group=32) if scaled else PLAIN
     problem = dataclasses.replace(SCALED, padded=True) if scaled else PROBLEM
-    taken = compiled(registry.find(name).recipe("sm_100"), "sm_100")[0].shared_bytes
+    taken = compile_launch(kernel_cases()[name].launch(), "sm_100").shared_bytes
     assert taken <= shared_bytes(problem, config, STORE) < taken + 2560
 
 

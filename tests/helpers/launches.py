@@ -10,8 +10,9 @@ from triton import knobs
 from triton.runtime.jit import JITFunction
 
 from envoi.runtime import launch
-from envoi.sass import ptx
-from envoi.sass.compile import Recipe, compile_recipe
+from envoi.runtime.kernel_case import Launch
+from tools.machine_code import ptx
+from tools.machine_code.compile import compile_launch
 
 PACKAGE = "envoi."
 
@@ -43,11 +44,11 @@ def watched(note: Callable[[str, Any], None]) -> Iterator[None]:
         JITFunction.run = original
 
 
-def assert_same_code(title: str, recipe: Recipe, launched: Mapping[str, str]) -> None:
+def assert_same_code(title: str, offline: Launch, launched: Mapping[str, str]) -> None:
     """Assert that the code counted without a GPU is among the code launched on one, {sha256: PTX}."""
-    offline = compile_recipe(recipe, "sm_90")
-    if offline.ptx_sha256 not in launched:
+    binary = compile_launch(offline, "sm_90")
+    if binary.ptx_sha256 not in launched:
         one, *_ = launched.values()
-        texts = [ptx.without_lines(text).splitlines() for text in (offline.ptx, one)]
+        texts = [ptx.without_lines(text).splitlines() for text in (binary.ptx, one)]
         lines = list(difflib.unified_diff(*texts, "compiled without a GPU", "launched", n=1))
         pytest.fail(f"{title}: {len(lines)} lines of difference, the first:\n" + "\n".join(lines[:40]))

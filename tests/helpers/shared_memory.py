@@ -8,7 +8,8 @@ from pathlib import Path
 from triton._C.libtriton import ir, nvidia, passes
 
 from envoi.runtime import triton_compat
-from envoi.sass.compile import Recipe, bind
+from envoi.runtime.kernel_case import Launch
+from tools.machine_code.compile import arguments_of
 
 PTX_VERSION = 86
 OFFSET = re.compile(r"allocation\.offset = (\d+)")
@@ -31,9 +32,9 @@ class Place:
         return self.offset < other.offset + other.size and other.offset < self.offset + self.size
 
 
-def in_barriers(recipe: Recipe, arch: str, folder: Path) -> list[str]:
+def in_barriers(launch: Launch, arch: str, folder: Path) -> list[str]:
     """Return operations whose memory is at another time a barrier's, and "none" if the kernel has no barriers."""
-    found = [place_of(line) for line in allocated(recipe, arch, folder).splitlines() if OFFSET.search(line)]
+    found = [place_of(line) for line in allocated(launch, arch, folder).splitlines() if OFFSET.search(line)]
     barriers = [place for place in found if place.is_barrier]
     if not barriers:
         return ["none"]
@@ -55,10 +56,9 @@ def place_of(line: str) -> Place:
     return Place(int(offset[1]), size, line.strip(), shape is not None and shape[2] == BARRIER)
 
 
-def allocated(recipe: Recipe, arch: str, folder: Path) -> str:
+def allocated(launch: Launch, arch: str, folder: Path) -> str:
     """Return the kernel's operations, each with its range in shared memory, if it has any."""
-    bound = bind(recipe.function, recipe.signature, recipe.constexprs)
-    kernel = triton_compat.compile_for(recipe.function, *bound, arch, dict(recipe.options))
+    kernel = triton_compat.compile_for(launch.kernel, *arguments_of(launch, arch))
     path = folder / "kernel.ttgir"
     path.write_text(kernel.asm["ttgir"])
     context = ir.context()

@@ -1,4 +1,4 @@
-"""Scripts of `tools`, which is no package, as modules."""
+"""Scripts of `tools`, which import one another as scripts do, as modules."""
 
 import importlib.util
 import sys

@@ -5,8 +5,9 @@ from dataclasses import dataclass
 import torch
 from torch.nn.functional import linear, silu
 
-from envoi.moe import pack
+from envoi.moe import moe, pack
 from envoi.types import ExpertWeights, Routing
+from tests.helpers.accuracy import assert_same_bits
 
 
 @dataclass
@@ -52,6 +53,27 @@ def make(
         normal(experts, 2 * intermediate) if bias else None, normal(experts, hidden) if bias else None,
         activation, limit,
     )  # fmt: skip
+
+
+def assert_same_bits_each_time(layer: Layer, packed: ExpertWeights) -> None:
+    """Assert that a hundred calls give the first one's bits."""
+    first = moe(layer.tokens, layer.routing, packed)
+    for _ in range(100):
+        assert_same_bits(moe(layer.tokens, layer.routing, packed), first)
+
+
+def assert_a_graph_serves(given: Layer, packed: ExpertWeights, layers: list[Layer], want: list[torch.Tensor]) -> None:
+    """Assert that a graph captured on `given` gives each layer's output, once its tokens and routing are copied in."""
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        got = moe(given.tokens, given.routing, packed)
+    for layer, expected in zip(layers, want, strict=True):
+        given.tokens.copy_(layer.tokens)
+        given.routing.topk_ids.copy_(layer.routing.topk_ids)
+        given.routing.topk_weights.copy_(layer.routing.topk_weights)
+        graph.replay()
+        torch.cuda.synchronize()
+        assert_same_bits(got, expected)
 
 
 def eager_bf16(layer: Layer) -> torch.Tensor:

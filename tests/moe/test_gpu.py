@@ -6,18 +6,17 @@ from functools import cache
 import pytest
 import torch
 
-from envoi.moe import moe, reference
+from envoi.moe import cases, moe, reference
 from envoi.moe.combine import combine_rows
 from envoi.moe.oracle import moe_oracle
 from envoi.moe.permute import gather_rows, quantize_rows, sort_slots
 from envoi.moe.reference_permute import permute, take_rows
 from envoi.moe.reference_permute import sort_slots as reference_sort
 from envoi.quant import FORMATS, SCHEMES, format_named, quantize
-from envoi.sass import registry
 from envoi.types import QuantTensor, Routing
 from tests.helpers.accuracy import assert_at_most_twice, assert_same_bits, relative_error
 from tests.helpers.launches import assert_same_code, watched
-from tests.moe.layers import Layer, eager_bf16, make
+from tests.moe.layers import Layer, assert_a_graph_serves, assert_same_bits_each_time, eager_bf16, make
 from tests.moe.test_moe import BOUNDS, KINDS
 
 pytestmark = [pytest.mark.gpu, pytest.mark.usefixtures("tidy_gpu")]
@@ -192,10 +191,7 @@ def test_ids_that_no_expert_has_are_masked(format):
 @pytest.mark.parametrize("format", FORMATS)
 def test_the_same_bits_a_hundred_times(format):
     layer = on_gpu(make(tokens=300, experts=16, k=4, hidden=512, intermediate=256))
-    packed = layer.pack(format)
-    first = moe(layer.tokens, layer.routing, packed)
-    for _ in range(100):
-        assert_same_bits(moe(layer.tokens, layer.routing, packed), first)
+    assert_same_bits_each_time(layer, layer.pack(format))
 
 
 @pytest.mark.parametrize("format", FORMATS)
@@ -210,16 +206,7 @@ def test_nothing_waits_and_a_graph_serves_other_routings(format):
         moe(given.tokens, given.routing, packed)
     finally:
         torch.cuda.set_sync_debug_mode("default")
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        got = moe(given.tokens, given.routing, packed)
-    for layer, expected in zip(layers, want, strict=True):
-        given.tokens.copy_(layer.tokens)
-        given.routing.topk_ids.copy_(layer.routing.topk_ids)
-        given.routing.topk_weights.copy_(layer.routing.topk_weights)
-        graph.replay()
-        torch.cuda.synchronize()
-        assert_same_bits(got, expected)
+    assert_a_graph_serves(given, packed, layers, want)
 
 
 @cache
@@ -240,6 +227,6 @@ def launched() -> dict[str, str]:
 
 
 @pytest.mark.gpu(arch="sm_90")
-@pytest.mark.parametrize("name", [name for name in registry.KERNELS if name.startswith("experts")])
-def test_what_runs_is_what_was_counted(name):
-    assert_same_code(name, registry.find(name).recipe("sm_90"), launched())
+@pytest.mark.parametrize("case", cases.KERNELS, ids=lambda case: case.name)
+def test_what_runs_is_what_was_counted(case):
+    assert_same_code(case.name, case.launch(), launched())

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from envoi.gemm.grouping import EXPERTS_ROWS
-from envoi.gemm.hopper_w4a16 import few
+from envoi.gemm.hopper_w4a16 import cases, few
 from envoi.moe import layer as kernels_layer
 from envoi.moe import moe
 from envoi.moe.experts import run_experts
@@ -15,14 +15,13 @@ from envoi.moe.layer import run_layer
 from envoi.moe.oracle import moe_oracle
 from envoi.moe.permute import gather_rows, sort_slots
 from envoi.quant.fragments import to_fragments
-from envoi.sass import w4a16_recipes
-from envoi.sass.w4a16_cases import W4A16_CASES
 from envoi.types import ExpertWeights, QuantTensor
 from tests.helpers.accuracy import assert_same_bits, relative_error
 from tests.helpers.launches import assert_same_code, watched
-from tests.moe.layers import Layer, make
+from tests.moe.layers import Layer, assert_a_graph_serves, assert_same_bits_each_time, make
 from tests.moe.test_gpu import on_gpu, with_ids
 from tests.moe.test_moe import KINDS
+from tests.test_spans import STEPS, seen
 
 pytestmark = [pytest.mark.gpu(arch="sm_90"), pytest.mark.usefixtures("tidy_gpu")]
 
@@ -85,26 +84,21 @@ def test_hostile_routing(kernels):
 
 def test_the_same_bits_a_hundred_times(kernels):
     layer = on_gpu(make(tokens=30, experts=16, k=4, hidden=1024, intermediate=704))
-    packed = layer.pack("mxfp4")
-    first = moe(layer.tokens, layer.routing, packed)
-    for _ in range(100):
-        assert_same_bits(moe(layer.tokens, layer.routing, packed), first)
+    assert_same_bits_each_time(layer, layer.pack("mxfp4"))
 
 
 def test_a_graph_serves_other_routings(kernels):
     layers = [on_gpu(make(tokens=8, masked=masked, seed=i)) for i, masked in enumerate((0.0, 0.5, 1.0))]
     packed, given = layers[0].pack("mxfp4"), on_gpu(make(tokens=8))
     want = [moe(layer.tokens, layer.routing, packed) for layer in layers]
-    graph = torch.cuda.CUDAGraph()
-    moe(given.tokens, given.routing, packed)
-    with torch.cuda.graph(graph):
-        got = moe(given.tokens, given.routing, packed)
-    for layer, expected in zip(layers, want, strict=True):
-        given.tokens.copy_(layer.tokens)
-        given.routing.topk_ids.copy_(layer.routing.topk_ids)
-        given.routing.topk_weights.copy_(layer.routing.topk_weights)
-        graph.replay()
-        assert_same_bits(got, expected)
+    assert_a_graph_serves(given, packed, layers, want)
+
+
+def test_the_steps_have_names(kernels):
+    layer = on_gpu(make(tokens=8))
+    packed = layer.pack("mxfp4")
+    found = [name for name, _ in seen(lambda: moe(layer.tokens, layer.routing, packed))]
+    assert [name for name in found if name in STEPS] == STEPS
 
 
 def test_a_tokens_bits_do_not_depend_on_the_others_numbers(kernels):
@@ -167,7 +161,7 @@ def launched() -> dict[str, str]:
     biases = torch.randn(32, 5760, device="cuda"), torch.randn(32, 2880, device="cuda")
     experts = ExpertWeights(weights(5760, 2880), weights(2880, 2880), "mxfp4", "swiglu_oai", 7.0, *biases)
     with watched(lambda sha256, kernel: seen.setdefault(sha256, kernel.asm["ptx"])):
-        for tokens in sorted({case.num_tokens for case in W4A16_CASES}):
+        for tokens in sorted({case.num_tokens for case in cases.CASES}):
             x = torch.randn(tokens, 2880, generator=source, device="cuda").bfloat16()
             ids = torch.rand(tokens, 32, generator=source, device="cuda").topk(4).indices.int()
             run_layer(x, torch.rand(tokens, 4, generator=source, device="cuda"), ids, experts)
@@ -181,6 +175,6 @@ def launched() -> dict[str, str]:
     return seen
 
 
-@pytest.mark.parametrize("case", W4A16_CASES, ids=lambda case: case.name)
+@pytest.mark.parametrize("case", cases.CASES, ids=lambda case: case.name)
 def test_what_runs_is_what_was_counted(case):
-    assert_same_code(case.title, w4a16_recipes.recipe(case), launched())
+    assert_same_code(case.title, cases.launch_of(case), launched())

@@ -6,9 +6,11 @@ import math
 import pytest
 
 from envoi.gemm.hopper_mx import config as hopper_mx
+from envoi.gemm.hopper_w4a16 import few as few_tokens
+from envoi.gemm.hopper_w4a16.many_config import many_config
 from envoi.plan import MoeLayer, plan_moe
 from envoi.plan.blocks import BLOCK_MS
-from envoi.plan.machines import H200, MACHINES
+from envoi.plan.machines import H200, MACHINES, machine_of
 from envoi.quant.formats import FORMATS
 
 
@@ -23,7 +25,8 @@ def test_every_format_machine_and_number_of_gpus_has_a_plan(format, arch):
         plan = plan_moe(layer(num_tokens, num_ranks, format), arch)
         assert [step.name for step in plan.steps] == ["router", "dispatch", "L1", "L2", "combine"]
         for blocks in (plan.l1, plan.l2):
-            assert blocks.block_m in BLOCK_MS[arch]
+            assert blocks.block_m in (*BLOCK_MS[arch], *machine_of(arch).w4a16_tflops)
+            assert plan.pool_rows % blocks.block_m == 0
             assert blocks.num_stages >= 2
         assert plan.num_waves * plan.experts_per_wave == plan.layer.num_local_experts
         assert plan.fused_us <= plan.staged_us
@@ -106,9 +109,14 @@ def test_the_overlap_condition(intermediate):
 
 
 def test_block_sizes_on_hopper_are_those_of_its_kernel():
-    plan = plan_moe(layer(64, format="mxfp4"))
+    plan = plan_moe(layer(64, format="mxfp4_mxfp8"))
     kernel = hopper_mx.choose(64 * 6, 4096, 32, 132)
     assert (plan.l2.block_m, plan.l2.num_stages) == (kernel.block_y, kernel.num_stages)
+    sizes = {"num_ranks": 1, "num_experts": 32, "format": "mxfp4"}
+    few, many = (plan_moe(layer(num_tokens, **sizes)).l2 for num_tokens in (32 * few_tokens.MOST_ROWS // 6, 4096))
+    assert (few.block_m, few.shared_evenly) == (16, True)
+    assert (many.block_m, many.shared_evenly) == (many_config(2048, 4096 * 6, 32).block_y, False)
+    assert not plan_moe(layer(1, 2, "mxfp4")).l2.shared_evenly  # ranks don't use the kernels for few tokens
 
 
 def test_buffers_follow_max_tokens():

@@ -12,16 +12,16 @@ from collections.abc import Iterable, Sequence
 from concurrent.futures import Future, ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
 from functools import cache
-from typing import Any
 
 import torch
 
 from envoi.bench import problems
 from envoi.bench.problems import Planned, Shape
 from envoi.bench.shapes import Case
-from envoi.gemm.hopper import host
+from envoi.gemm.hopper.cases import launch_with
 from envoi.gemm.hopper.config import Config
 from envoi.runtime import devices
+from envoi.runtime.kernel_case import kernel_key
 
 Job = tuple[Shape, Config]
 MAX_PROCESSES = 16
@@ -44,9 +44,9 @@ def compile_cases(cases: Iterable[Case], num_processes: int | None = None) -> No
 
 def compile_all(jobs: Sequence[Job], num_sms: int, num_processes: int | None = None) -> dict[Job, str]:
     """Compile each kernel once; return the compiler's errors for those that it refused."""
-    distinct: dict[Any, Job] = {}
+    distinct: dict[str, Job] = {}
     for shape, config in jobs:
-        distinct.setdefault(kernel_key(_planned(shape, num_sms), config, num_sms), (shape, config))
+        distinct.setdefault(kernel_key(*launch_with(_planned(shape, num_sms).call, config, num_sms)), (shape, config))
     todo = list(distinct.values())
     count = min(num_processes or (os.cpu_count() or 2) - 1, MAX_PROCESSES, len(todo))
     if count < 2:
@@ -60,29 +60,6 @@ def compile_all(jobs: Sequence[Job], num_sms: int, num_processes: int | None = N
     what = f"{len(todo)} kernels compiled in {time.monotonic() - start:.0f} s by {count} processes"
     print(f"{what}, {len(refused)} refused", file=sys.stderr, flush=True)
     return refused
-
-
-def kernel_key(planned: Planned, config: Config, num_sms: int) -> tuple:
-    """Return a key that is equal for launches that share a kernel."""
-    from envoi.gemm.hopper.kernel import gemm_kernel
-
-    _, arguments = host.arguments(planned.call, config, num_sms)
-    params = getattr(gemm_kernel, "params", ())
-    return tuple(_specialised(value, param.is_constexpr) for value, param in zip(arguments, params, strict=True))
-
-
-def _specialised(value: Any, constant: bool) -> Any:
-    if constant:
-        return repr(value)
-    if isinstance(value, tuple):
-        return tuple(_specialised(part, False) for part in value)
-    if isinstance(value, torch.Tensor):
-        return value.dtype
-    if isinstance(value, int):
-        return value == 1, value % 16 == 0
-    if hasattr(value, "block_shape"):
-        return value.base.dtype, tuple(value.block_shape), repr(value.layout)
-    return type(value)
 
 
 def _outcome(future: "Future[str]") -> str:
@@ -99,12 +76,9 @@ def _planned(shape: Shape, num_sms: int) -> Planned:
 
 def _compile(job: Job, num_sms: int) -> str:
     """Compile into the cache, in a process of the pool, without a launch. Return the error, "" if there was none."""
-    from envoi.gemm.hopper.kernel import gemm_kernel
-
     try:
-        grid, arguments = host.arguments(_planned(job[0], num_sms).call, job[1], num_sms)
-        kernel: Any = gemm_kernel
-        kernel.warmup(*arguments, grid=grid, num_warps=job[1].num_warps)
+        kernel, grid, arguments, options = launch_with(_planned(job[0], num_sms).call, job[1], num_sms)
+        kernel.warmup(*arguments, grid=grid, **options)
     except Exception as error:  # the measurement will hit the error again and report it
         return f"{type(error).__name__}: {' '.join(str(error).split())[:160]}"
     return ""

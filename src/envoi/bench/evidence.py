@@ -7,8 +7,8 @@ import datetime
 import json
 import math
 import re
-from collections.abc import Iterable, Mapping
-from dataclasses import asdict, dataclass, fields
+from collections.abc import Callable, Iterable
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -46,6 +46,45 @@ BASELINES = {
 }
 
 
+def _is_number(x: Any) -> bool:
+    return type(x) in (int, float) and 0 <= x < math.inf
+
+
+def _is_positive(x: Any) -> bool:
+    return _is_number(x) and x > 0
+
+
+def _is_date(x: Any) -> bool:
+    try:
+        return datetime.date.fromisoformat(x).isoformat() == x
+    except (TypeError, ValueError):
+        return False
+
+
+_LINE = "one line of text", lambda x: isinstance(x, str) and bool(x.strip()) and "\n" not in x
+_RATE = "a positive number or null", lambda x: x is None or _is_positive(x)
+_COUNT = "an int of at least 1", lambda x: type(x) is int and x >= 1
+# What each key of a measurement must be: in words, and as a predicate.
+FORMAT: dict[str, tuple[str, Callable[[Any], bool]]] = {
+    "suite": (f"one of {', '.join(SUITES)}", lambda x: isinstance(x, str) and x in SUITES),
+    "case": _LINE,
+    "ours_us": ("a positive number", _is_positive),
+    "baselines": (
+        f"positive numbers under at least one of {', '.join(BASELINES)}",
+        lambda x: isinstance(x, dict) and {*x} <= {*BASELINES} and bool(x) and all(map(_is_positive, x.values())),
+    ),
+    "floor_us": _RATE, "tflops": _RATE, "gb_per_s": _RATE,
+    "error": (
+        "numbers of at least 0 under 'ours' and 'torch'",
+        lambda x: isinstance(x, dict) and x.keys() == {"ours", "torch"} and all(map(_is_number, x.values())),
+    ),
+    "gpu": _LINE, "num_gpus": _COUNT, "torch": _LINE, "triton": _LINE, "commit": _LINE,
+    "date": ("a date as YYYY-MM-DD", _is_date),
+    "n": _COUNT,
+}  # fmt: skip
+KEYS = tuple(FORMAT)
+
+
 @dataclass(frozen=True)
 class Measurement:
     """Measurement of a case on one machine, medians in microseconds.
@@ -78,31 +117,14 @@ class Measurement:
     n: int
 
     def __post_init__(self):
-        _expect_name("suite", self.suite, SUITES)
-        for key in ("case", "gpu", "torch", "triton", "commit"):
-            _expect_text(key, getattr(self, key))
-        _expect_number("ours_us", self.ours_us, above_zero=True)
-        for key in ("floor_us", "tflops", "gb_per_s"):
-            if getattr(self, key) is not None:
-                _expect_number(key, getattr(self, key), above_zero=True, kind="a positive number or null")
-        for name, value in _expect_mapping("baselines", self.baselines).items():
-            _expect_name("baselines", name, BASELINES)
-            _expect_number(f"baselines.{name}", value, above_zero=True)
-        if set(_expect_mapping("error", self.error)) != {"ours", "torch"}:
-            raise ValueError(f"error: expected the keys 'ours' and 'torch', got {sorted(self.error)}")
-        for name, value in self.error.items():
-            _expect_number(f"error.{name}", value, above_zero=False)
-        for key in ("num_gpus", "n"):
-            _expect_count(key, getattr(self, key))
-        _expect_date("date", self.date)
+        for key, (expected, holds) in FORMAT.items():
+            if not holds(getattr(self, key)):
+                raise ValueError(f"{key}: expected {expected}, got {_short(getattr(self, key))}")
 
     @property
     def key(self) -> tuple[str, str, str, int]:
         """Key shared by a measurement and the later ones that supersede it."""
         return self.suite, self.case, self.gpu, self.num_gpus
-
-
-KEYS = tuple(field.name for field in fields(Measurement))
 
 
 def to_line(measurement: Measurement) -> str:
@@ -180,39 +202,3 @@ def slug(gpu: str) -> str:
 def _short(value: Any) -> str:
     text = repr(value)
     return text if len(text) <= 60 else text[:57] + "..."
-
-
-def _expect_text(key: str, value: Any) -> None:
-    if not isinstance(value, str) or not value.strip() or "\n" in value:
-        raise ValueError(f"{key}: expected one line of text, got {_short(value)}")
-
-
-def _expect_name(key: str, value: Any, names: Mapping[str, str]) -> None:
-    if not isinstance(value, str) or value not in names:
-        raise ValueError(f"{key}: expected one of {', '.join(names)}, got {_short(value)}")
-
-
-def _expect_number(key: str, value: Any, above_zero: bool, kind: str = "") -> None:
-    number = isinstance(value, (int, float)) and not isinstance(value, bool) and math.isfinite(value)
-    if not number or value < 0 or (above_zero and value == 0):
-        kind = kind or ("a positive number" if above_zero else "a number of at least 0")
-        raise ValueError(f"{key}: expected {kind}, got {_short(value)}")
-
-
-def _expect_count(key: str, value: Any) -> None:
-    if not isinstance(value, int) or isinstance(value, bool) or value < 1:
-        raise ValueError(f"{key}: expected an int of at least 1, got {_short(value)}")
-
-
-def _expect_mapping(key: str, value: Any) -> dict:
-    if not isinstance(value, dict) or not value:
-        raise ValueError(f"{key}: expected an object with at least one entry, got {_short(value)}")
-    return value
-
-
-def _expect_date(key: str, value: Any) -> None:
-    try:
-        if not isinstance(value, str) or datetime.date.fromisoformat(value).isoformat() != value:
-            raise ValueError
-    except ValueError:
-        raise ValueError(f"{key}: expected a date as YYYY-MM-DD, got {_short(value)}") from None

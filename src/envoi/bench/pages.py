@@ -13,7 +13,7 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 
 from envoi.bench.evidence import BASELINES, SUITES, Measurement, load
-from envoi.bench.published import beside
+from envoi.bench.published import PUBLISHED
 from envoi.bench.summary import baseline_names, best_baseline, compared, mean_and_least, means, of_roof, peers
 from envoi.table import number, ratio
 
@@ -64,7 +64,7 @@ def page(suite: str, by_gpu: dict[str, list[Measurement]]) -> str:
         if compared(measurements):
             parts.append(f"![{suite}: ratio of {_other(measurements)}'s time to Envoi's]({chart_name(suite, gpu)})")
         parts += [table(rows(measurements)), *summaries(measurements)]
-        parts += filter(None, [beside(suite, measurements).rstrip()])
+        parts += beside(suite, measurements)
     if not by_gpu:
         parts.append("Not measured yet.")
     return "\n\n".join(parts) + "\n"
@@ -111,6 +111,22 @@ def table(lines: list[list[str]]) -> str:
     """Return a Markdown table of a header and rows."""
     header, *body = lines
     return "\n".join(f"| {' | '.join(cells)} |" for cells in [header, ["---", *["---:"] * (len(header) - 1)], *body])
+
+
+def beside(suite: str, measurements: Sequence[Measurement]) -> list[str]:
+    """Return a table of both sides' times in us and speed-ups over each side's eager, where others published some."""
+    found = PUBLISHED.get(suite)
+    ours = [m for m in measurements if found and m.case in found.times_us and "eager" in m.baselines]
+    if found is None or not ours:
+        return []
+    lines = [["case", f"Envoi, {ours[0].gpu}", "eager", *(f"{name}, {found.hardware}" for name in found.columns)]]
+    for m in ours:
+        *others, eager_us = found.times_us[m.case]
+        mine = f"{number(m.ours_us)} ({ratio(m.baselines['eager'], m.ours_us)})"
+        theirs = (f"{number(us)} ({ratio(eager_us, us)})" for us in others)
+        lines.append([m.case, mine, number(m.baselines["eager"]), *theirs, number(eager_us)])
+    about = f"Beside it what was published for {found.what}; in brackets the speed-up over eager on the same side."
+    return [about, table(lines)]
 
 
 def summaries(measurements: Sequence[Measurement]) -> list[str]:

@@ -14,7 +14,6 @@ from envoi.gemm.hopper.config import Config, Problem, candidates, predicted_cycl
 
 Shape = GemmShape | GroupedShape
 META = torch.device("meta")
-NUM_SMS = 132  # of an H100 or H200, for machines without one
 
 
 @dataclass(frozen=True)

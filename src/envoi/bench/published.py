@@ -3,11 +3,7 @@
 Measured on another machine by another method: compare only each side's ratios.
 """
 
-from collections.abc import Iterable
 from dataclasses import dataclass
-
-from envoi.bench.evidence import Measurement
-from envoi.table import number, ratio
 
 
 @dataclass(frozen=True)
@@ -36,23 +32,3 @@ PUBLISHED = {
         },
     ),
 }
-
-
-def beside(suite: str, measurements: Iterable[Measurement]) -> str:
-    """Return a Markdown table of both sides' times in us and speed-ups over each side's eager; "" if there is none."""
-    found = PUBLISHED.get(suite)
-    if found is None:
-        return ""
-    ours = [m for m in measurements if m.case in found.times_us and "eager" in m.baselines]
-    if not ours:
-        return ""
-    header = ["case", f"Envoi, {ours[0].gpu}", "eager", *(f"{name}, {found.hardware}" for name in found.columns)]
-    lines = [header, ["---", *["---:"] * (len(header) - 1)]]
-    for m in ours:
-        *others, eager_us = found.times_us[m.case]
-        mine = f"{number(m.ours_us)} ({ratio(m.baselines['eager'], m.ours_us)})"
-        theirs = (f"{number(us)} ({ratio(eager_us, us)})" for us in others)
-        lines.append([m.case, mine, number(m.baselines["eager"]), *theirs, number(eager_us)])
-    table = "\n".join(f"| {' | '.join(cells)} |" for cells in lines)
-    about = f"Beside it what was published for {found.what}; in brackets the speed-up over eager on the same side."
-    return f"{about}\n\n{table}\n"

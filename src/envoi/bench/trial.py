@@ -56,7 +56,7 @@ class Bench:
 
     @property
     def on_gpu(self) -> bool:
-        """True if the device has CUDA graphs and a compiler worth comparing with."""
+        """Return True if the device has CUDA graphs and a compiler worth comparing with."""
         return self.device.type == "cuda"
 
 
@@ -132,6 +132,13 @@ def compiled(fn: Callable, mode: str | None = None) -> Callable:
     """Compile by torch.compile for one shape. Drops earlier compilations: over its limit it falls back to eager."""
     torch._dynamo.reset()
     return torch.compile(fn, dynamic=False, mode=mode)
+
+
+def copy_of(num_bytes: float, device: torch.device) -> Run:
+    """Return a device copy that reads and writes so many bytes together."""
+    source = torch.ones(int(num_bytes) // 2, dtype=torch.uint8, device=device)
+    target = torch.empty_like(source)
+    return lambda: target.copy_(source)
 
 
 def relative_error(got: torch.Tensor, want: torch.Tensor) -> float:

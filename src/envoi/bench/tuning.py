@@ -93,13 +93,14 @@ def _shape(args: argparse.Namespace) -> "Shape":
 
 def _print_list(shapes: "list[Shape]") -> int:
     from envoi.bench import problems
+    from envoi.runtime.kernel_case import NUM_SMS
 
     rows = []
     for shape in shapes:
         try:
-            planned = problems.planned(shape, problems.NUM_SMS)
-            count = len(planned.promising(problems.NUM_SMS, CANDIDATES))
-            rows.append((problems.label(shape), planned.default.label(), str(count), planned.key(problems.NUM_SMS)))
+            planned = problems.planned(shape, NUM_SMS)
+            count = len(planned.promising(NUM_SMS, CANDIDATES))
+            rows.append((problems.label(shape), planned.default.label(), str(count), planned.key(NUM_SMS)))
         except ValueError as error:
             rows.append((problems.label(shape), f"none: {str(error).rpartition(': ')[2]}", "0", "-"))
     print(align(("shape", "default", "candidates", "kept under"), rows, left=(0, 1, 3)))

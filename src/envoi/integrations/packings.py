@@ -48,7 +48,7 @@ class Mark(NamedTuple):
     stride: tuple[int, ...]
 
     def fits(self, x: torch.Tensor) -> bool:
-        """True if x is the tensor that was marked, in the same memory, with no write counted since."""
+        """Return True if x is the tensor that was marked, in the same memory, with no write counted since."""
         return (
             self.tensor() is x
             # A new storage may begin at the address of a freed one: the object tells them apart.
@@ -68,7 +68,7 @@ class Packing:
     marks: tuple[Mark | None, ...]
 
     def fits(self, weights: Weights) -> bool:
-        """True if no change of the weights has been counted since they were packed."""
+        """Return True if no change of the weights has been counted since they were packed."""
         return all(
             x is mark if mark is None or x is None else mark.fits(x)
             for mark, x in zip(self.marks, weights, strict=True)

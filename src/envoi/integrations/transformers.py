@@ -157,7 +157,7 @@ def _recipe(module: Any, format: str) -> Recipe:
 
 
 def _made_anew(module: Any) -> bool:
-    """True if the module's weight tensors are made anew for each call: by a parametrization or by offloading."""
+    """Return True if the module's weight tensors are made anew for each call: by a parametrization or by offloading."""
     # A failing getattr on a module takes ten times as long as a look-up in its dicts.
     hook = module.__dict__.get("_hf_hook")
     return "parametrizations" in module._modules or getattr(hook, "offload", False)

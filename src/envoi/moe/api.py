@@ -3,7 +3,7 @@
 import torch
 
 from envoi.moe import layer, reference
-from envoi.moe.op import as_rows, check_ids, check_tokens, flatten, mlp_flops, unflatten
+from envoi.moe.op import as_rows, check_ids, check_tokens, empty_out, flatten, mlp_flops, unflatten
 from envoi.runtime.custom_op import operator
 from envoi.types import ExpertWeights, Routing
 
@@ -35,11 +35,7 @@ def moe(tokens: torch.Tensor, routing: Routing, experts: ExpertWeights) -> torch
     return out if rows is tokens and dtype == out.dtype else out.to(dtype).view(tokens.shape)
 
 
-def _moe_fake(tokens, *arguments):
-    return torch.empty_like(tokens, memory_format=torch.contiguous_format)
-
-
-@operator("moe", _moe_fake, mlp_flops)
+@operator("moe", empty_out, mlp_flops)
 def _moe(
     tokens: torch.Tensor, topk_weights: torch.Tensor, topk_ids: torch.Tensor,
     gate_up: torch.Tensor, gate_up_sf: torch.Tensor | None, gate_up_bias: torch.Tensor | None,
@@ -51,8 +47,9 @@ def _moe(
         gate_up, gate_up_sf, gate_up_bias, down, down_sf, down_bias, format, activation, swiglu_limit, gate_up_tame,
         down_tame, order,
     )  # fmt: skip
-    if topk_ids.device.type == "cpu" or not layer.has_kernels(topk_ids.device):
+    has_kernels = layer.has_kernels(topk_ids.device)
+    if topk_ids.device.type == "cpu" or not has_kernels:
         check_ids(topk_ids, experts.num_local_experts)
-    if layer.has_kernels(topk_ids.device):
+    if has_kernels:
         return layer.run_layer(tokens, topk_weights, topk_ids, experts)
     return reference.moe(tokens, topk_weights, topk_ids, experts)

@@ -115,6 +115,11 @@ def check_ids(topk_ids: torch.Tensor, num_experts: int) -> None:
         )
 
 
+def empty_out(tokens, *arguments):
+    """Return an empty tensor with the operators' shape and dtype, [M, H] like tokens: all that tracing needs."""
+    return torch.empty_like(tokens, memory_format=torch.contiguous_format)
+
+
 def mlp_flops(tokens, topk_weights, topk_ids, *arguments):
     """Count the FLOPs of both GEMMs for every slot, masked ones too: only the device knows which are masked.
 

@@ -87,14 +87,15 @@ def plan_moe(layer: MoeLayer, arch: str = "sm_90", max_tokens: int | None = None
         max_tokens = layer.num_tokens
     expect_int("max_tokens", max_tokens, layer.num_tokens, MAX_TOKENS)
     local = layer.num_local_experts
-    pool_rows = pool_capacity(layer.num_ranks, max_tokens, layer.num_topk, local, BLOCK_MS[arch])
+    l1, l2 = l1_blocks(layer, machine), l2_blocks(layer, machine)
+    block_ms = (*BLOCK_MS[arch], l1.block_m, l2.block_m)
+    pool_rows = pool_capacity(layer.num_ranks, max_tokens, layer.num_topk, local, block_ms)
     weight_bytes = local * (layer.weight_bytes(layer.l1_nk) + layer.weight_bytes(layer.l2_nk))
     row_bytes = layer.row_bytes(layer.hidden) + layer.row_bytes(layer.intermediate)
     presum = pays(layer.hidden, layer.intermediate, layer.num_topk, max_tokens, layer.num_ranks, layer.format)
     returned = max_tokens * (layer.num_ranks if presum else layer.num_topk)
     buffer_bytes = pool_rows * row_bytes + 2.0 * returned * layer.hidden
     _check_memory(machine, weight_bytes, buffer_bytes)
-    l1, l2 = l1_blocks(layer, machine), l2_blocks(layer, machine)
     fused_shared = shared_memory(
         layer, roles_of(machine, layer.format, l1.block_m, l1.block_n, l1.block_k), machine.shared_bytes
     )

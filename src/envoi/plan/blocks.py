@@ -13,12 +13,13 @@ from envoi.plan.expected import rows_per_expert, tiles_per_expert
 from envoi.plan.layer import MoeLayer
 from envoi.plan.machines import WIDENED, Machine
 from envoi.quant.formats import Scheme
+from envoi.runtime.devices import SHARED_BYTES
 from envoi.types import Matrix, QuantTensor
 
 BLOCK_MS = {"sm_90": (8, 16, 32, 64, 128), "sm_100": (128,)}  # allowed by the configs
 WIDTHS = (256, 128)  # Blackwell's tiles; narrower ones read the tokens more often
 MAX_STAGES = 12
-MX_GROUP = 32
+MX_GROUP, MX_TILE = 32, 64  # MX_TILE: of weights in the order of fragments, either way
 META = torch.device("meta")
 
 
@@ -26,7 +27,7 @@ META = torch.device("meta")
 class Blocks:
     """Tiling of one grouped GEMM: tiles of block_m tokens x block_n features, num_stages stages of block_k.
 
-    num_tiles: expected over this rank's experts.
+    num_tiles: expected over this rank's experts. shared_evenly: all SMs take as much of K, and tiles are split for it.
     """
 
     block_m: int
@@ -34,10 +35,11 @@ class Blocks:
     block_k: int
     num_stages: int
     num_tiles: float
+    shared_evenly: bool = False
 
-    def rounds(self, num_sms: int) -> int:
+    def rounds(self, num_sms: int) -> float:
         """Number of tiles on the busiest SM."""
-        return -int(-self.num_tiles // num_sms)
+        return self.num_tiles / num_sms if self.shared_evenly else -int(-self.num_tiles // num_sms)
 
 
 def l1_blocks(layer: MoeLayer, machine: Machine) -> Blocks:
@@ -56,6 +58,8 @@ def _blocks(layer: MoeLayer, machine: Machine, nk: tuple[int, int], epilogue: Ep
     from envoi.gemm.hopper import host as hopper  # imports Triton, which `import envoi` must not do
     from envoi.gemm.hopper_mx import config as hopper_mx
 
+    if layer.format == "mxfp4" and not layer.hidden % MX_TILE and not layer.intermediate % MX_TILE:
+        return _w4a16(layer, nk)
     if layer.format in WIDENED:
         code = lower(epilogue.ir, torch.bfloat16, "gluon", False, False, frozenset())
         bits = 8 if layer.format == "mxfp8" else 4
@@ -71,6 +75,20 @@ def _blocks(layer: MoeLayer, machine: Machine, nk: tuple[int, int], epilogue: Ep
     counted = _counted(layer, nk, config.block_m, config.block_n, config.block_k, config.num_stages)
     # With `wide_tail_tiles` the count includes both tile widths; most tiles are square.
     return replace(counted, block_m=config.block_x, block_n=config.block_y) if config.wide_tail_tiles else counted
+
+
+def _w4a16(layer: MoeLayer, nk: tuple[int, int]) -> Blocks:
+    """Return the tiling of bf16 tokens on MXFP4 weights, as `envoi.moe` chooses it; across ranks never for few."""
+    from envoi.gemm.hopper_w4a16.few import MOST_ROWS
+    from envoi.gemm.hopper_w4a16.few_config import few_configs
+    from envoi.gemm.hopper_w4a16.many_config import many_config
+
+    few = few_configs(layer.hidden, layer.intermediate, layer.num_experts, layer.num_rows, "swiglu", None, False)[0]
+    if layer.num_ranks == 1 and layer.num_rows <= MOST_ROWS * layer.num_experts and few.shared_bytes <= SHARED_BYTES:
+        tile = _counted(layer, nk, few.tile_tokens, 64 * few.num_row_tiles, 64, few.unroll)
+        return replace(tile, shared_evenly=True)
+    many = many_config(nk[1], layer.num_rows, layer.num_local_experts)
+    return _counted(layer, nk, many.block_y, many.block_x, many.block_k, many.num_stages)
 
 
 def _counted(layer: MoeLayer, nk: tuple[int, int], block_m: int, block_n: int, block_k: int, num_stages: int) -> Blocks:

@@ -17,9 +17,12 @@ class Machine:
     tflops: by format, of a large GEMM.
     widened_per_us: weights that all SMs widen to bf16 per us, for formats without tensor-core support; 0 = none needed.
     widened_tflops: highest rate of a GEMM with widening, for any number of tokens.
+    w4a16_tflops: rate of a GEMM of bf16 tokens on MXFP4 weights, by tokens of a tile; empty where no kernel is known.
+    w4a16_few_tflops: rate of the kernel for few tokens, whose SMs share all tiles evenly, by tokens of a tile.
     hbm_gb_per_s: read and written together.
     pull_gb_per_s, push_gb_per_s: read from a peer, written to a peer, in one direction.
-    launch_us: a kernel's launch up to its first product, plus its last tile. round_trip_us: a flag to a peer and
+    launch_us: a kernel's launch up to its first product, plus its last tile. dependent_launch_us: with programmatic
+        dependent launch. round_trip_us: a flag to a peer and
         back, the cost of a barrier across ranks.
     unhidden: the fraction of the shorter resources' times that isn't hidden by the longest.
     """
@@ -33,15 +36,21 @@ class Machine:
     tflops: dict[str, float]
     widened_per_us: float
     widened_tflops: float
+    w4a16_tflops: dict[int, float]
+    w4a16_few_tflops: dict[int, float]
     hbm_gb_per_s: float
     pull_gb_per_s: float
     push_gb_per_s: float
     launch_us: float
+    dependent_launch_us: float
     round_trip_us: float
     unhidden: float
 
-    def gemm_tflops(self, format: str, block_m: int) -> float:
+    def gemm_tflops(self, format: str, block_m: int, shared_evenly: bool = False) -> float:
         """Return the rate of a GEMM in tiles of block_m tokens; each tile widens its weights again."""
+        w4a16 = self.w4a16_few_tflops if shared_evenly else self.w4a16_tflops
+        if format == "mxfp4" and block_m in w4a16:
+            return w4a16[block_m]
         if format not in WIDENED or not self.widened_per_us:
             return self.tflops[format]
         flops = 2 * block_m  # per weight
@@ -61,11 +70,16 @@ H200 = Machine(
     },
     widened_per_us=7.39e6,  # same note, at 0 tokens per tile and without launch_us and unhidden reads: 73 us
     widened_tflops=610,  # same note, 32 experts of 4096x4096 with about 384 tokens, rows that fill tiles counted
+    # notes/2026-11-decode-w4a16.md: L1 of 32 experts of 2880 x 2880 takes 151 us in 11 rounds of tiles of 32 tokens,
+    # 139 without launch_us and unhidden reads; other tiles by the note's relative times. Few tokens: 79 or 84 ns of an
+    # SM for 64 x 64 weights, from the suite moe.
+    w4a16_tflops={16: 130, 32: 246, 64: 438, 128: 635, 256: 779}, w4a16_few_tflops={8: 110, 16: 206},
     hbm_gb_per_s=4230,  # a device copy, the roof of bench/results
     # Between two H200s, 16-byte loads and stores of a Triton kernel, a CTA on each SM. With 32 CTAs: 311 and 278. These
     # and round_trip_us are not in bench/results yet.
     pull_gb_per_s=334, push_gb_per_s=362,
     launch_us=5.0,  # bench/results: time of GEMMs with few tokens beyond that of their bytes
+    dependent_launch_us=3.0,  # bench/results, suite moe, mxfp4: a launch that begins before the previous one ends
     round_trip_us=2.6,  # between two H200s, atomics of system scope
     unhidden=0.1,  # bench/results, suites gemm_grouped and gemm_weights, bf16 and FP8
 )  # fmt: skip
@@ -76,8 +90,9 @@ B200 = Machine(
     tflops={
         "bf16": 2250, "fp8_row": 4500, "fp8_block128": 4500, "mxfp8": 4500, "mxfp4": 2250, "mxfp4_mxfp8": 4500,
     },
-    widened_per_us=0, widened_tflops=0, hbm_gb_per_s=8000, pull_gb_per_s=900, push_gb_per_s=900,
-    launch_us=5.0, round_trip_us=2.6,  # H200's: no measurement of a B200
+    widened_per_us=0, widened_tflops=0, w4a16_tflops={}, w4a16_few_tflops={},
+    hbm_gb_per_s=8000, pull_gb_per_s=900, push_gb_per_s=900,
+    launch_us=5.0, dependent_launch_us=3.0, round_trip_us=2.6,  # H200's: no measurement of a B200
     unhidden=0,
 )  # fmt: skip
 

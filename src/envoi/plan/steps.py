@@ -60,25 +60,29 @@ def five_steps(layer: MoeLayer, machine: Machine, l1: Blocks, l2: Blocks, presum
     """Return router, dispatch, L1, L2, combine."""
     return (
         _router(layer, machine),
-        _dispatch(layer, machine),
+        _dispatch(layer, machine, l1.shared_evenly),
         _l1(layer, machine, l1),
         _l2(layer, machine, l2, presum),
-        _combine_sums(layer, machine) if presum else _combine(layer, machine),
+        _combine_sums(layer, machine) if presum else _combine(layer, machine, l2.shared_evenly),
     )
 
 
 def gemm_us(blocks: Blocks, K: int, format: str, machine: Machine) -> float:
     """Return the time of a GEMM's products: the busiest SM's tiles, at its share of the machine's rate."""
     flops = 2.0 * blocks.block_m * blocks.block_n * K * blocks.rounds(machine.num_sms) * machine.num_sms
-    return flops / machine.gemm_tflops(format, blocks.block_m) / 1e6
+    return flops / machine.gemm_tflops(format, blocks.block_m, blocks.shared_evenly) / 1e6
 
 
 def step_of(
     name: str, machine: Machine, flops: float = 0, compute_us: float = 0, hbm_bytes: float = 0,
-    nvlink_bytes: float = 0, nvlink_gb_per_s: float = 1, round_trips: int = 0,
+    nvlink_bytes: float = 0, nvlink_gb_per_s: float = 1, round_trips: int = 0, dependent: bool = False,
 ) -> Step:  # fmt: skip
-    """Return a step with its times, computed from its work. round_trips: barriers across ranks."""
-    fixed_us = machine.launch_us + round_trips * machine.round_trip_us
+    """Return a step with its times, computed from its work.
+
+    round_trips: barriers across ranks. dependent: the launch begins before the previous one ends.
+    """
+    fixed_us = machine.dependent_launch_us if dependent else machine.launch_us
+    fixed_us += round_trips * machine.round_trip_us
     hbm_us, nvlink_us = hbm_bytes / machine.hbm_gb_per_s / 1e3, nvlink_bytes / nvlink_gb_per_s / 1e3
     *others, longest = sorted((compute_us, hbm_us, nvlink_us))
     time_us = fixed_us + longest + machine.unhidden * sum(others)
@@ -93,7 +97,7 @@ def _router(layer: MoeLayer, machine: Machine) -> Step:
     return step_of("router", machine, flops, flops / machine.tflops["bf16"] / 1e6, hbm)
 
 
-def _dispatch(layer: MoeLayer, machine: Machine) -> Step:
+def _dispatch(layer: MoeLayer, machine: Machine, dependent: bool) -> Step:
     """Return dispatch's step. Counts, indices, rows are exchanged: a barrier across ranks for each of the first two."""
     row = layer.row_bytes(layer.hidden) + WEIGHT_AND_SLOT_BYTES
     quantised = 0 if layer.formats.activations is None else layer.num_tokens * (BF16_BYTES * layer.hidden + row)
@@ -101,7 +105,7 @@ def _dispatch(layer: MoeLayer, machine: Machine) -> Step:
     round_trips = 2 if layer.num_ranks > 1 else 0
     return step_of(
         "dispatch", machine, hbm_bytes=hbm, nvlink_bytes=pulled_tokens(layer) * row,
-        nvlink_gb_per_s=machine.pull_gb_per_s, round_trips=round_trips,
+        nvlink_gb_per_s=machine.pull_gb_per_s, round_trips=round_trips, dependent=dependent,
     )  # fmt: skip
 
 
@@ -127,12 +131,14 @@ def _gemm(
 ) -> Step:  # fmt: skip
     """Return a GEMM's step. left_bytes: per output row. For weights widened to bf16, a kernel first widens tokens."""
     N, K = nk
-    widens = machine.widened_per_us and layer.format in WIDENED
+    widens = machine.widened_per_us and layer.format in WIDENED and layer.formats.activations is not None
     row = BF16_BYTES * K if widens else layer.row_bytes(K)
     hbm = active_experts(layer) * layer.weight_bytes(nk) + layer.num_rows * (row + left_bytes)
     compute_us = gemm_us(blocks, K, layer.format, machine)
     flops = 2.0 * layer.num_rows * N * K
-    step = step_of(name, machine, flops, compute_us, hbm, nvlink_bytes, machine.push_gb_per_s)
+    step = step_of(
+        name, machine, flops, compute_us, hbm, nvlink_bytes, machine.push_gb_per_s, dependent=blocks.shared_evenly
+    )
     return _with_pass(step, machine, layer.num_rows * (layer.row_bytes(K) + row)) if widens else step
 
 
@@ -155,6 +161,6 @@ def _combine_sums(layer: MoeLayer, machine: Machine) -> Step:
     return _with_pass(sent, machine, row * (sums + layer.num_tokens), machine.launch_us)
 
 
-def _combine(layer: MoeLayer, machine: Machine) -> Step:
+def _combine(layer: MoeLayer, machine: Machine, dependent: bool) -> Step:
     hbm = BF16_BYTES * (layer.num_rows + layer.num_tokens) * layer.hidden
-    return step_of("combine", machine, hbm_bytes=hbm, round_trips=1 if layer.num_ranks > 1 else 0)
+    return step_of("combine", machine, hbm_bytes=hbm, round_trips=1 if layer.num_ranks > 1 else 0, dependent=dependent)

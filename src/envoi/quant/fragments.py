@@ -70,7 +70,7 @@ def to_rows(x: QuantTensor) -> QuantTensor:
 
 
 def _values_to_fragments(values: torch.Tensor) -> torch.Tensor:
-    """uint8 [N, K / 2] of one matrix -> the same shape."""
+    """Reorder the values of one matrix, uint8 [N, K / 2], in a copy of that shape."""
     N, K = values.shape[0], 2 * values.shape[1]
     codes = unpack_nibbles(values).view(N // TILE, 4, 8, 2, K // TILE, 2, 2, 2, 4, 2)
     first, second = codes.permute(_VALUES).unbind(-1)
@@ -87,7 +87,7 @@ def _values_to_rows(values: torch.Tensor) -> torch.Tensor:
 
 
 def _sf_to_fragments(sf: torch.Tensor) -> torch.Tensor:
-    """uint8 [N, K / 32] of one matrix -> the same shape."""
+    """Reorder the scale factors of one matrix, uint8 [N, K / 32], in a copy of that shape."""
     N, groups = sf.shape
     return sf.view(N // TILE, 4, 8, 2, groups // 2, 2).permute(_SF).reshape(sf.shape)
 

@@ -16,6 +16,7 @@ from triton.experimental import gluon
 from triton.experimental.gluon._runtime import GluonASTSource
 from triton.experimental.gluon.language._core import builtin
 from triton.experimental.gluon.language.nvidia import blackwell
+from triton.experimental.gluon.language.nvidia.ampere import async_copy
 from triton.experimental.gluon.language.nvidia.hopper import tma
 from triton.runtime import driver
 from triton.runtime.cache import triton_key
@@ -40,6 +41,8 @@ MORE_REGISTERS = gl.constexpr(not VERSION.startswith("3.6."))
 tma_load = tma.async_load if hasattr(tma, "async_load") else tma.async_copy_global_to_shared
 tma_store = tma.async_store if hasattr(tma, "async_store") else tma.async_copy_shared_to_global
 
+# cp.async of Ampere: (buffer, pointers, mask=). Renamed in 3.8.
+async_load = async_copy.async_load if hasattr(async_copy, "async_load") else async_copy.async_copy_global_to_shared
 
 # Whether a view of shared memory must be as large as the buffer. `reinterpret` then returns more matrices than asked
 # for, so a whole number of them has to fill the buffer.

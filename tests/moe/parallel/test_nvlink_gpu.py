@@ -14,9 +14,9 @@ import torch.distributed as dist
 from envoi.gemm.hopper_w4a16 import few
 from envoi.moe import moe
 from envoi.moe.parallel import ExpertParallel, PeerTimeout
+from envoi.moe.parallel import cases as kernels
 from envoi.moe.parallel.symmetric_memory import SharedLayout
 from envoi.quant import FORMATS
-from envoi.sass import ep_recipes, registry
 from envoi.types import Routing
 from tests.helpers.accuracy import assert_same_bits
 from tests.helpers.launches import assert_same_code, watched
@@ -92,14 +92,14 @@ def summed_by_rank(layer, format: str, ends: list[int]) -> torch.Tensor:
 def launched() -> dict[str, str]:
     """Launch the kernels between ranks on the registry's sizes, in all formats: {hash: PTX}."""
     found: dict[str, str] = {}
-    layer, _ = on_gpu(make(tokens=ep_recipes.M, experts=16, k=ep_recipes.NUM_TOPK, hidden=ep_recipes.HIDDEN))
-    E, num_ranks = ep_recipes.NUM_EXPERTS, ep_recipes.NUM_RANKS
+    layer, _ = on_gpu(make(tokens=kernels.M, experts=16, k=kernels.NUM_TOPK, hidden=kernels.HIDDEN))
+    E, num_ranks = kernels.NUM_EXPERTS, kernels.NUM_RANKS
     ids = layer.routing.topk_ids.cuda()
     ids = torch.where(ids < 0, ids, ids * (E // 16))
     routing = Routing(layer.routing.topk_weights.cuda(), ids, E)
     with watched(lambda sha256, kernel: found.setdefault(sha256, kernel.asm["ptx"])):
         for format in FORMATS:
-            layout = SharedLayout(num_ranks, E, ep_recipes.M, ep_recipes.NUM_TOPK, ep_recipes.HIDDEN, format)
+            layout = SharedLayout(num_ranks, E, kernels.M, kernels.NUM_TOPK, kernels.HIDDEN, format)
             ends = list(range(0, E + 1, E // num_ranks))
             opened = domains.open_all(layout, ends, "cuda")
             domains.moe(opened, [(layer.tokens, routing)] * num_ranks, None)
@@ -111,9 +111,9 @@ def launched() -> dict[str, str]:
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("name", [name for name in registry.KERNELS if name.startswith("ep-")])
-def test_registered(name):
-    assert_same_code(name, registry.find(name).recipe("sm_90"), launched())
+@pytest.mark.parametrize("case", kernels.KERNELS, ids=lambda case: case.name)
+def test_registered(case):
+    assert_same_code(case.name, case.launch(), launched())
 
 
 def open_here(layer, format: str, rank: int, ends: list[int], **options) -> ExpertParallel:

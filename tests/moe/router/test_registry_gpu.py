@@ -3,9 +3,7 @@
 import pytest
 import torch
 
-from envoi.moe.router import host
-from envoi.sass import router_recipes
-from envoi.sass.router_cases import ROUTER_CASES
+from envoi.moe.router import cases, host
 from tests.helpers.launches import assert_same_code, watched
 from tests.moe.router.sides import Given, expected, judge, torchs_product
 
@@ -20,7 +18,7 @@ def maker(case):
     def make(shape, dtype):
         source = torch.Generator("cuda").manual_seed(next(seeds))
         if dtype == torch.int64:
-            top = router_recipes.VOCABULARY if len(shape) == 1 else case.N
+            top = cases.VOCABULARY if len(shape) == 1 else case.N
             return torch.randint(0, top, shape, generator=source, device="cuda")
         x = torch.randn(shape, generator=source, device="cuda")
         return (x / case.hidden**0.5 if shape == (case.N, case.hidden) else x).to(dtype)
@@ -28,12 +26,12 @@ def maker(case):
     return make
 
 
-@pytest.mark.parametrize("case", ROUTER_CASES, ids=lambda case: case.title)
+@pytest.mark.parametrize("case", cases.CASES, ids=lambda case: case.title)
 def test_registered(case, monkeypatch):
     if case.kernel == "triton":
         monkeypatch.setattr(host, "takes_hopper", lambda call: False)
-    x = router_recipes.inputs(case, maker(case))
-    rule, _ = router_recipes.rule_of(case)
+    x = cases.inputs(case, maker(case))
+    rule, _ = cases.rule_of(case.rule)
     given = Given(x.tokens, x.gate, case.k, rule, 1.0, None, x.expert_bias, x.token_ids, x.hash_table)
     launched = {}
     with watched(lambda sha256, kernel: launched.setdefault(sha256, kernel.asm["ptx"])):
@@ -45,4 +43,4 @@ def test_registered(case, monkeypatch):
     assert same.float().mean() > 0.99  # near ties may fall the other way
     torch.testing.assert_close(got.topk_weights[same], weights[same], rtol=1e-4, atol=1e-6)
     if torch.cuda.get_device_capability() == HOPPER:
-        assert_same_code(case.title, router_recipes.recipe(case), launched)
+        assert_same_code(case.title, cases.launch_of(case), launched)

@@ -13,7 +13,7 @@ from envoi.bench.shapes import Case, GroupedShape
 from envoi.bench.suites import inputs, torch_gemm
 from envoi.bench.suites.inputs import Inputs
 from envoi.bench.timing import Run
-from envoi.bench.trial import Bench, Trial, time_rounds
+from envoi.bench.trial import Bench, Trial, copy_of, time_rounds
 from envoi.gemm import grouped_gemm
 
 
@@ -43,16 +43,11 @@ def measure(case: Case, bench: Bench) -> Trial:
 
 def _bounds(x: Inputs, shape: GroupedShape, num_bytes: float) -> dict[str, Callable[[], Run]]:
     """Return a copy that moves as many bytes; for narrow weights also Envoi's GEMM in bf16."""
-
-    def copy() -> Run:
-        source = torch.ones(int(num_bytes) // 2, dtype=torch.int8, device=x.wide_a.device)
-        target = torch.empty_like(source)
-        return lambda: target.copy_(source)
-
+    copy: dict[str, Callable[[], Run]] = {"copy": lambda: copy_of(num_bytes, x.wide_a.device)}
     if shape.format == "bf16":
-        return {"copy": copy}
+        return copy
     offsets = cast(torch.Tensor, x.offsets)
-    return {"copy": copy, "bf16": lambda: lambda: grouped_gemm(x.wide_a, x.wide_b, offsets)}
+    return {**copy, "bf16": lambda: lambda: grouped_gemm(x.wide_a, x.wide_b, offsets)}
 
 
 def _torch_error(shape: GroupedShape, x: Inputs, theirs: tuple) -> float:

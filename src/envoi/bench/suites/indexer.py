@@ -18,8 +18,8 @@ import torch
 
 from envoi.bench.shapes import Case, IndexerShape
 from envoi.bench.suites.peers import deep_gemm_topk
-from envoi.bench.timing import Run, Timing, mean_timing
-from envoi.bench.trial import Bench, Trial, time_rounds
+from envoi.bench.timing import Clock, Run, Timing, mean_timing
+from envoi.bench.trial import Bench, Trial, copy_of, time_rounds
 from envoi.indexer import indexer_topk
 from envoi.indexer.certificate import orders
 from envoi.indexer.layout import BYTES_PER_TOKEN, HEAD_DIM, PAGE_SIZE, pages_of, unpack_pages
@@ -53,7 +53,7 @@ def measure(case: Case, bench: Bench) -> Trial:
     errors: dict[str, list[float]] = {"ours": [], "torch": []}
     for number, workload in enumerate(shape.workloads):
         x = _inputs(workload, bench.device)
-        timing, baselines, missing = time_rounds(bench.clock, _captured(x, mode), _baselines(x, mode))
+        timing, baselines, missing = time_rounds(bench.clock, _captured(x, mode, bench.clock), _baselines(x, mode))
         for name, found in baselines.items():
             theirs.setdefault(name, []).append(found)
         ours.append(timing)
@@ -98,31 +98,21 @@ def _ours(x: Inputs, mode: str) -> torch.Tensor:
     return cast(torch.Tensor, indexer_topk(x.q, x.k_cache, x.weights, x.seq_lens, x.block_table, TOPK, mode))
 
 
-def _captured(x: Inputs, mode: str) -> Run:
+def _captured(x: Inputs, mode: str, clock: Clock) -> Run:
     """Return Envoi's call in a CUDA graph; uncaptured on a CPU, and if the exact mode waits for the device."""
     run = partial(_ours, x, mode)
-    if x.q.device.type != "cuda" or (mode == "exact" and orders(x.q.device, x.q.shape[1]) is None):
-        return run
-    run()
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        run()
-    return graph.replay
+    waits = mode == "exact" and clock.device.type == "cuda" and orders(clock.device, x.q.shape[1]) is None
+    return run if waits else clock.graph(run)
 
 
 def _baselines(x: Inputs, mode: str) -> dict[str, Callable[[], Run]]:
     found: dict[str, Callable[[], Run]] = {"pytorch": lambda: partial(definition, x)}
     if x.q.device.type == "cuda":
-        found |= {"launched": lambda: partial(_ours, x, mode), "copy": lambda: _copy(x)}
+        num_bytes = max(1, sum(x.lengths)) * BYTES_PER_TOKEN
+        found |= {"launched": lambda: partial(_ours, x, mode), "copy": lambda: copy_of(num_bytes, x.q.device)}
         peer = x.q, x.k_cache, x.weights, x.seq_lens, x.block_table, TOPK
         found["sgl_deep_gemm_topk"] = lambda: deep_gemm_topk(*peer)
     return found
-
-
-def _copy(x: Inputs) -> Run:
-    source = torch.zeros(max(1, sum(x.lengths)) * BYTES_PER_TOKEN // 2, dtype=torch.uint8, device=x.q.device)
-    target = torch.empty_like(source)
-    return lambda: target.copy_(source)
 
 
 def _inputs(workload: Workload, device: torch.device) -> Inputs:

@@ -64,11 +64,12 @@ def make(shape: GemmShape | GroupedShape, device: torch.device) -> Inputs:
 def in_format(a: torch.Tensor, b: torch.Tensor, name: str) -> Inputs:
     """Convert bf16 matrices to a format of `FORMATS`."""
     format = format_named(name)
-    weights = _cast(b, format.weights)
-    return Inputs(_cast(a, format.activations), tamed(weights) if isinstance(weights, QuantTensor) else weights, a, b)
+    rows, weights = in_scheme(a, format.activations), in_scheme(b, format.weights)
+    return Inputs(rows, tamed(weights) if isinstance(weights, QuantTensor) else weights, a, b)
 
 
-def _cast(x: torch.Tensor, scheme: Scheme | None) -> Matrix:
+def in_scheme(x: torch.Tensor, scheme: Scheme | None) -> Matrix:
+    """Quantise a matrix, or matrices a few at a time; None leaves them as they are."""
     if scheme is None:
         return x
     if x.dim() == 2:

@@ -14,6 +14,7 @@ import torch
 import torch.distributed as dist
 
 from envoi.bench.shapes import Case, MoeShape
+from envoi.bench.suites.inputs import num_bytes as num_bytes_of
 from envoi.bench.suites.peers import deep_gemm_moe
 from envoi.bench.suites.torch_moe import Layer, eager_moe, grouped_moe, grouped_moe_fp8, parallel_moe
 from envoi.bench.timing import Run, Timing
@@ -73,7 +74,7 @@ def _trial(shape: MoeShape, layer: Layer, timing: Timing, baselines, error, miss
     last = layer.first + layer.packed.num_local_experts
     used = layer.routing.topk_ids.unique()
     num_used = int(((used >= layer.first) & (used < last)).sum())
-    a_expert = (_num_bytes(layer.packed.gate_up) + _num_bytes(layer.packed.down)) / layer.packed.num_local_experts
+    a_expert = (num_bytes_of(layer.packed.gate_up) + num_bytes_of(layer.packed.down)) / layer.packed.num_local_experts
     num_bytes = num_used * a_expert + 2 * layer.tokens.numel() * layer.tokens.element_size()
     flops = 6.0 * shape.num_tokens * shape.num_topk * shape.hidden * shape.intermediate
     kind = "bf16" if shape.format == "bf16" else "fp8"
@@ -116,11 +117,6 @@ def _concat(weights: list[Matrix]) -> Matrix:
     quantised = [weight for weight in weights if isinstance(weight, QuantTensor)]
     values, sf = torch.cat([q.values for q in quantised]), torch.cat([q.sf for q in quantised])
     return replace(first, values=values, sf=sf, tame=all(q.tame for q in quantised))
-
-
-def _num_bytes(weight: Matrix) -> int:
-    tensors = (weight,) if isinstance(weight, torch.Tensor) else (weight.values, weight.sf)
-    return sum(tensor.numel() * tensor.element_size() for tensor in tensors)
 
 
 def _errors(layer: Layer, ours: torch.Tensor, theirs: torch.Tensor) -> dict[str, float]:

@@ -27,7 +27,8 @@ from envoi.bench.trial import (
     time_replays,
     time_rounds,
 )
-from envoi.moe.router import Rule, preset, reference, route
+from envoi.moe.router import Rule, reference, route
+from envoi.moe.router.cases import rule_of
 
 DTYPES = {"fp16": torch.float16, "bf16": torch.bfloat16}
 
@@ -47,7 +48,7 @@ Step = Callable[[Inputs], object]
 def measure(case: Case, bench: Bench) -> Trial:
     """Measure one shape and rule."""
     shape = cast(RouterShape, case.shape)
-    rule, has_bias = _rule(shape.rule)
+    rule, has_bias = rule_of(shape.rule)
     num_bytes = _num_bytes(shape)
     one_call = case.suite == "router_call"
     count = bench.clock.num_inputs(num_bytes) if bench.on_gpu and not one_call else 1
@@ -122,13 +123,6 @@ def eager_route(
     ids = key.topk(k, dim=-1).indices
     weights = score.gather(1, ids)
     return weights / (weights.sum(-1, keepdim=True) + 1e-20) * rule.routed_scale, ids
-
-
-def _rule(name: str) -> tuple[Rule, bool]:
-    if name == "softmax":
-        return Rule(), False
-    chosen = preset(name)
-    return chosen.rule, chosen.has_expert_bias
 
 
 def _inputs(shape: RouterShape, has_bias: bool, device: torch.device, seed: int) -> Inputs:

@@ -7,8 +7,9 @@ import torch
 from torch.nn import functional
 from torch.nn.functional import ScalingType
 
+from envoi.bench.suites import inputs
 from envoi.bench.suites.inputs import Inputs
-from envoi.quant import quantize
+from envoi.quant.formats import SCHEMES
 from envoi.types import Matrix, QuantTensor
 
 Product = Callable[[], torch.Tensor]
@@ -50,10 +51,7 @@ def grouped_operands(x: Inputs) -> tuple[Matrix, Matrix]:
         return x.wide_a, x.wide_b
     if cast(QuantTensor, x.a).sf.shape[1] == 1:
         return x.a, x.b
-    parts = [quantize(part, "fp8_row") for part in x.wide_b.split(8)]
-    values = torch.cat([q.values.view(torch.uint8) for q in parts]).view(torch.float8_e4m3fn)
-    weights = QuantTensor(values, torch.cat([q.sf for q in parts]), parts[0].group)
-    return quantize(x.wide_a, "fp8_row"), weights
+    return inputs.in_scheme(x.wide_a, SCHEMES["fp8_row"]), inputs.in_scheme(x.wide_b, SCHEMES["fp8_row"])
 
 
 def grouped_product(a: Matrix, b: Matrix, ends: torch.Tensor) -> Product:

@@ -1,16 +1,16 @@
 """MoE layer in plain torch operators, and the inputs that it shares with Envoi's."""
 
 from dataclasses import dataclass
+from typing import cast
 
 import torch
 import torch.distributed as dist
 from torch.nn import functional
 
+from envoi.bench.suites import inputs
 from envoi.bench.timing import Run
-from envoi.quant import quantize
+from envoi.quant.formats import SCHEMES
 from envoi.types import ExpertWeights, QuantTensor, Routing
-
-QUANTISE_AT_ONCE = 8  # experts; casts work in float32
 
 
 @dataclass(frozen=True)
@@ -46,23 +46,24 @@ def eager_moe(layer: Layer) -> torch.Tensor:
 
 def grouped_moe(layer: Layer) -> torch.Tensor:
     """Compute in bf16 by torch's grouped matmul on sorted rows."""
-    k = layer.routing.topk_ids.shape[1]
+    order, tokens, ends = _sorted(layer)
+    return _sum_slots(layer, _grouped_mlp(layer.tokens[tokens], ends, layer), order)
+
+
+def _sorted(layer: Layer) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Return the slots by expert, the token of each, and the experts' ends."""
     ranked, order = layer.routing.topk_ids.flatten().sort(stable=True)
     ends = torch.bincount(ranked, minlength=layer.num_experts).cumsum(0).to(torch.int32)
-    rows = _grouped_mlp(layer.tokens[order // k], ends, layer)
-    return _sum_slots(layer, rows, order)
+    return order, order // layer.routing.topk_ids.shape[1], ends
 
 
 def grouped_moe_fp8(layer: Layer) -> Run:
     """Return a call in FP8 with row scales, all that torch's grouped matmul has; weights are quantised outside it."""
-    weights = [_quantise_weights(w) for w in (layer.gate_up, layer.down)]
-    k = layer.routing.topk_ids.shape[1]
+    weights = [cast(QuantTensor, inputs.in_scheme(w, SCHEMES["fp8_row"])) for w in (layer.gate_up, layer.down)]
 
     def run() -> torch.Tensor:
-        ranked, order = layer.routing.topk_ids.flatten().sort(stable=True)
-        ends = torch.bincount(ranked, minlength=layer.num_experts).cumsum(0).to(torch.int32)
+        order, chosen, ends = _sorted(layer)
         values, sf = _quantise(layer.tokens)
-        chosen = order // k
         values = values.view(torch.uint8)[chosen].view(values.dtype)
         gate, up = _scaled_product(values, sf[chosen], weights[0], ends).chunk(2, dim=-1)
         rows = _scaled_product(*_quantise(functional.silu(gate) * up), weights[1], ends)
@@ -74,12 +75,6 @@ def grouped_moe_fp8(layer: Layer) -> Run:
 def _quantise(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     sf = x.abs().amax(-1).float().clamp(min=1e-30) / 448.0
     return (x / sf.unsqueeze(1)).to(torch.float8_e4m3fn), sf
-
-
-def _quantise_weights(weights: torch.Tensor) -> QuantTensor:
-    parts = [quantize(part, "fp8_row") for part in weights.split(QUANTISE_AT_ONCE)]
-    values = torch.cat([q.values.view(torch.uint8) for q in parts]).view(torch.float8_e4m3fn)
-    return QuantTensor(values, torch.cat([q.sf for q in parts]), parts[0].group)
 
 
 def _scaled_product(values: torch.Tensor, sf: torch.Tensor, b: QuantTensor, ends: torch.Tensor) -> torch.Tensor:

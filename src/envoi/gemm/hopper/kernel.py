@@ -50,6 +50,16 @@ from envoi.gemm.hopper.tile_scheduler import Problem
 from envoi.runtime.triton_compat import MORE_REGISTERS, role_barrier
 
 
+@gluon.constexpr_function
+def worker_registers(is_block_scaled):
+    """Return the registers a thread of the second consumer and of the producer.
+
+    A multiprocessor has 512 for each thread of a warpgroup; both consumers and the producer, whose partition counts as
+    a warpgroup, take 504 of them. Adding up blocks takes a second accumulator, hence more registers.
+    """
+    return [240, 24] if is_block_scaled or MORE_REGISTERS.value else [232, 40]
+
+
 @gluon.jit
 def gemm_kernel(
     x_desc, y_desc, desc0, desc1, desc2, desc3, operands, outputs, offsets, sums, counters, row_parts, row_counters,
@@ -86,4 +96,4 @@ def gemm_kernel(
             (consumer, (consumer_args, 0)),
             (consumer, (consumer_args, 1)),
             (producer, (producer_args,)),
-        ], [cfg.num_warps, 1], [240, 24] if IS_BLOCK_SCALED or MORE_REGISTERS else [232, 40])  # fmt: skip
+        ], [cfg.num_warps, 1], worker_registers(IS_BLOCK_SCALED))  # fmt: skip

@@ -2,6 +2,8 @@
 
 from typing import Protocol, runtime_checkable
 
+from envoi.constant import Constant
+
 
 @runtime_checkable
 class TileConfig(Protocol):
@@ -97,3 +99,54 @@ class TileConfig(Protocol):
     def num_store_buffers(self) -> int:
         """Chunks in a TMA output's ring of buffers."""
         ...
+
+
+class SwappedTiles(Constant):
+    """Base of configs with weights on the M side of wgmma, K in one piece, and all consumers on one tile.
+
+    A subclass is a frozen dataclass with the fields num_consumers, rows_per_consumer, block_y and swizzle_rows.
+    """
+
+    num_consumers: int
+    rows_per_consumer: int
+    block_y: int
+    swizzle_rows: int
+    swap_ab = True
+    split_k = 1
+    num_store_buffers = 1
+    wide_tail_tiles = False
+
+    @property
+    def spread_experts(self) -> bool:
+        """Return False: each warp holds whole vectors over the experts, so that sums over them need no barrier."""
+        return False
+
+    @property
+    def epilogue_columns(self) -> int:
+        """Features of a chunk: all of a consumer's."""
+        return self.rows_per_consumer
+
+    @property
+    def num_chunks(self) -> int:
+        """Chunks of a consumer's accumulator."""
+        return 1
+
+    @property
+    def consumers_per_tile(self) -> int:
+        """Consumers that share a tile: all."""
+        return self.num_consumers
+
+    @property
+    def block_x(self) -> int:
+        """Features of a tile."""
+        return self.num_consumers * self.rows_per_consumer
+
+    @property
+    def block_m(self) -> int:
+        """Tokens of a tile."""
+        return self.block_y
+
+    @property
+    def block_n(self) -> int:
+        """Features of a tile."""
+        return self.block_x

@@ -2,9 +2,9 @@
 
 from dataclasses import dataclass, replace
 
-from envoi.constant import Constant
 from envoi.epilogue.lower import Lowered
 from envoi.gemm.hopper.config import RESERVED_BYTES
+from envoi.gemm.hopper.tile_config import SwappedTiles
 from envoi.runtime.devices import SHARED_BYTES
 from envoi.runtime.math import cdiv
 
@@ -18,7 +18,7 @@ MANY_TOKENS = {64: 1.0, 128: 1.64}  # relative time of a tile, measured
 
 
 @dataclass(frozen=True)
-class MxConfig(Constant):
+class MxConfig(SwappedTiles):
     """Tiling of one problem: tiles of num_consumers * rows_per_consumer features and block_y tokens.
 
     Features are always the M side of wgmma, and K is never split; `TileConfig` documents the tile's fields.
@@ -32,10 +32,6 @@ class MxConfig(Constant):
     bits: int = 4
     tame: bool = False
     swizzle_rows: int = 8
-    swap_ab: bool = True
-    split_k: int = 1
-    num_store_buffers: int = 1
-    wide_tail_tiles: bool = False
 
     @property
     def num_warps(self) -> int:
@@ -56,41 +52,6 @@ class MxConfig(Constant):
     def consumer_registers(self) -> int:
         """Registers of a thread of the second consumer."""
         return 232 if self.rows_per_consumer == NARROW else 112
-
-    @property
-    def spread_experts(self) -> bool:
-        """False: each warp holds whole vectors over the experts, so that sums over them need no barrier."""
-        return False
-
-    @property
-    def epilogue_columns(self) -> int:
-        """Features of a chunk: all of a consumer's."""
-        return self.rows_per_consumer
-
-    @property
-    def num_chunks(self) -> int:
-        """Chunks of a consumer's accumulator."""
-        return 1
-
-    @property
-    def consumers_per_tile(self) -> int:
-        """Consumers that share a tile: all."""
-        return self.num_consumers
-
-    @property
-    def block_x(self) -> int:
-        """Features of a tile."""
-        return self.num_consumers * self.rows_per_consumer
-
-    @property
-    def block_m(self) -> int:
-        """Tokens of a tile."""
-        return self.block_y
-
-    @property
-    def block_n(self) -> int:
-        """Features of a tile."""
-        return self.block_x
 
     @property
     def num_sf_spans(self) -> int:

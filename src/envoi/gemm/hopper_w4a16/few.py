@@ -9,6 +9,7 @@ from envoi.gemm.hopper_w4a16.few_config import MAX_EXPERTS, FewConfig, few_confi
 from envoi.runtime import devices, workspace
 from envoi.runtime.devices import SHARED_BYTES
 from envoi.runtime.math import next_power_of_2
+from envoi.spans import span
 from envoi.types import QuantTensor
 
 MAX_TOPK = 32
@@ -63,20 +64,24 @@ def supports(layer: Layer, num_tokens: int, num_topk: int) -> str:
 
 
 def moe(tokens: torch.Tensor, topk_weights: torch.Tensor, topk_ids: torch.Tensor, layer: Layer) -> torch.Tensor:
-    """tokens [M, H] bf16 -> [M, H] bf16. Slots whose id no expert has count as masked. At least one slot."""
+    """Run the layer on tokens [M, H] bf16, and return [M, H] bf16. Slots whose id no expert has count as masked.
+
+    topk_ids and topk_weights [M, k] have at least one slot.
+    """
     from envoi.runtime.launch import launch
 
     tokens = tokens if tokens.stride(-1) == 1 else tokens.contiguous()
     topk_weights, topk_ids = topk_weights.contiguous(), topk_ids.contiguous()
     buffers = empty_buffers(tokens, topk_ids, layer)
     configs = configs_of(layer, topk_ids.numel())
-    for kernel, grid, arguments, options in (
-        permute_launch(tokens, topk_weights, topk_ids, layer, buffers),
-        gemm_launch(layer, buffers, topk_ids, configs[0]),
-        gemm_launch(layer, buffers, topk_ids, configs[1]),
-        sum_launch(buffers),
+    for name, (kernel, grid, arguments, options) in (
+        ("permute", permute_launch(tokens, topk_weights, topk_ids, layer, buffers)),
+        ("L1", gemm_launch(layer, buffers, topk_ids, configs[0])),
+        ("L2", gemm_launch(layer, buffers, topk_ids, configs[1])),
+        ("combine", sum_launch(buffers)),
     ):
-        launch(kernel, grid, arguments, options)
+        with span(name):
+            launch(kernel, grid, arguments, options)
     return buffers.out
 
 

@@ -82,8 +82,11 @@ class FewConfig(Constant):
 
     @property
     def factor_steps(self) -> int:
-        """Steps whose tokens take as many bytes as the factors, of 4 bytes each."""
-        return -(-self.num_k_groups // 32)
+        """Steps whose tokens take at least as many bytes as the factors, of 4 bytes each."""
+        from envoi.runtime.triton_compat import WHOLE_VIEWS  # not at the top: `import envoi` must not import Triton
+
+        steps = -(-self.num_k_groups // 32)
+        return -(-steps // 16) * 16 if WHOLE_VIEWS else steps
 
     @property
     def shared_bytes(self) -> int:

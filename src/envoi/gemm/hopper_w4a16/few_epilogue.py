@@ -37,7 +37,7 @@ def of_columns(pointer, tile, COUNT: gl.constexpr, layout: gl.constexpr):
 
 @gluon.jit
 def with_bias(acc, tile, outputs, weights):
-    """acc [features, tokens], features in order, plus the expert's bias times `weights` [tokens]."""
+    """Return acc [features, tokens], features in order, plus the expert's bias times `weights` [tokens]."""
     layout: gl.constexpr = acc.type.layout
     width = outputs.num_row_tiles * 64
     feature = tile.row_tile * 64 + gl.arange(0, acc.shape[0], gl.SliceLayout(1, layout))
@@ -47,7 +47,7 @@ def with_bias(acc, tile, outputs, weights):
 
 @gluon.jit
 def in_order(acc):
-    """Rows of the instruction -> features: of 16, rows g and g + 8 are features 2 g and 2 g + 1."""
+    """Return acc with rows in the order of features: of 16 rows of the instruction, g and g + 8 are 2 g and 2 g + 1."""
     rows: gl.constexpr = acc.shape[0]
     T: gl.constexpr = acc.shape[1]
     return acc.reshape([rows // 16, 2, 8, T]).permute([0, 2, 1, 3]).reshape([rows, T])
@@ -55,7 +55,7 @@ def in_order(acc):
 
 @gluon.jit
 def gate_and_up(acc):
-    """[features, tokens] -> gate and up [features / 2, tokens], which are neighbours."""
+    """Return gate and up [features / 2, tokens] of acc [features, tokens], in which they alternate."""
     rows: gl.constexpr = acc.shape[0]
     T: gl.constexpr = acc.shape[1]
     return gl.split(acc.reshape([rows // 2, 2, T]).permute([0, 2, 1]))
@@ -74,7 +74,7 @@ def activate(gate, up, cfg: gl.constexpr):
 
 @gluon.jit
 def split_scaled(x, largest):
-    """x, and the bits of the largest magnitude of its group -> high and low in E4M3, and the factor of their products.
+    """Split x into high and low in E4M3; return both, and the factor of their products.
 
     high + low = x * 2^(7 - floor(log2 largest)). The factor undoes that, the 2^-6 of widened weights, and the 2 that is
     too much in their factors (`row_factors`); it is NaN if a number of the group is, or infinite.

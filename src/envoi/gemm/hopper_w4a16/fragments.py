@@ -19,13 +19,13 @@ TAME = gl.constexpr(0x01010101)  # added to a word of factors: see `row_factors`
 
 @gluon.constexpr_function
 def thread_layout(warps):
-    """One element a thread."""
+    """Layout with one element a thread."""
     return gl.BlockedLayout([1], [32], [warps], [0])
 
 
 @gluon.constexpr_function
 def pair_layout(warps):
-    """[8 * warps] row pairs: each warp has 8, and the four threads of a pair the same."""
+    """Layout of [8 * warps] pairs of rows: each warp holds 8, and all four threads of a pair hold it."""
     over_warps = [[8 << i] for i in range(warps.bit_length() - 1)]
     return gl.DistributedLinearLayout([], [[0], [0], [1], [2], [4]], over_warps, [], [8 * warps])
 
@@ -125,7 +125,7 @@ def to_e4m3(words, dot: gl.constexpr):
 
 @gluon.jit
 def row_factors(word, FIRST: gl.constexpr, rows: gl.constexpr):
-    """Bytes FIRST and FIRST + 1 of a word of factors -> 2^(byte - 126) for both rows of a pair, float32 [16 * warps].
+    """Return 2^(byte - 126) of bytes FIRST and FIRST + 1 of a word of factors, one each row: float32 [16 * warps].
 
     One more than the factor, so that byte 0 has a power of two that isn't subnormal; no tame byte gets as far as NaN.
     """
@@ -176,7 +176,7 @@ def each_thread_layout(warps):
 
 @gluon.jit
 def to_bf16(words, factors, dot: gl.constexpr):
-    """A thread's words and factors of a tile -> operand bf16 [16 * warps, 64] with the scale factors in, K in order."""
+    """Return a tile's operand, bf16 [16 * warps, 64], K in order, from each thread's words and factors."""
     warps: gl.constexpr = gl.num_warps()
     x = by_thread(words)
     x = gl.join(gl.join(gl.join(x, x), gl.join(x, x)), gl.join(gl.join(x, x), gl.join(x, x)))
@@ -194,6 +194,6 @@ def to_bf16(words, factors, dot: gl.constexpr):
 
 @gluon.jit
 def repeat(x):
-    """[..] -> [.., 2, 2], the same register."""
+    """Repeat every element of [..] in [.., 2, 2], in one register."""
     x = gl.join(x, x)
     return gl.join(x, x)

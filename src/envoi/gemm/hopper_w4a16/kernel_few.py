@@ -42,7 +42,7 @@ from envoi.gemm.hopper_w4a16.few_epilogue import Outputs, finish_l1, finish_l2
 from envoi.gemm.hopper_w4a16.fragments import TAME, Weights, choose, row_factors, to_e4m3
 from envoi.runtime.aggregate import Scalar, aggregate
 from envoi.runtime.sync import let_next_start, wait_for_grid
-from envoi.runtime.triton_compat import reinterpret, role_barrier
+from envoi.runtime.triton_compat import async_load, reinterpret, role_barrier
 
 SLAB = gl.constexpr(16)  # steps of K that one copy brings
 
@@ -58,7 +58,7 @@ class Tokens:
     values: gl.tensor
     factors: gl.tensor
     slabs: gl.shared_memory_descriptor  # E4M3 [room_slabs, SLAB, tile_tokens, 128]
-    group_factors: gl.shared_memory_descriptor  # float32 [num_k_groups, tile_tokens]; of the second
+    group_factors: gl.shared_memory_descriptor  # float32 [num_k_groups, tile_tokens]; of the second GEMM
     cfg: gl.constexpr
 
     @staticmethod
@@ -67,17 +67,21 @@ class Tokens:
         """Allocate shared memory for a tile's tokens: one piece, so that both GEMMs take as much."""
         T: gl.constexpr = cfg.tile_tokens
         num_slabs: gl.constexpr = cfg.room_slabs
+        num_steps: gl.constexpr = num_slabs * SLAB + cfg.factor_steps
         by_step: gl.constexpr = gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=8, rank=2)
         by_slab: gl.constexpr = gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=8, rank=3)
-        plain: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
-        steps = gl.allocate_shared_memory(gl.float8e4nv, [num_slabs * SLAB + cfg.factor_steps, T, 128], by_step)
+        rows: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
+        matrix: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [1, 0])
+        num_groups: gl.constexpr = cfg.num_k_groups
+        steps = gl.allocate_shared_memory(gl.float8e4nv, [num_steps, T, 128], by_step)
         slabs = reinterpret(steps, gl.float8e4nv, [num_slabs, SLAB, T, 128], by_slab)
-        group_factors = reinterpret(steps.index(num_slabs * SLAB), gl.float32, [cfg.num_k_groups, T], plain)
+        views = reinterpret(steps, gl.float32, [num_steps * 32 // num_groups, num_groups, T], matrix)
+        group_factors = reinterpret(views.index(num_slabs * SLAB * 32 // num_groups), gl.float32, [num_groups, T], rows)
         return Tokens(values, factors, slabs, group_factors, cfg)
 
     @gluon.jit
     def fetch(self, tile):
-        """Bring the tokens of a tile, all of K. Columns without a token hold anything: nobody reads their sums."""
+        """Load the tokens of a tile, all of K. Columns past token_end are undefined: their sums are never read."""
         cfg: gl.constexpr = self.cfg
         warps: gl.constexpr = gl.num_warps()
         lay: gl.constexpr = gl.BlockedLayout([1, 1, 16], [1, 4, 8], [warps // 2, 2, 1], [2, 1, 0])
@@ -90,7 +94,7 @@ class Tokens:
             step = k + i * SLAB
             mask = (tile.token + c < tile.token_end) & (step < cfg.num_steps) & (j >= 0)
             at = self.values + (place + i * (SLAB * 128))
-            async_copy.async_copy_global_to_shared(self.slabs.index(i), at, mask=mask)
+            async_load(self.slabs.index(i), at, mask=mask)
         async_copy.commit_group()
         if not cfg.is_l1:
             self.fetch_factors(tile)
@@ -158,7 +162,7 @@ def bounds_of(routing, cfg: gl.constexpr):
 
 @aggregate
 class Routing:
-    """Which rows experts have: offsets, int32 pointer [num_experts + 1], and the ids [num_slots] that it comes from."""
+    """Rows of experts: offsets, int32 pointer [num_experts + 1], and the ids [num_slots] they are computed from."""
 
     offsets: gl.tensor
     topk_ids: gl.tensor
@@ -214,7 +218,11 @@ class Schedule:
 
 @aggregate
 class Parts:
-    """Sums of cut tiles, for who has a tile's beginning."""
+    """Partial sums of tiles that are split over workers, for the worker with a tile's first unit.
+
+    A worker has at most one such tile that begins before its own units. `store` writes the worker's sums and sets its
+    flag to 1; the worker that finishes the tile reads them in `add` and resets the flag to 0.
+    """
 
     sums: gl.tensor  # float32 pointer, [workers, 16 * warps * tile_tokens]
     flags: gl.tensor  # int32 pointer [workers]; 0 between launches

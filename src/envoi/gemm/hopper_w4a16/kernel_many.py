@@ -36,7 +36,7 @@ from envoi.gemm.hopper.run_epilogue import EpilogueArgs, EpilogueBuffers, RowRed
 from envoi.gemm.hopper.tile_scheduler import Problem, Tile, TileScheduler
 from envoi.gemm.hopper_w4a16.fragments import Weights, choose, to_bf16
 from envoi.runtime.aggregate import aggregate
-from envoi.runtime.triton_compat import role_barrier, tma_load
+from envoi.runtime.triton_compat import MORE_REGISTERS, role_barrier, tma_load
 
 
 @aggregate
@@ -201,4 +201,4 @@ def many_kernel(
         (consumer, (stages, weights, epilogue, 0)),
         (consumer, (stages, weights, epilogue, 1)),
         (producer, (x_desc, stages, problem)),
-    ], [4, 1], [232, 24])  # fmt: skip
+    ], [4, 1], [240 if MORE_REGISTERS else 232, 24])  # fmt: skip

@@ -2,8 +2,8 @@
 
 from dataclasses import dataclass, replace
 
-from envoi.constant import Constant
 from envoi.gemm.hopper.config import RESERVED_BYTES
+from envoi.gemm.hopper.tile_config import SwappedTiles
 from envoi.gemm.hopper_w4a16.few_config import unroll_of
 from envoi.runtime.devices import SHARED_BYTES
 
@@ -16,7 +16,7 @@ TOKEN_TILES = {16: 0.84, 32: 0.89, 64: 1.0, 128: 1.38, 256: 2.25}
 
 
 @dataclass(frozen=True)
-class ManyConfig(Constant):
+class ManyConfig(SwappedTiles):
     """Constants of the kernel for many tokens: tiles of 128 features, 64 for each of two consumers, and block_y tokens.
 
     num_steps: K / 64. unroll: steps of K whose weights a consumer has requested ahead.
@@ -32,45 +32,6 @@ class ManyConfig(Constant):
     block_k: int = BLOCK_K
     num_warps: int = 4
     swizzle_rows: int = 8
-    swap_ab: bool = True
-    split_k: int = 1
-    num_store_buffers: int = 1
-    wide_tail_tiles: bool = False
-
-    @property
-    def consumers_per_tile(self) -> int:
-        """Consumers that share a tile: both."""
-        return self.num_consumers
-
-    @property
-    def spread_experts(self) -> bool:
-        """Each warp has all of a vector over the experts."""
-        return False
-
-    @property
-    def epilogue_columns(self) -> int:
-        """Features of a chunk: all of a consumer's."""
-        return self.rows_per_consumer
-
-    @property
-    def num_chunks(self) -> int:
-        """Chunks of a consumer's accumulator."""
-        return 1
-
-    @property
-    def block_x(self) -> int:
-        """Features of a tile."""
-        return self.num_consumers * self.rows_per_consumer
-
-    @property
-    def block_m(self) -> int:
-        """Tokens of a tile."""
-        return self.block_y
-
-    @property
-    def block_n(self) -> int:
-        """Features of a tile."""
-        return self.block_x
 
     @property
     def padded_steps(self) -> int:

@@ -28,7 +28,7 @@ def experts_at(topk_ids, slots, num_slots, num_experts):
 
 @triton.jit
 def count_before(topk_ids, experts, slots, num_slots, num_experts, COUNT: tl.constexpr, BLOCK: tl.constexpr):
-    """For each (expert, slot) [COUNT]: the slots of earlier experts, and earlier ones of the same."""
+    """Count for each (expert, slot) [COUNT] the slots of earlier experts, and the earlier slots of the same expert."""
     before = tl.zeros((COUNT, BLOCK), tl.int32)
     for first in range(0, num_slots, BLOCK):
         others = first + tl.arange(0, BLOCK)
@@ -40,7 +40,7 @@ def count_before(topk_ids, experts, slots, num_slots, num_experts, COUNT: tl.con
 
 @triton.jit
 def split_token(x, HARDWARE: tl.constexpr):
-    """float32 [N] -> the bits of high and low in E4M3, and the factor of their products: see `few_epilogue`."""
+    """Split float32 [N] into the bits of high and low in E4M3, and the factor of their products: see `few_epilogue`."""
     largest = tl.max(tl.abs(x), 0)
     exponent = tl.maximum((largest.to(tl.int32, bitcast=True) >> 23) & 255, 8)
     exponent = tl.where(tl.max((x != x).to(tl.int32), 0) > 0, 255, exponent)
@@ -61,7 +61,7 @@ def permute_kernel(
     num_experts, width, K: tl.constexpr, SLOTS: tl.constexpr, BLOCK: tl.constexpr, WIDTH: tl.constexpr,
     EXPERTS: tl.constexpr, HARDWARE: tl.constexpr, OVERLAP: tl.constexpr,
 ):  # fmt: skip
-    """Programs below num_tokens: a token to the rows of its slots. The others: where EXPERTS experts' rows begin.
+    """Write one token to the rows of its slots; programs from num_tokens on: the offsets of EXPERTS experts each.
 
     topk_ids [num_tokens, K], -1 = masked. rows: E4M3 bits [num_tokens * K, width / 32, 2, 32], high and low; the places
     in a group, called (k16, t1, t0, b, k8), hold the elements (k16, k8, t1, t0, b). row_factors: what a row's products

@@ -44,7 +44,7 @@ class MatrixArgs(NamedTuple):
 
 
 class Product(NamedTuple):
-    """Both matrices of a GEMM: a [M, K], shared by all experts, and b [experts, N, K]."""
+    """Matrices of a GEMM: a [M, K], shared by all experts, and b [experts, N, K]."""
 
     a: Any
     b: Any

@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
-from envoi.moe.op import as_rows, check_ids, check_tokens, flatten, mlp_flops, unflatten
+from envoi.moe.op import as_rows, check_ids, check_tokens, empty_out, flatten, mlp_flops, unflatten
 from envoi.moe.parallel import counted, gathered, gathered_device, nvlink, symmetric_memory
 from envoi.moe.parallel.collectives import gather_texts
 from envoi.moe.parallel.dispatch import REFUSED_ON_HOST
@@ -362,11 +362,7 @@ class ExpertParallel:
             raise ValueError(f"routing.topk_ids: expected at most {self.num_topk} slots a token (num_topk), got {k}")
 
 
-def _moe_fake(tokens, *arguments):
-    return torch.empty_like(tokens, memory_format=torch.contiguous_format)
-
-
-@operator("moe_parallel", _moe_fake, mlp_flops)
+@operator("moe_parallel", empty_out, mlp_flops)
 def _moe_parallel(
     tokens: torch.Tensor, topk_weights: torch.Tensor, topk_ids: torch.Tensor, num_experts: int, parallel: str,
     gate_up: torch.Tensor, gate_up_sf: torch.Tensor | None, gate_up_bias: torch.Tensor | None,

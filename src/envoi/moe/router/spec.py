@@ -62,11 +62,11 @@ class Spec(Constant):
 
     @property
     def groups_fill(self) -> bool:
-        """True if the numbers of groups and of experts in each are powers of two, so that a reshape separates them."""
+        """Return True if numbers of groups and of experts in each are powers of two: a reshape separates them."""
         size = self.group_size
         return self.columns == self.num_experts and size & (size - 1) == 0
 
     @property
     def whole_softmax(self) -> bool:
-        """True if the softmax over all experts is needed, not only its ratios."""
+        """Return True if the softmax over all experts is needed, not only its ratios."""
         return self.rule.score == "softmax" and (self.by_score or not self.rule.renormalize)

@@ -71,7 +71,7 @@ class RouterTiling(Constant):
 
     @property
     def reroutes_eights(self) -> bool:
-        """True if uncertain rows are routed again eight at a time instead of with the whole pass.
+        """Return True if uncertain rows are routed again eight at a time instead of with the whole pass.
 
         Possible if their sums can be read twice and 32 lanes for each row give the same bits.
         """

@@ -1,0 +1,60 @@
+"""Launches of the GEMM in plain Triton."""
+
+import torch
+
+from envoi.epilogue.api import Epilogue
+from envoi.epilogue.library import expert_l1, expert_l2, swiglu
+from envoi.epilogue.lower import lower
+from envoi.epilogue.slots import empty_slots
+from envoi.gemm.cases import operands_of
+from envoi.gemm.triton import host
+from envoi.gemm.triton.kernel import gemm_kernel, rows_kernel
+from envoi.quant.formats import SCHEMES
+from envoi.runtime.kernel_case import EVERY_ARCH, case_of, without_memory
+from envoi.types import Matrix, QuantTensor
+
+M, N, K = 4096, 2880, 2880
+META = torch.device("meta")
+
+
+def _product(epilogue: Epilogue, of_a: str = "", of_b: str = "", num_experts: int = 0) -> tuple:
+    """of_a, of_b: a scheme, "" for bf16. num_experts: 0 = ungrouped."""
+    experts = (num_experts,) if num_experts else ()
+    offsets = without_memory((num_experts + 1,), torch.int32) if num_experts else None
+    code = lower(epilogue.ir, torch.bfloat16, "triton", False, False, frozenset())
+    operands = tuple(operands_of(epilogue.ir, M, N, experts).values())
+    return host.product_arguments(
+        _matrix(of_a, M, K), _matrix(of_b, *experts, N, K), offsets, code, operands,
+        empty_slots(epilogue.ir, code.slots, M, N, META), host.tile_columns(epilogue.ir, N),
+    )  # fmt: skip
+
+
+def _rows(epilogue: Epilogue) -> tuple:
+    code = lower(epilogue.ir, torch.bfloat16, "triton", True, False, frozenset())
+    acc, outputs = without_memory((M, N), torch.float32), empty_slots(epilogue.ir, code.slots, M, N, META)
+    operands = tuple(operands_of(epilogue.ir, M, N, ()).values())
+    return host.rows_arguments(acc, epilogue.ir, code, operands, outputs, None)
+
+
+def _matrix(kind: str, *shape: int) -> Matrix:
+    if not kind:
+        return without_memory(shape, torch.bfloat16)
+    *lead, rows, columns = shape
+    scheme = SCHEMES[kind]
+    group = scheme.group_for(shape)
+    width = columns // 2 if scheme.values == torch.uint8 else columns
+    sf = without_memory((*lead, -(-rows // group[0]), columns // group[1]), scheme.sf)
+    return QuantTensor(without_memory((*lead, rows, width), scheme.values), sf, group)
+
+
+KERNELS = (
+    case_of("gemm-triton", "GEMM in bf16, SwiGLU of interleaved columns", EVERY_ARCH, gemm_kernel, _product, swiglu),
+    case_of(
+        "gemm-triton-mxfp4", "grouped GEMM of MXFP8 tokens and MXFP4 weights, 64 experts", EVERY_ARCH, gemm_kernel,
+        _product, expert_l2(True), "mxfp8", "mxfp4", 64,
+    ),
+    case_of(
+        "rows-triton", "epilogue of whole rows: the experts' SwiGLU, quantised with a scale per row", EVERY_ARCH,
+        rows_kernel, _rows, expert_l1("swiglu", None, False, "fp8_row"),
+    ),
+)  # fmt: skip

@@ -1,0 +1,84 @@
+"""Launches of the kernels between ranks: 4 ranks, 2048 tokens each, 6 of 256 experts each."""
+
+import torch
+
+from envoi.moe.launches import Launch
+from envoi.moe.parallel import combine, combine_kernels, dispatch, dispatch_kernels
+from envoi.moe.parallel.symmetric_memory import Domain, SharedLayout
+from envoi.moe.permute import empty_rows
+from envoi.runtime.kernel_case import EVERY_ARCH, case_of, without_memory
+
+M, NUM_TOPK, NUM_EXPERTS, HIDDEN, NUM_RANKS = 2048, 6, 256, 4096, 4
+NUM_LOCAL = NUM_EXPERTS // NUM_RANKS
+BF16, FP32, INT32, INT64 = torch.bfloat16, torch.float32, torch.int32, torch.int64
+
+
+def _domain(format: str = "bf16", presum: bool = False) -> Domain:
+    layout = SharedLayout(NUM_RANKS, NUM_EXPERTS, M, NUM_TOPK, HIDDEN, format, presum)
+    capacity, empty = NUM_RANKS * M * NUM_TOPK, without_memory
+    return Domain(
+        layout, 1, list(range(0, NUM_EXPERTS + 1, NUM_LOCAL)), 10.0, empty((layout.regions.end,), torch.uint8),
+        empty((NUM_RANKS,), INT64), empty((NUM_RANKS, NUM_LOCAL), INT32), empty((NUM_LOCAL + 1,), INT32),
+        empty((4,), INT32), empty((NUM_RANKS,), INT32),
+        empty_rows(capacity, HIDDEN, layout.scheme, torch.device("meta")),
+        empty((capacity,), FP32), empty((capacity,), INT64), empty((NUM_RANKS,), INT32),
+    )  # fmt: skip
+
+
+def _slots() -> torch.Tensor:
+    return without_memory((M, NUM_TOPK), INT32)
+
+
+def _tokens() -> torch.Tensor:
+    return without_memory((M, HIDDEN), BF16)
+
+
+def _ranked() -> dispatch.RankedSlots:
+    return dispatch.empty_ranked(_slots(), NUM_EXPERTS)
+
+
+def _publish(format: str) -> Launch:
+    domain = _domain(format)
+    return dispatch.publish_arguments(_tokens(), _slots(), _ranked(), domain.layout.tokens_in(domain.memory))
+
+
+def _announce() -> Launch:
+    return dispatch.announce_arguments(_domain(), _slots(), without_memory((M, NUM_TOPK), FP32), _ranked())
+
+
+def _pull(format: str) -> Launch:
+    return dispatch.pull_arguments(_domain(format))
+
+
+def _meet() -> Launch:
+    return combine.meet_arguments(_domain())
+
+
+def _sum() -> Launch:
+    return combine.sum_arguments(_domain(), _slots(), _tokens())
+
+
+def _return() -> Launch:
+    results = without_memory((NUM_RANKS * M * NUM_TOPK, HIDDEN), BF16)
+    return combine.return_arguments(_domain(presum=True), results)
+
+
+def _sum_ranks() -> Launch:
+    return combine.sum_ranks_arguments(_domain(presum=True), _slots(), _tokens())
+
+
+# Name, description, kernel, function of the arguments, and what it is called with.
+LAUNCHES = (
+    ("publish-bf16", "tokens to where peers read them", dispatch_kernels.publish_kernel, _publish, "bf16"),
+    ("publish-fp8-block128", "quantised to 1x128", dispatch_kernels.publish_kernel, _publish, "fp8_block128"),
+    ("announce", "each slot's expert to all peers; waits for theirs", dispatch_kernels.announce_kernel, _announce),
+    ("pull-bf16", "peers' tokens to rows by expert", dispatch_kernels.pull_kernel, _pull, "bf16"),
+    ("pull-fp8-row", "in fp8_row", dispatch_kernels.pull_kernel, _pull, "fp8_row"),
+    ("pull-fp8-block128", "in fp8_block128", dispatch_kernels.pull_kernel, _pull, "fp8_block128"),
+    ("pull-mxfp8", "in MXFP8", dispatch_kernels.pull_kernel, _pull, "mxfp4_mxfp8"),
+    ("meet", "barrier across ranks after L2", combine_kernels.meet_kernel, _meet),
+    ("sum", "sums over each token's slots", combine_kernels.sum_kernel, _sum),
+    ("return", "sums of a token's rows, sent to its rank", combine_kernels.return_kernel, _return),
+    ("sum-ranks", "sums of what the ranks sent for a token", combine_kernels.sum_ranks_kernel, _sum_ranks),
+)
+KERNELS = tuple(case_of(f"ep-{name}", about, EVERY_ARCH, *launch) for name, about, *launch in LAUNCHES)

@@ -1,0 +1,53 @@
+"""Launches of Envoi's kernels at practical sizes: what there is to compile where nothing is launched.
+
+Each operator lists its own in a `cases.py`, as `KERNELS`; `envoi.cases.kernel_cases` collects them. The arguments come
+from the operator's host path, with tensors that have no memory.
+"""
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import torch
+
+from envoi.runtime import triton_compat
+
+HOPPER, BLACKWELL = ("sm_90",), ("sm_100", "sm_103")
+EVERY_ARCH = HOPPER + BLACKWELL
+NUM_SMS = 132  # of an H100 or H200
+
+Make = Callable[[tuple[int, ...], torch.dtype], torch.Tensor]
+
+
+class Launch(NamedTuple):
+    """Launch `kernel[grid](*arguments, **options)`. kernel: a function under triton.jit or gluon.jit."""
+
+    kernel: Any
+    grid: tuple[int, ...]
+    arguments: tuple
+    options: Mapping[str, Any]
+
+
+@dataclass(frozen=True)
+class KernelCase:
+    """Launch under a name. about: a line for lists. arches: what the kernel is written for, such as "sm_90"."""
+
+    name: str
+    about: str
+    arches: tuple[str, ...]
+    launch: Callable[[], Launch]
+
+
+def case_of(name: str, about: str, arches: tuple[str, ...], kernel: Any, arguments: Any, *given: Any) -> KernelCase:
+    """Return the case of a kernel. arguments: a function of `given` that returns grid, arguments and options."""
+    return KernelCase(name, about, arches, lambda: Launch(kernel, *arguments(*given)))
+
+
+def without_memory(shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
+    """Make a tensor on "meta"."""
+    return torch.empty(shape, dtype=dtype, device="meta")
+
+
+def kernel_key(kernel: Any, grid: tuple[int, ...], arguments: Sequence[Any], options: Mapping[str, Any]) -> str:
+    """Return a key that launches on Hopper share if they run one compiled kernel."""
+    return repr((triton_compat.specialize(kernel, arguments, *HOPPER), options))

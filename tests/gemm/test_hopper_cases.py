@@ -1,0 +1,141 @@
+"""Cases of the Hopper GEMM: the same kernel whether its tensors have memory or not; the kernels of `tuned.json`."""
+
+import dataclasses
+import json
+
+import pytest
+import torch
+
+from envoi.cases import kernel_cases
+from envoi.gemm.hopper import cases, host, tune
+from envoi.gemm.hopper.cases import CASES, NUM_SMS, Case, Inputs, inputs, planned
+from envoi.gemm.hopper.config import Config
+from envoi.gemm.hopper.kernel import gemm_kernel
+from envoi.runtime import triton_compat
+from envoi.runtime.kernel_case import kernel_key
+from envoi.types import QuantTensor
+
+CASE = Case("x", "store", 256, 512, 384)
+
+
+def specialised(given):
+    _, arguments = host.arguments(*planned(given), NUM_SMS)
+    return triton_compat.specialize(gemm_kernel, arguments, "sm_90")
+
+
+def on_cpu(x):
+    """Return the value with memory, uninitialised."""
+    if isinstance(x, QuantTensor):
+        return QuantTensor(on_cpu(x.values), on_cpu(x.sf), x.group)
+    return torch.empty_strided(x.shape, x.stride(), dtype=x.dtype) if isinstance(x, torch.Tensor) else x
+
+
+@pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
+def test_memory_makes_no_difference(case):
+    given = inputs(case)
+    there = {field.name: on_cpu(getattr(given, field.name)) for field in dataclasses.fields(given)}
+    there["operands"] = {name: on_cpu(value) for name, value in given.operands.items()}
+    assert specialised(Inputs(**there)) == specialised(given)
+
+
+@pytest.mark.parametrize("format", ["bf16", "fp8_row", "fp8_block128"])
+def test_real_numbers_come_as_planned(format):
+    case = dataclasses.replace(CASE, format=format, epilogue="gelu_residual")
+    real = inputs(case, lambda shape, dtype: torch.randn(shape).to(dtype))
+    assert specialised(real) == specialised(inputs(case))
+
+
+def test_the_plan_is_what_a_launch_gets(monkeypatch):
+    launched = []
+    monkeypatch.setattr(host, "launch", lambda *call: launched.append(call))
+    monkeypatch.setattr(
+        torch.cuda, "get_device_properties", lambda device: type("", (), {"multi_processor_count": 132})()
+    )
+    for case in (CASE, dataclasses.replace(CASE, num_experts=4), dataclasses.replace(CASE, epilogue="swiglu")):
+        given = inputs(case)
+        host.run_gemm(given.a, given.b, given.offsets, given.epilogue.ir, torch.bfloat16, given.operands)
+        call, config, num_sms = launched.pop()
+        same_call, same_config = planned(given)
+        assert (config, num_sms) == (same_config, NUM_SMS)
+        assert (call.code, call.names, call.grouping) == (same_call.code, same_call.names, same_call.grouping)
+        assert [(x.shape, x.dtype) for x in call.outputs] == [(x.shape, x.dtype) for x in same_call.outputs]
+
+
+def test_long_rows_are_multiplied_first():
+    call, _ = planned(inputs(dataclasses.replace(CASE, epilogue="softmax")))
+    assert [output.dtype for output in call.outputs] == [torch.float32]
+
+
+def test_what_the_kernel_does_not_take_has_no_launch():
+    case = dataclasses.replace(CASE, epilogue="softmax", N=1 << 15)
+    with pytest.raises(ValueError, match="the Hopper kernel doesn't take it: rows of 32768 columns"):
+        cases.launch_of(case)
+
+
+def test_all_cases_are_listed_and_differ():
+    listed = {name: case.about for name, case in kernel_cases().items() if name.startswith("gemm-sm90-")}
+    assert {case.title for case in CASES} == set(listed)
+    assert listed["gemm-sm90-few"] == "GEMM on Hopper: store of [16, 2048] @ [7168, 2048].T in bf16"
+    kernels = {kernel_key(*cases.launch_of(case)) for case in CASES}
+    assert len(kernels) == len(CASES), "two cases are one kernel"
+
+
+def test_every_way_to_cut_the_work_occurs():
+    configs = [planned(inputs(case))[1] for case in CASES]
+    for name in ("pingpong", "swap_ab", "split_k", "num_consumers", "wide_tail_tiles"):
+        ways = {min(2, int(getattr(config, name))) for config in configs}
+        assert len(ways) == 2, f"{name} is {ways} in all cases: other sizes are needed"
+
+
+# Cases of tuned.json
+
+
+@pytest.fixture
+def shipped(tmp_path, monkeypatch):
+    def ship(entries):
+        path = tmp_path / "tuned.json"
+        path.write_text(json.dumps({key: dataclasses.asdict(config) for key, config in entries.items()}))
+        monkeypatch.setattr(tune, "SHIPPED", path)
+        forget()
+
+    yield ship
+    monkeypatch.undo()
+    forget()
+
+
+def forget():
+    tune._entries.cache_clear()
+    tune.choose.cache_clear()
+
+
+def key(case):
+    call, _ = planned(inputs(case))
+    return tune.key_of(host.problem_of(call), call.code, NUM_SMS)
+
+
+def test_a_key_brings_its_kernel(shipped):
+    config = Config(64, 2, 128, 64, 5)
+    shipped({key(CASE): config})
+    (case,) = cases.tuned_cases()
+    assert (case.M, case.N, case.K, case.epilogue) == (256, 512, 384, "store")
+    assert planned(inputs(case))[1] == config
+    assert cases.measured_cases() == (case,)
+
+
+@pytest.mark.parametrize("case", (*CASES, *cases.tuned_cases()), ids=lambda case: case.name)
+def test_every_kind_of_key_is_understood(case):
+    assert key(cases.case_of_key(key(case))) == key(case)
+
+
+def test_every_shipped_key_is_that_of_its_case():
+    assert [key(case) for case in cases.tuned_cases()] == list(json.loads(tune.SHIPPED.read_text()))
+
+
+def test_a_key_that_nothing_has(shipped):
+    shipped({"132sm 4096x4096x7168 2B unheard": Config(64, 2, 128, 64, 5)})
+    with pytest.raises(ValueError, match=r"tuned\.json: 132sm 4096x4096x7168 2B unheard: no example has an epilogue"):
+        cases.tuned_cases()
+    for other in ("4096", "78sm 4096x4096x7168 2B tma"):
+        shipped({other: Config(64, 2, 128, 64, 5)})
+        with pytest.raises(ValueError, match=f"expected a key like '132sm 4096x4096x7168 2B tma', got '{other}'"):
+            cases.tuned_cases()

@@ -1,0 +1,102 @@
+"""Parser on stored text, families on single opcodes, and the error if no tool decodes an architecture."""
+
+import re
+
+import pytest
+
+from tests.machine_code.snippets import NVDISASM
+from tools.machine_code import count, disassemble, isolate
+
+
+def test_opcodes_of_all_functions():
+    found = disassemble.parse(NVDISASM)
+    assert list(found) == ["tile", "other"]
+    assert found["other"] == ["EXIT"]
+    tile = found["tile"]
+    assert len(tile) == 20  # without the NOPs after the last branch
+    assert tile[2:8] == [
+        "BRA", "UTCATOMSWS.FIND_AND_SET.ALIGN", "BRA", "CALL.REL.NOINC", "UTMALDG.2D", "UTCHMMA",
+    ]  # fmt: skip
+    assert tile[-4:] == ["FMUL", "LDS", "EXIT", "BRA"]
+
+
+def test_nothing_is_lost_silently():
+    lines = NVDISASM.splitlines(keepends=True)
+    gap = "".join(line for line in lines if "/*0070*/" not in line)
+    with pytest.raises(ValueError, match=r"line 25: an instruction is missing before '/\*0080\*/"):
+        disassemble.parse(gap)
+    with pytest.raises(ValueError, match=r"line 26: expected an instruction, got '\?\?\?'"):
+        disassemble.parse(NVDISASM.replace("LDTM.x32 R4, tmem[UR13+0xa0] ;", "???"))
+    assert disassemble.parse("") == {}
+
+
+def test_families_of_the_snippet():
+    assert count.count(disassemble.parse(NVDISASM)["tile"]) == {
+        "tensor core": {"UTCHMMA": 1},
+        "TMA load": {"UTMALDG.2D": 1},
+        "tensor memory load": {"LDTM.x32": 1, "LDTM.16dp64bit.x2": 1, "LDTM.16dp32bit_t0_t15": 1, "LDTM": 1},
+        "local load (spill)": {"LDL.LU": 1},
+        "local store (spill)": {"STL.64": 1},
+        "helper call": {"CALL.REL.NOINC": 1},
+        "global load": {"LDG.E.128": 1, "LDG.E.U16.CONSTANT": 1},
+        "shared load": {"LDS": 1},
+        "float arithmetic": {"FMUL": 1},
+    }
+
+
+@pytest.mark.parametrize(
+    ("names", "family"),
+    [
+        ("HGMMA QGMMA IGMMA BGMMA HMMA IMMA QMMA DMMA UTCHMMA UTCQMMA UTCOMMA UTCIMMA", "tensor core"),
+        ("UTMASTG UTMAREDG", "TMA store"),
+        ("STTM", "tensor memory store"),
+        ("LEPC CALL", "helper call"),
+        ("BAR SYNCS UTCBAR WARPSYNC UCGABAR_WAIT", "barrier"),
+        ("LDG LD", "global load"),
+        ("STG ST", "global store"),
+        ("RED REDG ATOM ATOMG", "global atomic"),
+        ("LDS LDSM", "shared load"),
+        ("STS STSM", "shared store"),
+        ("USETMAXREG", "register budget"),
+        ("SHFL", "shuffle"),
+        ("F2F F2FP F2I I2F I2FP", "convert"),
+        ("FADD FFMA FFMA2 FMNMX FSETP", "float arithmetic"),
+    ],
+)
+def test_names_belong_to_one_family(names, family):
+    for name in names.split():
+        assert count.family_of(f"{name}.X") == family
+        assert [title for title, pattern in count.FAMILIES.items() if re.fullmatch(pattern, name)] == [family], name
+
+
+@pytest.mark.parametrize("name", ["MOV", "R2UR", "LDC", "ULDC", "LDCU", "BRA", "EXIT", "IMAD", "UTCATOMSWS", "REDUX"])
+def test_the_rest_is_only_in_the_total(name):
+    assert count.family_of(name) is None
+
+
+def fake_tool(path, script):
+    path.write_text(f"#!/bin/sh\n{script}\n")
+    path.chmod(0o755)
+    return path
+
+
+def test_words_where_nothing_decodes_the_architecture(tmp_path, monkeypatch):
+    says = 'test "$1" = --version && echo "Cuda compilation tools, release 12.8, V12.8.55" && exit'
+    lost = fake_tool(tmp_path / "lost", f"{says}; echo \"nvdisasm fatal   : Cannot decode 'SM103a'\" >&2; exit 1")
+    mute = fake_tool(tmp_path / "mute", says)
+    monkeypatch.setattr(disassemble, "disassemblers", lambda: [lost, mute])
+    with pytest.raises(disassemble.CannotDisassembleError) as refusal:
+        disassemble.disassemble(b"", "sm_103")
+    assert str(refusal.value).startswith(
+        "nothing here disassembles sm_103 (lost 12.8: Cannot decode 'SM103a'; mute 12.8: printed no instruction); pip"
+    )
+
+
+def test_a_chosen_disassembler_has_to_be_there(monkeypatch, tmp_path):
+    monkeypatch.setenv("NVDISASM", str(tmp_path / "none"))
+    with pytest.raises(FileNotFoundError, match="NVDISASM: expected the path of nvdisasm"):
+        disassemble.disassemblers()
+    monkeypatch.setenv("NVDISASM", __file__)
+    assert [path.name for path in disassemble.disassemblers()] == ["test_disassemble.py"]
+    with pytest.raises(ValueError, match="can't be run"):
+        isolate.run_on(disassemble.disassemblers()[0], "-c", b"")

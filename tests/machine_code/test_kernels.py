@@ -1,0 +1,117 @@
+"""Machine code of every kernel, compiled once: it keeps the rules, and what Hopper is given has run on one.
+
+No spills, the required instructions, counts near the accepted; a green run on a GPU in `tests/gpu_evidence.json`.
+"""
+
+import json
+import warnings
+from functools import lru_cache
+from pathlib import Path
+
+import pytest
+
+from envoi.cases import kernel_cases
+from envoi.gemm.hopper import cases as hopper
+from envoi.runtime import triton_compat
+from tests.helpers import gpu_record
+from tests.helpers.launches import ptxas_version
+from tests.helpers.tools import pairs
+from tools.machine_code import gate
+from tools.machine_code.compile import compile_launch
+from tools.machine_code.count import Record, record_of
+
+ACCEPTED = Path(__file__).with_name("gate.json")
+ACCEPT = "if that is meant: make gate, and commit tests/machine_code/gate.json"
+ARCH = "sm_90"
+ELSEWHERE = ("gemm-triton", "gemm-triton-mxfp4", "rows-triton", "indexer-scores")  # Hopper has kernels of its own
+MEASURED = {case.title: case for case in hopper.measured_cases()}
+
+
+@lru_cache(maxsize=1)
+def counted(name: str, arch: str) -> tuple[Record, str]:
+    """Compile and count a kernel. The tests of one follow each other, so one place is enough."""
+    if name in MEASURED:
+        return record_of(compile_launch(hopper.launch_of(MEASURED[name]), arch), name)
+    return gate.count(name, arch)
+
+
+def fail_if(said: str) -> None:
+    if said:
+        pytest.fail(said, pytrace=False)
+
+
+def keeps_the_rules(name: str, arch: str) -> None:
+    record, text = counted(name, arch)
+    known = gate.known_of(record.title)
+    if known is not None:
+        spills = f"{known.loads} loads, {known.stores} stores"
+        warnings.warn(f"{record.title} spills: {spills}; {known.reason}", stacklevel=1)
+    wrong = gate.broken(record, text, gate.needs_of(name, arch), known)
+    fail_if(f"{record.title}: {'; '.join(wrong)}" if wrong else "")
+    if pairs.default().triton == triton_compat.VERSION:  # under another only the rules can be held
+        moved = gate.moved(gate.counts(record), accepted().get(record.title))
+        fail_if(f"{record.title}: {'; '.join(moved)}; {ACCEPT}" if moved else "")
+
+
+def doesnt_spill(name: str, arch: str) -> None:
+    stack_bytes = counted(name, arch)[0].stack_bytes
+    assert stack_bytes == 0, f"{name}: {stack_bytes} bytes a thread, where spilled registers go"
+
+
+def ran_on_a_gpu(name: str, arch: str) -> None:
+    fail_if(gpu_record.no_green_run(evidence(), f"{name} {arch}", counted(name, arch)[0].ptx_sha256))
+
+
+@lru_cache
+def accepted() -> gate.Accepted:
+    try:
+        return gate.read(ACCEPTED)
+    except ValueError as error:
+        pytest.fail(f"{error}; {ACCEPT}", pytrace=False)
+
+
+@lru_cache
+def evidence() -> gpu_record.GpuRecord:
+    try:
+        return gpu_record.read()
+    except (FileNotFoundError, ValueError) as error:
+        pytest.fail(str(error), pytrace=False)
+
+
+def checks():
+    """Return (name, arch, verdict); those of one kernel follow each other."""
+    compiles, under_the_default = pytest.mark.compiles, pytest.mark.default_triton
+    found = []
+    for name, arch in [*gate.targets(), *((name, ARCH) for name in MEASURED)]:
+        # Configs were measured, and kernels run, under the default pair's Triton.
+        verdicts = [
+            (doesnt_spill, [compiles, under_the_default]) if name in MEASURED else (keeps_the_rules, [compiles])
+        ]
+        if arch == ARCH and name not in ELSEWHERE:
+            verdicts.append((ran_on_a_gpu, [under_the_default]))
+        for verdict, marks in verdicts:
+            found.append(pytest.param(name, arch, verdict, id=f"{name} {arch} {verdict.__name__}", marks=marks))
+    return found
+
+
+@pytest.mark.parametrize(("name", "arch", "verdict"), checks())
+def test_machine_code(name, arch, verdict):
+    verdict(name, arch)
+
+
+@pytest.mark.default_triton
+def test_the_compiler_is_that_of_the_record():
+    record = evidence()
+    assert record.last.arch == ARCH, f"the run was on {record.last.gpu}; {gpu_record.COMMAND}"
+    fail_if(gpu_record.other_compiler(record, triton_compat.VERSION, ptxas_version()))
+
+
+def test_nothing_is_accepted_that_is_gone():
+    titles = {f"{name} {arch}" for name, arch in gate.targets()}
+    assert set(json.loads(ACCEPTED.read_text())["kernels"]) == titles, ACCEPT
+    assert set(ELSEWHERE) <= set(kernel_cases())
+    assert all(gate.ALLOWED_CALLS.values())
+    assert set(gate.KNOWN) <= {pair.triton for pair in pairs.pairs()}
+    for known in gate.KNOWN.values():
+        assert set(known) <= titles
+        assert all(one.reason for one in known.values())

@@ -1,0 +1,1 @@
+"""Programs for developers of Envoi; the wheel doesn't contain them."""
