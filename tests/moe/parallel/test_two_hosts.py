@@ -1,5 +1,8 @@
 """ExpertParallel over gloo between two hosts: the bits of one rank, and a link that is lost and comes back."""
 
+import os
+import subprocess
+import sys
 import threading
 import time
 from pathlib import Path
@@ -10,12 +13,13 @@ import torch
 from envoi.moe import moe
 from envoi.moe.parallel import PeerTimeout, counted
 from tests.helpers.accuracy import assert_same_bits
-from tests.helpers.hosts import Hosts, two_hosts
+from tests.helpers.hosts import Hosts, address, two_hosts
 from tests.helpers.ranks import run_ranks
 from tests.moe.layers import make
 from tests.moe.parallel import cases
 from tests.moe.parallel.cases import Case
 
+ROOT = Path(__file__).resolve().parents[3]
 NUM_RANKS, RANKS_PER_HOST = 4, 2
 TIMEOUT_S = 4.0
 GUARD_S = 40.0  # for all ranks of a test
@@ -108,3 +112,25 @@ def test_a_short_outage(hosts, tmp_path, outage_s):
         assert "gone" not in text
         assert seconds < TIMEOUT_S + 1
         assert right_again
+
+
+def test_torchrun_starts_ranks_on_both(hosts):
+    """Start the example as docs/several_machines.md says."""
+    agents = []
+    for host, (name, link) in enumerate(zip(hosts.names, hosts.links, strict=True)):
+        command = [
+            "ip", "netns", "exec", name, sys.executable, "-m", "torch.distributed.run", "--nnodes", "2",
+            "--nproc-per-node", "1", "--node-rank", str(host), "--master-addr", address(0), "--master-port", "29500",
+            "examples/moe_torchrun.py",
+        ]  # fmt: skip
+        environment = os.environ | {"GLOO_SOCKET_IFNAME": link, "OMP_NUM_THREADS": "1"}
+        agents.append(subprocess.Popen(command, cwd=ROOT, env=environment, stdout=subprocess.PIPE, text=True))
+    try:
+        said = [agent.communicate(timeout=1.5 * GUARD_S)[0] for agent in agents]
+    finally:
+        for agent in agents:
+            agent.terminate()  # and it ends its ranks
+            agent.wait(GUARD_S)
+    assert [agent.returncode for agent in agents] == [0, 0]
+    for host, text in enumerate(said):
+        assert f"rank {host}: ({16 * (host + 1)}, 256) over gloo" in text

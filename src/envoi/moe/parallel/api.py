@@ -61,20 +61,24 @@ class ExpertParallel:
         rows of intermediate from torch's allocator. A call then copies no size to the host, never waits for the
         device, and can be captured in a CUDA graph. Calls and replays of all objects of a group must have the same
         order on every rank, on one stream. A new number of tokens may compile kernels: within timeout_s, as peers wait
-        for them.
+        for them. Other ranks, over NCCL and gloo, gather all tokens with collectives of constant size, if
+        `envoi.plan.gathering` predicts that this is faster than to count first; over NCCL what is said above of the
+        host, graphs and order is true of that too, and room for num_ranks * max_tokens * num_topk rows is allocated
+        thrice, twice in bf16 and once in the experts' format.
     presum: over NVLink, sum a token's rows on each rank before they are sent back: fewer bytes sent, but none of them
         during the second GEMM, one rounding more, and bits that depend on the number of ranks. The room in bf16 is
         then max_tokens * num_ranks rows, but a call takes as many rows of hidden, in bf16, as it takes of intermediate.
-        None = if a model of the time predicts that it is faster with max_tokens: for small intermediate sizes. Ignored
-        over gloo and NCCL.
+        None = if a model of the time predicts that it is faster with max_tokens: for small intermediate sizes. Over
+        NCCL and gloo None means False, and True is ignored where tokens aren't gathered.
 
     Attributes: num_experts (over all ranks), expert_offsets (rank r owns expert_offsets[r] : expert_offsets[r + 1]),
-    transport ("nvlink", "nccl" or "gloo"), why (the reason for that transport), presum (True or False).
+    transport ("nvlink", "nccl" or "gloo"), why (the reason for that transport), exchange ("memory" over NVLink, else
+    "gathered" or "counted"), presum (True or False).
 
     Threads may share an object: its calls run one at a time. A call of one rank is then matched with any call of
-    another, and each returns the rows of its own tokens; over gloo and NCCL all of them need the same k. Two objects on
-    one NCCL group, or over NVLink of the same sizes, must not be called by two threads at once, because calls of
-    different layers could be matched: give each object a group of its own (`dist.new_group`).
+    another, and each returns the rows of its own tokens; where rows are counted all of them need the same k. Two
+    objects on one NCCL group, or over NVLink of the same sizes, must not be called by two threads at once, because
+    calls of different layers could be matched: give each object a group of its own (`dist.new_group`).
 
     Example, 4 ranks with 4 experts each: `ExpertParallel(pack(...)).moe(tokens, routing)`, where routing.num_experts is
     16 and rank 1 owns experts 4 to 7.
@@ -126,15 +130,15 @@ class ExpertParallel:
         """Run the layer on this rank's tokens [M, H]: [M, H]; M may differ by rank and be 0. Collective.
 
         tokens, routing: in the dtypes and shapes that `envoi.moe` takes; topk_ids over all num_experts, -1 = masked
-        slot; k may be anything, over gloo and NCCL the same on every rank.
+        slot; k may be anything up to num_topk, and where rows are counted the same on every rank.
 
         Equals `envoi.moe` on one rank that holds all experts and the tokens of all ranks, bit for bit; with presum, up
         to the rounding of a rank's sums, and in mxfp4 on Hopper with few tokens, for which one rank has kernels of its
         own, up to that of sums along K.
         Raises ValueError on every rank if any rank's arguments are refused, PeerTimeout if a rank is lost or late. Over
-        NVLink the host doesn't wait for that: the rank whose arguments are wrong raises at once (but for ids, which
-        only the device knows), the output is NaN everywhere, and a later call or `check` raises. A `routing` that is no
-        Routing of tensors is an error on this rank alone.
+        NVLink, and where tokens are gathered over NCCL, the host doesn't wait for that: the rank whose arguments are
+        wrong raises at once (but for ids, which only the device knows), the output is NaN everywhere, and a later call
+        or `check` raises. A `routing` that is no Routing of tensors is an error on this rank alone.
         """
         rows, slots, dtype = as_rows(tokens, routing)
         ids, weights = slots.topk_ids, slots.topk_weights
@@ -142,7 +146,7 @@ class ExpertParallel:
         return out if rows is tokens and dtype == out.dtype else out.to(dtype).view(tokens.shape)
 
     def check(self) -> None:
-        """Raise the error of an earlier call, if one failed; over NVLink, of calls that the device has reached.
+        """Raise the error of an earlier call, if one failed; where the host doesn't wait, of calls the device reached.
 
         After `torch.cuda.synchronize()` these are all calls. Not a collective call.
         """
