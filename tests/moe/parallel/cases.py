@@ -13,7 +13,7 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 
 from envoi.moe import moe
-from envoi.moe.parallel import ExpertParallel, PeerTimeout, api, counted, gathered, opening
+from envoi.moe.parallel import ExpertParallel, PeerTimeout, api, counted, gathered, hosts, opening
 from envoi.moe.router import route
 from envoi.types import Routing
 from tests.helpers.ranks import GUARD_S
@@ -147,6 +147,43 @@ def run_gathered_twice(rank: int, num_ranks: int, sizes: dict[str, Any]) -> list
         calls.append([])
         parallel.moe(*part_of(layer, rank, ends))
     return calls
+
+
+def run_by_host(
+    rank: int, num_ranks: int, cases: list[Case], sizes: dict[str, Any]
+) -> tuple[list[torch.Tensor], list[tuple[str, int]], int]:
+    """Run cases by host; return outputs, the first case's collectives and the bytes they send, bytes of a token."""
+    outs, seen, gather, exchange = [], [], hosts.gather_tensors, hosts.exchange_equal
+
+    def note_gather(channel, mine, step):
+        seen.append((step, mine.nbytes * (channel.num_ranks - 1)))
+        return gather(channel, mine, step)
+
+    def note_exchange(channel, parts, step):
+        seen.append((step, parts[0].nbytes * (channel.num_ranks - 1)))
+        return exchange(channel, parts, step)
+
+    hosts.gather_tensors, hosts.exchange_equal = note_gather, note_exchange
+    for case in cases:
+        layer, (token_ends, expert_ends) = case.build(), case.cuts(num_ranks)
+        parallel = open_parallel(layer, case.format, rank, expert_ends, **sizes)
+        assert parallel.exchange == "gathered"
+        outs.append(parallel.moe(*part_of(layer, rank, token_ends)))
+        first = seen[:4]
+    return outs, first, parallel.room.layout.token_bytes
+
+
+def wrong_hosts(rank: int, num_ranks: int, tried: list[Any]) -> list[str]:
+    """Open with each of these hosts, a tuple = those of rank 0 and of all others; return the errors."""
+    found, layer = [], make()
+    for given in tried:
+        mine = given[min(rank, 1)] if isinstance(given, tuple) else given
+        try:
+            open_parallel(layer, "bf16", rank, [8 * (r + 1) // num_ranks for r in range(num_ranks)], **mine)
+            found.append("opened")
+        except Exception as error:
+            found.append(f"{type(error).__name__}: {error}")
+    return found
 
 
 def run_two_ks(rank: int, num_ranks: int, sizes: dict[str, Any]) -> torch.Tensor:

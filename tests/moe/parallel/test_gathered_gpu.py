@@ -235,6 +235,19 @@ def test_one_ranks_mistake_is_an_error_on_all_and_the_next_call_is_right():
                 assert text.startswith("rank 1 of the group refused its arguments")
 
 
+def by_host(rank: int, num_ranks: int) -> str:
+    try:
+        open_here(make(**LAYER), "bf16", rank, shares(num_ranks, 8), hosts=[str(r) for r in range(num_ranks)])
+    except ValueError as error:
+        return str(error)
+    return "opened"
+
+
+def test_ranks_over_nccl_are_not_grouped_by_host():
+    for outcome in run_ranks(num_ranks_here(), by_host, backend="nccl", timeout_s=100):
+        assert "hosts: expected None over NCCL" in outcome.value
+
+
 def layers_in_turn(rank: int, num_ranks: int) -> tuple[bool, bool]:
     """Call two layers of equal sizes in turn; return whether they share buffers, and whether they are right."""
     layers = [make(**(LAYER | {"seed": seed})) for seed in (0, 1)]

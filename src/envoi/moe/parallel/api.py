@@ -4,6 +4,7 @@ import itertools
 import platform
 import threading
 import weakref
+from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import replace
 from typing import cast
@@ -16,6 +17,7 @@ from envoi.moe.op import as_rows, check_ids, check_tokens, empty_out, flatten, m
 from envoi.moe.parallel import counted, gathered, gathered_device, nvlink, symmetric_memory
 from envoi.moe.parallel.collectives import gather_texts
 from envoi.moe.parallel.dispatch import REFUSED_ON_HOST
+from envoi.moe.parallel.hosts import Hosts, agree_on_hosts, connect_hosts
 from envoi.moe.parallel.opening import (
     DEFAULT_TIMEOUT_S,
     OPENING,
@@ -70,6 +72,10 @@ class ExpertParallel:
         then max_tokens * num_ranks rows, but a call takes as many rows of hidden, in bf16, as it takes of intermediate.
         None = if a model of the time predicts that it is faster with max_tokens: for small intermediate sizes. Over
         NCCL and gloo None means False, and True is ignored where tokens aren't gathered.
+    hosts: over gloo, the name of the host of each rank of the group, or "hostname": a token then crosses to another
+        host once, between ranks of the same place on their hosts, and is passed on there; and its rows come back the
+        same way, one for each slot. Hosts have equally many ranks. Needs max_tokens and num_topk, and presum isn't
+        taken. None = rows travel between all ranks alike.
 
     Attributes: num_experts (over all ranks), expert_offsets (rank r owns expert_offsets[r] : expert_offsets[r + 1]),
     transport ("nvlink", "nccl" or "gloo"), why (the reason for that transport), exchange ("memory" over NVLink, else
@@ -90,7 +96,7 @@ class ExpertParallel:
     def __init__(
         self, experts: ExpertWeights, group: dist.ProcessGroup | DeviceMesh | None = None,
         timeout_s: float = DEFAULT_TIMEOUT_S, max_tokens: int | None = None, num_topk: int | None = None,
-        presum: bool | None = None,
+        presum: bool | None = None, hosts: str | Sequence[str] | None = None,
     ):  # fmt: skip
         refusal = complaint(check_options, experts, timeout_s, max_tokens, num_topk, presum)
         if not dist.is_initialized():
@@ -104,6 +110,8 @@ class ExpertParallel:
         raise_together(gather_texts(self.channel, refusal, OPENING), refusal)
         self.experts, self.timeout_s = experts, timeout_s
         sizes = agree_on_sizes(self.channel, experts, timeout_s, max_tokens, num_topk, presum)
+        names = None if hosts is None else agree_on_hosts(self.channel, hosts, (max_tokens, num_topk), presum)
+        grouped = connect_hosts(self.channel, names, self.name, timeout_s) if names and len(set(names)) > 1 else None
         self.channel.watch.opened(ranks_by_store(self.channel))
         self._lock = threading.Lock()
         self.expert_offsets = [0, *itertools.accumulate(sizes)]
@@ -117,7 +125,7 @@ class ExpertParallel:
         if self.domain is not None:
             self.transport = "nvlink"
         else:
-            self._open_room(bool(presum), group)
+            self._open_room(bool(presum), group, grouped)
         shared = self._shared()
         if shared is not None:
             self._lock = shared.lock  # objects that share memory take turns
@@ -294,19 +302,19 @@ class ExpertParallel:
             self.channel.num_ranks, self.num_experts, max_tokens, num_topk, self.experts.hidden, self.experts.format
         )
 
-    def _open_room(self, presum: bool, group: dist.ProcessGroup) -> None:
-        """Prepare to gather tokens if sizes were given and counting would take longer. Collective."""
+    def _open_room(self, presum: bool, group: dist.ProcessGroup, hosts: Hosts | None) -> None:
+        """Prepare to gather tokens if sizes were given and counting would take longer, or by host. Collective."""
         device = self.experts.device
         if self.max_tokens is None or self.num_topk is None or (device.type == "cuda") != (self.transport == "nccl"):
             return
         layout = replace(self._layout(self.max_tokens, self.num_topk), presum=presum)
-        if not gathering_pays(
+        if hosts is None and not gathering_pays(
             LINKS[self.transport], layout.num_ranks, layout.max_tokens, layout.num_topk, layout.hidden,
             layout.token_bytes, presum,
         ):  # fmt: skip
             return
         if self.transport == "gloo":
-            self.room = gathered.Room(layout, self.expert_offsets, self.rank_ends, self.channel)
+            self.room = gathered.Room(layout, self.expert_offsets, self.rank_ends, self.channel, hosts)
         elif not any(gather_texts(self.channel, nvlink.supports_kernels(self.experts), OPENING)):
             self.buffers = self._open_buffers(layout, group)
 

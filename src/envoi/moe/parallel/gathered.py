@@ -4,6 +4,8 @@
     rows   = tokens sorted by expert; L1 -> activation -> quantise -> L2 of this rank's experts, as on one rank
     out    = combine(rows)                  one all-to-all of equal parts: a row for every slot, read from its owner
 
+With `hosts`, each collective is two: between the ranks of the same place on all hosts, and within a host.
+
 Sizes follow from max_tokens and num_topk alone. The result equals that of one rank, bit for bit; with presum a rank
 sends the sum of each token's rows, rounded, and the sums are added in the order of the ranks.
 """
@@ -15,6 +17,7 @@ from torch.nn.functional import pad
 
 from envoi.moe.parallel.collectives import Channel, exchange_equal, gather_tensors
 from envoi.moe.parallel.counted import run_local_experts
+from envoi.moe.parallel.hosts import Hosts, gather_by_rail, return_by_rail
 from envoi.moe.parallel.slots import SentTokens, owners, sort_by_expert
 from envoi.moe.parallel.symmetric_memory import SharedLayout
 from envoi.moe.parallel.wire import from_bytes, to_bytes
@@ -28,12 +31,13 @@ HEAD_BYTES = 16  # in front of a rank's tokens: 1 if its arguments are wrong, as
 
 @dataclass(frozen=True)
 class Room:
-    """Sizes of a call. rank_ends [num_ranks] int32: one past each rank's last expert."""
+    """Sizes of a call. rank_ends [num_ranks] int32: one past each rank's last expert. hosts: None = all ranks alike."""
 
     layout: SharedLayout
     expert_offsets: list[int]
     rank_ends: torch.Tensor
     channel: Channel
+    hosts: Hosts | None = None
 
     @property
     def mine(self) -> tuple[int, int]:
@@ -77,7 +81,11 @@ def dispatch(room: Room, mine: SentTokens, refused: bool = False) -> ExpertRows 
     pos_to_slot of the result: the slot of each row, numbered (rank * max_tokens + token) * num_topk + place.
     """
     head = torch.tensor([int(refused), 0, 0, 0], dtype=torch.int32, device="cpu").view(torch.uint8)
-    everyone = gather_tensors(room.channel, torch.cat([head, to_bytes(mine).flatten()]), "dispatch")
+    segment = torch.cat([head, to_bytes(mine).flatten()])
+    if room.hosts is not None:
+        everyone = gather_by_rail(room.hosts, segment)
+    else:
+        everyone = gather_tensors(room.channel, segment, "dispatch")
     if everyone[:, :HEAD_BYTES].any():
         return None
     tokens = from_bytes(everyone[:, HEAD_BYTES:].reshape(room.layout.num_ranks * room.layout.max_tokens, -1), mine)
@@ -99,7 +107,10 @@ def combine(room: Room, rows: torch.Tensor, pos_to_slot: torch.Tensor, topk_ids:
         return sum_rows(back[rank, token][sent], sent.flatten().nonzero()[:, 0], num_tokens, layout.num_ranks)
     slots = rows.new_zeros(layout.num_ranks * layout.room, layout.hidden)
     slots[pos_to_slot.long()] = rows
-    back = exchange_equal(room.channel, slots.view(layout.num_ranks, layout.room, -1), "combine")
-    used = owner < layout.num_ranks
+    slots, used = slots.view(layout.num_ranks, layout.room, -1), owner < layout.num_ranks
+    if room.hosts is not None:
+        back, source = return_by_rail(room.hosts, slots), room.hosts.host[owner[used]]
+    else:
+        back, source = exchange_equal(room.channel, slots, "combine"), owner[used]
     slot = token * layout.num_topk + torch.arange(k, device="cpu")
-    return sum_rows(back[owner[used], slot[used]], used.flatten().nonzero()[:, 0], num_tokens, k)
+    return sum_rows(back[source, slot[used]], used.flatten().nonzero()[:, 0], num_tokens, k)

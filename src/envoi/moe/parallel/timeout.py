@@ -85,6 +85,11 @@ class Watch:
         """Seconds to wait before the roll is called, which takes the rest of timeout_s."""
         return self.timeout_s - self.roll_call_s
 
+    @property
+    def left_s(self) -> float:
+        """Seconds that are left to open the group, at least a moment."""
+        return max(_GRACE_S, (self.deadline or 0.0) - time.monotonic())
+
     def join(self, step: str) -> float:
         """Return when all ranks have called this: the seconds that are left to connect them. Raises PeerTimeout."""
         came, start = [f"came/{rank}" for rank in self.ranks], time.monotonic()
