@@ -88,3 +88,23 @@ def test_nobody_watches_over_what_is_gone(ranks):
     ranks[0].reach(1, 0, 0)
     assert not ranks[0].ended.wait(TIMEOUT_S)
     assert ranks[0].watch.failure is None
+
+
+class GoneStore(dist.Store):
+    def clone(self):
+        return self
+
+    def check(self, keys):
+        raise RuntimeError("connection reset")
+
+    def set(self, key, value):
+        raise RuntimeError("connection reset")
+
+
+def test_a_store_that_is_gone_ends_the_wait():
+    watch, counts = Watch(Connection(GoneStore()), "test", [0, 1], 0, 60.0), torch.zeros(4, dtype=torch.int32)
+    owner, ended = Owner(), threading.Event()
+    oversee(owner, counts, watch, ended.set)
+    counts[0] = 1
+    assert ended.wait(10)
+    assert "the store is gone" in str(watch.failure)

@@ -37,7 +37,10 @@ def _oversee(counts: torch.Tensor, watch: Watch, end: Callable[[], object], stop
             seen, since = points, now
             look = now + watch.look_s
             continue
-        alarmed = watch.alarmed(ask=now > look)
+        try:
+            alarmed = watch.alarmed(ask=now > look)
+        except RuntimeError:  # the store is gone, and with it a rank
+            alarmed = True
         look = now + watch.look_s if now > look else look
         if alarmed or now > since + watch.patience_s:
             step = STEPS[GATHERED if points[GATHERED] != points[BEGUN] else DONE]
