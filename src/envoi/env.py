@@ -34,6 +34,11 @@ def safe_launch() -> bool:
     return os.environ.get("ENVOI_SAFE_LAUNCH", "0") == "1"
 
 
+def prepared() -> bool:
+    """Return True to launch a recorded call's kernels again: `ENVOI_PREPARED=1`, see `runtime.prepared`."""
+    return os.environ.get("ENVOI_PREPARED", "0") == "1"
+
+
 def nvtx() -> bool:
     """Return True for NVTX ranges around the steps of every call: `ENVOI_NVTX=1`; read once, when envoi is imported."""
     return os.environ.get("ENVOI_NVTX", "0") == "1"

@@ -125,13 +125,17 @@ class ExpertRows(_Printed):
 class ExpertWeights(_Printed):
     """Weights of one rank's experts, packed for the grouped GEMMs by `envoi.experts.pack`.
 
-    gate_up [E, 2I, H]: row 2i is gate i, row 2i + 1 is up i ("interleaved"), bf16 or a QuantTensor.
+    gate_up [E, 2I, H]: bf16 or a QuantTensor, its rows in the order of `gate_up_layout`.
     down [E, H, I]: bf16 or a QuantTensor.
-    gate_up_bias [E, 2I] (interleaved) and down_bias [E, H], float32, or None.
+    gate_up_bias [E, 2I] (in the order of gate_up's rows) and down_bias [E, H], float32, or None.
     format: "bf16", "fp8_row", "fp8_block128", "mxfp8", "mxfp4" or "mxfp4_mxfp8"; says how activations are
         quantised too.
     activation: "swiglu" or "swiglu_oai".
     swiglu_limit: clamp of gate (above only) and up (both sides), or None.
+    gate_up_layout: "interleaved" (row 2i is gate i, row 2i + 1 is up i) or "concat" (row i is gate i, row I + i is
+        up i), which weights in fragment order can't be.
+
+    Raises ValueError for another layout.
     """
 
     gate_up: Matrix
@@ -141,6 +145,15 @@ class ExpertWeights(_Printed):
     swiglu_limit: float | None = None
     gate_up_bias: torch.Tensor | None = None
     down_bias: torch.Tensor | None = None
+    gate_up_layout: str = "interleaved"
+
+    def __post_init__(self) -> None:
+        known = ("interleaved", "concat") if self.order == "rows" else ("interleaved",)
+        if self.gate_up_layout not in known:
+            need = " or ".join(map(repr, known))
+            raise ValueError(
+                f"gate_up_layout: expected {need} beside order {self.order!r}, got {self.gate_up_layout!r}"
+            )
 
     @property
     def order(self) -> str:

@@ -9,7 +9,7 @@ import pytest
 from triton import knobs
 from triton.runtime.jit import JITFunction
 
-from envoi.runtime import launch
+from envoi.runtime import launch, prepared
 from envoi.runtime.kernel_case import Launch
 from tools.machine_code import ptx
 from tools.machine_code.compile import compile_launch
@@ -36,7 +36,8 @@ def watched(note: Callable[[str, Any], None]) -> Iterator[None]:
             note(*known[id(kernel)])
         return kernel
 
-    launch._compiled.clear()  # launches found in this cache would bypass the observer
+    launch._compiled.clear()  # launches found in this cache, or prepared, would bypass the observer
+    prepared.clear()
     JITFunction.run = run
     try:
         yield

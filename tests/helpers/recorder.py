@@ -42,14 +42,14 @@ class Recorder:
     """Counts per kernel; in the process that writes the file also those of all tests."""
 
     def __init__(self, path: Path, config: pytest.Config):
-        from envoi.runtime import launch  # imported late: not all tests need Triton
+        from envoi.runtime import launch, prepared  # imported late: not all tests need Triton
         from tests.helpers.launches import watched
 
         self.path, self.config = path, config
         self.is_worker = hasattr(config, "workerinput")
         self.mine: dict[str, tuple[str, int, int]] = {}
         self.parts: list[dict[str, tuple[str, int, int]]] = [self.mine]
-        self.found_by_key = launch._compiled
+        self.found_by_key, self.forget_prepared = launch._compiled, prepared.clear
         self.current: dict[str, str] = {}
         self.failed_now = False
         self.passed, self.failed = 0, set[str]()
@@ -65,6 +65,7 @@ class Recorder:
         """Run one test, its fixtures included."""
         self.current, self.failed_now = {}, False
         self.found_by_key.clear()  # Triton doesn't see launches found here
+        self.forget_prepared()
         result = yield
         for sha256, name in self.current.items():
             _, passed, failed = self.mine.get(sha256, (name, 0, 0))

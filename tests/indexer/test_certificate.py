@@ -77,16 +77,16 @@ def test_what_may_add_up_otherwise_has_no_certificate_and_is_told_once(cache_dir
     on(monkeypatch, *other)
     device = torch.device("cuda", 0)
     with pytest.warns(UncertifiedWarning) as caught:
-        assert select._orders(device, 64) is None
-        assert select._orders(device, 32) is None
-        assert select._orders(torch.device("cuda", 1), 64) is None
+        assert select.orders_for(device, 64) is None
+        assert select.orders_for(device, 32) is None
+        assert select.orders_for(torch.device("cuda", 1), 64) is None
     assert len(caught) == 1
     assert f"{other[0]}, torch {other[1]}, cuBLAS {other[2]}" in str(caught[0].message)
     assert "`envoi indexer certify`" in str(caught[0].message)
 
 
 def test_a_cpu_is_the_definition_and_needs_none(cache_dir, recwarn):
-    assert select._orders(torch.device("cpu"), 64) is None
+    assert select.orders_for(torch.device("cpu"), 64) is None
     assert not recwarn.list
 
 

@@ -22,12 +22,14 @@ class Layer:
     down_bias: torch.Tensor | None = None
     activation: str = "swiglu"
     limit: float | None = None
+    packed_layout: str | None = None
 
     def pack(self, format: str = "bf16", first: int = 0, last: int | None = None) -> ExpertWeights:
         """Pack experts first : last in a format."""
         part = slice(first, last)
         return pack(
             self.gate_up[part], self.down[part], format, activation=self.activation, swiglu_limit=self.limit,
+            packed_layout=self.packed_layout,
             gate_up_bias=None if self.gate_up_bias is None else self.gate_up_bias[part],
             down_bias=None if self.down_bias is None else self.down_bias[part],
         )  # fmt: skip
@@ -36,6 +38,7 @@ class Layer:
 def make(
     tokens: int = 60, experts: int = 8, k: int = 3, hidden: int = 256, intermediate: int = 128, seed: int = 0,
     masked: float = 0.1, bias: bool = False, activation: str = "swiglu", limit: float | None = None,
+    packed_layout: str | None = None,
 ) -> Layer:  # fmt: skip
     """Make a layer with normal tokens, uniform routing and a share `masked` of masked slots."""
     source = torch.Generator().manual_seed(seed)
@@ -51,7 +54,7 @@ def make(
         (normal(experts, 2 * intermediate, hidden) / hidden**0.5).bfloat16(),
         (normal(experts, hidden, intermediate) / intermediate**0.5).bfloat16(),
         normal(experts, 2 * intermediate) if bias else None, normal(experts, hidden) if bias else None,
-        activation, limit,
+        activation, limit, packed_layout,
     )  # fmt: skip
 
 

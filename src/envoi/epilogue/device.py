@@ -206,6 +206,12 @@ def plus(a, b):
 
 
 @triton.jit
+def halves_in_turn(ids, N):
+    """Return 0, N / 2, 1, N / 2 + 1, .. for the ids 0, 1, 2, 3, ..: columns of both halves of a matrix, in turn."""
+    return (ids >> 1) + (ids & 1) * (N // 2)
+
+
+@triton.jit
 def sort_key(x, columns):
     """Return int64 keys that order a row for top-k: larger values first, then lower columns; NaN counts as -inf."""
     x = tl.where(x == x, x + 0.0, -INF)  # + 0.0: -0 and 0 are equal

@@ -12,6 +12,8 @@ from envoi.epilogue.operands import check_columns, check_operands
 from envoi.gemm import op
 from envoi.quant.formats import SCHEMES
 from envoi.runtime.custom_op import autocast_dtype
+from envoi.runtime.prepared import prepared
+from envoi.runtime.prepared.constants import exactly
 from envoi.types import Matrix, QuantTensor
 
 FLOATS = (torch.bfloat16, torch.float16, torch.float32)
@@ -19,6 +21,29 @@ QUANTISED = (torch.float8_e4m3fn, torch.uint8)
 SCALES = (torch.float32, torch.float8_e8m0fnu, torch.float8_e4m3fn)
 
 
+def constants_of(x: Any, tensors: list[torch.Tensor | None]) -> tuple | None:
+    """Append a matrix's tensors to a list, and return all else that a call with it depends on."""
+    if type(x) is not QuantTensor:
+        tensors.append(x)
+        return None
+    tensors += x.values, x.sf, x.scale
+    return x.group, x.tame, x.order
+
+
+def _given(a, b, epilogue=None, *, out_dtype=None, **operands):
+    tensors: list[torch.Tensor | None] = []
+    sides = constants_of(a, tensors), constants_of(b, tensors)
+    if not operands:
+        return (sides, epilogue, out_dtype), tensors
+    numbers = []
+    for value in operands.values():
+        is_tensor = isinstance(value, torch.Tensor)
+        numbers.append(None if is_tensor else exactly(value))
+        tensors.append(value if is_tensor else None)
+    return (sides, epilogue, out_dtype, *operands, *numbers), tensors
+
+
+@prepared(_given)
 def gemm(
     a: Matrix,
     b: Matrix,
@@ -56,6 +81,12 @@ def gemm(
     return _wrap(epilogue, outputs, sizes)
 
 
+def _given_grouped(rows, weights, offsets, epilogue=None, *, out_dtype=None, **operands):
+    constants, tensors = _given(rows, weights, epilogue, out_dtype=out_dtype, **operands)
+    return constants, [*tensors, offsets]
+
+
+@prepared(_given_grouped)
 def grouped_gemm(
     rows: Matrix,
     weights: Matrix,

@@ -8,12 +8,23 @@ from torch._subclasses.fake_tensor import FakeTensor
 from envoi.check import expect_bool, expect_choice, expect_int, expect_tensor
 from envoi.indexer.certificate import HEADS
 from envoi.indexer.layout import BYTES_PER_TOKEN, HEAD_DIM, PAGE_SIZE
-from envoi.indexer.select import run
+from envoi.indexer.select import orders_for, run
 from envoi.runtime.custom_op import operator
+from envoi.runtime.prepared import prepared
+from envoi.runtime.prepared.constants import exactly
 
 TOPK = (512, 1024, 2048)
 MODES = ("exact", "fast")
 OUTPUTS = ("slots", "positions")
+
+
+def _given(
+    q, k_cache, weights, seq_lens, block_table, k=2048, mode="exact", next_n=1, *, output="slots", ordered=True,
+    return_errors=False,
+):  # fmt: skip
+    orders = orders_for(q.device, q.shape[1]) if mode == "exact" and q.shape[1] in HEADS else None
+    constants = exactly(k), mode, exactly(next_n), output, exactly(ordered), exactly(return_errors)
+    return constants, (q, k_cache, weights, seq_lens, block_table, orders)
 
 
 @overload
@@ -27,6 +38,7 @@ def indexer_topk(
     q: torch.Tensor, k_cache: torch.Tensor, weights: torch.Tensor, seq_lens: torch.Tensor, block_table: torch.Tensor,
     k: int = ..., mode: str = ..., next_n: int = ..., *, output: str = ..., ordered: bool = ..., return_errors: bool,
 ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]: ...  # fmt: skip
+@prepared(_given)
 def indexer_topk(
     q: torch.Tensor,
     k_cache: torch.Tensor,

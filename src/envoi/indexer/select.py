@@ -15,7 +15,7 @@ def run(
     k: int, mode: str, next_n: int, slots: bool, ordered: bool,
 ) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
     """Run the implementation for this mode and device; return [rows, k] int32, and errors [rows] int32."""
-    orders = _orders(q.device, q.shape[1]) if mode == "exact" else None
+    orders = orders_for(q.device, q.shape[1]) if mode == "exact" else None
     if implementation(q.device) == "torch" or (mode == "exact" and orders is None):
         check_values(seq_lens, block_table, k_cache.shape[0])
         out = reference.indexer_topk(q, k_cache, weights, seq_lens, block_table, k, mode, next_n, slots, ordered)
@@ -29,7 +29,7 @@ def run(
     return fast.topk(problem, slots, ordered) if orders is None else exact.topk(problem, orders, slots, ordered)
 
 
-def _orders(device: torch.device, num_heads: int) -> torch.Tensor | None:
+def orders_for(device: torch.device, num_heads: int) -> torch.Tensor | None:
     """Load the orders of adding that the exact mode's kernels need; None if torch's own operators must be used."""
     if device.type != "cuda":
         return None

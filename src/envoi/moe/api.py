@@ -3,11 +3,30 @@
 import torch
 
 from envoi.moe import layer, reference
-from envoi.moe.op import as_rows, check_ids, check_tokens, empty_out, flatten, mlp_flops, unflatten
+from envoi.moe.op import (
+    as_rows,
+    check_ids,
+    check_tokens,
+    constants_of,
+    empty_out,
+    flatten,
+    mlp_flops,
+    tensors_of,
+    unflatten,
+)
 from envoi.runtime.custom_op import operator
+from envoi.runtime.prepared import prepared
 from envoi.types import ExpertWeights, Routing
 
 
+def _given(tokens, routing, experts):
+    if type(routing) is not Routing or type(experts) is not ExpertWeights:
+        return None
+    tensors = tokens, routing.topk_weights, routing.topk_ids, *tensors_of(experts)
+    return (routing.num_experts, *constants_of(experts)), tensors
+
+
+@prepared(_given)
 def moe(tokens: torch.Tensor, routing: Routing, experts: ExpertWeights) -> torch.Tensor:
     """Run the chosen experts on every token and sum their outputs: tokens [M, H] -> [M, H] of the same dtype.
 
@@ -41,11 +60,11 @@ def _moe(
     gate_up: torch.Tensor, gate_up_sf: torch.Tensor | None, gate_up_bias: torch.Tensor | None,
     down: torch.Tensor, down_sf: torch.Tensor | None, down_bias: torch.Tensor | None,
     format: str, activation: str, swiglu_limit: float | None, gate_up_tame: bool, down_tame: bool,
-    order: str,
+    order: str, gate_up_layout: str,
 ) -> torch.Tensor:  # fmt: skip
     experts = unflatten(
         gate_up, gate_up_sf, gate_up_bias, down, down_sf, down_bias, format, activation, swiglu_limit, gate_up_tame,
-        down_tame, order,
+        down_tame, order, gate_up_layout,
     )  # fmt: skip
     has_kernels = layer.has_kernels(topk_ids.device)
     if topk_ids.device.type == "cpu" or not has_kernels:

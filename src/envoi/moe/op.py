@@ -7,6 +7,7 @@ import torch
 from envoi.check import expect_tensor
 from envoi.quant.formats import Scheme, format_named
 from envoi.runtime.custom_op import autocast_dtype
+from envoi.runtime.prepared.constants import exactly
 from envoi.types import ExpertWeights, Matrix, QuantTensor, Routing
 
 HALVES = torch.bfloat16, torch.float16
@@ -20,7 +21,24 @@ def flatten(experts: ExpertWeights) -> tuple:
     return (
         gate_up, gate_up_sf, experts.gate_up_bias, down, down_sf, experts.down_bias,
         experts.format, experts.activation, experts.swiglu_limit, _tame(experts.gate_up), _tame(experts.down),
-        experts.order,
+        experts.order, experts.gate_up_layout,
+    )  # fmt: skip
+
+
+def constants_of(experts: ExpertWeights) -> tuple:
+    """Return what a call depends on but for the tensors that `tensors_of` returns."""
+    forms = []
+    for x in (experts.gate_up, experts.down):
+        forms.append((x.group, x.tame, x.order) if type(x) is QuantTensor else None)
+    return experts.format, experts.activation, exactly(experts.swiglu_limit), experts.gate_up_layout, *forms
+
+
+def tensors_of(experts: ExpertWeights) -> tuple[torch.Tensor | None, ...]:
+    """Return the experts' tensors, None for those that they don't have."""
+    x, y = experts.gate_up, experts.down
+    return (
+        *((x.values, x.sf, x.scale) if isinstance(x, QuantTensor) else (x, None, None)), experts.gate_up_bias,
+        *((y.values, y.sf, y.scale) if isinstance(y, QuantTensor) else (y, None, None)), experts.down_bias,
     )  # fmt: skip
 
 
@@ -37,12 +55,13 @@ def unflatten(
     gate_up_tame,
     down_tame,
     order,
+    gate_up_layout,
 ) -> ExpertWeights:
     """Inverse of `flatten`."""
     scheme = format_named(format).weights
     return ExpertWeights(
         _join(gate_up, gate_up_sf, scheme, gate_up_tame, order), _join(down, down_sf, scheme, down_tame, order),
-        format, activation, swiglu_limit, gate_up_bias, down_bias,
+        format, activation, swiglu_limit, gate_up_bias, down_bias, gate_up_layout,
     )  # fmt: skip
 
 

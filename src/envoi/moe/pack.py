@@ -12,6 +12,8 @@ from envoi.runtime.devices import implementation
 from envoi.types import ExpertWeights, Matrix, QuantTensor
 
 LAYOUTS = ("concat", "interleaved")
+PACKED_LAYOUT = "interleaved"  # of a "concat" gate_up in a format of READ_AS_STORED; "concat" shares its storage
+READ_AS_STORED = ("bf16", "fp8_row", "fp8_block128")  # formats whose kernels read both layouts
 SWIGLU_OAI_LIMIT = 7.0
 FLOATS = (torch.bfloat16, torch.float16, torch.float32)
 
@@ -22,6 +24,7 @@ def pack(
     format: str = "bf16",
     *,
     gate_up_layout: str = "concat",
+    packed_layout: str | None = None,
     gate_up_bias: torch.Tensor | None = None,
     down_bias: torch.Tensor | None = None,
     activation: str = "swiglu",
@@ -36,7 +39,9 @@ def pack(
     gate_up_layout: "concat" (all gate rows, then all up rows; most checkpoints) or "interleaved" (gate, up in turn;
         gpt-oss). The bias has the same order.
     activation: "swiglu" = silu(gate) * up, or "swiglu_oai" = (up + 1) * gate * sigmoid(1.702 * gate).
-    A contiguous bf16 `down` is referenced, not copied.
+    packed_layout: the layout in which gate_up and its bias are kept, and the kernels read them. "interleaved" suits
+        every format, "concat" bf16, fp8_row and fp8_block128 (with factors for gate and for up); None = "interleaved".
+    A contiguous bf16 `down` is referenced, not copied; so is `gate_up` if its layout stays.
     swiglu_limit: clamps gate at +limit and up to [-limit, limit] before the activation; "swiglu_oai" defaults to 7.
 
     Example: pack(gate_up [8, 512, 256], down [8, 256, 256], "fp8_block128") has gate_up.values [8, 512, 256] in
@@ -52,16 +57,9 @@ def pack(
     expect_choice("gate_up_layout", gate_up_layout, LAYOUTS)
     expect_choice("activation", activation, ACTIVATIONS)
     _check_shapes(gate_up, down, gate_up_bias, down_bias, chosen)
-    if swiglu_limit is None and activation == "swiglu_oai":
-        swiglu_limit = SWIGLU_OAI_LIMIT
-    if swiglu_limit is not None:
-        limit = expect_number("swiglu_limit", swiglu_limit)
-        if not (limit > 0 and fits_float32(limit)):
-            need = "None or a positive number that float32 can hold"
-            raise ValueError(f"swiglu_limit: expected {need}, got {swiglu_limit!r}")
-    if gate_up_layout == "concat":
-        gate_up = interleave_gate_up(gate_up)
-        gate_up_bias = None if gate_up_bias is None else interleave_gate_up(gate_up_bias, dim=-1)
+    limit = _limit(swiglu_limit, activation)
+    layout = _layout_to_keep(gate_up_layout, packed_layout, format)
+    gate_up, gate_up_bias = _in_layout(layout, gate_up, gate_up_bias, gate_up_layout)
     packed = pack_weight(gate_up, chosen.weights, "gate_up"), pack_weight(down, chosen.weights, "down")
     if chosen.activations is None:
         packed = _in_kernels_order(*packed)
@@ -70,10 +68,41 @@ def pack(
         down=packed[1],
         format=format,
         activation=activation,
-        swiglu_limit=None if swiglu_limit is None else float(swiglu_limit),
+        swiglu_limit=limit,
         gate_up_bias=None if gate_up_bias is None else gate_up_bias.float().contiguous(),
         down_bias=None if down_bias is None else down_bias.float().contiguous(),
+        gate_up_layout=layout,
     )
+
+
+def _limit(swiglu_limit: float | None, activation: str) -> float | None:
+    if swiglu_limit is None:
+        return SWIGLU_OAI_LIMIT if activation == "swiglu_oai" else None
+    limit = expect_number("swiglu_limit", swiglu_limit)
+    if not (limit > 0 and fits_float32(limit)):
+        need = "None or a positive number that float32 can hold"
+        raise ValueError(f"swiglu_limit: expected {need}, got {swiglu_limit!r}")
+    return float(limit)
+
+
+def _layout_to_keep(given: str, wanted: str | None, format: str) -> str:
+    """Return the layout in which `pack` keeps gate_up. Raises ValueError if the format's kernels don't read it."""
+    if wanted is None:
+        return PACKED_LAYOUT if given == "concat" and format in READ_AS_STORED else "interleaved"
+    expect_choice("packed_layout", wanted, LAYOUTS)
+    if wanted == "concat" and format not in READ_AS_STORED:
+        raise ValueError(f"packed_layout: expected 'interleaved' for format {format!r}, got 'concat'")
+    return wanted
+
+
+def _in_layout(
+    wanted: str, gate_up: torch.Tensor, bias: torch.Tensor | None, given: str
+) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """Return gate_up and its bias, which are in the layout `given`, in the one that is wanted."""
+    if wanted == given:
+        return gate_up, bias
+    reorder = interleave_gate_up if wanted == "interleaved" else deinterleave_gate_up
+    return reorder(gate_up), None if bias is None else reorder(bias, dim=-1)
 
 
 def _in_kernels_order(gate_up: Matrix, down: Matrix) -> tuple[Matrix, Matrix]:
@@ -93,9 +122,7 @@ def unpack(
     gate_up, down = _widen(experts.gate_up, dtype), _widen(experts.down, dtype)
     gate_up_bias = None if experts.gate_up_bias is None else experts.gate_up_bias.to(dtype)
     down_bias = None if experts.down_bias is None else experts.down_bias.to(dtype)
-    if gate_up_layout == "concat":
-        gate_up = deinterleave_gate_up(gate_up)
-        gate_up_bias = None if gate_up_bias is None else deinterleave_gate_up(gate_up_bias, dim=-1)
+    gate_up, gate_up_bias = _in_layout(gate_up_layout, gate_up, gate_up_bias, experts.gate_up_layout)
     return gate_up, down, gate_up_bias, down_bias
 
 

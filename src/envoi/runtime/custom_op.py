@@ -15,7 +15,7 @@ from torch.utils.flop_counter import register_flop_formula
 
 from envoi import log
 from envoi.check import expect_no_gradients
-from envoi.runtime import shortcuts
+from envoi.runtime import observer, shortcuts
 from envoi.spans import NVTX, span
 
 _library = torch.library.Library("envoi", "FRAGMENT")
@@ -66,7 +66,9 @@ def operator(
         @functools.wraps(function)
         def call(*arguments):
             expect_no_gradients(names, arguments)
-            if torch.compiler.is_compiling() or watched() or not plain(arguments):
+            if torch.compiler.is_compiling() or not plain(arguments):
+                return dispatched(*arguments)
+            if watched() and observer.current() is None:  # a recorder is a mode, but looks at what the function does
                 return dispatched(*arguments)
             return direct(*arguments)
 

@@ -4,33 +4,46 @@ Triton inspects every argument at every launch, which takes longer than a small 
 on few properties of each argument; they form the key under which the compiled kernel is found again.
 """
 
-from functools import cache
 from typing import Any
 
 import torch
 from triton.runtime.jit import JITFunction
 
 from envoi import log
-from envoi.runtime import shortcuts, triton_compat
+from envoi.runtime import observer, shortcuts, triton_compat
 
 ALIGNMENT = 16
 
 _compiled: dict[tuple, Any] = {}
+_constant: dict[Any, tuple[bool, ...]] = {}  # for each kernel function which parameters are constexpr
 
 
 @log.launches
 def launch(kernel: Any, grid: tuple[int, ...], arguments: tuple, options: dict[str, Any]) -> None:
-    """Launch like `kernel[grid](*arguments, **options)`. arguments: one for each parameter, in order."""
+    """Launch like `kernel[grid](*arguments, **options)`. arguments: one for each parameter, in order.
+
+    All kernels of the product are launched here, so that a call's recorder misses none.
+    """
+    compiled = _run(kernel, grid, arguments, options)
+    recorder = observer.current()
+    if recorder is not None:
+        recorder.launched(compiled, grid, arguments)
+
+
+def _run(kernel: Any, grid: tuple[int, ...], arguments: tuple, options: dict[str, Any]) -> Any:
+    """Launch, and return the compiled kernel; None for kernels that aren't found by a key."""
     if not (shortcuts.ENABLED and isinstance(kernel, JITFunction)):
         kernel[grid](*arguments, **triton_compat.FP_FUSION, **options)
-        return
+        return None
     kinds = [x if constant else kind_of(x) for x, constant in zip(arguments, _constants(kernel), strict=True)]
     key = kernel.fn, torch.cuda.current_device(), *options.items(), *kinds
     compiled = _compiled.get(key)
     if compiled is None:
-        _compiled[key] = triton_compat.compiled_kernel(kernel[grid](*arguments, **triton_compat.FP_FUSION, **options))
+        launched = kernel[grid](*arguments, **triton_compat.FP_FUSION, **options)
+        compiled = _compiled[key] = triton_compat.compiled_kernel(launched)
     else:
         compiled[(*grid, 1, 1)[:3]](*arguments)
+    return compiled
 
 
 def kind_of(x: Any) -> Any:
@@ -39,17 +52,24 @@ def kind_of(x: Any) -> Any:
     Tensor: dtype, whether its address is a multiple of 16. Integer: whether it is 1, a multiple of 16, within 32 bits.
     TMA descriptor: everything but its base.
     """
-    if isinstance(x, torch.Tensor):
+    kind = type(x)
+    if kind is torch.Tensor:  # nearly all arguments are of the first three kinds
         return x.dtype, x.data_ptr() % ALIGNMENT == 0
-    if isinstance(x, int):
-        return type(x), x == 1, x % ALIGNMENT == 0, -(2**31) <= x < 2**31
+    if kind is int or kind is bool:
+        return kind, x == 1, x % ALIGNMENT == 0, -(2**31) <= x < 2**31
+    if x is None or kind is float:
+        return kind
     if isinstance(x, tuple):
         return tuple([kind_of(y) for y in x])
-    if x is None or isinstance(x, float):
-        return type(x)
-    return x.base.dtype, x.layout, *x.block_shape  # a TMA descriptor
+    if isinstance(x, torch.Tensor):
+        return x.dtype, x.data_ptr() % ALIGNMENT == 0
+    if isinstance(x, int):  # an enum
+        return kind, x == 1, x % ALIGNMENT == 0, -(2**31) <= x < 2**31
+    return kind if isinstance(x, float) else (x.base.dtype, x.layout, *x.block_shape)  # a TMA descriptor
 
 
-@cache
 def _constants(kernel: JITFunction) -> tuple[bool, ...]:
-    return tuple(parameter.is_constexpr for parameter in kernel.params)
+    found = _constant.get(kernel.fn)  # a function's hash is its address, a JITFunction's that of its source
+    if found is None:
+        found = _constant[kernel.fn] = tuple(parameter.is_constexpr for parameter in kernel.params)
+    return found

@@ -4,9 +4,12 @@
     launch.launch        a compiled kernel is found by a short key        Triton's launch inspects all arguments
     tma.descriptor       a checked descriptor is copied for a matrix      `TensorDescriptor` checks each one
     custom_op.operator   an unobserved call runs the function itself      the call goes through torch's dispatcher
+    prepared             a recorded call's kernels are launched again     each call decides anew what it launches
+
+The last is off unless ENVOI_PREPARED=1.
 
 Results are bitwise equal either way. If a release of torch or Triton changes what these rely on, the variable helps
-until Envoi is updated; `envoi` reads it once, when it is imported.
+until Envoi is updated; `envoi` reads both once, when it is imported.
 """
 
 from typing import Any
@@ -16,6 +19,7 @@ import torch
 from envoi import env
 
 ENABLED = not env.safe_launch()
+PREPARED = ENABLED and env.prepared()
 
 
 def rebase(described: Any, x: torch.Tensor) -> Any:

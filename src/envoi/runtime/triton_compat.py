@@ -132,6 +132,19 @@ def compiled_kernel(launched: Any) -> Any:
     return launched.result() if hasattr(launched, "result") else launched
 
 
+def tensor_map(descriptor: Any, form: dict) -> Any:
+    """Encode a TMA descriptor as a launch does: a `PyCUtensorMap`. form: of the kernel's `metadata.tensordesc_meta`."""
+    from triton.backends.nvidia.driver import make_tensordesc_arg
+
+    rest = [None] * (make_tensordesc_arg.__code__.co_argcount - 2)  # since 3.8 a third, for other GPUs
+    return make_tensordesc_arg(descriptor, form, *rest)[0]
+
+
+def has_launch_hooks() -> bool:
+    """Tell whether a profiler of Triton's observes launches."""
+    return bool(knobs.runtime.launch_enter_hook.calls or knobs.runtime.launch_exit_hook.calls)
+
+
 def warm_up(arch: str) -> None:
     """Compute the hashes of the compiler's files in this process, so that its forks needn't."""
     triton_key()

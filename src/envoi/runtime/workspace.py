@@ -81,6 +81,12 @@ def lasting(count: int, fill: float, dtype: torch.dtype, device: torch.device) -
     return found
 
 
+def is_kept(address: int) -> bool:
+    """Tell whether an address is in memory of `lasting`, which stays where it is."""
+    starts = ((x.data_ptr(), x.numel() * x.itemsize) for x in _forever)
+    return any(start <= address < start + num_bytes for start, num_bytes in starts)
+
+
 _forever: list[torch.Tensor] = []
 _counters, _blanks = Kept(0), Kept(BLANK)
 _floats: dict[tuple[torch.device, int], torch.Tensor] = {}

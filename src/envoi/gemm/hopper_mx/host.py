@@ -1,6 +1,6 @@
 """Host side of the Hopper GEMM for MX weights: supported calls, the two launches."""
 
-from typing import Any, cast
+from typing import cast
 
 import torch
 
@@ -15,7 +15,6 @@ from envoi.gemm.triton import host as triton_host
 from envoi.runtime import devices, workspace
 from envoi.runtime.math import cdiv
 from envoi.runtime.tma import as_one_matrix, descriptor, tma_ready
-from envoi.runtime.triton_compat import FP_FUSION
 from envoi.types import Matrix, QuantTensor
 
 
@@ -32,6 +31,8 @@ def supports_mx(a: Matrix, b: Matrix, ir: IR) -> str:
             return "the tokens' format"
     elif a.dtype != torch.bfloat16:
         return "the tokens' format"
+    if ir.takes_halves:
+        return "halves of the weights' rows"
     if rows_must_fit(ir):
         N = b.shape[-2]
         return "whole rows" if N <= triton_host.MAX_TILE_N else triton_host.supports_triton(ir, N)
@@ -50,11 +51,10 @@ def widen_tokens(a: Matrix, bits: int, out: torch.Tensor, offsets: torch.Tensor 
     offsets: int32 [E + 1], None for all rows; rows after offsets[E] are not written. The next launch may start
     before this one ends: see `wait_for_grid`.
     """
-    from envoi.gemm.hopper_mx import tokens
+    from envoi.gemm.hopper_mx.tokens import widen_kernel
+    from envoi.runtime.launch import launch
 
-    kernels: Any = tokens
-    grid, args = tokens_arguments(a, bits, out, offsets, rows)
-    kernels.widen_kernel[grid](*args, **FP_FUSION)
+    launch(widen_kernel, *tokens_arguments(a, bits, out, offsets, rows), {})
 
 
 def tokens_arguments(

@@ -5,7 +5,6 @@ from typing import Any
 
 import torch
 
-from envoi import log
 from envoi.constant import Constant
 from envoi.epilogue.ir import IR, Node
 from envoi.epilogue.library import store
@@ -13,8 +12,8 @@ from envoi.epilogue.lower import Lowered, lower
 from envoi.epilogue.slots import empty_slots, late, operand_tensors, piece_columns, rows_must_fit, slots
 from envoi.gemm.grouping import ALL_ROWS, Grouping
 from envoi.gemm.triton import kernel as device_code
+from envoi.runtime.launch import launch
 from envoi.runtime.math import cdiv, next_power_of_2
-from envoi.runtime.triton_compat import FP_FUSION
 from envoi.types import Matrix
 
 kernels: Any = device_code  # Any, because type checkers expect constexprs for its constants
@@ -134,15 +133,11 @@ def _launch(
     """Launch the product with its epilogue, and the kernel that completes reductions over rows that span tiles."""
     M = a.shape[0]
     grid, arguments, options = product_arguments(a, b, offsets, code, operands, outputs, block_n, write_tail)
-    _start(kernels.gemm_kernel, grid, arguments, options)
+    launch(kernels.gemm_kernel, grid, arguments, options)
     if code.partials and M:
         _, _, _, operands, raw, workspace, *_ = arguments
-        kernels.finish_kernel[(cdiv(M, FINISH_M),)](workspace, operands, raw, grid[1], M, code, FINISH_M, **FP_FUSION)
-
-
-@log.launches
-def _start(kernel: Any, grid: tuple[int, ...], arguments: tuple, options: dict[str, Any]) -> None:
-    kernel[grid](*arguments, **FP_FUSION, **options)
+        finished = workspace, operands, raw, grid[1], M, code, FINISH_M
+        launch(kernels.finish_kernel, (cdiv(M, FINISH_M),), finished, {})
 
 
 def product_arguments(
@@ -190,7 +185,7 @@ def finish_rows(
     """
     code = lower(ir, out_dtype, "triton", True, False, pointers)
     grid, arguments, options = rows_arguments(acc, ir, code, operands, outputs, offsets, write_tail)
-    _start(kernels.rows_kernel, grid, arguments, options)
+    launch(kernels.rows_kernel, grid, arguments, options)
 
 
 def rows_arguments(
@@ -253,7 +248,6 @@ def reduce_rows(x: torch.Tensor, op: str, offsets: torch.Tensor | None) -> torch
     if out.numel():
         bounds = None if offsets is None else offsets.contiguous()
         grid = (groups, cdiv(C, block_c))
-        kernels.reduce_kernel[grid](
-            x, out, bounds, M, C, op, REDUCE_M * REDUCE_C // block_c, block_c, offsets is not None, **FP_FUSION
-        )
+        arguments = x, out, bounds, M, C, op, REDUCE_M * REDUCE_C // block_c, block_c, offsets is not None
+        launch(kernels.reduce_kernel, grid, arguments, {})
     return out

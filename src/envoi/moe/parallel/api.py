@@ -7,13 +7,24 @@ import weakref
 from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import replace
-from typing import cast
+from functools import partial
+from typing import Any, cast
 
 import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
-from envoi.moe.op import as_rows, check_ids, check_tokens, empty_out, flatten, mlp_flops, unflatten
+from envoi.moe.op import (
+    as_rows,
+    check_ids,
+    check_tokens,
+    constants_of,
+    empty_out,
+    flatten,
+    mlp_flops,
+    tensors_of,
+    unflatten,
+)
 from envoi.moe.parallel import counted, gathered, gathered_device, nvlink, symmetric_memory
 from envoi.moe.parallel.collectives import gather_texts
 from envoi.moe.parallel.dispatch import REFUSED_ON_HOST
@@ -37,7 +48,9 @@ from envoi.moe.parallel.symmetric_memory import Domain, SharedLayout
 from envoi.moe.parallel.timeout import PeerTimeout
 from envoi.plan.gathering import LINKS, gathering_pays
 from envoi.plan.presum import pays
+from envoi.runtime import shortcuts
 from envoi.runtime.custom_op import operator
+from envoi.runtime.prepared.calls import plain
 from envoi.types import ExpertWeights, Routing
 
 NVLINK = "all ranks reach each other's memory"
@@ -113,7 +126,7 @@ class ExpertParallel:
         names = None if hosts is None else agree_on_hosts(self.channel, hosts, (max_tokens, num_topk), presum)
         grouped = connect_hosts(self.channel, names, self.name, timeout_s) if names and len(set(names)) > 1 else None
         self.channel.watch.opened(ranks_by_store(self.channel))
-        self._lock = threading.Lock()
+        self._lock: Any = threading.RLock()
         self.expert_offsets = [0, *itertools.accumulate(sizes)]
         self.num_experts = self.expert_offsets[-1]
         self.rank_ends = torch.tensor(self.expert_offsets[1:], dtype=torch.int32, device=experts.device)
@@ -148,10 +161,28 @@ class ExpertParallel:
         wrong raises at once (but for ids, which only the device knows), the output is NaN everywhere, and a later call
         or `check` raises. A `routing` that is no Routing of tensors is an error on this rank alone.
         """
+        if shortcuts.PREPARED and self.domain is not None and type(routing) is Routing and plain():
+            return self._moe_prepared(tokens, routing)
+        return self._moe(tokens, routing)
+
+    def _moe(self, tokens: torch.Tensor, routing: Routing) -> torch.Tensor:
         rows, slots, dtype = as_rows(tokens, routing)
         ids, weights = slots.topk_ids, slots.topk_weights
         out = _moe_parallel(rows, weights, ids, routing.num_experts, self.name, *flatten(self.experts))
         return out if rows is tokens and dtype == out.dtype else out.to(dtype).view(tokens.shape)
+
+    def _moe_prepared(self, tokens: torch.Tensor, routing: Routing) -> torch.Tensor:
+        """Run the layer by prepared launches, if these shapes have any; its checks are those of `_run_on_device`."""
+        with self._lock:
+            domain, experts = self.domain, self.experts
+            if domain is None:  # closed meanwhile
+                return self._moe(tokens, routing)
+            self._check_lateness()
+            constants = "moe_parallel", routing.num_experts, *constants_of(experts)
+            tensors = tokens, routing.topk_weights, routing.topk_ids, *tensors_of(experts)
+            out = domain.calls.run(constants, tensors, partial(self._moe, tokens, routing))
+            self.check()
+            return out
 
     def check(self) -> None:
         """Raise the error of an earlier call, if one failed; where the host doesn't wait, of calls the device reached.
@@ -160,7 +191,7 @@ class ExpertParallel:
         """
         self._check_lateness()
         shared = self._shared()
-        if shared is not None and shared.report[1].any():
+        if shared is not None and any(shared.codes[1]):
             self._raise_refusal(shared)
 
     def close(self) -> None:
@@ -240,8 +271,8 @@ class ExpertParallel:
         """Raise PeerTimeout if a rank was late in this call or any before it: the group can't be used any more."""
         shared = self._shared()
         watch = self.channel.watch if shared is None else shared.watch
-        if watch.failure is None and shared is not None and shared.report[0].any():
-            codes = shared.report[0].tolist()
+        if watch.failure is None and shared is not None and any(shared.codes[0]):
+            codes = list(shared.codes[0])
             late = [rank for rank, code in enumerate(codes) if code]
             names = watch.first_to_say([watch.ranks[rank] for rank in late])
             watch.failure = PeerTimeout(names, nvlink.LATE_STEPS[codes[late[0]]], self.timeout_s, rank=watch.rank)
@@ -253,9 +284,10 @@ class ExpertParallel:
 
         Resets the codes that it reads from `report`.
         """
-        codes = domain.report[1].tolist()
+        codes = list(domain.codes[1])
         complaining = [rank for rank, code in enumerate(codes) if code]
-        domain.report[1, complaining] = 0  # not all: the device may write others meanwhile
+        for rank in complaining:  # not all: the device may write others meanwhile
+            domain.codes[1][rank] = 0
         refused = [r for r in complaining if (r, codes[r]) != (domain.rank, REFUSED_ON_HOST)]
         if not refused:
             return
@@ -288,7 +320,7 @@ class ExpertParallel:
         layout = replace(layout, presum=presum)
         key = (tuple(self.channel.watch.ranks), layout, tuple(self.expert_offsets), self.timeout_s)
         domain = _domains.get(key)
-        if domain is not None and domain.report[0].any():
+        if domain is not None and any(domain.codes[0]):
             domain = None  # a rank was lost: the flags can't be trusted any more
         if all(gather_texts(self.channel, "known" if domain is not None else "", OPENING)):
             return domain, NVLINK
@@ -380,11 +412,11 @@ def _moe_parallel(
     gate_up: torch.Tensor, gate_up_sf: torch.Tensor | None, gate_up_bias: torch.Tensor | None,
     down: torch.Tensor, down_sf: torch.Tensor | None, down_bias: torch.Tensor | None,
     format: str, activation: str, swiglu_limit: float | None, gate_up_tame: bool, down_tame: bool,
-    order: str,
+    order: str, gate_up_layout: str,
 ) -> torch.Tensor:  # fmt: skip
     experts = unflatten(
         gate_up, gate_up_sf, gate_up_bias, down, down_sf, down_bias, format, activation, swiglu_limit, gate_up_tame,
-        down_tame, order,
+        down_tame, order, gate_up_layout,
     )  # fmt: skip
     if parallel not in _instances:
         raise ValueError("ExpertParallel: expected an open object, got one that was closed")

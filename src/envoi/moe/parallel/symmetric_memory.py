@@ -1,5 +1,6 @@
 """Memory that the ranks of an NVLink domain share by reading and writing each other's: layout, allocation, mapping."""
 
+import ctypes
 import threading
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -10,6 +11,7 @@ import torch.distributed as dist
 
 from envoi.moe.permute import empty_rows
 from envoi.quant.formats import Scheme, format_named
+from envoi.runtime.prepared import Calls
 from envoi.types import Matrix, QuantTensor
 
 ALIGN_BYTES = 256
@@ -158,7 +160,22 @@ class Domain:
     results: torch.Tensor | None = None  # see `pull_kernel`; None over NVLink
     handle: Any = None  # keeps the peers' memory mapped
     watch: Any = None  # `timeout.Watch`: ranks report through it what they refused, and who was late
-    lock: Any = field(default_factory=threading.Lock)  # one call at a time
+    lock: Any = field(default_factory=threading.RLock)  # one call at a time
+
+    @cached_property
+    def calls(self) -> Calls:
+        """Prepared calls, which launch on this memory."""
+        rows = (self.rows,) if isinstance(self.rows, torch.Tensor) else (self.rows.values, self.rows.sf)
+        return Calls((
+            self.memory, self.peers, self.row_shift, self.offsets, self.state, self.report, *rows, self.row_weights,
+            self.row_destinations, self.rank_ends,
+        ))  # fmt: skip
+
+    @cached_property
+    def codes(self) -> tuple[Any, Any]:
+        """View both rows of `report` as ctypes' arrays, which are read without an operator of torch."""
+        late, refused = ((ctypes.c_int32 * self.layout.num_ranks).from_address(row.data_ptr()) for row in self.report)
+        return late, refused
 
     @property
     def first_expert(self) -> int:

@@ -14,10 +14,11 @@ def to_bytes(tokens: SentTokens) -> torch.Tensor:
 
 def from_bytes(packed: torch.Tensor, like: SentTokens) -> SentTokens:
     """Inverse of `to_bytes`; `like` gives the dtypes and widths."""
+    # Copies, always: one row's columns are contiguous where they are, at any byte, and so can't be seen as float32.
     columns, start = [], 0
     for part in (*_parts(like.rows), like.topk_ids, like.weights):
         width = part.shape[1] * part.element_size()
-        columns.append(packed[:, start : start + width].contiguous().view(part.dtype))
+        columns.append(packed[:, start : start + width].clone(memory_format=torch.contiguous_format).view(part.dtype))
         start += width
     if isinstance(like.rows, torch.Tensor):
         return SentTokens(*columns)

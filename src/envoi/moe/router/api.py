@@ -9,6 +9,8 @@ from envoi.moe.router import host, reference
 from envoi.moe.router.rules import Rule
 from envoi.moe.router.rules import rule as rule_named
 from envoi.runtime.custom_op import operator
+from envoi.runtime.prepared import prepared
+from envoi.runtime.prepared.constants import exactly
 from envoi.types import Routing
 
 MAX_EXPERTS = 1024
@@ -17,6 +19,16 @@ DEFAULT_RULE = Rule()
 FLOATS = (torch.bfloat16, torch.float16, torch.float32)
 
 
+def _given(
+    tokens, gate, k, alpha=1.0, *, rule=DEFAULT_RULE, logit_bias=None, expert_bias=None, token_ids=None,
+    hash_table=None, return_logits=False, return_dense=False, return_counts=False,
+):  # fmt: skip
+    scale = exactly(rule.routed_scale) if type(rule) is Rule else None
+    constants = exactly(k), exactly(alpha), rule, scale, return_logits, return_dense, return_counts
+    return constants, (tokens, gate, logit_bias, expert_bias, token_ids, hash_table)
+
+
+@prepared(_given)
 def route(
     tokens: torch.Tensor,
     gate: torch.Tensor,

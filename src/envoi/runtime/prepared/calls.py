@@ -1,0 +1,185 @@
+"""Calls by key: run as always, record, or replay; and the guards that decide whether a call is plain enough.
+
+A key is what decides a call's launches: its numbers and flags as the operator lists them, and each tensor's shape,
+strides and dtype, on the current device. What isn't in the key is checked at each call; if one of these holds, the call
+runs as always, with all its checks, errors, records and modes:
+
+    the log or NVTX ranges are on; a mode, a transform, a tracer, a compiler or a profiler observes the thread
+    autocast is on; a tensor requires a gradient, or forward-mode differentiation is under way
+    a tensor is of another class, on another device than the current one, off 16 bytes, or holds its negative
+    Triton's launches have hooks
+    the call was bound to another stream, or is bound to one and captured (counters and sums of `runtime.workspace`)
+
+Wrong arguments never have a key that was recorded, because the call with that key succeeded.
+"""
+
+import functools
+import threading
+import weakref
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch.autograd import forward_ad
+
+from envoi import log
+from envoi.runtime import shortcuts, triton_compat
+from envoi.runtime.custom_op import watched
+from envoi.runtime.prepared import driver as driver_module
+from envoi.runtime.prepared.parameters import RefusedError
+from envoi.runtime.prepared.recording import recording
+from envoi.runtime.prepared.replay import Prepared
+from envoi.spans import NVTX
+
+MOST_CALLS = 1024  # keys that are kept; a prepared call takes some 20 KB of the host's memory and none of the device's
+ALIGNMENT_MASK = 15
+SEEN = "seen once"
+
+Given = tuple[tuple, Sequence[torch.Tensor | None]] | None  # constants and tensors, or None for a call to run as always
+
+_TENSORS = frozenset({torch.Tensor, torch.nn.Parameter})
+_all: "weakref.WeakSet[Calls]" = weakref.WeakSet()
+
+
+class Calls:
+    """Calls of one or several operators by key, the least recently used ones forgotten.
+
+    known: for a key its prepared call, or a text: why it has none. owned: tensors other than the arguments whose
+    addresses the launches take, and that live as long as this object.
+    """
+
+    def __init__(self, owned: Sequence[torch.Tensor] = (), most: int = MOST_CALLS) -> None:
+        self.known: dict[Any, Prepared | str] = {}
+        self.owned, self.most = tuple(owned), most
+        self._lock = threading.Lock()
+        _all.add(self)
+
+    def run(self, constants: tuple, tensors: Sequence[torch.Tensor | None], as_always: Callable[[], Any]) -> Any:
+        """Return what `as_always()` returns, by prepared launches if there are any for these arguments.
+
+        constants: all that decides the launches apart from tensors, the operator's name first; hashable.
+        tensors: all arguments whose addresses the launches take; Only for calls under `plain`.
+        """
+        driver = driver_module.active()
+        first = tensors[0]
+        if driver is None or first is None or type(first) not in _TENSORS or first.device.type != driver.device_type:
+            return as_always()
+        device, grad = driver.current_device(), torch.is_grad_enabled()
+        parts, addresses, bits = [constants, device], [], 0
+        for x in tensors:
+            if x is None:
+                parts.append(None)
+                addresses.append(0)
+                continue
+            if type(x) not in _TENSORS or x.get_device() != device or x.is_neg() or (grad and x.requires_grad):
+                return as_always()
+            address = x.data_ptr()
+            bits |= address
+            addresses.append(address)
+            parts += x.shape, x.stride(), x.dtype
+        if bits & ALIGNMENT_MASK:
+            return as_always()
+        key, stream = tuple(parts), driver.stream(device)
+        try:
+            found = self.known.get(key)
+        except TypeError:  # a constant that isn't one
+            return as_always()
+        if isinstance(found, Prepared) and found.stream is not None:  # bound to a stream
+            if driver.is_capturing():
+                return as_always()
+            if found.stream != stream:
+                key = stream, key
+                found = self.known.get(key)
+        if isinstance(found, Prepared):
+            found.used = True
+            return found.run(addresses, stream)
+        if found is None:
+            self._keep(key, SEEN)
+        if found != SEEN or driver.is_capturing():
+            return as_always()
+        return self._record(key, tensors, as_always, stream, first.device)
+
+    def _record(
+        self, key: Any, tensors: Sequence[torch.Tensor | None], as_always: Callable[[], Any], stream: int,
+        device: torch.device,
+    ) -> Any:  # fmt: skip
+        with recording(device) as recorder:
+            result = as_always()
+        try:
+            found: Prepared | str = Prepared(recorder, tensors, result, stream, self.owned, driver_module.active())
+        except RefusedError as error:
+            found = str(error)
+        except Exception as error:  # the call itself is done; what is private to Triton may have changed
+            found = f"{type(error).__name__}: {error}"
+        self._keep(key, found)
+        return result
+
+    def _keep(self, key: Any, found: Prepared | str) -> None:
+        """Keep what is known of a key. If there are too many, forget the oldest that weren't used since they were last
+        passed over."""
+        with self._lock:
+            while len(self.known) >= self.most and key not in self.known:
+                oldest = next(iter(self.known))
+                passed = self.known.pop(oldest)
+                if isinstance(passed, Prepared) and passed.used:
+                    passed.used = False
+                    self.known[oldest] = passed
+            self.known[key] = found
+
+    def clear(self) -> None:
+        """Forget all calls."""
+        with self._lock:
+            self.known.clear()
+
+    def refusals(self) -> list[str]:
+        """Return why calls that were recorded can't be replayed."""
+        return [found for found in self.known.values() if isinstance(found, str) and found != SEEN]
+
+
+_calls = Calls()
+
+
+def clear() -> None:
+    """Forget all prepared calls, for example when other configs are to be used from now on."""
+    for calls in list(_all):
+        calls.clear()
+
+
+def plain() -> bool:
+    """Tell whether calls of this thread may be prepared now, as far as that doesn't depend on their arguments."""
+    return (
+        shortcuts.PREPARED
+        and not torch.compiler.is_compiling()
+        and not (log.LEVEL or NVTX)
+        and not watched()
+        and not torch._C._is_any_autocast_enabled()
+        and forward_ad._current_level < 0
+        and not triton_compat.has_launch_hooks()
+    )
+
+
+def prepared(given: Callable[..., Given]) -> Callable[[Callable], Callable]:
+    """Decorate a public function so that its calls are prepared.
+
+    given: takes the function's arguments and returns all that decides its launches, (constants, tensors) as
+    `Calls.run` takes them; or None for arguments that only the function itself can judge. Errors in it count as None.
+    """
+
+    def decorate(function: Callable) -> Callable:
+        name = function.__name__
+
+        @functools.wraps(function)
+        def call(*arguments: Any, **named: Any) -> Any:
+            if not shortcuts.PREPARED or not plain():
+                return function(*arguments, **named)
+            try:
+                found = given(*arguments, **named)
+            except (TypeError, AttributeError, ValueError):
+                found = None
+            if found is None:
+                return function(*arguments, **named)
+            return _calls.run((name, *found[0]), found[1], functools.partial(function, *arguments, **named))
+
+        return call
+
+    return decorate

@@ -1,0 +1,74 @@
+"""Driver whose kernels are compiled for sm_90 without a GPU; it knows their parameters from PTX, and runs nothing."""
+
+import re
+import struct
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+from torch.utils._python_dispatch import _disable_current_modes
+
+from envoi.runtime import triton_compat
+from envoi.runtime.launch import kind_of
+from envoi.runtime.prepared.parameters import Parameter, parameters_of
+from tests.helpers.fake_driver import FakeDriver
+
+BYTES = {"64": 8, "32": 4, "16": 2, "8": 1}
+
+_compiled: dict[tuple, Any] = {}
+
+
+class CompilingDriver(FakeDriver):
+    """Driver that compiles. always: of each launch as always, its grid and its parameters, with their tensors."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.always: list[tuple[int, tuple[int, ...], list[Parameter]]] = []
+
+    def launch_as_always(self, kernel: Any, grid: tuple, arguments: tuple, options: dict) -> Any:
+        """Stand in for `launch._run`: compile, return the compiled kernel as if it were loaded."""
+        with _disable_current_modes():  # a GPU's launch is no operator of torch
+            kernel_of = compiled(kernel, arguments, options)
+        self.sizes[kernel_of.function] = parameter_sizes(kernel_of.asm["ptx"])
+        parameters = parameters_of(kernel_of, arguments, self)
+        self.always.append((kernel_of.function, (*grid, 1, 1)[:3], parameters))
+        return kernel_of
+
+    def tensor_map(self, descriptor: Any, form: dict) -> bytes:
+        """Make 128 bytes that begin with the address and depend on all else of a descriptor."""
+        said = repr((descriptor.shape, descriptor.strides, descriptor.block_shape, sorted(form.items())))
+        return struct.pack("Q", descriptor.base.data_ptr()) + said.encode()[:120].ljust(120, b".")
+
+    def moved_map(self, tensor_map: bytes, address: int) -> bytes:
+        """Return the map with another address."""
+        return struct.pack("Q", address) + tensor_map[8:]
+
+
+def compiled(kernel: Any, arguments: tuple, options: dict) -> Any:
+    """Compile a kernel for these arguments, once."""
+    kinds = [x if hasattr(x, "__hash__") and not _is_data(x) else kind_of(x) for x in arguments]
+    key = kernel.fn, *sorted(options.items()), *kinds
+    if key not in _compiled:
+        signature, constexprs, attributes = triton_compat.specialize(kernel, arguments, "sm_90")
+        made = triton_compat.compile_for(kernel, signature, constexprs, attributes, "sm_90", options)
+        # A loaded kernel has a handle. The original can't get one without a GPU.
+        _compiled[key] = SimpleNamespace(
+            function=len(_compiled) + 1, metadata=made.metadata, packed_metadata=made.packed_metadata, src=made.src,
+            asm=made.asm,
+        )  # fmt: skip
+    return _compiled[key]
+
+
+def _is_data(x: Any) -> bool:
+    return isinstance(x, torch.Tensor | tuple) or hasattr(x, "base")
+
+
+def parameter_sizes(ptx: str) -> list[int]:
+    """Return the bytes of each parameter of a kernel's entry point, as PTX declares them."""
+    head = re.search(r"\.visible \.entry \w+\((.*?)\n\)", ptx, re.DOTALL)
+    assert head, "no entry point"
+    sizes = []
+    for line in head.group(1).split(",\n"):
+        array = re.search(r"\.b8 \w+\[(\d+)\]", line)
+        sizes.append(int(array.group(1)) if array else BYTES[re.search(r"\.param \.[a-z](\d+)", line).group(1)])
+    return sizes

@@ -1,0 +1,37 @@
+"""Fixture of prepared calls: CPU tensors take the Hopper path, whose kernels are compiled and never run."""
+
+from importlib import import_module
+
+import pytest
+
+from envoi.gemm import backend
+from envoi.indexer import fast, select
+from envoi.moe import api as moe_api
+from envoi.moe import layer, permute
+from envoi.moe.router import host as router_host
+from envoi.runtime import devices, launch, shortcuts, workspace
+from envoi.runtime.prepared import calls, driver
+from tests.helpers.compiling_driver import CompilingDriver
+
+
+@pytest.fixture
+def hopper(monkeypatch) -> CompilingDriver:
+    """Return the driver, which notes what it is handed. The switch is on, and there are no calls yet."""
+    made = CompilingDriver()
+    monkeypatch.setattr(shortcuts, "PREPARED", True)
+    monkeypatch.setattr(driver, "active", lambda: made)
+    monkeypatch.setattr(launch, "_run", made.launch_as_always)
+    monkeypatch.setattr(calls, "_calls", calls.Calls())
+    packing = import_module("envoi.moe.pack")  # the package has a function of this name
+    for module in (backend, fast, layer, packing, router_host, select):
+        monkeypatch.setattr(module, "implementation", lambda device: "hopper")
+    for module in (devices, fast, permute, router_host):
+        if hasattr(module, "num_sms"):
+            monkeypatch.setattr(module, "num_sms", lambda device: 132)
+    monkeypatch.setattr(moe_api, "check_ids", lambda *_: None)
+    for name in ("_counters", "_blanks"):
+        monkeypatch.setattr(workspace, name, workspace.Kept(getattr(workspace, name).fill))
+    monkeypatch.setattr(workspace, "_kept", lambda kept, count, device: kept.take(count, device))
+    monkeypatch.setattr(workspace, "under_way", lambda device: (made.stream_now, int(made.capturing)))
+    monkeypatch.setattr(workspace, "FOR_GRAPHS", 1 << 16)
+    return made

@@ -1,0 +1,474 @@
+"""Prepared calls: what is recorded, what is refused, the guards, threads, streams, memory, and where launches are."""
+
+import ast
+import gc
+import re
+import runpy
+import threading
+import time
+import weakref
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+import torch
+from torch.autograd import forward_ad
+from torch.overrides import TorchFunctionMode
+from torch.utils._python_dispatch import TorchDispatchMode
+from triton import knobs
+
+import envoi
+from envoi import log
+from envoi.gemm import grouped_gemm
+from envoi.gemm.hopper import host, tune
+from envoi.runtime import prepared, shortcuts, workspace
+from envoi.runtime.prepared import calls, driver, parameters, recording, replay
+from envoi.runtime.prepared.constants import exactly
+from tests.helpers.fake_driver import INVALID_CONTEXT
+from tests.runtime.prepared_cases import normal, route_cases
+
+SOURCE = Path(envoi.__file__).parent
+
+
+def sides(M: int = 64, seed: int = 0) -> tuple[torch.Tensor, torch.Tensor]:
+    return normal(M, 128, seed=seed), normal(128, 128, seed=seed + 1)
+
+
+def prepare(function=envoi.gemm, arguments=None, **named):
+    """Make the two calls after which such calls are replayed."""
+    for _ in range(2):
+        function(*(arguments or sides()), **named)
+
+
+def replays(hopper, function, *arguments, **named) -> bool:
+    """Call, and tell whether the driver was handed a launch."""
+    before = len(hopper.calls)
+    function(*arguments, **named)
+    return len(hopper.calls) > before
+
+
+def addresses(hopper) -> set[int]:
+    """Return all that may be addresses in the last launch's parameters."""
+    return {int.from_bytes(value[:8], "little") for value in hopper.calls[-1][2] if len(value) >= 8}
+
+
+def test_the_third_call_is_replayed_on_its_own_tensors(hopper):
+    prepare()
+    assert not hopper.calls
+    a, b = sides(seed=5)
+    out = envoi.gemm(a, b)
+    assert {x.data_ptr() for x in (a, b, out)} <= addresses(hopper)
+    assert (out.shape, out.dtype, out.stride()) == ((64, 128), torch.bfloat16, (128, 1))
+    (_, config, _) = hopper.calls[0]
+    assert config.stream == 7 and config.num_attributes == 0 and config.shared_bytes > 0
+
+
+@pytest.mark.parametrize(
+    "other",
+    [
+        lambda a, b: ((a[:63], b), {}),
+        lambda a, b: ((a.half(), b.half()), {}),
+        lambda a, b: ((a, b), {"out_dtype": torch.float32}),
+        lambda a, b: ((a.t().contiguous().t(), b), {}),
+        lambda a, b: ((a, b, envoi.epilogue.library.swiglu), {}),
+    ],
+    ids=["shape", "dtype", "out_dtype", "strides", "epilogue"],
+)
+def test_other_calls_have_other_keys(hopper, other):
+    prepare()
+    arguments, named = other(*sides())
+    assert not replays(hopper, envoi.gemm, *arguments, **named)
+    assert replays(hopper, envoi.gemm, *sides())
+
+
+class Seen(TorchDispatchMode):
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        return func(*args, **(kwargs or {}))
+
+
+class SeenBefore(TorchFunctionMode):
+    def __torch_function__(self, func, types, args=(), kwargs=None):
+        return func(*args, **(kwargs or {}))
+
+
+def profile():
+    return torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU])
+
+
+@pytest.mark.parametrize(
+    "context",
+    [Seen, SeenBefore, profile, forward_ad.dual_level, lambda: torch.autocast("cpu", torch.bfloat16)],
+    ids=["dispatch mode", "function mode", "profiler", "forward mode", "autocast"],
+)
+def test_calls_that_are_observed_run_as_always(hopper, context):
+    prepare()
+    with context():
+        assert not replays(hopper, envoi.gemm, *sides())
+    assert replays(hopper, envoi.gemm, *sides())
+
+
+@pytest.mark.parametrize(
+    ("where", "name", "value"),
+    [
+        (log, "LEVEL", 1), (calls, "NVTX", True), (shortcuts, "PREPARED", False), (shortcuts, "ENABLED", False),
+        (knobs.runtime.launch_enter_hook, "calls", [print]), (knobs.runtime.launch_exit_hook, "calls", [print]),
+    ],
+    ids=["log", "nvtx", "off", "safe", "enter hook", "exit hook"],
+)  # fmt: skip
+def test_switches(hopper, monkeypatch, where, name, value):
+    prepare()
+    with monkeypatch.context() as patch:
+        patch.setattr(where, name, value)
+        assert not replays(hopper, envoi.gemm, *sides())
+    assert replays(hopper, envoi.gemm, *sides())
+
+
+class Other(torch.Tensor):
+    """Class that the dispatcher has to be asked about."""
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda a: a.as_subclass(Other),
+        lambda a: torch._neg_view(a),
+        lambda a: torch.cat((a.flatten(), a[0]))[1 : 1 + a.numel()].view(a.shape),
+    ],
+    ids=["class", "negative", "off 16 bytes"],
+)
+def test_tensors_that_are_not_plain_run_as_always(hopper, change):
+    prepare()
+    a, b = sides()
+    assert not replays(hopper, envoi.gemm, change(a), b)
+    assert replays(hopper, envoi.gemm, a, b)
+
+
+def test_gradients_are_refused_as_always(hopper):
+    prepare()
+    a, b = sides()
+    a.requires_grad_()
+    with pytest.raises(ValueError, match="a: expected a tensor without gradients"):
+        envoi.gemm(a, b)
+    with torch.no_grad():
+        assert replays(hopper, envoi.gemm, a, b)
+
+
+def test_inference_tensors_come_out_of_inference_mode(hopper):
+    prepare()
+    with torch.inference_mode():
+        assert replays(hopper, envoi.gemm, *sides())
+        assert envoi.gemm(*sides()).is_inference()
+
+
+def test_a_compiled_call_is_traced_as_the_operator(hopper):
+    prepare()
+    graphs = []
+
+    def backend(graph, inputs):
+        graphs.append(graph.code)
+        return graph.forward
+
+    torch.compile(envoi.gemm, backend=backend, fullgraph=True)(*sides())
+    assert len(graphs) == 1 and "torch.ops.envoi.gemm" in graphs[0]
+
+
+def test_wrong_arguments_are_refused_as_always(hopper):
+    case = route_cases(4, 32, 128, 4)["route"]
+    tokens, gate, k = case.arguments(0)[0]
+    prepare(envoi.route, (tokens, gate, k))
+    assert replays(hopper, envoi.route, tokens, gate, k)
+    for wrong, said in (
+        ((tokens, gate, 4.0), "k: expected an int"),
+        ((tokens, gate, k, True), "alpha: expected a number, got bool"),
+        ((tokens, gate[:, :64], k), r"gate: expected .* \[num_experts, 128\], got"),
+        ((tokens, None, k), "gate: expected .* got NoneType"),
+        ((None, gate, k), "tokens: expected .* got NoneType"),
+        (("tokens", gate, k), "tokens: expected .* got str"),
+        ((tokens, gate, [k]), "k: expected an int"),
+        ((tokens.long(), gate, k), "tokens: expected .* got int64"),
+    ):
+        for _ in range(3):
+            with pytest.raises(ValueError, match=said):
+                envoi.route(*wrong)
+    with pytest.raises(TypeError, match="unexpected keyword"):
+        envoi.route(tokens, gate, k, rules="mixtral")
+
+
+@pytest.mark.parametrize(("x", "y"), [(1, 1.0), (1, True), (0.0, -0.0), (None, 0), (2, 3)])
+def test_numbers_that_python_calls_equal_have_other_keys(x, y):
+    assert exactly(x) != exactly(y) and exactly(x) == exactly(x)
+
+
+def test_a_scalar_operand_is_part_of_the_key(hopper):
+    from tests.runtime.prepared_cases import several
+
+    def call(by):
+        a, b = sides()
+        rest = {"row": normal(64), "col": normal(128), "tile": normal(64, 128)}
+        return replays(hopper, envoi.gemm, a, b, several, by=by, **rest)
+
+    assert [call(0.5) for _ in range(3)] == [False, False, True]
+    assert not call(-0.5) and call(0.5)
+
+
+# What a recorder refuses. Such calls run as always for good.
+
+
+def refusal(hopper, monkeypatch, change) -> str:
+    """Return why a call is refused whose launches come with this change."""
+
+    class Changed(recording.Recorder):
+        def launched(self, compiled, grid, arguments):
+            super().launched(*change(compiled, grid, arguments))
+
+    monkeypatch.setattr(recording, "Recorder", Changed)
+    prepare()
+    assert not replays(hopper, envoi.gemm, *sides())
+    (reason,) = calls._calls.refusals()
+    return reason
+
+
+def with_metadata(compiled, **changes):
+    return SimpleNamespace(**{**vars(compiled), "metadata": compiled.metadata._replace(**changes)})
+
+
+@pytest.mark.parametrize(
+    ("change", "reason"),
+    [
+        (lambda c, g, a: (None, g, a), "without a compiled kernel"),
+        (lambda c, g, a: (with_metadata(c, global_scratch_size=8), g, a), "scratch memory that Triton allocates"),
+        (lambda c, g, a: (with_metadata(c, num_ctas=2), g, a), "clusters"),
+        (lambda c, g, a: (SimpleNamespace(**{**vars(c), "function": None}), g, a), "isn't loaded"),
+        (lambda c, g, a: (torch.zeros(3), c)[1:] + (g, a), "aten.zeros.default between the launches"),
+        (lambda c, g, a: (torch.empty(3).sum().item(), c)[1:] + (g, a), "aten.sum.default between the launches"),
+        (lambda c, g, a: (SimpleNamespace(**{**vars(c), "packed_metadata": (4, 1)}), g, a), "ValueError: not enough"),
+    ],
+    ids=["unknown", "scratch", "cluster", "not loaded", "an operator", "a value that the host reads", "another Triton"],
+)
+def test_refusals(hopper, monkeypatch, change, reason):
+    assert re.search(reason, refusal(hopper, monkeypatch, change))
+
+
+def test_parameters_that_the_driver_knows_otherwise(hopper, monkeypatch):
+    monkeypatch.setattr(type(hopper), "parameter_sizes", lambda self, function: self.sizes[function][:-1])
+    prepare()
+    assert not replays(hopper, envoi.gemm, *sides())
+    assert "where the driver knows of" in calls._calls.refusals()[0]
+
+
+def test_maps_that_have_their_address_elsewhere(hopper, monkeypatch):
+    monkeypatch.setattr(type(hopper), "moved_map", lambda self, one, address: bytes(128))
+    prepare()
+    assert not replays(hopper, envoi.gemm, *sides())
+    assert "address stands elsewhere" in calls._calls.refusals()[0]
+
+
+def test_arguments_that_share_memory(hopper):
+    x = normal(128, 128)
+    prepare(arguments=(x, x))
+    assert not replays(hopper, envoi.gemm, x, x)
+    assert calls._calls.refusals() == ["arguments that share memory"]
+
+
+def test_memory_that_is_nobodys(hopper, monkeypatch):
+    """A tensor made from an argument in an earlier call must not stand for that of the next one."""
+    offsets, kept = torch.tensor([0, 30, 60], dtype=torch.int32), []
+
+    def contiguous(x):
+        kept.append(x.clone()) if not kept else None
+        return kept[0]
+
+    original = host.work_of
+    monkeypatch.setattr(
+        host, "work_of", lambda a, b, ir, operands, rows: original(a, b, ir, operands, contiguous(rows))
+    )
+    call = (normal(64, 128), normal(2, 128, 128, seed=1), offsets)
+    prepare(grouped_gemm, call)
+    assert calls._calls.refusals() == ["memory that is neither an argument nor the call's own"]
+
+
+def test_calls_that_need_much_memory(hopper, monkeypatch):
+    monkeypatch.setattr(recording, "MAX_SCRATCH_BYTES", 1000)
+    prepare()
+    assert calls._calls.refusals() == ["more than 1000 bytes of memory"]
+
+
+def test_a_part_of_a_tensor_is_no_result():
+    with recording.recording(torch.device("cpu")) as recorder:
+        x = torch.empty(4, 4)
+    for result in (x[1:], [x, x], torch.ones(3)):
+        returned = result if isinstance(result, list) else [result]
+        with pytest.raises(parameters.RefusedError, match="isn't a whole tensor that the call allocated"):
+            recording.Memory(recorder, (), returned, ())
+
+
+def test_numbers_that_do_not_fit():
+    for kind, value in (("bf16", 1.0), ("fp32", 1e39)):
+        with pytest.raises(parameters.RefusedError):
+            parameters._number(kind, value)
+    assert parameters._number("fp32", float("inf")) == b"\x00\x00\x80\x7f"
+    assert parameters._number("i32", -1) == b"\xff" * 4
+
+
+# Memory
+
+
+def test_a_prepared_call_keeps_no_tensor(hopper):
+    a, b = sides()
+    refs = [weakref.ref(a), weakref.ref(b)]
+    for _ in range(3):
+        refs.append(weakref.ref(envoi.gemm(a, b)))
+    del a, b
+    hopper.always.clear()
+    gc.collect()
+    assert [ref() for ref in refs] == [None] * 5
+
+
+def test_the_number_of_calls_is_bounded_and_used_ones_stay(hopper, monkeypatch):
+    monkeypatch.setattr(calls, "_calls", calls.Calls(most=5))
+    prepare()
+    for M in range(1, 40):
+        envoi.gemm(*sides(M))
+        assert replays(hopper, envoi.gemm, *sides())
+        assert len(calls._calls.known) <= 5
+    monkeypatch.setattr(shortcuts, "PREPARED", True)
+    for M in range(1, 12):
+        prepare(arguments=sides(M))
+    assert len(calls._calls.known) <= 5 and not replays(hopper, envoi.gemm, *sides())
+
+
+def test_new_configs_forget_the_old_calls(hopper, tmp_path):
+    prepare()
+    tune.keep({}, tmp_path / "gemm.json")
+    assert not replays(hopper, envoi.gemm, *sides())
+
+
+# Threads, streams, captures
+
+
+def test_threads_take_frames_of_their_own(hopper, monkeypatch):
+    prepare()
+    wrong, launch = [], hopper.launch
+    local = threading.local()
+
+    def slow(*given):
+        time.sleep(0.002)
+        result = launch(*given)
+        found = {int.from_bytes(x[:8], "little") for x in hopper.calls[-1][2] if len(x) >= 8}
+        local.found = found
+        return result
+
+    lock = threading.Lock()
+
+    def slow_and_alone(*given):
+        time.sleep(0.001)
+        with lock:
+            return slow(*given)
+
+    monkeypatch.setattr(hopper, "launch", slow_and_alone, raising=False)
+
+    def work(seed):
+        for i in range(10):
+            a, b = sides(seed=seed + i)
+            out = envoi.gemm(a, b)
+            if not {x.data_ptr() for x in (a, b, out)} <= local.found:
+                wrong.append(seed)
+
+    threads = [threading.Thread(target=work, args=(100 * i,)) for i in range(6)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert not wrong
+    (found,) = [x for x in calls._calls.known.values() if isinstance(x, replay.Prepared)]
+    assert 1 < len(found._free) <= 6
+
+
+def test_a_thread_that_is_new_to_cuda_gets_the_context(hopper):
+    prepare()
+    hopper.errors = [INVALID_CONTEXT]
+    assert replays(hopper, envoi.gemm, *sides()) and hopper.contexts == [99]
+
+
+def test_an_error_of_the_driver_is_raised(hopper):
+    prepare()
+    hopper.errors = [700]
+    with pytest.raises(RuntimeError, match="cuLaunchKernelEx: expected 0 from the CUDA driver, got 700"):
+        envoi.gemm(*sides())
+    assert replays(hopper, envoi.gemm, *sides())
+
+
+def test_calls_without_counters_run_on_any_stream_and_in_captures(hopper):
+    prepare()
+    for hopper.stream_now, hopper.capturing in ((7, False), (8, False), (8, True), (7, True)):
+        assert replays(hopper, envoi.gemm, *sides())
+        assert hopper.calls[-1][1].stream == hopper.stream_now
+
+
+def test_calls_with_counters_keep_to_their_stream_and_out_of_captures(hopper):
+    call = route_cases(3, 64, 2048, 4)["route-all"].arguments(0)[0]
+    named = {"return_counts": True}
+    prepare(envoi.route, call, **named)
+    assert replays(hopper, envoi.route, *call, **named)
+    kept = [(x.data_ptr(), x.numel() * x.itemsize) for x in workspace._forever]
+    assert any(start <= address < start + size for address in addresses(hopper) for start, size in kept)
+    hopper.capturing = True
+    assert not replays(hopper, envoi.route, *call, **named)
+    hopper.capturing, hopper.stream_now = False, 8
+    first = addresses(hopper)
+    assert [replays(hopper, envoi.route, *call, **named) for _ in range(3)] == [False, False, True]
+    assert hopper.calls[-1][1].stream == 8
+    on_other = {x for x in addresses(hopper) if any(start <= x < start + size for start, size in kept)}
+    assert not on_other & first  # counters of its own
+    hopper.stream_now = 7
+    assert replays(hopper, envoi.route, *call, **named)
+
+
+def test_nothing_is_recorded_in_a_capture(hopper):
+    hopper.capturing = True
+    prepare()
+    prepare()
+    hopper.capturing = False
+    assert not replays(hopper, envoi.gemm, *sides())  # recorded now
+    assert replays(hopper, envoi.gemm, *sides())
+
+
+# The rest of the house
+
+
+@pytest.mark.parametrize("missing", ["libnone.so.1", "libc.so.6"])
+def test_without_a_driver_or_with_an_old_one_calls_run_as_always(monkeypatch, missing):
+    monkeypatch.setattr(shortcuts, "PREPARED", True)
+    monkeypatch.setattr(driver, "LIBRARY", missing)
+    monkeypatch.setattr(driver, "active", driver.active.__wrapped__)
+    assert driver.active() is None
+    a, b = sides()
+    assert all(torch.equal(envoi.gemm(a, b), envoi.gemm(a, b)) for _ in range(2))
+
+
+@pytest.mark.parametrize(
+    ("variables", "on"),
+    [({}, False), ({"ENVOI_PREPARED": "1"}, True), ({"ENVOI_PREPARED": "1", "ENVOI_SAFE_LAUNCH": "1"}, False)],
+)
+def test_the_variables_decide(monkeypatch, variables, on):
+    for name in ("ENVOI_PREPARED", "ENVOI_SAFE_LAUNCH"):
+        monkeypatch.delenv(name, raising=False)
+    for name, value in variables.items():
+        monkeypatch.setenv(name, value)
+    assert runpy.run_path(shortcuts.__file__)["PREPARED"] is on
+
+
+def test_kernels_are_launched_in_one_place():
+    """A recorder would miss other launches. Blackwell's kernels aren't run by any operator."""
+    found = set()
+    for path in SOURCE.rglob("*.py"):
+        for node in ast.walk(ast.parse(path.read_text())):
+            if "FP_FUSION" in (getattr(node, "id", None), getattr(node, "attr", None)):
+                found.add(str(path.relative_to(SOURCE)))
+    assert found == {"runtime/launch.py", "runtime/triton_compat.py", "gemm/blackwell/host.py"}
+
+
+def test_clearing_forgets_all(hopper):
+    prepare()
+    prepared.clear()
+    assert not calls._calls.known
