@@ -31,6 +31,7 @@ def test_the_keys_are_the_format():
         "torch", "triton", "commit", "date", "n",
     )  # fmt: skip
     assert tuple(json.loads(to_line(sample()))) == KEYS
+    assert tuple(json.loads(to_line(sample(details={"seed": 3})))) == (*KEYS, "details")
 
 
 positive = st.floats(1e-6, 1e12)
@@ -53,6 +54,7 @@ measurements = st.builds(
     commit=text,
     date=st.dates().map(str),
     n=st.integers(1, 10**6),
+    details=st.dictionaries(text, text | st.floats(-1e6, 1e6) | st.integers(-9, 9)),
 )
 
 
@@ -100,6 +102,12 @@ def test_round_trip(measurement):
         ("date", None),
         ("n", 0),
         ("n", True),
+        ("details", None),
+        ("details", {"": 1}),
+        ("details", {"seed": None}),
+        ("details", {"seed": True}),
+        ("details", {"seed": math.nan}),
+        ("details", {"vllm": " "}),
     ],
 )
 def test_a_wrong_value_is_refused_by_its_key(key, value):

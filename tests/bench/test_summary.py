@@ -1,6 +1,6 @@
 """Means over cases, by kind."""
 
-from envoi.bench.summary import means, of_roof
+from envoi.bench.summary import best_baseline, compared, means, of_roof
 
 from .samples import sample
 
@@ -25,6 +25,16 @@ def test_ranks_are_kinds_of_their_own():
     moe = {"suite": "moe", "baselines": {"torch_ep": 20.0}, "ours_us": 10.0}
     found = [sample(**moe, num_gpus=1), sample(**moe, num_gpus=4), sample(**{**moe, "ours_us": 5.0}, num_gpus=4)]
     assert means(found) == "torch_ep 2.00x [2.00x] over 1; 4 GPUs: torch_ep 2.83x [2.00x] over 2"
+
+
+def test_a_host_case_is_of_its_operators_kind():
+    host = {"suite": "host", "ours_us": 10.0, "baselines": {"torch_mm": 5.0}}
+    found = [sample(**host, case="gemm 64x4096x7168 bf16"), sample(**host, case="moe 2048/768/128/8 bf16 tokens=1")]
+    assert means(found) == "gemm: torch_mm 0.50x [0.50x] over 1; moe: torch_mm 0.50x [0.50x] over 1"
+    assert [name for _, name, _ in compared(found)] == ["torch_mm", "torch_mm"]
+    loop = sample(suite="host_loop", case="gemm a", ours_us=10.0, baselines={"graph": 5.0})
+    assert best_baseline(loop) is None
+    assert [name for _, name, _ in compared([loop])] == ["graph"]
 
 
 def test_the_share_of_the_roof():

@@ -8,7 +8,7 @@ from envoi.bench.evidence import SUITES
 from envoi.gemm.hopper.cases import launch_with
 from envoi.runtime.kernel_case import kernel_key
 
-GEMMS = [name for name in SUITES if name.startswith("gemm")]
+GEMMS = [name for name in SUITES if name.startswith("gemm") and name != "gemm_drawn"]
 CASES = [case for name in GEMMS for case in shapes.cases(name) if case.on_cuda]
 
 
@@ -52,6 +52,7 @@ def test_rows_as_routing_leaves_them(capsys):
     ("arguments", "problem"),
     [
         (["router"], "SUITE: expected one of gemm, "),
+        (["gemm_drawn"], "SUITE: expected one of gemm, "),
         (["--shape", "16x64x64", "--out", "."], "--out: expected a file, got the folder ."),
         (["--shape", "1x2"], "--shape: expected MxNxK"),
         (["--shape", "0x2x3"], "--shape: expected MxNxK"),

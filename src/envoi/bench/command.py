@@ -2,6 +2,7 @@
 
 import argparse
 import sys
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -11,6 +12,7 @@ if TYPE_CHECKING:
     from envoi.bench.shapes import Case
 
 QUICK_COMPILE_S = 150
+MAX_COUNT = 1000
 
 DESCRIPTION = """Measure Envoi beside torch and print tables. Without SUITE every suite is run, at the sizes that fit
 the device. With --out a case is appended to the results as soon as it is measured. Over several GPUs: torchrun
@@ -36,6 +38,14 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--jobs", metavar="N", type=int, help="processes that compile Envoi's GEMMs beforehand; default: by the CPUs"
     )
+    parser.add_argument("--seed", metavar="N", type=int, default=0, help="of suites *_drawn; default: %(default)s")
+    parser.add_argument(
+        "--count", metavar="N", type=int, default=48, help="GPU cases of each suite *_drawn; default: %(default)s"
+    )
+    parser.add_argument("--layers", metavar="N", type=int, help="of suite model; default: as many as fit into 40 GB")
+    parser.add_argument(
+        "--untuned", action="store_true", help="choose configs of Hopper GEMMs by their model, not by measured ones"
+    )
     parser.add_argument(
         "--out", metavar="DIR", help="append the results to DIR/<gpu>.jsonl; default: they are printed and not kept"
     )
@@ -52,7 +62,7 @@ def run(args: argparse.Namespace) -> int:
     """Run `envoi bench`; return the exit status. Raises ValueError for a user's mistake."""
     if args.docs:
         return _write_docs(Path(args.docs), args.out)
-    chosen = _choose(args.suites, args.case)
+    chosen = _choose(args)
     if args.list:
         _print_list(chosen)
         return 0
@@ -60,7 +70,13 @@ def run(args: argparse.Namespace) -> int:
         raise ValueError(f"--repeat: expected at least 1, got {args.repeat}")
     if args.out is not None and Path(args.out).exists() and not Path(args.out).is_dir():
         raise ValueError(f"--out: expected a folder, got the file {args.out}")
-    return _measure(args, chosen)
+    from envoi.gemm.hopper import tune
+
+    tune.use_measured(not args.untuned)
+    try:
+        return _measure(args, chosen)
+    finally:
+        tune.use_measured(True)
 
 
 def _write_docs(docs: Path, out: str | None) -> int:
@@ -94,32 +110,41 @@ def _write_docs(docs: Path, out: str | None) -> int:
     return 0
 
 
-def _choose(suites: list[str], substring: str | None) -> "list[Case]":
-    from envoi.bench.shapes import cases
+def _choose(args: argparse.Namespace) -> "list[Case]":
+    from envoi.bench.shapes import Options, cases
 
-    names = list(dict.fromkeys(suites)) or list(evidence.SUITES)
-    chosen = [case for name in names for case in cases(name) if (substring or "") in case.name]
+    if not 1 <= args.count <= MAX_COUNT:
+        raise ValueError(f"--count: expected 1 to {MAX_COUNT}, got {args.count}")
+    if args.layers is not None and args.layers < 1:
+        raise ValueError(f"--layers: expected at least 1, got {args.layers}")
+    options = Options(args.seed, args.count, args.layers)
+    names = list(dict.fromkeys(args.suites)) or list(evidence.SUITES)
+    chosen = [case for name in names for case in cases(name, options) if (args.case or "") in case.name]
     if not chosen:
-        raise ValueError(f"--case: expected a part of a case's name, {substring!r} is in none of {', '.join(names)}")
-    return chosen
+        raise ValueError(f"--case: expected a part of a case's name, {args.case!r} is in none of {', '.join(names)}")
+    return [_untuned(case) for case in chosen] if args.untuned else chosen
+
+
+def _untuned(case: "Case") -> "Case":
+    return replace(case, name=f"untuned {case.name}", details=(*case.details, ("configs", "by the model")))
 
 
 def _print_list(chosen: "list[Case]") -> None:
     width = max(len(case.suite) for case in chosen)
     for case in chosen:
         where = "cuda cpu" if case.on_cuda and case.on_cpu else "cuda" if case.on_cuda else "cpu"
-        print(f"{case.suite:<{width}}  {case.name}  [{where}]")
+        print(f"{case.suite:<{width}}  {case.name}  [{where}{'' if case.alone else ', over ranks'}]")
 
 
 def _measure(args: argparse.Namespace, chosen: "list[Case]") -> int:
     from envoi.bench import ahead, runner
+    from envoi.bench.suites import rehearsal
     from envoi.bench.trial import Compiler
 
     device = runner.pick_device(args.device)
     fitting = [case for case in chosen if (case.on_cuda if device.type == "cuda" else case.on_cpu)]
     ranks = runner.join_ranks(device)
-    if ranks.num_ranks > 1:
-        fitting = [case for case in fitting if case.suite == "moe" and case.over_ranks]
+    fitting = [case for case in fitting if (case.over_ranks if ranks.num_ranks > 1 else case.alone)]
     if not fitting:
         where = f"{device.type} with {ranks.num_ranks} ranks" if ranks.num_ranks > 1 else device.type
         raise ValueError(f"--case: expected a case that runs on {where}, got none; see envoi bench --list")
@@ -135,7 +160,9 @@ def _measure(args: argparse.Namespace, chosen: "list[Case]") -> int:
             paths.update(dict.fromkeys(evidence.append(Path(args.out), [measurement])))
 
     if device.type == "cuda" and ranks.num_ranks == 1:
-        ahead.compile_cases(fitting, args.jobs)
+        rehearsed = [case for case in fitting if rehearsal.is_rehearsed(case)]
+        rehearsal.rehearse_all(rehearsed, args.jobs, not args.untuned)
+        ahead.compile_cases([case for case in fitting if case not in rehearsed], args.jobs)
     limit_s = 0.0 if args.no_compile else args.compile_limit
     compiler = Compiler(QUICK_COMPILE_S if args.quick and limit_s is None else limit_s)
     _, num_failed = runner.run_cases(fitting, ranks, runner.Plan(args.repeat, commit, compiler, keep))

@@ -8,7 +8,7 @@ import json
 import math
 import re
 from collections.abc import Callable, Iterable
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -26,6 +26,13 @@ SUITES = {
     "moe": "tokens -> tokens through the chosen experts, also over ranks",
     "indexer_exact": "sparse attention's top-k slots, the bits of PyTorch's own path",
     "indexer_fast": "sparse attention's top-k slots, exact for scores of its own",
+    "host": "host time of a call: until it returns, the device idle before it",
+    "host_loop": "wall time of a call in a loop of eager calls, which the host or the device bounds",
+    "gemm_drawn": "GEMMs of published models' layers, the sizes, epilogues and formats drawn from a seed",
+    "grouped_drawn": "a rank's experts of published models, the sizes and formats drawn from a seed",
+    "moe_drawn": "a rank's MoE layer of published models, the sizes and formats drawn from a seed",
+    "router_drawn": "routers of published models, the numbers of tokens drawn from a seed",
+    "model": "prefill and decode of a whole model in transformers, random weights",
 }
 BASELINES = {
     "plain": "Envoi's own GEMM of the same operands with nothing fused",
@@ -38,10 +45,17 @@ BASELINES = {
     "tokens": "the time of reading the tokens once, by the copy rate of the same run",
     "dense": "Envoi with the weights as a dense [M, N] matrix too",
     "torch_grouped": "torch's grouped matmul, for FP8 in FP8 with scales of rows (bf16 on CPUs), else in bf16",
+    "concat": "Envoi on weights with all gates' rows before all ups', as checkpoints store them; else in turn",
     "torch_ep": "bf16: NCCL (gloo on CPUs) all-to-all and torch's grouped matmul",
+    "vllm_triton": "vLLM's fused_experts in Triton, with its tuned configs, in the case's format",
+    "vllm_marlin": "vLLM's Marlin kernels on the case's MXFP4 weights, bf16 activations",
+    "triton_kernels": "triton_kernels' GEMMs for gpt-oss on the case's MXFP4 weights, bf16 activations",
     "sgl_deep_gemm": "sgl-deep-gemm's one-launch FP8 kernel, inputs staged outside the time",
     "sgl_deep_gemm_topk": "sgl-deep-gemm's FP8 scores of a paged cache, and torch.topk of them",
     "pytorch": "the operator's published reference in PyTorch, item by item",
+    "grouped_mm": "transformers' own experts by torch's grouped matmul, in bf16",
+    "torch_mm": "torch's matmul of the case's tokens and a weight: what a call of torch's costs the host",
+    "graph": "Envoi's own call, replayed from a CUDA graph (on CPUs made again)",
     "launched": "Envoi's own call, launched by Python instead of replayed from a CUDA graph",
 }
 
@@ -52,6 +66,10 @@ def _is_number(x: Any) -> bool:
 
 def _is_positive(x: Any) -> bool:
     return _is_number(x) and x > 0
+
+
+def _is_detail(x: Any) -> bool:
+    return _LINE[1](x) if isinstance(x, str) else type(x) in (int, float) and math.isfinite(x)
 
 
 def _is_date(x: Any) -> bool:
@@ -81,8 +99,13 @@ FORMAT: dict[str, tuple[str, Callable[[Any], bool]]] = {
     "gpu": _LINE, "num_gpus": _COUNT, "torch": _LINE, "triton": _LINE, "commit": _LINE,
     "date": ("a date as YYYY-MM-DD", _is_date),
     "n": _COUNT,
+    "details": (
+        "texts of one line or finite numbers by name",
+        lambda x: isinstance(x, dict) and all(map(_LINE[1], x)) and all(map(_is_detail, x.values())),
+    ),
 }  # fmt: skip
-KEYS = tuple(FORMAT)
+DETAILS = "details"  # a line may go without it
+KEYS = tuple(key for key in FORMAT if key != DETAILS)
 
 
 @dataclass(frozen=True)
@@ -96,6 +119,8 @@ class Measurement:
     error: {"ours", "torch"} against float64; the suite's module defines it.
     gpu: the device's name, or the CPU's followed by " (CPU)". num_gpus: processes that shared the case.
     commit: followed by "-dirty" if the package differed from it. date: YYYY-MM-DD. n: repeats per median.
+    details: other facts of this measurement by name, one line of text or a number each: the seed of a drawn case, a
+        peer's version, peak memory. A line without any has no such key.
 
     Raises ValueError that names the key, what was expected and what was given.
     """
@@ -115,6 +140,7 @@ class Measurement:
     commit: str
     date: str
     n: int
+    details: dict[str, str | float] = field(default_factory=dict)
 
     def __post_init__(self):
         for key, (expected, holds) in FORMAT.items():
@@ -129,7 +155,10 @@ class Measurement:
 
 def to_line(measurement: Measurement) -> str:
     """Return one line of JSON, without the newline."""
-    return json.dumps(asdict(measurement), allow_nan=False)
+    entries = asdict(measurement)
+    if not entries[DETAILS]:
+        del entries[DETAILS]
+    return json.dumps(entries, allow_nan=False)
 
 
 def from_line(line: str) -> Measurement:
@@ -141,8 +170,8 @@ def from_line(line: str) -> Measurement:
     if not isinstance(entries, dict):
         raise ValueError(f"expected a JSON object, got {_short(line)}")
     for key in entries:
-        if key not in KEYS:
-            raise ValueError(f"{_short(key)}: expected one of the keys {', '.join(KEYS)}")
+        if key not in (*KEYS, DETAILS):
+            raise ValueError(f"{_short(key)}: expected one of the keys {', '.join((*KEYS, DETAILS))}")
     for key in KEYS:
         if key not in entries:
             raise ValueError(f"{key}: expected in every measurement, got none")

@@ -11,13 +11,13 @@ import torch.distributed as dist
 from envoi import env
 from envoi.bench import machine
 from envoi.bench.evidence import Measurement
-from envoi.bench.progress import Progress
 from envoi.bench.roof import Roof, measure_roof
 from envoi.bench.shapes import Case
 from envoi.bench.suites import measure, repeat_of
 from envoi.bench.summary import means, of_roof
 from envoi.bench.timing import Clock, Timing
 from envoi.bench.trial import Bench, Compiler, Trial
+from envoi.progress import Progress
 from envoi.table import align, number, ratio
 
 
@@ -110,6 +110,8 @@ def _run_suite(
             continue
         rows.append(_row(case, trial, roof))
         notes += [f"{label}: {name} didn't run: {why}" for name, why in trial.missing.items()]
+        if trial.details:
+            notes.append(f"{label}: {', '.join(f'{name} {value}' for name, value in trial.details.items())}")
         if trial.baselines:
             measurements.append(to_measurement(case, trial, roof, ranks, plan.commit))
             if ranks.rank == 0:
@@ -129,7 +131,7 @@ def to_measurement(case: Case, trial: Trial, roof: Roof, ranks: Ranks, commit: s
         case=case.name,
         ours_us=_digits(trial.ours.p50_us),
         baselines={name: _digits(timing.p50_us) for name, timing in trial.baselines.items()},
-        floor_us=_rounded(roof.floor_us(trial.num_bytes, trial.flops, trial.kind)),
+        floor_us=_rounded(roof.floor_us(trial.num_bytes, trial.flops, trial.kind) or None),
         tflops=_rounded(trial.flops / trial.ours.p50_us / 1e6 or None),
         gb_per_s=_rounded(trial.num_bytes / trial.ours.p50_us / 1e3 or None),
         error={name: _digits(value) for name, value in trial.error.items()},
@@ -140,6 +142,7 @@ def to_measurement(case: Case, trial: Trial, roof: Roof, ranks: Ranks, commit: s
         commit=commit or machine.commit(),
         date=datetime.datetime.now(datetime.timezone.utc).date().isoformat(),
         n=trial.ours.n,
+        details={**dict(case.details), **trial.details},
     )
 
 
@@ -151,7 +154,7 @@ HEADER = (
 
 def _row(case: Case, trial: Trial, roof: Roof) -> list[str]:
     ours = trial.ours
-    floor_us = roof.floor_us(trial.num_bytes, trial.flops, trial.kind)
+    floor_us = roof.floor_us(trial.num_bytes, trial.flops, trial.kind) or None
     others = (f"{name} {_spread(t)} ({ratio(t.p50_us, ours.p50_us)})" for name, t in trial.baselines.items())
     return [
         f"{case.suite} {case.name}",

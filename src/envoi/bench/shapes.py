@@ -53,14 +53,17 @@ MOE_OVER_RANKS = (
 )
 MOE_SKEW = 8.0
 MOE_ONE_GPU = (4096, 2048, 32, 6, 2048)  # one rank's part of the first, of eight
+MOE_READ_AS_STORED = ("bf16", "fp8_row", "fp8_block128")  # of these also with few tokens
 MOE_FORMATS = ("bf16", "fp8_row", "fp8_block128", "mxfp4", "mxfp4_mxfp8")
-# Few tokens, bound by reading the chosen experts' weights: gpt-oss-20b, four times its experts, and sizes that are
-# no powers of two.
+# Few tokens, bound by reading the chosen experts' weights: gpt-oss-20b, four times its experts, sizes that are no
+# powers of two, and many small experts.
 GPT_OSS_20B, GPT_OSS_120B = (2880, 2880, 32, 4), (2880, 2880, 128, 4)
 MOE_DECODE = (
     *((GPT_OSS_20B, m, "mxfp4") for m in (1, 16, 64, 512, 4096)),
     *((GPT_OSS_120B, m, "mxfp4") for m in (16, 256)),
     *(((2048, i, 32, 4), 16, "mxfp4") for i in (768, 1024, 1408, 1536, 2048)),
+    *((MOE_SMALL, m, "bf16") for m in (1, 16, 64)),  # Qwen3-30B-A3B; its 64 tokens in fp8_block128 are above
+    *((MOE_SMALL, m, "fp8_block128") for m in (1, 16)),
 )
 
 
@@ -121,25 +124,79 @@ class IndexerShape:
     workloads: tuple[Workload, ...]
 
 
-Shape = GemmShape | GroupedShape | RouterShape | MoeShape | IndexerShape
+@dataclass(frozen=True)
+class HostShape:
+    """Call of a public operator, whose host time counts: its name in envoi, and its sizes. mode: of the indexer."""
+
+    operator: str
+    sizes: GemmShape | GroupedShape | RouterShape | MoeShape | IndexerShape
+    mode: str = ""
+
+
+@dataclass(frozen=True)
+class ModelShape:
+    """Step of a model: num_tokens of each sequence, 1 for decode. model: its name; format: of its experts."""
+
+    model: str
+    num_layers: int
+    format: str
+    num_sequences: int
+    num_tokens: int
+    compiled: bool = False
+
+
+Shape = GemmShape | GroupedShape | RouterShape | MoeShape | IndexerShape | HostShape | ModelShape
 
 
 @dataclass(frozen=True)
 class Case:
-    """Line of `envoi bench --list`. on_cuda, on_cpu: devices that run it; over_ranks: also by several processes."""
+    """Line of `envoi bench --list`. on_cuda, on_cpu: devices that run it.
+
+    alone, over_ranks: one process can run it, several that share it can.
+    details: (name, value) pairs for the details of its measurement.
+    """
 
     suite: str
     name: str
     shape: Shape
     on_cuda: bool = True
     on_cpu: bool = False
-    over_ranks: bool = True
+    over_ranks: bool = False
+    alone: bool = True
+    details: tuple[tuple[str, str | float], ...] = ()
 
 
-def cases(suite: str) -> list[Case]:
+@dataclass(frozen=True)
+class Options:
+    """Choices of the command that decide which cases a suite has.
+
+    seed, count: of the suites that draw them. layers: of suite model, None for as many as fit.
+    """
+
+    seed: int = 0
+    count: int = 48
+    layers: int | None = None
+
+
+DEFAULTS = Options()
+
+
+def cases(suite: str, options: Options = DEFAULTS) -> list[Case]:
     """Return the cases of a suite in the order of their runs. Raises ValueError for a name that isn't in `SUITES`."""
     if suite not in SUITES:
         raise ValueError(f"suite: expected one of {', '.join(SUITES)}, got {suite!r}")
+    if suite.endswith("_drawn"):
+        from envoi.bench.suites import drawn
+
+        return drawn.cases(suite, options)
+    if suite.startswith("host"):
+        from envoi.bench.suites import host
+
+        return host.cases(suite)
+    if suite == "model":
+        from envoi.bench.suites import model
+
+        return model.cases(options)
     makers = {
         "gemm_grouped": _grouped_cases, "gemm_weights": _weights_cases, "moe": _moe_cases,
     }  # fmt: skip
@@ -245,15 +302,18 @@ def _moe_cases() -> list[Case]:
     shapes = [MoeShape(*sizes, m, name) for sizes, m, name in MOE_OVER_RANKS]
     shapes.append(MoeShape(*MOE_V4, 2048, "fp8_block128", MOE_SKEW))
     alone = [MoeShape(*MOE_ONE_GPU, name) for name in MOE_FORMATS]
+    alone += [MoeShape(*MOE_ONE_GPU[:4], 64, name) for name in MOE_READ_AS_STORED]
     alone += [MoeShape(*sizes, m, name) for sizes, m, name in MOE_DECODE]
     small = [MoeShape(256, 128, 8, 2, 64, name) for name in MOE_FORMATS]
+    found = [Case("moe", moe_name(s), s, over_ranks=True) for s in shapes]
+    found += [Case("moe", moe_name(s), s) for s in alone]
+    return found + [Case("moe", moe_name(s), s, False, True, over_ranks=True) for s in small]
 
-    def name(s: MoeShape) -> str:
-        skewed = f" skew={s.skew:g}" if s.skew != 1.0 else ""
-        return f"{s.hidden}/{s.intermediate}/{s.num_experts}/{s.num_topk} {s.format} tokens={s.num_tokens}{skewed}"
 
-    found = [Case("moe", name(s), s) for s in shapes] + [Case("moe", name(s), s, over_ranks=False) for s in alone]
-    return found + [Case("moe", name(s), s, False, True) for s in small]
+def moe_name(s: MoeShape) -> str:
+    """Return a case's name, "4096/2048/256/6 fp8_row tokens=64": hidden, intermediate, experts, top-k."""
+    skewed = f" skew={s.skew:g}" if s.skew != 1.0 else ""
+    return f"{s.hidden}/{s.intermediate}/{s.num_experts}/{s.num_topk} {s.format} tokens={s.num_tokens}{skewed}"
 
 
 def _indexer_cases(suite: str) -> list[Case]:

@@ -7,9 +7,12 @@ from envoi.bench.evidence import BASELINES, Measurement
 from envoi.table import number
 
 # Roofs, Envoi's own other forms, and a product without what the epilogue does.
-NOT_THE_SAME_WORK = {"copy", "empty", "tokens", "plain", "bf16", "dense", "launched", "cublas"}
-OWN_FORMS = ("plain", "bf16", "dense", "launched")
-BARE_PRODUCTS = ("gemm", "gemm_fp8")  # where the product is all of the work
+NOT_THE_SAME_WORK = {
+    "copy", "empty", "tokens", "plain", "bf16", "dense", "launched", "cublas", "torch_mm", "graph",
+}  # fmt: skip
+OWN_FORMS = ("plain", "bf16", "dense", "launched", "graph")
+# Suites in which one of them is what Envoi is compared to: the product is all of the work, or the host's time is.
+COUNTS_IN = {"gemm": "cublas", "gemm_fp8": "cublas", "gemm_drawn": "cublas", "host": "torch_mm"}
 
 
 def baseline_names(measurements: Iterable[Measurement]) -> list[str]:
@@ -41,15 +44,20 @@ def means(measurements: list[Measurement]) -> str:
 
 
 def _kind(m: Measurement) -> str:
-    """Return the format or epilogue at the end of a GEMM case's name; other suites have one kind, apart from ranks."""
-    if m.suite.startswith("gemm"):
+    """Return the format or epilogue at the end of a GEMM case's name, the operator at the start of a host case's.
+
+    Other suites have one kind, apart from ranks.
+    """
+    if m.suite.startswith("host"):
+        return m.case.partition(" ")[0]
+    if m.suite.startswith(("gemm", "grouped")):
         return m.case.rpartition(" ")[2]
     return f"{m.num_gpus} GPUs" if m.num_gpus > 1 else ""
 
 
 def peers(m: Measurement) -> dict[str, float]:
     """Return the baselines of a measurement that do the same work as Envoi, in us."""
-    unlike = NOT_THE_SAME_WORK - ({"cublas"} if m.suite in BARE_PRODUCTS else set())
+    unlike = NOT_THE_SAME_WORK - {COUNTS_IN.get(m.suite)}
     return {name: us for name, us in m.baselines.items() if name not in unlike}
 
 

@@ -64,7 +64,9 @@ class Bench:
 class Trial:
     """Result of one case. flops and num_bytes are ideal: each operand read once, each result written once.
 
+    Both are 0 where the time isn't the device's.
     kind: the element type whose matmul roof counts, "bf16", "fp32" or "fp8". missing: failed baselines, with reasons.
+    details: of `evidence.Measurement`.
     """
 
     ours: Timing
@@ -74,11 +76,12 @@ class Trial:
     flops: float = 0.0
     kind: str = "bf16"
     missing: dict[str, str] = field(default_factory=dict)
+    details: dict[str, str | float] = field(default_factory=dict)
 
 
 def time_baselines(candidates: Mapping[str, Callable[[], Timing]]) -> tuple[dict[str, Timing], dict[str, str]]:
     """Return the times of the baselines that run here, and the reason for each that doesn't."""
-    return _those_that_run(candidates)
+    return those_that_run(candidates)
 
 
 def time_rounds(
@@ -100,7 +103,7 @@ def time_rounds(
 
         return attempt
 
-    runs, missing = _those_that_run({name: tried(make) for name, make in candidates.items()})
+    runs, missing = those_that_run({name: tried(make) for name, make in candidates.items()})
     long = (floor_us or 0.0) >= LONG_US
     timings = clock.rounds({OURS: ours, **runs}, min(clock.repeat, LONG_REPEAT) if long else None)
     return timings.pop(OURS), timings, missing
@@ -111,14 +114,15 @@ def time_replays(
 ) -> tuple[Timing, dict[str, Timing], dict[str, str]]:
     """Time contenders in graphs, see `time_rounds`: calls of a few microseconds, each run on inputs of its own."""
     ours_captured = clock.captured(ours)
-    runs, missing = _those_that_run(
+    runs, missing = those_that_run(
         {name: lambda make=make: clock.captured(make()) for name, make in candidates.items()}
     )
     timings = clock.replays({OURS: ours_captured, **runs})
     return timings.pop(OURS), timings, missing
 
 
-def _those_that_run(candidates: Mapping[str, Callable[[], T]]) -> tuple[dict[str, T], dict[str, str]]:
+def those_that_run(candidates: Mapping[str, Callable[[], T]]) -> tuple[dict[str, T], dict[str, str]]:
+    """Return what the candidates make, and the reason for each that raises."""
     found, missing = {}, {}
     for name, take in candidates.items():
         try:

@@ -21,7 +21,7 @@ def flatten(experts: ExpertWeights) -> tuple:
     return (
         gate_up, gate_up_sf, experts.gate_up_bias, down, down_sf, experts.down_bias,
         experts.format, experts.activation, experts.swiglu_limit, _tame(experts.gate_up), _tame(experts.down),
-        experts.order,
+        experts.order, experts.gate_up_layout,
     )  # fmt: skip
 
 
@@ -30,7 +30,7 @@ def constants_of(experts: ExpertWeights) -> tuple:
     forms = []
     for x in (experts.gate_up, experts.down):
         forms.append((x.group, x.tame, x.order) if isinstance(x, QuantTensor) else None)
-    return experts.format, experts.activation, exactly(experts.swiglu_limit), *forms
+    return experts.format, experts.activation, exactly(experts.swiglu_limit), experts.gate_up_layout, *forms
 
 
 def tensors_of(experts: ExpertWeights) -> tuple[torch.Tensor | None, ...]:
@@ -56,12 +56,13 @@ def unflatten(
     gate_up_tame,
     down_tame,
     order,
+    gate_up_layout,
 ) -> ExpertWeights:
     """Inverse of `flatten`."""
     scheme = format_named(format).weights
     return ExpertWeights(
         _join(gate_up, gate_up_sf, scheme, gate_up_tame, order), _join(down, down_sf, scheme, down_tame, order),
-        format, activation, swiglu_limit, gate_up_bias, down_bias,
+        format, activation, swiglu_limit, gate_up_bias, down_bias, gate_up_layout,
     )  # fmt: skip
 
 
@@ -145,5 +146,7 @@ def mlp_flops(tokens, topk_weights, topk_ids, *arguments):
     Takes the arguments of the operators of `envoi.moe` and `ExpertParallel.moe`. Across ranks it counts the slots of
     this rank's tokens, whichever rank owns their experts.
     """
-    gate_up = next(x for x in arguments if isinstance(x, torch.Tensor))  # [E, 2I, H]
-    return 2 * topk_ids.numel() * tokens.shape[1] * (gate_up.shape[1] + gate_up.shape[1] // 2)
+    first = next(place for place, x in enumerate(arguments) if isinstance(x, torch.Tensor))
+    gate_up, down = arguments[first], arguments[first + 3]  # as `flatten` has them
+    intermediate = down.shape[2] * (2 if down.dtype == torch.uint8 else 1)
+    return 2 * topk_ids.numel() * tokens.shape[1] * (gate_up.shape[1] + intermediate)

@@ -1,18 +1,22 @@
 """Suites, one file per stage: each builds inputs, ours, baselines, floor and error of its cases."""
 
-from collections.abc import Callable
+from typing import Any
 
 from envoi.bench.shapes import Case
 from envoi.bench.trial import Bench, Trial
 
-REPEATS = {"moe": 20, "indexer_exact": 20, "indexer_fast": 20}  # calls that take milliseconds
+# Fewer for calls that take milliseconds, and for loops of calls; more for the host's time, which varies.
+REPEATS = {
+    "moe": 20, "moe_drawn": 20, "indexer_exact": 20, "indexer_fast": 20, "host": 200, "host_loop": 10,
+    "model": 10,
+}  # fmt: skip
 DEFAULT_REPEAT = 100
 CPU_REPEAT = 10
 
 
 def measure(case: Case, bench: Bench) -> Trial:
     """Run a case through its suite."""
-    return _suite(case.suite)(case, bench)
+    return module_of(case.suite).measure(case, bench)
 
 
 def repeat_of(suite: str, on_gpu: bool) -> int:
@@ -20,15 +24,22 @@ def repeat_of(suite: str, on_gpu: bool) -> int:
     return REPEATS.get(suite, DEFAULT_REPEAT) if on_gpu else CPU_REPEAT
 
 
-def _suite(name: str) -> Callable[[Case, Bench], Trial]:
+def module_of(name: str) -> Any:
+    """Return the module of a suite: measure(case, bench) -> Trial, and for some rehearse(case, device)."""
     if name.startswith("router"):
         from envoi.bench.suites import router as suite
-    elif name == "moe":
+    elif name in ("moe", "moe_drawn"):
         from envoi.bench.suites import moe as suite
     elif name.startswith("indexer"):
         from envoi.bench.suites import indexer as suite
-    elif name in ("gemm_grouped", "gemm_weights"):
+    elif name in ("gemm_grouped", "gemm_weights", "grouped_drawn"):
         from envoi.bench.suites import grouped as suite
+    elif name == "model":
+        from envoi.bench.suites import model as suite
+    elif name.startswith("host"):
+        from envoi.bench.suites import host as suite
+    elif name == "gemm_drawn":
+        from envoi.bench.suites import gemm_drawn as suite
     else:
         from envoi.bench.suites import gemm as suite
-    return suite.measure
+    return suite

@@ -18,7 +18,7 @@ from envoi.gemm import grouped_gemm
 
 
 def measure(case: Case, bench: Bench) -> Trial:
-    """Measure one shape of gemm_grouped or gemm_weights."""
+    """Measure one shape of gemm_grouped, gemm_weights or grouped_drawn."""
     shape = cast(GroupedShape, case.shape)
     x = inputs.make(shape, bench.device)
     offsets = cast(torch.Tensor, x.offsets)
@@ -39,6 +39,12 @@ def measure(case: Case, bench: Bench) -> Trial:
     timing, baselines, missing = time_rounds(bench.clock, ours, candidates, floor_us)
     error = {"ours": inputs.grouped_error(shape, x.a, x.b, ours()), "torch": _torch_error(shape, x, theirs)}
     return Trial(timing, baselines, error, num_bytes, flops, kind, missing)
+
+
+def rehearse(case: Case, device: torch.device) -> None:
+    """Make the case's call once."""
+    x = inputs.make(cast(GroupedShape, case.shape), device)
+    grouped_gemm(x.a, x.b, cast(torch.Tensor, x.offsets))
 
 
 def _bounds(x: Inputs, shape: GroupedShape, num_bytes: float) -> dict[str, Callable[[], Run]]:

@@ -8,7 +8,7 @@ Error: the fraction of the k best slots by float64 scores that were missed, over
 decide near the k-th score either way, so a few in a thousand are no fault.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from statistics import mean
@@ -52,27 +52,33 @@ def measure(case: Case, bench: Bench) -> Trial:
     missing: dict[str, str] = {}
     errors: dict[str, list[float]] = {"ours": [], "torch": []}
     for number, workload in enumerate(shape.workloads):
-        x = _inputs(workload, bench.device)
+        x = make_inputs(workload, bench.device)
         timing, baselines, missing = time_rounds(bench.clock, _captured(x, mode, bench.clock), _baselines(x, mode))
         for name, found in baselines.items():
             theirs.setdefault(name, []).append(found)
         ours.append(timing)
         if number < MAX_ERROR_WORKLOADS:
-            errors["ours"].append(_error(x, _ours(x, mode)))
-            errors["torch"].append(_error(x, definition(x)))
-    tokens = mean(sum(workload.lengths) for workload in shape.workloads)
-    rows = mean(len(workload.lengths) for workload in shape.workloads)
-    num_heads = shape.workloads[0].num_heads
-    num_bytes = tokens * BYTES_PER_TOKEN + rows * (num_heads * (HEAD_DIM + 4) + 4 * TOPK)
+            errors["ours"].append(missed(x, slots_of(x, mode)))
+            errors["torch"].append(missed(x, definition(x)))
+    num_bytes, flops = ideal_work(shape.workloads)
     return Trial(
         mean_timing(ours),
         {name: mean_timing(found) for name, found in theirs.items() if len(found) == len(ours)},
         {name: mean(values) for name, values in errors.items()},
         num_bytes,
-        2.0 * tokens * num_heads * HEAD_DIM,
+        flops,
         "fp8" if mode == "fast" else "fp32",
         missing,
     )
+
+
+def ideal_work(workloads: Sequence[Workload]) -> tuple[float, float]:
+    """Return the bytes and FLOPs of a call, means over workloads."""
+    tokens = mean(sum(workload.lengths) for workload in workloads)
+    rows = mean(len(workload.lengths) for workload in workloads)
+    num_heads = workloads[0].num_heads
+    num_bytes = tokens * BYTES_PER_TOKEN + rows * (num_heads * (HEAD_DIM + 4) + 4 * TOPK)
+    return num_bytes, 2.0 * tokens * num_heads * HEAD_DIM
 
 
 def definition(x: Inputs) -> torch.Tensor:
@@ -94,13 +100,14 @@ def definition(x: Inputs) -> torch.Tensor:
     return out
 
 
-def _ours(x: Inputs, mode: str) -> torch.Tensor:
+def slots_of(x: Inputs, mode: str) -> torch.Tensor:
+    """Run Envoi's call."""
     return cast(torch.Tensor, indexer_topk(x.q, x.k_cache, x.weights, x.seq_lens, x.block_table, TOPK, mode))
 
 
 def _captured(x: Inputs, mode: str, clock: Clock) -> Run:
     """Return Envoi's call in a CUDA graph; uncaptured on a CPU, and if the exact mode waits for the device."""
-    run = partial(_ours, x, mode)
+    run = partial(slots_of, x, mode)
     waits = mode == "exact" and clock.device.type == "cuda" and orders(clock.device, x.q.shape[1]) is None
     return run if waits else clock.graph(run)
 
@@ -109,17 +116,18 @@ def _baselines(x: Inputs, mode: str) -> dict[str, Callable[[], Run]]:
     found: dict[str, Callable[[], Run]] = {"pytorch": lambda: partial(definition, x)}
     if x.q.device.type == "cuda":
         num_bytes = max(1, sum(x.lengths)) * BYTES_PER_TOKEN
-        found |= {"launched": lambda: partial(_ours, x, mode), "copy": lambda: copy_of(num_bytes, x.q.device)}
+        found |= {"launched": lambda: partial(slots_of, x, mode), "copy": lambda: copy_of(num_bytes, x.q.device)}
         peer = x.q, x.k_cache, x.weights, x.seq_lens, x.block_table, TOPK
         found["sgl_deep_gemm_topk"] = lambda: deep_gemm_topk(*peer)
     return found
 
 
-def _inputs(workload: Workload, device: torch.device) -> Inputs:
+def make_inputs(workload: Workload, device: torch.device) -> Inputs:
+    """Make a workload's tensors."""
     return Inputs(*workload.tensors(device), workload.lengths)
 
 
-def _error(x: Inputs, slots: torch.Tensor) -> float:
+def missed(x: Inputs, slots: torch.Tensor) -> float:
     """Return the fraction of the best slots that were missed, over the longest requests."""
     wrong = []
     longest_first = sorted(enumerate(x.lengths), key=lambda entry: -entry[1])

@@ -3,7 +3,7 @@
 Over NVLink a call is replayed from a CUDA graph, as servers do; torch's, which copies sizes to the host, can't be.
 Routing is uniform and random, but with skew. Error: sampled tokens against float64 on the packed weights.
 The baseline of fp8 on one GPU is torch's grouped matmul in FP8 with row scales; otherwise torch's time and error are
-those of bf16.
+those of bf16. Other libraries' layers are measured beside them where they are installed (`moe_peers.py`).
 """
 
 from collections.abc import Callable
@@ -14,6 +14,7 @@ import torch
 import torch.distributed as dist
 
 from envoi.bench.shapes import Case, MoeShape
+from envoi.bench.suites import moe_peers
 from envoi.bench.suites.inputs import num_bytes as num_bytes_of
 from envoi.bench.suites.peers import deep_gemm_moe
 from envoi.bench.suites.torch_moe import Layer, eager_moe, grouped_moe, grouped_moe_fp8, parallel_moe
@@ -21,6 +22,7 @@ from envoi.bench.timing import Run, Timing
 from envoi.bench.trial import Bench, Trial, generator, relative_error, sample_rows, time_baselines, time_rounds
 from envoi.moe import moe, pack
 from envoi.moe.oracle import moe_oracle
+from envoi.moe.pack import READ_AS_STORED
 from envoi.moe.parallel import ExpertParallel
 from envoi.quant.formats import format_named
 from envoi.types import ExpertWeights, Matrix, QuantTensor, Routing
@@ -31,8 +33,14 @@ PACK_AT_ONCE = 16  # experts; packing works in float32
 def measure(case: Case, bench: Bench) -> Trial:
     """Measure one layer; over bench.num_ranks ranks if there are several, each with all of shape.num_tokens tokens."""
     shape = cast(MoeShape, case.shape)
-    layer = _layer(shape, bench)
+    layer = make_layer(shape, bench.device, bench.rank, bench.num_ranks)
     return _measure_alone(shape, layer, bench) if bench.num_ranks == 1 else _measure_ranks(shape, layer, bench)
+
+
+def rehearse(case: Case, device: torch.device) -> None:
+    """Make Envoi's call on one rank once."""
+    layer = make_layer(cast(MoeShape, case.shape), device)
+    moe(layer.tokens, layer.routing, layer.packed)
 
 
 def _measure_alone(shape: MoeShape, layer: Layer, bench: Bench) -> Trial:
@@ -44,9 +52,19 @@ def _measure_alone(shape: MoeShape, layer: Layer, bench: Bench) -> Trial:
         "eager": lambda: lambda: eager_moe(layer),
         "torch_grouped": lambda: grouped_moe_fp8(layer) if fp8 else lambda: grouped_moe(layer),
     }
+    if bench.on_gpu:
+        candidates |= moe_peers.candidates(shape, layer, _oracle)
+    if shape.format in READ_AS_STORED:
+        candidates["concat"] = lambda: _with_gates_first(layer)
     timing, baselines, missing = time_rounds(bench.clock, ours, candidates)
-    error = _errors(layer, ours(), eager_moe(layer))
-    return _trial(shape, layer, timing, baselines, error, missing)
+    error = errors(layer, ours(), eager_moe(layer))
+    details = moe_peers.versions(list(baselines))
+    return Trial(timing, baselines, error, *ideal_work(shape, layer), missing, details)
+
+
+def _with_gates_first(layer: Layer) -> Run:
+    packed = _pack(layer.gate_up, layer.down, layer.packed.format, "concat")
+    return lambda: moe(layer.tokens, layer.routing, packed)
 
 
 def _measure_ranks(shape: MoeShape, layer: Layer, bench: Bench) -> Trial:
@@ -62,49 +80,51 @@ def _measure_ranks(shape: MoeShape, layer: Layer, bench: Bench) -> Trial:
         candidates["sgl_deep_gemm"] = lambda: bench.clock.ranks(deep_gemm_moe(shape, layer.tokens, layer.routing))
     baselines, missing = time_baselines(candidates)
     timing = bench.clock.ranks(bench.clock.graph(ours) if parallel.transport == "nvlink" else ours)
-    error = _errors(layer, ours(), parallel_moe(layer, bench.num_ranks))
+    error = errors(layer, ours(), parallel_moe(layer, bench.num_ranks))
     parallel.check()
     dist.barrier()
     parallel.close()
-    return _trial(shape, layer, timing, baselines, error, missing)
+    details = moe_peers.versions(list(baselines))
+    return Trial(timing, baselines, error, *ideal_work(shape, layer), missing, details)
 
 
-def _trial(shape: MoeShape, layer: Layer, timing: Timing, baselines, error, missing) -> Trial:
-    """Make a trial with a rank's ideal work: its tokens' products, the weights of used experts, tokens in and out."""
+def ideal_work(shape: MoeShape, layer: Layer) -> tuple[float, float, str]:
+    """Return a rank's num_bytes, flops and kind: its tokens' products, weights of used experts, tokens in and out."""
     last = layer.first + layer.packed.num_local_experts
     used = layer.routing.topk_ids.unique()
     num_used = int(((used >= layer.first) & (used < last)).sum())
     a_expert = (num_bytes_of(layer.packed.gate_up) + num_bytes_of(layer.packed.down)) / layer.packed.num_local_experts
     num_bytes = num_used * a_expert + 2 * layer.tokens.numel() * layer.tokens.element_size()
     flops = 6.0 * shape.num_tokens * shape.num_topk * shape.hidden * shape.intermediate
-    kind = "bf16" if shape.format == "bf16" else "fp8"
-    return Trial(timing, baselines, error, num_bytes, flops, kind, missing)
+    return num_bytes, flops, "bf16" if shape.format == "bf16" else "fp8"
 
 
-def _layer(shape: MoeShape, bench: Bench) -> Layer:
-    if shape.num_experts % bench.num_ranks:
-        raise ValueError(f"--nproc-per-node: expected a divisor of {shape.num_experts} experts, got {bench.num_ranks}")
-    num_local = shape.num_experts // bench.num_ranks
-    source = generator(bench.device, bench.rank, shape.hidden, shape.num_experts, shape.num_tokens)
+def make_layer(shape: MoeShape, device: torch.device, rank: int = 0, num_ranks: int = 1) -> Layer:
+    """Make a rank's share of a layer, with tokens of its own. Raises ValueError if ranks don't divide the experts."""
+    if shape.num_experts % num_ranks:
+        raise ValueError(f"--nproc-per-node: expected a divisor of {shape.num_experts} experts, got {num_ranks}")
+    num_local = shape.num_experts // num_ranks
+    source = generator(device, rank, shape.hidden, shape.num_experts, shape.num_tokens)
 
     def normal(*sizes: int) -> torch.Tensor:
-        return torch.randn(sizes, generator=source, device=bench.device, dtype=torch.bfloat16)
+        return torch.randn(sizes, generator=source, device=device, dtype=torch.bfloat16)
 
     gate_up = normal(num_local, 2 * shape.intermediate, shape.hidden).mul_(shape.hidden**-0.5)
     down = normal(num_local, shape.hidden, shape.intermediate).mul_(shape.intermediate**-0.5)
-    uniform = torch.rand(shape.num_tokens, shape.num_experts, generator=source, device=bench.device)
+    uniform = torch.rand(shape.num_tokens, shape.num_experts, generator=source, device=device)
     if shape.skew != 1.0:
-        hit = torch.rand(shape.num_tokens, generator=source, device=bench.device)
+        hit = torch.rand(shape.num_tokens, generator=source, device=device)
         uniform[:, 0] = (hit < shape.skew * shape.num_topk / shape.num_experts) * 4.0 - 2.0
     ids = uniform.topk(shape.num_topk).indices.to(torch.int32)
-    weights = torch.rand(ids.shape, generator=source, device=bench.device)
+    weights = torch.rand(ids.shape, generator=source, device=device)
     routing = Routing(weights / weights.sum(1, keepdim=True), ids, shape.num_experts)
     packed = _pack(gate_up, down, shape.format)
-    return Layer(normal(shape.num_tokens, shape.hidden), routing, gate_up, down, packed, bench.rank * num_local)
+    return Layer(normal(shape.num_tokens, shape.hidden), routing, gate_up, down, packed, rank * num_local)
 
 
-def _pack(gate_up: torch.Tensor, down: torch.Tensor, format: str) -> ExpertWeights:
-    parts = [pack(*part, format) for part in zip(gate_up.split(PACK_AT_ONCE), down.split(PACK_AT_ONCE), strict=True)]
+def _pack(gate_up: torch.Tensor, down: torch.Tensor, format: str, layout: str = "interleaved") -> ExpertWeights:
+    weights = zip(gate_up.split(PACK_AT_ONCE), down.split(PACK_AT_ONCE), strict=True)
+    parts = [pack(*part, format, packed_layout=layout) for part in weights]
     return replace(
         parts[0], gate_up=_concat([part.gate_up for part in parts]), down=_concat([part.down for part in parts])
     )
@@ -119,7 +139,8 @@ def _concat(weights: list[Matrix]) -> Matrix:
     return replace(first, values=values, sf=sf, tame=all(q.tame for q in quantised))
 
 
-def _errors(layer: Layer, ours: torch.Tensor, theirs: torch.Tensor) -> dict[str, float]:
+def errors(layer: Layer, ours: torch.Tensor, theirs: torch.Tensor) -> dict[str, float]:
+    """Return the errors of Envoi's outputs and of torch's, each against float64 on its own weights. Collective."""
     rows = sample_rows(len(layer.tokens), layer.tokens.device)
     wide = layer if format_named(layer.packed.format).weights is None else replace(layer, packed=_as_bf16(layer))
     return {

@@ -142,6 +142,8 @@ def _why_not_chunks(problem: Problem, c: Config, code: Lowered) -> str:
         return f"block_y: expected chunks of whole rows of {problem.N} columns, got {columns}"
     if c.swap_ab and (code.leaving or code.side):
         return "swap_ab: expected an epilogue lowered to plain loads and stores"
+    if code.takes_halves and not c.swap_ab and (c.block_y < 16 or c.split_k > 1):
+        return f"block_y: expected at least 16, and split_k 1, for an epilogue of halves, got {c.label()}"
     if c.split_k > 1 and columns * c.rows_per_consumer > 128 * 64 and not c.swap_ab:
         return f"split_k: expected chunks of at most 128 columns, got {columns}: the parts' sums wouldn't fit"
     return ""
@@ -246,12 +248,35 @@ def candidates(problem: Problem, code: Lowered) -> list[Config]:
     return [config for config in dict.fromkeys(found) if not supports(problem, config, code)]
 
 
-# Cycles, from measurements on an H200; only for ranking configs.
-LAUNCH, FIRST_STAGE, TILE, PINGPONG_TILE, JOIN = 4000, 2500, 3000, 1500, 6000
-L2_BYTES, DRAM_BYTES = 80, 2400  # per cycle: for one multiprocessor, for all
+@dataclass(frozen=True)
+class Costs:
+    """Constants of the model of GPU time, from measurements on an H200; `tools/fit_time_model.py` fits them anew.
+
+    launch, first_stage: cycles before the first product. tile, pingpong_tile: cycles around a tile's mainloop. join:
+    cycles to add up two parts of a split tile. l2_bytes, dram_bytes: loaded per cycle, by one multiprocessor and by
+    all. scaled_pair, scaled_alone: factors of a step with scales along K, beside another consumer's wgmma and without.
+    wide_step, wide_tile: factors with wide tail tiles. shown: share of the shorter of work and memory that the longer
+    one doesn't hide.
+    """
+
+    launch: float = 4000
+    first_stage: float = 2500
+    tile: float = 3000
+    pingpong_tile: float = 1500
+    join: float = 6000
+    l2_bytes: float = 80
+    dram_bytes: float = 2400
+    scaled_pair: float = 1.2
+    scaled_alone: float = 1.35
+    wide_step: float = 1.02
+    wide_tile: float = 1.15
+    shown: float = 0.2
 
 
-def predicted_cycles(problem: Problem, config: Config, num_sms: int) -> float:
+COSTS = Costs()
+
+
+def predicted_cycles(problem: Problem, config: Config, num_sms: int, costs: Costs = COSTS) -> float:
     """Return the cycles that a config should take: for ranking configs, not for predicting times."""
     groups = max(1, problem.num_groups)
     tokens = cdiv(problem.M, groups)
@@ -259,25 +284,26 @@ def predicted_cycles(problem: Problem, config: Config, num_sms: int) -> float:
     steps = cdiv(problem.K, config.block_k)
     row_bytes = config.block_k * problem.element_bytes
     tensor = config.block_x / 64 * row_bytes / 32 * max(config.block_y / 2, 16)
-    step = max(tensor, (config.block_x + config.block_y) * row_bytes / L2_BYTES)
+    step = max(tensor, (config.block_x + config.block_y) * row_bytes / costs.l2_bytes)
     if problem.scaled:
         # Adding up the blocks: beside the other consumer's wgmma, or alone, or along the instruction's N side.
-        step *= 1.2 if config.num_consumers == 2 and not config.swap_ab else 1.35
-    around = PINGPONG_TILE if config.pingpong else TILE
+        step *= costs.scaled_pair if config.num_consumers == 2 and not config.swap_ab else costs.scaled_alone
+    around = costs.pingpong_tile if config.pingpong else costs.tile
     if config.wide_tail_tiles:
-        step, around = 1.02 * step, 1.15 * around
+        step, around = costs.wide_step * step, costs.wide_tile * around
     rounds, rest = divmod(tiles, num_sms)
     cycles = rounds * (steps * step + around)
     if rest and config.split_k > 1:
         parts = cdiv(rest * config.split_k, num_sms)
-        cycles += parts * (cdiv(steps, config.split_k) * step + TILE)
-        cycles += JOIN * config.split_k**0.5
+        cycles += parts * (cdiv(steps, config.split_k) * step + costs.tile)
+        cycles += costs.join * config.split_k**0.5
     elif rest:
         cycles += steps * step + around
     moved = problem.element_bytes * problem.K * (problem.M + groups * problem.N) + 2 * problem.M * problem.N
-    memory = moved / DRAM_BYTES
+    memory = moved / costs.dram_bytes
     # The longer one hides most of the other.
-    return LAUNCH + FIRST_STAGE + TILE + max(cycles, memory) + 0.2 * min(cycles, memory)
+    start = costs.launch + costs.first_stage + costs.tile
+    return start + max(cycles, memory) + costs.shown * min(cycles, memory)
 
 
 def _tiles_of_group(problem: Problem, config: Config, tokens: int) -> float:

@@ -21,6 +21,17 @@ SHIPPED = Path(__file__).with_name("tuned.json")
 _EXPECTED = {int: "an int of at least 1", bool: "true or false"}
 
 
+_use_measured = True
+
+
+def use_measured(wanted: bool) -> None:
+    """Use measured configs, as always, or the model of `config.py` alone, to measure how good the model is."""
+    global _use_measured
+    _use_measured = wanted
+    choose.cache_clear()
+    prepared.clear()
+
+
 def key_of(problem: Problem, code: Lowered, num_sms: int) -> str:
     """Return the key of a problem's entry, such as "132sm 4096x4096x7168 2B tma"."""
     M = next_power_of_2(problem.M)
@@ -33,7 +44,7 @@ def key_of(problem: Problem, code: Lowered, num_sms: int) -> str:
 
 def best(problem: Problem, code: Lowered, num_sms: int, shipped_only: bool = False) -> Config | None:
     """Return the measured config, or None. shipped_only: ignore measurements from this machine."""
-    found = _entries(shipped_only).get(key_of(problem, code, num_sms))
+    found = _entries(shipped_only).get(key_of(problem, code, num_sms)) if _use_measured else None
     if found is None:
         return None
     config = fitted(problem, found, code)

@@ -82,7 +82,7 @@ def inputs(case: Case, make: Make = without_memory) -> Inputs:
     tokens, gate = (make((rows, case.hidden), DTYPES[case.dtype]) for rows in (case.M, case.N))
     if case.hashed:
         return Inputs(tokens, gate, None, make((case.M,), torch.int64), make((VOCABULARY, case.k), torch.int64))
-    _, has_bias = rule_of(case.rule)
+    _, (has_bias, _) = rule_of(case.rule)
     return Inputs(tokens, gate, make((case.N,), torch.float32) if has_bias else None, None, None)
 
 
@@ -97,12 +97,12 @@ def call_of(case: Case, make: Make = without_memory) -> host.Call:
     )  # fmt: skip
 
 
-def rule_of(name: str) -> tuple[Rule, bool]:
-    """Return the rule of a model, and whether it has an expert bias; "softmax" is the default rule."""
+def rule_of(name: str) -> tuple[Rule, tuple[bool, bool]]:
+    """Return a model's rule, and whether it has an expert_bias and a logit_bias; "softmax" is the default rule."""
     if name == "softmax":
-        return Rule(), False
+        return Rule(), (False, False)
     chosen = preset(name)
-    return chosen.rule, chosen.has_expert_bias
+    return chosen.rule, (chosen.has_expert_bias, chosen.has_logit_bias)
 
 
 def launch_of(case: Case, make: Make = without_memory) -> Launch:

@@ -1,0 +1,77 @@
+"""Parallel compilation of any operator's kernels before they are measured, by calling it once in worker processes.
+
+`ahead.py` compiles Hopper GEMMs without running them. Other kernels have no such plan: a worker makes the case's inputs
+on the GPU and makes the calls that will be measured, so that Triton's and Inductor's caches on disk have them.
+"""
+
+import multiprocessing
+import os
+import sys
+import time
+from collections.abc import Sequence
+from concurrent.futures import ProcessPoolExecutor
+from concurrent.futures.process import BrokenProcessPool
+
+import torch
+
+from envoi.bench.shapes import Case, MoeShape
+from envoi.bench.suites import module_of
+from envoi.bench.suites.drawn import MAX_LAYER_ELEMENTS
+from envoi.gemm.hopper import tune
+
+SUITES = ("gemm_drawn", "grouped_drawn", "moe_drawn", "router_drawn", "moe", "host", "host_loop")
+WORKER_BYTES = 12 << 30  # what the largest drawn layer takes while it is packed
+MAX_PROCESSES = 16
+
+
+def is_rehearsed(case: Case) -> bool:
+    """Tell whether a case's suite says how to rehearse it, and several workers have room for its layer."""
+    s = case.shape
+    if isinstance(s, MoeShape) and 3 * s.num_experts * s.hidden * s.intermediate > MAX_LAYER_ELEMENTS:
+        return False
+    return case.suite in SUITES
+
+
+def rehearse_all(cases: Sequence[Case], num_processes: int | None = None, tuned: bool = True) -> dict[str, str]:
+    """Compile what the cases will run on the current GPU; return the errors by case. The measurement will say them too.
+
+    num_processes: at most; None = by the CPUs and the GPU's memory. tuned: False for the model's configs alone.
+    """
+    free, _ = torch.cuda.mem_get_info()
+    count = min(num_processes or (os.cpu_count() or 2) - 1, MAX_PROCESSES, len(cases), max(1, free // WORKER_BYTES))
+    if count < 2:
+        return {}
+    start = time.monotonic()
+    failed = rehearse_with(cases, torch.device("cuda", torch.cuda.current_device()), count, tuned)
+    what = f"{len(cases)} cases rehearsed in {time.monotonic() - start:.0f} s by {count} processes"
+    print(f"{what}, {len(failed)} failed", file=sys.stderr, flush=True)
+    return failed
+
+
+def rehearse_with(cases: Sequence[Case], device: torch.device, count: int, tuned: bool) -> dict[str, str]:
+    """Rehearse the cases in `count` processes; return the errors by case."""
+    context = multiprocessing.get_context("spawn")
+    failed: dict[str, str] = {}
+    with ProcessPoolExecutor(count, context, tune.use_measured, (tuned,)) as pool:
+        futures = [pool.submit(_rehearse, case, str(device)) for case in cases]
+        for case, future in zip(cases, futures, strict=True):
+            try:
+                said = future.result()
+            except BrokenProcessPool:  # a compiler crash ended its process and with it the pool
+                said = "the process died"
+            if said:
+                failed[f"{case.suite} {case.name}"] = said
+    return failed
+
+
+def _rehearse(case: Case, device: str) -> str:
+    """Rehearse a case in a process of the pool. Return the error, "" if there was none."""
+    try:
+        with torch.no_grad():
+            module_of(case.suite).rehearse(case, torch.device(device))
+        if device.startswith("cuda"):
+            torch.cuda.synchronize()
+            torch.cuda.empty_cache()
+    except Exception as error:
+        return f"{type(error).__name__}: {' '.join(str(error).split())[:160]}"
+    return ""

@@ -1,0 +1,87 @@
+"""Random cases of every operator, by torch on a CPU and by the kernels on a GPU; and the command."""
+
+import json
+
+import pytest
+import torch
+
+from tools.fuzz import __main__ as command
+from tools.fuzz import run
+from tools.fuzz.draw import Case, Draw
+
+# Cases of each operator that take some seconds together; layers and caches are small.
+COUNTS = {
+    "gemm": 60, "grouped_gemm": 60, "route": 60, "moe": 40, "indexer_topk": 30, "quantise": 60, "expert_parallel": 30,
+}  # fmt: skip
+GPU_COUNT = 200
+
+
+def assert_right(operator: str, seed: int, count: int, sizes: str, device: str) -> None:
+    found = list(run.findings(operator, seed, count, sizes, device))
+    assert not found, "\n".join(map(str, found))
+
+
+@pytest.mark.parametrize("operator", run.OPERATORS)
+def test_random_cases(operator):
+    sizes = "small" if operator in ("moe", "expert_parallel", "indexer_topk") else "medium"
+    assert_right(operator, 0, COUNTS[operator], sizes, "cpu")
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("operator", run.OPERATORS)
+def test_random_cases_on_a_gpu(operator):
+    assert_right(operator, 0, GPU_COUNT, "medium" if operator in ("moe", "expert_parallel") else "large", "cuda")
+
+
+@pytest.mark.parametrize("operator", run.OPERATORS)
+def test_a_seed_determines_its_case(operator):
+    (_, first), (_, again), (_, other) = (run.draw_case(operator, seed, "small", "cpu") for seed in (5, 5, 6))
+    assert first.text == again.text != other.text
+    results = [run.OPERATORS[operator].run([Draw(operator, 5, "small")], [case])[0] for case in (first, again)]
+    assert repr(results[0]) == repr(results[1])
+
+
+def odd_case(draw: Draw) -> Case:
+    """Fail for odd seeds; refuse seed 4, as it should; raise for seed 6."""
+    seed = draw.seed
+
+    def call():
+        if seed in (4, 6):
+            raise ValueError("no")
+        return seed
+
+    return Case(f"number {seed}", call, lambda got: f"{got} is odd" if got % 2 else "", refused=seed in (4, 8))
+
+
+@pytest.fixture
+def odd(monkeypatch):
+    monkeypatch.setitem(run.OPERATORS, "gemm", run.Operator("gemm", odd_case, run.OPERATORS["route"].run))
+
+
+def test_findings_have_seed_description_problem_and_command(odd, capsys, tmp_path):
+    record = tmp_path / "record.jsonl"
+    given = ["gemm", "--seed", "2", "--count", "7", "--device", "cpu", "--record", str(record)]
+    assert command.main(given) == 1
+    said = capsys.readouterr().out
+    assert "gemm seed 3: number 3\n    3 is odd\n    python -m tools.fuzz gemm --seed 3 --count 1" in said
+    assert "gemm seed 6: number 6\n    raised ValueError: no\n" in said
+    assert "gemm seed 8: number 8\n    expected ValueError, and nothing was raised\n" in said
+    assert "seed 2:" not in said and "seed 4:" not in said
+    assert "gemm: 5 of 7 cases wrong, seeds from 2, " in said
+    assert command.main(["gemm", "--seed", "3", "--count", "1", "--device", "cpu", "--record", str(record)]) == 1
+    assert capsys.readouterr().out.startswith("gemm seed 3: number 3\n    3 is odd\n")
+    assert command.main(["gemm", "--seed", "2", "--count", "1", "--device", "cpu"]) == 0
+    first, second = (json.loads(line) for line in record.read_text().splitlines())
+    fields = ("operator", "device", "seed", "count", "wrong", "sizes")
+    assert [first[key] for key in fields] == ["gemm", "cpu", 2, 7, 5, "medium"]
+    assert (second["seed"], second["count"], second["wrong"]) == (3, 1, 1)
+    assert first["commit"] and first["machine"] and first["date"]
+
+
+def test_views_have_the_values_and_are_no_copies():
+    draw = Draw("gemm", 0)
+    x = draw.normal(6, 8)
+    for how in ("columns", "rows", "offset", "transposed"):
+        view = draw.placed(x, how)
+        assert torch.equal(view, x)
+        assert not view.is_contiguous()

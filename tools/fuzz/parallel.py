@@ -1,0 +1,186 @@
+"""Cases of `envoi.ExpertParallel`: ranks in processes over gloo, or over NVLink; with one GPU, or none and Triton's
+interpreter, several ranks in one process on its kernels.
+
+Judged like `envoi.moe` of all ranks' tokens; with presum each rank's rows of a token are first summed in bf16.
+"""
+
+from dataclasses import dataclass, replace
+from functools import partial
+from itertools import pairwise
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+import envoi
+from envoi.moe.layer import has_kernels
+from envoi.moe.parallel.symmetric_memory import SharedLayout
+from envoi.types import Routing
+from tests.helpers.ranks import run_ranks
+from tests.moe.parallel import domains
+from tools.fuzz.approx import wrong
+from tools.fuzz.draw import Case, Draw
+from tools.fuzz.experts import Device, Layer, layer, oracle
+
+ALIGNED = 16  # bytes of hidden that NVLink's kernels copy at once
+TIMEOUT_S = 60.0
+
+
+@dataclass(frozen=True)
+class Setting:
+    """Layer, the ends of each rank's share of its tokens and experts, and whether ranks sum before they send."""
+
+    layer: Layer
+    token_ends: list[int]
+    expert_ends: list[int]
+    presum: bool
+
+    @property
+    def num_ranks(self) -> int:
+        """Number of ranks."""
+        return len(self.expert_ends)
+
+    def part(self, rank: int, device: torch.device) -> tuple[torch.Tensor, Routing]:
+        """Return a rank's tokens and routing."""
+        first, last = list(pairwise([0, *self.token_ends]))[rank]
+        r = self.layer.routing
+        weights, ids = (x[first:last].to(device) for x in (r.topk_weights, r.topk_ids))
+        return self.layer.tokens[first:last].to(device), Routing(weights, ids, r.num_experts)
+
+    def pack(self, rank: int, device: torch.device) -> Any:
+        """Pack a rank's experts."""
+        return self.layer.pack(device, *list(pairwise([0, *self.expert_ends]))[rank])
+
+
+def setting(draw: Draw) -> Setting:
+    """Draw the setting of a case."""
+    in_one = how(draw.device) == "one process"
+    given = layer(draw, most_experts=40)
+    while given.routing.num_experts < 2 or (in_one and given.tokens.shape[1] % ALIGNED):
+        given = layer(draw, most_experts=40)
+    M, E = len(given.tokens), given.routing.num_experts
+    num_ranks = min(E, gpus(draw.device) or draw.one((2, 3)))
+    if draw.chance(0.2):  # one rank has all tokens
+        owner = draw.random.randrange(num_ranks)
+        token_ends = [0] * owner + [M] * (num_ranks - owner)
+    else:
+        token_ends = [*sorted(draw.random.randint(0, M) for _ in range(num_ranks - 1)), M]
+    expert_ends = [*sorted(draw.random.sample(range(1, E), num_ranks - 1)), E]
+    return Setting(given, token_ends, expert_ends, draw.chance(0.5))
+
+
+def gpus(device: torch.device) -> int:
+    """Return the number of ranks that have a GPU each; 0 if ranks share one device."""
+    count = torch.cuda.device_count() if device.type == "cuda" else 0
+    return count if count > 1 else 0
+
+
+def how(device: torch.device) -> str:
+    """Return how ranks run: "gloo", "nvlink" or "one process"."""
+    if gpus(device):
+        return "nvlink"
+    return "one process" if has_kernels(device) else "gloo"
+
+
+def expert_parallel(draw: Draw) -> Case:
+    """Draw a case."""
+    given, way = setting(draw), how(draw.device)
+    sums = given.presum and way != "gloo"
+    text = (
+        f"{given.num_ranks} ranks, {way}, tokens to {given.token_ends}, experts to {given.expert_ends}, presum {sums}, "
+        f"{given.layer.text}"
+    )
+
+    def judge(got: tuple[torch.Tensor, bool]) -> str:
+        out, summed = got
+        ends = tuple(given.expert_ends) if summed else ()
+        device = Device(draw.device.type == "cuda", way != "gloo", ends)
+        tokens = given.layer.tokens
+        said = given.layer.stored[2] or ("" if out.dtype == tokens.dtype else f"output is {out.dtype}")
+        return said or wrong(out, oracle(given.layer, device), tokens.dtype)
+
+    return Case(text, partial(_one, draw), judge)
+
+
+def _one(draw: Draw) -> Any:
+    result = run([draw], [])[0]
+    if isinstance(result, Exception):
+        raise result
+    return result
+
+
+def run(draws: list[Draw], cases: list[Case]) -> list[Any]:
+    """Run the cases of some draws: each one's output [M, H] and whether ranks summed first, or its exception."""
+    drawn = [replace_draw(draw) for draw in draws]
+    if drawn and how(drawn[0].device) == "one process":
+        return [attempt_in_one_process(draw) for draw in drawn]
+    results: list[Any] = [None] * len(drawn)
+    sizes = [setting(replace_draw(draw)).num_ranks for draw in drawn]
+    for num_ranks in sorted(set(sizes)):
+        places = [place for place, size in enumerate(sizes) if size == num_ranks]
+        seeds = [(drawn[place].seed, drawn[place].sizes, str(drawn[place].device)) for place in places]
+        backend = "nccl" if gpus(drawn[0].device) else "gloo"
+        outcomes = run_ranks(num_ranks, on_rank, seeds, backend=backend)
+        for number, place in enumerate(places):
+            results[place] = gathered(outcomes, number)
+    return results
+
+
+def replace_draw(draw: Draw) -> Draw:
+    """Return a draw of the same case from its beginning."""
+    return Draw(draw.operator, draw.seed, draw.sizes, str(draw.device))
+
+
+def gathered(outcomes: list[Any], number: int) -> Any:
+    """Join the ranks' outputs of one case, or return its first error."""
+    for rank, outcome in enumerate(outcomes):
+        if outcome.error:
+            return RuntimeError(f"rank {rank}: {outcome.error}: {outcome.text}")
+        if isinstance(outcome.value[number], str):
+            return RuntimeError(f"rank {rank}: {outcome.value[number]}")
+    parts = [outcome.value[number] for outcome in outcomes]
+    return torch.cat([out for out, _ in parts]), parts[0][1]
+
+
+def on_rank(rank: int, num_ranks: int, seeds: list[tuple[int, str, str]]) -> list[Any]:
+    """Run cases on a rank; return the output of its tokens and whether ranks summed, or an error's text, for each."""
+    return [_on_rank(rank, Draw("expert_parallel", *case)) for case in seeds]
+
+
+def _on_rank(rank: int, draw: Draw) -> Any:
+    given = setting(draw)
+    device = torch.device("cuda", rank) if draw.device.type == "cuda" else draw.device
+    options: dict[str, Any] = {}
+    if device.type == "cuda":
+        most = max(1, *(last - first for first, last in pairwise([0, *given.token_ends])))
+        options = {"max_tokens": most, "num_topk": given.layer.routing.topk_ids.shape[1], "presum": given.presum}
+    try:
+        parallel = envoi.ExpertParallel(given.pack(rank, device), timeout_s=TIMEOUT_S, **options)
+        out = parallel.moe(*given.part(rank, device)).cpu()
+        parallel.check()
+        dist.barrier()
+        parallel.close()
+        return out, parallel.presum
+    except Exception as error:
+        return f"{type(error).__name__}: {error}"
+
+
+def attempt_in_one_process(draw: Draw) -> Any:
+    """Run a case with all ranks in this process, each step on every rank in turn."""
+    given, device = setting(draw), draw.device
+    r = given.layer.routing
+    M, k = r.topk_ids.shape
+    layout = SharedLayout(
+        given.num_ranks, r.num_experts, max(1, M), k, given.layer.tokens.shape[1], given.layer.format, given.presum
+    )
+    try:
+        opened = domains.open_all(layout, [0, *given.expert_ends], str(device))
+        parts = []
+        for rank in range(given.num_ranks):
+            tokens, routing = given.part(rank, device)
+            routing = replace(routing, topk_weights=routing.topk_weights.float(), topk_ids=routing.topk_ids.int())
+            parts.append((tokens.bfloat16(), routing))
+        outs = domains.moe(opened, parts, [given.pack(rank, device) for rank in range(given.num_ranks)])
+    except Exception as error:
+        return error
+    return torch.cat(outs).cpu().to(given.layer.tokens.dtype), given.presum

@@ -1,0 +1,123 @@
+"""Runs of random cases, findings, and lines of a record."""
+
+import datetime
+import json
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from envoi.bench import machine
+from tools.fuzz import experts, indexer, parallel, products, quantising, routing
+from tools.fuzz.draw import Case, Draw
+
+BATCH = 25  # cases that are drawn, run and judged together: ranks in processes start once for them
+
+
+@dataclass(frozen=True)
+class Operator:
+    """Operator under test: draws a case; runs a batch of them, which gives a result or an exception each."""
+
+    name: str
+    case: Callable[[Draw], Case]
+    run: Callable[[list[Draw], list[Case]], list[Any]]
+
+
+@dataclass(frozen=True)
+class Finding:
+    """Case with a wrong result. command: repeats it."""
+
+    operator: str
+    seed: int
+    text: str
+    problem: str
+    command: str
+
+    def __str__(self) -> str:
+        return f"{self.operator} seed {self.seed}: {self.text}\n    {self.problem}\n    {self.command}"
+
+
+@dataclass(frozen=True)
+class Record:
+    """Line of a record: one run of `count` cases from `seed` on."""
+
+    operator: str
+    device: str
+    machine: str
+    commit: str
+    seed: int
+    count: int
+    wrong: int
+    sizes: str
+    date: str
+
+
+def attempt(case: Case) -> Any:
+    """Return the case's result, or the exception that it raised."""
+    try:
+        return case.call()
+    except Exception as error:
+        return error
+
+
+def _each(draws: list[Draw], cases: list[Case]) -> list[Any]:
+    return [attempt(case) for case in cases]
+
+
+OPERATORS = {
+    operator.name: operator
+    for operator in (
+        Operator("gemm", products.gemm, _each),
+        Operator("grouped_gemm", products.grouped_gemm, _each),
+        Operator("route", routing.route, _each),
+        Operator("moe", experts.moe, _each),
+        Operator("indexer_topk", indexer.indexer_topk, _each),
+        Operator("quantise", quantising.quantise, _each),
+        Operator("expert_parallel", parallel.expert_parallel, parallel.run),
+    )
+}
+
+
+def judged(case: Case, result: Any) -> str:
+    """Return what is wrong with a result or an exception, "" if nothing is."""
+    if isinstance(result, Exception):
+        said = f"raised {type(result).__name__}: {str(result).partition(chr(10))[0]}"
+        return "" if case.refused and isinstance(result, ValueError) else said
+    return "expected ValueError, and nothing was raised" if case.refused else case.judge(result)
+
+
+def draw_case(operator: str, seed: int, sizes: str, device: str) -> tuple[Draw, Case]:
+    """Draw the case of a seed."""
+    draw = Draw(operator, seed, sizes, device)
+    return draw, OPERATORS[operator].case(draw)
+
+
+def findings(operator: str, seed: int, count: int, sizes: str, device: str) -> Iterator[Finding]:
+    """Run the cases of `count` seeds; yield those that are wrong."""
+    for first in range(seed, seed + count, BATCH):
+        seeds = range(first, min(first + BATCH, seed + count))
+        drawn = [draw_case(operator, s, sizes, device) for s in seeds]
+        results = OPERATORS[operator].run([draw for draw, _ in drawn], [case for _, case in drawn])
+        for s, (_, case), result in zip(seeds, drawn, results, strict=True):
+            problem = judged(case, result)
+            if problem:
+                yield Finding(operator, s, case.text, problem, command_of(operator, s, sizes, device))
+
+
+def command_of(operator: str, seed: int, sizes: str, device: str) -> str:
+    """Return the command that repeats a case."""
+    return f"python -m tools.fuzz {operator} --seed {seed} --count 1 --device {device} --sizes {sizes}"
+
+
+def record_of(operator: str, seed: int, count: int, sizes: str, device: str, wrong: int) -> Record:
+    """Describe a run."""
+    return Record(
+        operator, device, machine.device_name(device), machine.commit(), seed, count, wrong, sizes,
+        datetime.date.today().isoformat(),
+    )  # fmt: skip
+
+
+def append(path: Path, records: Iterable[Record]) -> None:
+    """Append one JSON line for each run."""
+    with path.open("a") as file:
+        file.writelines(json.dumps(asdict(record)) + "\n" for record in records)
