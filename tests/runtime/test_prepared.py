@@ -1,7 +1,9 @@
 """Prepared calls: what is recorded, what is refused, the guards, threads, streams, memory, and where launches are."""
 
 import ast
+import dataclasses
 import gc
+import inspect
 import re
 import runpy
 import threading
@@ -19,11 +21,14 @@ from triton import knobs
 
 import envoi
 from envoi import log
+from envoi.gemm import api as gemm_api
 from envoi.gemm import grouped_gemm
 from envoi.gemm.hopper import host, tune
+from envoi.moe import op as moe_op
 from envoi.runtime import prepared, shortcuts, workspace
 from envoi.runtime.prepared import calls, driver, parameters, recording, replay
 from envoi.runtime.prepared.constants import exactly
+from envoi.types import ExpertWeights, QuantTensor
 from tests.helpers.fake_driver import INVALID_CONTEXT
 from tests.runtime.prepared_cases import normal, route_cases
 
@@ -472,3 +477,55 @@ def test_clearing_forgets_all(hopper):
     prepare()
     prepared.clear()
     assert not calls._calls.known
+
+
+# Fields that a call depends on
+
+
+def experts_with(**changes) -> ExpertWeights:
+    whole = QuantTensor(torch.zeros(2, 256, 64, dtype=torch.uint8), torch.zeros(2, 256, 4), (1, 32))
+    down = QuantTensor(torch.zeros(2, 128, 64, dtype=torch.uint8), torch.zeros(2, 128, 4), (1, 32))
+    return dataclasses.replace(ExpertWeights(whole, down, "mxfp4"), **changes)
+
+
+def key_of_experts(experts: ExpertWeights) -> tuple:
+    return moe_op.constants_of(experts), [id(x) for x in moe_op.tensors_of(experts) if x is not None]
+
+
+OTHER = {
+    "gate_up": torch.zeros(2, 256, 128), "down": torch.zeros(2, 128, 128), "format": "bf16", "activation": "swiglu_oai",
+    "swiglu_limit": 7.0, "gate_up_bias": torch.zeros(2, 256), "down_bias": torch.zeros(2, 128),
+    "gate_up_layout": "concat",
+}  # fmt: skip
+OTHER_QUANT = {
+    "values": torch.ones(2, 256, 64, dtype=torch.uint8), "sf": torch.ones(2, 256, 4), "group": (1, 64),
+    "scale": torch.ones(()), "tame": True, "order": "fragments",
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("field", [field.name for field in dataclasses.fields(ExpertWeights)])
+def test_every_field_of_the_experts_is_in_the_key(field):
+    before = experts_with()
+    after = dataclasses.replace(before, **{field: OTHER[field]})
+    assert key_of_experts(before) != key_of_experts(after)
+
+
+@pytest.mark.parametrize("field", [field.name for field in dataclasses.fields(QuantTensor)])
+def test_every_field_of_a_quantised_matrix_is_in_the_key(field):
+    before = experts_with()
+    x = dataclasses.replace(before.gate_up, **{field: OTHER_QUANT[field]})
+    assert key_of_experts(before) != key_of_experts(dataclasses.replace(before, gate_up=x))
+    keys = []
+    for matrix in (before.gate_up, x):
+        tensors: list[torch.Tensor | None] = []
+        keys.append((gemm_api.constants_of(matrix, tensors), [id(y) for y in tensors]))
+    assert keys[0] != keys[1]
+
+
+@pytest.mark.parametrize("function", [envoi.gemm, grouped_gemm, envoi.route, envoi.moe, envoi.indexer_topk])
+def test_every_parameter_is_taken(function):
+    """The function that lists a call's key has the parameters of the call."""
+    closure = dict(
+        zip(function.__code__.co_freevars, (cell.cell_contents for cell in function.__closure__), strict=True)
+    )
+    assert list(inspect.signature(closure["given"]).parameters) == list(inspect.signature(function).parameters)

@@ -59,7 +59,7 @@ class Calls:
         """Return what `as_always()` returns, by prepared launches if there are any for these arguments.
 
         constants: all that decides the launches apart from tensors, the operator's name first; hashable.
-        tensors: all arguments whose addresses the launches take; Only for calls under `plain`.
+        tensors: all arguments whose addresses the launches take. Only for calls under `plain`.
         """
         driver = driver_module.active()
         first: Any = tensors[0]
