@@ -66,19 +66,17 @@ def test_a_stores_error_is_raised_again():
 
 
 def test_the_thread_ends_with_its_store(monkeypatch):
-    before = threading.active_count()
+    before = set(threading.enumerate())
     default = [dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)]
     monkeypatch.setattr(dist.distributed_c10d, "_get_default_store", lambda: default[0])
     connection = stores.connect()
     connection.answer(lambda store: store.check(["x"]), 10)
-    assert threading.active_count() == before + 1
+    (thread,) = set(threading.enumerate()) - before
     default.clear()  # as destroy_process_group does
     del connection
     gc.collect()
-    end = time.monotonic() + 10
-    while threading.active_count() > before and time.monotonic() < end:
-        time.sleep(0.01)
-    assert threading.active_count() == before
+    thread.join(10)
+    assert not thread.is_alive()
 
 
 def test_where_a_store_is():
