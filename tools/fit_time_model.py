@@ -224,10 +224,12 @@ def shapes_of(seed: int, count: int) -> list:
 
 
 def _on_hopper(shape, problems) -> bool:
+    from envoi.runtime.kernel_case import NUM_SMS
+
     if shape.format not in FORMATS:
         return False
     try:
-        return len(problems.planned(shape, problems.NUM_SMS).promising(problems.NUM_SMS, 2)) == 2
+        return len(problems.planned(shape, NUM_SMS).promising(NUM_SMS, 2)) == 2
     except ValueError:
         return False
 

@@ -1,14 +1,20 @@
 """Data types that the stages exchange: tokens -> Routing -> ExpertRows -> rows -> tokens.
 
-Frozen dataclasses without behaviour beyond their own shape: printed as dtypes and shapes, and loaded by `torch.load`
-with its default safety, since they hold tensors and plain values only. Sizes: M tokens, N experts, k slots a token,
-P rows sorted by expert, E local experts, H hidden, I intermediate.
+Frozen dataclasses without behaviour beyond their own shape and place: printed as dtypes and shapes, loaded by
+`torch.load` with its default safety, since they hold tensors and plain values only, and pytrees of their tensors, so
+that `torch.export` and `tree_map` see through them. Sizes: M tokens, N experts, k slots a token, P rows sorted by
+expert, E local experts, H hidden, I intermediate.
 """
 
-from dataclasses import dataclass, fields
-from typing import Any
+from collections.abc import Callable
+from dataclasses import dataclass, fields, replace
+from typing import Any, ClassVar, TypeVar
 
 import torch
+from torch.utils import _pytree as pytree
+
+UNGATED = ("silu", "relu2")  # activations of experts that have no gate: gate_up is up alone
+Self = TypeVar("Self", bound="_Printed")
 
 
 def _short(value: Any) -> str:
@@ -26,6 +32,21 @@ class _Printed:
         shown = [(field, getattr(self, field.name)) for field in fields(self)]  # pyright: ignore[reportArgumentType]
         kept = [f"{field.name}={_short(value)}" for field, value in shown if value is not field.default]
         return f"{type(self).__name__}({', '.join(kept)})"
+
+    def to(self: Self, device: torch.device | str | int, *, non_blocking: bool = False) -> Self:
+        """Return a copy with all tensors on a device; tensors that are there already are shared."""
+        return self._map(lambda x: x.to(device, non_blocking=non_blocking))
+
+    def _map(self: Self, f: Callable[[torch.Tensor], torch.Tensor]) -> Self:
+        """Return a copy with f applied to every tensor."""
+        changed = {}
+        for field in fields(self):  # pyright: ignore[reportArgumentType]
+            value = getattr(self, field.name)
+            if isinstance(value, torch.Tensor):
+                changed[field.name] = f(value)
+            elif isinstance(value, _Printed):
+                changed[field.name] = value._map(f)
+        return replace(self, **changed)  # pyright: ignore[reportArgumentType]
 
 
 @dataclass(frozen=True, repr=False)
@@ -125,13 +146,18 @@ class ExpertRows(_Printed):
 class ExpertWeights(_Printed):
     """Weights of one rank's experts, packed for the grouped GEMMs by `envoi.experts.pack`.
 
-    gate_up [E, 2I, H]: row 2i is gate i, row 2i + 1 is up i ("interleaved"), bf16 or a QuantTensor.
+    gate_up [E, 2I, H]: bf16 or a QuantTensor, its rows in the order of `gate_up_layout`; for an activation without a
+        gate up alone, [E, I, H].
     down [E, H, I]: bf16 or a QuantTensor.
-    gate_up_bias [E, 2I] (interleaved) and down_bias [E, H], float32, or None.
+    gate_up_bias [E, 2I] (in the order of gate_up's rows) and down_bias [E, H], float32, or None.
     format: "bf16", "fp8_row", "fp8_block128", "mxfp8", "mxfp4" or "mxfp4_mxfp8"; says how activations are
         quantised too.
-    activation: "swiglu" or "swiglu_oai".
+    activation: "swiglu", "swiglu_oai", "geglu", "geglu_tanh"; without a gate "silu" or "relu2".
     swiglu_limit: clamp of gate (above only) and up (both sides), or None.
+    gate_up_layout: "interleaved" (row 2i is gate i, row 2i + 1 is up i) or "concat" (row i is gate i, row I + i is
+        up i), which weights in fragment order can't be.
+
+    Raises ValueError for another layout.
     """
 
     gate_up: Matrix
@@ -141,6 +167,22 @@ class ExpertWeights(_Printed):
     swiglu_limit: float | None = None
     gate_up_bias: torch.Tensor | None = None
     down_bias: torch.Tensor | None = None
+    gate_up_layout: str = "interleaved"
+
+    def __post_init__(self) -> None:
+        known = ("interleaved", "concat") if self.order == "rows" else ("interleaved",)
+        if self.gate_up_layout not in known:
+            need = " or ".join(map(repr, known))
+            raise ValueError(
+                f"gate_up_layout: expected {need} beside order {self.order!r}, got {self.gate_up_layout!r}"
+            )
+
+    # Puts weights into the order of their device's kernels; set by `envoi.moe.pack`, as this module imports nothing.
+    arrange: ClassVar[Callable[["ExpertWeights"], "ExpertWeights"]] = staticmethod(lambda experts: experts)
+
+    def to(self, device: torch.device | str | int, *, non_blocking: bool = False) -> "ExpertWeights":
+        """Return the weights on a device, in the order of its kernels; tensors that change neither are shared."""
+        return type(self).arrange(super().to(device, non_blocking=non_blocking))
 
     @property
     def order(self) -> str:
@@ -160,13 +202,50 @@ class ExpertWeights(_Printed):
     @property
     def intermediate(self) -> int:
         """Intermediate size, I."""
-        return self.gate_up.shape[-2] // 2
+        return self.gate_up.shape[-2] // (1 if self.activation in UNGATED else 2)
 
     @property
     def device(self) -> torch.device:
         """Device of the weights."""
         return self.gate_up.device
 
+
+def _register(kind: type) -> None:
+    """Make a dataclass a pytree whose children are the fields that can hold tensors; the others are its context."""
+    names = tuple(field.name for field in fields(kind))
+    children = tuple(field.name for field in fields(kind) if _holds_tensors(field.type))
+    rest = tuple(name for name in names if name not in children)
+
+    def flatten(x: Any) -> tuple[list[Any], tuple[Any, ...]]:
+        return [getattr(x, name) for name in children], tuple(getattr(x, name) for name in rest)
+
+    def flatten_with_keys(x: Any) -> tuple[list[tuple[Any, Any]], tuple[Any, ...]]:
+        values, context = flatten(x)
+        return [(pytree.GetAttrKey(name), value) for name, value in zip(children, values, strict=True)], context
+
+    def unflatten(values: Any, context: tuple[Any, ...]) -> Any:
+        # Leaves may be anything while a tree is mapped: no check of the constructor applies to them.
+        x = object.__new__(kind)
+        for name, value in zip((*children, *rest), (*values, *context), strict=True):
+            object.__setattr__(x, name, value)
+        return x
+
+    pytree.register_pytree_node(
+        kind, flatten, unflatten, serialized_type_name=f"envoi.{kind.__name__}", flatten_with_keys_fn=flatten_with_keys,
+        to_dumpable_context=list, from_dumpable_context=lambda dumped: tuple(map(_hashable, dumped)),
+    )  # fmt: skip
+
+
+def _holds_tensors(annotation: Any) -> bool:
+    return annotation in (torch.Tensor, torch.Tensor | None, Matrix)
+
+
+def _hashable(value: Any) -> Any:
+    return tuple(value) if isinstance(value, list) else value
+
+
+for _kind in (QuantTensor, Routing, ExpertRows, ExpertWeights):
+    _register(_kind)
 
 # Else `torch.load` accepts them only with weights_only=False, which runs arbitrary code from the file.
 torch.serialization.add_safe_globals([QuantTensor, Routing, ExpertRows, ExpertWeights])

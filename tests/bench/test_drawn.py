@@ -152,12 +152,30 @@ def test_untuned_measures_the_model_alone_and_says_so(tmp_path, monkeypatch):
     assert planned.chosen(NUM_SMS) == other
 
 
+def test_prepared_calls_are_forgotten_with_the_configs_that_they_hold(monkeypatch):
+    cleared = []
+    monkeypatch.setattr(tune.prepared, "clear", lambda: cleared.append(True))
+    tune.use_measured(False)
+    tune.use_measured(True)
+    assert len(cleared) == 2
+
+
 @pytest.mark.parametrize("suite", SUITES)
 def test_a_rehearsal_makes_the_calls(suite):
     for case in cases(suite):
         if case.on_cpu:
             assert rehearsal.is_rehearsed(case)
             module_of(suite).rehearse(case, torch.device("cpu"))
+
+
+def test_layers_that_fill_a_gpu_are_not_rehearsed():
+    rehearsed = {case.name: rehearsal.is_rehearsed(case) for case in cases("moe")}
+    assert rehearsed["2880/2880/32/4 mxfp4 tokens=1"]
+    assert rehearsed["2048/768/128/8 bf16 tokens=1"]
+    assert not rehearsed["7168/2048/256/8 fp8_block128 tokens=64"]
+    assert not any(map(rehearsal.is_rehearsed, cases("gemm") + cases("indexer_fast") + cases("model")))
+    for suite in rehearsal.SUITES:
+        assert callable(module_of(suite).rehearse)
 
 
 def test_rehearsals_run_in_other_processes_and_report_their_errors():

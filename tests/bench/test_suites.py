@@ -44,6 +44,8 @@ def max_error(case: Case) -> float:
 def test_every_cpu_case_gives_a_measurement_that_is_right(case):
     trial = measure(case, Bench(Clock(CPU, 1), ROOF))
     assert not trial.missing
+    if isinstance(case.shape, ModelShape):
+        assert set(trial.baselines) == {"grouped_mm"} | ({"eager"} if not case.shape.compiled else set())
     assert trial.error["ours"] <= max_error(case)
     assert (trial.num_bytes > 0) == (trial.flops > 0) == (case.suite not in ("host", "model"))
     measurement = runner.to_measurement(case, trial, ROOF, runner.Ranks(0, 1, CPU), "0123456789ab")
@@ -80,7 +82,8 @@ def test_baselines_are_those_that_are_documented():
         "gemm": {"eager"}, "gemm_swiglu": {"plain", "eager"}, "gemm_quant": {"plain", "eager"},
         "gemm_epilogues": {"plain", "eager"}, "gemm_fp8": {"eager"}, "gemm_grouped": {"torch_grouped"},
         "host": {"torch_mm"}, "host_loop": {"graph"}, "grouped_drawn": {"torch_grouped"},
-        "moe_drawn": {"eager", "torch_grouped"}, "router_drawn": {"eager", "tokens"},
+        "moe": {"eager", "torch_grouped", "concat"}, "moe_drawn": {"eager", "torch_grouped"},
+        "router_drawn": {"eager", "tokens"},
         "router": {"eager", "tokens"}, "router_call": {"eager", "tokens"}, "router_dense": {"dense", "tokens"},
     }  # fmt: skip
     for suite, names in expected.items():

@@ -33,6 +33,7 @@ from envoi.epilogue import (
     exp,
     exp2,
     gelu,
+    halves,
     hardswish,
     leaky_relu,
     log,
@@ -142,6 +143,9 @@ OPERATIONS = {
     "even": (lambda x: pairs(x)[0], lambda x: x[:, ::2]),
     "odd": (lambda x: pairs(x)[1], lambda x: x[:, 1::2]),
     "pairs of pairs": (lambda x: pairs(pairs(x)[1])[0], lambda x: x[:, 1::4]),
+    "left": (lambda x: halves(x)[0] * 1.0, lambda x: x[:, : x.shape[1] // 2]),
+    "right": (lambda x: halves(x * 2)[1], lambda x: 2 * x[:, x.shape[1] // 2 :]),
+    "pairs of halves": (lambda x: pairs(halves(x)[1])[0], lambda x: x[:, x.shape[1] // 2 :: 2]),
     "row_sum": (row_sum, lambda x: x.sum(1)),
     "row_max": (row_max, lambda x: x.max(1).values),
     "row_absmax": (row_absmax, lambda x: x.abs().max(1).values),
@@ -449,6 +453,10 @@ def test_library():
     assert_same_bits(expert_l1("swiglu", None, False, None)(ACC, weight=weight), (h * weight[:, None]).bfloat16())
     assert_same_bits(expert_l2(True)(ACC, weight=weight, bias=bias), ACC + weight[:, None] * bias)
     assert expert_l1("swiglu", None, False, None) is expert_l1("swiglu", None, False, None)
+    concat = expert_l1("swiglu_oai", 7.0, True, None, "concat")
+    moved, moved_bias = torch.cat((gate, ACC[:, 1::2]), 1), torch.cat((bias[0::2], bias[1::2]))
+    want = expert_l1("swiglu_oai", 7.0, True, None)(ACC, weight=weight, bias=bias)
+    assert_same_bits(concat(moved, weight=weight, bias=moved_bias), want)
 
 
 def test_experts_know_their_activations_and_schemes():
@@ -457,6 +465,12 @@ def test_experts_know_their_activations_and_schemes():
     for scheme in ("bogus", "mxfp4", "bf16"):
         with pytest.raises(ValueError, match=f"scheme: expected one of 'fp8_row', .*, got '{scheme}'"):
             expert_l1("swiglu", None, True, scheme)
+    with pytest.raises(ValueError, match="gate_up_layout: expected one of 'interleaved', 'concat', got 'mixed'"):
+        expert_l1("swiglu", None, True, None, "mixed")
+
+
+def with_a_tile(acc, t: Tile):
+    return halves(acc + t)[0]
 
 
 TENSOR = torch.ones(N)
@@ -516,6 +530,11 @@ REFUSED = {
     "softmax of a row": (lambda acc: softmax(row_sum(acc)), "expected a tile (or the values of topk), got a row"),
     "pairs of topk": (lambda acc: pairs(topk(acc, 4)[0]), "expected a value with a column for each output feature"),
     "pairs of a row": (lambda acc: pairs(row_sum(acc)), "expected a value with a column for each output feature"),
+    "halves of pairs": (lambda acc: halves(pairs(acc)[0]), "halves: expected a value of N columns, got a tile/2"),
+    "a sum beside halves": (lambda acc: halves(acc)[0] * row_sum(acc), "row_sum of a value of N columns isn't"),
+    "pairs beside halves": (lambda acc: halves(acc)[0] * pairs(acc)[1], "odd of a value of N columns isn't possible"),
+    "the accumulator beside halves": (lambda acc: (acc, *halves(acc)), "a value of N columns can't be returned beside"),
+    "a Tile beside halves": (with_a_tile, "operand t: expected a HalfTile beside halves, got a Tile"),
     "quantized row": (lambda acc: quantize(row_sum(acc), "fp8_e4m3", 32), "expected a tile, got a row"),
     "k": (lambda acc: topk(acc, 33), "expected a constant k from 1 to 32, got 33"),
     "cast": (lambda acc: cast(acc, "int8"), "expected one of 'bf16', 'fp16', 'fp32', 'fp8_e4m3', got 'int8'"),

@@ -10,9 +10,9 @@ import pytest
 from envoi.bench import problems
 from envoi.bench.shapes import GemmShape, GroupedShape
 from envoi.gemm.hopper.config import COSTS, Config, Costs, Problem, predicted_cycles
+from envoi.runtime.kernel_case import NUM_SMS
 from tests.helpers.tools import tool
 
-NUM_SMS = problems.NUM_SMS
 # A GPU whose loads are slower, with cheaper joins and dearer tiles.
 OTHER = replace(COSTS, l2_bytes=45, join=1500, tile=6500, pingpong_tile=4500)
 

@@ -176,6 +176,9 @@ def test_refusals_of_problems():
     quantised = lower(library.swiglu_fp8.ir, BF16, "gluon", False, True, frozenset())
     words = "epilogue_columns: expected a multiple of 256 columns for this epilogue, got 64"
     assert supports(PROBLEM, PLAIN, quantised) == words
+    concat = library.expert_l1("swiglu", None, False, None, "concat")
+    halves = lower(concat.ir, BF16, "gluon", False, True, frozenset())
+    assert supports(PROBLEM, PLAIN, halves) == "epilogue: expected one that takes pairs of columns, got one of halves"
     whole = lower(library.absmax.ir, BF16, "gluon", True, True, frozenset())
     assert "whole rows of 4096 columns" in supports(PROBLEM, PLAIN, whole)
 

@@ -25,11 +25,11 @@ MODELS = {
 }  # fmt: skip
 
 
-def build(name: str) -> transformers.PreTrainedModel:
-    """Return a random model in bf16 whose routers and biases differ between layers and experts."""
+def build(name: str, **more) -> transformers.PreTrainedModel:
+    """Return a random model in bf16 whose routers and biases differ between layers and experts; more: of its config."""
     config_name, own = MODELS[name]
     torch.manual_seed(0)
-    config = getattr(transformers, config_name)(**{**COMMON, **own})
+    config = getattr(transformers, config_name)(**{**COMMON, **own, **more})
     model = transformers.AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16, experts_implementation="eager")
     with torch.no_grad():
         for label, tensor in model.named_parameters():

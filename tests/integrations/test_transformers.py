@@ -6,10 +6,10 @@ import pytest
 import torch
 import transformers
 
-from envoi.integrations.transformers import implementation_name, packed_experts, recognise_activation
+from envoi.integrations.transformers import implementation_name, is_experts, packed_experts, recognise_activation
 from envoi.quant import FORMATS
 from tests.helpers.accuracy import relative_error
-from tests.helpers.transformers_models import MODELS, build, expert_modules, logits
+from tests.helpers.transformers_models import COMMON, MODELS, build, expert_modules, logits
 
 pytestmark = pytest.mark.usefixtures("registered")
 
@@ -80,15 +80,52 @@ def test_activations_are_recognised(name, activation, limit):
 
 def test_an_activation_that_envoi_does_not_have_is_refused():
     experts = build("mixtral").model.layers[0].mlp.experts
-    experts.act_fn = torch.nn.GELU()
+    experts.act_fn = torch.nn.Tanh()
     with pytest.raises(ValueError, match="MixtralExperts: expected the activation swiglu .* got another"):
         packed_experts(experts)
 
 
-def test_experts_without_a_gate_are_refused():
+OTHER_ACTIVATIONS = {
+    "geglu_tanh": ("Gemma4TextConfig", {
+        "head_dim": 32, "global_head_dim": 32, "enable_moe_block": True, "num_experts": 4, "top_k_experts": 2,
+        "moe_intermediate_size": 64, "hidden_size_per_layer_input": 0, "vocab_size_per_layer_input": 64}),
+    "relu2": ("NemotronHConfig", {
+        "head_dim": 32, "layers_block_type": ["attention", "moe"], "n_routed_experts": 4, "num_experts_per_tok": 2,
+        "moe_intermediate_size": 64, "moe_shared_expert_intermediate_size": 64, "n_group": 1, "topk_group": 1,
+        "mamba_num_heads": 4, "mamba_head_dim": 32}),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("activation", OTHER_ACTIVATIONS)
+def test_families_with_other_activations(activation):
+    name, own = OTHER_ACTIVATIONS[activation]
+    common = {key: value for key, value in COMMON.items() if name == "Gemma4TextConfig" or key != "num_hidden_layers"}
+    model = transformers.AutoModelForCausalLM.from_config(
+        getattr(transformers, name)(**{**common, **own}), dtype=torch.bfloat16, experts_implementation="envoi"
+    ).eval()
+    with torch.no_grad():
+        for tensor in model.parameters():
+            if tensor.dim() >= 2:
+                tensor.normal_(std=0.1)
+    modules = [module for module in model.modules() if is_experts(module)]
+    assert {recognise_activation(module) for module in modules} == {(activation, None)}
+    for module in modules:
+        x, weights = torch.randn(9, 128).bfloat16(), torch.rand(9, 2)
+        ids = torch.rand(9, 4).topk(2).indices
+        with torch.no_grad():
+            got = module(x, ids, weights)
+            wide = copy.deepcopy(module).double()
+            wide.config = copy.copy(module.config)
+            wide.config._experts_implementation = "eager"
+            want = wide(x.double(), ids, weights.double())
+        assert 0 < relative_error(got, want) < 0.006
+
+
+def test_an_ungated_activation_that_envoi_does_not_have_is_refused():
     experts = build("mixtral").model.layers[0].mlp.experts
     experts.has_gate = False
-    with pytest.raises(ValueError, match="MixtralExperts: expected gated experts"):
+    experts.act_fn = torch.nn.GELU()
+    with pytest.raises(ValueError, match="MixtralExperts: expected the activation silu or relu.x..2 of a plain"):
         packed_experts(experts)
 
 

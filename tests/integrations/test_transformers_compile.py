@@ -155,7 +155,17 @@ def test_the_operator_keeps_its_promises():
     arguments = (
         x, weights, ids, *(t.detach() for t in (
             module.gate_up_proj, module.down_proj, module.gate_up_proj_bias, module.down_proj_bias)),
-        "bf16", "swiglu_oai", 7.0, "interleaved", True, True,
+        None, None, "bf16", "swiglu_oai", 7.0, "interleaved", True, False, True,
+    )  # fmt: skip
+    torch.library.opcheck(torch.ops.envoi.transformers_experts.default, arguments)
+
+
+def test_the_operator_keeps_its_promises_for_quantised_weights():
+    x, ids, weights = torch.randn(3, 64).bfloat16(), torch.tensor([[0, 1], [2, 4], [3, 0]]), torch.rand(3, 2)
+    gate_up, down = (torch.randint(0, 256, (4, 64, columns // 2), dtype=torch.uint8) for columns in (64, 32))
+    factors = (torch.randint(120, 127, (4, 64, columns // 32), dtype=torch.uint8) for columns in (64, 32))
+    arguments = (
+        x, weights, ids, gate_up, down, None, None, *factors, "auto", "swiglu", None, "concat", False, False, True,
     )  # fmt: skip
     torch.library.opcheck(torch.ops.envoi.transformers_experts.default, arguments)
 

@@ -3,10 +3,10 @@
 from dataclasses import dataclass
 
 import torch
-from torch.nn.functional import linear, silu
+from torch.nn.functional import gelu, linear, relu, silu
 
 from envoi.moe import moe, pack
-from envoi.types import ExpertWeights, Routing
+from envoi.types import UNGATED, ExpertWeights, Routing
 from tests.helpers.accuracy import assert_same_bits
 
 
@@ -22,12 +22,14 @@ class Layer:
     down_bias: torch.Tensor | None = None
     activation: str = "swiglu"
     limit: float | None = None
+    packed_layout: str | None = None
 
     def pack(self, format: str = "bf16", first: int = 0, last: int | None = None) -> ExpertWeights:
         """Pack experts first : last in a format."""
         part = slice(first, last)
         return pack(
             self.gate_up[part], self.down[part], format, activation=self.activation, swiglu_limit=self.limit,
+            packed_layout=self.packed_layout,
             gate_up_bias=None if self.gate_up_bias is None else self.gate_up_bias[part],
             down_bias=None if self.down_bias is None else self.down_bias[part],
         )  # fmt: skip
@@ -36,6 +38,7 @@ class Layer:
 def make(
     tokens: int = 60, experts: int = 8, k: int = 3, hidden: int = 256, intermediate: int = 128, seed: int = 0,
     masked: float = 0.1, bias: bool = False, activation: str = "swiglu", limit: float | None = None,
+    packed_layout: str | None = None,
 ) -> Layer:  # fmt: skip
     """Make a layer with normal tokens, uniform routing and a share `masked` of masked slots."""
     source = torch.Generator().manual_seed(seed)
@@ -46,12 +49,13 @@ def make(
     ids = torch.rand(tokens, experts, generator=source).argsort(1)[:, :k].to(torch.int32)
     ids = ids.masked_fill(torch.rand(ids.shape, generator=source) < masked, -1)
     weights = torch.rand(ids.shape, generator=source)
+    rows = intermediate if activation in UNGATED else 2 * intermediate
     return Layer(
         normal(tokens, hidden).bfloat16(), Routing(weights, ids, experts),
-        (normal(experts, 2 * intermediate, hidden) / hidden**0.5).bfloat16(),
+        (normal(experts, rows, hidden) / hidden**0.5).bfloat16(),
         (normal(experts, hidden, intermediate) / intermediate**0.5).bfloat16(),
-        normal(experts, 2 * intermediate) if bias else None, normal(experts, hidden) if bias else None,
-        activation, limit,
+        normal(experts, rows) if bias else None, normal(experts, hidden) if bias else None,
+        activation, limit, packed_layout,
     )  # fmt: skip
 
 
@@ -90,10 +94,14 @@ def eager_bf16(layer: Layer) -> torch.Tensor:
 
 
 def _activate(h: torch.Tensor, layer: Layer) -> torch.Tensor:
+    if layer.activation in UNGATED:
+        return silu(h) if layer.activation == "silu" else relu(h) ** 2
     gate, up = h.chunk(2, dim=-1)
     limit = 7.0 if layer.activation == "swiglu_oai" and layer.limit is None else layer.limit
     if limit is not None:
         gate, up = gate.clamp(max=limit), up.clamp(-limit, limit)
     if layer.activation == "swiglu_oai":
         return (up + 1) * gate * torch.sigmoid(1.702 * gate)
+    if layer.activation.startswith("geglu"):
+        return gelu(gate, approximate="tanh" if layer.activation == "geglu_tanh" else "none") * up
     return silu(gate) * up

@@ -5,13 +5,14 @@ call as always has one place in the replay, and these places don't overlap.
 """
 
 import struct
+from collections.abc import Sequence
 from itertools import pairwise
 
 import pytest
 import torch
 
 from envoi.runtime import shortcuts, workspace
-from envoi.runtime.prepared import calls
+from envoi.runtime.prepared import Calls, calls
 from tests.helpers.compiling_driver import CompilingDriver
 from tests.runtime.prepared_cases import Case, gemm_cases, indexer_cases, moe_cases, route_cases, tensors_in
 
@@ -27,12 +28,17 @@ CASES = {
 }  # fmt: skip
 
 
-def assert_replayed(case: Case, hopper: CompilingDriver) -> None:
-    """Call three times, and compare what the third hands to the driver with a call as always."""
+def assert_replayed(
+    case: Case, hopper: CompilingDriver, known: Calls | None = None, owned: Sequence[torch.Tensor] = ()
+) -> None:
+    """Call three times, and compare what the third hands to the driver with a call as always.
+
+    known: where the call is kept. owned: tensors that stay where they are.
+    """
     for i in range(2):
         given, named = case.arguments(i)
         case.function(*given, **named)
-    assert not calls._calls.refusals()
+    assert not (known or calls._calls).refusals()
     given, named = case.arguments(2)
     hopper.always.clear()
     shortcuts.PREPARED = False
@@ -46,7 +52,7 @@ def assert_replayed(case: Case, hopper: CompilingDriver) -> None:
     for x, y in zip(tensors_in(want), tensors_in(got), strict=True):
         assert (x.shape, x.stride(), x.dtype) == (y.shape, y.stride(), y.dtype)
         places[storage(x)] = storage(y)
-    for x in workspace._forever:
+    for x in (*workspace._forever, *owned):
         places[storage(x)] = storage(x)
     for (function, config, values), (other, grid, parameters) in zip(hopper.calls, hopper.always, strict=True):
         assert function == other and tuple(config.grid) == grid and config.stream == hopper.stream_now

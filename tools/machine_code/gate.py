@@ -61,6 +61,7 @@ KNOWN: dict[str, dict[str, Known]] = {
     },
     "3.9.0": {
         "gemm-sm90-split-linear sm_90": Known(23, 3, ONCE_A_TILE),
+        "gemm-sm90-experts-l1-concat-fp8-block128 sm_90": Known(21, 4, f"{ONCE_A_TILE}, but for one load"),
         "w4a16-few-l1-wide sm_90": Known(32, 31, IN_LOOP),
         "w4a16-few-l2-wide sm_90": Known(2, 2, BETWEEN_TILES),
         "w4a16-many-sent sm_90": Known(6, 5, ONCE_A_TILE),

@@ -45,6 +45,7 @@ BASELINES = {
     "tokens": "the time of reading the tokens once, by the copy rate of the same run",
     "dense": "Envoi with the weights as a dense [M, N] matrix too",
     "torch_grouped": "torch's grouped matmul, for FP8 in FP8 with scales of rows (bf16 on CPUs), else in bf16",
+    "concat": "Envoi on weights with all gates' rows before all ups', as checkpoints store them; else in turn",
     "torch_ep": "bf16: NCCL (gloo on CPUs) all-to-all and torch's grouped matmul",
     "vllm_triton": "vLLM's fused_experts in Triton, with its tuned configs, in the case's format",
     "vllm_marlin": "vLLM's Marlin kernels on the case's MXFP4 weights, bf16 activations",

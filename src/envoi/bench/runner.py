@@ -11,13 +11,13 @@ import torch.distributed as dist
 from envoi import env
 from envoi.bench import machine
 from envoi.bench.evidence import Measurement
-from envoi.bench.progress import Progress
 from envoi.bench.roof import Roof, measure_roof
 from envoi.bench.shapes import Case
 from envoi.bench.suites import measure, repeat_of
 from envoi.bench.summary import means, of_roof
 from envoi.bench.timing import Clock, Timing
 from envoi.bench.trial import Bench, Compiler, Trial
+from envoi.progress import Progress
 from envoi.table import align, number, ratio
 
 
@@ -110,6 +110,8 @@ def _run_suite(
             continue
         rows.append(_row(case, trial, roof))
         notes += [f"{label}: {name} didn't run: {why}" for name, why in trial.missing.items()]
+        if trial.details:
+            notes.append(f"{label}: {', '.join(f'{name} {value}' for name, value in trial.details.items())}")
         if trial.baselines:
             measurements.append(to_measurement(case, trial, roof, ranks, plan.commit))
             if ranks.rank == 0:

@@ -53,6 +53,7 @@ MOE_OVER_RANKS = (
 )
 MOE_SKEW = 8.0
 MOE_ONE_GPU = (4096, 2048, 32, 6, 2048)  # one rank's part of the first, of eight
+MOE_READ_AS_STORED = ("bf16", "fp8_row", "fp8_block128")  # of these also with few tokens
 MOE_FORMATS = ("bf16", "fp8_row", "fp8_block128", "mxfp4", "mxfp4_mxfp8")
 # Few tokens, bound by reading the chosen experts' weights: gpt-oss-20b, four times its experts, sizes that are no
 # powers of two, and many small experts.
@@ -301,6 +302,7 @@ def _moe_cases() -> list[Case]:
     shapes = [MoeShape(*sizes, m, name) for sizes, m, name in MOE_OVER_RANKS]
     shapes.append(MoeShape(*MOE_V4, 2048, "fp8_block128", MOE_SKEW))
     alone = [MoeShape(*MOE_ONE_GPU, name) for name in MOE_FORMATS]
+    alone += [MoeShape(*MOE_ONE_GPU[:4], 64, name) for name in MOE_READ_AS_STORED]
     alone += [MoeShape(*sizes, m, name) for sizes, m, name in MOE_DECODE]
     small = [MoeShape(256, 128, 8, 2, 64, name) for name in MOE_FORMATS]
     found = [Case("moe", moe_name(s), s, over_ranks=True) for s in shapes]

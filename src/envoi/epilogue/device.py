@@ -206,6 +206,15 @@ def plus(a, b):
 
 
 @triton.jit
+def halves_in_turn(ids, n, N):
+    """Return i, i + N / 2, i + 1, i + 1 + N / 2, .. for the ids 0, 1, 2, 3, ..: columns of both halves, in turn.
+
+    i = n / 2. The first column n, an even number, is apart, so that the compiler knows the bits of the ids.
+    """
+    return (ids >> 1) + (ids & 1) * (N // 2) + n // 2
+
+
+@triton.jit
 def sort_key(x, columns):
     """Return int64 keys that order a row for top-k: larger values first, then lower columns; NaN counts as -inf."""
     x = tl.where(x == x, x + 0.0, -INF)  # + 0.0: -0 and 0 are equal

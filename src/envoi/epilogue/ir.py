@@ -21,8 +21,8 @@ from typing import Any
 class Shape:
     """Dimensions of the output that a value spans.
 
-    rows: "1" (shared by all rows) or "M". columns: "1", "N", "N/2", "N/4" .. (after `pairs`), or "k4" (from a
-        top-4).
+    rows: "1" (shared by all rows) or "M". columns: "1", "N", "N/2", "N/4" .. (after `pairs` or `halves`), or
+        "k4" (from a top-4).
     """
 
     rows: str
@@ -49,7 +49,7 @@ class Shape:
         return int(self.columns.partition("/")[2] or 1)
 
     def halved(self) -> "Shape":
-        """Return the shape of either output of `pairs`."""
+        """Return the shape of either output of `pairs` or `halves`."""
         return Shape(self.rows, f"N/{2 * self.divisor}")
 
 
@@ -78,6 +78,7 @@ class Node:
     step: what the operation has to see before its value is known.
         "load", "element"   its own element
         "pair"              the neighbouring column
+        "half"              the column N / 2 further
         "row"               the whole row: begin, visit every N tile, end
         "column", "all"     every row (of the expert): known when the kernel ends, so it can only be returned
         "store"             the value in the form in which it is stored; can only be returned
@@ -143,6 +144,11 @@ class IR:
             or (node.op == "quantize" and node.attribute("scheme") == "fp8_row")
             for node in self.nodes
         )
+
+    @property
+    def takes_halves(self) -> bool:
+        """Return True if columns j and j + N / 2 are computed together (`halves`); kernels put both into one tile."""
+        return any(node.step == "half" for node in self.nodes)
 
     def operand(self, name: str) -> Operand:
         """Return the operand with a name."""

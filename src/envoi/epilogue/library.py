@@ -9,6 +9,7 @@ from envoi.epilogue.vocabulary import (
     cast,
     clip,
     gelu,
+    halves,
     minimum,
     pairs,
     quantize,
@@ -18,6 +19,7 @@ from envoi.epilogue.vocabulary import (
     silu,
 )
 from envoi.quant.formats import Scheme
+from envoi.types import UNGATED
 
 WIDEST_INSIDE = 32  # columns of a quantisation group that fits into a tile of any format
 
@@ -73,7 +75,9 @@ def swiglu_fp8(acc):
     return quantize(silu(gate) * up, "fp8_e4m3", group=128)
 
 
-ACTIVATIONS = ("swiglu", "swiglu_oai")
+GATED = ("swiglu", "swiglu_oai", "geglu", "geglu_tanh")
+ACTIVATIONS = (*GATED, *UNGATED)
+SPLITS = {"interleaved": pairs, "concat": halves}  # how each `gate_up_layout` becomes gate and up
 
 _LEAVE = {
     "fp8_row": ("fp8_e4m3", "row"),
@@ -83,32 +87,47 @@ _LEAVE = {
 
 
 @cache
-def expert_l1(activation: str, limit: float | None, has_bias: bool, scheme: str | None) -> Epilogue:
-    """Return the experts' first epilogue: activation of interleaved gate and up, times the routing weight, quantised.
+def expert_l1(
+    activation: str, limit: float | None, has_bias: bool, scheme: str | None, gate_up_layout: str = "interleaved"
+) -> Epilogue:
+    """Return the experts' first epilogue: activation of gate and up, times the routing weight, quantised.
 
-    activation: "swiglu" or "swiglu_oai". limit clamps gate above and up on both sides. scheme: None for bf16 output,
-    else fp8_row, fp8_1x128 or mxfp8. Operands: weight (Row), and bias (Col, interleaved) if has_bias.
-    Raises ValueError for another activation or scheme.
+    activation: one of ACTIVATIONS; for those of UNGATED the columns are all up, and there is no limit and no layout.
+    limit clamps gate above and up on both sides. scheme: None for bf16 output,
+    else fp8_row, fp8_1x128 or mxfp8. gate_up_layout: "interleaved" (columns of gate and up in turn) or "concat" (all
+    gates, then all ups). Operands: weight (Row), and bias (Col, in the same order) if has_bias.
+    Raises ValueError for another activation, scheme or layout.
     """
     expect_choice("activation", activation, ACTIVATIONS)
+    gated = activation in GATED
+    expect_choice("gate_up_layout", gate_up_layout, SPLITS)
     if scheme is not None:
         expect_choice("scheme", scheme, _LEAVE)
+    split = SPLITS[gate_up_layout]
 
     def activate(gate, up):
         if limit is not None:
             gate, up = minimum(gate, limit), clip(up, -limit, limit)
         if activation == "swiglu_oai":
             return (up + 1.0) * gate * sigmoid(1.702 * gate)
-        return silu(gate) * up
+        if activation == "swiglu":
+            return silu(gate) * up
+        return gelu(gate, "tanh" if activation == "geglu_tanh" else "none") * up
+
+    def activate_up(up):
+        return silu(up) if activation == "silu" else relu(up) * relu(up)
+
+    def inside(acc):
+        return activate(*split(acc)) if gated else activate_up(acc)
 
     def leave(h):
         return cast(h, "bf16") if scheme is None else quantize(h, *_LEAVE[scheme])
 
     def expert_l1(acc, weight: Row):
-        return leave(activate(*pairs(acc)) * weight)
+        return leave(inside(acc) * weight)
 
     def expert_l1_bias(acc, weight: Row, bias: Col):
-        return leave(activate(*pairs(acc + bias)) * weight)
+        return leave(inside(acc + bias) * weight)
 
     return epilogue(expert_l1_bias if has_bias else expert_l1)
 

@@ -47,7 +47,8 @@ class Lowered:
 
     slots: the tensors it writes. leaving: indices of the slots stored through TMA descriptors. partials: partial
     reductions a row that a tile passes on. side: the operands loaded by TMA. piece_columns: a chunk has a multiple of
-    this many columns. whole: chunks hold whole rows. sent: rows are scattered to addresses.
+    this many columns. whole: chunks hold whole rows. sent: rows are scattered to addresses. takes_halves: column 2 j of
+    a chunk's accumulators is column j of the product, column 2 j + 1 is column j + N / 2.
     """
 
     visit: Any
@@ -65,6 +66,7 @@ class Lowered:
     piece_columns: int
     whole: bool
     sent: bool
+    takes_halves: bool
     source: str
 
     @property
@@ -90,7 +92,7 @@ class Lowered:
         keys = ",".join(getattr(self, name).cache_key for name in FUNCTIONS)
         source = hashlib.sha256(self.source.encode()).hexdigest()[:16]
         rest = (self.slots, self.leaving, self.partials, self.side, self.piece_columns, self.whole, self.sent)
-        return f"Lowered({keys},{source},{','.join(map(str, rest))})"
+        return f"Lowered({keys},{source},{','.join(map(str, rest))},{self.takes_halves})"
 
     __str__ = __repr__
 
@@ -118,7 +120,7 @@ def lower(
     lowered = Lowered(
         **{name: namespace[name] for name in FUNCTIONS}, slots=writer.slots, leaving=tuple(writer.leaving),
         partials=len(writer.partials), side=side, piece_columns=piece_columns(ir), whole=whole,
-        sent=sent, source=source,
+        sent=sent, takes_halves=ir.takes_halves, source=source,
     )  # fmt: skip
     weakref.finalize(lowered, linecache.cache.pop, filename, None).atexit = False
     return lowered

@@ -102,6 +102,7 @@ _define(takes="bool", gives="bool", logical_and=torch.logical_and, logical_or=to
 _define(takes="bool", gives="bool", logical_not=torch.logical_not)
 _define(takes="where", where=torch.where)
 _define(step="pair", even=lambda x: x[:, 0::2], odd=lambda x: x[:, 1::2])
+_define(step="half", left=lambda x: x[:, : x.shape[1] // 2], right=lambda x: x[:, x.shape[1] // 2 :])
 
 
 def _amax(x: torch.Tensor, dim: int) -> torch.Tensor:
@@ -200,6 +201,10 @@ def _shape(op: str, step: str, args: tuple[Node, ...], attributes: dict[str, Any
         if not first.spans_columns:
             refuse(f"pairs: expected a value with a column for each output feature, got a {first}")
         return first.halved()
+    if step == "half":
+        if first.columns != "N":
+            refuse(f"halves: expected a value of N columns, got a {first}")
+        return first.halved()
     if step == "row":
         if first.rows != "M" or first.columns == "1":
             refuse(f"{op}: expected a tile (or the values of topk), got a {first}")
@@ -222,7 +227,7 @@ def _broadcast(op: str, shapes: list[Shape]) -> Shape:
     if len(columns) > 1:
         refuse(
             f"{op}: expected values of one width, got {' and '.join(map(str, shapes))}; "
-            "after pairs the tile has N/2 columns: annotate its operands HalfCol or HalfTile"
+            "after pairs or halves the tile has N/2 columns: annotate its operands HalfCol or HalfTile"
         )
     rows = "M" if any(shape.rows == "M" for shape in shapes) else "1"
     return Shape(rows, columns.pop() if columns else "1")

@@ -237,7 +237,10 @@ def trace(function: Callable) -> IR:
         place = last_user_line(error.__traceback__) or _place(function)
         refuse_at(*place, f"{type(error).__name__} while tracing: {error}")
     outputs = _outputs(function, graph, returned)
-    return _prune(function.__name__, operands, graph.nodes, outputs, function)
+    ir = _prune(function.__name__, operands, graph.nodes, outputs, function)
+    if ir.takes_halves:
+        _check_halves(ir, function)
+    return ir
 
 
 def inline(ir: IR, acc: Traced, operands: Mapping[str, Any]) -> list[Traced]:
@@ -375,3 +378,18 @@ def _prune(
         for n in (nodes[old] for old in order)
     )
     return IR(name, operands, kept, tuple((label, new[value.position]) for label, value in outputs))
+
+
+def _check_halves(ir: IR, function: Callable) -> None:
+    """Refuse what a kernel can't do whose tile's columns are those of the two halves in turn."""
+    for node in ir.nodes:
+        wide = any(ir.nodes[arg].shape.columns == TILE.columns for arg in node.args)
+        if wide and node.step not in ("element", "half"):
+            refuse_at(*_place(function), f"{ir.name}: {node.op} of a value of N columns isn't possible beside halves")
+    for operand in ir.operands:
+        if operand.shape == TILE:
+            refuse_at(
+                *_place(function), f"{ir.name}: operand {operand.name}: expected a HalfTile beside halves, got a Tile"
+            )
+    if any(ir.nodes[position].shape.columns == TILE.columns for _, position in ir.outputs):
+        refuse_at(*_place(function), f"{ir.name}: a value of N columns can't be returned beside halves")

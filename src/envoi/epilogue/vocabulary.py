@@ -125,6 +125,15 @@ def pairs(x: Value) -> tuple[Value, Value]:
     return _apply("even", x), _apply("odd", x)
 
 
+def halves(x: Value) -> tuple[Value, Value]:
+    """Split [M, N] into columns 0 .. N / 2 - 1 and columns N / 2 .. N - 1: `pairs` for weights with all gates first.
+
+    Beside it a value of N columns can only take part in elementwise operations with Row, Col and Scalar: it can't be
+    returned, reduced or combined with a Tile, because kernels bring the columns of both halves into one tile.
+    """
+    return _apply("left", x), _apply("right", x)
+
+
 def row_sum(x: Value) -> Value:
     """Return the sum over a row's columns: [M, N] -> a row value [M]."""
     return _apply("row_sum", x)

@@ -13,6 +13,7 @@ INFIX = {
     "ne": "!=", "logical_and": "&", "logical_or": "|",
 }  # fmt: skip
 IN_FLIGHT = 32  # partial values that are loaded before the first is used
+TAKES = {"even": "even", "odd": "odd", "left": "even", "right": "odd"}  # a tile has the columns of both halves in turn
 LANGUAGE = ("abs", "exp", "exp2", "log", "log2", "sqrt", "rsqrt", "where")
 TYPE_NAMES = {
     torch.bfloat16: "bfloat16", torch.float16: "float16", torch.float32: "float32", torch.float8_e4m3fn: "float8e4nv",
@@ -79,7 +80,7 @@ class Writer:
             return _number(node.attribute("value"))
         if node.op == "load":
             return self._load(node)
-        if node.op in ("even", "odd"):
+        if node.op in TAKES:
             return self._pair(node)
         if node.op in PARTIAL:
             return f"rows_like({self._reduction(node)}, x1)"
@@ -107,7 +108,9 @@ class Writer:
             return f"load_at({pointer}, row_ids(x1, at.m), at.m_end)"
         d = operand.shape.divisor
         if operand.shape.rows == "1":
-            return f"load_at({pointer}, col_ids(x{d}, at.n // {d}), at.N // {d})"
+            in_turn = d == 1 and self.ir.takes_halves
+            ids = "halves_in_turn(col_ids(x1, 0), at.n, at.N)" if in_turn else f"col_ids(x{d}, at.n // {d})"
+            return f"load_at({pointer}, {ids}, at.N // {d})"
         if operand.name in self.side:
             index = self.side.index(operand.name)
             source = f"buffers.descs[{MAX_DESCS + index}]"
@@ -117,8 +120,8 @@ class Writer:
     def _pair(self, node: Node) -> str:
         source = self.ir.nodes[node.args[0]]
         if source.shape.rows == "M":
-            return f"{node.op}(v{node.args[0]})"
-        return f"{node.op}_of_column(v{node.args[0]}, x{node.shape.divisor})"
+            return f"{TAKES[node.op]}(v{node.args[0]})"
+        return f"{TAKES[node.op]}_of_column(v{node.args[0]}, x{node.shape.divisor})"
 
     def _masked(self, node: Node, fill: str) -> str:
         """Return the text of the tile to reduce, with columns from N on replaced by `fill`."""

@@ -19,12 +19,17 @@ from envoi.types import ExpertWeights, QuantTensor
 
 
 class Weights(NamedTuple):
-    """Tensors of an experts module in the module's own layout: gate_up, down, and both biases or neither."""
+    """Tensors of an experts module in the module's own layout: gate_up, down, and both biases or neither.
+
+    gate_up_sf, down_sf: factors of weights that are quantised already, as `envoi.experts.pack` takes them.
+    """
 
     gate_up: torch.Tensor
     down: torch.Tensor
     gate_up_bias: torch.Tensor | None = None
     down_bias: torch.Tensor | None = None
+    gate_up_sf: torch.Tensor | None = None
+    down_sf: torch.Tensor | None = None
 
 
 class Recipe(NamedTuple):
@@ -35,6 +40,7 @@ class Recipe(NamedTuple):
     swiglu_limit: float | None
     gate_up_layout: str
     transposed: bool
+    requantize: bool = False
 
 
 class Mark(NamedTuple):
@@ -121,15 +127,16 @@ def pack_weights(weights: Weights, recipe: Recipe) -> ExpertWeights:
     # Tensors made in inference mode couldn't be written to outside of it.
     with torch.inference_mode(False), torch.no_grad():
         gate_up, down = weights.gate_up.detach(), weights.down.detach()
-        biases = [None if bias is None else bias.detach() for bias in weights[2:]]
+        more = [None if x is None else x.detach() for x in weights[2:]]
         if recipe.transposed:
             gate_up, down = gate_up.transpose(1, 2), down.transpose(1, 2)
         # For swiglu_oai, None in `pack` means 7.
         unclamped = math.inf if recipe.activation == "swiglu_oai" else None
         return pack(
-            gate_up, down, recipe.format, gate_up_layout=recipe.gate_up_layout, gate_up_bias=biases[0],
-            down_bias=biases[1], activation=recipe.activation,
+            gate_up, down, recipe.format, gate_up_layout=recipe.gate_up_layout, gate_up_bias=more[0],
+            down_bias=more[1], gate_up_sf=more[2], down_sf=more[3], activation=recipe.activation,
             swiglu_limit=unclamped if recipe.swiglu_limit is None else recipe.swiglu_limit,
+            requantize=recipe.requantize,
         )  # fmt: skip
 
 

@@ -4,9 +4,11 @@
     envoi.integrations.transformers.register()
     model = AutoModelForCausalLM.from_pretrained(path, dtype=torch.bfloat16, experts_implementation="envoi")
 
-"envoi" runs the experts in bf16, "envoi_fp8_row", "envoi_fp8_block128", "envoi_mxfp8", "envoi_mxfp4" (4-bit weights,
-bf16 activations) and "envoi_mxfp4_mxfp8" in those formats; `model.set_experts_implementation(...)` switches. Weights
-are packed at a module's first call; the packing is kept until the originals are freed.
+"envoi" runs the experts in bf16, and quantised ones as they are stored: FP8 with a factor per block or matrix, MXFP4.
+"envoi_fp8_row", "envoi_fp8_block128", "envoi_mxfp8", "envoi_mxfp4" (4-bit weights, bf16 activations) and
+"envoi_mxfp4_mxfp8" run them in those formats; `model.set_experts_implementation(...)` switches. `report(model)` says
+what runs by Envoi, and why not. Weights are packed at a module's first call; packings are kept until the originals are
+freed.
 `torch.compile(fullgraph=True)`, `torch.export` and `generate` with a static cache trace through one operator, which
 checks at each call that its packing still fits the weights:
 
@@ -30,17 +32,28 @@ There is no backward: an input or weight that requires grad, with grad mode on, 
 import warnings
 from collections.abc import Callable
 from functools import partial
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
+from envoi.check import expect_bool
+from envoi.epilogue.library import GATED
 from envoi.integrations import packings
 from envoi.integrations.packings import Recipe, Weights
 from envoi.moe import layer, moe
 from envoi.moe.oracle import activate
+from envoi.moe.pack import AUTO, format_of
 from envoi.quant.formats import FORMATS
+from envoi.quant.regroup import as_stored
 from envoi.runtime.custom_op import operator
-from envoi.types import ExpertWeights, Routing
+from envoi.types import UNGATED, ExpertWeights, Routing
+
+# What the names of factors end in: those of transformers' FP8Experts, and those that Envoi's loader adds.
+STORED_FACTORS = "_scale"
+FACTORS = ("_scale_inv", STORED_FACTORS)
+
+if TYPE_CHECKING:
+    from envoi.integrations.transformers_report import Report
 
 # Attributes that modules' gates read besides their input.
 GATE_ATTRIBUTES = ("act_fn", "alpha", "limit", "swiglu_alpha", "swiglu_limit")
@@ -52,22 +65,34 @@ def implementation_name(format: str) -> str:
     return "envoi" if format == "bf16" else f"envoi_{format}"
 
 
-IMPLEMENTATIONS = tuple(map(implementation_name, FORMATS))
+FORMAT_OF = {implementation_name(format): format for format in FORMATS}
+IMPLEMENTATIONS = tuple(FORMAT_OF)
 
 
-def register() -> None:
-    """Register Envoi's names with transformers (5.17 to 5.23). Calling it again changes nothing.
+_requantize = False
+
+
+def register(requantize: bool = False) -> None:
+    """Register Envoi's names with transformers (5.17 to 5.23). Calling it again changes nothing but requantize.
 
     From then on `from_config`, `from_pretrained` (before it reads weights) and `set_experts_implementation` raise
-    ValueError for a model in which one of the names would be without effect or fail at the first call.
+    ValueError for a model in which one of the names would be without effect or fail at the first call; and gpt-oss's
+    MXFP4 and compressed-tensors' FP8 experts are loaded as they are stored, not widened, where one of them is chosen.
+    requantize: round stored weights again where a format can't hold their numbers exactly, which is refused else.
     """
+    from transformers.integrations.finegrained_fp8 import ALL_FP8_EXPERTS_FUNCTIONS
     from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
 
-    from envoi.integrations import transformers_checks
+    from envoi.integrations import transformers_checks, transformers_fp8, transformers_mxfp4
 
+    global _requantize
+    _requantize = expect_bool("requantize", requantize)
     for format in FORMATS:
-        ALL_EXPERTS_FUNCTIONS.register(implementation_name(format), partial(experts_forward, format=format))
+        for functions in (ALL_EXPERTS_FUNCTIONS, ALL_FP8_EXPERTS_FUNCTIONS):
+            functions.register(implementation_name(format), partial(experts_forward, format=format))
     transformers_checks.install()
+    transformers_mxfp4.install()
+    transformers_fp8.install()
 
 
 def experts_forward(
@@ -90,20 +115,56 @@ def experts_forward(
     weights = module_weights(module)
     refuse_gradients(hidden_states, top_k_weights, *weights)
     _check_dtype(hidden_states, weights)
+    released = module.__dict__.get("_envoi_released")
+    if released is not None:
+        return _run(hidden_states, top_k_weights, top_k_index, released.experts)
     return _experts(hidden_states, top_k_weights, top_k_index, *weights, *recipe, not _made_anew(module))
 
 
 def packed_experts(module: torch.nn.Module, format: str = "bf16") -> ExpertWeights:
     """Return the module's weights packed in a format; kept until they are freed or change (see the table above)."""
     recipe = _recipe(module, format)
+    released = module.__dict__.get("_envoi_released")
+    if released is not None:
+        return released.experts
     return packings.packed(module_weights(module), recipe)
 
 
 def refresh(model: torch.nn.Module) -> None:
     """Pack the model's experts again, as far as they are packed: needed after a change that torch doesn't count."""
     for module in model.modules():
-        if is_experts(module) and not unserved(module):
+        if is_experts(module) and "_envoi_released" not in vars(module) and not unserved(module):
             packings.refresh(module_weights(module))
+
+
+def release(model: torch.nn.Module) -> int:
+    """Free the experts' own weights of a model for which Envoi is chosen, layer by layer; return the bytes freed.
+
+    Only packed weights are kept, as far as they are copies: FP8 rows and blocks, and bf16 down, are the module's own
+    memory anyway. From then on the experts run by Envoi in this format alone, and what needs the originals is refused:
+    other implementations and formats, `state_dict` and `save_pretrained`, `model.to(...)`, and changes of the weights.
+    """
+    from envoi.integrations import transformers_release
+
+    freed = 0
+    for module in model.modules():
+        if is_experts(module) and "_envoi_released" not in vars(module):
+            config: Any = module.config
+            format = FORMAT_OF.get(config._experts_implementation)
+            if format is not None:
+                recipe = _recipe(module, format)
+                freed += transformers_release.release(module, module_weights(module), recipe, format)
+    return freed
+
+
+def report(model: torch.nn.Module) -> "Report":
+    """Return what each experts module of a model is stored as, whether Envoi runs it, and why not: print it.
+
+    Reads no weights; `.rows` has path, class, format, implementation and reason of each module.
+    """
+    from envoi.integrations import transformers_report
+
+    return transformers_report.report(model)
 
 
 def is_experts(module: Any) -> bool:
@@ -111,20 +172,72 @@ def is_experts(module: Any) -> bool:
     return hasattr(type(module), "_apply_gate") and "has_gate" in vars(module)
 
 
-def unserved(module: Any) -> str | None:
-    """Return the reason why Envoi can't run an experts module, or None if it can."""
+def unserved(module: Any, format: str = "bf16") -> str | None:
+    """Return the reason why Envoi can't run an experts module in a format, or None if it can. Reads no weights."""
     try:
         _activation(module)
+        _format(module, format)
     except ValueError as error:
         return str(error).removeprefix(f"{type(module).__name__}: ")
     return None
 
 
 def module_weights(module: Any) -> Weights:
-    """Return the tensors of an experts module that has a gate, in the module's layout."""
+    """Return the tensors of an experts module in its layout; without a gate, up takes the place of gate_up."""
+    if hasattr(module, "gate_up_proj_blocks"):
+        return Weights(
+            module.gate_up_proj_blocks, module.down_proj_blocks, module.gate_up_proj_bias, module.down_proj_bias,
+            module.gate_up_proj_scales, module.down_proj_scales,
+        )  # fmt: skip
+    ending = next((end for end in FACTORS if f"gate_up_proj{end}" in module._parameters), "")
+    factors = (getattr(module, name + ending) if ending else None for name in ("gate_up_proj", "down_proj"))
+    if not module.has_gate:
+        factors = module._parameters.get("up_proj_scale_inv"), module._parameters.get("down_proj_scale_inv")
+        biases = (module.up_proj_bias, module.down_proj_bias) if module.has_bias else (None, None)
+        return Weights(module.up_proj, module.down_proj, *biases, *factors)
     if not module.has_bias:
-        return Weights(module.gate_up_proj, module.down_proj)
-    return Weights(module.gate_up_proj, module.down_proj, module.gate_up_proj_bias, module.down_proj_bias)
+        return Weights(module.gate_up_proj, module.down_proj, None, None, *factors)
+    return Weights(module.gate_up_proj, module.down_proj, module.gate_up_proj_bias, module.down_proj_bias, *factors)
+
+
+def stored_format(module: Any) -> str | None:
+    """Return the format that holds a module's quantised weights exactly as far as shapes and dtypes show, None if they
+    are floats.
+
+    Raises ValueError if there is no such format.
+    """
+    weights = module_weights(module)
+    if weights.gate_up_sf is None or weights.down_sf is None:
+        return None
+    gate_up = as_stored(weights.gate_up.detach().to("meta"), weights.gate_up_sf.detach().to("meta"), "gate_up")
+    down = as_stored(weights.down.detach().to("meta"), weights.down_sf.detach().to("meta"), "down")
+    return format_of(gate_up, down)
+
+
+def _format(module: Any, format: str) -> str:
+    """Return the format to pack in: for quantised weights and "bf16" the one that they are stored in.
+
+    Raises ValueError for another one that doesn't hold them.
+    """
+    released = module.__dict__.get("_envoi_released")
+    if released is not None and released.format != format:
+        raise ValueError(
+            f"expected {implementation_name(released.format)!r} for weights that were released in this format, got "
+            f"{implementation_name(format)!r}: load the model again to choose that"
+        )
+    stored = _activation(module)[2]
+    if stored is None:
+        return format
+    if format == "bf16":
+        return AUTO
+    scheme = FORMATS[stored].weights
+    if FORMATS[format].weights != scheme and not _requantize:
+        fit = [implementation_name(other.name) for other in FORMATS.values() if other.weights == scheme]
+        raise ValueError(
+            f"expected {' or '.join(map(repr, ['envoi', *fit]))} for weights that are stored so, got "
+            f"{implementation_name(format)!r}; register(requantize=True) rounds them again"
+        )
+    return format
 
 
 def refuse_gradients(*inputs: torch.Tensor | None) -> None:
@@ -141,6 +254,7 @@ def _check_dtype(hidden_states: torch.Tensor, weights: Weights) -> None:
     if (
         hidden_states.dtype in HALF
         or (hidden_states.dtype == torch.float32 and weights.gate_up.dtype in HALF)
+        or (hidden_states.dtype == torch.float32 and weights.gate_up_sf is not None)
         or torch.is_autocast_enabled(hidden_states.device.type)
     ):
         return
@@ -153,7 +267,8 @@ def _check_dtype(hidden_states: torch.Tensor, weights: Weights) -> None:
 
 def _recipe(module: Any, format: str) -> Recipe:
     layout = "concat" if module.is_concatenated else "interleaved"
-    return Recipe(format, *_activation(module), layout, module.is_transposed)
+    activation, limit, _ = _activation(module)
+    return Recipe(_format(module, format), activation, limit, layout, module.is_transposed, _requantize)
 
 
 def _made_anew(module: Any) -> bool:
@@ -175,16 +290,24 @@ def _experts_flops(hidden_states, topk_weights, topk_ids, gate_up, down, *argume
 def _experts(
     hidden_states: torch.Tensor, topk_weights: torch.Tensor, topk_ids: torch.Tensor,
     gate_up: torch.Tensor, down: torch.Tensor, gate_up_bias: torch.Tensor | None, down_bias: torch.Tensor | None,
-    format: str, activation: str, swiglu_limit: float | None, gate_up_layout: str, transposed: bool, keep: bool,
+    gate_up_sf: torch.Tensor | None, down_sf: torch.Tensor | None,
+    format: str, activation: str, swiglu_limit: float | None, gate_up_layout: str, transposed: bool,
+    requantize: bool, keep: bool,
 ) -> torch.Tensor:  # fmt: skip
     # The packing is looked up in the operator: compiled code runs it at each call, with the tensors of that call.
-    weights = Weights(gate_up, down, gate_up_bias, down_bias)
-    recipe = Recipe(format, activation, swiglu_limit, gate_up_layout, transposed)
+    weights = Weights(gate_up, down, gate_up_bias, down_bias, gate_up_sf, down_sf)
+    recipe = Recipe(format, activation, swiglu_limit, gate_up_layout, transposed, requantize)
     if keep:
         experts = packings.packed(weights, recipe)
     else:
         _warn_of_packing()
         experts = packings.pack_weights(weights, recipe)
+    return _run(hidden_states, topk_weights, topk_ids, experts)
+
+
+def _run(
+    hidden_states: torch.Tensor, topk_weights: torch.Tensor, topk_ids: torch.Tensor, experts: ExpertWeights
+) -> torch.Tensor:
     if topk_ids.device.type == "cpu" or not layer.has_kernels(topk_ids.device):
         # The kernels mask these themselves.
         topk_ids = topk_ids.masked_fill(topk_ids >= experts.num_local_experts, -1)
@@ -206,33 +329,26 @@ def _warn_of_packing() -> None:
         )
 
 
-def _activation(module: Any) -> tuple[str, float | None]:
-    """Return `recognise_activation`, cached on the module until one of GATE_ATTRIBUTES changes."""
+def _activation(module: Any) -> tuple[str, float | None, str | None]:
+    """Return `recognise_activation` and `stored_format`, cached on the module until one of GATE_ATTRIBUTES changes."""
     known = module.__dict__.get("_envoi_activation")
-    if known is None or not all(getattr(module, name) == value for name, value in known[2]):
+    if known is None or not all(getattr(module, name) == value for name, value in known[3]):
         known = _remember_activation(module)
-    return known[0], known[1]
+    return known[0], known[1], known[2]
 
 
 @torch.compiler.disable(reason="the activation isn't known yet: call the model, or select Envoi, before compiling")
-def _remember_activation(module: Any) -> tuple[str, float | None, tuple]:
+def _remember_activation(module: Any) -> tuple[str, float | None, str | None, tuple]:
     _check_structure(module)
     # Modules have no ==, so that for act_fn it means `is`.
     gate = tuple((name, getattr(module, name)) for name in GATE_ATTRIBUTES if hasattr(module, name))
-    module._envoi_activation = known = (*recognise_activation(module), gate)
+    module._envoi_activation = known = (*recognise_activation(module), stored_format(module), gate)
     return known
 
 
 def _check_structure(module: Any) -> None:
     reason = None
-    if hasattr(module, "gate_up_proj_scale_inv") or hasattr(module, "up_proj_scale_inv"):
-        reason = (
-            "expected bf16, fp16 or fp32 weights, got quantised ones; load with "
-            "quantization_config=FineGrainedFP8Config(dequantize=True)"
-        )
-    elif not module.has_gate:
-        reason = "expected gated experts (gate_up_proj), got a plain up_proj"
-    elif getattr(module, "has_post_expert_norm", False):
+    if getattr(module, "has_post_expert_norm", False):
         reason = "expected experts whose outputs are summed as they are, got a norm after each"
     if reason is not None:
         raise ValueError(f"{type(module).__name__}: {reason}")
@@ -244,6 +360,8 @@ def recognise_activation(module: Any) -> tuple[str, float | None]:
 
     Any clamp is found: it is read off the output for a huge `up`. Raises ValueError if the module computes another.
     """
+    if not getattr(module, "has_gate", True):
+        return _recognise_ungated(module), None
     apply_gate: Callable[[torch.Tensor], torch.Tensor] = module._apply_gate
 
     def theirs(interleaved: torch.Tensor) -> torch.Tensor:
@@ -254,15 +372,25 @@ def recognise_activation(module: Any) -> tuple[str, float | None]:
     # A gate below every clamp, with ups of 0, 1 and above every clamp: up to its clamp the activation is linear in up.
     pairs = torch.tensor([[2.0**-10, 0.0], [2.0**-10, 1.0], [2.0**-10, 1e30]], dtype=torch.float64, device="cpu")
     huge = float(theirs(pairs)[2])
-    for activation in ("swiglu", "swiglu_oai"):
+    for activation in GATED:
         zero, one, _ = activate(pairs, activation, None).flatten().tolist()
         limit = _rounded((huge - zero) / (one - zero), module)
         probe = _gates_and_ups(limit or 12.0)
         if torch.allclose(activate(probe, activation, limit), theirs(probe).double(), rtol=1e-4, atol=1e-5):
             return activation, limit
     raise ValueError(
-        f"{type(module).__name__}: expected the activation swiglu (silu(gate) * up) or swiglu_oai, "
+        f"{type(module).__name__}: expected the activation swiglu (silu(gate) * up), geglu or swiglu_oai, "
         "with or without a clamp; got another"
+    )
+
+
+def _recognise_ungated(module: Any) -> str:
+    side = torch.linspace(-12.0, 12.0, 97, dtype=torch.float64, device="cpu").unsqueeze(0)
+    for activation in UNGATED:
+        if torch.allclose(activate(side, activation, None), module.act_fn(side).double(), rtol=1e-4, atol=1e-5):
+            return activation
+    raise ValueError(
+        f"{type(module).__name__}: expected the activation silu or relu(x)^2 of a plain up_proj, got another"
     )
 
 

@@ -1,15 +1,15 @@
 """Checks made when a model chooses Envoi, before weights are loaded: refuse models whose experts it can't run.
 
 transformers itself only checks that a name is registered. Families that don't look implementations up would silently
-run their own code under Envoi's name, and FP8 experts, which are looked up elsewhere, would fail at the first call.
+run their own code under Envoi's name.
 """
 
 import functools
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Container
 from typing import Any
 
-from envoi.integrations.transformers import IMPLEMENTATIONS, is_experts, unserved
+from envoi.integrations.transformers import FORMAT_OF, IMPLEMENTATIONS, is_experts, unserved
 
 
 def install() -> None:
@@ -42,18 +42,39 @@ def check_model(model: Any, chosen: dict[str, str | None]) -> None:
         if is_experts(module) and module.config._experts_implementation in IMPLEMENTATIONS
     }
     for path, module in ours.items():
-        reason = unserved(module)
+        reason = unserved(module, FORMAT_OF[module.config._experts_implementation])
         if reason is not None:
             raise ValueError(f"experts_implementation={names[0]!r}: {path} ({type(module).__name__}): {reason}")
     if not ours:
         raise ValueError(f"experts_implementation={names[0]!r}: {type(model).__name__}: {_without_experts(model)}")
 
 
+def loads_as(model: Any, formats: Container[str]) -> bool:
+    """Tell whether Envoi's names are chosen for all parts of a model, and only those of these formats."""
+    chosen = [name for name in model.get_experts_implementation().values() if name is not None]
+    return bool(chosen) and all(name in FORMAT_OF and FORMAT_OF[name] in formats for name in chosen)
+
+
+def refusal(chosen: str | None) -> str:
+    """Return why an implementation can't run experts that Envoi has loaded as they are stored."""
+    return (
+        f"expected one of {', '.join(map(repr, IMPLEMENTATIONS))} for experts that Envoi has loaded as they are "
+        f"stored, got {chosen!r}: load the model again to choose that"
+    )
+
+
+def check_stored(model: Any) -> None:
+    """Raise ValueError if a module that Envoi has loaded as it is stored is to run by another implementation."""
+    for path, module in model.named_modules():
+        if getattr(module, "envoi_alone", False) and module.config._experts_implementation not in IMPLEMENTATIONS:
+            raise ValueError(f"experts_implementation: {path}: {refusal(module.config._experts_implementation)}")
+
+
 def _without_experts(model: Any) -> str:
     if any(type(module).__name__ == "Mxfp4GptOssExperts" for module in model.modules()):
         return (
-            "expected experts in bf16, got MXFP4 ones, which transformers runs with kernels of its own; load with "
-            "quantization_config=Mxfp4Config(dequantize=True)"
+            "expected experts as their checkpoint stores them, got MXFP4 ones in the order of transformers' own "
+            "kernels; choose experts_implementation in from_pretrained"
         )
     return (
         "expected experts that transformers looks up by experts_implementation, got none: what experts this model has "
@@ -89,6 +110,7 @@ def _when_set(original: Callable) -> Callable:
         chosen = experts_implementation
         try:
             check_model(self, chosen if isinstance(chosen, dict) else {"": chosen})
+            check_stored(self)
         except ValueError:
             original(self, before)
             raise

@@ -28,7 +28,7 @@ def run_experts(
     scheme = format_named(experts.format).activations
     l1_scheme = left_by_l1(scheme)
     has_bias = experts.gate_up_bias is not None
-    l1 = expert_l1(experts.activation, experts.swiglu_limit, has_bias, l1_scheme)
+    l1 = expert_l1(experts.activation, experts.swiglu_limit, has_bias, l1_scheme, experts.gate_up_layout)
     operands = {"weight": weights, "bias": experts.gate_up_bias} if has_bias else {"weight": weights}
     with span("L1"):
         hidden = _run_grouped_gemm(rows, experts.gate_up, offsets, l1, operands, replace(grouping, to=None))

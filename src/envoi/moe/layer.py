@@ -13,6 +13,8 @@ from envoi.runtime.devices import implementation
 from envoi.spans import span
 from envoi.types import ExpertWeights, QuantTensor
 
+FEW_ACTIVATIONS = ("swiglu", "swiglu_oai")  # of the kernels for few tokens, which take no other epilogue
+
 
 def has_kernels(device: torch.device) -> bool:
     """Tell whether kernels run on this device; else torch computes the layer (`envoi.moe.reference`)."""
@@ -43,6 +45,8 @@ def run_layer(
 def few_layer(experts: ExpertWeights) -> few.Layer | None:
     """Return the experts as the kernels for few tokens take them, None if they don't."""
     if experts.order != "fragments" or not isinstance(experts.gate_up, QuantTensor):
+        return None
+    if experts.activation not in FEW_ACTIVATIONS:
         return None
     return few.Layer(
         experts.gate_up, cast(QuantTensor, experts.down), experts.gate_up_bias, experts.down_bias, experts.activation,

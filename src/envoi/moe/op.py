@@ -21,7 +21,7 @@ def flatten(experts: ExpertWeights) -> tuple:
     return (
         gate_up, gate_up_sf, experts.gate_up_bias, down, down_sf, experts.down_bias,
         experts.format, experts.activation, experts.swiglu_limit, _tame(experts.gate_up), _tame(experts.down),
-        experts.order,
+        experts.order, experts.gate_up_layout,
     )  # fmt: skip
 
 
@@ -29,17 +29,18 @@ def constants_of(experts: ExpertWeights) -> tuple:
     """Return what a call depends on but for the tensors that `tensors_of` returns."""
     forms = []
     for x in (experts.gate_up, experts.down):
-        forms.append((x.group, x.tame, x.order) if type(x) is QuantTensor else None)
-    return experts.format, experts.activation, exactly(experts.swiglu_limit), *forms
+        forms.append((x.group, x.tame, x.order) if isinstance(x, QuantTensor) else None)
+    return experts.format, experts.activation, exactly(experts.swiglu_limit), experts.gate_up_layout, *forms
 
 
 def tensors_of(experts: ExpertWeights) -> tuple[torch.Tensor | None, ...]:
     """Return the experts' tensors, None for those that they don't have."""
-    x, y = experts.gate_up, experts.down
-    return (
-        *((x.values, x.sf, x.scale) if type(x) is QuantTensor else (x, None, None)), experts.gate_up_bias,
-        *((y.values, y.sf, y.scale) if type(y) is QuantTensor else (y, None, None)), experts.down_bias,
-    )  # fmt: skip
+    x, y = _parts(experts.gate_up), _parts(experts.down)
+    return *x, experts.gate_up_bias, *y, experts.down_bias
+
+
+def _parts(weight: Matrix) -> tuple[torch.Tensor | None, ...]:
+    return (weight.values, weight.sf, weight.scale) if isinstance(weight, QuantTensor) else (weight,)
 
 
 def unflatten(
@@ -55,12 +56,13 @@ def unflatten(
     gate_up_tame,
     down_tame,
     order,
+    gate_up_layout,
 ) -> ExpertWeights:
     """Inverse of `flatten`."""
     scheme = format_named(format).weights
     return ExpertWeights(
         _join(gate_up, gate_up_sf, scheme, gate_up_tame, order), _join(down, down_sf, scheme, down_tame, order),
-        format, activation, swiglu_limit, gate_up_bias, down_bias,
+        format, activation, swiglu_limit, gate_up_bias, down_bias, gate_up_layout,
     )  # fmt: skip
 
 
@@ -144,5 +146,7 @@ def mlp_flops(tokens, topk_weights, topk_ids, *arguments):
     Takes the arguments of the operators of `envoi.moe` and `ExpertParallel.moe`. Across ranks it counts the slots of
     this rank's tokens, whichever rank owns their experts.
     """
-    gate_up = next(x for x in arguments if isinstance(x, torch.Tensor))  # [E, 2I, H]
-    return 2 * topk_ids.numel() * tokens.shape[1] * (gate_up.shape[1] + gate_up.shape[1] // 2)
+    first = next(place for place, x in enumerate(arguments) if isinstance(x, torch.Tensor))
+    gate_up, down = arguments[first], arguments[first + 3]  # as `flatten` has them
+    intermediate = down.shape[2] * (2 if down.dtype == torch.uint8 else 1)
+    return 2 * topk_ids.numel() * tokens.shape[1] * (gate_up.shape[1] + intermediate)

@@ -1,9 +1,10 @@
 """Oracle of the MoE layer: float64, no rounding between the steps; tests and error columns compare with it."""
 
 import torch
+from torch.nn import functional
 
 from envoi.moe.pack import unpack
-from envoi.types import ExpertWeights
+from envoi.types import UNGATED, ExpertWeights
 
 
 def moe_oracle(
@@ -27,10 +28,15 @@ def moe_oracle(
 
 
 def activate(h: torch.Tensor, activation: str, limit: float | None) -> torch.Tensor:
-    """Apply the activation to interleaved gate and up columns [.., 2I]; return [.., I] in the dtype of h."""
+    """Apply the activation to interleaved gate and up columns [.., 2I], or without a gate to up columns [.., I]; return
+    [.., I] in the dtype of h."""
+    if activation in UNGATED:
+        return functional.silu(h) if activation == "silu" else functional.relu(h).square()
     gate, up = h[..., 0::2], h[..., 1::2]
     if limit is not None:
         gate, up = gate.clamp(max=limit), up.clamp(-limit, limit)
     if activation == "swiglu_oai":
         return (up + 1) * gate * torch.sigmoid(1.702 * gate)
-    return torch.nn.functional.silu(gate) * up
+    if activation == "swiglu":
+        return functional.silu(gate) * up
+    return functional.gelu(gate, approximate="tanh" if activation == "geglu_tanh" else "none") * up

@@ -1,42 +1,60 @@
 """Packing of expert weights from checkpoints' layouts into ExpertWeights, and unpacking."""
 
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+
 import torch
 
-from envoi.check import expect_choice, expect_number, expect_tensor, fits_float32
+from envoi.check import Dim, describe, expect_bool, expect_choice, expect_number, expect_tensor, fits_float32
 from envoi.epilogue.library import ACTIVATIONS
+from envoi.quant import regroup
 from envoi.quant.cast import dequantize
-from envoi.quant.formats import Format, format_named
+from envoi.quant.formats import FORMATS, Format, format_named
 from envoi.quant.fragments import supports_fragments, to_fragments
 from envoi.quant.pack import deinterleave_gate_up, interleave_gate_up, pack_weight
 from envoi.runtime.devices import implementation
-from envoi.types import ExpertWeights, Matrix, QuantTensor
+from envoi.types import UNGATED, ExpertWeights, Matrix, QuantTensor
 
 LAYOUTS = ("concat", "interleaved")
+PACKED_LAYOUT = "interleaved"  # of a "concat" gate_up in a format of READ_AS_STORED; "concat" shares its storage
+READ_AS_STORED = ("bf16", "fp8_row", "fp8_block128")  # formats whose kernels read both layouts
 SWIGLU_OAI_LIMIT = 7.0
 FLOATS = (torch.bfloat16, torch.float16, torch.float32)
+AUTO = "auto"
 
 
 def pack(
-    gate_up: torch.Tensor,
-    down: torch.Tensor,
-    format: str = "bf16",
+    gate_up: Matrix,
+    down: Matrix,
+    format: str = AUTO,
     *,
+    gate_up_sf: torch.Tensor | None = None,
+    down_sf: torch.Tensor | None = None,
     gate_up_layout: str = "concat",
+    packed_layout: str | None = None,
     gate_up_bias: torch.Tensor | None = None,
     down_bias: torch.Tensor | None = None,
     activation: str = "swiglu",
     swiglu_limit: float | None = None,
+    requantize: bool = False,
 ) -> ExpertWeights:
     """Pack expert weights once, for every later call of `envoi.moe`.
 
     gate_up [E, 2I, H] and down [E, H, I], bf16, fp16 or fp32, as nn.Linear stores them (a checkpoint that keeps
-    [E, H, 2I], as gpt-oss does, is passed transposed). gate_up_bias [E, 2I] and down_bias [E, H], both or neither.
+    [E, H, 2I], as gpt-oss in bf16 does, is passed transposed). gate_up_bias [E, 2I], down_bias [E, H], both or neither.
     format: "bf16", "fp8_row", "fp8_block128", "mxfp8", "mxfp4" (4-bit weights beside bf16 activations) or "mxfp4_mxfp8"
-        (the same weights beside MXFP8 activations).
+        (the same weights beside MXFP8 activations). "auto": bf16, or what quantised weights are stored in.
+    gate_up_sf, down_sf: factors of weights that are quantised already, which are then packed as they are, number for
+        number: see `envoi.quant.regroup.as_stored` for dtypes and shapes. Or gate_up and down are QuantTensors.
+    requantize: quantise such weights anew where the format can't hold their numbers exactly, which is refused else.
     gate_up_layout: "concat" (all gate rows, then all up rows; most checkpoints) or "interleaved" (gate, up in turn;
         gpt-oss). The bias has the same order.
-    activation: "swiglu" = silu(gate) * up, or "swiglu_oai" = (up + 1) * gate * sigmoid(1.702 * gate).
-    A contiguous bf16 `down` is referenced, not copied.
+    activation: "swiglu" = silu(gate) * up, "swiglu_oai" = (up + 1) * gate * sigmoid(1.702 * gate), "geglu" = gelu(gate)
+        * up, "geglu_tanh" (gelu by tanh); or "silu" and "relu2" = relu(up)^2 without a gate: gate_up [E, I, H] is up.
+    packed_layout: the layout in which gate_up and its bias are kept, and the kernels read them: "interleaved" suits
+        every format, "concat" bf16, fp8_row and fp8_block128 (with factors for gate and for up). None: as stored where
+        the kernels read it so if the weights are quantised already, else "interleaved".
+    A contiguous `down` is referenced, not copied, if it has the format's numbers; so is `gate_up` in its layout.
     swiglu_limit: clamps gate at +limit and up to [-limit, limit] before the activation; "swiglu_oai" defaults to 7.
 
     Example: pack(gate_up [8, 512, 256], down [8, 256, 256], "fp8_block128") has gate_up.values [8, 512, 256] in
@@ -48,41 +66,179 @@ def pack(
     Raises ValueError if shapes disagree, or H or I isn't a multiple of the format's group (128 for fp8_block128, 32 for
     mxfp8, mxfp4 and mxfp4_mxfp8; bf16 and fp8_row take any multiple of 8).
     """
-    chosen = format_named(format)
+    expect_choice("format", format, (*FORMATS, AUTO))
     expect_choice("gate_up_layout", gate_up_layout, LAYOUTS)
     expect_choice("activation", activation, ACTIVATIONS)
-    _check_shapes(gate_up, down, gate_up_bias, down_bias, chosen)
-    if swiglu_limit is None and activation == "swiglu_oai":
-        swiglu_limit = SWIGLU_OAI_LIMIT
-    if swiglu_limit is not None:
-        limit = expect_number("swiglu_limit", swiglu_limit)
-        if not (limit > 0 and fits_float32(limit)):
-            need = "None or a positive number that float32 can hold"
-            raise ValueError(f"swiglu_limit: expected {need}, got {swiglu_limit!r}")
-    if gate_up_layout == "concat":
-        gate_up = interleave_gate_up(gate_up)
-        gate_up_bias = None if gate_up_bias is None else interleave_gate_up(gate_up_bias, dim=-1)
-    packed = pack_weight(gate_up, chosen.weights, "gate_up"), pack_weight(down, chosen.weights, "down")
-    if chosen.activations is None:
-        packed = _in_kernels_order(*packed)
-    return ExpertWeights(
-        gate_up=packed[0],
-        down=packed[1],
-        format=format,
-        activation=activation,
-        swiglu_limit=None if swiglu_limit is None else float(swiglu_limit),
-        gate_up_bias=None if gate_up_bias is None else gate_up_bias.float().contiguous(),
-        down_bias=None if down_bias is None else down_bias.float().contiguous(),
-    )
+    expect_bool("requantize", requantize)
+    limit, gated = _limit(swiglu_limit, activation), activation not in UNGATED
+    gate_up, down = _stored(gate_up, gate_up_sf, "gate_up"), _stored(down, down_sf, "down")
+    chosen = format_named(format_of(gate_up, down) if format == AUTO else format)
+    _check_shapes(gate_up, down, gate_up_bias, down_bias, chosen, gated)
+    layout = _layout_to_keep(gate_up_layout, packed_layout, chosen, isinstance(gate_up, QuantTensor))
+    if not gated:
+        gate_up_layout = layout = "interleaved"  # no rows to move
+    rows = _for_kernels(gate_up, chosen, gate_up_layout, layout, requantize)
+    matrices = rows, _in_scheme(down, chosen, "down", requantize)
+    gate_up_bias = None if gate_up_bias is None else _in_layout(layout, gate_up_bias, gate_up_layout, dim=-1)
+    own = [x.values if isinstance(x, QuantTensor) else x for x in (gate_up, down)]
+    biases = _float(gate_up_bias), _float(down_bias)
+    return _arranged(ExpertWeights(*matrices, chosen.name, activation, limit, *biases, layout), own)
 
 
-def _in_kernels_order(gate_up: Matrix, down: Matrix) -> tuple[Matrix, Matrix]:
-    """MXFP4 weights as the Hopper kernels for bf16 tokens read them, in place, if both can be put so."""
-    if not isinstance(gate_up, QuantTensor) or not isinstance(down, QuantTensor):
-        return gate_up, down
-    if implementation(gate_up.device) != "hopper" or supports_fragments(gate_up) or supports_fragments(down):
-        return gate_up, down
-    return to_fragments(gate_up), to_fragments(down)
+def _float(bias: torch.Tensor | None) -> torch.Tensor | None:
+    return None if bias is None else bias.float().contiguous()
+
+
+def _limit(swiglu_limit: float | None, activation: str) -> float | None:
+    if swiglu_limit is not None and activation in UNGATED:
+        raise ValueError(f"swiglu_limit: expected None for {activation!r}, which has no gate, got {swiglu_limit!r}")
+    if swiglu_limit is None:
+        return SWIGLU_OAI_LIMIT if activation == "swiglu_oai" else None
+    limit = expect_number("swiglu_limit", swiglu_limit)
+    if not (limit > 0 and fits_float32(limit)):
+        need = "None or a positive number that float32 can hold"
+        raise ValueError(f"swiglu_limit: expected {need}, got {swiglu_limit!r}")
+    return limit
+
+
+def _stored(weight: Matrix, sf: torch.Tensor | None, name: str) -> Matrix:
+    """Return weights with their factors as a QuantTensor by rows, float weights as they are."""
+    if isinstance(weight, QuantTensor):
+        if sf is not None:
+            raise ValueError(
+                f"{name}_sf: expected None beside a QuantTensor, which has its factors, got {describe(sf)}"
+            )
+        groups = [-(-size // side) for size, side in zip(weight.shape[-2:], weight.group, strict=True)]
+        expect_tensor(f"{name}.values", weight.values, (torch.float8_e4m3fn, torch.uint8))
+        expect_tensor(f"{name}.sf", weight.sf, None, (*weight.shape[:-2], *groups), weight.values.device)
+        return regroup.by_rows(weight)
+    if sf is not None:
+        return regroup.as_stored(weight, sf, name)
+    if isinstance(weight, torch.Tensor) and weight.dtype in regroup.VALUES and weight.dtype != torch.int8:
+        raise ValueError(f"{name}_sf: expected the factors of {name} in {describe(weight)}, got None")
+    return weight
+
+
+def format_of(gate_up: Matrix, down: Matrix) -> str:
+    """Return the format whose weights are stored as these are, "bf16" for floats. Raises ValueError if none is."""
+    if not (isinstance(gate_up, QuantTensor) and isinstance(down, QuantTensor)):
+        return "bf16"
+    reasons = {}
+    for format in FORMATS.values():
+        if format.weights is not None:
+            why = [regroup.why_not(x, format.weights) for x in (gate_up, down)]
+            if not any(why):
+                return format.name
+            reasons[format.name] = why[0] or why[1]
+    told = "; ".join(f"{name}: {why}" for name, why in reasons.items())
+    raise ValueError(f"format: expected one that holds these weights exactly, got 'auto', and there is none ({told})")
+
+
+def _layout_to_keep(given: str, wanted: str | None, format: Format, quantised: bool) -> str:
+    """Return the layout in which `pack` keeps gate_up. Raises ValueError if the format's kernels don't read it."""
+    both = format.name in READ_AS_STORED
+    if wanted is None:
+        kept = given if quantised else PACKED_LAYOUT if given == "concat" else given
+        return kept if both else "interleaved"
+    expect_choice("packed_layout", wanted, LAYOUTS)
+    if wanted == "concat" and not both:
+        raise ValueError(f"packed_layout: expected 'interleaved' for format {format.name!r}, got 'concat'")
+    return wanted
+
+
+def _in_layout(wanted: str, rows: torch.Tensor, given: str, dim: int = -2) -> torch.Tensor:
+    """Return the rows of gate_up, or its bias, which are in the layout `given`, in the one that is wanted."""
+    if wanted == given:
+        return rows
+    return (interleave_gate_up if wanted == "interleaved" else deinterleave_gate_up)(rows, dim=dim)
+
+
+def _for_kernels(gate_up: Matrix, format: Format, given: str, kept: str, requantize: bool) -> Matrix:
+    """Convert gate_up from a checkpoint's layout of rows to the one that is kept, and read by the kernels.
+
+    The only place that moves rows of quantised weights. A view where the layout stays. Interleaved blocks of 128 rows
+    have gate and up rows under one factor, so that a checkpoint's two factors have to become one.
+    """
+
+    def reorder(rows: torch.Tensor) -> torch.Tensor:
+        return _in_layout(kept, rows, given)
+
+    if isinstance(gate_up, torch.Tensor):
+        return pack_weight(reorder(gate_up), format.weights, "gate_up")
+    stored = _in_scheme(gate_up, format, "gate_up", requantize, reorder)
+    if kept == given or not isinstance(stored, QuantTensor) or stored.values is not gate_up.values:
+        return stored  # else rounded again, in the layout to be kept
+    sf = stored.sf
+    if stored.group[0] == 1:
+        raw = sf.view(torch.uint8) if sf.itemsize == 1 else sf
+        return replace(stored, values=_bytes(stored.values, reorder), sf=reorder(raw).view(sf.dtype))
+    if kept == "concat":
+        if not requantize:
+            raise ValueError(
+                "packed_layout: expected 'interleaved' for blocks of gate and up rows in turn, which share factors, "
+                "got 'concat'; pass requantize=True to round their numbers again"
+            )
+        return regroup.requantize(stored, format.weights, "gate_up", reorder)
+    stored, changed = regroup.share_factors(stored, 2)
+    if changed and not requantize:
+        raise ValueError(
+            "gate_up_sf: expected one factor for a block of gate rows and the block of up rows beside it, or two whose "
+            "ratio loses nothing, since packed_layout='interleaved' has their rows in turn, under one factor; got "
+            f"factors with which {changed} of {stored.values.numel()} weights would be rounded again: pass "
+            "requantize=True to do so, or packed_layout='concat'"
+        )
+    sf = stored.sf[:, : sf.shape[1] // 2].repeat_interleave(2, dim=1)
+    return replace(stored, values=_bytes(stored.values, reorder), sf=sf)
+
+
+def _bytes(values: torch.Tensor, reorder: Callable[[torch.Tensor], torch.Tensor]) -> torch.Tensor:
+    return reorder(values.view(torch.uint8)).view(values.dtype)
+
+
+def _in_scheme(
+    weight: Matrix, format: Format, name: str, requantize: bool,
+    order: Callable[[torch.Tensor], torch.Tensor] = torch.Tensor.detach,
+) -> Matrix:  # fmt: skip
+    """Return weights in the format's scheme: float ones are quantised; the numbers of quantised ones are kept.
+
+    Where that can't be, raises ValueError, or with requantize rounds them again, in the `order` of rows.
+    """
+    scheme = format.weights
+    if isinstance(weight, torch.Tensor):
+        return pack_weight(weight, scheme, name)
+    why = "it has none, and these are quantised" if scheme is None else regroup.why_not(weight, scheme)
+    if scheme is not None and not why:
+        return regroup.regroup(weight, scheme)
+    if not requantize:
+        raise ValueError(
+            f"{name}: expected numbers that the scheme of {format.name!r} holds exactly, got {weight}: {why}; pass "
+            "requantize=True to round them again, or format='auto' to keep what they are stored in"
+        )
+    return regroup.requantize(weight, scheme, name, order)
+
+
+def _arranged(experts: ExpertWeights, theirs: Sequence[torch.Tensor] | None = None) -> ExpertWeights:
+    """Put MXFP4 weights for bf16 tokens into the order that the Hopper kernels read, if both can be put so.
+
+    In place but for memory of `theirs`, tensors that a caller owns; None: all memory is a caller's.
+    """
+    gate_up, down = experts.gate_up, experts.down
+    if not isinstance(gate_up, QuantTensor) or not isinstance(down, QuantTensor) or experts.order != "rows":
+        return experts
+    if format_named(experts.format).activations is not None or implementation(experts.device) != "hopper":
+        return experts
+    if supports_fragments(gate_up) or supports_fragments(down):
+        return experts
+    kept = None if theirs is None else {x.untyped_storage().data_ptr() for x in theirs}
+
+    def own(x: QuantTensor) -> QuantTensor:
+        shared = kept is None or x.values.untyped_storage().data_ptr() in kept
+        return replace(x, values=x.values.clone(), sf=x.sf.clone()) if shared else x
+
+    return replace(experts, gate_up=to_fragments(own(gate_up)), down=to_fragments(own(down)))
+
+
+ExpertWeights.arrange = staticmethod(_arranged)
 
 
 def unpack(
@@ -93,9 +249,9 @@ def unpack(
     gate_up, down = _widen(experts.gate_up, dtype), _widen(experts.down, dtype)
     gate_up_bias = None if experts.gate_up_bias is None else experts.gate_up_bias.to(dtype)
     down_bias = None if experts.down_bias is None else experts.down_bias.to(dtype)
-    if gate_up_layout == "concat":
-        gate_up = deinterleave_gate_up(gate_up)
-        gate_up_bias = None if gate_up_bias is None else deinterleave_gate_up(gate_up_bias, dim=-1)
+    kept = gate_up_layout if experts.activation in UNGATED else experts.gate_up_layout
+    gate_up = _in_layout(gate_up_layout, gate_up, kept)
+    gate_up_bias = None if gate_up_bias is None else _in_layout(gate_up_layout, gate_up_bias, kept, dim=-1)
     return gate_up, down, gate_up_bias, down_bias
 
 
@@ -103,13 +259,15 @@ def _widen(weight: Matrix, dtype: torch.dtype) -> torch.Tensor:
     return weight.to(dtype) if isinstance(weight, torch.Tensor) else dequantize(weight, torch.float64).to(dtype)
 
 
-def _check_shapes(gate_up, down, gate_up_bias, down_bias, format: Format) -> None:
-    expect_tensor("gate_up", gate_up, FLOATS, ("num_experts", "2 * intermediate", "hidden"))
+def _check_shapes(gate_up, down, gate_up_bias, down_bias, format: Format, gated: bool) -> None:
+    _expect_matrix("gate_up", gate_up, ("num_experts", "2 * intermediate" if gated else "intermediate", "hidden"))
     num_experts, rows, hidden = gate_up.shape
-    if rows % 2:
+    if gated and rows % 2:
         raise ValueError(f"gate_up.shape[1]: expected 2 * intermediate, an even number, got {rows}")
-    intermediate = rows // 2
-    expect_tensor("down", down, FLOATS, (num_experts, hidden, intermediate), gate_up.device)
+    intermediate = rows // 2 if gated else rows
+    _expect_matrix("down", down, (num_experts, hidden, intermediate), gate_up.device)
+    if isinstance(gate_up, QuantTensor) != isinstance(down, QuantTensor):
+        raise ValueError(f"gate_up, down: expected both quantised or neither, got {_said(gate_up)} and {_said(down)}")
     for name, size in (("hidden", hidden), ("intermediate", intermediate)):
         need = max(8, format.group_k)
         if size % need or size == 0:
@@ -122,3 +280,17 @@ def _check_shapes(gate_up, down, gate_up_bias, down_bias, format: Format) -> Non
     if gate_up_bias is not None:
         expect_tensor("gate_up_bias", gate_up_bias, FLOATS, (num_experts, rows), gate_up.device)
         expect_tensor("down_bias", down_bias, FLOATS, (num_experts, hidden), gate_up.device)
+
+
+def _expect_matrix(name: str, weight: Matrix, shape: Sequence[Dim], device: torch.device | None = None) -> None:
+    if not isinstance(weight, QuantTensor):
+        expect_tensor(name, weight, FLOATS, shape, device)
+        return
+    wanted = [size for size in shape if isinstance(size, int)]
+    if len(weight.shape) != 3 or (wanted and list(weight.shape[-len(wanted) :]) != wanted):
+        raise ValueError(f"{name}: expected [{', '.join(map(str, shape))}], got {weight}")
+    expect_tensor(f"{name}.values", weight.values, None, None, device)
+
+
+def _said(weight: Matrix) -> str:
+    return describe(weight) if isinstance(weight, torch.Tensor) else repr(weight)

@@ -1,12 +1,14 @@
 """Reference of the experts in torch, on any device.
 
     for each expert e, for each of its rows r with routing weight w:
-        gate, up = pairs(gate_up[e] @ r + gate_up_bias[e])                    float32
+        gate, up = split(gate_up[e] @ r + gate_up_bias[e])                    float32
         gate = min(gate, limit), up = clip(up, -limit, limit)                 if there is a limit
         h = silu(gate) * up * w            (swiglu_oai: (up + 1) * gate * sigmoid(1.702 * gate) * w)
         h = quantise(h)                                                       as the format says; bf16 otherwise
         out = down[e] @ h + w * down_bias[e]                                  float32, rounded to bf16 once
 
+geglu has gelu(gate), geglu_tanh its approximation by tanh, in place of silu(gate); without a gate h = silu(up) * w or
+relu(up)^2 * w. split takes every other value, or in the layout "concat" the first half and the second.
 The routing weight is applied before the second GEMM, which is linear in it, so that combine is a plain sum. The kernels
 (`envoi.moe.experts`) round h to bf16 before they quantise it to fp8_row or fp8_block128.
 """
@@ -36,7 +38,8 @@ def expert_mlp(rows: ExpertRows, experts: ExpertWeights) -> torch.Tensor:
     scheme = format_named(experts.format).activations
     biases = experts.gate_up_bias, experts.down_bias
     has_bias = experts.gate_up_bias is not None
-    l1 = expert_l1(experts.activation, experts.swiglu_limit, has_bias, scheme.name if scheme else None)
+    left_as = scheme.name if scheme else None
+    l1 = expert_l1(experts.activation, experts.swiglu_limit, has_bias, left_as, experts.gate_up_layout)
     l1_operands: dict[str, Any] = {} if biases[0] is None else {"bias": biases[0]}
     l2_operands: dict[str, Any] = {} if biases[1] is None else {"bias": biases[1]}
     if has_bias:

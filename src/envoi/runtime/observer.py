@@ -1,4 +1,4 @@
-"""The recorder that observes this thread's launches, if one does: see `envoi.runtime.prepared.recording`."""
+"""Recorder that observes this thread's launches, if one does: see `envoi.runtime.prepared.recording`."""
 
 import threading
 from typing import Any

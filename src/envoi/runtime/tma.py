@@ -1,6 +1,7 @@
 """TMA descriptors of torch matrices, and copies of matrices that TMA can't read as they are."""
 
 from functools import cache, lru_cache
+from math import prod
 from typing import Any
 
 import torch
@@ -42,24 +43,36 @@ def descriptor(x: torch.Tensor, rows: int, columns: int) -> Any:
 
     Raises ValueError for an address that isn't a multiple of 16 bytes.
     """
-    return _checked(x, _described(x.shape, x.stride(), x.dtype, rows, columns))
+    return _checked(x, _described(x.shape, x.stride(), x.dtype, (rows, columns)))
+
+
+def halves_descriptor(x: torch.Tensor, rows: int, columns: int) -> Any:
+    """Return a TMA descriptor of matrices [.., N, K] as [all halves, N / 2, K], in boxes of [2, rows / 2, columns].
+
+    A box has as many rows of a matrix's upper half as of its lower one; in shared memory it is one matrix [rows,
+    columns], swizzled as that of `descriptor`. x: from `tma_ready`, N even.
+    Raises ValueError for an address that isn't a multiple of 16 bytes.
+    """
+    *lead, N, K = x.shape
+    shape, strides = torch.Size((2 * prod(lead), N // 2, K)), (N // 2 * x.stride(-2), *x.stride()[-2:])
+    return _checked(x, _described(shape, strides, x.dtype, (2, rows // 2, columns)))
 
 
 def unswizzled_descriptor(x: torch.Tensor, rows: int, columns: int) -> Any:
     """Return a TMA descriptor of a float32 matrix whose boxes are row-major in shared memory."""
-    return _checked(x, _described(x.shape, x.stride(), x.dtype, rows, columns, False))
+    return _checked(x, _described(x.shape, x.stride(), x.dtype, (rows, columns), False))
 
 
 @lru_cache(maxsize=4096)
 def _described(
-    shape: torch.Size, strides: tuple[int, ...], dtype: torch.dtype, rows: int, columns: int, swizzled: bool = True
+    shape: torch.Size, strides: tuple[int, ...], dtype: torch.dtype, box: tuple[int, ...], swizzled: bool = True
 ) -> Any:
     """Return a descriptor without a matrix: checking a shape takes longer than all else that a descriptor needs."""
     from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
-    layout = _layout(rows, columns, dtype) if swizzled else _unswizzled_layout()
+    layout = _layout(box, dtype) if swizzled else _unswizzled_layout()
     nothing = torch.empty(0, dtype=dtype, device="cpu")
-    return TensorDescriptor(nothing, list(shape), list(strides), [rows, columns], layout)
+    return TensorDescriptor(nothing, list(shape), list(strides), list(box), layout)
 
 
 def _checked(x: torch.Tensor, described: Any) -> Any:
@@ -76,11 +89,11 @@ def _unswizzled_layout() -> Any:
 
 
 @cache
-def _layout(rows: int, columns: int, dtype: torch.dtype) -> Any:
+def _layout(box: tuple[int, ...], dtype: torch.dtype) -> Any:
     import triton.experimental.gluon.language as gl
 
     types = {
         torch.bfloat16: gl.bfloat16, torch.float16: gl.float16, torch.float32: gl.float32,
         torch.float8_e4m3fn: gl.float8e4nv, torch.uint8: gl.uint8, torch.int32: gl.int32,
     }  # fmt: skip
-    return gl.NVMMASharedLayout.get_default_for([rows, columns], types[dtype])
+    return gl.NVMMASharedLayout.get_default_for(list(box), types[dtype])

@@ -22,6 +22,7 @@ from envoi.bench.timing import Run, Timing
 from envoi.bench.trial import Bench, Trial, generator, relative_error, sample_rows, time_baselines, time_rounds
 from envoi.moe import moe, pack
 from envoi.moe.oracle import moe_oracle
+from envoi.moe.pack import READ_AS_STORED
 from envoi.moe.parallel import ExpertParallel
 from envoi.quant.formats import format_named
 from envoi.types import ExpertWeights, Matrix, QuantTensor, Routing
@@ -53,10 +54,17 @@ def _measure_alone(shape: MoeShape, layer: Layer, bench: Bench) -> Trial:
     }
     if bench.on_gpu:
         candidates |= moe_peers.candidates(shape, layer, _oracle)
+    if shape.format in READ_AS_STORED:
+        candidates["concat"] = lambda: _with_gates_first(layer)
     timing, baselines, missing = time_rounds(bench.clock, ours, candidates)
     error = errors(layer, ours(), eager_moe(layer))
     details = moe_peers.versions(list(baselines))
     return Trial(timing, baselines, error, *ideal_work(shape, layer), missing, details)
+
+
+def _with_gates_first(layer: Layer) -> Run:
+    packed = _pack(layer.gate_up, layer.down, layer.packed.format, "concat")
+    return lambda: moe(layer.tokens, layer.routing, packed)
 
 
 def _measure_ranks(shape: MoeShape, layer: Layer, bench: Bench) -> Trial:
@@ -114,8 +122,9 @@ def make_layer(shape: MoeShape, device: torch.device, rank: int = 0, num_ranks: 
     return Layer(normal(shape.num_tokens, shape.hidden), routing, gate_up, down, packed, rank * num_local)
 
 
-def _pack(gate_up: torch.Tensor, down: torch.Tensor, format: str) -> ExpertWeights:
-    parts = [pack(*part, format) for part in zip(gate_up.split(PACK_AT_ONCE), down.split(PACK_AT_ONCE), strict=True)]
+def _pack(gate_up: torch.Tensor, down: torch.Tensor, format: str, layout: str = "interleaved") -> ExpertWeights:
+    weights = zip(gate_up.split(PACK_AT_ONCE), down.split(PACK_AT_ONCE), strict=True)
+    parts = [pack(*part, format, packed_layout=layout) for part in weights]
     return replace(
         parts[0], gate_up=_concat([part.gate_up for part in parts]), down=_concat([part.down for part in parts])
     )

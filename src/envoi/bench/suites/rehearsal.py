@@ -14,17 +14,22 @@ from concurrent.futures.process import BrokenProcessPool
 
 import torch
 
-from envoi.bench.shapes import Case
+from envoi.bench.shapes import Case, MoeShape
 from envoi.bench.suites import module_of
+from envoi.bench.suites.drawn import MAX_LAYER_ELEMENTS
 from envoi.gemm.hopper import tune
 
+SUITES = ("gemm_drawn", "grouped_drawn", "moe_drawn", "router_drawn", "moe", "host", "host_loop")
 WORKER_BYTES = 12 << 30  # what the largest drawn layer takes while it is packed
 MAX_PROCESSES = 16
 
 
 def is_rehearsed(case: Case) -> bool:
-    """Tell whether a case's suite says how to rehearse it."""
-    return hasattr(module_of(case.suite), "rehearse") and case.suite.endswith(("_drawn", "host", "host_loop"))
+    """Tell whether a case's suite says how to rehearse it, and several workers have room for its layer."""
+    s = case.shape
+    if isinstance(s, MoeShape) and 3 * s.num_experts * s.hidden * s.intermediate > MAX_LAYER_ELEMENTS:
+        return False
+    return case.suite in SUITES
 
 
 def rehearse_all(cases: Sequence[Case], num_processes: int | None = None, tuned: bool = True) -> dict[str, str]:

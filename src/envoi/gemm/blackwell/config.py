@@ -175,6 +175,8 @@ def _why_not_chunks(problem: BlackwellProblem, c: BlackwellConfig, code: Lowered
         return f"epilogue_columns: expected a power of two from 16 to block_y = {c.block_y}, got {columns}"
     if columns % code.piece_columns:
         return f"epilogue_columns: expected a multiple of {code.piece_columns} columns for this epilogue, got {columns}"
+    if code.takes_halves:
+        return "epilogue: expected one that takes pairs of columns, got one of halves"
     if code.whole and (columns < c.block_y or c.block_y < problem.N):
         return f"epilogue_columns: expected whole rows of {problem.N} columns for this epilogue, got {columns}"
     registers = ROWS * columns // (32 * c.num_warps)

@@ -142,6 +142,8 @@ def _why_not_chunks(problem: Problem, c: Config, code: Lowered) -> str:
         return f"block_y: expected chunks of whole rows of {problem.N} columns, got {columns}"
     if c.swap_ab and (code.leaving or code.side):
         return "swap_ab: expected an epilogue lowered to plain loads and stores"
+    if code.takes_halves and not c.swap_ab and (c.block_y < 16 or c.split_k > 1):
+        return f"block_y: expected at least 16, and split_k 1, for an epilogue of halves, got {c.label()}"
     if c.split_k > 1 and columns * c.rows_per_consumer > 128 * 64 and not c.swap_ab:
         return f"split_k: expected chunks of at most 128 columns, got {columns}: the parts' sums wouldn't fit"
     return ""

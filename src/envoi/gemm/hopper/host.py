@@ -29,10 +29,11 @@ from envoi.gemm.triton import host as triton_host
 from envoi.runtime import workspace
 from envoi.runtime.devices import num_sms
 from envoi.runtime.math import cdiv, next_power_of_2
-from envoi.runtime.tma import as_one_matrix, descriptor, fits_tma, tma_ready
+from envoi.runtime.tma import as_one_matrix, descriptor, fits_tma, halves_descriptor, tma_ready
 from envoi.types import Matrix, QuantTensor
 
 HALVES = (torch.bfloat16, torch.float16)
+BLOCK_FACTORS = (torch.float32, torch.float8_e8m0fnu)  # of weights with a factor for 128 x 128
 MAX_WHOLE = 256  # columns of a row that a tile can hold
 MAX_SCALED = 128  # columns of a row that a tile can hold with scale factors along K
 MAX_FEW_COLUMNS = 64  # columns that an epilogue may need at once where tokens are few
@@ -52,6 +53,8 @@ def supports_hopper(a: Matrix, b: Matrix, ir: IR) -> str:
     if not kind:
         return "the operands' formats"
     N = b.shape[-2]
+    if ir.takes_halves and kind == "blocks" and N % 256:
+        return "halves that end within a block of 128 rows"
     return f"rows of {N} columns" if needs_rows_after(ir, N, kind) and N > triton_host.MAX_ROW else ""
 
 
@@ -78,10 +81,10 @@ def scaling(a: Matrix, b: Matrix) -> str:
         return "none" if a.dtype in HALVES and a.dtype == b.dtype else ""
     if not (isinstance(a, QuantTensor) and isinstance(b, QuantTensor)) or a.packed or b.packed:
         return ""
-    if a.sf.dtype != torch.float32 or b.sf.dtype != torch.float32:
+    if a.sf.dtype != torch.float32 or b.sf.dtype not in BLOCK_FACTORS:
         return ""
     if a.sf.shape[-1] == 1 and b.sf.shape[-1] == 1 and a.group[1] == b.group[1] == a.shape[-1]:
-        return "rows" if _rows_per_factor(a) and _rows_per_factor(b) else ""
+        return "rows" if b.sf.dtype == torch.float32 and _rows_per_factor(a) and _rows_per_factor(b) else ""
     return "blocks" if a.group == (1, 128) and b.group == (128, 128) else ""
 
 
@@ -123,14 +126,14 @@ def _factor(name: str, of: str, shape, kind: str) -> Operand:
 class Work:
     """Call with plain values: scale factors along K in `scales`, all others as operands of the IR.
 
-    scales: factors of a [M, K / 128] and of b [.., N / 128, K / 128], float32, or None.
+    scales: factors of a [M, K / 128], float32, and of b [.., N / 128, K / 128], float32 or UE8M0 as uint8, or None.
     """
 
     a: torch.Tensor
     b: torch.Tensor
     ir: IR
     operands: dict
-    scales: tuple[torch.Tensor, torch.Tensor] | None
+    scales: tuple[torch.Tensor, ...] | None
     offsets: torch.Tensor | None
 
     @property
@@ -153,7 +156,7 @@ def work_of(a: Matrix, b: Matrix, ir: IR, operands: dict, offsets: torch.Tensor 
         return Work(tma_ready(a), tma_ready(b), ir, operands, None, offsets)
     values = tma_ready(a.values), tma_ready(b.values)
     if kind == "blocks":
-        return Work(*values, ir, operands, (a.sf.contiguous(), b.sf.contiguous()), offsets)
+        return Work(*values, ir, operands, as_stored([a.sf.contiguous(), b.sf.contiguous()]), offsets)
     of_a, of_b = _rows_per_factor(a), _rows_per_factor(b)
     b_sf = b.sf.flatten(-2)
     if b_sf.dim() == 2 and of_b == "all":  # one factor per expert
@@ -177,7 +180,7 @@ class Call:
     names: tuple[str, ...]
     outputs: list[torch.Tensor]
     offsets: torch.Tensor | None = None
-    scales: tuple[torch.Tensor, torch.Tensor] | None = None
+    scales: tuple[torch.Tensor, ...] | None = None
     grouping: Grouping = ALL_ROWS
 
     @property
@@ -294,13 +297,17 @@ def launch(call: Call, config: Config, num_sms: int) -> None:
 def arguments(call: Call, config: Config, num_sms: int) -> tuple[tuple[int], tuple]:
     """Return the grid, and the kernel's arguments in the order of its parameters."""
     (M, K), N = call.a.shape, call.b.shape[-2]
-    weights = as_one_matrix(call.b)
-    x, y = (weights, call.a) if config.swap_ab else (call.a, weights)
+    boxes = [config.block_y, config.rows_per_consumer]
+    tokens = descriptor(call.a, boxes[not config.swap_ab], config.block_k)
+    if call.code.takes_halves:
+        weights = halves_descriptor(call.b, boxes[config.swap_ab], config.block_k)
+    else:
+        weights = descriptor(as_one_matrix(call.b), boxes[config.swap_ab], config.block_k)
     num_units, num_split = units(M, N, config, num_sms)
     num_whole = cdiv(M, config.block_m) * cdiv(N, config.block_n) - num_split
     num_experts = call.num_groups
     return (num_sms if num_experts else min(num_units, num_sms),), (
-        descriptor(x, config.rows_per_consumer, config.block_k), descriptor(y, config.block_y, config.block_k),
+        *((weights, tokens) if config.swap_ab else (tokens, weights)),
         *epilogue_descriptors(call, config), call.operands or (0,), as_stored(call.outputs),
         call.offsets,
         *scratch(call, config, num_split), *(call.scales or (None, None)),

@@ -73,7 +73,7 @@ def gemm_kernel(
     where there is none. The other arguments are fields of `Problem`, `EpilogueArgs`, `SplitK`, `RowReductions` and
     `BlockScales`, which document them. They are flat because a launch takes no descriptor within a tuple.
     """
-    pipeline = Pipeline.create(x_desc, y_desc, cfg)
+    pipeline = Pipeline.create(x_desc, y_desc, code.takes_halves, cfg)
     fence_async_shared()
     problem = Problem(M, N, K, num_experts, num_whole_tiles, offsets, ROW_MODE, MAX_EXPERTS, cfg)
     scales = BlockScales(a_sf, b_sf, gl.cdiv(K, SCALE_BLOCK), gl.cdiv(N, SCALE_BLOCK))

@@ -15,6 +15,11 @@ A stage holds a tile's operands for block_k elements along K, as TMA boxes:
     A stage holds 2 x boxes and 1 y box, or 1 x box and 2 y boxes. A y box is as large as two x boxes; the second x box
     of a stage takes the first half of the memory of its second y box.
 
+    halves (`takes_halves`): the weights' box has n rows of gate features, then the n rows of the same up features
+
+        descriptor [2 * experts, N / 2, K], box [2, n, block_k] at (2 * expert, first feature, k)
+        in shared memory [2 n, block_k]: an ordinary x or y box, n = rows_per_consumer / 2 or block_y / 2
+
 Barriers of a stage: `full` (1 arrival, the TMA transaction) and `empty` (one arrival for each consumer of a tile). Each
 completes once per round of the ring; the n-th fill of a stage waits for parity (n & 1) ^ 1 of `empty` and the n-th read
 for parity n & 1 of `full`. `step` counts fills since the kernel began: stage = step % num_stages,
@@ -41,16 +46,17 @@ class StageBoxes:
 class Pipeline:
     """Buffers and barriers of all stages."""
 
-    x_bufs: gl.shared_memory_descriptor  # [num_x_boxes, rows_per_consumer, block_k]
-    y_bufs: gl.shared_memory_descriptor  # [num_stages * y_boxes_per_stage, block_y, block_k]
+    x_bufs: gl.shared_memory_descriptor  # [num_x_boxes, rows_per_consumer, block_k], or [.., 2, half of them, ..]
+    y_bufs: gl.shared_memory_descriptor  # [num_stages * y_boxes_per_stage, block_y, block_k], or [.., 2, half, ..]
     empty: gl.shared_memory_descriptor  # mbarriers [num_stages, 1]: consumers arrive, the producer waits
     full: gl.shared_memory_descriptor  # mbarriers [num_stages, 1]: TMA arrives, consumers wait
     turn: gl.shared_memory_descriptor | gl.constexpr  # mbarriers [2, 1]: see `wait_for_turn`; None without pingpong
+    takes_halves: gl.constexpr  # True if the weights' boxes have rows of both halves of their matrix
     cfg: gl.constexpr  # Config
 
     @staticmethod
     @gluon.jit
-    def create(x_desc, y_desc, cfg: gl.constexpr):
+    def create(x_desc, y_desc, takes_halves: gl.constexpr, cfg: gl.constexpr):
         """Allocate the stages and initialise their barriers. The caller fences before any role uses them."""
         x_shape: gl.constexpr = [cfg.num_x_boxes] + x_desc.block_type.shape
         y_shape: gl.constexpr = [cfg.num_stages * cfg.y_boxes_per_stage] + y_desc.block_type.shape
@@ -71,7 +77,7 @@ class Pipeline:
                 mbarrier.init(turn.index(i), count=1)
         else:
             turn: gl.constexpr = None
-        return Pipeline(x_bufs, y_bufs, empty, full, turn, cfg)
+        return Pipeline(x_bufs, y_bufs, empty, full, turn, takes_halves, cfg)
 
     @gluon.jit
     def x_box(self, stage, i):
@@ -94,8 +100,10 @@ class Pipeline:
     @gluon.jit
     def operands(self, step, boxes):
         """Consumer: return x [rows_per_consumer, block_k] and y.T [block_k, block_y] of a stage."""
-        stage = step % self.cfg.num_stages
-        x, y = self.x_box(stage, boxes.x), self.y_box(stage, boxes.y)
+        cfg: gl.constexpr = self.cfg
+        stage = step % cfg.num_stages
+        x = as_matrix(self.x_box(stage, boxes.x), cfg.rows_per_consumer, cfg.block_k)
+        y = as_matrix(self.y_box(stage, boxes.y), cfg.block_y, cfg.block_k)
         return x, y.permute((1, 0))
 
     @gluon.jit
@@ -141,11 +149,28 @@ class Pipeline:
         full = self.full.index(stage)
         mbarrier.expect(full, num_x * x_desc.block_type.nbytes + num_y * y_desc.block_type.nbytes)
         for i in gl.static_range(num_x):
-            at = [tile.x + i * cfg.rows_per_consumer, k]
+            at = self.corner(tile.x + i * cfg.rows_per_consumer, tile.expert, k, cfg.swap_ab)
             tma_load(x_desc, at, full, self.x_box(stage, i))
         for i in gl.static_range(num_y):
-            at = [tile.y + i * cfg.block_y, k]
+            at = self.corner(tile.y + i * cfg.block_y, tile.expert, k, not cfg.swap_ab)
             tma_load(y_desc, at, full, self.y_box(stage, i))
+
+    @gluon.jit
+    def corner(self, row, expert, k, IS_WEIGHTS: gl.constexpr):
+        """Return the coordinates of a box in its descriptor. row: of the tile, from `weights_tile`."""
+        if self.takes_halves and IS_WEIGHTS:
+            return [2 * expert, row // 2, k]
+        else:
+            return [row, k]
+
+
+@gluon.jit
+def as_matrix(box, ROWS: gl.constexpr, COLUMNS: gl.constexpr):
+    """Return a box of shared memory, [ROWS, COLUMNS] or [2, ROWS / 2, COLUMNS], as [ROWS, COLUMNS]."""
+    if len(box.shape) == 3:
+        return box.reshape((ROWS, COLUMNS))
+    else:
+        return box
 
 
 @gluon.jit

@@ -92,6 +92,8 @@ def run_epilogue(acc, tile, first_slot, is_split, tiles_done, buffers, epilogue)
     own = epilogue
     if problem.row_mode.is_grouped:
         own = with_expert(epilogue, gl.minimum(tile.expert, problem.num_experts - 1))
+    if code.takes_halves:
+        acc = halves_in_turn(acc, cfg)
     acc = to_token_major(acc, cfg)
     out = OutputTile(m, n, tile.row_end, first_slot, is_split)
     partials = apply_in_chunks(acc, out, ChunkArgs(own, buffers, tiles_done), 0)
@@ -152,6 +154,21 @@ def visit_chunk(x, out, args, COLUMN: gl.constexpr):
         x, ChunkPosition(out.m, out.n + COLUMN, out.m_end, problem.N), epilogue.operands, epilogue.outputs,
         ChunkBuffers(epilogue.descs, buffers.stores, loads, chunk), problem.row_mode.is_grouped, cfg,
     )  # fmt: skip
+
+
+@gluon.jit
+def halves_in_turn(acc, cfg: gl.constexpr):
+    """Return the accumulator with its features in turn, gate 0, up 0, gate 1, ..; before: all gates, then all ups.
+
+    Both are in one thread where features are columns, so that only names of registers change; with swap_ab
+    `to_token_major` moves every value anyhow.
+    """
+    rows: gl.constexpr = acc.shape[0]
+    columns: gl.constexpr = acc.shape[1]
+    if cfg.swap_ab:
+        return gl.reshape(gl.permute(gl.reshape(acc, (2, rows // 2, columns)), (1, 0, 2)), (rows, columns))
+    else:
+        return gl.reshape(gl.permute(gl.reshape(acc, (rows, 2, columns // 2)), (0, 2, 1)), (rows, columns))
 
 
 @gluon.jit

@@ -29,6 +29,7 @@ def use_measured(wanted: bool) -> None:
     global _use_measured
     _use_measured = wanted
     choose.cache_clear()
+    prepared.clear()
 
 
 def key_of(problem: Problem, code: Lowered, num_sms: int) -> str:

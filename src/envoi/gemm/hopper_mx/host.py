@@ -31,6 +31,8 @@ def supports_mx(a: Matrix, b: Matrix, ir: IR) -> str:
             return "the tokens' format"
     elif a.dtype != torch.bfloat16:
         return "the tokens' format"
+    if ir.takes_halves:
+        return "halves of the weights' rows"
     if rows_must_fit(ir):
         N = b.shape[-2]
         return "whole rows" if N <= triton_host.MAX_TILE_N else triton_host.supports_triton(ir, N)

@@ -27,6 +27,8 @@ def supports_many(a: Matrix, b: Matrix, ir: IR, grouping: Grouping) -> str:
         return "the weights' order"
     if grouping.write_tail:
         return "rows of no expert are wanted"
+    if ir.takes_halves:
+        return "halves of the weights' rows"
     if rows_must_fit(ir):
         return "whole rows" if b.shape[-2] <= triton_host.MAX_TILE_N else triton_host.supports_triton(ir, b.shape[-2])
     return "" if piece_columns(ir) <= ROLE_M else f"a piece of {piece_columns(ir)} columns"

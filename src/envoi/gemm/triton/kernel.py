@@ -22,8 +22,8 @@ import triton.language as tl
 
 from envoi.epilogue.chunk import ChunkBuffers, ChunkPosition
 from envoi.epilogue.codes_triton import from_e2m1, from_e4m3, from_e8m0, widen
-from envoi.epilogue.device import INF, INTERPRETED, maximum
-from envoi.epilogue.tile_triton import largest, load_tile
+from envoi.epilogue.device import INF, INTERPRETED, halves_in_turn, maximum
+from envoi.epilogue.tile_triton import col_ids, largest, load_tile, row_ids
 
 
 class MatrixArgs(NamedTuple):
@@ -51,7 +51,7 @@ class Product(NamedTuple):
 
 
 class Tile(NamedTuple):
-    """Tile of the product: rows [BLOCK_M] below m_end, columns [BLOCK_N] below N, of expert e."""
+    """Tile of the product: rows [BLOCK_M] below m_end, columns [BLOCK_N] below N (from `columns_of`), of expert e."""
 
     rows: Any
     m_end: Any
@@ -76,6 +76,15 @@ def place(tile, offsets, M, num_experts, BLOCK_M: tl.constexpr, MAX_EXPERTS: tl.
     e = tl.sum((ends <= tile).to(tl.int32), 0)
     m = tl.sum(tl.where(ids == e, first + (tile - ends + tiles) * BLOCK_M, 0), 0)
     return m, tl.sum(tl.where(ids == e, last, 0), 0), e
+
+
+@triton.jit
+def columns_of(n, BLOCK_N: tl.constexpr, N, code: tl.constexpr):
+    """Return the columns of the product that an epilogue takes as its accumulator's columns n, n + 1, .."""
+    if code.takes_halves:
+        return halves_in_turn(tl.arange(0, BLOCK_N), n, N)
+    else:
+        return n + tl.arange(0, BLOCK_N)
 
 
 @triton.jit
@@ -177,7 +186,7 @@ def gemm_kernel(
             return
         own = tl.maximum(tl.minimum(e, num_experts - 1), 0)
         k_end = tl.where(e < num_experts, K, 0)
-        block = Tile(m + tl.arange(0, BLOCK_M), m_end, n + tl.arange(0, BLOCK_N), N, own)
+        block = Tile(m + tl.arange(0, BLOCK_M), m_end, columns_of(n, BLOCK_N, N, code), N, own)
         acc = accumulate(Product(a, b), block, k_end, A, B, GROUP_K, BLOCK_K)
         mine = code.of_expert(operands, own, N)
         if e >= num_experts:
@@ -186,7 +195,7 @@ def gemm_kernel(
     else:
         m = tile * BLOCK_M
         m_end = M
-        block = Tile(m + tl.arange(0, BLOCK_M), M, n + tl.arange(0, BLOCK_N), N, tile * 0)
+        block = Tile(m + tl.arange(0, BLOCK_M), M, columns_of(n, BLOCK_N, N, code), N, tile * 0)
         acc = accumulate(Product(a, b), block, K, A, B, GROUP_K, BLOCK_K)
         parts = code.visit(acc, ChunkPosition(m, n, M, N), operands, outputs, ChunkBuffers(0, 0, 0, 0), False, 0)
     if code.partials > 0:
@@ -215,12 +224,23 @@ def rows_kernel(
         if (e == MAX_EXPERTS) & (tile > 0):
             return
         mine = code.of_expert(operands, tl.maximum(tl.minimum(e, num_experts - 1), 0), N)
-        x = load_tile(acc, like, m, n, tl.where(e < num_experts, m_end, 0), N)
+        x = load_product(acc, like, m, n, tl.where(e < num_experts, m_end, 0), N, code)
         code.visit(x, ChunkPosition(m, n, m_end, N), mine, outputs, ChunkBuffers(0, 0, 0, 0), True, 0)
     else:
         m = tile * BLOCK_M
-        x = load_tile(acc, like, m, n, M, N)
+        x = load_product(acc, like, m, n, M, N, code)
         code.visit(x, ChunkPosition(m, n, M, N), operands, outputs, ChunkBuffers(0, 0, 0, 0), False, 0)
+
+
+@triton.jit
+def load_product(acc, like, m, n, m_end, N, code: tl.constexpr):
+    """Load the accumulators of a chunk like `like` from the product in memory, [.., N] float32."""
+    if code.takes_halves:
+        rows, columns = row_ids(like, m), halves_in_turn(col_ids(like, 0), n, N)
+        at = rows[:, None].to(tl.int64) * N + columns[None, :]
+        return tl.load(acc + at, mask=(rows < m_end)[:, None] & (col_ids(like, n) < N)[None, :], other=0.0)
+    else:
+        return load_tile(acc, like, m, n, m_end, N)
 
 
 @triton.jit

@@ -17,7 +17,7 @@ import functools
 import threading
 import weakref
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, TypeVar, cast
 
 import torch
 from torch.autograd import forward_ad
@@ -35,6 +35,7 @@ MOST_CALLS = 1024  # keys that are kept; a prepared call takes some 20 KB of the
 ALIGNMENT_MASK = 15
 SEEN = "seen once"
 
+Function = TypeVar("Function", bound=Callable)
 Given = tuple[tuple, Sequence[torch.Tensor | None]] | None  # constants and tensors, or None for a call to run as always
 
 _TENSORS = frozenset({torch.Tensor, torch.nn.Parameter})
@@ -61,7 +62,7 @@ class Calls:
         tensors: all arguments whose addresses the launches take; Only for calls under `plain`.
         """
         driver = driver_module.active()
-        first = tensors[0]
+        first: Any = tensors[0]
         if driver is None or type(first) not in _TENSORS or first.device.type != driver.device_type:
             return as_always()
         device, grad = driver.current_device(), torch.is_grad_enabled()
@@ -158,14 +159,14 @@ def plain() -> bool:
     )
 
 
-def prepared(given: Callable[..., Given]) -> Callable[[Callable], Callable]:
+def prepared(given: Callable[..., Given]) -> Callable[[Function], Function]:
     """Decorate a public function so that its calls are prepared.
 
     given: takes the function's arguments and returns all that decides its launches, (constants, tensors) as
     `Calls.run` takes them; or None for arguments that only the function itself can judge. Errors in it count as None.
     """
 
-    def decorate(function: Callable) -> Callable:
+    def decorate(function: Function) -> Function:
         name = function.__name__
 
         @functools.wraps(function)
@@ -180,6 +181,6 @@ def prepared(given: Callable[..., Given]) -> Callable[[Callable], Callable]:
                 return function(*arguments, **named)
             return _calls.run((name, *found[0]), found[1], functools.partial(function, *arguments, **named))
 
-        return call
+        return cast(Function, call)
 
     return decorate

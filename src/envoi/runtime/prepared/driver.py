@@ -34,7 +34,7 @@ class LaunchConfig(ctypes.Structure):
 
 
 class Driver:
-    """The driver's functions. `launch` is cuLaunchKernelEx itself: (config, function, pointers, None) -> error."""
+    """Functions of the driver. `launch` is cuLaunchKernelEx itself: (config, function, pointers, None) -> error."""
 
     device_type = "cuda"
 

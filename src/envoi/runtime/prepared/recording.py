@@ -41,7 +41,7 @@ class Launched(NamedTuple):
     """Launch: the compiled kernel, its grid of 3, and the arguments."""
 
     compiled: Any
-    grid: tuple[int, int, int]
+    grid: tuple[int, ...]
     arguments: tuple
 
 
@@ -84,7 +84,8 @@ class Recorder(TorchDispatchMode):
         if compiled is None:
             self._refuse("a launch without a compiled kernel")
         if not self.refusal:
-            self.launches.append(Launched(compiled, (*grid, 1, 1)[:3], arguments))
+            x, y, z = (*grid, 1, 1)[:3]
+            self.launches.append(Launched(compiled, (x, y, z), arguments))
 
     def _allocated(self, x: torch.Tensor) -> None:
         if self.refusal or not x.numel():

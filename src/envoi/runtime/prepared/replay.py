@@ -38,7 +38,7 @@ class Launch(NamedTuple):
     """Launch of a prepared call. places: of each parameter's address, FIXED for numbers too."""
 
     compiled: Any
-    grid: tuple[int, int, int]
+    grid: tuple[int, ...]
     parameters: list[Parameter]
     places: list[Place]
 

@@ -1,0 +1,133 @@
+"""Reading of config.json: how many experts a checkpoint has, their activation, how they are quantised."""
+
+import json
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from envoi.moe.pack import SWIGLU_OAI_LIMIT
+
+ALL = 0  # in a group: all rows, or all columns
+MX = (1, 32)
+FLOATS = (torch.bfloat16, torch.float16, torch.float32)
+OAI_ALPHA = 1.702
+COUNTS = ("n_routed_experts", "num_local_experts", "num_experts", "moe_num_experts")
+GATES = {
+    "silu": "swiglu",
+    "swish": "swiglu",
+    "gelu": "geglu",
+    "gelu_pytorch_tanh": "geglu_tanh",
+    "gelu_new": "geglu_tanh",
+}
+ACTIVATIONS = ("hidden_act", "hidden_activation", "activation_function")
+INTERLEAVED = ("gpt_oss",)  # gate and up rows in turn, gate times sigmoid(1.702 * gate), up + 1
+OTHERS = {"llama4": "its tokens are multiplied by their weights before the experts, which Envoi does after them"}
+METHODS = ("fp8", "mxfp4", "compressed-tensors")
+
+
+@dataclass(frozen=True)
+class Quantisation:
+    """Layout of quantised experts: rows and columns that share a factor, by the weights' dtype; and names.
+
+    weight: the last part of the weights' names. factors: the last parts that a factor's name may have instead.
+    """
+
+    method: str
+    groups: dict[torch.dtype, tuple[int, int]]
+    weight: str = "weight"
+    factors: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True)
+class Config:
+    """Experts of a checkpoint: see the module. num_experts: None if config.json doesn't say."""
+
+    file: Path
+    family: str
+    num_experts: int | None
+    activation: str
+    swiglu_limit: float | None
+    quantisation: Quantisation | None
+
+    @property
+    def gate_up_layout(self) -> str:
+        """Order of rows where gate and up are in one tensor."""
+        return "interleaved" if self.family in INTERLEAVED else "concat"
+
+
+def read_config(folder: Path) -> Config:
+    """Read config.json, of a model or of one that has the model as its text_config.
+
+    Raises ValueError that names the file and the key for what Envoi can't run or doesn't know.
+    """
+    file = folder / "config.json"
+    try:
+        whole = json.loads(file.read_text())
+    except FileNotFoundError:
+        raise ValueError(f"{file}: expected the checkpoint's configuration, got no such file") from None
+    except ValueError as error:
+        raise ValueError(f"{file}: expected JSON, got {error}") from None
+    parts = [whole[key] for key in ("text_config", "llm_config", "language_config") if isinstance(whole.get(key), dict)]
+    config = {**whole, **(parts[0] if parts else {})}
+    family = str(config.get("model_type", "")).removesuffix("_text")
+    if family in OTHERS:
+        raise ValueError(f"{file}: model_type: expected a family that Envoi runs, got {family!r}: {OTHERS[family]}")
+    activation, limit = _activation(file, family, config)
+    counts = [config[key] for key in COUNTS if isinstance(config.get(key), int)]
+    given = config.get("quantization_config") or config.get("compression_config") or whole.get("quantization_config")
+    return Config(file, family, counts[0] if counts else None, activation, limit, _quantisation(file, given))
+
+
+def _activation(file: Path, family: str, config: dict[str, Any]) -> tuple[str, float | None]:
+    named = [config[key] for key in ACTIVATIONS if config.get(key) is not None]
+    limit = config.get("swiglu_limit")
+    limit = None if limit is None else float(limit)
+    if named and named[0] not in GATES:
+        raise ValueError(f"{file}: {ACTIVATIONS[0]}: expected one of {', '.join(map(repr, GATES))}, got {named[0]!r}")
+    alpha = config.get("swiglu_alpha")
+    if family in INTERLEAVED or alpha is not None:
+        if alpha is not None and abs(alpha - OAI_ALPHA) > 1e-6:
+            raise ValueError(f"{file}: swiglu_alpha: expected {OAI_ALPHA}, got {alpha!r}")
+        return "swiglu_oai", SWIGLU_OAI_LIMIT if limit is None else limit
+    if not named:
+        raise ValueError(f"{file}: {ACTIVATIONS[0]}: expected the experts' activation, got none of {ACTIVATIONS}")
+    return GATES[named[0]], limit
+
+
+def _quantisation(file: Path, given: Any) -> Quantisation | None:
+    if not given:
+        return None
+    method = given.get("quant_method") if isinstance(given, dict) else given
+    if method == "fp8":
+        block = given.get("weight_block_size")
+        group = (ALL, ALL) if block is None else (int(block[0]), int(block[1]))
+        groups = {torch.float8_e4m3fn: group, torch.int8: MX, torch.uint8: MX}
+        return Quantisation(method, groups, factors=("weight_scale_inv", "scale"))
+    if method == "mxfp4":
+        return Quantisation(method, {torch.uint8: MX})
+    if method == "compressed-tensors":
+        return _compressed_tensors(file, given)
+    raise ValueError(
+        f"{file}: quantization_config.quant_method: expected one of {', '.join(map(repr, METHODS))}, got {method!r}"
+    )
+
+
+def _compressed_tensors(file: Path, given: dict[str, Any]) -> Quantisation:
+    """Read the scheme of the experts: the group of targets that mentions them, else the first."""
+    groups = list((given.get("config_groups") or {}).values())
+    ours = [group for group in groups if any("experts" in target for target in group.get("targets", ()))] or groups
+    weights = (ours[0].get("weights") if ours else None) or {}
+    bits, kind, strategy = (weights.get(key) for key in ("num_bits", "type", "strategy"))
+    format = (ours[0].get("format") if ours else None) or given.get("format")
+    if (bits, kind) == (8, "float") and strategy in ("channel", "tensor", "block"):
+        block = weights.get("block_structure") or (128, 128)
+        group = {"channel": (1, ALL), "tensor": (ALL, ALL), "block": (int(block[0]), int(block[1]))}[strategy]
+        return Quantisation("compressed-tensors", {torch.float8_e4m3fn: group}, factors=("weight_scale",))
+    if (bits, kind, format) == (4, "float", "mxfp4-pack-quantized"):
+        return Quantisation("compressed-tensors", {torch.uint8: MX}, "weight_packed", ("weight_scale",))
+    raise ValueError(
+        f"{file}: quantization_config.config_groups: expected 8-bit float weights with a factor a channel, a tensor or "
+        f"a block, or 'mxfp4-pack-quantized', got {bits}-bit {kind} by {strategy} in {format!r}"
+    )

@@ -1,0 +1,111 @@
+"""From a checkpoint's files to the packed experts of one layer, without arithmetic where a format allows it.
+
+config.json -> count, activation, scheme      headers -> every tensor checked      tensors -> [E, ..] -> pack
+"""
+
+from collections.abc import Callable, Iterable, Sequence
+from pathlib import Path
+
+import torch
+
+from envoi.check import expect_choice, expect_int
+from envoi.checkpoints.config import Config, read_config
+from envoi.checkpoints.names import Separate, Stacked, find, layers
+from envoi.checkpoints.separate import read_separate
+from envoi.checkpoints.shards import Shards
+from envoi.checkpoints.stacked import read_stacked
+from envoi.moe.pack import AUTO, pack
+from envoi.progress import Progress
+from envoi.quant.formats import FORMATS
+from envoi.types import ExpertWeights
+
+
+def from_checkpoint(
+    path: str | Path,
+    layer: int,
+    experts: Iterable[int] | None = None,
+    format: str = AUTO,
+    *,
+    device: torch.device | str = "cpu",
+    requantize: bool = False,
+    progress: bool = True,
+) -> ExpertWeights:
+    """Load the experts of one layer from a published checkpoint, as it stores them.
+
+    path: its folder, with config.json and files of safetensors.
+    experts: which ones, in this order, for instance a rank's share `range(32, 64)`; None: all. Only their bytes are
+        read.
+    format: as `envoi.experts.pack` has it: "auto" keeps what the file stores; another one is refused where it can't
+        hold the file's numbers exactly, and rounds them with requantize=True. bf16 weights go into any format.
+    device: where the packed weights go. One expert at a time is on the host beside them.
+    progress: show a bar on stderr if it takes longer than two seconds.
+
+    bf16, fp16 and fp32 experts; FP8 with a factor per block, channel or tensor (DeepSeek-V3, Kimi-K2, Qwen3-FP8,
+    MiniMax-M2, GLM, compressed-tensors); MXFP4 (DeepSeek-V4, gpt-oss, compressed-tensors). Static scales of activations
+    aren't used, as activations are quantised by what they are.
+
+    Raises ValueError that names the file, the tensor or key, what was expected and what came, before anything is read
+    if the headers show it.
+    """
+    expect_int("layer", layer, 0)
+    expect_choice("format", format, (*FORMATS, AUTO))
+    config = read_config(Path(path) if Path(path).is_dir() else Path(path).parent)
+    with Shards(path) as shards:
+        return load_layer(
+            shards, config, layer, experts, format, device=torch.device(device), requantize=requantize,
+            progress=progress,
+        )  # fmt: skip
+
+
+def load_layer(
+    shards: Shards, config: Config, layer: int, experts: Iterable[int] | None = None, format: str = AUTO, *,
+    device: torch.device, requantize: bool = False, progress: bool = False,
+) -> ExpertWeights:  # fmt: skip
+    """Load the experts of one layer from opened files: see `from_checkpoint`."""
+    named = find(shards.file_of, layer)
+    if named is None:
+        have = _ranges(layers(shards.file_of)) or "none"
+        raise ValueError(f"{shards.path}: layer: expected one with experts, which are {have}, got {layer}")
+    count = config.num_experts or _count(shards, named)
+    ids = _expect_ids(experts, count)
+    read: Callable = read_separate if isinstance(named, Separate) else read_stacked
+    with Progress(len(ids), quiet=not progress) as bar:
+        gate_up, down, biases = read(shards, config, named, ids, count, device, lambda e: bar.step(_label(layer, e)))
+    return pack(
+        gate_up, down, format, gate_up_layout=config.gate_up_layout, gate_up_bias=biases[0], down_bias=biases[1],
+        activation=config.activation, swiglu_limit=config.swiglu_limit, requantize=requantize,
+    )  # fmt: skip
+
+
+def _label(layer: int, expert: int) -> str:
+    return f"layer {layer}, expert {expert}"
+
+
+def _count(shards: Shards, named: Separate | Stacked) -> int:
+    if isinstance(named, Separate):
+        return max(named.ids) + 1
+    return shards.header(named.gate_up + ("_blocks" if named.blocks else ""))[1][0]
+
+
+def _expect_ids(experts: Iterable[int] | None, count: int) -> Sequence[int]:
+    if experts is None:
+        return range(count)
+    if isinstance(experts, (str, int)) or not isinstance(experts, Iterable):
+        raise ValueError(f"experts: expected ids, for instance range(0, {count}), or None for all, got {experts!r}")
+    ids = list(experts)
+    for expert in ids:
+        expect_int("experts", expert, 0, count - 1, f"the checkpoint has {count}")
+    if len(set(ids)) != len(ids):
+        raise ValueError(f"experts: expected each expert once, got {ids}")
+    return ids
+
+
+def _ranges(numbers: Sequence[int]) -> str:
+    """Return sorted numbers as text: 1-3, 5."""
+    runs: list[list[int]] = []
+    for number in numbers:
+        if runs and runs[-1][1] == number - 1:
+            runs[-1][1] = number
+        else:
+            runs.append([number, number])
+    return ", ".join(str(a) if a == b else f"{a}-{b}" for a, b in runs)

@@ -1,0 +1,48 @@
+"""Release of the experts' weights of a transformers model once Envoi has packed them."""
+
+from typing import Any, NamedTuple
+
+import torch
+
+from envoi.integrations import packings
+from envoi.types import ExpertWeights, QuantTensor
+
+
+class Released(NamedTuple):
+    """Packed experts of a module whose own weights are gone, and the format that was chosen for them."""
+
+    format: str
+    experts: ExpertWeights
+
+
+def release(module: Any, weights: packings.Weights, recipe: packings.Recipe, format: str) -> int:
+    """Keep a module's packed experts and free its own tensors where those aren't the packed ones; return the bytes
+    freed."""
+    experts = packings.packed(weights, recipe)
+    kept = {x.untyped_storage().data_ptr() for x in _tensors(experts)}
+    freed = 0
+    for name, x in list(module._parameters.items()):
+        if x is None or not any(x is weight for weight in weights):
+            continue
+        if x.untyped_storage().data_ptr() not in kept:
+            freed += x.nbytes
+            empty = torch.empty_like(x, device="meta")
+            module._parameters[name] = torch.nn.Parameter(empty, requires_grad=False)
+    module._envoi_released = Released(format, experts)
+    module.envoi_alone = True  # no other implementation has weights to read
+    if freed:
+        module.register_state_dict_pre_hook(_refuse)
+    return freed
+
+
+def _tensors(experts: ExpertWeights) -> list[torch.Tensor]:
+    matrices = (experts.gate_up, experts.down)
+    parts = [part for x in matrices for part in ((x.values, x.sf) if isinstance(x, QuantTensor) else (x,))]
+    return [*parts, *(bias for bias in (experts.gate_up_bias, experts.down_bias) if bias is not None)]
+
+
+def _refuse(module: torch.nn.Module, prefix: str, keep_vars: bool) -> None:
+    raise ValueError(
+        f"state_dict: expected a model with its own weights, got one whose experts ({prefix.rstrip('.')}) were "
+        "released to Envoi; save the model before, or load it again"
+    )

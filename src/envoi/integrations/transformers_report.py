@@ -1,0 +1,97 @@
+"""Report of a transformers model's experts modules: how each is stored, whether Envoi runs it, and why not."""
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from envoi.check import dtype_name
+from envoi.integrations.transformers import FORMAT_OF, is_experts, stored_format, unserved
+from envoi.table import align, fold
+
+OUTSIDE = "transformers doesn't look its experts up by experts_implementation, and always runs the model's own code"
+FEW = 3  # layers alike that are listed by name
+
+
+@dataclass(frozen=True)
+class Row:
+    """Experts module: its path and class, what its weights are stored as ("bfloat16", "fp8_block128", ..), the chosen
+    experts_implementation, and why Envoi doesn't run it, "" if it does."""
+
+    path: str
+    kind: str
+    stored: str
+    chosen: str
+    why: str
+
+    @property
+    def runs(self) -> bool:
+        """Return True if Envoi runs this module."""
+        return not self.why
+
+
+@dataclass(frozen=True)
+class Report:
+    """Rows for all experts modules of a model, in its order; printed with modules that are alike in one line."""
+
+    rows: tuple[Row, ...]
+
+    def __str__(self) -> str:
+        if not self.rows:
+            return "no experts modules found"
+        alike: dict[tuple[str, ...], list[str]] = {}
+        for row in self.rows:
+            alike.setdefault((row.kind, row.stored, row.chosen, row.why), []).append(row.path)
+        lines = [
+            (str(len(paths)), kind, stored, chosen, "no" if why else "yes")
+            for (kind, stored, chosen, why), paths in alike.items()
+        ]
+        text = [align(("modules", "class", "stored as", "implementation", "by Envoi"), lines, left=(1, 2, 3, 4))]
+        for (kind, *_, why), paths in alike.items():
+            if why:
+                named = ", ".join(paths[:FEW]) + (", .." if len(paths) > FEW else "")
+                text.append(fold(f"{kind} ({named}): {why}"))
+        return "\n".join(text)
+
+
+def report(model: torch.nn.Module) -> Report:
+    """Look at every experts module of a model; reads no weights."""
+    rows, seen = [], []
+    for path, module in model.named_modules():
+        if any(path.startswith(f"{above}.") for above in seen):
+            continue
+        if is_experts(module) or _looks_like_experts(path, module):
+            seen.append(path)
+            rows.append(_row(path, module))
+    return Report(tuple(rows))
+
+
+def _looks_like_experts(path: str, module: torch.nn.Module) -> bool:
+    named = path.rsplit(".", 1)[-1] == "experts" or type(module).__name__.endswith("Experts")
+    return named and next(module.parameters(), None) is not None
+
+
+def _row(path: str, module: Any) -> Row:
+    kind = type(module).__name__
+    if not is_experts(module):
+        mxfp4 = kind == "Mxfp4GptOssExperts"
+        why = "its MXFP4 weights are in the order of transformers' own kernels; choose Envoi in from_pretrained"
+        return Row(path, kind, "mxfp4" if mxfp4 else _dtype(module), "-", why if mxfp4 else OUTSIDE)
+    chosen = str(module.config._experts_implementation)
+    why = unserved(module, FORMAT_OF.get(chosen, "bf16")) or ""
+    if chosen not in FORMAT_OF:
+        reason = f"experts_implementation is {chosen!r}"
+        why = f"{reason}, and Envoi can't run it: {why}" if why else reason
+    return Row(path, kind, _stored(module), chosen, why)
+
+
+def _stored(module: Any) -> str:
+    try:
+        return stored_format(module) or _dtype(module)
+    except ValueError:
+        return _dtype(module)
+
+
+def _dtype(module: torch.nn.Module) -> str:
+    matrices = [x for x in module.parameters() if x.dim() >= 2]
+    return dtype_name((matrices or list(module.parameters()))[0].dtype)

@@ -1,0 +1,168 @@
+"""Weights that are quantised already: read as they are stored, and written in another scheme without changing a number.
+
+A factor of a group may be repeated for parts of the group, and a power of two may be kept in either type; nothing else
+keeps every number. `why_not` says what stands in the way, `regroup` does it.
+"""
+
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+import torch
+
+from envoi.check import describe
+from envoi.quant.bits import e8m0_ceil, e8m0_to_float
+from envoi.quant.cast import dequantize, expand_sf
+from envoi.quant.formats import Scheme
+from envoi.quant.fragments import to_rows
+from envoi.quant.pack import pack_weight, tamed
+from envoi.types import Matrix, QuantTensor
+
+BLOCK = 128  # rows and columns of the blocks that checkpoints have, the last of which may be smaller
+PAIRS = (torch.uint8, torch.int8, torch.float4_e2m1fn_x2)
+VALUES = (torch.float8_e4m3fn, *PAIRS)
+FACTORS = (torch.float32, torch.bfloat16, torch.float16, torch.float8_e8m0fnu, torch.uint8, torch.float8_e4m3fn)
+
+
+def as_stored(values: torch.Tensor, sf: torch.Tensor, name: str) -> QuantTensor:
+    """Return a checkpoint's quantised weights and their factors as a QuantTensor, without a copy of the values.
+
+    values [E, R, C]: float8_e4m3fn, or two E2M1 numbers a byte as uint8, int8 or float4_e2m1fn_x2 [E, R, C / 2], the
+        even column in the low nibble, also as blocks [E, R, C / 32, 16].
+    sf: one factor a group, which is multiplied: [E, rows, columns] of groups, [E, R] (a factor a row), [E, 2] (one for
+        the gate rows, one for the up rows), [E] (a factor an expert). float32; bf16 and fp16, which are widened;
+        float8_e8m0fnu, also as its bytes in uint8.
+    Raises ValueError that names `name` or `name`_sf.
+    """
+    if not isinstance(values, torch.Tensor) or values.dtype not in VALUES:
+        raise ValueError(f"{name}: expected weights in float8_e4m3fn, or uint8 or int8 pairs, got {describe(values)}")
+    if not isinstance(sf, torch.Tensor) or sf.dtype not in FACTORS:
+        kinds = "float32, bfloat16, float16, float8_e8m0fnu or uint8"
+        raise ValueError(f"{name}_sf: expected the factors of {describe(values)} in {kinds}, got {describe(sf)}")
+    packed = values.dtype in PAIRS
+    if packed:
+        values = values.view(torch.uint8)
+        values = values.flatten(-2) if values.dim() == 4 and values.shape[-1] == 16 else values
+    if values.dim() != 3:
+        raise ValueError(f"{name}: expected [num_experts, rows, columns], got {describe(values)}")
+    rows, columns = values.shape[1], values.shape[2] * (2 if packed else 1)
+    groups = sf.reshape(sf.shape[0], -1, 1) if sf.dim() in (1, 2) else sf
+    counts = tuple(groups.shape[1:])
+    if groups is sf and counts == (-(-rows // BLOCK), -(-columns // BLOCK)):
+        sides = [BLOCK if count > 1 else size for size, count in zip((rows, columns), counts, strict=True)]
+    else:
+        sides = [_equal_parts(size, count) for size, count in zip((rows, columns), counts, strict=False)]
+    if groups.dim() != 3 or groups.shape[0] != values.shape[0] or None in sides:
+        raise ValueError(
+            f"{name}_sf: expected the factors of {values.shape[0]} matrices of {rows} x {columns}, one for each group "
+            f"of rows and columns, got {describe(sf)}"
+        )
+    return QuantTensor(values, stored_factors(groups), (sides[0] or 1, sides[1] or 1))
+
+
+def _equal_parts(size: int, count: int) -> int | None:
+    """Return the size of `count` equal parts, None if there are none."""
+    return size // count if 0 < count <= size and size % count == 0 else None
+
+
+def stored_factors(sf: torch.Tensor) -> torch.Tensor:
+    """Return factors in a dtype that a QuantTensor has: bytes viewed as UE8M0, 16-bit floats widened."""
+    if sf.dtype == torch.uint8:
+        return sf.view(torch.float8_e8m0fnu)
+    return sf.float() if sf.dtype in (torch.bfloat16, torch.float16) else sf
+
+
+def why_not(x: QuantTensor, scheme: Scheme) -> str:
+    """Return why the numbers of x can't be written in a scheme exactly; "" if they can. Reads the factors only,
+    and on meta, where there is nothing to read, takes them for any numbers."""
+    group, sf = scheme.group_for(x.shape), x.sf
+    if x.scale is not None or sf.dtype == torch.float8_e4m3fn:
+        return (
+            "they have a scale on top of their factors, or factors in E4M3 (nvfp4), which no kernel for experts takes"
+        )
+    if x.values.dtype != scheme.values:
+        return f"their elements are {_kind(x.packed)}, and those of {scheme.name} are {_kind(not x.packed)}"
+    for axis, size in enumerate(x.shape[-2:]):
+        if x.group[axis] % group[axis] and x.group[axis] < size:
+            return (
+                f"{x.group[0]} x {x.group[1]} elements share a factor, and those of {scheme.name} are shared by "
+                f"{group[0]} x {group[1]}"
+            )
+    if scheme.sf == torch.float8_e8m0fnu and sf.dtype == torch.float32 and not _powers_of_two(sf):
+        return f"not all of their factors are powers of two, as those of {scheme.name} are"
+    return ""
+
+
+def _kind(packed: bool) -> str:
+    return "E2M1" if packed else "E4M3"
+
+
+def _powers_of_two(sf: torch.Tensor) -> bool:
+    return sf.device.type != "meta" and bool((e8m0_to_float(e8m0_ceil(sf)) == sf).all())
+
+
+def regroup(x: QuantTensor, scheme: Scheme) -> QuantTensor:
+    """Write x in a scheme for which `why_not` has no reason: values are shared, factors are repeated or shared."""
+    group, sf = scheme.group_for(x.shape), x.sf
+    if scheme.sf == torch.float8_e8m0fnu and sf.dtype == torch.float32:
+        sf = e8m0_ceil(sf)
+    elif scheme.sf == torch.float32 and sf.dtype == torch.float8_e8m0fnu:
+        sf = e8m0_to_float(sf)
+    raw = sf.view(torch.uint8) if sf.dtype == torch.float8_e8m0fnu else sf
+    for axis, size in zip((-2, -1), x.shape[-2:], strict=True):
+        if x.group[axis] != group[axis]:
+            count = -(-size // group[axis])
+            raw = raw.repeat_interleave(-(-x.group[axis] // group[axis]), dim=axis).narrow(axis, 0, count)
+    sf = raw.contiguous().view(scheme.sf)
+    return tamed(replace(x, values=x.values.contiguous(), sf=sf, group=group, tame=False))
+
+
+def requantize(
+    x: QuantTensor,
+    scheme: Scheme | None,
+    name: str,
+    order: Callable[[torch.Tensor], torch.Tensor] = torch.Tensor.detach,
+) -> Matrix:
+    """Quantise the numbers of x [E, R, C] anew in a scheme (None: bf16), so that they are rounded a second time.
+
+    One expert at a time, and all its rows at once; order: applied to its float32 matrix before.
+    """
+    parts: list[Any] = []
+    for expert in range(x.shape[0]):
+        one = replace(x, values=x.values[expert : expert + 1], sf=x.sf[expert : expert + 1])
+        parts.append(pack_weight(order(dequantize(one)), scheme, name))
+    if not parts:
+        return pack_weight(order(dequantize(x)), scheme, name)
+    if scheme is None:
+        return torch.cat(parts)
+    values = torch.cat([part.values for part in parts])
+    sf = torch.cat([part.sf.view(torch.uint8) if part.sf.itemsize == 1 else part.sf for part in parts])
+    return QuantTensor(values, sf.view(scheme.sf), parts[0].group, tame=all(part.tame for part in parts))
+
+
+def by_rows(x: QuantTensor) -> QuantTensor:
+    """Return x with its values by rows: a copy if they are in the order of the tensor cores."""
+    return x if x.order == "rows" else to_rows(x)
+
+
+def share_factors(x: QuantTensor, parts: int) -> tuple[QuantTensor, int]:
+    """Give row blocks b, b + n/parts, .. of x, which `parts` equal ranges of rows have, one factor: their largest.
+
+    x [E, R, C] in float8_e4m3fn with float32 factors. Returns x with the values of the other blocks divided by as much
+    and rounded, and how many values have changed by that; 0 if every number has been kept, as where factors are powers
+    of two or alike.
+    """
+    blocks = x.sf.unflatten(-2, (parts, -1))
+    shared = blocks.abs().amax(dim=-3, keepdim=True).expand_as(blocks)
+    if torch.equal(shared, blocks):
+        return x, 0
+    sf, changed = shared.flatten(-3, -2).contiguous(), 0
+    values = torch.empty_like(x.values)
+    for expert, given in enumerate(x.values):
+        # Products of a float32 and an E4M3 number are exact in float64.
+        own, new = (expand_sf(factors[expert].double(), x.group, given.shape) for factors in (x.sf, sf))
+        meant = given.double() * own
+        values[expert] = torch.where(new == 0, 0.0, meant / new).to(torch.float8_e4m3fn)
+        kept = (values[expert].double() * new == meant) | (meant.isnan() & values[expert].float().isnan())
+        changed += int((~kept).sum())
+    return replace(x, values=values, sf=sf), changed

@@ -1,0 +1,65 @@
+"""Checkpoints of compressed-tensors loaded by transformers, their FP8 experts by Envoi as they are stored."""
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM, CompressedTensorsConfig
+
+from envoi.experts import from_checkpoint, unpack
+from envoi.integrations.transformers import packed_experts, report
+from tests.helpers.accuracy import relative_error
+from tests.helpers.quantised_models import compressed_fp8
+from tests.helpers.transformers_models import expert_modules, logits, tokens
+
+pytestmark = pytest.mark.usefixtures("registered")
+STRATEGIES = ("channel", "tensor")
+
+
+def load(folder, implementation="envoi", **options):
+    options = {"dtype": torch.bfloat16, "experts_implementation": implementation, **options}
+    return AutoModelForCausalLM.from_pretrained(folder, **options).eval()
+
+
+@pytest.mark.parametrize("strategy", STRATEGIES)
+@pytest.mark.parametrize("name", ["glm4_moe", "qwen3_moe", "mixtral"])
+def test_fp8_experts_are_kept(name, strategy, tmp_path):
+    model, ids = load(compressed_fp8(name, tmp_path, strategy)), tokens()
+    assert {(row.stored, row.runs) for row in report(model).rows} == {("fp8_row", True)}
+    layers = [int(row.path.split(".")[2]) for row in report(model).rows]
+    for layer, module in zip(layers, expert_modules(model), strict=True):
+        packed = packed_experts(module)
+        assert packed.gate_up.values.data_ptr() == module.gate_up_proj.data_ptr()
+        for got, want in zip(unpack(packed), unpack(from_checkpoint(tmp_path, layer)), strict=True):
+            assert got is want is None or torch.equal(got, want)
+    wide = load(tmp_path, "eager")
+    assert {module.gate_up_proj.dtype for module in expert_modules(wide)} == {torch.bfloat16}
+    assert 0 < relative_error(logits(model, ids), logits(wide, ids)) < 0.03
+
+
+def test_they_are_widened_if_asked_for(tmp_path):
+    folder = compressed_fp8("qwen3_moe", tmp_path, "channel")
+    wide = load(folder, quantization_config=CompressedTensorsConfig(dequantize=True))
+    assert {row.stored for row in report(wide).rows} == {"bfloat16"}
+    other = load(folder, "envoi_mxfp4")
+    assert {(row.stored, row.runs) for row in report(other).rows} == {("bfloat16", True)}
+    assert logits(other, tokens()).isfinite().all()
+
+
+def test_experts_that_are_not_quantised(tmp_path):
+    model = load(compressed_fp8("qwen3_moe", tmp_path, "channel", leave="layers.1."))
+    assert {row.stored for row in report(model).rows} == {"bfloat16"}
+    assert logits(model, tokens()).isfinite().all()
+
+
+def test_saved_and_loaded(tmp_path):
+    model, ids = load(compressed_fp8("qwen3_moe", tmp_path / "a", "channel")), tokens()
+    model.save_pretrained(tmp_path / "b")
+    again = load(tmp_path / "b")
+    assert relative_error(logits(again, ids), logits(model, ids)) < 0.03
+
+
+def test_they_run_by_envoi_alone(tmp_path):
+    model = load(compressed_fp8("mixtral", tmp_path, "channel"))
+    with pytest.raises(ValueError, match="experts: expected one of 'envoi', .* got 'grouped_mm': load the model again"):
+        model.set_experts_implementation("grouped_mm")
+    model.set_experts_implementation("envoi_fp8_row")
+    assert logits(model, tokens()).isfinite().all()

@@ -1,0 +1,42 @@
+"""Path of `envoi.moe` by kernels on concatenated gate and up."""
+
+import pytest
+
+from envoi.moe import layer as kernels_layer
+from envoi.moe import moe, reference
+from envoi.moe.oracle import moe_oracle
+from envoi.moe.pack import READ_AS_STORED
+from tests.helpers.accuracy import assert_at_most_twice, assert_same_bits, relative_error
+from tests.moe.layers import make
+from tests.moe.test_moe import BOUNDS, KINDS
+
+SMALL = {"tokens": 9, "experts": 4, "k": 2, "hidden": 128, "intermediate": 128}
+
+
+@pytest.fixture(autouse=True)
+def calls(monkeypatch):
+    """Count the calls of the kernels' path: a test that doesn't take it proves nothing."""
+    counted = []
+    original = kernels_layer.run_layer
+    monkeypatch.setattr(kernels_layer, "run_layer", lambda *given: counted.append(1) or original(*given))
+    return counted
+
+
+@pytest.mark.parametrize("format", READ_AS_STORED)
+@pytest.mark.parametrize("kind", KINDS)
+def test_error_is_at_most_twice_the_references(format, kind, calls):
+    layer = make(**SMALL, **KINDS[kind], packed_layout="concat")
+    given = layer.tokens, layer.routing.topk_weights, layer.routing.topk_ids, layer.pack(format)
+    got, want = moe(layer.tokens, layer.routing, given[-1]), moe_oracle(*given)
+    assert_at_most_twice(got, reference.moe(*given), want)
+    assert relative_error(got, want) < 1.5 * BOUNDS[format]
+    assert calls
+
+
+@pytest.mark.parametrize("format", ["bf16", "fp8_row"])  # blocks of 128 rows have other factors in each layout
+@pytest.mark.parametrize("kind", KINDS)
+def test_both_layouts_give_the_same_bits(format, kind):
+    layer = make(**{**SMALL, "intermediate": 200}, **KINDS[kind])
+    interleaved = moe(layer.tokens, layer.routing, layer.pack(format))
+    layer.packed_layout = "concat"
+    assert_same_bits(moe(layer.tokens, layer.routing, layer.pack(format)), interleaved)

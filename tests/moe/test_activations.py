@@ -1,0 +1,108 @@
+"""Activations of experts beside SwiGLU: GeGLU, and experts without a gate."""
+
+import importlib
+
+import pytest
+import torch
+
+from envoi.experts import from_state_dict, state_dict
+from envoi.moe import moe, pack, unpack
+from envoi.moe.layer import few_layer
+from envoi.moe.op import flatten, mlp_flops
+from envoi.moe.oracle import moe_oracle
+from envoi.quant import FORMATS
+from tests.helpers.accuracy import assert_at_most_twice, assert_same_bits, relative_error
+from tests.moe.layers import eager_bf16, make
+from tests.moe.test_moe import BOUNDS
+from tests.test_types import same
+
+MORE_KINDS = {
+    "geglu": {"activation": "geglu", "bias": True}, "geglu_tanh": {"activation": "geglu_tanh", "limit": 0.7},
+    "geglu_concat": {"activation": "geglu", "packed_layout": "concat"},
+    "silu": {"activation": "silu"}, "relu2": {"activation": "relu2", "bias": True},
+}  # fmt: skip
+
+
+def results(layer, format="bf16"):
+    packed = layer.pack(format)
+    got = moe(layer.tokens, layer.routing, packed)
+    return got, moe_oracle(layer.tokens, layer.routing.topk_weights, layer.routing.topk_ids, packed)
+
+
+@pytest.mark.parametrize("kind", MORE_KINDS)
+def test_bf16_is_as_good_as_torchs(kind):
+    layer = make(**MORE_KINDS[kind])
+    got, want = results(layer)
+    assert_at_most_twice(got, eager_bf16(layer), want)
+
+
+@pytest.mark.parametrize("format", [name for name in FORMATS if name != "bf16"])
+@pytest.mark.parametrize("kind", [kind for kind in MORE_KINDS if kind != "geglu_concat"])
+def test_error_is_bounded(format, kind):
+    layer = make(**MORE_KINDS[kind])
+    # relu(x)^2 doubles the relative error of what it is given.
+    got, want = results(layer, format)
+    assert relative_error(got, want) < BOUNDS[format] * (2 if kind == "relu2" else 1)
+
+
+@pytest.mark.parametrize("activation", ["silu", "relu2"])
+@pytest.mark.parametrize("format", FORMATS)
+def test_experts_without_a_gate_have_up_alone(format, activation):
+    layer = make(activation=activation, bias=True)
+    packed = layer.pack(format)
+    assert (packed.gate_up.shape, packed.intermediate, packed.hidden) == ((8, 128, 256), 128, 256)
+    up, down, up_bias, down_bias = unpack(packed)
+    assert relative_error(up, layer.gate_up.float()) < 0.13
+    assert relative_error(down, layer.down.float()) < 0.13
+    assert torch.equal(up_bias, layer.gate_up_bias)
+    assert torch.equal(down_bias, layer.down_bias)
+    assert same(from_state_dict(state_dict(packed)), packed)
+    for layout in ("concat", "interleaved"):
+        other = pack(layer.gate_up, layer.down, format, activation=activation, gate_up_layout=layout)
+        assert_same_bits(unpack(other, "interleaved")[0], up)
+
+
+def test_stored_weights_without_a_gate_are_kept():
+    layer = make(activation="relu2")
+    first = layer.pack("mxfp8")
+    again = pack(first.gate_up, first.down, activation="relu2")
+    assert again.format == "mxfp8"
+    assert again.gate_up.values.data_ptr() == first.gate_up.values.data_ptr()
+
+
+@pytest.mark.parametrize(("activation", "matrices"), [("silu", 2), ("geglu", 3)])
+@pytest.mark.parametrize("format", ["bf16", "mxfp4"])
+def test_flops_count_the_matrices_that_there_are(activation, matrices, format):
+    layer = make(tokens=5, activation=activation)
+    packed = layer.pack(format)
+    got = mlp_flops(layer.tokens, layer.routing.topk_weights, layer.routing.topk_ids, *flatten(packed))
+    assert got == matrices * 2 * 5 * 3 * 256 * 128
+
+
+def test_kernels_for_few_tokens_have_two_activations(monkeypatch):
+    monkeypatch.setattr(importlib.import_module("envoi.moe.pack"), "implementation", lambda device: "hopper")
+    for activation in ("swiglu", "swiglu_oai"):
+        assert few_layer(make(activation=activation).pack("mxfp4")) is not None
+    for activation in ("geglu", "geglu_tanh", "silu", "relu2"):
+        packed = make(activation=activation).pack("mxfp4")
+        assert packed.order == "fragments"
+        assert few_layer(packed) is None
+
+
+@pytest.mark.parametrize("kind", MORE_KINDS)
+def test_compiles_as_one_graph(kind):
+    layer = make(tokens=7, **MORE_KINDS[kind])
+    packed = layer.pack()
+    compiled = torch.compile(moe, fullgraph=True, backend="eager")
+    assert_same_bits(compiled(layer.tokens, layer.routing, packed), moe(layer.tokens, layer.routing, packed))
+
+
+def test_refusals():
+    layer = make()
+    with pytest.raises(ValueError, match="down: expected .* .8, 256, 256., got bfloat16 .8, 256, 128."):
+        pack(layer.gate_up, layer.down, activation="silu")  # gate and up where up alone is expected
+    up = layer.gate_up[:, :128]
+    with pytest.raises(ValueError, match="swiglu_limit: expected None for 'relu2', which has no gate, got 7.0"):
+        pack(up, layer.down, activation="relu2", swiglu_limit=7.0)
+    with pytest.raises(ValueError, match="activation: expected one of .*'geglu_tanh', 'silu', 'relu2', got 'tanh'"):
+        pack(up, layer.down, activation="tanh")

@@ -1,0 +1,47 @@
+"""Arguments of the MoE operators: everything that decides a call's launches is in the key of prepared calls."""
+
+from dataclasses import fields, replace
+
+import pytest
+import torch
+
+from envoi.gemm import api as gemm
+from envoi.moe.op import constants_of, tensors_of
+from envoi.types import ExpertWeights, QuantTensor
+from tests.moe.layers import make
+
+OTHERS = {"format": "fp8_row", "activation": "swiglu_oai", "swiglu_limit": 7.0, "gate_up_layout": "concat"}
+
+
+def weights() -> ExpertWeights:
+    return make(bias=True).pack("mxfp8")
+
+
+@pytest.mark.parametrize("name", [field.name for field in fields(ExpertWeights)])
+def test_every_field_of_the_experts_is_in_the_key(name):
+    experts = weights()
+    value = getattr(experts, name)
+    if isinstance(value, torch.Tensor):
+        assert any(value is x for x in tensors_of(experts))
+    elif isinstance(value, QuantTensor):
+        assert [x for x in (value.values, value.sf) if not any(x is y for y in tensors_of(experts))] == []
+    else:
+        assert constants_of(replace(experts, **{name: OTHERS[name]})) != constants_of(experts)
+
+
+@pytest.mark.parametrize("side", ["gate_up", "down"])
+@pytest.mark.parametrize(
+    "change", [{"group": (1, 64)}, {"tame": False}, {"order": "fragments"}, {"scale": torch.ones(1)}]
+)
+def test_every_field_of_quantised_weights_is_in_the_key(side, change):
+    experts = weights()
+    weight = getattr(experts, side)
+    assert weight.tame
+    other = replace(experts, **{side: replace(weight, **change)})
+    if "scale" in change:
+        assert sum(change["scale"] is x for x in tensors_of(other)) == 1
+    else:
+        assert constants_of(other) != constants_of(experts)
+    keys = [gemm._given(torch.ones(1), x) for x in (weight, getattr(other, side))]
+    assert len({repr(key) for key in keys}) == 2
+    assert {field.name for field in fields(QuantTensor)} == {"values", "sf", "group", "tame", "order", "scale"}

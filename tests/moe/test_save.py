@@ -1,0 +1,152 @@
+"""Packed experts moved, mapped, saved, loaded, and in state dicts."""
+
+import importlib
+import json
+from dataclasses import replace
+
+import pytest
+import safetensors.torch
+import torch
+from torch.utils import _pytree as pytree
+
+import envoi
+from envoi.quant import FORMATS
+from envoi.types import ExpertWeights, QuantTensor
+from tests.moe.layers import make
+from tests.test_types import same
+
+LAYER = make(tokens=5, bias=True, activation="swiglu_oai")
+PLAIN = make(tokens=5)
+PACKED = {format: LAYER.pack(format) for format in FORMATS} | {"no bias": PLAIN.pack("fp8_row")}
+
+
+@pytest.mark.parametrize("name", PACKED)
+def test_a_file_holds_everything(name, tmp_path):
+    envoi.experts.save(PACKED[name], tmp_path / "experts.safetensors")
+    assert same(envoi.experts.load(tmp_path / "experts.safetensors"), PACKED[name])
+    tensors = safetensors.torch.load_file(tmp_path / "experts.safetensors")
+    assert {"gate_up", "gate_up.values"} & set(tensors)
+
+
+@pytest.mark.parametrize("name", PACKED)
+def test_a_modules_state_dict_holds_everything(name, tmp_path):
+    state = {"head.weight": torch.ones(2), **envoi.experts.state_dict(PACKED[name], "layers.0.experts.")}
+    safetensors.torch.save_file(state, tmp_path / "model.safetensors")
+    state = safetensors.torch.load_file(tmp_path / "model.safetensors")
+    assert same(envoi.experts.from_state_dict(state, "layers.0.experts."), PACKED[name])
+
+
+def test_a_state_dict_shares_the_tensors():
+    state = envoi.experts.state_dict(PACKED["mxfp8"])
+    assert state["gate_up.values"] is PACKED["mxfp8"].gate_up.values
+    assert envoi.experts.from_state_dict(state).gate_up.values is PACKED["mxfp8"].gate_up.values
+
+
+def test_tensors_that_share_memory_are_saved(tmp_path):
+    flat = torch.randn(4 * 64 * 32 * 3).bfloat16()
+    experts = ExpertWeights(flat[: 4 * 64 * 32 * 2].view(4, 128, 32), flat[4 * 64 * 32 * 2 :].view(4, 32, 64), "bf16")
+    envoi.experts.save(experts, tmp_path / "x")
+    assert same(envoi.experts.load(tmp_path / "x"), experts)
+
+
+@pytest.mark.parametrize("name", PACKED)
+def test_trees_of_tensors(name):
+    leaves, spec = pytree.tree_flatten(PACKED[name])
+    assert all(isinstance(leaf, torch.Tensor) or leaf is None for leaf in leaves)
+    assert same(pytree.tree_unflatten(leaves, spec), PACKED[name])
+    assert pytree.treespec_loads(pytree.treespec_dumps(spec)) == spec
+    paths = [pytree.keystr(path) for path, _ in pytree.tree_flatten_with_path(PACKED[name])[0]]
+    assert paths[0] in (".gate_up", ".gate_up.values")
+    sizes = pytree.tree_map(lambda x: None if x is None else x.shape, PACKED[name])
+    assert sizes.down_bias == (None if name == "no bias" else (8, 256))
+
+
+def test_experts_are_an_input_of_an_exported_program(tmp_path):
+    class Layer(torch.nn.Module):
+        def forward(self, tokens, routing, experts):
+            return envoi.moe(tokens, routing, experts)
+
+    experts = PLAIN.pack("fp8_block128")  # torch 2.11 can't write UE8M0 down
+    torch.export.save(torch.export.export(Layer(), (PLAIN.tokens, PLAIN.routing, experts)), tmp_path / "layer.pt2")
+    loaded = torch.export.load(tmp_path / "layer.pt2").module()
+    others = make(tokens=5, seed=1).pack("fp8_block128")
+    for given in (experts, others):
+        got = loaded(PLAIN.tokens, PLAIN.routing, given)
+        assert torch.equal(got, envoi.moe(PLAIN.tokens, PLAIN.routing, given))
+
+
+@pytest.mark.parametrize("name", PACKED)
+def test_moved(name):
+    moved = PACKED[name].to("meta")
+    assert {x.device.type for x in pytree.tree_leaves(moved) if x is not None} == {"meta"}
+    assert (moved.format, moved.order) == (PACKED[name].format, PACKED[name].order)
+    assert same(PACKED[name].to("cpu"), PACKED[name])
+    matrix = PACKED[name].gate_up
+    assert matrix.to("meta").device.type == "meta"
+    assert LAYER.routing.to("meta").topk_ids.device.type == "meta"
+
+
+def test_weights_packed_on_a_cpu_get_the_order_of_the_gpu_they_move_to(monkeypatch, tmp_path):
+    packed = PLAIN.pack("mxfp4")
+    before = packed.gate_up.values.clone()
+    envoi.experts.save(packed, tmp_path / "x")
+    monkeypatch.setattr(importlib.import_module("envoi.moe.pack"), "implementation", lambda device: "hopper")
+    want = PLAIN.pack("mxfp4")
+    assert (packed.order, want.order) == ("rows", "fragments")
+    assert same(packed.to("cpu"), want)
+    assert torch.equal(packed.gate_up.values, before)  # they are still there, in their order
+    assert same(envoi.experts.load(tmp_path / "x"), want)
+    assert same(want.to("cpu"), want)
+
+
+def test_files_of_others_are_refused(tmp_path):
+    path = tmp_path / "model.safetensors"
+    safetensors.torch.save_file({"gate_up": torch.ones(2)}, path)
+    with pytest.raises(ValueError, match="model.safetensors: expected a file that envoi.experts.save wrote"):
+        envoi.experts.load(path)
+    with pytest.raises(ValueError, match="state: expected a tensor 'a.envoi' of envoi.experts.state_dict, got none"):
+        envoi.experts.from_state_dict({"a.gate_up": torch.ones(2)}, "a.")
+
+
+def test_a_truncated_file_is_refused(tmp_path):
+    path = tmp_path / "experts.safetensors"
+    envoi.experts.save(PACKED["mxfp4"], path)
+    whole = path.read_bytes()
+    for size in (0, 5, 100, len(whole) - 1):
+        path.write_bytes(whole[:size])
+        with pytest.raises(ValueError, match="experts.safetensors: expected a whole file of safetensors, got one"):
+            envoi.experts.load(path)
+
+
+SPOILT = {
+    "expected experts written as version 1, got 2": lambda state, meta: meta.update(version=2),
+    "expected a tensor gate_up.sf, got none": lambda state, meta: state.pop("gate_up.sf"),
+    "expected a tensor down, got none":
+        lambda state, meta: [state.pop("down.values"), state.pop("down.sf")]
+        + [meta["fields"].pop(f"down.{name}") for name in ("group", "tame", "order")],
+    "down.values: expected float8_e4m3fn .8, 256, 128., got float8_e4m3fn .8, 128, 128.":
+        lambda state, meta: state.update({"down.values": state["down.values"][:, :128]}),
+    "down.sf: expected float32 .8, 2, 1., got float32 .8, 1, 1.":
+        lambda state, meta: state.update({"down.sf": state["down.sf"][:, :1]}),
+    "down_bias: expected float32 .8, 256., got bfloat16 .8, 256.":
+        lambda state, meta: state.update(down_bias=state["down_bias"].bfloat16()),
+    "format: expected one of .*, got 'fp2'": lambda state, meta: meta["fields"].update(format="fp2"),
+    "down.group: expected .128, 128., got .1, 32.": lambda state, meta: meta["fields"].update({"down.group": [1, 32]}),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("message", SPOILT)
+def test_spoilt_states_are_refused(message):
+    state = envoi.experts.state_dict(PACKED["fp8_block128"])
+    meta = json.loads(bytes(state["envoi"].tolist()))
+    SPOILT[message](state, meta)
+    state["envoi"] = torch.frombuffer(bytearray(json.dumps(meta).encode()), dtype=torch.uint8)
+    with pytest.raises(ValueError, match=f"state: {message}"):
+        envoi.experts.from_state_dict(state)
+
+
+def test_a_scale_on_top_is_kept():
+    q = QuantTensor(torch.zeros(4, 16, dtype=torch.uint8), torch.ones(4, 2), (1, 16), scale=torch.tensor(2.0))
+    leaves, spec = pytree.tree_flatten(q)
+    assert same(pytree.tree_unflatten(leaves, spec), q)
+    assert replace(q).to("meta").scale.device.type == "meta"
