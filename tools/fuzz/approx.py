@@ -1,7 +1,7 @@
 """Results known up to an error: how far from float64 the arithmetic of float32 may be, step by step.
 
     sum of n products:   n * u * (|a| @ |b|), u = 2^-24; 2^-23 on a GPU, whose tensor cores truncate
-    elementwise:         4 ulps of float32 for an operation, 16 + 2 |x| for one with an exponential of x
+    elementwise:         4 u for an operation, (64 + 8 |x|) u for one with an exponential of x: a GPU's are approximate
     rounding to a dtype: monotone, so it maps the ends of an interval to the ends of the result's
 
 An error of inf stands for a value that may be anything, a value of NaN or infinity for exactly that.
@@ -60,7 +60,9 @@ class Approx:
 
 
 def approx(mid: torch.Tensor, err: torch.Tensor) -> Approx:
-    """Make an Approx: no error beside NaN and infinity, any value where the error is NaN or float32 may overflow."""
+    """Make an Approx: infinity beyond float32, no error beside NaN and infinity, any value where the error is NaN or
+    float32 may overflow."""
+    mid = torch.where(mid.abs() - err > LARGEST * (1 + U), torch.sign(mid) * torch.inf, mid)
     err = torch.where(err.isnan() | (mid.abs() + err > LARGEST), torch.inf, err)
     return Approx(mid, torch.where(mid.isfinite(), err, 0.0))
 
@@ -85,7 +87,9 @@ def silu(x: Approx, scale: float = 1.0) -> Approx:
     mid = x.mid * torch.sigmoid(scale * x.mid)
     slope = torch.sigmoid(scale * (x.mid + x.err)) * (1 + scale * (x.mid.abs() + x.err))
     slope = torch.where(x.mid + x.err < 0, slope, 1.1).clamp(max=1.1)
-    err = x.err * slope + mid.abs() * (16 + 2 * (scale * x.mid).abs()) * U
+    # exp(-z) has an error that grows with |z|, of which a sigmoid near 1 keeps little.
+    z = scale * x.mid.clamp(-1e6, 1e6)
+    err = x.err * slope + mid.abs() * (16 + 2 * z.abs() * torch.sigmoid(-z)) * U
     err = err + (1 + x.mid.abs()) * TINY  # a sigmoid below the normal numbers may become 0
     return approx(mid, err).freed(x.mid == -torch.inf)
 
@@ -118,12 +122,12 @@ def matmul(a: torch.Tensor, b: torch.Tensor, arithmetic: Arithmetic, a_err: torc
     if arithmetic.coarse:
         err = err + _coarse_error(a, b)
     err = torch.where(size == 0, 0.0, err)  # every product is 0
-    found = approx(mid, err + torch.where(size > LARGEST, torch.inf, 0.0))
+    found = approx(mid, err).freed(size.isfinite() & (size > LARGEST))
     if a_err is None:
         return found
     # Infinity times what may be 0, and may be of any sign.
     either = ((a.abs() <= a_err) & (a_err > 0)).double() @ b.isinf().double().T > 0
-    return approx(mid, found.err + a_err @ b.abs().T * (1 + K * U)).freed(either)
+    return approx(found.mid, found.err + a_err @ b.abs().T * (1 + K * U)).freed(either | found.err.isinf())
 
 
 def _coarse_error(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:

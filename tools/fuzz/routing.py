@@ -21,7 +21,7 @@ from tools.fuzz.formats import round_to
 SCORES = ("softmax", "sigmoid", "sqrt_softplus", "softmax_over_topk", "sigmoid_of_topk")
 FLOATS = (torch.bfloat16, torch.float16, torch.float32)
 EPS = 1e-20  # added to the sum that weights are divided by
-U = 2.0**-21
+U = 2.0**-22
 MOST_CHOICES = 300  # sets of groups that are tried where rounding may have chosen any of them
 
 
@@ -151,10 +151,10 @@ def score_of(logits: Approx, rule: Rule) -> Approx:
         mid = exps / exps.sum(1, keepdim=True).clamp(min=EPS)
         reach = (x - top).abs() + x.shape[1] / 8
     elif rule.score == "sqrt_softplus":
-        mid, reach = torch.nn.functional.softplus(x, threshold=60.0).clamp(min=0).sqrt(), x.abs()
+        mid, reach = torch.nn.functional.softplus(x, threshold=60.0).clamp(min=0).sqrt(), x.abs() * torch.sigmoid(-x)
         mid = torch.where(x < -30, (x / 2).exp(), mid)
     else:
-        mid, reach = torch.sigmoid(x), x.abs()
+        mid, reach = torch.sigmoid(x), x.abs() * torch.sigmoid(-x)
     # A score changes by at most twice its logit's error, relatively, but for a softmax's other logits.
     spare = logits.err.masked_fill(~finite, 0.0)
     spare = spare + (spare.amax(1, keepdim=True) if rule.score == "softmax" else 0.0)
