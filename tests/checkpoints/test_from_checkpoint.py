@@ -196,7 +196,6 @@ def test_several_files_without_an_index(tmp_path):
 def test_a_bar_for_what_takes_long(written, capsys, monkeypatch):
     folder, _ = written("qwen3")
     monkeypatch.setattr(progress, "DELAY_S", -1.0)
-    monkeypatch.setattr(progress, "_tqdm", lambda total: None)
     from_checkpoint(folder, 1, [2, 4])
     said = capsys.readouterr().err
     assert "[0/2] layer 1, expert 2" in said
