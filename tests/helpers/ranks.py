@@ -27,14 +27,20 @@ class Outcome:
     seconds: float = 0.0
 
 
-def run_ranks(num_ranks: int, fn: Callable, *args, timeout_s: float = GUARD_S, backend: str = "gloo") -> list[Outcome]:
-    """Call fn(rank, num_ranks, *args) on each rank; fn must be importable. Kill and name ranks late by timeout_s."""
+def run_ranks(
+    num_ranks: int, fn: Callable, *args, timeout_s: float = GUARD_S, backend: str = "gloo",
+    join: Callable[[int], str] | None = None,
+) -> list[Outcome]:  # fmt: skip
+    """Call fn(rank, num_ranks, *args) on each rank; fn must be importable. Kill and name ranks late by timeout_s.
+
+    join: called with the rank in its process before anything else; returns the init_method. None = a file.
+    """
     # CUDA doesn't survive a fork, not even in a process that has only queried devices.
     context: Any = mp.get_context("spawn") if backend == "nccl" else _forking()
     with tempfile.TemporaryDirectory() as folder:
         workers = [
             context.Process(
-                target=_worker, args=(dict(os.environ), rank, num_ranks, folder, backend, fn, args), daemon=True
+                target=_worker, args=(dict(os.environ), rank, num_ranks, folder, backend, join, fn, args), daemon=True
             )
             for rank in range(num_ranks)
         ]
@@ -65,8 +71,9 @@ def _read(path: Path, worker) -> Outcome:
 
 
 def _worker(
-    environment: dict[str, str], rank: int, num_ranks: int, folder: str, backend: str, fn: Callable, args: tuple
-) -> None:
+    environment: dict[str, str], rank: int, num_ranks: int, folder: str, backend: str,
+    join: Callable[[int], str] | None, fn: Callable, args: tuple,
+) -> None:  # fmt: skip
     os.environ.clear()
     os.environ.update(environment)  # the server was started earlier
     import torch
@@ -76,9 +83,8 @@ def _worker(
     if backend == "nccl":
         torch.cuda.set_device(rank)
     guard = timedelta(seconds=GUARD_S)
-    dist.init_process_group(
-        backend, init_method=f"file://{folder}/store", rank=rank, world_size=num_ranks, timeout=guard
-    )
+    method = f"file://{folder}/store" if join is None else join(rank)
+    dist.init_process_group(backend, init_method=method, rank=rank, world_size=num_ranks, timeout=guard)
     outcome, start = Outcome(), time.monotonic()
     try:
         outcome.value = fn(rank, num_ranks, *args)

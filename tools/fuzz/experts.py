@@ -24,6 +24,9 @@ from tools.fuzz.formats import FORMATS, SCHEMES, round_to
 BF16 = torch.bfloat16
 FLOATS = (torch.bfloat16, torch.float16, torch.float32)
 COARSE = ("fp8_row", "fp8_block128")
+# Few tokens beside MXFP4 weights: a GPU splits each number into two of E4M3, exact but for what is far below the
+# largest that shares its power of two. Bits of the largest that may be lost.
+SPLIT = 2.0**-16
 
 
 @dataclass
@@ -222,8 +225,10 @@ def expert_rows(
 ) -> Approx:  # fmt: skip
     """Return the rows [P, H] of one expert, each times its weight [P, 1], rounded to bf16."""
     limit = 7.0 if given.limit is None and given.activation == "swiglu_oai" else given.limit
-    arithmetic = Arithmetic(device.gpu, device.gpu and given.format in COARSE, 16 + 3 * (x.shape[1] // 128))
-    acc = approx.matmul(x, gate_up, arithmetic)
+    split = device.gpu and given.format == "mxfp4"
+    coarse = split or (device.gpu and given.format in COARSE)
+    arithmetic = Arithmetic(device.gpu, coarse, 16 + 3 * (x.shape[1] // 128))
+    acc = approx.matmul(x, gate_up, arithmetic, lost(x, x.shape[1]) if split else None)
     if biases is not None:
         acc = acc + exact(biases[0].expand_as(acc.mid))
     gate, up = acc[:, 0::2], acc[:, 1::2]
@@ -240,10 +245,16 @@ def expert_rows(
         h = h.rounded(BF16)
     if scheme is not None:
         h = requantised(h, SCHEMES[scheme])
-    y = approx.matmul(h.mid, down, arithmetic, h.err)
+    y = approx.matmul(h.mid, down, arithmetic, h.err + lost(h.mid, 32) if split else h.err)
     if biases is not None:
         y = y + exact(weight.expand_as(y.mid)) * exact(biases[1].expand_as(y.mid))
     return y.rounded(BF16)
+
+
+def lost(x: torch.Tensor, columns: int) -> torch.Tensor:
+    """Return what a split into two E4M3 numbers may lose of x [P, C] where `columns` share a power of two."""
+    group = (1, max(columns, 1))
+    return formats.spread(formats.group_max(x.abs(), group), group, x.shape) * SPLIT
 
 
 def combined(rows: Approx, ids: torch.Tensor, device: Device) -> Approx:

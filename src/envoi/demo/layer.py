@@ -19,13 +19,12 @@ from envoi.moe.combine import combine_rows
 from envoi.moe.experts import run_experts
 from envoi.moe.layer import has_kernels
 from envoi.moe.op import flatten, unflatten
-from envoi.moe.parallel import ExpertParallel, nccl, nvlink
+from envoi.moe.parallel import ExpertParallel, counted, gathered, gathered_device, nvlink
 from envoi.moe.parallel import combine as nvlink_combine
 from envoi.moe.parallel import dispatch as nvlink_dispatch
-from envoi.moe.parallel.collectives import gather_ints
+from envoi.moe.parallel.slots import SentTokens, owners
 from envoi.moe.permute import RowMap, gather_rows, sort_slots
 from envoi.moe.router import route
-from envoi.moe.router.reference import count_tokens
 from envoi.quant.formats import format_named
 from envoi.types import ExpertWeights, Matrix, QuantTensor, Routing
 
@@ -168,15 +167,36 @@ def _run_stages(layer: Layer, parallel: ExpertParallel, stage: "_Stages") -> Non
         rows = stage("experts", lambda: nvlink.run_local_experts(domain, layer.experts, ids.numel()))
         stage("combine", lambda: nvlink_combine.combine(domain, rows, ids))
         return
-    counts = gather_ints(channel, count_tokens(ids, routing.num_experts).tolist(), "counts")
-    rows, plan = stage(
+    buffers = parallel.buffers
+    if buffers is not None:
+        stage("dispatch", lambda: gathered_device.dispatch(buffers, layer.tokens, weights, ids))
+        rows = stage("experts", lambda: nvlink.run_local_experts(buffers.domain, layer.experts, ids.numel()))
+        stage("combine", lambda: gathered_device.combine(buffers, rows, ids))
+        return
+    if parallel.room is not None:
+        _run_gathered(layer, parallel.room, routing, stage)
+        return
+    numbers = counted.agree(channel, ids, parallel.expert_offsets, parallel.rank_ends)
+    owner = owners(ids, parallel.rank_ends)
+    mine = parallel.expert_offsets[channel.rank], parallel.expert_offsets[channel.rank + 1]
+
+    def dispatched() -> counted.Received:
+        sent = SentTokens(reference.quantize_tokens(layer.tokens, layer.experts.format), ids, weights)
+        return counted.dispatch(sent, owner, numbers, mine, channel)
+
+    received = stage("dispatch", dispatched)
+    rows_out = stage("experts", lambda: counted.run_local_experts(received.rows, layer.experts))
+    stage("combine", lambda: counted.combine(rows_out[received.back], owner, numbers, channel))
+
+
+def _run_gathered(layer: Layer, room: gathered.Room, routing: Routing, stage: "_Stages") -> None:
+    ids, weights = routing.topk_ids, routing.topk_weights
+    rows = stage(
         "dispatch",
-        lambda: nccl.dispatch(
-            layer.tokens, weights, ids, layer.experts.format, counts, parallel.expert_offsets, channel
-        ),
+        lambda: gathered.dispatch(room, gathered.pack_tokens(room.layout, layer.tokens, weights, ids)),
     )
-    rows_out = stage("experts", lambda: reference.expert_mlp(rows, layer.experts))
-    stage("combine", lambda: nccl.combine(rows_out, plan, len(ids), layer.k, channel))
+    rows_out = stage("experts", lambda: counted.run_local_experts(rows, layer.experts))
+    stage("combine", lambda: gathered.combine(room, rows_out, rows.pos_to_slot, ids))
 
 
 def _medians(times: dict[str, list[float]]) -> dict[str, float]:

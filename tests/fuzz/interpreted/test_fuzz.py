@@ -1,7 +1,9 @@
 """Random cases of every operator by its Triton kernels, small ones."""
 
 import pytest
+import torch
 
+from envoi.runtime.devices import implementation
 from tests.fuzz.test_fuzz import assert_right
 from tools.fuzz import run
 
@@ -12,4 +14,5 @@ COUNTS = {
 
 @pytest.mark.parametrize("operator", run.OPERATORS)
 def test_random_cases(operator):
+    assert implementation(torch.device("cpu")) == "triton"
     assert_right(operator, 1000, COUNTS[operator], "small", "cpu")

@@ -9,7 +9,7 @@ from envoi.moe import layer as kernels_layer
 from envoi.moe import moe, reference
 from envoi.moe.experts import run_experts
 from envoi.moe.oracle import moe_oracle
-from envoi.moe.parallel import nccl
+from envoi.moe.parallel import counted
 from envoi.moe.permute import empty_rows
 from envoi.moe.reference_permute import permute
 from envoi.quant import FORMATS, format_named
@@ -26,10 +26,10 @@ SMALL = {"tokens": 9, "experts": 4, "k": 2, "hidden": 128, "intermediate": 128}
 @pytest.fixture(autouse=True)
 def calls(monkeypatch):
     """Count the calls of the kernels' path: a test that doesn't take it proves nothing."""
-    counted = []
+    made = []
     original = kernels_layer.run_layer
-    monkeypatch.setattr(kernels_layer, "run_layer", lambda *given: counted.append(1) or original(*given))
-    return counted
+    monkeypatch.setattr(kernels_layer, "run_layer", lambda *given: made.append(1) or original(*given))
+    return made
 
 
 def arguments(layer: Layer, format: str) -> tuple:
@@ -142,7 +142,7 @@ def test_the_path_across_ranks_has_the_same_bits(format):
     tokens, weights, ids, packed = arguments(layer, format)
     rows = permute(reference.quantize_tokens(tokens, format), weights, ids, 4)
     slots = torch.zeros(18, 128, dtype=torch.bfloat16)
-    slots[rows.pos_to_slot.long()] = nccl._mlp(rows, packed)
+    slots[rows.pos_to_slot.long()] = counted.run_local_experts(rows, packed)
     total = torch.zeros(9, 128)
     for slot in range(2):
         total += slots.view(9, 2, 128)[:, slot].float()

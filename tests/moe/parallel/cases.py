@@ -13,7 +13,7 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 
 from envoi.moe import moe
-from envoi.moe.parallel import ExpertParallel, PeerTimeout, api, nccl
+from envoi.moe.parallel import ExpertParallel, PeerTimeout, api, counted, gathered, hosts, opening
 from envoi.moe.router import route
 from envoi.types import Routing
 from tests.helpers.ranks import GUARD_S
@@ -49,6 +49,14 @@ def part_of(layer: Layer, rank: int, ends: list[int]) -> tuple[torch.Tensor, Rou
     return layer.tokens[first:last].clone(), routing
 
 
+def open_gathered(layer: Layer, format: str, rank: int, ends: list[int], device="cpu", **kwargs) -> ExpertParallel:
+    """Open an object that gathers tokens, whatever their number."""
+    api.gathering_pays = lambda *_: True
+    parallel = open_parallel(layer, format, rank, ends, device, **kwargs)
+    assert parallel.exchange == "gathered"
+    return parallel
+
+
 def open_parallel(layer: Layer, format: str, rank: int, ends: list[int], device="cpu", **kwargs) -> ExpertParallel:
     first, last = list(pairwise([0, *ends]))[rank]
     packed = to(layer, device).pack(format, first, last)
@@ -82,6 +90,109 @@ def run_cases(rank: int, num_ranks: int, cases: list[Case]) -> list[torch.Tensor
         outs.append(parallel.moe(*part_of(layer, rank, token_ends)))
         parallel.close()
     return outs
+
+
+def run_counted(rank: int, num_ranks: int, layer: dict[str, Any]) -> tuple[list[tuple[str, int]], list[int]]:
+    """Run a call; return its collectives, each with the rows that this rank sends to others, and those it has to."""
+    made, gathered, exchanged = make(**layer), counted.gather_tensors, counted.exchange_rows
+    ends = [8 * (r + 1) // num_ranks for r in range(num_ranks)]
+    tokens, routing = part_of(made, rank, [len(made.tokens) * (r + 1) // num_ranks for r in range(num_ranks)])
+    parallel, seen = open_parallel(made, "bf16", rank, ends), []
+
+    def gather(channel, mine, step):
+        seen.append((step, 1))
+        return gathered(channel, mine, step)
+
+    def exchange(channel, rows, send, receive, step):
+        seen.append((step, sum(send) - send[rank]))
+        return exchanged(channel, rows, send, receive, step)
+
+    counted.gather_tensors, counted.exchange_rows = gather, exchange
+    parallel.moe(tokens, routing)
+    others = [slice(first, last) for r, (first, last) in enumerate(pairwise([0, *ends])) if r != rank]
+    needed = [((routing.topk_ids >= e.start) & (routing.topk_ids < e.stop)).any(1).sum() for e in others]
+    mine = slice(ends[rank] - 8 // num_ranks, ends[rank])
+    ids = made.routing.topk_ids
+    from_others = ((ids >= mine.start) & (ids < mine.stop)).sum()
+    own = ((routing.topk_ids >= mine.start) & (routing.topk_ids < mine.stop)).sum()
+    return seen, [int(sum(needed)), int(from_others - own)]
+
+
+def run_gathered(rank: int, num_ranks: int, cases: list[Case], sizes: dict[str, Any]) -> list[torch.Tensor]:
+    """Run cases with sizes for which tokens are gathered."""
+    outs = []
+    for case in cases:
+        layer, (token_ends, expert_ends) = case.build(), case.cuts(num_ranks)
+        parallel = open_gathered(layer, case.format, rank, expert_ends, **sizes)
+        assert parallel.presum == sizes.get("presum", False)
+        outs.append(parallel.moe(*part_of(layer, rank, token_ends)))
+        parallel.close()
+    return outs
+
+
+def run_gathered_twice(rank: int, num_ranks: int, sizes: dict[str, Any]) -> list[list[tuple[str, int]]]:
+    """Run a call of few tokens and one of many; return the collectives of each and the bytes that they send."""
+    layer, calls, gather, exchange = make(), [], gathered.gather_tensors, gathered.exchange_equal
+    parallel = open_gathered(layer, "bf16", rank, [4, 8], **sizes)
+
+    def note(collective):
+        def run(channel, sent, step):
+            calls[-1].append((step, sent.nbytes))
+            return collective(channel, sent, step)
+
+        return run
+
+    gathered.gather_tensors, gathered.exchange_equal = note(gather), note(exchange)
+    for ends in ([1, 2], [20, 60]):
+        calls.append([])
+        parallel.moe(*part_of(layer, rank, ends))
+    return calls
+
+
+def run_by_host(
+    rank: int, num_ranks: int, cases: list[Case], sizes: dict[str, Any]
+) -> tuple[list[torch.Tensor], list[tuple[str, int]], int]:
+    """Run cases by host; return outputs, the first case's collectives and the bytes they send, bytes of a token."""
+    outs, seen, gather, exchange = [], [], hosts.gather_tensors, hosts.exchange_equal
+
+    def note_gather(channel, mine, step):
+        seen.append((step, mine.nbytes * (channel.num_ranks - 1)))
+        return gather(channel, mine, step)
+
+    def note_exchange(channel, parts, step):
+        seen.append((step, parts[0].nbytes * (channel.num_ranks - 1)))
+        return exchange(channel, parts, step)
+
+    hosts.gather_tensors, hosts.exchange_equal = note_gather, note_exchange
+    for case in cases:
+        layer, (token_ends, expert_ends) = case.build(), case.cuts(num_ranks)
+        parallel = open_parallel(layer, case.format, rank, expert_ends, **sizes)
+        assert parallel.exchange == "gathered"
+        outs.append(parallel.moe(*part_of(layer, rank, token_ends)))
+        first = seen[:4]
+    return outs, first, parallel.room.layout.token_bytes
+
+
+def wrong_hosts(rank: int, num_ranks: int, tried: list[Any]) -> list[str]:
+    """Open with each of these hosts, a tuple = those of rank 0 and of all others; return the errors."""
+    found, layer = [], make()
+    for given in tried:
+        mine = given[min(rank, 1)] if isinstance(given, tuple) else given
+        try:
+            open_parallel(layer, "bf16", rank, [8 * (r + 1) // num_ranks for r in range(num_ranks)], **mine)
+            found.append("opened")
+        except Exception as error:
+            found.append(f"{type(error).__name__}: {error}")
+    return found
+
+
+def run_two_ks(rank: int, num_ranks: int, sizes: dict[str, Any]) -> torch.Tensor:
+    """Pass all four slots of each token on rank 0, the first two on rank 1."""
+    layer = make(k=4, masked=0.0)
+    tokens, r = part_of(layer, rank, [30, 60])
+    k = 4 - 2 * rank
+    routing = Routing(r.topk_weights[:, :k].contiguous(), r.topk_ids[:, :k].contiguous(), r.num_experts)
+    return open_gathered(layer, "bf16", rank, [4, 8], **sizes).moe(tokens, routing)
 
 
 def run_on_gpus(rank: int, num_ranks: int, cases: list[Case]) -> list[tuple[torch.Tensor, str]]:
@@ -130,20 +241,23 @@ def hear(ranks: list[int], word: str) -> None:
     store.wait([f"{word} {rank}" for rank in ranks], timedelta(seconds=GUARD_S))
 
 
-def fault(rank: int, num_ranks: int, kind: str, timeout_s: float) -> tuple[str, str, bool]:
+def fault(
+    rank: int, num_ranks: int, kind: str, timeout_s: float, sizes: dict[str, Any] | None = None
+) -> tuple[str, str, bool]:
     """Make rank 1 fail in one of several ways; return the errors of the others, and whether they came again.
 
     The late rank stays silent until the others have given up: if they didn't, nothing here would end.
     """
     layer, ends = make(), [8 * (r + 1) // num_ranks for r in range(num_ranks)]
-    parallel = open_parallel(layer, "bf16", rank, ends, timeout_s=timeout_s)
+    opened = open_gathered if sizes else open_parallel
+    parallel = opened(layer, "bf16", rank, ends, timeout_s=timeout_s, **(sizes or {}))
     inputs = part_of(layer, rank, [60 * (r + 1) // num_ranks for r in range(num_ranks)])
     parallel.moe(*inputs)
     if rank == 1:
         if kind == "dies before":
             os._exit(3)
         if kind == "dies within":
-            nccl.combine = lambda *_: os._exit(3)
+            counted.combine = gathered.combine = lambda *_: os._exit(3)
         if kind == "is late":
             hear([0, 2, 3], "gave up")
     try:
@@ -200,7 +314,7 @@ def open_late(rank: int, num_ranks: int, timeout_s: float) -> tuple[str, list[in
 def vanish_while_opening(rank: int, num_ranks: int, timeout_s: float) -> tuple[str, float]:
     """Let rank 1 join and die before the ranks have connected; return the others' error and its seconds."""
     if rank == 1:
-        api.ProcessGroupGloo = lambda *_: os._exit(3)
+        opening.ProcessGroupGloo = lambda *_: os._exit(3)
     start = time.monotonic()
     try:
         open_parallel(make(), "bf16", rank, [8 * (r + 1) // num_ranks for r in range(num_ranks)], timeout_s=timeout_s)
@@ -232,20 +346,22 @@ def of_groups(rank: int, num_ranks: int) -> dict[str, str]:
     return found
 
 
-def mistakes(rank: int, num_ranks: int, kinds: list[str]) -> list[tuple[str, str, float]]:
+def mistakes(
+    rank: int, num_ranks: int, kinds: list[str], sizes: dict[str, Any] | None = None
+) -> list[tuple[str, str, float]]:
     """Make one mistake after the other; return the name, the text and the seconds of each error."""
     found = []
     for kind in kinds:
         start = time.monotonic()
         try:
-            mistake(rank, num_ranks, kind)
+            mistake(rank, num_ranks, kind, sizes or {})
             found.append(("", "", 0.0))
         except Exception as error:
             found.append((type(error).__name__, str(error), time.monotonic() - start))
     return found
 
 
-def mistake(rank: int, num_ranks: int, kind: str) -> None:
+def mistake(rank: int, num_ranks: int, kind: str, sizes: dict[str, Any]) -> None:
     """Make rank 1 pass an argument that differs from its peers'."""
     layer, ends = make(), [8 * (r + 1) // num_ranks for r in range(num_ranks)]
     wrong = rank == 1
@@ -259,7 +375,7 @@ def mistake(rank: int, num_ranks: int, kind: str) -> None:
         open_parallel(layer, "bf16", rank, ends, max_tokens=0 if wrong else 60, num_topk=3)
     if kind == "hidden":
         layer = make(hidden=128) if wrong else layer
-    parallel = open_parallel(layer, "bf16", rank, ends)
+    parallel = (open_gathered if sizes else open_parallel)(layer, "bf16", rank, ends, **sizes)
     tokens, routing = part_of(layer, rank, [60 * (r + 1) // num_ranks for r in range(num_ranks)])
     weights, ids = routing.topk_weights, routing.topk_ids
     num_experts = 8
@@ -267,6 +383,8 @@ def mistake(rank: int, num_ranks: int, kind: str) -> None:
         ids[3, 1] = 99
     if wrong and kind == "dtype":
         tokens = tokens.float()
+    if wrong and kind == "many":
+        tokens, weights, ids = (x[:1].expand(71, -1).contiguous() for x in (tokens, weights, ids))
     if wrong and kind == "num_experts":
         num_experts = 16
     if wrong and kind == "k":

@@ -8,7 +8,7 @@ import torch
 from envoi.gemm.hopper_w4a16 import few
 from envoi.moe import moe
 from envoi.moe.parallel import ExpertParallel
-from envoi.moe.parallel.api import CONNECT_TRIES, DEFAULT_TIMEOUT_S
+from envoi.moe.parallel.opening import CONNECT_TRIES, DEFAULT_TIMEOUT_S
 from envoi.quant import FORMATS
 from tests.helpers.accuracy import assert_same_bits
 from tests.helpers.ranks import run_ranks
@@ -67,6 +67,14 @@ def test_more_slots_than_a_rank_has_experts():
     case = Case("bf16", {"experts": 24, "k": 16}, expert_ends=[4, 24])
     outcomes = run_ranks(2, cases.run_cases, [case])
     assert_same_bits(torch.cat([outcome.value[0] for outcome in outcomes]), on_one_rank(case))
+
+
+def test_three_collectives_and_a_token_once_to_each_rank_that_needs_it():
+    for outcome in run_ranks(4, cases.run_counted, {"tokens": 90, "k": 6}):
+        assert outcome.text == ""
+        seen, (num_tokens, num_slots) = outcome.value
+        assert seen == [("dispatch: exchange of counts", 1), ("dispatch", num_tokens), ("combine", num_slots)]
+        assert num_tokens < num_slots
 
 
 def test_what_callers_have_is_taken():

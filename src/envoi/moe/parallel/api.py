@@ -3,21 +3,17 @@
 import itertools
 import platform
 import threading
-import time
 import weakref
-from collections.abc import Callable
+from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import replace
-from datetime import timedelta
 from functools import partial
-from numbers import Real
 from typing import Any, cast
 
 import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.distributed_c10d import PrefixStore, ProcessGroupGloo
 
-from envoi.check import describe, expect_int
 from envoi.moe.op import (
     as_rows,
     check_ids,
@@ -29,12 +25,28 @@ from envoi.moe.op import (
     tensors_of,
     unflatten,
 )
-from envoi.moe.parallel import nccl, nvlink, symmetric_memory
-from envoi.moe.parallel.collectives import Channel, gather_ints, gather_texts
+from envoi.moe.parallel import counted, gathered, gathered_device, nvlink, symmetric_memory
+from envoi.moe.parallel.collectives import gather_texts
 from envoi.moe.parallel.dispatch import REFUSED_ON_HOST
+from envoi.moe.parallel.hosts import Hosts, agree_on_hosts, connect_hosts
+from envoi.moe.parallel.opening import (
+    DEFAULT_TIMEOUT_S,
+    OPENING,
+    agree_on_sizes,
+    check_options,
+    complaint,
+    device_and_timeout,
+    first_error,
+    name_object,
+    open_channel,
+    raise_together,
+    ranks_by_store,
+    resolve_group,
+    same_everywhere,
+)
 from envoi.moe.parallel.symmetric_memory import Domain, SharedLayout
-from envoi.moe.parallel.timeout import PeerTimeout, Watch
-from envoi.moe.router.reference import count_tokens
+from envoi.moe.parallel.timeout import PeerTimeout
+from envoi.plan.gathering import LINKS, gathering_pays
 from envoi.plan.presum import pays
 from envoi.runtime import shortcuts
 from envoi.runtime.custom_op import operator
@@ -42,15 +54,11 @@ from envoi.runtime.prepared.calls import plain
 from envoi.types import ExpertWeights, Routing
 
 NVLINK = "all ranks reach each other's memory"
-DEFAULT_TIMEOUT_S = 10.0
-MAX_TIMEOUT_S = 2000  # kernels take it in microseconds, as int32
-CONNECT_TRIES = 5  # gloo's tries to connect, each with its timeout
-
-_serials: dict[str, itertools.count] = {}
 # The operator finds its object by name.
 _instances: "weakref.WeakValueDictionary[str, ExpertParallel]" = weakref.WeakValueDictionary()
 # Objects of equal sizes, such as those of a model's layers, use the same memory in turn.
 _domains: "weakref.WeakValueDictionary[tuple, Domain]" = weakref.WeakValueDictionary()
+_buffers: "weakref.WeakValueDictionary[tuple, gathered_device.Buffers]" = weakref.WeakValueDictionary()
 
 
 class ExpertParallel:
@@ -68,20 +76,28 @@ class ExpertParallel:
         rows of intermediate from torch's allocator. A call then copies no size to the host, never waits for the
         device, and can be captured in a CUDA graph. Calls and replays of all objects of a group must have the same
         order on every rank, on one stream. A new number of tokens may compile kernels: within timeout_s, as peers wait
-        for them.
+        for them. Other ranks, over NCCL and gloo, gather all tokens with collectives of constant size, if
+        `envoi.plan.gathering` predicts that this is faster than to count first; over NCCL what is said above of the
+        host, graphs and order is true of that too, and room for num_ranks * max_tokens * num_topk rows is allocated
+        thrice, twice in bf16 and once in the experts' format.
     presum: over NVLink, sum a token's rows on each rank before they are sent back: fewer bytes sent, but none of them
         during the second GEMM, one rounding more, and bits that depend on the number of ranks. The room in bf16 is
         then max_tokens * num_ranks rows, but a call takes as many rows of hidden, in bf16, as it takes of intermediate.
-        None = if a model of the time predicts that it is faster with max_tokens: for small intermediate sizes. Ignored
-        over gloo and NCCL.
+        None = if a model of the time predicts that it is faster with max_tokens: for small intermediate sizes. Over
+        NCCL and gloo None means False, and True is ignored where tokens aren't gathered.
+    hosts: over gloo, the name of the host of each rank of the group, or "hostname": a token then crosses to another
+        host once, between ranks of the same place on their hosts, and is passed on there; and its rows come back the
+        same way, one for each slot. Hosts have equally many ranks. Needs max_tokens and num_topk, and presum isn't
+        taken. None = rows travel between all ranks alike.
 
     Attributes: num_experts (over all ranks), expert_offsets (rank r owns expert_offsets[r] : expert_offsets[r + 1]),
-    transport ("nvlink", "nccl" or "gloo"), why (the reason for that transport), presum (True or False).
+    transport ("nvlink", "nccl" or "gloo"), why (the reason for that transport), exchange ("memory" over NVLink, else
+    "gathered" or "counted"), presum (True or False).
 
     Threads may share an object: its calls run one at a time. A call of one rank is then matched with any call of
-    another, and each returns the rows of its own tokens; over gloo and NCCL all of them need the same k. Two objects on
-    one NCCL group, or over NVLink of the same sizes, must not be called by two threads at once, because calls of
-    different layers could be matched: give each object a group of its own (`dist.new_group`).
+    another, and each returns the rows of its own tokens; where rows are counted all of them need the same k. Two
+    objects on one NCCL group, or over NVLink of the same sizes, must not be called by two threads at once, because
+    calls of different layers could be matched: give each object a group of its own (`dist.new_group`).
 
     Example, 4 ranks with 4 experts each: `ExpertParallel(pack(...)).moe(tokens, routing)`, where routing.num_experts is
     16 and rank 1 owns experts 4 to 7.
@@ -93,44 +109,57 @@ class ExpertParallel:
     def __init__(
         self, experts: ExpertWeights, group: dist.ProcessGroup | DeviceMesh | None = None,
         timeout_s: float = DEFAULT_TIMEOUT_S, max_tokens: int | None = None, num_topk: int | None = None,
-        presum: bool | None = None,
+        presum: bool | None = None, hosts: str | Sequence[str] | None = None,
     ):  # fmt: skip
-        refusal = _complaint(_check_options, experts, timeout_s, max_tokens, num_topk, presum)
+        refusal = complaint(check_options, experts, timeout_s, max_tokens, num_topk, presum)
         if not dist.is_initialized():
             raise ValueError(
                 refusal or "group: expected an initialised torch.distributed; call init_process_group first"
             )
-        group = _process_group(group)
-        self.name = _name(dist.get_process_group_ranks(group))  # also if arguments are refused: all ranks count alike
-        self.channel = _open_channel(group, *_usable(experts, timeout_s), self.name)
-        _raise_together(gather_texts(self.channel, refusal, "opening the group"), refusal)
+        group = resolve_group(group)
+        # Also if arguments are refused: all ranks count alike.
+        self.name = name_object(dist.get_process_group_ranks(group))
+        self.channel = open_channel(group, *device_and_timeout(experts, timeout_s), self.name)
+        raise_together(gather_texts(self.channel, refusal, OPENING), refusal)
         self.experts, self.timeout_s = experts, timeout_s
-        sizes = _agree(self.channel, experts, timeout_s, max_tokens, num_topk, presum)
-        self.channel.watch.opened()
+        sizes = agree_on_sizes(self.channel, experts, timeout_s, max_tokens, num_topk, presum)
+        names = None if hosts is None else agree_on_hosts(self.channel, hosts, (max_tokens, num_topk), presum)
+        grouped = connect_hosts(self.channel, names, self.name, timeout_s) if names and len(set(names)) > 1 else None
+        self.channel.watch.opened(ranks_by_store(self.channel))
         self._lock: Any = threading.RLock()
         self.expert_offsets = [0, *itertools.accumulate(sizes)]
         self.num_experts = self.expert_offsets[-1]
+        self.rank_ends = torch.tensor(self.expert_offsets[1:], dtype=torch.int32, device=experts.device)
         self.max_tokens, self.num_topk = max_tokens, num_topk
         self.transport = "gloo" if self.channel.data is self.channel.control else "nccl"
+        self.room: gathered.Room | None = None
+        self.buffers: gathered_device.Buffers | None = None
         self.domain, self.why = self._open_domain(group, presum)
         if self.domain is not None:
-            self.transport, self._lock = "nvlink", self.domain.lock  # objects that share memory take turns
-        self.presum = self.domain is not None and self.domain.layout.presum
+            self.transport = "nvlink"
+        else:
+            self._open_room(bool(presum), group, grouped)
+        shared = self._shared()
+        if shared is not None:
+            self._lock = shared.lock  # objects that share memory take turns
+        layout = shared.layout if shared is not None else self.room.layout if self.room is not None else None
+        self.presum = layout is not None and layout.presum
+        self.exchange = "memory" if self.domain is not None else "counted" if layout is None else "gathered"
         _instances[self.name] = self
 
     def moe(self, tokens: torch.Tensor, routing: Routing) -> torch.Tensor:
         """Run the layer on this rank's tokens [M, H]: [M, H]; M may differ by rank and be 0. Collective.
 
         tokens, routing: in the dtypes and shapes that `envoi.moe` takes; topk_ids over all num_experts, -1 = masked
-        slot; k may be anything, over gloo and NCCL the same on every rank.
+        slot; k may be anything up to num_topk, and where rows are counted the same on every rank.
 
         Equals `envoi.moe` on one rank that holds all experts and the tokens of all ranks, bit for bit; with presum, up
         to the rounding of a rank's sums, and in mxfp4 on Hopper with few tokens, for which one rank has kernels of its
         own, up to that of sums along K.
         Raises ValueError on every rank if any rank's arguments are refused, PeerTimeout if a rank is lost or late. Over
-        NVLink the host doesn't wait for that: the rank whose arguments are wrong raises at once (but for ids, which
-        only the device knows), the output is NaN everywhere, and a later call or `check` raises. A `routing` that is no
-        Routing of tensors is an error on this rank alone.
+        NVLink, and where tokens are gathered over NCCL, the host doesn't wait for that: the rank whose arguments are
+        wrong raises at once (but for ids, which only the device knows), the output is NaN everywhere, and a later call
+        or `check` raises. A `routing` that is no Routing of tensors is an error on this rank alone.
         """
         if shortcuts.PREPARED and self.domain is not None and type(routing) is Routing and plain():
             return self._moe_prepared(tokens, routing)
@@ -143,7 +172,7 @@ class ExpertParallel:
         return out if rows is tokens and dtype == out.dtype else out.to(dtype).view(tokens.shape)
 
     def _moe_prepared(self, tokens: torch.Tensor, routing: Routing) -> torch.Tensor:
-        """Run the layer by prepared launches, if these shapes have any; its checks are those of `_run_over_nvlink`."""
+        """Run the layer by prepared launches, if these shapes have any; its checks are those of `_run_on_device`."""
         with self._lock:
             domain, experts = self.domain, self.experts
             if domain is None:  # closed meanwhile
@@ -156,13 +185,14 @@ class ExpertParallel:
             return out
 
     def check(self) -> None:
-        """Raise the error of an earlier call, if one failed; over NVLink, of calls that the device has reached.
+        """Raise the error of an earlier call, if one failed; where the host doesn't wait, of calls the device reached.
 
         After `torch.cuda.synchronize()` these are all calls. Not a collective call.
         """
         self._check_lateness()
-        if self.domain is not None and any(self.domain.codes[1]):
-            self._raise_refusal(self.domain)
+        shared = self._shared()
+        if shared is not None and any(shared.codes[1]):
+            self._raise_refusal(shared)
 
     def close(self) -> None:
         """Free the object's memory; later calls raise ValueError. Not a collective call.
@@ -171,49 +201,78 @@ class ExpertParallel:
         """
         with self._lock:
             _instances.pop(self.name, None)
-            self.domain = None
+            self.domain = self.buffers = None
 
     def _run(self, tokens: torch.Tensor, routing: Routing, experts: ExpertWeights) -> torch.Tensor:
         with self._lock:  # exchanges of two calls that interleave would be taken for each other's
             refusal = self._refusal(tokens, routing, experts)
-            if self.domain is not None:
-                return self._run_over_nvlink(self.domain, refusal, tokens, routing, experts)
-            return self._run_over_collectives(refusal, tokens, routing, experts)
+            shared = self._shared()
+            if shared is not None:
+                return self._run_on_device(shared, refusal, tokens, routing, experts)
+            if self.room is not None:
+                return self._run_gathered(self.room, refusal, tokens, routing, experts)
+            return self._run_counted(refusal, tokens, routing, experts)
 
-    def _run_over_collectives(
+    def _run_counted(
         self, refusal: str, tokens: torch.Tensor, routing: Routing, experts: ExpertWeights
     ) -> torch.Tensor:
-        if not refusal:
-            refusal = _complaint(check_ids, routing.topk_ids, self.num_experts)
-        k = routing.topk_ids.shape[1] if not refusal else 0
-        counts = count_tokens(routing.topk_ids, self.num_experts).tolist() if not refusal else [0] * self.num_experts
-        header = gather_ints(self.channel, [int(bool(refusal)), k, *counts], "dispatch: exchange of counts")
-        if header[:, 0].any():
-            _raise_together(gather_texts(self.channel, refusal, "exchange of refusals"), refusal)
-        _same_everywhere("routing.topk_ids: num_topk", header[:, 1].tolist())
-        return nccl.run_layer(
-            tokens, routing.topk_weights, routing.topk_ids, experts, header[:, 2:], self.expert_offsets, self.channel
-        )
+        ids = None if refusal else routing.topk_ids
+        numbers = counted.agree(self.channel, ids, self.expert_offsets, self.rank_ends)
+        if any(numbers.refused):
+            refusal = refusal or complaint(check_ids, routing.topk_ids, self.num_experts)
+            raise_together(gather_texts(self.channel, refusal, "exchange of refusals"), refusal)
+        same_everywhere("routing.topk_ids: num_topk", numbers.k)
+        return counted.run_layer(
+            tokens, routing.topk_weights, routing.topk_ids, experts, numbers, self.expert_offsets, self.rank_ends,
+            self.channel,
+        )  # fmt: skip
 
-    def _run_over_nvlink(
+    def _run_gathered(
+        self, room: gathered.Room, refusal: str, tokens: torch.Tensor, routing: Routing, experts: ExpertWeights
+    ) -> torch.Tensor:
+        refusal = refusal or complaint(check_ids, routing.topk_ids, self.num_experts)
+        out = None
+        if refusal:
+            gathered.refuse(room)
+        else:
+            out = gathered.run_layer(room, tokens, routing.topk_weights, routing.topk_ids, experts)
+        if out is None:
+            raise_together(gather_texts(self.channel, refusal, "exchange of refusals"), refusal)
+        return cast(torch.Tensor, out)
+
+    def _run_on_device(
         self, domain: Domain, refusal: str, tokens: torch.Tensor, routing: Routing, experts: ExpertWeights
     ) -> torch.Tensor:
         self._check_lateness()
         with torch.cuda.device(domain.memory.device):
             if refusal:
-                domain.watch.store.set(f"refused/{domain.rank}", refusal)
-                nvlink.refuse(domain)
+                key = f"refused/{domain.rank}"
+                with suppress(RuntimeError):  # without a store the peers hear of a refusal, not which
+                    domain.watch.ask(lambda store: store.set(key, refusal), self.timeout_s)
+                if self.buffers is not None:
+                    gathered_device.refuse(self.buffers)
+                else:
+                    nvlink.refuse(domain)
                 raise ValueError(refusal)
-            out = nvlink.run_layer(domain, tokens, routing.topk_weights, routing.topk_ids, experts)
+            given = tokens, routing.topk_weights, routing.topk_ids, experts
+            if self.buffers is not None:
+                out = gathered_device.run_layer(self.buffers, *given)
+            else:
+                out = nvlink.run_layer(domain, *given)
         # Not before: peers that don't know of the failure yet take part in this call, so this rank has to.
         self.check()
         return out
 
+    def _shared(self) -> Domain | None:
+        """Return the memory of calls that only the device follows, None if the host does."""
+        return self.domain if self.buffers is None else self.buffers.domain
+
     def _check_lateness(self) -> None:
         """Raise PeerTimeout if a rank was late in this call or any before it: the group can't be used any more."""
-        watch = self.channel.watch if self.domain is None else self.domain.watch
-        if watch.failure is None and self.domain is not None and any(self.domain.codes[0]):
-            codes = list(self.domain.codes[0])
+        shared = self._shared()
+        watch = self.channel.watch if shared is None else shared.watch
+        if watch.failure is None and shared is not None and any(shared.codes[0]):
+            codes = list(shared.codes[0])
             late = [rank for rank, code in enumerate(codes) if code]
             names = watch.first_to_say([watch.ranks[rank] for rank in late])
             watch.failure = PeerTimeout(names, nvlink.LATE_STEPS[codes[late[0]]], self.timeout_s, rank=watch.rank)
@@ -234,7 +293,8 @@ class ExpertParallel:
             return
         text = f"routing.topk_ids: expected ids from 0 to {self.num_experts - 1}, or -1 for a masked slot"
         if codes[refused[0]] == REFUSED_ON_HOST:
-            text = domain.watch.store.get(f"refused/{refused[0]}").decode()
+            key = f"refused/{refused[0]}"
+            text = domain.watch.ask(lambda store: store.get(key), self.timeout_s).decode()
         raise ValueError(f"rank {refused[0]} of the group refused its arguments in an earlier call: {text}")
 
     def _open_domain(self, group: dist.ProcessGroup, presum: bool | None) -> tuple[Domain | None, str]:
@@ -243,14 +303,11 @@ class ExpertParallel:
             return None, "the group is one of gloo"
         if self.max_tokens is None or self.num_topk is None:
             return None, "max_tokens and num_topk weren't given"
-        refusals = gather_texts(self.channel, nvlink.supports_nvlink(self.experts), "opening the group")
-        hosts = gather_texts(self.channel, platform.node(), "opening the group")
+        refusals = gather_texts(self.channel, nvlink.supports_kernels(self.experts), OPENING)
+        hosts = gather_texts(self.channel, platform.node(), OPENING)
         if any(refusals) or len(set(hosts)) > 1:
             return None, next(filter(None, refusals), "the ranks are on several hosts")
-        layout = SharedLayout(
-            self.channel.num_ranks, self.num_experts, self.max_tokens, self.num_topk, self.experts.hidden,
-            self.experts.format,
-        )  # fmt: skip
+        layout = self._layout(self.max_tokens, self.num_topk)
         if presum is None:
             presum = pays(
                 layout.hidden,
@@ -265,12 +322,53 @@ class ExpertParallel:
         domain = _domains.get(key)
         if domain is not None and any(domain.codes[0]):
             domain = None  # a rank was lost: the flags can't be trusted any more
-        if all(gather_texts(self.channel, "known" if domain is not None else "", "opening the group")):
+        if all(gather_texts(self.channel, "known" if domain is not None else "", OPENING)):
             return domain, NVLINK
         domain, why = self._new_domain(layout, group)
         if domain is not None:
             _domains[key] = domain
         return domain, why
+
+    def _layout(self, max_tokens: int, num_topk: int) -> SharedLayout:
+        return SharedLayout(
+            self.channel.num_ranks, self.num_experts, max_tokens, num_topk, self.experts.hidden, self.experts.format
+        )
+
+    def _open_room(self, presum: bool, group: dist.ProcessGroup, hosts: Hosts | None) -> None:
+        """Prepare to gather tokens if sizes were given and counting would take longer, or by host. Collective."""
+        device = self.experts.device
+        if self.max_tokens is None or self.num_topk is None or (device.type == "cuda") != (self.transport == "nccl"):
+            return
+        layout = replace(self._layout(self.max_tokens, self.num_topk), presum=presum)
+        if hosts is None and not gathering_pays(
+            LINKS[self.transport], layout.num_ranks, layout.max_tokens, layout.num_topk, layout.hidden,
+            layout.token_bytes, presum,
+        ):  # fmt: skip
+            return
+        if self.transport == "gloo":
+            self.room = gathered.Room(layout, self.expert_offsets, self.rank_ends, self.channel, hosts)
+        elif not any(gather_texts(self.channel, nvlink.supports_kernels(self.experts), OPENING)):
+            self.buffers = self._open_buffers(layout, group)
+
+    def _open_buffers(self, layout: SharedLayout, group: dist.ProcessGroup) -> gathered_device.Buffers | None:
+        """Return buffers, those of an earlier object if all ranks have them; None if a rank is out of memory."""
+        key = (group.group_name, layout, tuple(self.expert_offsets), self.timeout_s)
+        known = _buffers.get(key)
+        if known is not None and known.domain.watch.failure is not None:
+            known = None  # a rank was lost, and the collectives were ended
+        if all(gather_texts(self.channel, "known" if known is not None else "", OPENING)):
+            return known
+        opened: list[gathered_device.Buffers] = []
+
+        def allocate() -> None:
+            given = layout, self.channel.rank, self.expert_offsets, self.timeout_s, self.experts.device
+            opened.append(gathered_device.open_buffers(*given))
+
+        if any(gather_texts(self.channel, first_error(allocate), OPENING)):
+            return None
+        _buffers[key] = opened[0]
+        gathered_device.connect(opened[0], self.channel)
+        return opened[0]
 
     def _new_domain(self, layout: SharedLayout, group: dist.ProcessGroup) -> tuple[Domain | None, str]:
         """Allocate on all ranks, then map, so that no rank waits in the mapping for one that is out of memory."""
@@ -286,7 +384,7 @@ class ExpertParallel:
             symmetric_memory.connect(cast(Domain, domain), group)
 
         for step in (allocate, connect):
-            troubles = gather_texts(self.channel, _trouble(step), "opening the group")
+            troubles = gather_texts(self.channel, first_error(step), OPENING)
             failed = [f"rank {rank}: {text}" for rank, text in enumerate(troubles) if text]
             if failed:
                 return None, failed[0]
@@ -294,7 +392,7 @@ class ExpertParallel:
 
     def _refusal(self, tokens: torch.Tensor, routing: Routing, experts: ExpertWeights) -> str:
         """Return what is wrong with this rank's arguments, as far as the host knows, or ""."""
-        return _complaint(check_tokens, tokens, routing, experts) or _complaint(self._check_sizes, tokens, routing)
+        return complaint(check_tokens, tokens, routing, experts) or complaint(self._check_sizes, tokens, routing)
 
     def _check_sizes(self, tokens: torch.Tensor, routing: Routing) -> None:
         if routing.num_experts != self.num_experts:
@@ -306,129 +404,6 @@ class ExpertParallel:
         k = routing.topk_ids.shape[1]
         if self.num_topk is not None and k > self.num_topk:
             raise ValueError(f"routing.topk_ids: expected at most {self.num_topk} slots a token (num_topk), got {k}")
-
-
-def _check_options(
-    experts: ExpertWeights, timeout_s: float, max_tokens: int | None, num_topk: int | None, presum: bool | None
-) -> None:
-    if not isinstance(experts, ExpertWeights):
-        raise ValueError(f"experts: expected ExpertWeights from envoi.experts.pack, got {type(experts).__name__}")
-    if not _is_timeout(timeout_s):
-        raise ValueError(f"timeout_s: expected a positive number of seconds up to {MAX_TIMEOUT_S}, got {timeout_s!r}")
-    for name, value in (("max_tokens", max_tokens), ("num_topk", num_topk)):
-        if value is not None:
-            expect_int(name, value, 1)
-    if presum is not None and not isinstance(presum, bool):
-        raise ValueError(f"presum: expected True, False or None, got {presum!r}")
-
-
-def _is_timeout(seconds: object) -> bool:
-    return isinstance(seconds, Real) and not isinstance(seconds, bool) and 0 < float(seconds) <= MAX_TIMEOUT_S
-
-
-def _usable(experts: ExpertWeights, timeout_s: float) -> tuple[torch.device, float]:
-    """Return the experts' device and the timeout; for arguments to be refused, defaults that can tell the peers so."""
-    device = experts.device if isinstance(experts, ExpertWeights) else torch.device("cpu")
-    return device, timeout_s if _is_timeout(timeout_s) else DEFAULT_TIMEOUT_S
-
-
-def _raise_together(refusals: list[str], mine: str) -> None:
-    """Raise ValueError on all ranks if one refused its arguments: the others would hang in the next exchange."""
-    first = next((rank for rank, text in enumerate(refusals) if text), None)
-    if first is not None:
-        raise ValueError(mine or f"rank {first} of the group refused its arguments: {refusals[first]}")
-
-
-def _trouble(step: Callable[[], None]) -> str:
-    """Run a step; return the first line of its RuntimeError, or ""."""
-    try:
-        step()
-    except RuntimeError as error:
-        return str(error).partition("\n")[0] or type(error).__name__
-    return ""
-
-
-def _complaint(check: Callable, *arguments: object) -> str:
-    """Run a check; return the text of its ValueError, or ""."""
-    try:
-        check(*arguments)
-    except ValueError as error:
-        return str(error)
-    return ""
-
-
-def _process_group(group: Any) -> dist.ProcessGroup:
-    """Return the process group of a caller's `group`. Raises ValueError for anything else, or if it lacks this rank."""
-    if group is None:
-        return dist.distributed_c10d._get_default_group()
-    if isinstance(group, DeviceMesh):
-        if group.ndim != 1:
-            names = group.mesh_dim_names or tuple(range(group.ndim))
-            last = repr(names[-1]).replace("'", '"')
-            choice = f"mesh[{last}] or mesh.get_group({last})" if group.mesh_dim_names else f"mesh.get_group({last})"
-            raise ValueError(
-                f"group: expected a mesh of one dimension, got {group.ndim} ({', '.join(map(str, names))}): "
-                f"pass one of them, as {choice}"
-            )
-        group = group.get_group() if group.get_coordinate() is not None else dist.GroupMember.NON_GROUP_MEMBER
-    if isinstance(group, int) and group == dist.GroupMember.NON_GROUP_MEMBER:
-        raise ValueError(f"group: this rank ({dist.get_rank()}) isn't a member of it; only its members make the object")
-    if not isinstance(group, dist.ProcessGroup):
-        raise ValueError(
-            "group: expected a torch.distributed process group, a DeviceMesh of one dimension or None, "
-            f"got {describe(group)}"
-        )
-    if group not in dist.distributed_c10d._world.pg_map:
-        raise ValueError("group: expected an open process group, got one that was destroyed")
-    return group
-
-
-def _open_channel(group: dist.ProcessGroup, device: torch.device, timeout_s: float, name: str) -> Channel:
-    ranks = dist.get_process_group_ranks(group)
-    # Only through the default group's store can ranks be told anything when a collective can't reach them.
-    store = PrefixStore(name, dist.distributed_c10d._get_default_store())
-    watch = Watch(store, ranks, dist.get_rank(), timeout_s)
-    left_s = watch.join("opening the group")  # gloo would wait for a lost rank once for each try
-    start = time.monotonic()
-    try:
-        # Not dist.new_group: it reuses names of destroyed groups, and gloo can't open a name twice.
-        a_try = timedelta(seconds=left_s / CONNECT_TRIES)
-        gloo = ProcessGroupGloo(PrefixStore("gloo", store), group.rank(), group.size(), a_try)
-        gloo._set_default_timeout(timedelta(seconds=timeout_s))
-    except RuntimeError as error:
-        watch.fail("opening the group", error, time.monotonic() - start)
-    control = cast(dist.ProcessGroup, gloo)
-    if "nccl" in dist.get_backend(group):
-        return Channel(control, group, device, watch)
-    return Channel(control, control, torch.device("cpu"), watch)
-
-
-def _name(ranks: list[int]) -> str:
-    """Make a unique name, equal on all ranks of a group, whatever other groups some of them belong to."""
-    members = ",".join(map(str, ranks))
-    return f"envoi {members} #{next(_serials.setdefault(members, itertools.count()))}"
-
-
-def _agree(
-    channel: Channel, experts: ExpertWeights, timeout_s: float, max_tokens: int | None, num_topk: int | None,
-    presum: bool | None,
-) -> list[int]:  # fmt: skip
-    """Return every rank's number of experts. Raises ValueError unless all else is equal on all ranks. Collective."""
-    mine = f"hidden={experts.hidden} intermediate={experts.intermediate} format={experts.format}"
-    mine += f" activation={experts.activation} swiglu_limit={experts.swiglu_limit} bias={experts.down_bias is not None}"
-    texts = gather_texts(channel, mine, "opening the group")
-    _same_everywhere("experts", texts)
-    _same_everywhere("timeout_s", gather_texts(channel, f"{float(timeout_s):g}", "opening the group"))
-    _same_everywhere("sizes", gather_texts(channel, f"{max_tokens=} {num_topk=} {presum=}", "opening the group"))
-    return gather_ints(channel, [experts.num_local_experts], "opening the group")[:, 0].tolist()
-
-
-def _same_everywhere(what: str, values: list) -> None:
-    for rank, value in enumerate(values):
-        if value != values[0]:
-            raise ValueError(
-                f"{what}: expected the same on every rank, got {values[0]} on rank 0, {value} on rank {rank}"
-            )
 
 
 @operator("moe_parallel", empty_out, mlp_flops)

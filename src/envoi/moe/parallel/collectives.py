@@ -1,4 +1,4 @@
-"""Collectives of a group with bounded waits: integers and texts from all ranks, all-to-all of rows as bytes."""
+"""Collectives of a group with bounded waits: integers, texts and tensors from all ranks, all-to-all of rows."""
 
 from dataclasses import dataclass
 
@@ -6,7 +6,6 @@ import torch
 import torch.distributed as dist
 
 from envoi.moe.parallel.timeout import Watch
-from envoi.types import Matrix, QuantTensor
 
 
 @dataclass(frozen=True)
@@ -51,6 +50,14 @@ def gather_texts(channel: Channel, text: str, step: str) -> list[str]:
     return [bytes(row[:size].tolist()).decode() for row, size in zip(rows, sizes, strict=True)]
 
 
+def gather_tensors(channel: Channel, mine: torch.Tensor, step: str) -> torch.Tensor:
+    """Gather tensors of one shape from all ranks, by the group that sends rows: [num_ranks, *shape]."""
+    sent = mine.to(channel.device).contiguous().unsqueeze(0)
+    everyone = sent.new_empty(channel.num_ranks, *mine.shape)
+    channel.watch.wait(lambda: channel.data._allgather_base(everyone, sent), step)
+    return everyone.to(mine.device)
+
+
 def exchange_rows(
     channel: Channel, rows: torch.Tensor, send_counts: list[int], recv_counts: list[int], step: str
 ) -> torch.Tensor:
@@ -61,23 +68,9 @@ def exchange_rows(
     return received.to(rows.device)
 
 
-def to_bytes(rows: Matrix, topk_weights: torch.Tensor) -> torch.Tensor:
-    """Concatenate rows, their scale factors and their routing weights as bytes: uint8 [P, B]."""
-    parts = [rows] if isinstance(rows, torch.Tensor) else [rows.values, rows.sf]
-    parts.append(topk_weights.unsqueeze(1))
-    return torch.cat([part.contiguous().view(torch.uint8) for part in parts], dim=1)
-
-
-def from_bytes(packed: torch.Tensor, like: Matrix) -> tuple[Matrix, torch.Tensor]:
-    """Inverse of `to_bytes`: rows and routing weights; `like` gives the dtypes and widths."""
-    # Copies, always: one row's columns are contiguous where they are, at any byte, and so can't be seen as float32.
-    parts = [like] if isinstance(like, torch.Tensor) else [like.values, like.sf]
-    columns, start = [], 0
-    for part in parts:
-        width = part.shape[1] * part.element_size()
-        columns.append(packed[:, start : start + width].clone(memory_format=torch.contiguous_format).view(part.dtype))
-        start += width
-    weights = packed[:, start:].clone(memory_format=torch.contiguous_format).view(torch.float32).squeeze(1)
-    if isinstance(like, torch.Tensor):
-        return columns[0], weights
-    return QuantTensor(columns[0], columns[1], like.group), weights
+def exchange_equal(channel: Channel, parts: torch.Tensor, step: str) -> torch.Tensor:
+    """Exchange parts of one shape all-to-all: [num_ranks, *shape] by destination -> [num_ranks, *shape] by source."""
+    sent = parts.contiguous()
+    received = torch.empty_like(sent)
+    channel.watch.wait(lambda: channel.data.alltoall_base(received, sent, [], []), step)
+    return received

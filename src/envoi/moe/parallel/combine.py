@@ -51,8 +51,8 @@ def return_arguments(domain: Domain, rows: torch.Tensor) -> Launch:
     """Build the launch of `return_kernel`. rows: L2's output, sorted by expert."""
     layout = domain.layout
     arguments = (
-        domain.peers, layout.regions, domain.row_shift, domain.state, rows, layout.hidden, domain.rank,
-        layout.num_ranks, layout.room, domain.first_expert, domain.num_local, next_power_of_2(layout.num_topk),
+        domain.peers, layout.regions, domain.row_shift, domain.state, rows, domain.results, layout.hidden, domain.rank,
+        layout.num_ranks, layout.slot_stride, domain.first_expert, domain.num_local, next_power_of_2(layout.num_topk),
         min(MAX_SENT_COLUMNS, next_power_of_2(layout.hidden)),
     )  # fmt: skip
     return Launch((PROGRAMS_PER_SM * num_sms(rows.device),), arguments, WARPS)

@@ -33,9 +33,12 @@ from envoi.moe.parallel.shared_device import (
 
 
 class ResultRows(NamedTuple):
-    """L2's rows on this rank [P, width] bf16, sorted by expert, and which of num_ranks this rank is."""
+    """L2's rows on this rank [P, width] bf16, sorted by expert, and which of num_ranks this rank is.
+
+    to: [num_ranks] int64, the address of each source's sums on this rank; None: they go to the source's memory."""
 
     rows: Any
+    to: Any
     width: Any
     rank: Any
     num_ranks: Any
@@ -43,17 +46,21 @@ class ResultRows(NamedTuple):
 
 @triton.jit
 def return_token(
-    memory, experts, token, results, SLOTS: tl.constexpr, BLOCK: tl.constexpr
+    memory, experts, token, results, SLOTS: tl.constexpr, BLOCK: tl.constexpr, GATHERED: tl.constexpr
 ):  # fmt: skip
     """Sum a SourceToken's rows on this rank in the order of its slots, round once, and send the sum to its rank."""
     found = token_slots(memory, experts, token, SLOTS)
     width = results.width
     if tl.max(found.is_local.to(tl.int32), 0) > 0:
         pos = row_positions(memory, experts, token.source, found)
-        to = tl.multiple_of(
-            (tl.load(memory.peers + token.source) + memory.regions.returned_rows).to(results.rows.dtype), 16
-        )
-        to += (token.token * results.num_ranks + results.rank).to(tl.int64) * width
+        if GATHERED:
+            to = tl.multiple_of(tl.load(results.to + token.source).to(results.rows.dtype), 16)
+            to += token.token.to(tl.int64) * width
+        else:
+            to = tl.multiple_of(
+                (tl.load(memory.peers + token.source) + memory.regions.returned_rows).to(results.rows.dtype), 16
+            )
+            to += (token.token * results.num_ranks + results.rank).to(tl.int64) * width
         for first in range(0, width, BLOCK):
             columns = first + tl.arange(0, BLOCK)
             total = tl.zeros((BLOCK,), tl.float32)
@@ -66,20 +73,22 @@ def return_token(
 
 @triton.jit(do_not_specialize=["rank", "first_expert"])
 def return_kernel(
-    peers, regions, row_shift, state, results, width, rank, num_ranks, room, first_expert, num_local,
+    peers, regions, row_shift, state, results, to, width, rank, num_ranks, room, first_expert, num_local,
     SLOTS: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """Send each token's sum of L2's rows on this rank, in the order of `pull_kernel`; only with presum."""
+    """Send each token's sum of L2's rows on this rank, in the order of `pull_kernel`; only with presum.
+
+    to: None over NVLink; else [num_ranks] int64, the address of each source's sums on this rank."""
     own = tl.load(peers + rank)
     most = tl.load(state + MAX_TOKENS)
     memory = Memory(own, peers, regions, room)
     experts = LocalExperts(first_expert, num_local, row_shift)
-    rows = ResultRows(results, width, rank, num_ranks)
+    rows = ResultRows(results, to, width, rank, num_ranks)
     for t in range(tl.program_id(0), most * num_ranks, tl.num_programs(0)):
         source, token = (t + rank) % num_ranks, t // num_ranks
         if token < tl.load(ints(own + regions.sizes) + 2 * source):
             k = tl.load(ints(own + regions.sizes) + 2 * source + 1)
-            return_token(memory, experts, SourceToken(source, token, k), rows, SLOTS, BLOCK)
+            return_token(memory, experts, SourceToken(source, token, k), rows, SLOTS, BLOCK, to is not None)
 
 
 @triton.jit(do_not_specialize=["rank", "timeout_us"])

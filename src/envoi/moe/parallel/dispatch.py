@@ -123,8 +123,9 @@ def pull_arguments(domain: Domain) -> Launch:
     num_words = layout.row_bytes // 4
     arguments = (
         domain.peers, layout.regions, domain.row_shift, domain.state, values.view(torch.int32), sf,
-        domain.row_weights, domain.row_destinations, domain.rank, layout.num_ranks, layout.room, domain.first_expert,
-        domain.num_local, num_words, layout.num_sf, layout.slot_bytes, next_power_of_2(layout.num_topk),
-        next_power_of_2(num_words), next_power_of_2(layout.num_sf) if layout.num_sf else 0,
+        domain.row_weights, domain.row_destinations, domain.results, domain.rank, layout.num_ranks, layout.slot_stride,
+        domain.first_expert, domain.num_local, num_words, layout.num_sf, layout.slot_bytes,
+        next_power_of_2(layout.num_topk), next_power_of_2(num_words),
+        next_power_of_2(layout.num_sf) if layout.num_sf else 0,
     )  # fmt: skip
     return Launch((PROGRAMS_PER_SM * num_sms(values.device),), arguments, WARPS)

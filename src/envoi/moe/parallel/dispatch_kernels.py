@@ -81,12 +81,14 @@ class PulledRows(NamedTuple):
     """Rows that `pull_kernel` writes.
 
     words: values as words of 4 bytes, num_words a row; sf: num_sf scale factors a row, or None. weights: routing weight
-    of each row. destinations: the address to which L2 sends each row, slot_bytes apart in the source's memory."""
+    of each row. destinations: the address to which L2 sends each row: those of a source's slots are slot_bytes apart in
+    its memory, or from results[source] on, if results isn't None."""
 
     words: Any
     sf: Any
     weights: Any
     destinations: Any
+    results: Any
     num_words: Any
     num_sf: Any
     slot_bytes: Any
@@ -271,7 +273,7 @@ def announce_kernel(
 
 @triton.jit
 def pull_token(
-    memory, experts, token, rows, SLOTS: tl.constexpr, WORDS: tl.constexpr, SFS: tl.constexpr
+    memory, experts, token, rows, SLOTS: tl.constexpr, WORDS: tl.constexpr, SFS: tl.constexpr, GATHERED: tl.constexpr
 ):  # fmt: skip
     """Copy a SourceToken to the rows of its experts on this rank, if it has any. rows: PulledRows."""
     found = token_slots(memory, experts, token, SLOTS)
@@ -289,7 +291,11 @@ def pull_token(
         weights = ints(memory.own + memory.regions.weights).to(tl.pointer_type(tl.float32))
         weights = weights + token.source * memory.room + found.slot
         tl.store(rows.weights + pos, tl.load(weights, mask=found.is_local, other=0.0), mask=found.is_local)
-        returned = memory.regions.returned_rows
+        if GATHERED:
+            base = tl.load(rows.results + token.source)
+            returned = 0
+        else:
+            returned = memory.regions.returned_rows
         tl.store(
             rows.destinations + pos, base + returned + found.slot.to(tl.int64) * rows.slot_bytes, mask=found.is_local
         )
@@ -303,21 +309,22 @@ def pull_token(
 
 @triton.jit(do_not_specialize=["rank", "first_expert"])
 def pull_kernel(
-    peers, regions, row_shift, state, rows, rows_sf, row_weights, row_destinations,
+    peers, regions, row_shift, state, rows, rows_sf, row_weights, row_destinations, results,
     rank, num_ranks, room, first_expert, num_local, num_words, num_sf, slot_bytes,
     SLOTS: tl.constexpr, WORDS: tl.constexpr, SFS: tl.constexpr,
 ):  # fmt: skip
     """Pull the tokens of all ranks into rows, one token of each rank in turn, so that all peers are read at any time.
 
     rows: as words of 4 bytes, num_words of them; rows_sf: num_sf factors each. The address that L2 will send each row
-    to is known here already."""
+    to is known here already. results: None over NVLink, where a row goes to its slot in the source's memory; else
+    [num_ranks] int64, the address of each source's slots on this rank."""
     own = tl.load(peers + rank)
     most = tl.load(state + MAX_TOKENS)
     memory = Memory(own, peers, regions, room)
     experts = LocalExperts(first_expert, num_local, row_shift)
-    out = PulledRows(rows, rows_sf, row_weights, row_destinations, num_words, num_sf, slot_bytes)
+    out = PulledRows(rows, rows_sf, row_weights, row_destinations, results, num_words, num_sf, slot_bytes)
     for t in range(tl.program_id(0), most * num_ranks, tl.num_programs(0)):
         source, token = (t + rank) % num_ranks, t // num_ranks
         if token < tl.load(ints(own + regions.sizes) + 2 * source):
             k = tl.load(ints(own + regions.sizes) + 2 * source + 1)
-            pull_token(memory, experts, SourceToken(source, token, k), out, SLOTS, WORDS, SFS)
+            pull_token(memory, experts, SourceToken(source, token, k), out, SLOTS, WORDS, SFS, results is not None)

@@ -64,6 +64,11 @@ class SharedLayout:
         return self.max_tokens * self.num_topk
 
     @property
+    def slot_stride(self) -> int:
+        """Distance, in slots, between two ranks' slots in `regions`."""
+        return self.room
+
+    @property
     def scheme(self) -> Scheme | None:
         """Scheme in which tokens are sent; None: bf16."""
         return format_named(self.format).activations
@@ -77,6 +82,12 @@ class SharedLayout:
     def num_sf(self) -> int:
         """Scale factors of a token."""
         return 0 if self.scheme is None else self.hidden // self.scheme.group_for((1, self.hidden))[1]
+
+    @property
+    def token_bytes(self) -> int:
+        """Bytes of a token as it is sent, with its scale factors, and the ids and weights of its slots."""
+        sf_bytes = self.num_sf * (1 if self.scheme is None else self.scheme.sf.itemsize)
+        return self.row_bytes + sf_bytes + 8 * self.num_topk
 
     @property
     def num_returned(self) -> int:
@@ -146,6 +157,7 @@ class Domain:
     row_weights: torch.Tensor
     row_destinations: torch.Tensor
     rank_ends: torch.Tensor
+    results: torch.Tensor | None = None  # see `pull_kernel`; None over NVLink
     handle: Any = None  # keeps the peers' memory mapped
     watch: Any = None  # `timeout.Watch`: ranks report through it what they refused, and who was late
     lock: Any = field(default_factory=threading.RLock)  # one call at a time

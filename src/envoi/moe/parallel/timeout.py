@@ -2,10 +2,15 @@
 
 import time
 from collections.abc import Callable
-from typing import NoReturn
+from concurrent.futures import Future
+from typing import NoReturn, TypeVar
 
 import torch.distributed as dist
-from torch.distributed.distributed_c10d import Store
+from torch.distributed.distributed_c10d import PrefixStore, Store
+
+from envoi.moe.parallel.store import Connection, Request, StoreSilentError, run_bounded
+
+T = TypeVar("T")
 
 _LOOK_S = 0.2  # interval at which a waiting rank checks for another's alarm
 _ROLL_CALL_S = 2.0  # the most that the roll call takes; it is a part of the timeout
@@ -16,28 +21,37 @@ _JOIN_S = 0.01  # interval at which a rank that opens checks whether all have jo
 class PeerTimeout(RuntimeError):  # noqa: N818
     """Error of a step in which a rank did not take part in time.
 
-    ranks: the ranks that did not answer the roll call, or that answered and were late. Empty if all answered and none
-    was later than the others, and if that can't be told (the store is gone with its rank): the message says which.
+    ranks: the ranks that did not answer the roll call, or that answered and were late; where no connection leads to the
+    store that the roll is called through, the ranks on the store's host. Empty if all answered and none was later than
+    the others, and if that can't be told: the message says which.
     step: the step that timed out.
     """
 
     def __init__(
-        self, ranks: list[int] | None, step: str, timeout_s: float, answered: bool = False, rank: int | None = None
-    ):
-        """Make the message. ranks: None if the store is gone. answered: these did answer. rank: the one that raises."""
-        self.ranks, self.step = ranks or [], step
-        names = ", ".join(f"{late} (this one)" if late == rank else str(late) for late in self.ranks)
-        if ranks is None:
-            who = f"a rank that can't be named (the store is gone) is lost or did not answer within {timeout_s:g} s"
+        self, ranks: list[int], step: str, timeout_s: float, answered: bool = False, rank: int | None = None,
+        store: str = "",
+    ):  # fmt: skip
+        """Make the message. answered: these did answer. rank: the one that raises. store: "", or "gone", "silent"."""
+        self.ranks, self.step = ranks, step
+        names = ", ".join(f"{late} (this one)" if late == rank else str(late) for late in ranks)
+        within = f"within {timeout_s:g} s"
+        if store == "gone":
+            who = f"a rank that can't be named (the store is gone) is lost or did not answer {within}"
+        elif store == "silent" and not ranks:
+            who = f"a rank that can't be named (the store did not answer) is lost or did not answer {within}"
+        elif store == "silent":
+            who = f"rank {names} did not answer {within}: no connection to the store's host, which is theirs"
         elif rank in ranks:
-            who = f"rank {names} was late: the others gave up within {timeout_s:g} s"
+            who = f"rank {names} was late: the others gave up {within}"
         elif not ranks:
-            who = f"all ranks are there, but the exchange was not done within {timeout_s:g} s"
+            who = f"all ranks are there, but the exchange was not done {within}"
         elif answered:
             who = f"rank {names} was late: it is there, but came only after the others gave up"
         else:
-            who = f"rank {names} is lost or did not answer within {timeout_s:g} s"
+            who = f"rank {names} is lost or did not answer {within}"
         what_now = "this ExpertParallel can't be used any more: restart the ranks and make a new one"
+        if store == "silent":
+            what_now = "this ExpertParallel can't be used any more: make a new one once the network is back"
         super().__init__(f"{step}: {who}; {what_now}")
 
 
@@ -48,25 +62,43 @@ class _AlarmError(Exception):
 class Watch:
     """Waits for collectives of one group with a deadline, and for a failed one the ranks that are missing."""
 
-    def __init__(self, store: Store, ranks: list[int], rank: int, timeout_s: float):
+    def __init__(self, connection: Connection, name: str, ranks: list[int], rank: int, timeout_s: float):
         """Start the opening of the group: until `opened`, the sum of all waits is bounded by timeout_s.
 
-        store: shared by all `ranks` (global ranks) and used by no one else; rank: this one, also global.
+        connection: to a store that all `ranks` (global ranks) share, in which no one else uses names that begin with
+        `name`; rank: this one, also global.
         """
-        self.store, self.ranks, self.rank, self.timeout_s = store, ranks, rank, timeout_s
+        self.connection, self.name, self.ranks, self.rank, self.timeout_s = connection, name, ranks, rank, timeout_s
         self.roll_call_s = min(_ROLL_CALL_S, timeout_s / 2)
         self.failure: PeerTimeout | None = None
         self.deadline: float | None = time.monotonic() + timeout_s - self.roll_call_s
+        self.ranks_by_store: list[int] = []
+        self._alarm: Future[bool] | None = None
+
+    @property
+    def look_s(self) -> float:
+        """Interval at which a waiting rank asks for another's alarm."""
+        return _LOOK_S
+
+    @property
+    def patience_s(self) -> float:
+        """Seconds to wait before the roll is called, which takes the rest of timeout_s."""
+        return self.timeout_s - self.roll_call_s
+
+    @property
+    def left_s(self) -> float:
+        """Seconds that are left to open the group, at least a moment."""
+        return max(_GRACE_S, (self.deadline or 0.0) - time.monotonic())
 
     def join(self, step: str) -> float:
         """Return when all ranks have called this: the seconds that are left to connect them. Raises PeerTimeout."""
         came, start = [f"came/{rank}" for rank in self.ranks], time.monotonic()
         end = self.deadline or self._end(start)
         try:
-            self.store.set(f"came/{self.rank}", "1")
+            self._ask_by(end, lambda store: store.set(f"came/{self.rank}", "1"))
             # The alarm first: ranks that gave up have joined too.
             self._look(end)
-            while not self.store.check(came):
+            while not self._ask_by(end, lambda store: store.check(came)):
                 self._look(end)
                 time.sleep(_JOIN_S)
         except (RuntimeError, _AlarmError) as error:
@@ -74,9 +106,26 @@ class Watch:
         self.deadline = max(end, time.monotonic() + _GRACE_S)
         return self.deadline - time.monotonic()
 
-    def opened(self) -> None:
-        """End the opening: from now on each wait has a timeout_s of its own."""
+    def connect(self, step: str, make: Callable[[Store], T], within_s: float) -> T:
+        """Make a process group with a store, within a deadline of its own and within_s. Raises PeerTimeout."""
+        start = time.monotonic()
+        try:
+            shared = self.ask(lambda store: store, within_s)
+            return run_bounded(lambda: make(shared), within_s + _GRACE_S)
+        except RuntimeError as error:
+            self.fail(step, error, time.monotonic() - start)
+
+    def opened(self, by_store: list[int]) -> None:
+        """End the opening: from now on each wait has a timeout_s of its own.
+
+        by_store: for each rank of the group, 1 if it runs on the host of the store.
+        """
+        self.ranks_by_store = [rank for rank, here in zip(self.ranks, by_store, strict=True) if here]
         self.deadline = None
+
+    def ask(self, request: Request[T], within_s: float) -> T:
+        """Make a request to the part of the store that is ours. Raises StoreSilentError, RuntimeError: it is gone."""
+        return self.connection.answer(self._ours(request), within_s)
 
     def wait(self, start: Callable[[], dist.Work], step: str) -> None:
         """Start a collective and return when it is complete. Raises PeerTimeout, and after a failure always at once."""
@@ -92,59 +141,86 @@ class Watch:
 
     def fail(self, step: str, cause: Exception, waited_s: float) -> NoReturn:
         """Raise the alarm for all ranks, call the roll, raise PeerTimeout. waited_s: this rank's wait in this step."""
-        waited = self._call_roll(waited_s)
-        missing = None if waited is None else [rank for rank in self.ranks if rank not in waited]
-        answered = missing == []
-        if waited is not None and answered:
-            # All answered. A late rank has itself waited for less than half as long as the rank that waited longest.
-            missing = [rank for rank in self.ranks if waited[rank] < max(waited.values()) / 2]
-        self.failure = PeerTimeout(missing, step, self.timeout_s, answered, self.rank)
+        missing, answered, store = [], False, ""
+        try:
+            waited = self._call_roll(waited_s)
+            missing = [rank for rank in self.ranks if rank not in waited]
+            answered = not missing
+            if answered:
+                # All answered. A late rank has itself waited for less than half as long as the one that waited longest.
+                missing = [rank for rank in self.ranks if waited[rank] < max(waited.values()) / 2]
+        except StoreSilentError:
+            store, missing = "silent", self.ranks_by_store if self.rank not in self.ranks_by_store else []
+        except RuntimeError:
+            store = "gone"
+        self.failure = PeerTimeout(missing, step, self.timeout_s, answered, self.rank, store)
         raise self.failure from cause
 
     def first_to_say(self, missing: list[int]) -> list[int]:
         """Return the ranks that the first rank to give up was missing: later ones have missed the first one too."""
+        mine = ",".join(map(str, missing))
         try:
-            said = self.store.compare_set("missing", "", ",".join(map(str, missing)))
+            said = self.ask(lambda store: store.compare_set("missing", "", mine), self.roll_call_s)
         except RuntimeError:
             return missing
         return [int(rank) for rank in said.decode().split(",")]
 
+    def alarmed(self, ask: bool) -> bool:
+        """Return True if the store has said that another rank has failed; never waits for it.
+
+        ask: ask it anew, unless it still owes an answer. Raises RuntimeError if the store is gone.
+        """
+        if self._alarm is None:
+            if ask:
+                self._alarm = self.connection.ask(self._ours(lambda store: store.check(["alarm"])))
+            return False
+        if not self._alarm.done():
+            return False
+        answer, self._alarm = self._alarm.result(), None
+        return answer
+
+    def _ours(self, request: Request[T]) -> Request[T]:
+        return lambda store: request(PrefixStore(self.name, store))
+
     def _end(self, start: float) -> float:
-        return start + self.timeout_s - self.roll_call_s
+        return start + self.patience_s
 
     def _poll(self, work: dist.Work, end: float) -> None:
         look, pause = time.monotonic() + _LOOK_S, 2e-5
         while not work.is_completed():
             now = time.monotonic()
-            if now > end or (now > look and self._alarmed()):
+            if now > end or self.alarmed(now > look):
                 raise _AlarmError
-            look = max(look, now + _LOOK_S) if now > look else look
+            look = now + _LOOK_S if now > look else look
             time.sleep(pause)
             pause = min(pause * 1.5, 2e-3)
 
     def _look(self, end: float) -> None:
-        if time.monotonic() > end or self._alarmed():
+        if time.monotonic() > end or self._ask_by(end, lambda store: store.check(["alarm"])):
             raise _AlarmError
 
-    def _alarmed(self) -> bool:
-        return self.store.check(["alarm"])
+    def _ask_by(self, end: float, request: Request[T]) -> T:
+        """Ask; the store has until `end` for its answer, but at least a moment: at the end it isn't silent yet."""
+        return self.ask(request, max(_LOOK_S, end - time.monotonic()))
 
-    def _call_roll(self, waited_s: float) -> dict[int, float] | None:
-        """Return the seconds that each rank which answers has waited; None if the store is gone.
+    def _call_roll(self, waited_s: float) -> dict[int, float]:
+        """Return the seconds that each rank which answers has waited.
 
-        Every rank that is alive answers: waiting ranks see the alarm within _LOOK_S.
+        Every rank that is alive answers: waiting ranks see the alarm within _LOOK_S. Raises StoreSilentError;
+        RuntimeError if the store is gone.
         """
         end = time.monotonic() + self.roll_call_s - _LOOK_S
-        try:
-            self.store.set("alarm", "1")
-            self.store.set(f"here/{self.rank}", f"{waited_s:.3f}")
-            missing = self.ranks
-            while missing and time.monotonic() < end:
-                missing = [rank for rank in missing if not self.store.check([f"here/{rank}"])]
-                time.sleep(0.02)
-            waited = {rank: float(self.store.get(f"here/{rank}")) for rank in self.ranks if rank not in missing}
-            # Stay a moment after the last answer: this process may host the store that others still read.
-            time.sleep(_LOOK_S)
-            return waited
-        except RuntimeError:
-            return None
+        waited: dict[int, float] = {}
+
+        def answers(store: Store) -> dict[int, float]:
+            missing = [rank for rank in self.ranks if rank not in waited and store.check([f"here/{rank}"])]
+            return {rank: float(store.get(f"here/{rank}")) for rank in missing}
+
+        self._ask_by(end, lambda store: store.set("alarm", "1"))
+        self._ask_by(end, lambda store: store.set(f"here/{self.rank}", f"{waited_s:.3f}"))
+        while len(waited) < len(self.ranks) and time.monotonic() < end:
+            waited |= self._ask_by(end, answers)
+            time.sleep(0.02)
+        # Stay a moment after the last answer: this process may host the store that others still read.
+        time.sleep(_LOOK_S)
+        return waited

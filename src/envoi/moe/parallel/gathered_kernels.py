@@ -1,0 +1,102 @@
+# pyright: reportAttributeAccessIssue=false, reportArgumentType=false, reportCallIssue=false
+# pyright: reportGeneralTypeIssues=false, reportAssignmentType=false
+"""Kernels around the two collectives of constant size, in Triton; the others are those of NVLink.
+
+mark_kernel            counts a point of the call, in memory that the host reads      before and after everything
+settle_kernel          all ranks' sizes and error codes -> rows of this rank          after the all-gather
+sum_received_kernel    rows of a token from their owners -> token                     after the all-to-all
+"""
+
+import triton
+import triton.language as tl
+
+from envoi.epilogue.codes_triton import widen
+from envoi.moe.parallel.combine_kernels import store_total
+from envoi.moe.parallel.dispatch_kernels import Placement, compute_row_offsets
+from envoi.moe.parallel.shared_device import FINE, LOST, OUTCOME, REFUSED, LocalExperts, Memory, ints
+
+HEAD_BYTES: tl.constexpr = tl.constexpr(256)  # in front of a segment: state [4] int32, report [2] int32
+ERROR_CODE: tl.constexpr = tl.constexpr(5)  # the entry of the head that says why a rank's arguments are refused
+HOST_LOST: tl.constexpr = tl.constexpr(3)  # see `progress`
+
+
+@triton.jit
+def mark_kernel(counts, host, state, POINT: tl.constexpr):
+    """Add 1 to counts[POINT], and write it to host[POINT], which the host reads without waiting.
+
+    A call that the host has given up, by host[HOST_LOST], is lost from here on.
+    """
+    count = tl.load(counts + POINT) + 1
+    tl.store(counts + POINT, count)
+    tl.store(host + POINT, count)
+    if tl.load(host + HOST_LOST) != 0:
+        tl.store(state + OUTCOME, LOST)
+
+
+@triton.jit(do_not_specialize=["rank", "first_expert"])
+def settle_kernel(
+    peers, segment, regions, row_shift, offsets, state, report,
+    rank, num_ranks, room, num_experts, first_expert, num_local, EXPERTS: tl.constexpr, shape: tl.constexpr,
+):  # fmt: skip
+    """Decide from all ranks' error codes whether the call goes on, and compute where its rows go. One program.
+
+    peers: addresses of the gathered segments, after their heads. segment: `Regions` within a segment; regions: those of
+    this rank, in which sizes and slot_offsets are written here. Clears this rank's own error code.
+    """
+    own = tl.load(peers + rank)
+    ranks = tl.arange(0, shape[1])
+    inside = ranks < num_ranks
+    sources = tl.load(peers + ranks, mask=inside, other=0)
+    codes = tl.load(ints(sources - HEAD_BYTES) + ERROR_CODE, mask=inside, other=0)
+    tl.store(report + num_ranks + ranks, codes, mask=inside & (codes > 0))
+    outcome = tl.where(tl.max(codes, 0) > 0, REFUSED, FINE)
+    outcome = tl.where(tl.load(state + OUTCOME) == LOST, LOST, outcome)
+    tl.store(state + OUTCOME, outcome)
+    for field in tl.static_range(2):  # tokens and k
+        size = tl.load(ints(sources + segment.sizes) + field, mask=inside, other=0)
+        tl.store(ints(own + regions.sizes) + 2 * ranks + field, size, mask=inside)
+    e = tl.arange(0, EXPERTS)
+    for source in range(num_ranks):
+        begin = tl.load(ints(tl.load(peers + source) + segment.slot_offsets) + e, mask=e <= num_experts, other=0)
+        tl.store(ints(own + regions.slot_offsets) + source * (num_experts + 1) + e, begin, mask=e <= num_experts)
+    tl.debug_barrier()  # this program reads again what its other threads have written
+    tl.store(ints(own - HEAD_BYTES) + ERROR_CODE, 0)
+    memory = Memory(own, peers, regions, room)
+    experts = LocalExperts(first_expert, num_local, row_shift)
+    compute_row_offsets(
+        memory, experts, Placement(offsets, state, report), num_ranks, num_experts, outcome == FINE, shape
+    )
+
+
+@triton.jit
+def sum_received_kernel(
+    received, topk_ids, rank_ends, out, state, width, rows_per_rank,
+    K: tl.constexpr, RANKS: tl.constexpr, LANES: tl.constexpr, PRESUM: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """Sum what the ranks sent for a token, in float32: a row for each slot, in their order; with PRESUM, of each rank.
+
+    received [RANKS, rows_per_rank, width]. rank_ends [RANKS]: one past each rank's last expert. LANES: a power of two,
+    with PRESUM for K, else for RANKS.
+    """
+    m = tl.program_id(0)
+    columns = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    total = tl.zeros((BLOCK,), tl.float32)
+    if PRESUM:
+        slots = tl.arange(0, LANES)
+        e = tl.load(topk_ids + m * K + slots, mask=slots < K, other=-1)
+        first = 0
+        for rank in tl.static_range(RANKS):
+            last = tl.load(rank_ends + rank)
+            used = tl.max(((e >= first) & (e < last)).to(tl.int32), 0) > 0
+            at = received + (rank * rows_per_rank + m).to(tl.int64) * width + columns
+            total += widen(tl.load(at, mask=(columns < width) & used, other=0.0))
+            first = last
+    else:
+        ranks = tl.arange(0, LANES)
+        ends = tl.load(rank_ends + ranks, mask=ranks < RANKS, other=2147483647)
+        for slot in tl.static_range(K):  # unrolled: all loads are under way before the first sum
+            e = tl.load(topk_ids + m * K + slot)
+            owner = tl.sum((ends <= e).to(tl.int32), 0)
+            at = received + (owner * rows_per_rank + m * K + slot).to(tl.int64) * width + columns
+            total += widen(tl.load(at, mask=(columns < width) & (e >= 0) & (owner < RANKS), other=0.0))
+    store_total(out, m, columns, width, total, state)

@@ -1,0 +1,46 @@
+"""Choice between two ways of sending tokens to the ranks of their experts by collectives.
+
+    gathered   every token to every rank, and back one row from every rank for each slot     no size on the host
+    counted    a token to each rank that needs it, and back its slots' rows                  a copy of counts first
+
+For R ranks with M tokens of h bytes each, k slots a token, rows of 2H bytes, links of B bytes/s, S for the counts:
+
+    gathered   ((R - 1) M h             + (R - 1) M k 2H)     / B         2H in place of k 2H if ranks sum their rows
+    counted    ((R - 1) M h p           + (R - 1) M k 2H / R) / B + S     p = 1 - (1 - 1/R)^k: a rank has one of the k
+
+S is what it costs that kernels can't be queued before the host knows the counts: a collective, a copy, new launches.
+"""
+
+from dataclasses import dataclass
+
+ROW_BYTES = 2  # bf16, one column
+
+
+@dataclass(frozen=True)
+class Link:
+    """Connection between ranks, by one collective at a time.
+
+    gb_per_s: sent by a rank. counts_us: S above.
+    """
+
+    gb_per_s: float
+    counts_us: float
+
+
+# Estimates, not measurements: NCCL between GPUs of one host; gloo between processes of one host.
+LINKS = {"nccl": Link(300.0, 100.0), "gloo": Link(1.0, 500.0)}
+
+
+def gathering_pays(
+    link: Link, num_ranks: int, max_tokens: int, num_topk: int, hidden: int, token_bytes: int, presum: bool
+) -> bool:
+    """Return True if gathering takes no longer than counting, for max_tokens tokens on every rank.
+
+    token_bytes: of a token as it is sent, with its scale factors, ids and weights. presum: ranks that gather sum the
+    rows of a token before they send them back.
+    """
+    others, needed = num_ranks - 1, 1 - (1 - 1 / num_ranks) ** num_topk
+    row = ROW_BYTES * hidden
+    gathered = others * max_tokens * (token_bytes + row * (1 if presum else num_topk))
+    counted = others * max_tokens * (token_bytes * needed + row * num_topk / num_ranks)
+    return (gathered - counted) / (link.gb_per_s * 1e3) <= link.counts_us

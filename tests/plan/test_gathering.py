@@ -1,0 +1,41 @@
+"""Choice between gathering all tokens and counting them first."""
+
+import pytest
+
+from envoi.plan.gathering import LINKS, Link, gathering_pays
+
+NCCL = LINKS["nccl"]
+
+
+def pays(link=NCCL, num_ranks=4, max_tokens=64, num_topk=6, hidden=4096, token_bytes=4272, presum=False):
+    return gathering_pays(link, num_ranks, max_tokens, num_topk, hidden, token_bytes, presum)
+
+
+def test_few_tokens_are_gathered_and_many_are_counted():
+    assert pays(max_tokens=64)
+    assert not pays(max_tokens=2048)  # rows of slots that the rank doesn't own: 226 MB more for 100 us
+    chosen = [pays(max_tokens=m) for m in range(1, 2048, 50)]
+    assert chosen == sorted(chosen, reverse=True), "more tokens never turn to gathering"
+
+
+def test_with_presum_many_tokens_are_gathered_on_few_ranks():
+    assert pays(max_tokens=2048, presum=True)
+    assert not pays(num_ranks=32, max_tokens=2048, presum=True)
+
+
+def test_one_rank_has_nothing_to_send():
+    assert pays(num_ranks=1, max_tokens=1 << 20)
+
+
+@pytest.mark.parametrize("presum", [False, True])
+@pytest.mark.parametrize("num_ranks", [2, 8, 64])
+def test_the_sides_are_the_formulas_of_the_page(num_ranks, presum):
+    """Count bytes of tokens that each name k ranks at random, and compare both sides at the crossover."""
+    k, hidden, token_bytes, tokens = 8, 2048, 2200, 1000
+    needed = 1 - (1 - 1 / num_ranks) ** k
+    gathered = (num_ranks - 1) * tokens * (token_bytes + 4096 * (1 if presum else k))
+    counted = (num_ranks - 1) * tokens * (token_bytes * needed + 4096 * k / num_ranks)
+    crossover_us = (gathered - counted) / (50 * 1e3)
+    for factor, want in ((1.01, True), (0.99, crossover_us < 0)):
+        link = Link(50.0, max(0.0, crossover_us) * factor)
+        assert pays(link, num_ranks, tokens, k, hidden, token_bytes, presum) is want
