@@ -11,7 +11,7 @@ from envoi.experts import unpack
 from envoi.indexer import indexer_topk
 from envoi.indexer.workloads import one
 from envoi.quant import FORMATS, SCHEMES, dequantize, quantize
-from envoi.quant.pack import tamed
+from envoi.quant.pack import with_checked_scales
 from tests.moe.layers import make
 
 OTHERS = (torch.float16, torch.bfloat16, torch.float64)
@@ -64,7 +64,7 @@ CASES: dict[str, Callable[[], object]] = {
     **{f"gemm fp8_1x128 {s}": lambda s=s: envoi.gemm(quantised("fp8_1x128", A), quantised(s, B)) for s in SCHEMES},
     **{f"quantise {s}": lambda s=s: quantised(s, A) for s in SCHEMES},
     **{f"dequantise {s}": lambda s=s: dequantize(quantised(s, A)) for s in SCHEMES},
-    **{f"tamed {s}": lambda s=s: tamed(quantised(s, A)) for s in SCHEMES},
+    **{f"with_checked_scales {s}": lambda s=s: with_checked_scales(quantised(s, A)) for s in SCHEMES},
     **{f"pack {f}": lambda f=f: LAYERS["bias"].pack(f) for f in FORMATS},
     **{f"unpack {f}": lambda f=f: unpack(LAYERS["bias"].pack(f)) for f in FORMATS},
     **{f"moe {f} {kind}": lambda f=f, layer=layer: envoi.moe(layer.tokens, layer.routing, layer.pack(f))

@@ -58,8 +58,9 @@ class QuantTensor(_Printed):
         shape [.., ceil(R / group[0]), ceil(C / group[1])].
     group: rows and columns that share a scale factor; a whole dimension is written as its size (fp8_row: (1, C)).
     scale: one float32 for the whole tensor, multiplied on top (nvfp4), or None.
-    tame: promise that every UE8M0 scale factor is at most 2 and no element is NaN. Kernels skip the check; a false
-        promise gives wrong results: after writing to values or sf, set it by `envoi.quant.pack.tamed`, or to False.
+    scales_at_most_2: promise that every UE8M0 scale factor is at most 2 and no element is NaN. Kernels skip the check;
+        a false promise gives wrong results: after writing to values or sf, set it by
+        `envoi.quant.pack.with_checked_scales`, or to False.
     order: "rows" as above, or "fragments": the same numbers in the order of the tensor cores' operands
         (`envoi.quant.fragments`), which only the experts' kernels and `dequantize` read.
 
@@ -71,7 +72,7 @@ class QuantTensor(_Printed):
     sf: torch.Tensor
     group: tuple[int, int]
     scale: torch.Tensor | None = None
-    tame: bool = False
+    scales_at_most_2: bool = False
     order: str = "rows"
 
     def __post_init__(self) -> None:

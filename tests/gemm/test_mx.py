@@ -34,10 +34,10 @@ def empty(*shape: int, dtype: torch.dtype = torch.bfloat16) -> torch.Tensor:
     return torch.empty(shape, dtype=dtype, device="meta")
 
 
-def weights(*shape: int, bits: int = 4, tame: bool = False) -> QuantTensor:
+def weights(*shape: int, bits: int = 4, scales_at_most_2: bool = False) -> QuantTensor:
     *rows, K = shape
     values = empty(*rows, K // 2, dtype=torch.uint8) if bits == 4 else empty(*rows, K, dtype=E4M3)
-    return QuantTensor(values, empty(*rows, K // 32, dtype=E8M0), (1, 32), tame=tame)
+    return QuantTensor(values, empty(*rows, K // 32, dtype=E8M0), (1, 32), scales_at_most_2=scales_at_most_2)
 
 
 def compiled(ep, config: MxConfig, num_experts: int = 32, M: int = 512, N: int = 4096, K: int = 2048):
@@ -70,10 +70,11 @@ COMPILED = [
 
 
 @pytest.mark.parametrize(("ep", "block_y", "consumers"), COMPILED)
-@pytest.mark.parametrize(("bits", "tame"), [(4, True), (8, True)])
-def test_machine_code(bits, tame, ep, block_y, consumers):
+@pytest.mark.parametrize(("bits", "bounded"), [(4, True), (8, True)])
+def test_machine_code(bits, bounded, ep, block_y, consumers):
     num_consumers, rows_per_consumer = consumers
-    config = fitted(MxConfig(num_consumers, block_y, MAX_STAGES, rows_per_consumer, bits=bits, tame=tame))
+    config = MxConfig(num_consumers, block_y, MAX_STAGES, rows_per_consumer, bits=bits, scales_at_most_2=bounded)
+    config = fitted(config)
     binary = compiled(ep, config)
     families = record_of(binary)[0].families
     assert not [family for family in families if "spill" in family]

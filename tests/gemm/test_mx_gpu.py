@@ -23,7 +23,7 @@ from envoi.gemm.hopper_mx import host
 from envoi.gemm.op import _spread_columns
 from envoi.gemm.reference import cut_rows, oracle, pick_expert
 from envoi.quant import dequantize, quantize
-from envoi.quant.pack import tamed
+from envoi.quant.pack import with_checked_scales
 from envoi.types import QuantTensor
 from tests.gemm.test_gpu import (
     all_reductions,
@@ -63,8 +63,8 @@ def mx(rows: int, columns: int, scheme: str, seed: int, lead: tuple[int, ...] = 
 
 
 def mx_weights(rows: int, columns: int, scheme: str, *lead: int) -> QuantTensor:
-    x = tamed(mx(rows, columns, scheme, 1, lead))
-    assert x.tame
+    x = with_checked_scales(mx(rows, columns, scheme, 1, lead))
+    assert x.scales_at_most_2
     return x
 
 
@@ -161,18 +161,19 @@ def test_the_sum_of_all_experts():
     ],
 )
 @pytest.mark.parametrize("num_consumers", [1, 2])
-@pytest.mark.parametrize("tame", [True, False])
+@pytest.mark.parametrize("bounded", [True, False])
 @pytest.mark.parametrize("scheme", WEIGHTS)
-def test_every_config(scheme, tame, num_consumers, rows_per_consumer, block_y):
+def test_every_config(scheme, bounded, num_consumers, rows_per_consumer, block_y):
     a, b = mx(150, 1536, "mxfp8", 0), mx(320, 1536, scheme, 1)
-    config = config_of(scheme, num_consumers, block_y, rows_per_consumer, tame)
+    config = config_of(scheme, num_consumers, block_y, rows_per_consumer, bounded)
     (got,) = host.run_gemm(a, b, None, store.ir, torch.bfloat16, {}, config)
     judge(store, got, product(a, b), oracle(a, b), {})
 
 
-def config_of(scheme, num_consumers, block_y, rows_per_consumer, tame=False) -> configs.MxConfig:
+def config_of(scheme, num_consumers, block_y, rows_per_consumer, bounded=False) -> configs.MxConfig:
     stages, bits = configs.MAX_STAGES, BITS[scheme]
-    return configs.fitted(configs.MxConfig(num_consumers, block_y, stages, rows_per_consumer, bits=bits, tame=tame))
+    config = configs.MxConfig(num_consumers, block_y, stages, rows_per_consumer, bits=bits, scales_at_most_2=bounded)
+    return configs.fitted(config)
 
 
 @pytest.mark.parametrize(
@@ -187,7 +188,7 @@ def test_factors_at_both_ends(scheme, rows_per_consumer, block_y):
     for row, byte in ((5, 127), (6, 128), (7, 129), (8, 230), (9, 134), (10, 135), (70, 20), (71, least), (130, 200)):
         sf[row] = byte
     b = QuantTensor(b.values, sf.view(torch.float8_e8m0fnu), b.group)
-    assert not tamed(b).tame
+    assert not with_checked_scales(b).scales_at_most_2
     config = config_of(scheme, 2, block_y, rows_per_consumer)
     (got,) = host.run_gemm(a, b, None, store.ir, torch.float32, {}, config)
     want = oracle(a, b)
@@ -198,11 +199,11 @@ def test_factors_at_both_ends(scheme, rows_per_consumer, block_y):
 
 
 @pytest.mark.parametrize("scheme", WEIGHTS)
-def test_factors_that_tame_weights_may_have(scheme):
+def test_factors_that_are_at_most_2(scheme):
     a, b = mx(20, 256, "mxfp8", 0), mx(256, 256, scheme, 1)
     sf = torch.arange(10, 129, dtype=torch.uint8, device="cuda").repeat(3)[:256, None].expand(256, 8).contiguous()
-    b = tamed(QuantTensor(b.values, sf.view(torch.float8_e8m0fnu), b.group))
-    assert b.tame
+    b = with_checked_scales(QuantTensor(b.values, sf.view(torch.float8_e8m0fnu), b.group))
+    assert b.scales_at_most_2
     (got,) = host.run_gemm(a, b, None, store.ir, torch.float32, {}, config_of(scheme, 2, 32, configs.WIDE, True))
     want = oracle(a, b)
     assert max(relative_error(got[:, i], want[:, i]) for i in range(256)) < 1e-6
@@ -212,8 +213,8 @@ def test_a_nan_among_weights_of_8_bits():
     a, b = mx(20, 256, "mxfp8", 0), mx(256, 256, "mxfp8", 1)
     values = b.values.view(torch.uint8).clone()
     values[3, 77], values[200, 0] = 0x7F, 0xFF
-    b = tamed(QuantTensor(values.view(torch.float8_e4m3fn), b.sf, b.group))
-    assert not b.tame
+    b = with_checked_scales(QuantTensor(values.view(torch.float8_e4m3fn), b.sf, b.group))
+    assert not b.scales_at_most_2
     got = gemm(a, b)
     assert got[:, [3, 200]].isnan().all()
     assert got[:, [i for i in range(256) if i not in (3, 200)]].isfinite().all()

@@ -7,7 +7,7 @@ import torch
 
 from envoi.gemm.hopper_mx.dequant import widening
 from envoi.quant.bits import e2m1_decode
-from envoi.quant.pack import TAMEST
+from envoi.quant.pack import LARGEST_SCALE_BYTE
 
 E4M3_NANS = (0x7F, 0xFF)
 LEAST = 2.0**-133  # smallest bf16
@@ -69,7 +69,7 @@ def run(text: str, registers: dict[str, torch.Tensor]) -> None:
         registers[words[1]] = result if result.dtype == torch.bool else result & 0xFFFFFFFF
 
 
-def widen(bits: int, tame: bool, codes: torch.Tensor, byte: torch.Tensor) -> torch.Tensor:
+def widen(bits: int, bounded: bool, codes: torch.Tensor, byte: torch.Tensor) -> torch.Tensor:
     """Widen a thread's row: element codes [n, 16] in its order, and the byte of their factor [n] -> bf16 [n, 16]."""
     per_word = 32 // bits
     shifts = bits * torch.arange(per_word)
@@ -78,7 +78,7 @@ def widen(bits: int, tame: bool, codes: torch.Tensor, byte: torch.Tensor) -> tor
     for row in (0, 16):
         registers[f"${48 + row}"] = byte
         registers |= {f"${16 + row + per_word * w}": words[:, w] for w in range(words.shape[1])}
-    run(widening(bits, tame), registers)
+    run(widening(bits, bounded), registers)
     rows = [torch.stack([registers[f"${first + i}"] for i in range(8)], 1) for first in (0, 8)]
     assert torch.equal(*rows)
     return torch.stack((bf16(rows[0] & 0xFFFF), bf16(rows[0] >> 16)), -1).flatten(1)
@@ -91,19 +91,19 @@ def order(bits: int) -> torch.Tensor:
     return word.flatten()
 
 
-@pytest.mark.parametrize("tame", [True, False])
+@pytest.mark.parametrize("bounded", [True, False])
 @pytest.mark.parametrize("bits", [4, 8])
-def test_every_element_under_every_factor(bits, tame):
+def test_every_element_under_every_factor(bits, bounded):
     codes = torch.arange(2**bits).view(-1, 16)
     values = e2m1_decode(codes) if bits == 4 else codes.to(torch.uint8).view(torch.float8_e4m3fn).float()
-    for byte in range(TAMEST + 1 if tame else 256):
-        got = widen(bits, tame, codes, torch.full((len(codes),), byte)).double()
+    for byte in range(LARGEST_SCALE_BYTE + 1 if bounded else 256):
+        got = widen(bits, bounded, codes, torch.full((len(codes),), byte)).double()
         factor = float("nan") if byte == 255 else 2.0 ** (byte - 127)
         want = (values.double() * factor)[:, order(bits)]
         if bits == 8:
             nan = want.isnan().any(1, keepdim=True)  # one NaN spoils all elements that its thread has of the row
             want = torch.where(nan, float("nan"), want)
-            if tame:
+            if bounded:
                 got, want = got[~nan[:, 0]], want[~nan[:, 0]]
         rounded = want.bfloat16().double()  # 448 * 2^127 is infinite, 2^-9 * 2^-127 rounds to a multiple of 2^-133
         assert torch.equal(got.isnan(), rounded.isnan())

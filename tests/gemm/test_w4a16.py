@@ -9,7 +9,7 @@ from envoi.gemm.hopper_w4a16 import few, fragments, many_config
 from envoi.gemm.hopper_w4a16.few_config import few_configs, unroll_of
 from envoi.quant.bits import e2m1_decode
 from envoi.quant.fragments import _values_to_fragments, to_fragments
-from envoi.quant.pack import TAMEST
+from envoi.quant.pack import LARGEST_SCALE_BYTE
 from envoi.runtime.devices import SHARED_BYTES
 from envoi.types import QuantTensor
 from tests.gemm.test_mx_widening import bf16, run
@@ -49,8 +49,8 @@ def test_every_pair_of_weights_becomes_e4m3():
 def test_every_pair_of_weights_under_every_factor_becomes_bf16():
     by, first, second = all_pairs()
     words = words_of(by)
-    for byte in range(TAMEST + 1):
-        other = (byte + 77) % (TAMEST + 1)
+    for byte in range(LARGEST_SCALE_BYTE + 1):
+        other = (byte + 77) % (LARGEST_SCALE_BYTE + 1)
         # Words (k16, half) differ, and so do the factors (block, half).
         registers = {f"${16 + 8 * k16 + 2 * half}": words.roll(k16 + 2 * half) for k16 in (0, 1) for half in (0, 1)}
         registers["$48"] = torch.full_like(words, byte | other << 8 | other << 16 | byte << 24)
@@ -100,7 +100,7 @@ def layer(experts=8, hidden=256, intermediate=128) -> few.Layer:
     def meta(rows: int, columns: int) -> QuantTensor:
         values = torch.zeros(experts, rows, columns // 2, dtype=torch.uint8)
         sf = torch.zeros(experts, rows, columns // 32, dtype=torch.uint8).view(torch.float8_e8m0fnu)
-        return to_fragments(QuantTensor(values, sf, (1, 32), tame=True))
+        return to_fragments(QuantTensor(values, sf, (1, 32), scales_at_most_2=True))
 
     return few.Layer(meta(2 * intermediate, hidden), meta(hidden, intermediate), None, None, "swiglu", None)
 

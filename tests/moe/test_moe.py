@@ -173,13 +173,13 @@ def test_operator_is_well_formed():
         torch.library.opcheck(torch.ops.envoi.moe.default, arguments, test_utils=checks)
 
 
-def test_the_operator_knows_which_weights_are_tame():
+def test_the_operator_knows_whose_scales_are_bounded():
     packed = make().pack("mxfp4")
     both = unflatten(*flatten(packed))
-    assert both.gate_up.tame == packed.gate_up.tame
-    assert both.down.tame == packed.down.tame
-    other = unflatten(*flatten(replace(packed, down=replace(packed.down, tame=False))))
-    assert (other.gate_up.tame, other.down.tame) == (True, False)
+    assert both.gate_up.scales_at_most_2 == packed.gate_up.scales_at_most_2
+    assert both.down.scales_at_most_2 == packed.down.scales_at_most_2
+    other = unflatten(*flatten(replace(packed, down=replace(packed.down, scales_at_most_2=False))))
+    assert (other.gate_up.scales_at_most_2, other.down.scales_at_most_2) == (True, False)
 
 
 def test_compiles_as_one_graph():

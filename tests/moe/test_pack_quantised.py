@@ -11,7 +11,7 @@ from envoi.moe.oracle import moe_oracle
 from envoi.moe.pack import READ_AS_STORED
 from envoi.quant import SCHEMES, quantize
 from envoi.quant.fragments import to_fragments
-from envoi.quant.pack import tamed
+from envoi.quant.pack import with_checked_scales
 from envoi.types import QuantTensor
 from tests.helpers.accuracy import assert_same_bits, relative_error
 from tests.moe.layers import make
@@ -95,7 +95,7 @@ def test_packing_what_the_quantiser_gave_is_packing_the_weights(format, scheme):
         for got, right in ((packed.gate_up, want.gate_up), (packed.down, want.down)):
             assert_same_bits(got.values, right.values)
             assert_same_bits(got.sf, right.sf)
-            assert (got.group, got.tame) == (right.group, right.tame)
+            assert (got.group, got.scales_at_most_2) == (right.group, right.scales_at_most_2)
 
 
 def as_int8(values):
@@ -261,7 +261,7 @@ def test_the_order_for_hopper_does_not_write_to_the_checkpoint(layout, hopper):
 def test_quant_tensors_in_the_order_of_the_tensor_cores():
     gate_up, down, *groups = STORED["mxfp4"]
     fragments = [
-        to_fragments(tamed(QuantTensor(v.clone(), sf.clone().view(torch.float8_e8m0fnu), (1, 32))))
+        to_fragments(with_checked_scales(QuantTensor(v.clone(), sf.clone().view(torch.float8_e8m0fnu), (1, 32))))
         for v, sf in (gate_up, down)
     ]
     check_exact(pack(*fragments), gate_up, down, groups, "concat")

@@ -123,7 +123,7 @@ SPOILT = {
     "expected a tensor gate_up.sf, got none": lambda state, meta: state.pop("gate_up.sf"),
     "expected a tensor down, got none":
         lambda state, meta: [state.pop("down.values"), state.pop("down.sf")]
-        + [meta["fields"].pop(f"down.{name}") for name in ("group", "tame", "order")],
+        + [meta["fields"].pop(f"down.{name}") for name in ("group", "scales_at_most_2", "order")],
     "down.values: expected float8_e4m3fn .8, 256, 128., got float8_e4m3fn .8, 128, 128.":
         lambda state, meta: state.update({"down.values": state["down.values"][:, :128]}),
     "down.sf: expected float32 .8, 2, 1., got float32 .8, 1, 1.":

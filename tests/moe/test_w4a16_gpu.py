@@ -156,7 +156,7 @@ def launched() -> dict[str, str]:
     def weights(N: int, K: int) -> QuantTensor:
         values = torch.randint(0, 256, (32, N, K // 2), generator=source, device="cuda", dtype=torch.uint8)
         sf = torch.randint(110, 124, (32, N, K // 32), generator=source, device="cuda", dtype=torch.uint8)
-        return to_fragments(QuantTensor(values, sf.view(torch.float8_e8m0fnu), (1, 32), tame=True))
+        return to_fragments(QuantTensor(values, sf.view(torch.float8_e8m0fnu), (1, 32), scales_at_most_2=True))
 
     biases = torch.randn(32, 5760, device="cuda"), torch.randn(32, 2880, device="cuda")
     experts = ExpertWeights(weights(5760, 2880), weights(2880, 2880), "mxfp4", "swiglu_oai", 7.0, *biases)

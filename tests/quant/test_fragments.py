@@ -18,7 +18,7 @@ def weights(experts=2, rows=128, columns=192, seed=0) -> QuantTensor:
     source = torch.Generator().manual_seed(seed)
     values = torch.randint(0, 256, (experts, rows, columns // 2), generator=source, dtype=torch.uint8)
     sf = torch.randint(0, 129, (experts, rows, columns // 32), generator=source, dtype=torch.uint8)
-    return QuantTensor(values, sf.view(torch.float8_e8m0fnu), (1, 32), tame=True)
+    return QuantTensor(values, sf.view(torch.float8_e8m0fnu), (1, 32), scales_at_most_2=True)
 
 
 def copied(x: QuantTensor) -> QuantTensor:
@@ -70,7 +70,7 @@ def test_every_number_is_where_the_docstring_says():
 @pytest.mark.parametrize(
     ("why", "x"),
     [
-        ("a scale factor is above 2", replace(weights(), tame=False)),
+        ("a scale factor is above 2", replace(weights(), scales_at_most_2=False)),
         ("multiples of 64", weights(rows=96)),
         ("multiples of 64", weights(columns=160)),
         ("it isn't MXFP4", quantize(torch.randn(1, 64, 64), "mxfp8")),

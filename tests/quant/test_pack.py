@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from envoi.quant import SCHEMES, dequantize, quantize
-from envoi.quant.pack import deinterleave_gate_up, interleave_gate_up, pack_weight, tamed
+from envoi.quant.pack import deinterleave_gate_up, interleave_gate_up, pack_weight, with_checked_scales
 
 
 def test_gate_and_up_take_turns():
@@ -52,22 +52,22 @@ def test_bf16_is_a_cast():
 
 
 @pytest.mark.parametrize("scheme", ["mxfp4", "mxfp8"])
-def test_packed_weights_are_tame_unless_a_factor_is_large_or_nan(scheme):
+def test_packed_scales_are_at_most_2_unless_one_is_large_or_nan(scheme):
     w = torch.randn(8, 64, generator=torch.Generator().manual_seed(0))
-    assert pack_weight(w, SCHEMES[scheme], "w").tame
-    assert not quantize(w, scheme).tame  # not checked
-    assert not pack_weight(w * 1e6, SCHEMES[scheme], "w").tame
+    assert pack_weight(w, SCHEMES[scheme], "w").scales_at_most_2
+    assert not quantize(w, scheme).scales_at_most_2  # not checked
+    assert not pack_weight(w * 1e6, SCHEMES[scheme], "w").scales_at_most_2
     w[3, 3] = float("nan")
-    assert not pack_weight(w, SCHEMES[scheme], "w").tame
+    assert not pack_weight(w, SCHEMES[scheme], "w").scales_at_most_2
 
 
-def test_an_element_that_is_nan_is_not_tame():
+def test_an_element_that_is_nan_breaks_the_promise():
     x = quantize(torch.ones(4, 32), "mxfp8")
-    assert tamed(x).tame
+    assert with_checked_scales(x).scales_at_most_2
     x.values.view(torch.uint8)[2, 5] = 0xFF
-    assert not tamed(x).tame
+    assert not with_checked_scales(x).scales_at_most_2
 
 
-def test_tame_is_asked_of_powers_of_two_alone():
+def test_the_promise_is_asked_of_powers_of_two_alone():
     x = quantize(torch.ones(4, 128), "fp8_row")
-    assert tamed(x) is x
+    assert with_checked_scales(x) is x

@@ -499,7 +499,7 @@ OTHER = {
 }  # fmt: skip
 OTHER_QUANT = {
     "values": torch.ones(2, 256, 64, dtype=torch.uint8), "sf": torch.ones(2, 256, 4), "group": (1, 64),
-    "scale": torch.ones(()), "tame": True, "order": "fragments",
+    "scale": torch.ones(()), "scales_at_most_2": True, "order": "fragments",
 }  # fmt: skip
 
 

@@ -27,7 +27,7 @@ def constants_of(x: Any, tensors: list[torch.Tensor | None]) -> tuple | None:
         tensors.append(x)
         return None
     tensors += x.values, x.sf, x.scale
-    return x.group, x.tame, x.order
+    return x.group, x.scales_at_most_2, x.order
 
 
 def _given(a, b, epilogue=None, *, out_dtype=None, **operands):

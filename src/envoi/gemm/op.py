@@ -17,13 +17,13 @@ from envoi.types import Matrix, QuantTensor
 
 
 def split(x: Matrix) -> tuple[torch.Tensor, torch.Tensor | None, list[int]]:
-    """Split a matrix into an operator's arguments: values, scale factors, and [group rows, group columns, tame]."""
-    return (x, None, []) if isinstance(x, torch.Tensor) else (x.values, x.sf, [*x.group, int(x.tame)])
+    """Split a matrix into an operator's arguments: values, factors, [rows and columns of a group, the promise]."""
+    return (x, None, []) if isinstance(x, torch.Tensor) else (x.values, x.sf, [*x.group, int(x.scales_at_most_2)])
 
 
 def join(values: torch.Tensor, sf: torch.Tensor | None, group: list[int]) -> Matrix:
     """Join an operator's arguments to a matrix; inverse of `split`."""
-    return values if sf is None else QuantTensor(values, sf, (group[0], group[1]), tame=bool(group[2]))
+    return values if sf is None else QuantTensor(values, sf, (group[0], group[1]), scales_at_most_2=bool(group[2]))
 
 
 def num_columns(values: torch.Tensor) -> int:

@@ -69,7 +69,7 @@ def pick_expert(x: Matrix, expert: int) -> Matrix:
     """Return one expert's matrix [N, K] of [E, N, K]."""
     if isinstance(x, torch.Tensor):
         return x[expert]
-    return QuantTensor(x.values[expert], x.sf[expert], x.group, x.scale, x.tame)
+    return QuantTensor(x.values[expert], x.sf[expert], x.group, x.scale, x.scales_at_most_2)
 
 
 def _product(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:

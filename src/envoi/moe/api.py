@@ -59,12 +59,12 @@ def _moe(
     tokens: torch.Tensor, topk_weights: torch.Tensor, topk_ids: torch.Tensor,
     gate_up: torch.Tensor, gate_up_sf: torch.Tensor | None, gate_up_bias: torch.Tensor | None,
     down: torch.Tensor, down_sf: torch.Tensor | None, down_bias: torch.Tensor | None,
-    format: str, activation: str, swiglu_limit: float | None, gate_up_tame: bool, down_tame: bool,
+    format: str, activation: str, swiglu_limit: float | None, gate_up_bounded: bool, down_bounded: bool,
     order: str, gate_up_layout: str,
 ) -> torch.Tensor:  # fmt: skip
     experts = unflatten(
-        gate_up, gate_up_sf, gate_up_bias, down, down_sf, down_bias, format, activation, swiglu_limit, gate_up_tame,
-        down_tame, order, gate_up_layout,
+        gate_up, gate_up_sf, gate_up_bias, down, down_sf, down_bias, format, activation, swiglu_limit, gate_up_bounded,
+        down_bounded, order, gate_up_layout,
     )  # fmt: skip
     has_kernels = layer.has_kernels(topk_ids.device)
     if topk_ids.device.type == "cpu" or not has_kernels:

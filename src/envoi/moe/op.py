@@ -20,7 +20,7 @@ def flatten(experts: ExpertWeights) -> tuple:
     down, down_sf = _split(experts.down)
     return (
         gate_up, gate_up_sf, experts.gate_up_bias, down, down_sf, experts.down_bias,
-        experts.format, experts.activation, experts.swiglu_limit, _tame(experts.gate_up), _tame(experts.down),
+        experts.format, experts.activation, experts.swiglu_limit, _bounded(experts.gate_up), _bounded(experts.down),
         experts.order, experts.gate_up_layout,
     )  # fmt: skip
 
@@ -29,7 +29,7 @@ def constants_of(experts: ExpertWeights) -> tuple:
     """Return what a call depends on but for the tensors that `tensors_of` returns."""
     forms = []
     for x in (experts.gate_up, experts.down):
-        forms.append((x.group, x.tame, x.order) if isinstance(x, QuantTensor) else None)
+        forms.append((x.group, x.scales_at_most_2, x.order) if isinstance(x, QuantTensor) else None)
     return experts.format, experts.activation, exactly(experts.swiglu_limit), experts.gate_up_layout, *forms
 
 
@@ -53,15 +53,15 @@ def unflatten(
     format,
     activation,
     swiglu_limit,
-    gate_up_tame,
-    down_tame,
+    gate_up_bounded,
+    down_bounded,
     order,
     gate_up_layout,
 ) -> ExpertWeights:
     """Inverse of `flatten`."""
     scheme = format_named(format).weights
     return ExpertWeights(
-        _join(gate_up, gate_up_sf, scheme, gate_up_tame, order), _join(down, down_sf, scheme, down_tame, order),
+        _join(gate_up, gate_up_sf, scheme, gate_up_bounded, order), _join(down, down_sf, scheme, down_bounded, order),
         format, activation, swiglu_limit, gate_up_bias, down_bias, gate_up_layout,
     )  # fmt: skip
 
@@ -70,16 +70,16 @@ def _split(weight: Matrix) -> tuple[torch.Tensor, torch.Tensor | None]:
     return (weight, None) if isinstance(weight, torch.Tensor) else (weight.values, weight.sf)
 
 
-def _tame(weight: Matrix) -> bool:
-    return isinstance(weight, QuantTensor) and weight.tame
+def _bounded(weight: Matrix) -> bool:
+    return isinstance(weight, QuantTensor) and weight.scales_at_most_2
 
 
-def _join(values: torch.Tensor, sf: torch.Tensor | None, scheme: Scheme | None, tame: bool, order: str) -> Matrix:
+def _join(values: torch.Tensor, sf: torch.Tensor | None, scheme: Scheme | None, bounded: bool, order: str) -> Matrix:
     if sf is None or scheme is None:
         return values
     packed = 2 if values.dtype == torch.uint8 else 1
     group = scheme.group_for((*values.shape[:-1], values.shape[-1] * packed))
-    return QuantTensor(values, sf, group, tame=tame, order=order)
+    return QuantTensor(values, sf, group, scales_at_most_2=bounded, order=order)
 
 
 def as_rows(tokens: torch.Tensor, routing: Routing) -> tuple[torch.Tensor, Routing, torch.dtype]:

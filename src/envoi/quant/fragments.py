@@ -38,7 +38,7 @@ def supports_fragments(x: QuantTensor) -> str:
         return "it isn't MXFP4"
     if len(x.shape) != 3 or x.shape[-2] % TILE or x.shape[-1] % TILE:
         return f"rows and columns aren't multiples of {TILE}"
-    return "" if x.tame else "a scale factor is above 2"
+    return "" if x.scales_at_most_2 else "a scale factor is above 2"
 
 
 def to_fragments(x: QuantTensor) -> QuantTensor:
@@ -50,7 +50,8 @@ def to_fragments(x: QuantTensor) -> QuantTensor:
     if x.order != "rows":
         why = "it is in this order already"
     if why:
-        raise ValueError(f"weights: expected tame MXFP4 by rows, [E, N, K] with N and K multiples of {TILE}: {why}")
+        sizes = f"[E, N, K] with N and K multiples of {TILE}"
+        raise ValueError(f"weights: expected MXFP4 with scales_at_most_2, by rows, {sizes}: {why}")
     for values, sf in zip(x.values, x.sf.view(torch.uint8), strict=True):
         values.copy_(_values_to_fragments(values))
         sf.copy_(_sf_to_fragments(sf))

@@ -34,21 +34,21 @@ def pack_weight(weight: torch.Tensor, scheme: Scheme | None, name: str) -> Matri
     if scheme is None:
         return weight.to(torch.bfloat16).contiguous()
     if scheme.name == "mxfp4":
-        return tamed(_mxfp4_least_squares(weight, name))
-    return tamed(quantize(weight.contiguous(), scheme, name))
+        return with_checked_scales(_mxfp4_least_squares(weight, name))
+    return with_checked_scales(quantize(weight.contiguous(), scheme, name))
 
 
-TAMEST = 128  # UE8M0 byte of the scale factor 2
+LARGEST_SCALE_BYTE = 128  # UE8M0 byte of the scale factor 2
 
 
-def tamed(x: QuantTensor) -> QuantTensor:
-    """Return x with `tame` set if all its scale factors and elements allow it. Reads all of x; waits for the device."""
+def with_checked_scales(x: QuantTensor) -> QuantTensor:
+    """Return x with `scales_at_most_2` as its factors and elements allow. Reads all of x; waits for the device."""
     if x.sf.dtype != torch.float8_e8m0fnu or x.device.type == "meta" or not x.sf.numel():
         return x
-    tame = int(x.sf.view(torch.uint8).max()) <= TAMEST
+    bounded = int(x.sf.view(torch.uint8).max()) <= LARGEST_SCALE_BYTE
     # Without the sign bit, E4M3's NaN is the largest byte.
-    tame = tame and (x.packed or int((x.values.view(torch.uint8) & 0x7F).max()) < 0x7F)
-    return replace(x, tame=tame)
+    bounded = bounded and (x.packed or int((x.values.view(torch.uint8) & 0x7F).max()) < 0x7F)
+    return replace(x, scales_at_most_2=bounded)
 
 
 def _mxfp4_least_squares(weight: torch.Tensor, name: str) -> QuantTensor:

@@ -15,7 +15,7 @@ from envoi.quant.bits import e8m0_ceil, e8m0_to_float
 from envoi.quant.cast import dequantize, expand_sf
 from envoi.quant.formats import Scheme
 from envoi.quant.fragments import to_rows
-from envoi.quant.pack import pack_weight, tamed
+from envoi.quant.pack import pack_weight, with_checked_scales
 from envoi.types import Matrix, QuantTensor
 
 BLOCK = 128  # rows and columns of the blocks that checkpoints have, the last of which may be smaller
@@ -114,7 +114,7 @@ def regroup(x: QuantTensor, scheme: Scheme) -> QuantTensor:
             count = -(-size // group[axis])
             raw = raw.repeat_interleave(-(-x.group[axis] // group[axis]), dim=axis).narrow(axis, 0, count)
     sf = raw.contiguous().view(scheme.sf)
-    return tamed(replace(x, values=x.values.contiguous(), sf=sf, group=group, tame=False))
+    return with_checked_scales(replace(x, values=x.values.contiguous(), sf=sf, group=group, scales_at_most_2=False))
 
 
 def requantize(
@@ -137,7 +137,8 @@ def requantize(
         return torch.cat(parts)
     values = torch.cat([part.values for part in parts])
     sf = torch.cat([part.sf.view(torch.uint8) if part.sf.itemsize == 1 else part.sf for part in parts])
-    return QuantTensor(values, sf.view(scheme.sf), parts[0].group, tame=all(part.tame for part in parts))
+    bounded = all(part.scales_at_most_2 for part in parts)
+    return QuantTensor(values, sf.view(scheme.sf), parts[0].group, scales_at_most_2=bounded)
 
 
 def by_rows(x: QuantTensor) -> QuantTensor:

@@ -15,7 +15,7 @@ def layer(experts: int) -> few.Layer:
     def empty(rows: int, columns: int) -> QuantTensor:
         values = torch.empty(experts, rows, columns // 2, dtype=torch.uint8)
         sf = torch.empty(experts, rows, columns // 32, dtype=torch.float8_e8m0fnu)
-        return QuantTensor(values, sf, (1, 32), tame=True, order="fragments")
+        return QuantTensor(values, sf, (1, 32), scales_at_most_2=True, order="fragments")
 
     return few.Layer(empty(128, HIDDEN), empty(HIDDEN, 64), None, None, "swiglu", None)
 

@@ -13,7 +13,7 @@ from envoi.gemm import reference
 from envoi.moe.reference_permute import take_rows
 from envoi.quant import dequantize, format_named, quantize
 from envoi.quant.formats import Scheme
-from envoi.quant.pack import deinterleave_gate_up, tamed
+from envoi.quant.pack import deinterleave_gate_up, with_checked_scales
 from envoi.types import Matrix, QuantTensor
 
 QUANTISE_AT_ONCE = 8  # experts; casts work in float32
@@ -65,7 +65,7 @@ def in_format(a: torch.Tensor, b: torch.Tensor, name: str) -> Inputs:
     """Convert bf16 matrices to a format of `FORMATS`."""
     format = format_named(name)
     rows, weights = in_scheme(a, format.activations), in_scheme(b, format.weights)
-    return Inputs(rows, tamed(weights) if isinstance(weights, QuantTensor) else weights, a, b)
+    return Inputs(rows, with_checked_scales(weights) if isinstance(weights, QuantTensor) else weights, a, b)
 
 
 def in_scheme(x: torch.Tensor, scheme: Scheme | None) -> Matrix:

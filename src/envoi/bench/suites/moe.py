@@ -136,7 +136,7 @@ def _concat(weights: list[Matrix]) -> Matrix:
         return torch.cat([weight for weight in weights if isinstance(weight, torch.Tensor)])
     quantised = [weight for weight in weights if isinstance(weight, QuantTensor)]
     values, sf = torch.cat([q.values for q in quantised]), torch.cat([q.sf for q in quantised])
-    return replace(first, values=values, sf=sf, tame=all(q.tame for q in quantised))
+    return replace(first, values=values, sf=sf, scales_at_most_2=all(q.scales_at_most_2 for q in quantised))
 
 
 def errors(layer: Layer, ours: torch.Tensor, theirs: torch.Tensor) -> dict[str, float]:

@@ -62,7 +62,7 @@ class Case:
     """Call of `envoi.gemm`, or of `envoi.grouped_gemm` if there are experts: [M, K] @ [N, K].T.
 
     epilogue: a key of `EPILOGUES`. format: a key of `envoi.quant.FORMATS`, or fp16. M: sum over all experts.
-    write_tail: see `Grouping`; `envoi.moe` has it off. sent: rows are written to given addresses. tame: see
+    write_tail: see `Grouping`; `envoi.moe` has it off. sent: rows are written to given addresses. scales_at_most_2: see
     QuantTensor.
     """
 
@@ -75,7 +75,7 @@ class Case:
     num_experts: int = 0
     write_tail: bool = True
     sent: bool = False
-    tame: bool = True
+    scales_at_most_2: bool = True
 
     @property
     def title(self) -> str:
@@ -83,7 +83,7 @@ class Case:
         return f"gemm-mx-sm90-{self.name}" if "mx" in self.format else f"gemm-sm90-{self.name}"
 
     def __str__(self) -> str:
-        kind = f"{self.format}{'' if self.tame else ', not known to be tame'}"
+        kind = f"{self.format}{'' if self.scales_at_most_2 else ', not known to be scales_at_most_2'}"
         sizes = f"{self.epilogue} of [{self.M}, {self.K}] @ [{self.N}, {self.K}].T in {kind}"
         return f"{sizes}, {self.num_experts} experts" if self.num_experts else sizes
 
@@ -165,7 +165,7 @@ def inputs(case: Case, make: Make = without_memory, offsets: torch.Tensor | None
         schemes = FORMATS[case.format]
         a = a if schemes.activations is None else quantize(a, schemes.activations)
         b = quantize(b, schemes.weights or "")
-        b = replace(b, tame=case.tame) if "mx" in case.format else b
+        b = replace(b, scales_at_most_2=case.scales_at_most_2) if "mx" in case.format else b
     if case.num_experts and offsets is None:
         offsets = make((case.num_experts + 1,), torch.int32)
     ep = EPILOGUES[case.epilogue]

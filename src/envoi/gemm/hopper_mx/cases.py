@@ -20,10 +20,10 @@ CASES = tuple(
     for name, format in (("mxfp4", "mxfp4_mxfp8"), ("mxfp8", "mxfp8"))
     for case in (
         Case(f"{name}-few", "store", 512, 4096, 4096, format, 32),
-        Case(f"{name}-few-wild", "store", 512, 4096, 4096, format, 32, tame=False),
+        Case(f"{name}-few-wild", "store", 512, 4096, 4096, format, 32, scales_at_most_2=False),
         Case(f"{name}-64", "store", 2048, 4096, 4096, format, 32),
         Case(f"{name}-many", "expert_l1_mxfp8", 12288, 4096, 4096, format, 32),
-        Case(f"{name}-many-wild", "store", 12288, 4096, 2048, format, 32, tame=False),
+        Case(f"{name}-many-wild", "store", 12288, 4096, 2048, format, 32, scales_at_most_2=False),
         Case(f"{name}-plain", "swiglu", 16, 4096, 2048, format),
     )
 )
@@ -39,7 +39,7 @@ def launch_of(case: Case) -> Launch:
     M, N, num_groups = given.a.shape[0], b.shape[-2], 0 if given.offsets is None else b.shape[0]
     tensors, pointers = operand_tensors(ir, given.operands, num_groups)
     code = lower(ir, torch.bfloat16, "gluon", False, False, pointers)
-    config = choose(M, N, num_groups, NUM_SMS, code, 4 if b.packed else 8, b.tame)
+    config = choose(M, N, num_groups, NUM_SMS, code, 4 if b.packed else 8, b.scales_at_most_2)
     outputs = empty_slots(ir, slots(ir, torch.bfloat16), M, N, given.a.device)
     tokens = host.room_for_tokens(given.a)
     grid, arguments = host.arguments(tokens, b, given.offsets, code, tensors, outputs, config, NUM_SMS)

@@ -22,7 +22,7 @@ class MxConfig(SwappedTiles):
     """Tiling of one problem: tiles of num_consumers * rows_per_consumer features and block_y tokens.
 
     Features are always the M side of wgmma, and K is never split; `TileConfig` documents the tile's fields.
-    num_consumers: 1 or 2. bits: of a weight, 4 or 8. tame: as in QuantTensor.
+    num_consumers: 1 or 2. bits: of a weight, 4 or 8. scales_at_most_2: as in QuantTensor.
     """
 
     num_consumers: int
@@ -30,7 +30,7 @@ class MxConfig(SwappedTiles):
     num_stages: int
     rows_per_consumer: int = NARROW
     bits: int = 4
-    tame: bool = False
+    scales_at_most_2: bool = False
     swizzle_rows: int = 8
 
     @property
@@ -60,7 +60,7 @@ class MxConfig(SwappedTiles):
 
     def label(self) -> str:
         """Return a short name for tables, "mx4 2x64x16 x12"."""
-        kind = f"mx{self.bits}{' tame' * self.tame}"
+        kind = f"mx{self.bits}{' bounded' * self.scales_at_most_2}"
         return f"{kind} {self.num_consumers}x{self.rows_per_consumer}x{self.block_y} x{self.num_stages}"
 
 
@@ -80,7 +80,13 @@ def fitted(config: MxConfig) -> MxConfig:
 
 
 def choose(
-    M: int, N: int, num_groups: int, num_sms: int, code: Lowered | None = None, bits: int = 4, tame: bool = False
+    M: int,
+    N: int,
+    num_groups: int,
+    num_sms: int,
+    code: Lowered | None = None,
+    bits: int = 4,
+    scales_at_most_2: bool = False,
 ) -> MxConfig:
     """Return the config for M tokens, N features and num_groups experts (0 = dense).
 
@@ -89,7 +95,7 @@ def choose(
     tokens = cdiv(M, max(1, num_groups))
     block_y = tokens_of_a_tile(tokens)
     tiles = max(1, num_groups) * cdiv(tokens, block_y) * cdiv(N, NARROW)
-    config = MxConfig(2, block_y, MAX_STAGES, bits=bits, tame=tame)
+    config = MxConfig(2, block_y, MAX_STAGES, bits=bits, scales_at_most_2=scales_at_most_2)
     if tiles <= num_sms:
         config = replace(config, num_consumers=1)
     elif tiles // 4 >= 2 * num_sms and block_y <= DEEP_TOKENS and is_short(code, block_y):

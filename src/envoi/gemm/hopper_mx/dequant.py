@@ -2,7 +2,7 @@
 
 An element's bits, moved to their positions in bf16, are its value times a small power of two. One multiplication by
 the scale factor times the inverse of that power completes it; where bf16 can't hold this factor, it takes two.
-Weights with `QuantTensor.tame` never need two, and have no NaN except from their scale factors.
+Weights with `QuantTensor.scales_at_most_2` never need two, and have no NaN except from their scale factors.
 """
 
 from dataclasses import dataclass
@@ -52,24 +52,24 @@ POISON = """
     and.b32 n, n, 0x80808080; setp.ne.u32 p, n, 0; selp.b32 {0}, 0x7FC07FC0, {0}, p;"""
 
 
-def widening(bits: int, tame: bool) -> str:
+def widening(bits: int, bounded: bool) -> str:
     """Return the PTX for what a thread widens at once, to $0 .. $15: 16 elements of a row, then 16 of the row 8 below.
 
-    Each input has 32 operands, one for each element: words from $16, factors' bytes from $48 and, if not tame, from $80
-    whether one of the warp's factors may take two multiplications.
+    Each input has 32 operands, one for each element: words from $16, factors' bytes from $48 and, unless bounded, from
+    $80 whether one of the warp's factors may take two multiplications.
     """
     element = ELEMENTS[bits]
     rows = (Row("f", 0, element), Row("g", 1, element))
     moved = "".join(row.moved() for row in rows)
     factors = "".join(row.factor() for row in rows)
     scaled = "".join(row.scaled() for row in rows)
-    careful = "" if tame else _two_steps(rows, scaled) + "".join(row.poisoned() for row in rows if bits == 8)
+    careful = "" if bounded else _two_steps(rows, scaled) + "".join(row.poisoned() for row in rows if bits == 8)
     return f"{{ .reg .b32 x, f, g, n; .reg .pred p, q; {factors}{moved}{careful}\n    {scaled} }}"
 
 
-def operands(tame: bool) -> str:
+def operands(bounded: bool) -> str:
     """Return the constraints of the PTX's operands."""
-    return ",".join(["=&r"] * 16 + ["r"] * (64 if tame else 96))
+    return ",".join(["=&r"] * 16 + ["r"] * (64 if bounded else 96))
 
 
 def _two_steps(rows: tuple["Row", "Row"], scaled: str) -> str:

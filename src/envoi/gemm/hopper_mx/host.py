@@ -112,7 +112,7 @@ def _launch(
     num_sms = devices.num_sms(a.device)
     num_groups, bits = 0 if offsets is None else b.shape[0], 4 if b.packed else 8
     num_tokens = grouping.likely_rows(a.shape[0])
-    config = config or choose(num_tokens, b.shape[-2], num_groups, num_sms, code, bits, b.tame)
+    config = config or choose(num_tokens, b.shape[-2], num_groups, num_sms, code, bits, b.scales_at_most_2)
     tokens = room_for_tokens(a)
     grid, args = arguments(tokens, b, offsets, code, operands, outputs, config, num_sms, grouping.write_tail)
     # No other launch may be between the two: the GEMM starts early and waits for the launch right before it.

@@ -52,20 +52,20 @@ def elements_layout(rows):
     return gl.DistributedLinearLayout(registers, lanes, warps_over(rows), [], [rows, 64])
 
 
-WIDENING = gl.constexpr({(bits, tame): widening(bits, tame) for bits in (4, 8) for tame in (True, False)})
-CONSTRAINTS = gl.constexpr({tame: operands(tame) for tame in (True, False)})
+WIDENING = gl.constexpr({(bits, bounded): widening(bits, bounded) for bits in (4, 8) for bounded in (True, False)})
+CONSTRAINTS = gl.constexpr({bounded: operands(bounded) for bounded in (True, False)})
 
 
 @gluon.constexpr_function
-def widening_ptx(bits, tame):
+def widening_ptx(bits, bounded):
     """Return the PTX that widens weights of `bits` bits."""
-    return WIDENING.value[bits, tame]
+    return WIDENING.value[bits, bounded]
 
 
 @gluon.constexpr_function
-def widening_constraints(tame):
+def widening_constraints(bounded):
     """Return the constraints of the widening PTX's operands."""
-    return CONSTRAINTS.value[tame]
+    return CONSTRAINTS.value[bounded]
 
 
 @gluon.jit
@@ -127,13 +127,13 @@ def large(words):
 def widen(words, factors, steps, dot: gl.constexpr, cfg: gl.constexpr):
     """Widen a product's words [rows, 4, ..] with factors [rows, 4] to bf16 [rows, 64], wgmma's operand in registers.
 
-    steps: from `large`, not used if weights are tame.
+    steps: from `large`, not used with `scales_at_most_2`.
     """
-    ptx: gl.constexpr = widening_ptx(cfg.bits, cfg.tame)
-    constraints: gl.constexpr = widening_constraints(cfg.tame)
+    ptx: gl.constexpr = widening_ptx(cfg.bits, cfg.scales_at_most_2)
+    constraints: gl.constexpr = widening_constraints(cfg.scales_at_most_2)
     words = elementwise(words, cfg.bits)
     factors = elementwise(factors, cfg.bits)
-    if cfg.tame:
+    if cfg.scales_at_most_2:
         wide = gl.inline_asm_elementwise(ptx, constraints, [words, factors], gl.bfloat16, is_pure=True, pack=32)
     else:
         steps = elementwise(steps, cfg.bits)

@@ -97,7 +97,7 @@ def _many(case: Case) -> Launch:
 def _weights(N: int, K: int) -> QuantTensor:
     values = without_memory((NUM_EXPERTS, N, K // 2), torch.uint8)
     sf = without_memory((NUM_EXPERTS, N, K // 32), torch.float8_e8m0fnu)
-    return QuantTensor(values, sf, (1, 32), tame=True, order="fragments")
+    return QuantTensor(values, sf, (1, 32), scales_at_most_2=True, order="fragments")
 
 
 ABOUT = "4-bit weights, bf16 tokens on Hopper"

@@ -127,7 +127,7 @@ def to_e4m3(words, dot: gl.constexpr):
 def row_factors(word, FIRST: gl.constexpr, rows: gl.constexpr):
     """Return 2^(byte - 126) of bytes FIRST and FIRST + 1 of a word of factors, one each row: float32 [16 * warps].
 
-    One more than the factor, so that byte 0 has a power of two that isn't subnormal; no tame byte gets as far as NaN.
+    One more than the factor, so that byte 0 has a power of two that isn't subnormal; allowed bytes stay below NaN.
     """
     warps: gl.constexpr = gl.num_warps()
     EXPONENT: gl.constexpr = 0x7F800000

@@ -53,6 +53,11 @@ class PeerTimeout(RuntimeError):  # noqa: N818
         if store == "silent":
             what_now = "this ExpertParallel can't be used any more: make a new one once the network is back"
         super().__init__(f"{step}: {who}; {what_now}")
+        self._made_of = ranks, step, timeout_s, answered, rank, store
+
+    def __reduce__(self) -> tuple:
+        """Pickle by what it was made of: processes that start others send their errors back."""
+        return type(self), self._made_of
 
 
 class _AlarmError(Exception):
