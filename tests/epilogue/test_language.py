@@ -460,7 +460,7 @@ def test_library():
 
 
 def test_experts_know_their_activations_and_schemes():
-    with pytest.raises(ValueError, match="activation: expected one of 'swiglu', 'swiglu_oai', got 'bogus'"):
+    with pytest.raises(ValueError, match="activation: expected one of 'swiglu', 'swiglu_oai', .*, got 'bogus'"):
         expert_l1("bogus", None, False, None)
     for scheme in ("bogus", "mxfp4", "bf16"):
         with pytest.raises(ValueError, match=f"scheme: expected one of 'fp8_row', .*, got '{scheme}'"):

@@ -55,7 +55,7 @@ def test_stages_of_the_worked_example():
     assert roles_of(MACHINES["sm_100"], "mxfp8", 128, 128, 128) == roles
     found = shared_memory(layer, roles, 232448)
     assert found.fixed == {
-        "rows per expert": 1024, "pulled rows": 28672, "leaving tiles": 16384, "largest values": 1024, "barriers": 192,
+        "rows per expert": 1024, "pulled rows": 28672, "output tiles": 16384, "largest values": 1024, "barriers": 192,
         "tensor memory address": 4,
     }  # fmt: skip
     assert found.per_stage == {

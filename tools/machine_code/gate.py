@@ -103,7 +103,7 @@ def needs_of(name: str, arch: str) -> dict[str, str]:
     if name.startswith("gemm-sm90-"):
         arguments = cases()[name].launch().arguments
         core = {"tensor core": "QGMMA" if arguments[0].base.itemsize == 1 else "HGMMA", **LOADS}
-        stores = any(isinstance(value, Lowered) and value.leaving for value in arguments)
+        stores = any(isinstance(value, Lowered) and value.tma_outputs for value in arguments)
         return {**core, "TMA store": "UTMASTG"} if stores else core
     if name.startswith("gemm-triton"):
         return {"tensor core": "HGMMA" if arch == "sm_90" else BLACKWELL_CORE}

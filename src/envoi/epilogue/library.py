@@ -132,7 +132,7 @@ def expert_l1(
     return epilogue(expert_l1_bias if has_bias else expert_l1)
 
 
-def left_by_l1(scheme: Scheme | None) -> str | None:
+def l1_output_scheme(scheme: Scheme | None) -> str | None:
     """Return the scheme that `expert_l1` quantises to for an L2 that takes `scheme`, or None if it must store bf16.
 
     A group wider than a tile can't be quantised within the tile: another kernel does it.

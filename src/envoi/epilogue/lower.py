@@ -32,7 +32,7 @@ from typing import Any
 import torch
 
 from envoi.epilogue.ir import IR, kept_with_ir
-from envoi.epilogue.slots import Slot, late, piece_columns, rows_must_fit, slots
+from envoi.epilogue.slots import Slot, chunk_columns, late, rows_must_fit, slots
 from envoi.epilogue.writer import Writer
 
 FUNCTIONS = ("visit", "merge", "save", "finish", "buffers", "side_buffers", "fetch_side", "of_expert")
@@ -45,8 +45,8 @@ NEEDS_ROWS = "a row's value is used before the row is complete"
 class Lowered:
     """Device code of an epilogue; `lower` makes one per IR and set of options.
 
-    slots: the tensors it writes. leaving: indices of the slots stored through TMA descriptors. partials: partial
-    reductions a row that a tile passes on. side: the operands loaded by TMA. piece_columns: a chunk has a multiple of
+    slots: the tensors it writes. tma_outputs: indices of the slots stored through TMA descriptors. partials: partial
+    reductions a row that a tile passes on. side: the operands loaded by TMA. chunk_columns: a chunk has a multiple of
     this many columns. whole: chunks hold whole rows. sent: rows are scattered to addresses. takes_halves: column 2 j of
     a chunk's accumulators is column j of the product, column 2 j + 1 is column j + N / 2.
     """
@@ -60,10 +60,10 @@ class Lowered:
     fetch_side: Any
     of_expert: Any
     slots: tuple[Slot, ...]
-    leaving: tuple[int, ...]
+    tma_outputs: tuple[int, ...]
     partials: int
     side: tuple[str, ...]
-    piece_columns: int
+    chunk_columns: int
     whole: bool
     sent: bool
     takes_halves: bool
@@ -72,14 +72,14 @@ class Lowered:
     @property
     def num_descs(self) -> int:
         """Number of outputs stored through descriptors."""
-        return len(self.leaving)
+        return len(self.tma_outputs)
 
     @property
-    def leaving_bytes(self) -> float:
+    def staged_output_bytes(self) -> float:
         """Bytes stored through shared memory (by TMA, or scattered) for each column of the accumulator."""
         return sum(
             slot.dtype.itemsize / slot.columns / (2 if slot.packed else 1)
-            for slot in (self.slots if self.sent else (self.slots[index] for index in self.leaving))
+            for slot in (self.slots if self.sent else (self.slots[index] for index in self.tma_outputs))
         )
 
     @property
@@ -91,7 +91,7 @@ class Lowered:
         """Name every field, functions by the digest of their text, so that the compiler's cache can tell two apart."""
         keys = ",".join(getattr(self, name).cache_key for name in FUNCTIONS)
         source = hashlib.sha256(self.source.encode()).hexdigest()[:16]
-        rest = (self.slots, self.leaving, self.partials, self.side, self.piece_columns, self.whole, self.sent)
+        rest = (self.slots, self.tma_outputs, self.partials, self.side, self.chunk_columns, self.whole, self.sent)
         return f"Lowered({keys},{source},{','.join(map(str, rest))},{self.takes_halves})"
 
     __str__ = __repr__
@@ -118,8 +118,8 @@ def lower(
     source = writer.write()
     filename, namespace = _compile(source, ir.name, dialect)
     lowered = Lowered(
-        **{name: namespace[name] for name in FUNCTIONS}, slots=writer.slots, leaving=tuple(writer.leaving),
-        partials=len(writer.partials), side=side, piece_columns=piece_columns(ir), whole=whole,
+        **{name: namespace[name] for name in FUNCTIONS}, slots=writer.slots, tma_outputs=tuple(writer.tma_outputs),
+        partials=len(writer.partials), side=side, chunk_columns=chunk_columns(ir), whole=whole,
         sent=sent, takes_halves=ir.takes_halves, source=source,
     )  # fmt: skip
     weakref.finalize(lowered, linecache.cache.pop, filename, None).atexit = False

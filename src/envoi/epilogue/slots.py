@@ -105,7 +105,7 @@ def rows_must_fit(ir: IR) -> bool:
 
 
 @kept_with_ir
-def piece_columns(ir: IR) -> int:
+def chunk_columns(ir: IR) -> int:
     """Return the number of columns that a chunk of the accumulator must have a multiple of."""
     need = ir.divisor
     for node in ir.nodes:

@@ -31,7 +31,7 @@ class Writer:
         self.ir, self.slots, self.late, self.tma, self.pointers, self.side = ir, slots, late, tma, pointers, side
         self.sent = sent
         self.partials = [p for p in sorted(late) if ir.nodes[p].op in PARTIAL and ir.nodes[p].args[0] not in late]
-        self.leaving = [i for i, slot in enumerate(slots) if slot.kind == "tile"][:MAX_DESCS] if tma else []
+        self.tma_outputs = [i for i, slot in enumerate(slots) if slot.kind == "tile"][:MAX_DESCS] if tma else []
         self.lines: list[str] = []
 
     def write(self) -> str:
@@ -215,10 +215,10 @@ class Writer:
                 continue
             else:
                 self._store_small(index, slot)
-        if self.leaving:
-            self._put(self.leaving)
+        if self.tma_outputs:
+            self._put(self.tma_outputs)
         for index in tiles:
-            if index not in self.leaving:
+            if index not in self.tma_outputs:
                 self._store_tile(index)
 
     def _tile_value(self, index: int, slot: Slot) -> None:
@@ -350,7 +350,9 @@ class Writer:
     def _buffers(self) -> None:
         self.line("")
         self.line("def buffers(descs, TURNS: L.constexpr):", 0)
-        self.line(f"return ({', '.join(f'stage_for(descs[{i}], TURNS)' for i in range(len(self.leaving))) or '0'},)")
+        self.line(
+            f"return ({', '.join(f'stage_for(descs[{i}], TURNS)' for i in range(len(self.tma_outputs))) or '0'},)"
+        )
 
     def _side(self) -> None:
         """Write the buffers of the tile operands loaded by TMA, and the loads of their first chunks."""

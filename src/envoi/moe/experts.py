@@ -6,7 +6,7 @@ from typing import Any, cast
 import torch
 
 from envoi.epilogue.api import Epilogue
-from envoi.epilogue.library import expert_l1, expert_l2, left_by_l1
+from envoi.epilogue.library import expert_l1, expert_l2, l1_output_scheme
 from envoi.gemm.backend import run_kernels
 from envoi.gemm.grouping import EXPERTS_ROWS, Grouping
 from envoi.moe.permute import quantize_rows
@@ -23,10 +23,10 @@ def run_experts(
 
     weights [P] float32: the routing weight of each row. offsets [E + 1] int32: expert e owns rows offsets[e] :
     offsets[e + 1]. grouping: how the rows are grouped; with `to`, L2 stores each row at its address and returns `to`.
-    Where L1 can't quantise in its epilogue (`left_by_l1`), one more kernel does.
+    Where L1 can't quantise in its epilogue (`l1_output_scheme`), one more kernel does.
     """
     scheme = format_named(experts.format).activations
-    l1_scheme = left_by_l1(scheme)
+    l1_scheme = l1_output_scheme(scheme)
     has_bias = experts.gate_up_bias is not None
     l1 = expert_l1(experts.activation, experts.swiglu_limit, has_bias, l1_scheme, experts.gate_up_layout)
     operands = {"weight": weights, "bias": experts.gate_up_bias} if has_bias else {"weight": weights}

@@ -6,7 +6,7 @@ from functools import cache
 import torch
 
 from envoi.epilogue.api import Epilogue
-from envoi.epilogue.library import expert_l1, expert_l2, left_by_l1
+from envoi.epilogue.library import expert_l1, expert_l2, l1_output_scheme
 from envoi.epilogue.lower import Lowered, lower
 from envoi.gemm.blackwell.config import MIN_STAGES, BlackwellConfig, BlackwellProblem, supports
 from envoi.plan.expected import rows_per_expert, tiles_per_expert
@@ -44,7 +44,9 @@ class Blocks:
 
 def l1_blocks(layer: MoeLayer, machine: Machine) -> Blocks:
     """Return the tiling of tokens @ gate_up.T, SwiGLU, and quantise if the epilogue supports it."""
-    return _blocks(layer, machine, layer.l1_nk, expert_l1("swiglu", None, False, left_by_l1(layer.formats.activations)))
+    return _blocks(
+        layer, machine, layer.l1_nk, expert_l1("swiglu", None, False, l1_output_scheme(layer.formats.activations))
+    )
 
 
 def l2_blocks(layer: MoeLayer, machine: Machine) -> Blocks:
@@ -126,7 +128,7 @@ def _deepest(problem: BlackwellProblem, code: Lowered, width: int) -> BlackwellC
 
 def _config(problem: BlackwellProblem, code: Lowered, width: int, num_stages: int) -> BlackwellConfig:
     """Make a config: epilogue chunks of the width that the epilogue needs, 8 epilogue warps for wide ones."""
-    block_k, piece = 1024 // problem.x_bits, max(64, code.piece_columns)
+    block_k, piece = 1024 // problem.x_bits, max(64, code.chunk_columns)
     num_warps = 8 if piece > 128 else 4
     return BlackwellConfig(width, block_k, num_stages, num_warps, sf_group=problem.sf_group, epilogue_columns=piece)
 

@@ -87,7 +87,7 @@ def shared_memory(layer: MoeLayer, roles: Roles, capacity: int) -> SharedMemory:
     fixed = {
         "rows per expert": _align(4 * layer.num_experts),
         "pulled rows": _align(pulled),
-        "leaving tiles": max(l1, l2),
+        "output tiles": max(l1, l2),
         "largest values": roles.store_m * roles.num_epilogue_warps * 4 if quantises else 0,
         "barriers": barriers * BARRIER_BYTES,
         "tensor memory address": 4 if roles.num_accumulators > 1 else 0,

@@ -15,7 +15,7 @@ direction is counted.
 
 from dataclasses import dataclass, replace
 
-from envoi.epilogue.library import left_by_l1
+from envoi.epilogue.library import l1_output_scheme
 from envoi.plan.blocks import Blocks
 from envoi.plan.expected import active_experts, pulled_tokens, taken_tokens
 from envoi.plan.layer import WEIGHT_AND_SLOT_BYTES, MoeLayer
@@ -112,7 +112,7 @@ def _dispatch(layer: MoeLayer, machine: Machine, dependent: bool) -> Step:
 def _l1(layer: MoeLayer, machine: Machine, blocks: Blocks) -> Step:
     """Return L1's step. If its epilogue can't quantise, it stores bf16 and a second kernel quantises."""
     scheme, quantised = layer.formats.activations, layer.row_bytes(layer.intermediate)
-    if scheme is None or left_by_l1(scheme):
+    if scheme is None or l1_output_scheme(scheme):
         return _gemm("L1", layer, machine, blocks, layer.l1_nk, quantised)
     stored = BF16_BYTES * layer.intermediate
     step = _gemm("L1", layer, machine, blocks, layer.l1_nk, stored)

@@ -136,7 +136,9 @@ def shared_bytes(problem: BlackwellProblem, config: BlackwellConfig, code: Lower
     """Return the bytes of shared memory: the stages, the buffers of TMA outputs and operands, a reserve."""
     operands = (ROWS * problem.x_bits + config.block_y * problem.y_bits) * config.block_k // 8
     factors = (ROWS + config.block_y) * config.block_k // config.sf_group if config.sf_group else 0
-    buffers = ROWS * config.epilogue_columns * (config.num_store_buffers * code.leaving_bytes + problem.side_bytes)
+    buffers = (
+        ROWS * config.epilogue_columns * (config.num_store_buffers * code.staged_output_bytes + problem.side_bytes)
+    )
     return config.num_stages * (operands + factors) + int(buffers) + RESERVED_BYTES
 
 
@@ -173,8 +175,8 @@ def _why_not_chunks(problem: BlackwellProblem, c: BlackwellConfig, code: Lowered
     columns = c.epilogue_columns
     if columns < 16 or columns & (columns - 1) or columns > c.block_y:
         return f"epilogue_columns: expected a power of two from 16 to block_y = {c.block_y}, got {columns}"
-    if columns % code.piece_columns:
-        return f"epilogue_columns: expected a multiple of {code.piece_columns} columns for this epilogue, got {columns}"
+    if columns % code.chunk_columns:
+        return f"epilogue_columns: expected a multiple of {code.chunk_columns} columns for this epilogue, got {columns}"
     if code.takes_halves:
         return "epilogue: expected one that takes pairs of columns, got one of halves"
     if code.whole and (columns < c.block_y or c.block_y < problem.N):

@@ -136,11 +136,11 @@ def _why_not_consumers(c: Config) -> str:
 
 def _why_not_chunks(problem: Problem, c: Config, code: Lowered) -> str:
     width, columns = _output_columns(c), c.epilogue_columns
-    if width % min(columns, width) or min(columns, width) % code.piece_columns:
-        return f"epilogue_columns: expected a multiple of {code.piece_columns} that divides {width}, got {columns}"
+    if width % min(columns, width) or min(columns, width) % code.chunk_columns:
+        return f"epilogue_columns: expected a multiple of {code.chunk_columns} that divides {width}, got {columns}"
     if code.whole and (c.swap_ab or c.block_y < problem.N or columns < c.block_y):
         return f"block_y: expected chunks of whole rows of {problem.N} columns, got {columns}"
-    if c.swap_ab and (code.leaving or code.side):
+    if c.swap_ab and (code.tma_outputs or code.side):
         return "swap_ab: expected an epilogue lowered to plain loads and stores"
     if code.takes_halves and not c.swap_ab and (c.block_y < 16 or c.split_k > 1):
         return f"block_y: expected at least 16, and split_k 1, for an epilogue of halves, got {c.label()}"
@@ -188,7 +188,7 @@ def shared_bytes(problem: Problem, config: Config, code: Lowered) -> int:
     stages = (x_rows + y_rows) * config.block_k * problem.element_bytes
     rows = config.rows_per_consumer * config.num_consumers
     columns = min(config.epilogue_columns, config.block_y)
-    buffers = rows * columns * (config.num_store_buffers * code.leaving_bytes + problem.side_bytes)
+    buffers = rows * columns * (config.num_store_buffers * code.staged_output_bytes + problem.side_bytes)
     if config.swap_ab:
         buffers = rows * config.block_y * 4  # the transpose goes through shared memory
     return int(stages + buffers) + RESERVED_BYTES
@@ -196,7 +196,7 @@ def shared_bytes(problem: Problem, config: Config, code: Lowered) -> int:
 
 def fitted(problem: Problem, config: Config, code: Lowered) -> Config:
     """Return the config with as many stages as fit, and chunks that the epilogue can work on."""
-    columns = min(max(config.epilogue_columns, code.piece_columns), _output_columns(config))
+    columns = min(max(config.epilogue_columns, code.chunk_columns), _output_columns(config))
     config = replace(config, epilogue_columns=columns)
     while config.num_stages > MIN_STAGES and shared_bytes(problem, config, code) > SHARED_BYTES:
         config = replace(config, num_stages=config.num_stages - 1)
@@ -234,7 +234,7 @@ def candidates(problem: Problem, code: Lowered) -> list[Config]:
     # With fewer rows, loading weights bounds the time and more stages help more; wide tiles need all their stages.
     if problem.scaled and per_group > 64 and fitted(problem, wide, code).num_stages == wide.num_stages:
         found.append(wide)
-    if not code.whole and not code.leaving and not code.side:
+    if not code.whole and not code.tma_outputs and not code.side:
         found += [
             Config(64, consumers, tokens, depth, 12, swap_ab=True)
             for tokens in (8, 16, 32, 64, 128)

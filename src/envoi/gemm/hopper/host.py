@@ -14,9 +14,9 @@ from envoi.epilogue.library import store
 from envoi.epilogue.lower import Lowered, lower
 from envoi.epilogue.slots import (
     MAX_DESCS,
+    chunk_columns,
     empty_slots,
     operand_tensors,
-    piece_columns,
     reduces_rows,
     rows_must_fit,
     slots,
@@ -64,7 +64,7 @@ def needs_rows_after(ir: IR, N: int, kind: str, num_tokens: int | None = None) -
     kind: from `scaling`. num_tokens: also True if tiles of the width it needs are too few to fill the GPU.
     """
     widest = MAX_SCALED if kind == "blocks" else MAX_WHOLE
-    columns = piece_columns(ir)
+    columns = chunk_columns(ir)
     if columns > widest or (rows_must_fit(ir) and widest < N):
         return True
     tiles = 0 if num_tokens is None else cdiv(num_tokens, 64) * cdiv(N, columns)
@@ -273,7 +273,7 @@ def _lowered(
     N, is_sent = work.b.shape[-2], grouping.to is not None
     whole = N <= MAX_WHOLE and rows_must_fit(work.ir)
     tokens = grouping.likely_rows(work.a.shape[0]) // max(1, work.num_groups)
-    few = tokens <= FEW_TOKENS and not whole and piece_columns(work.ir) <= MAX_FEW_COLUMNS
+    few = tokens <= FEW_TOKENS and not whole and chunk_columns(work.ir) <= MAX_FEW_COLUMNS
     tiles = [t for t, slot in zip(outputs, slots(work.ir, out_dtype), strict=True) if slot.kind == "tile"]
     tma = not few and not is_sent and all(fits_tma(t.shape, t.itemsize) for t in tiles)
     side = tuple(
@@ -331,7 +331,7 @@ def epilogue_descriptors(call: Call, config: TileConfig) -> list[Any]:
     columns = min(config.epilogue_columns, config.block_y)
     rows, N = config.rows_per_consumer, call.b.shape[-2]
     descs: list[Any] = [None] * (2 * MAX_DESCS)
-    for i, index in enumerate(call.code.leaving):
+    for i, index in enumerate(call.code.tma_outputs):
         slot = call.code.slots[index]
         descs[i] = descriptor(call.outputs[index], rows, columns // (slot.columns * (2 if slot.packed else 1)))
     for i, name in enumerate(call.code.side):

@@ -7,7 +7,7 @@ import torch
 from envoi.epilogue.ir import IR
 from envoi.epilogue.library import store
 from envoi.epilogue.lower import Lowered, lower
-from envoi.epilogue.slots import empty_slots, operand_tensors, piece_columns, reduces_rows, rows_must_fit, slots
+from envoi.epilogue.slots import chunk_columns, empty_slots, operand_tensors, reduces_rows, rows_must_fit, slots
 from envoi.gemm.grouping import ALL_ROWS, Grouping, RowMode
 from envoi.gemm.hopper.host import as_stored, max_experts
 from envoi.gemm.hopper_mx.config import NARROW, MxConfig, choose
@@ -36,7 +36,7 @@ def supports_mx(a: Matrix, b: Matrix, ir: IR) -> str:
     if rows_must_fit(ir):
         N = b.shape[-2]
         return "whole rows" if N <= triton_host.MAX_TILE_N else triton_host.supports_triton(ir, N)
-    return "" if piece_columns(ir) <= NARROW else f"a chunk of {piece_columns(ir)} columns"
+    return "" if chunk_columns(ir) <= NARROW else f"a chunk of {chunk_columns(ir)} columns"
 
 
 def room_for_tokens(a: Matrix) -> torch.Tensor:

@@ -7,7 +7,7 @@ import torch
 from envoi.epilogue.ir import IR
 from envoi.epilogue.library import store
 from envoi.epilogue.lower import Lowered, lower
-from envoi.epilogue.slots import empty_slots, operand_tensors, piece_columns, rows_must_fit, slots
+from envoi.epilogue.slots import chunk_columns, empty_slots, operand_tensors, rows_must_fit, slots
 from envoi.gemm.grouping import Grouping, RowMode
 from envoi.gemm.hopper.host import as_stored, max_experts
 from envoi.gemm.hopper_w4a16.few import as_words
@@ -31,7 +31,7 @@ def supports_many(a: Matrix, b: Matrix, ir: IR, grouping: Grouping) -> str:
         return "halves of the weights' rows"
     if rows_must_fit(ir):
         return "whole rows" if b.shape[-2] <= triton_host.MAX_TILE_N else triton_host.supports_triton(ir, b.shape[-2])
-    return "" if piece_columns(ir) <= ROLE_M else f"a piece of {piece_columns(ir)} columns"
+    return "" if chunk_columns(ir) <= ROLE_M else f"a piece of {chunk_columns(ir)} columns"
 
 
 def run(

@@ -9,7 +9,7 @@ from envoi.constant import Constant
 from envoi.epilogue.ir import IR, Node
 from envoi.epilogue.library import store
 from envoi.epilogue.lower import Lowered, lower
-from envoi.epilogue.slots import empty_slots, late, operand_tensors, piece_columns, rows_must_fit, slots
+from envoi.epilogue.slots import chunk_columns, empty_slots, late, operand_tensors, rows_must_fit, slots
 from envoi.gemm.grouping import ALL_ROWS, Grouping
 from envoi.gemm.triton import kernel as device_code
 from envoi.runtime.launch import launch
@@ -92,14 +92,14 @@ def run_gemm(
 
 def _in_tiles(ir: IR, N: int) -> bool:
     """Return True if the epilogue can run on tiles of the product."""
-    return piece_columns(ir) <= MAX_TILE_N and (N <= MAX_TILE_N or not rows_must_fit(ir))
+    return chunk_columns(ir) <= MAX_TILE_N and (N <= MAX_TILE_N or not rows_must_fit(ir))
 
 
 def tile_columns(ir: IR, N: int) -> int:
     """Return the columns of a tile: the whole row if it is short."""
     if N <= MAX_TILE_N:
-        return max(16, next_power_of_2(N), piece_columns(ir))
-    return max(128, piece_columns(ir))
+        return max(16, next_power_of_2(N), chunk_columns(ir))
+    return max(128, chunk_columns(ir))
 
 
 def side_of(x: Matrix) -> Side:
@@ -197,7 +197,7 @@ def rows_arguments(
     An epilogue without row reductions gets chunks of rows: more programs for few tokens.
     """
     M, N = acc.shape
-    block_n = max(16, next_power_of_2(N) if late(ir) else 0, piece_columns(ir))
+    block_n = max(16, next_power_of_2(N) if late(ir) else 0, chunk_columns(ir))
     block_m = max(1, (4096 if late(ir) else 1024) // block_n)
     num_experts = 0 if offsets is None else offsets.shape[0] - 1
     grid = (max(1, cdiv(M, block_m) + num_experts), cdiv(N, block_n))
