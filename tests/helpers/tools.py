@@ -1,4 +1,4 @@
-"""Scripts of `tools`, which import one another as scripts do, as modules."""
+"""Scripts of `tools` as modules: they import one another by bare names, as scripts do."""
 
 import importlib.util
 import sys
