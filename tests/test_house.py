@@ -21,7 +21,7 @@ FILES = sorted(SOURCE.rglob("*.py"))
 OURS = [*FILES, *sorted((ROOT / "tools" / "machine_code").glob("*.py"))]
 
 # A docstring starts with a verb or a full noun phrase.
-BANNED = "Of", "The", "As", "What", "Whether", "Where", "How", "Why", "Each", "True if", "It", "Its", "Those", "Like"
+BANNED = "Of", "The", "As", "What", "Whether", "Where", "How", "Why", "Each", "True", "It", "Its", "Those", "Like"
 BANNED_OPENINGS = tuple(f"{words} " for words in BANNED)
 DOCUMENTED = sorted(path for folder in ("src", "tools", "examples") for path in (ROOT / folder).rglob("*.py"))
 

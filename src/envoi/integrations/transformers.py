@@ -41,6 +41,7 @@ from envoi.epilogue.library import GATED
 from envoi.integrations import packings
 from envoi.integrations.packings import Recipe, Weights
 from envoi.moe import layer, moe
+from envoi.moe.op import empty_out
 from envoi.moe.oracle import activate
 from envoi.moe.pack import AUTO, format_of
 from envoi.quant.formats import FORMATS
@@ -168,7 +169,7 @@ def report(model: torch.nn.Module) -> "Report":
 
 
 def is_experts(module: Any) -> bool:
-    """True for a module whose forward transformers looks up by `experts_implementation`."""
+    """Return True for a module whose forward transformers looks up by `experts_implementation`."""
     return hasattr(type(module), "_apply_gate") and "has_gate" in vars(module)
 
 
@@ -278,15 +279,11 @@ def _made_anew(module: Any) -> bool:
     return "parametrizations" in module._modules or getattr(hook, "offload", False)
 
 
-def _experts_fake(hidden_states, *arguments):
-    return torch.empty_like(hidden_states, memory_format=torch.contiguous_format)
-
-
 def _experts_flops(hidden_states, topk_weights, topk_ids, gate_up, down, *arguments):
     return 2 * topk_ids.numel() * (gate_up[0].numel() + down[0].numel())
 
 
-@operator("transformers_experts", _experts_fake, _experts_flops)
+@operator("transformers_experts", empty_out, _experts_flops)
 def _experts(
     hidden_states: torch.Tensor, topk_weights: torch.Tensor, topk_ids: torch.Tensor,
     gate_up: torch.Tensor, down: torch.Tensor, gate_up_bias: torch.Tensor | None, down_bias: torch.Tensor | None,

@@ -120,7 +120,7 @@ def _when_set(original: Callable) -> Callable:
 
 
 def _part_of_another() -> bool:
-    """True while a model builds a part of itself, for instance a vision tower, which needn't have experts."""
+    """Return True while a model builds a part of itself, for instance a vision tower, which needn't have experts."""
     from transformers import PreTrainedModel
 
     frame = sys._getframe(2)

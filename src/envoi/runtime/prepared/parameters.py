@@ -37,7 +37,7 @@ class Parameter(NamedTuple):
 
     @property
     def is_map(self) -> bool:
-        """True for a TMA descriptor's map."""
+        """Return True for a TMA descriptor's map."""
         return len(self.value) == MAP_BYTES
 
     def without_tensor(self) -> "Parameter":
