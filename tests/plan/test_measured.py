@@ -59,6 +59,20 @@ def test_weights_that_are_widened_behind_a_kernel_that_widens_tokens(rows, took)
     assert both - 0.1 <= l2.time_us < 2.5 * both
 
 
+# notes/2026-11-decode-w4a16.md: sizes to which the constants of bf16 tokens on MXFP4 weights were not fitted.
+@pytest.mark.parametrize(
+    ("hidden", "intermediate", "num_tokens", "took"),
+    [
+        (2048, 768, 16, 38.9), (2048, 1024, 16, 42.5), (2048, 1408, 16, 53.1), (2048, 1536, 16, 56.6),
+        (2048, 2048, 16, 68.2), (2880, 2880, 8, 85.9), (2880, 2880, 128, 197), (2880, 2880, 256, 266),
+        (2880, 2880, 1024, 529),
+    ],
+)  # fmt: skip
+def test_bf16_tokens_on_mxfp4_weights_of_other_sizes(hidden, intermediate, num_tokens, took):
+    plan = plan_moe(MoeLayer(hidden, intermediate, 32, 4, num_tokens, format="mxfp4"))
+    assert plan.staged_us - plan.steps[0].time_us == pytest.approx(took, rel=0.15)
+
+
 # The model omits the sort of the slots and the wait for the rank with most rows.
 @pytest.mark.parametrize(
     ("num_gpus", "format", "within"), [(4, "fp8_block128", 0.12), (4, "", 0.17), (1, "", 0.17), (1, "mxfp4", 0.1)]
