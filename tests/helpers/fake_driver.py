@@ -15,7 +15,9 @@ from torch.utils._python_dispatch import _disable_current_modes
 from triton.runtime.interpreter import GridExecutor
 from triton.runtime.jit import JITFunction
 
-from envoi.runtime import triton_compat
+from envoi.runtime import launch, shortcuts, triton_compat
+from envoi.runtime.prepared import calls
+from envoi.runtime.prepared import driver as driver_module
 from envoi.runtime.prepared.driver import INVALID_CONTEXT, LaunchConfig
 from envoi.runtime.prepared.parameters import FORMATS
 
@@ -23,6 +25,14 @@ POINTED = {
     "bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32, "u8": torch.uint8, "i8": torch.int8,
     "i16": torch.int16, "i32": torch.int32, "i64": torch.int64, "fp8e4nv": torch.float8_e4m3fn,
 }  # fmt: skip
+
+
+def install(monkeypatch: Any, driver: Any) -> None:
+    """Switch prepared calls on, with none known yet, and let the driver take their launches and those as always."""
+    monkeypatch.setattr(shortcuts, "PREPARED", True)
+    monkeypatch.setattr(driver_module, "active", lambda: driver)
+    monkeypatch.setattr(launch, "_run", driver.launch_as_always)
+    monkeypatch.setattr(calls, "_calls", calls.Calls())
 
 
 @dataclass

@@ -9,8 +9,8 @@ from envoi.indexer import fast, select
 from envoi.moe import api as moe_api
 from envoi.moe import layer, permute
 from envoi.moe.router import host as router_host
-from envoi.runtime import devices, launch, shortcuts, workspace
-from envoi.runtime.prepared import calls, driver
+from envoi.runtime import devices, workspace
+from tests.helpers import fake_driver
 from tests.helpers.compiling_driver import CompilingDriver
 
 
@@ -18,10 +18,7 @@ from tests.helpers.compiling_driver import CompilingDriver
 def hopper(monkeypatch) -> CompilingDriver:
     """Return the driver, which notes what it is handed. The switch is on, and there are no calls yet."""
     made = CompilingDriver()
-    monkeypatch.setattr(shortcuts, "PREPARED", True)
-    monkeypatch.setattr(driver, "active", lambda: made)
-    monkeypatch.setattr(launch, "_run", made.launch_as_always)
-    monkeypatch.setattr(calls, "_calls", calls.Calls())
+    fake_driver.install(monkeypatch, made)
     packing = import_module("envoi.moe.pack")  # the package has a function of this name
     for module in (backend, fast, layer, packing, router_host, select):
         monkeypatch.setattr(module, "implementation", lambda device: "hopper")

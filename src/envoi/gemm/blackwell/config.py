@@ -86,7 +86,7 @@ class BlackwellConfig(Constant):
 
     @property
     def spread_experts(self) -> bool:
-        """True: vectors over the experts are spread over a role's warps."""
+        """Return True: vectors over the experts are spread over a role's warps."""
         return True
 
     @property
