@@ -1,4 +1,4 @@
-"""All kernels of Envoi at practical sizes, by name: what tests count, and what can be compiled before it is needed."""
+"""Kernels of Envoi at practical sizes, by name: what tests count, and what can be compiled before it is needed."""
 
 from importlib import import_module
 

@@ -1,4 +1,4 @@
-"""From a checkpoint's files to the packed experts of one layer, without arithmetic where a format allows it.
+"""Loading of one layer's packed experts from a checkpoint's files, without arithmetic where a format allows it.
 
 config.json -> count, activation, scheme      headers -> every tensor checked      tensors -> [E, ..] -> pack
 """

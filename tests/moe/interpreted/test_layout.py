@@ -2,24 +2,15 @@
 
 import pytest
 
-from envoi.moe import layer as kernels_layer
 from envoi.moe import moe, reference
 from envoi.moe.oracle import moe_oracle
 from envoi.moe.pack import READ_AS_STORED
 from tests.helpers.accuracy import assert_at_most_twice, assert_same_bits, relative_error
+from tests.moe.interpreted.test_moe import SMALL, calls
 from tests.moe.layers import make
 from tests.moe.test_moe import BOUNDS, KINDS
 
-SMALL = {"tokens": 9, "experts": 4, "k": 2, "hidden": 128, "intermediate": 128}
-
-
-@pytest.fixture(autouse=True)
-def calls(monkeypatch):
-    """Count the calls of the kernels' path: a test that doesn't take it proves nothing."""
-    counted = []
-    original = kernels_layer.run_layer
-    monkeypatch.setattr(kernels_layer, "run_layer", lambda *given: counted.append(1) or original(*given))
-    return counted
+__all__ = ["calls"]
 
 
 @pytest.mark.parametrize("format", READ_AS_STORED)

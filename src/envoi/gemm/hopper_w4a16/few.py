@@ -53,7 +53,7 @@ class Buffers:
 
 
 def supports(layer: Layer, num_tokens: int, num_topk: int) -> str:
-    """Return why the kernels for few tokens can't run this, or oughtn't to; "" if they can."""
+    """Return why the kernels for few tokens can't run this, or aren't faster; "" if they can."""
     if layer.gate_up.order != "fragments" or layer.down.order != "fragments":
         return "the weights' order"
     if num_topk > MAX_TOPK or layer.num_experts > MAX_EXPERTS:

@@ -90,7 +90,7 @@ def split_scaled(x, largest):
 
 @gluon.jit
 def finish_l1(acc, tile, outputs):
-    """Activate, times the routing weight, round to bf16, and leave as the second GEMM's tokens."""
+    """Activate, multiply by the routing weight, round to bf16, and store as the second GEMM's tokens."""
     cfg: gl.constexpr = outputs.cfg
     T: gl.constexpr = cfg.tile_tokens
     num_groups: gl.constexpr = cfg.num_row_tiles
@@ -123,7 +123,7 @@ def finish_l1(acc, tile, outputs):
 
 @gluon.jit
 def finish_l2(acc, tile, outputs):
-    """Add the bias times the routing weight and leave as bf16 rows."""
+    """Add the bias times the routing weight and store bf16 rows."""
     cfg: gl.constexpr = outputs.cfg
     T: gl.constexpr = cfg.tile_tokens
     acc = in_order(acc)

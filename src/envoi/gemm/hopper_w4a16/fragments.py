@@ -40,7 +40,7 @@ def load_code(words, offset):
 
 @aggregate
 class Weights:
-    """Weights of all experts for one GEMM, and how its tiles lie: num_row_tiles x num_steps an expert."""
+    """Weights of all experts for one GEMM, and their tiles in memory: num_row_tiles x num_steps an expert."""
 
     words: gl.tensor  # int32 pointer
     factors: gl.tensor  # int32 pointer

@@ -18,7 +18,7 @@ MAX_SENT_COLUMNS = 2048  # columns of a partial sum that are sent at a time
 
 
 def combine(domain: Domain, rows: torch.Tensor, topk_ids: torch.Tensor) -> torch.Tensor:
-    """Return this rank's tokens [M, H] bf16. rows: the experts' result; with presum, rows that are yet to be sent."""
+    """Return this rank's tokens [M, H] bf16. rows: the experts' result, which with presum is still here."""
     if domain.layout.presum:
         send_partial_sums(domain, rows)
     combine_barrier(domain)

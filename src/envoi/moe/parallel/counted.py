@@ -105,9 +105,9 @@ def run_local_experts(rows: ExpertRows, experts: ExpertWeights) -> torch.Tensor:
 def dispatch(
     tokens: SentTokens, owner: torch.Tensor, numbers: Numbers, mine: tuple[int, int], channel: Channel
 ) -> Received:
-    """Send each token to the ranks that need it; sort what comes by expert. mine: first expert here, one past the last.
+    """Send each token to the ranks that need it; sort the rows received by expert.
 
-    owner [M, k]: the rank of each slot's expert.
+    mine: first expert here, one past the last. owner [M, k]: the rank of each slot's expert.
     """
     send, receive = numbers.tokens[channel.rank].tolist(), numbers.tokens[:, channel.rank].tolist()
     num_rows = int(numbers.slots[:, channel.rank].sum())

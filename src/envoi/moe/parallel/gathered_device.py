@@ -1,4 +1,4 @@
-"""MoE layer over ranks by two collectives of constant size, by kernels. No size comes to the host; a graph can hold it.
+"""MoE layer over ranks by two collectives of constant size, by kernels. The host reads no size; a graph can hold it.
 
     dispatch    publish and announce into this rank's segment      kernels of NVLink, for a domain of one rank
                 all-gather of the segments                         tokens, quantised, their slots, sizes, error code

@@ -1,4 +1,4 @@
-"""Deadline for calls that only the device follows: a thread watches how far they have come, in memory that both see.
+"""Deadline for calls that only the device follows: a thread watches their progress, in memory that both see.
 
 The device counts the points that calls pass (`gathered_kernels.mark_kernel`), also when a graph replays them. Where a
 count doesn't rise for the timeout, the ranks that are missing are named, as for a host that waits, and the collective

@@ -1,4 +1,4 @@
-"""Requests to the default group's store, made by a thread: nobody waits for a store longer than it wants to.
+"""Requests to the default group's store, made by a thread: every wait for the store is bounded.
 
 A store on another host answers only while the network does: a request over a dead link returns after minutes,
 whatever the store's own timeout. So each process has a connection of its own beside the user's, and a thread that makes
@@ -94,7 +94,7 @@ def run_bounded(step: Callable[[], T], within_s: float) -> T:
 
 
 def _serve(requests: queue.SimpleQueue) -> None:
-    """Connect to the store that comes first, then answer requests until a None comes.
+    """Connect to the store that is first in the queue, then answer requests until there is a None.
 
     Holds neither the Connection nor that store, so that both, and this thread, end with their last user.
     """

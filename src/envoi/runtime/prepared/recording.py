@@ -1,4 +1,4 @@
-"""Observation of one call: the kernels that it launched, the memory that it allocated, and where addresses come from.
+"""Observation of one call: the kernels that it launched, the memory that it allocated, and the source of each address.
 
 A call can be replayed if all that it did on the device is launches that came through `runtime.launch`. The recorder is
 a dispatch mode, so it sees every operator of torch in between: allocations and views are fine, anything else (a copy,
