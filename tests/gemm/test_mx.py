@@ -22,6 +22,7 @@ from envoi.gemm.hopper_mx.config import (
     shared_bytes,
 )
 from envoi.gemm.hopper_mx.host import supports_mx
+from envoi.quant.pack import pad_factors
 from envoi.runtime.kernel_case import Launch
 from envoi.types import QuantTensor
 from tools.machine_code.compile import compile_launch
@@ -124,6 +125,22 @@ def test_factors_lie_as_they_are_where_they_can():
     assert words.shape == (2, 8)
     assert words.data_ptr() == sf.data_ptr()
     short = host.factor_words(torch.full((3, 5, 10), 255, dtype=torch.uint8).view(E8M0)).view(torch.uint8)
-    assert short.shape == (15, 16)
+    assert short.shape == (15, 12)
     assert (short[:, :10] == 255).all()
     assert not short[:, 10:].any()
+
+
+def test_factors_whose_rows_are_on_16_bytes_are_shared():
+    sf = pad_factors(torch.arange(120, dtype=torch.uint8).view(3, 5, 8).view(E8M0))
+    words = host.factor_words(sf)
+    assert words.data_ptr() == sf.data_ptr()
+    assert torch.equal(words.view(torch.uint8), sf.view(torch.uint8).flatten(0, 1))
+    whole = sf.view(torch.uint8).as_strided((3, 5, 16), (80, 16, 1))
+    assert not whole[..., 8:].any()
+
+
+def test_a_word_that_k_ends_in_is_never_shared():
+    cut = torch.full((4, 16), 255, dtype=torch.uint8)[:, :6].view(E8M0)  # what follows is the code of NaN
+    words = host.factor_words(cut).view(torch.uint8)
+    assert (words[:, :6] == 255).all()
+    assert not words[:, 6:].any()

@@ -7,10 +7,12 @@ from dataclasses import replace
 import pytest
 import torch
 
+from envoi.gemm.hopper_mx.host import factor_words
 from envoi.moe import moe, pack, unpack
 from envoi.moe.op import flatten, unflatten
 from envoi.quant import FORMATS
 from envoi.quant.fragments import to_rows
+from envoi.quant.pack import interleave_gate_up, pack_weight
 from tests.helpers.accuracy import assert_same_bits, relative_error
 from tests.moe.layers import make
 
@@ -59,6 +61,16 @@ def test_a_hopper_gpu_has_an_order_of_its_own_for_4_bit_weights(hidden, intermed
     assert pack(gate_up, down, "mxfp4_mxfp8").order == "rows"
     assert pack(gate_up, down, "bf16").order == "rows"
     assert pack(gate_up * 2.0**20, down, "mxfp4").order == "rows"  # factors above 2
+
+
+@pytest.mark.parametrize("format", ["mxfp8", "mxfp4_mxfp8"])
+def test_a_hopper_gpu_reads_factors_where_they_are(format, hopper):
+    gate_up, down = weights(256, 384)  # 8 and 12 factors a row
+    packed = pack(gate_up, down, format)
+    for weight, given in ((packed.gate_up, interleave_gate_up(gate_up)), (packed.down, down)):
+        assert factor_words(weight.sf).data_ptr() == weight.sf.data_ptr()
+        want = pack_weight(given, FORMATS[format].weights, "it")
+        assert_same_bits(weight.sf.view(torch.uint8), want.sf.view(torch.uint8))
 
 
 def test_the_order_changes_no_number_and_no_result(hopper):

@@ -11,8 +11,9 @@ from envoi.quant import regroup
 from envoi.quant.cast import dequantize
 from envoi.quant.formats import FORMATS, Format, format_named
 from envoi.quant.fragments import supports_fragments, to_fragments
-from envoi.quant.pack import deinterleave_gate_up, interleave_gate_up, pack_weight
+from envoi.quant.pack import deinterleave_gate_up, interleave_gate_up, pack_weight, pad_factors
 from envoi.runtime.devices import implementation
+from envoi.runtime.tma import is_tma_ready
 from envoi.types import UNGATED, ExpertWeights, Matrix, QuantTensor
 
 LAYOUTS = ("concat", "interleaved")
@@ -218,17 +219,20 @@ def _in_scheme(
 
 
 def _arranged(experts: ExpertWeights, theirs: Sequence[torch.Tensor] | None = None) -> ExpertWeights:
-    """Put MXFP4 weights for bf16 tokens into the order that the Hopper kernels read, if both can be put so.
+    """Put MX weights into the order that the Hopper kernels read; a copy of the scale factors, if of anything.
 
-    In place but for memory of `theirs`, tensors that a caller owns; None: all memory is a caller's.
+    MXFP4 weights for bf16 tokens are put into the order of the tensor cores' operands, if both can be, in place but for
+    memory of `theirs`, tensors that a caller owns; None: all memory is a caller's. Factors of the others start each row
+    on 16 bytes.
     """
     gate_up, down = experts.gate_up, experts.down
     if not isinstance(gate_up, QuantTensor) or not isinstance(down, QuantTensor) or experts.order != "rows":
         return experts
-    if format_named(experts.format).activations is not None or implementation(experts.device) != "hopper":
+    if implementation(experts.device) != "hopper" or gate_up.group != (1, 32):
         return experts
-    if supports_fragments(gate_up) or supports_fragments(down):
-        return experts
+    quantised_tokens = format_named(experts.format).activations is not None
+    if quantised_tokens or supports_fragments(gate_up) or supports_fragments(down):
+        return replace(experts, gate_up=_with_rows_on_16_bytes(gate_up), down=_with_rows_on_16_bytes(down))
     kept = None if theirs is None else {x.untyped_storage().data_ptr() for x in theirs}
 
     def own(x: QuantTensor) -> QuantTensor:
@@ -239,6 +243,12 @@ def _arranged(experts: ExpertWeights, theirs: Sequence[torch.Tensor] | None = No
 
 
 ExpertWeights.arrange = staticmethod(_arranged)
+
+
+def _with_rows_on_16_bytes(x: QuantTensor) -> QuantTensor:
+    # Else the GEMM copies the factors in each call. A word that K ends in is copied in any case: see `factor_words`.
+    ready = x.sf.shape[-1] % 4 or is_tma_ready(x.sf)
+    return x if ready else replace(x, sf=pad_factors(x.sf))
 
 
 def unpack(

@@ -8,6 +8,7 @@ from envoi.check import expect_divisible
 from envoi.quant.bits import e2m1_decode, e2m1_encode, e8m0_to_float, pack_nibbles
 from envoi.quant.cast import quantize
 from envoi.quant.formats import SCHEMES, Scheme
+from envoi.runtime.math import cdiv
 from envoi.types import Matrix, QuantTensor
 
 
@@ -74,3 +75,12 @@ def _encode_with(groups: torch.Tensor, exponent: torch.Tensor) -> tuple[torch.Te
     scale = e8m0_to_float(exponent.view(torch.float8_e8m0fnu)).unsqueeze(-1)
     codes = e2m1_encode(groups / scale)
     return codes, (e2m1_decode(codes) * scale - groups).square().sum(-1)
+
+
+def pad_factors(sf: torch.Tensor) -> torch.Tensor:
+    """Copy scale factors [.., N, K / 32] into memory whose rows are on 16 bytes, with zeros behind each row."""
+    raw = sf.view(torch.uint8)
+    columns = raw.shape[-1]
+    padded = raw.new_zeros(*raw.shape[:-1], cdiv(columns, 16) * 16)
+    padded[..., :columns] = raw
+    return padded[..., :columns].view(sf.dtype)

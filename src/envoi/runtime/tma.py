@@ -12,17 +12,23 @@ from envoi.runtime.math import cdiv
 TMA_BYTES = 16  # TMA needs addresses and row strides that are multiples of this
 
 
-def tma_ready(x: torch.Tensor) -> torch.Tensor:
-    """Return x [.., R, C] as TMA can read it: x itself, or a copy with padded rows.
+def is_tma_ready(x: torch.Tensor) -> bool:
+    """Return True if TMA can read x [.., R, C].
 
     Ready means: the last side contiguous, address and row stride multiples of 16 bytes, the matrices of the leading
     sides stacked without gaps.
     """
-    *lead, rows, columns = x.shape
+    *lead, _, columns = x.shape
     stacked = all(x.stride(i) == x.stride(i + 1) * x.shape[i + 1] for i in range(len(lead)))
     on_16 = x.data_ptr() % TMA_BYTES == 0 and x.stride(-2) * x.itemsize % TMA_BYTES == 0
-    if x.stride(-1) == 1 and stacked and on_16 and x.stride(-2) >= columns:
+    return x.stride(-1) == 1 and stacked and on_16 and x.stride(-2) >= columns
+
+
+def tma_ready(x: torch.Tensor) -> torch.Tensor:
+    """Return x [.., R, C] as TMA can read it: x itself, or a copy with padded rows."""
+    if is_tma_ready(x):
         return x
+    *lead, rows, columns = x.shape
     step = TMA_BYTES // x.itemsize
     padded = torch.empty(*lead, rows, cdiv(columns, step) * step, dtype=x.dtype, device=x.device)[..., :columns]
     return padded.copy_(x)

@@ -12,9 +12,10 @@ from envoi.gemm.grouping import ALL_ROWS, Grouping, RowMode
 from envoi.gemm.hopper.host import as_stored, max_experts
 from envoi.gemm.hopper_mx.config import NARROW, MxConfig, choose
 from envoi.gemm.triton import host as triton_host
+from envoi.quant.pack import pad_factors
 from envoi.runtime import devices, workspace
 from envoi.runtime.math import cdiv
-from envoi.runtime.tma import as_one_matrix, descriptor, tma_ready
+from envoi.runtime.tma import as_one_matrix, descriptor, is_tma_ready, tma_ready
 from envoi.types import Matrix, QuantTensor
 
 
@@ -71,14 +72,17 @@ def tokens_arguments(
 
 
 def factor_words(sf: torch.Tensor) -> torch.Tensor:
-    """Return weights' scale factors [.., N, K / 32] as int32 [rows, K / 128], rows on 16 bytes: a copy if need be."""
+    """Return weights' scale factors [.., N, K / 32] as int32 [rows, K / 128]: shared if rows are on 16 bytes, or copied.
+
+    A word that K ends in can't be shared: what follows K in it may be the code of NaN.
+    """
     raw = sf.view(torch.uint8)
     columns = raw.shape[-1]
-    if columns % 16 or not raw.is_contiguous() or raw.data_ptr() % 16:
-        padded = raw.new_zeros(*raw.shape[:-1], cdiv(columns, 16) * 16)
-        padded[..., :columns] = raw
-        raw = padded
-    return raw.flatten(0, -2).view(torch.int32)
+    if columns % 4 or not is_tma_ready(raw):
+        raw = pad_factors(sf).view(torch.uint8)
+    stride = raw.stride(-2)
+    words = raw.as_strided((raw[..., 0].numel(), 4 * cdiv(columns, 4)), (stride, 1))
+    return words.view(torch.int32)
 
 
 def run_gemm(
