@@ -1,5 +1,8 @@
-"""Tests of Envoi. One thread for numpy's products: set before numpy is imported, as that of torch in `conftest.py`."""
+"""Tests of Envoi, in one thread a process: set before torch and numpy are imported, and for processes that tests start.
+
+Two processes whose thread pools wait for each other's cores crawl.
+"""
 
 import os
 
-os.environ["OPENBLAS_NUM_THREADS"] = "1"
+os.environ["OMP_NUM_THREADS"] = os.environ["OPENBLAS_NUM_THREADS"] = "1"

@@ -13,9 +13,6 @@ import torch
 from envoi import env
 from tests.helpers import interpreter, left_out, recorder
 
-# Each pytest process gets one thread: two processes whose thread pools wait for each other's cores crawl.
-torch.set_num_threads(1)
-
 # Configs measured on this machine must not decide which kernels are tested.
 NO_CACHE = tempfile.TemporaryDirectory()
 os.environ["ENVOI_CACHE_DIR"] = NO_CACHE.name

@@ -99,4 +99,4 @@ def test_a_chosen_disassembler_has_to_be_there(monkeypatch, tmp_path):
     monkeypatch.setenv("NVDISASM", __file__)
     assert [path.name for path in disassemble.disassemblers()] == ["test_disassemble.py"]
     with pytest.raises(ValueError, match="can't be run"):
-        isolate.run_on(disassemble.disassemblers()[0], "-c", b"")
+        isolate.run_on(disassemble.disassemblers()[0], ("-c",), b"")

@@ -17,8 +17,8 @@ from tests.helpers import gpu_record
 from tests.helpers.launches import ptxas_version
 from tests.helpers.tools import pairs
 from tools.machine_code import gate
-from tools.machine_code.compile import compile_launch
-from tools.machine_code.count import Record, record_of
+from tools.machine_code.compile import Binary, compile_launch
+from tools.machine_code.count import record_of
 
 ACCEPTED = Path(__file__).with_name("gate.json")
 ACCEPT = "if that is meant: make gate, and commit tests/machine_code/gate.json"
@@ -31,11 +31,10 @@ MEASURED = {case.title: case for case in hopper.measured_cases()}
 
 
 @lru_cache(maxsize=1)
-def counted(name: str, arch: str) -> tuple[Record, str]:
-    """Compile and count a kernel. The tests of one follow each other, so one place is enough."""
-    if name in MEASURED:
-        return record_of(compile_launch(hopper.launch_of(MEASURED[name]), arch), name)
-    return gate.count(name, arch)
+def compiled(name: str, arch: str) -> Binary:
+    """Compile a kernel. The tests of one follow each other, so one place is enough."""
+    launch = hopper.launch_of(MEASURED[name]) if name in MEASURED else gate.cases()[name].launch()
+    return compile_launch(launch, arch)
 
 
 def fail_if(said: str) -> None:
@@ -44,7 +43,7 @@ def fail_if(said: str) -> None:
 
 
 def keeps_the_rules(name: str, arch: str) -> None:
-    record, text = counted(name, arch)
+    record, text = record_of(compiled(name, arch), name)
     known = gate.known_of(record.title)
     if known is not None:
         spills = f"{known.loads} loads, {known.stores} stores"
@@ -57,12 +56,12 @@ def keeps_the_rules(name: str, arch: str) -> None:
 
 
 def doesnt_spill(name: str, arch: str) -> None:
-    stack_bytes = counted(name, arch)[0].stack_bytes
+    stack_bytes = compiled(name, arch).stack_bytes
     assert stack_bytes == 0, f"{name}: {stack_bytes} bytes a thread, where spilled registers go"
 
 
 def ran_on_a_gpu(name: str, arch: str) -> None:
-    why = gpu_record.no_green_run(evidence(), f"{name} {arch}", counted(name, arch)[0].ptx_sha256)
+    why = gpu_record.no_green_run(evidence(), f"{name} {arch}", compiled(name, arch).ptx_sha256)
     if name in NOT_RUN:
         fail_if("" if why else f"{name}: a GPU has run it; take it out of NOT_RUN")
     else:
