@@ -5,7 +5,6 @@ TRITON_INTERPRET=1 pytest   these folders, and nothing else
 """
 
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
