@@ -23,9 +23,9 @@ def is_for_interpreter(path: Path) -> bool:
 def configure(config: pytest.Config) -> None:
     """Prepare a process whose Triton interprets."""
     _ignore_numpy(config)
-    from tests.helpers import interpreter_speed  # imports Triton, which not all tests need
+    from tests.helpers import interpreter_shortcuts  # imports Triton, which not all tests need
 
-    interpreter_speed.install()
+    interpreter_shortcuts.install()
 
 
 def poison_new_tensors(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -14,6 +14,8 @@ from triton.language import core
 from triton.language.semantic import TritonSemantic
 from triton.runtime import interpreter
 
+REDUCE_NUMBERS = interpreter.ReduceOps.generic_reduce
+
 
 def install() -> None:
     """Install all, once in a process, before a kernel runs."""
@@ -24,7 +26,7 @@ def install() -> None:
     _look_up_dtypes()
     _compare_dtypes_by_identity()
     _broadcast_what_differs()
-    _replace(interpreter.ReduceOps, "generic_reduce", _reduce_slices)
+    _replace(interpreter.ReduceOps, "generic_reduce", reduce_slices)
     if not interpreter.interpreter_builder.options.debug:
         _skip_unread_overflow_checks()
 
@@ -145,7 +147,7 @@ def _broadcast_what_differs() -> None:
     _replace(TritonSemantic, "broadcast_impl_value", broadcast)
 
 
-def _reduce_slices(self: Any, input: Any) -> list[Any]:
+def reduce_slices(self: Any, input: Any) -> list[Any]:
     """Reduce whole slices, one after the other along the axis: the order of the original, which reduces numbers.
 
     The function that combines two may not branch on a tensor; none in Envoi does.
