@@ -67,7 +67,8 @@ def operator(
         def call(*arguments):
             expect_no_gradients(names, arguments)
             if torch.compiler.is_compiling() or not plain(arguments):
-                return dispatched(*arguments)
+                # A rehearsal's tensors have no memory: through the dispatcher the call would launch nothing.
+                return dispatched(*arguments) if observer.rehearsed() is None else function(*arguments)
             if watched() and observer.current() is None:  # a recorder is a mode, but looks at what the function does
                 return dispatched(*arguments)
             return direct(*arguments)

@@ -1,0 +1,165 @@
+"""Warm-up of a layer: everything that any number of tokens can need is compiled before the first call."""
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import torch
+
+from envoi.check import expect_bool, expect_int
+from envoi.moe.api import moe
+from envoi.moe.layer import has_kernels
+from envoi.moe.router.api import route
+from envoi.progress import Progress
+from envoi.runtime import shortcuts
+from envoi.runtime.compilers import DIED, Compilers
+from envoi.runtime.devices import Target
+from envoi.runtime.kernel_case import without_memory
+from envoi.runtime.rehearsal import Call, Site, compile_at, find, load_at
+from envoi.types import ExpertWeights, QuantTensor, Routing
+
+PREPARED_TOKENS = 256  # up to so many tokens, calls are prepared too: above, the GPU takes longer than the host
+CHUNK = 128  # numbers of tokens that a process looks at in one go
+
+
+@dataclass(frozen=True)
+class LayerCall:
+    """Call of `envoi.moe` for a number of tokens. experts: without memory."""
+
+    experts: ExpertWeights
+    num_topk: int
+
+    def __call__(self, num_tokens: int) -> None:
+        """Make the call."""
+        slots = num_tokens, self.num_topk
+        routing = Routing(
+            without_memory(slots, torch.float32), without_memory(slots, torch.int32), self.experts.num_local_experts
+        )
+        moe(without_memory((num_tokens, self.experts.hidden), torch.bfloat16), routing, self.experts)
+
+
+@dataclass(frozen=True)
+class RouterCall:
+    """Call of `envoi.route` for a number of tokens. options: its named arguments but tokens, without memory."""
+
+    options: Mapping[str, Any]
+    dtype: torch.dtype = torch.bfloat16
+
+    def __call__(self, num_tokens: int) -> None:
+        """Make the call."""
+        given = dict(self.options)
+        if given.get("hash_table") is not None:
+            given["token_ids"] = without_memory((num_tokens,), given["token_ids"].dtype)
+        route(without_memory((num_tokens, given["gate"].shape[1]), self.dtype), **given)
+
+
+def warm_up(
+    experts: ExpertWeights, max_tokens: int, num_topk: int, router: Mapping[str, Any] | None = None,
+    jobs: int | None = None, progress: bool = True,
+) -> int:  # fmt: skip
+    """Compile and load all kernels that `envoi.moe` needs for 1 to max_tokens tokens; return how many there are.
+
+    Afterwards no call with these experts compiles, whatever its number of tokens, if the tokens are contiguous and
+    start on 16 bytes. Layers of equal sizes and format share their kernels: one of them is enough. Kernels are kept in
+    Triton's cache on disk, so that the next process only reads them.
+
+    experts: from `envoi.experts.pack`, on the GPU that will run them; on a CPU there is nothing to compile.
+    num_topk: slots of a token.
+    router: also compile what `envoi.route` needs for so many bf16 tokens: its named arguments but for the tokens, such
+        as {"gate": gate, "k": 8, "rule": "deepseek-v3"}.
+    jobs: processes that compile, by default as many as there are CPUs; 1 = this process alone.
+    progress: show the progress on stderr if it takes longer than two seconds.
+
+    With ENVOI_PREPARED=1, calls with up to 256 tokens are prepared too, by making each of them twice.
+    Raises ValueError for wrong arguments, RuntimeError if a kernel can't be compiled.
+    """
+    if not isinstance(experts, ExpertWeights):
+        raise ValueError(f"experts: expected ExpertWeights from envoi.experts.pack, got {type(experts).__name__}")
+    check_sizes(max_tokens, num_topk, jobs, progress)
+    if not compiles(experts.device):
+        return 0
+    calls: list[Call] = [LayerCall(without_tensors(experts), num_topk)]
+    if router is not None:
+        calls.append(RouterCall({name: without_tensors(value) for name, value in router.items()}))
+    with torch.cuda.device(experts.device):
+        target = Target.of(experts.device)
+        sites = compile_calls(calls, target, max_tokens, jobs, progress, for_launch=True)
+        for site in sites:
+            load_at(calls, target, site)
+        if shortcuts.PREPARED:
+            prepare(partial(moe, experts=experts), experts, experts.num_local_experts, max_tokens, num_topk)
+    return len(sites)
+
+
+def check_sizes(max_tokens: int, num_topk: int, jobs: int | None, progress: bool) -> None:
+    """Raise ValueError for sizes that aren't positive integers."""
+    expect_int("max_tokens", max_tokens, 1)
+    expect_int("num_topk", num_topk, 1)
+    if jobs is not None:
+        expect_int("jobs", jobs, 1)
+    expect_bool("progress", progress)
+
+
+def compiles(device: torch.device) -> bool:
+    """Tell whether calls on this device compile kernels: not on a CPU, also in Triton's interpreter."""
+    return device.type == "cuda" and has_kernels(device)
+
+
+def without_tensors(value: Any) -> Any:
+    """Return an argument with tensors that have no memory in the place of its tensors."""
+    if isinstance(value, ExpertWeights | QuantTensor):
+        return value._map(without_tensors)  # not `.to`, which may reorder weights for another device's kernels
+    if not isinstance(value, torch.Tensor):
+        return value
+    return torch.empty_strided(value.shape, value.stride(), dtype=value.dtype, device="meta")
+
+
+def compile_calls(
+    calls: Sequence[Call], target: Target, max_tokens: int, jobs: int | None, progress: bool, for_launch: bool
+) -> list[Site]:
+    """Compile what calls with 1 to max_tokens tokens launch, into Triton's disk cache; return a site of each kernel."""
+    with Compilers(target, jobs) as compilers:
+        sites = find_all(compilers, calls, target, max_tokens)
+        compile_sites(compilers, calls, target, list(sites.values()), progress, for_launch)
+    return list(sites.values())
+
+
+def find_all(compilers: Compilers, calls: Sequence[Call], target: Target, max_tokens: int) -> dict[str, Site]:
+    """Return a site for each kernel of 1 to max_tokens tokens, by digest, in the order of the digests."""
+    chunks = [range(first, min(first + CHUNK, max_tokens + 1)) for first in range(1, max_tokens + 1, CHUNK)]
+    found: dict[str, Site] = {}
+    for _, sites in compilers.map(partial(find, calls, target), chunks):
+        if sites is None:
+            raise RuntimeError(f"warm_up: {DIED}")
+        for digest, site in sites.items():
+            found[digest] = min(site, found.get(digest, site))  # the order in which chunks are done mustn't matter
+    return dict(sorted(found.items()))
+
+
+def compile_sites(
+    compilers: Compilers, calls: Sequence[Call], target: Target, sites: Sequence[Site], progress: bool, for_launch: bool
+) -> None:
+    """Compile the kernels of these sites. Raises RuntimeError for those that can't be."""
+    failed: list[str] = []
+    with Progress(len(sites), quiet=not progress) as bar:
+        for site, error in compilers.map(partial(compile_at, calls, target, for_launch), sites):
+            bar.step(site.name)
+            if error != "":
+                failed.append(f"{site.name} for {site.num_tokens} tokens: {error or DIED}")
+    if failed:
+        raise RuntimeError(f"warm_up: {len(failed)} kernels can't be compiled, the first is {min(failed)}")
+
+
+def prepare(
+    call: Callable[[torch.Tensor, Routing], Any], experts: ExpertWeights, num_experts: int, max_tokens: int,
+    num_topk: int,
+) -> None:  # fmt: skip
+    """Make calls with few tokens twice, after which they are prepared: see `envoi.runtime.prepared`."""
+    most = min(PREPARED_TOKENS, max_tokens)
+    tokens = torch.zeros(most, experts.hidden, dtype=torch.bfloat16, device=experts.device)
+    ids = torch.arange(most * num_topk, dtype=torch.int32, device=experts.device).view(most, num_topk) % num_experts
+    for count in range(1, most + 1):
+        routing = Routing(torch.zeros_like(ids[:count], dtype=torch.float32), ids[:count], num_experts)
+        for _ in range(2):
+            call(tokens[:count], routing)
