@@ -7,6 +7,7 @@ from envoi.indexer import indexer_topk
 from envoi.moe import moe, router
 from envoi.moe.parallel import ExpertParallel, PeerTimeout
 from envoi.moe.router import route
+from envoi.moe.warm_up import warm_up
 from envoi.types import ExpertRows, ExpertWeights, QuantTensor, Routing
 
 __version__ = "0.2.0"
@@ -28,4 +29,5 @@ __all__ = [
     "plan",
     "route",
     "router",
+    "warm_up",
 ]

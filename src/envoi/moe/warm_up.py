@@ -76,7 +76,9 @@ def warm_up(
     """
     if not isinstance(experts, ExpertWeights):
         raise ValueError(f"experts: expected ExpertWeights from envoi.experts.pack, got {type(experts).__name__}")
-    check_sizes(max_tokens, num_topk, jobs, progress)
+    expect_int("max_tokens", max_tokens, 1)
+    expect_int("num_topk", num_topk, 1)
+    check_jobs(jobs, progress)
     if not compiles(experts.device):
         return 0
     calls: list[Call] = [LayerCall(without_tensors(experts), num_topk)]
@@ -92,10 +94,8 @@ def warm_up(
     return len(sites)
 
 
-def check_sizes(max_tokens: int, num_topk: int, jobs: int | None, progress: bool) -> None:
-    """Raise ValueError for sizes that aren't positive integers."""
-    expect_int("max_tokens", max_tokens, 1)
-    expect_int("num_topk", num_topk, 1)
+def check_jobs(jobs: int | None, progress: bool) -> None:
+    """Raise ValueError unless these are a number of processes, or None, and a bool."""
     if jobs is not None:
         expect_int("jobs", jobs, 1)
     expect_bool("progress", progress)
@@ -125,9 +125,11 @@ def compile_calls(
     return list(sites.values())
 
 
-def find_all(compilers: Compilers, calls: Sequence[Call], target: Target, max_tokens: int) -> dict[str, Site]:
-    """Return a site for each kernel of 1 to max_tokens tokens, by digest, in the order of the digests."""
-    chunks = [range(first, min(first + CHUNK, max_tokens + 1)) for first in range(1, max_tokens + 1, CHUNK)]
+def find_all(
+    compilers: Compilers, calls: Sequence[Call], target: Target, max_tokens: int, least: int = 1
+) -> dict[str, Site]:
+    """Return a site for each kernel of `least` to max_tokens tokens, by digest, in the order of the digests."""
+    chunks = [range(first, min(first + CHUNK, max_tokens + 1)) for first in range(least, max_tokens + 1, CHUNK)]
     found: dict[str, Site] = {}
     for _, sites in compilers.map(partial(find, calls, target), chunks):
         if sites is None:

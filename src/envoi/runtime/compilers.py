@@ -89,24 +89,29 @@ def serve() -> None:
     os.dup2(2, 1)  # what else is printed mustn't be among the answers
     arch, num_jobs = pickle.load(sys.stdin.buffer)
     triton_compat.warm_up(arch)
+    pool: ProcessPoolExecutor | None = None
     while True:
         try:
-            function, items = pickle.load(sys.stdin.buffer)
+            function, items = pickle.load(sys.stdin.buffer)  # imports what the function needs, before the fork
         except EOFError:
             return
-        for answer in _answers(function, items, num_jobs):
+        # The same processes for all requests: they remember what they found out.
+        pool = pool or ProcessPoolExecutor(num_jobs, get_context("fork"))
+        for answer in _answers(pool, function, items):
             pickle.dump(answer, answers)
             answers.flush()
+            pool = None if answer[1:] == (None, None) else pool
 
 
-def _answers(function: Callable, items: list, num_jobs: int) -> Iterator[tuple[int, Any, Exception | None]]:
-    """Yield (number of the item, result, error) as they come. A fork: modules are imported, no thread runs here."""
-    with ProcessPoolExecutor(min(num_jobs, len(items)) or 1, get_context("fork")) as pool:
-        futures = {pool.submit(function, item): number for number, item in enumerate(items)}
-        for future in as_completed(futures):
-            try:
-                yield futures[future], future.result(), None
-            except BrokenProcessPool:
-                yield futures[future], None, None
-            except Exception as error:
-                yield futures[future], None, error
+def _answers(
+    pool: ProcessPoolExecutor, function: Callable, items: list
+) -> Iterator[tuple[int, Any, Exception | None]]:
+    """Yield (number of the item, result, error) as they come; without either if its process died."""
+    futures = {pool.submit(function, item): number for number, item in enumerate(items)}
+    for future in as_completed(futures):
+        try:
+            yield futures[future], future.result(), None
+        except BrokenProcessPool:
+            yield futures[future], None, None
+        except Exception as error:
+            yield futures[future], None, error

@@ -80,6 +80,11 @@ def compile_at(calls: Sequence[Call], target: Target, for_launch: bool, site: Si
 
 def load_at(calls: Sequence[Call], target: Target, site: Site) -> None:
     """Load the kernel of a site on the current GPU; what isn't in Triton's disk cache is compiled."""
-    from envoi.runtime.launch import load
-
     load(*rehearse(calls[site.call], site.num_tokens, target)[site.launch])
+
+
+def load(kernel: Any, grid: tuple, arguments: tuple, options: dict[str, Any]) -> None:
+    """Load the kernel of a launch on the current GPU."""
+    from envoi.runtime import launch  # not at the top: `import envoi` must not import Triton
+
+    launch.load(kernel, grid, arguments, options)

@@ -20,7 +20,7 @@ from triton.experimental.gluon.language.nvidia.ampere import async_copy
 from triton.experimental.gluon.language.nvidia.hopper import tma
 from triton.runtime import driver
 from triton.runtime.cache import triton_key
-from triton.runtime.jit import JITFunction, create_function_from_signature
+from triton.runtime.jit import DependenciesFinder, JITFunction, create_function_from_signature
 
 VERSION = triton.__version__
 
@@ -202,5 +202,21 @@ def _mend_interpreter() -> None:
     InterpreterBuilder.create_splat = create_splat
 
 
+def _mend_hashes() -> None:
+    """Make a kernel's key in Triton's disk cache the same in every process.
+
+    The key has the constants that a device function uses. Triton lists them before it looks into the function, so that
+    they are missing unless another kernel that calls it was hashed earlier in the process.
+    """
+    update_hash = DependenciesFinder._update_hash
+
+    def _update_hash(self: Any, function: Any) -> None:
+        function.cache_key  # noqa: B018  # looks into it
+        update_hash(self, function)
+
+    DependenciesFinder._update_hash = _update_hash
+
+
+_mend_hashes()
 if knobs.runtime.interpret:
     _mend_interpreter()
