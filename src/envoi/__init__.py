@@ -7,8 +7,8 @@ from envoi.indexer import indexer_topk
 from envoi.moe import moe, router
 from envoi.moe.parallel import ExpertParallel, PeerTimeout
 from envoi.moe.router import route
-from envoi.moe.warm_up import warm_up
 from envoi.types import ExpertRows, ExpertWeights, QuantTensor, Routing
+from envoi.warming import warm_up
 
 __version__ = "0.2.0"
 

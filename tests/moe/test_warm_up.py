@@ -3,6 +3,7 @@
 CPU tensors take the path of a Hopper GPU, and their launches are noted, not made.
 """
 
+import os
 import random
 import sys
 from dataclasses import replace
@@ -14,7 +15,7 @@ from triton import knobs
 import envoi
 from envoi import cli
 from envoi.moe import api as moe_api
-from envoi.moe import warm_up as _  # noqa: F401  # the package's function has the module's name
+from envoi.moe import warm_up
 from envoi.moe.parallel import nvlink
 from envoi.moe.parallel.command import experts_without_memory
 from envoi.moe.parallel.symmetric_memory import SharedLayout, allocate
@@ -26,9 +27,9 @@ from envoi.runtime.devices import Target, standing_for
 from envoi.runtime.kernel_case import kernel_key
 from envoi.runtime.rehearsal import find, rehearse
 from envoi.types import Routing
+from envoi.warming import RouterCall
 from tests.moe.layers import make
 
-warm_up = sys.modules["envoi.moe.warm_up"]
 HOPPER = Target("sm_90")
 # A CPU's constants differ: no cast to E4M3, no overlap of launches, no clock.
 DIFFER_ON_A_CPU = {"widen_kernel", "permute_kernel", "sum_kernel", "announce_kernel", "meet_kernel"}
@@ -125,7 +126,7 @@ def test_no_router_call_does(launched, rule):
     draw = random.Random(rule)
     gate, bias = torch.zeros(256, 512).bfloat16(), torch.zeros(256) if rule == "deepseek-v3" else None
     options = {"gate": gate, "k": 8, "rule": rule, "expert_bias": bias, "return_counts": True}
-    known = compiled([warm_up.RouterCall({name: warm_up.without_tensors(x) for name, x in options.items()})], 700)
+    known = compiled([RouterCall({name: warm_up.without_tensors(x) for name, x in options.items()})], 700)
     for num_tokens in [1, 700, *(draw.randint(1, 700) for _ in range(30))]:
         launched.clear()
         route(torch.zeros(num_tokens, 512).bfloat16(), **options)
@@ -191,15 +192,13 @@ def half(item: int) -> int:
 def test_processes_answer_and_may_die():
     with Compilers(HOPPER, 2) as compilers:
         assert dict(compilers.map(half, [4, 6, 9])) == {4: 2, 6: 3, 9: 4}
-        assert None in dict(compilers.map(_exit, [1, 2, 3])).values()
+        assert None in dict(compilers.map(exit_at_once, [1, 2, 3])).values()
         assert dict(compilers.map(half, [8])) == {8: 4}
         with pytest.raises(ZeroDivisionError):
             list(compilers.map(half, [0]))
 
 
-def _exit(item: int) -> None:
-    import os
-
+def exit_at_once(item: int) -> None:
     os._exit(1)
 
 

@@ -1,6 +1,6 @@
-"""Warm-up of a layer: everything that any number of tokens can need is compiled before the first call."""
+"""Steps of a warm-up: find all kernels that calls can need, compile them in processes, prepare calls."""
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -10,13 +10,11 @@ import torch
 from envoi.check import expect_bool, expect_int
 from envoi.moe.api import moe
 from envoi.moe.layer import has_kernels
-from envoi.moe.router.api import route
 from envoi.progress import Progress
-from envoi.runtime import shortcuts
 from envoi.runtime.compilers import DIED, Compilers
 from envoi.runtime.devices import Target
 from envoi.runtime.kernel_case import without_memory
-from envoi.runtime.rehearsal import Call, Site, compile_at, find, load_at
+from envoi.runtime.rehearsal import Call, Site, compile_at, find
 from envoi.types import ExpertWeights, QuantTensor, Routing
 
 PREPARED_TOKENS = 256  # up to so many tokens, calls are prepared too: above, the GPU takes longer than the host
@@ -37,61 +35,6 @@ class LayerCall:
             without_memory(slots, torch.float32), without_memory(slots, torch.int32), self.experts.num_local_experts
         )
         moe(without_memory((num_tokens, self.experts.hidden), torch.bfloat16), routing, self.experts)
-
-
-@dataclass(frozen=True)
-class RouterCall:
-    """Call of `envoi.route` for a number of tokens. options: its named arguments but tokens, without memory."""
-
-    options: Mapping[str, Any]
-    dtype: torch.dtype = torch.bfloat16
-
-    def __call__(self, num_tokens: int) -> None:
-        """Make the call."""
-        given = dict(self.options)
-        if given.get("hash_table") is not None:
-            given["token_ids"] = without_memory((num_tokens,), given["token_ids"].dtype)
-        route(without_memory((num_tokens, given["gate"].shape[1]), self.dtype), **given)
-
-
-def warm_up(
-    experts: ExpertWeights, max_tokens: int, num_topk: int, router: Mapping[str, Any] | None = None,
-    jobs: int | None = None, progress: bool = True,
-) -> int:  # fmt: skip
-    """Compile and load all kernels that `envoi.moe` needs for 1 to max_tokens tokens; return how many there are.
-
-    Afterwards no call with these experts compiles, whatever its number of tokens, if the tokens are contiguous and
-    start on 16 bytes. Layers of equal sizes and format share their kernels: one of them is enough. Kernels are kept in
-    Triton's cache on disk, so that the next process only reads them.
-
-    experts: from `envoi.experts.pack`, on the GPU that will run them; on a CPU there is nothing to compile.
-    num_topk: slots of a token.
-    router: also compile what `envoi.route` needs for so many bf16 tokens: its named arguments but for the tokens, such
-        as {"gate": gate, "k": 8, "rule": "deepseek-v3"}.
-    jobs: processes that compile, by default as many as there are CPUs; 1 = this process alone.
-    progress: show the progress on stderr if it takes longer than two seconds.
-
-    With ENVOI_PREPARED=1, calls with up to 256 tokens are prepared too, by making each of them twice.
-    Raises ValueError for wrong arguments, RuntimeError if a kernel can't be compiled.
-    """
-    if not isinstance(experts, ExpertWeights):
-        raise ValueError(f"experts: expected ExpertWeights from envoi.experts.pack, got {type(experts).__name__}")
-    expect_int("max_tokens", max_tokens, 1)
-    expect_int("num_topk", num_topk, 1)
-    check_jobs(jobs, progress)
-    if not compiles(experts.device):
-        return 0
-    calls: list[Call] = [LayerCall(without_tensors(experts), num_topk)]
-    if router is not None:
-        calls.append(RouterCall({name: without_tensors(value) for name, value in router.items()}))
-    with torch.cuda.device(experts.device):
-        target = Target.of(experts.device)
-        sites = compile_calls(calls, target, max_tokens, jobs, progress, for_launch=True)
-        for site in sites:
-            load_at(calls, target, site)
-        if shortcuts.PREPARED:
-            prepare(partial(moe, experts=experts), experts, experts.num_local_experts, max_tokens, num_topk)
-    return len(sites)
 
 
 def check_jobs(jobs: int | None, progress: bool) -> None:

@@ -1,4 +1,4 @@
-"""What observes this thread's launches, if anything does: a recorder of them, or a rehearsal in their stead.
+"""Recorder that observes this thread's launches, or list that takes them in their stead, if there is one.
 
 See `envoi.runtime.prepared.recording` and `envoi.runtime.rehearsal`.
 """

@@ -79,10 +79,11 @@ class ExpertParallel:
         rows of intermediate from torch's allocator. A call then copies no size to the host, never waits for the
         device, and can be captured in a CUDA graph. Calls and replays of all objects of a group must have the same
         order on every rank, on one stream. In the first call the ranks wait for each other's compilers; later a new
-        number of tokens may compile within timeout_s, as peers wait, unless `warm_up` has. Other ranks, over NCCL and gloo, gather all tokens with collectives of constant size, if
-        `envoi.plan.gathering` predicts that this is faster than to count first; over NCCL what is said above of the
-        host, graphs and order is true of that too, and room for num_ranks * max_tokens * num_topk rows is allocated
-        thrice, twice in bf16 and once in the experts' format.
+        number of tokens may compile within timeout_s, as peers wait, unless `warm_up` has. Other ranks, over NCCL and
+        gloo, gather all tokens with collectives of constant size, if `envoi.plan.gathering` predicts that this is
+        faster than to count first; over NCCL what is said above of the host, graphs and order is true of that too, and
+        room for num_ranks * max_tokens * num_topk rows is allocated thrice, twice in bf16 and once in the experts'
+        format.
     presum: over NVLink, sum a token's rows on each rank before they are sent back: fewer bytes sent, but none of them
         during the second GEMM, one rounding more, and bits that depend on the number of ranks. The room in bf16 is
         then max_tokens * num_ranks rows, but a call takes as many rows of hidden, in bf16, as it takes of intermediate.
