@@ -274,8 +274,13 @@ class ExpertParallel:
         if watch.failure is None and shared is not None and any(shared.codes[0]):
             codes = list(shared.codes[0])
             late = [rank for rank, code in enumerate(codes) if code]
-            names = watch.first_to_say([watch.ranks[rank] for rank in late])
-            watch.failure = PeerTimeout(names, nvlink.LATE_STEPS[codes[late[0]]], self.timeout_s, rank=watch.rank)
+            step = nvlink.LATE_STEPS[codes[late[0]]]
+            if self.buffers is not None:  # rows of another call have come: who is late is asked of all
+                with suppress(PeerTimeout):
+                    watch.fail(step, TimeoutError(step), 0.0)
+            else:
+                names = watch.first_to_say([watch.ranks[rank] for rank in late])
+                watch.failure = PeerTimeout(names, step, self.timeout_s, rank=watch.rank)
         if watch.failure is not None:
             raise watch.failure
 
