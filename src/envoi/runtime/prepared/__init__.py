@@ -18,7 +18,7 @@ The first call with a key runs as always and is counted, the second is recorded,
 
 An address is told by the tensor that it lies in, and the recorder keeps all of them until the call has ended, so that
 no address stands for two tensors. What isn't plain runs as always: see `calls` for the guards, `recording` for what
-can't be replayed. All shortcuts are off with ENVOI_SAFE_LAUNCH=1, this one is on with ENVOI_PREPARED=1 (`shortcuts`).
+can't be replayed. All shortcuts are off with ENVOI_SAFE_LAUNCH=1, this one also with ENVOI_PREPARED=0 (`shortcuts`).
 
 Results are bitwise those of a call without it: the same kernels run with the same parameters in the same order.
 """
