@@ -212,5 +212,5 @@ def test_a_peer_is_measured_beside_the_others(monkeypatch):
     monkeypatch.setattr(Bench, "on_gpu", property(lambda bench: True))
     case = next(case for case in cases("moe") if case.on_cpu and case.name.endswith("bf16 tokens=64"))
     trial = measure(case, Bench(Clock(CPU, 1), ROOF))
-    assert set(trial.baselines) == {"eager", "torch_grouped", "concat", "vllm_triton"}
+    assert set(trial.baselines) == {"eager", "torch_grouped", "interleaved", "vllm_triton"}
     assert trial.details == {"vllm": "0.20.2"}
