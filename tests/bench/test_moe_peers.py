@@ -214,3 +214,9 @@ def test_a_peer_is_measured_beside_the_others(monkeypatch):
     trial = measure(case, Bench(Clock(CPU, 1), ROOF))
     assert set(trial.baselines) == {"eager", "torch_grouped", "interleaved", "vllm_triton"}
     assert trial.details == {"vllm": "0.20.2"}
+
+
+def test_bits_of_the_chosen_experts():
+    ids = torch.tensor([[0, 31], [32, 39], [5, 5]], dtype=torch.int32)
+    want = [[1 + 2**31, 0], [0, 1 + 2**7], [2**5, 0]]
+    assert moe_peers.bits_of(ids, 40).tolist() == want
