@@ -53,7 +53,7 @@ from envoi.plan.presum import pays
 from envoi.runtime import shortcuts
 from envoi.runtime.custom_op import operator
 from envoi.runtime.devices import Target
-from envoi.runtime.prepared.calls import plain
+from envoi.runtime.prepared.calls import MISSED, plain
 from envoi.types import ExpertWeights, Routing
 
 NVLINK = "all ranks reach each other's memory"
@@ -184,7 +184,9 @@ class ExpertParallel:
             self._check_lateness()
             constants = "moe_parallel", routing.num_experts, *constants_of(experts)
             tensors = tokens, routing.topk_weights, routing.topk_ids, *tensors_of(experts)
-            out = domain.calls.run(constants, tensors, partial(self._moe, tokens, routing))
+            out = domain.calls.replay(constants, tensors)
+            if out is MISSED:
+                out = domain.calls.run(constants, tensors, partial(self._moe, tokens, routing))
             self.check()
             return out
 
@@ -197,8 +199,8 @@ class ExpertParallel:
         equal sizes, format and timeout_s share their kernels: one of them is enough.
 
         jobs: processes with which this rank compiles, by default as many as there are CPUs. progress: show it on stderr
-        if it takes longer than two seconds. With ENVOI_PREPARED=1, over NVLink, calls with up to 256 tokens are
-        prepared too, by making each of them twice. On CPUs there is nothing to compile.
+        if it takes longer than two seconds. Over NVLink calls with up to 256 tokens are prepared too, by making each of
+        them twice, unless ENVOI_PREPARED=0 or ENVOI_SAFE_LAUNCH=1. On CPUs there is nothing to compile.
 
         Raises ValueError on every rank if one is given wrong arguments, or if no kernels exchange the tokens (`exchange`
         is "counted"); RuntimeError if a kernel can't be compiled; PeerTimeout if a rank is lost.
@@ -326,8 +328,13 @@ class ExpertParallel:
         if watch.failure is None and shared is not None and any(shared.codes[0]):
             codes = list(shared.codes[0])
             late = [rank for rank, code in enumerate(codes) if code]
-            names = watch.first_to_say([watch.ranks[rank] for rank in late])
-            watch.failure = PeerTimeout(names, nvlink.LATE_STEPS[codes[late[0]]], self.timeout_s, rank=watch.rank)
+            step = nvlink.LATE_STEPS[codes[late[0]]]
+            if self.buffers is not None:  # rows of another call have come: who is late is asked of all
+                with suppress(PeerTimeout):
+                    watch.fail(step, TimeoutError(step), 0.0)
+            else:
+                names = watch.first_to_say([watch.ranks[rank] for rank in late])
+                watch.failure = PeerTimeout(names, step, self.timeout_s, rank=watch.rank)
         if watch.failure is not None:
             raise watch.failure
 
