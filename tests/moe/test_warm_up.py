@@ -165,11 +165,10 @@ def test_a_call_compiles_nothing_afterwards(monkeypatch, tmp_path, jobs):
 def test_digests_name_what_triton_compiles():
     with standing_for(HOPPER):
         experts = experts_without_memory(256, 128, 4, "bf16", "swiglu", bias=False)
-    wider = replace(experts, gate_up=experts.gate_up.new_empty(4, 512, 256), down=experts.down.new_empty(4, 256, 256))
-    same, other = (find([warm_up.LayerCall(x, 2)], HOPPER, range(1, 40)) for x in (experts, wider))
+    same = find([warm_up.LayerCall(experts, 2)], HOPPER, range(1, 40))
     assert set(same) == set(find([warm_up.LayerCall(experts, 2)], HOPPER, range(39, 0, -1)))
     assert set(same) != set(find([warm_up.LayerCall(experts, 3)], HOPPER, range(1, 40)))
-    assert {site.name for site in same.values()} == {site.name for site in other.values()}
+    assert all(len(digest) == 16 and site.num_tokens < 40 for digest, site in same.items())
 
 
 def test_a_kernel_that_is_refused_is_an_error(monkeypatch):
@@ -181,8 +180,6 @@ def test_a_kernel_that_is_refused_is_an_error(monkeypatch):
         experts = experts_without_memory(256, 128, 4, "bf16", "swiglu", bias=False)
     with pytest.raises(RuntimeError, match=r"kernels can't be compiled, .* tokens: ValueError: too much shared memory"):
         warm_up.compile_calls([warm_up.LayerCall(experts, 2)], HOPPER, 4, 1, False, False)
-
-
 
 
 def half(item: int) -> int:
@@ -208,7 +205,7 @@ def test_a_rehearsal_launches_nothing_and_ends(launched):
     assert rehearse(warm_up.LayerCall(warm_up.without_tensors(experts), k), 5, HOPPER)
     assert not launched
     with pytest.raises(ValueError, match="routing: expected"):
-        rehearse(lambda count: envoi.moe(None, None, experts), 5, HOPPER)
+        rehearse(lambda count: envoi.moe(None, None, experts), 5, HOPPER)  # pyright: ignore[reportArgumentType]
     ids = torch.zeros(5, k, dtype=torch.int32)
     envoi.moe(torch.zeros(5, experts.hidden).bfloat16(), Routing(ids.float(), ids, 4), experts)
     assert launched

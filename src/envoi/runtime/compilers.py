@@ -103,9 +103,7 @@ def serve() -> None:
             pool = None if answer[1:] == (None, None) else pool
 
 
-def _answers(
-    pool: ProcessPoolExecutor, function: Callable, items: list
-) -> Iterator[tuple[int, Any, Exception | None]]:
+def _answers(pool: ProcessPoolExecutor, function: Callable, items: list) -> Iterator[tuple[int, Any, Exception | None]]:
     """Yield (number of the item, result, error) as they come; without either if its process died."""
     futures = {pool.submit(function, item): number for number, item in enumerate(items)}
     for future in as_completed(futures):

@@ -72,8 +72,7 @@ def _implementation(device: torch.device) -> str:
 
 
 def num_sms(device: torch.device) -> int:
-    """Return the number of multiprocessors: a GPU's own, 1 for a CPU; for "meta" an H200's or those of `standing_for`.
-    """
+    """Return the number of multiprocessors: 1 for a CPU; for "meta" those of `standing_for`, or an H200's."""
     if device.type == "meta" and _local.target is not None:
         return _local.target.num_sms
     return _num_sms(device)

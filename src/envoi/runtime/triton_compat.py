@@ -146,7 +146,9 @@ def build_launcher(kernel: CompiledKernel) -> None:
     CudaLauncher(kernel.src, kernel.metadata)
 
 
-def loaded_kernel(kernel: JITFunction, grid: Sequence[int], arguments: Sequence[Any], options: Mapping[str, Any]) -> Any:
+def loaded_kernel(
+    kernel: JITFunction, grid: Sequence[int], arguments: Sequence[Any], options: Mapping[str, Any]
+) -> Any:
     """Return the kernel that a launch on the current GPU would run, loaded there; None if a hook compiles instead."""
     found = compiled_kernel(kernel.warmup(*arguments, grid=grid, **FP_FUSION, **options))
     if found is not None:

@@ -3,7 +3,6 @@
 import time
 
 import pytest
-import torch
 
 from envoi.moe.parallel import ExpertParallel, warm_up
 from envoi.moe.parallel.command import experts_without_memory
@@ -88,6 +87,7 @@ def test_an_error_of_one_rank_is_everyones():
 
 def load_first(rank: int, num_ranks: int, late: bool) -> str:
     """Load a call's kernels: rank 1 compiles for long, or is late."""
+
     def load_all(call, target, num_tokens):
         time.sleep(2 * TIMEOUT_S * rank)
 

@@ -202,7 +202,7 @@ class ExpertParallel:
         if it takes longer than two seconds. Over NVLink calls with up to 256 tokens are prepared too, by making each of
         them twice, unless ENVOI_PREPARED=0 or ENVOI_SAFE_LAUNCH=1. On CPUs there is nothing to compile.
 
-        Raises ValueError on every rank if one is given wrong arguments, or if no kernels exchange the tokens (`exchange`
+        Raises ValueError on every rank if one is given wrong arguments, or if rows are counted by the host (`exchange`
         is "counted"); RuntimeError if a kernel can't be compiled; PeerTimeout if a rank is lost.
         """
         refusal = complaint(check_jobs, jobs, progress) or self._nothing_to_rehearse()

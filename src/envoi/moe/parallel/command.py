@@ -19,7 +19,7 @@ from envoi.runtime.compilers import num_cpus
 from envoi.runtime.devices import Target, standing_for
 from envoi.runtime.kernel_case import EVERY_ARCH, without_memory
 from envoi.runtime.rehearsal import Call
-from envoi.types import UNGATED, ExpertWeights, Matrix, QuantTensor
+from envoi.types import UNGATED, ExpertWeights, Matrix
 
 
 def run(args: argparse.Namespace) -> int:
@@ -63,13 +63,14 @@ def experts_without_memory(
     format_named(format, "--format")
     rows = intermediate * (1 if activation in UNGATED else 2)
     shapes = (num_experts, rows, hidden), (num_experts, hidden, intermediate)
-    biases = [without_memory(shape[:2], torch.float32) if bias else None for shape in shapes]
-    weights = [without_memory(shape, torch.bfloat16) for shape in shapes]
-    experts = pack(*weights, format, activation=activation, gate_up_bias=biases[0], down_bias=biases[1])
+    gate_up_bias, down_bias = (without_memory(shape[:2], torch.float32) if bias else None for shape in shapes)
+    gate_up, down = (without_memory(shape, torch.bfloat16) for shape in shapes)
+    experts = pack(gate_up, down, format, activation=activation, gate_up_bias=gate_up_bias, down_bias=down_bias)
 
     def promised(x: Matrix) -> Matrix:
-        known = isinstance(x, QuantTensor) and x.sf.dtype == torch.float8_e8m0fnu
-        return replace(x, scales_at_most_2=True) if known else x
+        if isinstance(x, torch.Tensor) or x.sf.dtype != torch.float8_e8m0fnu:
+            return x
+        return replace(x, scales_at_most_2=True)
 
     return ExpertWeights.arrange(replace(experts, gate_up=promised(experts.gate_up), down=promised(experts.down)))
 
