@@ -309,7 +309,7 @@ def _run(
     if topk_ids.device.type == "cpu" or not layer.has_kernels(topk_ids.device):
         # The kernels mask these themselves.
         topk_ids = topk_ids.masked_fill(topk_ids >= experts.num_local_experts, -1)
-    routing = Routing(topk_weights.float(), topk_ids.to(torch.int32), experts.num_local_experts)
+    routing = Routing(topk_weights, topk_ids, experts.num_local_experts)
     return moe(hidden_states.to(torch.bfloat16), routing, experts).to(hidden_states.dtype)
 
 
