@@ -144,8 +144,8 @@ def release(model: torch.nn.Module) -> int:
 
     Only packed weights are kept, as far as they are copies: FP8 rows and blocks, and bf16 weights with concatenated
     rows, are the module's own memory anyway. From then on the experts run by Envoi in this format alone, and what needs
-    the originals is refused: other implementations and formats, `state_dict` and `save_pretrained`, `model.to(...)`, and
-    changes of the weights.
+    the originals is refused: other implementations and formats, `state_dict` and `save_pretrained`, `model.to(...)`,
+    and changes of the weights.
     """
     from envoi.integrations import transformers_release
 
