@@ -9,8 +9,9 @@ import torch
 
 from envoi.check import expect_int
 from envoi.moe import moe
+from envoi.moe.op import IDS, WEIGHTS
 from envoi.moe.router import route
-from envoi.moe.warm_up import LayerCall, check_jobs, compile_calls, compiles, prepare, without_tensors
+from envoi.moe.warm_up import ROUTED, LayerCall, check_jobs, compile_calls, compiles, prepare, without_tensors
 from envoi.runtime import shortcuts
 from envoi.runtime.devices import Target
 from envoi.runtime.kernel_case import without_memory
@@ -35,7 +36,7 @@ class RouterCall:
 
 def warm_up(
     experts: ExpertWeights, max_tokens: int, num_topk: int, router: Mapping[str, Any] | None = None,
-    jobs: int | None = None, progress: bool = True,
+    jobs: int | None = None, progress: bool = True, dtypes: tuple[torch.dtype, torch.dtype] = ROUTED,
 ) -> int:  # fmt: skip
     """Compile and load all kernels that `envoi.moe` needs for 1 to max_tokens tokens; return how many there are.
 
@@ -47,6 +48,8 @@ def warm_up(
     num_topk: slots of a token.
     router: also compile what `envoi.route` needs for so many bf16 tokens: its named arguments but for the tokens, such
         as {"gate": gate, "k": 8, "rule": "deepseek-v3"}.
+    dtypes: of the routing's ids and weights; the default is what `envoi.route` returns, int32 and float32. For
+        torch.topk's int64 ids, or 16-bit weights, other kernels sort and gather the tokens.
     jobs: processes that compile, by default as many as there are CPUs; 1 = this process alone.
     progress: show the progress on stderr if it takes longer than two seconds.
 
@@ -59,9 +62,11 @@ def warm_up(
     expect_int("max_tokens", max_tokens, 1)
     expect_int("num_topk", num_topk, 1)
     check_jobs(jobs, progress)
+    if not isinstance(dtypes, tuple) or len(dtypes) != 2 or dtypes[0] not in IDS or dtypes[1] not in WEIGHTS:
+        raise ValueError(f"dtypes: expected int32 or int64, and float32, bfloat16 or float16, got {dtypes!r}")
     if not compiles(experts.device):
         return 0
-    calls: list[Call] = [LayerCall(without_tensors(experts), num_topk)]
+    calls: list[Call] = [LayerCall(without_tensors(experts), num_topk, dtypes)]
     if router is not None:
         calls.append(RouterCall({name: without_tensors(value) for name, value in router.items()}))
     with torch.cuda.device(experts.device):
@@ -70,5 +75,5 @@ def warm_up(
         for site in sites:
             load_at(calls, target, site)
         if shortcuts.PREPARED:
-            prepare(partial(moe, experts=experts), experts, experts.num_local_experts, max_tokens, num_topk)
+            prepare(partial(moe, experts=experts), experts, experts.num_local_experts, max_tokens, num_topk, dtypes)
     return len(sites)

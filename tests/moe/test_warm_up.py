@@ -16,6 +16,7 @@ import envoi
 from envoi import cli
 from envoi.moe import api as moe_api
 from envoi.moe import warm_up
+from envoi.moe.op import IDS, WEIGHTS
 from envoi.moe.parallel import nvlink
 from envoi.moe.parallel.command import experts_without_memory
 from envoi.moe.parallel.symmetric_memory import SharedLayout, allocate
@@ -94,12 +95,13 @@ def test_no_call_launches_what_was_not_compiled(launched, format, seed):
     draw = random.Random(f"{format} {seed}")
     layer, k = drawn_layer(draw, format)
     experts, most = layer.pack(format), draw.randint(1, 800)
-    known = compiled([warm_up.LayerCall(warm_up.without_tensors(experts), k)], most)
+    dtypes = draw.choice(IDS), draw.choice(WEIGHTS)
+    known = compiled([warm_up.LayerCall(warm_up.without_tensors(experts), k, dtypes)], most)
     for num_tokens in [1, most, *(draw.randint(1, most) for _ in range(40))]:
         tokens = torch.zeros(num_tokens, experts.hidden, dtype=draw.choice([torch.bfloat16, torch.float16]))
-        ids = torch.zeros(num_tokens, k, dtype=draw.choice([torch.int32, torch.int64]))
+        ids, weights = (torch.zeros(num_tokens, k, dtype=dtype) for dtype in dtypes)
         launched.clear()
-        envoi.moe(tokens, Routing(torch.zeros(num_tokens, k), ids, experts.num_local_experts), experts)
+        envoi.moe(tokens, Routing(weights, ids, experts.num_local_experts), experts)
         assert launched and keys(launched) <= known, f"{num_tokens} tokens, at most {most}"
 
 
@@ -240,6 +242,8 @@ def test_on_a_cpu_there_is_nothing_to_compile():
         (("pack", 0, 2), {}, r"max_tokens: expected an int of at least 1, got 0"),
         (("pack", 8, True), {}, r"num_topk: expected an int of at least 1, got True"),
         (("pack", 8, 2), {"jobs": 0}, r"jobs: expected an int of at least 1, got 0"),
+        (("pack", 8, 2), {"dtypes": (torch.int8, torch.float32)}, r"dtypes: expected int32 or int64, and float32"),
+        (("pack", 8, 2), {"dtypes": torch.int32}, r"dtypes: expected int32 or int64, and .*, got torch.int32"),
         (("pack", 8, 2), {"progress": None}, r"progress: expected True or False, got None"),
     ],
 )

@@ -18,22 +18,22 @@ from envoi.runtime.rehearsal import Call, Site, compile_at, find
 from envoi.types import ExpertWeights, QuantTensor, Routing
 
 PREPARED_TOKENS = 256  # up to so many tokens, calls are prepared too: above, the GPU takes longer than the host
+ROUTED = torch.int32, torch.float32  # ids and weights from `envoi.route`
 CHUNK = 128  # numbers of tokens that a process looks at in one go
 
 
 @dataclass(frozen=True)
 class LayerCall:
-    """Call of `envoi.moe` for a number of tokens. experts: without memory."""
+    """Call of `envoi.moe` for a number of tokens. experts: without memory. dtypes: of the routing's ids and weights."""
 
     experts: ExpertWeights
     num_topk: int
+    dtypes: tuple[torch.dtype, torch.dtype] = ROUTED
 
     def __call__(self, num_tokens: int) -> None:
         """Make the call."""
-        slots = num_tokens, self.num_topk
-        routing = Routing(
-            without_memory(slots, torch.float32), without_memory(slots, torch.int32), self.experts.num_local_experts
-        )
+        ids, weights = (without_memory((num_tokens, self.num_topk), dtype) for dtype in self.dtypes)
+        routing = Routing(weights, ids, self.experts.num_local_experts)
         moe(without_memory((num_tokens, self.experts.hidden), torch.bfloat16), routing, self.experts)
 
 
@@ -98,13 +98,14 @@ def compile_sites(
 
 def prepare(
     call: Callable[[torch.Tensor, Routing], Any], experts: ExpertWeights, num_experts: int, max_tokens: int,
-    num_topk: int,
+    num_topk: int, dtypes: tuple[torch.dtype, torch.dtype] = ROUTED,
 ) -> None:  # fmt: skip
     """Make calls with few tokens twice, after which they are prepared: see `envoi.runtime.prepared`."""
     most = min(PREPARED_TOKENS, max_tokens)
     tokens = torch.zeros(most, experts.hidden, dtype=torch.bfloat16, device=experts.device)
-    ids = torch.arange(most * num_topk, dtype=torch.int32, device=experts.device).view(most, num_topk) % num_experts
+    ids = torch.arange(most * num_topk, dtype=dtypes[0], device=experts.device).view(most, num_topk) % num_experts
+    weights = torch.zeros(most, num_topk, dtype=dtypes[1], device=experts.device)
     for count in range(1, most + 1):
-        routing = Routing(torch.zeros_like(ids[:count], dtype=torch.float32), ids[:count], num_experts)
+        routing = Routing(weights[:count], ids[:count], num_experts)
         for _ in range(2):
             call(tokens[:count], routing)
