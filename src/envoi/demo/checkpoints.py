@@ -20,21 +20,18 @@ FP4_BOUNDS = (0.25, 0.75, 1.25, 1.75, 2.5, 3.5, 5.0)
 
 
 def fp8_blocks(weight: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return weight [N, K] in e4m3, and float32 factors [ceil(N / 128), ceil(K / 128)]; blocks at the edges are
-    smaller."""
-    rows, columns = weight.shape
-    padded = torch.nn.functional.pad(weight.float(), (0, -columns % BLOCK, 0, -rows % BLOCK))
-    blocks = padded.unflatten(1, (-1, BLOCK)).unflatten(0, (-1, BLOCK))
+    """Return weight [N, K] in e4m3 and float32 factors [N / 128, K / 128]."""
+    blocks = weight.float().unflatten(1, (-1, BLOCK)).unflatten(0, (-1, BLOCK))
     amax = blocks.abs().amax((1, 3))
     sf = torch.where(amax > 0, amax, 1.0) / FP8_MAX
-    values = (blocks / sf[:, None, :, None]).flatten(2).flatten(0, 1)
-    return values[:rows, :columns].to(torch.float8_e4m3fn), sf
+    values = (blocks / sf[:, None, :, None]).reshape(weight.shape)
+    return values.to(torch.float8_e4m3fn), sf
 
 
 def mxfp4(weight: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """Return weight [N, K] as int8 [N, K / 2], the even column in the low four bits, and UE8M0 factors [N, K / 32].
 
-    A factor is 2^(floor(log2(amax)) - 2), as the OCP's MX standard has it, so that the largest value is 4 to 8 times it.
+    A factor is 2^(floor(log2(amax)) - 2), as in the OCP's MX standard, so that the largest number is 4 to 8 times that.
     """
     groups = weight.float().unflatten(1, (-1, GROUP))
     sf = torch.exp2((torch.frexp(groups.abs().amax(2)).exponent - 3.0).clamp(-127, 127))
@@ -64,11 +61,15 @@ LAYOUTS = {
 
 
 def write(source: Path, folder: Path, layout: Layout) -> Path:
-    """Write the checkpoint in source to folder with its experts in a layout; return folder."""
+    """Write the checkpoint in source to folder with its experts in a layout; return folder.
+
+    Raises ValueError for experts that aren't matrices of whole blocks: Envoi has no kernels for others.
+    """
     stored, left_out = {}, ["lm_head"]  # transformers' FP8 linear layers need kernels from a network
     for name, x in load_file(source / "model.safetensors").items():
         module = name.removesuffix(".weight")
         if ".experts." in name:
+            _check_sizes(name, x)
             stored[name], stored[f"{module}.{layout.factor}"] = layout.quantise(x)
         else:
             stored[name] = x
@@ -79,3 +80,8 @@ def write(source: Path, folder: Path, layout: Layout) -> Path:
     config["quantization_config"] = layout.quantisation | {"modules_to_not_convert": left_out}
     (folder / "config.json").write_text(json.dumps(config, indent=2))
     return folder
+
+
+def _check_sizes(name: str, x: torch.Tensor) -> None:
+    if x.dim() != 2 or any(size % BLOCK for size in x.shape):
+        raise ValueError(f"--model: expected multiples of {BLOCK} as the sizes of {name}, got {list(x.shape)}")

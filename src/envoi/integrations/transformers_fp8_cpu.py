@@ -6,7 +6,6 @@ linear layers in FP8 are still widened: transformers has no code that runs those
 """
 
 import functools
-from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -39,10 +38,9 @@ def _keeping_experts(original: Any) -> Any:
             return
         self.quantization_config.dequantize = False
         original(self, model, *args, **kwargs)
-        modules: Iterator[Any] = model.modules()
-        for module in modules:
-            if isinstance(module, FP8Experts):
-                module.envoi_alone = True  # transformers' own code for it needs a GPU
+        quantised: list[Any] = [module for module in model.modules() if isinstance(module, FP8Experts)]
+        for module in quantised:
+            module.envoi_alone = True  # transformers' own code for it needs a GPU
 
     _process_model_before_weight_loading.envoi = True  # pyright: ignore[reportAttributeAccessIssue]
     return _process_model_before_weight_loading
