@@ -56,7 +56,7 @@ def test_names_dtypes_and_configuration_are_the_published_ones(written):
     assert said["quantization_config"]["quant_method"] == "fp8"
     assert said["quantization_config"]["weight_block_size"] == [128, 128]
     assert "model.layers.3.self_attn.q_proj" in said["quantization_config"]["modules_to_not_convert"]
-    assert said.get("expert_dtype") == (None if fp8 else "fp4")
+    assert said.get("expert_dtype") == said["quantization_config"].get("expert_dtype") == (None if fp8 else "fp4")
 
 
 def test_every_number_is_the_nearest(written):

@@ -54,9 +54,11 @@ class Layout:
 
 
 # gpt-oss's layout of MXFP4 belongs to its own architecture; DeepSeek-V4's is read for any family's experts.
+# transformers reads expert_dtype where DeepSeek-V4 has it, since 5.23 where V4.1 does: in quantization_config.
+FP4 = {"expert_dtype": "fp4"}
 LAYOUTS = {
     "FP8 block-128": Layout("DeepSeek-V3", fp8_blocks, "weight_scale_inv", FP8),
-    "MXFP4": Layout("DeepSeek-V4", mxfp4, "scale", FP8 | {"scale_fmt": "ue8m0"}, {"expert_dtype": "fp4"}),
+    "MXFP4": Layout("DeepSeek-V4", mxfp4, "scale", FP8 | {"scale_fmt": "ue8m0"} | FP4, FP4),
 }
 
 
