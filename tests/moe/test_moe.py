@@ -52,7 +52,8 @@ def emulated(layer: Layer, format: str) -> torch.Tensor:
         for slot, expert in enumerate(ids):
             if expert >= 0:
                 h = gate_up[expert] @ tokens[token]
-                h = torch.nn.functional.silu(h[0::2]) * h[1::2] * layer.routing.topk_weights[token, slot].double()
+                gate, up = h.chunk(2) if packed.gate_up_layout == "concat" else (h[0::2], h[1::2])
+                h = torch.nn.functional.silu(gate) * up * layer.routing.topk_weights[token, slot].double()
                 h = rounded(h.float().unsqueeze(0))[0]
                 out[token] += (down[expert] @ h).float().bfloat16().double()
     return out.bfloat16()

@@ -21,6 +21,7 @@ checks at each call that its packing still fits the weights:
 | anything, while CUDA graphs are replayed                 | stale: a replay calls nothing            |
 | a parametrization (LoRA by `target_parameters`), offload | packs every time, and warns once         |
 
+Weights that are read in place are never stale: bf16 ones whose experts' rows are concatenated, FP8 blocks and rows.
 After a change that makes a packing stale, call `refresh(model)`. Like a call that notices a change, it packs into the
 memory of the old packing where that fits, so that CUDA graphs read the new weights: `generate` with a static cache
 replays graphs, and its first call, outside of them, packs again. In "envoi_mxfp8" and "envoi_mxfp4_mxfp8" graphs have
@@ -143,8 +144,8 @@ def refresh(model: torch.nn.Module) -> None:
 def release(model: torch.nn.Module) -> int:
     """Free the experts' own weights of a model for which Envoi is chosen, layer by layer; return the bytes freed.
 
-    Only packed weights are kept, as far as they are copies: FP8 rows and blocks, and bf16 down, are the module's own
-    memory anyway. From then on the experts run by Envoi in this format alone, and what needs the originals is refused:
+    Only packed weights are kept, as far as they are copies: FP8 rows and blocks, and bf16 weights with concatenated
+    rows, are the module's own memory anyway. From then on the experts run by Envoi in this format alone, and what needs the originals is refused:
     other implementations and formats, `state_dict` and `save_pretrained`, `model.to(...)`, and changes of the weights.
     """
     from envoi.integrations import transformers_release

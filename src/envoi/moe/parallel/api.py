@@ -50,7 +50,7 @@ from envoi.plan.gathering import LINKS, gathering_pays
 from envoi.plan.presum import pays
 from envoi.runtime import shortcuts
 from envoi.runtime.custom_op import operator
-from envoi.runtime.prepared.calls import plain
+from envoi.runtime.prepared.calls import MISSED, plain
 from envoi.types import ExpertWeights, Routing
 
 NVLINK = "all ranks reach each other's memory"
@@ -180,7 +180,9 @@ class ExpertParallel:
             self._check_lateness()
             constants = "moe_parallel", routing.num_experts, *constants_of(experts)
             tensors = tokens, routing.topk_weights, routing.topk_ids, *tensors_of(experts)
-            out = domain.calls.run(constants, tensors, partial(self._moe, tokens, routing))
+            out = domain.calls.replay(constants, tensors)
+            if out is MISSED:
+                out = domain.calls.run(constants, tensors, partial(self._moe, tokens, routing))
             self.check()
             return out
 
@@ -274,8 +276,13 @@ class ExpertParallel:
         if watch.failure is None and shared is not None and any(shared.codes[0]):
             codes = list(shared.codes[0])
             late = [rank for rank, code in enumerate(codes) if code]
-            names = watch.first_to_say([watch.ranks[rank] for rank in late])
-            watch.failure = PeerTimeout(names, nvlink.LATE_STEPS[codes[late[0]]], self.timeout_s, rank=watch.rank)
+            step = nvlink.LATE_STEPS[codes[late[0]]]
+            if self.buffers is not None:  # rows of another call have come: who is late is asked of all
+                with suppress(PeerTimeout):
+                    watch.fail(step, TimeoutError(step), 0.0)
+            else:
+                names = watch.first_to_say([watch.ranks[rank] for rank in late])
+                watch.failure = PeerTimeout(names, step, self.timeout_s, rank=watch.rank)
         if watch.failure is not None:
             raise watch.failure
 
