@@ -145,8 +145,9 @@ def release(model: torch.nn.Module) -> int:
     """Free the experts' own weights of a model for which Envoi is chosen, layer by layer; return the bytes freed.
 
     Only packed weights are kept, as far as they are copies: FP8 rows and blocks, and bf16 weights with concatenated
-    rows, are the module's own memory anyway. From then on the experts run by Envoi in this format alone, and what needs the originals is refused:
-    other implementations and formats, `state_dict` and `save_pretrained`, `model.to(...)`, and changes of the weights.
+    rows, are the module's own memory anyway. From then on the experts run by Envoi in this format alone, and what needs
+    the originals is refused: other implementations and formats, `state_dict` and `save_pretrained`, `model.to(...)`,
+    and changes of the weights.
     """
     from envoi.integrations import transformers_release
 
@@ -311,7 +312,7 @@ def _run(
     if topk_ids.device.type == "cpu" or not layer.has_kernels(topk_ids.device):
         # The kernels mask these themselves.
         topk_ids = topk_ids.masked_fill(topk_ids >= experts.num_local_experts, -1)
-    routing = Routing(topk_weights.float(), topk_ids.to(torch.int32), experts.num_local_experts)
+    routing = Routing(topk_weights, topk_ids, experts.num_local_experts)
     return moe(hidden_states.to(torch.bfloat16), routing, experts).to(hidden_states.dtype)
 
 

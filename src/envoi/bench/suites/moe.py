@@ -125,8 +125,10 @@ def make_layer(shape: MoeShape, device: torch.device, rank: int = 0, num_ranks: 
 def _pack(gate_up: torch.Tensor, down: torch.Tensor, format: str, layout: str | None = None) -> ExpertWeights:
     weights = zip(gate_up.split(PACK_AT_ONCE), down.split(PACK_AT_ONCE), strict=True)
     parts = [pack(*part, format, packed_layout=layout) for part in weights]
-    gate_up, down = _concat([part.gate_up for part in parts]), _concat([part.down for part in parts])
-    return ExpertWeights.arrange(replace(parts[0], gate_up=gate_up, down=down))
+    whole = replace(
+        parts[0], gate_up=_concat([part.gate_up for part in parts]), down=_concat([part.down for part in parts])
+    )
+    return ExpertWeights.arrange(whole)
 
 
 def _concat(weights: list[Matrix]) -> Matrix:

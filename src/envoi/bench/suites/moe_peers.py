@@ -240,7 +240,7 @@ def triton_kernels(layer: Layer) -> tuple[Run, str]:
 
 
 def bits_of(ids: torch.Tensor, num_experts: int) -> torch.Tensor:
-    """Return a bit for each token and expert, set where the expert is chosen: uint32 [M, num_experts / 32], rounded up."""
+    """Return a bit for each token and expert, set where it is chosen: uint32 [M, num_experts / 32 rounded up]."""
     chosen = ids.new_zeros(len(ids), -(-num_experts // 32) * 32, dtype=torch.int64)
     chosen.scatter_(1, ids.long(), 1)
     places = 2 ** torch.arange(32, dtype=torch.int64, device=ids.device)

@@ -24,6 +24,7 @@ from envoi.moe.op import (
     mlp_flops,
     tensors_of,
     unflatten,
+    widened,
 )
 from envoi.moe.parallel import counted, gathered, gathered_device, nvlink, symmetric_memory
 from envoi.moe.parallel.collectives import gather_texts
@@ -167,7 +168,9 @@ class ExpertParallel:
 
     def _moe(self, tokens: torch.Tensor, routing: Routing) -> torch.Tensor:
         rows, slots, dtype = as_rows(tokens, routing)
-        ids, weights = slots.topk_ids, slots.topk_weights
+        weights, ids = slots.topk_weights, slots.topk_ids
+        if isinstance(weights, torch.Tensor) and isinstance(ids, torch.Tensor):
+            weights, ids = widened(weights, ids)
         out = _moe_parallel(rows, weights, ids, routing.num_experts, self.name, *flatten(self.experts))
         return out if rows is tokens and dtype == out.dtype else out.to(dtype).view(tokens.shape)
 

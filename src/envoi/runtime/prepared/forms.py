@@ -20,7 +20,7 @@ import torch
 from envoi.runtime.prepared.replay import Prepared
 
 MOST_VARIANTS = 4  # of strides, dtypes and modes that a form is looked up for
-_guards = getattr(torch._C._dynamo.guards, "TensorGuards", None)
+_guards: Any = getattr(getattr(getattr(torch._C, "_dynamo", None), "guards", None), "TensorGuards", None)
 
 
 class Variant(NamedTuple):
@@ -59,7 +59,10 @@ class Forms:
         return None
 
     def add(self, constants: tuple, tensors: Sequence[torch.Tensor | None], call: Prepared) -> None:
-        """Add a call that went through all checks, so that its tensors are on one device. Nothing happens where torch has no such guards."""
+        """Add a call that went through all checks, so that its tensors are on one device.
+
+        Nothing happens where torch has no such guards.
+        """
         given = [x for x in tensors if x is not None]
         absent = tuple(i for i, x in enumerate(tensors) if x is None)
         check = _check_of(given)
