@@ -6,7 +6,7 @@ import torch
 from envoi.integrations.transformers import packed_experts, refresh, release, report
 from tests.helpers.quantised_models import mxfp4_blocks
 from tests.helpers.transformers_models import build, expert_modules, logits, tokens
-from tests.integrations.test_transformers_quantised import as_on_a_gpu, load  # noqa: F401
+from tests.integrations.test_transformers_quantised import load
 
 pytestmark = pytest.mark.usefixtures("registered")
 

@@ -79,13 +79,14 @@ def register(requantize: bool = False) -> None:
 
     From then on `from_config`, `from_pretrained` (before it reads weights) and `set_experts_implementation` raise
     ValueError for a model in which one of the names would be without effect or fail at the first call; and gpt-oss's
-    MXFP4 and compressed-tensors' FP8 experts are loaded as they are stored, not widened, where one of them is chosen.
+    MXFP4 and compressed-tensors' FP8 experts are loaded as they are stored, not widened, where one of them is chosen;
+    without a GPU so are all FP8 ones of checkpoints that have nothing else in FP8.
     requantize: round stored weights again where a format can't hold their numbers exactly, which is refused else.
     """
     from transformers.integrations.finegrained_fp8 import ALL_FP8_EXPERTS_FUNCTIONS
     from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
 
-    from envoi.integrations import transformers_checks, transformers_fp8, transformers_mxfp4
+    from envoi.integrations import transformers_checks, transformers_fp8, transformers_fp8_cpu, transformers_mxfp4
 
     global _requantize
     _requantize = expect_bool("requantize", requantize)
@@ -95,6 +96,7 @@ def register(requantize: bool = False) -> None:
     transformers_checks.install()
     transformers_mxfp4.install()
     transformers_fp8.install()
+    transformers_fp8_cpu.install()
 
 
 def experts_forward(

@@ -28,7 +28,7 @@ from envoi.moe.parallel.shared_device import (
 HEAD_BYTES: tl.constexpr = tl.constexpr(256)  # in front of a segment: state [4] int32, report [2] int32
 ERROR_CODE: tl.constexpr = tl.constexpr(5)  # the entry of the head that says why a rank's arguments are refused
 CALL: tl.constexpr = tl.constexpr(6)  # the entry of the head that says in which call the segment was written
-CALL_COLUMNS: tl.constexpr = tl.constexpr(8)  # bf16 columns behind a part's rows, which begin with the call's number
+CALL_COLUMNS: tl.constexpr = tl.constexpr(8)  # bf16 columns after a part's rows, which begin with the call's number
 BEGUN: tl.constexpr = tl.constexpr(0)  # entries of counts: see `progress`
 HOST_LOST: tl.constexpr = tl.constexpr(3)
 
