@@ -20,7 +20,7 @@ OTHER_TRITONS := $(shell $(PYTHON) tools/pairs.py other-tritons $(PAIR))
 .PHONY: help setup demo test docs ci resolve compile compile-setup test-gpu gate lint format wheel clean
 
 help:
-	@echo "make demo      a trained MoE model answers through Envoi: a table on the terminal, a picture in demo.png"
+	@echo "make demo      a trained MoE model answers through Envoi: tables on the terminal, a picture in demo.png"
 	@echo "make test      all tests (on a machine without a GPU: those that need none)"
 	@echo "make docs      the site, in site/: no network is used"
 	@echo "make ci        what has to pass before a change lands: .ci/run"

@@ -45,7 +45,7 @@ ALLOWED = {
 }  # fmt: skip
 
 # These may import anything; ALLOWED ensures that nothing above imports them.
-FREE = {"__init__", "cases", "integrations", "bench", "cli", "demo", "experts", "info"}
+FREE = {"__init__", "cases", "integrations", "bench", "cli", "demo", "experts", "info", "warming"}
 
 
 def room_of(path: Path) -> str:

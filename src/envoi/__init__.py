@@ -8,6 +8,7 @@ from envoi.moe import moe, router
 from envoi.moe.parallel import ExpertParallel, PeerTimeout
 from envoi.moe.router import route
 from envoi.types import ExpertRows, ExpertWeights, QuantTensor, Routing
+from envoi.warming import warm_up
 
 __version__ = "0.2.0"
 
@@ -28,4 +29,5 @@ __all__ = [
     "plan",
     "route",
     "router",
+    "warm_up",
 ]

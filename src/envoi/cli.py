@@ -69,6 +69,7 @@ def _parser() -> Parser:
         ("info", "versions, devices, and which implementation each operator uses here", _info_arguments, _run_info),
         ("bench", "measure Envoi beside torch", _bench_arguments, _run_bench),
         ("tune", "measure the configs of the GEMMs on this GPU, keep the fastest", _tune_arguments, _run_tune),
+        ("warm-up", "compile all kernels that a MoE layer can need, in parallel", _warm_up_arguments, _run_warm_up),
         ("plan", "predict an expert-parallel MoE: times, what bounds them, sizes", _plan_arguments, _run_plan),
         ("indexer", "certify the indexer's exact mode on this GPU", _indexer_arguments, _run_indexer),
     ):
@@ -153,6 +154,33 @@ def _plan_arguments(parser: argparse.ArgumentParser) -> None:
 
 def _run_plan(args: argparse.Namespace) -> int:
     from envoi.plan import command
+
+    return command.run(args)
+
+
+def _warm_up_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.description = """Compile all kernels that a layer can need for any number of tokens, in parallel, into
+    Triton's cache on disk, from which a later process on a GPU of the same kind reads them."""
+    add = parser.add_argument
+    for name, about in (
+        ("hidden", "width of a token"),
+        ("intermediate", "width inside an expert"),
+        ("experts", "of all ranks"),
+        ("topk", "slots of a token"),
+        ("max-tokens", "the most tokens that a call has on a GPU"),
+    ):
+        add(f"--{name}", metavar="N", type=int, required=True, help=about)
+    add("--format", metavar="NAME", default="bf16", help=f"of {DEMO_FORMATS}; default: %(default)s")
+    add("--activation", metavar="NAME", default="swiglu", help="as for envoi.experts.pack; default: %(default)s")
+    add("--bias", action="store_true", help="experts have biases")
+    add("--ranks", metavar="N", type=int, default=1, help="GPUs that share the experts over NVLink; default: 1")
+    add("--arch", metavar="NAME", help="sm_90, sm_100 or sm_103, which needn't be present; default: the GPU here")
+    add("--sms", metavar="N", type=int, help="multiprocessors of --arch; default: 132, as an H100 SXM or H200 has")
+    add("--jobs", metavar="N", type=int, help="processes; default: one for each CPU")
+
+
+def _run_warm_up(args: argparse.Namespace) -> int:
+    from envoi.moe.parallel import command
 
     return command.run(args)
 

@@ -35,8 +35,8 @@ def safe_launch() -> bool:
 
 
 def prepared() -> bool:
-    """Return True to launch a recorded call's kernels again: `ENVOI_PREPARED=1`, see `runtime.prepared`."""
-    return os.environ.get("ENVOI_PREPARED", "0") == "1"
+    """Return True to launch a recorded call's kernels again: unless `ENVOI_PREPARED=0`, see `runtime.prepared`."""
+    return os.environ.get("ENVOI_PREPARED", "1") == "1"
 
 
 def nvtx() -> bool:

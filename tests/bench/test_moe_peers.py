@@ -212,5 +212,11 @@ def test_a_peer_is_measured_beside_the_others(monkeypatch):
     monkeypatch.setattr(Bench, "on_gpu", property(lambda bench: True))
     case = next(case for case in cases("moe") if case.on_cpu and case.name.endswith("bf16 tokens=64"))
     trial = measure(case, Bench(Clock(CPU, 1), ROOF))
-    assert set(trial.baselines) == {"eager", "torch_grouped", "concat", "vllm_triton"}
+    assert set(trial.baselines) == {"eager", "torch_grouped", "interleaved", "vllm_triton"}
     assert trial.details == {"vllm": "0.20.2"}
+
+
+def test_bits_of_the_chosen_experts():
+    ids = torch.tensor([[0, 31], [32, 39], [5, 5]], dtype=torch.int32)
+    want = [[1 + 2**31, 0], [0, 1 + 2**7], [2**5, 0]]
+    assert moe_peers.bits_of(ids, 40).tolist() == want

@@ -54,4 +54,5 @@ def test_the_demo_runs_from_the_wheel_alone(wheel, tmp_path):
     said = python("-m", "envoi.cli", "demo", *short)
     for part in ("envoi bf16", "held-out modules", "Continued from 'def '", "give the same bits as one rank"):
         assert part in said
+    assert "MXFP4 checkpoint" in said
     assert [path.name for path in elsewhere.iterdir()] == ["demo.png"]

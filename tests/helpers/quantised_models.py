@@ -60,8 +60,8 @@ def fp4(name: str, folder: Path) -> Path:
         sf = power_bytes(x.shape[0], x.shape[1] // 32, seed=_seed(key)).view(torch.float8_e8m0fnu)
         return {key: values, f"{key}_scale_inv": sf}
 
-    config = {"quantization_config": FP8 | {"scale_fmt": "ue8m0"}, "expert_dtype": "fp4"}
-    return save(name, folder, quantise, config)
+    dtype = {"expert_dtype": "fp4"}  # where V4 has it, and where V4.1 and transformers since 5.23 do
+    return save(name, folder, quantise, {"quantization_config": FP8 | {"scale_fmt": "ue8m0"} | dtype, **dtype})
 
 
 def compressed_fp8(name: str, folder: Path, strategy: str, leave: str = "-") -> Path:

@@ -1,24 +1,19 @@
 """Quantised checkpoints loaded by transformers and run by Envoi as they are stored."""
 
+import json
+
 import pytest
 import torch
 import transformers
-from transformers import AutoModelForCausalLM, Mxfp4Config
-from transformers.quantizers.quantizer_finegrained_fp8 import FineGrainedFP8HfQuantizer
+from transformers import AutoModelForCausalLM, FineGrainedFP8Config, Mxfp4Config
 
 from envoi.experts import from_checkpoint, unpack
-from envoi.integrations.transformers import module_weights, packed_experts, register, report
+from envoi.integrations.transformers import module_weights, packed_experts, register, release, report
 from tests.helpers.accuracy import relative_error
 from tests.helpers.quantised_models import WIDER, fp4, fp8_blocks, fp8_matrices, mxfp4_blocks
 from tests.helpers.transformers_models import build, expert_modules, logits, tokens
 
 pytestmark = pytest.mark.usefixtures("registered")
-
-
-@pytest.fixture(autouse=True)
-def as_on_a_gpu(monkeypatch):
-    """Keep FP8 weights as they are: without a GPU transformers widens them."""
-    monkeypatch.setattr(FineGrainedFP8HfQuantizer, "validate_environment", lambda *given, **options: None)
 
 
 @pytest.fixture
@@ -191,7 +186,49 @@ def test_the_report_of_quantised_models(tmp_path):
     ]
     oss = load(mxfp4_blocks(tmp_path / "b"), experts_implementation="envoi_mxfp4_mxfp8")
     assert [(row.stored, row.chosen, row.why) for row in report(oss).rows] == [("mxfp4", "envoi_mxfp4_mxfp8", "")] * 2
-    assert str(report(oss)).splitlines()[1].split() == ["2", "Mxfp4Experts", "mxfp4", "envoi_mxfp4_mxfp8", "yes"]
+    line = ["2", "Mxfp4Experts", "mxfp4", "envoi_mxfp4_mxfp8", "yes", f"{own_bytes(oss) / 1e6:.2f}"]
+    assert str(report(oss)).splitlines()[1].split() == line
+
+
+def own_bytes(model):
+    return sum(x.nbytes for module in experts_of(model) for x in module.parameters() if not x.is_meta)
+
+
+def test_the_report_counts_every_memory_once(tmp_path):
+    shared, copies = fp8_blocks("mixtral", tmp_path / "a"), fp4("mixtral", tmp_path / "b")  # MXFP4 rows are put in turn
+    for model, copied in ((load(shared), False), (load(copies), True)):
+        own = own_bytes(model)
+        assert sum(row.num_bytes for row in report(model).rows) == own > 0
+        for module in experts_of(model):
+            packed_experts(module)
+        packed = sum(row.num_bytes for row in report(model).rows)
+        assert packed > 1.5 * own if copied else packed == own
+        freed = release(model)
+        assert sum(row.num_bytes for row in report(model).rows) == packed - freed
+
+
+def test_linear_layers_in_fp8_are_widened_where_nothing_runs_them(tmp_path, monkeypatch):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    folder = fp8_blocks("mixtral", tmp_path)
+    said = json.loads((folder / "config.json").read_text())
+    said["quantization_config"]["modules_to_not_convert"] = ["lm_head"]
+    (folder / "config.json").write_text(json.dumps(said))
+    assert {row.stored for row in report(load(folder)).rows} == {"bfloat16"}
+
+
+def test_widened_weights_can_be_asked_for(tmp_path):
+    wide = load(fp8_blocks("mixtral", tmp_path), quantization_config=FineGrainedFP8Config(dequantize=True))
+    assert {(row.stored, row.runs) for row in report(wide).rows} == {("bfloat16", True)}
+
+
+def test_without_a_gpu_fp8_experts_run_by_envoi_alone(tmp_path, monkeypatch):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    folder = fp8_blocks("mixtral", tmp_path)
+    assert {row.stored for row in report(load(folder, experts_implementation="eager")).rows} == {"bfloat16"}
+    model = load(folder)
+    with pytest.raises(ValueError, match="experts: expected one of 'envoi', .* got 'eager': load the model again"):
+        model.set_experts_implementation("eager")
+    assert logits(model, tokens()).isfinite().all()
 
 
 def test_the_report_says_why_not(tmp_path):

@@ -6,7 +6,7 @@ import torch
 from envoi.integrations.transformers import packed_experts, refresh, release, report
 from tests.helpers.quantised_models import mxfp4_blocks
 from tests.helpers.transformers_models import build, expert_modules, logits, tokens
-from tests.integrations.test_transformers_quantised import as_on_a_gpu, load  # noqa: F401
+from tests.integrations.test_transformers_quantised import load
 
 pytestmark = pytest.mark.usefixtures("registered")
 
@@ -23,8 +23,8 @@ def test_what_is_released_computes_the_same(name, implementation):
     want, before = logits(model, ids), num_bytes(model)
     freed = release(model)
     weights = [x for m in expert_modules(model) for x in (m.gate_up_proj, m.down_proj)]
-    copied = weights[0::2] if implementation == "envoi" else weights  # bf16 down is read in place
-    assert freed == before - num_bytes(model) == sum(x.nbytes for x in copied) > 0
+    copied = [] if implementation == "envoi" else weights  # bf16 weights are read in place
+    assert freed == before - num_bytes(model) == sum(x.nbytes for x in copied)
     assert torch.equal(logits(model, ids), want)
     assert release(model) == 0
     refresh(model)

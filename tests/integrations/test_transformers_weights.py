@@ -110,7 +110,18 @@ def test_counted_changes_are_noticed(change, format):
     assert not torch.equal(after, before)
 
 
-@pytest.mark.parametrize("format", ["bf16", "fp8_row", "mxfp4"])
+def test_a_write_through_data_is_seen_where_weights_are_read_in_place():
+    model, ids = loud("mixtral"), tokens()
+    model.set_experts_implementation("envoi")
+    before = logits(model, ids)
+    for module in expert_modules(model):
+        module.gate_up_proj.data.mul_(0.5)
+    after = logits(model, ids)
+    assert torch.equal(after, fresh_logits(model, ids))
+    assert not torch.equal(after, before)
+
+
+@pytest.mark.parametrize("format", ["fp8_row", "mxfp4"])
 def test_a_write_through_data_needs_refresh(format):
     model, ids = loud("mixtral"), tokens()
     model.set_experts_implementation(integration.implementation_name(format))
@@ -127,6 +138,7 @@ def test_a_write_through_data_needs_refresh(format):
 def test_a_write_to_inference_tensors_needs_refresh():
     with torch.inference_mode():
         model = loud("mixtral")
+        model.set_experts_implementation("envoi_fp8_row")
         ids = tokens()
         before = logits(model, ids)
         for module in expert_modules(model):

@@ -230,3 +230,18 @@ def launched() -> dict[str, str]:
 @pytest.mark.parametrize("case", cases.KERNELS, ids=lambda case: case.name)
 def test_what_runs_is_what_was_counted(case):
     assert_same_code(case.name, case.launch(), launched())
+
+
+@pytest.mark.parametrize("tokens", [3, 300])
+@pytest.mark.parametrize("format", FORMATS)
+def test_ids_and_weights_are_read_as_they_are(format, tokens):
+    layer = on_gpu(make(tokens=tokens))
+    routing = layer.routing
+    weights = routing.topk_weights.bfloat16()
+    packed = layer.pack(format)
+    want = moe(layer.tokens, replace(routing, topk_weights=weights.float()), packed)
+    wide = routing.topk_ids.long()
+    assert_same_bits(moe(layer.tokens, replace(routing, topk_ids=wide, topk_weights=weights), packed), want)
+    masked = torch.where(wide == 1, 2**32 + 1, wide)  # no expert, though its lower half is one
+    want = moe(layer.tokens, replace(routing, topk_ids=torch.where(wide == 1, -1, wide).int()), packed)
+    assert_same_bits(moe(layer.tokens, replace(routing, topk_ids=masked), packed), want)

@@ -52,7 +52,8 @@ def emulated(layer: Layer, format: str) -> torch.Tensor:
         for slot, expert in enumerate(ids):
             if expert >= 0:
                 h = gate_up[expert] @ tokens[token]
-                h = torch.nn.functional.silu(h[0::2]) * h[1::2] * layer.routing.topk_weights[token, slot].double()
+                gate, up = h.chunk(2) if packed.gate_up_layout == "concat" else (h[0::2], h[1::2])
+                h = torch.nn.functional.silu(gate) * up * layer.routing.topk_weights[token, slot].double()
                 h = rounded(h.float().unsqueeze(0))[0]
                 out[token] += (down[expert] @ h).float().bfloat16().double()
     return out.bfloat16()
@@ -209,10 +210,10 @@ R = LAYER.routing
         (r"tokens: expected bfloat16 \[num_tokens, 256\], got float32 \[60, 256\]", LAYER.tokens.float(), R),
         (r"tokens: expected bfloat16 \[num_tokens, 256\], got bfloat16 \[60, 255\]", LAYER.tokens[:, :255], R),
         ("tokens: expected a tensor on cpu .*, got one on meta", LAYER.tokens.to("meta"), R),
-        (r"expected int32 \[60, num_topk\], got int16", LAYER.tokens, replace(R, topk_ids=R.topk_ids.short())),
-        ("topk_ids: expected int32 .60, .*, got NoneType", LAYER.tokens, replace(R, topk_ids=None)),
-        ("topk_ids: expected int32 .60, .*, got int32 .9, 3.", LAYER.tokens, replace(R, topk_ids=R.topk_ids[:9])),
-        ("topk_weights: expected float32 .60, 3., got float64", LAYER.tokens,
+        (r"expected int32 or int64 \[60, num_topk\], got int16", LAYER.tokens, replace(R, topk_ids=R.topk_ids.short())),
+        ("topk_ids: expected int32 or int64 .60, .*, got NoneType", LAYER.tokens, replace(R, topk_ids=None)),
+        ("topk_ids: expected int32 or .* .60, .*, got int32 .9, 3.", LAYER.tokens, replace(R, topk_ids=R.topk_ids[:9])),
+        ("topk_weights: expected float32 or .* .60, 3., got float64", LAYER.tokens,
          replace(R, topk_weights=R.topk_weights.double())),
         ("experts: expected all 16 experts of the routing, got 8", LAYER.tokens, replace(R, num_experts=16)),
         ("ids from 0 to 7, or -1 .*, got 8 at token 1, slot 2", LAYER.tokens,

@@ -26,7 +26,7 @@ from envoi.gemm import grouped_gemm
 from envoi.gemm.hopper import host, tune
 from envoi.moe import op as moe_op
 from envoi.runtime import prepared, shortcuts, workspace
-from envoi.runtime.prepared import calls, driver, parameters, recording, replay
+from envoi.runtime.prepared import calls, driver, forms, parameters, recording, replay
 from envoi.runtime.prepared.constants import exactly
 from envoi.types import ExpertWeights, QuantTensor
 from tests.helpers.fake_driver import INVALID_CONTEXT
@@ -453,7 +453,7 @@ def test_without_a_driver_or_with_an_old_one_calls_run_as_always(monkeypatch, mi
 
 @pytest.mark.parametrize(
     ("variables", "on"),
-    [({}, False), ({"ENVOI_PREPARED": "1"}, True), ({"ENVOI_PREPARED": "1", "ENVOI_SAFE_LAUNCH": "1"}, False)],
+    [({}, True), ({"ENVOI_PREPARED": "0"}, False), ({"ENVOI_PREPARED": "1", "ENVOI_SAFE_LAUNCH": "1"}, False)],
 )
 def test_the_variables_decide(monkeypatch, variables, on):
     for name in ("ENVOI_PREPARED", "ENVOI_SAFE_LAUNCH"):
@@ -529,3 +529,53 @@ def test_every_parameter_is_taken(function):
         zip(function.__code__.co_freevars, (cell.cell_contents for cell in function.__closure__), strict=True)
     )
     assert list(inspect.signature(closure["given"]).parameters) == list(inspect.signature(function).parameters)
+
+
+# Forms: calls found by torch's guards
+
+
+def test_calls_are_found_by_torchs_guards(hopper, monkeypatch):
+    prepare()
+    monkeypatch.setattr(calls.Calls, "run", None)  # what looks for keys
+    assert replays(hopper, envoi.gemm, *sides(seed=3))
+
+
+def test_calls_are_found_by_key_where_torch_has_no_guards(hopper, monkeypatch):
+    monkeypatch.setattr(forms, "_guards", None)
+    prepare()
+    assert replays(hopper, envoi.gemm, *sides(seed=3))
+    assert not replays(hopper, envoi.gemm, *sides(M=63))
+    assert not calls._calls.forms.known
+
+
+def test_an_object_that_is_given_twice_is_found_by_key(hopper):
+    square = torch.randn(128, 128, dtype=torch.bfloat16)
+    prepare(arguments=(square, square.clone()))
+    assert replays(hopper, envoi.gemm, square, square.clone())
+    assert replays(hopper, envoi.gemm, square, square)
+
+
+def test_a_tensor_in_place_of_none_is_another_form():
+    made = forms.Forms(8)
+    x, y, call = torch.zeros(2, 3), torch.zeros(4), SimpleNamespace(stream=None)
+    made.add(("f",), (x, None, y), call)
+    here = (-1, 0)
+    assert made.find(("f",), (x, None, y), here) is call
+    assert made.find(("f",), (x, y, None), here) is None
+    assert made.find(("f",), (x, None, None), here) is None
+    assert made.find(("f",), (x, y, torch.zeros(4)), here) is None
+    assert made.find(("g",), (x, None, y), here) is None
+    assert made.find(("f",), (x, None, y), (0, 0)) is None
+    with torch.inference_mode():
+        assert made.find(("f",), (x, None, y), here) is None
+    made.forget(call)
+    assert not made.known
+
+
+def test_forms_are_bounded():
+    made, call = forms.Forms(8), SimpleNamespace(stream=None)
+    for size in range(1, 30):
+        for columns in range(1, 9):  # as many variants of a form
+            made.add(("f",), (torch.zeros(size), torch.zeros(columns)), call)
+        assert len(made.known) <= 8
+        assert all(len(variants) <= forms.MOST_VARIANTS for variants in made.known.values())

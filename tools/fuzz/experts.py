@@ -54,8 +54,17 @@ class Layer:
 
     @cached_property
     def stored(self) -> tuple[torch.Tensor, torch.Tensor, str]:
-        """Return gate_up (interleaved) and down in float64 as the format stores them, and what packing does wrong."""
+        """Return gate_up, as it is kept, and down in float64 as the format stores them, and what packing does wrong."""
         return weights_of(self)
+
+    @property
+    def kept(self) -> str:
+        """Layout in which gate_up is kept."""
+        return self.gate_up_layout if self.format in ("bf16", "fp8_row", "fp8_block128") else "interleaved"
+
+    def arranged(self, x: torch.Tensor, dim: int) -> torch.Tensor:
+        """Return gate_up, or its bias, as it is kept."""
+        return x if self.kept == self.gate_up_layout else interleaved(x, self.gate_up_layout, dim)
 
     def pack(self, device: torch.device | str, first: int = 0, last: int | None = None) -> ExpertWeights:
         """Pack experts first : last."""
@@ -161,11 +170,11 @@ def interleaved(x: torch.Tensor, layout: str, dim: int) -> torch.Tensor:
 
 
 def weights_of(given: Layer) -> tuple[torch.Tensor, torch.Tensor, str]:
-    """Return gate_up (interleaved) and down in float64 as the format stores them, and what packing does wrong.
+    """Return gate_up, as it is kept, and down in float64 as the format stores them, and what packing does wrong.
 
     Only where two scale factors of an MXFP4 group have equal errors, to rounding, the packed one decides.
     """
-    sides = interleaved(given.gate_up, given.gate_up_layout, 1), given.down
+    sides = given.arranged(given.gate_up, 1), given.down
     packed = given.pack("cpu")
     found = []
     for x, stored in zip(sides, (packed.gate_up, packed.down), strict=True):
@@ -208,7 +217,7 @@ def oracle(given: Layer, device: Device) -> Approx:
         token, slot = (ids == expert).nonzero(as_tuple=True)
         if len(token):
             biases = None if given.biases is None else (
-                interleaved(given.biases[0].double(), given.gate_up_layout, 1)[expert], given.biases[1].double()[expert]
+                given.arranged(given.biases[0].double(), 1)[expert], given.biases[1].double()[expert]
             )  # fmt: skip
             rows = expert_rows(
                 tokens[token], weights[token, slot, None], gate_up[expert], down[expert], biases, given, device
@@ -231,7 +240,8 @@ def expert_rows(
     acc = approx.matmul(x, gate_up, arithmetic, lost(x, x.shape[1]) if split else None)
     if biases is not None:
         acc = acc + exact(biases[0].expand_as(acc.mid))
-    gate, up = acc[:, 0::2], acc[:, 1::2]
+    half = acc.mid.shape[1] // 2
+    gate, up = (acc[:, :half], acc[:, half:]) if given.kept == "concat" else (acc[:, 0::2], acc[:, 1::2])
     if limit is not None:
         limit = float(torch.tensor(limit, dtype=torch.float32))
         gate, up = gate.clamp(None, limit), up.clamp(-limit, limit)

@@ -4,14 +4,11 @@ Triton compiles one kernel at a time, for seconds each; the worker processes fil
 measuring process loads them.
 """
 
-import multiprocessing
 import os
 import sys
 import time
 from collections.abc import Iterable, Sequence
-from concurrent.futures import Future, ProcessPoolExecutor
-from concurrent.futures.process import BrokenProcessPool
-from functools import cache
+from functools import cache, partial
 
 import torch
 
@@ -20,11 +17,14 @@ from envoi.bench.problems import Planned, Shape
 from envoi.bench.shapes import Case
 from envoi.gemm.hopper.cases import launch_with
 from envoi.gemm.hopper.config import Config
-from envoi.runtime import devices
+from envoi.runtime import devices, triton_compat
+from envoi.runtime.compilers import DIED, Compilers
+from envoi.runtime.devices import Target
 from envoi.runtime.kernel_case import kernel_key
 
 Job = tuple[Shape, Config]
 MAX_PROCESSES = 16
+ARCH = "sm_90"
 
 
 def compile_cases(cases: Iterable[Case], num_processes: int | None = None) -> None:
@@ -52,21 +52,12 @@ def compile_all(jobs: Sequence[Job], num_sms: int, num_processes: int | None = N
     if count < 2:
         return {}
     start = time.monotonic()
-    context = multiprocessing.get_context("spawn")
-    with ProcessPoolExecutor(count, context) as pool:
-        futures = [pool.submit(_compile, job, num_sms) for job in todo]
-        said = [_outcome(future) for future in futures]
-    refused = {job: text for job, text in zip(todo, said, strict=True) if text}
+    with Compilers(Target(ARCH, num_sms), count) as compilers:
+        said = dict(compilers.map(partial(_compile, num_sms), todo))
+    refused = {job: DIED if said[job] is None else str(said[job]) for job in todo if said[job] != ""}
     what = f"{len(todo)} kernels compiled in {time.monotonic() - start:.0f} s by {count} processes"
     print(f"{what}, {len(refused)} refused", file=sys.stderr, flush=True)
     return refused
-
-
-def _outcome(future: "Future[str]") -> str:
-    try:
-        return future.result()
-    except BrokenProcessPool:  # a compiler crash ended its process and with it the pool
-        return "the process died"
 
 
 @cache
@@ -74,11 +65,11 @@ def _planned(shape: Shape, num_sms: int) -> Planned:
     return problems.planned(shape, num_sms)
 
 
-def _compile(job: Job, num_sms: int) -> str:
+def _compile(num_sms: int, job: Job) -> str:
     """Compile into the cache, in a process of the pool, without a launch. Return the error, "" if there was none."""
     try:
-        kernel, grid, arguments, options = launch_with(_planned(job[0], num_sms).call, job[1], num_sms)
-        kernel.warmup(*arguments, grid=grid, **options)
+        kernel, _, arguments, options = launch_with(_planned(job[0], num_sms).call, job[1], num_sms)
+        triton_compat.compile_like_a_launch(kernel, arguments, ARCH, options)
     except Exception as error:  # the measurement will hit the error again and report it
         return f"{type(error).__name__}: {' '.join(str(error).split())[:160]}"
     return ""

@@ -13,21 +13,26 @@ WINDOW = 512  # bytes of context; each byte of a window but the first is predict
 BATCH = 8
 
 
-def load(folder: Path, device: torch.device) -> Any:
-    """Load the checkpoint as a transformers model in bf16, with its experts through Envoi.
+def load(folder: Path, device: torch.device, widen: bool = False) -> Any:
+    """Load the checkpoint as a transformers model in bf16, with its experts through Envoi, as they are stored.
 
+    widen: quantised experts in bf16 and by transformers' own code.
     Raises ValueError if tensors are missing or don't have the configuration's shapes.
     """
-    from transformers import AutoModelForCausalLM
+    from transformers import AutoConfig, AutoModelForCausalLM
     from transformers.utils import logging
 
     register()
     logging.set_verbosity_error()
     logging.disable_progress_bar()
     try:
+        config = AutoConfig.from_pretrained(folder)
+        if widen:
+            config.quantization_config["dequantize"] = True
         loaded: Any = AutoModelForCausalLM.from_pretrained(
-            folder, dtype=torch.bfloat16, experts_implementation="envoi", output_loading_info=True
-        )
+            folder, config=config, dtype=torch.bfloat16, experts_implementation="eager" if widen else "envoi",
+            output_loading_info=True,
+        )  # fmt: skip
     except (RuntimeError, OSError, KeyError) as error:
         raise ValueError(f"--model: {folder} doesn't load: {str(error).splitlines()[0]}") from error
     model, report = loaded

@@ -2,18 +2,20 @@
 
 import argparse
 import platform
+import tempfile
 import time
 from itertools import pairwise
+from pathlib import Path
 from typing import Any
 
 import torch
 
 from envoi.check import expect_int, expect_picture
+from envoi.demo import checkpoints, picture
 from envoi.demo import layer as moe_layer
 from envoi.demo import model as lm
-from envoi.demo import picture
 from envoi.demo.text import find_model, read_text
-from envoi.integrations.transformers import implementation_name, packed_experts
+from envoi.integrations.transformers import implementation_name, packed_experts, release, report
 from envoi.quant.formats import format_named
 
 LAYER = 1  # run over several ranks
@@ -28,18 +30,21 @@ def run(args: argparse.Namespace) -> int:
     expect_int("--new-bytes", args.new_bytes, 1)
     expect_int("--ranks", args.ranks, 1)
     out = expect_picture("--out", args.out)
-    import matplotlib  # noqa: F401  # fails before the work is done if it is missing
+    import accelerate  # noqa: F401  # fails before the work is done if it is missing
+    import matplotlib  # noqa: F401
 
     folder = find_model(args.model)
     text = read_text(args.text, folder, args.bytes)
     device = pick_device(args.device)
     batches = lm.windows(text.data, device)
-    with _bar(BATCH * (1 + (1 + len(formats)) * len(batches) + args.ranks) + args.new_bytes) as bar:
+    evaluations = 1 + len(formats) + 1 + 2 * len(checkpoints.LAYOUTS)
+    with _bar(BATCH * (1 + evaluations * len(batches) + args.ranks) + args.new_bytes) as bar:
         bar.set_description("loading")
         model = lm.load(folder, device)
         bar.update(BATCH)
         bar.write(f"{folder.name}: {describe_model(model)}\non {describe_device(device)}, torch {torch.__version__}\n")
-        show_bits(bar, model, batches, formats, text.source, len(text.data))
+        eager = show_bits(bar, model, batches, formats, text.source, len(text.data))
+        show_checkpoints(bar, folder, batches, eager)
         show_continuation(bar, model, args.prompt, args.new_bytes)
         stages = show_layer(bar, model, batches[0], args.ranks)
         load = lm.expert_load(model, batches[0])
@@ -84,19 +89,49 @@ def describe_model(model: Any) -> str:
 
 def show_bits(
     bar: Any, model: Any, batches: list[torch.Tensor], formats: list[str], source: str, num_bytes: int
-) -> None:
-    """Print the table of bits per byte: transformers' own experts, then Envoi's formats."""
+) -> float:
+    """Print the table of bits per byte: transformers' own experts, then Envoi's formats. Return the first."""
     names = {"eager": "eager", **{f"envoi {name}": implementation_name(name) for name in formats}}
     bar.write(f"Bits per byte on {num_bytes} bytes: {source}")
     bar.write(f"  {'experts':<20}{'bits/byte':>10}{'- eager':>10}{'seconds':>9}")
-    eager = None
+    eager = float("nan")
     for label, implementation in names.items():
         bar.set_description(label)
         model.set_experts_implementation(implementation)
         begin = time.perf_counter()
         bits = lm.bits_per_byte(model, batches, lambda: bar.update(BATCH))
-        eager = bits if eager is None else eager
+        eager = bits if label == "eager" else eager
         bar.write(f"  {label:<20}{bits:>10.4f}{bits - eager:>+10.4f}{time.perf_counter() - begin:>9.1f}")
+    return eager
+
+
+def show_checkpoints(bar: Any, folder: Path, batches: list[torch.Tensor], eager: float) -> None:
+    """Print bits per byte and the experts' memory of the model's checkpoints in bf16, FP8 and MXFP4, as stored.
+
+    Each is loaded by from_pretrained, and its experts are released to Envoi: nothing is kept twice.
+    """
+
+    def bits(model: Any) -> float:
+        return lm.bits_per_byte(model, batches, lambda: bar.update(BATCH))
+
+    def show(label: str, stored: Path, widened: float) -> None:
+        model = lm.load(stored, batches[0].device)
+        release(model)
+        by_envoi = bits(model)
+        rows = report(model).rows
+        formats = ", ".join(sorted({row.stored for row in rows}))
+        megabytes = sum(row.num_bytes for row in rows) / 1e6
+        bar.write(f"  {label:<26}{formats:<14}{by_envoi:>10.4f}{widened:>12.4f}{megabytes:>10.2f} MB")
+
+    bar.write("\nIts checkpoints, run as they are stored; eager: widened to bf16 by transformers")
+    bar.write(f"  {'':<26}{'experts':<14}{'envoi':>10}{'eager':>12}{'in memory':>13}")
+    bar.set_description("bf16 checkpoint")
+    show("bf16 checkpoint", folder, eager)
+    with tempfile.TemporaryDirectory() as place:
+        for name, layout in checkpoints.LAYOUTS.items():
+            bar.set_description(f"{name} checkpoint")
+            stored = checkpoints.write(folder, Path(place) / layout.publisher, layout)
+            show(f"{name} checkpoint", stored, bits(lm.load(stored, batches[0].device, widen=True)))
 
 
 def show_continuation(bar: Any, model: Any, prompt: str, num_bytes: int) -> None:

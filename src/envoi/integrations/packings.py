@@ -110,6 +110,12 @@ def packed(weights: Weights, recipe: Recipe) -> ExpertWeights:
     return packing.experts
 
 
+def kept(weights: Weights) -> list[ExpertWeights]:
+    """Return the packings that are kept of these weights, of all formats."""
+    with _lock:
+        return [packing.experts for packing in _kept.get(weights.gate_up, {}).values()]
+
+
 def refresh(weights: Weights) -> None:
     """Pack again by every recipe for which a packing is kept, whether or not a change was noticed."""
     with _lock:

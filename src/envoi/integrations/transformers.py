@@ -21,6 +21,7 @@ checks at each call that its packing still fits the weights:
 | anything, while CUDA graphs are replayed                 | stale: a replay calls nothing            |
 | a parametrization (LoRA by `target_parameters`), offload | packs every time, and warns once         |
 
+Weights that are read in place are never stale: bf16 ones whose experts' rows are concatenated, FP8 blocks and rows.
 After a change that makes a packing stale, call `refresh(model)`. Like a call that notices a change, it packs into the
 memory of the old packing where that fits, so that CUDA graphs read the new weights: `generate` with a static cache
 replays graphs, and its first call, outside of them, packs again. In "envoi_mxfp8" and "envoi_mxfp4_mxfp8" graphs have
@@ -78,13 +79,14 @@ def register(requantize: bool = False) -> None:
 
     From then on `from_config`, `from_pretrained` (before it reads weights) and `set_experts_implementation` raise
     ValueError for a model in which one of the names would be without effect or fail at the first call; and gpt-oss's
-    MXFP4 and compressed-tensors' FP8 experts are loaded as they are stored, not widened, where one of them is chosen.
+    MXFP4 and compressed-tensors' FP8 experts are loaded as they are stored, not widened, where one of them is chosen;
+    without a GPU so are all FP8 ones of checkpoints that have nothing else in FP8.
     requantize: round stored weights again where a format can't hold their numbers exactly, which is refused else.
     """
     from transformers.integrations.finegrained_fp8 import ALL_FP8_EXPERTS_FUNCTIONS
     from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
 
-    from envoi.integrations import transformers_checks, transformers_fp8, transformers_mxfp4
+    from envoi.integrations import transformers_checks, transformers_fp8, transformers_fp8_cpu, transformers_mxfp4
 
     global _requantize
     _requantize = expect_bool("requantize", requantize)
@@ -94,6 +96,7 @@ def register(requantize: bool = False) -> None:
     transformers_checks.install()
     transformers_mxfp4.install()
     transformers_fp8.install()
+    transformers_fp8_cpu.install()
 
 
 def experts_forward(
@@ -141,9 +144,10 @@ def refresh(model: torch.nn.Module) -> None:
 def release(model: torch.nn.Module) -> int:
     """Free the experts' own weights of a model for which Envoi is chosen, layer by layer; return the bytes freed.
 
-    Only packed weights are kept, as far as they are copies: FP8 rows and blocks, and bf16 down, are the module's own
-    memory anyway. From then on the experts run by Envoi in this format alone, and what needs the originals is refused:
-    other implementations and formats, `state_dict` and `save_pretrained`, `model.to(...)`, and changes of the weights.
+    Only packed weights are kept, as far as they are copies: FP8 rows and blocks, and bf16 weights with concatenated
+    rows, are the module's own memory anyway. From then on the experts run by Envoi in this format alone, and what needs
+    the originals is refused: other implementations and formats, `state_dict` and `save_pretrained`, `model.to(...)`,
+    and changes of the weights.
     """
     from envoi.integrations import transformers_release
 
@@ -308,7 +312,7 @@ def _run(
     if topk_ids.device.type == "cpu" or not layer.has_kernels(topk_ids.device):
         # The kernels mask these themselves.
         topk_ids = topk_ids.masked_fill(topk_ids >= experts.num_local_experts, -1)
-    routing = Routing(topk_weights.float(), topk_ids.to(torch.int32), experts.num_local_experts)
+    routing = Routing(topk_weights, topk_ids, experts.num_local_experts)
     return moe(hidden_states.to(torch.bfloat16), routing, experts).to(hidden_states.dtype)
 
 

@@ -53,15 +53,17 @@ def install() -> None:
     kind = Mxfp4HfQuantizer
     if hasattr(kind.get_weight_conversions, "envoi"):
         return
-    kind.validate_environment = _noting_the_wish(kind.validate_environment)
+    kind.validate_environment = noting_the_wish(kind.validate_environment)
     kind._process_model_before_weight_loading = _in_place_of_transformers(kind._process_model_before_weight_loading)
     kind.get_weight_conversions = _without_conversions(kind.get_weight_conversions)
 
 
-def _noting_the_wish(original: Any) -> Any:
+def noting_the_wish(original: Any) -> Any:
+    """Wrap a quantiser's check of the machine: envoi_may_load says that the user hasn't asked for widened weights."""
+
     @functools.wraps(original)
     def validate_environment(self, *args, **kwargs):
-        # The original sets dequantize by itself where it finds no kernels.
+        # The original sets dequantize by itself where it finds no kernels or no GPU.
         self.envoi_may_load = self.pre_quantized and not self.quantization_config.dequantize
         return original(self, *args, **kwargs)
 

@@ -5,7 +5,8 @@ from typing import Any, NamedTuple
 import torch
 
 from envoi.integrations import packings
-from envoi.types import ExpertWeights, QuantTensor
+from envoi.moe.op import tensors_of
+from envoi.types import ExpertWeights
 
 
 class Released(NamedTuple):
@@ -19,7 +20,7 @@ def release(module: Any, weights: packings.Weights, recipe: packings.Recipe, for
     """Keep a module's packed experts and free its own tensors where those aren't the packed ones; return the bytes
     freed."""
     experts = packings.packed(weights, recipe)
-    kept = {x.untyped_storage().data_ptr() for x in _tensors(experts)}
+    kept = {x.untyped_storage().data_ptr() for x in tensors_of(experts) if x is not None}
     freed = 0
     for name, x in list(module._parameters.items()):
         if x is None or not any(x is weight for weight in weights):
@@ -33,12 +34,6 @@ def release(module: Any, weights: packings.Weights, recipe: packings.Recipe, for
     if freed:
         module.register_state_dict_pre_hook(_refuse)
     return freed
-
-
-def _tensors(experts: ExpertWeights) -> list[torch.Tensor]:
-    matrices = (experts.gate_up, experts.down)
-    parts = [part for x in matrices for part in ((x.values, x.sf) if isinstance(x, QuantTensor) else (x,))]
-    return [*parts, *(bias for bias in (experts.gate_up_bias, experts.down_bias) if bias is not None)]
 
 
 def _refuse(module: torch.nn.Module, prefix: str, keep_vars: bool) -> None:

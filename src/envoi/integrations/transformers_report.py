@@ -6,7 +6,9 @@ from typing import Any
 import torch
 
 from envoi.check import dtype_name
-from envoi.integrations.transformers import FORMAT_OF, is_experts, stored_format, unserved
+from envoi.integrations import packings
+from envoi.integrations.transformers import FORMAT_OF, is_experts, module_weights, stored_format, unserved
+from envoi.moe.op import tensors_of
 from envoi.table import align, fold
 
 OUTSIDE = "transformers doesn't look its experts up by experts_implementation, and always runs the model's own code"
@@ -16,13 +18,15 @@ FEW = 3  # layers alike that are listed by name
 @dataclass(frozen=True)
 class Row:
     """Experts module: its path and class, what its weights are stored as ("bfloat16", "fp8_block128", ..), the chosen
-    experts_implementation, and why Envoi doesn't run it, "" if it does."""
+    experts_implementation, why Envoi doesn't run it, "" if it does, and the bytes of memory of its weights: its own and
+    those that Envoi keeps packed, none counted twice."""
 
     path: str
     kind: str
     stored: str
     chosen: str
     why: str
+    num_bytes: int
 
     @property
     def runs(self) -> bool:
@@ -39,19 +43,23 @@ class Report:
     def __str__(self) -> str:
         if not self.rows:
             return "no experts modules found"
-        alike: dict[tuple[str, ...], list[str]] = {}
+        alike: dict[tuple[str, ...], list[Row]] = {}
         for row in self.rows:
-            alike.setdefault((row.kind, row.stored, row.chosen, row.why), []).append(row.path)
+            alike.setdefault((row.kind, row.stored, row.chosen, row.why), []).append(row)
         lines = [
-            (str(len(paths)), kind, stored, chosen, "no" if why else "yes")
-            for (kind, stored, chosen, why), paths in alike.items()
+            (str(len(rows)), kind, stored, chosen, "no" if why else "yes", f"{_megabytes(rows):.2f}")
+            for (kind, stored, chosen, why), rows in alike.items()
         ]
-        text = [align(("modules", "class", "stored as", "implementation", "by Envoi"), lines, left=(1, 2, 3, 4))]
-        for (kind, *_, why), paths in alike.items():
+        text = [align(("modules", "class", "stored as", "implementation", "by Envoi", "MB"), lines, left=(1, 2, 3, 4))]
+        for (kind, *_, why), rows in alike.items():
             if why:
-                named = ", ".join(paths[:FEW]) + (", .." if len(paths) > FEW else "")
+                named = ", ".join(row.path for row in rows[:FEW]) + (", .." if len(rows) > FEW else "")
                 text.append(fold(f"{kind} ({named}): {why}"))
         return "\n".join(text)
+
+
+def _megabytes(rows: list[Row]) -> float:
+    return sum(row.num_bytes for row in rows) / 1e6
 
 
 def report(model: torch.nn.Module) -> Report:
@@ -76,13 +84,24 @@ def _row(path: str, module: Any) -> Row:
     if not is_experts(module):
         mxfp4 = kind == "Mxfp4GptOssExperts"
         why = "its MXFP4 weights are in the order of transformers' own kernels; choose Envoi in from_pretrained"
-        return Row(path, kind, "mxfp4" if mxfp4 else _dtype(module), "-", why if mxfp4 else OUTSIDE)
+        stored = "mxfp4" if mxfp4 else _dtype(module)
+        return Row(path, kind, stored, "-", why if mxfp4 else OUTSIDE, _num_bytes(module))
     chosen = str(module.config._experts_implementation)
     why = unserved(module, FORMAT_OF.get(chosen, "bf16")) or ""
     if chosen not in FORMAT_OF:
         reason = f"experts_implementation is {chosen!r}"
         why = f"{reason}, and Envoi can't run it: {why}" if why else reason
-    return Row(path, kind, _stored(module), chosen, why)
+    return Row(path, kind, _stored(module), chosen, why, _num_bytes(module))
+
+
+def _num_bytes(module: Any) -> int:
+    held: list[torch.Tensor | None] = list(module.parameters())
+    if is_experts(module):
+        released = module.__dict__.get("_envoi_released")
+        packed = [released.experts] if released is not None else packings.kept(module_weights(module))
+        held += [x for experts in packed for x in tensors_of(experts)]
+    # Packed weights may be the module's own memory, and tensors without memory are at 0.
+    return sum({x.data_ptr(): x.nbytes for x in held if not (x is None or x.is_meta)}.values())
 
 
 def _stored(module: Any) -> str:

@@ -13,6 +13,7 @@ from envoi.moe.op import (
     mlp_flops,
     tensors_of,
     unflatten,
+    widened,
 )
 from envoi.runtime.custom_op import operator
 from envoi.runtime.prepared import prepared
@@ -71,4 +72,4 @@ def _moe(
         check_ids(topk_ids, experts.num_local_experts)
     if has_kernels:
         return layer.run_layer(tokens, topk_weights, topk_ids, experts)
-    return reference.moe(tokens, topk_weights, topk_ids, experts)
+    return reference.moe(tokens, *widened(topk_weights, topk_ids), experts)

@@ -24,7 +24,7 @@ E4M3_MAX: tl.constexpr = tl.constexpr(448.0)
 def experts_at(topk_ids, slots, num_slots, num_experts):
     """Return the expert of each slot; num_experts for a masked slot, and past the last slot."""
     e = tl.load(topk_ids + slots, mask=slots < num_slots, other=-1)
-    return tl.where((e < 0) | (e >= num_experts), num_experts, e)
+    return tl.where((e < 0) | (e >= num_experts), num_experts, e).to(tl.int32)
 
 
 @triton.jit
@@ -98,7 +98,8 @@ def gather_kernel(
     if tl.program_id(1) == 0:
         slots = tl.arange(0, SLOTS)
         pos = tl.load(slot_to_pos + m * k + slots, mask=slots < k, other=-1)
-        tl.store(row_weights + pos, tl.load(topk_weights + m * k + slots, mask=slots < k, other=0.0), mask=pos >= 0)
+        weights = widen(tl.load(topk_weights + m * k + slots, mask=slots < k, other=0.0))
+        tl.store(row_weights + pos, weights, mask=pos >= 0)
     if GROUP > 0:
         x, sf = quantized(widen(x), GROUP, POWERS, HARDWARE)
     for s in range(k):

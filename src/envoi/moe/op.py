@@ -11,6 +11,7 @@ from envoi.runtime.prepared.constants import exactly
 from envoi.types import ExpertWeights, Matrix, QuantTensor, Routing
 
 HALVES = torch.bfloat16, torch.float16
+IDS, WEIGHTS = (torch.int32, torch.int64), (torch.float32, *HALVES)
 INT32 = torch.iinfo(torch.int32)
 
 
@@ -83,8 +84,7 @@ def _join(values: torch.Tensor, sf: torch.Tensor | None, scheme: Scheme | None, 
 
 
 def as_rows(tokens: torch.Tensor, routing: Routing) -> tuple[torch.Tensor, Routing, torch.dtype]:
-    """Convert a caller's arguments to tokens [M, H] bf16, ids [M, k] int32, weights [M, k] float32; and the output's
-    dtype.
+    """Return a caller's arguments as tokens [M, H] bf16 and a routing of [M, k], and the output's dtype.
 
     Raises nothing: arguments that can't be converted are returned unchanged, and `check_tokens` refuses them.
     """
@@ -94,10 +94,6 @@ def as_rows(tokens: torch.Tensor, routing: Routing) -> tuple[torch.Tensor, Routi
     lead, cast = tokens.shape[:-1], autocast_dtype(tokens.device)
     dtype = tokens.dtype if cast is None else cast
     weights, ids = (_flat(x, lead) for x in (routing.topk_weights, routing.topk_ids))
-    if weights.dtype in HALVES:
-        weights = weights.float()
-    if ids.dtype == torch.int64:
-        ids = ids.clamp(INT32.min, INT32.max).to(torch.int32)  # an id that int32 can't hold mustn't become another
     if tokens.dim() == 3:
         tokens = tokens.flatten(0, 1)
     if tokens.dtype == torch.float16 or (cast is not None and tokens.dtype == torch.float32):
@@ -105,6 +101,15 @@ def as_rows(tokens: torch.Tensor, routing: Routing) -> tuple[torch.Tensor, Routi
     if weights is routing.topk_weights and ids is routing.topk_ids:
         return tokens, routing, dtype
     return tokens, replace(routing, topk_weights=weights, topk_ids=ids), dtype
+
+
+def widened(topk_weights: torch.Tensor, topk_ids: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return weights in float32 and ids in int32, for what reads no other."""
+    if topk_weights.dtype in HALVES:
+        topk_weights = topk_weights.float()
+    if topk_ids.dtype == torch.int64:  # an id that int32 can't hold mustn't become another
+        topk_ids = topk_ids.clamp(INT32.min, INT32.max).to(torch.int32)
+    return topk_weights, topk_ids
 
 
 def _flat(x: torch.Tensor, lead: torch.Size) -> torch.Tensor:
@@ -120,8 +125,8 @@ def check_tokens(tokens: torch.Tensor, routing: Routing, experts: ExpertWeights)
         raise ValueError(f"experts: expected ExpertWeights from envoi.experts.pack, got {type(experts).__name__}")
     expect_tensor("tokens", tokens, torch.bfloat16, ("num_tokens", experts.hidden), experts.device)
     slots = (tokens.shape[0], "num_topk")
-    ids = expect_tensor("routing.topk_ids", routing.topk_ids, torch.int32, slots, tokens.device)
-    expect_tensor("routing.topk_weights", routing.topk_weights, torch.float32, ids.shape, tokens.device)
+    ids = expect_tensor("routing.topk_ids", routing.topk_ids, IDS, slots, tokens.device)
+    expect_tensor("routing.topk_weights", routing.topk_weights, WEIGHTS, ids.shape, tokens.device)
 
 
 def check_ids(topk_ids: torch.Tensor, num_experts: int) -> None:

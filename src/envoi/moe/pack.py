@@ -17,7 +17,6 @@ from envoi.runtime.tma import is_tma_ready
 from envoi.types import UNGATED, ExpertWeights, Matrix, QuantTensor
 
 LAYOUTS = ("concat", "interleaved")
-PACKED_LAYOUT = "interleaved"  # of a "concat" gate_up in a format of READ_AS_STORED; "concat" shares its storage
 READ_AS_STORED = ("bf16", "fp8_row", "fp8_block128")  # formats whose kernels read both layouts
 SWIGLU_OAI_LIMIT = 7.0
 FLOATS = (torch.bfloat16, torch.float16, torch.float32)
@@ -53,8 +52,8 @@ def pack(
     activation: "swiglu" = silu(gate) * up, "swiglu_oai" = (up + 1) * gate * sigmoid(1.702 * gate), "geglu" = gelu(gate)
         * up, "geglu_tanh" (gelu by tanh); or "silu" and "relu2" = relu(up)^2 without a gate: gate_up [E, I, H] is up.
     packed_layout: the layout in which gate_up and its bias are kept, and the kernels read them: "interleaved" suits
-        every format, "concat" bf16, fp8_row and fp8_block128 (with factors for gate and for up). None: as stored where
-        the kernels read it so if the weights are quantised already, else "interleaved".
+        every format, "concat" bf16, fp8_row and fp8_block128 (with factors for gate and for up). None: gate_up_layout
+        where the kernels of the format read it, else "interleaved".
     A contiguous `down` is referenced, not copied, if it has the format's numbers; so is `gate_up` in its layout.
     swiglu_limit: clamps gate at +limit and up to [-limit, limit] before the activation; "swiglu_oai" defaults to 7.
 
@@ -75,7 +74,7 @@ def pack(
     gate_up, down = _stored(gate_up, gate_up_sf, "gate_up"), _stored(down, down_sf, "down")
     chosen = format_named(format_of(gate_up, down) if format == AUTO else format)
     _check_shapes(gate_up, down, gate_up_bias, down_bias, chosen, gated)
-    layout = _layout_to_keep(gate_up_layout, packed_layout, chosen, isinstance(gate_up, QuantTensor))
+    layout = _layout_to_keep(gate_up_layout, packed_layout, chosen)
     if not gated:
         gate_up_layout = layout = "interleaved"  # no rows to move
     rows = _for_kernels(gate_up, chosen, gate_up_layout, layout, requantize)
@@ -135,12 +134,11 @@ def format_of(gate_up: Matrix, down: Matrix) -> str:
     raise ValueError(f"format: expected one that holds these weights exactly, got 'auto', and there is none ({told})")
 
 
-def _layout_to_keep(given: str, wanted: str | None, format: Format, quantised: bool) -> str:
+def _layout_to_keep(given: str, wanted: str | None, format: Format) -> str:
     """Return the layout in which `pack` keeps gate_up. Raises ValueError if the format's kernels don't read it."""
     both = format.name in READ_AS_STORED
     if wanted is None:
-        kept = given if quantised else PACKED_LAYOUT if given == "concat" else given
-        return kept if both else "interleaved"
+        return given if both else "interleaved"
     expect_choice("packed_layout", wanted, LAYOUTS)
     if wanted == "concat" and not both:
         raise ValueError(f"packed_layout: expected 'interleaved' for format {format.name!r}, got 'concat'")

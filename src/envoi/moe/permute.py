@@ -14,6 +14,7 @@ import torch
 
 from envoi.moe.launches import Launch, launch_kernel, warps_for
 from envoi.quant.formats import Scheme
+from envoi.runtime.devices import casts_e4m3
 from envoi.runtime.math import next_power_of_2
 from envoi.types import Matrix, QuantTensor
 
@@ -142,17 +143,10 @@ class RowBuffers:
         group = block if one_factor else rows.group[1]
         has_e8m0_sf = rows.sf.dtype == torch.float8_e8m0fnu
         sf = rows.sf.view(torch.uint8) if has_e8m0_sf else rows.sf
-        has_cast = _casts_e4m3(rows.device)
+        has_cast = casts_e4m3(rows.device)
         return RowBuffers(rows.values.view(torch.uint8), sf, block, group, has_e8m0_sf, has_cast)
 
     @property
     def form(self) -> tuple[int, bool, bool]:
         """Constants GROUP, POWERS and HARDWARE of the kernels."""
         return self.group, self.has_e8m0_sf, self.has_cast
-
-
-def _casts_e4m3(device: torch.device) -> bool:
-    """Tell whether the GPU has the cast; device "meta" stands for one that has."""
-    if device.type != "cuda":
-        return device.type == "meta"
-    return torch.cuda.get_device_capability(device) >= (8, 9)

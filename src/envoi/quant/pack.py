@@ -78,7 +78,7 @@ def _encode_with(groups: torch.Tensor, exponent: torch.Tensor) -> tuple[torch.Te
 
 
 def pad_factors(sf: torch.Tensor) -> torch.Tensor:
-    """Copy scale factors [.., N, K / 32] into memory whose rows are on 16 bytes, with zeros behind each row."""
+    """Copy scale factors [.., N, K / 32] into memory whose rows are on 16 bytes, with zeros after each row."""
     raw = sf.view(torch.uint8)
     columns = raw.shape[-1]
     padded = raw.new_zeros(*raw.shape[:-1], cdiv(columns, 16) * 16)

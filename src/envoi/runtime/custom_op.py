@@ -22,6 +22,7 @@ _library = torch.library.Library("envoi", "FRAGMENT")
 _AUTOCAST_KEYS = torch._C.DispatchKey.AutocastCPU, torch._C.DispatchKey.AutocastCUDA
 _AUTOCAST = torch._C.DispatchKeySet(_AUTOCAST_KEYS[0]).add(_AUTOCAST_KEYS[1])
 _PLAIN = (torch.Tensor, torch.nn.Parameter)
+_PRE_DISPATCH = torch._C.DispatchKey.PreDispatch
 
 
 def operator(
@@ -67,7 +68,8 @@ def operator(
         def call(*arguments):
             expect_no_gradients(names, arguments)
             if torch.compiler.is_compiling() or not plain(arguments):
-                return dispatched(*arguments)
+                # A rehearsal's tensors have no memory: through the dispatcher the call would launch nothing.
+                return dispatched(*arguments) if observer.rehearsed() is None else function(*arguments)
             if watched() and observer.current() is None:  # a recorder is a mode, but looks at what the function does
                 return dispatched(*arguments)
             return direct(*arguments)
@@ -86,7 +88,7 @@ def watched() -> bool:
         not shortcuts.ENABLED
         or torch._C._len_torch_dispatch_stack() > 0
         or torch._C._len_torch_function_stack() > 0
-        or torch._C._dispatch_tls_is_dispatch_key_included(torch._C.DispatchKey.PreDispatch)
+        or torch._C._dispatch_tls_is_dispatch_key_included(_PRE_DISPATCH)
         or torch._C._functorch.peek_interpreter_stack() is not None  # pyright: ignore[reportAttributeAccessIssue]
         or torch._C._get_tracing_state() is not None
         or torch.autograd._profiler_enabled()  # pyright: ignore[reportPrivateImportUsage]

@@ -1,5 +1,9 @@
 """Properties of a device and the implementation of operators on it; the only place that decides by device."""
 
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
 from functools import cache
 
 import torch
@@ -10,7 +14,42 @@ SHARED_BYTES = 232448  # shared memory that one CTA can have on sm_90, sm_100 an
 SMS_WITHOUT_GPU = 132  # multiprocessors assumed for tensors without memory: an H200's
 
 
-@cache
+@dataclass(frozen=True)
+class Target:
+    """GPU for which kernels are compiled, which needn't be present: its architecture and its multiprocessors."""
+
+    arch: str
+    num_sms: int = SMS_WITHOUT_GPU
+
+    @property
+    def implementation(self) -> str:
+        """Implementation on this GPU, as `implementation` returns it."""
+        return "hopper" if self.arch == "sm_90" else "triton"
+
+    @staticmethod
+    def of(device: torch.device) -> "Target":
+        """Describe a GPU of this machine."""
+        major, minor = torch.cuda.get_device_capability(device)
+        return Target(f"sm_{major}{minor}", num_sms(device))
+
+
+class _Local(threading.local):
+    target: Target | None = None
+
+
+_local = _Local()
+
+
+@contextmanager
+def standing_for(target: Target) -> Iterator[None]:
+    """Let tensors without memory stand for tensors of a GPU, in this thread."""
+    before, _local.target = _local.target, target
+    try:
+        yield
+    finally:
+        _local.target = before
+
+
 def implementation(device: torch.device) -> str:
     """Return the implementation for a device: "hopper" (sm_90), "triton" (other GPUs) or "torch".
 
@@ -18,6 +57,13 @@ def implementation(device: torch.device) -> str:
     (`hopper.supports_hopper`, `hopper_mx.supports_mx`) run on the Triton kernels there; float32 runs on torch, which is
     faster.
     """
+    if device.type == "meta" and _local.target is not None:
+        return _local.target.implementation
+    return _implementation(device)
+
+
+@cache
+def _implementation(device: torch.device) -> str:
     if device.type == "cpu":
         return "triton" if env.interpreting() else "torch"
     if device.type != "cuda":
@@ -25,9 +71,22 @@ def implementation(device: torch.device) -> str:
     return "hopper" if torch.cuda.get_device_capability(device) == (9, 0) else "triton"
 
 
-@cache
 def num_sms(device: torch.device) -> int:
-    """Return the number of multiprocessors: a GPU's own, an H200's for "meta" (recipes), 1 for a CPU."""
+    """Return the number of multiprocessors: 1 for a CPU; for "meta" those of `standing_for`, or an H200's."""
+    if device.type == "meta" and _local.target is not None:
+        return _local.target.num_sms
+    return _num_sms(device)
+
+
+@cache
+def _num_sms(device: torch.device) -> int:
     if device.type == "cuda":
         return torch.cuda.get_device_properties(device).multi_processor_count
     return SMS_WITHOUT_GPU if device.type == "meta" else 1
+
+
+def casts_e4m3(device: torch.device) -> bool:
+    """Tell whether a GPU has the cast to E4M3; "meta" stands for one that has, unless `standing_for` says otherwise."""
+    if device.type == "meta":
+        return _local.target is None or int(_local.target.arch.removeprefix("sm_")) >= 89
+    return device.type == "cuda" and torch.cuda.get_device_capability(device) >= (8, 9)

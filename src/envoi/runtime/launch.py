@@ -18,25 +18,28 @@ _compiled: dict[tuple, Any] = {}
 _constant: dict[Any, tuple[bool, ...]] = {}  # for each kernel function which parameters are constexpr
 
 
-@log.launches
 def launch(kernel: Any, grid: tuple[int, ...], arguments: tuple, options: dict[str, Any]) -> None:
     """Launch like `kernel[grid](*arguments, **options)`. arguments: one for each parameter, in order.
 
-    All kernels of the product are launched here, so that a call's recorder misses none.
+    All kernels of the product are launched here, so that a call's recorder, and its rehearsal, miss none.
     """
+    rehearsed = observer.rehearsed()
+    if rehearsed is not None:
+        rehearsed.append((kernel, grid, arguments, options))
+        return
     compiled = _run(kernel, grid, arguments, options)
     recorder = observer.current()
     if recorder is not None:
         recorder.launched(compiled, grid, arguments)
 
 
+@log.launches
 def _run(kernel: Any, grid: tuple[int, ...], arguments: tuple, options: dict[str, Any]) -> Any:
     """Launch, and return the compiled kernel; None for kernels that aren't found by a key."""
     if not (shortcuts.ENABLED and isinstance(kernel, JITFunction)):
         kernel[grid](*arguments, **triton_compat.FP_FUSION, **options)
         return None
-    kinds = [x if constant else kind_of(x) for x, constant in zip(arguments, _constants(kernel), strict=True)]
-    key = kernel.fn, torch.cuda.current_device(), *options.items(), *kinds
+    key = torch.cuda.current_device(), *key_of(kernel, arguments, options)
     compiled = _compiled.get(key)
     if compiled is None:
         launched = kernel[grid](*arguments, **triton_compat.FP_FUSION, **options)
@@ -44,6 +47,22 @@ def _run(kernel: Any, grid: tuple[int, ...], arguments: tuple, options: dict[str
     else:
         compiled[(*grid, 1, 1)[:3]](*arguments)
     return compiled
+
+
+def load(kernel: Any, grid: tuple[int, ...], arguments: tuple, options: dict[str, Any]) -> None:
+    """Compile the kernel of a launch, or read it from Triton's cache, and load it on the current GPU; no launch.
+
+    Tensors needn't have memory.
+    """
+    loaded = triton_compat.loaded_kernel(kernel, grid, arguments, options)
+    if shortcuts.ENABLED and loaded is not None:
+        _compiled[(torch.cuda.current_device(), *key_of(kernel, arguments, options))] = loaded
+
+
+def key_of(kernel: JITFunction, arguments: tuple, options: dict[str, Any]) -> tuple:
+    """Return a key that launches on one GPU share only if they run one compiled kernel."""
+    kinds = [x if constant else kind_of(x) for x, constant in zip(arguments, _constants(kernel), strict=True)]
+    return kernel.fn, *options.items(), *kinds
 
 
 def kind_of(x: Any) -> Any:

@@ -1,11 +1,17 @@
-"""Recorder that observes this thread's launches, if one does: see `envoi.runtime.prepared.recording`."""
+"""Recorder that observes this thread's launches, or list that takes them in their stead, if there is one.
+
+See `envoi.runtime.prepared.recording` and `envoi.runtime.rehearsal`.
+"""
 
 import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 
 class _Local(threading.local):
     recorder: Any = None
+    rehearsed: Any = None
 
 
 _local = _Local()
@@ -19,3 +25,18 @@ def current() -> Any:
 def observe(recorder: Any) -> None:
     """Let a recorder observe this thread from now on; None ends it."""
     _local.recorder = recorder
+
+
+def rehearsed() -> Any:
+    """Return the list that takes this thread's launches in their stead, or None."""
+    return _local.rehearsed
+
+
+@contextmanager
+def rehearsing(launches: list) -> Iterator[None]:
+    """Append this thread's launches to a list instead of launching."""
+    before, _local.rehearsed = _local.rehearsed, launches
+    try:
+        yield
+    finally:
+        _local.rehearsed = before

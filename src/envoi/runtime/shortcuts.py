@@ -6,7 +6,7 @@
     custom_op.operator   an unobserved call runs the function itself      the call goes through torch's dispatcher
     prepared             a recorded call's kernels are launched again     each call decides anew what it launches
 
-The last is off unless ENVOI_PREPARED=1.
+ENVOI_PREPARED=0 turns off the last alone.
 
 Results are bitwise equal either way. If a release of torch or Triton changes what these rely on, the variable helps
 until Envoi is updated; `envoi` reads both once, when it is imported.

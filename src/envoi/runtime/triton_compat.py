@@ -20,7 +20,7 @@ from triton.experimental.gluon.language.nvidia.ampere import async_copy
 from triton.experimental.gluon.language.nvidia.hopper import tma
 from triton.runtime import driver
 from triton.runtime.cache import triton_key
-from triton.runtime.jit import JITFunction, create_function_from_signature
+from triton.runtime.jit import DependenciesFinder, JITFunction, create_function_from_signature
 
 VERSION = triton.__version__
 
@@ -107,6 +107,13 @@ def specialize(
     return signature, constexprs, attributes
 
 
+def source_hash(function: JITFunction, arguments: Sequence[Any], arch: str) -> str:
+    """Return a hash of a kernel's source and of what a launch with these arguments compiles it for, in any process."""
+    signature, constexprs, attributes = specialize(function, arguments, arch)
+    kind = GluonASTSource if function.is_gluon() else ASTSource
+    return kind(function, signature, constexprs=constexprs, attrs=attributes).hash()
+
+
 @contextmanager
 def pretending(arch: str) -> Iterator[None]:
     """Make the driver report `arch` as its GPU inside the context: 3.7's descriptors of FP4 in padded bytes need it."""
@@ -118,10 +125,35 @@ def pretending(arch: str) -> Iterator[None]:
 
 
 class _Pretended:
-    """Stand-in for Triton's driver that only reports its target."""
+    """Stand-in for Triton's driver that reports its target and can't run anything; enough to compile."""
 
     def __init__(self, target: GPUTarget) -> None:
         self.get_current_target = lambda: target
+        self.get_current_device = lambda: f"sm_{target.arch}"  # a device of its own among those of a JITFunction
+        self.get_current_stream = lambda device: 0
+
+
+def compile_like_a_launch(kernel: JITFunction, arguments: Sequence[Any], arch: str, options: Mapping[str, Any]) -> Any:
+    """Compile the kernel that a launch on a GPU of this architecture would, into Triton's disk cache; no GPU needed."""
+    with pretending(arch):
+        return compiled_kernel(kernel.warmup(*arguments, grid=(1,), **FP_FUSION, **options))
+
+
+def build_launcher(kernel: CompiledKernel) -> None:
+    """Build what Triton calls to launch a kernel, into its disk cache; needs the CUDA driver's library, but no GPU."""
+    from triton.backends.nvidia.driver import CudaLauncher
+
+    CudaLauncher(kernel.src, kernel.metadata)
+
+
+def loaded_kernel(
+    kernel: JITFunction, grid: Sequence[int], arguments: Sequence[Any], options: Mapping[str, Any]
+) -> Any:
+    """Return the kernel that a launch on the current GPU would run, loaded there; None if a hook compiles instead."""
+    found = compiled_kernel(kernel.warmup(*arguments, grid=grid, **FP_FUSION, **options))
+    if found is not None:
+        found._init_handles()
+    return found
 
 
 def compiled_kernel(launched: Any) -> Any:
@@ -172,5 +204,21 @@ def _mend_interpreter() -> None:
     InterpreterBuilder.create_splat = create_splat
 
 
+def _mend_hashes() -> None:
+    """Make a kernel's key in Triton's disk cache the same in every process.
+
+    The key has the constants that a device function uses. Triton lists them before it looks into the function, so that
+    they are missing unless another kernel that calls it was hashed earlier in the process.
+    """
+    update_hash = DependenciesFinder._update_hash
+
+    def _update_hash(self: Any, function: Any) -> None:
+        function.cache_key  # noqa: B018  # looks into it
+        update_hash(self, function)
+
+    DependenciesFinder._update_hash = _update_hash
+
+
+_mend_hashes()
 if knobs.runtime.interpret:
     _mend_interpreter()

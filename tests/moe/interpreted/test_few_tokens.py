@@ -92,3 +92,13 @@ def test_sums_are_those_of_combine():
     buffers.slot_to_pos[1] = -1
     kernel[grid](*arguments, num_warps=options["num_warps"])
     assert bool((buffers.out[1] == 0).all())
+
+
+def test_ids_and_weights_are_read_as_they_are():
+    tokens, weights = torch.randn(5, HIDDEN).bfloat16(), torch.rand(5, 3).bfloat16()
+    ids = torch.randint(-1, 4, (5, 3), dtype=torch.int32)
+    wide = torch.where(ids < 0, 2**32 + 1, ids.long())
+    got, want = permuted(tokens, weights, wide, 4), permuted(tokens, weights.float(), ids, 4)
+    rows = int(want.offsets[4])
+    assert_same_bits(got.slot_to_pos, want.slot_to_pos)
+    assert_same_bits(got.row_weights[:rows], want.row_weights[:rows])

@@ -56,6 +56,18 @@ def test_thirty_two_slots_of_a_thousand_experts():
     assert_sorted(random_ids(40, 1024, 32, 0), 1024)
 
 
+def test_ids_and_weights_are_read_as_they_are():
+    ids = random_ids(9, 5, 3, 0)
+    wide = torch.where(ids < 0, 2**32 + 1, ids.long())  # no expert, though its lower half is one
+    row_map, want = sort_slots(wide, 5), sort_slots(ids, 5)
+    assert_same_bits(row_map.offsets, want.offsets)
+    assert_same_bits(row_map.slot_to_pos, want.slot_to_pos)
+    tokens, weights = torch.randn(9, 64).bfloat16(), torch.rand(9, 3).bfloat16()
+    rows = int(want.offsets[-1])
+    got = [gather_rows(tokens, given, row_map, None)[1][:rows] for given in (weights, weights.float())]
+    assert_same_bits(*got)
+
+
 def test_ids_that_no_expert_has_are_masked():
     row_map = sort_slots(torch.tensor([[2, -7], [9, 0], [1 << 30, 1]], dtype=torch.int32), 2)
     assert row_map.offsets.tolist() == [0, 1, 2]

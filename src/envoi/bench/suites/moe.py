@@ -55,15 +55,15 @@ def _measure_alone(shape: MoeShape, layer: Layer, bench: Bench) -> Trial:
     if bench.on_gpu:
         candidates |= moe_peers.candidates(shape, layer, _oracle)
     if shape.format in READ_AS_STORED:
-        candidates["concat"] = lambda: _with_gates_first(layer)
+        candidates["interleaved"] = lambda: _interleaved(layer)
     timing, baselines, missing = time_rounds(bench.clock, ours, candidates)
     error = errors(layer, ours(), eager_moe(layer))
     details = moe_peers.versions(list(baselines))
     return Trial(timing, baselines, error, *ideal_work(shape, layer), missing, details)
 
 
-def _with_gates_first(layer: Layer) -> Run:
-    packed = _pack(layer.gate_up, layer.down, layer.packed.format, "concat")
+def _interleaved(layer: Layer) -> Run:
+    packed = _pack(layer.gate_up, layer.down, layer.packed.format, "interleaved")
     return lambda: moe(layer.tokens, layer.routing, packed)
 
 
@@ -122,11 +122,13 @@ def make_layer(shape: MoeShape, device: torch.device, rank: int = 0, num_ranks: 
     return Layer(normal(shape.num_tokens, shape.hidden), routing, gate_up, down, packed, rank * num_local)
 
 
-def _pack(gate_up: torch.Tensor, down: torch.Tensor, format: str, layout: str = "interleaved") -> ExpertWeights:
+def _pack(gate_up: torch.Tensor, down: torch.Tensor, format: str, layout: str | None = None) -> ExpertWeights:
     weights = zip(gate_up.split(PACK_AT_ONCE), down.split(PACK_AT_ONCE), strict=True)
     parts = [pack(*part, format, packed_layout=layout) for part in weights]
-    gate_up, down = _concat([part.gate_up for part in parts]), _concat([part.down for part in parts])
-    return ExpertWeights.arrange(replace(parts[0], gate_up=gate_up, down=down))
+    whole = replace(
+        parts[0], gate_up=_concat([part.gate_up for part in parts]), down=_concat([part.down for part in parts])
+    )
+    return ExpertWeights.arrange(whole)
 
 
 def _concat(weights: list[Matrix]) -> Matrix:
@@ -134,7 +136,9 @@ def _concat(weights: list[Matrix]) -> Matrix:
     if isinstance(first, torch.Tensor):
         return torch.cat([weight for weight in weights if isinstance(weight, torch.Tensor)])
     quantised = [weight for weight in weights if isinstance(weight, QuantTensor)]
-    values, sf = torch.cat([q.values for q in quantised]), torch.cat([q.sf for q in quantised])
+    values = torch.cat([q.values for q in quantised])
+    raw = [q.sf.view(torch.uint8) if q.sf.itemsize == 1 else q.sf for q in quantised]  # torch can't join E8M0
+    sf = torch.cat(raw).view(first.sf.dtype)
     return replace(first, values=values, sf=sf, scales_at_most_2=all(q.scales_at_most_2 for q in quantised))
 
 

@@ -2,8 +2,9 @@
 
     vllm_triton      vLLM's fused_experts with its tuned configs, bf16 and fp8_block128
     vllm_marlin      vLLM's Marlin kernels, MXFP4 weights beside bf16 activations; its compiled operators suffice
-    triton_kernels   Triton's kernels for gpt-oss, MXFP4 weights beside bf16 activations: routing from a dense matrix of
-                     the weights, the activation in the first GEMM, the sum over slots in the second
+    triton_kernels   Triton's kernels for gpt-oss, MXFP4 weights beside bf16 activations: slots sorted by expert (from a
+                     matrix of bits that is made outside the time), the activation in the first GEMM, the sum over slots
+                     in the second
 
 Weights are converted outside the time. Each result is compared with float64 on the same weights first, and a peer whose
 result is wrong isn't timed.
@@ -208,19 +209,18 @@ def triton_kernels(layer: Layer) -> tuple[Run, str]:
     """Return a call of triton_kernels' two GEMMs and routing on the layer's own MXFP4 weights, and its activation."""
     ogs: Any = importlib.import_module("triton_kernels.matmul_ogs")
     tensor: Any = importlib.import_module("triton_kernels.tensor")
-    topk: Any = importlib.import_module("triton_kernels.topk").topk
     swiglu: Any = importlib.import_module("triton_kernels.swiglu").swiglu_fn
     first, second = (_converted(cast(QuantTensor, w)) for w in (layer.packed.gate_up, layer.packed.down))
     specs = ogs.FnSpecs("swiglu", swiglu, ("alpha", "limit"), reduction_n=2)
     activation = ogs.FusedActivation(specs, (OAI_ALPHA, OAI_LIMIT))
     ids, (m, k), num_experts = layer.routing.topk_ids, layer.routing.topk_ids.shape, layer.num_experts
-    dense = layer.tokens.new_zeros(m, num_experts)
-    dense.scatter_(1, ids.long(), layer.routing.topk_weights.to(dense.dtype))
-    narrow = ids.to(torch.int16)
+    bits = bits_of(ids, num_experts)
+    mask = tensor.Bitmatrix(bits, dtype=tensor.BIT, shape=[m, 32 * bits.shape[1]], shape_max=[m, None])
+    narrow, weights = ids.to(torch.int16), layer.routing.topk_weights.to(layer.tokens.dtype)
     width = layer.down.shape[2]
 
     def run() -> torch.Tensor:
-        chosen = topk(dense, k, apply_softmax=False, y_indx=narrow)
+        chosen = tensor.SparseMatrix(indx=narrow, vals=weights, mask=mask)  # sorts the slots by expert
         by_row, by_expert = chosen.mask_metadata.row_sorted_indx, chosen.mask_metadata.col_sorted_indx
         ragged = tensor.make_ragged_tensor_metadata(chosen.mask_metadata.col_sum, by_row.shape[0])
         gates = chosen.vals.flatten()[by_expert]
@@ -237,6 +237,14 @@ def triton_kernels(layer: Layer) -> tuple[Run, str]:
         return out.view(layer.tokens.shape)
 
     return run, "swiglu_oai"
+
+
+def bits_of(ids: torch.Tensor, num_experts: int) -> torch.Tensor:
+    """Return a bit for each token and expert, set where it is chosen: uint32 [M, num_experts / 32 rounded up]."""
+    chosen = ids.new_zeros(len(ids), -(-num_experts // 32) * 32, dtype=torch.int64)
+    chosen.scatter_(1, ids.long(), 1)
+    places = 2 ** torch.arange(32, dtype=torch.int64, device=ids.device)
+    return (chosen.view(len(ids), -1, 32) * places).sum(2).to(torch.uint32)
 
 
 def _converted(x: QuantTensor) -> tuple[Any, Any]:

@@ -15,7 +15,7 @@ from envoi import cache_file, env
 from envoi.epilogue.lower import Lowered
 from envoi.gemm.hopper.config import Config, Problem, default_config, fitted, supports
 from envoi.runtime import prepared
-from envoi.runtime.math import next_power_of_2
+from envoi.runtime.math import cdiv, next_power_of_2
 
 SHIPPED = Path(__file__).with_name("tuned.json")
 _EXPECTED = {int: "an int of at least 1", bool: "true or false"}
@@ -54,7 +54,19 @@ def best(problem: Problem, code: Lowered, num_sms: int, shipped_only: bool = Fal
 @lru_cache(maxsize=4096)
 def choose(problem: Problem, code: Lowered, num_sms: int, shipped_only: bool = False) -> Config | None:
     """Return the measured config, else the one that the model prefers; None if none fits."""
-    return best(problem, code, num_sms, shipped_only) or default_config(problem, code, num_sms)
+    return best(problem, code, num_sms, shipped_only) or _modelled(rounded(problem), code, num_sms)
+
+
+def rounded(problem: Problem) -> Problem:
+    """Return a problem with the most tokens for which the model prefers the same config: the model takes milliseconds.
+
+    It sees only whole tokens of an expert, in tiles of eights unless their number varies with the routing (`scaled`).
+    """
+    groups, step = max(1, problem.num_groups), 1 if problem.num_groups and problem.scaled else 8
+    return dataclasses.replace(problem, M=groups * step * cdiv(problem.M, groups * step))
+
+
+_modelled = lru_cache(maxsize=4096)(default_config)
 
 
 @lru_cache(maxsize=2)

@@ -72,7 +72,7 @@ def tokens_arguments(
 
 
 def factor_words(sf: torch.Tensor) -> torch.Tensor:
-    """Return weights' scale factors [.., N, K / 32] as int32 [rows, K / 128]: shared if rows are on 16 bytes, or copied.
+    """Return weights' scale factors [.., N, K / 32] as int32 [rows, K / 128]: shared if rows are on 16 bytes.
 
     A word that K ends in can't be shared: what follows K in it may be the code of NaN.
     """

@@ -151,7 +151,7 @@ def bounds_of(routing, cfg: gl.constexpr):
         e = gl.arange(0, cfg.max_experts, gl.SliceLayout(1, wide))[:, None]
         s = gl.arange(0, S, gl.SliceLayout(0, wide))
         ids = gl.load(routing.topk_ids + s, mask=s < routing.num_slots, other=-1)
-        ids = gl.where((ids < 0) | (ids >= routing.num_experts), cfg.max_experts, ids)[None, :]
+        ids = gl.where((ids < 0) | (ids >= routing.num_experts), cfg.max_experts, ids).to(gl.int32)[None, :]
         first = gl.convert_layout(gl.sum((ids < e).to(gl.int32), 1), layout, assert_trivial=True)
         last = gl.convert_layout(gl.sum((ids <= e).to(gl.int32), 1), layout, assert_trivial=True)
         return index, first, last

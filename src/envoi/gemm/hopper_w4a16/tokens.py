@@ -23,7 +23,7 @@ GROUP: tl.constexpr = tl.constexpr(32)
 def experts_at(topk_ids, slots, num_slots, num_experts):
     """Return the expert of each slot; num_experts for none, and where there is no such slot."""
     e = tl.load(topk_ids + slots, mask=slots < num_slots, other=-1)
-    return tl.where((e < 0) | (e >= num_experts), num_experts, e)
+    return tl.where((e < 0) | (e >= num_experts), num_experts, e).to(tl.int32)
 
 
 @triton.jit
@@ -84,7 +84,7 @@ def permute_kernel(
         pos = count_before(topk_ids, e, slots, num_slots, num_experts, SLOTS, BLOCK)
         pos = tl.where(e < num_experts, pos, -1)
         tl.store(slot_to_pos + slots, pos, mask=s < K)
-        weights = tl.load(topk_weights + slots, mask=s < K, other=0.0)
+        weights = widen(tl.load(topk_weights + slots, mask=s < K, other=0.0))
         tl.store(row_weights + pos, weights, mask=pos >= 0)
         c = tl.arange(0, WIDTH)
         x = widen(tl.load(tokens + m.to(tl.int64) * stride + c, mask=c < width, other=0.0))

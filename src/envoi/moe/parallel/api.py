@@ -24,6 +24,7 @@ from envoi.moe.op import (
     mlp_flops,
     tensors_of,
     unflatten,
+    widened,
 )
 from envoi.moe.parallel import counted, gathered, gathered_device, nvlink, symmetric_memory
 from envoi.moe.parallel.collectives import gather_texts
@@ -46,11 +47,14 @@ from envoi.moe.parallel.opening import (
 )
 from envoi.moe.parallel.symmetric_memory import Domain, SharedLayout
 from envoi.moe.parallel.timeout import PeerTimeout
+from envoi.moe.parallel.warm_up import ParallelCall, compile_together, load_together
+from envoi.moe.warm_up import check_jobs, compiles, prepare, without_tensors
 from envoi.plan.gathering import LINKS, gathering_pays
 from envoi.plan.presum import pays
 from envoi.runtime import shortcuts
 from envoi.runtime.custom_op import operator
-from envoi.runtime.prepared.calls import plain
+from envoi.runtime.devices import Target
+from envoi.runtime.prepared.calls import MISSED, plain
 from envoi.types import ExpertWeights, Routing
 
 NVLINK = "all ranks reach each other's memory"
@@ -75,11 +79,12 @@ class ExpertParallel:
         objects of the same sizes (a model's layers); between the GEMMs, a call takes num_ranks * max_tokens * num_topk
         rows of intermediate from torch's allocator. A call then copies no size to the host, never waits for the
         device, and can be captured in a CUDA graph. Calls and replays of all objects of a group must have the same
-        order on every rank, on one stream. A new number of tokens may compile kernels: within timeout_s, as peers wait
-        for them. Other ranks, over NCCL and gloo, gather all tokens with collectives of constant size, if
-        `envoi.plan.gathering` predicts that this is faster than to count first; over NCCL what is said above of the
-        host, graphs and order is true of that too, and room for num_ranks * max_tokens * num_topk rows is allocated
-        thrice, twice in bf16 and once in the experts' format.
+        order on every rank, on one stream. In the first call the ranks wait for each other's compilers; later a new
+        number of tokens may compile within timeout_s, as peers wait, unless `warm_up` has. Other ranks, over NCCL and
+        gloo, gather all tokens with collectives of constant size, if `envoi.plan.gathering` predicts that this is
+        faster than to count first; over NCCL what is said above of the host, graphs and order is true of that too, and
+        room for num_ranks * max_tokens * num_topk rows is allocated thrice, twice in bf16 and once in the experts'
+        format.
     presum: over NVLink, sum a token's rows on each rank before they are sent back: fewer bytes sent, but none of them
         during the second GEMM, one rounding more, and bits that depend on the number of ranks. The room in bf16 is
         then max_tokens * num_ranks rows, but a call takes as many rows of hidden, in bf16, as it takes of intermediate.
@@ -167,7 +172,9 @@ class ExpertParallel:
 
     def _moe(self, tokens: torch.Tensor, routing: Routing) -> torch.Tensor:
         rows, slots, dtype = as_rows(tokens, routing)
-        ids, weights = slots.topk_ids, slots.topk_weights
+        weights, ids = slots.topk_weights, slots.topk_ids
+        if isinstance(weights, torch.Tensor) and isinstance(ids, torch.Tensor):
+            weights, ids = widened(weights, ids)
         out = _moe_parallel(rows, weights, ids, routing.num_experts, self.name, *flatten(self.experts))
         return out if rows is tokens and dtype == out.dtype else out.to(dtype).view(tokens.shape)
 
@@ -180,9 +187,53 @@ class ExpertParallel:
             self._check_lateness()
             constants = "moe_parallel", routing.num_experts, *constants_of(experts)
             tensors = tokens, routing.topk_weights, routing.topk_ids, *tensors_of(experts)
-            out = domain.calls.run(constants, tensors, partial(self._moe, tokens, routing))
+            out = domain.calls.replay(constants, tensors)
+            if out is MISSED:
+                out = domain.calls.run(constants, tensors, partial(self._moe, tokens, routing))
             self.check()
             return out
+
+    def warm_up(self, jobs: int | None = None, progress: bool = True) -> int:
+        """Compile and load all kernels that calls with up to max_tokens tokens need; return how many. Collective.
+
+        Afterwards no call with num_topk slots a token compiles, whatever its number of tokens, if tokens are contiguous
+        and start on 16 bytes; without it a call may, for seconds, while its peers' timeout_s runs. Ranks of one host
+        divide the work and share Triton's cache on disk. Peers may take longer than timeout_s to compile. Layers of
+        equal sizes, format and timeout_s share their kernels: one of them is enough.
+
+        jobs: processes with which this rank compiles, by default as many as there are CPUs. progress: show it on stderr
+        if it takes longer than two seconds. Over NVLink calls with up to 256 tokens are prepared too, by making each of
+        them twice, unless ENVOI_PREPARED=0 or ENVOI_SAFE_LAUNCH=1. On CPUs there is nothing to compile.
+
+        Raises ValueError on every rank if one is given wrong arguments, or if rows are counted by the host (`exchange`
+        is "counted"); RuntimeError if a kernel can't be compiled; PeerTimeout if a rank is lost.
+        """
+        refusal = complaint(check_jobs, jobs, progress) or self._nothing_to_rehearse()
+        raise_together(gather_texts(self.channel, refusal, "warm-up"), refusal)
+        shared, device = self._shared(), self.experts.device
+        if shared is None or not compiles(device):
+            return 0
+        with self._lock, torch.cuda.device(device):
+            call = self._rehearsed(cast(int, self.num_topk))
+            sites = compile_together(self.channel, call, Target.of(device), jobs, progress)
+            shared.has_kernels = True
+            if shortcuts.PREPARED and self.domain is not None:
+                prepare(self.moe, self.experts, self.num_experts, call.layout.max_tokens, call.num_topk)
+                torch.cuda.synchronize(device)
+        self.check()
+        return len(sites)
+
+    def _rehearsed(self, num_topk: int) -> ParallelCall:
+        """Return this rank's call with so many slots a token, on memory like the one that its calls use."""
+        layout = replace(self._layout(cast(int, self.max_tokens), cast(int, self.num_topk)), presum=self.presum)
+        sizes = self.channel.rank, tuple(self.expert_offsets), self.timeout_s
+        return ParallelCall(layout, num_topk, *sizes, without_tensors(self.experts), self.buffers is not None)
+
+    def _nothing_to_rehearse(self) -> str:
+        if self.exchange == "counted" and compiles(self.experts.device):
+            need = "expected ranks that exchange tokens by kernels, which takes max_tokens and num_topk and fast links"
+            return f"warm_up: {need}, got exchange {self.exchange!r} ({self.why})"
+        return ""
 
     def check(self) -> None:
         """Raise the error of an earlier call, if one failed; where the host doesn't wait, of calls the device reached.
@@ -244,7 +295,13 @@ class ExpertParallel:
         self, domain: Domain, refusal: str, tokens: torch.Tensor, routing: Routing, experts: ExpertWeights
     ) -> torch.Tensor:
         self._check_lateness()
-        with torch.cuda.device(domain.memory.device):
+        device = domain.memory.device
+        with torch.cuda.device(device):
+            if not domain.has_kernels and compiles(device):
+                ids = routing.topk_ids if not refusal else torch.empty(0, 1, device="cpu")
+                given = self._rehearsed(ids.shape[1]), Target.of(device), None if refusal else len(ids)
+                load_together(self.channel, *given)
+                domain.has_kernels = True
             if refusal:
                 key = f"refused/{domain.rank}"
                 with suppress(RuntimeError):  # without a store the peers hear of a refusal, not which
@@ -274,8 +331,13 @@ class ExpertParallel:
         if watch.failure is None and shared is not None and any(shared.codes[0]):
             codes = list(shared.codes[0])
             late = [rank for rank, code in enumerate(codes) if code]
-            names = watch.first_to_say([watch.ranks[rank] for rank in late])
-            watch.failure = PeerTimeout(names, nvlink.LATE_STEPS[codes[late[0]]], self.timeout_s, rank=watch.rank)
+            step = nvlink.LATE_STEPS[codes[late[0]]]
+            if self.buffers is not None:  # rows of another call have come: who is late is asked of all
+                with suppress(PeerTimeout):
+                    watch.fail(step, TimeoutError(step), 0.0)
+            else:
+                names = watch.first_to_say([watch.ranks[rank] for rank in late])
+                watch.failure = PeerTimeout(names, step, self.timeout_s, rank=watch.rank)
         if watch.failure is not None:
             raise watch.failure
 

@@ -3,7 +3,8 @@
 import torch
 
 from envoi.moe.launches import Launch
-from envoi.moe.parallel import combine, combine_kernels, dispatch, dispatch_kernels
+from envoi.moe.parallel import combine, combine_kernels, dispatch, dispatch_kernels, gathered_device, gathered_kernels
+from envoi.moe.parallel.progress import BEGUN
 from envoi.moe.parallel.symmetric_memory import Domain, SharedLayout
 from envoi.moe.permute import empty_rows
 from envoi.runtime.kernel_case import EVERY_ARCH, case_of, without_memory
@@ -67,6 +68,27 @@ def _sum_ranks() -> Launch:
     return combine.sum_ranks_arguments(_domain(presum=True), _slots(), _tokens())
 
 
+def _buffers(presum: bool = False) -> gathered_device.Buffers:
+    domain, empty = _domain(presum=presum), without_memory
+    sizes = NUM_RANKS, NUM_EXPERTS, M, NUM_TOPK, HIDDEN, "bf16", presum, 1
+    domain.layout = layout = gathered_device.GatheredLayout(*sizes)
+    domain.results = empty((NUM_RANKS,), INT64)
+    sent = empty((NUM_RANKS, layout.part_columns), BF16)
+    return gathered_device.Buffers(domain, domain, domain.memory, sent, sent, empty((4,), INT32), empty((4,), INT32))
+
+
+def _mark() -> Launch:
+    return gathered_device.mark_arguments(_buffers(), BEGUN)
+
+
+def _settle() -> Launch:
+    return gathered_device.settle_arguments(_buffers())
+
+
+def _sum_received(presum: bool) -> Launch:
+    return gathered_device.sum_arguments(_buffers(presum), _slots(), _tokens())
+
+
 # Name, description, kernel, function of the arguments, and what it is called with.
 LAUNCHES = (
     ("publish-bf16", "tokens to where peers read them", dispatch_kernels.publish_kernel, _publish, "bf16"),
@@ -80,5 +102,9 @@ LAUNCHES = (
     ("sum", "sums over each token's slots", combine_kernels.sum_kernel, _sum),
     ("return", "sums of a token's rows, sent to its rank", combine_kernels.return_kernel, _return),
     ("sum-ranks", "sums of what the ranks sent for a token", combine_kernels.sum_ranks_kernel, _sum_ranks),
+    ("mark", "counts a point of a call around collectives", gathered_kernels.mark_kernel, _mark),
+    ("settle", "rows of this rank from all ranks' sizes", gathered_kernels.settle_kernel, _settle),
+    ("sum-received", "sums of rows from all ranks", gathered_kernels.sum_received_kernel, _sum_received, False),
+    ("sum-received-sums", "of sums from all ranks", gathered_kernels.sum_received_kernel, _sum_received, True),
 )
 KERNELS = tuple(case_of(f"ep-{name}", about, EVERY_ARCH, *launch) for name, about, *launch in LAUNCHES)

@@ -28,7 +28,7 @@ from envoi.spans import span
 from envoi.types import ExpertWeights
 
 KERNELS = "envoi.moe.parallel.gathered_kernels"
-HEAD_BYTES = 256  # as in gathered_kernels
+HEAD_BYTES, CALL_COLUMNS = 256, 8  # as in gathered_kernels
 
 
 @dataclass(frozen=True)
@@ -56,9 +56,9 @@ class GatheredLayout(SharedLayout):
         return self.segment_bytes // 4
 
     @property
-    def rows_per_rank(self) -> int:
-        """Rows that two ranks exchange in combine."""
-        return self.max_tokens if self.presum else self.room
+    def part_columns(self) -> int:
+        """Columns that two ranks exchange in combine: rows, then the number of the call."""
+        return (self.max_tokens if self.presum else self.room) * self.hidden + CALL_COLUMNS
 
     @cached_property
     def regions(self) -> Regions:
@@ -79,7 +79,7 @@ class Buffers:
     """Buffers that all calls of a rank use.
 
     domain: all ranks' segments and this rank's rows. solo: this rank's segment, as a domain of one rank.
-    segments [num_ranks, segment_bytes] uint8. sent, received [num_ranks, rows_per_rank, hidden] bf16.
+    segments [num_ranks, segment_bytes] uint8. sent, received [num_ranks, part_columns] bf16.
     counts, host [4] int32: how often calls have passed each point, on the device and where the host reads it: see
     `progress`. channel: of the collectives.
     """
@@ -108,8 +108,7 @@ class Buffers:
 
     def mark(self, point: int) -> None:
         """Count that a call has passed a point."""
-        arguments = self.counts, self.host, self.domain.state, point
-        launch_kernel(KERNELS, "mark_kernel", Launch((1,), arguments, {"num_warps": 1}))
+        launch_kernel(KERNELS, "mark_kernel", mark_arguments(self, point))
 
 
 def open_buffers(
@@ -122,7 +121,7 @@ def open_buffers(
     domain.memory.zero_()
     segments = domain.memory[: layout.num_ranks * gathered.segment_bytes].view(layout.num_ranks, -1)
     set_peers(domain, [segment.data_ptr() + HEAD_BYTES for segment in segments])
-    shape = layout.num_ranks, gathered.rows_per_rank, layout.hidden
+    shape = layout.num_ranks, gathered.part_columns
     sent, received = (torch.empty(shape, dtype=torch.bfloat16, device=device) for _ in range(2))
     parts = torch.tensor([part.data_ptr() for part in sent], dtype=torch.int64, device="cpu")
     domain.results = parts.to(device)
@@ -202,7 +201,7 @@ def publish(buffers: Buffers, tokens: torch.Tensor, topk_weights: torch.Tensor, 
 def place_rows(buffers: Buffers) -> None:
     """Sort the gathered tokens of this rank's experts into domain.rows."""
     buffers.mark(GATHERED)
-    launch_kernel(KERNELS, "settle_kernel", settle_arguments(buffers.domain))
+    launch_kernel(KERNELS, "settle_kernel", settle_arguments(buffers))
     steps.pull_rows(buffers.domain)
 
 
@@ -221,14 +220,21 @@ def sum_received(buffers: Buffers, topk_ids: torch.Tensor) -> torch.Tensor:
     return out
 
 
-def settle_arguments(domain: Domain) -> Launch:
+def mark_arguments(buffers: Buffers, point: int) -> Launch:
+    """Build the launch of `mark_kernel`."""
+    arguments = buffers.counts, buffers.host, buffers.domain.state, buffers.solo.state, point
+    return Launch((1,), arguments, {"num_warps": 1})
+
+
+def settle_arguments(buffers: Buffers) -> Launch:
     """Build the launch of `settle_kernel`."""
-    layout = cast(GatheredLayout, domain.layout)
+    domain, layout = buffers.domain, buffers.layout
     shape = (next_power_of_2(domain.num_local), next_power_of_2(layout.num_ranks))
     arguments = (
         domain.peers, layout.segment.regions, layout.regions, domain.row_shift, domain.offsets, domain.state,
-        domain.report, domain.rank, layout.num_ranks, layout.slot_stride, layout.num_experts, domain.first_expert,
-        domain.num_local, next_power_of_2(layout.num_experts + 1), shape,
+        domain.report, buffers.counts, domain.results, layout.part_columns, domain.rank, layout.num_ranks,
+        layout.slot_stride, layout.num_experts, domain.first_expert, domain.num_local,
+        next_power_of_2(layout.num_experts + 1), shape,
     )  # fmt: skip
     return Launch((1,), arguments, steps.WARPS)
 
@@ -237,9 +243,9 @@ def sum_arguments(buffers: Buffers, topk_ids: torch.Tensor, out: torch.Tensor) -
     """Build the launch of `sum_received_kernel`."""
     (M, k), width, layout = topk_ids.shape, out.shape[1], buffers.layout
     block = min(MAX_COLUMNS, next_power_of_2(width))
-    lanes = next_power_of_2(k) if layout.presum else next_power_of_2(layout.num_ranks)
+    domain, lanes = buffers.domain, (next_power_of_2(layout.num_ranks), next_power_of_2(k))
     arguments = (
-        buffers.received, topk_ids.contiguous(), buffers.domain.rank_ends, out, buffers.domain.state, width,
-        layout.rows_per_rank, k, layout.num_ranks, lanes, layout.presum, block,
+        buffers.received, topk_ids.contiguous(), domain.rank_ends, out, domain.state, domain.report, buffers.counts,
+        width, layout.part_columns, k, layout.num_ranks, *lanes, layout.presum, block,
     )  # fmt: skip
     return Launch((M, -(-width // block)), arguments, warps_for(block))

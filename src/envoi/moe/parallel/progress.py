@@ -5,6 +5,7 @@ count doesn't rise for the timeout, the ranks that are missing are named, as for
 that they are missing from is ended, so that the device is free again.
 """
 
+import atexit
 import threading
 import time
 import weakref
@@ -15,6 +16,7 @@ import torch
 from envoi.moe.parallel.timeout import PeerTimeout, Watch
 
 INTERVAL_S = 0.02
+FINISH_S = 5.0  # the most that the end of the process waits for a thread
 BEGUN, GATHERED, DONE, LOST = range(4)  # entries of the counts; LOST: set by the host, 1 if a rank is missing
 STEPS = {GATHERED: "dispatch", DONE: "combine"}  # the step that a call is in until it passes a point
 
@@ -26,7 +28,15 @@ def oversee(owner: object, counts: torch.Tensor, watch: Watch, end: Callable[[],
     """
     stop = threading.Event()
     weakref.finalize(owner, stop.set)
-    threading.Thread(target=_oversee, args=(counts, watch, end, stop), name="envoi-progress", daemon=True).start()
+    thread = threading.Thread(target=_oversee, args=(counts, watch, end, stop), name="envoi-progress", daemon=True)
+    thread.start()
+    atexit.register(_finish, stop, thread)
+
+
+def _finish(stop: threading.Event, thread: threading.Thread) -> None:
+    # Collectives that are being ended while the process shuts down would end it by a signal.
+    stop.set()
+    thread.join(FINISH_S)
 
 
 def _oversee(counts: torch.Tensor, watch: Watch, end: Callable[[], object], stop: threading.Event) -> None:

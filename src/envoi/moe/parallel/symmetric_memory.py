@@ -159,6 +159,7 @@ class Domain:
     rank_ends: torch.Tensor
     results: torch.Tensor | None = None  # see `pull_kernel`; None over NVLink
     handle: Any = None  # keeps the peers' memory mapped
+    has_kernels: bool = False  # a call was made, or `warm_up`: all ranks have compiled what it takes
     watch: Any = None  # `timeout.Watch`: ranks report through it what they refused, and who was late
     lock: Any = field(default_factory=threading.RLock)  # one call at a time
 

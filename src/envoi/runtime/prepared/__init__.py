@@ -4,6 +4,7 @@ Called eagerly, an operator's Python decides each time what the shapes, dtypes a
 long before: the backend, the config, the buffers, and what each kernel's parameters are. Only addresses change.
 
     calls       arguments -> key -> what to do: run as always, record, or replay; the guards
+    forms       a replay found by torch's own guards, without a key
     recording   one call as always, observed: what it launched, allocated and returned
     parameters  a launch's arguments -> the kernel's parameters, as the driver takes them
     replay      recorded launches -> blocks of parameters, into which each call writes its addresses
@@ -18,11 +19,11 @@ The first call with a key runs as always and is counted, the second is recorded,
 
 An address is told by the tensor that it lies in, and the recorder keeps all of them until the call has ended, so that
 no address stands for two tensors. What isn't plain runs as always: see `calls` for the guards, `recording` for what
-can't be replayed. All shortcuts are off with ENVOI_SAFE_LAUNCH=1, this one is on with ENVOI_PREPARED=1 (`shortcuts`).
+can't be replayed. All shortcuts are off with ENVOI_SAFE_LAUNCH=1, this one also with ENVOI_PREPARED=0 (`shortcuts`).
 
 Results are bitwise those of a call without it: the same kernels run with the same parameters in the same order.
 """
 
-from envoi.runtime.prepared.calls import Calls, clear, prepared
+from envoi.runtime.prepared.calls import MISSED, Calls, clear, prepared
 
-__all__ = ["Calls", "clear", "prepared"]
+__all__ = ["MISSED", "Calls", "clear", "prepared"]

@@ -14,6 +14,7 @@ Wrong arguments never have a key that was recorded, because the call with that k
 """
 
 import functools
+import operator
 import threading
 import weakref
 from collections.abc import Callable, Sequence
@@ -26,6 +27,7 @@ from envoi import log
 from envoi.runtime import shortcuts, triton_compat
 from envoi.runtime.custom_op import watched
 from envoi.runtime.prepared import driver as driver_module
+from envoi.runtime.prepared.forms import Forms
 from envoi.runtime.prepared.parameters import RefusedError
 from envoi.runtime.prepared.recording import recording
 from envoi.runtime.prepared.replay import Prepared
@@ -34,6 +36,7 @@ from envoi.spans import NVTX
 MOST_CALLS = 1024  # keys that are kept; a prepared call takes some 20 KB of the host's memory and none of the device's
 ALIGNMENT_MASK = 15
 SEEN = "seen once"
+MISSED = object()
 
 Function = TypeVar("Function", bound=Callable)
 Given = tuple[tuple, Sequence[torch.Tensor | None]] | None  # constants and tensors, or None for a call to run as always
@@ -52,8 +55,31 @@ class Calls:
     def __init__(self, owned: Sequence[torch.Tensor] = (), most: int = MOST_CALLS) -> None:
         self.known: dict[Any, Prepared | str] = {}
         self.owned, self.most = tuple(owned), most
+        self.forms = Forms(most)
         self._lock = threading.Lock()
         _all.add(self)
+
+    def replay(self, constants: tuple, tensors: Sequence[torch.Tensor | None]) -> Any:
+        """Return the result of a call whose tensors have the forms of a prepared one's, MISSED if there is none.
+
+        Arguments as for `run`; for calls that nothing watches but what the guards of `forms` notice.
+        """
+        driver = driver_module.active()
+        if driver is None or not self.forms.known:
+            return MISSED
+        device = driver.current_device()
+        stream = driver.stream(device)
+        try:
+            found = self.forms.find(constants, tensors, (device, stream))
+        except (TypeError, AttributeError):  # a constant or a tensor that isn't one
+            return MISSED
+        if found is None or (found.stream is not None and driver.is_capturing()):
+            return MISSED
+        addresses = [0 if x is None else x.data_ptr() for x in tensors]
+        if functools.reduce(operator.or_, addresses) & ALIGNMENT_MASK:
+            return MISSED
+        found.used = True
+        return found.run(addresses, stream)
 
     def run(self, constants: tuple, tensors: Sequence[torch.Tensor | None], as_always: Callable[[], Any]) -> Any:
         """Return what `as_always()` returns, by prepared launches if there are any for these arguments.
@@ -93,16 +119,17 @@ class Calls:
                 found = self.known.get(key)
         if isinstance(found, Prepared):
             found.used = True
+            self.forms.add(constants, tensors, found)
             return found.run(addresses, stream)
         if found is None:
             self._keep(key, SEEN)
         if found != SEEN or driver.is_capturing():
             return as_always()
-        return self._record(key, tensors, as_always, stream, first.device)
+        return self._record(key, constants, tensors, as_always, stream, first.device)
 
     def _record(
-        self, key: Any, tensors: Sequence[torch.Tensor | None], as_always: Callable[[], Any], stream: int,
-        device: torch.device,
+        self, key: Any, constants: tuple, tensors: Sequence[torch.Tensor | None], as_always: Callable[[], Any],
+        stream: int, device: torch.device,
     ) -> Any:  # fmt: skip
         with recording(device) as recorder:
             result = as_always()
@@ -113,6 +140,8 @@ class Calls:
         except Exception as error:  # the call itself is done; what is private to Triton may have changed
             found = f"{type(error).__name__}: {error}"
         self._keep(key, found)
+        if isinstance(found, Prepared):
+            self.forms.add(constants, tensors, found)
         return result
 
     def _keep(self, key: Any, found: Prepared | str) -> None:
@@ -125,12 +154,15 @@ class Calls:
                 if isinstance(passed, Prepared) and passed.used:
                     passed.used = False
                     self.known[oldest] = passed
+                elif isinstance(passed, Prepared):
+                    self.forms.forget(passed)
             self.known[key] = found
 
     def clear(self) -> None:
         """Forget all calls."""
         with self._lock:
             self.known.clear()
+            self.forms.known.clear()
 
     def refusals(self) -> list[str]:
         """Return why calls that were recorded can't be replayed."""
@@ -146,17 +178,23 @@ def clear() -> None:
         calls.clear()
 
 
-def plain() -> bool:
-    """Tell whether calls of this thread may be prepared now, as far as that doesn't depend on their arguments."""
+def unwatched() -> bool:
+    """Tell whether calls of this thread may be prepared now, as far as the guards of `forms` don't notice it."""
     return (
         shortcuts.PREPARED
+        and shortcuts.ENABLED
         and not torch.compiler.is_compiling()
         and not (log.LEVEL or NVTX)
-        and not watched()
-        and not torch._C._is_any_autocast_enabled()
+        and torch._C._len_torch_function_stack() == 0
+        and not torch.autograd._profiler_enabled()  # pyright: ignore[reportPrivateImportUsage]
         and forward_ad._current_level < 0
         and not triton_compat.has_launch_hooks()
     )
+
+
+def plain() -> bool:
+    """Tell whether calls of this thread may be prepared now, as far as that doesn't depend on their arguments."""
+    return unwatched() and not watched() and not torch._C._is_any_autocast_enabled()
 
 
 def prepared(given: Callable[..., Given]) -> Callable[[Function], Function]:
@@ -171,7 +209,7 @@ def prepared(given: Callable[..., Given]) -> Callable[[Function], Function]:
 
         @functools.wraps(function)
         def call(*arguments: Any, **named: Any) -> Any:
-            if not shortcuts.PREPARED or not plain():
+            if not unwatched():
                 return function(*arguments, **named)
             try:
                 found = given(*arguments, **named)
@@ -179,7 +217,13 @@ def prepared(given: Callable[..., Given]) -> Callable[[Function], Function]:
                 found = None
             if found is None:
                 return function(*arguments, **named)
-            return _calls.run((name, *found[0]), found[1], functools.partial(function, *arguments, **named))
+            constants, tensors = (name, *found[0]), found[1]
+            result = _calls.replay(constants, tensors)
+            if result is not MISSED:
+                return result
+            if not plain():
+                return function(*arguments, **named)
+            return _calls.run(constants, tensors, functools.partial(function, *arguments, **named))
 
         return cast(Function, call)
 

@@ -11,7 +11,15 @@ from envoi.moe.parallel import dispatch, gathered_device, gathered_kernels, shar
 from envoi.moe.parallel.gathered_device import Buffers
 from envoi.moe.parallel.nvlink import run_local_experts
 from envoi.moe.parallel.progress import BEGUN, DONE, LOST
-from envoi.moe.parallel.shared_device import BAD_IDS, FINE, OUTCOME, REFUSED, REFUSED_ON_HOST
+from envoi.moe.parallel.shared_device import (
+    BAD_IDS,
+    FINE,
+    LATE_AT_COMBINE,
+    LATE_AT_DISPATCH,
+    OUTCOME,
+    REFUSED,
+    REFUSED_ON_HOST,
+)
 from envoi.moe.parallel.symmetric_memory import SharedLayout
 from tests.helpers.accuracy import assert_same_bits
 from tests.moe.layers import make
@@ -46,6 +54,7 @@ class Ranks:
         """Run a layer: each step on all ranks before the next one. Returns every rank's output."""
         for rank, (buffers, (tokens, routing)) in enumerate(zip(self.opened, self.parts, strict=True)):
             if rank in refusing:
+                buffers.mark(BEGUN)
                 dispatch.refuse(buffers.solo)
             else:
                 gathered_device.publish(buffers, tokens, routing.topk_weights, routing.topk_ids)
@@ -157,7 +166,8 @@ def test_a_host_refuses_the_call_on_all():
 
 def test_the_host_knows_the_kernels_constants():
     assert gathered_kernels.HEAD_BYTES.value == gathered_device.HEAD_BYTES
-    assert gathered_kernels.HOST_LOST.value == LOST
+    assert gathered_kernels.CALL_COLUMNS.value == gathered_device.CALL_COLUMNS
+    assert (gathered_kernels.BEGUN.value, gathered_kernels.HOST_LOST.value) == (BEGUN, LOST)
     buffers = ranks_of(make(**SMALL), "bf16", [4, 8, 11], ENDS["even"]).opened[1]
     buffers.solo.report[1, 0] = 7
     head = buffers.segments[1, : gathered_device.HEAD_BYTES].view(torch.int32)
@@ -178,3 +188,23 @@ def test_a_call_that_the_host_gave_up_returns_nan_and_so_do_all_later_ones():
             buffers.host[LOST] = 1
         assert all(out.isnan().all() for out in ranks.run()[:2])
     assert [int(buffers.domain.state[OUTCOME.value]) for buffers in ranks.opened[:2]] == [shared_device.LOST.value] * 2
+
+
+def test_a_segment_of_another_call_is_of_a_rank_that_is_late():
+    ranks = ranks_of(make(**SMALL), "bf16", [4, 8, 11], ENDS["even"])
+    ranks.run()
+    ranks.opened[1].mark(BEGUN)  # rank 1 has begun a call that the others know nothing of
+    assert all(out.isnan().all() for out in ranks.run())
+    late = [buffers.domain.report[0].tolist() for buffers in ranks.opened]
+    assert late == [[0, LATE_AT_DISPATCH.value, 0], [LATE_AT_DISPATCH.value, 0, LATE_AT_DISPATCH.value]] + late[:1]
+
+
+@pytest.mark.parametrize("presum", [False, True])
+def test_rows_of_a_rank_that_has_given_the_call_up_are_not_summed(presum):
+    ranks = ranks_of(make(**SMALL), "bf16", [4, 8, 11], ENDS["even"], presum=presum)
+    ranks.run()
+    ranks.opened[0].host[LOST] = 1
+    assert all(out.isnan().all() for out in ranks.run())
+    assert [int(buffers.domain.state[OUTCOME.value]) for buffers in ranks.opened] == [shared_device.LOST.value, 0, 0]
+    late = [buffers.domain.report[0].tolist() for buffers in ranks.opened]
+    assert late == [[0, 0, 0], [LATE_AT_COMBINE.value, 0, 0], [LATE_AT_COMBINE.value, 0, 0]]

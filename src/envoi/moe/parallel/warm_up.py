@@ -1,0 +1,180 @@
+"""Warm-up across ranks: each rank of a host compiles a share of the kernels, and loads all that it needs."""
+
+import json
+import platform
+import time
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from datetime import timedelta
+from functools import lru_cache, partial
+from typing import Any
+
+import torch
+
+from envoi.moe.parallel import gathered_device, nvlink
+from envoi.moe.parallel.collectives import Channel, gather_texts
+from envoi.moe.parallel.symmetric_memory import Domain, SharedLayout, allocate
+from envoi.moe.warm_up import compile_sites, find_all
+from envoi.runtime.compilers import Compilers
+from envoi.runtime.devices import Target
+from envoi.runtime.kernel_case import without_memory
+from envoi.runtime.rehearsal import Site, load, load_at, rehearse
+from envoi.types import ExpertWeights
+
+STEP, FIRST = "warm-up", "first call"
+PATIENCE_S = 1800.0  # for peers that compile
+
+
+@dataclass(frozen=True)
+class ParallelCall:
+    """Call of `ExpertParallel.moe` on one rank by kernels. layout: of the memory; experts: without memory.
+
+    num_topk: slots of a token. gathers: tokens are gathered by NCCL, else over NVLink. With 0 tokens the rank also
+    refuses a call.
+    """
+
+    layout: SharedLayout
+    num_topk: int
+    rank: int
+    expert_offsets: tuple[int, ...]
+    timeout_s: float
+    experts: ExpertWeights
+    gathers: bool = False
+
+    def __call__(self, num_tokens: int) -> None:
+        """Make the call."""
+        sizes = self.layout, self.rank, self.expert_offsets, self.timeout_s
+        slots = num_tokens, self.num_topk
+        tokens = without_memory((num_tokens, self.layout.hidden), torch.bfloat16)
+        given = tokens, without_memory(slots, torch.float32), without_memory(slots, torch.int32), self.experts
+        if self.gathers:
+            buffers = _buffers(*sizes)
+            gathered_device.run_layer(buffers, *given)
+            refuse: Callable[[], None] = partial(gathered_device.refuse, buffers)
+        else:
+            domain = _domain(*sizes)
+            nvlink.run_layer(domain, *given)
+            refuse = partial(nvlink.refuse, domain)
+        if num_tokens == 0:
+            refuse()
+
+
+@lru_cache(maxsize=8)
+def _domain(layout: SharedLayout, rank: int, expert_offsets: tuple[int, ...], timeout_s: float) -> Domain:
+    return allocate(layout, rank, list(expert_offsets), timeout_s, torch.device("meta"), shared=False)
+
+
+@lru_cache(maxsize=8)
+def _buffers(
+    layout: SharedLayout, rank: int, expert_offsets: tuple[int, ...], timeout_s: float
+) -> gathered_device.Buffers:
+    buffers = gathered_device.open_buffers(layout, rank, list(expert_offsets), timeout_s, torch.device("meta"))
+    buffers.channel = _NoChannel()  # pyright: ignore[reportAttributeAccessIssue]
+    return buffers
+
+
+class _NoChannel:
+    """Stand-in for a channel whose collectives do nothing."""
+
+    def __init__(self) -> None:
+        self.data = self._allgather_base = self.alltoall_base = self
+
+    def __call__(self, *arguments: Any) -> "_NoChannel":
+        return self
+
+    def wait(self) -> None:
+        """Return at once."""
+
+
+@contextmanager
+def patient(channel: Channel) -> Iterator[None]:
+    """Bound the waits for peers within the context by PATIENCE_S in all, not by timeout_s each."""
+    control: Any = channel.control
+    control._set_default_timeout(timedelta(seconds=PATIENCE_S))
+    channel.watch.deadline = time.monotonic() + PATIENCE_S
+    try:
+        yield
+    finally:
+        channel.watch.deadline = None
+        control._set_default_timeout(timedelta(seconds=channel.watch.timeout_s))
+
+
+def compile_together(
+    channel: Channel, call: ParallelCall, target: Target, jobs: int | None, progress: bool
+) -> dict[str, Site]:
+    """Compile what calls with 0 to max_tokens tokens launch on any rank, and load what this rank's do. Collective.
+
+    Returns a site for each of this rank's kernels. Raises RuntimeError on every rank if one fails.
+    """
+    calls, sites = [call], {}
+    with patient(channel), Compilers(target, jobs) as compilers:
+
+        def look() -> None:
+            sites.update(find_all(compilers, calls, target, call.layout.max_tokens, least=0))
+
+        def compile_share() -> None:
+            mine = shares(found)[channel.rank]
+            compile_sites(compilers, calls, target, [sites[digest] for digest in mine], progress, for_launch=True)
+
+        def load() -> None:
+            for site in sites.values():
+                load_at(calls, target, site)
+
+        failed = _error_of(look)
+        texts = gather_texts(channel, json.dumps([platform.node(), *sites]), STEP)
+        found = [json.loads(text) for text in texts]
+        failed = failed or _error_of(compile_share)
+        _raise_first(gather_texts(channel, failed, STEP))  # from here on, all that a peer compiled is in the cache
+        _raise_first(gather_texts(channel, _error_of(load), STEP))
+    return sites
+
+
+def load_together(channel: Channel, call: ParallelCall, target: Target, num_tokens: int | None) -> None:
+    """Load the kernels of a call before any rank begins it, so that none waits for another's compiler. Collective.
+
+    num_tokens: of this rank, None if it refuses the call. Peers have timeout_s to come, and may compile for longer.
+    Raises RuntimeError on every rank if a kernel can't be compiled.
+    """
+    gather_texts(channel, "", FIRST)
+    failed = ""
+    with patient(channel):
+        if num_tokens is not None:
+            failed = _error_of(lambda: load_all(call, target, num_tokens))
+        _raise_first(gather_texts(channel, failed, FIRST))
+
+
+def load_all(call: ParallelCall, target: Target, num_tokens: int) -> None:
+    """Load all kernels of a call on the current GPU."""
+    for launch in rehearse(call, num_tokens, target):
+        load(*launch)
+
+
+def shares(found: Sequence[Sequence[str]]) -> list[list[str]]:
+    """Return for each rank the digests that it compiles. found: for each rank its host, then its kernels' digests.
+
+    Every kernel of a host is compiled once there, by one of the ranks that need it: that which has the fewest yet.
+    """
+    mine: list[list[str]] = [[] for _ in found]
+    for host in dict.fromkeys(host for host, *_ in found):
+        ranks = [rank for rank, (where, *_) in enumerate(found) if where == host]
+        counts = Counter(digest for rank in ranks for digest in found[rank][1:])
+        for digest in sorted(counts, key=lambda digest: (counts[digest], digest)):  # those of one rank alone first
+            able = [rank for rank in ranks if digest in found[rank][1:]]
+            mine[min(able, key=lambda rank: len(mine[rank]))].append(digest)
+    return mine
+
+
+def _error_of(step: Callable[[], None]) -> str:
+    try:
+        step()
+    except Exception as error:  # whatever it is, the peers have to hear of it
+        return f"{type(error).__name__}: {error}"
+    return ""
+
+
+def _raise_first(texts: list[str]) -> None:
+    for rank, text in enumerate(texts):
+        if text:
+            raise RuntimeError(f"{STEP}: rank {rank} of the group failed: {text}")

@@ -1,0 +1,111 @@
+"""Steps of a warm-up: find all kernels that calls can need, compile them in processes, prepare calls."""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import torch
+
+from envoi.check import expect_bool, expect_int
+from envoi.moe.api import moe
+from envoi.moe.layer import has_kernels
+from envoi.progress import Progress
+from envoi.runtime.compilers import DIED, Compilers
+from envoi.runtime.devices import Target
+from envoi.runtime.kernel_case import without_memory
+from envoi.runtime.rehearsal import Call, Site, compile_at, find
+from envoi.types import ExpertWeights, QuantTensor, Routing
+
+PREPARED_TOKENS = 256  # up to so many tokens, calls are prepared too: above, the GPU takes longer than the host
+ROUTED = torch.int32, torch.float32  # ids and weights from `envoi.route`
+CHUNK = 128  # numbers of tokens that a process looks at in one go
+
+
+@dataclass(frozen=True)
+class LayerCall:
+    """Call of `envoi.moe` for a number of tokens. experts: without memory. dtypes: of the routing's ids and weights."""
+
+    experts: ExpertWeights
+    num_topk: int
+    dtypes: tuple[torch.dtype, torch.dtype] = ROUTED
+
+    def __call__(self, num_tokens: int) -> None:
+        """Make the call."""
+        ids, weights = (without_memory((num_tokens, self.num_topk), dtype) for dtype in self.dtypes)
+        routing = Routing(weights, ids, self.experts.num_local_experts)
+        moe(without_memory((num_tokens, self.experts.hidden), torch.bfloat16), routing, self.experts)
+
+
+def check_jobs(jobs: int | None, progress: bool) -> None:
+    """Raise ValueError unless these are a number of processes, or None, and a bool."""
+    if jobs is not None:
+        expect_int("jobs", jobs, 1)
+    expect_bool("progress", progress)
+
+
+def compiles(device: torch.device) -> bool:
+    """Tell whether calls on this device compile kernels: not on a CPU, also in Triton's interpreter."""
+    return device.type == "cuda" and has_kernels(device)
+
+
+def without_tensors(value: Any) -> Any:
+    """Return an argument with tensors that have no memory in the place of its tensors."""
+    if isinstance(value, ExpertWeights | QuantTensor):
+        return value._map(without_tensors)  # not `.to`, which may reorder weights for another device's kernels
+    if not isinstance(value, torch.Tensor):
+        return value
+    return torch.empty_strided(value.shape, value.stride(), dtype=value.dtype, device="meta")
+
+
+def compile_calls(
+    calls: Sequence[Call], target: Target, max_tokens: int, jobs: int | None, progress: bool, for_launch: bool
+) -> list[Site]:
+    """Compile what calls with 1 to max_tokens tokens launch, into Triton's disk cache; return a site of each kernel."""
+    with Compilers(target, jobs) as compilers:
+        sites = find_all(compilers, calls, target, max_tokens)
+        compile_sites(compilers, calls, target, list(sites.values()), progress, for_launch)
+    return list(sites.values())
+
+
+def find_all(
+    compilers: Compilers, calls: Sequence[Call], target: Target, max_tokens: int, least: int = 1
+) -> dict[str, Site]:
+    """Return a site for each kernel of `least` to max_tokens tokens, by digest, in the order of the digests."""
+    chunks = [range(first, min(first + CHUNK, max_tokens + 1)) for first in range(least, max_tokens + 1, CHUNK)]
+    found: dict[str, Site] = {}
+    for _, sites in compilers.map(partial(find, calls, target), chunks):
+        if sites is None:
+            raise RuntimeError(f"warm_up: {DIED}")
+        for digest, site in sites.items():
+            found[digest] = min(site, found.get(digest, site))  # the order in which chunks are done mustn't matter
+    return dict(sorted(found.items()))
+
+
+def compile_sites(
+    compilers: Compilers, calls: Sequence[Call], target: Target, sites: Sequence[Site], progress: bool, for_launch: bool
+) -> None:
+    """Compile the kernels of these sites. Raises RuntimeError for those that can't be."""
+    failed: list[str] = []
+    with Progress(len(sites), quiet=not progress) as bar:
+        for site, error in compilers.map(partial(compile_at, calls, target, for_launch), sites):
+            bar.step(site.name)
+            if error != "":
+                failed.append(f"{site.name} for {site.num_tokens} tokens: {error or DIED}")
+    if failed:
+        raise RuntimeError(f"warm_up: {len(failed)} kernels can't be compiled, the first is {min(failed)}")
+
+
+def prepare(
+    call: Callable[[torch.Tensor, Routing], Any], experts: ExpertWeights, num_experts: int, max_tokens: int,
+    num_topk: int, dtypes: tuple[torch.dtype, torch.dtype] = ROUTED,
+) -> None:  # fmt: skip
+    """Make calls with few tokens twice, after which they are prepared: see `envoi.runtime.prepared`."""
+    most = min(PREPARED_TOKENS, max_tokens)
+    tokens = torch.zeros(most, experts.hidden, dtype=torch.bfloat16, device=experts.device)
+    ids = torch.arange(most * num_topk, dtype=dtypes[0], device=experts.device).view(most, num_topk) % num_experts
+    weights = torch.zeros(most, num_topk, dtype=dtypes[1], device=experts.device)
+    for count in range(1, most + 1):
+        routing = Routing(weights[:count], ids[:count], num_experts)
+        for _ in range(2):
+            call(tokens[:count], routing)

@@ -1,0 +1,115 @@
+"""Processes that compile in parallel, started by a process that needn't be safe to fork.
+
+    this process  -> one fresh interpreter, which imports Triton and touches no GPU -> a fork of it for each CPU
+
+Not `multiprocessing`'s own ways: a fork of a process with threads or a GPU may hang, and "spawn" runs the main program
+again wherever its author didn't expect that.
+"""
+
+import os
+import pickle
+import subprocess
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ProcessPoolExecutor, as_completed
+from concurrent.futures.process import BrokenProcessPool
+from multiprocessing import get_context
+from typing import Any, TypeVar
+
+from envoi.runtime import triton_compat
+from envoi.runtime.devices import Target
+
+T = TypeVar("T")
+R = TypeVar("R")
+DIED = "the compiling process died"
+_START = "import sys; sys.path[:] = {path!r}; from envoi.runtime.compilers import serve; serve()"
+
+
+def num_cpus() -> int:
+    """Return the number of CPUs that this process may use."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
+class Compilers:
+    """Processes that apply functions to items: `with Compilers(target, 8) as compilers: compilers.map(f, items)`.
+
+    num_jobs: at most, None = one for each CPU; with 1 this process does the work itself.
+    """
+
+    def __init__(self, target: Target, num_jobs: int | None = None) -> None:
+        self.target, self.num_jobs = target, num_jobs or num_cpus()
+        self._server: subprocess.Popen | None = None
+
+    def __enter__(self) -> "Compilers":
+        if self.num_jobs > 1:
+            command = (sys.executable, "-c", _START.format(path=sys.path))
+            self._server = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE)
+            self._send((self.target.arch, self.num_jobs))
+        return self
+
+    def __exit__(self, kind: Any, *error: object) -> None:
+        if self._server is None:
+            return
+        if kind is not None:
+            self._server.kill()
+        self._server.communicate()  # closes its input, at which it ends
+
+    def map(self, function: Callable[[T], R], items: Sequence[T]) -> Iterator[tuple[T, R | None]]:
+        """Yield (item, function(item)) as results come; None if the item's process died. The function is picklable.
+
+        Raises RuntimeError if the processes can't be started, or the function's own error.
+        """
+        if self._server is None:
+            yield from ((item, function(item)) for item in items)
+            return
+        self._send((function, list(items)))
+        for _ in items:
+            number, result, error = self._receive()
+            if error is not None:
+                raise error
+            yield items[number], result
+
+    def _send(self, message: Any) -> None:
+        try:
+            pickle.dump(message, self._server.stdin)  # pyright: ignore[reportOptionalMemberAccess, reportArgumentType]
+            self._server.stdin.flush()  # pyright: ignore[reportOptionalMemberAccess]
+        except BrokenPipeError as error:
+            raise RuntimeError("warm_up: the process that compiles has ended; jobs=1 compiles in this one") from error
+
+    def _receive(self) -> Any:
+        try:
+            return pickle.load(self._server.stdout)  # pyright: ignore[reportOptionalMemberAccess, reportArgumentType]
+        except EOFError as error:
+            raise RuntimeError("warm_up: the process that compiles has ended; jobs=1 compiles in this one") from error
+
+
+def serve() -> None:
+    """Answer the requests of a `Compilers` on standard input, until it ends."""
+    answers = os.fdopen(os.dup(1), "wb")
+    os.dup2(2, 1)  # what else is printed mustn't be among the answers
+    arch, num_jobs = pickle.load(sys.stdin.buffer)
+    triton_compat.warm_up(arch)
+    pool: ProcessPoolExecutor | None = None
+    while True:
+        try:
+            function, items = pickle.load(sys.stdin.buffer)  # imports what the function needs, before the fork
+        except EOFError:
+            return
+        # The same processes for all requests: they remember what they found out.
+        pool = pool or ProcessPoolExecutor(num_jobs, get_context("fork"))
+        for answer in _answers(pool, function, items):
+            pickle.dump(answer, answers)
+            answers.flush()
+            pool = None if answer[1:] == (None, None) else pool
+
+
+def _answers(pool: ProcessPoolExecutor, function: Callable, items: list) -> Iterator[tuple[int, Any, Exception | None]]:
+    """Yield (number of the item, result, error) as they come; without either if its process died."""
+    futures = {pool.submit(function, item): number for number, item in enumerate(items)}
+    for future in as_completed(futures):
+        try:
+            yield futures[future], future.result(), None
+        except BrokenProcessPool:
+            yield futures[future], None, None
+        except Exception as error:
+            yield futures[future], None, error

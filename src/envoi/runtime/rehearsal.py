@@ -1,0 +1,90 @@
+"""Rehearsed calls: what a call would launch, found by running its host path on tensors that have no memory.
+
+    rehearse    a call -> its launches                         no GPU needed
+    find        calls, numbers of tokens -> Site by digest     one for each kernel that differs
+    compile_at  a Site -> Triton's disk cache                  no GPU needed
+    load_at     a Site -> a kernel ready on the current GPU
+
+A call here is a picklable function of the number of tokens: compiling processes repeat it, since launches hold
+functions that Python can't send.
+"""
+
+import hashlib
+from collections.abc import Callable, Iterable, Sequence
+from contextlib import suppress
+from typing import Any, NamedTuple
+
+from envoi.runtime import observer
+from envoi.runtime.devices import Target, standing_for
+
+Call = Callable[[int], Any]
+
+
+class Site(NamedTuple):
+    """Place of a launch: the call's number, its number of tokens, and which of its launches. name: of the kernel."""
+
+    call: int
+    num_tokens: int
+    launch: int
+    name: str
+
+
+def rehearse(call: Call, num_tokens: int, target: Target) -> list[tuple[Any, tuple, tuple, dict[str, Any]]]:
+    """Return the (kernel, grid, arguments, options) that a call would launch on a GPU, in order."""
+    launches: list[tuple[Any, tuple, tuple, dict[str, Any]]] = []
+    with standing_for(target), observer.rehearsing(launches):
+        call(num_tokens)
+    return launches
+
+
+def find(calls: Sequence[Call], target: Target, numbers: Iterable[int]) -> dict[str, Site]:
+    """Return for each kernel that calls of these numbers of tokens launch one place where it is launched, by digest."""
+    from envoi.runtime.launch import key_of
+
+    seen: dict[tuple, Site] = {}
+    sites: dict[str, Site] = {}
+    for num_tokens in numbers:
+        for number, call in enumerate(calls):
+            for place, (kernel, _, arguments, options) in enumerate(rehearse(call, num_tokens, target)):
+                key = key_of(kernel, arguments, options)
+                if key not in seen:
+                    seen[key] = site = Site(number, num_tokens, place, kernel.fn.__name__)
+                    sites.setdefault(_digest(kernel, arguments, options, target), site)
+    return sites
+
+
+def _digest(kernel: Any, arguments: tuple, options: dict[str, Any], target: Target) -> str:
+    from envoi.runtime import triton_compat
+
+    source = triton_compat.source_hash(kernel, arguments, target.arch)
+    return hashlib.sha256(repr((source, sorted(options.items()))).encode()).hexdigest()[:16]
+
+
+def compile_at(calls: Sequence[Call], target: Target, for_launch: bool, site: Site) -> str:
+    """Compile the kernel of a site into Triton's disk cache; return the error, "" if there was none.
+
+    for_launch: also what Triton needs to launch it, on a machine with a GPU.
+    """
+    from envoi.runtime import triton_compat
+
+    try:
+        kernel, _, arguments, options = rehearse(calls[site.call], site.num_tokens, target)[site.launch]
+        made = triton_compat.compile_like_a_launch(kernel, arguments, target.arch, options)
+        if for_launch:
+            with suppress(Exception):  # the first launch builds it then, or says why not
+                triton_compat.build_launcher(made)
+    except Exception as error:
+        return f"{type(error).__name__}: {' '.join(str(error).split())[:200]}"
+    return ""
+
+
+def load_at(calls: Sequence[Call], target: Target, site: Site) -> None:
+    """Load the kernel of a site on the current GPU; what isn't in Triton's disk cache is compiled."""
+    load(*rehearse(calls[site.call], site.num_tokens, target)[site.launch])
+
+
+def load(kernel: Any, grid: tuple, arguments: tuple, options: dict[str, Any]) -> None:
+    """Load the kernel of a launch on the current GPU."""
+    from envoi.runtime import launch  # not at the top: `import envoi` must not import Triton
+
+    launch.load(kernel, grid, arguments, options)

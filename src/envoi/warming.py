@@ -1,0 +1,79 @@
+"""Warm-up of a layer on one GPU: the public function `envoi.warm_up`."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import torch
+
+from envoi.check import expect_int
+from envoi.moe import moe
+from envoi.moe.op import IDS, WEIGHTS
+from envoi.moe.router import route
+from envoi.moe.warm_up import ROUTED, LayerCall, check_jobs, compile_calls, compiles, prepare, without_tensors
+from envoi.runtime import shortcuts
+from envoi.runtime.devices import Target
+from envoi.runtime.kernel_case import without_memory
+from envoi.runtime.rehearsal import Call, load_at
+from envoi.types import ExpertWeights
+
+
+@dataclass(frozen=True)
+class RouterCall:
+    """Call of `envoi.route` for a number of tokens. options: its named arguments but tokens, without memory."""
+
+    options: Mapping[str, Any]
+    dtype: torch.dtype = torch.bfloat16
+
+    def __call__(self, num_tokens: int) -> None:
+        """Make the call."""
+        given = dict(self.options)
+        if given.get("hash_table") is not None:
+            given["token_ids"] = without_memory((num_tokens,), given["token_ids"].dtype)
+        route(without_memory((num_tokens, given["gate"].shape[1]), self.dtype), **given)
+
+
+def warm_up(
+    experts: ExpertWeights, max_tokens: int, num_topk: int, router: Mapping[str, Any] | None = None,
+    jobs: int | None = None, progress: bool = True, dtypes: tuple[torch.dtype, torch.dtype] = ROUTED,
+) -> int:  # fmt: skip
+    """Compile and load all kernels that `envoi.moe` needs for 1 to max_tokens tokens; return how many there are.
+
+    Afterwards no call with these experts compiles, whatever its number of tokens, if the tokens are contiguous and
+    start on 16 bytes. Layers of equal sizes and format share their kernels: one of them is enough. Kernels are kept in
+    Triton's cache on disk, so that the next process only reads them.
+
+    experts: from `envoi.experts.pack`, on the GPU that will run them; on a CPU there is nothing to compile.
+    num_topk: slots of a token.
+    router: also compile what `envoi.route` needs for so many bf16 tokens: its named arguments but for the tokens, such
+        as {"gate": gate, "k": 8, "rule": "deepseek-v3"}.
+    dtypes: of the routing's ids and weights; the default is what `envoi.route` returns, int32 and float32. For
+        torch.topk's int64 ids, or 16-bit weights, other kernels sort and gather the tokens.
+    jobs: processes that compile, by default as many as there are CPUs; 1 = this process alone.
+    progress: show the progress on stderr if it takes longer than two seconds.
+
+    Calls with up to 256 tokens are prepared too, by making each of them twice, unless ENVOI_PREPARED=0 or
+    ENVOI_SAFE_LAUNCH=1.
+    Raises ValueError for wrong arguments, RuntimeError if a kernel can't be compiled.
+    """
+    if not isinstance(experts, ExpertWeights):
+        raise ValueError(f"experts: expected ExpertWeights from envoi.experts.pack, got {type(experts).__name__}")
+    expect_int("max_tokens", max_tokens, 1)
+    expect_int("num_topk", num_topk, 1)
+    check_jobs(jobs, progress)
+    if not isinstance(dtypes, tuple) or len(dtypes) != 2 or dtypes[0] not in IDS or dtypes[1] not in WEIGHTS:
+        raise ValueError(f"dtypes: expected int32 or int64, and float32, bfloat16 or float16, got {dtypes!r}")
+    if not compiles(experts.device):
+        return 0
+    calls: list[Call] = [LayerCall(without_tensors(experts), num_topk, dtypes)]
+    if router is not None:
+        calls.append(RouterCall({name: without_tensors(value) for name, value in router.items()}))
+    with torch.cuda.device(experts.device):
+        target = Target.of(experts.device)
+        sites = compile_calls(calls, target, max_tokens, jobs, progress, for_launch=True)
+        for site in sites:
+            load_at(calls, target, site)
+        if shortcuts.PREPARED:
+            prepare(partial(moe, experts=experts), experts, experts.num_local_experts, max_tokens, num_topk, dtypes)
+    return len(sites)

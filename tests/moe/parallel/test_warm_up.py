@@ -1,0 +1,112 @@
+"""Warm-up by several real processes: refusals on all of them, even shares, and peers that compile for long."""
+
+import time
+
+import pytest
+
+from envoi.moe.parallel import ExpertParallel, warm_up
+from envoi.moe.parallel.command import experts_without_memory
+from envoi.moe.parallel.symmetric_memory import SharedLayout
+from envoi.runtime.devices import Target, standing_for
+from tests.helpers.ranks import run_ranks
+from tests.moe.layers import make
+
+TIMEOUT_S = 2.0
+
+
+def opened(timeout_s: float = 10.0) -> ExpertParallel:
+    return ExpertParallel(make(experts=4).pack(), timeout_s=timeout_s)
+
+
+def warm(rank: int, num_ranks: int, jobs: list) -> list:
+    parallel = opened()
+    found = []
+    for count in jobs:
+        try:
+            found.append(parallel.warm_up(jobs=count[rank]))
+        except ValueError as error:
+            found.append(str(error))
+    return found
+
+
+def test_on_cpus_there_is_nothing_to_compile_and_refusals_are_everyones():
+    text = "jobs: expected an int of at least 1, got 0"
+    first, second = run_ranks(2, warm, [(None, 1), (None, 0), (2, 2)])
+    assert first.value == [0, f"rank 1 of the group refused its arguments: {text}", 0]
+    assert second.value == [0, text, 0]
+
+
+def compile_slowly(rank: int, num_ranks: int, fails: bool) -> tuple[list[str], list[str], float]:
+    """Return the kernels compiled here and loaded here, and the seconds; compiling takes longer than the timeout."""
+    made, loaded = [], []
+
+    def compile_sites(compilers, calls, target, sites, progress, for_launch):
+        time.sleep(2 * TIMEOUT_S * rank)
+        made.extend(str(site) for site in sites)
+        if fails and rank:
+            raise RuntimeError("no room")
+
+    def load_at(calls, target, site):
+        loaded.append(str(site))
+
+    warm_up.compile_sites, warm_up.load_at = compile_sites, load_at
+    parallel, target = opened(TIMEOUT_S), Target("sm_90")
+    with standing_for(target):
+        experts = experts_without_memory(256, 128, 4, "bf16", "swiglu", bias=False)
+    layout = SharedLayout(2, 8, 20, 2, 256, "bf16")
+    call = warm_up.ParallelCall(layout, 2, rank, (0, 4, 8), TIMEOUT_S, experts)
+    start = time.monotonic()
+    try:
+        warm_up.compile_together(parallel.channel, call, target, 1, False)
+    except RuntimeError as error:
+        loaded.append(str(error))
+    seconds = time.monotonic() - start
+    assert parallel.channel.watch.deadline is None
+    parallel.moe(*_no_tokens())  # the group is as usable as before
+    return made, loaded, seconds
+
+
+def _no_tokens():
+    layer = make(tokens=0, experts=8)
+    return layer.tokens, layer.routing
+
+
+def test_ranks_compile_shares_and_wait_for_longer_than_their_timeout():
+    first, second = (outcome.value for outcome in run_ranks(2, compile_slowly, False))
+    assert first[2] > TIMEOUT_S
+    assert len(first[1]) == len(second[1]) >= 6
+    assert not set(first[0]) & set(second[0])
+    assert set(first[0]) | set(second[0]) == set(first[1]) == set(second[1])
+    assert abs(len(first[0]) - len(second[0])) <= 1
+
+
+def test_an_error_of_one_rank_is_everyones():
+    for outcome in run_ranks(2, compile_slowly, True):
+        assert outcome.value[1] == ["warm-up: rank 1 of the group failed: RuntimeError: no room"]
+
+
+def load_first(rank: int, num_ranks: int, late: bool) -> str:
+    """Load a call's kernels: rank 1 compiles for long, or is late."""
+
+    def load_all(call, target, num_tokens):
+        time.sleep(2 * TIMEOUT_S * rank)
+
+    warm_up.load_all = load_all
+    parallel = opened(TIMEOUT_S)
+    if late and rank:
+        time.sleep(2 * TIMEOUT_S)
+    try:
+        warm_up.load_together(parallel.channel, None, Target("sm_90"), 3 if rank else None)  # pyright: ignore[reportArgumentType]
+    except RuntimeError as error:
+        return str(error)
+    return ""
+
+
+@pytest.mark.parametrize("late", [False, True])
+def test_a_first_call_waits_for_compilers_but_not_for_those_who_are_late(late):
+    first, second = (outcome.value for outcome in run_ranks(2, load_first, late))
+    if late:
+        assert first.startswith("first call: rank 1 is lost or did not answer within 2 s") or "was late" in first
+        assert second
+    else:
+        assert (first, second) == ("", "")

@@ -1,0 +1,301 @@
+"""Warm-up without a GPU: what calls on real memory launch is among what was compiled; processes; the command; refusals.
+
+CPU tensors take the path of a Hopper GPU, and their launches are noted, not made.
+"""
+
+import os
+import random
+import sys
+from dataclasses import replace
+
+import pytest
+import torch
+from triton import knobs
+
+import envoi
+from envoi import cli
+from envoi.moe import api as moe_api
+from envoi.moe import warm_up
+from envoi.moe.op import IDS, WEIGHTS
+from envoi.moe.parallel import nvlink
+from envoi.moe.parallel.command import experts_without_memory
+from envoi.moe.parallel.symmetric_memory import SharedLayout, allocate
+from envoi.moe.parallel.warm_up import ParallelCall, shares
+from envoi.moe.router import route
+from envoi.runtime import devices, launch, rehearsal, triton_compat
+from envoi.runtime.compilers import Compilers
+from envoi.runtime.devices import Target, standing_for
+from envoi.runtime.kernel_case import kernel_key
+from envoi.runtime.rehearsal import find, rehearse
+from envoi.types import Routing
+from envoi.warming import RouterCall
+from tests.moe.layers import make
+
+HOPPER = Target("sm_90")
+# A CPU's constants differ: no cast to E4M3, no overlap of launches, no clock.
+DIFFER_ON_A_CPU = {"widen_kernel", "permute_kernel", "sum_kernel", "announce_kernel", "meet_kernel"}
+FORMATS = ("bf16", "fp8_row", "fp8_block128", "mxfp8", "mxfp4", "mxfp4_mxfp8")
+
+
+@pytest.fixture
+def launched(monkeypatch) -> list:
+    """Let CPU tensors take the Hopper path. Returns the list that launches are appended to."""
+    found = []
+    stand_ins = {
+        devices.implementation: lambda device: "hopper", devices.num_sms: lambda device: 132,
+        devices.casts_e4m3: lambda device: True,
+    }  # fmt: skip
+    for name, module in list(sys.modules.items()):
+        if name.startswith("envoi."):
+            for original, stand_in in stand_ins.items():
+                if getattr(module, original.__name__, None) is original:
+                    monkeypatch.setattr(module, original.__name__, stand_in)
+    monkeypatch.setattr(moe_api, "check_ids", lambda *_: None)
+    monkeypatch.setattr(launch, "_run", lambda *given: found.append(given))
+    return found
+
+
+_known: dict[tuple, tuple] = {}
+
+
+def keys(launches) -> set[tuple]:
+    """Return what Triton compiles for each launch: the kernel, its signature, constants and options, as text."""
+    found = set()
+    for kernel, _, arguments, options in launches:
+        if kernel.fn.__name__ not in DIFFER_ON_A_CPU:
+            key = launch.key_of(kernel, arguments, options)
+            if key not in _known:
+                _known[key] = kernel.fn.__module__, kernel.fn.__name__, kernel_key(kernel, (1,), arguments, options)
+            found.add(_known[key])
+    return found
+
+
+def compiled(calls, max_tokens: int, least: int = 1) -> set[tuple]:
+    """Return the keys of what a warm-up compiles."""
+    with Compilers(HOPPER, 1) as compilers:
+        sites = warm_up.find_all(compilers, calls, HOPPER, max_tokens, least)
+    return keys(rehearse(calls[site.call], site.num_tokens, HOPPER)[site.launch] for site in sites.values())
+
+
+def drawn_layer(draw: random.Random, format: str, **fixed):
+    activation = draw.choice(["swiglu", "swiglu_oai", "geglu", "relu2"])
+    sizes = {
+        "tokens": 1, "hidden": 128 * draw.randint(1, 4), "intermediate": 128 * draw.randint(1, 3),
+        "experts": draw.choice([1, 2, 4, 8]), "activation": activation, "bias": draw.random() < 0.4,
+        "packed_layout": draw.choice([None, "concat"]) if format in ("bf16", "fp8_row", "fp8_block128") else None,
+    }  # fmt: skip
+    sizes |= fixed
+    k = draw.randint(1, min(4, sizes["experts"]))
+    return make(**sizes, k=k), k
+
+
+@pytest.mark.parametrize("format", FORMATS)
+@pytest.mark.parametrize("seed", range(3))
+def test_no_call_launches_what_was_not_compiled(launched, format, seed):
+    draw = random.Random(f"{format} {seed}")
+    layer, k = drawn_layer(draw, format)
+    experts, most = layer.pack(format), draw.randint(1, 800)
+    dtypes = draw.choice(IDS), draw.choice(WEIGHTS)
+    known = compiled([warm_up.LayerCall(warm_up.without_tensors(experts), k, dtypes)], most)
+    for num_tokens in [1, most, *(draw.randint(1, most) for _ in range(40))]:
+        tokens = torch.zeros(num_tokens, experts.hidden, dtype=draw.choice([torch.bfloat16, torch.float16]))
+        ids, weights = (torch.zeros(num_tokens, k, dtype=dtype) for dtype in dtypes)
+        launched.clear()
+        envoi.moe(tokens, Routing(weights, ids, experts.num_local_experts), experts)
+        assert launched and keys(launched) <= known, f"{num_tokens} tokens, at most {most}"
+
+
+@pytest.mark.parametrize("format", FORMATS)
+@pytest.mark.parametrize("presum", [False, True])
+def test_no_call_across_ranks_does(launched, format, presum):
+    draw = random.Random(f"{format} {presum}")
+    layer, k = drawn_layer(draw, format, experts=8)
+    most, rank, ends = draw.randint(1, 300), draw.randint(0, 3), [0, 2, 4, 6, 8]
+    layout = SharedLayout(4, 8, most, k, layer.tokens.shape[1], format, presum)
+    experts = layer.pack(format, ends[rank], ends[rank + 1])
+    call = ParallelCall(layout, k, rank, tuple(ends), 10.0, warm_up.without_tensors(experts))
+    known = compiled([call], most, least=0)
+    domain = allocate(layout, rank, ends, 10.0, torch.device("cpu"), shared=False)
+    for num_tokens in [0, 1, most, *(draw.randint(0, most) for _ in range(20))]:
+        ids = torch.zeros(num_tokens, k, dtype=torch.int32)
+        launched.clear()
+        nvlink.run_layer(domain, torch.zeros(num_tokens, layout.hidden).bfloat16(), ids.float(), ids, experts)
+        assert launched and keys(launched) <= known, f"{num_tokens} tokens, at most {most}"
+
+
+@pytest.mark.parametrize("rule", ["deepseek-v3", "mixtral"])
+def test_no_router_call_does(launched, rule):
+    draw = random.Random(rule)
+    gate, bias = torch.zeros(256, 512).bfloat16(), torch.zeros(256) if rule == "deepseek-v3" else None
+    options = {"gate": gate, "k": 8, "rule": rule, "expert_bias": bias, "return_counts": True}
+    known = compiled([RouterCall({name: warm_up.without_tensors(x) for name, x in options.items()})], 700)
+    for num_tokens in [1, 700, *(draw.randint(1, 700) for _ in range(30))]:
+        launched.clear()
+        route(torch.zeros(num_tokens, 512).bfloat16(), **options)
+        assert launched and keys(launched) <= known, f"{num_tokens} tokens"
+
+
+def test_more_tokens_need_more(launched):
+    layer, k = drawn_layer(random.Random(1), "bf16", experts=8)
+    call = warm_up.LayerCall(warm_up.without_tensors(layer.pack()), k)
+    assert compiled([call], 8) < compiled([call], 2000)
+
+
+@pytest.mark.parametrize("jobs", [1, 2])
+def test_a_call_compiles_nothing_afterwards(monkeypatch, tmp_path, jobs):
+    # Another format for each: this process remembers what it has compiled.
+    monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
+    with standing_for(HOPPER):
+        experts = experts_without_memory(256, 128, 4, FORMATS[jobs], "swiglu", bias=True)
+    calls = [warm_up.LayerCall(experts, 3)]
+    sites = warm_up.compile_calls(calls, HOPPER, 50, jobs, progress=False, for_launch=False)
+    events = []
+    monkeypatch.setattr(
+        knobs.compilation, "listener", lambda **event: events.append((event["src"].fn.__name__, event["cache_hit"]))
+    )
+    for num_tokens in random.Random(jobs).sample(range(1, 51), 12):
+        for kernel, _, arguments, options in rehearse(calls[0], num_tokens, HOPPER):
+            triton_compat.compile_like_a_launch(kernel, arguments, "sm_90", options)
+    assert all(hit for _, hit in events), events
+    assert len(sites) >= 5 and (events or jobs == 1)  # one job: this process
+    wider = replace(calls[0], num_topk=10 + jobs)
+    kernel, _, arguments, options = rehearse(wider, 5, HOPPER)[-1]
+    triton_compat.compile_like_a_launch(kernel, arguments, "sm_90", options)
+    assert events[-1] == ("combine_kernel", False)  # the test would see it
+
+
+def test_digests_name_what_triton_compiles():
+    with standing_for(HOPPER):
+        experts = experts_without_memory(256, 128, 4, "bf16", "swiglu", bias=False)
+    same = find([warm_up.LayerCall(experts, 2)], HOPPER, range(1, 40))
+    assert set(same) == set(find([warm_up.LayerCall(experts, 2)], HOPPER, range(39, 0, -1)))
+    assert set(same) != set(find([warm_up.LayerCall(experts, 3)], HOPPER, range(1, 40)))
+    assert all(len(digest) == 16 and site.num_tokens < 40 for digest, site in same.items())
+
+
+def test_a_kernel_that_is_refused_is_an_error(monkeypatch):
+    def refuse(*arguments):
+        raise ValueError("too much\nshared memory")
+
+    monkeypatch.setattr(triton_compat, "compile_like_a_launch", refuse)
+    with standing_for(HOPPER):
+        experts = experts_without_memory(256, 128, 4, "bf16", "swiglu", bias=False)
+    with pytest.raises(RuntimeError, match=r"kernels can't be compiled, .* tokens: ValueError: too much shared memory"):
+        warm_up.compile_calls([warm_up.LayerCall(experts, 2)], HOPPER, 4, 1, False, False)
+
+
+def half(item: int) -> int:
+    return item // 2 if item else 1 // item
+
+
+def test_processes_answer_and_may_die():
+    with Compilers(HOPPER, 2) as compilers:
+        assert dict(compilers.map(half, [4, 6, 9])) == {4: 2, 6: 3, 9: 4}
+        assert None in dict(compilers.map(exit_at_once, [1, 2, 3])).values()
+        assert dict(compilers.map(half, [8])) == {8: 4}
+        with pytest.raises(ZeroDivisionError):
+            list(compilers.map(half, [0]))
+
+
+def exit_at_once(item: int) -> None:
+    os._exit(1)
+
+
+def test_a_rehearsal_launches_nothing_and_ends(launched):
+    layer, k = drawn_layer(random.Random(3), "bf16", experts=4)
+    experts = layer.pack()
+    assert rehearse(warm_up.LayerCall(warm_up.without_tensors(experts), k), 5, HOPPER)
+    assert not launched
+    with pytest.raises(ValueError, match="routing: expected"):
+        rehearse(lambda count: envoi.moe(None, None, experts), 5, HOPPER)  # pyright: ignore[reportArgumentType]
+    ids = torch.zeros(5, k, dtype=torch.int32)
+    envoi.moe(torch.zeros(5, experts.hidden).bfloat16(), Routing(ids.float(), ids, 4), experts)
+    assert launched
+
+
+def test_other_gpus():
+    with standing_for(Target("sm_100", 148)):
+        experts = experts_without_memory(256, 128, 4, "fp8_row", "swiglu", bias=False)
+    names = {launched[0].fn.__module__ for launched in rehearse(warm_up.LayerCall(experts, 2), 9, Target("sm_100"))}
+    assert names == {"envoi.moe.kernels", "envoi.gemm.triton.kernel"}
+    assert devices.implementation(torch.device("meta")) == "torch"
+    for arch, has_cast in (("sm_80", False), ("sm_89", True), ("sm_90", True)):
+        with standing_for(Target(arch)):
+            assert devices.casts_e4m3(torch.device("meta")) == has_cast
+
+
+def test_shares_are_even_and_whole():
+    found = [["a", "x", "y", "z", "r0"], ["a", "x", "y", "z", "r1"], ["b", "x", "y", "z", "r2"]]
+    mine = shares(found)
+    assert sorted(mine[0] + mine[1]) == ["r0", "r1", "x", "y", "z"] and sorted(mine[2]) == ["r2", "x", "y", "z"]
+    assert "r0" in mine[0] and "r1" in mine[1] and {len(mine[0]), len(mine[1])} == {2, 3}
+
+
+def test_on_a_cpu_there_is_nothing_to_compile():
+    assert envoi.warm_up(make().pack(), 64, 3) == 0
+
+
+@pytest.mark.parametrize(
+    ("arguments", "named", "text"),
+    [
+        ((None, 8, 2), {}, r"experts: expected ExpertWeights from envoi.experts.pack, got NoneType"),
+        (("pack", 0, 2), {}, r"max_tokens: expected an int of at least 1, got 0"),
+        (("pack", 8, True), {}, r"num_topk: expected an int of at least 1, got True"),
+        (("pack", 8, 2), {"jobs": 0}, r"jobs: expected an int of at least 1, got 0"),
+        (("pack", 8, 2), {"dtypes": (torch.int8, torch.float32)}, r"dtypes: expected int32 or int64, and float32"),
+        (("pack", 8, 2), {"dtypes": torch.int32}, r"dtypes: expected int32 or int64, and .*, got torch.int32"),
+        (("pack", 8, 2), {"progress": None}, r"progress: expected True or False, got None"),
+    ],
+)
+def test_refusals(arguments, named, text):
+    experts = make().pack() if arguments[0] == "pack" else arguments[0]
+    with pytest.raises(ValueError, match=text):
+        envoi.warm_up(experts, *arguments[1:], **named)
+
+
+SMALL = ["warm-up", "--hidden", "320", "--intermediate", "128", "--experts", "4", "--topk", "2", "--max-tokens", "3"]
+
+
+def test_the_command(monkeypatch, tmp_path, capsys):
+    monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
+    assert cli.main([*SMALL, "--arch", "sm_90", "--sms", "78", "--jobs", "2"]) == 0
+    out = capsys.readouterr().out
+    assert " kernels for sm_90 with 78 SMs are in Triton's cache" in out.splitlines()[-1]
+    assert {"gemm_kernel", "sort_kernel", "gather_kernel", "combine_kernel"} <= set(out.split())
+    assert len(list(tmp_path.glob("*/gemm_kernel.cubin"))) >= 2
+
+
+def test_the_command_across_ranks(monkeypatch, capsys):
+    sites = [rehearsal.Site(0, 1, 0, "pull_kernel")]
+    given = []
+    monkeypatch.setattr(
+        sys.modules["envoi.moe.parallel.command"], "compile_calls", lambda *args, **named: given.append(args) or sites
+    )
+    assert cli.main([*SMALL, "--arch", "sm_90", "--ranks", "2", "--format", "mxfp4", "--bias"]) == 0
+    calls, target, most = given[0][:3]
+    assert {call.rank for call in calls} == {0, 1} and target == HOPPER and most == 3
+    assert calls[0].experts.order == "fragments" and calls[0].experts.down_bias is not None
+    assert "pull_kernel" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("arguments", "text"),
+    [
+        (["--arch", "sm_75"], "--arch: expected one of sm_90, sm_100, sm_103, got 'sm_75'"),
+        (["--arch", "sm_90", "--ranks", "3"], "--experts: expected a multiple of 3 (each rank has as many), got 4"),
+        (["--arch", "sm_90", "--jobs", "0"], "--jobs: expected an int of at least 1, got 0"),
+        (["--arch", "sm_90", "--format", "int3"], "--format: expected"),
+        (["--arch", "sm_90", "--activation", "tanh"], "activation: expected"),
+        (["--arch", "sm_90", "--sms", "0"], "--sms: expected an int of at least 1, got 0"),
+        (["--sms", "78"], "--sms: expected it only beside --arch; the GPU here has its own"),
+    ],
+)
+def test_the_command_refuses(arguments, text, capsys):
+    assert cli.main([*SMALL, *arguments]) == 2
+    assert text in capsys.readouterr().err
+
+
+def test_the_command_needs_a_gpu_or_an_architecture(monkeypatch, capsys):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    assert cli.main(SMALL) == 2
+    assert "--arch: expected one of sm_90, sm_100, sm_103 on a machine without a GPU" in capsys.readouterr().err
