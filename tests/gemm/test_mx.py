@@ -56,9 +56,9 @@ def compiled(ep, config: MxConfig, num_experts: int = 32, M: int = 512, N: int =
 
 
 def is_chosen(ep, block_y: int, rows_per_consumer: int) -> bool:
-    """Wide consumers run short epilogues on tiles of few tokens."""
+    """Wide consumers run short epilogues on tiles of few tokens. Narrow ones have room to spare at 64, as at 128."""
     code = lower(ep.ir, torch.bfloat16, "gluon", False, False, frozenset())
-    return rows_per_consumer == NARROW or (is_short(code, block_y) and block_y <= DEEP_TOKENS)
+    return block_y != 64 if rows_per_consumer == NARROW else is_short(code, block_y) and block_y <= DEEP_TOKENS
 
 
 COMPILED = [
