@@ -1,5 +1,6 @@
 """Setup shared by all tests: threads, no measured configs, deselection, a record of launched kernels."""
 
+import gc
 import os
 import tempfile
 from collections.abc import Iterator
@@ -11,9 +12,6 @@ import torch
 
 from envoi import env
 from tests.helpers import interpreter, left_out, recorder
-
-# Each pytest process gets one thread: two processes whose thread pools wait for each other's cores crawl.
-torch.set_num_threads(1)
 
 # Configs measured on this machine must not decide which kernels are tested.
 NO_CACHE = tempfile.TemporaryDirectory()
@@ -51,6 +49,12 @@ def pytest_ignore_collect(collection_path: Path) -> bool | None:
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """Deselect tests that this process can't run."""
     left_out.deselect(config, items)
+
+
+def pytest_collection_finish() -> None:
+    """Take what is alive now out of Python's garbage collection: each would look at all modules and tests again."""
+    gc.collect()
+    gc.freeze()
 
 
 def pytest_sessionfinish(session: pytest.Session) -> None:

@@ -3,8 +3,6 @@
 import logging
 import os
 import re
-import subprocess
-import sys
 
 import pytest
 import torch
@@ -14,6 +12,7 @@ from envoi import log
 from envoi.env import LOG_LEVELS, log_level
 from envoi.gemm import backend
 from envoi.runtime import launch
+from tests.helpers import fresh
 from tests.moe.layers import make
 
 LAYER = make(tokens=5)
@@ -45,7 +44,7 @@ def run(code: str, level: str, monkeypatch, **environment: str) -> tuple[str, st
     """Return stdout and stderr of a process of its own: the variable is read when envoi is imported."""
     for name, value in {"ENVOI_LOG": level, **environment}.items():
         monkeypatch.setenv(name, value)
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    done = fresh.run(code)
     assert done.returncode == 0, done.stderr
     return done.stdout, done.stderr
 

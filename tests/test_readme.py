@@ -1,18 +1,17 @@
 """What README.md and the tutorials show runs as it stands, on a CPU, each file's blocks in one namespace."""
 
-import os
 import re
 import socket
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 
+from tests.helpers import fresh
+
 ROOT = Path(__file__).resolve().parents[1]
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs" / "tutorials").glob("*.md"))]
 BLOCK = re.compile(r"^```python\n(.*?)^```$", re.MULTILINE | re.DOTALL)
-TIMEOUT_S = 200
+RUN = "import runpy, sys, warnings; warnings.simplefilter('ignore'); runpy.run_path(sys.argv[1], run_name='__main__')"
 
 
 def blocks(path: Path) -> list[str]:
@@ -26,17 +25,19 @@ def environment() -> dict[str, str]:
         port = str(sock.getsockname()[1])
     ranks = {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
     offline = {"CUDA_VISIBLE_DEVICES": "", "HF_HUB_OFFLINE": "1", "PYTHONPATH": str(ROOT / "src")}
-    return {**os.environ, **ranks, **offline}
+    return {**ranks, **offline}
 
 
 @pytest.mark.parametrize("path", PAGES, ids=lambda path: path.stem)
-def test_every_block_runs(path, tmp_path):
+def test_every_block_runs(path, tmp_path, monkeypatch):
     found = blocks(path)
     assert found
     program = tmp_path / f"page_{path.stem}.py"  # a file, because tracing an epilogue reads its lines
     program.write_text("\n".join(found))
-    command = [sys.executable, "-W", "ignore", str(program)]
-    done = subprocess.run(command, cwd=ROOT, env=environment(), capture_output=True, text=True, timeout=TIMEOUT_S)
+    monkeypatch.chdir(ROOT)
+    for name, value in environment().items():
+        monkeypatch.setenv(name, value)
+    done = fresh.run(RUN, str(program))
     assert done.returncode == 0, f"{path.name}\n{done.stdout[-2000:]}\n{done.stderr[-4000:]}"
 
 

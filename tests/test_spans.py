@@ -1,14 +1,12 @@
 """Ranges in the profiler's timeline, and their absence without a profiler."""
 
-import subprocess
-import sys
-
 import pytest
 import torch
 
 import envoi
 from envoi import spans
 from envoi.quant import FORMATS
+from tests.helpers import fresh
 from tests.helpers.ranks import run_ranks
 from tests.moe.layers import make
 
@@ -91,7 +89,7 @@ print(*names)
 @pytest.mark.parametrize("value", ["1", "0", ""])
 def test_nvtx_is_asked_for_by_the_environment(value, monkeypatch):
     monkeypatch.setenv("ENVOI_NVTX", value)
-    done = subprocess.run([sys.executable, "-c", WITH_NVTX], capture_output=True, text=True)
+    done = fresh.run(WITH_NVTX)
     grouped = "envoi.grouped_gemm end"
     steps = f"envoi.permute end envoi.L1 {grouped} end envoi.L2 {grouped} end envoi.combine end"
     want = f"envoi.route end envoi.moe {steps} end"

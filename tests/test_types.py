@@ -2,8 +2,6 @@
 
 import copy
 import io
-import subprocess
-import sys
 from dataclasses import fields, is_dataclass
 
 import pytest
@@ -13,6 +11,7 @@ import envoi
 from envoi.moe.reference_permute import permute
 from envoi.quant import FORMATS, SCHEMES, quantize
 from envoi.types import ExpertWeights, QuantTensor, Routing
+from tests.helpers import fresh
 from tests.moe.layers import make
 
 LAYER = make(tokens=5, bias=True, activation="swiglu_oai")
@@ -45,8 +44,7 @@ def test_saved_and_loaded(name):
 def test_a_process_that_only_imports_envoi_can_load(tmp_path):
     torch.save(LAYER.pack("fp8_block128"), tmp_path / "experts.pt")
     code = "import sys, torch, envoi; print(torch.load(sys.argv[1]).gate_up.values.dtype)"
-    command = [sys.executable, "-c", code, str(tmp_path / "experts.pt")]
-    done = subprocess.run(command, capture_output=True, text=True)
+    done = fresh.run(code, str(tmp_path / "experts.pt"))
     assert done.stdout.strip() == "torch.float8_e4m3fn", done.stderr
 
 

@@ -40,8 +40,15 @@ def max_error(case: Case) -> float:
     return MAX_ERROR.get(case.suite, MAX_GEMM_ERROR if case.suite.startswith(("gemm", "grouped")) else 1e-3)
 
 
+@pytest.fixture
+def traced_only(monkeypatch):
+    """Let torch.compile trace a step whole, without Inductor's C++, which takes longest and serves no GPU."""
+    compile_ = torch.compile
+    monkeypatch.setattr(torch, "compile", lambda fn, mode, **given: compile_(fn, backend="aot_eager", **given))
+
+
 @pytest.mark.parametrize("case", CPU_CASES, ids=lambda case: f"{case.suite} {case.name}")
-def test_every_cpu_case_gives_a_measurement_that_is_right(case):
+def test_every_cpu_case_gives_a_measurement_that_is_right(case, traced_only):
     trial = measure(case, Bench(Clock(CPU, 1), ROOF))
     assert not trial.missing
     if isinstance(case.shape, ModelShape):

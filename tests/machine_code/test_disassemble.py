@@ -3,9 +3,15 @@
 import re
 
 import pytest
+import torch
 
+from envoi.cases import kernel_cases
+from envoi.runtime.kernel_case import Launch
+from tests.machine_code import kernels
 from tests.machine_code.snippets import NVDISASM
-from tools.machine_code import count, disassemble, isolate
+from tools.machine_code import count, disassemble, isolate, together
+from tools.machine_code.compile import compile_launch
+from tools.machine_code.together import disassemble_together, functions_of
 
 
 def test_opcodes_of_all_functions():
@@ -99,4 +105,21 @@ def test_a_chosen_disassembler_has_to_be_there(monkeypatch, tmp_path):
     monkeypatch.setenv("NVDISASM", __file__)
     assert [path.name for path in disassemble.disassemblers()] == ["test_disassemble.py"]
     with pytest.raises(ValueError, match="can't be run"):
-        isolate.run_on(disassemble.disassemblers()[0], "-c", b"")
+        isolate.run_on(disassemble.disassemblers()[0], ("-c",), b"")
+
+
+def test_kernels_together_are_as_each_alone():
+    x = torch.zeros(1024)
+    operands = Launch(kernels.with_operands, (1,), (x, (x, 0.5, 1.0), x, 1024), {"num_warps": 2})
+    launches = [operands, kernels.crowded_launch(8192, num_warps=1), kernel_cases()["gemm-sm100"].launch(), operands]
+    cubins = [compile_launch(launch, "sm_100").cubin for launch in launches]
+    alone = [disassemble.disassemble(cubin, "sm_100") for cubin in cubins]
+    assert [len(listing.functions) for listing in alone] == [1, 1, len(functions_of(cubins[2])), 1]
+    assert [found.functions for found in disassemble_together(cubins, "sm_100")] == [one.functions for one in alone]
+    assert disassemble_together(cubins, "sm_100")[2].text == alone[2].text  # it calls others, by their names
+
+
+def test_without_a_tool_for_the_code_alone_each_is_disassembled(monkeypatch):
+    cubins = [compile_launch(kernels.crowded_launch(512), "sm_90").cubin]
+    monkeypatch.setattr(together, "_lines", lambda *_: [])
+    assert disassemble_together(cubins, "sm_90") == [disassemble.disassemble(cubins[0], "sm_90")]

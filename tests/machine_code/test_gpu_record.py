@@ -5,10 +5,12 @@ import subprocess
 import sys
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
+import torch
 
-from tests.helpers import gpu_record
+from tests.helpers import gpu_record, recorder
 from tests.helpers.gpu_record import GpuRecord, Launched, Run
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -85,13 +87,12 @@ def test_many(launch, i):
 """
 
 
-@pytest.mark.parametrize("processes", [0, 2])
-def test_a_recorded_run(tmp_path, processes):
+def test_a_recorded_run_of_two_workers(tmp_path):
     (tmp_path / "conftest.py").write_text(PRETENDED)
     (tmp_path / "test_some.py").write_text(TESTS)
     path = tmp_path / "record.json"
     command = [sys.executable, "-m", "pytest", tmp_path, "-p", "no:cacheprovider", "--rootdir", tmp_path, "-q"]
-    command += ["-n", str(processes), "--record-kernels", path, "--record-commit", "abc"]
+    command += ["-n", "2", "--record-kernels", path, "--record-commit", "abc"]
     done = subprocess.run([*map(str, command)], cwd=ROOT, capture_output=True, text=True)
     assert done.returncode == 1, done.stdout + done.stderr
     assert f"4 kernels recorded in {path}" in done.stdout
@@ -131,18 +132,12 @@ def test_records_together():
         gpu_record.together(RECORD, replace(more, runs=(replace(RUN, arch="sm_100"),)))
 
 
-def test_no_record_without_a_gpu(tmp_path):
-    if_any = "import torch\ntorch.cuda.is_available = lambda: False\n"
-    hooks = (
-        "from tests.helpers import recorder\npytest_addoption = recorder.add_options\n"
-        "pytest_configure = recorder.configure\n"
-    )
-    (tmp_path / "conftest.py").write_text(if_any + hooks)
+def test_no_record_without_a_gpu(tmp_path, monkeypatch):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     path = tmp_path / "record.json"
-    command = [sys.executable, "-m", "pytest", str(tmp_path), "--rootdir", str(tmp_path), "--record-kernels", str(path)]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
-    assert done.returncode == 4
-    assert "--record-kernels: expected a machine with a GPU, found none" in done.stderr
+    config = SimpleNamespace(getoption={"--record-kernels": str(path)}.get)
+    with pytest.raises(pytest.UsageError, match="--record-kernels: expected a machine with a GPU, found none"):
+        recorder.configure(config)  # pyright: ignore[reportArgumentType]
     assert not path.exists()
 
 

@@ -14,27 +14,63 @@ from envoi.cases import kernel_cases
 from envoi.gemm.hopper import cases as hopper
 from envoi.moe.parallel import cases as parallel
 from envoi.runtime import triton_compat
+from envoi.runtime.kernel_case import EVERY_ARCH
 from tests.helpers import gpu_record
 from tests.helpers.launches import ptxas_version
 from tests.helpers.tools import pairs
 from tools.machine_code import gate
-from tools.machine_code.compile import compile_launch
+from tools.machine_code.compile import Binary, compile_launch
 from tools.machine_code.count import Record, record_of
+from tools.machine_code.together import disassemble_together
 
 ACCEPTED = Path(__file__).with_name("gate.json")
 ACCEPT = "if that is meant: make gate, and commit tests/machine_code/gate.json"
 ARCH = "sm_90"
+GROUP = 8
 ELSEWHERE = ("gemm-triton", "gemm-triton-mxfp4", "rows-triton", "indexer-scores")  # Hopper has kernels of its own
 NOT_RUN = frozenset(case.name for case in parallel.GATHERED)  # compiled, but no GPU has run them at these sizes yet
 MEASURED = {case.title: case for case in hopper.measured_cases()}
 
 
 @lru_cache(maxsize=1)
-def counted(name: str, arch: str) -> tuple[Record, str]:
-    """Compile and count a kernel. The tests of one follow each other, so one place is enough."""
-    if name in MEASURED:
-        return record_of(compile_launch(hopper.launch_of(MEASURED[name]), arch), name)
-    return gate.count(name, arch)
+def measured(name: str) -> Binary:
+    """Compile a kernel of a measured config. The tests of one follow each other, so one place is enough."""
+    return compile_launch(hopper.launch_of(MEASURED[name]), ARCH)
+
+
+@lru_cache
+def groups() -> dict[tuple[str, str], tuple[tuple[str, str], ...]]:
+    """Return the kernels that are disassembled together, by each of them: a few that follow each other."""
+    found = {}
+    for arch in EVERY_ARCH:
+        targets = tuple(target for target in gate.targets() if target[1] == arch)
+        for first in range(0, len(targets), GROUP):
+            found |= dict.fromkeys(targets[first : first + GROUP], targets[first : first + GROUP])
+    return found
+
+
+@lru_cache(maxsize=2 * len(EVERY_ARCH))
+def counted(targets: tuple[tuple[str, str], ...]) -> dict[tuple[str, str], tuple[Record, str] | ValueError]:
+    """Compile and count kernels of one architecture; the error of each that isn't compiled."""
+    found: dict = {}
+    for target in targets:
+        try:
+            found[target] = compile_launch(gate.cases()[target[0]].launch(), target[1])
+        except ValueError as error:
+            found[target] = error
+    made = {target: binary for target, binary in found.items() if isinstance(binary, Binary)}
+    listings = disassemble_together([binary.cubin for binary in made.values()], targets[0][1])
+    for (target, binary), listing in zip(made.items(), listings, strict=True):
+        found[target] = record_of(binary, target[0], listing)
+    return found
+
+
+def record(name: str, arch: str) -> tuple[Record, str]:
+    """Return a kernel's record and its disassembly."""
+    found = counted(groups()[name, arch])[name, arch]
+    if isinstance(found, ValueError):
+        raise found
+    return found
 
 
 def fail_if(said: str) -> None:
@@ -43,25 +79,26 @@ def fail_if(said: str) -> None:
 
 
 def keeps_the_rules(name: str, arch: str) -> None:
-    record, text = counted(name, arch)
-    known = gate.known_of(record.title)
+    found, text = record(name, arch)
+    known = gate.known_of(found.title)
     if known is not None:
         spills = f"{known.loads} loads, {known.stores} stores"
-        warnings.warn(f"{record.title} spills: {spills}; {known.reason}", stacklevel=1)
-    wrong = gate.broken(record, text, gate.needs_of(name, arch), known)
-    fail_if(f"{record.title}: {'; '.join(wrong)}" if wrong else "")
+        warnings.warn(f"{found.title} spills: {spills}; {known.reason}", stacklevel=1)
+    wrong = gate.broken(found, text, gate.needs_of(name, arch), known)
+    fail_if(f"{found.title}: {'; '.join(wrong)}" if wrong else "")
     if pairs.default().triton == triton_compat.VERSION:  # under another only the rules can be held
-        moved = gate.moved(gate.counts(record), accepted().get(record.title))
-        fail_if(f"{record.title}: {'; '.join(moved)}; {ACCEPT}" if moved else "")
+        moved = gate.moved(gate.counts(found), accepted().get(found.title))
+        fail_if(f"{found.title}: {'; '.join(moved)}; {ACCEPT}" if moved else "")
 
 
 def doesnt_spill(name: str, arch: str) -> None:
-    stack_bytes = counted(name, arch)[0].stack_bytes
+    stack_bytes = measured(name).stack_bytes
     assert stack_bytes == 0, f"{name}: {stack_bytes} bytes a thread, where spilled registers go"
 
 
 def ran_on_a_gpu(name: str, arch: str) -> None:
-    why = gpu_record.no_green_run(evidence(), f"{name} {arch}", counted(name, arch)[0].ptx_sha256)
+    ptx_sha256 = measured(name).ptx_sha256 if name in MEASURED else record(name, arch)[0].ptx_sha256
+    why = gpu_record.no_green_run(evidence(), f"{name} {arch}", ptx_sha256)
     if name in NOT_RUN:
         fail_if("" if why else f"{name}: a GPU has run it; take it out of NOT_RUN")
     else:
@@ -107,9 +144,9 @@ def test_machine_code(name, arch, verdict):
 
 @pytest.mark.default_triton
 def test_the_compiler_is_that_of_the_record():
-    record = evidence()
-    assert record.last.arch == ARCH, f"the run was on {record.last.gpu}; {gpu_record.COMMAND}"
-    fail_if(gpu_record.other_compiler(record, triton_compat.VERSION, ptxas_version()))
+    run = evidence()
+    assert run.last.arch == ARCH, f"the run was on {run.last.gpu}; {gpu_record.COMMAND}"
+    fail_if(gpu_record.other_compiler(run, triton_compat.VERSION, ptxas_version()))
 
 
 def test_nothing_is_accepted_that_is_gone():

@@ -1,9 +1,5 @@
 """Private parts of torch and Triton: one variable turns all off, and results are equal either way."""
 
-import os
-import subprocess
-import sys
-
 import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -12,6 +8,7 @@ from envoi.gemm import gemm
 from envoi.runtime import custom_op, shortcuts
 from envoi.runtime.launch import launch
 from envoi.runtime.tma import descriptor, unswizzled_descriptor
+from tests.helpers import fresh
 from tests.runtime.test_launch import calls, kernel, kinds_of_calls  # noqa: F401
 
 
@@ -22,11 +19,10 @@ def enabled(request, monkeypatch):
 
 
 @pytest.mark.parametrize(("value", "enabled"), [("1", False), ("0", True), ("", True)])
-def test_the_variable_decides(value, enabled):
-    code = "from envoi.runtime import shortcuts; print(shortcuts.ENABLED)"
-    variables = {**os.environ, "ENVOI_SAFE_LAUNCH": value}
-    done = subprocess.run([sys.executable, "-c", code], env=variables, capture_output=True, text=True, check=True)
-    assert done.stdout.strip() == str(enabled)
+def test_the_variable_decides(value, enabled, monkeypatch):
+    monkeypatch.setenv("ENVOI_SAFE_LAUNCH", value)
+    done = fresh.run("from envoi.runtime import shortcuts; print(shortcuts.ENABLED)")
+    assert done.stdout.strip() == str(enabled), done.stderr
 
 
 def test_launches_go_through_triton_if_it_is_safe(enabled, calls):  # noqa: F811

@@ -59,7 +59,7 @@ def compile_launch(launch: Launch, arch: str) -> Binary:
     if outcome.ended != "returned":
         raise CompilerRefusesError(name, arch, _reason(outcome))
     entry, cubin, text, num_warps, dynamic_bytes = outcome.value
-    done = isolate.run_on(triton_compat.bundled_tool("cuobjdump"), "--dump-resource-usage", cubin)
+    done = isolate.run_on(triton_compat.bundled_tool("cuobjdump"), ("--dump-resource-usage",), cubin)
     used = {function: tuple(map(int, numbers)) for function, *numbers in RESOURCES.findall(done.stdout)}
     if entry not in used:
         raise ValueError(

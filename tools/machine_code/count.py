@@ -9,7 +9,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 
 from tools.machine_code.compile import Binary
-from tools.machine_code.disassemble import disassemble
+from tools.machine_code.disassemble import Listing, disassemble
 
 # Patterns of instructions' names, without modifiers.
 FAMILIES = {
@@ -68,9 +68,9 @@ class Record:
         return sum(self.families.get(family, {}).values())
 
 
-def record_of(binary: Binary, kernel: str = "") -> tuple[Record, str]:
+def record_of(binary: Binary, kernel: str = "", listing: Listing | None = None) -> tuple[Record, str]:
     """Return the record of a binary under the name `kernel`, and the disassembly of all its functions."""
-    listing = disassemble(binary.cubin, binary.arch)
+    listing = listing or disassemble(binary.cubin, binary.arch)
     if binary.name not in listing.functions:
         raise ValueError(f"{binary.name}: the disassembly shows no code of it")
     opcodes = listing.functions[binary.name]

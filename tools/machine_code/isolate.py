@@ -66,12 +66,12 @@ def _child(function: Callable[[], Any], explain: Callable[[BaseException], str],
         os._exit(1)
 
 
-def run_on(tool: Path, flag: str, cubin: bytes) -> subprocess.CompletedProcess[str]:
+def run_on(tool: Path, flags: tuple[str, ...], cubin: bytes) -> subprocess.CompletedProcess[str]:
     """Run a tool on the bytes of a cubin. Raises ValueError if it can't be run."""
     with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
         file.write(cubin)
         file.flush()
-        return run([str(tool), flag, file.name])
+        return run([str(tool), *flags, file.name])
 
 
 def run(command: list[str]) -> subprocess.CompletedProcess[str]:

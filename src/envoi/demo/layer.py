@@ -86,7 +86,8 @@ def many_ranks(
     """
     num_experts = layer.gate.shape[0]
     expect_int("--ranks", num_ranks, 1, num_experts, "at least one expert a rank")
-    context = multiprocessing.get_context("spawn")
+    context = multiprocessing.get_context("forkserver")  # its server imports torch once for all ranks, and no CUDA
+    context.set_forkserver_preload([__name__])
     with tempfile.TemporaryDirectory() as folder:
         torch.save((layer.tokens, layer.gate, layer.k, flatten(layer.experts)), Path(folder) / "layer.pt")
         workers = [

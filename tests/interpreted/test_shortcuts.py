@@ -1,0 +1,56 @@
+"""Shortcuts in Triton's interpreter give what it gives without them."""
+
+import pytest
+import torch
+import triton
+import triton.language as tl
+from triton.runtime import interpreter
+
+from tests.helpers import interpreter_shortcuts
+
+
+@triton.jit
+def _merge(sum, last, other_sum, other_last):
+    return sum - 2 * other_sum, tl.where(other_last > 0, other_last, last + 1)  # depends on the order
+
+
+@triton.jit
+def _reduce(x, sums, lasts, AXIS: tl.constexpr, KEEP: tl.constexpr):
+    at = tl.arange(0, 4)[:, None, None] * 16 + tl.arange(0, 8)[None, :, None] * 2 + tl.arange(0, 2)[None, None, :]
+    value = tl.load(x + at)
+    sum, last = tl.reduce((value, value.to(tl.int8)), AXIS, _merge, keep_dims=KEEP)
+    at = tl.sum(at, AXIS, keep_dims=KEEP)
+    tl.store(sums + at, sum)
+    tl.store(lasts + at, last)
+
+
+@pytest.mark.parametrize("keep", [False, True])
+@pytest.mark.parametrize("axis", [0, 1, 2])
+def test_slices_are_reduced_as_numbers_are(axis, keep, monkeypatch):
+    x = torch.randn(64, generator=torch.Generator().manual_seed(axis)).mul(9)
+    found = []
+    for reduce in (interpreter.ReduceOps.generic_reduce, interpreter_shortcuts.REDUCE_NUMBERS):
+        monkeypatch.setattr(interpreter.ReduceOps, "generic_reduce", reduce)
+        found.append((torch.zeros(512), torch.zeros(512, dtype=torch.int8)))
+        _reduce[(1,)](x, *found[-1], axis, keep)
+    assert interpreter_shortcuts.REDUCE_NUMBERS is not interpreter_shortcuts.reduce_slices
+    assert all(map(torch.equal, *found))
+    assert all(bool(output.any()) for output in found[0])
+
+
+@triton.jit
+def _rows(x, out, scale, SIZE: tl.constexpr):
+    columns = tl.arange(0, SIZE)
+    row = tl.load(x + tl.program_id(0) * SIZE + columns)
+    tl.store(out + tl.program_id(0) * SIZE + columns, row * scale + (row.to(tl.float32) > 0).to(tl.int8))
+
+
+def test_sizes_and_dtypes_do_not_mix():
+    """Shapes that were described before, of other dtypes; a size that isn't a power of two stays an error."""
+    for size, dtype in ((4, torch.float32), (8, torch.int32), (4, torch.bfloat16), (8, torch.float32)):
+        x = torch.arange(2 * size).to(dtype)
+        out = torch.zeros_like(x)
+        _rows[(2,)](x, out, 3, size)
+        assert torch.equal(out, x * 3 + (x > 0))
+    with pytest.raises(Exception, match="power of 2"):
+        _rows[(1,)](torch.zeros(6), torch.zeros(6), 3, 6)
