@@ -259,7 +259,8 @@ def launched() -> dict[str, str]:
     layer, routing = on_gpu(make(tokens=kernels.M, experts=16, k=kernels.NUM_TOPK, hidden=kernels.HIDDEN))
     E, num_ranks = kernels.NUM_EXPERTS, kernels.NUM_RANKS
     ids = torch.where(routing.topk_ids < 0, routing.topk_ids, routing.topk_ids * (E // 16))
-    sizes, ends = (num_ranks, E, kernels.M, kernels.NUM_TOPK, kernels.HIDDEN, "bf16"), [*range(0, E + 1, E // num_ranks)]
+    sizes, ends = (num_ranks, E, kernels.M, kernels.NUM_TOPK, kernels.HIDDEN, "bf16"), list(range(0, E + 1, 64))
+    assert len(ends) == num_ranks + 1
     with watched(lambda sha256, kernel: found.setdefault(sha256, kernel.asm["ptx"])):
         for presum in (False, True):
             layout, device = SharedLayout(*sizes, presum), torch.device("cuda")
