@@ -13,7 +13,10 @@ from envoi.gemm.triton import host as triton_host
 from envoi.runtime import launch
 
 # Files that only return a value to the call.
-LEAVES = {"gemm/grouping.py", "gemm/hopper/config.py", "runtime/math.py", "runtime/shortcuts.py"}
+LEAVES = {
+    "gemm/grouping.py", "gemm/hopper/config.py", "runtime/devices.py", "runtime/math.py", "runtime/shortcuts.py",
+    "runtime/triton_compat.py",
+}  # fmt: skip
 ROOMS = [Path(envoi.__file__).parent / room for room in ("gemm", "runtime")]
 
 

@@ -5,14 +5,19 @@ Ranks share NVLink here, so shared memory is turned off in the objects under tes
 
 import os
 import time
+from functools import cache
+from itertools import product
 
 import pytest
 import torch
 import torch.distributed as dist
 
-from envoi.moe.parallel import PeerTimeout, api
+from envoi.moe.parallel import PeerTimeout, api, gathered_device
+from envoi.moe.parallel import cases as kernels
+from envoi.moe.parallel.symmetric_memory import SharedLayout
 from envoi.quant import FORMATS
 from tests.helpers.accuracy import assert_same_bits
+from tests.helpers.launches import assert_same_code, watched
 from tests.helpers.ranks import run_ranks
 from tests.moe.layers import make
 from tests.moe.parallel import cases
@@ -32,7 +37,6 @@ from tests.moe.parallel.test_nvlink_gpu import (
 from tests.moe.parallel.test_ranks import random_cases
 
 __all__ = ["one_rank_as_many"]
-pytestmark = pytest.mark.gpu(2)
 
 
 def num_ranks_here() -> int:
@@ -66,6 +70,7 @@ def run_all(rank: int, num_ranks: int, tried: list[Case], gather: bool) -> list[
     return outs
 
 
+@pytest.mark.gpu(2)
 @pytest.mark.parametrize("gather", [True, False], ids=["gathered", "counted"])
 def test_the_bits_of_one_rank(gather):
     num_ranks = num_ranks_here()
@@ -97,6 +102,7 @@ def presummed(rank: int, num_ranks: int, format: str) -> tuple[torch.Tensor, boo
     return out.cpu(), all(again), parallel.presum
 
 
+@pytest.mark.gpu(2)
 @pytest.mark.parametrize("format", ["bf16", "fp8_row"])
 def test_presum(format):
     num_ranks = num_ranks_here()
@@ -125,6 +131,7 @@ def run_often(rank: int, num_ranks: int, num_calls: int) -> dict[str, bool]:
     return {"same": not bool(different), "graph": _same_from_a_graph(parallel, given[0], first[0])}
 
 
+@pytest.mark.gpu(2)
 def test_two_thousand_calls_and_a_graph():
     num_ranks = num_ranks_here()
     outcomes = run_ranks(num_ranks, run_often, 2000, backend="nccl", timeout_s=200)
@@ -148,6 +155,7 @@ def waits(rank: int, num_ranks: int) -> bool:
     return not early
 
 
+@pytest.mark.gpu(2)
 def test_the_host_never_waits_for_the_device():
     num_ranks = num_ranks_here()
     outcomes = run_ranks(num_ranks, waits, backend="nccl", timeout_s=100)
@@ -182,6 +190,7 @@ def fault(rank: int, num_ranks: int, kind: str, timeout_s: float) -> tuple[str, 
     return "", "", seconds, bool(out.isnan().any())
 
 
+@pytest.mark.gpu(2)
 @pytest.mark.parametrize("kind", ["dies", "is late", "is a little late"])
 def test_a_lost_rank_is_named_on_every_other(kind):
     num_ranks, timeout_s = num_ranks_here(), 6.0
@@ -199,6 +208,7 @@ def mistakes(rank: int, num_ranks: int) -> list[tuple[str, bool]]:
     return each_mistake(parallel, inputs, rank)
 
 
+@pytest.mark.gpu(2)
 def test_one_ranks_mistake_is_an_error_on_all_and_the_next_call_is_right():
     num_ranks = num_ranks_here()
     outcomes = run_ranks(num_ranks, mistakes, backend="nccl", timeout_s=100)
@@ -219,6 +229,7 @@ def by_host(rank: int, num_ranks: int) -> str:
     return "opened"
 
 
+@pytest.mark.gpu(2)
 def test_ranks_over_nccl_are_not_grouped_by_host():
     for outcome in run_ranks(num_ranks_here(), by_host, backend="nccl", timeout_s=100):
         assert "hosts: expected None over NCCL" in outcome.value
@@ -234,7 +245,45 @@ def layers_in_turn(rank: int, num_ranks: int) -> tuple[bool, bool]:
     return opened[0].buffers is opened[1].buffers, all(again) and not torch.equal(*first)
 
 
+@pytest.mark.gpu(2)
 def test_layers_share_buffers():
     num_ranks = num_ranks_here()
     outcomes = run_ranks(num_ranks, layers_in_turn, backend="nccl", timeout_s=100)
     assert [outcome.value for outcome in outcomes] == [(True, True)] * num_ranks
+
+
+@cache
+def launched() -> dict[str, str]:
+    """Launch the kernels around the collectives, on the registry's sizes, ranks in one process: {hash: PTX}."""
+    found: dict[str, str] = {}
+    layer, routing = on_gpu(make(tokens=kernels.M, experts=16, k=kernels.NUM_TOPK, hidden=kernels.HIDDEN))
+    E, num_ranks = kernels.NUM_EXPERTS, kernels.NUM_RANKS
+    ids = torch.where(routing.topk_ids < 0, routing.topk_ids, routing.topk_ids * (E // 16))
+    sizes, ends = (num_ranks, E, kernels.M, kernels.NUM_TOPK, kernels.HIDDEN, "bf16"), list(range(0, E + 1, 64))
+    assert len(ends) == num_ranks + 1
+    with watched(lambda sha256, kernel: found.setdefault(sha256, kernel.asm["ptx"])):
+        for presum in (False, True):
+            layout, device = SharedLayout(*sizes, presum), torch.device("cuda")
+            opened = [gathered_device.open_buffers(layout, r, ends, 10.0, device) for r in range(num_ranks)]
+            for buffers in opened:
+                buffers.sent.zero_()
+                gathered_device.publish(buffers, layer.tokens, routing.topk_weights, ids)
+            for source, dest in product(opened, opened):
+                dest.segments[source.domain.rank].copy_(source.segments[source.domain.rank])
+            rows = torch.zeros(num_ranks * ids.numel(), kernels.HIDDEN, dtype=torch.bfloat16, device=device)
+            for buffers in opened:
+                gathered_device.place_rows(buffers)
+                gathered_device.fill_parts(buffers, rows)
+            for source, dest in product(opened, opened):
+                dest.received[source.domain.rank].copy_(source.sent[dest.domain.rank])
+            for buffers in opened:
+                assert not gathered_device.sum_received(buffers, ids).any()  # NaN isn't 0
+                torch.cuda.synchronize()
+                assert not buffers.domain.report.any()
+    return found
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("case", kernels.GATHERED, ids=lambda case: case.name)
+def test_registered(case):
+    assert_same_code(case.name, case.launch(), launched())

@@ -102,9 +102,15 @@ LAUNCHES = (
     ("sum", "sums over each token's slots", combine_kernels.sum_kernel, _sum),
     ("return", "sums of a token's rows, sent to its rank", combine_kernels.return_kernel, _return),
     ("sum-ranks", "sums of what the ranks sent for a token", combine_kernels.sum_ranks_kernel, _sum_ranks),
+)
+AROUND_COLLECTIVES = (
     ("mark", "counts a point of a call around collectives", gathered_kernels.mark_kernel, _mark),
     ("settle", "rows of this rank from all ranks' sizes", gathered_kernels.settle_kernel, _settle),
     ("sum-received", "sums of rows from all ranks", gathered_kernels.sum_received_kernel, _sum_received, False),
     ("sum-received-sums", "of sums from all ranks", gathered_kernels.sum_received_kernel, _sum_received, True),
 )
-KERNELS = tuple(case_of(f"ep-{name}", about, EVERY_ARCH, *launch) for name, about, *launch in LAUNCHES)
+NVLINK, GATHERED = (
+    tuple(case_of(f"ep-{name}", about, EVERY_ARCH, *launch) for name, about, *launch in launches)
+    for launches in (LAUNCHES, AROUND_COLLECTIVES)
+)
+KERNELS = NVLINK + GATHERED
