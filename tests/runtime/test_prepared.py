@@ -29,6 +29,7 @@ from envoi.runtime import prepared, shortcuts, workspace
 from envoi.runtime.prepared import calls, driver, forms, parameters, recording, replay
 from envoi.runtime.prepared.constants import exactly
 from envoi.types import ExpertWeights, QuantTensor
+from tests.helpers import fresh
 from tests.helpers.fake_driver import INVALID_CONTEXT
 from tests.runtime.prepared_cases import normal, route_cases
 
@@ -579,3 +580,21 @@ def test_forms_are_bounded():
             made.add(("f",), (torch.zeros(size), torch.zeros(columns)), call)
         assert len(made.known) <= 8
         assert all(len(variants) <= forms.MOST_VARIANTS for variants in made.known.values())
+
+
+RECORD = """
+import sys
+import torch
+from envoi.runtime.prepared import forms, recording
+
+with recording.Recorder(torch.device("cpu")):
+    torch.empty(3).view(3).contiguous()
+forms.Forms(8).add(("f",), (torch.zeros(3),), None)
+print(sorted(name for name in sys.modules if name.startswith(("torch._dynamo", "torch._inductor", "sympy"))))
+"""
+
+
+def test_recording_leaves_torchs_compiler_alone():
+    """Check what would take a call, and its peers, seconds: the first use of a dispatch mode may import it."""
+    done = fresh.run(RECORD)
+    assert (done.returncode, done.stdout) == (0, "[]\n"), done.stderr

@@ -59,6 +59,10 @@ class Recorder(TorchDispatchMode):
     device: the arguments'. refusal: why the call can't be replayed, "" if it can.
     """
 
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        return False  # nothing is compiled here, and True imports torch's compiler at the first use, for seconds
+
     def __init__(self, device: torch.device) -> None:
         super().__init__()
         self.device = device
