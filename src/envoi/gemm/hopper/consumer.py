@@ -45,7 +45,7 @@ def consumer(args, role: gl.constexpr):
         unit = scheduler.unit(u, num_k_steps)
         tile = scheduler.tile(unit.tile)
         boxes = boxes_of(part, tile, cfg)
-        tile = Tile(tile.x + boxes.x * cfg.rows_per_consumer, tile.y + boxes.y * cfg.block_y, tile.row_end, tile.expert)
+        tile = Tile(tile.x + boxes.x * cfg.rows_per_consumer, tile.y + boxes.y * cfg.y_pitch, tile.row_end, tile.expert)
         # False if this share starts after the last token, or after the last feature.
         has_rows = (tile.y < tile.row_end) & (tile.x < problem.N) if cfg.swap_ab else tile.x < tile.row_end
         if cfg.split_k == 1:
