@@ -155,8 +155,10 @@ class Work:
     @property
     def rows_after(self) -> bool:
         """Return True if `triton_host.finish_rows` runs the epilogue."""
+        if self.in_pairs:
+            return False
         tokens = None if self.num_groups else self.a.shape[0]
-        return not self.in_pairs and needs_rows_after(self.ir, self.b.shape[-2], "blocks" if self.scales else "", tokens)
+        return needs_rows_after(self.ir, self.b.shape[-2], "blocks" if self.scales else "", tokens)
 
 
 def work_of(a: Matrix, b: Matrix, ir: IR, operands: dict, offsets: torch.Tensor | None) -> Work:
