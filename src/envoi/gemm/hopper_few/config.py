@@ -13,7 +13,7 @@ STEP_BYTES = 128  # of a row of weights in a step
 SLAB = 2  # steps of tokens that are copied at once
 SCALE_BLOCK = 128  # elements that share a scale factor
 CTAS = 2  # of a multiprocessor; with one, loads wait for products
-MOST_STAGE_BYTES = 65536  # of a CTA; more keeps other loads waiting behind weights
+MOST_STAGE_BYTES = 65536  # of a CTA; more keeps other loads waiting for weights
 # Steps of a stage, least number of stages, slabs of a chunk: the first that fit. Two steps are neighbours in memory,
 # and reading them at once is faster. In FP8 two chunks of tokens wait to be quantised.
 WHOLE_CHUNK = 4

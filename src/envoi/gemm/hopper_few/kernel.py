@@ -2,7 +2,7 @@
 
     acc[feature, token] = sum over steps of 128 bytes of K:  w[feature, step] @ x[step, token]
 
-Reading weights bounds it, so everything else hides behind that: two CTAs of four warps on each multiprocessor, no
+Reading weights takes the time, and everything else goes on meanwhile: two CTAs of four warps on each multiprocessor, no
 roles. A CTA has a contiguous range of tiles, each 64 features of an expert by all of K, and keeps `num_stages` TMA
 loads of weights under way, across tiles, epilogues and the wait for the previous launch:
 
@@ -12,7 +12,7 @@ loads of weights under way, across tiles, epilogues and the wait for the previou
     products                   wait for tokens | wait for a stage, wgmma, (scale factors) | .. | epilogue | ..
 
 A strip is a tile of tokens: up to 8 rows of one expert. All its tiles have the same tokens. Tokens are requested before
-weights: behind megabytes of weights they would come last.
+weights: after megabytes of weights they would come last.
 
     barrier   arrivals                            who waits   parity awaited
     full      1: TMA, all bytes of a stage        all warps   n & 1, n = times the ring went round
@@ -307,7 +307,7 @@ class Tokens:
 
 @aggregate
 class Rows:
-    """What L1 writes of the rows for those that come later: slot_to_pos [num_slots] int32, row_weights float32.
+    """Rows as L1 describes them for the launches after it: slot_to_pos [num_slots] int32, row_weights float32.
 
     topk_weights [num_slots]: the routing weights, which a row's weight is read from.
     """
@@ -338,7 +338,7 @@ class Rows:
 
 @aggregate
 class Worker:
-    """What a CTA needs for its tiles."""
+    """State of a CTA: weights, tokens and the order of its tiles."""
 
     weights: Weights
     factors: WeightFactors

@@ -1,4 +1,4 @@
-"""Where the rows of each expert begin, which tile comes when, and which slots a tile's rows are, from the ids alone.
+"""Rows of the experts, order of the tiles, and slots of a tile's rows, from the ids alone.
 
 Every CTA reads all ids and counts for itself: nothing waits for another launch, and nothing is counted by atomics. All
 of it runs once, from instructions that aren't in any cache yet, so few instructions count for more than few operations.
