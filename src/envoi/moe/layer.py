@@ -22,16 +22,18 @@ def has_kernels(device: torch.device) -> bool:
 
 
 def run_layer(
-    tokens: torch.Tensor, topk_weights: torch.Tensor, topk_ids: torch.Tensor, experts: ExpertWeights
-) -> torch.Tensor:
+    tokens: torch.Tensor, topk_weights: torch.Tensor, topk_ids: torch.Tensor, experts: ExpertWeights,
+    batch_invariant: bool = False,
+) -> torch.Tensor:  # fmt: skip
     """Run the whole layer on one rank, sort -> gather -> L1 -> L2 -> combine: tokens [M, H] bf16 -> [M, H] bf16.
 
-    For few tokens and 4-bit weights other kernels run, whose sums along K are split elsewhere. The host never waits for
+    For few tokens and 4-bit weights other kernels run, unless batch_invariant: their sums along K are split elsewhere,
+    where the routing says. The host never waits for
     the device, so a CUDA graph can hold the call. Slots whose id is no expert count as masked.
     """
     if topk_ids.numel() == 0:
         return torch.zeros(tokens.shape, dtype=tokens.dtype, device=tokens.device)
-    few_tokens = few_layer(experts)
+    few_tokens = None if batch_invariant else few_layer(experts)
     if few_tokens is not None and not few.supports(few_tokens, *topk_ids.shape):
         return few.moe(tokens, topk_weights, topk_ids, few_tokens)
     with span("permute"):
