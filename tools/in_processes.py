@@ -1,14 +1,13 @@
 """Tasks in parallel processes within a time limit: for programs that need many kernels compiled, or crashes apart."""
 
 import multiprocessing
-import queue
 import time
 import traceback
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from multiprocessing.connection import wait
 from typing import Any
 
-LOOK_S = 0.2
 PRELOADED = ("torch", "torch.distributed", "envoi", "triton")
 
 
@@ -25,58 +24,68 @@ def in_processes(fn: Callable[[Any], Any], tasks: Sequence[Any], jobs: int, limi
     """Call fn(task) for all tasks in `jobs` processes; yield each as it ends. After limit_s no task is begun.
 
     fn must be importable. A task whose process dies has an error, and another process takes the rest. Tasks that the
-    time didn't allow aren't yielded. Processes are forked off a server that has imported torch and no CUDA.
+    time didn't allow aren't yielded: those at the end. Processes are forked off a server that has imported torch and
+    no CUDA. Raises RuntimeError if a process dies before it begins a task.
     """
     context: Any = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(list(PRELOADED))
-    next_task, said = context.Value("q", 0), context.Queue()
-    end = time.time() + limit_s  # the same clock in all processes
-    workers, working = {}, {}
+    end, places = time.monotonic() + limit_s, iter(range(len(tasks)))
+    workers: dict[Any, Any] = {}  # by the connection to each
+    working: dict[Any, int] = {}
 
-    def start(number: int) -> None:
-        workers[number] = context.Process(target=_work, args=(fn, tasks, next_task, said, number, end), daemon=True)
-        workers[number].start()
+    def start() -> None:
+        mine, theirs = context.Pipe()
+        worker = context.Process(target=_work, args=(fn, theirs))  # not a daemon: a task may start processes itself
+        worker.start()
+        theirs.close()
+        workers[mine] = worker
 
-    for number in range(max(1, min(jobs, len(tasks)))):
-        start(number)
-    while workers:
-        try:
-            number, place, done = said.get(timeout=LOOK_S)
-        except queue.Empty:
-            for number, worker in list(workers.items()):
-                if worker.is_alive() or not said.empty():
-                    continue
-                del workers[number]
-                died = f"the process died with exit code {worker.exitcode}"
-                if number not in working:  # it would again
-                    raise RuntimeError(f"{died} before it began a task")
-                yield Done(tasks[working.pop(number)], error=died)
-                start(number)
-            continue
-        if done is None and place is not None:
-            working[number] = place
-        elif done is None:
-            workers.pop(number).join()
+    def give(connection: Any) -> None:
+        """Send the next task, or end the worker where there is none."""
+        place = next(places, None) if time.monotonic() < end else None
+        if place is None:
+            connection.close()
+            workers.pop(connection).join()
         else:
-            working.pop(number, None)
-            yield done
+            working[connection] = place
+            connection.send(tasks[place])
+
+    for _ in range(max(1, min(jobs, len(tasks)))):
+        start()
+    try:
+        while workers:
+            for connection in wait(list(workers)):
+                try:
+                    said = connection.recv()  # pyright: ignore[reportAttributeAccessIssue]
+                except EOFError:
+                    worker = workers.pop(connection)
+                    worker.join()
+                    died = f"the process died with exit code {worker.exitcode}"
+                    if connection not in working:  # another one would too
+                        raise RuntimeError(f"{died} before it began a task") from None
+                    yield Done(tasks[working.pop(connection)], error=died)
+                    start()
+                    continue
+                if connection in working:
+                    yield Done(tasks[working.pop(connection)], *said)
+                give(connection)
+    finally:
+        for worker in workers.values():
+            worker.kill()
 
 
-def _work(fn: Callable[[Any], Any], tasks: Sequence[Any], next_task: Any, said: Any, number: int, end: float) -> None:
+def _work(fn: Callable[[Any], Any], connection: Any) -> None:
     import torch
 
     torch.set_num_threads(1)
-    while time.time() < end:
-        with next_task.get_lock():
-            place = next_task.value
-            next_task.value += 1
-        if place >= len(tasks):
-            break
-        said.put((number, place, None))
+    connection.send(())  # ready
+    while True:
         try:
-            done = Done(tasks[place], fn(tasks[place]))
+            task = connection.recv()
+        except EOFError:
+            return
+        try:
+            connection.send((fn(task), ""))
         except Exception as error:
             traceback.print_exc()
-            done = Done(tasks[place], error=f"{type(error).__name__}: {error}")
-        said.put((number, place, done))
-    said.put((number, None, None))
+            connection.send((None, f"{type(error).__name__}: {error}"))

@@ -10,6 +10,7 @@ import torch
 
 from envoi.bench import machine
 
+FUZZ = "fuzz.jsonl"  # records of `tools.fuzz`, of another form
 FOLDER = Path(__file__).resolve().parents[2] / "bench" / "promises"
 
 
@@ -56,7 +57,7 @@ def append(path: Path, runs: Iterable[Run]) -> None:
 def read(folder: Path = FOLDER) -> dict[str, Run]:
     """Return the last run of each promise on a GPU or, if it has none, on CPUs. Raises ValueError for a bad line."""
     found: dict[str, Run] = {}
-    for path in sorted(folder.glob("*.jsonl")):
+    for path in sorted(path for path in folder.glob("*.jsonl") if path.name != FUZZ):
         for number, line in enumerate(path.read_text().splitlines(), 1):
             try:
                 run = Run(**json.loads(line))

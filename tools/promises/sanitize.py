@@ -96,7 +96,7 @@ def watch(path: str, tool: str, program: str) -> Watched:
                 ended = f"it took more than {TIMEOUT_S} s"
         text = log.read_text(errors="replace") if log.exists() else ""
         printed = (Path(folder) / "output").read_text(errors="replace").strip().splitlines()
-        result = json.loads(said.read_text()) if said.exists() else {"right": False, "launched": {}}
+        result = json.loads(said.read_text()) if said.exists() else {"right": False, "launched": []}
     notes = [*dict.fromkeys(NOTED.findall(text)), *([ended] if ended else [])]
     if not result["right"]:
         notes += printed[-1:]
@@ -108,10 +108,11 @@ def watch(path: str, tool: str, program: str) -> Watched:
 
 
 def registered() -> set[str]:
-    """Return the names of all kernels that are launched on Hopper, as the registry has them."""
+    """Return module and name of all kernels that are launched on Hopper, as the registry has them."""
     from envoi.cases import kernel_cases
 
-    return {case.launch().kernel.fn.__name__ for case in kernel_cases().values() if "sm_90" in case.arches}
+    kernels = [case.launch().kernel.fn for case in kernel_cases().values() if "sm_90" in case.arches]
+    return {f"{fn.__module__}.{fn.__name__}" for fn in kernels}
 
 
 def run(options: argparse.Namespace) -> Iterator[Run]:
@@ -143,7 +144,7 @@ def run(options: argparse.Namespace) -> Iterator[Run]:
         text = f"{watched} kernels of {len(kernels)} names in {len(names) - len(left)} of {len(names)} programs"
         text += f"; not watched: {', '.join(missing)}" * bool(missing) + f"; {problems[0]}" * bool(problems)
         count = len(names) - len(left) + 1
-        yield run_of(f"sanitizers/{tool}", count, min(count, len(problems)), time.monotonic() - start, "cuda", 1, text)
+        yield run_of(f"sanitizers/{tool}", count, min(count, len(problems)), time.monotonic() - start, options.device, 1, text)
 
 
 def watch_by(end: float, path: str, tool: str, program: str) -> Watched | None:

@@ -5,8 +5,8 @@ Writes to FILE which kernels it launched. Exit status 1 if a result is wrong: a 
 
 import json
 import sys
-from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from functools import partial
 from itertools import pairwise
 from pathlib import Path
@@ -14,19 +14,23 @@ from pathlib import Path
 import torch
 import triton
 import triton.language as tl
+from triton.runtime.jit import JITFunction
 
 import envoi
 from envoi.epilogue import library
 from envoi.gemm.hopper import host
 from envoi.gemm.hopper.config import candidates
 from envoi.indexer.workloads import one
+from envoi.moe.parallel import gathered_device
 from envoi.moe.parallel.symmetric_memory import SharedLayout
 from envoi.quant import FORMATS, quantize
+from envoi.runtime import launch
 from envoi.runtime.devices import num_sms
-from tests.helpers.launches import watched
 from tests.moe.layers import make
 from tests.moe.parallel import domains
 from tests.moe.parallel.cases import to
+from tests.moe.parallel.interpreted.test_gathered import Ranks
+from tools.machine_code import ptx
 from tools.promises import subjects
 from tools.promises.same_bits import same
 from tools.promises.subjects import MAKERS, subject
@@ -161,6 +165,22 @@ def between_ranks(format: str) -> bool:
     return right
 
 
+def around_collectives(format: str) -> bool:
+    """Run the kernels around collectives with three ranks in one process, whose collectives are copies."""
+    layer = to(make(tokens=60, experts=8, k=3, hidden=256, intermediate=128), "cuda")
+    r = layer.routing
+    layer.routing = envoi.Routing(r.topk_weights.cuda(), r.topk_ids.cuda(), r.num_experts)
+    ends, right = [0, 1, 5, 8], True
+    want = envoi.moe(layer.tokens, layer.routing, layer.pack(format), batch_invariant=True)
+    packed = [layer.pack(format, first, last) for first, last in pairwise(ends)]
+    for presum in (False, True):
+        layout = SharedLayout(3, 8, 60, 4, 256, format, presum)
+        opened = [gathered_device.open_buffers(layout, rank, ends, 1.0, DEVICE) for rank in range(3)]
+        got = torch.cat(Ranks(opened, packed, domains.split(layer, [20, 20, 60])).run())
+        right &= torch.allclose(got.float(), want.float(), rtol=0.05, atol=0.05) if presum else same([got], [want])
+    return right
+
+
 def programs() -> dict[str, Callable[[], bool]]:
     """Return all programs by name: about as long as each other."""
     found: dict[str, Callable[[], bool]] = {}
@@ -176,17 +196,36 @@ def programs() -> dict[str, Callable[[], bool]]:
     found["indexer_topk, hostile"] = hostile_indexer
     found["quantise"] = partial(of_subjects, "quantise")
     found |= {f"ranks {format}": partial(between_ranks, format) for format in FORMATS}
+    found |= {f"collectives {format}": partial(around_collectives, format) for format in ("bf16", "fp8_block128")}
     return found
+
+
+@contextmanager
+def noting() -> Iterator[set[str]]:
+    """Note the kernels that are launched within the context: module and name, and the hash of the PTX."""
+    original, found = JITFunction.run, set[str]()
+
+    def run(self, *arguments, **named):
+        kernel = original(self, *arguments, **named)
+        if kernel is not None and not named.get("warmup"):
+            found.add(f"{self.fn.__module__}.{self.fn.__name__} {ptx.sha256(kernel.asm['ptx'])}")
+        return kernel
+
+    launch._compiled.clear()  # launches found in this cache would bypass the observer
+    JITFunction.run = run  # pyright: ignore[reportAttributeAccessIssue]
+    try:
+        yield found
+    finally:
+        JITFunction.run = original
 
 
 def main(name: str, path: Path) -> int:
     """Run a program; return the exit status."""
-    launched: Counter[str] = Counter()
     run = partial(planted, name.partition(" ")[2]) if name.startswith("planted ") else programs()[name]
-    with watched(lambda sha256, kernel: launched.update([f"{kernel.metadata.name} {sha256}"])):
+    with noting() as launched:
         right = run()
         torch.cuda.synchronize()
-    path.write_text(json.dumps({"right": right, "launched": launched}))
+    path.write_text(json.dumps({"right": right, "launched": sorted(launched)}))
     return 0 if right else 1
 
 

@@ -111,6 +111,17 @@ def _flat(x: Any) -> list[torch.Tensor]:
     return [x.values, x.sf] if isinstance(x, QuantTensor) else [x]
 
 
+def needs(kind: str) -> str:
+    """Return for which calls of an operator and format, "gemm bf16", batch_invariant=True is needed: "" for none."""
+    operator, form = kind.split()
+    if operator == "moe":
+        return "all" if form == "mxfp4" else ""
+    if operator not in ("gemm", "grouped_gemm"):
+        return ""
+    endings = [ending for ending in _ENDINGS if _needs(GEMM_SCHEMES[form][1], ending, operator == "grouped_gemm")]
+    return "all" if len(endings) == len(_ENDINGS) else "sums over columns" if endings else ""
+
+
 def _needs(scheme: Any, ending: str, grouped: bool) -> bool:
     """Tell whether a product's row needs batch_invariant=True: K is split, or tiles decide in which order rows add up.
 
