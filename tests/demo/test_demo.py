@@ -172,7 +172,8 @@ def test_the_whole_demo(tmp_path):
     )  # fmt: skip
     assert done.returncode == 0, done.stderr
     for part in ("eager", "envoi bf16", "envoi mxfp4", "Continued from 'def '", "give the same bits as one rank",
-                 "bf16 checkpoint", "FP8 block-128 checkpoint", "MXFP4 checkpoint", "Its load: bound by rank"):  # fmt: skip
+                 "bf16 checkpoint", "FP8 block-128 checkpoint", "MXFP4 checkpoint",
+                 "Its load: bound by rank"):  # fmt: skip
         assert part in done.stdout
     assert (tmp_path / "out.png").read_bytes().startswith(b"\x89PNG")
 

@@ -86,7 +86,9 @@ def test_cases_of_a_family_share_what_kernels_are_compiled_for(operator):
         draw, case = run.draw_case(operator, seed, "small", "cpu", 20)
         assert draw.form.seed == 2
         texts.add(case.text)
-        rows |= {int(case.text.split(f"{name} ")[1].split()[0].strip(",")) for name in ("M", "P") if f" {name} " in case.text}
+        rows |= {
+            int(case.text.split(f"{name} ")[1].split()[0].strip(",")) for name in ("M", "P") if f" {name} " in case.text
+        }
     assert len(texts) > 1 or operator == "quantise"
     assert len(rows - {0}) <= 3
     _, other = run.draw_case(operator, 60, "small", "cpu", 20)

@@ -65,4 +65,7 @@ def test_judge(fault, told, said):
 
 def test_a_rank_that_dies_of_itself_is_wrong():
     outcomes = [Outcome(error="died", text="exit code -11"), Outcome(RIGHT)]
-    assert judge(Setting("late", "call", "memory", TIMEOUT_S, "cuda"), outcomes)[1:] == (1, "rank 0: died: exit code -11")
+    assert judge(Setting("late", "call", "memory", TIMEOUT_S, "cuda"), outcomes)[1:] == (
+        1,
+        "rank 0: died: exit code -11",
+    )

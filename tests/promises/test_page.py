@@ -61,7 +61,9 @@ def test_fuzz_has_the_last_run_on_a_gpu(tmp_path):
     assert said in page.text(tmp_path)
 
 
-@pytest.mark.parametrize("line", ["{", '{"promise": "x"}', json.dumps(asdict(ON_GPU) | {"wrong": 41})[:-1] + ', "a": 1}'])
+@pytest.mark.parametrize(
+    "line", ["{", '{"promise": "x"}', json.dumps(asdict(ON_GPU) | {"wrong": 41})[:-1] + ', "a": 1}']
+)
 def test_a_line_that_is_no_run_is_refused(tmp_path, line):
     (tmp_path / "some.jsonl").write_text(line + "\n")
     with pytest.raises(ValueError, match=r"some.jsonl, line 1: expected a run, got"):

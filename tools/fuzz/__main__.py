@@ -1,8 +1,9 @@
 """Command `python -m tools.fuzz OPERATOR`: run random cases, print what is wrong; exit status 1 if anything is.
 
 With --jobs the cases run in so many processes, within --limit-s in all; each operator gets an equal share of the time
-that is left. `python -m tools.fuzz all --count 10000 --jobs 14 --limit-s 570 --record bench/promises/fuzz.jsonl` is what
-an H200 with 16 CPUs is for.
+that is left. On an H200 with 16 CPUs:
+
+    python -m tools.fuzz all --count 10000 --jobs 14 --limit-s 570 --record bench/promises/fuzz.jsonl
 """
 
 import argparse

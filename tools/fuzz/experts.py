@@ -120,7 +120,8 @@ def routing(draw: Draw, M: int, E: int, k: int) -> Routing:
     weights = draw.uniform(M, k) if draw.chance(0.7) else draw.values(draw.one(("normal", "spread", "zeros")), M, k)
     return Routing(
         weights.to(draw.form.one((torch.float32, torch.float32, *FLOATS))),
-        ids.to(draw.form.one((torch.int32, torch.int64))), E,
+        ids.to(draw.form.one((torch.int32, torch.int64))),
+        E,
     )
 
 

@@ -1,1 +1,1 @@
-"""What Envoi promises, proven by runs: the same bits, soak, faults, sanitizers, and the page that says so."""
+"""Programs that prove what Envoi promises: same bits, soak, faults, sanitizers, and the page of their runs."""

@@ -32,7 +32,9 @@ def arguments(given: list[str] | None = None) -> argparse.Namespace:
         command.set_defaults(run=run, record_to=evidence.FOLDER / f"{name.replace('-', '_')}.jsonl")
         command.add_argument("--record", nargs="?", const=True, metavar="FILE", help="default: in bench/promises")
         command.add_argument("--seed", type=int, default=0)
-        command.add_argument("--device", choices=("cpu", "cuda"), default="cuda" if torch.cuda.is_available() else "cpu")
+        command.add_argument(
+            "--device", choices=("cpu", "cuda"), default="cuda" if torch.cuda.is_available() else "cpu"
+        )
         if name in ("same-bits", "sanitize"):
             command.add_argument("--jobs", type=int, default=8, help="processes that share the GPU")
             command.add_argument("--limit-s", type=float, default=540, help="begin nothing after so many seconds")

@@ -21,7 +21,6 @@ from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import partial
-from itertools import pairwise
 from typing import Any
 
 import torch
@@ -42,8 +41,8 @@ KINDS = ("killed", "stopped", "late")
 # Where each step of a call begins, by the object's exchange: its caller's name for it.
 STEPS: dict[str, dict[str, tuple[Any, str]]] = {
     "memory": {
-        "dispatch": (dispatch, "send_routing"), "pull": (dispatch, "pull_rows"), "experts": (nvlink, "run_local_experts"),
-        "combine": (nvlink, "combine"),
+        "dispatch": (dispatch, "send_routing"), "pull": (dispatch, "pull_rows"),
+        "experts": (nvlink, "run_local_experts"), "combine": (nvlink, "combine"),
     },
     "gathered": {
         "dispatch": (gathered_device.Buffers, "gather"), "experts": (gathered_device, "run_local_experts"),
@@ -65,7 +64,7 @@ ROOM_LEFT = 48 << 20  # bytes that a rank which is out of memory has
 
 @dataclass(frozen=True)
 class Setting:
-    """Where a fault happens. stage: "opening", "call", "replay" or one of STEPS; device: "cuda" or "cpu"."""
+    """Place of a fault. stage: "opening", "call", "replay" or one of STEPS; device: "cuda" or "cpu"."""
 
     fault: str
     stage: str
@@ -81,7 +80,7 @@ class Setting:
 
 @dataclass
 class Told:
-    """What a rank was told. error: the type's name, "" for none; ranks: named by it. right: the answer was, or None.
+    """Answer that a rank was given. error: the type's name, "" for none; ranks: named by it. right: the answer was, or None.
 
     seconds: from the call until the error. again: whether a new object on a new group gave the right answer.
     """

@@ -229,4 +229,3 @@ def write(check: bool) -> int:
         return int(not same)
     PAGE.write_text(new)
     return 0
-

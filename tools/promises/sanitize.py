@@ -4,8 +4,8 @@
 
 Programs (`tools.promises.sanitized`) launch each kernel family on few rows and on many, in every format, and every
 config of the Hopper GEMM. Each tool has to find an error that is planted for it, else it watches nothing.
-Kernels that another process or a replayed graph launches aren't watched: prepared calls are off here, and the collectives
-between ranks in several processes aren't run. `COMPUTE_SANITIZER` names the program if it isn't in PATH.
+Kernels that another process or a replayed graph launches aren't watched: prepared calls are off here, and no call is
+made between ranks in several processes. `COMPUTE_SANITIZER` names the program if it isn't in PATH.
 """
 
 import argparse
@@ -27,7 +27,7 @@ from tools.promises.evidence import Run, run_of
 
 TOOLS = ("memcheck", "synccheck", "racecheck")
 ERRORS = 97  # exit status of the sanitizer if there were errors
-TIMEOUT_S = 500
+TIMEOUT_S = 240
 SUMMARY = re.compile(r"(?:ERROR SUMMARY: (\d+) errors?|RACECHECK SUMMARY: (\d+) hazards? displayed)")
 NOTED = re.compile(r"=+ +((?:Warning|Internal|Error|Program hit|Invalid|Race reported|Divergent|Barrier)[^\n]*)")
 
@@ -142,9 +142,11 @@ def run(options: argparse.Namespace) -> Iterator[Run]:
         print(f"{tool}: kernels that weren't watched: {', '.join(missing) or 'none of those registered'}", flush=True)
         watched = sum(map(len, kernels.values()))
         text = f"{watched} kernels of {len(kernels)} names in {len(names) - len(left)} of {len(names)} programs"
-        text += f"; not watched: {', '.join(missing)}" * bool(missing) + f"; {problems[0]}" * bool(problems)
+        text = "; ".join([text, *([f"not watched: {', '.join(missing)}"] if missing else []), *problems[:1]])
         count = len(names) - len(left) + 1
-        yield run_of(f"sanitizers/{tool}", count, min(count, len(problems)), time.monotonic() - start, options.device, 1, text)
+        yield run_of(
+            f"sanitizers/{tool}", count, min(count, len(problems)), time.monotonic() - start, options.device, 1, text
+        )
 
 
 def watch_by(end: float, path: str, tool: str, program: str) -> Watched | None:

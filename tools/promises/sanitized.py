@@ -1,4 +1,4 @@
-"""What `python -m tools.promises sanitize` runs under compute-sanitizer: `python -m tools.promises.sanitized NAME FILE`.
+"""Programs that run under compute-sanitizer: `python -m tools.promises.sanitized NAME FILE`.
 
 Writes to FILE which kernels it launched. Exit status 1 if a result is wrong: a tool that changes results hides errors.
 """
@@ -110,7 +110,9 @@ def configs(scheme: str, grouped: bool) -> bool:
     source = torch.Generator().manual_seed(0)
     a = torch.randn(M, K, generator=source)
     b = torch.randn(*((E, N, K) if grouped else (N, K)), generator=source)
-    a, b = (x.to(DEVICE, torch.bfloat16) if s is None else quantize(x.cuda(), str(s)) for x, s in ((a, of_a), (b, of_b)))
+    a, b = (
+        x.to(DEVICE, torch.bfloat16) if s is None else quantize(x.cuda(), str(s)) for x, s in ((a, of_a), (b, of_b))
+    )
     offsets = torch.tensor([0, 90, 90, M], dtype=torch.int32, device=DEVICE) if grouped else None
     right = True
     for ending in (library.store, library.swiglu):
@@ -137,9 +139,7 @@ def hostile_indexer() -> bool:
         for request, length in BAD_LENGTHS:
             seq_lens[request] = length
         for mode in ("fast", "exact"):
-            _, errors = envoi.indexer_topk(
-                q, cache, weights, seq_lens, table, k=512, mode=mode, return_errors=True
-            )  # pyright: ignore[reportGeneralTypeIssues]
+            _, errors = envoi.indexer_topk(q, cache, weights, seq_lens, table, k=512, mode=mode, return_errors=True)  # pyright: ignore[reportGeneralTypeIssues]
             right &= errors.tolist() == WANT
         for row in range(len(LENGTHS)):
             only = slice(row, row + 1)
@@ -231,4 +231,3 @@ def main(name: str, path: Path) -> int:
 
 if __name__ == "__main__":
     sys.exit(main(sys.argv[1], Path(sys.argv[2])))
-

@@ -64,7 +64,7 @@ class Part:
 
 @dataclass(frozen=True)
 class Found:
-    """What a rank found. slow: calls beyond MOST_TIMES their median; worst: the most times; grown: bytes."""
+    """Findings of a rank. slow: calls beyond MOST_TIMES their median; worst: the most times; grown: bytes."""
 
     calls: int
     checked: int
@@ -186,7 +186,7 @@ def block(parts: list[Part], kind: str, count: int, draw: random.Random, device:
         number = draw.randrange(GRAPHS if kind == "graphs" else SCENES)
         stream = torch.cuda.stream(part.stream) if on_gpu and kind == "two streams" else nullcontext()
         with stream:
-            begin, end = ((torch.cuda.Event(enable_timing=True) for _ in range(2)) if on_gpu else (0.0, 0.0))
+            begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2)) if on_gpu else (0.0, 0.0)
             begin = _mark(begin, on_gpu)
             out = call(part, number, kind, draw)
             marks.append((part, (kind, number), begin, _mark(end, on_gpu)))

@@ -118,17 +118,18 @@ def needs(kind: str) -> str:
         return "all" if form == "mxfp4" else ""
     if operator not in ("gemm", "grouped_gemm"):
         return ""
-    endings = [ending for ending in _ENDINGS if _needs(GEMM_SCHEMES[form][1], ending, operator == "grouped_gemm")]
+    endings = [ending for ending in _ENDINGS if _needs(form, ending, operator == "grouped_gemm")]
     return "all" if len(endings) == len(_ENDINGS) else "sums over columns" if endings else ""
 
 
-def _needs(scheme: Any, ending: str, grouped: bool) -> bool:
+def _needs(form: str, ending: str, grouped: bool) -> bool:
     """Tell whether a product's row needs batch_invariant=True: K is split, or tiles decide in which order rows add up.
 
-    MX weights' kernel never splits K, and adds up rows by 64 columns.
+    MX weights' kernel never splits K, and adds up rows by 64 columns; torch multiplies fp32 in tiles of one size.
     """
-    is_mx = scheme in ("mxfp8", "mxfp4")
-    return not is_mx and (not grouped or ending.endswith("rows") or ending.endswith("sums") or scheme == "nvfp4")
+    if form in ("mxfp8", "mxfp4", "mxfp4_mxfp8", "fp32"):
+        return False
+    return not grouped or ending.endswith(("rows", "sums")) or form == "nvfp4"
 
 
 def _gemm(device: torch.device, sizes: Sizes, batch_invariant: bool | None, name: str, ending: str) -> Subject:
@@ -138,7 +139,7 @@ def _gemm(device: torch.device, sizes: Sizes, batch_invariant: bool | None, name
     b = _matrix(_normal(1, sizes.N, sizes.K) / sizes.K**0.5, of_b, device)
     weights = _normal(2, sizes.rows).to(device)
     ep, has_weight = _ENDINGS[ending]
-    needed = _needs(of_b, ending, False)
+    needed = _needs(name, ending, False)
     wanted = needed if batch_invariant is None else batch_invariant
 
     def given(rows: torch.Tensor) -> Tensors:
@@ -161,7 +162,7 @@ def _grouped(device: torch.device, sizes: Sizes, batch_invariant: bool | None, n
     # Experts of very different sizes, one of them without a row.
     expert = (_normal(3, sizes.rows).abs() * 0.4 * (E - 1)).long().clamp(max=E - 2).to(device)
     ep, has_weight = _ENDINGS[ending]
-    needed = _needs(of_b, ending, True)
+    needed = _needs(name, ending, True)
     wanted = needed if batch_invariant is None else batch_invariant
 
     def given(rows: torch.Tensor) -> Tensors:

@@ -1,4 +1,4 @@
-"""All checks of the same bits in parallel processes, for every operator and format: `python -m tools.promises same-bits`."""
+"""All checks of the same bits, for every operator and format, in parallel processes."""
 
 import argparse
 import time

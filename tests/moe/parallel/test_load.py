@@ -1,5 +1,7 @@
 """`ExpertParallel.load()`: what it counts, over gloo, and what it says of a busy layer."""
 
+from itertools import pairwise
+
 import pytest
 import torch
 
@@ -95,11 +97,19 @@ def test_all_ranks_count_the_tokens_of_all(way, num_ranks):
     third = torch.cat([ids[0:1], ids[4:5]])  # the first rank's and the last one's; those between have none
     want = [[NO_CALL] * 8, counted(ids, 8), counted(third, 8)]
     by_rank = [
-        [NO_CALL] * num_ranks if row[0] == NO_CALL else [sum(row[a:b]) for a, b in zip(ends, ends[1:], strict=False)]
-        for row in want
+        [NO_CALL] * num_ranks if row[0] == NO_CALL else [sum(row[a:b]) for a, b in pairwise(ends)] for row in want
     ]
     for outcome in outcomes:
         assert outcome.value[:2] == (want, by_rank)
         lines = outcome.value[2].splitlines()
-        assert lines[1].split() == ["1", "Module", "bf16", "ExpertParallel", "over", "gloo", "yes", lines[1].split()[-1]]
+        assert lines[1].split() == [
+            "1",
+            "Module",
+            "bf16",
+            "ExpertParallel",
+            "over",
+            "gloo",
+            "yes",
+            lines[1].split()[-1],
+        ]
         assert " ".join(lines[2:]).startswith("layer: bound by rank ")

@@ -11,7 +11,7 @@ NO_CALL = -1
 
 @dataclass(frozen=True)
 class Busiest:
-    """What bound a layer in the calls of a `Load`: the busiest rank, for which the others wait, and its busiest expert.
+    """Rank and expert that bound a layer in the calls of a `Load`: the busiest rank, for which the others wait.
 
     num_calls: calls with at least one token. rank_calls: those in which `rank` had the most. imbalance: the busiest
     rank's tokens over the mean of all ranks, averaged over calls, 1 = even: a layer bound by its experts takes so many
