@@ -11,13 +11,15 @@ from tools.promises.ranks import compare_ranks
 from tools.promises.same_bits import CHECKS, Result, other_rows
 from tools.promises.subjects import MAKERS, subject
 
-DRAWS = 20
+DRAWS = 8
+# Compiling takes the time: the program has the other epilogues.
+SOME = [name for name in MAKERS if not name.endswith(("swiglu", "unit rows"))]
 # Calls whose bits do follow M without batch_invariant, on Hopper: K is split; few tokens have kernels of their own.
 FOLLOW_M = ("gemm bf16 store", "gemm fp8_row store", "gemm fp8_block128 store", "moe mxfp4")
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("name", MAKERS)
+@pytest.mark.parametrize("name", SOME)
 def test_promises(name):
     device = torch.device("cuda")
     made = subject(name, device)

@@ -57,6 +57,7 @@ STEPS: dict[str, dict[str, tuple[Any, str]]] = {
         "experts": (counted, "run_local_experts"), "combine": (counted, "combine"),
     },
 }  # fmt: skip
+MANY_TOKENS = 200_000  # for which an object needs hundreds of megabytes
 LAYER = {"tokens": 60, "experts": 8, "k": 3, "hidden": 256, "intermediate": 128}
 GUARD_S = 150.0
 ROOM_LEFT = 48 << 20  # bytes that a rank which is out of memory has
@@ -132,8 +133,9 @@ def hook(setting: Setting) -> None:
     setattr(owner, name, then)
 
 
-def choose_exchange(exchange: str) -> dict[str, int]:
+def choose_exchange(setting: Setting) -> dict[str, int]:
     """Have objects exchange tokens in this way; return the sizes that they are opened with."""
+    exchange = setting.exchange
     if exchange != "memory":
         refused: list[int] = []
         supports = nvlink.supports_kernels
@@ -146,7 +148,8 @@ def choose_exchange(exchange: str) -> dict[str, int]:
         api.gathering_pays = lambda *_: exchange.startswith("gathered")
         if exchange == "gathered":
             api.nvlink.supports_kernels = supports_kernels
-    return {} if exchange == "counted" else {"max_tokens": LAYER["tokens"], "num_topk": LAYER["k"]}
+    most = MANY_TOKENS if setting.fault == "out of memory" else LAYER["tokens"]
+    return {} if exchange == "counted" else {"max_tokens": most, "num_topk": LAYER["k"]}
 
 
 @dataclass
@@ -198,7 +201,7 @@ def on_rank(rank: int, num_ranks: int, setting: Setting) -> Told:
     """Let the fault happen to the victim; return what this rank was told."""
     device = torch.device(setting.device, rank) if setting.device == "cuda" else torch.device("cpu")
     shortcuts.PREPARED = setting.stage in ("call", "replay")  # a prepared call has no steps
-    work = Work(setting, choose_exchange(setting.exchange), rank, device)
+    work = Work(setting, choose_exchange(setting), rank, device)
     everyone, is_victim = list(range(num_ranks)), rank == VICTIM
     told = Told()
     dist.barrier()
@@ -216,7 +219,9 @@ def on_rank(rank: int, num_ranks: int, setting: Setting) -> Told:
         work.settle()
         dist.barrier()
         attempt(told, work, lambda: call_again(work, parallel, run, want, is_victim))
-    del held
+    if held is not None:
+        del held
+        torch.cuda.empty_cache()  # shared memory isn't torch's allocator's
     recover(told, work, everyone)
     return told
 

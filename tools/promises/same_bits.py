@@ -96,7 +96,7 @@ def dirty(device: torch.device, number: int) -> None:
 
 
 def prepared_or_plain(subject: Subject, seed: int, draws: int, device: torch.device) -> Result:
-    """Compare calls that were recorded and are replayed with calls as always. Draws that weren't replayed are wrong."""
+    """Compare calls as always with calls that may be prepared: seen once, recorded, then replayed three times."""
     draw = random.Random(f"{subject.name} prepared {seed}")
     wrong, text = 0, ""
     before = shortcuts.PREPARED
@@ -107,7 +107,7 @@ def prepared_or_plain(subject: Subject, seed: int, draws: int, device: torch.dev
             shortcuts.PREPARED = False
             want = [x.clone() for x in subject.run(*given)]
             shortcuts.PREPARED = True
-            for _ in range(5):  # as always, recorded, then replayed, at other addresses
+            for _ in range(5):  # at other addresses each
                 again = tuple(x.clone() for x in given)
                 if not same(subject.run(*again), want):
                     wrong += 1
