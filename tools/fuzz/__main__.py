@@ -30,7 +30,7 @@ def arguments(given: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--sizes", choices=SIZES, default=None, help="default: medium; with a GPU large but for layers")
     parser.add_argument("--record", type=Path, metavar="FILE", help="append a JSON line for each operator")
     parser.add_argument("--jobs", type=int, default=1, help="processes; with more than one, seeds come in families")
-    parser.add_argument("--family", type=int, default=None, help="seeds that share kernels; default: 20 with --jobs")
+    parser.add_argument("--family", type=int, default=None, help="seeds that share kernels; default: 50 with --jobs")
     parser.add_argument("--limit-s", type=float, default=1e9, help="begin nothing after so many seconds")
     return parser.parse_args(given)
 

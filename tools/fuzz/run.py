@@ -13,7 +13,7 @@ from tools.fuzz.draw import Case, Draw
 from tools.in_processes import in_processes
 
 BATCH = 25  # cases that are drawn, run and judged together: ranks in processes start once for them
-FAMILY = 20  # seeds that share kernels where so many cases are run that compiling would take the time
+FAMILY = 50  # seeds that share kernels where so many cases are run that compiling would take the time
 
 
 @dataclass(frozen=True)

@@ -81,7 +81,7 @@ class Setting:
 
 @dataclass
 class Told:
-    """Answer that a rank was given. error: the type's name, "" for none; ranks: named by it. right: the answer was, or None.
+    """Answer that a rank was given. error: its type, "" for none; ranks: named by it. right: the answer was, or None.
 
     seconds: from the call until the error. again: whether a new object on a new group gave the right answer.
     """
