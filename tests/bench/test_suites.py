@@ -89,7 +89,7 @@ def test_baselines_are_those_that_are_documented():
         "gemm": {"eager"}, "gemm_swiglu": {"plain", "eager"}, "gemm_quant": {"plain", "eager"},
         "gemm_epilogues": {"plain", "eager"}, "gemm_fp8": {"eager"}, "gemm_grouped": {"torch_grouped"},
         "host": {"torch_mm"}, "host_loop": {"graph"}, "grouped_drawn": {"torch_grouped"},
-        "moe": {"eager", "torch_grouped", "interleaved"}, "moe_drawn": {"eager", "torch_grouped"},
+        "moe": {"eager", "torch_grouped", "interleaved"}, "moe_drawn": {"eager", "torch_grouped", "batch_invariant"},
         "router_drawn": {"eager", "tokens"},
         "router": {"eager", "tokens"}, "router_call": {"eager", "tokens"}, "router_dense": {"dense", "tokens"},
     }  # fmt: skip

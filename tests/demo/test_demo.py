@@ -90,10 +90,13 @@ def test_one_layer_over_three_ranks_has_the_bits_of_one(model, batches, format):
     layer = moe_layer.Layer(tokens, block.gate.weight.detach(), 4, packed_experts(block.experts, format))
     layer = moe_layer.to_device(layer, moe_layer.rank_device(3, 0))
     alone, stages = moe_layer.one_rank(layer)
-    together, more_stages = moe_layer.many_ranks(layer, 3)
+    together, more_stages, load = moe_layer.many_ranks(layer, 3)
     assert torch.equal(alone.cpu(), together)
     assert set(stages) == {"route", "permute", "experts", "combine"}
     assert set(more_stages) == {"route", "dispatch", "experts", "combine"}
+    ids = route(tokens, layer.gate, 4).topk_ids
+    assert load.num_tokens_per_expert[-1].tolist() == torch.bincount(ids.flatten(), minlength=16).tolist()
+    assert load.expert_offsets == (0, 5, 10, 16)
 
 
 def test_more_ranks_than_experts_are_refused(model):
@@ -169,7 +172,8 @@ def test_the_whole_demo(tmp_path):
     )  # fmt: skip
     assert done.returncode == 0, done.stderr
     for part in ("eager", "envoi bf16", "envoi mxfp4", "Continued from 'def '", "give the same bits as one rank",
-                 "bf16 checkpoint", "FP8 block-128 checkpoint", "MXFP4 checkpoint"):  # fmt: skip
+                 "bf16 checkpoint", "FP8 block-128 checkpoint", "MXFP4 checkpoint",
+                 "Its load: bound by rank"):  # fmt: skip
         assert part in done.stdout
     assert (tmp_path / "out.png").read_bytes().startswith(b"\x89PNG")
 

@@ -78,6 +78,47 @@ def test_findings_have_seed_description_problem_and_command(odd, capsys, tmp_pat
     assert first["commit"] and first["machine"] and first["date"]
 
 
+@pytest.mark.parametrize("operator", run.OPERATORS)
+def test_cases_of_a_family_share_what_kernels_are_compiled_for(operator):
+    """A family's cases differ, but only in numbers of rows, of which there are few, and in values."""
+    texts, rows = set(), set()
+    for seed in range(40, 60):
+        draw, case = run.draw_case(operator, seed, "small", "cpu", 20)
+        assert draw.form.seed == 2
+        texts.add(case.text)
+        rows |= {
+            int(case.text.split(f"{name} ")[1].split()[0].strip(",")) for name in ("M", "P") if f" {name} " in case.text
+        }
+    assert len(texts) > 1 or operator == "quantise"
+    assert len(rows - {0}) <= 3
+    _, other = run.draw_case(operator, 60, "small", "cpu", 20)
+    assert other.text not in texts
+
+
+def test_a_case_without_rows_has_the_family_s_form():
+    """Which numbers of rows there are is drawn first: a case without rows mustn't shift what is drawn after it."""
+    forms = set()
+    for seed in range(200, 220):
+        _, case = run.draw_case("gemm", seed, "medium", "cpu", 20)
+        forms.add(case.text.split(", M ")[0] + case.text.split(" N ")[1].partition(", ")[0])
+    assert len(forms) == 1
+
+
+def test_parts_end_where_families_do():
+    parts = run.parts_of("gemm", 30, 45, "small", "cpu", 20)
+    assert [(part.seed, part.count) for part in parts] == [(30, 10), (40, 20), (60, 15)]
+
+
+def test_processes_run_the_cases_that_one_would_run(capsys, tmp_path):
+    record = tmp_path / "record.jsonl"
+    given = ["quantise", "--count", "45", "--jobs", "2", "--sizes", "small", "--device", "cpu", "--record", str(record)]
+    assert command.main(given) == 0
+    assert "quantise: 0 of 45 cases wrong, seeds from 0, " in capsys.readouterr().out
+    line = json.loads(record.read_text())
+    assert (line["count"], line["family"], line["wrong"]) == (45, run.FAMILY, 0)
+    assert command.main([*given[:7], "--limit-s", "0"]) == 1  # what wasn't run isn't right
+
+
 def test_views_have_the_values_and_are_no_copies():
     draw = Draw("gemm", 0)
     x = draw.normal(6, 8)

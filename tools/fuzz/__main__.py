@@ -1,4 +1,10 @@
-"""Command `python -m tools.fuzz OPERATOR`: run random cases, print what is wrong; exit status 1 if anything is."""
+"""Command `python -m tools.fuzz OPERATOR`: run random cases, print what is wrong; exit status 1 if anything is.
+
+With --jobs the cases run in so many processes, within --limit-s in all; each operator gets an equal share of the time
+that is left. On an H200 with 16 CPUs:
+
+    python -m tools.fuzz all --count 10000 --jobs 14 --limit-s 570 --record bench/promises/fuzz.jsonl
+"""
 
 import argparse
 import sys
@@ -7,8 +13,11 @@ from pathlib import Path
 
 import torch
 
-from tools.fuzz import run
+from tools.fuzz import parallel, run
 from tools.fuzz.draw import SIZES
+
+LARGE = ("gemm", "grouped_gemm", "route", "indexer_topk", "quantise")  # the oracle of a layer takes longest
+RANKS_BATCH = 250  # cases for which processes with a GPU each are started
 
 
 def arguments(given: list[str] | None = None) -> argparse.Namespace:
@@ -16,29 +25,75 @@ def arguments(given: list[str] | None = None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog="python -m tools.fuzz", description="random cases, judged in float64")
     parser.add_argument("operators", nargs="+", choices=[*run.OPERATORS, "all"], metavar="OPERATOR")
     parser.add_argument("--seed", type=int, default=0, help="of the first case; the others follow")
-    parser.add_argument("--count", type=int, default=100)
+    parser.add_argument("--count", type=int, default=100, help="cases of each operator; a fifth of expert_parallel")
     parser.add_argument("--device", choices=("cpu", "cuda"), default="cuda" if torch.cuda.is_available() else "cpu")
-    parser.add_argument("--sizes", choices=SIZES, default=None, help="default: large with a GPU, else medium")
+    parser.add_argument("--sizes", choices=SIZES, default=None, help="default: medium; with a GPU large but for layers")
     parser.add_argument("--record", type=Path, metavar="FILE", help="append a JSON line for each operator")
+    parser.add_argument("--jobs", type=int, default=1, help="processes; with more than one, seeds come in families")
+    parser.add_argument("--family", type=int, default=None, help="seeds that share kernels; default: 50 with --jobs")
+    parser.add_argument("--limit-s", type=float, default=1e9, help="begin nothing after so many seconds")
     return parser.parse_args(given)
+
+
+def sizes_of(options: argparse.Namespace, operator: str) -> str:
+    """Return the sizes of an operator's cases."""
+    return options.sizes or ("large" if options.device == "cuda" and operator in LARGE else "medium")
+
+
+def run_operator(options: argparse.Namespace, name: str, limit_s: float) -> tuple[int, int]:
+    """Run an operator's cases and print findings; return how many cases were run, and how many are wrong."""
+    family = options.family or (run.FAMILY if options.jobs > 1 else 1)
+    whole = options.count // 5 if name == "expert_parallel" and options.jobs > 1 else options.count
+    given = name, options.seed, whole, sizes_of(options, name), options.device
+    if options.jobs == 1:
+        count = _print(run.findings(*given, family))
+        return whole, count
+    if name == "expert_parallel" and parallel.gpus(torch.device(options.device)):
+        return _by_ranks(given, family, time.monotonic() + limit_s)
+    done = wrong = 0
+    for part, found in run.in_parallel(run.parts_of(*given, family), options.jobs, limit_s):
+        wrong += _print(found)
+        done += part.count
+    return done, wrong
+
+
+def _by_ranks(given: tuple[str, int, int, str, str], family: int, end: float) -> tuple[int, int]:
+    """Run cases whose ranks have a GPU each: their processes are the only ones."""
+    operator, seed, whole, sizes, device = given
+    done = wrong = 0
+    while done < whole and time.monotonic() < end:
+        count = min(RANKS_BATCH, whole - done)
+        wrong += _print(run.findings(operator, seed + done, count, sizes, device, family, RANKS_BATCH))
+        done += count
+    return done, wrong
+
+
+def _print(findings) -> int:
+    count = 0
+    for finding in findings:
+        print(finding, flush=True)
+        count += 1
+    return count
 
 
 def main(given: list[str] | None = None) -> int:
     """Run the cases that the command line names; print findings and one line for each operator."""
     options = arguments(given)
-    sizes = options.sizes or ("large" if options.device == "cuda" else "medium")
     names = list(run.OPERATORS) if "all" in options.operators else options.operators
-    total = 0
-    for name in names:
-        start, count = time.monotonic(), 0
-        for finding in run.findings(name, options.seed, options.count, sizes, options.device):
-            print(finding, flush=True)
-            count += 1
+    end, total = time.monotonic() + options.limit_s, 0
+    for place, name in enumerate(names):
+        start = time.monotonic()
+        done, wrong = run_operator(options, name, (end - start) / (len(names) - place))
         seconds = time.monotonic() - start
-        print(f"{name}: {count} of {options.count} cases wrong, seeds from {options.seed}, {seconds:.1f} s", flush=True)
-        if options.record:
-            run.append(options.record, [run.record_of(name, options.seed, options.count, sizes, options.device, count)])
-        total += count
+        family = options.family or (run.FAMILY if options.jobs > 1 else 1)
+        rate = f", {done / seconds:.1f} cases a second" if options.jobs > 1 else ""
+        print(f"{name}: {wrong} of {done} cases wrong, seeds from {options.seed}, {seconds:.1f} s{rate}", flush=True)
+        if options.record and done:
+            options.record.parent.mkdir(parents=True, exist_ok=True)
+            sizes = sizes_of(options, name)
+            record = run.record_of(name, options.seed, done, sizes, options.device, wrong, family, seconds)
+            run.append(options.record, [record])
+        total += wrong + (done == 0)
     return int(total > 0)
 
 

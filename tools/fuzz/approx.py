@@ -112,6 +112,16 @@ class Arithmetic:
 
 def matmul(a: torch.Tensor, b: torch.Tensor, arithmetic: Arithmetic, a_err: torch.Tensor | None = None) -> Approx:
     """Return a [M, K] @ b [N, K].T of float64 operands that the kernels hold exactly, a up to a_err."""
+    device = a.device
+    if arithmetic.gpu and torch.cuda.is_available():  # float64 there too, and much faster
+        a, b = a.cuda(), b.cuda()
+        a_err = None if a_err is None else a_err.cuda()
+        found = _matmul(a, b, arithmetic, a_err)
+        return Approx(found.mid.to(device), found.err.to(device))
+    return _matmul(a, b, arithmetic, a_err)
+
+
+def _matmul(a: torch.Tensor, b: torch.Tensor, arithmetic: Arithmetic, a_err: torch.Tensor | None) -> Approx:
     mid, size = a @ b.T, a.abs() @ b.abs().T
     K = a.shape[1]
     whole = bool((a == a.round()).all() and (b == b.round()).all()) and bool((size < 2.0**11).all())
@@ -132,12 +142,14 @@ def matmul(a: torch.Tensor, b: torch.Tensor, arithmetic: Arithmetic, a_err: torc
 
 def _coarse_error(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
     """Return the error of sums of 32 products and the sum so far, each cut to 13 bits below the largest."""
-    err = torch.zeros(len(a), len(b), dtype=torch.float64)
+    err = torch.zeros(len(a), len(b), dtype=torch.float64, device=a.device)
     total, reached = err.clone(), err.clone()
     for part_a, part_b in zip(a.split(32, 1), b.split(32, 1), strict=True):
         largest = torch.zeros_like(err)
-        for k in range(part_a.shape[1]):
-            largest = torch.maximum(largest, (part_a[:, k, None] * part_b[None, :, k]).abs())
+        together = part_a.shape[1] if a.is_cuda else 1  # all at once fits a GPU's memory, and a CPU's cache one by one
+        for k in range(0, part_a.shape[1], max(1, together)):
+            x, y = part_a[:, k : k + together], part_b[:, k : k + together]
+            largest = torch.maximum(largest, (x[:, None] * y[None]).abs().amax(2))
         total = total + part_a @ part_b.T
         reached = torch.maximum(reached, total.abs())
         err = err + 33 * 2.0**-13 * torch.maximum(largest, 2 * reached + err)

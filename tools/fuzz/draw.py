@@ -30,10 +30,14 @@ class Draw:
     """Source of a case's choices and tensors, equal for equal operator, seed and sizes on every device.
 
     sizes: one of SIZES; `most` gives the limit that goes with it.
+    family: so many consecutive seeds share what decides which kernels are compiled, since compiling takes far longer
+        than running: their cases draw it from `form`. 1 = each seed has its own.
     """
 
-    def __init__(self, operator: str, seed: int, sizes: str = "medium", device: str = "cpu"):
+    def __init__(self, operator: str, seed: int, sizes: str = "medium", device: str = "cpu", family: int = 1):
         self.operator, self.seed, self.sizes, self.device = operator, seed, sizes, torch.device(device)
+        self.family = family
+        self.form = self if family == 1 else Draw(f"{operator} form", seed // family, sizes, device)
         self.random = random.Random(f"{operator} {seed}")
         self.source = torch.Generator().manual_seed(self.random.getrandbits(48))
 
@@ -56,6 +60,16 @@ class Draw:
         if special and self.chance(0.5):
             return self.one(special)
         return self.random.randint(-(-low // step), high // step) * step
+
+    def rows(self, low: int, high: int, none: float) -> int:
+        """Draw a number of rows as `size` does, or 0 with probability `none`.
+
+        In a family it is 0 or one of three numbers, each of which may have kernels of its own.
+        """
+        if self.form is self:
+            return 0 if self.chance(none) else self.size(low, high)
+        known = [self.form.size(low, high) for _ in range(3)]
+        return 0 if self.chance(none) else self.one(known)
 
     def uniform(self, *shape: int) -> torch.Tensor:
         """Draw float32 in [0, 1)."""

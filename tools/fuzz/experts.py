@@ -79,29 +79,30 @@ class Layer:
 
 def layer(draw: Draw, most_experts: int = 70) -> Layer:
     """Draw a layer: sizes, routing, weights, options."""
-    format = draw.one(tuple(FORMATS))
+    form = draw.form
+    format = form.one(tuple(FORMATS))
     step = {"bf16": 8, "fp8_row": 8, "fp8_block128": 128}.get(format, 32)
-    step = draw.one((step, step, 64)) if step < 64 else step
-    M = 0 if draw.chance(0.04) else draw.size(1, draw.most(8, 40, 300))
-    E = draw.size(1, min(most_experts, draw.most(5, 12, 70)))
-    k = draw.one((1, min(E, 32), draw.random.randint(1, min(E, draw.most(3, 8, 16)))))
-    hidden, inside = (draw.size(step, max(step, draw.most(64, 256, 1024)), step) for _ in range(2))
+    step = form.one((step, step, 64)) if step < 64 else step
+    M = draw.rows(1, draw.most(8, 40, 300), 0.04)
+    E = form.size(1, min(most_experts, draw.most(5, 12, 70)))
+    k = form.one((1, min(E, 32), form.random.randint(1, min(E, draw.most(3, 8, 16)))))
+    hidden, inside = (form.size(step, max(step, draw.most(64, 256, 1024)), step) for _ in range(2))
     tokens = draw.values(
         draw.one(("normal", "normal", "normal", "spread", "whole", "sparse", "zeros", "ties")), M, hidden
     )
     if draw.chance(0.15):
         tokens = draw.poisoned(tokens)
-    dtype = draw.one(FLOATS)
+    dtype = form.one(FLOATS)
     gate_up, down = (
         (draw.values(draw.one(("normal", "normal", "spread", "sparse")), *shape) / shape[-1] ** 0.5).to(dtype)
         for shape in ((E, 2 * inside, hidden), (E, hidden, inside))
     )
     if draw.chance(0.05):
         down = draw.poisoned(down)
-    biases = (draw.normal(E, 2 * inside), draw.normal(E, hidden)) if draw.chance(0.4) else None
+    biases = (draw.normal(E, 2 * inside), draw.normal(E, hidden)) if form.chance(0.4) else None
     return Layer(
-        format, tokens.to(draw.one((BF16, BF16, torch.float16))), routing(draw, M, E, k), gate_up, down, biases,
-        draw.one(("concat", "interleaved")), draw.one(("swiglu", "swiglu_oai")), draw.one((None, None, 0.5, 7.0)),
+        format, tokens.to(form.one((BF16, BF16, torch.float16))), routing(draw, M, E, k), gate_up, down, biases,
+        form.one(("concat", "interleaved")), form.one(("swiglu", "swiglu_oai")), form.one((None, None, 0.5, 7.0)),
     )  # fmt: skip
 
 
@@ -118,7 +119,9 @@ def routing(draw: Draw, M: int, E: int, k: int) -> Routing:
     ids = ids.masked_fill(draw.uniform(M, k) < draw.one((0.0, 0.0, 0.2, 0.9, 1.0)), -1)
     weights = draw.uniform(M, k) if draw.chance(0.7) else draw.values(draw.one(("normal", "spread", "zeros")), M, k)
     return Routing(
-        weights.to(draw.one((torch.float32, torch.float32, *FLOATS))), ids.to(draw.one((torch.int32, torch.int64))), E
+        weights.to(draw.form.one((torch.float32, torch.float32, *FLOATS))),
+        ids.to(draw.form.one((torch.int32, torch.int64))),
+        E,
     )
 
 

@@ -59,14 +59,14 @@ def setting(draw: Draw) -> Setting:
     while given.routing.num_experts < 2 or (in_one and given.tokens.shape[1] % ALIGNED):
         given = layer(draw, most_experts=40)
     M, E = len(given.tokens), given.routing.num_experts
-    num_ranks = min(E, gpus(draw.device) or draw.one((2, 3)))
+    num_ranks = min(E, gpus(draw.device) or draw.form.one((2, 3)))
     if draw.chance(0.2):  # one rank has all tokens
         owner = draw.random.randrange(num_ranks)
         token_ends = [0] * owner + [M] * (num_ranks - owner)
     else:
         token_ends = [*sorted(draw.random.randint(0, M) for _ in range(num_ranks - 1)), M]
     expert_ends = [*sorted(draw.random.sample(range(1, E), num_ranks - 1)), E]
-    return Setting(given, token_ends, expert_ends, draw.chance(0.5))
+    return Setting(given, token_ends, expert_ends, draw.form.chance(0.5))
 
 
 def gpus(device: torch.device) -> int:
@@ -118,7 +118,9 @@ def run(draws: list[Draw], cases: list[Case]) -> list[Any]:
     sizes = [setting(replace_draw(draw)).num_ranks for draw in drawn]
     for num_ranks in sorted(set(sizes)):
         places = [place for place, size in enumerate(sizes) if size == num_ranks]
-        seeds = [(drawn[place].seed, drawn[place].sizes, str(drawn[place].device)) for place in places]
+        seeds = [
+            (drawn[place].seed, drawn[place].sizes, str(drawn[place].device), drawn[place].family) for place in places
+        ]
         backend = "nccl" if gpus(drawn[0].device) else "gloo"
         outcomes = run_ranks(num_ranks, on_rank, seeds, backend=backend)
         for number, place in enumerate(places):
@@ -128,7 +130,7 @@ def run(draws: list[Draw], cases: list[Case]) -> list[Any]:
 
 def replace_draw(draw: Draw) -> Draw:
     """Return a draw of the same case from its beginning."""
-    return Draw(draw.operator, draw.seed, draw.sizes, str(draw.device))
+    return Draw(draw.operator, draw.seed, draw.sizes, str(draw.device), draw.family)
 
 
 def gathered(outcomes: list[Any], number: int) -> Any:
@@ -142,7 +144,7 @@ def gathered(outcomes: list[Any], number: int) -> Any:
     return torch.cat([out for out, _ in parts]), parts[0][1]
 
 
-def on_rank(rank: int, num_ranks: int, seeds: list[tuple[int, str, str]]) -> list[Any]:
+def on_rank(rank: int, num_ranks: int, seeds: list[tuple[int, str, str, int]]) -> list[Any]:
     """Run cases on a rank; return the output of its tokens and whether ranks summed, or an error's text, for each."""
     return [_on_rank(rank, Draw("expert_parallel", *case)) for case in seeds]
 

@@ -144,7 +144,7 @@ def extra(draw: Draw, ending: Ending, M: int, N: int, num_experts: int | None) -
             given[name] = draw.one((0.0, 1.0, -0.5, 3.25))
             wide[name] = torch.tensor(given[name], dtype=torch.float64)
             continue
-        x = draw.values(draw.one(KINDS[:6]), *shapes[kind]).to(draw.one(FLOATS))
+        x = draw.values(draw.one(KINDS[:6]), *shapes[kind]).to(draw.form.one(FLOATS))
         given[name], wide[name] = draw.placed(x), host(x)
     return given, wide
 
@@ -168,32 +168,33 @@ def judge_outputs(outputs: Any, want: list, dtype: torch.dtype, ending: Ending, 
 
 def drawn_formats(draw: Draw) -> tuple[str | None, str | None, torch.dtype]:
     """Draw the schemes of both sides, and the dtype of a side without one."""
-    if draw.chance(0.45):
-        return None, None, draw.one(FLOATS)
-    return (*draw.one(PAIRS), torch.bfloat16)
+    form = draw.form
+    if form.chance(0.45):
+        return None, None, form.one(FLOATS)
+    return (*form.one(PAIRS), torch.bfloat16)
 
 
 def dimensions(draw: Draw, schemes: tuple[str | None, ...], ending: Ending) -> tuple[int, int]:
     """Draw N and K that the formats and the epilogue allow."""
     step = max([1, *(formats.SCHEMES[name].columns for name in schemes if name)])
-    K = draw.size(step, max(step, draw.most(96, 520, 2048)), step)
-    if step == 1 and draw.chance(0.03):
+    K = draw.form.size(step, max(step, draw.most(96, 520, 2048)), step)
+    if step == 1 and draw.form.chance(0.03):
         K = 0
-    return draw.size(ending.columns, max(ending.columns, draw.most(40, 200, 512)), ending.columns), K
+    return draw.form.size(ending.columns, max(ending.columns, draw.most(40, 200, 512)), ending.columns), K
 
 
 def gemm(draw: Draw) -> Case:
     """Draw a case of `envoi.gemm`."""
     a_scheme, b_scheme, dtype = drawn_formats(draw)
-    name = draw.one(("none", "none", *ENDINGS))
+    name = draw.form.one(("none", "none", *ENDINGS))
     ending = ENDINGS[name]
-    M = 0 if draw.chance(0.04) else draw.size(1, draw.most(20, 160, 600))
+    M = draw.rows(1, draw.most(20, 160, 600), 0.04)
     N, K = dimensions(draw, (a_scheme, b_scheme), ending)
     kind = draw.one(KINDS)
     a = operand(draw, a_scheme, dtype, kind, (M, K))
     b = operand(draw, b_scheme, dtype, kind if kind == "whole" else draw.one(KINDS[:4]), (N, K))
     given, wide = extra(draw, ending, M, N, None)
-    out_dtype = draw.one((None, *FLOATS))
+    out_dtype = draw.form.one((None, *FLOATS))
     default = torch.bfloat16 if a_scheme else dtype
     text = f"{a_scheme or dtype} x {b_scheme or dtype}, M {M} N {N} K {K}, {kind}, {name}, out {out_dtype}"
 
@@ -221,10 +222,10 @@ def grouped_gemm(draw: Draw) -> Case:
     """Draw a case of `envoi.grouped_gemm`."""
     a_scheme, b_scheme, dtype = drawn_formats(draw)
     a_scheme = "fp8_row" if a_scheme == "fp8_tensor" else a_scheme
-    name = draw.one(("none", "none", *ENDINGS))
+    name = draw.form.one(("none", "none", *ENDINGS))
     ending = ENDINGS[name]
-    P = 0 if draw.chance(0.04) else draw.size(1, draw.most(24, 200, 800))
-    E = draw.size(1, draw.most(5, 12, 40))
+    P = draw.rows(1, draw.most(24, 200, 800), 0.04)
+    E = draw.form.size(1, draw.most(5, 12, 40))
     N, K = dimensions(draw, (a_scheme, b_scheme), ending)
     kind = draw.one(KINDS)
     rows = operand(draw, a_scheme, dtype, kind, (P, K))
@@ -232,7 +233,7 @@ def grouped_gemm(draw: Draw) -> Case:
     given, wide = extra(draw, ending, P, N, E)
     bounds = drawn_offsets(draw, P, E)
     offsets = torch.tensor(bounds, dtype=torch.int32, device=draw.device)
-    out_dtype = draw.one((None, *FLOATS))
+    out_dtype = draw.form.one((None, *FLOATS))
     default = torch.bfloat16 if a_scheme else dtype
     by_expert = "col" in ending.operands.values()
     text = (

@@ -17,18 +17,19 @@ ROWS = ("fp8_row", "fp8_1x128", "mxfp8")  # schemes of the experts' activations
 
 def quantise(draw: Draw) -> Case:
     """Draw a case: a matrix, perhaps with leading dimensions, in a scheme; where there are kernels often by rows."""
-    by_rows = has_kernels(draw.device) and draw.chance(0.6)
-    name = draw.one(ROWS if by_rows else tuple(formats.SCHEMES))
+    form = draw.form
+    by_rows = has_kernels(draw.device) and form.chance(0.6)
+    name = form.one(ROWS if by_rows else tuple(formats.SCHEMES))
     scheme = formats.SCHEMES[name]
     step = 8 if by_rows and not scheme.columns else scheme.columns or 1
-    rows = 0 if draw.chance(0.05) else draw.size(1, draw.most(12, 140, 300))
-    columns = draw.size(step, max(step, draw.most(256, 640, 3000)), step)
+    rows = draw.rows(1, draw.most(12, 140, 300), 0.05)
+    columns = form.size(step, max(step, draw.most(256, 640, 3000)), step)
     lead = () if by_rows or scheme.rows == 0 else draw.one(((), (), (1,), (3,)))
     kind = draw.one((*KINDS, "halves", "limits"))
     x = values(draw, kind, (*lead, rows, columns), scheme)
     if draw.chance(0.3):
         x = draw.poisoned(x)
-    dtype = torch.bfloat16 if by_rows else draw.one(DTYPES)
+    dtype = torch.bfloat16 if by_rows else form.one(DTYPES)
     x = x.to(dtype)
     given = draw.placed(x, "plain" if by_rows else None)
     used = draw.random.randint(0, rows) if by_rows else rows

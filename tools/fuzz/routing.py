@@ -40,17 +40,17 @@ class Given:
 
 def route(draw: Draw) -> Case:
     """Draw a case."""
-    M = 0 if draw.chance(0.04) else draw.size(1, draw.most(10, 60, 400))
+    M = draw.rows(1, draw.most(10, 60, 400), 0.04)
     N, k, rule = drawn_rule(draw)
-    hidden = draw.size(8, draw.most(64, 512, 2048), 8)
+    hidden = draw.form.size(8, draw.most(64, 512, 2048), 8)
     kind = draw.one((*KINDS, "same experts", "few experts"))
     gpu = draw.device.type == "cuda"
     tokens, gate = inputs(draw, kind, M, N, hidden)
     alpha = draw.one((1.0, 1.0, 0.125, -1.0, 30.0, 1e-3, 0.0))
     logit_bias, expert_bias = bias(draw, N, 0.3), bias(draw, N, 0.4)
-    token_ids, table, outside = hashed(draw, M, N, k) if draw.chance(0.12) else (None, None, False)
+    token_ids, table, outside = hashed(draw, M, N, k) if draw.form.chance(0.12) else (None, None, False)
     kernels = supported(draw.device, rule)
-    wants = {name: draw.chance(share) for name, share in (("logits", 0.8), ("dense", 0.5), ("counts", 0.5))}
+    wants = {name: draw.form.chance(share) for name, share in (("logits", 0.8), ("dense", 0.5), ("counts", 0.5))}
     text = (
         f"M {M} N {N} k {k} hidden {hidden}, {kind}, {tokens.dtype} x {gate.dtype}, alpha {alpha}, {rule}, logit bias "
         f"{logit_bias is not None}, expert bias {expert_bias is not None}, table {table is not None}"
@@ -81,6 +81,7 @@ def route(draw: Draw) -> Case:
 
 def drawn_rule(draw: Draw) -> tuple[int, int, Rule]:
     """Draw the number of experts, k and a rule that allows them."""
+    draw = draw.form
     groups = draw.one((1, 1, 1, 2, 3, 4, 8, 40))
     size = draw.size(2 if groups > 1 else 1, max(2, draw.most(64, 300, 1024) // groups))
     N = groups * size
@@ -103,18 +104,19 @@ def inputs(draw: Draw, kind: str, M: int, N: int, hidden: int) -> tuple[torch.Te
         gate[draw.uniform(N) < draw.one((0.5, 0.9, 1.0))] = draw.one((torch.nan, torch.inf))
     elif draw.chance(0.15):
         tokens = draw.poisoned(tokens)
-    dtype = draw.one(FLOATS)
-    return tokens.to(dtype), gate.to(dtype if draw.chance(0.8) else draw.one(FLOATS))
+    form = draw.form
+    dtype = form.one(FLOATS)
+    return tokens.to(dtype), gate.to(dtype if form.chance(0.8) else form.one(FLOATS))
 
 
 def bias(draw: Draw, N: int, share: float) -> torch.Tensor | None:
     """Draw a bias [N], rarely with numbers that aren't finite; None but for a share."""
-    if not draw.chance(share):
+    if not draw.form.chance(share):
         return None
     x = draw.values(draw.one(("normal", "whole", "ties", "zeros")), N)
     if draw.chance(0.3):
         x[draw.uniform(N) < 0.2] = -torch.inf
-    return (draw.poisoned(x) if draw.chance(0.1) else x).to(draw.one(FLOATS))
+    return (draw.poisoned(x) if draw.chance(0.1) else x).to(draw.form.one(FLOATS))
 
 
 def hashed(draw: Draw, M: int, N: int, k: int) -> tuple[torch.Tensor, torch.Tensor, bool]:
@@ -129,7 +131,7 @@ def hashed(draw: Draw, M: int, N: int, k: int) -> tuple[torch.Tensor, torch.Tens
         else:
             table[draw.random.randrange(vocabulary), 0] = draw.one((-1, N))
     ints = (torch.int32, torch.int64)
-    return ids.to(draw.one(ints)), table.to(draw.one(ints)), outside
+    return ids.to(draw.form.one(ints)), table.to(draw.form.one(ints)), outside
 
 
 def logits_of(tokens, gate, alpha: float, logit_bias: torch.Tensor | None, arithmetic: Arithmetic) -> Approx:

@@ -3,15 +3,17 @@
 import datetime
 import json
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, astuple, dataclass
 from pathlib import Path
 from typing import Any
 
 from envoi.bench import machine
 from tools.fuzz import experts, indexer, parallel, products, quantising, routing
 from tools.fuzz.draw import Case, Draw
+from tools.in_processes import in_processes
 
 BATCH = 25  # cases that are drawn, run and judged together: ranks in processes start once for them
+FAMILY = 50  # seeds that share kernels where so many cases are run that compiling would take the time
 
 
 @dataclass(frozen=True)
@@ -50,6 +52,8 @@ class Record:
     wrong: int
     sizes: str
     date: str
+    family: int = 1
+    seconds: float = 0.0
 
 
 def attempt(case: Case) -> Any:
@@ -86,34 +90,78 @@ def judged(case: Case, result: Any) -> str:
     return "expected ValueError, and nothing was raised" if case.refused else case.judge(result)
 
 
-def draw_case(operator: str, seed: int, sizes: str, device: str) -> tuple[Draw, Case]:
+def draw_case(operator: str, seed: int, sizes: str, device: str, family: int = 1) -> tuple[Draw, Case]:
     """Draw the case of a seed."""
-    draw = Draw(operator, seed, sizes, device)
+    draw = Draw(operator, seed, sizes, device, family)
     return draw, OPERATORS[operator].case(draw)
 
 
-def findings(operator: str, seed: int, count: int, sizes: str, device: str) -> Iterator[Finding]:
+def findings(
+    operator: str, seed: int, count: int, sizes: str, device: str, family: int = 1, batch: int = BATCH
+) -> Iterator[Finding]:  # fmt: skip
     """Run the cases of `count` seeds; yield those that are wrong."""
-    for first in range(seed, seed + count, BATCH):
-        seeds = range(first, min(first + BATCH, seed + count))
-        drawn = [draw_case(operator, s, sizes, device) for s in seeds]
+    for first in range(seed, seed + count, batch):
+        seeds = range(first, min(first + batch, seed + count))
+        drawn = [draw_case(operator, s, sizes, device, family) for s in seeds]
         results = OPERATORS[operator].run([draw for draw, _ in drawn], [case for _, case in drawn])
         for s, (_, case), result in zip(seeds, drawn, results, strict=True):
             problem = judged(case, result)
             if problem:
-                yield Finding(operator, s, case.text, problem, command_of(operator, s, sizes, device))
+                yield Finding(operator, s, case.text, problem, command_of(operator, s, sizes, device, family))
 
 
-def command_of(operator: str, seed: int, sizes: str, device: str) -> str:
+def command_of(operator: str, seed: int, sizes: str, device: str, family: int = 1) -> str:
     """Return the command that repeats a case."""
-    return f"python -m tools.fuzz {operator} --seed {seed} --count 1 --device {device} --sizes {sizes}"
+    given = f"--seed {seed} --count 1 --device {device} --sizes {sizes}" + f" --family {family}" * (family > 1)
+    return f"python -m tools.fuzz {operator} {given}"
 
 
-def record_of(operator: str, seed: int, count: int, sizes: str, device: str, wrong: int) -> Record:
+@dataclass(frozen=True)
+class Part:
+    """Seeds that one process runs: their cases are of one family."""
+
+    operator: str
+    seed: int
+    count: int
+    sizes: str
+    device: str
+    family: int
+
+
+def parts_of(operator: str, seed: int, count: int, sizes: str, device: str, family: int) -> list[Part]:
+    """Cut seeds into parts at the families' bounds."""
+    step, found = family if family > 1 else BATCH, []
+    while count > 0:
+        size = min(count, step - seed % step)
+        found.append(Part(operator, seed, size, sizes, device, family))
+        seed, count = seed + size, count - size
+    return found
+
+
+def run_part(part: Part) -> list[Finding]:
+    """Run the cases of a part, and return those that are wrong."""
+    return list(findings(*astuple(part)))
+
+
+def in_parallel(parts: list[Part], jobs: int, limit_s: float) -> Iterator[tuple[Part, list[Finding]]]:
+    """Run parts in processes, and yield each with its findings; parts that the time doesn't allow aren't begun."""
+    for done in in_processes(run_part, parts, jobs, limit_s):
+        part = done.task
+        if done.error:  # whatever ended the process: its cases have to be run again, one by one
+            command = command_of(part.operator, part.seed, part.sizes, part.device, part.family)
+            command = command.replace("--count 1", f"--count {part.count}")
+            yield part, [Finding(part.operator, part.seed, f"{part.count} cases", done.error, command)]
+        else:
+            yield part, done.result
+
+
+def record_of(
+    operator: str, seed: int, count: int, sizes: str, device: str, wrong: int, family: int = 1, seconds: float = 0.0
+) -> Record:  # fmt: skip
     """Describe a run."""
     return Record(
         operator, device, machine.device_name(device), machine.commit(), seed, count, wrong, sizes,
-        datetime.date.today().isoformat(),
+        datetime.date.today().isoformat(), family, round(seconds, 1),
     )  # fmt: skip
 
 

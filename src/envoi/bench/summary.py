@@ -9,9 +9,9 @@ from envoi.table import number
 # Roofs, Envoi's own other forms, and a product without what the epilogue does.
 NOT_THE_SAME_WORK = {
     "copy", "empty", "tokens", "plain", "bf16", "dense", "launched", "cublas", "torch_mm", "graph", "concat",
-    "interleaved",
+    "interleaved", "batch_invariant",
 }  # fmt: skip
-OWN_FORMS = ("plain", "bf16", "dense", "launched", "graph", "concat", "interleaved")
+OWN_FORMS = ("plain", "bf16", "dense", "launched", "graph", "concat", "interleaved", "batch_invariant")
 # Suites in which one of them is what Envoi is compared to: the product is all of the work, or the host's time is.
 COUNTS_IN = {"gemm": "cublas", "gemm_fp8": "cublas", "gemm_drawn": "cublas", "host": "torch_mm"}
 

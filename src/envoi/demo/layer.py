@@ -22,6 +22,7 @@ from envoi.moe.op import flatten, unflatten
 from envoi.moe.parallel import ExpertParallel, counted, gathered, gathered_device, nvlink
 from envoi.moe.parallel import combine as nvlink_combine
 from envoi.moe.parallel import dispatch as nvlink_dispatch
+from envoi.moe.parallel.load import Load
 from envoi.moe.parallel.slots import SentTokens, owners
 from envoi.moe.permute import RowMap, gather_rows, sort_slots
 from envoi.moe.router import route
@@ -76,12 +77,12 @@ def _permute(layer: Layer, routing: Routing):
 
 def many_ranks(
     layer: Layer, num_ranks: int, advance: Callable[[], Any] = lambda: None, timeout_s: float = 60.0
-) -> tuple[torch.Tensor, dict[str, float]]:
+) -> tuple[torch.Tensor, dict[str, float], Load]:
     """Run the layer over num_ranks processes, each with its share of tokens (uneven on purpose) and of experts.
 
-    Returns the concatenated outputs, and the slowest rank's median milliseconds of each stage. One GPU per rank if
-    there are enough of them, over NVLink if that connects them and else NCCL; else CPUs over gloo. advance is called
-    for each rank that is done.
+    Returns the concatenated outputs, the slowest rank's median milliseconds of each stage, and the load. One GPU per
+    rank if there are enough of them, over NVLink if that connects them and else NCCL; else CPUs over gloo. advance is
+    called for each rank that is done.
     Raises RuntimeError if a rank fails.
     """
     num_experts = layer.gate.shape[0]
@@ -106,7 +107,7 @@ def many_ranks(
             raise RuntimeError(f"ranks {failed} of {num_ranks} failed or took more than {timeout_s:g} s")
         results = [torch.load(Path(folder) / f"out{rank}.pt") for rank in range(num_ranks)]
     stages = {name: max(result[1][name] for result in results) for name in results[0][1]}
-    return torch.cat([result[0] for result in results]), stages
+    return torch.cat([result[0] for result in results]), stages, Load(*results[0][2:])
 
 
 def rank_device(num_ranks: int, rank: int) -> torch.device:
@@ -143,20 +144,21 @@ def _work(rank: int, num_ranks: int, folder: str) -> None:
     mine = Layer(
         tokens[shares[rank] : shares[rank + 1]].contiguous(), gate, k, part(experts, cuts[rank], cuts[rank + 1])
     )
-    out, stages = _run_rank(mine, max(last - first for first, last in pairwise(shares)))
-    torch.save((out.cpu(), stages), Path(folder) / f"out{rank}.pt")
+    out, stages, load = _run_rank(mine, max(last - first for first, last in pairwise(shares)))
+    counts, ends = load.num_tokens_per_expert.cpu(), load.expert_offsets
+    torch.save((out.cpu(), stages, counts, ends), Path(folder) / f"out{rank}.pt")
     dist.barrier()
     dist.destroy_process_group()
 
 
-def _run_rank(layer: Layer, max_tokens: int) -> tuple[torch.Tensor, dict[str, float]]:
+def _run_rank(layer: Layer, max_tokens: int) -> tuple[torch.Tensor, dict[str, float], Load]:
     # Without presum: only then the bits are those of one rank.
     parallel = ExpertParallel(layer.experts, timeout_s=30, max_tokens=max_tokens, num_topk=layer.k, presum=False)
     times: dict[str, list[float]] = {}
     for _ in range(REPEATS):
         _run_stages(layer, parallel, _Stages(layer.tokens.device, times))
     out = parallel.moe(layer.tokens, route(layer.tokens, layer.gate, layer.k))
-    return out, _medians(times)
+    return out, _medians(times), parallel.load()
 
 
 def _run_stages(layer: Layer, parallel: ExpertParallel, stage: "_Stages") -> None:

@@ -16,6 +16,7 @@ from envoi.demo import layer as moe_layer
 from envoi.demo import model as lm
 from envoi.demo.text import find_model, read_text
 from envoi.integrations.transformers import implementation_name, packed_experts, release, report
+from envoi.moe.parallel.load import Load
 from envoi.quant.formats import format_named
 
 LAYER = 1  # run over several ranks
@@ -46,11 +47,11 @@ def run(args: argparse.Namespace) -> int:
         eager = show_bits(bar, model, batches, formats, text.source, len(text.data))
         show_checkpoints(bar, folder, batches, eager)
         show_continuation(bar, model, args.prompt, args.new_bytes)
-        stages = show_layer(bar, model, batches[0], args.ranks)
+        stages, together = show_layer(bar, model, batches[0], args.ranks)
         load = lm.expert_load(model, batches[0])
         title = f"{describe_model(model)} | {describe_device(device)} | torch {torch.__version__}"
-        picture.draw(out, load, stages, title)
-    print(f"\n{out}: expert load per layer and stage times. Whole demo: {time.perf_counter() - start:.0f} s")
+        picture.draw(out, load, together, stages, title)
+    print(f"\n{out}: expert load per layer and per rank, stage times. Whole demo: {time.perf_counter() - start:.0f} s")
     return 0
 
 
@@ -143,8 +144,13 @@ def show_continuation(bar: Any, model: Any, prompt: str, num_bytes: int) -> None
     bar.write("\n".join("  | " + line for line in text.splitlines()))
 
 
-def show_layer(bar: Any, model: Any, ids: torch.Tensor, num_ranks: int) -> dict[str, dict[str, float]]:
-    """Run one layer on one rank and on several, in fp8_block128: equal bits or an error. Return the stage times."""
+def show_layer(
+    bar: Any, model: Any, ids: torch.Tensor, num_ranks: int
+) -> tuple[dict[str, dict[str, float]], Load]:  # fmt: skip
+    """Run one layer on one rank and on several, in fp8_block128: equal bits or an error. Return stage times and load.
+
+    The load is that of the layer over several ranks.
+    """
     bar.set_description(f"a layer over {num_ranks} ranks")
     block = model.model.layers[LAYER].mlp
     tokens = lm.moe_inputs(model, ids, LAYER)
@@ -152,7 +158,7 @@ def show_layer(bar: Any, model: Any, ids: torch.Tensor, num_ranks: int) -> dict[
     layer = moe_layer.Layer(tokens, block.gate.weight.detach(), model.config.num_experts_per_tok, experts)
     layer = moe_layer.to_device(layer, moe_layer.rank_device(num_ranks, 0))
     alone, alone_ms = moe_layer.one_rank(layer)
-    together, together_ms = moe_layer.many_ranks(layer, num_ranks, lambda: bar.update(BATCH))
+    together, together_ms, load = moe_layer.many_ranks(layer, num_ranks, lambda: bar.update(BATCH))
     if not torch.equal(alone.cpu(), together):
         different = int((alone.cpu() != together).any(1).sum())
         raise RuntimeError(f"{different} of {len(alone)} tokens differ between 1 and {num_ranks} ranks")
@@ -163,4 +169,5 @@ def show_layer(bar: Any, model: Any, ids: torch.Tensor, num_ranks: int) -> dict[
     stages = {"1 rank": alone_ms, f"{num_ranks} ranks": together_ms}
     for series, times in stages.items():
         bar.write(f"  {series:<8}" + "  ".join(f"{name} {ms:.2f}" for name, ms in times.items()))
-    return stages
+    bar.write(f"Its load: {load}")
+    return stages, load

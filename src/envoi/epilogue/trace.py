@@ -218,7 +218,7 @@ class HalfTile(Traced):
     shape = HALF_TILE
 
 
-TAKEN = ("a", "b", "rows", "weights", "offsets", "epilogue", "out_dtype")
+TAKEN = ("a", "b", "rows", "weights", "offsets", "epilogue", "out_dtype", "batch_invariant")
 ANNOTATIONS = {kind.__name__: kind for kind in (Scalar, Row, Col, Tile, HalfCol, HalfTile)}
 
 

@@ -4,7 +4,7 @@ from typing import Any
 
 import torch
 
-from envoi.check import Dim, dtype_name, expect_divisible, expect_tensor
+from envoi.check import Dim, dtype_name, expect_bool, expect_divisible, expect_tensor
 from envoi.epilogue.api import Epilogue
 from envoi.epilogue.ir import Node
 from envoi.epilogue.library import store
@@ -30,17 +30,18 @@ def constants_of(x: Any, tensors: list[torch.Tensor | None]) -> tuple | None:
     return x.group, x.scales_at_most_2, x.order
 
 
-def _given(a, b, epilogue=None, *, out_dtype=None, **operands):
+def _given(a, b, epilogue=None, *, out_dtype=None, batch_invariant=False, **operands):
     tensors: list[torch.Tensor | None] = []
     sides = constants_of(a, tensors), constants_of(b, tensors)
+    settings = sides, epilogue, out_dtype, exactly(batch_invariant)
     if not operands:
-        return (sides, epilogue, out_dtype), tensors
+        return settings, tensors
     numbers = []
     for value in operands.values():
         is_tensor = isinstance(value, torch.Tensor)
         numbers.append(None if is_tensor else exactly(value))
         tensors.append(value if is_tensor else None)
-    return (sides, epilogue, out_dtype, *operands, *numbers), tensors
+    return (*settings, *operands, *numbers), tensors
 
 
 @prepared(_given)
@@ -50,6 +51,7 @@ def gemm(
     epilogue: Epilogue | None = None,
     *,
     out_dtype: torch.dtype | None = None,
+    batch_invariant: bool = False,
     **operands: torch.Tensor | float,
 ) -> Any:
     """Compute epilogue(a @ b.T): the product is summed in fp32 and passed to the epilogue unrounded.
@@ -62,6 +64,9 @@ def gemm(
         float dtype, Scalar a number or a tensor of one element.
     out_dtype: dtype of outputs that the epilogue doesn't cast or quantise; the default is a's dtype, bf16 for a
         QuantTensor. Reductions, and the values of a top-k, are always float32.
+    batch_invariant: give a row the same bits whatever other rows there are and however many, for outputs that have
+        rows. Without it every run gives the same bits, but the sum over K may be split where tiles are few, which
+        depends on M. Costs time where it would be.
 
     In torch.autocast a and b, unless quantised, are cast to its dtype first, as for torch.mm; operands aren't.
     torch.func.vmap may batch a, and the operands that have rows, if no output is reduced over rows.
@@ -72,17 +77,19 @@ def gemm(
     _check_matrix("b", b, ("N", a.shape[1]), a.device)
     a, b = _autocast(a, b)
     epilogue, out_dtype = _settle(a, b, epilogue, out_dtype)
+    expect_bool("batch_invariant", batch_invariant)
     sizes = {"M": a.shape[0], "N": b.shape[0]}
     tensors, scalars = check_operands(epilogue.ir, operands, sizes, a.device, FLOATS)
     outputs = op.product(
         *op.split(a), *op.split(b), epilogue.ir.key, out_dtype, list(tensors.values()),
-        list(scalars.values()), ",".join([*tensors, *scalars]),
+        list(scalars.values()), ",".join([*tensors, *scalars]), batch_invariant,
     )  # fmt: skip
     return _wrap(epilogue, outputs, sizes)
 
 
-def _given_grouped(rows, weights, offsets, epilogue=None, *, out_dtype=None, **operands):
-    constants, tensors = _given(rows, weights, epilogue, out_dtype=out_dtype, **operands)
+def _given_grouped(rows, weights, offsets, epilogue=None, *, out_dtype=None, batch_invariant=False, **operands):
+    given = {"out_dtype": out_dtype, "batch_invariant": batch_invariant, **operands}
+    constants, tensors = _given(rows, weights, epilogue, **given)
     return constants, [*tensors, offsets]
 
 
@@ -94,6 +101,7 @@ def grouped_gemm(
     epilogue: Epilogue | None = None,
     *,
     out_dtype: torch.dtype | None = None,
+    batch_invariant: bool = False,
     **operands: torch.Tensor | float,
 ) -> Any:
     """Compute epilogue(rows[offsets[e] : offsets[e + 1]] @ weights[e].T) for each expert e.
@@ -103,6 +111,7 @@ def grouped_gemm(
     epilogue of 0, and total_sum, total_max and total_absmax exclude them. E may be 0.
     operands: as in `gemm`, but a Col is [E, N], one for each expert; column reductions return [E, N].
         Of other values that rows share, only scalars can be returned.
+    batch_invariant: as in `gemm`. The sum over K is never split here; it matters for epilogues that add up rows.
 
     Example: offsets [0, 2, 2, 5] gives rows 0 and 1 to expert 0, none to expert 1, rows 2 to 4 to expert 2.
     Raises ValueError for dtypes, shapes, devices or names that don't go together, and for offsets that aren't
@@ -117,11 +126,12 @@ def grouped_gemm(
     expect_tensor("offsets", offsets, torch.int32, (num_experts + 1,), rows.device)
     epilogue, out_dtype = _settle(rows, weights, epilogue, out_dtype, ("rows", "weights"))
     _check_grouped_outputs(epilogue)
+    expect_bool("batch_invariant", batch_invariant)
     sizes = {"M": rows.shape[0], "N": weights.shape[1]}
     tensors, scalars = check_operands(epilogue.ir, operands, sizes, rows.device, FLOATS, num_experts)
     outputs = op.grouped_product(
         *op.split(rows), *op.split(weights), offsets, epilogue.ir.key, out_dtype, list(tensors.values()),
-        list(scalars.values()), ",".join([*tensors, *scalars]),
+        list(scalars.values()), ",".join([*tensors, *scalars]), batch_invariant,
     )  # fmt: skip
     return _wrap(epilogue, outputs, sizes)
 

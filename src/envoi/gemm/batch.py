@@ -12,13 +12,16 @@ from envoi.epilogue.api import with_key
 from envoi.epilogue.ir import IR
 
 
-def batch_rows(info, in_dims, a, a_sf, a_group, b, b_sf, b_group, epilogue, out_dtype, tensors, scalars, names):
+def batch_rows(
+    info, in_dims, a, a_sf, a_group, b, b_sf, b_group, epilogue, out_dtype, tensors, scalars, names,
+    batch_invariant=False,
+):  # fmt: skip
     """Return the outputs of `torch.ops.envoi.gemm`, each [B, ..], and the position of B; see `register_vmap` of torch.
 
     Raises ValueError if the batch isn't one of rows.
     """
     ir, size = with_key(epilogue), info.batch_size
-    a_dim, a_sf_dim, _, *of_b, _, _, _, operand_dims, _, _ = in_dims
+    a_dim, a_sf_dim, _, *of_b, _, _, _, operand_dims, _, _ = in_dims[:11]
     _check(ir, a_dim, a_sf, a_sf_dim, of_b, list(zip(names.split(","), operand_dims, strict=False)))
     by_row = {operand.name for operand in ir.operands if operand.shape.rows == "M"}
     operands = [
@@ -27,7 +30,7 @@ def batch_rows(info, in_dims, a, a_sf, a_group, b, b_sf, b_group, epilogue, out_
     ]
     outputs = torch.ops.envoi.gemm(
         _as_rows(a, a_dim, size), None if a_sf is None else _as_rows(a_sf, a_sf_dim, size), a_group, b, b_sf, b_group,
-        epilogue, out_dtype, operands, scalars, names,
+        epilogue, out_dtype, operands, scalars, names, batch_invariant,
     )  # fmt: skip
     return [x.unflatten(0, (size, -1)) for x in outputs], [0] * len(outputs)
 

@@ -1,14 +1,16 @@
 """Rows that a GEMM computes and the addresses they are scattered to, for the kernels of every architecture."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from enum import IntEnum
 
 import torch
 
+NOMINAL_ROWS = 256  # of an expert, or in all: tiles for so many are neither slow for few tokens nor for many
+
 
 @dataclass(frozen=True)
 class Grouping:
-    """Options of a grouped GEMM's rows.
+    """Options of a GEMM's rows; all but the last are those of a grouped one.
 
     write_tail: also write the rows after offsets[E], which belong to no expert, with 0 as their product.
 
@@ -16,19 +18,32 @@ class Grouping:
         config depends on it.
     to: int64 [M], the address that each row of the epilogue's only output is scattered to: a multiple of 16, also on
         another GPU, with room for N elements of the output's dtype. None = the rows of a new tensor.
+    batch_invariant: make no choice by the number of rows on which a row's bits depend: see `settled`.
     """
 
     write_tail: bool = True
     expected: int | None = None
     to: torch.Tensor | None = None
+    batch_invariant: bool = False
 
     def likely_rows(self, room: int) -> int:
         """Return the number of rows to expect where there is room for `room`."""
         return room if self.expected is None else max(1, self.expected)
 
+    def settled(self, adds_up_rows: bool, num_groups: int) -> "Grouping":
+        """Return the options with which a config is chosen.
+
+        adds_up_rows: the epilogue reduces rows across columns, in an order that follows the tile's width. Where bits
+        mustn't depend on the batch, the config is then that of one number of rows.
+        """
+        if not (self.batch_invariant and adds_up_rows):
+            return self
+        return replace(self, expected=NOMINAL_ROWS * max(1, num_groups))
+
 
 ALL_ROWS = Grouping()
 EXPERTS_ROWS = Grouping(write_tail=False)
+INVARIANT_ROWS = Grouping(batch_invariant=True)
 
 
 class RowMode(IntEnum):

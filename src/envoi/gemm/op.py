@@ -11,6 +11,7 @@ from envoi.epilogue.slots import output_dtype
 from envoi.gemm import reference
 from envoi.gemm.backend import run_kernels
 from envoi.gemm.batch import batch_rows
+from envoi.gemm.grouping import ALL_ROWS, INVARIANT_ROWS
 from envoi.quant.formats import SCHEMES
 from envoi.runtime.custom_op import operator
 from envoi.types import Matrix, QuantTensor
@@ -42,7 +43,9 @@ def common_block(a: QuantTensor, b: QuantTensor) -> None:
     reference.block_k(a, b)
 
 
-def _gemm_fake(a, a_sf, a_group, b, b_sf, b_group, epilogue, out_dtype, tensors, scalars, names):
+def _gemm_fake(
+    a, a_sf, a_group, b, b_sf, b_group, epilogue, out_dtype, tensors, scalars, names, batch_invariant=False
+):  # fmt: skip
     return _empty_outputs(for_graph(epilogue), a, b.shape[0], None, out_dtype)
 
 
@@ -55,12 +58,12 @@ def product(
     a: torch.Tensor, a_sf: torch.Tensor | None, a_group: list[int],
     b: torch.Tensor, b_sf: torch.Tensor | None, b_group: list[int],
     epilogue: str, out_dtype: torch.dtype,
-    tensors: list[torch.Tensor], scalars: list[float], names: str,
+    tensors: list[torch.Tensor], scalars: list[float], names: str, batch_invariant: bool = False,
 ) -> list[torch.Tensor]:  # fmt: skip
     """Return the flat outputs of a GEMM."""
     ir, operands = with_key(epilogue), name_operands(tensors, scalars, names)
     sides = join(a, a_sf, a_group), join(b, b_sf, b_group)
-    outputs = run_kernels(*sides, None, ir, out_dtype, operands)
+    outputs = run_kernels(*sides, None, ir, out_dtype, operands, INVARIANT_ROWS if batch_invariant else ALL_ROWS)
     if outputs is not None:
         return outputs
     acc = reference.accumulate(*sides)
@@ -69,7 +72,7 @@ def product(
 
 def _grouped_fake(
     rows, rows_sf, rows_group, weights, weights_sf, weights_group, offsets, epilogue, out_dtype,
-    tensors, scalars, names,
+    tensors, scalars, names, batch_invariant=False,
 ):  # fmt: skip
     return _empty_outputs(for_graph(epilogue), rows, weights.shape[1], weights.shape[0], out_dtype)
 
@@ -83,13 +86,13 @@ def grouped_product(
     rows: torch.Tensor, rows_sf: torch.Tensor | None, rows_group: list[int],
     weights: torch.Tensor, weights_sf: torch.Tensor | None, weights_group: list[int],
     offsets: torch.Tensor, epilogue: str, out_dtype: torch.dtype,
-    tensors: list[torch.Tensor], scalars: list[float], names: str,
+    tensors: list[torch.Tensor], scalars: list[float], names: str, batch_invariant: bool = False,
 ) -> list[torch.Tensor]:  # fmt: skip
     """Return the flat outputs of a grouped GEMM."""
     ir, operands = with_key(epilogue), name_operands(tensors, scalars, names)
     sides = join(rows, rows_sf, rows_group), join(weights, weights_sf, weights_group)
     bounds = _check_offsets(offsets, rows.shape[0]) if rows.device.type == "cpu" else None
-    outputs = run_kernels(*sides, offsets, ir, out_dtype, operands)
+    outputs = run_kernels(*sides, offsets, ir, out_dtype, operands, INVARIANT_ROWS if batch_invariant else ALL_ROWS)
     if outputs is not None:
         return outputs
     acc = reference.accumulate_groups(*sides, bounds or _check_offsets(offsets, rows.shape[0]))

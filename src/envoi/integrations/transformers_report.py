@@ -9,6 +9,7 @@ from envoi.check import dtype_name
 from envoi.integrations import packings
 from envoi.integrations.transformers import FORMAT_OF, is_experts, module_weights, stored_format, unserved
 from envoi.moe.op import tensors_of
+from envoi.moe.parallel import ExpertParallel
 from envoi.table import align, fold
 
 OUTSIDE = "transformers doesn't look its experts up by experts_implementation, and always runs the model's own code"
@@ -19,7 +20,8 @@ FEW = 3  # layers alike that are listed by name
 class Row:
     """Experts module: its path and class, what its weights are stored as ("bfloat16", "fp8_block128", ..), the chosen
     experts_implementation, why Envoi doesn't run it, "" if it does, and the bytes of memory of its weights: its own and
-    those that Envoi keeps packed, none counted twice."""
+    those that Envoi keeps packed, none counted twice. load: for a module that holds an `envoi.ExpertParallel`, which
+    rank and expert bound its last calls, else ""."""
 
     path: str
     kind: str
@@ -27,6 +29,7 @@ class Row:
     chosen: str
     why: str
     num_bytes: int
+    load: str = ""
 
     @property
     def runs(self) -> bool:
@@ -55,6 +58,7 @@ class Report:
             if why:
                 named = ", ".join(row.path for row in rows[:FEW]) + (", .." if len(rows) > FEW else "")
                 text.append(fold(f"{kind} ({named}): {why}"))
+        text += [fold(f"{row.path}: {row.load}") for row in self.rows if row.load]
         return "\n".join(text)
 
 
@@ -63,15 +67,26 @@ def _megabytes(rows: list[Row]) -> float:
 
 
 def report(model: torch.nn.Module) -> Report:
-    """Look at every experts module of a model; reads no weights."""
+    """Look at every experts module of a model, and every module that holds an `ExpertParallel`; reads no weights."""
     rows, seen = [], []
     for path, module in model.named_modules():
         if any(path.startswith(f"{above}.") for above in seen):
             continue
-        if is_experts(module) or _looks_like_experts(path, module):
+        parallel = next((x for x in vars(module).values() if isinstance(x, ExpertParallel)), None)
+        if parallel is not None:
+            seen.append(path)
+            rows.append(_parallel_row(path, module, parallel))
+        elif is_experts(module) or _looks_like_experts(path, module):
             seen.append(path)
             rows.append(_row(path, module))
     return Report(tuple(rows))
+
+
+def _parallel_row(path: str, module: Any, parallel: ExpertParallel) -> Row:
+    held = [x for x in tensors_of(parallel.experts) if x is not None]
+    chosen = f"ExpertParallel over {parallel.transport}"
+    num_bytes = sum(x.nbytes for x in held)
+    return Row(path, type(module).__name__, parallel.experts.format, chosen, "", num_bytes, str(parallel.load()))
 
 
 def _looks_like_experts(path: str, module: torch.nn.Module) -> bool:

@@ -2,6 +2,7 @@
 
 import torch
 
+from envoi.check import expect_bool
 from envoi.moe import layer, reference
 from envoi.moe.op import (
     as_rows,
@@ -17,18 +18,21 @@ from envoi.moe.op import (
 )
 from envoi.runtime.custom_op import operator
 from envoi.runtime.prepared import prepared
+from envoi.runtime.prepared.constants import exactly
 from envoi.types import ExpertWeights, Routing
 
 
-def _given(tokens, routing, experts):
+def _given(tokens, routing, experts, *, batch_invariant=False):
     if type(routing) is not Routing or type(experts) is not ExpertWeights:
         return None
     tensors = tokens, routing.topk_weights, routing.topk_ids, *tensors_of(experts)
-    return (routing.num_experts, *constants_of(experts)), tensors
+    return (routing.num_experts, exactly(batch_invariant), *constants_of(experts)), tensors
 
 
 @prepared(_given)
-def moe(tokens: torch.Tensor, routing: Routing, experts: ExpertWeights) -> torch.Tensor:
+def moe(
+    tokens: torch.Tensor, routing: Routing, experts: ExpertWeights, *, batch_invariant: bool = False
+) -> torch.Tensor:
     """Run the chosen experts on every token and sum their outputs: tokens [M, H] -> [M, H] of the same dtype.
 
     tokens: bf16, or fp16: fp16 tokens are rounded to bf16, which has 3 bits of mantissa less but no smaller range, and
@@ -38,6 +42,8 @@ def moe(tokens: torch.Tensor, routing: Routing, experts: ExpertWeights) -> torch
         topk_weights [M, k] float32, or bf16 or fp16, which are widened. With tokens [B, S, H] both may be [B, S, k].
         A shared expert is a slot like any other, of weight 1 for instance.
     experts: from `envoi.experts.pack`, all N of them. For experts spread over ranks see `ExpertParallel`.
+    batch_invariant: give a token the same bits whatever other tokens there are and however many. Only mxfp4 on Hopper
+        needs it, where few tokens have kernels of their own, which are faster; `warm_up` doesn't compile for it.
 
     The steps are permute -> L1 -> activation, times weight, quantise -> L2 -> combine; what each computes, and where it
     rounds, is in `envoi.moe.reference`. A token whose slots are all masked gives zeros. Every run gives the same bits.
@@ -46,12 +52,13 @@ def moe(tokens: torch.Tensor, routing: Routing, experts: ExpertWeights) -> torch
     """
     rows, slots, dtype = as_rows(tokens, routing)
     check_tokens(rows, slots, experts)
+    expect_bool("batch_invariant", batch_invariant)
     if routing.num_experts != experts.num_local_experts:
         raise ValueError(
             f"experts: expected all {routing.num_experts} experts of the routing, got {experts.num_local_experts}; "
             "use ExpertParallel where they are spread over ranks"
         )
-    out = _moe(rows, slots.topk_weights, slots.topk_ids, *flatten(experts))
+    out = _moe(rows, slots.topk_weights, slots.topk_ids, *flatten(experts), batch_invariant)
     return out if rows is tokens and dtype == out.dtype else out.to(dtype).view(tokens.shape)
 
 
@@ -61,7 +68,7 @@ def _moe(
     gate_up: torch.Tensor, gate_up_sf: torch.Tensor | None, gate_up_bias: torch.Tensor | None,
     down: torch.Tensor, down_sf: torch.Tensor | None, down_bias: torch.Tensor | None,
     format: str, activation: str, swiglu_limit: float | None, gate_up_bounded: bool, down_bounded: bool,
-    order: str, gate_up_layout: str,
+    order: str, gate_up_layout: str, batch_invariant: bool = False,
 ) -> torch.Tensor:  # fmt: skip
     experts = unflatten(
         gate_up, gate_up_sf, gate_up_bias, down, down_sf, down_bias, format, activation, swiglu_limit, gate_up_bounded,
@@ -71,5 +78,5 @@ def _moe(
     if topk_ids.device.type == "cpu" or not has_kernels:
         check_ids(topk_ids, experts.num_local_experts)
     if has_kernels:
-        return layer.run_layer(tokens, topk_weights, topk_ids, experts)
+        return layer.run_layer(tokens, topk_weights, topk_ids, experts, batch_invariant)
     return reference.moe(tokens, *widened(topk_weights, topk_ids), experts)

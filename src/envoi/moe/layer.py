@@ -23,17 +23,18 @@ def has_kernels(device: torch.device) -> bool:
 
 
 def run_layer(
-    tokens: torch.Tensor, topk_weights: torch.Tensor, topk_ids: torch.Tensor, experts: ExpertWeights
-) -> torch.Tensor:
+    tokens: torch.Tensor, topk_weights: torch.Tensor, topk_ids: torch.Tensor, experts: ExpertWeights,
+    batch_invariant: bool = False,
+) -> torch.Tensor:  # fmt: skip
     """Run the whole layer on one rank, sort -> gather -> L1 -> L2 -> combine: tokens [M, H] bf16 -> [M, H] bf16.
 
-    For few tokens other kernels run: in bf16 and fp8_block128 with the same bits, on 4-bit weights with sums along K
-    that are split elsewhere. The host never waits for the device, so a CUDA graph can hold the call. Slots whose id is
-    no expert count as masked.
+    For few tokens other kernels run: in bf16 and fp8_block128 with the same bits; on 4-bit weights, unless
+    batch_invariant, with sums along K that are split elsewhere, where the routing says. The host never waits for the
+    device, so a CUDA graph can hold the call. Slots whose id is no expert count as masked.
     """
     if topk_ids.numel() == 0:
         return torch.zeros(tokens.shape, dtype=tokens.dtype, device=tokens.device)
-    few_tokens = few_layer(experts)
+    few_tokens = None if batch_invariant else few_layer(experts)
     if few_tokens is not None and not few.supports(few_tokens, *topk_ids.shape):
         return few.moe(tokens, topk_weights, topk_ids, few_tokens)
     if implementation(tokens.device) == "hopper" and not hopper_few.supports_few(experts, *topk_ids.shape):

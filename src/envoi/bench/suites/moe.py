@@ -54,12 +54,18 @@ def _measure_alone(shape: MoeShape, layer: Layer, bench: Bench) -> Trial:
     }
     if bench.on_gpu:
         candidates |= moe_peers.candidates(shape, layer, _oracle)
+    if shape.format == "mxfp4":  # only there another kernel may run
+        candidates["batch_invariant"] = lambda: lambda: _invariant(layer)
     if shape.format in READ_AS_STORED:
         candidates["interleaved"] = lambda: _interleaved(layer)
     timing, baselines, missing = time_rounds(bench.clock, ours, candidates)
     error = errors(layer, ours(), eager_moe(layer))
     details = moe_peers.versions(list(baselines))
     return Trial(timing, baselines, error, *ideal_work(shape, layer), missing, details)
+
+
+def _invariant(layer: Layer) -> torch.Tensor:
+    return moe(layer.tokens, layer.routing, layer.packed, batch_invariant=True)
 
 
 def _interleaved(layer: Layer) -> Run:

@@ -109,6 +109,7 @@ class Problem:
 
     num_groups: experts of a grouped GEMM, 0 for a plain one. scaled: scale factors change along K (fp8_block128).
     side_bytes: bytes for each column of the accumulator of the tile operands that TMA loads.
+    whole_k: the sum over K mustn't be split.
     """
 
     M: int
@@ -118,6 +119,7 @@ class Problem:
     num_groups: int = 0
     scaled: bool = False
     side_bytes: float = 0.0
+    whole_k: bool = False
 
 
 def supports(problem: Problem, config: Config, code: Lowered) -> str:
@@ -166,6 +168,8 @@ def _why_not_chunks(problem: Problem, c: Config, code: Lowered) -> str:
 def _why_not_problem(problem: Problem, c: Config) -> str:
     if problem.num_groups and c.split_k > 1:
         return f"split_k: expected 1 in a grouped GEMM, got {c.split_k}"
+    if problem.whole_k and c.split_k > 1:
+        return f"split_k: expected 1 where bits don't depend on the batch, got {c.split_k}"
     if c.wide_tail_tiles and (c.consumers_per_tile != 2 or c.block_y != 2 * c.rows_per_consumer or c.swap_ab):
         return f"wide_tail_tiles: expected a tile of two consumers that is as wide as high, got {c.label()}"
     if c.wide_tail_tiles and (problem.N % c.block_n or not problem.num_groups):
@@ -262,7 +266,7 @@ def candidates(problem: Problem, code: Lowered) -> list[Config]:
             for consumers in (1, 2)
             for depth in ((k,) if problem.scaled else (k, 2 * k, 4 * k))
         ]
-    if not problem.num_groups:
+    if not problem.num_groups and not problem.whole_k:
         found += [replace(c, split_k=s) for c in found for s in (2, 3, 4, 8, 16)]
     found = [fitted(problem, config, code) for config in found]
     return [config for config in dict.fromkeys(found) if not supports(problem, config, code)]

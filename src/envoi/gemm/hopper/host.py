@@ -16,6 +16,7 @@ from envoi.epilogue.slots import (
     MAX_DESCS,
     chunk_columns,
     empty_slots,
+    late,
     operand_tensors,
     pairs_up,
     reduces_rows,
@@ -154,12 +155,11 @@ class Work:
         """Return True if pairs of tiles are quantised together; see `takes_pairs`."""
         return self.scales is not None and takes_pairs(self.ir, self.b.shape[-2], self.num_groups)
 
-    @property
-    def rows_after(self) -> bool:
-        """Return True if `triton_host.finish_rows` runs the epilogue."""
+    def rows_after(self, batch_invariant: bool) -> bool:
+        """Return True if `triton_host.finish_rows` runs the epilogue; with batch_invariant whatever the rows of a."""
         if self.in_pairs:
             return False
-        tokens = None if self.num_groups else self.a.shape[0]
+        tokens = None if self.num_groups or batch_invariant else self.a.shape[0]
         return needs_rows_after(self.ir, self.b.shape[-2], "blocks" if self.scales else "", tokens)
 
 
@@ -223,7 +223,8 @@ class Call:
 def problem_of(call: Call) -> Problem:
     """Return the sizes that the choice of a config depends on."""
     K, N = call.a.shape[1], call.b.shape[-2]
-    return Problem(call.num_tokens, N, K, call.a.itemsize, call.num_groups, call.scales is not None, call.side_bytes)
+    kind = call.num_groups, call.scales is not None, call.side_bytes, call.grouping.batch_invariant
+    return Problem(call.num_tokens, N, K, call.a.itemsize, *kind)
 
 
 # From a call to a launch
@@ -239,7 +240,7 @@ def run_gemm(
     tensors, pointers = operand_tensors(work.ir, work.operands, work.num_groups)
     written = empty_slots(work.ir, slots(work.ir, out_dtype), M, N, device, grouping.to)
     count = num_sms(device)
-    if work.rows_after:
+    if work.rows_after(grouping.batch_invariant):
         acc = torch.empty(M, N, dtype=torch.float32, device=device)
         product = replace(work, ir=store.ir)
         launch(*_call_and_config(product, torch.float32, (), frozenset(), [acc], grouping, count), count)
@@ -259,7 +260,7 @@ def planned(
     """
     work = work_of(a, b, ir, operands, offsets)
     M, N = work.a.shape[0], work.b.shape[-2]
-    if work.rows_after:
+    if work.rows_after(grouping.batch_invariant):
         work, out_dtype = replace(work, ir=store.ir, operands={}), torch.float32
     tensors, pointers = operand_tensors(work.ir, work.operands, work.num_groups)
     written = empty_slots(work.ir, slots(work.ir, out_dtype), M, N, work.a.device, grouping.to)
@@ -270,6 +271,7 @@ def _call_and_config(
     work: Work, out_dtype: torch.dtype, operands: tuple, pointers: frozenset[str], outputs: list[torch.Tensor],
     grouping: Grouping, num_sms: int, shipped_only: bool = False,
 ) -> tuple[Call, Config]:  # fmt: skip
+    grouping = grouping.settled(bool(late(work.ir)), work.num_groups)
     code = _lowered(work, out_dtype, operands, pointers, outputs, grouping)
     names = tuple(operand.name for operand in work.ir.operands)
     call = Call(work.a, work.b, code, operands, names, outputs, work.offsets, work.scales, grouping)

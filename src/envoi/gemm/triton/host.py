@@ -21,6 +21,7 @@ kernels: Any = device_code  # Any, because type checkers expect constexprs for i
 MAX_TILE_N = 256  # columns of a tile of the product
 MAX_ROW = 16384  # columns of a row that one program can hold
 FINISH_M = 64
+MANY_ROWS = 1 << 20  # for which tiles have the most rows
 REDUCE_M, REDUCE_C = 64, 64
 
 
@@ -81,11 +82,11 @@ def run_gemm(
     if _in_tiles(ir, N):
         block_n = tile_columns(ir, N)
         code = lower(ir, out_dtype, "triton", block_n >= N, False, pointers, sent=grouping.to is not None)
-        _launch(a, b, offsets, code, tensors, written, block_n, grouping.write_tail)
+        _launch(a, b, offsets, code, tensors, written, block_n, grouping)
     else:
         acc = torch.empty(M, N, dtype=torch.float32, device=a.device)
         plain = lower(store.ir, torch.float32, "triton", False, False, frozenset())
-        _launch(a, b, offsets, plain, (), [acc], 128, grouping.write_tail)
+        _launch(a, b, offsets, plain, (), [acc], 128, grouping)
         finish_rows(acc, ir, out_dtype, tensors, pointers, written, offsets, grouping.write_tail)
     return finish_outputs(ir, written, offsets)
 
@@ -128,11 +129,11 @@ def _bits(x: torch.Tensor) -> torch.Tensor:
 
 def _launch(
     a: Matrix, b: Matrix, offsets: torch.Tensor | None, code: Lowered, operands: tuple, outputs: list, block_n: int,
-    write_tail: bool,
+    grouping: Grouping,
 ) -> None:  # fmt: skip
     """Launch the product with its epilogue, and the kernel that completes reductions over rows that span tiles."""
     M = a.shape[0]
-    grid, arguments, options = product_arguments(a, b, offsets, code, operands, outputs, block_n, write_tail)
+    grid, arguments, options = product_arguments(a, b, offsets, code, operands, outputs, block_n, grouping)
     launch(kernels.gemm_kernel, grid, arguments, options)
     if code.partials and M:
         _, _, _, operands, raw, workspace, *_ = arguments
@@ -142,12 +143,13 @@ def _launch(
 
 def product_arguments(
     a: Matrix, b: Matrix, offsets: torch.Tensor | None, code: Lowered, operands: tuple, outputs: list, block_n: int,
-    write_tail: bool = True,
+    grouping: Grouping = ALL_ROWS,
 ) -> tuple[tuple[int, int], tuple, dict[str, int]]:  # fmt: skip
     """Return the grid of `gemm_kernel`, its arguments and its options."""
     M, N, K = a.shape[0], b.shape[-2], a.shape[-1]
     A, B = side_of(a), side_of(b)
-    block_m, block_k, options = tile_rows(M, block_n, a)
+    # Low tiles are products of another instruction, which may round otherwise.
+    block_m, block_k, options = tile_rows(MANY_ROWS if grouping.batch_invariant else M, block_n, a)
     num_experts = 0 if offsets is None else b.shape[0]
     # Each expert may end with a partial tile. Without rows the first tile still writes the outputs that have no rows.
     grid = (max(1, cdiv(M, block_m) + num_experts), max(1, cdiv(N, block_n)))
@@ -156,7 +158,7 @@ def product_arguments(
     return grid, (
         matrix_argument(a), matrix_argument(b), offsets, operands or (0,), tuple(_bits(x) for x in outputs), workspace,
         M, N, K, num_experts, code, A, B, group_k, block_m, block_n, block_k, max_experts(offsets),
-        write_tail,
+        grouping.write_tail,
     ), options  # fmt: skip
 
 

@@ -30,6 +30,7 @@ from envoi.moe.parallel import counted, gathered, gathered_device, nvlink, symme
 from envoi.moe.parallel.collectives import gather_texts
 from envoi.moe.parallel.dispatch import REFUSED_ON_HOST
 from envoi.moe.parallel.hosts import Hosts, agree_on_hosts, connect_hosts
+from envoi.moe.parallel.load import Load, empty_history, load_of, note
 from envoi.moe.parallel.opening import (
     DEFAULT_TIMEOUT_S,
     OPENING,
@@ -136,6 +137,7 @@ class ExpertParallel:
         self.num_experts = self.expert_offsets[-1]
         self.rank_ends = torch.tensor(self.expert_offsets[1:], dtype=torch.int32, device=experts.device)
         self.max_tokens, self.num_topk = max_tokens, num_topk
+        self._history = empty_history(self.num_experts, experts.device)
         self.transport = "gloo" if self.channel.data is self.channel.control else "nccl"
         self.room: gathered.Room | None = None
         self.buffers: gathered_device.Buffers | None = None
@@ -186,7 +188,7 @@ class ExpertParallel:
                 return self._moe(tokens, routing)
             self._check_lateness()
             constants = "moe_parallel", routing.num_experts, *constants_of(experts)
-            tensors = tokens, routing.topk_weights, routing.topk_ids, *tensors_of(experts)
+            tensors = tokens, routing.topk_weights, routing.topk_ids, *tensors_of(experts), self._history
             out = domain.calls.replay(constants, tensors)
             if out is MISSED:
                 out = domain.calls.run(constants, tensors, partial(self._moe, tokens, routing))
@@ -245,6 +247,14 @@ class ExpertParallel:
         if shared is not None and any(shared.codes[1]):
             self._raise_refusal(shared)
 
+    def load(self) -> Load:
+        """Return the tokens that the last 128 calls brought to each expert and rank: see `Load`. Not a collective call.
+
+        Neither a call nor this waits for the device: what the device has yet to do counts when it is done, replays of
+        CUDA graphs too. Refused calls don't count.
+        """
+        return load_of(self._history, self.expert_offsets)
+
     def close(self) -> None:
         """Free the object's memory; later calls raise ValueError. Not a collective call.
 
@@ -273,6 +283,7 @@ class ExpertParallel:
             refusal = refusal or complaint(check_ids, routing.topk_ids, self.num_experts)
             raise_together(gather_texts(self.channel, refusal, "exchange of refusals"), refusal)
         same_everywhere("routing.topk_ids: num_topk", numbers.k)
+        note(self._history, numbers.experts)
         return counted.run_layer(
             tokens, routing.topk_weights, routing.topk_ids, experts, numbers, self.expert_offsets, self.rank_ends,
             self.channel,
@@ -295,6 +306,7 @@ class ExpertParallel:
         self, domain: Domain, refusal: str, tokens: torch.Tensor, routing: Routing, experts: ExpertWeights
     ) -> torch.Tensor:
         self._check_lateness()
+        domain.history = self._history
         device = domain.memory.device
         with torch.cuda.device(device):
             if not domain.has_kernels and compiles(device):
@@ -408,7 +420,7 @@ class ExpertParallel:
         ):  # fmt: skip
             return
         if self.transport == "gloo":
-            self.room = gathered.Room(layout, self.expert_offsets, self.rank_ends, self.channel, hosts)
+            self.room = gathered.Room(layout, self.expert_offsets, self.rank_ends, self.channel, self._history, hosts)
         elif not any(gather_texts(self.channel, nvlink.supports_kernels(self.experts), OPENING)):
             self.buffers = self._open_buffers(layout, group)
 

@@ -4,6 +4,7 @@ import torch
 
 from envoi.moe.launches import Launch
 from envoi.moe.parallel import combine, combine_kernels, dispatch, dispatch_kernels, gathered_device, gathered_kernels
+from envoi.moe.parallel.load import HISTORY
 from envoi.moe.parallel.progress import BEGUN
 from envoi.moe.parallel.symmetric_memory import Domain, SharedLayout
 from envoi.moe.permute import empty_rows
@@ -23,6 +24,7 @@ def _domain(format: str = "bf16", presum: bool = False) -> Domain:
         empty((4,), INT32), empty((NUM_RANKS,), INT32),
         empty_rows(capacity, HIDDEN, layout.scheme, torch.device("meta")),
         empty((capacity,), FP32), empty((capacity,), INT64), empty((NUM_RANKS,), INT32),
+        empty((HISTORY + 1, NUM_EXPERTS), INT32),
     )  # fmt: skip
 
 

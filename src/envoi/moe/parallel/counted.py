@@ -33,13 +33,14 @@ class Numbers:
 
     refused: for each rank, 1 if its arguments are wrong. k: slots of a token, by rank.
     tokens [num_ranks, num_ranks]: tokens that a rank (row) sends to a rank. slots [num_ranks, num_ranks]: their slots
-    whose experts are there, which is the number of rows sent back.
+    whose experts are there, which is the number of rows sent back. experts [num_experts]: slots of all ranks.
     """
 
     refused: list[int]
     k: list[int]
     tokens: torch.Tensor
     slots: torch.Tensor
+    experts: torch.Tensor
 
 
 @dataclass(frozen=True)
@@ -67,8 +68,10 @@ def agree(
         mine[2 + num_ranks :] = count_tokens(known, num_experts)
     everyone = gather_tensors(channel, mine, "dispatch: exchange of counts").cpu()  # the only wait for the device
     sizes = [last - first for first, last in pairwise(expert_offsets)]
-    by_rank = torch.stack([part.sum(1) for part in everyone[:, 2 + num_ranks :].split(sizes, 1)], 1)
-    return Numbers(everyone[:, 0].tolist(), everyone[:, 1].tolist(), everyone[:, 2 : 2 + num_ranks], by_rank)
+    counts = everyone[:, 2 + num_ranks :]
+    by_rank = torch.stack([part.sum(1) for part in counts.split(sizes, 1)], 1)
+    refused, k = everyone[:, 0].tolist(), everyone[:, 1].tolist()
+    return Numbers(refused, k, everyone[:, 2 : 2 + num_ranks], by_rank, counts.sum(0))
 
 
 def refusal_of(topk_ids: torch.Tensor, num_experts: int) -> str:

@@ -122,10 +122,10 @@ def pull_arguments(domain: Domain) -> Launch:
         sf = sf.view(torch.uint8) if sf.itemsize == 1 else sf.view(torch.int32)
     num_words = layout.row_bytes // 4
     arguments = (
-        domain.peers, layout.regions, domain.row_shift, domain.state, values.view(torch.int32), sf,
+        domain.peers, layout.regions, domain.row_shift, domain.state, domain.history, values.view(torch.int32), sf,
         domain.row_weights, domain.row_destinations, domain.results, domain.rank, layout.num_ranks, layout.slot_stride,
-        domain.first_expert, domain.num_local, num_words, layout.num_sf, layout.slot_bytes,
+        layout.num_experts, domain.first_expert, domain.num_local, num_words, layout.num_sf, layout.slot_bytes,
         next_power_of_2(layout.num_topk), next_power_of_2(num_words),
-        next_power_of_2(layout.num_sf) if layout.num_sf else 0,
+        next_power_of_2(layout.num_sf) if layout.num_sf else 0, next_power_of_2(layout.num_experts),
     )  # fmt: skip
     return Launch((PROGRAMS_PER_SM * num_sms(values.device),), arguments, WARPS)

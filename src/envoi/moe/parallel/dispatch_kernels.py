@@ -41,6 +41,7 @@ PIECE: tl.constexpr = tl.constexpr(1024)  # slots that are counted, and announce
 RANKED: tl.constexpr = tl.constexpr(16)
 COMPARED: tl.constexpr = tl.constexpr(256)
 COUNTED: tl.constexpr = tl.constexpr(4096)  # counts that a program loads at once
+HISTORY: tl.constexpr = tl.constexpr(128)  # calls whose load is kept, as in load
 
 
 class SourceSlots(NamedTuple):
@@ -307,22 +308,42 @@ def pull_token(
                     tl.store(rows.sf + row * rows.num_sf + factors, sf, mask=factors < rows.num_sf)
 
 
+@triton.jit
+def note_load(memory, state, history, num_ranks, num_experts, EXPERTS: tl.constexpr):
+    """Add this call's slots of each expert, of all ranks, to the history; nothing if the call failed. One program.
+
+    history [HISTORY + 1, num_experts] int32: see `load.empty_history`.
+    """
+    if tl.load(state + OUTCOME) == FINE:
+        e = tl.arange(0, EXPERTS)
+        total = tl.zeros((EXPERTS,), tl.int32)
+        for source in range(num_ranks):
+            begin = ints(memory.own + memory.regions.slot_offsets) + source * (num_experts + 1) + e
+            total += tl.load(begin + 1, mask=e < num_experts, other=0, cache_modifier=".cg")
+            total -= tl.load(begin, mask=e < num_experts, other=0, cache_modifier=".cg")
+        call = tl.atomic_add(history + HISTORY * num_experts, 1, sem="relaxed", scope="gpu")
+        tl.store(history + (call & (HISTORY - 1)) * num_experts + e, total, mask=e < num_experts)
+
+
 @triton.jit(do_not_specialize=["rank", "first_expert"])
 def pull_kernel(
-    peers, regions, row_shift, state, rows, rows_sf, row_weights, row_destinations, results,
-    rank, num_ranks, room, first_expert, num_local, num_words, num_sf, slot_bytes,
-    SLOTS: tl.constexpr, WORDS: tl.constexpr, SFS: tl.constexpr,
+    peers, regions, row_shift, state, history, rows, rows_sf, row_weights, row_destinations, results,
+    rank, num_ranks, room, num_experts, first_expert, num_local, num_words, num_sf, slot_bytes,
+    SLOTS: tl.constexpr, WORDS: tl.constexpr, SFS: tl.constexpr, EXPERTS: tl.constexpr,
 ):  # fmt: skip
     """Pull the tokens of all ranks into rows, one token of each rank in turn, so that all peers are read at any time.
 
     rows: as words of 4 bytes, num_words of them; rows_sf: num_sf factors each. The address that L2 will send each row
     to is known here already. results: None over NVLink, where a row goes to its slot in the source's memory; else
-    [num_ranks] int64, the address of each source's slots on this rank."""
+    [num_ranks] int64, the address of each source's slots on this rank. The last program, which few tokens leave idle,
+    also adds the call to `history`."""
     own = tl.load(peers + rank)
     most = tl.load(state + MAX_TOKENS)
     memory = Memory(own, peers, regions, room)
     experts = LocalExperts(first_expert, num_local, row_shift)
     out = PulledRows(rows, rows_sf, row_weights, row_destinations, results, num_words, num_sf, slot_bytes)
+    if tl.program_id(0) == tl.num_programs(0) - 1:
+        note_load(memory, state, history, num_ranks, num_experts, EXPERTS)
     for t in range(tl.program_id(0), most * num_ranks, tl.num_programs(0)):
         source, token = (t + rank) % num_ranks, t // num_ranks
         if token < tl.load(ints(own + regions.sizes) + 2 * source):

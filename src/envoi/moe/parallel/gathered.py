@@ -18,11 +18,13 @@ from torch.nn.functional import pad
 from envoi.moe.parallel.collectives import Channel, exchange_equal, gather_tensors
 from envoi.moe.parallel.counted import run_local_experts
 from envoi.moe.parallel.hosts import Hosts, gather_by_rail, return_by_rail
+from envoi.moe.parallel.load import note
 from envoi.moe.parallel.slots import SentTokens, owners, sort_by_expert
 from envoi.moe.parallel.symmetric_memory import SharedLayout
 from envoi.moe.parallel.wire import from_bytes, to_bytes
 from envoi.moe.reference import quantize_tokens
 from envoi.moe.reference_permute import combine as sum_rows
+from envoi.moe.router.reference import count_tokens
 from envoi.spans import span
 from envoi.types import ExpertRows, ExpertWeights
 
@@ -31,12 +33,16 @@ HEAD_BYTES = 16  # in front of a rank's tokens: 1 if its arguments are wrong, as
 
 @dataclass(frozen=True)
 class Room:
-    """Sizes of a call. rank_ends [num_ranks] int32: one past each rank's last expert. hosts: None = all ranks alike."""
+    """Sizes of a call. rank_ends [num_ranks] int32: one past each rank's last expert. hosts: None = all ranks alike.
+
+    history: where a call's load is added.
+    """
 
     layout: SharedLayout
     expert_offsets: list[int]
     rank_ends: torch.Tensor
     channel: Channel
+    history: torch.Tensor
     hosts: Hosts | None = None
 
     @property
@@ -89,6 +95,7 @@ def dispatch(room: Room, mine: SentTokens, refused: bool = False) -> ExpertRows 
     if everyone[:, :HEAD_BYTES].any():
         return None
     tokens = from_bytes(everyone[:, HEAD_BYTES:].reshape(room.layout.num_ranks * room.layout.max_tokens, -1), mine)
+    note(room.history, count_tokens(tokens.topk_ids, room.layout.num_experts))
     first, last = room.mine
     num_rows = int(((tokens.topk_ids >= first) & (tokens.topk_ids < last)).sum())
     return sort_by_expert(tokens, first, last, num_rows)

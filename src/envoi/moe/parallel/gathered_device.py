@@ -150,7 +150,7 @@ def _solo(layout: GatheredLayout, segment: torch.Tensor, domain: Domain) -> Doma
     num_experts, none = layout.num_experts, ints(0)
     solo = Domain(
         layout.segment, 0, [0, num_experts], domain.timeout_s, memory, ints(1, dtype=torch.int64), ints(1, num_experts),
-        ints(num_experts + 1), head[:4], head[4:6].view(2, 1), none, none, none, none,
+        ints(num_experts + 1), head[:4], head[4:6].view(2, 1), none, none, none, none, none,
     )  # fmt: skip
     set_peers(solo, [memory.data_ptr()])
     return solo

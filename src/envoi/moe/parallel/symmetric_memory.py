@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 import torch
 import torch.distributed as dist
 
+from envoi.moe.parallel.load import empty_history
 from envoi.moe.permute import empty_rows
 from envoi.quant.formats import Scheme, format_named
 from envoi.runtime.prepared import Calls
@@ -141,7 +142,7 @@ class Domain:
     E], offsets [E + 1], state [4] int32: of the current call. report [2, num_ranks] int32: who was late, and whose
     arguments were refused, in memory that the host reads without waiting. rows, row_weights, row_destinations: for the
     most rows there can be, their values, routing weights, and the addresses to which L2 sends them. rank_ends
-    [num_ranks]: one past each rank's last expert."""
+    [num_ranks]: one past each rank's last expert. history: where a call's load is added; each object has its own."""
 
     layout: SharedLayout
     rank: int
@@ -157,6 +158,7 @@ class Domain:
     row_weights: torch.Tensor
     row_destinations: torch.Tensor
     rank_ends: torch.Tensor
+    history: torch.Tensor
     results: torch.Tensor | None = None  # see `pull_kernel`; None over NVLink
     handle: Any = None  # keeps the peers' memory mapped
     has_kernels: bool = False  # a call was made, or `warm_up`: all ranks have compiled what it takes
@@ -217,6 +219,7 @@ def allocate(
         empty_rows(capacity, layout.hidden, layout.scheme, device),
         torch.empty(capacity, dtype=torch.float32, device=device), ints(capacity, dtype=torch.int64),
         torch.tensor(expert_offsets[1:], dtype=torch.int32, device=device),
+        empty_history(layout.num_experts, device),
     )  # fmt: skip
     if device.type == "cuda":
         torch.cuda.synchronize(device)  # peers raise flags here as soon as they may

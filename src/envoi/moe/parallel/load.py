@@ -1,0 +1,106 @@
+"""Load of an `ExpertParallel`: how many tokens each expert, and with it each rank, had in the last calls."""
+
+from dataclasses import dataclass
+from itertools import pairwise
+
+import torch
+
+HISTORY = 128  # calls that are kept, a power of two; as in dispatch_kernels
+NO_CALL = -1
+
+
+@dataclass(frozen=True)
+class Busiest:
+    """Rank and expert that bound a layer in the calls of a `Load`: the busiest rank, for which the others wait.
+
+    num_calls: calls with at least one token. rank_calls: those in which `rank` had the most. imbalance: the busiest
+    rank's tokens over the mean of all ranks, averaged over calls, 1 = even: a layer bound by its experts takes so many
+    times as long as with an even load. rank_load, expert_load: tokens over the mean of all ranks, of all experts.
+    """
+
+    num_calls: int
+    rank: int
+    rank_calls: int
+    imbalance: float
+    rank_load: float
+    expert: int
+    expert_load: float
+
+    def __str__(self) -> str:
+        return (
+            f"bound by rank {self.rank}, the busiest in {self.rank_calls} of {self.num_calls} calls, with "
+            f"{self.rank_load:.2f} times the mean; its expert {self.expert} has {self.expert_load:.2f} times the mean; "
+            f"a call's busiest rank has {self.imbalance:.2f} times the mean"
+        )
+
+
+@dataclass(frozen=True)
+class Load:
+    """Tokens that the last calls of an `ExpertParallel` brought to each expert, from all ranks; equal on all of them.
+
+    num_tokens_per_expert [calls, num_experts] int32, the newest call last: slots with the expert, on the device where
+    they were counted. Rows are -1 for calls that haven't been made.
+    expert_offsets: rank r owns experts expert_offsets[r] : expert_offsets[r + 1].
+
+    Tensors are filled on the device, in the order of its stream; printing a Load, or asking for what is `busiest`,
+    waits for them.
+    """
+
+    num_tokens_per_expert: torch.Tensor
+    expert_offsets: tuple[int, ...]
+
+    @property
+    def num_tokens_per_rank(self) -> torch.Tensor:
+        """Tokens of each rank's experts: [calls, num_ranks] int32, -1 for calls that haven't been made."""
+        made = self.num_tokens_per_expert[:, :1] != NO_CALL
+        ranks = [self.num_tokens_per_expert[:, a:b].sum(1, dtype=torch.int32) for a, b in pairwise(self.expert_offsets)]
+        return torch.where(made, torch.stack(ranks, 1), NO_CALL)
+
+    def busiest(self) -> Busiest | None:
+        """Return what bound the calls; None if none had a token. Waits for the device."""
+        experts, ranks = self.num_tokens_per_expert.cpu().double(), self.num_tokens_per_rank.cpu().double()
+        used = ranks.sum(1) > 0
+        if not used.any():
+            return None
+        experts, ranks = experts[used], ranks[used]
+        wins = torch.bincount(ranks.argmax(1), minlength=ranks.shape[1])
+        totals = ranks.sum(0)
+        # The rank that most calls wait for; of several the one with more tokens, of those the lower.
+        rank = max(range(len(totals)), key=lambda r: (int(wins[r]), float(totals[r]), -r))
+        first, last = self.expert_offsets[rank], self.expert_offsets[rank + 1]
+        of_experts = experts.sum(0)
+        expert = first + int(of_experts[first:last].argmax())
+        return Busiest(
+            len(ranks), rank, int(wins[rank]), float((ranks.amax(1) / ranks.mean(1)).mean()),
+            float(totals[rank] / totals.mean()), expert, float(of_experts[expert] / of_experts.mean()),
+        )  # fmt: skip
+
+    def __str__(self) -> str:
+        found = self.busiest()
+        return "no tokens yet" if found is None else str(found)
+
+
+def empty_history(num_experts: int, device: torch.device) -> torch.Tensor:
+    """Allocate a history: int32 [HISTORY + 1, num_experts], a ring of calls, then a row that begins with their number.
+
+    Each call writes the row of its number modulo HISTORY, on the device, so that a replayed graph counts too.
+    """
+    return torch.zeros(HISTORY + 1, max(1, num_experts), dtype=torch.int32, device=device)
+
+
+def note(history: torch.Tensor, num_tokens_per_expert: torch.Tensor) -> None:
+    """Add a call whose tokens are known on the host."""
+    number = history[HISTORY, 0]
+    row = (number % HISTORY).long().view(1)
+    counts = num_tokens_per_expert.to(history.device, torch.int32, non_blocking=True)
+    history.index_copy_(0, row, counts.view(1, -1))
+    number += 1
+
+
+def load_of(history: torch.Tensor, expert_offsets: list[int]) -> Load:
+    """Copy a history to a Load, on its device; the host doesn't wait."""
+    number = history[HISTORY, 0]
+    ages = torch.arange(HISTORY - 1, -1, -1, dtype=torch.int32, device=history.device)
+    calls = number - 1 - ages  # the number of each call, the newest last; below 0 for calls not made
+    found = history.index_select(0, calls % HISTORY)
+    return Load(torch.where((calls >= 0).unsqueeze(1), found, NO_CALL), tuple(expert_offsets))

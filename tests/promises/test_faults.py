@@ -1,0 +1,71 @@
+"""Faults over gloo, one of each kind, and the judge of what ranks were told."""
+
+from dataclasses import replace
+
+import pytest
+
+from tests.helpers.ranks import Outcome
+from tools.promises.faults import STEPS, Setting, Told, judge, run_one, settings
+
+TIMEOUT_S = 6.0
+SOME = [
+    ("killed", "experts", "counted"), ("stopped", "combine", "gathered by gloo"), ("late", "dispatch", "counted"),
+    ("late", "call", "gathered by gloo"), ("wrong arguments", "call", "gathered by gloo"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("fault", "stage", "exchange"), SOME)
+def test_over_gloo(fault, stage, exchange):
+    _, count, wrong, text, _ = run_one(Setting(fault, stage, exchange, TIMEOUT_S, "cpu"), 3)
+    assert (wrong, text) == (0, "")
+    assert count == (2 if fault == "killed" else 3)
+
+
+def test_every_stage_has_every_fault():
+    found = settings("cuda", TIMEOUT_S, 4)
+    assert len({setting.name for setting in found}) == len(found)
+    for exchange in ("memory", "gathered", "counted"):
+        stages = {"opening", "call", *STEPS[exchange]} | ({"replay"} if exchange != "counted" else set())
+        for fault in ("killed", "stopped", "late"):
+            assert {s.stage for s in found if (s.fault, s.exchange) == (fault, exchange)} == stages
+    assert {s.fault for s in found} >= {"wrong arguments", "out of memory"}
+
+
+NAMED = Told("PeerTimeout", "dispatch: rank 1 is lost", (1,), None, 3.0, True)
+RIGHT = Told(right=True, again=True)
+REFUSED = Told("ValueError", right=True, again=True)
+
+
+@pytest.mark.parametrize(
+    ("fault", "told", "said"),
+    [
+        ("killed", NAMED, ""),
+        ("killed", RIGHT, "expected a PeerTimeout that names rank 1"),
+        ("killed", replace(NAMED, ranks=(0,)), "expected a PeerTimeout that names rank 1"),
+        ("stopped", replace(NAMED, seconds=7.5), "expected the error within 7 s, got it after 7.50 s"),
+        ("stopped", replace(NAMED, again=False), "expected the right answer of a new object"),
+        ("late", RIGHT, ""),
+        ("late", replace(RIGHT, right=False), "expected the right answer, got"),
+        ("late", NAMED, "expected the right answer, got"),
+        ("wrong arguments", REFUSED, ""),
+        ("wrong arguments", replace(REFUSED, right=False), "expected a ValueError for each mistake"),
+        ("wrong arguments", RIGHT, "expected a ValueError for each mistake"),
+        ("out of memory", replace(RIGHT, right=None, text="CUDA out of memory"), ""),
+        ("out of memory", replace(RIGHT, right=False), "expected the right answer or an error that says"),
+    ],
+)
+def test_judge(fault, told, said):
+    victim = Outcome(error="died") if fault == "killed" else Outcome(replace(told, again=True))
+    outcomes = [Outcome(told), victim, Outcome(RIGHT if fault == "late" else told)]
+    count, wrong, text = judge(Setting(fault, "call", "memory", TIMEOUT_S, "cuda"), outcomes)
+    assert count == (2 if fault == "killed" else 3)
+    assert (wrong > 0) == bool(said)
+    assert said in text
+
+
+def test_a_rank_that_dies_of_itself_is_wrong():
+    outcomes = [Outcome(error="died", text="exit code -11"), Outcome(RIGHT)]
+    assert judge(Setting("late", "call", "memory", TIMEOUT_S, "cuda"), outcomes)[1:] == (
+        1,
+        "rank 0: died: exit code -11",
+    )

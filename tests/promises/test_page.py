@@ -1,0 +1,75 @@
+"""Page of promises: as its records say, every test it names is there; evidence that can't be read is refused."""
+
+import json
+import re
+from dataclasses import asdict, replace
+from pathlib import Path
+
+import pytest
+
+from tools.promises import evidence, page
+from tools.promises.evidence import Run
+from tools.promises.same_bits import CHECKS
+
+ROOT = Path(__file__).resolve().parents[2]
+ON_GPU = Run("same bits/run to run/moe bf16", "H200", 1, "abc", "2026-01-02", 40, 0, 1.0)
+
+
+def test_the_page_is_as_recorded():
+    assert page.PAGE.read_text() == page.text(), f"{page.COMMAND} writes it anew"
+
+
+def test_every_test_that_it_names_is_there():
+    named = re.findall(r"`(tests/[\w/.]+)`", page.text())
+    assert len(named) >= 7
+    for path in named:
+        assert (ROOT / path).exists(), path
+
+
+def written(tmp_path: Path, *runs: Run) -> str:
+    evidence.append(tmp_path / "some.jsonl", runs)
+    return page.text(tmp_path)
+
+
+def test_a_run_on_a_gpu_is_told_from_one_on_cpus(tmp_path):
+    line = "| moe | bf16 | - | {} | not run | not run | not run | - |"
+    assert line.format("not run") in page.text(tmp_path)
+    assert line.format("not run") in written(tmp_path, replace(ON_GPU, num_gpus=0, machine="CPU"))
+    assert line.format("40, 0 wrong") in written(tmp_path, ON_GPU)
+    assert line.format("40, 0 wrong") in written(tmp_path, replace(ON_GPU, num_gpus=0, date="2026-02-02"))
+    assert line.format("50, 2 wrong") in written(tmp_path, replace(ON_GPU, count=50, wrong=2))
+
+
+def test_a_row_has_a_machine_once_all_of_it_has_run(tmp_path):
+    runs = [replace(ON_GPU, promise=f"same bits/{check}/moe bf16") for check in CHECKS]
+    assert "| moe | bf16 | - |" + " 40, 0 wrong |" * 4 + " 1 x H200, `abc`, 2026-01-02 |" in written(tmp_path, *runs)
+
+
+def test_faults_are_summed_over_their_stages(tmp_path):
+    runs = [replace(ON_GPU, promise=f"faults/late/memory/{stage}", count=4, num_gpus=4) for stage in ("call", "pull")]
+    assert "| 8, 0 wrong in 2 stages | 4 x H200, `abc`, 2026-01-02 |" in written(tmp_path, *runs)
+
+
+def test_fuzz_has_the_last_run_on_a_gpu(tmp_path):
+    record = {
+        "operator": "moe", "device": "cuda", "machine": "H200", "commit": "abc", "seed": 10, "count": 100, "wrong": 0,
+        "sizes": "medium", "date": "2026-01-02", "family": 20, "seconds": 9.0,
+    }  # fmt: skip
+    lines = [record, record | {"device": "cpu", "count": 7}]
+    (tmp_path / "fuzz.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    said = "| moe, every format | 100, 0 wrong | 10 to 109, medium, by 20 | H200, `abc`, 2026-01-02 |"
+    assert said in page.text(tmp_path)
+
+
+@pytest.mark.parametrize(
+    "line", ["{", '{"promise": "x"}', json.dumps(asdict(ON_GPU) | {"wrong": 41})[:-1] + ', "a": 1}']
+)
+def test_a_line_that_is_no_run_is_refused(tmp_path, line):
+    (tmp_path / "some.jsonl").write_text(line + "\n")
+    with pytest.raises(ValueError, match=r"some.jsonl, line 1: expected a run, got"):
+        evidence.read(tmp_path)
+
+
+def test_more_wrong_than_there_are_is_refused():
+    with pytest.raises(ValueError, match="wrong: expected 0 to count = 40, got 41"):
+        replace(ON_GPU, wrong=41)

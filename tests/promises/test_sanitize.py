@@ -1,0 +1,108 @@
+"""Runs of compute-sanitizer by a program that stands for it: summaries, kernels, planted errors, what isn't watched."""
+
+import argparse
+import json
+import os
+import stat
+
+import pytest
+
+from tools.promises import sanitize
+from tools.promises.sanitize import errors_in, registered, watch
+
+FAKE = """#!/bin/sh
+# Stands for compute-sanitizer: --tool T .. --log-file F .. python -m module PROGRAM SAID
+tool=$2
+log=$6
+for last; do before=$program; program=$last; done
+case "$before" in
+  planted*) echo "========= ERROR SUMMARY: $PLANTED errors" > $log; exit 97 ;;
+  *bad*) printf '========= Invalid __global__ read of size 4 bytes\\n========= ERROR SUMMARY: 2 errors\\n' > $log ;;
+  *mute*) echo "========= COMPUTE-SANITIZER" > $log ;;
+  *) echo "========= ERROR SUMMARY: 0 errors" > $log ;;
+esac
+[ "$PYTORCH_NO_CUDA_MEMORY_CACHING$ENVOI_PREPARED" = 10 ] || exit 5
+case "$before" in *wrong*) right=false ;; *) right=true ;; esac
+echo "{\\"right\\": $right, \\"launched\\": $LAUNCHED}" > $program
+"""
+NAME = "envoi.moe.kernels.sort_kernel"
+
+
+@pytest.fixture
+def fake(tmp_path, monkeypatch):
+    path = tmp_path / "compute-sanitizer"
+    path.write_text(FAKE)
+    path.chmod(path.stat().st_mode | stat.S_IXUSR)
+    monkeypatch.setenv("COMPUTE_SANITIZER", str(path))
+    monkeypatch.setenv("PLANTED", "1")
+    monkeypatch.setenv("LAUNCHED", json.dumps([f"{NAME} abc", f"{NAME} def"]))
+    monkeypatch.setattr("tools.promises.sanitized.programs", lambda: dict.fromkeys(("good", "fine")))
+    return str(path)
+
+
+def options(**changes) -> argparse.Namespace:
+    return argparse.Namespace(
+        **({"tools": ["memcheck"], "only": [], "jobs": 2, "limit_s": 60.0, "device": "cpu"} | changes)
+    )
+
+
+def test_a_log_without_a_summary_is_not_a_green_one():
+    assert errors_in("========= ERROR SUMMARY: 3 errors\n") == 3
+    assert errors_in("========= RACECHECK SUMMARY: 2 hazards displayed (1 error, 1 warning)\n") == 2
+    assert errors_in("========= ERROR SUMMARY: 0 errors\n========= ERROR SUMMARY: 1 error\n") == 1
+    assert errors_in("========= Internal Sanitizer Error\n") is None
+
+
+@pytest.mark.parametrize(
+    ("program", "said"),
+    [
+        ("good", ""),
+        ("bad", "bad: 2 errors of memcheck: Invalid __global__ read of size 4 bytes"),
+        ("mute", "mute: memcheck ended without a summary; nothing noted"),
+        ("wrong", "wrong: wrong results under memcheck"),
+    ],
+)
+def test_what_a_tool_says(fake, program, said):
+    found = watch(fake, "memcheck", program)
+    assert found.problem == said
+    assert found.kernels == {NAME: {"abc", "def"}}
+
+
+def test_a_tool_that_misses_the_planted_error_watches_nothing(fake, monkeypatch, capsys):
+    (run,) = sanitize.run(options())
+    assert (run.promise, run.count, run.wrong) == ("sanitizers/memcheck", 3, 0)
+    assert run.text.startswith("2 kernels of 1 names in 2 of 2 programs; not watched: ")
+    monkeypatch.setenv("PLANTED", "0")
+    (run,) = sanitize.run(options())
+    assert run.wrong == 1
+    assert "memcheck didn't find the error planted for it" in capsys.readouterr().out
+
+
+def test_kernels_that_nothing_launched_are_listed(fake, capsys):
+    list(sanitize.run(options()))
+    missing = registered() - {NAME}
+    assert f"kernels that weren't watched: {', '.join(sorted(missing))}" in capsys.readouterr().out
+    assert len(missing) > 20
+
+
+def test_programs_that_the_time_does_not_allow_are_listed(fake, capsys):
+    (run,) = sanitize.run(options(limit_s=0.0))
+    assert run.wrong == 1
+    assert "not run for want of time: good, fine" in capsys.readouterr().out
+
+
+def test_without_the_sanitizer_there_is_no_run(monkeypatch):
+    monkeypatch.delenv("COMPUTE_SANITIZER", raising=False)
+    monkeypatch.setattr(sanitize.shutil, "which", lambda *_, **__: None)
+    with pytest.raises(FileNotFoundError, match="compute-sanitizer: expected it in PATH"):
+        list(sanitize.run(options()))
+
+
+def test_programs_are_of_every_operator():
+    os.environ.pop("COMPUTE_SANITIZER", None)
+    from tools.promises.sanitized import programs
+    from tools.promises.subjects import MAKERS
+
+    names = programs()
+    for name in MAKERS:
+        assert any(name.startswith(program) for program in names), name

@@ -1,0 +1,93 @@
+"""Soak over gloo: right calls, growing memory and slow calls, and outputs that differ."""
+
+import argparse
+import random
+
+import pytest
+import torch
+
+from tests.helpers.ranks import Outcome
+from tools.promises import soak
+from tools.promises.soak import Found, Part, drawn_ids, drawn_tokens, times_of_medians
+
+CPU = torch.device("cpu")
+
+
+def options(**changes) -> argparse.Namespace:
+    return argparse.Namespace(**({"ranks": 2, "calls": 120, "format": "bf16", "seed": 0, "device": "cpu"} | changes))
+
+
+def test_calls_over_gloo_are_right():
+    bits, memory, times = soak.run(options())
+    assert (bits.promise, bits.wrong) == ("soak/bits", 0)
+    assert bits.count >= 2 * 2 * 10  # both objects on both ranks after each of ten blocks
+    assert "120 calls on 2 ranks by gathered and counted, bf16" in bits.text
+    assert (memory.promise, memory.wrong, times.promise, times.count) == ("soak/memory", 0, "soak/times", 240)
+
+
+def found(**changes) -> Found:
+    return Found(**({
+        "calls": 100, "checked": 20, "wrong": 0, "slow": 0, "worst": 1.5, "grown": 0, "tokens": 9, "load": "",
+        "exchange": ("memory", "memory"),
+    } | changes))  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("changes", "promise"),
+    [({"wrong": 1}, "soak/bits"), ({"grown": 100 << 20}, "soak/memory"), ({"slow": 2, "worst": 4.0}, "soak/times")],
+)
+def test_what_one_rank_finds_breaks_a_promise(monkeypatch, changes, promise):
+    outcomes = [Outcome(found()), Outcome(found(**changes))]
+    monkeypatch.setattr(soak, "run_ranks", lambda *_, **__: outcomes)
+    broken = {run.promise: run for run in soak.run(options()) if run.wrong}
+    assert set(broken) == {promise}
+
+
+def test_a_rank_that_fails_breaks_the_promise(monkeypatch):
+    outcomes = [Outcome(found()), Outcome(error="PeerTimeout", text="dispatch: rank 0 is lost")]
+    monkeypatch.setattr(soak, "run_ranks", lambda *_, **__: outcomes)
+    (run,) = soak.run(options())
+    assert run.wrong == run.count == 120
+    assert "rank 1: PeerTimeout: dispatch: rank 0 is lost" in run.text
+
+
+def test_a_wrong_output_is_noticed(monkeypatch):
+    """A block counts an output that differs from one rank's in one bit."""
+
+    class Parallel:
+        def moe(self, tokens, routing):
+            return tokens + (len(tokens) == 3)
+
+        def check(self):
+            pass
+
+    def scene(rows):
+        x = torch.ones(rows, 4)
+        return soak.Scene(x, None, x.clone())
+
+    monkeypatch.setattr(soak.dist, "barrier", lambda: None)
+    for rows, wrong in ((2, 0), (3, 2)):
+        parts = [Part(Parallel(), [scene(rows)] * soak.SCENES) for _ in range(2)]
+        assert soak.block(parts, "eager", 30, random.Random(0), CPU) == (2, wrong)
+
+
+def test_times_are_compared_with_calls_like_them():
+    part = Part(None, [])
+    part.times["eager", 0] = [1.0] * 40 + [4.0]
+    part.times["graphs", 0] = [0.1] * 40
+    part.times["eager", 1] = [9.0] * 3  # too few to have a median
+    ratios = times_of_medians(part)
+    assert len(ratios) == 81
+    assert sum(ratio > soak.MOST_TIMES for ratio in ratios) == 1
+
+
+def test_draws_have_no_tokens_and_the_most():
+    draw, seen = random.Random(0), set()
+    for _ in range(300):
+        seen.update(drawn_tokens(draw, 20, 3))
+        ids = drawn_ids(draw, 20, 8, 3)
+        assert ids.shape == (20, 3)
+        assert int(ids.min()) >= -1 and int(ids.max()) < 8
+        assert all(len(set(chosen)) == len(chosen) for chosen in ([i for i in row if i >= 0] for row in ids.tolist()))
+    assert {0, 20} <= seen
+    assert len(seen) > 15

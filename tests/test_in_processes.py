@@ -1,0 +1,35 @@
+"""Tasks in parallel processes: results, errors, processes that die, and the time limit."""
+
+import os
+import time
+
+from tools.in_processes import in_processes
+
+
+def square(x: int) -> int:
+    if x == 3:
+        raise ValueError("three")
+    if x == 5:
+        os._exit(7)
+    return x * x
+
+
+def nap(x: int) -> int:
+    time.sleep(0.4)
+    return x
+
+
+def test_a_task_that_raises_and_one_whose_process_dies_are_told_from_the_others():
+    done = {d.task: d for d in in_processes(square, range(12), 2, 60)}
+    assert sorted(done) == list(range(12))
+    assert done[3].error == "ValueError: three"
+    assert done[5].error == "the process died with exit code 7"
+    assert all(done[x].result == x * x and not done[x].error for x in done if x not in (3, 5))
+
+
+def test_nothing_is_begun_after_the_limit():
+    start = time.monotonic()
+    done = [d.task for d in in_processes(nap, range(40), 2, 2)]
+    assert 1 <= len(done) < 30
+    assert sorted(done) == list(range(len(done)))
+    assert time.monotonic() - start < 30

@@ -1,0 +1,369 @@
+"""Faults of a rank, at every stage of its work: what the others are told, how soon, and whether they can go on.
+
+    python -m tools.promises faults --ranks 4 --record
+
+A rank is killed, stopped for longer than the timeout, or late by half of it: before and in each step of a call. Or it
+passes wrong arguments, or is out of memory while an object is opened. Killed and stopped: every other rank must get a
+PeerTimeout that names it within timeout_s + 1 s. Late: the right answer. Wrong arguments: a ValueError on every rank,
+and the right answer to the next call. Out of memory: the right answer, or an error that says so on every rank. Then, in
+the processes that are left, a new object on a new group must give the right answer.
+
+Each fault has processes of its own; several of them run at a time.
+"""
+
+import argparse
+import contextlib
+import os
+import signal
+import subprocess
+import time
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+import envoi
+from envoi.moe.parallel import api, counted, dispatch, gathered, gathered_device, nvlink
+from envoi.runtime import shortcuts
+from envoi.types import Routing
+from tests.helpers.ranks import Outcome, run_ranks
+from tests.moe.layers import make
+from tests.moe.parallel.cases import hear, say
+from tests.moe.parallel.test_nvlink_gpu import MISTAKES, wrong
+from tools.promises.evidence import Run, run_of
+
+VICTIM = 1
+KINDS = ("killed", "stopped", "late")
+# Where each step of a call begins, by the object's exchange: its caller's name for it.
+STEPS: dict[str, dict[str, tuple[Any, str]]] = {
+    "memory": {
+        "dispatch": (dispatch, "send_routing"), "pull": (dispatch, "pull_rows"),
+        "experts": (nvlink, "run_local_experts"), "combine": (nvlink, "combine"),
+    },
+    "gathered": {
+        "dispatch": (gathered_device.Buffers, "gather"), "experts": (gathered_device, "run_local_experts"),
+        "combine": (gathered_device.Buffers, "exchange"),
+    },
+    "gathered by gloo": {
+        "dispatch": (gathered, "gather_tensors"), "experts": (gathered, "run_local_experts"),
+        "combine": (gathered, "combine"),
+    },
+    "counted": {
+        "counts": (counted, "gather_tensors"), "dispatch": (counted, "exchange_rows"),
+        "experts": (counted, "run_local_experts"), "combine": (counted, "combine"),
+    },
+}  # fmt: skip
+MANY_TOKENS = 200_000  # for which an object needs hundreds of megabytes
+LAYER = {"tokens": 60, "experts": 8, "k": 3, "hidden": 256, "intermediate": 128}
+GUARD_S = 150.0
+ROOM_LEFT = 48 << 20  # bytes that a rank which is out of memory has
+
+
+@dataclass(frozen=True)
+class Setting:
+    """Place of a fault. stage: "opening", "call", "replay" or one of STEPS; device: "cuda" or "cpu"."""
+
+    fault: str
+    stage: str
+    exchange: str
+    timeout_s: float
+    device: str
+
+    @property
+    def name(self) -> str:
+        """Name of the promise."""
+        return f"faults/{self.fault}/{self.exchange}/{self.stage}"
+
+
+@dataclass
+class Told:
+    """Answer that a rank was given. error: its type, "" for none; ranks: named by it. right: the answer was, or None.
+
+    seconds: from the call until the error. again: whether a new object on a new group gave the right answer.
+    """
+
+    error: str = ""
+    text: str = ""
+    ranks: tuple[int, ...] = ()
+    right: bool | None = None
+    seconds: float = 0.0
+    again: bool | None = None
+
+
+def settings(device: str, timeout_s: float, num_ranks: int) -> list[Setting]:
+    """Return all faults that can be had on this device."""
+    exchanges = ("memory", "gathered", "counted") if device == "cuda" else ("gathered by gloo", "counted")
+    found = []
+    for exchange in exchanges:
+        stages = ["opening", "call", *(["replay"] if exchange in ("memory", "gathered") else []), *STEPS[exchange]]
+        found += [Setting(kind, stage, exchange, timeout_s, device) for kind in KINDS for stage in stages]
+        found.append(Setting("wrong arguments", "call", exchange, timeout_s, device))
+    if device == "cuda":
+        found.append(Setting("out of memory", "opening", "memory", timeout_s, device))
+    return found
+
+
+def hit(fault: str, timeout_s: float) -> None:
+    """Do to this process what the fault says."""
+    if fault == "killed":
+        os.kill(os.getpid(), signal.SIGKILL)
+    if fault == "stopped":
+        subprocess.Popen(("sh", "-c", f"sleep {timeout_s + 3}; kill -CONT {os.getpid()}"))
+        os.kill(os.getpid(), signal.SIGSTOP)
+    if fault == "late":
+        time.sleep(timeout_s / 2)
+
+
+def hook(setting: Setting) -> None:
+    """Let the fault happen the next time that the step begins, when the device has done all before."""
+    owner, name = STEPS[setting.exchange][setting.stage]
+    was = getattr(owner, name)
+
+    def then(*arguments: Any, **named: Any) -> Any:
+        setattr(owner, name, was)
+        if setting.device == "cuda":
+            torch.cuda.synchronize()
+        hit(setting.fault, setting.timeout_s)
+        return was(*arguments, **named)
+
+    setattr(owner, name, then)
+
+
+def choose_exchange(setting: Setting) -> dict[str, int]:
+    """Have objects exchange tokens in this way; return the sizes that they are opened with."""
+    exchange = setting.exchange
+    if exchange != "memory":
+        refused: list[int] = []
+        supports = nvlink.supports_kernels
+
+        def supports_kernels(experts: Any) -> str:
+            """Refuse the memory, which is asked about first, but not the kernels around collectives."""
+            refused.append(1)
+            return "by choice" if len(refused) % 2 else supports(experts)
+
+        api.gathering_pays = lambda *_: exchange.startswith("gathered")
+        if exchange == "gathered":
+            api.nvlink.supports_kernels = supports_kernels
+    most = MANY_TOKENS if setting.fault == "out of memory" else LAYER["tokens"]
+    return {} if exchange == "counted" else {"max_tokens": most, "num_topk": LAYER["k"]}
+
+
+@dataclass
+class Work:
+    """Work of a rank: its share of a layer over some ranks, and the right answer."""
+
+    setting: Setting
+    sizes: dict[str, int]
+    rank: int
+    device: torch.device
+
+    def open(self, ranks: list[int], group: Any = None) -> tuple[envoi.ExpertParallel, tuple, torch.Tensor]:
+        """Open an object over ranks; return it, this rank's tokens and routing, and the right answer for them."""
+        layer, place, count = make(**LAYER), ranks.index(self.rank), len(ranks)
+        e0, e1 = (LAYER["experts"] * r // count for r in (place, place + 1))
+        t0, t1 = (LAYER["tokens"] * r // count for r in (place, place + 1))
+        mine = envoi.experts.pack(layer.gate_up[e0:e1].to(self.device), layer.down[e0:e1].to(self.device))
+        r = layer.routing
+        routing = Routing(r.topk_weights[t0:t1].to(self.device), r.topk_ids[t0:t1].to(self.device), r.num_experts)
+        tokens = layer.tokens[t0:t1].to(self.device)
+        everything = envoi.experts.pack(layer.gate_up.to(self.device), layer.down.to(self.device))
+        want = envoi.moe(tokens, routing, everything)
+        parallel = envoi.ExpertParallel(
+            mine, group, timeout_s=self.setting.timeout_s, presum=False if self.sizes else None, **self.sizes
+        )
+        return parallel, (tokens, routing), want
+
+    def settle(self) -> None:
+        """Wait for the device."""
+        if self.device.type == "cuda":
+            torch.cuda.synchronize()
+
+
+def replayed(work: Work, parallel: envoi.ExpertParallel, inputs: tuple) -> Callable[[], torch.Tensor]:
+    """Capture a call; return what replays it."""
+    graph = torch.cuda.CUDAGraph()
+    dist.barrier()
+    with torch.cuda.graph(graph):
+        out = parallel.moe(*inputs)
+
+    def replay() -> torch.Tensor:
+        graph.replay()
+        return out
+
+    return replay
+
+
+def on_rank(rank: int, num_ranks: int, setting: Setting) -> Told:
+    """Let the fault happen to the victim; return what this rank was told."""
+    device = torch.device(setting.device, rank) if setting.device == "cuda" else torch.device("cpu")
+    shortcuts.PREPARED = setting.stage in ("call", "replay")  # a prepared call has no steps
+    work = Work(setting, choose_exchange(setting), rank, device)
+    everyone, is_victim = list(range(num_ranks)), rank == VICTIM
+    told = Told()
+    dist.barrier()
+    if setting.fault == "wrong arguments":
+        return mistaken(work, everyone)
+    held = fill_memory(device) if is_victim and setting.fault == "out of memory" else None
+    if setting.stage == "opening":
+        attempt(told, work, lambda: call_once(work, everyone, is_victim))
+    else:
+        parallel, inputs, want = work.open(everyone)
+        assert parallel.exchange == setting.exchange.removesuffix(" by gloo"), parallel.why
+        for _ in range(3):
+            parallel.moe(*inputs)
+        run = replayed(work, parallel, inputs) if setting.stage == "replay" else partial(parallel.moe, *inputs)
+        work.settle()
+        dist.barrier()
+        attempt(told, work, lambda: call_again(work, parallel, run, want, is_victim))
+    if held is not None:
+        del held
+        torch.cuda.empty_cache()  # shared memory isn't torch's allocator's
+    recover(told, work, everyone)
+    return told
+
+
+def call_once(work: Work, everyone: list[int], is_victim: bool) -> bool:
+    """Open an object and make a call; return whether it is right. The victim's fault comes first."""
+    if is_victim:
+        hit(work.setting.fault, work.setting.timeout_s)
+    parallel, inputs, want = work.open(everyone)
+    out = parallel.moe(*inputs)
+    work.settle()
+    parallel.check()
+    return torch.equal(out, want)
+
+
+def call_again(
+    work: Work, parallel: envoi.ExpertParallel, run: Callable[[], torch.Tensor], want: torch.Tensor, is_victim: bool
+) -> bool:
+    """Make a call in which the victim has its fault; return whether it is right."""
+    if is_victim and work.setting.stage in ("call", "replay"):
+        hit(work.setting.fault, work.setting.timeout_s)
+    elif is_victim:
+        hook(work.setting)
+    out = run()
+    work.settle()
+    parallel.check()
+    return torch.equal(out, want)
+
+
+def attempt(told: Told, work: Work, step: Callable[[], bool]) -> None:
+    """Run a step and note how it ends, and when."""
+    start = time.monotonic()
+    try:
+        told.right = step()
+    except (RuntimeError, ValueError) as error:
+        told.error, told.text = type(error).__name__, str(error).partition("\n")[0]
+        told.ranks = tuple(getattr(error, "ranks", ()))
+    told.seconds = time.monotonic() - start
+
+
+def recover(told: Told, work: Work, everyone: list[int]) -> None:
+    """Make a new object on a new group of all ranks that are left, in the same processes."""
+    left = [rank for rank in everyone if rank != VICTIM or work.setting.fault != "killed"]
+    say(work.rank, "ended")
+    hear(left, "ended")
+    group = dist.new_group(left, use_local_synchronization=True)
+    parallel, inputs, want = work.open(left, group)
+    out = parallel.moe(*inputs)
+    work.settle()
+    parallel.check()
+    told.again = torch.equal(out, want)
+    say(work.rank, "done")
+    hear(left, "done")
+
+
+def mistaken(work: Work, everyone: list[int]) -> Told:
+    """Let the victim pass each wrong argument; every rank must be told, and the call after it be right."""
+    parallel, inputs, want = work.open(everyone)
+    told, right = Told(right=True, again=True), []
+    for kind in MISTAKES:
+        if kind in ("many", "k") and not work.sizes:
+            continue  # without sizes there is no most
+        start, error = time.monotonic(), ""
+        try:
+            parallel.moe(*(wrong(kind, *inputs) if work.rank == VICTIM else inputs))
+            work.settle()
+            parallel.check()
+        except ValueError as said:
+            error = str(said)
+        told.seconds = max(told.seconds, time.monotonic() - start)
+        if not error:
+            told.text = f"no error for a wrong {kind}"
+        work.settle()
+        with contextlib.suppress(ValueError):
+            parallel.check()  # the rank that raised at once has also reported to itself
+        dist.barrier()
+        right.append(torch.equal(parallel.moe(*inputs), want))
+        dist.barrier()
+    told.error = "" if told.text else "ValueError"
+    told.right = all(right)
+    return told
+
+
+def fill_memory(device: torch.device) -> torch.Tensor:
+    """Take nearly all memory of the GPU."""
+    free, _ = torch.cuda.mem_get_info(device)
+    return torch.empty(free - ROOM_LEFT, dtype=torch.uint8, device=device)
+
+
+def judge(setting: Setting, outcomes: list[Outcome]) -> tuple[int, int, str]:
+    """Return how many ranks were judged, how many weren't told what they should be, and the first of these."""
+    count, wrong_ones, text = 0, 0, ""
+    for rank, outcome in enumerate(outcomes):
+        if rank == VICTIM and setting.fault == "killed":
+            continue
+        said = f"{outcome.error}: {outcome.text}" if outcome.error else complaint(setting, outcome.value, rank)
+        count, wrong_ones = count + 1, wrong_ones + bool(said)
+        text = text or (f"rank {rank}: {said}" if said else "")
+    return count, wrong_ones, text
+
+
+def complaint(setting: Setting, told: Told, rank: int) -> str:
+    """Return what a rank should have been told but wasn't, "" if all is as promised."""
+    in_time = told.seconds < setting.timeout_s + 1
+    if setting.fault in ("killed", "stopped") and rank != VICTIM:
+        if told.error != "PeerTimeout" or told.ranks != (VICTIM,):
+            return f"expected a PeerTimeout that names rank {VICTIM}, got {told}"
+        if not in_time:
+            return f"expected the error within {setting.timeout_s + 1:g} s, got it after {told.seconds:.2f} s"
+    elif setting.fault == "late" and not told.right:
+        return f"expected the right answer, got {told}"
+    elif setting.fault == "wrong arguments" and (told.error != "ValueError" or not told.right):
+        return f"expected a ValueError for each mistake and then the right answer, got {told}"
+    elif setting.fault == "out of memory" and not told.right and "memory" not in told.text:
+        return f"expected the right answer or an error that says what is missing, got {told}"
+    return "" if told.again else f"expected the right answer of a new object, got {told}"
+
+
+def run_one(setting: Setting, num_ranks: int) -> tuple[Setting, int, int, str, float]:
+    """Run a fault in processes of its own and judge it."""
+    start = time.monotonic()
+    backend = "nccl" if setting.device == "cuda" else "gloo"
+    try:
+        outcomes = run_ranks(num_ranks, on_rank, setting, backend=backend, timeout_s=GUARD_S)
+        count, wrong_ones, text = judge(setting, outcomes)
+    except AssertionError as error:  # ranks that hang are killed and named
+        count, wrong_ones, text = num_ranks, num_ranks, str(error)
+    return setting, count, wrong_ones, text, time.monotonic() - start
+
+
+def run(options: argparse.Namespace) -> Iterator[Run]:
+    """Yield a run for each fault."""
+    chosen = [s for s in settings(options.device, options.timeout_s, options.ranks) if matches(s, options.only)]
+    with ThreadPoolExecutor(options.jobs) as pool:
+        given = pool.map(lambda setting: run_one(setting, options.ranks), chosen)
+        for setting, count, wrong_ones, text, spent in given:
+            yield run_of(setting.name, count, wrong_ones, spent, options.device, options.ranks, text)
+
+
+def matches(setting: Setting, only: list[str]) -> bool:
+    """Tell whether a fault is wanted: its name contains one of `only`, or there is none."""
+    return not only or any(part in setting.name for part in only)
+
+
+__all__ = ["Setting", "judge", "run", "settings"]

@@ -1,0 +1,231 @@
+"""Page docs/promises.md: what Envoi promises, the test that proves each, and the last run, from bench/promises."""
+
+import json
+import sys
+from collections.abc import Iterable
+from pathlib import Path
+
+from envoi.quant import FORMATS
+from tools.promises import evidence
+from tools.promises.evidence import FOLDER, Run
+from tools.promises.same_bits import CHECKS
+from tools.promises.subjects import MAKERS, OPERATORS, needs
+
+PAGE = Path(__file__).resolve().parents[2] / "docs" / "promises.md"
+COMMAND = "python -m tools.promises page"
+NOT_RUN = "not run"
+SAME_BITS = "tests/promises/test_same_bits_gpu.py"
+RANKS = "number of ranks"
+# Products whose rows follow the others without batch_invariant: by operator, the formats of which that is true.
+WITH_OPTION = {
+    "gemm": "bf16, fp16, fp8_row and fp8_block128, whose sum over K is split where tiles are few, and nvfp4",
+    "grouped_gemm": "epilogues that add up rows, except beside MX weights, and nvfp4",
+    "moe": "mxfp4 on Hopper, where few tokens have kernels of their own",
+}
+FUZZED = {"moe": "moe, every format", "expert_parallel": "ExpertParallel"}
+SOAK = (
+    ("soak/bits", "Outputs have the bits of one rank after every 500 of the calls"),
+    ("soak/memory", "Memory doesn't grow after the first fifth of the calls"),
+    ("soak/times", "No call takes more than 3 times the median of the calls like it"),
+)
+FAULTS = (
+    ("killed", "A rank is killed: every other gets a `PeerTimeout` that names it within `timeout_s` + 1 s"),
+    ("stopped", "A rank is stopped for longer than the timeout: the same"),
+    ("late", "A rank is late by half of `timeout_s` (6 s): the right answer"),
+    ("wrong arguments", "A rank passes wrong arguments: a `ValueError` on every rank, then the right answer"),
+    ("out of memory", "A rank is out of memory while an object is opened: the right answer, or an error that says so"),
+)
+SANITIZERS = ("memcheck", "synccheck", "racecheck")
+HEAD = f"""# What Envoi promises
+
+Each promise has a test that can fail, and a program that makes many more calls of it and records them. The tables are
+written from these records by `{COMMAND}`. Counts are of calls, cases or ranks that were checked,
+then of those that were wrong. Only runs on GPUs count: "not run" is what hasn't had one yet. Blackwell hasn't been run.
+"""
+
+
+def wrong_of(run: Run | None) -> str:
+    """Return the counts of a run on a GPU, or that there was none."""
+    return f"{run.count}, {run.wrong} wrong" if run is not None and run.num_gpus else NOT_RUN
+
+
+def where(run: Run | None) -> str:
+    """Return machine, commit and date of a run on a GPU, or "-"."""
+    if run is None or not run.num_gpus:
+        return "-"
+    return f"{run.num_gpus} x {run.machine}, `{run.commit}`, {run.date}"
+
+
+def table(head: Iterable[str], rows: Iterable[Iterable[str]]) -> str:
+    """Return a table in Markdown."""
+    lines = [list(head), *map(list, rows)]
+    lines.insert(1, ["---"] * len(lines[0]))
+    return "\n".join(f"| {' | '.join(line)} |" for line in lines)
+
+
+def together(runs: Iterable[Run | None]) -> Run | None:
+    """Return the sum of runs, None if one of them is missing or wasn't made on a GPU; of the oldest commit's date."""
+    found = list(runs)
+    if not found or any(run is None or not run.num_gpus for run in found):
+        return None
+    known = [run for run in found if run is not None]
+    last = min(known, key=lambda run: run.date)
+    count, wrong = sum(run.count for run in known), sum(run.wrong for run in known)
+    return Run(last.promise, last.machine, last.num_gpus, last.commit, last.date, count, wrong, 0.0)
+
+
+def same_bits(runs: dict[str, Run]) -> str:
+    """Return the section on bits."""
+    kinds = list(dict.fromkeys(" ".join(name.split()[:2]) for name in MAKERS))
+    kinds.sort(key=lambda kind: (OPERATORS.index(kind.split()[0]), kind))
+    rows = []
+    for kind in kinds:
+        operator, form = kind.split()
+        found = {check: runs.get(f"same bits/{check}/{kind}") for check in CHECKS}
+        last = together(found.values())
+        rows.append([operator, form, needs(kind) or "-", *map(wrong_of, found.values()), where(last)])
+    rank_rows = []
+    for form in FORMATS:
+        run = runs.get(f"same bits/{RANKS}/ExpertParallel {form}")
+        rank_rows.append(["ExpertParallel", form, wrong_of(run), where(run)])
+    options = "\n".join(f"- `{name}`: {text}." for name, text in WITH_OPTION.items())
+    return f"""## The same bits
+
+A row of the output (a token, a query) has the same bits
+
+- from run to run, whatever is in the memory that a call is given;
+- whatever other rows there are, how many (M) and in which order, if the call says `batch_invariant=True` where that is
+  needed, and always elsewhere (see below);
+- whether a call is prepared or launched as always, and from a CUDA graph or eagerly;
+- for `ExpertParallel` without `presum`: for any number of ranks and any shares of tokens and experts. The bits are
+  those of `envoi.moe` with `batch_invariant=True` on one rank.
+
+Needs `batch_invariant=True` for the second:
+
+{options}
+
+`route`, `indexer_topk`, quantising, and all else of the operators above need nothing. fp32 products on a GPU are
+torch's, in tiles of one size. Values that are reduced over rows (`col_sum`, `total_sum`) depend on all rows, of course.
+The bits aren't promised to be equal on another GPU, with another Triton or another release of Envoi, with `presum` for
+another number of ranks, or after `envoi tune` for calls without `batch_invariant`.
+
+Test: `{SAME_BITS}`. Program: `python -m tools.promises same-bits`.
+
+{table(["operator", "format", "needs the option", *CHECKS, "last run"], rows)}
+
+{table(["operator", "format", RANKS, "last run"], rank_rows)}
+
+What the option costs is measured beside each case of the suite `gemm_drawn`, and beside MXFP4 layers of `moe`, as
+`batch_invariant`: [benchmarks](benchmarks/index.md).
+"""
+
+
+def fuzz(folder: Path) -> str:
+    """Return the section on random cases."""
+    last: dict[str, dict] = {}
+    path = folder / "fuzz.jsonl"
+    for line in path.read_text().splitlines() if path.exists() else ():
+        record = json.loads(line)
+        if record["device"] == "cuda":
+            last[record["operator"]] = record
+    rows = []
+    for name in (*OPERATORS, "expert_parallel"):
+        r = last.get(name)
+        found = NOT_RUN if r is None else f"{r['count']}, {r['wrong']} wrong"
+        seeds = "-" if r is None else f"{r['seed']} to {r['seed'] + r['count'] - 1}, {r['sizes']}, by {r['family']}"
+        at = "-" if r is None else f"{r['machine']}, `{r['commit']}`, {r['date']}"
+        rows.append([FUZZED.get(name, name), found, seeds, at])
+    return f"""## Right results
+
+Random cases of every operator, hostile inputs included, are judged in float64 by code that shares nothing with the
+kernels or their references. Seeds come in families that share kernels and differ in rows, values and routing. The
+command that a finding prints repeats its seed.
+
+Tests: `tests/fuzz/test_fuzz.py`, also on CPUs. Program: `python -m tools.fuzz all --jobs 14 --limit-s 570`.
+
+{table(["operator", "cases", "seeds, sizes, family", "last run"], rows)}
+"""
+
+
+def faults(runs: dict[str, Run]) -> list[list[str]]:
+    """Return a row for each kind of fault: the sum over its stages."""
+    found = []
+    for kind, text in FAULTS:
+        stages = [run for name, run in runs.items() if name.startswith(f"faults/{kind}/")]
+        on_gpu = [run for run in stages if run.num_gpus]
+        run = together(on_gpu)
+        stages_text = "" if run is None else f" in {len(on_gpu)} stages"
+        found.append([text, wrong_of(run) + stages_text, where(run)])
+    return found
+
+
+def several_gpus(runs: dict[str, Run]) -> str:
+    """Return the sections on ranks."""
+    soak = [[text, wrong_of(runs.get(name)), where(runs.get(name))] for name, text in SOAK]
+    kept = runs.get("soak/bits")
+    remark = f"\n{kept.text}.\n" if kept is not None and kept.num_gpus else ""
+    return f"""## Many calls
+
+`ExpertParallel` with changing numbers of tokens (0 to the most), routing and skew, eagerly and from graphs, by two
+objects, on one stream and on two.
+
+Test: `tests/promises/test_soak.py`, over gloo. Program: `python -m tools.promises soak --ranks 4 --calls 100000`.
+
+{table(["promise", "checked", "last run"], soak)}
+{remark}
+## Lost ranks
+
+At every stage: while an object is opened, before a call, before a graph's replay, and at the beginning of each step
+within a call. Afterwards, in the same processes, a new object on a new group of the ranks that are left is right. The
+wait for a late rank is `timeout_s` less the roll call, which is 2 s, or half of `timeout_s` if that is less.
+
+Test: `tests/promises/test_faults.py`, over gloo. Program: `python -m tools.promises faults --ranks 4`.
+
+{table(["promise", "ranks checked", "last run"], faults(runs))}
+"""
+
+
+def sanitizers(runs: dict[str, Run]) -> str:
+    """Return the section on compute-sanitizer."""
+    found = [(tool, runs.get(f"sanitizers/{tool}")) for tool in SANITIZERS]
+    rows = [
+        [tool, wrong_of(run), run.text if run is not None and run.num_gpus else "-", where(run)] for tool, run in found
+    ]
+    return f"""## No error of memory or barriers
+
+compute-sanitizer's tools find nothing in any kernel. Each first has to find an error that is planted for it. Kernels
+of processes on several GPUs, replayed graphs and prepared calls aren't watched; the same kernels are, launched singly.
+
+Test: `tests/promises/test_sanitize.py`. Program: `python -m tools.promises sanitize`.
+
+{table(["tool", "programs", "watched", "last run"], rows)}
+"""
+
+
+LOAD = """## The load is known
+
+`ExpertParallel.load()` says how many tokens each expert and rank had in the last 128 calls, eager, prepared, compiled
+or replayed from a graph, on the device, without a wait; printed, it names the rank and the expert that bound the layer,
+as do `envoi.integrations.transformers.report` and `envoi demo`.
+
+Tests: `tests/moe/parallel/test_load.py`, `tests/moe/parallel/interpreted/test_load.py`,
+`tests/moe/parallel/test_load_gpu.py`.
+"""
+
+
+def text(folder: Path = FOLDER) -> str:
+    """Return the page."""
+    runs = {name: run for name, run in evidence.read(folder).items() if run.num_gpus}
+    parts = HEAD, same_bits(runs), fuzz(folder), several_gpus(runs), sanitizers(runs), LOAD
+    return "\n".join(parts)
+
+
+def write(check: bool) -> int:
+    """Write the page, or with check only compare it; return the exit status."""
+    new = text()
+    if check:
+        same = PAGE.exists() and PAGE.read_text() == new
+        print(f"{PAGE.name}: {'as recorded' if same else f'not as recorded; {COMMAND} writes it'}", file=sys.stderr)
+        return int(not same)
+    PAGE.write_text(new)
+    return 0

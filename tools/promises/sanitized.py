@@ -1,0 +1,233 @@
+"""Programs that run under compute-sanitizer: `python -m tools.promises.sanitized NAME FILE`.
+
+Writes to FILE which kernels it launched. Exit status 1 if a result is wrong: a tool that changes results hides errors.
+"""
+
+import json
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from functools import partial
+from itertools import pairwise
+from pathlib import Path
+
+import torch
+import triton
+import triton.language as tl
+from triton.runtime.jit import JITFunction
+
+import envoi
+from envoi.epilogue import library
+from envoi.gemm.hopper import host
+from envoi.gemm.hopper.config import candidates
+from envoi.indexer.workloads import one
+from envoi.moe.parallel import gathered_device
+from envoi.moe.parallel.symmetric_memory import SharedLayout
+from envoi.quant import FORMATS, quantize
+from envoi.runtime import launch
+from envoi.runtime.devices import num_sms
+from tests.moe.layers import make
+from tests.moe.parallel import domains
+from tests.moe.parallel.cases import to
+from tests.moe.parallel.interpreted.test_gathered import Ranks
+from tools.machine_code import ptx
+from tools.promises import subjects
+from tools.promises.same_bits import same
+from tools.promises.subjects import MAKERS, subject
+
+DEVICE = torch.device("cuda")
+ROWS = (1, 7, 64, 131, 300)
+LENGTHS = (300, 100, 700, 200, 64, 0, 2200)
+BAD_PAGES = ((0, 2, 2**31 - 1), (2, 10, -5), (4, 0, -(2**31)))
+BAD_LENGTHS = ((1, -1), (3, 2**31 - 1))
+WANT = [2, 1, 2, 1, 2, 0, 0]
+
+
+@triton.jit
+def outside_kernel(x, n):
+    """Read far past a tensor: memcheck must find it."""
+    tl.store(x, tl.load(x + n + tl.arange(0, 128) * 1024).to(tl.float32).sum())
+
+
+@triton.jit
+def racing_kernel(out):
+    """Write one word of shared memory from several warps without a barrier: racecheck must find it."""
+    i = tl.arange(0, 128)
+    code: tl.constexpr = "{ .shared .align 4 .b32 word; st.shared.b32 [word], $1; ld.shared.b32 $0, [word]; }"
+    tl.store(out + i, tl.inline_asm_elementwise(code, "=r,r", [i], tl.int32, False, 1))
+
+
+@triton.jit
+def diverging_kernel(out):
+    """Let half of each warp pass a barrier: synccheck must find it."""
+    i = tl.arange(0, 128)
+    code: tl.constexpr = (
+        "{ .reg .pred p; .reg .b32 t; and.b32 t, $1, 1; setp.eq.s32 p, t, 0; @p bar.sync 1, 64; mov.b32 $0, t; }"
+    )
+    tl.store(out + i, tl.inline_asm_elementwise(code, "=r,r", [i], tl.int32, False, 1))
+
+
+def planted(tool: str) -> bool:
+    """Make the error that a tool is for."""
+    if tool == "memcheck":
+        outside_kernel[(1,)](torch.zeros(128, device=DEVICE), 128)
+    elif tool == "racecheck":
+        racing_kernel[(1,)](torch.zeros(128, dtype=torch.int32, device=DEVICE), num_warps=4)
+    else:
+        diverging_kernel[(1,)](torch.zeros(128, dtype=torch.int32, device=DEVICE), num_warps=4)
+    torch.cuda.synchronize()
+    return True
+
+
+def rows_of(name: str) -> bool:
+    """Run a subject on few rows and on many; return whether each row gives what it gives among all."""
+    found, right = subject(name, DEVICE), True
+    whole = found.run(*found.given(torch.arange(min(ROWS[-1], found.rows), device=DEVICE)))
+    for count in ROWS:
+        if count <= found.rows:
+            rows = torch.arange(min(count, found.rows), device=DEVICE)
+            right &= same(found.run(*found.given(rows)), [x[rows] for x in whole])
+    return right
+
+
+def of_subjects(start: str) -> bool:
+    """Run all subjects whose name starts so, and once without batch_invariant, which takes other kernels."""
+    right = True
+    for name in MAKERS:
+        if name.startswith(start):
+            right &= rows_of(name)
+            plain = subject(name, DEVICE, batch_invariant=False)
+            for count in ROWS:
+                if count <= plain.rows:
+                    plain.run(*plain.given(torch.arange(count, device=DEVICE)))
+    return right
+
+
+def configs(scheme: str, grouped: bool) -> bool:
+    """Run every config that the Hopper GEMM may choose for a small problem, plain and with SwiGLU; compare them."""
+    M, N, K, E = 200, 512, 768, 3
+    of_a, of_b = subjects.GEMM_SCHEMES[scheme]
+    source = torch.Generator().manual_seed(0)
+    a = torch.randn(M, K, generator=source)
+    b = torch.randn(*((E, N, K) if grouped else (N, K)), generator=source)
+    a, b = (
+        x.to(DEVICE, torch.bfloat16) if s is None else quantize(x.cuda(), str(s)) for x, s in ((a, of_a), (b, of_b))
+    )
+    offsets = torch.tensor([0, 90, 90, M], dtype=torch.int32, device=DEVICE) if grouped else None
+    right = True
+    for ending in (library.store, library.swiglu):
+        call, _ = host.planned(a, b, offsets, ending.ir, torch.bfloat16, {}, num_sms(DEVICE))
+        problem, wanted = host.problem_of(call), None
+        for config in candidates(problem, call.code):
+            for out in call.outputs:
+                out.fill_(torch.nan)
+            host.launch(call, config, num_sms(DEVICE))
+            got = [out.float() for out in call.outputs]
+            wanted = wanted or [x.clone() for x in got]
+            right &= all(torch.allclose(x, y, rtol=0.05, atol=0.5) for x, y in zip(got, wanted, strict=True))
+    return right
+
+
+def hostile_indexer() -> bool:
+    """Run the indexer on lengths and pages that point outside the cache: nothing there may be read."""
+    right = True
+    for num_heads in (64, 32):
+        q, cache, weights, seq_lens, table = (x.cuda() for x in one(LENGTHS, num_heads=num_heads).tensors())
+        table[6, 34] = cache.shape[0] - 1
+        for request, column, page in BAD_PAGES:
+            table[request, column] = page
+        for request, length in BAD_LENGTHS:
+            seq_lens[request] = length
+        for mode in ("fast", "exact"):
+            _, errors = envoi.indexer_topk(q, cache, weights, seq_lens, table, k=512, mode=mode, return_errors=True)  # pyright: ignore[reportGeneralTypeIssues]
+            right &= errors.tolist() == WANT
+        for row in range(len(LENGTHS)):
+            only = slice(row, row + 1)
+            given = q[only], cache, weights[only], seq_lens[only].clone(), table[only]
+            _, errors = envoi.indexer_topk(*given, k=512, mode="fast", return_errors=True)  # pyright: ignore
+            right &= errors.tolist() == WANT[only]
+    return right
+
+
+def between_ranks(format: str) -> bool:
+    """Run the kernels of NVLink with three ranks in one process, with presum and without; compare with one rank."""
+    layer = to(make(tokens=60, experts=8, k=3, hidden=256, intermediate=128), "cuda")
+    r = layer.routing
+    layer.routing = envoi.Routing(r.topk_weights.cuda(), r.topk_ids.cuda(), r.num_experts)
+    ends, right = [0, 1, 5, 8], True
+    want = envoi.moe(layer.tokens, layer.routing, layer.pack(format), batch_invariant=True)
+    packed = [layer.pack(format, first, last) for first, last in pairwise(ends)]
+    for presum in (False, True):
+        opened = domains.open_all(SharedLayout(3, 8, 60, 4, 256, format, presum), ends, "cuda")
+        for _ in range(2):
+            got = torch.cat(domains.moe(opened, domains.split(layer, [20, 20, 60]), packed))
+            right &= torch.allclose(got.float(), want.float(), rtol=0.05, atol=0.05) if presum else same([got], [want])
+    return right
+
+
+def around_collectives(format: str) -> bool:
+    """Run the kernels around collectives with three ranks in one process, whose collectives are copies."""
+    layer = to(make(tokens=60, experts=8, k=3, hidden=256, intermediate=128), "cuda")
+    r = layer.routing
+    layer.routing = envoi.Routing(r.topk_weights.cuda(), r.topk_ids.cuda(), r.num_experts)
+    ends, right = [0, 1, 5, 8], True
+    want = envoi.moe(layer.tokens, layer.routing, layer.pack(format), batch_invariant=True)
+    packed = [layer.pack(format, first, last) for first, last in pairwise(ends)]
+    for presum in (False, True):
+        layout = SharedLayout(3, 8, 60, 4, 256, format, presum)
+        opened = [gathered_device.open_buffers(layout, rank, ends, 1.0, DEVICE) for rank in range(3)]
+        got = torch.cat(Ranks(opened, packed, domains.split(layer, [20, 20, 60])).run())
+        right &= torch.allclose(got.float(), want.float(), rtol=0.05, atol=0.05) if presum else same([got], [want])
+    return right
+
+
+def programs() -> dict[str, Callable[[], bool]]:
+    """Return all programs by name: about as long as each other."""
+    found: dict[str, Callable[[], bool]] = {}
+    for operator in ("gemm", "grouped_gemm"):
+        for scheme in subjects.GEMM_SCHEMES:
+            found[f"{operator} {scheme}"] = partial(of_subjects, f"{operator} {scheme} ")
+    for scheme in ("bf16", "fp8_row", "fp8_block128"):
+        for grouped in (False, True):
+            found[f"configs of {'grouped_gemm' if grouped else 'gemm'} {scheme}"] = partial(configs, scheme, grouped)
+    found |= {f"moe {format}": partial(of_subjects, f"moe {format}") for format in FORMATS}
+    found |= {f"route {model}": partial(of_subjects, f"route {model}") for model in subjects.ROUTERS}
+    found["indexer_topk"] = partial(of_subjects, "indexer_topk")
+    found["indexer_topk, hostile"] = hostile_indexer
+    found["quantise"] = partial(of_subjects, "quantise")
+    found |= {f"ranks {format}": partial(between_ranks, format) for format in FORMATS}
+    found |= {f"collectives {format}": partial(around_collectives, format) for format in ("bf16", "fp8_block128")}
+    return found
+
+
+@contextmanager
+def noting() -> Iterator[set[str]]:
+    """Note the kernels that are launched within the context: module and name, and the hash of the PTX."""
+    original, found = JITFunction.run, set[str]()
+
+    def run(self, *arguments, **named):
+        kernel = original(self, *arguments, **named)
+        if kernel is not None and not named.get("warmup"):
+            found.add(f"{self.fn.__module__}.{self.fn.__name__} {ptx.sha256(kernel.asm['ptx'])}")
+        return kernel
+
+    launch._compiled.clear()  # launches found in this cache would bypass the observer
+    JITFunction.run = run  # pyright: ignore[reportAttributeAccessIssue]
+    try:
+        yield found
+    finally:
+        JITFunction.run = original
+
+
+def main(name: str, path: Path) -> int:
+    """Run a program; return the exit status."""
+    run = partial(planted, name.partition(" ")[2]) if name.startswith("planted ") else programs()[name]
+    with noting() as launched:
+        right = run()
+        torch.cuda.synchronize()
+    path.write_text(json.dumps({"right": right, "launched": sorted(launched)}))
+    return 0 if right else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1], Path(sys.argv[2])))

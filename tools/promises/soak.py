@@ -1,0 +1,274 @@
+"""Soak of `ExpertParallel`: many calls with changing tokens, routing and skew, eager and from graphs, of two objects,
+on one stream and on two. Bits, memory and times are watched.
+
+    python -m tools.promises soak --ranks 4 --calls 100000 --record
+
+Calls come in blocks of one kind (`KINDS`), each with a barrier before and a check of bits after it. What a call does
+follows from the seed and its number, so that all ranks make the same calls in the same order. The two objects have
+groups of their own and other sizes: only then may they be on two streams at a time.
+"""
+
+import argparse
+import gc
+import random
+import resource
+import statistics
+import time
+from collections import defaultdict
+from collections.abc import Iterator
+from contextlib import nullcontext
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+import envoi
+from envoi.types import Routing
+from tests.helpers.ranks import run_ranks
+from tests.moe.layers import make
+from tools.promises.evidence import Run, run_of
+from tools.promises.same_bits import same
+
+BLOCK = 500  # calls between two checks
+SCENES = 48  # of each object: tokens and a routing for every rank
+GRAPHS = 6  # scenes of each object that have a graph too
+MOST_TIMES = 3.0  # of its median that a call may take
+SETTLED = 0.2  # share of the calls after which memory mustn't grow
+GPU_SLACK, CPU_SLACK = 8 << 20, 64 << 20  # bytes that the driver, or Python, may take meanwhile
+GUARD_S = 590.0
+KINDS = ("eager", "graphs", "mixed", "two streams")
+ROUTINGS = ("even", "skewed", "one expert", "masked")
+
+
+@dataclass
+class Scene:
+    """Tokens of this rank, their routing and the output that one rank gives, and a graph of the call or None."""
+
+    tokens: torch.Tensor
+    routing: Routing
+    want: torch.Tensor
+    graph: Any = None
+    out: torch.Tensor | None = None
+
+
+@dataclass
+class Part:
+    """Object under test with its scenes and its stream. times: of each scene's calls, by kind of block, in ms."""
+
+    parallel: envoi.ExpertParallel
+    scenes: list[Scene]
+    stream: Any = None
+    times: dict[tuple[str, int], list[float]] = field(default_factory=lambda: defaultdict(list))
+
+
+@dataclass(frozen=True)
+class Found:
+    """Findings of a rank. slow: calls beyond MOST_TIMES their median; worst: the most times; grown: bytes."""
+
+    calls: int
+    checked: int
+    wrong: int
+    slow: int
+    worst: float
+    grown: int
+    tokens: int
+    load: str
+    exchange: tuple[str, ...]
+
+
+def sizes_of(device: torch.device) -> tuple[dict[str, int], dict[str, int]]:
+    """Return the sizes of both objects, and their most tokens of a rank."""
+    if device.type == "cuda":
+        return (
+            {"experts": 32, "k": 6, "hidden": 2048, "intermediate": 768, "tokens": 512},
+            {"experts": 16, "k": 4, "hidden": 1024, "intermediate": 512, "tokens": 256},
+        )
+    return (
+        {"experts": 8, "k": 2, "hidden": 128, "intermediate": 128, "tokens": 24},
+        {"experts": 6, "k": 3, "hidden": 256, "intermediate": 128, "tokens": 9},
+    )
+
+
+def drawn_ids(draw: random.Random, tokens: int, experts: int, k: int) -> torch.Tensor:
+    """Draw ids [tokens, k] int32, distinct in a token: even, skewed to few experts, with one of all, or masked."""
+    kind = draw.choice(ROUTINGS)
+    source = torch.Generator().manual_seed(draw.getrandbits(40))
+    keys = torch.rand(tokens, experts, generator=source)
+    if kind == "skewed":
+        keys *= torch.arange(1, experts + 1) ** 1.5  # experts with low ids are chosen most
+    if kind == "one expert":
+        keys[:, draw.randrange(experts)] = -1.0
+    ids = keys.argsort(1)[:, :k].to(torch.int32)
+    share = {"masked": 0.6}.get(kind, 0.05)
+    return ids.masked_fill(torch.rand(ids.shape, generator=source) < share, -1)
+
+
+def drawn_tokens(draw: random.Random, most: int, num_ranks: int) -> list[int]:
+    """Draw the number of tokens of each rank: like each other, few, of one rank alone, or any."""
+    kind = draw.choice(("alike", "few", "one rank", "any", "most"))
+    if kind == "alike":
+        return [draw.randint(0, most)] * num_ranks
+    if kind == "few":
+        return [draw.randint(0, 4) for _ in range(num_ranks)]
+    if kind == "one rank":
+        owner = draw.randrange(num_ranks)
+        return [draw.randint(1, most) if rank == owner else 0 for rank in range(num_ranks)]
+    return [most if kind == "most" else draw.randint(0, most) for _ in range(num_ranks)]
+
+
+def open_part(place: int, format: str, seed: int, rank: int, num_ranks: int, device: torch.device) -> Part:
+    """Open one of the objects, in a group of its own, and make its scenes."""
+    size = sizes_of(device)[place]
+    most, E, k = size["tokens"], size["experts"], size["k"]
+    layer = make(**size, seed=place)
+    first, last = E * rank // num_ranks, E * (rank + 1) // num_ranks
+    gate_up, down = layer.gate_up.to(device), layer.down.to(device)
+    given = {"max_tokens": most, "num_topk": k, "presum": False}
+    if device.type == "cpu" and place:
+        given = {}  # rows are counted
+    mine = envoi.experts.pack(gate_up[first:last], down[first:last], format)
+    parallel = envoi.ExpertParallel(mine, dist.new_group(), timeout_s=30.0, **given)
+    everything, scenes = envoi.experts.pack(gate_up, down, format), []
+    tokens = layer.tokens.to(device)
+    for number in range(SCENES):
+        draw = random.Random(f"soak {seed} {place} {number}")
+        count = drawn_tokens(draw, most, num_ranks)[rank]
+        draw = random.Random(f"soak {seed} {place} {number} {rank}")
+        ids = drawn_ids(draw, count, E, k).to(device)
+        weights = torch.rand(count, k, generator=torch.Generator().manual_seed(draw.getrandbits(40))).to(device)
+        x = tokens[torch.randint(most, (count,), generator=torch.Generator().manual_seed(number)).to(device)]
+        routing = Routing(weights, ids, E)
+        scenes.append(Scene(x, routing, envoi.moe(x, routing, everything, batch_invariant=True)))
+    return Part(parallel, scenes)
+
+
+def prepare(part: Part, device: torch.device) -> None:
+    """Compile what calls need, and capture graphs of some scenes. Collective."""
+    if device.type == "cpu":
+        return
+    part.stream = torch.cuda.Stream(device)
+    if part.parallel.exchange != "counted":
+        part.parallel.warm_up(progress=False)
+    for scene in part.scenes:
+        part.parallel.moe(scene.tokens, scene.routing)
+    torch.cuda.synchronize()
+    if part.parallel.exchange == "counted":
+        return
+    for scene in part.scenes[:GRAPHS]:
+        dist.barrier()
+        scene.graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(scene.graph):
+            scene.out = part.parallel.moe(scene.tokens, scene.routing)
+    torch.cuda.synchronize()
+
+
+def call(part: Part, number: int, kind: str, draw: random.Random) -> torch.Tensor:
+    """Make a call of a scene, from its graph where it has one and the block or the draw says so."""
+    scene = part.scenes[number]
+    graphs = {"graphs": 1.0, "mixed": 0.5, "two streams": 0.3}.get(kind, 0.0)
+    if scene.graph is not None and draw.random() < graphs:
+        scene.graph.replay()
+        assert scene.out is not None
+        return scene.out
+    return part.parallel.moe(scene.tokens, scene.routing)
+
+
+def block(parts: list[Part], kind: str, count: int, draw: random.Random, device: torch.device) -> tuple[int, int]:
+    """Make the calls of a block; return how many outputs were checked after it, and how many were wrong."""
+    dist.barrier()
+    on_gpu, last = device.type == "cuda", {}
+    marks: list[tuple[Part, tuple[str, int], Any, Any]] = []
+    for _ in range(count):
+        place = draw.randrange(2)
+        part = parts[place]
+        # In a block of graphs only scenes that have one.
+        number = draw.randrange(GRAPHS if kind == "graphs" else SCENES)
+        stream = torch.cuda.stream(part.stream) if on_gpu and kind == "two streams" else nullcontext()
+        with stream:
+            begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2)) if on_gpu else (0.0, 0.0)
+            begin = _mark(begin, on_gpu)
+            out = call(part, number, kind, draw)
+            marks.append((part, (kind, number), begin, _mark(end, on_gpu)))
+        last[place] = part.scenes[number], out
+    if on_gpu:
+        torch.cuda.synchronize()
+    for part, key, begin, end in marks:
+        part.times[key].append(begin.elapsed_time(end) if on_gpu else 1e3 * (end - begin))
+    for part in parts:
+        part.parallel.check()
+    return len(last), sum(not same([out], [scene.want]) for scene, out in last.values())
+
+
+def _mark(event: Any, on_gpu: bool) -> Any:
+    if not on_gpu:
+        return time.perf_counter()
+    event.record()
+    return event
+
+
+def memory(device: torch.device) -> int:
+    """Return the bytes that this process has reserved on its GPU, or on a CPU its most resident ones."""
+    if device.type == "cuda":
+        free, total = torch.cuda.mem_get_info(device)
+        return total - free
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+
+
+def times_of_medians(part: Part) -> list[float]:
+    """Return each call's time over the median of the calls like it; none for calls that few are like."""
+    return [t / statistics.median(times) for times in part.times.values() if len(times) >= 20 for t in times]
+
+
+def on_rank(rank: int, num_ranks: int, format: str, seed: int, calls: int, kind: str) -> Found:
+    """Make all calls on a rank."""
+    device = torch.device(kind, rank) if kind == "cuda" else torch.device("cpu")
+    parts = [open_part(place, format, seed, rank, num_ranks, device) for place in range(2)]
+    for part in parts:
+        prepare(part, device)
+    gc.collect()
+    gc.disable()
+    done = checked = wrong = 0
+    settled, kinds = None, KINDS if device.type == "cuda" else KINDS[:1]
+    while done < calls:
+        count = min(BLOCK, calls - done, max(1, calls // 10))
+        at = done // max(1, count)
+        result = block(parts, kinds[at % len(kinds)], count, random.Random(f"soak {seed} block {at}"), device)
+        done, checked, wrong = done + count, checked + result[0], wrong + result[1]
+        if done >= SETTLED * calls and settled is None:
+            settled = memory(device)
+        gc.collect(0)
+    grown = memory(device) - (settled or 0)
+    ratios = [ratio for part in parts for ratio in times_of_medians(part)] or [1.0]
+    tokens = sum(len(scene.tokens) for part in parts for scene in part.scenes)
+    exchanges = tuple(part.parallel.exchange for part in parts)
+    load = str(parts[0].parallel.load())
+    dist.barrier()
+    slow = sum(ratio > MOST_TIMES for ratio in ratios)
+    return Found(done, checked, wrong, slow, max(ratios), max(0, grown), tokens, load, exchanges)
+
+
+def run(options: argparse.Namespace) -> Iterator[Run]:
+    """Yield the runs of a soak: bits, memory, times."""
+    start, device = time.monotonic(), options.device
+    backend = "nccl" if device == "cuda" else "gloo"
+    given = options.format, options.seed, options.calls, device
+    outcomes = run_ranks(options.ranks, on_rank, *given, backend=backend, timeout_s=GUARD_S)
+    errors = [f"rank {rank}: {o.error}: {o.text}" for rank, o in enumerate(outcomes) if o.error]
+    spent = time.monotonic() - start
+    if errors:
+        yield run_of("soak/bits", options.calls, options.calls, spent, device, options.ranks, errors[0])
+        return
+    found = [outcome.value for outcome in outcomes]
+    made, slack = found[0].calls, GPU_SLACK if device == "cuda" else CPU_SLACK
+    checked, wrong = sum(x.checked for x in found), sum(x.wrong for x in found)
+    text = f"{made} calls on {options.ranks} ranks by {' and '.join(found[0].exchange)}, {options.format}"
+    yield run_of("soak/bits", checked, wrong, spent, device, options.ranks, text)
+    grown = [x.grown for x in found]
+    text = f"at most {max(grown) / 2**20:.1f} MiB more on a rank after {made} calls than after {SETTLED:.0%} of them"
+    too_much = sum(x > slack for x in grown)
+    yield run_of("soak/memory", options.ranks, too_much, spent, device, options.ranks, text)
+    text = f"the slowest call took {max(x.worst for x in found):.2f} times the median of those like it"
+    slow = sum(x.slow for x in found)
+    yield run_of("soak/times", made * options.ranks, slow, spent, device, options.ranks, text)
+    print(f"load on rank 0: {found[0].load}")

@@ -1,0 +1,64 @@
+"""All checks of the same bits, for every operator and format, in parallel processes."""
+
+import argparse
+import time
+from collections.abc import Iterator
+
+import torch
+
+from envoi.quant import FORMATS
+from tools.in_processes import in_processes
+from tools.promises.evidence import Run, run_of
+from tools.promises.ranks import compare_ranks
+from tools.promises.same_bits import CHECKS, ON_GPU_ONLY, Result
+from tools.promises.subjects import MAKERS, subject
+
+Task = tuple[str, int, int, str]
+
+
+def check_subject(task: Task) -> dict[str, Result]:
+    """Make every check of a subject. task: its name, seed, draws, device."""
+    name, seed, draws, kind = task
+    device = torch.device(kind)
+    made = subject(name, device)
+    checks = [check for check in CHECKS if kind == "cuda" or check not in ON_GPU_ONLY]
+    return {check: CHECKS[check](made, seed, draws, device) for check in checks}
+
+
+def run(options: argparse.Namespace) -> Iterator[Run]:
+    """Yield a run for each check of each operator and format, then of ranks if there are several GPUs."""
+    start, found = time.monotonic(), {}
+    tasks = [(name, options.seed, options.draws, options.device) for name in options.only or MAKERS]
+    begun = set()
+    for done in in_processes(check_subject, tasks, options.jobs, options.limit_s):
+        name = done.task[0]
+        begun.add(name)
+        results = done.result or {"run to run": Result(options.draws, options.draws, done.error)}
+        for check, result in results.items():
+            key = f"same bits/{check}/{' '.join(name.split()[:2])}"
+            if result.wrong:
+                print(f"{name}, {check}: {result.wrong} of {result.count} wrong: {result.text}", flush=True)
+            found[key] = found.get(key, Result(0, 0)) + result
+    missing = [name for name in (task[0] for task in tasks) if name not in begun]
+    for key, result in found.items():
+        if not any(key.endswith(f"/{' '.join(name.split()[:2])}") for name in missing):  # only whole formats count
+            spent = time.monotonic() - start
+            yield run_of(key, result.count, result.wrong, spent, options.device, text=result.text)
+    if missing:
+        print(f"not run within {options.limit_s:g} s: {', '.join(missing)}")
+    if not options.only:
+        yield from number_of_ranks(options)
+
+
+def number_of_ranks(options: argparse.Namespace) -> Iterator[Run]:
+    """Yield a run for each format over several ranks, if there are several GPUs, or on CPUs."""
+    gpus = torch.cuda.device_count() if options.device == "cuda" else 0
+    if options.device == "cuda" and gpus < 2:
+        print("number of ranks: not run, which takes 2 GPUs")
+        return
+    draws = max(4, options.draws // 5)
+    for format in FORMATS:
+        start = time.monotonic()
+        result = compare_ranks(format, options.seed, draws, torch.device(options.device))
+        spent, key = time.monotonic() - start, f"same bits/number of ranks/ExpertParallel {format}"
+        yield run_of(key, result.count, result.wrong, spent, options.device, min(4, gpus), result.text)
