@@ -70,22 +70,7 @@ def _domain(layout: SharedLayout, rank: int, expert_offsets: tuple[int, ...], ti
 def _buffers(
     layout: SharedLayout, rank: int, expert_offsets: tuple[int, ...], timeout_s: float
 ) -> gathered_device.Buffers:
-    buffers = gathered_device.open_buffers(layout, rank, list(expert_offsets), timeout_s, torch.device("meta"))
-    buffers.channel = _NoChannel()  # pyright: ignore[reportAttributeAccessIssue]
-    return buffers
-
-
-class _NoChannel:
-    """Stand-in for a channel whose collectives do nothing."""
-
-    def __init__(self) -> None:
-        self.data = self._allgather_base = self.alltoall_base = self
-
-    def __call__(self, *arguments: Any) -> "_NoChannel":
-        return self
-
-    def wait(self) -> None:
-        """Return at once."""
+    return gathered_device.open_buffers(layout, rank, list(expert_offsets), timeout_s, torch.device("meta"))
 
 
 @contextmanager
