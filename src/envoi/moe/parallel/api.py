@@ -47,7 +47,7 @@ from envoi.moe.parallel.opening import (
 )
 from envoi.moe.parallel.symmetric_memory import Domain, SharedLayout
 from envoi.moe.parallel.timeout import PeerTimeout
-from envoi.moe.parallel.warm_up import ParallelCall, compile_together, load_together
+from envoi.moe.parallel.warm_up import CountedCall, ParallelCall, compile_together, load_together
 from envoi.moe.warm_up import check_jobs, compiles, prepare, without_tensors
 from envoi.plan.gathering import LINKS, gathering_pays
 from envoi.plan.presum import pays
@@ -224,23 +224,26 @@ class ExpertParallel:
         equal sizes, format and timeout_s share their kernels: one of them is enough.
 
         jobs: processes with which this rank compiles, by default as many as there are CPUs. progress: show it on stderr
-        if it takes longer than two seconds. Over NVLink calls with up to 256 tokens are prepared too, by making each of
-        them twice, unless ENVOI_PREPARED=0 or ENVOI_SAFE_LAUNCH=1. On CPUs there is nothing to compile.
+        if it takes longer than two seconds. Unless rows are counted (`exchange`), calls with up to 256 tokens are
+        prepared too, by making each of them twice, if neither ENVOI_PREPARED=0 nor ENVOI_SAFE_LAUNCH=1 is set. On CPUs
+        there is nothing to compile.
 
-        Raises ValueError on every rank if one is given wrong arguments, or if rows are counted by the host (`exchange`
-        is "counted"); RuntimeError if a kernel can't be compiled; PeerTimeout if a rank is lost.
+        Raises ValueError on every rank if one is given wrong arguments, or if rows are counted and max_tokens and
+        num_topk weren't given; RuntimeError if a kernel can't be compiled; PeerTimeout if a rank is lost.
         """
-        refusal = complaint(check_jobs, jobs, progress) or self._nothing_to_rehearse()
+        device = self.experts.device
+        refusal = complaint(check_jobs, jobs, progress) or (self._unbounded() if compiles(device) else "")
         raise_together(gather_texts(self.channel, refusal, "warm-up"), refusal)
-        shared, device = self._shared(), self.experts.device
-        if shared is None or not compiles(device):
+        if not compiles(device):
             return 0
+        num_topk, shared = cast(int, self.num_topk), self._shared()
         with self._lock, torch.cuda.device(device):
-            call = self._rehearsed(cast(int, self.num_topk))
+            call = self._rehearsed(num_topk) if shared is not None else self._rehearsed_rows(num_topk)
             sites = compile_together(self.channel, call, Target.of(device), jobs, progress)
-            shared.has_kernels = True
-            if shortcuts.PREPARED and self.domain is not None:
-                prepare(self.moe, self.experts, self.num_experts, call.layout.max_tokens, call.num_topk)
+            if shared is not None:
+                shared.has_kernels = True
+            if shortcuts.PREPARED and self._calls is not None:
+                prepare(self.moe, self.experts, self.num_experts, call.most, num_topk)
                 torch.cuda.synchronize(device)
         self.check()
         return len(sites)
@@ -249,12 +252,17 @@ class ExpertParallel:
         """Return this rank's call with so many slots a token, on memory like the one that its calls use."""
         layout = replace(self._layout(cast(int, self.max_tokens), cast(int, self.num_topk)), presum=self.presum)
         sizes = self.channel.rank, tuple(self.expert_offsets), self.timeout_s
-        return ParallelCall(layout, num_topk, *sizes, without_tensors(self.experts), self.buffers is not None)
+        hosts = self._hosts if self.exchange == "hosts" else ()
+        return ParallelCall(layout, num_topk, *sizes, without_tensors(self.experts), self.buffers is not None, hosts)
 
-    def _nothing_to_rehearse(self) -> str:
-        if self.exchange == "counted" and compiles(self.experts.device):
-            need = "expected ranks that exchange tokens by kernels, which takes max_tokens and num_topk and fast links"
-            return f"warm_up: {need}, got exchange {self.exchange!r} ({self.why})"
+    def _rehearsed_rows(self, num_topk: int) -> CountedCall:
+        """Return what a call launches on this rank where rows are counted, at most those of all ranks' slots."""
+        most = self.channel.num_ranks * cast(int, self.max_tokens) * num_topk
+        return CountedCall(most, num_topk, without_tensors(self.experts))
+
+    def _unbounded(self) -> str:
+        if self.max_tokens is None or self.num_topk is None:
+            return "warm_up: expected max_tokens and num_topk, got None: without them any number of rows may come"
         return ""
 
     def check(self) -> None:
