@@ -36,8 +36,8 @@ PATIENCE_S = 1800.0  # for peers that compile
 class ParallelCall:
     """Call of `ExpertParallel.moe` on one rank by kernels. layout: of the memory; experts: without memory.
 
-    num_topk: slots of a token. gathers: by NCCL, else over NVLink. hosts: of each rank, if they are grouped by host. With
-    0 tokens the rank also refuses a call.
+    num_topk: slots of a token. gathers: by NCCL, else over NVLink. hosts: of each rank, if they are grouped by host.
+    With 0 tokens the rank also refuses a call.
     """
 
     layout: SharedLayout
