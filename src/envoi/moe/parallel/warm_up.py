@@ -51,7 +51,7 @@ class ParallelCall:
 
     @property
     def most(self) -> int:
-        """The most tokens of a call."""
+        """Most tokens of a call."""
         return self.layout.max_tokens
 
     def __call__(self, num_tokens: int) -> None:
