@@ -225,7 +225,7 @@ def test_transports_are_measured_over_ranks_beside_torchs_pipeline():
         assert [details["exchange"] for *_, details in outcome.value] == ["gathered", "hosts"]
         for error, baselines, missing, _ in outcome.value:
             assert error < MAX_MOE_ERROR["bf16"]
-            assert (baselines, missing) == ({"torch_ep", "launched"}, {})
+            assert (baselines, missing) == ({"torch_ep", "launched", "counted"}, {})
 
 
 def test_two_hosts_need_an_even_number_of_ranks():

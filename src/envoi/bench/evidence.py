@@ -57,6 +57,7 @@ BASELINES = {
     "grouped_mm": "transformers' own experts by torch's grouped matmul, in bf16",
     "torch_mm": "torch's matmul of the case's tokens and a weight: what a call of torch's costs the host",
     "graph": "Envoi's own call, replayed from a CUDA graph (on CPUs made again)",
+    "counted": "Envoi's own call over NCCL (gloo on CPUs) where ranks count the rows that they send",
     "launched": "Envoi's own call, launched by Python instead of replayed from a CUDA graph",
 }
 

@@ -2,7 +2,8 @@
 
 Over ranks a call is replayed from a CUDA graph, as servers do, unless rows are counted; torch's, which copies sizes to
 the host, can't be. "over nccl" in a case: shared memory is left unused; "by host": both halves of the ranks stand for
-a host each, and share memory among themselves; "launched" is the same call without a graph.
+a host each, and share memory among themselves; "launched" is the same call without a graph, "counted"
+with rows in counted numbers between all ranks alike.
 Routing is uniform and random, but with skew. Error: sampled tokens against float64 on the packed weights.
 The baseline of fp8 on one GPU is torch's grouped matmul in FP8 with row scales; otherwise torch's time and error are
 those of bf16. Other libraries' layers are measured beside them where they are installed (`moe_peers.py`).
@@ -82,6 +83,8 @@ def _measure_ranks(shape: MoeShape, layer: Layer, bench: Bench) -> Trial:
         candidates["sgl_deep_gemm"] = lambda: bench.clock.ranks(deep_gemm_moe(shape, layer.tokens, layer.routing))
     if shape.transport and parallel.exchange != "counted":
         candidates["launched"] = lambda: bench.clock.ranks(ours)
+        counted = _OverCollectives(layer.packed, timeout_s=60)
+        candidates["counted"] = lambda: bench.clock.ranks(lambda: counted.moe(layer.tokens, layer.routing))
     baselines, missing = time_baselines(candidates)
     timing = bench.clock.ranks(ours if parallel.exchange == "counted" else bench.clock.graph(ours))
     error = errors(layer, ours(), parallel_moe(layer, bench.num_ranks))

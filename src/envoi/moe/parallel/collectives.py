@@ -35,6 +35,11 @@ class Channel:
         """Rank within the group."""
         return self.control.rank()
 
+    @property
+    def queues(self) -> bool:
+        """Tell whether rows are sent on a stream of the device, whose later work waits for them without the host."""
+        return self.data is not self.control
+
 
 def gather_ints(channel: Channel, values: list[int], step: str) -> torch.Tensor:
     """Gather every rank's integers, equally many on each: int64 [num_ranks, len(values)] on the CPU."""
@@ -64,10 +69,14 @@ def gather_tensors(channel: Channel, mine: torch.Tensor, step: str) -> torch.Ten
 def exchange_rows(
     channel: Channel, rows: torch.Tensor, send_counts: list[int], recv_counts: list[int], step: str
 ) -> torch.Tensor:
-    """Exchange byte rows all-to-all: [sum(send_counts), B] by destination -> [sum(recv_counts), B] by source."""
+    """Exchange byte rows all-to-all: [sum(send_counts), B] by destination -> [sum(recv_counts), B] by source.
+
+    Over NCCL the host doesn't wait: `channel.watch.finish()` does.
+    """
     sent = rows.contiguous().to(channel.device)
     received = sent.new_empty(sum(recv_counts), rows.shape[1])
-    channel.watch.wait(lambda: channel.data.alltoall_base(received, sent, recv_counts, send_counts), step)
+    start = channel.watch.queue if channel.queues else channel.watch.wait
+    start(lambda: channel.data.alltoall_base(received, sent, recv_counts, send_counts), step)
     return received.to(rows.device)
 
 

@@ -31,7 +31,7 @@ class Peers(NamedTuple):
     error_codes: Any
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["num_slots", "k", "error_code"])
 def pack_slots_kernel(topk_ids, weights, parcel, at_ids, at_weights, num_slots, k, room, num_topk, error_code):
     """Store this rank's slots in its parcel, num_topk for each token, -1 where there is none; and why it refuses, or 0.
 
