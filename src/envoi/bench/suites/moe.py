@@ -11,7 +11,7 @@ those of bf16. Other libraries' layers are measured beside them where they are i
 
 from collections.abc import Callable
 from dataclasses import replace
-from typing import cast
+from typing import Any, cast
 
 import torch
 import torch.distributed as dist
@@ -104,7 +104,7 @@ class _OverCollectives(ExpertParallel):
 
 def open_parallel(shape: MoeShape, layer: Layer, num_ranks: int) -> ExpertParallel:
     """Open the case's object. Raises ValueError for two hosts of an odd number of ranks. Collective."""
-    sizes = {"timeout_s": 60, "max_tokens": shape.num_tokens, "num_topk": shape.num_topk}
+    sizes: dict[str, Any] = {"timeout_s": 60, "max_tokens": shape.num_tokens, "num_topk": shape.num_topk}
     if not shape.transport:
         return ExpertParallel(layer.packed, **sizes)
     if shape.transport == "over nccl":
