@@ -191,7 +191,7 @@ def prepared_bits(rank: int, num_ranks: int, format: str, way: str) -> dict[str,
 
 @pytest.mark.gpu(2)
 @pytest.mark.parametrize("way", WAYS)
-@pytest.mark.parametrize("format", FORMATS)
+@pytest.mark.parametrize("format", ["bf16", "fp8_block128", "mxfp4"])
 def test_prepared_calls(format, way):
     num_ranks = num_ranks_here()
     outcomes = run_ranks(num_ranks, prepared_bits, format, way, backend="nccl", timeout_s=100)
