@@ -370,9 +370,11 @@ class ExpertParallel:
         if watch.failure is None and any(codes):
             late = [rank for rank, code in enumerate(codes) if code]
             step = nvlink.LATE_STEPS[codes[late[0]]]
-            if self.buffers is not None:  # rows of another call have come: who is late is asked of all
+            if self.buffers is not None:  # who is late is asked of all
+                # Within a host a flag was waited for; elsewhere rows of another call have come, without a wait.
+                by_flag = isinstance(self.buffers, hosts_device.Buffers) and any(self.buffers.domain.codes[0])
                 with suppress(PeerTimeout):
-                    watch.fail(step, TimeoutError(step), 0.0)
+                    watch.fail(step, TimeoutError(step), self.timeout_s if by_flag else 0.0)
             else:
                 names = watch.first_to_say([watch.ranks[rank] for rank in late])
                 watch.failure = PeerTimeout(names, step, self.timeout_s, rank=watch.rank)

@@ -111,7 +111,7 @@ def open_hosts(
 def _known(channel: Channel, key: tuple) -> tuple[Buffers | None, bool]:
     """Return the buffers of an earlier object, and whether all ranks have theirs. Collective."""
     found = _buffers.get(key)
-    if found is not None and found.domain.watch.failure is not None:
+    if found is not None and (found.domain.watch.failure is not None or any(found.domain.codes[0])):
         found = None  # a rank was lost, and the collectives were ended
     return found, all(gather_texts(channel, "known" if found is not None else "", OPENING))
 
