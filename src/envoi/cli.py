@@ -145,6 +145,12 @@ def _plan_arguments(parser: argparse.ArgumentParser) -> None:
     ):
         add(f"--{name}", metavar="N", type=int, required=True, help=about)
     add("--gpus", metavar="N", type=int, default=1, help="1, 2, 4 or 8, which share the experts; default: %(default)s")
+    add(
+        "--hosts", metavar="N", type=int, default=1, help="with --gpus each, which all share them; default: %(default)s"
+    )
+    add("--network", metavar="GB/s", type=float, help="sent between hosts by one GPU; default: 45, of 400 Gb/s")
+    add("--collective", metavar="US", type=float, help="time of a collective between hosts without bytes; default: 30")
+    add("--presum", action="store_true", help="each host sends one sum of a token's rows; default: all rows")
     add("--format", metavar="NAME", default="bf16", help=f"of {DEMO_FORMATS}; default: %(default)s")
     add("--arch", metavar="NAME", default="sm_90", help="sm_90 (H200) or sm_100 (B200); default: %(default)s")
     add("--max-tokens", metavar="N", type=int, help="of one GPU, for the size of buffers; default: --tokens")

@@ -30,7 +30,8 @@ def test_every_operator_and_format_is_there(suite):
     for format in ("bf16", "fp8_block128"):
         assert {f"moe 2048/768/128/8 {format} tokens={m}" for m in (1, 64)} < names
     shared = {case.name for case in found if not case.alone}
-    assert shared == {f"ExpertParallel.moe 4096/2048/256/6 fp8_block128 tokens={m}" for m in (64, 512)}
+    ways = ("64", "512", "64 over nccl", "64 by host")
+    assert shared == {f"ExpertParallel.moe 4096/2048/256/6 fp8_block128 tokens={way}" for way in ways}
     assert all(rehearsal.is_rehearsed(case) for case in found)
 
 
@@ -92,7 +93,7 @@ def test_ranks_measure_together_and_the_slowest_counts(suite, baseline):
 def test_calls_over_ranks_say_so(capsys):
     assert cli.main(["bench", "host", "--list"]) == 0
     lines = [line for line in capsys.readouterr().out.splitlines() if "over ranks]" in line]
-    assert len(lines) == 3
+    assert len(lines) == 5
     assert all("ExpertParallel.moe" in line for line in lines)
 
 

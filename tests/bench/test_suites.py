@@ -1,5 +1,7 @@
 """CPU cases: each runs, gives a valid measurement and is right; the command writes and shows them."""
 
+from types import SimpleNamespace
+
 import pytest
 import torch
 
@@ -8,7 +10,7 @@ from envoi.bench import runner
 from envoi.bench.evidence import SUITES, load, read, to_line
 from envoi.bench.roof import Roof
 from envoi.bench.shapes import Case, GemmShape, GroupedShape, HostShape, ModelShape, MoeShape, cases
-from envoi.bench.suites import measure, repeat_of
+from envoi.bench.suites import measure, moe, repeat_of
 from envoi.bench.timing import Clock
 from envoi.bench.trial import Bench
 from tests.helpers.ranks import run_ranks
@@ -207,6 +209,29 @@ def test_several_ranks_measure_the_same_layer_together():
         error, baselines, missing = outcome.value
         assert max(error.values()) < MAX_MOE_ERROR["bf16"]
         assert (baselines, missing) == (["torch_ep"], {})
+
+
+def measure_transports(rank: int, num_ranks: int) -> list[tuple[float, set[str], dict, dict]]:
+    found = []
+    for case in (case for case in cases("moe") if case.on_cpu and not case.alone):
+        trial = measure(case, Bench(Clock(CPU, 2), ROOF, rank, num_ranks))
+        found.append((max(trial.error.values()), set(trial.baselines), trial.missing, trial.details))
+    return found
+
+
+def test_transports_are_measured_over_ranks_beside_torchs_pipeline():
+    for outcome in run_ranks(2, measure_transports):
+        assert not outcome.error, outcome.text
+        assert [details["exchange"] for *_, details in outcome.value] == ["gathered", "hosts"]
+        for error, baselines, missing, _ in outcome.value:
+            assert error < MAX_MOE_ERROR["bf16"]
+            assert (baselines, missing) == ({"torch_ep", "launched", "counted"}, {})
+
+
+def test_two_hosts_need_an_even_number_of_ranks():
+    shape = MoeShape(256, 128, 8, 2, 64, "bf16", transport="by host")
+    with pytest.raises(ValueError, match="--nproc-per-node: expected an even number for two hosts, got 3"):
+        moe.open_parallel(shape, SimpleNamespace(packed=None), 3)
 
 
 GPU_CASES = {

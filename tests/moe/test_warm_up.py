@@ -17,10 +17,13 @@ from envoi import cli
 from envoi.moe import api as moe_api
 from envoi.moe import warm_up
 from envoi.moe.op import IDS, WEIGHTS
-from envoi.moe.parallel import nvlink
+from envoi.moe.parallel import counted, gathered_device, hosts_device, nvlink
 from envoi.moe.parallel.command import experts_without_memory
+from envoi.moe.parallel.hosts import Grid
+from envoi.moe.parallel.slots import SentTokens, sort_by_expert, sum_slots
 from envoi.moe.parallel.symmetric_memory import SharedLayout, allocate
-from envoi.moe.parallel.warm_up import ParallelCall, shares
+from envoi.moe.parallel.warm_up import CountedCall, ParallelCall, shares
+from envoi.moe.reference import quantize_tokens
 from envoi.moe.router import route
 from envoi.runtime import devices, launch, rehearsal, triton_compat
 from envoi.runtime.compilers import Compilers
@@ -116,11 +119,58 @@ def test_no_call_across_ranks_does(launched, format, presum):
     call = ParallelCall(layout, k, rank, tuple(ends), 10.0, warm_up.without_tensors(experts))
     known = compiled([call], most, least=0)
     domain = allocate(layout, rank, ends, 10.0, torch.device("cpu"), shared=False)
+    launched_by(launched, known, most, k, lambda *given: nvlink.run_layer(domain, *given, experts), layout.hidden)
+
+
+def launched_by(launched, known, most, k, run, hidden) -> None:
+    """Run a layer with many numbers of tokens; all that it launches has to be among what was compiled."""
+    draw = random.Random(most)
     for num_tokens in [0, 1, most, *(draw.randint(0, most) for _ in range(20))]:
         ids = torch.zeros(num_tokens, k, dtype=torch.int32)
         launched.clear()
-        nvlink.run_layer(domain, torch.zeros(num_tokens, layout.hidden).bfloat16(), ids.float(), ids, experts)
+        run(torch.zeros(num_tokens, hidden).bfloat16(), ids.float(), ids)
         assert launched and keys(launched) <= known, f"{num_tokens} tokens, at most {most}"
+
+
+@pytest.mark.parametrize("format", FORMATS)
+@pytest.mark.parametrize("presum", [False, True])
+@pytest.mark.parametrize("hosts", [(), tuple("aabb"), tuple("abcd")], ids=["gathered", "pairs", "alone"])
+def test_no_call_around_collectives_does(launched, format, presum, hosts):
+    draw = random.Random(f"{format} {presum} {hosts}")
+    layer, k = drawn_layer(draw, format, experts=8)
+    most, rank, ends = draw.randint(1, 200), draw.randint(0, 3), [0, 2, 4, 6, 8]
+    layout = SharedLayout(4, 8, most, k, layer.tokens.shape[1], format, presum)
+    experts, cpu = layer.pack(format, ends[rank], ends[rank + 1]), torch.device("cpu")
+    call = ParallelCall(layout, k, rank, tuple(ends), 10.0, warm_up.without_tensors(experts), not hosts, hosts)
+    known = compiled([call], most, least=0)
+    if hosts:
+        grid = Grid.of(hosts)
+        sizes = hosts_device.HostsLayout(layout, grid.num_hosts), grid, rank, ends, 10.0, cpu
+        by_host = hosts_device.open_buffers(*sizes, shared=False)
+        launched_by(
+            launched, known, most, k, lambda *given: hosts_device.run_layer(by_host, *given, experts), layout.hidden
+        )
+    else:
+        buffers = gathered_device.open_buffers(layout, rank, ends, 10.0, cpu)
+        launched_by(
+            launched, known, most, k, lambda *given: gathered_device.run_layer(buffers, *given, experts), layout.hidden
+        )
+
+
+@pytest.mark.parametrize("format", FORMATS)
+def test_no_call_of_counted_rows_does(launched, format):
+    draw = random.Random(format)
+    layer, k = drawn_layer(draw, format, experts=4)
+    experts, most = layer.pack(format), draw.randint(1, 900)
+    known = compiled([CountedCall(most, k, warm_up.without_tensors(experts))], most, least=0)
+    for num_rows in [0, 1, most, *(draw.randint(0, most) for _ in range(40))]:
+        tokens = torch.zeros(num_rows, experts.hidden).bfloat16()
+        ids = torch.zeros(num_rows, 1, dtype=torch.int32)
+        launched.clear()
+        sent = SentTokens(quantize_tokens(tokens, format), ids, torch.ones(num_rows, 1))
+        done = counted.run_local_experts(sort_by_expert(sent, 0, 4, num_rows), experts)
+        sum_slots(done, torch.arange(num_rows, dtype=torch.int32), -(-num_rows // k) + 1, k)
+        assert launched and keys(launched) <= known, f"{num_rows} rows, at most {most}"
 
 
 @pytest.mark.parametrize("rule", ["deepseek-v3", "mixtral"])
@@ -264,6 +314,7 @@ def test_the_command(monkeypatch, tmp_path, capsys):
     assert {"few_kernel", "sum_kernel"} <= set(out.split())  # up to 8 tokens
     assert {"gemm_kernel", "sort_kernel", "gather_kernel", "combine_kernel"} <= set(out.split())
     assert len(list(tmp_path.glob("*/gemm_kernel.cubin"))) >= 2
+    assert len(list(tmp_path.glob("*/sort_kernel.cubin"))) >= 2  # for ids in int32 and in int64
 
 
 def test_the_command_across_ranks(monkeypatch, capsys):

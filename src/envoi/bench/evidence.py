@@ -58,6 +58,7 @@ BASELINES = {
     "torch_mm": "torch's matmul of the case's tokens and a weight: what a call of torch's costs the host",
     "graph": "Envoi's own call, replayed from a CUDA graph (on CPUs made again)",
     "batch_invariant": "Envoi with batch_invariant=True, which gives a row the same bits whatever the others are",
+    "counted": "Envoi's own call over NCCL (gloo on CPUs) where ranks count the rows that they send",
     "launched": "Envoi's own call, launched by Python instead of replayed from a CUDA graph",
 }
 

@@ -52,6 +52,19 @@ MOE_OVER_RANKS = (
     *((MOE_V3, m, "fp8_block128") for m in (64, 2048)),
 )
 MOE_SKEW = 8.0
+# Where ranks share no memory: what NCCL's torch pipeline is compared with, and every format at 512 tokens.
+MOE_OVER_NCCL = (
+    *((MOE_V4, m, "fp8_block128") for m in (64, 512, 2048)),
+    *((MOE_V4, 512, name) for name in ("bf16", "fp8_row", "mxfp4", "mxfp4_mxfp8", "mxfp8")),
+    (MOE_SMALL, 64, "bf16"),
+    (MOE_SMALL, 8192, "fp8_block128"),
+)
+MOE_BY_HOST = (
+    *((MOE_V4, m, "fp8_block128") for m in (64, 2048)),
+    (MOE_SMALL, 64, "bf16"),
+    (MOE_V3, 64, "fp8_block128"),
+)
+TRANSPORTS = ("over nccl", "by host")
 MOE_ONE_GPU = (4096, 2048, 32, 6, 2048)  # one rank's part of the first, of eight
 MOE_READ_AS_STORED = ("bf16", "fp8_row", "fp8_block128")  # of these also with few tokens
 MOE_FORMATS = ("bf16", "fp8_row", "fp8_block128", "mxfp4", "mxfp4_mxfp8")
@@ -106,7 +119,12 @@ class RouterShape:
 
 @dataclass(frozen=True)
 class MoeShape:
-    """Sizes of an MoE. num_tokens: per rank. num_experts: of all ranks. skew: expert 0 gets so many times its share."""
+    """Sizes of an MoE. num_tokens: per rank. num_experts: of all ranks. skew: expert 0 gets so many times its share.
+
+    transport: "" for the best that the ranks have; "over nccl" leaves shared memory unused, "by host" takes both halves
+    of the ranks for hosts, between which nothing but NCCL is used; on CPUs both are over gloo. presum: of
+    ExpertParallel.
+    """
 
     hidden: int
     intermediate: int
@@ -115,6 +133,8 @@ class MoeShape:
     num_tokens: int
     format: str
     skew: float = 1.0
+    transport: str = ""
+    presum: bool = False
 
 
 @dataclass(frozen=True)
@@ -305,15 +325,21 @@ def _moe_cases() -> list[Case]:
     alone += [MoeShape(*MOE_ONE_GPU[:4], 64, name) for name in MOE_READ_AS_STORED]
     alone += [MoeShape(*sizes, m, name) for sizes, m, name in MOE_DECODE]
     small = [MoeShape(256, 128, 8, 2, 64, name) for name in MOE_FORMATS]
+    shapes += [MoeShape(*sizes, m, name, transport="over nccl") for sizes, m, name in MOE_OVER_NCCL]
+    for presum in (False, True):
+        shapes += [MoeShape(*sizes, m, name, 1.0, "by host", presum) for sizes, m, name in MOE_BY_HOST]
+    small += [MoeShape(256, 128, 8, 2, 64, "bf16", 1.0, transport) for transport in TRANSPORTS]
     found = [Case("moe", moe_name(s), s, over_ranks=True) for s in shapes]
     found += [Case("moe", moe_name(s), s) for s in alone]
-    return found + [Case("moe", moe_name(s), s, False, True, over_ranks=True) for s in small]
+    return found + [Case("moe", moe_name(s), s, False, True, over_ranks=True, alone=not s.transport) for s in small]
 
 
 def moe_name(s: MoeShape) -> str:
     """Return a case's name, "4096/2048/256/6 fp8_row tokens=64": hidden, intermediate, experts, top-k."""
-    skewed = f" skew={s.skew:g}" if s.skew != 1.0 else ""
-    return f"{s.hidden}/{s.intermediate}/{s.num_experts}/{s.num_topk} {s.format} tokens={s.num_tokens}{skewed}"
+    how = f" skew={s.skew:g}" if s.skew != 1.0 else ""
+    how += f" {s.transport}" if s.transport else ""
+    how += " sums" if s.presum else ""
+    return f"{s.hidden}/{s.intermediate}/{s.num_experts}/{s.num_topk} {s.format} tokens={s.num_tokens}{how}"
 
 
 def _indexer_cases(suite: str) -> list[Case]:

@@ -171,7 +171,7 @@ def _run_stages(layer: Layer, parallel: ExpertParallel, stage: "_Stages") -> Non
         stage("combine", lambda: nvlink_combine.combine(domain, rows, ids))
         return
     buffers = parallel.buffers
-    if buffers is not None:
+    if isinstance(buffers, gathered_device.Buffers):
         stage("dispatch", lambda: gathered_device.dispatch(buffers, layer.tokens, weights, ids))
         rows = stage("experts", lambda: nvlink.run_local_experts(buffers.domain, layer.experts, ids.numel()))
         stage("combine", lambda: gathered_device.combine(buffers, rows, ids))
@@ -190,6 +190,7 @@ def _run_stages(layer: Layer, parallel: ExpertParallel, stage: "_Stages") -> Non
     received = stage("dispatch", dispatched)
     rows_out = stage("experts", lambda: counted.run_local_experts(received.rows, layer.experts))
     stage("combine", lambda: counted.combine(rows_out[received.back], owner, numbers, channel))
+    channel.watch.finish()
 
 
 def _run_gathered(layer: Layer, room: gathered.Room, routing: Routing, stage: "_Stages") -> None:

@@ -9,6 +9,7 @@ from envoi.plan.capacity import experts_per_wave, pool_capacity
 from envoi.plan.expected import rows_per_expert
 from envoi.plan.layer import MAX_TOKENS, MoeLayer
 from envoi.plan.machines import Machine, machine_of
+from envoi.plan.network import BetweenHosts, Network, bytes_between_hosts, steps_by_host
 from envoi.plan.overlap import Overlap, overlap_of
 from envoi.plan.presum import pays
 from envoi.plan.shared import MIN_STAGES, SharedMemory, roles_of, shared_memory
@@ -21,13 +22,14 @@ GB = 1e9
 class Plan:
     """Plan of a layer for one rank. Bytes are bytes of this rank, times are in us.
 
-    l1, l2: block sizes of the two grouped GEMMs. steps: router, dispatch, L1, L2, combine. presum: a token's rows on
-    the same rank are summed there, and combine sends the sums; otherwise L2 sends the rows.
+    l1, l2: block sizes of the two grouped GEMMs. steps: router, dispatch, L1, L2, combine; with several hosts also
+    those of `envoi.plan.network`. presum: a token's rows on the same rank, with several hosts on the same host, are
+    summed there, and combine sends the sums; otherwise L2 sends the rows.
     max_tokens: per rank; sizes the buffers. pool_rows: capacity of the pool that dispatch fills.
     weight_bytes: the experts. buffer_bytes: the pool, L1's output, and the buffer from which combine reads rows.
     experts_per_wave: local experts that go through L1 and L2 together in the fused kernel.
     fused_shared: shared memory of the fused kernel with L1's tile. overlap: whether the products hide NVLink transfers.
-    notes: quantities that aren't measured, and paths without a kernel.
+    notes: quantities that aren't measured, and paths without a kernel. network, between_hosts: None for one host.
     """
 
     layer: MoeLayer
@@ -44,6 +46,8 @@ class Plan:
     fused_shared: SharedMemory
     overlap: Overlap
     notes: tuple[str, ...]
+    network: Network | None = None
+    between_hosts: BetweenHosts | None = None
 
     @property
     def num_waves(self) -> int:
@@ -73,10 +77,15 @@ class Plan:
         }  # fmt: skip
 
 
-def plan_moe(layer: MoeLayer, arch: str = "sm_90", max_tokens: int | None = None) -> Plan:
+def plan_moe(
+    layer: MoeLayer, arch: str = "sm_90", max_tokens: int | None = None, network: Network | None = None,
+    presum: bool | None = None,
+) -> Plan:  # fmt: skip
     """Plan a layer.
 
     arch: "sm_90" (H200) or "sm_100" (B200). max_tokens: per rank, sizes the buffers; default: layer.num_tokens.
+    network: between hosts, if there are several; default: `Network()`. presum: sum rows before they are sent back;
+    default: on one host if that is faster, on several no, which keeps the bits of one rank.
 
     Example: plan_moe(MoeLayer(4096, 2048, 256, 6, 2048, 8, "fp8_block128")) has 12288 rows per rank.
 
@@ -89,24 +98,40 @@ def plan_moe(layer: MoeLayer, arch: str = "sm_90", max_tokens: int | None = None
     local = layer.num_local_experts
     l1, l2 = l1_blocks(layer, machine), l2_blocks(layer, machine)
     block_ms = (*BLOCK_MS[arch], l1.block_m, l2.block_m)
-    pool_rows = pool_capacity(layer.num_ranks, max_tokens, layer.num_topk, local, block_ms)
+    pool_rows = pool_capacity(layer.num_gpus, max_tokens, layer.num_topk, local, block_ms)
     weight_bytes = local * (layer.weight_bytes(layer.l1_nk) + layer.weight_bytes(layer.l2_nk))
     row_bytes = layer.row_bytes(layer.hidden) + layer.row_bytes(layer.intermediate)
-    presum = pays(layer.hidden, layer.intermediate, layer.num_topk, max_tokens, layer.num_ranks, layer.format)
-    returned = max_tokens * (layer.num_ranks if presum else layer.num_topk)
+    several = layer.num_hosts > 1
+    if presum is None:
+        sizes = layer.hidden, layer.intermediate, layer.num_topk, max_tokens, layer.num_ranks, layer.format
+        presum = not several and pays(*sizes)
+    returned = _returned_rows(layer, max_tokens, presum)
     buffer_bytes = pool_rows * row_bytes + 2.0 * returned * layer.hidden
     _check_memory(machine, weight_bytes, buffer_bytes)
     fused_shared = shared_memory(
         layer, roles_of(machine, layer.format, l1.block_m, l1.block_n, l1.block_k), machine.shared_bytes
     )
+    network = (network or Network()) if several else None
+    steps = five_steps(layer, machine, l1, l2, presum)
+    if network is not None:
+        steps = steps_by_host(layer, machine, l1, l2, presum, network, max_tokens)
     return Plan(
-        layer, machine, l1, l2, five_steps(layer, machine, l1, l2, presum), presum, max_tokens, pool_rows, weight_bytes,
+        layer, machine, l1, l2, steps, presum, max_tokens, pool_rows, weight_bytes,
         buffer_bytes,
         experts_per_wave(
             rows_per_expert(layer), layer.intermediate, local, l1.block_m, l1.block_n, machine.num_sms
         ),
         fused_shared, overlap_of(layer, machine, l1.block_m), _notes(layer, machine, fused_shared),
+        network, bytes_between_hosts(layer, max_tokens, presum) if several else None,
     )  # fmt: skip
+
+
+def _returned_rows(layer: MoeLayer, max_tokens: int, presum: bool) -> int:
+    """Return the rows in bf16 for which combine's buffers have room."""
+    if layer.num_hosts == 1:
+        return max_tokens * (layer.num_ranks if presum else layer.num_topk)
+    exchanged = 2 * (1 if presum else 0) + (0 if presum else layer.num_topk)  # sums to send, and what comes
+    return layer.num_hosts * max_tokens * (layer.num_topk + exchanged)
 
 
 def _check_memory(machine: Machine, weight_bytes: float, buffer_bytes: float) -> None:
@@ -119,6 +144,8 @@ def _check_memory(machine: Machine, weight_bytes: float, buffer_bytes: float) ->
 
 def _notes(layer: MoeLayer, machine: Machine, fused_shared: SharedMemory) -> tuple[str, ...]:
     notes = ["the fused kernel isn't written yet: its stages, waves and time are what it could have"]
+    if layer.num_hosts > 1:
+        notes.append("nothing has been measured between hosts: the network's rate and a collective's time are given")
     if not machine.measured:
         notes.append(f"rates of {machine.name} are the vendor's peaks, not measured: times are floors")
     elif layer.format == "mxfp8":

@@ -86,7 +86,7 @@ def _w4a16(layer: MoeLayer, nk: tuple[int, int]) -> Blocks:
     from envoi.gemm.hopper_w4a16.many_config import many_config
 
     few = few_configs(layer.hidden, layer.intermediate, layer.num_experts, layer.num_rows, "swiglu", None, False)[0]
-    if layer.num_ranks == 1 and layer.num_rows <= MOST_ROWS * layer.num_experts and few.shared_bytes <= SHARED_BYTES:
+    if layer.num_gpus == 1 and layer.num_rows <= MOST_ROWS * layer.num_experts and few.shared_bytes <= SHARED_BYTES:
         tile = _counted(layer, nk, few.tile_tokens, 64 * few.num_row_tiles, 64, few.unroll)
         return replace(tile, shared_evenly=True)
     many = many_config(nk[1], layer.num_rows, layer.num_local_experts)

@@ -5,6 +5,7 @@ from dataclasses import dataclass
 from envoi.check import expect_int
 from envoi.quant.formats import Format, Scheme, format_named
 
+MAX_HOSTS = 1024
 NUM_RANKS = (1, 2, 4, 8)  # GPUs of one NVLink domain
 MAX_TOPK = 32
 MAX_TOKENS = 2**31 - 1  # rows are counted in int32
@@ -17,7 +18,7 @@ class MoeLayer:
     """MoE layer whose experts are spread evenly over the ranks, one GPU each.
 
     hidden, intermediate: widths of a token, and inside an expert. num_experts: over all ranks.
-    num_topk: experts per token. num_tokens: per rank. num_ranks: 1, 2, 4 or 8.
+    num_topk: experts per token. num_tokens: per rank. num_ranks: 1, 2, 4 or 8 of a host. num_hosts: with as many ranks.
     format: a key of `envoi.quant.FORMATS`.
 
     Raises ValueError for invalid sizes.
@@ -30,6 +31,7 @@ class MoeLayer:
     num_tokens: int
     num_ranks: int = 1
     format: str = "bf16"
+    num_hosts: int = 1
 
     def __post_init__(self) -> None:
         need = max(8, format_named(self.format).group_k)
@@ -42,8 +44,9 @@ class MoeLayer:
         expect_int("num_tokens", self.num_tokens, 1, MAX_TOKENS)
         if expect_int("num_ranks", self.num_ranks, 1) not in NUM_RANKS:
             raise ValueError(f"num_ranks: expected 1, 2, 4 or 8 GPUs of one NVLink domain, got {self.num_ranks}")
-        if self.num_experts % self.num_ranks:
-            raise ValueError(f"num_experts: expected a multiple of {self.num_ranks} GPUs, got {self.num_experts}")
+        expect_int("num_hosts", self.num_hosts, 1, MAX_HOSTS)
+        if self.num_experts % self.num_gpus:
+            raise ValueError(f"num_experts: expected a multiple of {self.num_gpus} GPUs, got {self.num_experts}")
 
     @property
     def formats(self) -> Format:
@@ -51,14 +54,19 @@ class MoeLayer:
         return format_named(self.format)
 
     @property
+    def num_gpus(self) -> int:
+        """Number of ranks of all hosts."""
+        return self.num_ranks * self.num_hosts
+
+    @property
     def num_local_experts(self) -> int:
         """Number of experts on one rank."""
-        return self.num_experts // self.num_ranks
+        return self.num_experts // self.num_gpus
 
     @property
     def num_all_tokens(self) -> int:
         """Number of tokens of all ranks."""
-        return self.num_tokens * self.num_ranks
+        return self.num_tokens * self.num_gpus
 
     @property
     def num_rows(self) -> int:
@@ -67,7 +75,7 @@ class MoeLayer:
 
     @property
     def remote_share(self) -> float:
-        """Fraction of a rank's rows that other ranks send."""
+        """Fraction of a rank's rows that other ranks of its host send; between hosts they pass on what came there."""
         return (self.num_ranks - 1) / self.num_ranks
 
     @property

@@ -8,37 +8,46 @@ from envoi.plan.steps import RESOURCES, Step
 from envoi.table import align, fold, number
 
 BARS = 60  # of all steps together in the picture
-FILLS = {"compute": "█", "HBM": "▓", "NVLink": "▒", "latency": "·"}
-COLOURS = {"compute": "tab:blue", "HBM": "tab:orange", "NVLink": "tab:green", "fixed": "tab:grey"}
-PRESUM = "; rows of a token that meet on a rank are summed there before they go back"
-TIMES = ("step", "us", *(f"{name} us" for name in RESOURCES), "fixed us", "bound by")
-WORK = ("step", "GFLOP", "HBM MB", "NVLink MB")
+FILLS = {"compute": "█", "HBM": "▓", "NVLink": "▒", "network": "░", "latency": "·"}
+COLOURS = {"compute": "tab:blue", "HBM": "tab:orange", "NVLink": "tab:green", "network": "tab:red", "fixed": "tab:grey"}
+PRESUM = "; rows of a token that meet on a {} are summed there before they go back"
 
 
 def to_text(plan: Plan) -> str:
     """Return title, tables of times and of work, picture, sizes, notes: in 80 columns."""
-    times = align(TIMES, [_times(step) for step in plan.steps], left=(0, 6))
-    work = align(WORK, [_work(step) for step in plan.steps])
+    names = resources_of(plan)
+    header = ("step", "us", *(f"{name} us" for name in names), "fixed us", "bound by")
+    times = align(header, [_times(step, names) for step in plan.steps], left=(0, len(header) - 1))
+    wires = [f"{name} MB" for name in names if name not in ("compute", "HBM")]
+    work = align(("step", "GFLOP", "HBM MB", *wires), [_work(step, len(wires)) for step in plan.steps])
     notes = [f"note: {note}" for note in plan.notes]
     prose = map(fold, (*_sums(plan), *_sizes(plan), *notes))
     return "\n".join([fold(title(plan)), "", times, "", work, "", *_picture(plan), "", *prose])
 
 
+def resources_of(plan: Plan) -> tuple[str, ...]:
+    """Return the names of the resources that the plan's steps need: the network only between hosts."""
+    return RESOURCES if plan.layer.num_hosts > 1 else RESOURCES[:-1]
+
+
 def title(plan: Plan) -> str:
     """Return one line with the layer and the machine."""
     layer, machine = plan.layer, plan.machine
+    where = f"{layer.num_hosts} x {layer.num_ranks}" if layer.num_hosts > 1 else str(layer.num_ranks)
     return (
         f"hidden {layer.hidden}, intermediate {layer.intermediate}, {layer.num_experts} experts, top-{layer.num_topk}, "
-        f"{layer.format}; {layer.num_tokens} tokens on each of {layer.num_ranks} x {machine.name} ({machine.arch})"
+        f"{layer.format}; {layer.num_tokens} tokens on each of {where} x {machine.name} ({machine.arch})"
     )
 
 
-def _times(step: Step) -> list[str]:
-    return [step.name, *map(_short, (step.time_us, *step.parts_us.values(), step.fixed_us)), step.bound_by]
+def _times(step: Step, names: tuple[str, ...]) -> list[str]:
+    parts = (step.parts_us[name] for name in names)
+    return [step.name, *map(_short, (step.time_us, *parts, step.fixed_us)), step.bound_by]
 
 
-def _work(step: Step) -> list[str]:
-    return [step.name, *map(_short, (step.flops / 1e9, step.hbm_bytes / 1e6, step.nvlink_bytes / 1e6))]
+def _work(step: Step, num_wires: int) -> list[str]:
+    wires = (step.nvlink_bytes, step.network_bytes)[:num_wires]
+    return [step.name, *map(_short, (step.flops / 1e9, *(x / 1e6 for x in (step.hbm_bytes, *wires))))]
 
 
 def _short(value: float) -> str:
@@ -53,14 +62,33 @@ def _picture(plan: Plan) -> list[str]:
         bar = " " * first + FILLS[step.bound_by] * max(1, last - first)
         lines.append(f"{step.name:<9} {bar} {number(step.time_us)}")
         start += step.time_us
-    legend = "  ".join(f"{fill} {name}" for name, fill in FILLS.items())
+    used = (*resources_of(plan), "latency")
+    legend = "  ".join(f"{fill} {name}" for name, fill in FILLS.items() if name in used)
     return [*lines, f"{'':9} bound by {legend}"]
 
 
 def _sums(plan: Plan) -> list[str]:
     return [
-        f"staged: {number(plan.staged_us)} us, the steps one after the other{PRESUM if plan.presum else ''}",
+        f"staged: {number(plan.staged_us)} us, the steps one after the other{_presum(plan)}",
         f"fused: at least {number(plan.fused_us)} us, what the busiest resource needs",
+    ]
+
+
+def _presum(plan: Plan) -> str:
+    return PRESUM.format("host" if plan.layer.num_hosts > 1 else "rank") if plan.presum else ""
+
+
+def _between_hosts(plan: Plan) -> list[str]:
+    """Return the line on bytes between hosts, if there are several."""
+    found, network = plan.between_hosts, plan.network
+    if found is None or network is None:
+        return []
+    sent, gathered, counted = (
+        " and ".join(number(x / 1e6) for x in pair) for pair in (found.by_host, found.gathered, found.counted)
+    )
+    return [
+        f"between hosts: {sent} MB out and back a GPU; {gathered} if all ranks gathered tokens alike, {counted} if "
+        f"counted; at {number(network.gb_per_s)} GB/s, and {number(network.collective_us)} us a collective"
     ]
 
 
@@ -73,8 +101,8 @@ def _sizes(plan: Plan) -> list[str]:
         f"{number(plan.buffer_bytes / GB)} GB, weights {number(plan.weight_bytes / GB)} GB",
         f"waves: {plan.num_waves} of {plan.experts_per_wave} experts; fused: {shared.num_stages} stages of "
         f"{shared.stage_bytes} bytes, {shared.fixed_bytes} beside them",
-        _overlap(plan),
-    ]
+        _overlap(plan), *_between_hosts(plan),
+    ]  # fmt: skip
 
 
 def _gemm(name: str, plan: Plan, blocks: Blocks, nk: tuple[int, int]) -> str:
@@ -105,10 +133,13 @@ def draw(path: Path, plan: Plan) -> None:
     import matplotlib.pyplot as plt
 
     figure, axes = plt.subplots(figsize=(9, 4.5), layout="constrained")
-    width = 0.8 / len(COLOURS)
-    for place, (name, colour) in enumerate(COLOURS.items()):
+    shown = (*resources_of(plan), "fixed")
+    width = 0.8 / len(shown)
+    for place, name in enumerate(shown):
         times = [{**step.parts_us, "fixed": step.fixed_us}[name] for step in plan.steps]
-        axes.bar([at + (place - 1.5) * width for at in range(len(times))], times, width, label=name, color=colour)
+        axes.bar(
+            [at + (place - 1.5) * width for at in range(len(times))], times, width, label=name, color=COLOURS[name]
+        )
     for at, step in enumerate(plan.steps):
         axes.hlines(step.time_us, at - 0.4, at + 0.4, color="k")
         axes.annotate(f"{number(step.time_us)} us", (at, step.time_us), ha="center", va="bottom")

@@ -21,7 +21,7 @@ from envoi.plan.expected import active_experts, pulled_tokens, taken_tokens
 from envoi.plan.layer import WEIGHT_AND_SLOT_BYTES, MoeLayer
 from envoi.plan.machines import WIDENED, Machine
 
-RESOURCES = ("compute", "HBM", "NVLink")
+RESOURCES = ("compute", "HBM", "NVLink", "network")
 BF16_BYTES = 2
 
 
@@ -29,9 +29,10 @@ BF16_BYTES = 2
 class Step:
     """Step on one rank. Times in us, each as if the resource were the only one.
 
-    flops: useful ones. hbm_bytes, nvlink_bytes: read and written; through NVLink in one direction.
-    compute_us: at the format's rate, of whole tiles in whole rounds. hbm_us, nvlink_us: bytes at the machine's rates.
-    fixed_us: launch, and flags between ranks. time_us: fixed_us, the longest, and `unhidden` of the others.
+    flops: useful ones. hbm_bytes, nvlink_bytes, network_bytes: read and written; through NVLink, and between hosts, in
+    one direction. compute_us: at the format's rate, of whole tiles in whole rounds. hbm_us, nvlink_us, network_us:
+    bytes at their rates. fixed_us: launch, flags between ranks, a collective without bytes. time_us: fixed_us, the
+    longest, and `unhidden` of the others; between hosts, their sum.
     """
 
     name: str
@@ -43,15 +44,21 @@ class Step:
     nvlink_us: float
     fixed_us: float
     time_us: float
+    network_bytes: float = 0.0
+    network_us: float = 0.0
 
     @property
     def parts_us(self) -> dict[str, float]:
         """Times by resource."""
-        return dict(zip(RESOURCES, (self.compute_us, self.hbm_us, self.nvlink_us), strict=True))
+        return dict(zip(RESOURCES, self._times_us, strict=True))
+
+    @property
+    def _times_us(self) -> tuple[float, ...]:
+        return self.compute_us, self.hbm_us, self.nvlink_us, self.network_us
 
     @property
     def bound_by(self) -> str:
-        """ "compute", "HBM" or "NVLink", or "latency" if the fixed time is longer than any."""
+        """ "compute", "HBM", "NVLink" or "network", or "latency" if the fixed time is longer than any."""
         longest = max(RESOURCES, key=lambda name: self.parts_us[name])
         return longest if self.parts_us[longest] > self.fixed_us else "latency"
 
@@ -116,7 +123,7 @@ def _l1(layer: MoeLayer, machine: Machine, blocks: Blocks) -> Step:
         return _gemm("L1", layer, machine, blocks, layer.l1_nk, quantised)
     stored = BF16_BYTES * layer.intermediate
     step = _gemm("L1", layer, machine, blocks, layer.l1_nk, stored)
-    return _with_pass(step, machine, layer.num_rows * (stored + quantised), machine.launch_us)
+    return with_pass(step, machine, layer.num_rows * (stored + quantised), machine.launch_us)
 
 
 def _l2(layer: MoeLayer, machine: Machine, blocks: Blocks, presum: bool) -> Step:
@@ -139,10 +146,10 @@ def _gemm(
     step = step_of(
         name, machine, flops, compute_us, hbm, nvlink_bytes, machine.push_gb_per_s, dependent=blocks.shared_evenly
     )
-    return _with_pass(step, machine, layer.num_rows * (layer.row_bytes(K) + row)) if widens else step
+    return with_pass(step, machine, layer.num_rows * (layer.row_bytes(K) + row)) if widens else step
 
 
-def _with_pass(step: Step, machine: Machine, num_bytes: float, launch_us: float = 0) -> Step:
+def with_pass(step: Step, machine: Machine, num_bytes: float, launch_us: float = 0) -> Step:
     """Add a kernel without overlap to a step: the bytes it reads and writes. launch_us: 0 if the launch is hidden."""
     us = num_bytes / machine.hbm_gb_per_s / 1e3
     return replace(
@@ -158,7 +165,7 @@ def _combine_sums(layer: MoeLayer, machine: Machine) -> Step:
         "combine", machine, hbm_bytes=row * (layer.num_rows + sums), nvlink_bytes=row * pulled_tokens(layer),
         nvlink_gb_per_s=machine.push_gb_per_s, round_trips=1,
     )  # fmt: skip
-    return _with_pass(sent, machine, row * (sums + layer.num_tokens), machine.launch_us)
+    return with_pass(sent, machine, row * (sums + layer.num_tokens), machine.launch_us)
 
 
 def _combine(layer: MoeLayer, machine: Machine, dependent: bool) -> Step:

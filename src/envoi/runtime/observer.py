@@ -4,7 +4,7 @@ See `envoi.runtime.prepared.recording` and `envoi.runtime.rehearsal`.
 """
 
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -30,6 +30,19 @@ def observe(recorder: Any) -> None:
 def rehearsed() -> Any:
     """Return the list that takes this thread's launches in their stead, or None."""
     return _local.rehearsed
+
+
+def take_step(step: Callable[[], object]) -> None:
+    """Run a step of a call that is no launch of ours, such as a collective; a prepared call repeats it at its place.
+
+    step: works on memory that belongs to the call's object, and returns nothing. A rehearsed call leaves it out.
+    """
+    if _local.rehearsed is not None:
+        return
+    if _local.recorder is None:
+        step()
+    else:
+        _local.recorder.stepped(step)
 
 
 @contextmanager

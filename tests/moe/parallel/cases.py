@@ -167,7 +167,7 @@ def run_by_host(
     for case in cases:
         layer, (token_ends, expert_ends) = case.build(), case.cuts(num_ranks)
         parallel = open_parallel(layer, case.format, rank, expert_ends, **sizes)
-        assert parallel.exchange == "gathered"
+        assert (parallel.exchange, parallel.presum) == ("hosts", sizes.get("presum", False))
         outs.append(parallel.moe(*part_of(layer, rank, token_ends)))
         first = seen[:4]
     return outs, first, parallel.room.layout.token_bytes
@@ -184,6 +184,18 @@ def wrong_hosts(rank: int, num_ranks: int, tried: list[Any]) -> list[str]:
         except Exception as error:
             found.append(f"{type(error).__name__}: {error}")
     return found
+
+
+def uneven_hostnames(rank: int, num_ranks: int, sizes: dict[str, Any]) -> str:
+    """Open by hostname where the last rank is on a host of its own; return the error."""
+    hosts.socket.gethostname = lambda: "first" if rank < num_ranks - 1 else "second"
+    try:
+        open_parallel(
+            make(), "bf16", rank, [8 * (r + 1) // num_ranks for r in range(num_ranks)], hosts="hostname", **sizes
+        )
+    except ValueError as error:
+        return str(error)
+    return "opened"
 
 
 def run_two_ks(rank: int, num_ranks: int, sizes: dict[str, Any]) -> torch.Tensor:

@@ -1,10 +1,13 @@
 """Several ranks in one process: their memory is the process's own, and they take their steps in turn."""
 
+from functools import partial
+
 import torch
 
-from envoi.moe.parallel import dispatch, nvlink
+from envoi.moe.parallel import ExpertParallel, dispatch, gathered_device, hosts_device, nvlink
 from envoi.moe.parallel.combine import combine_barrier, send_partial_sums, sum_rows
 from envoi.moe.parallel.dispatch import MAX_CHUNKS, num_chunks
+from envoi.moe.parallel.hosts import Grid
 from envoi.moe.parallel.symmetric_memory import Domain, SharedLayout, allocate, set_peers
 from envoi.types import ExpertWeights, Routing
 from tests.moe.layers import Layer
@@ -19,6 +22,30 @@ def open_all(layout: SharedLayout, expert_offsets: list[int], device: str = "cpu
     for domain in opened:
         set_peers(domain, [peer.memory.data_ptr() for peer in opened])
     return opened
+
+
+def gathered_alone(layout: SharedLayout) -> gathered_device.Buffers:
+    """Open buffers around collectives for a group of one rank, connected: what is sent comes back."""
+    experts = [0, layout.num_experts]
+    buffers = gathered_device.open_buffers(layout, 0, experts, 1.0, torch.device("cpu"))
+    buffers.exchanging = partial(buffers.received.copy_, buffers.sent)
+    return buffers
+
+
+def hosts_alone(layout: SharedLayout) -> hosts_device.Buffers:
+    """Open the buffers of one host with one rank, connected: what is sent comes back."""
+    sizes = hosts_device.HostsLayout(layout, 1), Grid.of(["a"]), 0, [0, layout.num_experts], 1.0, torch.device("cpu")
+    buffers = hosts_device.open_buffers(*sizes, shared=False)
+    set_peers(buffers.domain, [buffers.domain.memory.data_ptr()])
+    buffers.exchanging = partial(buffers.received.copy_, buffers.sent)
+    return buffers
+
+
+def use(parallel: ExpertParallel, owner: Domain | gathered_device.Buffers | hosts_device.Buffers) -> None:
+    """Let an object take the path of this memory, as one over NVLink or NCCL does."""
+    domain = owner if isinstance(owner, Domain) else owner.domain
+    parallel.domain, parallel.buffers = (owner, None) if isinstance(owner, Domain) else (None, owner)
+    domain.watch, parallel._lock = parallel.channel.watch, domain.lock
 
 
 def flags(domain: Domain) -> torch.Tensor:

@@ -1,10 +1,13 @@
-"""ExpertParallel by two NCCL collectives of constant size: the bits of one rank; many calls; a graph; faults in words.
+"""ExpertParallel by two NCCL collectives of constant size, over all ranks or between hosts: the bits of one rank; many
+calls; prepared ones; a graph; faults in words.
 
-Ranks share NVLink here, so shared memory is turned off in the objects under test.
+Ranks share NVLink here, so shared memory is turned off in the objects under test; by host, both halves of the ranks are
+given as two hosts, and share memory among themselves.
 """
 
 import os
 import time
+from dataclasses import replace
 from functools import cache
 from itertools import product
 
@@ -12,10 +15,13 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from envoi.moe.parallel import PeerTimeout, api, gathered_device
+from envoi.moe.launches import launch_kernel
+from envoi.moe.parallel import PeerTimeout, api, gathered_device, hosts_device, memory, symmetric_memory
 from envoi.moe.parallel import cases as kernels
 from envoi.moe.parallel.symmetric_memory import SharedLayout
 from envoi.quant import FORMATS
+from envoi.runtime import shortcuts
+from envoi.runtime.prepared.replay import Prepared
 from tests.helpers.accuracy import assert_same_bits
 from tests.helpers.launches import assert_same_code, watched
 from tests.helpers.ranks import run_ranks
@@ -38,6 +44,9 @@ from tests.moe.parallel.test_ranks import random_cases
 
 __all__ = ["one_rank_as_many"]
 
+WAYS = ("gathered", "hosts")
+SIZES = ("num_ranks", "num_experts", "max_tokens", "num_topk", "hidden", "format")
+
 
 def num_ranks_here() -> int:
     return min(4, torch.cuda.device_count())
@@ -50,19 +59,31 @@ def open_here(layer, format: str, rank: int, ends: list[int], gather: bool = Tru
     api.gathering_pays = lambda *_: gather
     sizes = {"max_tokens": max(1, len(layer.tokens)), "num_topk": layer.routing.topk_ids.shape[1]}
     parallel = cases.open_parallel(layer, format, rank, ends, f"cuda:{rank}", **(sizes | options))
-    assert (parallel.transport, parallel.exchange) == ("nccl", "gathered" if gather else "counted")
+    how = "hosts" if options.get("hosts") else "gathered" if gather else "counted"
+    assert (parallel.transport, parallel.exchange) == ("nccl", how), parallel.why
     return parallel
+
+
+def halves(num_ranks: int) -> list[str]:
+    return ["a" if rank < num_ranks // 2 else "b" for rank in range(num_ranks)]
+
+
+def by(way: str, num_ranks: int) -> dict:
+    """Return the options of an object: "hosts" groups the ranks by host, in halves."""
+    return {"hosts": halves(num_ranks)} if way == "hosts" else {}
 
 
 def shares(num_ranks: int, total: int) -> list[int]:
     return [total * (r + 1) // num_ranks for r in range(num_ranks)]
 
 
-def run_all(rank: int, num_ranks: int, tried: list[Case], gather: bool) -> list[torch.Tensor]:
+def run_all(rank: int, num_ranks: int, tried: list[Case], way: str) -> list[torch.Tensor]:
     outs = []
-    for case in tried:
+    mixed = {"hosts": list("abba")} if way == "hosts" and num_ranks == 4 else by(way, num_ranks)
+    for number, case in enumerate(tried):
         layer, (token_ends, expert_ends) = case.build(), case.cuts(num_ranks)
-        parallel = open_here(layer, case.format, rank, expert_ends, gather)
+        options = by(way, num_ranks) if number % 4 else mixed
+        parallel = open_here(layer, case.format, rank, expert_ends, way != "counted", **options)
         outs.append(parallel.moe(*inputs_of(layer, rank, token_ends)).cpu())
         parallel.check()
         dist.barrier()
@@ -71,8 +92,8 @@ def run_all(rank: int, num_ranks: int, tried: list[Case], gather: bool) -> list[
 
 
 @pytest.mark.gpu(2)
-@pytest.mark.parametrize("gather", [True, False], ids=["gathered", "counted"])
-def test_the_bits_of_one_rank(gather):
+@pytest.mark.parametrize("way", ["gathered", "counted", "hosts"])
+def test_the_bits_of_one_rank(way):
     num_ranks = num_ranks_here()
     tried = [Case(format) for format in FORMATS]
     tried += [
@@ -85,16 +106,16 @@ def test_the_bits_of_one_rank(gather):
         Case("fp8_block128", {"tokens": 3000, "hidden": 1024, "intermediate": 512}),
         *random_cases(num_ranks, 12, seed=num_ranks),
     ]
-    outcomes = run_ranks(num_ranks, run_all, tried, gather, backend="nccl", timeout_s=300)
+    outcomes = run_ranks(num_ranks, run_all, tried, way, backend="nccl", timeout_s=300)
     assert [outcome.text for outcome in outcomes] == [""] * num_ranks
     for number, case in enumerate(tried):
         assert_same_bits(torch.cat([outcome.value[number] for outcome in outcomes]), on_one_rank(case))
 
 
-def presummed(rank: int, num_ranks: int, format: str) -> tuple[torch.Tensor, bool, bool]:
+def presummed(rank: int, num_ranks: int, format: str, way: str) -> tuple[torch.Tensor, bool, bool]:
     """Return the output, whether forty more calls give equal bits, and whether rows were summed on the ranks."""
     layer = make(**LAYER)
-    parallel = open_here(layer, format, rank, shares(num_ranks, 8), presum=True)
+    parallel = open_here(layer, format, rank, shares(num_ranks, 8), presum=True, **by(way, num_ranks))
     inputs = inputs_of(layer, rank, shares(num_ranks, 60))
     out = parallel.moe(*inputs)
     again = [torch.equal(parallel.moe(*inputs), out) for _ in range(40)]
@@ -104,22 +125,25 @@ def presummed(rank: int, num_ranks: int, format: str) -> tuple[torch.Tensor, boo
 
 @pytest.mark.gpu(2)
 @pytest.mark.parametrize("format", ["bf16", "fp8_row"])
-def test_presum(format):
+@pytest.mark.parametrize("way", WAYS)
+def test_presum(way, format):
     num_ranks = num_ranks_here()
-    outcomes = run_ranks(num_ranks, presummed, format, backend="nccl", timeout_s=100)
+    outcomes = run_ranks(num_ranks, presummed, format, way, backend="nccl", timeout_s=100)
+    assert [outcome.text for outcome in outcomes] == [""] * num_ranks
     assert [outcome.value[1:] for outcome in outcomes] == [(True, True)] * num_ranks
     layer, routing = on_gpu(make(**LAYER))
     layer.routing = routing
-    want = summed_by_rank(layer, format, [0, *shares(num_ranks, 8)])
+    # Sums of a host that holds experts 0 to 3 are those of a rank that holds them.
+    want = summed_by_rank(layer, format, [0, 4, 8] if way == "hosts" else [0, *shares(num_ranks, 8)])
     assert_same_bits(torch.cat([outcome.value[0] for outcome in outcomes]), want.cpu())
 
 
-def run_often(rank: int, num_ranks: int, num_calls: int) -> dict[str, bool]:
+def run_often(rank: int, num_ranks: int, num_calls: int, way: str) -> dict[str, bool]:
     """Run consecutive calls with two inputs in turn, then again from a graph whose inputs change."""
     layers = [make(**(LAYER | {"seed": seed})) for seed in (0, 1)]
     layers[1].gate_up, layers[1].down = layers[0].gate_up, layers[0].down
     ends = [shares(num_ranks, 60), [60] * num_ranks]
-    parallel = open_here(layers[0], "fp8_row", rank, shares(num_ranks, 8))
+    parallel = open_here(layers[0], "fp8_row", rank, shares(num_ranks, 8), **by(way, num_ranks))
     given = [inputs_of(layer, rank, ends) for layer, ends in zip(layers, ends, strict=True)]
     first = [parallel.moe(*inputs).clone() for inputs in given]
     different = torch.zeros((), dtype=torch.bool, device=f"cuda:{rank}")
@@ -128,20 +152,57 @@ def run_often(rank: int, num_ranks: int, num_calls: int) -> dict[str, bool]:
         different |= (out != first[call % 2]).any() if out.numel() else False
     torch.cuda.synchronize()
     parallel.check()
-    return {"same": not bool(different), "graph": _same_from_a_graph(parallel, given[0], first[0])}
+    known = parallel._calls.known.values()
+    return {
+        "same": not bool(different), "prepared": sum(isinstance(call, Prepared) for call in known) >= 1,
+        "graph": _same_from_a_graph(parallel, given[0], first[0]),
+    }  # fmt: skip
 
 
 @pytest.mark.gpu(2)
-def test_two_thousand_calls_and_a_graph():
+@pytest.mark.parametrize("way", WAYS)
+def test_two_thousand_calls_and_a_graph(way):
     num_ranks = num_ranks_here()
-    outcomes = run_ranks(num_ranks, run_often, 2000, backend="nccl", timeout_s=200)
-    assert [outcome.value for outcome in outcomes] == [{"same": True, "graph": True}] * num_ranks
+    outcomes = run_ranks(num_ranks, run_often, 2000, way, backend="nccl", timeout_s=200)
+    assert [outcome.text for outcome in outcomes] == [""] * num_ranks
+    assert [outcome.value for outcome in outcomes] == [{"same": True, "prepared": True, "graph": True}] * num_ranks
 
 
-def waits(rank: int, num_ranks: int) -> bool:
+def prepared_bits(rank: int, num_ranks: int, format: str, way: str) -> dict[str, bool]:
+    """Run calls with other tokens and routings at other addresses, each prepared and as always; then a graph of one."""
+    first = make(**LAYER)
+    parallel = open_here(first, format, rank, shares(num_ranks, 8), **by(way, num_ranks))
+    layers = [replace(make(**LAYER, seed=seed), gate_up=first.gate_up, down=first.down) for seed in range(4)]
+    given = [inputs_of(layer, rank, shares(num_ranks, 60)) for layer in layers]
+    same, want = True, []
+    for call in range(12):
+        shortcuts.PREPARED = True
+        out = parallel.moe(*given[call % 4])
+        shortcuts.PREPARED = False
+        want.append(parallel.moe(*given[call % 4]))
+        same &= torch.equal(out, want[-1])
+    shortcuts.PREPARED = True
+    known = list(parallel._calls.known.values())
+    return {
+        "same": same, "replayed": len(known) == 1 and isinstance(known[0], Prepared),
+        "graph": _same_from_a_graph(parallel, given[0], want[0]),
+    }  # fmt: skip
+
+
+@pytest.mark.gpu(2)
+@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("format", ["bf16", "fp8_block128", "mxfp4"])
+def test_prepared_calls(format, way):
+    num_ranks = num_ranks_here()
+    outcomes = run_ranks(num_ranks, prepared_bits, format, way, backend="nccl", timeout_s=100)
+    assert [outcome.text for outcome in outcomes] == [""] * num_ranks
+    assert [outcome.value for outcome in outcomes] == [{"same": True, "replayed": True, "graph": True}] * num_ranks
+
+
+def waits(rank: int, num_ranks: int, way: str) -> bool:
     """Return whether a call returns while the device is still busy with what was queued before it."""
     layer = make(**LAYER)
-    parallel = open_here(layer, "bf16", rank, shares(num_ranks, 8))
+    parallel = open_here(layer, "bf16", rank, shares(num_ranks, 8), **by(way, num_ranks))
     inputs = inputs_of(layer, rank, shares(num_ranks, 60))
     parallel.moe(*inputs)
     torch.cuda.synchronize()
@@ -156,16 +217,17 @@ def waits(rank: int, num_ranks: int) -> bool:
 
 
 @pytest.mark.gpu(2)
-def test_the_host_never_waits_for_the_device():
+@pytest.mark.parametrize("way", WAYS)
+def test_the_host_never_waits_for_the_device(way):
     num_ranks = num_ranks_here()
-    outcomes = run_ranks(num_ranks, waits, backend="nccl", timeout_s=100)
+    outcomes = run_ranks(num_ranks, waits, way, backend="nccl", timeout_s=100)
     assert [(outcome.value, outcome.text) for outcome in outcomes] == [(False, "")] * num_ranks
 
 
-def fault(rank: int, num_ranks: int, kind: str, timeout_s: float) -> tuple[str, str, float, bool]:
+def fault(rank: int, num_ranks: int, kind: str, timeout_s: float, way: str) -> tuple[str, str, float, bool]:
     """Make rank 1 fail; return the others' errors, their seconds, and whether the failed call's output is all NaN."""
     layer = make(**LAYER)
-    parallel = open_here(layer, "bf16", rank, shares(num_ranks, 8), timeout_s=timeout_s)
+    parallel = open_here(layer, "bf16", rank, shares(num_ranks, 8), timeout_s=timeout_s, **by(way, num_ranks))
     inputs = inputs_of(layer, rank, shares(num_ranks, 60))
     parallel.moe(*inputs)
     torch.cuda.synchronize()
@@ -191,27 +253,29 @@ def fault(rank: int, num_ranks: int, kind: str, timeout_s: float) -> tuple[str, 
 
 
 @pytest.mark.gpu(2)
+@pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize("kind", ["dies", "is late", "is a little late"])
-def test_a_lost_rank_is_named_on_every_other(kind):
+def test_a_lost_rank_is_named_on_every_other(kind, way):
     num_ranks, timeout_s = num_ranks_here(), 6.0
-    outcomes = run_ranks(num_ranks, fault, kind, timeout_s, backend="nccl", timeout_s=100)
+    outcomes = run_ranks(num_ranks, fault, kind, timeout_s, way, backend="nccl", timeout_s=100)
     assert_rank_1_is_named(kind, outcomes, timeout_s)
     if kind == "is late":  # rows of a call that the others gave up are in its buffers
         assert outcomes[1].value[3]
 
 
-def mistakes(rank: int, num_ranks: int) -> list[tuple[str, bool]]:
+def mistakes(rank: int, num_ranks: int, way: str) -> list[tuple[str, bool]]:
     """Let rank 1 make one mistake after the other, each followed by a right call."""
     layer = make(**LAYER)
-    parallel = open_here(layer, "bf16", rank, shares(num_ranks, 8))
+    parallel = open_here(layer, "bf16", rank, shares(num_ranks, 8), **by(way, num_ranks))
     inputs = inputs_of(layer, rank, shares(num_ranks, 60))
     return each_mistake(parallel, inputs, rank)
 
 
 @pytest.mark.gpu(2)
-def test_one_ranks_mistake_is_an_error_on_all_and_the_next_call_is_right():
+@pytest.mark.parametrize("way", WAYS)
+def test_one_ranks_mistake_is_an_error_on_all_and_the_next_call_is_right(way):
     num_ranks = num_ranks_here()
-    outcomes = run_ranks(num_ranks, mistakes, backend="nccl", timeout_s=100)
+    outcomes = run_ranks(num_ranks, mistakes, way, backend="nccl", timeout_s=100)
     for rank, outcome in enumerate(outcomes):
         assert outcome.text == ""
         for (text, right_again), message in zip(outcome.value, MISTAKES.values(), strict=True):
@@ -221,24 +285,68 @@ def test_one_ranks_mistake_is_an_error_on_all_and_the_next_call_is_right():
                 assert text.startswith("rank 1 of the group refused its arguments")
 
 
-def by_host(rank: int, num_ranks: int) -> str:
-    try:
-        open_here(make(**LAYER), "bf16", rank, shares(num_ranks, 8), hosts=[str(r) for r in range(num_ranks)])
-    except ValueError as error:
-        return str(error)
-    return "opened"
+def bytes_sent(rank: int, num_ranks: int, presum: bool) -> tuple[list[int], tuple[int, int], int]:
+    """Run a call by host; return the bytes that each collective sends to other hosts, those that the layout has, and
+    those that a flat exchange of the same sizes sends to other hosts."""
+    seen: list[int] = []
+
+    def counting(collective):
+        def queued(backend, out, sent):
+            run = collective(backend, out, sent)
+            num_bytes = sent.nbytes * (backend.size() - 1) if out.nbytes > sent.nbytes else sent[1:].nbytes
+            return lambda: (seen.append(num_bytes), run())
+
+        return queued
+
+    hosts_device.queued_gather = counting(hosts_device.queued_gather)
+    hosts_device.queued_exchange = counting(hosts_device.queued_exchange)
+    layer = make(**(LAYER | {"k": 6}))
+    parallel = open_here(layer, "fp8_row", rank, shares(num_ranks, 8), presum=presum, **by("hosts", num_ranks))
+    parallel.moe(*inputs_of(layer, rank, shares(num_ranks, 60)))
+    parallel.check()
+    whole = parallel.buffers.layout.whole
+    flat = gathered_device.GatheredLayout(*(getattr(whole, name) for name in SIZES), presum, rank)
+    others = num_ranks // 2
+    return seen, parallel.buffers.layout.bytes_between_hosts, others * (flat.segment_bytes + 2 * flat.part_columns)
 
 
 @pytest.mark.gpu(2)
-def test_ranks_over_nccl_are_not_grouped_by_host():
-    for outcome in run_ranks(num_ranks_here(), by_host, backend="nccl", timeout_s=100):
-        assert "hosts: expected None over NCCL" in outcome.value
+@pytest.mark.parametrize("presum", [False, True])
+def test_bytes_between_hosts(presum):
+    num_ranks = num_ranks_here()
+    outcomes = run_ranks(num_ranks, bytes_sent, presum, backend="nccl", timeout_s=100)
+    for outcome in outcomes:
+        assert outcome.text == ""
+        seen, (dispatch, combine), flat = outcome.value
+        assert seen == [dispatch, combine]
+        if num_ranks == 4:  # a rank has one peer on the other host, not two
+            assert dispatch + combine <= 0.52 * flat
 
 
-def layers_in_turn(rank: int, num_ranks: int) -> tuple[bool, bool]:
+def without_shared_memory(rank: int, num_ranks: int) -> tuple[str, str]:
+    """Open by host where ranks of a host can't map each other's memory; return how tokens are exchanged, and why."""
+
+    def fail(*_):
+        raise RuntimeError("no way there")
+
+    torch.cuda.set_device(rank)
+    memory.symmetric_memory.connect_part = memory.symmetric_memory.set_peers = fail
+    given = make(**LAYER), "bf16", rank, shares(num_ranks, 8), f"cuda:{rank}"
+    parallel = cases.open_parallel(*given, max_tokens=60, num_topk=3, hosts=halves(num_ranks))
+    return parallel.exchange, parallel.why
+
+
+@pytest.mark.gpu(2)
+def test_ranks_of_a_host_that_share_no_memory_are_not_grouped():
+    for outcome in run_ranks(num_ranks_here(), without_shared_memory, backend="nccl", timeout_s=100):
+        assert outcome.value[0] in ("gathered", "counted")
+        assert outcome.value[1] == "rank 0: no way there"
+
+
+def layers_in_turn(rank: int, num_ranks: int, way: str) -> tuple[bool, bool]:
     """Call two layers of equal sizes in turn; return whether they share buffers, and whether they are right."""
     layers = [make(**(LAYER | {"seed": seed})) for seed in (0, 1)]
-    opened = [open_here(layer, "fp8_row", rank, shares(num_ranks, 8)) for layer in layers]
+    opened = [open_here(layer, "fp8_row", rank, shares(num_ranks, 8), **by(way, num_ranks)) for layer in layers]
     given = [inputs_of(layer, rank, shares(num_ranks, 60)) for layer in layers]
     first = [parallel.moe(*inputs).clone() for parallel, inputs in zip(opened, given, strict=True)]
     again = [torch.equal(opened[i % 2].moe(*given[i % 2]), first[i % 2]) for i in range(40)]
@@ -246,9 +354,10 @@ def layers_in_turn(rank: int, num_ranks: int) -> tuple[bool, bool]:
 
 
 @pytest.mark.gpu(2)
-def test_layers_share_buffers():
+@pytest.mark.parametrize("way", WAYS)
+def test_layers_share_buffers(way):
     num_ranks = num_ranks_here()
-    outcomes = run_ranks(num_ranks, layers_in_turn, backend="nccl", timeout_s=100)
+    outcomes = run_ranks(num_ranks, layers_in_turn, way, backend="nccl", timeout_s=100)
     assert [outcome.value for outcome in outcomes] == [(True, True)] * num_ranks
 
 
@@ -281,6 +390,46 @@ def launched() -> dict[str, str]:
                 torch.cuda.synchronize()
                 assert not buffers.domain.report.any()
     return found
+
+
+def launch_between_hosts(found: dict[str, str]) -> None:
+    """Launch the kernels between hosts, on the registry's sizes, alone: a rank's own parcel comes from all hosts."""
+    layer, routing = on_gpu(make(tokens=kernels.M, experts=16, k=kernels.NUM_TOPK, hidden=kernels.HIDDEN))
+    ids = torch.where(routing.topk_ids < 0, routing.topk_ids, routing.topk_ids * (kernels.NUM_EXPERTS // 16))
+    with watched(lambda sha256, kernel: found.setdefault(sha256, kernel.asm["ptx"])):
+        for case in [("bf16", True), *((format, False) for format in FORMATS)]:
+            like = kernels._hosts(*case)
+            sizes = like.layout, like.grid, 1, range(0, kernels.NUM_EXPERTS + 1, 32), 10.0, torch.device("cuda")
+            buffers = hosts_device.open_buffers(*sizes, shared=False)
+            address = buffers.domain.memory.data_ptr()
+            symmetric_memory.set_peers(buffers.domain, [address] * buffers.domain.layout.num_ranks)
+            hosts_device.pack_parcel(buffers, layer.tokens, routing.topk_weights, ids)
+            for parcel in buffers.parcels:
+                parcel.copy_(buffers.own_parcel)
+            hosts_device.unpack(buffers)
+            torch.cuda.synchronize()
+            kept = buffers.topk_ids.view(kernels.NUM_HOSTS, -1, kernels.NUM_TOPK)[:, :-1]
+            assert torch.equal(kept, torch.where(ids < kernels.NUM_EXPERTS // 2, ids, -1).expand_as(kept))
+            launch_kernel(hosts_device.KERNELS, "seal_kernel", hosts_device.seal_arguments(buffers))
+            buffers.received.zero_()
+            for part in buffers.received:
+                part[-8:].view(torch.int32)[0] = 1
+            assert not hosts_device.sum_received(buffers, ids).any()  # NaN isn't 0
+            torch.cuda.synchronize()
+            assert not buffers.late.any()
+
+
+@cache
+def launched_between_hosts() -> dict[str, str]:
+    found: dict[str, str] = {}
+    launch_between_hosts(found)
+    return found
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("case", kernels.HOSTS, ids=lambda case: case.name)
+def test_registered_between_hosts(case):
+    assert_same_code(case.name, case.launch(), launched_between_hosts())
 
 
 @pytest.mark.gpu

@@ -1,4 +1,4 @@
-"""Prepared calls of ExpertParallel over NVLink, its kernels compiled without a GPU: a replay's parameters are right."""
+"""Prepared calls of ExpertParallel, its kernels compiled without a GPU: a replay's parameters are right."""
 
 from collections.abc import Iterator
 from contextlib import nullcontext
@@ -10,13 +10,14 @@ import torch.distributed as dist
 from envoi.moe.parallel import ExpertParallel
 from envoi.moe.parallel.symmetric_memory import SharedLayout
 from tests.moe.layers import make
-from tests.moe.parallel.domains import open_all
+from tests.moe.parallel.domains import gathered_alone, hosts_alone, open_all, use
 from tests.runtime.conftest import hopper
 from tests.runtime.prepared_cases import Case
 from tests.runtime.test_prepared_hopper import assert_replayed
 
 __all__ = ["hopper"]
 
+WAYS = {"memory": lambda layout: open_all(layout, [0, 4])[0], "gathered": gathered_alone, "hosts": hosts_alone}
 SIZES = {"tokens": 16, "experts": 4, "k": 2, "hidden": 256, "intermediate": 256}
 
 
@@ -29,13 +30,18 @@ def group(tmp_path) -> Iterator[None]:
 
 @pytest.mark.usefixtures("group")
 @pytest.mark.parametrize(
-    ("format", "presum", "num_launches"), [("bf16", False, 7), ("fp8_block128", False, 8), ("fp8_row", True, 9)]
-)
-def test_parameters(hopper, monkeypatch, format, presum, num_launches):
+    ("way", "format", "presum", "num_launches"),
+    [
+        ("memory", "bf16", False, 7), ("memory", "fp8_block128", False, 8), ("memory", "fp8_row", True, 9),
+        ("gathered", "bf16", False, 10), ("gathered", "fp8_block128", True, 12), ("hosts", "bf16", False, 14),
+        ("hosts", "fp8_block128", True, 16),
+    ],
+)  # fmt: skip
+def test_parameters(hopper, monkeypatch, way, format, presum, num_launches):
     monkeypatch.setattr(torch.cuda, "device", lambda device: nullcontext())
     parallel = ExpertParallel(make(**SIZES).pack(format), max_tokens=16, num_topk=2)
-    (domain,) = open_all(SharedLayout(1, 4, 16, 2, 256, format, presum), [0, 4])
-    domain.watch, parallel.domain, parallel._lock = parallel.channel.watch, domain, domain.lock
+    owner = WAYS[way](SharedLayout(1, 4, 16, 2, 256, format, presum))
+    use(parallel, owner)
 
     def arguments(i: int) -> tuple[tuple, dict]:
         layer = make(**SIZES, seed=i)
@@ -45,5 +51,5 @@ def test_parameters(hopper, monkeypatch, format, presum, num_launches):
         parallel.experts = experts  # objects of a model's layers share a domain
         return parallel.moe(tokens, routing)
 
-    assert_replayed(Case(run, arguments), hopper, domain.calls, domain.calls.owned)
+    assert_replayed(Case(run, arguments), hopper, owner.calls, owner.calls.owned)
     assert len(hopper.calls) == num_launches

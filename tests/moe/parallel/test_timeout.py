@@ -5,6 +5,7 @@ import pickle
 import pytest
 
 from envoi import PeerTimeout
+from envoi.moe.parallel.timeout import Watch
 
 CASES = {
     "rank 3 is lost": ([3], "dispatch", 2.0),
@@ -23,3 +24,63 @@ def test_it_comes_back_from_a_pickle_as_it_was(words):
     got = pickle.loads(pickle.dumps(error))
     assert type(got) is PeerTimeout
     assert (str(got), got.ranks, got.step) == (str(error), error.ranks, error.step)
+
+
+class Work:
+    """Collective that is complete at the given look, or never; notes when the stream was made to wait for it."""
+
+    def __init__(self, looks: int, events: list[str], name: str):
+        self.looks, self.events, self.name = looks, events, name
+
+    def wait(self) -> None:
+        self.events.append(f"{self.name} queued")
+
+    def is_completed(self) -> bool:
+        self.looks -= 1
+        if self.looks < 0:
+            self.events.append(f"{self.name} complete")
+        return self.looks < 0
+
+
+def watch(timeout_s: float, monkeypatch) -> Watch:
+    made = Watch(None, "a", [0, 1], 0, timeout_s)  # pyright: ignore[reportArgumentType]
+    made.deadline = None
+    monkeypatch.setattr(made, "alarmed", lambda ask: False)
+
+    def fail(step: str, cause: Exception, waited_s: float) -> None:
+        made.failure = PeerTimeout([1], step, timeout_s)
+        raise made.failure
+
+    monkeypatch.setattr(made, "fail", fail)
+    return made
+
+
+def test_queued_collectives_are_waited_for_at_the_end(monkeypatch):
+    made, events = watch(10.0, monkeypatch), []
+    for name, looks in (("first", 2), ("second", 0)):
+        made.queue(lambda name=name, looks=looks: Work(looks, events, name), name)
+    assert events == ["first queued", "second queued"]
+    made.finish()
+    assert events[2:] == ["first complete", "second complete"]
+    made.finish()  # none is left
+    assert len(events) == 4
+
+
+def test_a_queued_collective_that_never_ends_is_a_timeout_of_its_step(monkeypatch):
+    made, events = watch(0.2, monkeypatch), []
+    made.queue(lambda: Work(0, events, "dispatch"), "dispatch")
+    made.queue(lambda: Work(1 << 30, events, "combine"), "combine")
+    with pytest.raises(PeerTimeout, match=r"^combine: rank 1 is lost"):
+        made.finish()
+    with pytest.raises(PeerTimeout, match="combine"):
+        made.queue(lambda: Work(0, events, "dispatch"), "dispatch")
+
+
+def test_a_collective_that_cant_be_queued_is_a_timeout_too(monkeypatch):
+    made = watch(0.2, monkeypatch)
+
+    def broken():
+        raise RuntimeError("connection closed")
+
+    with pytest.raises(PeerTimeout, match="^dispatch: "):
+        made.queue(broken, "dispatch")

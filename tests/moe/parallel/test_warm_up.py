@@ -1,10 +1,11 @@
 """Warm-up by several real processes: refusals on all of them, even shares, and peers that compile for long."""
 
 import time
+from contextlib import nullcontext
 
 import pytest
 
-from envoi.moe.parallel import ExpertParallel, warm_up
+from envoi.moe.parallel import ExpertParallel, api, warm_up
 from envoi.moe.parallel.command import experts_without_memory
 from envoi.moe.parallel.symmetric_memory import SharedLayout
 from envoi.runtime.devices import Target, standing_for
@@ -34,6 +35,31 @@ def test_on_cpus_there_is_nothing_to_compile_and_refusals_are_everyones():
     first, second = run_ranks(2, warm, [(None, 1), (None, 0), (2, 2)])
     assert first.value == [0, f"rank 1 of the group refused its arguments: {text}", 0]
     assert second.value == [0, text, 0]
+
+
+def warm_counted(rank: int, num_ranks: int, sizes: list[dict]) -> list:
+    """Warm up as on GPUs whose rows are counted, without compiling; return the call that is rehearsed, or the error."""
+    api.compiles, found = lambda device: True, []
+    api.torch.cuda.device = lambda device: nullcontext()
+    api.Target.of = lambda device: Target("sm_90")
+    api.gathering_pays = lambda *_: False
+    api.compile_together = lambda channel, call, *_: {"one": (call.most, call.num_topk), "two": None}
+    for given in sizes:
+        parallel = ExpertParallel(make(experts=4).pack(), **given)
+        assert parallel.exchange == "counted"
+        try:
+            found.append(parallel.warm_up())
+        except ValueError as error:
+            found.append(str(error))
+    return found
+
+
+def test_counted_rows_are_warmed_up_if_their_number_is_bounded():
+    for outcome in run_ranks(2, warm_counted, [{"max_tokens": 20, "num_topk": 3}, {}]):
+        assert outcome.text == ""
+        number, text = outcome.value
+        assert number == 2
+        assert text.startswith("warm_up: expected max_tokens and num_topk, got None")
 
 
 def compile_slowly(rank: int, num_ranks: int, fails: bool) -> tuple[list[str], list[str], float]:

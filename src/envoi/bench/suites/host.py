@@ -17,7 +17,17 @@ from typing import Any, cast
 import torch
 import torch.distributed as dist
 
-from envoi.bench.shapes import Case, GemmShape, GroupedShape, HostShape, IndexerShape, MoeShape, RouterShape, moe_name
+from envoi.bench.shapes import (
+    TRANSPORTS,
+    Case,
+    GemmShape,
+    GroupedShape,
+    HostShape,
+    IndexerShape,
+    MoeShape,
+    RouterShape,
+    moe_name,
+)
 from envoi.bench.suites import indexer, inputs, moe, router, torch_gemm
 from envoi.bench.suites.endings import ENDINGS
 from envoi.bench.suites.torch_moe import Layer, eager_moe, parallel_moe
@@ -26,7 +36,6 @@ from envoi.bench.trial import OURS, Bench, Trial, those_that_run
 from envoi.gemm import gemm, grouped_gemm
 from envoi.indexer.workloads import one
 from envoi.moe import moe as run_moe
-from envoi.moe.parallel import ExpertParallel
 from envoi.moe.router.cases import rule_of
 
 LOOP = {"cuda": 100, "cpu": 3}
@@ -58,8 +67,10 @@ class Operation:
 def cases(suite: str) -> list[Case]:
     """Return the cases of host or host_loop."""
     found = [Case(suite, _name(shape), shape) for shape in _on_gpu()]
-    for tokens in (64, 512):
-        shape = HostShape("ExpertParallel.moe", MoeShape(*SHARED, tokens, "fp8_block128"))
+    over_ranks = [MoeShape(*SHARED, tokens, "fp8_block128") for tokens in (64, 512)]
+    over_ranks += [MoeShape(*SHARED, 64, "fp8_block128", transport=transport) for transport in TRANSPORTS]
+    for sizes in over_ranks:
+        shape = HostShape("ExpertParallel.moe", sizes)
         found.append(Case(suite, _name(shape), shape, over_ranks=True, alone=False))
     for shape in _on_cpu():
         shared = shape.operator == "ExpertParallel.moe"
@@ -272,7 +283,7 @@ class _Shared(AbstractContextManager):
 
     def __init__(self, sizes: MoeShape, bench: Bench):
         layer = moe.make_layer(sizes, bench.device, bench.rank, bench.num_ranks)
-        self.parallel = ExpertParallel(layer.packed, timeout_s=60, max_tokens=sizes.num_tokens, num_topk=sizes.num_topk)
+        self.parallel = moe.open_parallel(sizes, layer, bench.num_ranks)
         self.operation = _of_layer(
             sizes, layer, lambda: self.parallel.moe(layer.tokens, layer.routing),
             lambda: parallel_moe(layer, bench.num_ranks),

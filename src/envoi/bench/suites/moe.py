@@ -1,6 +1,9 @@
 """Experts on one rank compared with torch's grouped matmul, over ranks with the same between two all-to-alls.
 
-Over NVLink a call is replayed from a CUDA graph, as servers do; torch's, which copies sizes to the host, can't be.
+Over ranks a call is replayed from a CUDA graph, as servers do, unless rows are counted; torch's, which copies sizes to
+the host, can't be. "over nccl" in a case: shared memory is left unused; "by host": both halves of the ranks stand for
+a host each, and share memory among themselves; "launched" is the same call without a graph, "counted"
+with rows in counted numbers between all ranks alike.
 Routing is uniform and random, but with skew. Error: sampled tokens against float64 on the packed weights.
 The baseline of fp8 on one GPU is torch's grouped matmul in FP8 with row scales; otherwise torch's time and error are
 those of bf16. Other libraries' layers are measured beside them where they are installed (`moe_peers.py`).
@@ -8,7 +11,7 @@ those of bf16. Other libraries' layers are measured beside them where they are i
 
 from collections.abc import Callable
 from dataclasses import replace
-from typing import cast
+from typing import Any, cast
 
 import torch
 import torch.distributed as dist
@@ -23,7 +26,7 @@ from envoi.bench.trial import Bench, Trial, generator, relative_error, sample_ro
 from envoi.moe import moe, pack
 from envoi.moe.oracle import moe_oracle
 from envoi.moe.pack import READ_AS_STORED
-from envoi.moe.parallel import ExpertParallel
+from envoi.moe.parallel import ExpertParallel, hosts_device
 from envoi.quant.formats import format_named
 from envoi.types import ExpertWeights, Matrix, QuantTensor, Routing
 
@@ -74,7 +77,7 @@ def _interleaved(layer: Layer) -> Run:
 
 
 def _measure_ranks(shape: MoeShape, layer: Layer, bench: Bench) -> Trial:
-    parallel = ExpertParallel(layer.packed, timeout_s=60, max_tokens=shape.num_tokens, num_topk=shape.num_topk)
+    parallel = open_parallel(shape, layer, bench.num_ranks)
 
     def ours() -> torch.Tensor:
         return parallel.moe(layer.tokens, layer.routing)
@@ -84,14 +87,48 @@ def _measure_ranks(shape: MoeShape, layer: Layer, bench: Bench) -> Trial:
     }
     if bench.on_gpu and shape.format == "fp8_block128":
         candidates["sgl_deep_gemm"] = lambda: bench.clock.ranks(deep_gemm_moe(shape, layer.tokens, layer.routing))
+    if shape.transport and parallel.exchange != "counted":
+        candidates["launched"] = lambda: bench.clock.ranks(ours)
+        counted = _OverCollectives(layer.packed, timeout_s=60)
+        candidates["counted"] = lambda: bench.clock.ranks(lambda: counted.moe(layer.tokens, layer.routing))
     baselines, missing = time_baselines(candidates)
-    timing = bench.clock.ranks(bench.clock.graph(ours) if parallel.transport == "nvlink" else ours)
+    timing = bench.clock.ranks(ours if parallel.exchange == "counted" else bench.clock.graph(ours))
     error = errors(layer, ours(), parallel_moe(layer, bench.num_ranks))
     parallel.check()
     dist.barrier()
+    details = moe_peers.versions(list(baselines)) | how_tokens_travel(shape, parallel)
     parallel.close()
-    details = moe_peers.versions(list(baselines))
     return Trial(timing, baselines, error, *ideal_work(shape, layer), missing, details)
+
+
+class _OverCollectives(ExpertParallel):
+    """ExpertParallel as on ranks that can't reach each other's memory."""
+
+    def _open_domain(self, *_: object) -> tuple[None, str]:
+        return None, "left unused"
+
+
+def open_parallel(shape: MoeShape, layer: Layer, num_ranks: int) -> ExpertParallel:
+    """Open the case's object. Raises ValueError for two hosts of an odd number of ranks. Collective."""
+    sizes: dict[str, Any] = {"timeout_s": 60, "max_tokens": shape.num_tokens, "num_topk": shape.num_topk}
+    if not shape.transport:
+        return ExpertParallel(layer.packed, **sizes)
+    if shape.transport == "over nccl":
+        return _OverCollectives(layer.packed, **sizes, presum=shape.presum)
+    if num_ranks % 2:
+        raise ValueError(f"--nproc-per-node: expected an even number for two hosts, got {num_ranks}")
+    hosts = [str(2 * rank // num_ranks) for rank in range(num_ranks)]
+    return ExpertParallel(layer.packed, **sizes, presum=shape.presum, hosts=hosts)
+
+
+def how_tokens_travel(shape: MoeShape, parallel: ExpertParallel) -> dict[str, str | float]:
+    """Return the details of a case with a transport: the exchange, and a rank's bytes to other hosts in a call."""
+    if not shape.transport:
+        return {}
+    details: dict[str, str | float] = {"exchange": parallel.exchange, "transport": parallel.transport}
+    if isinstance(parallel.buffers, hosts_device.Buffers):
+        details["sent_to_other_hosts_bytes"] = sum(parallel.buffers.layout.bytes_between_hosts)
+    return details
 
 
 def ideal_work(shape: MoeShape, layer: Layer) -> tuple[float, float, str]:

@@ -26,11 +26,12 @@ from envoi.moe.op import (
     unflatten,
     widened,
 )
-from envoi.moe.parallel import counted, gathered, gathered_device, nvlink, symmetric_memory
+from envoi.moe.parallel import counted, gathered, gathered_device, hosts_device, memory, nvlink
 from envoi.moe.parallel.collectives import gather_texts
 from envoi.moe.parallel.dispatch import REFUSED_ON_HOST
-from envoi.moe.parallel.hosts import Hosts, agree_on_hosts, connect_hosts
+from envoi.moe.parallel.hosts import Grid, Hosts, agree_on_hosts, connect_hosts, connect_rail
 from envoi.moe.parallel.load import Load, empty_history, load_of, note
+from envoi.moe.parallel.memory import NVLINK
 from envoi.moe.parallel.opening import (
     DEFAULT_TIMEOUT_S,
     OPENING,
@@ -38,7 +39,6 @@ from envoi.moe.parallel.opening import (
     check_options,
     complaint,
     device_and_timeout,
-    first_error,
     name_object,
     open_channel,
     raise_together,
@@ -48,22 +48,20 @@ from envoi.moe.parallel.opening import (
 )
 from envoi.moe.parallel.symmetric_memory import Domain, SharedLayout
 from envoi.moe.parallel.timeout import PeerTimeout
-from envoi.moe.parallel.warm_up import ParallelCall, compile_together, load_together
+from envoi.moe.parallel.warm_up import CountedCall, ParallelCall, compile_together, load_together
 from envoi.moe.warm_up import check_jobs, compiles, prepare, without_tensors
 from envoi.plan.gathering import LINKS, gathering_pays
 from envoi.plan.presum import pays
 from envoi.runtime import shortcuts
 from envoi.runtime.custom_op import operator
 from envoi.runtime.devices import Target
-from envoi.runtime.prepared.calls import MISSED, plain
+from envoi.runtime.prepared.calls import MISSED, Calls, plain
 from envoi.types import ExpertWeights, Routing
 
-NVLINK = "all ranks reach each other's memory"
 # The operator finds its object by name.
 _instances: "weakref.WeakValueDictionary[str, ExpertParallel]" = weakref.WeakValueDictionary()
 # Objects of equal sizes, such as those of a model's layers, use the same memory in turn.
 _domains: "weakref.WeakValueDictionary[tuple, Domain]" = weakref.WeakValueDictionary()
-_buffers: "weakref.WeakValueDictionary[tuple, gathered_device.Buffers]" = weakref.WeakValueDictionary()
 
 
 class ExpertParallel:
@@ -90,15 +88,17 @@ class ExpertParallel:
         during the second GEMM, one rounding more, and bits that depend on the number of ranks. The room in bf16 is
         then max_tokens * num_ranks rows, but a call takes as many rows of hidden, in bf16, as it takes of intermediate.
         None = if a model of the time predicts that it is faster with max_tokens: for small intermediate sizes. Over
-        NCCL and gloo None means False, and True is ignored where tokens aren't gathered.
-    hosts: over gloo, the name of the host of each rank of the group, or "hostname": a token then crosses to another
-        host once, between ranks of the same place on their hosts, and is passed on there; and its rows come back the
-        same way, one for each slot. Hosts have equally many ranks. Needs max_tokens and num_topk, and presum isn't
-        taken. None = rows travel between all ranks alike.
+        NCCL and gloo None means False, and True is ignored where tokens are counted.
+    hosts: the name of the host of each rank of the group, or "hostname": a token then crosses to another host once,
+        between ranks of the same place on their hosts, and is passed on there, between GPUs by the kernels of NVLink;
+        its rows come back the same way, one for each slot, or with presum one sum for each host. Hosts have equally
+        many ranks. Needs max_tokens and num_topk. None = rows travel between all ranks alike, as they do if GPUs of a
+        host don't reach each other's memory (`why` says so). Over NCCL the room of max_tokens is that of NVLink
+        for the tokens of num_ranks / ranks of a host ranks, in bf16 once more.
 
     Attributes: num_experts (over all ranks), expert_offsets (rank r owns expert_offsets[r] : expert_offsets[r + 1]),
-    transport ("nvlink", "nccl" or "gloo"), why (the reason for that transport), exchange ("memory" over NVLink, else
-    "gathered" or "counted"), presum (True or False).
+    transport ("nvlink", "nccl" or "gloo"), why (the reason for that transport), exchange ("memory" over NVLink,
+    "hosts", "gathered" or "counted"), presum (True or False).
 
     Threads may share an object: its calls run one at a time. A call of one rank is then matched with any call of
     another, and each returns the rows of its own tokens; where rows are counted all of them need the same k. Two
@@ -129,8 +129,13 @@ class ExpertParallel:
         raise_together(gather_texts(self.channel, refusal, OPENING), refusal)
         self.experts, self.timeout_s = experts, timeout_s
         sizes = agree_on_sizes(self.channel, experts, timeout_s, max_tokens, num_topk, presum)
-        names = None if hosts is None else agree_on_hosts(self.channel, hosts, (max_tokens, num_topk), presum)
-        grouped = connect_hosts(self.channel, names, self.name, timeout_s) if names and len(set(names)) > 1 else None
+        names = [] if hosts is None else agree_on_hosts(self.channel, hosts, (max_tokens, num_topk), experts.device)
+        self._hosts = tuple(names) if len(set(names)) > 1 else ()
+        over_gloo = self.channel.data is self.channel.control
+        grouped = connect_hosts(self.channel, names, self.name, timeout_s) if self._hosts and over_gloo else None
+        rail = None
+        if self._hosts and not over_gloo:
+            rail = connect_rail(self.channel, Grid.of(self._hosts), self.name, timeout_s)
         self.channel.watch.opened(ranks_by_store(self.channel))
         self._lock: Any = threading.RLock()
         self.expert_offsets = [0, *itertools.accumulate(sizes)]
@@ -140,19 +145,30 @@ class ExpertParallel:
         self._history = empty_history(self.num_experts, experts.device)
         self.transport = "gloo" if self.channel.data is self.channel.control else "nccl"
         self.room: gathered.Room | None = None
-        self.buffers: gathered_device.Buffers | None = None
-        self.domain, self.why = self._open_domain(group, presum)
+        self.buffers: memory.Buffers | None = None
+        self.domain, self.why = self._open_domain(group, presum) if rail is None else (None, "")
         if self.domain is not None:
             self.transport = "nvlink"
-        else:
+        elif rail is not None:
+            layout = replace(self._layout(cast(int, max_tokens), cast(int, num_topk)), presum=bool(presum))
+            self.buffers, self.why = memory.open_hosts(self._owner, experts, layout, self._hosts, rail)
+        if self.domain is None and self.buffers is None:
             self._open_room(bool(presum), group, grouped)
         shared = self._shared()
         if shared is not None:
             self._lock = shared.lock  # objects that share memory take turns
-        layout = shared.layout if shared is not None else self.room.layout if self.room is not None else None
-        self.presum = layout is not None and layout.presum
-        self.exchange = "memory" if self.domain is not None else "counted" if layout is None else "gathered"
+        self.presum, self.exchange = self._how()
         _instances[self.name] = self
+
+    def _how(self) -> tuple[bool, str]:
+        """Return `presum` and `exchange`."""
+        if isinstance(self.buffers, hosts_device.Buffers):
+            return self.buffers.layout.whole.presum, "hosts"
+        if self.buffers is not None:
+            return self.buffers.layout.presum, "gathered"
+        if self.room is not None:
+            return self.room.layout.presum, "gathered" if self.room.hosts is None else "hosts"
+        return (False, "counted") if self.domain is None else (self.domain.layout.presum, "memory")
 
     def moe(self, tokens: torch.Tensor, routing: Routing) -> torch.Tensor:
         """Run the layer on this rank's tokens [M, H]: [M, H]; M may differ by rank and be 0. Collective.
@@ -168,7 +184,7 @@ class ExpertParallel:
         wrong raises at once (but for ids, which only the device knows), the output is NaN everywhere, and a later call
         or `check` raises. A `routing` that is no Routing of tensors is an error on this rank alone.
         """
-        if shortcuts.PREPARED and self.domain is not None and type(routing) is Routing and plain():
+        if shortcuts.PREPARED and self._calls is not None and type(routing) is Routing and plain():
             return self._moe_prepared(tokens, routing)
         return self._moe(tokens, routing)
 
@@ -183,17 +199,23 @@ class ExpertParallel:
     def _moe_prepared(self, tokens: torch.Tensor, routing: Routing) -> torch.Tensor:
         """Run the layer by prepared launches, if these shapes have any; its checks are those of `_run_on_device`."""
         with self._lock:
-            domain, experts = self.domain, self.experts
-            if domain is None:  # closed meanwhile
+            calls, experts = self._calls, self.experts
+            if calls is None:  # closed meanwhile
                 return self._moe(tokens, routing)
             self._check_lateness()
             constants = "moe_parallel", routing.num_experts, *constants_of(experts)
             tensors = tokens, routing.topk_weights, routing.topk_ids, *tensors_of(experts), self._history
-            out = domain.calls.replay(constants, tensors)
+            out = calls.replay(constants, tensors)
             if out is MISSED:
-                out = domain.calls.run(constants, tensors, partial(self._moe, tokens, routing))
+                out = calls.run(constants, tensors, partial(self._moe, tokens, routing))
             self.check()
             return out
+
+    @property
+    def _calls(self) -> Calls | None:
+        """Prepared calls, None where the host takes part in a call."""
+        owner = self.domain or self.buffers
+        return None if owner is None else owner.calls
 
     def warm_up(self, jobs: int | None = None, progress: bool = True) -> int:
         """Compile and load all kernels that calls with up to max_tokens tokens need; return how many. Collective.
@@ -204,23 +226,26 @@ class ExpertParallel:
         equal sizes, format and timeout_s share their kernels: one of them is enough.
 
         jobs: processes with which this rank compiles, by default as many as there are CPUs. progress: show it on stderr
-        if it takes longer than two seconds. Over NVLink calls with up to 256 tokens are prepared too, by making each of
-        them twice, unless ENVOI_PREPARED=0 or ENVOI_SAFE_LAUNCH=1. On CPUs there is nothing to compile.
+        if it takes longer than two seconds. Unless rows are counted (`exchange`), calls with up to 256 tokens are
+        prepared too, by making each of them twice, if neither ENVOI_PREPARED=0 nor ENVOI_SAFE_LAUNCH=1 is set. On CPUs
+        there is nothing to compile.
 
-        Raises ValueError on every rank if one is given wrong arguments, or if rows are counted by the host (`exchange`
-        is "counted"); RuntimeError if a kernel can't be compiled; PeerTimeout if a rank is lost.
+        Raises ValueError on every rank if one is given wrong arguments, or if rows are counted and max_tokens and
+        num_topk weren't given; RuntimeError if a kernel can't be compiled; PeerTimeout if a rank is lost.
         """
-        refusal = complaint(check_jobs, jobs, progress) or self._nothing_to_rehearse()
+        device = self.experts.device
+        refusal = complaint(check_jobs, jobs, progress) or (self._unbounded() if compiles(device) else "")
         raise_together(gather_texts(self.channel, refusal, "warm-up"), refusal)
-        shared, device = self._shared(), self.experts.device
-        if shared is None or not compiles(device):
+        if not compiles(device):
             return 0
+        num_topk, shared = cast(int, self.num_topk), self._shared()
         with self._lock, torch.cuda.device(device):
-            call = self._rehearsed(cast(int, self.num_topk))
+            call = self._rehearsed(num_topk) if shared is not None else self._rehearsed_rows(num_topk)
             sites = compile_together(self.channel, call, Target.of(device), jobs, progress)
-            shared.has_kernels = True
-            if shortcuts.PREPARED and self.domain is not None:
-                prepare(self.moe, self.experts, self.num_experts, call.layout.max_tokens, call.num_topk)
+            if shared is not None:
+                shared.has_kernels = True
+            if shortcuts.PREPARED and self._calls is not None:
+                prepare(self.moe, self.experts, self.num_experts, call.most, num_topk)
                 torch.cuda.synchronize(device)
         self.check()
         return len(sites)
@@ -229,12 +254,17 @@ class ExpertParallel:
         """Return this rank's call with so many slots a token, on memory like the one that its calls use."""
         layout = replace(self._layout(cast(int, self.max_tokens), cast(int, self.num_topk)), presum=self.presum)
         sizes = self.channel.rank, tuple(self.expert_offsets), self.timeout_s
-        return ParallelCall(layout, num_topk, *sizes, without_tensors(self.experts), self.buffers is not None)
+        hosts = self._hosts if self.exchange == "hosts" else ()
+        return ParallelCall(layout, num_topk, *sizes, without_tensors(self.experts), self.buffers is not None, hosts)
 
-    def _nothing_to_rehearse(self) -> str:
-        if self.exchange == "counted" and compiles(self.experts.device):
-            need = "expected ranks that exchange tokens by kernels, which takes max_tokens and num_topk and fast links"
-            return f"warm_up: {need}, got exchange {self.exchange!r} ({self.why})"
+    def _rehearsed_rows(self, num_topk: int) -> CountedCall:
+        """Return what a call launches on this rank where rows are counted, at most those of all ranks' slots."""
+        most = self.channel.num_ranks * cast(int, self.max_tokens) * num_topk
+        return CountedCall(most, num_topk, without_tensors(self.experts))
+
+    def _unbounded(self) -> str:
+        if self.max_tokens is None or self.num_topk is None:
+            return "warm_up: expected max_tokens and num_topk, got None: without them any number of rows may come"
         return ""
 
     def check(self) -> None:
@@ -251,7 +281,8 @@ class ExpertParallel:
         """Return the tokens that the last 128 calls brought to each expert and rank: see `Load`. Not a collective call.
 
         Neither a call nor this waits for the device: what the device has yet to do counts when it is done, replays of
-        CUDA graphs too. Refused calls don't count.
+        CUDA graphs too. Refused calls don't count. With exchange "hosts" a rank counts the experts of its own host; the
+        others' stay 0.
         """
         return load_of(self._history, self.expert_offsets)
 
@@ -315,22 +346,30 @@ class ExpertParallel:
                 load_together(self.channel, *given)
                 domain.has_kernels = True
             if refusal:
-                key = f"refused/{domain.rank}"
+                key = f"refused/{self.channel.rank}"
                 with suppress(RuntimeError):  # without a store the peers hear of a refusal, not which
                     domain.watch.ask(lambda store: store.set(key, refusal), self.timeout_s)
-                if self.buffers is not None:
-                    gathered_device.refuse(self.buffers)
-                else:
-                    nvlink.refuse(domain)
+                self._refuse(domain)
                 raise ValueError(refusal)
             given = tokens, routing.topk_weights, routing.topk_ids, experts
-            if self.buffers is not None:
+            if isinstance(self.buffers, hosts_device.Buffers):
+                out = hosts_device.run_layer(self.buffers, *given)
+            elif self.buffers is not None:
                 out = gathered_device.run_layer(self.buffers, *given)
             else:
                 out = nvlink.run_layer(domain, *given)
         # Not before: peers that don't know of the failure yet take part in this call, so this rank has to.
         self.check()
         return out
+
+    def _refuse(self, domain: Domain) -> None:
+        """Take part in a call whose arguments this rank's host refuses."""
+        if isinstance(self.buffers, hosts_device.Buffers):
+            hosts_device.refuse(self.buffers)
+        elif self.buffers is not None:
+            gathered_device.refuse(self.buffers)
+        else:
+            nvlink.refuse(domain)
 
     def _shared(self) -> Domain | None:
         """Return the memory of calls that only the device follows, None if the host does."""
@@ -340,18 +379,25 @@ class ExpertParallel:
         """Raise PeerTimeout if a rank was late in this call or any before it: the group can't be used any more."""
         shared = self._shared()
         watch = self.channel.watch if shared is None else shared.watch
-        if watch.failure is None and shared is not None and any(shared.codes[0]):
-            codes = list(shared.codes[0])
+        codes = [] if shared is None else self._late_codes(shared)
+        if watch.failure is None and any(codes):
             late = [rank for rank, code in enumerate(codes) if code]
             step = nvlink.LATE_STEPS[codes[late[0]]]
-            if self.buffers is not None:  # rows of another call have come: who is late is asked of all
+            if self.buffers is not None:  # who is late is asked of all
+                # Within a host a flag was waited for; elsewhere rows of another call have come, without a wait.
+                by_flag = isinstance(self.buffers, hosts_device.Buffers) and any(self.buffers.domain.codes[0])
                 with suppress(PeerTimeout):
-                    watch.fail(step, TimeoutError(step), 0.0)
+                    watch.fail(step, TimeoutError(step), self.timeout_s if by_flag else 0.0)
             else:
                 names = watch.first_to_say([watch.ranks[rank] for rank in late])
                 watch.failure = PeerTimeout(names, step, self.timeout_s, rank=watch.rank)
         if watch.failure is not None:
             raise watch.failure
+
+    def _late_codes(self, shared: Domain) -> list[int]:
+        """Return the code of each rank that shares memory with this one, then those of other hosts."""
+        codes = list(shared.codes[0])
+        return codes + list(self.buffers.late_codes) if isinstance(self.buffers, hosts_device.Buffers) else codes
 
     def _raise_refusal(self, domain: Domain) -> None:
         """Raise ValueError for arguments refused in this call or an earlier one, unless this rank's host has raised it.
@@ -359,17 +405,19 @@ class ExpertParallel:
         Resets the codes that it reads from `report`.
         """
         codes = list(domain.codes[1])
-        complaining = [rank for rank, code in enumerate(codes) if code]
-        for rank in complaining:  # not all: the device may write others meanwhile
-            domain.codes[1][rank] = 0
-        refused = [r for r in complaining if (r, codes[r]) != (domain.rank, REFUSED_ON_HOST)]
+        complaining = [(at, code) for at, code in enumerate(codes) if code]
+        for at, _ in complaining:  # not all: the device may write others meanwhile
+            domain.codes[1][at] = 0
+        if isinstance(self.buffers, hosts_device.Buffers):
+            complaining = [self.buffers.culprit(*said) for said in complaining]
+        refused = [said for said in complaining if said != (self.channel.rank, REFUSED_ON_HOST)]
         if not refused:
             return
+        rank, code = refused[0]
         text = f"routing.topk_ids: expected ids from 0 to {self.num_experts - 1}, or -1 for a masked slot"
-        if codes[refused[0]] == REFUSED_ON_HOST:
-            key = f"refused/{refused[0]}"
-            text = domain.watch.ask(lambda store: store.get(key), self.timeout_s).decode()
-        raise ValueError(f"rank {refused[0]} of the group refused its arguments in an earlier call: {text}")
+        if code == REFUSED_ON_HOST:
+            text = domain.watch.ask(lambda store: store.get(f"refused/{rank}"), self.timeout_s).decode()
+        raise ValueError(f"rank {rank} of the group refused its arguments in an earlier call: {text}")
 
     def _open_domain(self, group: dist.ProcessGroup, presum: bool | None) -> tuple[Domain | None, str]:
         """Return the memory shared over NVLink, or None, and the reason. Collective."""
@@ -398,10 +446,15 @@ class ExpertParallel:
             domain = None  # a rank was lost: the flags can't be trusted any more
         if all(gather_texts(self.channel, "known" if domain is not None else "", OPENING)):
             return domain, NVLINK
-        domain, why = self._new_domain(layout, group)
+        domain, why = memory.new_domain(self._owner, layout, group)
         if domain is not None:
             _domains[key] = domain
         return domain, why
+
+    @property
+    def _owner(self) -> memory.Owner:
+        offsets = tuple(self.expert_offsets)
+        return memory.Owner(self.channel, self.name, offsets, self.timeout_s, self.experts.device)
 
     def _layout(self, max_tokens: int, num_topk: int) -> SharedLayout:
         return SharedLayout(
@@ -422,47 +475,7 @@ class ExpertParallel:
         if self.transport == "gloo":
             self.room = gathered.Room(layout, self.expert_offsets, self.rank_ends, self.channel, self._history, hosts)
         elif not any(gather_texts(self.channel, nvlink.supports_kernels(self.experts), OPENING)):
-            self.buffers = self._open_buffers(layout, group)
-
-    def _open_buffers(self, layout: SharedLayout, group: dist.ProcessGroup) -> gathered_device.Buffers | None:
-        """Return buffers, those of an earlier object if all ranks have them; None if a rank is out of memory."""
-        key = (group.group_name, layout, tuple(self.expert_offsets), self.timeout_s)
-        known = _buffers.get(key)
-        if known is not None and known.domain.watch.failure is not None:
-            known = None  # a rank was lost, and the collectives were ended
-        if all(gather_texts(self.channel, "known" if known is not None else "", OPENING)):
-            return known
-        opened: list[gathered_device.Buffers] = []
-
-        def allocate() -> None:
-            given = layout, self.channel.rank, self.expert_offsets, self.timeout_s, self.experts.device
-            opened.append(gathered_device.open_buffers(*given))
-
-        if any(gather_texts(self.channel, first_error(allocate), OPENING)):
-            return None
-        _buffers[key] = opened[0]
-        gathered_device.connect(opened[0], self.channel)
-        return opened[0]
-
-    def _new_domain(self, layout: SharedLayout, group: dist.ProcessGroup) -> tuple[Domain | None, str]:
-        """Allocate on all ranks, then map, so that no rank waits in the mapping for one that is out of memory."""
-        domain = None
-
-        def allocate() -> None:
-            nonlocal domain
-            arguments = (layout, self.channel.rank, self.expert_offsets, self.timeout_s, self.experts.device)
-            domain = symmetric_memory.allocate(*arguments)
-            domain.watch = self.channel.watch
-
-        def connect() -> None:
-            symmetric_memory.connect(cast(Domain, domain), group)
-
-        for step in (allocate, connect):
-            troubles = gather_texts(self.channel, first_error(step), OPENING)
-            failed = [f"rank {rank}: {text}" for rank, text in enumerate(troubles) if text]
-            if failed:
-                return None, failed[0]
-        return domain, NVLINK
+            self.buffers = memory.open_gathered(self._owner, layout, group)
 
     def _refusal(self, tokens: torch.Tensor, routing: Routing, experts: ExpertWeights) -> str:
         """Return what is wrong with this rank's arguments, as far as the host knows, or ""."""

@@ -1,9 +1,21 @@
 """Launches of the kernels between ranks: 4 ranks, 2048 tokens each, 6 of 256 experts each."""
 
+from functools import cache
+
 import torch
 
 from envoi.moe.launches import Launch
-from envoi.moe.parallel import combine, combine_kernels, dispatch, dispatch_kernels, gathered_device, gathered_kernels
+from envoi.moe.parallel import (
+    combine,
+    combine_kernels,
+    dispatch,
+    dispatch_kernels,
+    gathered_device,
+    gathered_kernels,
+    hosts_device,
+    hosts_kernels,
+)
+from envoi.moe.parallel.hosts import Grid
 from envoi.moe.parallel.load import HISTORY
 from envoi.moe.parallel.progress import BEGUN
 from envoi.moe.parallel.symmetric_memory import Domain, SharedLayout
@@ -11,6 +23,7 @@ from envoi.moe.permute import empty_rows
 from envoi.runtime.kernel_case import EVERY_ARCH, case_of, without_memory
 
 M, NUM_TOPK, NUM_EXPERTS, HIDDEN, NUM_RANKS = 2048, 6, 256, 4096, 4
+NUM_HOSTS = 2
 NUM_LOCAL = NUM_EXPERTS // NUM_RANKS
 BF16, FP32, INT32, INT64 = torch.bfloat16, torch.float32, torch.int32, torch.int64
 
@@ -80,7 +93,8 @@ def _buffers(presum: bool = False) -> gathered_device.Buffers:
 
 
 def _mark() -> Launch:
-    return gathered_device.mark_arguments(_buffers(), BEGUN)
+    counts = without_memory((4,), INT32)
+    return gathered_device.mark_arguments(counts, counts, counts, counts, BEGUN)
 
 
 def _settle() -> Launch:
@@ -89,6 +103,32 @@ def _settle() -> Launch:
 
 def _sum_received(presum: bool) -> Launch:
     return gathered_device.sum_arguments(_buffers(presum), _slots(), _tokens())
+
+
+@cache
+def _hosts(format: str = "bf16", presum: bool = False) -> hosts_device.Buffers:
+    """Return the buffers of a rank on one of two hosts, with as many ranks each as the cases above have."""
+    num_ranks = NUM_HOSTS * NUM_RANKS
+    layout = SharedLayout(num_ranks, NUM_EXPERTS, M, NUM_TOPK, HIDDEN, format, presum)
+    grid, offsets = Grid.of([str(rank // NUM_RANKS) for rank in range(num_ranks)]), range(0, NUM_EXPERTS + 1, 32)
+    sizes = hosts_device.HostsLayout(layout, NUM_HOSTS), grid, 1, list(offsets), 10.0, torch.device("meta")
+    return hosts_device.open_buffers(*sizes, shared=False)
+
+
+def _pack() -> Launch:
+    return hosts_device.pack_arguments(_hosts(), without_memory((M, NUM_TOPK), FP32), _slots(), 0)
+
+
+def _unpack(format: str) -> Launch:
+    return hosts_device.unpack_arguments(_hosts(format))
+
+
+def _seal() -> Launch:
+    return hosts_device.seal_arguments(_hosts())
+
+
+def _sum_hosts(presum: bool) -> Launch:
+    return hosts_device.sum_hosts_arguments(_hosts(presum=presum), _slots(), _tokens())
 
 
 # Name, description, kernel, function of the arguments, and what it is called with.
@@ -111,8 +151,18 @@ AROUND_COLLECTIVES = (
     ("sum-received", "sums of rows from all ranks", gathered_kernels.sum_received_kernel, _sum_received, False),
     ("sum-received-sums", "of sums from all ranks", gathered_kernels.sum_received_kernel, _sum_received, True),
 )
-NVLINK, GATHERED = (
-    tuple(case_of(f"ep-{name}", about, EVERY_ARCH, *launch) for name, about, *launch in launches)
-    for launches in (LAUNCHES, AROUND_COLLECTIVES)
+BETWEEN_HOSTS = (
+    ("pack-slots", "slots of a rank into its parcel", hosts_kernels.pack_slots_kernel, _pack),
+    ("unpack-bf16", "parcels of all hosts into this rank's memory", hosts_kernels.unpack_kernel, _unpack, "bf16"),
+    ("unpack-fp8-row", "in fp8_row", hosts_kernels.unpack_kernel, _unpack, "fp8_row"),
+    ("unpack-fp8-block128", "in fp8_block128", hosts_kernels.unpack_kernel, _unpack, "fp8_block128"),
+    ("unpack-mxfp8", "in MXFP8", hosts_kernels.unpack_kernel, _unpack, "mxfp4_mxfp8"),
+    ("seal", "the call's number to the end of each part", hosts_kernels.seal_kernel, _seal),
+    ("sum-hosts", "sums of rows from all hosts", hosts_kernels.sum_hosts_kernel, _sum_hosts, False),
+    ("sum-hosts-sums", "of sums from all hosts", hosts_kernels.sum_hosts_kernel, _sum_hosts, True),
 )
-KERNELS = NVLINK + GATHERED
+NVLINK, GATHERED, HOSTS = (
+    tuple(case_of(f"ep-{name}", about, EVERY_ARCH, *launch) for name, about, *launch in launches)
+    for launches in (LAUNCHES, AROUND_COLLECTIVES, BETWEEN_HOSTS)
+)
+KERNELS = NVLINK + GATHERED + HOSTS

@@ -1,9 +1,12 @@
 """Collectives of a group with bounded waits: integers, texts and tensors from all ranks, all-to-all of rows."""
 
+from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch._C._distributed_c10d import AllgatherOptions, AllToAllOptions
 
 from envoi.moe.parallel.timeout import Watch
 
@@ -31,6 +34,11 @@ class Channel:
     def rank(self) -> int:
         """Rank within the group."""
         return self.control.rank()
+
+    @property
+    def queues(self) -> bool:
+        """Tell whether rows are sent on a stream of the device, whose later work waits for them without the host."""
+        return self.data is not self.control
 
 
 def gather_ints(channel: Channel, values: list[int], step: str) -> torch.Tensor:
@@ -61,10 +69,14 @@ def gather_tensors(channel: Channel, mine: torch.Tensor, step: str) -> torch.Ten
 def exchange_rows(
     channel: Channel, rows: torch.Tensor, send_counts: list[int], recv_counts: list[int], step: str
 ) -> torch.Tensor:
-    """Exchange byte rows all-to-all: [sum(send_counts), B] by destination -> [sum(recv_counts), B] by source."""
+    """Exchange byte rows all-to-all: [sum(send_counts), B] by destination -> [sum(recv_counts), B] by source.
+
+    Over NCCL the host doesn't wait: `channel.watch.finish()` does.
+    """
     sent = rows.contiguous().to(channel.device)
     received = sent.new_empty(sum(recv_counts), rows.shape[1])
-    channel.watch.wait(lambda: channel.data.alltoall_base(received, sent, recv_counts, send_counts), step)
+    start = channel.watch.queue if channel.queues else channel.watch.wait
+    start(lambda: channel.data.alltoall_base(received, sent, recv_counts, send_counts), step)
     return received.to(rows.device)
 
 
@@ -74,3 +86,20 @@ def exchange_equal(channel: Channel, parts: torch.Tensor, step: str) -> torch.Te
     received = torch.empty_like(sent)
     channel.watch.wait(lambda: channel.data.alltoall_base(received, sent, [], []), step)
     return received
+
+
+def queued_gather(backend: Any, everyone: torch.Tensor, mine: torch.Tensor) -> Callable[[], object]:
+    """Return a call that gathers `mine` of all ranks in `everyone` on the current stream; the host doesn't wait.
+
+    backend: of NCCL, without the process group around it: an operator of torch would cost the host as much again.
+    """
+    options = AllgatherOptions()
+    options.asyncOp = False  # on the current stream: another one would have to wait for it, and it for the other
+    return lambda: backend._allgather_base(everyone, mine, options)
+
+
+def queued_exchange(backend: Any, received: torch.Tensor, sent: torch.Tensor) -> Callable[[], object]:
+    """Return a call that sends part r of `sent` to rank r on the current stream; the host doesn't wait."""
+    options = AllToAllOptions()
+    options.asyncOp = False
+    return lambda: backend.alltoall_base(received, sent, [], [], options)

@@ -8,11 +8,12 @@ from dataclasses import replace
 import torch
 
 from envoi.check import expect_divisible, expect_int
+from envoi.moe.op import IDS
 from envoi.moe.pack import pack
 from envoi.moe.parallel.opening import DEFAULT_TIMEOUT_S
 from envoi.moe.parallel.symmetric_memory import SharedLayout
 from envoi.moe.parallel.warm_up import ParallelCall
-from envoi.moe.warm_up import LayerCall, compile_calls
+from envoi.moe.warm_up import ROUTED, LayerCall, compile_calls
 from envoi.plan.presum import pays
 from envoi.quant.formats import format_named
 from envoi.runtime.compilers import num_cpus
@@ -78,7 +79,7 @@ def experts_without_memory(
 def calls_of(experts: ExpertWeights, num_experts: int, num_topk: int, max_tokens: int, num_ranks: int) -> list[Call]:
     """Return the calls of a layer on one GPU; of several ranks over NVLink, of each whose kernels may differ."""
     if num_ranks == 1:
-        return [LayerCall(experts, num_topk)]
+        return [LayerCall(experts, num_topk, (ids, ROUTED[1])) for ids in IDS]
     if experts.hidden % 16:
         raise ValueError(f"--hidden: expected a multiple of 16 with --ranks, got {experts.hidden}")
     sizes = experts.hidden, experts.intermediate, num_topk, max_tokens, num_ranks, experts.format

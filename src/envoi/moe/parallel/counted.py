@@ -1,5 +1,7 @@
 """MoE layer over ranks by three collectives of rows in counted numbers. Only the counts are copied to the host.
 
+Over NCCL all that follows the counts is queued on the device at once; the host waits for the rows at the very end.
+
     numbers  = agree(routing)                     one all-gather: what each rank has for each expert and each rank
     rows     = dispatch(tokens, routing)          a token is sent once to each rank that owns one of its experts
     hidden   = L1(rows), activation, quantise     as on one rank
@@ -95,7 +97,9 @@ def run_layer(
         received = dispatch(sent, owner, numbers, mine, channel)
     rows = run_local_experts(received.rows, experts)
     with span("combine"):
-        return combine(rows[received.back], owner, numbers, channel)
+        out = combine(rows[received.back], owner, numbers, channel)
+    channel.watch.finish()
+    return out
 
 
 def run_local_experts(rows: ExpertRows, experts: ExpertWeights) -> torch.Tensor:

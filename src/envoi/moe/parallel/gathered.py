@@ -4,10 +4,11 @@
     rows   = tokens sorted by expert; L1 -> activation -> quantise -> L2 of this rank's experts, as on one rank
     out    = combine(rows)                  one all-to-all of equal parts: a row for every slot, read from its owner
 
-With `hosts`, each collective is two: between the ranks of the same place on all hosts, and within a host.
+With `hosts`, each collective is two: between the ranks of the same place on all hosts, and within a host. It is the
+reference of `hosts_device` too.
 
-Sizes follow from max_tokens and num_topk alone. The result equals that of one rank, bit for bit; with presum a rank
-sends the sum of each token's rows, rounded, and the sums are added in the order of the ranks.
+Sizes follow from max_tokens and num_topk alone. The result equals that of one rank, bit for bit; with presum a rank, or
+with `hosts` a host, sends the sum of each token's rows, rounded, and the sums are added in their order.
 """
 
 from dataclasses import dataclass
@@ -17,7 +18,7 @@ from torch.nn.functional import pad
 
 from envoi.moe.parallel.collectives import Channel, exchange_equal, gather_tensors
 from envoi.moe.parallel.counted import run_local_experts
-from envoi.moe.parallel.hosts import Hosts, gather_by_rail, return_by_rail
+from envoi.moe.parallel.hosts import Hosts, gather_by_rail, return_by_rail, sum_in_order
 from envoi.moe.parallel.load import note
 from envoi.moe.parallel.slots import SentTokens, owners, sort_by_expert
 from envoi.moe.parallel.symmetric_memory import SharedLayout
@@ -106,7 +107,7 @@ def combine(room: Room, rows: torch.Tensor, pos_to_slot: torch.Tensor, topk_ids:
     layout, (num_tokens, k) = room.layout, topk_ids.shape
     owner = owners(topk_ids, room.rank_ends)
     token = torch.arange(num_tokens, device="cpu").unsqueeze(1)
-    if layout.presum:
+    if layout.presum and room.hosts is None:
         sums = sum_rows(rows, pos_to_slot, layout.num_ranks * layout.max_tokens, layout.num_topk)
         back = exchange_equal(room.channel, sums.view(layout.num_ranks, layout.max_tokens, -1), "combine")
         rank = torch.arange(layout.num_ranks, device="cpu")
@@ -116,7 +117,10 @@ def combine(room: Room, rows: torch.Tensor, pos_to_slot: torch.Tensor, topk_ids:
     slots[pos_to_slot.long()] = rows
     slots, used = slots.view(layout.num_ranks, layout.room, -1), owner < layout.num_ranks
     if room.hosts is not None:
-        back, source = return_by_rail(room.hosts, slots), room.hosts.host[owner[used]]
+        back = return_by_rail(room.hosts, slots, layout.num_topk, layout.presum)
+        if layout.presum:
+            return sum_in_order(back[:, :num_tokens], 0)
+        source = room.hosts.grid.host[owner[used]]
     else:
         back, source = exchange_equal(room.channel, slots, "combine"), owner[used]
     slot = token * layout.num_topk + torch.arange(k, device="cpu")

@@ -9,26 +9,33 @@
 Kernels and collectives follow one another on one stream, so buffers are reused by the next call without more.
 """
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any, cast
+from typing import cast
 
 import torch
 
 from envoi.moe.combine import MAX_COLUMNS
 from envoi.moe.launches import Launch, launch_kernel, warps_for
 from envoi.moe.parallel import dispatch as steps
-from envoi.moe.parallel.collectives import Channel
+from envoi.moe.parallel.collectives import Channel, queued_exchange, queued_gather
 from envoi.moe.parallel.combine import send_partial_sums
 from envoi.moe.parallel.nvlink import run_local_experts
 from envoi.moe.parallel.progress import BEGUN, DONE, GATHERED, oversee
 from envoi.moe.parallel.symmetric_memory import ALIGN_BYTES, Domain, Regions, SharedLayout, allocate, set_peers
 from envoi.runtime.math import next_power_of_2
+from envoi.runtime.observer import take_step
+from envoi.runtime.prepared import Calls
 from envoi.spans import span
 from envoi.types import ExpertWeights
 
 KERNELS = "envoi.moe.parallel.gathered_kernels"
 HEAD_BYTES, CALL_COLUMNS = 256, 8  # as in gathered_kernels
+
+
+def nothing() -> None:
+    """Stand for a collective that isn't connected."""
 
 
 @dataclass(frozen=True)
@@ -81,7 +88,7 @@ class Buffers:
     domain: all ranks' segments and this rank's rows. solo: this rank's segment, as a domain of one rank.
     segments [num_ranks, segment_bytes] uint8. sent, received [num_ranks, part_columns] bf16.
     counts, host [4] int32: how often calls have passed each point, on the device and where the host reads it: see
-    `progress`. channel: of the collectives.
+    `progress`. gathering, exchanging: the two collectives, on the current stream, set by `connect`.
     """
 
     domain: Domain
@@ -91,24 +98,33 @@ class Buffers:
     received: torch.Tensor
     counts: torch.Tensor
     host: torch.Tensor
-    channel: Any = None  # `Channel`, set by `connect`
+    gathering: Callable[[], object] = nothing
+    exchanging: Callable[[], object] = nothing
 
     @property
     def layout(self) -> GatheredLayout:
         """Sizes that all ranks agree on."""
         return cast(GatheredLayout, self.domain.layout)
 
+    @cached_property
+    def calls(self) -> Calls:
+        """Prepared calls, which launch on this memory."""
+        kept = self.sent, self.received, self.counts, self.host
+        return Calls((*self.domain.owned, *self.solo.owned, *kept))
+
     def gather(self) -> None:
         """Copy every rank's segment to all ranks. Collective; the host doesn't wait for it."""
-        self.channel.data._allgather_base(self.segments, self.segments[self.domain.rank]).wait()
+        take_step(self.gathering)
 
     def exchange(self) -> None:
         """Send part r of `sent` to rank r. Collective; the host doesn't wait for it."""
-        self.channel.data.alltoall_base(self.received, self.sent, [], []).wait()
+        take_step(self.exchanging)
 
     def mark(self, point: int) -> None:
         """Count that a call has passed a point."""
-        launch_kernel(KERNELS, "mark_kernel", mark_arguments(self, point))
+        launch_kernel(
+            KERNELS, "mark_kernel", mark_arguments(self.counts, self.host, self.domain.state, self.solo.state, point)
+        )
 
 
 def open_buffers(
@@ -132,12 +148,15 @@ def open_buffers(
 
 def connect(buffers: Buffers, channel: Channel) -> None:
     """Connect the ranks by both collectives, in time, and have calls overseen from now on. Collective."""
-    buffers.channel, buffers.domain.watch = channel, channel.watch
+    buffers.domain.watch = channel.watch
     mine, data = buffers.segments[buffers.domain.rank], channel.data
+    backend = data._get_backend(torch.device("cuda"))
+    buffers.gathering = queued_gather(backend, buffers.segments, mine)
+    buffers.exchanging = queued_exchange(backend, buffers.received, buffers.sent)
     channel.watch.wait(lambda: data._allgather_base(buffers.segments, mine), "opening the group")
     channel.watch.wait(lambda: data.alltoall_base(buffers.received, buffers.sent, [], []), "opening the group")
     # A collective that waits for a lost peer has no other end, and no other one can follow it.
-    oversee(buffers, buffers.host, channel.watch, lambda: data._get_backend(torch.device("cuda")).abort())
+    oversee(buffers, buffers.host, channel.watch, backend.abort)
 
 
 def _solo(layout: GatheredLayout, segment: torch.Tensor, domain: Domain) -> Domain:
@@ -220,9 +239,11 @@ def sum_received(buffers: Buffers, topk_ids: torch.Tensor) -> torch.Tensor:
     return out
 
 
-def mark_arguments(buffers: Buffers, point: int) -> Launch:
+def mark_arguments(
+    counts: torch.Tensor, host: torch.Tensor, state: torch.Tensor, head: torch.Tensor, point: int
+) -> Launch:
     """Build the launch of `mark_kernel`."""
-    arguments = buffers.counts, buffers.host, buffers.domain.state, buffers.solo.state, point
+    arguments = counts, host, state, head, point
     return Launch((1,), arguments, {"num_warps": 1})
 
 

@@ -8,6 +8,7 @@ from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
+from torch.distributed.distributed_c10d import Store
 
 from envoi.moe.parallel.load import empty_history
 from envoi.moe.permute import empty_rows
@@ -115,13 +116,13 @@ class SharedLayout:
             offsets.append(offsets[-1] + -(-size // ALIGN_BYTES) * ALIGN_BYTES)
         return Regions(*offsets)
 
-    def tokens_in(self, memory: torch.Tensor) -> Matrix:
-        """View a rank's tokens in its memory."""
-        scheme, shape = self.scheme, (self.max_tokens, self.hidden)
+    def tokens_in(self, memory: torch.Tensor, regions: Regions | None = None) -> Matrix:
+        """View a rank's tokens in its memory. regions: where they are, if not where this layout has them."""
+        scheme, shape, at = self.scheme, (self.max_tokens, self.hidden), regions or self.regions
         if scheme is None:
-            return _view(memory, self.regions.tokens, torch.bfloat16, shape)
-        values = _view(memory, self.regions.tokens, scheme.values, shape)
-        sf = _view(memory, self.regions.token_sf, scheme.sf, (self.max_tokens, self.num_sf))
+            return _view(memory, at.tokens, torch.bfloat16, shape)
+        values = _view(memory, at.tokens, scheme.values, shape)
+        sf = _view(memory, at.token_sf, scheme.sf, (self.max_tokens, self.num_sf))
         return QuantTensor(values, sf, scheme.group_for(shape))
 
     def returned_rows_in(self, memory: torch.Tensor) -> torch.Tensor:
@@ -168,11 +169,17 @@ class Domain:
     @cached_property
     def calls(self) -> Calls:
         """Prepared calls, which launch on this memory."""
+        return Calls(self.owned)
+
+    @property
+    def owned(self) -> tuple[torch.Tensor, ...]:
+        """All tensors, whose addresses launches take."""
         rows = (self.rows,) if isinstance(self.rows, torch.Tensor) else (self.rows.values, self.rows.sf)
-        return Calls((
+        results = () if self.results is None else (self.results,)
+        return (
             self.memory, self.peers, self.row_shift, self.offsets, self.state, self.report, *rows, self.row_weights,
-            self.row_destinations, self.rank_ends,
-        ))  # fmt: skip
+            self.row_destinations, self.rank_ends, *results,
+        )  # fmt: skip
 
     @cached_property
     def codes(self) -> tuple[Any, Any]:
@@ -237,6 +244,25 @@ def connect(domain: Domain, group: dist.ProcessGroup) -> None:
     import torch.distributed._symmetric_memory as symmetric
 
     domain.handle = symmetric.rendezvous(domain.memory, group)
+    set_peers(domain, list(domain.handle.buffer_ptrs))
+
+
+def connect_part(domain: Domain, name: str, store: Store) -> None:
+    """Map the memory of the domain's ranks, a part of a group. Collective among them; RuntimeError as in `connect`.
+
+    name: of the part, in use nowhere else; store: one that its ranks share.
+    """
+    import torch.distributed._symmetric_memory as symmetric
+
+    memory: Any = symmetric._SymmetricMemory  # pyright: ignore[reportPrivateImportUsage]
+    register = getattr(memory, "set_group_info", None)
+    if register is None:
+        raise RuntimeError(f"torch {torch.__version__} can't share memory within a part of a group")
+    register(name, domain.rank, domain.layout.num_ranks, store)
+    with torch.cuda.device(domain.memory.device):
+        domain.handle = memory.rendezvous(domain.memory, name)
+    if domain.handle is None:
+        raise RuntimeError("the memory can't be mapped")
     set_peers(domain, list(domain.handle.buffer_ptrs))
 
 

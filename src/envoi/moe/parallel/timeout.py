@@ -12,6 +12,7 @@ from envoi.moe.parallel.store import Connection, Request, StoreSilentError, run_
 
 T = TypeVar("T")
 
+_SPIN_S = 3e-4  # for how long a wait looks without a pause: most collectives of counts are over by then
 _LOOK_S = 0.2  # interval at which a waiting rank checks for another's alarm
 _ROLL_CALL_S = 2.0  # the most that the roll call takes; it is a part of the timeout
 _GRACE_S = 1.0  # for the rest of the opening, where the last rank joins at the last moment
@@ -79,6 +80,7 @@ class Watch:
         self.deadline: float | None = time.monotonic() + timeout_s - self.roll_call_s
         self.ranks_by_store: list[int] = []
         self._alarm: Future[bool] | None = None
+        self._queued: list[tuple[dist.Work, str]] = []
 
     @property
     def look_s(self) -> float:
@@ -144,6 +146,28 @@ class Watch:
         except (RuntimeError, _AlarmError) as error:
             self.fail(step, error, time.monotonic() - began)
 
+    def queue(self, start: Callable[[], dist.Work], step: str) -> None:
+        """Start a collective that later work on the device waits for, and the host in `finish`. Raises PeerTimeout."""
+        if self.failure is not None:
+            raise self.failure
+        began = time.monotonic()
+        try:
+            work = start()
+            work.wait()  # of NCCL: makes the current stream wait
+        except RuntimeError as error:
+            self.fail(step, error, time.monotonic() - began)
+        self._queued.append((work, step))
+
+    def finish(self) -> None:
+        """Return when all collectives that were queued are complete. Raises PeerTimeout."""
+        queued, self._queued = self._queued, []
+        began = time.monotonic()
+        for work, step in queued:
+            try:
+                self._poll(work, self._end(began))
+            except (RuntimeError, _AlarmError) as error:
+                self.fail(step, error, time.monotonic() - began)
+
     def fail(self, step: str, cause: Exception, waited_s: float) -> NoReturn:
         """Raise the alarm for all ranks, call the roll, raise PeerTimeout. waited_s: this rank's wait in this step."""
         missing, answered, store = [], False, ""
@@ -191,12 +215,16 @@ class Watch:
         return start + self.patience_s
 
     def _poll(self, work: dist.Work, end: float) -> None:
-        look, pause = time.monotonic() + _LOOK_S, 2e-5
+        began = time.monotonic()
+        look, pause = began + _LOOK_S, 2e-5
         while not work.is_completed():
             now = time.monotonic()
             if now > end or self.alarmed(now > look):
                 raise _AlarmError
             look = now + _LOOK_S if now > look else look
+            if now < began + _SPIN_S:
+                time.sleep(0)  # other threads' turn; a timer would take 50 us more than it is asked for
+                continue
             time.sleep(pause)
             pause = min(pause * 1.5, 2e-3)
 

@@ -13,10 +13,15 @@ from typing import Any
 
 import torch
 
-from envoi.moe.parallel import gathered_device, nvlink
+from envoi.moe.combine import combine_rows
+from envoi.moe.experts import run_experts
+from envoi.moe.parallel import gathered_device, hosts_device, nvlink
 from envoi.moe.parallel.collectives import Channel, gather_texts
+from envoi.moe.parallel.hosts import Grid
 from envoi.moe.parallel.symmetric_memory import Domain, SharedLayout, allocate
+from envoi.moe.permute import empty_rows
 from envoi.moe.warm_up import compile_sites, find_all
+from envoi.quant.formats import format_named
 from envoi.runtime.compilers import Compilers
 from envoi.runtime.devices import Target
 from envoi.runtime.kernel_case import without_memory
@@ -31,8 +36,8 @@ PATIENCE_S = 1800.0  # for peers that compile
 class ParallelCall:
     """Call of `ExpertParallel.moe` on one rank by kernels. layout: of the memory; experts: without memory.
 
-    num_topk: slots of a token. gathers: tokens are gathered by NCCL, else over NVLink. With 0 tokens the rank also
-    refuses a call.
+    num_topk: slots of a token. gathers: by NCCL, else over NVLink. hosts: of each rank, if they are grouped by host.
+    With 0 tokens the rank also refuses a call.
     """
 
     layout: SharedLayout
@@ -42,6 +47,12 @@ class ParallelCall:
     timeout_s: float
     experts: ExpertWeights
     gathers: bool = False
+    hosts: tuple[str, ...] = ()
+
+    @property
+    def most(self) -> int:
+        """Most tokens of a call."""
+        return self.layout.max_tokens
 
     def __call__(self, num_tokens: int) -> None:
         """Make the call."""
@@ -49,16 +60,50 @@ class ParallelCall:
         slots = num_tokens, self.num_topk
         tokens = without_memory((num_tokens, self.layout.hidden), torch.bfloat16)
         given = tokens, without_memory(slots, torch.float32), without_memory(slots, torch.int32), self.experts
-        if self.gathers:
+        if self.hosts:
+            by_host = _host_buffers(self.hosts, *sizes)
+            hosts_device.run_layer(by_host, *given)
+            refuse: Callable[[], None] = partial(hosts_device.refuse, by_host)
+        elif self.gathers:
             buffers = _buffers(*sizes)
             gathered_device.run_layer(buffers, *given)
-            refuse: Callable[[], None] = partial(gathered_device.refuse, buffers)
+            refuse = partial(gathered_device.refuse, buffers)
         else:
             domain = _domain(*sizes)
             nvlink.run_layer(domain, *given)
             refuse = partial(nvlink.refuse, domain)
         if num_tokens == 0:
             refuse()
+
+
+@dataclass(frozen=True)
+class CountedCall:
+    """Kernels of a call whose rows are counted, for a number of rows on a rank; their number isn't that of its tokens.
+
+    most: rows. num_topk: slots of a token. experts: without memory.
+    """
+
+    most: int
+    num_topk: int
+    experts: ExpertWeights
+
+    def __call__(self, num_rows: int) -> None:
+        """Run the experts on so many rows, and sum the rows of a token."""
+        experts, device = self.experts, torch.device("meta")
+        rows = empty_rows(num_rows, experts.hidden, format_named(experts.format).activations, device)
+        weights = without_memory((num_rows,), torch.float32)
+        run_experts(rows, weights, without_memory((experts.num_local_experts + 1,), torch.int32), experts)
+        back = without_memory((num_rows, experts.hidden), torch.bfloat16)
+        combine_rows(back, without_memory((1, self.num_topk), torch.int32))
+
+
+@lru_cache(maxsize=8)
+def _host_buffers(
+    hosts: tuple[str, ...], layout: SharedLayout, rank: int, expert_offsets: tuple[int, ...], timeout_s: float
+) -> hosts_device.Buffers:
+    grid = Grid.of(hosts)
+    sizes = hosts_device.HostsLayout(layout, grid.num_hosts), grid, rank, expert_offsets, timeout_s
+    return hosts_device.open_buffers(*sizes, torch.device("meta"), shared=False)
 
 
 @lru_cache(maxsize=8)
@@ -70,22 +115,7 @@ def _domain(layout: SharedLayout, rank: int, expert_offsets: tuple[int, ...], ti
 def _buffers(
     layout: SharedLayout, rank: int, expert_offsets: tuple[int, ...], timeout_s: float
 ) -> gathered_device.Buffers:
-    buffers = gathered_device.open_buffers(layout, rank, list(expert_offsets), timeout_s, torch.device("meta"))
-    buffers.channel = _NoChannel()  # pyright: ignore[reportAttributeAccessIssue]
-    return buffers
-
-
-class _NoChannel:
-    """Stand-in for a channel whose collectives do nothing."""
-
-    def __init__(self) -> None:
-        self.data = self._allgather_base = self.alltoall_base = self
-
-    def __call__(self, *arguments: Any) -> "_NoChannel":
-        return self
-
-    def wait(self) -> None:
-        """Return at once."""
+    return gathered_device.open_buffers(layout, rank, list(expert_offsets), timeout_s, torch.device("meta"))
 
 
 @contextmanager
@@ -102,9 +132,9 @@ def patient(channel: Channel) -> Iterator[None]:
 
 
 def compile_together(
-    channel: Channel, call: ParallelCall, target: Target, jobs: int | None, progress: bool
+    channel: Channel, call: ParallelCall | CountedCall, target: Target, jobs: int | None, progress: bool
 ) -> dict[str, Site]:
-    """Compile what calls with 0 to max_tokens tokens launch on any rank, and load what this rank's do. Collective.
+    """Compile what calls with 0 to call.most tokens, or rows, launch on any rank; load what this rank's do. Collective.
 
     Returns a site for each of this rank's kernels. Raises RuntimeError on every rank if one fails.
     """
@@ -112,7 +142,7 @@ def compile_together(
     with patient(channel), Compilers(target, jobs) as compilers:
 
         def look() -> None:
-            sites.update(find_all(compilers, calls, target, call.layout.max_tokens, least=0))
+            sites.update(find_all(compilers, calls, target, call.most, least=0))
 
         def compile_share() -> None:
             mine = shares(found)[channel.rank]

@@ -1,8 +1,9 @@
 """Observation of one call: the kernels that it launched, the memory that it allocated, and the source of each address.
 
-A call can be replayed if all that it did on the device is launches that came through `runtime.launch`. The recorder is
-a dispatch mode, so it sees every operator of torch in between: allocations and views are fine, anything else (a copy,
-a fill, a value read by the host) would be missing in the replay, and the call is refused.
+A call can be replayed if all that it did on the device is launches that came through `runtime.launch`, and steps that
+came through `observer.take_step`, which a replay repeats. The recorder is a dispatch mode, so it sees every operator of
+torch in between: allocations and views are fine, anything else (a copy, a fill, a value read by the host) would be
+missing in the replay, and the call is refused.
 
 Roles of an address, by the tensor whose memory it is in:
 
@@ -16,7 +17,7 @@ Roles of an address, by the tensor whose memory it is in:
 Any other address is refused: it could be that of a tensor made from an input in an earlier call.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, NamedTuple
 
@@ -56,7 +57,8 @@ class Place(NamedTuple):
 class Recorder(TorchDispatchMode):
     """Dispatch mode that observes the call under it, in one thread. Used once.
 
-    device: the arguments'. refusal: why the call can't be replayed, "" if it can.
+    device: the arguments'. refusal: why the call can't be replayed, "" if it can. steps: how many launches came before
+    each step that is no launch, and the step.
     """
 
     @classmethod
@@ -67,12 +69,16 @@ class Recorder(TorchDispatchMode):
         super().__init__()
         self.device = device
         self.launches: list[Launched] = []
+        self.steps: list[tuple[int, Callable[[], object]]] = []
+        self._in_step = False
         self.allocated: list[torch.Tensor] = []
         self.num_bytes = 0
         self.refusal = ""
 
     def __torch_dispatch__(self, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
         """Run an operator of torch, and note an allocation."""
+        if self._in_step:
+            return func(*args, **(kwargs or {}))
         if func.has_kernel_for_dispatch_key(torch._C.DispatchKey.CompositeImplicitAutograd):
             with self:  # `contiguous` and the like: what counts is what they do
                 return func.decompose(*args, **(kwargs or {}))
@@ -91,6 +97,15 @@ class Recorder(TorchDispatchMode):
             x, y, z = (*grid, 1, 1)[:3]
             self.launches.append(Launched(compiled, (x, y, z), arguments))
 
+    def stepped(self, step: Callable[[], object]) -> None:
+        """Run a step that is no launch, and note it."""
+        self.steps.append((len(self.launches), step))
+        self._in_step = True
+        try:
+            step()
+        finally:
+            self._in_step = False
+
     def _allocated(self, x: torch.Tensor) -> None:
         if self.refusal or not x.numel():
             return
@@ -105,6 +120,7 @@ class Recorder(TorchDispatchMode):
         self.refusal = self.refusal or reason
         self.allocated.clear()  # memory that would otherwise be free by now
         self.launches.clear()
+        self.steps.clear()
 
 
 def extent(x: torch.Tensor) -> tuple[int, int]:

@@ -9,7 +9,7 @@ again as soon as the call has returned. A call takes a frame from a list and put
 """
 
 import ctypes
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -117,7 +117,7 @@ class Prepared:
 
     __slots__ = (
         "_build", "_context", "_driver", "_free", "_kept", "_of_inputs", "_of_outputs", "_of_scratch",
-        "_outputs", "_scratch_bytes", "_streams", "launches", "stream", "used",
+        "_outputs", "_parts", "_scratch_bytes", "_streams", "launches", "stream", "used",
     )  # fmt: skip
 
     def __init__(
@@ -131,6 +131,7 @@ class Prepared:
         self._build = take_apart(result, returned)
         memory = Memory(recorder, inputs, returned, owned)
         self.launches = [_launch(launched, memory, driver) for launched in recorder.launches if 0 not in launched.grid]
+        self._parts = _parts(recorder)
         self._outputs = [(tuple(x.shape), tuple(x.stride()), x.dtype) for x in returned]
         self._scratch_bytes = memory.scratch_bytes
         self.stream = stream if memory.is_bound else None
@@ -168,10 +169,13 @@ class Prepared:
             for word in self._streams:
                 words[word] = stream
         launch = driver.launch
-        for call in frame.calls:
-            error = launch(*call)
-            if error:
-                self._again(call, error)
+        for part, step in self._parts:
+            for call in frame.calls[part]:
+                error = launch(*call)
+                if error:
+                    self._again(call, error)
+            if step is not None:
+                step()
         self._free.append(frame)
         return self._build(outputs)
 
@@ -196,6 +200,16 @@ def _launch(launched: Any, memory: Memory, driver: Any) -> Launch:
             check_map(parameter, driver)
     places = [memory.place(parameter) for parameter in parameters]
     return Launch(launched.compiled, launched.grid, [parameter.without_tensor() for parameter in parameters], places)
+
+
+def _parts(recorder: Recorder) -> list[tuple[slice, Callable[[], object] | None]]:
+    """Return the launches up to each step, and the step; None after the last ones."""
+    found, first = [], 0
+    for raw, step in [*recorder.steps, (len(recorder.launches), None)]:
+        last = sum(0 not in launched.grid for launched in recorder.launches[:raw])
+        found.append((slice(first, last), step))
+        first = last
+    return found
 
 
 def _written(launches: Sequence[Launch], starts: Sequence[int], role: int | None) -> list[tuple[int, int, int]]:

@@ -1,5 +1,9 @@
-"""Prepared calls of ExpertParallel over a shared memory, on one rank: bits, errors of the device, a closed object."""
+"""Prepared calls of ExpertParallel on one rank, by each way that kernels take: bits, errors of the device, closing.
 
+Collectives, which a replay repeats between its launches, are copies here.
+"""
+
+import weakref
 from collections.abc import Iterator
 from contextlib import nullcontext
 
@@ -16,7 +20,7 @@ from envoi.runtime.prepared import replay
 from envoi.types import Routing
 from tests.helpers.accuracy import assert_same_bits
 from tests.moe.layers import make
-from tests.moe.parallel.domains import open_all
+from tests.moe.parallel.domains import gathered_alone, hosts_alone, open_all, use
 from tests.runtime.interpreted.conftest import fake
 
 __all__ = ["fake"]
@@ -31,13 +35,15 @@ def group(tmp_path) -> Iterator[None]:
     dist.destroy_process_group()
 
 
-def open_here(monkeypatch, format: str) -> ExpertParallel:
-    """Open an object of one rank that takes the path over NVLink: its memory is the process's own."""
+WAYS = {"memory": lambda layout: open_all(layout, [0, 4])[0], "gathered": gathered_alone, "hosts": hosts_alone}
+
+
+def open_here(monkeypatch, format: str, way: str = "memory", presum: bool = False) -> ExpertParallel:
+    """Open an object of one rank that goes this way: its memory is the process's own."""
     monkeypatch.setattr(torch.cuda, "device", lambda device: nullcontext())
     layer = make(**SIZES)
     parallel = ExpertParallel(layer.pack(format), max_tokens=8, num_topk=2)
-    (parallel.domain,) = open_all(SharedLayout(1, 4, 8, 2, 128, format), [0, 4])
-    parallel.domain.watch, parallel._lock = parallel.channel.watch, parallel.domain.lock
+    use(parallel, WAYS[way](SharedLayout(1, 4, 8, 2, 128, format, presum)))
     return parallel
 
 
@@ -46,10 +52,17 @@ def inputs(seed: int) -> tuple[torch.Tensor, Routing]:
     return layer.tokens, layer.routing
 
 
-@pytest.mark.parametrize("format", ["bf16", "fp8_block128", "mxfp4_mxfp8"])
+@pytest.mark.parametrize(
+    ("format", "way", "presum"),
+    [
+        ("bf16", "memory", False), ("fp8_block128", "memory", False), ("mxfp4_mxfp8", "memory", False),
+        ("fp8_block128", "gathered", False), ("bf16", "gathered", True), ("fp8_block128", "hosts", False),
+        ("bf16", "hosts", True),
+    ],
+)  # fmt: skip
 @pytest.mark.usefixtures("group")
-def test_bits(fake, monkeypatch, format):
-    parallel, experts = open_here(monkeypatch, format), make(**SIZES).pack(format)
+def test_bits(fake, monkeypatch, format, way, presum):
+    parallel, experts = open_here(monkeypatch, format, way, presum), make(**SIZES).pack(format)
     for seed in range(4):
         tokens, routing = inputs(seed)
         before = len(fake.calls)
@@ -60,13 +73,16 @@ def test_bits(fake, monkeypatch, format):
         assert_same_bits(got, want)
         monkeypatch.setattr(shortcuts, "PREPARED", True)
     assert_same_bits(want, moe(tokens, routing, experts))
-    (known,) = parallel.domain.calls.known.values()
+    assert not parallel._calls.refusals()
+    (known,) = parallel._calls.known.values()
     assert isinstance(known, replay.Prepared)
+    assert sum(step is not None for _, step in known._parts) == (0 if way == "memory" else 2)
 
 
+@pytest.mark.parametrize("way", WAYS)
 @pytest.mark.usefixtures("group")
-def test_errors(fake, monkeypatch):
-    parallel = open_here(monkeypatch, "bf16")
+def test_errors(fake, monkeypatch, way):
+    parallel = open_here(monkeypatch, "bf16", way)
     for seed in range(3):
         parallel.moe(*inputs(seed))
     assert fake.calls
@@ -74,7 +90,8 @@ def test_errors(fake, monkeypatch):
     bad = Routing(routing.topk_weights, routing.topk_ids.clone().fill_(9), 4)
     with pytest.raises(ValueError, match="refused its arguments in an earlier call: routing.topk_ids: expected ids"):
         parallel.moe(tokens, bad)
-    assert parallel.domain.report.tolist() == [[0], [0]]
+    report = parallel._shared().report
+    assert report.tolist() == [[0], [0]]
     parallel.moe(tokens, routing)
     for wrong, said in (
         ((tokens.float(), routing), "tokens: expected bfloat16"),
@@ -82,21 +99,24 @@ def test_errors(fake, monkeypatch):
     ):
         with pytest.raises(ValueError, match=said):
             parallel.moe(*wrong)
-        parallel.domain.report.zero_()
-    parallel.domain.report[1, 0] = BAD_IDS.value
+        report.zero_()
+    report[1, 0] = BAD_IDS.value
     with pytest.raises(ValueError, match="refused its arguments"):
         parallel.moe(tokens, routing)
-    parallel.domain.report[0, 0] = LATE_AT_COMBINE.value
+    report[0, 0] = LATE_AT_COMBINE.value
     for _ in range(2):
         with pytest.raises(PeerTimeout, match="combine"):
             parallel.moe(tokens, routing)
 
 
+@pytest.mark.parametrize("way", WAYS)
 @pytest.mark.usefixtures("group")
-def test_a_closed_object_keeps_no_memory(fake, monkeypatch):
-    parallel = open_here(monkeypatch, "bf16")
+def test_a_closed_object_keeps_no_memory(fake, monkeypatch, way):
+    parallel = open_here(monkeypatch, "bf16", way)
     for seed in range(3):
         parallel.moe(*inputs(seed))
+    owner = weakref.ref(parallel.domain or parallel.buffers)
     parallel.close()
+    assert owner() is None  # at once: GPU memory can't wait for the collector of cycles
     with pytest.raises(ValueError, match="expected an open object"):
         parallel.moe(*inputs(0))

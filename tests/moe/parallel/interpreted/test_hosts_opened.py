@@ -1,0 +1,197 @@
+"""ExpertParallel by host as on GPUs, in several processes: how it is opened, called, refused and closed.
+
+Kernels run in the interpreter on memory that processes share by files; gloo stands for NCCL. A kernel there waits for
+no other process, so ranks meet at a barrier before each wait, which then finds its flags raised.
+"""
+
+from contextlib import nullcontext
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+import triton.language as tl
+
+from envoi.gemm.hopper_w4a16 import few
+from envoi.moe.parallel import (
+    api,
+    dispatch,
+    dispatch_kernels,
+    hosts,
+    hosts_device,
+    memory,
+    opening,
+    symmetric_memory,
+)
+from envoi.moe.parallel.dispatch import MAX_CHUNKS, num_chunks
+from tests.helpers.accuracy import assert_same_bits
+from tests.helpers.ranks import run_ranks
+from tests.moe.parallel import cases, domains
+from tests.moe.parallel.cases import Case
+from tests.moe.parallel.test_hosts import summed_by_host
+from tests.moe.parallel.test_ranks import on_one_rank
+
+SIZES = {"max_tokens": 12, "num_topk": 4}
+SMALL = {"tokens": 12, "hidden": 128, "intermediate": 128, "experts": 8, "k": 3}
+
+
+class Rail:
+    """Backend between hosts: gloo, whose collectives are waited for where they are queued."""
+
+    def __init__(self, group):
+        self.group = group
+
+    def _allgather_base(self, everyone, mine, *_):
+        return self.group._allgather_base(everyone, mine.clone().unsqueeze(0))
+
+    def alltoall_base(self, received, sent, *_):
+        return self.group.alltoall_base(received, sent.clone(), [], [])
+
+    def abort(self) -> None:
+        pass
+
+
+def stand_in(rank: int, folder: str) -> None:
+    """Let an object over gloo take the path of GPUs, in this process."""
+    everyone = dist.new_group(backend="gloo")
+
+    def meet() -> None:
+        everyone.barrier().wait()
+
+    made = iter(range(100))
+
+    def shareable(num_bytes: int, device: torch.device) -> torch.Tensor:
+        return torch.from_file(f"{folder}/{rank}.{next(made)}", shared=True, size=num_bytes, dtype=torch.uint8)
+
+    def connect_part(domain, name: str, store) -> None:
+        store.set(f"file {domain.rank}", Path(f"{folder}/{rank}.{next(made) - 1}").name)
+        paths = [store.get(f"file {peer}").decode() for peer in range(domain.layout.num_ranks)]
+        size = domain.memory.numel()
+        domain.handle = [
+            torch.from_file(f"{folder}/{path}", shared=True, size=size, dtype=torch.uint8) for path in paths
+        ]
+        next(made)
+        symmetric_memory.set_peers(domain, [x.data_ptr() for x in domain.handle])
+        meet()
+
+    announce, barrier, queued = hosts_device.announce, hosts_device.combine_barrier, hosts_device.queued_gather
+
+    def announce_in_turns(buffers) -> None:
+        for turn in range(2):
+            meet()
+            buffers.domain.report[1].zero_()
+            domains.flags(buffers.domain)[0] = num_chunks(buffers.domain.layout) if turn else 100 * MAX_CHUNKS
+            announce(buffers)
+            meet()
+            if not turn:
+                hosts_device.unpack(buffers)  # error codes were cleared where they were read
+        regions = buffers.domain.layout.regions
+        buffers.domain.memory[regions.error_codes : regions.sizes].zero_()
+
+    def meet_first(domain) -> None:
+        meet()
+        domains.flags(domain)[1] = 1
+        barrier(domain)
+
+    def rail_of(channel, grid, name, timeout_s):
+        return Rail(hosts._connect(channel, f"{name}/stand-in {grid.place[rank]}", grid.rail(rank), timeout_s).data)
+
+    hosts_device.queued_gather = lambda *given: lambda: given[0]._allgather_base(*given[1:]).wait()
+    hosts_device.queued_exchange = lambda *given: lambda: given[0].alltoall_base(*given[1:]).wait()
+    assert queued is not hosts_device.queued_gather
+    hosts_device.announce, hosts_device.combine_barrier = announce_in_turns, meet_first
+    symmetric_memory._shareable, symmetric_memory.connect_part = shareable, connect_part
+    memory.nvlink.supports_kernels = lambda experts: ""
+    opening.dist.get_backend = lambda group: "nccl"
+    api.connect_rail, hosts.check_backend = rail_of, lambda *_: None
+    torch.cuda.device = lambda device: nullcontext()
+    few.MOST_ROWS = -1
+    dispatch.RANKED = dispatch.PIECE // 4  # as in conftest.py, in this process
+    dispatch_kernels.RANKED = tl.constexpr(dispatch.RANKED)
+
+
+def run_opened(rank: int, num_ranks: int, tried: list[Case], names: list[str], presum: bool, folder: str) -> list:
+    stand_in(rank, folder)
+    outs = []
+    for case in tried:
+        layer, (token_ends, expert_ends) = case.build(), case.cuts(num_ranks)
+        options = SIZES | {"hosts": names, "presum": presum, "timeout_s": 60.0}
+        parallel = cases.open_parallel(layer, case.format, rank, expert_ends, **options)
+        assert (parallel.exchange, parallel.transport, parallel.presum) == ("hosts", "nccl", presum)
+        for _ in range(2):
+            out = parallel.moe(*cases.part_of(layer, rank, token_ends))
+        parallel.check()
+        outs.append(out)
+        again = cases.open_parallel(layer, case.format, rank, expert_ends, **options)
+        assert again.buffers is parallel.buffers, "layers of equal sizes share their memory"
+        parallel.close()
+        again.close()
+    return outs
+
+
+@pytest.mark.parametrize(("names", "presum"), [("aabb", False), ("abba", False), ("aabb", True)])
+def test_bits(names, presum, tmp_path):
+    tried = [Case("bf16", SMALL), Case("fp8_row", SMALL, [0, 9, 9, 12])][: 1 if presum else 2]
+    outcomes = run_ranks(4, run_opened, tried, list(names), presum, str(tmp_path))
+    assert [outcome.text for outcome in outcomes] == [""] * 4
+    for number, case in enumerate(tried):
+        want = on_one_rank(case)
+        if presum:
+            want = summed_by_host(case.build(), case.format, case.cuts(4)[1], list(names))
+        assert_same_bits(torch.cat([outcome.value[number] for outcome in outcomes]), want)
+
+
+def mistakes(rank: int, num_ranks: int, folder: str) -> list[str]:
+    """Let rank 3 pass wrong tokens, then a wrong id; each time a right call follows."""
+    stand_in(rank, folder)
+    layer = Case("bf16", SMALL).build()
+    ends = [3, 6, 9, 12]
+    parallel = cases.open_parallel(layer, "bf16", rank, [2, 4, 6, 8], **SIZES, hosts=list("aabb"), timeout_s=60.0)
+    want, found = parallel.moe(*cases.part_of(layer, rank, ends)), []
+    for mistake in ("dtype", "id"):
+        tokens, routing = cases.part_of(layer, rank, ends)
+        if rank == 3 and mistake == "dtype":
+            tokens = tokens.float()
+        if rank == 3 and mistake == "id":
+            routing.topk_ids[2, 1] = 8
+        try:
+            found.append(str(bool(parallel.moe(tokens, routing).isnan().all())))
+            parallel.check()
+        except ValueError as error:
+            found.append(str(error))
+        assert torch.equal(parallel.moe(*cases.part_of(layer, rank, ends)), want)
+    parallel.check()
+    return found
+
+
+def test_one_ranks_mistake_is_an_error_on_all_that_names_it(tmp_path):
+    ids = "routing.topk_ids: expected ids from 0 to 7, or -1 for a masked slot"
+    for rank, outcome in enumerate(run_ranks(4, mistakes, str(tmp_path))):
+        assert outcome.text == ""
+        dtype, wrong_id = outcome.value
+        told = "" if rank == 3 else "rank 3 of the group refused its arguments in an earlier call: "
+        assert dtype.startswith(f"{told}tokens: expected bfloat16")
+        assert wrong_id == f"rank 3 of the group refused its arguments in an earlier call: {ids}"
+
+
+def unshared(rank: int, num_ranks: int, folder: str) -> tuple[str, str, bool]:
+    """Open where rank 2 can't map its peers' memory: return how tokens are exchanged instead."""
+    stand_in(rank, folder)
+    connect = symmetric_memory.connect_part
+
+    def fail(domain, name, store):
+        if rank == 2:
+            store.set("file 0", "0.0")  # so that its peer doesn't wait
+            raise RuntimeError("no way there\nand more")
+        domain.handle = None
+
+    symmetric_memory.connect_part = fail
+    assert connect is not fail
+    layer = Case("bf16", SMALL).build()
+    parallel = cases.open_parallel(layer, "bf16", rank, [2, 4, 6, 8], **SIZES, hosts=list("aabb"), timeout_s=60.0)
+    return parallel.exchange, parallel.why, parallel.buffers is None
+
+
+def test_ranks_that_share_no_memory_are_not_grouped(tmp_path):
+    for outcome in run_ranks(4, unshared, str(tmp_path)):
+        assert outcome.value == ("counted", "rank 2: no way there", True), outcome.text
