@@ -10,7 +10,7 @@ from envoi.table import align, fold, number
 BARS = 60  # of all steps together in the picture
 FILLS = {"compute": "█", "HBM": "▓", "NVLink": "▒", "latency": "·"}
 COLOURS = {"compute": "tab:blue", "HBM": "tab:orange", "NVLink": "tab:green", "fixed": "tab:grey"}
-PRESUM = "; rows of a token that meet on a rank are summed there before they go back"
+PRESUM = "; a token's rows on one rank are summed there before they go back"
 TIMES = ("step", "us", *(f"{name} us" for name in RESOURCES), "fixed us", "bound by")
 WORK = ("step", "GFLOP", "HBM MB", "NVLink MB")
 
