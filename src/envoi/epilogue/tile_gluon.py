@@ -109,7 +109,7 @@ def store_tile(pointer, value, m, n, m_end, num_columns):
 
 
 @gluon.jit
-def send_tile(addresses, value, m, n, m_end, num_columns, cfg: gl.constexpr):
+def scatter_tile(addresses, value, m, n, m_end, num_columns, cfg: gl.constexpr):
     """Scatter rows to their addresses, each warp in contiguous runs, which links carry best."""
     if not cfg.swap_ab:  # else its layout has contiguous runs already
         value = in_runs(value)
@@ -149,7 +149,7 @@ def put_tiles(values, descs, stages, coords, m, turn, TURNS: gl.constexpr):
 
 
 @gluon.jit
-def side_for(descs):
+def operand_buffers_for(descs):
     """Allocate a role's buffers, a chunk for each tile operand loaded by TMA, and their barriers [operands, 1]."""
     arrived = gl.allocate_shared_memory(gl.int64, [len(descs), 1], mbarrier.MBarrierLayout())
     for i in gl.static_range(len(descs)):
@@ -171,13 +171,13 @@ def fetch(desc, buffer, arrived, m, n):
 
 
 @gluon.jit
-def take_tile(side, desc, x, m, n, INDEX: gl.constexpr, turn, cfg: gl.constexpr):
+def take_tile(operands, desc, x, m, n, INDEX: gl.constexpr, turn, cfg: gl.constexpr):
     """Return a chunk of a tile operand from its buffer; start loading the next. More buffers would cost stages.
 
-    side: buffers and barriers of the operands loaded by TMA, and the number of tiles finished before. INDEX: which
+    operands: buffers and barriers of the operands loaded by TMA, and the number of tiles finished before. INDEX: which
     operand. turn: which chunk.
     """
-    buffers, arrived, before = side
+    buffers, arrived, before = operands
     mbarrier.wait(arrived.index(INDEX), (before * cfg.num_chunks + turn) & 1)
     value = buffers[INDEX].index(0).load(x.type.layout).to(gl.float32)
     if turn + 1 < cfg.num_chunks:

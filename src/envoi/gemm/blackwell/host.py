@@ -23,7 +23,7 @@ def problem_of(call: Call) -> BlackwellProblem:
         _shared_bits(call.b, call.a),
         call.num_groups,
         _factor_group(call),
-        call.side_bytes,
+        call.tma_operand_bytes,
         (call.a.dtype == torch.uint8) != (call.b.dtype == torch.uint8),
     )
 

@@ -96,7 +96,7 @@ class Problem:
     """Sizes of one launch: tokens M, features N, K, bytes of an element.
 
     num_groups: experts of a grouped GEMM, 0 for a plain one. scaled: scale factors change along K (fp8_block128).
-    side_bytes: bytes for each column of the accumulator of the tile operands that TMA loads.
+    tma_operand_bytes: bytes for each column of the accumulator of the tile operands that TMA loads.
     """
 
     M: int
@@ -105,7 +105,7 @@ class Problem:
     element_bytes: int
     num_groups: int = 0
     scaled: bool = False
-    side_bytes: float = 0.0
+    tma_operand_bytes: float = 0.0
 
 
 def supports(problem: Problem, config: Config, code: Lowered) -> str:
@@ -138,9 +138,9 @@ def _why_not_chunks(problem: Problem, c: Config, code: Lowered) -> str:
     width, columns = _output_columns(c), c.epilogue_columns
     if width % min(columns, width) or min(columns, width) % code.chunk_columns:
         return f"epilogue_columns: expected a multiple of {code.chunk_columns} that divides {width}, got {columns}"
-    if code.whole and (c.swap_ab or c.block_y < problem.N or columns < c.block_y):
+    if code.whole_rows and (c.swap_ab or c.block_y < problem.N or columns < c.block_y):
         return f"block_y: expected chunks of whole rows of {problem.N} columns, got {columns}"
-    if c.swap_ab and (code.tma_outputs or code.side):
+    if c.swap_ab and (code.tma_outputs or code.tma_operands):
         return "swap_ab: expected an epilogue lowered to plain loads and stores"
     if code.takes_halves and not c.swap_ab and (c.block_y < 16 or c.split_k > 1):
         return f"block_y: expected at least 16, and split_k 1, for an epilogue of halves, got {c.label()}"
@@ -188,7 +188,7 @@ def shared_bytes(problem: Problem, config: Config, code: Lowered) -> int:
     stages = (x_rows + y_rows) * config.block_k * problem.element_bytes
     rows = config.rows_per_consumer * config.num_consumers
     columns = min(config.epilogue_columns, config.block_y)
-    buffers = rows * columns * (config.num_store_buffers * code.staged_output_bytes + problem.side_bytes)
+    buffers = rows * columns * (config.num_store_buffers * code.staged_output_bytes + problem.tma_operand_bytes)
     if config.swap_ab:
         buffers = rows * config.block_y * 4  # the transpose goes through shared memory
     return int(stages + buffers) + RESERVED_BYTES
@@ -208,7 +208,7 @@ def candidates(problem: Problem, code: Lowered) -> list[Config]:
     k = 256 if problem.scaled else 128 // problem.element_bytes
     per_group = cdiv(problem.M, max(1, problem.num_groups))
     found: list[Config] = []
-    if code.whole:
+    if code.whole_rows:
         width = max(16, next_power_of_2(problem.N))
         found += [Config(64, consumers, width, k, 12, epilogue_columns=width) for consumers in (2, 1)]
     elif problem.scaled:
@@ -220,7 +220,7 @@ def candidates(problem: Problem, code: Lowered) -> list[Config]:
         ]
     else:
         found += [
-            Config(128, 2, 128, k, 6, pingpong=True, epilogue_columns=32 if problem.side_bytes else 64),
+            Config(128, 2, 128, k, 6, pingpong=True, epilogue_columns=32 if problem.tma_operand_bytes else 64),
             Config(64, 2, 256, k, 4),
             Config(64, 2, 256, k, 5, pingpong=True),
             Config(64, 2, 128, k, 8, pingpong=True),
@@ -234,7 +234,7 @@ def candidates(problem: Problem, code: Lowered) -> list[Config]:
     # With fewer rows, loading weights bounds the time and more stages help more; wide tiles need all their stages.
     if problem.scaled and per_group > 64 and fitted(problem, wide, code).num_stages == wide.num_stages:
         found.append(wide)
-    if not code.whole and not code.tma_outputs and not code.side:
+    if not code.whole_rows and not code.tma_outputs and not code.tma_operands:
         found += [
             Config(64, consumers, tokens, depth, 12, swap_ab=True)
             for tokens in (8, 16, 32, 64, 128)

@@ -7,7 +7,14 @@ import torch
 from envoi.epilogue.ir import IR
 from envoi.epilogue.library import store
 from envoi.epilogue.lower import Lowered, lower
-from envoi.epilogue.slots import chunk_columns, empty_slots, operand_tensors, reduces_rows, rows_must_fit, slots
+from envoi.epilogue.outputs import (
+    chunk_columns,
+    empty_outputs,
+    operand_tensors,
+    output_specs,
+    reduces_rows,
+    rows_must_fit,
+)
 from envoi.gemm.grouping import ALL_ROWS, Grouping, RowMode
 from envoi.gemm.hopper.host import as_stored, max_experts
 from envoi.gemm.hopper_mx.config import NARROW, MxConfig, choose
@@ -94,14 +101,14 @@ def run_gemm(
     M, N = a.shape[0], b.shape[-2]
     num_groups = 0 if offsets is None else b.shape[0]
     tensors, pointers = operand_tensors(ir, operands, num_groups)
-    written = empty_slots(ir, slots(ir, out_dtype), M, N, a.device, grouping.to)
+    written = empty_outputs(ir, output_specs(ir, out_dtype), M, N, a.device, grouping.to)
     if rows_must_fit(ir):
         acc = torch.empty(M, N, dtype=torch.float32, device=a.device)
         plain = lower(store.ir, torch.float32, "gluon", False, False, frozenset())
         _launch(a, b, offsets, plain, (), [acc], config, grouping)
         triton_host.finish_rows(acc, ir, out_dtype, tensors, pointers, written, offsets, grouping.write_tail)
     else:
-        code = lower(ir, out_dtype, "gluon", False, False, pointers, sent=grouping.to is not None)
+        code = lower(ir, out_dtype, "gluon", False, False, pointers, scattered=grouping.to is not None)
         _launch(a, b, offsets, code, tensors, written, config, grouping)
     return triton_host.finish_outputs(ir, written, offsets) if reduces_rows(ir) else written
 
