@@ -16,7 +16,7 @@ import triton
 import triton.language as tl
 
 from envoi.epilogue.codes_triton import widen
-from envoi.moe.kernels import experts_at, quantized, store_quantized
+from envoi.moe.kernels import quantized, store_quantized
 from envoi.moe.parallel.shared_device import (
     ARRIVALS,
     BAD_IDS,
@@ -35,6 +35,7 @@ from envoi.moe.parallel.shared_device import (
     token_slots,
     wait_for,
 )
+from envoi.runtime.topk import experts_at
 
 PIECE: tl.constexpr = tl.constexpr(1024)  # slots that are counted, and sent, at once
 # Slots that a program ranks, and slots that it compares them with at once: more need registers, fewer need time.
