@@ -12,6 +12,7 @@ from envoi.bench.trial import generator, relative_error, sample_rows
 from envoi.gemm import reference
 from envoi.moe.reference_permute import take_rows
 from envoi.quant import dequantize, format_named, quantize
+from envoi.quant.bits import concatenate
 from envoi.quant.formats import Scheme
 from envoi.quant.pack import deinterleave_gate_up, with_checked_scales
 from envoi.types import Matrix, QuantTensor
@@ -75,15 +76,7 @@ def in_scheme(x: torch.Tensor, scheme: Scheme | None) -> Matrix:
     if x.dim() == 2:
         return quantize(x, scheme)
     parts = [quantize(part, scheme) for part in x.split(QUANTISE_AT_ONCE)]
-    return replace(parts[0], values=_cat([q.values for q in parts]), sf=_cat([q.sf for q in parts]))
-
-
-def _cat(parts: list[torch.Tensor]) -> torch.Tensor:
-    """Concatenate through uint8 views: some devices can't concatenate numbers of one byte."""
-    dtype = parts[0].dtype
-    return (
-        torch.cat([part.view(torch.uint8) for part in parts]).view(dtype) if dtype.itemsize == 1 else torch.cat(parts)
-    )
+    return replace(parts[0], values=concatenate([q.values for q in parts]), sf=concatenate([q.sf for q in parts]))
 
 
 def for_torch(x: Inputs, shape: GemmShape) -> Inputs:

@@ -12,6 +12,7 @@ from envoi.epilogue.lower import Lowered, lower
 from envoi.epilogue.outputs import chunk_columns, deferred, empty_outputs, operand_tensors, output_specs, rows_must_fit
 from envoi.gemm.grouping import ALL_ROWS, Grouping
 from envoi.gemm.triton import kernel as device_code
+from envoi.quant.bits import as_bytes
 from envoi.runtime.launch import launch
 from envoi.runtime.math import cdiv, next_power_of_2
 from envoi.types import Matrix
@@ -114,16 +115,12 @@ def matrix_argument(x: Matrix) -> tuple:
     """Return a matrix [.., rows, K] as the kernels take it: a `MatrixArgs` of `kernel.py`."""
     if isinstance(x, torch.Tensor):
         return kernels.MatrixArgs(x, *_strides(x), x, 0, 0, 0, 1)
-    values, sf = _bits(x.values), _bits(x.sf)
+    values, sf = as_bytes(x.values), as_bytes(x.sf)
     return kernels.MatrixArgs(values, *_strides(values), sf, *_strides(sf), x.group[0])
 
 
 def _strides(x: torch.Tensor) -> tuple[int, ...]:
     return (*(0,) * (3 - x.dim()), *x.stride())
-
-
-def _bits(x: torch.Tensor) -> torch.Tensor:
-    return x.view(torch.uint8) if x.dtype in (torch.float8_e4m3fn, torch.float8_e8m0fnu) else x
 
 
 def _launch(
@@ -154,7 +151,7 @@ def product_arguments(
     workspace = torch.empty(code.partials * grid[1] * M, dtype=torch.float32, device=a.device)
     group_k = max(side.group_k for side in (A, B) if side.scales) if A.scales or B.scales else 0
     return grid, (
-        matrix_argument(a), matrix_argument(b), offsets, operands or (0,), tuple(_bits(x) for x in outputs), workspace,
+        matrix_argument(a), matrix_argument(b), offsets, operands or (0,), tuple(map(as_bytes, outputs)), workspace,
         M, N, K, num_experts, code, A, B, group_k, block_m, block_n, block_k, max_experts(offsets),
         write_tail,
     ), options  # fmt: skip
@@ -202,7 +199,7 @@ def rows_arguments(
     num_experts = 0 if offsets is None else offsets.shape[0] - 1
     grid = (max(1, cdiv(M, block_m) + num_experts), cdiv(N, block_n))
     return grid, (
-        acc, offsets, operands or (0,), tuple(_bits(x) for x in outputs), M, N, num_experts, code, block_m, block_n,
+        acc, offsets, operands or (0,), tuple(as_bytes(x) for x in outputs), M, N, num_experts, code, block_m, block_n,
         max_experts(offsets), write_tail,
     ), {"num_warps": 4 if block_n <= 4096 else 8}  # fmt: skip
 
