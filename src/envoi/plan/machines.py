@@ -71,15 +71,15 @@ H200 = Machine(
     widened_per_us=7.39e6,  # same note, at 0 tokens per tile and without launch_us and unhidden reads: 73 us
     widened_tflops=610,  # same note, 32 experts of 4096x4096 with about 384 tokens, rows that fill tiles counted
     # notes/2026-11-decode-w4a16.md: L1 of 32 experts of 2880 x 2880 takes 151 us in 11 rounds of tiles of 32 tokens,
-    # 139 without launch_us and unhidden reads; other tiles by the note's relative times. Few tokens: 79 or 84 ns of an
-    # SM for 64 x 64 weights, from the suite moe.
-    w4a16_tflops={16: 130, 32: 246, 64: 438, 128: 635, 256: 779}, w4a16_few_tflops={8: 110, 16: 206},
+    # 139 without launch_us and unhidden reads; other tiles by the note's relative times. Few tokens: 72 or 80 ns of an
+    # SM for 64 x 64 weights, fitted together with dependent_launch_us to the suite moe on two machines.
+    w4a16_tflops={16: 130, 32: 246, 64: 438, 128: 635, 256: 779}, w4a16_few_tflops={8: 120, 16: 216},
     hbm_gb_per_s=4230,  # a device copy, the roof of bench/results
     # Between two H200s, 16-byte loads and stores of a Triton kernel, a CTA on each SM. With 32 CTAs: 311 and 278. These
     # and round_trip_us are not in bench/results yet.
     pull_gb_per_s=334, push_gb_per_s=362,
     launch_us=5.0,  # bench/results: time of GEMMs with few tokens beyond that of their bytes
-    dependent_launch_us=3.0,  # bench/results, suite moe, mxfp4: a launch that begins before the previous one ends
+    dependent_launch_us=4.2,  # bench/results, suite moe, mxfp4: a launch that begins before the previous one ends
     round_trip_us=2.6,  # between two H200s, atomics of system scope
     unhidden=0.1,  # bench/results, suites gemm_grouped and gemm_weights, bf16 and FP8
 )  # fmt: skip
@@ -92,7 +92,7 @@ B200 = Machine(
     },
     widened_per_us=0, widened_tflops=0, w4a16_tflops={}, w4a16_few_tflops={},
     hbm_gb_per_s=8000, pull_gb_per_s=900, push_gb_per_s=900,
-    launch_us=5.0, dependent_launch_us=3.0, round_trip_us=2.6,  # H200's: no measurement of a B200
+    launch_us=5.0, dependent_launch_us=4.2, round_trip_us=2.6,  # H200's: no measurement of a B200
     unhidden=0,
 )  # fmt: skip
 
