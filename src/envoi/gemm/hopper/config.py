@@ -6,6 +6,7 @@ from math import ceil, erfc, exp, sqrt
 from envoi.constant import Constant
 from envoi.epilogue.lower import Lowered
 from envoi.runtime.devices import SHARED_BYTES
+from envoi.runtime.gpu_rates import H200
 from envoi.runtime.math import cdiv, next_power_of_2
 
 RESERVED_BYTES = 2048  # of shared memory, for barriers and for what reductions exchange
@@ -252,20 +253,20 @@ def candidates(problem: Problem, code: Lowered) -> list[Config]:
 class Costs:
     """Constants of the model of GPU time, from measurements on an H200; `tools/fit_time_model.py` fits them anew.
 
-    launch, first_stage: cycles before the first product. tile, pingpong_tile: cycles around a tile's mainloop. join:
-    cycles to add up two parts of a split tile. l2_bytes, dram_bytes: loaded per cycle, by one multiprocessor and by
-    all. scaled_pair, scaled_alone: factors of a step with scales along K, beside another consumer's wgmma and without.
-    wide_step, wide_tile: factors with wide tail tiles. shown: share of the shorter of work and memory that the longer
-    one doesn't hide.
+    launch, first_stage: cycles before the first product; with those of a tile they are `H200.launch_us`. tile,
+    pingpong_tile: cycles around a tile's mainloop. join: cycles to add up two parts of a split tile. l2_bytes,
+    dram_bytes: loaded per cycle, by one multiprocessor and by all. scaled_pair, scaled_alone: factors of a step with
+    scales along K, beside another consumer's wgmma and without. wide_step, wide_tile: factors with wide tail tiles.
+    shown: share of the shorter of work and memory that the longer one doesn't hide.
     """
 
-    launch: float = 4000
+    launch: float = H200.launch_cycles - 2500 - 3000
     first_stage: float = 2500
     tile: float = 3000
     pingpong_tile: float = 1500
     join: float = 6000
-    l2_bytes: float = 80
-    dram_bytes: float = 2400
+    l2_bytes: float = H200.l2_bytes
+    dram_bytes: float = H200.hbm_bytes
     scaled_pair: float = 1.2
     scaled_alone: float = 1.35
     wide_step: float = 1.02
