@@ -80,13 +80,10 @@ def in_scheme(x: torch.Tensor, scheme: Scheme | None) -> Matrix:
 
 
 def for_torch(x: Inputs, shape: GemmShape) -> Inputs:
-    """Return the inputs with gate and up concatenated, if the epilogue has them."""
+    """Return the inputs with gate and up concatenated, if the epilogue has them, in the same format."""
     if not ENDINGS[shape.epilogue].halves:
         return x
-    if isinstance(x.b, QuantTensor):
-        raise ValueError(f"format: expected bf16 beside {shape.epilogue}, got {shape.format}")
-    wide = deinterleave_gate_up(x.wide_b).contiguous()
-    return replace(x, b=wide, wide_b=wide)
+    return in_format(x.wide_a, deinterleave_gate_up(x.wide_b).contiguous(), shape.format)
 
 
 def num_bytes(x: Matrix) -> int:
