@@ -32,12 +32,13 @@ from typing import Any
 import torch
 
 from envoi.epilogue.ir import IR, kept_with_ir
-from envoi.epilogue.outputs import OutputSpec, chunk_columns, deferred, output_specs, rows_must_fit
+from envoi.epilogue.outputs import OutputSpec, chunk_columns, deferred, output_specs, pairs_up, rows_must_fit
 from envoi.epilogue.writer import Writer
 
 FUNCTIONS = ("visit", "merge", "save", "finish", "buffers", "operand_buffers", "fetch_operands", "of_expert")
 ONE_TILE = "rows can be sent to addresses if the only output is a tile that depends on no other column"
 _number = itertools.count()  # numbers the file names: each text needs its own
+ONE_GROUP = "pairs of chunks can be quantised if the only output is a tile rounded to bf16, in groups of 128 to FP8"
 NEEDS_ROWS = "a row's value is used before the row is complete"
 
 
@@ -49,7 +50,7 @@ class Lowered:
     reductions a row that a tile passes on. tma_operands: names of the operands loaded by TMA. chunk_columns: a chunk
     has a multiple of this many columns. whole_rows: chunks hold whole rows. scattered: each row is stored at an address
     of its own. takes_halves: column 2 j of a chunk's accumulators is column j of the product, column 2 j + 1 is column
-    j + N / 2.
+    j + N / 2. paired: two neighbouring chunks share scale factors; a consumer gets them in turn.
     """
 
     visit: Any
@@ -68,6 +69,7 @@ class Lowered:
     whole_rows: bool
     scattered: bool
     takes_halves: bool
+    paired: bool
     source: str
 
     @property
@@ -78,6 +80,8 @@ class Lowered:
     @property
     def staged_output_bytes(self) -> float:
         """Bytes stored through shared memory (by TMA, or scattered) for each column of the accumulator."""
+        if self.paired:
+            return torch.bfloat16.itemsize / self.output_specs[0].columns
         return sum(
             spec.dtype.itemsize / spec.columns / (2 if spec.packed else 1)
             for spec in (self.output_specs if self.scattered else map(self.output_specs.__getitem__, self.tma_outputs))
@@ -89,7 +93,7 @@ class Lowered:
         source = hashlib.sha256(self.source.encode()).hexdigest()[:16]
         rest = (
             self.output_specs, self.tma_outputs, self.partials, self.tma_operands, self.chunk_columns, self.whole_rows,
-            self.scattered, self.takes_halves,
+            self.scattered, self.takes_halves, self.paired,
         )  # fmt: skip
         return f"Lowered({keys},{source},{','.join(map(str, rest))})"
 
@@ -99,27 +103,32 @@ class Lowered:
 @kept_with_ir
 def lower(
     ir: IR, out_dtype: torch.dtype, dialect: str, whole_rows: bool, tma: bool, pointers: frozenset[str],
-    tma_operands: tuple[str, ...] = (), scattered: bool = False,
+    tma_operands: tuple[str, ...] = (), scattered: bool = False, paired: bool = False,
 ) -> Lowered:  # fmt: skip
     """Return the device code for an IR.
 
     dialect: "gluon" or "triton". whole_rows: chunks hold whole rows. tma: store tiles through descriptors, else from
     registers. pointers: the Scalar operands passed as tensors of one element. tma_operands: the Tile operands loaded by
     TMA, at most MAX_DESCS. scattered: store each row of the only output, a tile, at an address; the addresses are
-    passed in its place.
+    passed in its place. paired: a chunk has half of the columns that share a scale factor of the only output, see
+    `pairs_up`.
     """
     if not whole_rows and rows_must_fit(ir):
         raise ValueError(f"epilogue {ir.name}: {NEEDS_ROWS}; it needs pieces of whole rows")
     found = output_specs(ir, out_dtype)
     if scattered and (tma or [spec.kind for spec in found] != ["tile"] or found[0].position in deferred(ir)):
         raise ValueError(f"epilogue {ir.name}: {ONE_TILE}")
-    writer = Writer(ir, found, frozenset() if whole_rows else deferred(ir), tma, pointers, tma_operands, scattered)
+    if paired and (not pairs_up(ir) or tma or tma_operands or dialect != "gluon"):
+        raise ValueError(f"epilogue {ir.name}: {ONE_GROUP}")
+    waiting = frozenset() if whole_rows else deferred(ir)
+    writer = Writer(ir, found, waiting, tma, pointers, tma_operands, scattered, paired)
     source = writer.write()
     filename, namespace = _compile(source, ir.name, dialect)
     lowered = Lowered(
         **{name: namespace[name] for name in FUNCTIONS}, output_specs=found, tma_outputs=tuple(writer.tma_outputs),
-        partials=len(writer.partials), tma_operands=tma_operands, chunk_columns=chunk_columns(ir),
-        whole_rows=whole_rows, scattered=scattered, takes_halves=ir.takes_halves, source=source,
+        partials=len(writer.partials), tma_operands=tma_operands,
+        chunk_columns=chunk_columns(ir) // (2 if paired else 1), whole_rows=whole_rows, scattered=scattered,
+        takes_halves=ir.takes_halves, paired=paired, source=source,
     )  # fmt: skip
     weakref.finalize(lowered, linecache.cache.pop, filename, None).atexit = False
     return lowered
