@@ -77,7 +77,7 @@ def factors_descriptor(packed: torch.Tensor | None, rows: int, config: Blackwell
     return TensorDescriptor.from_tensor(packed[None], box, layout)
 
 
-def launch(call: Call, config: BlackwellConfig, num_sms: int) -> None:
+def launch_gemm(call: Call, config: BlackwellConfig, num_sms: int) -> None:
     """Launch the kernel on the current stream."""
     from envoi.gemm.blackwell.kernel import gemm_kernel
 

@@ -241,10 +241,10 @@ def run_gemm(
     if work.rows_after:
         acc = torch.empty(M, N, dtype=torch.float32, device=device)
         product = replace(work, ir=store.ir)
-        launch(*_call_and_config(product, torch.float32, (), frozenset(), [acc], grouping, count), count)
+        launch_gemm(*_call_and_config(product, torch.float32, (), frozenset(), [acc], grouping, count), count)
         triton_host.finish_rows(acc, work.ir, out_dtype, tensors, pointers, written, offsets, grouping.write_tail)
     else:
-        launch(*_call_and_config(work, out_dtype, tensors, pointers, written, grouping, count), count)
+        launch_gemm(*_call_and_config(work, out_dtype, tensors, pointers, written, grouping, count), count)
     return triton_host.finish_outputs(work.ir, written, offsets) if reduces_rows(work.ir) else written
 
 
@@ -301,13 +301,13 @@ def _lowered(
     return lower(work.ir, out_dtype, "gluon", whole_rows, tma, pointers, loaded, scattered)
 
 
-def launch(call: Call, config: Config, num_sms: int) -> None:
+def launch_gemm(call: Call, config: Config, num_sms: int) -> None:
     """Launch the kernel on the current stream."""
     from envoi.gemm.hopper.kernel import gemm_kernel
-    from envoi.runtime.launch import launch as launch_kernel
+    from envoi.runtime.launch import launch
 
     grid, args = arguments(call, config, num_sms)
-    launch_kernel(gemm_kernel, grid, args, {"num_warps": config.num_warps})
+    launch(gemm_kernel, grid, args, {"num_warps": config.num_warps})
 
 
 def arguments(call: Call, config: Config, num_sms: int) -> tuple[tuple[int], tuple]:
