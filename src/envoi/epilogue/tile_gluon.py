@@ -137,11 +137,11 @@ def stage_for_pairs(ROWS: gl.constexpr, COLUMNS: gl.constexpr):
 
 
 @gluon.jit
-def quantize_pair(x, stage, outputs, m, n, m_end, num_columns):
+def quantize_pair(x, stage, values, sf, m, n, m_end, num_columns):
     """Quantise a pair of neighbouring tiles to E4M3, a float32 scale for both tiles' columns of a row.
 
     x: of one tile, float32 [rows, columns] rounded to bf16, first row m, first column n. The first tile of a pair
-    (n // columns even) waits in `stage`; the second stores both, and the scales. outputs: pointers to the values,
+    (n // columns even) waits in `stage`; the second stores both, and the scales. values, sf: pointers to the values,
     [.., num_columns], and to the scales. Bit for bit what `envoi.moe.kernels.quantize_kernel` makes of bf16 rows.
     Rows from m_end on aren't stored. num_columns: a multiple of 16.
     """
@@ -157,10 +157,10 @@ def quantize_pair(x, stage, outputs, m, n, m_end, num_columns):
         stage.store(x.to(gl.bfloat16))
         left, right = left.to(gl.float32), stage.load(layout).to(gl.float32)
         amax = group_amax(maximum(max_columns(gl.abs(left)), max_columns(gl.abs(right))))
-        store_row(outputs[1], divide(amax, 448.0), m, m_end, num_columns // (2 * columns), tile // 2)
+        store_row(sf, divide(amax, 448.0), m, m_end, num_columns // (2 * columns), tile // 2)
         factor = divide(448.0, amax)[:, None]
-        store_runs(outputs[0], e4m3(left * factor), m, n - columns, m_end, num_columns)
-        store_runs(outputs[0], e4m3(right * factor), m, n, m_end, num_columns)
+        store_runs(values, e4m3(left * factor), m, n - columns, m_end, num_columns)
+        store_runs(values, e4m3(right * factor), m, n, m_end, num_columns)
 
 
 @gluon.jit

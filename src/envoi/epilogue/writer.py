@@ -234,7 +234,7 @@ class Writer:
         scheme, source, d = SCHEMES[node.attribute("scheme")], f"v{node.args[0]}", node.shape.divisor
         if self.paired:
             where = f"at.m, at.n // {d}, at.m_end, at.N // {d}"
-            self.line(f"quantize_pair({source}, buffers.stages[0], (outputs[{index}], outputs[{index + 1}]), {where})")
+            self.line(f"quantize_pair({source}, buffers.stages[0], outputs[{index}], outputs[{index + 1}], {where})")
             return
         group = scheme.group[1]
         magnitude = f"L.where((col_ids(x{d}, at.n // {d}) < at.N // {d})[None, :], L.abs({source}), 0.0)"
