@@ -126,7 +126,8 @@ def test_files_and_functions_are_small(path):
 
 
 def is_device_code(function: ast.FunctionDef | ast.AsyncFunctionDef) -> bool:
-    return any(ast.unparse(decorator).endswith(".jit") for decorator in function.decorator_list)
+    called = (d.func if isinstance(d, ast.Call) else d for d in function.decorator_list)
+    return any(ast.unparse(decorator).endswith(".jit") for decorator in called)
 
 
 # A launch takes no TMA descriptor within a tuple, so entry points have flat arguments.
