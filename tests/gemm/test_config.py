@@ -96,7 +96,7 @@ def test_candidates_fit(rows, element_bytes):
 
 def test_no_wide_tiles_where_fewer_stages_fit():
     code = lower(library.gelu_residual.ir, torch.bfloat16, "gluon", False, True, frozenset(), ("residual",))
-    found = candidates(replace(SCALED, side_bytes=2.0), code)
+    found = candidates(replace(SCALED, tma_operand_bytes=2.0), code)
     assert found
     assert not any(config.wide_tail_tiles for config in found)
 

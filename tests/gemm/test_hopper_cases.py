@@ -47,7 +47,7 @@ def test_real_numbers_come_as_planned(format):
 
 def test_the_plan_is_what_a_launch_gets(monkeypatch):
     launched = []
-    monkeypatch.setattr(host, "launch", lambda *call: launched.append(call))
+    monkeypatch.setattr(host, "launch_gemm", lambda *call: launched.append(call))
     monkeypatch.setattr(
         torch.cuda, "get_device_properties", lambda device: type("", (), {"multi_processor_count": 132})()
     )

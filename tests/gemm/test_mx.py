@@ -7,7 +7,7 @@ import torch
 
 from envoi.epilogue.library import absmax, expert_l1, store, swiglu, swiglu_fp8
 from envoi.epilogue.lower import lower
-from envoi.epilogue.slots import empty_slots, operand_tensors, slots
+from envoi.epilogue.outputs import empty_outputs, operand_tensors, output_specs
 from envoi.gemm.cases import operands_of
 from envoi.gemm.hopper_mx import host
 from envoi.gemm.hopper_mx.config import (
@@ -46,7 +46,7 @@ def compiled(ep, config: MxConfig, num_experts: int = 32, M: int = 512, N: int =
 
     lead = (num_experts,) if num_experts else ()
     tensors, pointers = operand_tensors(ep.ir, operands_of(ep.ir, M, N, lead), num_experts)
-    outputs = empty_slots(ep.ir, slots(ep.ir, torch.bfloat16), M, N, torch.device("meta"))
+    outputs = empty_outputs(ep.ir, output_specs(ep.ir, torch.bfloat16), M, N, torch.device("meta"))
     code = lower(ep.ir, torch.bfloat16, "gluon", False, False, pointers)
     offsets = empty(num_experts + 1, dtype=torch.int32) if num_experts else None
     grid, args = host.arguments(

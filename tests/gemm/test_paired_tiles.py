@@ -8,7 +8,7 @@ import torch
 
 from envoi.epilogue import epilogue, library, pairs, quantize, round_bf16
 from envoi.epilogue.lower import lower
-from envoi.epilogue.slots import pairs_up
+from envoi.epilogue.outputs import pairs_up
 from envoi.gemm.grouping import EXPERTS_ROWS, Grouping
 from envoi.gemm.hopper import cases as hopper_cases
 from envoi.gemm.hopper import host
@@ -126,7 +126,7 @@ def test_pairs_are_stored_by_the_kernel_itself():
     for given in ({"tma": True}, {"dialect": "triton"}):
         options = {"dialect": "gluon", "tma": False, **given}
         with pytest.raises(ValueError, match="pairs of chunks"):
-            lower(IN_PAIRS["concat"], torch.bfloat16, whole=False, pointers=frozenset(), paired=True, **options)
+            lower(IN_PAIRS["concat"], torch.bfloat16, whole_rows=False, pointers=frozenset(), paired=True, **options)
 
 
 @pytest.mark.parametrize(

@@ -10,11 +10,25 @@ import json
 from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
+
+from tools.machine_code import ptx
+
+if TYPE_CHECKING:  # it imports Triton, and pytest's plugin this
+    from tools.machine_code.compile import Binary
 
 FILE = Path(__file__).resolve().parents[1] / "gpu_evidence.json"
 FORMAT = 2
 COMMAND = "`make test-gpu` on an H200 writes tests/gpu_evidence.json anew"
+# Kernels whose function got another name since the record was made, and the name they have in it: a function's name is
+# part of its PTX.
+RENAMED = {
+    "candidates_kernel": "sift_kernel",
+    "combine_barrier_kernel": "meet_kernel",
+    "send_partial_sums_kernel": "return_kernel",
+    "send_routing_kernel": "announce_kernel",
+    "stage_tokens_kernel": "publish_kernel",
+}
 
 
 @dataclass(frozen=True)
@@ -104,6 +118,11 @@ def read(path: Path = FILE) -> GpuRecord:
         raise ValueError(f"{path.name}: its format is {found}, this version reads {FORMAT}; {COMMAND}")
     kernels = {key: Launched(**value) for key, value in content.pop("kernels").items()}
     return GpuRecord(tuple(Run(**run) for run in content["runs"]), kernels)
+
+
+def recorded_sha256(binary: "Binary") -> str:
+    """Return the hash of a kernel's PTX under the name that the kernel has in the record."""
+    return ptx.sha256(binary.ptx.replace(binary.name, RENAMED.get(binary.name, binary.name)))
 
 
 def no_green_run(record: GpuRecord, title: str, sha256: str) -> str:

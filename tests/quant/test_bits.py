@@ -1,8 +1,18 @@
-"""E2M1 nibbles and UE8M0 powers of two, code by code."""
+"""E2M1 nibbles and UE8M0 powers of two, code by code; tensors of any dtype concatenated."""
 
+import pytest
 import torch
 
-from envoi.quant.bits import e2m1_decode, e2m1_encode, e8m0_ceil, e8m0_to_float, pack_nibbles, unpack_nibbles
+from envoi.quant.bits import (
+    as_bytes,
+    concatenate,
+    e2m1_decode,
+    e2m1_encode,
+    e8m0_ceil,
+    e8m0_to_float,
+    pack_nibbles,
+    unpack_nibbles,
+)
 from tests.quant.scalar import E2M1_VALUES, nearest_even, power_of_two_from
 
 
@@ -39,3 +49,17 @@ def test_scales_round_up():
     assert e8m0_to_float(e8m0_ceil(torch.tensor([torch.nan, torch.inf]))).isnan().all()
     tiny = e8m0_to_float(e8m0_ceil(torch.tensor([0.0, 1e-45])))
     assert (tiny == 2.0**-126).all()
+
+
+DTYPES = torch.float8_e8m0fnu, torch.float8_e4m3fn, torch.uint8, torch.bfloat16, torch.float32
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_tensors_of_any_dtype_are_concatenated(dtype):
+    raw = torch.arange(1, 25, dtype=torch.uint8)
+    x = raw.view(dtype) if dtype.itemsize == 1 else raw.to(dtype)
+    x = x.view(6, 4)
+    whole = concatenate([x[:1], x[1:4], x[4:]])
+    assert whole.dtype == dtype
+    assert torch.equal(as_bytes(whole), as_bytes(x))
+    assert as_bytes(x).data_ptr() == x.data_ptr()

@@ -7,6 +7,7 @@ import triton.language as tl
 from triton.runtime.jit import JITFunction
 
 from envoi.runtime import launch as module
+from envoi.runtime import observer
 from envoi.runtime.launch import launch
 from envoi.runtime.tma import descriptor
 
@@ -96,3 +97,11 @@ def test_descriptors_of_equal_shapes_describe_their_own_matrix():
 def test_a_descriptor_wants_16_bytes():
     with pytest.raises(ValueError, match="expected a matrix on 16 bytes"):
         descriptor(torch.zeros(65, 128).view(-1)[1 : 1 + 64 * 128].view(64, 128), 64, 32)
+
+
+def test_a_dependent_launch_follows_the_one_that_it_waits_for():
+    launched = []
+    first, second = (("first", (1,), (2,), {"num_warps": 8}), ("second", (3,), (4,), {"num_warps": 4}))
+    with observer.rehearsing(launched):
+        module.launch_with_dependent(first, second)
+    assert launched == [first, ("second", (3,), (4,), {"num_warps": 4, "launch_pdl": True})]

@@ -174,7 +174,7 @@ def measure_shape(
         if difference > MAX_DIFFERENCE:
             wrong[config] = f"differs from the default's result by {difference:.1e}"
         else:
-            runs[config] = partial(host.launch, planned.call, config, num_sms)
+            runs[config] = partial(host.launch_gemm, planned.call, config, num_sms)
     timings = Clock(device, repeat).rounds(runs) if runs else {}
     return planned, {config: timing.p50_us for config, timing in timings.items()}, wrong
 
@@ -187,7 +187,7 @@ def _outputs(planned: "Planned", config: "Config", num_sms: int) -> list:
 
     for output in planned.call.outputs:
         output.view(torch.uint8).fill_(255)
-    host.launch(planned.call, config, num_sms)
+    host.launch_gemm(planned.call, config, num_sms)
     torch.cuda.synchronize()
     return [output[:: max(1, len(output) // 256)].float() for output in planned.call.outputs]  # a sample of the rows
 

@@ -7,6 +7,7 @@ import torch
 from envoi.checkpoints.config import ALL, FLOATS, Config, Quantisation
 from envoi.checkpoints.names import Separate
 from envoi.checkpoints.shards import Shards
+from envoi.quant.bits import as_bytes
 from envoi.quant.regroup import FACTORS, stored_factors
 from envoi.types import Matrix, QuantTensor
 
@@ -117,7 +118,6 @@ def _factors(plan: Plan, projections: tuple[str, ...], device: torch.device) -> 
         for expert in plan.ids
         for projection in projections
     ]
-    raw = [part.view(torch.uint8) if part.itemsize == 1 else part for part in parts]
     rows, columns = parts[0].shape
-    whole = torch.stack(raw).view(len(plan.ids), len(projections) * rows, columns)
+    whole = torch.stack([as_bytes(part) for part in parts]).view(len(plan.ids), len(projections) * rows, columns)
     return whole.view(parts[0].dtype).to(device)

@@ -15,11 +15,11 @@ class ChunkPosition(NamedTuple):
 class ChunkBuffers(NamedTuple):
     """Buffers through which a chunk's tiles are stored and loaded by TMA; 0 where a kernel has no descriptors.
 
-    descs: of outputs, then of tile operands. stages: shared memory of each output. side: shared memory of the tile
+    descs: of outputs, then of tile operands. stages: shared memory of each output. operands: shared memory of the tile
     operands, the barriers on which they arrive, and the tiles done. turn: number of the chunk, which picks the stage.
     """
 
     descs: Any
     stages: Any
-    side: Any
+    operands: Any
     turn: Any

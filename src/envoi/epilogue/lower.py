@@ -16,7 +16,7 @@ x1 is a chunk of the accumulator in registers; `at` (ChunkPosition) is its posit
 buffers of its tiles. A tile value is a two-dimensional tensor, a row or column value a vector, a top-k value k row
 vectors.
 
-A reduction over a row is complete at once if the chunk has the whole row (`whole`). Else `visit` returns partial
+A reduction over a row is complete at once if the chunk has the whole row (`whole_rows`). Else `visit` returns partial
 values; the GEMM merges those of its chunks with `merge` and stores one a tile in memory (`save`), and the last of the
 row's tiles to arrive calls `finish`, which reads them in order and stores what depends on them.
 """
@@ -32,10 +32,10 @@ from typing import Any
 import torch
 
 from envoi.epilogue.ir import IR, kept_with_ir
-from envoi.epilogue.slots import Slot, chunk_columns, late, pairs_up, rows_must_fit, slots
+from envoi.epilogue.outputs import OutputSpec, chunk_columns, deferred, output_specs, pairs_up, rows_must_fit
 from envoi.epilogue.writer import Writer
 
-FUNCTIONS = ("visit", "merge", "save", "finish", "buffers", "side_buffers", "fetch_side", "of_expert")
+FUNCTIONS = ("visit", "merge", "save", "finish", "buffers", "operand_buffers", "fetch_operands", "of_expert")
 ONE_TILE = "rows can be sent to addresses if the only output is a tile that depends on no other column"
 _number = itertools.count()  # numbers the file names: each text needs its own
 ONE_GROUP = "pairs of chunks can be quantised if the only output is a tile rounded to bf16, in groups of 128 to FP8"
@@ -46,11 +46,11 @@ NEEDS_ROWS = "a row's value is used before the row is complete"
 class Lowered:
     """Device code of an epilogue; `lower` makes one per IR and set of options.
 
-    slots: the tensors it writes. tma_outputs: indices of the slots stored through TMA descriptors. partials: partial
-    reductions a row that a tile passes on. side: the operands loaded by TMA. chunk_columns: a chunk has a multiple of
-    this many columns. whole: chunks hold whole rows. sent: rows are scattered to addresses. takes_halves: column 2 j of
-    a chunk's accumulators is column j of the product, column 2 j + 1 is column j + N / 2. paired: two neighbouring
-    chunks share scale factors; a consumer gets them in turn.
+    output_specs: the tensors it writes. tma_outputs: indices of those stored through TMA descriptors. partials: partial
+    reductions a row that a tile passes on. tma_operands: names of the operands loaded by TMA. chunk_columns: a chunk
+    has a multiple of this many columns. whole_rows: chunks hold whole rows. scattered: each row is stored at an address
+    of its own. takes_halves: column 2 j of a chunk's accumulators is column j of the product, column 2 j + 1 is column
+    j + N / 2. paired: two neighbouring chunks share scale factors; a consumer gets them in turn.
     """
 
     visit: Any
@@ -58,16 +58,16 @@ class Lowered:
     save: Any
     finish: Any
     buffers: Any
-    side_buffers: Any
-    fetch_side: Any
+    operand_buffers: Any
+    fetch_operands: Any
     of_expert: Any
-    slots: tuple[Slot, ...]
+    output_specs: tuple[OutputSpec, ...]
     tma_outputs: tuple[int, ...]
     partials: int
-    side: tuple[str, ...]
+    tma_operands: tuple[str, ...]
     chunk_columns: int
-    whole: bool
-    sent: bool
+    whole_rows: bool
+    scattered: bool
     takes_halves: bool
     paired: bool
     source: str
@@ -81,53 +81,54 @@ class Lowered:
     def staged_output_bytes(self) -> float:
         """Bytes stored through shared memory (by TMA, or scattered) for each column of the accumulator."""
         if self.paired:
-            return torch.bfloat16.itemsize / self.slots[0].columns
+            return torch.bfloat16.itemsize / self.output_specs[0].columns
         return sum(
-            slot.dtype.itemsize / slot.columns / (2 if slot.packed else 1)
-            for slot in (self.slots if self.sent else (self.slots[index] for index in self.tma_outputs))
+            spec.dtype.itemsize / spec.columns / (2 if spec.packed else 1)
+            for spec in (self.output_specs if self.scattered else map(self.output_specs.__getitem__, self.tma_outputs))
         )
-
-    @property
-    def num_side(self) -> int:
-        """Number of operands loaded by TMA."""
-        return len(self.side)
 
     def __repr__(self) -> str:
         """Name every field, functions by the digest of their text, so that the compiler's cache can tell two apart."""
         keys = ",".join(getattr(self, name).cache_key for name in FUNCTIONS)
         source = hashlib.sha256(self.source.encode()).hexdigest()[:16]
-        rest = (self.slots, self.tma_outputs, self.partials, self.side, self.chunk_columns, self.whole, self.sent)
-        return f"Lowered({keys},{source},{','.join(map(str, rest))},{self.takes_halves},{self.paired})"
+        rest = (
+            self.output_specs, self.tma_outputs, self.partials, self.tma_operands, self.chunk_columns, self.whole_rows,
+            self.scattered, self.takes_halves, self.paired,
+        )  # fmt: skip
+        return f"Lowered({keys},{source},{','.join(map(str, rest))})"
 
     __str__ = __repr__
 
 
 @kept_with_ir
 def lower(
-    ir: IR, out_dtype: torch.dtype, dialect: str, whole: bool, tma: bool, pointers: frozenset[str],
-    side: tuple[str, ...] = (), sent: bool = False, paired: bool = False,
+    ir: IR, out_dtype: torch.dtype, dialect: str, whole_rows: bool, tma: bool, pointers: frozenset[str],
+    tma_operands: tuple[str, ...] = (), scattered: bool = False, paired: bool = False,
 ) -> Lowered:  # fmt: skip
     """Return the device code for an IR.
 
-    dialect: "gluon" or "triton". whole: chunks hold whole rows. tma: store tiles through descriptors, else from
-    registers. pointers: the Scalar operands passed as tensors of one element. side: the Tile operands loaded by
-    TMA, at most MAX_DESCS. sent: scatter the rows of the only output, a tile, to the addresses that are passed in its
-    place. paired: a chunk has half of the columns that share a scale factor of the only output, see `pairs_up`.
+    dialect: "gluon" or "triton". whole_rows: chunks hold whole rows. tma: store tiles through descriptors, else from
+    registers. pointers: the Scalar operands passed as tensors of one element. tma_operands: the Tile operands loaded by
+    TMA, at most MAX_DESCS. scattered: store each row of the only output, a tile, at an address; the addresses are
+    passed in its place. paired: a chunk has half of the columns that share a scale factor of the only output, see
+    `pairs_up`.
     """
-    if not whole and rows_must_fit(ir):
+    if not whole_rows and rows_must_fit(ir):
         raise ValueError(f"epilogue {ir.name}: {NEEDS_ROWS}; it needs pieces of whole rows")
-    found = slots(ir, out_dtype)
-    if sent and (tma or [slot.kind for slot in found] != ["tile"] or found[0].position in late(ir)):
+    found = output_specs(ir, out_dtype)
+    if scattered and (tma or [spec.kind for spec in found] != ["tile"] or found[0].position in deferred(ir)):
         raise ValueError(f"epilogue {ir.name}: {ONE_TILE}")
-    if paired and (not pairs_up(ir) or tma or side or dialect != "gluon"):
+    if paired and (not pairs_up(ir) or tma or tma_operands or dialect != "gluon"):
         raise ValueError(f"epilogue {ir.name}: {ONE_GROUP}")
-    writer = Writer(ir, found, frozenset() if whole else late(ir), tma, pointers, side, sent, paired)
+    waiting = frozenset() if whole_rows else deferred(ir)
+    writer = Writer(ir, found, waiting, tma, pointers, tma_operands, scattered, paired)
     source = writer.write()
     filename, namespace = _compile(source, ir.name, dialect)
     lowered = Lowered(
-        **{name: namespace[name] for name in FUNCTIONS}, slots=writer.slots, tma_outputs=tuple(writer.tma_outputs),
-        partials=len(writer.partials), side=side, chunk_columns=chunk_columns(ir) // (2 if paired else 1),
-        whole=whole, sent=sent, takes_halves=ir.takes_halves, paired=paired, source=source,
+        **{name: namespace[name] for name in FUNCTIONS}, output_specs=found, tma_outputs=tuple(writer.tma_outputs),
+        partials=len(writer.partials), tma_operands=tma_operands,
+        chunk_columns=chunk_columns(ir) // (2 if paired else 1), whole_rows=whole_rows, scattered=scattered,
+        takes_halves=ir.takes_halves, paired=paired, source=source,
     )  # fmt: skip
     weakref.finalize(lowered, linecache.cache.pop, filename, None).atexit = False
     return lowered

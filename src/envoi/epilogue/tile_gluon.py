@@ -110,7 +110,7 @@ def store_tile(pointer, value, m, n, m_end, num_columns):
 
 
 @gluon.jit
-def send_tile(addresses, value, m, n, m_end, num_columns, cfg: gl.constexpr):
+def scatter_tile(addresses, value, m, n, m_end, num_columns, cfg: gl.constexpr):
     """Scatter rows to their addresses, each warp in contiguous runs, which links carry best."""
     if not cfg.swap_ab:  # else its layout has contiguous runs already
         value = in_runs(value)
@@ -137,11 +137,11 @@ def stage_for_pairs(ROWS: gl.constexpr, COLUMNS: gl.constexpr):
 
 
 @gluon.jit
-def quantize_pair(x, stage, outputs, m, n, m_end, num_columns):
+def quantize_pair(x, stage, values, sf, m, n, m_end, num_columns):
     """Quantise a pair of neighbouring tiles to E4M3, a float32 scale for both tiles' columns of a row.
 
     x: of one tile, float32 [rows, columns] rounded to bf16, first row m, first column n. The first tile of a pair
-    (n // columns even) waits in `stage`; the second stores both, and the scales. outputs: pointers to the values,
+    (n // columns even) waits in `stage`; the second stores both, and the scales. values, sf: pointers to the values,
     [.., num_columns], and to the scales. Bit for bit what `envoi.moe.kernels.quantize_kernel` makes of bf16 rows.
     Rows from m_end on aren't stored. num_columns: a multiple of 16.
     """
@@ -157,10 +157,10 @@ def quantize_pair(x, stage, outputs, m, n, m_end, num_columns):
         stage.store(x.to(gl.bfloat16))
         left, right = left.to(gl.float32), stage.load(layout).to(gl.float32)
         amax = group_amax(maximum(max_columns(gl.abs(left)), max_columns(gl.abs(right))))
-        store_row(outputs[1], divide(amax, 448.0), m, m_end, num_columns // (2 * columns), tile // 2)
+        store_row(sf, divide(amax, 448.0), m, m_end, num_columns // (2 * columns), tile // 2)
         factor = divide(448.0, amax)[:, None]
-        store_runs(outputs[0], e4m3(left * factor), m, n - columns, m_end, num_columns)
-        store_runs(outputs[0], e4m3(right * factor), m, n, m_end, num_columns)
+        store_runs(values, e4m3(left * factor), m, n - columns, m_end, num_columns)
+        store_runs(values, e4m3(right * factor), m, n, m_end, num_columns)
 
 
 @gluon.jit
@@ -192,7 +192,7 @@ def put_tiles(values, descs, stages, coords, m, turn, TURNS: gl.constexpr):
 
 
 @gluon.jit
-def side_for(descs):
+def operand_buffers_for(descs):
     """Allocate a role's buffers, a chunk for each tile operand loaded by TMA, and their barriers [operands, 1]."""
     arrived = gl.allocate_shared_memory(gl.int64, [len(descs), 1], mbarrier.MBarrierLayout())
     for i in gl.static_range(len(descs)):
@@ -214,13 +214,13 @@ def fetch(desc, buffer, arrived, m, n):
 
 
 @gluon.jit
-def take_tile(side, desc, x, m, n, INDEX: gl.constexpr, turn, cfg: gl.constexpr):
+def take_tile(operands, desc, x, m, n, INDEX: gl.constexpr, turn, cfg: gl.constexpr):
     """Return a chunk of a tile operand from its buffer; start loading the next. More buffers would cost stages.
 
-    side: buffers and barriers of the operands loaded by TMA, and the number of tiles finished before. INDEX: which
+    operands: buffers and barriers of the operands loaded by TMA, and the number of tiles finished before. INDEX: which
     operand. turn: which chunk.
     """
-    buffers, arrived, before = side
+    buffers, arrived, before = operands
     mbarrier.wait(arrived.index(INDEX), (before * cfg.num_chunks + turn) & 1)
     value = buffers[INDEX].index(0).load(x.type.layout).to(gl.float32)
     if turn + 1 < cfg.num_chunks:

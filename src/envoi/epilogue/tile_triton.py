@@ -85,7 +85,7 @@ def store_tile(pointer, value, m, n, m_end, num_columns):
 
 
 @triton.jit
-def send_tile(addresses, value, m, n, m_end, num_columns, cfg):
+def scatter_tile(addresses, value, m, n, m_end, num_columns, cfg):
     """Scatter rows to their addresses."""
     rows, columns = row_ids(value, m), col_ids(value, n)
     to = tl.load(addresses + rows, mask=rows < m_end, other=0).to(tl.pointer_type(value.dtype))

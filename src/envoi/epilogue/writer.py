@@ -5,7 +5,7 @@ import math
 import torch
 
 from envoi.epilogue.ir import IR, Node, Shape
-from envoi.epilogue.slots import MAX_DESCS, PARTIAL, Slot
+from envoi.epilogue.outputs import MAX_DESCS, PARTIAL, OutputSpec
 from envoi.quant.formats import SCHEMES, Scheme
 
 INFIX = {
@@ -25,13 +25,14 @@ class Writer:
     """Writer of one epilogue's functions."""
 
     def __init__(
-        self, ir: IR, slots: tuple[Slot, ...], late: frozenset[int], tma: bool, pointers: frozenset[str],
-        side: tuple[str, ...], sent: bool = False, paired: bool = False,
+        self, ir: IR, specs: tuple[OutputSpec, ...], deferred: frozenset[int], tma: bool, pointers: frozenset[str],
+        tma_operands: tuple[str, ...], scattered: bool = False, paired: bool = False,
     ):  # fmt: skip
-        self.ir, self.slots, self.late, self.tma, self.pointers, self.side = ir, slots, late, tma, pointers, side
-        self.sent, self.paired = sent, paired
-        self.partials = [p for p in sorted(late) if ir.nodes[p].op in PARTIAL and ir.nodes[p].args[0] not in late]
-        self.tma_outputs = [i for i, slot in enumerate(slots) if slot.kind == "tile"][:MAX_DESCS] if tma else []
+        self.ir, self.specs, self.deferred, self.tma, self.pointers = ir, specs, deferred, tma, pointers
+        self.tma_operands, self.scattered, self.paired = tma_operands, scattered, paired
+        reductions = [p for p in sorted(deferred) if ir.nodes[p].op in PARTIAL]
+        self.partials = [p for p in reductions if ir.nodes[p].args[0] not in deferred]
+        self.tma_outputs = [i for i, spec in enumerate(specs) if spec.kind == "tile"][:MAX_DESCS] if tma else []
         self.lines: list[str] = []
 
     def write(self) -> str:
@@ -41,7 +42,7 @@ class Writer:
         self._save()
         self._finish()
         self._buffers()
-        self._side()
+        self._operand_buffers()
         self._of_expert()
         return "\n".join(self.lines) + "\n"
 
@@ -58,7 +59,7 @@ class Writer:
             self.line(f"x{divisor} = even(x{divisor // 2})")
             divisor *= 2
         for position, node in enumerate(self.ir.nodes):
-            if position not in self.late and not node.final:
+            if position not in self.deferred and not node.final:
                 self._assign(position, node)
         for index, position in enumerate(self.partials):
             self.line(f"p{index} = {self._reduction(self.ir.nodes[position])}")
@@ -111,10 +112,10 @@ class Writer:
             in_turn = d == 1 and self.ir.takes_halves
             ids = "halves_in_turn(col_ids(x1, 0), at.n, at.N)" if in_turn else f"col_ids(x{d}, at.n // {d})"
             return f"load_at({pointer}, {ids}, at.N // {d})"
-        if operand.name in self.side:
-            index = self.side.index(operand.name)
+        if operand.name in self.tma_operands:
+            index = self.tma_operands.index(operand.name)
             source = f"buffers.descs[{MAX_DESCS + index}]"
-            return f"take_tile(buffers.side, {source}, x{d}, at.m, at.n // {d}, {index}, buffers.turn, cfg)"
+            return f"take_tile(buffers.operands, {source}, x{d}, at.m, at.n // {d}, {index}, buffers.turn, cfg)"
         return f"load_tile({pointer}, x{d}, at.m, at.n // {d}, at.m_end, at.N // {d})"
 
     def _pair(self, node: Node) -> str:
@@ -205,35 +206,35 @@ class Writer:
 
     def _outputs(self) -> None:
         tiles: list[int] = []
-        for index, slot in enumerate(self.slots):
-            if slot.position in self.late and self.ir.nodes[slot.position].op != "quantize":
+        for index, spec in enumerate(self.specs):
+            if spec.position in self.deferred and self.ir.nodes[spec.position].op != "quantize":
                 continue
-            if slot.kind == "tile":
-                self._tile_value(index, slot)
+            if spec.kind == "tile":
+                self._tile_value(index, spec)
                 tiles.append(index)
-            elif slot.kind == "sf":
+            elif spec.kind == "sf":
                 continue
             else:
-                self._store_small(index, slot)
+                self._store_small(index, spec)
         if self.tma_outputs:
             self._put(self.tma_outputs)
         for index in tiles:
             if index not in self.tma_outputs and not self.paired:
                 self._store_tile(index)
 
-    def _tile_value(self, index: int, slot: Slot) -> None:
-        node = self.ir.nodes[slot.position]
+    def _tile_value(self, index: int, spec: OutputSpec) -> None:
+        node = self.ir.nodes[spec.position]
         if node.op == "quantize":
-            self._quantize(index, slot, node)
+            self._quantize(index, spec, node)
             return
-        source = node.args[0] if node.op == "cast" else slot.position
-        self.line(f"o{index} = {_to(f'v{source}', slot.dtype)}")
+        source = node.args[0] if node.op == "cast" else spec.position
+        self.line(f"o{index} = {_to(f'v{source}', spec.dtype)}")
 
-    def _quantize(self, index: int, slot: Slot, node: Node) -> None:
+    def _quantize(self, index: int, spec: OutputSpec, node: Node) -> None:
         scheme, source, d = SCHEMES[node.attribute("scheme")], f"v{node.args[0]}", node.shape.divisor
         if self.paired:
             where = f"at.m, at.n // {d}, at.m_end, at.N // {d}"
-            self.line(f"quantize_pair({source}, buffers.stages[0], (outputs[{index}], outputs[{index + 1}]), {where})")
+            self.line(f"quantize_pair({source}, buffers.stages[0], outputs[{index}], outputs[{index + 1}], {where})")
             return
         group = scheme.group[1]
         magnitude = f"L.where((col_ids(x{d}, at.n // {d}) < at.N // {d})[None, :], L.abs({source}), 0.0)"
@@ -249,7 +250,7 @@ class Writer:
         else:
             self.line(f"q{index} = {source} * f{index}[:, None]")
             self.line(f"store_row(outputs[{index + 1}], sf{index}, at.m, at.m_end, 1, 0)")
-        self.line(f"o{index} = " + (f"pack_pairs(e2m1(q{index}))" if slot.packed else f"e4m3(q{index})"))
+        self.line(f"o{index} = " + (f"pack_pairs(e2m1(q{index}))" if spec.packed else f"e4m3(q{index})"))
 
     def _put(self, tiles: list[int]) -> None:
         values = ", ".join(f"o{i}" for i in tiles)
@@ -266,32 +267,32 @@ class Writer:
         self.line(put, 2)
 
     def _width(self, index: int) -> int:
-        return self.slots[index].columns * (2 if self.slots[index].packed else 1)
+        return self.specs[index].columns * (2 if self.specs[index].packed else 1)
 
     def _store_tile(self, index: int, depth: int = 1) -> None:
         d = self._width(index)
         where = f"outputs[{index}], o{index}, at.m, at.n // {d}, at.m_end, at.N // {d}"
-        self.line(f"send_tile({where}, cfg)" if self.sent else f"store_tile({where})", depth)
+        self.line(f"scatter_tile({where}, cfg)" if self.scattered else f"store_tile({where})", depth)
 
-    def _store_small(self, index: int, slot: Slot) -> None:
+    def _store_small(self, index: int, spec: OutputSpec) -> None:
         """Write the store of a value without N columns, which one tile of the row, or of the column, performs."""
-        node = self.ir.nodes[slot.position]
-        source = node.args[0] if node.op == "cast" else slot.position
-        if slot.kind == "topk":
-            for i in range(slot.columns):
-                value = _to(f"v{source}_{i}", slot.dtype)
-                self.line(f"store_row(outputs[{index}], {value}, at.m, at.m_end, {slot.columns}, {i})")
-        elif slot.kind == "row":
+        node = self.ir.nodes[spec.position]
+        source = node.args[0] if node.op == "cast" else spec.position
+        if spec.kind == "topk":
+            for i in range(spec.columns):
+                value = _to(f"v{source}_{i}", spec.dtype)
+                self.line(f"store_row(outputs[{index}], {value}, at.m, at.m_end, {spec.columns}, {i})")
+        elif spec.kind == "row":
             self.line("if at.n == 0:")
-            self.line(f"store_row(outputs[{index}], {_to(f'v{source}', slot.dtype)}, at.m, at.m_end, 1, 0)", 2)
-        elif slot.kind == "column":
-            d = slot.columns
+            self.line(f"store_row(outputs[{index}], {_to(f'v{source}', spec.dtype)}, at.m, at.m_end, 1, 0)", 2)
+        elif spec.kind == "column":
+            d = spec.columns
             self.line("if at.m == 0:")
-            value, ids = _to(f"v{source}", slot.dtype), f"col_ids(x{d}, at.n // {d})"
+            value, ids = _to(f"v{source}", spec.dtype), f"col_ids(x{d}, at.n // {d})"
             self.line(f"store_column(outputs[{index}], {value}, {ids}, at.N // {d})", 2)
         else:
             self.line("if (at.m == 0) & (at.n == 0):")
-            self.line(f"L.store(outputs[{index}], {_to(f'v{source}', slot.dtype)})", 2)
+            self.line(f"L.store(outputs[{index}], {_to(f'v{source}', spec.dtype)})", 2)
 
     # reductions over the tiles of a row
 
@@ -334,7 +335,7 @@ class Writer:
 
     def _finish_rows(self) -> None:
         """Write the part of `finish` that depends on the complete reductions."""
-        needed = self._needed_late()
+        needed = self._needed_deferred()
         for position, node in enumerate(self.ir.nodes):
             if position not in needed or node.final:
                 continue
@@ -345,30 +346,30 @@ class Writer:
                 self.line(f"v{position} = load_at(operands[{index}], ids, m_end)")
             else:
                 self.line(f"v{position} = {self._expression(node)}")
-        for index, slot in enumerate(self.slots):
-            if slot.position in self.late:
-                node = self.ir.nodes[slot.position]
-                source = node.args[0] if node.op == "cast" else slot.position
-                self.line(f"store_row(outputs[{index}], {_to(f'v{source}', slot.dtype)}, m, m_end, 1, 0)")
+        for index, spec in enumerate(self.specs):
+            if spec.position in self.deferred:
+                node = self.ir.nodes[spec.position]
+                source = node.args[0] if node.op == "cast" else spec.position
+                self.line(f"store_row(outputs[{index}], {_to(f'v{source}', spec.dtype)}, m, m_end, 1, 0)")
 
     def _buffers(self) -> None:
         self.line("")
         self.line("def buffers(descs, cfg: L.constexpr):", 0)
         stages = [f"stage_for(descs[{i}], cfg.num_store_buffers)" for i in range(len(self.tma_outputs))]
         if self.paired:
-            stages = [f"stage_for_pairs(cfg.rows_per_consumer, cfg.block_y // {self.slots[0].columns})"]
+            stages = [f"stage_for_pairs(cfg.rows_per_consumer, cfg.block_y // {self.specs[0].columns})"]
         self.line(f"return ({', '.join(stages) or '0'},)")
 
-    def _side(self) -> None:
+    def _operand_buffers(self) -> None:
         """Write the buffers of the tile operands loaded by TMA, and the loads of their first chunks."""
-        count = len(self.side)
+        count = len(self.tma_operands)
         descs = [f"descs[{MAX_DESCS + i}]" for i in range(count)]
         self.line("")
-        self.line("def side_buffers(descs):", 0)
-        self.line(f"return side_for(({', '.join(descs) or '0'},))" if count else "return (0,), 0")
+        self.line("def operand_buffers(descs):", 0)
+        self.line(f"return operand_buffers_for(({', '.join(descs) or '0'},))" if count else "return (0,), 0")
         self.line("")
-        self.line("def fetch_side(descs, buffers, arrived, m, n):", 0)
-        for i, name in enumerate(self.side):
+        self.line("def fetch_operands(descs, buffers, arrived, m, n):", 0)
+        for i, name in enumerate(self.tma_operands):
             d = self.ir.operand(name).shape.divisor
             self.line(f"fetch({descs[i]}, buffers[{i}], arrived.index({i}), m, n // {d})")
         self.line("return")
@@ -385,8 +386,8 @@ class Writer:
         ]
         self.line(f"return ({', '.join(own) or '0'},)")
 
-    def _needed_late(self) -> set[int]:
-        needed = {slot.position for slot in self.slots if slot.position in self.late}
+    def _needed_deferred(self) -> set[int]:
+        needed = {spec.position for spec in self.specs if spec.position in self.deferred}
         for position in sorted(range(len(self.ir.nodes)), reverse=True):
             if position in needed and position not in self.partials:
                 needed.update(self.ir.nodes[position].args)

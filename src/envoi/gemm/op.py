@@ -7,7 +7,7 @@ import torch
 from envoi.epilogue.api import for_graph, with_key
 from envoi.epilogue.evaluate import evaluate
 from envoi.epilogue.ir import IR, Node
-from envoi.epilogue.slots import output_dtype
+from envoi.epilogue.outputs import output_dtype
 from envoi.gemm import reference
 from envoi.gemm.backend import run_kernels
 from envoi.gemm.batch import batch_rows

@@ -35,8 +35,9 @@ KERNELS = tuple(
             lambda p, room: fast.scores_arguments(p, room, 0, 1),
         ),
         (
-            "sift", "candidates for the k best, in one pass over the scores", EVERY_ARCH, kernel_candidates.sift_kernel,
-            lambda p, room: fast.sift_arguments(p, room, 0, 1, False),
+            "candidates", "candidates for the k best, in one pass over the scores", EVERY_ARCH,
+            kernel_candidates.candidates_kernel,
+            lambda p, room: fast.candidates_arguments(p, room, 0, 1, False),
         ),
         (
             "rank", "output places of the candidates", EVERY_ARCH, kernel_rank.rank_kernel,

@@ -24,8 +24,8 @@ TILE = 128  # tokens that are scored at a time
 PROGRAMS_PER_SM = 3
 HOPPER_WARPS = 4
 STAGES = 3  # tiles in a program's pipeline
-BLOCKS = (1024, 2048, 4096)  # scores that a program sifts: the least with no more than SIFTERS_PER_SM programs an SM
-SIFTERS_PER_SM = 1
+BLOCKS = (1024, 2048, 4096)  # scores of a program: the least with no more than so many programs an SM
+CANDIDATES_PROGRAMS_PER_SM = 1
 
 
 @dataclass(frozen=True)
@@ -169,15 +169,15 @@ def choose(
 ) -> None:  # fmt: skip
     """Write these rows' outputs from their logits and groups."""
     if p.max_length:
-        launch(kernel_candidates.sift_kernel, *sift_arguments(p, space, first, num_rows, nan_first))
+        launch(kernel_candidates.candidates_kernel, *candidates_arguments(p, space, first, num_rows, nan_first))
     launch(kernel_rank.rank_kernel, *rank_arguments(p, space, first, num_rows, out, errors, slots, ordered))
 
 
-def sift_arguments(
+def candidates_arguments(
     p: Problem, space: Workspace, first: int, num_rows: int, nan_first: bool
 ) -> tuple[tuple[int, int], tuple, dict]:
-    """Return grid, arguments and options of `sift_kernel`."""
-    most = SIFTERS_PER_SM * num_sms(p.q.device)
+    """Return grid, arguments and options of `candidates_kernel`."""
+    most = CANDIDATES_PROGRAMS_PER_SM * num_sms(p.q.device)
     block = next((size for size in BLOCKS if num_rows * -(-p.max_length // size) <= most), BLOCKS[-1])
     return (-(-p.max_length // block), num_rows), (
         space.logits, space.groups, space.counters, space.listed, space.bins, p.seq_lens, p.table,

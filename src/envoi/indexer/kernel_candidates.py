@@ -128,7 +128,7 @@ def pages_are_good(table, first, n, num_pages, BLOCK: tl.constexpr):
 
 
 @triton.jit(do_not_specialize=INTEGERS)
-def sift_kernel(
+def candidates_kernel(
     logits, groups, counters, listed, classes, seq_lens, table, first_row, num_rows, width, num_pages,
     NEXT_N: tl.constexpr, K: tl.constexpr, NAN_FIRST: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip

@@ -16,15 +16,9 @@ import triton.language as tl
 from envoi.epilogue.codes_triton import to_e4m3, widen
 from envoi.epilogue.device import bf16, divide, e4m3, e8m0_ceil, group_amax
 from envoi.epilogue.tile_triton import group_max, times_group
+from envoi.runtime.topk import experts_at
 
 E4M3_MAX: tl.constexpr = tl.constexpr(448.0)
-
-
-@triton.jit
-def experts_at(topk_ids, slots, num_slots, num_experts):
-    """Return the expert of each slot; num_experts for a masked slot, and past the last slot."""
-    e = tl.load(topk_ids + slots, mask=slots < num_slots, other=-1)
-    return tl.where((e < 0) | (e >= num_experts), num_experts, e).to(tl.int32)
 
 
 @triton.jit

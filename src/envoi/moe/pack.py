@@ -8,6 +8,7 @@ import torch
 from envoi.check import Dim, describe, expect_bool, expect_choice, expect_number, expect_tensor, fits_float32
 from envoi.epilogue.library import ACTIVATIONS
 from envoi.quant import regroup
+from envoi.quant.bits import as_bytes
 from envoi.quant.cast import dequantize
 from envoi.quant.formats import FORMATS, Format, format_named
 from envoi.quant.fragments import supports_fragments, to_fragments
@@ -169,8 +170,7 @@ def _for_kernels(gate_up: Matrix, format: Format, given: str, kept: str, requant
         return stored  # else rounded again, in the layout to be kept
     sf = stored.sf
     if stored.group[0] == 1:
-        raw = sf.view(torch.uint8) if sf.itemsize == 1 else sf
-        return replace(stored, values=_bytes(stored.values, reorder), sf=reorder(raw).view(sf.dtype))
+        return replace(stored, values=_reordered(stored.values, reorder), sf=_reordered(sf, reorder))
     if kept == "concat":
         if not requantize:
             raise ValueError(
@@ -187,11 +187,11 @@ def _for_kernels(gate_up: Matrix, format: Format, given: str, kept: str, requant
             "requantize=True to do so, or packed_layout='concat'"
         )
     sf = stored.sf[:, : sf.shape[1] // 2].repeat_interleave(2, dim=1)
-    return replace(stored, values=_bytes(stored.values, reorder), sf=sf)
+    return replace(stored, values=_reordered(stored.values, reorder), sf=sf)
 
 
-def _bytes(values: torch.Tensor, reorder: Callable[[torch.Tensor], torch.Tensor]) -> torch.Tensor:
-    return reorder(values.view(torch.uint8)).view(values.dtype)
+def _reordered(x: torch.Tensor, reorder: Callable[[torch.Tensor], torch.Tensor]) -> torch.Tensor:
+    return reorder(as_bytes(x)).view(x.dtype)
 
 
 def _in_scheme(
@@ -217,11 +217,11 @@ def _in_scheme(
 
 
 def _arranged(experts: ExpertWeights, theirs: Sequence[torch.Tensor] | None = None) -> ExpertWeights:
-    """Put MX weights into the order that the Hopper kernels read; a copy of the scale factors, if of anything.
+    """Put MX weights into the order that the Hopper kernels read.
 
     MXFP4 weights for bf16 tokens are put into the order of the tensor cores' operands, if both can be, in place but for
-    memory of `theirs`, tensors that a caller owns; None: all memory is a caller's. Factors of the others start each row
-    on 16 bytes.
+    memory of `theirs`, tensors that a caller owns; None: all memory is a caller's. Of the others nothing is copied but
+    scale factors, where their rows don't start on 16 bytes.
     """
     gate_up, down = experts.gate_up, experts.down
     if not isinstance(gate_up, QuantTensor) or not isinstance(down, QuantTensor) or experts.order != "rows":

@@ -13,6 +13,7 @@ from typing import cast
 import torch
 
 from envoi.moe.launches import Launch, launch_kernel, warps_for
+from envoi.quant.bits import as_bytes
 from envoi.quant.formats import Scheme
 from envoi.runtime.devices import casts_e4m3
 from envoi.runtime.math import next_power_of_2
@@ -142,9 +143,8 @@ class RowBuffers:
         block = next_power_of_2(width) if one_factor else min(MAX_COLUMNS, next_power_of_2(width))
         group = block if one_factor else rows.group[1]
         has_e8m0_sf = rows.sf.dtype == torch.float8_e8m0fnu
-        sf = rows.sf.view(torch.uint8) if has_e8m0_sf else rows.sf
         has_cast = casts_e4m3(rows.device)
-        return RowBuffers(rows.values.view(torch.uint8), sf, block, group, has_e8m0_sf, has_cast)
+        return RowBuffers(as_bytes(rows.values), as_bytes(rows.sf), block, group, has_e8m0_sf, has_cast)
 
     @property
     def form(self) -> tuple[int, bool, bool]:

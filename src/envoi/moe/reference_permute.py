@@ -6,6 +6,7 @@ combine:  out[m] = sum over slots s of rows[slot_to_pos[m, s]], in slot order, f
 
 import torch
 
+from envoi.quant.bits import as_bytes
 from envoi.types import ExpertRows, Matrix, QuantTensor
 
 
@@ -15,9 +16,7 @@ def take_rows(x: Matrix, index: torch.Tensor) -> Matrix:
         return x[index]
     if x.group[0] != 1:
         raise ValueError(f"rows: expected scale factors of single rows, got groups of {x.group[0]} rows")
-    # float8 tensors can't be indexed on every device and version; their bytes can.
-    values = x.values.view(torch.uint8)[index].view(x.values.dtype)
-    sf = x.sf[index] if x.sf.dtype == torch.float32 else x.sf.view(torch.uint8)[index].view(x.sf.dtype)
+    values, sf = (as_bytes(part)[index].view(part.dtype) for part in (x.values, x.sf))
     return QuantTensor(values, sf, x.group, x.scale)
 
 

@@ -1,4 +1,4 @@
-"""Performance constants of the GPUs. Every measured constant of `envoi.plan` is in this file.
+"""Performance constants of the GPUs: those of `envoi.plan` alone, beside the rates that all models share.
 
 H200: measured on the GPUs that bench/results names. B200: the vendor's peaks; nothing has been run there.
 """
@@ -6,6 +6,8 @@ H200: measured on the GPUs that bench/results names. B200: the vendor's peaks; n
 from dataclasses import dataclass
 
 from envoi.check import expect_choice
+from envoi.gemm.hopper_w4a16.many_config import TOKEN_TILES
+from envoi.runtime import gpu_rates
 
 
 @dataclass(frozen=True)
@@ -60,7 +62,8 @@ class Machine:
 WIDENED = ("mxfp8", "mxfp4", "mxfp4_mxfp8")
 
 H200 = Machine(
-    name="H200", arch="sm_90", measured=True, num_sms=132, shared_bytes=232448, memory_gb=141,
+    name="H200", arch="sm_90", measured=True, num_sms=gpu_rates.H200.num_sms,
+    shared_bytes=gpu_rates.H200.shared_bytes, memory_gb=141,
     tflops={
         # bench/results, suites gemm and gemm_fp8, 8192x4096x7168.
         "bf16": 745, "fp8_row": 1474, "fp8_block128": 1155,
@@ -71,15 +74,16 @@ H200 = Machine(
     widened_per_us=7.39e6,  # same note, at 0 tokens per tile and without launch_us and unhidden reads: 73 us
     widened_tflops=610,  # same note, 32 experts of 4096x4096 with about 384 tokens, rows that fill tiles counted
     # notes/2026-11-decode-w4a16.md: L1 of 32 experts of 2880 x 2880 takes 151 us in 11 rounds of tiles of 32 tokens,
-    # 139 without launch_us and unhidden reads; other tiles by the note's relative times. Few tokens: 79 or 84 ns of an
-    # SM for 64 x 64 weights, from the suite moe.
-    w4a16_tflops={16: 130, 32: 246, 64: 438, 128: 635, 256: 779}, w4a16_few_tflops={8: 110, 16: 206},
-    hbm_gb_per_s=4230,  # a device copy, the roof of bench/results
+    # 139 without launch_us and unhidden reads; other tiles by their kernel's relative times. Few tokens: 72 or 80 ns of
+    # an SM for 64 x 64 weights, fitted together with dependent_launch_us to the suite moe on two machines.
+    w4a16_tflops={size: 438 / 64 * size / relative for size, relative in TOKEN_TILES.items()},
+    w4a16_few_tflops={8: 120, 16: 216},
+    hbm_gb_per_s=gpu_rates.H200.hbm_gb_per_s,
     # Between two H200s, 16-byte loads and stores of a Triton kernel, a CTA on each SM. With 32 CTAs: 311 and 278. These
     # and round_trip_us are not in bench/results yet.
     pull_gb_per_s=334, push_gb_per_s=362,
-    launch_us=5.0,  # bench/results: time of GEMMs with few tokens beyond that of their bytes
-    dependent_launch_us=3.0,  # bench/results, suite moe, mxfp4: a launch that begins before the previous one ends
+    launch_us=gpu_rates.H200.launch_us,
+    dependent_launch_us=4.2,  # bench/results, suite moe, mxfp4: a launch that begins before the previous one ends
     round_trip_us=2.6,  # between two H200s, atomics of system scope
     unhidden=0.1,  # bench/results, suites gemm_grouped and gemm_weights, bf16 and FP8
 )  # fmt: skip
@@ -92,7 +96,7 @@ B200 = Machine(
     },
     widened_per_us=0, widened_tflops=0, w4a16_tflops={}, w4a16_few_tflops={},
     hbm_gb_per_s=8000, pull_gb_per_s=900, push_gb_per_s=900,
-    launch_us=5.0, dependent_launch_us=3.0, round_trip_us=2.6,  # H200's: no measurement of a B200
+    launch_us=gpu_rates.H200.launch_us, dependent_launch_us=4.2, round_trip_us=2.6,  # H200's: no measurement of a B200
     unhidden=0,
 )  # fmt: skip
 

@@ -1,8 +1,20 @@
-"""Bit-level conversions: E2M1 nibbles and UE8M0 powers of two."""
+"""Bit-level conversions: E2M1 nibbles, UE8M0 powers of two, numbers of 8 bits as bytes."""
+
+from collections.abc import Sequence
 
 import torch
 
 _E2M1 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
+
+
+def as_bytes(x: torch.Tensor) -> torch.Tensor:
+    """View numbers of 8 bits as uint8, which all of torch takes, unlike float8; return others as they are."""
+    return x.view(torch.uint8) if x.itemsize == 1 else x
+
+
+def concatenate(parts: Sequence[torch.Tensor]) -> torch.Tensor:
+    """Concatenate tensors of one dtype, whichever it is, along their first dimension."""
+    return torch.cat([as_bytes(part) for part in parts]).view(parts[0].dtype)
 
 
 def e2m1_encode(x: torch.Tensor) -> torch.Tensor:

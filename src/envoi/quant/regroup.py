@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 from envoi.check import describe
-from envoi.quant.bits import e8m0_ceil, e8m0_to_float
+from envoi.quant.bits import as_bytes, concatenate, e8m0_ceil, e8m0_to_float
 from envoi.quant.cast import dequantize, expand_sf
 from envoi.quant.formats import Scheme
 from envoi.quant.fragments import to_rows
@@ -108,7 +108,7 @@ def regroup(x: QuantTensor, scheme: Scheme) -> QuantTensor:
         sf = e8m0_ceil(sf)
     elif scheme.sf == torch.float32 and sf.dtype == torch.float8_e8m0fnu:
         sf = e8m0_to_float(sf)
-    raw = sf.view(torch.uint8) if sf.dtype == torch.float8_e8m0fnu else sf
+    raw = as_bytes(sf)
     for axis, size in zip((-2, -1), x.shape[-2:], strict=True):
         if x.group[axis] != group[axis]:
             count = -(-size // group[axis])
@@ -135,10 +135,9 @@ def requantize(
         return pack_weight(order(dequantize(x)), scheme, name)
     if scheme is None:
         return torch.cat(parts)
-    values = torch.cat([part.values for part in parts])
-    sf = torch.cat([part.sf.view(torch.uint8) if part.sf.itemsize == 1 else part.sf for part in parts])
+    values, sf = concatenate([part.values for part in parts]), concatenate([part.sf for part in parts])
     bounded = all(part.scales_at_most_2 for part in parts)
-    return QuantTensor(values, sf.view(scheme.sf), parts[0].group, scales_at_most_2=bounded)
+    return QuantTensor(values, sf, parts[0].group, scales_at_most_2=bounded)
 
 
 def by_rows(x: QuantTensor) -> QuantTensor:

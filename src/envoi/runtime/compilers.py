@@ -1,6 +1,6 @@
-"""Processes that compile in parallel, started by a process that needn't be safe to fork.
+"""Processes that compile, or run, in parallel, started by a process that needn't be safe to fork.
 
-    this process  -> one fresh interpreter, which imports Triton and touches no GPU -> a fork of it for each CPU
+    this process  -> one fresh interpreter, which imports Triton and touches no GPU -> forks of it, which may use one
 
 Not `multiprocessing`'s own ways: a fork of a process with threads or a GPU may hang, and "spawn" runs the main program
 again wherever its author didn't expect that.
@@ -21,7 +21,8 @@ from envoi.runtime.devices import Target
 
 T = TypeVar("T")
 R = TypeVar("R")
-DIED = "the compiling process died"
+DIED = "the worker process died"
+ENDED = "jobs: the process that starts the others has ended; with 1 this process does the work itself"
 _START = "import sys; sys.path[:] = {path!r}; from envoi.runtime.compilers import serve; serve()"
 
 
@@ -74,13 +75,13 @@ class Compilers:
             pickle.dump(message, self._server.stdin)  # pyright: ignore[reportOptionalMemberAccess, reportArgumentType]
             self._server.stdin.flush()  # pyright: ignore[reportOptionalMemberAccess]
         except BrokenPipeError as error:
-            raise RuntimeError("warm_up: the process that compiles has ended; jobs=1 compiles in this one") from error
+            raise RuntimeError(ENDED) from error
 
     def _receive(self) -> Any:
         try:
             return pickle.load(self._server.stdout)  # pyright: ignore[reportOptionalMemberAccess, reportArgumentType]
         except EOFError as error:
-            raise RuntimeError("warm_up: the process that compiles has ended; jobs=1 compiles in this one") from error
+            raise RuntimeError(ENDED) from error
 
 
 def serve() -> None:

@@ -1,14 +1,14 @@
 """Properties of a device and the implementation of operators on it; the only place that decides by device."""
 
 import threading
-from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from functools import cache
 
 import torch
 
 from envoi import env
+from envoi.runtime.scoped import scoped
 
 SHARED_BYTES = 232448  # shared memory that one CTA can have on sm_90, sm_100 and sm_103
 SMS_WITHOUT_GPU = 132  # multiprocessors assumed for tensors without memory: an H200's
@@ -40,14 +40,9 @@ class _Local(threading.local):
 _local = _Local()
 
 
-@contextmanager
-def standing_for(target: Target) -> Iterator[None]:
-    """Let tensors without memory stand for tensors of a GPU, in this thread."""
-    before, _local.target = _local.target, target
-    try:
-        yield
-    finally:
-        _local.target = before
+def standing_for(target: Target) -> AbstractContextManager[None]:
+    """Let tensors without memory stand for tensors of a GPU inside the context, in this thread."""
+    return scoped(_local, target=target)
 
 
 def implementation(device: torch.device) -> str:

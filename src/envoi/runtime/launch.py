@@ -33,6 +33,17 @@ def launch(kernel: Any, grid: tuple[int, ...], arguments: tuple, options: dict[s
         recorder.launched(compiled, grid, arguments)
 
 
+def launch_with_dependent(first: tuple[Any, tuple[int, ...], tuple, dict], second: tuple) -> None:
+    """Launch two kernels, each given as `launch` takes it, of which the second starts before the first ends.
+
+    The second waits, by `wait_for_grid`, for the end of the launch right before it. It may read what the first writes
+    only because nothing is launched between the two; whatever else launches, such as allocating its arguments, is over.
+    """
+    kernel, grid, arguments, options = second
+    launch(*first)
+    launch(kernel, grid, arguments, {**options, "launch_pdl": True})
+
+
 @log.launches
 def _run(kernel: Any, grid: tuple[int, ...], arguments: tuple, options: dict[str, Any]) -> Any:
     """Launch, and return the compiled kernel; None for kernels that aren't found by a key."""

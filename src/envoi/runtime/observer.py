@@ -4,9 +4,11 @@ See `envoi.runtime.prepared.recording` and `envoi.runtime.rehearsal`.
 """
 
 import threading
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
+from contextlib import AbstractContextManager
 from typing import Any
+
+from envoi.runtime.scoped import scoped
 
 
 class _Local(threading.local):
@@ -45,11 +47,6 @@ def take_step(step: Callable[[], object]) -> None:
         _local.recorder.stepped(step)
 
 
-@contextmanager
-def rehearsing(launches: list) -> Iterator[None]:
-    """Append this thread's launches to a list instead of launching."""
-    before, _local.rehearsed = _local.rehearsed, launches
-    try:
-        yield
-    finally:
-        _local.rehearsed = before
+def rehearsing(launches: list) -> AbstractContextManager[None]:
+    """Append this thread's launches to a list inside the context instead of launching."""
+    return scoped(_local, rehearsed=launches)

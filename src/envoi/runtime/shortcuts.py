@@ -18,6 +18,9 @@ import torch
 
 from envoi import env
 
+# Of torch's compiler: what it checks tensors with, and how it allocates them. None where torch is built without.
+GUARDS: Any = getattr(getattr(torch._C, "_dynamo", None), "guards", None)
+
 ENABLED = not env.safe_launch()
 PREPARED = ENABLED and env.prepared()
 

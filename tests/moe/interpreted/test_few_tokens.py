@@ -3,6 +3,7 @@
 import pytest
 import torch
 
+from envoi.gemm.hopper_few.sum import sum_launch
 from envoi.gemm.hopper_w4a16 import few
 from envoi.moe.reference_permute import permute, sort_slots
 from envoi.types import QuantTensor
@@ -86,7 +87,7 @@ def test_sums_are_those_of_combine():
     # In float32, big + one == big, so the order shows: (big - big) + one is 1, (big + one) - big is 0.
     buffers.rows.copy_(torch.tensor([big, -big, 1.0, big, 1.0, -big])[:, None].expand(6, HIDDEN))
     buffers.slot_to_pos.copy_(torch.arange(6, dtype=torch.int32).view(2, 3))
-    kernel, grid, arguments, options = few.sum_launch(buffers)
+    kernel, grid, arguments, options = sum_launch(buffers.rows, buffers.slot_to_pos, buffers.out)
     kernel[grid](*arguments, num_warps=options["num_warps"])
     assert buffers.out[:, 0].tolist() == [1.0, 0.0]
     buffers.slot_to_pos[1] = -1

@@ -376,7 +376,7 @@ def launched() -> dict[str, str]:
             opened = [gathered_device.open_buffers(layout, r, ends, 10.0, device) for r in range(num_ranks)]
             for buffers in opened:
                 buffers.sent.zero_()
-                gathered_device.publish(buffers, layer.tokens, routing.topk_weights, ids)
+                gathered_device.fill_segment(buffers, layer.tokens, routing.topk_weights, ids)
             for source, dest in product(opened, opened):
                 dest.segments[source.domain.rank].copy_(source.segments[source.domain.rank])
             rows = torch.zeros(num_ranks * ids.numel(), kernels.HIDDEN, dtype=torch.bfloat16, device=device)

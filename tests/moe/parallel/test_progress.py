@@ -3,12 +3,15 @@
 import gc
 import threading
 import time
+import weakref
 from dataclasses import dataclass
+from functools import cache
 
 import pytest
 import torch
 import torch.distributed as dist
 
+from envoi.moe.parallel import progress
 from envoi.moe.parallel.progress import LOST, oversee
 from envoi.moe.parallel.store import Connection
 from envoi.moe.parallel.timeout import Watch
@@ -108,3 +111,22 @@ def test_a_store_that_is_gone_ends_the_wait():
     counts[0] = 1
     assert ended.wait(10)
     assert "the store is gone" in str(watch.failure)
+
+
+def test_the_end_of_the_process_stops_all_threads_by_one_handler(monkeypatch):
+    registered = []
+    monkeypatch.setattr(progress.atexit, "register", registered.append)
+    monkeypatch.setattr(progress, "_stop_at_exit", cache(progress._stop_at_exit.__wrapped__))
+    before = set(progress._stop_events)
+    owners = [Owner() for _ in range(3)]
+    watch = Watch(Connection(dist.HashStore()), "test", [0], 0, TIMEOUT_S)
+    for owner in owners:
+        oversee(owner, torch.zeros(4, dtype=torch.int32), watch, lambda: None)
+    started = set(progress._stop_events) - before
+    assert len(started) == 3 and registered == [progress._finish]
+    progress._finish()
+    assert not any(thread.is_alive() for thread in started)
+    kept = [weakref.ref(thread) for thread in started]
+    del started
+    gc.collect()
+    assert not any(thread() for thread in kept), "nothing keeps a thread that has ended"

@@ -38,8 +38,6 @@ def module_of(name: str) -> Any:
         from envoi.bench.suites import model as suite
     elif name.startswith("host"):
         from envoi.bench.suites import host as suite
-    elif name == "gemm_drawn":
-        from envoi.bench.suites import gemm_drawn as suite
     else:
         from envoi.bench.suites import gemm as suite
     return suite

@@ -12,6 +12,7 @@ from envoi.bench.trial import generator, relative_error, sample_rows
 from envoi.gemm import reference
 from envoi.moe.reference_permute import take_rows
 from envoi.quant import dequantize, format_named, quantize
+from envoi.quant.bits import concatenate
 from envoi.quant.formats import Scheme
 from envoi.quant.pack import deinterleave_gate_up, with_checked_scales
 from envoi.types import Matrix, QuantTensor
@@ -75,25 +76,14 @@ def in_scheme(x: torch.Tensor, scheme: Scheme | None) -> Matrix:
     if x.dim() == 2:
         return quantize(x, scheme)
     parts = [quantize(part, scheme) for part in x.split(QUANTISE_AT_ONCE)]
-    return replace(parts[0], values=_cat([q.values for q in parts]), sf=_cat([q.sf for q in parts]))
-
-
-def _cat(parts: list[torch.Tensor]) -> torch.Tensor:
-    """Concatenate through uint8 views: some devices can't concatenate numbers of one byte."""
-    dtype = parts[0].dtype
-    return (
-        torch.cat([part.view(torch.uint8) for part in parts]).view(dtype) if dtype.itemsize == 1 else torch.cat(parts)
-    )
+    return replace(parts[0], values=concatenate([q.values for q in parts]), sf=concatenate([q.sf for q in parts]))
 
 
 def for_torch(x: Inputs, shape: GemmShape) -> Inputs:
-    """Return the inputs with gate and up concatenated, if the epilogue has them."""
+    """Return the inputs with gate and up concatenated, if the epilogue has them, in the same format."""
     if not ENDINGS[shape.epilogue].halves:
         return x
-    if isinstance(x.b, QuantTensor):
-        raise ValueError(f"format: expected bf16 beside {shape.epilogue}, got {shape.format}")
-    wide = deinterleave_gate_up(x.wide_b).contiguous()
-    return replace(x, b=wide, wide_b=wide)
+    return in_format(x.wide_a, deinterleave_gate_up(x.wide_b).contiguous(), shape.format)
 
 
 def num_bytes(x: Matrix) -> int:

@@ -27,6 +27,7 @@ from envoi.moe import moe, pack
 from envoi.moe.oracle import moe_oracle
 from envoi.moe.pack import READ_AS_STORED
 from envoi.moe.parallel import ExpertParallel, hosts_device
+from envoi.quant.bits import concatenate
 from envoi.quant.formats import format_named
 from envoi.types import ExpertWeights, Matrix, QuantTensor, Routing
 
@@ -179,9 +180,7 @@ def _concat(weights: list[Matrix]) -> Matrix:
     if isinstance(first, torch.Tensor):
         return torch.cat([weight for weight in weights if isinstance(weight, torch.Tensor)])
     quantised = [weight for weight in weights if isinstance(weight, QuantTensor)]
-    values = torch.cat([q.values for q in quantised])
-    raw = [q.sf.view(torch.uint8) if q.sf.itemsize == 1 else q.sf for q in quantised]  # torch can't join E8M0
-    sf = torch.cat(raw).view(first.sf.dtype)
+    values, sf = concatenate([q.values for q in quantised]), concatenate([q.sf for q in quantised])
     return replace(first, values=values, sf=sf, scales_at_most_2=all(q.scales_at_most_2 for q in quantised))
 
 

@@ -4,13 +4,11 @@
 on the GPU and makes the calls that will be measured, so that Triton's and Inductor's caches on disk have them.
 """
 
-import multiprocessing
 import os
 import sys
 import time
 from collections.abc import Sequence
-from concurrent.futures import ProcessPoolExecutor
-from concurrent.futures.process import BrokenProcessPool
+from functools import partial
 
 import torch
 
@@ -18,6 +16,8 @@ from envoi.bench.shapes import Case, MoeShape
 from envoi.bench.suites import module_of
 from envoi.bench.suites.drawn import MAX_LAYER_ELEMENTS
 from envoi.gemm.hopper import tune
+from envoi.runtime.compilers import DIED, Compilers
+from envoi.runtime.devices import Target
 
 SUITES = ("gemm_drawn", "grouped_drawn", "moe_drawn", "router_drawn", "moe", "host", "host_loop")
 WORKER_BYTES = 12 << 30  # what the largest drawn layer takes while it is packed
@@ -50,23 +50,17 @@ def rehearse_all(cases: Sequence[Case], num_processes: int | None = None, tuned:
 
 def rehearse_with(cases: Sequence[Case], device: torch.device, count: int, tuned: bool) -> dict[str, str]:
     """Rehearse the cases in `count` processes; return the errors by case."""
-    context = multiprocessing.get_context("spawn")
-    failed: dict[str, str] = {}
-    with ProcessPoolExecutor(count, context, tune.use_measured, (tuned,)) as pool:
-        futures = [pool.submit(_rehearse, case, str(device)) for case in cases]
-        for case, future in zip(cases, futures, strict=True):
-            try:
-                said = future.result()
-            except BrokenProcessPool:  # a compiler crash ended its process and with it the pool
-                said = "the process died"
-            if said:
-                failed[f"{case.suite} {case.name}"] = said
-    return failed
+    target = Target.of(device) if device.type == "cuda" else Target("sm_90")
+    with Compilers(target, count) as workers:
+        said = list(workers.map(partial(_rehearse, str(device), tuned), cases))
+    errors = {f"{case.suite} {case.name}": DIED if error is None else error for case, error in said}
+    return {name: error for name, error in errors.items() if error}
 
 
-def _rehearse(case: Case, device: str) -> str:
-    """Rehearse a case in a process of the pool. Return the error, "" if there was none."""
+def _rehearse(device: str, tuned: bool, case: Case) -> str:
+    """Rehearse a case in a process of its own. Return the error, "" if there was none."""
     try:
+        tune.use_measured(tuned)
         with torch.no_grad():
             module_of(case.suite).rehearse(case, torch.device(device))
         if device.startswith("cuda"):

@@ -9,6 +9,7 @@ from torch.nn import functional
 
 from envoi.bench.suites import inputs
 from envoi.bench.timing import Run
+from envoi.quant.bits import as_bytes
 from envoi.quant.formats import SCHEMES
 from envoi.types import ExpertWeights, QuantTensor, Routing
 
@@ -64,7 +65,7 @@ def grouped_moe_fp8(layer: Layer) -> Run:
     def run() -> torch.Tensor:
         order, chosen, ends = _sorted(layer)
         values, sf = _quantise(layer.tokens)
-        values = values.view(torch.uint8)[chosen].view(values.dtype)
+        values = as_bytes(values)[chosen].view(values.dtype)
         gate, up = _scaled_product(values, sf[chosen], weights[0], ends).chunk(2, dim=-1)
         rows = _scaled_product(*_quantise(functional.silu(gate) * up), weights[1], ends)
         return _sum_slots(layer, rows, order)

@@ -9,7 +9,7 @@ from envoi.epilogue.api import Epilogue
 from envoi.epilogue.ir import Operand
 from envoi.epilogue.library import expert_l1, store, swiglu, swiglu_fp8
 from envoi.epilogue.lower import lower
-from envoi.epilogue.slots import empty_slots, rows_must_fit
+from envoi.epilogue.outputs import empty_outputs, rows_must_fit
 from envoi.gemm.blackwell import host, sf_layout
 from envoi.gemm.blackwell.config import BlackwellConfig
 from envoi.gemm.blackwell.kernel import gemm_kernel
@@ -50,7 +50,7 @@ def call_of(
     )
     operands = operands_of(ir, M, N, (), _dtype_of)
     return Call(
-        a, b, code, tuple(operands.values()), tuple(operands), empty_slots(ir, code.slots, M, N, a.device),
+        a, b, code, tuple(operands.values()), tuple(operands), empty_outputs(ir, code.output_specs, M, N, a.device),
         without_memory((num_experts + 1,), torch.int32) if num_experts else None,
         _factors(config.sf_group, sizes, num_experts) if config.sf_group else None,
     )  # fmt: skip

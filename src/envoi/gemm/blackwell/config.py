@@ -127,8 +127,8 @@ class BlackwellProblem:
 
     x_bits, y_bits: of an element of tokens and of features in shared memory, where FP4 beside FP8 takes a byte.
     num_groups: experts of a grouped GEMM, 0 for a plain one. sf_group: elements of K that share a scale factor, or 0.
-    side_bytes: bytes for each column of the accumulator of the tile operands that TMA loads. padded: one operand is
-        FP4, the other FP8.
+    tma_operand_bytes: bytes for each column of the accumulator of the tile operands that TMA loads. padded: one operand
+    is FP4, the other FP8.
     """
 
     M: int
@@ -138,7 +138,7 @@ class BlackwellProblem:
     y_bits: int = 16
     num_groups: int = 0
     sf_group: int = 0
-    side_bytes: float = 0.0
+    tma_operand_bytes: float = 0.0
     padded: bool = False
 
 
@@ -146,9 +146,8 @@ def shared_bytes(problem: BlackwellProblem, config: BlackwellConfig, code: Lower
     """Return the bytes of shared memory: the stages, the buffers of TMA outputs and operands, a reserve."""
     operands = (ROWS * problem.x_bits + config.block_y * problem.y_bits) * config.block_k // 8
     factors = (ROWS + config.block_y) * config.block_k // config.sf_group if config.sf_group else 0
-    buffers = (
-        ROWS * config.epilogue_columns * (config.num_store_buffers * code.staged_output_bytes + problem.side_bytes)
-    )
+    column_bytes = config.num_store_buffers * code.staged_output_bytes + problem.tma_operand_bytes
+    buffers = ROWS * config.epilogue_columns * column_bytes
     return config.num_stages * (operands + factors) + int(buffers) + RESERVED_BYTES
 
 
@@ -189,7 +188,7 @@ def _why_not_chunks(problem: BlackwellProblem, c: BlackwellConfig, code: Lowered
         return f"epilogue_columns: expected a multiple of {code.chunk_columns} columns for this epilogue, got {columns}"
     if code.takes_halves:
         return "epilogue: expected one that takes pairs of columns, got one of halves"
-    if code.whole and (columns < c.block_y or c.block_y < problem.N):
+    if code.whole_rows and (columns < c.block_y or c.block_y < problem.N):
         return f"epilogue_columns: expected whole rows of {problem.N} columns for this epilogue, got {columns}"
     registers = ROWS * columns // (32 * c.num_warps)
     if registers > MAX_CHUNK_REGISTERS:

@@ -23,7 +23,7 @@ def problem_of(call: Call) -> BlackwellProblem:
         _shared_bits(call.b, call.a),
         call.num_groups,
         _factor_group(call),
-        call.side_bytes,
+        call.tma_operand_bytes,
         (call.a.dtype == torch.uint8) != (call.b.dtype == torch.uint8),
     )
 
@@ -77,7 +77,7 @@ def factors_descriptor(packed: torch.Tensor | None, rows: int, config: Blackwell
     return TensorDescriptor.from_tensor(packed[None], box, layout)
 
 
-def launch(call: Call, config: BlackwellConfig, num_sms: int) -> None:
+def launch_gemm(call: Call, config: BlackwellConfig, num_sms: int) -> None:
     """Launch the kernel on the current stream."""
     from envoi.gemm.blackwell.kernel import gemm_kernel
 

@@ -6,6 +6,7 @@ from math import ceil, erfc, exp, sqrt
 from envoi.constant import Constant
 from envoi.epilogue.lower import Lowered
 from envoi.runtime.devices import SHARED_BYTES
+from envoi.runtime.gpu_rates import H200
 from envoi.runtime.math import cdiv, next_power_of_2
 
 RESERVED_BYTES = 2048  # of shared memory, for barriers and for what reductions exchange
@@ -108,7 +109,7 @@ class Problem:
     """Sizes of one launch: tokens M, features N, K, bytes of an element.
 
     num_groups: experts of a grouped GEMM, 0 for a plain one. scaled: scale factors change along K (fp8_block128).
-    side_bytes: bytes for each column of the accumulator of the tile operands that TMA loads.
+    tma_operand_bytes: bytes for each column of the accumulator of the tile operands that TMA loads.
     whole_k: the sum over K mustn't be split.
     """
 
@@ -118,7 +119,7 @@ class Problem:
     element_bytes: int
     num_groups: int = 0
     scaled: bool = False
-    side_bytes: float = 0.0
+    tma_operand_bytes: float = 0.0
     whole_k: bool = False
 
 
@@ -152,11 +153,11 @@ def _why_not_chunks(problem: Problem, c: Config, code: Lowered) -> str:
     width, columns = _output_columns(c), c.epilogue_columns
     if width % min(columns, width) or min(columns, width) % code.chunk_columns:
         return f"epilogue_columns: expected a multiple of {code.chunk_columns} that divides {width}, got {columns}"
-    if code.whole and (c.swap_ab or c.block_y < problem.N or columns < c.block_y):
+    if code.whole_rows and (c.swap_ab or c.block_y < problem.N or columns < c.block_y):
         return f"block_y: expected chunks of whole rows of {problem.N} columns, got {columns}"
     if c.paired_tiles != code.paired:
         return f"paired_tiles: expected {code.paired} for this epilogue, got {c.paired_tiles}"
-    if c.swap_ab and (code.tma_outputs or code.side):
+    if c.swap_ab and (code.tma_outputs or code.tma_operands):
         return "swap_ab: expected an epilogue lowered to plain loads and stores"
     if code.takes_halves and not c.swap_ab and (c.block_y < 16 or c.split_k > 1):
         return f"block_y: expected at least 16, and split_k 1, for an epilogue of halves, got {c.label()}"
@@ -210,7 +211,7 @@ def shared_bytes(problem: Problem, config: Config, code: Lowered) -> int:
     stages = (x_rows + y_rows) * config.block_k * problem.element_bytes
     rows = config.rows_per_consumer * config.num_consumers
     columns = min(config.epilogue_columns, config.block_y)
-    buffers = rows * columns * (config.num_store_buffers * code.staged_output_bytes + problem.side_bytes)
+    buffers = rows * columns * (config.num_store_buffers * code.staged_output_bytes + problem.tma_operand_bytes)
     if config.swap_ab:
         buffers = rows * config.block_y * 4  # the transpose goes through shared memory
     return int(stages + buffers) + RESERVED_BYTES
@@ -230,7 +231,7 @@ def candidates(problem: Problem, code: Lowered) -> list[Config]:
     k = 256 if problem.scaled else 128 // problem.element_bytes
     per_group = cdiv(problem.M, max(1, problem.num_groups))
     found: list[Config] = []
-    if code.whole:
+    if code.whole_rows:
         width = max(16, next_power_of_2(problem.N))
         found += [Config(64, consumers, width, k, 12, epilogue_columns=width) for consumers in (2, 1)]
     elif code.paired:
@@ -244,7 +245,7 @@ def candidates(problem: Problem, code: Lowered) -> list[Config]:
         ]
     else:
         found += [
-            Config(128, 2, 128, k, 6, pingpong=True, epilogue_columns=32 if problem.side_bytes else 64),
+            Config(128, 2, 128, k, 6, pingpong=True, epilogue_columns=32 if problem.tma_operand_bytes else 64),
             Config(64, 2, 256, k, 4),
             Config(64, 2, 256, k, 5, pingpong=True),
             Config(64, 2, 128, k, 8, pingpong=True),
@@ -258,7 +259,7 @@ def candidates(problem: Problem, code: Lowered) -> list[Config]:
     # With fewer rows, loading weights bounds the time and more stages help more; wide tiles need all their stages.
     if problem.scaled and per_group > 64 and fitted(problem, wide, code).num_stages == wide.num_stages:
         found.append(wide)
-    if not code.whole and not code.tma_outputs and not code.side and not code.paired:
+    if not code.whole_rows and not code.tma_outputs and not code.tma_operands and not code.paired:
         found += [
             Config(64, consumers, tokens, depth, 12, swap_ab=True)
             for tokens in (8, 16, 32, 64, 128)
@@ -276,20 +277,20 @@ def candidates(problem: Problem, code: Lowered) -> list[Config]:
 class Costs:
     """Constants of the model of GPU time, from measurements on an H200; `tools/fit_time_model.py` fits them anew.
 
-    launch, first_stage: cycles before the first product. tile, pingpong_tile: cycles around a tile's mainloop. join:
-    cycles to add up two parts of a split tile. l2_bytes, dram_bytes: loaded per cycle, by one multiprocessor and by
-    all. scaled_pair, scaled_alone: factors of a step with scales along K, beside another consumer's wgmma and without.
-    wide_step, wide_tile: factors with wide tail tiles. shown: share of the shorter of work and memory that the longer
-    one doesn't hide.
+    launch, first_stage: cycles before the first product; with those of a tile they are `H200.launch_us`. tile,
+    pingpong_tile: cycles around a tile's mainloop. join: cycles to add up two parts of a split tile. l2_bytes,
+    dram_bytes: loaded per cycle, by one multiprocessor and by all. scaled_pair, scaled_alone: factors of a step with
+    scales along K, beside another consumer's wgmma and without. wide_step, wide_tile: factors with wide tail tiles.
+    shown: share of the shorter of work and memory that the longer one doesn't hide.
     """
 
-    launch: float = 4000
+    launch: float = H200.launch_cycles - 2500 - 3000
     first_stage: float = 2500
     tile: float = 3000
     pingpong_tile: float = 1500
     join: float = 6000
-    l2_bytes: float = 80
-    dram_bytes: float = 2400
+    l2_bytes: float = H200.l2_bytes
+    dram_bytes: float = H200.hbm_bytes
     scaled_pair: float = 1.2
     scaled_alone: float = 1.35
     wide_step: float = 1.02

@@ -12,16 +12,16 @@ import torch
 from envoi.epilogue.ir import COL, IR, ROW, SCALAR, Node, Operand, kept_with_ir
 from envoi.epilogue.library import store
 from envoi.epilogue.lower import Lowered, lower
-from envoi.epilogue.slots import (
+from envoi.epilogue.outputs import (
     MAX_DESCS,
     chunk_columns,
-    empty_slots,
-    late,
+    deferred,
+    empty_outputs,
     operand_tensors,
+    output_specs,
     pairs_up,
     reduces_rows,
     rows_must_fit,
-    slots,
 )
 from envoi.gemm.grouping import ALL_ROWS, Grouping, RowMode
 from envoi.gemm.hopper import tune
@@ -184,8 +184,8 @@ def work_of(a: Matrix, b: Matrix, ir: IR, operands: dict, offsets: torch.Tensor 
 class Call:
     """Operands of one launch. a [M, K], b [N, K] or [E, N, K], both from `tma_ready`.
 
-    operands: in the IR's order, their names in `names`. outputs: one for each of code.slots. offsets: int32 [E + 1] of
-    a grouped GEMM, or None; grouping: the rows that are written, and their addresses. scales: as in `Work`.
+    operands: in the IR's order, their names in `names`. outputs: one for each of code.output_specs. offsets: int32
+    [E + 1] of a grouped GEMM, or None; grouping: the rows that are written, and their addresses. scales: as in `Work`.
     """
 
     a: torch.Tensor
@@ -214,16 +214,16 @@ class Call:
         return RowMode.of(self.offsets is not None, self.grouping.write_tail)
 
     @property
-    def side_bytes(self) -> float:
+    def tma_operand_bytes(self) -> float:
         """Bytes of the operands that TMA loads, for each column of the accumulator."""
-        sides = (self.operands[self.names.index(name)] for name in self.code.side)
-        return sum(side.shape[1] * side.itemsize / self.b.shape[-2] for side in sides)
+        tiles = (self.operands[self.names.index(name)] for name in self.code.tma_operands)
+        return sum(tile.shape[1] * tile.itemsize / self.b.shape[-2] for tile in tiles)
 
 
 def problem_of(call: Call) -> Problem:
     """Return the sizes that the choice of a config depends on."""
     K, N = call.a.shape[1], call.b.shape[-2]
-    kind = call.num_groups, call.scales is not None, call.side_bytes, call.grouping.batch_invariant
+    kind = call.num_groups, call.scales is not None, call.tma_operand_bytes, call.grouping.batch_invariant
     return Problem(call.num_tokens, N, K, call.a.itemsize, *kind)
 
 
@@ -238,15 +238,15 @@ def run_gemm(
     work = work_of(a, b, ir, operands, offsets)
     M, N, device = work.a.shape[0], work.b.shape[-2], work.a.device
     tensors, pointers = operand_tensors(work.ir, work.operands, work.num_groups)
-    written = empty_slots(work.ir, slots(work.ir, out_dtype), M, N, device, grouping.to)
+    written = empty_outputs(work.ir, output_specs(work.ir, out_dtype), M, N, device, grouping.to)
     count = num_sms(device)
     if work.rows_after(grouping.batch_invariant):
         acc = torch.empty(M, N, dtype=torch.float32, device=device)
         product = replace(work, ir=store.ir)
-        launch(*_call_and_config(product, torch.float32, (), frozenset(), [acc], grouping, count), count)
+        launch_gemm(*_call_and_config(product, torch.float32, (), frozenset(), [acc], grouping, count), count)
         triton_host.finish_rows(acc, work.ir, out_dtype, tensors, pointers, written, offsets, grouping.write_tail)
     else:
-        launch(*_call_and_config(work, out_dtype, tensors, pointers, written, grouping, count), count)
+        launch_gemm(*_call_and_config(work, out_dtype, tensors, pointers, written, grouping, count), count)
     return triton_host.finish_outputs(work.ir, written, offsets) if reduces_rows(work.ir) else written
 
 
@@ -263,7 +263,7 @@ def planned(
     if work.rows_after(grouping.batch_invariant):
         work, out_dtype = replace(work, ir=store.ir, operands={}), torch.float32
     tensors, pointers = operand_tensors(work.ir, work.operands, work.num_groups)
-    written = empty_slots(work.ir, slots(work.ir, out_dtype), M, N, work.a.device, grouping.to)
+    written = empty_outputs(work.ir, output_specs(work.ir, out_dtype), M, N, work.a.device, grouping.to)
     return _call_and_config(work, out_dtype, tensors, pointers, written, grouping, num_sms, shipped_only=True)
 
 
@@ -271,7 +271,7 @@ def _call_and_config(
     work: Work, out_dtype: torch.dtype, operands: tuple, pointers: frozenset[str], outputs: list[torch.Tensor],
     grouping: Grouping, num_sms: int, shipped_only: bool = False,
 ) -> tuple[Call, Config]:  # fmt: skip
-    grouping = grouping.settled(bool(late(work.ir)), work.num_groups)
+    grouping = grouping.settled(bool(deferred(work.ir)), work.num_groups)
     code = _lowered(work, out_dtype, operands, pointers, outputs, grouping)
     names = tuple(operand.name for operand in work.ir.operands)
     call = Call(work.a, work.b, code, operands, names, outputs, work.offsets, work.scales, grouping)
@@ -287,30 +287,30 @@ def _lowered(
     grouping: Grouping,
 ) -> Lowered:  # fmt: skip
     """Lower the epilogue for this call: by TMA, unless tokens are few or a row isn't a multiple of 16 bytes."""
-    N, is_sent = work.b.shape[-2], grouping.to is not None
+    N, scattered = work.b.shape[-2], grouping.to is not None
     if work.in_pairs:
-        return lower(work.ir, out_dtype, "gluon", False, False, pointers, (), is_sent, True)
-    whole = N <= MAX_WHOLE and rows_must_fit(work.ir)
+        return lower(work.ir, out_dtype, "gluon", False, False, pointers, (), scattered, True)
+    whole_rows = N <= MAX_WHOLE and rows_must_fit(work.ir)
     tokens = grouping.likely_rows(work.a.shape[0]) // max(1, work.num_groups)
-    few = tokens <= FEW_TOKENS and not whole and chunk_columns(work.ir) <= MAX_FEW_COLUMNS
-    tiles = [t for t, slot in zip(outputs, slots(work.ir, out_dtype), strict=True) if slot.kind == "tile"]
-    tma = not few and not is_sent and all(fits_tma(t.shape, t.itemsize) for t in tiles)
-    side = tuple(
+    few = tokens <= FEW_TOKENS and not whole_rows and chunk_columns(work.ir) <= MAX_FEW_COLUMNS
+    tiles = [t for t, spec in zip(outputs, output_specs(work.ir, out_dtype), strict=True) if spec.kind == "tile"]
+    tma = not few and not scattered and all(fits_tma(t.shape, t.itemsize) for t in tiles)
+    loaded = tuple(
         operand.name
         for operand, value in zip(work.ir.operands, operands, strict=True)
         if operand.shape.rows == "M" and operand.shape.spans_columns and fits_tma(value.shape, value.itemsize)
     )
-    side = side if tma and len(side) <= MAX_DESCS else ()
-    return lower(work.ir, out_dtype, "gluon", whole, tma, pointers, side, is_sent)
+    loaded = loaded if tma and len(loaded) <= MAX_DESCS else ()
+    return lower(work.ir, out_dtype, "gluon", whole_rows, tma, pointers, loaded, scattered)
 
 
-def launch(call: Call, config: Config, num_sms: int) -> None:
+def launch_gemm(call: Call, config: Config, num_sms: int) -> None:
     """Launch the kernel on the current stream."""
     from envoi.gemm.hopper.kernel import gemm_kernel
-    from envoi.runtime.launch import launch as launch_kernel
+    from envoi.runtime.launch import launch
 
     grid, args = arguments(call, config, num_sms)
-    launch_kernel(gemm_kernel, grid, args, {"num_warps": config.num_warps})
+    launch(gemm_kernel, grid, args, {"num_warps": config.num_warps})
 
 
 def arguments(call: Call, config: Config, num_sms: int) -> tuple[tuple[int], tuple]:
@@ -351,9 +351,9 @@ def epilogue_descriptors(call: Call, config: TileConfig) -> list[Any]:
     rows, N = config.rows_per_consumer, call.b.shape[-2]
     descs: list[Any] = [None] * (2 * MAX_DESCS)
     for i, index in enumerate(call.code.tma_outputs):
-        slot = call.code.slots[index]
-        descs[i] = descriptor(call.outputs[index], rows, columns // (slot.columns * (2 if slot.packed else 1)))
-    for i, name in enumerate(call.code.side):
+        spec = call.code.output_specs[index]
+        descs[i] = descriptor(call.outputs[index], rows, columns // (spec.columns * (2 if spec.packed else 1)))
+    for i, name in enumerate(call.code.tma_operands):
         operand = call.operands[call.names.index(name)]
         descs[MAX_DESCS + i] = descriptor(operand, rows, operand.shape[1] * columns // N)
     return descs

@@ -35,9 +35,9 @@ def use_measured(wanted: bool) -> None:
 def key_of(problem: Problem, code: Lowered, num_sms: int) -> str:
     """Return the key of a problem's entry, such as "132sm 4096x4096x7168 2B tma"."""
     M = next_power_of_2(problem.M)
-    kind = ["whole"] * code.whole + ["tma"] * bool(code.tma_outputs) + ["side"] * bool(code.side)
+    kind = ["whole"] * code.whole_rows + ["tma"] * bool(code.tma_outputs) + ["side"] * bool(code.tma_operands)
     kind += ["rows"] * bool(code.partials) + [f"piece{code.chunk_columns}"] * (code.chunk_columns > 64)
-    kind += ["sent"] * code.sent + ["pairs"] * code.paired
+    kind += ["sent"] * code.scattered + ["pairs"] * code.paired
     kind += ["scaled"] * problem.scaled + [f"groups{problem.num_groups}"] * bool(problem.num_groups)
     return " ".join([f"{num_sms}sm", f"{M}x{problem.N}x{problem.K}", f"{problem.element_bytes}B", *kind])
 

@@ -8,7 +8,7 @@ import torch
 from envoi.epilogue.api import Epilogue
 from envoi.epilogue.library import expert_l1, expert_l2
 from envoi.epilogue.lower import Lowered, lower
-from envoi.epilogue.slots import operand_tensors
+from envoi.epilogue.outputs import operand_tensors
 from envoi.gemm.hopper.host import BLOCK_FACTORS, as_stored
 from envoi.gemm.hopper_few.config import (
     CTAS,

@@ -6,7 +6,7 @@ from typing import cast
 import torch
 
 from envoi.epilogue.lower import lower
-from envoi.epilogue.slots import empty_slots, operand_tensors, slots
+from envoi.epilogue.outputs import empty_outputs, operand_tensors, output_specs
 from envoi.gemm.hopper.cases import Case, inputs
 from envoi.gemm.hopper_mx import host
 from envoi.gemm.hopper_mx.config import choose
@@ -40,7 +40,7 @@ def launch_of(case: Case) -> Launch:
     tensors, pointers = operand_tensors(ir, given.operands, num_groups)
     code = lower(ir, torch.bfloat16, "gluon", False, False, pointers)
     config = choose(M, N, num_groups, NUM_SMS, code, 4 if b.packed else 8, b.scales_at_most_2)
-    outputs = empty_slots(ir, slots(ir, torch.bfloat16), M, N, given.a.device)
+    outputs = empty_outputs(ir, output_specs(ir, torch.bfloat16), M, N, given.a.device)
     tokens = host.room_for_tokens(given.a)
     grid, arguments = host.arguments(tokens, b, given.offsets, code, tensors, outputs, config, NUM_SMS)
     return Launch(mx_kernel, grid, arguments, {"num_warps": config.num_warps, "launch_pdl": True})

@@ -112,4 +112,4 @@ def tokens_of_a_tile(tokens: int) -> int:
 
 def is_short(code: Lowered | None, block_y: int) -> bool:
     """Return True if an epilogue fits the 96 registers that a thread of a wide consumer has for it."""
-    return code is None or (not code.partials and (block_y < DEEP_TOKENS or len(code.slots) == 1))
+    return code is None or (not code.partials and (block_y < DEEP_TOKENS or len(code.output_specs) == 1))

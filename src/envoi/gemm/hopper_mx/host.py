@@ -7,7 +7,14 @@ import torch
 from envoi.epilogue.ir import IR
 from envoi.epilogue.library import store
 from envoi.epilogue.lower import Lowered, lower
-from envoi.epilogue.slots import chunk_columns, empty_slots, operand_tensors, reduces_rows, rows_must_fit, slots
+from envoi.epilogue.outputs import (
+    chunk_columns,
+    empty_outputs,
+    operand_tensors,
+    output_specs,
+    reduces_rows,
+    rows_must_fit,
+)
 from envoi.gemm.grouping import ALL_ROWS, Grouping, RowMode
 from envoi.gemm.hopper.host import as_stored, max_experts
 from envoi.gemm.hopper_mx.config import NARROW, MxConfig, choose
@@ -46,22 +53,14 @@ def room_for_tokens(a: Matrix) -> torch.Tensor:
     return torch.empty(M, cdiv(K, 128) * 128, dtype=torch.bfloat16, device=a.device)
 
 
-def widen_tokens(a: Matrix, bits: int, out: torch.Tensor, offsets: torch.Tensor | None = None, rows: int = 8) -> None:
-    """Write tokens to `out` as bf16, in the kernel's order of K for weights of `bits`.
-
-    offsets: int32 [E + 1], None for all rows; rows after offsets[E] are not written. The next launch may start
-    before this one ends: see `wait_for_grid`.
-    """
-    from envoi.gemm.hopper_mx.tokens import widen_kernel
-    from envoi.runtime.launch import launch
-
-    launch(widen_kernel, *tokens_arguments(a, bits, out, offsets, rows), {})
-
-
 def tokens_arguments(
     a: Matrix, bits: int, out: torch.Tensor, offsets: torch.Tensor | None = None, rows: int = 8
 ) -> tuple[tuple[int, int], tuple]:
-    """Return the grid and the arguments of `tokens.widen_kernel`."""
+    """Return the grid and the arguments of `tokens.widen_kernel`, which writes tokens to `out` as bf16.
+
+    K is in the order that the GEMM has for weights of `bits`. offsets: int32 [E + 1], None for all rows; rows after
+    offsets[E] are not written.
+    """
     M, K = a.shape
     values, sf = (a, a) if isinstance(a, torch.Tensor) else (a.values, a.sf.view(torch.uint8))
     values, sf = (x if x.stride(-1) == 1 else x.contiguous() for x in (values, sf))
@@ -94,14 +93,14 @@ def run_gemm(
     M, N = a.shape[0], b.shape[-2]
     num_groups = 0 if offsets is None else b.shape[0]
     tensors, pointers = operand_tensors(ir, operands, num_groups)
-    written = empty_slots(ir, slots(ir, out_dtype), M, N, a.device, grouping.to)
+    written = empty_outputs(ir, output_specs(ir, out_dtype), M, N, a.device, grouping.to)
     if rows_must_fit(ir):
         acc = torch.empty(M, N, dtype=torch.float32, device=a.device)
         plain = lower(store.ir, torch.float32, "gluon", False, False, frozenset())
         _launch(a, b, offsets, plain, (), [acc], config, grouping)
         triton_host.finish_rows(acc, ir, out_dtype, tensors, pointers, written, offsets, grouping.write_tail)
     else:
-        code = lower(ir, out_dtype, "gluon", False, False, pointers, sent=grouping.to is not None)
+        code = lower(ir, out_dtype, "gluon", False, False, pointers, scattered=grouping.to is not None)
         _launch(a, b, offsets, code, tensors, written, config, grouping)
     return triton_host.finish_outputs(ir, written, offsets) if reduces_rows(ir) else written
 
@@ -111,7 +110,8 @@ def _launch(
     outputs: list[torch.Tensor], config: MxConfig | None, grouping: Grouping,
 ) -> None:  # fmt: skip
     from envoi.gemm.hopper_mx.kernel import mx_kernel
-    from envoi.runtime.launch import launch
+    from envoi.gemm.hopper_mx.tokens import widen_kernel
+    from envoi.runtime.launch import launch_with_dependent
 
     num_sms = devices.num_sms(a.device)
     num_groups, bits = 0 if offsets is None else b.shape[0], 4 if b.packed else 8
@@ -119,16 +119,17 @@ def _launch(
     config = config or choose(num_tokens, b.shape[-2], num_groups, num_sms, code, bits, b.scales_at_most_2)
     tokens = room_for_tokens(a)
     grid, args = arguments(tokens, b, offsets, code, operands, outputs, config, num_sms, grouping.write_tail)
-    # No other launch may be between the two: the GEMM starts early and waits for the launch right before it.
-    widen_tokens(a, config.bits, tokens, offsets)
-    launch(mx_kernel, grid, args, {"num_warps": config.num_warps, "launch_pdl": True})
+    launch_with_dependent(
+        (widen_kernel, *tokens_arguments(a, config.bits, tokens, offsets), {}),
+        (mx_kernel, grid, args, {"num_warps": config.num_warps}),
+    )
 
 
 def arguments(
     tokens: torch.Tensor, b: QuantTensor, offsets: torch.Tensor | None, code: Lowered, operands: tuple,
     outputs: list[torch.Tensor], config: MxConfig, num_sms: int, write_tail: bool = True,
 ) -> tuple[tuple[int], tuple]:  # fmt: skip
-    """Return the grid and the kernel's arguments. tokens: from `widen_tokens`."""
+    """Return the grid and the kernel's arguments. tokens: from `room_for_tokens`, widened."""
     M, (N, K), device = tokens.shape[0], b.shape[-2:], tokens.device
     num_experts = 0 if offsets is None else b.shape[0]
     tiles = cdiv(M, config.block_m) * cdiv(N, config.block_n)

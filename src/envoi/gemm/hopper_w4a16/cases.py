@@ -10,7 +10,7 @@ import torch
 
 from envoi.epilogue.library import expert_l1, expert_l2
 from envoi.epilogue.lower import lower
-from envoi.epilogue.slots import empty_slots, operand_tensors, slots
+from envoi.epilogue.outputs import empty_outputs, operand_tensors, output_specs
 from envoi.gemm.cases import operands_of
 from envoi.gemm.hopper_few.sum import sum_launch
 from envoi.gemm.hopper_w4a16 import few, many
@@ -87,8 +87,8 @@ def _many(case: Case) -> Launch:
     to = without_memory((rows,), torch.int64) if case.kind == "many-sent" else None
     ir = epilogue.ir
     tensors, pointers = operand_tensors(ir, operands_of(ir, rows, N, (NUM_EXPERTS,)), NUM_EXPERTS)
-    code = lower(ir, BF16, "gluon", False, False, pointers, sent=to is not None)
-    outputs = empty_slots(ir, slots(ir, BF16), rows, N, torch.device("meta"), to)
+    code = lower(ir, BF16, "gluon", False, False, pointers, scattered=to is not None)
+    outputs = empty_outputs(ir, output_specs(ir, BF16), rows, N, torch.device("meta"), to)
     tokens, offsets = without_memory((rows, K), BF16), without_memory((NUM_EXPERTS + 1,), INT32)
     config = many_config(K, rows, NUM_EXPERTS)
     arguments = many.arguments(tokens, _weights(N, K), offsets, code, tensors, outputs, config)

@@ -7,7 +7,7 @@ import torch
 from envoi.epilogue.ir import IR
 from envoi.epilogue.library import store
 from envoi.epilogue.lower import Lowered, lower
-from envoi.epilogue.slots import chunk_columns, empty_slots, operand_tensors, rows_must_fit, slots
+from envoi.epilogue.outputs import chunk_columns, empty_outputs, operand_tensors, output_specs, rows_must_fit
 from envoi.gemm.grouping import Grouping, RowMode
 from envoi.gemm.hopper.host import as_stored, max_experts
 from envoi.gemm.hopper_w4a16.few import as_words
@@ -41,7 +41,7 @@ def run(
     """Return the outputs of `envoi.grouped_gemm` but for rows of no expert, as a flat list."""
     M, N = a.shape[0], b.shape[-2]
     tensors, pointers = operand_tensors(ir, operands, b.shape[0])
-    written = empty_slots(ir, slots(ir, out_dtype), M, N, a.device, grouping.to)
+    written = empty_outputs(ir, output_specs(ir, out_dtype), M, N, a.device, grouping.to)
     if M == 0:
         return triton_host.finish_outputs(ir, written, offsets)
     if rows_must_fit(ir):
@@ -50,7 +50,7 @@ def run(
         _launch(a, b, offsets, plain, (), [acc], grouping, config)
         triton_host.finish_rows(acc, ir, out_dtype, tensors, pointers, written, offsets, False)
     else:
-        code = lower(ir, out_dtype, "gluon", False, False, pointers, sent=grouping.to is not None)
+        code = lower(ir, out_dtype, "gluon", False, False, pointers, scattered=grouping.to is not None)
         _launch(a, b, offsets, code, tensors, written, grouping, config)
     return triton_host.finish_outputs(ir, written, offsets)
 

@@ -13,15 +13,9 @@ import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents
 
 from envoi.epilogue.codes_triton import from_e4m3, to_e4m3, widen
+from envoi.runtime.topk import experts_at
 
 GROUP: tl.constexpr = tl.constexpr(32)
-
-
-@triton.jit
-def experts_at(topk_ids, slots, num_slots, num_experts):
-    """Return the expert of each slot; num_experts for none, and where there is no such slot."""
-    e = tl.load(topk_ids + slots, mask=slots < num_slots, other=-1)
-    return tl.where((e < 0) | (e >= num_experts), num_experts, e).to(tl.int32)
 
 
 @triton.jit

@@ -5,7 +5,7 @@ import torch
 from envoi.epilogue.api import Epilogue
 from envoi.epilogue.library import expert_l1, expert_l2, swiglu
 from envoi.epilogue.lower import lower
-from envoi.epilogue.slots import empty_slots
+from envoi.epilogue.outputs import empty_outputs
 from envoi.gemm.cases import operands_of
 from envoi.gemm.triton import host
 from envoi.gemm.triton.kernel import gemm_kernel, rows_kernel
@@ -25,13 +25,13 @@ def _product(epilogue: Epilogue, of_a: str = "", of_b: str = "", num_experts: in
     operands = tuple(operands_of(epilogue.ir, M, N, experts).values())
     return host.product_arguments(
         _matrix(of_a, M, K), _matrix(of_b, *experts, N, K), offsets, code, operands,
-        empty_slots(epilogue.ir, code.slots, M, N, META), host.tile_columns(epilogue.ir, N),
+        empty_outputs(epilogue.ir, code.output_specs, M, N, META), host.tile_columns(epilogue.ir, N),
     )  # fmt: skip
 
 
 def _rows(epilogue: Epilogue) -> tuple:
     code = lower(epilogue.ir, torch.bfloat16, "triton", True, False, frozenset())
-    acc, outputs = without_memory((M, N), torch.float32), empty_slots(epilogue.ir, code.slots, M, N, META)
+    acc, outputs = without_memory((M, N), torch.float32), empty_outputs(epilogue.ir, code.output_specs, M, N, META)
     operands = tuple(operands_of(epilogue.ir, M, N, ()).values())
     return host.rows_arguments(acc, epilogue.ir, code, operands, outputs, None)
 

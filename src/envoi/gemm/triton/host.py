@@ -9,9 +9,10 @@ from envoi.constant import Constant
 from envoi.epilogue.ir import IR, Node
 from envoi.epilogue.library import store
 from envoi.epilogue.lower import Lowered, lower
-from envoi.epilogue.slots import chunk_columns, empty_slots, late, operand_tensors, rows_must_fit, slots
+from envoi.epilogue.outputs import chunk_columns, deferred, empty_outputs, operand_tensors, output_specs, rows_must_fit
 from envoi.gemm.grouping import ALL_ROWS, Grouping
 from envoi.gemm.triton import kernel as device_code
+from envoi.quant.bits import as_bytes
 from envoi.runtime.launch import launch
 from envoi.runtime.math import cdiv, next_power_of_2
 from envoi.types import Matrix
@@ -78,10 +79,10 @@ def run_gemm(
         raise ValueError(f"N: {refusal}")
     offsets = None if offsets is None else offsets.contiguous()
     tensors, pointers = operand_tensors(ir, operands, 0 if offsets is None else b.shape[0])
-    written = empty_slots(ir, slots(ir, out_dtype), M, N, a.device, grouping.to)
+    written = empty_outputs(ir, output_specs(ir, out_dtype), M, N, a.device, grouping.to)
     if _in_tiles(ir, N):
         block_n = tile_columns(ir, N)
-        code = lower(ir, out_dtype, "triton", block_n >= N, False, pointers, sent=grouping.to is not None)
+        code = lower(ir, out_dtype, "triton", block_n >= N, False, pointers, scattered=grouping.to is not None)
         _launch(a, b, offsets, code, tensors, written, block_n, grouping)
     else:
         acc = torch.empty(M, N, dtype=torch.float32, device=a.device)
@@ -115,16 +116,12 @@ def matrix_argument(x: Matrix) -> tuple:
     """Return a matrix [.., rows, K] as the kernels take it: a `MatrixArgs` of `kernel.py`."""
     if isinstance(x, torch.Tensor):
         return kernels.MatrixArgs(x, *_strides(x), x, 0, 0, 0, 1)
-    values, sf = _bits(x.values), _bits(x.sf)
+    values, sf = as_bytes(x.values), as_bytes(x.sf)
     return kernels.MatrixArgs(values, *_strides(values), sf, *_strides(sf), x.group[0])
 
 
 def _strides(x: torch.Tensor) -> tuple[int, ...]:
     return (*(0,) * (3 - x.dim()), *x.stride())
-
-
-def _bits(x: torch.Tensor) -> torch.Tensor:
-    return x.view(torch.uint8) if x.dtype in (torch.float8_e4m3fn, torch.float8_e8m0fnu) else x
 
 
 def _launch(
@@ -156,7 +153,7 @@ def product_arguments(
     workspace = torch.empty(code.partials * grid[1] * M, dtype=torch.float32, device=a.device)
     group_k = max(side.group_k for side in (A, B) if side.scales) if A.scales or B.scales else 0
     return grid, (
-        matrix_argument(a), matrix_argument(b), offsets, operands or (0,), tuple(_bits(x) for x in outputs), workspace,
+        matrix_argument(a), matrix_argument(b), offsets, operands or (0,), tuple(map(as_bytes, outputs)), workspace,
         M, N, K, num_experts, code, A, B, group_k, block_m, block_n, block_k, max_experts(offsets),
         grouping.write_tail,
     ), options  # fmt: skip
@@ -182,7 +179,7 @@ def finish_rows(
     """Run an epilogue that needs whole rows on accumulators in memory.
 
     acc: float32 [M, N], contiguous, N up to MAX_ROW; with offsets, rows after the last expert's are not read.
-    operands, pointers: from `operand_tensors`. outputs: from `empty_slots`, written here; with write_tail also after
+    operands, pointers: from `operand_tensors`. outputs: from `empty_outputs`, written here; with write_tail also after
     the last expert's rows.
     """
     code = lower(ir, out_dtype, "triton", True, False, pointers)
@@ -199,28 +196,28 @@ def rows_arguments(
     An epilogue without row reductions gets chunks of rows: more programs for few tokens.
     """
     M, N = acc.shape
-    block_n = max(16, next_power_of_2(N) if late(ir) else 0, chunk_columns(ir))
-    block_m = max(1, (4096 if late(ir) else 1024) // block_n)
+    block_n = max(16, next_power_of_2(N) if deferred(ir) else 0, chunk_columns(ir))
+    block_m = max(1, (4096 if deferred(ir) else 1024) // block_n)
     num_experts = 0 if offsets is None else offsets.shape[0] - 1
     grid = (max(1, cdiv(M, block_m) + num_experts), cdiv(N, block_n))
     return grid, (
-        acc, offsets, operands or (0,), tuple(_bits(x) for x in outputs), M, N, num_experts, code, block_m, block_n,
+        acc, offsets, operands or (0,), tuple(as_bytes(x) for x in outputs), M, N, num_experts, code, block_m, block_n,
         max_experts(offsets), write_tail,
     ), {"num_warps": 4 if block_n <= 4096 else 8}  # fmt: skip
 
 
 def finish_outputs(ir: IR, written: list[torch.Tensor], offsets: torch.Tensor | None) -> list[torch.Tensor]:
-    """Return the outputs: the slots as written, or reduced over rows for reductions."""
+    """Return the outputs: the tensors as written, or reduced over rows for reductions."""
     flat: list[torch.Tensor] = []
-    slot = iter(written)
+    left = iter(written)
     for _, position in ir.outputs:
         node = ir.nodes[position]
         if node.op == "quantize":
-            flat += [next(slot), next(slot)]
+            flat += [next(left), next(left)]
         elif node.step in ("column", "all"):
-            flat.append(_reduced(node, next(slot), offsets))
+            flat.append(_reduced(node, next(left), offsets))
         else:
-            flat.append(next(slot))
+            flat.append(next(left))
     return flat
 
 

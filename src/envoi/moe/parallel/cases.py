@@ -5,16 +5,14 @@ from functools import cache
 import torch
 
 from envoi.moe.launches import Launch
-from envoi.moe.parallel import (
-    combine,
-    combine_kernels,
-    dispatch,
-    dispatch_kernels,
-    gathered_device,
-    gathered_kernels,
-    hosts_device,
-    hosts_kernels,
+from envoi.moe.parallel import combine, dispatch, gathered_device, gathered_kernels, hosts_device, hosts_kernels
+from envoi.moe.parallel.combine_kernels import (
+    combine_barrier_kernel,
+    send_partial_sums_kernel,
+    sum_kernel,
+    sum_ranks_kernel,
 )
+from envoi.moe.parallel.dispatch_kernels import pull_kernel, send_routing_kernel, stage_tokens_kernel
 from envoi.moe.parallel.hosts import Grid
 from envoi.moe.parallel.load import HISTORY
 from envoi.moe.parallel.progress import BEGUN
@@ -53,30 +51,30 @@ def _ranked() -> dispatch.RankedSlots:
     return dispatch.empty_ranked(_slots(), NUM_EXPERTS)
 
 
-def _publish(format: str) -> Launch:
+def _stage_tokens(format: str) -> Launch:
     domain = _domain(format)
-    return dispatch.publish_arguments(_tokens(), _slots(), _ranked(), domain.layout.tokens_in(domain.memory))
+    return dispatch.stage_tokens_arguments(_tokens(), _slots(), _ranked(), domain.layout.tokens_in(domain.memory))
 
 
-def _announce() -> Launch:
-    return dispatch.announce_arguments(_domain(), _slots(), without_memory((M, NUM_TOPK), FP32), _ranked())
+def _send_routing() -> Launch:
+    return dispatch.send_routing_arguments(_domain(), _slots(), without_memory((M, NUM_TOPK), FP32), _ranked())
 
 
 def _pull(format: str) -> Launch:
     return dispatch.pull_arguments(_domain(format))
 
 
-def _meet() -> Launch:
-    return combine.meet_arguments(_domain())
+def _combine_barrier() -> Launch:
+    return combine.combine_barrier_arguments(_domain())
 
 
 def _sum() -> Launch:
     return combine.sum_arguments(_domain(), _slots(), _tokens())
 
 
-def _return() -> Launch:
+def _send_partial_sums() -> Launch:
     results = without_memory((NUM_RANKS * M * NUM_TOPK, HIDDEN), BF16)
-    return combine.return_arguments(_domain(presum=True), results)
+    return combine.send_partial_sums_arguments(_domain(presum=True), results)
 
 
 def _sum_ranks() -> Launch:
@@ -133,17 +131,17 @@ def _sum_hosts(presum: bool) -> Launch:
 
 # Name, description, kernel, function of the arguments, and what it is called with.
 LAUNCHES = (
-    ("publish-bf16", "tokens to where peers read them", dispatch_kernels.publish_kernel, _publish, "bf16"),
-    ("publish-fp8-block128", "quantised to 1x128", dispatch_kernels.publish_kernel, _publish, "fp8_block128"),
-    ("announce", "each slot's expert to all peers; waits for theirs", dispatch_kernels.announce_kernel, _announce),
-    ("pull-bf16", "peers' tokens to rows by expert", dispatch_kernels.pull_kernel, _pull, "bf16"),
-    ("pull-fp8-row", "in fp8_row", dispatch_kernels.pull_kernel, _pull, "fp8_row"),
-    ("pull-fp8-block128", "in fp8_block128", dispatch_kernels.pull_kernel, _pull, "fp8_block128"),
-    ("pull-mxfp8", "in MXFP8", dispatch_kernels.pull_kernel, _pull, "mxfp4_mxfp8"),
-    ("meet", "barrier across ranks after L2", combine_kernels.meet_kernel, _meet),
-    ("sum", "sums over each token's slots", combine_kernels.sum_kernel, _sum),
-    ("return", "sums of a token's rows, sent to its rank", combine_kernels.return_kernel, _return),
-    ("sum-ranks", "sums of what the ranks sent for a token", combine_kernels.sum_ranks_kernel, _sum_ranks),
+    ("stage-tokens-bf16", "tokens to where peers read them", stage_tokens_kernel, _stage_tokens, "bf16"),
+    ("stage-tokens-fp8-block128", "quantised to 1x128", stage_tokens_kernel, _stage_tokens, "fp8_block128"),
+    ("send-routing", "each slot's expert to all peers; waits for theirs", send_routing_kernel, _send_routing),
+    ("pull-bf16", "peers' tokens to rows by expert", pull_kernel, _pull, "bf16"),
+    ("pull-fp8-row", "in fp8_row", pull_kernel, _pull, "fp8_row"),
+    ("pull-fp8-block128", "in fp8_block128", pull_kernel, _pull, "fp8_block128"),
+    ("pull-mxfp8", "in MXFP8", pull_kernel, _pull, "mxfp4_mxfp8"),
+    ("combine-barrier", "barrier across ranks after L2", combine_barrier_kernel, _combine_barrier),
+    ("sum", "sums over each token's slots", sum_kernel, _sum),
+    ("send-partial-sums", "sums of a token's rows, sent to its rank", send_partial_sums_kernel, _send_partial_sums),
+    ("sum-ranks", "sums of what the ranks sent for a token", sum_ranks_kernel, _sum_ranks),
 )
 AROUND_COLLECTIVES = (
     ("mark", "counts a point of a call around collectives", gathered_kernels.mark_kernel, _mark),

@@ -27,12 +27,12 @@ def combine(domain: Domain, rows: torch.Tensor, topk_ids: torch.Tensor) -> torch
 
 def send_partial_sums(domain: Domain, rows: torch.Tensor) -> None:
     """Sum each token's rows on this rank and send the sum to the token's rank; only with presum."""
-    launch_kernel(KERNELS, "return_kernel", return_arguments(domain, rows))
+    launch_kernel(KERNELS, "send_partial_sums_kernel", send_partial_sums_arguments(domain, rows))
 
 
 def combine_barrier(domain: Domain) -> None:
     """Signal to all peers that their rows have been sent, and wait for their signals."""
-    launch_kernel(KERNELS, "meet_kernel", meet_arguments(domain))
+    launch_kernel(KERNELS, "combine_barrier_kernel", combine_barrier_arguments(domain))
 
 
 def sum_rows(domain: Domain, topk_ids: torch.Tensor) -> torch.Tensor:
@@ -47,8 +47,8 @@ def sum_rows(domain: Domain, topk_ids: torch.Tensor) -> torch.Tensor:
     return out
 
 
-def return_arguments(domain: Domain, rows: torch.Tensor) -> Launch:
-    """Build the launch of `return_kernel`. rows: L2's output, sorted by expert."""
+def send_partial_sums_arguments(domain: Domain, rows: torch.Tensor) -> Launch:
+    """Build the launch of `send_partial_sums_kernel`. rows: L2's output, sorted by expert."""
     layout = domain.layout
     arguments = (
         domain.peers, layout.regions, domain.row_shift, domain.state, rows, domain.results, layout.hidden, domain.rank,
@@ -58,8 +58,8 @@ def return_arguments(domain: Domain, rows: torch.Tensor) -> Launch:
     return Launch((PROGRAMS_PER_SM * num_sms(rows.device),), arguments, WARPS)
 
 
-def meet_arguments(domain: Domain) -> Launch:
-    """Build the launch of `meet_kernel`."""
+def combine_barrier_arguments(domain: Domain) -> Launch:
+    """Build the launch of `combine_barrier_kernel`."""
     arguments = (
         domain.peers, domain.layout.regions, domain.state, domain.report, domain.rank, int(domain.timeout_s * 1e6),
         domain.on_gpu,

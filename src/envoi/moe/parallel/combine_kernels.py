@@ -2,10 +2,10 @@
 # pyright: reportGeneralTypeIssues=false, reportAssignmentType=false
 """Combine over NVLink, in Triton: send rows to the ranks of their tokens, and sum them there.
 
-return_kernel      sums of a token's rows here -> its rank       only with presum; else L2 sends every row itself
-meet_kernel        the flag "combine", a wait for the peers'     after all rows have been sent
-sum_kernel         rows of a token's slots -> token              in the order of the slots
-sum_ranks_kernel   partial sums of a token -> token              with presum: in the order of the ranks
+send_partial_sums_kernel   sums of a token's rows here -> its rank     only with presum; else L2 sends every row itself
+combine_barrier_kernel     the flag "combine", a wait for the peers'   after all rows have been sent
+sum_kernel                 rows of a token's slots -> token            in the order of the slots
+sum_ranks_kernel           partial sums of a token -> token            with presum: in the order of the ranks
 """
 
 from typing import Any, NamedTuple
@@ -45,7 +45,7 @@ class ResultRows(NamedTuple):
 
 
 @triton.jit
-def return_token(
+def send_partial_sum(
     memory, experts, token, results, SLOTS: tl.constexpr, BLOCK: tl.constexpr, GATHERED: tl.constexpr
 ):  # fmt: skip
     """Sum a SourceToken's rows on this rank in the order of its slots, round once, and send the sum to its rank."""
@@ -72,7 +72,7 @@ def return_token(
 
 
 @triton.jit(do_not_specialize=["rank", "first_expert"])
-def return_kernel(
+def send_partial_sums_kernel(
     peers, regions, row_shift, state, results, to, width, rank, num_ranks, room, first_expert, num_local,
     SLOTS: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
@@ -88,11 +88,11 @@ def return_kernel(
         source, token = (t + rank) % num_ranks, t // num_ranks
         if token < tl.load(ints(own + regions.sizes) + 2 * source):
             k = tl.load(ints(own + regions.sizes) + 2 * source + 1)
-            return_token(memory, experts, SourceToken(source, token, k), rows, SLOTS, BLOCK, to is not None)
+            send_partial_sum(memory, experts, SourceToken(source, token, k), rows, SLOTS, BLOCK, to is not None)
 
 
 @triton.jit(do_not_specialize=["rank", "timeout_us"])
-def meet_kernel(peers, regions, state, report, rank, timeout_us, ON_GPU: tl.constexpr):
+def combine_barrier_kernel(peers, regions, state, report, rank, timeout_us, ON_GPU: tl.constexpr):
     """Signal to peer p (program p) that all its rows have been sent, and wait for p's signal; a late p is reported."""
     peer = tl.program_id(0)
     if tl.load(state + OUTCOME) != LOST:

@@ -54,7 +54,7 @@ def stage_tokens(domain: Domain, tokens: torch.Tensor, topk_ids: torch.Tensor) -
     """Store this rank's tokens, quantised, where peers read them; count and rank its slots."""
     ranked = empty_ranked(topk_ids, domain.layout.num_experts)
     mine = domain.layout.tokens_in(domain.memory)
-    launch_kernel(KERNELS, "publish_kernel", publish_arguments(tokens, topk_ids, ranked, mine))
+    launch_kernel(KERNELS, "stage_tokens_kernel", stage_tokens_arguments(tokens, topk_ids, ranked, mine))
     return ranked
 
 
@@ -62,8 +62,8 @@ def send_routing(
     domain: Domain, topk_ids: torch.Tensor, topk_weights: torch.Tensor, ranked: RankedSlots, error_code: int = 0
 ) -> None:
     """Send experts, positions and weights of this rank's slots to every peer, and wait for theirs."""
-    given = announce_arguments(domain, topk_ids, topk_weights, ranked, error_code)
-    launch_kernel(KERNELS, "announce_kernel", given)
+    given = send_routing_arguments(domain, topk_ids, topk_weights, ranked, error_code)
+    launch_kernel(KERNELS, "send_routing_kernel", given)
 
 
 def pull_rows(domain: Domain) -> None:
@@ -80,8 +80,8 @@ def empty_ranked(topk_ids: torch.Tensor, num_experts: int) -> RankedSlots:
     )
 
 
-def publish_arguments(tokens: torch.Tensor, topk_ids: torch.Tensor, ranked: RankedSlots, mine: Matrix) -> Launch:
-    """Build the launch of `publish_kernel`. mine: this rank's tokens, as peers read them."""
+def stage_tokens_arguments(tokens: torch.Tensor, topk_ids: torch.Tensor, ranked: RankedSlots, mine: Matrix) -> Launch:
+    """Build the launch of `stage_tokens_kernel`. mine: this rank's tokens, as peers read them."""
     tokens = tokens if tokens.stride(1) == 1 else tokens.contiguous()
     (num_pieces, width_of_counts), (M, width) = ranked.counts.shape, tokens.shape
     out = RowBuffers.of(mine, width)
@@ -98,10 +98,10 @@ def num_chunks(layout: SharedLayout) -> int:
     return min(MAX_CHUNKS, max(1, -(-layout.room // PIECE)))
 
 
-def announce_arguments(
+def send_routing_arguments(
     domain: Domain, topk_ids: torch.Tensor, topk_weights: torch.Tensor, ranked: RankedSlots, error_code: int = 0
 ) -> Launch:
-    """Build the launch of `announce_kernel`."""
+    """Build the launch of `send_routing_kernel`."""
     layout = domain.layout
     shape = (next_power_of_2(domain.num_local), next_power_of_2(layout.num_ranks))
     chunks = num_chunks(layout)

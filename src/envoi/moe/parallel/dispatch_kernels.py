@@ -2,9 +2,9 @@
 # pyright: reportGeneralTypeIssues=false, reportAssignmentType=false
 """Dispatch over NVLink, in Triton: tokens to the ranks that own their experts. No size is copied to the host.
 
-    publish_kernel    tokens -> this rank's memory, quantised             where peers read them; slots counted, ranked
-    announce_kernel   slots' experts, positions, weights -> every peer   then the flag "dispatch", a wait for theirs
-    pull_kernel       peers' tokens -> rows sorted by expert              a token is read once for all its experts here
+stage_tokens_kernel   tokens -> this rank's memory, quantised            where peers read them; slots counted, ranked
+send_routing_kernel   slots' experts, positions, weights -> every peer   then the flag "dispatch", a wait for theirs
+pull_kernel           peers' tokens -> rows sorted by expert             a token is read once for all its experts here
 
 Rows are sorted by (expert, source rank, slot). Each rank computes their positions by itself: a source says how many
 slots it has for each expert and the position of each slot among its own, so nothing is counted by atomics, and the
@@ -16,7 +16,7 @@ import triton
 import triton.language as tl
 
 from envoi.epilogue.codes_triton import widen
-from envoi.moe.kernels import experts_at, quantized, store_quantized
+from envoi.moe.kernels import quantized, store_quantized
 from envoi.moe.parallel.shared_device import (
     ARRIVALS,
     BAD_IDS,
@@ -35,8 +35,9 @@ from envoi.moe.parallel.shared_device import (
     token_slots,
     wait_for,
 )
+from envoi.runtime.topk import experts_at
 
-PIECE: tl.constexpr = tl.constexpr(1024)  # slots that are counted, and announced, at once
+PIECE: tl.constexpr = tl.constexpr(1024)  # slots that are counted, and sent, at once
 # Slots that a program ranks, and slots that it compares them with at once: more need registers, fewer need time.
 RANKED: tl.constexpr = tl.constexpr(16)
 COMPARED: tl.constexpr = tl.constexpr(256)
@@ -45,7 +46,7 @@ HISTORY: tl.constexpr = tl.constexpr(128)  # calls whose load is kept, as in loa
 
 
 class SourceSlots(NamedTuple):
-    """Slots of this rank's tokens, as `announce_kernel` sends them.
+    """Slots of this rank's tokens, as `send_routing_kernel` sends them.
 
     topk_ids, weights, ranks [num_slots]: expert, routing weight, and how many earlier slots of its piece have the same
     expert. counts [pieces, num_experts + 1]: slots of each expert in each piece.
@@ -118,7 +119,7 @@ def count_piece(topk_ids, counts, piece, num_slots, num_experts, EXPERTS: tl.con
 
 
 @triton.jit(do_not_specialize=["num_slots"])
-def publish_kernel(
+def stage_tokens_kernel(
     tokens, stride, values, sf, width, topk_ids, counts, slot_ranks, num_slots, num_experts,
     BLOCK: tl.constexpr, GROUP: tl.constexpr, POWERS: tl.constexpr, HARDWARE: tl.constexpr, EXPERTS: tl.constexpr,
 ):  # fmt: skip
@@ -222,7 +223,7 @@ def decide_outcome(memory, state, report, num_ranks, shape: tl.constexpr):
 
 
 @triton.jit(do_not_specialize=["rank", "num_tokens", "first_expert", "error_code", "timeout_us"])
-def announce_kernel(
+def send_routing_kernel(
     topk_ids, slot_ranks, counts, topk_weights, peers, regions, row_shift, offsets, state, report,
     rank, num_ranks, num_tokens, k, room, num_experts, first_expert, num_local, error_code, timeout_us,
     CHUNKS: tl.constexpr, EXPERTS: tl.constexpr, shape: tl.constexpr, ON_GPU: tl.constexpr,

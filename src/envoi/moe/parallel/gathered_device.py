@@ -1,6 +1,6 @@
 """MoE layer over ranks by two collectives of constant size, by kernels. The host reads no size; a graph can hold it.
 
-    dispatch    publish and announce into this rank's segment      kernels of NVLink, for a domain of one rank
+    dispatch    stage tokens, slots in this rank's segment         kernels of NVLink, for a domain of one rank
                 all-gather of the segments                         tokens, quantised, their slots, sizes, error code
                 settle, pull                                       rows sorted by expert, from the local copies
     experts     L1 -> L2, as on one rank; L2 stores each row where it is sent from
@@ -188,7 +188,7 @@ def run_layer(
 
 def dispatch(buffers: Buffers, tokens: torch.Tensor, topk_weights: torch.Tensor, topk_ids: torch.Tensor) -> None:
     """Send this rank's tokens [M, H] bf16 to all ranks; fill domain.rows with the tokens for its own experts."""
-    publish(buffers, tokens, topk_weights, topk_ids)
+    fill_segment(buffers, tokens, topk_weights, topk_ids)
     buffers.gather()
     place_rows(buffers)
 
@@ -210,7 +210,7 @@ def refuse(buffers: Buffers) -> None:
     buffers.mark(DONE)
 
 
-def publish(buffers: Buffers, tokens: torch.Tensor, topk_weights: torch.Tensor, topk_ids: torch.Tensor) -> None:
+def fill_segment(buffers: Buffers, tokens: torch.Tensor, topk_weights: torch.Tensor, topk_ids: torch.Tensor) -> None:
     """Store this rank's tokens, quantised, and their slots in its segment."""
     buffers.mark(BEGUN)
     ranked = steps.stage_tokens(buffers.solo, tokens, topk_ids)

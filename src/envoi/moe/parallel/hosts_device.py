@@ -253,8 +253,8 @@ def pack_parcel(
     launch_kernel(KERNELS, "pack_slots_kernel", pack_arguments(buffers, topk_weights, topk_ids, error_code))
     none = torch.empty(0, topk_ids.shape[1], dtype=torch.int32, device=topk_ids.device)
     ranked = steps.empty_ranked(none, buffers.layout.whole.num_experts)  # slots are counted once all hosts' are here
-    given = steps.publish_arguments(tokens, none, ranked, buffers.parcel_tokens)
-    launch_kernel(steps.KERNELS, "publish_kernel", given)
+    given = steps.stage_tokens_arguments(tokens, none, ranked, buffers.parcel_tokens)
+    launch_kernel(steps.KERNELS, "stage_tokens_kernel", given)
 
 
 def unpack(buffers: Buffers) -> None:
@@ -268,8 +268,8 @@ def announce(buffers: Buffers) -> None:
     domain, ids = buffers.domain, buffers.topk_ids
     none = torch.empty(0, domain.layout.hidden, dtype=torch.bfloat16, device=ids.device)
     ranked = steps.empty_ranked(ids, domain.layout.num_experts)
-    given = steps.publish_arguments(none, ids, ranked, domain.layout.tokens_in(domain.memory))
-    launch_kernel(steps.KERNELS, "publish_kernel", given)
+    given = steps.stage_tokens_arguments(none, ids, ranked, domain.layout.tokens_in(domain.memory))
+    launch_kernel(steps.KERNELS, "stage_tokens_kernel", given)
     steps.send_routing(domain, ids, buffers.weights, ranked)
 
 

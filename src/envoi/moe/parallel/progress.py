@@ -10,14 +10,16 @@ import threading
 import time
 import weakref
 from collections.abc import Callable
+from functools import cache
 
 import torch
 
 from envoi.moe.parallel.timeout import PeerTimeout, Watch
 
 INTERVAL_S = 0.02
-FINISH_S = 5.0  # the most that the end of the process waits for a thread
+FINISH_S = 5.0  # the most that the end of the process waits for the threads
 BEGUN, GATHERED, DONE, LOST = range(4)  # entries of the counts; LOST: set by the host, 1 if a rank is missing
+_stop_events: weakref.WeakKeyDictionary[threading.Thread, threading.Event] = weakref.WeakKeyDictionary()
 STEPS = {GATHERED: "dispatch", DONE: "combine"}  # the step that a call is in until it passes a point
 
 
@@ -30,13 +32,22 @@ def oversee(owner: object, counts: torch.Tensor, watch: Watch, end: Callable[[],
     weakref.finalize(owner, stop.set)
     thread = threading.Thread(target=_oversee, args=(counts, watch, end, stop), name="envoi-progress", daemon=True)
     thread.start()
-    atexit.register(_finish, stop, thread)
+    _stop_events[thread] = stop
+    _stop_at_exit()
 
 
-def _finish(stop: threading.Event, thread: threading.Thread) -> None:
+@cache
+def _stop_at_exit() -> None:
+    atexit.register(_finish)
+
+
+def _finish() -> None:
     # Collectives that are being ended while the process shuts down would end it by a signal.
-    stop.set()
-    thread.join(FINISH_S)
+    threads, until = list(_stop_events), time.monotonic() + FINISH_S
+    for thread in threads:
+        _stop_events[thread].set()
+    for thread in threads:
+        thread.join(max(0.0, until - time.monotonic()))
 
 
 def _oversee(counts: torch.Tensor, watch: Watch, end: Callable[[], object], stop: threading.Event) -> None:

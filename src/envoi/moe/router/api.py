@@ -158,7 +158,7 @@ def _route(
         wanted = return_logits, return_dense, return_counts
         spec = host.spec_of(num_experts, k, rule, logit_bias, expert_bias, token_ids is not None, wanted)
         tables = logit_bias, expert_bias, token_ids, hash_table
-        return host.run(host.Call(tokens, gate, spec, alpha, routed_scale, *tables))
+        return host.run_router(host.Call(tokens, gate, spec, alpha, routed_scale, *tables))
     logits = reference.router_logits(tokens, gate, alpha, logit_bias)
     if token_ids is None or hash_table is None:
         weights, ids = reference.select(logits, k, rule, expert_bias)

@@ -50,7 +50,7 @@ def supported(device: torch.device, rule: Rule) -> bool:
     return implementation(device) != "torch" and rule.num_groups <= MAX_GROUPS
 
 
-def run(call: Call) -> list[torch.Tensor]:
+def run_router(call: Call) -> list[torch.Tensor]:
     """Launch the router; return the operator's outputs: weights, ids, then logits, dense, counts, offsets if wanted."""
     outputs = empty_outputs(call)
     if call.tokens.shape[0] == 0:

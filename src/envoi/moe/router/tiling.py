@@ -7,6 +7,7 @@ from functools import cache
 from envoi.constant import Constant
 from envoi.moe.router.spec import Spec, block_sum
 from envoi.runtime.devices import SHARED_BYTES
+from envoi.runtime.gpu_rates import H200
 from envoi.runtime.math import next_power_of_2
 from envoi.runtime.triton_compat import WHOLE_VIEWS
 
@@ -19,8 +20,7 @@ MAX_SIGNALS = 1 << 18  # partial sums that are polled
 RESERVED_BYTES = 3072  # barriers, and the compiler's scratch for reductions
 
 # Cycles of an H200; only ratios matter.
-L2_BYTES = 65.0  # loaded by an SM per cycle
-DRAM_BYTES = 2400.0  # loaded by all SMs per cycle
+L2_BYTES = 0.8125 * H200.l2_bytes  # loaded by an SM per cycle: boxes of 64 rows at most, and no second consumer
 SUM_BYTES = 20.0  # of sums stored to, or loaded from, the workspace by an SM per cycle
 START_CYCLES = 1500.0
 CTA_CYCLES = 12.0  # until the next CTA of a round starts
@@ -156,7 +156,7 @@ def predicted_cycles(M: int, hidden: int, spec: Spec, tiling: RouterTiling, num_
     waves = -(-ctas // num_sms)
     span = min(hidden, tiling.steps_each * tiling.block_k)
     loads = 2 * span * (tiling.rows_per_cta + tiling.block_n) / L2_BYTES
-    dram = 2 * hidden * (M + spec.num_experts) / DRAM_BYTES / waves
+    dram = 2 * hidden * (M + spec.num_experts) / H200.hbm_bytes / waves
     # An instruction takes at least 32 cycles, whatever its columns.
     products = span / 16 * max(tiling.block_n / 2, 32)
     rest = 0.0 if tiling.single_fill else ROLES_CYCLES

@@ -10,6 +10,8 @@ from typing import Any
 
 import torch
 
+from envoi.runtime import shortcuts
+
 LIBRARY = "libcuda.so.1"
 MAP_BYTES = 128
 INVALID_CONTEXT = 201  # CUDA_ERROR_INVALID_CONTEXT: the thread hasn't used CUDA yet
@@ -49,8 +51,7 @@ class Driver:
         self.stream = torch._C._cuda_getCurrentRawStream
         self.is_capturing = torch._C._cuda_isCurrentStreamCapturing
         # Inductor's allocation on the current device; it leaves out the fill for deterministic algorithms.
-        self._empty = getattr(getattr(torch._C, "_dynamo", None), "guards", None)
-        self._empty = getattr(self._empty, "_empty_strided_cuda", None)
+        self._empty = getattr(shortcuts.GUARDS, "_empty_strided_cuda", None)
 
     def _function(self, name: str, *types: Any) -> Any:
         found = self.library[name]  # an object of our own, unlike the attribute: nobody else sees its types

@@ -17,10 +17,11 @@ from typing import Any, NamedTuple
 
 import torch
 
+from envoi.runtime import shortcuts
 from envoi.runtime.prepared.replay import Prepared
 
 MOST_VARIANTS = 4  # of strides, dtypes and modes that a form is looked up for
-_guards: Any = getattr(getattr(getattr(torch._C, "_dynamo", None), "guards", None), "TensorGuards", None)
+_guards: Any = getattr(shortcuts.GUARDS, "TensorGuards", None)
 
 
 class Variant(NamedTuple):

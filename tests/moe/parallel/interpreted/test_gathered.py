@@ -57,7 +57,7 @@ class Ranks:
                 buffers.mark(BEGUN)
                 dispatch.refuse(buffers.solo)
             else:
-                gathered_device.publish(buffers, tokens, routing.topk_weights, routing.topk_ids)
+                gathered_device.fill_segment(buffers, tokens, routing.topk_weights, routing.topk_ids)
         self.gather()
         for buffers, packed in zip(self.opened, self.packed, strict=True):
             gathered_device.place_rows(buffers)
@@ -177,7 +177,7 @@ def test_the_host_knows_the_kernels_constants():
 def test_calls_are_counted_where_the_host_reads_it():
     ranks = ranks_of(make(**SMALL), "bf16", [4, 8, 11], ENDS["even"])
     tokens, routing = ranks.parts[0]
-    gathered_device.publish(ranks.opened[0], tokens, routing.topk_weights, routing.topk_ids)
+    gathered_device.fill_segment(ranks.opened[0], tokens, routing.topk_weights, routing.topk_ids)
     assert (int(ranks.opened[0].host[BEGUN]), int(ranks.opened[0].host[DONE])) == (1, 0)
 
 

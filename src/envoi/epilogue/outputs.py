@@ -13,7 +13,7 @@ PARTIAL = ("row_sum", "row_max", "row_absmax")
 
 
 @dataclass(frozen=True)
-class Slot:
+class OutputSpec:
     """Tensor that the kernel writes. kind: tile, row, column, scalar, topk, or sf (of the tile before it).
 
     position: of the node in the IR. columns: for a tile, the divisor of N; for a topk, k; for an sf, the scheme's
@@ -37,23 +37,23 @@ class Slot:
 
 
 @kept_with_ir
-def slots(ir: IR, out_dtype: torch.dtype) -> tuple[Slot, ...]:
+def output_specs(ir: IR, out_dtype: torch.dtype) -> tuple[OutputSpec, ...]:
     """Return the tensors that an epilogue's kernel writes, in the order of its outputs."""
-    found: list[Slot] = []
+    found: list[OutputSpec] = []
     for _, position in ir.outputs:
         node = ir.nodes[position]
         if node.op == "quantize":
             scheme = SCHEMES[node.attribute("scheme")]
             found += [
-                Slot("tile", scheme.values, position, node.shape.divisor, scheme.values == torch.uint8),
-                Slot("sf", scheme.sf, position, scheme.group[1]),
+                OutputSpec("tile", scheme.values, position, node.shape.divisor, scheme.values == torch.uint8),
+                OutputSpec("sf", scheme.sf, position, scheme.group[1]),
             ]
         elif node.step in ("column", "all"):
             # Every row has to be known: the kernel stores the values unreduced, and another one reduces them.
             shape = ir.nodes[node.args[0]].shape
-            found.append(Slot(_kind(shape), torch.float32, node.args[0], _columns(shape)))
+            found.append(OutputSpec(_kind(shape), torch.float32, node.args[0], _columns(shape)))
         else:
-            found.append(Slot(_kind(node.shape), output_dtype(node, out_dtype), position, _columns(node.shape)))
+            found.append(OutputSpec(_kind(node.shape), output_dtype(node, out_dtype), position, _columns(node.shape)))
     return tuple(found)
 
 
@@ -75,13 +75,13 @@ def output_dtype(node: Node, out_dtype: torch.dtype) -> torch.dtype:
         return CAST_DTYPES[node.attribute("dtype")]
     if node.dtype == "i32":
         return torch.int32
-    whole = node.shape.rows == "M" and node.shape.spans_columns
-    return out_dtype if whole else torch.float32
+    is_tile = node.shape.rows == "M" and node.shape.spans_columns
+    return out_dtype if is_tile else torch.float32
 
 
 @kept_with_ir
-def late(ir: IR) -> frozenset[int]:
-    """Return the nodes that depend on a reduction over a row, and those reductions."""
+def deferred(ir: IR) -> frozenset[int]:
+    """Return the nodes that wait for complete rows: the reductions over a row, and what depends on them."""
     found: set[int] = set()
     for position, node in enumerate(ir.nodes):
         if found.intersection(node.args) or _crosses_columns(ir, node):
@@ -100,7 +100,7 @@ def rows_must_fit(ir: IR) -> bool:
     return any(
         node.shape.columns != "1" or (_crosses_columns(ir, node) and node.op not in PARTIAL)
         for position, node in enumerate(ir.nodes)
-        if position in late(ir)
+        if position in deferred(ir)
     )
 
 
@@ -122,7 +122,7 @@ def pairs_up(ir: IR) -> bool:
     waits is stored in bf16 without loss.
     """
     outputs = [ir.nodes[position] for _, position in ir.outputs]
-    if [node.op for node in outputs] != ["quantize"] or late(ir):
+    if [node.op for node in outputs] != ["quantize"] or deferred(ir):
         return False
     source = ir.nodes[outputs[0].args[0]]
     return outputs[0].attribute("scheme") == "fp8_1x128" and source.op == "round_bf16" and source.shape.divisor == 2
@@ -151,14 +151,14 @@ def operand_tensors(ir: IR, operands: dict, num_experts: int) -> tuple[tuple, fr
     return tuple(values), frozenset(names)
 
 
-def empty_slots(
-    ir: IR, found: tuple[Slot, ...], M: int, N: int, device: torch.device, to: torch.Tensor | None = None
+def empty_outputs(
+    ir: IR, specs: tuple[OutputSpec, ...], M: int, N: int, device: torch.device, to: torch.Tensor | None = None
 ) -> list[torch.Tensor]:
-    """Return an uninitialised tensor for each slot. to: addresses that rows are scattered to, returned instead."""
+    """Return an uninitialised tensor for each spec. to: addresses that rows are scattered to, returned instead."""
     if to is not None:
         return [to]
     written: list[torch.Tensor] = []
-    for slot in found:
-        divisor = ir.nodes[slot.position].shape.divisor
-        written.append(torch.empty(slot.shape(M, N, divisor), dtype=slot.dtype, device=device))
+    for spec in specs:
+        divisor = ir.nodes[spec.position].shape.divisor
+        written.append(torch.empty(spec.shape(M, N, divisor), dtype=spec.dtype, device=device))
     return written
