@@ -8,6 +8,7 @@ import torch
 import transformers
 from transformers import AutoConfig, AutoModel, AutoModelForCausalLM
 
+from envoi.epilogue.library import swiglu_oai_with
 from envoi.integrations.transformers import recognise_activation
 from tests.helpers.transformers_models import COMMON, build, expert_modules, logits, tokens
 
@@ -169,7 +170,15 @@ def test_any_clamp_is_recognised(limit, oai):
         assert recognise_activation(gate) == ("swiglu_oai" if oai else "swiglu", limit)
 
 
-@pytest.mark.parametrize("gate", [Gate(12.0, above=16.0), Gate(20.0, above=1e9), Gate(7.0, oai=True, alpha=1.6)])
+@pytest.mark.parametrize("limit", [None, 7.0])
+@pytest.mark.parametrize("alpha", [1.0, 1.6, 2])
+def test_any_slope_is_recognised(alpha, limit):
+    activation, found = recognise_activation(Gate(limit, oai=True, alpha=alpha))
+    assert (activation, found) == (swiglu_oai_with(alpha), limit)
+    assert f"mul {float(alpha)} %0" in activation
+
+
+@pytest.mark.parametrize("gate", [Gate(12.0, above=16.0), Gate(20.0, above=1e9)])
 def test_clamps_and_slopes_of_other_kinds_are_refused(gate):
     with pytest.raises(ValueError, match="Gate: expected the activation"):
         recognise_activation(gate)

@@ -7,12 +7,12 @@ from typing import Any
 
 import torch
 
+from envoi.epilogue.library import swiglu_oai_with
 from envoi.moe.pack import SWIGLU_OAI_LIMIT
 
 ALL = 0  # in a group: all rows, or all columns
 MX = (1, 32)
 FLOATS = (torch.bfloat16, torch.float16, torch.float32)
-OAI_ALPHA = 1.702
 COUNTS = ("n_routed_experts", "num_local_experts", "num_experts", "moe_num_experts")
 GATES = {
     "silu": "swiglu",
@@ -88,9 +88,11 @@ def _activation(file: Path, family: str, config: dict[str, Any]) -> tuple[str, f
         raise ValueError(f"{file}: {ACTIVATIONS[0]}: expected one of {', '.join(map(repr, GATES))}, got {named[0]!r}")
     alpha = config.get("swiglu_alpha")
     if family in INTERLEAVED or alpha is not None:
-        if alpha is not None and abs(alpha - OAI_ALPHA) > 1e-6:
-            raise ValueError(f"{file}: swiglu_alpha: expected {OAI_ALPHA}, got {alpha!r}")
-        return "swiglu_oai", SWIGLU_OAI_LIMIT if limit is None else limit
+        if alpha is not None and (isinstance(alpha, bool) or not isinstance(alpha, int | float)):
+            raise ValueError(f"{file}: swiglu_alpha: expected a number, got {alpha!r}")
+        return "swiglu_oai" if alpha is None else swiglu_oai_with(
+            float(alpha)
+        ), SWIGLU_OAI_LIMIT if limit is None else limit
     if not named:
         raise ValueError(f"{file}: {ACTIVATIONS[0]}: expected the experts' activation, got none of {ACTIVATIONS}")
     return GATES[named[0]], limit

@@ -38,7 +38,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from envoi.check import expect_bool
-from envoi.epilogue.library import GATED
+from envoi.epilogue.activation import GATED
+from envoi.epilogue.library import swiglu_oai_with
 from envoi.integrations import packings
 from envoi.integrations.packings import Recipe, Weights
 from envoi.moe import layer, moe
@@ -373,7 +374,9 @@ def recognise_activation(module: Any) -> tuple[str, float | None]:
     # A gate below every clamp, with ups of 0, 1 and above every clamp: up to its clamp the activation is linear in up.
     pairs = torch.tensor([[2.0**-10, 0.0], [2.0**-10, 1.0], [2.0**-10, 1e30]], dtype=torch.float64, device="cpu")
     huge = float(theirs(pairs)[2])
-    for activation in GATED:
+    alphas = (getattr(module, name, None) for name in ("alpha", "swiglu_alpha"))
+    own = [swiglu_oai_with(float(alpha)) for alpha in alphas if isinstance(alpha, int | float)]
+    for activation in (*GATED, *own):
         zero, one, _ = activate(pairs, activation, None).flatten().tolist()
         limit = _rounded((huge - zero) / (one - zero), module)
         probe = _gates_and_ups(limit or 12.0)

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 
 from envoi.check import expect_tensor
+from envoi.epilogue.activation import expect_activation
 from envoi.quant.formats import Format, Scheme, format_named
 from envoi.types import ExpertWeights, Matrix, QuantTensor
 
@@ -105,6 +106,7 @@ def _join(tensors: Mapping[str, torch.Tensor], meta: Mapping[str, Any], source: 
             given[name] = QuantTensor(**{**own, "group": tuple(own["group"])})
         elif name not in given:
             raise ValueError(f"{source}: expected a tensor {name}, got none")
+    expect_activation(given.get("activation", "swiglu"), f"{source}: activation")
     experts = ExpertWeights(**given)
     _check(experts, format_named(experts.format, f"{source}: format"), source)
     return experts
