@@ -120,7 +120,7 @@ def table() -> str:
     for name, what in found().items():
         alike.setdefault(what, []).append(name.split()[1].removesuffix("Experts"))
     rows = [f"| {what} | {len(all_)} | {', '.join(all_)} |" for what, all_ in sorted(alike.items())]
-    head = "| activation and weights | classes | names, without "Experts" |\n|---|---|---|"
+    head = '| activation and weights | classes | names, without "Experts" |\n|---|---|---|'
     total = sum(map(len, alike.values()))
     return "\n".join([f"transformers {transformers.__version__}, {total} classes:\n", head, *rows])
 
