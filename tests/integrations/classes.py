@@ -12,7 +12,7 @@ from typing import Any
 import torch
 import transformers
 
-from envoi.integrations.transformers import is_experts, recognise_activation, register
+from envoi.integrations.transformers import is_experts, recognise_activation, register, unserved
 
 PAGE = Path(__file__).resolve().parents[2] / "docs" / "checkpoints.md"
 BEGIN, END = "<!-- table: python -m tests.integrations.classes -->", "<!-- end of classes -->"
@@ -100,6 +100,9 @@ def outputs(module: Any) -> tuple[torch.Tensor, torch.Tensor]:
 def described(module: Any) -> str:
     """Return a module's activation and the layout of its weights, in words."""
     assert is_experts(module)
+    reason = unserved(module)
+    if reason is not None:
+        return f"refused: {reason}"
     activation, limit = recognise_activation(module)
     text = activation if limit is None else f"{activation}, clamped at {limit:g}"
     if not module.has_gate:

@@ -10,6 +10,7 @@ from tests.integrations import classes
 pytestmark = pytest.mark.usefixtures("registered")
 
 ALL = classes.names()
+REFUSED = {"MuseSparkExperts": "expected experts whose outputs are summed as they are, got a norm after each"}
 
 
 def test_there_are_as_many_as_transformers_has():
@@ -20,7 +21,9 @@ def test_there_are_as_many_as_transformers_has():
 @pytest.mark.parametrize(("code", "name"), ALL, ids=[name for _, name in ALL])
 def test_it_runs_by_envoi(code, name):
     module = classes.build(code, name).module
-    assert unserved(module) is None
+    assert unserved(module) == REFUSED.get(name)
+    if name in REFUSED:  # none that 5.17 has
+        return
     got, want = classes.outputs(module)
     assert 0 < relative_error(got, want) < 0.006
 

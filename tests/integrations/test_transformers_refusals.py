@@ -134,7 +134,7 @@ def test_gpt_oss_in_the_order_of_other_kernels_is_refused_with_the_cure(monkeypa
 
 def test_activations_that_envoi_does_not_have_are_refused_when_chosen():
     config = build("mixtral").config
-    config.hidden_act = "relu"
+    config.hidden_act = "mish"
     with pytest.raises(ValueError, match=r"layers.0.mlp.experts \(MixtralExperts\): expected the activation swiglu"):
         AutoModelForCausalLM.from_config(config, experts_implementation="envoi")
 
