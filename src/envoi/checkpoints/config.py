@@ -62,6 +62,23 @@ def read_config(folder: Path) -> Config:
 
     Raises ValueError that names the file and the key for what Envoi can't run or doesn't know.
     """
+    file, config, given = _read(folder)
+    family = str(config.get("model_type", "")).removesuffix("_text")
+    if family in OTHERS:
+        raise ValueError(f"{file}: model_type: expected a family that Envoi runs, got {family!r}: {OTHERS[family]}")
+    activation, limit = _activation(file, family, config)
+    counts = [config[key] for key in COUNTS if isinstance(config.get(key), int)]
+    return Config(file, family, counts[0] if counts else None, activation, limit, _quantisation(file, given))
+
+
+def read_quantisation(folder: Path) -> Quantisation | None:
+    """Read how config.json says that experts are quantised; None if they aren't. Raises ValueError as `read_config`."""
+    file, _, given = _read(folder)
+    return _quantisation(file, given)
+
+
+def _read(folder: Path) -> tuple[Path, dict[str, Any], Any]:
+    """Return the file, the configuration of the text model, and what it says of quantisation."""
     file = folder / "config.json"
     try:
         whole = json.loads(file.read_text())
@@ -69,15 +86,12 @@ def read_config(folder: Path) -> Config:
         raise ValueError(f"{file}: expected the checkpoint's configuration, got no such file") from None
     except ValueError as error:
         raise ValueError(f"{file}: expected JSON, got {error}") from None
+    if not isinstance(whole, dict):
+        raise ValueError(f"{file}: expected a configuration, got {type(whole).__name__}")
     parts = [whole[key] for key in ("text_config", "llm_config", "language_config") if isinstance(whole.get(key), dict)]
     config = {**whole, **(parts[0] if parts else {})}
-    family = str(config.get("model_type", "")).removesuffix("_text")
-    if family in OTHERS:
-        raise ValueError(f"{file}: model_type: expected a family that Envoi runs, got {family!r}: {OTHERS[family]}")
-    activation, limit = _activation(file, family, config)
-    counts = [config[key] for key in COUNTS if isinstance(config.get(key), int)]
     given = config.get("quantization_config") or config.get("compression_config") or whole.get("quantization_config")
-    return Config(file, family, counts[0] if counts else None, activation, limit, _quantisation(file, given))
+    return file, config, given
 
 
 def _activation(file: Path, family: str, config: dict[str, Any]) -> tuple[str, float | None]:
