@@ -100,12 +100,12 @@ def _before_weights(original: Callable) -> Callable:
 
         check_model(model, model.get_experts_implementation())
         files = checkpoint_files if state_dict is None and checkpoint_files else []
-        transformers_files.check_files(model, files, load_config.hf_quantizer is not None)
+        way = transformers_files.check_files(model, files, load_config.hf_quantizer is not None)
         shapes = transformers_files.shapes_of(model)
         found = original(model, state_dict, checkpoint_files, load_config, *args, **kwargs)
         where = str(load_config.pretrained_model_name_or_path or "state_dict")
         if not load_config.ignore_mismatched_sizes:
-            transformers_files.check_loaded(model, shapes, found[0], files, where)
+            transformers_files.check_loaded(model, shapes, found[0], files, way, where)
         return found
 
     return load_pretrained_model

@@ -29,21 +29,23 @@ def served(model: torch.nn.Module) -> Iterator[tuple[str, Any]]:
             yield path, module
 
 
-def check_files(model: torch.nn.Module, files: Sequence[str], quantised: bool) -> None:
-    """Raise ValueError that names the file and the tensor if a file is truncated, or if one of the tensors of quantised
-    experts is missing or has another dtype or shape than it should have. Reads headers only.
+def check_files(model: torch.nn.Module, files: Sequence[str], quantised: bool) -> Quantisation | None:
+    """Return how the experts in the files are quantised, None where Envoi doesn't look at that. Reads headers only.
 
     quantised: transformers has found a way of quantising that it knows.
+    Raises ValueError that names the file and the tensor if a file is truncated, or if one of the tensors of quantised
+    experts is missing or has another dtype or shape than it should have.
     """
     modules = list(served(model))
     if not modules or not files or not all(file.endswith(".safetensors") for file in files):
-        return
+        return None
     with Shards(files) as shards:
         shards.check()
         way = _way(Path(files[0]).parent, quantised)
         if way is not None:
             for path, module in modules:
                 _check_layer(shards, way, path, module)
+    return way
 
 
 def _way(folder: Path, quantised: bool) -> Quantisation | None:
@@ -81,7 +83,9 @@ def shapes_of(model: torch.nn.Module) -> Shapes:
     return {(path, name): tuple(x.shape) for path, module in served(model) for name, x in module.named_parameters()}
 
 
-def check_loaded(model: torch.nn.Module, shapes: Shapes, info: Any, files: Sequence[str], where: str) -> None:
+def check_loaded(
+    model: torch.nn.Module, shapes: Shapes, info: Any, files: Sequence[str], way: Quantisation | None, where: str
+) -> None:
     """Raise ValueError that names a parameter which no file had, or which has come in another shape, and if headers
     show it the tensor.
 
@@ -96,6 +100,6 @@ def check_loaded(model: torch.nn.Module, shapes: Shapes, info: Any, files: Seque
             continue
         if files and all(file.endswith(".safetensors") for file in files):
             with Shards(files) as shards:
-                _check_layer(shards, None, path, modules[path])
+                _check_layer(shards, way, path, modules[path])
         got = "none, or not of all experts" if key in info.missing_keys else str(list(came))
         raise ValueError(f"{where}: {key}: expected {list(shape)}, got {got}")
