@@ -11,6 +11,8 @@ from envoi.gemm.hopper import cases
 from envoi.gemm.hopper_mx import cases as mx_cases
 from envoi.gemm.op import _spread_columns
 from envoi.gemm.reference import oracle
+from envoi.quant import dequantize
+from envoi.types import QuantTensor
 from tests.gemm.test_gpu import judge, normal, products_by_expert, torchs_product
 from tests.helpers.launches import assert_same_code, watched
 
@@ -55,7 +57,9 @@ def call(given):
         sent = torch.full((given.a.shape[0], given.b.shape[1]), torch.nan, dtype=torch.bfloat16, device="cuda")
         if grouping.to is not None:
             grouping = replace(grouping, to=addresses_of(sent))
-        (out,) = run_kernels(given.a, given.b, given.offsets, ir, torch.bfloat16, operands, grouping)
+        out, *sf = run_kernels(given.a, given.b, given.offsets, ir, torch.bfloat16, operands, grouping)
+        if sf:
+            out = dequantize(QuantTensor(out, sf[0], (1, out.shape[1] // sf[0].shape[1])))
         if grouping.to is not None:
             out = sent
         assert out[-ROWS_OF_NONE:].isnan().all(), "somebody wrote rows of no expert"

@@ -32,6 +32,7 @@ from envoi.epilogue.vocabulary import (
     pairs,
     quantize,
     relu,
+    round_bf16,
     row_absmax,
     row_max,
     row_sum,
@@ -52,9 +53,9 @@ from envoi.epilogue.vocabulary import (
 __all__ = [
     "IR", "Col", "Epilogue", "EpilogueError", "HalfCol", "HalfTile", "Node", "Row", "Scalar", "Tile", "cast", "clip",
     "col_absmax", "col_max", "col_sum", "epilogue", "evaluate", "exp", "exp2", "gelu", "halves", "hardswish",
-    "leaky_relu", "log", "log2", "maximum", "minimum", "pairs", "quantize", "relu", "row_absmax", "row_max", "row_sum",
-    "rsqrt", "sigmoid", "silu", "softmax", "softplus", "sqrt", "tanh", "topk", "total_absmax", "total_max", "total_sum",
-    "where",
+    "leaky_relu", "log", "log2", "maximum", "minimum", "pairs", "quantize", "relu", "round_bf16", "row_absmax",
+    "row_max", "row_sum", "rsqrt", "sigmoid", "silu", "softmax", "softplus", "sqrt", "tanh", "topk", "total_absmax",
+    "total_max", "total_sum", "where",
 ]  # fmt: skip
 
 

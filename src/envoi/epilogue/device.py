@@ -171,6 +171,15 @@ def bf16(x):
 
 
 @triton.jit
+def round_bf16(x):
+    """Round float32 to a number of bf16, in float32."""
+    if INTERPRETED:  # its cast to float32 doesn't know bf16
+        return (bf16(x).to(tl.int16, bitcast=True).to(tl.int32) << 16).to(tl.float32, bitcast=True)
+    else:
+        return bf16(x).to(tl.float32)
+
+
+@triton.jit
 def e4m3(x):
     """Round float32 to E4M3, saturating."""
     return minimum(maximum(x, -448.0), 448.0).to(tl.float8e4nv)

@@ -15,6 +15,7 @@ from envoi.epilogue.vocabulary import (
     pairs,
     quantize,
     relu,
+    round_bf16,
     row_absmax,
     sigmoid,
     silu,
@@ -88,15 +89,17 @@ _LEAVE = {
 
 @cache
 def expert_l1(
-    activation: str, limit: float | None, has_bias: bool, scheme: str | None, gate_up_layout: str = "interleaved"
-) -> Epilogue:
+    activation: str, limit: float | None, has_bias: bool, scheme: str | None, gate_up_layout: str = "interleaved",
+    rounded: bool = False,
+) -> Epilogue:  # fmt: skip
     """Return the experts' first epilogue: activation of gate and up, times the routing weight, quantised.
 
     activation: one of `envoi.epilogue.activation.ACTIVATIONS`, or a user's as text; without a gate the columns are all
     up, and there is no limit and no layout.
     limit clamps gate above and up on both sides. scheme: None for bf16 output,
     else fp8_row, fp8_1x128 or mxfp8. gate_up_layout: "interleaved" (columns of gate and up in turn) or "concat" (all
-    gates, then all ups). Operands: weight (Row), and bias (Col, in the same order) if has_bias.
+    gates, then all ups). rounded: to bf16 before it is quantised, as where a kernel of its own quantises bf16.
+    Operands: weight (Row), and bias (Col, in the same order) if has_bias.
     Raises ValueError for another activation, scheme or layout.
     """
     expect_activation(activation)
@@ -126,7 +129,9 @@ def expert_l1(
         return activate(*split(acc)) if gated else activate_up(acc)
 
     def leave(h):
-        return cast(h, "bf16") if scheme is None else quantize(h, *_LEAVE[scheme])
+        if scheme is None:
+            return cast(h, "bf16")
+        return quantize(round_bf16(h) if rounded else h, *_LEAVE[scheme])
 
     def expert_l1(acc, weight: Row):
         return leave(inside(acc) * weight)

@@ -32,12 +32,13 @@ from typing import Any
 import torch
 
 from envoi.epilogue.ir import IR, kept_with_ir
-from envoi.epilogue.slots import Slot, chunk_columns, late, rows_must_fit, slots
+from envoi.epilogue.slots import Slot, chunk_columns, late, pairs_up, rows_must_fit, slots
 from envoi.epilogue.writer import Writer
 
 FUNCTIONS = ("visit", "merge", "save", "finish", "buffers", "side_buffers", "fetch_side", "of_expert")
 ONE_TILE = "rows can be sent to addresses if the only output is a tile that depends on no other column"
 _number = itertools.count()  # numbers the file names: each text needs its own
+ONE_GROUP = "pairs of chunks can be quantised if the only output is a tile rounded to bf16, in groups of 128 to FP8"
 NEEDS_ROWS = "a row's value is used before the row is complete"
 
 
@@ -48,7 +49,8 @@ class Lowered:
     slots: the tensors it writes. tma_outputs: indices of the slots stored through TMA descriptors. partials: partial
     reductions a row that a tile passes on. side: the operands loaded by TMA. chunk_columns: a chunk has a multiple of
     this many columns. whole: chunks hold whole rows. sent: rows are scattered to addresses. takes_halves: column 2 j of
-    a chunk's accumulators is column j of the product, column 2 j + 1 is column j + N / 2.
+    a chunk's accumulators is column j of the product, column 2 j + 1 is column j + N / 2. paired: two neighbouring
+    chunks share scale factors; a consumer gets them in turn.
     """
 
     visit: Any
@@ -67,6 +69,7 @@ class Lowered:
     whole: bool
     sent: bool
     takes_halves: bool
+    paired: bool
     source: str
 
     @property
@@ -77,6 +80,8 @@ class Lowered:
     @property
     def staged_output_bytes(self) -> float:
         """Bytes stored through shared memory (by TMA, or scattered) for each column of the accumulator."""
+        if self.paired:
+            return torch.bfloat16.itemsize / self.slots[0].columns
         return sum(
             slot.dtype.itemsize / slot.columns / (2 if slot.packed else 1)
             for slot in (self.slots if self.sent else (self.slots[index] for index in self.tma_outputs))
@@ -92,7 +97,7 @@ class Lowered:
         keys = ",".join(getattr(self, name).cache_key for name in FUNCTIONS)
         source = hashlib.sha256(self.source.encode()).hexdigest()[:16]
         rest = (self.slots, self.tma_outputs, self.partials, self.side, self.chunk_columns, self.whole, self.sent)
-        return f"Lowered({keys},{source},{','.join(map(str, rest))},{self.takes_halves})"
+        return f"Lowered({keys},{source},{','.join(map(str, rest))},{self.takes_halves},{self.paired})"
 
     __str__ = __repr__
 
@@ -100,27 +105,29 @@ class Lowered:
 @kept_with_ir
 def lower(
     ir: IR, out_dtype: torch.dtype, dialect: str, whole: bool, tma: bool, pointers: frozenset[str],
-    side: tuple[str, ...] = (), sent: bool = False,
+    side: tuple[str, ...] = (), sent: bool = False, paired: bool = False,
 ) -> Lowered:  # fmt: skip
     """Return the device code for an IR.
 
     dialect: "gluon" or "triton". whole: chunks hold whole rows. tma: store tiles through descriptors, else from
     registers. pointers: the Scalar operands passed as tensors of one element. side: the Tile operands loaded by
     TMA, at most MAX_DESCS. sent: scatter the rows of the only output, a tile, to the addresses that are passed in its
-    place.
+    place. paired: a chunk has half of the columns that share a scale factor of the only output, see `pairs_up`.
     """
     if not whole and rows_must_fit(ir):
         raise ValueError(f"epilogue {ir.name}: {NEEDS_ROWS}; it needs pieces of whole rows")
     found = slots(ir, out_dtype)
     if sent and (tma or [slot.kind for slot in found] != ["tile"] or found[0].position in late(ir)):
         raise ValueError(f"epilogue {ir.name}: {ONE_TILE}")
-    writer = Writer(ir, found, frozenset() if whole else late(ir), tma, pointers, side, sent)
+    if paired and (not pairs_up(ir) or tma or side or dialect != "gluon"):
+        raise ValueError(f"epilogue {ir.name}: {ONE_GROUP}")
+    writer = Writer(ir, found, frozenset() if whole else late(ir), tma, pointers, side, sent, paired)
     source = writer.write()
     filename, namespace = _compile(source, ir.name, dialect)
     lowered = Lowered(
         **{name: namespace[name] for name in FUNCTIONS}, slots=writer.slots, tma_outputs=tuple(writer.tma_outputs),
-        partials=len(writer.partials), side=side, chunk_columns=chunk_columns(ir), whole=whole,
-        sent=sent, takes_halves=ir.takes_halves, source=source,
+        partials=len(writer.partials), side=side, chunk_columns=chunk_columns(ir) // (2 if paired else 1),
+        whole=whole, sent=sent, takes_halves=ir.takes_halves, paired=paired, source=source,
     )  # fmt: skip
     weakref.finalize(lowered, linecache.cache.pop, filename, None).atexit = False
     return lowered

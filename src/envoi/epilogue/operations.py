@@ -101,6 +101,7 @@ _define(gives="bool", lt=torch.lt, le=torch.le, gt=torch.gt, ge=torch.ge, eq=tor
 _define(takes="bool", gives="bool", logical_and=torch.logical_and, logical_or=torch.logical_or)
 _define(takes="bool", gives="bool", logical_not=torch.logical_not)
 _define(takes="where", where=torch.where)
+_define(round_bf16=lambda x: x.to(torch.bfloat16).to(x.dtype))
 _define(step="pair", even=lambda x: x[:, 0::2], odd=lambda x: x[:, 1::2])
 _define(step="half", left=lambda x: x[:, : x.shape[1] // 2], right=lambda x: x[:, x.shape[1] // 2 :])
 

@@ -115,6 +115,20 @@ def chunk_columns(ir: IR) -> int:
 
 
 @kept_with_ir
+def pairs_up(ir: IR) -> bool:
+    """Return True if the only output is a tile of N / 2 columns rounded to bf16 and quantised to FP8 in groups of 128.
+
+    Two neighbouring chunks, each with half of a group, can then be quantised together by who gets them in turn: what
+    waits is stored in bf16 without loss.
+    """
+    outputs = [ir.nodes[position] for _, position in ir.outputs]
+    if [node.op for node in outputs] != ["quantize"] or late(ir):
+        return False
+    source = ir.nodes[outputs[0].args[0]]
+    return outputs[0].attribute("scheme") == "fp8_1x128" and source.op == "round_bf16" and source.shape.divisor == 2
+
+
+@kept_with_ir
 def reduces_rows(ir: IR) -> bool:
     """Return True if an output is a reduction over rows, which a second kernel finishes."""
     return any(ir.nodes[position].step in ("column", "all") for _, position in ir.outputs)

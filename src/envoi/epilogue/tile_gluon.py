@@ -17,6 +17,7 @@ def _gluon(function):
 
 
 minimum, maximum = _gluon(device.minimum), _gluon(device.maximum)
+divide, e4m3, group_amax = _gluon(device.divide), _gluon(device.e4m3), _gluon(device.group_amax)
 
 
 @gluon.jit
@@ -126,6 +127,48 @@ def in_runs(value):
     lanes: gl.constexpr = min(32, value.shape[1] // each)
     layout: gl.constexpr = gl.BlockedLayout([1, each], [32 // lanes, lanes], [gl.num_warps(), 1], [1, 0])
     return gl.convert_layout(value, layout)
+
+
+@gluon.jit
+def stage_for_pairs(ROWS: gl.constexpr, COLUMNS: gl.constexpr):
+    """Allocate the buffer in which the outputs of a pair's first tile wait for the second's, bf16 [ROWS, COLUMNS]."""
+    layout: gl.constexpr = gl.NVMMASharedLayout.get_default_for([ROWS, COLUMNS], gl.bfloat16)
+    return gl.allocate_shared_memory(gl.bfloat16, [ROWS, COLUMNS], layout)
+
+
+@gluon.jit
+def quantize_pair(x, stage, outputs, m, n, m_end, num_columns):
+    """Quantise a pair of neighbouring tiles to E4M3, a float32 scale for both tiles' columns of a row.
+
+    x: of one tile, float32 [rows, columns] rounded to bf16, first row m, first column n. The first tile of a pair
+    (n // columns even) waits in `stage`; the second stores both, and the scales. outputs: pointers to the values,
+    [.., num_columns], and to the scales. Bit for bit what `envoi.moe.kernels.quantize_kernel` makes of bf16 rows.
+    Rows from m_end on aren't stored. num_columns: a multiple of 16.
+    """
+    columns: gl.constexpr = x.shape[1]
+    tile = n // columns
+    if tile % 2 == 0:
+        stage.store(x.to(gl.bfloat16))
+    else:
+        # A thread has 16 columns of a row, stored by one instruction.
+        lanes: gl.constexpr = min(32, columns // 16)
+        layout: gl.constexpr = gl.BlockedLayout([1, 16], [32 // lanes, lanes], [gl.num_warps(), 1], [1, 0])
+        left = stage.load(layout)
+        stage.store(x.to(gl.bfloat16))
+        left, right = left.to(gl.float32), stage.load(layout).to(gl.float32)
+        amax = group_amax(maximum(max_columns(gl.abs(left)), max_columns(gl.abs(right))))
+        store_row(outputs[1], divide(amax, 448.0), m, m_end, num_columns // (2 * columns), tile // 2)
+        factor = divide(448.0, amax)[:, None]
+        store_runs(outputs[0], e4m3(left * factor), m, n - columns, m_end, num_columns)
+        store_runs(outputs[0], e4m3(right * factor), m, n, m_end, num_columns)
+
+
+@gluon.jit
+def store_runs(pointer, value, m, n, m_end, num_columns):
+    """Store whole chunks of rows, of which every thread has multiples of 16 bytes, to a row-major tensor."""
+    rows, columns = row_ids(value, m), col_ids(value, gl.multiple_of(n, 16))
+    starts = pointer + gl.multiple_of(rows.to(gl.int64) * num_columns, 16)
+    gl.store(starts[:, None] + columns[None, :], value, mask=(rows < m_end)[:, None])
 
 
 @gluon.jit

@@ -194,6 +194,11 @@ def topk(x: Value, k: int) -> tuple[Value, Value]:
     return _apply("topk_values", x, k=int(k)), _apply("topk_ids", x, k=int(k))
 
 
+def round_bf16(x: Value) -> Value:
+    """Return x rounded to bf16, to nearest even, for more computation: what a kernel reads that is given bf16."""
+    return _apply("round_bf16", x)
+
+
 def cast(x: Value, dtype: str) -> Value:
     """Store as "bf16", "fp16", "fp32" or "fp8_e4m3" (saturating, without a scale). Can only be returned."""
     if dtype not in CAST_DTYPES:

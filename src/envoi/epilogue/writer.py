@@ -26,10 +26,10 @@ class Writer:
 
     def __init__(
         self, ir: IR, slots: tuple[Slot, ...], late: frozenset[int], tma: bool, pointers: frozenset[str],
-        side: tuple[str, ...], sent: bool = False,
+        side: tuple[str, ...], sent: bool = False, paired: bool = False,
     ):  # fmt: skip
         self.ir, self.slots, self.late, self.tma, self.pointers, self.side = ir, slots, late, tma, pointers, side
-        self.sent = sent
+        self.sent, self.paired = sent, paired
         self.partials = [p for p in sorted(late) if ir.nodes[p].op in PARTIAL and ir.nodes[p].args[0] not in late]
         self.tma_outputs = [i for i, slot in enumerate(slots) if slot.kind == "tile"][:MAX_DESCS] if tma else []
         self.lines: list[str] = []
@@ -218,7 +218,7 @@ class Writer:
         if self.tma_outputs:
             self._put(self.tma_outputs)
         for index in tiles:
-            if index not in self.tma_outputs:
+            if index not in self.tma_outputs and not self.paired:
                 self._store_tile(index)
 
     def _tile_value(self, index: int, slot: Slot) -> None:
@@ -231,6 +231,10 @@ class Writer:
 
     def _quantize(self, index: int, slot: Slot, node: Node) -> None:
         scheme, source, d = SCHEMES[node.attribute("scheme")], f"v{node.args[0]}", node.shape.divisor
+        if self.paired:
+            where = f"at.m, at.n // {d}, at.m_end, at.N // {d}"
+            self.line(f"quantize_pair({source}, buffers.stages[0], (outputs[{index}], outputs[{index + 1}]), {where})")
+            return
         group = scheme.group[1]
         magnitude = f"L.where((col_ids(x{d}, at.n // {d}) < at.N // {d})[None, :], L.abs({source}), 0.0)"
         if group:
@@ -349,10 +353,11 @@ class Writer:
 
     def _buffers(self) -> None:
         self.line("")
-        self.line("def buffers(descs, TURNS: L.constexpr):", 0)
-        self.line(
-            f"return ({', '.join(f'stage_for(descs[{i}], TURNS)' for i in range(len(self.tma_outputs))) or '0'},)"
-        )
+        self.line("def buffers(descs, cfg: L.constexpr):", 0)
+        stages = [f"stage_for(descs[{i}], cfg.num_store_buffers)" for i in range(len(self.tma_outputs))]
+        if self.paired:
+            stages = [f"stage_for_pairs(cfg.rows_per_consumer, cfg.block_y // {self.slots[0].columns})"]
+        self.line(f"return ({', '.join(stages) or '0'},)")
 
     def _side(self) -> None:
         """Write the buffers of the tile operands loaded by TMA, and the loads of their first chunks."""

@@ -37,6 +37,15 @@ def run_kernels(
     return triton.run_gemm(a, b, offsets, ir, out_dtype, operands, grouping)
 
 
+def quantizes_in_l1(rows: Matrix, weights: Matrix, in_pairs: IR, in_bf16: IR, grouping: Grouping) -> bool:
+    """Return True if the experts' L1 should quantise in groups of 128 itself; see `envoi.gemm.hopper.pairs`."""
+    if implementation(rows.device) != "hopper":
+        return False
+    from envoi.gemm.hopper import pairs
+
+    return pairs.quantizes_in_pairs(rows, weights, in_pairs, in_bf16, grouping)
+
+
 def _run_fragments(
     a: Matrix, b: QuantTensor, offsets: torch.Tensor | None, ir: IR, out_dtype: torch.dtype, operands: dict,
     grouping: Grouping,

@@ -7,7 +7,7 @@ import torch
 
 from envoi.epilogue.api import Epilogue
 from envoi.epilogue.library import expert_l1, expert_l2, l1_output_scheme
-from envoi.gemm.backend import run_kernels
+from envoi.gemm.backend import quantizes_in_l1, run_kernels
 from envoi.gemm.grouping import EXPERTS_ROWS, Grouping
 from envoi.moe.permute import quantize_rows
 from envoi.quant.formats import format_named
@@ -23,21 +23,36 @@ def run_experts(
 
     weights [P] float32: the routing weight of each row. offsets [E + 1] int32: expert e owns rows offsets[e] :
     offsets[e + 1]. grouping: how the rows are grouped; with `to`, L2 stores each row at its address and returns `to`.
-    Where L1 can't quantise in its epilogue (`l1_output_scheme`), one more kernel does.
+    Where L1's epilogue doesn't quantise (`_l1_epilogue`), one more kernel does; the bits are the same.
     """
-    scheme = format_named(experts.format).activations
-    l1_scheme = l1_output_scheme(scheme)
     has_bias = experts.gate_up_bias is not None
-    l1 = expert_l1(experts.activation, experts.swiglu_limit, has_bias, l1_scheme, experts.gate_up_layout)
+    l1_grouping = replace(grouping, to=None)
     operands = {"weight": weights, "bias": experts.gate_up_bias} if has_bias else {"weight": weights}
     with span("L1"):
-        hidden = _run_grouped_gemm(rows, experts.gate_up, offsets, l1, operands, replace(grouping, to=None))
-        if scheme is not None and l1_scheme is None:
-            hidden = quantize_rows(cast(torch.Tensor, hidden), offsets, scheme)
+        l1 = _l1_epilogue(rows, experts, l1_grouping)
+        hidden = _run_grouped_gemm(rows, experts.gate_up, offsets, l1, operands, l1_grouping)
+        scheme = format_named(experts.format).activations
+        if scheme is not None and isinstance(hidden, torch.Tensor):
+            hidden = quantize_rows(hidden, offsets, scheme)
     operands = {"weight": weights, "bias": experts.down_bias} if has_bias else {}
     l2 = expert_l2(has_bias)
     with span("L2"):
         return cast(torch.Tensor, _run_grouped_gemm(hidden, experts.down, offsets, l2, operands, grouping))
+
+
+def _l1_epilogue(rows: Matrix, experts: ExpertWeights, grouping: Grouping) -> Epilogue:
+    """Return L1's epilogue: in the scheme of L2's rows, or in bf16 where a kernel of its own has to quantise.
+
+    Groups of 32 are quantised in any tile (`l1_output_scheme`). Groups of 128 take a pair of tiles, where the GEMM has
+    them and they pay (`envoi.gemm.hopper.pairs`): gated, on Hopper, not for few tokens. A scale a row needs the row.
+    """
+    activation, limit, layout = experts.activation, experts.swiglu_limit, experts.gate_up_layout
+    has_bias, scheme = experts.gate_up_bias is not None, format_named(experts.format).activations
+    in_tile = expert_l1(activation, limit, has_bias, l1_output_scheme(scheme), layout)
+    if scheme is None or l1_output_scheme(scheme) or scheme.group[1] == 0:
+        return in_tile
+    in_pairs = expert_l1(activation, limit, has_bias, scheme.name, layout, True)
+    return in_pairs if quantizes_in_l1(rows, experts.gate_up, in_pairs.ir, in_tile.ir, grouping) else in_tile
 
 
 def _run_grouped_gemm(

@@ -140,6 +140,20 @@ def test_experts_leave_quantised():
         assert relative_error(dequantize(x), dequantize(y)) < 0.01
 
 
+@pytest.mark.parametrize("layout", ["interleaved", "concat"])
+def test_rows_rounded_first_have_the_bits_of_rows_quantised_later(layout):
+    offsets = [0, 3, 3, 11, 17]
+    a, b = whole(17, 64).bfloat16(), whole(4, 512, 64, seed=1).bfloat16()
+    operands = {"weight": whole(17, seed=2) * 0.37}
+    values, sf = run(a, b, library.expert_l1("swiglu", 7.0, False, "fp8_1x128", layout, True), offsets, **operands)
+    (stored,) = run(a, b, library.expert_l1("swiglu", 7.0, False, None, layout), offsets, **operands)
+    want = cast_to(stored, "fp8_1x128")
+    assert_same_bits(values, want.values)
+    assert_same_bits(sf, want.sf)
+    (at_once, _) = run(a, b, library.expert_l1("swiglu", 7.0, False, "fp8_1x128", layout), offsets, **operands)
+    assert not torch.equal(at_once.float(), values.float()), "rounding made no difference: other numbers are needed"
+
+
 def test_scalars_in_memory():
     def scaled(acc, alpha: Scalar, beta: Scalar):
         return acc * alpha + beta, alpha, cast(beta * 2.0, "bf16"), alpha * beta

@@ -72,6 +72,16 @@ class BlackwellConfig(Constant):
         return False
 
     @property
+    def paired_tiles(self) -> bool:
+        """False: a CTA takes one tile at a time."""
+        return False
+
+    @property
+    def tiles_per_unit(self) -> int:
+        """Tiles that a CTA takes at a time."""
+        return 1
+
+    @property
     def num_chunks(self) -> int:
         """Chunks of a tile."""
         return self.block_y // self.epilogue_columns

@@ -46,6 +46,9 @@ EPILOGUES: dict[str, Epilogue] = {
     "expert_l1_oai": library.expert_l1("swiglu_oai", 7.0, True, None),
     "expert_l1_concat": library.expert_l1("swiglu", None, False, None, "concat"),
     "expert_l1_oai_concat": library.expert_l1("swiglu_oai", 7.0, True, None, "concat"),
+    "expert_l1_pairs": library.expert_l1("swiglu", None, False, "fp8_1x128", rounded=True),
+    "expert_l1_pairs_concat": library.expert_l1("swiglu", None, False, "fp8_1x128", "concat", True),
+    "expert_l1_pairs_oai": library.expert_l1("swiglu_oai", 7.0, True, "fp8_1x128", rounded=True),
     "expert_l2": library.expert_l2(False), "expert_l2_bias": library.expert_l2(True),
     "expert_l1_fp8": library.expert_l1("swiglu", None, False, "fp8_1x128"),
     **{
@@ -129,6 +132,11 @@ CASES = (
     Case("experts-l1-concat-fp8-row", "expert_l1_concat", 12288, 4096, 4096, "fp8_row", 32, write_tail=False),
     Case("experts-l1-concat-fp8-block128", "expert_l1_concat", 12288, 4096, 4096, "fp8_block128", 32, write_tail=False),
     Case("experts-l1-concat-fp8-block128-few", "expert_l1_concat", 384, 4096, 4096, "fp8_block128", 32, False),
+    Case("experts-l1-pairs", "expert_l1_pairs", 12288, 4096, 4096, "fp8_block128", 32, write_tail=False),
+    Case("experts-l1-pairs-few", "expert_l1_pairs", 1536, 4096, 4096, "fp8_block128", 32, write_tail=False),
+    Case("experts-l1-pairs-square", "expert_l1_pairs", 49152, 4096, 4096, "fp8_block128", 32, write_tail=False),
+    Case("experts-l1-pairs-concat", "expert_l1_pairs_concat", 12288, 4096, 4096, "fp8_block128", 32, write_tail=False),
+    Case("experts-l1-pairs-oai", "expert_l1_pairs_oai", 12288, 4096, 4096, "fp8_block128", 32),
     Case("experts-l2", "expert_l2", 12288, 4096, 2048, num_experts=32, write_tail=False),
     Case("experts-l2-few", "expert_l2", 384, 4096, 2048, num_experts=32, write_tail=False),
     Case("experts-l2-sent", "expert_l2", 12288, 4096, 2048, num_experts=64, write_tail=False, sent=True),
@@ -212,6 +220,7 @@ KEY = re.compile(r"(\d+)sm (\d+)x(\d+)x(\d+) (\d)B(.*)")
 EXAMPLES = {
     "": "store", "tma": "store", "rows": "absmax", "tma rows": "absmax", "tma side": "gelu_residual",
     "tma piece256": "swiglu_fp8", "whole": "topk", "whole tma": "softmax",
+    "piece128 pairs": "expert_l1_pairs",
 }  # fmt: skip
 
 

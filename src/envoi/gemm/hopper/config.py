@@ -10,6 +10,7 @@ from envoi.runtime.math import cdiv, next_power_of_2
 
 RESERVED_BYTES = 2048  # of shared memory, for barriers and for what reductions exchange
 MIN_STAGES = 2
+_FLAGS = ("pingpong", "swap_ab", "wide_tail_tiles", "paired_tiles")
 MAX_ACCUMULATORS = 128  # of a thread; with more the epilogue has too few registers
 
 
@@ -22,7 +23,7 @@ class Config(Constant):
     block_y: a power of two from 8 to 256. block_k: elements of K in a stage. num_stages: stages in the ring.
     num_warps: of a consumer, 4 or 8.
     epilogue_columns, num_store_buffers: the epilogue's column chunks, and the ring through which TMA stores them.
-    wide_tail_tiles: only in a grouped GEMM.
+    wide_tail_tiles: only in a grouped GEMM. paired_tiles: for an epilogue that is lowered for pairs, and no other.
     """
 
     rows_per_consumer: int
@@ -38,6 +39,7 @@ class Config(Constant):
     epilogue_columns: int = 64
     num_store_buffers: int = 1
     wide_tail_tiles: bool = False
+    paired_tiles: bool = False
 
     @property
     def consumers_per_tile(self) -> int:
@@ -56,8 +58,18 @@ class Config(Constant):
 
     @property
     def block_n(self) -> int:
-        """Features of a tile; of the wider kind with `wide_tail_tiles`."""
-        return self.block_x if self.swap_ab else self.block_y * self.y_boxes_per_stage
+        """Features of a tile, or of a pair of tiles; of the wider kind with `wide_tail_tiles`."""
+        return self.block_x if self.swap_ab else self.y_pitch * self.y_boxes_per_stage
+
+    @property
+    def tiles_per_unit(self) -> int:
+        """Tiles that a CTA takes at a time."""
+        return 2 if self.paired_tiles else 1
+
+    @property
+    def y_pitch(self) -> int:
+        """Features from one y box of a tile to the next: the other tile of a pair has those between them."""
+        return self.block_y * self.tiles_per_unit
 
     @property
     def num_x_boxes(self) -> int:
@@ -88,7 +100,7 @@ class Config(Constant):
         ]
         parts += [f"w{self.num_warps}"] * (self.num_warps != 4) + [f"split{self.split_k}"] * (self.split_k > 1)
         parts += [f"swizzle{self.swizzle_rows}"] * (self.swizzle_rows != 8)
-        return " ".join(parts + [name for name in ("pingpong", "swap_ab", "wide_tail_tiles") if getattr(self, name)])
+        return " ".join(parts + [name for name in _FLAGS if getattr(self, name)])
 
 
 @dataclass(frozen=True)
@@ -140,6 +152,8 @@ def _why_not_chunks(problem: Problem, c: Config, code: Lowered) -> str:
         return f"epilogue_columns: expected a multiple of {code.chunk_columns} that divides {width}, got {columns}"
     if code.whole and (c.swap_ab or c.block_y < problem.N or columns < c.block_y):
         return f"block_y: expected chunks of whole rows of {problem.N} columns, got {columns}"
+    if c.paired_tiles != code.paired:
+        return f"paired_tiles: expected {code.paired} for this epilogue, got {c.paired_tiles}"
     if c.swap_ab and (code.tma_outputs or code.side):
         return "swap_ab: expected an epilogue lowered to plain loads and stores"
     if code.takes_halves and not c.swap_ab and (c.block_y < 16 or c.split_k > 1):
@@ -156,6 +170,10 @@ def _why_not_problem(problem: Problem, c: Config) -> str:
         return f"wide_tail_tiles: expected a tile of two consumers that is as wide as high, got {c.label()}"
     if c.wide_tail_tiles and (problem.N % c.block_n or not problem.num_groups):
         return f"wide_tail_tiles: expected a grouped GEMM with N a multiple of {c.block_n}, got {problem.N}"
+    if c.paired_tiles and (c.swap_ab or c.pingpong or c.num_chunks > 1):
+        return f"paired_tiles: expected tokens on the M side, no pingpong and one chunk, got {c.label()}"
+    if c.paired_tiles and (problem.N % c.block_n or not problem.num_groups):
+        return f"paired_tiles: expected a grouped GEMM with N a multiple of {c.block_n}, got {problem.N}"
     if problem.scaled and c.block_k not in (128, 256):
         return f"block_k: expected 128 or 256 (one block or two) with scales along K, got {c.block_k}"
     rows = c.rows_per_consumer
@@ -211,6 +229,8 @@ def candidates(problem: Problem, code: Lowered) -> list[Config]:
     if code.whole:
         width = max(16, next_power_of_2(problem.N))
         found += [Config(64, consumers, width, k, 12, epilogue_columns=width) for consumers in (2, 1)]
+    elif code.paired:
+        found += [Config(64, 2, 128, 128, 6, paired_tiles=True), Config(64, 1, 128, k, 4, paired_tiles=True)]
     elif problem.scaled:
         found += [
             Config(64, 2, 128, 128, 6, num_store_buffers=2),
@@ -230,11 +250,11 @@ def candidates(problem: Problem, code: Lowered) -> list[Config]:
             Config(64, 1, 32, 2 * k, 8),
             Config(64, 1, 256, k, 5),
         ]
-    wide = Config(64, 2, 128, 128, 5, wide_tail_tiles=True)
+    wide = Config(64, 2, 128, 128, 5, wide_tail_tiles=True, paired_tiles=code.paired)
     # With fewer rows, loading weights bounds the time and more stages help more; wide tiles need all their stages.
     if problem.scaled and per_group > 64 and fitted(problem, wide, code).num_stages == wide.num_stages:
         found.append(wide)
-    if not code.whole and not code.tma_outputs and not code.side:
+    if not code.whole and not code.tma_outputs and not code.side and not code.paired:
         found += [
             Config(64, consumers, tokens, depth, 12, swap_ab=True)
             for tokens in (8, 16, 32, 64, 128)
@@ -291,6 +311,7 @@ def predicted_cycles(problem: Problem, config: Config, num_sms: int, costs: Cost
     around = costs.pingpong_tile if config.pingpong else costs.tile
     if config.wide_tail_tiles:
         step, around = costs.wide_step * step, costs.wide_tile * around
+    steps, around = config.tiles_per_unit * steps, config.tiles_per_unit * around
     rounds, rest = divmod(tiles, num_sms)
     cycles = rounds * (steps * step + around)
     if rest and config.split_k > 1:

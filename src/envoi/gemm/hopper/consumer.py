@@ -36,16 +36,17 @@ def consumer(args, role: gl.constexpr):
     tiles_done = 0
     alternate: gl.constexpr = cfg.num_consumers // cfg.consumers_per_tile  # 2 with pingpong, else 1
     part: gl.constexpr = role % cfg.consumers_per_tile  # this consumer's share of a tile
-    stride = gl.num_programs(0)
+    stride = scheduler.unit_stride()
     step = 0
     tiles_multiplied = 0
-    for u in range(gl.program_id(0) + role // cfg.consumers_per_tile * stride, scheduler.num_units, alternate * stride):
+    first = scheduler.first_unit() + role // cfg.consumers_per_tile * stride
+    for u in range(first, scheduler.num_units, alternate * stride):
         if alternate == 2 and role == 1:
             step += scheduler.num_steps(u - stride, num_k_steps)  # of the other consumer's unit, before this one
         unit = scheduler.unit(u, num_k_steps)
         tile = scheduler.tile(unit.tile)
         boxes = boxes_of(part, tile, cfg)
-        tile = Tile(tile.x + boxes.x * cfg.rows_per_consumer, tile.y + boxes.y * cfg.block_y, tile.row_end, tile.expert)
+        tile = Tile(tile.x + boxes.x * cfg.rows_per_consumer, tile.y + boxes.y * cfg.y_pitch, tile.row_end, tile.expert)
         # False if this share starts after the last token, or after the last feature.
         has_rows = (tile.y < tile.row_end) & (tile.x < problem.N) if cfg.swap_ab else tile.x < tile.row_end
         if cfg.split_k == 1:

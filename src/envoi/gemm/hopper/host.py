@@ -17,6 +17,7 @@ from envoi.epilogue.slots import (
     chunk_columns,
     empty_slots,
     operand_tensors,
+    pairs_up,
     reduces_rows,
     rows_must_fit,
     slots,
@@ -69,6 +70,11 @@ def needs_rows_after(ir: IR, N: int, kind: str, num_tokens: int | None = None) -
         return True
     tiles = 0 if num_tokens is None else cdiv(num_tokens, 64) * cdiv(N, columns)
     return 0 < tiles < MANY_TILES and columns > MAX_FEW_COLUMNS and triton_host.MAX_ROW >= N
+
+
+def takes_pairs(ir: IR, N: int, num_groups: int) -> bool:
+    """Return True if pairs of tiles of a grouped GEMM with scales along K hold what the epilogue quantises together."""
+    return num_groups > 0 and pairs_up(ir) and chunk_columns(ir) == 2 * MAX_SCALED and N % chunk_columns(ir) == 0
 
 
 def scaling(a: Matrix, b: Matrix) -> str:
@@ -142,8 +148,15 @@ class Work:
         return 0 if self.offsets is None else self.b.shape[0]
 
     @property
+    def in_pairs(self) -> bool:
+        """Return True if pairs of tiles are quantised together; see `takes_pairs`."""
+        return self.scales is not None and takes_pairs(self.ir, self.b.shape[-2], self.num_groups)
+
+    @property
     def rows_after(self) -> bool:
         """Return True if `triton_host.finish_rows` runs the epilogue."""
+        if self.in_pairs:
+            return False
         tokens = None if self.num_groups else self.a.shape[0]
         return needs_rows_after(self.ir, self.b.shape[-2], "blocks" if self.scales else "", tokens)
 
@@ -271,6 +284,8 @@ def _lowered(
 ) -> Lowered:  # fmt: skip
     """Lower the epilogue for this call: by TMA, unless tokens are few or a row isn't a multiple of 16 bytes."""
     N, is_sent = work.b.shape[-2], grouping.to is not None
+    if work.in_pairs:
+        return lower(work.ir, out_dtype, "gluon", False, False, pointers, (), is_sent, True)
     whole = N <= MAX_WHOLE and rows_must_fit(work.ir)
     tokens = grouping.likely_rows(work.a.shape[0]) // max(1, work.num_groups)
     few = tokens <= FEW_TOKENS and not whole and chunk_columns(work.ir) <= MAX_FEW_COLUMNS

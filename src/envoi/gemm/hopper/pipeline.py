@@ -152,7 +152,7 @@ class Pipeline:
             at = self.corner(tile.x + i * cfg.rows_per_consumer, tile.expert, k, cfg.swap_ab)
             tma_load(x_desc, at, full, self.x_box(stage, i))
         for i in gl.static_range(num_y):
-            at = self.corner(tile.y + i * cfg.block_y, tile.expert, k, not cfg.swap_ab)
+            at = self.corner(tile.y + i * cfg.y_pitch, tile.expert, k, not cfg.swap_ab)
             tma_load(y_desc, at, full, self.y_box(stage, i))
 
     @gluon.jit

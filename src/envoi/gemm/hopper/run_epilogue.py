@@ -44,7 +44,7 @@ class EpilogueArgs:
 class EpilogueBuffers:
     """Shared memory of a consumer for its epilogue; no other role uses it."""
 
-    stores: gl.tuple  # for each TMA output a ring of cfg.num_store_buffers chunks
+    stores: gl.tuple  # for each TMA output a ring of cfg.num_store_buffers chunks; in pairs where the first tile waits
     loads: gl.tuple  # for each TMA operand a chunk
     loaded: gl.shared_memory_descriptor | Scalar  # mbarriers, one per TMA operand: TMA arrives, the consumer waits
 
@@ -52,7 +52,7 @@ class EpilogueBuffers:
     @gluon.jit
     def create(args, cfg: gl.constexpr):
         """Allocate the buffers and initialise their barriers."""
-        stores = args.code.buffers(args.descs, cfg.num_store_buffers)
+        stores = args.code.buffers(args.descs, cfg)
         loads, loaded = args.code.side_buffers(args.descs)
         return EpilogueBuffers(stores, loads, loaded)
 

@@ -22,6 +22,9 @@ class TileConfig(Protocol):
         |   consumer 1   | h
         +----------------+
           tile of 2 h rows                 wide tile at an expert's end
+
+    With `paired_tiles` a CTA computes two neighbours along the features one after the other, a consumer both tiles'
+    columns of the same rows: in a pair of wide tiles columns [0, block_y) and [block_y, 2 block_y) are consumer 0's.
     """
 
     # tile
@@ -53,7 +56,7 @@ class TileConfig(Protocol):
 
     @property
     def block_n(self) -> int:
-        """Features of a tile; of the wider kind with `wide_tail_tiles`."""
+        """Features of a tile, or of a pair of tiles; of the wider kind with `wide_tail_tiles`."""
         ...
 
     @property
@@ -64,6 +67,16 @@ class TileConfig(Protocol):
     @property
     def wide_tail_tiles(self) -> bool:
         """Return True if an expert's last rows get tiles of another shape; see the picture."""
+        ...
+
+    @property
+    def paired_tiles(self) -> bool:
+        """Return True if a CTA takes pairs of tiles, for an epilogue lowered so (`Lowered.paired`)."""
+        ...
+
+    @property
+    def tiles_per_unit(self) -> int:
+        """Tiles that a CTA takes at a time: 2 with `paired_tiles`, else 1."""
         ...
 
     # schedule
@@ -115,6 +128,8 @@ class SwappedTiles(Constant):
     split_k = 1
     num_store_buffers = 1
     wide_tail_tiles = False
+    paired_tiles = False
+    tiles_per_unit = 1
 
     @property
     def spread_experts(self) -> bool:

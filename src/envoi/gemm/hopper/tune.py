@@ -37,7 +37,7 @@ def key_of(problem: Problem, code: Lowered, num_sms: int) -> str:
     M = next_power_of_2(problem.M)
     kind = ["whole"] * code.whole + ["tma"] * bool(code.tma_outputs) + ["side"] * bool(code.side)
     kind += ["rows"] * bool(code.partials) + [f"piece{code.chunk_columns}"] * (code.chunk_columns > 64)
-    kind += ["sent"] * code.sent
+    kind += ["sent"] * code.sent + ["pairs"] * code.paired
     kind += ["scaled"] * problem.scaled + [f"groups{problem.num_groups}"] * bool(problem.num_groups)
     return " ".join([f"{num_sms}sm", f"{M}x{problem.N}x{problem.K}", f"{problem.element_bytes}B", *kind])
 

@@ -1,0 +1,69 @@
+"""Choice of the kernel that quantises L1's rows in groups of 128: L1 itself, by pairs of tiles, or one after it.
+
+A pair of tiles is the unit of work of an L1 that quantises. It saves the other kernel, which reads bf16 and stores
+E4M3; it costs time where the last, partly filled round of the persistent loop is one of pairs.
+"""
+
+from functools import lru_cache
+
+import torch
+
+from envoi.epilogue.ir import IR
+from envoi.epilogue.lower import lower
+from envoi.gemm.grouping import Grouping
+from envoi.gemm.hopper import tune
+from envoi.gemm.hopper.config import COSTS, Problem, predicted_cycles
+from envoi.gemm.hopper.host import FEW_TOKENS, scaling, supports_hopper, takes_pairs
+from envoi.runtime import prepared
+from envoi.runtime.devices import num_sms
+from envoi.types import Matrix
+
+_forced: bool | None = None
+
+
+def use_pairs(wanted: bool | None) -> None:
+    """Quantise by pairs wherever the kernel can (True) or nowhere (False); None: where it should be faster, as always.
+
+    For tests and measurements. Prepared calls are forgotten.
+    """
+    global _forced
+    _forced = wanted
+    prepared.clear()
+
+
+def quantizes_in_pairs(rows: Matrix, weights: Matrix, in_pairs: IR, in_bf16: IR, grouping: Grouping) -> bool:
+    """Return True if a grouped GEMM should run in_pairs, whose output is quantised, and not in_bf16 and a kernel after.
+
+    False wherever pairs can't be quantised: other formats, N not a multiple of 256, an epilogue without gate and up.
+    """
+    N, K = weights.shape[-2:]
+    if supports_hopper(rows, weights, in_pairs) or scaling(rows, weights) != "blocks":
+        return False
+    if not takes_pairs(in_pairs, N, weights.shape[0]):
+        return False
+    if _forced is not None:
+        return _forced
+    problem = Problem(grouping.likely_rows(rows.shape[0]), N, K, 1, weights.shape[0], scaled=True)
+    return pairs_pay(tune.rounded(problem), in_pairs, in_bf16, num_sms(rows.device))
+
+
+@lru_cache(maxsize=4096)
+def pairs_pay(problem: Problem, in_pairs: IR, in_bf16: IR, num_sms: int) -> bool:
+    """Return True if an L1 that quantises should take less time than one in bf16 and the kernel that quantises.
+
+    Where tokens are so few that weights take the M side, reading weights bounds the time: pairs have tokens there.
+    """
+    tma = problem.M // problem.num_groups > FEW_TOKENS
+    pairs = tune.choose(
+        problem, lower(in_pairs, torch.bfloat16, "gluon", False, False, frozenset(), paired=True), num_sms
+    )
+    alone = tune.choose(problem, lower(in_bf16, torch.bfloat16, "gluon", False, tma, frozenset()), num_sms)
+    if pairs is None or alone is None or alone.swap_ab:
+        return False
+    cycles = predicted_cycles(problem, alone, num_sms) + quantize_cycles(problem)
+    return predicted_cycles(problem, pairs, num_sms) < cycles
+
+
+def quantize_cycles(problem: Problem) -> float:
+    """Return the cycles that a kernel takes to read rows of N / 2 columns in bf16 and store them in E4M3."""
+    return COSTS.launch + problem.M * problem.N / 2 * 3 / COSTS.dram_bytes
