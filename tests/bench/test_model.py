@@ -81,15 +81,33 @@ def test_each_contender_runs_its_own_implementation(monkeypatch):
     rounds = 3
     measure(case, Bench(Clock(CPU, rounds), ROOF))
     steps = 1 + model.NUM_WARMUPS + rounds
-    # Each step has two layers; the cache is filled by one more; the errors are known from the first time.
-    assert seen.count("grouped_mm") == seen.count("envoi_mxfp4") == 2 * (steps + 1)
+    # Each step has two layers; the cache is filled by one more, batched_mm's too; the errors are known by then.
+    assert seen.count("envoi_mxfp4") == 2 * (steps + 1) == seen.count("grouped_mm") - 2
+
+
+def test_weights_are_copied_for_a_steps_tokens_alone(monkeypatch):
+    """A batched matmul of all tokens of the context would need hundreds of gigabytes."""
+    from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
+
+    seen = []
+    forward = ALL_EXPERTS_FUNCTIONS["batched_mm"]
+
+    def noted(module, hidden_states, *arguments):
+        seen.append(len(hidden_states))
+        return forward(module, hidden_states, *arguments)
+
+    monkeypatch.setitem(ALL_EXPERTS_FUNCTIONS, "batched_mm", noted)
+    trial = measure(next(c for c in cases("model") if c.shape == tiny("graph")), Bench(Clock(CPU, 1), ROOF))
+    assert "batched_mm" in trial.baselines and set(seen) == {2}
 
 
 def test_a_wrong_layer_shows_in_the_error(monkeypatch):
     case = next(case for case in cases("model") if case.name == "tiny sizes x2, prefill 2x8 bf16")
     right = integration.moe
     monkeypatch.setattr(integration, "moe", lambda *args: right(*args).roll(1, dims=0))
+    model._build.cache_clear()  # with the errors that are known
     assert measure(case, Bench(Clock(CPU, 1), ROOF)).error["ours"] > 0.5
+    model._build.cache_clear()
 
 
 def test_memory_is_that_of_one_contender(monkeypatch):

@@ -200,7 +200,7 @@ def _contender(subject: Subject, shape: ModelShape, implementation: str, compile
     own = implementation.startswith(OURS)
     known = _weights(subject) + subject.packed_bytes * own  # allocated by now, and this contender's too
     before = subject.allocated()
-    step = _prefill(subject, shape) if shape.num_tokens > 1 else _decode(subject, shape, compiler)
+    step = _prefill(subject, shape) if shape.num_tokens > 1 else _decode(subject, shape, implementation, compiler)
     step()  # packs
     _synchronize(subject)
     if own and not subject.packed_bytes:
@@ -242,13 +242,16 @@ def _prefill(subject: Subject, shape: ModelShape) -> Run:
     return lambda: subject.model(ids, use_cache=False, logits_to_keep=1).logits
 
 
-def _decode(subject: Subject, shape: ModelShape, compiler: Compiler) -> Run:
+def _decode(subject: Subject, shape: ModelShape, implementation: str, compiler: Compiler) -> Run:
     """Return a step; each adds a token to the cache, which has room for ROOM of them."""
     import transformers
 
     cache = transformers.StaticCache(config=subject.model.config, max_cache_len=CONTEXT + ROOM)
     options = {"past_key_values": cache, "use_cache": True, "logits_to_keep": 1}
+    if implementation == "batched_mm":  # of so many tokens it would copy more weights than a GPU holds
+        subject.model.set_experts_implementation("grouped_mm")
     subject.model(_tokens(subject, shape.num_sequences, CONTEXT), **options)
+    subject.model.set_experts_implementation(implementation)
     ids = _tokens(subject, shape.num_sequences, 1)
     if shape.how == "compiled":
         fast = compiler.whole(subject.model.forward, lambda f: f(ids, **options))
