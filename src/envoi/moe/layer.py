@@ -4,6 +4,7 @@ from typing import cast
 
 import torch
 
+from envoi.gemm.hopper_few import host as hopper_few
 from envoi.gemm.hopper_w4a16 import few
 from envoi.moe.combine import combine_rows
 from envoi.moe.experts import run_experts
@@ -26,14 +27,17 @@ def run_layer(
 ) -> torch.Tensor:
     """Run the whole layer on one rank, sort -> gather -> L1 -> L2 -> combine: tokens [M, H] bf16 -> [M, H] bf16.
 
-    For few tokens and 4-bit weights other kernels run, whose sums along K are split elsewhere. The host never waits for
-    the device, so a CUDA graph can hold the call. Slots whose id is no expert count as masked.
+    For few tokens other kernels run: in bf16 and fp8_block128 with the same bits, on 4-bit weights with sums along K
+    that are split elsewhere. The host never waits for the device, so a CUDA graph can hold the call. Slots whose id is
+    no expert count as masked.
     """
     if topk_ids.numel() == 0:
         return torch.zeros(tokens.shape, dtype=tokens.dtype, device=tokens.device)
     few_tokens = few_layer(experts)
     if few_tokens is not None and not few.supports(few_tokens, *topk_ids.shape):
         return few.moe(tokens, topk_weights, topk_ids, few_tokens)
+    if implementation(tokens.device) == "hopper" and not hopper_few.supports_few(experts, *topk_ids.shape):
+        return hopper_few.run_few(tokens, topk_weights, topk_ids, experts)
     with span("permute"):
         row_map = sort_slots(topk_ids, experts.num_local_experts)
         rows, weights = gather_rows(tokens, topk_weights, row_map, format_named(experts.format).activations)

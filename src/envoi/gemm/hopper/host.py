@@ -89,9 +89,11 @@ def scaling(a: Matrix, b: Matrix) -> str:
         return ""
     if a.sf.dtype != torch.float32 or b.sf.dtype not in BLOCK_FACTORS:
         return ""
+    if a.group == (1, 128) and b.group == (128, 128):  # also where K is 128: the same bits as with more
+        return "blocks"
     if a.sf.shape[-1] == 1 and b.sf.shape[-1] == 1 and a.group[1] == b.group[1] == a.shape[-1]:
         return "rows" if b.sf.dtype == torch.float32 and _rows_per_factor(a) and _rows_per_factor(b) else ""
-    return "blocks" if a.group == (1, 128) and b.group == (128, 128) else ""
+    return ""
 
 
 def _rows_per_factor(x: QuantTensor) -> str:

@@ -12,6 +12,7 @@ from envoi.epilogue.library import expert_l1, expert_l2
 from envoi.epilogue.lower import lower
 from envoi.epilogue.slots import empty_slots, operand_tensors, slots
 from envoi.gemm.cases import operands_of
+from envoi.gemm.hopper_few.sum import sum_launch
 from envoi.gemm.hopper_w4a16 import few, many
 from envoi.gemm.hopper_w4a16.kernel_many import many_kernel
 from envoi.gemm.hopper_w4a16.many_config import many_config
@@ -74,7 +75,7 @@ def _few(case: Case) -> few.Launch:
     if case.kind == "permute":
         return few.permute_launch(tokens, without_memory(slots_of, FP32), ids, layer, buffers)
     if case.kind == "sum":
-        return few.sum_launch(buffers)
+        return sum_launch(buffers.rows, buffers.slot_to_pos, buffers.out)
     l1, l2 = few.configs_of(layer, ids.numel())
     return few.gemm_launch(layer, buffers, ids, l1 if case.kind == "l1" else l2)
 

@@ -15,7 +15,7 @@ from envoi.types import QuantTensor
 MAX_TOPK = 32
 MOST_ROWS = 20  # of an expert on average; above, the other kernel is faster
 REGISTERS = 128
-COUNTED, EXPERTS, SUMMED = 256, 16, 512  # slots counted at once, experts and columns of a program
+COUNTED, EXPERTS = 256, 16  # slots counted at once, experts of a program
 
 Launch = tuple[Any, tuple[int, ...], tuple, dict[str, Any]]
 
@@ -68,6 +68,7 @@ def moe(tokens: torch.Tensor, topk_weights: torch.Tensor, topk_ids: torch.Tensor
 
     topk_ids and topk_weights [M, k] have at least one slot.
     """
+    from envoi.gemm.hopper_few.sum import sum_launch
     from envoi.runtime.launch import launch
 
     tokens = tokens if tokens.stride(-1) == 1 else tokens.contiguous()
@@ -78,7 +79,7 @@ def moe(tokens: torch.Tensor, topk_weights: torch.Tensor, topk_ids: torch.Tensor
         ("permute", permute_launch(tokens, topk_weights, topk_ids, layer, buffers)),
         ("L1", gemm_launch(layer, buffers, topk_ids, configs[0])),
         ("L2", gemm_launch(layer, buffers, topk_ids, configs[1])),
-        ("combine", sum_launch(buffers)),
+        ("combine", sum_launch(buffers.rows, buffers.slot_to_pos, buffers.out)),
     ):
         with span(name):
             launch(kernel, grid, arguments, options)
@@ -149,13 +150,3 @@ def gemm_launch(
 def as_words(sf: torch.Tensor) -> torch.Tensor:
     """Scale factors [E, N, K / 32] as int32; K is a multiple of 64 only, so that rows needn't be whole words."""
     return sf.view(torch.uint8).flatten().view(torch.int32)
-
-
-def sum_launch(buffers: Buffers) -> Launch:
-    """Build the launch that sums the rows of each token's slots."""
-    from envoi.gemm.hopper_w4a16.tokens import sum_kernel
-
-    (M, k), H, on_gpu = buffers.slot_to_pos.shape, buffers.rows.shape[1], buffers.out.device.type != "cpu"
-    block = min(SUMMED, next_power_of_2(H))
-    arguments = buffers.rows, buffers.slot_to_pos, buffers.out, H, k, block, on_gpu
-    return sum_kernel, (M, -(-H // block)), arguments, {"num_warps": 4, "launch_pdl": on_gpu}

@@ -1,9 +1,8 @@
 # pyright: reportAttributeAccessIssue=false, reportArgumentType=false, reportCallIssue=false
 # pyright: reportGeneralTypeIssues=false, reportAssignmentType=false
-"""Tokens on their way into and out of the kernel for few of them, in Triton.
+"""Tokens on their way into the kernel for few of them, in Triton.
 
     permute_kernel    topk_ids -> offsets, slot_to_pos; tokens -> rows by expert, split into two E4M3
-    sum_kernel        rows of bf16 -> sums of tokens' slots
 
 bf16 has 8 significant bits, E4M3 has 4: a number is high + low, exactly, if it isn't far smaller than what the power of
 two is chosen for, the row's largest magnitude; what is 2^17 below that is lost.
@@ -11,10 +10,9 @@ two is chosen for, the row's largest magnitude; what is 2^17 below that is lost.
 
 import triton
 import triton.language as tl
-from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
+from triton.language.extra.cuda import gdc_launch_dependents
 
 from envoi.epilogue.codes_triton import from_e4m3, to_e4m3, widen
-from envoi.epilogue.device import bf16
 
 GROUP: tl.constexpr = tl.constexpr(32)
 
@@ -99,18 +97,3 @@ def permute_kernel(
                 at = rows + row.to(tl.int64) * (2 * width) + place
                 tl.store(at, high, mask=c < width)
                 tl.store(at + GROUP, low, mask=c < width)
-
-
-@triton.jit
-def sum_kernel(rows, slot_to_pos, out, width, K: tl.constexpr, BLOCK: tl.constexpr, OVERLAP: tl.constexpr):
-    """Store the sum of a token's rows in the order of its slots, in float32, rounded once."""
-    if OVERLAP:
-        gdc_wait()
-    m = tl.program_id(0)
-    columns = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
-    total = tl.zeros((BLOCK,), tl.float32)
-    for s in tl.static_range(K):  # unrolled: all loads are under way before the first sum
-        pos = tl.load(slot_to_pos + m * K + s)
-        at = rows + pos.to(tl.int64) * width + columns
-        total += widen(tl.load(at, mask=(columns < width) & (pos >= 0), other=0.0))
-    tl.store(out + m.to(tl.int64) * width + columns, bf16(total), mask=columns < width)
