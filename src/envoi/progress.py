@@ -18,6 +18,10 @@ class Progress:
         self._show(f"[{self.done}/{self.total}] {label[:60]:<60}")
         self.done += 1
 
+    def say(self, text: str) -> None:
+        """Print a line that stays, if what the bar is for takes long: a result, or an error, as soon as it is known."""
+        self._show(f"{text[:200]:<80}\n")
+
     def __enter__(self) -> "Progress":
         return self
 

@@ -14,15 +14,23 @@ import torch
 from torch.utils import _pytree as pytree
 
 UNGATED = ("silu", "relu2")  # activations of experts that have no gate: gate_up is up alone
+LONGEST = 80  # characters of a text in a repr
 Self = TypeVar("Self", bound="_Printed")
 
 
+def has_gate(activation: str) -> bool:
+    """Return True for an activation of gate and up, False for one of up alone; its name, or a user's as text."""
+    head, written, _ = activation.partition(":")
+    return head.endswith("(gate, up)") if written else activation not in UNGATED
+
+
 def _short(value: Any) -> str:
-    """Return the repr of a value, but dtype and shape for a tensor: `float32 [8, 4]`."""
+    """Return the repr of a value, shortened, but dtype and shape for a tensor: `float32 [8, 4]`."""
     if isinstance(value, torch.Tensor):
         where = "" if value.device.type == "cpu" else f" on {value.device}"
         return f"{str(value.dtype).removeprefix('torch.')} {list(value.shape)}{where}"
-    return repr(value)
+    text = repr(value)
+    return text if len(text) <= LONGEST else f"{text[: LONGEST - 3]}..'"
 
 
 class _Printed:
@@ -153,7 +161,8 @@ class ExpertWeights(_Printed):
     gate_up_bias [E, 2I] (in the order of gate_up's rows) and down_bias [E, H], float32, or None.
     format: "bf16", "fp8_row", "fp8_block128", "mxfp8", "mxfp4" or "mxfp4_mxfp8"; says how activations are
         quantised too.
-    activation: "swiglu", "swiglu_oai", "geglu", "geglu_tanh"; without a gate "silu" or "relu2".
+    activation: "swiglu", "swiglu_oai", "geglu", "geglu_tanh"; without a gate "silu" or "relu2"; or the operations of a
+        user's function, as the text that `envoi.experts.pack` makes of it.
     swiglu_limit: clamp of gate (above only) and up (both sides), or None.
     gate_up_layout: "interleaved" (row 2i is gate i, row 2i + 1 is up i) or "concat" (row i is gate i, row I + i is
         up i), which weights in fragment order can't be.
@@ -203,7 +212,7 @@ class ExpertWeights(_Printed):
     @property
     def intermediate(self) -> int:
         """Intermediate size, I."""
-        return self.gate_up.shape[-2] // (1 if self.activation in UNGATED else 2)
+        return self.gate_up.shape[-2] // (2 if has_gate(self.activation) else 1)
 
     @property
     def device(self) -> torch.device:

@@ -1,7 +1,11 @@
 """Suite model: its cases, what is compared, tokens per second, memory; at tiny sizes on a CPU."""
 
+from contextlib import nullcontext
+from typing import ClassVar
+
 import pytest
 import torch
+from transformers.cache_utils import StaticLayer
 
 from envoi import cli
 from envoi.bench.evidence import load
@@ -9,7 +13,11 @@ from envoi.bench.shapes import ModelShape, Options, cases
 from envoi.bench.suites import measure, model
 from envoi.bench.suites.models import MODELS
 from envoi.bench.timing import Clock
-from envoi.bench.trial import Bench
+from envoi.bench.trial import Bench, Compiler
+from envoi.integrations import transformers as integration
+from envoi.moe.op import constants_of, tensors_of
+from envoi.runtime.compilers import Compilers
+from envoi.runtime.devices import Target, standing_for
 
 from .test_suites import CPU, ROOF
 
@@ -20,7 +28,7 @@ def test_cases_are_prefill_and_decode_eager_and_compiled():
         layers = model.default_layers(name)
         for format in formats:
             steps = ["prefill 1x4096", "prefill 4x4096"]
-            steps += [f"decode {n}{how}" for how in ("", " compiled") for n in (1, 16, 64, 256)]
+            steps += [f"decode {n}{how}" for how in ("", " in a graph", " compiled") for n in (1, 16, 64, 256)]
             assert [f"{name} sizes x{layers}, {step} {format}" for step in steps] == [
                 found for found in names if found.startswith(name) and found.endswith(f" {format}")
             ]
@@ -73,25 +81,39 @@ def test_each_contender_runs_its_own_implementation(monkeypatch):
     rounds = 3
     measure(case, Bench(Clock(CPU, rounds), ROOF))
     steps = 1 + model.NUM_WARMUPS + rounds
-    # Each step has two layers; the cache is filled by one more, and the error is that of one module.
-    assert seen.count("grouped_mm") == seen.count("envoi_mxfp4") == 2 * (steps + 1) + 1
+    # Each step has two layers; the cache is filled by one more, batched_mm's too; the errors are known by then.
+    assert seen.count("envoi_mxfp4") == 2 * (steps + 1) == seen.count("grouped_mm") - 2
+
+
+def test_weights_are_copied_for_a_steps_tokens_alone(monkeypatch):
+    """A batched matmul of all tokens of the context would need hundreds of gigabytes."""
+    from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
+
+    seen = []
+    forward = ALL_EXPERTS_FUNCTIONS["batched_mm"]
+
+    def noted(module, hidden_states, *arguments):
+        seen.append(len(hidden_states))
+        return forward(module, hidden_states, *arguments)
+
+    monkeypatch.setitem(ALL_EXPERTS_FUNCTIONS, "batched_mm", noted)
+    trial = measure(next(c for c in cases("model") if c.shape == tiny("graph")), Bench(Clock(CPU, 1), ROOF))
+    assert "batched_mm" in trial.baselines and set(seen) == {2}
 
 
 def test_a_wrong_layer_shows_in_the_error(monkeypatch):
-    from envoi.integrations import transformers as integration
-
     case = next(case for case in cases("model") if case.name == "tiny sizes x2, prefill 2x8 bf16")
     right = integration.moe
     monkeypatch.setattr(integration, "moe", lambda *args: right(*args).roll(1, dims=0))
+    model._build.cache_clear()  # with the errors that are known
     assert measure(case, Bench(Clock(CPU, 1), ROOF)).error["ours"] > 0.5
+    model._build.cache_clear()
 
 
 def test_memory_is_that_of_one_contender(monkeypatch):
     """Counts memory as on a GPU, with tensors that other contenders hold."""
     shape = ModelShape("tiny", 2, "mxfp4", 2, 1)
     model._build.cache_clear()
-    from envoi.integrations import transformers as integration
-
     integration.register()
     subject = model._build("tiny", 2, "mxfp4", CPU)
     weights = model._weights(subject)
@@ -101,11 +123,142 @@ def test_memory_is_that_of_one_contender(monkeypatch):
         monkeypatch.setattr(torch.cuda, name, lambda device: None)
     monkeypatch.setattr(torch.cuda, "max_memory_allocated", lambda device: weights + 10_000_500)
     with torch.no_grad():
-        theirs = model._contender(subject, shape, "grouped_mm")
-        first = model._contender(subject, shape, "envoi_mxfp4")
-        second = model._contender(subject, shape, "envoi_mxfp4")
+        theirs = model._contender(subject, shape, "grouped_mm", Compiler())
+        first = model._contender(subject, shape, "envoi_mxfp4", Compiler())
+        second = model._contender(subject, shape, "envoi_mxfp4", Compiler())
     experts = 2 * 8 * 3 * 128 * 128  # elements of both layers
     assert subject.packed_bytes == experts // 2 + experts // 32
+    assert subject.freed_bytes == 2 * experts
     assert theirs.peak_bytes == first.peak_bytes == weights + 500
     assert second.peak_bytes == weights + 500 + subject.packed_bytes
     model._build.cache_clear()
+
+
+def tiny(how: str, format: str = "bf16") -> ModelShape:
+    return ModelShape("tiny", 2, format, 2, 1, how)
+
+
+def test_bf16_weights_are_neither_packed_nor_freed():
+    model._build.cache_clear()
+    integration.register()
+    subject = model._build("tiny", 2, "bf16", CPU)
+    with torch.no_grad():
+        model._contender(subject, tiny("eager"), "envoi", Compiler())
+    assert (subject.packed_bytes, subject.freed_bytes) == (0, 0)
+
+
+class Graph:
+    """Stand-in for a CUDA graph that counts its replays."""
+
+    made: ClassVar[list] = []
+
+    def __init__(self):
+        self.replays = 0
+        Graph.made.append(self)
+
+    def replay(self):
+        self.replays += 1
+
+
+class Stream:
+    """Stand-in for a stream."""
+
+    def __init__(self, device):
+        self.device = device
+
+    def wait_stream(self, other):
+        assert isinstance(other, Stream)
+
+
+def on_a_gpu(monkeypatch) -> None:
+    """Let CPU tensors take the path of a GPU, with a graph that counts."""
+    Graph.made.clear()
+    monkeypatch.setattr(model.Subject, "on_gpu", property(lambda self: True))
+    monkeypatch.setattr(model.Subject, "allocated", lambda self: 0)
+    for name in ("synchronize", "reset_peak_memory_stats", "max_memory_allocated"):
+        monkeypatch.setattr(torch.cuda, name, lambda device: 10**9)
+    monkeypatch.setattr(torch.cuda, "Stream", Stream)
+    monkeypatch.setattr(torch.cuda, "current_stream", Stream)
+    monkeypatch.setattr(torch.cuda, "stream", lambda stream: nullcontext())
+    monkeypatch.setattr(torch.cuda, "CUDAGraph", Graph)
+    monkeypatch.setattr(torch.cuda, "graph", lambda graph: nullcontext())
+
+
+@pytest.mark.parametrize("how", ["graph", "compiled"])
+def test_steps_are_replayed_and_the_cache_has_room(how, monkeypatch):
+    on_a_gpu(monkeypatch)
+    written = []
+    update = StaticLayer.update
+
+    def noted(self, key_states, *rest, **more):
+        written.append(key_states.shape[-2])
+        return update(self, key_states, *rest, **more)
+
+    if how == "graph":  # compiled code would be guarded by the list
+        monkeypatch.setattr(StaticLayer, "update", noted)
+    compile_ = torch.compile
+    monkeypatch.setattr(torch, "compile", lambda fn, mode, **given: compile_(fn, backend="eager", **given))
+    case = next(c for c in cases("model") if isinstance(c.shape, ModelShape) and c.shape == tiny(how))
+    trial = measure(case, Bench(Clock(CPU, 1000), ROOF))
+    assert set(trial.baselines) == {"grouped_mm", "batched_mm"}
+    rounds = trial.ours.n
+    assert [graph.replays for graph in Graph.made] == [1 + model.NUM_WARMUPS + rounds] * 3
+    if how == "graph":
+        assert written.count(1) == 3 * 2 * (model.NUM_WARMUPS + 1)
+    most = 2 + model.NUM_WARMUPS + Graph.made[0].replays
+    assert most <= model.ROOM
+    assert trial.details["envoi_peak_gb"] > 0
+    model._build.cache_clear()
+
+
+def test_a_contender_that_fails_leaves_the_others(monkeypatch):
+    from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
+
+    def broken(*arguments, **options):
+        raise RuntimeError("no kernel image")
+
+    monkeypatch.setitem(ALL_EXPERTS_FUNCTIONS, "batched_mm", broken)
+    trial = measure(next(c for c in cases("model") if c.shape == tiny("graph")), Bench(Clock(CPU, 1), ROOF))
+    assert set(trial.baselines) == {"grouped_mm"}
+    assert trial.missing == {"batched_mm": "RuntimeError: no kernel image"}
+
+
+def test_no_more_is_compiled_than_the_limit_allows():
+    case = next(c for c in cases("model") if c.shape == tiny("compiled"))
+    with pytest.raises(RuntimeError, match="left out: 0 s of 0 for torch.compile were spent"):
+        measure(case, Bench(Clock(CPU, 1), ROOF, compiler=Compiler(0.0)))
+
+
+@pytest.mark.parametrize("format", ["bf16", "fp8_block128", "mxfp4"])
+def test_what_is_compiled_ahead_is_what_is_packed(format):
+    integration.register()
+    subject = model._build("tiny", 2, format, CPU)
+    packed = integration.packed_experts(subject.model.model.layers[0].mlp.experts, format)
+    with standing_for(Target("sm_90")):
+        ahead = model._layer_call("tiny", format).experts
+    kept = [(x.shape, x.dtype) if x is not None else None for x in tensors_of(packed)]
+    assert [(x.shape, x.dtype) if x is not None else None for x in tensors_of(ahead)] == kept
+    if format != "mxfp4":  # whose order is the GPU's own
+        assert constants_of(ahead) == constants_of(packed)
+
+
+def test_kernels_are_found_for_the_numbers_of_tokens():
+    shapes = [ModelShape("Qwen3-30B-A3B", 8, "bf16", 4, 4096), ModelShape("Qwen3-30B-A3B", 8, "bf16", 16, 1, "graph")]
+    counts = model.token_counts(shapes)
+    assert counts == [16, 64, 2048, 16384]
+    target = Target("sm_90")
+    with standing_for(target):
+        calls = [model._layer_call("Qwen3-30B-A3B", "fp8_block128")]
+    with Compilers(target, 1) as compilers:
+        names = [site.name for site in model.sites_of(compilers, calls, target, counts)]
+    assert len(names) >= 6
+    assert any("gemm" in name for name in names)
+
+
+def test_cases_are_chosen_by_several_parts(capsys):
+    parts = ["--case", "A3B sizes x8, prefill 4x", "--case", "A3B sizes x8, decode 16 in"]
+    assert cli.main(["bench", "model", "--list", "--layers", "8", *parts]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert len(lines) == 4
+    assert cli.main(["bench", "model", "--list", "--case", "nowhere", "--case", "else"]) == 2
+    assert "'nowhere' nor 'else' is in none of model" in capsys.readouterr().err

@@ -10,7 +10,7 @@ from envoi.bench import runner
 from envoi.bench.evidence import SUITES, load, read, to_line
 from envoi.bench.roof import Roof
 from envoi.bench.shapes import Case, GemmShape, GroupedShape, HostShape, ModelShape, MoeShape, cases
-from envoi.bench.suites import measure, moe, repeat_of
+from envoi.bench.suites import measure, model, moe, repeat_of
 from envoi.bench.timing import Clock
 from envoi.bench.trial import Bench
 from tests.helpers.ranks import run_ranks
@@ -54,7 +54,7 @@ def test_every_cpu_case_gives_a_measurement_that_is_right(case, traced_only):
     trial = measure(case, Bench(Clock(CPU, 1), ROOF))
     assert not trial.missing
     if isinstance(case.shape, ModelShape):
-        assert set(trial.baselines) == {"grouped_mm"} | ({"eager"} if not case.shape.compiled else set())
+        assert set(trial.baselines) == set(model.theirs(case.shape))
     assert trial.error["ours"] <= max_error(case)
     assert (trial.num_bytes > 0) == (trial.flops > 0) == (case.suite not in ("host", "model"))
     measurement = runner.to_measurement(case, trial, ROOF, runner.Ranks(0, 1, CPU), "0123456789ab")

@@ -1,10 +1,12 @@
 """Models of transformers with their experts by Envoi, against transformers' own code."""
 
 import copy
+from types import SimpleNamespace
 
 import pytest
 import torch
 import transformers
+from transformers.activations import ACT2FN
 
 from envoi.integrations.transformers import implementation_name, is_experts, packed_experts, recognise_activation
 from envoi.quant import FORMATS
@@ -80,9 +82,28 @@ def test_activations_are_recognised(name, activation, limit):
 
 def test_an_activation_that_envoi_does_not_have_is_refused():
     experts = build("mixtral").model.layers[0].mlp.experts
-    experts.act_fn = torch.nn.Tanh()
+    experts.act_fn = torch.nn.Mish()
     with pytest.raises(ValueError, match="MixtralExperts: expected the activation swiglu .* got another"):
         packed_experts(experts)
+
+
+ACTS = ["relu", "relu2", "quick_gelu", "sigmoid", "tanh", "gelu", "hardswish"]
+
+
+@pytest.mark.parametrize("act", ACTS)
+@pytest.mark.parametrize("gated", [True, False])
+def test_other_curves_run(act, gated):
+    module = build("mixtral").model.layers[0].mlp.experts
+    module.act_fn = torch.nn.Hardswish() if act == "hardswish" else ACT2FN[act]
+    x, weights = torch.randn(9, 128, generator=torch.manual_seed(0)).bfloat16(), torch.rand(9, 2)
+    ids = torch.rand(9, 4).topk(2).indices
+    if not gated:
+        assert "%" in recognise_activation(SimpleNamespace(has_gate=False, act_fn=module.act_fn))[0] or act == "relu2"
+        return
+    with torch.no_grad():
+        want = copy.deepcopy(module).double()(x.double(), ids, weights.double())
+        module.config._experts_implementation = "envoi"
+        assert 0 < relative_error(module(x, ids, weights), want) < 0.006
 
 
 OTHER_ACTIVATIONS = {
@@ -124,8 +145,8 @@ def test_families_with_other_activations(activation):
 def test_an_ungated_activation_that_envoi_does_not_have_is_refused():
     experts = build("mixtral").model.layers[0].mlp.experts
     experts.has_gate = False
-    experts.act_fn = torch.nn.GELU()
-    with pytest.raises(ValueError, match="MixtralExperts: expected the activation silu or relu.x..2 of a plain"):
+    experts.act_fn = torch.nn.Mish()
+    with pytest.raises(ValueError, match="MixtralExperts: expected the activation silu or one of relu, .* of a plain"):
         packed_experts(experts)
 
 

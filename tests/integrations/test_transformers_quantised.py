@@ -239,7 +239,7 @@ def test_the_report_says_why_not(tmp_path):
     model.set_experts_implementation("envoi_fp8_row")
     assert all(row.runs for row in report(model).rows)
     config = build("mixtral").config
-    config.hidden_act = "relu"
+    config.hidden_act = "mish"
     odd = AutoModelForCausalLM.from_config(config)
     assert "and Envoi can't run it: expected the activation swiglu" in report(odd).rows[0].why
     assert "MixtralExperts (model.layers.0.mlp.experts, model.layers.1.mlp.experts)" in str(report(odd))

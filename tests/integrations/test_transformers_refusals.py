@@ -8,6 +8,7 @@ import torch
 import transformers
 from transformers import AutoConfig, AutoModel, AutoModelForCausalLM
 
+from envoi.epilogue.library import swiglu_oai_with
 from envoi.integrations.transformers import recognise_activation
 from tests.helpers.transformers_models import COMMON, build, expert_modules, logits, tokens
 
@@ -133,7 +134,7 @@ def test_gpt_oss_in_the_order_of_other_kernels_is_refused_with_the_cure(monkeypa
 
 def test_activations_that_envoi_does_not_have_are_refused_when_chosen():
     config = build("mixtral").config
-    config.hidden_act = "relu"
+    config.hidden_act = "mish"
     with pytest.raises(ValueError, match=r"layers.0.mlp.experts \(MixtralExperts\): expected the activation swiglu"):
         AutoModelForCausalLM.from_config(config, experts_implementation="envoi")
 
@@ -169,7 +170,15 @@ def test_any_clamp_is_recognised(limit, oai):
         assert recognise_activation(gate) == ("swiglu_oai" if oai else "swiglu", limit)
 
 
-@pytest.mark.parametrize("gate", [Gate(12.0, above=16.0), Gate(20.0, above=1e9), Gate(7.0, oai=True, alpha=1.6)])
+@pytest.mark.parametrize("limit", [None, 7.0])
+@pytest.mark.parametrize("alpha", [1.0, 1.6, 2])
+def test_any_slope_is_recognised(alpha, limit):
+    activation, found = recognise_activation(Gate(limit, oai=True, alpha=alpha))
+    assert (activation, found) == (swiglu_oai_with(alpha), limit)
+    assert f"mul {float(alpha)} %0" in activation
+
+
+@pytest.mark.parametrize("gate", [Gate(12.0, above=16.0), Gate(20.0, above=1e9)])
 def test_clamps_and_slopes_of_other_kinds_are_refused(gate):
     with pytest.raises(ValueError, match="Gate: expected the activation"):
         recognise_activation(gate)

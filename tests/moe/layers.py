@@ -6,7 +6,7 @@ import torch
 from torch.nn.functional import gelu, linear, relu, silu
 
 from envoi.moe import moe, pack
-from envoi.types import UNGATED, ExpertWeights, Routing
+from envoi.types import UNGATED, ExpertWeights, Routing, has_gate
 from tests.helpers.accuracy import assert_same_bits
 
 
@@ -49,7 +49,7 @@ def make(
     ids = torch.rand(tokens, experts, generator=source).argsort(1)[:, :k].to(torch.int32)
     ids = ids.masked_fill(torch.rand(ids.shape, generator=source) < masked, -1)
     weights = torch.rand(ids.shape, generator=source)
-    rows = intermediate if activation in UNGATED else 2 * intermediate
+    rows = 2 * intermediate if has_gate(activation) else intermediate
     return Layer(
         normal(tokens, hidden).bfloat16(), Routing(weights, ids, experts),
         (normal(experts, rows, hidden) / hidden**0.5).bfloat16(),

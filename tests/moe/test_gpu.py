@@ -17,7 +17,9 @@ from envoi.types import QuantTensor, Routing
 from tests.helpers.accuracy import assert_at_most_twice, assert_same_bits, relative_error
 from tests.helpers.launches import assert_same_code, watched
 from tests.moe.layers import Layer, assert_a_graph_serves, assert_same_bits_each_time, eager_bf16, make
+from tests.moe.own import OWN, layer_of, oracle
 from tests.moe.test_moe import BOUNDS, KINDS
+from tests.moe.test_own_activation import bound
 
 pytestmark = [pytest.mark.gpu, pytest.mark.usefixtures("tidy_gpu")]
 SINGLE_ROWS = ("fp8_row", "fp8_1x128", "mxfp8")
@@ -110,11 +112,12 @@ def arguments(layer: Layer, format: str) -> tuple:
     return layer.tokens, layer.routing.topk_weights, layer.routing.topk_ids, layer.pack(format)
 
 
-def assert_right(layer: Layer, format: str) -> torch.Tensor:
-    """Assert at most twice the error of the reference on the CPU, where `layer` is; return the GPU's output."""
+def assert_right(layer: Layer, format: str, more: float = 1.0) -> torch.Tensor:
+    """Assert at most twice the error of the reference on the CPU, where `layer` is, and at most the format's, times
+    `more`; return the GPU's output."""
     got, want = run(on_gpu(layer), format).cpu(), moe_oracle(*arguments(layer, format))
     assert_at_most_twice(got, reference.moe(*arguments(layer, format)), want)
-    assert relative_error(got, want) < 1.5 * BOUNDS[format]
+    assert relative_error(got, want) < 1.5 * BOUNDS[format] * more
     return got
 
 
@@ -122,6 +125,15 @@ def assert_right(layer: Layer, format: str) -> torch.Tensor:
 @pytest.mark.parametrize("kind", KINDS)
 def test_error_is_at_most_twice_the_references(format, kind):
     assert_right(make(tokens=200, hidden=512, intermediate=256, **KINDS[kind]), format)
+
+
+@pytest.mark.parametrize("format", FORMATS)
+@pytest.mark.parametrize("name", OWN)
+@pytest.mark.parametrize("tokens", [3, 300])
+def test_users_own_activations(tokens, name, format):
+    layer = layer_of(name, tokens=tokens, hidden=512, intermediate=256)
+    got = assert_right(layer, format, OWN[name].relative)
+    assert relative_error(got, oracle(layer, layer.pack(format), name)) < 1.5 * bound(format, OWN[name])
 
 
 @pytest.mark.parametrize("tokens", [1, 5, 64, 700])

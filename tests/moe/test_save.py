@@ -121,7 +121,7 @@ def test_a_truncated_file_is_refused(tmp_path):
 SPOILT = {
     "expected experts written as version 1, got 2": lambda state, meta: meta.update(version=2),
     "expected a tensor gate_up.sf, got none": lambda state, meta: state.pop("gate_up.sf"),
-    "expected a tensor down, got none":
+    "expected a tensor down.values, got none":
         lambda state, meta: [state.pop("down.values"), state.pop("down.sf")]
         + [meta["fields"].pop(f"down.{name}") for name in ("group", "scales_at_most_2", "order")],
     "down.values: expected float8_e4m3fn .8, 256, 128., got float8_e4m3fn .8, 128, 128.":
@@ -131,6 +131,20 @@ SPOILT = {
     "down_bias: expected float32 .8, 256., got bfloat16 .8, 256.":
         lambda state, meta: state.update(down_bias=state["down_bias"].bfloat16()),
     "format: expected one of .*, got 'fp2'": lambda state, meta: meta["fields"].update(format="fp2"),
+    "expected a tensor down_bias, got none": lambda state, meta: state.pop("down_bias"),
+    "expected a tensor gate_up_bias beside the other bias, got none":
+        lambda state, meta: [state.pop("gate_up_bias"), meta.pop("tensors")],
+    "gate_up: expected .num_experts, rows, hidden., got .8, 256.":
+        lambda state, meta: state.update({"gate_up.values": state["gate_up.values"][:, :, 0]}),
+    "envoi: expected fields that this release knows, got 'router'": lambda state, meta: meta["fields"].update(router=1),
+    "envoi: expected a description with fields, got None": lambda state, meta: meta.pop("fields"),
+    "format: expected text, got None": lambda state, meta: meta["fields"].pop("format"),
+    "down.order: expected one of 'rows', 'fragments', got 'x'":
+        lambda state, meta: meta["fields"].update({"down.order": "x"}),
+    "gate_up.group: expected two numbers, got 3": lambda state, meta: meta["fields"].update({"gate_up.group": 3}),
+    "gate_up_layout: expected 'interleaved' or 'concat'": lambda state, meta: meta["fields"].update(gate_up_layout="x"),
+    "swiglu_limit: expected None or a positive number, got -1":
+        lambda state, meta: meta["fields"].update(swiglu_limit=-1),
     "down.group: expected .128, 128., got .1, 32.": lambda state, meta: meta["fields"].update({"down.group": [1, 32]}),
 }  # fmt: skip
 
@@ -143,6 +157,49 @@ def test_spoilt_states_are_refused(message):
     state["envoi"] = torch.frombuffer(bytearray(json.dumps(meta).encode()), dtype=torch.uint8)
     with pytest.raises(ValueError, match=f"state: {message}"):
         envoi.experts.from_state_dict(state)
+
+
+ODD = [None, 3, "x", [1], [1, 2, 3], {"a": 1}, -1.5, True]
+
+
+@pytest.mark.parametrize("name", PACKED)
+def test_descriptions_that_nothing_wrote_are_refused_or_change_nothing(name, tmp_path):
+    """Every field gone, or with an odd value; every tensor gone, short or another one."""
+    path = tmp_path / "experts.safetensors"
+    state = envoi.experts.state_dict(PACKED[name])
+    meta = json.loads(bytes(state.pop("envoi").tolist()))
+    spoilt = [(json.dumps(meta | {"fields": without(meta["fields"], key)}), state) for key in meta["fields"]]
+    spoilt += [
+        (json.dumps(meta | {"fields": meta["fields"] | {key: odd}}), state)
+        for key in meta["fields"]
+        for odd in ODD
+        if key != "swiglu_limit" or odd not in (None, 3)  # which are limits
+    ]
+    spoilt += [(text, state) for text in ("{", "[]", "3", "{}", '{"version": 1}', '{"version": 1, "fields": []}')]
+    for key, x in state.items():
+        spoilt += [(json.dumps(meta), other) for other in (
+            without(state, key), state | {key: x[:1].clone()}, state | {key: torch.zeros(3)})]  # fmt: skip
+    refused = 0
+    for text, tensors in spoilt:
+        safetensors.torch.save_file(tensors, path, {"format": "pt", "envoi": text})
+        try:
+            assert same(envoi.experts.load(path), PACKED[name])
+        except ValueError as error:
+            assert str(error).startswith(f"{path}: "), error
+            refused += 1
+    assert refused > len(spoilt) / 2
+
+
+def without(given: dict, key: str) -> dict:
+    return {name: value for name, value in given.items() if name != key}
+
+
+def test_a_promise_about_scales_is_looked_up():
+    packed = PLAIN.pack("mxfp4")
+    packed.gate_up.sf.view(torch.uint8)[0, 0, 0] = 140
+    assert packed.gate_up.scales_at_most_2
+    again = envoi.experts.from_state_dict(envoi.experts.state_dict(packed))
+    assert (again.gate_up.scales_at_most_2, again.down.scales_at_most_2) == (False, True)
 
 
 def test_a_scale_on_top_is_kept():

@@ -14,6 +14,7 @@ from triton import knobs
 
 import envoi
 from envoi import cli
+from envoi.epilogue.activation import written
 from envoi.moe import api as moe_api
 from envoi.moe import warm_up
 from envoi.moe.op import IDS, WEIGHTS
@@ -33,6 +34,7 @@ from envoi.runtime.rehearsal import find, rehearse
 from envoi.types import Routing
 from envoi.warming import RouterCall
 from tests.moe.layers import make
+from tests.moe.own import reglu
 
 HOPPER = Target("sm_90")
 # A CPU's constants differ: no cast to E4M3, no overlap of launches, no clock.
@@ -81,7 +83,7 @@ def compiled(calls, max_tokens: int, least: int = 1) -> set[tuple]:
 
 
 def drawn_layer(draw: random.Random, format: str, **fixed):
-    activation = draw.choice(["swiglu", "swiglu_oai", "geglu", "relu2"])
+    activation = draw.choice(["swiglu", "swiglu_oai", "geglu", "relu2", written(reglu)])
     sizes = {
         "tokens": 1, "hidden": 128 * draw.randint(1, 4), "intermediate": 128 * draw.randint(1, 3),
         "experts": draw.choice([1, 2, 4, 8]), "activation": activation, "bias": draw.random() < 0.4,

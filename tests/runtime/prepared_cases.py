@@ -11,12 +11,14 @@ import torch
 
 import envoi
 from envoi.epilogue import Col, Row, Scalar, Tile, cast, col_sum, epilogue, row_absmax
+from envoi.epilogue.activation import written
 from envoi.epilogue.library import linear, store, swiglu, swiglu_fp8
 from envoi.gemm import grouped_gemm
 from envoi.indexer.workloads import one
 from envoi.quant import FORMATS, quantize
 from envoi.types import QuantTensor
 from tests.moe.layers import Layer, make
+from tests.moe.own import reglu
 
 
 @epilogue
@@ -117,8 +119,8 @@ def moe_cases(
     device: where the experts are packed, which decides the order of 4-bit weights.
     """
 
-    def arguments(i: int, format: str, bias: bool = False, batch: bool = False) -> tuple[tuple, dict]:
-        kind = {"activation": "swiglu_oai", "bias": True} if bias else {}
+    def arguments(i: int, format: str, bias: bool = False, batch: bool = False, **kind: Any) -> tuple[tuple, dict]:
+        kind |= {"activation": "swiglu_oai", "bias": True} if bias else {}
         layer = Layer(**on(device, vars(make(tokens, experts, k, hidden, intermediate, seed=i, **kind))))
         x = layer.tokens.view(2, tokens // 2, hidden) if batch else layer.tokens
         return (x, layer.routing, layer.pack(format)), {}
@@ -126,6 +128,8 @@ def moe_cases(
     found = {f"moe-{f}": Case(envoi.moe, lambda i, f=f: arguments(i, f)) for f in FORMATS}
     found["moe-bias"] = Case(envoi.moe, lambda i: arguments(i, "bf16", bias=True))
     found["moe-mxfp4-bias"] = Case(envoi.moe, lambda i: arguments(i, "mxfp4", bias=True))
+    found["moe-own"] = Case(envoi.moe, lambda i: arguments(i, "bf16", activation=written(reglu)))
+    found["moe-mxfp4-own"] = Case(envoi.moe, lambda i: arguments(i, "mxfp4", activation=written(reglu)))
     found["moe-batch"] = Case(envoi.moe, lambda i: arguments(i, "fp8_row", batch=True))
     return found
 

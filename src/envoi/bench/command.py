@@ -23,7 +23,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the arguments of `envoi bench`."""
     parser.add_argument("suites", metavar="SUITE", nargs="*", help=f"of {', '.join(evidence.SUITES)}")
     parser.add_argument("--list", action="store_true", help="print the cases and stop")
-    parser.add_argument("--case", metavar="SUBSTRING", help="only cases whose name contains this")
+    parser.add_argument(
+        "--case", metavar="SUBSTRING", action="append", help="only cases whose name contains this; may be repeated"
+    )
     parser.add_argument(
         "--device", choices=("auto", "cpu", "cuda"), default="auto", help="default: a GPU if there is one"
     )
@@ -119,9 +121,12 @@ def _choose(args: argparse.Namespace) -> "list[Case]":
         raise ValueError(f"--layers: expected at least 1, got {args.layers}")
     options = Options(args.seed, args.count, args.layers)
     names = list(dict.fromkeys(args.suites)) or list(evidence.SUITES)
-    chosen = [case for name in names for case in cases(name, options) if (args.case or "") in case.name]
+    chosen = [case for name in names for case in cases(name, options)]
+    if args.case:
+        chosen = [case for case in chosen if any(part in case.name for part in args.case)]
     if not chosen:
-        raise ValueError(f"--case: expected a part of a case's name, {args.case!r} is in none of {', '.join(names)}")
+        wanted = " nor ".join(map(repr, args.case))
+        raise ValueError(f"--case: expected a part of a case's name, {wanted} is in none of {', '.join(names)}")
     return [_untuned(case) for case in chosen] if args.untuned else chosen
 
 
@@ -138,7 +143,7 @@ def _print_list(chosen: "list[Case]") -> None:
 
 def _measure(args: argparse.Namespace, chosen: "list[Case]") -> int:
     from envoi.bench import ahead, runner
-    from envoi.bench.suites import rehearsal
+    from envoi.bench.suites import model, rehearsal
     from envoi.bench.trial import Compiler
 
     device = runner.pick_device(args.device)
@@ -163,6 +168,7 @@ def _measure(args: argparse.Namespace, chosen: "list[Case]") -> int:
         rehearsed = [case for case in fitting if rehearsal.is_rehearsed(case)]
         rehearsal.rehearse_all(rehearsed, args.jobs, not args.untuned)
         ahead.compile_cases([case for case in fitting if case not in rehearsed], args.jobs)
+        model.compile_ahead(fitting, device, args.jobs)
     limit_s = 0.0 if args.no_compile else args.compile_limit
     compiler = Compiler(QUICK_COMPILE_S if args.quick and limit_s is None else limit_s)
     _, num_failed = runner.run_cases(fitting, ranks, runner.Plan(args.repeat, commit, compiler, keep))

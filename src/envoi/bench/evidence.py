@@ -55,6 +55,7 @@ BASELINES = {
     "sgl_deep_gemm_topk": "sgl-deep-gemm's FP8 scores of a paged cache, and torch.topk of them",
     "pytorch": "the operator's published reference in PyTorch, item by item",
     "grouped_mm": "transformers' own experts by torch's grouped matmul, in bf16",
+    "batched_mm": "transformers' own experts by a batched matmul with each slot's weights copied, in bf16",
     "torch_mm": "torch's matmul of the case's tokens and a weight: what a call of torch's costs the host",
     "graph": "Envoi's own call, replayed from a CUDA graph (on CPUs made again)",
     "batch_invariant": "Envoi with batch_invariant=True, which gives a row the same bits whatever the others are",

@@ -1,6 +1,7 @@
 """Runner of cases one after the other: prints a table for each suite, makes and stores the measurements."""
 
 import datetime
+import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from itertools import groupby
@@ -97,7 +98,7 @@ def _run_suite(
     for case in cases:
         label = f"{case.suite} {case.name}"
         bar.step(label)
-        n = plan.repeat or repeat_of(case.suite, ranks.device.type == "cuda")
+        n, start = plan.repeat or repeat_of(case.suite, ranks.device.type == "cuda"), time.monotonic()
         try:
             with torch.no_grad():
                 bench = Bench(Clock(ranks.device, n), roof, ranks.rank, ranks.num_ranks, plan.compiler)
@@ -107,8 +108,10 @@ def _run_suite(
                 raise
             num_failed += 1
             notes.append(f"{label}: failed: {type(error).__name__}: {' '.join(str(error).split())[:300]}")
+            bar.say(notes[-1])
             continue
         rows.append(_row(case, trial, roof))
+        bar.say(f"{label}: {rows[-1][1]} us; {rows[-1][-1]}; {time.monotonic() - start:.0f} s")
         notes += [f"{label}: {name} didn't run: {why}" for name, why in trial.missing.items()]
         if trial.details:
             notes.append(f"{label}: {', '.join(f'{name} {value}' for name, value in trial.details.items())}")

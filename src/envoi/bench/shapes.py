@@ -155,14 +155,17 @@ class HostShape:
 
 @dataclass(frozen=True)
 class ModelShape:
-    """Step of a model: num_tokens of each sequence, 1 for decode. model: its name; format: of its experts."""
+    """Step of a model: num_tokens of each sequence, 1 for decode. model: its name; format: of its experts.
+
+    how: "eager", "graph" (replays of a CUDA graph of it) or "compiled" (by torch.compile, and replays).
+    """
 
     model: str
     num_layers: int
     format: str
     num_sequences: int
     num_tokens: int
-    compiled: bool = False
+    how: str = "eager"
 
 
 Shape = GemmShape | GroupedShape | RouterShape | MoeShape | IndexerShape | HostShape | ModelShape

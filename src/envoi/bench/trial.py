@@ -26,8 +26,7 @@ class Compiler:
 
     def run(self, fn: Callable, *args: torch.Tensor) -> Run:
         """Return a call of fn(*args), compiled and tuned. Raises RuntimeError once the limit is reached."""
-        if self.limit_s is not None and self.spent_s >= self.limit_s:
-            raise RuntimeError(f"left out: {self.spent_s:.0f} s of {self.limit_s:.0f} for torch.compile were spent")
+        self._check_limit()
         from torch._inductor import config
 
         start = time.monotonic()
@@ -37,6 +36,24 @@ class Compiler:
         fast(*args)
         self.spent_s += time.monotonic() - start
         return lambda: fast(*args)
+
+    def whole(self, fn: Callable, first: Callable[[Callable], object]) -> Callable:
+        """Return fn compiled as one graph without tuning; first: makes the call that compiles it.
+
+        Raises RuntimeError once the limit is reached.
+        """
+        self._check_limit()
+        start = time.monotonic()
+        fast = torch.compile(fn, fullgraph=True, dynamic=False, mode=None)
+        try:
+            first(fast)
+        finally:
+            self.spent_s += time.monotonic() - start
+        return fast
+
+    def _check_limit(self) -> None:
+        if self.limit_s is not None and self.spent_s >= self.limit_s:
+            raise RuntimeError(f"left out: {self.spent_s:.0f} s of {self.limit_s:.0f} for torch.compile were spent")
 
 
 @dataclass(frozen=True)

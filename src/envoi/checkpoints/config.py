@@ -7,12 +7,12 @@ from typing import Any
 
 import torch
 
+from envoi.epilogue.library import swiglu_oai_with
 from envoi.moe.pack import SWIGLU_OAI_LIMIT
 
 ALL = 0  # in a group: all rows, or all columns
 MX = (1, 32)
 FLOATS = (torch.bfloat16, torch.float16, torch.float32)
-OAI_ALPHA = 1.702
 COUNTS = ("n_routed_experts", "num_local_experts", "num_experts", "moe_num_experts")
 GATES = {
     "silu": "swiglu",
@@ -62,6 +62,23 @@ def read_config(folder: Path) -> Config:
 
     Raises ValueError that names the file and the key for what Envoi can't run or doesn't know.
     """
+    file, config, given = _read(folder)
+    family = str(config.get("model_type", "")).removesuffix("_text")
+    if family in OTHERS:
+        raise ValueError(f"{file}: model_type: expected a family that Envoi runs, got {family!r}: {OTHERS[family]}")
+    activation, limit = _activation(file, family, config)
+    counts = [config[key] for key in COUNTS if isinstance(config.get(key), int)]
+    return Config(file, family, counts[0] if counts else None, activation, limit, _quantisation(file, given))
+
+
+def read_quantisation(folder: Path) -> Quantisation | None:
+    """Read how config.json says that experts are quantised; None if they aren't. Raises ValueError as `read_config`."""
+    file, _, given = _read(folder)
+    return _quantisation(file, given)
+
+
+def _read(folder: Path) -> tuple[Path, dict[str, Any], Any]:
+    """Return the file, the configuration of the text model, and what it says of quantisation."""
     file = folder / "config.json"
     try:
         whole = json.loads(file.read_text())
@@ -69,15 +86,12 @@ def read_config(folder: Path) -> Config:
         raise ValueError(f"{file}: expected the checkpoint's configuration, got no such file") from None
     except ValueError as error:
         raise ValueError(f"{file}: expected JSON, got {error}") from None
+    if not isinstance(whole, dict):
+        raise ValueError(f"{file}: expected a configuration, got {type(whole).__name__}")
     parts = [whole[key] for key in ("text_config", "llm_config", "language_config") if isinstance(whole.get(key), dict)]
     config = {**whole, **(parts[0] if parts else {})}
-    family = str(config.get("model_type", "")).removesuffix("_text")
-    if family in OTHERS:
-        raise ValueError(f"{file}: model_type: expected a family that Envoi runs, got {family!r}: {OTHERS[family]}")
-    activation, limit = _activation(file, family, config)
-    counts = [config[key] for key in COUNTS if isinstance(config.get(key), int)]
     given = config.get("quantization_config") or config.get("compression_config") or whole.get("quantization_config")
-    return Config(file, family, counts[0] if counts else None, activation, limit, _quantisation(file, given))
+    return file, config, given
 
 
 def _activation(file: Path, family: str, config: dict[str, Any]) -> tuple[str, float | None]:
@@ -88,9 +102,11 @@ def _activation(file: Path, family: str, config: dict[str, Any]) -> tuple[str, f
         raise ValueError(f"{file}: {ACTIVATIONS[0]}: expected one of {', '.join(map(repr, GATES))}, got {named[0]!r}")
     alpha = config.get("swiglu_alpha")
     if family in INTERLEAVED or alpha is not None:
-        if alpha is not None and abs(alpha - OAI_ALPHA) > 1e-6:
-            raise ValueError(f"{file}: swiglu_alpha: expected {OAI_ALPHA}, got {alpha!r}")
-        return "swiglu_oai", SWIGLU_OAI_LIMIT if limit is None else limit
+        if alpha is not None and (isinstance(alpha, bool) or not isinstance(alpha, int | float)):
+            raise ValueError(f"{file}: swiglu_alpha: expected a number, got {alpha!r}")
+        return "swiglu_oai" if alpha is None else swiglu_oai_with(
+            float(alpha)
+        ), SWIGLU_OAI_LIMIT if limit is None else limit
     if not named:
         raise ValueError(f"{file}: {ACTIVATIONS[0]}: expected the experts' activation, got none of {ACTIVATIONS}")
     return GATES[named[0]], limit

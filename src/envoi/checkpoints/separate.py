@@ -17,10 +17,12 @@ BIASES = (None, None)
 class Plan:
     """Names, dtypes and shapes of a layer's tensors, all compared with the files' headers when it is made."""
 
-    def __init__(self, shards: Shards, config: Config, named: Separate, ids: Sequence[int], count: int):
+    def __init__(
+        self, shards: Shards, quantisation: Quantisation | None, named: Separate, ids: Sequence[int], count: int
+    ):
         self.shards, self.named, self.ids = shards, named, ids
         self.why = f"the layer has experts 0 to {count - 1}"
-        self.quantisation = config.quantisation
+        self.quantisation = quantisation
         self.part = self._part()
         first = ids[0] if ids else 0
         name = named.name(first, named.gate, self.part)
@@ -86,7 +88,7 @@ def read_separate(
     step: Callable[[int], None],
 ) -> tuple[Matrix, Matrix, tuple[None, None]]:  # fmt: skip
     """Read the experts `ids`: gate_up [E, 2I, H], all gate rows first, and down [E, H, I], as the file stores them."""
-    plan = Plan(shards, config, named, ids, count)
+    plan = Plan(shards, config.quantisation, named, ids, count)
     intermediate, hidden = plan.intermediate, plan.hidden
     values = [
         torch.empty(len(ids), rows, columns // plan.per_byte, dtype=plan.dtype, device=device)

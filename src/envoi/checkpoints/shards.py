@@ -58,6 +58,11 @@ class Shards:
             raise ValueError(f"{self.path}: expected files of safetensors, got none")
         return {name: file for file in files for name in self._names(file)}
 
+    def check(self) -> None:
+        """Open every file. Raises ValueError for one that is truncated, or isn't there."""
+        for file in dict.fromkeys(self.file_of.values()):
+            self._handle(file)
+
     def _names(self, file: Path) -> list[str]:
         return list(self._handle(file).keys())
 

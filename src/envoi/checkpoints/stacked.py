@@ -5,7 +5,7 @@ from dataclasses import dataclass
 
 import torch
 
-from envoi.checkpoints.config import FLOATS, MX, Config
+from envoi.checkpoints.config import FLOATS, MX, Config, Quantisation
 from envoi.checkpoints.names import Stacked
 from envoi.checkpoints.shards import Shards
 from envoi.quant.regroup import FACTORS, stored_factors
@@ -46,10 +46,7 @@ def read_stacked(
     step: Callable[[int], None],
 ) -> tuple[Matrix, Matrix, Biases]:  # fmt: skip
     """Read the experts `ids`: gate_up [E, 2I, H] with the file's order of rows, down [E, H, I], and both biases."""
-    parts = _plan_blocks(shards, named, count) if named.blocks else _plan_matrices(shards, config, named, count)
-    if bool(parts[0].bias) != bool(parts[1].bias):
-        lacking = f"{named.down if parts[0].bias else named.gate_up}_bias"
-        raise ValueError(f"{shards.path}: {lacking}: expected a bias, as the other projection has one, got none")
+    parts = plan_stacked(shards, config.quantisation, named, count)
     read: dict[str, torch.Tensor] = {}
     for name in (name for part in parts for name in part.names):
         dtype, shape = shards.header(name)
@@ -60,6 +57,15 @@ def read_stacked(
             x[position].copy_(shards.read_rows(name, expert, expert + 1)[0])
     biases = [read[part.bias] if part.bias else None for part in parts]
     return parts[0].matrix(read), parts[1].matrix(read), (biases[0], biases[1])
+
+
+def plan_stacked(shards: Shards, quantisation: Quantisation | None, named: Stacked, count: int) -> list[Part]:
+    """Return the parts of gate_up and down, all compared with the files' headers."""
+    parts = _plan_blocks(shards, named, count) if named.blocks else _plan_matrices(shards, quantisation, named, count)
+    if bool(parts[0].bias) != bool(parts[1].bias):
+        lacking = f"{named.down if parts[0].bias else named.gate_up}_bias"
+        raise ValueError(f"{shards.path}: {lacking}: expected a bias, as the other projection has one, got none")
+    return parts
 
 
 def _plan_blocks(shards: Shards, named: Stacked, count: int) -> list[Part]:
@@ -74,9 +80,9 @@ def _plan_blocks(shards: Shards, named: Stacked, count: int) -> list[Part]:
     return parts
 
 
-def _plan_matrices(shards: Shards, config: Config, named: Stacked, count: int) -> list[Part]:
+def _plan_matrices(shards: Shards, quantisation: Quantisation | None, named: Stacked, count: int) -> list[Part]:
     """Compare [E, 2I, H] and [E, H, I], or both transposed, with the headers; and the factors of quantised ones."""
-    groups = config.quantisation.groups if config.quantisation else {}
+    groups = quantisation.groups if quantisation else {}
     dtype, one = shards.expect(named.gate_up, (*FLOATS, *groups), ())
     _, two = shards.expect(named.down, (dtype,), ())
     transposed = len(one) == len(two) == 3 and (one[1], one[2]) == (two[2], 2 * two[1])

@@ -3,6 +3,7 @@
 from functools import cache
 
 from envoi.check import expect_choice
+from envoi.epilogue.activation import computed, expect_activation, written
 from envoi.epilogue.api import Epilogue, epilogue
 from envoi.epilogue.trace import Col, HalfTile, Row, Scalar, Tile
 from envoi.epilogue.vocabulary import (
@@ -20,7 +21,7 @@ from envoi.epilogue.vocabulary import (
     silu,
 )
 from envoi.quant.formats import Scheme
-from envoi.types import UNGATED
+from envoi.types import has_gate
 
 WIDEST_INSIDE = 32  # columns of a quantisation group that fits into a tile of any format
 
@@ -76,8 +77,7 @@ def swiglu_fp8(acc):
     return quantize(silu(gate) * up, "fp8_e4m3", group=128)
 
 
-GATED = ("swiglu", "swiglu_oai", "geglu", "geglu_tanh")
-ACTIVATIONS = (*GATED, *UNGATED)
+OAI_ALPHA = 1.702
 SPLITS = {"interleaved": pairs, "concat": halves}  # how each `gate_up_layout` becomes gate and up
 
 _LEAVE = {
@@ -94,15 +94,16 @@ def expert_l1(
 ) -> Epilogue:  # fmt: skip
     """Return the experts' first epilogue: activation of gate and up, times the routing weight, quantised.
 
-    activation: one of ACTIVATIONS; for those of UNGATED the columns are all up, and there is no limit and no layout.
+    activation: one of `envoi.epilogue.activation.ACTIVATIONS`, or a user's as text; without a gate the columns are all
+    up, and there is no limit and no layout.
     limit clamps gate above and up on both sides. scheme: None for bf16 output,
     else fp8_row, fp8_1x128 or mxfp8. gate_up_layout: "interleaved" (columns of gate and up in turn) or "concat" (all
     gates, then all ups). rounded: to bf16 before it is quantised, as where a kernel of its own quantises bf16.
     Operands: weight (Row), and bias (Col, in the same order) if has_bias.
     Raises ValueError for another activation, scheme or layout.
     """
-    expect_choice("activation", activation, ACTIVATIONS)
-    gated = activation in GATED
+    expect_activation(activation)
+    gated, own = has_gate(activation), ":" in activation
     expect_choice("gate_up_layout", gate_up_layout, SPLITS)
     if scheme is not None:
         expect_choice("scheme", scheme, _LEAVE)
@@ -111,13 +112,17 @@ def expert_l1(
     def activate(gate, up):
         if limit is not None:
             gate, up = minimum(gate, limit), clip(up, -limit, limit)
+        if own:
+            return computed(activation, gate, up)
         if activation == "swiglu_oai":
-            return (up + 1.0) * gate * sigmoid(1.702 * gate)
+            return (up + 1.0) * gate * sigmoid(OAI_ALPHA * gate)
         if activation == "swiglu":
             return silu(gate) * up
         return gelu(gate, "tanh" if activation == "geglu_tanh" else "none") * up
 
     def activate_up(up):
+        if own:
+            return computed(activation, up)
         return silu(up) if activation == "silu" else relu(up) * relu(up)
 
     def inside(acc):
@@ -135,6 +140,16 @@ def expert_l1(
         return leave(inside(acc + bias) * weight)
 
     return epilogue(expert_l1_bias if has_bias else expert_l1)
+
+
+@cache
+def swiglu_oai_with(alpha: float) -> str:
+    """Return the activation (up + 1) * gate * sigmoid(alpha * gate)."""
+
+    def swiglu_oai(gate, up):
+        return (up + 1.0) * gate * sigmoid(alpha * gate)
+
+    return "swiglu_oai" if alpha == OAI_ALPHA else written(swiglu_oai)
 
 
 def l1_output_scheme(scheme: Scheme | None) -> str | None:

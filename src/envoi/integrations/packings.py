@@ -102,12 +102,27 @@ def packed(weights: Weights, recipe: Recipe) -> ExpertWeights:
     """
     packing = _kept.get(weights.gate_up, {}).get(recipe)
     if packing is None or not packing.fits(weights):
+        weights = lasting(weights)
         with _lock:
             # Another thread may have packed them meanwhile.
             packing = _kept.setdefault(weights.gate_up, {}).get(recipe)
             if packing is None or not packing.fits(weights):
                 packing = _renew(weights, recipe, packing)
     return packing.experts
+
+
+def lasting(weights: Weights) -> Weights:
+    """Return the tensors that views stand for which are made anew for each call, as a DTensor's `to_local` makes them
+    in grad mode; other tensors unchanged."""
+    gate_up, down, *rest = weights
+    return Weights(_base(gate_up), _base(down), *(None if x is None else _base(x) for x in rest))
+
+
+def _base(x: torch.Tensor) -> torch.Tensor:
+    base = x._base if x._is_view() else None
+    if base is None or base.data_ptr() != x.data_ptr() or base.dtype != x.dtype:
+        return x
+    return base if (base.shape, base.stride()) == (x.shape, x.stride()) else x
 
 
 def kept(weights: Weights) -> list[ExpertWeights]:

@@ -31,24 +31,23 @@ There is no backward: an input or weight that requires grad, with grad mode on, 
 """
 
 import warnings
-from collections.abc import Callable
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
 
 from envoi.check import expect_bool
-from envoi.epilogue.library import GATED
 from envoi.integrations import packings
 from envoi.integrations.packings import Recipe, Weights
+from envoi.integrations.transformers_activation import recognise_activation
+from envoi.integrations.transformers_divided import check_divided, local_part
 from envoi.moe import layer, moe
 from envoi.moe.op import empty_out
-from envoi.moe.oracle import activate
 from envoi.moe.pack import AUTO, format_of
 from envoi.quant.formats import FORMATS
 from envoi.quant.regroup import as_stored
 from envoi.runtime.custom_op import operator
-from envoi.types import UNGATED, ExpertWeights, Routing
+from envoi.types import ExpertWeights, Routing
 
 # What the names of factors end in: those of transformers' FP8Experts, and those that Envoi's loader adds.
 STORED_FACTORS = "_scale"
@@ -131,14 +130,14 @@ def packed_experts(module: torch.nn.Module, format: str = "bf16") -> ExpertWeigh
     released = module.__dict__.get("_envoi_released")
     if released is not None:
         return released.experts
-    return packings.packed(module_weights(module), recipe)
+    return packings.packed(own_weights(module), recipe)
 
 
 def refresh(model: torch.nn.Module) -> None:
     """Pack the model's experts again, as far as they are packed: needed after a change that torch doesn't count."""
     for module in model.modules():
         if is_experts(module) and "_envoi_released" not in vars(module) and not unserved(module):
-            packings.refresh(module_weights(module))
+            packings.refresh(own_weights(module))
 
 
 def release(model: torch.nn.Module) -> int:
@@ -158,7 +157,7 @@ def release(model: torch.nn.Module) -> int:
             format = FORMAT_OF.get(config._experts_implementation)
             if format is not None:
                 recipe = _recipe(module, format)
-                freed += transformers_release.release(module, module_weights(module), recipe, format)
+                freed += transformers_release.release(module, own_weights(module), recipe, format)
     return freed
 
 
@@ -205,13 +204,20 @@ def module_weights(module: Any) -> Weights:
     return Weights(module.gate_up_proj, module.down_proj, module.gate_up_proj_bias, module.down_proj_bias, *factors)
 
 
+def own_weights(module: Any) -> Weights:
+    """Return `module_weights`, of parameters that are divided over processes this process's part."""
+    gate_up, down, *rest = module_weights(module)
+    return Weights(local_part(gate_up), local_part(down), *(None if x is None else local_part(x) for x in rest))
+
+
 def stored_format(module: Any) -> str | None:
     """Return the format that holds a module's quantised weights exactly as far as shapes and dtypes show, None if they
     are floats.
 
-    Raises ValueError if there is no such format.
+    Raises ValueError if there is no such format, or if weights and factors aren't divided alike over processes.
     """
-    weights = module_weights(module)
+    check_divided(module)
+    weights = own_weights(module)
     if weights.gate_up_sf is None or weights.down_sf is None:
         return None
     gate_up = as_stored(weights.gate_up.detach().to("meta"), weights.gate_up_sf.detach().to("meta"), "gate_up")
@@ -353,61 +359,3 @@ def _check_structure(module: Any) -> None:
         reason = "expected experts whose outputs are summed as they are, got a norm after each"
     if reason is not None:
         raise ValueError(f"{type(module).__name__}: {reason}")
-
-
-@torch.no_grad()
-def recognise_activation(module: Any) -> tuple[str, float | None]:
-    """Find which of Envoi's activations the module computes, and its clamp, by trying it on numbers.
-
-    Any clamp is found: it is read off the output for a huge `up`. Raises ValueError if the module computes another.
-    """
-    if not getattr(module, "has_gate", True):
-        return _recognise_ungated(module), None
-    apply_gate: Callable[[torch.Tensor], torch.Tensor] = module._apply_gate
-
-    def theirs(interleaved: torch.Tensor) -> torch.Tensor:
-        if module.is_concatenated:
-            interleaved = torch.cat((interleaved[:, 0::2], interleaved[:, 1::2]), dim=1)
-        return apply_gate(interleaved)
-
-    # A gate below every clamp, with ups of 0, 1 and above every clamp: up to its clamp the activation is linear in up.
-    pairs = torch.tensor([[2.0**-10, 0.0], [2.0**-10, 1.0], [2.0**-10, 1e30]], dtype=torch.float64, device="cpu")
-    huge = float(theirs(pairs)[2])
-    for activation in GATED:
-        zero, one, _ = activate(pairs, activation, None).flatten().tolist()
-        limit = _rounded((huge - zero) / (one - zero), module)
-        probe = _gates_and_ups(limit or 12.0)
-        if torch.allclose(activate(probe, activation, limit), theirs(probe).double(), rtol=1e-4, atol=1e-5):
-            return activation, limit
-    raise ValueError(
-        f"{type(module).__name__}: expected the activation swiglu (silu(gate) * up), geglu or swiglu_oai, "
-        "with or without a clamp; got another"
-    )
-
-
-def _recognise_ungated(module: Any) -> str:
-    side = torch.linspace(-12.0, 12.0, 97, dtype=torch.float64, device="cpu").unsqueeze(0)
-    for activation in UNGATED:
-        if torch.allclose(activate(side, activation, None), module.act_fn(side).double(), rtol=1e-4, atol=1e-5):
-            return activation
-    raise ValueError(
-        f"{type(module).__name__}: expected the activation silu or relu(x)^2 of a plain up_proj, got another"
-    )
-
-
-def _rounded(limit: float, module: Any) -> float | None:
-    """Return the clamp measured as `limit`: the module's own number if that is near, None if there is no clamp."""
-    if not 0 < limit < 1e29:
-        return None
-    for own in (getattr(module, name, None) for name in ("limit", "swiglu_limit")):
-        if isinstance(own, (int, float)) and abs(own - limit) <= 1e-4 * limit:
-            return float(own)
-    return float(f"{limit:.5g}")
-
-
-def _gates_and_ups(limit: float) -> torch.Tensor:
-    """Make interleaved float64 pairs [n, 2] of every gate with every up, from far below a clamp to far above it."""
-    side = torch.linspace(0.0, 4.0, 41, dtype=torch.float64, device="cpu") * limit
-    side = torch.cat((side, torch.linspace(0.01, 12.0, 40, dtype=torch.float64, device="cpu")))
-    side = torch.cat((side, -side))
-    return torch.cartesian_prod(side, side)

@@ -95,9 +95,18 @@ def _after_config(original: Callable) -> Callable:
 
 def _before_weights(original: Callable) -> Callable:
     @functools.wraps(original)
-    def load_pretrained_model(model, *args, **kwargs):
+    def load_pretrained_model(model, state_dict, checkpoint_files, load_config, *args, **kwargs):
+        from envoi.integrations import transformers_files
+
         check_model(model, model.get_experts_implementation())
-        return original(model, *args, **kwargs)
+        files = checkpoint_files if state_dict is None and checkpoint_files else []
+        way = transformers_files.check_files(model, files, load_config.hf_quantizer is not None)
+        shapes = transformers_files.shapes_of(model)
+        found = original(model, state_dict, checkpoint_files, load_config, *args, **kwargs)
+        where = str(load_config.pretrained_model_name_or_path or "state_dict")
+        if not load_config.ignore_mismatched_sizes:
+            transformers_files.check_loaded(model, shapes, found[0], files, way, where)
+        return found
 
     return load_pretrained_model
 

@@ -44,11 +44,11 @@ def _before(original: Any) -> Any:
 
 def _without_widening(original: Any) -> Any:
     @functools.wraps(original)
-    def update_weight_conversions(self, weight_conversions):
-        if getattr(self, "envoi_loads", False):
+    def update_weight_conversions(self, weight_conversions, *more):  # more: newer releases also give the model
+        if getattr(self, "envoi_loads", False) and not more:  # else the original finds the parameters of the factors
             # A pattern of weights also finds their factors, which are merged alike, under the name with "_scale".
             return [*weight_conversions, *self.get_weight_conversions()]
-        return original(self, weight_conversions)
+        return original(self, weight_conversions, *more)
 
     update_weight_conversions.envoi = True  # pyright: ignore[reportAttributeAccessIssue]
     return update_weight_conversions

@@ -5,6 +5,7 @@ from typing import Any, NamedTuple
 import torch
 
 from envoi.integrations import packings
+from envoi.integrations.transformers_divided import local_part, without_memory
 from envoi.moe.op import tensors_of
 from envoi.types import ExpertWeights
 
@@ -23,12 +24,12 @@ def release(module: Any, weights: packings.Weights, recipe: packings.Recipe, for
     kept = {x.untyped_storage().data_ptr() for x in tensors_of(experts) if x is not None}
     freed = 0
     for name, x in list(module._parameters.items()):
-        if x is None or not any(x is weight for weight in weights):
+        own = None if x is None else local_part(x)
+        if x is None or own is None or not any(own is weight for weight in weights):
             continue
-        if x.untyped_storage().data_ptr() not in kept:
-            freed += x.nbytes
-            empty = torch.empty_like(x, device="meta")
-            module._parameters[name] = torch.nn.Parameter(empty, requires_grad=False)
+        if own.untyped_storage().data_ptr() not in kept:
+            freed += own.nbytes
+            module._parameters[name] = without_memory(x)
     module._envoi_released = Released(format, experts)
     module.envoi_alone = True  # no other implementation has weights to read
     if freed:

@@ -3,8 +3,9 @@
 import torch
 from torch.nn import functional
 
+from envoi.epilogue.activation import computed
 from envoi.moe.pack import unpack
-from envoi.types import UNGATED, ExpertWeights
+from envoi.types import ExpertWeights, has_gate
 
 
 def moe_oracle(
@@ -30,11 +31,16 @@ def moe_oracle(
 def activate(h: torch.Tensor, activation: str, limit: float | None) -> torch.Tensor:
     """Apply the activation to interleaved gate and up columns [.., 2I], or without a gate to up columns [.., I]; return
     [.., I] in the dtype of h."""
-    if activation in UNGATED:
+    own = ":" in activation
+    if not has_gate(activation):
+        if own:
+            return computed(activation, h)
         return functional.silu(h) if activation == "silu" else functional.relu(h).square()
     gate, up = h[..., 0::2], h[..., 1::2]
     if limit is not None:
         gate, up = gate.clamp(max=limit), up.clamp(-limit, limit)
+    if own:
+        return computed(activation, gate, up)
     if activation == "swiglu_oai":
         return (up + 1) * gate * torch.sigmoid(1.702 * gate)
     if activation == "swiglu":

@@ -6,7 +6,8 @@ from dataclasses import replace
 import torch
 
 from envoi.check import Dim, describe, expect_bool, expect_choice, expect_number, expect_tensor, fits_float32
-from envoi.epilogue.library import ACTIVATIONS
+from envoi.epilogue.activation import expect_activation
+from envoi.epilogue.library import swiglu_oai_with
 from envoi.quant import regroup
 from envoi.quant.bits import as_bytes
 from envoi.quant.cast import dequantize
@@ -15,7 +16,7 @@ from envoi.quant.fragments import supports_fragments, to_fragments
 from envoi.quant.pack import deinterleave_gate_up, interleave_gate_up, pack_weight, pad_factors
 from envoi.runtime.devices import implementation
 from envoi.runtime.tma import is_tma_ready
-from envoi.types import UNGATED, ExpertWeights, Matrix, QuantTensor
+from envoi.types import ExpertWeights, Matrix, QuantTensor, has_gate
 
 LAYOUTS = ("concat", "interleaved")
 READ_AS_STORED = ("bf16", "fp8_row", "fp8_block128")  # formats whose kernels read both layouts
@@ -35,8 +36,9 @@ def pack(
     packed_layout: str | None = None,
     gate_up_bias: torch.Tensor | None = None,
     down_bias: torch.Tensor | None = None,
-    activation: str = "swiglu",
+    activation: str | Callable = "swiglu",
     swiglu_limit: float | None = None,
+    swiglu_alpha: float | None = None,
     requantize: bool = False,
 ) -> ExpertWeights:
     """Pack expert weights once, for every later call of `envoi.moe`.
@@ -50,16 +52,16 @@ def pack(
     requantize: quantise such weights anew where the format can't hold their numbers exactly, which is refused else.
     gate_up_layout: "concat" (all gate rows, then all up rows; most checkpoints) or "interleaved" (gate, up in turn;
         gpt-oss). The bias has the same order.
-    activation: "swiglu" = silu(gate) * up, "swiglu_oai" = (up + 1) * gate * sigmoid(1.702 * gate), "geglu" = gelu(gate)
-        * up, "geglu_tanh" (gelu by tanh); or "silu" and "relu2" = relu(up)^2 without a gate: gate_up [E, I, H] is up.
+    activation: "swiglu" = silu(gate) * up, "swiglu_oai" = (up + 1) * gate * sigmoid(swiglu_alpha * gate), "geglu" =
+        gelu(gate) * up, "geglu_tanh" (gelu by tanh); "silu" and "relu2" = relu(up)^2 without a gate, gate_up [E, I, H]
+        being up; or a function in the epilogues' language, of gate and up or of up, which is kept as text.
     packed_layout: the layout in which gate_up and its bias are kept, and the kernels read them: "interleaved" suits
         every format, "concat" bf16, fp8_row and fp8_block128 (with factors for gate and for up). None: gate_up_layout
-        where the kernels of the format read it, else "interleaved".
-    A contiguous `down` is referenced, not copied, if it has the format's numbers; so is `gate_up` in its layout.
+        where the kernels of the format read it, else "interleaved". Contiguous weights that have the format's numbers
+        in that layout are referenced, not copied.
     swiglu_limit: clamps gate at +limit and up to [-limit, limit] before the activation; "swiglu_oai" defaults to 7.
-
-    Example: pack(gate_up [8, 512, 256], down [8, 256, 256], "fp8_block128") has gate_up.values [8, 512, 256] in
-    float8_e4m3fn with gate_up.sf [8, 4, 2] in float32.
+        swiglu_alpha: 1.702 unless given.
+    Example: gate_up [8, 512, 256] packed in "fp8_block128" has float8_e4m3fn values [8, 512, 256] and sf [8, 4, 2].
 
     On a Hopper GPU "mxfp4" weights are kept in the order in which its tensor cores take them (`envoi.quant.fragments`)
     where H and I are multiples of 64 and no scale factor is above 2; they take no more memory, and `unpack` reads them.
@@ -69,29 +71,28 @@ def pack(
     """
     expect_choice("format", format, (*FORMATS, AUTO))
     expect_choice("gate_up_layout", gate_up_layout, LAYOUTS)
-    expect_choice("activation", activation, ACTIVATIONS)
     expect_bool("requantize", requantize)
-    limit, gated = _limit(swiglu_limit, activation), activation not in UNGATED
+    activation = expect_activation(activation)
+    limit, activation = _limit(swiglu_limit, activation), _with_alpha(activation, swiglu_alpha)
     gate_up, down = _stored(gate_up, gate_up_sf, "gate_up"), _stored(down, down_sf, "down")
-    chosen = format_named(format_of(gate_up, down) if format == AUTO else format)
+    chosen, gated = format_named(format_of(gate_up, down) if format == AUTO else format), has_gate(activation)
     _check_shapes(gate_up, down, gate_up_bias, down_bias, chosen, gated)
     layout = _layout_to_keep(gate_up_layout, packed_layout, chosen)
     if not gated:
         gate_up_layout = layout = "interleaved"  # no rows to move
     rows = _for_kernels(gate_up, chosen, gate_up_layout, layout, requantize)
     matrices = rows, _in_scheme(down, chosen, "down", requantize)
-    gate_up_bias = None if gate_up_bias is None else _in_layout(layout, gate_up_bias, gate_up_layout, dim=-1)
     own = [x.values if isinstance(x, QuantTensor) else x for x in (gate_up, down)]
-    biases = _float(gate_up_bias), _float(down_bias)
+    biases = _bias(gate_up_bias, layout, gate_up_layout), _bias(down_bias)
     return _arranged(ExpertWeights(*matrices, chosen.name, activation, limit, *biases, layout), own)
 
 
-def _float(bias: torch.Tensor | None) -> torch.Tensor | None:
-    return None if bias is None else bias.float().contiguous()
+def _bias(bias: torch.Tensor | None, kept: str = "concat", given: str = "concat") -> torch.Tensor | None:
+    return None if bias is None else _in_layout(kept, bias, given, dim=-1).float().contiguous()
 
 
 def _limit(swiglu_limit: float | None, activation: str) -> float | None:
-    if swiglu_limit is not None and activation in UNGATED:
+    if swiglu_limit is not None and not has_gate(activation):
         raise ValueError(f"swiglu_limit: expected None for {activation!r}, which has no gate, got {swiglu_limit!r}")
     if swiglu_limit is None:
         return SWIGLU_OAI_LIMIT if activation == "swiglu_oai" else None
@@ -100,6 +101,17 @@ def _limit(swiglu_limit: float | None, activation: str) -> float | None:
         need = "None or a positive number that float32 can hold"
         raise ValueError(f"swiglu_limit: expected {need}, got {swiglu_limit!r}")
     return limit
+
+
+def _with_alpha(activation: str, alpha: float | None) -> str:
+    if alpha is None:
+        return activation
+    if activation != "swiglu_oai":
+        raise ValueError(f"swiglu_alpha: expected None for {activation!r}; 'swiglu_oai' has it, got {alpha!r}")
+    number = expect_number("swiglu_alpha", alpha)
+    if not fits_float32(number) or number != number:
+        raise ValueError(f"swiglu_alpha: expected a number that float32 can hold, got {alpha!r}")
+    return swiglu_oai_with(number)
 
 
 def _stored(weight: Matrix, sf: torch.Tensor | None, name: str) -> Matrix:
@@ -257,7 +269,7 @@ def unpack(
     gate_up, down = _widen(experts.gate_up, dtype), _widen(experts.down, dtype)
     gate_up_bias = None if experts.gate_up_bias is None else experts.gate_up_bias.to(dtype)
     down_bias = None if experts.down_bias is None else experts.down_bias.to(dtype)
-    kept = gate_up_layout if experts.activation in UNGATED else experts.gate_up_layout
+    kept = experts.gate_up_layout if has_gate(experts.activation) else gate_up_layout
     gate_up = _in_layout(gate_up_layout, gate_up, kept)
     gate_up_bias = None if gate_up_bias is None else _in_layout(gate_up_layout, gate_up_bias, kept, dim=-1)
     return gate_up, down, gate_up_bias, down_bias

@@ -8,13 +8,18 @@ from typing import Any
 
 import torch
 
-from envoi.check import expect_tensor
+from envoi.check import expect_choice, expect_number, expect_tensor
+from envoi.epilogue.activation import expect_activation
 from envoi.quant.formats import Format, Scheme, format_named
+from envoi.quant.pack import with_checked_scales
 from envoi.types import ExpertWeights, Matrix, QuantTensor
 
 VERSION = 1
 META = "envoi"  # name of the description, among the tensors and in a file's header
 MATRICES = ("gate_up", "down")
+BIASES = ("gate_up_bias", "down_bias")
+ORDERS = ("rows", "fragments")
+PLAIN = ("format", "activation", "swiglu_limit", "gate_up_layout", "group", "order", "scales_at_most_2")
 
 
 def state_dict(experts: ExpertWeights, prefix: str = "") -> dict[str, torch.Tensor]:
@@ -31,12 +36,13 @@ def state_dict(experts: ExpertWeights, prefix: str = "") -> dict[str, torch.Tens
 def from_state_dict(state: Mapping[str, torch.Tensor], prefix: str = "") -> ExpertWeights:
     """Return the experts that `state_dict` wrote under a prefix, sharing the tensors; other names are ignored.
 
-    Raises ValueError that names a tensor which is missing or has another dtype or shape than was described.
+    Waits for the tensors' device, to see how large MX factors are. Raises ValueError that names a tensor or field which
+    is missing or isn't as it was described.
     """
     description = state.get(prefix + META)
     if description is None:
         raise ValueError(f"state: expected a tensor {prefix + META!r} of envoi.experts.state_dict, got none")
-    meta = json.loads(bytes(description.cpu().tolist()))
+    meta = bytes(description.cpu().tolist())
     return _join({name[len(prefix) :]: x for name, x in state.items() if name.startswith(prefix)}, meta, "state")
 
 
@@ -68,11 +74,11 @@ def load(path: str | Path, device: torch.device | str = "cpu") -> ExpertWeights:
             tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
     except SafetensorError as error:
         raise ValueError(f"{path}: expected a whole file of safetensors, got one that can't be read: {error}") from None
-    return ExpertWeights.arrange(_join(tensors, json.loads(description), str(path)))
+    return ExpertWeights.arrange(_join(tensors, description, str(path)))
 
 
 def _split(experts: ExpertWeights) -> tuple[dict[str, torch.Tensor], dict[str, Any]]:
-    """Return the tensors by name, and the other fields as what JSON can hold."""
+    """Return the tensors by name, and their names and the other fields as what JSON can hold."""
     tensors: dict[str, torch.Tensor] = {}
     plain: dict[str, Any] = {}
 
@@ -83,43 +89,100 @@ def _split(experts: ExpertWeights) -> tuple[dict[str, torch.Tensor], dict[str, A
                 visit(value, f"{name}.")
             elif isinstance(value, torch.Tensor):
                 tensors[name] = value
-            elif value is not None:
+            elif value is not None or field.name == "swiglu_limit":
                 plain[name] = list(value) if isinstance(value, tuple) else value
 
     visit(experts, "")
-    return tensors, {"version": VERSION, "fields": plain}
+    return tensors, {"version": VERSION, "fields": plain, "tensors": list(tensors)}
 
 
-def _join(tensors: Mapping[str, torch.Tensor], meta: Mapping[str, Any], source: str) -> ExpertWeights:
-    if meta.get("version") != VERSION:
-        raise ValueError(f"{source}: expected experts written as version {VERSION}, got {meta.get('version')!r}")
-    everything: dict[str, Any] = {**meta["fields"], **{name: x for name, x in tensors.items() if name != META}}
-    known = {field.name for field in fields(ExpertWeights)}
-    given = {name: value for name, value in everything.items() if name in known}
+def _join(tensors: Mapping[str, torch.Tensor], description: str | bytes, source: str) -> ExpertWeights:
+    """Return the experts of a description and its tensors. Raises ValueError that begins with the source."""
+    try:
+        return _joined(tensors, _expect_description(description))
+    except ValueError as error:
+        raise ValueError(f"{source}: {error}") from None
+
+
+def _expect_description(description: str | bytes) -> Mapping[str, Any]:
+    try:
+        meta = json.loads(description)
+    except ValueError as error:
+        raise ValueError(f"{META}: expected a description in JSON, got {error}") from None
+    version = meta.get("version") if isinstance(meta, dict) else None
+    if version != VERSION:
+        raise ValueError(f"expected experts written as version {VERSION}, got {version!r}")
+    if not isinstance(meta.get("fields"), dict):
+        raise ValueError(f"{META}: expected a description with fields, got {meta.get('fields')!r}")
+    return meta
+
+
+def _joined(tensors: Mapping[str, torch.Tensor], meta: Mapping[str, Any]) -> ExpertWeights:
+    plain = meta["fields"]
+    for name in meta.get("tensors", MATRICES):  # files of earlier releases don't list them
+        if not any(key == name or key.startswith(f"{name}.") for key in tensors):
+            raise ValueError(f"expected a tensor {name}, got none")
+    for name in plain:
+        if name.split(".")[-1] not in PLAIN:
+            raise ValueError(f"{META}: expected fields that this release knows, got {name!r}")
+    for name in ("activation", "gate_up_layout", "swiglu_limit"):
+        if name not in plain and "tensors" in meta:
+            raise ValueError(f"{META}: expected a field {name}, got none")
+    given: dict[str, Any] = {}
     for name in MATRICES:
-        own = {key[len(name) + 1 :]: value for key, value in everything.items() if key.startswith(f"{name}.")}
-        if own:
-            missing = [f"{name}.{part}" for part in ("values", "sf") if part not in own]
-            if missing:
-                raise ValueError(f"{source}: expected a tensor {missing[0]}, got none")
-            given[name] = QuantTensor(**{**own, "group": tuple(own["group"])})
-        elif name not in given:
-            raise ValueError(f"{source}: expected a tensor {name}, got none")
+        given[name] = _matrix(name, tensors, plain)
+    for name in BIASES:
+        given[name] = tensors.get(name)
+    if len({given[name] is None for name in BIASES}) == 2:
+        lost = next(name for name in BIASES if given[name] is None)
+        raise ValueError(f"expected a tensor {lost} beside the other bias, got none")
+    given["format"] = _plain("format", plain)
+    format = format_named(given["format"])
+    given["activation"] = expect_activation(_plain("activation", plain, "swiglu"))
+    given["gate_up_layout"] = _plain("gate_up_layout", plain, "interleaved")
+    given["swiglu_limit"] = plain.get("swiglu_limit")
+    if given["swiglu_limit"] is not None and not expect_number("swiglu_limit", given["swiglu_limit"]) > 0:
+        raise ValueError(f"swiglu_limit: expected None or a positive number, got {given['swiglu_limit']!r}")
     experts = ExpertWeights(**given)
-    _check(experts, format_named(experts.format, f"{source}: format"), source)
+    _check(experts, format)
     return experts
 
 
-def _check(experts: ExpertWeights, format: Format, source: str) -> None:
+def _plain(name: str, plain: Mapping[str, Any], default: str | None = None) -> str:
+    value = plain.get(name, default)
+    if not isinstance(value, str):
+        raise ValueError(f"{name}: expected text, got {value!r}")
+    return value
+
+
+def _matrix(name: str, tensors: Mapping[str, torch.Tensor], plain: Mapping[str, Any]) -> Matrix:
+    if name in tensors:
+        return tensors[name]
+    parts = {key[len(name) + 1 :]: x for key, x in tensors.items() if key.startswith(f"{name}.")}
+    for part in ("values", "sf"):
+        if part not in parts:
+            raise ValueError(f"expected a tensor {f'{name}.{part}' if parts else name}, got none")
+    group, order = plain.get(f"{name}.group"), _plain(f"{name}.order", plain, "rows")
+    if not (isinstance(group, list) and len(group) == 2 and all(type(side) is int for side in group)):
+        raise ValueError(f"{name}.group: expected two numbers, got {group!r}")
+    expect_choice(f"{name}.order", order, ORDERS)
+    scale = parts.get("scale")
+    # A promise that isn't kept would make wrong numbers, so it is looked up again.
+    return with_checked_scales(QuantTensor(parts["values"], parts["sf"], (group[0], group[1]), scale, order=order))
+
+
+def _check(experts: ExpertWeights, format: Format) -> None:
     """Raise ValueError unless all tensors have the dtypes and shapes that go with gate_up and the format."""
+    if len(experts.gate_up.shape) != 3:
+        raise ValueError(f"gate_up: expected [num_experts, rows, hidden], got {list(experts.gate_up.shape)}")
     num_experts, rows, hidden = experts.gate_up.shape
     shapes = {"gate_up": (num_experts, rows, hidden), "down": (num_experts, hidden, experts.intermediate)}
     for name, shape in shapes.items():
-        _check_matrix(f"{source}: {name}", getattr(experts, name), shape, format.weights)
-    for name, size in (("gate_up_bias", rows), ("down_bias", hidden)):
+        _check_matrix(name, getattr(experts, name), shape, format.weights)
+    for name, size in zip(BIASES, (rows, hidden), strict=True):
         bias = getattr(experts, name)
         if bias is not None:
-            expect_tensor(f"{source}: {name}", bias, torch.float32, (num_experts, size))
+            expect_tensor(name, bias, torch.float32, (num_experts, size))
 
 
 def _check_matrix(name: str, weight: Matrix, shape: tuple[int, int, int], scheme: Scheme | None) -> None:

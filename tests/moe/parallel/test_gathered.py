@@ -3,6 +3,7 @@
 import pytest
 import torch
 
+from envoi.epilogue.activation import written
 from envoi.gemm.hopper_w4a16 import few
 from envoi.moe import moe
 from envoi.moe.parallel.opening import DEFAULT_TIMEOUT_S
@@ -11,6 +12,7 @@ from envoi.types import Routing
 from tests.helpers.accuracy import assert_same_bits
 from tests.helpers.ranks import run_ranks
 from tests.moe.layers import make
+from tests.moe.own import quick_gelu, reglu
 from tests.moe.parallel import cases
 from tests.moe.parallel.cases import Case
 from tests.moe.parallel.test_ranks import MISTAKES, on_one_rank, random_cases
@@ -33,6 +35,8 @@ def test_the_bits_of_one_rank(num_ranks):
         Case("mxfp4", {"masked": 1.0}),
         Case("bf16", one_expert=5),
         Case("bf16", {"bias": True, "activation": "swiglu_oai"}),
+        Case("mxfp8", {"bias": True, "activation": written(reglu)}),
+        Case("bf16", {"activation": written(quick_gelu)}),
         Case("fp8_row", {"limit": 0.5, "k": 8}, expert_ends=[*range(1, num_ranks), 8]),
         *random_cases(num_ranks, 10, seed=num_ranks),
     ]

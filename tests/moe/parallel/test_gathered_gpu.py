@@ -15,6 +15,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from envoi.epilogue.activation import written
 from envoi.moe.launches import launch_kernel
 from envoi.moe.parallel import PeerTimeout, api, gathered_device, hosts_device, memory, symmetric_memory
 from envoi.moe.parallel import cases as kernels
@@ -26,6 +27,7 @@ from tests.helpers.accuracy import assert_same_bits
 from tests.helpers.launches import assert_same_code, watched
 from tests.helpers.ranks import run_ranks
 from tests.moe.layers import make
+from tests.moe.own import quick_gelu, reglu
 from tests.moe.parallel import cases
 from tests.moe.parallel.cases import Case
 from tests.moe.parallel.test_nvlink_gpu import (
@@ -102,6 +104,8 @@ def test_the_bits_of_one_rank(way):
         Case("mxfp4", {"masked": 1.0}),
         Case("bf16", one_expert=5),
         Case("bf16", {"bias": True, "activation": "swiglu_oai"}),
+        Case("mxfp8", {"bias": True, "activation": written(reglu)}),
+        Case("bf16", {"activation": written(quick_gelu)}),
         Case("fp8_row", {"tokens": 700, "limit": 0.5, "k": 8}),
         Case("fp8_block128", {"tokens": 3000, "hidden": 1024, "intermediate": 512}),
         *random_cases(num_ranks, 12, seed=num_ranks),

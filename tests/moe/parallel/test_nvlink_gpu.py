@@ -11,6 +11,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from envoi.epilogue.activation import written
 from envoi.gemm.hopper_w4a16 import few
 from envoi.moe import moe
 from envoi.moe.parallel import ExpertParallel, PeerTimeout
@@ -22,6 +23,7 @@ from tests.helpers.accuracy import assert_same_bits
 from tests.helpers.launches import assert_same_code, watched
 from tests.helpers.ranks import run_ranks
 from tests.moe.layers import make
+from tests.moe.own import quick_gelu, reglu
 from tests.moe.parallel import cases, domains
 from tests.moe.parallel.cases import Case
 from tests.moe.parallel.test_ranks import random_cases
@@ -152,6 +154,8 @@ def test_the_bits_of_one_rank():
         Case("bf16", one_expert=5),
         Case("fp8_row", one_expert=0),
         Case("bf16", {"bias": True, "activation": "swiglu_oai"}),
+        Case("mxfp8", {"bias": True, "activation": written(reglu)}),
+        Case("bf16", {"activation": written(quick_gelu)}),
         Case("fp8_row", {"tokens": 700, "limit": 0.5, "k": 8}),
         Case("fp8_block128", {"tokens": 3000, "hidden": 1024, "intermediate": 512}),
         *random_cases(num_ranks, 12, seed=num_ranks),

@@ -5,6 +5,7 @@ import random
 import pytest
 import torch
 
+from envoi.epilogue.activation import written
 from envoi.gemm.hopper_w4a16 import few
 from envoi.moe import moe
 from envoi.moe.parallel import ExpertParallel
@@ -13,6 +14,7 @@ from envoi.quant import FORMATS
 from tests.helpers.accuracy import assert_same_bits
 from tests.helpers.ranks import run_ranks
 from tests.moe.layers import make
+from tests.moe.own import quick_gelu, reglu
 from tests.moe.parallel import cases
 from tests.moe.parallel.cases import Case
 
@@ -54,6 +56,8 @@ def test_the_bits_of_one_rank(num_ranks):
         Case("mxfp4_mxfp8", {"tokens": 5}),
         Case("bf16", one_expert=5),
         Case("bf16", {"bias": True, "activation": "swiglu_oai"}),
+        Case("mxfp8", {"bias": True, "activation": written(reglu)}),
+        Case("bf16", {"activation": written(quick_gelu)}),
         Case("fp8_row", {"limit": 0.5, "k": 8}, expert_ends=[*range(1, num_ranks), 8]),
         *random_cases(num_ranks, 16, seed=num_ranks),
     ]

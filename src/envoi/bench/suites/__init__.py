@@ -8,7 +8,7 @@ from envoi.bench.trial import Bench, Trial
 # Fewer for calls that take milliseconds, and for loops of calls; more for the host's time, which varies.
 REPEATS = {
     "moe": 20, "moe_drawn": 20, "indexer_exact": 20, "indexer_fast": 20, "host": 200, "host_loop": 10,
-    "model": 10,
+    "model": 20,
 }  # fmt: skip
 DEFAULT_REPEAT = 100
 CPU_REPEAT = 10

@@ -20,7 +20,7 @@ from envoi.runtime.compilers import num_cpus
 from envoi.runtime.devices import Target, standing_for
 from envoi.runtime.kernel_case import EVERY_ARCH, without_memory
 from envoi.runtime.rehearsal import Call
-from envoi.types import UNGATED, ExpertWeights, Matrix
+from envoi.types import ExpertWeights, Matrix, has_gate
 
 
 def run(args: argparse.Namespace) -> int:
@@ -62,7 +62,7 @@ def experts_without_memory(
 ) -> ExpertWeights:
     """Return experts as `pack` would for the current target, with MX scale factors of at most 2, without memory."""
     format_named(format, "--format")
-    rows = intermediate * (1 if activation in UNGATED else 2)
+    rows = intermediate * (2 if has_gate(activation) else 1)
     shapes = (num_experts, rows, hidden), (num_experts, hidden, intermediate)
     gate_up_bias, down_bias = (without_memory(shape[:2], torch.float32) if bias else None for shape in shapes)
     gate_up, down = (without_memory(shape, torch.bfloat16) for shape in shapes)

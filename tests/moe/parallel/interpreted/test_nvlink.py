@@ -5,6 +5,7 @@ from itertools import pairwise
 import pytest
 import torch
 
+from envoi.epilogue.activation import written
 from envoi.moe import moe
 from envoi.moe.parallel import combine, dispatch, dispatch_kernels, nvlink, shared_device
 from envoi.moe.parallel.shared_device import (
@@ -22,6 +23,7 @@ from envoi.quant import FORMATS
 from envoi.types import Routing
 from tests.helpers.accuracy import assert_same_bits
 from tests.moe.layers import make
+from tests.moe.own import reglu
 from tests.moe.parallel import domains as ranks
 
 SMALL = {"tokens": 11, "experts": 6, "k": 2, "hidden": 128, "intermediate": 128}
@@ -52,7 +54,14 @@ def test_the_bits_of_one_rank(format):
 
 
 @pytest.mark.parametrize(
-    "changes", [{"masked": 1.0}, {"k": 4, "masked": 0.5}, {"bias": True, "activation": "swiglu_oai"}, {"tokens": 3}]
+    "changes",
+    [
+        {"masked": 1.0},
+        {"k": 4, "masked": 0.5},
+        {"bias": True, "activation": "swiglu_oai"},
+        {"tokens": 3},
+        {"activation": written(reglu)},
+    ],
 )
 def test_other_layers(changes):
     layer = make(**(SMALL | changes))

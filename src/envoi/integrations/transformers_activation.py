@@ -1,0 +1,115 @@
+"""Recognition of the activation that an experts module of transformers computes, by trying it on numbers."""
+
+from collections.abc import Callable, Iterable
+from functools import cache
+from typing import Any
+
+import torch
+
+from envoi.epilogue.activation import GATED, written
+from envoi.epilogue.library import swiglu_oai_with
+from envoi.epilogue.vocabulary import gelu, hardswish, relu, sigmoid, softplus, tanh
+from envoi.moe.oracle import activate
+from envoi.types import UNGATED
+
+CURVES: dict[str, Callable] = {
+    "relu": relu, "relu2": lambda x: relu(x) * relu(x), "quick_gelu": lambda x: x * sigmoid(1.702 * x),
+    "sigmoid": sigmoid, "tanh": tanh, "hardswish": hardswish, "softplus": softplus,
+    "gelu": gelu, "gelu_tanh": lambda x: gelu(x, "tanh"),
+}  # fmt: skip
+
+
+@torch.no_grad()
+def recognise_activation(module: Any) -> tuple[str, float | None]:
+    """Find the activation that a module computes, by name or as text, and its clamp, by trying it on numbers.
+
+    Any clamp is found: it is read off the output for a huge `up`. The slope of gpt-oss's activation, and caps by tanh,
+    are read from the module. Raises ValueError if it computes something else.
+    """
+    if not getattr(module, "has_gate", True):
+        return _recognise_ungated(module), None
+    apply_gate: Callable[[torch.Tensor], torch.Tensor] = module._apply_gate
+
+    def theirs(interleaved: torch.Tensor) -> torch.Tensor:
+        if module.is_concatenated:
+            interleaved = torch.cat((interleaved[:, 0::2], interleaved[:, 1::2]), dim=1)
+        return apply_gate(interleaved)
+
+    # A gate below every clamp, with ups of 0, 1 and above every clamp: up to its clamp the activation is linear in up.
+    pairs = torch.tensor([[2.0**-10, 0.0], [2.0**-10, 1.0], [2.0**-10, 1e30]], dtype=torch.float64, device="cpu")
+    huge = float(theirs(pairs)[2])
+    for activation in (*GATED, *_of_attributes(module), *_of_curves()):
+        zero, one, _ = activate(pairs, activation, None).flatten().tolist()
+        limit = _rounded((huge - zero) / (one - zero), module) if one != zero else None
+        for clamp in dict.fromkeys((limit, None)):  # a tanh of up looks like a clamp, far away
+            probe = _gates_and_ups(limit or 12.0)
+            if torch.allclose(activate(probe, activation, clamp), theirs(probe).double(), rtol=1e-4, atol=1e-5):
+                return activation, clamp
+    raise ValueError(
+        f"{type(module).__name__}: expected the activation swiglu (silu(gate) * up), swiglu_oai, or up times one of "
+        f"{', '.join(CURVES)} of gate, with or without a clamp; got another"
+    )
+
+
+def _of_attributes(module: Any) -> Iterable[str]:
+    """Yield the activations with numbers that the module itself has: a slope, or caps."""
+    for name in ("alpha", "swiglu_alpha"):
+        alpha = getattr(module, name, None)
+        if isinstance(alpha, int | float):
+            yield swiglu_oai_with(float(alpha))
+    act = getattr(module, "act_fn", None)
+    caps = [getattr(getattr(act, name, None), "softcap", None) for name in ("gate_softcap", "up_softcap")]
+    if all(isinstance(cap, int | float) for cap in caps):
+        yield _softcapped(*map(float, caps))  # pyright: ignore[reportArgumentType]
+
+
+@cache
+def _softcapped(gate_cap: float, up_cap: float) -> str:
+    def softcapped_swiglu(gate, up):
+        return gate_cap * tanh(gate / gate_cap) * sigmoid(gate) * (up_cap * tanh(up / up_cap))
+
+    return written(softcapped_swiglu)
+
+
+@cache
+def _of_curves() -> tuple[str, ...]:
+    return tuple(_named(f"{name}_gate", lambda gate, up, f=f: f(gate) * up) for name, f in CURVES.items())
+
+
+@cache
+def _curves() -> tuple[str, ...]:
+    return tuple(_named(name, lambda up, f=f: f(up)) for name, f in CURVES.items())
+
+
+def _named(name: str, function: Callable) -> str:
+    function.__name__ = name
+    return written(function)
+
+
+def _recognise_ungated(module: Any) -> str:
+    side = torch.linspace(-12.0, 12.0, 97, dtype=torch.float64, device="cpu").unsqueeze(0)
+    for activation in (*UNGATED, *_curves()):
+        if torch.allclose(activate(side, activation, None), module.act_fn(side).double(), rtol=1e-4, atol=1e-5):
+            return activation
+    raise ValueError(
+        f"{type(module).__name__}: expected the activation silu or one of {', '.join(CURVES)} of a plain up_proj, got "
+        "another"
+    )
+
+
+def _rounded(limit: float, module: Any) -> float | None:
+    """Return the clamp measured as `limit`: the module's own number if that is near, None if there is no clamp."""
+    if not 0 < limit < 1e29:
+        return None
+    for own in (getattr(module, name, None) for name in ("limit", "swiglu_limit")):
+        if isinstance(own, (int, float)) and abs(own - limit) <= 1e-4 * limit:
+            return float(own)
+    return float(f"{limit:.5g}")
+
+
+def _gates_and_ups(limit: float) -> torch.Tensor:
+    """Make interleaved float64 pairs [n, 2] of every gate with every up, from far below a clamp to far above it."""
+    side = torch.linspace(0.0, 4.0, 41, dtype=torch.float64, device="cpu") * limit
+    side = torch.cat((side, torch.linspace(0.01, 12.0, 40, dtype=torch.float64, device="cpu")))
+    side = torch.cat((side, -side))
+    return torch.cartesian_prod(side, side)
