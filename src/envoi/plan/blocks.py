@@ -14,7 +14,7 @@ from envoi.plan.layer import MoeLayer
 from envoi.plan.machines import WIDENED, Machine
 from envoi.quant.formats import Scheme
 from envoi.runtime.devices import SHARED_BYTES
-from envoi.types import Matrix, QuantTensor
+from envoi.types import ExpertWeights, Matrix, QuantTensor
 
 BLOCK_MS = {"sm_90": (8, 16, 32, 64, 128), "sm_100": (128,)}  # allowed by the configs
 WIDTHS = (256, 128)  # Blackwell's tiles; narrower ones read the tokens more often
@@ -27,7 +27,8 @@ META = torch.device("meta")
 class Blocks:
     """Tiling of one grouped GEMM: tiles of block_m tokens x block_n features, num_stages stages of block_k.
 
-    num_tiles: expected over this rank's experts. shared_evenly: all SMs take as much of K, and tiles are split for it.
+    num_tiles: expected over this rank's experts. shared_evenly: all SMs read as many weights, and launches overlap.
+    gathers: L1 finds its tokens by their ids, and quantises them, so that nothing is launched before it.
     """
 
     block_m: int
@@ -36,6 +37,7 @@ class Blocks:
     num_stages: int
     num_tiles: float
     shared_evenly: bool = False
+    gathers: bool = False
 
     def rounds(self, num_sms: int) -> float:
         """Number of tiles on the busiest SM."""
@@ -60,6 +62,9 @@ def _blocks(layer: MoeLayer, machine: Machine, nk: tuple[int, int], epilogue: Ep
     from envoi.gemm.hopper import host as hopper  # imports Triton, which `import envoi` must not do
     from envoi.gemm.hopper_mx import config as hopper_mx
 
+    few = _few(layer, nk)
+    if few is not None:
+        return few
     if layer.format == "mxfp4" and not layer.hidden % MX_TILE and not layer.intermediate % MX_TILE:
         return _w4a16(layer, nk)
     if layer.format in WIDENED:
@@ -77,6 +82,22 @@ def _blocks(layer: MoeLayer, machine: Machine, nk: tuple[int, int], epilogue: Ep
     counted = _counted(layer, nk, config.block_m, config.block_n, config.block_k, config.num_stages)
     # With `wide_tail_tiles` the count includes both tile widths; most tiles are square.
     return replace(counted, block_m=config.block_x, block_n=config.block_y) if config.wide_tail_tiles else counted
+
+
+def _few(layer: MoeLayer, nk: tuple[int, int]) -> Blocks | None:
+    """Return the tiling of the kernel for few tokens, None where `envoi.moe` takes another; across ranks never."""
+    from envoi.gemm.hopper_few.config import FEATURES, TOKENS
+    from envoi.gemm.hopper_few.host import configs_of, supports_few
+
+    if layer.num_gpus > 1:
+        return None
+    gate_up, down = (_matrix((layer.num_experts, *size), layer.formats.weights) for size in (layer.l1_nk, layer.l2_nk))
+    experts, call = ExpertWeights(gate_up, down, layer.format), (layer.num_tokens, layer.num_topk)
+    if supports_few(experts, *call):
+        return None
+    config = configs_of(experts, *call)[0]
+    tile = _counted(layer, nk, TOKENS, FEATURES, config.step * config.stage_steps, config.num_stages)
+    return replace(tile, shared_evenly=True, gathers=True)
 
 
 def _w4a16(layer: MoeLayer, nk: tuple[int, int]) -> Blocks:

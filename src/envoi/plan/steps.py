@@ -67,7 +67,7 @@ def five_steps(layer: MoeLayer, machine: Machine, l1: Blocks, l2: Blocks, presum
     """Return router, dispatch, L1, L2, combine."""
     return (
         _router(layer, machine),
-        _dispatch(layer, machine, l1.shared_evenly),
+        _dispatch(layer, machine, l1),
         _l1(layer, machine, l1),
         _l2(layer, machine, l2, presum),
         _combine_sums(layer, machine) if presum else _combine(layer, machine, l2.shared_evenly),
@@ -104,15 +104,17 @@ def _router(layer: MoeLayer, machine: Machine) -> Step:
     return step_of("router", machine, flops, flops / machine.tflops["bf16"] / 1e6, hbm)
 
 
-def _dispatch(layer: MoeLayer, machine: Machine, dependent: bool) -> Step:
+def _dispatch(layer: MoeLayer, machine: Machine, l1: Blocks) -> Step:
     """Return dispatch's step. Counts, indices, rows are exchanged: a barrier across ranks for each of the first two."""
+    if l1.gathers:
+        return Step("dispatch", 0, 0, 0, 0, 0, 0, 0, 0)
     row = layer.row_bytes(layer.hidden) + WEIGHT_AND_SLOT_BYTES
     quantised = 0 if layer.formats.activations is None else layer.num_tokens * (BF16_BYTES * layer.hidden + row)
     hbm = quantised + (taken_tokens(layer) + layer.num_rows) * row
     round_trips = 2 if layer.num_ranks > 1 else 0
     return step_of(
         "dispatch", machine, hbm_bytes=hbm, nvlink_bytes=pulled_tokens(layer) * row,
-        nvlink_gb_per_s=machine.pull_gb_per_s, round_trips=round_trips, dependent=dependent,
+        nvlink_gb_per_s=machine.pull_gb_per_s, round_trips=round_trips, dependent=l1.shared_evenly,
     )  # fmt: skip
 
 
@@ -123,6 +125,8 @@ def _l1(layer: MoeLayer, machine: Machine, blocks: Blocks) -> Step:
         return _gemm("L1", layer, machine, blocks, layer.l1_nk, quantised)
     stored = BF16_BYTES * layer.intermediate
     step = _gemm("L1", layer, machine, blocks, layer.l1_nk, stored)
+    if blocks.gathers:
+        return step
     return with_pass(step, machine, layer.num_rows * (stored + quantised), machine.launch_us)
 
 

@@ -37,6 +37,7 @@ from envoi.moe.parallel.opening import (
     OPENING,
     agree_on_sizes,
     check_options,
+    check_sizes,
     complaint,
     device_and_timeout,
     name_object,
@@ -48,7 +49,7 @@ from envoi.moe.parallel.opening import (
 )
 from envoi.moe.parallel.symmetric_memory import Domain, SharedLayout
 from envoi.moe.parallel.timeout import PeerTimeout
-from envoi.moe.parallel.warm_up import CountedCall, ParallelCall, compile_together, load_together
+from envoi.moe.parallel.warm_up import CountedCall, ParallelCall, compile_together, load_together, unbounded
 from envoi.moe.warm_up import check_jobs, compiles, prepare, without_tensors
 from envoi.plan.gathering import LINKS, gathering_pays
 from envoi.plan.presum import pays
@@ -234,7 +235,8 @@ class ExpertParallel:
         num_topk weren't given; RuntimeError if a kernel can't be compiled; PeerTimeout if a rank is lost.
         """
         device = self.experts.device
-        refusal = complaint(check_jobs, jobs, progress) or (self._unbounded() if compiles(device) else "")
+        missing = unbounded(self.max_tokens, self.num_topk) if compiles(device) else ""
+        refusal = complaint(check_jobs, jobs, progress) or missing
         raise_together(gather_texts(self.channel, refusal, "warm-up"), refusal)
         if not compiles(device):
             return 0
@@ -261,11 +263,6 @@ class ExpertParallel:
         """Return what a call launches on this rank where rows are counted, at most those of all ranks' slots."""
         most = self.channel.num_ranks * cast(int, self.max_tokens) * num_topk
         return CountedCall(most, num_topk, without_tensors(self.experts))
-
-    def _unbounded(self) -> str:
-        if self.max_tokens is None or self.num_topk is None:
-            return "warm_up: expected max_tokens and num_topk, got None: without them any number of rows may come"
-        return ""
 
     def check(self) -> None:
         """Raise the error of an earlier call, if one failed; where the host doesn't wait, of calls the device reached.
@@ -479,18 +476,8 @@ class ExpertParallel:
 
     def _refusal(self, tokens: torch.Tensor, routing: Routing, experts: ExpertWeights) -> str:
         """Return what is wrong with this rank's arguments, as far as the host knows, or ""."""
-        return complaint(check_tokens, tokens, routing, experts) or complaint(self._check_sizes, tokens, routing)
-
-    def _check_sizes(self, tokens: torch.Tensor, routing: Routing) -> None:
-        if routing.num_experts != self.num_experts:
-            raise ValueError(
-                f"routing.num_experts: expected {self.num_experts} over all ranks, got {routing.num_experts}"
-            )
-        if self.max_tokens is not None and len(tokens) > self.max_tokens:
-            raise ValueError(f"tokens: expected at most {self.max_tokens} of them (max_tokens), got {len(tokens)}")
-        k = routing.topk_ids.shape[1]
-        if self.num_topk is not None and k > self.num_topk:
-            raise ValueError(f"routing.topk_ids: expected at most {self.num_topk} slots a token (num_topk), got {k}")
+        sizes = self.num_experts, self.max_tokens, self.num_topk
+        return complaint(check_tokens, tokens, routing, experts) or complaint(check_sizes, tokens, routing, *sizes)
 
 
 @operator("moe_parallel", empty_out, mlp_flops)

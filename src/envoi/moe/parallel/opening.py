@@ -15,7 +15,7 @@ from envoi.check import describe, expect_int
 from envoi.moe.parallel.collectives import Channel, gather_ints, gather_texts
 from envoi.moe.parallel.store import connect, is_on_this_host
 from envoi.moe.parallel.timeout import Watch
-from envoi.types import ExpertWeights
+from envoi.types import ExpertWeights, Routing
 
 OPENING = "opening the group"
 DEFAULT_TIMEOUT_S = 10.0
@@ -38,6 +38,19 @@ def check_options(
             expect_int(name, value, 1)
     if presum is not None and not isinstance(presum, bool):
         raise ValueError(f"presum: expected True, False or None, got {presum!r}")
+
+
+def check_sizes(
+    tokens: torch.Tensor, routing: Routing, num_experts: int, max_tokens: int | None, num_topk: int | None
+) -> None:
+    """Raise ValueError unless a call's sizes are those that an object was opened for."""
+    if routing.num_experts != num_experts:
+        raise ValueError(f"routing.num_experts: expected {num_experts} over all ranks, got {routing.num_experts}")
+    if max_tokens is not None and len(tokens) > max_tokens:
+        raise ValueError(f"tokens: expected at most {max_tokens} of them (max_tokens), got {len(tokens)}")
+    k = routing.topk_ids.shape[1]
+    if num_topk is not None and k > num_topk:
+        raise ValueError(f"routing.topk_ids: expected at most {num_topk} slots a token (num_topk), got {k}")
 
 
 def _is_timeout(seconds: object) -> bool:

@@ -131,6 +131,13 @@ def patient(channel: Channel) -> Iterator[None]:
         control._set_default_timeout(timedelta(seconds=channel.watch.timeout_s))
 
 
+def unbounded(max_tokens: int | None, num_topk: int | None) -> str:
+    """Return why not all kernels that calls can need are known, or ""."""
+    if max_tokens is None or num_topk is None:
+        return "warm_up: expected max_tokens and num_topk, got None: without them any number of rows may come"
+    return ""
+
+
 def compile_together(
     channel: Channel, call: ParallelCall | CountedCall, target: Target, jobs: int | None, progress: bool
 ) -> dict[str, Site]:
