@@ -14,8 +14,8 @@ from envoi.runtime import launch
 
 # Files that only return a value to the call.
 LEAVES = {
-    "gemm/grouping.py", "gemm/hopper/config.py", "runtime/devices.py", "runtime/math.py", "runtime/shortcuts.py",
-    "runtime/triton_compat.py",
+    "gemm/grouping.py", "gemm/hopper/config.py", "runtime/devices.py", "runtime/math.py",
+    "runtime/prepared/constants.py", "runtime/shortcuts.py", "runtime/triton_compat.py",
 }  # fmt: skip
 ROOMS = [Path(envoi.__file__).parent / room for room in ("gemm", "runtime")]
 

@@ -53,7 +53,7 @@ def open_gathered(layer: Layer, format: str, rank: int, ends: list[int], device=
     """Open an object that gathers tokens, whatever their number."""
     api.gathering_pays = lambda *_: True
     parallel = open_parallel(layer, format, rank, ends, device, **kwargs)
-    assert parallel.exchange == "gathered"
+    assert parallel.exchange == ("hosts" if kwargs.get("hosts") else "gathered")
     return parallel
 
 
