@@ -36,7 +36,9 @@ def calls(name: str, names: Sequence[str]) -> Callable[[Callable], Callable]:
     def logging_calls(function: Callable) -> Callable:
         @functools.wraps(function)
         def logged(*arguments):
-            given = zip(names, arguments, strict=False)  # a compiled graph leaves out the last ones if they are defaults
+            given = zip(
+                names, arguments, strict=False
+            )  # a compiled graph leaves out the last ones if they are defaults
             _write("call %s(%s)", name, ", ".join(f"{n}={text(x)}" for n, x in given if x is not None and x != []))
             return function(*arguments)
 

@@ -105,7 +105,7 @@ def shipped(tmp_path, monkeypatch):
 
 def forget():
     tune._entries.cache_clear()
-    tune.choose.cache_clear()
+    tune.forget_choices()
 
 
 def key(case):

@@ -32,7 +32,7 @@ def path(tmp_path, monkeypatch):
 
 def forget():
     tune._entries.cache_clear()
-    tune.choose.cache_clear()
+    tune.forget_choices()
 
 
 def chosen():

@@ -7,7 +7,7 @@ import pytest
 from envoi.gemm import backend
 from envoi.indexer import fast, select
 from envoi.moe import api as moe_api
-from envoi.moe import layer, permute
+from envoi.moe import layer
 from envoi.moe.router import host as router_host
 from envoi.runtime import devices, workspace
 from tests.helpers import fake_driver
@@ -22,9 +22,7 @@ def hopper(monkeypatch) -> CompilingDriver:
     packing = import_module("envoi.moe.pack")  # the package has a function of this name
     for module in (backend, fast, layer, packing, router_host, select):
         monkeypatch.setattr(module, "implementation", lambda device: "hopper")
-    for module in (devices, fast, permute, router_host):
-        if hasattr(module, "num_sms"):
-            monkeypatch.setattr(module, "num_sms", lambda device: 132)
+    monkeypatch.setattr(devices, "_num_sms", lambda device: 132)
     monkeypatch.setattr(moe_api, "check_ids", lambda *_: None)
     for name in ("_counters", "_blanks"):
         monkeypatch.setattr(workspace, name, workspace.Kept(getattr(workspace, name).fill))

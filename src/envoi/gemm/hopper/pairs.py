@@ -4,8 +4,6 @@ A pair of tiles is the unit of work of an L1 that quantises. It saves the other 
 E4M3; it costs time where the last, partly filled round of the persistent loop is one of pairs.
 """
 
-from functools import lru_cache
-
 import torch
 
 from envoi.epilogue.ir import IR
@@ -47,7 +45,7 @@ def quantizes_in_pairs(rows: Matrix, weights: Matrix, in_pairs: IR, in_bf16: IR,
     return pairs_pay(tune.rounded(problem), in_pairs, in_bf16, num_sms(rows.device))
 
 
-@lru_cache(maxsize=4096)
+@tune.remember
 def pairs_pay(problem: Problem, in_pairs: IR, in_bf16: IR, num_sms: int) -> bool:
     """Return True if an L1 that quantises should take less time than one in bf16 and the kernel that quantises.
 

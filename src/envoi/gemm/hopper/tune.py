@@ -7,9 +7,10 @@ power of two, since serving sees every number of them.
 
 import dataclasses
 import json
+from collections.abc import Callable
 from functools import lru_cache
 from pathlib import Path
-from typing import Any
+from typing import Any, ParamSpec, TypeVar, cast
 
 from envoi import cache_file, env
 from envoi.epilogue.lower import Lowered
@@ -18,17 +19,33 @@ from envoi.runtime import prepared
 from envoi.runtime.math import cdiv, next_power_of_2
 
 SHIPPED = Path(__file__).with_name("tuned.json")
+P = ParamSpec("P")
+T = TypeVar("T")
 _EXPECTED = {int: "an int of at least 1", bool: "true or false"}
 
 
 _use_measured = True
+_choices: list[Callable[[], None]] = []  # functions that forget choices made from measured configs
+
+
+def remember(choice: Callable[P, T]) -> Callable[P, T]:
+    """Decorate a choice that depends on the measured configs: cache its results until those change."""
+    cached = lru_cache(maxsize=4096)(choice)
+    _choices.append(cached.cache_clear)
+    return cast(Callable[P, T], cached)
+
+
+def forget_choices() -> None:
+    """Choose anew from now on, since the measured configs have changed."""
+    for forget in _choices:
+        forget()
 
 
 def use_measured(wanted: bool) -> None:
     """Use measured configs, as always, or the model of `config.py` alone, to measure how good the model is."""
     global _use_measured
     _use_measured = wanted
-    choose.cache_clear()
+    forget_choices()
     prepared.clear()
 
 
@@ -51,7 +68,7 @@ def best(problem: Problem, code: Lowered, num_sms: int, shipped_only: bool = Fal
     return None if supports(problem, config, code) else config
 
 
-@lru_cache(maxsize=4096)
+@remember
 def choose(problem: Problem, code: Lowered, num_sms: int, shipped_only: bool = False) -> Config | None:
     """Return the measured config, else the one that the model prefers; None if none fits."""
     return best(problem, code, num_sms, shipped_only) or _modelled(rounded(problem), code, num_sms)
@@ -98,5 +115,5 @@ def keep(entries: dict[str, Config], path: Path | None = None) -> None:
     """Add entries to the cache (or to another file) and use them from now on."""
     cache_file.add(path or _cache(), {key: dataclasses.asdict(config) for key, config in entries.items()})
     _entries.cache_clear()
-    choose.cache_clear()
+    forget_choices()
     prepared.clear()
