@@ -1,8 +1,9 @@
 """Named ranges in profilers' timelines: `envoi.route`, `envoi.permute`, `envoi.L1`, `envoi.L2`, `envoi.combine`, ..
 
-Recorded when a profiler of torch runs in this thread (`torch.profiler`, `torch.autograd.profiler.emit_nvtx`), and with
-ENVOI_NVTX=1 as NVTX ranges for Nsight Systems. A compiler never traces them, because it doesn't trace into operators.
-They mark host time, so a CUDA graph holds none of them.
+For few tokens on Hopper permute is a part of L1 (`envoi.gemm.hopper_few`). Recorded when a profiler of torch runs in
+this thread (`torch.profiler`, `torch.autograd.profiler.emit_nvtx`), and with ENVOI_NVTX=1 as NVTX ranges for Nsight
+Systems. A compiler never traces them, because it doesn't trace into operators. They mark host time, so a CUDA graph
+holds none of them.
 """
 
 from contextlib import AbstractContextManager, nullcontext
