@@ -80,7 +80,7 @@ def test_activations(format, layout, kind, few, monkeypatch):
     ("tokens", "experts", "k"),
     [
         (3, 128, 8), (64, 128, 8), (100, 128, 4), (9, 512, 32), (200, 3, 2), (8, 33, 4), (512, 2, 1), (1, 1, 1),
-        (17, 200, 30),
+        (17, 200, 30), (16, 512, 32),
     ],
 )  # fmt: skip
 @pytest.mark.parametrize("format", FORMATS)
@@ -115,11 +115,15 @@ def test_any_tensors(format, few, monkeypatch):
         routing = Routing(layer.routing.topk_weights.bfloat16().float(), layer.routing.topk_ids.long(), 16)
         got = run_layer(place, layer.routing.topk_weights, routing.topk_ids, packed)
         assert_same_bits(got, want)
+    far = torch.zeros(11, 9, dtype=torch.int64, device="cuda")[:, 1::2].copy_(layer.routing.topk_ids)
+    assert_same_bits(run_layer(layer.tokens, layer.routing.topk_weights, far, packed), want)
+    nobody = run_layer(layer.tokens, layer.routing.topk_weights, far + (1 << 32), packed)
+    assert bool((nobody == 0).all())
     half = layer.routing.topk_weights.bfloat16()
     got = run_layer(layer.tokens, half, layer.routing.topk_ids, packed)
     halved = replace(layer, routing=replace(layer.routing, topk_weights=half.float()))
     assert_same_bits(got, by_many(packed, halved, monkeypatch))
-    assert len(few) == 6
+    assert len(few) == 8
 
 
 def test_power_of_two_factors(few, monkeypatch):

@@ -20,7 +20,7 @@ RANKS = "number of ranks"
 WITH_OPTION = {
     "gemm": "bf16, fp16, fp8_row and fp8_block128, whose sum over K is split where tiles are few, and nvfp4",
     "grouped_gemm": "epilogues that add up rows, except beside MX weights, and nvfp4",
-    "moe": "mxfp4 on Hopper, where few tokens have kernels of their own",
+    "moe": "mxfp4 on Hopper, whose kernels for few tokens add up in another order (those of bf16 and FP8 don't)",
 }
 FUZZED = {"moe": "moe, every format", "expert_parallel": "ExpertParallel"}
 SOAK = (

@@ -43,7 +43,8 @@ def moe(
         A shared expert is a slot like any other, of weight 1 for instance.
     experts: from `envoi.experts.pack`, all N of them. For experts spread over ranks see `ExpertParallel`.
     batch_invariant: give a token the same bits whatever other tokens there are and however many. Only mxfp4 on Hopper
-        needs it, where few tokens have kernels of their own, which are faster; `warm_up` doesn't compile for it.
+        needs it, whose kernels for few tokens are faster and add up in another order; those of bf16 and fp8_block128
+        don't. `warm_up` doesn't compile for it.
 
     The steps are permute -> L1 -> activation, times weight, quantise -> L2 -> combine; what each computes, and where it
     rounds, is in `envoi.moe.reference`. A token whose slots are all masked gives zeros. Every run gives the same bits.

@@ -29,8 +29,8 @@ def run_layer(
     """Run the whole layer on one rank, sort -> gather -> L1 -> L2 -> combine: tokens [M, H] bf16 -> [M, H] bf16.
 
     For few tokens other kernels run: in bf16 and fp8_block128 with the same bits; on 4-bit weights, unless
-    batch_invariant, with sums along K that are split elsewhere, where the routing says. The host never waits for the
-    device, so a CUDA graph can hold the call. Slots whose id is no expert count as masked.
+    batch_invariant, sums along K are split at places that depend on the routing, so that bits may differ. The host
+    never waits for the device, so a CUDA graph can hold the call. Slots whose id is no expert count as masked.
     """
     if topk_ids.numel() == 0:
         return torch.zeros(tokens.shape, dtype=tokens.dtype, device=tokens.device)

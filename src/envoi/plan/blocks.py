@@ -28,7 +28,7 @@ class Blocks:
     """Tiling of one grouped GEMM: tiles of block_m tokens x block_n features, num_stages stages of block_k.
 
     num_tiles: expected over this rank's experts. shared_evenly: all SMs read as many weights, and launches overlap.
-    gathers: L1 finds its tokens by their ids, and quantises them, so that nothing is launched before it.
+    gathers: L1 finds its tokens by their ids, so that nothing is launched before it, and both GEMMs quantise theirs.
     """
 
     block_m: int
@@ -40,7 +40,7 @@ class Blocks:
     gathers: bool = False
 
     def rounds(self, num_sms: int) -> float:
-        """Number of tiles on the busiest SM."""
+        """Number of tiles on the busiest SM; a fraction where they are shared evenly."""
         return self.num_tiles / num_sms if self.shared_evenly else -int(-self.num_tiles // num_sms)
 
 
@@ -97,7 +97,7 @@ def _few(layer: MoeLayer, nk: tuple[int, int]) -> Blocks | None:
         return None
     config = configs_of(experts, *call)[0]
     tile = _counted(layer, nk, TOKENS, FEATURES, config.step * config.stage_steps, config.num_stages)
-    return replace(tile, shared_evenly=True, gathers=True)
+    return replace(tile, shared_evenly=True, gathers=nk == layer.l1_nk)
 
 
 def _w4a16(layer: MoeLayer, nk: tuple[int, int]) -> Blocks:

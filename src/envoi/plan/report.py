@@ -107,10 +107,11 @@ def _sizes(plan: Plan) -> list[str]:
 
 def _gemm(name: str, plan: Plan, blocks: Blocks, nk: tuple[int, int]) -> str:
     num_sms = plan.machine.num_sms
+    rounds = number(blocks.rounds(num_sms)) if blocks.shared_evenly else str(blocks.rounds(num_sms))
     return (
         f"{name}: {plan.layer.num_rows} x {nk[0]} x {nk[1]} in tiles of {blocks.block_m} x {blocks.block_n}, "
         f"{blocks.num_stages} stages of {blocks.block_k}; {blocks.num_tiles:.0f} tiles, "
-        f"{blocks.rounds(num_sms)} rounds on {num_sms} SMs"
+        f"{rounds} rounds on {num_sms} SMs"
     )
 
 

@@ -1,7 +1,8 @@
 """Five steps of the path, each with the time that every resource needs by itself (a roofline), and their sum.
 
     router    logits GEMM, top-k                       2 M H N FLOP
-    dispatch  quantise; each rank pulls every token of its experts once and writes one row per (token, expert)
+    dispatch  quantise; each rank pulls every token of its experts once and writes one row per (token, expert); nothing
+              where L1 finds its tokens itself
     L1        2 P (2 I) H FLOP, epilogue SwiGLU        in whole tiles, in whole rounds over the SMs
     L2        2 P H I FLOP, epilogue writes each row to its token's rank
     combine   barrier; each token's k rows are summed
@@ -105,7 +106,10 @@ def _router(layer: MoeLayer, machine: Machine) -> Step:
 
 
 def _dispatch(layer: MoeLayer, machine: Machine, l1: Blocks) -> Step:
-    """Return dispatch's step. Counts, indices, rows are exchanged: a barrier across ranks for each of the first two."""
+    """Return dispatch's step. Counts, indices, rows are exchanged: a barrier across ranks for each of the first two.
+
+    No step of its own where L1 gathers.
+    """
     if l1.gathers:
         return Step("dispatch", 0, 0, 0, 0, 0, 0, 0, 0)
     row = layer.row_bytes(layer.hidden) + WEIGHT_AND_SLOT_BYTES
@@ -119,7 +123,7 @@ def _dispatch(layer: MoeLayer, machine: Machine, l1: Blocks) -> Step:
 
 
 def _l1(layer: MoeLayer, machine: Machine, blocks: Blocks) -> Step:
-    """Return L1's step. If its epilogue can't quantise, it stores bf16 and a second kernel quantises."""
+    """Return L1's step. If its epilogue can't quantise, it stores bf16, and another kernel quantises, or L2 itself."""
     scheme, quantised = layer.formats.activations, layer.row_bytes(layer.intermediate)
     if scheme is None or l1_output_scheme(scheme):
         return _gemm("L1", layer, machine, blocks, layer.l1_nk, quantised)
@@ -147,9 +151,10 @@ def _gemm(
     hbm = active_experts(layer) * layer.weight_bytes(nk) + layer.num_rows * (row + left_bytes)
     compute_us = gemm_us(blocks, K, layer.format, machine)
     flops = 2.0 * layer.num_rows * N * K
+    dependent = blocks.shared_evenly and not blocks.gathers
     step = step_of(
-        name, machine, flops, compute_us, hbm, nvlink_bytes, machine.push_gb_per_s, dependent=blocks.shared_evenly
-    )
+        name, machine, flops, compute_us, hbm, nvlink_bytes, machine.push_gb_per_s, dependent=dependent
+    )  # fmt: skip
     return with_pass(step, machine, layer.num_rows * (layer.row_bytes(K) + row)) if widens else step
 
 

@@ -13,9 +13,10 @@ STEP_BYTES = 128  # of a row of weights in a step
 SLAB = 2  # steps of tokens that are copied at once
 SCALE_BLOCK = 128  # elements that share a scale factor
 CTAS = 2  # of a multiprocessor; with one, loads wait for products
-MOST_STAGE_BYTES = 65536  # of a CTA; more keeps other loads waiting for weights
-# Steps of a stage, least number of stages, slabs of a chunk: the first that fit. Two steps are neighbours in memory,
-# and reading them at once is faster. In FP8 two chunks of tokens wait to be quantised.
+MOST_STAGE_BYTES = 65536  # of all stages of a CTA; with more, requests of tokens queue after megabytes of weights
+# By `block_scaled`, in order of preference: (steps of a stage, least number of stages, slabs of a chunk). The first
+# that fits is taken. Two steps are neighbours in memory, and reading them at once is faster. In FP8 two chunks of
+# tokens wait to be quantised.
 WHOLE_CHUNK = 4
 RINGS = {False: ((2, 3, 0), (1, 5, 0)), True: ((2, 3, WHOLE_CHUNK), (2, 3, 2))}
 RESERVED = 4096  # bytes of shared memory of a CTA that are the driver's, or go to reductions and the epilogue
@@ -26,8 +27,8 @@ class FewConfig(Constant):
     """Constants of the kernel for few tokens.
 
     num_stages: stages of weights. stage_steps: 1 or 2, the steps of K in a stage.
-    num_steps: of K, 128 bytes of weights each; room_steps: that of the GEMM with the larger K. Both take as much shared
-        memory: while CTAs of the first end and those of the second begin, none finds a gap that is too small for it.
+    num_steps: of K, 128 bytes of a row of weights each. room_steps: the larger num_steps of L1 and L2. Both allocate
+        shared memory for it, so that a CTA of L2 fits wherever one of L1 has ended.
     is_l1: tokens come by the slots' ids, else in the order of experts. num_topk: slots of a token.
     block_scaled: FP8 weights with a factor for 128 x 128; tokens are quantised while they are read.
     max_experts: a power of two, at least 32. max_slots: a power of two, at least 128.

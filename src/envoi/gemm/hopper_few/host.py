@@ -54,7 +54,10 @@ class Buffers:
 
 
 def supports_few(experts: ExpertWeights, num_tokens: int, num_topk: int) -> str:
-    """Return why the kernel for few tokens can't run this, or isn't faster; "" if it can."""
+    """Return why the kernel for few tokens can't run this, or isn't faster; "" if it can.
+
+    Depends on shapes, strides and addresses alone, never on ids.
+    """
     num_slots, num_experts = num_tokens * num_topk, experts.num_local_experts
     if num_slots > MAX_SLOTS or num_topk > MAX_TOPK or num_experts > MAX_EXPERTS:
         return "too many slots or experts"

@@ -17,7 +17,8 @@ weights: after megabytes of weights they would come last.
     barrier   arrivals                            who waits   parity awaited
     full      1: TMA, all bytes of a stage        all warps   n & 1, n = times the ring went round
 
-A stage is requested again after a barrier of the CTA that all warps reach with their products of it complete.
+There is no barrier `empty`: each warp waits for its products, all warps meet at a barrier of the CTA, and then the
+stage is requested again.
 
 Launches overlap: L1 -> L2 -> sum. L1 lets L2 start at once; L2 requests weights, and reads what L1 wrote after
 `wait_for_grid`.
@@ -179,7 +180,7 @@ class Cursor:
 
     @gluon.jit
     def request(self, stage, end, weights, schedule):
-        """Request the steps into a stage, unless the tile is `end`; return the cursor of the next stage."""
+        """Request the steps into a stage, if the tile is before `end`; return the cursor of the next stage."""
         weights.request(self.expert, self.row_tile, self.k, stage, self.t < end)
         t, k, expert, row_tile = self.t, self.k + weights.cfg.stage_steps, self.expert, self.row_tile
         if k >= weights.cfg.num_steps:
@@ -236,7 +237,7 @@ class Tokens:
 
     @gluon.jit
     def start(self, rows, num_rows):
-        """Start copying rows [8] of tokens, the first num_rows of them; the others' sums are never read."""
+        """Start copying rows [8] of tokens, the first num_rows of them; the other rows become zeros."""
         cfg: gl.constexpr = self.cfg
         lanes: gl.constexpr = cfg.step // 8
         warps: gl.constexpr = gl.num_warps()
@@ -257,7 +258,7 @@ class Tokens:
 
     @gluon.jit
     def copy_slabs(self, copy, first, COUNT: gl.constexpr):
-        """Start copying COUNT slabs from `first` on, as one group; none from the last on."""
+        """Start copying COUNT slabs from `first` on, as one group; steps past K become zeros."""
         cfg: gl.constexpr = self.cfg
         room: gl.constexpr = self.copied.shape[0]
         slab: gl.constexpr = cfg.slab

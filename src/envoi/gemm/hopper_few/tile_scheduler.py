@@ -49,10 +49,11 @@ class Tile:
 
 @aggregate
 class Schedule:
-    """Positions of strips and rows: sums int32 [max_experts] up to and with each expert, three numbers in one.
+    """Positions of strips and rows, sums int32 [max_experts].
 
-    From the highest bits: strips, rows, experts. All rise from expert to expert, so that the largest number of those
-    that are passed, and the smallest of the others, belong to neighbours.
+    sums[e] = strips << 20 | rows << 10 | experts, each counted up to and with expert e; it rises with e. For a strip,
+    the largest sum that doesn't reach it is that of the expert before the strip's own, and the smallest that does is
+    its own.
     """
 
     sums: gl.tensor
