@@ -19,7 +19,7 @@ from envoi.quant import SCHEMES
 from envoi.quant import quantize as cast_to
 from envoi.types import QuantTensor
 from tests.helpers.accuracy import assert_same_bits
-from tests.moe.layers import Layer, make
+from tests.moe.layers import Layer, assert_replays_repeat, make
 from tests.moe.test_gpu import assert_right, on_gpu
 
 pytestmark = [pytest.mark.gpu, pytest.mark.usefixtures("tidy_gpu")]
@@ -203,17 +203,7 @@ def test_error_is_at_most_twice_the_references(forced):
 def test_a_graph(forced):
     forced(True)
     layer: Layer = on_gpu(make(tokens=900, experts=16, k=4, hidden=1024, intermediate=512))
-    packed = layer.pack("fp8_block128")
-    want = moe(layer.tokens, layer.routing, packed)
-    torch.cuda.synchronize()
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        got = moe(layer.tokens, layer.routing, packed)
-    for _ in range(3):
-        got.zero_()
-        graph.replay()
-        torch.cuda.synchronize()
-        assert_same_bits(got, want)
+    assert_replays_repeat(layer, layer.pack("fp8_block128"))
 
 
 def test_factors_in_powers_of_two():

@@ -66,6 +66,31 @@ def assert_same_bits_each_time(layer: Layer, packed: ExpertWeights) -> None:
         assert_same_bits(moe(layer.tokens, layer.routing, packed), first)
 
 
+def assert_replays_repeat(layer: Layer, packed: ExpertWeights) -> None:
+    """Assert that a graph of a call gives the call's bits, each time."""
+    want = moe(layer.tokens, layer.routing, packed)
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        got = moe(layer.tokens, layer.routing, packed)
+    for _ in range(3):
+        got.zero_()
+        graph.replay()
+        torch.cuda.synchronize()
+        assert_same_bits(got, want)
+
+
+def assert_others_keep_their_bits(layer: Layer, packed: ExpertWeights) -> None:
+    """Assert that tokens' bits don't change with the numbers of other tokens: huge, NaN and infinite ones of 24."""
+    clean = moe(layer.tokens, layer.routing, packed)
+    layer.tokens[5] *= 1000
+    layer.tokens[7, 100], layer.tokens[20, 0] = torch.nan, torch.inf
+    got = moe(layer.tokens, layer.routing, packed)
+    others = torch.tensor([i for i in range(24) if i not in (5, 7, 20)])
+    assert_same_bits(got[others], clean[others])
+    assert bool(got[[7, 20]].isnan().any(1).all())
+
+
 def assert_a_graph_serves(given: Layer, packed: ExpertWeights, layers: list[Layer], want: list[torch.Tensor]) -> None:
     """Assert that a graph captured on `given` gives each layer's output, once its tokens and routing are copied in."""
     graph = torch.cuda.CUDAGraph()

@@ -1,12 +1,10 @@
 """Path of `envoi.moe` on a GPU with concatenated gate and up: accuracy, bits of the interleaved layout, graphs."""
 
 import pytest
-import torch
 
-from envoi.moe import moe
 from envoi.moe.pack import READ_AS_STORED
 from tests.helpers.accuracy import assert_same_bits
-from tests.moe.layers import Layer, make
+from tests.moe.layers import Layer, assert_replays_repeat, make
 from tests.moe.test_gpu import assert_right, on_gpu, run
 from tests.moe.test_moe import KINDS
 
@@ -51,13 +49,4 @@ def test_a_graph_of_weights_that_share_the_models_storage(format):
     packed = layer.pack(format)
     if format == "bf16":
         assert packed.gate_up.data_ptr() == layer.gate_up.data_ptr()
-    want = moe(layer.tokens, layer.routing, packed)
-    torch.cuda.synchronize()
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        got = moe(layer.tokens, layer.routing, packed)
-    for _ in range(3):
-        got.zero_()
-        graph.replay()
-        torch.cuda.synchronize()
-        assert_same_bits(got, want)
+    assert_replays_repeat(layer, packed)

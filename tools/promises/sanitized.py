@@ -26,7 +26,8 @@ from envoi.moe.parallel.symmetric_memory import SharedLayout
 from envoi.quant import FORMATS, quantize
 from envoi.runtime import launch
 from envoi.runtime.devices import num_sms
-from tests.moe.layers import make
+from envoi.types import ExpertWeights
+from tests.moe.layers import Layer, make
 from tests.moe.parallel import domains
 from tests.moe.parallel.cases import to
 from tests.moe.parallel.interpreted.test_gathered import Ranks
@@ -149,14 +150,20 @@ def hostile_indexer() -> bool:
     return right
 
 
-def between_ranks(format: str) -> bool:
-    """Run the kernels of NVLink with three ranks in one process, with presum and without; compare with one rank."""
+def _of_three_ranks(format: str) -> tuple[Layer, list[int], list[ExpertWeights], torch.Tensor]:
+    """Return a layer, where its ranks' experts end, the ranks' experts, and what one rank gives."""
     layer = to(make(tokens=60, experts=8, k=3, hidden=256, intermediate=128), "cuda")
     r = layer.routing
     layer.routing = envoi.Routing(r.topk_weights.cuda(), r.topk_ids.cuda(), r.num_experts)
-    ends, right = [0, 1, 5, 8], True
+    ends = [0, 1, 5, 8]
     want = envoi.moe(layer.tokens, layer.routing, layer.pack(format), batch_invariant=True)
-    packed = [layer.pack(format, first, last) for first, last in pairwise(ends)]
+    return layer, ends, [layer.pack(format, first, last) for first, last in pairwise(ends)], want
+
+
+def between_ranks(format: str) -> bool:
+    """Run the kernels of NVLink with three ranks in one process, with presum and without; compare with one rank."""
+    layer, ends, packed, want = _of_three_ranks(format)
+    right = True
     for presum in (False, True):
         opened = domains.open_all(SharedLayout(3, 8, 60, 4, 256, format, presum), ends, "cuda")
         for _ in range(2):
@@ -167,12 +174,8 @@ def between_ranks(format: str) -> bool:
 
 def around_collectives(format: str) -> bool:
     """Run the kernels around collectives with three ranks in one process, whose collectives are copies."""
-    layer = to(make(tokens=60, experts=8, k=3, hidden=256, intermediate=128), "cuda")
-    r = layer.routing
-    layer.routing = envoi.Routing(r.topk_weights.cuda(), r.topk_ids.cuda(), r.num_experts)
-    ends, right = [0, 1, 5, 8], True
-    want = envoi.moe(layer.tokens, layer.routing, layer.pack(format), batch_invariant=True)
-    packed = [layer.pack(format, first, last) for first, last in pairwise(ends)]
+    layer, ends, packed, want = _of_three_ranks(format)
+    right = True
     for presum in (False, True):
         layout = SharedLayout(3, 8, 60, 4, 256, format, presum)
         opened = [gathered_device.open_buffers(layout, rank, ends, 1.0, DEVICE) for rank in range(3)]
