@@ -42,15 +42,16 @@ from envoi.epilogue.chunk import ChunkBuffers, ChunkPosition
 from envoi.epilogue.device import divide, e4m3, group_amax, maximum
 from envoi.gemm.hopper.mainloop import widened
 from envoi.gemm.hopper.run_epilogue import halves_in_turn, to_token_major
+from envoi.gemm.hopper_few import config
 from envoi.gemm.hopper_few.tile_scheduler import Schedule, Slots
 from envoi.runtime.aggregate import Scalar, aggregate
 from envoi.runtime.sync import let_next_start, wait_for_grid
 from envoi.runtime.triton_compat import async_load, reinterpret, role_barrier, tma_load
 
 E4M3_MAX = gl.constexpr(448.0)
-FEATURES = gl.constexpr(64)
-TOKENS = gl.constexpr(8)
-SCALE_BLOCK = gl.constexpr(128)
+FEATURES = gl.constexpr(config.FEATURES)
+TOKENS = gl.constexpr(config.TOKENS)
+SCALE_BLOCK = gl.constexpr(config.SCALE_BLOCK)
 
 
 @aggregate

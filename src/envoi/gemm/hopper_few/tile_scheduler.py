@@ -8,11 +8,12 @@ import triton.experimental.gluon.language as gl
 from triton.experimental import gluon
 
 from envoi.epilogue.device import plus
+from envoi.gemm.hopper_few import config
 from envoi.runtime.aggregate import Scalar, aggregate
 
 BITS = gl.constexpr(10)  # of a number of slots, of strips or of experts
 MASK = gl.constexpr(1023)
-TOKENS = gl.constexpr(8)  # of a strip
+TOKENS = gl.constexpr(config.TOKENS)  # of a strip
 
 
 @aggregate

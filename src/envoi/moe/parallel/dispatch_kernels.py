@@ -17,6 +17,7 @@ import triton.language as tl
 
 from envoi.epilogue.codes_triton import widen
 from envoi.moe.kernels import quantized, store_quantized
+from envoi.moe.parallel import load
 from envoi.moe.parallel.shared_device import (
     ARRIVALS,
     BAD_IDS,
@@ -42,7 +43,7 @@ PIECE: tl.constexpr = tl.constexpr(1024)  # slots that are counted, and sent, at
 RANKED: tl.constexpr = tl.constexpr(16)
 COMPARED: tl.constexpr = tl.constexpr(256)
 COUNTED: tl.constexpr = tl.constexpr(4096)  # counts that a program loads at once
-HISTORY: tl.constexpr = tl.constexpr(128)  # calls whose load is kept, as in load
+HISTORY: tl.constexpr = tl.constexpr(load.HISTORY)
 
 
 class SourceSlots(NamedTuple):

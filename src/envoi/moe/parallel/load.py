@@ -5,7 +5,7 @@ from itertools import pairwise
 
 import torch
 
-HISTORY = 128  # calls that are kept, a power of two; as in dispatch_kernels
+HISTORY = 128  # calls that are kept, a power of two
 NO_CALL = -1
 
 
