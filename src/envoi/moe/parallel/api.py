@@ -29,7 +29,7 @@ from envoi.moe.op import (
 from envoi.moe.parallel import counted, gathered, gathered_device, hosts_device, memory, nvlink
 from envoi.moe.parallel.collectives import gather_texts
 from envoi.moe.parallel.dispatch import REFUSED_ON_HOST
-from envoi.moe.parallel.hosts import Grid, Hosts, agree_on_hosts, connect_hosts, connect_rail
+from envoi.moe.parallel.hosts import Hosts, agree_on_hosts, connect_hosts, connect_rail
 from envoi.moe.parallel.load import Load, empty_history, load_of, note
 from envoi.moe.parallel.memory import NVLINK
 from envoi.moe.parallel.opening import (
@@ -136,7 +136,7 @@ class ExpertParallel:
         grouped = connect_hosts(self.channel, names, self.name, timeout_s) if self._hosts and over_gloo else None
         rail = None
         if self._hosts and not over_gloo:
-            rail = connect_rail(self.channel, Grid.of(self._hosts), self.name, timeout_s)
+            rail = connect_rail(self.channel, group, self._hosts, self.name, timeout_s)
         self.channel.watch.opened(ranks_by_store(self.channel))
         self._lock: Any = threading.RLock()
         self.expert_offsets = [0, *itertools.accumulate(sizes)]
