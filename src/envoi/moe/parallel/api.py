@@ -51,7 +51,7 @@ from envoi.moe.parallel.symmetric_memory import Domain, SharedLayout
 from envoi.moe.parallel.timeout import PeerTimeout
 from envoi.moe.parallel.warm_up import CountedCall, ParallelCall, compile_together, load_together, unbounded
 from envoi.moe.warm_up import check_jobs, compiles, prepare, without_tensors
-from envoi.plan.gathering import LINKS, gathering_pays
+from envoi.plan.gathering import gathering_pays, link_of
 from envoi.plan.presum import pays
 from envoi.runtime import shortcuts
 from envoi.runtime.custom_op import operator
@@ -464,8 +464,9 @@ class ExpertParallel:
         if self.max_tokens is None or self.num_topk is None or (device.type == "cuda") != (self.transport == "nccl"):
             return
         layout = replace(self._layout(self.max_tokens, self.num_topk), presum=presum)
+        link = link_of(self.transport, len(self.channel.watch.ranks_by_store) == layout.num_ranks)
         if hosts is None and not gathering_pays(
-            LINKS[self.transport], layout.num_ranks, layout.max_tokens, layout.num_topk, layout.hidden,
+            link, layout.num_ranks, layout.max_tokens, layout.num_topk, layout.hidden,
             layout.token_bytes, presum,
         ):  # fmt: skip
             return
