@@ -8,7 +8,7 @@ from typing import NoReturn
 
 import envoi
 
-DEMO_FORMATS = "bf16,fp8_row,fp8_block128,mxfp8,mxfp4,mxfp4_mxfp8"
+DEMO_FORMATS = "bf16,fp8_row,fp8_block128,mxfp8,mxfp4,mxfp4_mxfp8,nvfp4"
 READER_GONE = 141  # a shell's exit status for a program ended by SIGPIPE
 
 

@@ -65,7 +65,7 @@ class QuantTensor(_Printed):
     sf: float32, or float8_e8m0fnu (a power of two), or float8_e4m3fn (nvfp4);
         shape [.., ceil(R / group[0]), ceil(C / group[1])].
     group: rows and columns that share a scale factor; a whole dimension is written as its size (fp8_row: (1, C)).
-    scale: one float32 for the whole tensor, multiplied on top (nvfp4), or None.
+    scale: float32, multiplied on top (nvfp4): one for the whole tensor, or one for each row, [.., R]; or None.
     scales_at_most_2: promise that every UE8M0 scale factor is at most 2 and no element is NaN. Kernels skip the check;
         a false promise gives wrong results: after writing to values or sf, set it by
         `envoi.quant.pack.with_checked_scales`, or to False.
@@ -159,8 +159,8 @@ class ExpertWeights(_Printed):
         gate up alone, [E, I, H].
     down [E, H, I]: bf16 or a QuantTensor.
     gate_up_bias [E, 2I] (in the order of gate_up's rows) and down_bias [E, H], float32, or None.
-    format: "bf16", "fp8_row", "fp8_block128", "mxfp8", "mxfp4" or "mxfp4_mxfp8"; says how activations are
-        quantised too.
+    format: "bf16", "fp8_row", "fp8_block128", "mxfp8", "mxfp4", "mxfp4_mxfp8" or "nvfp4"; says how activations are
+        quantised too. In "nvfp4" both weights have a scale for each row.
     activation: "swiglu", "swiglu_oai", "geglu", "geglu_tanh"; without a gate "silu" or "relu2"; or the operations of a
         user's function, as the text that `envoi.experts.pack` makes of it.
     swiglu_limit: clamp of gate (above only) and up (both sides), or None.

@@ -21,7 +21,8 @@ from envoi.moe.router import route
 from envoi.quant import FORMATS
 
 MODEL = find_model(None)
-ALLOWED = {"bf16": 1e-3, "fp8_row": 0.02, "fp8_block128": 0.02, "mxfp8": 0.02, "mxfp4": 0.10, "mxfp4_mxfp8": 0.10}
+ALLOWED = {"bf16": 1e-3, "fp8_row": 0.02, "fp8_block128": 0.02, "mxfp8": 0.02, "mxfp4": 0.10, "mxfp4_mxfp8": 0.10,
+           "nvfp4": 0.05}  # fmt: skip
 CPU = torch.device("cpu")
 
 

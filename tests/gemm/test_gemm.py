@@ -95,8 +95,8 @@ def test_quantised_products_match_widened_operands(for_a, for_b):
     assert relative_error(gemm(a, b), want) < 0.004
 
 
-@pytest.mark.parametrize("for_b", ["mxfp8", "mxfp4"])
-def test_bf16_beside_power_of_two_scales(for_b):
+@pytest.mark.parametrize("for_b", ["mxfp8", "mxfp4", "nvfp4"])
+def test_bf16_beside_scales_that_are_exact_in_bf16(for_b):
     a, b = normal(20, 64).bfloat16(), cast_to(normal(24, 64, seed=1), for_b)
     assert relative_error(accumulate(a, b), oracle(a, b)) < 1e-6
 
@@ -405,7 +405,8 @@ def half_residual(acc, residual: HalfTile):
         ("b: expected a tensor on cpu .*, got one on meta", {"b": B.to("meta")}),
         ("b: expected bfloat16 like a, got float32", {"b": B.float()}),
         ("b: expected a QuantTensor like a, got bfloat16", {"a": Q}),
-        ("a, b: expected bf16 beside mxfp8 or mxfp4, .*, got bfloat16 beside float8_e4m3fn with float32", {"b": W}),
+        ("a, b: expected bf16 beside mxfp8, mxfp4 or nvfp4, .*, got bfloat16 beside float8_e4m3fn with float32",
+         {"b": W}),
         ("a, b: expected float32 scales over the same extent of K",
          {"a": cast_to(A, "fp8_1x128"), "b": QuantTensor(W.values, torch.ones(64, 4), (1, 64))}),
         ("a.sf: expected float32 or .* .6, 1., got float32 .5, 1.",
@@ -469,7 +470,7 @@ WEIGHTS = normal(2, 64, 256).bfloat16()
         ("bias: expected .* .2, 64., got float32 .64.", {"epilogue": scale_bias_relu, "alpha": 1.0, "bias": BIAS}),
         ("weights: expected bfloat16 like rows, got float32", {"weights": WEIGHTS.float()}),
         ("weights: expected a QuantTensor like rows, got bfloat16", {"rows": Q}),
-        ("rows, weights: expected bf16 beside mxfp8 or mxfp4, .*, got bfloat16 beside float8_e4m3fn",
+        ("rows, weights: expected bf16 beside mxfp8, mxfp4 or nvfp4, .*, got bfloat16 beside float8_e4m3fn",
          {"weights": cast_to(WEIGHTS, "fp8_row")}),
         ("epilogue: twice_the_column returns a value that is the same for all rows of an expert .col f32 = mul",
          {"epilogue": twice_the_column, "c": torch.zeros(2, 64)}),

@@ -16,7 +16,8 @@ from envoi.quant.pack import interleave_gate_up, pack_weight
 from tests.helpers.accuracy import assert_same_bits, relative_error
 from tests.moe.layers import make
 
-BOUNDS = {"bf16": 0.0, "fp8_row": 0.04, "fp8_block128": 0.04, "mxfp8": 0.04, "mxfp4": 0.13, "mxfp4_mxfp8": 0.13}
+BOUNDS = {"bf16": 0.0, "fp8_row": 0.04, "fp8_block128": 0.04, "mxfp8": 0.04, "mxfp4": 0.13, "mxfp4_mxfp8": 0.13,
+          "nvfp4": 0.11}  # fmt: skip
 
 
 def weights(hidden=256, intermediate=128, experts=2):
@@ -61,6 +62,9 @@ def test_a_hopper_gpu_has_an_order_of_its_own_for_4_bit_weights(hidden, intermed
     assert pack(gate_up, down, "mxfp4_mxfp8").order == "rows"
     assert pack(gate_up, down, "bf16").order == "rows"
     assert pack(gate_up * 2.0**20, down, "mxfp4").order == "rows"  # factors above 2
+    assert pack(gate_up * 2.0**20, down, "nvfp4").order == order
+    gate_up[0, 0, 0] = torch.nan
+    assert pack(gate_up, down, "nvfp4").order == "rows"  # a factor is NaN
 
 
 @pytest.mark.parametrize("format", ["mxfp8", "mxfp4_mxfp8"])

@@ -215,6 +215,18 @@ def test_zero_factors_and_nan_weights_are_kept():
     assert torch.equal(got.nan_to_num(0.0), want)
 
 
+@pytest.mark.parametrize("kernels", ["torch", "hopper"])
+def test_rows_that_are_parts_of_longer_ones(kernels, monkeypatch):
+    monkeypatch.setattr(importlib.import_module("envoi.moe.pack"), "implementation", lambda device: kernels)
+    gate_up, down, *groups = STORED["mxfp4"]
+    longer = [torch.cat((x, x), dim=2)[:, :, : x.shape[2]] for x in (gate_up[0], down[0])]
+    before = [x.clone() for x in (gate_up[1], down[1])]
+    assert not longer[0].is_contiguous()
+    check_exact(pack(*longer, gate_up_sf=gate_up[1], down_sf=down[1]), gate_up, down, groups, "concat")
+    for x, old in zip((gate_up[1], down[1]), before, strict=True):
+        assert torch.equal(x, old)
+
+
 STORED_AS = [name for name in STORED if name != "mxfp4_mxfp8"]
 
 
@@ -295,8 +307,8 @@ QUANT = QuantTensor(ROW["gate_up"], ROW["gate_up_sf"], (1, H))
         ("gate_up_sf: expected None beside a QuantTensor", {"gate_up": QUANT}),
         ("format: expected one that holds these weights exactly, got 'auto', and there is none .fp8_row: 1 x 128",
          {"gate_up_sf": float_factors(E, 2 * INTER, 2)}),
-        ("format: .*factors in E4M3 .nvfp4., which no kernel for experts takes",
-         {"gate_up": pairs(E, 2 * INTER, H // 2), "gate_up_sf": e4m3(E, 2 * INTER, H // 16)}),
+        ("format: .*there is none .fp8_row: their factors are in float8_e4m3fn, and those of fp8_row in float32",
+         {"gate_up_sf": e4m3(E, 2 * INTER, 1)}),
         ("requantize: expected True or False, got int 1", {"requantize": 1}),
     ],
 )  # fmt: skip

@@ -1,4 +1,4 @@
-"""MXFP4 weights in the order of tensor cores' fragments: the places of the docstring, and back."""
+"""4-bit weights in the order of tensor cores' fragments: the places of the docstring, and back."""
 
 from dataclasses import replace
 
@@ -21,11 +21,21 @@ def weights(experts=2, rows=128, columns=192, seed=0) -> QuantTensor:
     return QuantTensor(values, sf.view(torch.float8_e8m0fnu), (1, 32), scales_at_most_2=True)
 
 
+def nvfp4(experts=2, rows=128, columns=192, seed=0) -> QuantTensor:
+    """Every factor that the order takes: none negative, none NaN; a scale for each row."""
+    source = torch.Generator().manual_seed(seed)
+    values = torch.randint(0, 256, (experts, rows, columns // 2), generator=source, dtype=torch.uint8)
+    sf = torch.randint(0, 0x7F, (experts, rows, columns // 16), generator=source, dtype=torch.uint8)
+    scale = torch.rand(experts, rows, generator=source)
+    return QuantTensor(values, sf.view(torch.float8_e4m3fn), (1, 16), scale)
+
+
 def copied(x: QuantTensor) -> QuantTensor:
-    return replace(x, values=x.values.clone(), sf=x.sf.view(torch.uint8).clone().view(torch.float8_e8m0fnu))
+    return replace(x, values=x.values.clone(), sf=x.sf.view(torch.uint8).clone().view(x.sf.dtype))
 
 
-def test_there_and_back():
+@pytest.mark.parametrize("weights", [weights, nvfp4])
+def test_there_and_back(weights):
     x = weights()
     there = to_fragments(copied(x))
     assert (there.order, there.shape, there.sf.shape) == ("fragments", x.shape, x.sf.shape)
@@ -33,6 +43,7 @@ def test_there_and_back():
     back = to_rows(there)
     assert back.order == "rows"
     assert_same_bits(back.values, x.values)
+    assert back.sf.dtype == x.sf.dtype
     assert_same_bits(back.sf.view(torch.uint8), x.sf.view(torch.uint8))
 
 
@@ -41,21 +52,23 @@ def test_in_place():
     assert to_fragments(x).values.data_ptr() == x.values.data_ptr()
 
 
+@pytest.mark.parametrize("weights", [weights, nvfp4])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
-def test_dequantising_sees_the_same_numbers(dtype):
+def test_dequantising_sees_the_same_numbers(dtype, weights):
     x = weights(3)
     there = to_fragments(copied(x))
     assert_same_bits(dequantize(there, dtype), dequantize(x, dtype))
-    one = replace(there, values=there.values[1], sf=there.sf[1])
+    one = replace(there, values=there.values[1], sf=there.sf[1], scale=None if x.scale is None else x.scale[1])
     assert_same_bits(dequantize(one, dtype), dequantize(x, dtype)[1])
 
 
-def test_every_number_is_where_the_docstring_says():
+@pytest.mark.parametrize("weights", [weights, nvfp4])
+def test_every_number_is_where_the_docstring_says(weights):
     x, steps = weights(1), 3
     codes = unpack_nibbles(x.values)[0]
     there = to_fragments(copied(x))
     by = there.values.view(2, steps, 4, 8, 4, 2, 2, 2, 2)
-    sf = there.sf.view(torch.uint8).view(2, steps, 4, 8, 2, 2)
+    sf = there.sf.view(torch.uint8).view(2, steps, 4, 8, 2, -1, 2)  # block, k16 if it has a factor of its own, half
     for row in range(128):
         tile, warp, g, half = row // 64, row % 64 // 16, row % 16 // 2, row % 2
         for k in range(192):
@@ -64,7 +77,8 @@ def test_every_number_is_where_the_docstring_says():
             first = byte & 7 | byte >> 2 & 8
             second = byte >> 4 & 8 | byte >> 2 & 6 | byte >> 6 & 1
             assert int(codes[row, k]) == (second if block else first)
-            assert sf[tile, step, warp, g, block, half] == x.sf.view(torch.uint8)[0, row, k // 32]
+            factor = sf[tile, step, warp, g, block, k16 * (sf.shape[5] - 1), half]
+            assert factor == x.sf.view(torch.uint8)[0, row, k // x.group[1]]
 
 
 @pytest.mark.parametrize(
@@ -73,7 +87,10 @@ def test_every_number_is_where_the_docstring_says():
         ("a scale factor is above 2", replace(weights(), scales_at_most_2=False)),
         ("multiples of 64", weights(rows=96)),
         ("multiples of 64", weights(columns=160)),
-        ("it isn't MXFP4", quantize(torch.randn(1, 64, 64), "mxfp8")),
+        ("it isn't MXFP4 or NVFP4", quantize(torch.randn(1, 64, 64), "mxfp8")),
+        ("multiples of 64", nvfp4(rows=96)),
+        ("a scale factor is negative or NaN", replace(nvfp4(), sf=(-nvfp4().sf.float()).to(torch.float8_e4m3fn))),
+        ("a scale factor is negative or NaN", replace(nvfp4(), sf=torch.full((2, 128, 12), 1e9).to(nvfp4().sf.dtype))),
         ("it is in this order already", to_fragments(weights())),
     ],
 )
@@ -83,7 +100,7 @@ def test_refusals(why, x):
 
 
 def test_what_can_be_put_into_the_order():
-    assert supports_fragments(weights()) == ""
+    assert supports_fragments(weights()) == supports_fragments(nvfp4()) == ""
 
 
 def test_a_public_gemm_refuses_the_order():

@@ -90,7 +90,7 @@ _LEAVE = {
 @cache
 def expert_l1(
     activation: str, limit: float | None, has_bias: bool, scheme: str | None, gate_up_layout: str = "interleaved",
-    rounded: bool = False,
+    rounded: bool = False, has_scale: bool = False,
 ) -> Epilogue:  # fmt: skip
     """Return the experts' first epilogue: activation of gate and up, times the routing weight, quantised.
 
@@ -99,7 +99,8 @@ def expert_l1(
     limit clamps gate above and up on both sides. scheme: None for bf16 output,
     else fp8_row, fp8_1x128 or mxfp8. gate_up_layout: "interleaved" (columns of gate and up in turn) or "concat" (all
     gates, then all ups). rounded: to bf16 before it is quantised, as where a kernel of its own quantises bf16.
-    Operands: weight (Row), and bias (Col, in the same order) if has_bias.
+    Operands: weight (Row); and in the order of the columns bias (Col) if has_bias, and scale (Col), which is multiplied
+    before the bias is added, if has_scale.
     Raises ValueError for another activation, scheme or layout.
     """
     expect_activation(activation)
@@ -139,6 +140,14 @@ def expert_l1(
     def expert_l1_bias(acc, weight: Row, bias: Col):
         return leave(inside(acc + bias) * weight)
 
+    def expert_l1_scale(acc, weight: Row, scale: Col):
+        return leave(inside(acc * scale) * weight)
+
+    def expert_l1_scale_bias(acc, weight: Row, scale: Col, bias: Col):
+        return leave(inside(acc * scale + bias) * weight)
+
+    if has_scale:
+        return epilogue(expert_l1_scale_bias if has_bias else expert_l1_scale)
     return epilogue(expert_l1_bias if has_bias else expert_l1)
 
 
@@ -161,8 +170,11 @@ def l1_output_scheme(scheme: Scheme | None) -> str | None:
 
 
 @cache
-def expert_l2(has_bias: bool) -> Epilogue:
-    """Return the experts' second epilogue. Rows already carry the routing weight; only the bias is multiplied here."""
+def expert_l2(has_bias: bool, has_scale: bool = False) -> Epilogue:
+    """Return the experts' second epilogue. Rows already carry the routing weight; only the bias is multiplied here.
+
+    Operands: weight (Row) and bias (Col) if has_bias; scale (Col), of the accumulator, if has_scale.
+    """
 
     def expert_l2(acc):
         return acc
@@ -170,4 +182,12 @@ def expert_l2(has_bias: bool) -> Epilogue:
     def expert_l2_bias(acc, weight: Row, bias: Col):
         return acc + weight * bias
 
+    def expert_l2_scale(acc, scale: Col):
+        return acc * scale
+
+    def expert_l2_scale_bias(acc, weight: Row, scale: Col, bias: Col):
+        return acc * scale + weight * bias
+
+    if has_scale:
+        return epilogue(expert_l2_scale_bias if has_bias else expert_l2_scale)
     return epilogue(expert_l2_bias if has_bias else expert_l2)

@@ -58,7 +58,7 @@ def gemm(
 
     a [M, K], b [N, K] (as nn.Linear stores a weight): both bf16, fp16 or fp32, or QuantTensors from
     `envoi.quant.quantize`;
-        a may be bf16 with an mxfp4 or mxfp8 b. M may be 0.
+        a may be bf16 with an mxfp4, mxfp8 or nvfp4 b. M may be 0.
     epilogue: from `@envoi.epilogue`; None returns the product.
     operands: of the epilogue, by name: Row [M], Col [N], Tile [M, N], HalfCol [N / 2], HalfTile [M, N / 2] of any
         float dtype, Scalar a number or a tensor of one element.
@@ -184,9 +184,9 @@ def _settle(
     if isinstance(a, QuantTensor) and isinstance(b, torch.Tensor):
         raise ValueError(f"{names[1]}: expected a QuantTensor like {names[0]}, got {dtype_name(b.dtype)}")
     if isinstance(a, torch.Tensor) and isinstance(b, QuantTensor):
-        if a.dtype != torch.bfloat16 or b.sf.dtype != torch.float8_e8m0fnu:
+        if a.dtype != torch.bfloat16 or not (b.sf.dtype == torch.float8_e8m0fnu or _is_nvfp4(b)):
             raise ValueError(
-                f"{', '.join(names)}: expected bf16 beside mxfp8 or mxfp4, or the same kind on both sides, "
+                f"{', '.join(names)}: expected bf16 beside mxfp8, mxfp4 or nvfp4, or the same kind on both sides, "
                 f"got {dtype_name(a.dtype)} beside {dtype_name(b.values.dtype)} with {dtype_name(b.sf.dtype)} scales"
             )
     elif isinstance(a, QuantTensor) and isinstance(b, QuantTensor):
@@ -197,6 +197,11 @@ def _settle(
         raise ValueError(f"out_dtype: expected torch.bfloat16, float16 or float32, got {out_dtype!r}")
     check_columns(epilogue.ir, b.shape[-2])
     return epilogue, out_dtype
+
+
+def _is_nvfp4(x: QuantTensor) -> bool:
+    """Return True for E2M1 under E4M3 factors, whose products are exact in bf16."""
+    return x.packed and x.sf.dtype == torch.float8_e4m3fn
 
 
 def _wrap(epilogue: Epilogue, outputs: list[torch.Tensor], sizes: dict[str, int]) -> Any:

@@ -9,6 +9,7 @@ from envoi.epilogue.api import Epilogue
 from envoi.epilogue.library import expert_l1, expert_l2, l1_output_scheme
 from envoi.gemm.backend import quantizes_in_l1, run_kernels
 from envoi.gemm.grouping import EXPERTS_ROWS, Grouping
+from envoi.moe.op import columns_of, scale_of
 from envoi.moe.permute import quantize_rows
 from envoi.quant.formats import format_named
 from envoi.spans import span
@@ -27,15 +28,17 @@ def run_experts(
     """
     has_bias = experts.gate_up_bias is not None
     l1_grouping = replace(grouping, to=None)
-    operands = {"weight": weights, "bias": experts.gate_up_bias} if has_bias else {"weight": weights}
+    operands = {"weight": weights, **columns_of(experts.gate_up, experts.gate_up_bias)}
     with span("L1"):
         l1 = _l1_epilogue(rows, experts, l1_grouping)
         hidden = _run_grouped_gemm(rows, experts.gate_up, offsets, l1, operands, l1_grouping)
         scheme = format_named(experts.format).activations
         if scheme is not None and isinstance(hidden, torch.Tensor):
             hidden = quantize_rows(hidden, offsets, scheme)
-    operands = {"weight": weights, "bias": experts.down_bias} if has_bias else {}
-    l2 = expert_l2(has_bias)
+    operands = columns_of(experts.down, experts.down_bias)
+    if has_bias:
+        operands["weight"] = weights
+    l2 = expert_l2(has_bias, scale_of(experts.down) is not None)
     with span("L2"):
         return cast(torch.Tensor, _run_grouped_gemm(hidden, experts.down, offsets, l2, operands, grouping))
 
@@ -48,7 +51,8 @@ def _l1_epilogue(rows: Matrix, experts: ExpertWeights, grouping: Grouping) -> Ep
     """
     activation, limit, layout = experts.activation, experts.swiglu_limit, experts.gate_up_layout
     has_bias, scheme = experts.gate_up_bias is not None, format_named(experts.format).activations
-    in_tile = expert_l1(activation, limit, has_bias, l1_output_scheme(scheme), layout)
+    has_scale = scale_of(experts.gate_up) is not None
+    in_tile = expert_l1(activation, limit, has_bias, l1_output_scheme(scheme), layout, has_scale=has_scale)
     if scheme is None or l1_output_scheme(scheme) or scheme.group[1] == 0:
         return in_tile
     in_pairs = expert_l1(activation, limit, has_bias, scheme.name, layout, True)

@@ -17,12 +17,12 @@ INT32 = torch.iinfo(torch.int32)
 
 def flatten(experts: ExpertWeights) -> tuple:
     """Return the experts as the operator arguments that `unflatten` takes."""
-    gate_up, gate_up_sf = _split(experts.gate_up)
-    down, down_sf = _split(experts.down)
+    gate_up, gate_up_sf, gate_up_scale = _split(experts.gate_up)
+    down, down_sf, down_scale = _split(experts.down)
     return (
         gate_up, gate_up_sf, experts.gate_up_bias, down, down_sf, experts.down_bias,
         experts.format, experts.activation, experts.swiglu_limit, _bounded(experts.gate_up), _bounded(experts.down),
-        experts.order, experts.gate_up_layout,
+        experts.order, experts.gate_up_layout, gate_up_scale, down_scale,
     )  # fmt: skip
 
 
@@ -38,6 +38,17 @@ def tensors_of(experts: ExpertWeights) -> tuple[torch.Tensor | None, ...]:
     """Return the experts' tensors, None for those that they don't have."""
     x, y = _parts(experts.gate_up), _parts(experts.down)
     return *x, experts.gate_up_bias, *y, experts.down_bias
+
+
+def scale_of(weight: Matrix) -> torch.Tensor | None:
+    """Return the scales that a weight has on top of its factors, float32 [E, N], or None."""
+    return weight.scale if isinstance(weight, QuantTensor) else None
+
+
+def columns_of(weight: Matrix, bias: torch.Tensor | None) -> dict[str, torch.Tensor]:
+    """Return the operands of an expert GEMM's epilogue that belong to the weight's rows: its scales and its bias."""
+    found = {"scale": scale_of(weight), "bias": bias}
+    return {name: x for name, x in found.items() if x is not None}
 
 
 def _parts(weight: Matrix) -> tuple[torch.Tensor | None, ...]:
@@ -58,29 +69,35 @@ def unflatten(
     down_bounded,
     order,
     gate_up_layout,
+    gate_up_scale=None,
+    down_scale=None,
 ) -> ExpertWeights:
     """Inverse of `flatten`."""
     scheme = format_named(format).weights
-    return ExpertWeights(
-        _join(gate_up, gate_up_sf, scheme, gate_up_bounded, order), _join(down, down_sf, scheme, down_bounded, order),
-        format, activation, swiglu_limit, gate_up_bias, down_bias, gate_up_layout,
-    )  # fmt: skip
+    sides = (
+        _join(gate_up, gate_up_sf, gate_up_scale, scheme, gate_up_bounded, order),
+        _join(down, down_sf, down_scale, scheme, down_bounded, order),
+    )
+    return ExpertWeights(*sides, format, activation, swiglu_limit, gate_up_bias, down_bias, gate_up_layout)
 
 
-def _split(weight: Matrix) -> tuple[torch.Tensor, torch.Tensor | None]:
-    return (weight, None) if isinstance(weight, torch.Tensor) else (weight.values, weight.sf)
+def _split(weight: Matrix) -> tuple[torch.Tensor, torch.Tensor | None, torch.Tensor | None]:
+    return (weight, None, None) if isinstance(weight, torch.Tensor) else (weight.values, weight.sf, weight.scale)
 
 
 def _bounded(weight: Matrix) -> bool:
     return isinstance(weight, QuantTensor) and weight.scales_at_most_2
 
 
-def _join(values: torch.Tensor, sf: torch.Tensor | None, scheme: Scheme | None, bounded: bool, order: str) -> Matrix:
+def _join(
+    values: torch.Tensor, sf: torch.Tensor | None, scale: torch.Tensor | None, scheme: Scheme | None, bounded: bool,
+    order: str,
+) -> Matrix:  # fmt: skip
     if sf is None or scheme is None:
         return values
     packed = 2 if values.dtype == torch.uint8 else 1
     group = scheme.group_for((*values.shape[:-1], values.shape[-1] * packed))
-    return QuantTensor(values, sf, group, scales_at_most_2=bounded, order=order)
+    return QuantTensor(values, sf, group, scale, scales_at_most_2=bounded, order=order)
 
 
 def as_rows(tokens: torch.Tensor, routing: Routing) -> tuple[torch.Tensor, Routing, torch.dtype]:

@@ -32,6 +32,8 @@ def pack(
     *,
     gate_up_sf: torch.Tensor | None = None,
     down_sf: torch.Tensor | None = None,
+    gate_up_scale: torch.Tensor | None = None,
+    down_scale: torch.Tensor | None = None,
     gate_up_layout: str = "concat",
     packed_layout: str | None = None,
     gate_up_bias: torch.Tensor | None = None,
@@ -45,10 +47,12 @@ def pack(
 
     gate_up [E, 2I, H] and down [E, H, I], bf16, fp16 or fp32, as nn.Linear stores them (a checkpoint that keeps
     [E, H, 2I], as gpt-oss in bf16 does, is passed transposed). gate_up_bias [E, 2I], down_bias [E, H], both or neither.
-    format: "bf16", "fp8_row", "fp8_block128", "mxfp8", "mxfp4" (4-bit weights beside bf16 activations) or "mxfp4_mxfp8"
-        (the same weights beside MXFP8 activations). "auto": bf16, or what quantised weights are stored in.
+    format: "bf16", "fp8_row", "fp8_block128", "mxfp8", "mxfp4" and "nvfp4" (4-bit weights beside bf16 activations) or
+        "mxfp4_mxfp8" (the same beside MXFP8 activations). "auto": bf16, or what quantised weights are stored in.
     gate_up_sf, down_sf: factors of weights that are quantised already, which are then packed as they are, number for
         number: see `envoi.quant.regroup.as_stored` for dtypes and shapes. Or gate_up and down are QuantTensors.
+    gate_up_scale, down_scale: of NVFP4 weights, float32 that is multiplied on top of the factors: a number, [E], or for
+        gate_up [E, 2], of gate and of up. Where a checkpoint has the inverse, pass its reciprocal.
     requantize: quantise such weights anew where the format can't hold their numbers exactly, which is refused else.
     gate_up_layout: "concat" (all gate rows, then all up rows; most checkpoints) or "interleaved" (gate, up in turn;
         gpt-oss). The bias has the same order.
@@ -63,18 +67,20 @@ def pack(
         swiglu_alpha: 1.702 unless given.
     Example: gate_up [8, 512, 256] packed in "fp8_block128" has float8_e4m3fn values [8, 512, 256] and sf [8, 4, 2].
 
-    On a Hopper GPU "mxfp4" weights are kept in the order in which its tensor cores take them (`envoi.quant.fragments`)
-    where H and I are multiples of 64 and no scale factor is above 2; they take no more memory, and `unpack` reads them.
+    On a Hopper GPU "mxfp4" and "nvfp4" weights are kept in the order in which its tensor cores take them
+    (`envoi.quant.fragments`) where H and I are multiples of 64 and no MXFP4 factor is above 2, no NVFP4 one negative or
+    NaN; they take no more memory, and `unpack` reads them.
 
     Raises ValueError if shapes disagree, or H or I isn't a multiple of the format's group (128 for fp8_block128, 32 for
-    mxfp8, mxfp4 and mxfp4_mxfp8; bf16 and fp8_row take any multiple of 8).
+    mxfp8, mxfp4 and mxfp4_mxfp8, 16 for nvfp4; bf16 and fp8_row take any multiple of 8).
     """
     expect_choice("format", format, (*FORMATS, AUTO))
     expect_choice("gate_up_layout", gate_up_layout, LAYOUTS)
     expect_bool("requantize", requantize)
     activation = expect_activation(activation)
     limit, activation = _limit(swiglu_limit, activation), _with_alpha(activation, swiglu_alpha)
-    gate_up, down = _stored(gate_up, gate_up_sf, "gate_up"), _stored(down, down_sf, "down")
+    gate_up = _stored(gate_up, gate_up_sf, gate_up_scale, "gate_up")
+    down = _stored(down, down_sf, down_scale, "down")
     chosen, gated = format_named(format_of(gate_up, down) if format == AUTO else format), has_gate(activation)
     _check_shapes(gate_up, down, gate_up_bias, down_bias, chosen, gated)
     layout = _layout_to_keep(gate_up_layout, packed_layout, chosen)
@@ -82,9 +88,9 @@ def pack(
         gate_up_layout = layout = "interleaved"  # no rows to move
     rows = _for_kernels(gate_up, chosen, gate_up_layout, layout, requantize)
     matrices = rows, _in_scheme(down, chosen, "down", requantize)
-    own = [x.values if isinstance(x, QuantTensor) else x for x in (gate_up, down)]
+    theirs = [part for x in (gate_up, down) for part in ((x.values, x.sf) if isinstance(x, QuantTensor) else (x,))]
     biases = _bias(gate_up_bias, layout, gate_up_layout), _bias(down_bias)
-    return _arranged(ExpertWeights(*matrices, chosen.name, activation, limit, *biases, layout), own)
+    return _arranged(ExpertWeights(*matrices, chosen.name, activation, limit, *biases, layout), theirs)
 
 
 def _bias(bias: torch.Tensor | None, kept: str = "concat", given: str = "concat") -> torch.Tensor | None:
@@ -114,19 +120,24 @@ def _with_alpha(activation: str, alpha: float | None) -> str:
     return swiglu_oai_with(number)
 
 
-def _stored(weight: Matrix, sf: torch.Tensor | None, name: str) -> Matrix:
+def _stored(weight: Matrix, sf: torch.Tensor | None, scale: torch.Tensor | None, name: str) -> Matrix:
     """Return weights with their factors as a QuantTensor by rows, float weights as they are."""
     if isinstance(weight, QuantTensor):
-        if sf is not None:
-            raise ValueError(
-                f"{name}_sf: expected None beside a QuantTensor, which has its factors, got {describe(sf)}"
-            )
+        for part, given in (("sf", sf), ("scale", scale)):
+            if given is not None:
+                raise ValueError(
+                    f"{name}_{part}: expected None beside a QuantTensor, which has its factors, got {describe(given)}"
+                )
         groups = [-(-size // side) for size, side in zip(weight.shape[-2:], weight.group, strict=True)]
         expect_tensor(f"{name}.values", weight.values, (torch.float8_e4m3fn, torch.uint8))
         expect_tensor(f"{name}.sf", weight.sf, None, (*weight.shape[:-2], *groups), weight.values.device)
+        if weight.scale is not None:
+            weight = replace(weight, scale=regroup.row_scales(weight.scale, weight.shape, name))
         return regroup.by_rows(weight)
     if sf is not None:
-        return regroup.as_stored(weight, sf, name)
+        return regroup.as_stored(weight, sf, name, scale)
+    if scale is not None:
+        raise ValueError(f"{name}_scale: expected None beside weights without {name}_sf, got {describe(scale)}")
     if isinstance(weight, torch.Tensor) and weight.dtype in regroup.VALUES and weight.dtype != torch.int8:
         raise ValueError(f"{name}_sf: expected the factors of {name} in {describe(weight)}, got None")
     return weight
@@ -177,12 +188,14 @@ def _for_kernels(gate_up: Matrix, format: Format, given: str, kept: str, requant
 
     if isinstance(gate_up, torch.Tensor):
         return pack_weight(reorder(gate_up), format.weights, "gate_up")
+    gate_up = replace(gate_up, values=gate_up.values.contiguous())  # so that what is kept has the same values
     stored = _in_scheme(gate_up, format, "gate_up", requantize, reorder)
     if kept == given or not isinstance(stored, QuantTensor) or stored.values is not gate_up.values:
         return stored  # else rounded again, in the layout to be kept
     sf = stored.sf
     if stored.group[0] == 1:
-        return replace(stored, values=_reordered(stored.values, reorder), sf=_reordered(sf, reorder))
+        scale = None if stored.scale is None else _in_layout(kept, stored.scale, given, dim=-1)
+        return replace(stored, values=_reordered(stored.values, reorder), sf=_reordered(sf, reorder), scale=scale)
     if kept == "concat":
         if not requantize:
             raise ValueError(
@@ -229,25 +242,29 @@ def _in_scheme(
 
 
 def _arranged(experts: ExpertWeights, theirs: Sequence[torch.Tensor] | None = None) -> ExpertWeights:
-    """Put MX weights into the order that the Hopper kernels read.
+    """Put MX and NVFP4 weights into the order that the Hopper kernels read.
 
-    MXFP4 weights for bf16 tokens are put into the order of the tensor cores' operands, if both can be, in place but for
+    4-bit weights for bf16 tokens are put into the order of the tensor cores' operands, if both can be, in place but for
     memory of `theirs`, tensors that a caller owns; None: all memory is a caller's. Of the others nothing is copied but
     scale factors, where their rows don't start on 16 bytes.
     """
     gate_up, down = experts.gate_up, experts.down
     if not isinstance(gate_up, QuantTensor) or not isinstance(down, QuantTensor) or experts.order != "rows":
         return experts
-    if implementation(experts.device) != "hopper" or gate_up.group != (1, 32):
+    if implementation(experts.device) != "hopper" or gate_up.group not in ((1, 32), (1, 16)):
         return experts
     quantised_tokens = format_named(experts.format).activations is not None
     if quantised_tokens or supports_fragments(gate_up) or supports_fragments(down):
+        if gate_up.sf.dtype != torch.float8_e8m0fnu:
+            return experts
         return replace(experts, gate_up=_with_rows_on_16_bytes(gate_up), down=_with_rows_on_16_bytes(down))
     kept = None if theirs is None else {x.untyped_storage().data_ptr() for x in theirs}
 
+    def own_tensor(x: torch.Tensor) -> torch.Tensor:
+        return x.clone() if kept is None or x.untyped_storage().data_ptr() in kept else x
+
     def own(x: QuantTensor) -> QuantTensor:
-        shared = kept is None or x.values.untyped_storage().data_ptr() in kept
-        return replace(x, values=x.values.clone(), sf=x.sf.clone()) if shared else x
+        return replace(x, values=own_tensor(x.values), sf=own_tensor(x.sf))
 
     return replace(experts, gate_up=to_fragments(own(gate_up)), down=to_fragments(own(down)))
 
@@ -291,7 +308,10 @@ def _check_shapes(gate_up, down, gate_up_bias, down_bias, format: Format, gated:
     for name, size in (("hidden", hidden), ("intermediate", intermediate)):
         need = max(8, format.group_k)
         if size % need or size == 0:
-            others = "bf16 and fp8_row need a multiple of 8, mxfp8, mxfp4 and mxfp4_mxfp8 of 32, fp8_block128 of 128"
+            others = (
+                "bf16 and fp8_row need a multiple of 8, nvfp4 of 16, mxfp8, mxfp4 and mxfp4_mxfp8 of 32, fp8_block128 "
+                "of 128"
+            )
             raise ValueError(
                 f"{name}: expected a positive multiple of {need} for format {format.name!r}, got {size} ({others})"
             )

@@ -10,15 +10,18 @@
 geglu has gelu(gate), geglu_tanh its approximation by tanh, in place of silu(gate); without a gate h = silu(up) * w or
 relu(up)^2 * w. split takes every other value, or in the layout "concat" the first half and the second.
 The routing weight is applied before the second GEMM, which is linear in it, so that combine is a plain sum. The kernels
-(`envoi.moe.experts`) round h to bf16 before they quantise it to fp8_row or fp8_block128.
+(`envoi.moe.experts`) round h to bf16 before they quantise it to fp8_row or fp8_block128. Both products are of nvfp4's
+weights without their scales, by which the sums are multiplied in float32.
 """
 
+from dataclasses import replace
 from typing import Any
 
 import torch
 
 from envoi.epilogue.library import expert_l1, expert_l2
 from envoi.gemm import grouped_gemm
+from envoi.moe.op import columns_of, scale_of
 from envoi.moe.reference_permute import combine, permute
 from envoi.quant.cast import quantize
 from envoi.quant.formats import format_named
@@ -36,12 +39,12 @@ def quantize_tokens(tokens: torch.Tensor, format: str) -> Matrix:
 def expert_mlp(rows: ExpertRows, experts: ExpertWeights) -> torch.Tensor:
     """Run L1 -> activation -> quantise -> L2 on sorted rows: [P, H] bf16, each multiplied by its routing weight."""
     scheme = format_named(experts.format).activations
-    biases = experts.gate_up_bias, experts.down_bias
-    has_bias = experts.gate_up_bias is not None
+    has_bias, has_scale = experts.gate_up_bias is not None, scale_of(experts.gate_up) is not None
     left_as = scheme.name if scheme else None
-    l1 = expert_l1(experts.activation, experts.swiglu_limit, has_bias, left_as, experts.gate_up_layout)
-    l1_operands: dict[str, Any] = {} if biases[0] is None else {"bias": biases[0]}
-    l2_operands: dict[str, Any] = {} if biases[1] is None else {"bias": biases[1]}
+    layout = experts.gate_up_layout
+    l1 = expert_l1(experts.activation, experts.swiglu_limit, has_bias, left_as, layout, has_scale=has_scale)
+    l1_operands: dict[str, Any] = {**columns_of(experts.gate_up, experts.gate_up_bias)}
+    l2_operands: dict[str, Any] = {**columns_of(experts.down, experts.down_bias)}
     if has_bias:
         l2_operands["weight"] = rows.topk_weights
     gate_up, down = _by_rows(experts.gate_up), _by_rows(experts.down)
@@ -49,13 +52,13 @@ def expert_mlp(rows: ExpertRows, experts: ExpertWeights) -> torch.Tensor:
         hidden = grouped_gemm(rows.rows, gate_up, rows.offsets, l1, weight=rows.topk_weights, **l1_operands)
     with span("L2"):
         return grouped_gemm(
-            hidden, down, rows.offsets, expert_l2(has_bias), out_dtype=torch.bfloat16, **l2_operands
+            hidden, down, rows.offsets, expert_l2(has_bias, has_scale), out_dtype=torch.bfloat16, **l2_operands
         )  # fmt: skip
 
 
 def _by_rows(weight: Matrix) -> Matrix:
-    """Return a weight in rows: packed on a Hopper GPU it may be in the order of its kernels."""
-    return weight if isinstance(weight, torch.Tensor) else to_rows(weight)
+    """Return a weight in rows, without its scale: packed on a Hopper GPU it may be in the order of its kernels."""
+    return weight if isinstance(weight, torch.Tensor) else to_rows(replace(weight, scale=None))
 
 
 def moe(

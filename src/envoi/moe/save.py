@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from envoi.check import expect_choice, expect_number, expect_tensor
+from envoi.check import describe, expect_choice, expect_number, expect_tensor
 from envoi.epilogue.activation import expect_activation
 from envoi.quant.formats import Format, Scheme, format_named
 from envoi.quant.pack import with_checked_scales
@@ -194,5 +194,11 @@ def _check_matrix(name: str, weight: Matrix, shape: tuple[int, int, int], scheme
     factors = (shape[0], *(-(-size // side) for size, side in zip(shape[1:], group, strict=True)))
     expect_tensor(f"{name}.values", weight.values, scheme.values, (*shape[:2], columns))
     expect_tensor(f"{name}.sf", weight.sf, scheme.sf, factors)
+    if scheme.sf == torch.float8_e4m3fn:
+        if weight.scale is None:
+            raise ValueError(f"expected a tensor {name}.scale, got none")
+        expect_tensor(f"{name}.scale", weight.scale, torch.float32, shape[:2])
+    elif weight.scale is not None:
+        raise ValueError(f"expected no tensor {name}.scale in {scheme.name}, got {describe(weight.scale)}")
     if weight.group != group:
         raise ValueError(f"{name}.group: expected {group}, got {weight.group}")

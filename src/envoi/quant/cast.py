@@ -99,4 +99,7 @@ def decode_sf(q: QuantTensor, dtype: torch.dtype = torch.float32) -> torch.Tenso
 def dequantize(q: QuantTensor, dtype: torch.dtype = torch.float32) -> torch.Tensor:
     """Return values times scale factors, rounded once: [.., R, C] in `dtype` (float32 or float64)."""
     x = decode_values(q, dtype) * expand_sf(decode_sf(q, dtype), q.group, q.shape)
-    return x if q.scale is None else x * q.scale.to(dtype)
+    if q.scale is None:
+        return x
+    scale = q.scale.to(dtype)
+    return x * (scale if scale.numel() == 1 else scale.unsqueeze(-1))

@@ -69,6 +69,7 @@ FORMATS = {
         Format("mxfp8", SCHEMES["mxfp8"], SCHEMES["mxfp8"]),
         Format("mxfp4", None, SCHEMES["mxfp4"]),
         Format("mxfp4_mxfp8", SCHEMES["mxfp8"], SCHEMES["mxfp4"]),
+        Format("nvfp4", None, SCHEMES["nvfp4"]),
     )
 }
 

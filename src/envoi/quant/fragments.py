@@ -1,13 +1,13 @@
-"""MXFP4 weights in the order in which a warpgroup's threads hold them as a register operand of wgmma.
+"""4-bit weights in the order in which a warpgroup's threads hold them as a register operand of wgmma.
 
-A tile is 64 rows by 64 of K: 2048 bytes of E2M1 and 128 bytes of UE8M0, contiguous; tiles follow each other along K,
-then along the rows. A thread of four warps loads 16 bytes of a tile, all of them its own, and its warp 512 neighbouring
-ones: no shared memory, no shuffle.
+A tile is 64 rows by 64 of K: 2048 bytes of E2M1 and 128 bytes of UE8M0 (MXFP4) or 256 of E4M3 (NVFP4), contiguous;
+tiles follow each other along K, then along the rows. A thread of four warps loads 16 bytes of a tile, all of them its
+own, and its warp 512 neighbouring ones: no shared memory, no shuffle.
 
     values: bytes [row tile, K step, warp 4, g 8, t 4, k16 2, half 2, b 2, k8 2], each two weights of the same row
             row = 64 tile + 16 warp + 2 g + half
             K   = 64 step + 32 block + 16 k16 + 8 k8 + 2 t + b            block 0 and block 1 share the byte
-    sf:     bytes [row tile, K step, warp 4, g 8, block 2, half 2]
+    sf:     bytes [row tile, K step, warp 4, g 8, block 2, half 2], of NVFP4 [.., g 8, block 2, k16 2, half 2]
 
 So a thread's row pair is 2 g and 2 g + 1, gate and up of one feature where those are interleaved; and K is in natural
 order for bf16 products (m64nTk16 number `2 block + k16` has 2 t + b and 8 + 2 t + b), whereas FP8 products, whose
@@ -26,23 +26,33 @@ from envoi.quant.bits import pack_nibbles, unpack_nibbles
 from envoi.types import QuantTensor
 
 TILE = 64  # rows, and elements of K
+LARGEST_CODE = 0x7E  # byte of E4M3's largest number; above are NaN and what is negative
 
-# Axes of a matrix by rows: tile, warp, g, half | step, block, k16, k8, t, b; and of its factors: .. | step, block.
+# Axes of a matrix by rows: tile, warp, g, half | step, block, k16, k8, t, b; and of its factors: .. | step, block, which
+# is block and k16 as one axis for NVFP4.
 _VALUES, _VALUES_BACK = (0, 4, 1, 2, 8, 6, 3, 9, 7, 5), (0, 2, 3, 6, 1, 9, 5, 8, 4, 7)
 _SF, _SF_BACK = (0, 4, 1, 2, 5, 3), (0, 2, 3, 5, 1, 4)
 
 
 def supports_fragments(x: QuantTensor) -> str:
-    """Return why a QuantTensor [E, N, K] can't be put into this order; "" if it can."""
-    if not (x.packed and x.sf.dtype == torch.float8_e8m0fnu and x.group == (1, 32) and x.scale is None):
-        return "it isn't MXFP4"
+    """Return why a QuantTensor [E, N, K] can't be put into this order; "" if it can.
+
+    Reads the factors of NVFP4 and waits for them.
+    """
+    nvfp4 = x.packed and x.sf.dtype == torch.float8_e4m3fn and x.group == (1, 16)
+    mxfp4 = x.packed and x.sf.dtype == torch.float8_e8m0fnu and x.group == (1, 32) and x.scale is None
+    if not (nvfp4 or mxfp4):
+        return "it isn't MXFP4 or NVFP4"
     if len(x.shape) != 3 or x.shape[-2] % TILE or x.shape[-1] % TILE:
         return f"rows and columns aren't multiples of {TILE}"
-    return "" if x.scales_at_most_2 else "a scale factor is above 2"
+    if mxfp4:
+        return "" if x.scales_at_most_2 else "a scale factor is above 2"
+    codes = x.sf.view(torch.uint8)
+    return "a scale factor is negative or NaN" if codes.numel() and int(codes.max()) > LARGEST_CODE else ""
 
 
 def to_fragments(x: QuantTensor) -> QuantTensor:
-    """Put MXFP4 weights [E, N, K] into the order, in place: values and sf of `x` must not be used any more.
+    """Put 4-bit weights [E, N, K] into the order, in place: values and sf of `x` must not be used any more.
 
     Raises ValueError if they can't be put into it.
     """
@@ -51,10 +61,10 @@ def to_fragments(x: QuantTensor) -> QuantTensor:
         why = "it is in this order already"
     if why:
         sizes = f"[E, N, K] with N and K multiples of {TILE}"
-        raise ValueError(f"weights: expected MXFP4 with scales_at_most_2, by rows, {sizes}: {why}")
+        raise ValueError(f"weights: expected MXFP4 with scales_at_most_2, or NVFP4, by rows, {sizes}: {why}")
     for values, sf in zip(x.values, x.sf.view(torch.uint8), strict=True):
         values.copy_(_values_to_fragments(values))
-        sf.copy_(_sf_to_fragments(sf))
+        sf.copy_(_sf_to_fragments(sf, x.group[1]))
     return replace(x, order="fragments")
 
 
@@ -65,8 +75,8 @@ def to_rows(x: QuantTensor) -> QuantTensor:
     values = x.values.reshape(-1, *x.values.shape[-2:])
     sf = x.sf.view(torch.uint8).reshape(-1, *x.sf.shape[-2:])
     values = torch.stack([_values_to_rows(part) for part in values]) if len(values) else values
-    sf = torch.stack([_sf_to_rows(part) for part in sf]) if len(sf) else sf
-    sf = sf.view(x.sf.shape).view(torch.float8_e8m0fnu)
+    sf = torch.stack([_sf_to_rows(part, x.group[1]) for part in sf]) if len(sf) else sf
+    sf = sf.view(x.sf.shape).view(x.sf.dtype)
     return replace(x, values=values.view(x.values.shape), sf=sf, order="rows")
 
 
@@ -87,12 +97,12 @@ def _values_to_rows(values: torch.Tensor) -> torch.Tensor:
     return pack_nibbles(codes.permute(_VALUES_BACK).reshape(N, K))
 
 
-def _sf_to_fragments(sf: torch.Tensor) -> torch.Tensor:
-    """Reorder the scale factors of one matrix, uint8 [N, K / 32], in a copy of that shape."""
-    N, groups = sf.shape
-    return sf.view(N // TILE, 4, 8, 2, groups // 2, 2).permute(_SF).reshape(sf.shape)
+def _sf_to_fragments(sf: torch.Tensor, columns: int) -> torch.Tensor:
+    """Reorder the scale factors of one matrix, uint8 [N, K / columns], in a copy of that shape."""
+    N, groups, per_step = *sf.shape, TILE // columns
+    return sf.view(N // TILE, 4, 8, 2, groups // per_step, per_step).permute(_SF).reshape(sf.shape)
 
 
-def _sf_to_rows(sf: torch.Tensor) -> torch.Tensor:
-    N, groups = sf.shape
-    return sf.view(N // TILE, groups // 2, 4, 8, 2, 2).permute(_SF_BACK).reshape(sf.shape)
+def _sf_to_rows(sf: torch.Tensor, columns: int) -> torch.Tensor:
+    N, groups, per_step = *sf.shape, TILE // columns
+    return sf.view(N // TILE, groups // per_step, 4, 8, per_step, 2).permute(_SF_BACK).reshape(sf.shape)

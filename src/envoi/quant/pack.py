@@ -5,9 +5,9 @@ from dataclasses import replace
 import torch
 
 from envoi.check import expect_divisible
-from envoi.quant.bits import e2m1_decode, e2m1_encode, e8m0_to_float, pack_nibbles
+from envoi.quant.bits import e2m1_decode, e2m1_encode, e8m0_ceil, e8m0_to_float, pack_nibbles
 from envoi.quant.cast import quantize
-from envoi.quant.formats import SCHEMES, Scheme
+from envoi.quant.formats import E2M1_MAX, E4M3_MAX, SCHEMES, Scheme
 from envoi.runtime.math import cdiv
 from envoi.types import Matrix, QuantTensor
 
@@ -36,6 +36,8 @@ def pack_weight(weight: torch.Tensor, scheme: Scheme | None, name: str) -> Matri
         return weight.to(torch.bfloat16).contiguous()
     if scheme.name == "mxfp4":
         return with_checked_scales(_mxfp4_least_squares(weight, name))
+    if scheme.name == "nvfp4":
+        return _nvfp4_under_scales(weight, name)
     return with_checked_scales(quantize(weight.contiguous(), scheme, name))
 
 
@@ -68,6 +70,21 @@ def _mxfp4_least_squares(weight: torch.Tensor, name: str) -> QuantTensor:
     sf = torch.where(better, halved, exponent).view(torch.float8_e8m0fnu)
     codes = torch.where(better.unsqueeze(-1), halved_codes, codes)
     return QuantTensor(pack_nibbles(codes.flatten(-2)), sf, group)
+
+
+def _nvfp4_under_scales(weight: torch.Tensor, name: str) -> QuantTensor:
+    """Quantise each matrix of [.., N, K] to NVFP4 under a scale of its own, which `QuantTensor.scale` has for each row.
+
+    The scale is the smallest power of two with which no group's factor is above what E4M3 holds, so that dividing by it
+    rounds nothing. A number that isn't finite spoils its own group only.
+    """
+    x = weight.contiguous().float()
+    finite = torch.where(x.isfinite(), x.abs(), 0.0).flatten(-2)
+    amax = finite.amax(-1) if finite.numel() else finite.new_zeros(finite.shape[:-1])
+    largest = e8m0_to_float(e8m0_ceil(amax / (E2M1_MAX * E4M3_MAX)))
+    scale = torch.where(amax == 0, 1.0, largest)
+    q = quantize(x / scale[..., None, None], "nvfp4", name)
+    return replace(q, scale=scale.unsqueeze(-1).expand(q.shape[:-1]).contiguous())
 
 
 def _encode_with(groups: torch.Tensor, exponent: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:

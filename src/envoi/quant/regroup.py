@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from envoi.check import describe
+from envoi.check import describe, dtype_name
 from envoi.quant.bits import as_bytes, concatenate, e8m0_ceil, e8m0_to_float
 from envoi.quant.cast import dequantize, expand_sf
 from envoi.quant.formats import Scheme
@@ -24,14 +24,17 @@ VALUES = (torch.float8_e4m3fn, *PAIRS)
 FACTORS = (torch.float32, torch.bfloat16, torch.float16, torch.float8_e8m0fnu, torch.uint8, torch.float8_e4m3fn)
 
 
-def as_stored(values: torch.Tensor, sf: torch.Tensor, name: str) -> QuantTensor:
+def as_stored(
+    values: torch.Tensor, sf: torch.Tensor, name: str, scale: torch.Tensor | None = None
+) -> QuantTensor:  # fmt: skip
     """Return a checkpoint's quantised weights and their factors as a QuantTensor, without a copy of the values.
 
     values [E, R, C]: float8_e4m3fn, or two E2M1 numbers a byte as uint8, int8 or float4_e2m1fn_x2 [E, R, C / 2], the
         even column in the low nibble, also as blocks [E, R, C / 32, 16].
     sf: one factor a group, which is multiplied: [E, rows, columns] of groups, [E, R] (a factor a row), [E, 2] (one for
         the gate rows, one for the up rows), [E] (a factor an expert). float32; bf16 and fp16, which are widened;
-        float8_e8m0fnu, also as its bytes in uint8.
+        float8_e8m0fnu, also as its bytes in uint8; float8_e4m3fn beside a scale (nvfp4).
+    scale: float32, multiplied on top: see `row_scales`.
     Raises ValueError that names `name` or `name`_sf.
     """
     if not isinstance(values, torch.Tensor) or values.dtype not in VALUES:
@@ -57,7 +60,28 @@ def as_stored(values: torch.Tensor, sf: torch.Tensor, name: str) -> QuantTensor:
             f"{name}_sf: expected the factors of {values.shape[0]} matrices of {rows} x {columns}, one for each group "
             f"of rows and columns, got {describe(sf)}"
         )
-    return QuantTensor(values, stored_factors(groups), (sides[0] or 1, sides[1] or 1))
+    x = QuantTensor(values, stored_factors(groups), (sides[0] or 1, sides[1] or 1))
+    return x if scale is None else replace(x, scale=row_scales(scale, x.shape, name))
+
+
+def row_scales(scale: torch.Tensor, shape: tuple[int, ...], name: str) -> torch.Tensor:
+    """Return float32 scales of matrices [E, R, C] for each row, [E, R].
+
+    scale: one number, for all; [E], one a matrix; [E, n], one for each of n equal ranges of rows, so [E, 2] for gate
+        and up, one below the other.
+    Raises ValueError that names `name`_scale.
+    """
+    num_experts, rows = shape[:2]
+    parts = 1
+    if isinstance(scale, torch.Tensor) and scale.dim() == 2 and scale.shape[0] == num_experts:
+        parts = _equal_parts(rows, scale.shape[1]) and scale.shape[1]
+    given = isinstance(scale, torch.Tensor) and scale.dtype == torch.float32
+    if not given or not parts or scale.numel() not in (1, num_experts * parts) or scale.dim() > 2:
+        sizes = f"[], [{num_experts}], [{num_experts}, 2] or [{num_experts}, {rows}]"
+        raise ValueError(f"{name}_scale: expected float32 {sizes}, got {describe(scale)}")
+    if scale.numel() == 1:
+        return scale.reshape(1, 1).expand(num_experts, rows).contiguous()
+    return scale.reshape(num_experts, -1).repeat_interleave(rows // parts, dim=1)
 
 
 def _equal_parts(size: int, count: int) -> int | None:
@@ -76,10 +100,6 @@ def why_not(x: QuantTensor, scheme: Scheme) -> str:
     """Return why the numbers of x can't be written in a scheme exactly; "" if they can. Reads the factors only,
     and on meta, where there is nothing to read, takes them for any numbers."""
     group, sf = scheme.group_for(x.shape), x.sf
-    if x.scale is not None or sf.dtype == torch.float8_e4m3fn:
-        return (
-            "they have a scale on top of their factors, or factors in E4M3 (nvfp4), which no kernel for experts takes"
-        )
     if x.values.dtype != scheme.values:
         return f"their elements are {_kind(x.packed)}, and those of {scheme.name} are {_kind(not x.packed)}"
     for axis, size in enumerate(x.shape[-2:]):
@@ -88,6 +108,10 @@ def why_not(x: QuantTensor, scheme: Scheme) -> str:
                 f"{x.group[0]} x {x.group[1]} elements share a factor, and those of {scheme.name} are shared by "
                 f"{group[0]} x {group[1]}"
             )
+    if x.scale is not None and scheme.sf != torch.float8_e4m3fn:
+        return f"they have a scale on top of their factors, which {scheme.name} hasn't"
+    if (sf.dtype == torch.float8_e4m3fn) != (scheme.sf == torch.float8_e4m3fn):
+        return f"their factors are in {dtype_name(sf.dtype)}, and those of {scheme.name} in {dtype_name(scheme.sf)}"
     if scheme.sf == torch.float8_e8m0fnu and sf.dtype == torch.float32 and not _powers_of_two(sf):
         return f"not all of their factors are powers of two, as those of {scheme.name} are"
     return ""
@@ -114,7 +138,11 @@ def regroup(x: QuantTensor, scheme: Scheme) -> QuantTensor:
             count = -(-size // group[axis])
             raw = raw.repeat_interleave(-(-x.group[axis] // group[axis]), dim=axis).narrow(axis, 0, count)
     sf = raw.contiguous().view(scheme.sf)
-    return with_checked_scales(replace(x, values=x.values.contiguous(), sf=sf, group=group, scales_at_most_2=False))
+    x = replace(x, values=x.values.contiguous(), sf=sf, group=group, scales_at_most_2=False)
+    if scheme.sf == torch.float8_e4m3fn:
+        none = torch.ones((), dtype=torch.float32, device=x.device)
+        return replace(x, scale=row_scales(none if x.scale is None else x.scale, x.shape, "weights"))
+    return with_checked_scales(x)
 
 
 def requantize(
@@ -129,7 +157,8 @@ def requantize(
     """
     parts: list[Any] = []
     for expert in range(x.shape[0]):
-        one = replace(x, values=x.values[expert : expert + 1], sf=x.sf[expert : expert + 1])
+        scale = x.scale if x.scale is None or x.scale.numel() == 1 else x.scale[expert : expert + 1]
+        one = replace(x, values=x.values[expert : expert + 1], sf=x.sf[expert : expert + 1], scale=scale)
         parts.append(pack_weight(order(dequantize(one)), scheme, name))
     if not parts:
         return pack_weight(order(dequantize(x)), scheme, name)
@@ -137,7 +166,8 @@ def requantize(
         return torch.cat(parts)
     values, sf = concatenate([part.values for part in parts]), concatenate([part.sf for part in parts])
     bounded = all(part.scales_at_most_2 for part in parts)
-    return QuantTensor(values, sf, parts[0].group, scales_at_most_2=bounded)
+    scale = None if parts[0].scale is None else torch.cat([part.scale for part in parts])
+    return QuantTensor(values, sf, parts[0].group, scale, scales_at_most_2=bounded)
 
 
 def by_rows(x: QuantTensor) -> QuantTensor:

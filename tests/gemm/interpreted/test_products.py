@@ -16,7 +16,7 @@ FLOATS = [torch.bfloat16, torch.float16, torch.float32]
 PAIRINGS = [
     ("fp8_row", "fp8_row"), ("fp8_tensor", "fp8_tensor"), ("fp8_1x128", "fp8_128x128"), ("mxfp8", "mxfp8"),
     ("mxfp8", "mxfp4"), ("nvfp4", "nvfp4"), ("fp8_1x128", "fp8_row"), ("fp8_row", "mxfp8"), ("fp8_1x128", "fp8_1x128"),
-    ("fp8_tensor", "fp8_128x128"), (None, "mxfp8"), (None, "mxfp4"), (None, None),
+    ("fp8_tensor", "fp8_128x128"), (None, "mxfp8"), (None, "mxfp4"), (None, "nvfp4"), (None, None),
 ]  # fmt: skip
 GROUPS = {
     "even": [0, 8, 16, 24, 32], "empty experts": [0, 0, 30, 30, 32], "one takes all": [0, 0, 32, 32, 32],
