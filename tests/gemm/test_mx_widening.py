@@ -29,6 +29,14 @@ def scaled(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
     return packed(*halves)
 
 
+def permuted(a: torch.Tensor, b: torch.Tensor, choice: torch.Tensor) -> torch.Tensor:
+    """Compute prmt.b32: byte i of the result is the byte of b, a that bits 4 i .. of the choice name."""
+    both, result = a | b << 32, torch.zeros_like(a)
+    for i in range(4):
+        result |= (both >> 8 * (choice >> 4 * i & 7) & 0xFF) << 8 * i
+    return result
+
+
 OPERATIONS = {
     "and.b32": lambda a, b: a & b,
     "or.b32": lambda a, b: a | b,
@@ -41,6 +49,9 @@ OPERATIONS = {
     "bfe.u32": lambda a, first, count: a >> first & (1 << count) - 1,
     "max.u32": torch.maximum,
     "mov.b32": lambda a: a,
+    "cvt.u32.u64": lambda a: a,
+    "shr.u64": lambda a, b: a >> b,
+    "prmt.b32": permuted,
     "mul.rn.bf16x2": scaled,
     "setp.eq.u32": lambda a, b: a == b,
     "setp.ne.u32": lambda a, b: a != b,

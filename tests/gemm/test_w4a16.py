@@ -1,5 +1,6 @@
 """The kernels for 4-bit weights and bf16 tokens, as far as no GPU is needed: the PTX that widens, configs, limits."""
 
+import itertools
 from dataclasses import replace
 
 import pytest
@@ -8,7 +9,7 @@ import torch
 from envoi.gemm.hopper_w4a16 import few, fragments, many_config
 from envoi.gemm.hopper_w4a16.few_config import few_configs, unroll_of
 from envoi.quant.bits import e2m1_decode
-from envoi.quant.fragments import _values_to_fragments, to_fragments
+from envoi.quant.fragments import LARGEST_CODE, _values_to_fragments, to_fragments
 from envoi.quant.pack import LARGEST_SCALE_BYTE
 from envoi.runtime.devices import SHARED_BYTES
 from envoi.types import QuantTensor
@@ -64,6 +65,24 @@ def test_every_pair_of_weights_under_every_factor_becomes_bf16():
                         for b in (0, 1):
                             want = e2m1_decode(codes.roll(2 * b + k8 + k16 + 2 * half)).double() * factor
                             assert torch.equal(bf16(word >> 16 * b & 0xFFFF).double(), want.bfloat16().double())
+
+
+def test_every_pair_of_weights_under_every_nvfp4_factor_becomes_bf16():
+    by, first, second = all_pairs()
+    words = words_of(by)
+    codes = torch.arange(LARGEST_CODE + 1)
+    values = codes.to(torch.uint8).view(torch.float8_e4m3fn).double()
+    for byte in codes.tolist():
+        # All eight factors differ: (block, k16, half).
+        bytes_ = [(byte + 17 * i) % (LARGEST_CODE + 1) for i in range(8)]
+        registers = {f"${16 + 8 * k16 + 2 * half}": words.roll(k16 + 2 * half) for k16 in (0, 1) for half in (0, 1)}
+        registers["$48"] = torch.full_like(words, sum(b << 8 * i for i, b in enumerate(bytes_)))
+        run(fragments.nvfp4_code(), registers)
+        for block, k16, k8, half, b in itertools.product((0, 1), repeat=5):
+            word = registers[f"${8 * block + 4 * k16 + 2 * k8 + half}"]
+            x = e2m1_decode((second if block else first).roll(2 * b + k8 + k16 + 2 * half)).double()
+            got = bf16(word >> 16 * b & 0xFFFF).double() * fragments.NVFP4_UP.value
+            assert torch.equal(got, x * values[bytes_[4 * block + 2 * k16 + half]])
 
 
 SIZES = [(2880, 2880), (2048, 768), (4096, 1536), (7168, 2048), (64, 64), (2048, 1408), (12288, 4096)]

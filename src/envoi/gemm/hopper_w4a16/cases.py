@@ -1,4 +1,4 @@
-"""Launches of the Hopper kernels for 4-bit weights and bf16 tokens, on the layer of gpt-oss-20b.
+"""Launches of the Hopper kernels for 4-bit weights and bf16 tokens, on a layer of gpt-oss-20b's sizes.
 
 2880/2880, 32 experts, top-4, biases.
 """
@@ -29,12 +29,13 @@ class Case:
     """One launch of the layer for so many tokens.
 
     kind: "permute", "l1", "l2" or "sum" of the kernels for few tokens; or "many-l1", "many-l2", "many-sent", which is
-    L2 whose rows go to other places.
+    L2 whose rows go to other places. nvfp4: of the weights; else they are MXFP4.
     """
 
     name: str
     kind: str
     num_tokens: int
+    nvfp4: bool = False
 
     @property
     def title(self) -> str:
@@ -55,6 +56,11 @@ CASES = (
     Case("many-l1", "many-l1", 4096),
     Case("many-l2", "many-l2", 4096),
     Case("many-sent", "many-sent", 4096),
+    Case("nvfp4-l1-16", "many-l1", 16, True),
+    Case("nvfp4-l1-64", "many-l1", 256, True),
+    Case("nvfp4-l1-128", "many-l1", 512, True),
+    Case("nvfp4-l1", "many-l1", 4096, True),
+    Case("nvfp4-l2", "many-l2", 4096, True),
 )
 
 
@@ -82,7 +88,8 @@ def _few(case: Case) -> few.Launch:
 
 def _many(case: Case) -> Launch:
     is_l1, rows = case.kind == "many-l1", case.num_tokens * NUM_TOPK
-    epilogue = expert_l1(ACTIVATION, LIMIT, True, None) if is_l1 else expert_l2(True)
+    l1 = expert_l1(ACTIVATION, LIMIT, True, None, has_scale=case.nvfp4)
+    epilogue = l1 if is_l1 else expert_l2(True, case.nvfp4)
     N, K = (2 * INTERMEDIATE, HIDDEN) if is_l1 else (HIDDEN, INTERMEDIATE)
     to = without_memory((rows,), torch.int64) if case.kind == "many-sent" else None
     ir = epilogue.ir
@@ -91,14 +98,15 @@ def _many(case: Case) -> Launch:
     outputs = empty_outputs(ir, output_specs(ir, BF16), rows, N, torch.device("meta"), to)
     tokens, offsets = without_memory((rows, K), BF16), without_memory((NUM_EXPERTS + 1,), INT32)
     config = many_config(K, rows, NUM_EXPERTS)
-    arguments = many.arguments(tokens, _weights(N, K), offsets, code, tensors, outputs, config)
+    arguments = many.arguments(tokens, _weights(N, K, case.nvfp4), offsets, code, tensors, outputs, config)
     return Launch(many_kernel, (NUM_SMS,), arguments, {"num_warps": config.num_warps})
 
 
-def _weights(N: int, K: int) -> QuantTensor:
+def _weights(N: int, K: int, nvfp4: bool = False) -> QuantTensor:
+    columns, kind = (16, torch.float8_e4m3fn) if nvfp4 else (32, torch.float8_e8m0fnu)
     values = without_memory((NUM_EXPERTS, N, K // 2), torch.uint8)
-    sf = without_memory((NUM_EXPERTS, N, K // 32), torch.float8_e8m0fnu)
-    return QuantTensor(values, sf, (1, 32), scales_at_most_2=True, order="fragments")
+    sf = without_memory((NUM_EXPERTS, N, K // columns), kind)
+    return QuantTensor(values, sf, (1, columns), scales_at_most_2=not nvfp4, order="fragments")
 
 
 ABOUT = "4-bit weights, bf16 tokens on Hopper"

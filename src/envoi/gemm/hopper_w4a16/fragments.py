@@ -1,9 +1,9 @@
 """Weights in fragment order (`envoi.quant.fragments`) on the device: loads, and widening to E4M3 and to bf16, in Gluon.
 
-A tile of 64 rows x 64 of K is 512 words of weights and 32 words of scale factors. A thread of a warpgroup loads four
-words of weights (k16 x half) and one of factors, which the four threads of a row pair share. The loads are volatile
-PTX with a predicate: the compiler would sink a plain load to its first use, after the waits for wgmma, and there would
-be none in flight.
+A tile of 64 rows x 64 of K is 512 words of weights and 32 words of scale factors, of 32 bits for MXFP4 and of 64 for
+NVFP4: the type of `Weights.factors` says which. A thread of a warpgroup loads four words of weights (k16 x half) and
+one of factors, which the four threads of a row pair share. The loads are volatile PTX with a predicate: the compiler
+would sink a plain load to its first use, after the waits for wgmma, and there would be none in flight.
 """
 
 import triton.experimental.gluon.language as gl
@@ -14,6 +14,7 @@ from envoi.runtime.aggregate import Scalar, aggregate
 TILE = gl.constexpr(64)
 WORDS = gl.constexpr(512)  # of weights, a tile
 SF_WORDS = gl.constexpr(32)  # of scale factors, a tile
+NVFP4_UP = gl.constexpr(256.0)  # what products of NVFP4 weights from `to_bf16` have yet to be multiplied by
 TAME = gl.constexpr(0x01010101)  # added to a word of factors: see `row_factors`
 
 
@@ -31,11 +32,17 @@ def pair_layout(warps):
 
 
 @gluon.constexpr_function
-def load_code(words, offset):
+def load_code(words, offset, bits=32):
     """PTX of a load of 1 or 4 words from a pointer plus an offset in bytes, if the last operand isn't 0."""
     to, kind = ("{$0, $1, $2, $3}", ".v4") if words == 4 else ("$0", "")
-    load = f"ld.global.L1::no_allocate{kind}.b32 {to}, [${words} + {offset}];"
+    load = f"ld.global.L1::no_allocate{kind}.b{bits} {to}, [${words} + {offset}];"
     return f"{{ .reg .pred p; setp.ne.b32 p, ${words + 1}, 0; @p {load} }}"
+
+
+@gluon.constexpr_function
+def is_nvfp4(word):
+    """Return True for the type of NVFP4's words of factors."""
+    return word == gl.int64
 
 
 @aggregate
@@ -43,7 +50,7 @@ class Weights:
     """Weights of all experts for one GEMM, and their tiles in memory: num_row_tiles x num_steps an expert."""
 
     words: gl.tensor  # int32 pointer
-    factors: gl.tensor  # int32 pointer
+    factors: gl.tensor  # int32 pointer, or of NVFP4 an int64 pointer
     num_row_tiles: Scalar
     num_steps: gl.constexpr
 
@@ -61,7 +68,8 @@ class Weights:
         tile = (first + gl.minimum(row_tile + thread // 128, last)) * self.num_steps + step
         words = self.words + tile * WORDS + thread % 128 * 4
         tile = (first + gl.minimum(row_tile + pair // SF_WORDS, last)) * self.num_steps + step
-        return Place(words.to(gl.int64), (self.factors + tile * SF_WORDS + pair % SF_WORDS).to(gl.int64))
+        factors = (self.factors + tile * SF_WORDS + pair % SF_WORDS).to(gl.int64)
+        return Place(words.to(gl.int64), factors, is_nvfp4(self.factors.dtype.element_ty))
 
 
 @aggregate
@@ -70,6 +78,7 @@ class Place:
 
     words: gl.tensor  # int64 [32 * warps]
     factors: gl.tensor  # int64 [8 * warps]
+    nvfp4: gl.constexpr
 
     @gluon.jit
     def load(self, step: gl.constexpr, is_wanted):
@@ -78,21 +87,28 @@ class Place:
             load_code(4, step * 2048), "=&r,=&r,=&r,=&r,l,r", [self.words, is_wanted],
             dtype=(gl.int32, gl.int32, gl.int32, gl.int32), is_pure=False, pack=1,
         )  # fmt: skip
-        factors = gl.inline_asm_elementwise(
-            load_code(1, step * 128), "=&r,l,r", [self.factors, is_wanted], dtype=gl.int32, is_pure=False, pack=1
-        )
+        asked = [self.factors, is_wanted]
+        if self.nvfp4:
+            factors = gl.inline_asm_elementwise(
+                load_code(1, step * 256, 64), "=&l,l,r", asked, dtype=gl.int64, is_pure=False, pack=1
+            )
+        else:
+            factors = gl.inline_asm_elementwise(
+                load_code(1, step * 128), "=&r,l,r", asked, dtype=gl.int32, is_pure=False, pack=1
+            )
         return words, factors
 
     @gluon.jit
     def advance(self, steps: gl.constexpr):
         """Return the place so many tiles further along K."""
-        return Place(self.words + steps * 2048, self.factors + steps * 128)
+        sf_bytes: gl.constexpr = 256 if self.nvfp4 else 128
+        return Place(self.words + steps * 2048, self.factors + steps * sf_bytes, self.nvfp4)
 
 
 @gluon.jit
 def choose(condition, a, b):
     """Return one of two places."""
-    return Place(gl.where(condition, a.words, b.words), gl.where(condition, a.factors, b.factors))
+    return Place(gl.where(condition, a.words, b.words), gl.where(condition, a.factors, b.factors), a.nvfp4)
 
 
 @gluon.jit
@@ -140,6 +156,22 @@ def row_factors(word, FIRST: gl.constexpr, rows: gl.constexpr):
 
 
 @gluon.constexpr_function
+def _widening(k16, half, f0, f1):
+    """PTX that widens a word, two weights of each block at each k8, by the factors of the blocks."""
+    word = f"${16 + 8 * k16 + 2 * half}"
+    lines = [f"shr.u32 x, {word}, 8;"]
+    for k8, v in enumerate((word, "x")):
+        first, second = (f"${8 * block + 4 * k16 + 2 * k8 + half}" for block in range(2))
+        lines.append(
+            f"and.b32 v, {v}, 0x00270027; mul.lo.u32 v, v, 0x440; and.b32 v, v, 0x81C081C0; "
+            f"mul.rn.bf16x2 {first}, v, {f0}; "
+            f"and.b32 q, {v}, 0x00400040; and.b32 v, {v}, 0x00980098; mul.lo.u32 v, v, 0x110; "
+            f"and.b32 v, v, 0x81808180; or.b32 v, v, q; mul.rn.bf16x2 {second}, v, {f1};"
+        )
+    return lines
+
+
+@gluon.constexpr_function
 def bf16_code():
     """PTX that widens a thread's 32 weights of a tile, factors in: $0 .. $15 from words $16 .. and factors $48.
 
@@ -151,20 +183,34 @@ def bf16_code():
         for block, f in enumerate(("f0", "f1")):
             lines.append(f"bfe.u32 {f}, $48, {16 * block + 8 * half}, 8; mad.lo.u32 {f}, {f}, 0x00800080, 0x3F003F00;")
         for k16 in range(2):
-            word = f"${16 + 8 * k16 + 2 * half}"
-            lines.append(f"shr.u32 x, {word}, 8;")
-            for k8, v in enumerate((word, "x")):
-                first, second = (f"${8 * block + 4 * k16 + 2 * k8 + half}" for block in range(2))
-                lines.append(
-                    f"and.b32 v, {v}, 0x00270027; mul.lo.u32 v, v, 0x440; and.b32 v, v, 0x81C081C0; "
-                    f"mul.rn.bf16x2 {first}, v, f0; "
-                    f"and.b32 q, {v}, 0x00400040; and.b32 v, {v}, 0x00980098; mul.lo.u32 v, v, 0x110; "
-                    f"and.b32 v, v, 0x81808180; or.b32 v, v, q; mul.rn.bf16x2 {second}, v, f1;"
-                )
+            lines += _widening(k16, half, "f0", "f1")
+    return "\n".join([*lines, "}"])
+
+
+@gluon.constexpr_function
+def nvfp4_code():
+    """PTX as `bf16_code`, from words $16 .. and 64 bits of E4M3 factors $48, bytes (block, k16, half), none negative.
+
+    The products are weight times factor times 2^-8: a factor's bits moved to where bf16 has them are its value times
+    2^-120, also where it is subnormal or 0. Two products with powers of two, of which bf16 holds no 2^238, make it the
+    factor times 2^118, exactly; a weight is its value times 2^-126, and their product has six significant bits.
+    """
+    lines = ["{ .reg .b32 v, x, q, up, more, low, high, f00, f01, f10, f11; .reg .b64 both;"]
+    lines.append("mov.b32 up, 0x7F007F00; mov.b32 more, 0x77007700;")
+    lines.append("cvt.u32.u64 low, $48; shr.u64 both, $48, 32; cvt.u32.u64 high, both;")
+    for k16 in range(2):
+        for block, word in enumerate(("low", "high")):
+            lines.append(
+                f"prmt.b32 v, {word}, 0, {(0x4140, 0x4342)[k16]:#x}; shl.b32 v, v, 4; mul.rn.bf16x2 v, v, up; "
+                f"mul.rn.bf16x2 v, v, more; prmt.b32 f{block}0, v, 0, 0x1010; prmt.b32 f{block}1, v, 0, 0x3232;"
+            )
+        for half in range(2):
+            lines += _widening(k16, half, f"f0{half}", f"f1{half}")
     return "\n".join([*lines, "}"])
 
 
 BF16_OPERANDS = gl.constexpr(",".join(["=&r"] * 16 + ["r"] * 64))
+NVFP4_OPERANDS = gl.constexpr(",".join(["=&r"] * 16 + ["r"] * 32 + ["l"] * 32))
 
 
 @gluon.constexpr_function
@@ -176,7 +222,10 @@ def each_thread_layout(warps):
 
 @gluon.jit
 def to_bf16(words, factors, dot: gl.constexpr):
-    """Return a tile's operand, bf16 [16 * warps, 64], K in order, from each thread's words and factors."""
+    """Return a tile's operand, bf16 [16 * warps, 64], K in order, from each thread's words and factors.
+
+    factors: int32, or int64 of NVFP4, whose operand lacks a factor `NVFP4_UP`.
+    """
     warps: gl.constexpr = gl.num_warps()
     x = by_thread(words)
     x = gl.join(gl.join(gl.join(x, x), gl.join(x, x)), gl.join(gl.join(x, x), gl.join(x, x)))
@@ -189,7 +238,10 @@ def to_bf16(words, factors, dot: gl.constexpr):
     c = gl.join(c, c)
     c = c.permute([0, 3, 1, 4, 5, 6, 2, 7]).reshape([16 * warps, 64])
     c = gl.convert_layout(c, dot, assert_trivial=True)
-    return gl.inline_asm_elementwise(bf16_code(), BF16_OPERANDS, [x, c], gl.bfloat16, is_pure=True, pack=32)
+    nvfp4: gl.constexpr = is_nvfp4(factors.dtype)
+    code: gl.constexpr = nvfp4_code() if nvfp4 else bf16_code()
+    operands: gl.constexpr = NVFP4_OPERANDS if nvfp4 else BF16_OPERANDS
+    return gl.inline_asm_elementwise(code, operands, [x, c], gl.bfloat16, is_pure=True, pack=32)
 
 
 @gluon.jit

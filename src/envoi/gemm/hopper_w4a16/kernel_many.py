@@ -1,4 +1,4 @@
-"""GEMM by expert for many tokens: MXFP4 weights widened to bf16 in registers, tokens by TMA, any epilogue.
+"""GEMM by expert for many tokens: MXFP4 or NVFP4 weights widened to bf16 in registers, tokens by TMA, any epilogue.
 
 One CTA on each SM, whose warps are split into roles:
 
@@ -34,7 +34,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 from envoi.epilogue.tile_gluon import halves
 from envoi.gemm.hopper.run_epilogue import EpilogueArgs, EpilogueBuffers, RowReductions, run_epilogue
 from envoi.gemm.hopper.tile_scheduler import Problem, Tile, TileScheduler
-from envoi.gemm.hopper_w4a16.fragments import Weights, choose, to_bf16
+from envoi.gemm.hopper_w4a16.fragments import NVFP4_UP, Weights, choose, is_nvfp4, to_bf16
 from envoi.runtime.aggregate import aggregate
 from envoi.runtime.triton_compat import MORE_REGISTERS, role_barrier, tma_load
 
@@ -148,6 +148,8 @@ def consumer(stages, weights, epilogue, R: gl.constexpr):
                 stages.release(step - 1)
                 held = requested
             share = Tile(tile.x + R * cfg.rows_per_consumer, tile.y, tile.row_end, tile.expert)
+            if is_nvfp4(weights.factors.dtype.element_ty):
+                acc = acc * NVFP4_UP
             if share.x < problem.N:
                 finish(acc, share, buffers, epilogue)
             tile = next_tile

@@ -10,7 +10,6 @@ from envoi.epilogue.lower import Lowered, lower
 from envoi.epilogue.outputs import chunk_columns, empty_outputs, operand_tensors, output_specs, rows_must_fit
 from envoi.gemm.grouping import Grouping, RowMode
 from envoi.gemm.hopper.host import as_stored, max_experts
-from envoi.gemm.hopper_w4a16.few import as_words
 from envoi.gemm.hopper_w4a16.many_config import BLOCK_K, ROLE_M, ManyConfig, many_config
 from envoi.gemm.triton import host as triton_host
 from envoi.runtime import devices, workspace
@@ -67,6 +66,11 @@ def _launch(
     launch(many_kernel, (devices.num_sms(a.device),), given, {"num_warps": config.num_warps})
 
 
+def as_words(b: QuantTensor) -> torch.Tensor:
+    """Return scale factors [E, N, groups] as the words of a row pair's in a tile: int32, or int64 of NVFP4."""
+    return b.sf.view(torch.uint8).flatten().view(torch.int64 if b.group[1] == 16 else torch.int32)
+
+
 def arguments(
     a: torch.Tensor, b: QuantTensor, offsets: torch.Tensor, code: Lowered, operands: tuple,
     outputs: list[torch.Tensor], config: ManyConfig,
@@ -76,7 +80,7 @@ def arguments(
     parts = torch.empty(code.partials * cdiv(N, ROLE_M) * M, dtype=torch.float32, device=a.device)
     count = workspace.counters(M + config.block_y, a.device) if parts.numel() else parts.view(torch.int32)
     return (
-        descriptor(tma_ready(a), config.block_y, BLOCK_K), b.values.view(torch.int32), as_words(b.sf),
+        descriptor(tma_ready(a), config.block_y, BLOCK_K), b.values.view(torch.int32), as_words(b),
         operands or (0,), as_stored(outputs), offsets, parts, count, M, N, K, E, config, code,
         RowMode.of(True, False), max_experts(E, False),
     )  # fmt: skip
