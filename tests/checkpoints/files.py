@@ -16,7 +16,7 @@ from safetensors.torch import save_file
 from tests.moe.stored import e4m3, float_factors, meaning, pairs, power_bytes, seeded
 
 EXPERTS, HIDDEN, INTER, LAYERS = 5, 256, 128, (1, 2)
-ROW, BLOCK, MX, WHOLE = (1, 0), (128, 128), (1, 32), (0, 0)
+ROW, BLOCK, MX, NV, WHOLE = (1, 0), (128, 128), (1, 32), (1, 16), (0, 0)
 CHANNELS = {"num_bits": 8, "type": "float", "strategy": "channel", "symmetric": True, "dynamic": False}
 FP8 = {"quant_method": "fp8", "activation_scheme": "dynamic", "weight_block_size": [128, 128]}
 
@@ -84,9 +84,13 @@ def beside(config: dict, prefix: str, block: str) -> Files:
 def separate(
     config, *, prefix="model.", block="mlp", names=("gate_proj", "up_proj", "down_proj"), weight="weight",
     factor="weight_scale_inv", values=e4m3, factors=float_factors, group=BLOCK, stored=lambda x: x,
-    stored_sf=lambda x: x,
+    stored_sf=lambda x: x, scales=None,
 ) -> Files:  # fmt: skip
-    """Make a checkpoint with a tensor for each matrix. stored, stored_sf: change the tensors' types or shapes last."""
+    """Make a checkpoint with a tensor for each matrix.
+
+    stored, stored_sf: change the tensors' types or shapes last. scales: adds the tensors of a matrix's scale beside, by
+    the last parts of their names, and returns what it multiplies by.
+    """
     files = beside(config, prefix, block)
     shapes = (INTER, HIDDEN), (INTER, HIDDEN), (HIDDEN, INTER)
     for layer in LAYERS:
@@ -103,6 +107,10 @@ def separate(
                     continue
                 x, sf, means = quantised(values, factors, group, seed, *shape)
                 files.tensors[base + weight], files.tensors[base + factor] = stored(x), stored_sf(sf)
+                if scales is not None:
+                    more, times = scales(seed)
+                    files.tensors |= {base + part: y for part, y in more.items()}
+                    means = means * times
                 each.append(means)
             meant.append(torch.stack(each))
         files.layers[layer] = Meaning(*meant)
@@ -182,6 +190,23 @@ def compressed(weights: dict, format: str = "float-quantized") -> dict:
     return {"quant_method": "compressed-tensors", "format": format, "config_groups": groups, "ignore": ["lm_head"]}
 
 
+def modelopt_scales(seed):
+    """Scales as ModelOpt writes them, numbers: of the weights, and of activations."""
+    scale = torch.rand((), generator=seeded(seed)) * 1e-3 + 1e-4
+    return {"weight_scale_2": scale, "input_scale": torch.tensor(0.01)}, scale.double()
+
+
+def inverse_scales(seed):
+    """Scales as compressed-tensors writes them, one element: what has been multiplied."""
+    scale = torch.rand(1, generator=seeded(seed)) * 1e4 + 1e3
+    return {"weight_global_scale": scale, "input_global_scale": torch.ones(1) * 300}, (1.0 / scale).double()
+
+
+def nvfp4_factors(*shape, seed=0):
+    """E4M3 factors, none negative: 0, subnormal and normal ones."""
+    return torch.randint(0, 0x7F, shape, generator=seeded(seed)).to(torch.uint8).view(torch.float8_e4m3fn)
+
+
 def e8m0(*shape, seed=0):
     return power_bytes(*shape, seed=seed).view(torch.float8_e8m0fnu)
 
@@ -201,6 +226,10 @@ FP4 = {"num_bits": 4, "type": "float", "strategy": "group", "group_size": 32}
 V4_CONFIG = silu("deepseek_v4", n_routed_experts=EXPERTS, swiglu_limit=10.0)
 UE8M0 = FP8 | {"scale_fmt": "ue8m0"}
 QWEN = silu("qwen3_moe", num_experts=EXPERTS)
+NVFP4 = {"values": pairs, "factors": nvfp4_factors, "group": NV, "factor": "weight_scale"}
+FP4_OF_16 = {"num_bits": 4, "type": "float", "strategy": "tensor_group", "group_size": 16, "dynamic": False}
+MODELOPT = {"quant_method": "modelopt", "quant_algo": "NVFP4", "ignore": ["lm_head"], "producer": {"name": "modelopt"},
+            "config_groups": {"group_0": {"targets": ["Linear"], "weights": FP4_OF_16}}}  # fmt: skip
 GLM = silu("glm4_moe", n_routed_experts=EXPERTS)
 
 
@@ -247,6 +276,13 @@ CASES = {
         lambda: separate(silu("kimi_k2", n_routed_experts=EXPERTS,
                               quantization_config=compressed(FP4, "mxfp4-pack-quantized")),
                          values=pairs, factors=power_bytes, group=MX, weight="weight_packed", factor="weight_scale")),
+    "modelopt_nvfp4": Case(
+        "ModelOpt, NVFP4", "NVFP4 pairs, E4M3 per 1 x 16, a float32 scale a matrix",
+        lambda: separate(QWEN | {"quantization_config": MODELOPT}, scales=modelopt_scales, **NVFP4)),
+    "compressed_nvfp4": Case(
+        "compressed-tensors, nvfp4-pack-quantized", "NVFP4 pairs, E4M3 per 1 x 16, the inverse of a scale a matrix",
+        lambda: separate(GLM | {"quantization_config": compressed(FP4_OF_16, "nvfp4-pack-quantized")},
+                         weight="weight_packed", scales=inverse_scales, **NVFP4)),
     "stacked_fp8": Case("FP8 experts written by transformers", "FP8 [E, 2I, H], a factor per 128 x 128", stacked_fp8),
     "qwen3": Case("Qwen3-MoE, OLMoE, DeepSeek-V2, GLM-4.5", "bf16, a tensor a matrix", lambda: floats(QWEN)),
     "mixtral": Case(

@@ -1,6 +1,7 @@
 """Loading of published checkpoints: what every layout means, which bytes are read, what the layer computes."""
 
 import importlib
+import json
 
 import pytest
 import safetensors
@@ -73,10 +74,10 @@ def test_the_layer_computes_what_the_file_means(name, written):
         sum(w * mlp(token, layers[1], e, oai, limit) for w, e in zip(ws, es.tolist(), strict=True))
         for token, ws, es in zip(tokens.double(), weights.double(), ids, strict=True)
     ])  # fmt: skip
-    assert relative_error(got, want) < {"bf16": 0.01, "mxfp4": 0.01}.get(experts.format, 0.07)
+    assert relative_error(got, want) < {"bf16": 0.01, "mxfp4": 0.01, "nvfp4": 0.01}.get(experts.format, 0.07)
 
 
-@pytest.mark.parametrize("format", ["fp8_row", "fp8_block128", "mxfp8", "mxfp4", "mxfp4_mxfp8"])
+@pytest.mark.parametrize("format", ["fp8_row", "fp8_block128", "mxfp8", "mxfp4", "mxfp4_mxfp8", "nvfp4"])
 def test_bf16_experts_go_into_any_format(format, written):
     folder, layers = written("qwen3")
     got = from_checkpoint(folder, 1, range(2), format)
@@ -158,6 +159,7 @@ def test_only_the_bytes_of_those_experts_are_read(name, written, counted):
     from_checkpoint(folder, 1, ids, requantize=rounded)
     one_of_each = [f".experts.{expert}." for expert in ids]
     layer = {key: x for key, x in files.tensors.items() if "layers.1." in key and "mtp" not in key}
+    layer = {key: x for key, x in layer.items() if not key.endswith(("input_scale", "input_global_scale"))}
     theirs = {key: x for key, x in layer.items() if any(part in key for part in one_of_each)}
     share = 1.0
     if not theirs:
@@ -202,6 +204,17 @@ def test_a_bar_for_what_takes_long(written, capsys, monkeypatch):
     assert "[1/2] layer 1, expert 4" in said
     from_checkpoint(folder, 1, progress=False)
     assert capsys.readouterr().err == ""
+
+
+def test_what_modelopt_says_in_a_file_of_its_own(tmp_path):
+    files = CASES["modelopt_nvfp4"].make()
+    del files.config["quantization_config"]
+    files.write(tmp_path)
+    said = {"producer": {"name": "modelopt"}, "quantization": {"quant_algo": "NVFP4", "group_size": 16}}
+    (tmp_path / "hf_quant_config.json").write_text(json.dumps(said))
+    experts = from_checkpoint(tmp_path, 1)
+    assert experts.format == "nvfp4"
+    assert error_of(experts, files.layers[1]) == 0
 
 
 def test_what_was_loaded_is_packed_for_its_device(written, monkeypatch):

@@ -41,6 +41,8 @@ def test_odd_sizes_have_plans():
     for sizes in (
         {"hidden": 2880, "intermediate": 2880, "num_experts": 32, "num_topk": 4, "format": "mxfp4"},
         {"hidden": 2880, "intermediate": 2880, "num_experts": 32, "num_topk": 4, "format": "bf16"},
+        {"hidden": 2880, "intermediate": 1408, "num_experts": 32, "num_topk": 4, "format": "nvfp4"},
+        {"hidden": 48, "intermediate": 80, "num_experts": 32, "num_topk": 4, "format": "nvfp4"},
         {"hidden": 8, "intermediate": 8, "num_experts": 1, "num_topk": 1, "num_ranks": 1, "format": "bf16"},
         {"num_experts": 8, "num_topk": 8},
         {"num_tokens": 1, "num_experts": 1024, "num_topk": 1},
@@ -166,4 +168,6 @@ def test_what_is_not_measured_is_said():
     assert "vendor" not in text("bf16", "sm_90")
     assert "widening mxfp8 on sm_90 is taken to cost" in text("mxfp8", "sm_90")
     assert "mxfp4 has no kernel of its own on sm_100" in text("mxfp4", "sm_100")
+    assert "widening nvfp4 on sm_90 is taken to cost" in text("nvfp4", "sm_90")
+    assert "nvfp4 has no kernel of its own on sm_100" in text("nvfp4", "sm_100")
     assert "fp8_block128 has no kernel on sm_100" in text("fp8_block128", "sm_100")

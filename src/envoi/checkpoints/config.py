@@ -11,7 +11,7 @@ from envoi.epilogue.library import swiglu_oai_with
 from envoi.moe.pack import SWIGLU_OAI_LIMIT
 
 ALL = 0  # in a group: all rows, or all columns
-MX = (1, 32)
+MX, NV = (1, 32), (1, 16)
 FLOATS = (torch.bfloat16, torch.float16, torch.float32)
 COUNTS = ("n_routed_experts", "num_local_experts", "num_experts", "moe_num_experts")
 GATES = {
@@ -24,7 +24,8 @@ GATES = {
 ACTIVATIONS = ("hidden_act", "hidden_activation", "activation_function")
 INTERLEAVED = ("gpt_oss",)  # gate and up rows in turn, gate times sigmoid(1.702 * gate), up + 1
 OTHERS = {"llama4": "its tokens are multiplied by their weights before the experts, which Envoi does after them"}
-METHODS = ("fp8", "mxfp4", "compressed-tensors")
+METHODS = ("fp8", "mxfp4", "compressed-tensors", "modelopt")
+NVFP4_ALGORITHMS = ("NVFP4", "W4A16_NVFP4")
 
 
 @dataclass(frozen=True)
@@ -32,12 +33,16 @@ class Quantisation:
     """Layout of quantised experts: rows and columns that share a factor, by the weights' dtype; and names.
 
     weight: the last part of the weights' names. factors: the last parts that a factor's name may have instead.
+    scale: the last part of the name of a matrix's scale, float32, on top of its factors; "" if there is none.
+    inverse: the scale divides, instead of being multiplied.
     """
 
     method: str
     groups: dict[torch.dtype, tuple[int, int]]
     weight: str = "weight"
     factors: tuple[str, ...] = ()
+    scale: str = ""
+    inverse: bool = False
 
 
 @dataclass(frozen=True)
@@ -91,7 +96,17 @@ def _read(folder: Path) -> tuple[Path, dict[str, Any], Any]:
     parts = [whole[key] for key in ("text_config", "llm_config", "language_config") if isinstance(whole.get(key), dict)]
     config = {**whole, **(parts[0] if parts else {})}
     given = config.get("quantization_config") or config.get("compression_config") or whole.get("quantization_config")
-    return file, config, given
+    return file, config, given or _beside(folder / "hf_quant_config.json")
+
+
+def _beside(file: Path) -> dict[str, Any] | None:
+    """Read what ModelOpt says in a file of its own, which may be all that says it."""
+    if not file.is_file():
+        return None
+    try:
+        return {"quant_method": "modelopt", **json.loads(file.read_text())["quantization"]}
+    except (ValueError, KeyError, TypeError) as error:
+        raise ValueError(f"{file}: expected JSON with a quantization, got {error!r}") from None
 
 
 def _activation(file: Path, family: str, config: dict[str, Any]) -> tuple[str, float | None]:
@@ -125,8 +140,21 @@ def _quantisation(file: Path, given: Any) -> Quantisation | None:
         return Quantisation(method, {torch.uint8: MX})
     if method == "compressed-tensors":
         return _compressed_tensors(file, given)
+    if method == "modelopt":
+        return _modelopt(file, given)
     raise ValueError(
         f"{file}: quantization_config.quant_method: expected one of {', '.join(map(repr, METHODS))}, got {method!r}"
+    )
+
+
+def _modelopt(file: Path, given: dict[str, Any]) -> Quantisation:
+    algorithm, columns = given.get("quant_algo"), given.get("group_size", NV[1])
+    if algorithm in NVFP4_ALGORITHMS and columns == NV[1]:
+        return Quantisation("modelopt", {torch.uint8: NV}, factors=("weight_scale",), scale="weight_scale_2")
+    known = " or ".join(map(repr, NVFP4_ALGORITHMS))
+    raise ValueError(
+        f"{file}: quantization_config.quant_algo: expected {known} with groups of {NV[1]}, got {algorithm!r} with "
+        f"groups of {columns}"
     )
 
 
@@ -143,7 +171,11 @@ def _compressed_tensors(file: Path, given: dict[str, Any]) -> Quantisation:
         return Quantisation("compressed-tensors", {torch.float8_e4m3fn: group}, factors=("weight_scale",))
     if (bits, kind, format) == (4, "float", "mxfp4-pack-quantized"):
         return Quantisation("compressed-tensors", {torch.uint8: MX}, "weight_packed", ("weight_scale",))
+    if (bits, kind, format) == (4, "float", "nvfp4-pack-quantized"):
+        return Quantisation(
+            "compressed-tensors", {torch.uint8: NV}, "weight_packed", ("weight_scale",), "weight_global_scale", True
+        )
     raise ValueError(
         f"{file}: quantization_config.config_groups: expected 8-bit float weights with a factor a channel, a tensor or "
-        f"a block, or 'mxfp4-pack-quantized', got {bits}-bit {kind} by {strategy} in {format!r}"
+        f"a block, 'mxfp4-pack-quantized' or 'nvfp4-pack-quantized', got {bits}-bit {kind} by {strategy} in {format!r}"
     )

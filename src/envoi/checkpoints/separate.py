@@ -69,6 +69,11 @@ class Plan:
         names = [self.named.name(expert, projection, part) for part in parts]
         return next((name for name in names if name in self.shards.file_of), names[0] if names else "")
 
+    def scale(self, expert: int, projection: str) -> str:
+        """Return the name of the scale that a projection has on top of its factors; "" if it has none."""
+        part = self.quantisation.scale if self.quantisation and self.group is not None else ""
+        return part and self.named.name(expert, projection, part)
+
     def _check(self) -> None:
         for expert in self.ids:
             for projection in (self.named.gate, self.named.up, self.named.down):
@@ -81,6 +86,9 @@ class Plan:
                     shapes = (sides, *flat, *([()] if sides == (1, 1) else []))
                     why = f"the factors of {name}"
                     self.shards.expect(self.factor(expert, projection), FACTORS, shapes, why)
+                if self.scale(expert, projection):
+                    name, why = self.scale(expert, projection), f"the scale of {name}"
+                    self.shards.expect(name, (torch.float32,), ((), (1,)), why)
 
 
 def read_separate(
@@ -103,10 +111,13 @@ def read_separate(
             rows.copy_(shards.read(named.name(expert, projection, plan.part)))
     if plan.group is None:
         return values[0], values[1], BIASES
+    scales = [_scales(plan, (named.gate, named.up), device), _scales(plan, (named.down,), device)]
     sides = []
-    for x, sf, rows, columns in zip(values, factors, (intermediate, hidden), (hidden, intermediate), strict=True):
+    for x, sf, scale, rows, columns in zip(
+        values, factors, scales, (intermediate, hidden), (hidden, intermediate), strict=True
+    ):
         group = (plan.group[0] or rows, plan.group[1] or columns)
-        sides.append(QuantTensor(x.view(torch.uint8) if plan.per_byte == 2 else x, sf, group))
+        sides.append(QuantTensor(x.view(torch.uint8) if plan.per_byte == 2 else x, sf, group, scale))
     return sides[0], sides[1], BIASES
 
 
@@ -114,7 +125,9 @@ def _factors(plan: Plan, projections: tuple[str, ...], device: torch.device) -> 
     """Read the factors of these projections, one below the other: [E, rows, columns] of groups."""
     if plan.group is None or not plan.ids:
         rows, columns = plan.grouped(projections[0])
-        return torch.empty(0, len(projections) * rows, columns, device=device)
+        nvfp4 = plan.quantisation is not None and plan.quantisation.scale
+        kind = torch.float8_e4m3fn if nvfp4 else torch.float32
+        return torch.empty(0, len(projections) * rows, columns, dtype=kind, device=device)
     parts = [
         stored_factors(plan.shards.read(plan.factor(expert, projection))).reshape(plan.grouped(projection))
         for expert in plan.ids
@@ -123,3 +136,14 @@ def _factors(plan: Plan, projections: tuple[str, ...], device: torch.device) -> 
     rows, columns = parts[0].shape
     whole = torch.stack([as_bytes(part) for part in parts]).view(len(plan.ids), len(projections) * rows, columns)
     return whole.view(parts[0].dtype).to(device)
+
+
+def _scales(plan: Plan, projections: tuple[str, ...], device: torch.device) -> torch.Tensor | None:
+    """Read the scales of these projections' matrices, float32 [E, projections], to be multiplied; None without."""
+    if plan.quantisation is None or not plan.quantisation.scale:
+        return None
+    found = torch.ones(len(plan.ids), len(projections), dtype=torch.float32)
+    for position, expert in enumerate(plan.ids):
+        for column, projection in enumerate(projections):
+            found[position, column] = plan.shards.read(plan.scale(expert, projection)).reshape(())
+    return (found.reciprocal() if plan.quantisation.inverse else found).to(device)

@@ -86,7 +86,7 @@ def _stored(shards: Shards, path: str, module: Any) -> dict[str, tuple[int, ...]
     shapes = {}
     for name, projection, parts in (("gate_up_proj", named.gate, 2), ("down_proj", named.down, 1)):
         weight, factor = (named.name(named.ids[0], projection, part) for part in ("weight", FACTOR))
-        if factor not in shards.file_of or shards.header(weight)[0] != torch.float8_e4m3fn:
+        if not {weight, factor} <= set(shards.file_of) or shards.header(weight)[0] != torch.float8_e4m3fn:
             return None
         rows, *columns = shards.header(factor)[1] or (1,)
         shapes[name] = (module._parameters[name].shape[0], parts * rows, *columns)

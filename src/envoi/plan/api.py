@@ -8,7 +8,7 @@ from envoi.plan.blocks import BLOCK_MS, Blocks, l1_blocks, l2_blocks
 from envoi.plan.capacity import experts_per_wave, pool_capacity
 from envoi.plan.expected import rows_per_expert
 from envoi.plan.layer import MAX_TOKENS, MoeLayer
-from envoi.plan.machines import Machine, machine_of
+from envoi.plan.machines import W4A16, Machine, machine_of
 from envoi.plan.network import BetweenHosts, Network, bytes_between_hosts, steps_by_host
 from envoi.plan.overlap import Overlap, overlap_of
 from envoi.plan.presum import pays
@@ -150,8 +150,11 @@ def _notes(layer: MoeLayer, machine: Machine, fused_shared: SharedMemory) -> tup
         notes.append(f"rates of {machine.name} are the vendor's peaks, not measured: times are floors")
     elif layer.format == "mxfp8":
         notes.append(f"widening mxfp8 on {machine.arch} is taken to cost what widening mxfp4 does")
-    if not machine.measured and layer.format == "mxfp4":
-        notes.append("mxfp4 has no kernel of its own on sm_100, where Triton's widens the weights: planned as bf16")
+    elif layer.format == "nvfp4":
+        notes.append(f"widening nvfp4 on {machine.arch} is taken to cost what widening mxfp4 does")
+    if not machine.measured and layer.format in W4A16:
+        kind = layer.format
+        notes.append(f"{kind} has no kernel of its own on sm_100, where Triton's widens the weights: planned as bf16")
     if not machine.measured and layer.format == "fp8_block128":
         notes.append("fp8_block128 has no kernel on sm_100: no instruction there takes float32 factors along K")
     if fused_shared.num_stages < MIN_STAGES:

@@ -11,7 +11,7 @@ from envoi.epilogue.lower import Lowered, lower
 from envoi.gemm.blackwell.config import MIN_STAGES, BlackwellConfig, BlackwellProblem, supports
 from envoi.plan.expected import rows_per_expert, tiles_per_expert
 from envoi.plan.layer import MoeLayer
-from envoi.plan.machines import WIDENED, Machine
+from envoi.plan.machines import W4A16, WIDENED, Machine
 from envoi.quant.formats import Scheme
 from envoi.runtime.devices import SHARED_BYTES
 from envoi.types import ExpertWeights, Matrix, QuantTensor
@@ -65,7 +65,7 @@ def _blocks(layer: MoeLayer, machine: Machine, nk: tuple[int, int], epilogue: Ep
     few = _few(layer, nk)
     if few is not None:
         return few
-    if layer.format == "mxfp4" and not layer.hidden % MX_TILE and not layer.intermediate % MX_TILE:
+    if layer.format in W4A16 and not layer.hidden % MX_TILE and not layer.intermediate % MX_TILE:
         return _w4a16(layer, nk)
     if layer.format in WIDENED:
         code = lower(epilogue.ir, torch.bfloat16, "gluon", False, False, frozenset())
@@ -101,13 +101,15 @@ def _few(layer: MoeLayer, nk: tuple[int, int]) -> Blocks | None:
 
 
 def _w4a16(layer: MoeLayer, nk: tuple[int, int]) -> Blocks:
-    """Return the tiling of bf16 tokens on MXFP4 weights, as `envoi.moe` chooses it; across ranks never for few."""
+    """Return the tiling of bf16 tokens on 4-bit weights, as `envoi.moe` chooses it: for few tokens only of MXFP4, and
+    not across ranks."""
     from envoi.gemm.hopper_w4a16.few import MOST_ROWS
     from envoi.gemm.hopper_w4a16.few_config import few_configs
     from envoi.gemm.hopper_w4a16.many_config import many_config
 
     few = few_configs(layer.hidden, layer.intermediate, layer.num_experts, layer.num_rows, "swiglu", None, False)[0]
-    if layer.num_gpus == 1 and layer.num_rows <= MOST_ROWS * layer.num_experts and few.shared_bytes <= SHARED_BYTES:
+    takes_few = layer.format == "mxfp4" and layer.num_gpus == 1
+    if takes_few and layer.num_rows <= MOST_ROWS * layer.num_experts and few.shared_bytes <= SHARED_BYTES:
         tile = _counted(layer, nk, few.tile_tokens, 64 * few.num_row_tiles, 64, few.unroll)
         return replace(tile, shared_evenly=True)
     many = many_config(nk[1], layer.num_rows, layer.num_local_experts)

@@ -19,7 +19,7 @@ class Machine:
     tflops: by format, of a large GEMM.
     widened_per_us: weights that all SMs widen to bf16 per us, for formats without tensor-core support; 0 = none needed.
     widened_tflops: highest rate of a GEMM with widening, for any number of tokens.
-    w4a16_tflops: rate of a GEMM of bf16 tokens on MXFP4 weights, by tokens of a tile; empty where no kernel is known.
+    w4a16_tflops: rate of a GEMM of bf16 tokens on 4-bit weights, by tokens of a tile; empty where no kernel is known.
     w4a16_few_tflops: rate of the kernel for few tokens, whose SMs share all tiles evenly, by tokens of a tile.
     hbm_gb_per_s: read and written together.
     pull_gb_per_s, push_gb_per_s: read from a peer, written to a peer, in one direction.
@@ -51,7 +51,7 @@ class Machine:
     def gemm_tflops(self, format: str, block_m: int, shared_evenly: bool = False) -> float:
         """Return the rate of a GEMM in tiles of block_m tokens; each tile widens its weights again."""
         w4a16 = self.w4a16_few_tflops if shared_evenly else self.w4a16_tflops
-        if format == "mxfp4" and block_m in w4a16:
+        if format in W4A16 and block_m in w4a16:
             return w4a16[block_m]
         if format not in WIDENED or not self.widened_per_us:
             return self.tflops[format]
@@ -59,7 +59,8 @@ class Machine:
         return min(self.widened_tflops, flops / (1e6 / self.widened_per_us + flops / self.tflops[format]))
 
 
-WIDENED = ("mxfp8", "mxfp4", "mxfp4_mxfp8")
+WIDENED = ("mxfp8", "mxfp4", "mxfp4_mxfp8", "nvfp4")
+W4A16 = ("mxfp4", "nvfp4")
 
 H200 = Machine(
     name="H200", arch="sm_90", measured=True, num_sms=gpu_rates.H200.num_sms,
@@ -68,8 +69,8 @@ H200 = Machine(
         # bench/results, suites gemm and gemm_fp8, 8192x4096x7168.
         "bf16": 745, "fp8_row": 1474, "fp8_block128": 1155,
         # notes/2026-11-mxfp4-sm90.md, 32 experts of 4096x4096: from 16 to 64 tokens a tile the time grows by 0.79 us a
-        # token. More than bf16 because widening hides some products. mxfp8: assumed equal.
-        "mxfp8": 1353, "mxfp4": 1353, "mxfp4_mxfp8": 1353,
+        # token. More than bf16 because widening hides some products. mxfp8, nvfp4: assumed equal.
+        "mxfp8": 1353, "mxfp4": 1353, "mxfp4_mxfp8": 1353, "nvfp4": 1353,
     },
     widened_per_us=7.39e6,  # same note, at 0 tokens per tile and without launch_us and unhidden reads: 73 us
     widened_tflops=610,  # same note, 32 experts of 4096x4096 with about 384 tokens, rows that fill tiles counted
@@ -93,6 +94,7 @@ B200 = Machine(
     # Dense peaks of HGX B200, an eighth of the board's. E2M1 with E4M3 runs at FP8's rate; with bf16 it is widened.
     tflops={
         "bf16": 2250, "fp8_row": 4500, "fp8_block128": 4500, "mxfp8": 4500, "mxfp4": 2250, "mxfp4_mxfp8": 4500,
+        "nvfp4": 2250,
     },
     widened_per_us=0, widened_tflops=0, w4a16_tflops={}, w4a16_few_tflops={},
     hbm_gb_per_s=8000, pull_gb_per_s=900, push_gb_per_s=900,

@@ -28,8 +28,8 @@ from envoi.types import QuantTensor
 TILE = 64  # rows, and elements of K
 LARGEST_CODE = 0x7E  # byte of E4M3's largest number; above are NaN and what is negative
 
-# Axes of a matrix by rows: tile, warp, g, half | step, block, k16, k8, t, b; and of its factors: .. | step, block, which
-# is block and k16 as one axis for NVFP4.
+# Axes of a matrix by rows: tile, warp, g, half | step, block, k16, k8, t, b; and of its factors: .. | step, block, to
+# which NVFP4's k16 belongs.
 _VALUES, _VALUES_BACK = (0, 4, 1, 2, 8, 6, 3, 9, 7, 5), (0, 2, 3, 6, 1, 9, 5, 8, 4, 7)
 _SF, _SF_BACK = (0, 4, 1, 2, 5, 3), (0, 2, 3, 5, 1, 4)
 

@@ -81,7 +81,7 @@ def row_scales(scale: torch.Tensor, shape: tuple[int, ...], name: str) -> torch.
         raise ValueError(f"{name}_scale: expected float32 {sizes}, got {describe(scale)}")
     if scale.numel() == 1:
         return scale.reshape(1, 1).expand(num_experts, rows).contiguous()
-    return scale.reshape(num_experts, -1).repeat_interleave(rows // parts, dim=1)
+    return scale.reshape(num_experts, parts).repeat_interleave(rows // parts, dim=1)
 
 
 def _equal_parts(size: int, count: int) -> int | None:
