@@ -39,7 +39,7 @@ from tests.moe.own import reglu
 HOPPER = Target("sm_90")
 # A CPU's constants differ: no cast to E4M3, no overlap of launches, no clock.
 DIFFER_ON_A_CPU = {"widen_kernel", "permute_kernel", "sum_kernel", "send_routing_kernel", "combine_barrier_kernel"}
-FORMATS = ("bf16", "fp8_row", "fp8_block128", "mxfp8", "mxfp4", "mxfp4_mxfp8")
+FORMATS = ("bf16", "fp8_row", "fp8_block128", "mxfp8", "mxfp4", "mxfp4_mxfp8", "nvfp4")
 
 
 @pytest.fixture
@@ -319,13 +319,14 @@ def test_the_command(monkeypatch, tmp_path, capsys):
     assert len(list(tmp_path.glob("*/sort_kernel.cubin"))) >= 2  # for ids in int32 and in int64
 
 
-def test_the_command_across_ranks(monkeypatch, capsys):
+@pytest.mark.parametrize("format", ["mxfp4", "nvfp4"])
+def test_the_command_across_ranks(format, monkeypatch, capsys):
     sites = [rehearsal.Site(0, 1, 0, "pull_kernel")]
     given = []
     monkeypatch.setattr(
         sys.modules["envoi.moe.parallel.command"], "compile_calls", lambda *args, **named: given.append(args) or sites
     )
-    assert cli.main([*SMALL, "--arch", "sm_90", "--ranks", "2", "--format", "mxfp4", "--bias"]) == 0
+    assert cli.main([*SMALL, "--arch", "sm_90", "--ranks", "2", "--format", format, "--bias"]) == 0
     calls, target, most = given[0][:3]
     assert {call.rank for call in calls} == {0, 1} and target == HOPPER and most == 3
     assert calls[0].experts.order == "fragments" and calls[0].experts.down_bias is not None

@@ -14,7 +14,7 @@ from envoi.types import Routing
 from tests.helpers.ranks import run_ranks
 from tests.moe.layers import make
 
-FORMATS = ("bf16", "fp8_row", "fp8_block128", "mxfp8", "mxfp4", "mxfp4_mxfp8")
+FORMATS = ("bf16", "fp8_row", "fp8_block128", "mxfp8", "mxfp4", "mxfp4_mxfp8", "nvfp4")
 MOST = 700
 
 

@@ -81,7 +81,7 @@ def layer(draw: Draw, most_experts: int = 70) -> Layer:
     """Draw a layer: sizes, routing, weights, options."""
     form = draw.form
     format = form.one(tuple(FORMATS))
-    step = {"bf16": 8, "fp8_row": 8, "fp8_block128": 128}.get(format, 32)
+    step = {"bf16": 8, "fp8_row": 8, "fp8_block128": 128, "nvfp4": 16}.get(format, 32)
     step = form.one((step, step, 64)) if step < 64 else step
     M = draw.rows(1, draw.most(8, 40, 300), 0.04)
     E = form.size(1, min(most_experts, draw.most(5, 12, 70)))
@@ -188,6 +188,10 @@ def weights_of(given: Layer) -> tuple[torch.Tensor, torch.Tensor, str]:
         scheme = SCHEMES[FORMATS[given.format][1]]
         group = scheme.group(x.shape)
         decoded = formats.decode(stored.values, stored.sf, group)
+        if scheme.name == "nvfp4":
+            assert stored.scale is not None
+            found.append((formats.weights_nvfp4(x.double()).x, decoded * stored.scale.double()[:, :, None]))
+            continue
         if scheme.name != "mxfp4":
             found.append((formats.quantise(x.double(), scheme).x, decoded))
             continue

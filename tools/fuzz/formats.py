@@ -135,6 +135,7 @@ FORMATS = {
     "mxfp8": ("mxfp8", "mxfp8"),
     "mxfp4": (None, "mxfp4"),
     "mxfp4_mxfp8": ("mxfp8", "mxfp4"),
+    "nvfp4": (None, "nvfp4"),
 }
 
 
@@ -219,6 +220,16 @@ def weights_mxfp4(x: torch.Tensor) -> tuple[Quantised, Quantised, torch.Tensor]:
     ]
     total = (errors[0] + errors[1]).clamp(min=1e-300)
     return wide, narrow, ((errors[1] - errors[0]) / total).masked_fill(wide.sf.isnan(), 1.0)
+
+
+def weights_nvfp4(x: torch.Tensor) -> Quantised:
+    """Quantise weights [E, R, C] to NVFP4 under a power of two for each matrix, which x has and sf doesn't."""
+    finite = torch.where(x.isfinite(), x.abs(), 0.0).flatten(1)
+    amax = torch.cat((finite, finite.new_zeros(len(finite), 1)), 1).amax(1)
+    share = round_to(amax / (6.0 * 448.0), torch.float32)
+    scale = torch.where(amax == 0, 1.0, decode_e8m0(e8m0_code(share).to(torch.uint8)))[:, None, None]
+    q = quantise(round_to(x / scale, torch.float32), SCHEMES["nvfp4"])
+    return Quantised(q.codes, q.sf, q.x * scale)
 
 
 def decode(values: torch.Tensor, sf: torch.Tensor, group: tuple[int, int]) -> torch.Tensor:

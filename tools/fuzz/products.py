@@ -19,7 +19,7 @@ FLOATS = (torch.bfloat16, torch.float16, torch.float32)
 PAIRS = (
     ("fp8_tensor", "fp8_tensor"), ("fp8_row", "fp8_row"), ("fp8_row", "fp8_tensor"), ("fp8_1x128", "fp8_128x128"),
     ("fp8_1x128", "fp8_1x128"), ("mxfp8", "mxfp8"), ("mxfp8", "mxfp4"), ("mxfp4", "mxfp4"), ("nvfp4", "nvfp4"),
-    (None, "mxfp4"), (None, "mxfp8"),
+    (None, "mxfp4"), (None, "mxfp8"), (None, "nvfp4"),
 )  # fmt: skip
 COARSE = ("fp8_tensor", "fp8_row", "fp8_1x128")  # formats whose elements a GPU may multiply on FP8 tensor cores
 

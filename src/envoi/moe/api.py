@@ -42,9 +42,9 @@ def moe(
         topk_weights [M, k] float32, or bf16 or fp16, which are widened. With tokens [B, S, H] both may be [B, S, k].
         A shared expert is a slot like any other, of weight 1 for instance.
     experts: from `envoi.experts.pack`, all N of them. For experts spread over ranks see `ExpertParallel`.
-    batch_invariant: give a token the same bits whatever other tokens there are and however many. Only mxfp4 on Hopper
-        needs it, whose kernels for few tokens are faster and add up in another order; those of bf16 and fp8_block128
-        don't. `warm_up` doesn't compile for it.
+    batch_invariant: give a token the same bits whatever other tokens there are and however many. On Hopper only mxfp4
+        needs it, whose kernels for few tokens are faster and add up in another order, and nvfp4 if 64 doesn't divide H
+        and I, which Triton's kernels compute. `warm_up` doesn't compile for it.
 
     The steps are permute -> L1 -> activation, times weight, quantise -> L2 -> combine; what each computes, and where it
     rounds, is in `envoi.moe.reference`. A token whose slots are all masked gives zeros. Every run gives the same bits.

@@ -1,9 +1,11 @@
 """MoE layer on one rank by kernels: sort -> gather -> L1 -> L2 -> combine."""
 
+from dataclasses import replace
 from typing import cast
 
 import torch
 
+from envoi.gemm.grouping import EXPERTS_ROWS
 from envoi.gemm.hopper_few import host as hopper_few
 from envoi.gemm.hopper_w4a16 import few
 from envoi.moe.combine import combine_rows
@@ -28,7 +30,7 @@ def run_layer(
 ) -> torch.Tensor:  # fmt: skip
     """Run the whole layer on one rank, sort -> gather -> L1 -> L2 -> combine: tokens [M, H] bf16 -> [M, H] bf16.
 
-    For few tokens other kernels run: in bf16 and fp8_block128 with the same bits; on 4-bit weights, unless
+    For few tokens other kernels run: in bf16 and fp8_block128 with the same bits; on MXFP4 weights, unless
     batch_invariant, sums along K are split at places that depend on the routing, so that bits may differ. The host
     never waits for the device, so a CUDA graph can hold the call. Slots whose id is no expert count as masked.
     """
@@ -42,7 +44,8 @@ def run_layer(
     with span("permute"):
         row_map = sort_slots(topk_ids, experts.num_local_experts)
         rows, weights = gather_rows(tokens, topk_weights, row_map, format_named(experts.format).activations)
-    out = run_experts(rows, weights, row_map.offsets, experts)
+    grouping = replace(EXPERTS_ROWS, batch_invariant=batch_invariant)
+    out = run_experts(rows, weights, row_map.offsets, experts, grouping)
     with span("combine"):
         return combine_rows(out, row_map.slot_to_pos)
 

@@ -19,7 +19,7 @@ from tests.moe.layers import Layer, eager_bf16, make
 from tests.moe.test_moe import BOUNDS, KINDS
 
 # One format for each path through L1's epilogue and the tokens' quantisation.
-SOME = ("bf16", "fp8_block128", "mxfp4", "mxfp4_mxfp8")
+SOME = ("bf16", "fp8_block128", "mxfp4", "mxfp4_mxfp8", "nvfp4")
 SMALL = {"tokens": 9, "experts": 4, "k": 2, "hidden": 128, "intermediate": 128}
 
 
