@@ -1,5 +1,6 @@
 """Common epilogues, and the epilogues of the experts' two GEMMs."""
 
+from collections.abc import Callable
 from functools import cache
 
 from envoi.check import expect_choice
@@ -134,17 +135,23 @@ def expert_l1(
             return cast(h, "bf16")
         return quantize(round_bf16(h) if rounded else h, *_LEAVE[scheme])
 
+    return _of_accumulators(lambda acc, weight: leave(inside(acc) * weight), has_bias, has_scale)
+
+
+def _of_accumulators(finish: Callable, has_bias: bool, has_scale: bool) -> Epilogue:
+    """Return the epilogue finish(acc * scale + bias, weight), without the operands that there aren't."""
+
     def expert_l1(acc, weight: Row):
-        return leave(inside(acc) * weight)
+        return finish(acc, weight)
 
     def expert_l1_bias(acc, weight: Row, bias: Col):
-        return leave(inside(acc + bias) * weight)
+        return finish(acc + bias, weight)
 
     def expert_l1_scale(acc, weight: Row, scale: Col):
-        return leave(inside(acc * scale) * weight)
+        return finish(acc * scale, weight)
 
     def expert_l1_scale_bias(acc, weight: Row, scale: Col, bias: Col):
-        return leave(inside(acc * scale + bias) * weight)
+        return finish(acc * scale + bias, weight)
 
     if has_scale:
         return epilogue(expert_l1_scale_bias if has_bias else expert_l1_scale)

@@ -50,9 +50,8 @@ def pack(
     format: "bf16", "fp8_row", "fp8_block128", "mxfp8", "mxfp4" and "nvfp4" (4-bit weights beside bf16 activations) or
         "mxfp4_mxfp8" (the same beside MXFP8 activations). "auto": bf16, or what quantised weights are stored in.
     gate_up_sf, down_sf: factors of weights that are quantised already, which are then packed as they are, number for
-        number: see `envoi.quant.regroup.as_stored` for dtypes and shapes. Or gate_up and down are QuantTensors.
-    gate_up_scale, down_scale: of NVFP4 weights, float32 that is multiplied on top of the factors: a number, [E], or for
-        gate_up [E, 2], of gate and of up. Where a checkpoint has the inverse, pass its reciprocal.
+        number; gate_up_scale, down_scale: what NVFP4 weights are multiplied by on top, float32 [E], or [E, 2] of gate
+        and up. See `envoi.quant.regroup.as_stored` for dtypes and shapes. Or gate_up and down are QuantTensors.
     requantize: quantise such weights anew where the format can't hold their numbers exactly, which is refused else.
     gate_up_layout: "concat" (all gate rows, then all up rows; most checkpoints) or "interleaved" (gate, up in turn;
         gpt-oss). The bias has the same order.
@@ -63,22 +62,18 @@ def pack(
         every format, "concat" bf16, fp8_row and fp8_block128 (with factors for gate and for up). None: gate_up_layout
         where the kernels of the format read it, else "interleaved". Contiguous weights that have the format's numbers
         in that layout are referenced, not copied.
-    swiglu_limit: clamps gate at +limit and up to [-limit, limit] before the activation; "swiglu_oai" defaults to 7.
-        swiglu_alpha: 1.702 unless given.
+    swiglu_limit: clamps gate at +limit, up to [-limit, limit]; "swiglu_oai" defaults to 7. swiglu_alpha: else 1.702.
     Example: gate_up [8, 512, 256] packed in "fp8_block128" has float8_e4m3fn values [8, 512, 256] and sf [8, 4, 2].
 
-    On a Hopper GPU "mxfp4" and "nvfp4" weights are kept in the order in which its tensor cores take them
-    (`envoi.quant.fragments`) where H and I are multiples of 64 and no MXFP4 factor is above 2, no NVFP4 one negative or
-    NaN; they take no more memory, and `unpack` reads them.
-
+    On a Hopper GPU "mxfp4" and "nvfp4" weights are kept in the order of its tensor cores where that can be
+    (`envoi.quant.fragments.supports_fragments`); they take no more memory, and `unpack` reads them.
     Raises ValueError if shapes disagree, or H or I isn't a multiple of the format's group (128 for fp8_block128, 32 for
     mxfp8, mxfp4 and mxfp4_mxfp8, 16 for nvfp4; bf16 and fp8_row take any multiple of 8).
     """
     expect_choice("format", format, (*FORMATS, AUTO))
     expect_choice("gate_up_layout", gate_up_layout, LAYOUTS)
     expect_bool("requantize", requantize)
-    activation = expect_activation(activation)
-    limit, activation = _limit(swiglu_limit, activation), _with_alpha(activation, swiglu_alpha)
+    activation, limit = _activation(activation, swiglu_limit, swiglu_alpha)
     gate_up = _stored(gate_up, gate_up_sf, gate_up_scale, "gate_up")
     down = _stored(down, down_sf, down_scale, "down")
     chosen, gated = format_named(format_of(gate_up, down) if format == AUTO else format), has_gate(activation)
@@ -88,13 +83,17 @@ def pack(
         gate_up_layout = layout = "interleaved"  # no rows to move
     rows = _for_kernels(gate_up, chosen, gate_up_layout, layout, requantize)
     matrices = rows, _in_scheme(down, chosen, "down", requantize)
-    theirs = [part for x in (gate_up, down) for part in ((x.values, x.sf) if isinstance(x, QuantTensor) else (x,))]
     biases = _bias(gate_up_bias, layout, gate_up_layout), _bias(down_bias)
-    return _arranged(ExpertWeights(*matrices, chosen.name, activation, limit, *biases, layout), theirs)
+    return _arranged(ExpertWeights(*matrices, chosen.name, activation, limit, *biases, layout), (gate_up, down))
 
 
 def _bias(bias: torch.Tensor | None, kept: str = "concat", given: str = "concat") -> torch.Tensor | None:
     return None if bias is None else _in_layout(kept, bias, given, dim=-1).float().contiguous()
+
+
+def _activation(given: str | Callable, limit: float | None, alpha: float | None) -> tuple[str, float | None]:
+    activation = expect_activation(given)
+    return _with_alpha(activation, alpha), _limit(limit, activation)
 
 
 def _limit(swiglu_limit: float | None, activation: str) -> float | None:
@@ -241,11 +240,11 @@ def _in_scheme(
     return regroup.requantize(weight, scheme, name, order)
 
 
-def _arranged(experts: ExpertWeights, theirs: Sequence[torch.Tensor] | None = None) -> ExpertWeights:
+def _arranged(experts: ExpertWeights, theirs: Sequence[Matrix] | None = None) -> ExpertWeights:
     """Put MX and NVFP4 weights into the order that the Hopper kernels read.
 
     4-bit weights for bf16 tokens are put into the order of the tensor cores' operands, if both can be, in place but for
-    memory of `theirs`, tensors that a caller owns; None: all memory is a caller's. Of the others nothing is copied but
+    memory of `theirs`, weights that a caller owns; None: all memory is a caller's. Of the others nothing is copied but
     scale factors, where their rows don't start on 16 bytes.
     """
     gate_up, down = experts.gate_up, experts.down
@@ -258,7 +257,8 @@ def _arranged(experts: ExpertWeights, theirs: Sequence[torch.Tensor] | None = No
         if gate_up.sf.dtype != torch.float8_e8m0fnu:
             return experts
         return replace(experts, gate_up=_with_rows_on_16_bytes(gate_up), down=_with_rows_on_16_bytes(down))
-    kept = None if theirs is None else {x.untyped_storage().data_ptr() for x in theirs}
+    parts = [part for x in theirs or () for part in ((x.values, x.sf) if isinstance(x, QuantTensor) else (x,))]
+    kept = None if theirs is None else {x.untyped_storage().data_ptr() for x in parts}
 
     def own_tensor(x: torch.Tensor) -> torch.Tensor:
         return x.clone() if kept is None or x.untyped_storage().data_ptr() in kept else x

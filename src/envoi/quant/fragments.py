@@ -37,7 +37,8 @@ _SF, _SF_BACK = (0, 4, 1, 2, 5, 3), (0, 2, 3, 5, 1, 4)
 def supports_fragments(x: QuantTensor) -> str:
     """Return why a QuantTensor [E, N, K] can't be put into this order; "" if it can.
 
-    Reads the factors of NVFP4 and waits for them; on meta, where there is nothing to read, takes them for allowed ones.
+    It takes N and K that are multiples of 64, MXFP4's factors up to 2, NVFP4's that are neither negative nor NaN. Reads
+    the factors of NVFP4 and waits for them; on meta, where there is nothing to read, takes them for allowed ones.
     """
     nvfp4 = x.packed and x.sf.dtype == torch.float8_e4m3fn and x.group == (1, 16)
     mxfp4 = x.packed and x.sf.dtype == torch.float8_e8m0fnu and x.group == (1, 32) and x.scale is None

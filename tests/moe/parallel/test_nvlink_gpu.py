@@ -151,6 +151,7 @@ def test_the_bits_of_one_rank():
         Case("bf16", {"tokens": 0}, [0] * num_ranks),
         Case("mxfp4", {"masked": 1.0}),
         Case("mxfp4_mxfp8", {"tokens": 5}),
+        Case("nvfp4", {"tokens": 7, "bias": True}),
         Case("bf16", one_expert=5),
         Case("fp8_row", one_expert=0),
         Case("bf16", {"bias": True, "activation": "swiglu_oai"}),

@@ -54,6 +54,7 @@ def test_the_bits_of_one_rank(num_ranks):
         Case("bf16", {"tokens": 0}, nothing),
         Case("mxfp4", {"masked": 1.0}),
         Case("mxfp4_mxfp8", {"tokens": 5}),
+        Case("nvfp4", {"tokens": 7, "bias": True}),
         Case("bf16", one_expert=5),
         Case("bf16", {"bias": True, "activation": "swiglu_oai"}),
         Case("mxfp8", {"bias": True, "activation": written(reglu)}),
