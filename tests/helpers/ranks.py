@@ -4,6 +4,7 @@ import functools
 import multiprocessing as mp
 import os
 import pickle
+import sys
 import tempfile
 import time
 import traceback
@@ -56,11 +57,19 @@ def run_ranks(
         return [_read(Path(folder) / str(rank), worker) for rank, worker in enumerate(workers)]
 
 
+# Modules of functions that ranks run, which take longest to import.
+SLOW = ("tests.moe.parallel.cases", "tests.integrations.divided", "tools.promises.faults", "tools.promises.soak")
+
+
 @functools.cache
 def _forking() -> Any:
-    """Return a context that forks off a server, which imports slow modules once for all ranks, in one thread."""
+    """Return a context that forks off a server, which imports slow modules once for all ranks, in one thread.
+
+    Of these modules it imports those that this process has imported: a run of a few tests needn't wait for all.
+    """
     context = mp.get_context("forkserver")
-    context.set_forkserver_preload(["torch.distributed", "envoi", "envoi.experts", "tests.moe.parallel.cases"])
+    needed = [name for name in SLOW if name in sys.modules]
+    context.set_forkserver_preload(["torch.distributed", "envoi", "envoi.experts", *needed])
     return context
 
 
