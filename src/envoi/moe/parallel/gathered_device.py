@@ -250,12 +250,11 @@ def mark_arguments(
 def settle_arguments(buffers: Buffers) -> Launch:
     """Build the launch of `settle_kernel`."""
     domain, layout = buffers.domain, buffers.layout
-    shape = (next_power_of_2(domain.num_local), next_power_of_2(layout.num_ranks))
     arguments = (
         domain.peers, layout.segment.regions, layout.regions, domain.row_shift, domain.offsets, domain.state,
         domain.report, buffers.counts, domain.results, layout.part_columns, domain.rank, layout.num_ranks,
         layout.slot_stride, layout.num_experts, domain.first_expert, domain.num_local,
-        next_power_of_2(layout.num_experts + 1), shape,
+        next_power_of_2(layout.num_experts + 1), next_power_of_2(domain.num_local), next_power_of_2(layout.num_ranks),
     )  # fmt: skip
     return Launch((1,), arguments, steps.WARPS)
 
