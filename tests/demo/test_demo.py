@@ -18,11 +18,17 @@ from envoi.demo.text import find_model, read_text
 from envoi.integrations.transformers import implementation_name, packed_experts
 from envoi.moe.router import route
 from envoi.quant import FORMATS
-from tests.helpers import fresh
+from tests.helpers import fresh, ranks
 
 MODEL = find_model(None)
 ALLOWED = {"bf16": 1e-3, "fp8_row": 0.02, "fp8_block128": 0.02, "mxfp8": 0.02, "mxfp4": 0.10, "mxfp4_mxfp8": 0.10}
 CPU = torch.device("cpu")
+
+
+@pytest.fixture(scope="module", autouse=True)
+def server():
+    """Start the server of all tests' ranks, lest the demo's own, which imports less, be it."""
+    ranks.forking()
 
 
 @pytest.fixture(scope="module")

@@ -11,6 +11,7 @@ import traceback
 from collections.abc import Callable
 from dataclasses import dataclass
 from datetime import timedelta
+from multiprocessing import forkserver
 from pathlib import Path
 from typing import Any
 
@@ -37,7 +38,7 @@ def run_ranks(
     join: called with the rank in its process before anything else; returns the init_method. None = a file.
     """
     # CUDA doesn't survive a fork, not even in a process that has only queried devices.
-    context: Any = mp.get_context("spawn") if backend == "nccl" else _forking()
+    context: Any = mp.get_context("spawn") if backend == "nccl" else forking()
     with tempfile.TemporaryDirectory() as folder:
         workers = [
             context.Process(
@@ -58,11 +59,17 @@ def run_ranks(
 
 
 # Modules of functions that ranks run, which take longest to import.
-SLOW = ("tests.moe.parallel.cases", "tests.integrations.divided", "tools.promises.faults", "tools.promises.soak")
+SLOW = (
+    "tests.moe.parallel.cases",
+    "tests.integrations.divided",
+    "tools.promises.faults",
+    "tools.promises.soak",
+    "envoi.demo.layer",
+)
 
 
 @functools.cache
-def _forking() -> Any:
+def forking() -> Any:
     """Return a context that forks off a server, which imports slow modules once for all ranks, in one thread.
 
     Of these modules it imports those that this process has imported: a run of a few tests needn't wait for all.
@@ -70,6 +77,7 @@ def _forking() -> Any:
     context = mp.get_context("forkserver")
     needed = [name for name in SLOW if name in sys.modules]
     context.set_forkserver_preload(["torch.distributed", "envoi", "envoi.experts", *needed])
+    forkserver.ensure_running()  # a process has one server, and others would have it import less
     return context
 
 
