@@ -16,6 +16,7 @@ from envoi.epilogue.codes_triton import from_e4m3, to_e4m3, widen
 from envoi.runtime.topk import experts_at
 
 GROUP: tl.constexpr = tl.constexpr(32)
+STEP: tl.constexpr = tl.constexpr(64)
 
 
 @triton.jit
@@ -33,9 +34,9 @@ def count_before(topk_ids, experts, slots, num_slots, num_experts, COUNT: tl.con
 @triton.jit
 def split_token(x, HARDWARE: tl.constexpr):
     """Split float32 [N] into the bits of high and low in E4M3, and the factor of their products: see `few_epilogue`."""
-    largest = tl.max(tl.abs(x), 0)
-    exponent = tl.maximum((largest.to(tl.int32, bitcast=True) >> 23) & 255, 8)
-    exponent = tl.where(tl.max((x != x).to(tl.int32), 0) > 0, 255, exponent)
+    # As integers, magnitudes compare as they do as numbers, and NaN is above all.
+    largest = tl.max(x.to(tl.int32, bitcast=True) & 0x7FFFFFFF, 0)
+    exponent = tl.maximum(largest >> 23, 8)
     up = ((261 - exponent) << 23).to(tl.float32, bitcast=True)
     factor = tl.where(exponent == 255, 0x7FC00000, (exponent - 2) << 23).to(tl.float32, bitcast=True)
     x = x * up
@@ -55,8 +56,8 @@ def permute_kernel(
 ):  # fmt: skip
     """Write one token to the rows of its slots; programs from num_tokens on: the offsets of EXPERTS experts each.
 
-    topk_ids [num_tokens, K], -1 = masked. rows: E4M3 bits [num_tokens * K, width / 32, 2, 32], high and low; the places
-    in a group, called (k16, t1, t0, b, k8), hold the elements (k16, k8, t1, t0, b). row_factors: what a row's products
+    topk_ids [num_tokens, K], -1 = masked. rows: E4M3 bits [num_tokens * K, width / 64, 2, 64], high and low; the places
+    in a group of 32, called (k16, t1, t0, b, k8), hold the elements (k16, k8, t1, t0, b). row_factors: what a row's products
     have yet to be multiplied by. SLOTS, WIDTH: powers of two of K and width. BLOCK: slots that are counted at once.
 
     Each program reads all ids instead of waiting for others: nothing is counted by atomics, the order is fixed.
@@ -70,24 +71,28 @@ def permute_kernel(
         before = count_before(topk_ids, own, own * 0, num_slots, num_experts, EXPERTS, BLOCK)
         tl.store(offsets + own, before, mask=own <= num_experts)
     else:
+        # Under way while slots are counted.
+        c = tl.arange(0, WIDTH)
+        x = tl.load(tokens + m.to(tl.int64) * stride + c, mask=c < width, other=0.0)
         s = tl.arange(0, SLOTS)
         slots = m * K + s
+        weights = tl.load(topk_weights + slots, mask=s < K, other=0.0)
+        if HARDWARE:
+            # ptxas moves loads down to their first use, but not past this.
+            tl.inline_asm_elementwise("bar.warp.sync 0xffffffff; // $0", "=r", [], tl.int32, is_pure=False, pack=1)
         e = tl.where(s < K, experts_at(topk_ids, slots, num_slots, num_experts), num_experts)
         pos = count_before(topk_ids, e, slots, num_slots, num_experts, SLOTS, BLOCK)
         pos = tl.where(e < num_experts, pos, -1)
         tl.store(slot_to_pos + slots, pos, mask=s < K)
-        weights = widen(tl.load(topk_weights + slots, mask=s < K, other=0.0))
-        tl.store(row_weights + pos, weights, mask=pos >= 0)
-        c = tl.arange(0, WIDTH)
-        x = widen(tl.load(tokens + m.to(tl.int64) * stride + c, mask=c < width, other=0.0))
-        x = tl.reshape(x, (WIDTH // GROUP, 2, 2, 4, 2))  # k16, k8, t, b
+        tl.store(row_weights + pos, widen(weights), mask=pos >= 0)
+        x = tl.reshape(widen(x), (WIDTH // GROUP, 2, 2, 4, 2))  # k16, k8, t, b
         x = tl.reshape(tl.permute(x, (0, 1, 3, 4, 2)), (WIDTH,))
         high, low, factor = split_token(x, HARDWARE)
-        place = c // GROUP * (2 * GROUP) + c % GROUP
+        place = c // STEP * (2 * STEP) + c % STEP
         tl.store(row_factors + pos, factor + tl.zeros((SLOTS,), tl.float32), mask=pos >= 0)
         for slot in range(K):
             row = tl.sum(tl.where(s == slot, pos, 0), 0)
             if row >= 0:
                 at = rows + row.to(tl.int64) * (2 * width) + place
                 tl.store(at, high, mask=c < width)
-                tl.store(at + GROUP, low, mask=c < width)
+                tl.store(at + STEP, low, mask=c < width)
