@@ -24,8 +24,9 @@ def sum_kernel(
     """
     positions = ()
     if EARLY:
-        for s in tl.static_range(K):  # past L1, which may have what was there before
-            positions = positions + (tl.load(slot_to_pos + tl.program_id(0) * K + s, cache_modifier=".cg"),)
+        # Past the L1 cache, which may have what was there before.
+        for s in tl.static_range(K):  # pyright: ignore[reportGeneralTypeIssues]
+            positions += (tl.load(slot_to_pos + tl.program_id(0) * K + s, cache_modifier=".cg"),)
     if OVERLAP:
         gdc_wait()
     m = tl.program_id(0)

@@ -142,9 +142,9 @@ def gemm_launch(
         sides = buffers.hidden, buffers.hidden_factors, buffers.rows, buffers.hidden_factors
     values, factors, out, out_factors = sides
     return few_kernel, (num_ctas,), (
-        values.view(torch.float8_e4m3fn), factors, *boxes(weights, config), buffers.row_weights if bias is None else bias,
-        buffers.row_weights, out, out_factors, buffers.offsets, topk_ids, sums, flags, layer.num_experts,
-        topk_ids.numel(), config,
+        values.view(torch.float8_e4m3fn), factors, *boxes(weights, config),
+        buffers.row_weights if bias is None else bias, buffers.row_weights, out, out_factors, buffers.offsets,
+        topk_ids, sums, flags, layer.num_experts, topk_ids.numel(), config,
     ), {"num_warps": config.num_warps, "maxnreg": config.registers, "launch_pdl": config.overlaps}  # fmt: skip
 
 

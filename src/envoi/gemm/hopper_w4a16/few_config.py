@@ -7,7 +7,6 @@ from envoi.runtime.devices import SHARED_BYTES
 from envoi.runtime.math import cdiv, next_power_of_2
 
 MAX_EXPERTS = 512  # the sums of their rows are in every warp's registers
-UNROLL = 4  # steps of a stage
 WIDE_FROM = 4  # rows of an expert on average, from which tiles have 16
 MOST_SLOTS = 1024  # for which the first GEMM reads the ids itself
 MANY_STEPS = 96  # of K; above, the tokens of tiles of 16 wouldn't fit the shared memory
@@ -15,8 +14,10 @@ RESERVED = 3072  # bytes of shared memory of a CTA that are the driver's, or go 
 BOX_BYTES = 2048 + 128  # weights and factors of 64 rows x 64 of K
 MOST_STAGE_BYTES = 65536  # of all stages of a CTA that has others beside it
 LEAST_STAGES = 3
-# By tile_tokens: CTAs of an SM, in order of preference. The first that has room for the least stages is taken.
-CTAS = {8: (3, 2, 1), 16: (1,)}
+# By tile_tokens: (CTAs of an SM, steps of a stage), in order of preference. The first that has room for the least
+# stages is taken.
+RINGS = {8: ((2, 4), (1, 4), (1, 2), (1, 1)), 16: ((1, 4), (1, 2), (1, 1))}
+ORDER = "ahead"
 
 
 @dataclass(frozen=True)
@@ -28,11 +29,11 @@ class FewConfig(Constant):
         the first end and those of the second begin, none finds a gap that is too small for it.
     all_row_tiles: tiles of 64 rows of an expert's weights.
     unroll: steps of K in a stage, the unit in which work is shared out. num_stages: stages of weights.
-    ctas_per_sm: CTAs of an SM. order: "", a step after the other, unrolled; "rolled"; or "ahead", unrolled, a step's products
-        started before those of the one in front are finished.
+    ctas_per_sm: CTAs of an SM. order: "ahead", a step's products are started before those of the one in front are
+        finished; "" or "rolled", after that, in a loop that is unrolled or rolled.
     is_l1: gate and up in, tokens of the second GEMM out; else the second GEMM. activation, limit: of `is_l1`.
-    max_experts: a power of two, at least 32. max_slots: a power of two, at least one for each thread, if the first GEMM reads ids itself,
-        else 0.
+    max_experts: a power of two, at least 32. max_slots: a power of two, at least one for each thread, if the first
+        GEMM reads ids itself, else 0.
     slab: steps of tokens that one copy brings. overlaps: programmatic dependent launch.
     """
 
@@ -50,7 +51,7 @@ class FewConfig(Constant):
     has_bias: bool
     max_experts: int
     max_slots: int = 0
-    order: str = ""
+    order: str = "ahead"
     slab: int = 8
     overlaps: bool = True
 
@@ -134,15 +135,15 @@ class FewConfig(Constant):
         return self.token_bytes + self.num_stages * self.stage_bytes + RESERVED
 
 
-def with_ring(configs: tuple[FewConfig, FewConfig]) -> tuple[FewConfig, FewConfig]:
-    """Return the configs of L1 and L2 with CTAs of an SM and stages that fit; with 0 stages if none do."""
-    for ctas in CTAS[configs[0].tile_tokens]:
-        room = SHARED_BYTES // ctas - RESERVED - configs[0].token_bytes
-        num_stages = (room if ctas == 1 else min(room, MOST_STAGE_BYTES)) // configs[0].stage_bytes
+def with_ring(config: FewConfig) -> FewConfig:
+    """Return a config with as many stages as fit, 0 if too few do."""
+    for ctas, unroll in RINGS[config.tile_tokens]:
+        config = replace(config, ctas_per_sm=ctas, unroll=unroll)
+        room = SHARED_BYTES // ctas - RESERVED - config.token_bytes
+        num_stages = (room if ctas == 1 else min(room, MOST_STAGE_BYTES)) // config.stage_bytes
         if num_stages >= LEAST_STAGES:
-            l1, l2 = (replace(config, num_stages=num_stages, ctas_per_sm=ctas) for config in configs)
-            return l1, l2
-    return configs
+            return replace(config, num_stages=num_stages)
+    return config
 
 
 def few_configs(
@@ -159,9 +160,8 @@ def few_configs(
     wide = num_slots > WIDE_FROM * num_experts and room <= MANY_STEPS
     tile, experts = (16, 8) if wide else (8, 4), max(32, next_power_of_2(num_experts))
     slots = max(32 * tile[1], next_power_of_2(num_slots)) if num_slots <= MOST_SLOTS else 0
-    return with_ring(
-        (
-            FewConfig(*tile, l1, room, 2 * l2, UNROLL, 0, 1, True, activation, limit, has_bias, experts, slots),
-            FewConfig(*tile, l2, room, l1, UNROLL, 0, 1, False, "", None, has_bias, experts),
-        )
-    )
+    l1_config = FewConfig(
+        *tile, l1, room, 2 * l2, 1, 0, 1, True, activation, limit, has_bias, experts, slots, ORDER
+    )  # fmt: skip
+    l2_config = FewConfig(*tile, l2, room, l1, 1, 0, 1, False, "", None, has_bias, experts, 0, ORDER)
+    return with_ring(l1_config), with_ring(l2_config)

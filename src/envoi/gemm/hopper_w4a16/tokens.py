@@ -56,9 +56,10 @@ def permute_kernel(
 ):  # fmt: skip
     """Write one token to the rows of its slots; programs from num_tokens on: the offsets of EXPERTS experts each.
 
-    topk_ids [num_tokens, K], -1 = masked. rows: E4M3 bits [num_tokens * K, width / 64, 2, 64], high and low; the places
-    in a group of 32, called (k16, t1, t0, b, k8), hold the elements (k16, k8, t1, t0, b). row_factors: what a row's products
-    have yet to be multiplied by. SLOTS, WIDTH: powers of two of K and width. BLOCK: slots that are counted at once.
+    topk_ids [num_tokens, K], -1 = masked. rows: E4M3 bits [num_tokens * K, width / 64, 2, 64], high and low; the
+    places in a group of 32, called (k16, t1, t0, b, k8), hold the elements (k16, k8, t1, t0, b). row_factors: what a
+    row's products have yet to be multiplied by. SLOTS, WIDTH: powers of two of K and width. BLOCK: slots that are
+    counted at once.
 
     Each program reads all ids instead of waiting for others: nothing is counted by atomics, the order is fixed.
     """
