@@ -24,10 +24,6 @@ COMMAND = "`make test-gpu` on an H200 writes tests/gpu_evidence.json anew"
 # part of its PTX.
 RENAMED = {
     "candidates_kernel": "sift_kernel",
-    "combine_barrier_kernel": "meet_kernel",
-    "send_partial_sums_kernel": "return_kernel",
-    "send_routing_kernel": "announce_kernel",
-    "stage_tokens_kernel": "publish_kernel",
 }
 
 
