@@ -360,7 +360,6 @@ def work(tokens, stream, outputs, schedule, parts, worker, begin, end):
         let_next_start()
     stage, turn, strip = begin * 0, begin * 0, begin * 0 - 1
     for t in range(first, last):
-        tile = schedule.tile(t)
         if tile.strip != strip:
             tokens.fetch(tile)
             strip = tile.strip
@@ -384,3 +383,4 @@ def work(tokens, stream, outputs, schedule, parts, worker, begin, end):
                 finish_l1(acc, tile, outputs)
             else:
                 finish_l2(acc, tile, outputs)
+        tile = schedule.tile(t + 1)
