@@ -46,8 +46,14 @@ class Known:
 
 
 # By Triton release and title: `gemm-sm90-gelu-residual sm_90`.
+BETWEEN_TILES = "two CTAs of 8 warps an SM leave 128 registers; all of it is between tiles, none in the loop over K"
 ONCE_A_TILE = "addresses and sizes, stored and loaded once a tile, none of them in the loop over K"
+IN_LOOP = "two CTAs of 8 warps an SM leave 128 registers; 20 of it are in the loop over K, whose time nobody measured"
 KNOWN: dict[str, dict[str, Known]] = {
+    "3.6.0": {
+        "w4a16-few-l1-wide sm_90": Known(10, 10, BETWEEN_TILES),
+        "w4a16-few-l2-wide sm_90": Known(1, 1, BETWEEN_TILES),
+    },
     "3.8.0": {
         "gemm-sm90-grouped-fp8-block128 sm_90": Known(4, 4, ONCE_A_TILE),
         "gemm-sm90-experts-l1-fp8-block128 sm_90": Known(5, 4, ONCE_A_TILE),
@@ -56,6 +62,8 @@ KNOWN: dict[str, dict[str, Known]] = {
     "3.9.0": {
         "gemm-sm90-split-linear sm_90": Known(23, 3, ONCE_A_TILE),
         "gemm-sm90-experts-l1-concat-fp8-block128 sm_90": Known(21, 4, f"{ONCE_A_TILE}, but for one load"),
+        "w4a16-few-l1-wide sm_90": Known(32, 31, IN_LOOP),
+        "w4a16-few-l2-wide sm_90": Known(2, 2, BETWEEN_TILES),
         "w4a16-many-sent sm_90": Known(6, 5, ONCE_A_TILE),
     },
 }

@@ -13,6 +13,7 @@ from envoi.plan.expected import rows_per_expert, tiles_per_expert
 from envoi.plan.layer import MoeLayer
 from envoi.plan.machines import WIDENED, Machine
 from envoi.quant.formats import Scheme
+from envoi.runtime.devices import SHARED_BYTES
 from envoi.types import ExpertWeights, Matrix, QuantTensor
 
 BLOCK_MS = {"sm_90": (8, 16, 32, 64, 128), "sm_100": (128,)}  # allowed by the configs
@@ -106,8 +107,8 @@ def _w4a16(layer: MoeLayer, nk: tuple[int, int]) -> Blocks:
     from envoi.gemm.hopper_w4a16.many_config import many_config
 
     few = few_configs(layer.hidden, layer.intermediate, layer.num_experts, layer.num_rows, "swiglu", None, False)[0]
-    if layer.num_gpus == 1 and layer.num_rows <= MOST_ROWS * layer.num_experts and few.num_stages:
-        tile = _counted(layer, nk, few.tile_tokens, 64 * few.num_row_tiles, 64 * few.unroll, few.num_stages)
+    if layer.num_gpus == 1 and layer.num_rows <= MOST_ROWS * layer.num_experts and few.shared_bytes <= SHARED_BYTES:
+        tile = _counted(layer, nk, few.tile_tokens, 64 * few.num_row_tiles, 64, few.unroll)
         return replace(tile, shared_evenly=True)
     many = many_config(nk[1], layer.num_rows, layer.num_local_experts)
     return _counted(layer, nk, many.block_y, many.block_x, many.block_k, many.num_stages)

@@ -69,15 +69,6 @@ def unswizzled_descriptor(x: torch.Tensor, rows: int, columns: int) -> Any:
     return _checked(x, _described(x.shape, x.stride(), x.dtype, (rows, columns), False))
 
 
-def strided_descriptor(
-    x: torch.Tensor, shape: tuple[int, ...], strides: tuple[int, ...], box: tuple[int, ...], swizzled: bool = True
-) -> Any:
-    """Return a TMA descriptor of x's elements in a shape and strides of their own, in boxes with Gluon's default
-    swizzle, or row-major in shared memory. Raises ValueError for an address that isn't a multiple of 16 bytes.
-    """
-    return _checked(x, _described(torch.Size(shape), strides, x.dtype, box, swizzled))
-
-
 @lru_cache(maxsize=4096)
 def _described(
     shape: torch.Size, strides: tuple[int, ...], dtype: torch.dtype, box: tuple[int, ...], swizzled: bool = True
@@ -85,7 +76,7 @@ def _described(
     """Return a descriptor without a matrix: checking a shape takes longer than all else that a descriptor needs."""
     from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
-    layout = _layout(box, dtype) if swizzled else _unswizzled_layout(len(box))
+    layout = _layout(box, dtype) if swizzled else _unswizzled_layout()
     nothing = torch.empty(0, dtype=dtype, device="cpu")
     return TensorDescriptor(nothing, list(shape), list(strides), list(box), layout)
 
@@ -97,10 +88,10 @@ def _checked(x: torch.Tensor, described: Any) -> Any:
 
 
 @cache
-def _unswizzled_layout(rank: int) -> Any:
+def _unswizzled_layout() -> Any:
     import triton.experimental.gluon.language as gl
 
-    return gl.NVMMASharedLayout(swizzle_byte_width=0, element_bitwidth=32, rank=rank)
+    return gl.NVMMASharedLayout(swizzle_byte_width=0, element_bitwidth=32, rank=2)
 
 
 @cache

@@ -33,8 +33,8 @@ def permuted(tokens, weights, ids, experts) -> few.Buffers:
 
 def joined(buffers: few.Buffers, rows: int) -> torch.Tensor:
     """high + low, in the order of K, without the factor of rows."""
-    parts = buffers.routed[:rows].view(torch.float8_e4m3fn).double().view(rows, HIDDEN // 64, 2, 64).sum(2)
-    places = parts.reshape(rows, HIDDEN // 32, 2, 4, 2, 2)  # k16, t, b, k8
+    parts = buffers.routed[:rows].view(torch.float8_e4m3fn).double().view(rows, HIDDEN // 32, 2, 32).sum(2)
+    places = parts.view(rows, HIDDEN // 32, 2, 4, 2, 2)  # k16, t, b, k8
     return places.permute(0, 1, 2, 5, 3, 4).reshape(rows, HIDDEN)
 
 

@@ -7,13 +7,14 @@ import torch
 
 from envoi.gemm.hopper_w4a16.few_config import MAX_EXPERTS, FewConfig, few_configs
 from envoi.runtime import devices, workspace
+from envoi.runtime.devices import SHARED_BYTES
 from envoi.runtime.math import next_power_of_2
-from envoi.runtime.tma import is_tma_ready, strided_descriptor
 from envoi.spans import span
 from envoi.types import QuantTensor
 
 MAX_TOPK = 32
 MOST_ROWS = 20  # of an expert on average; above, the other kernel is faster
+REGISTERS = 128
 COUNTED, EXPERTS = 256, 16  # slots counted at once, experts of a program
 
 Launch = tuple[Any, tuple[int, ...], tuple, dict[str, Any]]
@@ -59,9 +60,7 @@ def supports(layer: Layer, num_tokens: int, num_topk: int) -> str:
         return "too many experts"
     if num_tokens * num_topk > MOST_ROWS * layer.num_experts:
         return "too many tokens"
-    if not (is_tma_ready(layer.gate_up.values) and is_tma_ready(layer.down.values)):
-        return "weights that TMA can't read"
-    return "" if configs_of(layer, num_tokens * num_topk)[0].num_stages else "tokens too wide for shared memory"
+    return "" if configs_of(layer, 1)[0].shared_bytes <= SHARED_BYTES else "tokens too wide for shared memory"
 
 
 def moe(tokens: torch.Tensor, topk_weights: torch.Tensor, topk_ids: torch.Tensor, layer: Layer) -> torch.Tensor:
@@ -142,21 +141,10 @@ def gemm_launch(
         sides = buffers.hidden, buffers.hidden_factors, buffers.rows, buffers.hidden_factors
     values, factors, out, out_factors = sides
     return few_kernel, (num_ctas,), (
-        values.view(torch.float8_e4m3fn), factors, *boxes(weights, config),
-        buffers.row_weights if bias is None else bias, buffers.row_weights, out, out_factors, buffers.offsets,
-        topk_ids, sums, flags, layer.num_experts, topk_ids.numel(), config,
-    ), {"num_warps": config.num_warps, "maxnreg": config.registers, "launch_pdl": config.overlaps}  # fmt: skip
-
-
-def boxes(weights: QuantTensor, config: FewConfig) -> tuple[Any, Any]:
-    """Return TMA descriptors of a GEMM's weights and factors, in boxes of a stage: see `kernel_few.Stream`."""
-    words, factors = weights.values.flatten().view(torch.int32), as_words(weights.sf)
-    steps, U, W = config.num_steps, config.unroll, config.num_row_tiles
-    shape = steps, words.numel() // (512 * steps)
-    return (
-        strided_descriptor(words, (*shape, 16, 32), (512, 512 * steps, 32, 1), (U, W, 16, 32)),
-        strided_descriptor(factors, (*shape, 32), (32, 32 * steps, 1), (U, W, 32), False),
-    )
+        values.view(torch.float8_e4m3fn), factors, weights.values.view(torch.int32), as_words(weights.sf),
+        buffers.row_weights if bias is None else bias, buffers.row_weights, out, out_factors, buffers.offsets, topk_ids,
+        sums, flags, weights.shape[-2] // 64, layer.num_experts, topk_ids.numel(), config,
+    ), {"num_warps": config.num_warps, "maxnreg": REGISTERS, "launch_pdl": config.overlaps}  # fmt: skip
 
 
 def as_words(sf: torch.Tensor) -> torch.Tensor:

@@ -4,7 +4,7 @@ import triton.experimental.gluon.language as gl
 from triton.experimental import gluon
 
 from envoi.epilogue.device import bf16, maximum, minimum, sigmoid, silu
-from envoi.runtime.aggregate import aggregate
+from envoi.runtime.aggregate import Scalar, aggregate
 
 GROUP = gl.constexpr(32)  # features that share a power of two
 
@@ -13,9 +13,9 @@ GROUP = gl.constexpr(32)  # features that share a power of two
 class Outputs:
     """Pointers that the epilogues read and write.
 
-    bias: float32 pointer [num_experts, 64 * all_row_tiles]. row_weights: float32 pointer, the routing weight of a row.
-    out: of the first GEMM E4M3 bits, uint8 [rows, I / 64, 2, 64] as `tokens` has them, with a float32 for each tile's
-    32 or 64 features in out_factors; of the second bf16 [rows, 64 * all_row_tiles].
+    bias: float32 pointer [num_experts, 64 * num_row_tiles]. row_weights: float32 pointer, the routing weight of a row.
+    out: of the first GEMM E4M3 bits, uint8 [rows, I / 32, 2, 32] as `tokens` has them, with a float32 for each tile's
+    32 or 64 features in out_factors; of the second bf16 [rows, 64 * num_row_tiles].
     token_factors: float32 pointer [rows], what the first GEMM's sums have yet to be multiplied by.
     """
 
@@ -24,6 +24,7 @@ class Outputs:
     out: gl.tensor
     out_factors: gl.tensor
     token_factors: gl.tensor
+    num_row_tiles: Scalar
     cfg: gl.constexpr
 
 
@@ -38,7 +39,7 @@ def of_columns(pointer, tile, COUNT: gl.constexpr, layout: gl.constexpr):
 def with_bias(acc, tile, outputs, weights):
     """Return acc [features, tokens], features in order, plus the expert's bias times `weights` [tokens]."""
     layout: gl.constexpr = acc.type.layout
-    width: gl.constexpr = outputs.cfg.all_row_tiles * 64
+    width = outputs.num_row_tiles * 64
     feature = tile.row_tile * 64 + gl.arange(0, acc.shape[0], gl.SliceLayout(1, layout))
     bias = gl.load(outputs.bias + tile.expert.to(gl.int64) * width + feature, mask=feature < width, other=0.0)
     return acc + bias[:, None] * weights[None, :]
@@ -110,13 +111,13 @@ def finish_l1(acc, tile, outputs):
     token = tile.token + gl.arange(0, T, columns3)[None, None, :]
     group = tile.row_tile + gl.arange(0, num_groups, gl.SliceLayout(1, gl.SliceLayout(2, layout)))[:, None, None]
     j = gl.arange(0, GROUP, gl.SliceLayout(0, gl.SliceLayout(2, layout)))[None, :, None]
-    inside = (token < tile.token_end) & (group < cfg.all_row_tiles)
-    at = token.to(gl.int64) * (64 * cfg.all_row_tiles) + (group // 2 * 128 + group % 2 * GROUP)
+    inside = (token < tile.token_end) & (group < outputs.num_row_tiles)
+    at = token.to(gl.int64) * outputs.num_row_tiles + group
     # In a group, place (k16, t, b, k8) is feature (k16, k8, t, b): see `envoi.quant.fragments`.
-    place = at + ((j & 16) | ((j & 6) << 1) | ((j & 1) << 1) | ((j & 8) >> 3))
+    place = at * 64 + ((j & 16) | ((j & 6) << 1) | ((j & 1) << 1) | ((j & 8) >> 3))
     gl.store(outputs.out + place, high.to(gl.uint8, bitcast=True), mask=inside)
-    gl.store(outputs.out + place + 2 * GROUP, low.to(gl.uint8, bitcast=True), mask=inside)
-    at = token.to(gl.int64) * (cfg.all_row_tiles // num_groups) + tile.row_tile // num_groups
+    gl.store(outputs.out + place + GROUP, low.to(gl.uint8, bitcast=True), mask=inside)
+    at = token.to(gl.int64) * (outputs.num_row_tiles // num_groups) + tile.row_tile // num_groups
     gl.store(outputs.out_factors + at, factors, mask=token < tile.token_end)
 
 
@@ -130,7 +131,7 @@ def finish_l2(acc, tile, outputs):
     columns: gl.constexpr = gl.SliceLayout(0, layout)
     if cfg.has_bias:
         acc = with_bias(acc, tile, outputs, of_columns(outputs.row_weights, tile, T, columns))
-    width: gl.constexpr = cfg.all_row_tiles * 64
+    width = outputs.num_row_tiles * 64
     token = (tile.token + gl.arange(0, T, columns))[None, :]
     feature = (tile.row_tile * 64 + gl.arange(0, acc.shape[0], gl.SliceLayout(1, layout)))[:, None]
     inside = (token < tile.token_end) & (feature < width)

@@ -112,9 +112,9 @@ E4M3_CODE = gl.constexpr(
 
 @gluon.jit
 def to_e4m3(words, dot: gl.constexpr):
-    """Words [4 * warps, 32], four of each thread -> two operands E4M3 [16 * warps, 32], of both blocks, times 2^-6."""
+    """Four words of each thread -> two operands E4M3 [16 * warps, 32], of block 0 and of block 1, times 2^-6."""
     warps: gl.constexpr = gl.num_warps()
-    x = words.reshape([warps, 8, 4, 2, 2]).permute([0, 4, 1, 3, 2]).reshape([warps, 2, 8, 2, 4, 1])
+    x = by_thread(words).reshape([warps, 2, 8, 2, 4, 1])
     x = gl.join(gl.join(x, x), gl.join(x, x)).reshape([16 * warps, 32])  # the same register for its four elements
     x = gl.convert_layout(x, dot, assert_trivial=True)
     first, second = gl.inline_asm_elementwise(

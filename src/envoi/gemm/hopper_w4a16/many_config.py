@@ -4,6 +4,7 @@ from dataclasses import dataclass, replace
 
 from envoi.gemm.hopper.config import RESERVED_BYTES
 from envoi.gemm.hopper.tile_config import SwappedTiles
+from envoi.gemm.hopper_w4a16.few_config import unroll_of
 from envoi.runtime.devices import SHARED_BYTES
 
 ROLE_M = 64  # features of a consumer: a tile of weights
@@ -12,14 +13,6 @@ MAX_STAGES = 12
 LAST = 128  # tokens that the epilogue takes at once
 # Tokens of a tile, and how long one takes beside one of 64: notes/2026-11-decode-w4a16.md.
 TOKEN_TILES = {16: 0.84, 32: 0.89, 64: 1.0, 128: 1.38, 256: 2.25}
-
-
-UNROLLED = (5, 4, 6, 3)  # steps that are requested together; the first that divides K / 64, else the first
-
-
-def unroll_of(num_steps: int) -> int:
-    """Return the steps of K that are requested together."""
-    return next((u for u in UNROLLED if num_steps % u == 0), UNROLLED[0])
 
 
 @dataclass(frozen=True)

@@ -16,7 +16,6 @@ from envoi.epilogue.codes_triton import from_e4m3, to_e4m3, widen
 from envoi.runtime.topk import experts_at
 
 GROUP: tl.constexpr = tl.constexpr(32)
-STEP: tl.constexpr = tl.constexpr(64)
 
 
 @triton.jit
@@ -56,10 +55,9 @@ def permute_kernel(
 ):  # fmt: skip
     """Write one token to the rows of its slots; programs from num_tokens on: the offsets of EXPERTS experts each.
 
-    topk_ids [num_tokens, K], -1 = masked. rows: E4M3 bits [num_tokens * K, width / 64, 2, 64], high and low; the
-    places in a group of 32, called (k16, t1, t0, b, k8), hold the elements (k16, k8, t1, t0, b). row_factors: what a
-    row's products have yet to be multiplied by. SLOTS, WIDTH: powers of two of K and width. BLOCK: slots that are
-    counted at once.
+    topk_ids [num_tokens, K], -1 = masked. rows: E4M3 bits [num_tokens * K, width / 32, 2, 32], high and low; the places
+    in a group, called (k16, t1, t0, b, k8), hold the elements (k16, k8, t1, t0, b). row_factors: what a row's products
+    have yet to be multiplied by. SLOTS, WIDTH: powers of two of K and width. BLOCK: slots that are counted at once.
 
     Each program reads all ids instead of waiting for others: nothing is counted by atomics, the order is fixed.
     """
@@ -89,11 +87,11 @@ def permute_kernel(
         x = tl.reshape(widen(x), (WIDTH // GROUP, 2, 2, 4, 2))  # k16, k8, t, b
         x = tl.reshape(tl.permute(x, (0, 1, 3, 4, 2)), (WIDTH,))
         high, low, factor = split_token(x, HARDWARE)
-        place = c // STEP * (2 * STEP) + c % STEP
+        place = c // GROUP * (2 * GROUP) + c % GROUP
         tl.store(row_factors + pos, factor + tl.zeros((SLOTS,), tl.float32), mask=pos >= 0)
         for slot in range(K):
             row = tl.sum(tl.where(s == slot, pos, 0), 0)
             if row >= 0:
                 at = rows + row.to(tl.int64) * (2 * width) + place
                 tl.store(at, high, mask=c < width)
-                tl.store(at + STEP, low, mask=c < width)
+                tl.store(at + GROUP, low, mask=c < width)
