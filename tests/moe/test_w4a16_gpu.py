@@ -174,6 +174,6 @@ def launched() -> dict[str, str]:
     return seen
 
 
-@pytest.mark.parametrize("case", cases.CASES, ids=lambda case: case.name)
+@pytest.mark.parametrize("case", [case for case in cases.CASES if not case.nvfp4], ids=lambda case: case.name)
 def test_what_runs_is_what_was_counted(case):
     assert_same_code(case.title, cases.launch_of(case), launched())
