@@ -76,12 +76,31 @@ def compressed_fp8(name: str, folder: Path, strategy: str, leave: str = "-") -> 
 
     weights = {"num_bits": 8, "type": "float", "strategy": strategy, "symmetric": True, "dynamic": False}
     tokens = {"num_bits": 8, "type": "float", "strategy": "token", "symmetric": True, "dynamic": True}
+    return save(name, folder, quantise, _compressed("float-quantized", weights, tokens))
+
+
+def _compressed(format: str, weights: dict, tokens: dict | None) -> dict:
     config = {
-        "quant_method": "compressed-tensors", "format": "float-quantized", "quantization_status": "compressed",
+        "quant_method": "compressed-tensors", "format": format, "quantization_status": "compressed",
         "ignore": ["lm_head", "re:.*self_attn.*", "re:.*mlp.gate$", "re:.*shared_experts.*", r"re:.*mlp.\w+_proj$"],
         "config_groups": {"group_0": {"targets": ["Linear"], "weights": weights, "input_activations": tokens}},
     }  # fmt: skip
-    return save(name, folder, quantise, {"quantization_config": config})
+    return {"quantization_config": config}
+
+
+def compressed_nvfp4(name: str, folder: Path) -> Path:
+    """Save a model with NVFP4 experts of compressed-tensors: pairs, E4M3 factors, and what a matrix is divided by."""
+
+    def quantise(key, x):
+        key, (rows, columns) = key.removesuffix("weight"), x.shape
+        return {
+            f"{key}weight_packed": pairs(rows, columns // 2, seed=_seed(key)),
+            f"{key}weight_scale": torch.ones(rows, columns // 16).to(torch.float8_e4m3fn),
+            f"{key}weight_global_scale": torch.tensor([100.0]),
+        }
+
+    weights = {"num_bits": 4, "type": "float", "strategy": "tensor_group", "group_size": 16, "symmetric": True}
+    return save(name, folder, quantise, _compressed("nvfp4-pack-quantized", weights, None))
 
 
 def mxfp4_blocks(folder: Path) -> Path:

@@ -7,7 +7,7 @@ from transformers import AutoModelForCausalLM, CompressedTensorsConfig
 from envoi.experts import from_checkpoint, unpack
 from envoi.integrations.transformers import packed_experts, report
 from tests.helpers.accuracy import relative_error
-from tests.helpers.quantised_models import compressed_fp8
+from tests.helpers.quantised_models import compressed_fp8, compressed_nvfp4
 from tests.helpers.transformers_models import expert_modules, logits, tokens
 
 pytestmark = pytest.mark.usefixtures("registered")
@@ -48,6 +48,14 @@ def test_experts_that_are_not_quantised(tmp_path):
     model = load(compressed_fp8("qwen3_moe", tmp_path, "channel", leave="layers.1."))
     assert {row.stored for row in report(model).rows} == {"bfloat16"}
     assert logits(model, tokens()).isfinite().all()
+
+
+@pytest.mark.parametrize("implementation", ["envoi", "envoi_nvfp4"])
+def test_nvfp4_whose_scales_transformers_leaves_out_is_refused(implementation, tmp_path):
+    folder = compressed_nvfp4("qwen3_moe", tmp_path)
+    with pytest.raises(ValueError, match=r"weight_global_scale: expected experts without a scale .*from_checkpoint"):
+        load(folder, implementation)
+    assert from_checkpoint(folder, 0).format == "nvfp4"
 
 
 def test_saved_and_loaded(tmp_path):

@@ -98,7 +98,7 @@ NOTICED = [
 ]  # fmt: skip
 
 
-@pytest.mark.parametrize("format", ["bf16", "mxfp4"])
+@pytest.mark.parametrize("format", ["bf16", "mxfp4", "nvfp4"])
 @pytest.mark.parametrize("change", NOTICED, ids=lambda change: change.__name__)
 def test_counted_changes_are_noticed(change, format):
     model, ids = loud("mixtral"), tokens()
@@ -149,7 +149,7 @@ def test_a_write_to_inference_tensors_needs_refresh():
         assert torch.equal(logits(model, ids), fresh_logits(model, ids))
 
 
-@pytest.mark.parametrize("format", ["bf16", "fp8_row", "fp8_block128", "mxfp8", "mxfp4"])
+@pytest.mark.parametrize("format", ["bf16", "fp8_row", "fp8_block128", "mxfp8", "mxfp4", "nvfp4"])
 def test_a_new_packing_takes_the_old_ones_memory(format):
     """Check that a captured CUDA graph reads the new weights once they are packed again."""
     module = expert_modules(build("mixtral"))[0]
@@ -157,12 +157,16 @@ def test_a_new_packing_takes_the_old_ones_memory(format):
         first = packed_experts(module, format)
     values = (lambda x: x) if format == "bf16" else (lambda x: x.values)
     address = values(first.gate_up).data_ptr()
+    scale = first.gate_up.scale.data_ptr() if format == "nvfp4" else 0
     with torch.no_grad():
         module.gate_up_proj.mul_(0.3)
     second = packed_experts(module, format)
     assert values(second.gate_up).data_ptr() == address
     fresh = packed_experts(copy.deepcopy(module), format)
     assert torch.equal(values(second.gate_up).view(torch.uint8), values(fresh.gate_up).view(torch.uint8))
+    if format == "nvfp4":
+        assert second.gate_up.scale.data_ptr() == scale
+        assert torch.equal(second.gate_up.scale, fresh.gate_up.scale)
 
 
 def test_memory_that_is_the_modules_is_not_written_to():

@@ -212,7 +212,7 @@ def part(experts: ExpertWeights, first: int, last: int) -> ExpertWeights:
 
     def cut(weight: Any) -> Any:
         if isinstance(weight, QuantTensor):
-            return replace(weight, values=cut(weight.values), sf=cut(weight.sf))
+            return replace(weight, values=cut(weight.values), sf=cut(weight.sf), scale=cut(weight.scale))
         return None if weight is None else weight[first:last].clone()
 
     gate_up: Matrix = cut(experts.gate_up)

@@ -228,7 +228,8 @@ def _written_over(old: Packing, new: ExpertWeights, weights: Weights) -> ExpertW
 
 def _map(over: Callable, before: Any, now: Any) -> Any:
     if isinstance(before, QuantTensor) and isinstance(now, QuantTensor):
-        return replace(now, values=over(before.values, now.values), sf=over(before.sf, now.sf))
+        scale = _map(over, before.scale, now.scale)
+        return replace(now, values=over(before.values, now.values), sf=over(before.sf, now.sf), scale=scale)
     if isinstance(before, torch.Tensor) and isinstance(now, torch.Tensor):
         return over(before, now)
     return now

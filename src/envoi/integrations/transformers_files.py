@@ -73,7 +73,13 @@ def _check_layer(shards: Shards, way: Quantisation | None, path: str, module: An
         return  # a layout that only transformers knows: its parameters are looked at when they are loaded
     count = next(iter(module.parameters())).shape[0]
     if isinstance(named, Separate):
-        Plan(shards, way, named, range(count), count)
+        plan = Plan(shards, way, named, range(count), count)
+        scale = plan.scale(0, named.gate)
+        if scale:
+            raise ValueError(
+                f"{shards.file_of[scale]}: {scale}: expected experts without a scale on top of their factors, since "
+                "transformers leaves it out, got NVFP4; envoi.experts.from_checkpoint loads them"
+            )
     else:
         plan_stacked(shards, way, named, count)
 

@@ -25,7 +25,7 @@ PLAIN = ("format", "activation", "swiglu_limit", "gate_up_layout", "group", "ord
 def state_dict(experts: ExpertWeights, prefix: str = "") -> dict[str, torch.Tensor]:
     """Return packed experts as tensors by name, for a module's state dict: `from_state_dict` inverts it.
 
-    Tensors are shared: gate_up and down, or their .values and .sf; gate_up_bias and down_bias if there are any; and
+    Tensors are shared: gate_up and down, or their .values, .sf and .scale; gate_up_bias and down_bias if any; and
     "envoi", uint8 [n], the rest as JSON. prefix: put before each name.
     """
     tensors, meta = _split(experts)

@@ -181,7 +181,11 @@ def _concat(weights: list[Matrix]) -> Matrix:
         return torch.cat([weight for weight in weights if isinstance(weight, torch.Tensor)])
     quantised = [weight for weight in weights if isinstance(weight, QuantTensor)]
     values, sf = concatenate([q.values for q in quantised]), concatenate([q.sf for q in quantised])
-    return replace(first, values=values, sf=sf, scales_at_most_2=all(q.scales_at_most_2 for q in quantised))
+    scales = [q.scale for q in quantised if q.scale is not None]
+    return replace(
+        first, values=values, sf=sf, scale=torch.cat(scales) if scales else None,
+        scales_at_most_2=all(q.scales_at_most_2 for q in quantised),
+    )  # fmt: skip
 
 
 def errors(layer: Layer, ours: torch.Tensor, theirs: torch.Tensor) -> dict[str, float]:
@@ -229,4 +233,5 @@ def _oracle_part(layer: Layer, tokens: torch.Tensor, weights: torch.Tensor, ids:
 def _cut(weight: Matrix, expert: int) -> Matrix:
     if isinstance(weight, torch.Tensor):
         return weight[expert : expert + 1]
-    return replace(weight, values=weight.values[expert : expert + 1], sf=weight.sf[expert : expert + 1])
+    scale = None if weight.scale is None else weight.scale[expert : expert + 1]
+    return replace(weight, values=weight.values[expert : expert + 1], sf=weight.sf[expert : expert + 1], scale=scale)
