@@ -32,11 +32,15 @@ def pair_layout(warps):
 
 
 @gluon.constexpr_function
-def load_code(words, offset, bits=32):
-    """PTX of a load of 1 or 4 words from a pointer plus an offset in bytes, if the last operand isn't 0."""
+def load_code(words, offset, bits=32, or_zero=False):
+    """PTX of a load of 1 or 4 words from a pointer plus an offset in bytes, if the last operand isn't 0.
+
+    or_zero: else the words are 0, not anything.
+    """
     to, kind = ("{$0, $1, $2, $3}", ".v4") if words == 4 else ("$0", "")
     load = f"ld.global.L1::no_allocate{kind}.b{bits} {to}, [${words} + {offset}];"
-    return f"{{ .reg .pred p; setp.ne.b32 p, ${words + 1}, 0; @p {load} }}"
+    zeros = " ".join(f"mov.b{bits} ${i}, 0;" for i in range(words)) + " " if or_zero else ""
+    return f"{{ .reg .pred p; setp.ne.b32 p, ${words + 1}, 0; {zeros}@p {load} }}"
 
 
 @gluon.constexpr_function
@@ -81,16 +85,16 @@ class Place:
     nvfp4: gl.constexpr
 
     @gluon.jit
-    def load(self, step: gl.constexpr, is_wanted):
-        """Return a thread's weights and factors `step` tiles further along K; anything if is_wanted is 0."""
+    def load(self, step: gl.constexpr, is_wanted, OR_ZERO: gl.constexpr = False):
+        """Return a thread's weights and factors `step` tiles further along K; if is_wanted is 0 anything, or 0."""
         words = gl.inline_asm_elementwise(
-            load_code(4, step * 2048), "=&r,=&r,=&r,=&r,l,r", [self.words, is_wanted],
+            load_code(4, step * 2048, or_zero=OR_ZERO), "=&r,=&r,=&r,=&r,l,r", [self.words, is_wanted],
             dtype=(gl.int32, gl.int32, gl.int32, gl.int32), is_pure=False, pack=1,
         )  # fmt: skip
         asked = [self.factors, is_wanted]
         if self.nvfp4:
             factors = gl.inline_asm_elementwise(
-                load_code(1, step * 256, 64), "=&l,l,r", asked, dtype=gl.int64, is_pure=False, pack=1
+                load_code(1, step * 256, 64, OR_ZERO), "=&l,l,r", asked, dtype=gl.int64, is_pure=False, pack=1
             )
         else:
             factors = gl.inline_asm_elementwise(

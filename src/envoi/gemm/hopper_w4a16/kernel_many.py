@@ -111,6 +111,9 @@ def consumer(stages, weights, epilogue, R: gl.constexpr):
     U: gl.constexpr = cfg.unroll
     T: gl.constexpr = cfg.block_y
     num_groups: gl.constexpr = cfg.padded_steps // U
+    nvfp4: gl.constexpr = is_nvfp4(weights.factors.dtype.element_ty)
+    # A step that K lacks has tokens of 0, whose products with anything finite are 0: zeros do, and need no register.
+    ZEROS: gl.constexpr = nvfp4 and cfg.padded_steps > cfg.num_steps
     mma: gl.constexpr = gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, T, 16])
     dot: gl.constexpr = gl.DotOperandLayout(operand_index=0, parent=mma, k_width=2)
     scheduler = TileScheduler.create(problem)
@@ -137,8 +140,8 @@ def consumer(stages, weights, epilogue, R: gl.constexpr):
                     w = to_bf16(held[i][0], held[i][1], dot)
                     acc = warpgroup_mma(w, stages.wait(step), acc, is_async=True)
                     wanted = (next_group * U + i < cfg.num_steps).to(gl.int32)
-                    got = place.load(i, wanted)
-                    if cfg.padded_steps > cfg.num_steps:
+                    got = place.load(i, wanted, ZEROS)
+                    if cfg.padded_steps > cfg.num_steps and not ZEROS:
                         got = keep_finite(got, held[i], wanted)
                     requested = requested + (got,)
                     acc = warpgroup_mma_wait(num_outstanding=1 if i + 1 < U else 0, deps=(acc,))
@@ -148,7 +151,7 @@ def consumer(stages, weights, epilogue, R: gl.constexpr):
                 stages.release(step - 1)
                 held = requested
             share = Tile(tile.x + R * cfg.rows_per_consumer, tile.y, tile.row_end, tile.expert)
-            if is_nvfp4(weights.factors.dtype.element_ty):
+            if nvfp4:
                 acc = acc * NVFP4_UP
             if share.x < problem.N:
                 finish(acc, share, buffers, epilogue)
