@@ -143,17 +143,34 @@ class Pipeline:
         IS_LOW: the tile has one x box only; the second one's rows are after the expert's last. `full` of the stage
         completes once all bytes have arrived.
         """
+        self.expect(x_desc, y_desc, stage, IS_LOW)
+        self.load_x(x_desc, stage, tile, k, IS_LOW)
+        self.load_y(y_desc, stage, tile, k, IS_LOW)
+
+    @gluon.jit
+    def expect(self, x_desc, y_desc, stage, IS_LOW: gl.constexpr):
+        """Producer: arrive on `full` of a stage, which completes once the bytes of all boxes have arrived too."""
+        num_bytes: gl.constexpr = (
+            num_x_boxes(IS_LOW, self.cfg) * x_desc.block_type.nbytes
+            + num_y_boxes(IS_LOW, self.cfg) * y_desc.block_type.nbytes
+        )
+        mbarrier.expect(self.full.index(stage), num_bytes)
+
+    @gluon.jit
+    def load_x(self, x_desc, stage, tile, k, IS_LOW: gl.constexpr):
+        """Producer: start the TMA loads of a stage's x boxes."""
         cfg: gl.constexpr = self.cfg
-        num_x: gl.constexpr = 1 if IS_LOW else cfg.consumers_per_tile
-        num_y: gl.constexpr = cfg.y_boxes_per_stage if IS_LOW else 1
-        full = self.full.index(stage)
-        mbarrier.expect(full, num_x * x_desc.block_type.nbytes + num_y * y_desc.block_type.nbytes)
-        for i in gl.static_range(num_x):
+        for i in gl.static_range(num_x_boxes(IS_LOW, cfg)):
             at = self.corner(tile.x + i * cfg.rows_per_consumer, tile.expert, k, cfg.swap_ab)
-            tma_load(x_desc, at, full, self.x_box(stage, i))
-        for i in gl.static_range(num_y):
+            tma_load(x_desc, at, self.full.index(stage), self.x_box(stage, i))
+
+    @gluon.jit
+    def load_y(self, y_desc, stage, tile, k, IS_LOW: gl.constexpr):
+        """Producer: start the TMA loads of a stage's y boxes."""
+        cfg: gl.constexpr = self.cfg
+        for i in gl.static_range(num_y_boxes(IS_LOW, cfg)):
             at = self.corner(tile.y + i * cfg.y_pitch, tile.expert, k, not cfg.swap_ab)
-            tma_load(y_desc, at, full, self.y_box(stage, i))
+            tma_load(y_desc, at, self.full.index(stage), self.y_box(stage, i))
 
     @gluon.jit
     def corner(self, row, expert, k, IS_WEIGHTS: gl.constexpr):
@@ -162,6 +179,18 @@ class Pipeline:
             return [2 * expert, row // 2, k]
         else:
             return [row, k]
+
+
+@gluon.constexpr_function
+def num_x_boxes(is_low, cfg):
+    """Return the number of x boxes that a stage of a tile has."""
+    return 1 if is_low else cfg.consumers_per_tile
+
+
+@gluon.constexpr_function
+def num_y_boxes(is_low, cfg):
+    """Return the number of y boxes that a stage of a tile has."""
+    return cfg.y_boxes_per_stage if is_low else 1
 
 
 @gluon.jit
