@@ -11,6 +11,10 @@ from envoi.moe.parallel.fused.config import MoverConfig
 from envoi.moe.parallel.nvlink import LATE_STEPS
 from envoi.moe.parallel.shared_device import LATE_IN_L1
 from envoi.moe.parallel.symmetric_memory import SharedLayout, allocate
+from envoi.moe.parallel.warm_up import ParallelCall
+from envoi.moe.warm_up import without_tensors
+from envoi.runtime.devices import Target
+from envoi.runtime.rehearsal import rehearse
 from tests.helpers.ranks import run_ranks
 from tests.moe.layers import make
 from tests.moe.parallel import cases
@@ -95,6 +99,16 @@ def test_true_is_an_error_on_all_ranks_where_memory_is_not_shared():
         assert "sizes: expected the same on every rank" in different
         assert "fused=True on rank 0" in different
         assert off == default == "opened, False"
+
+
+def test_a_call_launches_no_pull():
+    experts = without_tensors(make().pack("fp8_block128"))
+    layout = SharedLayout(2, 16, 60, 3, 256, "fp8_block128", fused=True)
+    call = ParallelCall(layout, 3, 1, (0, 8, 16), 10.0, experts)
+    names = [kernel.fn.__name__ for kernel, *_ in rehearse(call, 60, Target("sm_90"))]
+    assert names[:4] == ["stage_tokens_kernel", "send_routing_kernel", "order_rows_kernel", "fused_l1_kernel"]
+    assert "pull_kernel" not in names
+    assert names[-2:] == ["combine_barrier_kernel", "sum_kernel"]
 
 
 def test_the_cases_are_those_of_three_tilings():
