@@ -15,14 +15,14 @@ class MoverConfig(Constant):
     """Movers of a CTA, and the shape of what they move.
 
     num_words, num_sf: words of 4 bytes, and scale factors, of a token. num_slots: slots of a token, a power of two.
-    num_movers: 1 to 3, a warp each. loads: 16-byte loads in flight of a lane, a power of two.
+    num_movers: 1 to 3, a warp each; 3 beside one consumer. loads: 16-byte loads in flight of a lane, a power of two.
     registers: of a thread of the movers and the producer. alone, batch: rows of a ticket, see `scheduler`.
     """
 
     num_words: int
     num_sf: int
     num_slots: int
-    num_movers: int = 2
+    num_movers: int = 3
     loads: int = 4
     registers: int = 40
     alone: int = 1024

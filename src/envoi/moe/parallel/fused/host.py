@@ -23,7 +23,7 @@ FORMAT = "fp8_block128"
 MAX_SLOTS = 32  # of a token: a lane each
 ORDERED = 64  # tokens that a program orders at once
 WARPS = {"num_warps": 4}
-MOVERS = {"num_movers": 2, "loads": 4}  # fields of MoverConfig
+MOVERS = {"num_movers": 3, "loads": 4}  # fields of MoverConfig
 
 
 def supports_fused(experts: ExpertWeights, num_topk: int) -> str:

@@ -26,8 +26,8 @@ class MoverArgs:
 def mover(args):
     """Role: draw tickets until no rows are left; pull each token whose first row is in a ticket's batch. One warp.
 
-    Waits for nothing. A ticket is drawn while the batch before it is moved; a token's arrival is counted while the next
-    one's loads are in flight, or once a batch has no token.
+    Waits for nothing. A ticket is drawn while the batch before it is moved; a token's rows are counted while the next
+    one's loads are in flight, or at a row that isn't a token's first.
     """
     cfg: gl.constexpr = args.cfg
     lane = gl.arange(0, LANES, gl.BlockedLayout([1], [32], [gl.num_warps()], [0]))
@@ -35,16 +35,14 @@ def mover(args):
     moved = gl.full_like(lane, -1)  # rows of the last token, not counted yet
     first, end = batch_of(gl.max(draw(args, lane), 0), cfg.alone, cfg.batch)
     while first < num_rows:
-        size = gl.minimum(end, num_rows) - first
-        tokens = gl.load(args.row_map.row_tokens + first + lane, mask=lane < size, other=-1)
         next_ticket = draw(args, lane)
-        if gl.max(tokens, 0) < 0:
-            count_rows(args, moved)
-            moved = gl.full_like(lane, -1)
-        for i in range(size):
-            token = at_lane(tokens, lane, i)
+        for row in range(first, gl.minimum(end, num_rows)):
+            token = gl.load(args.row_map.row_tokens + row)
             if token >= 0:
                 moved = move_token(args, token, moved, lane)
+            else:
+                count_rows(args, moved)
+                moved = gl.full_like(lane, -1)
         first, end = batch_of(gl.max(next_ticket, 0), cfg.alone, cfg.batch)
     count_rows(args, moved)
 
