@@ -8,7 +8,9 @@ from envoi.bench import evidence
 from envoi.gemm.hopper.config import COSTS
 from envoi.plan import MoeLayer, plan_moe
 from envoi.plan.blocks import Blocks
+from envoi.plan.gathering import LINKS
 from envoi.plan.machines import H200
+from envoi.plan.network import Network
 from envoi.plan.steps import gemm_us, step_of
 from envoi.runtime.gpu_rates import H200 as RATES
 
@@ -90,6 +92,18 @@ def test_the_staged_path(num_gpus, format, within):
         layer = MoeLayer(*map(int, sizes.split("/")), int(tokens.removeprefix("tokens=")), num_gpus, of)
         plan = plan_moe(layer)
         assert plan.staged_us - plan.steps[0].time_us == pytest.approx(m.ours_us, rel=within), m.case
+
+
+def test_two_hosts():
+    """Test the newest measurements by host, of two ranks that NCCL connects within one machine."""
+    found = [m for m in evidence.latest(evidence.read(RESULTS)) if m.suite == "moe" and " by host" in m.case]
+    found = [m for m in found if m.num_gpus == 2]
+    assert len(found) >= 8
+    for m in found:
+        sizes, format, tokens, *_, last = m.case.split()
+        layer = MoeLayer(*map(int, sizes.split("/")), int(tokens.removeprefix("tokens=")), 1, format, num_hosts=2)
+        plan = plan_moe(layer, network=Network(LINKS["nccl"].gb_per_s), presum=last == "sums")
+        assert plan.staged_us - plan.steps[0].time_us == pytest.approx(m.ours_us, rel=0.15), m.case
 
 
 @pytest.mark.parametrize(("suite", "format"), [("gemm", "bf16"), ("gemm_fp8", "fp8_row"), ("gemm_fp8", "fp8_block128")])

@@ -24,7 +24,7 @@ def test_over_gloo(fault, stage, exchange):
 def test_every_stage_has_every_fault():
     found = settings("cuda", TIMEOUT_S, 4)
     assert len({setting.name for setting in found}) == len(found)
-    for exchange in ("memory", "gathered", "counted"):
+    for exchange in ("memory", "gathered", "hosts", "counted"):
         stages = {"opening", "call", *STEPS[exchange]} | ({"replay"} if exchange != "counted" else set())
         for fault in ("killed", "stopped", "late"):
             assert {s.stage for s in found if (s.fault, s.exchange) == (fault, exchange)} == stages

@@ -22,19 +22,32 @@ def test_calls_over_gloo_are_right():
     assert (bits.promise, bits.wrong) == ("soak/bits", 0)
     assert bits.count >= 2 * 2 * 10  # both objects on both ranks after each of ten blocks
     assert "120 calls on 2 ranks by gathered and counted, bf16" in bits.text
-    assert (memory.promise, memory.wrong, times.promise, times.count) == ("soak/memory", 0, "soak/times", 240)
+    assert (memory.promise, memory.wrong, times.promise) == ("soak/memory", 0, "soak/times")
+
+
+def test_times_are_judged_in_calls_that_are_alone():
+    """Slow calls in a row are mentioned, and not wrong."""
+    parts = [Part(None, []), Part(None, [])]
+    parts[0].times["alone", 0] = [1.0] * 40 + [4.0]
+    parts[1].times["alone", 3] = [2.0] * 30
+    parts[1].times["graphs", 0] = [1.0] * 20 + [9.0]
+    assert soak.judged(parts) == {"alone": (71, 1, 4.0), "graphs": (21, 1, 9.0)}
 
 
 def found(**changes) -> Found:
     return Found(**({
-        "calls": 100, "checked": 20, "wrong": 0, "slow": 0, "worst": 1.5, "grown": 0, "tokens": 9, "load": "",
-        "exchange": ("memory", "memory"),
+        "calls": 100, "checked": 20, "wrong": 0, "times": {"alone": (50, 0, 1.5), "graphs": (50, 9, 9.0)},
+        "grown": 0, "tokens": 9, "load": "", "exchange": ("memory", "memory"),
     } | changes))  # fmt: skip
 
 
 @pytest.mark.parametrize(
     ("changes", "promise"),
-    [({"wrong": 1}, "soak/bits"), ({"grown": 100 << 20}, "soak/memory"), ({"slow": 2, "worst": 4.0}, "soak/times")],
+    [
+        ({"wrong": 1}, "soak/bits"),
+        ({"grown": 100 << 20}, "soak/memory"),
+        ({"times": {"alone": (50, 2, 4.0)}}, "soak/times"),
+    ],
 )
 def test_what_one_rank_finds_breaks_a_promise(monkeypatch, changes, promise):
     outcomes = [Outcome(found()), Outcome(found(**changes))]
@@ -77,8 +90,8 @@ def test_times_are_compared_with_calls_like_them():
     part.times["graphs", 0] = [0.1] * 40
     part.times["eager", 1] = [9.0] * 3  # too few to have a median
     ratios = times_of_medians(part)
-    assert len(ratios) == 81
-    assert sum(ratio > soak.MOST_TIMES for ratio in ratios) == 1
+    assert {kind: len(found) for kind, found in ratios.items()} == {"eager": 41, "graphs": 40}
+    assert sum(ratio > soak.MOST_TIMES for ratio in ratios["eager"]) == 1
 
 
 def test_draws_have_no_tokens_and_the_most():

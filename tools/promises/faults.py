@@ -27,7 +27,7 @@ import torch
 import torch.distributed as dist
 
 import envoi
-from envoi.moe.parallel import api, counted, dispatch, gathered, gathered_device, nvlink
+from envoi.moe.parallel import api, counted, dispatch, gathered, gathered_device, hosts_device, nvlink
 from envoi.runtime import shortcuts
 from envoi.types import Routing
 from tests.helpers.ranks import Outcome, run_ranks
@@ -47,6 +47,10 @@ STEPS: dict[str, dict[str, tuple[Any, str]]] = {
     "gathered": {
         "dispatch": (gathered_device.Buffers, "gather"), "experts": (gathered_device, "run_local_experts"),
         "combine": (gathered_device.Buffers, "exchange"),
+    },
+    "hosts": {
+        "dispatch": (hosts_device.Buffers, "gather"), "announce": (hosts_device, "announce"),
+        "experts": (hosts_device, "run_local_experts"), "combine": (hosts_device.Buffers, "exchange"),
     },
     "gathered by gloo": {
         "dispatch": (gathered, "gather_tensors"), "experts": (gathered, "run_local_experts"),
@@ -96,10 +100,11 @@ class Told:
 
 def settings(device: str, timeout_s: float, num_ranks: int) -> list[Setting]:
     """Return all faults that can be had on this device."""
-    exchanges = ("memory", "gathered", "counted") if device == "cuda" else ("gathered by gloo", "counted")
+    exchanges = ("memory", "gathered", "hosts", "counted") if device == "cuda" else ("gathered by gloo", "counted")
     found = []
     for exchange in exchanges:
-        stages = ["opening", "call", *(["replay"] if exchange in ("memory", "gathered") else []), *STEPS[exchange]]
+        replays = ["replay"] if exchange in ("memory", "gathered", "hosts") else []
+        stages = ["opening", "call", *replays, *STEPS[exchange]]
         found += [Setting(kind, stage, exchange, timeout_s, device) for kind in KINDS for stage in stages]
         found.append(Setting("wrong arguments", "call", exchange, timeout_s, device))
     if device == "cuda":
@@ -136,7 +141,7 @@ def hook(setting: Setting) -> None:
 def choose_exchange(setting: Setting) -> dict[str, int]:
     """Have objects exchange tokens in this way; return the sizes that they are opened with."""
     exchange = setting.exchange
-    if exchange != "memory":
+    if exchange not in ("memory", "hosts"):
         refused: list[int] = []
         supports = nvlink.supports_kernels
 
@@ -172,9 +177,12 @@ class Work:
         tokens = layer.tokens[t0:t1].to(self.device)
         everything = envoi.experts.pack(layer.gate_up.to(self.device), layer.down.to(self.device))
         want = envoi.moe(tokens, routing, everything)
+        # Two hosts; after a rank is lost, one for each that is left, unless it is alone.
+        names = [str(2 * place // count) if count % 2 == 0 else str(place) for place in range(count)]
         parallel = envoi.ExpertParallel(
-            mine, group, timeout_s=self.setting.timeout_s, presum=False if self.sizes else None, **self.sizes
-        )
+            mine, group, timeout_s=self.setting.timeout_s, presum=False if self.sizes else None, **self.sizes,
+            hosts=names if self.setting.exchange == "hosts" else None,
+        )  # fmt: skip
         return parallel, (tokens, routing), want
 
     def settle(self) -> None:

@@ -6,6 +6,9 @@ on one stream and on two. Bits, memory and times are watched.
 Calls come in blocks of one kind (`KINDS`), each with a barrier before and a check of bits after it. What a call does
 follows from the seed and its number, so that all ranks make the same calls in the same order. The two objects have
 groups of their own and other sizes: only then may they be on two streams at a time.
+
+Times are judged in blocks of calls that are alone on idle devices, each after a barrier: one that follows others waits
+for their peers too, which is as long as the longest of them. Of those the text gives the share that is slow.
 """
 
 import argparse
@@ -37,7 +40,7 @@ MOST_TIMES = 3.0  # of its median that a call may take
 SETTLED = 0.2  # share of the calls after which memory mustn't grow
 GPU_SLACK, CPU_SLACK = 8 << 20, 64 << 20  # bytes that the driver, or Python, may take meanwhile
 GUARD_S = 590.0
-KINDS = ("eager", "graphs", "mixed", "two streams")
+KINDS = ("eager", "graphs", "mixed", "two streams", "alone")
 ROUTINGS = ("even", "skewed", "one expert", "masked")
 
 
@@ -64,13 +67,15 @@ class Part:
 
 @dataclass(frozen=True)
 class Found:
-    """Findings of a rank. slow: calls beyond MOST_TIMES their median; worst: the most times; grown: bytes."""
+    """Findings of a rank. grown: bytes.
+
+    times: by kind of block the number of calls, of those beyond MOST_TIMES their median, and the most times.
+    """
 
     calls: int
     checked: int
     wrong: int
-    slow: int
-    worst: float
+    times: dict[str, tuple[int, int, float]]
     grown: int
     tokens: int
     load: str
@@ -166,7 +171,7 @@ def prepare(part: Part, device: torch.device) -> None:
 def call(part: Part, number: int, kind: str, draw: random.Random) -> torch.Tensor:
     """Make a call of a scene, from its graph where it has one and the block or the draw says so."""
     scene = part.scenes[number]
-    graphs = {"graphs": 1.0, "mixed": 0.5, "two streams": 0.3}.get(kind, 0.0)
+    graphs = {"graphs": 1.0, "mixed": 0.5, "two streams": 0.3, "alone": 0.5}.get(kind, 0.0)
     if scene.graph is not None and draw.random() < graphs:
         scene.graph.replay()
         assert scene.out is not None
@@ -185,6 +190,8 @@ def block(parts: list[Part], kind: str, count: int, draw: random.Random, device:
         # In a block of graphs only scenes that have one.
         number = draw.randrange(GRAPHS if kind == "graphs" else SCENES)
         stream = torch.cuda.stream(part.stream) if on_gpu and kind == "two streams" else nullcontext()
+        if kind == "alone":
+            _settle(on_gpu)
         with stream:
             begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2)) if on_gpu else (0.0, 0.0)
             begin = _mark(begin, on_gpu)
@@ -198,6 +205,15 @@ def block(parts: list[Part], kind: str, count: int, draw: random.Random, device:
     for part in parts:
         part.parallel.check()
     return len(last), sum(not same([out], [scene.want]) for scene, out in last.values())
+
+
+def _settle(on_gpu: bool) -> None:
+    """Wait until every rank is here and its device is idle."""
+    if on_gpu:
+        torch.cuda.synchronize()
+    dist.barrier()
+    if on_gpu:
+        torch.cuda.synchronize()
 
 
 def _mark(event: Any, on_gpu: bool) -> Any:
@@ -215,9 +231,22 @@ def memory(device: torch.device) -> int:
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
 
 
-def times_of_medians(part: Part) -> list[float]:
-    """Return each call's time over the median of the calls like it; none for calls that few are like."""
-    return [t / statistics.median(times) for times in part.times.values() if len(times) >= 20 for t in times]
+def times_of_medians(part: Part) -> dict[str, list[float]]:
+    """Return, by kind of block, each call's time over the median of the calls like it; none where few are alike."""
+    found: dict[str, list[float]] = defaultdict(list)
+    for (kind, _), times in part.times.items():
+        if len(times) >= 20:
+            found[kind] += [t / statistics.median(times) for t in times]
+    return found
+
+
+def judged(parts: list[Part]) -> dict[str, tuple[int, int, float]]:
+    """Return, by kind of block, the number of calls, of slow ones, and the most times of a median."""
+    ratios: dict[str, list[float]] = defaultdict(list)
+    for part in parts:
+        for kind, found in times_of_medians(part).items():
+            ratios[kind] += found
+    return {kind: (len(found), sum(x > MOST_TIMES for x in found), max(found)) for kind, found in ratios.items()}
 
 
 def on_rank(rank: int, num_ranks: int, format: str, seed: int, calls: int, kind: str) -> Found:
@@ -229,7 +258,7 @@ def on_rank(rank: int, num_ranks: int, format: str, seed: int, calls: int, kind:
     gc.collect()
     gc.disable()
     done = checked = wrong = 0
-    settled, kinds = None, KINDS if device.type == "cuda" else KINDS[:1]
+    settled, kinds = None, KINDS if device.type == "cuda" else ("eager", "alone")
     while done < calls:
         count = min(BLOCK, calls - done, max(1, calls // 10))
         at = done // max(1, count)
@@ -239,13 +268,11 @@ def on_rank(rank: int, num_ranks: int, format: str, seed: int, calls: int, kind:
             settled = memory(device)
         gc.collect(0)
     grown = memory(device) - (settled or 0)
-    ratios = [ratio for part in parts for ratio in times_of_medians(part)] or [1.0]
     tokens = sum(len(scene.tokens) for part in parts for scene in part.scenes)
     exchanges = tuple(part.parallel.exchange for part in parts)
     load = str(parts[0].parallel.load())
     dist.barrier()
-    slow = sum(ratio > MOST_TIMES for ratio in ratios)
-    return Found(done, checked, wrong, slow, max(ratios), max(0, grown), tokens, load, exchanges)
+    return Found(done, checked, wrong, judged(parts), max(0, grown), tokens, load, exchanges)
 
 
 def run(options: argparse.Namespace) -> Iterator[Run]:
@@ -268,7 +295,15 @@ def run(options: argparse.Namespace) -> Iterator[Run]:
     text = f"at most {max(grown) / 2**20:.1f} MiB more on a rank after {made} calls than after {SETTLED:.0%} of them"
     too_much = sum(x > slack for x in grown)
     yield run_of("soak/memory", options.ranks, too_much, spent, device, options.ranks, text)
-    text = f"the slowest call took {max(x.worst for x in found):.2f} times the median of those like it"
-    slow = sum(x.slow for x in found)
-    yield run_of("soak/times", made * options.ranks, slow, spent, device, options.ranks, text)
+    counts = {kind: summed([x.times.get(kind, (0, 0, 0.0)) for x in found]) for kind in KINDS}
+    alone, slow, worst = counts.pop("alone")
+    text = f"calls alone; the slowest took {worst:.2f} times the median of those like it"
+    others = [f"{kind} {n_slow / n:.1%}" for kind, (n, n_slow, _) in counts.items() if n]
+    text += f"; beyond {MOST_TIMES:g} times in a row: {', '.join(others)}" if others else ""
+    yield run_of("soak/times", alone, slow, spent, device, options.ranks, text)
     print(f"load on rank 0: {found[0].load}")
+
+
+def summed(found: list[tuple[int, int, float]]) -> tuple[int, int, float]:
+    """Add up the numbers of calls and of slow ones of all ranks; of the most times, return the most."""
+    return sum(n for n, _, _ in found), sum(slow for _, slow, _ in found), max(worst for _, _, worst in found)

@@ -127,6 +127,38 @@ def presummed(rank: int, num_ranks: int, format: str, way: str) -> tuple[torch.T
     return out.cpu(), all(again), parallel.presum
 
 
+def closed_before_its_graph(rank: int, num_ranks: int, way: str) -> dict[str, bool]:
+    """Close an object while a graph of its calls lives, and open another; return whether both gave the right answer."""
+    layer = make(**LAYER)
+    inputs = inputs_of(layer, rank, shares(num_ranks, 60))
+    first = open_here(layer, "bf16", rank, shares(num_ranks, 8), **by(way, num_ranks))
+    want, graph = first.moe(*inputs), torch.cuda.CUDAGraph()
+    torch.cuda.synchronize()
+    with torch.cuda.graph(graph):
+        out = first.moe(*inputs)
+    graph.replay()
+    torch.cuda.synchronize()
+    first.check()
+    same = torch.equal(out, want)
+    dist.barrier()
+    first.close()
+    del first
+    second = open_here(layer, "bf16", rank, shares(num_ranks, 8), **by(way, num_ranks))
+    again = second.moe(*inputs)
+    torch.cuda.synchronize()
+    second.check()
+    return {"graph": same, "next": torch.equal(again, want)}
+
+
+@pytest.mark.gpu(2)
+@pytest.mark.parametrize("way", WAYS)
+def test_a_graph_outlives_its_object(way):
+    num_ranks = num_ranks_here()
+    outcomes = run_ranks(num_ranks, closed_before_its_graph, way, backend="nccl", timeout_s=100)
+    assert [outcome.text for outcome in outcomes] == [""] * num_ranks
+    assert [outcome.value for outcome in outcomes] == [{"graph": True, "next": True}] * num_ranks
+
+
 @pytest.mark.gpu(2)
 @pytest.mark.parametrize("format", ["bf16", "fp8_row"])
 @pytest.mark.parametrize("way", WAYS)

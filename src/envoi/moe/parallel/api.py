@@ -28,7 +28,7 @@ from envoi.moe.op import (
 from envoi.moe.parallel import counted, gathered, gathered_device, hosts_device, memory, nvlink
 from envoi.moe.parallel.collectives import gather_texts
 from envoi.moe.parallel.dispatch import REFUSED_ON_HOST
-from envoi.moe.parallel.hosts import Grid, Hosts, agree_on_hosts, connect_hosts, connect_rail
+from envoi.moe.parallel.hosts import Hosts, agree_on_hosts, connect_hosts, connect_rail
 from envoi.moe.parallel.load import Load, empty_history, load_of, note
 from envoi.moe.parallel.opening import (
     DEFAULT_TIMEOUT_S,
@@ -49,7 +49,7 @@ from envoi.moe.parallel.symmetric_memory import Domain, SharedLayout
 from envoi.moe.parallel.timeout import PeerTimeout
 from envoi.moe.parallel.warm_up import CountedCall, ParallelCall, compile_together, load_together, unbounded
 from envoi.moe.warm_up import check_jobs, compiles, prepare, without_tensors
-from envoi.plan.gathering import LINKS, gathering_pays
+from envoi.plan.gathering import gathering_pays, link_of
 from envoi.plan.presum import pays
 from envoi.runtime import shortcuts
 from envoi.runtime.custom_op import operator
@@ -134,7 +134,7 @@ class ExpertParallel:
         grouped = connect_hosts(self.channel, names, self.name, timeout_s) if self._hosts and over_gloo else None
         rail = None
         if self._hosts and not over_gloo:
-            rail = connect_rail(self.channel, Grid.of(self._hosts), self.name, timeout_s)
+            rail = connect_rail(self.channel, group, self._hosts, self.name, timeout_s)
         self.channel.watch.opened(ranks_by_store(self.channel))
         self._lock: Any = threading.RLock()
         self.expert_offsets = [0, *itertools.accumulate(sizes)]
@@ -448,8 +448,9 @@ class ExpertParallel:
         if self.max_tokens is None or self.num_topk is None or (device.type == "cuda") != (self.transport == "nccl"):
             return
         layout = replace(self._layout(self.max_tokens, self.num_topk), presum=presum)
+        link = link_of(self.transport, len(self.channel.watch.ranks_by_store) == layout.num_ranks)
         if hosts is None and not gathering_pays(
-            LINKS[self.transport], layout.num_ranks, layout.max_tokens, layout.num_topk, layout.hidden,
+            link, layout.num_ranks, layout.max_tokens, layout.num_topk, layout.hidden,
             layout.token_bytes, presum,
         ):  # fmt: skip
             return

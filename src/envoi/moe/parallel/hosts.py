@@ -12,6 +12,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any, cast
+from weakref import WeakKeyDictionary
 
 import torch
 import torch.distributed as dist
@@ -23,6 +24,7 @@ from envoi.moe.parallel.opening import CONNECT_TRIES, OPENING, complaint, raise_
 
 HOSTNAME = "hostname"
 LEAST_NCCL_TIMEOUT_S = 600.0
+_rails: WeakKeyDictionary[dist.ProcessGroup, dict[tuple[str, ...], Any]] = WeakKeyDictionary()
 
 
 @dataclass(frozen=True)
@@ -138,8 +140,19 @@ def connect_hosts(channel: Channel, names: list[str], name: str, timeout_s: floa
     return Hosts(grid, rail, inside)
 
 
-def connect_rail(channel: Channel, grid: Grid, name: str, timeout_s: float) -> Any:
-    """Connect this rank to its rail over NCCL: a backend of its own, which can be ended by itself. Collective."""
+def connect_rail(channel: Channel, group: dist.ProcessGroup, names: Sequence[str], name: str, timeout_s: float) -> Any:
+    """Connect this rank to its rail over NCCL: a backend of its own, which can be ended by itself. Collective.
+
+    Objects of one group with the same hosts have one backend, which lives as long as the group. Closing an object
+    doesn't free it: NCCL would wait until every graph that holds a collective of it is gone.
+    """
+    opened = _rails.setdefault(group, {})
+    if tuple(names) not in opened:
+        opened[tuple(names)] = _connect_nccl(channel, Grid.of(names), name, timeout_s)
+    return opened[tuple(names)]
+
+
+def _connect_nccl(channel: Channel, grid: Grid, name: str, timeout_s: float) -> Any:
     members = grid.rail(channel.rank)
     place = int(grid.place[channel.rank])
 

@@ -93,7 +93,8 @@ def stand_in(rank: int, folder: str) -> None:
         domains.flags(domain)[1] = 1
         barrier(domain)
 
-    def rail_of(channel, grid, name, timeout_s):
+    def rail_of(channel, group, names, name, timeout_s):
+        grid = hosts.Grid.of(names)
         return Rail(hosts._connect(channel, f"{name}/stand-in {grid.place[rank]}", grid.rail(rank), timeout_s).data)
 
     hosts_device.queued_gather = lambda *given: lambda: given[0]._allgather_base(*given[1:]).wait()
