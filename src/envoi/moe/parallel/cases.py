@@ -194,13 +194,17 @@ BETWEEN_HOSTS = (
     ("sum-hosts", "sums of rows from all hosts", hosts_kernels.sum_hosts_kernel, _sum_hosts, False),
     ("sum-hosts-sums", "of sums from all hosts", hosts_kernels.sum_hosts_kernel, _sum_hosts, True),
 )
-IN_L1 = (
-    ("order-rows", "tokens of this rank's rows, for the fused L1", EVERY_ARCH, order_rows_kernel, _order_rows),
-    ("fused-l1", "L1 that pulls its rows, by pairs of tiles", HOPPER, fused_l1_kernel, _fused_l1, 2048, True),
-    ("fused-l1-narrow", "by one consumer", HOPPER, fused_l1_kernel, _fused_l1, 512, True),
-    ("fused-l1-few", "few tokens, weights on the M side", HOPPER, fused_l1_kernel, _fused_l1, 64, False),
+FUSED = (
+    case_of("ep-order-rows", "tokens of this rank's rows", EVERY_ARCH, order_rows_kernel, _order_rows),
+    *(
+        case_of(f"ep-fused-l1{name}", f"L1 that pulls its rows, {about}", HOPPER, fused_l1_kernel, _fused_l1, *given)
+        for name, about, *given in (
+            ("", "by pairs of tiles", 2048, True),
+            ("-narrow", "by one consumer", 512, True),
+            ("-few", "weights on the M side", 64, False),
+        )
+    ),
 )
-FUSED = tuple(case_of(f"ep-{name}", *launch) for name, *launch in IN_L1)
 NVLINK, GATHERED, HOSTS = (
     tuple(case_of(f"ep-{name}", about, EVERY_ARCH, *launch) for name, about, *launch in launches)
     for launches in (LAUNCHES, AROUND_COLLECTIVES, BETWEEN_HOSTS)

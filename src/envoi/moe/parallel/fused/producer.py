@@ -1,4 +1,4 @@
-"""Producer of the fused L1: as the GEMM's, but it loads tokens only once their rows have arrived; weights before."""
+"""Producer of the fused L1: that of the GEMM, but it loads tokens only once their rows have arrived."""
 
 import triton.experimental.gluon.language as gl
 from triton.experimental import gluon
@@ -28,7 +28,7 @@ class Arrivals:
 
 @aggregate
 class FusedProducerArgs:
-    """The GEMM's producer's arguments, and the arrivals that it waits for."""
+    """Arguments of the GEMM's producer, and the arrivals that this one waits for."""
 
     gemm: ProducerArgs
     arrivals: Arrivals
