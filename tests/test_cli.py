@@ -11,6 +11,7 @@ import torch
 
 import envoi
 from envoi import cli, info
+from tests.helpers import fresh
 
 HEAVY = ("torch", "triton", "transformers", "matplotlib", "numpy")
 
@@ -54,7 +55,7 @@ def test_the_package_is_imported_without_a_compiler():
 
 
 def test_the_module_is_the_command():
-    done = subprocess.run((sys.executable, "-m", "envoi.cli", "--version"), capture_output=True, text=True)
+    done = fresh.run_module("envoi.cli", "--version")
     assert (done.returncode, done.stdout) == (0, f"envoi {envoi.__version__}\n")
 
 

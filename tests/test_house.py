@@ -9,6 +9,7 @@ import re
 import subprocess
 import tokenize
 from collections.abc import Sequence
+from functools import cache
 from pathlib import Path
 
 import pytest
@@ -48,6 +49,15 @@ ALLOWED = {
 FREE = {"__init__", "cases", "integrations", "bench", "cli", "demo", "experts", "info", "warming"}
 
 
+@cache
+def tree_of(text: str) -> ast.Module:
+    return ast.parse(text)
+
+
+def parsed(path: Path) -> ast.Module:
+    return tree_of(path.read_text())
+
+
 def room_of(path: Path) -> str:
     return named_room(path.relative_to(SOURCE).with_suffix("").parts)
 
@@ -60,7 +70,7 @@ def named_room(parts: Sequence[str]) -> str:
 
 def imported_rooms(path: Path) -> set[str]:
     rooms = set()
-    for node in ast.walk(ast.parse(path.read_text())):
+    for node in ast.walk(parsed(path)):
         names = [alias.name for alias in node.names] if isinstance(node, ast.Import) else []
         if isinstance(node, ast.ImportFrom):
             assert node.level == 0, f"{path}: relative import"
@@ -117,7 +127,7 @@ def test_environment_has_one_reader():
 
 @pytest.mark.parametrize("path", OURS, ids=lambda path: str(path.relative_to(ROOT)))
 def test_files_and_functions_are_small(path):
-    tree = ast.parse(path.read_text())
+    tree = parsed(path)
     assert len(path.read_text().splitlines()) < 500
     for node in ast.walk(tree):
         if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef)):
@@ -153,7 +163,7 @@ def test_device_functions_read_no_tuple_by_number(room):
 
 
 def device_functions(path: Path) -> list[ast.FunctionDef]:
-    functions = [node for node in ast.walk(ast.parse(path.read_text())) if isinstance(node, ast.FunctionDef)]
+    functions = [node for node in ast.walk(parsed(path)) if isinstance(node, ast.FunctionDef)]
     return [function for function in functions if is_device_code(function)]
 
 
@@ -179,7 +189,7 @@ def is_read_by_number(node: ast.AST) -> bool:
 @pytest.mark.parametrize("path", OURS, ids=lambda path: str(path.relative_to(ROOT)))
 def test_no_asserts_and_nothing_unfinished(path):
     text = path.read_text()
-    asserts = [node.lineno for node in ast.walk(ast.parse(text)) if isinstance(node, ast.Assert)]
+    asserts = [node.lineno for node in ast.walk(tree_of(text)) if isinstance(node, ast.Assert)]
     assert not asserts, f"assert in lines {asserts}: a user's mistake needs words"
     assert not re.search(r"\bTODO\b|\bFIXME\b|raise NotImplementedError", text)
 
@@ -193,7 +203,7 @@ def docstrings_of(tree: ast.Module) -> list[tuple[int, str]]:
 
 def banned_openings(text: str) -> list[str]:
     """Return `line: docstring's first line` for each docstring of a file that opens with a banned word."""
-    found = [(line, said) for line, said in docstrings_of(ast.parse(text)) if said.startswith(BANNED_OPENINGS)]
+    found = [(line, said) for line, said in docstrings_of(tree_of(text)) if said.startswith(BANNED_OPENINGS)]
     return [f"{line}: {said.splitlines()[0]}" for line, said in sorted(found)]
 
 
@@ -201,7 +211,7 @@ def lines_with(word: str, text: str) -> list[int]:
     """Return the lines of the docstrings and comments of a file that have a word; of a docstring its first line."""
     tokens = tokenize.generate_tokens(io.StringIO(text).readline)
     said = [(token.start[0], token.string) for token in tokens if token.type == tokenize.COMMENT]
-    said += docstrings_of(ast.parse(text))
+    said += docstrings_of(tree_of(text))
     return sorted(line for line, string in said if re.search(rf"\b{word}\b", string, re.IGNORECASE))
 
 

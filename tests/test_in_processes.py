@@ -3,7 +3,16 @@
 import os
 import time
 
+import pytest
+
+from tests.helpers import ranks
 from tools.in_processes import in_processes
+
+
+@pytest.fixture(scope="module", autouse=True)
+def server():
+    """Start the server of all tests' ranks, lest one that imports less be it."""
+    ranks.forking()
 
 
 def square(x: int) -> int:

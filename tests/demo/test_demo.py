@@ -5,7 +5,6 @@ import json
 import math
 import shutil
 import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -19,10 +18,17 @@ from envoi.demo.text import find_model, read_text
 from envoi.integrations.transformers import implementation_name, packed_experts
 from envoi.moe.router import route
 from envoi.quant import FORMATS
+from tests.helpers import fresh, ranks
 
 MODEL = find_model(None)
 ALLOWED = {"bf16": 1e-3, "fp8_row": 0.02, "fp8_block128": 0.02, "mxfp8": 0.02, "mxfp4": 0.10, "mxfp4_mxfp8": 0.10}
 CPU = torch.device("cpu")
+
+
+@pytest.fixture(scope="module", autouse=True)
+def server():
+    """Start the server of all tests' ranks, lest the demo's own, which imports less, be it."""
+    ranks.forking()
 
 
 @pytest.fixture(scope="module")
@@ -162,7 +168,7 @@ def test_an_empty_prompt_is_refused(model):
 
 
 def command(*arguments: str) -> subprocess.CompletedProcess:
-    return subprocess.run((sys.executable, "-m", "envoi.cli", "demo", *arguments), capture_output=True, text=True)
+    return fresh.run_module("envoi.cli", "demo", *arguments)
 
 
 def test_the_whole_demo(tmp_path):

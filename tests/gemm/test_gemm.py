@@ -42,7 +42,7 @@ from envoi.epilogue import (
 )  # fmt: skip
 from envoi.epilogue.library import scale_bias_relu, store, swiglu, swiglu_fp8
 from envoi.gemm import gemm, grouped_gemm
-from envoi.gemm.op import split
+from envoi.gemm.api import split
 from envoi.gemm.reference import accumulate, oracle
 from envoi.quant import dequantize
 from envoi.quant import quantize as cast_to

@@ -40,9 +40,9 @@ from envoi.epilogue.library import (
     swiglu_residual,
 )
 from envoi.gemm import gemm, grouped_gemm
+from envoi.gemm.by_torch import spread_columns
 from envoi.gemm.hopper import tune
 from envoi.gemm.hopper.config import Config, fitted
-from envoi.gemm.op import _spread_columns
 from envoi.gemm.reference import cut_rows, oracle, pick_expert
 from envoi.quant import dequantize
 from envoi.quant import quantize as cast_to
@@ -283,7 +283,7 @@ def test_groups(counts, format):  # rows need a factor each
         got = grouped_gemm(rows, weights, offsets, ep, **operands)
         acc, exact = products_by_expert(rows, weights, offsets)
         spread = dict(operands)
-        _spread_columns(ep.ir, spread, offsets, P)
+        spread_columns(ep.ir, spread, offsets, P)
         judge(ep, got, acc, exact, spread, offsets)
 
 

@@ -6,10 +6,10 @@ import torch
 from envoi.epilogue import Col, HalfCol, HalfTile, Row, epilogue, halves, pairs, quantize, row_absmax, silu
 from envoi.gemm import gemm, grouped_gemm
 from envoi.gemm.backend import run_kernels
+from envoi.gemm.by_torch import spread_columns
 from envoi.gemm.grouping import EXPERTS_ROWS
 from envoi.gemm.hopper import host, tune
 from envoi.gemm.hopper.config import Config, candidates
-from envoi.gemm.op import _spread_columns
 from envoi.gemm.reference import cut_rows, oracle, pick_expert
 from envoi.quant import quantize as cast_to
 from envoi.quant.pack import interleave_gate_up
@@ -138,7 +138,7 @@ def test_error_is_at_most_twice_torchs(name, format, counts, N):
             acc[first:last] = torchs_product(part, pick_expert(weights, e))
             exact[first:last] = oracle(part, pick_expert(weights, e))
     spread = dict(operands)
-    _spread_columns(HALVES[name].ir, spread, offsets, P)
+    spread_columns(HALVES[name].ir, spread, offsets, P)
     judge(HALVES[name], got, acc, exact, spread, offsets)
 
 

@@ -16,7 +16,7 @@ from envoi.gemm.hopper_mx.config import (
     NARROW,
     WIDE,
     MxConfig,
-    choose,
+    default_config,
     fitted,
     is_short,
     shared_bytes,
@@ -91,21 +91,23 @@ def test_a_plain_product():
 def test_configs_fit():
     sizes = ((1, 256, 0), (16, 4096, 0), (512, 4096, 32), (4096, 2880, 8), (100000, 4096, 0))
     for (M, N, num_groups), bits in product(sizes, (4, 8)):
-        config = choose(M, N, num_groups, 132, bits=bits)
+        config = default_config(M, N, num_groups, 132, bits=bits)
         assert config.num_stages >= 2
         assert shared_bytes(config) <= 232448
-    assert choose(32 * 16, 4096, 32, 132).block_y == 16
-    assert [choose(32 * tokens, 4096, 32, 132).block_y for tokens in (65, 128, 129, 192, 193, 384)] == [
+    assert default_config(32 * 16, 4096, 32, 132).block_y == 16
+    assert [default_config(32 * tokens, 4096, 32, 132).block_y for tokens in (65, 128, 129, 192, 193, 384)] == [
         128, 128, 64, 64, 128, 128,
     ]  # fmt: skip
-    assert choose(32 * 64, 4096, 32, 132).block_y == 64
+    assert default_config(32 * 64, 4096, 32, 132).block_y == 64
 
 
 def test_wide_roles_where_tiles_are_many_and_epilogues_short():
-    assert choose(32 * 16, 4096, 32, 132).rows_per_consumer == choose(32 * 64, 4096, 32, 132).rows_per_consumer == WIDE
-    assert choose(4 * 64, 2880, 4, 132).rows_per_consumer == choose(16, 4096, 0, 132).rows_per_consumer == NARROW
+    for given in ((32 * 16, 4096, 32), (32 * 64, 4096, 32)):
+        assert default_config(*given, 132).rows_per_consumer == WIDE
+    for given in ((4 * 64, 2880, 4), (16, 4096, 0)):
+        assert default_config(*given, 132).rows_per_consumer == NARROW
     sums = lower(absmax.ir, torch.bfloat16, "gluon", False, False, frozenset())
-    assert choose(32 * 16, 4096, 32, 132, sums).rows_per_consumer == NARROW
+    assert default_config(32 * 16, 4096, 32, 132, sums).rows_per_consumer == NARROW
 
 
 def test_what_it_does_not_take():

@@ -18,9 +18,9 @@ from envoi.epilogue import (
 )
 from envoi.epilogue.library import absmax, expert_l1, scale_bias_relu, store, swiglu, swiglu_fp8
 from envoi.gemm import gemm, grouped_gemm
+from envoi.gemm.by_torch import spread_columns
 from envoi.gemm.hopper_mx import config as configs
 from envoi.gemm.hopper_mx import host
-from envoi.gemm.op import _spread_columns
 from envoi.gemm.reference import cut_rows, oracle, pick_expert
 from envoi.quant import dequantize, quantize
 from envoi.quant.pack import with_checked_scales
@@ -117,7 +117,7 @@ def test_groups(scheme, ep, counts):
     got = grouped_gemm(rows, weights, offsets, ep, **operands)
     acc, exact = products_by_expert(rows, weights, offsets, product)
     spread = dict(operands)
-    _spread_columns(ep.ir, spread, offsets, P)
+    spread_columns(ep.ir, spread, offsets, P)
     judge(ep, got, acc, exact, spread, offsets)
 
 
@@ -133,7 +133,7 @@ def test_as_chosen_for_many_experts(scheme, ep, tokens):
     parts = [(cut_rows(rows, e * tokens, (e + 1) * tokens), pick_expert(weights, e)) for e in range(E)]
     acc, exact = torch.cat([product(*p) for p in parts]), torch.cat([oracle(*p) for p in parts])
     spread = dict(operands)
-    _spread_columns(ep.ir, spread, offsets, P)
+    spread_columns(ep.ir, spread, offsets, P)
     judge(ep, got, acc, exact, spread, offsets)
 
 

@@ -54,7 +54,7 @@ def test_a_call_passes_through_few_files(launched):
     files -= LEAVES
     files |= {str(kernel.relative_to(ROOMS[0].parent)), str(Path(launch.__file__).relative_to(ROOMS[0].parent))}
     assert files == {
-        "runtime/prepared/calls.py", "gemm/api.py", "runtime/custom_op.py", "gemm/op.py", "gemm/backend.py",
+        "runtime/prepared/calls.py", "gemm/api.py", "runtime/custom_op.py", "gemm/backend.py",
         "gemm/hopper/host.py", "runtime/tma.py", "runtime/launch.py", "gemm/hopper/kernel.py",
     }  # fmt: skip
     assert len(launched) == 2

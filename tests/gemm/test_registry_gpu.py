@@ -7,9 +7,9 @@ import torch
 
 from envoi.gemm import gemm, grouped_gemm
 from envoi.gemm.backend import run_kernels
+from envoi.gemm.by_torch import spread_columns
 from envoi.gemm.hopper import cases
 from envoi.gemm.hopper_mx import cases as mx_cases
-from envoi.gemm.op import _spread_columns
 from envoi.gemm.reference import oracle
 from envoi.quant import dequantize
 from envoi.types import QuantTensor
@@ -76,7 +76,7 @@ def test_registered(case):
         got = call(given)
     operands = dict(given.operands)
     if offsets is not None:
-        _spread_columns(given.epilogue.ir, operands, offsets, case.M)
+        spread_columns(given.epilogue.ir, operands, offsets, case.M)
     acc, exact = products(given)
     if not case.write_tail:
         acc, exact = acc[:-ROWS_OF_NONE], exact[:-ROWS_OF_NONE]

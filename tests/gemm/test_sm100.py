@@ -219,19 +219,19 @@ def at(packed, row, column):
 
 def test_factors_are_packed_in_blocks():
     sf = torch.randint(0, 255, (300, 10), dtype=torch.uint8)
-    packed = sf_layout.pack(sf.view(torch.float8_e8m0fnu))
+    packed = sf_layout.pack_sf(sf.view(torch.float8_e8m0fnu))
     assert packed.shape == (3, 3, 2, 256)
     assert packed.dtype == torch.uint8
     for row, column in ((0, 0), (31, 3), (32, 4), (127, 9), (128, 0), (299, 9)):
         assert at(packed, row, column) == sf[row, column]
     assert packed.sum(dtype=torch.int64) == sf.sum(dtype=torch.int64)  # the rest is 0
-    assert sf_layout.pack(torch.ones(128, 4).to(torch.float8_e4m3fn)).dtype == torch.float8_e4m3fn
+    assert sf_layout.pack_sf(torch.ones(128, 4).to(torch.float8_e4m3fn)).dtype == torch.float8_e4m3fn
 
 
 def test_each_expert_begins_with_a_block():
     offsets = torch.tensor([0, 5, 5, 140, 300], dtype=torch.int32)
     sf = torch.randint(1, 255, (310, 4), dtype=torch.uint8)
-    packed = sf_layout.pack(sf, offsets)
+    packed = sf_layout.pack_sf(sf, offsets)
     assert packed.shape[0] == sf_layout.num_blocks(310, 4)
     first_block = (0, 1, 1, 3, 5)  # 5, 0, 135 and 160 rows; then those of no expert
     for row in range(310):
@@ -244,6 +244,6 @@ def test_each_expert_begins_with_a_block():
 
 def test_weights_of_experts_are_packed_one_by_one():
     sf = torch.randint(0, 255, (3, 130, 4), dtype=torch.uint8)
-    packed = sf_layout.pack(sf)
+    packed = sf_layout.pack_sf(sf)
     assert packed.shape == (6, 1, 2, 256)
     assert at(packed[2:], 129, 3) == sf[1, 129, 3]

@@ -27,6 +27,11 @@ def run(code: str, *arguments: str) -> subprocess.CompletedProcess[str]:
         return subprocess.CompletedProcess(code, status, *(Path(stream).read_text() for stream in streams))
 
 
+def run_module(name: str, *arguments: str) -> subprocess.CompletedProcess[str]:
+    """Run a module as a program, as `python -m NAME ARGUMENTS`."""
+    return run(f"import runpy; runpy.run_module({name!r}, run_name='__main__', alter_sys=True)", *arguments)
+
+
 @functools.cache
 def _server() -> subprocess.Popen[str]:
     command = (sys.executable, "-c", SERVER)

@@ -4,12 +4,14 @@ import functools
 import multiprocessing as mp
 import os
 import pickle
+import sys
 import tempfile
 import time
 import traceback
 from collections.abc import Callable
 from dataclasses import dataclass
 from datetime import timedelta
+from multiprocessing import forkserver
 from pathlib import Path
 from typing import Any
 
@@ -36,7 +38,7 @@ def run_ranks(
     join: called with the rank in its process before anything else; returns the init_method. None = a file.
     """
     # CUDA doesn't survive a fork, not even in a process that has only queried devices.
-    context: Any = mp.get_context("spawn") if backend == "nccl" else _forking()
+    context: Any = mp.get_context("spawn") if backend == "nccl" else forking()
     with tempfile.TemporaryDirectory() as folder:
         workers = [
             context.Process(
@@ -56,11 +58,26 @@ def run_ranks(
         return [_read(Path(folder) / str(rank), worker) for rank, worker in enumerate(workers)]
 
 
+# Modules of functions that ranks run, which take longest to import.
+SLOW = (
+    "tests.moe.parallel.cases",
+    "tests.integrations.divided",
+    "tools.promises.faults",
+    "tools.promises.soak",
+    "envoi.demo.layer",
+)
+
+
 @functools.cache
-def _forking() -> Any:
-    """Return a context that forks off a server, which imports slow modules once for all ranks, in one thread."""
+def forking() -> Any:
+    """Return a context that forks off a server, which imports slow modules once for all ranks, in one thread.
+
+    Of these modules it imports those that this process has imported: a run of a few tests needn't wait for all.
+    """
     context = mp.get_context("forkserver")
-    context.set_forkserver_preload(["torch.distributed", "envoi", "envoi.experts", "tests.moe.parallel.cases"])
+    needed = [name for name in SLOW if name in sys.modules]
+    context.set_forkserver_preload(["torch.distributed", "envoi", "envoi.experts", *needed])
+    forkserver.ensure_running()  # a process has one server, and others would have it import less
     return context
 
 

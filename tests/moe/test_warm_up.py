@@ -94,6 +94,17 @@ def drawn_layer(draw: random.Random, format: str, **fixed):
     return make(**sizes, k=k), k
 
 
+def test_processes_find_what_this_one_finds(monkeypatch):
+    layer, k = drawn_layer(random.Random(0), "fp8_block128", experts=8)
+    packed = warm_up.without_tensors(layer.pack("fp8_block128"))
+    calls = [warm_up.LayerCall(packed, k)]
+    with Compilers(HOPPER, 2) as compilers:
+        here = warm_up.find_all(compilers, calls, HOPPER, 300)
+        monkeypatch.setattr(warm_up, "HERE", 0)
+        there = warm_up.find_all(compilers, calls, HOPPER, 300)
+    assert here == there and len(here) > 5
+
+
 @pytest.mark.parametrize("format", FORMATS)
 @pytest.mark.parametrize("seed", range(3))
 def test_no_call_launches_what_was_not_compiled(launched, format, seed):

@@ -110,7 +110,7 @@ def test_the_overlap_condition(intermediate):
 
 def test_block_sizes_on_hopper_are_those_of_its_kernel():
     plan = plan_moe(layer(64, format="mxfp4_mxfp8"))
-    kernel = hopper_mx.choose(64 * 6, 4096, 32, 132)
+    kernel = hopper_mx.default_config(64 * 6, 4096, 32, 132)
     assert (plan.l2.block_m, plan.l2.num_stages) == (kernel.block_y, kernel.num_stages)
     sizes = {"num_ranks": 1, "num_experts": 32, "format": "mxfp4"}
     few, many = (plan_moe(layer(num_tokens, **sizes)).l2 for num_tokens in (32 * few_tokens.MOST_ROWS // 6, 4096))

@@ -9,6 +9,7 @@ that is left. On an H200 with 16 CPUs:
 import argparse
 import sys
 import time
+from dataclasses import replace
 from pathlib import Path
 
 import torch
@@ -29,6 +30,7 @@ def arguments(given: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--device", choices=("cpu", "cuda"), default="cuda" if torch.cuda.is_available() else "cpu")
     parser.add_argument("--sizes", choices=SIZES, default=None, help="default: medium; with a GPU large but for layers")
     parser.add_argument("--record", type=Path, metavar="FILE", help="append a JSON line for each operator")
+    parser.add_argument("--commit", help="what to record; default: as git says")
     parser.add_argument("--jobs", type=int, default=1, help="processes; with more than one, seeds come in families")
     parser.add_argument("--family", type=int, default=None, help="seeds that share kernels; default: 50 with --jobs")
     parser.add_argument("--limit-s", type=float, default=1e9, help="begin nothing after so many seconds")
@@ -92,7 +94,7 @@ def main(given: list[str] | None = None) -> int:
             options.record.parent.mkdir(parents=True, exist_ok=True)
             sizes = sizes_of(options, name)
             record = run.record_of(name, options.seed, done, sizes, options.device, wrong, family, seconds)
-            run.append(options.record, [record])
+            run.append(options.record, [replace(record, commit=options.commit or record.commit)])
         total += wrong + (done == 0)
     return int(total > 0)
 

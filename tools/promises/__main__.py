@@ -11,6 +11,7 @@ Exit status 1 if anything is wrong.
 
 import argparse
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import torch
@@ -31,6 +32,7 @@ def arguments(given: list[str] | None = None) -> argparse.Namespace:
         command = commands.add_parser(name)
         command.set_defaults(run=run, record_to=evidence.FOLDER / f"{name.replace('-', '_')}.jsonl")
         command.add_argument("--record", nargs="?", const=True, metavar="FILE", help="default: in bench/promises")
+        command.add_argument("--commit", help="what to record; default: as git says")
         command.add_argument("--seed", type=int, default=0)
         command.add_argument(
             "--device", choices=("cpu", "cuda"), default="cuda" if torch.cuda.is_available() else "cpu"
@@ -60,6 +62,7 @@ def main(given: list[str] | None = None) -> int:
         return page.write(options.check)
     runs: list[Run] = []
     for run in options.run(options):
+        run = replace(run, commit=options.commit or run.commit)
         print(f"{run.promise}: {run.wrong} of {run.count} wrong, {run.seconds:g} s {run.text}".rstrip(), flush=True)
         runs.append(run)
         if options.record:  # at once: a lost machine loses little

@@ -26,7 +26,8 @@ FUZZED = {"moe": "moe, every format", "expert_parallel": "ExpertParallel"}
 SOAK = (
     ("soak/bits", "Outputs have the bits of one rank after every 500 of the calls"),
     ("soak/memory", "Memory doesn't grow after the first fifth of the calls"),
-    ("soak/times", "No call on idle devices takes more than 3 times the median of the calls like it"),
+    ("soak/times from graphs", "No call from a graph, on idle devices, takes over 3 times the median of those like it"),
+    ("soak/times", "No call at all does, the host's time included"),
 )
 FAULTS = (
     ("killed", "A rank is killed: every other gets a `PeerTimeout` that names it within `timeout_s` + 1 s"),

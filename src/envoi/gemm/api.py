@@ -1,17 +1,24 @@
-"""Public functions `envoi.gemm` and `envoi.grouped_gemm`: check, call the operator, wrap its outputs."""
+"""Public functions `envoi.gemm` and `envoi.grouped_gemm`, and the torch custom operators that they call.
+
+gemm         -> check -> product          (flat tensors and plain values) -> kernels, or torch -> wrap the outputs
+grouped_gemm -> check -> grouped_product                                  -> kernels, or torch -> wrap the outputs
+"""
 
 from typing import Any
 
 import torch
 
 from envoi.check import Dim, dtype_name, expect_bool, expect_divisible, expect_tensor
-from envoi.epilogue.api import Epilogue
+from envoi.epilogue.api import Epilogue, for_graph, with_key
 from envoi.epilogue.ir import Node
 from envoi.epilogue.library import store
 from envoi.epilogue.operands import check_columns, check_operands
-from envoi.gemm import op
+from envoi.gemm import by_torch, reference
+from envoi.gemm.backend import run_kernels
+from envoi.gemm.batch import batch_rows
+from envoi.gemm.grouping import ALL_ROWS, INVARIANT_ROWS
 from envoi.quant.formats import SCHEMES
-from envoi.runtime.custom_op import autocast_dtype
+from envoi.runtime.custom_op import autocast_dtype, operator
 from envoi.runtime.prepared import prepared
 from envoi.runtime.prepared.constants import exactly
 from envoi.types import Matrix, QuantTensor
@@ -80,8 +87,8 @@ def gemm(
     expect_bool("batch_invariant", batch_invariant)
     sizes = {"M": a.shape[0], "N": b.shape[0]}
     tensors, scalars = check_operands(epilogue.ir, operands, sizes, a.device, FLOATS)
-    outputs = op.product(
-        *op.split(a), *op.split(b), epilogue.ir.key, out_dtype, list(tensors.values()),
+    outputs = product(
+        *split(a), *split(b), epilogue.ir.key, out_dtype, list(tensors.values()),
         list(scalars.values()), ",".join([*tensors, *scalars]), batch_invariant,
     )  # fmt: skip
     return _wrap(epilogue, outputs, sizes)
@@ -129,8 +136,8 @@ def grouped_gemm(
     expect_bool("batch_invariant", batch_invariant)
     sizes = {"M": rows.shape[0], "N": weights.shape[1]}
     tensors, scalars = check_operands(epilogue.ir, operands, sizes, rows.device, FLOATS, num_experts)
-    outputs = op.grouped_product(
-        *op.split(rows), *op.split(weights), offsets, epilogue.ir.key, out_dtype, list(tensors.values()),
+    outputs = grouped_product(
+        *split(rows), *split(weights), offsets, epilogue.ir.key, out_dtype, list(tensors.values()),
         list(scalars.values()), ",".join([*tensors, *scalars]), batch_invariant,
     )  # fmt: skip
     return _wrap(epilogue, outputs, sizes)
@@ -190,7 +197,7 @@ def _settle(
                 f"got {dtype_name(a.dtype)} beside {dtype_name(b.values.dtype)} with {dtype_name(b.sf.dtype)} scales"
             )
     elif isinstance(a, QuantTensor) and isinstance(b, QuantTensor):
-        op.common_block(a, b)
+        reference.block_k(a, b)  # raises if scale factors change at different positions along K
     if out_dtype is None:
         out_dtype = a.dtype if isinstance(a, torch.Tensor) else torch.bfloat16
     if out_dtype not in FLOATS:
@@ -209,3 +216,78 @@ def _output(node: Node, flat: Any, sizes: dict[str, int]) -> Matrix:
         return next(flat)
     group = SCHEMES[node.attribute("scheme")].group_for((sizes["M"], node.shape.num_columns(sizes["N"])))
     return QuantTensor(next(flat), next(flat), group)
+
+
+# Custom operators
+
+
+def split(x: Matrix) -> tuple[torch.Tensor, torch.Tensor | None, list[int]]:
+    """Split a matrix into an operator's arguments: values, factors, [rows and columns of a group, the promise]."""
+    return (x, None, []) if isinstance(x, torch.Tensor) else (x.values, x.sf, [*x.group, int(x.scales_at_most_2)])
+
+
+def join(values: torch.Tensor, sf: torch.Tensor | None, group: list[int]) -> Matrix:
+    """Join an operator's arguments to a matrix; inverse of `split`."""
+    return values if sf is None else QuantTensor(values, sf, (group[0], group[1]), scales_at_most_2=bool(group[2]))
+
+
+def num_columns(values: torch.Tensor) -> int:
+    """Return the number of elements in a row; a byte of uint8 holds two."""
+    return values.shape[-1] * (2 if values.dtype == torch.uint8 else 1)
+
+
+def name_operands(tensors: list[torch.Tensor], scalars: list[float], names: str) -> dict[str, torch.Tensor | float]:
+    """Return operands by name. names: of the tensors, then of the numbers, separated by commas."""
+    values = [*tensors, *scalars]
+    return dict(zip(names.split(",") if values else [], values, strict=True))
+
+
+def _gemm_fake(
+    a, a_sf, a_group, b, b_sf, b_group, epilogue, out_dtype, tensors, scalars, names, batch_invariant=False
+):  # fmt: skip
+    return by_torch.empty(for_graph(epilogue), a, b.shape[0], None, out_dtype)
+
+
+def _gemm_flops(a, a_sf, a_group, b, *arguments):
+    return 2 * a.shape[0] * num_columns(a) * b.shape[0]
+
+
+@operator("gemm", _gemm_fake, _gemm_flops, batch_rows)
+def product(
+    a: torch.Tensor, a_sf: torch.Tensor | None, a_group: list[int],
+    b: torch.Tensor, b_sf: torch.Tensor | None, b_group: list[int],
+    epilogue: str, out_dtype: torch.dtype,
+    tensors: list[torch.Tensor], scalars: list[float], names: str, batch_invariant: bool = False,
+) -> list[torch.Tensor]:  # fmt: skip
+    """Return the flat outputs of a GEMM."""
+    ir, operands = with_key(epilogue), name_operands(tensors, scalars, names)
+    sides = join(a, a_sf, a_group), join(b, b_sf, b_group)
+    outputs = run_kernels(*sides, None, ir, out_dtype, operands, INVARIANT_ROWS if batch_invariant else ALL_ROWS)
+    return by_torch.compute(*sides, ir, out_dtype, operands, tensors) if outputs is None else outputs
+
+
+def _grouped_fake(
+    rows, rows_sf, rows_group, weights, weights_sf, weights_group, offsets, epilogue, out_dtype,
+    tensors, scalars, names, batch_invariant=False,
+):  # fmt: skip
+    return by_torch.empty(for_graph(epilogue), rows, weights.shape[1], weights.shape[0], out_dtype)
+
+
+def _grouped_flops(rows, rows_sf, rows_group, weights, *arguments):
+    return 2 * rows.shape[0] * num_columns(rows) * weights.shape[1]
+
+
+@operator("grouped_gemm", _grouped_fake, _grouped_flops)
+def grouped_product(
+    rows: torch.Tensor, rows_sf: torch.Tensor | None, rows_group: list[int],
+    weights: torch.Tensor, weights_sf: torch.Tensor | None, weights_group: list[int],
+    offsets: torch.Tensor, epilogue: str, out_dtype: torch.dtype,
+    tensors: list[torch.Tensor], scalars: list[float], names: str, batch_invariant: bool = False,
+) -> list[torch.Tensor]:  # fmt: skip
+    """Return the flat outputs of a grouped GEMM."""
+    ir, operands = with_key(epilogue), name_operands(tensors, scalars, names)
+    sides = join(rows, rows_sf, rows_group), join(weights, weights_sf, weights_group)
+    if rows.device.type == "cpu":
+        by_torch.check_offsets(offsets, rows.shape[0])
+    outputs = run_kernels(*sides, offsets, ir, out_dtype, operands, INVARIANT_ROWS if batch_invariant else ALL_ROWS)
+    return by_torch.compute_groups(*sides, offsets, ir, out_dtype, operands, tensors) if outputs is None else outputs

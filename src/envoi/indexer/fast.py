@@ -116,7 +116,7 @@ def in_blocks(
         space = workspace(p)
         for first, num_rows in blocks(p):
             score(p, space, first, num_rows)
-            choose(p, space, first, num_rows, out, errors, slots, ordered, nan_first)
+            write_topk(p, space, first, num_rows, out, errors, slots, ordered, nan_first)
             if finish is not None:
                 finish(space, out, first, num_rows)
     return out, errors
@@ -163,7 +163,7 @@ def scores_arguments(p: Problem, space: Workspace, first: int, num_rows: int) ->
     ), {"num_warps": 4, "num_stages": 1}  # fmt: skip
 
 
-def choose(
+def write_topk(
     p: Problem, space: Workspace, first: int, num_rows: int, out: torch.Tensor, errors: torch.Tensor, slots: bool,
     ordered: bool, nan_first: bool,
 ) -> None:  # fmt: skip

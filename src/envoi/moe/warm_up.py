@@ -20,6 +20,7 @@ from envoi.types import ExpertWeights, QuantTensor, Routing
 PREPARED_TOKENS = 256  # up to so many tokens, calls are prepared too: above, the GPU takes longer than the host
 ROUTED = torch.int32, torch.float32  # ids and weights from `envoi.route`
 CHUNK = 128  # numbers of tokens that a process looks at in one go
+HERE = 1024  # up to so many are looked at by this process, which is done before the others have imported torch
 
 
 @dataclass(frozen=True)
@@ -72,6 +73,8 @@ def find_all(
     compilers: Compilers, calls: Sequence[Call], target: Target, max_tokens: int, least: int = 1
 ) -> dict[str, Site]:
     """Return a site for each kernel of `least` to max_tokens tokens, by digest, in the order of the digests."""
+    if max_tokens + 1 - least <= HERE:
+        return dict(sorted(find(calls, target, range(least, max_tokens + 1)).items()))
     chunks = [range(first, min(first + CHUNK, max_tokens + 1)) for first in range(least, max_tokens + 1, CHUNK)]
     found: dict[str, Site] = {}
     for _, sites in compilers.map(partial(find, calls, target), chunks):

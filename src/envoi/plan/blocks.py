@@ -70,7 +70,7 @@ def _blocks(layer: MoeLayer, machine: Machine, nk: tuple[int, int], epilogue: Ep
     if layer.format in WIDENED:
         code = lower(epilogue.ir, torch.bfloat16, "gluon", False, False, frozenset())
         bits = 8 if layer.format == "mxfp8" else 4
-        mx = hopper_mx.choose(layer.num_rows, nk[0], layer.num_local_experts, machine.num_sms, code, bits)
+        mx = hopper_mx.default_config(layer.num_rows, nk[0], layer.num_local_experts, machine.num_sms, code, bits)
         return _counted(layer, nk, mx.block_y, mx.block_x, mx.block_k, mx.num_stages)
     operands = {operand.name: torch.empty(layer.num_rows, device=META) for operand in epilogue.ir.operands}
     config = hopper.planned(

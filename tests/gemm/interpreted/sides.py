@@ -4,7 +4,7 @@ import torch
 
 from envoi.epilogue.evaluate import evaluate
 from envoi.gemm import gemm, grouped_gemm, reference
-from envoi.gemm.op import _spread_columns
+from envoi.gemm.by_torch import spread_columns
 from envoi.types import Matrix, QuantTensor
 from tests.helpers.accuracy import assert_same_bits, relative_error
 
@@ -48,7 +48,7 @@ def expected(a: Matrix, b: Matrix, ending, offsets: list[int] | None = None, *, 
     else:
         acc = reference.accumulate_groups(a, b, offsets)
     if bounds is not None:
-        _spread_columns(ir, operands, bounds, a.shape[0])
+        spread_columns(ir, operands, bounds, a.shape[0])
     return flat(evaluate(ir, acc, operands, bounds))
 
 

@@ -2,8 +2,8 @@
 
 from dataclasses import dataclass
 
-from envoi.constant import Constant
 from envoi.epilogue.lower import Lowered
+from envoi.gemm.hopper.tile_config import EqualTiles
 from envoi.runtime.devices import SHARED_BYTES
 
 TENSOR_COLUMNS = 512  # of tensor memory, each 128 lanes of 4 bytes
@@ -14,7 +14,7 @@ MAX_CHUNK_REGISTERS = 128
 
 
 @dataclass(frozen=True)
-class BlackwellConfig(Constant):
+class BlackwellConfig(EqualTiles):
     """Tiling of one problem: x are the tokens, 128 a tile; `TileConfig` documents the tile's fields.
 
     block_y: features of a tile. block_k: elements of K in a stage. num_stages: stages in the ring.
@@ -36,50 +36,17 @@ class BlackwellConfig(Constant):
     epilogue_columns: int = 64
     num_store_buffers: int = 2
 
-    @property
-    def rows_per_consumer(self) -> int:
-        """Rows of an accumulator."""
-        return ROWS
-
-    @property
-    def consumers_per_tile(self) -> int:
-        """Consumers that share a tile: 1, the epilogue role."""
-        return 1
-
-    @property
-    def block_x(self) -> int:
-        """Tokens of a tile."""
-        return ROWS
-
-    @property
-    def block_m(self) -> int:
-        """Tokens of a tile."""
-        return ROWS
+    swap_ab = False  # tokens are always the M side of the instruction
+    rows_per_consumer = ROWS
+    consumers_per_tile = 1  # the epilogue role
+    block_x = ROWS
+    block_m = ROWS
+    spread_experts = True
 
     @property
     def block_n(self) -> int:
         """Features of a tile."""
         return self.block_y
-
-    @property
-    def swap_ab(self) -> bool:
-        """False: tokens are always the M side of the instruction."""
-        return False
-
-    @property
-    def wide_tail_tiles(self) -> bool:
-        """False: all tiles have one shape."""
-        return False
-
-    @property
-    def paired_tiles(self) -> bool:
-        """False: a CTA takes one tile at a time."""
-        return False
-
-    @property
-    def tiles_per_unit(self) -> int:
-        """Tiles that a CTA takes at a time."""
-        return 1
 
     @property
     def num_chunks(self) -> int:
@@ -93,11 +60,6 @@ class BlackwellConfig(Constant):
         Beside 4 epilogue warps, whose threads have 256 at most, more cost nothing; 8 epilogue warps would get fewer.
         """
         return 168 if self.num_warps == 4 else 48
-
-    @property
-    def spread_experts(self) -> bool:
-        """Return True: vectors over the experts are spread over a role's warps."""
-        return True
 
     @property
     def factor_columns(self) -> int:

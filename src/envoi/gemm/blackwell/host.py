@@ -31,7 +31,7 @@ def problem_of(call: Call) -> BlackwellProblem:
 def arguments(call: Call, config: BlackwellConfig, num_sms: int) -> tuple[tuple[int], tuple]:
     """Return the grid and the kernel's arguments. Raises ValueError for a config that can't run this.
 
-    call.scales: scale factors of a and b along K, each from `sf_layout.pack`, or None.
+    call.scales: scale factors of a and b along K, each from `sf_layout.pack_sf`, or None.
     """
     problem = problem_of(call)
     reason = supports(problem, config, call.code)

@@ -17,13 +17,13 @@ def num_blocks(num_rows: int, num_groups: int = 0) -> int:
     return -(-num_rows // ROWS) + num_groups
 
 
-def pack(sf: torch.Tensor, offsets: torch.Tensor | None = None) -> torch.Tensor:
+def pack_sf(sf: torch.Tensor, offsets: torch.Tensor | None = None) -> torch.Tensor:
     """Pack [rows, factors], or experts' weights' [E, rows, factors], a byte each, to [blocks, blocks along K, 2, 256].
 
     offsets [E + 1]: the rows are sorted by expert, and each expert's rows start a new block.
     """
     if sf.dim() == 3:
-        return torch.cat([pack(one) for one in sf])
+        return torch.cat([pack_sf(one) for one in sf])
     raw = sf.view(torch.uint8)
     rows, columns = raw.shape
     blocks = num_blocks(rows, 0 if offsets is None else len(offsets) - 1)

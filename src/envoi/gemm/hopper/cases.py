@@ -8,7 +8,7 @@ Tensors have no memory, unless `inputs` is given another way to make them.
 import json
 import re
 from dataclasses import dataclass, replace
-from functools import partial
+from functools import cache, partial
 from typing import Any
 
 import torch
@@ -246,6 +246,7 @@ def case_of_key(key: str) -> Case:
     )  # fmt: skip
 
 
+@cache
 def measured_cases() -> tuple[Case, ...]:
     """Return the cases of `tuned.json` whose kernels aren't those of `CASES`, one for each kernel."""
     kernels: dict[str, Case] = {}

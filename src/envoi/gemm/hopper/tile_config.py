@@ -114,10 +114,19 @@ class TileConfig(Protocol):
         ...
 
 
-class SwappedTiles(Constant):
+class EqualTiles(Constant):
+    """Base of configs whose tiles all have one shape and are taken one at a time; see `TileConfig`."""
+
+    wide_tail_tiles = False
+    paired_tiles = False
+    tiles_per_unit = 1
+
+
+class SwappedTiles(EqualTiles):
     """Base of configs with weights on the M side of wgmma, K in one piece, and all consumers on one tile.
 
-    A subclass is a frozen dataclass with the fields num_consumers, rows_per_consumer, block_y and swizzle_rows.
+    A subclass is a frozen dataclass with num_consumers, rows_per_consumer and block_y; for the tile scheduler that
+    several kernels share with swizzle_rows too.
     """
 
     num_consumers: int
@@ -127,9 +136,6 @@ class SwappedTiles(Constant):
     swap_ab = True
     split_k = 1
     num_store_buffers = 1
-    wide_tail_tiles = False
-    paired_tiles = False
-    tiles_per_unit = 1
 
     @property
     def spread_experts(self) -> bool:

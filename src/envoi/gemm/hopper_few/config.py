@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass
 
-from envoi.constant import Constant
+from envoi.gemm.hopper.tile_config import SwappedTiles
 from envoi.runtime.devices import SHARED_BYTES
 from envoi.runtime.math import cdiv, next_power_of_2
 
@@ -23,7 +23,7 @@ RESERVED = 4096  # bytes of shared memory of a CTA that are the driver's, or go 
 
 
 @dataclass(frozen=True)
-class FewConfig(Constant):
+class FewConfig(SwappedTiles):
     """Constants of the kernel for few tokens.
 
     num_stages: stages of weights. stage_steps: 1 or 2, the steps of K in a stage.
@@ -45,6 +45,10 @@ class FewConfig(Constant):
     max_experts: int
     max_slots: int
     chunk_slabs: int
+
+    num_consumers = 1
+    rows_per_consumer = FEATURES
+    block_y = TOKENS
 
     @property
     def step(self) -> int:
@@ -70,38 +74,6 @@ class FewConfig(Constant):
     def max_steps(self) -> int:
         """Power of two, no less than the steps."""
         return max(32, next_power_of_2(self.num_steps))
-
-    # Properties that the epilogue's code asks every config for.
-
-    @property
-    def swap_ab(self) -> bool:
-        """Return True: the weights are the instruction's M side."""
-        return True
-
-    @property
-    def rows_per_consumer(self) -> int:
-        """Features of a tile."""
-        return FEATURES
-
-    @property
-    def block_y(self) -> int:
-        """Tokens of a tile."""
-        return TOKENS
-
-    @property
-    def epilogue_columns(self) -> int:
-        """Features that the epilogue takes at once."""
-        return FEATURES
-
-    @property
-    def split_k(self) -> int:
-        """Return 1: a tile is never split along K."""
-        return 1
-
-    @property
-    def num_store_buffers(self) -> int:
-        """Return 1: outputs are stored from registers."""
-        return 1
 
 
 def token_bytes(room_steps: int, block_scaled: bool, chunk_slabs: int = 0) -> int:

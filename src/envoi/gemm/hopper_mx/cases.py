@@ -9,7 +9,7 @@ from envoi.epilogue.lower import lower
 from envoi.epilogue.outputs import empty_outputs, operand_tensors, output_specs
 from envoi.gemm.hopper.cases import Case, inputs
 from envoi.gemm.hopper_mx import host
-from envoi.gemm.hopper_mx.config import choose
+from envoi.gemm.hopper_mx.config import default_config
 from envoi.gemm.hopper_mx.kernel import mx_kernel
 from envoi.gemm.hopper_mx.tokens import widen_kernel
 from envoi.runtime.kernel_case import HOPPER, NUM_SMS, KernelCase, Launch
@@ -39,7 +39,7 @@ def launch_of(case: Case) -> Launch:
     M, N, num_groups = given.a.shape[0], b.shape[-2], 0 if given.offsets is None else b.shape[0]
     tensors, pointers = operand_tensors(ir, given.operands, num_groups)
     code = lower(ir, torch.bfloat16, "gluon", False, False, pointers)
-    config = choose(M, N, num_groups, NUM_SMS, code, 4 if b.packed else 8, b.scales_at_most_2)
+    config = default_config(M, N, num_groups, NUM_SMS, code, 4 if b.packed else 8, b.scales_at_most_2)
     outputs = empty_outputs(ir, output_specs(ir, torch.bfloat16), M, N, given.a.device)
     tokens = host.room_for_tokens(given.a)
     grid, arguments = host.arguments(tokens, b, given.offsets, code, tensors, outputs, config, NUM_SMS)

@@ -79,7 +79,7 @@ def fitted(config: MxConfig) -> MxConfig:
     return config
 
 
-def choose(
+def default_config(
     M: int,
     N: int,
     num_groups: int,
@@ -88,7 +88,7 @@ def choose(
     bits: int = 4,
     scales_at_most_2: bool = False,
 ) -> MxConfig:
-    """Return the config for M tokens, N features and num_groups experts (0 = dense).
+    """Return the config that suits M tokens, N features and num_groups experts (0 = dense).
 
     code: the epilogue, or None for a plain store.
     """

@@ -17,7 +17,7 @@ from envoi.epilogue.outputs import (
 )
 from envoi.gemm.grouping import ALL_ROWS, Grouping, RowMode
 from envoi.gemm.hopper.host import as_stored, max_experts
-from envoi.gemm.hopper_mx.config import NARROW, MxConfig, choose
+from envoi.gemm.hopper_mx.config import NARROW, MxConfig, default_config
 from envoi.gemm.triton import host as triton_host
 from envoi.quant.pack import pad_factors
 from envoi.runtime import devices, workspace
@@ -116,7 +116,7 @@ def _launch(
     num_sms = devices.num_sms(a.device)
     num_groups, bits = 0 if offsets is None else b.shape[0], 4 if b.packed else 8
     num_tokens = grouping.likely_rows(a.shape[0])
-    config = config or choose(num_tokens, b.shape[-2], num_groups, num_sms, code, bits, b.scales_at_most_2)
+    config = config or default_config(num_tokens, b.shape[-2], num_groups, num_sms, code, bits, b.scales_at_most_2)
     tokens = room_for_tokens(a)
     grid, args = arguments(tokens, b, offsets, code, operands, outputs, config, num_sms, grouping.write_tail)
     launch_with_dependent(

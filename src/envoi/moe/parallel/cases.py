@@ -11,7 +11,7 @@ from envoi.gemm.grouping import Grouping
 from envoi.gemm.hopper import host as hopper
 from envoi.moe.experts import l1_epilogues
 from envoi.moe.launches import Launch
-from envoi.moe.parallel import combine, dispatch, gathered_device, gathered_kernels, hosts_device, hosts_kernels
+from envoi.moe.parallel import combine, dispatch, gathered_device, gathered_kernels, hosts_device, hosts_kernels, queued
 from envoi.moe.parallel.combine_kernels import (
     combine_barrier_kernel,
     send_partial_sums_kernel,
@@ -99,12 +99,15 @@ def _buffers(presum: bool = False) -> gathered_device.Buffers:
     domain.layout = layout = gathered_device.GatheredLayout(*sizes)
     domain.results = empty((NUM_RANKS,), INT64)
     sent = empty((NUM_RANKS, layout.part_columns), BF16)
-    return gathered_device.Buffers(domain, domain, domain.memory, sent, sent, empty((4,), INT32), empty((4,), INT32))
+    return gathered_device.Buffers(
+        domain=domain, solo=domain, segments=domain.memory, head=domain.state, sent=sent, received=sent,
+        counts=empty((4,), INT32), host=empty((4,), INT32),
+    )  # fmt: skip
 
 
 def _mark() -> Launch:
     counts = without_memory((4,), INT32)
-    return gathered_device.mark_arguments(counts, counts, counts, counts, BEGUN)
+    return queued.mark_arguments(counts, counts, counts, counts, BEGUN)
 
 
 def _settle() -> Launch:

@@ -110,13 +110,13 @@ def send_routing_arguments(
 ) -> Launch:
     """Build the launch of `send_routing_kernel`."""
     layout = domain.layout
-    shape = (next_power_of_2(domain.num_local), next_power_of_2(layout.num_ranks))
     chunks = num_chunks(layout)
     arguments = (
         topk_ids, ranked.slot_ranks, ranked.counts, topk_weights, domain.peers, layout.regions, domain.row_shift,
         domain.offsets, domain.state, domain.report, domain.rank, layout.num_ranks, *topk_ids.shape, layout.room,
         layout.num_experts, domain.first_expert, domain.num_local, error_code, int(domain.timeout_s * 1e6),
-        chunks, next_power_of_2(layout.num_experts + 1), shape, domain.on_gpu,
+        chunks, next_power_of_2(layout.num_experts + 1), next_power_of_2(domain.num_local),
+        next_power_of_2(layout.num_ranks), domain.on_gpu,
     )  # fmt: skip
     return Launch((layout.num_ranks, chunks), arguments, WARPS)
 

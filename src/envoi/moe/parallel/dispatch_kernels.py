@@ -183,25 +183,27 @@ def send_slots(source, begin, to, chunk, CHUNKS: tl.constexpr, EXPERTS: tl.const
 
 
 @triton.jit
-def compute_row_offsets(memory, experts, to, num_ranks, num_experts, live, shape: tl.constexpr):
+def compute_row_offsets(
+    memory, experts, to, num_ranks, num_experts, live, LOCAL_LANES: tl.constexpr, RANK_LANES: tl.constexpr
+):
     """Compute, from the slots of all sources, the first row of each local expert. to: Placement.
 
     offsets [count + 1]: expert e owns rows offsets[e] : offsets[e + 1]. row_shift [num_ranks, count]: added to a
-    source's position of a slot, it gives the slot's row. state[MAX_TOKENS]: the most tokens of a rank. shape: powers of
-    two for (count, num_ranks). All are 0 if the call has failed (live is False).
+    source's position of a slot, it gives the slot's row. state[MAX_TOKENS]: the most tokens of a rank. All are 0
+    if the call has failed (live is False). LOCAL_LANES, RANK_LANES: powers of two of at least count and num_ranks.
     """
-    e = tl.arange(0, shape[0])[:, None]
-    s = tl.arange(0, shape[1])[None, :]
+    e = tl.arange(0, LOCAL_LANES)[:, None]
+    s = tl.arange(0, RANK_LANES)[None, :]
     inside = (e < experts.count) & (s < num_ranks) & live
     counts = ints(memory.own + memory.regions.slot_offsets) + s * (num_experts + 1) + experts.first + e
     begin = tl.load(counts, mask=inside, other=0, cache_modifier=".cg")
     count = tl.load(counts + 1, mask=inside, other=0, cache_modifier=".cg") - begin
-    flat = tl.reshape(count, (shape[0] * shape[1],))
-    before = tl.reshape(tl.cumsum(flat, 0) - flat, (shape[0], shape[1]))
+    flat = tl.reshape(count, (LOCAL_LANES * RANK_LANES,))
+    before = tl.reshape(tl.cumsum(flat, 0) - flat, (LOCAL_LANES, RANK_LANES))
     tl.store(experts.row_shift + s * experts.count + e, before - begin, mask=(e < experts.count) & (s < num_ranks))
     tl.store(to.offsets + e + s, before, mask=(e < experts.count) & (s == 0))
     tl.store(to.offsets + experts.count, tl.sum(flat, 0))
-    ranks = tl.arange(0, shape[1])
+    ranks = tl.arange(0, RANK_LANES)
     num_tokens = tl.load(
         ints(memory.own + memory.regions.sizes) + 2 * ranks, mask=(ranks < num_ranks) & live, other=0,
         cache_modifier=".cg",
@@ -210,9 +212,9 @@ def compute_row_offsets(memory, experts, to, num_ranks, num_experts, live, shape
 
 
 @triton.jit
-def decide_outcome(memory, state, report, num_ranks, shape: tl.constexpr):
+def decide_outcome(memory, state, report, num_ranks, RANK_LANES: tl.constexpr):
     """Decide, once every peer has arrived or timed out, whether the call continues; report and clear error codes."""
-    ranks = tl.arange(0, shape[1])
+    ranks = tl.arange(0, RANK_LANES)
     error_codes = ints(memory.own + memory.regions.error_codes) + ranks
     found = tl.load(error_codes, mask=ranks < num_ranks, other=0, cache_modifier=".cg")
     tl.store(report + num_ranks + ranks, found, mask=(ranks < num_ranks) & (found > 0))
@@ -227,7 +229,8 @@ def decide_outcome(memory, state, report, num_ranks, shape: tl.constexpr):
 def send_routing_kernel(
     topk_ids, slot_ranks, counts, topk_weights, peers, regions, row_shift, offsets, state, report,
     rank, num_ranks, num_tokens, k, room, num_experts, first_expert, num_local, error_code, timeout_us,
-    CHUNKS: tl.constexpr, EXPERTS: tl.constexpr, shape: tl.constexpr, ON_GPU: tl.constexpr,
+    CHUNKS: tl.constexpr, EXPERTS: tl.constexpr, LOCAL_LANES: tl.constexpr, RANK_LANES: tl.constexpr,
+    ON_GPU: tl.constexpr,
 ):  # fmt: skip
     """Send this rank's slots to every peer and wait for theirs. Program (p, c): chunk c of the slots, to peer p.
 
@@ -268,10 +271,10 @@ def send_routing_kernel(
                 tl.debug_barrier()
         if tl.atomic_add(state + ARRIVALS, 1, sem="acq_rel", scope="gpu") == num_ranks - 1:
             tl.store(state + ARRIVALS, 0)
-            fine = decide_outcome(memory, state, report, num_ranks, shape) == FINE
+            fine = decide_outcome(memory, state, report, num_ranks, RANK_LANES) == FINE
             experts = LocalExperts(first_expert, num_local, row_shift)
             to = Placement(offsets, state, report)
-            compute_row_offsets(memory, experts, to, num_ranks, num_experts, fine, shape)
+            compute_row_offsets(memory, experts, to, num_ranks, num_experts, fine, LOCAL_LANES, RANK_LANES)
 
 
 @triton.jit

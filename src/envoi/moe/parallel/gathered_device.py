@@ -9,7 +9,6 @@
 Kernels and collectives follow one another on one stream, so buffers are reused by the next call without more.
 """
 
-from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cached_property
 from typing import cast
@@ -19,23 +18,17 @@ import torch
 from envoi.moe.combine import MAX_COLUMNS
 from envoi.moe.launches import Launch, launch_kernel, warps_for
 from envoi.moe.parallel import dispatch as steps
-from envoi.moe.parallel.collectives import Channel, queued_exchange, queued_gather
+from envoi.moe.parallel.collectives import Channel
 from envoi.moe.parallel.combine import send_partial_sums
 from envoi.moe.parallel.nvlink import run_local_experts
-from envoi.moe.parallel.progress import BEGUN, DONE, GATHERED, oversee
+from envoi.moe.parallel.progress import BEGUN, DONE, GATHERED
+from envoi.moe.parallel.queued import CALL_COLUMNS, HEAD_BYTES, QueuedBuffers, empty_counts
 from envoi.moe.parallel.symmetric_memory import ALIGN_BYTES, Domain, Regions, SharedLayout, allocate, set_peers
 from envoi.runtime.math import next_power_of_2
-from envoi.runtime.observer import take_step
-from envoi.runtime.prepared import Calls
 from envoi.spans import span
 from envoi.types import ExpertWeights
 
 KERNELS = "envoi.moe.parallel.gathered_kernels"
-HEAD_BYTES, CALL_COLUMNS = 256, 8  # as in gathered_kernels
-
-
-def nothing() -> None:
-    """Stand for a collective that isn't connected."""
 
 
 @dataclass(frozen=True)
@@ -81,50 +74,26 @@ class GatheredLayout(SharedLayout):
         )  # fmt: skip
 
 
-@dataclass
-class Buffers:
-    """Buffers that all calls of a rank use.
+@dataclass(kw_only=True)
+class Buffers(QueuedBuffers):
+    """Buffers that all calls of a rank use; parts are those of ranks.
 
     domain: all ranks' segments and this rank's rows. solo: this rank's segment, as a domain of one rank.
-    segments [num_ranks, segment_bytes] uint8. sent, received [num_ranks, part_columns] bf16.
-    counts, host [4] int32: how often calls have passed each point, on the device and where the host reads it: see
-    `progress`. gathering, exchanging: the two collectives, on the current stream, set by `connect`.
+    segments [num_ranks, segment_bytes] uint8.
     """
 
-    domain: Domain
     solo: Domain
     segments: torch.Tensor
-    sent: torch.Tensor
-    received: torch.Tensor
-    counts: torch.Tensor
-    host: torch.Tensor
-    gathering: Callable[[], object] = nothing
-    exchanging: Callable[[], object] = nothing
 
     @property
     def layout(self) -> GatheredLayout:
         """Sizes that all ranks agree on."""
         return cast(GatheredLayout, self.domain.layout)
 
-    @cached_property
-    def calls(self) -> Calls:
-        """Prepared calls, which launch on this memory."""
-        kept = self.sent, self.received, self.counts, self.host
-        return Calls((*self.domain.owned, *self.solo.owned, *kept))
-
-    def gather(self) -> None:
-        """Copy every rank's segment to all ranks. Collective; the host doesn't wait for it."""
-        take_step(self.gathering)
-
-    def exchange(self) -> None:
-        """Send part r of `sent` to rank r. Collective; the host doesn't wait for it."""
-        take_step(self.exchanging)
-
-    def mark(self, point: int) -> None:
-        """Count that a call has passed a point."""
-        launch_kernel(
-            KERNELS, "mark_kernel", mark_arguments(self.counts, self.host, self.domain.state, self.solo.state, point)
-        )
+    @property
+    def owned(self) -> tuple[torch.Tensor, ...]:
+        """All tensors, whose addresses launches take."""
+        return *super().owned, *self.solo.owned
 
 
 def open_buffers(
@@ -141,22 +110,17 @@ def open_buffers(
     sent, received = (torch.empty(shape, dtype=torch.bfloat16, device=device) for _ in range(2))
     parts = torch.tensor([part.data_ptr() for part in sent], dtype=torch.int64, device="cpu")
     domain.results = parts.to(device)
-    counts = torch.zeros(4, dtype=torch.int32, device=device)
-    host = torch.zeros(4, dtype=torch.int32, device="cpu", pin_memory=device.type == "cuda")
-    return Buffers(domain, _solo(gathered, segments[rank], domain), segments, sent, received, counts, host)
+    solo, (counts, host) = _solo(gathered, segments[rank], domain), empty_counts(device)
+    return Buffers(
+        domain=domain, solo=solo, segments=segments, head=solo.state, sent=sent, received=received, counts=counts,
+        host=host,
+    )  # fmt: skip
 
 
 def connect(buffers: Buffers, channel: Channel) -> None:
     """Connect the ranks by both collectives, in time, and have calls overseen from now on. Collective."""
-    buffers.domain.watch = channel.watch
     mine, data = buffers.segments[buffers.domain.rank], channel.data
-    backend = data._get_backend(torch.device("cuda"))
-    buffers.gathering = queued_gather(backend, buffers.segments, mine)
-    buffers.exchanging = queued_exchange(backend, buffers.received, buffers.sent)
-    channel.watch.wait(lambda: data._allgather_base(buffers.segments, mine), "opening the group")
-    channel.watch.wait(lambda: data.alltoall_base(buffers.received, buffers.sent, [], []), "opening the group")
-    # A collective that waits for a lost peer has no other end, and no other one can follow it.
-    oversee(buffers, buffers.host, channel.watch, backend.abort)
+    buffers.connect(buffers.segments, mine, data, data._get_backend(torch.device("cuda")), channel.watch)
 
 
 def _solo(layout: GatheredLayout, segment: torch.Tensor, domain: Domain) -> Domain:
@@ -239,23 +203,14 @@ def sum_received(buffers: Buffers, topk_ids: torch.Tensor) -> torch.Tensor:
     return out
 
 
-def mark_arguments(
-    counts: torch.Tensor, host: torch.Tensor, state: torch.Tensor, head: torch.Tensor, point: int
-) -> Launch:
-    """Build the launch of `mark_kernel`."""
-    arguments = counts, host, state, head, point
-    return Launch((1,), arguments, {"num_warps": 1})
-
-
 def settle_arguments(buffers: Buffers) -> Launch:
     """Build the launch of `settle_kernel`."""
     domain, layout = buffers.domain, buffers.layout
-    shape = (next_power_of_2(domain.num_local), next_power_of_2(layout.num_ranks))
     arguments = (
         domain.peers, layout.segment.regions, layout.regions, domain.row_shift, domain.offsets, domain.state,
         domain.report, buffers.counts, domain.results, layout.part_columns, domain.rank, layout.num_ranks,
         layout.slot_stride, layout.num_experts, domain.first_expert, domain.num_local,
-        next_power_of_2(layout.num_experts + 1), shape,
+        next_power_of_2(layout.num_experts + 1), next_power_of_2(domain.num_local), next_power_of_2(layout.num_ranks),
     )  # fmt: skip
     return Launch((1,), arguments, steps.WARPS)
 

@@ -52,7 +52,8 @@ def mark_kernel(counts, host, state, head, POINT: tl.constexpr):
 @triton.jit(do_not_specialize=["rank", "first_expert"])
 def settle_kernel(
     peers, segment, regions, row_shift, offsets, state, report, counts, parts, part_columns,
-    rank, num_ranks, room, num_experts, first_expert, num_local, EXPERTS: tl.constexpr, shape: tl.constexpr,
+    rank, num_ranks, room, num_experts, first_expert, num_local, EXPERTS: tl.constexpr,
+    LOCAL_LANES: tl.constexpr, RANK_LANES: tl.constexpr,
 ):  # fmt: skip
     """Decide from all ranks' error codes whether the call goes on, and compute where its rows go. One program.
 
@@ -62,7 +63,7 @@ def settle_kernel(
     0 if this rank has lost another. A segment of another call is one of a rank that is late.
     """
     own = tl.load(peers + rank)
-    ranks = tl.arange(0, shape[1])
+    ranks = tl.arange(0, RANK_LANES)
     inside = ranks < num_ranks
     sources = tl.load(peers + ranks, mask=inside, other=0)
     codes = tl.load(ints(sources - HEAD_BYTES) + ERROR_CODE, mask=inside, other=0)
@@ -87,9 +88,8 @@ def settle_kernel(
     tl.store(ints(own - HEAD_BYTES) + ERROR_CODE, 0)
     memory = Memory(own, peers, regions, room)
     experts = LocalExperts(first_expert, num_local, row_shift)
-    compute_row_offsets(
-        memory, experts, Placement(offsets, state, report), num_ranks, num_experts, outcome == FINE, shape
-    )
+    to, fine = Placement(offsets, state, report), outcome == FINE
+    compute_row_offsets(memory, experts, to, num_ranks, num_experts, fine, LOCAL_LANES, RANK_LANES)
 
 
 @triton.jit

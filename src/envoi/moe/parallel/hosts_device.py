@@ -12,7 +12,7 @@ its next call, which the stream runs after its last read. Graphs hold a call; it
 """
 
 import ctypes
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any, NamedTuple
@@ -22,17 +22,14 @@ import torch
 from envoi.moe.combine import MAX_COLUMNS
 from envoi.moe.launches import Launch, launch_kernel, warps_for
 from envoi.moe.parallel import dispatch as steps
-from envoi.moe.parallel.collectives import queued_exchange, queued_gather
 from envoi.moe.parallel.combine import combine_barrier, sum_arguments
-from envoi.moe.parallel.gathered_device import HEAD_BYTES, mark_arguments, nothing
 from envoi.moe.parallel.hosts import Grid
 from envoi.moe.parallel.nvlink import run_local_experts
-from envoi.moe.parallel.progress import BEGUN, DONE, GATHERED, oversee
-from envoi.moe.parallel.symmetric_memory import ALIGN_BYTES, Domain, SharedLayout, allocate
+from envoi.moe.parallel.progress import BEGUN, DONE, GATHERED
+from envoi.moe.parallel.queued import HEAD_BYTES, QueuedBuffers, empty_counts
+from envoi.moe.parallel.symmetric_memory import ALIGN_BYTES, SharedLayout, allocate
 from envoi.moe.parallel.timeout import Watch
 from envoi.runtime.math import next_power_of_2
-from envoi.runtime.observer import take_step
-from envoi.runtime.prepared import Calls
 from envoi.spans import span
 from envoi.types import ExpertWeights, Matrix
 
@@ -96,19 +93,17 @@ class HostsLayout:
         return others * self.parcel.end, others * 2 * self.part_columns
 
 
-@dataclass
-class Buffers:
-    """Buffers that all calls of a rank use.
+@dataclass(kw_only=True)
+class Buffers(QueuedBuffers):
+    """Buffers that all calls of a rank use; parts are those of hosts.
 
-    domain: the memory within the host. grid: see `hosts.Grid`; place, host: this rank's. parcels [hosts, bytes] uint8.
-    topk_ids, weights [hosts * (max_tokens + 1), num_topk]: slots of all hosts' tokens. is_here, host_of
-    [num_experts] int32: whether an expert is on this host, and its host. sent, received [hosts, part_columns] bf16.
-    late [hosts] int32: who was late, where the host reads it. counts, host_counts [4] int32: see `progress`.
-    gathering, exchanging: the two collectives, on the current stream, set by `connect`.
+    domain: the memory within the host. grid: see `hosts.Grid`; place: this rank's. parcels [hosts, bytes] uint8;
+    own_parcel: this rank's. topk_ids, weights [hosts * (max_tokens + 1), num_topk]: slots of all hosts' tokens.
+    is_here, host_of [num_experts] int32: whether an expert is on this host, and its host.
+    late [hosts] int32: who was late, where the host reads it.
     """
 
     layout: HostsLayout
-    domain: Domain
     grid: Grid
     place: int
     parcels: torch.Tensor
@@ -117,21 +112,14 @@ class Buffers:
     weights: torch.Tensor
     is_here: torch.Tensor
     host_of: torch.Tensor
-    sent: torch.Tensor
-    received: torch.Tensor
     late: torch.Tensor
-    counts: torch.Tensor
-    host: torch.Tensor
-    gathering: Callable[[], object] = nothing
-    exchanging: Callable[[], object] = nothing
 
-    @cached_property
-    def calls(self) -> Calls:
-        """Prepared calls, which launch on this memory."""
-        return Calls((
-            *self.domain.owned, self.parcels, self.topk_ids, self.weights, self.is_here, self.host_of, self.sent,
-            self.received, self.late, self.counts, self.host,
-        ))  # fmt: skip
+    @property
+    def owned(self) -> tuple[torch.Tensor, ...]:
+        """All tensors, whose addresses launches take."""
+        return (
+            *super().owned, self.parcels, self.topk_ids, self.weights, self.is_here, self.host_of, self.late
+        )  # fmt: skip
 
     @property
     def parcel_tokens(self) -> Matrix:
@@ -142,20 +130,6 @@ class Buffers:
     def late_codes(self) -> Any:
         """View `late` as an array of ctypes, which is read without an operator of torch."""
         return (ctypes.c_int32 * len(self.late)).from_address(self.late.data_ptr())
-
-    def gather(self) -> None:
-        """Copy the parcels of the ranks of this place to all of them. Collective; the host doesn't wait for it."""
-        take_step(self.gathering)
-
-    def exchange(self) -> None:
-        """Send part h of `sent` to the rank of this place on host h. Collective; the host doesn't wait for it."""
-        take_step(self.exchanging)
-
-    def mark(self, point: int) -> None:
-        """Count that a call has passed a point."""
-        head = self.own_parcel[:HEAD_BYTES].view(torch.int32)
-        given = mark_arguments(self.counts, self.host, self.domain.state, head, point)
-        launch_kernel("envoi.moe.parallel.gathered_kernels", "mark_kernel", given)
 
     def culprit(self, place: int, code: int) -> tuple[int, int]:
         """Return the rank of the group that an error code in `domain.report` names, and the code by itself."""
@@ -180,15 +154,15 @@ def open_buffers(
     received = torch.zeros(G, layout.part_columns, dtype=torch.bfloat16, device=device)
     returned = layout.inside.returned_rows_in(domain.memory)
     sent = torch.zeros_like(received) if whole.presum else returned.view(G, -1)
-    pinned = device.type == "cuda"
+    counts, host_counts = empty_counts(device)
     return Buffers(
-        layout, domain, grid, place, parcels, parcels[host],
-        torch.full(slots, -1, dtype=torch.int32, device=device),
-        torch.zeros(slots, dtype=torch.float32, device=device),
-        (host_of == host).to(torch.int32).to(device), host_of.to(device), sent, received,
-        torch.zeros(G, dtype=torch.int32, device="cpu", pin_memory=pinned),
-        torch.zeros(4, dtype=torch.int32, device=device),
-        torch.zeros(4, dtype=torch.int32, device="cpu", pin_memory=pinned),
+        layout=layout, domain=domain, grid=grid, place=place, parcels=parcels, own_parcel=parcels[host],
+        head=parcels[host, :HEAD_BYTES].view(torch.int32),
+        topk_ids=torch.full(slots, -1, dtype=torch.int32, device=device),
+        weights=torch.zeros(slots, dtype=torch.float32, device=device),
+        is_here=(host_of == host).to(torch.int32).to(device), host_of=host_of.to(device), sent=sent, received=received,
+        late=torch.zeros(G, dtype=torch.int32, device="cpu", pin_memory=device.type == "cuda"),
+        counts=counts, host=host_counts,
     )  # fmt: skip
 
 
@@ -203,13 +177,7 @@ def connect(buffers: Buffers, rail: Any, watch: Watch) -> None:
 
     rail: a backend of NCCL that connects them, in the order of their hosts.
     """
-    buffers.domain.watch = watch
-    step = "opening the group"
-    watch.wait(lambda: rail._allgather_base(buffers.parcels, buffers.own_parcel), step)
-    watch.wait(lambda: rail.alltoall_base(buffers.received, buffers.sent, [], []), step)
-    buffers.gathering = queued_gather(rail, buffers.parcels, buffers.own_parcel)
-    buffers.exchanging = queued_exchange(rail, buffers.received, buffers.sent)
-    oversee(buffers, buffers.host, watch, rail.abort)
+    buffers.connect(buffers.parcels, buffers.own_parcel, rail, rail, watch)
 
 
 def run_layer(

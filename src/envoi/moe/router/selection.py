@@ -258,7 +258,7 @@ def num_steps(columns):
 
 
 @triton.jit
-def pack(key, largest, columns, spec: tl.constexpr):
+def pack_keys(key, largest, columns, spec: tl.constexpr):
     """Pack keys into uint32 in the same order: steps above the end of the reach, then the inverted column.
 
     Below key.shape[1] for -inf, and for keys out of reach.
@@ -289,7 +289,7 @@ def choose_packed(key, largest, columns, slots, k, tolerance: tl.constexpr, spec
     """
     low: tl.constexpr = key.shape[1] - 1
     largest = tl.where(largest == -INF, 0.0, largest)
-    packed = pack(key, largest, columns, spec)
+    packed = pack_keys(key, largest, columns, spec)
     none = (largest > largest).to(tl.int32)
     found = slots + as_in(none, tl.max(slots, 1), spec)[:, None]
     bests = found * 0
@@ -308,7 +308,7 @@ def choose_packed(key, largest, columns, slots, k, tolerance: tl.constexpr, spec
 
 
 @triton.jit
-def choose(ranks, columns, found, k, spec: tl.constexpr):
+def choose_best(ranks, columns, found, k, spec: tl.constexpr):
     """Choose the ids [R, slots] of the k best ranks (integers), best first, the smaller id in a tie; -1 for none."""
     ids = found * 0 - 1
     for r in range(k):
@@ -346,4 +346,4 @@ def choose_exactly(logits, usable, softmax, positions, expert_bias, k, spec: tl.
         key, _largest, _sure = best_groups(key, columns, positions.groups, 0.0, spec)
     none = tl.max((key > key).to(tl.int32), 1)
     found = positions.slots + as_in(none, tl.max(positions.slots, 1), spec)[:, None]
-    return Chosen(choose(tl.where(key > -INF, order(key), LOWEST), columns, found, k, spec), found)
+    return Chosen(choose_best(tl.where(key > -INF, order(key), LOWEST), columns, found, k, spec), found)

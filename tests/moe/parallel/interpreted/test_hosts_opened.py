@@ -21,6 +21,7 @@ from envoi.moe.parallel import (
     hosts_device,
     memory,
     opening,
+    queued,
     symmetric_memory,
 )
 from envoi.moe.parallel.dispatch import MAX_CHUNKS, num_chunks
@@ -74,7 +75,7 @@ def stand_in(rank: int, folder: str) -> None:
         symmetric_memory.set_peers(domain, [x.data_ptr() for x in domain.handle])
         meet()
 
-    announce, barrier, queued = hosts_device.announce, hosts_device.combine_barrier, hosts_device.queued_gather
+    announce, barrier = hosts_device.announce, hosts_device.combine_barrier
 
     def announce_in_turns(buffers) -> None:
         for turn in range(2):
@@ -97,9 +98,8 @@ def stand_in(rank: int, folder: str) -> None:
         grid = hosts.Grid.of(names)
         return Rail(hosts._connect(channel, f"{name}/stand-in {grid.place[rank]}", grid.rail(rank), timeout_s).data)
 
-    hosts_device.queued_gather = lambda *given: lambda: given[0]._allgather_base(*given[1:]).wait()
-    hosts_device.queued_exchange = lambda *given: lambda: given[0].alltoall_base(*given[1:]).wait()
-    assert queued is not hosts_device.queued_gather
+    queued.queued_gather = lambda *given: lambda: given[0]._allgather_base(*given[1:]).wait()
+    queued.queued_exchange = lambda *given: lambda: given[0].alltoall_base(*given[1:]).wait()
     hosts_device.announce, hosts_device.combine_barrier = announce_in_turns, meet_first
     symmetric_memory._shareable, symmetric_memory.connect_part = shareable, connect_part
     memory.nvlink.supports_kernels = lambda experts: ""
