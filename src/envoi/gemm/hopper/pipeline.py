@@ -51,13 +51,17 @@ class Pipeline:
     empty: gl.shared_memory_descriptor  # mbarriers [num_stages, 1]: consumers arrive, the producer waits
     full: gl.shared_memory_descriptor  # mbarriers [num_stages, 1]: TMA arrives, consumers wait
     turn: gl.shared_memory_descriptor | gl.constexpr  # mbarriers [2, 1]: see `wait_for_turn`; None without pingpong
+    rows: gl.shared_memory_descriptor | gl.constexpr  # mbarriers [num_stages, 1]: see `wait_for_rows`; None if not used
     takes_halves: gl.constexpr  # True if the weights' boxes have rows of both halves of their matrix
     cfg: gl.constexpr  # Config
 
     @staticmethod
     @gluon.jit
-    def create(x_desc, y_desc, takes_halves: gl.constexpr, cfg: gl.constexpr):
-        """Allocate the stages and initialise their barriers. The caller fences before any role uses them."""
+    def create(x_desc, y_desc, takes_halves: gl.constexpr, cfg: gl.constexpr, awaits_rows: gl.constexpr):
+        """Allocate the stages and initialise their barriers. The caller fences before any role uses them.
+
+        awaits_rows: whether consumers call `wait_for_rows`.
+        """
         x_shape: gl.constexpr = [cfg.num_x_boxes] + x_desc.block_type.shape
         y_shape: gl.constexpr = [cfg.num_stages * cfg.y_boxes_per_stage] + y_desc.block_type.shape
         x_bufs = gl.allocate_shared_memory(x_desc.dtype, x_shape, x_desc.layout)
@@ -77,7 +81,13 @@ class Pipeline:
                 mbarrier.init(turn.index(i), count=1)
         else:
             turn: gl.constexpr = None
-        return Pipeline(x_bufs, y_bufs, empty, full, turn, takes_halves, cfg)
+        if awaits_rows:
+            rows = gl.allocate_shared_memory(gl.int64, [cfg.num_stages, 1], mbarrier.MBarrierLayout())
+            for i in gl.static_range(num_stages):
+                mbarrier.init(rows.index(i), count=1)
+        else:
+            rows: gl.constexpr = None
+        return Pipeline(x_bufs, y_bufs, empty, full, turn, rows, takes_halves, cfg)
 
     @gluon.jit
     def x_box(self, stage, i):
@@ -96,6 +106,16 @@ class Pipeline:
         """Consumer: wait until the producer's step-th fill is complete."""
         num_stages: gl.constexpr = self.cfg.num_stages
         mbarrier.wait(self.full.index(step % num_stages), (step // num_stages) & 1)
+
+    @gluon.jit
+    def wait_for_rows(self, count):
+        """Consumer: wait until the producer knows that the token rows of the CTA's count-th unit are in memory.
+
+        A ring of num_stages barriers is enough: the producer passes it once more only after a stage of this unit, or of
+        a later one, has been released.
+        """
+        num_stages: gl.constexpr = self.cfg.num_stages
+        mbarrier.wait(self.rows.index(count % num_stages), (count // num_stages) & 1)
 
     @gluon.jit
     def operands(self, step, boxes):
@@ -135,6 +155,11 @@ class Pipeline:
         """Producer: wait until all consumers have released the stage's previous fill."""
         num_stages: gl.constexpr = self.cfg.num_stages
         mbarrier.wait(self.empty.index(step % num_stages), ((step // num_stages) & 1) ^ 1)
+
+    @gluon.jit
+    def tell_rows(self, count):
+        """Producer: let consumers read the token rows of the CTA's count-th unit; they see what this warp does."""
+        mbarrier.arrive(self.rows.index(count % self.cfg.num_stages), count=1)
 
     @gluon.jit
     def fill(self, x_desc, y_desc, stage, tile, k, IS_LOW: gl.constexpr):

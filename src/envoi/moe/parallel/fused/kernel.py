@@ -36,10 +36,10 @@ def fused_l1_kernel(
     The arguments up to num_whole_tiles are those of `gemm_kernel`, of a GEMM with scales along K and rows by expert.
     row_map: RowMap. regions: `symmetric_memory.Regions`. state, report: of the call. moving: MoverConfig.
     """
-    pipeline = Pipeline.create(x_desc, y_desc, code.takes_halves, cfg)
+    pipeline = Pipeline.create(x_desc, y_desc, code.takes_halves, cfg, True)
     fence_async_shared()
     problem = Problem(M, N, K, num_experts, num_whole_tiles, offsets, ROW_MODE, MAX_EXPERTS, cfg)
-    scales = BlockScales(a_sf, b_sf, gl.cdiv(K, SCALE_BLOCK), gl.cdiv(N, SCALE_BLOCK), True)
+    scales = BlockScales(a_sf, b_sf, gl.cdiv(K, SCALE_BLOCK), gl.cdiv(N, SCALE_BLOCK))
     rows = RowReductions(row_parts, row_counters)
     descs = (desc0, desc1, desc2, desc3)
     epilogue = EpilogueArgs(descs, operands, outputs, rows, SplitK(sums, counters), problem, code)
@@ -49,7 +49,7 @@ def fused_l1_kernel(
     num_rows = offsets + num_experts
     arrivals = Arrivals(row_map.arrivals, num_rows, state, report, rank, timeout_us)
     producer_args = FusedProducerArgs(gemm, arrivals)
-    consumer_args = ConsumerArgs(pipeline, epilogue, scales, True)
+    consumer_args = ConsumerArgs(pipeline, epilogue, scales, True, True)
     mover_args = MoverArgs(row_map, num_rows, regions.tokens, regions.token_sf, token_bits, moving)
     few: gl.constexpr = moving.registers
     many: gl.constexpr = registers_of_consumer(few)

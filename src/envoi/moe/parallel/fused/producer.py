@@ -51,7 +51,7 @@ def prefill_weights(args):
 def producer(args):
     """Role: fill the stages with the operands of this CTA's units, in the scheduler's order. One warp.
 
-    Waits on `empty` before each fill and, once a unit, for the arrival of its rows.
+    Waits on `empty` before each fill and, once a unit, for the arrival of its rows; then tells the consumers.
     """
     gemm = args.gemm
     cfg: gl.constexpr = gemm.problem.cfg
@@ -59,6 +59,7 @@ def producer(args):
     num_k_steps = gl.cdiv(gemm.problem.K, cfg.block_k)
     arrived = gl.to_tensor(0)  # rows known to have arrived, without a gap
     step = 0
+    units_before = 0
     first = scheduler.first_unit()
     for u in range(first, scheduler.num_units, scheduler.unit_stride()):
         unit = scheduler.unit(u, num_k_steps)
@@ -70,6 +71,8 @@ def producer(args):
             gemm.pipeline.wait_empty(step)
             load_weights(gemm, step % cfg.num_stages, tile, 0)
         arrived = wait_for_rows(args.arrivals, arrived, end_of_rows(tile, cfg))
+        gemm.pipeline.tell_rows(units_before)
+        units_before += 1
         if is_low_tile(tile, cfg):
             load_unit(gemm, step, head, unit.k_end, tile, True)
         else:
@@ -107,7 +110,6 @@ def load_unit(gemm, step, head, k_end, tile, IS_LOW: gl.constexpr):
     cfg: gl.constexpr = gemm.problem.cfg
     for k in range(head):
         stage = (step + k) % cfg.num_stages
-        # After the wait for rows: what the consumers read besides, they may read once the stage is full.
         gemm.pipeline.expect(gemm.x_desc, gemm.y_desc, stage, IS_LOW)
         load_tokens(gemm, stage, tile, k, IS_LOW)
     for k in range(head, k_end):
