@@ -16,7 +16,7 @@ class MoverConfig(Constant):
 
     num_words, num_sf: words of 4 bytes, and scale factors, of a token. num_slots: slots of a token, a power of two.
     num_movers: 1 to 3, a warp each; 3 beside one consumer. loads: 16-byte loads in flight of a lane, a power of two.
-    registers: of a thread of the movers and the producer. alone, batch: rows of a ticket, see `scheduler`.
+    registers: of a thread of the movers and the producer. alone, batch: rows of a ticket, see `scheduler`; at most LANES.
     """
 
     num_words: int
@@ -25,8 +25,8 @@ class MoverConfig(Constant):
     num_movers: int = 3
     loads: int = 4
     registers: int = 40
-    alone: int = 1024
-    batch: int = 8
+    alone: int = 4096
+    batch: int = 4
 
     @property
     def piece(self) -> int:

@@ -26,31 +26,51 @@ class MoverArgs:
 def mover(args):
     """Role: draw tickets until no rows are left; pull each token whose first row is in a ticket's batch. One warp.
 
-    Waits for nothing. A ticket is drawn while the batch before it is moved; a token's rows are counted while the next
-    one's loads are in flight, or at a row that isn't a token's first.
+    Waits for nothing. While a batch is moved, the next one's tokens are looked up and the ticket after it is drawn. A
+    token's rows are counted while the next one's loads are in flight, or after a batch without one.
     """
     cfg: gl.constexpr = args.cfg
     lane = gl.arange(0, LANES, gl.BlockedLayout([1], [32], [gl.num_warps()], [0]))
     num_rows = gl.load(args.num_rows)
     moved = gl.full_like(lane, -1)  # rows of the last token, not counted yet
-    first, end = batch_of(gl.max(draw(args, lane), 0), cfg.alone, cfg.batch)
+    ticket = draw(args, lane, lane)
+    first, tokens = look_up(args, ticket, num_rows, lane)
+    next_ticket = draw(args, lane, gl.minimum(ticket, 0))  # a ticket isn't negative
     while first < num_rows:
-        next_ticket = draw(args, lane)
-        for row in range(first, gl.minimum(end, num_rows)):
-            token = gl.load(args.row_map.row_tokens + row)
-            if token >= 0:
-                moved = move_token(args, token, moved, lane)
-            else:
-                count_rows(args, moved)
-                moved = gl.full_like(lane, -1)
-        first, end = batch_of(gl.max(next_ticket, 0), cfg.alone, cfg.batch)
+        first, next_tokens = look_up(args, next_ticket, num_rows, lane)
+        next_ticket = draw(args, lane, gl.minimum(next_ticket, 0))
+        token = gl.max(tokens, 0)
+        if token < 0:
+            count_rows(args, moved)
+            moved = gl.full_like(lane, -1)
+        while token >= 0:
+            moved = move_token(args, token, moved, lane)
+            tokens = gl.where(tokens == token, -1, tokens)
+            token = gl.max(tokens, 0)
+        tokens = next_tokens
     count_rows(args, moved)
 
 
 @gluon.jit
-def draw(args, lane):
-    """Draw the next ticket: int32 [LANES], which only lane 0 knows; the others have -1. Nothing waits for it here."""
-    counter, one = args.row_map.tickets + lane, gl.full_like(lane, 1)
+def look_up(args, ticket, num_rows, lane):
+    """Return a ticket's first row, and the tokens whose first rows are in its batch: int32 [LANES] numbers, else -1.
+
+    Waits for the ticket, not for the numbers.
+    """
+    cfg: gl.constexpr = args.cfg
+    first, end = batch_of(gl.max(ticket, 0), cfg.alone, cfg.batch)
+    row = first + lane
+    return first, gl.load(args.row_map.row_tokens + row, mask=row < gl.minimum(end, num_rows), other=-1)
+
+
+@gluon.jit
+def draw(args, lane, offset):
+    """Draw the next ticket: int32 [LANES], which only lane 0 knows; the others have -1. Nothing waits for it here.
+
+    offset: int32 [LANES], 0 in lane 0. If ptxas could prove all of them equal, it would add once for all lanes and wait
+    for the sum, to hand it out.
+    """
+    counter, one = args.row_map.tickets + offset, gl.full_like(lane, 1)
     drawn = gl.atomic_add(counter, one, mask=lane == 0, sem="relaxed", scope="gpu")
     return gl.where(lane == 0, drawn, -1)
 

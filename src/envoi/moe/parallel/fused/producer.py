@@ -158,16 +158,23 @@ def wait_for_rows(arrivals, arrived, end):
                     gl.store(arrivals.report + arrivals.rank, LATE_IN_L1)
                     gl.store(arrivals.state + OUTCOME, LOST)
                     arrived = gl.to_tensor(ALL_ROWS)
-        role_barrier()
-        gl.inline_asm_elementwise("fence.proxy.async; // $0", "=r", [], gl.int32, is_pure=False, pack=1)
+        acquire_rows()
     return arrived
+
+
+@gluon.jit
+def acquire_rows():
+    """Acquire at GPU scope what any lane's relaxed loads have seen, and order it before this warp's TMA loads."""
+    gl.inline_asm_elementwise("fence.acq_rel.gpu; // $0", "=r", [], gl.int32, is_pure=False, pack=1)
+    role_barrier()
+    gl.inline_asm_elementwise("fence.proxy.async; // $0", "=r", [], gl.int32, is_pure=False, pack=1)
 
 
 @gluon.jit
 def count_arrived(arrivals, arrived, num_rows):
     """Return how many rows have arrived without a gap, at most LANES blocks more than `arrived`, a whole block's end.
 
-    Acquires at GPU scope.
+    Relaxed: each load that acquires would empty this multiprocessor's L1 cache.
     """
     lane = gl.arange(0, LANES, gl.BlockedLayout([1], [32], [gl.num_warps()], [0]))
     block = arrived // BLOCK_ROWS
@@ -175,7 +182,7 @@ def count_arrived(arrivals, arrived, num_rows):
     # Lanes past the last block read that one. Not an atomic addition of 0: all producers would queue at few addresses.
     counts = arrivals.counts + gl.minimum(block + lane, (num_rows - 1) // BLOCK_ROWS)
     found = gl.inline_asm_elementwise(
-        "ld.acquire.gpu.global.s32 $0, [$1];", "=r,l", [counts.to(gl.int64)], gl.int32, is_pure=False, pack=1
+        "ld.relaxed.gpu.global.s32 $0, [$1];", "=r,l", [counts.to(gl.int64)], gl.int32, is_pure=False, pack=1
     )
     return rows_before(block, lane, found < expected, LANES)
 
