@@ -3,6 +3,8 @@
     order_rows   which token each row has; counters to 0     `order_kernels`, a launch after dispatch's send_routing
     fused L1     pull, L1, activation, quantise              `kernel`, a launch in place of pull_rows and L1
 
+The second may start before the first ends: it then loads weights; producers and movers wait for the end of the first.
+
 The bits are those of the staged path: rows have the same places and contents, and tiles the same order of sums.
 
 Roles of a CTA: those of `envoi.gemm.hopper.kernel`, and movers. With two consumers:
@@ -14,13 +16,14 @@ Roles of a CTA: those of `envoi.gemm.hopper.kernel`, and movers. With two consum
 
     time ------------------------------------------------------------------------------------------------------>
     all warps    weights of all stages (prefill)
-    movers                      ticket  loads of token t   loads of t'   | stores of t'  ..
-                                                | stores of t | t counted
-    producer                    waits for the rows of tile 0 ........... acquire  tokens of all stages  step by step
-    consumer                    waits for `full` ............................................... factors, wgmma, ..
+    movers                      ticket  look up  loads of token t   loads of t'   | stores of t'  ..
+                                                         | stores of t | t counted
+    producer                    waits for the rows of tile 0 ............. acquire  tokens of all stages  step by step
+    consumer                    waits for `rows` ............................... factors  waits for `full`  wgmma, ..
 
-Consumers read tokens' scale factors by plain loads. They wait for a tile's first stage to be full before: the producer
-arrives on `full` after it has acquired the rows' arrival, so that whoever has waited for `full` sees what it saw.
+Consumers read tokens' scale factors by plain loads. They wait for `rows` of a unit before: the producer arrives on it
+after it has acquired the rows' arrival, so that whoever has waited for it sees what the producer saw. It is usually a
+unit ahead, and they then request factors at once, as in the staged L1.
 
     counter, in global memory    adds                      waits                              resets to 0
     tickets                      a mover, a batch          nobody                             order_rows, before L1
@@ -29,6 +32,7 @@ arrives on `full` after it has acquired the rows' arrival, so that whoever has w
                                                            the async proxy, as TMA reads
 
     barrier, in shared memory    arrivals                                    waits
+    rows [ring of num_stages]    1: the producer, a unit, after its arrival  consumers, once a unit
     full                         1: the producer, after the rows' arrival    consumers
     empty                        each consumer                               producer
 

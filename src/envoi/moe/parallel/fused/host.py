@@ -51,6 +51,7 @@ def order_arguments(domain: Domain) -> Launch:
         domain.row_weights, domain.row_destinations, domain.rank, layout.num_ranks, layout.slot_stride,
         layout.num_experts, domain.first_expert, domain.num_local, layout.slot_bytes, token_bits(layout.max_tokens),
         ORDERED, next_power_of_2(layout.num_topk), next_power_of_2(layout.num_experts),
+        domain.on_gpu,
     )  # fmt: skip
     programs = layout.num_ranks * -(-layout.max_tokens // ORDERED)
     return Launch((min(programs, num_sms(domain.peers.device)) + 1,), arguments, WARPS)
@@ -72,7 +73,11 @@ def launch_l1(domain: Domain, call: hopper.Call, config: Config, num_sms: int) -
 
 
 def l1_arguments(domain: Domain, call: hopper.Call, config: Config, num_sms: int) -> Launch:
-    """Build the launch of `fused_l1_kernel` for a call of the GEMM on domain.rows."""
+    """Build the launch of `fused_l1_kernel` for a call of the GEMM on domain.rows.
+
+    It may start before `order_rows` ends. A launch between the two would start once `order_rows` has ended, and do no
+    harm.
+    """
     layout, memory, rows = domain.layout, cast(FusedMemory, domain.fused), cast(QuantTensor, domain.rows)
     grid, (*gemm, cfg, code, _, row_mode, max_experts) = hopper.arguments(call, config, num_sms)
     row_map = RowMap(
@@ -84,4 +89,4 @@ def l1_arguments(domain: Domain, call: hopper.Call, config: Config, num_sms: int
         *gemm, row_map, layout.regions, domain.state, domain.report, token_bits(layout.max_tokens), domain.rank,
         int(domain.timeout_s * 1e6), cfg, code, row_mode, max_experts, moving,
     )  # fmt: skip
-    return Launch(grid, arguments, {"num_warps": config.num_warps})
+    return Launch(grid, arguments, {"num_warps": config.num_warps, "launch_pdl": True})

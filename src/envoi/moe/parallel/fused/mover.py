@@ -5,6 +5,7 @@ from triton.experimental import gluon
 
 from envoi.moe.parallel.fused.scheduler import BLOCK_ROWS, batch_of
 from envoi.runtime.aggregate import Scalar, aggregate
+from envoi.runtime.sync import wait_for_grid
 from envoi.runtime.triton_compat import role_barrier
 
 LANES = gl.constexpr(32)
@@ -26,13 +27,13 @@ class MoverArgs:
 def mover(args):
     """Role: draw tickets until no rows are left; pull each token whose first row is in a ticket's batch. One warp.
 
-    Waits for nothing. While a batch is moved, the next one's tokens are looked up and the ticket after it is drawn. A
-    token's rows are counted while the next one's loads are in flight, or after a batch without one.
+    Waits for `order_rows` alone. While a batch is moved, the next one's tokens are looked up and the ticket after it is
+    drawn. A token's rows are counted while the next one's loads are in flight, or after a batch without one.
     """
-    cfg: gl.constexpr = args.cfg
     lane = gl.arange(0, LANES, gl.BlockedLayout([1], [32], [gl.num_warps()], [0]))
     num_rows = gl.load(args.num_rows)
     moved = gl.full_like(lane, -1)  # rows of the last token, not counted yet
+    wait_for_grid()
     ticket = draw(args, lane, lane)
     first, tokens = look_up(args, ticket, num_rows, lane)
     next_ticket = draw(args, lane, gl.minimum(ticket, 0))  # a ticket isn't negative

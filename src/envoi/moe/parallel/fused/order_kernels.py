@@ -6,6 +6,7 @@ from typing import Any, NamedTuple
 
 import triton
 import triton.language as tl
+from triton.language.extra.cuda import gdc_launch_dependents
 
 from envoi.moe.parallel.dispatch_kernels import note_load
 from envoi.moe.parallel.fused.memory import FIRST_ARRIVALS
@@ -71,13 +72,15 @@ def order_tokens(memory, experts, source, first, out, TOKENS: tl.constexpr, SLOT
 def order_rows_kernel(
     peers, regions, row_shift, offsets, state, history, counters, row_tokens, token_rows, row_weights, row_destinations,
     rank, num_ranks, room, num_experts, first_expert, num_local, slot_bytes, token_bits,
-    TOKENS: tl.constexpr, SLOTS: tl.constexpr, EXPERTS: tl.constexpr,
+    TOKENS: tl.constexpr, SLOTS: tl.constexpr, EXPERTS: tl.constexpr, OVERLAP: tl.constexpr,
 ):  # fmt: skip
     """Write which token each row has and which rows each token, weights and destinations of rows; reset counters.
 
     The last program, which few tokens leave idle, also adds the call to `history`. After a call that failed in dispatch
-    there are no rows.
+    there are no rows. OVERLAP: the next kernel may start at once; its `wait_for_grid` waits for the end of this one.
     """
+    if OVERLAP:
+        gdc_launch_dependents()
     memory = Memory(tl.load(peers + rank), peers, regions, room)
     experts = LocalExperts(first_expert, num_local, row_shift)
     out = OrderedRows(row_tokens, token_rows, row_weights, row_destinations, slot_bytes, token_bits)

@@ -8,6 +8,7 @@ from envoi.gemm.hopper.tile_scheduler import TileScheduler
 from envoi.moe.parallel.fused.scheduler import BLOCK_ROWS, rows_before, rows_in_block
 from envoi.moe.parallel.shared_device import LATE_IN_L1, LOST, OUTCOME
 from envoi.runtime.aggregate import Scalar, aggregate
+from envoi.runtime.sync import wait_for_grid
 from envoi.runtime.triton_compat import role_barrier
 
 LANES = gl.constexpr(32)
@@ -57,9 +58,10 @@ def producer(args):
     cfg: gl.constexpr = gemm.problem.cfg
     scheduler = TileScheduler.create(gemm.problem)
     num_k_steps = gl.cdiv(gemm.problem.K, cfg.block_k)
+    wait_for_grid()  # arrivals are read only then; and consumers read what it wrote once this role tells them of rows
     arrived = gl.to_tensor(0)  # rows known to have arrived, without a gap
     step = 0
-    units_before = 0
+    units_before = gl.to_tensor(0)
     first = scheduler.first_unit()
     for u in range(first, scheduler.num_units, scheduler.unit_stride()):
         unit = scheduler.unit(u, num_k_steps)
