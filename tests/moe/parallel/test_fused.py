@@ -1,11 +1,15 @@
 """Fused L1 without a GPU: memory, movers' shapes, and what `ExpertParallel(fused=True)` refuses, in words."""
 
 from dataclasses import replace
+from types import SimpleNamespace
+from typing import Any, cast
 
 import pytest
 import torch
 
+from envoi.moe.parallel import ExpertParallel
 from envoi.moe.parallel import cases as kernels
+from envoi.moe.parallel import memory as shared
 from envoi.moe.parallel.fused import host, memory
 from envoi.moe.parallel.fused.config import MoverConfig
 from envoi.moe.parallel.nvlink import LATE_STEPS
@@ -99,6 +103,40 @@ def test_true_is_an_error_on_all_ranks_where_memory_is_not_shared():
         assert "sizes: expected the same on every rank" in different
         assert "fused=True on rank 0" in different
         assert off == default == "opened, False"
+
+
+@pytest.mark.parametrize(
+    ("fused", "hidden", "max_tokens", "wanted"),
+    [(None, 4096, 8192, True), (None, 4096, 64, False), (False, 4096, 8192, False), (True, 4096, 64, True)],
+)
+def test_none_asks_the_rule(monkeypatch, fused, hidden, max_tokens, wanted):
+    opened = []
+    monkeypatch.setattr(shared, "open_domain", lambda owner, experts, layout, group, fused: opened.append(layout))
+    layout = SharedLayout(2, 128, max_tokens, 6, hidden, "fp8_block128")
+    parallel = SimpleNamespace(
+        transport="nccl", max_tokens=max_tokens, num_topk=6, experts=SimpleNamespace(intermediate=2048), _owner=None,
+        _layout=lambda max_tokens, num_topk: layout,
+    )  # fmt: skip
+    ExpertParallel._open_domain(cast(ExpertParallel, parallel), cast(Any, None), False, fused)
+    assert opened == [replace(layout, fused=wanted)]
+
+
+@pytest.mark.parametrize("reason", ["", "experts on cpu, which is no Hopper GPU"])
+def test_the_rule_asks_for_no_more_than_all_ranks_can(monkeypatch, reason):
+    layouts = []
+    monkeypatch.setattr(shared, "gather_texts", lambda channel, text, step: [text, text])
+    monkeypatch.setattr(shared.nvlink, "supports_kernels", lambda experts: "")
+    monkeypatch.setattr(shared, "supports_fused", lambda experts, num_topk: reason)
+    monkeypatch.setattr(shared, "new_domain", lambda owner, layout, group: (layouts.append(layout), "no memory"))
+    channel = SimpleNamespace(watch=SimpleNamespace(ranks=[0, 1]))
+    owner = SimpleNamespace(channel=channel, expert_offsets=(), timeout_s=1)
+    layout = SharedLayout(2, 8, 10, 2, 128, "fp8_block128", fused=True)
+    given = cast(Any, owner), cast(Any, None), layout, cast(Any, None)
+    shared.open_domain(*given, None)
+    assert [found.fused for found in layouts] == [not reason]
+    if reason:
+        with pytest.raises(ValueError, match=reason):
+            shared.open_domain(*given, True)
 
 
 def test_a_call_launches_no_pull():

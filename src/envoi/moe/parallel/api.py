@@ -49,6 +49,7 @@ from envoi.moe.parallel.symmetric_memory import Domain, SharedLayout
 from envoi.moe.parallel.timeout import PeerTimeout
 from envoi.moe.parallel.warm_up import CountedCall, ParallelCall, compile_together, load_together, unbounded
 from envoi.moe.warm_up import check_jobs, compiles, prepare, without_tensors
+from envoi.plan import pulling
 from envoi.plan.gathering import gathering_pays, link_of
 from envoi.plan.presum import pays
 from envoi.runtime import shortcuts
@@ -93,7 +94,8 @@ class ExpertParallel:
         host don't reach each other's memory (`why` says so). Over NCCL the room of max_tokens is that of NVLink
         for the tokens of num_ranks / ranks of a host ranks, in bf16 once more.
     fused: over NVLink, on Hopper, in fp8_block128: the first GEMM pulls its tokens from peers itself, while it
-        multiplies, instead of a kernel before it; the bits are the same. None = False, until it is measured.
+        multiplies, instead of a kernel before it; the bits are the same. None = where that was measured to be faster
+        with max_tokens: between two GPUs, for many tokens (`envoi.plan.pulling`).
 
     Attributes: num_experts (over all ranks), expert_offsets (rank r owns expert_offsets[r] : expert_offsets[r + 1]),
     transport ("nvlink", "nccl" or "gloo"), why (the reason for that transport), exchange ("memory" over NVLink,
@@ -430,7 +432,12 @@ class ExpertParallel:
         if presum is None:
             sizes = layout.num_topk, layout.max_tokens, layout.num_ranks, layout.format
             presum = pays(layout.hidden, self.experts.intermediate, *sizes)
-        return memory.open_domain(self._owner, self.experts, replace(layout, presum=presum), group, fused)
+        wanted = fused
+        if fused is None:
+            sizes = layout.num_topk, layout.max_tokens, layout.num_ranks, layout.num_experts, layout.format
+            wanted = pulling.pays(layout.hidden, self.experts.intermediate, *sizes)
+        layout = replace(layout, presum=presum, fused=bool(wanted))
+        return memory.open_domain(self._owner, self.experts, layout, group, fused)
 
     @property
     def _owner(self) -> memory.Owner:

@@ -56,20 +56,23 @@ def open_domain(
 ) -> tuple[Domain | None, str]:
     """Return memory over NVLink, that of an earlier object if all ranks have it; or None, and the reason. Collective.
 
-    layout: without `fused`, which is set if `fused` is True. Raises ValueError on every rank if it is and can't be.
+    With layout.fused L1 pulls its tokens itself; if a rank can't do that, it doesn't, or with fused=True every rank
+    raises ValueError.
     """
     refusals = gather_texts(owner.channel, nvlink.supports_kernels(experts), OPENING)
     names = gather_texts(owner.channel, platform.node(), OPENING)
     if any(refusals) or len(set(names)) > 1:
         return None, next(filter(None, refusals), "the ranks are on several hosts")
-    if fused:
-        refuse_unfused(gather_texts(owner.channel, supports_fused(experts, layout.num_topk), OPENING))
-        layout = replace(layout, fused=True)
+    if layout.fused:
+        reasons = gather_texts(owner.channel, supports_fused(experts, layout.num_topk), OPENING)
+        if fused:
+            refuse_unfused(reasons)
+        layout = replace(layout, fused=not any(reasons))
     key = tuple(owner.channel.watch.ranks), layout, owner.expert_offsets, owner.timeout_s
     domain = _domains.get(key)
     if domain is not None and any(domain.codes[0]):
         domain = None  # a rank was lost: the flags can't be trusted any more
-    why = f"{NVLINK}; {FUSED if fused else STAGED}"
+    why = f"{NVLINK}; {FUSED if layout.fused else STAGED}"
     if all(gather_texts(owner.channel, "known" if domain is not None else "", OPENING)):
         return domain, why
     domain, failed = new_domain(owner, layout, group)
