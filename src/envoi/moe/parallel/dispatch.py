@@ -116,7 +116,7 @@ def send_routing_arguments(
         domain.offsets, domain.state, domain.report, domain.rank, layout.num_ranks, *topk_ids.shape, layout.room,
         layout.num_experts, domain.first_expert, domain.num_local, error_code, int(domain.timeout_s * 1e6),
         chunks, next_power_of_2(layout.num_experts + 1), next_power_of_2(domain.num_local),
-        next_power_of_2(layout.num_ranks), domain.on_gpu,
+        next_power_of_2(layout.num_ranks), domain.on_gpu, layout.fused and domain.on_gpu,
     )  # fmt: skip
     return Launch((layout.num_ranks, chunks), arguments, WARPS)
 

@@ -3,7 +3,8 @@
     order_rows   which token each row has; counters to 0     `order_kernels`, a launch after dispatch's send_routing
     fused L1     pull, L1, activation, quantise              `kernel`, a launch in place of pull_rows and L1
 
-The second may start before the first ends: it then loads weights; producers and movers wait for the end of the first.
+The first may start before send_routing ends, and waits for its end. The second may start as soon as that has ended: it
+sets up barriers and loads weights; producers and movers wait for the end of the first.
 
 The bits are those of the staged path: rows have the same places and contents, and tiles the same order of sums.
 

@@ -44,7 +44,7 @@ def order_rows(domain: Domain) -> None:
 
 
 def order_arguments(domain: Domain) -> Launch:
-    """Build the launch of `order_rows_kernel`."""
+    """Build the launch of `order_rows_kernel`, which may start before `send_routing` ends."""
     layout, memory = domain.layout, cast(FusedMemory, domain.fused)
     arguments = (
         domain.peers, layout.regions, domain.row_shift, domain.offsets, domain.state, domain.history, *memory.tensors,
@@ -54,7 +54,7 @@ def order_arguments(domain: Domain) -> Launch:
         domain.on_gpu,
     )  # fmt: skip
     programs = layout.num_ranks * -(-layout.max_tokens // ORDERED)
-    return Launch((min(programs, num_sms(domain.peers.device)) + 1,), arguments, WARPS)
+    return Launch((min(programs, num_sms(domain.peers.device)) + 1,), arguments, {**WARPS, "launch_pdl": domain.on_gpu})
 
 
 def run_fused_l1(domain: Domain, experts: ExpertWeights, grouping: Grouping) -> Matrix:

@@ -6,7 +6,7 @@ from typing import Any, NamedTuple
 
 import triton
 import triton.language as tl
-from triton.language.extra.cuda import gdc_launch_dependents
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from envoi.moe.parallel.dispatch_kernels import note_load
 from envoi.moe.parallel.fused.memory import FIRST_ARRIVALS
@@ -77,10 +77,12 @@ def order_rows_kernel(
     """Write which token each row has and which rows each token, weights and destinations of rows; reset counters.
 
     The last program, which few tokens leave idle, also adds the call to `history`. After a call that failed in dispatch
-    there are no rows. OVERLAP: the next kernel may start at once; its `wait_for_grid` waits for the end of this one.
+    there are no rows. OVERLAP: this kernel may start before the one ahead of it ends; once that one has ended the next may
+    start, and waits for the end of this one.
     """
     if OVERLAP:
-        gdc_launch_dependents()
+        gdc_wait()
+        gdc_launch_dependents()  # not earlier: the next kernel reads offsets before it waits
     memory = Memory(tl.load(peers + rank), peers, regions, room)
     experts = LocalExperts(first_expert, num_local, row_shift)
     out = OrderedRows(row_tokens, token_rows, row_weights, row_destinations, slot_bytes, token_bits)
