@@ -77,8 +77,8 @@ def order_rows_kernel(
     """Write which token each row has and which rows each token, weights and destinations of rows; reset counters.
 
     The last program, which few tokens leave idle, also adds the call to `history`. After a call that failed in dispatch
-    there are no rows. OVERLAP: this kernel may start before the one ahead of it ends; once that one has ended the next may
-    start, and waits for the end of this one.
+    there are no rows. OVERLAP: this kernel may start before the one ahead of it ends; once that one has ended, the next
+    may start, and waits for the end of this one.
     """
     if OVERLAP:
         gdc_wait()
