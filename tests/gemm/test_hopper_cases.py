@@ -106,6 +106,7 @@ def shipped(tmp_path, monkeypatch):
 def forget():
     tune._entries.cache_clear()
     tune.forget_choices()
+    cases.measured_cases.cache_clear()
 
 
 def key(case):

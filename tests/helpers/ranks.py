@@ -98,7 +98,7 @@ def _worker(
 
     torch.set_num_threads(1)
     if backend == "nccl":
-        torch.cuda.set_device(rank)
+        torch.cuda.set_device(rank % torch.cuda.device_count())
     guard = timedelta(seconds=GUARD_S)
     method = f"file://{folder}/store" if join is None else join(rank)
     dist.init_process_group(backend, init_method=method, rank=rank, world_size=num_ranks, timeout=guard)

@@ -117,6 +117,55 @@ def test_the_bits_of_one_rank(way):
         assert_same_bits(torch.cat([outcome.value[number] for outcome in outcomes]), on_one_rank(case))
 
 
+def two_on_a_gpu(rank: int, num_ranks: int, tried: list[Case], presum: bool) -> list[tuple[torch.Tensor, bool]]:
+    """Return outputs of four ranks on two hosts, a GPU for each host, and whether those of a graph are equal."""
+    place = rank // 2
+    torch.cuda.set_device(place)
+    gloo, outs = dist.new_group(backend="gloo"), []  # NCCL connects no two ranks on one GPU; rails are on both
+    for case in tried:
+        layer, (token_ends, expert_ends) = case.build(), case.cuts(num_ranks)
+        sizes = {"max_tokens": len(layer.tokens), "num_topk": layer.routing.topk_ids.shape[1], "presum": presum}
+        parallel = cases.open_parallel(
+            layer, case.format, rank, expert_ends, f"cuda:{place}", hosts=list("aabb"), timeout_s=60.0, **sizes
+        )
+        assert (parallel.transport, parallel.exchange) == ("nccl", "hosts"), parallel.why
+        tokens, r = cases.part_of(layer, rank, token_ends)
+        inputs = tokens.cuda(), replace(r, topk_weights=r.topk_weights.cuda(), topk_ids=r.topk_ids.cuda())
+        out, graph = parallel.moe(*inputs), torch.cuda.CUDAGraph()
+        torch.cuda.synchronize()
+        dist.barrier(gloo)
+        with torch.cuda.graph(graph):
+            again = parallel.moe(*inputs)
+        for _ in range(3):
+            graph.replay()
+        torch.cuda.synchronize()
+        parallel.check()
+        outs.append((out.cpu(), torch.equal(out, again)))
+        dist.barrier(gloo)
+        parallel.close()
+    return outs
+
+
+@pytest.mark.gpu(2)
+@pytest.mark.parametrize("presum", [False, True])
+def test_two_hosts_of_two_ranks(monkeypatch, presum):
+    """Ranks of a host share its memory, and a rail connects the hosts: here two ranks of a host have one GPU."""
+    monkeypatch.setenv("TORCH_SYMM_MEM_ALLOW_OVERLAPPING_DEVICES", "1")
+    tried = [
+        Case("bf16"), Case("fp8_block128", token_ends=[0, 7, 7, 60]), Case("mxfp8", {"masked": 0.5}),
+        Case("fp8_row", one_expert=5), Case("bf16", {"bias": True, "activation": "swiglu_oai"}),
+    ]  # fmt: skip
+    outcomes = run_ranks(4, two_on_a_gpu, tried, presum, backend="nccl", timeout_s=150)
+    assert [outcome.text for outcome in outcomes] == [""] * 4
+    for number, case in enumerate(tried):
+        assert all(outcome.value[number][1] for outcome in outcomes)
+        out, want = torch.cat([outcome.value[number][0] for outcome in outcomes]), on_one_rank(case)
+        if presum:  # sums of each host's experts are rounded once more
+            assert torch.allclose(out.float(), want.float(), rtol=2e-2, atol=2e-2 * float(want.float().abs().max()))
+        else:
+            assert_same_bits(out, want)
+
+
 def presummed(rank: int, num_ranks: int, format: str, way: str) -> tuple[torch.Tensor, bool, bool]:
     """Return the output, whether forty more calls give equal bits, and whether rows were summed on the ranks."""
     layer = make(**LAYER)

@@ -75,7 +75,7 @@ def _few(case: Case) -> few.Launch:
     if case.kind == "permute":
         return few.permute_launch(tokens, without_memory(slots_of, FP32), ids, layer, buffers)
     if case.kind == "sum":
-        return sum_launch(buffers.rows, buffers.slot_to_pos, buffers.out)
+        return sum_launch(buffers.rows, buffers.slot_to_pos, buffers.out, early=True)
     l1, l2 = few.configs_of(layer, ids.numel())
     return few.gemm_launch(layer, buffers, ids, l1 if case.kind == "l1" else l2)
 

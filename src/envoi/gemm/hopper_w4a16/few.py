@@ -79,7 +79,7 @@ def moe(tokens: torch.Tensor, topk_weights: torch.Tensor, topk_ids: torch.Tensor
         ("permute", permute_launch(tokens, topk_weights, topk_ids, layer, buffers)),
         ("L1", gemm_launch(layer, buffers, topk_ids, configs[0])),
         ("L2", gemm_launch(layer, buffers, topk_ids, configs[1])),
-        ("combine", sum_launch(buffers.rows, buffers.slot_to_pos, buffers.out)),
+        ("combine", sum_launch(buffers.rows, buffers.slot_to_pos, buffers.out, early=True)),
     ):
         with span(name):
             launch(kernel, grid, arguments, options)

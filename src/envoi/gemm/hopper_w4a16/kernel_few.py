@@ -354,6 +354,8 @@ def few_kernel(
     outputs = Outputs(bias, row_weights, out, out_factors, factors, num_row_tiles, cfg)
     schedule = Schedule.create(Routing(offsets, topk_ids, num_slots, num_experts), num_row_tiles, cfg)
     units = schedule.num_units()
+    if cfg.overlaps and cfg.reads_ids and units == 0:
+        wait_for_grid()  # all CTAs would end at once otherwise, and L2 would start and read `offsets` too early
     parts = Parts(sums, flags, units, gl.maximum(gl.minimum(gl.num_programs(0), units), 1))
     worker = parts.workers - 1 - gl.program_id(0)
     if worker >= 0:

@@ -33,9 +33,9 @@ def count_before(topk_ids, experts, slots, num_slots, num_experts, COUNT: tl.con
 @triton.jit
 def split_token(x, HARDWARE: tl.constexpr):
     """Split float32 [N] into the bits of high and low in E4M3, and the factor of their products: see `few_epilogue`."""
-    largest = tl.max(tl.abs(x), 0)
-    exponent = tl.maximum((largest.to(tl.int32, bitcast=True) >> 23) & 255, 8)
-    exponent = tl.where(tl.max((x != x).to(tl.int32), 0) > 0, 255, exponent)
+    # As integers, magnitudes compare as they do as numbers, and NaN is above all.
+    largest = tl.max(x.to(tl.int32, bitcast=True) & 0x7FFFFFFF, 0)
+    exponent = tl.maximum(largest >> 23, 8)
     up = ((261 - exponent) << 23).to(tl.float32, bitcast=True)
     factor = tl.where(exponent == 255, 0x7FC00000, (exponent - 2) << 23).to(tl.float32, bitcast=True)
     x = x * up
@@ -70,17 +70,21 @@ def permute_kernel(
         before = count_before(topk_ids, own, own * 0, num_slots, num_experts, EXPERTS, BLOCK)
         tl.store(offsets + own, before, mask=own <= num_experts)
     else:
+        # Under way while slots are counted.
+        c = tl.arange(0, WIDTH)
+        x = tl.load(tokens + m.to(tl.int64) * stride + c, mask=c < width, other=0.0)
         s = tl.arange(0, SLOTS)
         slots = m * K + s
+        weights = tl.load(topk_weights + slots, mask=s < K, other=0.0)
+        if HARDWARE:
+            # ptxas moves loads down to their first use, but not past this.
+            tl.inline_asm_elementwise("bar.warp.sync 0xffffffff; // $0", "=r", [], tl.int32, is_pure=False, pack=1)
         e = tl.where(s < K, experts_at(topk_ids, slots, num_slots, num_experts), num_experts)
         pos = count_before(topk_ids, e, slots, num_slots, num_experts, SLOTS, BLOCK)
         pos = tl.where(e < num_experts, pos, -1)
         tl.store(slot_to_pos + slots, pos, mask=s < K)
-        weights = widen(tl.load(topk_weights + slots, mask=s < K, other=0.0))
-        tl.store(row_weights + pos, weights, mask=pos >= 0)
-        c = tl.arange(0, WIDTH)
-        x = widen(tl.load(tokens + m.to(tl.int64) * stride + c, mask=c < width, other=0.0))
-        x = tl.reshape(x, (WIDTH // GROUP, 2, 2, 4, 2))  # k16, k8, t, b
+        tl.store(row_weights + pos, widen(weights), mask=pos >= 0)
+        x = tl.reshape(widen(x), (WIDTH // GROUP, 2, 2, 4, 2))  # k16, k8, t, b
         x = tl.reshape(tl.permute(x, (0, 1, 3, 4, 2)), (WIDTH,))
         high, low, factor = split_token(x, HARDWARE)
         place = c // GROUP * (2 * GROUP) + c % GROUP
