@@ -13,6 +13,7 @@ import pytest
 
 from envoi.cases import kernel_cases
 from envoi.gemm.hopper import cases as hopper
+from envoi.moe.parallel import cases as parallel
 from envoi.runtime import triton_compat
 from envoi.runtime.kernel_case import EVERY_ARCH
 from tests.helpers import gpu_record
@@ -29,9 +30,9 @@ ARCH = "sm_90"
 GROUP = 8
 ELSEWHERE = ("gemm-triton", "gemm-triton-mxfp4", "rows-triton", "indexer-scores")  # Hopper has kernels of its own
 # Names of cases that are compiled, but that no GPU has run yet.
-NOT_RUN: frozenset[str] = frozenset({
+NOT_RUN = frozenset({
     "w4a16-permute", "w4a16-few-l1-ids", "w4a16-nvfp4-l1-16", "w4a16-nvfp4-l1-64", "w4a16-nvfp4-l1-128",
-    "w4a16-nvfp4-l1", "w4a16-nvfp4-l2",
+    "w4a16-nvfp4-l1", "w4a16-nvfp4-l2", *(case.name for case in parallel.FUSED),
 })  # fmt: skip
 MEASURED = {case.title: case for case in hopper.measured_cases()}
 

@@ -77,6 +77,7 @@ NEEDS: tuple[tuple[str, dict[str, str]], ...] = (
         {"tensor core": BLACKWELL_CORE, **LOADS, "TMA store": "UTMASTG", "tensor memory load": "LDTM"},
     ),
     ("w4a16-few-", {"tensor core": "QGMMA"}),
+    ("ep-fused-l1", {"tensor core": "QGMMA", **LOADS}),
     ("router-sm90", {"tensor core": "HGMMA", **LOADS}),
     ("gemm-mx-sm90-", {"tensor core": "HGMMA", **LOADS}),
     ("w4a16-many-", {"tensor core": "HGMMA", **LOADS}),

@@ -7,6 +7,7 @@ import torch
 from envoi.moe.parallel import ExpertParallel, dispatch, gathered_device, hosts_device, nvlink
 from envoi.moe.parallel.combine import combine_barrier, send_partial_sums, sum_rows
 from envoi.moe.parallel.dispatch import MAX_CHUNKS, num_chunks
+from envoi.moe.parallel.fused.host import order_rows
 from envoi.moe.parallel.hosts import Grid
 from envoi.moe.parallel.symmetric_memory import Domain, SharedLayout, allocate, set_peers
 from envoi.types import ExpertWeights, Routing
@@ -61,15 +62,9 @@ def moe(
 
     experts: None skips both GEMMs: sums the old contents of the slots; with presum the tokens themselves, in bf16.
     """
-    ranked = []
-    for domain, (tokens, routing) in zip(domains, parts, strict=True):
-        ranked.append(dispatch.stage_tokens(domain, tokens, routing.topk_ids))
-    for turn in range(2):  # first only to send routing: a rank has everyone's only in the second turn
-        for domain, (_, routing), mine in zip(domains, parts, ranked, strict=True):
-            flags(domain)[0] = num_chunks(domain.layout) if turn else 100 * MAX_CHUNKS
-            dispatch.send_routing(domain, routing.topk_ids, routing.topk_weights, mine)
+    exchange_routing(domains, parts)
     for domain in domains:
-        dispatch.pull_rows(domain)
+        order_rows(domain) if domain.layout.fused else dispatch.pull_rows(domain)
     for number, domain in enumerate(domains):
         rows = domain.rows if experts is None else nvlink.run_local_experts(domain, experts[number], 10)
         if domain.layout.presum:
@@ -80,6 +75,17 @@ def moe(
         combine_barrier(domain)
         outs.append(sum_rows(domain, routing.topk_ids))
     return outs
+
+
+def exchange_routing(domains: list[Domain], parts: list[tuple[torch.Tensor, Routing]]) -> None:
+    """Run dispatch on every rank up to the order of its rows."""
+    ranked = []
+    for domain, (tokens, routing) in zip(domains, parts, strict=True):
+        ranked.append(dispatch.stage_tokens(domain, tokens, routing.topk_ids))
+    for turn in range(2):  # first only to send routing: a rank has everyone's only in the second turn
+        for domain, (_, routing), mine in zip(domains, parts, ranked, strict=True):
+            flags(domain)[0] = num_chunks(domain.layout) if turn else 100 * MAX_CHUNKS
+            dispatch.send_routing(domain, routing.topk_ids, routing.topk_weights, mine)
 
 
 def split(layer: Layer, token_ends: list[int]) -> list[tuple[torch.Tensor, Routing]]:

@@ -237,12 +237,14 @@ def test_two_thousand_calls_and_a_graph():
     assert [outcome.value for outcome in outcomes] == [{"same": True, "graph": True}] * num_ranks
 
 
-def fault(rank: int, num_ranks: int, kind: str, timeout_s: float) -> tuple[str, str, float, bool]:
+def fault(
+    rank: int, num_ranks: int, kind: str, timeout_s: float, format: str = "bf16", fused: bool | None = None
+) -> tuple[str, str, float, bool]:
     """Make rank 1 fail; return the others' errors, their seconds, and whether the failed call's output is all NaN."""
     torch.cuda.set_device(rank)
     layer, ends = make(**LAYER), [8 * (r + 1) // num_ranks for r in range(num_ranks)]
     dist.barrier()  # on a busy machine one rank may start seconds after another
-    parallel = open_here(layer, "bf16", rank, ends, timeout_s=timeout_s)
+    parallel = open_here(layer, format, rank, ends, timeout_s=timeout_s, fused=fused)
     inputs = inputs_of(layer, rank, [60 * (r + 1) // num_ranks for r in range(num_ranks)])
     parallel.moe(*inputs)
     torch.cuda.synchronize()

@@ -2,6 +2,7 @@
 
 from collections.abc import Iterator
 from contextlib import nullcontext
+from dataclasses import replace
 
 import pytest
 import torch
@@ -17,7 +18,11 @@ from tests.runtime.test_prepared_hopper import assert_replayed
 
 __all__ = ["hopper"]
 
-WAYS = {"memory": lambda layout: open_all(layout, [0, 4])[0], "gathered": gathered_alone, "hosts": hosts_alone}
+WAYS = {
+    "memory": lambda layout: open_all(layout, [0, 4])[0],
+    "fused": lambda layout: open_all(replace(layout, fused=True), [0, 4])[0],
+    "gathered": gathered_alone, "hosts": hosts_alone,
+}  # fmt: skip
 SIZES = {"tokens": 16, "experts": 4, "k": 2, "hidden": 256, "intermediate": 256}
 
 
@@ -33,6 +38,7 @@ def group(tmp_path) -> Iterator[None]:
     ("way", "format", "presum", "num_launches"),
     [
         ("memory", "bf16", False, 7), ("memory", "fp8_block128", False, 8), ("memory", "fp8_row", True, 9),
+        ("fused", "fp8_block128", False, 8),
         ("gathered", "bf16", False, 10), ("gathered", "fp8_block128", True, 12), ("hosts", "bf16", False, 14),
         ("hosts", "fp8_block128", True, 16),
     ],

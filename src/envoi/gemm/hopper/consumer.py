@@ -19,6 +19,7 @@ class ConsumerArgs:
     epilogue: EpilogueArgs
     scales: BlockScales
     is_block_scaled: gl.constexpr
+    awaits_rows: gl.constexpr  # True if the rows of a unit, with their scale factors, may come after the kernel began
 
 
 @gluon.jit
@@ -39,6 +40,7 @@ def consumer(args, role: gl.constexpr):
     stride = scheduler.unit_stride()
     step = 0
     tiles_multiplied = 0
+    units_before = role // cfg.consumers_per_tile  # of this CTA, before the next one
     first = scheduler.first_unit() + role // cfg.consumers_per_tile * stride
     for u in range(first, scheduler.num_units, alternate * stride):
         if alternate == 2 and role == 1:
@@ -57,6 +59,9 @@ def consumer(args, role: gl.constexpr):
             tiles_multiplied += 1
         # A share without rows multiplies the stages' contents too: CTAs that skipped it would drift apart and share
         # less in the L2.
+        if args.awaits_rows:
+            pipeline.wait_for_rows(units_before)
+            units_before += alternate
         if args.is_block_scaled:
             scaled_tile = Tile(tile.x, tile.y, tile.row_end, expert_with_weights(tile, problem))
             acc, step = accumulate_block_scaled(pipeline, step, unit, scaled_tile, args.scales, boxes, role)

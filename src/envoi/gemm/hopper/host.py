@@ -3,6 +3,7 @@
 run_gemm -> work_of (scale factors apart) -> _lowered (the epilogue) -> tune.choose -> arguments -> launch
 """
 
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import cache
 from typing import Any, cast
@@ -232,9 +233,13 @@ def problem_of(call: Call) -> Problem:
 
 def run_gemm(
     a: Matrix, b: Matrix, offsets: torch.Tensor | None, ir: IR, out_dtype: torch.dtype, operands: dict,
-    grouping: Grouping = ALL_ROWS,
+    grouping: Grouping = ALL_ROWS, launch: "Callable[[Call, Config, int], None] | None" = None,
 ) -> list[torch.Tensor]:  # fmt: skip
-    """Return the flat outputs of `envoi.gemm` or, with offsets, of `envoi.grouped_gemm`."""
+    """Return the flat outputs of `envoi.gemm` or, with offsets, of `envoi.grouped_gemm`.
+
+    launch: what launches the kernel instead of `launch_gemm`.
+    """
+    launch = launch or launch_gemm
     work = work_of(a, b, ir, operands, offsets)
     M, N, device = work.a.shape[0], work.b.shape[-2], work.a.device
     tensors, pointers = operand_tensors(work.ir, work.operands, work.num_groups)
@@ -243,10 +248,10 @@ def run_gemm(
     if work.rows_after(grouping.batch_invariant):
         acc = torch.empty(M, N, dtype=torch.float32, device=device)
         product = replace(work, ir=store.ir)
-        launch_gemm(*_call_and_config(product, torch.float32, (), frozenset(), [acc], grouping, count), count)
+        launch(*_call_and_config(product, torch.float32, (), frozenset(), [acc], grouping, count), count)
         triton_host.finish_rows(acc, work.ir, out_dtype, tensors, pointers, written, offsets, grouping.write_tail)
     else:
-        launch_gemm(*_call_and_config(work, out_dtype, tensors, pointers, written, grouping, count), count)
+        launch(*_call_and_config(work, out_dtype, tensors, pointers, written, grouping, count), count)
     return triton_host.finish_outputs(work.ir, written, offsets) if reduces_rows(work.ir) else written
 
 

@@ -73,7 +73,7 @@ def gemm_kernel(
     where there is none. The other arguments are fields of `Problem`, `EpilogueArgs`, `SplitK`, `RowReductions` and
     `BlockScales`, which document them. They are flat because a launch takes no descriptor within a tuple.
     """
-    pipeline = Pipeline.create(x_desc, y_desc, code.takes_halves, cfg)
+    pipeline = Pipeline.create(x_desc, y_desc, code.takes_halves, cfg, False)
     fence_async_shared()
     problem = Problem(M, N, K, num_experts, num_whole_tiles, offsets, ROW_MODE, MAX_EXPERTS, cfg)
     scales = BlockScales(a_sf, b_sf, gl.cdiv(K, SCALE_BLOCK), gl.cdiv(N, SCALE_BLOCK))
@@ -83,7 +83,7 @@ def gemm_kernel(
     role_barrier()
     producer_args = ProducerArgs(x_desc, y_desc, pipeline, problem)
     prefill(producer_args)
-    consumer_args = ConsumerArgs(pipeline, epilogue, scales, IS_BLOCK_SCALED)
+    consumer_args = ConsumerArgs(pipeline, epilogue, scales, IS_BLOCK_SCALED, False)
     # Role numbers are literals within the list: a tuple of arguments that is bound to a name first turns its integers
     # into run-time values.
     if cfg.num_consumers == 1:

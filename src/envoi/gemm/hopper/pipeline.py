@@ -51,13 +51,17 @@ class Pipeline:
     empty: gl.shared_memory_descriptor  # mbarriers [num_stages, 1]: consumers arrive, the producer waits
     full: gl.shared_memory_descriptor  # mbarriers [num_stages, 1]: TMA arrives, consumers wait
     turn: gl.shared_memory_descriptor | gl.constexpr  # mbarriers [2, 1]: see `wait_for_turn`; None without pingpong
+    rows: gl.shared_memory_descriptor | gl.constexpr  # mbarriers [num_stages, 1]: see `wait_for_rows`; None if not used
     takes_halves: gl.constexpr  # True if the weights' boxes have rows of both halves of their matrix
     cfg: gl.constexpr  # Config
 
     @staticmethod
     @gluon.jit
-    def create(x_desc, y_desc, takes_halves: gl.constexpr, cfg: gl.constexpr):
-        """Allocate the stages and initialise their barriers. The caller fences before any role uses them."""
+    def create(x_desc, y_desc, takes_halves: gl.constexpr, cfg: gl.constexpr, awaits_rows: gl.constexpr):
+        """Allocate the stages and initialise their barriers. The caller fences before any role uses them.
+
+        awaits_rows: whether consumers call `wait_for_rows`.
+        """
         x_shape: gl.constexpr = [cfg.num_x_boxes] + x_desc.block_type.shape
         y_shape: gl.constexpr = [cfg.num_stages * cfg.y_boxes_per_stage] + y_desc.block_type.shape
         x_bufs = gl.allocate_shared_memory(x_desc.dtype, x_shape, x_desc.layout)
@@ -77,7 +81,13 @@ class Pipeline:
                 mbarrier.init(turn.index(i), count=1)
         else:
             turn: gl.constexpr = None
-        return Pipeline(x_bufs, y_bufs, empty, full, turn, takes_halves, cfg)
+        if awaits_rows:
+            rows = gl.allocate_shared_memory(gl.int64, [cfg.num_stages, 1], mbarrier.MBarrierLayout())
+            for i in gl.static_range(num_stages):
+                mbarrier.init(rows.index(i), count=1)
+        else:
+            rows: gl.constexpr = None
+        return Pipeline(x_bufs, y_bufs, empty, full, turn, rows, takes_halves, cfg)
 
     @gluon.jit
     def x_box(self, stage, i):
@@ -96,6 +106,16 @@ class Pipeline:
         """Consumer: wait until the producer's step-th fill is complete."""
         num_stages: gl.constexpr = self.cfg.num_stages
         mbarrier.wait(self.full.index(step % num_stages), (step // num_stages) & 1)
+
+    @gluon.jit
+    def wait_for_rows(self, count):
+        """Consumer: wait until the producer knows that the token rows of the CTA's count-th unit are in memory.
+
+        A ring of num_stages barriers is enough: the producer passes it once more only after a stage of this unit, or of
+        a later one, has been released.
+        """
+        num_stages: gl.constexpr = self.cfg.num_stages
+        mbarrier.wait(self.rows.index(count % num_stages), (count // num_stages) & 1)
 
     @gluon.jit
     def operands(self, step, boxes):
@@ -137,23 +157,45 @@ class Pipeline:
         mbarrier.wait(self.empty.index(step % num_stages), ((step // num_stages) & 1) ^ 1)
 
     @gluon.jit
+    def tell_rows(self, count):
+        """Producer: let consumers read the token rows of the CTA's count-th unit; they see what this warp does."""
+        mbarrier.arrive(self.rows.index(count % self.cfg.num_stages), count=1)
+
+    @gluon.jit
     def fill(self, x_desc, y_desc, stage, tile, k, IS_LOW: gl.constexpr):
         """Producer: start the TMA loads of a tile's elements [k, k + block_k) into a free stage.
 
         IS_LOW: the tile has one x box only; the second one's rows are after the expert's last. `full` of the stage
         completes once all bytes have arrived.
         """
+        self.expect(x_desc, y_desc, stage, IS_LOW)
+        self.load_x(x_desc, stage, tile, k, IS_LOW)
+        self.load_y(y_desc, stage, tile, k, IS_LOW)
+
+    @gluon.jit
+    def expect(self, x_desc, y_desc, stage, IS_LOW: gl.constexpr):
+        """Producer: arrive on `full` of a stage, which completes once the bytes of all boxes have arrived too."""
+        num_bytes: gl.constexpr = (
+            num_x_boxes(IS_LOW, self.cfg) * x_desc.block_type.nbytes
+            + num_y_boxes(IS_LOW, self.cfg) * y_desc.block_type.nbytes
+        )
+        mbarrier.expect(self.full.index(stage), num_bytes)
+
+    @gluon.jit
+    def load_x(self, x_desc, stage, tile, k, IS_LOW: gl.constexpr):
+        """Producer: start the TMA loads of a stage's x boxes."""
         cfg: gl.constexpr = self.cfg
-        num_x: gl.constexpr = 1 if IS_LOW else cfg.consumers_per_tile
-        num_y: gl.constexpr = cfg.y_boxes_per_stage if IS_LOW else 1
-        full = self.full.index(stage)
-        mbarrier.expect(full, num_x * x_desc.block_type.nbytes + num_y * y_desc.block_type.nbytes)
-        for i in gl.static_range(num_x):
+        for i in gl.static_range(num_x_boxes(IS_LOW, cfg)):
             at = self.corner(tile.x + i * cfg.rows_per_consumer, tile.expert, k, cfg.swap_ab)
-            tma_load(x_desc, at, full, self.x_box(stage, i))
-        for i in gl.static_range(num_y):
+            tma_load(x_desc, at, self.full.index(stage), self.x_box(stage, i))
+
+    @gluon.jit
+    def load_y(self, y_desc, stage, tile, k, IS_LOW: gl.constexpr):
+        """Producer: start the TMA loads of a stage's y boxes."""
+        cfg: gl.constexpr = self.cfg
+        for i in gl.static_range(num_y_boxes(IS_LOW, cfg)):
             at = self.corner(tile.y + i * cfg.y_pitch, tile.expert, k, not cfg.swap_ab)
-            tma_load(y_desc, at, full, self.y_box(stage, i))
+            tma_load(y_desc, at, self.full.index(stage), self.y_box(stage, i))
 
     @gluon.jit
     def corner(self, row, expert, k, IS_WEIGHTS: gl.constexpr):
@@ -162,6 +204,18 @@ class Pipeline:
             return [2 * expert, row // 2, k]
         else:
             return [row, k]
+
+
+@gluon.constexpr_function
+def num_x_boxes(is_low, cfg):
+    """Return the number of x boxes that a stage of a tile has."""
+    return 1 if is_low else cfg.consumers_per_tile
+
+
+@gluon.constexpr_function
+def num_y_boxes(is_low, cfg):
+    """Return the number of y boxes that a stage of a tile has."""
+    return cfg.y_boxes_per_stage if is_low else 1
 
 
 @gluon.jit

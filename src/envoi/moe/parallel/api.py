@@ -1,7 +1,6 @@
 """Public class `envoi.ExpertParallel`: experts spread over the ranks of a torch.distributed group."""
 
 import itertools
-import platform
 import threading
 import weakref
 from collections.abc import Sequence
@@ -31,7 +30,6 @@ from envoi.moe.parallel.collectives import gather_texts
 from envoi.moe.parallel.dispatch import REFUSED_ON_HOST
 from envoi.moe.parallel.hosts import Hosts, agree_on_hosts, connect_hosts, connect_rail
 from envoi.moe.parallel.load import Load, empty_history, load_of, note
-from envoi.moe.parallel.memory import NVLINK
 from envoi.moe.parallel.opening import (
     DEFAULT_TIMEOUT_S,
     OPENING,
@@ -51,6 +49,7 @@ from envoi.moe.parallel.symmetric_memory import Domain, SharedLayout
 from envoi.moe.parallel.timeout import PeerTimeout
 from envoi.moe.parallel.warm_up import CountedCall, ParallelCall, compile_together, load_together, unbounded
 from envoi.moe.warm_up import check_jobs, compiles, prepare, without_tensors
+from envoi.plan import pulling
 from envoi.plan.gathering import gathering_pays, link_of
 from envoi.plan.presum import pays
 from envoi.runtime import shortcuts
@@ -61,8 +60,6 @@ from envoi.types import ExpertWeights, Routing
 
 # The operator finds its object by name.
 _instances: "weakref.WeakValueDictionary[str, ExpertParallel]" = weakref.WeakValueDictionary()
-# Objects of equal sizes, such as those of a model's layers, use the same memory in turn.
-_domains: "weakref.WeakValueDictionary[tuple, Domain]" = weakref.WeakValueDictionary()
 
 
 class ExpertParallel:
@@ -96,10 +93,13 @@ class ExpertParallel:
         many ranks. Needs max_tokens and num_topk. None = rows travel between all ranks alike, as they do if GPUs of a
         host don't reach each other's memory (`why` says so). Over NCCL the room of max_tokens is that of NVLink
         for the tokens of num_ranks / ranks of a host ranks, in bf16 once more.
+    fused: over NVLink, on Hopper, in fp8_block128: the first GEMM pulls its tokens from peers itself, while it
+        multiplies, instead of a kernel before it; the bits are the same. None = where that was measured to be faster
+        with max_tokens (`envoi.plan.pulling`): nowhere, since its kernels changed last.
 
     Attributes: num_experts (over all ranks), expert_offsets (rank r owns expert_offsets[r] : expert_offsets[r + 1]),
     transport ("nvlink", "nccl" or "gloo"), why (the reason for that transport), exchange ("memory" over NVLink,
-    "hosts", "gathered" or "counted"), presum (True or False).
+    "hosts", "gathered" or "counted"), presum and fused (True or False).
 
     Threads may share an object: its calls run one at a time. A call of one rank is then matched with any call of
     another, and each returns the rows of its own tokens; where rows are counted all of them need the same k. Two
@@ -116,9 +116,9 @@ class ExpertParallel:
     def __init__(
         self, experts: ExpertWeights, group: dist.ProcessGroup | DeviceMesh | None = None,
         timeout_s: float = DEFAULT_TIMEOUT_S, max_tokens: int | None = None, num_topk: int | None = None,
-        presum: bool | None = None, hosts: str | Sequence[str] | None = None,
+        presum: bool | None = None, hosts: str | Sequence[str] | None = None, fused: bool | None = None,
     ):  # fmt: skip
-        refusal = complaint(check_options, experts, timeout_s, max_tokens, num_topk, presum)
+        refusal = complaint(check_options, experts, timeout_s, max_tokens, num_topk, presum, fused)
         if not dist.is_initialized():
             raise ValueError(
                 refusal or "group: expected an initialised torch.distributed; call init_process_group first"
@@ -129,7 +129,7 @@ class ExpertParallel:
         self.channel = open_channel(group, *device_and_timeout(experts, timeout_s), self.name)
         raise_together(gather_texts(self.channel, refusal, OPENING), refusal)
         self.experts, self.timeout_s = experts, timeout_s
-        sizes = agree_on_sizes(self.channel, experts, timeout_s, max_tokens, num_topk, presum)
+        sizes = agree_on_sizes(self.channel, experts, timeout_s, max_tokens, num_topk, presum, fused)
         names = [] if hosts is None else agree_on_hosts(self.channel, hosts, (max_tokens, num_topk), experts.device)
         self._hosts = tuple(names) if len(set(names)) > 1 else ()
         over_gloo = self.channel.data is self.channel.control
@@ -147,7 +147,9 @@ class ExpertParallel:
         self.transport = "gloo" if self.channel.data is self.channel.control else "nccl"
         self.room: gathered.Room | None = None
         self.buffers: memory.Buffers | None = None
-        self.domain, self.why = self._open_domain(group, presum) if rail is None else (None, "")
+        self.domain, self.why = self._open_domain(group, presum, fused) if rail is None else (None, "")
+        if fused and self.domain is None:
+            memory.refuse_unfused([self.why or "ranks that are grouped by host"])
         if self.domain is not None:
             self.transport = "nvlink"
         elif rail is not None:
@@ -159,6 +161,7 @@ class ExpertParallel:
         if shared is not None:
             self._lock = shared.lock  # objects that share memory take turns
         self.presum, self.exchange = self._how()
+        self.fused = self.domain is not None and self.domain.layout.fused
         _instances[self.name] = self
 
     def _how(self) -> tuple[bool, str]:
@@ -254,7 +257,8 @@ class ExpertParallel:
 
     def _rehearsed(self, num_topk: int) -> ParallelCall:
         """Return this rank's call with so many slots a token, on memory like the one that its calls use."""
-        layout = replace(self._layout(cast(int, self.max_tokens), cast(int, self.num_topk)), presum=self.presum)
+        layout = self._layout(cast(int, self.max_tokens), cast(int, self.num_topk))
+        layout = replace(layout, presum=self.presum, fused=self.fused)
         sizes = self.channel.rank, tuple(self.expert_offsets), self.timeout_s
         hosts = self._hosts if self.exchange == "hosts" else ()
         return ParallelCall(layout, num_topk, *sizes, without_tensors(self.experts), self.buffers is not None, hosts)
@@ -416,37 +420,24 @@ class ExpertParallel:
             text = domain.watch.ask(lambda store: store.get(f"refused/{rank}"), self.timeout_s).decode()
         raise ValueError(f"rank {rank} of the group refused its arguments in an earlier call: {text}")
 
-    def _open_domain(self, group: dist.ProcessGroup, presum: bool | None) -> tuple[Domain | None, str]:
+    def _open_domain(
+        self, group: dist.ProcessGroup, presum: bool | None, fused: bool | None
+    ) -> tuple[Domain | None, str]:
         """Return the memory shared over NVLink, or None, and the reason. Collective."""
         if self.transport == "gloo":
             return None, "the group is one of gloo"
         if self.max_tokens is None or self.num_topk is None:
             return None, "max_tokens and num_topk weren't given"
-        refusals = gather_texts(self.channel, nvlink.supports_kernels(self.experts), OPENING)
-        hosts = gather_texts(self.channel, platform.node(), OPENING)
-        if any(refusals) or len(set(hosts)) > 1:
-            return None, next(filter(None, refusals), "the ranks are on several hosts")
         layout = self._layout(self.max_tokens, self.num_topk)
         if presum is None:
-            presum = pays(
-                layout.hidden,
-                self.experts.intermediate,
-                layout.num_topk,
-                layout.max_tokens,
-                layout.num_ranks,
-                layout.format,
-            )
-        layout = replace(layout, presum=presum)
-        key = (tuple(self.channel.watch.ranks), layout, tuple(self.expert_offsets), self.timeout_s)
-        domain = _domains.get(key)
-        if domain is not None and any(domain.codes[0]):
-            domain = None  # a rank was lost: the flags can't be trusted any more
-        if all(gather_texts(self.channel, "known" if domain is not None else "", OPENING)):
-            return domain, NVLINK
-        domain, why = memory.new_domain(self._owner, layout, group)
-        if domain is not None:
-            _domains[key] = domain
-        return domain, why
+            sizes = layout.num_topk, layout.max_tokens, layout.num_ranks, layout.format
+            presum = pays(layout.hidden, self.experts.intermediate, *sizes)
+        wanted = fused
+        if fused is None:
+            sizes = layout.num_topk, layout.max_tokens, layout.num_ranks, layout.num_experts, layout.format
+            wanted = pulling.pays(layout.hidden, self.experts.intermediate, *sizes)
+        layout = replace(layout, presum=presum, fused=bool(wanted))
+        return memory.open_domain(self._owner, self.experts, layout, group, fused)
 
     @property
     def _owner(self) -> memory.Owner:

@@ -1,9 +1,15 @@
 """Launches of the kernels between ranks: 4 ranks, 2048 tokens each, 6 of 256 experts each."""
 
+from dataclasses import replace
 from functools import cache
+from typing import cast
 
 import torch
 
+from envoi.epilogue.api import Epilogue
+from envoi.gemm.grouping import Grouping
+from envoi.gemm.hopper import host as hopper
+from envoi.moe.experts import l1_epilogues
 from envoi.moe.launches import Launch
 from envoi.moe.parallel import combine, dispatch, gathered_device, gathered_kernels, hosts_device, hosts_kernels, queued
 from envoi.moe.parallel.combine_kernels import (
@@ -13,14 +19,20 @@ from envoi.moe.parallel.combine_kernels import (
     sum_ranks_kernel,
 )
 from envoi.moe.parallel.dispatch_kernels import pull_kernel, send_routing_kernel, stage_tokens_kernel
+from envoi.moe.parallel.fused import host as fused
+from envoi.moe.parallel.fused import memory
+from envoi.moe.parallel.fused.kernel import fused_l1_kernel
+from envoi.moe.parallel.fused.order_kernels import order_rows_kernel
 from envoi.moe.parallel.hosts import Grid
 from envoi.moe.parallel.load import HISTORY
 from envoi.moe.parallel.progress import BEGUN
 from envoi.moe.parallel.symmetric_memory import Domain, SharedLayout
 from envoi.moe.permute import empty_rows
-from envoi.runtime.kernel_case import EVERY_ARCH, case_of, without_memory
+from envoi.quant import quantize
+from envoi.runtime.kernel_case import EVERY_ARCH, HOPPER, NUM_SMS, case_of, without_memory
+from envoi.types import ExpertWeights
 
-M, NUM_TOPK, NUM_EXPERTS, HIDDEN, NUM_RANKS = 2048, 6, 256, 4096, 4
+M, NUM_TOPK, NUM_EXPERTS, HIDDEN, INTERMEDIATE, NUM_RANKS = 2048, 6, 256, 4096, 2048, 4
 NUM_HOSTS = 2
 NUM_LOCAL = NUM_EXPERTS // NUM_RANKS
 BF16, FP32, INT32, INT64 = torch.bfloat16, torch.float32, torch.int32, torch.int64
@@ -132,6 +144,29 @@ def _sum_hosts(presum: bool) -> Launch:
     return hosts_device.sum_hosts_arguments(_hosts(presum=presum), _slots(), _tokens())
 
 
+def _fused_domain() -> Domain:
+    domain = _domain("fp8_block128")
+    domain.layout = replace(domain.layout, fused=True)
+    domain.report = without_memory((2, NUM_RANKS), INT32)
+    domain.fused = memory.allocate(NUM_RANKS, M, NUM_TOPK, torch.device("meta"))
+    return domain
+
+
+def _order_rows() -> Launch:
+    return fused.order_arguments(_fused_domain())
+
+
+def _fused_l1(num_tokens: int, in_pairs: bool) -> Launch:
+    """Return L1's launch where every rank has so many tokens; in_pairs: L1 quantises."""
+    domain, make = _fused_domain(), without_memory
+    gate_up = quantize(make((NUM_LOCAL, 2 * INTERMEDIATE, HIDDEN), BF16), "fp8_128x128")
+    down = quantize(make((NUM_LOCAL, HIDDEN, INTERMEDIATE), BF16), "fp8_128x128")
+    epilogue = cast(Epilogue, l1_epilogues(ExpertWeights(gate_up, down, domain.layout.format))[in_pairs])
+    grouping = Grouping(write_tail=False, expected=num_tokens * NUM_TOPK)
+    given = gate_up, domain.offsets, epilogue.ir, BF16, {"weight": domain.row_weights}, NUM_SMS, grouping
+    return fused.l1_arguments(domain, *hopper.planned(domain.rows, *given), NUM_SMS)
+
+
 # Name, description, kernel, function of the arguments, and what it is called with.
 LAUNCHES = (
     ("stage-tokens-bf16", "tokens to where peers read them", stage_tokens_kernel, _stage_tokens, "bf16"),
@@ -162,8 +197,19 @@ BETWEEN_HOSTS = (
     ("sum-hosts", "sums of rows from all hosts", hosts_kernels.sum_hosts_kernel, _sum_hosts, False),
     ("sum-hosts-sums", "of sums from all hosts", hosts_kernels.sum_hosts_kernel, _sum_hosts, True),
 )
+FUSED = (
+    case_of("ep-order-rows", "tokens of this rank's rows", EVERY_ARCH, order_rows_kernel, _order_rows),
+    *(
+        case_of(f"ep-fused-l1{name}", f"L1 that pulls its rows, {about}", HOPPER, fused_l1_kernel, _fused_l1, *given)
+        for name, about, *given in (
+            ("", "by pairs of tiles", 2048, True),
+            ("-narrow", "by one consumer", 512, True),
+            ("-few", "weights on the M side", 64, False),
+        )
+    ),
+)
 NVLINK, GATHERED, HOSTS = (
     tuple(case_of(f"ep-{name}", about, EVERY_ARCH, *launch) for name, about, *launch in launches)
     for launches in (LAUNCHES, AROUND_COLLECTIVES, BETWEEN_HOSTS)
 )
-KERNELS = NVLINK + GATHERED + HOSTS
+KERNELS = NVLINK + GATHERED + HOSTS + FUSED

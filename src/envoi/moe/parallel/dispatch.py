@@ -2,7 +2,7 @@
 
 stage_tokens   this rank's tokens, quantised, to where peers read them; slots counted and ranked
 send_routing   slots to every peer, wait for theirs, compute where rows go
-pull_rows      peers' tokens -> domain.rows, sorted by (expert, source rank, slot)
+pull_rows      peers' tokens -> domain.rows, sorted by (expert, source rank, slot); or `fused.order_rows`, and L1 pulls
 """
 
 from dataclasses import dataclass
@@ -10,6 +10,7 @@ from dataclasses import dataclass
 import torch
 
 from envoi.moe.launches import Launch, launch_kernel, warps_for
+from envoi.moe.parallel.fused.host import order_rows
 from envoi.moe.parallel.symmetric_memory import Domain, SharedLayout
 from envoi.moe.permute import RowBuffers
 from envoi.runtime.devices import num_sms
@@ -37,10 +38,16 @@ class RankedSlots:
 
 
 def dispatch(domain: Domain, tokens: torch.Tensor, topk_weights: torch.Tensor, topk_ids: torch.Tensor) -> None:
-    """Send this rank's tokens [M, H] bf16 to their experts' ranks; fill domain.rows with the tokens for its own."""
+    """Send this rank's tokens [M, H] bf16 to their experts' ranks; fill domain.rows with the tokens for its own.
+
+    With `layout.fused` the rows are only ordered: L1 fills them.
+    """
     ranked = stage_tokens(domain, tokens, topk_ids)
     send_routing(domain, topk_ids.contiguous(), topk_weights.contiguous(), ranked)
-    pull_rows(domain)
+    if domain.layout.fused:
+        order_rows(domain)
+    else:
+        pull_rows(domain)
 
 
 def refuse(domain: Domain) -> None:
@@ -109,7 +116,7 @@ def send_routing_arguments(
         domain.offsets, domain.state, domain.report, domain.rank, layout.num_ranks, *topk_ids.shape, layout.room,
         layout.num_experts, domain.first_expert, domain.num_local, error_code, int(domain.timeout_s * 1e6),
         chunks, next_power_of_2(layout.num_experts + 1), next_power_of_2(domain.num_local),
-        next_power_of_2(layout.num_ranks), domain.on_gpu,
+        next_power_of_2(layout.num_ranks), domain.on_gpu, layout.fused and domain.on_gpu,
     )  # fmt: skip
     return Launch((layout.num_ranks, chunks), arguments, WARPS)
 

@@ -1,8 +1,9 @@
 """Memory of ExpertParallel on GPUs: allocated on all ranks, then connected, so that none waits for one that failed."""
 
+import platform
 import weakref
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, cast
 
 import torch
@@ -11,6 +12,7 @@ from torch.distributed.distributed_c10d import PrefixStore
 
 from envoi.moe.parallel import gathered_device, hosts_device, nvlink, symmetric_memory
 from envoi.moe.parallel.collectives import Channel, gather_texts
+from envoi.moe.parallel.fused.host import FORMAT, supports_fused
 from envoi.moe.parallel.hosts import Grid
 from envoi.moe.parallel.opening import OPENING, first_error
 from envoi.moe.parallel.symmetric_memory import Domain, SharedLayout
@@ -18,8 +20,10 @@ from envoi.types import ExpertWeights
 
 Buffers = gathered_device.Buffers | hosts_device.Buffers
 NVLINK = "all ranks reach each other's memory"
+STAGED, FUSED = "tokens are pulled before L1", "L1 pulls tokens itself (fused)"
 BY_HOST = "ranks are grouped by host"
 # Objects of equal sizes, such as those of a model's layers, use the same memory in turn.
+_domains: "weakref.WeakValueDictionary[tuple, Domain]" = weakref.WeakValueDictionary()
 _buffers: "weakref.WeakValueDictionary[tuple, Buffers]" = weakref.WeakValueDictionary()
 
 
@@ -44,7 +48,45 @@ def new_domain(owner: Owner, layout: SharedLayout, group: dist.ProcessGroup) -> 
         made[0].watch = owner.channel.watch
 
     failed = _in_steps(owner.channel, allocate, lambda: symmetric_memory.connect(made[0], group))
-    return (None, failed) if failed else (made[0], NVLINK)
+    return (None, failed) if failed else (made[0], "")
+
+
+def open_domain(
+    owner: Owner, experts: ExpertWeights, layout: SharedLayout, group: dist.ProcessGroup, fused: bool | None
+) -> tuple[Domain | None, str]:
+    """Return memory over NVLink, that of an earlier object if all ranks have it; or None, and the reason. Collective.
+
+    With layout.fused L1 pulls its tokens itself; if a rank can't do that, it doesn't, or with fused=True every rank
+    raises ValueError.
+    """
+    refusals = gather_texts(owner.channel, nvlink.supports_kernels(experts), OPENING)
+    names = gather_texts(owner.channel, platform.node(), OPENING)
+    if any(refusals) or len(set(names)) > 1:
+        return None, next(filter(None, refusals), "the ranks are on several hosts")
+    if layout.fused:
+        reasons = gather_texts(owner.channel, supports_fused(experts, layout.num_topk), OPENING)
+        if fused:
+            refuse_unfused(reasons)
+        layout = replace(layout, fused=not any(reasons))
+    key = tuple(owner.channel.watch.ranks), layout, owner.expert_offsets, owner.timeout_s
+    domain = _domains.get(key)
+    if domain is not None and any(domain.codes[0]):
+        domain = None  # a rank was lost: the flags can't be trusted any more
+    why = f"{NVLINK}; {FUSED if layout.fused else STAGED}"
+    if all(gather_texts(owner.channel, "known" if domain is not None else "", OPENING)):
+        return domain, why
+    domain, failed = new_domain(owner, layout, group)
+    if domain is not None:
+        _domains[key] = domain
+    return domain, failed or why
+
+
+def refuse_unfused(reasons: list[str]) -> None:
+    """Raise ValueError if one of these is a reason why L1 can't pull its tokens itself."""
+    for reason in filter(None, reasons):
+        raise ValueError(
+            f"fused: expected experts in {FORMAT} on Hopper GPUs that reach each other's memory, for True; got {reason}"
+        )
 
 
 def open_gathered(owner: Owner, layout: SharedLayout, group: dist.ProcessGroup) -> gathered_device.Buffers | None:

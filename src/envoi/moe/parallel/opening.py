@@ -26,8 +26,9 @@ _serials: dict[str, itertools.count] = {}
 
 
 def check_options(
-    experts: ExpertWeights, timeout_s: float, max_tokens: int | None, num_topk: int | None, presum: bool | None
-) -> None:
+    experts: ExpertWeights, timeout_s: float, max_tokens: int | None, num_topk: int | None, presum: bool | None,
+    fused: bool | None,
+) -> None:  # fmt: skip
     """Raise ValueError unless the options of `ExpertParallel` have the right types and values."""
     if not isinstance(experts, ExpertWeights):
         raise ValueError(f"experts: expected ExpertWeights from envoi.experts.pack, got {type(experts).__name__}")
@@ -36,8 +37,9 @@ def check_options(
     for name, value in (("max_tokens", max_tokens), ("num_topk", num_topk)):
         if value is not None:
             expect_int(name, value, 1)
-    if presum is not None and not isinstance(presum, bool):
-        raise ValueError(f"presum: expected True, False or None, got {presum!r}")
+    for name, value in (("presum", presum), ("fused", fused)):
+        if value is not None and not isinstance(value, bool):
+            raise ValueError(f"{name}: expected True, False or None, got {value!r}")
 
 
 def check_sizes(
@@ -142,7 +144,7 @@ def name_object(ranks: list[int]) -> str:
 
 def agree_on_sizes(
     channel: Channel, experts: ExpertWeights, timeout_s: float, max_tokens: int | None, num_topk: int | None,
-    presum: bool | None,
+    presum: bool | None, fused: bool | None,
 ) -> list[int]:  # fmt: skip
     """Return every rank's number of experts. Raises ValueError unless all else is equal on all ranks. Collective."""
     mine = f"hidden={experts.hidden} intermediate={experts.intermediate} format={experts.format}"
@@ -150,7 +152,7 @@ def agree_on_sizes(
     texts = gather_texts(channel, mine, OPENING)
     same_everywhere("experts", texts)
     same_everywhere("timeout_s", gather_texts(channel, f"{float(timeout_s):g}", OPENING))
-    same_everywhere("sizes", gather_texts(channel, f"{max_tokens=} {num_topk=} {presum=}", OPENING))
+    same_everywhere("sizes", gather_texts(channel, f"{max_tokens=} {num_topk=} {presum=} {fused=}", OPENING))
     return gather_ints(channel, [experts.num_local_experts], OPENING)[:, 0].tolist()
 
 

@@ -1,0 +1,269 @@
+"""Fused L1 on GPUs: the bits of the staged path and of one rank; graphs; bounded waits; lost ranks."""
+
+from dataclasses import replace
+from functools import cache
+from itertools import pairwise
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from envoi.gemm.grouping import Grouping
+from envoi.gemm.hopper import pairs
+from envoi.moe import moe
+from envoi.moe.parallel import PeerTimeout
+from envoi.moe.parallel import cases as kernels
+from envoi.moe.parallel.fused import host
+from envoi.moe.parallel.shared_device import LATE_IN_L1, LOST, OUTCOME
+from envoi.moe.parallel.symmetric_memory import SharedLayout
+from envoi.types import ExpertWeights, QuantTensor, Routing
+from tests.helpers.accuracy import assert_same_bits
+from tests.helpers.launches import assert_same_code, watched
+from tests.helpers.ranks import run_ranks
+from tests.moe.layers import make
+from tests.moe.parallel import domains
+from tests.moe.parallel.cases import Case
+from tests.moe.parallel.test_nvlink_gpu import (
+    LAYER,
+    assert_rank_1_is_named,
+    each_mistake,
+    fault,
+    inputs_of,
+    on_gpu,
+    on_one_rank,
+    open_here,
+    summed_by_rank,
+)
+
+FORMAT = "fp8_block128"
+LAYERS = {
+    "small": {},
+    "hidden 2816": {"tokens": 600, "hidden": 2816, "intermediate": 256},
+    "many": {"tokens": 3000, "hidden": 1024, "intermediate": 512},
+    "few": {"tokens": 5},
+    "top-8": {"tokens": 700, "k": 8},
+    "masked": {"masked": 0.7},
+    "all masked": {"masked": 1.0},
+    "bias": {"bias": True, "activation": "swiglu_oai"},
+    "no gate": {"activation": "relu2"},
+}
+
+
+@pytest.fixture
+def quantising(request):
+    """Let L1 quantise by pairs of tiles, or not, whatever should be faster."""
+    pairs.use_pairs(request.param)
+    yield
+    pairs.use_pairs(None)
+
+
+def in_one_process(layer, token_ends, ends, presum=False):
+    """Open ranks of the fused path in this process; return them, their experts and inputs."""
+    sizes = len(layer.routing.topk_ids), 8, layer.tokens.shape[1], FORMAT, presum
+    opened = domains.open_all(
+        SharedLayout(len(ends), layer.routing.num_experts, *sizes, fused=True), [0, *ends], "cuda"
+    )
+    packed = [layer.pack(FORMAT, first, last) for first, last in pairwise([0, *ends])]
+    return opened, packed, domains.split(layer, token_ends)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("quantising", [True, False], indirect=True)
+@pytest.mark.parametrize("changes", LAYERS.values(), ids=LAYERS)
+def test_several_ranks_in_one_process(quantising, changes):
+    layer, layer.routing = on_gpu(make(**(LAYER | changes)))
+    tokens, want = len(layer.tokens), moe(layer.tokens, layer.routing, layer.pack(FORMAT))
+    opened, packed, parts = in_one_process(layer, [tokens // 3, tokens // 3, tokens], [1, 5, 8])
+    for _ in range(3):
+        assert_same_bits(torch.cat(domains.moe(opened, parts, packed)), want)
+    assert not torch.stack([domain.report for domain in opened]).any()
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("tokens", [60, 3000])
+@pytest.mark.parametrize("expert", [0, 4, 7])
+def test_all_to_one_expert_with_duplicates(tokens, expert):
+    layer, layer.routing = on_gpu(make(**(LAYER | {"tokens": tokens})))
+    layer.routing.topk_ids.fill_(expert)
+    opened, packed, parts = in_one_process(layer, [tokens // 2, tokens], [4, 8])
+    want = moe(layer.tokens, layer.routing, layer.pack(FORMAT))
+    for _ in range(2):
+        assert_same_bits(torch.cat(domains.moe(opened, parts, packed)), want)
+
+
+@pytest.mark.gpu
+def test_rows_that_meet_on_a_rank_are_summed_there():
+    layer, layer.routing = on_gpu(make(**(LAYER | {"masked": 0.3})))
+    opened, packed, parts = in_one_process(layer, [20, 20, 60], [1, 5, 8], presum=True)
+    assert_same_bits(torch.cat(domains.moe(opened, parts, packed)), summed_by_rank(layer, FORMAT, [0, 1, 5, 8]))
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("tokens", [60, 3000])
+def test_a_wait_for_rows_that_nobody_brings_ends(tokens):
+    layer, layer.routing = on_gpu(make(**(LAYER | {"tokens": tokens})))
+    opened, packed, parts = in_one_process(layer, [tokens // 2, tokens], [4, 8])
+    want = torch.cat(domains.moe(opened, parts, packed))
+    domains.exchange_routing(opened, parts)
+    host.order_rows(opened[1])
+    opened[1].fused.row_tokens.fill_(-1)
+    host.run_fused_l1(opened[1], packed[1], Grouping(write_tail=False))
+    torch.cuda.synchronize()
+    assert opened[1].report.tolist() == [[0, LATE_IN_L1.value], [0, 0]]
+    assert int(opened[1].state[OUTCOME.value]) == LOST.value
+    opened[1].report.zero_()
+    opened[1].state.zero_()
+    assert_same_bits(torch.cat(domains.moe(opened, parts, packed)), want)
+
+
+@cache
+def launched() -> dict[str, str]:
+    """Launch the kernels of the fused path on the registry's sizes, a rank's experts with random bytes: {hash: PTX}."""
+    found: dict[str, str] = {}
+    layer, _ = on_gpu(make(tokens=kernels.M, experts=16, k=kernels.NUM_TOPK, hidden=kernels.HIDDEN, intermediate=128))
+    E, R, slots = kernels.NUM_EXPERTS, kernels.NUM_RANKS, kernels.M * kernels.NUM_TOPK
+    ids = layer.routing.topk_ids.cuda()
+    routing = Routing(layer.routing.topk_weights.cuda(), torch.where(ids < 0, ids, ids * (E // 16)), E)
+    layout = SharedLayout(R, E, kernels.M, kernels.NUM_TOPK, kernels.HIDDEN, FORMAT, fused=True)
+    opened = domains.open_all(layout, list(range(0, E + 1, E // R)), "cuda")
+    domain, experts = opened[1], random_experts(kernels.NUM_LOCAL, kernels.INTERMEDIATE, kernels.HIDDEN)
+    domains.exchange_routing(opened, [(layer.tokens, routing)] * R)
+    with watched(lambda sha256, kernel: found.setdefault(sha256, kernel.asm["ptx"])):
+        for num_slots, in_pairs in ((slots, True), (slots // 4, True), (slots // 32, False)):
+            pairs.use_pairs(in_pairs)
+            host.order_rows(domain)
+            host.run_fused_l1(domain, experts, Grouping(write_tail=False, expected=num_slots))
+        pairs.use_pairs(None)
+        torch.cuda.synchronize()
+    assert not domain.report.any()
+    return found
+
+
+def random_experts(count: int, intermediate: int, hidden: int) -> ExpertWeights:
+    def matrix(rows: int, columns: int) -> QuantTensor:
+        values = torch.randint(0, 120, (count, rows, columns), dtype=torch.uint8, device="cuda")
+        sf = torch.rand(count, rows // 128, columns // 128, device="cuda")
+        return QuantTensor(values.view(torch.float8_e4m3fn), sf, (128, 128))
+
+    return ExpertWeights(matrix(2 * intermediate, hidden), matrix(hidden, intermediate), FORMAT)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("case", kernels.FUSED, ids=lambda case: case.name)
+def test_registered(case):
+    assert_same_code(case.name, case.launch(), launched())
+
+
+def run_both(rank: int, num_ranks: int, tried: list[Case]) -> list[tuple[torch.Tensor, torch.Tensor, str, bool]]:
+    """Run each case fused and staged: the outputs, why, and whether only the first is fused."""
+    found = []
+    for case in tried:
+        layer, (token_ends, expert_ends) = case.build(), case.cuts(num_ranks)
+        opened = [open_here(layer, FORMAT, rank, expert_ends, fused=fused) for fused in (True, None)]
+        outs = []
+        for parallel in opened:
+            outs.append(parallel.moe(*inputs_of(layer, rank, token_ends)).cpu())
+            parallel.check()
+        dist.barrier()
+        found.append((*outs, opened[0].why, (opened[0].fused, opened[1].fused) == (True, False)))
+        for parallel in opened:
+            parallel.close()
+    return found
+
+
+@pytest.mark.gpu(2)
+def test_the_bits_of_the_staged_path():
+    num_ranks = min(4, torch.cuda.device_count())
+    tried = [Case(FORMAT, changes) for changes in LAYERS.values()]
+    tried += [
+        Case(FORMAT, token_ends=[0] * (num_ranks - 1) + [60]),
+        Case(FORMAT, {"tokens": 3000}, token_ends=[0] * (num_ranks - 1) + [3000]),
+        Case(FORMAT, {"tokens": 0}, [0] * num_ranks),
+        Case(FORMAT, expert_ends=[1] * (num_ranks - 1) + [8]),
+        Case(FORMAT, {"tokens": 2000}, one_expert=5),
+        Case(FORMAT, one_expert=0),
+    ]
+    outcomes = run_ranks(num_ranks, run_both, tried, backend="nccl", timeout_s=200)
+    assert [outcome.text for outcome in outcomes] == [""] * num_ranks
+    for number, case in enumerate(tried):
+        want = on_one_rank(case)
+        assert all("L1 pulls tokens itself" in outcome.value[number][2] for outcome in outcomes)
+        assert all(outcome.value[number][3] for outcome in outcomes)
+        for path in (0, 1):
+            assert_same_bits(torch.cat([outcome.value[number][path] for outcome in outcomes]), want)
+
+
+def run_often(rank: int, num_ranks: int, num_calls: int) -> dict[str, bool]:
+    """Run calls with two routings in turn, then a graph whose routing changes between replays."""
+    torch.cuda.set_device(rank)
+    sizes = LAYER | {"tokens": 900}
+    layers = [make(**(sizes | {"seed": seed})) for seed in (0, 1)]
+    layers[1].gate_up, layers[1].down = layers[0].gate_up, layers[0].down
+    ends = [900 * (r + 1) // num_ranks for r in range(num_ranks)]
+    parallel = open_here(layers[0], FORMAT, rank, [8 * (r + 1) // num_ranks for r in range(num_ranks)], fused=True)
+    given = [inputs_of(layer, rank, ends) for layer in layers]
+    first = [parallel.moe(*inputs).clone() for inputs in given]
+    different = torch.zeros((), dtype=torch.bool, device=f"cuda:{rank}")
+    for call in range(num_calls):
+        different |= (parallel.moe(*given[call % 2]) != first[call % 2]).any()
+    tokens, routing = given[0][0].clone(), replace(given[0][1], topk_ids=given[0][1].topk_ids.clone())
+    routing = replace(routing, topk_weights=routing.topk_weights.clone())
+    graph = torch.cuda.CUDAGraph()
+    torch.cuda.synchronize()
+    with torch.cuda.graph(graph):
+        out = parallel.moe(tokens, routing)
+    from_graph = torch.zeros_like(different)
+    for call in range(num_calls // 2):
+        tokens.copy_(given[call % 2][0])
+        routing.topk_ids.copy_(given[call % 2][1].topk_ids)
+        routing.topk_weights.copy_(given[call % 2][1].topk_weights)
+        graph.replay()
+        from_graph |= (out != first[call % 2]).any()
+    torch.cuda.synchronize()
+    parallel.check()
+    return {"calls": not bool(different), "graph": not bool(from_graph)}
+
+
+@pytest.mark.gpu(2)
+def test_a_thousand_calls_and_a_graph():
+    num_ranks = min(4, torch.cuda.device_count())
+    outcomes = run_ranks(num_ranks, run_often, 1000, backend="nccl", timeout_s=200)
+    assert [outcome.value for outcome in outcomes] == [{"calls": True, "graph": True}] * num_ranks
+
+
+@pytest.mark.gpu(2)
+@pytest.mark.parametrize("kind", ["dies", "is late", "is a little late"])
+def test_a_lost_rank_is_named_on_every_other(kind):
+    num_ranks, timeout_s = min(4, torch.cuda.device_count()), 6.0
+    outcomes = run_ranks(num_ranks, fault, kind, timeout_s, FORMAT, True, backend="nccl", timeout_s=100)
+    assert_rank_1_is_named(kind, outcomes, timeout_s)
+
+
+def mistakes(rank: int, num_ranks: int) -> list[tuple[str, bool]]:
+    """Let rank 1 make one mistake after the other, each followed by a right call."""
+    torch.cuda.set_device(rank)
+    layer, ends = make(**LAYER), [8 * (r + 1) // num_ranks for r in range(num_ranks)]
+    parallel = open_here(layer, FORMAT, rank, ends, fused=True)
+    return each_mistake(parallel, inputs_of(layer, rank, [60 * (r + 1) // num_ranks for r in range(num_ranks)]), rank)
+
+
+@pytest.mark.gpu(2)
+def test_the_call_after_a_mistake_is_right():
+    num_ranks = min(4, torch.cuda.device_count())
+    outcomes = run_ranks(num_ranks, mistakes, backend="nccl", timeout_s=100)
+    assert all(text and again for outcome in outcomes for text, again in outcome.value)
+
+
+def refused(rank: int, num_ranks: int) -> str:
+    try:
+        open_here(make(**LAYER), "bf16", rank, [8 * (r + 1) // num_ranks for r in range(num_ranks)], fused=True)
+    except (ValueError, PeerTimeout) as error:
+        return str(error)
+    return ""
+
+
+@pytest.mark.gpu(2)
+def test_other_formats_are_refused_in_words():
+    for outcome in run_ranks(2, refused, backend="nccl", timeout_s=100):
+        assert "fused: expected experts in fp8_block128" in outcome.value
+        assert "got experts in bf16" in outcome.value
