@@ -77,6 +77,24 @@ class Weights:
 
 
 @aggregate
+class Words:
+    """A thread's four words of weights in a tile, by k16 and half: int32 [32 * warps] each."""
+
+    k0_half0: gl.tensor
+    k0_half1: gl.tensor
+    k1_half0: gl.tensor
+    k1_half1: gl.tensor
+
+
+@aggregate
+class Step:
+    """Weights of a tile, as they were loaded, and their scale factors [8 * warps]."""
+
+    words: Words
+    factors: gl.tensor
+
+
+@aggregate
 class Place:
     """Addresses that each thread reads next."""
 
@@ -87,7 +105,7 @@ class Place:
     @gluon.jit
     def load(self, step: gl.constexpr, is_wanted, OR_ZERO: gl.constexpr = False):
         """Return a thread's weights and factors `step` tiles further along K; if is_wanted is 0 anything, or 0."""
-        words = gl.inline_asm_elementwise(
+        first, second, third, fourth = gl.inline_asm_elementwise(
             load_code(4, step * 2048, or_zero=OR_ZERO), "=&r,=&r,=&r,=&r,l,r", [self.words, is_wanted],
             dtype=(gl.int32, gl.int32, gl.int32, gl.int32), is_pure=False, pack=1,
         )  # fmt: skip
@@ -100,7 +118,7 @@ class Place:
             factors = gl.inline_asm_elementwise(
                 load_code(1, step * 128), "=&r,l,r", asked, dtype=gl.int32, is_pure=False, pack=1
             )
-        return words, factors
+        return Step(Words(first, second, third, fourth), factors)
 
     @gluon.jit
     def advance(self, steps: gl.constexpr):
@@ -110,7 +128,7 @@ class Place:
 
 
 @gluon.jit
-def choose(condition, a, b):
+def either(condition, a, b):
     """Return one of two places."""
     return Place(gl.where(condition, a.words, b.words), gl.where(condition, a.factors, b.factors), a.nvfp4)
 
@@ -119,7 +137,7 @@ def choose(condition, a, b):
 def by_thread(words):
     """Four words of each thread -> [warp, half, g, k16, t]."""
     warps: gl.constexpr = gl.num_warps()
-    x = gl.join(gl.join(words[0], words[1]), gl.join(words[2], words[3]))  # [thread, half, k16]
+    x = gl.join(gl.join(words.k0_half0, words.k0_half1), gl.join(words.k1_half0, words.k1_half1))  # [thread, half, k16]
     return x.reshape([warps, 8, 4, 2, 2]).permute([0, 3, 1, 4, 2])
 
 

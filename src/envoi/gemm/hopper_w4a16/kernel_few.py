@@ -39,7 +39,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 
 from envoi.epilogue.device import plus
 from envoi.gemm.hopper_w4a16.few_epilogue import Outputs, finish_l1, finish_l2
-from envoi.gemm.hopper_w4a16.fragments import TAME, Weights, choose, row_factors, to_e4m3
+from envoi.gemm.hopper_w4a16.fragments import TAME, Weights, either, row_factors, to_e4m3
 from envoi.runtime.aggregate import Scalar, aggregate
 from envoi.runtime.sync import let_next_start, wait_for_grid
 from envoi.runtime.triton_compat import async_load, reinterpret, role_barrier
@@ -316,8 +316,8 @@ def multiply_group(acc, held, tokens, group, next_place, next_group, is_wanted):
     zero = gl.zeros((rows, T), gl.float32, mma)
     requested = ()
     for i in gl.static_range(U):
-        products = issue_step(held[i][0], tokens, within(group * U + i, cfg), zero)
-        step, wanted, factors = group * U + i, is_wanted, held[i][1] + TAME
+        products = issue_step(held[i].words, tokens, within(group * U + i, cfg), zero)
+        step, wanted, factors = group * U + i, is_wanted, held[i].factors + TAME
         if num_steps % U:
             # A step after the last counts 0 times the last one. Its weights are anything, but finite as E4M3.
             factors = gl.where(step < num_steps, factors, 0)
@@ -395,7 +395,7 @@ def work(tokens, weights, outputs, schedule, parts, worker, begin, end):
         acc = gl.zeros((num_rows, T), gl.float32, mma)
         for g in range(low, high):
             is_last = g + 1 == high
-            place = choose(is_last, next_begin, place.advance(U))
+            place = either(is_last, next_begin, place.advance(U))
             next_group = gl.where(is_last, 0, g + 1)
             more = ((not is_last) | (t + 1 < last)).to(gl.int32)
             acc, held = multiply_group(acc, held, tokens, g, place, next_group, more)

@@ -34,7 +34,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 from envoi.epilogue.tile_gluon import halves
 from envoi.gemm.hopper.run_epilogue import EpilogueArgs, EpilogueBuffers, RowReductions, run_epilogue
 from envoi.gemm.hopper.tile_scheduler import Problem, Tile, TileScheduler
-from envoi.gemm.hopper_w4a16.fragments import NVFP4_UP, Weights, choose, is_nvfp4, to_bf16
+from envoi.gemm.hopper_w4a16.fragments import NVFP4_UP, Step, Weights, Words, either, is_nvfp4, to_bf16
 from envoi.runtime.aggregate import aggregate
 from envoi.runtime.triton_compat import MORE_REGISTERS, role_barrier, tma_load
 
@@ -133,11 +133,11 @@ def consumer(stages, weights, epilogue, R: gl.constexpr):
             acc = gl.full((64, T), 0.0, gl.float32, mma)
             for g in range(num_groups):
                 is_last = g + 1 == num_groups
-                place = choose(is_last, next_begin, place.advance(U))
+                place = either(is_last, next_begin, place.advance(U))
                 next_group = gl.where(is_last, 0, g + 1)
                 requested = ()
                 for i in gl.static_range(U):
-                    w = to_bf16(held[i][0], held[i][1], dot)
+                    w = to_bf16(held[i].words, held[i].factors, dot)
                     acc = warpgroup_mma(w, stages.wait(step), acc, is_async=True)
                     wanted = (next_group * U + i < cfg.num_steps).to(gl.int32)
                     got = place.load(i, wanted, ZEROS)
@@ -161,11 +161,12 @@ def consumer(stages, weights, epilogue, R: gl.constexpr):
 @gluon.jit
 def keep_finite(got, held, wanted):
     """Return what was loaded, or if nothing was, what was held before: a step that K doesn't have has tokens of 0."""
-    words = (
-        gl.where(wanted != 0, got[0][0], held[0][0]), gl.where(wanted != 0, got[0][1], held[0][1]),
-        gl.where(wanted != 0, got[0][2], held[0][2]), gl.where(wanted != 0, got[0][3], held[0][3]),
+    new, old = got.words, held.words
+    words = Words(
+        gl.where(wanted != 0, new.k0_half0, old.k0_half0), gl.where(wanted != 0, new.k0_half1, old.k0_half1),
+        gl.where(wanted != 0, new.k1_half0, old.k1_half0), gl.where(wanted != 0, new.k1_half1, old.k1_half1),
     )  # fmt: skip
-    return words, gl.where(wanted != 0, got[1], held[1])
+    return Step(words, gl.where(wanted != 0, got.factors, held.factors))
 
 
 @gluon.jit
