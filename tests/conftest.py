@@ -2,6 +2,7 @@
 
 import gc
 import os
+import sys
 import tempfile
 from collections.abc import Iterator
 from pathlib import Path
@@ -28,6 +29,13 @@ def pytest_configure(config: pytest.Config) -> None:
     recorder.configure(config)
     if env.interpreting():
         interpreter.configure(config)
+
+
+@pytest.fixture(scope="module", autouse=True)
+def fresh_compiler() -> None:
+    """Forget what torch.compile has compiled for other files: its limit of compilations of a function counts them."""
+    if "torch._dynamo" in sys.modules:
+        torch.compiler.reset()
 
 
 @pytest.fixture

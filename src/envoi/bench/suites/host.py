@@ -42,7 +42,9 @@ LOOP = {"cuda": 100, "cpu": 3}
 SHARED, QWEN3_30B = (4096, 2048, 256, 6), (2048, 768, 128, 8)
 OPERATORS = ("gemm", "grouped_gemm", "route", "moe", "ExpertParallel.moe", "indexer_topk")
 FEW, MANY = (1, 64), (64,)
-MOE_TOKENS = {"bf16": FEW, "fp8_block128": FEW, "mxfp4": FEW, "fp8_row": MANY, "mxfp8": MANY, "mxfp4_mxfp8": MANY}
+MOE_TOKENS = {
+    "bf16": FEW, "fp8_block128": FEW, "mxfp4": FEW, "fp8_row": MANY, "mxfp8": MANY, "mxfp4_mxfp8": MANY, "nvfp4": MANY,
+}  # fmt: skip
 
 
 @dataclass(frozen=True)
