@@ -13,11 +13,10 @@ from envoi.gemm.hopper_w4a16 import cases, many
 from envoi.gemm.hopper_w4a16.many_config import TOKEN_TILES, many_config
 from envoi.moe import moe, pack
 from envoi.moe.layer import few_layer, run_layer
-from envoi.moe.oracle import moe_oracle
 from envoi.quant import dequantize
 from envoi.quant.fragments import to_fragments
 from envoi.types import ExpertWeights, QuantTensor, Routing
-from tests.helpers.accuracy import assert_same_bits, relative_error
+from tests.helpers.accuracy import assert_same_bits
 from tests.helpers.launches import assert_same_code, watched
 from tests.moe.layers import (
     Layer,
@@ -25,6 +24,7 @@ from tests.moe.layers import (
     assert_others_keep_their_bits,
     assert_replays_repeat,
     assert_same_bits_each_time,
+    judged,
     make,
 )
 from tests.moe.test_gpu import on_gpu, with_ids
@@ -32,24 +32,16 @@ from tests.moe.test_moe import KINDS
 
 pytestmark = [pytest.mark.gpu(arch="sm_90"), pytest.mark.usefixtures("tidy_gpu")]
 
-MOST, MOST_OF_FEW = 4e-3, 6e-3  # of the error against float64 on the same weights; of few numbers
 # Powers of two and their neighbours; K in whole groups of steps, and not; one step of K.
 SIZES = [(2880, 2880), (2048, 1408), (1408, 2880), (2048, 768), (64, 64), (128, 192), (7168, 512)]
 GROUP = (1, 16)
-
-
-def judged(layer: Layer, experts: ExpertWeights) -> torch.Tensor:
-    got = moe(layer.tokens, layer.routing, experts)
-    want = moe_oracle(layer.tokens, layer.routing.topk_weights, layer.routing.topk_ids, experts)
-    assert relative_error(got, want) <= (MOST if got.numel() > 5000 else MOST_OF_FEW)
-    return got
 
 
 def outputs(layer: Layer) -> torch.Tensor:
     experts = layer.pack("nvfp4")
     assert experts.order == "fragments"
     assert few_layer(experts) is None
-    return judged(layer, experts)
+    return judged(moe(layer.tokens, layer.routing, experts), layer, experts)
 
 
 def random_weights(experts: int, N: int, K: int, codes: tuple[int, int], seed: int = 0) -> QuantTensor:
@@ -103,7 +95,7 @@ def test_factors_of_every_kind_under_scales_of_gate_and_of_up(codes, tokens):
         down_scale=scale[:, 1].contiguous(), gate_up_bias=layer.gate_up_bias, down_bias=layer.down_bias,
     )  # fmt: skip
     assert experts.order == "fragments"
-    judged(layer, experts)
+    judged(moe(layer.tokens, layer.routing, experts), layer, experts)
 
 
 @pytest.mark.parametrize("codes", [(0, 0x21), (0x40, 0x7F)], ids=["small", "large"])
@@ -152,7 +144,8 @@ def test_a_tokens_bits_do_not_depend_on_the_others():
 def test_weights_that_cannot_be_put_into_the_order_stay_right(tokens):
     narrow = on_gpu(make(tokens=tokens, hidden=512, intermediate=80, bias=True))  # no multiple of 64
     assert narrow.pack("nvfp4").order == "rows"
-    judged(narrow, narrow.pack("nvfp4"))
+    packed = narrow.pack("nvfp4")
+    judged(moe(narrow.tokens, narrow.routing, packed), narrow, packed)
     layer = on_gpu(make(tokens=tokens, experts=4, k=2, hidden=320, intermediate=192))
     gate_up, down = random_weights(4, 384, 320, (0, 0x7F)), random_weights(4, 320, 192, (0, 0x7F), seed=1)
     gate_up.sf.view(torch.uint8)[1, 7, 3] |= 0x80  # a negative factor
@@ -160,7 +153,7 @@ def test_weights_that_cannot_be_put_into_the_order_stay_right(tokens):
     experts = pack(gate_up.values, down.values, gate_up_sf=gate_up.sf, down_sf=down.sf, gate_up_scale=scale,
                    down_scale=scale)  # fmt: skip
     assert experts.order == "rows"
-    judged(layer, experts)
+    judged(moe(layer.tokens, layer.routing, experts), layer, experts)
 
 
 def test_batch_invariant_keeps_bits_where_triton_computes():

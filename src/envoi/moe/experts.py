@@ -19,16 +19,17 @@ from envoi.types import ExpertWeights, Matrix, QuantTensor
 
 def run_experts(
     rows: Matrix, weights: torch.Tensor, offsets: torch.Tensor, experts: ExpertWeights,
-    grouping: Grouping = EXPERTS_ROWS,
+    grouping: Grouping = EXPERTS_ROWS, run: Callable[..., list[torch.Tensor] | None] = run_kernels,
 ) -> torch.Tensor:  # fmt: skip
     """Run L1 -> activation -> quantise -> L2 on rows [P, H] sorted by expert: [P, H] bf16, each row times its weight.
 
     weights [P] float32: the routing weight of each row. offsets [E + 1] int32: expert e owns rows offsets[e] :
     offsets[e + 1]. grouping: how the rows are grouped; with `to`, L2 stores each row at its address and returns `to`.
     Where L1's epilogue doesn't quantise (`l1_epilogues`), one more kernel does; the bits are the same.
+    run: what runs L1's GEMM, with the arguments of `run_kernels`.
     """
     with span("L1"):
-        hidden = run_l1(rows, weights, offsets, experts, replace(grouping, to=None))
+        hidden = run_l1(rows, weights, offsets, experts, replace(grouping, to=None), run)
     with span("L2"):
         return run_l2(hidden, weights, offsets, experts, grouping)
 

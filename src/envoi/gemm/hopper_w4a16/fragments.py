@@ -88,7 +88,10 @@ class Words:
 
 @aggregate
 class Step:
-    """Weights of a tile, as they were loaded, and their scale factors [8 * warps]."""
+    """Weights of a tile, as they were loaded, and a word of scale factors for each pair of rows.
+
+    factors: int32 [8 * warps], of NVFP4 int64.
+    """
 
     words: Words
     factors: gl.tensor

@@ -11,6 +11,7 @@ import triton
 import triton.language as tl
 
 from envoi.epilogue.codes_triton import widen
+from envoi.moe.parallel import queued
 from envoi.moe.parallel.combine_kernels import store_total
 from envoi.moe.parallel.dispatch_kernels import Placement, compute_row_offsets
 from envoi.moe.parallel.shared_device import (
@@ -25,10 +26,10 @@ from envoi.moe.parallel.shared_device import (
     ints,
 )
 
-HEAD_BYTES: tl.constexpr = tl.constexpr(256)  # in front of a segment: state [4] int32, report [2] int32
+HEAD_BYTES: tl.constexpr = tl.constexpr(queued.HEAD_BYTES)
 ERROR_CODE: tl.constexpr = tl.constexpr(5)  # the entry of the head that says why a rank's arguments are refused
 CALL: tl.constexpr = tl.constexpr(6)  # the entry of the head that says in which call the segment was written
-CALL_COLUMNS: tl.constexpr = tl.constexpr(8)  # bf16 columns after a part's rows, which begin with the call's number
+CALL_COLUMNS: tl.constexpr = tl.constexpr(queued.CALL_COLUMNS)
 BEGUN: tl.constexpr = tl.constexpr(0)  # entries of counts: see `progress`
 HOST_LOST: tl.constexpr = tl.constexpr(3)
 

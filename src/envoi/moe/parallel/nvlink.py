@@ -11,17 +11,16 @@ passed the combine barrier, so after all have pulled; and it runs its next L2 on
 routing, so after all have summed. Within a rank the order of one stream keeps calls apart.
 """
 
-from dataclasses import replace
-
 import torch
 
+from envoi.gemm.backend import run_kernels
 from envoi.gemm.grouping import Grouping
-from envoi.moe.experts import run_experts, run_l2
+from envoi.moe.experts import run_experts
 from envoi.moe.layer import has_kernels
 from envoi.moe.parallel import dispatch as dispatch_step
 from envoi.moe.parallel.combine import combine, combine_barrier
 from envoi.moe.parallel.dispatch import dispatch
-from envoi.moe.parallel.fused.host import run_fused_l1
+from envoi.moe.parallel.fused.host import pulling_gemm
 from envoi.moe.parallel.symmetric_memory import Domain
 from envoi.spans import span
 from envoi.types import ExpertWeights
@@ -57,12 +56,8 @@ def run_local_experts(domain: Domain, experts: ExpertWeights, num_slots: int) ->
     expected = layout.num_ranks * (num_slots or layout.room) * domain.num_local // layout.num_experts
     to = None if layout.presum else domain.row_destinations
     grouping = Grouping(write_tail=False, expected=expected, to=to)
-    if not layout.fused:
-        return run_experts(domain.rows, domain.row_weights, domain.offsets, experts, grouping)
-    with span("L1"):
-        hidden = run_fused_l1(domain, experts, replace(grouping, to=None))
-    with span("L2"):
-        return run_l2(hidden, domain.row_weights, domain.offsets, experts, grouping)
+    run = pulling_gemm(domain) if layout.fused else run_kernels
+    return run_experts(domain.rows, domain.row_weights, domain.offsets, experts, grouping, run)
 
 
 def refuse(domain: Domain) -> None:

@@ -21,7 +21,8 @@ from envoi.moe.parallel.timeout import Watch
 from envoi.runtime.observer import take_step
 from envoi.runtime.prepared import Calls
 
-HEAD_BYTES, CALL_COLUMNS = 256, 8  # as in gathered_kernels
+HEAD_BYTES = 256  # in front of a segment: state [4] int32, report [2] int32
+CALL_COLUMNS = 8  # bf16 columns after a part's rows, which begin with the call's number
 
 
 def nothing() -> None:

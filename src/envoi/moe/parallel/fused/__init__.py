@@ -13,7 +13,7 @@ Roles of a CTA: those of `envoi.gemm.hopper.kernel`, and movers. With two consum
     role         warps   registers   work
     consumer     2 x 4   232         mainloop and epilogue
     producer     1       40          TMA loads: weights at once, tokens once their rows have arrived
-    mover        1 to 3  40, a role  peers' tokens -> rows, by 16-byte loads and stores
+    mover        2 or 3  40, a role  peers' tokens -> rows, by 16-byte loads and stores
 
     time ------------------------------------------------------------------------------------------------------>
     all warps    weights of all stages (prefill)

@@ -15,7 +15,7 @@ class MoverConfig(Constant):
     """Movers of a CTA, and the shape of what they move.
 
     num_words, num_sf: words of 4 bytes, and scale factors, of a token. num_slots: slots of a token, a power of two.
-    num_movers: 1 to 3, a warp each; 3 beside one consumer. loads: 16-byte loads in flight of a lane, a power of two.
+    num_movers: 2 or 3, a warp each; 3 beside one consumer. loads: 16-byte loads in flight of a lane, a power of two.
     registers: of a thread of the movers and the producer. alone, batch: rows of a ticket, see `scheduler`.
     """
 

@@ -1,5 +1,6 @@
 """Host side of the fused L1: supported experts, the launch that orders rows, the launch of L1."""
 
+from collections.abc import Callable
 from functools import partial
 from typing import cast
 
@@ -10,7 +11,7 @@ from envoi.gemm.hopper import host as hopper
 from envoi.gemm.hopper.config import Config
 from envoi.moe.experts import l1_epilogues, run_l1
 from envoi.moe.launches import Launch, launch_kernel
-from envoi.moe.parallel.fused.config import MoverConfig, RowMap
+from envoi.moe.parallel.fused.config import LANES, MoverConfig, RowMap
 from envoi.moe.parallel.fused.memory import FusedMemory, token_bits
 from envoi.moe.parallel.symmetric_memory import Domain
 from envoi.moe.permute import empty_rows
@@ -20,7 +21,7 @@ from envoi.runtime.math import next_power_of_2
 from envoi.types import ExpertWeights, Matrix, QuantTensor
 
 FORMAT = "fp8_block128"
-MAX_SLOTS = 32  # of a token: a lane each
+MAX_SLOTS = LANES  # of a token: a lane each
 ORDERED = 64  # tokens that a program orders at once
 WARPS = {"num_warps": 4}
 MOVERS = {"num_movers": 3, "loads": 4}  # fields of MoverConfig
@@ -59,8 +60,12 @@ def order_arguments(domain: Domain) -> Launch:
 
 def run_fused_l1(domain: Domain, experts: ExpertWeights, grouping: Grouping) -> Matrix:
     """Pull the tokens of this rank's experts into domain.rows and run L1 on them; the bits of `run_l1` after a pull."""
-    run = partial(hopper.run_gemm, launch=partial(launch_l1, domain))
-    return run_l1(domain.rows, domain.row_weights, domain.offsets, experts, grouping, run)
+    return run_l1(domain.rows, domain.row_weights, domain.offsets, experts, grouping, pulling_gemm(domain))
+
+
+def pulling_gemm(domain: Domain) -> Callable[..., list[torch.Tensor] | None]:
+    """Return what runs a GEMM on domain.rows that pulls them first, with the arguments of `run_kernels`."""
+    return partial(hopper.run_gemm, launch=partial(launch_l1, domain))
 
 
 def launch_l1(domain: Domain, call: hopper.Call, config: Config, num_sms: int) -> None:

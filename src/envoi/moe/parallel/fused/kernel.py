@@ -62,13 +62,6 @@ def fused_l1_kernel(
             (mover, (mover_args,)),
             (mover, (mover_args,)),
         ], [1, 1, 1, 1], [few, few, few, few])  # fmt: skip
-    elif moving.num_movers == 1:
-        gl.warp_specialize([
-            (consumer, (consumer_args, 0)),
-            (consumer, (consumer_args, 1)),
-            (producer, (producer_args,)),
-            (mover, (mover_args,)),
-        ], [cfg.num_warps, 1, 1], [many, few, few])  # fmt: skip
     elif moving.num_movers == 2:
         gl.warp_specialize([
             (consumer, (consumer_args, 0)),

@@ -6,7 +6,7 @@ import torch
 
 from envoi.runtime.math import cdiv, next_power_of_2
 
-BLOCK_ROWS = 64  # rows that share a counter of arrivals, as in scheduler
+BLOCK_ROWS = 64  # rows that share a counter of arrivals
 FIRST_ARRIVALS = 32  # tickets have a cache line of their own
 
 

@@ -3,12 +3,13 @@
 import triton.experimental.gluon.language as gl
 from triton.experimental import gluon
 
+from envoi.moe.parallel.fused import config
 from envoi.moe.parallel.fused.scheduler import BLOCK_ROWS, batch_of
 from envoi.runtime.aggregate import Scalar, aggregate
 from envoi.runtime.sync import wait_for_grid
 from envoi.runtime.triton_compat import role_barrier
 
-LANES = gl.constexpr(32)
+LANES = gl.constexpr(config.LANES)
 
 
 @aggregate

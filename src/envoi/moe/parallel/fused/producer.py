@@ -3,15 +3,16 @@
 import triton.experimental.gluon.language as gl
 from triton.experimental import gluon
 
-from envoi.gemm.hopper.producer import ProducerArgs, weights_tile
+from envoi.gemm.hopper.producer import ProducerArgs, has_low_tiles, weights_tile
 from envoi.gemm.hopper.tile_scheduler import TileScheduler
+from envoi.moe.parallel.fused import config
 from envoi.moe.parallel.fused.scheduler import BLOCK_ROWS, rows_before, rows_in_block
 from envoi.moe.parallel.shared_device import LATE_IN_L1, LOST, OUTCOME
 from envoi.runtime.aggregate import Scalar, aggregate
 from envoi.runtime.sync import wait_for_grid
 from envoi.runtime.triton_compat import role_barrier
 
-LANES = gl.constexpr(32)
+LANES = gl.constexpr(config.LANES)
 ALL_ROWS = gl.constexpr(0x7FFFFFFF)
 
 
@@ -89,12 +90,6 @@ def end_of_rows(tile, cfg: gl.constexpr):
         return gl.minimum(tile.y + cfg.block_y, tile.row_end)
     else:
         return gl.minimum(tile.x + cfg.block_x, tile.row_end)
-
-
-@gluon.constexpr_function
-def has_low_tiles(cfg):
-    """Return True if a tile's second x box may start after its expert's last row; see `Pipeline.fill`."""
-    return cfg.consumers_per_tile == 2 and not cfg.swap_ab
 
 
 @gluon.jit

@@ -16,7 +16,9 @@ Arrivals are counted in blocks of BLOCK_ROWS rows from row 0 on, whatever the ex
 import triton
 import triton.language as tl
 
-BLOCK_ROWS: tl.constexpr = tl.constexpr(64)  # rows that share a counter of arrivals
+from envoi.moe.parallel.fused import memory
+
+BLOCK_ROWS: tl.constexpr = tl.constexpr(memory.BLOCK_ROWS)
 
 
 @triton.jit
