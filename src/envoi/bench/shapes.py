@@ -64,6 +64,7 @@ MOE_BY_HOST = (
     (MOE_SMALL, 64, "bf16"),
     (MOE_V3, 64, "fp8_block128"),
 )
+MOE_FUSED = tuple((sizes, m) for sizes in (MOE_V4, MOE_SMALL, MOE_V3) for m in (64, 512, 2048, 8192))
 TRANSPORTS = ("over nccl", "by host")
 MOE_ONE_GPU = (4096, 2048, 32, 6, 2048)  # one rank's part of the first, of eight
 MOE_READ_AS_STORED = ("bf16", "fp8_row", "fp8_block128")  # of these also with few tokens
@@ -122,8 +123,8 @@ class MoeShape:
     """Sizes of an MoE. num_tokens: per rank. num_experts: of all ranks. skew: expert 0 gets so many times its share.
 
     transport: "" for the best that the ranks have; "over nccl" leaves shared memory unused, "by host" takes both halves
-    of the ranks for hosts, between which nothing but NCCL is used; on CPUs both are over gloo. presum: of
-    ExpertParallel.
+    of the ranks for hosts, between which nothing but NCCL is used; on CPUs both are over gloo. "fused": over NVLink, the
+    first GEMM pulls its tokens. presum: of ExpertParallel.
     """
 
     hidden: int
@@ -329,6 +330,7 @@ def _moe_cases() -> list[Case]:
     alone += [MoeShape(*sizes, m, name) for sizes, m, name in MOE_DECODE]
     small = [MoeShape(256, 128, 8, 2, 64, name) for name in MOE_FORMATS]
     shapes += [MoeShape(*sizes, m, name, transport="over nccl") for sizes, m, name in MOE_OVER_NCCL]
+    shapes += [MoeShape(*sizes, m, "fp8_block128", transport="fused") for sizes, m in MOE_FUSED]
     for presum in (False, True):
         shapes += [MoeShape(*sizes, m, name, 1.0, "by host", presum) for sizes, m, name in MOE_BY_HOST]
     small += [MoeShape(256, 128, 8, 2, 64, "bf16", 1.0, transport) for transport in TRANSPORTS]

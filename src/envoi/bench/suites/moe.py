@@ -3,7 +3,8 @@
 Over ranks a call is replayed from a CUDA graph, as servers do, unless rows are counted; torch's, which copies sizes to
 the host, can't be. "over nccl" in a case: shared memory is left unused; "by host": both halves of the ranks stand for
 a host each, and share memory among themselves; "launched" is the same call without a graph, "counted"
-with rows in counted numbers between all ranks alike.
+with rows in counted numbers between all ranks alike. "fused": the first GEMM pulls its tokens from peers itself, beside
+the "staged" launches.
 Routing is uniform and random, but with skew. Error: sampled tokens against float64 on the packed weights.
 The baseline of fp8 on one GPU is torch's grouped matmul in FP8 with row scales; otherwise torch's time and error are
 those of bf16. Other libraries' layers are measured beside them where they are installed (`moe_peers.py`).
@@ -78,7 +79,8 @@ def _interleaved(layer: Layer) -> Run:
 
 
 def _measure_ranks(shape: MoeShape, layer: Layer, bench: Bench) -> Trial:
-    parallel = open_parallel(shape, layer, bench.num_ranks)
+    fused = shape.transport == "fused"
+    parallel = open_parallel(shape, layer, bench.num_ranks, fused or None)
 
     def ours() -> torch.Tensor:
         return parallel.moe(layer.tokens, layer.routing)
@@ -88,7 +90,12 @@ def _measure_ranks(shape: MoeShape, layer: Layer, bench: Bench) -> Trial:
     }
     if bench.on_gpu and shape.format == "fp8_block128":
         candidates["sgl_deep_gemm"] = lambda: bench.clock.ranks(deep_gemm_moe(shape, layer.tokens, layer.routing))
-    if shape.transport and parallel.exchange != "counted":
+    if fused:
+        staged = open_parallel(shape, layer, bench.num_ranks, fused=False)
+        candidates["staged"] = lambda: bench.clock.ranks(
+            bench.clock.graph(lambda: staged.moe(layer.tokens, layer.routing))
+        )
+    elif shape.transport and parallel.exchange != "counted":
         candidates["launched"] = lambda: bench.clock.ranks(ours)
         counted = _OverCollectives(layer.packed, timeout_s=60)
         candidates["counted"] = lambda: bench.clock.ranks(lambda: counted.moe(layer.tokens, layer.routing))
@@ -109,11 +116,11 @@ class _OverCollectives(ExpertParallel):
         return None, "left unused"
 
 
-def open_parallel(shape: MoeShape, layer: Layer, num_ranks: int) -> ExpertParallel:
-    """Open the case's object. Raises ValueError for two hosts of an odd number of ranks. Collective."""
+def open_parallel(shape: MoeShape, layer: Layer, num_ranks: int, fused: bool | None = None) -> ExpertParallel:
+    """Open the case's object; fused: of ExpertParallel, over NVLink. Raises ValueError for two hosts of an odd number of ranks. Collective."""
     sizes: dict[str, Any] = {"timeout_s": 60, "max_tokens": shape.num_tokens, "num_topk": shape.num_topk}
-    if not shape.transport:
-        return ExpertParallel(layer.packed, **sizes)
+    if shape.transport in {"", "fused"}:
+        return ExpertParallel(layer.packed, **sizes, fused=fused)
     if shape.transport == "over nccl":
         return _OverCollectives(layer.packed, **sizes, presum=shape.presum)
     if num_ranks % 2:
