@@ -1,6 +1,7 @@
 """Memory that the ranks of an NVLink domain share by reading and writing each other's: layout, allocation, mapping."""
 
 import ctypes
+import importlib
 import threading
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -261,15 +262,15 @@ def connect_part(domain: Domain, name: str, store: Store) -> None:
     """
     import torch.distributed._symmetric_memory as symmetric
 
-    memory: Any = symmetric._SymmetricMemory  # pyright: ignore[reportPrivateImportUsage]
-    register = getattr(memory, "set_group_info", None)
-    if register is None:
-        raise RuntimeError(f"torch {torch.__version__} can't share memory within a part of a group")
-    register(name, domain.rank, domain.layout.num_ranks, store)
-    with torch.cuda.device(domain.memory.device):
-        domain.handle = memory.rendezvous(domain.memory, name)
-    if domain.handle is None:
-        raise RuntimeError("the memory can't be mapped")
+    groups: Any = importlib.import_module("torch.distributed.distributed_c10d")
+    # torch takes rank, size and store from a group that is registered by name; no backend of it is asked for.
+    part = groups.ProcessGroup(store, domain.rank, domain.layout.num_ranks)
+    groups._register_process_group(name, part)
+    try:
+        with torch.cuda.device(domain.memory.device):
+            domain.handle = symmetric.rendezvous(domain.memory, name)  # pyright: ignore[reportArgumentType]
+    finally:
+        groups._unregister_process_group(name)
     set_peers(domain, list(domain.handle.buffer_ptrs))
 
 
