@@ -23,7 +23,7 @@ from envoi.runtime.devices import Target
 from envoi.runtime.kernel_case import kernel_key
 
 Job = tuple[Shape, Config]
-MAX_PROCESSES = 16
+MAX_PROCESSES = 32
 ARCH = "sm_90"
 
 

@@ -273,11 +273,12 @@ def _captured(subject: Subject, step: Run) -> Run:
     _synchronize(subject)
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
-        kept = step()
+        out = step()
+    kept = out, step  # and with it the cache, whose memory the graph writes
 
     def replay() -> object:
         graph.replay()
-        return kept
+        return kept[0]
 
     return replay
 
