@@ -156,13 +156,20 @@ def launched() -> dict[str, str]:
         sf = torch.randint(110, 124, (32, N, K // 32), generator=source, device="cuda", dtype=torch.uint8)
         return to_fragments(QuantTensor(values, sf.view(torch.float8_e8m0fnu), (1, 32), scales_at_most_2=True))
 
-    biases = torch.randn(32, 5760, device="cuda"), torch.randn(32, 2880, device="cuda")
-    experts = ExpertWeights(weights(5760, 2880), weights(2880, 2880), "mxfp4", "swiglu_oai", 7.0, *biases)
+    def layer(hidden: int, intermediate: int) -> ExpertWeights:
+        biases = torch.randn(32, 2 * intermediate, device="cuda"), torch.randn(32, hidden, device="cuda")
+        given = weights(2 * intermediate, hidden), weights(hidden, intermediate)
+        return ExpertWeights(*given, "mxfp4", "swiglu_oai", 7.0, *biases)
+
+    other, experts = layer(*cases.OTHER_SIZES), layer(2880, 2880)
     with watched(lambda sha256, kernel: seen.setdefault(sha256, kernel.asm["ptx"])):
         for tokens in sorted({case.num_tokens for case in cases.CASES}):
             x = torch.randn(tokens, 2880, generator=source, device="cuda").bfloat16()
             ids = torch.rand(tokens, 32, generator=source, device="cuda").topk(4).indices.int()
-            run_layer(x, torch.rand(tokens, 4, generator=source, device="cuda"), ids, experts)
+            routed = torch.rand(tokens, 4, generator=source, device="cuda")
+            run_layer(x, routed, ids, experts)
+            if tokens == 64:
+                run_layer(torch.randn(64, cases.OTHER_SIZES[0], device="cuda").bfloat16(), routed, ids, other)
         sent = torch.full((16384, 2880), torch.nan, device="cuda", dtype=torch.bfloat16)
         to = sent.data_ptr() + 2 * 2880 * torch.arange(16384, device="cuda")
         row_map = sort_slots(ids, 32)

@@ -1,6 +1,6 @@
 """Launches of the Hopper kernels for 4-bit weights and bf16 tokens, on a layer of gpt-oss-20b's sizes.
 
-2880/2880, 32 experts, top-4, biases.
+2880/2880, 32 experts, top-4, biases; the kernels for few tokens also on 4096/1536.
 """
 
 from dataclasses import dataclass
@@ -20,6 +20,7 @@ from envoi.runtime.kernel_case import HOPPER, NUM_SMS, KernelCase, Launch, witho
 from envoi.types import QuantTensor
 
 HIDDEN, INTERMEDIATE, NUM_EXPERTS, NUM_TOPK = 2880, 2880, 32, 4
+OTHER_SIZES = 4096, 1536  # in tiles of 16 tokens weights are requested in another way
 ACTIVATION, LIMIT = "swiglu_oai", 7.0
 BF16, FP32, INT32 = torch.bfloat16, torch.float32, torch.int32
 
@@ -29,13 +30,14 @@ class Case:
     """One launch of the layer for so many tokens.
 
     kind: "permute", "l1", "l2" or "sum" of the kernels for few tokens; or "many-l1", "many-l2", "many-sent", which is
-    L2 whose rows go to other places. nvfp4: of the weights; else they are MXFP4.
+    L2 whose rows go to other places. nvfp4: of the weights; else they are MXFP4. sizes: hidden, intermediate.
     """
 
     name: str
     kind: str
     num_tokens: int
     nvfp4: bool = False
+    sizes: tuple[int, int] = HIDDEN, INTERMEDIATE
 
     @property
     def title(self) -> str:
@@ -50,6 +52,8 @@ CASES = (
     Case("few-l2", "l2", 16),
     Case("few-l1-wide", "l1", 64),
     Case("few-l2-wide", "l2", 64),
+    Case("few-l1-wide-4096", "l1", 64, sizes=OTHER_SIZES),
+    Case("few-l2-wide-1536", "l2", 64, sizes=OTHER_SIZES),
     Case("sum", "sum", 16),
     Case("many-l1-64", "many-l1", 256),
     Case("many-l1-128", "many-l1", 512),
@@ -70,13 +74,14 @@ def launch_of(case: Case) -> Launch:
 
 
 def _few(case: Case) -> few.Launch:
+    hidden, intermediate = case.sizes
     layer = few.Layer(
-        _weights(2 * INTERMEDIATE, HIDDEN), _weights(HIDDEN, INTERMEDIATE),
-        without_memory((NUM_EXPERTS, 2 * INTERMEDIATE), FP32), without_memory((NUM_EXPERTS, HIDDEN), FP32), ACTIVATION,
+        _weights(2 * intermediate, hidden), _weights(hidden, intermediate),
+        without_memory((NUM_EXPERTS, 2 * intermediate), FP32), without_memory((NUM_EXPERTS, hidden), FP32), ACTIVATION,
         LIMIT,
     )  # fmt: skip
     slots_of = (case.num_tokens, NUM_TOPK)
-    tokens, ids = without_memory((case.num_tokens, HIDDEN), BF16), without_memory(slots_of, INT32)
+    tokens, ids = without_memory((case.num_tokens, hidden), BF16), without_memory(slots_of, INT32)
     buffers = few.empty_buffers(tokens, ids, layer)
     if case.kind == "permute":
         return few.permute_launch(tokens, without_memory(slots_of, FP32), ids, layer, buffers)

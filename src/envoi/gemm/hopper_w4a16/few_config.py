@@ -1,6 +1,6 @@
 """Config of the kernel for few tokens: its tiles, its shared memory, the sizes it takes."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from envoi.constant import Constant
 from envoi.runtime.devices import SHARED_BYTES
@@ -11,6 +11,8 @@ UNROLLED = (5, 4, 6, 3)  # steps that are requested together; the first that div
 WIDE_FROM = 4  # rows of an expert on average, from which tiles have 16
 MOST_SLOTS, FEW_EXPERTS = 32, 128  # for which the first GEMM reads the ids itself
 MANY_STEPS = 96  # of K; above, the tokens of tiles of 16 wouldn't fit the shared memory
+LATE = 2  # steps of five, in tiles of 16
+SHORT_STEPS = 32  # of K; up to here the first GEMM doesn't prefetch in tiles of 16
 RESERVED = 2048  # bytes of shared memory of a CTA that are the driver's, or go to reductions
 
 
@@ -24,6 +26,9 @@ class FewConfig(Constant):
     unroll: steps of K whose weights are requested together, the unit in which work is shared out.
     is_l1: gate and up in, tokens of the second GEMM out; else the second GEMM. activation, limit: of `is_l1`.
     max_experts: a power of two, at least 32. max_slots: a power of two if the first GEMM reads ids itself, else 0.
+    late: steps at the end of a group whose weights are requested when its products begin; those of the others are
+        requested a group earlier.
+    prefetches: ask for weights of the group after the next one to be brought into the L2 cache.
     overlaps: programmatic dependent launch.
     """
 
@@ -38,6 +43,8 @@ class FewConfig(Constant):
     has_bias: bool
     max_experts: int
     max_slots: int = 0
+    late: int = 0
+    prefetches: bool = False
     overlaps: bool = True
 
     @property
@@ -118,7 +125,17 @@ def few_configs(
     wide = num_slots > WIDE_FROM * num_experts and room <= MANY_STEPS
     tile, experts = (16, 8) if wide else (8, 4), max(32, next_power_of_2(num_experts))
     slots = max(4, next_power_of_2(num_slots)) if num_slots <= MOST_SLOTS and num_experts <= FEW_EXPERTS else 0
-    return (
-        FewConfig(*tile, l1, room, unroll_of(l1), True, activation, limit, has_bias, experts, slots),
-        FewConfig(*tile, l2, room, unroll_of(l2), False, "", None, has_bias, experts),
-    )
+    first = FewConfig(*tile, l1, room, unroll_of(l1), True, activation, limit, has_bias, experts, slots)
+    second = FewConfig(*tile, l2, room, unroll_of(l2), False, "", None, has_bias, experts)
+    return _requesting(first, wide, slots > 0), _requesting(second, wide, slots > 0)
+
+
+def _requesting(config: FewConfig, wide: bool, is_short: bool) -> FewConfig:
+    """Return the config with the way in which it requests weights that was measured to be fastest.
+
+    is_short: so few slots that a CTA has few groups.
+    """
+    if wide and config.unroll == 5 and config.num_steps % 5 == 0:
+        return replace(config, late=LATE)
+    pays = not (wide and config.is_l1 and config.num_steps <= SHORT_STEPS)
+    return replace(config, prefetches=pays and not is_short)

@@ -44,6 +44,17 @@ def load_code(words, offset, bits=32, or_zero=False):
 
 
 @gluon.constexpr_function
+def prefetch_code(offset, num_bytes):
+    """PTX with which one thread of four warps asks for num_bytes from a pointer plus an offset, for the L2 cache.
+
+    Nothing is asked for if the last operand is 0. The output has no meaning.
+    """
+    ask = f"cp.async.bulk.prefetch.L2.global [$1 + {offset}], {num_bytes};"
+    first = "mov.u32 $0, %tid.x; and.b32 $0, $0, 127; setp.eq.and.u32 p, $0, 0, q;"
+    return f"{{ .reg .pred p, q; setp.ne.b32 q, $2, 0; {first} @p {ask} }}"
+
+
+@gluon.constexpr_function
 def is_nvfp4(word):
     """Return True for the type of NVFP4's words of factors."""
     return word == gl.int64
@@ -122,6 +133,15 @@ class Place:
                 load_code(1, step * 128), "=&r,l,r", asked, dtype=gl.int32, is_pure=False, pack=1
             )
         return Step(Words(first, second, third, fourth), factors)
+
+    @gluon.jit
+    def prefetch(self, step: gl.constexpr, steps: gl.constexpr, is_wanted):
+        """Ask for the weights and factors of so many tiles along K, from `step` tiles further on, for the L2 cache."""
+        sf_bytes: gl.constexpr = 256 if self.nvfp4 else 128
+        words: gl.constexpr = prefetch_code(step * 2048, steps * 2048)
+        factors: gl.constexpr = prefetch_code(step * sf_bytes, steps * sf_bytes)
+        gl.inline_asm_elementwise(words, "=&r,l,r", [self.words, is_wanted], gl.int32, is_pure=False, pack=1)
+        gl.inline_asm_elementwise(factors, "=&r,l,r", [self.factors, is_wanted], gl.int32, is_pure=False, pack=1)
 
     @gluon.jit
     def advance(self, steps: gl.constexpr):

@@ -302,10 +302,10 @@ def finish_step(acc, products, factors, tokens, step):
 
 
 @gluon.jit
-def multiply_group(acc, held, tokens, group, next_place, next_group, is_wanted):
+def multiply_group(acc, held, tokens, group, place, next_place, next_group, is_wanted):
     """Return acc with a group of steps added, and the weights of the next group, requested meanwhile.
 
-    held: what was requested for this group. is_wanted: 0 if there is no next group.
+    held: what was requested for this group, whose weights are at `place`. is_wanted: 0 if there is no next group.
     """
     cfg: gl.constexpr = tokens.cfg
     U: gl.constexpr = cfg.unroll
@@ -314,7 +314,12 @@ def multiply_group(acc, held, tokens, group, next_place, next_group, is_wanted):
     T: gl.constexpr = acc.shape[1]
     mma: gl.constexpr = acc.type.layout
     zero = gl.zeros((rows, T), gl.float32, mma)
+    ahead: gl.constexpr = U - cfg.late
     requested = ()
+    for i in gl.static_range(ahead, U):
+        held = held + (place.load(i, is_step(group * U + i, cfg)),)
+    if cfg.prefetches:
+        next_place.prefetch(U, U, is_wanted * ((next_group + 2) * U <= num_steps).to(gl.int32))
     for i in gl.static_range(U):
         products = issue_step(held[i].words, tokens, within(group * U + i, cfg), zero)
         step, wanted, factors = group * U + i, is_wanted, held[i].factors + TAME
@@ -322,9 +327,19 @@ def multiply_group(acc, held, tokens, group, next_place, next_group, is_wanted):
             # A step after the last counts 0 times the last one. Its weights are anything, but finite as E4M3.
             factors = gl.where(step < num_steps, factors, 0)
             wanted = is_wanted * (next_group * U + i < num_steps).to(gl.int32)
-        requested = requested + (next_place.load(i, wanted),)
+        if i < ahead:
+            requested = requested + (next_place.load(i, wanted),)
         acc = finish_step(acc, products, factors, tokens, within(step, cfg))
     return acc, requested
+
+
+@gluon.jit
+def is_step(step, cfg: gl.constexpr):
+    """Return 1 for a step of K, 0 for one after the last."""
+    if cfg.num_steps % cfg.unroll:
+        return (step < cfg.num_steps).to(gl.int32)
+    else:
+        return 1
 
 
 @gluon.jit
@@ -379,8 +394,9 @@ def work(tokens, weights, outputs, schedule, parts, worker, begin, end):
     tile = schedule.tile(first)
     group = begin - first * num_groups
     place = weights.at(tile.expert, tile.row_tile, group * U)
+    ahead: gl.constexpr = U - cfg.late
     held = ()
-    for i in gl.static_range(U):
+    for i in gl.static_range(ahead):
         held = held + (place.load(i, (group * U + i < num_steps).to(gl.int32)),)
     if cfg.overlaps and not cfg.waits_first:
         wait_for_grid()
@@ -395,10 +411,11 @@ def work(tokens, weights, outputs, schedule, parts, worker, begin, end):
         acc = gl.zeros((num_rows, T), gl.float32, mma)
         for g in range(low, high):
             is_last = g + 1 == high
-            place = either(is_last, next_begin, place.advance(U))
+            next_place = either(is_last, next_begin, place.advance(U))
             next_group = gl.where(is_last, 0, g + 1)
             more = ((not is_last) | (t + 1 < last)).to(gl.int32)
-            acc, held = multiply_group(acc, held, tokens, g, place, next_group, more)
+            acc, held = multiply_group(acc, held, tokens, g, place, next_place, next_group, more)
+            place = next_place
         if low > 0:
             parts.store(worker, acc)
         else:
