@@ -123,8 +123,8 @@ class MoeShape:
     """Sizes of an MoE. num_tokens: per rank. num_experts: of all ranks. skew: expert 0 gets so many times its share.
 
     transport: "" for the best that the ranks have; "over nccl" leaves shared memory unused, "by host" takes both halves
-    of the ranks for hosts, between which nothing but NCCL is used; on CPUs both are over gloo. "fused": over NVLink, the
-    first GEMM pulls its tokens. presum: of ExpertParallel.
+    of the ranks for hosts, between which nothing but NCCL is used; on CPUs both are over gloo. "fused" is over NVLink,
+    and the first GEMM pulls its tokens. presum: of ExpertParallel.
     """
 
     hidden: int

@@ -117,7 +117,10 @@ class _OverCollectives(ExpertParallel):
 
 
 def open_parallel(shape: MoeShape, layer: Layer, num_ranks: int, fused: bool | None = None) -> ExpertParallel:
-    """Open the case's object; fused: of ExpertParallel, over NVLink. Raises ValueError for two hosts of an odd number of ranks. Collective."""
+    """Open the case's object; fused: of ExpertParallel, over NVLink. Collective.
+
+    Raises ValueError for two hosts of an odd number of ranks.
+    """
     sizes: dict[str, Any] = {"timeout_s": 60, "max_tokens": shape.num_tokens, "num_topk": shape.num_topk}
     if shape.transport in {"", "fused"}:
         return ExpertParallel(layer.packed, **sizes, fused=fused)

@@ -6,11 +6,16 @@ no other process, so ranks meet at a barrier before each wait, which then finds 
 
 from contextlib import nullcontext
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
+import torch.distributed._symmetric_memory as torch_symmetric
 import triton.language as tl
+from torch.distributed import distributed_c10d
+from torch.distributed.distributed_c10d import GroupName
 
 from envoi.gemm.hopper_w4a16 import few
 from envoi.moe.parallel import (
@@ -64,16 +69,17 @@ def stand_in(rank: int, folder: str) -> None:
     def shareable(num_bytes: int, device: torch.device) -> torch.Tensor:
         return torch.from_file(f"{folder}/{rank}.{next(made)}", shared=True, size=num_bytes, dtype=torch.uint8)
 
-    def connect_part(domain, name: str, store) -> None:
-        store.set(f"file {domain.rank}", Path(f"{folder}/{rank}.{next(made) - 1}").name)
-        paths = [store.get(f"file {peer}").decode() for peer in range(domain.layout.num_ranks)]
-        size = domain.memory.numel()
-        domain.handle = [
-            torch.from_file(f"{folder}/{path}", shared=True, size=size, dtype=torch.uint8) for path in paths
-        ]
+    def rendezvous(own: torch.Tensor, name: str) -> SimpleNamespace:
+        """As torch's: ranks, and the store by which they meet, are those of the group registered by that name."""
+        group: Any = distributed_c10d._resolve_process_group(GroupName(name))
+        store, peers = group.get_group_store(), range(group.size())
+        store.set(f"file {group.rank()}", Path(f"{folder}/{rank}.{next(made) - 1}").name)
+        paths = [store.get(f"file {peer}").decode() for peer in peers]
+        size = own.numel()
+        files = [torch.from_file(f"{folder}/{path}", shared=True, size=size, dtype=torch.uint8) for path in paths]
         next(made)
-        symmetric_memory.set_peers(domain, [x.data_ptr() for x in domain.handle])
         meet()
+        return SimpleNamespace(buffer_ptrs=[file.data_ptr() for file in files], files=files)
 
     announce, barrier = hosts_device.announce, hosts_device.combine_barrier
 
@@ -101,7 +107,7 @@ def stand_in(rank: int, folder: str) -> None:
     queued.queued_gather = lambda *given: lambda: given[0]._allgather_base(*given[1:]).wait()
     queued.queued_exchange = lambda *given: lambda: given[0].alltoall_base(*given[1:]).wait()
     hosts_device.announce, hosts_device.combine_barrier = announce_in_turns, meet_first
-    symmetric_memory._shareable, symmetric_memory.connect_part = shareable, connect_part
+    symmetric_memory._shareable, torch_symmetric.rendezvous = shareable, rendezvous
     memory.nvlink.supports_kernels = lambda experts: ""
     opening.dist.get_backend = lambda group: "nccl"
     api.connect_rail, hosts.check_backend = rail_of, lambda *_: None
@@ -178,7 +184,6 @@ def test_one_ranks_mistake_is_an_error_on_all_that_names_it(tmp_path):
 def unshared(rank: int, num_ranks: int, folder: str) -> tuple[str, str, bool]:
     """Open where rank 2 can't map its peers' memory: return how tokens are exchanged instead."""
     stand_in(rank, folder)
-    connect = symmetric_memory.connect_part
 
     def fail(domain, name, store):
         if rank == 2:
@@ -187,7 +192,6 @@ def unshared(rank: int, num_ranks: int, folder: str) -> tuple[str, str, bool]:
         domain.handle = None
 
     symmetric_memory.connect_part = fail
-    assert connect is not fail
     layer = Case("bf16", SMALL).build()
     parallel = cases.open_parallel(layer, "bf16", rank, [2, 4, 6, 8], **SIZES, hosts=list("aabb"), timeout_s=60.0)
     return parallel.exchange, parallel.why, parallel.buffers is None
