@@ -6,6 +6,7 @@ CPU tensors take the path of a Hopper GPU, and their launches are noted, not mad
 import os
 import random
 import sys
+import time
 from dataclasses import replace
 
 import pytest
@@ -26,7 +27,7 @@ from envoi.moe.parallel.symmetric_memory import SharedLayout, allocate
 from envoi.moe.parallel.warm_up import CountedCall, ParallelCall, shares
 from envoi.moe.reference import quantize_tokens
 from envoi.moe.router import route
-from envoi.runtime import devices, launch, rehearsal, triton_compat
+from envoi.runtime import compiled_marks, devices, launch, rehearsal, triton_compat
 from envoi.runtime.compilers import Compilers
 from envoi.runtime.devices import Target, standing_for
 from envoi.runtime.kernel_case import kernel_key
@@ -225,6 +226,41 @@ def test_a_call_compiles_nothing_afterwards(monkeypatch, tmp_path, jobs):
     kernel, _, arguments, options = rehearse(wider, 5, HOPPER)[-1]
     triton_compat.compile_like_a_launch(kernel, arguments, "sm_90", options)
     assert events[-1] == ("combine_kernel", False)  # the test would see it
+
+
+@pytest.mark.parametrize("jobs", [1, 2])
+def test_what_was_compiled_is_not_looked_at_again(monkeypatch, tmp_path, jobs):
+    monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
+    with standing_for(HOPPER):
+        experts = experts_without_memory(256, 128, 4, "mxfp8", "relu2", bias=False)
+    calls = [warm_up.LayerCall(experts, 2 + jobs)]
+
+    def made() -> int:
+        """Return how many kernels a warm-up compiles."""
+        asked = []
+        with monkeypatch.context() as patch:
+            original = warm_up.compile_sites
+            patch.setattr(warm_up, "compile_sites", lambda *given: asked.append(len(given[3])) or original(*given))
+            warm_up.compile_calls(calls, HOPPER, 3, jobs, progress=False, for_launch=False)
+        return asked[0]
+
+    every = made()
+    assert every >= 4
+    start = time.monotonic()
+    assert made() == 0
+    assert jobs == 1 or time.monotonic() - start < 2.0  # no process was waited for
+    next(tmp_path.glob("envoi-*/*")).unlink()
+    assert made() == 1
+    for mark in tmp_path.glob("envoi-*/*"):
+        mark.unlink()
+    assert made() == every
+
+
+def test_a_cache_that_cannot_be_written_has_no_marks(monkeypatch, tmp_path):
+    (tmp_path / "file").touch()
+    monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path / "file"))
+    compiled_marks.mark("0123", HOPPER, for_launch=True)
+    assert not compiled_marks.is_marked("0123", HOPPER, for_launch=True)
 
 
 def test_digests_name_what_triton_compiles():

@@ -1,6 +1,6 @@
 """Steps of a warm-up: find all kernels that calls can need, compile them in processes, prepare calls."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -17,7 +17,9 @@ from envoi.runtime.kernel_case import without_memory
 from envoi.runtime.rehearsal import Call, Site, compile_at, find
 from envoi.types import ExpertWeights, QuantTensor, Routing
 
-PREPARED_TOKENS = 256  # up to so many tokens, calls are prepared too: above, the GPU takes longer than the host
+# Up to so many tokens calls are prepared too; above, multiples of eight, to which servers pad. With still more tokens
+# the GPU takes longer than the host.
+PREPARED_EACH, PREPARED_EIGHTHS = 64, 256
 ROUTED = torch.int32, torch.float32  # ids and weights from `envoi.route`
 CHUNK = 128  # numbers of tokens that a process looks at in one go
 HERE = 1024  # up to so many are looked at by this process, which is done before the others have imported torch
@@ -65,7 +67,7 @@ def compile_calls(
     """Compile what calls with 1 to max_tokens tokens launch, into Triton's disk cache; return a site of each kernel."""
     with Compilers(target, jobs) as compilers:
         sites = find_all(compilers, calls, target, max_tokens)
-        compile_sites(compilers, calls, target, list(sites.values()), progress, for_launch)
+        compile_sites(compilers, calls, target, unknown(sites, target, for_launch), progress, for_launch)
     return list(sites.values())
 
 
@@ -85,15 +87,28 @@ def find_all(
     return dict(sorted(found.items()))
 
 
+def unknown(sites: Mapping[str, Site], target: Target, for_launch: bool) -> dict[str, Site]:
+    """Return the sites of kernels that no warm-up has compiled into Triton's disk cache yet."""
+    from envoi.runtime.compiled_marks import is_marked  # not at the top: `import envoi` must not import Triton
+
+    return {digest: site for digest, site in sites.items() if not is_marked(digest, target, for_launch)}
+
+
 def compile_sites(
-    compilers: Compilers, calls: Sequence[Call], target: Target, sites: Sequence[Site], progress: bool, for_launch: bool
-) -> None:
-    """Compile the kernels of these sites. Raises RuntimeError for those that can't be."""
+    compilers: Compilers, calls: Sequence[Call], target: Target, sites: Mapping[str, Site], progress: bool,
+    for_launch: bool,
+) -> None:  # fmt: skip
+    """Compile the kernels of these sites, by digest. Raises RuntimeError for those that can't be."""
+    from envoi.runtime.compiled_marks import mark
+
     failed: list[str] = []
+    digests = {site: digest for digest, site in sites.items()}
     with Progress(len(sites), quiet=not progress) as bar:
-        for site, error in compilers.map(partial(compile_at, calls, target, for_launch), sites):
+        for site, error in compilers.map(partial(compile_at, calls, target, for_launch), list(sites.values())):
             bar.step(site.name)
-            if error != "":
+            if error == "":
+                mark(digests[site], target, for_launch)
+            else:
                 failed.append(f"{site.name} for {site.num_tokens} tokens: {error or DIED}")
     if failed:
         raise RuntimeError(f"warm_up: {len(failed)} kernels can't be compiled, the first is {min(failed)}")
@@ -104,11 +119,11 @@ def prepare(
     num_topk: int, dtypes: tuple[torch.dtype, torch.dtype] = ROUTED,
 ) -> None:  # fmt: skip
     """Make calls with few tokens twice, after which they are prepared: see `envoi.runtime.prepared`."""
-    most = min(PREPARED_TOKENS, max_tokens)
+    most = min(PREPARED_EIGHTHS, max_tokens)
     tokens = torch.zeros(most, experts.hidden, dtype=torch.bfloat16, device=experts.device)
     ids = torch.arange(most * num_topk, dtype=dtypes[0], device=experts.device).view(most, num_topk) % num_experts
     weights = torch.zeros(most, num_topk, dtype=dtypes[1], device=experts.device)
-    for count in range(1, most + 1):
+    for count in [*range(1, min(PREPARED_EACH, most) + 1), *range(PREPARED_EACH + 8, most + 1, 8)]:
         routing = Routing(weights[:count], ids[:count], num_experts)
         for _ in range(2):
             call(tokens[:count], routing)

@@ -40,6 +40,7 @@ class Compilers:
     def __init__(self, target: Target, num_jobs: int | None = None) -> None:
         self.target, self.num_jobs = target, num_jobs or num_cpus()
         self._server: subprocess.Popen | None = None
+        self._asked = False
 
     def __enter__(self) -> "Compilers":
         if self.num_jobs > 1:
@@ -51,7 +52,7 @@ class Compilers:
     def __exit__(self, kind: Any, *error: object) -> None:
         if self._server is None:
             return
-        if kind is not None:
+        if kind is not None or not self._asked:
             self._server.kill()
         self._server.communicate()  # closes its input, at which it ends
 
@@ -63,6 +64,9 @@ class Compilers:
         if self._server is None:
             yield from ((item, function(item)) for item in items)
             return
+        if not items:
+            return
+        self._asked = True
         self._send((function, list(items)))
         for _ in items:
             number, result, error = self._receive()

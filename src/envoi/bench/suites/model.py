@@ -364,15 +364,17 @@ def token_counts(shapes: Sequence[ModelShape]) -> list[int]:
     return sorted(found)
 
 
-def sites_of(compilers: Compilers, calls: Sequence[LayerCall], target: Target, counts: Sequence[int]) -> list[Site]:
-    """Return a site of each kernel that calls with these numbers of tokens launch."""
+def sites_of(
+    compilers: Compilers, calls: Sequence[LayerCall], target: Target, counts: Sequence[int]
+) -> dict[str, Site]:
+    """Return a site of each kernel that calls with these numbers of tokens launch, by digest."""
     found: dict[str, Site] = {}
     for _, sites in compilers.map(partial(find, calls, target), [(count,) for count in counts]):
         if sites is None:
             raise RuntimeError(DIED)
         for digest, site in sites.items():
             found.setdefault(digest, site)
-    return list(found.values())
+    return found
 
 
 def _layer_call(name: str, format: str) -> LayerCall:

@@ -20,7 +20,7 @@ from envoi.moe.parallel.collectives import Channel, gather_texts
 from envoi.moe.parallel.hosts import Grid
 from envoi.moe.parallel.symmetric_memory import Domain, SharedLayout, allocate
 from envoi.moe.permute import empty_rows
-from envoi.moe.warm_up import compile_sites, find_all
+from envoi.moe.warm_up import compile_sites, find_all, unknown
 from envoi.quant.formats import format_named
 from envoi.runtime.compilers import Compilers
 from envoi.runtime.devices import Target
@@ -152,15 +152,15 @@ def compile_together(
             sites.update(find_all(compilers, calls, target, call.most, least=0))
 
         def compile_share() -> None:
-            mine = shares(found)[channel.rank]
-            compile_sites(compilers, calls, target, [sites[digest] for digest in mine], progress, for_launch=True)
+            mine = {digest: sites[digest] for digest in shares(found)[channel.rank]}
+            compile_sites(compilers, calls, target, mine, progress, for_launch=True)
 
         def load() -> None:
             for site in sites.values():
                 load_at(calls, target, site)
 
         failed = _error_of(look)
-        texts = gather_texts(channel, json.dumps([platform.node(), *sites]), STEP)
+        texts = gather_texts(channel, json.dumps([platform.node(), *unknown(sites, target, for_launch=True)]), STEP)
         found = [json.loads(text) for text in texts]
         failed = failed or _error_of(compile_share)
         _raise_first(gather_texts(channel, failed, STEP))  # from here on, all that a peer compiled is in the cache
