@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from envoi.moe.router import PRESETS, Rule, host, reference, route
-from envoi.moe.router.tiling import candidates
+from envoi.moe.router.tiling import TILE, candidates, choose_shares, choose_tiling
 from envoi.runtime import workspace
 from tests.helpers.accuracy import assert_same_bits
 from tests.helpers.inputs import LOGITS, logits
@@ -34,6 +34,7 @@ KERNELS = ["own", "triton"]  # the kernel for this GPU; the portable one
 MANY_ROWS = 100_000
 BATCHES = (1, 16, 63, 64, 65, 200, 4096, 16384)
 NUM_RUNS = 100
+NUM_SMS = 132
 FINITE = [kind for kind in LOGITS if bool(logits(kind, 8, 16, 4).isfinite().all())]
 
 
@@ -255,6 +256,61 @@ def test_every_cut_gives_the_same_bits(quarter):
         for got, field in ((outputs["logits"], "logits"), (outputs["ids"], "topk_ids"), (outputs["dense"], "dense")):
             assert_same_bits(got, getattr(want, field))
         assert_same_bits(outputs["counts"][1], want.expert_offsets)
+
+
+@pytest.mark.parametrize(("n", "rule"), [(100, "qwen3-moe"), (300, "kimi-k2"), (384, "kimi-k2"), (512, "qwen3-next")])
+def test_every_cut_for_many_rows_gives_the_same_bits(n, rule):
+    """Check tiles of 128 rows and several turns, with rows that are routed again, NaN and a last tile of few rows."""
+    if host.implementation(torch.device("cuda")) != "hopper":
+        return
+    x = torch.stack([logits(kind, 65, n, 8) for kind in ("randn", "crowded around 1", "NaN")], 1).flatten(0, 1)
+    tokens, gate = (y.cuda() for y in as_product(x, torch.bfloat16))
+    bias = normal(n, seed=7, device="cuda") * 0.1 if PRESETS[rule].has_expert_bias else None
+    given = Given(tokens, gate, 8, PRESETS[rule].rule, expert_bias=bias)
+    want = given.route()
+    judge(given, want)
+    spec = host.spec_of(n, 8, given.rule, None, bias, False, (True, True, True))
+    call = host.Call(tokens, gate, spec, 1.0, given.rule.routed_scale, None, bias, None, None)
+    found = candidates(len(x), tokens.shape[1], replace(spec, gluon=True), NUM_SMS)
+    chosen = [tiling for tiling in found if tiling.turns > 1 or tiling.tile > TILE]
+    assert chosen
+    for tiling in chosen:
+        outputs = host.empty_outputs(call)
+        for _ in range(3):
+            host._run_hopper(call, outputs, tiling)
+        for name, field in (("weights", "topk_weights"), ("ids", "topk_ids"), ("logits", "logits"), ("dense", "dense")):
+            assert_same_bits(outputs[name], getattr(want, field))
+        assert_same_bits(outputs["counts"][1], want.expert_offsets)
+
+
+@pytest.mark.parametrize(
+    ("m", "hidden", "name"), [(10817, 3072, "minimax-m2"), (4259, 7168, "deepseek-v3"), (5000, 2048, "kimi-k3")]
+)
+def test_several_launches_are_one_call(m, hidden, name):
+    """Check a call of several launches against one launch, eagerly and in a graph."""
+    if host.implementation(torch.device("cuda")) != "hopper":
+        return
+    given = preset_call(name, m, hidden, torch.bfloat16, "cuda")
+    want = given.route()
+    judge(given, want)
+    spec = host.spec_of(len(given.gate), given.k, given.rule, None, given.expert_bias, False, (True, True, True))
+    num_sms = torch.cuda.get_device_properties(0).multi_processor_count
+    assert num_sms != NUM_SMS or len(choose_shares(m, hidden, replace(spec, gluon=True), num_sms)) > 1
+    call = host.Call(
+        given.tokens, given.gate, spec, 1.0, given.rule.routed_scale, None, given.expert_bias, None, None
+    )  # fmt: skip
+    outputs = host.empty_outputs(call)
+    host._run_hopper(call, outputs, choose_tiling(m, hidden, replace(spec, gluon=True), num_sms)[0])
+    for field, key in (("topk_weights", "weights"), ("topk_ids", "ids"), ("logits", "logits"), ("dense", "dense")):
+        assert_same_bits(outputs[key], getattr(want, field))
+    assert_same_bits(outputs["counts"][0], want.num_tokens_per_expert)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        got = [given.route() for _ in range(3)]
+    for _ in range(3):
+        graph.replay()
+    for found in got:
+        assert_same_routing(found, want)
 
 
 def test_rows_that_are_done_again_beside_others_in_every_cut():

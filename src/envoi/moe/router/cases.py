@@ -1,6 +1,6 @@
 """Practical calls of the router, and the kernels that they launch.
 
-    case -> Call -> host.hopper_arguments or host.portable_arguments
+    case -> Call -> host.hopper_launches or host.portable_arguments
 
 Tensors have no memory, unless `inputs` is given another way to make them.
 """
@@ -55,6 +55,8 @@ CASES = (
     Case("two-roles", 4096, 128, 2048, 4, "softmax", "fp16"),
     Case("prefill", 16384, 256, 7168, 8, "deepseek-v3"),
     Case("many-experts", 2048, 512, 4096, 10, "softmax"),
+    Case("tall", 16384, 128, 4096, 8, "qwen3-moe"),
+    Case("turns", 8192, 384, 7168, 8, "kimi-k2"),
     Case("everything", 4096, 256, 7168, 8, "deepseek-v3", everything=True),
     Case("hashed", 64, 256, 4096, 6, "deepseek-v4-flash", hashed=True),
     Case("", 4096, 256, 7168, 8, "deepseek-v3", kernel="triton"),
@@ -111,7 +113,8 @@ def launch_of(case: Case, make: Make = without_memory) -> Launch:
     outputs = host.empty_outputs(call)
     if case.kernel == "triton":
         return Launch(kernel_triton.router_kernel, *host.portable_arguments(call, outputs))
-    return Launch(kernel_hopper.router_kernel, *host.hopper_arguments(call, outputs, NUM_SMS))
+    [arguments] = host.hopper_launches(call, outputs, NUM_SMS)
+    return Launch(kernel_hopper.router_kernel, *arguments)
 
 
 def kernel_case(case: Case) -> KernelCase:

@@ -8,10 +8,9 @@ import torch
 from envoi.moe.router.device_types import Outputs, Scalars, Tables
 from envoi.moe.router.rules import Rule
 from envoi.moe.router.spec import Spec
-from envoi.moe.router.tiling import SAME_BELOW, RouterTiling, choose_tiling
+from envoi.moe.router.tiling import RouterTiling, Share, choose_shares
 from envoi.runtime import workspace
 from envoi.runtime.devices import implementation, num_sms
-from envoi.runtime.math import next_power_of_2
 from envoi.runtime.tma import descriptor, tma_ready
 
 MAX_GROUPS = 32
@@ -127,34 +126,67 @@ def _run_hopper(call: Call, outputs: dict[str, Any], tiling: RouterTiling | None
     from envoi.moe.router import kernel_hopper
     from envoi.runtime.launch import launch
 
-    launch(kernel_hopper.router_kernel, *hopper_arguments(call, outputs, num_sms(call.tokens.device), tiling))
+    for grid, arguments, options in hopper_launches(call, outputs, num_sms(call.tokens.device), tiling):
+        launch(kernel_hopper.router_kernel, grid, arguments, options)
 
 
-def hopper_arguments(
+def hopper_launches(
     call: Call, outputs: dict[str, Any], num_sms: int, tiling: RouterTiling | None = None
+) -> list[tuple[tuple[int], tuple, dict[str, Any]]]:
+    """Return grid, arguments and options of the launches of the Hopper kernel: usually one; each has some of the rows.
+
+    They run one after the other and share the workspace. All add to one histogram; the last stores the counts.
+    """
+    spec, device = replace(call.spec, gluon=True), call.tokens.device
+    M, hidden = call.tokens.shape
+    shares = choose_shares(M, hidden, spec, num_sms) if tiling is None else (Share(M, tiling),)
+    call = replace(call, spec=spec, tokens=tma_ready(call.tokens), gate=tma_ready(call.gate))
+    num_met = max(_num_met(share) for share in shares)
+    num_counted = spec.num_experts + 1 if spec.want_counts else 0
+    counters = workspace.counters(num_met + num_counted, device) if num_met + num_counted else None
+    counted = _from(counters, num_met) if num_counted else None
+    found, first = [], 0
+    for share in shares:
+        rows, first = slice(first, first + share.num_rows), first + share.num_rows
+        some = (call, outputs) if len(shares) == 1 else _of_rows(call, outputs, rows)
+        met = counters if _num_met(share) else None
+        found.append(_hopper_arguments(*some, share.tiling, met, counted))
+    return found
+
+
+def _num_met(share: Share) -> int:
+    """Return the number of counters by which the parts of the same rows wait for each other."""
+    tiling = share.tiling
+    return 2 * -(-share.num_rows // tiling.rows_per_cta) if tiling.parts > 1 and not tiling.polls_sums else 0
+
+
+def _of_rows(call: Call, outputs: dict[str, Any], rows: slice) -> tuple[Call, dict[str, Any]]:
+    """Return the call and its outputs for some of the rows; counts only for the last rows."""
+    ids = call.token_ids
+    some = replace(call, tokens=call.tokens[rows], token_ids=None if ids is None else ids[rows])
+    parts = {x: None if outputs[x] is None else outputs[x][rows] for x in ("weights", "ids", "logits", "dense")}
+    return some, {**parts, "counts": outputs["counts"] if rows.stop == call.tokens.shape[0] else None}
+
+
+def _hopper_arguments(
+    call: Call, outputs: dict[str, Any], tiling: RouterTiling, met: torch.Tensor | None, counted: torch.Tensor | None
 ) -> tuple[tuple[int], tuple, dict[str, Any]]:
-    """Return grid, arguments and options of the Hopper kernel."""
-    spec = replace(call.spec, gluon=True)
-    (M, hidden), device = call.tokens.shape, call.tokens.device
-    tiling = tiling or choose_tiling(next_power_of_2(M) if M <= SAME_BELOW else M, hidden, spec, num_sms)
+    """Return grid, arguments and options of one launch. met: its counters. counted: one more, and the histogram."""
+    spec, (M, hidden), device = call.spec, call.tokens.shape, call.tokens.device
     row_blocks = -(-M // tiling.rows_per_cta)
-    tokens, gate = tma_ready(call.tokens), tma_ready(call.gate)
     sums = None
     if tiling.polls_sums:
         sums = workspace.blanks(tiling.num_sets * M * tiling.columns, device)
     elif tiling.parts > 1:
         sums = workspace.floats(tiling.num_sets * row_blocks * tiling.tile * tiling.columns, device)
-    num_met = 2 * row_blocks if tiling.parts > 1 and not tiling.polls_sums else 0
-    num_counted = spec.num_experts + 1 if spec.want_counts else 0
-    counters = workspace.counters(num_met + num_counted, device) if num_met + num_counted else None
-    counted = _from(counters, num_met) if num_counted else None
     counts, offsets = outputs["counts"] or (None, None)
+    counter = None if counts is None else counted
     arguments = (
-        descriptor(tokens, tiling.rows_per_cta, tiling.block_k),
-        descriptor(gate, tiling.block_n, tiling.block_k), M, hidden,
+        descriptor(call.tokens, tiling.rows_per_cta, tiling.block_k),
+        descriptor(call.gate, tiling.block_n, tiling.block_k), M, hidden,
         call.alpha, call.routed_scale, spec.k, *_tables(call),
         outputs["weights"], outputs["ids"], outputs["logits"], outputs["dense"], _from(counted, 1), counts, offsets,
-        counted, sums, counters if num_met else None, tiling, spec,
+        counter, sums, met, tiling, spec,
     )  # fmt: skip
     options: dict[str, Any] = {"num_warps": tiling.num_warps, "launch_pdl": True}
     if tiling.all_parts_wait:

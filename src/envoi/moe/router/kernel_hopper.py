@@ -5,7 +5,7 @@
     for each CTA: some rows, some columns (experts), some blocks along K                TMA -> stages
         for each block:  p = tokens[rows, block] @ gate[columns, block].T               wgmma
             sum += p                                                                    in registers
-    all columns and all of K in one CTA:   sums -> shared memory
+    all columns and all of K in one CTA:   sums -> shared memory, the columns perhaps in several turns
     else:                                  sums -> workspace; CTAs of the same rows wait, and each routes some of them
     route_rows(sums of the blocks, in their order), some rows at a time; in large passes uncertain rows, eight at a time
 
@@ -20,6 +20,9 @@ together or not at all (a cooperative launch), so none waits for one that can't 
 wgmma multiplies 64 rows; if a CTA has fewer, so that there are more CTAs, the other rows hold old data whose results
 are never read. The blocks and their order are the same for every number of tokens, and so are a token's logits, bit
 for bit.
+
+With many rows a CTA may take more columns than registers hold sums for, in turns: it goes along K once for each
+block_n columns, and the logits of a turn wait in shared memory for those of the others.
 
 If all of a CTA's operands fit into the stages, one role loads them all and then multiplies, which saves the
 microsecond that it takes to start two roles.
@@ -118,10 +121,14 @@ def load_first(x_desc, y_desc, stages, sizes, tiling: gl.constexpr):
 def producer(x_desc, y_desc, stages, sizes, tiling: gl.constexpr):
     """Refill the stages as they become empty: a role of one warp."""
     part = part_of(sizes, tiling)
-    for k in range(part.first + tiling.num_stages, part.last):
-        step = k - part.first
-        mbarrier.wait(stages.empty.index(step % tiling.num_stages), ((step // tiling.num_stages) & 1) ^ 1)
-        load_stage(x_desc, y_desc, stages, step % tiling.num_stages, part.m, part.n, k, tiling)
+    turns: gl.constexpr = tiling.turns
+    for turn in gl.static_range(turns):
+        before = turn * (part.last - part.first)
+        for k in range(part.first + (tiling.num_stages if turn == 0 else 0), part.last):
+            step = before + k - part.first
+            mbarrier.wait(stages.empty.index(step % tiling.num_stages), ((step // tiling.num_stages) & 1) ^ 1)
+            n = part.n + turn * tiling.block_n
+            load_stage(x_desc, y_desc, stages, step % tiling.num_stages, part.m, n, k, tiling)
 
 
 @gluon.constexpr_function
@@ -155,8 +162,8 @@ def multiply(stages, step, num_steps, tiling: gl.constexpr):
 
 @gluon.constexpr_function
 def row_layout(tiling, lanes):
-    """Layout of logits [rows, columns], `lanes` lanes for each row."""
-    return gl.BlockedLayout([1, tiling.columns // lanes], [32 // lanes, lanes], [tiling.num_warps, 1], [1, 0])
+    """Layout of logits [rows, columns], `lanes` lanes for each row; each has neighbouring columns of every run."""
+    return gl.BlockedLayout([1, tiling.run // lanes], [32 // lanes, lanes], [tiling.num_warps, 1], [1, 0])
 
 
 @gluon.constexpr_function
@@ -198,8 +205,52 @@ def logits_layout(columns):
 
 @gluon.jit
 def logits_buffer(stages, rows: gl.constexpr, tiling: gl.constexpr):
-    """Reuse the gate's stages, once they are consumed, for the logits: [tile / rows, rows, columns] float32."""
-    return reinterpret(stages.y, gl.float32, [tiling.tile // rows, rows, tiling.columns], logits_layout(tiling.columns))
+    """View the gate's memory as boards of logits [tile, run], each cut into rows: [boards * tile / rows, rows, run].
+
+    The last boards, after the stages, take the logits of all turns but the last; those of the last turn, or the only
+    one, replace stages that are consumed.
+    """
+    count: gl.constexpr = tiling.boards * (tiling.tile // rows)
+    return reinterpret(stages.y, gl.float32, [count, rows, tiling.run], logits_layout(tiling.run))
+
+
+@gluon.jit
+def board_of(turn, tiling: gl.constexpr):
+    """Return the board of a turn's logits; that of the last turn is in the memory of the stages."""
+    if tiling.turns > 1:
+        return tiling.boards - 1 - turn
+    else:
+        return 0
+
+
+@gluon.jit
+def load_board(stages, row, rows: gl.constexpr, turn: gl.constexpr, lanes: gl.constexpr, tiling: gl.constexpr):
+    """Load a turn's logits [rows, run] of the rows from `row` of this CTA on."""
+    at = board_of(turn, tiling) * (tiling.tile // rows) + row // rows
+    return logits_buffer(stages, rows, tiling).index(at).load(row_layout(tiling, lanes))
+
+
+@gluon.jit
+def beside(left, right):
+    """Put two tiles [R, C] side by side: [R, 2 C]."""
+    both = gl.join(left, right).permute((0, 2, 1))
+    return both.reshape([left.shape[0], 2 * left.shape[1]])
+
+
+@gluon.jit
+def load_logits(stages, row, rows: gl.constexpr, lanes: gl.constexpr, tiling: gl.constexpr):
+    """Load the logits [rows, columns] of the rows from `row` of this CTA on; zeros for columns that have no turn."""
+    x = load_board(stages, row, rows, 0, lanes, tiling)
+    if tiling.turns > 1:
+        x = beside(x, load_board(stages, row, rows, 1, lanes, tiling))
+        if tiling.turns > 2:
+            third = load_board(stages, row, rows, 2, lanes, tiling)
+            fourth = gl.full((rows, tiling.run), 0.0, gl.float32, row_layout(tiling, lanes))
+            if tiling.turns == 4:
+                fourth = load_board(stages, row, rows, 3, lanes, tiling)
+            x = beside(x, beside(third, fourth))
+        x = gl.convert_layout(x, row_layout(tiling, lanes), assert_trivial=True)
+    return x
 
 
 @gluon.jit
@@ -286,6 +337,13 @@ def accumulate(stages, sums, sizes, tiling: gl.constexpr, spec: gl.constexpr):
     layout: gl.constexpr = tile_layout(tiling)
     num_steps: gl.constexpr = tiling.steps_in_block
     step = 0
+    if tiling.turns > 1:
+        for turn in range(tiling.turns - 1):
+            sum = gl.full((tiling.tile, tiling.block_n), 0.0, gl.float32, layout)
+            for k in range(part.first, part.last, num_steps):
+                p, step = multiply(stages, step, gl.minimum(num_steps, part.last - k), tiling)
+                sum += p
+            logits_buffer(stages, tiling.tile, tiling).index(board_of(turn, tiling)).store(sum)
     sum = gl.full((tiling.tile, tiling.block_n), 0.0, gl.float32, layout)
     for k in range(part.first, part.last, num_steps):
         p, step = multiply(stages, step, gl.minimum(num_steps, part.last - k), tiling)
@@ -294,7 +352,7 @@ def accumulate(stages, sums, sizes, tiling: gl.constexpr, spec: gl.constexpr):
                 store_partial(p, sums, (k - tiling.steps_each) // num_steps + 1, part, sizes, tiling, spec)
         sum += p
     if tiling.parts == 1:
-        logits_buffer(stages, tiling.tile, tiling).index(0).store(sum)
+        logits_buffer(stages, tiling.tile, tiling).index(board_of(tiling.turns - 1, tiling)).store(sum)
     elif part.first == 0:
         store_partial(sum, sums, 0, part, sizes, tiling, spec)
 
@@ -326,7 +384,7 @@ def products_of(stages, sums, row, sizes, ROWS: gl.constexpr, LANES: gl.constexp
     part = part_of(sizes, tiling)
     rows = row + gl.arange(0, ROWS, gl.SliceLayout(1, layout))
     if tiling.parts == 1:
-        return rows, logits_buffer(stages, ROWS, tiling).index((row - part.m) // ROWS).load(layout)
+        return rows, load_logits(stages, row - part.m, ROWS, LANES, tiling)
     else:
         return rows, sum_partials(sums, rows, sizes, tiling, layout)
 
@@ -372,7 +430,7 @@ def consumer(stages, sizes, args, exchange, totals, tiling: gl.constexpr, spec: 
     biases = load_biases(args.tables, columns_in(row_layout(tiling, tiling.lanes), tiling.columns), spec)
     accumulate(stages, exchange.sums, sizes, tiling, spec)
     route_share(stages, exchange, sizes, args, biases, tiling, spec)
-    if spec.want_counts:
+    if totals.counter is not None:
         if arrive(totals.counter, gl.num_programs(0)):
             experts = gl.arange(0, spec.columns, gl.BlockedLayout([1], [32], [gl.num_warps()], [0]))
             store_counts(args.outputs.histogram, totals.counts, totals.offsets, experts, spec)
@@ -386,7 +444,7 @@ def router_kernel(
 ):  # fmt: skip
     """Set up the stages, then start the consumer, and the producer if stages are filled more than once."""
     x_shape: gl.constexpr = [tiling.num_stages, tiling.tile, tiling.block_k]
-    y_shape: gl.constexpr = [tiling.num_stages] + y_desc.block_type.shape
+    y_shape: gl.constexpr = [tiling.gate_slots] + y_desc.block_type.shape
     x_bufs = gl.allocate_shared_memory(x_desc.dtype, x_shape, x_desc.layout)
     y_bufs = gl.allocate_shared_memory(y_desc.dtype, y_shape, y_desc.layout)
     full = gl.allocate_shared_memory(gl.int64, [tiling.num_stages, 1], mbarrier.MBarrierLayout())

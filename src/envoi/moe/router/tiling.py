@@ -1,4 +1,9 @@
-"""Tiling of the Hopper router: division of rows, columns and blocks along K among CTAs, chosen by a model of time."""
+"""Tiling of the Hopper router: division of rows, columns and blocks along K among CTAs, chosen by a model of time.
+
+A call is one launch, or several one after the other, each with some of the rows and a tiling of its own:
+10817 tokens of 256 experts are 170 tiles for 132 multiprocessors; two launches of 132 and of 38 tiles, the latter cut
+finer, take less time than two rounds of one launch do.
+"""
 
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -12,11 +17,15 @@ from envoi.runtime.math import next_power_of_2
 from envoi.runtime.triton_compat import WHOLE_VIEWS
 
 WIDTHS = {4: (16, 32, 64, 128), 8: (128, 256)}  # warps -> block_n for which a block's sums and the total fit registers
-TILE = 64  # rows of an instruction
+TILE = 64  # rows of an instruction, and of a tile; eight warps can have two of them for up to 128 columns
 SAME_BELOW = 64  # up to so many tokens use the tiling of the next power of two
 TILE_ROWS = 8  # least rows of a tile in shared memory: its swizzle repeats after eight
 MAX_ELEMENTS = 512  # logits in which a warp chooses experts at a time, if all its lanes share a row
-MAX_SIGNALS = 1 << 18  # partial sums that are polled
+MAX_SIGNALS = 1 << 20  # partial sums that are polled, if few rows are routed at a time
+FEW_SIGNALS = 1 << 18  # and if many are: an uncertain row then sends all of them the exact way
+FEW_ROWS, FEW_SCORED_ROWS = 16, 8  # few rows; by scores more of them are uncertain
+MAX_TURN_COLUMNS = 512  # columns of which shared memory holds the logits of 64 rows beside the stages
+MIN_TURN_STAGES = 4
 RESERVED_BYTES = 3072  # barriers, and the compiler's scratch for reductions
 
 # Cycles of an H200; only ratios matter.
@@ -29,6 +38,13 @@ MEET_CYCLES = 3900.0  # all parts of some rows wait for each other by a counter
 SIGNAL_CYCLES = 2000.0  # all parts of some rows wait for each other by polling the sums
 CHOOSE_CYCLES = 1500.0  # choosing the experts of a pass of rows, however few
 ELEMENT_CYCLES = 0.12  # for each logit of a warp, in each round of the choice
+MMA_SLOWDOWN = 1.2  # of products where they, not the loads, take the time
+CACHED_BYTES = 30e6  # of tokens that are still in the L2 when a CTA needs them in its next turn
+LAUNCH_CYCLES = 1500.0  # one more launch, besides what `predicted_cycles` has for each
+
+MAX_LAUNCHES = 8
+WORTH_LAUNCHES = 0.96  # of the cycles of one launch, which several have to stay below
+ROUND_WIDTHS = (64, 128, 256, 1024)  # columns of a part, for rounds of which a call may have launches of their own
 
 
 @dataclass(frozen=True)
@@ -40,11 +56,10 @@ class RouterTiling(Constant):
     other, and each routes rows_per_part rows; else the last to arrive routes all of them. polls_sums: they poll the
     partial sums themselves instead of a counter. rows_per_pass: rows that are routed at a time. num_sets: partial sums
     of each row. steps_in_block: steps along K in a block of sums. columns: columns of the workspace. rows_per_cta:
-    `tile`, the rows of an instruction, unless there are fewer tokens, or a CTA has all columns and all of K. lanes:
-    lanes that share a row when experts are chosen.
+    `tile`, the rows that are multiplied, unless there are fewer tokens, or a CTA has all columns and all of K. lanes:
+    lanes that share a row when experts are chosen. turns: times that a CTA goes along K, each with the next block_n
+    columns; if more than one, it has all columns and all of K.
     """
-
-    tile = TILE
 
     num_warps: int
     block_n: int
@@ -63,6 +78,23 @@ class RouterTiling(Constant):
     rows_per_cta: int
     single_fill: bool
     lanes: int
+    turns: int = 1
+    tile: int = TILE
+
+    @property
+    def gate_slots(self) -> int:
+        """Number of the gate's stages, and as much memory beside them as the logits of all turns but the last need."""
+        return self.num_stages + 2 * self.tile // self.block_k * (self.turns - 1)
+
+    @property
+    def boards(self) -> int:
+        """Number of boards, logits [tile, run] in float32, that the memory of the gate has room for."""
+        return max(1, self.gate_slots * self.block_k // (2 * self.tile))
+
+    @property
+    def run(self) -> int:
+        """Number of neighbouring columns that the lanes of a row share evenly: those of a turn."""
+        return self.block_n if self.turns > 1 else self.columns
 
     @property
     def parts(self) -> int:
@@ -90,11 +122,45 @@ def lanes_of(rows_a_warp: int, spec: Spec) -> int:
     return 32 if spec.whole_softmax or rows_a_warp < 4 else few
 
 
+@dataclass(frozen=True)
+class Share:
+    """Rows of one launch, and their tiling."""
+
+    num_rows: int
+    tiling: RouterTiling
+
+
 @cache
-def choose_tiling(M: int, hidden: int, spec: Spec, num_sms: int) -> RouterTiling:
-    """Choose the tiling with the fewest `predicted_cycles`."""
-    tilings = candidates(M, hidden, spec, num_sms)
-    return min(tilings, key=lambda tiling: predicted_cycles(M, hidden, spec, tiling, num_sms))
+def choose_shares(M: int, hidden: int, spec: Spec, num_sms: int) -> tuple[Share, ...]:
+    """Choose the launches of a call, in the order of their rows, with the fewest predicted cycles in all."""
+    return _cheapest(M, hidden, spec, num_sms, MAX_LAUNCHES)[1]
+
+
+@cache
+def _cheapest(M: int, hidden: int, spec: Spec, num_sms: int, most: int) -> tuple[float, tuple[Share, ...]]:
+    """Return the fewest predicted cycles of at most `most` launches, and the launches."""
+    tiling, of_one = choose_tiling(M, hidden, spec, num_sms)
+    found = of_one, (Share(M, tiling),)
+    for parts in {-(-spec.num_experts // width) for width in ROUND_WIDTHS}:
+        in_round = TILE * (num_sms // parts)  # rows
+        num_rounds = M // in_round if in_round else 0
+        for rows, count in {(num_rounds * in_round, 1), (in_round, num_rounds)}:
+            rest = M - rows * count
+            if 0 < rows < M and count + (rest > 0) <= most:
+                tiling, cycles = choose_tiling(rows, hidden, spec, num_sms)
+                more, others = _cheapest(rest, hidden, spec, num_sms, min(most - count, 2)) if rest else (0.0, ())
+                total = count * cycles + more + (count - (rest == 0)) * LAUNCH_CYCLES
+                if total < min(found[0], WORTH_LAUNCHES * of_one):
+                    found = total, (Share(rows, tiling),) * count + others
+    return found
+
+
+@cache
+def choose_tiling(M: int, hidden: int, spec: Spec, num_sms: int) -> tuple[RouterTiling, float]:
+    """Return the tiling of one launch with the fewest `predicted_cycles`, and these."""
+    M = next_power_of_2(M) if M <= SAME_BELOW else M
+    tilings = ((x, predicted_cycles(M, hidden, spec, x, num_sms)) for x in candidates(M, hidden, spec, num_sms))
+    return min(tilings, key=lambda found: found[1])
 
 
 def candidates(M: int, hidden: int, spec: Spec, num_sms: int) -> Iterator[RouterTiling]:
@@ -105,48 +171,85 @@ def candidates(M: int, hidden: int, spec: Spec, num_sms: int) -> Iterator[Router
             if block_n > spec.columns:
                 continue
             for blocks_each in {-(-num_blocks // parts) for parts in range(1, num_blocks + 1)}:
-                tiling = make(M, hidden, spec, num_warps, block_n, blocks_each, TILE, num_sms)
+                tiling = make(M, hidden, spec, Cut(num_warps, block_n, blocks_each), num_sms)
                 if tiling.all_parts_wait or blocks_each == num_blocks:
                     yield tiling
+                if tiling.polls_sums and tiling.num_sets * M * tiling.columns > FEW_SIGNALS:
+                    yield make(M, hidden, spec, Cut(num_warps, block_n, blocks_each, most_signals=0), num_sms)
             if block_n == spec.columns:
                 for rows in (8, 16, 32):
                     if rows < M:
-                        yield make(M, hidden, spec, num_warps, block_n, num_blocks, rows, num_sms)
+                        yield make(M, hidden, spec, Cut(num_warps, block_n, num_blocks, rows), num_sms)
+    if M > TILE:
+        yield from large_candidates(M, hidden, spec, num_sms)
 
 
-def make(
-    M: int, hidden: int, spec: Spec, num_warps: int, block_n: int, blocks_each: int, rows: int, num_sms: int
-) -> RouterTiling:
-    """Make a tiling from its free choices; blocks_each: blocks along K of a CTA, rows: most rows of a CTA."""
+def large_candidates(M: int, hidden: int, spec: Spec, num_sms: int) -> Iterator[RouterTiling]:
+    """Yield tilings for many rows: 128 of them a CTA, which halves the loads of the gate; or all columns in turns.
+
+    No turns for a softmax over all experts: its sum has one order in all other tilings, and turns change it.
+    """
+    num_blocks = -(-hidden // block_sum(hidden))
+    if 64 <= spec.columns <= 128:
+        yield make(M, hidden, spec, Cut(8, spec.columns, num_blocks, 2 * TILE, tile=2 * TILE), num_sms)
+    for block_n in WIDTHS[8]:
+        turns = -(-spec.num_experts // block_n)
+        if WIDTHS[8][-1] < spec.columns <= MAX_TURN_COLUMNS and not spec.whole_softmax:
+            tiling = make(M, hidden, spec, Cut(8, block_n, num_blocks, turns=turns), num_sms)
+            if tiling.num_stages >= MIN_TURN_STAGES:
+                yield tiling
+
+
+@dataclass(frozen=True)
+class Cut:
+    """Free choices of a RouterTiling. blocks_each: blocks along K of a CTA. rows: most rows of a CTA.
+
+    most_signals: most partial sums that are polled, where few rows are routed at a time; where many are, FEW_SIGNALS.
+    """
+
+    num_warps: int
+    block_n: int
+    blocks_each: int
+    rows: int = TILE
+    turns: int = 1
+    tile: int = TILE
+    most_signals: int = MAX_SIGNALS
+
+
+def make(M: int, hidden: int, spec: Spec, cut: Cut, num_sms: int) -> RouterTiling:
+    """Make a tiling from its free choices."""
+    num_warps, block_n, tile = cut.num_warps, cut.block_n, cut.tile
     block = block_sum(hidden)
     num_blocks = -(-hidden // block)
-    parts_n = -(-spec.num_experts // block_n)
-    parts_k = -(-num_blocks // blocks_each)
+    parts_n = 1 if cut.turns > 1 else -(-spec.num_experts // block_n)
+    parts_k = -(-num_blocks // cut.blocks_each)
     parts = parts_n * parts_k
-    num_sets = num_blocks - blocks_each + 1
-    waits = parts > 1 and -(-M // TILE) * parts <= num_sms
-    signals = waits and spec.columns <= 512 and num_sets * M * spec.columns <= MAX_SIGNALS
-    rows = max(TILE_ROWS, next_power_of_2(min(M, rows)))
-    share = min(next_power_of_2(-(-min(M, TILE) // parts)), TILE) if waits else rows
+    num_sets = num_blocks - cut.blocks_each + 1
+    waits = parts > 1 and -(-M // tile) * parts <= num_sms
+    rows = max(TILE_ROWS, next_power_of_2(min(M, cut.rows)))
+    share = min(next_power_of_2(-(-min(M, tile) // parts)), tile) if waits else rows
     lanes = lanes_of(share // num_warps, spec)
     rows_each = min(MAX_ELEMENTS * (1 if lanes == 32 or spec.columns < 128 else 2) * num_warps // spec.columns, share)
+    are_few = rows_each <= (FEW_SCORED_ROWS if spec.by_score else FEW_ROWS)
+    most_signals = min(cut.most_signals, MAX_SIGNALS if are_few else FEW_SIGNALS)
+    signals = waits and spec.columns <= 512 and num_sets * M * spec.columns <= most_signals
     if signals:  # each sum is read, and reset, by one thread
         rows_each = max(rows_each, 32 * num_warps // spec.columns)
     block_k = 256 if block_n < 64 else 128 if block_n < 128 else 64
     block_k = max(32, min(block_k, next_power_of_2(hidden), block & -block))
-    stage_bytes = 2 * block_k * (TILE + block_n)
-    steps_each = blocks_each * block // block_k
-    others = RESERVED_BYTES + signals * 4 * rows_each * spec.columns
+    stage_bytes = 2 * block_k * (tile + block_n)
+    steps_each = cut.blocks_each * block // block_k
+    others = RESERVED_BYTES + signals * 4 * rows_each * spec.columns + (cut.turns - 1) * 4 * tile * block_n
     # The stages of the gate hold the logits of a tile in the end.
-    board = -(-2 * TILE // block_k)
-    unit = board if WHOLE_VIEWS and parts == 1 else 1
+    board = -(-2 * tile // block_k)
+    unit = board if cut.turns > 1 or (WHOLE_VIEWS and parts == 1) else 1
     fits = (SHARED_BYTES - others) // stage_bytes // unit * unit
     steps = min(steps_each, -(-hidden // block_k))
-    loads_all = steps <= fits
+    loads_all = steps <= fits and cut.turns == 1
     stages = max(-(-steps // unit) * unit, board) if loads_all else min(fits, 16)
     return RouterTiling(
         num_warps, block_n, block_k, stages, parts_n, parts_k, steps_each, block // block_k, max(1, num_sets),
-        share, rows_each, waits, signals, spec.columns, rows, loads_all, lanes,
+        share, rows_each, waits, signals, spec.columns, rows, loads_all, lanes, cut.turns, tile,
     )  # fmt: skip
 
 
@@ -155,10 +258,14 @@ def predicted_cycles(M: int, hidden: int, spec: Spec, tiling: RouterTiling, num_
     ctas = -(-M // tiling.rows_per_cta) * tiling.parts
     waves = -(-ctas // num_sms)
     span = min(hidden, tiling.steps_each * tiling.block_k)
-    loads = 2 * span * (tiling.rows_per_cta + tiling.block_n) / L2_BYTES
-    dram = 2 * hidden * (M + spec.num_experts) / H200.hbm_bytes / waves
+    loads = 2 * span * tiling.turns * (tiling.rows_per_cta + tiling.block_n) / L2_BYTES
+    at_once = 2 * hidden * min(M, num_sms * tiling.rows_per_cta // tiling.parts)  # bytes of the tokens of a round
+    reads = tiling.turns if at_once > CACHED_BYTES else 1
+    dram = 2 * hidden * (M * reads + spec.num_experts) / H200.hbm_bytes / waves
     # An instruction takes at least 32 cycles, whatever its columns.
-    products = span / 16 * max(tiling.block_n / 2, 32)
+    products = span / 16 * tiling.turns * max(tiling.block_n / 2, 32)
+    if tiling.tile > TILE:
+        products *= MMA_SLOWDOWN * tiling.tile / TILE
     rest = 0.0 if tiling.single_fill else ROLES_CYCLES
     if tiling.parts > 1:
         sets = max(1, tiling.num_sets // max(tiling.parts_k - 1, 1))

@@ -1,0 +1,119 @@
+"""Tilings of the Hopper router: what fits, who waits for whom, and calls that are several launches."""
+
+from dataclasses import replace
+
+import pytest
+import torch
+
+from envoi.moe.router import cases, host
+from envoi.moe.router.cases import Case
+from envoi.moe.router.rules import PRESETS
+from envoi.moe.router.spec import block_sum
+from envoi.moe.router.tiling import TILE, candidates, choose_shares, choose_tiling
+from envoi.runtime import workspace
+from envoi.runtime.devices import SHARED_BYTES
+
+NUM_SMS = 132
+SIZES = [
+    *((m, 128, 2048, "qwen3-moe") for m in (1, 64, 65, 1600, 8448, 8556, 16384)),
+    *((m, 256, 7168, "deepseek-v3") for m in (1, 227, 4096, 4224, 4259, 5706, 16384)),
+    (10817, 256, 3072, "minimax-m2"), (2567, 160, 6144, "qwen3-coder-480b"), (9000, 160, 5120, "deepseek-v2"),
+    (6000, 288, 4096, "step-3.7"), (12000, 384, 7168, "kimi-k2"), (15932, 512, 2048, "qwen3-next"),
+    (8192, 512, 4096, "nemotron-super-v3"), (8192, 896, 7168, "kimi-k3"), (70000, 64, 16, "olmoe"),
+]  # fmt: skip
+
+
+def call_of(m, n, hidden, rule, everything=False):
+    return cases.call_of(Case("", m, n, hidden, PRESETS[rule].num_topk, rule, everything=everything))
+
+
+def spec_of(m, n, hidden, rule):
+    return replace(call_of(m, n, hidden, rule).spec, gluon=True)
+
+
+@pytest.mark.parametrize(("m", "n", "hidden", "rule"), SIZES)
+def test_every_candidate_fits(m, n, hidden, rule):
+    for tiling in candidates(m, hidden, spec_of(m, n, hidden, rule), NUM_SMS):
+        gate = 2 * tiling.gate_slots * tiling.block_n * tiling.block_k
+        assert gate + 2 * tiling.num_stages * tiling.tile * tiling.block_k < SHARED_BYTES
+        assert tiling.steps_in_block * tiling.block_k == block_sum(hidden), "blocks along K depend on the tiling"
+        assert tiling.parts_n * tiling.turns * tiling.block_n >= n
+        assert tiling.parts_k * tiling.steps_each * tiling.block_k >= hidden
+        assert tiling.tile % tiling.rows_per_cta == 0
+        if tiling.all_parts_wait:
+            assert -(-m // tiling.tile) * tiling.parts <= NUM_SMS, "a CTA waits for one that can't start"
+        if tiling.parts == 1:
+            assert gate >= 4 * tiling.tile * tiling.run * tiling.turns, "no room for the logits"
+        if tiling.turns > 1:
+            stages = 2 * tiling.num_stages * tiling.block_n * tiling.block_k
+            boards = [tiling.boards - 1 - turn for turn in range(tiling.turns)]
+            assert min(boards) >= 0, "the last turn's logits begin before the stages"
+            assert min(boards[:-1]) * 4 * tiling.tile * tiling.run >= stages, "logits in stages that are still filled"
+
+
+@pytest.mark.parametrize(("m", "n", "hidden", "rule"), SIZES)
+def test_shares_are_all_rows(m, n, hidden, rule):
+    spec = spec_of(m, n, hidden, rule)
+    shares = choose_shares(m, hidden, spec, NUM_SMS)
+    assert sum(share.num_rows for share in shares) == m
+    assert all(share.num_rows % TILE == 0 for share in shares[:-1])
+    for share in shares:
+        assert share.tiling == choose_tiling(share.num_rows, hidden, spec, NUM_SMS)[0]
+
+
+def test_what_is_chosen_for_many_rows():
+    def shares(*size):
+        return choose_shares(size[0], size[2], spec_of(*size), NUM_SMS)
+
+    assert [share.num_rows for share in shares(10817, 256, 3072, "minimax-m2")] == [8448, 2369]
+    assert [share.num_rows for share in shares(4259, 256, 7168, "deepseek-v3")] == [4224, 35]
+    assert len(shares(4224, 256, 7168, "deepseek-v3")) == 1
+    [share] = shares(15932, 512, 2048, "qwen3-next")
+    assert (share.tiling.turns, share.tiling.parts) == (2, 1)
+    [share] = shares(16384, 128, 4096, "qwen3-moe")
+    assert share.tiling.rows_per_cta == share.tiling.tile == 128
+    assert all(share.tiling.all_parts_wait for share in shares(8192, 896, 7168, "kimi-k3"))
+
+
+def test_no_turns_if_a_sum_over_all_columns_would_change():
+    spec = replace(spec_of(8192, 512, 2048, "qwen3-next"), rule=PRESETS["olmoe"].rule)
+    assert spec.whole_softmax
+    assert all(tiling.turns == 1 for tiling in candidates(8192, 2048, spec, NUM_SMS))
+
+
+def launches_of(m, n, hidden, rule):
+    """Return the launches of a call with all outputs, as dicts of their arguments, and the outputs."""
+    call = call_of(m, n, hidden, rule, everything=True)
+    outputs = host.empty_outputs(call)
+    names = (
+        "x_desc", "y_desc", "num_tokens", "hidden", "alpha", "routed_scale", "k", "logit_bias", "expert_bias",
+        "token_ids", "hash_table", "vocabulary", "weights", "ids", "logits", "dense", "histogram", "counts", "offsets",
+        "counter", "sums", "counters", "tiling", "spec",
+    )  # fmt: skip
+    found = host.hopper_launches(call, outputs, NUM_SMS)
+    return [(grid, dict(zip(names, given, strict=True)), options) for grid, given, options in found], outputs
+
+
+def test_several_launches_have_their_rows_and_one_histogram(monkeypatch):
+    taken = []
+    monkeypatch.setattr(
+        workspace, "counters", lambda count, device: taken.append(torch.zeros(count, dtype=torch.int32)) or taken[-1]
+    )
+    (first, second), outputs = launches_of(4259, 256, 7168, "deepseek-v3")
+    assert len(taken) == 1, "the launches need one histogram"
+    assert [given["num_tokens"] for _, given, _ in (first, second)] == [4224, 35]
+    assert [grid for grid, _, _ in (first, second)] == [(132,), (64,)]
+    assert all(options["launch_cooperative_grid"] and options["launch_pdl"] for _, _, options in (first, second))
+    for name in ("weights", "ids", "logits", "dense"):
+        assert [len(given[name]) for _, given, _ in (first, second)] == [4224, 35]
+        assert second[1][name].storage_offset() == 4224 * outputs[name].shape[1]
+    assert first[1]["histogram"].data_ptr() == second[1]["histogram"].data_ptr()
+    assert first[1]["counter"] is first[1]["counts"] is first[1]["offsets"] is None
+    assert second[1]["counter"].data_ptr() == second[1]["histogram"].data_ptr() - 4
+    assert second[1]["counts"] is outputs["counts"][0]
+
+
+def test_hashed_rows_are_divided_like_tokens():
+    call = cases.call_of(Case("", 4259, 256, 7168, 8, "deepseek-v3", hashed=True))
+    found = host.hopper_launches(call, host.empty_outputs(call), NUM_SMS)
+    assert [len(given[9]) for _, given, _ in found] == [given[2] for _, given, _ in found]
