@@ -1,6 +1,7 @@
 """Candidate configs of a GEMM on Hopper, and the choice among them."""
 
 from dataclasses import replace
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -129,3 +130,85 @@ def test_more_work_takes_longer():
     for config in (SQUARE, WIDE):
         times = [predicted_cycles(replace(SCALED, M=64 * rows), config, NUM_SMS) for rows in (64, 256, 512, 1024)]
         assert times == sorted(times)
+
+
+# The last tokens' tile
+
+TWO_HIGH, TALL, SWAPPED = (
+    Config(64, 2, 128, 64, 6, tiles_overlap=True),
+    Config(128, 2, 128, 64, 6, pingpong=True, tiles_overlap=True),
+    Config(64, 1, 32, 64, 12, swap_ab=True, tiles_overlap=True),
+)
+
+
+def first_tokens(M: int, config: Config, num_whole_tiles: int) -> list[int]:
+    """Return the first token of each row of tiles, as the kernel's roles compute it."""
+    from envoi.gemm.hopper.tile_scheduler import TileScheduler
+
+    scheduler = SimpleNamespace(problem=SimpleNamespace(M=M, num_whole_tiles=num_whole_tiles, cfg=config))
+    block, box = (config.block_y,) * 2 if config.swap_ab else (config.block_x, config.rows_per_consumer)
+    move = TileScheduler.ending_with_tokens.fn
+    return [move(scheduler, row, block, box) for row in range(0, M, block)]
+
+
+@pytest.mark.parametrize("config", [TWO_HIGH, TALL, SWAPPED], ids=Config.label)
+@pytest.mark.parametrize("M", [1, 31, 32, 33, 63, 64, 65, 127, 128, 129, 191, 192, 193, 256, 257, 1199])
+def test_every_token_is_in_a_tile_and_no_box_has_rows_after_the_last_one(M, config):
+    firsts = first_tokens(M, config, 0)
+    box = config.block_y if config.swap_ab else config.rows_per_consumer
+    boxes = [row + start for row in firsts for start in range(0, config.block_m, box)]
+    assert set(range(M)) <= {row + i for row in boxes for i in range(box)}
+    assert min(firsts) == 0
+    with_tokens = [row for row in boxes if row < M]
+    assert len(set(with_tokens)) == len(with_tokens), "boxes of two tiles share a counter of row reductions"
+    if len(firsts) > 1:
+        assert max(with_tokens) + box <= M or M % box == 0
+
+
+@pytest.mark.parametrize("config", [TWO_HIGH, TALL, SWAPPED], ids=Config.label)
+def test_a_tile_that_is_split_shares_no_token_with_one_that_is_not(config):
+    split = replace(config, split_k=2)
+    assert first_tokens(193, split, 132) == list(range(0, 193, config.block_m))
+    assert first_tokens(193, split, 0) == first_tokens(193, config, 132)
+
+
+def test_tiles_overlap_only_in_plain_gemms_without_row_reductions():
+    reduced = lower(library.absmax.ir, torch.bfloat16, "gluon", False, True, frozenset())
+    plain = Problem(200, 4096, 4096, 2)
+    for config in candidates(plain, STORE):
+        is_full = configs.accumulator_registers(config) == configs.MAX_ACCUMULATORS
+        assert config.tiles_overlap == (config.split_k == 1 or not is_full)
+    assert not any(config.tiles_overlap for config in candidates(plain, reduced))
+    grouped = replace(plain, num_groups=8)
+    assert not any(config.tiles_overlap for config in candidates(grouped, STORE))
+    assert supports(grouped, TWO_HIGH, STORE) == "tiles_overlap: expected False in a grouped GEMM, got True"
+
+
+def test_rows_outside_of_the_matrix_cost_time_where_no_tile_can_be_moved():
+    few, all_rows = Problem(8, 6144, 4096, 2), Problem(64, 6144, 4096, 2)
+    one_box = Config(64, 1, 64, 128, 6, tiles_overlap=True)
+    assert predicted_cycles(few, one_box, NUM_SMS) > 1.2 * predicted_cycles(all_rows, one_box, NUM_SMS)
+    more, as_many, apart = replace(few, M=65), replace(few, M=128), replace(one_box, tiles_overlap=False)
+    assert predicted_cycles(more, one_box, NUM_SMS) < predicted_cycles(as_many, one_box, NUM_SMS)
+    assert predicted_cycles(more, apart, NUM_SMS) > 1.2 * predicted_cycles(as_many, apart, NUM_SMS)
+
+
+def test_pingpong_hides_epilogues_but_the_last():
+    one_round, K = Problem(128 * 12, 128 * 11, 512, 2), 512
+    alone, turns = Config(64, 2, 128, 64, 6), Config(128, 2, 128, 64, 6, pingpong=True)
+    assert predicted_cycles(one_round, turns, NUM_SMS) > predicted_cycles(one_round, alone, NUM_SMS)
+    rounds = Problem(128 * 120, 128 * 11, K, 2)
+    assert predicted_cycles(rounds, turns, NUM_SMS) < predicted_cycles(rounds, alone, NUM_SMS)
+
+
+def test_experts_without_tokens_cost_nothing():
+    few = Problem(4, 4096, 4096, 2, num_groups=128)
+    config = Config(64, 1, 8, 256, 6, swap_ab=True)
+    assert predicted_cycles(few, config, NUM_SMS) < predicted_cycles(replace(few, M=512), config, NUM_SMS) / 3
+
+
+def test_eight_warps_share_a_long_epilogue():
+    code = lower(library.gelu_residual.ir, torch.bfloat16, "gluon", False, True, frozenset(), ("residual",))
+    problem = Problem(1759, 16384, 512, 2, tma_operand_bytes=2.0)
+    assert any(config.num_warps == 8 and config.pingpong for config in candidates(problem, code))
+    assert not any(config.num_warps == 8 for config in candidates(replace(problem, tma_operand_bytes=0.0), STORE))

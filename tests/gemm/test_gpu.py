@@ -1,5 +1,6 @@
 """GEMM kernels on a GPU: every path, against float64, on sizes and inputs chosen to break them."""
 
+from dataclasses import replace
 from itertools import accumulate, pairwise
 
 import pytest
@@ -42,10 +43,11 @@ from envoi.epilogue.library import (
 from envoi.gemm import gemm, grouped_gemm
 from envoi.gemm.by_torch import spread_columns
 from envoi.gemm.hopper import tune
-from envoi.gemm.hopper.config import Config, fitted
+from envoi.gemm.hopper.config import Config, fitted, supports
 from envoi.gemm.reference import cut_rows, oracle, pick_expert
 from envoi.quant import dequantize
 from envoi.quant import quantize as cast_to
+from envoi.runtime import prepared
 from envoi.types import QuantTensor
 from tests.helpers.accuracy import assert_at_most_twice, assert_same_bits, relative_error
 
@@ -307,6 +309,38 @@ def test_wide_tiles_have_the_bits_of_square_ones(ep, K, monkeypatch):
     for wide in found[1:]:
         for x, y in zip(wide, found[0], strict=True):
             assert_same_bits(x, y)
+
+
+OVERLAPPING = {
+    "one consumer": Config(64, 1, 64, 128, 6), "two consumers": Config(64, 2, 128, 128, 4),
+    "in turns": Config(128, 2, 128, 64, 6, pingpong=True), "split": Config(64, 1, 64, 128, 6, split_k=2),
+    "eight warps": Config(128, 2, 128, 64, 6, 8, pingpong=True, epilogue_columns=32),
+    "tokens on the N side": Config(64, 1, 32, 128, 6, swap_ab=True),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("ep", [store, gelu_residual, swiglu], ids=lambda ep: ep.ir.name)
+@pytest.mark.parametrize("name", OVERLAPPING)
+@pytest.mark.parametrize("M", [33, 65, 127, 129, 193, 321])
+def test_tiles_that_overlap_have_the_bits_of_tiles_that_do_not(M, name, ep, monkeypatch):
+    a, b = normal(M, 1024), normal(576, 1024, seed=1)
+    operands = operands_for(ep, M, 576)
+    found = []
+    for overlap in (False, True):
+
+        def choose(problem, code, *_, overlap=overlap):
+            config = replace(fitted(problem, OVERLAPPING[name], code), tiles_overlap=overlap)
+            if why := supports(problem, config, code):
+                pytest.skip(why)
+            return config
+
+        monkeypatch.setattr(tune, "choose", choose)
+        prepared.clear()
+        found.append(flat(gemm(a, b, ep, **operands)))
+    prepared.clear()
+    for x, y in zip(*found, strict=True):
+        assert_same_bits(x, y)
+    judge(ep, found[1], torchs_product(a, b), oracle(a, b), operands)
 
 
 def test_strides_and_addresses_that_tma_does_not_take():

@@ -114,6 +114,6 @@ def test_rates_are_those_of_the_results(suite, format):
 def test_all_models_have_the_same_rates():
     assert (H200.num_sms, H200.hbm_gb_per_s, H200.launch_us) == (RATES.num_sms, RATES.hbm_gb_per_s, RATES.launch_us)
     assert COSTS.dram_bytes == RATES.hbm_bytes and COSTS.l2_bytes == RATES.l2_bytes
-    assert COSTS.launch + COSTS.first_stage + COSTS.tile == RATES.launch_cycles
+    assert COSTS.launch == RATES.launch_cycles
     copied = [m.gb_per_s for m in evidence.latest(evidence.read(RESULTS)) if m.suite == "gemm_weights"]
     assert max(copied) < 1.05 * RATES.hbm_gb_per_s, "a kernel reads faster than the models say that memory can be read"

@@ -1,7 +1,7 @@
 """Configs of the Hopper GEMM: one frozen Config, one predicate that refuses, one model of the time it takes."""
 
 from dataclasses import dataclass, replace
-from math import ceil, erfc, exp, sqrt
+from math import ceil, erfc, exp, hypot, sqrt
 
 from envoi.constant import Constant
 from envoi.epilogue.lower import Lowered
@@ -25,6 +25,7 @@ class Config(Constant):
     num_warps: of a consumer, 4 or 8.
     epilogue_columns, num_store_buffers: the epilogue's column chunks, and the ring through which TMA stores them.
     wide_tail_tiles: only in a grouped GEMM. paired_tiles: for an epilogue that is lowered for pairs, and no other.
+    tiles_overlap: only in a plain GEMM; `fitted` decides, and labels leave it out.
     """
 
     rows_per_consumer: int
@@ -41,6 +42,7 @@ class Config(Constant):
     num_store_buffers: int = 1
     wide_tail_tiles: bool = False
     paired_tiles: bool = False
+    tiles_overlap: bool = False
 
     @property
     def consumers_per_tile(self) -> int:
@@ -173,6 +175,8 @@ def _why_not_problem(problem: Problem, c: Config) -> str:
         return f"split_k: expected 1 where bits don't depend on the batch, got {c.split_k}"
     if c.wide_tail_tiles and (c.consumers_per_tile != 2 or c.block_y != 2 * c.rows_per_consumer or c.swap_ab):
         return f"wide_tail_tiles: expected a tile of two consumers that is as wide as high, got {c.label()}"
+    if c.tiles_overlap and problem.num_groups:
+        return "tiles_overlap: expected False in a grouped GEMM, got True"
     if c.wide_tail_tiles and (problem.N % c.block_n or not problem.num_groups):
         return f"wide_tail_tiles: expected a grouped GEMM with N a multiple of {c.block_n}, got {problem.N}"
     if c.paired_tiles and (c.swap_ab or c.pingpong or c.num_chunks > 1):
@@ -218,9 +222,15 @@ def shared_bytes(problem: Problem, config: Config, code: Lowered) -> int:
 
 
 def fitted(problem: Problem, config: Config, code: Lowered) -> Config:
-    """Return the config with as many stages as fit, and chunks that the epilogue can work on."""
+    """Return the config with as many stages as fit, and chunks that the epilogue can work on.
+
+    Tiles overlap, except in grouped GEMMs and where the compiler would spill registers for it: with row reductions, and
+    where the largest accumulators are split.
+    """
     columns = min(max(config.epilogue_columns, code.chunk_columns), _output_columns(config))
-    config = replace(config, epilogue_columns=columns)
+    full = config.split_k > 1 and accumulator_registers(config) == MAX_ACCUMULATORS
+    overlap = not (problem.num_groups or code.partials or full)
+    config = replace(config, epilogue_columns=columns, tiles_overlap=overlap)
     while config.num_stages > MIN_STAGES and shared_bytes(problem, config, code) > SHARED_BYTES:
         config = replace(config, num_stages=config.num_stages - 1)
     return config
@@ -246,6 +256,7 @@ def candidates(problem: Problem, code: Lowered) -> list[Config]:
     else:
         found += [
             Config(128, 2, 128, k, 6, pingpong=True, epilogue_columns=32 if problem.tma_operand_bytes else 64),
+            *([Config(128, 2, 128, k, 6, 8, pingpong=True, epilogue_columns=32)] if problem.tma_operand_bytes else []),
             Config(64, 2, 256, k, 4),
             Config(64, 2, 256, k, 5, pingpong=True),
             Config(64, 2, 128, k, 8, pingpong=True),
@@ -263,7 +274,7 @@ def candidates(problem: Problem, code: Lowered) -> list[Config]:
         found += [
             Config(64, consumers, tokens, depth, 12, swap_ab=True)
             for tokens in (8, 16, 32, 64, 128)
-            if tokens < 2 * max(per_group, 8)
+            if tokens < 2 * max(per_group, 8) and (tokens <= 32 or not code.partials)  # more rows of partials spill
             for consumers in (1, 2)
             for depth in ((k,) if problem.scaled else (k, 2 * k, 4 * k))
         ]
@@ -275,61 +286,107 @@ def candidates(problem: Problem, code: Lowered) -> list[Config]:
 
 @dataclass(frozen=True)
 class Costs:
-    """Constants of the model of GPU time, from measurements on an H200; `tools/fit_time_model.py` fits them anew.
+    """Constants of the model of GPU time, in cycles at `H200.clock_mhz`, from measurements on an H200.
 
-    launch, first_stage: cycles before the first product; with those of a tile they are `H200.launch_us`. tile,
-    pingpong_tile: cycles around a tile's mainloop. join: cycles to add up two parts of a split tile. l2_bytes,
-    dram_bytes: loaded per cycle, by one multiprocessor and by all. scaled_pair, scaled_alone: factors of a step with
-    scales along K, beside another consumer's wgmma and without. wide_step, wide_tile: factors with wide tail tiles.
-    shown: share of the shorter of work and memory that the longer one doesn't hide.
+    `tools/fit_time_model.py` fits them to bench/gemm_times.jsonl.
+
+    launch: the kernel's launch and its first loads. tile, element, operand: around a tile's mainloop, for each of a
+    consumer's accumulators in its epilogue, by four warps, and beyond that if it loads an operand by TMA. step: around
+    the loads of a stage. latency: from a stage's release to its next fill. held_stages: stages whose wgmma may not have
+    completed. part: around one part of a split tile. join: to store or to add one accumulator's partial sum. l2_bytes,
+    dram_bytes: loaded per cycle, by one multiprocessor and by all. outside_lines: lines of 128 bytes outside of a
+    matrix that all multiprocessors together fill with zeros per cycle. scaled_block: to add up a block of 128 elements
+    of K with its scales. wide_step, wide_tile: factors with wide tail tiles.
     """
 
-    launch: float = H200.launch_cycles - 2500 - 3000
-    first_stage: float = 2500
-    tile: float = 3000
-    pingpong_tile: float = 1500
-    join: float = 6000
+    launch: float = H200.launch_cycles
+    tile: float = 825
+    element: float = 0.13
+    operand: float = 0.8
+    step: float = 19
+    latency: float = 1300
+    held_stages: float = 1.6
+    part: float = 3900
+    join: float = 0.1
     l2_bytes: float = H200.l2_bytes
     dram_bytes: float = H200.hbm_bytes
-    scaled_pair: float = 1.2
-    scaled_alone: float = 1.35
+    outside_lines: float = 13
+    scaled_block: float = 80
     wide_step: float = 1.02
     wide_tile: float = 1.15
-    shown: float = 0.2
 
 
 COSTS = Costs()
 
 
 def predicted_cycles(problem: Problem, config: Config, num_sms: int, costs: Costs = COSTS) -> float:
-    """Return the cycles that a config should take: for ranking configs, not for predicting times."""
-    groups = max(1, problem.num_groups)
-    tokens = cdiv(problem.M, groups)
-    tiles = round(groups * _tiles_of_group(problem, config, tokens) * cdiv(problem.N, config.block_n))
-    steps = cdiv(problem.K, config.block_k)
+    """Return the cycles that a config should take: for ranking configs, not for predicting times.
+
+    Loads from memory and the multiprocessors' own work hide each other, except where they are about equally long.
+    """
+    tiles = max(1, round(_token_tiles(problem, config) * cdiv(problem.N, config.block_n)))
+    rest = tiles % num_sms if config.split_k > 1 else 0
+    steps, epilogue = cdiv(problem.K, config.block_k), _epilogue_cycles(problem, config, costs)
+    steps, epilogue = config.tiles_per_unit * steps, config.tiles_per_unit * epilogue
+    whole, low = _step_cycles(problem, config, num_sms, tiles, costs)
+    work = 0.0
+    if rounds := cdiv(tiles - rest, num_sms):
+        # Of a CTA's tiles, those with the last rows take longer; pingpong hides all epilogues but the last.
+        num_low = 0 if problem.num_groups else min(rounds, cdiv(rounds, cdiv(problem.M, config.block_m)))
+        mainloop = steps * (whole + (low - whole) * num_low / rounds)
+        hidden = max(mainloop, (mainloop + epilogue) / 2) if config.pingpong else mainloop + epilogue
+        work = mainloop + (rounds - 1) * hidden + epilogue
+    if rest:
+        sums = costs.join * config.rows_per_consumer * config.block_y
+        parts = cdiv(rest * config.split_k, num_sms)
+        work += parts * (cdiv(steps, config.split_k) * low + costs.part + sums) + config.split_k * sums + epilogue
+    partial_sums = rest * config.split_k * config.block_x * config.block_y
+    moved = problem.element_bytes * problem.K * (problem.M + _busy_groups(problem) * problem.N)
+    moved += (2 + problem.tma_operand_bytes) * problem.M * problem.N + 2 * 4 * partial_sums
+    return costs.launch + hypot(work, moved / costs.dram_bytes)
+
+
+def _epilogue_cycles(problem: Problem, config: Config, costs: Costs) -> float:
+    element = costs.element + (costs.operand if problem.tma_operand_bytes else 0.0)
+    cycles = costs.tile + element * config.rows_per_consumer * config.block_y * 4 / config.num_warps
+    return cycles * costs.wide_tile if config.wide_tail_tiles else cycles
+
+
+def _step_cycles(problem: Problem, config: Config, num_sms: int, tiles: int, costs: Costs) -> tuple[float, float]:
+    """Return the cycles of a step along K of most tiles, and of those with the last rows of a dense GEMM.
+
+    Rows of a box outside of the matrix are slow to fill with zeros, unless the whole box is outside.
+    """
     row_bytes = config.block_k * problem.element_bytes
     tensor = config.block_x / 64 * row_bytes / 32 * max(config.block_y / 2, 16)
-    step = max(tensor, (config.block_x + config.block_y) * row_bytes / costs.l2_bytes)
-    if problem.scaled:
-        # Adding up the blocks: beside the other consumer's wgmma, or alone, or along the instruction's N side.
-        step *= costs.scaled_pair if config.num_consumers == 2 and not config.swap_ab else costs.scaled_alone
-    around = costs.pingpong_tile if config.pingpong else costs.tile
-    if config.wide_tail_tiles:
-        step, around = costs.wide_step * step, costs.wide_tile * around
-    steps, around = config.tiles_per_unit * steps, config.tiles_per_unit * around
-    rounds, rest = divmod(tiles, num_sms)
-    cycles = rounds * (steps * step + around)
-    if rest and config.split_k > 1:
-        parts = cdiv(rest * config.split_k, num_sms)
-        cycles += parts * (cdiv(steps, config.split_k) * step + costs.tile)
-        cycles += costs.join * config.split_k**0.5
-    elif rest:
-        cycles += steps * step + around
-    moved = problem.element_bytes * problem.K * (problem.M + groups * problem.N) + 2 * problem.M * problem.N
-    memory = moved / costs.dram_bytes
-    # The longer one hides most of the other.
-    start = costs.launch + costs.first_stage + costs.tile
-    return start + max(cycles, memory) + costs.shown * min(cycles, memory)
+    loads = (config.block_x + config.block_y) * row_bytes / costs.l2_bytes
+    late = costs.latency / max(config.num_stages - costs.held_stages, 0.1)
+    outside = 0.0
+    box = config.block_y if config.swap_ab else config.rows_per_consumer
+    token_tiles = cdiv(problem.M, config.block_m)
+    # See `TileScheduler.ending_with_tokens`.
+    moved = config.tiles_overlap and token_tiles > 1 and (config.split_k == 1 or tiles < num_sms)
+    if not problem.num_groups and not moved:
+        units = tiles + tiles % num_sms * (config.split_k - 1)
+        lines = -problem.M % box * row_bytes / 128
+        outside = lines * min(units, num_sms) / token_tiles / costs.outside_lines
+    factor = costs.wide_step if config.wide_tail_tiles else 1.0
+    added = costs.scaled_block * config.block_k / 128 if problem.scaled else 0.0
+    whole, low = (max(tensor, max(each, late) + costs.step) for each in (loads, hypot(loads, outside)))
+    return factor * (whole + added), factor * (low + added)
+
+
+def _busy_groups(problem: Problem) -> float:
+    """Return the experts that have tokens, in the mean over routing at random; 1 for a plain GEMM."""
+    groups = problem.num_groups
+    return groups * (1 - (1 - 1 / groups) ** problem.M) if groups else 1
+
+
+def _token_tiles(problem: Problem, config: Config) -> float:
+    """Return the tiles along the tokens, of all experts."""
+    groups = max(1, problem.num_groups)
+    tiles = groups * _tiles_of_group(problem, config, cdiv(problem.M, groups))
+    return tiles if problem.scaled else tiles * _busy_groups(problem) / groups
 
 
 def _tiles_of_group(problem: Problem, config: Config, tokens: int) -> float:

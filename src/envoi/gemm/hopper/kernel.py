@@ -51,12 +51,14 @@ from envoi.runtime.triton_compat import MORE_REGISTERS, role_barrier
 
 
 @gluon.constexpr_function
-def worker_registers(is_block_scaled):
-    """Return the registers a thread of the second consumer and of the producer.
+def worker_registers(is_block_scaled, num_warps):
+    """Return the registers a thread of the second consumer, of num_warps, and of the producer.
 
     A multiprocessor has 512 for each thread of a warpgroup; both consumers and the producer, whose partition counts as
     a warpgroup, take 504 of them. Adding up blocks takes a second accumulator, hence more registers.
     """
+    if num_warps == 8:
+        return [112, 32]
     return [240, 24] if is_block_scaled or MORE_REGISTERS.value else [232, 40]
 
 
@@ -96,4 +98,4 @@ def gemm_kernel(
             (consumer, (consumer_args, 0)),
             (consumer, (consumer_args, 1)),
             (producer, (producer_args,)),
-        ], [cfg.num_warps, 1], worker_registers(IS_BLOCK_SCALED))  # fmt: skip
+        ], [cfg.num_warps, 1], worker_registers(IS_BLOCK_SCALED, cfg.num_warps))  # fmt: skip

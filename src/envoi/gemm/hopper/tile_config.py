@@ -79,6 +79,14 @@ class TileConfig(Protocol):
         """Tiles that a CTA takes at a time: 2 with `paired_tiles`, else 1."""
         ...
 
+    @property
+    def tiles_overlap(self) -> bool:
+        """Return True if the last tokens of a dense GEMM get a tile that begins within the one before.
+
+        See `TileScheduler.ending_with_tokens`.
+        """
+        ...
+
     # schedule
 
     @property
@@ -119,6 +127,7 @@ class EqualTiles(Constant):
 
     wide_tail_tiles = False
     paired_tiles = False
+    tiles_overlap = False
     tiles_per_unit = 1
 
 
