@@ -172,7 +172,14 @@ def test_a_tile_that_is_split_shares_no_token_with_one_that_is_not(config):
     assert first_tokens(193, split, 0) == first_tokens(193, config, 132)
 
 
-def test_tiles_overlap_only_in_plain_gemms_without_row_reductions():
+def test_what_has_not_run_is_not_chosen():
+    code = lower(library.gelu_residual.ir, torch.bfloat16, "gluon", False, True, frozenset(), ("residual",))
+    for config in candidates(Problem(1759, 16384, 512, 2, tma_operand_bytes=2.0), code):
+        assert not config.tiles_overlap and config.num_warps == 4
+
+
+def test_tiles_overlap_only_in_plain_gemms_without_row_reductions(monkeypatch):
+    monkeypatch.setattr(configs, "TILES_MAY_OVERLAP", True)
     reduced = lower(library.absmax.ir, torch.bfloat16, "gluon", False, True, frozenset())
     plain = Problem(200, 4096, 4096, 2)
     for config in candidates(plain, STORE):
@@ -207,7 +214,8 @@ def test_experts_without_tokens_cost_nothing():
     assert predicted_cycles(few, config, NUM_SMS) < predicted_cycles(replace(few, M=512), config, NUM_SMS) / 3
 
 
-def test_eight_warps_share_a_long_epilogue():
+def test_eight_warps_share_a_long_epilogue(monkeypatch):
+    monkeypatch.setattr(configs, "EIGHT_WARPS", True)
     code = lower(library.gelu_residual.ir, torch.bfloat16, "gluon", False, True, frozenset(), ("residual",))
     problem = Problem(1759, 16384, 512, 2, tma_operand_bytes=2.0)
     assert any(config.num_warps == 8 and config.pingpong for config in candidates(problem, code))

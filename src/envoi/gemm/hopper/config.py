@@ -12,6 +12,8 @@ from envoi.runtime.math import cdiv, next_power_of_2
 RESERVED_BYTES = 2048  # of shared memory, for barriers and for what reductions exchange
 MIN_STAGES = 2
 _FLAGS = ("pingpong", "swap_ab", "wide_tail_tiles", "paired_tiles")
+# Whether tiles may overlap, and eight warps share long epilogues: both are compiled and counted, and have yet to run.
+TILES_MAY_OVERLAP, EIGHT_WARPS = False, False
 MAX_ACCUMULATORS = 128  # of a thread; with more the epilogue has too few registers
 
 
@@ -229,7 +231,7 @@ def fitted(problem: Problem, config: Config, code: Lowered) -> Config:
     """
     columns = min(max(config.epilogue_columns, code.chunk_columns), _output_columns(config))
     full = config.split_k > 1 and accumulator_registers(config) == MAX_ACCUMULATORS
-    overlap = not (problem.num_groups or code.partials or full)
+    overlap = TILES_MAY_OVERLAP and not (problem.num_groups or code.partials or full)
     config = replace(config, epilogue_columns=columns, tiles_overlap=overlap)
     while config.num_stages > MIN_STAGES and shared_bytes(problem, config, code) > SHARED_BYTES:
         config = replace(config, num_stages=config.num_stages - 1)
@@ -256,7 +258,6 @@ def candidates(problem: Problem, code: Lowered) -> list[Config]:
     else:
         found += [
             Config(128, 2, 128, k, 6, pingpong=True, epilogue_columns=32 if problem.tma_operand_bytes else 64),
-            *([Config(128, 2, 128, k, 6, 8, pingpong=True, epilogue_columns=32)] if problem.tma_operand_bytes else []),
             Config(64, 2, 256, k, 4),
             Config(64, 2, 256, k, 5, pingpong=True),
             Config(64, 2, 128, k, 8, pingpong=True),
@@ -266,6 +267,8 @@ def candidates(problem: Problem, code: Lowered) -> list[Config]:
             Config(64, 1, 32, 2 * k, 8),
             Config(64, 1, 256, k, 5),
         ]
+        if EIGHT_WARPS and problem.tma_operand_bytes:
+            found.append(Config(128, 2, 128, k, 6, 8, pingpong=True, epilogue_columns=32))
     wide = Config(64, 2, 128, 128, 5, wide_tail_tiles=True, paired_tiles=code.paired)
     # With fewer rows, loading weights bounds the time and more stages help more; wide tiles need all their stages.
     if problem.scaled and per_group > 64 and fitted(problem, wide, code).num_stages == wide.num_stages:

@@ -5,13 +5,14 @@
 Tensors have no memory, unless `inputs` is given another way to make them.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 
 import torch
 
 from envoi.moe.router import host, kernel_hopper, kernel_triton
 from envoi.moe.router.rules import Rule, preset
+from envoi.moe.router.tiling import choose_shares
 from envoi.runtime.kernel_case import EVERY_ARCH, HOPPER, NUM_SMS, KernelCase, Launch, Make, without_memory
 
 VOCABULARY = 1024
@@ -23,7 +24,7 @@ class Case:
     """Call of `envoi.route`: tokens [M, hidden], gate [N, hidden].
 
     rule: a model's name, or "softmax". kernel: "sm90" or "triton". hashed: experts are looked up.
-    everything: return all extra outputs.
+    everything: return all extra outputs. many_rows: of `tiling.choose_shares`.
     """
 
     name: str
@@ -36,6 +37,7 @@ class Case:
     kernel: str = "sm90"
     hashed: bool = False
     everything: bool = False
+    many_rows: bool = False
 
     @property
     def title(self) -> str:
@@ -55,8 +57,8 @@ CASES = (
     Case("two-roles", 4096, 128, 2048, 4, "softmax", "fp16"),
     Case("prefill", 16384, 256, 7168, 8, "deepseek-v3"),
     Case("many-experts", 2048, 512, 4096, 10, "softmax"),
-    Case("tall", 16384, 128, 4096, 8, "qwen3-moe"),
-    Case("turns", 8192, 384, 7168, 8, "kimi-k2"),
+    Case("tall", 16384, 128, 4096, 8, "qwen3-moe", many_rows=True),
+    Case("turns", 8192, 384, 7168, 8, "kimi-k2", many_rows=True),
     Case("everything", 4096, 256, 7168, 8, "deepseek-v3", everything=True),
     Case("hashed", 64, 256, 4096, 6, "deepseek-v4-flash", hashed=True),
     Case("", 4096, 256, 7168, 8, "deepseek-v3", kernel="triton"),
@@ -113,7 +115,9 @@ def launch_of(case: Case, make: Make = without_memory) -> Launch:
     outputs = host.empty_outputs(call)
     if case.kernel == "triton":
         return Launch(kernel_triton.router_kernel, *host.portable_arguments(call, outputs))
-    [arguments] = host.hopper_launches(call, outputs, NUM_SMS)
+    spec = replace(call.spec, gluon=True)
+    [share] = choose_shares(case.M, case.hidden, spec, NUM_SMS, case.many_rows)
+    [arguments] = host.hopper_launches(call, outputs, NUM_SMS, share.tiling)
     return Launch(kernel_hopper.router_kernel, *arguments)
 
 
