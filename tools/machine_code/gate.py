@@ -48,7 +48,8 @@ class Known:
 # By Triton release and title: `gemm-sm90-gelu-residual sm_90`.
 BETWEEN_TILES = "two CTAs of 8 warps an SM leave 128 registers; all of it is between tiles, none in the loop over K"
 ONCE_A_TILE = "addresses and sizes, stored and loaded once a tile, none of them in the loop over K"
-IN_LOOP = "two CTAs of 8 warps an SM leave 128 registers; 20 of it are in the loop over K, whose time nobody measured"
+IN_LOOP = "two CTAs of 8 warps an SM leave 128 registers; 2 of it are in the loop over K, whose time nobody measured"
+BESIDE_MOVERS = "movers leave a consumer 232 registers; {} of it are in the loop over K, whose time nobody measured"
 KNOWN: dict[str, dict[str, Known]] = {
     "3.6.0": {
         "w4a16-few-l1-wide sm_90": Known(3, 3, BETWEEN_TILES),
@@ -61,8 +62,13 @@ KNOWN: dict[str, dict[str, Known]] = {
     "3.9.0": {
         "gemm-sm90-split-linear sm_90": Known(23, 3, ONCE_A_TILE),
         "gemm-sm90-experts-l1-concat-fp8-block128 sm_90": Known(21, 4, f"{ONCE_A_TILE}, but for one load"),
-        "w4a16-few-l1-wide sm_90": Known(32, 31, IN_LOOP),
-        "w4a16-few-l2-wide sm_90": Known(2, 2, BETWEEN_TILES),
+        "gemm-sm90-experts-l1-pairs-concat sm_90": Known(7, 1, ONCE_A_TILE),
+        "ep-fused-l1 sm_90": Known(43, 20, BESIDE_MOVERS.format(8)),
+        "ep-fused-l1-narrow sm_90": Known(11, 4, ONCE_A_TILE),
+        "ep-fused-l1-few sm_90": Known(14, 14, BESIDE_MOVERS.format(2)),
+        "w4a16-few-l1-wide sm_90": Known(14, 14, IN_LOOP),
+        "w4a16-few-l2-wide sm_90": Known(1, 1, BETWEEN_TILES),
+        "w4a16-few-l1-wide-4096 sm_90": Known(2, 2, BETWEEN_TILES),
         "w4a16-many-sent sm_90": Known(6, 5, ONCE_A_TILE),
     },
 }
