@@ -1,5 +1,6 @@
 """CPU cases: each runs, gives a valid measurement and is right; the command writes and shows them."""
 
+from dataclasses import replace
 from types import SimpleNamespace
 
 import pytest
@@ -209,6 +210,20 @@ def test_several_ranks_measure_the_same_layer_together():
         error, baselines, missing = outcome.value
         assert max(error.values()) < MAX_MOE_ERROR["bf16"]
         assert (baselines, missing) == (["torch_ep"], {})
+
+
+def ideal_on_rank(rank: int, num_ranks: int) -> tuple[float, float]:
+    """Return the bytes of ideal work where rank 1 alone has tokens for each rank's last expert, and its weights'."""
+    layer = moe.make_layer(MoeShape(256, 128, 8, 2, 4, "bf16"), CPU, rank, num_ranks)
+    ids = torch.tensor([[0, 3 if rank else 4], [0, 7 if rank else 4]], dtype=torch.int32).repeat(2, 1)
+    layer = replace(layer, routing=replace(layer.routing, topk_ids=ids))
+    num_bytes, *_ = moe.ideal_work(MoeShape(256, 128, 8, 2, 4, "bf16"), layer)
+    return (num_bytes - 2 * layer.tokens.nbytes) / (3 * 256 * 128 * 2), layer.packed.num_local_experts
+
+
+def test_an_expert_counts_that_any_ranks_tokens_use():
+    for outcome in run_ranks(2, ideal_on_rank):
+        assert outcome.value == (2.0, 4), outcome.text  # experts 0 and 3, 4 and 7
 
 
 def measure_transports(rank: int, num_ranks: int) -> list[tuple[float, set[str], dict, dict]]:

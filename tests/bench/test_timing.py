@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from envoi.bench import timing
-from envoi.bench.roof import Roof, measure_roof
+from envoi.bench.roof import Roof, kind_of, measure_roof
 from envoi.bench.timing import NUM_WARMUPS, Clock, Timing, mean_timing, summarize
 from envoi.bench.trial import Compiler, relative_error, sample_rows, time_baselines, time_replays, time_rounds
 
@@ -135,6 +135,15 @@ def test_floor_is_the_higher_roof():
     assert roof.floor_us(num_bytes=1e9) == pytest.approx(1000)
     assert roof.floor_us(1e6, flops=1e12, kind="bf16") == pytest.approx(2000)
     assert roof.floor_us(1e6, flops=1e12, kind="fp8") is None
+
+
+def test_block_scales_have_a_roof_of_their_own_where_it_was_measured():
+    assert [kind_of(format) for format in ("bf16", "fp8_row", "fp8_block128", "mxfp8")] == [
+        "bf16", "fp8", "fp8_block128", "fp8",
+    ]  # fmt: skip
+    rates = {"bf16": 500.0, "fp8": 1000.0}
+    assert Roof(1000.0, rates).floor_us(1e6, 1e12, "fp8_block128") == pytest.approx(1000)
+    assert Roof(1000.0, rates | {"fp8_block128": 800.0}).floor_us(1e6, 1e12, "fp8_block128") == pytest.approx(1250)
 
 
 def test_roofs_of_this_machine_are_numbers():

@@ -13,7 +13,6 @@ import pytest
 
 from envoi.cases import kernel_cases
 from envoi.gemm.hopper import cases as hopper
-from envoi.moe.parallel import cases as parallel
 from envoi.runtime import triton_compat
 from envoi.runtime.kernel_case import EVERY_ARCH
 from tests.helpers import gpu_record

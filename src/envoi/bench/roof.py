@@ -1,12 +1,13 @@
 """Measured roofs of a device, taken in the run that they are compared with."""
 
 from dataclasses import dataclass, field
+from typing import cast
 
 import torch
-from torch.nn.functional import ScalingType, scaled_mm
 
 from envoi.bench.timing import Clock
 from envoi.quant.cast import quantize
+from envoi.quant.formats import Scheme, format_named
 
 COPY_BYTES = {"cuda": 1 << 30, "cpu": 1 << 26}
 GEMM_MNK = {"cuda": ((8192, 8192, 8192), (8192, 4096, 7168)), "cpu": ((1024, 1024, 1024),)}
@@ -16,7 +17,10 @@ REPEAT = {"cuda": 20, "cpu": 5}
 
 @dataclass(frozen=True)
 class Roof:
-    """Rates that the device reached: copied bytes (read + written), and matmul rates of "bf16", "fp32" and "fp8"."""
+    """Rates that the device reached: copied bytes (read + written), and matmul rates by kind.
+
+    Kinds are "bf16", "fp32", "fp8" (scales of rows) and, where torch has it, "fp8_block128".
+    """
 
     gb_per_s: float
     tflops: dict[str, float] = field(default_factory=dict)
@@ -26,7 +30,13 @@ class Roof:
         bytes_us = num_bytes / self.gb_per_s / 1e3
         if not flops:
             return bytes_us
-        return max(bytes_us, flops / self.tflops[kind] / 1e6) if kind in self.tflops else None
+        rate = self.tflops.get(kind) or self.tflops.get(kind.partition("_")[0])
+        return max(bytes_us, flops / rate / 1e6) if rate else None
+
+
+def kind_of(format: str) -> str:
+    """Return the kind of matmul whose roof counts for products in a format."""
+    return format if format in ("bf16", "fp8_block128") else "fp8"
 
 
 def measure_roof(device: torch.device) -> Roof:
@@ -40,7 +50,9 @@ def measure_roof(device: torch.device) -> Roof:
     if device.type == "cpu":
         tflops["bf16"] = max(tflops.values())  # a CPU may widen to float32 first
     if device.type == "cuda" and torch.cuda.get_device_capability(device) >= (8, 9):
-        tflops["fp8"] = max(_fp8_tflops(clock, mnk) for mnk in GEMM_MNK["cuda"])
+        tflops["fp8"] = max(_fp8_tflops(clock, mnk, "fp8_row") for mnk in GEMM_MNK["cuda"])
+    if device.type == "cuda" and torch.cuda.get_device_capability(device) == (9, 0):
+        tflops["fp8_block128"] = max(_fp8_tflops(clock, mnk, "fp8_block128") for mnk in GEMM_MNK["cuda"])
     return Roof(copied, tflops)
 
 
@@ -50,12 +62,11 @@ def _matmul_tflops(clock: Clock, mnk: tuple[int, int, int], dtype: str) -> float
     return 2 * m * n * k / clock.calls(lambda: a @ b.T).p10_us / 1e6
 
 
-def _fp8_tflops(clock: Clock, mnk: tuple[int, int, int]) -> float:
+def _fp8_tflops(clock: Clock, mnk: tuple[int, int, int], format: str) -> float:
+    from envoi.bench.suites.torch_gemm import product  # not at the top: it imports this module
+
     m, n, k = mnk
-    a, b = (quantize(torch.randn(rows, k, device=clock.device), "fp8_row") for rows in (m, n))
-
-    def run() -> torch.Tensor:
-        row = ScalingType.RowWise
-        return scaled_mm(a.values, b.values.T, a.sf, row, b.sf.T, row, output_dtype=torch.bfloat16, use_fast_accum=True)
-
-    return 2 * m * n * k / clock.calls(run).p10_us / 1e6
+    scheme = format_named(format)
+    rows = (cast(Scheme, scheme.activations), m), (cast(Scheme, scheme.weights), n)
+    a, b = (quantize(torch.randn(count, k, device=clock.device), one) for one, count in rows)
+    return 2 * m * n * k / clock.calls(product(a, b)).p10_us / 1e6

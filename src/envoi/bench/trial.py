@@ -82,7 +82,7 @@ class Trial:
     """Result of one case. flops and num_bytes are ideal: each operand read once, each result written once.
 
     Both are 0 where the time isn't the device's.
-    kind: the element type whose matmul roof counts, "bf16", "fp32" or "fp8". missing: failed baselines, with reasons.
+    kind: the kind of matmul whose roof counts, of `roof.Roof`. missing: failed baselines, with reasons.
     details: of `evidence.Measurement`.
     """
 

@@ -12,6 +12,7 @@ from typing import Any, cast
 import torch
 from torch.nn import functional
 
+from envoi.bench.roof import kind_of
 from envoi.bench.shapes import Case, GemmShape
 from envoi.bench.suites import inputs, torch_gemm
 from envoi.bench.suites.endings import ENDINGS, Ending
@@ -37,7 +38,7 @@ def measure(case: Case, bench: Bench) -> Trial:
 
     product, (a, b) = _product(theirs)
     flops, num_bytes = 2.0 * shape.m * shape.n * shape.k, _num_bytes(shape, x, ending)
-    kind = "bf16" if shape.format == "bf16" else "fp8"
+    kind = kind_of(shape.format)
     floor_us = bench.roof.floor_us(num_bytes, flops, kind)
     candidates = _candidates(case, x, theirs, product, bench)
     timing, baselines, missing = time_rounds(bench.clock, ours, candidates, floor_us)

@@ -9,6 +9,7 @@ from typing import cast
 
 import torch
 
+from envoi.bench.roof import kind_of
 from envoi.bench.shapes import Case, GroupedShape
 from envoi.bench.suites import inputs, torch_gemm
 from envoi.bench.suites.inputs import Inputs
@@ -30,7 +31,7 @@ def measure(case: Case, bench: Bench) -> Trial:
     used = sum(rows > 0 for rows in shape.num_rows) / len(shape.num_rows)
     num_bytes = inputs.num_bytes(x.a) + used * inputs.num_bytes(x.b) + 2.0 * num_rows * shape.n
     flops = 2.0 * num_rows * shape.n * shape.k
-    kind = "bf16" if shape.format == "bf16" else "fp8"
+    kind = kind_of(shape.format)
     theirs = torch_gemm.grouped_operands(x)
     candidates: dict[str, Callable[[], Run]] = {"torch_grouped": lambda: torch_gemm.grouped_product(*theirs, x.ends)}
     if case.suite == "gemm_weights":

@@ -17,6 +17,7 @@ from typing import Any, cast
 import torch
 import torch.distributed as dist
 
+from envoi.bench.roof import kind_of
 from envoi.bench.shapes import (
     TRANSPORTS,
     Case,
@@ -227,7 +228,7 @@ def _gemm(shape: HostShape, device: torch.device) -> Operation:
         }
 
     num_bytes = inputs.num_bytes(x.a) + inputs.num_bytes(x.b) + sizes.m * sizes.n * ending.out_bytes
-    kind = "bf16" if sizes.format == "bf16" else "fp8"
+    kind = kind_of(sizes.format)
     return Operation(run, (x.wide_a, x.wide_b), error, num_bytes, 2.0 * sizes.m * sizes.n * sizes.k, kind)
 
 
@@ -248,7 +249,7 @@ def _grouped_gemm(shape: HostShape, device: torch.device) -> Operation:
 
     rows = sum(sizes.num_rows)
     num_bytes = inputs.num_bytes(x.a) + inputs.num_bytes(x.b) + 2.0 * rows * sizes.n
-    kind = "bf16" if sizes.format == "bf16" else "fp8"
+    kind = kind_of(sizes.format)
     return Operation(run, (x.wide_a, x.wide_b[0]), error, num_bytes, 2.0 * rows * sizes.n * sizes.k, kind)
 
 

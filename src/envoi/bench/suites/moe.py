@@ -17,6 +17,7 @@ from typing import Any, cast
 import torch
 import torch.distributed as dist
 
+from envoi.bench.roof import kind_of
 from envoi.bench.shapes import Case, MoeShape
 from envoi.bench.suites import moe_peers
 from envoi.bench.suites.inputs import num_bytes as num_bytes_of
@@ -143,14 +144,18 @@ def how_tokens_travel(shape: MoeShape, parallel: ExpertParallel) -> dict[str, st
 
 
 def ideal_work(shape: MoeShape, layer: Layer) -> tuple[float, float, str]:
-    """Return a rank's num_bytes, flops and kind: its tokens' products, weights of used experts, tokens in and out."""
+    """Return a rank's num_bytes, flops and kind: its tokens' products, weights of used experts, tokens in and out.
+
+    An expert is used if any rank has a token for it. Collective.
+    """
     last = layer.first + layer.packed.num_local_experts
-    used = layer.routing.topk_ids.unique()
+    ids = layer.routing.topk_ids
+    used = (ids if layer.packed.num_local_experts == layer.num_experts else _gather(ids)).unique()
     num_used = int(((used >= layer.first) & (used < last)).sum())
     a_expert = (num_bytes_of(layer.packed.gate_up) + num_bytes_of(layer.packed.down)) / layer.packed.num_local_experts
     num_bytes = num_used * a_expert + 2 * layer.tokens.numel() * layer.tokens.element_size()
     flops = 6.0 * shape.num_tokens * shape.num_topk * shape.hidden * shape.intermediate
-    return num_bytes, flops, "bf16" if shape.format == "bf16" else "fp8"
+    return num_bytes, flops, kind_of(shape.format)
 
 
 def make_layer(shape: MoeShape, device: torch.device, rank: int = 0, num_ranks: int = 1) -> Layer:
