@@ -26,6 +26,7 @@ A graph replay never shows less than 4 to 5 us, so calls shorter than a launch a
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from statistics import mean
 from typing import TypeVar
 
@@ -135,7 +136,7 @@ class Clock:
 
     def captured(self, runs: Sequence[Run]) -> Run:
         """Return a contender for `replays`: 20 calls, `runs` in turn; on a CPU the next of them."""
-        return _in_turn(runs) if self.device.type != "cuda" else self._capture(runs).replay
+        return _in_turn(runs) if self.device.type != "cuda" else replay_of(self._capture(runs), runs)
 
     def replays(self, runs: Mapping[K, Run]) -> dict[K, Timing]:
         """Return the time of one call of each contender."""
@@ -195,7 +196,7 @@ class Clock:
 
     def graph(self, run: Run) -> Run:
         """Return a replay of one call from a CUDA graph; on a CPU the call itself."""
-        return run if self.device.type != "cuda" else self._capture([run], 1).replay
+        return run if self.device.type != "cuda" else replay_of(self._capture([run], 1), run)
 
     def _capture(self, runs: Sequence[Run], num_calls: int = CALLS_PER_GRAPH) -> torch.cuda.CUDAGraph:
         turn = _in_turn(runs)
@@ -211,6 +212,15 @@ class Clock:
             for _ in range(num_calls):
                 turn()
         return graph
+
+
+def replay_of(graph: torch.cuda.CUDAGraph, captured: object) -> Run:
+    """Return a call that replays a graph. captured: the calls in it, which are kept with the tensors that they use."""
+    return partial(_replay, graph, captured)
+
+
+def _replay(graph: torch.cuda.CUDAGraph, captured: object) -> None:
+    graph.replay()
 
 
 def cache_bytes(device: torch.device) -> int:

@@ -67,7 +67,7 @@ def compile_calls(
     """Compile what calls with 1 to max_tokens tokens launch, into Triton's disk cache; return a site of each kernel."""
     with Compilers(target, jobs) as compilers:
         sites = find_all(compilers, calls, target, max_tokens)
-        compile_sites(compilers, calls, target, unknown(sites, target, for_launch), progress, for_launch)
+        compile_sites(compilers, calls, target, uncompiled(sites, target, for_launch), progress, for_launch)
     return list(sites.values())
 
 
@@ -87,7 +87,7 @@ def find_all(
     return dict(sorted(found.items()))
 
 
-def unknown(sites: Mapping[str, Site], target: Target, for_launch: bool) -> dict[str, Site]:
+def uncompiled(sites: Mapping[str, Site], target: Target, for_launch: bool) -> dict[str, Site]:
     """Return the sites of kernels that no warm-up has compiled into Triton's disk cache yet."""
     from envoi.runtime.compiled_marks import is_marked  # not at the top: `import envoi` must not import Triton
 

@@ -76,7 +76,7 @@ def compile_slowly(rank: int, num_ranks: int, fails: bool) -> tuple[list[str], l
         loaded.append(str(site))
 
     warm_up.compile_sites, warm_up.load_at = compile_sites, load_at
-    warm_up.unknown = lambda sites, target, for_launch: sites
+    warm_up.uncompiled = lambda sites, target, for_launch: sites
     parallel, target = opened(TIMEOUT_S), Target("sm_90")
     with standing_for(target):
         experts = experts_without_memory(256, 128, 4, "bf16", "swiglu", bias=False)

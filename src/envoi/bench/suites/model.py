@@ -23,7 +23,7 @@ import torch
 
 from envoi.bench.shapes import Case, ModelShape, Options
 from envoi.bench.suites.models import MODELS, Attention, Model
-from envoi.bench.timing import NUM_WARMUPS, Run, Timing, summarize
+from envoi.bench.timing import NUM_WARMUPS, Run, Timing, replay_of, summarize
 from envoi.bench.trial import OURS, Bench, Compiler, Trial, generator, relative_error, those_that_run
 from envoi.moe.op import tensors_of
 from envoi.moe.oracle import moe_oracle
@@ -273,14 +273,8 @@ def _captured(subject: Subject, step: Run) -> Run:
     _synchronize(subject)
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
-        out = step()
-    kept = out, step  # and with it the cache, whose memory the graph writes
-
-    def replay() -> object:
-        graph.replay()
-        return kept[0]
-
-    return replay
+        step()
+    return replay_of(graph, step)
 
 
 def _tokens(subject: Subject, num_sequences: int, num_tokens: int) -> torch.Tensor:

@@ -33,6 +33,7 @@ from envoi.quant.bits import concatenate
 from envoi.quant.formats import format_named
 from envoi.types import ExpertWeights, Matrix, QuantTensor, Routing
 
+FUSED = {"": None, "fused": True, "staged": False}  # of ExpertParallel, by a case's transport over NVLink
 PACK_AT_ONCE = 16  # experts; packing works in float32
 
 
@@ -80,8 +81,8 @@ def _interleaved(layer: Layer) -> Run:
 
 
 def _measure_ranks(shape: MoeShape, layer: Layer, bench: Bench) -> Trial:
-    fused = shape.transport == "fused"
-    parallel = open_parallel(shape, layer, bench.num_ranks, fused or None)
+    parallel = open_parallel(shape, layer, bench.num_ranks)
+    beside = []  # Envoi's other objects
 
     def ours() -> torch.Tensor:
         return parallel.moe(layer.tokens, layer.routing)
@@ -91,8 +92,9 @@ def _measure_ranks(shape: MoeShape, layer: Layer, bench: Bench) -> Trial:
     }
     if bench.on_gpu and shape.format == "fp8_block128":
         candidates["sgl_deep_gemm"] = lambda: bench.clock.ranks(deep_gemm_moe(shape, layer.tokens, layer.routing))
-    if fused:
-        staged = open_parallel(shape, layer, bench.num_ranks, fused=False)
+    if shape.transport == "fused":
+        staged = open_parallel(replace(shape, transport="staged"), layer, bench.num_ranks)
+        beside.append(staged)
         candidates["staged"] = lambda: bench.clock.ranks(
             bench.clock.graph(lambda: staged.moe(layer.tokens, layer.routing))
         )
@@ -106,7 +108,8 @@ def _measure_ranks(shape: MoeShape, layer: Layer, bench: Bench) -> Trial:
     parallel.check()
     dist.barrier()
     details = moe_peers.versions(list(baselines)) | how_tokens_travel(shape, parallel)
-    parallel.close()
+    for opened in (parallel, *beside):
+        opened.close()
     return Trial(timing, baselines, error, *ideal_work(shape, layer), missing, details)
 
 
@@ -117,14 +120,11 @@ class _OverCollectives(ExpertParallel):
         return None, "left unused"
 
 
-def open_parallel(shape: MoeShape, layer: Layer, num_ranks: int, fused: bool | None = None) -> ExpertParallel:
-    """Open the case's object; fused: of ExpertParallel, over NVLink. Collective.
-
-    Raises ValueError for two hosts of an odd number of ranks.
-    """
+def open_parallel(shape: MoeShape, layer: Layer, num_ranks: int) -> ExpertParallel:
+    """Open the case's object. Raises ValueError for two hosts of an odd number of ranks. Collective."""
     sizes: dict[str, Any] = {"timeout_s": 60, "max_tokens": shape.num_tokens, "num_topk": shape.num_topk}
-    if shape.transport in {"", "fused"}:
-        return ExpertParallel(layer.packed, **sizes, fused=fused)
+    if shape.transport in FUSED:
+        return ExpertParallel(layer.packed, **sizes, fused=FUSED[shape.transport])
     if shape.transport == "over nccl":
         return _OverCollectives(layer.packed, **sizes, presum=shape.presum)
     if num_ranks % 2:

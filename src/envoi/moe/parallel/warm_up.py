@@ -20,7 +20,7 @@ from envoi.moe.parallel.collectives import Channel, gather_texts
 from envoi.moe.parallel.hosts import Grid
 from envoi.moe.parallel.symmetric_memory import Domain, SharedLayout, allocate
 from envoi.moe.permute import empty_rows
-from envoi.moe.warm_up import compile_sites, find_all, unknown
+from envoi.moe.warm_up import compile_sites, find_all, uncompiled
 from envoi.quant.formats import format_named
 from envoi.runtime.compilers import Compilers
 from envoi.runtime.devices import Target
@@ -160,7 +160,7 @@ def compile_together(
                 load_at(calls, target, site)
 
         failed = _error_of(look)
-        texts = gather_texts(channel, json.dumps([platform.node(), *unknown(sites, target, for_launch=True)]), STEP)
+        texts = gather_texts(channel, json.dumps([platform.node(), *uncompiled(sites, target, for_launch=True)]), STEP)
         found = [json.loads(text) for text in texts]
         failed = failed or _error_of(compile_share)
         _raise_first(gather_texts(channel, failed, STEP))  # from here on, all that a peer compiled is in the cache
