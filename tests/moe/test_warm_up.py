@@ -274,10 +274,11 @@ def test_digests_name_what_triton_compiles():
     assert all(len(digest) == 16 and site.num_tokens < 40 for digest, site in same.items())
 
 
-def test_a_kernel_that_is_refused_is_an_error(monkeypatch):
+def test_a_kernel_that_is_refused_is_an_error(monkeypatch, tmp_path):
     def refuse(*arguments):
         raise ValueError("too much\nshared memory")
 
+    monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))  # in which no warm-up has compiled them
     monkeypatch.setattr(triton_compat, "compile_like_a_launch", refuse)
     with standing_for(HOPPER):
         experts = experts_without_memory(256, 128, 4, "bf16", "swiglu", bias=False)
