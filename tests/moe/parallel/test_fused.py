@@ -112,9 +112,9 @@ def test_true_is_an_error_on_all_ranks_where_memory_is_not_shared():
 )
 def test_none_asks_the_rule(monkeypatch, fused, hidden, max_tokens, wanted):
     opened = []
-    monkeypatch.setattr(pulling, "MEASURED_RANKS", (2,))
+    monkeypatch.setattr(pulling, "MEASURED_RANKS", (8,))
     monkeypatch.setattr(shared, "open_domain", lambda owner, experts, layout, group, fused: opened.append(layout))
-    layout = SharedLayout(2, 128, max_tokens, 6, hidden, "fp8_block128")
+    layout = SharedLayout(8, 256, max_tokens, 6, hidden, "fp8_block128")
     parallel = SimpleNamespace(
         transport="nccl", max_tokens=max_tokens, num_topk=6, experts=SimpleNamespace(intermediate=2048), _owner=None,
         _layout=lambda max_tokens, num_topk: layout,
@@ -152,8 +152,8 @@ def test_a_call_launches_no_pull():
 
 
 def test_the_cases_are_those_of_three_tilings():
-    configs = [case.launch().arguments[-5] for case in kernels.FUSED[1:]]
+    configs = [case.launch().arguments[-6] for case in kernels.FUSED[1:]]
     assert [(config.num_consumers, config.swap_ab, config.paired_tiles) for config in configs] == [
         (2, False, True), (1, False, True), (2, True, False),
     ]  # fmt: skip
-    assert isinstance(kernels.FUSED[1].launch().arguments[-1], MoverConfig)
+    assert isinstance(kernels.FUSED[1].launch().arguments[-2], MoverConfig)

@@ -8,6 +8,8 @@ from envoi.runtime.math import next_power_of_2
 
 LANES = 32
 VECTOR = 4  # words of 4 bytes that a lane loads at once
+FORMAT = "fp8_block128"  # of the experts
+MOVERS = {"num_movers": 3, "loads": 4}  # fields of MoverConfig
 
 
 @dataclass(frozen=True)
