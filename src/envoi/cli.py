@@ -71,6 +71,7 @@ def _parser() -> Parser:
         ("tune", "measure the configs of the GEMMs on this GPU, keep the fastest", _tune_arguments, _run_tune),
         ("warm-up", "compile all kernels that a MoE layer can need, in parallel", _warm_up_arguments, _run_warm_up),
         ("plan", "predict an expert-parallel MoE: times, what bounds them, sizes", _plan_arguments, _run_plan),
+        ("trace", "record one expert-parallel MoE call on its GPUs, as a timeline", _trace_arguments, _run_trace),
         ("indexer", "certify the indexer's exact mode on this GPU", _indexer_arguments, _run_indexer),
     ):
         command = commands.add_parser(name, help=help, description=help, allow_abbrev=False)
@@ -136,14 +137,7 @@ def _run_tune(args: argparse.Namespace) -> int:
 
 def _plan_arguments(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
-    for name, about in (
-        ("hidden", "width of a token"),
-        ("inter", "width inside an expert"),
-        ("experts", "of all GPUs"),
-        ("topk", "experts of a token"),
-        ("tokens", "of one GPU"),
-    ):
-        add(f"--{name}", metavar="N", type=int, required=True, help=about)
+    _layer_arguments(parser)
     add("--gpus", metavar="N", type=int, default=1, help="1, 2, 4 or 8, which share the experts; default: %(default)s")
     add(
         "--hosts", metavar="N", type=int, default=1, help="with --gpus each, which all share them; default: %(default)s"
@@ -162,6 +156,37 @@ def _run_plan(args: argparse.Namespace) -> int:
     from envoi.plan import command
 
     return command.run(args)
+
+
+def _layer_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add the sizes of an expert-parallel layer."""
+    for name, about in (
+        ("hidden", "width of a token"),
+        ("inter", "width inside an expert"),
+        ("experts", "of all GPUs"),
+        ("topk", "experts of a token"),
+        ("tokens", "of one GPU"),
+    ):
+        parser.add_argument(f"--{name}", metavar="N", type=int, required=True, help=about)
+
+
+def _trace_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.description = """Record one call of a MoE layer over the GPUs of a host, on random tokens, in a CUDA graph:
+    what each role of each multiprocessor did, and when. Over several GPUs: torchrun --nproc-per-node 4 -m envoi.cli
+    trace .."""
+    _layer_arguments(parser)
+    add = parser.add_argument
+    add("--format", metavar="NAME", default="fp8_block128", help=f"of {DEMO_FORMATS}; default: %(default)s")
+    add("--skew", metavar="X", type=float, default=1.0, help="expert 0 has X times its share; default: %(default)s")
+    add("--fused", action=argparse.BooleanOptionalAction, help="L1 pulls tokens itself; default: where that is faster")
+    add("--out", metavar="FILE", default="trace.json.gz", help="for ui.perfetto.dev; default: %(default)s")
+    add("--png", metavar="FILE", help="draw the timeline too: .png, .pdf or .svg")
+
+
+def _run_trace(args: argparse.Namespace) -> int:
+    from envoi.bench import trace_command
+
+    return trace_command.run(args)
 
 
 def _warm_up_arguments(parser: argparse.ArgumentParser) -> None:

@@ -16,6 +16,7 @@ import triton.language as tl
 from envoi.epilogue.codes_triton import to_e4m3, widen
 from envoi.epilogue.device import bf16, divide, e4m3, e8m0_ceil, group_amax
 from envoi.epilogue.tile_triton import group_max, times_group
+from envoi.runtime.timeline_device import note_begin, note_moment
 from envoi.runtime.topk import experts_at
 
 E4M3_MAX: tl.constexpr = tl.constexpr(448.0)
@@ -108,14 +109,16 @@ def gather_kernel(
 @triton.jit
 def quantize_kernel(
     rows, values, sf, offsets, num_experts, width,
-    BLOCK: tl.constexpr, GROUP: tl.constexpr, POWERS: tl.constexpr, HARDWARE: tl.constexpr,
+    BLOCK: tl.constexpr, GROUP: tl.constexpr, POWERS: tl.constexpr, HARDWARE: tl.constexpr, trace,
 ):  # fmt: skip
     """Quantise the rows before offsets[num_experts], those that belong to an expert."""
+    note_begin(trace, 0, 0, 0)
     for row in range(tl.program_id(0), tl.load(offsets + num_experts), tl.num_programs(0)):
         columns = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)[None, :]
         x = tl.load(rows + tl.cast(row, tl.int64) * width + columns, mask=columns < width, other=0.0)
         x, x_sf = quantized(widen(x), GROUP, POWERS, HARDWARE)
         store_quantized(values, sf, row, x, x_sf, width, BLOCK, GROUP)
+    note_moment(trace, 0, 0, 1)
 
 
 @triton.jit

@@ -17,6 +17,7 @@ from envoi.quant.bits import as_bytes
 from envoi.quant.formats import Scheme
 from envoi.runtime.devices import casts_e4m3
 from envoi.runtime.math import next_power_of_2
+from envoi.runtime.timeline import UNTRACED
 from envoi.types import Matrix, QuantTensor
 
 KERNELS = "envoi.moe.kernels"
@@ -112,7 +113,7 @@ def quantize_arguments(rows: torch.Tensor, offsets: torch.Tensor, out: QuantTens
     num_rows, width = rows.shape
     buffers = RowBuffers.of(out, width)
     arguments = (
-        rows, buffers.values, buffers.sf, offsets, len(offsets) - 1, width, buffers.block, *buffers.form
+        rows, buffers.values, buffers.sf, offsets, len(offsets) - 1, width, buffers.block, *buffers.form, UNTRACED
     )  # fmt: skip
     # Most rows may be unused: with a program for each, most would only start and end.
     grid = (min(num_rows, MAX_QUANTIZE_ROWS), -(-width // buffers.block))

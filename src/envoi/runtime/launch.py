@@ -23,6 +23,9 @@ def launch(kernel: Any, grid: tuple[int, ...], arguments: tuple, options: dict[s
 
     All kernels of the product are launched here, so that a call's recorder, and its rehearsal, miss none.
     """
+    timeline = observer.timeline()
+    if timeline is not None:
+        arguments = timeline.joined(kernel, grid, arguments)
     rehearsed = observer.rehearsed()
     if rehearsed is not None:
         rehearsed.append((kernel, grid, arguments, options))

@@ -1,6 +1,6 @@
 """Recorder that observes this thread's launches, or list that takes them in their stead, if there is one.
 
-See `envoi.runtime.prepared.recording` and `envoi.runtime.rehearsal`.
+See `envoi.runtime.prepared.recording`, `envoi.runtime.timeline` and `envoi.runtime.rehearsal`.
 """
 
 import threading
@@ -14,6 +14,7 @@ from envoi.runtime.scoped import scoped
 class _Local(threading.local):
     recorder: Any = None
     rehearsed: Any = None
+    timeline: Any = None
 
 
 _local = _Local()
@@ -32,6 +33,16 @@ def observe(recorder: Any) -> None:
 def rehearsed() -> Any:
     """Return the list that takes this thread's launches in their stead, or None."""
     return _local.rehearsed
+
+
+def timeline() -> Any:
+    """Return the `timeline.Recorder` that records this thread's launches, or None."""
+    return _local.timeline
+
+
+def tracing(recorder: Any) -> AbstractContextManager[None]:
+    """Let a `timeline.Recorder` record this thread's launches inside the context."""
+    return scoped(_local, timeline=recorder)
 
 
 def take_step(step: Callable[[], object]) -> None:

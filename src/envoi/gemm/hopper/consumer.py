@@ -9,6 +9,7 @@ from envoi.gemm.hopper.pipeline import Pipeline, StageBoxes
 from envoi.gemm.hopper.run_epilogue import EpilogueArgs, EpilogueBuffers, run_epilogue
 from envoi.gemm.hopper.tile_scheduler import Tile, TileScheduler
 from envoi.runtime.aggregate import aggregate
+from envoi.runtime.timeline_device import note_begin, note_moment
 
 
 @aggregate
@@ -20,6 +21,7 @@ class ConsumerArgs:
     scales: BlockScales
     is_block_scaled: gl.constexpr
     awaits_rows: gl.constexpr  # True if the rows of a unit, with their scale factors, may come after the kernel began
+    trace: gl.tuple | gl.constexpr  # `Trace`, or None
 
 
 @gluon.jit
@@ -46,6 +48,8 @@ def consumer(args, role: gl.constexpr):
         if alternate == 2 and role == 1:
             step += scheduler.num_steps(u - stride, num_k_steps)  # of the other consumer's unit, before this one
         unit = scheduler.unit(u, num_k_steps)
+        event = (u - first) // (alternate * stride)
+        note_begin(args.trace, role, event, unit.tile)
         tile = scheduler.tile(unit.tile)
         boxes = boxes_of(part, tile, cfg)
         tile = Tile(tile.x + boxes.x * cfg.rows_per_consumer, tile.y + boxes.y * cfg.y_pitch, tile.row_end, tile.expert)
@@ -62,11 +66,16 @@ def consumer(args, role: gl.constexpr):
         if args.awaits_rows:
             pipeline.wait_for_rows(units_before)
             units_before += alternate
+        if args.trace is not None:
+            if unit.k_end > unit.k_begin:
+                pipeline.wait_full(step)  # as the mainloop does first
+        note_moment(args.trace, role, event, 1)
         if args.is_block_scaled:
             scaled_tile = Tile(tile.x, tile.y, tile.row_end, expert_with_weights(tile, problem))
             acc, step = accumulate_block_scaled(pipeline, step, unit, scaled_tile, args.scales, boxes, role)
         else:
             acc, step = accumulate(pipeline, step, unit.k_end - unit.k_begin, boxes, role)
+        note_moment(args.trace, role, event, 2)
         is_complete = num_k_steps >= 0  # true, as a run-time value that a branch may replace
         share = (unit.tile - problem.num_whole_tiles) * cfg.consumers_per_tile + part  # see `SplitK`
         first_slot = share * cfg.split_k
@@ -76,6 +85,7 @@ def consumer(args, role: gl.constexpr):
         if is_complete & has_rows:
             run_epilogue(acc, tile, first_slot, unit.is_split, tiles_done, buffers, epilogue)
             tiles_done += 1
+        note_moment(args.trace, role, event, 3)
         if alternate == 2 and role == 0:
             step += scheduler.num_steps(u + stride, num_k_steps)  # of the other consumer's unit, after this one
     if epilogue.code.num_descs > 0:

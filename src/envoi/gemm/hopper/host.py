@@ -32,6 +32,7 @@ from envoi.gemm.triton import host as triton_host
 from envoi.runtime import workspace
 from envoi.runtime.devices import num_sms
 from envoi.runtime.math import cdiv, next_power_of_2
+from envoi.runtime.timeline import UNTRACED
 from envoi.runtime.tma import as_one_matrix, descriptor, fits_tma, halves_descriptor, tma_ready
 from envoi.types import Matrix, QuantTensor
 
@@ -336,7 +337,7 @@ def arguments(call: Call, config: Config, num_sms: int) -> tuple[tuple[int], tup
         call.offsets,
         *scratch(call, config, num_split), *(call.scales or (None, None)),
         M, N, K, num_experts, num_whole, config, call.code, call.scales is not None, call.row_mode,
-        max_experts(num_experts, call.grouping.write_tail),
+        max_experts(num_experts, call.grouping.write_tail), UNTRACED,
     )  # fmt: skip
 
 

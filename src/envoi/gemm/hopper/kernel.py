@@ -67,13 +67,14 @@ def gemm_kernel(
     x_desc, y_desc, desc0, desc1, desc2, desc3, operands, outputs, offsets, sums, counters, row_parts, row_counters,
     a_sf, b_sf, M, N, K, num_experts, num_whole_tiles,
     cfg: gl.constexpr, code: gl.constexpr, IS_BLOCK_SCALED: gl.constexpr, ROW_MODE: gl.constexpr,
-    MAX_EXPERTS: gl.constexpr,
+    MAX_EXPERTS: gl.constexpr, trace,
 ):  # fmt: skip
     """Set up the pipeline, then start one role for each partition of warps. Grid: (number of CTAs,).
 
     x_desc, y_desc: TMA descriptors of the operands. desc0, desc1: of outputs; desc2, desc3: of epilogue operands; None
     where there is none. The other arguments are fields of `Problem`, `EpilogueArgs`, `SplitK`, `RowReductions` and
-    `BlockScales`, which document them. They are flat because a launch takes no descriptor within a tuple.
+    `BlockScales`, which document them. They are flat because a launch takes no descriptor within a tuple. trace: see
+    `runtime.timeline_device`.
     """
     pipeline = Pipeline.create(x_desc, y_desc, code.takes_halves, cfg, False)
     fence_async_shared()
@@ -83,9 +84,9 @@ def gemm_kernel(
     descs = (desc0, desc1, desc2, desc3)
     epilogue = EpilogueArgs(descs, operands, outputs, rows, SplitK(sums, counters), problem, code)
     role_barrier()
-    producer_args = ProducerArgs(x_desc, y_desc, pipeline, problem)
+    producer_args = ProducerArgs(x_desc, y_desc, pipeline, problem, trace)
     prefill(producer_args)
-    consumer_args = ConsumerArgs(pipeline, epilogue, scales, IS_BLOCK_SCALED, False)
+    consumer_args = ConsumerArgs(pipeline, epilogue, scales, IS_BLOCK_SCALED, False, trace)
     # Role numbers are literals within the list: a tuple of arguments that is bound to a name first turns its integers
     # into run-time values.
     if cfg.num_consumers == 1:

@@ -47,6 +47,8 @@ from envoi.moe.parallel.opening import (
 )
 from envoi.moe.parallel.symmetric_memory import Domain, SharedLayout
 from envoi.moe.parallel.timeout import PeerTimeout
+from envoi.moe.parallel.trace import STEP as TRACE
+from envoi.moe.parallel.trace import Timeline, trace_call, untraceable
 from envoi.moe.parallel.warm_up import CountedCall, ParallelCall, compile_together, load_together, unbounded
 from envoi.moe.warm_up import check_jobs, compiles, prepare, without_tensors
 from envoi.plan import pulling
@@ -160,19 +162,9 @@ class ExpertParallel:
         shared = self._shared()
         if shared is not None:
             self._lock = shared.lock  # objects that share memory take turns
-        self.presum, self.exchange = self._how()
+        self.presum, self.exchange = memory.exchange_of(self.domain, self.buffers, self.room)
         self.fused = self.domain is not None and self.domain.layout.fused
         _instances[self.name] = self
-
-    def _how(self) -> tuple[bool, str]:
-        """Return `presum` and `exchange`."""
-        if isinstance(self.buffers, hosts_device.Buffers):
-            return self.buffers.layout.whole.presum, "hosts"
-        if self.buffers is not None:
-            return self.buffers.layout.presum, "gathered"
-        if self.room is not None:
-            return self.room.layout.presum, "gathered" if self.room.hosts is None else "hosts"
-        return (False, "counted") if self.domain is None else (self.domain.layout.presum, "memory")
 
     def moe(self, tokens: torch.Tensor, routing: Routing) -> torch.Tensor:
         """Run the layer on this rank's tokens [M, H]: [M, H]; M may differ by rank and be 0. Collective.
@@ -286,6 +278,20 @@ class ExpertParallel:
         others' stay 0.
         """
         return load_of(self._history, self.expert_offsets)
+
+    def trace(self, tokens: torch.Tensor, routing: Routing) -> Timeline:
+        """Return a timeline of one call: what each role of each multiprocessor did, and when. Collective; NVLink only.
+
+        The call is compiled with clocks in its kernels, captured in a CUDA graph, and its sixth replay is recorded.
+        Every rank returns what all ranks recorded. Other calls take as long as without it.
+        Raises ValueError on every rank if one's arguments are refused, or if tokens travel otherwise.
+        """
+        rows, slots, _ = as_rows(tokens, routing)
+        refusal = untraceable(self.exchange, self.experts.device) or self._refusal(rows, slots, self.experts)
+        raise_together(gather_texts(self.channel, refusal, TRACE), refusal)
+        with self._lock, torch.cuda.device(self.experts.device):
+            call, run = self._rehearsed(slots.topk_ids.shape[1]), partial(self._moe, rows, slots)
+            return trace_call(self.channel, cast(Domain, self.domain), call, len(rows), run)
 
     def close(self) -> None:
         """Free the object's memory; later calls raise ValueError. Not a collective call.

@@ -12,6 +12,7 @@ from envoi.moe.parallel.dispatch import PROGRAMS_PER_SM, WARPS
 from envoi.moe.parallel.symmetric_memory import Domain
 from envoi.runtime.devices import num_sms
 from envoi.runtime.math import next_power_of_2
+from envoi.runtime.timeline import UNTRACED
 
 KERNELS = "envoi.moe.parallel.combine_kernels"
 MAX_SENT_COLUMNS = 2048  # columns of a partial sum that are sent at a time
@@ -53,7 +54,7 @@ def send_partial_sums_arguments(domain: Domain, rows: torch.Tensor) -> Launch:
     arguments = (
         domain.peers, layout.regions, domain.row_shift, domain.state, rows, domain.results, layout.hidden, domain.rank,
         layout.num_ranks, layout.slot_stride, domain.first_expert, domain.num_local, next_power_of_2(layout.num_topk),
-        min(MAX_SENT_COLUMNS, next_power_of_2(layout.hidden)),
+        min(MAX_SENT_COLUMNS, next_power_of_2(layout.hidden)), UNTRACED,
     )  # fmt: skip
     return Launch((PROGRAMS_PER_SM * num_sms(rows.device),), arguments, WARPS)
 
@@ -62,7 +63,7 @@ def combine_barrier_arguments(domain: Domain) -> Launch:
     """Build the launch of `combine_barrier_kernel`."""
     arguments = (
         domain.peers, domain.layout.regions, domain.state, domain.report, domain.rank, int(domain.timeout_s * 1e6),
-        domain.on_gpu,
+        domain.on_gpu, UNTRACED,
     )  # fmt: skip
     return Launch((domain.layout.num_ranks,), arguments, WARPS)
 
@@ -72,7 +73,7 @@ def sum_arguments(domain: Domain, topk_ids: torch.Tensor, out: torch.Tensor) -> 
     (M, k), width = topk_ids.shape, out.shape[1]
     block = min(MAX_COLUMNS, next_power_of_2(width))
     slots = domain.layout.returned_rows_in(domain.memory)
-    arguments = slots, topk_ids.contiguous(), out, domain.state, width, k, block
+    arguments = slots, topk_ids.contiguous(), out, domain.state, width, k, block, UNTRACED
     return Launch((M, -(-width // block)), arguments, warps_for(block))
 
 
@@ -82,6 +83,6 @@ def sum_ranks_arguments(domain: Domain, topk_ids: torch.Tensor, out: torch.Tenso
     block = min(MAX_COLUMNS, next_power_of_2(width))
     arguments = (
         domain.layout.returned_rows_in(domain.memory), topk_ids.contiguous(), domain.rank_ends, out, domain.state,
-        width, k, domain.layout.num_ranks, next_power_of_2(k), block,
+        width, k, domain.layout.num_ranks, next_power_of_2(k), block, UNTRACED,
     )  # fmt: skip
     return Launch((M, -(-width // block)), arguments, warps_for(block))

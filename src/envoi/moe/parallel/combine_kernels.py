@@ -30,6 +30,7 @@ from envoi.moe.parallel.shared_device import (
     token_slots,
     wait_for,
 )
+from envoi.runtime.timeline_device import note_begin, note_moment
 
 
 class ResultRows(NamedTuple):
@@ -74,11 +75,12 @@ def send_partial_sum(
 @triton.jit(do_not_specialize=["rank", "first_expert"])
 def send_partial_sums_kernel(
     peers, regions, row_shift, state, results, to, width, rank, num_ranks, room, first_expert, num_local,
-    SLOTS: tl.constexpr, BLOCK: tl.constexpr,
+    SLOTS: tl.constexpr, BLOCK: tl.constexpr, trace,
 ):  # fmt: skip
     """Send each token's sum of L2's rows on this rank, in the order of `pull_kernel`; only with presum.
 
     to: None over NVLink; else [num_ranks] int64, the address of each source's sums on this rank."""
+    note_begin(trace, 0, 0, 0)
     own = tl.load(peers + rank)
     most = tl.load(state + MAX_TOKENS)
     memory = Memory(own, peers, regions, room)
@@ -89,11 +91,13 @@ def send_partial_sums_kernel(
         if token < tl.load(ints(own + regions.sizes) + 2 * source):
             k = tl.load(ints(own + regions.sizes) + 2 * source + 1)
             send_partial_sum(memory, experts, SourceToken(source, token, k), rows, SLOTS, BLOCK, to is not None)
+    note_moment(trace, 0, 0, 1)
 
 
 @triton.jit(do_not_specialize=["rank", "timeout_us"])
-def combine_barrier_kernel(peers, regions, state, report, rank, timeout_us, ON_GPU: tl.constexpr):
+def combine_barrier_kernel(peers, regions, state, report, rank, timeout_us, ON_GPU: tl.constexpr, trace):
     """Signal to peer p (program p) that all its rows have been sent, and wait for p's signal; a late p is reported."""
+    note_begin(trace, 0, 0, 0)
     peer = tl.program_id(0)
     if tl.load(state + OUTCOME) != LOST:
         raise_flag(ints(tl.load(peers + peer) + regions.flags) + tl.num_programs(0) + rank)
@@ -101,6 +105,7 @@ def combine_barrier_kernel(peers, regions, state, report, rank, timeout_us, ON_G
         if not wait_for(ints(own + regions.flags) + tl.num_programs(0) + peer, 1, timeout_us, ON_GPU):
             tl.store(report + peer, LATE_AT_COMBINE)
             tl.store(state + OUTCOME, LOST)
+    note_moment(trace, 0, 0, 1)
 
 
 @triton.jit
@@ -111,8 +116,9 @@ def store_total(out, m, columns, width, total, state):
 
 
 @triton.jit
-def sum_kernel(slots, topk_ids, out, state, width, K: tl.constexpr, BLOCK: tl.constexpr):
+def sum_kernel(slots, topk_ids, out, state, width, K: tl.constexpr, BLOCK: tl.constexpr, trace):
     """Sum the rows of a token's slots in their order, in float32. slots [M * K, width]: where L2 sent them."""
+    note_begin(trace, 0, 0, 0)
     m = tl.program_id(0)
     columns = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     total = tl.zeros((BLOCK,), tl.float32)
@@ -121,17 +127,19 @@ def sum_kernel(slots, topk_ids, out, state, width, K: tl.constexpr, BLOCK: tl.co
         at = slots + (m.to(tl.int64) * K + s) * width + columns
         total += widen(tl.load(at, mask=(columns < width) & used, other=0.0))
     store_total(out, m, columns, width, total, state)
+    note_moment(trace, 0, 0, 1)
 
 
 @triton.jit
 def sum_ranks_kernel(
     partial_sums, topk_ids, rank_ends, out, state, width, k,
-    RANKS: tl.constexpr, SLOTS: tl.constexpr, BLOCK: tl.constexpr,
+    RANKS: tl.constexpr, SLOTS: tl.constexpr, BLOCK: tl.constexpr, trace,
 ):  # fmt: skip
     """Sum the partial sums of a token, in the order of the ranks that sent them, in float32; only with presum.
 
     partial_sums [M * RANKS, width]. rank_ends [RANKS]: one past each rank's last expert.
     """
+    note_begin(trace, 0, 0, 0)
     m = tl.program_id(0)
     columns = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     slots = tl.arange(0, SLOTS)
@@ -145,3 +153,4 @@ def sum_ranks_kernel(
         total += widen(tl.load(at, mask=(columns < width) & used, other=0.0))
         first = last
     store_total(out, m, columns, width, total, state)
+    note_moment(trace, 0, 0, 1)

@@ -15,6 +15,7 @@ from envoi.moe.parallel.symmetric_memory import Domain, SharedLayout
 from envoi.moe.permute import RowBuffers
 from envoi.runtime.devices import num_sms
 from envoi.runtime.math import next_power_of_2
+from envoi.runtime.timeline import UNTRACED
 from envoi.types import Matrix
 
 KERNELS = "envoi.moe.parallel.dispatch_kernels"
@@ -94,7 +95,7 @@ def stage_tokens_arguments(tokens: torch.Tensor, topk_ids: torch.Tensor, ranked:
     out = RowBuffers.of(mine, width)
     arguments = (
         tokens, tokens.stride(0), out.values, out.sf, width, topk_ids.contiguous(), ranked.counts, ranked.slot_ranks,
-        topk_ids.numel(), width_of_counts - 1, out.block, *out.form, next_power_of_2(width_of_counts),
+        topk_ids.numel(), width_of_counts - 1, out.block, *out.form, next_power_of_2(width_of_counts), UNTRACED,
     )  # fmt: skip
     grid = (num_pieces * (PIECE // RANKED + 1) + M, -(-width // out.block))
     return Launch(grid, arguments, warps_for(out.block))
@@ -116,7 +117,7 @@ def send_routing_arguments(
         domain.offsets, domain.state, domain.report, domain.rank, layout.num_ranks, *topk_ids.shape, layout.room,
         layout.num_experts, domain.first_expert, domain.num_local, error_code, int(domain.timeout_s * 1e6),
         chunks, next_power_of_2(layout.num_experts + 1), next_power_of_2(domain.num_local),
-        next_power_of_2(layout.num_ranks), domain.on_gpu, layout.fused and domain.on_gpu,
+        next_power_of_2(layout.num_ranks), domain.on_gpu, layout.fused and domain.on_gpu, UNTRACED,
     )  # fmt: skip
     return Launch((layout.num_ranks, chunks), arguments, WARPS)
 
@@ -133,6 +134,6 @@ def pull_arguments(domain: Domain) -> Launch:
         domain.row_weights, domain.row_destinations, domain.results, domain.rank, layout.num_ranks, layout.slot_stride,
         layout.num_experts, domain.first_expert, domain.num_local, num_words, layout.num_sf, layout.slot_bytes,
         next_power_of_2(layout.num_topk), next_power_of_2(num_words),
-        next_power_of_2(layout.num_sf) if layout.num_sf else 0, next_power_of_2(layout.num_experts),
+        next_power_of_2(layout.num_sf) if layout.num_sf else 0, next_power_of_2(layout.num_experts), UNTRACED,
     )  # fmt: skip
     return Launch((PROGRAMS_PER_SM * num_sms(values.device),), arguments, WARPS)

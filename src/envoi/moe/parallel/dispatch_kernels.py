@@ -37,6 +37,7 @@ from envoi.moe.parallel.shared_device import (
     token_slots,
     wait_for,
 )
+from envoi.runtime.timeline_device import note_begin, note_moment
 from envoi.runtime.topk import experts_at
 
 PIECE: tl.constexpr = tl.constexpr(1024)  # slots that are counted, and sent, at once
@@ -124,11 +125,13 @@ def count_piece(topk_ids, counts, piece, num_slots, num_experts, EXPERTS: tl.con
 def stage_tokens_kernel(
     tokens, stride, values, sf, width, topk_ids, counts, slot_ranks, num_slots, num_experts,
     BLOCK: tl.constexpr, GROUP: tl.constexpr, POWERS: tl.constexpr, HARDWARE: tl.constexpr, EXPERTS: tl.constexpr,
+    trace,
 ):  # fmt: skip
     """Count and rank the slots, piece by piece, and store each token, quantised, where peers read it.
 
     The first programs count and rank; the others take one token each. GROUP: columns that share a factor; 0 = bf16.
     """
+    note_begin(trace, 0, 0, 0)
     per_piece: tl.constexpr = PIECE // RANKED + 1
     piece, part = tl.program_id(0) // per_piece, tl.program_id(0) % per_piece
     m = tl.program_id(0) - tl.cdiv(num_slots, PIECE) * per_piece
@@ -146,6 +149,7 @@ def stage_tokens_kernel(
             store_quantized(values, sf, m, x, x_sf, width, BLOCK, GROUP)
         else:
             tl.store(values + m.to(tl.int64) * width + columns, x, mask=columns < width)
+    note_moment(trace, 0, 0, 1)
 
 
 @triton.jit
@@ -231,7 +235,7 @@ def send_routing_kernel(
     topk_ids, slot_ranks, counts, topk_weights, peers, regions, row_shift, offsets, state, report,
     rank, num_ranks, num_tokens, k, room, num_experts, first_expert, num_local, error_code, timeout_us,
     CHUNKS: tl.constexpr, EXPERTS: tl.constexpr, LOCAL_LANES: tl.constexpr, RANK_LANES: tl.constexpr,
-    ON_GPU: tl.constexpr, OVERLAP: tl.constexpr,
+    ON_GPU: tl.constexpr, OVERLAP: tl.constexpr, trace,
 ):  # fmt: skip
     """Send this rank's slots to every peer and wait for theirs. Program (p, c): chunk c of the slots, to peer p.
 
@@ -241,6 +245,7 @@ def send_routing_kernel(
     """
     if OVERLAP:
         gdc_launch_dependents()
+    note_begin(trace, 0, 0, 0)
     peer, chunk = tl.program_id(0), tl.program_id(1)
     own = tl.load(peers + rank)
     theirs = tl.load(peers + peer)
@@ -267,18 +272,21 @@ def send_routing_kernel(
             tl.store(ints(theirs + regions.sizes) + 2 * rank, num_tokens)
             tl.store(ints(theirs + regions.sizes) + 2 * rank + 1, k)
         raise_flag(ints(theirs + regions.flags) + rank)
+    note_moment(trace, 0, 0, 1)
     if chunk == 0:
         if outcome != LOST:
             if not wait_for(ints(own + regions.flags) + peer, CHUNKS, timeout_us, ON_GPU):
                 tl.store(report + peer, LATE_AT_DISPATCH)
                 tl.store(state + OUTCOME, LOST)
                 tl.debug_barrier()
+        note_moment(trace, 0, 0, 2)
         if tl.atomic_add(state + ARRIVALS, 1, sem="acq_rel", scope="gpu") == num_ranks - 1:
             tl.store(state + ARRIVALS, 0)
             fine = decide_outcome(memory, state, report, num_ranks, RANK_LANES) == FINE
             experts = LocalExperts(first_expert, num_local, row_shift)
             to = Placement(offsets, state, report)
             compute_row_offsets(memory, experts, to, num_ranks, num_experts, fine, LOCAL_LANES, RANK_LANES)
+    note_moment(trace, 0, 0, 3)
 
 
 @triton.jit
@@ -338,7 +346,7 @@ def note_load(memory, state, history, num_ranks, num_experts, EXPERTS: tl.conste
 def pull_kernel(
     peers, regions, row_shift, state, history, rows, rows_sf, row_weights, row_destinations, results,
     rank, num_ranks, room, num_experts, first_expert, num_local, num_words, num_sf, slot_bytes,
-    SLOTS: tl.constexpr, WORDS: tl.constexpr, SFS: tl.constexpr, EXPERTS: tl.constexpr,
+    SLOTS: tl.constexpr, WORDS: tl.constexpr, SFS: tl.constexpr, EXPERTS: tl.constexpr, trace,
 ):  # fmt: skip
     """Pull the tokens of all ranks into rows, one token of each rank in turn, so that all peers are read at any time.
 
@@ -346,6 +354,7 @@ def pull_kernel(
     to is known here already. results: None over NVLink, where a row goes to its slot in the source's memory; else
     [num_ranks] int64, the address of each source's slots on this rank. The last program, which few tokens leave idle,
     also adds the call to `history`."""
+    note_begin(trace, 0, 0, 0)
     own = tl.load(peers + rank)
     most = tl.load(state + MAX_TOKENS)
     memory = Memory(own, peers, regions, room)
@@ -358,3 +367,4 @@ def pull_kernel(
         if token < tl.load(ints(own + regions.sizes) + 2 * source):
             k = tl.load(ints(own + regions.sizes) + 2 * source + 1)
             pull_token(memory, experts, SourceToken(source, token, k), out, SLOTS, WORDS, SFS, results is not None)
+    note_moment(trace, 0, 0, 1)

@@ -10,9 +10,10 @@ import torch
 import torch.distributed as dist
 from torch.distributed.distributed_c10d import PrefixStore
 
-from envoi.moe.parallel import gathered_device, hosts_device, nvlink, symmetric_memory
+from envoi.moe.parallel import gathered, gathered_device, hosts_device, nvlink, symmetric_memory
 from envoi.moe.parallel.collectives import Channel, gather_texts
-from envoi.moe.parallel.fused.host import FORMAT, supports_fused
+from envoi.moe.parallel.fused.config import FORMAT
+from envoi.moe.parallel.fused.host import supports_fused
 from envoi.moe.parallel.hosts import Grid
 from envoi.moe.parallel.opening import OPENING, first_error
 from envoi.moe.parallel.symmetric_memory import Domain, SharedLayout
@@ -79,6 +80,17 @@ def open_domain(
     if domain is not None:
         _domains[key] = domain
     return domain, failed or why
+
+
+def exchange_of(domain: Domain | None, buffers: Buffers | None, room: gathered.Room | None) -> tuple[bool, str]:
+    """Return `presum` and `exchange` of an `ExpertParallel` with this memory."""
+    if isinstance(buffers, hosts_device.Buffers):
+        return buffers.layout.whole.presum, "hosts"
+    if buffers is not None:
+        return buffers.layout.presum, "gathered"
+    if room is not None:
+        return room.layout.presum, "gathered" if room.hosts is None else "hosts"
+    return (False, "counted") if domain is None else (domain.layout.presum, "memory")
 
 
 def refuse_unfused(reasons: list[str]) -> None:

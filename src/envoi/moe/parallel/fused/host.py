@@ -11,20 +11,19 @@ from envoi.gemm.hopper import host as hopper
 from envoi.gemm.hopper.config import Config
 from envoi.moe.experts import l1_epilogues, run_l1
 from envoi.moe.launches import Launch, launch_kernel
-from envoi.moe.parallel.fused.config import LANES, MoverConfig, RowMap
+from envoi.moe.parallel.fused.config import FORMAT, LANES, MOVERS, MoverConfig, RowMap
 from envoi.moe.parallel.fused.memory import FusedMemory, token_bits
 from envoi.moe.parallel.symmetric_memory import Domain
 from envoi.moe.permute import empty_rows
 from envoi.quant.formats import format_named
 from envoi.runtime.devices import implementation, num_sms
 from envoi.runtime.math import next_power_of_2
+from envoi.runtime.timeline import UNTRACED
 from envoi.types import ExpertWeights, Matrix, QuantTensor
 
-FORMAT = "fp8_block128"
 MAX_SLOTS = LANES  # of a token: a lane each
 ORDERED = 64  # tokens that a program orders at once
 WARPS = {"num_warps": 4}
-MOVERS = {"num_movers": 3, "loads": 4}  # fields of MoverConfig
 
 
 def supports_fused(experts: ExpertWeights, num_topk: int) -> str:
@@ -52,7 +51,7 @@ def order_arguments(domain: Domain) -> Launch:
         domain.row_weights, domain.row_destinations, domain.rank, layout.num_ranks, layout.slot_stride,
         layout.num_experts, domain.first_expert, domain.num_local, layout.slot_bytes, token_bits(layout.max_tokens),
         ORDERED, next_power_of_2(layout.num_topk), next_power_of_2(layout.num_experts),
-        domain.on_gpu,
+        domain.on_gpu, UNTRACED,
     )  # fmt: skip
     programs = layout.num_ranks * -(-layout.max_tokens // ORDERED)
     return Launch((min(programs, num_sms(domain.peers.device)) + 1,), arguments, {**WARPS, "launch_pdl": domain.on_gpu})
@@ -84,7 +83,7 @@ def l1_arguments(domain: Domain, call: hopper.Call, config: Config, num_sms: int
     harm.
     """
     layout, memory, rows = domain.layout, cast(FusedMemory, domain.fused), cast(QuantTensor, domain.rows)
-    grid, (*gemm, cfg, code, _, row_mode, max_experts) = hopper.arguments(call, config, num_sms)
+    grid, (*gemm, cfg, code, _, row_mode, max_experts, untraced) = hopper.arguments(call, config, num_sms)
     row_map = RowMap(
         domain.peers, memory.row_tokens, memory.token_rows, memory.tickets, memory.arrivals,
         rows.values.view(torch.int32), rows.sf.view(torch.int32),
@@ -92,6 +91,6 @@ def l1_arguments(domain: Domain, call: hopper.Call, config: Config, num_sms: int
     moving = MoverConfig(layout.row_bytes // 4, layout.num_sf, memory.token_rows.shape[1], **MOVERS)
     arguments = (
         *gemm, row_map, layout.regions, domain.state, domain.report, token_bits(layout.max_tokens), domain.rank,
-        int(domain.timeout_s * 1e6), cfg, code, row_mode, max_experts, moving,
+        int(domain.timeout_s * 1e6), cfg, code, row_mode, max_experts, moving, untraced,
     )  # fmt: skip
     return Launch(grid, arguments, {"num_warps": config.num_warps, "launch_pdl": True})

@@ -30,11 +30,13 @@ def fused_l1_kernel(
     a_sf, b_sf, M, N, K, num_experts, num_whole_tiles,
     row_map, regions, state, report, token_bits, rank, timeout_us,
     cfg: gl.constexpr, code: gl.constexpr, ROW_MODE: gl.constexpr, MAX_EXPERTS: gl.constexpr, moving: gl.constexpr,
+    trace,
 ):  # fmt: skip
     """Set up the pipeline, then start one role for each partition of warps. Grid: (number of CTAs,).
 
     The arguments up to num_whole_tiles are those of `gemm_kernel`, of a GEMM with scales along K and rows by expert.
     row_map: RowMap. regions: `symmetric_memory.Regions`. state, report: of the call. moving: MoverConfig.
+    trace: see `runtime.timeline_device`.
     """
     pipeline = Pipeline.create(x_desc, y_desc, code.takes_halves, cfg, True)
     fence_async_shared()
@@ -44,13 +46,13 @@ def fused_l1_kernel(
     descs = (desc0, desc1, desc2, desc3)
     epilogue = EpilogueArgs(descs, operands, outputs, rows, SplitK(sums, counters), problem, code)
     role_barrier()
-    gemm = ProducerArgs(x_desc, y_desc, pipeline, problem)
+    gemm = ProducerArgs(x_desc, y_desc, pipeline, problem, trace)
     prefill_weights(gemm)
     num_rows = offsets + num_experts
     arrivals = Arrivals(row_map.arrivals, num_rows, state, report, rank, timeout_us)
     producer_args = FusedProducerArgs(gemm, arrivals)
-    consumer_args = ConsumerArgs(pipeline, epilogue, scales, True, True)
-    mover_args = MoverArgs(row_map, num_rows, regions.tokens, regions.token_sf, token_bits, moving)
+    consumer_args = ConsumerArgs(pipeline, epilogue, scales, True, True, trace)
+    mover_args = MoverArgs(row_map, num_rows, regions.tokens, regions.token_sf, token_bits, moving, trace)
     few: gl.constexpr = moving.registers
     many: gl.constexpr = registers_of_consumer(few)
     # Role numbers are literals within the list, see `gemm_kernel`.
@@ -58,24 +60,24 @@ def fused_l1_kernel(
         gl.warp_specialize([
             (consumer, (consumer_args, 0)),
             (producer, (producer_args,)),
-            (mover, (mover_args,)),
-            (mover, (mover_args,)),
-            (mover, (mover_args,)),
+            (mover, (mover_args, 0)),
+            (mover, (mover_args, 1)),
+            (mover, (mover_args, 2)),
         ], [1, 1, 1, 1], [few, few, few, few])  # fmt: skip
     elif moving.num_movers == 2:
         gl.warp_specialize([
             (consumer, (consumer_args, 0)),
             (consumer, (consumer_args, 1)),
             (producer, (producer_args,)),
-            (mover, (mover_args,)),
-            (mover, (mover_args,)),
+            (mover, (mover_args, 0)),
+            (mover, (mover_args, 1)),
         ], [cfg.num_warps, 1, 1, 1], [many, few, few, few])  # fmt: skip
     else:
         gl.warp_specialize([
             (consumer, (consumer_args, 0)),
             (consumer, (consumer_args, 1)),
             (producer, (producer_args,)),
-            (mover, (mover_args,)),
-            (mover, (mover_args,)),
-            (mover, (mover_args,)),
+            (mover, (mover_args, 0)),
+            (mover, (mover_args, 1)),
+            (mover, (mover_args, 2)),
         ], [cfg.num_warps, 1, 1, 1, 1], [many, few, few, few, few])  # fmt: skip

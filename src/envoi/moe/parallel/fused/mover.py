@@ -5,11 +5,14 @@ from triton.experimental import gluon
 
 from envoi.moe.parallel.fused import config
 from envoi.moe.parallel.fused.scheduler import BLOCK_ROWS, batch_of
+from envoi.runtime import timeline
 from envoi.runtime.aggregate import Scalar, aggregate
 from envoi.runtime.sync import wait_for_grid
+from envoi.runtime.timeline_device import note_begin, note_moment
 from envoi.runtime.triton_compat import role_barrier
 
 LANES = gl.constexpr(config.LANES)
+MOVER = gl.constexpr(timeline.PRODUCER + 1)  # the first one's track
 
 
 @aggregate
@@ -22,14 +25,17 @@ class MoverArgs:
     sf_at: Scalar  # and to their scale factors
     token_bits: Scalar  # of a token's number: those below the source's
     cfg: gl.constexpr  # MoverConfig
+    trace: gl.tuple | gl.constexpr  # `Trace`, or None
 
 
 @gluon.jit
-def mover(args):
+def mover(args, number: gl.constexpr):
     """Role: draw tickets until no rows are left; pull each token whose first row is in a ticket's batch. One warp.
 
     Waits for `order_rows` alone. While a batch is moved, the next one's tokens are looked up and the ticket after it is
     drawn. A token's rows are counted while the next one's loads are in flight, or after a batch without one.
+
+    number: of the CTA's movers, which tells their tracks apart.
     """
     lane = gl.arange(0, LANES, gl.BlockedLayout([1], [32], [gl.num_warps()], [0]))
     num_rows = gl.load(args.num_rows)
@@ -38,7 +44,9 @@ def mover(args):
     ticket = draw(args, lane, lane)
     first, tokens = look_up(args, ticket, num_rows, lane)
     next_ticket = draw(args, lane, gl.minimum(ticket, 0))  # a ticket isn't negative
+    event = 0
     while first < num_rows:
+        note_begin(args.trace, MOVER + number, event, first)
         first, next_tokens = look_up(args, next_ticket, num_rows, lane)
         next_ticket = draw(args, lane, gl.minimum(next_ticket, 0))
         token = gl.max(tokens, 0)
@@ -50,6 +58,8 @@ def mover(args):
             tokens = gl.where(tokens == token, -1, tokens)
             token = gl.max(tokens, 0)
         tokens = next_tokens
+        note_moment(args.trace, MOVER + number, event, 1)
+        event += 1
     count_rows(args, moved)
 
 

@@ -12,6 +12,7 @@ from envoi.moe.parallel.dispatch_kernels import note_load
 from envoi.moe.parallel.fused.memory import FIRST_ARRIVALS
 from envoi.moe.parallel.fused.scheduler import BLOCK_ROWS
 from envoi.moe.parallel.shared_device import MAX_TOKENS, LocalExperts, Memory, ints
+from envoi.runtime.timeline_device import note_begin, note_moment
 
 ARRIVALS_AT: tl.constexpr = tl.constexpr(FIRST_ARRIVALS)
 CLEARED: tl.constexpr = tl.constexpr(256)  # counters that a program resets at once
@@ -73,6 +74,7 @@ def order_rows_kernel(
     peers, regions, row_shift, offsets, state, history, counters, row_tokens, token_rows, row_weights, row_destinations,
     rank, num_ranks, room, num_experts, first_expert, num_local, slot_bytes, token_bits,
     TOKENS: tl.constexpr, SLOTS: tl.constexpr, EXPERTS: tl.constexpr, OVERLAP: tl.constexpr,
+    trace,
 ):  # fmt: skip
     """Write which token each row has and which rows each token, weights and destinations of rows; reset counters.
 
@@ -80,9 +82,11 @@ def order_rows_kernel(
     there are no rows. OVERLAP: this kernel may start before the one ahead of it ends; once that one has ended, the next
     may start, and waits for the end of this one.
     """
+    note_begin(trace, 0, 0, 0)
     if OVERLAP:
         gdc_wait()
         gdc_launch_dependents()  # not earlier: the next kernel reads offsets before it waits
+    note_moment(trace, 0, 0, 1)
     memory = Memory(tl.load(peers + rank), peers, regions, room)
     experts = LocalExperts(first_expert, num_local, row_shift)
     out = OrderedRows(row_tokens, token_rows, row_weights, row_destinations, slot_bytes, token_bits)
@@ -92,3 +96,4 @@ def order_rows_kernel(
     groups = tl.cdiv(tl.load(state + MAX_TOKENS), TOKENS)
     for t in range(tl.program_id(0), groups * num_ranks, tl.num_programs(0)):
         order_tokens(memory, experts, t % num_ranks, t // num_ranks * TOKENS, out, TOKENS, SLOTS)
+    note_moment(trace, 0, 0, 2)

@@ -3,13 +3,14 @@
 import triton.experimental.gluon.language as gl
 from triton.experimental import gluon
 
-from envoi.gemm.hopper.producer import ProducerArgs, has_low_tiles, weights_tile
+from envoi.gemm.hopper.producer import PRODUCER, ProducerArgs, has_low_tiles, weights_tile
 from envoi.gemm.hopper.tile_scheduler import TileScheduler
 from envoi.moe.parallel.fused import config
 from envoi.moe.parallel.fused.scheduler import BLOCK_ROWS, rows_before, rows_in_block
 from envoi.moe.parallel.shared_device import LATE_IN_L1, LOST, OUTCOME
 from envoi.runtime.aggregate import Scalar, aggregate
 from envoi.runtime.sync import wait_for_grid
+from envoi.runtime.timeline_device import note_begin, note_moment
 from envoi.runtime.triton_compat import role_barrier
 
 LANES = gl.constexpr(config.LANES)
@@ -73,13 +74,16 @@ def producer(args):
             head = gl.to_tensor(1)
             gemm.pipeline.wait_empty(step)
             load_weights(gemm, step % cfg.num_stages, tile, 0)
+        note_begin(gemm.trace, PRODUCER, units_before, unit.tile)
         arrived = wait_for_rows(args.arrivals, arrived, end_of_rows(tile, cfg))
+        note_moment(gemm.trace, PRODUCER, units_before, 1)
         gemm.pipeline.tell_rows(units_before)
-        units_before += 1
         if is_low_tile(tile, cfg):
             load_unit(gemm, step, head, unit.k_end, tile, True)
         else:
             load_unit(gemm, step, head, unit.k_end, tile, False)
+        note_moment(gemm.trace, PRODUCER, units_before, 2)
+        units_before += 1
         step += unit.k_end
 
 

@@ -1,0 +1,106 @@
+"""Traces on GPUs: the bits of calls that aren't traced; each tile noted once, by every role; the whole of all ranks."""
+
+from itertools import pairwise
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from envoi.moe import moe
+from envoi.moe.parallel.symmetric_memory import SharedLayout
+from envoi.moe.parallel.trace import COLUMNS, ROLES, Timeline
+from envoi.runtime import observer
+from envoi.runtime.timeline import Recorder, Slice
+from tests.helpers.accuracy import assert_same_bits
+from tests.helpers.ranks import run_ranks
+from tests.moe.layers import make
+from tests.moe.parallel import domains
+from tests.moe.parallel.test_nvlink_gpu import LAYER, inputs_of, on_gpu, open_here
+
+SIZES = LAYER | {"tokens": 900, "hidden": 1024, "intermediate": 512}
+FEW = LAYER | {"tokens": 40, "hidden": 1024, "intermediate": 512}
+CALL = ["stage tokens", "send routing", "pull", "L1", "L2", "barrier", "sum"]
+FUSED = ["stage tokens", "send routing", "order rows", "L1", "L2", "barrier", "sum"]
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("fused", [False, True], ids=["staged", "fused"])
+@pytest.mark.parametrize("sizes", [SIZES, FEW], ids=["many", "few"])
+@pytest.mark.parametrize("format", ["fp8_block128", "bf16", "fp8_row"])
+def test_a_traced_call_has_the_same_bits(format, sizes, fused):
+    if fused and format != "fp8_block128":
+        return
+    layer, layer.routing = on_gpu(make(**sizes))
+    tokens, ends = len(layer.tokens), [0, 4, 8]
+    layout = SharedLayout(2, 8, tokens, 4, layer.tokens.shape[1], format, fused=fused)
+    opened = domains.open_all(layout, ends, "cuda")
+    packed = [layer.pack(format, first, last) for first, last in pairwise(ends)]
+    parts = domains.split(layer, [tokens // 3, tokens])
+    recorder = Recorder(ROLES, torch.device("cuda"))
+    with observer.tracing(recorder):
+        out = torch.cat(domains.moe(opened, parts, packed))
+    assert_same_bits(out, moe(layer.tokens, layer.routing, layer.pack(format)))
+    slices = [Slice(*row) for row in recorder.slices().tolist()]
+    assert all(s.begin <= s.end for s in slices)
+    assert all(0 <= s.sm < 132 for s in slices)
+    assert not recorder.left_out and not recorder.is_cut()
+    gemms = [at for at, strip in enumerate(recorder.strips) if strip.kernel in ("gemm_kernel", "fused_l1_kernel")]
+    assert len(gemms) == 4
+    for step in gemms:
+        by_role = [sorted(s.label for s in slices if (s.step, s.role, s.span) == (step, role, 0)) for role in range(3)]
+        assert by_role[2] == list(range(len(by_role[2]))) and by_role[2]  # the producer's: all tiles, once each
+        consumers = [role for role in by_role[:2] if role]
+        # Two consumers share each tile, or take tiles alternately.
+        alternate = sorted(label for role in consumers for label in role)
+        assert all(role == by_role[2] for role in consumers) or alternate == by_role[2]
+
+
+def traced(rank: int, num_ranks: int, fused: bool) -> tuple[Timeline, bool, str]:
+    """Trace a call between two calls; return the timeline, whether these have equal bits, and an error's text."""
+    torch.cuda.set_device(rank)
+    layer, ends = make(**SIZES), [8 * (r + 1) // num_ranks for r in range(num_ranks)]
+    parallel = open_here(layer, "fp8_block128", rank, ends, fused=fused)
+    inputs = inputs_of(layer, rank, [900 * (r + 1) // num_ranks for r in range(num_ranks)])
+    timeline = parallel.trace(*inputs)  # before any other call
+    outs = [parallel.moe(*inputs) for _ in range(3)]
+    again = parallel.trace(*inputs)
+    outs.append(parallel.moe(*inputs))
+    parallel.check()
+    assert [step.name for step in again.steps] == [step.name for step in timeline.steps]
+    try:
+        parallel.trace(inputs[0][:, :-1] if rank == 0 else inputs[0], inputs[1])
+        said = ""
+    except ValueError as error:
+        said = str(error)
+    dist.barrier()
+    return timeline, all(torch.equal(out, outs[0]) for out in outs), said
+
+
+@pytest.mark.gpu(2)
+@pytest.mark.parametrize("fused", [False, True], ids=["staged", "fused"])
+def test_all_ranks_get_the_whole(fused, tmp_path):
+    num_ranks = min(4, torch.cuda.device_count())
+    outcomes = run_ranks(num_ranks, traced, fused, backend="nccl", timeout_s=200)
+    assert [outcome.text for outcome in outcomes] == [""] * num_ranks
+    timeline = outcomes[0].value[0]
+    for rank, outcome in enumerate(outcomes):
+        theirs, same, said = outcome.value
+        assert torch.equal(theirs.slices, timeline.slices)
+        assert same
+        assert "tokens" in said if rank == 0 else "rank 0 of the group refused its arguments" in said
+    assert timeline.num_ranks == num_ranks
+    assert not timeline.left_out and not timeline.is_cut
+    names = [step.name for step in timeline.steps if step.name != "quantise"]
+    assert names == (FUSED if fused else CALL)
+    begin, end = (timeline.column(name) for name in ("begin", "end"))
+    for rank in range(num_ranks):
+        mine = timeline.column("rank") == rank
+        firsts = [int(begin[mine & (timeline.column("step") == step)].min()) for step in range(len(timeline.steps))]
+        assert firsts == sorted(firsts)
+        lasts = [int(end[mine & (timeline.column("step") == step)].max()) for step in range(len(timeline.steps))]
+        assert lasts == sorted(lasts)
+    assert int(end.max()) < 5_000_000  # 5 ms: the clocks of all ranks are one
+    timeline.save(tmp_path / "trace.json.gz")
+    timeline.draw(tmp_path / "trace.png")
+    assert "consumer 0: wait" in str(timeline)
+    assert timeline.slices.shape[1] == len(COLUMNS)
