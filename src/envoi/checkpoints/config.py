@@ -22,6 +22,7 @@ GATES = {
     "gelu_new": "geglu_tanh",
 }
 ACTIVATIONS = ("hidden_act", "hidden_activation", "activation_function")
+FIXED = {"lfm2_moe": "silu"}  # families whose activation config.json doesn't name
 INTERLEAVED = ("gpt_oss",)  # gate and up rows in turn, gate times sigmoid(1.702 * gate), up + 1
 OTHERS = {"llama4": "its tokens are multiplied by their weights before the experts, which Envoi does after them"}
 METHODS = ("fp8", "mxfp4", "compressed-tensors", "modelopt")
@@ -111,6 +112,7 @@ def _beside(file: Path) -> dict[str, Any] | None:
 
 def _activation(file: Path, family: str, config: dict[str, Any]) -> tuple[str, float | None]:
     named = [config[key] for key in ACTIVATIONS if config.get(key) is not None]
+    named = named or [FIXED[family]] if family in FIXED else named
     limit, alpha = _number(file, config, "swiglu_limit"), _number(file, config, "swiglu_alpha")
     if named and (not isinstance(named[0], str) or named[0] not in GATES):
         raise ValueError(f"{file}: {ACTIVATIONS[0]}: expected one of {', '.join(map(repr, GATES))}, got {named[0]!r}")
