@@ -61,7 +61,7 @@ def expand_sf(sf: torch.Tensor, group: tuple[int, int], shape: tuple[int, ...] |
     if group[0] not in (1, rows):
         sf = sf.repeat_interleave(group[0], dim=-2)[..., :rows, :]
     if group[1] != columns:
-        sf = sf.repeat_interleave(group[1], dim=-1)
+        sf = sf.repeat_interleave(group[1], dim=-1)[..., :columns]
     return sf
 
 
