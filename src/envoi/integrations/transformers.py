@@ -5,10 +5,10 @@
     model = AutoModelForCausalLM.from_pretrained(path, dtype=torch.bfloat16, experts_implementation="envoi")
 
 "envoi" runs the experts in bf16, and quantised ones as they are stored: FP8 with a factor per block or matrix, MXFP4.
-"envoi_fp8_row", "envoi_fp8_block128", "envoi_mxfp8", "envoi_mxfp4" and "envoi_nvfp4" (4-bit weights, bf16 activations),
-and "envoi_mxfp4_mxfp8" run them in those formats; `model.set_experts_implementation(...)` switches. `report(model)` says
-what runs by Envoi, and why not. Weights are packed at a module's first call; packings are kept until the originals are
-freed.
+"envoi_fp8_row", "envoi_fp8_block128", "envoi_mxfp8", "envoi_mxfp4" and "envoi_nvfp4" (4-bit weights, bf16
+activations) and "envoi_mxfp4_mxfp8" run them in those formats; `model.set_experts_implementation(...)` switches.
+`report(model)` says what runs by Envoi, and why not. Weights are packed at a module's first call; packings are kept
+until the originals are freed.
 `torch.compile(fullgraph=True)`, `torch.export` and `generate` with a static cache trace through one operator, which
 checks at each call that its packing still fits the weights:
 
@@ -146,13 +146,14 @@ def release(model: torch.nn.Module) -> int:
     Only packed weights are kept, as far as they are copies: FP8 rows and blocks, and bf16 weights with concatenated
     rows, are the module's own memory anyway. From then on the experts run by Envoi in this format alone, and what needs
     the originals is refused: other implementations and formats, `state_dict` and `save_pretrained`, `model.to(...)`,
-    and changes of the weights.
+    and changes of the weights. Experts of compressed-tensors keep theirs, which that package moves at the first call.
     """
     from envoi.integrations import transformers_release
 
     freed = 0
     for module in model.modules():
-        if is_experts(module) and "_envoi_released" not in vars(module):
+        kept = "_envoi_released" in vars(module) or f"down_proj{STORED_FACTORS}" in module._parameters
+        if is_experts(module) and not kept:
             config: Any = module.config
             format = FORMAT_OF.get(config._experts_implementation)
             if format is not None:
