@@ -137,6 +137,8 @@ def test_refusals():
         quantize(torch.zeros(4, 2880), "fp8_1x128")
     with pytest.raises(ValueError, match="scheme: expected one of 'fp8_tensor', .*, got 'fp9'"):
         quantize(torch.zeros(4, 128), "fp9")
+    with pytest.raises(ValueError, match=r"q: expected a QuantTensor, got float32 \[4, 128\]"):
+        dequantize(torch.zeros(4, 128))  # pyright: ignore[reportArgumentType]
     with pytest.raises(ValueError, match="format: expected one of 'bf16', .*, got 'int4'"):
         format_named("int4")
     assert scheme_named("mxfp4").max_value == 6.0

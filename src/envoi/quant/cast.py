@@ -97,7 +97,12 @@ def decode_sf(q: QuantTensor, dtype: torch.dtype = torch.float32) -> torch.Tenso
 
 
 def dequantize(q: QuantTensor, dtype: torch.dtype = torch.float32) -> torch.Tensor:
-    """Return values times scale factors, rounded once: [.., R, C] in `dtype` (float32 or float64)."""
+    """Return values times scale factors, rounded once: [.., R, C] in `dtype` (float32 or float64).
+
+    Raises ValueError for anything but a QuantTensor.
+    """
+    if not isinstance(q, QuantTensor):
+        raise ValueError(f"q: expected a QuantTensor, got {describe(q)}")
     x = decode_values(q, dtype) * expand_sf(decode_sf(q, dtype), q.group, q.shape)
     if q.scale is None:
         return x
