@@ -140,6 +140,9 @@ def no_work(monkeypatch) -> None:
         ["bench", "--list", "--case", "1x2x3 no such"],
         ["bench", "--repeat", "0"],
         ["bench", "--docs", "/nonexistent/docs/benchmarks"],
+        ["bench", "--docs", "/nonexistent"],
+        ["bench", "--docs", ""],
+        ["bench", "gemm", "--out", "/dev/null/results"],
         ["info", "--yaml"],
         ["plan"],
         ["plan", "--hidden", "wide"],
@@ -159,6 +162,14 @@ def test_errors_are_one_line_and_status_2(arguments, capsys):
     assert stdout == ""
     assert stderr.startswith("envoi: ")
     assert stderr.count("\n") == 1
+
+
+def test_a_plan_is_printed_where_there_are_no_blocks():
+    environment = {**os.environ, "PYTHONIOENCODING": "latin-1"}
+    command = (sys.executable, "-m", "envoi.cli", *PLAN)
+    done = subprocess.run(command, capture_output=True, text=True, env=environment)
+    assert (done.returncode, done.stderr) == (0, "")
+    assert "bound by # compute  = HBM" in done.stdout
 
 
 @pytest.mark.parametrize("error", [ValueError("--bytes: expected more,\ngot less"), FileNotFoundError("no file x")])

@@ -49,7 +49,7 @@ def indexer(weights):
 
 X = torch.randn(3, 8)
 CALLS: dict[Callable, dict[str, torch.Tensor]] = {
-    gemm: {"a": X, "b": torch.ones(4, 8), "tensors": torch.ones(4), "tensors ": torch.ones(1)},
+    gemm: {"a": X, "b": torch.ones(4, 8), "c": torch.ones(4), "s": torch.ones(1)},
     scaled: {"": torch.ones(4, 8), "a_sf": torch.ones(4, 1)},
     grouped_gemm: {"rows": X, "weights": torch.ones(2, 4, 8)},
     route: {"tokens": X, "gate": torch.ones(4, 8), "logit_bias": torch.ones(4)},

@@ -57,6 +57,13 @@ def test_weights_that_were_loaded_compute(format):
     assert same(got, envoi.moe(LAYER.tokens, LAYER.routing, LAYER.pack(format)))
 
 
+@pytest.mark.parametrize("name", ["weights mxfp4", "weights bf16", "routing"])
+def test_a_dtype_is_no_place_to_move_to(name):
+    for dtype in (torch.float16, None):
+        with pytest.raises(ValueError, match=f"device: expected a device, its name or its number, got {dtype}"):
+            THINGS[name].to(dtype)  # pyright: ignore[reportArgumentType]
+
+
 def test_a_line_says_what_there_is():
     q = QuantTensor(torch.zeros(4, 256, dtype=torch.float8_e4m3fn), torch.ones(4, 2), (1, 128))
     assert repr(q) == "QuantTensor(values=float8_e4m3fn [4, 256], sf=float32 [4, 2], group=(1, 128))"

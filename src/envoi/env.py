@@ -36,7 +36,7 @@ def safe_launch() -> bool:
 
 def prepared() -> bool:
     """Return True to launch a recorded call's kernels again: unless `ENVOI_PREPARED=0`, see `runtime.prepared`."""
-    return os.environ.get("ENVOI_PREPARED", "1") == "1"
+    return os.environ.get("ENVOI_PREPARED") != "0"
 
 
 def nvtx() -> bool:

@@ -42,7 +42,12 @@ class _Printed:
         return f"{type(self).__name__}({', '.join(kept)})"
 
     def to(self: Self, device: torch.device | str | int, *, non_blocking: bool = False) -> Self:
-        """Return a copy with all tensors on a device; tensors that are there already are shared."""
+        """Return a copy with all tensors on a device; tensors that are there already are shared.
+
+        Raises ValueError for anything else, such as a dtype: numbers, factors and ids keep theirs.
+        """
+        if not isinstance(device, (torch.device, str, int)):
+            raise ValueError(f"device: expected a device, its name or its number, got {device!r}")
         return self._map(lambda x: x.to(device, non_blocking=non_blocking))
 
     def _map(self: Self, f: Callable[[torch.Tensor], torch.Tensor]) -> Self:

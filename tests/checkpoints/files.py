@@ -289,8 +289,11 @@ CASES = {
         "Mixtral, Phi-3.5-MoE", "bf16, a tensor a matrix",
         lambda: floats(silu("mixtral", num_local_experts=EXPERTS), block="block_sparse_moe", **W123)),
     "jamba": Case(
-        "Jamba, LFM2-MoE", "bf16, a tensor a matrix",
+        "Jamba", "bf16, a tensor a matrix",
         lambda: floats(silu("jamba", num_experts=EXPERTS), block="feed_forward")),
+    "lfm2": Case(
+        "LFM2-MoE", "bf16, a tensor a matrix",
+        lambda: floats({"model_type": "lfm2_moe", "num_experts": EXPERTS}, block="feed_forward", **W123)),
     "unquantised": Case(
         "layers that a quantised checkpoint leaves in bf16", "bf16 beside FP8",
         lambda: floats(GLM | {"quantization_config": compressed(CHANNELS)})),

@@ -9,7 +9,7 @@ import torch
 
 from envoi.checkpoints.shards import Shards
 from envoi.experts import from_checkpoint
-from tests.checkpoints.files import CASES, V3
+from tests.checkpoints.files import CASES, CHANNELS, V3
 from tests.checkpoints.test_from_checkpoint import Counted, counted  # noqa: F401
 
 NAME = "model.layers.1.mlp.experts.3.up_proj"
@@ -48,9 +48,19 @@ SPOILT = [
     ("deepseek_v3", put("model.layers.1.mlp.experts.0.gate_proj.weight", torch.zeros(128, 256).to(torch.float8_e5m2)),
      rf"{SHARD}: .*experts.0.gate_proj.weight: expected bfloat16 or .*, got float8_e5m2 .128, 256."),
     ("deepseek_v3", put("model.layers.1.mlp.experts.0.gate_proj.weight", torch.zeros(96, 256).to(F8)),
-     r"experts.0.gate_proj.weight: expected an intermediate size that is a multiple of 128, .*, got 96"),
+     r"experts.0.gate_proj.weight: expected a multiple of 128 as intermediate size, .*, got 96"),
     ("deepseek_v3", say(n_routed_experts=6),
      r"experts.5.gate_proj.weight: expected a tensor of this name .the layer has experts 0 to 5., got none"),
+    ("deepseek_v3", say(n_routed_experts=4), r"config.json: expected 5 experts, as the files have of layer 1, got 4"),
+    ("deepseek_v3", say(n_routed_experts=-1), r"config.json: expected 5 experts, as the files have of layer 1, got -1"),
+    ("qwen3", put(f"{NAME}.bias", torch.zeros(128)),
+     rf"{SHARD}: {NAME}.bias: expected experts without biases, got one"),
+    ("deepseek_v3", say(quantization_config={"quant_method": "fp8", "weight_block_size": [128]}),
+     r"config.json: quantization_config.weight_block_size: expected rows and columns of a block, got .128."),
+    ("deepseek_v3", say(quantization_config="fp8"),
+     r"config.json: quantization_config: expected an object with quant_method, got 'fp8'"),
+    ("glm_fp8", quantised_by(weights=CHANNELS | {"strategy": "block", "block_structure": "128x128"}),
+     r"config.json: quantization_config.config_groups.weights.block_structure: expected rows .*, got '128x128'"),
     ("gpt_oss", without(f"{OSS}down_proj_scales"),
      rf"{OSS}down_proj_scales: expected a tensor of this name, got none"),
     ("gpt_oss", without(f"{OSS}down_proj_bias"), rf"{OSS}down_proj_bias: expected a bias, as the other .*, got none"),
@@ -75,6 +85,8 @@ SPOILT = [
      r"config.json: quantization_config.config_groups: expected 8-bit float .* got 4-bit int by group in 'pack-quanti"),
     ("qwen3", say(hidden_act="relu"), r"config.json: hidden_act: expected one of 'silu', .*, got 'relu'"),
     ("qwen3", say(hidden_act=None), r"config.json: hidden_act: expected the experts' activation, got none of"),
+    ("qwen3", say(hidden_act=["silu"]), r"config.json: hidden_act: expected one of 'silu', .*, got .'silu'."),
+    ("qwen3", say(swiglu_limit="7"), r"config.json: swiglu_limit: expected a number, got '7'"),
     ("gpt_oss", say(swiglu_alpha="1.5"), r"config.json: swiglu_alpha: expected a number, got '1.5'"),
     ("qwen3", say(model_type="llama4_text"), r"config.json: model_type: .*got 'llama4': its tokens are multiplied"),
 ]  # fmt: skip
@@ -140,7 +152,7 @@ def test_a_read_that_fails_leaves_nothing(name, tmp_path, monkeypatch):
 
 def test_a_shard_that_is_not_there(folder):
     (folder / "model-00001-of-00002.safetensors").unlink()
-    with pytest.raises(ValueError, match="model-00001-of-00002.safetensors: expected a shard that the index names"):
+    with pytest.raises(ValueError, match="model-00001-of-00002.safetensors: expected a file of .*, got no such file"):
         from_checkpoint(folder, 1)
 
 
@@ -162,6 +174,19 @@ def test_an_index_that_is_none(folder, text):
         from_checkpoint(folder, 1)
 
 
+def test_an_index_with_a_file_that_is_no_name(folder):
+    (folder / "model.safetensors.index.json").write_text(json.dumps({"weight_map": {f"{NAME}.weight": 3}}))
+    with pytest.raises(ValueError, match=f"index.json: {NAME}.weight: expected a weight_map with the name .*, got 3"):
+        from_checkpoint(folder, 1)
+
+
+def test_experts_under_unknown_names(tmp_path):
+    files = CASES["qwen3"].make()
+    files.tensors = {name.replace(".experts.", ".members."): x for name, x in files.tensors.items()}
+    with pytest.raises(ValueError, match=r"expected experts under names that Envoi knows, like model.layers.1.mlp.*"):
+        from_checkpoint(files.write(tmp_path), 1)
+
+
 def test_a_config_that_is_none(folder):
     (folder / "config.json").write_text("{")
     with pytest.raises(ValueError, match="config.json: expected JSON, got"):
@@ -172,8 +197,9 @@ def test_a_config_that_is_none(folder):
 
 
 def test_folders_without_a_checkpoint(tmp_path):
-    with pytest.raises(ValueError, match="config.json: expected the checkpoint's configuration"):
-        from_checkpoint(tmp_path / "nowhere", 1)
+    for path in (tmp_path / "nowhere", "Qwen/Qwen3-30B-A3B", None):
+        with pytest.raises(ValueError, match="path: expected a checkpoint's folder or a file of safetensors on this"):
+            from_checkpoint(path, 1)  # pyright: ignore[reportArgumentType]
     (tmp_path / "config.json").write_text(json.dumps(V3))
     with pytest.raises(ValueError, match="expected files of safetensors, got none"):
         from_checkpoint(tmp_path, 1)

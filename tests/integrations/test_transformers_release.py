@@ -1,10 +1,12 @@
 """Models whose experts' own weights are released once Envoi has packed them."""
 
+import copy
+
 import pytest
 import torch
 
 from envoi.integrations.transformers import packed_experts, refresh, release, report
-from tests.helpers.quantised_models import mxfp4_blocks
+from tests.helpers.quantised_models import compressed_fp8, mxfp4_blocks
 from tests.helpers.transformers_models import build, expert_modules, logits, tokens
 from tests.integrations.test_transformers_quantised import load
 
@@ -38,6 +40,16 @@ def test_mxfp4_blocks_are_released(tmp_path):
     want = logits(model, ids)
     assert release(model) > 0
     assert torch.equal(logits(model, ids), want)
+
+
+@pytest.mark.parametrize("called", [False, True])
+def test_experts_of_compressed_tensors_keep_theirs(called, tmp_path):
+    model, ids = load(compressed_fp8("qwen3_moe", tmp_path, "channel"), experts_implementation="envoi"), tokens()
+    before = logits(copy.deepcopy(model), ids)
+    if called:
+        logits(model, ids)
+    assert release(model) == 0
+    assert torch.equal(logits(model, ids), before)
 
 
 def test_released_experts_compile():

@@ -108,6 +108,20 @@ def test_files_of_others_are_refused(tmp_path):
         envoi.experts.from_state_dict({"a.gate_up": torch.ones(2)}, "a.")
 
 
+def test_wrong_arguments_are_refused(tmp_path):
+    for path in (tmp_path, tmp_path / "none" / "experts.safetensors"):
+        with pytest.raises(ValueError, match=f"path: expected a file in a folder that exists, got {path}"):
+            envoi.experts.save(PACKED["mxfp4"], path)
+    for write in (envoi.experts.state_dict, lambda experts: envoi.experts.save(experts, tmp_path / "x")):
+        with pytest.raises(ValueError, match="experts: expected ExpertWeights from envoi.experts.pack, got dict"):
+            write({})
+    with pytest.raises(ValueError, match=f"{tmp_path}: expected a file that envoi.experts.save wrote, got a folder"):
+        envoi.experts.load(tmp_path)
+    envoi.experts.save(PACKED["mxfp4"], tmp_path / "x")
+    with pytest.raises(RuntimeError, match="device type at start of device string: gpu"):
+        envoi.experts.load(tmp_path / "x", "gpu")
+
+
 def test_a_truncated_file_is_refused(tmp_path):
     path = tmp_path / "experts.safetensors"
     envoi.experts.save(PACKED["mxfp4"], path)

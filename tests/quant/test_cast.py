@@ -116,6 +116,13 @@ def test_any_shape_matches_a_loop_over_groups(name, rows, groups, lead, seed):
         assert_same_bits(dequantize(alone), dequantize(q)[..., index // r * r : (index // r + 1) * r, :])
 
 
+def test_last_groups_may_be_smaller():
+    values, sf = torch.ones(2, 192, 160).to(torch.float8_e4m3fn), torch.tensor([[1.0, 2.0], [3.0, 4.0]]).expand(2, 2, 2)
+    x = dequantize(QuantTensor(values, sf, (128, 128)))
+    assert [x[1, 127, 127], x[1, 127, 128], x[1, 128, 127], x[1, 191, 159]] == [1, 2, 3, 4]
+    assert x.shape == (2, 192, 160)
+
+
 def test_a_half_precision_input_is_widened_by_value():
     x = torch.tensor([[37.0] * 128], dtype=torch.float16)
     assert torch.equal(
@@ -130,6 +137,8 @@ def test_refusals():
         quantize(torch.zeros(4, 2880), "fp8_1x128")
     with pytest.raises(ValueError, match="scheme: expected one of 'fp8_tensor', .*, got 'fp9'"):
         quantize(torch.zeros(4, 128), "fp9")
+    with pytest.raises(ValueError, match=r"q: expected a QuantTensor, got float32 \[4, 128\]"):
+        dequantize(torch.zeros(4, 128))  # pyright: ignore[reportArgumentType]
     with pytest.raises(ValueError, match="format: expected one of 'bf16', .*, got 'int4'"):
         format_named("int4")
     assert scheme_named("mxfp4").max_value == 6.0

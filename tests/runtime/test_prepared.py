@@ -454,7 +454,12 @@ def test_without_a_driver_or_with_an_old_one_calls_run_as_always(monkeypatch, mi
 
 @pytest.mark.parametrize(
     ("variables", "on"),
-    [({}, True), ({"ENVOI_PREPARED": "0"}, False), ({"ENVOI_PREPARED": "1", "ENVOI_SAFE_LAUNCH": "1"}, False)],
+    [
+        ({}, True),
+        ({"ENVOI_PREPARED": "true"}, True),
+        ({"ENVOI_PREPARED": "0"}, False),
+        ({"ENVOI_PREPARED": "1", "ENVOI_SAFE_LAUNCH": "1"}, False),
+    ],
 )
 def test_the_variables_decide(monkeypatch, variables, on):
     for name in ("ENVOI_PREPARED", "ENVOI_SAFE_LAUNCH"):

@@ -62,7 +62,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Run `envoi bench`; return the exit status. Raises ValueError for a user's mistake."""
-    if args.docs:
+    if args.docs is not None:
         return _write_docs(Path(args.docs), args.out)
     chosen = _choose(args)
     if args.list:
@@ -72,6 +72,8 @@ def run(args: argparse.Namespace) -> int:
         raise ValueError(f"--repeat: expected at least 1, got {args.repeat}")
     if args.out is not None and Path(args.out).exists() and not Path(args.out).is_dir():
         raise ValueError(f"--out: expected a folder, got the file {args.out}")
+    if args.out is not None:
+        _make_folder(Path(args.out))
     from envoi.gemm.hopper import tune
 
     tune.use_measured(not args.untuned)
@@ -81,6 +83,13 @@ def run(args: argparse.Namespace) -> int:
         tune.use_measured(True)
 
 
+def _make_folder(out: Path) -> None:
+    try:
+        out.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise ValueError(f"--out: expected a folder that can be made, got {out}: {error.strerror}") from None
+
+
 def _write_docs(docs: Path, out: str | None) -> int:
     """docs: docs/benchmarks of a repository, whose README and docs/assets are written too."""
     folder = machine.results_folder() if out is None else Path(out)
@@ -88,7 +97,7 @@ def _write_docs(docs: Path, out: str | None) -> int:
         got = "none, outside the repository" if folder is None else f"{folder}, which isn't one"
         raise ValueError(f"--out: expected the folder of the results that --docs takes, got {got}")
     docs = docs.resolve()
-    readme = docs.parents[1] / "README.md"
+    readme = docs.parent.parent / "README.md"
     if not docs.parent.is_dir() or not readme.is_file():
         raise ValueError(f"--docs: expected docs/benchmarks of a repository with a README.md, got {docs}")
     from envoi.bench import charts

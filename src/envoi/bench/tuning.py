@@ -14,6 +14,7 @@ if TYPE_CHECKING:
 
 DESCRIPTION = """Measure the configs of the Hopper GEMMs in rounds, with a cold L2 cache, and keep the fastest: of the
 shapes of `envoi bench` (SUITE: those of a suite), or of --shape. A later `envoi.gemm` on this machine uses them."""
+FORMAT, EPILOGUE = "bf16", "store"  # of --shape, if none is given
 CANDIDATES = 24
 REPEAT = 20
 MAX_DIFFERENCE = 0.05  # from the default's result; FP8 outputs may round the other way
@@ -25,8 +26,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("suites", metavar="SUITE", nargs="*", help="a suite of envoi bench that has GEMMs; default: all")
     add("--case", metavar="SUBSTRING", help="only shapes whose line in --list contains this")
     add("--shape", metavar="MxNxK", help="this one instead; with --groups M is the rows of all experts")
-    add("--format", metavar="F", default="bf16", help="of --shape: bf16, fp8_row, fp8_block128; default: %(default)s")
-    add("--epilogue", metavar="NAME", default="store", help="of --shape, a name of the library; default: %(default)s")
+    add("--format", metavar="F", default=FORMAT, help="of --shape: bf16, fp8_row, fp8_block128; default: %(default)s")
+    add("--epilogue", metavar="NAME", default=EPILOGUE, help="of --shape, a name of the library; default: %(default)s")
     add("--groups", metavar="E", type=int, help="experts of --shape; default: a plain GEMM")
     add("--drawn", action="store_true", help="with --groups: as many rows an expert as routing at random leaves it")
     add("--candidates", metavar="N", type=int, default=CANDIDATES, help="configs that are measured, the most promising")
@@ -38,6 +39,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Run `envoi tune`; return the exit status. Raises ValueError for a user's mistake."""
+    _check_of_shape(args)
     shapes = [_shape(args)] if args.shape else _registered(args.suites)
     from envoi.bench import problems
 
@@ -53,6 +55,17 @@ def run(args: argparse.Namespace) -> int:
         return _print_list(shapes)
     _expect_hopper()
     return _measure(args, shapes)
+
+
+def _check_of_shape(args: argparse.Namespace) -> None:
+    """Refuse options of --shape without it, and --drawn without --groups, which would change nothing."""
+    options = {"--format": args.format != FORMAT, "--epilogue": args.epilogue != EPILOGUE,
+               "--groups": args.groups is not None, "--drawn": args.drawn}  # fmt: skip
+    for option, given in options.items():
+        if given and not args.shape:
+            raise ValueError(f"{option}: expected it only beside --shape")
+    if args.drawn and args.groups is None:
+        raise ValueError("--drawn: expected it only beside --groups")
 
 
 def _registered(suites: list[str]) -> "list[Shape]":

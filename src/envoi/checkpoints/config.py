@@ -22,6 +22,7 @@ GATES = {
     "gelu_new": "geglu_tanh",
 }
 ACTIVATIONS = ("hidden_act", "hidden_activation", "activation_function")
+FIXED = {"lfm2_moe": "silu"}  # families whose activation config.json doesn't name
 INTERLEAVED = ("gpt_oss",)  # gate and up rows in turn, gate times sigmoid(1.702 * gate), up + 1
 OTHERS = {"llama4": "its tokens are multiplied by their weights before the experts, which Envoi does after them"}
 METHODS = ("fp8", "mxfp4", "compressed-tensors", "modelopt")
@@ -72,7 +73,7 @@ def read_config(folder: Path) -> Config:
     if family in OTHERS:
         raise ValueError(f"{file}: model_type: expected a family that Envoi runs, got {family!r}: {OTHERS[family]}")
     activation, limit = _activation(file, family, config)
-    counts = [config[key] for key in COUNTS if isinstance(config.get(key), int)]
+    counts = [config[key] for key in COUNTS if type(config.get(key)) is int]
     return Config(file, family, counts[0] if counts else None, activation, limit, _quantisation(file, given))
 
 
@@ -86,7 +87,7 @@ def _read(folder: Path) -> tuple[Path, dict[str, Any], Any]:
     """Return the file, the configuration of the text model, and what it says of quantisation."""
     file = folder / "config.json"
     try:
-        whole = json.loads(file.read_text())
+        whole = json.loads(file.read_text(encoding="utf-8"))
     except FileNotFoundError:
         raise ValueError(f"{file}: expected the checkpoint's configuration, got no such file") from None
     except ValueError as error:
@@ -104,36 +105,47 @@ def _beside(file: Path) -> dict[str, Any] | None:
     if not file.is_file():
         return None
     try:
-        return {"quant_method": "modelopt", **json.loads(file.read_text())["quantization"]}
+        return {"quant_method": "modelopt", **json.loads(file.read_text(encoding="utf-8"))["quantization"]}
     except (ValueError, KeyError, TypeError) as error:
         raise ValueError(f"{file}: expected JSON with a quantization, got {error!r}") from None
 
 
 def _activation(file: Path, family: str, config: dict[str, Any]) -> tuple[str, float | None]:
     named = [config[key] for key in ACTIVATIONS if config.get(key) is not None]
-    limit = config.get("swiglu_limit")
-    limit = None if limit is None else float(limit)
-    if named and named[0] not in GATES:
+    named = named or [FIXED[family]] if family in FIXED else named
+    limit, alpha = _number(file, config, "swiglu_limit"), _number(file, config, "swiglu_alpha")
+    if named and (not isinstance(named[0], str) or named[0] not in GATES):
         raise ValueError(f"{file}: {ACTIVATIONS[0]}: expected one of {', '.join(map(repr, GATES))}, got {named[0]!r}")
-    alpha = config.get("swiglu_alpha")
     if family in INTERLEAVED or alpha is not None:
-        if alpha is not None and (isinstance(alpha, bool) or not isinstance(alpha, int | float)):
-            raise ValueError(f"{file}: swiglu_alpha: expected a number, got {alpha!r}")
-        return "swiglu_oai" if alpha is None else swiglu_oai_with(
-            float(alpha)
-        ), SWIGLU_OAI_LIMIT if limit is None else limit
+        activation = "swiglu_oai" if alpha is None else swiglu_oai_with(alpha)
+        return activation, SWIGLU_OAI_LIMIT if limit is None else limit
     if not named:
         raise ValueError(f"{file}: {ACTIVATIONS[0]}: expected the experts' activation, got none of {ACTIVATIONS}")
     return GATES[named[0]], limit
 
 
+def _number(file: Path, config: dict[str, Any], key: str) -> float | None:
+    value = config.get(key)
+    if value is not None and (isinstance(value, bool) or not isinstance(value, int | float)):
+        raise ValueError(f"{file}: {key}: expected a number, got {value!r}")
+    return None if value is None else float(value)
+
+
+def _block(file: Path, key: str, sides: Any) -> tuple[int, int]:
+    if not (isinstance(sides, list) and len(sides) == 2 and all(type(side) is int and side > 0 for side in sides)):
+        raise ValueError(f"{file}: quantization_config.{key}: expected rows and columns of a block, got {sides!r}")
+    return sides[0], sides[1]
+
+
 def _quantisation(file: Path, given: Any) -> Quantisation | None:
     if not given:
         return None
-    method = given.get("quant_method") if isinstance(given, dict) else given
+    if not isinstance(given, dict):
+        raise ValueError(f"{file}: quantization_config: expected an object with quant_method, got {given!r}")
+    method = given.get("quant_method")
     if method == "fp8":
         block = given.get("weight_block_size")
-        group = (ALL, ALL) if block is None else (int(block[0]), int(block[1]))
+        group = (ALL, ALL) if block is None else _block(file, "weight_block_size", block)
         groups = {torch.float8_e4m3fn: group, torch.int8: MX, torch.uint8: MX}
         return Quantisation(method, groups, factors=("weight_scale_inv", "scale"))
     if method == "mxfp4":
@@ -166,8 +178,8 @@ def _compressed_tensors(file: Path, given: dict[str, Any]) -> Quantisation:
     bits, kind, strategy = (weights.get(key) for key in ("num_bits", "type", "strategy"))
     format = (ours[0].get("format") if ours else None) or given.get("format")
     if (bits, kind) == (8, "float") and strategy in ("channel", "tensor", "block"):
-        block = weights.get("block_structure") or (128, 128)
-        group = {"channel": (1, ALL), "tensor": (ALL, ALL), "block": (int(block[0]), int(block[1]))}[strategy]
+        block = _block(file, "config_groups.weights.block_structure", weights.get("block_structure") or [128, 128])
+        group = {"channel": (1, ALL), "tensor": (ALL, ALL), "block": block}[strategy]
         return Quantisation("compressed-tensors", {torch.float8_e4m3fn: group}, factors=("weight_scale",))
     if (bits, kind, format) == (4, "float", "mxfp4-pack-quantized"):
         return Quantisation("compressed-tensors", {torch.uint8: MX}, "weight_packed", ("weight_scale",))

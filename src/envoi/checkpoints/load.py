@@ -50,6 +50,8 @@ def from_checkpoint(
     """
     expect_int("layer", layer, 0)
     expect_choice("format", format, (*FORMATS, AUTO))
+    if not (isinstance(path, str | Path) and Path(path).exists()):
+        raise ValueError(f"path: expected a checkpoint's folder or a file of safetensors on this machine, got {path!r}")
     config = read_config(Path(path) if Path(path).is_dir() else Path(path).parent)
     with Shards(path) as shards:
         return load_layer(
@@ -65,9 +67,15 @@ def load_layer(
     """Load the experts of one layer from opened files: see `from_checkpoint`."""
     named = find(shards.file_of, layer)
     if named is None:
-        have = _ranges(layers(shards.file_of)) or "none"
+        have = _ranges(layers(shards.file_of))
+        if not have:
+            example = f"model.layers.{layer}.mlp.experts.0.gate_proj.weight"
+            raise ValueError(f"{shards.path}: expected experts under names that Envoi knows, like {example}, got none")
         raise ValueError(f"{shards.path}: layer: expected one with experts, which are {have}, got {layer}")
     count = config.num_experts or _count(shards, named)
+    if isinstance(named, Separate) and count < _count(shards, named):
+        have = _count(shards, named)
+        raise ValueError(f"{config.file}: expected {have} experts, as the files have of layer {layer}, got {count}")
     ids = _expect_ids(experts, count)
     read: Callable = read_separate if isinstance(named, Separate) else read_stacked
     with Progress(len(ids), quiet=not progress) as bar:

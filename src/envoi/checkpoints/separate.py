@@ -47,7 +47,7 @@ class Plan:
         for what, size, side in (("intermediate", self.intermediate, group[0]), ("hidden", self.hidden, group[1])):
             if side > 1 and size % side:
                 raise ValueError(
-                    f"{self.shards.file_of[name]}: {name}: expected an {what} size that is a multiple of {side}, as "
+                    f"{self.shards.file_of[name]}: {name}: expected a multiple of {side} as {what} size, as "
                     f"{group[0]} x {group[1]} elements share a factor, got {size}"
                 )
         return group
@@ -80,6 +80,9 @@ class Plan:
                 rows, columns = self.shape(projection)
                 name = self.named.name(expert, projection, self.part)
                 self.shards.expect(name, (self.dtype,), ((rows, columns // self.per_byte),), self.why)
+                bias = self.named.name(expert, projection, "bias")
+                if bias in self.shards.file_of:
+                    raise ValueError(f"{self.shards.file_of[bias]}: {bias}: expected experts without biases, got one")
                 if self.group is not None:
                     sides = self.grouped(projection)
                     flat = [(sides[0],)] if sides[1] == 1 else []

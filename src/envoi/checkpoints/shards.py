@@ -71,7 +71,7 @@ class Shards:
             import safetensors
 
             if not file.is_file():
-                raise ValueError(f"{file}: expected a shard that the index names, got no such file")
+                raise ValueError(f"{file}: expected a file of safetensors, got no such file, or a link to none")
             try:
                 self._open[file] = self._stack.enter_context(safetensors.safe_open(file, framework="pt"))
             except safetensors.SafetensorError as error:
@@ -121,9 +121,12 @@ class Shards:
 
 def _weight_map(index: Path) -> dict[str, str]:
     try:
-        found = json.loads(index.read_text())["weight_map"]
+        found = json.loads(index.read_text(encoding="utf-8"))["weight_map"]
     except (ValueError, KeyError, TypeError) as error:
         raise ValueError(f"{index}: expected JSON with a weight_map, got a file without: {error!r}") from None
     if not isinstance(found, dict):
         raise ValueError(f"{index}: expected a weight_map from tensors to files, got {type(found).__name__}")
+    for name, file in found.items():
+        if not isinstance(file, str):
+            raise ValueError(f"{index}: {name}: expected a weight_map with the name of its file, got {file!r}")
     return found

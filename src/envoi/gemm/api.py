@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from envoi.check import Dim, dtype_name, expect_bool, expect_divisible, expect_tensor
+from envoi.check import Dim, dtype_name, expect_bool, expect_divisible, expect_no_gradients, expect_tensor
 from envoi.epilogue.api import Epilogue, for_graph, with_key
 from envoi.epilogue.ir import Node
 from envoi.epilogue.library import store
@@ -87,6 +87,7 @@ def gemm(
     expect_bool("batch_invariant", batch_invariant)
     sizes = {"M": a.shape[0], "N": b.shape[0]}
     tensors, scalars = check_operands(epilogue.ir, operands, sizes, a.device, FLOATS)
+    expect_no_gradients(tuple(tensors), tuple(tensors.values()))
     outputs = product(
         *split(a), *split(b), epilogue.ir.key, out_dtype, list(tensors.values()),
         list(scalars.values()), ",".join([*tensors, *scalars]), batch_invariant,
@@ -136,6 +137,7 @@ def grouped_gemm(
     expect_bool("batch_invariant", batch_invariant)
     sizes = {"M": rows.shape[0], "N": weights.shape[1]}
     tensors, scalars = check_operands(epilogue.ir, operands, sizes, rows.device, FLOATS, num_experts)
+    expect_no_gradients(tuple(tensors), tuple(tensors.values()))
     outputs = grouped_product(
         *split(rows), *split(weights), offsets, epilogue.ir.key, out_dtype, list(tensors.values()),
         list(scalars.values()), ",".join([*tensors, *scalars]), batch_invariant,

@@ -5,10 +5,10 @@
     model = AutoModelForCausalLM.from_pretrained(path, dtype=torch.bfloat16, experts_implementation="envoi")
 
 "envoi" runs the experts in bf16, and quantised ones as they are stored: FP8 with a factor per block or matrix, MXFP4.
-"envoi_fp8_row", "envoi_fp8_block128", "envoi_mxfp8", "envoi_mxfp4" (4-bit weights, bf16 activations) and
-"envoi_mxfp4_mxfp8" run them in those formats; `model.set_experts_implementation(...)` switches. `report(model)` says
-what runs by Envoi, and why not. Weights are packed at a module's first call; packings are kept until the originals are
-freed.
+"envoi_fp8_row", "envoi_fp8_block128", "envoi_mxfp8", "envoi_mxfp4" and "envoi_nvfp4" (4-bit weights, bf16
+activations) and "envoi_mxfp4_mxfp8" run them in those formats; `model.set_experts_implementation(...)` switches.
+`report(model)` says what runs by Envoi, and why not. Weights are packed at a module's first call; packings are kept
+until the originals are freed.
 `torch.compile(fullgraph=True)`, `torch.export` and `generate` with a static cache trace through one operator, which
 checks at each call that its packing still fits the weights:
 
@@ -43,11 +43,11 @@ from envoi.integrations.transformers_activation import recognise_activation
 from envoi.integrations.transformers_divided import check_divided, local_part
 from envoi.moe import layer, moe
 from envoi.moe.op import empty_out
-from envoi.moe.pack import AUTO, format_of
+from envoi.moe.pack import AUTO, check_sizes, format_of
 from envoi.quant.formats import FORMATS
 from envoi.quant.regroup import as_stored
 from envoi.runtime.custom_op import operator
-from envoi.types import ExpertWeights, Routing
+from envoi.types import ExpertWeights, QuantTensor, Routing
 
 # What the names of factors end in: those of transformers' FP8Experts, and those that Envoi's loader adds.
 STORED_FACTORS = "_scale"
@@ -146,13 +146,14 @@ def release(model: torch.nn.Module) -> int:
     Only packed weights are kept, as far as they are copies: FP8 rows and blocks, and bf16 weights with concatenated
     rows, are the module's own memory anyway. From then on the experts run by Envoi in this format alone, and what needs
     the originals is refused: other implementations and formats, `state_dict` and `save_pretrained`, `model.to(...)`,
-    and changes of the weights.
+    and changes of the weights. Experts of compressed-tensors keep theirs, which that package moves at the first call.
     """
     from envoi.integrations import transformers_release
 
     freed = 0
     for module in model.modules():
-        if is_experts(module) and "_envoi_released" not in vars(module):
+        kept = "_envoi_released" in vars(module) or f"down_proj{STORED_FACTORS}" in module._parameters
+        if is_experts(module) and not kept:
             config: Any = module.config
             format = FORMAT_OF.get(config._experts_implementation)
             if format is not None:
@@ -179,8 +180,9 @@ def is_experts(module: Any) -> bool:
 def unserved(module: Any, format: str = "bf16") -> str | None:
     """Return the reason why Envoi can't run an experts module in a format, or None if it can. Reads no weights."""
     try:
-        _activation(module)
-        _format(module, format)
+        stored = _activation(module)[2]
+        chosen = _format(module, format)
+        check_sizes(*_sizes(module), FORMATS[stored if chosen == AUTO and stored else chosen])
     except ValueError as error:
         return str(error).removeprefix(f"{type(module).__name__}: ")
     return None
@@ -220,9 +222,21 @@ def stored_format(module: Any) -> str | None:
     weights = own_weights(module)
     if weights.gate_up_sf is None or weights.down_sf is None:
         return None
-    gate_up = as_stored(weights.gate_up.detach().to("meta"), weights.gate_up_sf.detach().to("meta"), "gate_up")
-    down = as_stored(weights.down.detach().to("meta"), weights.down_sf.detach().to("meta"), "down")
-    return format_of(gate_up, down)
+    return format_of(
+        _outline(weights.gate_up, weights.gate_up_sf, "gate_up"), _outline(weights.down, weights.down_sf, "down")
+    )
+
+
+def _outline(weight: torch.Tensor, sf: torch.Tensor, name: str) -> QuantTensor:
+    return as_stored(weight.detach().to("meta"), sf.detach().to("meta"), name)
+
+
+def _sizes(module: Any) -> tuple[int, int]:
+    """Return hidden and intermediate size of a module's weights."""
+    weights = own_weights(module)
+    down = weights.down if weights.down_sf is None else _outline(weights.down, weights.down_sf, "down")
+    hidden, intermediate = down.shape[-2:]
+    return (intermediate, hidden) if module.is_transposed else (hidden, intermediate)
 
 
 def _format(module: Any, format: str) -> str:

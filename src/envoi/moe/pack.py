@@ -296,15 +296,8 @@ def _widen(weight: Matrix, dtype: torch.dtype) -> torch.Tensor:
     return weight.to(dtype) if isinstance(weight, torch.Tensor) else dequantize(weight, torch.float64).to(dtype)
 
 
-def _check_shapes(gate_up, down, gate_up_bias, down_bias, format: Format, gated: bool) -> None:
-    _expect_matrix("gate_up", gate_up, ("num_experts", "2 * intermediate" if gated else "intermediate", "hidden"))
-    num_experts, rows, hidden = gate_up.shape
-    if gated and rows % 2:
-        raise ValueError(f"gate_up.shape[1]: expected 2 * intermediate, an even number, got {rows}")
-    intermediate = rows // 2 if gated else rows
-    _expect_matrix("down", down, (num_experts, hidden, intermediate), gate_up.device)
-    if isinstance(gate_up, QuantTensor) != isinstance(down, QuantTensor):
-        raise ValueError(f"gate_up, down: expected both quantised or neither, got {_said(gate_up)} and {_said(down)}")
+def check_sizes(hidden: int, intermediate: int, format: Format) -> None:
+    """Raise ValueError unless a format's groups, and the kernels' vectors of 8, divide both sizes."""
     for name, size in (("hidden", hidden), ("intermediate", intermediate)):
         need = max(8, format.group_k)
         if size % need or size == 0:
@@ -315,6 +308,18 @@ def _check_shapes(gate_up, down, gate_up_bias, down_bias, format: Format, gated:
             raise ValueError(
                 f"{name}: expected a positive multiple of {need} for format {format.name!r}, got {size} ({others})"
             )
+
+
+def _check_shapes(gate_up, down, gate_up_bias, down_bias, format: Format, gated: bool) -> None:
+    _expect_matrix("gate_up", gate_up, ("num_experts", "2 * intermediate" if gated else "intermediate", "hidden"))
+    num_experts, rows, hidden = gate_up.shape
+    if gated and rows % 2:
+        raise ValueError(f"gate_up.shape[1]: expected 2 * intermediate, an even number, got {rows}")
+    intermediate = rows // 2 if gated else rows
+    _expect_matrix("down", down, (num_experts, hidden, intermediate), gate_up.device)
+    if isinstance(gate_up, QuantTensor) != isinstance(down, QuantTensor):
+        raise ValueError(f"gate_up, down: expected both quantised or neither, got {_said(gate_up)} and {_said(down)}")
+    check_sizes(hidden, intermediate, format)
     if (gate_up_bias is None) != (down_bias is None):
         raise ValueError("gate_up_bias, down_bias: expected both or neither, got one of them")
     if gate_up_bias is not None:

@@ -47,9 +47,15 @@ def from_state_dict(state: Mapping[str, torch.Tensor], prefix: str = "") -> Expe
 
 
 def save(experts: ExpertWeights, path: str | Path) -> None:
-    """Write packed experts to a file of safetensors, to be read by `load` and by anything else that reads those."""
+    """Write packed experts to a file of safetensors, to be read by `load` and by anything else that reads those.
+
+    Raises ValueError for other experts, and for a path whose folder isn't there or that is a folder.
+    """
     from safetensors.torch import save_file
 
+    path = Path(path)
+    if path.is_dir() or not path.parent.is_dir():
+        raise ValueError(f"path: expected a file in a folder that exists, got {path}")
     tensors, meta = _split(experts)
     seen: set[int] = set()
     for name, x in tensors.items():  # safetensors refuses tensors that share memory
@@ -66,6 +72,9 @@ def load(path: str | Path, device: torch.device | str = "cpu") -> ExpertWeights:
     """
     from safetensors import SafetensorError, safe_open
 
+    device = torch.device(device)  # else safetensors calls a name that it doesn't know a broken file
+    if Path(path).is_dir():
+        raise ValueError(f"{path}: expected a file that envoi.experts.save wrote, got a folder")
     try:
         with safe_open(path, framework="pt", device=str(device)) as file:
             description = (file.metadata() or {}).get(META)
@@ -79,6 +88,8 @@ def load(path: str | Path, device: torch.device | str = "cpu") -> ExpertWeights:
 
 def _split(experts: ExpertWeights) -> tuple[dict[str, torch.Tensor], dict[str, Any]]:
     """Return the tensors by name, and their names and the other fields as what JSON can hold."""
+    if not isinstance(experts, ExpertWeights):
+        raise ValueError(f"experts: expected ExpertWeights from envoi.experts.pack, got {type(experts).__name__}")
     tensors: dict[str, torch.Tensor] = {}
     plain: dict[str, Any] = {}
 

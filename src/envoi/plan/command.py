@@ -2,12 +2,13 @@
 
 import argparse
 import json
+import sys
 
 from envoi.check import expect_int, expect_picture
 from envoi.plan.api import plan_moe
 from envoi.plan.layer import MAX_HOSTS, MoeLayer
 from envoi.plan.network import Network
-from envoi.plan.report import draw, to_text
+from envoi.plan.report import draw, encodable, to_text
 
 
 def run(args: argparse.Namespace) -> int:
@@ -23,7 +24,7 @@ def run(args: argparse.Namespace) -> int:
         option = "--presum" if not given else "--network" if args.network is not None else "--collective"
         raise ValueError(f"{option}: expected it only beside --hosts 2 or more")
     plan = plan_moe(layer, args.arch, args.max_tokens, Network(**given), True if args.presum else None)
-    print(json.dumps(plan.to_dict(), indent=2) if args.json else to_text(plan))
+    print(json.dumps(plan.to_dict(), indent=2) if args.json else encodable(to_text(plan), sys.stdout))
     if picture:
         draw(picture, plan)
     return 0

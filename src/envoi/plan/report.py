@@ -1,6 +1,7 @@
 """Plan as text (tables, the steps as a terminal picture, sizes), and the picture as a file."""
 
 from pathlib import Path
+from typing import Any
 
 from envoi.plan.api import GB, Plan
 from envoi.plan.blocks import Blocks
@@ -9,6 +10,7 @@ from envoi.table import align, fold, number
 
 BARS = 60  # of all steps together in the picture
 FILLS = {"compute": "█", "HBM": "▓", "NVLink": "▒", "network": "░", "latency": "·"}
+ASCII = str.maketrans("█▓▒░·", "#=-~.")
 COLOURS = {"compute": "tab:blue", "HBM": "tab:orange", "NVLink": "tab:green", "network": "tab:red", "fixed": "tab:grey"}
 PRESUM = "; rows of a token that meet on a {} are summed there before they go back"
 
@@ -23,6 +25,15 @@ def to_text(plan: Plan) -> str:
     notes = [f"note: {note}" for note in plan.notes]
     prose = map(fold, (*_sums(plan), *_sizes(plan), *notes))
     return "\n".join([fold(title(plan)), "", times, "", work, "", *_picture(plan), "", *prose])
+
+
+def encodable(text: str, stream: Any) -> str:
+    """Return the text, with bars of ASCII if the stream's encoding has no blocks."""
+    try:
+        text.encode(getattr(stream, "encoding", None) or "utf-8")
+    except UnicodeEncodeError:
+        return text.translate(ASCII)
+    return text
 
 
 def resources_of(plan: Plan) -> tuple[str, ...]:

@@ -61,7 +61,7 @@ def expand_sf(sf: torch.Tensor, group: tuple[int, int], shape: tuple[int, ...] |
     if group[0] not in (1, rows):
         sf = sf.repeat_interleave(group[0], dim=-2)[..., :rows, :]
     if group[1] != columns:
-        sf = sf.repeat_interleave(group[1], dim=-1)
+        sf = sf.repeat_interleave(group[1], dim=-1)[..., :columns]
     return sf
 
 
@@ -97,7 +97,12 @@ def decode_sf(q: QuantTensor, dtype: torch.dtype = torch.float32) -> torch.Tenso
 
 
 def dequantize(q: QuantTensor, dtype: torch.dtype = torch.float32) -> torch.Tensor:
-    """Return values times scale factors, rounded once: [.., R, C] in `dtype` (float32 or float64)."""
+    """Return values times scale factors, rounded once: [.., R, C] in `dtype` (float32 or float64).
+
+    Raises ValueError for anything but a QuantTensor.
+    """
+    if not isinstance(q, QuantTensor):
+        raise ValueError(f"q: expected a QuantTensor, got {describe(q)}")
     x = decode_values(q, dtype) * expand_sf(decode_sf(q, dtype), q.group, q.shape)
     if q.scale is None:
         return x

@@ -132,7 +132,7 @@ IDS, TABLE = torch.zeros(40, dtype=torch.int64), torch.zeros(9, 4, dtype=torch.i
         ("logit_bias: expected .* \\[32\\], got float32 \\[31\\]", {"logit_bias": torch.zeros(31)}),
         ("expert_bias: expected .* \\[32\\], got int64 \\[32\\]", {"expert_bias": torch.zeros(32).long()}),
         ("rule: expected a Rule or a model's name, got int", {"rule": 3}),
-        ("model: expected one of 'mixtral', .*, got 'gpt-2'", {"rule": "gpt-2"}),
+        ("rule: expected one of 'mixtral', .*, got 'gpt-2'", {"rule": "gpt-2"}),
         ("gate.shape.0.: expected a multiple of 3 .rule.num_groups is 3., got 32", {"rule": Rule("sigmoid", 3, 1)}),
         ("k: expected at most 2 .1 groups of 2 experts compete., got 4", {"rule": Rule("sigmoid", 16, 1)}),
         ("'top2_sum', got 1", {"rule": Rule("sigmoid", 32, 8, "top2_sum")}),

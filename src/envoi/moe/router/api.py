@@ -4,10 +4,9 @@ from typing import Any
 
 import torch
 
-from envoi.check import expect_int, expect_number, expect_tensor
+from envoi.check import expect_choice, expect_int, expect_number, expect_tensor
 from envoi.moe.router import host, reference
-from envoi.moe.router.rules import Rule
-from envoi.moe.router.rules import rule as rule_named
+from envoi.moe.router.rules import PRESETS, Rule
 from envoi.runtime.custom_op import operator
 from envoi.runtime.prepared import prepared
 from envoi.runtime.prepared.constants import exactly
@@ -67,7 +66,7 @@ def route(
     see, give that slot id -1 and weight 0.
     Source of the rules: the models' own published code, see `envoi.moe.router.rules`.
     """
-    chosen = rule_named(rule) if isinstance(rule, str) else rule
+    chosen = PRESETS[expect_choice("rule", rule, PRESETS)].rule if isinstance(rule, str) else rule
     tokens, token_ids = _rows(tokens, token_ids)
     _check(tokens, gate, k, chosen, logit_bias, expert_bias)
     _check_hash(tokens, gate, k, token_ids, hash_table)
