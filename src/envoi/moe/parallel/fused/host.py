@@ -22,7 +22,7 @@ from envoi.runtime.timeline import UNTRACED
 from envoi.types import ExpertWeights, Matrix, QuantTensor
 
 MAX_SLOTS = LANES  # of a token: a lane each
-ORDERED = 64  # tokens that a program orders at once
+ORDERED = 16, 64  # tokens that a program orders at once: at least, and at most
 WARPS = {"num_warps": 4}
 
 
@@ -45,16 +45,19 @@ def order_rows(domain: Domain) -> None:
 
 def order_arguments(domain: Domain) -> Launch:
     """Build the launch of `order_rows_kernel`, which may start before `send_routing` ends."""
-    layout, memory = domain.layout, cast(FusedMemory, domain.fused)
+    layout, memory, count = domain.layout, cast(FusedMemory, domain.fused), num_sms(domain.peers.device)
+    # Few tokens are spread over all multiprocessors.
+    least, most = ORDERED
+    ordered = min(most, max(least, next_power_of_2(-(-layout.num_ranks * layout.max_tokens // count))))
     arguments = (
         domain.peers, layout.regions, domain.row_shift, domain.offsets, domain.state, domain.history, *memory.tensors,
         domain.row_weights, domain.row_destinations, domain.rank, layout.num_ranks, layout.slot_stride,
         layout.num_experts, domain.first_expert, domain.num_local, layout.slot_bytes, token_bits(layout.max_tokens),
-        ORDERED, next_power_of_2(layout.num_topk), next_power_of_2(layout.num_experts),
+        ordered, next_power_of_2(layout.num_topk), next_power_of_2(layout.num_experts),
         domain.on_gpu, UNTRACED,
     )  # fmt: skip
-    programs = layout.num_ranks * -(-layout.max_tokens // ORDERED)
-    return Launch((min(programs, num_sms(domain.peers.device)) + 1,), arguments, {**WARPS, "launch_pdl": domain.on_gpu})
+    programs = layout.num_ranks * -(-layout.max_tokens // ordered)
+    return Launch((min(programs, count) + 1,), arguments, {**WARPS, "launch_pdl": domain.on_gpu})
 
 
 def run_fused_l1(domain: Domain, experts: ExpertWeights, grouping: Grouping) -> Matrix:
