@@ -12,8 +12,9 @@ from envoi.runtime.math import cdiv, next_power_of_2
 RESERVED_BYTES = 2048  # of shared memory, for barriers and for what reductions exchange
 MIN_STAGES = 2
 _FLAGS = ("pingpong", "swap_ab", "wide_tail_tiles", "paired_tiles")
-# Whether tiles may overlap, and eight warps share long epilogues: both are compiled and counted, and have yet to run.
+# Whether tiles may overlap, and eight warps share long epilogues: both ran with the right bits, and have yet to be timed.
 TILES_MAY_OVERLAP, EIGHT_WARPS = False, False
+SCALED_IN_TURNS = False  # whether consumers may take tiles with scale factors along K in turns
 MAX_ACCUMULATORS = 128  # of a thread; with more the epilogue has too few registers
 
 
@@ -255,6 +256,8 @@ def candidates(problem: Problem, code: Lowered) -> list[Config]:
             Config(64, 1, 64, k, 6),
             Config(64, 1, 128, k, 4),
         ]
+        if SCALED_IN_TURNS:
+            found += [Config(64, 2, 128, k, 4, pingpong=True), Config(64, 2, 128, 128, 8, pingpong=True)]
     else:
         found += [
             Config(128, 2, 128, k, 6, pingpong=True, epilogue_columns=32 if problem.tma_operand_bytes else 64),
@@ -281,6 +284,10 @@ def candidates(problem: Problem, code: Lowered) -> list[Config]:
             for consumers in (1, 2)
             for depth in ((k,) if problem.scaled else (k, 2 * k, 4 * k))
         ]
+        if SCALED_IN_TURNS and problem.scaled:
+            found += [
+                Config(64, 2, y, k, 12, swap_ab=True, pingpong=True) for y in (8, 16, 32) if y < 2 * max(per_group, 8)
+            ]
     if not problem.num_groups and not problem.whole_k:
         found += [replace(c, split_k=s) for c in found for s in (2, 3, 4, 8, 16)]
     found = [fitted(problem, config, code) for config in found]

@@ -42,7 +42,7 @@ MMA_SLOWDOWN = 1.2  # of products where they, not the loads, take the time
 CACHED_BYTES = 30e6  # of tokens that are still in the L2 when a CTA needs them in its next turn
 LAUNCH_CYCLES = 1500.0  # one more launch, besides what `predicted_cycles` has for each
 
-MANY_ROWS = False  # whether calls take what `many_rows` adds: it is compiled and counted, and has yet to run on a GPU
+MANY_ROWS = False  # whether calls take what `many_rows` adds: it ran with the right bits, and has yet to be timed
 MAX_LAUNCHES = 8
 WORTH_LAUNCHES = 0.96  # of the cycles of one launch, which several have to stay below
 ROUND_WIDTHS = (64, 128, 256, 1024)  # columns of a part, for rounds of which a call may have launches of their own
