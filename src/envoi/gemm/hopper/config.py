@@ -12,7 +12,7 @@ from envoi.runtime.math import cdiv, next_power_of_2
 RESERVED_BYTES = 2048  # of shared memory, for barriers and for what reductions exchange
 MIN_STAGES = 2
 _FLAGS = ("pingpong", "swap_ab", "wide_tail_tiles", "paired_tiles")
-# Whether tiles may overlap, and eight warps share long epilogues: both ran with the right bits, and have yet to be timed.
+# Whether tiles may overlap, and eight warps share long epilogues: both ran with the right bits, but aren't timed yet.
 TILES_MAY_OVERLAP, EIGHT_WARPS = False, False
 SCALED_IN_TURNS = False  # whether consumers may take tiles with scale factors along K in turns
 MAX_ACCUMULATORS = 128  # of a thread; with more the epilogue has too few registers
