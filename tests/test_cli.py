@@ -13,6 +13,7 @@ import envoi
 from envoi import cli, info
 from tests.helpers import fresh
 
+SIZES = "--hidden 256 --inter 128 --experts 8 --topk 2 --tokens 16"
 HEAVY = ("torch", "triton", "transformers", "matplotlib", "numpy")
 
 
@@ -276,3 +277,11 @@ def test_the_router_has_kernels_on_every_gpu():
     assert info.backend("route", [GPU, CPU])["backend"] == "Hopper kernel"
     assert "float32 and mixed dtypes run on the Triton kernel" in info.backend("route", [GPU, CPU])["why"]
     assert info.backend("route", [other, CPU])["backend"] == "Triton kernels"
+
+
+@pytest.mark.parametrize(("output", "status"), [(">&-", 0), (">/dev/full", 2)])
+def test_output_that_cant_be_written(output, status):
+    command = f'exec "$0" -m envoi.cli plan {SIZES} {output}'
+    done = subprocess.run(["sh", "-c", command, sys.executable], capture_output=True, text=True)
+    assert done.returncode == status
+    assert done.stderr == ("" if status == 0 else "envoi: [Errno 28] No space left on device\n")

@@ -1,6 +1,7 @@
 """Command `envoi`. Imports only argparse, so that `--help` answers at once."""
 
 import argparse
+import errno
 import os
 import select
 import sys
@@ -21,16 +22,22 @@ class Parser(argparse.ArgumentParser):
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Run a command line; return the exit status: 2 for a user's mistake, 141 if the reader of the output has gone."""
+    """Run a command line; return the exit status: 2 for a mistake or a full disk, 141 if the reader has gone."""
     try:
         try:
             return _run(argv)
         finally:
-            sys.stdout.flush()  # here: at interpreter exit an error would print a traceback
+            if sys.stdout is not None:  # None if the caller has closed it
+                sys.stdout.flush()  # here: at interpreter exit an error would print a traceback
     except BrokenPipeError:
         if not _reader_is_gone():
             raise
         return READER_GONE
+    except OSError as error:
+        if error.errno != errno.ENOSPC:
+            raise
+        _discard_output()
+        return _refuse(str(error))
 
 
 def _reader_is_gone() -> bool:
@@ -39,8 +46,13 @@ def _reader_is_gone() -> bool:
     output.register(sys.stdout, 0)  # poll reports errors and hang-ups without being asked
     if not output.poll(0):
         return False
-    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+    _discard_output()
     return True
+
+
+def _discard_output() -> None:
+    """Discard the rest of the output, which can't be written."""
+    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
 def _run(argv: list[str] | None) -> int:

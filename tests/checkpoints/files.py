@@ -196,6 +196,11 @@ def modelopt_scales(seed):
     return {"weight_scale_2": scale, "input_scale": torch.tensor(0.01)}, scale.double()
 
 
+def static_scales(seed):
+    """Scale of activations beside FP8 weights; nothing multiplies by it."""
+    return {"input_scale": torch.tensor(0.02)}, 1.0
+
+
 def inverse_scales(seed):
     """Scales as compressed-tensors writes them, one element: what has been multiplied."""
     scale = torch.rand(1, generator=seeded(seed)) * 1e4 + 1e3
@@ -271,6 +276,17 @@ CASES = {
         "compressed-tensors by tensor", "FP8, a factor a matrix",
         lambda: separate(QWEN | {"quantization_config": compressed(CHANNELS | {"strategy": "tensor"})}, group=WHOLE,
                          factor="weight_scale", stored_sf=lambda x: x.reshape(1))),
+    "mixtral_fp8": Case(
+        "Mixtral-8x7B-FP8, 8x22B-FP8", "FP8, a factor a matrix",
+        lambda: separate(
+            silu("mixtral", num_local_experts=EXPERTS,
+                 quantization_config={"quant_method": "fp8", "activation_scheme": "static"}),
+            block="block_sparse_moe", group=WHOLE, factor="weight_scale", stored_sf=lambda x: x.reshape(1),
+            scales=static_scales, **W123)),
+    "modelopt_fp8": Case(
+        "ModelOpt, FP8", "FP8, a factor a matrix",
+        lambda: separate(QWEN | {"quantization_config": MODELOPT | {"quant_algo": "FP8"}}, group=WHOLE,
+                         factor="weight_scale", stored_sf=lambda x: x.reshape(()), scales=static_scales)),
     "compressed_mxfp4": Case(
         "compressed-tensors, mxfp4-pack-quantized", "MXFP4 pairs, UE8M0 bytes per 1 x 32",
         lambda: separate(silu("kimi_k2", n_routed_experts=EXPERTS,

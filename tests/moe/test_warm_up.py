@@ -387,6 +387,7 @@ def test_the_command_across_ranks(format, monkeypatch, capsys):
     ("arguments", "text"),
     [
         (["--arch", "sm_75"], "--arch: expected one of sm_90, sm_100, sm_103, got 'sm_75'"),
+        (["--arch", "sm_90", "--topk", "5"], "--topk: expected at most the 4 experts, got 5"),
         (["--arch", "sm_90", "--ranks", "3"], "--experts: expected a multiple of 3 (each rank has as many), got 4"),
         (["--arch", "sm_90", "--jobs", "0"], "--jobs: expected an int of at least 1, got 0"),
         (["--arch", "sm_90", "--format", "int3"], "--format: expected"),

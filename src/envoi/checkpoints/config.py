@@ -147,7 +147,9 @@ def _quantisation(file: Path, given: Any) -> Quantisation | None:
         block = given.get("weight_block_size")
         group = (ALL, ALL) if block is None else _block(file, "weight_block_size", block)
         groups = {torch.float8_e4m3fn: group, torch.int8: MX, torch.uint8: MX}
-        return Quantisation(method, groups, factors=("weight_scale_inv", "scale"))
+        # Without a block, "weight_scale" is what the first FP8 checkpoints call a matrix's factor.
+        names = (*(("weight_scale",) if block is None else ()), "weight_scale_inv", "scale")
+        return Quantisation(method, groups, factors=names)
     if method == "mxfp4":
         return Quantisation(method, {torch.uint8: MX})
     if method == "compressed-tensors":
@@ -161,12 +163,14 @@ def _quantisation(file: Path, given: Any) -> Quantisation | None:
 
 def _modelopt(file: Path, given: dict[str, Any]) -> Quantisation:
     algorithm, columns = given.get("quant_algo"), given.get("group_size", NV[1])
+    if algorithm == "FP8":
+        return Quantisation("modelopt", {torch.float8_e4m3fn: (ALL, ALL)}, factors=("weight_scale",))
     if algorithm in NVFP4_ALGORITHMS and columns == NV[1]:
         return Quantisation("modelopt", {torch.uint8: NV}, factors=("weight_scale",), scale="weight_scale_2")
     known = " or ".join(map(repr, NVFP4_ALGORITHMS))
     raise ValueError(
-        f"{file}: quantization_config.quant_algo: expected {known} with groups of {NV[1]}, got {algorithm!r} with "
-        f"groups of {columns}"
+        f"{file}: quantization_config.quant_algo: expected 'FP8', or {known} with groups of {NV[1]}, got {algorithm!r} "
+        f"with groups of {columns}"
     )
 
 

@@ -28,6 +28,8 @@ def run(args: argparse.Namespace) -> int:
     for name in ("hidden", "intermediate", "experts", "topk", "max_tokens", "ranks", "jobs"):
         if getattr(args, name) is not None:
             expect_int(f"--{name.replace('_', '-')}", getattr(args, name), 1)
+    if args.topk > args.experts:
+        raise ValueError(f"--topk: expected at most the {args.experts} experts, got {args.topk}")
     target = _target(args.arch, args.sms)
     expect_divisible("--experts", args.experts, args.ranks, "each rank has as many")
     with standing_for(target):
