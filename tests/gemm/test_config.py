@@ -172,14 +172,7 @@ def test_a_tile_that_is_split_shares_no_token_with_one_that_is_not(config):
     assert first_tokens(193, split, 0) == first_tokens(193, config, 132)
 
 
-def test_what_has_not_run_is_not_chosen():
-    code = lower(library.gelu_residual.ir, torch.bfloat16, "gluon", False, True, frozenset(), ("residual",))
-    for config in candidates(Problem(1759, 16384, 512, 2, tma_operand_bytes=2.0), code):
-        assert not config.tiles_overlap and config.num_warps == 4
-
-
-def test_tiles_overlap_only_in_plain_gemms_without_row_reductions(monkeypatch):
-    monkeypatch.setattr(configs, "TILES_MAY_OVERLAP", True)
+def test_tiles_overlap_only_in_plain_gemms_without_row_reductions():
     reduced = lower(library.absmax.ir, torch.bfloat16, "gluon", False, True, frozenset())
     plain = Problem(200, 4096, 4096, 2)
     for config in candidates(plain, STORE):
@@ -214,9 +207,17 @@ def test_experts_without_tokens_cost_nothing():
     assert predicted_cycles(few, config, NUM_SMS) < predicted_cycles(replace(few, M=512), config, NUM_SMS) / 3
 
 
-def test_eight_warps_share_a_long_epilogue(monkeypatch):
-    monkeypatch.setattr(configs, "EIGHT_WARPS", True)
+def test_eight_warps_share_a_long_epilogue():
     code = lower(library.gelu_residual.ir, torch.bfloat16, "gluon", False, True, frozenset(), ("residual",))
     problem = Problem(1759, 16384, 512, 2, tma_operand_bytes=2.0)
     assert any(config.num_warps == 8 and config.pingpong for config in candidates(problem, code))
     assert not any(config.num_warps == 8 for config in candidates(replace(problem, tma_operand_bytes=0.0), STORE))
+
+
+@pytest.mark.parametrize(("rows", "in_turns"), [(16, False), (17, True), (32, True), (64, True), (65, False)])
+def test_scaled_tiles_in_turns_for_some_tokens_an_expert(rows, in_turns):
+    code = lower(library.expert_l2(False).ir, torch.bfloat16, "gluon", False, False, frozenset())
+    experts = Problem(rows * 128, 2048, 768, 1, num_groups=128, scaled=True)
+    assert any(config.pingpong for config in candidates(experts, code)) == in_turns
+    assert default_config(experts, code, NUM_SMS).pingpong == in_turns
+    assert not any(config.pingpong for config in candidates(replace(experts, num_groups=0), code))

@@ -1,7 +1,6 @@
 """Router's kernels on a GPU: hostile logits, every model, every size, independence of batch, tiling and launch."""
 
 from dataclasses import replace
-from functools import partial
 
 import numpy as np
 import pytest
@@ -250,7 +249,7 @@ def test_every_cut_gives_the_same_bits(quarter):
     spec = host.spec_of(96, 6, given.rule, None, None, False, (True, True, True))
     call = host.Call(given.tokens, given.gate, spec, 1.0, 1.0, None, None, None, None)
     num_sms = torch.cuda.get_device_properties(0).multi_processor_count
-    for tiling in list(candidates(130, 2504, replace(spec, gluon=True), num_sms, True))[quarter::4]:
+    for tiling in list(candidates(130, 2504, replace(spec, gluon=True), num_sms))[quarter::4]:
         outputs = host.empty_outputs(call)
         for _ in range(3):
             host._run_hopper(call, outputs, tiling)
@@ -272,7 +271,7 @@ def test_every_cut_for_many_rows_gives_the_same_bits(n, rule):
     judge(given, want)
     spec = host.spec_of(n, 8, given.rule, None, bias, False, (True, True, True))
     call = host.Call(tokens, gate, spec, 1.0, given.rule.routed_scale, None, bias, None, None)
-    found = candidates(len(x), tokens.shape[1], replace(spec, gluon=True), NUM_SMS, True)
+    found = candidates(len(x), tokens.shape[1], replace(spec, gluon=True), NUM_SMS)
     chosen = [tiling for tiling in found if tiling.turns > 1 or tiling.tile > TILE]
     assert chosen
     for tiling in chosen:
@@ -287,17 +286,16 @@ def test_every_cut_for_many_rows_gives_the_same_bits(n, rule):
 @pytest.mark.parametrize(
     ("m", "hidden", "name"), [(10817, 3072, "minimax-m2"), (4259, 7168, "deepseek-v3"), (5000, 2048, "kimi-k3")]
 )
-def test_several_launches_are_one_call(m, hidden, name, monkeypatch):
+def test_several_launches_are_one_call(m, hidden, name):
     """Check a call of several launches against one launch, eagerly and in a graph."""
     if host.implementation(torch.device("cuda")) != "hopper":
         return
-    monkeypatch.setattr(host, "choose_shares", partial(choose_shares, many_rows=True))
     given = preset_call(name, m, hidden, torch.bfloat16, "cuda")
     want = given.route()
     judge(given, want)
     spec = host.spec_of(len(given.gate), given.k, given.rule, None, given.expert_bias, False, (True, True, True))
     num_sms = torch.cuda.get_device_properties(0).multi_processor_count
-    assert num_sms != NUM_SMS or len(choose_shares(m, hidden, replace(spec, gluon=True), num_sms, True)) > 1
+    assert num_sms != NUM_SMS or len(choose_shares(m, hidden, replace(spec, gluon=True), num_sms)) > 1
     call = host.Call(
         given.tokens, given.gate, spec, 1.0, given.rule.routed_scale, None, given.expert_bias, None, None
     )  # fmt: skip
@@ -330,7 +328,7 @@ def test_rows_that_are_done_again_beside_others_in_every_cut():
         spec = host.spec_of(256, 8, rule, None, given.expert_bias, False, (True, True, True))
         call = host.Call(tokens, gate, spec, 1.0, rule.routed_scale, None, given.expert_bias, None, None)
         num_sms = torch.cuda.get_device_properties(0).multi_processor_count
-        for tiling in candidates(len(x), tokens.shape[1], replace(spec, gluon=True), num_sms, True):
+        for tiling in candidates(len(x), tokens.shape[1], replace(spec, gluon=True), num_sms):
             outputs = host.empty_outputs(call)
             host._run_hopper(call, outputs, tiling)
             for name, field in (("weights", "topk_weights"), ("ids", "topk_ids"), ("dense", "dense")):

@@ -1,12 +1,9 @@
 """Registered kernels of the router on a GPU: right results, and the code that was counted without a GPU."""
 
-from functools import partial
-
 import pytest
 import torch
 
 from envoi.moe.router import cases, host
-from envoi.moe.router.tiling import choose_shares
 from tests.helpers.launches import assert_same_code, watched
 from tests.moe.router.sides import Given, expected, judge, torchs_product
 
@@ -33,8 +30,6 @@ def maker(case):
 def test_registered(case, monkeypatch):
     if case.kernel == "triton":
         monkeypatch.setattr(host, "takes_hopper", lambda call: False)
-    if case.many_rows:
-        monkeypatch.setattr(host, "choose_shares", partial(choose_shares, many_rows=True))
     x = cases.inputs(case, maker(case))
     rule, _ = cases.rule_of(case.rule)
     given = Given(x.tokens, x.gate, case.k, rule, 1.0, None, x.expert_bias, x.token_ids, x.hash_table)

@@ -1,7 +1,6 @@
 """Tilings of the Hopper router: what fits, who waits for whom, and calls that are several launches."""
 
 from dataclasses import replace
-from functools import partial
 
 import pytest
 import torch
@@ -34,7 +33,7 @@ def spec_of(m, n, hidden, rule):
 
 @pytest.mark.parametrize(("m", "n", "hidden", "rule"), SIZES)
 def test_every_candidate_fits(m, n, hidden, rule):
-    for tiling in candidates(m, hidden, spec_of(m, n, hidden, rule), NUM_SMS, True):
+    for tiling in candidates(m, hidden, spec_of(m, n, hidden, rule), NUM_SMS):
         gate = 2 * tiling.gate_slots * tiling.block_n * tiling.block_k
         assert gate + 2 * tiling.num_stages * tiling.tile * tiling.block_k < SHARED_BYTES
         assert tiling.steps_in_block * tiling.block_k == block_sum(hidden), "blocks along K depend on the tiling"
@@ -55,16 +54,16 @@ def test_every_candidate_fits(m, n, hidden, rule):
 @pytest.mark.parametrize(("m", "n", "hidden", "rule"), SIZES)
 def test_shares_are_all_rows(m, n, hidden, rule):
     spec = spec_of(m, n, hidden, rule)
-    shares = choose_shares(m, hidden, spec, NUM_SMS, True)
+    shares = choose_shares(m, hidden, spec, NUM_SMS)
     assert sum(share.num_rows for share in shares) == m
     assert all(share.num_rows % TILE == 0 for share in shares[:-1])
     for share in shares:
-        assert share.tiling == choose_tiling(share.num_rows, hidden, spec, NUM_SMS, True)[0]
+        assert share.tiling == choose_tiling(share.num_rows, hidden, spec, NUM_SMS)[0]
 
 
 def test_what_is_chosen_for_many_rows():
     def shares(*size):
-        return choose_shares(size[0], size[2], spec_of(*size), NUM_SMS, True)
+        return choose_shares(size[0], size[2], spec_of(*size), NUM_SMS)
 
     assert [share.num_rows for share in shares(10817, 256, 3072, "minimax-m2")] == [8448, 2369]
     assert [share.num_rows for share in shares(4259, 256, 7168, "deepseek-v3")] == [4224, 35]
@@ -79,18 +78,7 @@ def test_what_is_chosen_for_many_rows():
 def test_no_turns_if_a_sum_over_all_columns_would_change():
     spec = replace(spec_of(8192, 512, 2048, "qwen3-next"), rule=PRESETS["olmoe"].rule)
     assert spec.whole_softmax
-    assert all(tiling.turns == 1 for tiling in candidates(8192, 2048, spec, NUM_SMS, True))
-
-
-@pytest.fixture
-def many_rows(monkeypatch):
-    monkeypatch.setattr(host, "choose_shares", partial(choose_shares, many_rows=True))
-
-
-@pytest.mark.parametrize(("m", "n", "hidden", "rule"), SIZES)
-def test_what_has_not_run_is_not_chosen(m, n, hidden, rule):
-    [share] = choose_shares(m, hidden, spec_of(m, n, hidden, rule), NUM_SMS)
-    assert (share.num_rows, share.tiling.turns, share.tiling.tile) == (m, 1, TILE)
+    assert all(tiling.turns == 1 for tiling in candidates(8192, 2048, spec, NUM_SMS))
 
 
 def launches_of(m, n, hidden, rule):
@@ -106,7 +94,7 @@ def launches_of(m, n, hidden, rule):
     return [(grid, dict(zip(names, given, strict=True)), options) for grid, given, options in found], outputs
 
 
-def test_several_launches_have_their_rows_and_one_histogram(monkeypatch, many_rows):
+def test_several_launches_have_their_rows_and_one_histogram(monkeypatch):
     taken = []
     monkeypatch.setattr(
         workspace, "counters", lambda count, device: taken.append(torch.zeros(count, dtype=torch.int32)) or taken[-1]
@@ -125,7 +113,7 @@ def test_several_launches_have_their_rows_and_one_histogram(monkeypatch, many_ro
     assert second[1]["counts"] is outputs["counts"][0]
 
 
-def test_hashed_rows_are_divided_like_tokens(many_rows):
+def test_hashed_rows_are_divided_like_tokens():
     call = cases.call_of(Case("", 4259, 256, 7168, 8, "deepseek-v3", hashed=True))
     found = host.hopper_launches(call, host.empty_outputs(call), NUM_SMS)
     assert [len(given[9]) for _, given, _ in found] == [given[2] for _, given, _ in found]

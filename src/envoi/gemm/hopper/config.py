@@ -12,9 +12,7 @@ from envoi.runtime.math import cdiv, next_power_of_2
 RESERVED_BYTES = 2048  # of shared memory, for barriers and for what reductions exchange
 MIN_STAGES = 2
 _FLAGS = ("pingpong", "swap_ab", "wide_tail_tiles", "paired_tiles")
-# Whether tiles may overlap, and eight warps share long epilogues: both ran with the right bits, but aren't timed yet.
-TILES_MAY_OVERLAP, EIGHT_WARPS = False, False
-SCALED_IN_TURNS = False  # whether consumers may take tiles with scale factors along K in turns
+IN_TURNS = 17, 64  # tokens of an expert for which consumers take tiles with scale factors along K in turns
 MAX_ACCUMULATORS = 128  # of a thread; with more the epilogue has too few registers
 
 
@@ -232,7 +230,7 @@ def fitted(problem: Problem, config: Config, code: Lowered) -> Config:
     """
     columns = min(max(config.epilogue_columns, code.chunk_columns), _output_columns(config))
     full = config.split_k > 1 and accumulator_registers(config) == MAX_ACCUMULATORS
-    overlap = TILES_MAY_OVERLAP and not (problem.num_groups or code.partials or full)
+    overlap = not (problem.num_groups or code.partials or full)
     config = replace(config, epilogue_columns=columns, tiles_overlap=overlap)
     while config.num_stages > MIN_STAGES and shared_bytes(problem, config, code) > SHARED_BYTES:
         config = replace(config, num_stages=config.num_stages - 1)
@@ -256,7 +254,8 @@ def candidates(problem: Problem, code: Lowered) -> list[Config]:
             Config(64, 1, 64, k, 6),
             Config(64, 1, 128, k, 4),
         ]
-        if SCALED_IN_TURNS:
+        # With fewer tokens memory has no time to spare, with more the products haven't: turns cost them (measured).
+        if problem.num_groups and IN_TURNS[0] <= per_group <= IN_TURNS[1]:
             found += [Config(64, 2, 128, k, 4, pingpong=True), Config(64, 2, 128, 128, 8, pingpong=True)]
     else:
         found += [
@@ -270,7 +269,7 @@ def candidates(problem: Problem, code: Lowered) -> list[Config]:
             Config(64, 1, 32, 2 * k, 8),
             Config(64, 1, 256, k, 5),
         ]
-        if EIGHT_WARPS and problem.tma_operand_bytes:
+        if problem.tma_operand_bytes:  # long epilogues, of which eight warps have half as much each
             found.append(Config(128, 2, 128, k, 6, 8, pingpong=True, epilogue_columns=32))
     wide = Config(64, 2, 128, 128, 5, wide_tail_tiles=True, paired_tiles=code.paired)
     # With fewer rows, loading weights bounds the time and more stages help more; wide tiles need all their stages.
@@ -284,10 +283,6 @@ def candidates(problem: Problem, code: Lowered) -> list[Config]:
             for consumers in (1, 2)
             for depth in ((k,) if problem.scaled else (k, 2 * k, 4 * k))
         ]
-        if SCALED_IN_TURNS and problem.scaled:
-            found += [
-                Config(64, 2, y, k, 12, swap_ab=True, pingpong=True) for y in (8, 16, 32) if y < 2 * max(per_group, 8)
-            ]
     if not problem.num_groups and not problem.whole_k:
         found += [replace(c, split_k=s) for c in found for s in (2, 3, 4, 8, 16)]
     found = [fitted(problem, config, code) for config in found]

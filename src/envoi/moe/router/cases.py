@@ -24,7 +24,7 @@ class Case:
     """Call of `envoi.route`: tokens [M, hidden], gate [N, hidden].
 
     rule: a model's name, or "softmax". kernel: "sm90" or "triton". hashed: experts are looked up.
-    everything: return all extra outputs. many_rows: of `tiling.choose_shares`.
+    everything: return all extra outputs.
     """
 
     name: str
@@ -37,7 +37,6 @@ class Case:
     kernel: str = "sm90"
     hashed: bool = False
     everything: bool = False
-    many_rows: bool = False
 
     @property
     def title(self) -> str:
@@ -57,8 +56,8 @@ CASES = (
     Case("two-roles", 4096, 128, 2048, 4, "softmax", "fp16"),
     Case("prefill", 16384, 256, 7168, 8, "deepseek-v3"),
     Case("many-experts", 2048, 512, 4096, 10, "softmax"),
-    Case("tall", 16384, 128, 4096, 8, "qwen3-moe", many_rows=True),
-    Case("turns", 8192, 384, 7168, 8, "kimi-k2", many_rows=True),
+    Case("tall", 16384, 128, 4096, 8, "qwen3-moe"),
+    Case("turns", 8192, 384, 7168, 8, "kimi-k2"),
     Case("everything", 4096, 256, 7168, 8, "deepseek-v3", everything=True),
     Case("hashed", 64, 256, 4096, 6, "deepseek-v4-flash", hashed=True),
     Case("", 4096, 256, 7168, 8, "deepseek-v3", kernel="triton"),
@@ -116,7 +115,7 @@ def launch_of(case: Case, make: Make = without_memory) -> Launch:
     if case.kernel == "triton":
         return Launch(kernel_triton.router_kernel, *host.portable_arguments(call, outputs))
     spec = replace(call.spec, gluon=True)
-    [share] = choose_shares(case.M, case.hidden, spec, NUM_SMS, case.many_rows)
+    [share] = choose_shares(case.M, case.hidden, spec, NUM_SMS)
     [arguments] = host.hopper_launches(call, outputs, NUM_SMS, share.tiling)
     return Launch(kernel_hopper.router_kernel, *arguments)
 

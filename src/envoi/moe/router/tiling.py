@@ -42,7 +42,7 @@ MMA_SLOWDOWN = 1.2  # of products where they, not the loads, take the time
 CACHED_BYTES = 30e6  # of tokens that are still in the L2 when a CTA needs them in its next turn
 LAUNCH_CYCLES = 1500.0  # one more launch, besides what `predicted_cycles` has for each
 
-MANY_ROWS = False  # whether calls take what `many_rows` adds: it ran with the right bits, and has yet to be timed
+MOST_POLLED_ROWS = 256  # with more than FEW_SIGNALS sums: polling was up to 10 % slower for more rows
 MAX_LAUNCHES = 8
 WORTH_LAUNCHES = 0.96  # of the cycles of one launch, which several have to stay below
 ROUND_WIDTHS = (64, 128, 256, 1024)  # columns of a part, for rounds of which a call may have launches of their own
@@ -132,20 +132,15 @@ class Share:
 
 
 @cache
-def choose_shares(M: int, hidden: int, spec: Spec, num_sms: int, many_rows: bool = MANY_ROWS) -> tuple[Share, ...]:
-    """Choose the launches of a call, in the order of their rows, with the fewest predicted cycles in all.
-
-    many_rows: there may be several, and `candidates` has more.
-    """
-    if many_rows:
-        return _cheapest(M, hidden, spec, num_sms, MAX_LAUNCHES)[1]
-    return (Share(M, choose_tiling(M, hidden, spec, num_sms, many_rows)[0]),)
+def choose_shares(M: int, hidden: int, spec: Spec, num_sms: int) -> tuple[Share, ...]:
+    """Choose the launches of a call, in the order of their rows, with the fewest predicted cycles in all."""
+    return _cheapest(M, hidden, spec, num_sms, MAX_LAUNCHES)[1]
 
 
 @cache
 def _cheapest(M: int, hidden: int, spec: Spec, num_sms: int, most: int) -> tuple[float, tuple[Share, ...]]:
     """Return the fewest predicted cycles of at most `most` launches, and the launches."""
-    tiling, of_one = choose_tiling(M, hidden, spec, num_sms, True)
+    tiling, of_one = choose_tiling(M, hidden, spec, num_sms)
     found = of_one, (Share(M, tiling),)
     for parts in {-(-spec.num_experts // width) for width in ROUND_WIDTHS}:
         in_round = TILE * (num_sms // parts)  # rows
@@ -153,7 +148,7 @@ def _cheapest(M: int, hidden: int, spec: Spec, num_sms: int, most: int) -> tuple
         for rows, count in {(num_rounds * in_round, 1), (in_round, num_rounds)}:
             rest = M - rows * count
             if 0 < rows < M and count + (rest > 0) <= most:
-                tiling, cycles = choose_tiling(rows, hidden, spec, num_sms, True)
+                tiling, cycles = choose_tiling(rows, hidden, spec, num_sms)
                 more, others = _cheapest(rest, hidden, spec, num_sms, min(most - count, 2)) if rest else (0.0, ())
                 total = count * cycles + more + (count - (rest == 0)) * LAUNCH_CYCLES
                 if total < min(found[0], WORTH_LAUNCHES * of_one):
@@ -162,19 +157,17 @@ def _cheapest(M: int, hidden: int, spec: Spec, num_sms: int, most: int) -> tuple
 
 
 @cache
-def choose_tiling(
-    M: int, hidden: int, spec: Spec, num_sms: int, many_rows: bool = MANY_ROWS
-) -> tuple[RouterTiling, float]:
+def choose_tiling(M: int, hidden: int, spec: Spec, num_sms: int) -> tuple[RouterTiling, float]:
     """Return the tiling of one launch with the fewest `predicted_cycles`, and these."""
     M = next_power_of_2(M) if M <= SAME_BELOW else M
-    found = candidates(M, hidden, spec, num_sms, many_rows)
+    found = candidates(M, hidden, spec, num_sms)
     tilings = ((x, predicted_cycles(M, hidden, spec, x, num_sms)) for x in found)
     return min(tilings, key=lambda found: found[1])
 
 
-def candidates(M: int, hidden: int, spec: Spec, num_sms: int, many_rows: bool = MANY_ROWS) -> Iterator[RouterTiling]:
-    """Yield all tilings worth comparing. many_rows: also `large_candidates`, and those that poll more sums."""
-    polled = MAX_SIGNALS if many_rows else FEW_SIGNALS
+def candidates(M: int, hidden: int, spec: Spec, num_sms: int) -> Iterator[RouterTiling]:
+    """Yield all tilings worth comparing."""
+    polled = MAX_SIGNALS if M <= MOST_POLLED_ROWS else FEW_SIGNALS
     num_blocks = -(-hidden // block_sum(hidden))
     for num_warps, widths in WIDTHS.items():
         for block_n in widths:
@@ -190,7 +183,7 @@ def candidates(M: int, hidden: int, spec: Spec, num_sms: int, many_rows: bool = 
                 for rows in (8, 16, 32):
                     if rows < M:
                         yield make(M, hidden, spec, Cut(num_warps, block_n, num_blocks, rows), num_sms)
-    if many_rows and M > TILE:
+    if M > TILE:
         yield from large_candidates(M, hidden, spec, num_sms)
 
 
