@@ -40,7 +40,8 @@ help:
 $(STAMP): pyproject.toml tools/pairs.py $(CONSTRAINTS) constraints/common.txt
 	@$(PYTHON) tools/pairs.py check $(PAIR)
 	$(PYTHON) -m venv --clear $(VENV)
-	$(BIN)/python -m pip install -q $(PIP_ARGS) -c $(CONSTRAINTS) -e ".[dev]"
+	$(BIN)/python -m pip install -q --no-compile $(PIP_ARGS) -c $(CONSTRAINTS) -e ".[dev]"
+	@$(BIN)/python -m compileall -qq -j 0 $(VENV)/lib || true  # pip would take one core
 	@touch $@
 
 $(CONSTRAINTS):
