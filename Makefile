@@ -17,6 +17,9 @@ CONSTRAINTS := constraints/torch-$(PAIR).txt
 # The Tritons of the other pairs: all kernels are compiled with each of them.
 OTHER_TRITONS := $(shell $(PYTHON) tools/pairs.py other-tritons $(PAIR))
 
+# Without bytecode every process of the tests, hundreds of them, compiles them and the package anew.
+unexport PYTHONDONTWRITEBYTECODE
+
 .PHONY: help setup demo test docs ci resolve compile compile-setup test-gpu gate lint format wheel clean
 
 help:
@@ -37,7 +40,8 @@ help:
 $(STAMP): pyproject.toml tools/pairs.py $(CONSTRAINTS) constraints/common.txt
 	@$(PYTHON) tools/pairs.py check $(PAIR)
 	$(PYTHON) -m venv --clear $(VENV)
-	$(BIN)/python -m pip install -q $(PIP_ARGS) -c $(CONSTRAINTS) -e ".[dev]"
+	$(BIN)/python -m pip install -q --no-compile $(PIP_ARGS) -c $(CONSTRAINTS) -e ".[dev]"
+	@$(BIN)/python -m compileall -qq -j 0 $(VENV)/lib || true  # pip would take one core
 	@touch $@
 
 $(CONSTRAINTS):

@@ -22,6 +22,8 @@ import pairs
 from packaging.requirements import Requirement
 
 PIP = "pip>=26"  # earlier releases download wheels for --dry-run
+# From an index that has no metadata beside its wheels pip reads the end of a wheel, not gigabytes of them.
+ASK = ("install", "--dry-run", "--quiet", "--use-feature=fast-deps")
 ISOLATED = ("--isolated", "--disable-pip-version-check", "--no-input")
 RUNNING = ".".join(map(str, sys.version_info[:2]))
 JOBS = 4  # threads that wait for the network
@@ -40,7 +42,7 @@ def resolve(python: Path, pair: pairs.Pair) -> str:
     with tempfile.TemporaryDirectory() as folder:
         report = Path(folder) / "report.json"
         done = pip(
-            python, "install", "--dry-run", "--quiet", "--report", str(report), "-c", str(pair.path), *required()
+            python, *ASK, "--report", str(report), "-c", str(pair.path), *required()
         )  # fmt: skip
         if done.returncode:
             return last_error(done.stderr)
@@ -66,8 +68,7 @@ def without_wheel(python: Path, version: str, pins: list[str]) -> str:
     """Return pip's error for pins under another Python; "" if each has a wheel there."""
     with tempfile.TemporaryDirectory() as folder:
         done = pip(
-            python, "install", "--dry-run", "--quiet", "--no-deps", "--only-binary=:all:", "--python-version", version,
-            "--target", folder, *pins,
+            python, *ASK, "--no-deps", "--only-binary=:all:", "--python-version", version, "--target", folder, *pins
         )  # fmt: skip
     return last_error(done.stderr) if done.returncode else ""
 

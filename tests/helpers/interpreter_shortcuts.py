@@ -26,6 +26,7 @@ def install() -> None:
     _look_up_dtypes()
     _compare_dtypes_by_identity()
     _broadcast_what_differs()
+    _convert_numbers_once()
     _replace(interpreter.ReduceOps, "generic_reduce", reduce_slices)
     if not interpreter.interpreter_builder.options.debug:
         _skip_unread_overflow_checks()
@@ -145,6 +146,40 @@ def _broadcast_what_differs() -> None:
         return (lhs, rhs) if same else original(self, lhs, rhs)
 
     _replace(TritonSemantic, "broadcast_impl_value", broadcast)
+
+
+def _convert_numbers_once() -> None:
+    """Make a tensor of a number once for each type of the other operand; note types of operands that stay as they are.
+
+    A type's name has its shape. The operators write to no operand.
+    """
+    original = TritonSemantic.binary_op_type_checking_impl
+    numbers: dict[tuple, core.tensor] = {}
+    kept: set[tuple] = set()
+    tensor: Any = core.tensor
+
+    def check(self: Any, lhs: Any, rhs: Any, *rest: Any, **named: Any) -> Any:
+        right = type(rhs)
+        if type(lhs) is tensor and right is tensor:
+            key = lhs.type.name, rhs.type.name, *rest, *named.items()
+            if key in kept:
+                return lhs, rhs
+            checked = original(self, lhs, rhs, *rest, **named)
+            if checked[0] is lhs and checked[1] is rhs:
+                kept.add(key)
+            return checked
+        if type(lhs) is tensor and (right is int or right is float):
+            key = lhs.type.name, right, rhs, *rest, *named.items()
+            number = numbers.get(key)
+            if number is not None:
+                return lhs, number
+            checked = original(self, lhs, rhs, *rest, **named)
+            if checked[0] is lhs:
+                numbers[key] = checked[1]
+            return checked
+        return original(self, lhs, rhs, *rest, **named)
+
+    _replace(TritonSemantic, "binary_op_type_checking_impl", check)
 
 
 def reduce_slices(self: Any, input: Any) -> list[Any]:

@@ -54,3 +54,22 @@ def test_sizes_and_dtypes_do_not_mix():
         assert torch.equal(out, x * 3 + (x > 0))
     with pytest.raises(Exception, match="power of 2"):
         _rows[(1,)](torch.zeros(6), torch.zeros(6), 3, 6)
+
+
+@triton.jit
+def _numbers(x, out, number: tl.constexpr, SIZE: tl.constexpr):
+    at = tl.arange(0, SIZE)
+    row = tl.load(x + at)
+    tl.store(out + at, (row + number) * 2 - tl.load(x) * 0.5)
+
+
+def test_numbers_and_dtypes_do_not_mix():
+    """The same numbers beside other dtypes and sizes, each twice; one that a dtype doesn't have stays an error."""
+    for size, dtype in ((4, torch.float32), (4, torch.int32), (8, torch.int64), (4, torch.uint8), (8, torch.float32)):
+        x = torch.arange(4, 4 + size).to(dtype)
+        for number in (1, 1.0, 2.5, 2, 2.5, 1):
+            out = torch.zeros(size)
+            _numbers[(1,)](x, out, number, size)
+            assert torch.equal(out, (x + number).float() * 2 - 2.0)
+    with pytest.raises(Exception, match="unsigned tensor and a negative scalar"):
+        _numbers[(1,)](torch.zeros(4, dtype=torch.uint8), torch.zeros(4), -1, 4)

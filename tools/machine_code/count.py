@@ -7,6 +7,7 @@ import re
 from collections import Counter
 from collections.abc import Iterable
 from dataclasses import dataclass
+from functools import cache
 
 from tools.machine_code.compile import Binary
 from tools.machine_code.disassemble import Listing, disassemble
@@ -91,6 +92,7 @@ def count(opcodes: Iterable[str]) -> Families:
     return {family: dict(counter.most_common()) for family, counter in counters.items() if counter}
 
 
+@cache  # a kernel has thousands of instructions, of a hundred opcodes
 def family_of(opcode: str) -> str | None:
     """Return the family that counts this opcode, if any."""
     name = opcode.partition(".")[0]

@@ -30,6 +30,7 @@ from envoi.moe.parallel import (
     symmetric_memory,
 )
 from envoi.moe.parallel.dispatch import MAX_CHUNKS, num_chunks
+from tests.helpers import interpreter_shortcuts
 from tests.helpers.accuracy import assert_same_bits
 from tests.helpers.ranks import run_ranks
 from tests.moe.parallel import cases, domains
@@ -59,6 +60,7 @@ class Rail:
 
 def stand_in(rank: int, folder: str) -> None:
     """Let an object over gloo take the path of GPUs, in this process."""
+    interpreter_shortcuts.install()
     everyone = dist.new_group(backend="gloo")
 
     def meet() -> None:
