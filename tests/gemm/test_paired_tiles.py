@@ -192,13 +192,13 @@ def chosen(M: int, N: int = 4096, layout: str = "concat", format: str = "fp8_blo
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_chosen_where_tokens_are_many(layout, on_hopper):
     assert all(chosen(64 * rows, layout=layout) for rows in (192, 256, 768, 2048))
-    assert not chosen(64 * 8, layout=layout)  # weights take the M side
+    assert not chosen(64 * 12, layout=layout)  # weights take the M side
     assert not chosen(64 * 192, N=4224, layout="interleaved")
     assert not chosen(64 * 192, format="fp8_row") and not chosen(64 * 192, format="bf16")
 
 
 def test_expected_rows_decide(on_hopper):
-    assert not chosen(64 * 192, grouping=Grouping(False, expected=64 * 8))
+    assert not chosen(64 * 192, grouping=Grouping(False, expected=64 * 12))
     assert chosen(64 * 192, grouping=Grouping(False, expected=64 * 192))
 
 
