@@ -55,6 +55,9 @@ KNOWN: dict[str, dict[str, Known]] = {
     "3.6.0": {
         "w4a16-few-l1-wide sm_90": Known(3, 3, BETWEEN_TILES),
     },
+    "3.7.1": {
+        "ep-fused-l1-narrow sm_90": Known(6, 3, ONCE_A_TILE),
+    },
     "3.8.0": {
         "gemm-sm90-grouped-fp8-block128 sm_90": Known(4, 4, ONCE_A_TILE),
         "gemm-sm90-experts-l1-fp8-block128 sm_90": Known(5, 4, ONCE_A_TILE),
