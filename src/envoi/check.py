@@ -110,11 +110,16 @@ def expect_divisible(name: str, value: int, by: int, why: str) -> int:
 
 def expect_picture(name: str, value: str) -> Path:
     """Return `value` as the path of a writable picture with a known suffix; else raise ValueError."""
+    return expect_writable(name, value, PICTURES)
+
+
+def expect_writable(name: str, value: str, endings: Sequence[str]) -> Path:
+    """Return `value` as the path of a file that can be written, with one of these endings; else raise ValueError."""
     path = Path(value)
     if path.is_dir():
         raise ValueError(f"{name}: expected a file, got the folder {value}")
-    if path.suffix.lower() not in PICTURES:
-        raise ValueError(f"{name}: expected a name that ends in {', '.join(PICTURES)}, got {value}")
+    if not any(path.name.lower().endswith(ending) and path.name.lower() != ending for ending in endings):
+        raise ValueError(f"{name}: expected a name that ends in {', '.join(endings)}, got {value}")
     if not path.parent.is_dir():
         raise ValueError(f"{name}: expected a file in a folder that exists, got {value}")
     if not os.access(path if path.exists() else path.parent, os.W_OK):

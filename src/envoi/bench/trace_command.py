@@ -1,7 +1,6 @@
 """Implementation of `envoi trace`: a timeline of one call of a layer that its sizes describe, on random tokens."""
 
 import argparse
-from pathlib import Path
 
 import torch
 import torch.distributed as dist
@@ -10,11 +9,11 @@ from torch._C._distributed_c10d import HashStore
 from envoi.bench.runner import join_ranks, leave_ranks, pick_device
 from envoi.bench.shapes import MoeShape
 from envoi.bench.suites.moe import make_layer
-from envoi.check import expect_int
+from envoi.check import expect_int, expect_picture, expect_writable
 from envoi.moe.parallel import ExpertParallel
+from envoi.moe.parallel.trace_files import ENDINGS
 from envoi.quant.formats import format_named
 
-DRAWN = ".png", ".pdf", ".svg"
 TIMEOUT_S = 60.0
 
 
@@ -25,8 +24,10 @@ def run(args: argparse.Namespace) -> int:
     if args.topk > args.experts:
         raise ValueError(f"--topk: expected at most the {args.experts} experts, got {args.topk}")
     format_named(args.format, "--format")
-    _expect_ending("--out", args.out, (".json", ".json.gz"))
-    _expect_ending("--png", args.png, DRAWN)
+    out = expect_writable("--out", args.out, ENDINGS)
+    picture = expect_picture("--png", args.png) if args.png is not None else None
+    if picture:
+        import matplotlib  # noqa: F401  # fails before the work is done if it is missing
     if not torch.cuda.is_available():
         raise ValueError("trace: expected a GPU, this machine has none that torch can use")
     shape = MoeShape(args.hidden, args.inter, args.experts, args.topk, args.tokens, args.format, args.skew)
@@ -39,10 +40,9 @@ def run(args: argparse.Namespace) -> int:
         parallel = ExpertParallel(layer.packed, timeout_s=TIMEOUT_S, **sizes)
         timeline = parallel.trace(layer.tokens, layer.routing)
         if ranks.rank == 0:
-            for write, path in ((timeline.save, args.out), (timeline.draw, args.png)):
-                if path is not None:
-                    Path(path).parent.mkdir(parents=True, exist_ok=True)
-                    write(path)
+            timeline.save(out)
+            if picture:
+                timeline.draw(picture)
             print(f"{_title(shape, ranks.num_ranks)}; {parallel.why}")
             print(timeline)
         dist.barrier()
@@ -50,11 +50,6 @@ def run(args: argparse.Namespace) -> int:
     finally:
         leave_ranks()
     return 0
-
-
-def _expect_ending(name: str, path: str | None, endings: tuple[str, ...]) -> None:
-    if path is not None and not path.endswith(endings):
-        raise ValueError(f"{name}: expected a name that ends in {' or '.join(endings)}, got {path}")
 
 
 def _title(shape: MoeShape, num_ranks: int) -> str:

@@ -8,13 +8,14 @@ from typing import Any
 
 from envoi.moe.parallel.trace import COLUMNS, WAITING, Timeline
 
+ENDINGS = (".json", ".json.gz")
 LANES = 64  # numbers of threads for each multiprocessor
 ROW_INCHES, LEAST_INCHES = 0.035, 3.0
 
 
 def write(path: Path, timeline: Timeline) -> None:
     """Write a trace in Chrome's format. Raises ValueError for a name that ends neither in .json nor in .json.gz."""
-    if not path.name.endswith((".json", ".json.gz")):
+    if not path.name.endswith(ENDINGS):
         raise ValueError(f"path: expected a name that ends in .json or .json.gz, got {path}")
     text = json.dumps({"displayTimeUnit": "ns", "traceEvents": list(events(timeline))})
     if path.name.endswith(".gz"):
@@ -25,9 +26,9 @@ def write(path: Path, timeline: Timeline) -> None:
 
 def events(timeline: Timeline) -> Iterator[dict[str, Any]]:
     """Yield the names of ranks and tracks, then an event for each slice, in microseconds."""
-    lanes = lanes_of(timeline)
+    rows, lanes = timeline.slices.tolist(), lanes_of(timeline)
     named: dict[tuple[int, int], str] = {}
-    for slice, lane in zip(timeline.slices.tolist(), lanes, strict=True):
+    for slice, lane in zip(rows, lanes, strict=True):
         rank, step, role, _, _, sm, *_ = slice
         named.setdefault((rank, sm * LANES + lane), f"SM {sm:3} {timeline.steps[step].roles[role].name}")
     for rank in range(timeline.num_ranks):
@@ -36,7 +37,7 @@ def events(timeline: Timeline) -> Iterator[dict[str, Any]]:
         place = {"ph": "M", "pid": rank, "tid": track}
         yield {**place, "name": "thread_name", "args": {"name": name}}
         yield {**place, "name": "thread_sort_index", "args": {"sort_index": track}}
-    for slice, lane in zip(timeline.slices.tolist(), lanes, strict=True):
+    for slice, lane in zip(rows, lanes, strict=True):
         rank, step, role, span, program, sm, label, begin, end = slice
         where = timeline.steps[step]
         yield {
