@@ -10,8 +10,9 @@ import pytest
 import torch
 
 from envoi import cli
-from envoi.moe.parallel.trace import COLUMNS, Timeline, in_step, steps_of
+from envoi.moe.parallel.trace import COLUMNS, ROLES, Timeline, gathered, in_step, steps_of, steps_of_ranks
 from envoi.moe.parallel.trace_files import events, lanes_of
+from envoi.runtime.timeline import WORDS, Recorder, Strip
 from tests.helpers.ranks import run_ranks
 from tests.moe.layers import make
 from tests.moe.parallel.cases import open_parallel, part_of
@@ -46,6 +47,36 @@ def test_the_steps_have_the_names_of_the_path():
     assert [step.name for step in steps_of(STAGED)] == NAMES
     fused = ["order_rows_kernel", "fused_l1_kernel", "gemm_kernel", "send_partial_sums_kernel", "sum_ranks_kernel"]
     assert [step.name for step in steps_of(fused)] == ["order rows", "L1", "L2", "send sums", "sum"]
+
+
+def test_ranks_with_other_launches_have_the_same_steps():
+    whole = [*STAGED[:4], *STAGED[5:]]  # L1 quantises
+    steps, places = steps_of_ranks([whole, STAGED[:-1], STAGED])
+    assert [step.name for step in steps] == NAMES
+    assert places == [[0, 1, 2, 3, 5, 6, 7], [0, 1, 2, 3, 4, 5, 6], list(range(8))]
+    fused, _ = steps_of_ranks([["order_rows_kernel", "fused_l1_kernel"], ["order_rows_kernel"]])
+    assert [step.name for step in fused] == ["order rows", "L1"]
+
+
+def gather(rank: int, num_ranks: int) -> tuple[list[str], list[list[int]]]:
+    """Gather a timeline of launches that differ by rank, each with one event; return its steps and (rank, step)s."""
+    kernels = ["pull_kernel", "gemm_kernel", "quantize_kernel", "gemm_kernel"] if rank else ["gemm_kernel"] * 2
+    layer = make(tokens=8, experts=8, k=2, hidden=128, intermediate=128)
+    parallel = open_parallel(layer, "bf16", rank, [4, 8])
+    recorder = Recorder(ROLES, torch.device("cpu"))
+    for kernel in kernels:
+        records = torch.zeros(1, len(ROLES[kernel]), 1, WORDS, dtype=torch.int64)
+        records[0, 0, 0, :3] = torch.tensor([1, 10, 20])
+        recorder.strips.append(Strip(kernel, records))
+    found = gathered(parallel.channel, recorder)
+    return [step.name for step in found.steps], found.slices[:, :2].tolist()
+
+
+def test_ranks_with_other_launches_are_gathered():
+    for outcome in run_ranks(2, gather):
+        assert outcome.value == (
+            ["pull", "L1", "quantise", "L2"], [[0, 1], [0, 3], [1, 0], [1, 1], [1, 2], [1, 3]],
+        ), outcome.text  # fmt: skip
 
 
 def test_clocks_are_set_by_the_end_of_dispatchs_wait():
@@ -155,8 +186,8 @@ SIZES = ["--hidden", "256", "--inter", "128", "--experts", "8", "--topk", "2", "
         (["--format", "fp9"], "--format: expected"),
         (["--topk", "9"], "--topk: expected at most the 8 experts, got 9"),
         (["--tokens", "0"], "--tokens: expected"),
-        (["--out", "trace.txt"], "--out: expected a name that ends in .json or .json.gz"),
-        (["--png", "trace.jpg"], "--png: expected a name that ends in .png or .pdf or .svg"),
+        (["--out", "trace.txt"], "--out: expected a name that ends in .json, .json.gz, got trace.txt"),
+        (["--png", "trace.jpg"], "--png: expected a name that ends in .png, .pdf, .svg, got trace.jpg"),
     ],
 )
 def test_the_commands_mistakes(options, said, capsys):

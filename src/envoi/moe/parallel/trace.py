@@ -33,6 +33,7 @@ KERNELS: dict[str, tuple[str, tuple[Role, ...]]] = {
     "sum_ranks_kernel": ("sum", (Role("program", ("sum",)),)),
 }
 ROLES = {kernel: roles for kernel, (_, roles) in KERNELS.items()}
+ORDER = ("stage tokens", "send routing", "pull", "order rows", "L1", "quantise", "L2", "send sums", "barrier", "sum")
 MEETING = "send routing", "wait"  # the span at whose last end all ranks' clocks show the same time
 WAITING = "wait"
 COLUMNS = ("rank", *Slice._fields)
@@ -50,9 +51,9 @@ class Step:
 class Timeline:
     """Timeline of a call on all ranks: what each role of each multiprocessor did, and when.
 
-    steps: the call's launches, in order. slices: int64 [N, 9] on the CPU, with the columns of COLUMNS; times in
-    nanoseconds since the first slice. Clocks of several GPUs are set by the end of dispatch's wait, which a rank leaves
-    when it hears from the last one: within a microsecond or so.
+    steps: the launches of any rank, in order; ranks may differ, for instance by their tokens. slices: int64 [N, 9] on
+    the CPU, with the columns of COLUMNS; times in nanoseconds since the first slice. Clocks of several GPUs are set by
+    the end of dispatch's wait, which a rank leaves when it hears from the last one: within a microsecond or so.
     is_cut: a role had more than `envoi.runtime.timeline.ROOM` events, whose rest is missing. left_out: kernels of the
     call that can't be traced.
     """
@@ -155,7 +156,10 @@ def gathered(channel: Channel, recorder: Recorder) -> Timeline:
     padded = torch.zeros(int(sizes[:, 0].max()), mine.shape[1], dtype=torch.int64, device="cpu")
     padded[: len(mine)] = mine
     parts = [part[:size] for part, size in zip(gather_tensors(channel, padded, STEP), sizes[:, 0], strict=True)]
-    steps = steps_of([strip.kernel for strip in recorder.strips])
+    launched = gather_texts(channel, " ".join(strip.kernel for strip in recorder.strips), STEP)
+    steps, places = steps_of_ranks([text.split() for text in launched])
+    for part, places_of_rank in zip(parts, places, strict=True):
+        part[:, 0] = torch.tensor(places_of_rank, dtype=torch.int64, device="cpu")[part[:, 0]]
     slices = torch.cat([torch.nn.functional.pad(part, (1, 0), value=rank) for rank, part in enumerate(parts)])
     left_out = " ".join(gather_texts(channel, " ".join(recorder.left_out), STEP)).split()
     return Timeline(steps, in_step(slices, steps), bool(sizes[:, 1].any()), tuple(sorted(set(left_out))))
@@ -171,6 +175,17 @@ def steps_of(kernels: list[str]) -> tuple[Step, ...]:
         names.add(name)
         steps.append(Step(name, roles))
     return tuple(steps)
+
+
+def steps_of_ranks(kernels: list[list[str]]) -> tuple[tuple[Step, ...], list[list[int]]]:
+    """Return the steps of all ranks' launches, in order, and for each rank the place of each of its launches in them.
+
+    kernels: of each rank. One without tokens sums nothing, and where L1 quantises depends on a rank's tokens.
+    """
+    ranks = [steps_of(of_rank) for of_rank in kernels]
+    found = {step.name: step for steps in ranks for step in steps}
+    names = sorted(found, key=ORDER.index)
+    return tuple(found[name] for name in names), [[names.index(step.name) for step in steps] for steps in ranks]
 
 
 def in_step(slices: torch.Tensor, steps: tuple[Step, ...]) -> torch.Tensor:
