@@ -8,6 +8,7 @@
     combine_kernel    rows -> sums of tokens' slots                 a program for each token and part of its columns
 
 Buffers have a row for each slot. Rows after the last expert's are neither written nor read.
+`trace`: see `runtime.timeline_device`.
 """
 
 import triton

@@ -6,6 +6,8 @@ send_partial_sums_kernel   sums of a token's rows here -> its rank     only with
 combine_barrier_kernel     the flag "combine", a wait for the peers'   after all rows have been sent
 sum_kernel                 rows of a token's slots -> token            in the order of the slots
 sum_ranks_kernel           partial sums of a token -> token            with presum: in the order of the ranks
+
+`trace`, a kernel's last parameter: see `runtime.timeline_device`.
 """
 
 from typing import Any, NamedTuple

@@ -8,7 +8,7 @@ pull_kernel           peers' tokens -> rows sorted by expert             a token
 
 Rows are sorted by (expert, source rank, slot). Each rank computes their positions by itself: a source says how many
 slots it has for each expert and the position of each slot among its own, so nothing is counted by atomics, and the
-order is the same in every run."""
+order is the same in every run. `trace`, a kernel's last parameter: see `runtime.timeline_device`."""
 
 from typing import Any, NamedTuple
 

@@ -1,6 +1,9 @@
 # pyright: reportAttributeAccessIssue=false, reportArgumentType=false, reportCallIssue=false
 # pyright: reportGeneralTypeIssues=false, reportAssignmentType=false
-"""Order of rows for the fused L1, in Triton: what `pull_kernel` finds out about rows, without their contents."""
+"""Order of rows for the fused L1, in Triton: what `pull_kernel` finds out about rows, without their contents.
+
+`trace`: see `runtime.timeline_device`.
+"""
 
 from typing import Any, NamedTuple
 
