@@ -54,9 +54,10 @@ def in_processes(fn: Callable[[Any], Any], tasks: Sequence[Any], jobs: int, limi
         start()
     try:
         while workers:
-            for connection in wait(list(workers)):
+            connections: Any = wait(list(workers))
+            for connection in connections:
                 try:
-                    said = connection.recv()  # pyright: ignore[reportAttributeAccessIssue]
+                    said = connection.recv()
                 except EOFError:
                     worker = workers.pop(connection)
                     worker.join()

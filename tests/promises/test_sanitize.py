@@ -59,7 +59,7 @@ def test_a_log_without_a_summary_is_not_a_green_one():
         ("good", ""),
         ("bad", "bad: 2 errors of memcheck: Invalid __global__ read of size 4 bytes"),
         ("mute", "mute: memcheck ended without a summary; nothing noted"),
-        ("wrong", "wrong: wrong results under memcheck"),
+        ("wrong", "wrong: wrong results under memcheck; "),
     ],
 )
 def test_what_a_tool_says(fake, program, said):

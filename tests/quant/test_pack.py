@@ -1,9 +1,12 @@
 """Weight packing: order of rows, and the search for MXFP4's scales."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 
 from envoi.quant import SCHEMES, dequantize, quantize
+from envoi.quant.bits import e2m1_encode, pack_nibbles
 from envoi.quant.pack import deinterleave_gate_up, interleave_gate_up, pack_weight, with_checked_scales
 
 
@@ -36,6 +39,50 @@ def test_the_search_is_never_worse_in_any_group():
 
     assert bool((errors(packed) <= errors(plain)).all())
     assert bool((errors(packed) < errors(plain)).any())
+
+
+def codes_with(w: torch.Tensor, sf: torch.Tensor) -> torch.Tensor:
+    """Return packed nibbles of weights [R, 32] under UE8M0 bytes [R, 1]."""
+    scale = torch.exp2(sf.float() - 127)
+    return pack_nibbles(e2m1_encode(w.float() / scale))
+
+
+def in_halves(errors: torch.Tensor) -> list[float]:
+    """Add up the squares of each row of errors as halves, in float32, number by number."""
+    sums = []
+    for row in errors.square().tolist():
+        while len(row) > 1:
+            half = len(row) // 2
+            row = [float(torch.tensor(a) + torch.tensor(b)) for a, b in zip(row[:half], row[half:], strict=True)]
+        sums += row
+    return sums
+
+
+def test_near_ties_are_decided_in_one_order():
+    # Two scales have equal errors in one of a thousand groups, of which adding in another order decides some otherwise.
+    source = torch.Generator().manual_seed(0)
+    powers = torch.randint(-6, 6, (400_000, 32), generator=source)
+    w = (torch.randn(400_000, 32, generator=source) * torch.exp2(powers.float())).bfloat16()
+    wide = quantize(w, "mxfp4")
+    narrow = torch.where(wide.sf.view(torch.uint8) > 1, wide.sf.view(torch.uint8) - 1, wide.sf.view(torch.uint8))
+    of_narrow = replace(wide, values=codes_with(w, narrow), sf=narrow.view(torch.float8_e8m0fnu))
+    exact = [(dequantize(q, torch.float64) - w.double()).square().sum(-1) for q in (wide, of_narrow)]
+    near = (exact[0] - exact[1]).abs() < 1e-6 * exact[0]
+    assert 20 < int(near.sum()) < 2000
+    packed = pack_weight(w[near], SCHEMES["mxfp4"], "w")
+    sums = [in_halves(dequantize(q)[near] - w[near].float()) for q in (wide, of_narrow)]
+    want = [b < a for a, b in zip(*sums, strict=True)]
+    got = packed.sf.view(torch.uint8).flatten() == narrow[near].flatten()
+    assert got.tolist() == want
+
+
+@pytest.mark.gpu
+def test_a_gpu_packs_the_same_bits():
+    w = (torch.randn(8, 1024, 2048, generator=torch.Generator().manual_seed(0)) / 32).bfloat16()
+    for name in ("mxfp4", "nvfp4"):
+        here, there = (pack_weight(x, SCHEMES[name], "w") for x in (w, w.cuda()))
+        assert torch.equal(here.values, there.values.cpu()), name
+        assert torch.equal(here.sf.view(torch.uint8), there.sf.cpu().view(torch.uint8)), name
 
 
 def test_a_group_with_nan_stays_nan():

@@ -132,7 +132,8 @@ class Draw:
 def poison(shape: Sequence[int], like: torch.Tensor) -> torch.Tensor:
     """Make a tensor of NaN, or for integers of a huge number."""
     bytes_ = torch.empty(*shape, dtype=like.dtype, device=like.device)
-    bytes_.untyped_storage().fill_(0xFF if like.dtype.is_floating_point else 0x7F)
+    storage: Any = bytes_.untyped_storage()
+    storage.fill_(0xFF if like.dtype.is_floating_point else 0x7F)
     return bytes_
 
 

@@ -171,7 +171,8 @@ def drawn_formats(draw: Draw) -> tuple[str | None, str | None, torch.dtype]:
     form = draw.form
     if form.chance(0.45):
         return None, None, form.one(FLOATS)
-    return (*form.one(PAIRS), torch.bfloat16)
+    of_a, of_b = form.one(PAIRS)
+    return of_a, of_b, torch.bfloat16
 
 
 def dimensions(draw: Draw, schemes: tuple[str | None, ...], ending: Ending) -> tuple[int, int]:

@@ -62,7 +62,7 @@ STEPS: dict[str, dict[str, tuple[Any, str]]] = {
     },
 }  # fmt: skip
 MANY_TOKENS = 200_000  # for which an object needs hundreds of megabytes
-LAYER = {"tokens": 60, "experts": 8, "k": 3, "hidden": 256, "intermediate": 128}
+LAYER: dict[str, Any] = {"tokens": 60, "experts": 8, "k": 3, "hidden": 256, "intermediate": 128}
 GUARD_S = 150.0
 ROOM_LEFT = 48 << 20  # bytes that a rank which is out of memory has
 
@@ -162,7 +162,7 @@ class Work:
     """Work of a rank: its share of a layer over some ranks, and the right answer."""
 
     setting: Setting
-    sizes: dict[str, int]
+    sizes: dict[str, Any]
     rank: int
     device: torch.device
 
@@ -294,7 +294,8 @@ def mistaken(work: Work, everyone: list[int]) -> Told:
             continue  # without sizes there is no most
         start, error = time.monotonic(), ""
         try:
-            parallel.moe(*(wrong(kind, *inputs) if work.rank == VICTIM else inputs))
+            given: Any = wrong(kind, *inputs) if work.rank == VICTIM else inputs
+            parallel.moe(*given)
             work.settle()
             parallel.check()
         except ValueError as said:

@@ -5,6 +5,7 @@ One rank is `envoi.moe(.., batch_invariant=True)`: the kernels that ranks have t
 
 import random
 from itertools import pairwise
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -21,7 +22,7 @@ EXPERTS, MOST_TOKENS = 12, 300
 def drawn(format: str, seed: int, number: int) -> tuple[Layer, random.Random]:
     """Draw a layer, and what else follows from the seed; equal on all ranks."""
     draw = random.Random(f"ranks {format} {seed} {number}")
-    size = {"hidden": draw.choice((256, 512)), "intermediate": draw.choice((128, 256))}
+    size: dict[str, Any] = {"hidden": draw.choice((256, 512)), "intermediate": draw.choice((128, 256))}
     tokens = draw.choice((0, 1, draw.randint(2, 40), draw.randint(2, MOST_TOKENS), MOST_TOKENS))
     layer = make(tokens, EXPERTS, draw.randint(1, 6), masked=draw.choice((0.0, 0.2)), seed=number, **size)
     if draw.random() < 0.2 and tokens:  # one expert has a slot of every token
@@ -54,7 +55,8 @@ def on_rank(rank: int, num_ranks: int, format: str, seed: int, draws: int, kind:
         )
         r = layer.routing
         experts = envoi.experts.pack(layer.gate_up[e0:e1].to(device), layer.down[e0:e1].to(device), format)
-        sizes = {"max_tokens": max(1, len(layer.tokens)), "num_topk": r.topk_ids.shape[1]} if number % 4 else {}
+        most, k = max(1, len(layer.tokens)), r.topk_ids.shape[1]
+        sizes: dict[str, Any] = {"max_tokens": most, "num_topk": k} if number % 4 else {}
         parallel = envoi.ExpertParallel(experts, timeout_s=60, presum=False, **sizes)
         routing = Routing(r.topk_weights[first:last].to(device), r.topk_ids[first:last].to(device), EXPERTS)
         outs.append(parallel.moe(layer.tokens[first:last].to(device), routing).cpu())

@@ -53,7 +53,7 @@ class Watched:
             return f"{self.program}: {self.tool} ended without a summary; {'; '.join(self.notes) or 'nothing noted'}"
         if self.errors:
             return f"{self.program}: {self.errors} errors of {self.tool}: {'; '.join(self.notes[:2])}"
-        return "" if self.right else f"{self.program}: wrong results under {self.tool}"
+        return "" if self.right else f"{self.program}: wrong results under {self.tool}; {'; '.join(self.notes[-1:])}"
 
 
 def sanitizer() -> str:

@@ -126,16 +126,17 @@ def drawn_tokens(draw: random.Random, most: int, num_ranks: int) -> list[int]:
 
 def open_part(place: int, format: str, seed: int, rank: int, num_ranks: int, device: torch.device) -> Part:
     """Open one of the objects, in a group of its own, and make its scenes."""
-    size = sizes_of(device)[place]
+    size: dict[str, Any] = sizes_of(device)[place]
     most, E, k = size["tokens"], size["experts"], size["k"]
     layer = make(**size, seed=place)
     first, last = E * rank // num_ranks, E * (rank + 1) // num_ranks
     gate_up, down = layer.gate_up.to(device), layer.down.to(device)
-    given = {"max_tokens": most, "num_topk": k, "presum": False}
+    given: dict[str, Any] = {"max_tokens": most, "num_topk": k, "presum": False}
     if device.type == "cpu" and place:
         given = {}  # rows are counted
     mine = envoi.experts.pack(gate_up[first:last], down[first:last], format)
-    parallel = envoi.ExpertParallel(mine, dist.new_group(), timeout_s=30.0, **given)
+    group: Any = dist.new_group()
+    parallel = envoi.ExpertParallel(mine, group, timeout_s=30.0, **given)
     everything, scenes = envoi.experts.pack(gate_up, down, format), []
     tokens = layer.tokens.to(device)
     for number in range(SCENES):

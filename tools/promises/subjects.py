@@ -146,7 +146,7 @@ def _gemm(device: torch.device, sizes: Sizes, batch_invariant: bool | None, name
         return (weights[rows], *_picked(a, rows))
 
     def run(weight: torch.Tensor, *parts: torch.Tensor) -> list[torch.Tensor]:
-        operands = {"weight": weight} if has_weight else {}
+        operands: dict[str, Any] = {"weight": weight} if has_weight else {}
         return _flat(envoi.gemm(_joined(a, parts), b, ep, batch_invariant=wanted, **operands))
 
     return Subject("gemm", "", sizes.rows, given, run, needed)
@@ -172,7 +172,7 @@ def _grouped(device: torch.device, sizes: Sizes, batch_invariant: bool | None, n
         return (order.argsort(), offsets, weights[rows[order]], *_picked(a, rows[order]))
 
     def run(back: torch.Tensor, offsets: torch.Tensor, weight: torch.Tensor, *parts: torch.Tensor) -> list:
-        operands = {"weight": weight} if has_weight else {}
+        operands: dict[str, Any] = {"weight": weight} if has_weight else {}
         out = envoi.grouped_gemm(_joined(a, parts), b, offsets, ep, batch_invariant=wanted, **operands)
         return [x[back] for x in _flat(out)]
 
@@ -183,7 +183,7 @@ def _route(device: torch.device, sizes: Sizes, batch_invariant: bool | None, mod
     preset = PRESETS[model]
     tokens = _normal(0, sizes.rows, sizes.K).to(device, dtype)
     gate = (_normal(1, preset.num_experts, sizes.K) / sizes.K**0.5).to(device, dtype)
-    biases = {
+    biases: dict[str, Any] = {
         "expert_bias": _normal(2, preset.num_experts).to(device) * 0.1 if preset.has_expert_bias else None,
         "logit_bias": _normal(3, preset.num_experts).to(device) if preset.has_logit_bias else None,
     }

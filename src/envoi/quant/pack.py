@@ -91,7 +91,11 @@ def _encode_with(groups: torch.Tensor, exponent: torch.Tensor) -> tuple[torch.Te
     """Encode float32 [.., G, 32] with UE8M0 bytes [.., G]; return nibbles [.., G, 32] and squared errors [.., G]."""
     scale = e8m0_to_float(exponent.view(torch.float8_e8m0fnu)).unsqueeze(-1)
     codes = e2m1_encode(groups / scale)
-    return codes, (e2m1_decode(codes) * scale - groups).square().sum(-1)
+    squares = (e2m1_decode(codes) * scale - groups).square()
+    while squares.shape[-1] > 1:  # added in one order on every device, on which the choice at a tie depends
+        half = squares.shape[-1] // 2
+        squares = squares[..., :half] + squares[..., half:]
+    return codes, squares[..., 0]
 
 
 def pad_factors(sf: torch.Tensor) -> torch.Tensor:
