@@ -78,6 +78,22 @@ def test_findings_have_seed_description_problem_and_command(odd, capsys, tmp_pat
     assert first["commit"] and first["machine"] and first["date"]
 
 
+def test_more_begins_after_what_was_right(odd, capsys, tmp_path):
+    record = tmp_path / "record.jsonl"
+
+    def more(count: int) -> str:
+        given = ["gemm", "--seed", "2", "--count", str(count), "--device", "cpu", "--record", str(record), "--more"]
+        assert command.main(given) == (count > 1)
+        return capsys.readouterr().out
+
+    assert "gemm: 0 of 1 cases wrong, seeds from 2, " in more(1)
+    assert "gemm: 0 of 0 cases wrong, seeds from 3, " in more(1)
+    for _ in range(2):  # what was wrong is run again
+        assert "gemm: 1 of 2 cases wrong, seeds from 3, " in more(3)
+    assert [(r.seed, r.count) for r in run.read(record)] == [(2, 1), (3, 2), (3, 2)]
+    assert [(r.seed, r.wrong) for r in run.kept(run.read(record))] == [(2, 0), (3, 1)]
+
+
 @pytest.mark.parametrize("operator", run.OPERATORS)
 def test_cases_of_a_family_share_what_kernels_are_compiled_for(operator):
     """A family's cases differ, but only in numbers of rows, of which there are few, and in values."""

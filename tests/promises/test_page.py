@@ -50,7 +50,7 @@ def test_faults_are_summed_over_their_stages(tmp_path):
     assert "| 8, 0 wrong in 2 stages | 4 x H200, `abc`, 2026-01-02 |" in written(tmp_path, *runs)
 
 
-def test_fuzz_has_the_last_run_on_a_gpu(tmp_path):
+def test_fuzz_has_the_runs_on_a_gpu(tmp_path):
     record = {
         "operator": "moe", "device": "cuda", "machine": "H200", "commit": "abc", "seed": 10, "count": 100, "wrong": 0,
         "sizes": "medium", "date": "2026-01-02", "family": 20, "seconds": 9.0,
@@ -59,6 +59,10 @@ def test_fuzz_has_the_last_run_on_a_gpu(tmp_path):
     (tmp_path / "fuzz.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
     said = "| moe, every format | 100, 0 wrong | 10 to 109, medium, by 20 | H200, `abc`, 2026-01-02 |"
     assert said in page.text(tmp_path)
+    mended = [record | {"seed": 110, "wrong": 3}, record | {"seed": 110, "count": 150, "commit": "def"}]
+    (tmp_path / "fuzz.jsonl").write_text("".join(json.dumps(line) + "\n" for line in (*lines, *mended)))
+    both = "H200, `abc`, 2026-01-02; H200, `def`, 2026-01-02"
+    assert f"| moe, every format | 250, 0 wrong | 10 to 259, medium, by 20 | {both} |" in page.text(tmp_path)
 
 
 @pytest.mark.parametrize(

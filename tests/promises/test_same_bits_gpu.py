@@ -24,7 +24,8 @@ def test_promises(name):
     device = torch.device("cuda")
     made = subject(name, device)
     found = {check: CHECKS[check](made, 0, DRAWS, device) for check in CHECKS}
-    assert found == dict.fromkeys(CHECKS, Result(DRAWS, 0))
+    assert all(result.count for result in found.values())
+    assert not {check: result.text for check, result in found.items() if result.wrong}
 
 
 @pytest.mark.gpu(arch="sm_90")

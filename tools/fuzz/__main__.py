@@ -30,11 +30,15 @@ def arguments(given: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--device", choices=("cpu", "cuda"), default="cuda" if torch.cuda.is_available() else "cpu")
     parser.add_argument("--sizes", choices=SIZES, default=None, help="default: medium; with a GPU large but for layers")
     parser.add_argument("--record", type=Path, metavar="FILE", help="append a JSON line for each operator")
+    parser.add_argument("--more", action="store_true", help="begin after the seeds of which --record has right runs")
     parser.add_argument("--commit", help="what to record; default: as git says")
     parser.add_argument("--jobs", type=int, default=1, help="processes; with more than one, seeds come in families")
     parser.add_argument("--family", type=int, default=None, help="seeds that share kernels; default: 50 with --jobs")
     parser.add_argument("--limit-s", type=float, default=1e9, help="begin nothing after so many seconds")
-    return parser.parse_args(given)
+    options = parser.parse_args(given)
+    if options.more and options.record is None:
+        parser.error("--more: expected --record FILE, whose seeds are left out")
+    return options
 
 
 def sizes_of(options: argparse.Namespace, operator: str) -> str:
@@ -42,11 +46,30 @@ def sizes_of(options: argparse.Namespace, operator: str) -> str:
     return options.sizes or ("large" if options.device == "cuda" and operator in LARGE else "medium")
 
 
-def run_operator(options: argparse.Namespace, name: str, limit_s: float) -> tuple[int, int]:
-    """Run an operator's cases and print findings; return how many cases were run, and how many are wrong."""
-    family = options.family or (run.FAMILY if options.jobs > 1 else 1)
+def family_of(options: argparse.Namespace) -> int:
+    """Return the number of seeds that share kernels."""
+    return options.family or (run.FAMILY if options.jobs > 1 else 1)
+
+
+def last_seed(options: argparse.Namespace, name: str) -> int:
+    """Return the seed after the last case of an operator."""
     whole = options.count // 5 if name == "expert_parallel" and options.jobs > 1 else options.count
-    given = name, options.seed, whole, sizes_of(options, name), options.device
+    return options.seed + whole
+
+
+def first_seed(options: argparse.Namespace, name: str) -> int:
+    """Return the seed of an operator's first case: with --more the first that --record's file has no right run of."""
+    kind = name, options.device, sizes_of(options, name), family_of(options)
+    right = [r for r in run.read(options.record) if r.kind == kind and not r.wrong] if options.more else []
+    done, end = set().union(*(r.seeds for r in right)), last_seed(options, name)
+    return next((seed for seed in range(options.seed, end) if seed not in done), end)
+
+
+def run_operator(options: argparse.Namespace, name: str, seed: int, limit_s: float) -> tuple[int, int]:
+    """Run an operator's cases from a seed on and print findings; return how many were run, and how many are wrong."""
+    family = family_of(options)
+    whole = last_seed(options, name) - seed
+    given = name, seed, whole, sizes_of(options, name), options.device
     if options.jobs == 1:
         count = _print(run.findings(*given, family))
         return whole, count
@@ -85,17 +108,17 @@ def main(given: list[str] | None = None) -> int:
     end, total = time.monotonic() + options.limit_s, 0
     for place, name in enumerate(names):
         start = time.monotonic()
-        done, wrong = run_operator(options, name, (end - start) / (len(names) - place))
+        seed = first_seed(options, name)
+        done, wrong = run_operator(options, name, seed, (end - start) / (len(names) - place))
         seconds = time.monotonic() - start
-        family = options.family or (run.FAMILY if options.jobs > 1 else 1)
         rate = f", {done / seconds:.1f} cases a second" if options.jobs > 1 else ""
-        print(f"{name}: {wrong} of {done} cases wrong, seeds from {options.seed}, {seconds:.1f} s{rate}", flush=True)
+        print(f"{name}: {wrong} of {done} cases wrong, seeds from {seed}, {seconds:.1f} s{rate}", flush=True)
         if options.record and done:
             options.record.parent.mkdir(parents=True, exist_ok=True)
             sizes = sizes_of(options, name)
-            record = run.record_of(name, options.seed, done, sizes, options.device, wrong, family, seconds)
+            record = run.record_of(name, seed, done, sizes, options.device, wrong, family_of(options), seconds)
             run.append(options.record, [replace(record, commit=options.commit or record.commit)])
-        total += wrong + (done == 0)
+        total += wrong + (done == 0 and seed < last_seed(options, name))
     return int(total > 0)
 
 

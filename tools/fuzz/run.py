@@ -55,6 +55,36 @@ class Record:
     family: int = 1
     seconds: float = 0.0
 
+    @property
+    def kind(self) -> tuple[str, str, str, int]:
+        """Operator, device, sizes and family: the cases of a seed depend on them."""
+        return self.operator, self.device, self.sizes, self.family
+
+    @property
+    def seeds(self) -> set[int]:
+        """Seeds that were run."""
+        return set(range(self.seed, self.seed + self.count))
+
+
+def read(path: Path) -> list[Record]:
+    """Read a record's lines; none if there is no such file."""
+    return [Record(**json.loads(line)) for line in path.read_text().splitlines()] if path.exists() else []
+
+
+def kept(records: Iterable[Record]) -> list[Record]:
+    """Return the runs of each operator's last kind, without those whose seeds later ones had."""
+    found: list[Record] = []
+    last: dict[str, tuple] = {}
+    later: dict[tuple, set[int]] = {}
+    for record in reversed(list(records)):
+        if last.setdefault(record.operator, record.kind) != record.kind:
+            continue
+        seen = later.setdefault(record.kind, set())
+        if not record.seeds <= seen:
+            found.append(record)
+            seen |= record.seeds
+    return found[::-1]
+
 
 def attempt(case: Case) -> Any:
     """Return the case's result, or the exception that it raised."""

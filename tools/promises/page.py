@@ -1,14 +1,14 @@
 """Page docs/promises.md: what Envoi promises, the test that proves each, and the last run, from bench/promises."""
 
-import json
 import sys
 from collections.abc import Iterable
 from pathlib import Path
 
 from envoi.quant import FORMATS
+from tools.fuzz.run import kept, read
 from tools.promises import evidence
 from tools.promises.evidence import FOLDER, Run
-from tools.promises.same_bits import CHECKS
+from tools.promises.same_bits import CHECKS, REFUSED
 from tools.promises.subjects import MAKERS, OPERATORS, needs
 
 PAGE = Path(__file__).resolve().parents[2] / "docs" / "promises.md"
@@ -47,7 +47,9 @@ then of those that were wrong. Only runs on GPUs count: "not run" is what hasn't
 
 def wrong_of(run: Run | None) -> str:
     """Return the counts of a run on a GPU, or that there was none."""
-    return f"{run.count}, {run.wrong} wrong" if run is not None and run.num_gpus else NOT_RUN
+    if run is None or not run.num_gpus:
+        return NOT_RUN
+    return "refused" if run.text == REFUSED else f"{run.count}, {run.wrong} wrong"
 
 
 def where(run: Run | None) -> str:
@@ -106,7 +108,8 @@ Needs `batch_invariant=True` for the second:
 {options}
 
 `route`, `indexer_topk`, quantising, and all else of the operators above need nothing. fp32 products on a GPU are
-torch's, in tiles of one size. Values that are reduced over rows (`col_sum`, `total_sum`) depend on all rows, of course.
+torch's, in tiles of one size; by expert they need offsets on the host, so that a capture is refused. Values that are
+reduced over rows (`col_sum`, `total_sum`) depend on all rows, of course.
 The bits aren't promised to be equal on another GPU, with another Triton or another release of Envoi, with `presum` for
 another number of ranks, or after `envoi tune` for calls without `batch_invariant`.
 
@@ -123,19 +126,18 @@ What the option costs is measured beside each case of the suite `gemm_drawn`, an
 
 def fuzz(folder: Path) -> str:
     """Return the section on random cases."""
-    last: dict[str, dict] = {}
-    path = folder / "fuzz.jsonl"
-    for line in path.read_text().splitlines() if path.exists() else ():
-        record = json.loads(line)
-        if record["device"] == "cuda":
-            last[record["operator"]] = record
+    runs = kept(r for r in read(folder / "fuzz.jsonl") if r.device == "cuda")
     rows = []
     for name in (*OPERATORS, "expert_parallel"):
-        r = last.get(name)
-        found = NOT_RUN if r is None else f"{r['count']}, {r['wrong']} wrong"
-        seeds = "-" if r is None else f"{r['seed']} to {r['seed'] + r['count'] - 1}, {r['sizes']}, by {r['family']}"
-        at = "-" if r is None else f"{r['machine']}, `{r['commit']}`, {r['date']}"
-        rows.append([FUZZED.get(name, name), found, seeds, at])
+        mine = [r for r in runs if r.operator == name]
+        if not mine:
+            rows.append([FUZZED.get(name, name), NOT_RUN, "-", "-"])
+            continue
+        seeds = sorted(set().union(*(r.seeds for r in mine)))
+        found = f"{len(seeds)}, {sum(r.wrong for r in mine)} wrong"
+        of = f"{seeds[0]} to {seeds[-1]}, {mine[-1].sizes}, by {mine[-1].family}"
+        at = "; ".join(dict.fromkeys(f"{r.machine}, `{r.commit}`, {r.date}" for r in mine))
+        rows.append([FUZZED.get(name, name), found, of, at])
     return f"""## Right results
 
 Random cases of every operator, hostile inputs included, are judged in float64 by code that shares nothing with the
@@ -144,7 +146,7 @@ command that a finding prints repeats its seed.
 
 Tests: `tests/fuzz/test_fuzz.py`, also on CPUs. Program: `python -m tools.fuzz all --jobs 14 --limit-s 570`.
 
-{table(["operator", "cases", "seeds, sizes, family", "last run"], rows)}
+{table(["operator", "cases", "seeds, sizes, family", "runs"], rows)}
 """
 
 

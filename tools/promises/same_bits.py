@@ -119,7 +119,9 @@ def prepared_or_plain(subject: Subject, seed: int, draws: int, device: torch.dev
 
 
 def graph_or_eager(subject: Subject, seed: int, draws: int, device: torch.device) -> Result:
-    """Compare replays of a CUDA graph, with other values in its inputs, with eager calls."""
+    """Compare replays of a CUDA graph, with other values in its inputs, with eager calls, or see a capture refused."""
+    if not subject.captured:
+        return refusal(subject, device)
     draw = random.Random(f"{subject.name} graph {seed}")
     wrong, text = 0, ""
     for _ in range(max(1, draws // 5)):
@@ -142,6 +144,22 @@ def graph_or_eager(subject: Subject, seed: int, draws: int, device: torch.device
     return Result(5 * max(1, draws // 5), wrong, text)
 
 
+def refusal(subject: Subject, device: torch.device) -> Result:
+    """Capture a call that must be refused, then make it eagerly."""
+    given = subject.given(all_rows(subject, device))
+    want = [x.clone() for x in subject.run(*given)]
+    said = ""
+    try:
+        with torch.cuda.graph(torch.cuda.CUDAGraph()):
+            subject.run(*given)
+    except RuntimeError as error:
+        said = str(error)
+    refused = "expected no CUDA graph to be captured" in said
+    right = refused and same(subject.run(*given), want)
+    return Result(1, int(not right), REFUSED if right else f"expected a refusal, got {said or 'none'}")
+
+
+REFUSED = "refused while a graph is captured"
 Check = Callable[[Subject, int, int, torch.device], Result]
 CHECKS: dict[str, Check] = {
     "run to run": run_to_run, "other rows": other_rows, "prepared or plain": prepared_or_plain,

@@ -14,6 +14,7 @@ import torch
 import envoi
 from envoi.epilogue import Row, epilogue, row_sum, rsqrt
 from envoi.epilogue.library import store, swiglu
+from envoi.indexer.select import orders_for
 from envoi.indexer.workloads import one
 from envoi.moe.router import PRESETS
 from envoi.quant import FORMATS, quantize
@@ -49,6 +50,7 @@ class Subject:
     operator: its public name. name: with the format and the epilogue. given: takes row numbers [m] int64, returns the
     call's tensors. run: takes them, returns outputs whose first dimension is m, in that order of rows.
     invariant: batch_invariant=True is what makes a row's bits independent of the others; False: they always are.
+    captured: a CUDA graph can hold the call; False: it is refused there, since torch reads values on the host.
     """
 
     operator: str
@@ -57,6 +59,7 @@ class Subject:
     given: Callable[[torch.Tensor], Tensors]
     run: Callable[..., Sequence[torch.Tensor]]
     invariant: bool = False
+    captured: bool = True
 
 
 @dataclass(frozen=True)
@@ -176,7 +179,7 @@ def _grouped(device: torch.device, sizes: Sizes, batch_invariant: bool | None, n
         out = envoi.grouped_gemm(_joined(a, parts), b, offsets, ep, batch_invariant=wanted, **operands)
         return [x[back] for x in _flat(out)]
 
-    return Subject("grouped_gemm", "", sizes.rows, given, run, needed)
+    return Subject("grouped_gemm", "", sizes.rows, given, run, needed, captured=name != "fp32")
 
 
 def _route(device: torch.device, sizes: Sizes, batch_invariant: bool | None, model: str, dtype: torch.dtype) -> Subject:
@@ -226,7 +229,8 @@ def _indexer(device: torch.device, sizes: Sizes, batch_invariant: bool | None, m
         assert isinstance(found, torch.Tensor)
         return [found]
 
-    return Subject("indexer_topk", "", requests, given, run)
+    captured = mode == "fast" or orders_for(device, q.shape[1]) is not None
+    return Subject("indexer_topk", "", requests, given, run, captured=captured)
 
 
 def _quantise(device: torch.device, sizes: Sizes, batch_invariant: bool | None, scheme: str) -> Subject:

@@ -11,7 +11,7 @@ from tools.in_processes import in_processes
 from tools.promises.evidence import Run, run_of
 from tools.promises.ranks import compare_ranks
 from tools.promises.same_bits import CHECKS, ON_GPU_ONLY, Result
-from tools.promises.subjects import MAKERS, subject
+from tools.promises.subjects import MAKERS, Subject, subject
 
 Task = tuple[str, int, int, str]
 
@@ -22,7 +22,15 @@ def check_subject(task: Task) -> dict[str, Result]:
     device = torch.device(kind)
     made = subject(name, device)
     checks = [check for check in CHECKS if kind == "cuda" or check not in ON_GPU_ONLY]
-    return {check: CHECKS[check](made, seed, draws, device) for check in checks}
+    return {check: attempt(check, made, seed, draws, device) for check in checks}
+
+
+def attempt(check: str, made: Subject, seed: int, draws: int, device: torch.device) -> Result:
+    """Make a check; one that raises is wrong throughout."""
+    try:
+        return CHECKS[check](made, seed, draws, device)
+    except Exception as error:
+        return Result(draws, draws, f"{type(error).__name__}: {str(error).partition(chr(10))[0]}")
 
 
 def run(options: argparse.Namespace) -> Iterator[Run]:

@@ -20,6 +20,8 @@ from envoi.epilogue.ir import SCALAR, Node, Shape
 from envoi.quant.cast import quantize
 from envoi.quant.formats import E4M3_MAX, SCHEMES
 
+ROW_TILE_CUDA = 256  # rows of a product or of row sums that a GPU's torch is given at a time
+
 
 @dataclass(frozen=True)
 class Operation:
@@ -125,7 +127,14 @@ def _sum(x: torch.Tensor, dim: int) -> torch.Tensor:
 
 
 def _row_sum(x: torch.Tensor) -> torch.Tensor:
-    """Return row sums [M, 1]. A single row is doubled first: torch may split its sum over threads."""
+    """Return row sums [M, 1], whose bits don't depend on M.
+
+    A single row is doubled first: torch may split its sum over threads. A GPU's torch follows the number of rows in
+    other ways too: it gets sums of one shape.
+    """
+    if x.is_cuda:
+        tiles = functional.pad(x, (0, 0, 0, -x.shape[0] % ROW_TILE_CUDA)).contiguous().split(ROW_TILE_CUDA)
+        return torch.cat([_sum(tile, 1) for tile in tiles])[: x.shape[0]]
     return _sum(x.expand(2, -1), 1)[:1] if x.shape[0] == 1 else _sum(x, 1)
 
 

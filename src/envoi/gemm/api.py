@@ -123,7 +123,7 @@ def grouped_gemm(
 
     Example: offsets [0, 2, 2, 5] gives rows 0 and 1 to expert 0, none to expert 1, rows 2 to 4 to expert 2.
     Raises ValueError for dtypes, shapes, devices or names that don't go together, and for offsets that aren't
-    ascending.
+    ascending; RuntimeError for float32 on a GPU, which runs on torch, while a CUDA graph is captured.
     """
     _check_matrix("rows", rows, ("P", "K"))
     _check_matrix("weights", weights, ("E", "N", rows.shape[1]), rows.device)

@@ -4,6 +4,7 @@ from itertools import pairwise
 
 import torch
 
+from envoi.check import expect_no_capture
 from envoi.epilogue.evaluate import evaluate
 from envoi.epilogue.ir import IR, Node
 from envoi.epilogue.outputs import output_dtype
@@ -30,7 +31,11 @@ def compute_groups(
 
 
 def check_offsets(offsets: torch.Tensor, num_rows: int) -> list[int]:
-    """Return the offsets as numbers. ValueError if they don't ascend from 0 to at most num_rows."""
+    """Return the offsets as numbers. ValueError if they don't ascend from 0 to at most num_rows.
+
+    Raises RuntimeError while a CUDA graph is captured.
+    """
+    expect_no_capture("offsets", offsets.device, "since float32 runs on torch, which needs their values on the host")
     bounds = offsets.tolist()
     if bounds[0] != 0 or bounds[-1] > num_rows or any(last < first for first, last in pairwise(bounds)):
         raise ValueError(f"offsets: expected ascending values from 0 to at most {num_rows} rows, got {bounds}")

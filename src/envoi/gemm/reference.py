@@ -13,13 +13,13 @@ from itertools import pairwise
 
 import torch
 
+from envoi.epilogue.operations import ROW_TILE_CUDA
 from envoi.quant.cast import decode_sf, decode_values, dequantize, expand_sf
 from envoi.types import Matrix, QuantTensor
 
 # BLAS libraries choose a kernel, and with it the order of the sum, by the number of rows. On CPUs they do so for a few
 # rows only, so padding is enough there; cuBLAS always may, so it gets products of one shape.
 ROW_TILE = 16
-ROW_TILE_CUDA = 256
 
 
 def accumulate(a: Matrix, b: Matrix) -> torch.Tensor:

@@ -74,7 +74,7 @@ def indexer_topk(
     gives an UncertifiedWarning once: `envoi indexer certify` makes a certificate for this GPU, torch and cuBLAS.
 
     Raises ValueError for wrong dtypes, shapes, devices, k, H, page size; on CPUs, and where the exact mode uses
-    torch's operators, also for the errors of return_errors.
+    torch's operators, also for the errors of return_errors, and there RuntimeError while a CUDA graph is captured.
     Source of the definition: dsa_topk_indexer_fp8_h64_d128_topk2048_ps64 of FlashInfer-Bench.
     """
     _check(q, k_cache, weights, seq_lens, block_table, k, next_n)

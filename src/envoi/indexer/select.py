@@ -2,7 +2,7 @@
 
 import torch
 
-from envoi.check import expect_divisible, expect_int
+from envoi.check import expect_divisible, expect_int, expect_no_capture
 from envoi.indexer import certificate, reference
 from envoi.indexer.layout import PAGE_SIZE, pages_of
 from envoi.runtime.devices import implementation
@@ -40,7 +40,12 @@ def orders_for(device: torch.device, num_heads: int) -> torch.Tensor | None:
 
 
 def check_values(seq_lens: torch.Tensor, block_table: torch.Tensor, num_pages: int) -> None:
-    """Raise ValueError for lengths and pages that would read outside the cache. Waits for the device."""
+    """Raise ValueError for lengths and pages that would read outside the cache. Waits for the device.
+
+    Raises RuntimeError while a CUDA graph is captured.
+    """
+    why = "since without a certificate torch's operators run, which need lengths on the host (`envoi indexer certify`)"
+    expect_no_capture("mode='exact'", seq_lens.device, why)
     for request, length in enumerate(seq_lens.tolist()):
         if length < 0 or pages_of(length) > block_table.shape[1]:
             most = block_table.shape[1] * PAGE_SIZE
