@@ -6,7 +6,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from envoi.epilogue import library
+from envoi.epilogue import epilogue, library, row_sum
 from envoi.epilogue.lower import lower
 from envoi.gemm.hopper import config as configs
 from envoi.gemm.hopper.config import (
@@ -172,13 +172,16 @@ def test_a_tile_that_is_split_shares_no_token_with_one_that_is_not(config):
     assert first_tokens(193, split, 0) == first_tokens(193, config, 132)
 
 
-def test_tiles_overlap_only_in_plain_gemms_without_row_reductions():
-    reduced = lower(library.absmax.ir, torch.bfloat16, "gluon", False, True, frozenset())
+def test_tiles_overlap_only_in_plain_gemms_without_sums_of_rows():
+    sums = lower(epilogue(lambda acc: (acc, row_sum(acc))).ir, torch.bfloat16, "gluon", False, True, frozenset())
+    maxima = lower(library.absmax.ir, torch.bfloat16, "gluon", False, True, frozenset())
+    assert maxima.maxima_together and not sums.maxima_together and not STORE.maxima_together
     plain = Problem(200, 4096, 4096, 2)
     for config in candidates(plain, STORE):
         is_full = configs.accumulator_registers(config) == configs.MAX_ACCUMULATORS
         assert config.tiles_overlap == (config.split_k == 1 or not is_full)
-    assert not any(config.tiles_overlap for config in candidates(plain, reduced))
+    assert not any(config.tiles_overlap for config in candidates(plain, sums))
+    assert any(config.tiles_overlap for config in candidates(plain, maxima))
     grouped = replace(plain, num_groups=8)
     assert not any(config.tiles_overlap for config in candidates(grouped, STORE))
     assert supports(grouped, TWO_HIGH, STORE) == "tiles_overlap: expected False in a grouped GEMM, got True"

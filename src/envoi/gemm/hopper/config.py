@@ -13,6 +13,7 @@ RESERVED_BYTES = 2048  # of shared memory, for barriers and for what reductions 
 MIN_STAGES = 2
 _FLAGS = ("pingpong", "swap_ab", "wide_tail_tiles", "paired_tiles")
 IN_TURNS = 17, 64  # tokens of an expert for which consumers take tiles with scale factors along K in turns
+REDUCED_ROWS_OVERLAP = True  # tiles overlap with maxima of rows too
 MAX_ACCUMULATORS = 128  # of a thread; with more the epilogue has too few registers
 
 
@@ -225,12 +226,13 @@ def shared_bytes(problem: Problem, config: Config, code: Lowered) -> int:
 def fitted(problem: Problem, config: Config, code: Lowered) -> Config:
     """Return the config with as many stages as fit, and chunks that the epilogue can work on.
 
-    Tiles overlap, except in grouped GEMMs and where the compiler would spill registers for it: with row reductions, and
+    Tiles overlap, except in grouped GEMMs and where the compiler would spill registers for it: with sums of rows, and
     where the largest accumulators are split.
     """
     columns = min(max(config.epilogue_columns, code.chunk_columns), _output_columns(config))
     full = config.split_k > 1 and accumulator_registers(config) == MAX_ACCUMULATORS
-    overlap = not (problem.num_groups or code.partials or full)
+    reduced = code.partials and not (REDUCED_ROWS_OVERLAP and code.maxima_together)
+    overlap = not (problem.num_groups or reduced or full)
     config = replace(config, epilogue_columns=columns, tiles_overlap=overlap)
     while config.num_stages > MIN_STAGES and shared_bytes(problem, config, code) > SHARED_BYTES:
         config = replace(config, num_stages=config.num_stages - 1)

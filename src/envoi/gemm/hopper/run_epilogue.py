@@ -20,10 +20,11 @@ from envoi.runtime.sync import arrive
 class RowReductions:
     """Scratch, in global memory, for reductions over rows that several tiles span; an empty buffer without any.
 
+    partials: a slot for each tile along N; with `code.maxima_together` [reductions, M, num_slots]. Never cleared.
     counters: 0 at launch; the last of a row's tiles to arrive resets its counter.
     """
 
-    partials: gl.tensor  # float32 pointer, [reductions, num_slots, M], one slot per tile along N; never cleared
+    partials: gl.tensor  # float32 pointer, [reductions, num_slots, M]
     counters: gl.tensor  # int32 pointer, [M + block_m], indexed by a tile's first row
 
 
