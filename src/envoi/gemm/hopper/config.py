@@ -14,6 +14,7 @@ MIN_STAGES = 2
 _FLAGS = ("pingpong", "swap_ab", "wide_tail_tiles", "paired_tiles")
 IN_TURNS = 17, 64  # tokens of an expert for which consumers take tiles with scale factors along K in turns
 REDUCED_ROWS_OVERLAP = True  # tiles overlap with maxima of rows too
+THREE_CONSUMERS = True  # tiles of 192 rows are candidates
 MAX_ACCUMULATORS = 128  # of a thread; with more the epilogue has too few registers
 
 
@@ -21,8 +22,9 @@ MAX_ACCUMULATORS = 128  # of a thread; with more the epilogue has too few regist
 class Config(Constant):
     """Tiling of one problem by the Hopper GEMM; `TileConfig` documents the tile's fields.
 
-    rows_per_consumer: 64 or 128. num_consumers: 1 or 2; two share each tile, each with its own rows of x, or with
+    rows_per_consumer: 64 or 128. num_consumers: 1 to 3; they share each tile, each with its own rows of x, or two with
         `pingpong` take whole tiles alternately, so that the epilogue of one overlaps the mainloop of the other.
+        Three, in a plain GEMM only, have at most 64 accumulators a thread.
     block_y: a power of two from 8 to 256. block_k: elements of K in a stage. num_stages: stages in the ring.
     num_warps: of a consumer, 4 or 8.
     epilogue_columns, num_store_buffers: the epilogue's column chunks, and the ring through which TMA stores them.
@@ -140,8 +142,10 @@ def supports(problem: Problem, config: Config, code: Lowered) -> str:
 def _why_not_consumers(c: Config) -> str:
     if c.num_stages < MIN_STAGES:
         return f"num_stages: expected at least {MIN_STAGES}, got {c.num_stages}: the producer would wait forever"
-    if c.rows_per_consumer not in (64, 128) or c.num_consumers not in (1, 2) or c.num_warps not in (4, 8):
-        return f"consumers: expected 1 or 2 of 64 or 128 rows by 4 or 8 warps, got {c.label()}"
+    if c.rows_per_consumer not in (64, 128) or c.num_consumers not in (1, 2, 3) or c.num_warps not in (4, 8):
+        return f"consumers: expected 1 to 3 of 64 or 128 rows by 4 or 8 warps, got {c.label()}"
+    if c.num_consumers == 3 and (c.num_warps == 8 or accumulator_registers(c) > MAX_ACCUMULATORS // 2):
+        return f"consumers: expected at most 64 accumulators a thread of four warps for three, got {c.label()}"
     if c.rows_per_consumer < 16 * c.num_warps:
         return f"rows_per_consumer: expected at least 16 a warp, got {c.rows_per_consumer} for {c.num_warps} warps"
     if c.block_y & (c.block_y - 1) or not 8 <= c.block_y <= 256:
@@ -171,6 +175,8 @@ def _why_not_chunks(problem: Problem, c: Config, code: Lowered) -> str:
 
 
 def _why_not_problem(problem: Problem, c: Config) -> str:
+    if c.num_consumers == 3 and (problem.num_groups or problem.scaled):
+        return f"num_consumers: expected at most 2 in a grouped GEMM and with scales along K, got {c.num_consumers}"
     if problem.num_groups and c.split_k > 1:
         return f"split_k: expected 1 in a grouped GEMM, got {c.split_k}"
     if problem.whole_k and c.split_k > 1:
@@ -267,6 +273,7 @@ def candidates(problem: Problem, code: Lowered) -> list[Config]:
             Config(64, 2, 128, k, 8, pingpong=True),
             Config(64, 2, 128, k, 6),
             Config(64, 1, 128, k, 8),
+            *[Config(64, 3, 128, k, 6)] * THREE_CONSUMERS,
             Config(64, 1, 64, 2 * k, 6),
             Config(64, 1, 32, 2 * k, 8),
             Config(64, 1, 256, k, 5),
