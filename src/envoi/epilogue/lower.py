@@ -48,12 +48,11 @@ class Lowered:
 
     output_specs: the tensors it writes. tma_outputs: indices of those stored through TMA descriptors. partials: partial
     reductions a row that a tile passes on. maxima_together: all of them are maxima, and all threads of a role share the
-    loads that complete them (`tile_gluon.max_of_slots`). elementwise: every output is a tile whose
-    elements depend on one accumulator each, so that any layout will do. tma_operands: names of the operands loaded by
-    TMA. chunk_columns: a chunk has a multiple of this many columns. whole_rows: chunks hold whole rows. scattered: each row
-    is stored at an address of its own. takes_halves: column 2 j of a chunk's accumulators is column j of the product,
-    column 2 j + 1 is column j + N / 2. paired: two neighbouring chunks share scale factors; a consumer gets them in
-    turn.
+    loads that complete them (`tile_gluon.max_of_slots`). elementwise: every output is a tile whose elements depend on
+    one accumulator each, so that any layout will do. tma_operands: names of the operands loaded by TMA. chunk_columns:
+    a chunk has a multiple of this many columns. whole_rows: chunks hold whole rows. scattered: each row is stored at an
+    address of its own. takes_halves: column 2 j of a chunk's accumulators is column j of the product, column 2 j + 1 is
+    column j + N / 2. paired: two neighbouring chunks share scale factors; a consumer gets them in turn.
     """
 
     visit: Any
