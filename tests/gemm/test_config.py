@@ -134,10 +134,12 @@ def test_more_work_takes_longer():
 
 # The last tokens' tile
 
-TWO_HIGH, TALL, SWAPPED = (
+TWO_HIGH, TALL, SWAPPED, THREE_HIGH, THREE_WIDE = (
     Config(64, 2, 128, 64, 6, tiles_overlap=True),
     Config(128, 2, 128, 64, 6, pingpong=True, tiles_overlap=True),
     Config(64, 1, 32, 64, 12, swap_ab=True, tiles_overlap=True),
+    Config(64, 3, 128, 64, 5, tiles_overlap=True),
+    Config(64, 3, 128, 64, 4, swap_ab=True, tiles_overlap=True),
 )
 
 
@@ -151,7 +153,7 @@ def first_tokens(M: int, config: Config, num_whole_tiles: int) -> list[int]:
     return [move(scheduler, row, block, box) for row in range(0, M, block)]
 
 
-@pytest.mark.parametrize("config", [TWO_HIGH, TALL, SWAPPED], ids=Config.label)
+@pytest.mark.parametrize("config", [TWO_HIGH, TALL, SWAPPED, THREE_HIGH, THREE_WIDE], ids=Config.label)
 @pytest.mark.parametrize("M", [1, 31, 32, 33, 63, 64, 65, 127, 128, 129, 191, 192, 193, 256, 257, 1199])
 def test_every_token_is_in_a_tile_and_no_box_has_rows_after_the_last_one(M, config):
     firsts = first_tokens(M, config, 0)
@@ -165,7 +167,7 @@ def test_every_token_is_in_a_tile_and_no_box_has_rows_after_the_last_one(M, conf
         assert max(with_tokens) + box <= M or M % box == 0
 
 
-@pytest.mark.parametrize("config", [TWO_HIGH, TALL, SWAPPED], ids=Config.label)
+@pytest.mark.parametrize("config", [TWO_HIGH, TALL, SWAPPED, THREE_HIGH, THREE_WIDE], ids=Config.label)
 def test_a_tile_that_is_split_shares_no_token_with_one_that_is_not(config):
     split = replace(config, split_k=2)
     assert first_tokens(193, split, 132) == list(range(0, 193, config.block_m))
@@ -185,6 +187,49 @@ def test_tiles_overlap_only_in_plain_gemms_without_sums_of_rows():
     grouped = replace(plain, num_groups=8)
     assert not any(config.tiles_overlap for config in candidates(grouped, STORE))
     assert supports(grouped, TWO_HIGH, STORE) == "tiles_overlap: expected False in a grouped GEMM, got True"
+
+
+# Three consumers, transposes stored by TMA, operands loaded ahead
+
+
+def test_three_consumers_share_plain_tiles_only():
+    plain = Problem(1000, 2880, 4096, 2)
+    assert supports(plain, THREE_HIGH, STORE) == supports(plain, THREE_WIDE, STORE) == ""
+    assert (THREE_HIGH.block_m, THREE_HIGH.block_n) == (192, 128)
+    assert (THREE_WIDE.block_m, THREE_WIDE.block_n) == (128, 192)
+    for other in (replace(plain, num_groups=8), replace(plain, element_bytes=1, scaled=True)):
+        assert supports(other, replace(THREE_HIGH, tiles_overlap=False), STORE).startswith("num_consumers: expected at")
+    for config in (replace(THREE_HIGH, block_y=256), replace(THREE_HIGH, rows_per_consumer=128, num_warps=8)):
+        assert supports(plain, config, STORE).startswith("consumers: expected at most 64 accumulators a thread")
+    assert supports(plain, replace(THREE_HIGH, pingpong=True), STORE) == "pingpong: expected 2 consumers, got 3"
+
+
+def test_three_consumers_where_they_fill_one_wave():
+    chosen = default_config(Problem(1000, 2880, 4096, 2), STORE, NUM_SMS)
+    assert chosen == THREE_WIDE
+
+
+@pytest.mark.parametrize("name", ["store", "scale_bias_relu", "swiglu", "absmax", "gelu_residual"])
+def test_only_elementwise_epilogues_are_stored_transposed_by_tma(name):
+    ir = getattr(library, name).ir
+    loaded = tuple(operand.name for operand in ir.operands if operand.kind == "Tile")
+    code = lower(ir, torch.bfloat16, "gluon", False, True, frozenset(), loaded)
+    problem = Problem(1000, 2880, 4096, 2, tma_operand_bytes=2.0 * len(loaded))
+    refused = supports(problem, THREE_WIDE, code)
+    assert refused.startswith("swap_ab: expected") == (name in ("swiglu", "absmax", "gelu_residual"))
+
+
+def test_operands_are_loaded_ahead_where_the_epilogue_is_most_of_a_tile():
+    code = lower(library.gelu_residual.ir, torch.bfloat16, "gluon", False, True, frozenset(), ("residual",))
+    short, long = (Problem(1216, 32768, K, 2, tma_operand_bytes=2.0) for K in (512, 8192))
+    ahead = default_config(short, code, NUM_SMS)
+    assert ahead is not None and ahead.num_operand_buffers == ahead.num_chunks == 4
+    one = default_config(long, code, NUM_SMS)
+    assert one is not None and one.num_operand_buffers == 1 < one.num_chunks
+    assert shared_bytes(short, ahead, code) <= SHARED_BYTES
+    assert shared_bytes(short, ahead, code) - shared_bytes(short, replace(ahead, num_operand_buffers=1), code) == 49152
+    odd = supports(short, replace(ahead, num_operand_buffers=3), code)
+    assert odd == "num_operand_buffers: expected a divisor of 4, got 3"
 
 
 def test_rows_outside_of_the_matrix_cost_time_where_no_tile_can_be_moved():
