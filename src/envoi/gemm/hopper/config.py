@@ -300,10 +300,11 @@ def candidates(problem: Problem, code: Lowered) -> list[Config]:
     if problem.scaled and per_group > 64 and fitted(problem, wide, code).num_stages == wide.num_stages:
         found.append(wide)
     if not code.whole_rows and not code.tma_outputs and not code.tma_operands and not code.paired:
+        most = 128 if not code.partials else 64 if code.maxima_together else 32  # more rows of partials spill
         found += [
             Config(64, consumers, tokens, depth, 12, swap_ab=True)
             for tokens in (8, 16, 32, 64, 128)
-            if tokens < 2 * max(per_group, 8) and (tokens <= 32 or not code.partials)  # more rows of partials spill
+            if tokens < 2 * max(per_group, 8) and tokens <= most
             for consumers in (1, 2)
             for depth in ((k,) if problem.scaled else (k, 2 * k, 4 * k))
         ]
