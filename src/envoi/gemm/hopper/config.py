@@ -14,8 +14,7 @@ MIN_STAGES = 2
 _FLAGS = ("pingpong", "swap_ab", "wide_tail_tiles", "paired_tiles")
 IN_TURNS = 17, 64  # tokens of an expert for which consumers take tiles with scale factors along K in turns
 REDUCED_ROWS_OVERLAP = True  # tiles overlap with maxima of rows too
-THREE_CONSUMERS = True  # tiles of 192 rows or features are candidates
-OPERANDS_AHEAD = True  # all chunks of a TMA operand may be loaded before the mainloop
+THREE_CONSUMERS = True  # tiles of 192 rows are candidates
 MAX_ACCUMULATORS = 128  # of a thread; with more the epilogue has too few registers
 
 
@@ -291,10 +290,6 @@ def candidates(problem: Problem, code: Lowered) -> list[Config]:
         ]
         if problem.tma_operand_bytes:  # long epilogues, of which eight warps have half as much each
             found.append(Config(128, 2, 128, k, 6, 8, pingpong=True, epilogue_columns=32))
-    if problem.tma_operand_bytes and OPERANDS_AHEAD:
-        if problem.scaled and not problem.num_groups and not code.paired:  # turns hide a long epilogue
-            found += [Config(64, 2, 128, k, 4, pingpong=True), Config(64, 2, 128, 128, 8, pingpong=True)]
-        found += [replace(c, num_operand_buffers=c.num_chunks) for c in found if c.num_chunks > 1]
     wide = Config(64, 2, 128, 128, 5, wide_tail_tiles=True, paired_tiles=code.paired)
     # With fewer rows, loading weights bounds the time and more stages help more; wide tiles need all their stages.
     if problem.scaled and per_group > 64 and fitted(problem, wide, code).num_stages == wide.num_stages:
@@ -321,20 +316,18 @@ class Costs:
     `tools/fit_time_model.py` fits them to bench/gemm_times.jsonl.
 
     launch: the kernel's launch and its first loads. tile, element, operand: around a tile's mainloop, for each of a
-    consumer's accumulators in its epilogue, by four warps, and beyond that if it loads an operand by TMA.
-    operand_ahead: as operand, if all chunks are loaded before the mainloop; a guess. step: around the loads of a stage.
-    latency: from a stage's release to its next fill. held_stages: stages whose wgmma may not have completed. part:
-    around one part of a split tile. join: to store or to add one accumulator's partial sum. l2_bytes, dram_bytes:
-    loaded per cycle, by one multiprocessor and by all. outside_lines: lines of 128 bytes outside of a matrix that all
-    multiprocessors together fill with zeros per cycle. scaled_block: to add up a block of 128 elements of K with its
-    scales. wide_step, wide_tile: factors with wide tail tiles.
+    consumer's accumulators in its epilogue, by four warps, and beyond that if it loads an operand by TMA. step: around
+    the loads of a stage. latency: from a stage's release to its next fill. held_stages: stages whose wgmma may not have
+    completed. part: around one part of a split tile. join: to store or to add one accumulator's partial sum. l2_bytes,
+    dram_bytes: loaded per cycle, by one multiprocessor and by all. outside_lines: lines of 128 bytes outside of a
+    matrix that all multiprocessors together fill with zeros per cycle. scaled_block: to add up a block of 128 elements
+    of K with its scales. wide_step, wide_tile: factors with wide tail tiles.
     """
 
     launch: float = H200.launch_cycles
     tile: float = 825
     element: float = 0.13
     operand: float = 0.8
-    operand_ahead: float = 0.55
     step: float = 19
     latency: float = 1300
     held_stages: float = 1.6
@@ -379,8 +372,7 @@ def predicted_cycles(problem: Problem, config: Config, num_sms: int, costs: Cost
 
 
 def _epilogue_cycles(problem: Problem, config: Config, costs: Costs) -> float:
-    operand = costs.operand_ahead if config.num_operand_buffers == config.num_chunks > 1 else costs.operand
-    element = costs.element + (operand if problem.tma_operand_bytes else 0.0)
+    element = costs.element + (costs.operand if problem.tma_operand_bytes else 0.0)
     cycles = costs.tile + element * config.rows_per_consumer * config.block_y * 4 / config.num_warps
     return cycles * costs.wide_tile if config.wide_tail_tiles else cycles
 
