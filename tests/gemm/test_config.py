@@ -189,7 +189,7 @@ def test_tiles_overlap_only_in_plain_gemms_without_sums_of_rows():
     assert supports(grouped, TWO_HIGH, STORE) == "tiles_overlap: expected False in a grouped GEMM, got True"
 
 
-# Three consumers, transposes stored by TMA, operands loaded ahead
+# Three consumers, transposes stored by TMA
 
 
 def test_three_consumers_share_plain_tiles_only():
@@ -217,19 +217,6 @@ def test_only_elementwise_epilogues_are_stored_transposed_by_tma(name):
     problem = Problem(1000, 2880, 4096, 2, tma_operand_bytes=2.0 * len(loaded))
     refused = supports(problem, THREE_WIDE, code)
     assert refused.startswith("swap_ab: expected") == (name in ("swiglu", "absmax", "gelu_residual"))
-
-
-def test_operands_are_loaded_ahead_where_the_epilogue_is_most_of_a_tile():
-    code = lower(library.gelu_residual.ir, torch.bfloat16, "gluon", False, True, frozenset(), ("residual",))
-    short, long = (Problem(1216, 32768, K, 2, tma_operand_bytes=2.0) for K in (512, 8192))
-    ahead = default_config(short, code, NUM_SMS)
-    assert ahead is not None and ahead.num_operand_buffers == ahead.num_chunks == 4
-    one = default_config(long, code, NUM_SMS)
-    assert one is not None and one.num_operand_buffers == 1 < one.num_chunks
-    assert shared_bytes(short, ahead, code) <= SHARED_BYTES
-    assert shared_bytes(short, ahead, code) - shared_bytes(short, replace(ahead, num_operand_buffers=1), code) == 49152
-    odd = supports(short, replace(ahead, num_operand_buffers=3), code)
-    assert odd == "num_operand_buffers: expected a divisor of 4, got 3"
 
 
 def test_rows_outside_of_the_matrix_cost_time_where_no_tile_can_be_moved():

@@ -315,9 +315,6 @@ OVERLAPPING = {
     "one consumer": Config(64, 1, 64, 128, 6), "two consumers": Config(64, 2, 128, 128, 4),
     "in turns": Config(128, 2, 128, 64, 6, pingpong=True), "split": Config(64, 1, 64, 128, 6, split_k=2),
     "eight warps": Config(128, 2, 128, 64, 6, 8, pingpong=True, epilogue_columns=32),
-    "eight warps, operands ahead": Config(
-        128, 2, 128, 64, 4, 8, pingpong=True, epilogue_columns=32, num_operand_buffers=4
-    ),
     "tokens on the N side": Config(64, 1, 32, 128, 6, swap_ab=True),
     "three consumers": Config(64, 3, 128, 64, 4), "three, split": Config(64, 3, 128, 64, 4, split_k=2),
     "three, features": Config(64, 3, 128, 64, 4, swap_ab=True),

@@ -192,28 +192,17 @@ def put_tiles(values, descs, stages, coords, m, turn, TURNS: gl.constexpr):
 
 
 @gluon.jit
-def operand_buffers_for(descs, COUNT: gl.constexpr):
-    """Allocate a role's buffers, COUNT chunks for each tile operand loaded by TMA, and a barrier for each buffer."""
-    num_barriers: gl.constexpr = len(descs) * COUNT
-    arrived = gl.allocate_shared_memory(gl.int64, [num_barriers, 1], mbarrier.MBarrierLayout())
-    for i in gl.static_range(num_barriers):
+def operand_buffers_for(descs):
+    """Allocate a role's buffers, a chunk for each tile operand loaded by TMA, and their barriers [operands, 1]."""
+    arrived = gl.allocate_shared_memory(gl.int64, [len(descs), 1], mbarrier.MBarrierLayout())
+    for i in gl.static_range(len(descs)):
         mbarrier.init(arrived.index(i), count=1)
     fence_async_shared()
     role_barrier()
     if len(descs) == 1:
-        return (stage_for(descs[0], COUNT),), arrived
+        return (stage_for(descs[0], 1),), arrived
     else:
-        return (stage_for(descs[0], COUNT), stage_for(descs[1], COUNT)), arrived
-
-
-@gluon.jit
-def fetch_first(desc, buffer, arrived, m, n, INDEX: gl.constexpr, COUNT: gl.constexpr):
-    """Start loading a tile's first COUNT chunks of operand INDEX, once all warps have read the tile before."""
-    role_barrier()
-    for i in gl.static_range(COUNT):
-        mbarrier.expect(arrived.index(INDEX * COUNT + i), desc.block_type.nbytes)
-        at = [m, n + i * desc.block_type.shape[1]]
-        tma_load(desc, at, arrived.index(INDEX * COUNT + i), buffer.index(i))
+        return (stage_for(descs[0], 1), stage_for(descs[1], 1)), arrived
 
 
 @gluon.jit
@@ -221,25 +210,21 @@ def fetch(desc, buffer, arrived, m, n):
     """Start loading a chunk of a tile operand, once all warps have read the one before."""
     role_barrier()
     mbarrier.expect(arrived, desc.block_type.nbytes)
-    tma_load(desc, [m, n], arrived, buffer)
+    tma_load(desc, [m, n], arrived, buffer.index(0))
 
 
 @gluon.jit
-def take_tile(operands, desc, x, m, n, INDEX: gl.constexpr, turn: gl.constexpr, cfg: gl.constexpr):
-    """Return a chunk of a tile operand from its buffer; start loading the one that has the buffer next.
+def take_tile(operands, desc, x, m, n, INDEX: gl.constexpr, turn, cfg: gl.constexpr):
+    """Return a chunk of a tile operand from its buffer; start loading the next. More buffers would cost stages.
 
     operands: buffers and barriers of the operands loaded by TMA, and the number of tiles finished before. INDEX: which
     operand. turn: which chunk.
     """
     buffers, arrived, before = operands
-    count: gl.constexpr = cfg.num_operand_buffers
-    own: gl.constexpr = turn % count
-    uses: gl.constexpr = cfg.num_chunks // count  # of a buffer in a tile
-    mbarrier.wait(arrived.index(INDEX * count + own), (before * uses + turn // count) & 1)
-    value = buffers[INDEX].index(own).load(x.type.layout).to(gl.float32)
-    if turn + count < cfg.num_chunks:
-        ahead: gl.constexpr = count * desc.block_type.shape[1]
-        fetch(desc, buffers[INDEX].index(own), arrived.index(INDEX * count + own), m, n + ahead)
+    mbarrier.wait(arrived.index(INDEX), (before * cfg.num_chunks + turn) & 1)
+    value = buffers[INDEX].index(0).load(x.type.layout).to(gl.float32)
+    if turn + 1 < cfg.num_chunks:
+        fetch(desc, buffers[INDEX], arrived.index(INDEX), m, n + desc.block_type.shape[1])
     return value
 
 

@@ -384,14 +384,13 @@ class Writer:
         count = len(self.tma_operands)
         descs = [f"descs[{MAX_DESCS + i}]" for i in range(count)]
         self.line("")
-        self.line("def operand_buffers(descs, cfg: L.constexpr):", 0)
-        text = f"operand_buffers_for(({', '.join(descs)},), cfg.num_operand_buffers)"
-        self.line(f"return {text if count else '(0,), 0'}")
+        self.line("def operand_buffers(descs):", 0)
+        self.line(f"return operand_buffers_for(({', '.join(descs) or '0'},))" if count else "return (0,), 0")
         self.line("")
-        self.line("def fetch_operands(descs, buffers, arrived, m, n, cfg: L.constexpr):", 0)
+        self.line("def fetch_operands(descs, buffers, arrived, m, n):", 0)
         for i, name in enumerate(self.tma_operands):
             d = self.ir.operand(name).shape.divisor
-            self.line(f"fetch_first({descs[i]}, buffers[{i}], arrived, m, n // {d}, {i}, cfg.num_operand_buffers)")
+            self.line(f"fetch({descs[i]}, buffers[{i}], arrived.index({i}), m, n // {d})")
         self.line("return")
 
     def _of_expert(self) -> None:

@@ -28,7 +28,6 @@ class Config(Constant):
     block_y: a power of two from 8 to 256. block_k: elements of K in a stage. num_stages: stages in the ring.
     num_warps: of a consumer, 4 or 8.
     epilogue_columns, num_store_buffers: the epilogue's column chunks, and the ring through which TMA stores them.
-    num_operand_buffers: chunks of each TMA operand that are loaded ahead; a divisor of the chunks.
     wide_tail_tiles: only in a grouped GEMM. paired_tiles: for an epilogue that is lowered for pairs, and no other.
     tiles_overlap: only in a plain GEMM; `fitted` decides, and labels leave it out.
     """
@@ -48,7 +47,6 @@ class Config(Constant):
     wide_tail_tiles: bool = False
     paired_tiles: bool = False
     tiles_overlap: bool = False
-    num_operand_buffers: int = 1
 
     @property
     def consumers_per_tile(self) -> int:
@@ -108,7 +106,6 @@ class Config(Constant):
             f"p{self.epilogue_columns}x{self.num_store_buffers}",
         ]
         parts += [f"w{self.num_warps}"] * (self.num_warps != 4) + [f"split{self.split_k}"] * (self.split_k > 1)
-        parts += [f"ahead{self.num_operand_buffers}"] * (self.num_operand_buffers > 1)
         parts += [f"swizzle{self.swizzle_rows}"] * (self.swizzle_rows != 8)
         return " ".join(parts + [name for name in _FLAGS if getattr(self, name)])
 
@@ -170,8 +167,6 @@ def _why_not_chunks(problem: Problem, c: Config, code: Lowered) -> str:
         return f"paired_tiles: expected {code.paired} for this epilogue, got {c.paired_tiles}"
     if c.swap_ab and (code.tma_operands or (code.tma_outputs and not code.elementwise)):
         return "swap_ab: expected an epilogue lowered to plain loads and stores, or an elementwise one"
-    if c.num_chunks % c.num_operand_buffers:
-        return f"num_operand_buffers: expected a divisor of {c.num_chunks}, got {c.num_operand_buffers}"
     if c.swap_ab and code.tma_outputs and columns < width:
         return f"epilogue_columns: expected {width} where TMA stores the transpose, got {columns}"
     if code.takes_halves and not c.swap_ab and (c.block_y < 16 or c.split_k > 1):
@@ -232,8 +227,7 @@ def shared_bytes(problem: Problem, config: Config, code: Lowered) -> int:
     columns = min(config.epilogue_columns, config.block_y)
     if config.swap_ab:
         columns = config.block_y
-    operands = config.num_operand_buffers * problem.tma_operand_bytes
-    buffers = rows * columns * (config.num_store_buffers * code.staged_output_bytes + operands)
+    buffers = rows * columns * (config.num_store_buffers * code.staged_output_bytes + problem.tma_operand_bytes)
     if config.swap_ab and not code.tma_outputs:
         buffers = rows * config.block_y * 4  # the transpose goes through shared memory
     return int(stages + buffers) + RESERVED_BYTES

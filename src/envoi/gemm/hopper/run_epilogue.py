@@ -54,7 +54,7 @@ class EpilogueBuffers:
     def create(args, cfg: gl.constexpr):
         """Allocate the buffers and initialise their barriers."""
         stores = args.code.buffers(args.descs, cfg)
-        loads, loaded = args.code.operand_buffers(args.descs, cfg)
+        loads, loaded = args.code.operand_buffers(args.descs)
         return EpilogueBuffers(stores, loads, loaded)
 
 
@@ -89,7 +89,7 @@ def run_epilogue(acc, tile, first_slot, is_split, tiles_done, buffers, epilogue)
     code: gl.constexpr = epilogue.code
     m, n = (tile.y, tile.x) if cfg.swap_ab else (tile.x, tile.y)
     if cfg.split_k > 1:
-        code.fetch_operands(epilogue.descs, buffers.loads, buffers.loaded, m, n, cfg)
+        code.fetch_operands(epilogue.descs, buffers.loads, buffers.loaded, m, n)
     own = epilogue
     if problem.row_mode.is_grouped:
         own = with_expert(epilogue, gl.minimum(tile.expert, problem.num_experts - 1))

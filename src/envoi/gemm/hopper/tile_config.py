@@ -121,11 +121,6 @@ class TileConfig(Protocol):
         """Chunks in a TMA output's ring of buffers."""
         ...
 
-    @property
-    def num_operand_buffers(self) -> int:
-        """Chunks of a TMA operand that are loaded ahead of the epilogue."""
-        ...
-
 
 class EqualTiles(Constant):
     """Base of configs whose tiles all have one shape and are taken one at a time; see `TileConfig`."""
@@ -133,7 +128,6 @@ class EqualTiles(Constant):
     wide_tail_tiles = False
     paired_tiles = False
     tiles_overlap = False
-    num_operand_buffers = 1
     tiles_per_unit = 1
 
 
