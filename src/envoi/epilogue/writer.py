@@ -13,7 +13,6 @@ INFIX = {
     "ne": "!=", "logical_and": "&", "logical_or": "|",
 }  # fmt: skip
 IN_FLIGHT = 32  # partial values that are loaded before the first is used
-MAXIMA_TOGETHER = True  # the threads of a Gluon role share the partial values of a maximum, whose order doesn't matter
 TAKES = {"even": "even", "odd": "odd", "left": "even", "right": "odd"}  # a tile has the columns of both halves in turn
 LANGUAGE = ("abs", "exp", "exp2", "log", "log2", "sqrt", "rsqrt", "where")
 TYPE_NAMES = {
@@ -34,7 +33,8 @@ class Writer:
         reductions = [p for p in sorted(deferred) if ir.nodes[p].op in PARTIAL]
         self.partials = [p for p in reductions if ir.nodes[p].args[0] not in deferred]
         maxima = all(ir.nodes[p].op != "row_sum" for p in self.partials)
-        self.maxima_together = MAXIMA_TOGETHER and in_gluon and bool(self.partials) and maxima
+        # All threads of a role share their loads, since the order of maxima doesn't matter.
+        self.maxima_together = in_gluon and bool(self.partials) and maxima
         self.tma_outputs = [i for i, spec in enumerate(specs) if spec.kind == "tile"][:MAX_DESCS] if tma else []
         self.lines: list[str] = []
 

@@ -13,8 +13,6 @@ RESERVED_BYTES = 2048  # of shared memory, for barriers and for what reductions 
 MIN_STAGES = 2
 _FLAGS = ("pingpong", "swap_ab", "wide_tail_tiles", "paired_tiles")
 IN_TURNS = 17, 64  # tokens of an expert for which consumers take tiles with scale factors along K in turns
-REDUCED_ROWS_OVERLAP = True  # tiles overlap with maxima of rows too
-THREE_CONSUMERS = True  # tiles of 192 rows are candidates
 MAX_ACCUMULATORS = 128  # of a thread; with more the epilogue has too few registers
 
 
@@ -241,8 +239,8 @@ def fitted(problem: Problem, config: Config, code: Lowered) -> Config:
     """
     columns = min(max(config.epilogue_columns, code.chunk_columns), _output_columns(config))
     full = config.split_k > 1 and accumulator_registers(config) == MAX_ACCUMULATORS
-    reduced = code.partials and not (REDUCED_ROWS_OVERLAP and code.maxima_together)
-    overlap = not (problem.num_groups or reduced or full)
+    sums = code.partials and not code.maxima_together
+    overlap = not (problem.num_groups or sums or full)
     config = replace(config, epilogue_columns=columns, tiles_overlap=overlap)
     while config.num_stages > MIN_STAGES and shared_bytes(problem, config, code) > SHARED_BYTES:
         config = replace(config, num_stages=config.num_stages - 1)
@@ -277,7 +275,8 @@ def candidates(problem: Problem, code: Lowered) -> list[Config]:
             Config(64, 2, 128, k, 8, pingpong=True),
             Config(64, 2, 128, k, 6),
             Config(64, 1, 128, k, 8),
-            *[Config(64, 3, 128, k, 6), Config(64, 3, 128, k, 6, swap_ab=True)] * THREE_CONSUMERS,
+            Config(64, 3, 128, k, 6),
+            Config(64, 3, 128, k, 6, swap_ab=True),
             Config(64, 1, 64, 2 * k, 6),
             Config(64, 1, 32, 2 * k, 8),
             Config(64, 1, 256, k, 5),
