@@ -204,9 +204,16 @@ def test_three_consumers_share_plain_tiles_only():
     assert supports(plain, replace(THREE_HIGH, pingpong=True), STORE) == "pingpong: expected 2 consumers, got 3"
 
 
-def test_three_consumers_where_they_fill_one_wave():
-    chosen = default_config(Problem(1000, 2880, 4096, 2), STORE, NUM_SMS)
-    assert chosen == THREE_WIDE
+# Times in us on an H200 of the best config with three consumers and of the best without:
+# notes/2026-11-gemm-sm90.md, "Tiles of 192".
+@pytest.mark.parametrize(
+    ("M", "N", "K", "three", "others"),
+    [(1000, 2880, 4096, 34.0, 40.1), (460, 6144, 16384, 136.6, 141.0), (274, 7168, 5120, 40.2, 55.4),
+     (251, 6144, 16384, 81.1, 91.4), (2460, 6144, 16384, 745.9, 723.5), (2238, 2048, 2048, 33.4, 32.4)],
+)  # fmt: skip
+def test_three_consumers_are_chosen_where_they_were_faster(M, N, K, three, others):
+    chosen = default_config(Problem(M, N, K, 2), STORE, NUM_SMS)
+    assert chosen is not None and (chosen.num_consumers == 3) == (three < others)
 
 
 @pytest.mark.parametrize("name", ["store", "scale_bias_relu", "swiglu", "absmax", "gelu_residual"])

@@ -314,7 +314,7 @@ class Costs:
     completed. part: around one part of a split tile. join: to store or to add one accumulator's partial sum. l2_bytes,
     dram_bytes: loaded per cycle, by one multiprocessor and by all. outside_lines: lines of 128 bytes outside of a
     matrix that all multiprocessors together fill with zeros per cycle. scaled_block: to add up a block of 128 elements
-    of K with its scales. wide_step, wide_tile: factors with wide tail tiles.
+    of K with its scales. wide_step, wide_tile: factors with wide tail tiles. three_step: of a step by three consumers.
     """
 
     launch: float = H200.launch_cycles
@@ -332,6 +332,7 @@ class Costs:
     scaled_block: float = 80
     wide_step: float = 1.02
     wide_tile: float = 1.15
+    three_step: float = 1.05
 
 
 COSTS = Costs()
@@ -388,7 +389,7 @@ def _step_cycles(problem: Problem, config: Config, num_sms: int, tiles: int, cos
         units = tiles + tiles % num_sms * (config.split_k - 1)
         lines = -problem.M % box * row_bytes / 128
         outside = lines * min(units, num_sms) / token_tiles / costs.outside_lines
-    factor = costs.wide_step if config.wide_tail_tiles else 1.0
+    factor = costs.wide_step if config.wide_tail_tiles else costs.three_step if config.num_consumers == 3 else 1.0
     added = costs.scaled_block * config.block_k / 128 if problem.scaled else 0.0
     whole, low = (max(tensor, max(each, late) + costs.step) for each in (loads, hypot(loads, outside)))
     return factor * (whole + added), factor * (low + added)
