@@ -29,7 +29,7 @@ FOLDS = 5
 SHARPNESS = 5.0  # a config that takes 20 % longer than the best counts e times less
 TIMED_LAUNCH = 4200  # cycles that the time of a lone launch has beyond its share of a graph
 STEPS = (1.6, 1.25, 1.1, 1.04)  # factors by which constants are tried
-LIMITS = {"wide_step": (1.0, 2.0), "held_stages": (1.0, 1.9)}
+LIMITS = {"wide_step": (1.0, 2.0), "three_step": (1.0, 2.0), "held_stages": (1.0, 1.9)}
 FIXED = ("launch",)  # every config has it
 KEPT_CLOSE = 1e-5  # squared error that a constant e times larger or smaller has to be worth
 

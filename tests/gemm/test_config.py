@@ -6,7 +6,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from envoi.epilogue import library
+from envoi.epilogue import epilogue, library, row_sum
 from envoi.epilogue.lower import lower
 from envoi.gemm.hopper import config as configs
 from envoi.gemm.hopper.config import (
@@ -134,10 +134,12 @@ def test_more_work_takes_longer():
 
 # The last tokens' tile
 
-TWO_HIGH, TALL, SWAPPED = (
+TWO_HIGH, TALL, SWAPPED, THREE_HIGH, THREE_WIDE = (
     Config(64, 2, 128, 64, 6, tiles_overlap=True),
     Config(128, 2, 128, 64, 6, pingpong=True, tiles_overlap=True),
     Config(64, 1, 32, 64, 12, swap_ab=True, tiles_overlap=True),
+    Config(64, 3, 128, 64, 5, tiles_overlap=True),
+    Config(64, 3, 128, 64, 4, swap_ab=True, tiles_overlap=True),
 )
 
 
@@ -151,7 +153,7 @@ def first_tokens(M: int, config: Config, num_whole_tiles: int) -> list[int]:
     return [move(scheduler, row, block, box) for row in range(0, M, block)]
 
 
-@pytest.mark.parametrize("config", [TWO_HIGH, TALL, SWAPPED], ids=Config.label)
+@pytest.mark.parametrize("config", [TWO_HIGH, TALL, SWAPPED, THREE_HIGH, THREE_WIDE], ids=Config.label)
 @pytest.mark.parametrize("M", [1, 31, 32, 33, 63, 64, 65, 127, 128, 129, 191, 192, 193, 256, 257, 1199])
 def test_every_token_is_in_a_tile_and_no_box_has_rows_after_the_last_one(M, config):
     firsts = first_tokens(M, config, 0)
@@ -165,23 +167,63 @@ def test_every_token_is_in_a_tile_and_no_box_has_rows_after_the_last_one(M, conf
         assert max(with_tokens) + box <= M or M % box == 0
 
 
-@pytest.mark.parametrize("config", [TWO_HIGH, TALL, SWAPPED], ids=Config.label)
+@pytest.mark.parametrize("config", [TWO_HIGH, TALL, SWAPPED, THREE_HIGH, THREE_WIDE], ids=Config.label)
 def test_a_tile_that_is_split_shares_no_token_with_one_that_is_not(config):
     split = replace(config, split_k=2)
     assert first_tokens(193, split, 132) == list(range(0, 193, config.block_m))
     assert first_tokens(193, split, 0) == first_tokens(193, config, 132)
 
 
-def test_tiles_overlap_only_in_plain_gemms_without_row_reductions():
-    reduced = lower(library.absmax.ir, torch.bfloat16, "gluon", False, True, frozenset())
+def test_tiles_overlap_only_in_plain_gemms_without_sums_of_rows():
+    sums = lower(epilogue(lambda acc: (acc, row_sum(acc))).ir, torch.bfloat16, "gluon", False, True, frozenset())
+    maxima = lower(library.absmax.ir, torch.bfloat16, "gluon", False, True, frozenset())
+    assert maxima.maxima_together and not sums.maxima_together and not STORE.maxima_together
     plain = Problem(200, 4096, 4096, 2)
     for config in candidates(plain, STORE):
         is_full = configs.accumulator_registers(config) == configs.MAX_ACCUMULATORS
         assert config.tiles_overlap == (config.split_k == 1 or not is_full)
-    assert not any(config.tiles_overlap for config in candidates(plain, reduced))
+    assert not any(config.tiles_overlap for config in candidates(plain, sums))
+    assert any(config.tiles_overlap for config in candidates(plain, maxima))
     grouped = replace(plain, num_groups=8)
     assert not any(config.tiles_overlap for config in candidates(grouped, STORE))
     assert supports(grouped, TWO_HIGH, STORE) == "tiles_overlap: expected False in a grouped GEMM, got True"
+
+
+# Three consumers, transposes stored by TMA
+
+
+def test_three_consumers_share_plain_tiles_only():
+    plain = Problem(1000, 2880, 4096, 2)
+    assert supports(plain, THREE_HIGH, STORE) == supports(plain, THREE_WIDE, STORE) == ""
+    assert (THREE_HIGH.block_m, THREE_HIGH.block_n) == (192, 128)
+    assert (THREE_WIDE.block_m, THREE_WIDE.block_n) == (128, 192)
+    for other in (replace(plain, num_groups=8), replace(plain, element_bytes=1, scaled=True)):
+        assert supports(other, replace(THREE_HIGH, tiles_overlap=False), STORE).startswith("num_consumers: expected at")
+    for config in (replace(THREE_HIGH, block_y=256), replace(THREE_HIGH, rows_per_consumer=128, num_warps=8)):
+        assert supports(plain, config, STORE).startswith("consumers: expected at most 64 accumulators a thread")
+    assert supports(plain, replace(THREE_HIGH, pingpong=True), STORE) == "pingpong: expected 2 consumers, got 3"
+
+
+# Times in us on an H200 of the best config with three consumers and of the best without:
+# notes/2026-11-gemm-sm90.md, "Tiles of 192".
+@pytest.mark.parametrize(
+    ("M", "N", "K", "three", "others"),
+    [(1000, 2880, 4096, 34.0, 40.1), (460, 6144, 16384, 136.6, 141.0), (274, 7168, 5120, 40.2, 55.4),
+     (251, 6144, 16384, 81.1, 91.4), (2460, 6144, 16384, 745.9, 723.5), (2238, 2048, 2048, 33.4, 32.4)],
+)  # fmt: skip
+def test_three_consumers_are_chosen_where_they_were_faster(M, N, K, three, others):
+    chosen = default_config(Problem(M, N, K, 2), STORE, NUM_SMS)
+    assert chosen is not None and (chosen.num_consumers == 3) == (three < others)
+
+
+@pytest.mark.parametrize("name", ["store", "scale_bias_relu", "swiglu", "absmax", "gelu_residual"])
+def test_only_elementwise_epilogues_are_stored_transposed_by_tma(name):
+    ir = getattr(library, name).ir
+    loaded = tuple(operand.name for operand in ir.operands if operand.kind == "Tile")
+    code = lower(ir, torch.bfloat16, "gluon", False, True, frozenset(), loaded)
+    problem = Problem(1000, 2880, 4096, 2, tma_operand_bytes=2.0 * len(loaded))
+    refused = supports(problem, THREE_WIDE, code)
+    assert refused.startswith("swap_ab: expected") == (name in ("swiglu", "absmax", "gelu_residual"))
 
 
 def test_rows_outside_of_the_matrix_cost_time_where_no_tile_can_be_moved():

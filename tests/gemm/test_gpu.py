@@ -316,10 +316,13 @@ OVERLAPPING = {
     "in turns": Config(128, 2, 128, 64, 6, pingpong=True), "split": Config(64, 1, 64, 128, 6, split_k=2),
     "eight warps": Config(128, 2, 128, 64, 6, 8, pingpong=True, epilogue_columns=32),
     "tokens on the N side": Config(64, 1, 32, 128, 6, swap_ab=True),
+    "three consumers": Config(64, 3, 128, 64, 4), "three, split": Config(64, 3, 128, 64, 4, split_k=2),
+    "three, features": Config(64, 3, 128, 64, 4, swap_ab=True),
+    "three, features, split": Config(64, 3, 128, 64, 4, swap_ab=True, split_k=2),
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("ep", [store, gelu_residual, swiglu], ids=lambda ep: ep.ir.name)
+@pytest.mark.parametrize("ep", [store, gelu_residual, swiglu, absmax], ids=lambda ep: ep.ir.name)
 @pytest.mark.parametrize("name", OVERLAPPING)
 @pytest.mark.parametrize("M", [33, 65, 127, 129, 193, 321])
 def test_tiles_that_overlap_have_the_bits_of_tiles_that_do_not(M, name, ep, monkeypatch):

@@ -19,6 +19,8 @@ KERNELS = [
     ("gemm-sm90-store", "sm_90"),  # roles that share a tile
     ("gemm-sm90-grouped-few", "sm_90"),  # roles that alternate
     ("gemm-sm90-gelu-residual", "sm_90"),  # operands by TMA
+    ("gemm-sm90-absmax-few", "sm_90"),
+    ("gemm-sm90-features-192", "sm_90"),
     ("gemm-sm90-experts-l1-fp8-block128", "sm_90"),
     ("gemm-mx-sm90-mxfp4-64", "sm_90"),
     ("router-sm90-few-experts", "sm_90"),  # all stages at once

@@ -240,6 +240,44 @@ def max_columns(x):
     return gl.reduce(x, 1, maximum)
 
 
+@gluon.constexpr_function
+def slots_layout(rows, num_warps):
+    """Return the layout in which `max_of_slots` loads [rows, slots]: a row's values are all in one warp."""
+    lanes = min(4, max(1, rows // num_warps))  # along the rows; at least eight read neighbouring slots
+    return gl.BlockedLayout([1, 1], [lanes, 32 // lanes], [num_warps, 1], [1, 0])
+
+
+@gluon.constexpr_function
+def slots_at_once(rows, num_warps):
+    """Return how many slots `max_of_slots` loads before it needs one: 128, but at most 32 values a thread.
+
+    Half as many for 64 rows: with factors along K the compiler would spill.
+    """
+    return min(128, (512 if rows == 64 else 1024) * num_warps // rows)
+
+
+@gluon.jit
+def max_of_slots(partials, like, num_slots, m, m_end, FILL: gl.constexpr):
+    """Return the largest of each row's partial values, a row value like `like`; NaN if one is.
+
+    partials: float32 pointer to [M, num_slots]. m: the first row; rows from m_end on get FILL. All threads of the role
+    share the loads, so that few round trips are enough.
+    """
+    rows: gl.constexpr = like.shape[0]
+    warps: gl.constexpr = gl.num_warps()
+    count: gl.constexpr = slots_at_once(rows, warps)
+    layout: gl.constexpr = slots_layout(rows, warps)
+    row = m + gl.arange(0, rows, gl.SliceLayout(1, layout))
+    slot = gl.arange(0, count, gl.SliceLayout(0, layout))
+    starts = partials + row.to(gl.int64) * num_slots
+    best = gl.full((rows,), FILL, gl.float32, gl.SliceLayout(1, layout))
+    for first in range(0, num_slots, count):
+        mask = (row < m_end)[:, None] & (first + slot < num_slots)[None, :]
+        found = gl.load(starts[:, None] + (first + slot)[None, :], mask=mask, other=FILL)
+        best = maximum(best, max_columns(found))
+    return gl.convert_layout(best, like.type.layout)
+
+
 @gluon.jit
 def group_max(x, GROUP: gl.constexpr):
     """Return the largest of each GROUP columns of x [rows, C], as [rows, C / GROUP]."""

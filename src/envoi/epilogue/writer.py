@@ -26,12 +26,15 @@ class Writer:
 
     def __init__(
         self, ir: IR, specs: tuple[OutputSpec, ...], deferred: frozenset[int], tma: bool, pointers: frozenset[str],
-        tma_operands: tuple[str, ...], scattered: bool = False, paired: bool = False,
+        tma_operands: tuple[str, ...], scattered: bool = False, paired: bool = False, in_gluon: bool = True,
     ):  # fmt: skip
         self.ir, self.specs, self.deferred, self.tma, self.pointers = ir, specs, deferred, tma, pointers
         self.tma_operands, self.scattered, self.paired = tma_operands, scattered, paired
         reductions = [p for p in sorted(deferred) if ir.nodes[p].op in PARTIAL]
         self.partials = [p for p in reductions if ir.nodes[p].args[0] not in deferred]
+        maxima = all(ir.nodes[p].op != "row_sum" for p in self.partials)
+        # All threads of a role share their loads, since the order of maxima doesn't matter.
+        self.maxima_together = in_gluon and bool(self.partials) and maxima
         self.tma_outputs = [i for i, spec in enumerate(specs) if spec.kind == "tile"][:MAX_DESCS] if tma else []
         self.lines: list[str] = []
 
@@ -309,8 +312,11 @@ class Writer:
         self.line("")
         self.line("def save(parts, workspace, slot, num_slots, m, m_end, M):", 0)
         for i in range(len(self.partials)):
-            self.line(f"base = workspace + ({i} * num_slots + slot).to(L.int64) * M")
-            self.line(f"store_row(base, parts[{i}], m, m_end, 1, 0)")
+            if self.maxima_together:  # [M, num_slots], else [num_slots, M]
+                self.line(f"store_row({self._part(i)}, parts[{i}], m, m_end, num_slots, slot)")
+            else:
+                self.line(f"base = workspace + ({i} * num_slots + slot).to(L.int64) * M")
+                self.line(f"store_row(base, parts[{i}], m, m_end, 1, 0)")
         self.line("return")
 
     def _finish(self) -> None:
@@ -320,6 +326,20 @@ class Writer:
             self.line("return")
             return
         self.line("ids = ids_like(like, m)")
+        if self.maxima_together:
+            for i, position in enumerate(self.partials):
+                fill = _FILL[self.ir.nodes[position].op]
+                self.line(f"p{i} = max_of_slots({self._part(i)}, like, num_slots, m, m_end, {fill})")
+        else:
+            self._add_slots()
+        self._finish_rows()
+
+    def _part(self, index: int) -> str:
+        """Return the text of the pointer to a reduction's partial values."""
+        return f"workspace + ({index} * num_slots).to(L.int64) * M" if index else "workspace"
+
+    def _add_slots(self) -> None:
+        """Write the loop over the partial values of rows, in order: a thread has all of its rows'."""
         for i, position in enumerate(self.partials):
             self.line(f"p{i} = ids.to(L.float32) * 0.0 + {_FILL[self.ir.nodes[position].op]}")
         self.line(f"for slot in range(0, num_slots, {IN_FLIGHT}):")
@@ -331,7 +351,6 @@ class Writer:
         for j in range(IN_FLIGHT):
             for i, position in enumerate(self.partials):
                 self.line(f"p{i} = {self._merged(position, f'p{i}', f't{i}_{j}')}", 2)
-        self._finish_rows()
 
     def _finish_rows(self) -> None:
         """Write the part of `finish` that depends on the complete reductions."""

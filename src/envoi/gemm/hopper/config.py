@@ -20,8 +20,9 @@ MAX_ACCUMULATORS = 128  # of a thread; with more the epilogue has too few regist
 class Config(Constant):
     """Tiling of one problem by the Hopper GEMM; `TileConfig` documents the tile's fields.
 
-    rows_per_consumer: 64 or 128. num_consumers: 1 or 2; two share each tile, each with its own rows of x, or with
+    rows_per_consumer: 64 or 128. num_consumers: 1 to 3; they share each tile, each with its own rows of x, or two with
         `pingpong` take whole tiles alternately, so that the epilogue of one overlaps the mainloop of the other.
+        Three, in a plain GEMM only, have at most 64 accumulators a thread.
     block_y: a power of two from 8 to 256. block_k: elements of K in a stage. num_stages: stages in the ring.
     num_warps: of a consumer, 4 or 8.
     epilogue_columns, num_store_buffers: the epilogue's column chunks, and the ring through which TMA stores them.
@@ -139,8 +140,10 @@ def supports(problem: Problem, config: Config, code: Lowered) -> str:
 def _why_not_consumers(c: Config) -> str:
     if c.num_stages < MIN_STAGES:
         return f"num_stages: expected at least {MIN_STAGES}, got {c.num_stages}: the producer would wait forever"
-    if c.rows_per_consumer not in (64, 128) or c.num_consumers not in (1, 2) or c.num_warps not in (4, 8):
-        return f"consumers: expected 1 or 2 of 64 or 128 rows by 4 or 8 warps, got {c.label()}"
+    if c.rows_per_consumer not in (64, 128) or c.num_consumers not in (1, 2, 3) or c.num_warps not in (4, 8):
+        return f"consumers: expected 1 to 3 of 64 or 128 rows by 4 or 8 warps, got {c.label()}"
+    if c.num_consumers == 3 and (c.num_warps == 8 or accumulator_registers(c) > MAX_ACCUMULATORS // 2):
+        return f"consumers: expected at most 64 accumulators a thread of four warps for three, got {c.label()}"
     if c.rows_per_consumer < 16 * c.num_warps:
         return f"rows_per_consumer: expected at least 16 a warp, got {c.rows_per_consumer} for {c.num_warps} warps"
     if c.block_y & (c.block_y - 1) or not 8 <= c.block_y <= 256:
@@ -160,8 +163,10 @@ def _why_not_chunks(problem: Problem, c: Config, code: Lowered) -> str:
         return f"block_y: expected chunks of whole rows of {problem.N} columns, got {columns}"
     if c.paired_tiles != code.paired:
         return f"paired_tiles: expected {code.paired} for this epilogue, got {c.paired_tiles}"
-    if c.swap_ab and (code.tma_outputs or code.tma_operands):
-        return "swap_ab: expected an epilogue lowered to plain loads and stores"
+    if c.swap_ab and (code.tma_operands or (code.tma_outputs and not code.elementwise)):
+        return "swap_ab: expected an epilogue lowered to plain loads and stores, or an elementwise one"
+    if c.swap_ab and code.tma_outputs and columns < width:
+        return f"epilogue_columns: expected {width} where TMA stores the transpose, got {columns}"
     if code.takes_halves and not c.swap_ab and (c.block_y < 16 or c.split_k > 1):
         return f"block_y: expected at least 16, and split_k 1, for an epilogue of halves, got {c.label()}"
     if c.split_k > 1 and columns * c.rows_per_consumer > 128 * 64 and not c.swap_ab:
@@ -170,6 +175,8 @@ def _why_not_chunks(problem: Problem, c: Config, code: Lowered) -> str:
 
 
 def _why_not_problem(problem: Problem, c: Config) -> str:
+    if c.num_consumers == 3 and (problem.num_groups or problem.scaled):
+        return f"num_consumers: expected at most 2 in a grouped GEMM and with scales along K, got {c.num_consumers}"
     if problem.num_groups and c.split_k > 1:
         return f"split_k: expected 1 in a grouped GEMM, got {c.split_k}"
     if problem.whole_k and c.split_k > 1:
@@ -216,8 +223,10 @@ def shared_bytes(problem: Problem, config: Config, code: Lowered) -> int:
     stages = (x_rows + y_rows) * config.block_k * problem.element_bytes
     rows = config.rows_per_consumer * config.num_consumers
     columns = min(config.epilogue_columns, config.block_y)
-    buffers = rows * columns * (config.num_store_buffers * code.staged_output_bytes + problem.tma_operand_bytes)
     if config.swap_ab:
+        columns = config.block_y
+    buffers = rows * columns * (config.num_store_buffers * code.staged_output_bytes + problem.tma_operand_bytes)
+    if config.swap_ab and not code.tma_outputs:
         buffers = rows * config.block_y * 4  # the transpose goes through shared memory
     return int(stages + buffers) + RESERVED_BYTES
 
@@ -225,12 +234,13 @@ def shared_bytes(problem: Problem, config: Config, code: Lowered) -> int:
 def fitted(problem: Problem, config: Config, code: Lowered) -> Config:
     """Return the config with as many stages as fit, and chunks that the epilogue can work on.
 
-    Tiles overlap, except in grouped GEMMs and where the compiler would spill registers for it: with row reductions, and
+    Tiles overlap, except in grouped GEMMs and where the compiler would spill registers for it: with sums of rows, and
     where the largest accumulators are split.
     """
     columns = min(max(config.epilogue_columns, code.chunk_columns), _output_columns(config))
     full = config.split_k > 1 and accumulator_registers(config) == MAX_ACCUMULATORS
-    overlap = not (problem.num_groups or code.partials or full)
+    sums = code.partials and not code.maxima_together
+    overlap = not (problem.num_groups or sums or full)
     config = replace(config, epilogue_columns=columns, tiles_overlap=overlap)
     while config.num_stages > MIN_STAGES and shared_bytes(problem, config, code) > SHARED_BYTES:
         config = replace(config, num_stages=config.num_stages - 1)
@@ -265,6 +275,8 @@ def candidates(problem: Problem, code: Lowered) -> list[Config]:
             Config(64, 2, 128, k, 8, pingpong=True),
             Config(64, 2, 128, k, 6),
             Config(64, 1, 128, k, 8),
+            Config(64, 3, 128, k, 6),
+            Config(64, 3, 128, k, 6, swap_ab=True),
             Config(64, 1, 64, 2 * k, 6),
             Config(64, 1, 32, 2 * k, 8),
             Config(64, 1, 256, k, 5),
@@ -276,10 +288,11 @@ def candidates(problem: Problem, code: Lowered) -> list[Config]:
     if problem.scaled and per_group > 64 and fitted(problem, wide, code).num_stages == wide.num_stages:
         found.append(wide)
     if not code.whole_rows and not code.tma_outputs and not code.tma_operands and not code.paired:
+        most = 128 if not code.partials else 64 if code.maxima_together else 32  # more rows of partials spill
         found += [
             Config(64, consumers, tokens, depth, 12, swap_ab=True)
             for tokens in (8, 16, 32, 64, 128)
-            if tokens < 2 * max(per_group, 8) and (tokens <= 32 or not code.partials)  # more rows of partials spill
+            if tokens < 2 * max(per_group, 8) and tokens <= most
             for consumers in (1, 2)
             for depth in ((k,) if problem.scaled else (k, 2 * k, 4 * k))
         ]
@@ -301,7 +314,7 @@ class Costs:
     completed. part: around one part of a split tile. join: to store or to add one accumulator's partial sum. l2_bytes,
     dram_bytes: loaded per cycle, by one multiprocessor and by all. outside_lines: lines of 128 bytes outside of a
     matrix that all multiprocessors together fill with zeros per cycle. scaled_block: to add up a block of 128 elements
-    of K with its scales. wide_step, wide_tile: factors with wide tail tiles.
+    of K with its scales. wide_step, wide_tile: factors with wide tail tiles. three_step: of a step by three consumers.
     """
 
     launch: float = H200.launch_cycles
@@ -319,6 +332,7 @@ class Costs:
     scaled_block: float = 80
     wide_step: float = 1.02
     wide_tile: float = 1.15
+    three_step: float = 1.05
 
 
 COSTS = Costs()
@@ -375,7 +389,7 @@ def _step_cycles(problem: Problem, config: Config, num_sms: int, tiles: int, cos
         units = tiles + tiles % num_sms * (config.split_k - 1)
         lines = -problem.M % box * row_bytes / 128
         outside = lines * min(units, num_sms) / token_tiles / costs.outside_lines
-    factor = costs.wide_step if config.wide_tail_tiles else 1.0
+    factor = costs.wide_step if config.wide_tail_tiles else costs.three_step if config.num_consumers == 3 else 1.0
     added = costs.scaled_block * config.block_k / 128 if problem.scaled else 0.0
     whole, low = (max(tensor, max(each, late) + costs.step) for each in (loads, hypot(loads, outside)))
     return factor * (whole + added), factor * (low + added)

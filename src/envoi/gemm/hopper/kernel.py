@@ -4,7 +4,7 @@ One CTA on each SM. `gemm_kernel` allocates the pipeline, starts the first loads
 
     role         warps    registers a thread         work
     consumer 0   4 or 8   all that remain            its share of each tile: mainloop, then epilogue
-    consumer 1   4 or 8   232; 240 if block-scaled   with two consumers
+    consumer 1   4 or 8   232; 240 if block-scaled   with two consumers or, of 160 registers each, three
     producer     1        40;   24 if block-scaled   TMA loads of both operands
 
 Timeline of a CTA whose two consumers share each tile, with 3 stages and 4 steps along K: steps 0 .. 3 are tile 0, steps
@@ -94,9 +94,16 @@ def gemm_kernel(
             (consumer, (consumer_args, 0)),
             (producer, (producer_args,)),
         ], [1], [40])  # fmt: skip
-    else:
+    elif cfg.num_consumers == 2:
         gl.warp_specialize([
             (consumer, (consumer_args, 0)),
             (consumer, (consumer_args, 1)),
             (producer, (producer_args,)),
         ], [cfg.num_warps, 1], worker_registers(IS_BLOCK_SCALED, cfg.num_warps))  # fmt: skip
+    else:
+        gl.warp_specialize([
+            (consumer, (consumer_args, 0)),
+            (consumer, (consumer_args, 1)),
+            (consumer, (consumer_args, 2)),
+            (producer, (producer_args,)),
+        ], [cfg.num_warps, cfg.num_warps, 1], [160, 160, 24])  # fmt: skip

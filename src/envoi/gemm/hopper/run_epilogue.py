@@ -20,10 +20,11 @@ from envoi.runtime.sync import arrive
 class RowReductions:
     """Scratch, in global memory, for reductions over rows that several tiles span; an empty buffer without any.
 
+    partials: a slot for each tile along N; with `code.maxima_together` [reductions, M, num_slots]. Never cleared.
     counters: 0 at launch; the last of a row's tiles to arrive resets its counter.
     """
 
-    partials: gl.tensor  # float32 pointer, [reductions, num_slots, M], one slot per tile along N; never cleared
+    partials: gl.tensor  # float32 pointer, [reductions, num_slots, M]
     counters: gl.tensor  # int32 pointer, [M + block_m], indexed by a tile's first row
 
 
@@ -94,7 +95,7 @@ def run_epilogue(acc, tile, first_slot, is_split, tiles_done, buffers, epilogue)
         own = with_expert(epilogue, gl.minimum(tile.expert, problem.num_experts - 1))
     if code.takes_halves:
         acc = halves_in_turn(acc, cfg)
-    acc = to_token_major(acc, cfg)
+    acc = to_token_major(acc, code.num_descs > 0, cfg)
     out = OutputTile(m, n, tile.row_end, first_slot, is_split)
     partials = apply_in_chunks(acc, out, ChunkArgs(own, buffers, tiles_done), 0)
     complete_rows(partials, out, epilogue, acc.shape[1])
@@ -172,10 +173,15 @@ def halves_in_turn(acc, cfg: gl.constexpr):
 
 
 @gluon.jit
-def to_token_major(acc, cfg: gl.constexpr):
-    """Return the accumulator as [tokens, features]: with swap_ab transposed, a thread with four features in a row."""
+def to_token_major(acc, STAGED: gl.constexpr, cfg: gl.constexpr):
+    """Return the accumulator as [tokens, features]: with swap_ab transposed, a thread with four features in a row.
+
+    STAGED: outputs go through shared memory, whose stores transpose as they are; no value changes its thread.
+    """
     if not cfg.swap_ab:
         return acc
+    elif STAGED:
+        return gl.permute(acc, (1, 0))
     else:
         warps: gl.constexpr = gl.num_warps()
         lanes: gl.constexpr = min(32, cfg.rows_per_consumer // 4)
