@@ -39,8 +39,9 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
+from envoi.epilogue.device import INF
 from envoi.moe.router.choose_experts import load_biases, route_exactly, route_rows, route_tile, store_counts
-from envoi.moe.router.device_types import Args, Outputs, Positions, Scalars, Tables
+from envoi.moe.router.device_types import Args, Biases, Outputs, Positions, Scalars, Tables
 from envoi.runtime.sync import arrive, let_next_start, wait_for_grid
 from envoi.runtime.triton_compat import reinterpret, role_barrier, tma_load
 
@@ -48,12 +49,23 @@ NO_SUM: gl.constexpr = gl.constexpr(-1)  # sentinel of a sum not yet stored: the
 
 
 class Stages(NamedTuple):
-    """Pipeline: x [num_stages, tile, block_k], y [num_stages, block_n, block_k], barriers empty and full per stage."""
+    """Pipeline: x [num_stages, tile, block_k], y [num_stages, block_n, block_k], barriers empty and full per stage.
+
+    z [num_stages, rest_n, block_k]: columns after those of y; the buffer y if there are none.
+    """
 
     x: Any
     y: Any
+    z: Any
     empty: Any
     full: Any
+
+
+class Sides(NamedTuple):
+    """Descriptors of the product's sides: x tokens, in boxes [box_m, block_k], y gate, in boxes [box_n, block_k]."""
+
+    x: Any
+    y: Any
 
 
 class Sizes(NamedTuple):
@@ -95,30 +107,90 @@ def part_of(sizes, tiling: gl.constexpr):
     part = pid % tiling.parts
     first = part // tiling.parts_n * tiling.steps_each
     last = gl.minimum(first + tiling.steps_each, gl.cdiv(sizes.hidden, tiling.block_k))
-    return Part(pid // tiling.parts * tiling.rows_per_cta, part % tiling.parts_n * tiling.block_n, first, last, part)
+    return Part(pid // tiling.parts * tiling.rows_per_cta, part % tiling.parts_n * tiling.width, first, last, part)
 
 
 @gluon.jit
-def load_stage(x_desc, y_desc, stages, stage, m, n, k, tiling: gl.constexpr):
-    """Load step k of rows m.. and columns n.. into a stage."""
-    mbarrier.expect(stages.full.index(stage), x_desc.block_type.nbytes + y_desc.block_type.nbytes)
-    x_buf = stages.x.index(stage)
-    if tiling.rows_per_cta < tiling.tile:
-        x_buf = x_buf.slice(0, tiling.rows_per_cta, dim=0)  # results of the rows after these are never read
-    tma_load(x_desc, [m, k * tiling.block_k], stages.full.index(stage), x_buf)
-    tma_load(y_desc, [n, k * tiling.block_k], stages.full.index(stage), stages.y.index(stage))
+def shifted(part, columns):
+    """Return a Part whose columns begin so many later."""
+    return Part(part.m, part.n + columns, part.first, part.last, part.number)
 
 
 @gluon.jit
-def load_first(x_desc, y_desc, stages, sizes, tiling: gl.constexpr):
+def load_stage(sides, stages, stage, part, k, sizes, tiling: gl.constexpr, spec: gl.constexpr):
+    """Load step k of the rows and columns of a Part into a stage."""
+    full = stages.full.index(stage)
+    expect_stage(sides, full, part.n, tiling, spec)
+    if tiling.box_m < tiling.rows_per_cta:
+        load_tokens(sides.x, stages.x, full, stage, part.m, k, sizes, tiling)
+    else:
+        x_buf = stages.x.index(stage)
+        if tiling.rows_per_cta < tiling.tile:
+            x_buf = x_buf.slice(0, tiling.rows_per_cta, dim=0)  # results of the rows after these are never read
+        tma_load(sides.x, [part.m, k * tiling.block_k], full, x_buf)
+    if tiling.box_n == tiling.width:
+        tma_load(sides.y, [part.n, k * tiling.block_k], full, stages.y.index(stage))
+    else:
+        load_gate(sides.y, stages.y, full, stage, part.n, k, tiling, spec)
+        if tiling.rest_n > 0:
+            load_gate(sides.y, stages.z, full, stage, part.n + tiling.block_n, k, tiling, spec)
+
+
+@gluon.jit
+def expect_stage(sides, full, n, tiling: gl.constexpr, spec: gl.constexpr):
+    """Announce the bytes of a stage with columns from n on to its barrier: boxes of the gate with no expert are left out."""
+    tokens: gl.constexpr = sides.x.block_type.nbytes * (tiling.rows_per_cta // tiling.box_m)
+    gate: gl.constexpr = sides.y.block_type.nbytes
+    all: gl.constexpr = tokens + gate * (tiling.width // tiling.box_n)
+    left: gl.constexpr = spec.num_experts % tiling.width
+    last: gl.constexpr = tokens + gate * (-(-left // tiling.box_n))
+    if left == 0 or tiling.box_n == tiling.width:
+        mbarrier.expect(full, all)
+    elif spec.num_experts < tiling.width:
+        mbarrier.expect(full, last)
+    else:
+        is_last = n + tiling.width > spec.num_experts
+        mbarrier.expect(full, last, pred=is_last)
+        mbarrier.expect(full, all, pred=is_last == 0)
+
+
+@gluon.jit
+def load_tokens(x_desc, buffers, full, stage, m, k, sizes, tiling: gl.constexpr):
+    """Load step k of rows from m on in boxes; TMA takes four times as long for rows that don't exist.
+
+    A box of such rows only is loaded from m, since a stage's bytes have to be the same; its products are never read.
+    """
+    of_stage: gl.constexpr = tiling.tile // tiling.box_m
+    shape: gl.constexpr = [buffers.shape[0] * of_stage, tiling.box_m, tiling.block_k]
+    boxes = reinterpret(buffers, x_desc.dtype, shape, x_desc.layout)
+    count: gl.constexpr = tiling.rows_per_cta // tiling.box_m
+    for b in gl.static_range(count):
+        at = m + b * tiling.box_m
+        at = gl.where(at < sizes.num_tokens, at, m)
+        tma_load(x_desc, [at, k * tiling.block_k], full, boxes.index(stage * of_stage + b))
+
+
+@gluon.jit
+def load_gate(y_desc, buffers, full, stage, n, k, tiling: gl.constexpr, spec: gl.constexpr):
+    """Load step k of columns from n on in boxes, those with experts; products with the others are never read."""
+    of_stage: gl.constexpr = buffers.shape[1] // tiling.box_n
+    shape: gl.constexpr = [buffers.shape[0] * of_stage, tiling.box_n, tiling.block_k]
+    boxes = reinterpret(buffers, y_desc.dtype, shape, y_desc.layout)
+    for b in gl.static_range(of_stage):
+        at = n + b * tiling.box_n
+        tma_load(y_desc, [at, k * tiling.block_k], full, boxes.index(stage * of_stage + b), pred=at < spec.num_experts)
+
+
+@gluon.jit
+def load_first(x_desc, y_desc, stages, sizes, tiling: gl.constexpr, spec: gl.constexpr):
     """Fill every stage once, before the roles start."""
     part = part_of(sizes, tiling)
     for k in range(part.first, gl.minimum(part.first + tiling.num_stages, part.last)):
-        load_stage(x_desc, y_desc, stages, k - part.first, part.m, part.n, k, tiling)
+        load_stage(Sides(x_desc, y_desc), stages, k - part.first, part, k, sizes, tiling, spec)
 
 
 @gluon.jit
-def producer(x_desc, y_desc, stages, sizes, tiling: gl.constexpr):
+def producer(x_desc, y_desc, stages, sizes, tiling: gl.constexpr, spec: gl.constexpr):
     """Refill the stages as they become empty: a role of one warp."""
     part = part_of(sizes, tiling)
     turns: gl.constexpr = tiling.turns
@@ -127,23 +199,23 @@ def producer(x_desc, y_desc, stages, sizes, tiling: gl.constexpr):
         for k in range(part.first + (tiling.num_stages if turn == 0 else 0), part.last):
             step = before + k - part.first
             mbarrier.wait(stages.empty.index(step % tiling.num_stages), ((step // tiling.num_stages) & 1) ^ 1)
-            n = part.n + turn * tiling.block_n
-            load_stage(x_desc, y_desc, stages, step % tiling.num_stages, part.m, n, k, tiling)
+            at = shifted(part, turn * tiling.block_n)
+            load_stage(Sides(x_desc, y_desc), stages, step % tiling.num_stages, at, k, sizes, tiling, spec)
 
 
 @gluon.constexpr_function
-def tile_layout(tiling):
-    """Layout of a CTA's accumulator [tile, block_n]: 16 rows a warp; surplus warps split the columns."""
+def tile_layout(tiling, width):
+    """Layout of a CTA's accumulator [tile, width]: 16 rows a warp; surplus warps split the columns."""
     down = tiling.tile // 16
     side_by_side = tiling.num_warps // down
-    shape = [16, tiling.block_n // side_by_side, 16]
+    shape = [16, width // side_by_side, 16]
     return gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[down, side_by_side], instr_shape=shape)
 
 
 @gluon.jit
 def multiply(stages, step, num_steps, tiling: gl.constexpr):
     """Multiply num_steps stages into a fresh accumulator, two wgmma in flight. Returns it and the next step."""
-    layout: gl.constexpr = tile_layout(tiling)
+    layout: gl.constexpr = tile_layout(tiling, tiling.block_n)
     acc = gl.full((tiling.tile, tiling.block_n), 0.0, gl.float32, layout)
     for k in range(num_steps):
         stage = step % tiling.num_stages
@@ -158,6 +230,27 @@ def multiply(stages, step, num_steps, tiling: gl.constexpr):
     if not tiling.single_fill:
         mbarrier.arrive(stages.empty.index((step + tiling.num_stages - 1) % tiling.num_stages), count=1)
     return acc, step
+
+
+@gluon.jit
+def multiply_both(stages, step, num_steps, tiling: gl.constexpr):
+    """Multiply num_steps stages with the columns of y and with those of z: `multiply` with two accumulators."""
+    acc = gl.full((tiling.tile, tiling.block_n), 0.0, gl.float32, tile_layout(tiling, tiling.block_n))
+    rest = gl.full((tiling.tile, tiling.rest_n), 0.0, gl.float32, tile_layout(tiling, tiling.rest_n))
+    for k in range(num_steps):
+        stage = step % tiling.num_stages
+        mbarrier.wait(stages.full.index(stage), (step // tiling.num_stages) & 1)
+        x = stages.x.index(stage)
+        acc = warpgroup_mma(x, stages.y.index(stage).permute((1, 0)), acc, is_async=True, use_acc=k > 0)
+        rest = warpgroup_mma(x, stages.z.index(stage).permute((1, 0)), rest, is_async=True, use_acc=k > 0)
+        acc, rest = warpgroup_mma_wait(num_outstanding=2, deps=(acc, rest))
+        if not tiling.single_fill:
+            mbarrier.arrive(stages.empty.index((step + tiling.num_stages - 1) % tiling.num_stages), count=1, pred=k > 0)
+        step += 1
+    acc, rest = warpgroup_mma_wait(num_outstanding=0, deps=(acc, rest))
+    if not tiling.single_fill:
+        mbarrier.arrive(stages.empty.index((step + tiling.num_stages - 1) % tiling.num_stages), count=1)
+    return acc, rest, step
 
 
 @gluon.constexpr_function
@@ -192,9 +285,22 @@ def positions_of(LANES: gl.constexpr, tiling: gl.constexpr, spec: gl.constexpr):
     """Make the Positions of tiles with LANES lanes for each row."""
     layout: gl.constexpr = row_layout(tiling, LANES)
     slots: gl.constexpr = slot_layout(tiling, LANES, spec.slots)
-    return Positions(
-        columns_in(layout, tiling.columns), columns_in(slots, spec.slots), columns_in(layout, spec.group_slots)
-    )
+    columns = columns_in(layout, tiling.columns)
+    if tiling.rest_n > 0 and tiling.run == tiling.rest_n:
+        # Whole registers of columns after z: with one number for all of them, the compiler drops all but one.
+        columns = gl.where(columns < tiling.width, columns, tiling.width)
+    return Positions(columns, columns_in(slots, spec.slots), columns_in(layout, spec.group_slots))
+
+
+@gluon.jit
+def biases_of(tables, LANES: gl.constexpr, tiling: gl.constexpr, spec: gl.constexpr):
+    """Load the Biases of tiles with LANES lanes for each row."""
+    columns = columns_in(row_layout(tiling, LANES), tiling.columns)
+    biases = load_biases(tables, columns, spec)
+    if tiling.rest_n > 0 and spec.has_expert_bias:  # constants, for the sake of `positions_of`
+        return Biases(biases.logit, gl.where(columns < spec.num_experts, biases.key, -INF))
+    else:
+        return biases
 
 
 @gluon.constexpr_function
@@ -237,6 +343,41 @@ def beside(left, right):
     return both.reshape([left.shape[0], 2 * left.shape[1]])
 
 
+@gluon.constexpr_function
+def runs_layout(tiling, lanes):
+    """Layout of logits whose lanes each have neighbouring columns of every run of rest_n."""
+    return gl.BlockedLayout([1, tiling.rest_n // lanes], [32 // lanes, lanes], [tiling.num_warps, 1], [1, 0])
+
+
+@gluon.jit
+def both_buffers(stages, rows: gl.constexpr, tiling: gl.constexpr):
+    """View the memory of y as logits [tile, block_n] and that of z as logits [tile, rest_n], cut into rows each."""
+    count: gl.constexpr = tiling.boards * (tiling.tile // rows)
+    left = reinterpret(stages.y, gl.float32, [count, rows, tiling.block_n], logits_layout(tiling.block_n))
+    right = reinterpret(stages.z, gl.float32, [count, rows, tiling.rest_n], logits_layout(tiling.rest_n))
+    return left, right
+
+
+@gluon.jit
+def load_both(stages, row, rows: gl.constexpr, lanes: gl.constexpr, tiling: gl.constexpr):
+    """Load the logits [rows, columns] of the rows from `row` of this CTA on, of y and z; zeros for columns after."""
+    layout: gl.constexpr = runs_layout(tiling, lanes)
+    left, right = both_buffers(stages, rows, tiling)
+    y = left.index(row // rows).load(layout)
+    z = right.index(row // rows).load(layout)
+    if tiling.rest_n * 4 <= tiling.block_n:
+        z = beside(z, gl.full((rows, tiling.rest_n), 0.0, gl.float32, layout))
+        z = gl.convert_layout(z, layout, assert_trivial=True)
+    if tiling.rest_n * 8 <= tiling.block_n:
+        z = beside(z, gl.full((rows, 2 * tiling.rest_n), 0.0, gl.float32, layout))
+        z = gl.convert_layout(z, layout, assert_trivial=True)
+    if tiling.rest_n < tiling.block_n:
+        z = beside(z, gl.full((rows, tiling.block_n // 2), 0.0, gl.float32, layout))
+        z = gl.convert_layout(z, layout, assert_trivial=True)
+    x = gl.convert_layout(beside(y, z), layout, assert_trivial=True)
+    return gl.convert_layout(x, row_layout(tiling, lanes))
+
+
 @gluon.jit
 def load_logits(stages, row, rows: gl.constexpr, lanes: gl.constexpr, tiling: gl.constexpr):
     """Load the logits [rows, columns] of the rows from `row` of this CTA on; zeros for columns that have no turn."""
@@ -257,7 +398,7 @@ def load_logits(stages, row, rows: gl.constexpr, lanes: gl.constexpr, tiling: gl
 def store_partial(x, sums, set, part, sizes, tiling: gl.constexpr, spec: gl.constexpr):
     """Store a tile of partial sums in the workspace. With polls_sums, only elements that are read, never a sentinel."""
     rows = part.m + gl.arange(0, tiling.tile, gl.SliceLayout(1, x.type.layout))
-    columns = part.n + gl.arange(0, tiling.block_n, gl.SliceLayout(0, x.type.layout))
+    columns = part.n + gl.arange(0, x.shape[1], gl.SliceLayout(0, x.type.layout))
     at = sums + (set * padded_rows(sizes, tiling) + rows).to(gl.int64)[:, None] * tiling.columns + columns[None, :]
     if tiling.polls_sums:
         gl.store(at, x + 0.0, mask=(rows < sizes.num_tokens)[:, None] & (columns < spec.num_experts)[None, :])
@@ -334,7 +475,7 @@ def accumulate(stages, sums, sizes, tiling: gl.constexpr, spec: gl.constexpr):
     The part that begins with block 0 adds all its blocks to one set of sums; every other block is a set of its own.
     """
     part = part_of(sizes, tiling)
-    layout: gl.constexpr = tile_layout(tiling)
+    layout: gl.constexpr = tile_layout(tiling, tiling.block_n)
     num_steps: gl.constexpr = tiling.steps_in_block
     step = 0
     if tiling.turns > 1:
@@ -355,6 +496,33 @@ def accumulate(stages, sums, sizes, tiling: gl.constexpr, spec: gl.constexpr):
         logits_buffer(stages, tiling.tile, tiling).index(board_of(tiling.turns - 1, tiling)).store(sum)
     elif part.first == 0:
         store_partial(sum, sums, 0, part, sizes, tiling, spec)
+
+
+@gluon.jit
+def accumulate_both(stages, sums, sizes, tiling: gl.constexpr, spec: gl.constexpr):
+    """Multiply and store like `accumulate`, the columns of y and those of z; in one turn."""
+    part = part_of(sizes, tiling)
+    after = shifted(part, tiling.block_n)
+    num_steps: gl.constexpr = tiling.steps_in_block
+    step = 0
+    sum = gl.full((tiling.tile, tiling.block_n), 0.0, gl.float32, tile_layout(tiling, tiling.block_n))
+    rest = gl.full((tiling.tile, tiling.rest_n), 0.0, gl.float32, tile_layout(tiling, tiling.rest_n))
+    for k in range(part.first, part.last, num_steps):
+        p, q, step = multiply_both(stages, step, gl.minimum(num_steps, part.last - k), tiling)
+        if tiling.parts_k > 1:
+            if part.first > 0:
+                set = (k - tiling.steps_each) // num_steps + 1
+                store_partial(p, sums, set, part, sizes, tiling, spec)
+                store_partial(q, sums, set, after, sizes, tiling, spec)
+        sum += p
+        rest += q
+    if tiling.parts == 1:
+        left, right = both_buffers(stages, tiling.tile, tiling)
+        left.index(0).store(sum)
+        right.index(0).store(rest)
+    elif part.first == 0:
+        store_partial(sum, sums, 0, part, sizes, tiling, spec)
+        store_partial(rest, sums, 0, after, sizes, tiling, spec)
 
 
 @gluon.jit
@@ -384,7 +552,10 @@ def products_of(stages, sums, row, sizes, ROWS: gl.constexpr, LANES: gl.constexp
     part = part_of(sizes, tiling)
     rows = row + gl.arange(0, ROWS, gl.SliceLayout(1, layout))
     if tiling.parts == 1:
-        return rows, load_logits(stages, row - part.m, ROWS, LANES, tiling)
+        if tiling.rest_n > 0:
+            return rows, load_both(stages, row - part.m, ROWS, LANES, tiling)
+        else:
+            return rows, load_logits(stages, row - part.m, ROWS, LANES, tiling)
     else:
         return rows, sum_partials(sums, rows, sizes, tiling, layout)
 
@@ -393,7 +564,7 @@ def products_of(stages, sums, row, sizes, ROWS: gl.constexpr, LANES: gl.constexp
 def reroute_uncertain(again, stages, sums, row, sizes, args, tiling: gl.constexpr, spec: gl.constexpr):
     """Route again by exact keys, eight rows at a time, the rows from `row` on whose bit is set in `again`."""
     positions = positions_of(32, tiling, spec)
-    biases = load_biases(args.tables, positions.columns, spec)
+    biases = biases_of(args.tables, 32, tiling, spec)
     while again != 0:
         if again & 255 != 0:
             rows, products = products_of(stages, sums, row, sizes, 8, 32, tiling)
@@ -427,8 +598,11 @@ def route_share(stages, exchange, sizes, args, biases, tiling: gl.constexpr, spe
 @gluon.jit
 def consumer(stages, sizes, args, exchange, totals, tiling: gl.constexpr, spec: gl.constexpr):
     """Multiply a tile, then choose the experts of a share of its rows; the last CTA of all stores the counts."""
-    biases = load_biases(args.tables, columns_in(row_layout(tiling, tiling.lanes), tiling.columns), spec)
-    accumulate(stages, exchange.sums, sizes, tiling, spec)
+    biases = biases_of(args.tables, tiling.lanes, tiling, spec)
+    if tiling.rest_n > 0:
+        accumulate_both(stages, exchange.sums, sizes, tiling, spec)
+    else:
+        accumulate(stages, exchange.sums, sizes, tiling, spec)
     route_share(stages, exchange, sizes, args, biases, tiling, spec)
     if totals.counter is not None:
         if arrive(totals.counter, gl.num_programs(0)):
@@ -444,9 +618,13 @@ def router_kernel(
 ):  # fmt: skip
     """Set up the stages, then start the consumer, and the producer if stages are filled more than once."""
     x_shape: gl.constexpr = [tiling.num_stages, tiling.tile, tiling.block_k]
-    y_shape: gl.constexpr = [tiling.gate_slots] + y_desc.block_type.shape
+    y_shape: gl.constexpr = [tiling.gate_slots, tiling.block_n, tiling.block_k]
     x_bufs = gl.allocate_shared_memory(x_desc.dtype, x_shape, x_desc.layout)
     y_bufs = gl.allocate_shared_memory(y_desc.dtype, y_shape, y_desc.layout)
+    z_bufs = y_bufs
+    if tiling.rest_n > 0:
+        z_shape: gl.constexpr = [tiling.gate_slots, tiling.rest_n, tiling.block_k]
+        z_bufs = gl.allocate_shared_memory(y_desc.dtype, z_shape, y_desc.layout)
     full = gl.allocate_shared_memory(gl.int64, [tiling.num_stages, 1], mbarrier.MBarrierLayout())
     empty = full  # not used if every stage is filled once
     if not tiling.single_fill:
@@ -457,7 +635,7 @@ def router_kernel(
             mbarrier.init(empty.index(i), count=1)
         mbarrier.init(full.index(i), count=1)
     fence_async_shared()
-    stages = Stages(x_bufs, y_bufs, empty, full)
+    stages = Stages(x_bufs, y_bufs, z_bufs, empty, full)
     sizes = Sizes(num_tokens, hidden)
     tables = Tables(logit_bias, expert_bias, token_ids, hash_table, vocabulary)
     outputs = Outputs(weights, ids, logits, dense, histogram)
@@ -467,7 +645,7 @@ def router_kernel(
     role_barrier()
     wait_for_grid()  # up to here this may overlap with the kernel before it
     let_next_start()
-    load_first(x_desc, y_desc, stages, sizes, tiling)
+    load_first(x_desc, y_desc, stages, sizes, tiling, spec)
     # The tuples of arguments are written out: bound to a name, their constants would become tensors.
     if tiling.single_fill:
         consumer(stages, sizes, args, exchange, totals, tiling, spec)
@@ -475,5 +653,5 @@ def router_kernel(
     else:
         gl.warp_specialize([
             (consumer, (stages, sizes, args, exchange, totals, tiling, spec)),
-            (producer, (x_desc, y_desc, stages, sizes, tiling)),
+            (producer, (x_desc, y_desc, stages, sizes, tiling, spec)),
         ], [1], [40])  # fmt: skip

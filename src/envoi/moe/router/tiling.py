@@ -26,6 +26,11 @@ FEW_SIGNALS = 1 << 18  # and if many are: an uncertain row then sends all of the
 FEW_ROWS, FEW_SCORED_ROWS = 16, 8  # few rows; by scores more of them are uncertain
 MAX_TURN_COLUMNS = 512  # columns of which shared memory holds the logits of 64 rows beside the stages
 MIN_TURN_STAGES = 4
+NARROW_BOXES = True  # the gate is loaded in boxes that fit the number of experts
+TWO_WIDTHS = True  # a CTA may multiply columns of two widths
+TOKEN_BOX = 32  # rows of tokens that are loaded at a time if there are two widths
+MIN_REST = 32  # columns of the second width where a CTA has them all: a row's 32 lanes share it
+MAX_WIDTH = 384  # columns of which eight warps have room for a block's sums and the total
 RESERVED_BYTES = 3072  # barriers, and the compiler's scratch for reductions
 
 # Cycles of an H200; only ratios matter.
@@ -59,7 +64,8 @@ class RouterTiling(Constant):
     of each row. steps_in_block: steps along K in a block of sums. columns: columns of the workspace. rows_per_cta:
     `tile`, the rows that are multiplied, unless there are fewer tokens, or a CTA has all columns and all of K. lanes:
     lanes that share a row when experts are chosen. turns: times that a CTA goes along K, each with the next block_n
-    columns; if more than one, it has all columns and all of K.
+    columns; if more than one, it has all columns and all of K. rest_n: columns that it multiplies beside block_n, by an
+    accumulator of their own; only one turn then. box_m, box_n: rows of the tokens, and of the gate, that are loaded at a time.
     """
 
     num_warps: int
@@ -81,6 +87,14 @@ class RouterTiling(Constant):
     lanes: int
     turns: int = 1
     tile: int = TILE
+    rest_n: int = 0
+    box_m: int = TILE
+    box_n: int = 0
+
+    @property
+    def width(self) -> int:
+        """Number of columns that a CTA takes in a turn."""
+        return self.block_n + self.rest_n
 
     @property
     def gate_slots(self) -> int:
@@ -95,6 +109,8 @@ class RouterTiling(Constant):
     @property
     def run(self) -> int:
         """Number of neighbouring columns that the lanes of a row share evenly: those of a turn."""
+        if self.rest_n and self.parts == 1 and self.lanes < 32:
+            return self.rest_n
         return self.block_n if self.turns > 1 else self.columns
 
     @property
@@ -185,6 +201,8 @@ def candidates(M: int, hidden: int, spec: Spec, num_sms: int) -> Iterator[Router
                         yield make(M, hidden, spec, Cut(num_warps, block_n, num_blocks, rows), num_sms)
     if M > TILE:
         yield from large_candidates(M, hidden, spec, num_sms)
+        if TWO_WIDTHS:
+            yield from fitted_candidates(M, hidden, spec, num_sms)
 
 
 def large_candidates(M: int, hidden: int, spec: Spec, num_sms: int) -> Iterator[RouterTiling]:
@@ -203,6 +221,37 @@ def large_candidates(M: int, hidden: int, spec: Spec, num_sms: int) -> Iterator[
                 yield tiling
 
 
+def fitted_candidates(M: int, hidden: int, spec: Spec, num_sms: int) -> Iterator[RouterTiling]:
+    """Yield tilings whose parts have two widths, for numbers of experts such as 160 = 128 + 32 or 2 * (64 + 16)."""
+    num_blocks = -(-hidden // block_sum(hidden))
+    for parts in (1, 2):
+        block_n, rest_n = two_widths(spec.num_experts, parts)
+        if not rest_n:
+            continue
+        if parts == 1 and block_n == 128:
+            yield make(M, hidden, spec, Cut(8, block_n, num_blocks, 2 * TILE, tile=2 * TILE, rest_n=rest_n), num_sms)
+        for num_warps in (4, 8):
+            if num_warps == (8 if block_n < 128 else 4 if block_n > 128 else 0):
+                continue  # instructions too narrow, or too few registers
+            for blocks_each in {-(-num_blocks // k) for k in range(1, num_blocks + 1)}:
+                cut = Cut(num_warps, block_n, blocks_each, rest_n=rest_n, most_signals=FEW_SIGNALS)
+                tiling = make(M, hidden, spec, cut, num_sms)
+                if tiling.all_parts_wait or tiling.parts == 1:
+                    yield tiling
+            if parts == 1:
+                for rows in (16, 32):
+                    yield make(M, hidden, spec, Cut(num_warps, block_n, num_blocks, rows, rest_n=rest_n), num_sms)
+
+
+def two_widths(num_experts: int, parts: int) -> tuple[int, int]:
+    """Return two powers of two, each part's columns at least, the larger one first; (.., 0) where one is as good."""
+    columns = -(-num_experts // parts)
+    block_n = next_power_of_2(columns) // 2
+    rest_n = max(MIN_REST if parts == 1 else 16, next_power_of_2(max(columns - block_n, 1)))
+    fits = 64 <= block_n <= 256 and block_n < columns and rest_n < block_n and block_n + rest_n <= MAX_WIDTH
+    return block_n, rest_n if fits else 0
+
+
 @dataclass(frozen=True)
 class Cut:
     """Free choices of a RouterTiling. blocks_each: blocks along K of a CTA. rows: most rows of a CTA.
@@ -216,15 +265,25 @@ class Cut:
     rows: int = TILE
     turns: int = 1
     tile: int = TILE
+    rest_n: int = 0
     most_signals: int = MAX_SIGNALS
+
+
+def box_of(num_experts: int, block_n: int, rest_n: int) -> int:
+    """Return the rows of the gate that are loaded at a time: a power of two, so that hardly a row isn't an expert."""
+    if not rest_n and (num_experts % block_n == 0 or not NARROW_BOXES):
+        return block_n
+    padded = -(-num_experts // 16) * 16
+    return min(padded & -padded, block_n, rest_n or block_n)
 
 
 def make(M: int, hidden: int, spec: Spec, cut: Cut, num_sms: int) -> RouterTiling:
     """Make a tiling from its free choices."""
     num_warps, block_n, tile = cut.num_warps, cut.block_n, cut.tile
+    width = block_n + cut.rest_n
     block = block_sum(hidden)
     num_blocks = -(-hidden // block)
-    parts_n = 1 if cut.turns > 1 else -(-spec.num_experts // block_n)
+    parts_n = 1 if cut.turns > 1 else -(-spec.num_experts // width)
     parts_k = -(-num_blocks // cut.blocks_each)
     parts = parts_n * parts_k
     num_sets = num_blocks - cut.blocks_each + 1
@@ -240,9 +299,10 @@ def make(M: int, hidden: int, spec: Spec, cut: Cut, num_sms: int) -> RouterTilin
         rows_each = max(rows_each, 32 * num_warps // spec.columns)
     block_k = 256 if block_n < 64 else 128 if block_n < 128 else 64
     block_k = max(32, min(block_k, next_power_of_2(hidden), block & -block))
-    stage_bytes = 2 * block_k * (tile + block_n)
+    stage_bytes = 2 * block_k * (tile + width)
     steps_each = cut.blocks_each * block // block_k
-    others = RESERVED_BYTES + signals * 4 * rows_each * spec.columns + (cut.turns - 1) * 4 * tile * block_n
+    whole = cut.rest_n > 0 and parts == 1 and lanes == 32  # logits change their layout through memory
+    others = RESERVED_BYTES + (signals + whole) * 4 * rows_each * spec.columns + (cut.turns - 1) * 4 * tile * block_n
     # The stages of the gate hold the logits of a tile in the end.
     board = -(-2 * tile // block_k)
     unit = board if cut.turns > 1 or (WHOLE_VIEWS and parts == 1) else 1
@@ -252,7 +312,8 @@ def make(M: int, hidden: int, spec: Spec, cut: Cut, num_sms: int) -> RouterTilin
     stages = max(-(-steps // unit) * unit, board) if loads_all else min(fits, 16)
     return RouterTiling(
         num_warps, block_n, block_k, stages, parts_n, parts_k, steps_each, block // block_k, max(1, num_sets),
-        share, rows_each, waits, signals, spec.columns, rows, loads_all, lanes, cut.turns, tile,
+        share, rows_each, waits, signals, spec.columns, rows, loads_all, lanes, cut.turns, tile, cut.rest_n,
+        min(rows, TOKEN_BOX) if cut.rest_n else rows, box_of(spec.num_experts, block_n, cut.rest_n),
     )  # fmt: skip
 
 
@@ -261,18 +322,20 @@ def predicted_cycles(M: int, hidden: int, spec: Spec, tiling: RouterTiling, num_
     ctas = -(-M // tiling.rows_per_cta) * tiling.parts
     waves = -(-ctas // num_sms)
     span = min(hidden, tiling.steps_each * tiling.block_k)
-    loads = 2 * span * tiling.turns * (tiling.rows_per_cta + tiling.block_n) / L2_BYTES
+    columns = min(tiling.turns * tiling.width, -(-spec.num_experts // tiling.box_n) * tiling.box_n)
+    loads = 2 * span * (tiling.turns * tiling.rows_per_cta + columns) / L2_BYTES
     at_once = 2 * hidden * min(M, num_sms * tiling.rows_per_cta // tiling.parts)  # bytes of the tokens of a round
     reads = tiling.turns if at_once > CACHED_BYTES else 1
     dram = 2 * hidden * (M * reads + spec.num_experts) / H200.hbm_bytes / waves
     # An instruction takes at least 32 cycles, whatever its columns.
-    products = span / 16 * tiling.turns * max(tiling.block_n / 2, 32)
+    least = 32 * tiling.num_warps * 16 // tiling.tile
+    products = span / 16 * tiling.turns * sum(max(n / 2, least) for n in (tiling.block_n, tiling.rest_n) if n)
     if tiling.tile > TILE:
         products *= MMA_SLOWDOWN * tiling.tile / TILE
     rest = 0.0 if tiling.single_fill else ROLES_CYCLES
     if tiling.parts > 1:
         sets = max(1, tiling.num_sets // max(tiling.parts_k - 1, 1))
-        floats = tiling.rows_per_part * tiling.num_sets * spec.columns + tiling.rows_per_cta * tiling.block_n * sets
+        floats = tiling.rows_per_part * tiling.num_sets * spec.columns + tiling.rows_per_cta * tiling.width * sets
         rest += (SIGNAL_CYCLES if tiling.polls_sums else MEET_CYCLES) + 4 * floats / SUM_BYTES
     passes = -(-tiling.rows_per_part // tiling.rows_per_pass)
     elements = tiling.rows_per_pass * spec.columns / tiling.num_warps
