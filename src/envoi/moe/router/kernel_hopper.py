@@ -21,6 +21,9 @@ wgmma multiplies 64 rows; if a CTA has fewer, so that there are more CTAs, the o
 are never read. The blocks and their order are the same for every number of tokens, and so are a token's logits, bit
 for bit.
 
+Columns that aren't a power of two, such as 160, may be multiplied by two accumulators, 128 + 32, whose wgmma read the
+same stage of tokens. Their gate is y and z in shared memory, and so are their logits in the end.
+
 With many rows a CTA may take more columns than registers hold sums for, in turns: it goes along K once for each
 block_n columns, and the logits of a turn wait in shared memory for those of the others.
 
@@ -39,50 +42,23 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
-from envoi.epilogue.device import INF
-from envoi.moe.router.choose_experts import load_biases, route_exactly, route_rows, route_tile, store_counts
-from envoi.moe.router.device_types import Args, Biases, Outputs, Positions, Scalars, Tables
+from envoi.moe.router.choose_experts import route_exactly, route_rows, route_tile, store_counts
+from envoi.moe.router.device_types import Args, Outputs, Scalars, Tables
+from envoi.moe.router.kernel_hopper_loads import Sizes, Stages, load_first, part_of, producer, shifted
+from envoi.moe.router.kernel_hopper_logits import (
+    biases_of,
+    board_of,
+    both_buffers,
+    load_both,
+    load_logits,
+    logits_buffer,
+    positions_of,
+    row_layout,
+)
 from envoi.runtime.sync import arrive, let_next_start, wait_for_grid
-from envoi.runtime.triton_compat import reinterpret, role_barrier, tma_load
+from envoi.runtime.triton_compat import role_barrier
 
 NO_SUM: gl.constexpr = gl.constexpr(-1)  # sentinel of a sum not yet stored: the bits of a NaN that no addition gives
-
-
-class Stages(NamedTuple):
-    """Pipeline: x [num_stages, tile, block_k], y [num_stages, block_n, block_k], barriers empty and full per stage.
-
-    z [num_stages, rest_n, block_k]: columns after those of y; the buffer y if there are none.
-    """
-
-    x: Any
-    y: Any
-    z: Any
-    empty: Any
-    full: Any
-
-
-class Sides(NamedTuple):
-    """Descriptors of the product's sides: x tokens, in boxes [box_m, block_k], y gate, in boxes [box_n, block_k]."""
-
-    x: Any
-    y: Any
-
-
-class Sizes(NamedTuple):
-    """Sizes M (tokens) and K (hidden) of the product."""
-
-    num_tokens: Any
-    hidden: Any
-
-
-class Part(NamedTuple):
-    """Work of a CTA: rows from m, columns from n, steps [first, last) along K; its number among its rows' parts."""
-
-    m: Any
-    n: Any
-    first: Any
-    last: Any
-    number: Any
 
 
 class Exchange(NamedTuple):
@@ -98,109 +74,6 @@ class Counts(NamedTuple):
     counts: Any
     offsets: Any
     counter: Any
-
-
-@gluon.jit
-def part_of(sizes, tiling: gl.constexpr):
-    """Find the Part of this CTA."""
-    pid = gl.program_id(0)
-    part = pid % tiling.parts
-    first = part // tiling.parts_n * tiling.steps_each
-    last = gl.minimum(first + tiling.steps_each, gl.cdiv(sizes.hidden, tiling.block_k))
-    return Part(pid // tiling.parts * tiling.rows_per_cta, part % tiling.parts_n * tiling.width, first, last, part)
-
-
-@gluon.jit
-def shifted(part, columns):
-    """Return a Part whose columns begin so many later."""
-    return Part(part.m, part.n + columns, part.first, part.last, part.number)
-
-
-@gluon.jit
-def load_stage(sides, stages, stage, part, k, sizes, tiling: gl.constexpr, spec: gl.constexpr):
-    """Load step k of the rows and columns of a Part into a stage."""
-    full = stages.full.index(stage)
-    expect_stage(sides, full, part.n, tiling, spec)
-    if tiling.box_m < tiling.rows_per_cta:
-        load_tokens(sides.x, stages.x, full, stage, part.m, k, sizes, tiling)
-    else:
-        x_buf = stages.x.index(stage)
-        if tiling.rows_per_cta < tiling.tile:
-            x_buf = x_buf.slice(0, tiling.rows_per_cta, dim=0)  # results of the rows after these are never read
-        tma_load(sides.x, [part.m, k * tiling.block_k], full, x_buf)
-    if tiling.box_n == tiling.width:
-        tma_load(sides.y, [part.n, k * tiling.block_k], full, stages.y.index(stage))
-    else:
-        load_gate(sides.y, stages.y, full, stage, part.n, k, tiling, spec)
-        if tiling.rest_n > 0:
-            load_gate(sides.y, stages.z, full, stage, part.n + tiling.block_n, k, tiling, spec)
-
-
-@gluon.jit
-def expect_stage(sides, full, n, tiling: gl.constexpr, spec: gl.constexpr):
-    """Announce the bytes of a stage with columns from n on to its barrier: boxes of the gate with no expert are left out."""
-    tokens: gl.constexpr = sides.x.block_type.nbytes * (tiling.rows_per_cta // tiling.box_m)
-    gate: gl.constexpr = sides.y.block_type.nbytes
-    all: gl.constexpr = tokens + gate * (tiling.width // tiling.box_n)
-    left: gl.constexpr = spec.num_experts % tiling.width
-    last: gl.constexpr = tokens + gate * (-(-left // tiling.box_n))
-    if left == 0 or tiling.box_n == tiling.width:
-        mbarrier.expect(full, all)
-    elif spec.num_experts < tiling.width:
-        mbarrier.expect(full, last)
-    else:
-        is_last = n + tiling.width > spec.num_experts
-        mbarrier.expect(full, last, pred=is_last)
-        mbarrier.expect(full, all, pred=is_last == 0)
-
-
-@gluon.jit
-def load_tokens(x_desc, buffers, full, stage, m, k, sizes, tiling: gl.constexpr):
-    """Load step k of rows from m on in boxes; TMA takes four times as long for rows that don't exist.
-
-    A box of such rows only is loaded from m, since a stage's bytes have to be the same; its products are never read.
-    """
-    of_stage: gl.constexpr = tiling.tile // tiling.box_m
-    shape: gl.constexpr = [buffers.shape[0] * of_stage, tiling.box_m, tiling.block_k]
-    boxes = reinterpret(buffers, x_desc.dtype, shape, x_desc.layout)
-    count: gl.constexpr = tiling.rows_per_cta // tiling.box_m
-    for b in gl.static_range(count):
-        at = m + b * tiling.box_m
-        at = gl.where(at < sizes.num_tokens, at, m)
-        tma_load(x_desc, [at, k * tiling.block_k], full, boxes.index(stage * of_stage + b))
-
-
-@gluon.jit
-def load_gate(y_desc, buffers, full, stage, n, k, tiling: gl.constexpr, spec: gl.constexpr):
-    """Load step k of columns from n on in boxes, those with experts; products with the others are never read."""
-    of_stage: gl.constexpr = buffers.shape[1] // tiling.box_n
-    shape: gl.constexpr = [buffers.shape[0] * of_stage, tiling.box_n, tiling.block_k]
-    boxes = reinterpret(buffers, y_desc.dtype, shape, y_desc.layout)
-    for b in gl.static_range(of_stage):
-        at = n + b * tiling.box_n
-        tma_load(y_desc, [at, k * tiling.block_k], full, boxes.index(stage * of_stage + b), pred=at < spec.num_experts)
-
-
-@gluon.jit
-def load_first(x_desc, y_desc, stages, sizes, tiling: gl.constexpr, spec: gl.constexpr):
-    """Fill every stage once, before the roles start."""
-    part = part_of(sizes, tiling)
-    for k in range(part.first, gl.minimum(part.first + tiling.num_stages, part.last)):
-        load_stage(Sides(x_desc, y_desc), stages, k - part.first, part, k, sizes, tiling, spec)
-
-
-@gluon.jit
-def producer(x_desc, y_desc, stages, sizes, tiling: gl.constexpr, spec: gl.constexpr):
-    """Refill the stages as they become empty: a role of one warp."""
-    part = part_of(sizes, tiling)
-    turns: gl.constexpr = tiling.turns
-    for turn in gl.static_range(turns):
-        before = turn * (part.last - part.first)
-        for k in range(part.first + (tiling.num_stages if turn == 0 else 0), part.last):
-            step = before + k - part.first
-            mbarrier.wait(stages.empty.index(step % tiling.num_stages), ((step // tiling.num_stages) & 1) ^ 1)
-            at = shifted(part, turn * tiling.block_n)
-            load_stage(Sides(x_desc, y_desc), stages, step % tiling.num_stages, at, k, sizes, tiling, spec)
 
 
 @gluon.constexpr_function
@@ -254,144 +127,12 @@ def multiply_both(stages, step, num_steps, tiling: gl.constexpr):
 
 
 @gluon.constexpr_function
-def row_layout(tiling, lanes):
-    """Layout of logits [rows, columns], `lanes` lanes for each row; each has neighbouring columns of every run."""
-    return gl.BlockedLayout([1, tiling.run // lanes], [32 // lanes, lanes], [tiling.num_warps, 1], [1, 0])
-
-
-@gluon.constexpr_function
 def sum_layout(tiling):
     """Layout of partial sums [rows, columns] while they are added: over all threads, no element twice."""
     each = min(4, max(1, tiling.rows_per_pass * tiling.columns // (32 * tiling.num_warps)))
     lanes = min(32, tiling.columns // each)
     warps = min(tiling.num_warps, tiling.columns // (each * lanes))
     return gl.BlockedLayout([1, each], [32 // lanes, lanes], [tiling.num_warps // warps, warps], [1, 0])
-
-
-@gluon.constexpr_function
-def slot_layout(tiling, lanes, slots):
-    """Layout of the chosen experts [rows, slots], in the lanes of `row_layout`."""
-    return gl.BlockedLayout([1, max(1, slots // lanes)], [32 // lanes, lanes], [tiling.num_warps, 1], [1, 0])
-
-
-@gluon.jit
-def columns_in(layout: gl.constexpr, count: gl.constexpr):
-    """Return 0, 1, 2, .. as [1, count] for tiles of a layout."""
-    return gl.arange(0, count, gl.SliceLayout(0, layout))[None, :]
-
-
-@gluon.jit
-def positions_of(LANES: gl.constexpr, tiling: gl.constexpr, spec: gl.constexpr):
-    """Make the Positions of tiles with LANES lanes for each row."""
-    layout: gl.constexpr = row_layout(tiling, LANES)
-    slots: gl.constexpr = slot_layout(tiling, LANES, spec.slots)
-    columns = columns_in(layout, tiling.columns)
-    if tiling.rest_n > 0 and tiling.run == tiling.rest_n:
-        # Whole registers of columns after z: with one number for all of them, the compiler drops all but one.
-        columns = gl.where(columns < tiling.width, columns, tiling.width)
-    return Positions(columns, columns_in(slots, spec.slots), columns_in(layout, spec.group_slots))
-
-
-@gluon.jit
-def biases_of(tables, LANES: gl.constexpr, tiling: gl.constexpr, spec: gl.constexpr):
-    """Load the Biases of tiles with LANES lanes for each row."""
-    columns = columns_in(row_layout(tiling, LANES), tiling.columns)
-    biases = load_biases(tables, columns, spec)
-    if tiling.rest_n > 0 and spec.has_expert_bias:  # constants, for the sake of `positions_of`
-        return Biases(biases.logit, gl.where(columns < spec.num_experts, biases.key, -INF))
-    else:
-        return biases
-
-
-@gluon.constexpr_function
-def logits_layout(columns):
-    """Shared-memory layout of logits: no two lanes of a half warp write to the same bank."""
-    return gl.SwizzledSharedLayout(8, 1, min(8, columns // 8), [1, 0])
-
-
-@gluon.jit
-def logits_buffer(stages, rows: gl.constexpr, tiling: gl.constexpr):
-    """View the gate's memory as boards of logits [tile, run], each cut into rows: [boards * tile / rows, rows, run].
-
-    The last boards, after the stages, take the logits of all turns but the last; those of the last turn, or the only
-    one, replace stages that are consumed.
-    """
-    count: gl.constexpr = tiling.boards * (tiling.tile // rows)
-    return reinterpret(stages.y, gl.float32, [count, rows, tiling.run], logits_layout(tiling.run))
-
-
-@gluon.jit
-def board_of(turn, tiling: gl.constexpr):
-    """Return the board of a turn's logits; that of the last turn is in the memory of the stages."""
-    if tiling.turns > 1:
-        return tiling.boards - 1 - turn
-    else:
-        return 0
-
-
-@gluon.jit
-def load_board(stages, row, rows: gl.constexpr, turn: gl.constexpr, lanes: gl.constexpr, tiling: gl.constexpr):
-    """Load a turn's logits [rows, run] of the rows from `row` of this CTA on."""
-    at = board_of(turn, tiling) * (tiling.tile // rows) + row // rows
-    return logits_buffer(stages, rows, tiling).index(at).load(row_layout(tiling, lanes))
-
-
-@gluon.jit
-def beside(left, right):
-    """Put two tiles [R, C] side by side: [R, 2 C]."""
-    both = gl.join(left, right).permute((0, 2, 1))
-    return both.reshape([left.shape[0], 2 * left.shape[1]])
-
-
-@gluon.constexpr_function
-def runs_layout(tiling, lanes):
-    """Layout of logits whose lanes each have neighbouring columns of every run of rest_n."""
-    return gl.BlockedLayout([1, tiling.rest_n // lanes], [32 // lanes, lanes], [tiling.num_warps, 1], [1, 0])
-
-
-@gluon.jit
-def both_buffers(stages, rows: gl.constexpr, tiling: gl.constexpr):
-    """View the memory of y as logits [tile, block_n] and that of z as logits [tile, rest_n], cut into rows each."""
-    count: gl.constexpr = tiling.boards * (tiling.tile // rows)
-    left = reinterpret(stages.y, gl.float32, [count, rows, tiling.block_n], logits_layout(tiling.block_n))
-    right = reinterpret(stages.z, gl.float32, [count, rows, tiling.rest_n], logits_layout(tiling.rest_n))
-    return left, right
-
-
-@gluon.jit
-def load_both(stages, row, rows: gl.constexpr, lanes: gl.constexpr, tiling: gl.constexpr):
-    """Load the logits [rows, columns] of the rows from `row` of this CTA on, of y and z; zeros for columns after."""
-    layout: gl.constexpr = runs_layout(tiling, lanes)
-    left, right = both_buffers(stages, rows, tiling)
-    y = left.index(row // rows).load(layout)
-    z = right.index(row // rows).load(layout)
-    if tiling.rest_n * 4 <= tiling.block_n:
-        z = beside(z, gl.full((rows, tiling.rest_n), 0.0, gl.float32, layout))
-        z = gl.convert_layout(z, layout, assert_trivial=True)
-    if tiling.rest_n * 8 <= tiling.block_n:
-        z = beside(z, gl.full((rows, 2 * tiling.rest_n), 0.0, gl.float32, layout))
-        z = gl.convert_layout(z, layout, assert_trivial=True)
-    if tiling.rest_n < tiling.block_n:
-        z = beside(z, gl.full((rows, tiling.block_n // 2), 0.0, gl.float32, layout))
-        z = gl.convert_layout(z, layout, assert_trivial=True)
-    x = gl.convert_layout(beside(y, z), layout, assert_trivial=True)
-    return gl.convert_layout(x, row_layout(tiling, lanes))
-
-
-@gluon.jit
-def load_logits(stages, row, rows: gl.constexpr, lanes: gl.constexpr, tiling: gl.constexpr):
-    """Load the logits [rows, columns] of the rows from `row` of this CTA on; zeros for columns that have no turn."""
-    x = load_board(stages, row, rows, 0, lanes, tiling)
-    if tiling.turns > 1:
-        x = beside(x, load_board(stages, row, rows, 1, lanes, tiling))
-        if tiling.turns > 2:
-            third = load_board(stages, row, rows, 2, lanes, tiling)
-            fourth = gl.full((rows, tiling.run), 0.0, gl.float32, row_layout(tiling, lanes))
-            if tiling.turns == 4:
-                fourth = load_board(stages, row, rows, 3, lanes, tiling)
-            x = beside(x, beside(third, fourth))
-        x = gl.convert_layout(x, row_layout(tiling, lanes), assert_trivial=True)
-    return x
 
 
 @gluon.jit

@@ -29,6 +29,7 @@ MIN_TURN_STAGES = 4
 NARROW_BOXES = True  # the gate is loaded in boxes that fit the number of experts
 TWO_WIDTHS = True  # a CTA may multiply columns of two widths
 TOKEN_BOX = 32  # rows of tokens that are loaded at a time if there are two widths
+FIRST_STAGES = 3  # in flight while the roles start, if a stage takes many loads: more than memory returns until then
 MIN_REST = 32  # columns of the second width where a CTA has them all: a row's 32 lanes share it
 MAX_WIDTH = 384  # columns of which eight warps have room for a block's sums and the total
 RESERVED_BYTES = 3072  # barriers, and the compiler's scratch for reductions
@@ -64,8 +65,9 @@ class RouterTiling(Constant):
     of each row. steps_in_block: steps along K in a block of sums. columns: columns of the workspace. rows_per_cta:
     `tile`, the rows that are multiplied, unless there are fewer tokens, or a CTA has all columns and all of K. lanes:
     lanes that share a row when experts are chosen. turns: times that a CTA goes along K, each with the next block_n
-    columns; if more than one, it has all columns and all of K. rest_n: columns that it multiplies beside block_n, by an
-    accumulator of their own; only one turn then. box_m, box_n: rows of the tokens, and of the gate, that are loaded at a time.
+    columns; if more than one, it has all columns and all of K. rest_n: columns after block_n, which have an accumulator
+    of their own; only one turn then. box_m, box_n: rows of the tokens, and of the gate, that are loaded at a time.
+    in_runs: lanes share each rest_n columns evenly instead of all columns at once, and whole registers have no column.
     """
 
     num_warps: int
@@ -90,11 +92,21 @@ class RouterTiling(Constant):
     rest_n: int = 0
     box_m: int = TILE
     box_n: int = 0
+    in_runs: bool = False
 
     @property
     def width(self) -> int:
         """Number of columns that a CTA takes in a turn."""
         return self.block_n + self.rest_n
+
+    @property
+    def num_first(self) -> int:
+        """Number of stages that are filled before the roles start: all of them, unless each takes many loads.
+
+        There all warps meet before each load; the producer needn't.
+        """
+        few = self.box_n == self.width and self.box_m == self.rows_per_cta
+        return self.num_stages if few or self.single_fill else min(self.num_stages, FIRST_STAGES)
 
     @property
     def gate_slots(self) -> int:
@@ -109,7 +121,7 @@ class RouterTiling(Constant):
     @property
     def run(self) -> int:
         """Number of neighbouring columns that the lanes of a row share evenly: those of a turn."""
-        if self.rest_n and self.parts == 1 and self.lanes < 32:
+        if self.in_runs:
             return self.rest_n
         return self.block_n if self.turns > 1 else self.columns
 
@@ -233,7 +245,8 @@ def fitted_candidates(M: int, hidden: int, spec: Spec, num_sms: int) -> Iterator
         for num_warps in (4, 8):
             if num_warps == (8 if block_n < 128 else 4 if block_n > 128 else 0):
                 continue  # instructions too narrow, or too few registers
-            for blocks_each in {-(-num_blocks // k) for k in range(1, num_blocks + 1)}:
+            most_k = num_blocks if block_n < 256 else 1  # beside sums of 384 columns a second set doesn't fit
+            for blocks_each in {-(-num_blocks // k) for k in range(1, most_k + 1)}:
                 cut = Cut(num_warps, block_n, blocks_each, rest_n=rest_n, most_signals=FEW_SIGNALS)
                 tiling = make(M, hidden, spec, cut, num_sms)
                 if tiling.all_parts_wait or tiling.parts == 1:
@@ -301,8 +314,10 @@ def make(M: int, hidden: int, spec: Spec, cut: Cut, num_sms: int) -> RouterTilin
     block_k = max(32, min(block_k, next_power_of_2(hidden), block & -block))
     stage_bytes = 2 * block_k * (tile + width)
     steps_each = cut.blocks_each * block // block_k
-    whole = cut.rest_n > 0 and parts == 1 and lanes == 32  # logits change their layout through memory
-    others = RESERVED_BYTES + (signals + whole) * 4 * rows_each * spec.columns + (cut.turns - 1) * 4 * tile * block_n
+    in_runs = cut.rest_n > 0 and parts == 1 and not spec.whole_softmax
+    converted = cut.rest_n > 0 and parts == 1 and not in_runs  # the layout of logits, through shared memory
+    buffers = signals + converted
+    others = RESERVED_BYTES + buffers * 4 * rows_each * spec.columns + (cut.turns - 1) * 4 * tile * block_n
     # The stages of the gate hold the logits of a tile in the end.
     board = -(-2 * tile // block_k)
     unit = board if cut.turns > 1 or (WHOLE_VIEWS and parts == 1) else 1
@@ -313,7 +328,7 @@ def make(M: int, hidden: int, spec: Spec, cut: Cut, num_sms: int) -> RouterTilin
     return RouterTiling(
         num_warps, block_n, block_k, stages, parts_n, parts_k, steps_each, block // block_k, max(1, num_sets),
         share, rows_each, waits, signals, spec.columns, rows, loads_all, lanes, cut.turns, tile, cut.rest_n,
-        min(rows, TOKEN_BOX) if cut.rest_n else rows, box_of(spec.num_experts, block_n, cut.rest_n),
+        min(rows, TOKEN_BOX) if cut.rest_n else rows, box_of(spec.num_experts, block_n, cut.rest_n), in_runs,
     )  # fmt: skip
 
 
@@ -338,6 +353,7 @@ def predicted_cycles(M: int, hidden: int, spec: Spec, tiling: RouterTiling, num_
         floats = tiling.rows_per_part * tiling.num_sets * spec.columns + tiling.rows_per_cta * tiling.width * sets
         rest += (SIGNAL_CYCLES if tiling.polls_sums else MEET_CYCLES) + 4 * floats / SUM_BYTES
     passes = -(-tiling.rows_per_part // tiling.rows_per_pass)
-    elements = tiling.rows_per_pass * spec.columns / tiling.num_warps
+    chosen_from = tiling.width if tiling.in_runs else spec.columns
+    elements = tiling.rows_per_pass * chosen_from / tiling.num_warps
     rest += passes * (CHOOSE_CYCLES + elements * (spec.k + 12) * ELEMENT_CYCLES)
     return CTA_CYCLES * min(ctas, num_sms) + waves * (START_CYCLES + max(loads, dram, products) + rest)
