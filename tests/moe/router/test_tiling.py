@@ -122,6 +122,12 @@ def test_many_rows_of_experts_that_are_no_power_of_two():
     assert (share.tiling.block_n, share.tiling.rest_n, share.tiling.turns) == (256, 128, 1)
 
 
+def test_turns_are_for_more_columns_than_two_widths_have():
+    for n, turns in ((384, {1}), (385, {1, 2}), (512, {1, 2})):
+        spec = replace(spec_of(8192, n, 4096, "kimi-k2"), num_experts=n)
+        assert {tiling.turns for tiling in candidates(8192, 4096, spec, NUM_SMS)} == turns
+
+
 def test_no_turns_if_a_sum_over_all_columns_would_change():
     spec = replace(spec_of(8192, 512, 2048, "qwen3-next"), rule=PRESETS["olmoe"].rule)
     assert spec.whole_softmax

@@ -2,8 +2,8 @@
 # pyright: reportGeneralTypeIssues=false, reportAssignmentType=false
 """Stages of the Hopper router and their loads by TMA: which rows, columns and steps a CTA has, and its producer.
 
-Rows and columns that don't exist are loaded as little as can be: TMA takes about four times as long to fill a row with
-zeros as to load one.
+Columns without an expert are loaded as little as can be: TMA takes about four times as long to fill a row of the gate
+with zeros as to load one.
 """
 
 from typing import Any, NamedTuple
@@ -108,7 +108,7 @@ def expect_stage(sides, full, n, tiling: gl.constexpr, spec: gl.constexpr):
 
 @gluon.jit
 def load_tokens(x_desc, buffers, full, stage, m, k, sizes, tiling: gl.constexpr):
-    """Load step k of rows from m on in boxes; TMA takes four times as long for rows that don't exist.
+    """Load step k of rows from m on in boxes.
 
     A box of such rows only is loaded from m, since a stage's bytes have to be the same; its products are never read.
     """

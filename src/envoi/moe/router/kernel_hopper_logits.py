@@ -124,15 +124,9 @@ def load_both(stages, row, rows: gl.constexpr, lanes: gl.constexpr, tiling: gl.c
 
 @gluon.jit
 def load_logits(stages, row, rows: gl.constexpr, lanes: gl.constexpr, tiling: gl.constexpr):
-    """Load the logits [rows, columns] of the rows from `row` of this CTA on; zeros for columns that have no turn."""
+    """Load the logits [rows, columns] of the rows from `row` of this CTA on, those of two turns side by side."""
     x = load_board(stages, row, rows, 0, lanes, tiling)
     if tiling.turns > 1:
         x = beside(x, load_board(stages, row, rows, 1, lanes, tiling))
-        if tiling.turns > 2:
-            third = load_board(stages, row, rows, 2, lanes, tiling)
-            fourth = gl.full((rows, tiling.run), 0.0, gl.float32, row_layout(tiling, lanes))
-            if tiling.turns == 4:
-                fourth = load_board(stages, row, rows, 3, lanes, tiling)
-            x = beside(x, beside(third, fourth))
         x = gl.convert_layout(x, row_layout(tiling, lanes), assert_trivial=True)
     return x

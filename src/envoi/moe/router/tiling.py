@@ -24,10 +24,7 @@ MAX_ELEMENTS = 512  # logits in which a warp chooses experts at a time, if all i
 MAX_SIGNALS = 1 << 20  # partial sums that are polled, if few rows are routed at a time
 FEW_SIGNALS = 1 << 18  # and if many are: an uncertain row then sends all of them the exact way
 FEW_ROWS, FEW_SCORED_ROWS = 16, 8  # few rows; by scores more of them are uncertain
-MAX_TURN_COLUMNS = 512  # columns of which shared memory holds the logits of 64 rows beside the stages
-MIN_TURN_STAGES = 4
-NARROW_BOXES = True  # the gate is loaded in boxes that fit the number of experts
-TWO_WIDTHS = True  # a CTA may multiply columns of two widths
+TURN_COLUMNS = 256  # columns of a turn, whose logits of 64 rows shared memory holds beside four stages
 TOKEN_BOX = 32  # rows of tokens that are loaded at a time if there are two widths
 FIRST_STAGES = 3  # in flight while the roles start, if a stage takes many loads: more than memory returns until then
 MIN_REST = 32  # columns of the second width where a CTA has them all: a row's 32 lanes share it
@@ -197,6 +194,8 @@ def candidates(M: int, hidden: int, spec: Spec, num_sms: int) -> Iterator[Router
     """Yield all tilings worth comparing."""
     polled = MAX_SIGNALS if M <= MOST_POLLED_ROWS else FEW_SIGNALS
     num_blocks = -(-hidden // block_sum(hidden))
+    if M > TILE:  # first: as fast as one width by the model, but for its empty columns
+        yield from fitted_candidates(M, hidden, spec, num_sms)
     for num_warps, widths in WIDTHS.items():
         for block_n in widths:
             if block_n > spec.columns:
@@ -213,24 +212,19 @@ def candidates(M: int, hidden: int, spec: Spec, num_sms: int) -> Iterator[Router
                         yield make(M, hidden, spec, Cut(num_warps, block_n, num_blocks, rows), num_sms)
     if M > TILE:
         yield from large_candidates(M, hidden, spec, num_sms)
-        if TWO_WIDTHS:
-            yield from fitted_candidates(M, hidden, spec, num_sms)
 
 
 def large_candidates(M: int, hidden: int, spec: Spec, num_sms: int) -> Iterator[RouterTiling]:
-    """Yield tilings for many rows: 128 of them a CTA, which halves the loads of the gate; or all columns in turns.
+    """Yield tilings for many rows: 128 of them a CTA, which halves the loads of the gate; or all columns in two turns.
 
-    No turns for a softmax over all experts: its sum has one order in all other tilings, and turns change it.
+    No turns for a softmax over all experts: its sum has one order in all other tilings, and turns change it. Nor for
+    columns of which two widths have room.
     """
     num_blocks = -(-hidden // block_sum(hidden))
     if 64 <= spec.columns <= 128:
         yield make(M, hidden, spec, Cut(8, spec.columns, num_blocks, 2 * TILE, tile=2 * TILE), num_sms)
-    for block_n in WIDTHS[8]:
-        turns = -(-spec.num_experts // block_n)
-        if WIDTHS[8][-1] < spec.columns <= MAX_TURN_COLUMNS and not spec.whole_softmax:
-            tiling = make(M, hidden, spec, Cut(8, block_n, num_blocks, turns=turns), num_sms)
-            if tiling.num_stages >= MIN_TURN_STAGES:
-                yield tiling
+    if MAX_WIDTH < spec.num_experts <= 2 * TURN_COLUMNS and not spec.whole_softmax:
+        yield make(M, hidden, spec, Cut(8, TURN_COLUMNS, num_blocks, turns=2), num_sms)
 
 
 def fitted_candidates(M: int, hidden: int, spec: Spec, num_sms: int) -> Iterator[RouterTiling]:
@@ -243,9 +237,11 @@ def fitted_candidates(M: int, hidden: int, spec: Spec, num_sms: int) -> Iterator
         if parts == 1 and block_n == 128:
             yield make(M, hidden, spec, Cut(8, block_n, num_blocks, 2 * TILE, tile=2 * TILE, rest_n=rest_n), num_sms)
         for num_warps in (4, 8):
-            if num_warps == (8 if block_n < 128 else 4 if block_n > 128 else 0):
-                continue  # instructions too narrow, or too few registers
-            most_k = num_blocks if block_n < 256 else 1  # beside sums of 384 columns a second set doesn't fit
+            # Four warps have registers for 160 columns; eight warps' instructions are wasted on 64.
+            suits = block_n == 64 or (parts == 1 and block_n + rest_n <= 160) if num_warps == 4 else block_n > 64
+            if not suits:
+                continue
+            most_k = num_blocks if num_warps == 8 and block_n == 128 else 1  # no room for others, or not measured
             for blocks_each in {-(-num_blocks // k) for k in range(1, most_k + 1)}:
                 cut = Cut(num_warps, block_n, blocks_each, rest_n=rest_n, most_signals=FEW_SIGNALS)
                 tiling = make(M, hidden, spec, cut, num_sms)
@@ -284,7 +280,7 @@ class Cut:
 
 def box_of(num_experts: int, block_n: int, rest_n: int) -> int:
     """Return the rows of the gate that are loaded at a time: a power of two, so that hardly a row isn't an expert."""
-    if not rest_n and (num_experts % block_n == 0 or not NARROW_BOXES):
+    if not rest_n and num_experts % block_n == 0:
         return block_n
     padded = -(-num_experts // 16) * 16
     return min(padded & -padded, block_n, rest_n or block_n)
