@@ -9,7 +9,7 @@ from envoi.moe.router import cases, host
 from envoi.moe.router.cases import Case
 from envoi.moe.router.rules import PRESETS
 from envoi.moe.router.spec import block_sum
-from envoi.moe.router.tiling import TILE, box_of, candidates, choose_shares, choose_tiling, two_widths
+from envoi.moe.router.tiling import CACHED_BYTES, TILE, box_of, candidates, choose_shares, choose_tiling, two_widths
 from envoi.runtime import workspace
 from envoi.runtime.devices import SHARED_BYTES
 
@@ -120,6 +120,21 @@ def test_many_rows_of_experts_that_are_no_power_of_two():
     assert share.tiling.run == 256, "a row's sum has an order of its own"
     [share] = choose_shares(8192, 7168, spec_of(8192, 384, 7168, "kimi-k2"), NUM_SMS)
     assert (share.tiling.block_n, share.tiling.rest_n, share.tiling.turns) == (256, 128, 1)
+    shares = choose_shares(3000, 7168, spec_of(3000, 384, 7168, "kimi-k2"), NUM_SMS)
+    assert all((x.tiling.block_n, x.tiling.rest_n, x.tiling.parts_n) == (128, 0, 3) for x in shares)
+
+
+@pytest.mark.parametrize(("m", "rows_per_cta"), [(6907, 64), (10439, 128)])
+def test_groups_that_are_ranked_one_after_the_other(m, rows_per_cta):
+    """Test what was fastest of all tilings measured where choosing from groups of 20 experts takes long."""
+    [share] = choose_shares(m, 5120, spec_of(m, 160, 5120, "deepseek-v2"), NUM_SMS)
+    assert (share.tiling.block_n, share.tiling.rest_n, share.tiling.rows_per_cta) == (128, 32, rows_per_cta)
+
+
+@pytest.mark.parametrize(("m", "n", "hidden", "rule"), SIZES)
+def test_sums_of_parts_along_k_stay_in_the_l2(m, n, hidden, rule):
+    tiling, _ = choose_tiling(m, hidden, spec_of(m, n, hidden, rule), NUM_SMS)
+    assert tiling.parts_k == 1 or 2 * m * hidden + tiling.sum_bytes(m) < CACHED_BYTES
 
 
 def test_turns_are_for_more_columns_than_two_widths_have():

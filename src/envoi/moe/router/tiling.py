@@ -41,8 +41,9 @@ MEET_CYCLES = 3900.0  # all parts of some rows wait for each other by a counter
 SIGNAL_CYCLES = 2000.0  # all parts of some rows wait for each other by polling the sums
 CHOOSE_CYCLES = 1500.0  # choosing the experts of a pass of rows, however few
 ELEMENT_CYCLES = 0.12  # for each logit of a warp, in each round of the choice
+GROUP_CYCLES = 900.0  # for each group but one, in each pass, if the best of each is found after that of the one before
 MMA_SLOWDOWN = 1.2  # of products where they, not the loads, take the time
-CACHED_BYTES = 30e6  # of tokens that are still in the L2 when a CTA needs them in its next turn
+CACHED_BYTES = 30e6  # of tokens, and sums of parts along K, that are still in the L2 when they are needed again
 LAUNCH_CYCLES = 1500.0  # one more launch, besides what `predicted_cycles` has for each
 
 MOST_POLLED_ROWS = 256  # with more than FEW_SIGNALS sums: polling was up to 10 % slower for more rows
@@ -127,6 +128,10 @@ class RouterTiling(Constant):
         """Number of CTAs that share their rows."""
         return self.parts_n * self.parts_k
 
+    def sum_bytes(self, num_tokens: int) -> int:
+        """Return the bytes of all partial sums of so many tokens in the workspace."""
+        return 4 * num_tokens * self.num_sets * self.columns
+
     @property
     def reroutes_eights(self) -> bool:
         """Return True if uncertain rows are routed again eight at a time instead of with the whole pass.
@@ -183,10 +188,14 @@ def _cheapest(M: int, hidden: int, spec: Spec, num_sms: int, most: int) -> tuple
 
 @cache
 def choose_tiling(M: int, hidden: int, spec: Spec, num_sms: int) -> tuple[RouterTiling, float]:
-    """Return the tiling of one launch with the fewest `predicted_cycles`, and these."""
+    """Return the tiling of one launch with the fewest `predicted_cycles`, and these.
+
+    Parts along K only if the L2 holds their sums beside the tokens: by way of memory the sums took 6 to 15 us longer.
+    """
     M = next_power_of_2(M) if M <= SAME_BELOW else M
     found = candidates(M, hidden, spec, num_sms)
-    tilings = ((x, predicted_cycles(M, hidden, spec, x, num_sms)) for x in found)
+    cached = (x for x in found if x.parts_k == 1 or 2 * M * hidden + x.sum_bytes(M) < CACHED_BYTES)
+    tilings = ((x, predicted_cycles(M, hidden, spec, x, num_sms)) for x in cached)
     return min(tilings, key=lambda found: found[1])
 
 
@@ -204,7 +213,7 @@ def candidates(M: int, hidden: int, spec: Spec, num_sms: int) -> Iterator[Router
                 tiling = make(M, hidden, spec, Cut(num_warps, block_n, blocks_each, most_signals=polled), num_sms)
                 if tiling.all_parts_wait or blocks_each == num_blocks:
                     yield tiling
-                if tiling.polls_sums and tiling.num_sets * M * tiling.columns > FEW_SIGNALS:
+                if tiling.polls_sums and tiling.sum_bytes(M) > 4 * FEW_SIGNALS:
                     yield make(M, hidden, spec, Cut(num_warps, block_n, blocks_each, most_signals=0), num_sms)
             if block_n == spec.columns:
                 for rows in (8, 16, 32):
@@ -341,7 +350,7 @@ def predicted_cycles(M: int, hidden: int, spec: Spec, tiling: RouterTiling, num_
     # An instruction takes at least 32 cycles, whatever its columns.
     least = 32 * tiling.num_warps * 16 // tiling.tile
     products = span / 16 * tiling.turns * sum(max(n / 2, least) for n in (tiling.block_n, tiling.rest_n) if n)
-    if tiling.tile > TILE:
+    if tiling.tile > TILE or (tiling.num_warps == 8 and tiling.width > 128):
         products *= MMA_SLOWDOWN * tiling.tile / TILE
     rest = 0.0 if tiling.single_fill else ROLES_CYCLES
     if tiling.parts > 1:
@@ -351,5 +360,6 @@ def predicted_cycles(M: int, hidden: int, spec: Spec, tiling: RouterTiling, num_
     passes = -(-tiling.rows_per_part // tiling.rows_per_pass)
     chosen_from = tiling.width if tiling.in_runs else spec.columns
     elements = tiling.rows_per_pass * chosen_from / tiling.num_warps
-    rest += passes * (CHOOSE_CYCLES + elements * (spec.k + 12) * ELEMENT_CYCLES)
+    groups = 0 if spec.groups_fill else spec.rule.num_groups - 1
+    rest += passes * (CHOOSE_CYCLES + groups * GROUP_CYCLES + elements * (spec.k + 12) * ELEMENT_CYCLES)
     return CTA_CYCLES * min(ctas, num_sms) + waves * (START_CYCLES + max(loads, dram, products) + rest)
