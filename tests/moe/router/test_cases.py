@@ -39,6 +39,8 @@ def test_every_way_to_cut_the_work_occurs():
         "single_fill": 0,
         "turns": 1,
         "tile": 64,
+        "rest_n": 0,
+        "in_runs": 0,
     }
     for name, least in least_of.items():
         ways = {int(getattr(tiling, name)) > least for tiling in cuts}

@@ -9,7 +9,7 @@ from envoi.moe.router import cases, host
 from envoi.moe.router.cases import Case
 from envoi.moe.router.rules import PRESETS
 from envoi.moe.router.spec import block_sum
-from envoi.moe.router.tiling import TILE, candidates, choose_shares, choose_tiling
+from envoi.moe.router.tiling import CACHED_BYTES, TILE, box_of, candidates, choose_shares, choose_tiling, two_widths
 from envoi.runtime import workspace
 from envoi.runtime.devices import SHARED_BYTES
 
@@ -19,6 +19,7 @@ SIZES = [
     *((m, 256, 7168, "deepseek-v3") for m in (1, 227, 4096, 4224, 4259, 5706, 16384)),
     (10817, 256, 3072, "minimax-m2"), (2567, 160, 6144, "qwen3-coder-480b"), (9000, 160, 5120, "deepseek-v2"),
     (6000, 288, 4096, "step-3.7"), (12000, 384, 7168, "kimi-k2"), (15932, 512, 2048, "qwen3-next"),
+    (3256, 160, 6144, "qwen3-coder-480b"), (15082, 160, 6144, "qwen3-coder-480b"), (9000, 192, 4096, "minimax-m2"),
     (8192, 512, 4096, "nemotron-super-v3"), (8192, 896, 7168, "kimi-k3"), (70000, 64, 16, "olmoe"),
 ]  # fmt: skip
 
@@ -34,16 +35,19 @@ def spec_of(m, n, hidden, rule):
 @pytest.mark.parametrize(("m", "n", "hidden", "rule"), SIZES)
 def test_every_candidate_fits(m, n, hidden, rule):
     for tiling in candidates(m, hidden, spec_of(m, n, hidden, rule), NUM_SMS):
-        gate = 2 * tiling.gate_slots * tiling.block_n * tiling.block_k
+        gate = 2 * tiling.gate_slots * tiling.width * tiling.block_k
         assert gate + 2 * tiling.num_stages * tiling.tile * tiling.block_k < SHARED_BYTES
         assert tiling.steps_in_block * tiling.block_k == block_sum(hidden), "blocks along K depend on the tiling"
-        assert tiling.parts_n * tiling.turns * tiling.block_n >= n
+        assert tiling.parts_n * tiling.turns * tiling.width >= n
+        assert tiling.num_stages >= 2
         assert tiling.parts_k * tiling.steps_each * tiling.block_k >= hidden
         assert tiling.tile % tiling.rows_per_cta == 0
         if tiling.all_parts_wait:
             assert -(-m // tiling.tile) * tiling.parts <= NUM_SMS, "a CTA waits for one that can't start"
         if tiling.parts == 1:
-            assert gate >= 4 * tiling.tile * tiling.run * tiling.turns, "no room for the logits"
+            run = tiling.block_n if tiling.rest_n or tiling.turns > 1 else tiling.columns
+            of_run = gate * tiling.block_n // tiling.width
+            assert of_run >= 4 * tiling.tile * run * tiling.turns, "no room for the logits"
         if tiling.turns > 1:
             stages = 2 * tiling.num_stages * tiling.block_n * tiling.block_k
             boards = [tiling.boards - 1 - turn for turn in range(tiling.turns)]
@@ -73,6 +77,70 @@ def test_what_is_chosen_for_many_rows():
     [share] = shares(16384, 128, 4096, "qwen3-moe")
     assert share.tiling.rows_per_cta == share.tiling.tile == 128
     assert all(share.tiling.all_parts_wait for share in shares(8192, 896, 7168, "kimi-k3"))
+
+
+@pytest.mark.parametrize(("n", "parts", "widths"), [
+    (160, 1, (128, 32)), (160, 2, (64, 16)), (384, 1, (256, 128)), (384, 2, (128, 64)), (288, 1, (256, 32)),
+    (130, 1, (128, 32)), (192, 1, (128, 64)), (96, 1, (64, 32)), (896, 1, (512, 0)), (128, 1, (64, 0)),
+    (256, 1, (128, 0)), (200, 1, (128, 0)), (72, 1, (64, 32)), (16, 1, (8, 0)), (1, 2, (0, 0)),
+])  # fmt: skip
+def test_two_widths(n, parts, widths):
+    assert two_widths(n, parts) == widths
+
+
+def test_boxes_of_the_gate_hold_experts():
+    assert box_of(160, 256, 0) == 32
+    assert box_of(160, 128, 32) == 32
+    assert box_of(160, 64, 16) == 16
+    assert box_of(72, 128, 0) == 16
+    assert box_of(384, 256, 0) == 128
+    assert [box_of(n, 64, 0) for n in (64, 128, 256)] == [64, 64, 64]
+    assert box_of(8, 16, 0) == 16
+
+
+@pytest.mark.parametrize(("m", "n", "hidden", "rule"), SIZES)
+def test_boxes_divide_what_is_loaded(m, n, hidden, rule):
+    for tiling in candidates(m, hidden, spec_of(m, n, hidden, rule), NUM_SMS):
+        assert tiling.rows_per_cta % tiling.box_m == 0
+        assert tiling.block_n % tiling.box_n == tiling.rest_n % tiling.box_n == 0
+        last = n - (tiling.parts_n * tiling.turns - 1) * tiling.width
+        assert last > 0, "a part or turn has no expert"
+        assert tiling.box_n == tiling.width or -last % tiling.box_n < 16, "rows of the gate are loaded that don't exist"
+        assert tiling.num_first == tiling.num_stages or not tiling.single_fill
+
+
+def test_many_rows_of_experts_that_are_no_power_of_two():
+    [share] = choose_shares(15082, 6144, spec_of(15082, 160, 6144, "qwen3-coder-480b"), NUM_SMS)
+    assert (share.tiling.block_n, share.tiling.rest_n, share.tiling.rows_per_cta) == (128, 32, 128)
+    assert share.tiling.in_runs
+    spec = spec_of(16384, 160, 5120, "deepseek-v2")
+    assert spec.whole_softmax
+    [share] = choose_shares(16384, 5120, spec, NUM_SMS)
+    assert share.tiling.rest_n == 32
+    assert share.tiling.run == 256, "a row's sum has an order of its own"
+    [share] = choose_shares(8192, 7168, spec_of(8192, 384, 7168, "kimi-k2"), NUM_SMS)
+    assert (share.tiling.block_n, share.tiling.rest_n, share.tiling.turns) == (256, 128, 1)
+    shares = choose_shares(3000, 7168, spec_of(3000, 384, 7168, "kimi-k2"), NUM_SMS)
+    assert all((x.tiling.block_n, x.tiling.rest_n, x.tiling.parts_n) == (128, 0, 3) for x in shares)
+
+
+@pytest.mark.parametrize(("m", "rows_per_cta"), [(6907, 64), (10439, 128)])
+def test_groups_that_are_ranked_one_after_the_other(m, rows_per_cta):
+    """Test what was fastest of all tilings measured where choosing from groups of 20 experts takes long."""
+    [share] = choose_shares(m, 5120, spec_of(m, 160, 5120, "deepseek-v2"), NUM_SMS)
+    assert (share.tiling.block_n, share.tiling.rest_n, share.tiling.rows_per_cta) == (128, 32, rows_per_cta)
+
+
+@pytest.mark.parametrize(("m", "n", "hidden", "rule"), SIZES)
+def test_sums_of_parts_along_k_stay_in_the_l2(m, n, hidden, rule):
+    tiling, _ = choose_tiling(m, hidden, spec_of(m, n, hidden, rule), NUM_SMS)
+    assert tiling.parts_k == 1 or 2 * m * hidden + tiling.sum_bytes(m) < CACHED_BYTES
+
+
+def test_turns_are_for_more_columns_than_two_widths_have():
+    for n, turns in ((384, {1}), (385, {1, 2}), (512, {1, 2})):
+        spec = replace(spec_of(8192, n, 4096, "kimi-k2"), num_experts=n)
+        assert {tiling.turns for tiling in candidates(8192, 4096, spec, NUM_SMS)} == turns
 
 
 def test_no_turns_if_a_sum_over_all_columns_would_change():

@@ -182,8 +182,8 @@ def _hopper_arguments(
     counts, offsets = outputs["counts"] or (None, None)
     counter = None if counts is None else counted
     arguments = (
-        descriptor(call.tokens, tiling.rows_per_cta, tiling.block_k),
-        descriptor(call.gate, tiling.block_n, tiling.block_k), M, hidden,
+        descriptor(call.tokens, tiling.box_m, tiling.block_k),
+        descriptor(call.gate, tiling.box_n, tiling.block_k), M, hidden,
         call.alpha, call.routed_scale, spec.k, *_tables(call),
         outputs["weights"], outputs["ids"], outputs["logits"], outputs["dense"], _from(counted, 1), counts, offsets,
         counter, sums, met, tiling, spec,

@@ -21,6 +21,9 @@ wgmma multiplies 64 rows; if a CTA has fewer, so that there are more CTAs, the o
 are never read. The blocks and their order are the same for every number of tokens, and so are a token's logits, bit
 for bit.
 
+Columns that aren't a power of two, such as 160, may be multiplied by two accumulators, 128 + 32, whose wgmma read the
+same stage of tokens. Their gate is y and z in shared memory, and so are their logits in the end.
+
 With many rows a CTA may take more columns than registers hold sums for, in turns: it goes along K once for each
 block_n columns, and the logits of a turn wait in shared memory for those of the others.
 
@@ -39,38 +42,23 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
-from envoi.moe.router.choose_experts import load_biases, route_exactly, route_rows, route_tile, store_counts
-from envoi.moe.router.device_types import Args, Outputs, Positions, Scalars, Tables
+from envoi.moe.router.choose_experts import route_exactly, route_rows, route_tile, store_counts
+from envoi.moe.router.device_types import Args, Outputs, Scalars, Tables
+from envoi.moe.router.kernel_hopper_loads import Sizes, Stages, load_first, part_of, producer, shifted
+from envoi.moe.router.kernel_hopper_logits import (
+    biases_of,
+    board_of,
+    both_buffers,
+    load_both,
+    load_logits,
+    logits_buffer,
+    positions_of,
+    row_layout,
+)
 from envoi.runtime.sync import arrive, let_next_start, wait_for_grid
-from envoi.runtime.triton_compat import reinterpret, role_barrier, tma_load
+from envoi.runtime.triton_compat import role_barrier
 
 NO_SUM: gl.constexpr = gl.constexpr(-1)  # sentinel of a sum not yet stored: the bits of a NaN that no addition gives
-
-
-class Stages(NamedTuple):
-    """Pipeline: x [num_stages, tile, block_k], y [num_stages, block_n, block_k], barriers empty and full per stage."""
-
-    x: Any
-    y: Any
-    empty: Any
-    full: Any
-
-
-class Sizes(NamedTuple):
-    """Sizes M (tokens) and K (hidden) of the product."""
-
-    num_tokens: Any
-    hidden: Any
-
-
-class Part(NamedTuple):
-    """Work of a CTA: rows from m, columns from n, steps [first, last) along K; its number among its rows' parts."""
-
-    m: Any
-    n: Any
-    first: Any
-    last: Any
-    number: Any
 
 
 class Exchange(NamedTuple):
@@ -88,62 +76,19 @@ class Counts(NamedTuple):
     counter: Any
 
 
-@gluon.jit
-def part_of(sizes, tiling: gl.constexpr):
-    """Find the Part of this CTA."""
-    pid = gl.program_id(0)
-    part = pid % tiling.parts
-    first = part // tiling.parts_n * tiling.steps_each
-    last = gl.minimum(first + tiling.steps_each, gl.cdiv(sizes.hidden, tiling.block_k))
-    return Part(pid // tiling.parts * tiling.rows_per_cta, part % tiling.parts_n * tiling.block_n, first, last, part)
-
-
-@gluon.jit
-def load_stage(x_desc, y_desc, stages, stage, m, n, k, tiling: gl.constexpr):
-    """Load step k of rows m.. and columns n.. into a stage."""
-    mbarrier.expect(stages.full.index(stage), x_desc.block_type.nbytes + y_desc.block_type.nbytes)
-    x_buf = stages.x.index(stage)
-    if tiling.rows_per_cta < tiling.tile:
-        x_buf = x_buf.slice(0, tiling.rows_per_cta, dim=0)  # results of the rows after these are never read
-    tma_load(x_desc, [m, k * tiling.block_k], stages.full.index(stage), x_buf)
-    tma_load(y_desc, [n, k * tiling.block_k], stages.full.index(stage), stages.y.index(stage))
-
-
-@gluon.jit
-def load_first(x_desc, y_desc, stages, sizes, tiling: gl.constexpr):
-    """Fill every stage once, before the roles start."""
-    part = part_of(sizes, tiling)
-    for k in range(part.first, gl.minimum(part.first + tiling.num_stages, part.last)):
-        load_stage(x_desc, y_desc, stages, k - part.first, part.m, part.n, k, tiling)
-
-
-@gluon.jit
-def producer(x_desc, y_desc, stages, sizes, tiling: gl.constexpr):
-    """Refill the stages as they become empty: a role of one warp."""
-    part = part_of(sizes, tiling)
-    turns: gl.constexpr = tiling.turns
-    for turn in gl.static_range(turns):
-        before = turn * (part.last - part.first)
-        for k in range(part.first + (tiling.num_stages if turn == 0 else 0), part.last):
-            step = before + k - part.first
-            mbarrier.wait(stages.empty.index(step % tiling.num_stages), ((step // tiling.num_stages) & 1) ^ 1)
-            n = part.n + turn * tiling.block_n
-            load_stage(x_desc, y_desc, stages, step % tiling.num_stages, part.m, n, k, tiling)
-
-
 @gluon.constexpr_function
-def tile_layout(tiling):
-    """Layout of a CTA's accumulator [tile, block_n]: 16 rows a warp; surplus warps split the columns."""
+def tile_layout(tiling, width):
+    """Layout of a CTA's accumulator [tile, width]: 16 rows a warp; surplus warps split the columns."""
     down = tiling.tile // 16
     side_by_side = tiling.num_warps // down
-    shape = [16, tiling.block_n // side_by_side, 16]
+    shape = [16, width // side_by_side, 16]
     return gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[down, side_by_side], instr_shape=shape)
 
 
 @gluon.jit
 def multiply(stages, step, num_steps, tiling: gl.constexpr):
     """Multiply num_steps stages into a fresh accumulator, two wgmma in flight. Returns it and the next step."""
-    layout: gl.constexpr = tile_layout(tiling)
+    layout: gl.constexpr = tile_layout(tiling, tiling.block_n)
     acc = gl.full((tiling.tile, tiling.block_n), 0.0, gl.float32, layout)
     for k in range(num_steps):
         stage = step % tiling.num_stages
@@ -160,10 +105,25 @@ def multiply(stages, step, num_steps, tiling: gl.constexpr):
     return acc, step
 
 
-@gluon.constexpr_function
-def row_layout(tiling, lanes):
-    """Layout of logits [rows, columns], `lanes` lanes for each row; each has neighbouring columns of every run."""
-    return gl.BlockedLayout([1, tiling.run // lanes], [32 // lanes, lanes], [tiling.num_warps, 1], [1, 0])
+@gluon.jit
+def multiply_both(stages, step, num_steps, tiling: gl.constexpr):
+    """Multiply num_steps stages with the columns of y and with those of z: `multiply` with two accumulators."""
+    acc = gl.full((tiling.tile, tiling.block_n), 0.0, gl.float32, tile_layout(tiling, tiling.block_n))
+    rest = gl.full((tiling.tile, tiling.rest_n), 0.0, gl.float32, tile_layout(tiling, tiling.rest_n))
+    for k in range(num_steps):
+        stage = step % tiling.num_stages
+        mbarrier.wait(stages.full.index(stage), (step // tiling.num_stages) & 1)
+        x = stages.x.index(stage)
+        acc = warpgroup_mma(x, stages.y.index(stage).permute((1, 0)), acc, is_async=True, use_acc=k > 0)
+        rest = warpgroup_mma(x, stages.z.index(stage).permute((1, 0)), rest, is_async=True, use_acc=k > 0)
+        acc, rest = warpgroup_mma_wait(num_outstanding=2, deps=(acc, rest))
+        if not tiling.single_fill:
+            mbarrier.arrive(stages.empty.index((step + tiling.num_stages - 1) % tiling.num_stages), count=1, pred=k > 0)
+        step += 1
+    acc, rest = warpgroup_mma_wait(num_outstanding=0, deps=(acc, rest))
+    if not tiling.single_fill:
+        mbarrier.arrive(stages.empty.index((step + tiling.num_stages - 1) % tiling.num_stages), count=1)
+    return acc, rest, step
 
 
 @gluon.constexpr_function
@@ -175,89 +135,11 @@ def sum_layout(tiling):
     return gl.BlockedLayout([1, each], [32 // lanes, lanes], [tiling.num_warps // warps, warps], [1, 0])
 
 
-@gluon.constexpr_function
-def slot_layout(tiling, lanes, slots):
-    """Layout of the chosen experts [rows, slots], in the lanes of `row_layout`."""
-    return gl.BlockedLayout([1, max(1, slots // lanes)], [32 // lanes, lanes], [tiling.num_warps, 1], [1, 0])
-
-
-@gluon.jit
-def columns_in(layout: gl.constexpr, count: gl.constexpr):
-    """Return 0, 1, 2, .. as [1, count] for tiles of a layout."""
-    return gl.arange(0, count, gl.SliceLayout(0, layout))[None, :]
-
-
-@gluon.jit
-def positions_of(LANES: gl.constexpr, tiling: gl.constexpr, spec: gl.constexpr):
-    """Make the Positions of tiles with LANES lanes for each row."""
-    layout: gl.constexpr = row_layout(tiling, LANES)
-    slots: gl.constexpr = slot_layout(tiling, LANES, spec.slots)
-    return Positions(
-        columns_in(layout, tiling.columns), columns_in(slots, spec.slots), columns_in(layout, spec.group_slots)
-    )
-
-
-@gluon.constexpr_function
-def logits_layout(columns):
-    """Shared-memory layout of logits: no two lanes of a half warp write to the same bank."""
-    return gl.SwizzledSharedLayout(8, 1, min(8, columns // 8), [1, 0])
-
-
-@gluon.jit
-def logits_buffer(stages, rows: gl.constexpr, tiling: gl.constexpr):
-    """View the gate's memory as boards of logits [tile, run], each cut into rows: [boards * tile / rows, rows, run].
-
-    The last boards, after the stages, take the logits of all turns but the last; those of the last turn, or the only
-    one, replace stages that are consumed.
-    """
-    count: gl.constexpr = tiling.boards * (tiling.tile // rows)
-    return reinterpret(stages.y, gl.float32, [count, rows, tiling.run], logits_layout(tiling.run))
-
-
-@gluon.jit
-def board_of(turn, tiling: gl.constexpr):
-    """Return the board of a turn's logits; that of the last turn is in the memory of the stages."""
-    if tiling.turns > 1:
-        return tiling.boards - 1 - turn
-    else:
-        return 0
-
-
-@gluon.jit
-def load_board(stages, row, rows: gl.constexpr, turn: gl.constexpr, lanes: gl.constexpr, tiling: gl.constexpr):
-    """Load a turn's logits [rows, run] of the rows from `row` of this CTA on."""
-    at = board_of(turn, tiling) * (tiling.tile // rows) + row // rows
-    return logits_buffer(stages, rows, tiling).index(at).load(row_layout(tiling, lanes))
-
-
-@gluon.jit
-def beside(left, right):
-    """Put two tiles [R, C] side by side: [R, 2 C]."""
-    both = gl.join(left, right).permute((0, 2, 1))
-    return both.reshape([left.shape[0], 2 * left.shape[1]])
-
-
-@gluon.jit
-def load_logits(stages, row, rows: gl.constexpr, lanes: gl.constexpr, tiling: gl.constexpr):
-    """Load the logits [rows, columns] of the rows from `row` of this CTA on; zeros for columns that have no turn."""
-    x = load_board(stages, row, rows, 0, lanes, tiling)
-    if tiling.turns > 1:
-        x = beside(x, load_board(stages, row, rows, 1, lanes, tiling))
-        if tiling.turns > 2:
-            third = load_board(stages, row, rows, 2, lanes, tiling)
-            fourth = gl.full((rows, tiling.run), 0.0, gl.float32, row_layout(tiling, lanes))
-            if tiling.turns == 4:
-                fourth = load_board(stages, row, rows, 3, lanes, tiling)
-            x = beside(x, beside(third, fourth))
-        x = gl.convert_layout(x, row_layout(tiling, lanes), assert_trivial=True)
-    return x
-
-
 @gluon.jit
 def store_partial(x, sums, set, part, sizes, tiling: gl.constexpr, spec: gl.constexpr):
     """Store a tile of partial sums in the workspace. With polls_sums, only elements that are read, never a sentinel."""
     rows = part.m + gl.arange(0, tiling.tile, gl.SliceLayout(1, x.type.layout))
-    columns = part.n + gl.arange(0, tiling.block_n, gl.SliceLayout(0, x.type.layout))
+    columns = part.n + gl.arange(0, x.shape[1], gl.SliceLayout(0, x.type.layout))
     at = sums + (set * padded_rows(sizes, tiling) + rows).to(gl.int64)[:, None] * tiling.columns + columns[None, :]
     if tiling.polls_sums:
         gl.store(at, x + 0.0, mask=(rows < sizes.num_tokens)[:, None] & (columns < spec.num_experts)[None, :])
@@ -334,7 +216,7 @@ def accumulate(stages, sums, sizes, tiling: gl.constexpr, spec: gl.constexpr):
     The part that begins with block 0 adds all its blocks to one set of sums; every other block is a set of its own.
     """
     part = part_of(sizes, tiling)
-    layout: gl.constexpr = tile_layout(tiling)
+    layout: gl.constexpr = tile_layout(tiling, tiling.block_n)
     num_steps: gl.constexpr = tiling.steps_in_block
     step = 0
     if tiling.turns > 1:
@@ -355,6 +237,33 @@ def accumulate(stages, sums, sizes, tiling: gl.constexpr, spec: gl.constexpr):
         logits_buffer(stages, tiling.tile, tiling).index(board_of(tiling.turns - 1, tiling)).store(sum)
     elif part.first == 0:
         store_partial(sum, sums, 0, part, sizes, tiling, spec)
+
+
+@gluon.jit
+def accumulate_both(stages, sums, sizes, tiling: gl.constexpr, spec: gl.constexpr):
+    """Multiply and store like `accumulate`, the columns of y and those of z; in one turn."""
+    part = part_of(sizes, tiling)
+    after = shifted(part, tiling.block_n)
+    num_steps: gl.constexpr = tiling.steps_in_block
+    step = 0
+    sum = gl.full((tiling.tile, tiling.block_n), 0.0, gl.float32, tile_layout(tiling, tiling.block_n))
+    rest = gl.full((tiling.tile, tiling.rest_n), 0.0, gl.float32, tile_layout(tiling, tiling.rest_n))
+    for k in range(part.first, part.last, num_steps):
+        p, q, step = multiply_both(stages, step, gl.minimum(num_steps, part.last - k), tiling)
+        if tiling.parts_k > 1:
+            if part.first > 0:
+                set = (k - tiling.steps_each) // num_steps + 1
+                store_partial(p, sums, set, part, sizes, tiling, spec)
+                store_partial(q, sums, set, after, sizes, tiling, spec)
+        sum += p
+        rest += q
+    if tiling.parts == 1:
+        left, right = both_buffers(stages, tiling.tile, tiling)
+        left.index(0).store(sum)
+        right.index(0).store(rest)
+    elif part.first == 0:
+        store_partial(sum, sums, 0, part, sizes, tiling, spec)
+        store_partial(rest, sums, 0, after, sizes, tiling, spec)
 
 
 @gluon.jit
@@ -384,7 +293,10 @@ def products_of(stages, sums, row, sizes, ROWS: gl.constexpr, LANES: gl.constexp
     part = part_of(sizes, tiling)
     rows = row + gl.arange(0, ROWS, gl.SliceLayout(1, layout))
     if tiling.parts == 1:
-        return rows, load_logits(stages, row - part.m, ROWS, LANES, tiling)
+        if tiling.rest_n > 0:
+            return rows, load_both(stages, row - part.m, ROWS, LANES, tiling)
+        else:
+            return rows, load_logits(stages, row - part.m, ROWS, LANES, tiling)
     else:
         return rows, sum_partials(sums, rows, sizes, tiling, layout)
 
@@ -393,7 +305,7 @@ def products_of(stages, sums, row, sizes, ROWS: gl.constexpr, LANES: gl.constexp
 def reroute_uncertain(again, stages, sums, row, sizes, args, tiling: gl.constexpr, spec: gl.constexpr):
     """Route again by exact keys, eight rows at a time, the rows from `row` on whose bit is set in `again`."""
     positions = positions_of(32, tiling, spec)
-    biases = load_biases(args.tables, positions.columns, spec)
+    biases = biases_of(args.tables, 32, tiling, spec)
     while again != 0:
         if again & 255 != 0:
             rows, products = products_of(stages, sums, row, sizes, 8, 32, tiling)
@@ -427,8 +339,11 @@ def route_share(stages, exchange, sizes, args, biases, tiling: gl.constexpr, spe
 @gluon.jit
 def consumer(stages, sizes, args, exchange, totals, tiling: gl.constexpr, spec: gl.constexpr):
     """Multiply a tile, then choose the experts of a share of its rows; the last CTA of all stores the counts."""
-    biases = load_biases(args.tables, columns_in(row_layout(tiling, tiling.lanes), tiling.columns), spec)
-    accumulate(stages, exchange.sums, sizes, tiling, spec)
+    biases = biases_of(args.tables, tiling.lanes, tiling, spec)
+    if tiling.rest_n > 0:
+        accumulate_both(stages, exchange.sums, sizes, tiling, spec)
+    else:
+        accumulate(stages, exchange.sums, sizes, tiling, spec)
     route_share(stages, exchange, sizes, args, biases, tiling, spec)
     if totals.counter is not None:
         if arrive(totals.counter, gl.num_programs(0)):
@@ -444,9 +359,13 @@ def router_kernel(
 ):  # fmt: skip
     """Set up the stages, then start the consumer, and the producer if stages are filled more than once."""
     x_shape: gl.constexpr = [tiling.num_stages, tiling.tile, tiling.block_k]
-    y_shape: gl.constexpr = [tiling.gate_slots] + y_desc.block_type.shape
+    y_shape: gl.constexpr = [tiling.gate_slots, tiling.block_n, tiling.block_k]
     x_bufs = gl.allocate_shared_memory(x_desc.dtype, x_shape, x_desc.layout)
     y_bufs = gl.allocate_shared_memory(y_desc.dtype, y_shape, y_desc.layout)
+    z_bufs = y_bufs
+    if tiling.rest_n > 0:
+        z_shape: gl.constexpr = [tiling.gate_slots, tiling.rest_n, tiling.block_k]
+        z_bufs = gl.allocate_shared_memory(y_desc.dtype, z_shape, y_desc.layout)
     full = gl.allocate_shared_memory(gl.int64, [tiling.num_stages, 1], mbarrier.MBarrierLayout())
     empty = full  # not used if every stage is filled once
     if not tiling.single_fill:
@@ -457,7 +376,7 @@ def router_kernel(
             mbarrier.init(empty.index(i), count=1)
         mbarrier.init(full.index(i), count=1)
     fence_async_shared()
-    stages = Stages(x_bufs, y_bufs, empty, full)
+    stages = Stages(x_bufs, y_bufs, z_bufs, empty, full)
     sizes = Sizes(num_tokens, hidden)
     tables = Tables(logit_bias, expert_bias, token_ids, hash_table, vocabulary)
     outputs = Outputs(weights, ids, logits, dense, histogram)
@@ -467,7 +386,7 @@ def router_kernel(
     role_barrier()
     wait_for_grid()  # up to here this may overlap with the kernel before it
     let_next_start()
-    load_first(x_desc, y_desc, stages, sizes, tiling)
+    load_first(x_desc, y_desc, stages, sizes, tiling, spec)
     # The tuples of arguments are written out: bound to a name, their constants would become tensors.
     if tiling.single_fill:
         consumer(stages, sizes, args, exchange, totals, tiling, spec)
@@ -475,5 +394,5 @@ def router_kernel(
     else:
         gl.warp_specialize([
             (consumer, (stages, sizes, args, exchange, totals, tiling, spec)),
-            (producer, (x_desc, y_desc, stages, sizes, tiling)),
+            (producer, (x_desc, y_desc, stages, sizes, tiling, spec)),
         ], [1], [40])  # fmt: skip

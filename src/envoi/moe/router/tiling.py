@@ -24,8 +24,11 @@ MAX_ELEMENTS = 512  # logits in which a warp chooses experts at a time, if all i
 MAX_SIGNALS = 1 << 20  # partial sums that are polled, if few rows are routed at a time
 FEW_SIGNALS = 1 << 18  # and if many are: an uncertain row then sends all of them the exact way
 FEW_ROWS, FEW_SCORED_ROWS = 16, 8  # few rows; by scores more of them are uncertain
-MAX_TURN_COLUMNS = 512  # columns of which shared memory holds the logits of 64 rows beside the stages
-MIN_TURN_STAGES = 4
+TURN_COLUMNS = 256  # columns of a turn, whose logits of 64 rows shared memory holds beside four stages
+TOKEN_BOX = 32  # rows of tokens that are loaded at a time if there are two widths
+FIRST_STAGES = 3  # in flight while the roles start, if a stage takes many loads: more than memory returns until then
+MIN_REST = 32  # columns of the second width where a CTA has them all: a row's 32 lanes share it
+MAX_WIDTH = 384  # columns of which eight warps have room for a block's sums and the total
 RESERVED_BYTES = 3072  # barriers, and the compiler's scratch for reductions
 
 # Cycles of an H200; only ratios matter.
@@ -38,8 +41,9 @@ MEET_CYCLES = 3900.0  # all parts of some rows wait for each other by a counter
 SIGNAL_CYCLES = 2000.0  # all parts of some rows wait for each other by polling the sums
 CHOOSE_CYCLES = 1500.0  # choosing the experts of a pass of rows, however few
 ELEMENT_CYCLES = 0.12  # for each logit of a warp, in each round of the choice
+GROUP_CYCLES = 900.0  # for each group but one, in each pass, if the best of each is found after that of the one before
 MMA_SLOWDOWN = 1.2  # of products where they, not the loads, take the time
-CACHED_BYTES = 30e6  # of tokens that are still in the L2 when a CTA needs them in its next turn
+CACHED_BYTES = 30e6  # of tokens, and sums of parts along K, that are still in the L2 when they are needed again
 LAUNCH_CYCLES = 1500.0  # one more launch, besides what `predicted_cycles` has for each
 
 MOST_POLLED_ROWS = 256  # with more than FEW_SIGNALS sums: polling was up to 10 % slower for more rows
@@ -59,7 +63,9 @@ class RouterTiling(Constant):
     of each row. steps_in_block: steps along K in a block of sums. columns: columns of the workspace. rows_per_cta:
     `tile`, the rows that are multiplied, unless there are fewer tokens, or a CTA has all columns and all of K. lanes:
     lanes that share a row when experts are chosen. turns: times that a CTA goes along K, each with the next block_n
-    columns; if more than one, it has all columns and all of K.
+    columns; if more than one, it has all columns and all of K. rest_n: columns after block_n, which have an accumulator
+    of their own; only one turn then. box_m, box_n: rows of the tokens, and of the gate, that are loaded at a time.
+    in_runs: lanes share each rest_n columns evenly instead of all columns at once, and whole registers have no column.
     """
 
     num_warps: int
@@ -81,6 +87,24 @@ class RouterTiling(Constant):
     lanes: int
     turns: int = 1
     tile: int = TILE
+    rest_n: int = 0
+    box_m: int = TILE
+    box_n: int = 0
+    in_runs: bool = False
+
+    @property
+    def width(self) -> int:
+        """Number of columns that a CTA takes in a turn."""
+        return self.block_n + self.rest_n
+
+    @property
+    def num_first(self) -> int:
+        """Number of stages that are filled before the roles start: all of them, unless each takes many loads.
+
+        There all warps meet before each load; the producer needn't.
+        """
+        few = self.box_n == self.width and self.box_m == self.rows_per_cta
+        return self.num_stages if few or self.single_fill else min(self.num_stages, FIRST_STAGES)
 
     @property
     def gate_slots(self) -> int:
@@ -95,12 +119,18 @@ class RouterTiling(Constant):
     @property
     def run(self) -> int:
         """Number of neighbouring columns that the lanes of a row share evenly: those of a turn."""
+        if self.in_runs:
+            return self.rest_n
         return self.block_n if self.turns > 1 else self.columns
 
     @property
     def parts(self) -> int:
         """Number of CTAs that share their rows."""
         return self.parts_n * self.parts_k
+
+    def sum_bytes(self, num_tokens: int) -> int:
+        """Return the bytes of all partial sums of so many tokens in the workspace."""
+        return 4 * num_tokens * self.num_sets * self.columns
 
     @property
     def reroutes_eights(self) -> bool:
@@ -158,10 +188,14 @@ def _cheapest(M: int, hidden: int, spec: Spec, num_sms: int, most: int) -> tuple
 
 @cache
 def choose_tiling(M: int, hidden: int, spec: Spec, num_sms: int) -> tuple[RouterTiling, float]:
-    """Return the tiling of one launch with the fewest `predicted_cycles`, and these."""
+    """Return the tiling of one launch with the fewest `predicted_cycles`, and these.
+
+    Parts along K only if the L2 holds their sums beside the tokens: by way of memory the sums took 6 to 15 us longer.
+    """
     M = next_power_of_2(M) if M <= SAME_BELOW else M
     found = candidates(M, hidden, spec, num_sms)
-    tilings = ((x, predicted_cycles(M, hidden, spec, x, num_sms)) for x in found)
+    cached = (x for x in found if x.parts_k == 1 or 2 * M * hidden + x.sum_bytes(M) < CACHED_BYTES)
+    tilings = ((x, predicted_cycles(M, hidden, spec, x, num_sms)) for x in cached)
     return min(tilings, key=lambda found: found[1])
 
 
@@ -169,6 +203,8 @@ def candidates(M: int, hidden: int, spec: Spec, num_sms: int) -> Iterator[Router
     """Yield all tilings worth comparing."""
     polled = MAX_SIGNALS if M <= MOST_POLLED_ROWS else FEW_SIGNALS
     num_blocks = -(-hidden // block_sum(hidden))
+    if M > TILE:  # first: as fast as one width by the model, but for its empty columns
+        yield from fitted_candidates(M, hidden, spec, num_sms)
     for num_warps, widths in WIDTHS.items():
         for block_n in widths:
             if block_n > spec.columns:
@@ -177,7 +213,7 @@ def candidates(M: int, hidden: int, spec: Spec, num_sms: int) -> Iterator[Router
                 tiling = make(M, hidden, spec, Cut(num_warps, block_n, blocks_each, most_signals=polled), num_sms)
                 if tiling.all_parts_wait or blocks_each == num_blocks:
                     yield tiling
-                if tiling.polls_sums and tiling.num_sets * M * tiling.columns > FEW_SIGNALS:
+                if tiling.polls_sums and tiling.sum_bytes(M) > 4 * FEW_SIGNALS:
                     yield make(M, hidden, spec, Cut(num_warps, block_n, blocks_each, most_signals=0), num_sms)
             if block_n == spec.columns:
                 for rows in (8, 16, 32):
@@ -188,19 +224,50 @@ def candidates(M: int, hidden: int, spec: Spec, num_sms: int) -> Iterator[Router
 
 
 def large_candidates(M: int, hidden: int, spec: Spec, num_sms: int) -> Iterator[RouterTiling]:
-    """Yield tilings for many rows: 128 of them a CTA, which halves the loads of the gate; or all columns in turns.
+    """Yield tilings for many rows: 128 of them a CTA, which halves the loads of the gate; or all columns in two turns.
 
-    No turns for a softmax over all experts: its sum has one order in all other tilings, and turns change it.
+    No turns for a softmax over all experts: its sum has one order in all other tilings, and turns change it. Nor for
+    columns of which two widths have room.
     """
     num_blocks = -(-hidden // block_sum(hidden))
     if 64 <= spec.columns <= 128:
         yield make(M, hidden, spec, Cut(8, spec.columns, num_blocks, 2 * TILE, tile=2 * TILE), num_sms)
-    for block_n in WIDTHS[8]:
-        turns = -(-spec.num_experts // block_n)
-        if WIDTHS[8][-1] < spec.columns <= MAX_TURN_COLUMNS and not spec.whole_softmax:
-            tiling = make(M, hidden, spec, Cut(8, block_n, num_blocks, turns=turns), num_sms)
-            if tiling.num_stages >= MIN_TURN_STAGES:
-                yield tiling
+    if MAX_WIDTH < spec.num_experts <= 2 * TURN_COLUMNS and not spec.whole_softmax:
+        yield make(M, hidden, spec, Cut(8, TURN_COLUMNS, num_blocks, turns=2), num_sms)
+
+
+def fitted_candidates(M: int, hidden: int, spec: Spec, num_sms: int) -> Iterator[RouterTiling]:
+    """Yield tilings whose parts have two widths, for numbers of experts such as 160 = 128 + 32 or 2 * (64 + 16)."""
+    num_blocks = -(-hidden // block_sum(hidden))
+    for parts in (1, 2):
+        block_n, rest_n = two_widths(spec.num_experts, parts)
+        if not rest_n:
+            continue
+        if parts == 1 and block_n == 128:
+            yield make(M, hidden, spec, Cut(8, block_n, num_blocks, 2 * TILE, tile=2 * TILE, rest_n=rest_n), num_sms)
+        for num_warps in (4, 8):
+            # Four warps have registers for 160 columns; eight warps' instructions are wasted on 64.
+            suits = block_n == 64 or (parts == 1 and block_n + rest_n <= 160) if num_warps == 4 else block_n > 64
+            if not suits:
+                continue
+            most_k = num_blocks if num_warps == 8 and block_n == 128 else 1  # no room for others, or not measured
+            for blocks_each in {-(-num_blocks // k) for k in range(1, most_k + 1)}:
+                cut = Cut(num_warps, block_n, blocks_each, rest_n=rest_n, most_signals=FEW_SIGNALS)
+                tiling = make(M, hidden, spec, cut, num_sms)
+                if tiling.all_parts_wait or tiling.parts == 1:
+                    yield tiling
+            if parts == 1:
+                for rows in (16, 32):
+                    yield make(M, hidden, spec, Cut(num_warps, block_n, num_blocks, rows, rest_n=rest_n), num_sms)
+
+
+def two_widths(num_experts: int, parts: int) -> tuple[int, int]:
+    """Return two powers of two, each part's columns at least, the larger one first; (.., 0) where one is as good."""
+    columns = -(-num_experts // parts)
+    block_n = next_power_of_2(columns) // 2
+    rest_n = max(MIN_REST if parts == 1 else 16, next_power_of_2(max(columns - block_n, 1)))
+    fits = 64 <= block_n <= 256 and block_n < columns and rest_n < block_n and block_n + rest_n <= MAX_WIDTH
+    return block_n, rest_n if fits else 0
 
 
 @dataclass(frozen=True)
@@ -216,15 +283,25 @@ class Cut:
     rows: int = TILE
     turns: int = 1
     tile: int = TILE
+    rest_n: int = 0
     most_signals: int = MAX_SIGNALS
+
+
+def box_of(num_experts: int, block_n: int, rest_n: int) -> int:
+    """Return the rows of the gate that are loaded at a time: a power of two, so that hardly a row isn't an expert."""
+    if not rest_n and num_experts % block_n == 0:
+        return block_n
+    padded = -(-num_experts // 16) * 16
+    return min(padded & -padded, block_n, rest_n or block_n)
 
 
 def make(M: int, hidden: int, spec: Spec, cut: Cut, num_sms: int) -> RouterTiling:
     """Make a tiling from its free choices."""
     num_warps, block_n, tile = cut.num_warps, cut.block_n, cut.tile
+    width = block_n + cut.rest_n
     block = block_sum(hidden)
     num_blocks = -(-hidden // block)
-    parts_n = 1 if cut.turns > 1 else -(-spec.num_experts // block_n)
+    parts_n = 1 if cut.turns > 1 else -(-spec.num_experts // width)
     parts_k = -(-num_blocks // cut.blocks_each)
     parts = parts_n * parts_k
     num_sets = num_blocks - cut.blocks_each + 1
@@ -240,9 +317,12 @@ def make(M: int, hidden: int, spec: Spec, cut: Cut, num_sms: int) -> RouterTilin
         rows_each = max(rows_each, 32 * num_warps // spec.columns)
     block_k = 256 if block_n < 64 else 128 if block_n < 128 else 64
     block_k = max(32, min(block_k, next_power_of_2(hidden), block & -block))
-    stage_bytes = 2 * block_k * (tile + block_n)
+    stage_bytes = 2 * block_k * (tile + width)
     steps_each = cut.blocks_each * block // block_k
-    others = RESERVED_BYTES + signals * 4 * rows_each * spec.columns + (cut.turns - 1) * 4 * tile * block_n
+    in_runs = cut.rest_n > 0 and parts == 1 and not spec.whole_softmax
+    converted = cut.rest_n > 0 and parts == 1 and not in_runs  # the layout of logits, through shared memory
+    buffers = signals + converted
+    others = RESERVED_BYTES + buffers * 4 * rows_each * spec.columns + (cut.turns - 1) * 4 * tile * block_n
     # The stages of the gate hold the logits of a tile in the end.
     board = -(-2 * tile // block_k)
     unit = board if cut.turns > 1 or (WHOLE_VIEWS and parts == 1) else 1
@@ -252,7 +332,8 @@ def make(M: int, hidden: int, spec: Spec, cut: Cut, num_sms: int) -> RouterTilin
     stages = max(-(-steps // unit) * unit, board) if loads_all else min(fits, 16)
     return RouterTiling(
         num_warps, block_n, block_k, stages, parts_n, parts_k, steps_each, block // block_k, max(1, num_sets),
-        share, rows_each, waits, signals, spec.columns, rows, loads_all, lanes, cut.turns, tile,
+        share, rows_each, waits, signals, spec.columns, rows, loads_all, lanes, cut.turns, tile, cut.rest_n,
+        min(rows, TOKEN_BOX) if cut.rest_n else rows, box_of(spec.num_experts, block_n, cut.rest_n), in_runs,
     )  # fmt: skip
 
 
@@ -261,20 +342,24 @@ def predicted_cycles(M: int, hidden: int, spec: Spec, tiling: RouterTiling, num_
     ctas = -(-M // tiling.rows_per_cta) * tiling.parts
     waves = -(-ctas // num_sms)
     span = min(hidden, tiling.steps_each * tiling.block_k)
-    loads = 2 * span * tiling.turns * (tiling.rows_per_cta + tiling.block_n) / L2_BYTES
+    columns = min(tiling.turns * tiling.width, -(-spec.num_experts // tiling.box_n) * tiling.box_n)
+    loads = 2 * span * (tiling.turns * tiling.rows_per_cta + columns) / L2_BYTES
     at_once = 2 * hidden * min(M, num_sms * tiling.rows_per_cta // tiling.parts)  # bytes of the tokens of a round
     reads = tiling.turns if at_once > CACHED_BYTES else 1
     dram = 2 * hidden * (M * reads + spec.num_experts) / H200.hbm_bytes / waves
     # An instruction takes at least 32 cycles, whatever its columns.
-    products = span / 16 * tiling.turns * max(tiling.block_n / 2, 32)
-    if tiling.tile > TILE:
+    least = 32 * tiling.num_warps * 16 // tiling.tile
+    products = span / 16 * tiling.turns * sum(max(n / 2, least) for n in (tiling.block_n, tiling.rest_n) if n)
+    if tiling.tile > TILE or (tiling.num_warps == 8 and tiling.width > 128):
         products *= MMA_SLOWDOWN * tiling.tile / TILE
     rest = 0.0 if tiling.single_fill else ROLES_CYCLES
     if tiling.parts > 1:
         sets = max(1, tiling.num_sets // max(tiling.parts_k - 1, 1))
-        floats = tiling.rows_per_part * tiling.num_sets * spec.columns + tiling.rows_per_cta * tiling.block_n * sets
+        floats = tiling.rows_per_part * tiling.num_sets * spec.columns + tiling.rows_per_cta * tiling.width * sets
         rest += (SIGNAL_CYCLES if tiling.polls_sums else MEET_CYCLES) + 4 * floats / SUM_BYTES
     passes = -(-tiling.rows_per_part // tiling.rows_per_pass)
-    elements = tiling.rows_per_pass * spec.columns / tiling.num_warps
-    rest += passes * (CHOOSE_CYCLES + elements * (spec.k + 12) * ELEMENT_CYCLES)
+    chosen_from = tiling.width if tiling.in_runs else spec.columns
+    elements = tiling.rows_per_pass * chosen_from / tiling.num_warps
+    groups = 0 if spec.groups_fill else spec.rule.num_groups - 1
+    rest += passes * (CHOOSE_CYCLES + groups * GROUP_CYCLES + elements * (spec.k + 12) * ELEMENT_CYCLES)
     return CTA_CYCLES * min(ctas, num_sms) + waves * (START_CYCLES + max(loads, dram, products) + rest)
