@@ -90,6 +90,21 @@ def scaled(logits, alpha):
         return tl.inline_asm_elementwise(asm, "=f,f,f", [logits, alpha], tl.float32, is_pure=True, pack=1)
 
 
+@triton.constexpr_function
+def halvings(columns):
+    """Return how often a power of two can be halved."""
+    return columns.bit_length() - 1
+
+
+@triton.jit
+def sum_of_columns(x):
+    """Sum each row of x [R, C], neighbours first: in one order, whichever lanes and registers hold the columns."""
+    rows: tl.constexpr = x.shape[0]
+    for _ in tl.static_range(halvings(x.shape[1])):
+        x = tl.sum(tl.reshape(x, (rows, x.shape[1] // 2, 2)), 2)
+    return tl.sum(x, 1)
+
+
 @triton.jit
 def router_logits(product, columns, alpha, logit_bias, spec: tl.constexpr):
     """Return logits alpha * product + bias, the mask of finite logits of real experts, each row's Softmax if needed."""
@@ -102,8 +117,8 @@ def router_logits(product, columns, alpha, logit_bias, spec: tl.constexpr):
     if spec.whole_softmax:
         top = tl.max(tl.where(usable, logits, -INF), 1)
         top = tl.where(top == -INF, 0.0, top)
-        total = tl.sum(tl.where(usable, score_of(logits - top[:, None], spec), 0.0), 1)
-        total = tl.maximum(total, EPS)
+        total = sum_of_columns(tl.where(usable, score_of(logits - top[:, None], spec), 0.0))
+        total = tl.maximum(as_in(total, top, spec), EPS)
     return logits, usable, Softmax(top, total)
 
 

@@ -145,12 +145,12 @@ def lanes_of(rows_a_warp: int, spec: Spec) -> int:
     """Return the number of lanes that share a row.
 
     For many rows few lanes do less work in all; for few rows a whole warp is faster, and reduces integers in one
-    instruction. If a sum over all columns is needed, its order has to be the same for any number of rows.
+    instruction.
     """
     if spec.columns < 128:
         return max(4, spec.columns // 8)
     few = max(8, spec.slots, spec.columns // 32)
-    return 32 if spec.whole_softmax or rows_a_warp < 4 else few
+    return 32 if rows_a_warp < 4 else few
 
 
 @dataclass(frozen=True)
@@ -226,13 +226,12 @@ def candidates(M: int, hidden: int, spec: Spec, num_sms: int) -> Iterator[Router
 def large_candidates(M: int, hidden: int, spec: Spec, num_sms: int) -> Iterator[RouterTiling]:
     """Yield tilings for many rows: 128 of them a CTA, which halves the loads of the gate; or all columns in two turns.
 
-    No turns for a softmax over all experts: its sum has one order in all other tilings, and turns change it. Nor for
-    columns of which two widths have room.
+    No turns for columns of which two widths have room.
     """
     num_blocks = -(-hidden // block_sum(hidden))
     if 64 <= spec.columns <= 128:
         yield make(M, hidden, spec, Cut(8, spec.columns, num_blocks, 2 * TILE, tile=2 * TILE), num_sms)
-    if MAX_WIDTH < spec.num_experts <= 2 * TURN_COLUMNS and not spec.whole_softmax:
+    if MAX_WIDTH < spec.num_experts <= 2 * TURN_COLUMNS:
         yield make(M, hidden, spec, Cut(8, TURN_COLUMNS, num_blocks, turns=2), num_sms)
 
 
@@ -319,10 +318,8 @@ def make(M: int, hidden: int, spec: Spec, cut: Cut, num_sms: int) -> RouterTilin
     block_k = max(32, min(block_k, next_power_of_2(hidden), block & -block))
     stage_bytes = 2 * block_k * (tile + width)
     steps_each = cut.blocks_each * block // block_k
-    in_runs = cut.rest_n > 0 and parts == 1 and not spec.whole_softmax
-    converted = cut.rest_n > 0 and parts == 1 and not in_runs  # the layout of logits, through shared memory
-    buffers = signals + converted
-    others = RESERVED_BYTES + buffers * 4 * rows_each * spec.columns + (cut.turns - 1) * 4 * tile * block_n
+    in_runs = cut.rest_n > 0 and parts == 1
+    others = RESERVED_BYTES + signals * 4 * rows_each * spec.columns + (cut.turns - 1) * 4 * tile * block_n
     # The stages of the gate hold the logits of a tile in the end.
     board = -(-2 * tile // block_k)
     unit = board if cut.turns > 1 or (WHOLE_VIEWS and parts == 1) else 1
