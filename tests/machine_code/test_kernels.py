@@ -29,14 +29,7 @@ ARCH = "sm_90"
 GROUP = 8
 ELSEWHERE = ("gemm-triton", "gemm-triton-mxfp4", "rows-triton", "indexer-scores")  # Hopper has kernels of its own
 # Names of cases that are compiled, but that no GPU has run yet.
-NOT_RUN: frozenset[str] = frozenset({
-    "gemm-sm90-absmax", "gemm-sm90-absmax-few", "gemm-sm90-absmax-fp8-block128",
-    "gemm-sm90-rows-192", "gemm-sm90-features-192",
-    "gemm-sm90-tuned-132sm-1024x5120x2880-2B-tma-rows", "gemm-sm90-tuned-132sm-16384x14336x4096-2B-tma-rows",
-    "gemm-sm90-tuned-132sm-16x7168x2048-2B-rows", "gemm-sm90-tuned-132sm-2048x7168x2048-2B-tma-rows",
-    "gemm-sm90-tuned-132sm-256x4096x7168-2B-tma-rows", "gemm-sm90-tuned-132sm-64x4096x7168-2B-rows",
-    "gemm-sm90-tuned-132sm-8192x4096x7168-2B-tma-rows",
-})  # fmt: skip
+NOT_RUN: frozenset[str] = frozenset()
 MEASURED = {case.title: case for case in hopper.measured_cases()}
 
 
