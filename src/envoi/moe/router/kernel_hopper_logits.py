@@ -6,7 +6,7 @@ import triton.experimental.gluon.language as gl
 from triton.experimental import gluon
 
 from envoi.epilogue.device import INF
-from envoi.moe.router.choose_experts import load_biases
+from envoi.moe.router.choose_experts import halvings, load_biases
 from envoi.moe.router.device_types import Biases, Positions
 from envoi.runtime.triton_compat import reinterpret
 
@@ -92,12 +92,6 @@ def beside(left, right):
     return both.reshape([left.shape[0], 2 * left.shape[1]])
 
 
-@gluon.constexpr_function
-def runs_layout(tiling, lanes):
-    """Layout of logits whose lanes each have neighbouring columns of every run of rest_n."""
-    return gl.BlockedLayout([1, tiling.rest_n // lanes], [32 // lanes, lanes], [tiling.num_warps, 1], [1, 0])
-
-
 @gluon.jit
 def both_buffers(stages, rows: gl.constexpr, tiling: gl.constexpr):
     """View the memory of y as logits [tile, block_n] and that of z as logits [tile, rest_n], cut into rows each."""
@@ -110,15 +104,15 @@ def both_buffers(stages, rows: gl.constexpr, tiling: gl.constexpr):
 @gluon.jit
 def load_both(stages, row, rows: gl.constexpr, lanes: gl.constexpr, tiling: gl.constexpr):
     """Load the logits [rows, columns] of the rows from `row` of this CTA on, of y and z; zeros for columns after."""
-    layout: gl.constexpr = runs_layout(tiling, lanes)
+    layout: gl.constexpr = row_layout(tiling, lanes)
     left, right = both_buffers(stages, rows, tiling)
     y = left.index(row // rows).load(layout)
     z = right.index(row // rows).load(layout)
-    doublings: gl.constexpr = (tiling.block_n // tiling.rest_n).bit_length() - 1
+    doublings: gl.constexpr = halvings(tiling.block_n // tiling.rest_n)
     for _ in gl.static_range(doublings):
         z = beside(z, gl.full(z.shape, 0.0, gl.float32, layout))
         z = gl.convert_layout(z, layout, assert_trivial=True)
-    return gl.convert_layout(beside(y, z), row_layout(tiling, lanes), assert_trivial=True)
+    return gl.convert_layout(beside(y, z), layout, assert_trivial=True)
 
 
 @gluon.jit

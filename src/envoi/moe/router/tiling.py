@@ -64,8 +64,7 @@ class RouterTiling(Constant):
     `tile`, the rows that are multiplied, unless there are fewer tokens, or a CTA has all columns and all of K. lanes:
     lanes that share a row when experts are chosen. turns: times that a CTA goes along K, each with the next block_n
     columns; if more than one, it has all columns and all of K. rest_n: columns after block_n, which have an accumulator
-    of their own; only one turn then. box_m, box_n: rows of the tokens, and of the gate, that are loaded at a time.
-    in_runs: lanes share each rest_n columns evenly instead of all columns at once, and whole registers have no column.
+    of their own; only one turn then. box_n: rows of the gate that are loaded at a time.
     """
 
     num_warps: int
@@ -88,9 +87,17 @@ class RouterTiling(Constant):
     turns: int = 1
     tile: int = TILE
     rest_n: int = 0
-    box_m: int = TILE
     box_n: int = 0
-    in_runs: bool = False
+
+    @property
+    def box_m(self) -> int:
+        """Number of rows of the tokens that are loaded at a time."""
+        return min(self.rows_per_cta, TOKEN_BOX) if self.rest_n else self.rows_per_cta
+
+    @property
+    def in_runs(self) -> bool:
+        """Return True if lanes share each rest_n columns evenly, not all at once: whole registers have no column."""
+        return self.rest_n > 0 and self.parts == 1
 
     @property
     def width(self) -> int:
@@ -318,7 +325,6 @@ def make(M: int, hidden: int, spec: Spec, cut: Cut, num_sms: int) -> RouterTilin
     block_k = max(32, min(block_k, next_power_of_2(hidden), block & -block))
     stage_bytes = 2 * block_k * (tile + width)
     steps_each = cut.blocks_each * block // block_k
-    in_runs = cut.rest_n > 0 and parts == 1
     others = RESERVED_BYTES + signals * 4 * rows_each * spec.columns + (cut.turns - 1) * 4 * tile * block_n
     # The stages of the gate hold the logits of a tile in the end.
     board = -(-2 * tile // block_k)
@@ -330,7 +336,7 @@ def make(M: int, hidden: int, spec: Spec, cut: Cut, num_sms: int) -> RouterTilin
     return RouterTiling(
         num_warps, block_n, block_k, stages, parts_n, parts_k, steps_each, block // block_k, max(1, num_sets),
         share, rows_each, waits, signals, spec.columns, rows, loads_all, lanes, cut.turns, tile, cut.rest_n,
-        min(rows, TOKEN_BOX) if cut.rest_n else rows, box_of(spec.num_experts, block_n, cut.rest_n), in_runs,
+        box_of(spec.num_experts, block_n, cut.rest_n),
     )  # fmt: skip
 
 
