@@ -51,13 +51,15 @@ from envoi.runtime.triton_compat import MORE_REGISTERS, role_barrier
 
 
 @gluon.constexpr_function
-def worker_registers(is_block_scaled, num_warps):
-    """Return the registers a thread of the second consumer, of num_warps, and of the producer.
+def worker_registers(is_block_scaled, cfg):
+    """Return the registers a thread of each consumer after the first, and of the producer.
 
-    A multiprocessor has 512 for each thread of a warpgroup; both consumers and the producer, whose partition counts as
+    A multiprocessor has 512 for each thread of a warpgroup; all consumers and the producer, whose partition counts as
     a warpgroup, take 504 of them. Adding up blocks takes a second accumulator, hence more registers.
     """
-    if num_warps == 8:
+    if cfg.num_consumers == 3:
+        return [160, 160, 24]
+    if cfg.num_warps == 8:
         return [112, 32]
     return [240, 24] if is_block_scaled or MORE_REGISTERS.value else [232, 40]
 
@@ -99,11 +101,11 @@ def gemm_kernel(
             (consumer, (consumer_args, 0)),
             (consumer, (consumer_args, 1)),
             (producer, (producer_args,)),
-        ], [cfg.num_warps, 1], worker_registers(IS_BLOCK_SCALED, cfg.num_warps))  # fmt: skip
+        ], [cfg.num_warps, 1], worker_registers(IS_BLOCK_SCALED, cfg))  # fmt: skip
     else:
         gl.warp_specialize([
             (consumer, (consumer_args, 0)),
             (consumer, (consumer_args, 1)),
             (consumer, (consumer_args, 2)),
             (producer, (producer_args,)),
-        ], [cfg.num_warps, cfg.num_warps, 1], [160, 160, 24])  # fmt: skip
+        ], [cfg.num_warps, cfg.num_warps, 1], worker_registers(IS_BLOCK_SCALED, cfg))  # fmt: skip
