@@ -51,7 +51,7 @@ def family_of(options: argparse.Namespace) -> int:
     return options.family or (run.FAMILY if options.jobs > 1 else 1)
 
 
-def last_seed(options: argparse.Namespace, name: str) -> int:
+def end_of_seeds(options: argparse.Namespace, name: str) -> int:
     """Return the seed after the last case of an operator."""
     whole = options.count // 5 if name == "expert_parallel" and options.jobs > 1 else options.count
     return options.seed + whole
@@ -61,14 +61,14 @@ def first_seed(options: argparse.Namespace, name: str) -> int:
     """Return the seed of an operator's first case: with --more the first that --record's file has no right run of."""
     kind = name, options.device, sizes_of(options, name), family_of(options)
     right = [r for r in run.read(options.record) if r.kind == kind and not r.wrong] if options.more else []
-    done, end = set().union(*(r.seeds for r in right)), last_seed(options, name)
+    done, end = set().union(*(r.seeds for r in right)), end_of_seeds(options, name)
     return next((seed for seed in range(options.seed, end) if seed not in done), end)
 
 
 def run_operator(options: argparse.Namespace, name: str, seed: int, limit_s: float) -> tuple[int, int]:
     """Run an operator's cases from a seed on and print findings; return how many were run, and how many are wrong."""
     family = family_of(options)
-    whole = last_seed(options, name) - seed
+    whole = end_of_seeds(options, name) - seed
     given = name, seed, whole, sizes_of(options, name), options.device
     if options.jobs == 1:
         count = _print(run.findings(*given, family))
@@ -118,7 +118,7 @@ def main(given: list[str] | None = None) -> int:
             sizes = sizes_of(options, name)
             record = run.record_of(name, seed, done, sizes, options.device, wrong, family_of(options), seconds)
             run.append(options.record, [replace(record, commit=options.commit or record.commit)])
-        total += wrong + (done == 0 and seed < last_seed(options, name))
+        total += wrong + (done == 0 and seed < end_of_seeds(options, name))
     return int(total > 0)
 
 

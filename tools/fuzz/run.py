@@ -74,15 +74,12 @@ def read(path: Path) -> list[Record]:
 def kept(records: Iterable[Record]) -> list[Record]:
     """Return the runs of each operator's last kind, without those whose seeds later ones had."""
     found: list[Record] = []
-    last: dict[str, tuple] = {}
-    later: dict[tuple, set[int]] = {}
+    later: dict[str, tuple[tuple, set[int]]] = {}  # by operator: the last kind, and the seeds that later runs had
     for record in reversed(list(records)):
-        if last.setdefault(record.operator, record.kind) != record.kind:
-            continue
-        seen = later.setdefault(record.kind, set())
-        if not record.seeds <= seen:
+        kind, seeds = later.setdefault(record.operator, (record.kind, set()))
+        if record.kind == kind and not record.seeds <= seeds:
             found.append(record)
-            seen |= record.seeds
+            seeds |= record.seeds
     return found[::-1]
 
 

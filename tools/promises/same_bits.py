@@ -13,6 +13,8 @@ import torch
 from envoi.runtime import prepared, shortcuts
 from tools.promises.subjects import Subject
 
+REFUSED = "refused while a graph is captured"  # the text of a result
+
 
 @dataclass(frozen=True)
 class Result:
@@ -159,7 +161,6 @@ def refusal(subject: Subject, device: torch.device) -> Result:
     return Result(1, int(not right), REFUSED if right else f"expected a refusal, got {said or 'none'}")
 
 
-REFUSED = "refused while a graph is captured"
 Check = Callable[[Subject, int, int, torch.device], Result]
 CHECKS: dict[str, Check] = {
     "run to run": run_to_run, "other rows": other_rows, "prepared or plain": prepared_or_plain,
