@@ -127,12 +127,6 @@ def expect_writable(name: str, value: str, endings: Sequence[str]) -> Path:
     return path
 
 
-def expect_no_capture(name: str, device: torch.device, why: str) -> None:
-    """Raise RuntimeError while a CUDA graph is captured on the device's current stream: the call would wait for it."""
-    if device.type == "cuda" and torch.cuda.is_current_stream_capturing():
-        raise RuntimeError(f"{name}: expected no CUDA graph to be captured, {why}")
-
-
 def expect_no_gradients(names: Sequence[str], values: Sequence[Any]) -> None:
     """Raise ValueError if autograd would go through a call with these values, naming the first such value.
 

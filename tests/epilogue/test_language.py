@@ -73,6 +73,7 @@ from envoi.epilogue.library import (
     swiglu_residual,
 )  # fmt: skip
 from envoi.epilogue.operations import OPERATIONS as TABLE
+from envoi.epilogue.operations import ROW_TILE_CUDA, in_row_tiles
 from envoi.quant import quantize as cast_to
 from envoi.types import QuantTensor
 from tests.helpers.accuracy import assert_at_most_twice, assert_same_bits, relative_error
@@ -381,6 +382,18 @@ def test_column_reductions_by_group():
     assert_same_bits(total, torch.stack([ACC[:3].sum(0), torch.zeros(N), ACC[3:].sum(0)]))
     assert_same_bits(top, torch.stack([ACC[:3].amax(0), torch.full((N,), -math.inf), ACC[3:].amax(0)]))
     assert_same_bits(size[1], torch.zeros(N))
+
+
+@pytest.mark.parametrize("rows", [0, 1, 255, 256, 257, 600])
+def test_row_tiles_are_of_one_shape(rows):
+    x, shapes = torch.randn(600, 7)[:rows, ::2], []
+
+    def doubled(tile: torch.Tensor) -> torch.Tensor:
+        shapes.append((*tile.shape, tile.is_contiguous()))
+        return 2 * tile
+
+    assert torch.equal(in_row_tiles(doubled, x), 2 * x)
+    assert set(shapes) == {(ROW_TILE_CUDA if rows else 0, 4, True)}
 
 
 def test_totals_leave_out_rows_of_no_expert():

@@ -126,15 +126,21 @@ def _sum(x: torch.Tensor, dim: int) -> torch.Tensor:
     return x.sum(dim, keepdim=True)
 
 
-def _row_sum(x: torch.Tensor) -> torch.Tensor:
-    """Return row sums [M, 1], whose bits don't depend on M.
+def in_row_tiles(compute: Callable[[torch.Tensor], torch.Tensor], x: torch.Tensor) -> torch.Tensor:
+    """Return compute(x) for x [M, C], made ROW_TILE_CUDA rows at a time, the last filled up with zeros.
 
-    A single row is doubled first: torch may split its sum over threads. A GPU's torch follows the number of rows in
-    other ways too: it gets sums of one shape.
+    A GPU's torch chooses the order of a sum by the number of rows; so it gets sums of one shape.
     """
+    rows = x.shape[0]
+    tiles = functional.pad(x, (0, 0, 0, -rows % ROW_TILE_CUDA)).contiguous().split(ROW_TILE_CUDA)
+    return torch.cat([compute(tile) for tile in tiles])[:rows]
+
+
+def _row_sum(x: torch.Tensor) -> torch.Tensor:
+    """Return row sums [M, 1], whose bits don't depend on M. On CPUs torch may split a single row's sum over threads, so
+    that it is doubled first."""
     if x.is_cuda:
-        tiles = functional.pad(x, (0, 0, 0, -x.shape[0] % ROW_TILE_CUDA)).contiguous().split(ROW_TILE_CUDA)
-        return torch.cat([_sum(tile, 1) for tile in tiles])[: x.shape[0]]
+        return in_row_tiles(lambda tile: _sum(tile, 1), x)
     return _sum(x.expand(2, -1), 1)[:1] if x.shape[0] == 1 else _sum(x, 1)
 
 

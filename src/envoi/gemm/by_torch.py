@@ -4,12 +4,12 @@ from itertools import pairwise
 
 import torch
 
-from envoi.check import expect_no_capture
 from envoi.epilogue.evaluate import evaluate
 from envoi.epilogue.ir import IR, Node
 from envoi.epilogue.outputs import output_dtype
 from envoi.gemm import reference
 from envoi.quant.formats import SCHEMES
+from envoi.runtime.devices import expect_no_capture
 from envoi.types import Matrix, QuantTensor
 
 

@@ -13,7 +13,7 @@ from itertools import pairwise
 
 import torch
 
-from envoi.epilogue.operations import ROW_TILE_CUDA
+from envoi.epilogue.operations import in_row_tiles
 from envoi.quant.cast import decode_sf, decode_values, dequantize, expand_sf
 from envoi.types import Matrix, QuantTensor
 
@@ -74,13 +74,10 @@ def pick_expert(x: Matrix, expert: int) -> Matrix:
 
 def _product(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
     """Return the float32 product of exactly widened operands; a row's bits don't depend on the number of rows."""
-    rows = a.shape[0]
-    tile = ROW_TILE_CUDA if a.is_cuda else ROW_TILE
-    wide = torch.nn.functional.pad(a.float(), (0, 0, 0, -rows % tile))
-    transposed = b.float().T
-    if not a.is_cuda or rows <= tile:
-        return (wide @ transposed)[:rows]
-    return torch.cat([part @ transposed for part in wide.split(tile)])[:rows]
+    rows, transposed = a.shape[0], b.float().T
+    if a.is_cuda:
+        return in_row_tiles(lambda tile: tile @ transposed, a.float())
+    return (torch.nn.functional.pad(a.float(), (0, 0, 0, -rows % ROW_TILE)) @ transposed)[:rows]
 
 
 def _scaled_product(a: Matrix, b: Matrix) -> torch.Tensor:

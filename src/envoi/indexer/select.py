@@ -2,10 +2,10 @@
 
 import torch
 
-from envoi.check import expect_divisible, expect_int, expect_no_capture
+from envoi.check import expect_divisible, expect_int
 from envoi.indexer import certificate, reference
 from envoi.indexer.layout import PAGE_SIZE, pages_of
-from envoi.runtime.devices import implementation
+from envoi.runtime.devices import expect_no_capture, implementation
 
 CACHE_ALIGNMENT = 16
 

@@ -15,6 +15,7 @@ import torch
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from envoi.moe import pack
+from envoi.runtime.devices import capturing
 from envoi.types import ExpertWeights, QuantTensor
 
 
@@ -88,11 +89,6 @@ _lock = threading.Lock()
 def version(x: torch.Tensor) -> int:
     """Return the number of in-place writes to x, or -1 for inference tensors, whose writes torch doesn't count."""
     return -1 if x.is_inference() else x._version
-
-
-def capturing(device: torch.device) -> bool:
-    """Tell whether a CUDA graph is being captured on the device's current stream."""
-    return device.type == "cuda" and torch.cuda.is_current_stream_capturing()
 
 
 def packed(weights: Weights, recipe: Recipe) -> ExpertWeights:

@@ -66,6 +66,17 @@ def _implementation(device: torch.device) -> str:
     return "hopper" if torch.cuda.get_device_capability(device) == (9, 0) else "triton"
 
 
+def capturing(device: torch.device) -> bool:
+    """Tell whether a CUDA graph is being captured on the device's current stream."""
+    return device.type == "cuda" and torch.cuda.is_current_stream_capturing()
+
+
+def expect_no_capture(name: str, device: torch.device, why: str) -> None:
+    """Raise RuntimeError while a CUDA graph is captured on the device's current stream: the call would wait for it."""
+    if capturing(device):
+        raise RuntimeError(f"{name}: expected no CUDA graph to be captured, {why}")
+
+
 def num_sms(device: torch.device) -> int:
     """Return the number of multiprocessors: 1 for a CPU; for "meta" those of `standing_for`, or an H200's."""
     if device.type == "meta" and _local.target is not None:

@@ -7,6 +7,7 @@ from functools import cache
 
 import torch
 
+from envoi.runtime.devices import capturing
 from envoi.runtime.math import next_power_of_2
 
 LEAST = 1 << 16  # int32, minimum for a stream
@@ -108,7 +109,7 @@ def _kept(kept: Kept, count: int, device: torch.device) -> torch.Tensor:
 
 def floats(count: int, device: torch.device) -> torch.Tensor:
     """Return `count` uninitialised float32 for use within one launch; launches on one stream share them."""
-    if device.type != "cuda" or torch.cuda.is_current_stream_capturing():
+    if device.type != "cuda" or capturing(device):
         return torch.empty(count, dtype=torch.float32, device=device)
     key = device, torch.cuda.current_stream(device).cuda_stream
     if key not in _floats or _floats[key].numel() < count:
