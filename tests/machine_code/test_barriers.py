@@ -27,7 +27,7 @@ KERNELS = [
     ("router-sm90-one-token", "sm_90"),
     ("router-sm90-prefill", "sm_90"),
     ("router-sm90-two-widths", "sm_90"),
-    ("router-sm90-two-widths-whole-softmax", "sm_90"),  # logits change their layout through memory
+    ("router-sm90-two-widths-whole-softmax", "sm_90"),
     ("indexer-scores-sm90", "sm_90"),
     ("gemm-sm100-swiglu-fp8", "sm_100"),
     ("gemm-sm100-experts", "sm_100"),
