@@ -132,6 +132,7 @@ def test_hash_routing(rule, ints, kernel):
     token_ids[:2], token_ids[-1] = -1, 2**31 - 1
     bias = normal(32, seed=5)
     bias[2] = torch.nan  # an expert of the table without a finite logit
+    bias[table[6].long()] = -120.0  # a token whose experts all score 0
     lookup = {"token_ids": token_ids.cuda(), "hash_table": table.cuda(), "logit_bias": bias.cuda()}
     given = gpu_call(100, 32, 64, 3, RULES[rule], torch.bfloat16, **lookup)
     got = given.route()

@@ -68,5 +68,8 @@ class Spec(Constant):
 
     @property
     def whole_softmax(self) -> bool:
-        """Return True if the softmax over all experts is needed, not only its ratios."""
-        return self.rule.score == "softmax" and (self.by_score or not self.rule.renormalize)
+        """Return True if the softmax over all experts is needed, not only its ratios.
+
+        Ratios suffice where the largest logit is among the chosen: a table may choose experts far below it.
+        """
+        return self.rule.score == "softmax" and (self.by_score or self.hashed or not self.rule.renormalize)

@@ -72,6 +72,7 @@ def test_hash_routing(rule, ints):
     token_ids[-1] = 2**31 - 1
     bias = normal(32, seed=5)
     bias[2] = torch.nan  # an expert of the table without a finite logit
+    bias[table[1].long()] = -120.0  # the scores of a row of the table are all 0
     for given in (
         random_call(M, 32, HIDDEN, 3, RULES[rule], token_ids=token_ids, hash_table=table),
         random_call(M, 32, HIDDEN, 3, RULES[rule], token_ids=token_ids, hash_table=table, logit_bias=bias),
