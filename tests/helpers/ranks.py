@@ -17,6 +17,7 @@ from typing import Any
 
 # A guard against hangs, far longer than a busy machine needs: the remaining processes are killed and named.
 GUARD_S = 600.0
+MOST_RANKS = 4  # of a test on GPUs
 
 
 @dataclass
@@ -35,6 +36,7 @@ def run_ranks(
 ) -> list[Outcome]:  # fmt: skip
     """Call fn(rank, num_ranks, *args) on each rank; fn must be importable. Kill and name ranks late by timeout_s.
 
+    backend: "gloo", or "nccl" for ranks on GPUs; where ranks share one, only gloo connects them.
     join: called with the rank in its process before anything else; returns the init_method. None = a file.
     """
     # CUDA doesn't survive a fork, not even in a process that has only queried devices.
@@ -56,6 +58,28 @@ def run_ranks(
             worker.kill()
         assert not hung, f"ranks {hung} still running after {timeout_s} s"
         return [_read(Path(folder) / str(rank), worker) for rank, worker in enumerate(workers)]
+
+
+def gpu_ranks() -> int:
+    """Return how many ranks a test over GPUs' memory has: one for each GPU, but several on a GPU that is alone."""
+    import torch
+
+    count = torch.cuda.device_count()
+    return min(MOST_RANKS, count) if count > 1 else MOST_RANKS
+
+
+def share_gpus(num_ranks: int) -> bool:
+    """Return whether so many ranks share GPUs, which NCCL refuses."""
+    import torch
+
+    return 0 < torch.cuda.device_count() < num_ranks
+
+
+def own_gpu() -> Any:
+    """Return the torch.device of this rank's GPU."""
+    import torch
+
+    return torch.device("cuda", torch.cuda.current_device())
 
 
 # Modules of functions that ranks run, which take longest to import.
@@ -99,6 +123,9 @@ def _worker(
     torch.set_num_threads(1)
     if backend == "nccl":
         torch.cuda.set_device(rank % torch.cuda.device_count())
+        if share_gpus(num_ranks):
+            os.environ["TORCH_SYMM_MEM_ALLOW_OVERLAPPING_DEVICES"] = "1"
+            backend = "cpu:gloo,cuda:nccl"  # of which barriers take gloo
     guard = timedelta(seconds=GUARD_S)
     method = f"file://{folder}/store" if join is None else join(rank)
     dist.init_process_group(backend, init_method=method, rank=rank, world_size=num_ranks, timeout=guard)

@@ -48,6 +48,8 @@ def test_a_row_has_a_machine_once_all_of_it_has_run(tmp_path):
 def test_faults_are_summed_over_their_stages(tmp_path):
     runs = [replace(ON_GPU, promise=f"faults/late/memory/{stage}", count=4, num_gpus=4) for stage in ("call", "pull")]
     assert "| 8, 0 wrong in 2 stages | 4 x H200, `abc`, 2026-01-02 |" in written(tmp_path, *runs)
+    sharing = [replace(run, num_gpus=1, num_ranks=4) for run in runs]
+    assert "| 8, 0 wrong in 2 stages | 4 ranks on 1 x H200, `abc`, 2026-01-02 |" in written(tmp_path, *sharing)
 
 
 def test_fuzz_has_the_runs_on_a_gpu(tmp_path):

@@ -20,6 +20,7 @@ class Run:
 
     promise: "same bits/run to run/gemm bf16", "soak", "faults/killed".. count: calls, cases or kernels that were
     checked; wrong: those that weren't right. num_gpus: 0 for CPUs. text: of the first wrong one, or a remark.
+    num_ranks: of ranks that share GPUs; else 0.
     """
 
     promise: str
@@ -31,6 +32,7 @@ class Run:
     wrong: int
     seconds: float
     text: str = ""
+    num_ranks: int = 0
 
     def __post_init__(self) -> None:
         if not 0 <= self.wrong <= self.count:
@@ -38,13 +40,14 @@ class Run:
 
 
 def run_of(
-    promise: str, count: int, wrong: int, seconds: float, device: str, num_gpus: int = 1, text: str = ""
+    promise: str, count: int, wrong: int, seconds: float, device: str, num_ranks: int = 1, text: str = ""
 ) -> Run:  # fmt: skip
     """Describe a run on this machine, now. device: "cuda" or "cpu"."""
-    gpus = num_gpus if device == "cuda" and torch.cuda.is_available() else 0
+    gpus = min(num_ranks, torch.cuda.device_count()) if device == "cuda" else 0
+    sharing = num_ranks if 0 < gpus < num_ranks else 0
     today = datetime.date.today().isoformat()
     name, commit = machine.device_name(device), machine.commit()
-    return Run(promise, name, gpus, commit, today, count, wrong, round(seconds, 1), text)
+    return Run(promise, name, gpus, commit, today, count, wrong, round(seconds, 1), text, sharing)
 
 
 def append(path: Path, runs: Iterable[Run]) -> None:

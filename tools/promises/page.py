@@ -56,7 +56,8 @@ def where(run: Run | None) -> str:
     """Return machine, commit and date of a run on a GPU, or "-"."""
     if run is None or not run.num_gpus:
         return "-"
-    return f"{run.num_gpus} x {run.machine}, `{run.commit}`, {run.date}"
+    ranks = f"{run.num_ranks} ranks on " if run.num_ranks else ""
+    return f"{ranks}{run.num_gpus} x {run.machine}, `{run.commit}`, {run.date}"
 
 
 def table(head: Iterable[str], rows: Iterable[Iterable[str]]) -> str:
@@ -74,7 +75,7 @@ def together(runs: Iterable[Run | None]) -> Run | None:
     known = [run for run in found if run is not None]
     last = min(known, key=lambda run: run.date)
     count, wrong = sum(run.count for run in known), sum(run.wrong for run in known)
-    return Run(last.promise, last.machine, last.num_gpus, last.commit, last.date, count, wrong, 0.0)
+    return Run(last.promise, last.machine, last.num_gpus, last.commit, last.date, count, wrong, 0.0, "", last.num_ranks)
 
 
 def same_bits(runs: dict[str, Run]) -> str:

@@ -9,7 +9,8 @@ groups of their own and other sizes: only then may they be on two streams at a t
 
 Times are judged in blocks of calls that are alone on idle devices, each after a barrier: one that follows others waits
 for their peers too, which is as long as the longest of them. Of those the text gives the share that is slow. Calls from
-graphs are judged by themselves: of the others the time is the host's too, which the system may interrupt.
+graphs are judged by themselves: of the others the time is the host's too, which the system may interrupt. Ranks that
+share a GPU have it in turn, so that their times say nothing; MPS lets them have it at once.
 """
 
 import argparse
@@ -29,7 +30,7 @@ import torch.distributed as dist
 
 import envoi
 from envoi.types import Routing
-from tests.helpers.ranks import run_ranks
+from tests.helpers.ranks import own_gpu, run_ranks, share_gpus
 from tests.moe.layers import make
 from tools.promises.evidence import Run, run_of
 from tools.promises.same_bits import same
@@ -255,7 +256,7 @@ def judged(parts: list[Part]) -> dict[str, tuple[int, int, float]]:
 
 def on_rank(rank: int, num_ranks: int, format: str, seed: int, calls: int, kind: str) -> Found:
     """Make all calls on a rank."""
-    device = torch.device(kind, rank) if kind == "cuda" else torch.device("cpu")
+    device = own_gpu() if kind == "cuda" else torch.device("cpu")
     parts = [open_part(place, format, seed, rank, num_ranks, device) for place in range(2)]
     for part in parts:
         prepare(part, device)
@@ -263,6 +264,8 @@ def on_rank(rank: int, num_ranks: int, format: str, seed: int, calls: int, kind:
     gc.disable()
     done = checked = wrong = 0
     settled, kinds = None, KINDS if device.type == "cuda" else ("eager", ALONE)
+    if device.type == "cuda" and share_gpus(num_ranks):
+        kinds = tuple(kind for kind in KINDS if kind != ALONE)
     while done < calls:
         count = min(BLOCK, calls - done, max(1, calls // 10))
         at = done // max(1, count)
@@ -299,14 +302,16 @@ def run(options: argparse.Namespace) -> Iterator[Run]:
     text = f"at most {max(grown) / 2**20:.1f} MiB more on a rank after {made} calls than after {SETTLED:.0%} of them"
     too_much = sum(x > slack for x in grown)
     yield run_of("soak/memory", options.ranks, too_much, spent, device, options.ranks, text)
+    print(f"load on rank 0: {found[0].load}")
     counts = {kind: summed([x.times.get(kind, (0, 0, 0.0)) for x in found]) for kind in (*KINDS, REPLAYED)}
     replayed, launched = counts.pop(REPLAYED), counts.pop(ALONE)
+    if device == "cuda" and share_gpus(options.ranks):
+        return
     others = [f"{kind} {n_slow / n:.1%}" for kind, (n, n_slow, _) in counts.items() if n]
     in_a_row = f"; beyond {MOST_TIMES:g} times in a row: {', '.join(others)}" if others else ""
     for name, (n, slow, worst) in (("soak/times from graphs", replayed), ("soak/times", launched)):
         text = f"the slowest took {worst:.2f} times the median of those like it{in_a_row}"
         yield run_of(name, n, slow, spent, device, options.ranks, text)
-    print(f"load on rank 0: {found[0].load}")
 
 
 def summed(found: list[tuple[int, int, float]]) -> tuple[int, int, float]:

@@ -7,6 +7,7 @@ from collections.abc import Iterator
 import torch
 
 from envoi.quant import FORMATS
+from tests.helpers.ranks import gpu_ranks
 from tools.in_processes import in_processes
 from tools.promises.evidence import Run, run_of
 from tools.promises.ranks import compare_ranks
@@ -34,7 +35,7 @@ def attempt(check: str, made: Subject, seed: int, draws: int, device: torch.devi
 
 
 def run(options: argparse.Namespace) -> Iterator[Run]:
-    """Yield a run for each check of each operator and format, then of ranks if there are several GPUs."""
+    """Yield a run for each check of each operator and format, then of ranks."""
     start, found = time.monotonic(), {}
     tasks = [(name, options.seed, options.draws, options.device) for name in options.only or MAKERS]
     begun = set()
@@ -59,14 +60,11 @@ def run(options: argparse.Namespace) -> Iterator[Run]:
 
 
 def number_of_ranks(options: argparse.Namespace) -> Iterator[Run]:
-    """Yield a run for each format over several ranks, if there are several GPUs, or on CPUs."""
-    gpus = torch.cuda.device_count() if options.device == "cuda" else 0
-    if options.device == "cuda" and gpus < 2:
-        print("number of ranks: not run, which takes 2 GPUs")
-        return
+    """Yield a run for each format over several ranks."""
+    most = gpu_ranks() if options.device == "cuda" else 4
     draws = max(4, options.draws // 5)
     for format in FORMATS:
         start = time.monotonic()
         result = compare_ranks(format, options.seed, draws, torch.device(options.device))
         spent, key = time.monotonic() - start, f"same bits/number of ranks/ExpertParallel {format}"
-        yield run_of(key, result.count, result.wrong, spent, options.device, min(4, gpus), result.text)
+        yield run_of(key, result.count, result.wrong, spent, options.device, most, result.text)

@@ -19,7 +19,7 @@ from envoi.moe.parallel.symmetric_memory import SharedLayout
 from envoi.types import ExpertWeights, QuantTensor, Routing
 from tests.helpers.accuracy import assert_same_bits
 from tests.helpers.launches import assert_same_code, watched
-from tests.helpers.ranks import run_ranks
+from tests.helpers.ranks import gpu_ranks, own_gpu, run_ranks
 from tests.moe.layers import make
 from tests.moe.parallel import domains
 from tests.moe.parallel.cases import Case
@@ -171,9 +171,9 @@ def run_both(rank: int, num_ranks: int, tried: list[Case]) -> list[tuple[torch.T
     return found
 
 
-@pytest.mark.gpu(2)
+@pytest.mark.gpu
 def test_the_bits_of_the_staged_path():
-    num_ranks = min(4, torch.cuda.device_count())
+    num_ranks = gpu_ranks()
     tried = [Case(FORMAT, changes) for changes in LAYERS.values()]
     tried += [
         Case(FORMAT, token_ends=[0] * (num_ranks - 1) + [60]),
@@ -195,7 +195,6 @@ def test_the_bits_of_the_staged_path():
 
 def run_often(rank: int, num_ranks: int, num_calls: int) -> dict[str, bool]:
     """Run calls with two routings in turn, then a graph whose routing changes between replays."""
-    torch.cuda.set_device(rank)
     sizes = LAYER | {"tokens": 900}
     layers = [make(**(sizes | {"seed": seed})) for seed in (0, 1)]
     layers[1].gate_up, layers[1].down = layers[0].gate_up, layers[0].down
@@ -203,7 +202,7 @@ def run_often(rank: int, num_ranks: int, num_calls: int) -> dict[str, bool]:
     parallel = open_here(layers[0], FORMAT, rank, [8 * (r + 1) // num_ranks for r in range(num_ranks)], fused=True)
     given = [inputs_of(layer, rank, ends) for layer in layers]
     first = [parallel.moe(*inputs).clone() for inputs in given]
-    different = torch.zeros((), dtype=torch.bool, device=f"cuda:{rank}")
+    different = torch.zeros((), dtype=torch.bool, device=own_gpu())
     for call in range(num_calls):
         different |= (parallel.moe(*given[call % 2]) != first[call % 2]).any()
     tokens, routing = given[0][0].clone(), replace(given[0][1], topk_ids=given[0][1].topk_ids.clone())
@@ -224,32 +223,31 @@ def run_often(rank: int, num_ranks: int, num_calls: int) -> dict[str, bool]:
     return {"calls": not bool(different), "graph": not bool(from_graph)}
 
 
-@pytest.mark.gpu(2)
+@pytest.mark.gpu
 def test_a_thousand_calls_and_a_graph():
-    num_ranks = min(4, torch.cuda.device_count())
+    num_ranks = gpu_ranks()
     outcomes = run_ranks(num_ranks, run_often, 1000, backend="nccl", timeout_s=200)
     assert [outcome.value for outcome in outcomes] == [{"calls": True, "graph": True}] * num_ranks
 
 
-@pytest.mark.gpu(2)
+@pytest.mark.gpu
 @pytest.mark.parametrize("kind", ["dies", "is late", "is a little late"])
 def test_a_lost_rank_is_named_on_every_other(kind):
-    num_ranks, timeout_s = min(4, torch.cuda.device_count()), 6.0
+    num_ranks, timeout_s = gpu_ranks(), 6.0
     outcomes = run_ranks(num_ranks, fault, kind, timeout_s, FORMAT, True, backend="nccl", timeout_s=100)
     assert_rank_1_is_named(kind, outcomes, timeout_s)
 
 
 def mistakes(rank: int, num_ranks: int) -> list[tuple[str, bool]]:
     """Let rank 1 make one mistake after the other, each followed by a right call."""
-    torch.cuda.set_device(rank)
     layer, ends = make(**LAYER), [8 * (r + 1) // num_ranks for r in range(num_ranks)]
     parallel = open_here(layer, FORMAT, rank, ends, fused=True)
     return each_mistake(parallel, inputs_of(layer, rank, [60 * (r + 1) // num_ranks for r in range(num_ranks)]), rank)
 
 
-@pytest.mark.gpu(2)
+@pytest.mark.gpu
 def test_the_call_after_a_mistake_is_right():
-    num_ranks = min(4, torch.cuda.device_count())
+    num_ranks = gpu_ranks()
     outcomes = run_ranks(num_ranks, mistakes, backend="nccl", timeout_s=100)
     assert all(text and again for outcome in outcomes for text, again in outcome.value)
 
@@ -262,7 +260,7 @@ def refused(rank: int, num_ranks: int) -> str:
     return ""
 
 
-@pytest.mark.gpu(2)
+@pytest.mark.gpu
 def test_other_formats_are_refused_in_words():
     for outcome in run_ranks(2, refused, backend="nccl", timeout_s=100):
         assert "fused: expected experts in fp8_block128" in outcome.value

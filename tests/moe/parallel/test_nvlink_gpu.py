@@ -21,7 +21,7 @@ from envoi.quant import FORMATS
 from envoi.types import Routing
 from tests.helpers.accuracy import assert_same_bits
 from tests.helpers.launches import assert_same_code, watched
-from tests.helpers.ranks import run_ranks
+from tests.helpers.ranks import gpu_ranks, own_gpu, run_ranks
 from tests.moe.layers import make
 from tests.moe.own import quick_gelu, reglu
 from tests.moe.parallel import cases, domains
@@ -120,12 +120,12 @@ def test_registered(case):
 
 def open_here(layer, format: str, rank: int, ends: list[int], **options) -> ExpertParallel:
     sizes = {"max_tokens": max(1, len(layer.tokens)), "num_topk": layer.routing.topk_ids.shape[1]}
-    return cases.open_parallel(layer, format, rank, ends, f"cuda:{rank}", **(sizes | options))
+    return cases.open_parallel(layer, format, rank, ends, own_gpu(), **(sizes | options))
 
 
 def inputs_of(layer, rank: int, ends: list[int]) -> tuple[torch.Tensor, Routing]:
     tokens, r = cases.part_of(layer, rank, ends)
-    device = f"cuda:{rank}"
+    device = own_gpu()
     return tokens.to(device), Routing(r.topk_weights.to(device), r.topk_ids.to(device), r.num_experts)
 
 
@@ -142,9 +142,9 @@ def run_all(rank: int, num_ranks: int, tried: list[Case]) -> list[tuple[torch.Te
     return outs
 
 
-@pytest.mark.gpu(2)
+@pytest.mark.gpu
 def test_the_bits_of_one_rank():
-    num_ranks = min(4, torch.cuda.device_count())
+    num_ranks = gpu_ranks()
     tried = [Case(format) for format in FORMATS]
     tried += [
         Case("fp8_block128", token_ends=[0] * (num_ranks - 1) + [60]),
@@ -179,10 +179,10 @@ def presummed(rank: int, num_ranks: int, format: str) -> tuple[torch.Tensor, boo
     return out.cpu(), all(again), parallel.presum
 
 
-@pytest.mark.gpu(2)
+@pytest.mark.gpu
 @pytest.mark.parametrize("format", ["bf16", "fp8_row"])
 def test_presum(format):
-    num_ranks = min(4, torch.cuda.device_count())
+    num_ranks = gpu_ranks()
     outcomes = run_ranks(num_ranks, presummed, format, backend="nccl", timeout_s=100)
     assert [outcome.value[1:] for outcome in outcomes] == [(True, True)] * num_ranks
     layer, routing = on_gpu(make(**LAYER))
@@ -193,14 +193,13 @@ def test_presum(format):
 
 def run_often(rank: int, num_ranks: int, num_calls: int) -> dict[str, bool]:
     """Run consecutive calls with two inputs in turn, then again from a graph whose inputs change."""
-    torch.cuda.set_device(rank)
     layers = [make(**(LAYER | {"seed": seed})) for seed in (0, 1)]
     layers[1].gate_up, layers[1].down = layers[0].gate_up, layers[0].down
     ends = [[60 * (r + 1) // num_ranks for r in range(num_ranks)], [60] * num_ranks]
     parallel = open_here(layers[0], "fp8_row", rank, [8 * (r + 1) // num_ranks for r in range(num_ranks)])
     given = [inputs_of(layer, rank, ends) for layer, ends in zip(layers, ends, strict=True)]
     first = [parallel.moe(*inputs).clone() for inputs in given]
-    different = torch.zeros((), dtype=torch.bool, device=f"cuda:{rank}")
+    different = torch.zeros((), dtype=torch.bool, device=own_gpu())
     for call in range(num_calls):
         out = parallel.moe(*given[call % 2])
         different |= (out != first[call % 2]).any() if out.numel() else False
@@ -230,9 +229,9 @@ def _same_from_a_graph(parallel, inputs, want) -> bool:
     return nothing and torch.equal(out, want)
 
 
-@pytest.mark.gpu(2)
+@pytest.mark.gpu
 def test_two_thousand_calls_and_a_graph():
-    num_ranks = min(4, torch.cuda.device_count())
+    num_ranks = gpu_ranks()
     outcomes = run_ranks(num_ranks, run_often, 2000, backend="nccl", timeout_s=200)
     assert [outcome.value for outcome in outcomes] == [{"same": True, "graph": True}] * num_ranks
 
@@ -241,7 +240,6 @@ def fault(
     rank: int, num_ranks: int, kind: str, timeout_s: float, format: str = "bf16", fused: bool | None = None
 ) -> tuple[str, str, float, bool]:
     """Make rank 1 fail; return the others' errors, their seconds, and whether the failed call's output is all NaN."""
-    torch.cuda.set_device(rank)
     layer, ends = make(**LAYER), [8 * (r + 1) // num_ranks for r in range(num_ranks)]
     dist.barrier()  # on a busy machine one rank may start seconds after another
     parallel = open_here(layer, format, rank, ends, timeout_s=timeout_s, fused=fused)
@@ -267,10 +265,10 @@ def fault(
     return "", "", seconds, bool(out.isnan().any())
 
 
-@pytest.mark.gpu(2)
+@pytest.mark.gpu
 @pytest.mark.parametrize("kind", ["dies", "is late", "is a little late"])
 def test_a_lost_rank_is_named_on_every_other(kind):
-    num_ranks, timeout_s = min(4, torch.cuda.device_count()), 6.0
+    num_ranks, timeout_s = gpu_ranks(), 6.0
     outcomes = run_ranks(num_ranks, fault, kind, timeout_s, backend="nccl", timeout_s=100)
     assert_rank_1_is_named(kind, outcomes, timeout_s)
     if kind == "is late":
@@ -305,7 +303,6 @@ MISTAKES = {
 
 def mistakes(rank: int, num_ranks: int) -> list[tuple[str, bool]]:
     """Let rank 1 make one mistake after the other, each followed by a right call."""
-    torch.cuda.set_device(rank)
     layer, ends = make(**LAYER), [8 * (r + 1) // num_ranks for r in range(num_ranks)]
     parallel = open_here(layer, "bf16", rank, ends)
     inputs = inputs_of(layer, rank, [60 * (r + 1) // num_ranks for r in range(num_ranks)])
@@ -350,9 +347,9 @@ def wrong(kind: str, tokens: torch.Tensor, routing: Routing) -> tuple[torch.Tens
     return tokens, Routing(weights, ids, routing.num_experts)
 
 
-@pytest.mark.gpu(2)
+@pytest.mark.gpu
 def test_one_ranks_mistake_is_an_error_on_all_and_the_next_call_is_right():
-    num_ranks = min(4, torch.cuda.device_count())
+    num_ranks = gpu_ranks()
     outcomes = run_ranks(num_ranks, mistakes, backend="nccl", timeout_s=100)
     for rank, outcome in enumerate(outcomes):
         for (text, right_again), message in zip(outcome.value, MISTAKES.values(), strict=True):
@@ -364,7 +361,6 @@ def test_one_ranks_mistake_is_an_error_on_all_and_the_next_call_is_right():
 
 def hurried(rank: int, num_ranks: int) -> tuple[int, bool]:
     """Pass a wrong id on rank 1 in the second of six calls, without a wait for the device in between."""
-    torch.cuda.set_device(rank)
     layer, ends = make(**LAYER), [8 * (r + 1) // num_ranks for r in range(num_ranks)]
     parallel = open_here(layer, "bf16", rank, ends)
     inputs = inputs_of(layer, rank, [60 * (r + 1) // num_ranks for r in range(num_ranks)])
@@ -383,16 +379,15 @@ def hurried(rank: int, num_ranks: int) -> tuple[int, bool]:
     return num_errors, torch.equal(parallel.moe(*inputs), want)
 
 
-@pytest.mark.gpu(2)
+@pytest.mark.gpu
 def test_a_refusal_is_told_once_and_keeps_the_ranks_in_step():
-    num_ranks = min(4, torch.cuda.device_count())
+    num_ranks = gpu_ranks()
     outcomes = run_ranks(num_ranks, hurried, backend="nccl", timeout_s=100)
     assert [outcome.value for outcome in outcomes] == [(1, True)] * num_ranks
 
 
 def layers_in_turn(rank: int, num_ranks: int) -> tuple[bool, bool]:
     """Call two layers of equal sizes in turn; return whether they share memory, and whether they are right."""
-    torch.cuda.set_device(rank)
     layers = [make(**(LAYER | {"seed": seed})) for seed in (0, 1)]
     ends = [8 * (r + 1) // num_ranks for r in range(num_ranks)]
     opened = [open_here(layer, "fp8_row", rank, ends) for layer in layers]
@@ -402,8 +397,8 @@ def layers_in_turn(rank: int, num_ranks: int) -> tuple[bool, bool]:
     return opened[0].domain is opened[1].domain, all(again) and not torch.equal(*first)
 
 
-@pytest.mark.gpu(2)
+@pytest.mark.gpu
 def test_layers_share_memory():
-    num_ranks = min(4, torch.cuda.device_count())
+    num_ranks = gpu_ranks()
     outcomes = run_ranks(num_ranks, layers_in_turn, backend="nccl", timeout_s=100)
     assert [outcome.value for outcome in outcomes] == [(True, True)] * num_ranks

@@ -86,13 +86,16 @@ class Ranks:
         ]
 
 
-def ranks_of(layer, format, hosts, token_ends, presum=False, max_tokens=12, num_topk=4, expert_ends=None):
+def ranks_of(
+    layer, format, hosts, token_ends, presum=False, max_tokens=12, num_topk=4, expert_ends=None, device="cpu"
+):  # fmt: skip
     grid, offsets = Grid.of(hosts), [0, *(expert_ends or ENDS[len(hosts)])]
     sizes = len(hosts), layer.routing.num_experts, max_tokens, num_topk, layer.tokens.shape[1], format, presum
     layout = HostsLayout(SharedLayout(*sizes), grid.num_hosts)
-    cpu = torch.device("cpu")
+    given = layout, grid
     opened = [
-        hosts_device.open_buffers(layout, grid, rank, offsets, 1.0, cpu, shared=False) for rank in range(len(hosts))
+        hosts_device.open_buffers(*given, rank, offsets, 1.0, torch.device(device), shared=False)
+        for rank in range(len(hosts))
     ]
     for rank, buffers in enumerate(opened):
         set_peers(buffers.domain, [opened[peer].domain.memory.data_ptr() for peer in grid.inside(rank)])
