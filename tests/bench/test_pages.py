@@ -96,6 +96,17 @@ def test_numbers_of_gpus_are_apart(tmp_path):
     assert mean in found["index.md"]
 
 
+def test_what_is_measured_without_tuned_configs_is_apart(tmp_path):
+    untuned = sample(case="untuned 8192x4096x7168 bf16", ours_us=1330.0, details={"configs": "by the model"})
+    append(tmp_path, [sample(), untuned])
+    text = pages(tmp_path)["gemm.md"]
+    tuned, _, without = text.partition("(`--untuned`):")
+    assert "untuned 8192" not in tuned
+    assert "| untuned 8192x4096x7168 bf16 | 1330 | cublas: 665 | 0.50x |" in without
+    assert "- best baseline: 0.50x [0.50x] over 1 case\n" in without
+    assert "h200: 0.99x [0.99x] over 1 case\n" in pages(tmp_path)["index.md"]
+
+
 def test_published_times_stand_beside_ours(tmp_path):
     ours = {"suite": "router_call", "ours_us": 10.0, "baselines": {"eager": 40.0}}
     append(tmp_path, [sample(**ours, case="512x8x128 top4 softmax fp16"), sample(**ours, case="1x256x7168 other")])

@@ -140,7 +140,7 @@ def _choose(args: argparse.Namespace) -> "list[Case]":
 
 
 def _untuned(case: "Case") -> "Case":
-    return replace(case, name=f"untuned {case.name}", details=(*case.details, ("configs", "by the model")))
+    return replace(case, name=f"untuned {case.name}", details=(*case.details, *evidence.UNTUNED.items()))
 
 
 def _print_list(chosen: "list[Case]") -> None:

@@ -111,6 +111,7 @@ FORMAT: dict[str, tuple[str, Callable[[Any], bool]]] = {
 }  # fmt: skip
 DETAILS = "details"  # a line may go without it
 KEYS = tuple(key for key in FORMAT if key != DETAILS)
+UNTUNED = {"configs": "by the model"}  # details of measurements
 
 
 @dataclass(frozen=True)
@@ -151,6 +152,11 @@ class Measurement:
         for key, (expected, holds) in FORMAT.items():
             if not holds(getattr(self, key)):
                 raise ValueError(f"{key}: expected {expected}, got {_short(getattr(self, key))}")
+
+    @property
+    def is_untuned(self) -> bool:
+        """Return True if `--untuned` measured it: Hopper GEMMs with configs by their model alone."""
+        return UNTUNED.items() <= self.details.items()
 
     @property
     def key(self) -> tuple[str, str, str, int]:

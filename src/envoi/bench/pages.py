@@ -30,6 +30,7 @@ the suite says otherwise. A ratio is the other's time over Envoi's: above 1 Envo
 fastest of those that do the same work. The error is relative, against float64, with torch's for the same work beside
 it. `envoi bench --docs docs/benchmarks` writes these pages from `bench/results`; `envoi bench SUITE` measures a suite
 on your GPU and prints it, and keeps it only with `--out bench/results`."""
+WITHOUT = "The same without configs that were tuned for these sizes, by the model of time alone (`--untuned`):"
 
 
 def pages(folder: Path) -> dict[str, str]:
@@ -37,13 +38,18 @@ def pages(folder: Path) -> dict[str, str]:
     results = load(folder)
     if not results:
         raise ValueError(f"--out: expected a folder with results, got none in {folder}")
-    found = {f"{suite}.md": page(suite, of_suite(results, suite)) for suite in SUITES}
+    found = {f"{suite}.md": page(suite, of_suite(results, suite), of_suite(results, suite, True)) for suite in SUITES}
     return {INDEX: index(results), **found}
 
 
-def of_suite(results: dict[str, list[Measurement]], suite: str) -> dict[str, list[Measurement]]:
-    """Return the measurements of a suite for each file of results that has some."""
-    chosen = {gpu: [m for m in measurements if m.suite == suite] for gpu, measurements in results.items()}
+def of_suite(
+    results: dict[str, list[Measurement]], suite: str, untuned: bool = False
+) -> dict[str, list[Measurement]]:  # fmt: skip
+    """Return the measurements of a suite, those made with `--untuned` or the others, for each file that has some."""
+    chosen = {
+        gpu: [m for m in measurements if m.suite == suite and m.is_untuned == untuned]
+        for gpu, measurements in results.items()
+    }
     return {gpu: measurements for gpu, measurements in chosen.items() if measurements}
 
 
@@ -56,8 +62,8 @@ def index(results: dict[str, list[Measurement]]) -> str:
     return "\n".join(lines) + "\n"
 
 
-def page(suite: str, by_gpu: dict[str, list[Measurement]]) -> str:
-    """Return the page of a suite."""
+def page(suite: str, by_gpu: dict[str, list[Measurement]], untuned: dict[str, list[Measurement]]) -> str:
+    """Return the page of a suite. untuned: measurements with `--untuned`, which have a table of their own."""
     parts = [f"# {suite}", f"{SUITES[suite][0].upper()}{SUITES[suite][1:]}."]
     for gpu, measurements in by_gpu.items():
         parts += [f"## {gpu.upper()}", provenance(measurements)]
@@ -65,6 +71,8 @@ def page(suite: str, by_gpu: dict[str, list[Measurement]]) -> str:
             parts.append(f"![{suite}: ratio of {_other(measurements)}'s time to Envoi's]({chart_name(suite, gpu)})")
         parts += [table(rows(measurements)), *summaries(measurements)]
         parts += beside(suite, measurements)
+        if others := untuned.get(gpu):
+            parts += [WITHOUT, provenance(others), table(rows(others)), f"- best baseline: {by_gpus(others)}"]
     if not by_gpu:
         parts.append("Not measured yet.")
     return "\n\n".join(parts) + "\n"
