@@ -12,8 +12,10 @@ from tools.fuzz.draw import Case, Draw
 # Cases of each operator that take some seconds together; layers and caches are small.
 COUNTS = {
     "gemm": 60, "grouped_gemm": 60, "route": 60, "moe": 40, "indexer_topk": 30, "quantise": 60, "expert_parallel": 30,
+    "expert_parallel_ranks": 4,
 }  # fmt: skip
 GPU_COUNT = 200
+LAYERS = ("moe", "expert_parallel", "expert_parallel_ranks")
 
 
 def assert_right(operator: str, seed: int, count: int, sizes: str, device: str) -> None:
@@ -23,14 +25,15 @@ def assert_right(operator: str, seed: int, count: int, sizes: str, device: str) 
 
 @pytest.mark.parametrize("operator", run.OPERATORS)
 def test_random_cases(operator):
-    sizes = "small" if operator in ("moe", "expert_parallel", "indexer_topk") else "medium"
+    sizes = "small" if operator in (*LAYERS, "indexer_topk") else "medium"
     assert_right(operator, 0, COUNTS[operator], sizes, "cpu")
 
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("operator", run.OPERATORS)
 def test_random_cases_on_a_gpu(operator):
-    assert_right(operator, 0, GPU_COUNT, "medium" if operator in ("moe", "expert_parallel") else "large", "cuda")
+    count = GPU_COUNT // 8 if operator == "expert_parallel_ranks" else GPU_COUNT
+    assert_right(operator, 0, count, "medium" if operator in LAYERS else "large", "cuda")
 
 
 @pytest.mark.parametrize("operator", run.OPERATORS)

@@ -14,11 +14,12 @@ from pathlib import Path
 
 import torch
 
+from tests.helpers.ranks import MOST_RANKS
 from tools.fuzz import parallel, run
 from tools.fuzz.draw import SIZES
 
 LARGE = ("gemm", "grouped_gemm", "route", "indexer_topk", "quantise")  # the oracle of a layer takes longest
-RANKS_BATCH = 250  # cases for which processes with a GPU each are started
+LAYERS_OF_RANKS = ("expert_parallel", parallel.RANKS)
 
 
 def arguments(given: list[str] | None = None) -> argparse.Namespace:
@@ -26,7 +27,7 @@ def arguments(given: list[str] | None = None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog="python -m tools.fuzz", description="random cases, judged in float64")
     parser.add_argument("operators", nargs="+", choices=[*run.OPERATORS, "all"], metavar="OPERATOR")
     parser.add_argument("--seed", type=int, default=0, help="of the first case; the others follow")
-    parser.add_argument("--count", type=int, default=100, help="cases of each operator; a fifth of expert_parallel")
+    parser.add_argument("--count", type=int, default=100, help="cases of each operator; a fifth over ranks")
     parser.add_argument("--device", choices=("cpu", "cuda"), default="cuda" if torch.cuda.is_available() else "cpu")
     parser.add_argument("--sizes", choices=SIZES, default=None, help="default: medium; with a GPU large but for layers")
     parser.add_argument("--record", type=Path, metavar="FILE", help="append a JSON line for each operator")
@@ -53,7 +54,7 @@ def family_of(options: argparse.Namespace) -> int:
 
 def end_of_seeds(options: argparse.Namespace, name: str) -> int:
     """Return the seed after the last case of an operator."""
-    whole = options.count // 5 if name == "expert_parallel" and options.jobs > 1 else options.count
+    whole = options.count // 5 if name in LAYERS_OF_RANKS and options.jobs > 1 else options.count
     return options.seed + whole
 
 
@@ -73,23 +74,11 @@ def run_operator(options: argparse.Namespace, name: str, seed: int, limit_s: flo
     if options.jobs == 1:
         count = _print(run.findings(*given, family))
         return whole, count
-    if name == "expert_parallel" and parallel.gpus(torch.device(options.device)):
-        return _by_ranks(given, family, time.monotonic() + limit_s)
     done = wrong = 0
-    for part, found in run.in_parallel(run.parts_of(*given, family), options.jobs, limit_s):
+    jobs = max(1, options.jobs // MOST_RANKS) if name == parallel.RANKS else options.jobs
+    for part, found in run.in_parallel(run.parts_of(*given, family), jobs, limit_s):
         wrong += _print(found)
         done += part.count
-    return done, wrong
-
-
-def _by_ranks(given: tuple[str, int, int, str, str], family: int, end: float) -> tuple[int, int]:
-    """Run cases whose ranks have a GPU each: their processes are the only ones."""
-    operator, seed, whole, sizes, device = given
-    done = wrong = 0
-    while done < whole and time.monotonic() < end:
-        count = min(RANKS_BATCH, whole - done)
-        wrong += _print(run.findings(operator, seed + done, count, sizes, device, family, RANKS_BATCH))
-        done += count
     return done, wrong
 
 

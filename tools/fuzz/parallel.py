@@ -1,5 +1,5 @@
-"""Cases of `envoi.ExpertParallel`: ranks in processes over gloo, or over NVLink; with one GPU, or none and Triton's
-interpreter, several ranks in one process on its kernels.
+"""Cases of `envoi.ExpertParallel`: several ranks in one process, on its kernels; without them in processes over gloo.
+Those of `RANKS` have a process each on GPUs too: over NVLink, or on one GPU that they share.
 
 Judged like `envoi.moe` of all ranks' tokens; with presum each rank's rows of a token are first summed in bf16.
 """
@@ -16,7 +16,7 @@ import envoi
 from envoi.moe.layer import has_kernels
 from envoi.moe.parallel.symmetric_memory import SharedLayout
 from envoi.types import Routing
-from tests.helpers.ranks import run_ranks
+from tests.helpers.ranks import gpu_ranks, own_gpu, run_ranks
 from tests.moe.parallel import domains
 from tools.fuzz.approx import wrong
 from tools.fuzz.draw import Case, Draw
@@ -24,6 +24,7 @@ from tools.fuzz.experts import Device, Layer, layer, oracle
 
 ALIGNED = 16  # bytes of hidden that NVLink's kernels copy at once
 TIMEOUT_S = 60.0
+RANKS = "expert_parallel_ranks"
 
 
 @dataclass(frozen=True)
@@ -54,12 +55,13 @@ class Setting:
 
 def setting(draw: Draw) -> Setting:
     """Draw the setting of a case."""
-    in_one = how(draw.device) == "one process"
+    way = how(draw)
+    in_one = way == "one process"
     given = layer(draw, most_experts=40)
     while given.routing.num_experts < 2 or (in_one and given.tokens.shape[1] % ALIGNED):
         given = layer(draw, most_experts=40)
     M, E = len(given.tokens), given.routing.num_experts
-    num_ranks = min(E, gpus(draw.device) or draw.form.one((2, 3)))
+    num_ranks = min(E, gpu_ranks() if way == "memory" else draw.form.one((2, 3)))
     if draw.chance(0.2):  # one rank has all tokens
         owner = draw.random.randrange(num_ranks)
         token_ends = [0] * owner + [M] * (num_ranks - owner)
@@ -69,22 +71,16 @@ def setting(draw: Draw) -> Setting:
     return Setting(given, token_ends, expert_ends, draw.form.chance(0.5))
 
 
-def gpus(device: torch.device) -> int:
-    """Return the number of ranks that have a GPU each; 0 if ranks share one device."""
-    count = torch.cuda.device_count() if device.type == "cuda" else 0
-    return count if count > 1 else 0
-
-
-def how(device: torch.device) -> str:
-    """Return how ranks run: "gloo", "nvlink" or "one process"."""
-    if gpus(device):
-        return "nvlink"
-    return "one process" if has_kernels(device) else "gloo"
+def how(draw: Draw) -> str:
+    """Return how ranks run: "gloo", "memory" or "one process"."""
+    if draw.device.type == "cuda" and draw.operator == RANKS:
+        return "memory"
+    return "one process" if has_kernels(draw.device) else "gloo"
 
 
 def expert_parallel(draw: Draw) -> Case:
     """Draw a case."""
-    given, way = setting(draw), how(draw.device)
+    given, way = setting(draw), how(draw)
     sums = given.presum and way != "gloo"
     text = (
         f"{given.num_ranks} ranks, {way}, tokens to {given.token_ends}, experts to {given.expert_ends}, presum {sums}, "
@@ -112,7 +108,7 @@ def _one(draw: Draw) -> Any:
 def run(draws: list[Draw], cases: list[Case]) -> list[Any]:
     """Run the cases of some draws: each one's output [M, H] and whether ranks summed first, or its exception."""
     drawn = [replace_draw(draw) for draw in draws]
-    if drawn and how(drawn[0].device) == "one process":
+    if drawn and how(drawn[0]) == "one process":
         return [attempt_in_one_process(draw) for draw in drawn]
     results: list[Any] = [None] * len(drawn)
     sizes = [setting(replace_draw(draw)).num_ranks for draw in drawn]
@@ -121,8 +117,8 @@ def run(draws: list[Draw], cases: list[Case]) -> list[Any]:
         seeds = [
             (drawn[place].seed, drawn[place].sizes, str(drawn[place].device), drawn[place].family) for place in places
         ]
-        backend = "nccl" if gpus(drawn[0].device) else "gloo"
-        outcomes = run_ranks(num_ranks, on_rank, seeds, backend=backend)
+        backend = "nccl" if drawn[0].device.type == "cuda" else "gloo"
+        outcomes = run_ranks(num_ranks, on_rank, drawn[0].operator, seeds, backend=backend)
         for number, place in enumerate(places):
             results[place] = gathered(outcomes, number)
     return results
@@ -144,14 +140,14 @@ def gathered(outcomes: list[Any], number: int) -> Any:
     return torch.cat([out for out, _ in parts]), parts[0][1]
 
 
-def on_rank(rank: int, num_ranks: int, seeds: list[tuple[int, str, str, int]]) -> list[Any]:
+def on_rank(rank: int, num_ranks: int, operator: str, seeds: list[tuple[int, str, str, int]]) -> list[Any]:
     """Run cases on a rank; return the output of its tokens and whether ranks summed, or an error's text, for each."""
-    return [_on_rank(rank, Draw("expert_parallel", *case)) for case in seeds]
+    return [_on_rank(rank, Draw(operator, *case)) for case in seeds]
 
 
 def _on_rank(rank: int, draw: Draw) -> Any:
     given = setting(draw)
-    device = torch.device("cuda", rank) if draw.device.type == "cuda" else draw.device
+    device = own_gpu() if draw.device.type == "cuda" else draw.device
     options: dict[str, Any] = {}
     if device.type == "cuda":
         most = max(1, *(last - first for first, last in pairwise([0, *given.token_ends])))

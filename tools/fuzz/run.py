@@ -105,6 +105,7 @@ OPERATORS = {
         Operator("indexer_topk", indexer.indexer_topk, _each),
         Operator("quantise", quantising.quantise, _each),
         Operator("expert_parallel", parallel.expert_parallel, parallel.run),
+        Operator(parallel.RANKS, parallel.expert_parallel, parallel.run),
     )
 }
 

@@ -5,6 +5,7 @@ from collections.abc import Iterable
 from pathlib import Path
 
 from envoi.quant import FORMATS
+from tools.fuzz.parallel import RANKS as RANKS_OPERATOR
 from tools.fuzz.run import kept, read
 from tools.promises import evidence
 from tools.promises.evidence import FOLDER, Run
@@ -22,7 +23,11 @@ WITH_OPTION = {
     "grouped_gemm": "epilogues that add up rows, except beside MX weights, and nvfp4",
     "moe": "mxfp4 on Hopper, whose kernels for few tokens add up in another order (those of bf16 and FP8 don't)",
 }
-FUZZED = {"moe": "moe, every format", "expert_parallel": "ExpertParallel"}
+FUZZED = {
+    "moe": "moe, every format",
+    "expert_parallel": "ExpertParallel",
+    RANKS_OPERATOR: "ExpertParallel, a process a rank",
+}
 SOAK = (
     ("soak/bits", "Outputs have the bits of one rank after every 500 of the calls"),
     ("soak/memory", "Memory doesn't grow after the first fifth of the calls"),
@@ -129,7 +134,7 @@ def fuzz(folder: Path) -> str:
     """Return the section on random cases."""
     runs = kept(r for r in read(folder / "fuzz.jsonl") if r.device == "cuda")
     rows = []
-    for name in (*OPERATORS, "expert_parallel"):
+    for name in (*OPERATORS, "expert_parallel", RANKS_OPERATOR):
         mine = [r for r in runs if r.operator == name]
         if not mine:
             rows.append([FUZZED.get(name, name), NOT_RUN, "-", "-"])
