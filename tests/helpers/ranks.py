@@ -68,18 +68,18 @@ def gpu_ranks() -> int:
     return min(MOST_RANKS, count) if count > 1 else MOST_RANKS
 
 
-def share_gpus(num_ranks: int) -> bool:
-    """Return whether so many ranks share GPUs, which NCCL refuses."""
+def share_gpus(num_ranks: int, kind: str = "cuda") -> bool:
+    """Return whether so many ranks, on GPUs if kind is "cuda", share some of them, which NCCL refuses."""
     import torch
 
-    return 0 < torch.cuda.device_count() < num_ranks
+    return kind == "cuda" and 0 < torch.cuda.device_count() < num_ranks
 
 
-def own_gpu() -> Any:
-    """Return the torch.device of this rank's GPU."""
+def own_device(kind: str = "cuda") -> Any:
+    """Return the torch.device of this rank: its GPU, or for kind "cpu" the CPU."""
     import torch
 
-    return torch.device("cuda", torch.cuda.current_device())
+    return torch.device(kind, torch.cuda.current_device()) if kind == "cuda" else torch.device(kind)
 
 
 # Modules of functions that ranks run, which take longest to import.

@@ -13,6 +13,7 @@ from envoi.runtime.prepared import calls
 from envoi.types import Routing
 from tests.helpers.ranks import run_ranks
 from tests.moe.layers import make
+from tests.moe.parallel.test_nvlink_gpu import ways
 
 FORMATS = ("bf16", "fp8_row", "fp8_block128", "mxfp8", "mxfp4", "mxfp4_mxfp8", "nvfp4")
 MOST = 700
@@ -89,13 +90,7 @@ def warm_ranks(rank: int, num_ranks: int, way: str) -> tuple[int, list[str]]:
     return count, events
 
 
-@pytest.mark.parametrize(
-    "way",
-    [
-        pytest.param("memory", marks=pytest.mark.gpu),
-        *(pytest.param(way, marks=pytest.mark.gpu(2)) for way in ("gathered", "counted", "hosts")),
-    ],
-)
+@pytest.mark.parametrize("way", ways("gathered", "counted", "hosts"))
 def test_no_call_across_ranks_compiles(way):
     for outcome in run_ranks(2, warm_ranks, way, backend="nccl"):
         assert outcome.error == "", outcome.text

@@ -16,7 +16,7 @@ import envoi
 from envoi.moe.layer import has_kernels
 from envoi.moe.parallel.symmetric_memory import SharedLayout
 from envoi.types import Routing
-from tests.helpers.ranks import gpu_ranks, own_gpu, run_ranks
+from tests.helpers.ranks import gpu_ranks, own_device, run_ranks
 from tests.moe.parallel import domains
 from tools.fuzz.approx import wrong
 from tools.fuzz.draw import Case, Draw
@@ -147,7 +147,7 @@ def on_rank(rank: int, num_ranks: int, operator: str, seeds: list[tuple[int, str
 
 def _on_rank(rank: int, draw: Draw) -> Any:
     given = setting(draw)
-    device = own_gpu() if draw.device.type == "cuda" else draw.device
+    device = own_device(draw.device.type)
     options: dict[str, Any] = {}
     if device.type == "cuda":
         most = max(1, *(last - first for first, last in pairwise([0, *given.token_ends])))

@@ -17,6 +17,7 @@ from pathlib import Path
 import torch
 
 from envoi.quant import FORMATS
+from tests.helpers.ranks import gpu_ranks
 from tools.promises import evidence, faults, page, sanitize, soak, sweep
 from tools.promises.evidence import Run
 
@@ -42,7 +43,7 @@ def arguments(given: list[str] | None = None) -> argparse.Namespace:
             command.add_argument("--limit-s", type=float, default=540, help="begin nothing after so many seconds")
             command.add_argument("--only", nargs="*", default=[], metavar="NAME")
         else:
-            command.add_argument("--ranks", type=int, default=min(4, torch.cuda.device_count()) or 2)
+            command.add_argument("--ranks", type=int, default=gpu_ranks() if torch.cuda.is_available() else 2)
     commands.choices["same-bits"].add_argument("--draws", type=int, default=200, help="calls of each check")
     commands.choices["soak"].add_argument("--calls", type=int, default=100_000)
     commands.choices["soak"].add_argument("--format", choices=tuple(FORMATS), default="fp8_block128")

@@ -30,7 +30,7 @@ import envoi
 from envoi.moe.parallel import api, counted, dispatch, gathered, gathered_device, hosts_device, nvlink
 from envoi.runtime import shortcuts
 from envoi.types import Routing
-from tests.helpers.ranks import Outcome, own_gpu, run_ranks, share_gpus
+from tests.helpers.ranks import Outcome, own_device, run_ranks, share_gpus
 from tests.moe.layers import make
 from tests.moe.parallel.cases import hear, say
 from tests.moe.parallel.test_nvlink_gpu import MISTAKES, wrong
@@ -101,7 +101,7 @@ class Told:
 def settings(device: str, timeout_s: float, num_ranks: int) -> list[Setting]:
     """Return all faults that can be had on this device. On one GPU ranks have only its memory: NCCL refuses them."""
     exchanges = ("memory", "gathered", "hosts", "counted") if device == "cuda" else ("gathered by gloo", "counted")
-    sharing = device == "cuda" and share_gpus(num_ranks)
+    sharing = share_gpus(num_ranks, device)
     if sharing:
         exchanges = ("memory",)
     found = []
@@ -210,7 +210,7 @@ def replayed(work: Work, parallel: envoi.ExpertParallel, inputs: tuple) -> Calla
 
 def on_rank(rank: int, num_ranks: int, setting: Setting) -> Told:
     """Let the fault happen to the victim; return what this rank was told."""
-    device = own_gpu() if setting.device == "cuda" else torch.device("cpu")
+    device = own_device(setting.device)
     shortcuts.PREPARED = setting.stage in ("call", "replay")  # a prepared call has no steps
     work = Work(setting, choose_exchange(setting), rank, device)
     everyone, is_victim = list(range(num_ranks)), rank == VICTIM

@@ -2,6 +2,7 @@
 
 import sys
 from collections.abc import Iterable
+from dataclasses import replace
 from pathlib import Path
 
 from envoi.quant import FORMATS
@@ -80,7 +81,7 @@ def together(runs: Iterable[Run | None]) -> Run | None:
     known = [run for run in found if run is not None]
     last = min(known, key=lambda run: run.date)
     count, wrong = sum(run.count for run in known), sum(run.wrong for run in known)
-    return Run(last.promise, last.machine, last.num_gpus, last.commit, last.date, count, wrong, 0.0, "", last.num_ranks)
+    return replace(last, count=count, wrong=wrong, seconds=0.0, text="")
 
 
 def same_bits(runs: dict[str, Run]) -> str:

@@ -12,7 +12,7 @@ import torch.distributed as dist
 
 import envoi
 from envoi.types import Routing
-from tests.helpers.ranks import gpu_ranks, own_gpu, run_ranks, share_gpus
+from tests.helpers.ranks import gpu_ranks, own_device, run_ranks, share_gpus
 from tests.moe.layers import Layer, make
 from tools.promises.same_bits import Result, same
 
@@ -46,8 +46,8 @@ def on_one_rank(layer: Layer, format: str, device: torch.device) -> torch.Tensor
 
 def on_rank(rank: int, num_ranks: int, format: str, seed: int, draws: int, kind: str) -> list[torch.Tensor]:
     """Run every draw's layer over the ranks; return this rank's outputs."""
-    device, outs = own_gpu() if kind == "cuda" else torch.device("cpu"), []
-    counts = kind == "cpu" or not share_gpus(num_ranks)  # over NCCL
+    device, outs = own_device(kind), []
+    may_count = not share_gpus(num_ranks, kind)  # over NCCL on GPUs
     for number in range(draws):
         layer, draw = drawn(format, seed, number)
         (first, last), (e0, e1) = (
@@ -57,7 +57,7 @@ def on_rank(rank: int, num_ranks: int, format: str, seed: int, draws: int, kind:
         r = layer.routing
         experts = envoi.experts.pack(layer.gate_up[e0:e1].to(device), layer.down[e0:e1].to(device), format)
         most, k = max(1, len(layer.tokens)), r.topk_ids.shape[1]
-        sizes: dict[str, Any] = {"max_tokens": most, "num_topk": k} if number % 4 or not counts else {}
+        sizes: dict[str, Any] = {"max_tokens": most, "num_topk": k} if number % 4 or not may_count else {}
         parallel = envoi.ExpertParallel(experts, timeout_s=60, presum=False, **sizes)
         routing = Routing(r.topk_weights[first:last].to(device), r.topk_ids[first:last].to(device), EXPERTS)
         outs.append(parallel.moe(layer.tokens[first:last].to(device), routing).cpu())

@@ -30,7 +30,7 @@ import torch.distributed as dist
 
 import envoi
 from envoi.types import Routing
-from tests.helpers.ranks import own_gpu, run_ranks, share_gpus
+from tests.helpers.ranks import own_device, run_ranks, share_gpus
 from tests.moe.layers import make
 from tools.promises.evidence import Run, run_of
 from tools.promises.same_bits import same
@@ -256,7 +256,7 @@ def judged(parts: list[Part]) -> dict[str, tuple[int, int, float]]:
 
 def on_rank(rank: int, num_ranks: int, format: str, seed: int, calls: int, kind: str) -> Found:
     """Make all calls on a rank."""
-    device = own_gpu() if kind == "cuda" else torch.device("cpu")
+    device = own_device(kind)
     parts = [open_part(place, format, seed, rank, num_ranks, device) for place in range(2)]
     for part in parts:
         prepare(part, device)
@@ -264,7 +264,7 @@ def on_rank(rank: int, num_ranks: int, format: str, seed: int, calls: int, kind:
     gc.disable()
     done = checked = wrong = 0
     settled, kinds = None, KINDS if device.type == "cuda" else ("eager", ALONE)
-    if device.type == "cuda" and share_gpus(num_ranks):
+    if share_gpus(num_ranks, kind):
         kinds = tuple(kind for kind in KINDS if kind != ALONE)
     while done < calls:
         count = min(BLOCK, calls - done, max(1, calls // 10))
@@ -303,10 +303,10 @@ def run(options: argparse.Namespace) -> Iterator[Run]:
     too_much = sum(x > slack for x in grown)
     yield run_of("soak/memory", options.ranks, too_much, spent, device, options.ranks, text)
     print(f"load on rank 0: {found[0].load}")
+    if share_gpus(options.ranks, device):
+        return
     counts = {kind: summed([x.times.get(kind, (0, 0, 0.0)) for x in found]) for kind in (*KINDS, REPLAYED)}
     replayed, launched = counts.pop(REPLAYED), counts.pop(ALONE)
-    if device == "cuda" and share_gpus(options.ranks):
-        return
     others = [f"{kind} {n_slow / n:.1%}" for kind, (n, n_slow, _) in counts.items() if n]
     in_a_row = f"; beyond {MOST_TIMES:g} times in a row: {', '.join(others)}" if others else ""
     for name, (n, slow, worst) in (("soak/times from graphs", replayed), ("soak/times", launched)):

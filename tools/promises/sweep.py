@@ -61,10 +61,9 @@ def run(options: argparse.Namespace) -> Iterator[Run]:
 
 def number_of_ranks(options: argparse.Namespace) -> Iterator[Run]:
     """Yield a run for each format over several ranks."""
-    most = gpu_ranks() if options.device == "cuda" else 4
     draws = max(4, options.draws // 5)
     for format in FORMATS:
         start = time.monotonic()
         result = compare_ranks(format, options.seed, draws, torch.device(options.device))
         spent, key = time.monotonic() - start, f"same bits/number of ranks/ExpertParallel {format}"
-        yield run_of(key, result.count, result.wrong, spent, options.device, most, result.text)
+        yield run_of(key, result.count, result.wrong, spent, options.device, gpu_ranks(), result.text)

@@ -72,7 +72,8 @@ def page(suite: str, by_gpu: dict[str, list[Measurement]], untuned: dict[str, li
         parts += [table(rows(measurements)), *summaries(measurements)]
         parts += beside(suite, measurements)
         if others := untuned.get(gpu):
-            parts += [WITHOUT, provenance(others), table(rows(others)), f"- best baseline: {by_gpus(others)}"]
+            mean = by_gpus(others)
+            parts += [WITHOUT, provenance(others), table(rows(others)), *[f"- best baseline: {mean}"] * bool(mean)]
     if not by_gpu:
         parts.append("Not measured yet.")
     return "\n\n".join(parts) + "\n"

@@ -19,7 +19,7 @@ from envoi.moe.parallel.symmetric_memory import SharedLayout
 from envoi.types import ExpertWeights, QuantTensor, Routing
 from tests.helpers.accuracy import assert_same_bits
 from tests.helpers.launches import assert_same_code, watched
-from tests.helpers.ranks import gpu_ranks, own_gpu, run_ranks
+from tests.helpers.ranks import gpu_ranks, own_device, run_ranks
 from tests.moe.layers import make
 from tests.moe.parallel import domains
 from tests.moe.parallel.cases import Case
@@ -202,7 +202,7 @@ def run_often(rank: int, num_ranks: int, num_calls: int) -> dict[str, bool]:
     parallel = open_here(layers[0], FORMAT, rank, [8 * (r + 1) // num_ranks for r in range(num_ranks)], fused=True)
     given = [inputs_of(layer, rank, ends) for layer in layers]
     first = [parallel.moe(*inputs).clone() for inputs in given]
-    different = torch.zeros((), dtype=torch.bool, device=own_gpu())
+    different = torch.zeros((), dtype=torch.bool, device=own_device())
     for call in range(num_calls):
         different |= (parallel.moe(*given[call % 2]) != first[call % 2]).any()
     tokens, routing = given[0][0].clone(), replace(given[0][1], topk_ids=given[0][1].topk_ids.clone())

@@ -11,7 +11,7 @@ from envoi.runtime import shortcuts
 from envoi.types import Routing
 from tests.helpers.ranks import gpu_ranks, run_ranks
 from tests.moe.layers import make
-from tests.moe.parallel.test_nvlink_gpu import LAYER, inputs_of, open_here
+from tests.moe.parallel.test_nvlink_gpu import LAYER, inputs_of, open_here, ways
 
 EXPERTS = 8
 
@@ -74,13 +74,7 @@ def _graph(parallel, first: tuple, then: tuple) -> None:
     torch.cuda.synchronize()
 
 
-@pytest.mark.parametrize(
-    "way",
-    [
-        pytest.param("memory", marks=pytest.mark.gpu),
-        *(pytest.param(way, marks=pytest.mark.gpu(2)) for way in ("gathered", "counted")),
-    ],
-)
+@pytest.mark.parametrize("way", ways("gathered", "counted"))
 def test_calls_of_every_kind_count(way):
     num_ranks = gpu_ranks() if way == "memory" else min(4, torch.cuda.device_count())
     outcomes = run_ranks(num_ranks, run_every_way, way, backend="nccl", timeout_s=300)

@@ -21,7 +21,7 @@ from envoi.quant import FORMATS
 from envoi.types import Routing
 from tests.helpers.accuracy import assert_same_bits
 from tests.helpers.launches import assert_same_code, watched
-from tests.helpers.ranks import gpu_ranks, own_gpu, run_ranks
+from tests.helpers.ranks import gpu_ranks, own_device, run_ranks
 from tests.moe.layers import make
 from tests.moe.own import quick_gelu, reglu
 from tests.moe.parallel import cases, domains
@@ -30,6 +30,12 @@ from tests.moe.parallel.test_ranks import random_cases
 
 LAYER = {"tokens": 60, "experts": 8, "k": 3, "hidden": 256, "intermediate": 128}
 BIG = {"tokens": 600, "experts": 8, "k": 3, "hidden": 2880, "intermediate": 256}
+
+
+def ways(*over_nccl: str) -> list:
+    """Return the ways of exchange as parameters: by "memory", for which one GPU suffices, and those of two GPUs."""
+    over_two = [pytest.param(way, marks=pytest.mark.gpu(2)) for way in over_nccl]
+    return [pytest.param("memory", marks=pytest.mark.gpu), *over_two]
 
 
 def on_gpu(layer, routing=None):
@@ -120,12 +126,12 @@ def test_registered(case):
 
 def open_here(layer, format: str, rank: int, ends: list[int], **options) -> ExpertParallel:
     sizes = {"max_tokens": max(1, len(layer.tokens)), "num_topk": layer.routing.topk_ids.shape[1]}
-    return cases.open_parallel(layer, format, rank, ends, own_gpu(), **(sizes | options))
+    return cases.open_parallel(layer, format, rank, ends, own_device(), **(sizes | options))
 
 
 def inputs_of(layer, rank: int, ends: list[int]) -> tuple[torch.Tensor, Routing]:
     tokens, r = cases.part_of(layer, rank, ends)
-    device = own_gpu()
+    device = own_device()
     return tokens.to(device), Routing(r.topk_weights.to(device), r.topk_ids.to(device), r.num_experts)
 
 
@@ -199,7 +205,7 @@ def run_often(rank: int, num_ranks: int, num_calls: int) -> dict[str, bool]:
     parallel = open_here(layers[0], "fp8_row", rank, [8 * (r + 1) // num_ranks for r in range(num_ranks)])
     given = [inputs_of(layer, rank, ends) for layer, ends in zip(layers, ends, strict=True)]
     first = [parallel.moe(*inputs).clone() for inputs in given]
-    different = torch.zeros((), dtype=torch.bool, device=own_gpu())
+    different = torch.zeros((), dtype=torch.bool, device=own_device())
     for call in range(num_calls):
         out = parallel.moe(*given[call % 2])
         different |= (out != first[call % 2]).any() if out.numel() else False

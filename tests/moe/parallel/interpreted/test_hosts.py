@@ -92,10 +92,9 @@ def ranks_of(
     grid, offsets = Grid.of(hosts), [0, *(expert_ends or ENDS[len(hosts)])]
     sizes = len(hosts), layer.routing.num_experts, max_tokens, num_topk, layer.tokens.shape[1], format, presum
     layout = HostsLayout(SharedLayout(*sizes), grid.num_hosts)
-    given = layout, grid
+    on = torch.device(device)
     opened = [
-        hosts_device.open_buffers(*given, rank, offsets, 1.0, torch.device(device), shared=False)
-        for rank in range(len(hosts))
+        hosts_device.open_buffers(layout, grid, rank, offsets, 1.0, on, shared=False) for rank in range(len(hosts))
     ]
     for rank, buffers in enumerate(opened):
         set_peers(buffers.domain, [opened[peer].domain.memory.data_ptr() for peer in grid.inside(rank)])
