@@ -9,6 +9,7 @@ from pathlib import Path
 import torch
 
 from envoi.bench import machine
+from tests.helpers.ranks import share_gpus
 
 FUZZ = "fuzz.jsonl"  # records of `tools.fuzz`, of another form
 FOLDER = Path(__file__).resolve().parents[2] / "bench" / "promises"
@@ -44,7 +45,7 @@ def run_of(
 ) -> Run:  # fmt: skip
     """Describe a run on this machine, now. device: "cuda" or "cpu"."""
     gpus = min(num_ranks, torch.cuda.device_count()) if device == "cuda" else 0
-    sharing = num_ranks if 0 < gpus < num_ranks else 0
+    sharing = num_ranks if share_gpus(num_ranks, device) else 0
     today = datetime.date.today().isoformat()
     name, commit = machine.device_name(device), machine.commit()
     return Run(promise, name, gpus, commit, today, count, wrong, round(seconds, 1), text, sharing)
