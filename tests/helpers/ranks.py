@@ -75,6 +75,11 @@ def share_gpus(num_ranks: int, kind: str = "cuda") -> bool:
     return kind == "cuda" and 0 < torch.cuda.device_count() < num_ranks
 
 
+def calls_of_a_loop(most: int, num_ranks: int) -> int:
+    """Return how many calls a test makes in a row: a tenth where ranks share a GPU, which they have in turn."""
+    return most // 10 if share_gpus(num_ranks) else most
+
+
 def own_device(kind: str = "cuda") -> Any:
     """Return the torch.device of this rank: its GPU, or for kind "cpu" the CPU."""
     import torch

@@ -19,7 +19,7 @@ from envoi.moe.parallel.symmetric_memory import SharedLayout
 from envoi.types import ExpertWeights, QuantTensor, Routing
 from tests.helpers.accuracy import assert_same_bits
 from tests.helpers.launches import assert_same_code, watched
-from tests.helpers.ranks import gpu_ranks, own_device, run_ranks
+from tests.helpers.ranks import calls_of_a_loop, gpu_ranks, own_device, run_ranks
 from tests.moe.layers import make
 from tests.moe.parallel import domains
 from tests.moe.parallel.cases import Case
@@ -226,7 +226,8 @@ def run_often(rank: int, num_ranks: int, num_calls: int) -> dict[str, bool]:
 @pytest.mark.gpu
 def test_a_thousand_calls_and_a_graph():
     num_ranks = gpu_ranks()
-    outcomes = run_ranks(num_ranks, run_often, 1000, backend="nccl", timeout_s=200)
+    num_calls = calls_of_a_loop(1000, num_ranks)
+    outcomes = run_ranks(num_ranks, run_often, num_calls, backend="nccl", timeout_s=200)
     assert [outcome.value for outcome in outcomes] == [{"calls": True, "graph": True}] * num_ranks
 
 

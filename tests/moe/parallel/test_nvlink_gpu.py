@@ -21,7 +21,7 @@ from envoi.quant import FORMATS
 from envoi.types import Routing
 from tests.helpers.accuracy import assert_same_bits
 from tests.helpers.launches import assert_same_code, watched
-from tests.helpers.ranks import gpu_ranks, own_device, run_ranks
+from tests.helpers.ranks import calls_of_a_loop, gpu_ranks, own_device, run_ranks
 from tests.moe.layers import make
 from tests.moe.own import quick_gelu, reglu
 from tests.moe.parallel import cases, domains
@@ -238,7 +238,8 @@ def _same_from_a_graph(parallel, inputs, want) -> bool:
 @pytest.mark.gpu
 def test_two_thousand_calls_and_a_graph():
     num_ranks = gpu_ranks()
-    outcomes = run_ranks(num_ranks, run_often, 2000, backend="nccl", timeout_s=200)
+    num_calls = calls_of_a_loop(2000, num_ranks)
+    outcomes = run_ranks(num_ranks, run_often, num_calls, backend="nccl", timeout_s=200)
     assert [outcome.value for outcome in outcomes] == [{"same": True, "graph": True}] * num_ranks
 
 
