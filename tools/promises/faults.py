@@ -110,7 +110,7 @@ def settings(device: str, timeout_s: float, num_ranks: int) -> list[Setting]:
         stages = ["opening", "call", *replays, *STEPS[exchange]]
         found += [Setting(kind, stage, exchange, timeout_s, device) for kind in KINDS for stage in stages]
         found.append(Setting("wrong arguments", "call", exchange, timeout_s, device))
-    if device == "cuda" and not sharing:  # a rank that fills a GPU leaves others on it no memory either
+    if device == "cuda":
         found.append(Setting("out of memory", "opening", "memory", timeout_s, device))
     return found
 
@@ -218,7 +218,7 @@ def on_rank(rank: int, num_ranks: int, setting: Setting) -> Told:
     dist.barrier()
     if setting.fault == "wrong arguments":
         return mistaken(work, everyone)
-    held = fill_memory(device) if is_victim and setting.fault == "out of memory" else None
+    give_back = take_memory(device, num_ranks) if is_victim and setting.fault == "out of memory" else None
     if setting.stage == "opening":
         attempt(told, work, lambda: call_once(work, everyone, is_victim))
     else:
@@ -230,9 +230,8 @@ def on_rank(rank: int, num_ranks: int, setting: Setting) -> Told:
         work.settle()
         dist.barrier()
         attempt(told, work, lambda: call_again(work, parallel, run, want, is_victim))
-    if held is not None:
-        del held
-        torch.cuda.empty_cache()  # shared memory isn't torch's allocator's
+    if give_back is not None:
+        give_back()
     recover(told, work, everyone)
     return told
 
@@ -317,10 +316,25 @@ def mistaken(work: Work, everyone: list[int]) -> Told:
     return told
 
 
-def fill_memory(device: torch.device) -> torch.Tensor:
-    """Take nearly all memory of the GPU."""
+def take_memory(device: torch.device, num_ranks: int) -> Callable[[], None]:
+    """Leave this rank ROOM_LEFT bytes; return what gives it all back.
+
+    A rank that has its GPU alone takes the rest of its memory. Others on it would have none either: where ranks share
+    one, torch's allocator is refused more instead.
+    """
+    if share_gpus(num_ranks):
+        total = torch.cuda.get_device_properties(device).total_memory
+        most = torch.cuda.memory_reserved(device) + ROOM_LEFT
+        torch.cuda.set_per_process_memory_fraction(most / total, device)
+        return partial(torch.cuda.set_per_process_memory_fraction, 1.0, device)
     free, _ = torch.cuda.mem_get_info(device)
-    return torch.empty(free - ROOM_LEFT, dtype=torch.uint8, device=device)
+    held = [torch.empty(free - ROOM_LEFT, dtype=torch.uint8, device=device)]
+
+    def give_back() -> None:
+        held.clear()
+        torch.cuda.empty_cache()  # shared memory isn't torch's allocator's
+
+    return give_back
 
 
 def judge(setting: Setting, outcomes: list[Outcome]) -> tuple[int, int, str]:

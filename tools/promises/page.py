@@ -179,7 +179,8 @@ def several_gpus(runs: dict[str, Run]) -> str:
 `ExpertParallel` with changing numbers of tokens (0 to the most), routing and skew, eagerly and from graphs, by two
 objects, on one stream and on two.
 
-Test: `tests/promises/test_soak.py`, over gloo. Program: `python -m tools.promises soak --ranks 4 --calls 100000`.
+Test: `tests/promises/test_soak.py`, over gloo. Program: `python -m tools.promises soak --ranks 4 --calls 100000`. Ranks
+on one GPU, which they would otherwise have in turn, had it at once, by CUDA's MPS.
 
 {table(["promise", "checked", "last run"], soak)}
 {remark}
@@ -189,7 +190,8 @@ At every stage: while an object is opened, before a call, before a graph's repla
 within a call. Afterwards, in the same processes, a new object on a new group of the ranks that are left is right. The
 wait for a late rank is `timeout_s` less the roll call, which is 2 s, or half of `timeout_s` if that is less.
 
-Test: `tests/promises/test_faults.py`, over gloo. Program: `python -m tools.promises faults --ranks 4`.
+Test: `tests/promises/test_faults.py`, over gloo. Program: `python -m tools.promises faults --ranks 4`. A rank without
+memory has filled its GPU or, on a GPU that ranks share, has an allocator that refuses more.
 
 {table(["promise", "ranks checked", "last run"], faults(runs))}
 """
