@@ -204,6 +204,62 @@ def test_three_consumers_share_plain_tiles_only():
     assert supports(plain, replace(THREE_HIGH, pingpong=True), STORE) == "pingpong: expected 2 consumers, got 3"
 
 
+# Two accumulators a consumer
+
+TWO_WIDTHS = [
+    Config(64, 2, 96, 64, 7, epilogue_columns=32), Config(64, 2, 160, 64, 6, epilogue_columns=32),
+    Config(64, 2, 192, 64, 5), Config(64, 2, 192, 64, 6, pingpong=True), Config(128, 2, 96, 64, 4, epilogue_columns=32),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("config", TWO_WIDTHS, ids=Config.label)
+def test_a_tile_of_two_widths_is_a_power_of_two_and_another(config):
+    plain = Problem(862, 2880, 4096, 2)
+    assert supports(plain, config, STORE) == ""
+    assert config.block_n == config.block_y == config.main_y + config.rest_y
+    assert config.rest_y in (32, 64) and config.main_y in (64, 128)
+    assert config.rest_y % config.epilogue_columns == config.main_y % config.epilogue_columns == 0
+    assert (SQUARE.main_y, SQUARE.rest_y) == (SQUARE.block_y, 0)
+
+
+@pytest.mark.parametrize(
+    "change",
+    [{"split_k": 2}, {"swap_ab": True}, {"epilogue_columns": 64}, {"num_store_buffers": 2, "num_stages": 3},
+     {"block_y": 224}, {"rows_per_consumer": 128}],
+)  # fmt: skip
+def test_two_widths_are_refused_where_the_kernel_has_one(change):
+    assert supports(Problem(862, 2880, 4096, 2), replace(TWO_WIDTHS[1], **change), STORE)
+
+
+@pytest.mark.parametrize("name", ["absmax", "gelu_residual", "expert_l1_concat"])
+def test_two_widths_take_no_sums_of_rows_no_operand_by_tma_and_no_halves(name):
+    ir = library.expert_l1("swiglu", None, False, None, "concat").ir if "l1" in name else getattr(library, name).ir
+    loaded = tuple(operand.name for operand in ir.operands if operand.kind == "Tile")
+    code = lower(ir, torch.bfloat16, "gluon", False, True, frozenset(), loaded)
+    problem = Problem(862, 2880, 4096, 2, tma_operand_bytes=2.0 * len(loaded))
+    assert supports(problem, TWO_WIDTHS[1], code) == "block_y: expected a power of two for this epilogue, got 160"
+    assert not any(config.rest_y for config in candidates(problem, code))
+
+
+def test_two_widths_are_candidates_of_plain_gemms_alone():
+    plain = Problem(862, 2880, 4096, 2)
+    found = [config for config in candidates(plain, STORE) if config.rest_y]
+    assert {config.block_y for config in found} == {96, 160, 192}
+    assert {config.pingpong for config in found} == {False, True}
+    for other in (replace(plain, num_groups=8), replace(plain, element_bytes=1, scaled=True)):
+        assert not any(config.rest_y for config in candidates(other, STORE))
+        assert supports(other, replace(TWO_WIDTHS[2], block_k=128, num_stages=2), STORE).startswith("block_y: expected")
+
+
+def test_a_second_instruction_of_32_columns_takes_more_than_half_of_64():
+    def step(block_y: int) -> float:
+        config = Config(64, 2, block_y, 64, 4, tiles_overlap=True)
+        return configs._step_cycles(Problem(128, 4096, 4096, 2), config, NUM_SMS, 132, costs)[0]
+
+    costs = replace(configs.COSTS, latency=0, step=0, l2_bytes=1e9)
+    assert [step(block_y) / 8 for block_y in (64, 96, 128, 160, 192)] == [32, 32 + 24, 64, 64 + 24, 64 + 32]
+
+
 # Times in us on an H200 of the best config with three consumers and of the best without:
 # notes/2026-11-gemm-sm90.md, "Tiles of 192".
 @pytest.mark.parametrize(

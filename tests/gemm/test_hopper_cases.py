@@ -38,6 +38,17 @@ def test_memory_makes_no_difference(case):
     assert specialised(Inputs(**there)) == specialised(given)
 
 
+def test_both_widths_have_boxes_of_their_own():
+    call, config = planned(inputs(next(case for case in CASES if case.name == "two-widths")))
+    arguments = dict(zip(gemm_kernel.arg_names, host.arguments(call, config, NUM_SMS)[1], strict=True))
+    weights, rest = arguments["y_desc"], arguments["rest_desc"]
+    assert weights.block_shape == [config.main_y, config.block_k]
+    assert rest.block_shape == [config.rest_y, config.block_k]
+    assert weights.shape == rest.shape == [2880, 4096]
+    one_width = host.arguments(*planned(inputs(CASES[0])), NUM_SMS)[1]
+    assert dict(zip(gemm_kernel.arg_names, one_width, strict=True))["rest_desc"] is None
+
+
 @pytest.mark.parametrize("format", ["bf16", "fp8_row", "fp8_block128"])
 def test_real_numbers_come_as_planned(format):
     case = dataclasses.replace(CASE, format=format, epilogue="gelu_residual")

@@ -102,6 +102,7 @@ CASES = (
     Case("absmax-fp8-block128", "absmax", 129, 16384, 2048, "fp8_block128"),
     Case("rows-192", "store", 274, 7168, 5120),
     Case("features-192", "store", 1000, 2880, 4096),
+    Case("two-widths", "store", 862, 2880, 4096),
     Case("swiglu", "swiglu", 4096, 4096, 7168),
     Case("swiglu-residual", "swiglu_residual", 4096, 4096, 2048),
     Case("swiglu-fp8", "swiglu_fp8", 4096, 4096, 7168),

@@ -13,6 +13,7 @@ RESERVED_BYTES = 2048  # of shared memory, for barriers and for what reductions 
 MIN_STAGES = 2
 _FLAGS = ("pingpong", "swap_ab", "wide_tail_tiles", "paired_tiles")
 IN_TURNS = 17, 64  # tokens of an expert for which consumers take tiles with scale factors along K in turns
+TWO_WIDTHS = 96, 160, 192  # features of a tile that two accumulators hold: 64 + 32, 128 + 32, 128 + 64
 MAX_ACCUMULATORS = 128  # of a thread; with more the epilogue has too few registers
 
 
@@ -23,8 +24,8 @@ class Config(Constant):
     rows_per_consumer: 64 or 128. num_consumers: 1 to 3; they share each tile, each with its own rows of x, or two with
         `pingpong` take whole tiles alternately, so that the epilogue of one overlaps the mainloop of the other.
         Three, in a plain GEMM only, have at most 64 accumulators a thread.
-    block_y: a power of two from 8 to 256. block_k: elements of K in a stage. num_stages: stages in the ring.
-    num_warps: of a consumer, 4 or 8.
+    block_y: a power of two from 8 to 256 or, in a plain GEMM, of `TWO_WIDTHS`, by two accumulators.
+    block_k: elements of K in a stage. num_stages: stages in the ring. num_warps: of a consumer, 4 or 8.
     epilogue_columns, num_store_buffers: the epilogue's column chunks, and the ring through which TMA stores them.
     wide_tail_tiles: only in a grouped GEMM. paired_tiles: for an epilogue that is lowered for pairs, and no other.
     tiles_overlap: only in a plain GEMM; `fitted` decides, and labels leave it out.
@@ -75,6 +76,16 @@ class Config(Constant):
     def y_pitch(self) -> int:
         """Features from one y box of a tile to the next: the other tile of a pair has those between them."""
         return self.block_y * self.tiles_per_unit
+
+    @property
+    def main_y(self) -> int:
+        """Rows of y that a consumer multiplies by one instruction: the largest power of two in block_y."""
+        return 1 << self.block_y.bit_length() - 1
+
+    @property
+    def rest_y(self) -> int:
+        """Rows of y after those of main_y, which have an accumulator of their own; 0 in a tile of one width."""
+        return self.block_y - self.main_y
 
     @property
     def num_x_boxes(self) -> int:
@@ -132,6 +143,7 @@ def supports(problem: Problem, config: Config, code: Lowered) -> str:
     return (
         _why_not_consumers(config)
         or _why_not_chunks(problem, config, code)
+        or _why_not_two_widths(problem, config, code)
         or _why_not_problem(problem, config)
         or _why_not_memory(problem, config, code)
     )
@@ -146,8 +158,8 @@ def _why_not_consumers(c: Config) -> str:
         return f"consumers: expected at most 64 accumulators a thread of four warps for three, got {c.label()}"
     if c.rows_per_consumer < 16 * c.num_warps:
         return f"rows_per_consumer: expected at least 16 a warp, got {c.rows_per_consumer} for {c.num_warps} warps"
-    if c.block_y & (c.block_y - 1) or not 8 <= c.block_y <= 256:
-        return f"block_y: expected a power of two from 8 to 256, got {c.block_y}"
+    if (c.block_y & (c.block_y - 1) or not 8 <= c.block_y <= 256) and c.block_y not in TWO_WIDTHS:
+        return f"block_y: expected a power of two from 8 to 256, 96, 160 or 192, got {c.block_y}"
     if accumulator_registers(c) > MAX_ACCUMULATORS:
         return f"block_y: expected at most {MAX_ACCUMULATORS} accumulators a thread, got {accumulator_registers(c)}"
     if c.pingpong and c.num_consumers != 2:
@@ -171,6 +183,20 @@ def _why_not_chunks(problem: Problem, c: Config, code: Lowered) -> str:
         return f"block_y: expected at least 16, and split_k 1, for an epilogue of halves, got {c.label()}"
     if c.split_k > 1 and columns * c.rows_per_consumer > 128 * 64 and not c.swap_ab:
         return f"split_k: expected chunks of at most 128 columns, got {columns}: the parts' sums wouldn't fit"
+    return ""
+
+
+def _why_not_two_widths(problem: Problem, c: Config, code: Lowered) -> str:
+    if not c.rest_y:
+        return ""
+    if problem.num_groups or problem.scaled or c.swap_ab or c.split_k > 1:
+        return f"block_y: expected a power of two unless in a plain GEMM, whole, without swap_ab, got {c.label()}"
+    if code.partials or code.tma_operands or code.takes_halves:
+        return f"block_y: expected a power of two for this epilogue, got {c.block_y}"
+    if c.rest_y % c.epilogue_columns:
+        return f"epilogue_columns: expected one that divides {c.rest_y}, got {c.epilogue_columns}"
+    if c.num_store_buffers > 1:  # the next tile's first chunk would take the buffer of this one's last
+        return f"num_store_buffers: expected 1 for {c.block_y} features, got {c.num_store_buffers}"
     return ""
 
 
@@ -298,8 +324,21 @@ def candidates(problem: Problem, code: Lowered) -> list[Config]:
         ]
     if not problem.num_groups and not problem.whole_k:
         found += [replace(c, split_k=s) for c in found for s in (2, 3, 4, 8, 16)]
+    if not problem.num_groups:
+        found += two_widths(k)
     found = [fitted(problem, config, code) for config in found]
     return [config for config in dict.fromkeys(found) if not supports(problem, config, code)]
+
+
+def two_widths(k: int) -> list[Config]:
+    """Return configs with two accumulators a consumer, of which a plain GEMM may take those that `supports` allows."""
+    found: list[Config] = []
+    for block_y in TWO_WIDTHS:
+        columns = min(64, block_y & -block_y)  # as many as both widths are multiples of
+        alone = Config(64, 2, block_y, k, 8, epilogue_columns=columns)
+        found += [alone, replace(alone, pingpong=True), replace(alone, num_consumers=1)]
+    tall = Config(128, 2, 96, k, 8, epilogue_columns=32)
+    return [*found, tall, replace(tall, pingpong=True), Config(64, 3, 96, k, 8, epilogue_columns=32)]
 
 
 @dataclass(frozen=True)
@@ -315,6 +354,7 @@ class Costs:
     dram_bytes: loaded per cycle, by one multiprocessor and by all. outside_lines: lines of 128 bytes outside of a
     matrix that all multiprocessors together fill with zeros per cycle. scaled_block: to add up a block of 128 elements
     of K with its scales. wide_step, wide_tile: factors with wide tail tiles. three_step: of a step by three consumers.
+    rest: an instruction for the second of two widths, at least: it reads the tokens from shared memory once more.
     """
 
     launch: float = H200.launch_cycles
@@ -333,6 +373,7 @@ class Costs:
     wide_step: float = 1.02
     wide_tile: float = 1.15
     three_step: float = 1.05
+    rest: float = 24
 
 
 COSTS = Costs()
@@ -377,7 +418,8 @@ def _step_cycles(problem: Problem, config: Config, num_sms: int, tiles: int, cos
     Rows of a box outside of the matrix are slow to fill with zeros, unless the whole box is outside.
     """
     row_bytes = config.block_k * problem.element_bytes
-    tensor = config.block_x / 64 * row_bytes / 32 * max(config.block_y / 2, 16)
+    second = max(config.rest_y / 2, costs.rest) if config.rest_y else 0.0
+    tensor = config.block_x / 64 * row_bytes / 32 * (max(config.main_y / 2, 16) + second)
     loads = (config.block_x + config.block_y) * row_bytes / costs.l2_bytes
     late = costs.latency / max(config.num_stages - costs.held_stages, 0.1)
     outside = 0.0

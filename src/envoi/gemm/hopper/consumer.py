@@ -4,7 +4,7 @@ import triton.experimental.gluon.language as gl
 from triton.experimental import gluon
 from triton.experimental.gluon.language.nvidia.hopper import tma
 
-from envoi.gemm.hopper.mainloop import BlockScales, accumulate, accumulate_block_scaled
+from envoi.gemm.hopper.mainloop import BlockScales, accumulate, accumulate_block_scaled, accumulate_both
 from envoi.gemm.hopper.pipeline import Pipeline, StageBoxes
 from envoi.gemm.hopper.run_epilogue import EpilogueArgs, EpilogueBuffers, run_epilogue
 from envoi.gemm.hopper.tile_scheduler import Tile, TileScheduler
@@ -73,6 +73,8 @@ def consumer(args, role: gl.constexpr):
         if args.is_block_scaled:
             scaled_tile = Tile(tile.x, tile.y, tile.row_end, expert_with_weights(tile, problem))
             acc, step = accumulate_block_scaled(pipeline, step, unit, scaled_tile, args.scales, boxes, role)
+        elif cfg.rest_y > 0:
+            acc, rest, step = accumulate_both(pipeline, step, unit.k_end - unit.k_begin, boxes, role)
         else:
             acc, step = accumulate(pipeline, step, unit.k_end - unit.k_begin, boxes, role)
         note_moment(args.trace, role, event, 2)
@@ -83,7 +85,10 @@ def consumer(args, role: gl.constexpr):
             if unit.is_split:
                 acc, is_complete = epilogue.split_k.store(acc, share, first_slot, unit.split, cfg)
         if is_complete & has_rows:
-            run_epilogue(acc, tile, first_slot, unit.is_split, tiles_done, buffers, epilogue)
+            run_epilogue(acc, tile, first_slot, unit.is_split, tiles_done, buffers, epilogue, 0)
+            if cfg.rest_y > 0:
+                if tile.y + cfg.main_y < problem.N:
+                    run_epilogue(rest, tile, first_slot, unit.is_split, tiles_done, buffers, epilogue, cfg.main_y)
             tiles_done += 1
         note_moment(args.trace, role, event, 3)
         if alternate == 2 and role == 0:

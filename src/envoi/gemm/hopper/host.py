@@ -322,12 +322,13 @@ def launch_gemm(call: Call, config: Config, num_sms: int) -> None:
 def arguments(call: Call, config: Config, num_sms: int) -> tuple[tuple[int], tuple]:
     """Return the grid, and the kernel's arguments in the order of its parameters."""
     (M, K), N = call.a.shape, call.b.shape[-2]
-    boxes = [config.block_y, config.rows_per_consumer]
+    boxes = [config.main_y, config.rows_per_consumer]
     tokens = descriptor(call.a, boxes[not config.swap_ab], config.block_k)
     if call.code.takes_halves:
         weights = halves_descriptor(call.b, boxes[config.swap_ab], config.block_k)
     else:
         weights = descriptor(as_one_matrix(call.b), boxes[config.swap_ab], config.block_k)
+    rest = descriptor(call.b, config.rest_y, config.block_k) if config.rest_y else None
     num_units, num_split = units(M, N, config, num_sms)
     num_whole = cdiv(M, config.block_m) * cdiv(N, config.block_n) - num_split
     num_experts = call.num_groups
@@ -336,7 +337,7 @@ def arguments(call: Call, config: Config, num_sms: int) -> tuple[tuple[int], tup
         *epilogue_descriptors(call, config), call.operands or (0,), as_stored(call.outputs),
         call.offsets,
         *scratch(call, config, num_split), *(call.scales or (None, None)),
-        M, N, K, num_experts, num_whole, config, call.code, call.scales is not None, call.row_mode,
+        M, N, K, num_experts, num_whole, rest, config, call.code, call.scales is not None, call.row_mode,
         max_experts(num_experts, call.grouping.write_tail), UNTRACED,
     )  # fmt: skip
 

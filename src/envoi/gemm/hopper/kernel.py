@@ -67,18 +67,18 @@ def worker_registers(is_block_scaled, cfg):
 @gluon.jit
 def gemm_kernel(
     x_desc, y_desc, desc0, desc1, desc2, desc3, operands, outputs, offsets, sums, counters, row_parts, row_counters,
-    a_sf, b_sf, M, N, K, num_experts, num_whole_tiles,
+    a_sf, b_sf, M, N, K, num_experts, num_whole_tiles, rest_desc,
     cfg: gl.constexpr, code: gl.constexpr, IS_BLOCK_SCALED: gl.constexpr, ROW_MODE: gl.constexpr,
     MAX_EXPERTS: gl.constexpr, trace,
 ):  # fmt: skip
     """Set up the pipeline, then start one role for each partition of warps. Grid: (number of CTAs,).
 
     x_desc, y_desc: TMA descriptors of the operands. desc0, desc1: of outputs; desc2, desc3: of epilogue operands; None
-    where there is none. The other arguments are fields of `Problem`, `EpilogueArgs`, `SplitK`, `RowReductions` and
-    `BlockScales`, which document them. They are flat because a launch takes no descriptor within a tuple. trace: see
-    `runtime.timeline_device`.
+    where there is none. rest_desc: of y in boxes of its second width, or None. The other arguments are fields of
+    `Problem`, `EpilogueArgs`, `SplitK`, `RowReductions` and `BlockScales`, which document them. They
+    are flat because a launch takes no descriptor within a tuple. trace: see `runtime.timeline_device`.
     """
-    pipeline = Pipeline.create(x_desc, y_desc, code.takes_halves, cfg, False)
+    pipeline = Pipeline.create(x_desc, y_desc, rest_desc, code.takes_halves, cfg, False)
     fence_async_shared()
     problem = Problem(M, N, K, num_experts, num_whole_tiles, offsets, ROW_MODE, MAX_EXPERTS, cfg)
     scales = BlockScales(a_sf, b_sf, gl.cdiv(K, SCALE_BLOCK), gl.cdiv(N, SCALE_BLOCK))
@@ -86,7 +86,7 @@ def gemm_kernel(
     descs = (desc0, desc1, desc2, desc3)
     epilogue = EpilogueArgs(descs, operands, outputs, rows, SplitK(sums, counters), problem, code)
     role_barrier()
-    producer_args = ProducerArgs(x_desc, y_desc, pipeline, problem, trace)
+    producer_args = ProducerArgs(x_desc, y_desc, rest_desc, pipeline, problem, trace)
     prefill(producer_args)
     consumer_args = ConsumerArgs(pipeline, epilogue, scales, IS_BLOCK_SCALED, False, trace)
     # Role numbers are literals within the list: a tuple of arguments that is bound to a name first turns its integers

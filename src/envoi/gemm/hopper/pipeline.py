@@ -5,6 +5,11 @@ A stage holds a tile's operands for block_k elements along K, as TMA boxes:
     x box [rows_per_consumer, block_k]   one for each consumer of the tile
     y box [block_y, block_k]             one, shared by the consumers
 
+    two widths (`cfg.rest_y`): block_y = main_y + rest_y features, since no tensor has 96, 160 or 192
+
+        y box [main_y, block_k]          the first features
+        rest box [rest_y, block_k]       the others, in a buffer of their own, by a descriptor of their own
+
     wide tail tiles (`cfg.wide_tail_tiles`; h = rows_per_consumer, block_y = 2 h)
 
         tile of 2 h x block_y                      tile of h x 2 block_y, at the end of an expert's rows
@@ -47,9 +52,10 @@ class Pipeline:
     """Buffers and barriers of all stages."""
 
     x_bufs: gl.shared_memory_descriptor  # [num_x_boxes, rows_per_consumer, block_k], or [.., 2, half of them, ..]
-    y_bufs: gl.shared_memory_descriptor  # [num_stages * y_boxes_per_stage, block_y, block_k], or [.., 2, half, ..]
+    y_bufs: gl.shared_memory_descriptor  # [num_stages * y_boxes_per_stage, main_y, block_k], or [.., 2, half, ..]
     empty: gl.shared_memory_descriptor  # mbarriers [num_stages, 1]: consumers arrive, the producer waits
     full: gl.shared_memory_descriptor  # mbarriers [num_stages, 1]: TMA arrives, consumers wait
+    rest_bufs: gl.shared_memory_descriptor | gl.constexpr  # [num_stages, rest_y, block_k]; None in a tile of one width
     turn: gl.shared_memory_descriptor | gl.constexpr  # mbarriers [2, 1]: see `wait_for_turn`; None without pingpong
     rows: gl.shared_memory_descriptor | gl.constexpr  # mbarriers [num_stages, 1]: see `wait_for_rows`; None if not used
     takes_halves: gl.constexpr  # True if the weights' boxes have rows of both halves of their matrix
@@ -57,10 +63,10 @@ class Pipeline:
 
     @staticmethod
     @gluon.jit
-    def create(x_desc, y_desc, takes_halves: gl.constexpr, cfg: gl.constexpr, awaits_rows: gl.constexpr):
+    def create(x_desc, y_desc, rest_desc, takes_halves: gl.constexpr, cfg: gl.constexpr, awaits_rows: gl.constexpr):
         """Allocate the stages and initialise their barriers. The caller fences before any role uses them.
 
-        awaits_rows: whether consumers call `wait_for_rows`.
+        rest_desc: None in a tile of one width. awaits_rows: whether consumers call `wait_for_rows`.
         """
         x_shape: gl.constexpr = [cfg.num_x_boxes] + x_desc.block_type.shape
         y_shape: gl.constexpr = [cfg.num_stages * cfg.y_boxes_per_stage] + y_desc.block_type.shape
@@ -69,6 +75,11 @@ class Pipeline:
             y_bufs = reinterpret(x_bufs, y_desc.dtype, y_shape, y_desc.layout)
         else:
             y_bufs = gl.allocate_shared_memory(y_desc.dtype, y_shape, y_desc.layout)
+        if cfg.rest_y > 0:
+            rest_shape: gl.constexpr = [cfg.num_stages] + rest_desc.block_type.shape
+            rest_bufs = gl.allocate_shared_memory(rest_desc.dtype, rest_shape, rest_desc.layout)
+        else:
+            rest_bufs: gl.constexpr = None
         empty = gl.allocate_shared_memory(gl.int64, [cfg.num_stages, 1], mbarrier.MBarrierLayout())
         full = gl.allocate_shared_memory(gl.int64, [cfg.num_stages, 1], mbarrier.MBarrierLayout())
         num_stages: gl.constexpr = cfg.num_stages
@@ -87,7 +98,7 @@ class Pipeline:
                 mbarrier.init(rows.index(i), count=1)
         else:
             rows: gl.constexpr = None
-        return Pipeline(x_bufs, y_bufs, empty, full, turn, rows, takes_halves, cfg)
+        return Pipeline(x_bufs, y_bufs, empty, full, rest_bufs, turn, rows, takes_halves, cfg)
 
     @gluon.jit
     def x_box(self, stage, i):
@@ -96,7 +107,7 @@ class Pipeline:
 
     @gluon.jit
     def y_box(self, stage, i):
-        """Return y box i of a stage, [block_y, block_k]."""
+        """Return y box i of a stage, [main_y, block_k]."""
         return self.y_bufs.index(y_box_index(stage, i, self.cfg))
 
     # consumer side
@@ -119,12 +130,17 @@ class Pipeline:
 
     @gluon.jit
     def operands(self, step, boxes):
-        """Consumer: return x [rows_per_consumer, block_k] and y.T [block_k, block_y] of a stage."""
+        """Consumer: return x [rows_per_consumer, block_k] and y.T [block_k, main_y] of a stage."""
         cfg: gl.constexpr = self.cfg
         stage = step % cfg.num_stages
         x = as_matrix(self.x_box(stage, boxes.x), cfg.rows_per_consumer, cfg.block_k)
-        y = as_matrix(self.y_box(stage, boxes.y), cfg.block_y, cfg.block_k)
+        y = as_matrix(self.y_box(stage, boxes.y), cfg.main_y, cfg.block_k)
         return x, y.permute((1, 0))
+
+    @gluon.jit
+    def rest(self, step):
+        """Consumer: return the y.T [block_k, rest_y] of a stage's rest box."""
+        return self.rest_bufs.index(step % self.cfg.num_stages).permute((1, 0))
 
     @gluon.jit
     def release(self, step, pred=True):
@@ -177,7 +193,7 @@ class Pipeline:
         """Producer: arrive on `full` of a stage, which completes once the bytes of all boxes have arrived too."""
         num_bytes: gl.constexpr = (
             num_x_boxes(IS_LOW, self.cfg) * x_desc.block_type.nbytes
-            + num_y_boxes(IS_LOW, self.cfg) * y_desc.block_type.nbytes
+            + num_y_boxes(IS_LOW, self.cfg) * y_desc.block_type.nbytes * self.cfg.block_y // self.cfg.main_y
         )
         mbarrier.expect(self.full.index(stage), num_bytes)
 
@@ -196,6 +212,11 @@ class Pipeline:
         for i in gl.static_range(num_y_boxes(IS_LOW, cfg)):
             at = self.corner(tile.y + i * cfg.y_pitch, tile.expert, k, not cfg.swap_ab)
             tma_load(y_desc, at, self.full.index(stage), self.y_box(stage, i))
+
+    @gluon.jit
+    def load_rest(self, rest_desc, stage, tile, k):
+        """Producer: start the TMA load of a stage's rest box, whose bytes `expect` has counted."""
+        tma_load(rest_desc, [tile.y + self.cfg.main_y, k], self.full.index(stage), self.rest_bufs.index(stage))
 
     @gluon.jit
     def corner(self, row, expert, k, IS_WEIGHTS: gl.constexpr):

@@ -79,10 +79,11 @@ class ChunkArgs:
 
 
 @gluon.jit
-def run_epilogue(acc, tile, first_slot, is_split, tiles_done, buffers, epilogue):
+def run_epilogue(acc, tile, first_slot, is_split, tiles_done, buffers, epilogue, COLUMN: gl.constexpr):
     """Apply the epilogue to a consumer's accumulator; with row reductions, the row's last tile completes them.
 
-    tile: the corner of the consumer's share. Called by all warps of the consumer.
+    tile: the corner of the consumer's share. COLUMN: the first one of `acc` in it, 0 but for the second accumulator of
+    a tile of two widths. Called by all warps of the consumer.
     """
     problem = epilogue.problem
     cfg: gl.constexpr = problem.cfg
@@ -97,7 +98,7 @@ def run_epilogue(acc, tile, first_slot, is_split, tiles_done, buffers, epilogue)
         acc = halves_in_turn(acc, cfg)
     acc = to_token_major(acc, code.num_descs > 0, cfg)
     out = OutputTile(m, n, tile.row_end, first_slot, is_split)
-    partials = apply_in_chunks(acc, out, ChunkArgs(own, buffers, tiles_done), 0)
+    partials = apply_in_chunks(acc, out, ChunkArgs(own, buffers, tiles_done), COLUMN)
     complete_rows(partials, out, epilogue, acc.shape[1])
 
 

@@ -38,7 +38,7 @@ def fused_l1_kernel(
     row_map: RowMap. regions: `symmetric_memory.Regions`. state, report: of the call. moving: MoverConfig.
     trace: see `runtime.timeline_device`.
     """
-    pipeline = Pipeline.create(x_desc, y_desc, code.takes_halves, cfg, True)
+    pipeline = Pipeline.create(x_desc, y_desc, None, code.takes_halves, cfg, True)
     fence_async_shared()
     problem = Problem(M, N, K, num_experts, num_whole_tiles, offsets, ROW_MODE, MAX_EXPERTS, cfg)
     scales = BlockScales(a_sf, b_sf, gl.cdiv(K, SCALE_BLOCK), gl.cdiv(N, SCALE_BLOCK))
@@ -46,7 +46,7 @@ def fused_l1_kernel(
     descs = (desc0, desc1, desc2, desc3)
     epilogue = EpilogueArgs(descs, operands, outputs, rows, SplitK(sums, counters), problem, code)
     role_barrier()
-    gemm = ProducerArgs(x_desc, y_desc, pipeline, problem, trace)
+    gemm = ProducerArgs(x_desc, y_desc, None, pipeline, problem, trace)
     prefill_weights(gemm)
     num_rows = offsets + num_experts
     arrivals = Arrivals(row_map.arrivals, num_rows, state, report, rank, timeout_us)
