@@ -175,10 +175,8 @@ def _why_not_chunks(problem: Problem, c: Config, code: Lowered) -> str:
         return f"block_y: expected chunks of whole rows of {problem.N} columns, got {columns}"
     if c.paired_tiles != code.paired:
         return f"paired_tiles: expected {code.paired} for this epilogue, got {c.paired_tiles}"
-    if c.swap_ab and (code.tma_operands or (code.tma_outputs and not code.elementwise)):
-        return "swap_ab: expected an epilogue lowered to plain loads and stores, or an elementwise one"
-    if c.swap_ab and code.tma_outputs and columns < width:
-        return f"epilogue_columns: expected {width} where TMA stores the transpose, got {columns}"
+    if c.swap_ab and (code.tma_outputs or code.tma_operands):
+        return "swap_ab: expected an epilogue lowered to plain loads and stores"
     if code.takes_halves and not c.swap_ab and (c.block_y < 16 or c.split_k > 1):
         return f"block_y: expected at least 16, and split_k 1, for an epilogue of halves, got {c.label()}"
     if c.split_k > 1 and columns * c.rows_per_consumer > 128 * 64 and not c.swap_ab:
@@ -249,10 +247,8 @@ def shared_bytes(problem: Problem, config: Config, code: Lowered) -> int:
     stages = (x_rows + y_rows) * config.block_k * problem.element_bytes
     rows = config.rows_per_consumer * config.num_consumers
     columns = min(config.epilogue_columns, config.block_y)
-    if config.swap_ab:
-        columns = config.block_y
     buffers = rows * columns * (config.num_store_buffers * code.staged_output_bytes + problem.tma_operand_bytes)
-    if config.swap_ab and not code.tma_outputs:
+    if config.swap_ab:
         buffers = rows * config.block_y * 4  # the transpose goes through shared memory
     return int(stages + buffers) + RESERVED_BYTES
 
@@ -302,7 +298,6 @@ def candidates(problem: Problem, code: Lowered) -> list[Config]:
             Config(64, 2, 128, k, 6),
             Config(64, 1, 128, k, 8),
             Config(64, 3, 128, k, 6),
-            Config(64, 3, 128, k, 6, swap_ab=True),
             Config(64, 1, 64, 2 * k, 6),
             Config(64, 1, 32, 2 * k, 8),
             Config(64, 1, 256, k, 5),

@@ -354,9 +354,8 @@ def units(M: int, N: int, config: TileConfig, num_sms: int) -> tuple[int, int]:
 
 def epilogue_descriptors(call: Call, config: TileConfig) -> list[Any]:
     """Return TMA descriptors in boxes of a chunk: MAX_DESCS of outputs, MAX_DESCS of operands, or None for each."""
-    rows, columns = config.rows_per_consumer, config.block_y
-    rows, columns = (columns, rows) if config.swap_ab else (rows, columns)
-    columns, N = min(config.epilogue_columns, columns), call.b.shape[-2]
+    columns = min(config.epilogue_columns, config.block_y)
+    rows, N = config.rows_per_consumer, call.b.shape[-2]
     descs: list[Any] = [None] * (2 * MAX_DESCS)
     for i, index in enumerate(call.code.tma_outputs):
         spec = call.code.output_specs[index]

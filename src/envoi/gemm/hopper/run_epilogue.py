@@ -96,7 +96,7 @@ def run_epilogue(acc, tile, first_slot, is_split, tiles_done, buffers, epilogue,
         own = with_expert(epilogue, gl.minimum(tile.expert, problem.num_experts - 1))
     if code.takes_halves:
         acc = halves_in_turn(acc, cfg)
-    acc = to_token_major(acc, code.num_descs > 0, cfg)
+    acc = to_token_major(acc, cfg)
     out = OutputTile(m, n, tile.row_end, first_slot, is_split)
     partials = apply_in_chunks(acc, out, ChunkArgs(own, buffers, tiles_done), COLUMN)
     complete_rows(partials, out, epilogue, acc.shape[1])
@@ -174,15 +174,10 @@ def halves_in_turn(acc, cfg: gl.constexpr):
 
 
 @gluon.jit
-def to_token_major(acc, STAGED: gl.constexpr, cfg: gl.constexpr):
-    """Return the accumulator as [tokens, features]: with swap_ab transposed, a thread with four features in a row.
-
-    STAGED: outputs go through shared memory, whose stores transpose as they are; no value changes its thread.
-    """
+def to_token_major(acc, cfg: gl.constexpr):
+    """Return the accumulator as [tokens, features]: with swap_ab transposed, a thread with four features in a row."""
     if not cfg.swap_ab:
         return acc
-    elif STAGED:
-        return gl.permute(acc, (1, 0))
     else:
         warps: gl.constexpr = gl.num_warps()
         lanes: gl.constexpr = min(32, cfg.rows_per_consumer // 4)

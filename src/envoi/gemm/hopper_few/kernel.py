@@ -461,7 +461,7 @@ class Worker:
         N = self.weights.N
         if self.code.takes_halves:
             acc = halves_in_turn(acc, cfg)
-        acc = to_token_major(acc, False, cfg)
+        acc = to_token_major(acc, cfg)
         at = ChunkPosition(tile.row, tile.row_tile * FEATURES, tile.row_end, N)
         buffers = ChunkBuffers((None, None, None, None), (), (0, 0, 0), 0)
         operands = self.code.of_expert(self.operands, tile.expert, N)
