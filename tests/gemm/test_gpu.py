@@ -311,14 +311,38 @@ def test_wide_tiles_have_the_bits_of_square_ones(ep, K, monkeypatch):
             assert_same_bits(x, y)
 
 
+TWO_WIDTHS = {
+    "64 + 32": Config(64, 2, 96, 64, 8, epilogue_columns=32),
+    "128 + 32": Config(64, 2, 160, 64, 8, epilogue_columns=32),
+    "128 + 32, in turns": Config(64, 2, 160, 64, 8, epilogue_columns=32, pingpong=True),
+    "128 + 64, in turns": Config(64, 2, 192, 64, 8, pingpong=True),
+    "128 + 64, one consumer": Config(64, 1, 192, 64, 8),
+    "64 + 32, three": Config(64, 3, 96, 64, 8, epilogue_columns=32),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("ep", [store, scale_bias_relu, gelu_residual, swiglu, absmax], ids=lambda ep: ep.ir.name)
+@pytest.mark.parametrize("name", TWO_WIDTHS)
+@pytest.mark.parametrize(("M", "N"), [(200, 576), (65, 136), (513, 2064)])
+def test_two_widths_have_the_bits_of_one(M, N, name, ep, monkeypatch):
+    a, b, operands = normal(M, 1024), normal(N, 1024, seed=1), operands_for(ep, M, N)
+    found = []
+    for config in (Config(64, 2, 128, 64, 8, epilogue_columns=32), TWO_WIDTHS[name]):
+        monkeypatch.setattr(tune, "choose", lambda problem, code, *_, config=config: fitted(problem, config, code))
+        prepared.clear()
+        found.append(flat(gemm(a, b, ep, **operands)))
+    prepared.clear()
+    for x, y in zip(*found, strict=True):
+        assert_same_bits(x, y)
+
+
 OVERLAPPING = {
     "one consumer": Config(64, 1, 64, 128, 6), "two consumers": Config(64, 2, 128, 128, 4),
     "in turns": Config(128, 2, 128, 64, 6, pingpong=True), "split": Config(64, 1, 64, 128, 6, split_k=2),
     "eight warps": Config(128, 2, 128, 64, 6, 8, pingpong=True, epilogue_columns=32),
     "tokens on the N side": Config(64, 1, 32, 128, 6, swap_ab=True),
     "three consumers": Config(64, 3, 128, 64, 4), "three, split": Config(64, 3, 128, 64, 4, split_k=2),
-    "three, features": Config(64, 3, 128, 64, 4, swap_ab=True),
-    "three, features, split": Config(64, 3, 128, 64, 4, swap_ab=True, split_k=2),
+    **TWO_WIDTHS,
 }  # fmt: skip
 
 

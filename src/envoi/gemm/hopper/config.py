@@ -143,7 +143,7 @@ def supports(problem: Problem, config: Config, code: Lowered) -> str:
     return (
         _why_not_consumers(config)
         or _why_not_chunks(problem, config, code)
-        or _why_not_two_widths(problem, config, code)
+        or _why_not_two_widths(problem, config)
         or _why_not_problem(problem, config)
         or _why_not_memory(problem, config, code)
     )
@@ -184,13 +184,11 @@ def _why_not_chunks(problem: Problem, c: Config, code: Lowered) -> str:
     return ""
 
 
-def _why_not_two_widths(problem: Problem, c: Config, code: Lowered) -> str:
+def _why_not_two_widths(problem: Problem, c: Config) -> str:
     if not c.rest_y:
         return ""
     if problem.num_groups or problem.scaled or c.swap_ab or c.split_k > 1:
         return f"block_y: expected a power of two unless in a plain GEMM, whole, without swap_ab, got {c.label()}"
-    if code.partials or code.tma_operands or code.takes_halves:
-        return f"block_y: expected a power of two for this epilogue, got {c.block_y}"
     if c.rest_y % c.epilogue_columns:
         return f"epilogue_columns: expected one that divides {c.rest_y}, got {c.epilogue_columns}"
     if c.num_store_buffers > 1:  # the next tile's first chunk would take the buffer of this one's last
@@ -332,8 +330,7 @@ def two_widths(k: int) -> list[Config]:
         columns = min(64, block_y & -block_y)  # as many as both widths are multiples of
         alone = Config(64, 2, block_y, k, 8, epilogue_columns=columns)
         found += [alone, replace(alone, pingpong=True), replace(alone, num_consumers=1)]
-    tall = Config(128, 2, 96, k, 8, epilogue_columns=32)
-    return [*found, tall, replace(tall, pingpong=True), Config(64, 3, 96, k, 8, epilogue_columns=32)]
+    return [*found, Config(64, 3, 96, k, 8, epilogue_columns=32)]
 
 
 @dataclass(frozen=True)

@@ -85,10 +85,10 @@ def consumer(args, role: gl.constexpr):
             if unit.is_split:
                 acc, is_complete = epilogue.split_k.store(acc, share, first_slot, unit.split, cfg)
         if is_complete & has_rows:
-            run_epilogue(acc, tile, first_slot, unit.is_split, tiles_done, buffers, epilogue, 0)
             if cfg.rest_y > 0:
-                if tile.y + cfg.main_y < problem.N:
-                    run_epilogue(rest, tile, first_slot, unit.is_split, tiles_done, buffers, epilogue, cfg.main_y)
+                run_epilogue(acc, tile, first_slot, unit.is_split, tiles_done, buffers, epilogue, rest)
+            else:
+                run_epilogue(acc, tile, first_slot, unit.is_split, tiles_done, buffers, epilogue)
             tiles_done += 1
         note_moment(args.trace, role, event, 3)
         if alternate == 2 and role == 0:

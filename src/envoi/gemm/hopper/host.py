@@ -324,11 +324,8 @@ def arguments(call: Call, config: Config, num_sms: int) -> tuple[tuple[int], tup
     (M, K), N = call.a.shape, call.b.shape[-2]
     boxes = [config.main_y, config.rows_per_consumer]
     tokens = descriptor(call.a, boxes[not config.swap_ab], config.block_k)
-    if call.code.takes_halves:
-        weights = halves_descriptor(call.b, boxes[config.swap_ab], config.block_k)
-    else:
-        weights = descriptor(as_one_matrix(call.b), boxes[config.swap_ab], config.block_k)
-    rest = descriptor(call.b, config.rest_y, config.block_k) if config.rest_y else None
+    weights = weights_descriptor(call, boxes[config.swap_ab], config)
+    rest = weights_descriptor(call, config.rest_y, config) if config.rest_y else None
     num_units, num_split = units(M, N, config, num_sms)
     num_whole = cdiv(M, config.block_m) * cdiv(N, config.block_n) - num_split
     num_experts = call.num_groups
@@ -340,6 +337,13 @@ def arguments(call: Call, config: Config, num_sms: int) -> tuple[tuple[int], tup
         M, N, K, num_experts, num_whole, rest, config, call.code, call.scales is not None, call.row_mode,
         max_experts(num_experts, call.grouping.write_tail), UNTRACED,
     )  # fmt: skip
+
+
+def weights_descriptor(call: Call, rows: int, config: Config) -> Any:
+    """Return the TMA descriptor of all experts' weights in boxes of so many rows, or of half as many of both halves."""
+    if call.code.takes_halves:
+        return halves_descriptor(call.b, rows, config.block_k)
+    return descriptor(as_one_matrix(call.b), rows, config.block_k)
 
 
 # Shared by the launches of all Gluon GEMMs

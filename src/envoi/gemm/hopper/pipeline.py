@@ -140,7 +140,8 @@ class Pipeline:
     @gluon.jit
     def rest(self, step):
         """Consumer: return the y.T [block_k, rest_y] of a stage's rest box."""
-        return self.rest_bufs.index(step % self.cfg.num_stages).permute((1, 0))
+        cfg: gl.constexpr = self.cfg
+        return as_matrix(self.rest_bufs.index(step % cfg.num_stages), cfg.rest_y, cfg.block_k).permute((1, 0))
 
     @gluon.jit
     def release(self, step, pred=True):
@@ -216,7 +217,8 @@ class Pipeline:
     @gluon.jit
     def load_rest(self, rest_desc, stage, tile, k):
         """Producer: start the TMA load of a stage's rest box, whose bytes `expect` has counted."""
-        tma_load(rest_desc, [tile.y + self.cfg.main_y, k], self.full.index(stage), self.rest_bufs.index(stage))
+        at = self.corner(tile.y + self.cfg.main_y, 0, k, True)
+        tma_load(rest_desc, at, self.full.index(stage), self.rest_bufs.index(stage))
 
     @gluon.jit
     def corner(self, row, expert, k, IS_WEIGHTS: gl.constexpr):

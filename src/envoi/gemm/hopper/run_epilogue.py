@@ -79,11 +79,11 @@ class ChunkArgs:
 
 
 @gluon.jit
-def run_epilogue(acc, tile, first_slot, is_split, tiles_done, buffers, epilogue, COLUMN: gl.constexpr):
+def run_epilogue(acc, tile, first_slot, is_split, tiles_done, buffers, epilogue, rest=None):
     """Apply the epilogue to a consumer's accumulator; with row reductions, the row's last tile completes them.
 
-    tile: the corner of the consumer's share. COLUMN: the first one of `acc` in it, 0 but for the second accumulator of
-    a tile of two widths. Called by all warps of the consumer.
+    tile: the corner of the consumer's share. rest: in a tile of two widths the accumulator of the columns after those
+    of `acc`. Called by all warps of the consumer.
     """
     problem = epilogue.problem
     cfg: gl.constexpr = problem.cfg
@@ -98,8 +98,26 @@ def run_epilogue(acc, tile, first_slot, is_split, tiles_done, buffers, epilogue,
         acc = halves_in_turn(acc, cfg)
     acc = to_token_major(acc, cfg)
     out = OutputTile(m, n, tile.row_end, first_slot, is_split)
-    partials = apply_in_chunks(acc, out, ChunkArgs(own, buffers, tiles_done), COLUMN)
-    complete_rows(partials, out, epilogue, acc.shape[1])
+    chunks = ChunkArgs(own, buffers, tiles_done)
+    partials = apply_in_chunks(acc, out, chunks, 0)
+    if rest is None:
+        complete_rows(partials, out, epilogue, acc.shape[1])
+    else:
+        if code.takes_halves:
+            rest = halves_in_turn(rest, cfg)
+        others = apply_in_chunks(rest, out, chunks, acc.shape[1])
+        if code.partials > 0:
+            partials = code.merge(partials, laid_out_like(others, partials))
+        complete_rows(partials, out, epilogue, acc.shape[1] + rest.shape[1])
+
+
+@gluon.jit
+def laid_out_like(partials, others):
+    """Return row reductions in the layouts of others, of another accumulator: no value changes its thread."""
+    found = ()
+    for i in gl.static_range(len(partials)):
+        found = found + (gl.convert_layout(partials[i], others[i].type.layout, assert_trivial=True),)
+    return found
 
 
 @gluon.jit

@@ -181,7 +181,7 @@ def finish(acc, tile, buffers, epilogue):
     else:
         # Rows g and g + 8 of 16 are features 2 g and 2 g + 1.
         acc = acc.reshape([4, 2, 8, T]).permute([0, 2, 1, 3]).reshape([64, T])
-        run_epilogue(acc, tile, 0, False, 0, buffers, epilogue, 0)
+        run_epilogue(acc, tile, 0, False, 0, buffers, epilogue)
 
 
 @gluon.jit
