@@ -6,7 +6,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from envoi.epilogue import epilogue, library, row_sum
+from envoi.epilogue import Col, epilogue, library, row_sum
 from envoi.epilogue.lower import lower
 from envoi.gemm.hopper import config as configs
 from envoi.gemm.hopper.config import (
@@ -315,6 +315,60 @@ def test_eight_warps_share_a_long_epilogue():
     problem = Problem(1759, 16384, 512, 2, tma_operand_bytes=2.0)
     assert any(config.num_warps == 8 and config.pingpong for config in candidates(problem, code))
     assert not any(config.num_warps == 8 for config in candidates(replace(problem, tma_operand_bytes=0.0), STORE))
+
+
+def test_column_operands_are_loaded_ahead_where_that_costs_no_stage():
+    problem, turns = Problem(2000, 4096, 4096, 2), Config(128, 2, 128, 64, 6, pingpong=True)
+    one, none = (lowered(getattr(library, name).ir, True) for name in ("scale_bias_relu", "store"))
+    assert (one.columns_ahead, none.columns_ahead) == (1, 0)
+    chosen = configs.fitted(problem, turns, one)
+    assert chosen.columns_ahead and chosen.num_stages == turns.num_stages
+    bytes_ahead = shared_bytes(problem, chosen, one) - shared_bytes(problem, replace(chosen, columns_ahead=False), one)
+    assert bytes_ahead == 2 * 128 * 4  # a float32 for each column of both consumers
+    assert not configs.fitted(problem, turns, none).columns_ahead
+    two = lowered(with_two_columns.ir, True)
+    crowded = configs.fitted(problem, turns, two)
+    assert two.columns_ahead == 2 and not crowded.columns_ahead and crowded.num_stages == turns.num_stages
+    assert configs.fitted(problem, replace(turns, epilogue_columns=32), two).columns_ahead
+
+
+@pytest.mark.parametrize(("width", "kept"), [(96, 128), (160, 256), (192, 256)])
+def test_column_operands_of_two_widths_have_a_buffer_of_a_power_of_two(width, kept):
+    problem, code = Problem(862, 2880, 4096, 2), lowered(library.scale_bias_relu.ir, True)
+    chosen = configs.fitted(problem, Config(64, 2, width, 64, 8, pingpong=True, epilogue_columns=32), code)
+    assert chosen.columns_ahead and supports(problem, chosen, code) == ""
+    without = replace(chosen, columns_ahead=False)
+    assert shared_bytes(problem, chosen, code) - shared_bytes(problem, without, code) == 2 * kept * 4
+
+
+def test_column_operands_are_not_loaded_ahead_with_the_features_on_the_m_side():
+    problem, code = Problem(16, 4096, 4096, 2), lowered(library.scale_bias_relu.ir, False)
+    swapped = [config for config in candidates(problem, code) if config.swap_ab]
+    assert swapped and not any(config.columns_ahead for config in swapped)
+    assert supports(problem, replace(swapped[0], columns_ahead=True), code).startswith("columns_ahead: expected False")
+
+
+@pytest.mark.parametrize("layout", ["interleaved", "concat"])
+def test_column_operands_of_both_layouts_are_loaded_ahead(layout):
+    assert lowered(library.expert_l1("swiglu_oai", 7.0, True, None, layout).ir, False).columns_ahead == 1
+
+
+def test_column_operands_stay_where_eight_warps_have_no_register_left_for_them():
+    eight = Config(128, 2, 128, 64, 6, 8, pingpong=True, epilogue_columns=32)
+    ir, problem = library.gelu_residual.ir, Problem(2000, 4096, 4096, 2, tma_operand_bytes=2.0)
+    code = lower(ir, torch.bfloat16, "gluon", False, True, frozenset(), ("residual",))
+    split = replace(eight, split_k=2)
+    assert configs.fitted(problem, eight, code).columns_ahead and not configs.fitted(problem, split, code).columns_ahead
+    assert configs.fitted(problem, replace(split, num_warps=4), code).columns_ahead
+
+
+def lowered(ir, tma: bool):
+    return lower(ir, torch.bfloat16, "gluon", False, tma, frozenset())
+
+
+@epilogue
+def with_two_columns(acc, scale: Col, bias: Col):
+    return acc * scale + bias
 
 
 @pytest.mark.parametrize(("rows", "in_turns"), [(16, False), (17, True), (32, True), (64, True), (65, False)])

@@ -17,9 +17,11 @@ class ChunkBuffers(NamedTuple):
 
     descs: of outputs, then of tile operands. stages: shared memory of each output. operands: shared memory of the tile
     operands, the barriers on which they arrive, and the tiles done. turn: number of the chunk, which picks the stage.
+    columns: shared memory of the column operands, with `cfg.columns_ahead`.
     """
 
     descs: Any
     stages: Any
     operands: Any
     turn: Any
+    columns: Any

@@ -35,7 +35,10 @@ from envoi.epilogue.ir import IR, kept_with_ir
 from envoi.epilogue.outputs import OutputSpec, chunk_columns, deferred, output_specs, pairs_up, rows_must_fit
 from envoi.epilogue.writer import Writer
 
-FUNCTIONS = ("visit", "merge", "save", "finish", "buffers", "operand_buffers", "fetch_operands", "of_expert")
+FUNCTIONS = (
+    "visit", "merge", "save", "finish", "buffers", "operand_buffers", "fetch_operands", "of_expert", "load_columns",
+    "column_buffers", "keep_columns",
+)  # fmt: skip
 ONE_TILE = "rows can be sent to addresses if the only output is a tile that depends on no other column"
 _number = itertools.count()  # numbers the file names: each text needs its own
 ONE_GROUP = "pairs of chunks can be quantised if the only output is a tile rounded to bf16, in groups of 128 to FP8"
@@ -52,7 +55,8 @@ class Lowered:
     chunk_columns: a chunk has a multiple of this many columns. whole_rows: chunks hold whole rows. scattered: each row
     is stored at an address of its own. takes_halves: column 2 j of a chunk's accumulators is column j of the product,
     column 2 j + 1 is column j + N / 2. paired: two neighbouring chunks share scale factors; a consumer gets them in
-    turn.
+    turn. columns_ahead: values of column operands, for each column of the accumulator, that a GEMM may load ahead of
+    its mainloop.
     """
 
     visit: Any
@@ -63,6 +67,9 @@ class Lowered:
     operand_buffers: Any
     fetch_operands: Any
     of_expert: Any
+    load_columns: Any
+    column_buffers: Any
+    keep_columns: Any
     output_specs: tuple[OutputSpec, ...]
     tma_outputs: tuple[int, ...]
     partials: int
@@ -73,6 +80,7 @@ class Lowered:
     scattered: bool
     takes_halves: bool
     paired: bool
+    columns_ahead: float
     source: str
 
     @property
@@ -96,7 +104,7 @@ class Lowered:
         source = hashlib.sha256(self.source.encode()).hexdigest()[:16]
         rest = (
             self.output_specs, self.tma_outputs, self.partials, self.maxima_together, self.tma_operands,
-            self.chunk_columns, self.whole_rows, self.scattered, self.takes_halves, self.paired,
+            self.chunk_columns, self.whole_rows, self.scattered, self.takes_halves, self.paired, self.columns_ahead,
         )  # fmt: skip
         return f"Lowered({keys},{source},{','.join(map(str, rest))})"
 
@@ -132,6 +140,7 @@ def lower(
         partials=len(writer.partials), maxima_together=writer.maxima_together, tma_operands=tma_operands,
         chunk_columns=chunk_columns(ir) // (2 if paired else 1), whole_rows=whole_rows, scattered=scattered,
         takes_halves=ir.takes_halves, paired=paired, source=source,
+        columns_ahead=sum(1 / operand.shape.divisor for operand in writer.columns_ahead),
     )  # fmt: skip
     weakref.finalize(lowered, linecache.cache.pop, filename, None).atexit = False
     return lowered

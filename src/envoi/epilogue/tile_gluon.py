@@ -9,7 +9,10 @@ from triton.experimental import gluon
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier, tma
 
 from envoi.epilogue import device
+from envoi.runtime import math
 from envoi.runtime.triton_compat import role_barrier, tma_load, tma_store
+
+next_power_of_2 = gluon.constexpr_function(math.next_power_of_2)
 
 
 def _gluon(function):
@@ -76,6 +79,44 @@ def ids_like(like, start):
 def load_at(pointer, ids, limit):
     """Load float32 values for the ids below the limit, 0 for the others."""
     return gl.load(pointer + ids, mask=ids < limit, other=0.0).to(gl.float32)
+
+
+@gluon.jit
+def spread_ids(n, COUNT: gl.constexpr):
+    """Return n .. n + COUNT - 1, as few as possible a thread; more of them where COUNT is no power of two."""
+    return n + gl.arange(0, next_power_of_2(COUNT), gl.BlockedLayout([1], [32], [gl.num_warps()], [0]))
+
+
+@gluon.jit
+def load_column(pointer, ids, num_columns):
+    """Load values of a column operand, 0 from num_columns on. Nothing waits for them here, as a conversion would."""
+    return gl.load(pointer + ids, mask=ids < num_columns, other=0.0)
+
+
+@gluon.jit
+def column_buffer(COUNT: gl.constexpr):
+    """Allocate the buffer of the values of a column operand at `spread_ids`."""
+    return gl.allocate_shared_memory(gl.float32, [next_power_of_2(COUNT)], gl.SwizzledSharedLayout(1, 1, 1, [0]))
+
+
+@gluon.jit
+def keep_column(values, buffer):
+    """Keep the values that `load_column` loaded in their buffer."""
+    buffer.store(values.to(gl.float32))
+
+
+@gluon.jit
+def take_column(pointer, buffers, x, n, num_columns, INDEX: gl.constexpr, cfg: gl.constexpr):
+    """Return the values of a column operand for x, whose first column is n.
+
+    They come from the operand's buffer, its INDEX-th, if `cfg.columns_ahead`: so no chunk waits for the L2.
+    """
+    if cfg.columns_ahead:
+        layout: gl.constexpr = gl.SliceLayout(0, x.type.layout)
+        width: gl.constexpr = x.shape[1]
+        return buffers.columns[INDEX].slice(buffers.turn * width, width).load(layout)
+    else:
+        return load_at(pointer, col_ids(x, n), num_columns)
 
 
 @gluon.jit

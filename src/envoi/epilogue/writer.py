@@ -1,24 +1,12 @@
 """Writer of a lowered epilogue's source text; `lower.py` documents the functions it writes."""
 
-import math
-
-import torch
-
-from envoi.epilogue.ir import IR, Node, Shape
+from envoi.epilogue.ir import IR, Node, Operand, Shape
 from envoi.epilogue.outputs import MAX_DESCS, PARTIAL, OutputSpec
-from envoi.quant.formats import SCHEMES, Scheme
+from envoi.epilogue.text import call, converted, fold, number, scale_factors
+from envoi.quant.formats import SCHEMES
 
-INFIX = {
-    "add": "+", "sub": "-", "mul": "*", "div": "/", "lt": "<", "le": "<=", "gt": ">", "ge": ">=", "eq": "==",
-    "ne": "!=", "logical_and": "&", "logical_or": "|",
-}  # fmt: skip
 IN_FLIGHT = 32  # partial values that are loaded before the first is used
 TAKES = {"even": "even", "odd": "odd", "left": "even", "right": "odd"}  # a tile has the columns of both halves in turn
-LANGUAGE = ("abs", "exp", "exp2", "log", "log2", "sqrt", "rsqrt", "where")
-TYPE_NAMES = {
-    torch.bfloat16: "bfloat16", torch.float16: "float16", torch.float32: "float32", torch.float8_e4m3fn: "float8e4nv",
-    torch.int32: "int32", torch.uint8: "uint8", torch.float8_e8m0fnu: "uint8",
-}  # fmt: skip
 
 
 class Writer:
@@ -36,6 +24,7 @@ class Writer:
         # All threads of a role share their loads, since the order of maxima doesn't matter.
         self.maxima_together = in_gluon and bool(self.partials) and maxima
         self.tma_outputs = [i for i, spec in enumerate(specs) if spec.kind == "tile"][:MAX_DESCS] if tma else []
+        self.columns_ahead = [operand for operand in ir.operands if _is_column(operand)] if in_gluon else []
         self.lines: list[str] = []
 
     def write(self) -> str:
@@ -47,6 +36,7 @@ class Writer:
         self._buffers()
         self._operand_buffers()
         self._of_expert()
+        self._columns()
         return "\n".join(self.lines) + "\n"
 
     def line(self, text: str, depth: int = 1) -> None:
@@ -81,7 +71,7 @@ class Writer:
         if node.op == "acc":
             return "x1"
         if node.op == "constant":
-            return _number(node.attribute("value"))
+            return number(node.attribute("value"))
         if node.op == "load":
             return self._load(node)
         if node.op in TAKES:
@@ -90,7 +80,7 @@ class Writer:
             return f"rows_like({self._reduction(node)}, x1)"
         if node.op == "softmax":
             return self._softmax(node)
-        return _call(node, [self._arg(arg, node.shape) for arg in node.args])
+        return call(node, [self._arg(arg, node.shape) for arg in node.args])
 
     def _arg(self, position: int, shape: Shape) -> str:
         """Return the text of an earlier value, broadcast for an operation whose result has this shape."""
@@ -111,6 +101,9 @@ class Writer:
         if operand.kind == "Row":
             return f"load_at({pointer}, row_ids(x1, at.m), at.m_end)"
         d = operand.shape.divisor
+        if operand in self.columns_ahead:
+            index = self.columns_ahead.index(operand)
+            return f"take_column({pointer}, buffers, x{d}, at.n // {d}, at.N // {d}, {index}, cfg)"
         if operand.shape.rows == "1":
             in_turn = d == 1 and self.ir.takes_halves
             ids = "halves_in_turn(col_ids(x1, 0), at.n, at.N)" if in_turn else f"col_ids(x{d}, at.n // {d})"
@@ -183,7 +176,7 @@ class Writer:
         if node.op == "softmax":
             source = node.args[0]
             name = f"v{position}"
-            self.line(f"{name}_top = {_fold('maximum', [f'v{source}_{i}' for i in range(k)])}")
+            self.line(f"{name}_top = {fold('maximum', [f'v{source}_{i}' for i in range(k)])}")
             self.line(f"{name}_top = L.where({name}_top == {_FILL['row_max']}, 0.0, {name}_top)")
             for i in range(k):
                 self.line(f"{name}_{i} = L.exp(v{source}_{i} - {name}_top)")
@@ -196,14 +189,14 @@ class Writer:
             args = [
                 f"v{arg}_{i}" if self.ir.nodes[arg].shape.columns.startswith("k") else f"v{arg}" for arg in node.args
             ]
-            self.line(f"v{position}_{i} = {_call(node, args)}")
+            self.line(f"v{position}_{i} = {call(node, args)}")
 
     def _over_topk(self, node: Node) -> str:
         k = int(self.ir.nodes[node.args[0]].shape.columns[1:])
         names = [f"v{node.args[0]}_{i}" for i in range(k)]
         if node.op == "row_sum":
             return " + ".join(names)
-        return _fold("maximum", [f"L.abs({name})" for name in names] if node.op == "row_absmax" else names)
+        return fold("maximum", [f"L.abs({name})" for name in names] if node.op == "row_absmax" else names)
 
     # outputs
 
@@ -231,7 +224,7 @@ class Writer:
             self._quantize(index, spec, node)
             return
         source = node.args[0] if node.op == "cast" else spec.position
-        self.line(f"o{index} = {_to(f'v{source}', spec.dtype)}")
+        self.line(f"o{index} = {converted(f'v{source}', spec.dtype)}")
 
     def _quantize(self, index: int, spec: OutputSpec, node: Node) -> None:
         scheme, source, d = SCHEMES[node.attribute("scheme")], f"v{node.args[0]}", node.shape.divisor
@@ -245,7 +238,7 @@ class Writer:
             self.line(f"a{index} = group_amax(group_max({magnitude}, {group}))")
         else:
             self.line(f"a{index} = group_amax(max_columns({magnitude}))")
-        self.line(f"sf{index}, f{index} = {_scale_factors(f'a{index}', scheme)}")
+        self.line(f"sf{index}, f{index} = {scale_factors(f'a{index}', scheme)}")
         if group:
             self.line(f"q{index} = times_group({source}, f{index}, {group})")
             column, width = f"at.n // {d * group}", f"at.N // {d * group}"
@@ -283,19 +276,19 @@ class Writer:
         source = node.args[0] if node.op == "cast" else spec.position
         if spec.kind == "topk":
             for i in range(spec.columns):
-                value = _to(f"v{source}_{i}", spec.dtype)
+                value = converted(f"v{source}_{i}", spec.dtype)
                 self.line(f"store_row(outputs[{index}], {value}, at.m, at.m_end, {spec.columns}, {i})")
         elif spec.kind == "row":
             self.line("if at.n == 0:")
-            self.line(f"store_row(outputs[{index}], {_to(f'v{source}', spec.dtype)}, at.m, at.m_end, 1, 0)", 2)
+            self.line(f"store_row(outputs[{index}], {converted(f'v{source}', spec.dtype)}, at.m, at.m_end, 1, 0)", 2)
         elif spec.kind == "column":
             d = spec.columns
             self.line("if at.m == 0:")
-            value, ids = _to(f"v{source}", spec.dtype), f"col_ids(x{d}, at.n // {d})"
+            value, ids = converted(f"v{source}", spec.dtype), f"col_ids(x{d}, at.n // {d})"
             self.line(f"store_column(outputs[{index}], {value}, {ids}, at.N // {d})", 2)
         else:
             self.line("if (at.m == 0) & (at.n == 0):")
-            self.line(f"L.store(outputs[{index}], {_to(f'v{source}', spec.dtype)})", 2)
+            self.line(f"L.store(outputs[{index}], {converted(f'v{source}', spec.dtype)})", 2)
 
     # reductions over the tiles of a row
 
@@ -369,7 +362,7 @@ class Writer:
             if spec.position in self.deferred:
                 node = self.ir.nodes[spec.position]
                 source = node.args[0] if node.op == "cast" else spec.position
-                self.line(f"store_row(outputs[{index}], {_to(f'v{source}', spec.dtype)}, m, m_end, 1, 0)")
+                self.line(f"store_row(outputs[{index}], {converted(f'v{source}', spec.dtype)}, m, m_end, 1, 0)")
 
     def _buffers(self) -> None:
         self.line("")
@@ -399,11 +392,32 @@ class Writer:
         self.line("def of_expert(operands, e, N):", 0)
         own = [
             f"operands[{i}] + L.cast(e, L.int64) * (N // {operand.shape.divisor})"
-            if operand.shape.rows == "1" and operand.shape.spans_columns
+            if _is_column(operand)
             else f"operands[{i}]"
             for i, operand in enumerate(self.ir.operands)
         ]
         self.line(f"return ({', '.join(own) or '0'},)")
+
+    def _columns(self) -> None:
+        """Write what loads a tile's values of column operands ahead of the mainloop, and what keeps them."""
+        found = [(self.ir.operands.index(o), o.shape.divisor) for o in self.columns_ahead]
+        values = [f"load_column(operands[{i}], {self._column_ids(d)}, N // {d})" for i, d in found]
+        self.line("")
+        self.line("def load_columns(operands, n, N, cfg: L.constexpr):", 0)
+        self.line(f"return ({', '.join(values) or '0'},)")
+        self.line("")
+        self.line("def column_buffers(cfg: L.constexpr):", 0)
+        self.line(f"return ({', '.join(f'column_buffer(cfg.block_y // {d})' for _, d in found) or '0'},)")
+        self.line("")
+        self.line("def keep_columns(columns, buffers):", 0)
+        for i in range(len(found)):
+            self.line(f"keep_column(columns[{i}], buffers[{i}])")
+        self.line("return")
+
+    def _column_ids(self, divisor: int) -> str:
+        if divisor == 1 and self.ir.takes_halves:
+            return "halves_in_turn(spread_ids(0, cfg.block_y), n, N)"
+        return f"spread_ids(n // {divisor}, cfg.block_y // {divisor})"
 
     def _needed_deferred(self) -> set[int]:
         needed = {spec.position for spec in self.specs if spec.position in self.deferred}
@@ -413,62 +427,8 @@ class Writer:
         return needed
 
 
+def _is_column(operand: Operand) -> bool:
+    return operand.shape.rows == "1" and operand.shape.spans_columns
+
+
 _FILL = {"row_sum": "0.0", "row_max": 'float("-inf")', "row_absmax": "0.0"}
-
-
-def _number(value: float) -> str:
-    return repr(value) if math.isfinite(value) else f'float("{value}")'
-
-
-def _fold(function: str, names: list[str]) -> str:
-    text = names[0]
-    for name in names[1:]:
-        text = f"{function}({text}, {name})"
-    return text
-
-
-def _call(node: Node, args: list[str]) -> str:
-    """Return the text of an elementwise operation."""
-    if node.op in INFIX:
-        return f"{args[0]} {INFIX[node.op]} {args[1]}"
-    if node.op == "neg":
-        return f"{args[0]} * -1.0"  # the language's own is 0 - x, with another sign of zero
-    if node.op == "logical_not":
-        return f"~{args[0]}"
-    if node.op == "pow":
-        return _power(args[0], node.attribute("exponent"))
-    if node.op == "gelu":
-        return f"{'gelu_tanh' if node.attribute('approximate') == 'tanh' else 'gelu'}({args[0]})"
-    if node.op == "leaky_relu":
-        return f"leaky_relu({args[0]}, {_number(node.attribute('slope'))})"
-    if node.op in LANGUAGE:
-        return f"L.{node.op}({', '.join(args)})"
-    return f"{node.op}({', '.join(args)})"
-
-
-def _power(x: str, exponent: int) -> str:
-    if exponent < 0:
-        return f"1.0 / ({_power(x, -exponent)})"
-    if exponent == 0:
-        return f"{x} * 0.0 + 1.0"
-    half = _power(x, exponent // 2) if exponent > 1 else ""
-    if exponent == 1:
-        return x
-    return f"({half}) * ({half})" + (f" * {x}" if exponent % 2 else "")
-
-
-def _to(value: str, dtype: torch.dtype) -> str:
-    if dtype == torch.float8_e4m3fn:
-        return f"e4m3({value})"
-    if dtype == torch.bfloat16:
-        return f"bf16({value})"
-    return value if dtype in (torch.float32, torch.int32) else f"{value}.to(L.{TYPE_NAMES[dtype]})"
-
-
-def _scale_factors(amax: str, scheme: Scheme) -> str:
-    """Return the text of (stored scale factors, multipliers), as in `envoi.quant.quantize`."""
-    if scheme.sf == torch.float8_e8m0fnu:
-        return f"e8m0_ceil(divide({amax}, {scheme.max_value}))"
-    if scheme.sf == torch.float8_e4m3fn:
-        return f"e4m3_scale(divide({amax}, {scheme.max_value}))"
-    return f"divide({amax}, {scheme.max_value}), divide({scheme.max_value}, {amax})"

@@ -107,6 +107,7 @@ CASES = (
     Case("two-widths-residual", "gelu_residual", 520, 4096, 2048),
     Case("two-widths-maximum", "absmax", 412, 2880, 4096),
     Case("two-widths-halves", "swiglu", 412, 2880, 4096),
+    Case("two-widths-bias", "scale_bias_relu", 1000, 2880, 4096),
     Case("swiglu", "swiglu", 4096, 4096, 7168),
     Case("swiglu-residual", "swiglu_residual", 4096, 4096, 2048),
     Case("swiglu-fp8", "swiglu_fp8", 4096, 4096, 7168),

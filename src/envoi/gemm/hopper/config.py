@@ -28,7 +28,8 @@ class Config(Constant):
     block_k: elements of K in a stage. num_stages: stages in the ring. num_warps: of a consumer, 4 or 8.
     epilogue_columns, num_store_buffers: the epilogue's column chunks, and the ring through which TMA stores them.
     wide_tail_tiles: only in a grouped GEMM. paired_tiles: for an epilogue that is lowered for pairs, and no other.
-    tiles_overlap: only in a plain GEMM; `fitted` decides, and labels leave it out.
+    tiles_overlap: only in a plain GEMM. columns_ahead: with the tokens on the M side. `fitted` decides both, and labels
+        leave them out.
     """
 
     rows_per_consumer: int
@@ -46,6 +47,7 @@ class Config(Constant):
     wide_tail_tiles: bool = False
     paired_tiles: bool = False
     tiles_overlap: bool = False
+    columns_ahead: bool = False
 
     @property
     def consumers_per_tile(self) -> int:
@@ -205,6 +207,8 @@ def _why_not_problem(problem: Problem, c: Config) -> str:
         return f"split_k: expected 1 where bits don't depend on the batch, got {c.split_k}"
     if c.wide_tail_tiles and (c.consumers_per_tile != 2 or c.block_y != 2 * c.rows_per_consumer or c.swap_ab):
         return f"wide_tail_tiles: expected a tile of two consumers that is as wide as high, got {c.label()}"
+    if c.columns_ahead and c.swap_ab:
+        return "columns_ahead: expected False with the features on the M side, got True"
     if c.tiles_overlap and problem.num_groups:
         return "tiles_overlap: expected False in a grouped GEMM, got True"
     if c.wide_tail_tiles and (problem.N % c.block_n or not problem.num_groups):
@@ -248,6 +252,10 @@ def shared_bytes(problem: Problem, config: Config, code: Lowered) -> int:
     buffers = rows * columns * (config.num_store_buffers * code.staged_output_bytes + problem.tma_operand_bytes)
     if config.swap_ab:
         buffers = rows * config.block_y * 4  # the transpose goes through shared memory
+    if config.columns_ahead:
+        # Beside the reserve, which is all used where a consumer's threads exchange row reductions.
+        columns = next_power_of_2(config.block_y) * code.columns_ahead
+        buffers += config.num_consumers * columns * 4 + 512 * bool(code.partials)
     return int(stages + buffers) + RESERVED_BYTES
 
 
@@ -255,16 +263,19 @@ def fitted(problem: Problem, config: Config, code: Lowered) -> Config:
     """Return the config with as many stages as fit, and chunks that the epilogue can work on.
 
     Tiles overlap, except in grouped GEMMs and where the compiler would spill registers for it: with sums of rows, and
-    where the largest accumulators are split.
+    where the largest accumulators are split. Column operands are loaded ahead where that costs no stage.
     """
     columns = min(max(config.epilogue_columns, code.chunk_columns), _output_columns(config))
     full = config.split_k > 1 and accumulator_registers(config) == MAX_ACCUMULATORS
     sums = code.partials and not code.maxima_together
     overlap = not (problem.num_groups or sums or full)
-    config = replace(config, epilogue_columns=columns, tiles_overlap=overlap)
+    config = replace(config, epilogue_columns=columns, tiles_overlap=overlap, columns_ahead=False)
     while config.num_stages > MIN_STAGES and shared_bytes(problem, config, code) > SHARED_BYTES:
         config = replace(config, num_stages=config.num_stages - 1)
-    return config
+    burdened = config.split_k > 1 or (problem.num_groups and code.partials)
+    crowded = config.num_warps == 8 and code.tma_operands and burdened  # the compiler would spill
+    ahead = replace(config, columns_ahead=code.columns_ahead > 0 and not (config.swap_ab or crowded))
+    return config if shared_bytes(problem, ahead, code) > SHARED_BYTES else ahead
 
 
 def candidates(problem: Problem, code: Lowered) -> list[Config]:

@@ -6,7 +6,7 @@ from triton.experimental.gluon.language.nvidia.hopper import tma
 
 from envoi.gemm.hopper.mainloop import BlockScales, accumulate, accumulate_block_scaled, accumulate_both
 from envoi.gemm.hopper.pipeline import Pipeline, StageBoxes
-from envoi.gemm.hopper.run_epilogue import EpilogueArgs, EpilogueBuffers, run_epilogue
+from envoi.gemm.hopper.run_epilogue import EpilogueArgs, EpilogueBuffers, load_columns, run_epilogue
 from envoi.gemm.hopper.tile_scheduler import Tile, TileScheduler
 from envoi.runtime.aggregate import aggregate
 from envoi.runtime.timeline_device import note_begin, note_moment
@@ -58,6 +58,7 @@ def consumer(args, role: gl.constexpr):
         if cfg.split_k == 1:
             if has_rows:
                 epilogue.code.fetch_operands(epilogue.descs, buffers.loads, buffers.loaded, tile.x, tile.y)
+        columns = load_columns(tile, epilogue)
         if cfg.pingpong:
             pipeline.wait_for_turn(tiles_multiplied, role)
             tiles_multiplied += 1
@@ -78,6 +79,8 @@ def consumer(args, role: gl.constexpr):
         else:
             acc, step = accumulate(pipeline, step, unit.k_end - unit.k_begin, boxes, role)
         note_moment(args.trace, role, event, 2)
+        if cfg.columns_ahead:
+            epilogue.code.keep_columns(columns, buffers.columns)
         is_complete = num_k_steps >= 0  # true, as a run-time value that a branch may replace
         share = (unit.tile - problem.num_whole_tiles) * cfg.consumers_per_tile + part  # see `SplitK`
         first_slot = share * cfg.split_k

@@ -48,6 +48,7 @@ class EpilogueBuffers:
     stores: gl.tuple  # for each TMA output a ring of cfg.num_store_buffers chunks; in pairs where the first tile waits
     loads: gl.tuple  # for each TMA operand a chunk
     loaded: gl.shared_memory_descriptor | Scalar  # mbarriers, one per TMA operand: TMA arrives, the consumer waits
+    columns: gl.tuple  # with cfg.columns_ahead, for each column operand its values of a tile
 
     @staticmethod
     @gluon.jit
@@ -55,7 +56,8 @@ class EpilogueBuffers:
         """Allocate the buffers and initialise their barriers."""
         stores = args.code.buffers(args.descs, cfg)
         loads, loaded = args.code.operand_buffers(args.descs)
-        return EpilogueBuffers(stores, loads, loaded)
+        columns = args.code.column_buffers(cfg) if cfg.columns_ahead else (0,)
+        return EpilogueBuffers(stores, loads, loaded, columns)
 
 
 @aggregate
@@ -79,6 +81,30 @@ class ChunkArgs:
 
 
 @gluon.jit
+def load_columns(tile, epilogue):
+    """Start loading the column operands' values of a tile, with cfg.columns_ahead.
+
+    Ahead of the mainloop, whose products hide the loads; `code.keep_columns` puts them where the chunks find them.
+    """
+    problem = epilogue.problem
+    cfg: gl.constexpr = problem.cfg
+    if cfg.columns_ahead:
+        return epilogue.code.load_columns(of_tile(tile, epilogue).operands, tile.y, problem.N, cfg)
+    else:
+        return (0,)
+
+
+@gluon.jit
+def of_tile(tile, epilogue):
+    """Return the arguments with the operands of the tile's expert."""
+    problem = epilogue.problem
+    if problem.row_mode.is_grouped:
+        return with_expert(epilogue, gl.minimum(tile.expert, problem.num_experts - 1))
+    else:
+        return epilogue
+
+
+@gluon.jit
 def run_epilogue(acc, tile, first_slot, is_split, tiles_done, buffers, epilogue, rest=None):
     """Apply the epilogue to a consumer's accumulator; with row reductions, the row's last tile completes them.
 
@@ -91,9 +117,7 @@ def run_epilogue(acc, tile, first_slot, is_split, tiles_done, buffers, epilogue,
     m, n = (tile.y, tile.x) if cfg.swap_ab else (tile.x, tile.y)
     if cfg.split_k > 1:
         code.fetch_operands(epilogue.descs, buffers.loads, buffers.loaded, m, n)
-    own = epilogue
-    if problem.row_mode.is_grouped:
-        own = with_expert(epilogue, gl.minimum(tile.expert, problem.num_experts - 1))
+    own = of_tile(tile, epilogue)
     if code.takes_halves:
         acc = halves_in_turn(acc, cfg)
     acc = to_token_major(acc, cfg)
@@ -172,7 +196,7 @@ def visit_chunk(x, out, args, COLUMN: gl.constexpr):
     loads = (buffers.loads, buffers.loaded, args.tiles_done)
     return epilogue.code.visit(
         x, ChunkPosition(out.m, out.n + COLUMN, out.m_end, problem.N), epilogue.operands, epilogue.outputs,
-        ChunkBuffers(epilogue.descs, buffers.stores, loads, chunk), problem.row_mode.is_grouped, cfg,
+        ChunkBuffers(epilogue.descs, buffers.stores, loads, chunk, buffers.columns), problem.row_mode.is_grouped, cfg,
     )  # fmt: skip
 
 

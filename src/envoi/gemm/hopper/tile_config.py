@@ -117,6 +117,11 @@ class TileConfig(Protocol):
         ...
 
     @property
+    def columns_ahead(self) -> bool:
+        """Return True if a consumer loads column operands ahead of its mainloop and keeps them in shared memory."""
+        ...
+
+    @property
     def num_store_buffers(self) -> int:
         """Chunks in a TMA output's ring of buffers."""
         ...
@@ -128,6 +133,7 @@ class EqualTiles(Constant):
     wide_tail_tiles = False
     paired_tiles = False
     tiles_overlap = False
+    columns_ahead = False
     tiles_per_unit = 1
 
 

@@ -463,7 +463,7 @@ class Worker:
             acc = halves_in_turn(acc, cfg)
         acc = to_token_major(acc, cfg)
         at = ChunkPosition(tile.row, tile.row_tile * FEATURES, tile.row_end, N)
-        buffers = ChunkBuffers((None, None, None, None), (), (0, 0, 0), 0)
+        buffers = ChunkBuffers((None, None, None, None), (), (0, 0, 0), 0, ())
         operands = self.code.of_expert(self.operands, tile.expert, N)
         self.code.visit(acc, at, operands, self.outputs, buffers, True, cfg)
 

@@ -191,13 +191,13 @@ def gemm_kernel(
         mine = code.of_expert(operands, own, N)
         if e >= num_experts:
             acc = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
-        parts = code.visit(acc, ChunkPosition(m, n, m_end, N), mine, outputs, ChunkBuffers(0, 0, 0, 0), True, 0)
+        parts = code.visit(acc, ChunkPosition(m, n, m_end, N), mine, outputs, ChunkBuffers(0, 0, 0, 0, 0), True, 0)
     else:
         m = tile * BLOCK_M
         m_end = M
         block = Tile(m + tl.arange(0, BLOCK_M), M, columns_of(n, BLOCK_N, N, code), N, tile * 0)
         acc = accumulate(Product(a, b), block, K, A, B, GROUP_K, BLOCK_K)
-        parts = code.visit(acc, ChunkPosition(m, n, M, N), operands, outputs, ChunkBuffers(0, 0, 0, 0), False, 0)
+        parts = code.visit(acc, ChunkPosition(m, n, M, N), operands, outputs, ChunkBuffers(0, 0, 0, 0, 0), False, 0)
     if code.partials > 0:
         code.save(parts, workspace, n_tile, tl.num_programs(1), m, m_end, M)
 
@@ -225,11 +225,11 @@ def rows_kernel(
             return
         mine = code.of_expert(operands, tl.maximum(tl.minimum(e, num_experts - 1), 0), N)
         x = load_product(acc, like, m, n, tl.where(e < num_experts, m_end, 0), N, code)
-        code.visit(x, ChunkPosition(m, n, m_end, N), mine, outputs, ChunkBuffers(0, 0, 0, 0), True, 0)
+        code.visit(x, ChunkPosition(m, n, m_end, N), mine, outputs, ChunkBuffers(0, 0, 0, 0, 0), True, 0)
     else:
         m = tile * BLOCK_M
         x = load_product(acc, like, m, n, M, N, code)
-        code.visit(x, ChunkPosition(m, n, M, N), operands, outputs, ChunkBuffers(0, 0, 0, 0), False, 0)
+        code.visit(x, ChunkPosition(m, n, M, N), operands, outputs, ChunkBuffers(0, 0, 0, 0, 0), False, 0)
 
 
 @triton.jit
