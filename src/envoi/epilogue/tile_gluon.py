@@ -106,8 +106,8 @@ def keep_column(values, buffer):
 
 
 @gluon.jit
-def take_column(pointer, buffers, x, n, num_columns, INDEX: gl.constexpr, cfg: gl.constexpr):
-    """Return the values of a column operand for x, whose first column is n.
+def take_column(pointer, buffers, x, ids, num_columns, INDEX: gl.constexpr, cfg: gl.constexpr):
+    """Return the values of a column operand for x, whose columns are the operand's `ids`.
 
     They come from the operand's buffer, its INDEX-th, if `cfg.columns_ahead`: so no chunk waits for the L2.
     """
@@ -116,7 +116,7 @@ def take_column(pointer, buffers, x, n, num_columns, INDEX: gl.constexpr, cfg: g
         width: gl.constexpr = x.shape[1]
         return buffers.columns[INDEX].slice(buffers.turn * width, width).load(layout)
     else:
-        return load_at(pointer, col_ids(x, n), num_columns)
+        return load_at(pointer, ids, num_columns)
 
 
 @gluon.jit

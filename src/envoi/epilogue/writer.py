@@ -101,13 +101,13 @@ class Writer:
         if operand.kind == "Row":
             return f"load_at({pointer}, row_ids(x1, at.m), at.m_end)"
         d = operand.shape.divisor
-        if operand in self.columns_ahead:
-            index = self.columns_ahead.index(operand)
-            return f"take_column({pointer}, buffers, x{d}, at.n // {d}, at.N // {d}, {index}, cfg)"
         if operand.shape.rows == "1":
             in_turn = d == 1 and self.ir.takes_halves
             ids = "halves_in_turn(col_ids(x1, 0), at.n, at.N)" if in_turn else f"col_ids(x{d}, at.n // {d})"
-            return f"load_at({pointer}, {ids}, at.N // {d})"
+            if operand not in self.columns_ahead:
+                return f"load_at({pointer}, {ids}, at.N // {d})"
+            index = self.columns_ahead.index(operand)
+            return f"take_column({pointer}, buffers, x{d}, {ids}, at.N // {d}, {index}, cfg)"
         if operand.name in self.tma_operands:
             index = self.tma_operands.index(operand.name)
             source = f"buffers.descs[{MAX_DESCS + index}]"
