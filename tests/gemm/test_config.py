@@ -362,6 +362,12 @@ def test_column_operands_stay_where_eight_warps_have_no_register_left_for_them()
     assert configs.fitted(problem, replace(split, num_warps=4), code).columns_ahead
 
 
+def test_column_operands_of_both_halves_are_in_turn_ahead_or_not():
+    source = lowered(library.expert_l1("swiglu_oai", 7.0, True, None, "concat").ir, True).source
+    assert "buffers, x1, halves_in_turn(col_ids(x1, 0), at.n, at.N), at.N // 1" in source
+    assert "halves_in_turn(spread_ids(0, cfg.block_y), n, N)" in source
+
+
 def lowered(ir, tma: bool):
     return lower(ir, torch.bfloat16, "gluon", False, tma, frozenset())
 
