@@ -49,7 +49,6 @@ class Known:
 BETWEEN_TILES = "two CTAs of 8 warps an SM leave 128 registers; all of it is between tiles, none in the loop over K"
 ONCE_A_TILE = "addresses and sizes, stored and loaded once a tile, none of them in the loop over K"
 IN_LOOP = "two CTAs of 8 warps an SM leave 128 registers; 2 of it are in the loop over K, whose time nobody measured"
-PAIRS = "a pair's address and sizes; 4 of it are in the loop over K of a consumer, whose time nobody measured"
 BESIDE_MOVERS = "movers leave a consumer 232 registers; {} of it are in the loop over K, whose time nobody measured"
 KNOWN: dict[str, dict[str, Known]] = {
     "3.6.0": {
@@ -59,11 +58,9 @@ KNOWN: dict[str, dict[str, Known]] = {
         "ep-fused-l1-narrow sm_90": Known(6, 3, ONCE_A_TILE),
     },
     "3.8.0": {
-        "gemm-sm90-grouped-fp8-block128 sm_90": Known(4, 4, ONCE_A_TILE),
         "gemm-sm90-experts-l1-fp8-block128 sm_90": Known(5, 4, ONCE_A_TILE),
         "gemm-sm90-experts-l2-fp8-block128 sm_90": Known(7, 5, ONCE_A_TILE),
         "gemm-sm90-experts-l1-pairs-concat sm_90": Known(1, 1, ONCE_A_TILE),
-        "gemm-sm90-experts-l1-pairs-oai sm_90": Known(10, 10, PAIRS),
         "ep-fused-l1 sm_90": Known(12, 12, BESIDE_MOVERS.format(8)),
         "ep-fused-l1-narrow sm_90": Known(6, 3, ONCE_A_TILE),
     },

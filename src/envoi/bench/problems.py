@@ -26,7 +26,7 @@ class Planned:
 
     def chosen(self, num_sms: int) -> Config:
         """Return the config that runs on this machine."""
-        return tune.best(self.problem, self.call.code, num_sms) or self.default
+        return tune.choose(self.problem, self.call.code, num_sms) or self.default
 
     def key(self, num_sms: int) -> str:
         """Return the key of the measured config; several epilogues may share it."""

@@ -2,7 +2,8 @@
 
 Entries are read from the shipped `tuned.json` beside this file and from `gemm.json` in the cache directory, which
 `envoi tune` writes. A key names the multiprocessors, the problem and the kind of epilogue; tokens are rounded up to a
-power of two, since serving sees every number of them.
+power of two, since serving sees every number of them. What was fastest for 1024 tokens needn't be for 600, which fill
+other rounds of tiles: `choose` asks the model about that.
 """
 
 import dataclasses
@@ -14,13 +15,14 @@ from typing import Any, ParamSpec, TypeVar, cast
 
 from envoi import cache_file, env
 from envoi.epilogue.lower import Lowered
-from envoi.gemm.hopper.config import Config, Problem, default_config, fitted, supports
+from envoi.gemm.hopper.config import Config, Problem, default_config, fitted, predicted_cycles, supports
 from envoi.runtime import prepared
 from envoi.runtime.math import cdiv, next_power_of_2
 
 SHIPPED = Path(__file__).with_name("tuned.json")
 P = ParamSpec("P")
 T = TypeVar("T")
+MOST_BEHIND = 1.03  # of its predicted time beside the best, of what that is for as many tokens as were measured
 _EXPECTED = {int: "an int of at least 1", bool: "true or false"}
 
 
@@ -70,8 +72,24 @@ def best(problem: Problem, code: Lowered, num_sms: int, shipped_only: bool = Fal
 
 @remember
 def choose(problem: Problem, code: Lowered, num_sms: int, shipped_only: bool = False) -> Config | None:
-    """Return the measured config, else the one that the model prefers; None if none fits."""
-    return best(problem, code, num_sms, shipped_only) or _modelled(rounded(problem), code, num_sms)
+    """Return the measured config, else the one that the model prefers; None if none fits.
+
+    A config that was measured with more tokens is taken only if the model thinks as well of it for these.
+    """
+    measured, modelled = best(problem, code, num_sms, shipped_only), _modelled(rounded(problem), code, num_sms)
+    if measured is None or modelled is None:
+        return measured or modelled
+    there = dataclasses.replace(problem, M=next_power_of_2(problem.M))
+    most = MOST_BEHIND * _behind(there, measured, code, num_sms)
+    return measured if _behind(problem, measured, code, num_sms) <= most else modelled
+
+
+def _behind(problem: Problem, config: Config, code: Lowered, num_sms: int) -> float:
+    """Return a config's predicted time over that of the one that the model prefers, or of itself if there is none."""
+    problem = rounded(problem)
+    config = fitted(problem, config, code)
+    modelled = _modelled(problem, code, num_sms) or config
+    return predicted_cycles(problem, config, num_sms) / predicted_cycles(problem, modelled, num_sms)
 
 
 def rounded(problem: Problem) -> Problem:
