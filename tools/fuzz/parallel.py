@@ -110,18 +110,13 @@ def run(draws: list[Draw], cases: list[Case]) -> list[Any]:
     drawn = [replace_draw(draw) for draw in draws]
     if drawn and how(drawn[0]) == "one process":
         return [attempt_in_one_process(draw) for draw in drawn]
-    results: list[Any] = [None] * len(drawn)
+    if not drawn:
+        return []
     sizes = [setting(replace_draw(draw)).num_ranks for draw in drawn]
-    for num_ranks in sorted(set(sizes)):
-        places = [place for place, size in enumerate(sizes) if size == num_ranks]
-        seeds = [
-            (drawn[place].seed, drawn[place].sizes, str(drawn[place].device), drawn[place].family) for place in places
-        ]
-        backend = "nccl" if drawn[0].device.type == "cuda" else "gloo"
-        outcomes = run_ranks(num_ranks, on_rank, drawn[0].operator, seeds, backend=backend)
-        for number, place in enumerate(places):
-            results[place] = gathered(outcomes, number)
-    return results
+    seeds = [(draw.seed, draw.sizes, str(draw.device), draw.family) for draw in drawn]
+    backend = "nccl" if drawn[0].device.type == "cuda" else "gloo"
+    outcomes = run_ranks(max(sizes), on_rank, drawn[0].operator, seeds, backend=backend)
+    return [gathered(outcomes[:size], number) for number, size in enumerate(sizes)]
 
 
 def replace_draw(draw: Draw) -> Draw:
@@ -141,26 +136,39 @@ def gathered(outcomes: list[Any], number: int) -> Any:
 
 
 def on_rank(rank: int, num_ranks: int, operator: str, seeds: list[tuple[int, str, str, int]]) -> list[Any]:
-    """Run cases on a rank; return the output of its tokens and whether ranks summed, or an error's text, for each."""
-    return [_on_rank(rank, Draw(operator, *case)) for case in seeds]
+    """Run cases on a rank; return the output of its tokens and whether ranks summed, or an error's text, for each.
+
+    A case of fewer ranks is the first ones', in a group of their own; the others have None.
+    """
+    groups: dict[int, Any] = {num_ranks: None}
+    found = []
+    for case in seeds:
+        draw = Draw(operator, *case)
+        given, device = setting(draw), own_device(draw.device.type)
+        if given.num_ranks not in groups:
+            groups[given.num_ranks] = dist.new_group(list(range(given.num_ranks)))
+        mine = rank < given.num_ranks
+        found.append(_on_rank(rank, given, groups[given.num_ranks], device) if mine else None)
+    return found
 
 
-def _on_rank(rank: int, draw: Draw) -> Any:
-    given = setting(draw)
-    device = own_device(draw.device.type)
+def _on_rank(rank: int, given: Setting, group: Any, device: torch.device) -> Any:
     options: dict[str, Any] = {}
     if device.type == "cuda":
         most = max(1, *(last - first for first, last in pairwise([0, *given.token_ends])))
         options = {"max_tokens": most, "num_topk": given.layer.routing.topk_ids.shape[1], "presum": given.presum}
+    parallel = None
     try:
-        parallel = envoi.ExpertParallel(given.pack(rank, device), timeout_s=TIMEOUT_S, **options)
+        parallel = envoi.ExpertParallel(given.pack(rank, device), group, timeout_s=TIMEOUT_S, **options)
         out = parallel.moe(*given.part(rank, device)).cpu()
         parallel.check()
-        dist.barrier()
-        parallel.close()
-        return out, parallel.presum
+        result: Any = (out, parallel.presum)
     except Exception as error:
-        return f"{type(error).__name__}: {error}"
+        result = f"{type(error).__name__}: {error}"
+    dist.barrier(group)  # also after an error, for which the others would wait
+    if parallel is not None:
+        parallel.close()
+    return result
 
 
 def attempt_in_one_process(draw: Draw) -> Any:
