@@ -18,6 +18,7 @@ from typing import Any
 # A guard against hangs, far longer than a busy machine needs: the remaining processes are killed and named.
 GUARD_S = 600.0
 MOST_RANKS = 4  # of a test on GPUs
+PATIENCE = 3  # times as long for ranks that share a GPU, which they have in turn
 
 
 @dataclass
@@ -36,6 +37,7 @@ def run_ranks(
 ) -> list[Outcome]:  # fmt: skip
     """Call fn(rank, num_ranks, *args) on each rank; fn must be importable. Kill and name ranks late by timeout_s.
 
+    timeout_s: `PATIENCE` times that where ranks share a GPU.
     backend: "gloo", or "nccl" for ranks on GPUs; where ranks share one, only gloo connects them.
     join: called with the rank in its process before anything else; returns the init_method. None = a file.
     """
@@ -50,6 +52,7 @@ def run_ranks(
         ]
         for worker in workers:
             worker.start()
+        timeout_s *= PATIENCE if backend == "nccl" and share_gpus(num_ranks) else 1
         end = time.monotonic() + timeout_s
         for worker in workers:
             worker.join(max(0.0, end - time.monotonic()))
