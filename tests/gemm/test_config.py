@@ -221,12 +221,26 @@ def test_a_tile_of_two_widths_is_a_power_of_two_and_another(config):
 
 
 @pytest.mark.parametrize(
-    "change",
-    [{"split_k": 2}, {"swap_ab": True}, {"epilogue_columns": 64}, {"num_store_buffers": 2, "num_stages": 3},
-     {"block_y": 224}, {"rows_per_consumer": 128}],
+    ("change", "why"),
+    [({"split_k": 2}, "block_y: expected a power of two unless"),
+     ({"swap_ab": True}, "swap_ab: expected an epilogue lowered to plain loads and stores"),
+     ({"epilogue_columns": 64}, "epilogue_columns: expected a multiple of 1 that divides 160"),
+     ({"block_y": 192, "epilogue_columns": 96}, "epilogue_columns: expected one that divides 64"),
+     ({"num_store_buffers": 2, "num_stages": 3}, "num_store_buffers: expected one that divides 5 chunks"),
+     ({"block_y": 224}, "block_y: expected a power of two from 8 to 256, or one of (96, 160, 192)"),
+     ({"rows_per_consumer": 128}, "block_y: expected at most 128 accumulators a thread")],
 )  # fmt: skip
-def test_two_widths_are_refused_where_the_kernel_has_one(change):
-    assert supports(Problem(862, 2880, 4096, 2), replace(TWO_WIDTHS[1], **change), STORE)
+def test_two_widths_are_refused_where_the_kernel_has_one(change, why):
+    assert supports(Problem(862, 2880, 4096, 2), replace(TWO_WIDTHS[1], **change), STORE).startswith(why)
+
+
+def test_a_tile_of_one_chunk_has_one_store_buffer():
+    quantised = library.expert_l1("swiglu", None, False, "fp8_1x128").ir
+    code = lower(quantised, torch.bfloat16, "gluon", False, True, frozenset())
+    problem, config = Problem(2000, 4096, 4096, 2), Config(64, 1, 256, 128, 4, num_store_buffers=2)
+    assert configs.fitted(problem, config, code).num_store_buffers == 1
+    found = configs.fitted(problem, config, STORE)
+    assert (found.num_chunks, found.num_store_buffers) == (4, 2)
 
 
 @pytest.mark.parametrize("name", ["absmax", "gelu_residual", "swiglu", "swiglu_residual", "swiglu_fp8"])

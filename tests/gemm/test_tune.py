@@ -56,6 +56,14 @@ def test_a_config_measured_with_more_tokens_is_chosen_where_the_model_thinks_as_
     assert (tune.choose(problem, code, 132, shipped_only=True) == found) == measured
 
 
+def test_what_was_measured_for_these_tokens_is_chosen_and_for_no_others(path):
+    own, others = (dataclasses.replace(PROBLEM, M=M) for M in (300, 400))
+    modelled = default_config(tune.rounded(others), CODE, NUM_SMS)
+    tune.keep({tune.key_of(own, CODE, NUM_SMS): CONFIG})
+    assert tune.choose(own, CODE, NUM_SMS) == tune.choose(dataclasses.replace(own, M=298), CODE, NUM_SMS) == CONFIG
+    assert tune.choose(others, CODE, NUM_SMS) == modelled != CONFIG
+
+
 def entry(**changes) -> dict:
     return {key: value for key, value in (dataclasses.asdict(CONFIG) | changes).items() if value is not ...}
 

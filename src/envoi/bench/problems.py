@@ -33,10 +33,11 @@ class Planned:
         return tune.key_of(self.problem, self.call.code, num_sms)
 
     def promising(self, num_sms: int, at_most: int) -> list[Config]:
-        """Return the candidates worth measuring, most promising first; the default is among them."""
+        """Return the candidates worth measuring, most promising first, after the default and what is shipped."""
         found = candidates(self.problem, self.call.code)
         found.sort(key=lambda config: predicted_cycles(self.problem, config, num_sms))
-        return list(dict.fromkeys([self.default, *found]))[:at_most]
+        measured = tune.best(self.problem, self.call.code, num_sms, shipped_only=True) or self.default
+        return list(dict.fromkeys([self.default, measured, *found]))[:at_most]
 
 
 def shapes_of(cases: Iterable[Case]) -> list[Shape]:

@@ -19,6 +19,10 @@ vectors.
 A reduction over a row is complete at once if the chunk has the whole row (`whole_rows`). Else `visit` returns partial
 values; the GEMM merges those of its chunks with `merge` and stores one a tile in memory (`save`), and the last of the
 row's tiles to arrive calls `finish`, which reads them in order and stores what depends on them.
+
+A GEMM may load column operands ahead of its mainloop (`load_columns`, into `column_buffers` by `keep_columns`), so that
+no chunk waits for them. `of_expert` has an expert's own column operands, `buffers` and `operand_buffers` the shared
+memory of outputs and tile operands, whose first chunks `fetch_operands` asks for.
 """
 
 import hashlib

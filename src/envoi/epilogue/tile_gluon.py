@@ -83,7 +83,7 @@ def load_at(pointer, ids, limit):
 
 @gluon.jit
 def spread_ids(n, COUNT: gl.constexpr):
-    """Return n .. n + COUNT - 1, as few as possible a thread; more of them where COUNT is no power of two."""
+    """Return n, n + 1, .., COUNT of them rounded up to a power of two, spread over the role's threads."""
     return n + gl.arange(0, next_power_of_2(COUNT), gl.BlockedLayout([1], [32], [gl.num_warps()], [0]))
 
 

@@ -24,7 +24,7 @@ class Config(Constant):
     rows_per_consumer: 64 or 128. num_consumers: 1 to 3; they share each tile, each with its own rows of x, or two with
         `pingpong` take whole tiles alternately, so that the epilogue of one overlaps the mainloop of the other.
         Three, in a plain GEMM only, have at most 64 accumulators a thread.
-    block_y: a power of two from 8 to 256 or, in a plain GEMM, of `TWO_WIDTHS`, by two accumulators.
+    block_y: a power of two from 8 to 256, or in a plain GEMM one of `TWO_WIDTHS`, by two accumulators.
     block_k: elements of K in a stage. num_stages: stages in the ring. num_warps: of a consumer, 4 or 8.
     epilogue_columns, num_store_buffers: the epilogue's column chunks, and the ring through which TMA stores them.
     wide_tail_tiles: only in a grouped GEMM. paired_tiles: for an epilogue that is lowered for pairs, and no other.
@@ -161,7 +161,7 @@ def _why_not_consumers(c: Config) -> str:
     if c.rows_per_consumer < 16 * c.num_warps:
         return f"rows_per_consumer: expected at least 16 a warp, got {c.rows_per_consumer} for {c.num_warps} warps"
     if (c.block_y & (c.block_y - 1) or not 8 <= c.block_y <= 256) and c.block_y not in TWO_WIDTHS:
-        return f"block_y: expected a power of two from 8 to 256, 96, 160 or 192, got {c.block_y}"
+        return f"block_y: expected a power of two from 8 to 256, or one of {TWO_WIDTHS}, got {c.block_y}"
     if accumulator_registers(c) > MAX_ACCUMULATORS:
         return f"block_y: expected at most {MAX_ACCUMULATORS} accumulators a thread, got {accumulator_registers(c)}"
     if c.pingpong and c.num_consumers != 2:
@@ -177,6 +177,8 @@ def _why_not_chunks(problem: Problem, c: Config, code: Lowered) -> str:
         return f"block_y: expected chunks of whole rows of {problem.N} columns, got {columns}"
     if c.paired_tiles != code.paired:
         return f"paired_tiles: expected {code.paired} for this epilogue, got {c.paired_tiles}"
+    if code.tma_outputs and c.num_chunks % c.num_store_buffers:  # a tile's first chunk would take the last one's buffer
+        return f"num_store_buffers: expected one that divides {c.num_chunks} chunks, got {c.num_store_buffers}"
     if c.swap_ab and (code.tma_outputs or code.tma_operands):
         return "swap_ab: expected an epilogue lowered to plain loads and stores"
     if code.takes_halves and not c.swap_ab and (c.block_y < 16 or c.split_k > 1):
@@ -193,8 +195,6 @@ def _why_not_two_widths(problem: Problem, c: Config) -> str:
         return f"block_y: expected a power of two unless in a plain GEMM, whole, without swap_ab, got {c.label()}"
     if c.rest_y % c.epilogue_columns:
         return f"epilogue_columns: expected one that divides {c.rest_y}, got {c.epilogue_columns}"
-    if c.num_store_buffers > 1:  # the next tile's first chunk would take the buffer of this one's last
-        return f"num_store_buffers: expected 1 for {c.block_y} features, got {c.num_store_buffers}"
     return ""
 
 
@@ -253,7 +253,7 @@ def shared_bytes(problem: Problem, config: Config, code: Lowered) -> int:
     if config.swap_ab:
         buffers = rows * config.block_y * 4  # the transpose goes through shared memory
     if config.columns_ahead:
-        # Beside the reserve, which is all used where a consumer's threads exchange row reductions.
+        # Beside the reserve, where a consumer's threads exchange row reductions: those take 120 bytes more than it has.
         columns = next_power_of_2(config.block_y) * code.columns_ahead
         buffers += config.num_consumers * columns * 4 + 512 * bool(code.partials)
     return int(stages + buffers) + RESERVED_BYTES
@@ -263,18 +263,20 @@ def fitted(problem: Problem, config: Config, code: Lowered) -> Config:
     """Return the config with as many stages as fit, and chunks that the epilogue can work on.
 
     Tiles overlap, except in grouped GEMMs and where the compiler would spill registers for it: with sums of rows, and
-    where the largest accumulators are split. Column operands are loaded ahead where that costs no stage.
+    where the largest accumulators are split. Column operands are loaded ahead where that costs no stage and no spills,
+    with the tokens on the M side.
     """
     columns = min(max(config.epilogue_columns, code.chunk_columns), _output_columns(config))
     full = config.split_k > 1 and accumulator_registers(config) == MAX_ACCUMULATORS
     sums = code.partials and not code.maxima_together
     overlap = not (problem.num_groups or sums or full)
     config = replace(config, epilogue_columns=columns, tiles_overlap=overlap, columns_ahead=False)
+    config = replace(config, num_store_buffers=min(config.num_store_buffers, config.num_chunks))
     while config.num_stages > MIN_STAGES and shared_bytes(problem, config, code) > SHARED_BYTES:
         config = replace(config, num_stages=config.num_stages - 1)
-    burdened = config.split_k > 1 or (problem.num_groups and code.partials)
-    crowded = config.num_warps == 8 and code.tma_operands and burdened  # the compiler would spill
-    ahead = replace(config, columns_ahead=code.columns_ahead > 0 and not (config.swap_ab or crowded))
+    would_spill = config.num_warps == 8 and code.tma_operands
+    would_spill = would_spill and (config.split_k > 1 or (problem.num_groups and code.partials))
+    ahead = replace(config, columns_ahead=code.columns_ahead > 0 and not (config.swap_ab or would_spill))
     return config if shared_bytes(problem, ahead, code) > SHARED_BYTES else ahead
 
 

@@ -28,8 +28,8 @@ class ConsumerArgs:
 def consumer(args, role: gl.constexpr):
     """Role: multiply this consumer's share of every unit, in the scheduler's order, and run the epilogue on it.
 
-    role: 0 or 1. Two consumers share each tile (role = part) or, with pingpong, take whole tiles alternately: while one
-    runs its epilogue, the other multiplies.
+    role: 0 to 2. Consumers share each tile (role = part) or, two of them with pingpong, take whole tiles alternately:
+    while one runs its epilogue, the other multiplies.
     """
     problem, pipeline, epilogue = args.epilogue.problem, args.pipeline, args.epilogue
     cfg: gl.constexpr = problem.cfg

@@ -1,9 +1,9 @@
 """Measured configs of the Hopper GEMM on disk, which take precedence over the model of `config.py`.
 
 Entries are read from the shipped `tuned.json` beside this file and from `gemm.json` in the cache directory, which
-`envoi tune` writes. A key names the multiprocessors, the problem and the kind of epilogue; tokens are rounded up to a
-power of two, since serving sees every number of them. What was fastest for 1024 tokens needn't be for 600, which fill
-other rounds of tiles: `choose` asks the model about that.
+`envoi tune` writes. A key names the multiprocessors, the problem and the kind of epilogue. An entry for a power of two
+of tokens stands for fewer of them too, down to the next, since serving sees every number. What was fastest for 1024
+tokens needn't be for 600, which fill other rounds of tiles: `choose` asks the model about that.
 """
 
 import dataclasses
@@ -22,7 +22,7 @@ from envoi.runtime.math import cdiv, next_power_of_2
 SHIPPED = Path(__file__).with_name("tuned.json")
 P = ParamSpec("P")
 T = TypeVar("T")
-MOST_BEHIND = 1.03  # of its predicted time beside the best, of what that is for as many tokens as were measured
+MOST_BEHIND = 1.03  # that a config may lose to the model's choice, by the model, beyond what it loses where measured
 _EXPECTED = {int: "an int of at least 1", bool: "true or false"}
 
 
@@ -52,8 +52,8 @@ def use_measured(wanted: bool) -> None:
 
 
 def key_of(problem: Problem, code: Lowered, num_sms: int) -> str:
-    """Return the key of a problem's entry, such as "132sm 4096x4096x7168 2B tma"."""
-    M = next_power_of_2(problem.M)
+    """Return the key of a problem's own entry, such as "132sm 4096x4096x7168 2B tma"."""
+    M = problem.M if next_power_of_2(problem.M) == problem.M else rounded(problem).M
     kind = ["whole"] * code.whole_rows + ["tma"] * bool(code.tma_outputs) + ["side"] * bool(code.tma_operands)
     kind += ["rows"] * bool(code.partials) + [f"piece{code.chunk_columns}"] * (code.chunk_columns > 64)
     kind += ["sent"] * code.scattered + ["pairs"] * code.paired
@@ -63,7 +63,9 @@ def key_of(problem: Problem, code: Lowered, num_sms: int) -> str:
 
 def best(problem: Problem, code: Lowered, num_sms: int, shipped_only: bool = False) -> Config | None:
     """Return the measured config, or None. shipped_only: ignore measurements from this machine."""
-    found = _entries(shipped_only).get(key_of(problem, code, num_sms)) if _use_measured else None
+    entries = _entries(shipped_only) if _use_measured else {}
+    own, above = (entries.get(key_of(p, code, num_sms)) for p in (problem, _above(problem)))
+    found = own or above
     if found is None:
         return None
     config = fitted(problem, found, code)
@@ -77,15 +79,19 @@ def choose(problem: Problem, code: Lowered, num_sms: int, shipped_only: bool = F
     A config that was measured with more tokens is taken only if the model thinks as well of it for these.
     """
     measured, modelled = best(problem, code, num_sms, shipped_only), _modelled(rounded(problem), code, num_sms)
-    if measured is None or modelled is None:
+    if measured is None or modelled is None or key_of(problem, code, num_sms) in _entries(shipped_only):
         return measured or modelled
-    there = dataclasses.replace(problem, M=next_power_of_2(problem.M))
-    most = MOST_BEHIND * _behind(there, measured, code, num_sms)
+    most = MOST_BEHIND * _behind(_above(problem), measured, code, num_sms)
     return measured if _behind(problem, measured, code, num_sms) <= most else modelled
 
 
+def _above(problem: Problem) -> Problem:
+    """Return the problem with the next power of two of tokens."""
+    return dataclasses.replace(problem, M=next_power_of_2(problem.M))
+
+
 def _behind(problem: Problem, config: Config, code: Lowered, num_sms: int) -> float:
-    """Return a config's predicted time over that of the one that the model prefers, or of itself if there is none."""
+    """Return a config's predicted time over that of the one that the model prefers, or 1 if there is none."""
     problem = rounded(problem)
     config = fitted(problem, config, code)
     modelled = _modelled(problem, code, num_sms) or config

@@ -86,7 +86,7 @@ def l1_arguments(domain: Domain, call: hopper.Call, config: Config, num_sms: int
     harm.
     """
     layout, memory, rows = domain.layout, cast(FusedMemory, domain.fused), cast(QuantTensor, domain.rows)
-    grid, (*gemm, _, cfg, code, _, row_mode, max_experts, untraced) = hopper.arguments(call, config, num_sms)
+    grid, (*gemm, _no_rest, cfg, code, _, row_mode, max_experts, untraced) = hopper.arguments(call, config, num_sms)
     row_map = RowMap(
         domain.peers, memory.row_tokens, memory.token_rows, memory.tickets, memory.arrivals,
         rows.values.view(torch.int32), rows.sf.view(torch.int32),
