@@ -323,7 +323,7 @@ TWO_WIDTHS = {
 
 @pytest.mark.parametrize("ep", [store, scale_bias_relu, gelu_residual, swiglu, absmax], ids=lambda ep: ep.ir.name)
 @pytest.mark.parametrize("name", TWO_WIDTHS)
-@pytest.mark.parametrize(("M", "N"), [(200, 576), (65, 136), (513, 2064)])
+@pytest.mark.parametrize(("M", "N"), [(200, 576), (65, 136), (513, 2064), (33, 72)])
 def test_two_widths_have_the_bits_of_one(M, N, name, ep, monkeypatch):
     a, b, operands = normal(M, 1024), normal(N, 1024, seed=1), operands_for(ep, M, N)
     found = []
