@@ -10,6 +10,7 @@ from envoi.runtime.gpu_rates import H200
 from envoi.runtime.math import cdiv, next_power_of_2
 
 RESERVED_BYTES = 2048  # of shared memory, for barriers and for what reductions exchange
+PARTIAL_BYTES = 512  # beyond that, where reductions are of whole rows
 MIN_STAGES = 2
 _FLAGS = ("pingpong", "swap_ab", "wide_tail_tiles", "paired_tiles")
 IN_TURNS = 17, 64  # tokens of an expert for which consumers take tiles with scale factors along K in turns
@@ -253,9 +254,9 @@ def shared_bytes(problem: Problem, config: Config, code: Lowered) -> int:
     if config.swap_ab:
         buffers = rows * config.block_y * 4  # the transpose goes through shared memory
     if config.columns_ahead:
-        # Beside the reserve, where a consumer's threads exchange row reductions: those take 120 bytes more than it has.
-        columns = next_power_of_2(config.block_y) * code.columns_ahead
-        buffers += config.num_consumers * columns * 4 + 512 * bool(code.partials)
+        buffers += config.num_consumers * next_power_of_2(config.block_y) * code.columns_ahead * 4
+    if code.partials:
+        buffers += PARTIAL_BYTES
     return int(stages + buffers) + RESERVED_BYTES
 
 
