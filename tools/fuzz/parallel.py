@@ -107,11 +107,11 @@ def _one(draw: Draw) -> Any:
 
 def run(draws: list[Draw], cases: list[Case]) -> list[Any]:
     """Run the cases of some draws: each one's output [M, H] and whether ranks summed first, or its exception."""
-    drawn = [replace_draw(draw) for draw in draws]
-    if drawn and how(drawn[0]) == "one process":
-        return [attempt_in_one_process(draw) for draw in drawn]
-    if not drawn:
+    if not draws:
         return []
+    drawn = [replace_draw(draw) for draw in draws]
+    if how(drawn[0]) == "one process":
+        return [attempt_in_one_process(draw) for draw in drawn]
     sizes = [setting(replace_draw(draw)).num_ranks for draw in drawn]
     seeds = [(draw.seed, draw.sizes, str(draw.device), draw.family) for draw in drawn]
     backend = "nccl" if drawn[0].device.type == "cuda" else "gloo"

@@ -101,8 +101,7 @@ class Told:
 def settings(device: str, timeout_s: float, num_ranks: int) -> list[Setting]:
     """Return all faults that can be had on this device. On one GPU ranks have only its memory: NCCL refuses them."""
     exchanges = ("memory", "gathered", "hosts", "counted") if device == "cuda" else ("gathered by gloo", "counted")
-    sharing = share_gpus(num_ranks, device)
-    if sharing:
+    if share_gpus(num_ranks, device):
         exchanges = ("memory",)
     found = []
     for exchange in exchanges:

@@ -10,7 +10,7 @@ from envoi.runtime.gpu_rates import H200
 from envoi.runtime.math import cdiv, next_power_of_2
 
 RESERVED_BYTES = 2048  # of shared memory, for barriers and for what reductions exchange
-PARTIAL_BYTES = 512  # beyond that, where reductions are of whole rows
+PARTIAL_BYTES = 512  # more of it where tiles pass on partial reductions of their rows
 MIN_STAGES = 2
 _FLAGS = ("pingpong", "swap_ab", "wide_tail_tiles", "paired_tiles")
 IN_TURNS = 17, 64  # tokens of an expert for which consumers take tiles with scale factors along K in turns
@@ -338,7 +338,10 @@ def candidates(problem: Problem, code: Lowered) -> list[Config]:
 
 
 def two_widths(k: int) -> list[Config]:
-    """Return configs with two accumulators a consumer, of which a plain GEMM may take those that `supports` allows."""
+    """Return configs with two accumulators a consumer, of which a plain GEMM may take those that `supports` allows.
+
+    k: elements of K in a stage.
+    """
     found: list[Config] = []
     for block_y in TWO_WIDTHS:
         columns = min(64, block_y & -block_y)  # as many as both widths are multiples of

@@ -71,6 +71,7 @@ def consumer(args, role: gl.constexpr):
             if unit.k_end > unit.k_begin:
                 pipeline.wait_full(step)  # as the mainloop does first
         note_moment(args.trace, role, event, 1)
+        rest = None
         if args.is_block_scaled:
             scaled_tile = Tile(tile.x, tile.y, tile.row_end, expert_with_weights(tile, problem))
             acc, step = accumulate_block_scaled(pipeline, step, unit, scaled_tile, args.scales, boxes, role)
@@ -88,10 +89,7 @@ def consumer(args, role: gl.constexpr):
             if unit.is_split:
                 acc, is_complete = epilogue.split_k.store(acc, share, first_slot, unit.split, cfg)
         if is_complete & has_rows:
-            if cfg.rest_y > 0:
-                run_epilogue(acc, tile, first_slot, unit.is_split, tiles_done, buffers, epilogue, rest)
-            else:
-                run_epilogue(acc, tile, first_slot, unit.is_split, tiles_done, buffers, epilogue)
+            run_epilogue(acc, tile, first_slot, unit.is_split, tiles_done, buffers, epilogue, rest)
             tiles_done += 1
         note_moment(args.trace, role, event, 3)
         if alternate == 2 and role == 0:

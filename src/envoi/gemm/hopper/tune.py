@@ -22,7 +22,7 @@ from envoi.runtime.math import cdiv, next_power_of_2
 SHIPPED = Path(__file__).with_name("tuned.json")
 P = ParamSpec("P")
 T = TypeVar("T")
-MOST_BEHIND = 1.03  # that a config may lose to the model's choice, by the model, beyond what it loses where measured
+MOST_BEHIND = 1.03  # predicted time beside the best prediction, over what that ratio is for the tokens measured
 _EXPECTED = {int: "an int of at least 1", bool: "true or false"}
 
 
@@ -78,8 +78,11 @@ def choose(problem: Problem, code: Lowered, num_sms: int, shipped_only: bool = F
 
     A config that was measured with more tokens is taken only if the model thinks as well of it for these.
     """
-    measured, modelled = best(problem, code, num_sms, shipped_only), _modelled(rounded(problem), code, num_sms)
-    if measured is None or modelled is None or key_of(problem, code, num_sms) in _entries(shipped_only):
+    measured = best(problem, code, num_sms, shipped_only)
+    if measured is not None and key_of(problem, code, num_sms) in _entries(shipped_only):
+        return measured
+    modelled = _modelled(rounded(problem), code, num_sms)
+    if measured is None or modelled is None:
         return measured or modelled
     most = MOST_BEHIND * _behind(_above(problem), measured, code, num_sms)
     return measured if _behind(problem, measured, code, num_sms) <= most else modelled
