@@ -13,6 +13,8 @@ RESERVED_BYTES = 2048  # of shared memory, for barriers and for what reductions 
 PARTIAL_BYTES = 512  # more of it where tiles pass on partial reductions of their rows
 MIN_STAGES = 2
 _FLAGS = ("pingpong", "swap_ab", "wide_tail_tiles", "paired_tiles")
+FEW_TOKENS = 64  # tokens (of an expert) up to which the weights are the instruction's M side
+MAX_FEW_COLUMNS = 64  # columns that an epilogue may need at once where tokens are few
 IN_TURNS = 17, 64  # tokens of an expert for which consumers take tiles with scale factors along K in turns
 TWO_WIDTHS = 96, 160, 192  # features of a tile that two accumulators hold: 64 + 32, 128 + 32, 128 + 64
 MAX_ACCUMULATORS = 128  # of a thread; with more the epilogue has too few registers
@@ -139,6 +141,11 @@ class Problem:
     scaled: bool = False
     tma_operand_bytes: float = 0.0
     whole_k: bool = False
+
+
+def are_few(tokens: int, columns: int) -> bool:
+    """Return True if so few tokens (of an expert) are stored without TMA. columns: that the epilogue needs at once."""
+    return tokens <= FEW_TOKENS and columns <= MAX_FEW_COLUMNS
 
 
 def supports(problem: Problem, config: Config, code: Lowered) -> str:

@@ -1,6 +1,9 @@
 """Host side of the Hopper GEMM: supported calls, scale factors, choice of a config, launch.
 
 run_gemm -> work_of (scale factors apart) -> _lowered (the epilogue) -> tune.choose -> arguments -> launch
+
+An epilogue that no tile holds, or that would take longer on tiles as wide as it needs, is cut in two; see
+`two_kernels`.
 """
 
 from collections.abc import Callable
@@ -10,8 +13,8 @@ from typing import Any, cast
 
 import torch
 
+from envoi.epilogue.cut import Cut, cut
 from envoi.epilogue.ir import COL, IR, ROW, SCALAR, Node, Operand, kept_with_ir
-from envoi.epilogue.library import store
 from envoi.epilogue.lower import Lowered, lower
 from envoi.epilogue.outputs import (
     MAX_DESCS,
@@ -25,8 +28,8 @@ from envoi.epilogue.outputs import (
     rows_must_fit,
 )
 from envoi.gemm.grouping import ALL_ROWS, Grouping, RowMode
-from envoi.gemm.hopper import tune
-from envoi.gemm.hopper.config import Config, Problem
+from envoi.gemm.hopper import tune, two_kernels
+from envoi.gemm.hopper.config import MAX_FEW_COLUMNS, Config, Problem, are_few
 from envoi.gemm.hopper.tile_config import TileConfig
 from envoi.gemm.triton import host as triton_host
 from envoi.runtime import workspace
@@ -40,9 +43,6 @@ HALVES = (torch.bfloat16, torch.float16)
 BLOCK_FACTORS = (torch.float32, torch.float8_e8m0fnu)  # of weights with a factor for 128 x 128
 MAX_WHOLE = 256  # columns of a row that a tile can hold
 MAX_SCALED = 128  # columns of a row that a tile can hold with scale factors along K
-MAX_FEW_COLUMNS = 64  # columns that an epilogue may need at once where tokens are few
-FEW_TOKENS = 64  # tokens (of an expert) up to which the weights are the instruction's M side
-MANY_TILES = 100  # with fewer tiles too many multiprocessors are idle
 A_SF, B_SF = "a_sf of the GEMM", "b_sf of the GEMM"  # operands' names that no parameter can have
 
 
@@ -59,20 +59,14 @@ def supports_hopper(a: Matrix, b: Matrix, ir: IR) -> str:
     N = b.shape[-2]
     if ir.takes_halves and kind == "blocks" and N % 256:
         return "halves that end within a block of 128 rows"
-    return f"rows of {N} columns" if needs_rows_after(ir, N, kind) and N > triton_host.MAX_ROW else ""
+    long = rows_must_fit(ir) and N > triton_host.MAX_ROW
+    return f"rows of {N} columns" if long and no_tile_holds(ir, N, kind == "blocks") else ""
 
 
-def needs_rows_after(ir: IR, N: int, kind: str, num_tokens: int | None = None) -> bool:
-    """Return True if no tile can hold what the epilogue needs, so that a second kernel runs it on rows in memory.
-
-    kind: from `scaling`. num_tokens: also True if tiles of the width it needs are too few to fill the GPU.
-    """
-    widest = MAX_SCALED if kind == "blocks" else MAX_WHOLE
-    columns = chunk_columns(ir)
-    if columns > widest or (rows_must_fit(ir) and widest < N):
-        return True
-    tiles = 0 if num_tokens is None else cdiv(num_tokens, 64) * cdiv(N, columns)
-    return 0 < tiles < MANY_TILES and columns > MAX_FEW_COLUMNS and triton_host.MAX_ROW >= N
+def no_tile_holds(ir: IR, N: int, scaled: bool) -> bool:
+    """Return True if no tile has all columns that the epilogue needs at once. scaled: factors change along K."""
+    widest = MAX_SCALED if scaled else MAX_WHOLE
+    return chunk_columns(ir) > widest or (rows_must_fit(ir) and widest < N)
 
 
 def takes_pairs(ir: IR, N: int, num_groups: int) -> bool:
@@ -157,12 +151,17 @@ class Work:
         """Return True if pairs of tiles are quantised together; see `takes_pairs`."""
         return self.scales is not None and takes_pairs(self.ir, self.b.shape[-2], self.num_groups)
 
-    def rows_after(self, batch_invariant: bool) -> bool:
-        """Return True if `triton_host.finish_rows` runs the epilogue; with batch_invariant whatever the rows of a."""
+    def parts(self, grouping: Grouping, num_sms: int) -> Cut | None:
+        """Return the epilogue in two parts if a second kernel runs the second on rows in memory, else None."""
+        (M, K), N, scaled = self.a.shape, self.b.shape[-2], self.scales is not None
         if self.in_pairs:
-            return False
-        tokens = None if self.num_groups or batch_invariant else self.a.shape[0]
-        return needs_rows_after(self.ir, self.b.shape[-2], "blocks" if self.scales else "", tokens)
+            return None
+        if no_tile_holds(self.ir, N, scaled):
+            return cut(self.ir)
+        if self.num_groups or grouping.batch_invariant or chunk_columns(self.ir) <= MAX_FEW_COLUMNS:
+            return None
+        problem = Problem(M, N, K, self.a.itemsize, scaled=scaled)
+        return cut(self.ir) if two_kernels.pay(tune.rounded(problem), self.ir, num_sms) else None
 
 
 def work_of(a: Matrix, b: Matrix, ir: IR, operands: dict, offsets: torch.Tensor | None) -> Work:
@@ -243,16 +242,20 @@ def run_gemm(
     launch = launch or launch_gemm
     work = work_of(a, b, ir, operands, offsets)
     M, N, device = work.a.shape[0], work.b.shape[-2], work.a.device
-    tensors, pointers = operand_tensors(work.ir, work.operands, work.num_groups)
     written = empty_outputs(work.ir, output_specs(work.ir, out_dtype), M, N, device, grouping.to)
     count = num_sms(device)
-    if work.rows_after(grouping.batch_invariant):
-        acc = torch.empty(M, N, dtype=torch.float32, device=device)
-        product = replace(work, ir=store.ir)
-        launch(*_call_and_config(product, torch.float32, (), frozenset(), [acc], grouping, count), count)
-        triton_host.finish_rows(acc, work.ir, out_dtype, tensors, pointers, written, offsets, grouping.write_tail)
+    parts = work.parts(grouping, count)
+    if parts is None:
+        launch(*_call_and_config(work, out_dtype, written, grouping, count), count)
     else:
-        launch(*_call_and_config(work, out_dtype, tensors, pointers, written, grouping, count), count)
+        rows = torch.empty(M, N // parts.divisor, dtype=parts.dtype, device=device)
+        tensors, pointers = operand_tensors(parts.tail, work.operands, work.num_groups)
+        by_expert = offsets if tensors or not grouping.write_tail else None  # else rows of no expert are like others
+        head = _call_and_config(replace(work, ir=parts.head), parts.dtype, [rows], grouping, count)
+        launch(*head, count)
+        triton_host.finish_rows(
+            rows, parts.tail, out_dtype, tensors, pointers, written, by_expert, grouping.write_tail, overlap=True
+        )
     return triton_host.finish_outputs(work.ir, written, offsets) if reduces_rows(work.ir) else written
 
 
@@ -262,22 +265,23 @@ def planned(
 ) -> tuple[Call, Config]:  # fmt: skip
     """Return the call and config that `run_gemm` launches for these tensors (may be "meta"), from shipped configs only.
 
-    An epilogue on rows too long for a tile has a second kernel; this is the first.
+    Where a second kernel runs a part of the epilogue, this is the first.
     """
     work = work_of(a, b, ir, operands, offsets)
     M, N = work.a.shape[0], work.b.shape[-2]
-    if work.rows_after(grouping.batch_invariant):
-        work, out_dtype = replace(work, ir=store.ir, operands={}), torch.float32
-    tensors, pointers = operand_tensors(work.ir, work.operands, work.num_groups)
+    parts = work.parts(grouping, num_sms)
+    if parts is not None:
+        work, out_dtype = replace(work, ir=parts.head), parts.dtype
     written = empty_outputs(work.ir, output_specs(work.ir, out_dtype), M, N, work.a.device, grouping.to)
-    return _call_and_config(work, out_dtype, tensors, pointers, written, grouping, num_sms, shipped_only=True)
+    return _call_and_config(work, out_dtype, written, grouping, num_sms, shipped_only=True)
 
 
 def _call_and_config(
-    work: Work, out_dtype: torch.dtype, operands: tuple, pointers: frozenset[str], outputs: list[torch.Tensor],
-    grouping: Grouping, num_sms: int, shipped_only: bool = False,
+    work: Work, out_dtype: torch.dtype, outputs: list[torch.Tensor], grouping: Grouping, num_sms: int,
+    shipped_only: bool = False,
 ) -> tuple[Call, Config]:  # fmt: skip
     grouping = grouping.settled(bool(deferred(work.ir)), work.num_groups)
+    operands, pointers = operand_tensors(work.ir, work.operands, work.num_groups)
     code = _lowered(work, out_dtype, operands, pointers, outputs, grouping)
     names = tuple(operand.name for operand in work.ir.operands)
     call = Call(work.a, work.b, code, operands, names, outputs, work.offsets, work.scales, grouping)
@@ -298,7 +302,7 @@ def _lowered(
         return lower(work.ir, out_dtype, "gluon", False, False, pointers, (), scattered, True)
     whole_rows = N <= MAX_WHOLE and rows_must_fit(work.ir)
     tokens = grouping.likely_rows(work.a.shape[0]) // max(1, work.num_groups)
-    few = tokens <= FEW_TOKENS and not whole_rows and chunk_columns(work.ir) <= MAX_FEW_COLUMNS
+    few = not whole_rows and are_few(tokens, chunk_columns(work.ir))
     tiles = [t for t, spec in zip(outputs, output_specs(work.ir, out_dtype), strict=True) if spec.kind == "tile"]
     tma = not few and not scattered and all(fits_tma(t.shape, t.itemsize) for t in tiles)
     loaded = tuple(

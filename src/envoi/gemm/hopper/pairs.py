@@ -10,8 +10,8 @@ from envoi.epilogue.ir import IR
 from envoi.epilogue.lower import lower
 from envoi.gemm.grouping import Grouping
 from envoi.gemm.hopper import tune
-from envoi.gemm.hopper.config import COSTS, Problem, predicted_cycles
-from envoi.gemm.hopper.host import FEW_TOKENS, scaling, supports_hopper, takes_pairs
+from envoi.gemm.hopper.config import COSTS, FEW_TOKENS, Problem, predicted_cycles
+from envoi.gemm.hopper.host import scaling, supports_hopper, takes_pairs
 from envoi.runtime import prepared
 from envoi.runtime.devices import num_sms
 from envoi.types import Matrix

@@ -3,14 +3,16 @@
 import torch
 
 from envoi.epilogue.api import Epilogue
-from envoi.epilogue.library import expert_l1, expert_l2, swiglu
+from envoi.epilogue.cut import cut
+from envoi.epilogue.ir import IR
+from envoi.epilogue.library import expert_l1, expert_l2, swiglu, swiglu_fp8
 from envoi.epilogue.lower import lower
 from envoi.epilogue.outputs import empty_outputs
 from envoi.gemm.cases import operands_of
 from envoi.gemm.triton import host
 from envoi.gemm.triton.kernel import gemm_kernel, rows_kernel
 from envoi.quant.formats import SCHEMES
-from envoi.runtime.kernel_case import EVERY_ARCH, case_of, without_memory
+from envoi.runtime.kernel_case import EVERY_ARCH, HOPPER, case_of, without_memory
 from envoi.types import Matrix, QuantTensor
 
 M, N, K = 4096, 2880, 2880
@@ -29,11 +31,11 @@ def _product(epilogue: Epilogue, of_a: str = "", of_b: str = "", num_experts: in
     )  # fmt: skip
 
 
-def _rows(epilogue: Epilogue) -> tuple:
-    code = lower(epilogue.ir, torch.bfloat16, "triton", True, False, frozenset())
-    acc, outputs = without_memory((M, N), torch.float32), empty_outputs(epilogue.ir, code.output_specs, M, N, META)
-    operands = tuple(operands_of(epilogue.ir, M, N, ()).values())
-    return host.rows_arguments(acc, epilogue.ir, code, operands, outputs, None)
+def _rows(ir: IR, columns: int, overlap: bool) -> tuple:
+    code = lower(ir, torch.bfloat16, "triton", True, False, frozenset())
+    acc, outputs = without_memory((M, columns), torch.float32), empty_outputs(ir, code.output_specs, M, columns, META)
+    operands = tuple(operands_of(ir, M, columns, ()).values())
+    return host.rows_arguments(acc, ir, code, operands, outputs, None, overlap=overlap)
 
 
 def _matrix(kind: str, *shape: int) -> Matrix:
@@ -55,6 +57,10 @@ KERNELS = (
     ),
     case_of(
         "rows-triton", "epilogue of whole rows: the experts' SwiGLU, quantised with a scale per row", EVERY_ARCH,
-        rows_kernel, _rows, expert_l1("swiglu", None, False, "fp8_row"),
+        rows_kernel, _rows, expert_l1("swiglu", None, False, "fp8_row").ir, N, False,
+    ),
+    case_of(
+        "rows-tail", "tail of an epilogue cut in two: float32 quantised with a scale per 1x128, while the GEMM ends",
+        HOPPER, rows_kernel, _rows, cut(swiglu_fp8.ir).tail, 2048, True,
     ),
 )  # fmt: skip

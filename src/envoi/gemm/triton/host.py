@@ -174,22 +174,22 @@ def max_experts(offsets: torch.Tensor | None) -> int:
 
 def finish_rows(
     acc: torch.Tensor, ir: IR, out_dtype: torch.dtype, operands: tuple, pointers: frozenset[str],
-    outputs: list[torch.Tensor], offsets: torch.Tensor | None = None, write_tail: bool = True,
+    outputs: list[torch.Tensor], offsets: torch.Tensor | None = None, write_tail: bool = True, overlap: bool = False,
 ) -> None:  # fmt: skip
     """Run an epilogue that needs whole rows on accumulators in memory.
 
     acc: float32 [M, N], contiguous, N up to MAX_ROW; with offsets, rows after the last expert's are not read.
     operands, pointers: from `operand_tensors`. outputs: from `empty_outputs`, written here; with write_tail also after
-    the last expert's rows.
+    the last expert's rows. overlap: start while the kernel launched right before, which writes acc, ends (Hopper).
     """
     code = lower(ir, out_dtype, "triton", True, False, pointers)
-    grid, arguments, options = rows_arguments(acc, ir, code, operands, outputs, offsets, write_tail)
+    grid, arguments, options = rows_arguments(acc, ir, code, operands, outputs, offsets, write_tail, overlap)
     launch(kernels.rows_kernel, grid, arguments, options)
 
 
 def rows_arguments(
     acc: torch.Tensor, ir: IR, code: Lowered, operands: tuple, outputs: list[torch.Tensor],
-    offsets: torch.Tensor | None, write_tail: bool = True,
+    offsets: torch.Tensor | None, write_tail: bool = True, overlap: bool = False,
 ) -> tuple[tuple[int, int], tuple, dict[str, int]]:  # fmt: skip
     """Return the grid of `rows_kernel`, its arguments and options. The wider the rows, the fewer in a program.
 
@@ -202,8 +202,8 @@ def rows_arguments(
     grid = (max(1, cdiv(M, block_m) + num_experts), cdiv(N, block_n))
     return grid, (
         acc, offsets, operands or (0,), tuple(as_bytes(x) for x in outputs), M, N, num_experts, code, block_m, block_n,
-        max_experts(offsets), write_tail,
-    ), {"num_warps": 4 if block_n <= 4096 else 8}  # fmt: skip
+        max_experts(offsets), write_tail, overlap,
+    ), {"num_warps": 4 if block_n <= 4096 else 8, "launch_pdl": overlap}  # fmt: skip
 
 
 def finish_outputs(ir: IR, written: list[torch.Tensor], offsets: torch.Tensor | None) -> list[torch.Tensor]:

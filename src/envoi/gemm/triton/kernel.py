@@ -19,6 +19,7 @@ from typing import Any, NamedTuple
 
 import triton
 import triton.language as tl
+from triton.language.extra.cuda import gdc_wait
 
 from envoi.epilogue.chunk import ChunkBuffers, ChunkPosition
 from envoi.epilogue.codes_triton import from_e2m1, from_e4m3, from_e8m0, widen
@@ -213,9 +214,14 @@ def finish_kernel(workspace, operands, outputs, num_slots, M, code: tl.constexpr
 def rows_kernel(
     acc, offsets, operands, outputs, M, N, num_experts,
     code: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, MAX_EXPERTS: tl.constexpr,
-    WRITE_TAIL: tl.constexpr,
+    WRITE_TAIL: tl.constexpr, OVERLAP: tl.constexpr,
 ):  # fmt: skip
-    """Run an epilogue of whole rows (or of chunks) on accumulators [M, N]; rows of no expert count as 0."""
+    """Run an epilogue of whole rows (or of chunks) on accumulators [M, N]; rows of no expert count as 0.
+
+    OVERLAP: launched with `launch_pdl`, so that it starts before the kernel that writes the accumulators has ended.
+    """
+    if OVERLAP:
+        gdc_wait()
     tile = tl.program_id(0)
     n = tl.program_id(1) * BLOCK_N
     like = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)

@@ -1,0 +1,57 @@
+"""Choice between one kernel and two for an epilogue that needs wide tiles.
+
+What quantises in groups of 128 after a gate needs tiles of 256 columns: too few of them for a small product, and none
+with scale factors along K. Cut in two, the product has tiles of any width, and a second kernel reads what the first
+stored; it takes a launch and the time of its bytes.
+"""
+
+import torch
+
+from envoi.epilogue.cut import Cut, cut
+from envoi.epilogue.ir import IR
+from envoi.epilogue.lower import lower
+from envoi.epilogue.outputs import chunk_columns
+from envoi.gemm.hopper import tune
+from envoi.gemm.hopper.config import COSTS, Problem, are_few, predicted_cycles
+from envoi.runtime import prepared
+from envoi.runtime.gpu_rates import H200
+
+LAUNCH_US = 3.0  # of a second kernel with few rows, in a graph
+
+_forced: bool | None = None
+
+
+def use(wanted: bool | None) -> None:
+    """Use two kernels wherever one would do, too (True) or only where none would (False); None: the faster, as always.
+
+    For tests and measurements. Prepared calls are forgotten.
+    """
+    global _forced
+    _forced = wanted
+    prepared.clear()
+
+
+def pay(problem: Problem, ir: IR, num_sms: int) -> bool:
+    """Return True if an epilogue that a tile could hold should run in two kernels."""
+    return _pay(problem, ir, num_sms) if _forced is None else _forced
+
+
+@tune.remember
+def _pay(problem: Problem, ir: IR, num_sms: int) -> bool:
+    parts = cut(ir)
+    whole = _best_cycles(problem, ir, torch.bfloat16, num_sms)
+    head = _best_cycles(problem, parts.head, parts.dtype, num_sms)
+    return head + second_cycles(problem, parts) < whole
+
+
+def _best_cycles(problem: Problem, ir: IR, dtype: torch.dtype, num_sms: int) -> float:
+    tma = not are_few(problem.M, chunk_columns(ir))
+    code = lower(ir, dtype, "gluon", False, tma, frozenset())
+    config = tune.choose(problem, code, num_sms)
+    return float("inf") if config is None else predicted_cycles(problem, config, num_sms)
+
+
+def second_cycles(problem: Problem, parts: Cut) -> float:
+    """Return the cycles that the second kernel takes: it reads the rows and stores a byte for each element."""
+    num_bytes = problem.M * problem.N / parts.divisor * (parts.dtype.itemsize + 1)
+    return LAUNCH_US * H200.clock_mhz + num_bytes / COSTS.dram_bytes

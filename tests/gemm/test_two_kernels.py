@@ -1,0 +1,172 @@
+"""Two kernels for an epilogue that needs wide tiles, without a GPU: when they are chosen, and what they launch."""
+
+from dataclasses import replace
+
+import pytest
+import torch
+
+from envoi.epilogue import epilogue, quantize
+from envoi.epilogue.cut import cut
+from envoi.epilogue.library import absmax, store, swiglu, swiglu_fp8
+from envoi.gemm import backend
+from envoi.gemm.grouping import ALL_ROWS, EXPERTS_ROWS, INVARIANT_ROWS, Grouping
+from envoi.gemm.hopper import host, tune, two_kernels
+from envoi.gemm.hopper.config import Problem
+from envoi.gemm.hopper.kernel import gemm_kernel
+from envoi.gemm.triton.kernel import rows_kernel
+from envoi.quant.formats import SCHEMES
+from envoi.runtime.devices import Target, standing_for
+from envoi.runtime.kernel_case import Launch, without_memory
+from envoi.runtime.observer import rehearsing
+from envoi.types import QuantTensor
+from tools.machine_code.compile import compile_launch
+
+BF16, SMS = torch.bfloat16, 132
+
+
+@epilogue
+def plain_fp8(acc):
+    return quantize(acc, "fp8_e4m3", group=128)
+
+
+@pytest.fixture(autouse=True)
+def _as_always():
+    yield
+    two_kernels.use(None)
+
+
+def matrix(kind: str, *shape: int) -> torch.Tensor | QuantTensor:
+    if kind == "bf16":
+        return without_memory(shape, BF16)
+    scheme = SCHEMES[kind]
+    group = scheme.group_for(shape)
+    *lead, rows, columns = shape
+    sf = without_memory((*lead, -(-rows // group[0]), columns // group[1]), scheme.sf)
+    return QuantTensor(without_memory(shape, scheme.values), sf, group)
+
+
+OPERANDS = {
+    "bf16": ("bf16", "bf16"),
+    "fp8_row": ("fp8_row", "fp8_row"),
+    "fp8_block128": ("fp8_1x128", "fp8_128x128"),
+}
+
+
+def work(M: int, N: int, K: int, ep=swiglu_fp8, format: str = "bf16", experts: int = 0) -> host.Work:
+    of_a, of_b = OPERANDS[format]
+    offsets = without_memory((experts + 1,), torch.int32) if experts else None
+    b = matrix(of_b, experts, N, K) if experts else matrix(of_b, N, K)
+    return host.work_of(matrix(of_a, M, K), b, ep.ir, {}, offsets)
+
+
+def in_two(*sizes: int, grouping: Grouping = ALL_ROWS, **named) -> bool:
+    return work(*sizes, **named).parts(grouping, SMS) is not None
+
+
+# When
+
+
+@pytest.mark.parametrize(
+    ("M", "N", "K", "format"),
+    [(1, 4096, 4096, "bf16"), (300, 8192, 4096, "bf16"), (418, 1024, 2048, "bf16"), (37, 4096, 4096, "fp8_row")],
+)
+def test_a_small_product_has_two(M, N, K, format):
+    assert in_two(M, N, K, format=format)
+
+
+@pytest.mark.parametrize(
+    ("M", "N", "K", "format"),
+    [(2500, 3072, 2048, "bf16"), (16384, 14336, 4096, "bf16"), (3000, 4096, 7168, "fp8_row")],
+)
+def test_a_large_product_has_one(M, N, K, format):
+    assert not in_two(M, N, K, format=format)
+
+
+@pytest.mark.parametrize("M", [1, 64, 500, 16384])
+@pytest.mark.parametrize("experts", [0, 4])
+@pytest.mark.parametrize("grouping", [ALL_ROWS, INVARIANT_ROWS, EXPERTS_ROWS])
+def test_where_no_tile_holds_a_group_there_are_two(M, experts, grouping):
+    assert in_two(M, 4096, 4096, format="fp8_block128", experts=experts, grouping=grouping)
+
+
+@pytest.mark.parametrize("M", [1, 64, 418, 5000])
+@pytest.mark.parametrize("format", ["bf16", "fp8_row"])
+def test_batch_invariance_and_experts_choose_by_no_number_of_rows(M, format):
+    assert not in_two(M, 4096, 4096, format=format, grouping=INVARIANT_ROWS)
+    assert not in_two(M, 4096, 4096, format=format, experts=8)
+
+
+@pytest.mark.parametrize("ep", [store, swiglu, absmax], ids=lambda ep: ep.ir.name)
+@pytest.mark.parametrize("M", [1, 300, 5000])
+def test_epilogues_that_need_few_columns_have_one(ep, M):
+    two_kernels.use(True)
+    assert not in_two(M, 4096, 4096, ep=ep)
+
+
+def test_a_choice_can_be_forced():
+    two_kernels.use(True)
+    assert in_two(16384, 14336, 4096)
+    two_kernels.use(False)
+    assert not in_two(1, 4096, 4096)
+    assert in_two(1, 4096, 4096, format="fp8_block128")  # no tile holds it
+
+
+def test_the_choice_follows_the_model_of_time():
+    problem = tune.rounded(Problem(300, 8192, 4096, 2))
+    parts = cut(swiglu_fp8.ir)
+    whole = two_kernels._best_cycles(problem, swiglu_fp8.ir, BF16, SMS)
+    head = two_kernels._best_cycles(problem, parts.head, parts.dtype, SMS)
+    assert head + two_kernels.second_cycles(problem, parts) < whole
+    assert two_kernels.pay(problem, swiglu_fp8.ir, SMS)
+    narrow = replace(problem, N=256 * 132 * 5)
+    assert not two_kernels.pay(narrow, swiglu_fp8.ir, SMS)
+
+
+def test_groups_need_no_row_to_fit():
+    """A group is 128 columns: rows of any length are quantised, also where no tile holds what makes a group."""
+    a, b = matrix("fp8_1x128", 64, 2048), matrix("fp8_128x128", 32768, 2048)
+    assert host.supports_hopper(a, b, swiglu_fp8.ir) == ""
+    assert "rows of 32768 columns" in host.supports_hopper(a, b, by_rows.ir)
+
+
+@epilogue
+def by_rows(acc):
+    return quantize(acc, "fp8_e4m3", group="row")
+
+
+# What
+
+
+def launches(format: str, M: int, N: int, K: int, grouping: Grouping = ALL_ROWS, experts: int = 0) -> list[Launch]:
+    of_a, of_b = OPERANDS[format]
+    lead = (experts,) if experts else ()
+    a, b = matrix(of_a, M, K), matrix(of_b, *lead, N, K)
+    offsets = without_memory((experts + 1,), torch.int32) if experts else None
+    found: list = []
+    with rehearsing(found), standing_for(Target("sm_90")):
+        backend.run_kernels(a, b, offsets, swiglu_fp8.ir, BF16, {}, grouping)
+    return [Launch(*launch) for launch in found]
+
+
+@pytest.mark.parametrize(("format", "M"), [("bf16", 300), ("fp8_row", 37), ("fp8_block128", 1000)])
+def test_the_second_reads_half_of_the_columns(format, M):
+    first, second = launches(format, M, 4096, 4096)
+    assert (first.kernel, second.kernel) == (gemm_kernel, rows_kernel)
+    rows, offsets, _, (values, sf), num_rows, num_columns, *_, overlap = second.arguments
+    assert (rows.shape, rows.dtype, offsets) == ((M, 2048), torch.float32, None)
+    assert (num_rows, num_columns) == (M, 2048)
+    assert values.shape == (M, 2048) and sf.shape == (M, 16)
+    assert overlap and second.options["launch_pdl"]  # it waits for the first, and for nothing else
+
+
+@pytest.mark.parametrize(("grouping", "knows_experts"), [(ALL_ROWS, False), (EXPERTS_ROWS, True)])
+def test_the_second_knows_experts_only_where_rows_are_left_unwritten(grouping, knows_experts):
+    _, second = launches("fp8_block128", 200, 4096, 4096, grouping, experts=4)
+    assert (second.arguments[1] is not None) == knows_experts
+
+
+@pytest.mark.parametrize(("format", "M"), [("bf16", 300), ("fp8_block128", 1000)])
+def test_both_compile_without_spills(format, M):
+    for launch in launches(format, M, 4096, 4096):
+        binary = compile_launch(launch, "sm_90")
+        assert binary.stack_bytes == 0, launch.kernel.fn.__name__
