@@ -12,7 +12,7 @@ from envoi.bench.suites.models import MODELS, linears
 from envoi.bench.timing import Clock
 from envoi.bench.trial import Bench, Compiler
 from envoi.gemm.hopper import tune
-from envoi.gemm.hopper.config import default_config
+from envoi.gemm.hopper.candidates import default_config
 from envoi.moe.router import rules
 from envoi.quant.formats import FORMATS
 from envoi.runtime.kernel_case import NUM_SMS

@@ -9,7 +9,8 @@ from envoi.gemm.backend import run_kernels
 from envoi.gemm.by_torch import spread_columns
 from envoi.gemm.grouping import EXPERTS_ROWS
 from envoi.gemm.hopper import host, tune
-from envoi.gemm.hopper.config import Config, candidates
+from envoi.gemm.hopper.candidates import candidates
+from envoi.gemm.hopper.config import Config
 from envoi.gemm.reference import cut_rows, oracle, pick_expert
 from envoi.quant import quantize as cast_to
 from envoi.quant.pack import interleave_gate_up

@@ -53,7 +53,8 @@ def test_both_widths_have_boxes_of_their_own():
 
 NEAR_LIMITS = (
     "store", "absmax", "absmax-fp8-block128", "gelu-residual", "rows-192", "two-widths", "two-widths-maximum",
-    "two-widths-residual", "two-widths-bias", "fp8-row-swiglu-fp8", "experts-l1-fp8-row", "experts-l1-pairs",
+    "two-widths-residual", "two-widths-bias", "narrowed", "narrowed-alone", "narrowed-residual", "fp8-row-swiglu-fp8",
+    "experts-l1-fp8-row", "experts-l1-pairs",
 )  # fmt: skip
 
 

@@ -10,7 +10,8 @@ from envoi.epilogue.library import store
 from envoi.epilogue.lower import lower
 from envoi.gemm.blackwell.config import BlackwellConfig
 from envoi.gemm.hopper import tune
-from envoi.gemm.hopper.config import Config, Problem, default_config
+from envoi.gemm.hopper.candidates import default_config
+from envoi.gemm.hopper.config import Config, Problem
 from envoi.gemm.hopper.tile_config import TileConfig
 from envoi.gemm.hopper_mx.config import MxConfig
 
@@ -48,7 +49,7 @@ def test_what_is_kept_is_chosen(path):
 
 
 # Times in us on an H200 of what was measured for 1024x5120x2880 and of the model's choice: 36.3 and 32.3 at 700 tokens.
-@pytest.mark.parametrize(("M", "measured"), [(1024, True), (1000, True), (700, False), (588, False)])
+@pytest.mark.parametrize(("M", "measured"), [(1024, True), (1020, True), (700, False), (588, False)])
 def test_a_config_measured_with_more_tokens_is_chosen_where_the_model_thinks_as_well_of_it(M, measured):
     code, problem = lower(store.ir, torch.bfloat16, "gluon", False, True, frozenset()), Problem(M, 5120, 2880, 2)
     found = tune.best(problem, code, 132, shipped_only=True)

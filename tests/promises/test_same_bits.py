@@ -11,7 +11,8 @@ from envoi.epilogue.library import store
 from envoi.epilogue.lower import lower
 from envoi.gemm.grouping import ALL_ROWS, INVARIANT_ROWS, NOMINAL_ROWS
 from envoi.gemm.hopper import host
-from envoi.gemm.hopper.config import Problem, candidates, supports
+from envoi.gemm.hopper.candidates import candidates
+from envoi.gemm.hopper.config import Problem, supports
 from envoi.gemm.hopper.tune import choose, use_measured
 from envoi.gemm.triton import host as triton_host
 from envoi.runtime.kernel_case import without_memory

@@ -18,7 +18,7 @@ from triton.runtime.jit import JITFunction
 import envoi
 from envoi.epilogue import library
 from envoi.gemm.hopper import host
-from envoi.gemm.hopper.config import candidates
+from envoi.gemm.hopper.candidates import candidates
 from envoi.indexer.select import orders_for
 from envoi.indexer.workloads import one
 from envoi.moe.parallel import gathered_device

@@ -10,7 +10,8 @@ from envoi.bench.suites.endings import ENDINGS
 from envoi.bench.suites.inputs import Inputs, make
 from envoi.epilogue.library import store
 from envoi.gemm.hopper import host, tune
-from envoi.gemm.hopper.config import Config, Problem, candidates, predicted_cycles
+from envoi.gemm.hopper.candidates import candidates
+from envoi.gemm.hopper.config import Config, Problem, predicted_cycles
 
 Shape = GemmShape | GroupedShape
 META = torch.device("meta")

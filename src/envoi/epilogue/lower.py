@@ -9,7 +9,7 @@ The text for `swiglu` in Gluon, with its output stored through a TMA descriptor:
         v3 = silu(v1)
         v4 = v3 * v2
         o0 = bf16(v4)
-        put_tiles((o0,), buffers.descs, buffers.stages, (at.n // 2,), at.m, buffers.turn, cfg.num_store_buffers)
+        put_tiles((o0,), buffers.descs, buffers.stages, (at.n // 2,), at.m, buffers.turn, cfg)
         return (0,)
 
 x1 is a chunk of the accumulator in registers; `at` (ChunkPosition) is its position, `buffers` (ChunkBuffers) the
@@ -55,7 +55,8 @@ class Lowered:
 
     output_specs: the tensors it writes. tma_outputs: indices of those stored through TMA descriptors. partials: partial
     reductions a row that a tile passes on. maxima_together: all of them are maxima, and all threads of a role share the
-    loads that complete them (`tile_gluon.max_of_slots`). tma_operands: names of the operands loaded by TMA.
+    loads that complete them (`tile_gluon.max_of_slots`). elementwise: every output is a tile whose elements depend on
+    one accumulator each, so that any layout will do. tma_operands: names of the operands loaded by TMA.
     chunk_columns: a chunk has a multiple of this many columns. whole_rows: chunks hold whole rows. scattered: each row
     is stored at an address of its own. takes_halves: column 2 j of a chunk's accumulators is column j of the product,
     column 2 j + 1 is column j + N / 2. paired: two neighbouring chunks share scale factors; a consumer gets them in
@@ -78,6 +79,7 @@ class Lowered:
     tma_outputs: tuple[int, ...]
     partials: int
     maxima_together: bool
+    elementwise: bool
     tma_operands: tuple[str, ...]
     chunk_columns: int
     whole_rows: bool
@@ -107,8 +109,9 @@ class Lowered:
         keys = ",".join(getattr(self, name).cache_key for name in FUNCTIONS)
         source = hashlib.sha256(self.source.encode()).hexdigest()[:16]
         rest = (
-            self.output_specs, self.tma_outputs, self.partials, self.maxima_together, self.tma_operands,
-            self.chunk_columns, self.whole_rows, self.scattered, self.takes_halves, self.paired, self.columns_ahead,
+            self.output_specs, self.tma_outputs, self.partials, self.maxima_together, self.elementwise,
+            self.tma_operands, self.chunk_columns, self.whole_rows, self.scattered, self.takes_halves, self.paired,
+            self.columns_ahead,
         )  # fmt: skip
         return f"Lowered({keys},{source},{','.join(map(str, rest))})"
 
@@ -141,13 +144,19 @@ def lower(
     filename, namespace = _compile(source, ir.name, dialect)
     lowered = Lowered(
         **{name: namespace[name] for name in FUNCTIONS}, output_specs=found, tma_outputs=tuple(writer.tma_outputs),
-        partials=len(writer.partials), maxima_together=writer.maxima_together, tma_operands=tma_operands,
+        partials=len(writer.partials), maxima_together=writer.maxima_together,
+        elementwise=_is_elementwise(ir, found), tma_operands=tma_operands,
         chunk_columns=chunk_columns(ir) // (2 if paired else 1), whole_rows=whole_rows, scattered=scattered,
         takes_halves=ir.takes_halves, paired=paired, source=source,
         columns_ahead=sum(1 / operand.shape.divisor for operand in writer.columns_ahead),
     )  # fmt: skip
     weakref.finalize(lowered, linecache.cache.pop, filename, None).atexit = False
     return lowered
+
+
+def _is_elementwise(ir: IR, specs: tuple[OutputSpec, ...]) -> bool:
+    steps = all(node.step in ("element", "load", "store") and node.op != "quantize" for node in ir.nodes)
+    return steps and chunk_columns(ir) == 1 and all(spec.kind == "tile" for spec in specs)
 
 
 def _compile(source: str, name: str, dialect: str) -> tuple[str, dict[str, Any]]:

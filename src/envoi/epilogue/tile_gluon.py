@@ -213,15 +213,22 @@ def store_runs(pointer, value, m, n, m_end, num_columns):
 
 
 @gluon.jit
-def stage_for(desc, TURNS: gl.constexpr):
-    """Allocate the ring of TURNS buffers through which a role stores its chunks to a descriptor."""
-    shape: gl.constexpr = [TURNS] + desc.block_type.shape
+def stage_for(desc, cfg: gl.constexpr):
+    """Allocate the ring of buffers through which a role stores its chunks to a descriptor."""
+    shape: gl.constexpr = ring_shape(desc.block_type.shape, cfg.num_store_buffers, cfg)
     return gl.allocate_shared_memory(desc.dtype, shape, desc.layout)
 
 
+@gluon.constexpr_function
+def ring_shape(box, turns, cfg):
+    """Return the shape of a ring of chunks for a descriptor with boxes of this shape; if narrowed, of several boxes."""
+    return [turns, cfg.epilogue_columns if cfg.narrowed else box[0], box[1]]
+
+
 @gluon.jit
-def put_tiles(values, descs, stages, coords, m, turn, TURNS: gl.constexpr):
+def put_tiles(values, descs, stages, coords, m, turn, cfg: gl.constexpr):
     """Start TMA stores of chunks through their ring of buffers, without waiting for them to complete."""
+    TURNS: gl.constexpr = cfg.num_store_buffers
     tma.store_wait(pendings=(TURNS - 1) * len(values))
     role_barrier()  # the earlier stores have read these buffers
     for i in gl.static_range(len(values)):
@@ -229,11 +236,23 @@ def put_tiles(values, descs, stages, coords, m, turn, TURNS: gl.constexpr):
     fence_async_shared()
     role_barrier()  # all warps have written
     for i in gl.static_range(len(values)):
-        tma_store(descs[i], [m, coords[i]], stages[i].index(turn % TURNS))
+        if cfg.narrowed:
+            box: gl.constexpr = descs[i].block_type.shape[0]
+            for j in gl.static_range(boxes_of_chunk(turn, box, cfg)):
+                chunk = stages[i].index(turn % TURNS)
+                tma_store(descs[i], [m + j * box, coords[i]], chunk.slice(j * box, box))
+        else:
+            tma_store(descs[i], [m, coords[i]], stages[i].index(turn % TURNS))
+
+
+@gluon.constexpr_function
+def boxes_of_chunk(turn, box, cfg):
+    """Return the boxes of `box` tokens in a chunk of tokens: the last has those that are left of the tile."""
+    return min(cfg.epilogue_columns, cfg.block_y - turn * cfg.epilogue_columns) // box
 
 
 @gluon.jit
-def operand_buffers_for(descs):
+def operand_buffers_for(descs, cfg: gl.constexpr):
     """Allocate a role's buffers, a chunk for each tile operand loaded by TMA, and their barriers [operands, 1]."""
     arrived = gl.allocate_shared_memory(gl.int64, [len(descs), 1], mbarrier.MBarrierLayout())
     for i in gl.static_range(len(descs)):
@@ -241,17 +260,31 @@ def operand_buffers_for(descs):
     fence_async_shared()
     role_barrier()
     if len(descs) == 1:
-        return (stage_for(descs[0], 1),), arrived
+        return (chunk_for(descs[0], cfg),), arrived
     else:
-        return (stage_for(descs[0], 1), stage_for(descs[1], 1)), arrived
+        return (chunk_for(descs[0], cfg), chunk_for(descs[1], cfg)), arrived
 
 
 @gluon.jit
-def fetch(desc, buffer, arrived, m, n):
-    """Start loading a chunk of a tile operand, once all warps have read the one before."""
+def chunk_for(desc, cfg: gl.constexpr):
+    """Allocate the buffer of a chunk [1, rows, columns] that a descriptor loads."""
+    shape: gl.constexpr = ring_shape(desc.block_type.shape, 1, cfg)
+    return gl.allocate_shared_memory(desc.dtype, shape, desc.layout)
+
+
+@gluon.jit
+def fetch(desc, buffer, arrived, m, n, TURN: gl.constexpr, cfg: gl.constexpr):
+    """Start loading a tile operand's chunk TURN, at (m, n), once all warps have read the one before."""
     role_barrier()
-    mbarrier.expect(arrived, desc.block_type.nbytes)
-    tma_load(desc, [m, n], arrived, buffer.index(0))
+    if cfg.narrowed:
+        box: gl.constexpr = desc.block_type.shape[0]
+        count: gl.constexpr = boxes_of_chunk(TURN, box, cfg)
+        mbarrier.expect(arrived, count * desc.block_type.nbytes)
+        for j in gl.static_range(count):
+            tma_load(desc, [m + j * box, n], arrived, buffer.index(0).slice(j * box, box))
+    else:
+        mbarrier.expect(arrived, desc.block_type.nbytes)
+        tma_load(desc, [m, n], arrived, buffer.index(0))
 
 
 @gluon.jit
@@ -265,7 +298,10 @@ def take_tile(operands, desc, x, m, n, INDEX: gl.constexpr, turn, cfg: gl.conste
     mbarrier.wait(arrived.index(INDEX), (before * cfg.num_chunks + turn) & 1)
     value = buffers[INDEX].index(0).load(x.type.layout).to(gl.float32)
     if turn + 1 < cfg.num_chunks:
-        fetch(desc, buffers[INDEX], arrived.index(INDEX), m, n + desc.block_type.shape[1])
+        if cfg.narrowed:
+            fetch(desc, buffers[INDEX], arrived.index(INDEX), m + cfg.epilogue_columns, n, turn + 1, cfg)
+        else:
+            fetch(desc, buffers[INDEX], arrived.index(INDEX), m, n + desc.block_type.shape[1], turn + 1, cfg)
     return value
 
 

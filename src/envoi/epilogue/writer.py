@@ -251,8 +251,7 @@ class Writer:
     def _put(self, tiles: list[int]) -> None:
         values = ", ".join(f"o{i}" for i in tiles)
         coords = ", ".join(f"at.n // {self._width(i)}" for i in tiles)
-        ring = "buffers.turn, cfg.num_store_buffers"
-        put = f"put_tiles(({values},), buffers.descs, buffers.stages, ({coords},), at.m, {ring})"
+        put = f"put_tiles(({values},), buffers.descs, buffers.stages, ({coords},), at.m, buffers.turn, cfg)"
         self.line("if GROUPED:")
         self.line("if at.m + x1.shape[0] <= at.m_end:", 2)
         self.line(put, 3)
@@ -367,7 +366,7 @@ class Writer:
     def _buffers(self) -> None:
         self.line("")
         self.line("def buffers(descs, cfg: L.constexpr):", 0)
-        stages = [f"stage_for(descs[{i}], cfg.num_store_buffers)" for i in range(len(self.tma_outputs))]
+        stages = [f"stage_for(descs[{i}], cfg)" for i in range(len(self.tma_outputs))]
         if self.paired:
             stages = [f"stage_for_pairs(cfg.rows_per_consumer, cfg.block_y // {self.specs[0].columns})"]
         self.line(f"return ({', '.join(stages) or '0'},)")
@@ -377,13 +376,13 @@ class Writer:
         count = len(self.tma_operands)
         descs = [f"descs[{MAX_DESCS + i}]" for i in range(count)]
         self.line("")
-        self.line("def operand_buffers(descs):", 0)
-        self.line(f"return operand_buffers_for(({', '.join(descs) or '0'},))" if count else "return (0,), 0")
+        self.line("def operand_buffers(descs, cfg: L.constexpr):", 0)
+        self.line(f"return operand_buffers_for(({', '.join(descs) or '0'},), cfg)" if count else "return (0,), 0")
         self.line("")
-        self.line("def fetch_operands(descs, buffers, arrived, m, n):", 0)
+        self.line("def fetch_operands(descs, buffers, arrived, m, n, cfg: L.constexpr):", 0)
         for i, name in enumerate(self.tma_operands):
             d = self.ir.operand(name).shape.divisor
-            self.line(f"fetch({descs[i]}, buffers[{i}], arrived.index({i}), m, n // {d})")
+            self.line(f"fetch({descs[i]}, buffers[{i}], arrived.index({i}), m, n // {d}, 0, cfg)")
         self.line("return")
 
     def _of_expert(self) -> None:

@@ -44,6 +44,9 @@ tma_store = tma.async_store if hasattr(tma, "async_store") else tma.async_copy_s
 # cp.async of Ampere: (buffer, pointers, mask=). Renamed in 3.8.
 async_load = async_copy.async_load if hasattr(async_copy, "async_load") else async_copy.async_copy_global_to_shared
 
+# Whether a view of shared memory may go on after the end of what it begins in.
+LARGER_VIEWS = VERSION.startswith(("3.6.", "3.7."))
+
 # Whether a view of shared memory must be as large as the buffer. `reinterpret` then returns more matrices than asked
 # for, so a whole number of them has to fill the buffer.
 WHOLE_VIEWS = VERSION.startswith("3.8.")

@@ -206,7 +206,7 @@ def epilogue(accumulators, args):
         unit = scheduler.unit(u, num_k_steps)
         tile = scheduler.tile(unit.tile)
         if cfg.split_k == 1:
-            code.fetch_operands(args.descs, buffers.loads, buffers.loaded, tile.x, tile.y)
+            code.fetch_operands(args.descs, buffers.loads, buffers.loaded, tile.x, tile.y, cfg)
         turn = count % cfg.num_accumulators
         accumulators.wait_complete(count)
         acc = accumulators.bufs.index(turn)
@@ -221,7 +221,7 @@ def epilogue(accumulators, args):
                 is_complete = arrive(args.split_k.counters + share, cfg.split_k)
         if is_complete:
             if cfg.split_k > 1:
-                code.fetch_operands(args.descs, buffers.loads, buffers.loaded, tile.x, tile.y)
+                code.fetch_operands(args.descs, buffers.loads, buffers.loaded, tile.x, tile.y, cfg)
             own = args
             if problem.row_mode.is_grouped:
                 own = with_expert(args, gl.maximum(gl.minimum(tile.expert, problem.num_experts - 1), 0))

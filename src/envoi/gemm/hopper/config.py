@@ -16,7 +16,10 @@ _FLAGS = ("pingpong", "swap_ab", "wide_tail_tiles", "paired_tiles")
 FEW_TOKENS = 64  # tokens (of an expert) up to which the weights are the instruction's M side
 MAX_FEW_COLUMNS = 64  # columns that an epilogue may need at once where tokens are few
 IN_TURNS = 17, 64  # tokens of an expert for which consumers take tiles with scale factors along K in turns
+MOST_OF_THREE = 100  # accumulators of a thread of three consumers, if `narrowed`
 TWO_WIDTHS = 96, 160, 192  # features of a tile that two accumulators hold: 64 + 32, 128 + 32, 128 + 64
+NARROWED = tuple(y for y in range(72, 256, 8) if y != 128)  # tokens of a tile whose instructions are `narrowed`
+SHARED_FROM = 96  # of them from which consumers share a tile: of fewer, the L2 would have to send too much
 MAX_ACCUMULATORS = 128  # of a thread; with more the epilogue has too few registers
 
 
@@ -27,7 +30,8 @@ class Config(Constant):
     rows_per_consumer: 64 or 128. num_consumers: 1 to 3; they share each tile, each with its own rows of x, or two with
         `pingpong` take whole tiles alternately, so that the epilogue of one overlaps the mainloop of the other.
         Three, in a plain GEMM only, have at most 64 accumulators a thread.
-    block_y: a power of two from 8 to 256, or in a plain GEMM one of `TWO_WIDTHS`, by two accumulators.
+    block_y: a power of two from 8 to 256, or in a plain GEMM one of `TWO_WIDTHS`, by two accumulators, or with swap_ab
+        one of `NARROWED`, by instructions that Triton has no tensor for.
     block_k: elements of K in a stage. num_stages: stages in the ring. num_warps: of a consumer, 4 or 8.
     epilogue_columns, num_store_buffers: the epilogue's column chunks, and the ring through which TMA stores them.
     wide_tail_tiles: only in a grouped GEMM. paired_tiles: for an epilogue that is lowered for pairs, and no other.
@@ -83,14 +87,50 @@ class Config(Constant):
         return self.block_y * self.tiles_per_unit
 
     @property
+    def narrowed(self) -> bool:
+        """Return True if block_y is no power of two, and one instruction computes it: see `runtime.narrow_wgmma`."""
+        return self.swap_ab and self.block_y & self.block_y - 1 > 0
+
+    @property
     def main_y(self) -> int:
-        """Rows of y that a consumer multiplies by one instruction: the largest power of two in block_y."""
-        return 1 << self.block_y.bit_length() - 1
+        """Rows of y in a TMA box: the largest power of two in block_y; if `narrowed`, that which needs fewest boxes."""
+        most = 1 << self.block_y.bit_length() - 1
+        if not self.narrowed:
+            return most
+        return min(
+            (most, most // 2, most // 4), key=lambda box: self.block_y // box + self.block_y % box // self.tail_box
+        )
 
     @property
     def rest_y(self) -> int:
         """Rows of y after those of main_y, which have an accumulator of their own; 0 in a tile of one width."""
-        return self.block_y - self.main_y
+        return 0 if self.narrowed else self.block_y - self.main_y
+
+    @property
+    def tail_box(self) -> int:
+        """Rows of y in a box after those of main_y, if `narrowed`; outputs are stored in boxes of as many tokens."""
+        return min(64, self.block_y & -self.block_y)
+
+    @property
+    def boxes_per_stage(self) -> int:
+        """TMA boxes that fill a stage, both operands'."""
+        if not self.narrowed:
+            return self.consumers_per_tile + 1 + (self.rest_y > 0)
+        return self.consumers_per_tile + self.block_y // self.main_y + self.block_y % self.main_y // self.tail_box
+
+    @property
+    def stage_y(self) -> int:
+        """Rows of y that a stage has room for: block_y, or the accumulator's if Triton can't view them as so many."""
+        if not self.narrowed:
+            return self.block_y
+        from envoi.runtime.triton_compat import LARGER_VIEWS
+
+        return self.block_y if LARGER_VIEWS else self.tensor_y
+
+    @property
+    def tensor_y(self) -> int:
+        """Columns of the first accumulator's tensor."""
+        return next_power_of_2(self.block_y) if self.narrowed else self.main_y
 
     @property
     def num_x_boxes(self) -> int:
@@ -104,7 +144,9 @@ class Config(Constant):
 
     @property
     def num_chunks(self) -> int:
-        """Column chunks of a consumer's accumulator."""
+        """Column chunks of a consumer's accumulator; if `narrowed`, chunks of tokens."""
+        if self.narrowed:
+            return cdiv(self.block_y, self.epilogue_columns)
         return max(1, (self.rows_per_consumer if self.swap_ab else self.block_y) // self.epilogue_columns)
 
     @property
@@ -164,12 +206,14 @@ def _why_not_consumers(c: Config) -> str:
         return f"num_stages: expected at least {MIN_STAGES}, got {c.num_stages}: the producer would wait forever"
     if c.rows_per_consumer not in (64, 128) or c.num_consumers not in (1, 2, 3) or c.num_warps not in (4, 8):
         return f"consumers: expected 1 to 3 of 64 or 128 rows by 4 or 8 warps, got {c.label()}"
-    if c.num_consumers == 3 and (c.num_warps == 8 or accumulator_registers(c) > MAX_ACCUMULATORS // 2):
-        return f"consumers: expected at most 64 accumulators a thread of four warps for three, got {c.label()}"
+    most = MOST_OF_THREE if c.narrowed else MAX_ACCUMULATORS // 2
+    if c.num_consumers == 3 and (c.num_warps == 8 or accumulator_registers(c) > most):
+        return f"consumers: expected at most {most} accumulators a thread of four warps for three, got {c.label()}"
     if c.rows_per_consumer < 16 * c.num_warps:
         return f"rows_per_consumer: expected at least 16 a warp, got {c.rows_per_consumer} for {c.num_warps} warps"
-    if (c.block_y & (c.block_y - 1) or not 8 <= c.block_y <= 256) and c.block_y not in TWO_WIDTHS:
-        return f"block_y: expected a power of two from 8 to 256, or one of {TWO_WIDTHS}, got {c.block_y}"
+    others = NARROWED if c.swap_ab else TWO_WIDTHS
+    if (c.block_y & (c.block_y - 1) or not 8 <= c.block_y <= 256) and c.block_y not in others:
+        return f"block_y: expected a power of two from 8 to 256, or one of {others}, got {c.block_y}"
     if accumulator_registers(c) > MAX_ACCUMULATORS:
         return f"block_y: expected at most {MAX_ACCUMULATORS} accumulators a thread, got {accumulator_registers(c)}"
     if c.pingpong and c.num_consumers != 2:
@@ -187,6 +231,9 @@ def _why_not_chunks(problem: Problem, c: Config, code: Lowered) -> str:
         return f"paired_tiles: expected {code.paired} for this epilogue, got {c.paired_tiles}"
     if code.tma_outputs and c.num_chunks % c.num_store_buffers:  # a tile's first chunk would take the last one's buffer
         return f"num_store_buffers: expected one that divides {c.num_chunks} chunks, got {c.num_store_buffers}"
+    if c.narrowed:
+        lowered = code.elementwise and code.tma_outputs
+        return "" if lowered else "block_y: expected a power of two unless outputs are elementwise and stored by TMA"
     if c.swap_ab and (code.tma_outputs or code.tma_operands):
         return "swap_ab: expected an epilogue lowered to plain loads and stores"
     if code.takes_halves and not c.swap_ab and (c.block_y < 16 or c.split_k > 1):
@@ -197,6 +244,9 @@ def _why_not_chunks(problem: Problem, c: Config, code: Lowered) -> str:
 
 
 def _why_not_two_widths(problem: Problem, c: Config) -> str:
+    few = problem.num_groups or problem.scaled or c.split_k > 1
+    if c.narrowed and (few or c.rows_per_consumer != 64 or c.num_warps != 4):
+        return f"block_y: expected a power of two unless in a plain GEMM, whole, of 64 features, got {c.label()}"
     if not c.rest_y:
         return ""
     if problem.num_groups or problem.scaled or c.swap_ab or c.split_k > 1:
@@ -241,7 +291,9 @@ def _why_not_memory(problem: Problem, c: Config, code: Lowered) -> str:
 
 
 def _output_columns(c: Config) -> int:
-    """Return the features of a consumer's accumulator: the columns that the epilogue sees."""
+    """Return the features of a consumer's accumulator: the columns that the epilogue sees; if narrowed, its tokens."""
+    if c.narrowed:
+        return c.tensor_y
     return c.rows_per_consumer if c.swap_ab else c.block_y
 
 
@@ -253,12 +305,12 @@ def accumulator_registers(config: Config) -> int:
 def shared_bytes(problem: Problem, config: Config, code: Lowered) -> int:
     """Return the bytes of shared memory: the stages, the buffers of TMA outputs and of TMA operands, a reserve."""
     x_rows = config.num_x_boxes * config.rows_per_consumer
-    y_rows = 0 if config.wide_tail_tiles else config.num_stages * config.block_y  # wide: within x's
+    y_rows = 0 if config.wide_tail_tiles else config.num_stages * config.stage_y  # wide: within x's
     stages = (x_rows + y_rows) * config.block_k * problem.element_bytes
     rows = config.rows_per_consumer * config.num_consumers
     columns = min(config.epilogue_columns, config.block_y)
     buffers = rows * columns * (config.num_store_buffers * code.staged_output_bytes + problem.tma_operand_bytes)
-    if config.swap_ab:
+    if config.swap_ab and not config.narrowed:
         buffers = rows * config.block_y * 4  # the transpose goes through shared memory
     if config.columns_ahead:
         buffers += config.num_consumers * next_power_of_2(config.block_y) * code.columns_ahead * 4
@@ -288,75 +340,6 @@ def fitted(problem: Problem, config: Config, code: Lowered) -> Config:
     return config if shared_bytes(problem, ahead, code) > SHARED_BYTES else ahead
 
 
-def candidates(problem: Problem, code: Lowered) -> list[Config]:
-    """Return the configs worth trying for a problem, each with as many stages as fit."""
-    k = 256 if problem.scaled else 128 // problem.element_bytes
-    per_group = cdiv(problem.M, max(1, problem.num_groups))
-    found: list[Config] = []
-    if code.whole_rows:
-        width = max(16, next_power_of_2(problem.N))
-        found += [Config(64, consumers, width, k, 12, epilogue_columns=width) for consumers in (2, 1)]
-    elif code.paired:
-        found += [Config(64, 2, 128, 128, 6, paired_tiles=True), Config(64, 1, 128, k, 4, paired_tiles=True)]
-    elif problem.scaled:
-        found += [
-            Config(64, 2, 128, 128, 6, num_store_buffers=2),
-            Config(64, 2, 64, k, 4),
-            Config(64, 1, 64, k, 6),
-            Config(64, 1, 128, k, 4),
-        ]
-        # With fewer tokens memory has no time to spare, with more the products haven't: turns cost them (measured).
-        if problem.num_groups and IN_TURNS[0] <= per_group <= IN_TURNS[1]:
-            found += [Config(64, 2, 128, k, 4, pingpong=True), Config(64, 2, 128, 128, 8, pingpong=True)]
-    else:
-        found += [
-            Config(128, 2, 128, k, 6, pingpong=True, epilogue_columns=32 if problem.tma_operand_bytes else 64),
-            Config(64, 2, 256, k, 4),
-            Config(64, 2, 256, k, 5, pingpong=True),
-            Config(64, 2, 128, k, 8, pingpong=True),
-            Config(64, 2, 128, k, 6),
-            Config(64, 1, 128, k, 8),
-            Config(64, 3, 128, k, 6),
-            Config(64, 1, 64, 2 * k, 6),
-            Config(64, 1, 32, 2 * k, 8),
-            Config(64, 1, 256, k, 5),
-        ]
-        if problem.tma_operand_bytes:  # long epilogues, of which eight warps have half as much each
-            found.append(Config(128, 2, 128, k, 6, 8, pingpong=True, epilogue_columns=32))
-    wide = Config(64, 2, 128, 128, 5, wide_tail_tiles=True, paired_tiles=code.paired)
-    # With fewer rows, loading weights bounds the time and more stages help more; wide tiles need all their stages.
-    if problem.scaled and per_group > 64 and fitted(problem, wide, code).num_stages == wide.num_stages:
-        found.append(wide)
-    if not code.whole_rows and not code.tma_outputs and not code.tma_operands and not code.paired:
-        most = 128 if not code.partials else 64 if code.maxima_together else 32  # more rows of partials spill
-        found += [
-            Config(64, consumers, tokens, depth, 12, swap_ab=True)
-            for tokens in (8, 16, 32, 64, 128)
-            if tokens < 2 * max(per_group, 8) and tokens <= most
-            for consumers in (1, 2)
-            for depth in ((k,) if problem.scaled else (k, 2 * k, 4 * k))
-        ]
-    if not problem.num_groups and not problem.whole_k:
-        found += [replace(c, split_k=s) for c in found for s in (2, 3, 4, 8, 16)]
-    if not problem.num_groups:
-        found += two_widths(k)
-    found = [fitted(problem, config, code) for config in found]
-    return [config for config in dict.fromkeys(found) if not supports(problem, config, code)]
-
-
-def two_widths(k: int) -> list[Config]:
-    """Return configs with two accumulators a consumer, of which a plain GEMM may take those that `supports` allows.
-
-    k: elements of K in a stage.
-    """
-    found: list[Config] = []
-    for block_y in TWO_WIDTHS:
-        columns = min(64, block_y & -block_y)  # as many as both widths are multiples of
-        alone = Config(64, 2, block_y, k, 8, epilogue_columns=columns)
-        found += [alone, replace(alone, pingpong=True), replace(alone, num_consumers=1)]
-    return [*found, Config(64, 3, 96, k, 8, epilogue_columns=32)]
-
-
 @dataclass(frozen=True)
 class Costs:
     """Constants of the model of GPU time, in cycles at `H200.clock_mhz`, from measurements on an H200.
@@ -371,6 +354,8 @@ class Costs:
     matrix that all multiprocessors together fill with zeros per cycle. scaled_block: to add up a block of 128 elements
     of K with its scales. wide_step, wide_tile: factors with wide tail tiles. three_step: of a step by three consumers.
     rest: an instruction for the second of two widths, at least: it reads the tokens from shared memory once more.
+    box: to start a TMA load; counts where a stage has many. narrowed_fp8: factor of an element's epilogue in FP8, whose
+    factors are loaded by each chunk, if `narrowed`.
     """
 
     launch: float = H200.launch_cycles
@@ -390,6 +375,8 @@ class Costs:
     wide_tile: float = 1.15
     three_step: float = 1.05
     rest: float = 24
+    box: float = 50
+    narrowed_fp8: float = 3.0
 
 
 COSTS = Costs()
@@ -424,6 +411,7 @@ def predicted_cycles(problem: Problem, config: Config, num_sms: int, costs: Cost
 
 def _epilogue_cycles(problem: Problem, config: Config, costs: Costs) -> float:
     element = costs.element + (costs.operand if problem.tma_operand_bytes else 0.0)
+    element *= costs.narrowed_fp8 if config.narrowed and problem.element_bytes == 1 else 1.0
     cycles = costs.tile + element * config.rows_per_consumer * config.block_y * 4 / config.num_warps
     return cycles * costs.wide_tile if config.wide_tail_tiles else cycles
 
@@ -435,9 +423,11 @@ def _step_cycles(problem: Problem, config: Config, num_sms: int, tiles: int, cos
     """
     row_bytes = config.block_k * problem.element_bytes
     second = max(config.rest_y / 2, costs.rest) if config.rest_y else 0.0
-    tensor = config.block_x / 64 * row_bytes / 32 * (max(config.main_y / 2, 16) + second)
+    columns = config.block_y if config.narrowed else config.main_y
+    tensor = config.block_x / 64 * row_bytes / 32 * (max(columns / 2, 16) + second)
     loads = (config.block_x + config.block_y) * row_bytes / costs.l2_bytes
     late = costs.latency / max(config.num_stages - costs.held_stages, 0.1)
+    issue = costs.box * config.boxes_per_stage if config.narrowed else 0.0
     outside = 0.0
     box = config.block_y if config.swap_ab else config.rows_per_consumer
     token_tiles = cdiv(problem.M, config.block_m)
@@ -449,7 +439,7 @@ def _step_cycles(problem: Problem, config: Config, num_sms: int, tiles: int, cos
         outside = lines * min(units, num_sms) / token_tiles / costs.outside_lines
     factor = costs.wide_step if config.wide_tail_tiles else costs.three_step if config.num_consumers == 3 else 1.0
     added = costs.scaled_block * config.block_k / 128 if problem.scaled else 0.0
-    whole, low = (max(tensor, max(each, late) + costs.step) for each in (loads, hypot(loads, outside)))
+    whole, low = (max(tensor, issue, max(each, late) + costs.step) for each in (loads, hypot(loads, outside)))
     return factor * (whole + added), factor * (low + added)
 
 
@@ -484,9 +474,3 @@ def expected_tiles(mean: float, deviation: float, any_row: float, block_m: int) 
     for most in range(certain * block_m, ceil(mean + 6 * deviation), block_m):
         tiles += 0.5 * erfc((most + 0.5 - mean) / (deviation * sqrt(2)))
     return tiles
-
-
-def default_config(problem: Problem, code: Lowered, num_sms: int) -> Config | None:
-    """Return the config that should be fastest; None if none fits."""
-    found = candidates(problem, code)
-    return min(found, key=lambda config: predicted_cycles(problem, config, num_sms), default=None)

@@ -57,7 +57,8 @@ def consumer(args, role: gl.constexpr):
         has_rows = (tile.y < tile.row_end) & (tile.x < problem.N) if cfg.swap_ab else tile.x < tile.row_end
         if cfg.split_k == 1:
             if has_rows:
-                epilogue.code.fetch_operands(epilogue.descs, buffers.loads, buffers.loaded, tile.x, tile.y)
+                m, n = (tile.y, tile.x) if cfg.swap_ab else (tile.x, tile.y)
+                epilogue.code.fetch_operands(epilogue.descs, buffers.loads, buffers.loaded, m, n, cfg)
         columns = load_columns(tile, epilogue)
         if cfg.pingpong:
             pipeline.wait_for_turn(tiles_multiplied, role)

@@ -330,6 +330,8 @@ def arguments(call: Call, config: Config, num_sms: int) -> tuple[tuple[int], tup
     tokens = descriptor(call.a, boxes[not config.swap_ab], config.block_k)
     weights = weights_descriptor(call, boxes[config.swap_ab], config)
     rest = weights_descriptor(call, config.rest_y, config) if config.rest_y else None
+    if config.narrowed:
+        rest = descriptor(call.a, config.tail_box, config.block_k)
     num_units, num_split = units(M, N, config, num_sms)
     num_whole = cdiv(M, config.block_m) * cdiv(N, config.block_n) - num_split
     num_experts = call.num_groups
@@ -364,6 +366,8 @@ def epilogue_descriptors(call: Call, config: TileConfig) -> list[Any]:
     """Return TMA descriptors in boxes of a chunk: MAX_DESCS of outputs, MAX_DESCS of operands, or None for each."""
     columns = min(config.epilogue_columns, config.block_y)
     rows, N = config.rows_per_consumer, call.b.shape[-2]
+    if config.narrowed:
+        rows, columns = config.tail_box, config.rows_per_consumer
     descs: list[Any] = [None] * (2 * MAX_DESCS)
     for i, index in enumerate(call.code.tma_outputs):
         spec = call.code.output_specs[index]

@@ -10,6 +10,10 @@ A stage holds a tile's operands for block_k elements along K, as TMA boxes:
         y box [main_y, block_k]          the first features
         rest box [rest_y, block_k]       the others, in a buffer of their own, by a descriptor of their own
 
+    narrowed (`cfg.narrowed`): block_y tokens, which the tensor cores see as the first of tensor_y
+
+        y boxes [main_y, block_k], then boxes [tail_box, block_k]     in one buffer, by a descriptor each
+
     wide tail tiles (`cfg.wide_tail_tiles`; h = rows_per_consumer, block_y = 2 h)
 
         tile of 2 h x block_y                      tile of h x 2 block_y, at the end of an expert's rows
@@ -69,7 +73,7 @@ class Pipeline:
         rest_desc: None in a tile of one width. awaits_rows: whether consumers call `wait_for_rows`.
         """
         x_shape: gl.constexpr = [cfg.num_x_boxes] + x_desc.block_type.shape
-        y_shape: gl.constexpr = [cfg.num_stages * cfg.y_boxes_per_stage] + y_desc.block_type.shape
+        y_shape: gl.constexpr = y_bufs_shape(y_desc.block_type.shape, cfg)
         x_bufs = gl.allocate_shared_memory(x_desc.dtype, x_shape, x_desc.layout)
         if cfg.wide_tail_tiles:
             y_bufs = reinterpret(x_bufs, y_desc.dtype, y_shape, y_desc.layout)
@@ -107,8 +111,22 @@ class Pipeline:
 
     @gluon.jit
     def y_box(self, stage, i):
-        """Return y box i of a stage, [main_y, block_k]."""
-        return self.y_bufs.index(y_box_index(stage, i, self.cfg))
+        """Return y box i of a stage, [tensor_y, block_k]."""
+        if self.cfg.narrowed:
+            return self.y_rows(stage, 0, self.cfg.tensor_y)
+        else:
+            return self.y_bufs.index(y_box_index(stage, i, self.cfg))
+
+    @gluon.jit
+    def y_rows(self, stage, FIRST: gl.constexpr, ROWS: gl.constexpr):
+        """Return ROWS rows of a stage's y from row FIRST on, if `narrowed`; those after block_y are another stage's."""
+        cfg: gl.constexpr = self.cfg
+        if cfg.stage_y == cfg.block_y:
+            shape: gl.constexpr = [ROWS, cfg.block_k]
+            eight = self.y_bufs.index(stage * (cfg.block_y // 8) + FIRST // 8)
+            return reinterpret(eight, eight.dtype, shape, eight.layout)
+        else:
+            return self.y_bufs.index(stage).slice(FIRST, ROWS)
 
     # consumer side
 
@@ -130,11 +148,11 @@ class Pipeline:
 
     @gluon.jit
     def operands(self, step, boxes):
-        """Consumer: return x [rows_per_consumer, block_k] and y.T [block_k, main_y] of a stage."""
+        """Consumer: return x [rows_per_consumer, block_k] and y.T [block_k, tensor_y] of a stage."""
         cfg: gl.constexpr = self.cfg
         stage = step % cfg.num_stages
         x = as_matrix(self.x_box(stage, boxes.x), cfg.rows_per_consumer, cfg.block_k)
-        y = as_matrix(self.y_box(stage, boxes.y), cfg.main_y, cfg.block_k)
+        y = as_matrix(self.y_box(stage, boxes.y), cfg.tensor_y, cfg.block_k)
         return x, y.permute((1, 0))
 
     @gluon.jit
@@ -208,8 +226,13 @@ class Pipeline:
 
     @gluon.jit
     def load_y(self, y_desc, stage, tile, k, IS_LOW: gl.constexpr):
-        """Producer: start the TMA loads of a stage's y boxes."""
+        """Producer: start the TMA loads of a stage's y boxes; if `narrowed`, of those that have main_y rows."""
         cfg: gl.constexpr = self.cfg
+        if cfg.narrowed:
+            for i in gl.static_range(cfg.block_y // cfg.main_y):
+                at = [tile.y + i * cfg.main_y, k]
+                tma_load(y_desc, at, self.full.index(stage), self.y_rows(stage, i * cfg.main_y, cfg.main_y))
+            return
         for i in gl.static_range(num_y_boxes(IS_LOW, cfg)):
             at = self.corner(tile.y + i * cfg.y_pitch, tile.expert, k, not cfg.swap_ab)
             tma_load(y_desc, at, self.full.index(stage), self.y_box(stage, i))
@@ -219,6 +242,16 @@ class Pipeline:
         """Producer: start the TMA load of a stage's rest box, whose bytes `expect` has counted."""
         at = self.corner(tile.y + self.cfg.main_y, 0, k, True)
         tma_load(rest_desc, at, self.full.index(stage), self.rest_bufs.index(stage))
+
+    @gluon.jit
+    def load_tail(self, tail_desc, stage, tile, k):
+        """Producer: start the TMA loads of a stage's other y boxes, if `narrowed`; `expect` has counted their bytes."""
+        cfg: gl.constexpr = self.cfg
+        box: gl.constexpr = cfg.tail_box
+        first: gl.constexpr = cfg.block_y // cfg.main_y * cfg.main_y
+        for i in gl.static_range((cfg.block_y - first) // box):
+            at = [tile.y + first + i * box, k]
+            tma_load(tail_desc, at, self.full.index(stage), self.y_rows(stage, first + i * box, box))
 
     @gluon.jit
     def corner(self, row, expert, k, IS_WEIGHTS: gl.constexpr):
@@ -239,6 +272,17 @@ def num_x_boxes(is_low, cfg):
 def num_y_boxes(is_low, cfg):
     """Return the number of y boxes that a stage of a tile has."""
     return cfg.y_boxes_per_stage if is_low else 1
+
+
+@gluon.constexpr_function
+def y_bufs_shape(box, cfg):
+    """Return the shape of y's buffers for boxes of this shape; if narrowed, in eights of rows where those can be viewed
+    as more."""
+    if not cfg.narrowed:
+        return [cfg.num_stages * cfg.y_boxes_per_stage, *box]
+    if cfg.stage_y == cfg.block_y:
+        return [cfg.num_stages * (cfg.block_y // 8), 8, box[1]]
+    return [cfg.num_stages, cfg.tensor_y, box[1]]
 
 
 @gluon.jit

@@ -55,7 +55,7 @@ class EpilogueBuffers:
     def create(args, cfg: gl.constexpr):
         """Allocate the buffers and initialise their barriers."""
         stores = args.code.buffers(args.descs, cfg)
-        loads, loaded = args.code.operand_buffers(args.descs)
+        loads, loaded = args.code.operand_buffers(args.descs, cfg)
         columns = args.code.column_buffers(cfg) if cfg.columns_ahead else (0,)
         return EpilogueBuffers(stores, loads, loaded, columns)
 
@@ -116,7 +116,7 @@ def run_epilogue(acc, tile, first_slot, is_split, tiles_done, buffers, epilogue,
     code: gl.constexpr = epilogue.code
     m, n = (tile.y, tile.x) if cfg.swap_ab else (tile.x, tile.y)
     if cfg.split_k > 1:
-        code.fetch_operands(epilogue.descs, buffers.loads, buffers.loaded, m, n)
+        code.fetch_operands(epilogue.descs, buffers.loads, buffers.loaded, m, n, cfg)
     own = of_tile(tile, epilogue)
     if code.takes_halves:
         acc = halves_in_turn(acc, cfg)
@@ -183,8 +183,11 @@ def apply_in_chunks(acc, out, args, COLUMN: gl.constexpr):
         left, right = halves(acc)
         half: gl.constexpr = acc.shape[1] // 2
         a = apply_in_chunks(left, out, args, COLUMN)
-        b = apply_in_chunks(right, out, args, COLUMN + half)
-        return args.epilogue.code.merge(a, b)
+        if cfg.narrowed and COLUMN + half >= cfg.block_y:
+            return a
+        else:
+            b = apply_in_chunks(right, out, args, COLUMN + half)
+            return args.epilogue.code.merge(a, b)
 
 
 @gluon.jit
@@ -194,8 +197,13 @@ def visit_chunk(x, out, args, COLUMN: gl.constexpr):
     cfg: gl.constexpr = problem.cfg
     chunk: gl.constexpr = COLUMN // cfg.epilogue_columns
     loads = (buffers.loads, buffers.loaded, args.tiles_done)
+    at = ChunkPosition(out.m, out.n + COLUMN, out.m_end, problem.N)
+    if cfg.narrowed:
+        # Outputs are elementwise, so that any layout will do; the stores to shared memory transpose as they are.
+        x = gl.permute(x, (1, 0))
+        at = ChunkPosition(out.m + COLUMN, out.n, out.m_end, problem.N)
     return epilogue.code.visit(
-        x, ChunkPosition(out.m, out.n + COLUMN, out.m_end, problem.N), epilogue.operands, epilogue.outputs,
+        x, at, epilogue.operands, epilogue.outputs,
         ChunkBuffers(epilogue.descs, buffers.stores, loads, chunk, buffers.columns), problem.row_mode.is_grouped, cfg,
     )  # fmt: skip
 
@@ -217,8 +225,11 @@ def halves_in_turn(acc, cfg: gl.constexpr):
 
 @gluon.jit
 def to_token_major(acc, cfg: gl.constexpr):
-    """Return the accumulator as [tokens, features]: with swap_ab transposed, a thread with four features in a row."""
-    if not cfg.swap_ab:
+    """Return the accumulator as [tokens, features]: with swap_ab transposed, a thread with four features in a row.
+
+    If `narrowed`, as it is: `visit_chunk` transposes.
+    """
+    if not cfg.swap_ab or cfg.narrowed:
         return acc
     else:
         warps: gl.constexpr = gl.num_warps()

@@ -87,6 +87,19 @@ class TileConfig(Protocol):
         """
         ...
 
+    @property
+    def narrowed(self) -> bool:
+        """Return True if block_y is no power of two, and one instruction computes it; see `runtime.narrow_wgmma`.
+
+        With swap_ab and TMA outputs: chunks are of tokens then, and the epilogue works on the transposed accumulator.
+        """
+        ...
+
+    @property
+    def tail_box(self) -> int:
+        """Return the tokens of a TMA box that stores outputs, if `narrowed`."""
+        ...
+
     # schedule
 
     @property
@@ -108,7 +121,7 @@ class TileConfig(Protocol):
 
     @property
     def epilogue_columns(self) -> int:
-        """Accumulator columns of a chunk."""
+        """Accumulator columns of a chunk; if `narrowed`, its tokens."""
         ...
 
     @property
@@ -134,6 +147,8 @@ class EqualTiles(Constant):
     paired_tiles = False
     tiles_overlap = False
     columns_ahead = False
+    narrowed = False
+    tail_box = 0
     tiles_per_unit = 1
 
 

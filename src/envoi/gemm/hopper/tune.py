@@ -15,7 +15,8 @@ from typing import Any, ParamSpec, TypeVar, cast
 
 from envoi import cache_file, env
 from envoi.epilogue.lower import Lowered
-from envoi.gemm.hopper.config import Config, Problem, default_config, fitted, predicted_cycles, supports
+from envoi.gemm.hopper.candidates import default_config
+from envoi.gemm.hopper.config import Config, Problem, fitted, predicted_cycles, supports
 from envoi.runtime import prepared
 from envoi.runtime.math import cdiv, next_power_of_2
 

@@ -1,0 +1,194 @@
+"""Tiles with just as many tokens as are needed, without a GPU: which there are, what they load, what is compiled."""
+
+import re
+from dataclasses import replace
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from envoi.epilogue import Col, Row, Tile, epilogue, gelu, library, pairs, row_sum
+from envoi.epilogue.lower import lower
+from envoi.gemm.hopper import cases, host
+from envoi.gemm.hopper import config as configs
+from envoi.gemm.hopper.candidates import candidates, default_config
+from envoi.gemm.hopper.cases import CASES, inputs, planned
+from envoi.gemm.hopper.config import NARROWED, Config, Problem, fitted, supports
+from envoi.gemm.hopper.kernel import gemm_kernel
+from envoi.gemm.hopper.tile_scheduler import TileScheduler
+from envoi.runtime import triton_compat
+from tools.machine_code.compile import compile_launch
+
+NUM_SMS = 132
+PLAIN = Problem(385, 12288, 4096, 2)
+
+
+def lowered(ep, loaded: tuple[str, ...] = (), tma: bool = True):
+    return lower(ep.ir, torch.bfloat16, "gluon", False, tma, frozenset(), loaded)
+
+
+STORE = lowered(library.store)
+
+
+def tile(tokens: int, consumers: int = 2, **changes) -> Config:
+    return replace(Config(64, consumers, tokens, 64, 12, swap_ab=True), **changes)
+
+
+# Which there are
+
+
+@pytest.mark.parametrize("M", [65, 72, 100, 128, 129, 256, 257, 385, 1000, 1591, 5000, 16384])
+def test_tiles_share_all_tokens_equally(M):
+    found = {config.block_y for config in candidates(replace(PLAIN, M=M), STORE) if config.narrowed}
+    assert found <= set(NARROWED)
+    for tokens in found:
+        num_tiles = -(-M // tokens)
+        assert num_tiles * tokens - M < 8 * num_tiles, "a tile of eight tokens fewer would do"
+    for num_tiles in range(1, -(-M // 72) + 1):  # whatever the number of tiles, the narrowest that are enough are there
+        enough = 8 * -(-M // (8 * num_tiles))
+        assert enough in found or enough not in NARROWED
+
+
+def test_shares_of_few_tokens_have_a_consumer_of_their_own():
+    found = [config for config in candidates(replace(PLAIN, M=1000), STORE) if config.narrowed]
+    assert {(c.num_consumers, c.pingpong) for c in found} == {(1, False), (2, False), (2, True), (3, False)}
+    assert all(c.block_y >= 96 for c in found if c.consumers_per_tile > 1)
+    assert all(c.block_y <= 200 for c in found if c.num_consumers == 3)
+
+
+@epilogue
+def two_outputs(acc, c: Tile, alpha: Row, bias: Col):
+    return acc * alpha + c, gelu(acc + bias)
+
+
+@epilogue
+def summed(acc):
+    return acc, row_sum(acc)
+
+
+@epilogue
+def halved(acc):
+    gate, up = pairs(acc)
+    return gate * up
+
+
+@pytest.mark.parametrize(
+    ("code", "are_there"),
+    [
+        (STORE, True), (lowered(library.scale_bias_relu), True), (lowered(two_outputs, ("c",)), True),
+        (lowered(library.gelu_residual, ("residual",)), True), (lowered(summed), False), (lowered(halved), False),
+        (lowered(library.absmax), False), (lowered(library.swiglu_fp8), False),
+        (lowered(library.store, tma=False), False),
+    ],
+)  # fmt: skip
+def test_they_are_for_outputs_of_which_every_element_has_its_own_accumulator(code, are_there):
+    problem = replace(PLAIN, tma_operand_bytes=2.0 * len(code.tma_operands))
+    assert any(config.narrowed for config in candidates(problem, code)) == are_there
+    why = supports(problem, fitted(problem, tile(208), code), code)
+    assert (why == "") == are_there
+    assert are_there or why.startswith(
+        ("block_y: expected a power of two unless outputs", "epilogue_columns: expected")
+    )
+
+
+@pytest.mark.parametrize(
+    "problem", [replace(PLAIN, num_groups=8), replace(PLAIN, element_bytes=1, scaled=True)], ids=["grouped", "scaled"]
+)
+def test_they_are_for_plain_products(problem):
+    assert not any(config.narrowed for config in candidates(problem, STORE))
+    config = tile(208, block_k=128, num_stages=3, epilogue_columns=64)
+    assert supports(problem, config, STORE).startswith("block_y: expected a power of two unless in a plain GEMM")
+
+
+@pytest.mark.parametrize(
+    ("config", "why"),
+    [
+        (tile(208, split_k=2), "block_y: expected a power of two unless in a plain GEMM, whole"),
+        (tile(208, swap_ab=False), "block_y: expected a power of two from 8 to 256, or one of (96, 160, 192)"),
+        (tile(204), "block_y: expected a power of two from 8 to 256, or one of (72,"),
+        (tile(64 + 1), "block_y: expected a power of two"),
+        (tile(208, 3, num_stages=3), "consumers: expected at most 100 accumulators"),
+        (tile(112, rows_per_consumer=128), "block_y: expected a power of two unless in a plain GEMM"),
+    ],
+)  # fmt: skip
+def test_others_are_refused(config, why):
+    assert supports(PLAIN, config, STORE).startswith(why)
+
+
+# Times in us on an H200 of the best narrowed config and of the best other:
+# notes/2026-11-gemm-sm90.md, "As wide as needed".
+@pytest.mark.parametrize(
+    ("M", "N", "K", "narrowed", "others"),
+    [
+        (385, 12288, 4096, 55.3, 69.2), (901, 2624, 6144, 45.1, 51.4), (1591, 2048, 4096, 39.6, 46.7),
+        (293, 4096, 14336, 50.1, 55.7), (150, 7168, 8192, 38.4, 41.4), (1686, 2624, 6144, 74.8, 85.0),
+        (190, 5120, 2048, 14.8, 13.2), (10784, 6144, 4096, 789.1, 788.4), (8463, 4096, 4096, 401.0, 397.4),
+    ],
+)  # fmt: skip
+def test_they_are_chosen_where_they_were_faster(M, N, K, narrowed, others):
+    chosen = default_config(Problem(8 * -(-M // 8), N, K, 2), STORE, NUM_SMS)
+    assert chosen is not None and chosen.narrowed == (narrowed < others)
+
+
+# What they load
+
+
+@pytest.mark.parametrize("tokens", NARROWED)
+def test_boxes_have_all_tokens_of_a_tile_and_no_more(tokens):
+    config = tile(tokens)
+    num_main, tail = divmod(tokens, config.main_y)
+    assert tail % config.tail_box == 0 and tokens % config.tail_box == 0
+    boxes = num_main + tail // config.tail_box
+    assert config.boxes_per_stage == 2 + boxes
+    assert boxes <= 10 and config.tensor_y in (128, 256) and config.tensor_y // 2 < tokens < config.tensor_y
+    for box in (config.main_y, config.tail_box):  # of TMA and of Triton
+        assert box & (box - 1) == 0 and 8 <= box <= 256
+
+
+@pytest.mark.parametrize("tokens", [72, 88, 152, 200, 208, 248])
+@pytest.mark.parametrize("M", [65, 100, 150, 385, 1199])
+def test_every_token_is_in_a_tile_and_the_last_tile_ends_with_the_last_token(M, tokens):
+    config = fitted(replace(PLAIN, M=M), tile(tokens), STORE)
+    assert config.tiles_overlap
+    scheduler = SimpleNamespace(problem=SimpleNamespace(M=M, num_whole_tiles=0, cfg=config))
+    firsts = [
+        TileScheduler.ending_with_tokens.fn(scheduler, row, tokens, tokens)
+        for row in range(0, M, tokens)
+    ]  # fmt: skip
+    assert set(range(M)) <= {row + i for row in firsts for i in range(tokens)}
+    assert min(firsts) == 0 and len(set(firsts)) == len(firsts)
+    assert firsts[-1] + tokens == M or len(firsts) == 1
+
+
+def test_both_boxes_are_of_the_tokens():
+    call, config = planned(inputs(next(case for case in CASES if case.name == "narrowed")))
+    assert (config.num_consumers, config.block_y, config.main_y, config.tail_box) == (3, 200, 64, 8)
+    arguments = dict(zip(gemm_kernel.arg_names, host.arguments(call, config, NUM_SMS)[1], strict=True))
+    weights, tokens, tail, stored = (arguments[name] for name in ("x_desc", "y_desc", "rest_desc", "desc0"))
+    assert (weights.shape, weights.block_shape) == ([12288, 4096], [64, 64])
+    assert tokens.shape == tail.shape == [385, 4096]
+    assert (tokens.block_shape, tail.block_shape) == ([64, 64], [8, 64])
+    assert (stored.shape, stored.block_shape) == ([385, 12288], [8, 64])
+    assert config.stage_y == (config.block_y if triton_compat.LARGER_VIEWS else config.tensor_y)
+
+
+# What is compiled
+
+
+@pytest.mark.parametrize(
+    ("ep", "format", "config", "instruction"),
+    [
+        ("store", "bf16", tile(208), "m64n208k16.f32.bf16.bf16"),
+        ("store", "fp16", tile(72, 1), "m64n72k16.f32.f16.f16"),
+        ("gelu_residual", "bf16", tile(248, pingpong=True), "m64n248k16.f32.bf16.bf16"),
+        ("scale_bias_relu", "fp8_row", tile(200, 3, block_k=128), "m64n200k32.f32.e4m3.e4m3"),
+    ],
+)  # fmt: skip
+def test_instructions_have_the_tiles_width(ep, format, config, instruction):
+    call, _ = planned(inputs(cases.Case("any", ep, 385, 4096, 4096, format)))
+    config = fitted(host.problem_of(call), config, call.code)
+    assert supports(host.problem_of(call), config, call.code) == ""
+    binary = compile_launch(cases.launch_with(call, config), "sm_90")
+    assert set(re.findall(r"wgmma\.mma_async\.sync\.aligned\.([\w.]+)", binary.ptx)) == {instruction}
+    assert binary.stack_bytes == 0
+    assert binary.shared_bytes <= configs.shared_bytes(host.problem_of(call), config, call.code)

@@ -1,0 +1,130 @@
+"""Tiles with just as many tokens as are needed on a GPU: the bits of tiles whose width is a power of two."""
+
+from dataclasses import replace
+
+import pytest
+import torch
+
+from envoi.epilogue import Col, Row, Tile, epilogue, gelu
+from envoi.epilogue.evaluate import evaluate
+from envoi.epilogue.library import gelu_residual, linear, scale_bias_relu, store
+from envoi.gemm.hopper import host
+from envoi.gemm.hopper.config import Config, fitted, supports
+from envoi.quant import SCHEMES, dequantize, quantize
+from envoi.types import Matrix, QuantTensor
+from tests.helpers.accuracy import assert_same_bits, relative_error
+
+pytestmark = [pytest.mark.gpu, pytest.mark.usefixtures("tidy_gpu")]
+BF16 = torch.bfloat16
+
+
+@epilogue
+def two_outputs(acc, c: Tile, alpha: Row, bias: Col):
+    return acc * alpha + c, gelu(acc + bias)
+
+
+def normal(*shape: int, seed: int, dtype: torch.dtype = BF16) -> torch.Tensor:
+    return torch.randn(*shape, generator=torch.Generator("cuda").manual_seed(seed), device="cuda").to(dtype)
+
+
+def matrix(rows: int, columns: int, kind: str, seed: int) -> Matrix:
+    if kind == "fp16":
+        return normal(rows, columns, seed=seed, dtype=torch.float16)
+    x = normal(rows, columns, seed=seed)
+    return x if kind == "bf16" else quantize(x, SCHEMES[kind])
+
+
+def operands_of(ep, M: int, N: int) -> dict:
+    shapes = {"alpha": (M,), "bias": (N,), "c": (M, N), "residual": (M, N)}
+    found = {o.name: normal(*shapes[o.name], seed=7) for o in ep.ir.operands if o.kind != "Scalar"}
+    return found | {o.name: 0.5 for o in ep.ir.operands if o.kind == "Scalar"}
+
+
+def run(a: Matrix, b: Matrix, ep, operands: dict, config: Config, out_dtype: torch.dtype = BF16) -> list[torch.Tensor]:
+    """Run a GEMM with a config; the outputs are NaN before."""
+
+    def launch(call, _, num_sms):
+        problem = host.problem_of(call)
+        chosen = fitted(problem, config, call.code)
+        assert supports(problem, chosen, call.code) == ""
+        for output in call.outputs:
+            output.fill_(torch.nan)
+        host.launch_gemm(call, chosen, num_sms)
+
+    return host.run_gemm(a, b, None, ep.ir, out_dtype, operands, launch=launch)
+
+
+def tile(tokens: int, consumers: int, k: int, pingpong: bool = False) -> Config:
+    return Config(64, consumers, tokens, k, 12, swap_ab=True, pingpong=pingpong)
+
+
+def assert_right(tokens: int, consumers: int, pingpong: bool, ep, kind: str, M: int, N: int, K: int, **named) -> None:
+    k = 128 if kind == "fp8_row" else 64
+    a, b, operands = matrix(M, K, kind, 0), matrix(N, K, kind, 1), operands_of(ep, M, N)
+    got = run(a, b, ep, operands, tile(tokens, consumers, k, pingpong), **named)
+    one = Config(64, 2, 128, k, 4, epilogue_columns=64)
+    for x, y in zip(got, run(a, b, ep, operands, one, **named), strict=True):
+        assert_same_bits(x, y)
+    wide = [x.double() if isinstance(x, torch.Tensor) else dequantize(x).double() for x in (a, b)]
+    for x, y in zip(got, evaluate(ep.ir, wide[0] @ wide[1].T, operands), strict=True):
+        assert isinstance(y, torch.Tensor) and relative_error(x, y) < 4e-3
+
+
+CONSUMERS = [(1, False), (2, False), (2, True), (3, False)]
+
+
+@pytest.mark.parametrize(("consumers", "pingpong"), CONSUMERS)
+@pytest.mark.parametrize("tokens", [72, 88, 96, 104, 136, 152, 176, 184, 200])
+def test_tiles_of_every_kind_of_width(tokens, consumers, pingpong):
+    for M in (65, tokens, tokens + 1, 3 * tokens - 5, 1000):
+        assert_right(tokens, consumers, pingpong, store, "bf16", M, 1096, 264)
+
+
+@pytest.mark.parametrize("tokens", [208, 216, 224, 232, 240, 248])
+@pytest.mark.parametrize(("consumers", "pingpong"), CONSUMERS[:3])
+def test_wide_tiles(tokens, consumers, pingpong):
+    for M in (tokens - 7, 2 * tokens, 1001):
+        assert_right(tokens, consumers, pingpong, store, "bf16", M, 520, 200)
+
+
+@pytest.mark.parametrize("ep", [scale_bias_relu, gelu_residual, linear, two_outputs], ids=lambda ep: ep.ir.name)
+@pytest.mark.parametrize(
+    ("tokens", "consumers", "pingpong"), [(88, 1, False), (152, 2, False), (200, 2, True), (112, 3, False)]
+)
+@pytest.mark.parametrize("kind", ["bf16", "fp8_row"])
+def test_epilogues(ep, tokens, consumers, pingpong, kind):
+    for M in (81, 500):
+        assert_right(tokens, consumers, pingpong, ep, kind, M, 1104, 384)
+
+
+@pytest.mark.parametrize(("kind", "K"), [("fp16", 72), ("bf16", 8), ("fp8_row", 16), ("fp8_row", 4096), ("bf16", 6152)])
+def test_sizes_along_k(kind, K):
+    for tokens, consumers, pingpong in ((104, 2, False), (136, 3, False), (216, 2, True)):
+        assert_right(tokens, consumers, pingpong, store, kind, 300, 648, K)
+
+
+def test_outputs_in_float32():
+    for tokens, consumers in ((96, 2), (184, 1)):
+        assert_right(tokens, consumers, False, store, "bf16", 300, 648, 512, out_dtype=torch.float32)
+
+
+def test_more_tiles_than_multiprocessors():
+    for tokens, consumers, pingpong in ((72, 1, False), (72, 2, True), (96, 2, False), (96, 3, False)):
+        assert_right(tokens, consumers, pingpong, gelu_residual, "bf16", 3001, 5128, 136)
+
+
+def test_what_no_number_stands_for_stays_in_its_row():
+    a, b = matrix(400, 256, "bf16", 0), matrix(520, 256, "bf16", 1)
+    assert isinstance(a, torch.Tensor) and not isinstance(b, QuantTensor)
+    a[199, 3], a[200, 5] = torch.nan, torch.inf
+    (got,) = run(a, b, store, {}, tile(200, 2, 64))
+    assert got[199].isnan().all() and not got[200].isfinite().any()
+    assert got[[i for i in range(400) if i not in (199, 200)]].isfinite().all()
+
+
+def test_the_bits_are_the_same_a_hundred_times():
+    a, b, operands = matrix(777, 1024, "bf16", 0), matrix(2048, 1024, "bf16", 1), operands_of(gelu_residual, 777, 2048)
+    config = replace(tile(200, 2, 64), pingpong=True)
+    (first,) = run(a, b, gelu_residual, operands, config)
+    for _ in range(100):
+        assert_same_bits(run(a, b, gelu_residual, operands, config)[0], first)

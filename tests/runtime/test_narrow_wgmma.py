@@ -1,0 +1,51 @@
+"""PTX of products that are narrower than their tensors."""
+
+import pytest
+from triton.backends.nvidia.compiler import CUDABackend
+
+from envoi.runtime import triton_compat  # noqa: F401  # what is imported with every kernel
+from envoi.runtime.narrow_wgmma import narrowed
+
+REMARK = "\t// envoi: wgmma of n{} is n{} %r7\n"
+
+
+def product(columns: int, of: str = "bf16.bf16", k: int = 16, first: int = 1) -> str:
+    registers = ",".join(f"%r{first + i}" for i in range(columns // 2))
+    ending = "p, 1, 1, 0, 0;" if k == 16 else "p, 1, 1;"
+    return f"\twgmma.mma_async.sync.aligned.m64n{columns}k{k}.f32.{of} {{{registers}}}, %rd1, %rd2, {ending}\n"
+
+
+@pytest.mark.parametrize(("columns", "used"), [(256, 208), (256, 136), (128, 72), (128, 120), (256, 248)])
+@pytest.mark.parametrize(("of", "k"), [("bf16.bf16", 16), ("f16.f16", 16), ("e4m3.e4m3", 32)])
+def test_the_first_columns_are_left(columns, used, of, k):
+    before = (
+        REMARK.format(columns, used) + product(columns, of, k) + "\tmov.u32 %r1, %r2;\n" + product(columns, of, k, 500)
+    )
+    after = REMARK.format(columns, used) + product(used, of, k) + "\tmov.u32 %r1, %r2;\n" + product(used, of, k, 500)
+    assert narrowed(before) == after
+
+
+def test_products_of_other_widths_stay():
+    text = REMARK.format(256, 208) + product(256) + product(64)
+    assert narrowed(text) == REMARK.format(256, 208) + product(208) + product(64)
+
+
+def test_without_a_remark_nothing_changes():
+    text = product(256) + "// envoi is only a word here\n"
+    assert narrowed(text) is text
+
+
+def test_a_remark_in_every_role_counts_once():
+    text = REMARK.format(256, 208) + product(256) + REMARK.format(256, 208) + product(256)
+    assert narrowed(text).count("m64n208k16") == 2
+
+
+def test_remarks_that_contradict_each_other_or_fit_nothing_are_refused():
+    with pytest.raises(ValueError, match=r"expected one width in a kernel, got \[\(256, 200\), \(256, 208\)\]"):
+        narrowed(REMARK.format(256, 208) + REMARK.format(256, 200) + product(256))
+    with pytest.raises(ValueError, match="expected products of 256 columns, found none"):
+        narrowed(REMARK.format(256, 208) + product(128))
+
+
+def test_triton_narrows_what_it_compiles():
+    assert CUDABackend.make_ptx.__module__ == "envoi.runtime.narrow_wgmma"
