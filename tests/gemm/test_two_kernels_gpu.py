@@ -58,7 +58,7 @@ def ways(ep, a, b) -> list[QuantTensor]:
 
 @pytest.mark.parametrize("ep", [swiglu_fp8, rounded, of_a_tile], ids=lambda ep: ep.ir.name)
 @pytest.mark.parametrize("scheme", ["bf16", "fp8_row"])
-@pytest.mark.parametrize("M", [1, 63, 200, 1500])
+@pytest.mark.parametrize("M", [1, 63, 64, 200, 1500])
 def test_two_have_the_bits_of_one(ep, scheme, M):
     N, K = 1024, 256  # K of a few steps isn't split
     a, b = matrix(M, K, scheme, 0), matrix(N, K, scheme, 1)
