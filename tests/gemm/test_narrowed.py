@@ -175,6 +175,24 @@ def test_both_boxes_are_of_the_tokens():
 # What is compiled
 
 
+@epilogue
+def two_of_each(acc, c: Tile, d: Tile):
+    return acc * c + d, gelu(acc)
+
+
+@pytest.mark.parametrize(("tokens", "consumers", "pingpong"), [(88, 1, False), (152, 2, True), (104, 3, False)])
+def test_two_outputs_and_two_operands(tokens, consumers, pingpong, monkeypatch):
+    monkeypatch.setitem(cases.EPILOGUES, "two_of_each", two_of_each)
+    call, _ = planned(inputs(cases.Case("any", "two_of_each", 300, 4096, 4096)))
+    assert len(call.code.tma_outputs) == len(call.code.tma_operands) == 2
+    problem = host.problem_of(call)
+    config = fitted(problem, tile(tokens, consumers, pingpong=pingpong), call.code)
+    assert supports(problem, config, call.code) == ""
+    binary = compile_launch(cases.launch_with(call, config), "sm_90")
+    assert binary.stack_bytes == 0
+    assert binary.shared_bytes <= configs.shared_bytes(problem, config, call.code)
+
+
 @pytest.mark.parametrize(
     ("ep", "format", "config", "instruction"),
     [

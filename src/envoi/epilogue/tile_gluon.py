@@ -237,12 +237,17 @@ def put_tiles(values, descs, stages, coords, m, turn, cfg: gl.constexpr):
     role_barrier()  # all warps have written
     for i in gl.static_range(len(values)):
         if cfg.narrowed:
-            box: gl.constexpr = descs[i].block_type.shape[0]
-            for j in gl.static_range(boxes_of_chunk(turn, box, cfg)):
-                chunk = stages[i].index(turn % TURNS)
-                tma_store(descs[i], [m + j * box, coords[i]], chunk.slice(j * box, box))
+            put_boxes(descs[i], stages[i].index(turn % TURNS), m, coords[i], turn, cfg)
         else:
             tma_store(descs[i], [m, coords[i]], stages[i].index(turn % TURNS))
+
+
+@gluon.jit
+def put_boxes(desc, chunk, m, n, TURN: gl.constexpr, cfg: gl.constexpr):
+    """Start TMA stores of chunk TURN, box by box, to (m, n)."""
+    box: gl.constexpr = desc.block_type.shape[0]
+    for j in gl.static_range(boxes_of_chunk(TURN, box, cfg)):
+        tma_store(desc, [m + j * box, n], chunk.slice(j * box, box))
 
 
 @gluon.constexpr_function

@@ -232,10 +232,10 @@ class Pipeline:
             for i in gl.static_range(cfg.block_y // cfg.main_y):
                 at = [tile.y + i * cfg.main_y, k]
                 tma_load(y_desc, at, self.full.index(stage), self.y_rows(stage, i * cfg.main_y, cfg.main_y))
-            return
-        for i in gl.static_range(num_y_boxes(IS_LOW, cfg)):
-            at = self.corner(tile.y + i * cfg.y_pitch, tile.expert, k, not cfg.swap_ab)
-            tma_load(y_desc, at, self.full.index(stage), self.y_box(stage, i))
+        else:
+            for i in gl.static_range(num_y_boxes(IS_LOW, cfg)):
+                at = self.corner(tile.y + i * cfg.y_pitch, tile.expert, k, not cfg.swap_ab)
+                tma_load(y_desc, at, self.full.index(stage), self.y_box(stage, i))
 
     @gluon.jit
     def load_rest(self, rest_desc, stage, tile, k):
