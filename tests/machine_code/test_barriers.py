@@ -21,6 +21,7 @@ KERNELS = [
     ("gemm-sm90-gelu-residual", "sm_90"),  # operands by TMA
     ("gemm-sm90-absmax-few", "sm_90"),
     ("gemm-sm90-two-widths-halves", "sm_90"),
+    ("gemm-sm90-narrowed-residual", "sm_90"),
     ("gemm-sm90-experts-l1-fp8-block128", "sm_90"),
     ("gemm-mx-sm90-mxfp4-64", "sm_90"),
     ("router-sm90-few-experts", "sm_90"),  # all stages at once

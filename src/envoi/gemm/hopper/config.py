@@ -244,8 +244,7 @@ def _why_not_chunks(problem: Problem, c: Config, code: Lowered) -> str:
 
 
 def _why_not_two_widths(problem: Problem, c: Config) -> str:
-    few = problem.num_groups or problem.scaled or c.split_k > 1
-    if c.narrowed and (few or c.rows_per_consumer != 64 or c.num_warps != 4):
+    if c.narrowed and (problem.num_groups or problem.scaled or c.split_k > 1 or c.rows_per_consumer != 64):
         return f"block_y: expected a power of two unless in a plain GEMM, whole, of 64 features, got {c.label()}"
     if not c.rest_y:
         return ""
