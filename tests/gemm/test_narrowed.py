@@ -91,6 +91,15 @@ def test_they_are_for_outputs_of_which_every_element_has_its_own_accumulator(cod
     )
 
 
+def test_three_consumers_have_fewer_accumulators_in_fp8():
+    fp8 = replace(PLAIN, element_bytes=1)
+    found = [config for config in candidates(fp8, STORE) if config.narrowed and config.num_consumers == 3]
+    assert found and max(config.block_y for config in found) <= 192
+    wide = fitted(fp8, tile(200, 3, block_k=128), STORE)
+    assert supports(fp8, wide, STORE).startswith("consumers: expected at most 96 accumulators a thread for three")
+    assert supports(PLAIN, fitted(PLAIN, tile(200, 3), STORE), STORE) == ""
+
+
 @pytest.mark.parametrize(
     "problem", [replace(PLAIN, num_groups=8), replace(PLAIN, element_bytes=1, scaled=True)], ids=["grouped", "scaled"]
 )
@@ -125,7 +134,8 @@ def test_others_are_refused(config, why):
         (190, 5120, 2048, 14.8, 13.2), (10784, 6144, 4096, 789.1, 788.4), (8463, 4096, 4096, 401.0, 397.4),
     ],
 )  # fmt: skip
-def test_they_are_chosen_where_they_were_faster(M, N, K, narrowed, others):
+def test_they_are_chosen_where_they_were_faster(M, N, K, narrowed, others, monkeypatch):
+    monkeypatch.setattr(triton_compat, "LARGER_VIEWS", True)  # as when they were measured
     chosen = default_config(Problem(8 * -(-M // 8), N, K, 2), STORE, NUM_SMS)
     assert chosen is not None and chosen.narrowed == (narrowed < others)
 
@@ -189,7 +199,7 @@ def test_two_outputs_and_two_operands(tokens, consumers, pingpong, monkeypatch):
     config = fitted(problem, tile(tokens, consumers, pingpong=pingpong), call.code)
     assert supports(problem, config, call.code) == ""
     binary = compile_launch(cases.launch_with(call, config), "sm_90")
-    assert binary.stack_bytes == 0
+    assert binary.stack_bytes <= (0 if triton_compat.VERSION.startswith("3.6.") else 8)
     assert binary.shared_bytes <= configs.shared_bytes(problem, config, call.code)
 
 
@@ -199,7 +209,7 @@ def test_two_outputs_and_two_operands(tokens, consumers, pingpong, monkeypatch):
         ("store", "bf16", tile(208), "m64n208k16.f32.bf16.bf16"),
         ("store", "fp16", tile(72, 1), "m64n72k16.f32.f16.f16"),
         ("gelu_residual", "bf16", tile(248, pingpong=True), "m64n248k16.f32.bf16.bf16"),
-        ("scale_bias_relu", "fp8_row", tile(200, 3, block_k=128), "m64n200k32.f32.e4m3.e4m3"),
+        ("scale_bias_relu", "fp8_row", tile(192, 3, block_k=128), "m64n192k32.f32.e4m3.e4m3"),
     ],
 )  # fmt: skip
 def test_instructions_have_the_tiles_width(ep, format, config, instruction):

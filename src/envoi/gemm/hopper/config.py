@@ -16,7 +16,7 @@ _FLAGS = ("pingpong", "swap_ab", "wide_tail_tiles", "paired_tiles")
 FEW_TOKENS = 64  # tokens (of an expert) up to which the weights are the instruction's M side
 MAX_FEW_COLUMNS = 64  # columns that an epilogue may need at once where tokens are few
 IN_TURNS = 17, 64  # tokens of an expert for which consumers take tiles with scale factors along K in turns
-MOST_OF_THREE = 100  # accumulators of a thread of three consumers, if `narrowed`
+MOST_OF_THREE = 100, 96  # accumulators of a thread of three consumers, if `narrowed`; in FP8, with its factors
 TWO_WIDTHS = 96, 160, 192  # features of a tile that two accumulators hold: 64 + 32, 128 + 32, 128 + 64
 NARROWED = tuple(y for y in range(72, 256, 8) if y != 128)  # tokens of a tile whose instructions are `narrowed`
 SHARED_FROM = 96  # of them from which consumers share a tile: of fewer, the L2 would have to send too much
@@ -195,6 +195,7 @@ def supports(problem: Problem, config: Config, code: Lowered) -> str:
     return (
         _why_not_consumers(config)
         or _why_not_chunks(problem, config, code)
+        or _why_not_narrowed(problem, config)
         or _why_not_two_widths(problem, config)
         or _why_not_problem(problem, config)
         or _why_not_memory(problem, config, code)
@@ -206,9 +207,9 @@ def _why_not_consumers(c: Config) -> str:
         return f"num_stages: expected at least {MIN_STAGES}, got {c.num_stages}: the producer would wait forever"
     if c.rows_per_consumer not in (64, 128) or c.num_consumers not in (1, 2, 3) or c.num_warps not in (4, 8):
         return f"consumers: expected 1 to 3 of 64 or 128 rows by 4 or 8 warps, got {c.label()}"
-    most = MOST_OF_THREE if c.narrowed else MAX_ACCUMULATORS // 2
-    if c.num_consumers == 3 and (c.num_warps == 8 or accumulator_registers(c) > most):
-        return f"consumers: expected at most {most} accumulators a thread of four warps for three, got {c.label()}"
+    many = accumulator_registers(c) > MAX_ACCUMULATORS // 2 and not c.narrowed
+    if c.num_consumers == 3 and (c.num_warps == 8 or many):
+        return f"consumers: expected at most 64 accumulators a thread of four warps for three, got {c.label()}"
     if c.rows_per_consumer < 16 * c.num_warps:
         return f"rows_per_consumer: expected at least 16 a warp, got {c.rows_per_consumer} for {c.num_warps} warps"
     others = NARROWED if c.swap_ab else TWO_WIDTHS
@@ -243,9 +244,18 @@ def _why_not_chunks(problem: Problem, c: Config, code: Lowered) -> str:
     return ""
 
 
-def _why_not_two_widths(problem: Problem, c: Config) -> str:
-    if c.narrowed and (problem.num_groups or problem.scaled or c.split_k > 1 or c.rows_per_consumer != 64):
+def _why_not_narrowed(problem: Problem, c: Config) -> str:
+    if not c.narrowed:
+        return ""
+    if problem.num_groups or problem.scaled or c.split_k > 1 or c.rows_per_consumer != 64:
         return f"block_y: expected a power of two unless in a plain GEMM, whole, of 64 features, got {c.label()}"
+    most = MOST_OF_THREE[problem.element_bytes == 1]
+    if c.num_consumers == 3 and accumulator_registers(c) > most:
+        return f"consumers: expected at most {most} accumulators a thread for three, got {c.label()}"
+    return ""
+
+
+def _why_not_two_widths(problem: Problem, c: Config) -> str:
     if not c.rest_y:
         return ""
     if problem.num_groups or problem.scaled or c.swap_ab or c.split_k > 1:
