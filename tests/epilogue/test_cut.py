@@ -61,20 +61,20 @@ def operands() -> dict[str, torch.Tensor]:
         (rounded, 2, torch.bfloat16),
     ],
 )  # fmt: skip
-def test_a_quantisation_is_the_tail(ep, divisor, dtype):
+def test_a_quantisation_is_the_second_part(ep, divisor, dtype):
     parts = cut(ep.ir)
     assert (parts.divisor, parts.dtype) == (divisor, dtype)
-    assert [node.op for node in parts.tail.nodes] == ["acc", "quantize"] and not parts.tail.operands
-    assert parts.head.operands == ep.ir.operands
-    assert chunk_columns(parts.head) == divisor < chunk_columns(ep.ir)
-    assert [spec.kind for spec in output_specs(parts.head, dtype)] == ["tile"]
-    assert [name for name, _ in parts.tail.outputs] == [name for name, _ in ep.ir.outputs]
+    assert [node.op for node in parts.second.nodes] == ["acc", "quantize"] and not parts.second.operands
+    assert parts.first.operands == ep.ir.operands
+    assert chunk_columns(parts.first) == divisor < chunk_columns(ep.ir)
+    assert [spec.kind for spec in output_specs(parts.first, dtype)] == ["tile"]
+    assert [name for name, _ in parts.second.outputs] == [name for name, _ in ep.ir.outputs]
 
 
 @pytest.mark.parametrize("ep", [a_row_too, by_rows, twice, gelu_residual, store], ids=lambda ep: ep.ir.name)
-def test_all_else_is_a_tail(ep):
+def test_all_else_is_a_second_part(ep):
     parts = cut(ep.ir)
-    assert parts.head is store.ir and parts.tail is ep.ir
+    assert parts.first is store.ir and parts.second is ep.ir
     assert (parts.divisor, parts.dtype) == (1, torch.float32)
 
 
@@ -86,9 +86,9 @@ def test_both_parts_compute_the_whole(ep):
     acc[0, 3], acc[1, 200], acc[2, :] = torch.nan, torch.inf, 0.0
     given = operands()
     parts = cut(ep.ir)
-    (between,) = evaluate(parts.head, acc, given)
+    (between,) = evaluate(parts.first, acc, given)
     assert isinstance(between, torch.Tensor) and between.shape == (M, N // parts.divisor)
-    got = evaluate(parts.tail, between.to(parts.dtype), given)
+    got = evaluate(parts.second, between.to(parts.dtype), given)
     for one, whole in zip(got, evaluate(ep.ir, acc, given), strict=True):
         for a, b in zip(tensors_of(one), tensors_of(whole), strict=True):
             assert_same_bits(a, b)

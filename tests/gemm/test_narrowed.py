@@ -62,6 +62,11 @@ def two_outputs(acc, c: Tile, alpha: Row, bias: Col):
 
 
 @epilogue
+def three_outputs(acc):
+    return acc, gelu(acc), acc * 2.0
+
+
+@epilogue
 def summed(acc):
     return acc, row_sum(acc)
 
@@ -77,6 +82,7 @@ def halved(acc):
     [
         (STORE, True), (lowered(library.scale_bias_relu), True), (lowered(two_outputs, ("c",)), True),
         (lowered(library.gelu_residual, ("residual",)), True), (lowered(summed), False), (lowered(halved), False),
+        (lowered(three_outputs), False),  # one is stored from registers
         (lowered(library.absmax), False), (lowered(library.swiglu_fp8), False),
         (lowered(library.store, tma=False), False),
     ],
@@ -117,6 +123,9 @@ def test_they_are_for_plain_products(problem):
         (tile(204), "block_y: expected a power of two from 8 to 256, or one of (72,"),
         (tile(64 + 1), "block_y: expected a power of two"),
         (tile(208, 3, num_stages=3), "consumers: expected at most 100 accumulators"),
+        (tile(208, block_k=128, num_stages=2), "block_k: expected rows of at most 128 bytes in a stage"),
+        (tile(192, num_stages=4, epilogue_columns=32), "epilogue_columns: expected a multiple of 64 tokens, got 32"),
+        (tile(208, num_stages=4, epilogue_columns=8), "epilogue_columns: expected a multiple of 16 tokens, got 8"),
         (tile(112, rows_per_consumer=128), "block_y: expected a power of two unless in a plain GEMM"),
     ],
 )  # fmt: skip
@@ -147,11 +156,11 @@ def test_they_are_chosen_where_they_were_faster(M, N, K, narrowed, others, monke
 def test_boxes_have_all_tokens_of_a_tile_and_no_more(tokens):
     config = tile(tokens)
     num_main, tail = divmod(tokens, config.main_y)
-    assert tail % config.tail_box == 0 and tokens % config.tail_box == 0
-    boxes = num_main + tail // config.tail_box
+    assert tail % config.small_box == 0 and tokens % config.small_box == 0
+    boxes = num_main + tail // config.small_box
     assert config.boxes_per_stage == 2 + boxes
     assert boxes <= 10 and config.tensor_y in (128, 256) and config.tensor_y // 2 < tokens < config.tensor_y
-    for box in (config.main_y, config.tail_box):  # of TMA and of Triton
+    for box in (config.main_y, config.small_box):  # of TMA and of Triton
         assert box & (box - 1) == 0 and 8 <= box <= 256
 
 
@@ -170,9 +179,16 @@ def test_every_token_is_in_a_tile_and_the_last_tile_ends_with_the_last_token(M, 
     assert firsts[-1] + tokens == M or len(firsts) == 1
 
 
+def test_chunks_of_more_tokens_than_a_tile_are_counted():
+    for columns in (64, 128):
+        config = fitted(PLAIN, tile(72, epilogue_columns=columns), STORE)
+        stages = config.num_stages * (128 + 72) * 128
+        assert configs.shared_bytes(PLAIN, config, STORE) == stages + 2 * columns * 64 * 2 + configs.RESERVED_BYTES
+
+
 def test_both_boxes_are_of_the_tokens():
     call, config = planned(inputs(next(case for case in CASES if case.name == "narrowed")))
-    assert (config.num_consumers, config.block_y, config.main_y, config.tail_box) == (3, 200, 64, 8)
+    assert (config.num_consumers, config.block_y, config.main_y, config.small_box) == (3, 200, 64, 8)
     arguments = dict(zip(gemm_kernel.arg_names, host.arguments(call, config, NUM_SMS)[1], strict=True))
     weights, tokens, tail, stored = (arguments[name] for name in ("x_desc", "y_desc", "rest_desc", "desc0"))
     assert (weights.shape, weights.block_shape) == ([12288, 4096], [64, 64])

@@ -5,7 +5,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-from envoi.epilogue import epilogue, quantize
+from envoi.epilogue import epilogue, pairs, quantize, row_sum
 from envoi.epilogue.cut import cut
 from envoi.epilogue.library import absmax, store, swiglu, swiglu_fp8
 from envoi.gemm import backend
@@ -115,8 +115,8 @@ def test_the_choice_follows_the_model_of_time():
     problem = tune.rounded(Problem(300, 8192, 4096, 2))
     parts = cut(swiglu_fp8.ir)
     whole = two_kernels._best_cycles(problem, swiglu_fp8.ir, BF16, SMS)
-    head = two_kernels._best_cycles(problem, parts.head, parts.dtype, SMS)
-    assert head + two_kernels.second_cycles(problem, parts) < whole
+    first = two_kernels._best_cycles(problem, parts.first, parts.dtype, SMS)
+    assert first + two_kernels.second_cycles(problem, parts) < whole
     assert two_kernels.pay(problem, swiglu_fp8.ir, SMS)
     narrow = replace(problem, N=256 * 132 * 5)
     assert not two_kernels.pay(narrow, swiglu_fp8.ir, SMS)
@@ -127,11 +127,18 @@ def test_groups_need_no_row_to_fit():
     a, b = matrix("fp8_1x128", 64, 2048), matrix("fp8_128x128", 32768, 2048)
     assert host.supports_hopper(a, b, swiglu_fp8.ir) == ""
     assert "rows of 32768 columns" in host.supports_hopper(a, b, by_rows.ir)
+    assert "rows of 32768 columns" in host.supports_hopper(a, b, with_a_sum.ir)  # the second kernel holds whole rows
 
 
 @epilogue
 def by_rows(acc):
     return quantize(acc, "fp8_e4m3", group="row")
+
+
+@epilogue
+def with_a_sum(acc):
+    gate, up = pairs(acc)
+    return quantize(gate * up, "fp8_e4m3", group=128), row_sum(acc)
 
 
 # What

@@ -4,9 +4,9 @@ import pytest
 from triton.backends.nvidia.compiler import CUDABackend
 
 from envoi.runtime import triton_compat  # noqa: F401  # what is imported with every kernel
-from envoi.runtime.narrow_wgmma import narrowed
+from envoi.runtime.narrow_wgmma import rewritten
 
-REMARK = "\t// envoi: wgmma of n{} is n{} %r7\n"
+REMARK = "\t// envoi 1: wgmma of n{} is n{} %r7\n"
 
 
 def product(columns: int, of: str = "bf16.bf16", k: int = 16, first: int = 1) -> str:
@@ -22,29 +22,29 @@ def test_the_first_columns_are_left(columns, used, of, k):
         REMARK.format(columns, used) + product(columns, of, k) + "\tmov.u32 %r1, %r2;\n" + product(columns, of, k, 500)
     )
     after = REMARK.format(columns, used) + product(used, of, k) + "\tmov.u32 %r1, %r2;\n" + product(used, of, k, 500)
-    assert narrowed(before) == after
+    assert rewritten(before) == after
 
 
 def test_products_of_other_widths_stay():
     text = REMARK.format(256, 208) + product(256) + product(64)
-    assert narrowed(text) == REMARK.format(256, 208) + product(208) + product(64)
+    assert rewritten(text) == REMARK.format(256, 208) + product(208) + product(64)
 
 
 def test_without_a_remark_nothing_changes():
     text = product(256) + "// envoi is only a word here\n"
-    assert narrowed(text) is text
+    assert rewritten(text) is text
 
 
 def test_a_remark_in_every_role_counts_once():
     text = REMARK.format(256, 208) + product(256) + REMARK.format(256, 208) + product(256)
-    assert narrowed(text).count("m64n208k16") == 2
+    assert rewritten(text).count("m64n208k16") == 2
 
 
 def test_remarks_that_contradict_each_other_or_fit_nothing_are_refused():
     with pytest.raises(ValueError, match=r"expected one width in a kernel, got \[\(256, 200\), \(256, 208\)\]"):
-        narrowed(REMARK.format(256, 208) + REMARK.format(256, 200) + product(256))
+        rewritten(REMARK.format(256, 208) + REMARK.format(256, 200) + product(256))
     with pytest.raises(ValueError, match="expected products of 256 columns, found none"):
-        narrowed(REMARK.format(256, 208) + product(128))
+        rewritten(REMARK.format(256, 208) + product(128))
 
 
 def test_triton_narrows_what_it_compiles():

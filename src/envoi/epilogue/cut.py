@@ -1,11 +1,12 @@
-"""Cut an epilogue in two: a head that tiles of the product can run, and a tail that a second kernel runs on its output.
+"""Cut an epilogue in two: a first part that tiles of the product can run, and a second, a kernel on its output.
 
-What quantises in groups of 128 after a gate needs tiles of 256 columns. Cut, it leaves the kernel as the tile that is
-to be quantised:
+What quantises in groups of 128 after a gate needs tiles of 256 columns. Cut, it leaves the GEMM as the tile that is to
+be quantised:
 
-    swiglu_fp8 of [M, N]     head: silu(gate) * up -> float32 [M, N / 2]     tail: quantize of that, [M, N / 2]
+    swiglu_fp8 of [M, N]     first: silu(gate) * up -> float32 [M, N / 2]     second: quantize of that, [M, N / 2]
 
-An epilogue that needs whole rows is cut before its first operation: its tail runs on the product.
+An epilogue of which a quantisation isn't the only output is cut before its first operation: its second part is all of
+it, on the product.
 """
 
 from dataclasses import dataclass, replace
@@ -21,12 +22,12 @@ from envoi.epilogue.outputs import deferred
 class Cut:
     """Epilogue in two parts; together they compute the same bits.
 
-    head: its only output is a tile [M, N / divisor] of `dtype`, which loses no bit. tail: takes that tile as its
+    first: its only output is a tile [M, N / divisor] of `dtype`, which loses no bit. second: takes that tile as its
     accumulator and has all outputs of the whole.
     """
 
-    head: IR
-    tail: IR
+    first: IR
+    second: IR
     dtype: torch.dtype
     divisor: int
 
@@ -41,6 +42,6 @@ def cut(ir: IR) -> Cut:
     source = quantize.args[0]
     made = ir.nodes[source]
     acc = next(node for node in ir.nodes if node.op == "acc")
-    head = IR(f"{ir.name}_head", ir.operands, ir.nodes[: source + 1], (("", source),))
-    tail = IR(f"{ir.name}_tail", (), (acc, replace(quantize, args=(0,), shape=TILE)), ((ir.outputs[0][0], 1),))
-    return Cut(head, tail, torch.bfloat16 if made.op == "round_bf16" else torch.float32, made.shape.divisor)
+    first = IR(f"{ir.name}_first", ir.operands, ir.nodes[: source + 1], (("", source),))
+    second = IR(f"{ir.name}_second", (), (acc, replace(quantize, args=(0,), shape=TILE)), ((ir.outputs[0][0], 1),))
+    return Cut(first, second, torch.bfloat16 if made.op == "round_bf16" else torch.float32, made.shape.divisor)

@@ -229,7 +229,7 @@ def ring_shape(box, turns, cfg):
 def put_tiles(values, descs, stages, coords, m, turn, cfg: gl.constexpr):
     """Start TMA stores of chunks through their ring of buffers, without waiting for them to complete."""
     TURNS: gl.constexpr = cfg.num_store_buffers
-    tma.store_wait(pendings=(TURNS - 1) * len(values))
+    tma.store_wait(pendings=(TURNS - 1) * len(values))  # at most the chunk's before, which may have more boxes
     role_barrier()  # the earlier stores have read these buffers
     for i in gl.static_range(len(values)):
         stages[i].index(turn % TURNS).store(values[i])

@@ -4,7 +4,7 @@ A kernel gives its accumulator the next power of two of columns, and says in a c
 instruction shall compute. Each instruction is then rewritten, before the assembler reads it, to leave out the others,
 whose registers keep their zeros and cost nothing:
 
-    // envoi: wgmma of n256 is n208
+    // envoi 1: wgmma of n256 is n208
     wgmma.mma_async.sync.aligned.m64n256k16.f32.bf16.bf16 {%r1, .. %r128}, ..
     wgmma.mma_async.sync.aligned.m64n208k16.f32.bf16.bf16 {%r1, .. %r104}, ..      what is assembled
 
@@ -18,12 +18,14 @@ import triton.experimental.gluon.language as gl
 from triton.backends.nvidia.compiler import CUDABackend
 from triton.experimental import gluon
 
-_REMARK = re.compile(r"// envoi: wgmma of n(\d+) is n(\d+)")
+# The number is of what `rewritten` does. Triton's disk cache finds a kernel by its source, which has the remark: raise
+# it with a change of `rewritten`, else old machine code would be found.
+_REMARK = re.compile(r"// envoi 1: wgmma of n(\d+) is n(\d+)")
 
 
 @gluon.constexpr_function
 def _remark(columns, used):
-    return f"// envoi: wgmma of n{columns} is n{used} $0"
+    return f"// envoi 1: wgmma of n{columns} is n{used} $0"
 
 
 @gluon.jit
@@ -33,7 +35,7 @@ def narrow_products(COLUMNS: gl.constexpr, USED: gl.constexpr):
     gl.inline_asm_elementwise(remark, "=r", [], gl.int32, is_pure=False, pack=1)  # pyright: ignore[reportArgumentType]
 
 
-def narrowed(ptx: str) -> str:
+def rewritten(ptx: str) -> str:
     """Return a kernel's PTX with its products as narrow as its remarks say; without one, the PTX as it is.
 
     Raises ValueError if the remarks contradict each other, or no product is as wide as they say.
@@ -61,7 +63,7 @@ def _narrow_what_is_compiled() -> None:
     make_ptx = CUDABackend.make_ptx
 
     def narrowing(self: Any, *arguments: Any, **options: Any) -> str:
-        return narrowed(make_ptx(self, *arguments, **options))
+        return rewritten(make_ptx(self, *arguments, **options))
 
     CUDABackend.make_ptx = narrowing
 

@@ -70,7 +70,7 @@ def candidates(problem: Problem, code: Lowered) -> list[Config]:
     if not problem.num_groups:
         found += two_widths(k)
     if code.elementwise and code.tma_outputs and not (problem.num_groups or problem.scaled):
-        found += narrowed(problem.M, k)
+        found += narrowed_configs(problem.M, k)
     found = [fitted(problem, config, code) for config in found]
     return [config for config in dict.fromkeys(found) if not supports(problem, config, code)]
 
@@ -88,7 +88,7 @@ def two_widths(k: int) -> list[Config]:
     return [*found, Config(64, 3, 96, k, 8, epilogue_columns=32)]
 
 
-def narrowed(num_tokens: int, k: int) -> list[Config]:
+def narrowed_configs(num_tokens: int, k: int) -> list[Config]:
     """Return configs whose tiles have just as many tokens as share all tokens equally, in eights.
 
     k: elements of K in a stage.

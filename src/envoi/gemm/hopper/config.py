@@ -16,7 +16,8 @@ _FLAGS = ("pingpong", "swap_ab", "wide_tail_tiles", "paired_tiles")
 FEW_TOKENS = 64  # tokens (of an expert) up to which the weights are the instruction's M side
 MAX_FEW_COLUMNS = 64  # columns that an epilogue may need at once where tokens are few
 IN_TURNS = 17, 64  # tokens of an expert for which consumers take tiles with scale factors along K in turns
-MOST_OF_THREE = 100, 96  # accumulators of a thread of three consumers, if `narrowed`; in FP8, with its factors
+MOST_OF_THREE = 100  # accumulators of a thread of three consumers, if `narrowed`
+MOST_OF_THREE_FP8 = 96  # of them in FP8, whose factors take registers too
 TWO_WIDTHS = 96, 160, 192  # features of a tile that two accumulators hold: 64 + 32, 128 + 32, 128 + 64
 NARROWED = tuple(y for y in range(72, 256, 8) if y != 128)  # tokens of a tile whose instructions are `narrowed`
 SHARED_FROM = 96  # of them from which consumers share a tile: of fewer, the L2 would have to send too much
@@ -29,11 +30,12 @@ class Config(Constant):
 
     rows_per_consumer: 64 or 128. num_consumers: 1 to 3; they share each tile, each with its own rows of x, or two with
         `pingpong` take whole tiles alternately, so that the epilogue of one overlaps the mainloop of the other.
-        Three, in a plain GEMM only, have at most 64 accumulators a thread.
+        Three, in a plain GEMM only, have at most 64 accumulators a thread, if `narrowed` `MOST_OF_THREE`.
     block_y: a power of two from 8 to 256, or in a plain GEMM one of `TWO_WIDTHS`, by two accumulators, or with swap_ab
         one of `NARROWED`, by instructions that Triton has no tensor for.
     block_k: elements of K in a stage. num_stages: stages in the ring. num_warps: of a consumer, 4 or 8.
-    epilogue_columns, num_store_buffers: the epilogue's column chunks, and the ring through which TMA stores them.
+    epilogue_columns, num_store_buffers: the epilogue's column chunks (if `narrowed`, of tokens), and the ring through
+        which TMA stores them.
     wide_tail_tiles: only in a grouped GEMM. paired_tiles: for an epilogue that is lowered for pairs, and no other.
     tiles_overlap: only in a plain GEMM. columns_ahead: with the tokens on the M side. `fitted` decides both, and labels
         leave them out.
@@ -98,7 +100,7 @@ class Config(Constant):
         if not self.narrowed:
             return most
         return min(
-            (most, most // 2, most // 4), key=lambda box: self.block_y // box + self.block_y % box // self.tail_box
+            (most, most // 2, most // 4), key=lambda box: self.block_y // box + self.block_y % box // self.small_box
         )
 
     @property
@@ -107,7 +109,7 @@ class Config(Constant):
         return 0 if self.narrowed else self.block_y - self.main_y
 
     @property
-    def tail_box(self) -> int:
+    def small_box(self) -> int:
         """Rows of y in a box after those of main_y, if `narrowed`; outputs are stored in boxes of as many tokens."""
         return min(64, self.block_y & -self.block_y)
 
@@ -116,14 +118,14 @@ class Config(Constant):
         """TMA boxes that fill a stage, both operands'."""
         if not self.narrowed:
             return self.consumers_per_tile + 1 + (self.rest_y > 0)
-        return self.consumers_per_tile + self.block_y // self.main_y + self.block_y % self.main_y // self.tail_box
+        return self.consumers_per_tile + self.block_y // self.main_y + self.block_y % self.main_y // self.small_box
 
     @property
     def stage_y(self) -> int:
         """Rows of y that a stage has room for: block_y, or the accumulator's if Triton can't view them as so many."""
         if not self.narrowed:
             return self.block_y
-        from envoi.runtime.triton_compat import LARGER_VIEWS
+        from envoi.runtime.triton_compat import LARGER_VIEWS  # here, since plans import this file without Triton
 
         return self.block_y if LARGER_VIEWS else self.tensor_y
 
@@ -233,7 +235,8 @@ def _why_not_chunks(problem: Problem, c: Config, code: Lowered) -> str:
     if code.tma_outputs and c.num_chunks % c.num_store_buffers:  # a tile's first chunk would take the last one's buffer
         return f"num_store_buffers: expected one that divides {c.num_chunks} chunks, got {c.num_store_buffers}"
     if c.narrowed:
-        lowered = code.elementwise and code.tma_outputs
+        # Stores from registers would write what a chunk has after the tile's last token.
+        lowered = code.elementwise and len(code.tma_outputs) == len(code.output_specs)
         return "" if lowered else "block_y: expected a power of two unless outputs are elementwise and stored by TMA"
     if c.swap_ab and (code.tma_outputs or code.tma_operands):
         return "swap_ab: expected an epilogue lowered to plain loads and stores"
@@ -249,7 +252,11 @@ def _why_not_narrowed(problem: Problem, c: Config) -> str:
         return ""
     if problem.num_groups or problem.scaled or c.split_k > 1 or c.rows_per_consumer != 64:
         return f"block_y: expected a power of two unless in a plain GEMM, whole, of 64 features, got {c.label()}"
-    most = MOST_OF_THREE[problem.element_bytes == 1]
+    if c.block_k * problem.element_bytes > 128:  # longer rows are kept in parts, far apart in views of many rows
+        return f"block_k: expected rows of at most 128 bytes in a stage, got {c.block_k} elements"
+    if c.epilogue_columns % c.small_box:
+        return f"epilogue_columns: expected a multiple of {c.small_box} tokens, got {c.epilogue_columns}"
+    most = MOST_OF_THREE_FP8 if problem.element_bytes == 1 else MOST_OF_THREE
     if c.num_consumers == 3 and accumulator_registers(c) > most:
         return f"consumers: expected at most {most} accumulators a thread for three, got {c.label()}"
     return ""
@@ -317,7 +324,7 @@ def shared_bytes(problem: Problem, config: Config, code: Lowered) -> int:
     y_rows = 0 if config.wide_tail_tiles else config.num_stages * config.stage_y  # wide: within x's
     stages = (x_rows + y_rows) * config.block_k * problem.element_bytes
     rows = config.rows_per_consumer * config.num_consumers
-    columns = min(config.epilogue_columns, config.block_y)
+    columns = config.epilogue_columns if config.narrowed else min(config.epilogue_columns, config.block_y)
     buffers = rows * columns * (config.num_store_buffers * code.staged_output_bytes + problem.tma_operand_bytes)
     if config.swap_ab and not config.narrowed:
         buffers = rows * config.block_y * 4  # the transpose goes through shared memory

@@ -59,7 +59,7 @@ def supports_hopper(a: Matrix, b: Matrix, ir: IR) -> str:
     N = b.shape[-2]
     if ir.takes_halves and kind == "blocks" and N % 256:
         return "halves that end within a block of 128 rows"
-    long = rows_must_fit(ir) and N > triton_host.MAX_ROW
+    long = bool(deferred(ir)) and N > triton_host.MAX_ROW  # the second kernel then holds whole rows
     return f"rows of {N} columns" if long and no_tile_holds(ir, N, kind == "blocks") else ""
 
 
@@ -151,7 +151,7 @@ class Work:
         """Return True if pairs of tiles are quantised together; see `takes_pairs`."""
         return self.scales is not None and takes_pairs(self.ir, self.b.shape[-2], self.num_groups)
 
-    def parts(self, grouping: Grouping, num_sms: int) -> Cut | None:
+    def parts(self, grouping: Grouping, num_sms: int, shipped_only: bool = False) -> Cut | None:
         """Return the epilogue in two parts if a second kernel runs the second on rows in memory, else None."""
         (M, K), N, scaled = self.a.shape, self.b.shape[-2], self.scales is not None
         if self.in_pairs:
@@ -161,7 +161,7 @@ class Work:
         if self.num_groups or grouping.batch_invariant or chunk_columns(self.ir) <= MAX_FEW_COLUMNS:
             return None
         problem = Problem(M, N, K, self.a.itemsize, scaled=scaled)
-        return cut(self.ir) if two_kernels.pay(tune.rounded(problem), self.ir, num_sms) else None
+        return cut(self.ir) if two_kernels.pay(tune.rounded(problem), self.ir, num_sms, shipped_only) else None
 
 
 def work_of(a: Matrix, b: Matrix, ir: IR, operands: dict, offsets: torch.Tensor | None) -> Work:
@@ -249,12 +249,13 @@ def run_gemm(
         launch(*_call_and_config(work, out_dtype, written, grouping, count), count)
     else:
         rows = torch.empty(M, N // parts.divisor, dtype=parts.dtype, device=device)
-        tensors, pointers = operand_tensors(parts.tail, work.operands, work.num_groups)
+        tensors, pointers = operand_tensors(parts.second, work.operands, work.num_groups)
         by_expert = offsets if tensors or not grouping.write_tail else None  # else rows of no expert are like others
-        head = _call_and_config(replace(work, ir=parts.head), parts.dtype, [rows], grouping, count)
-        launch(*head, count)
+        first = _call_and_config(replace(work, ir=parts.first), parts.dtype, [rows], grouping, count)
+        launch(*first, count)
+        # It overlaps the GEMM, the launch right before, and waits for its end: nothing is launched between the two.
         triton_host.finish_rows(
-            rows, parts.tail, out_dtype, tensors, pointers, written, by_expert, grouping.write_tail, overlap=True
+            rows, parts.second, out_dtype, tensors, pointers, written, by_expert, grouping.write_tail, overlap=True
         )
     return triton_host.finish_outputs(work.ir, written, offsets) if reduces_rows(work.ir) else written
 
@@ -269,9 +270,9 @@ def planned(
     """
     work = work_of(a, b, ir, operands, offsets)
     M, N = work.a.shape[0], work.b.shape[-2]
-    parts = work.parts(grouping, num_sms)
+    parts = work.parts(grouping, num_sms, shipped_only=True)
     if parts is not None:
-        work, out_dtype = replace(work, ir=parts.head), parts.dtype
+        work, out_dtype = replace(work, ir=parts.first), parts.dtype
     written = empty_outputs(work.ir, output_specs(work.ir, out_dtype), M, N, work.a.device, grouping.to)
     return _call_and_config(work, out_dtype, written, grouping, num_sms, shipped_only=True)
 
@@ -331,7 +332,7 @@ def arguments(call: Call, config: Config, num_sms: int) -> tuple[tuple[int], tup
     weights = weights_descriptor(call, boxes[config.swap_ab], config)
     rest = weights_descriptor(call, config.rest_y, config) if config.rest_y else None
     if config.narrowed:
-        rest = descriptor(call.a, config.tail_box, config.block_k)
+        rest = descriptor(call.a, config.small_box, config.block_k)
     num_units, num_split = units(M, N, config, num_sms)
     num_whole = cdiv(M, config.block_m) * cdiv(N, config.block_n) - num_split
     num_experts = call.num_groups
@@ -367,7 +368,7 @@ def epilogue_descriptors(call: Call, config: TileConfig) -> list[Any]:
     columns = min(config.epilogue_columns, config.block_y)
     rows, N = config.rows_per_consumer, call.b.shape[-2]
     if config.narrowed:
-        rows, columns = config.tail_box, config.rows_per_consumer
+        rows, columns = config.small_box, config.rows_per_consumer
     descs: list[Any] = [None] * (2 * MAX_DESCS)
     for i, index in enumerate(call.code.tma_outputs):
         spec = call.code.output_specs[index]

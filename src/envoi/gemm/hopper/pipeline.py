@@ -12,7 +12,7 @@ A stage holds a tile's operands for block_k elements along K, as TMA boxes:
 
     narrowed (`cfg.narrowed`): block_y tokens, which the tensor cores see as the first of tensor_y
 
-        y boxes [main_y, block_k], then boxes [tail_box, block_k]     in one buffer, by a descriptor each
+        y boxes [main_y, block_k], then boxes [small_box, block_k]     in one buffer, by a descriptor each
 
     wide tail tiles (`cfg.wide_tail_tiles`; h = rows_per_consumer, block_y = 2 h)
 
@@ -56,7 +56,8 @@ class Pipeline:
     """Buffers and barriers of all stages."""
 
     x_bufs: gl.shared_memory_descriptor  # [num_x_boxes, rows_per_consumer, block_k], or [.., 2, half of them, ..]
-    y_bufs: gl.shared_memory_descriptor  # [num_stages * y_boxes_per_stage, main_y, block_k], or [.., 2, half, ..]
+    y_bufs: gl.shared_memory_descriptor  # [num_stages * y_boxes_per_stage, main_y, block_k], or [.., 2, half, ..]; if
+    # narrowed [num_stages * block_y / 8, 8, block_k], or [num_stages, tensor_y, block_k]: see `y_rows`
     empty: gl.shared_memory_descriptor  # mbarriers [num_stages, 1]: consumers arrive, the producer waits
     full: gl.shared_memory_descriptor  # mbarriers [num_stages, 1]: TMA arrives, consumers wait
     rest_bufs: gl.shared_memory_descriptor | gl.constexpr  # [num_stages, rest_y, block_k]; None in a tile of one width
@@ -244,14 +245,14 @@ class Pipeline:
         tma_load(rest_desc, at, self.full.index(stage), self.rest_bufs.index(stage))
 
     @gluon.jit
-    def load_tail(self, tail_desc, stage, tile, k):
+    def load_small_boxes(self, small_desc, stage, tile, k):
         """Producer: start the TMA loads of a stage's other y boxes, if `narrowed`; `expect` has counted their bytes."""
         cfg: gl.constexpr = self.cfg
-        box: gl.constexpr = cfg.tail_box
+        box: gl.constexpr = cfg.small_box
         first: gl.constexpr = cfg.block_y // cfg.main_y * cfg.main_y
         for i in gl.static_range((cfg.block_y - first) // box):
             at = [tile.y + first + i * box, k]
-            tma_load(tail_desc, at, self.full.index(stage), self.y_rows(stage, first + i * box, box))
+            tma_load(small_desc, at, self.full.index(stage), self.y_rows(stage, first + i * box, box))
 
     @gluon.jit
     def corner(self, row, expert, k, IS_WEIGHTS: gl.constexpr):

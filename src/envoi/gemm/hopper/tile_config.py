@@ -96,7 +96,7 @@ class TileConfig(Protocol):
         ...
 
     @property
-    def tail_box(self) -> int:
+    def small_box(self) -> int:
         """Return the tokens of a TMA box that stores outputs, if `narrowed`."""
         ...
 
@@ -148,7 +148,7 @@ class EqualTiles(Constant):
     tiles_overlap = False
     columns_ahead = False
     narrowed = False
-    tail_box = 0
+    small_box = 0
     tiles_per_unit = 1
 
 

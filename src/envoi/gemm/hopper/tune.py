@@ -65,12 +65,11 @@ def key_of(problem: Problem, code: Lowered, num_sms: int) -> str:
 def best(problem: Problem, code: Lowered, num_sms: int, shipped_only: bool = False) -> Config | None:
     """Return the measured config, or None. shipped_only: ignore measurements from this machine."""
     entries = _entries(shipped_only) if _use_measured else {}
-    own, above = (entries.get(key_of(p, code, num_sms)) for p in (problem, _above(problem)))
-    found = own or above
-    if found is None:
-        return None
-    config = fitted(problem, found, code)
-    return None if supports(problem, config, code) else config
+    for entry in (entries.get(key_of(p, code, num_sms)) for p in (problem, _above(problem))):
+        config = None if entry is None else fitted(problem, entry, code)
+        if config is not None and not supports(problem, config, code):  # another epilogue's may not suit this one
+            return config
+    return None
 
 
 @remember
@@ -80,7 +79,8 @@ def choose(problem: Problem, code: Lowered, num_sms: int, shipped_only: bool = F
     A config that was measured with more tokens is taken only if the model thinks as well of it for these.
     """
     measured = best(problem, code, num_sms, shipped_only)
-    if measured is not None and key_of(problem, code, num_sms) in _entries(shipped_only):
+    own = _entries(shipped_only).get(key_of(problem, code, num_sms))
+    if measured is not None and own is not None and measured == fitted(problem, own, code):
         return measured
     modelled = _modelled(rounded(problem), code, num_sms)
     if measured is None or modelled is None:

@@ -31,23 +31,26 @@ def use(wanted: bool | None) -> None:
     prepared.clear()
 
 
-def pay(problem: Problem, ir: IR, num_sms: int) -> bool:
-    """Return True if an epilogue that a tile could hold should run in two kernels."""
-    return _pay(problem, ir, num_sms) if _forced is None else _forced
+def pay(problem: Problem, ir: IR, num_sms: int, shipped_only: bool = False) -> bool:
+    """Return True if an epilogue that a tile could hold should run in two kernels.
+
+    shipped_only: as for `tune.choose`.
+    """
+    return _pay(problem, ir, num_sms, shipped_only) if _forced is None else _forced
 
 
 @tune.remember
-def _pay(problem: Problem, ir: IR, num_sms: int) -> bool:
+def _pay(problem: Problem, ir: IR, num_sms: int, shipped_only: bool) -> bool:
     parts = cut(ir)
-    whole = _best_cycles(problem, ir, torch.bfloat16, num_sms)
-    head = _best_cycles(problem, parts.head, parts.dtype, num_sms)
-    return head + second_cycles(problem, parts) < whole
+    whole = _best_cycles(problem, ir, torch.bfloat16, num_sms, shipped_only)
+    first = _best_cycles(problem, parts.first, parts.dtype, num_sms, shipped_only)
+    return first + second_cycles(problem, parts) < whole
 
 
-def _best_cycles(problem: Problem, ir: IR, dtype: torch.dtype, num_sms: int) -> float:
+def _best_cycles(problem: Problem, ir: IR, dtype: torch.dtype, num_sms: int, shipped_only: bool = False) -> float:
     tma = not are_few(problem.M, chunk_columns(ir))
     code = lower(ir, dtype, "gluon", False, tma, frozenset())
-    config = tune.choose(problem, code, num_sms)
+    config = tune.choose(problem, code, num_sms, shipped_only)
     return float("inf") if config is None else predicted_cycles(problem, config, num_sms)
 
 

@@ -60,7 +60,7 @@ KERNELS = (
         rows_kernel, _rows, expert_l1("swiglu", None, False, "fp8_row").ir, N, False,
     ),
     case_of(
-        "rows-tail", "tail of an epilogue cut in two: float32 quantised with a scale per 1x128, while the GEMM ends",
-        HOPPER, rows_kernel, _rows, cut(swiglu_fp8.ir).tail, 2048, True,
+        "rows-quantise", "second part of an epilogue cut in two: float32 rows quantised, a scale per 1x128",
+        HOPPER, rows_kernel, _rows, cut(swiglu_fp8.ir).second, 2048, True,
     ),
 )  # fmt: skip

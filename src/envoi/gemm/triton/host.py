@@ -178,7 +178,8 @@ def finish_rows(
 ) -> None:  # fmt: skip
     """Run an epilogue that needs whole rows on accumulators in memory.
 
-    acc: float32 [M, N], contiguous, N up to MAX_ROW; with offsets, rows after the last expert's are not read.
+    acc: float32 or bf16 [M, N], contiguous, N up to MAX_ROW if the epilogue has values of rows; with offsets, rows
+    after the last expert's are not read.
     operands, pointers: from `operand_tensors`. outputs: from `empty_outputs`, written here; with write_tail also after
     the last expert's rows. overlap: start while the kernel launched right before, which writes acc, ends (Hopper).
     """

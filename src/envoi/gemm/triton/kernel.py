@@ -240,7 +240,7 @@ def rows_kernel(
 
 @triton.jit
 def load_product(acc, like, m, n, m_end, N, code: tl.constexpr):
-    """Load the accumulators of a chunk like `like` from the product in memory, [.., N] float32."""
+    """Load the accumulators of a chunk like `like` from the product in memory, [.., N]."""
     if code.takes_halves:
         rows, columns = row_ids(like, m), halves_in_turn(col_ids(like, 0), n, N)
         at = rows[:, None].to(tl.int64) * N + columns[None, :]
