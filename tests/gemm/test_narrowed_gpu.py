@@ -5,6 +5,7 @@ from dataclasses import replace
 import pytest
 import torch
 
+from envoi import gemm
 from envoi.epilogue import Col, Row, Tile, epilogue, gelu
 from envoi.epilogue.evaluate import evaluate
 from envoi.epilogue.library import gelu_residual, linear, scale_bias_relu, store
@@ -111,6 +112,21 @@ def test_outputs_in_float32():
 def test_more_tiles_than_multiprocessors():
     for tokens, consumers, pingpong in ((72, 1, False), (72, 2, True), (96, 2, False), (96, 3, False)):
         assert_right(tokens, consumers, pingpong, gelu_residual, "bf16", 3001, 5128, 136)
+
+
+@epilogue
+def three_outputs(acc):
+    return acc, gelu(acc), acc * 2.0
+
+
+def test_a_third_output_gets_other_tiles():
+    """Only two outputs have TMA descriptors; a narrowed tile can't store from registers."""
+    for M in (150, 385):
+        a, b = matrix(M, 512, "bf16", 0), matrix(12288, 512, "bf16", 1)
+        assert isinstance(a, torch.Tensor) and isinstance(b, torch.Tensor)
+        got = gemm(a, b, three_outputs)
+        for x, y in zip(got, evaluate(three_outputs.ir, a.double() @ b.double().T, {}), strict=True):
+            assert isinstance(y, torch.Tensor) and relative_error(x, y) < 4e-3
 
 
 def test_what_no_number_stands_for_stays_in_its_row():
