@@ -213,9 +213,9 @@ def store_runs(pointer, value, m, n, m_end, num_columns):
 
 
 @gluon.jit
-def stage_for(desc, cfg: gl.constexpr):
-    """Allocate the ring of buffers through which a role stores its chunks to a descriptor."""
-    shape: gl.constexpr = ring_shape(desc.block_type.shape, cfg.num_store_buffers, cfg)
+def stage_for(desc, TURNS: gl.constexpr, cfg: gl.constexpr):
+    """Allocate a ring of TURNS buffers, a chunk each, through which a role stores to a descriptor or loads from it."""
+    shape: gl.constexpr = ring_shape(desc.block_type.shape, TURNS, cfg)
     return gl.allocate_shared_memory(desc.dtype, shape, desc.layout)
 
 
@@ -265,16 +265,9 @@ def operand_buffers_for(descs, cfg: gl.constexpr):
     fence_async_shared()
     role_barrier()
     if len(descs) == 1:
-        return (chunk_for(descs[0], cfg),), arrived
+        return (stage_for(descs[0], 1, cfg),), arrived
     else:
-        return (chunk_for(descs[0], cfg), chunk_for(descs[1], cfg)), arrived
-
-
-@gluon.jit
-def chunk_for(desc, cfg: gl.constexpr):
-    """Allocate the buffer of a chunk [1, rows, columns] that a descriptor loads."""
-    shape: gl.constexpr = ring_shape(desc.block_type.shape, 1, cfg)
-    return gl.allocate_shared_memory(desc.dtype, shape, desc.layout)
+        return (stage_for(descs[0], 1, cfg), stage_for(descs[1], 1, cfg)), arrived
 
 
 @gluon.jit

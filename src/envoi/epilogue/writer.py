@@ -366,7 +366,7 @@ class Writer:
     def _buffers(self) -> None:
         self.line("")
         self.line("def buffers(descs, cfg: L.constexpr):", 0)
-        stages = [f"stage_for(descs[{i}], cfg)" for i in range(len(self.tma_outputs))]
+        stages = [f"stage_for(descs[{i}], cfg.num_store_buffers, cfg)" for i in range(len(self.tma_outputs))]
         if self.paired:
             stages = [f"stage_for_pairs(cfg.rows_per_consumer, cfg.block_y // {self.specs[0].columns})"]
         self.line(f"return ({', '.join(stages) or '0'},)")

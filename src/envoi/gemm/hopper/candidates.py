@@ -69,8 +69,7 @@ def candidates(problem: Problem, code: Lowered) -> list[Config]:
         found += [replace(c, split_k=s) for c in found for s in (2, 3, 4, 8, 16)]
     if not problem.num_groups:
         found += two_widths(k)
-    if code.elementwise and code.tma_outputs and not (problem.num_groups or problem.scaled):
-        found += narrowed_configs(problem.M, k)
+        found += narrowed_configs(problem.M, k) if code.elementwise else []
     found = [fitted(problem, config, code) for config in found]
     return [config for config in dict.fromkeys(found) if not supports(problem, config, code)]
 

@@ -99,9 +99,7 @@ class Config(Constant):
         most = 1 << self.block_y.bit_length() - 1
         if not self.narrowed:
             return most
-        return min(
-            (most, most // 2, most // 4), key=lambda box: self.block_y // box + self.block_y % box // self.small_box
-        )
+        return min((most, most // 2, most // 4), key=lambda box: num_boxes(self.block_y, box, self.small_box))
 
     @property
     def rest_y(self) -> int:
@@ -115,10 +113,8 @@ class Config(Constant):
 
     @property
     def boxes_per_stage(self) -> int:
-        """TMA boxes that fill a stage, both operands'."""
-        if not self.narrowed:
-            return self.consumers_per_tile + 1 + (self.rest_y > 0)
-        return self.consumers_per_tile + self.block_y // self.main_y + self.block_y % self.main_y // self.small_box
+        """TMA boxes that fill a stage, both operands', if `narrowed`."""
+        return self.consumers_per_tile + num_boxes(self.block_y, self.main_y, self.small_box)
 
     @property
     def stage_y(self) -> int:
@@ -166,6 +162,11 @@ class Config(Constant):
         parts += [f"w{self.num_warps}"] * (self.num_warps != 4) + [f"split{self.split_k}"] * (self.split_k > 1)
         parts += [f"swizzle{self.swizzle_rows}"] * (self.swizzle_rows != 8)
         return " ".join(parts + [name for name in _FLAGS if getattr(self, name)])
+
+
+def num_boxes(rows: int, main: int, small: int) -> int:
+    """Return how many boxes hold so many rows: of `main` rows as long as they fit, then of `small`."""
+    return rows // main + rows % main // small
 
 
 @dataclass(frozen=True)

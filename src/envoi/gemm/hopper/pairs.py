@@ -8,9 +8,10 @@ import torch
 
 from envoi.epilogue.ir import IR
 from envoi.epilogue.lower import lower
+from envoi.epilogue.outputs import chunk_columns
 from envoi.gemm.grouping import Grouping
 from envoi.gemm.hopper import tune
-from envoi.gemm.hopper.config import COSTS, FEW_TOKENS, Problem, predicted_cycles
+from envoi.gemm.hopper.config import COSTS, Problem, are_few, predicted_cycles
 from envoi.gemm.hopper.host import scaling, supports_hopper, takes_pairs
 from envoi.runtime import prepared
 from envoi.runtime.devices import num_sms
@@ -51,7 +52,7 @@ def pairs_pay(problem: Problem, in_pairs: IR, in_bf16: IR, num_sms: int) -> bool
 
     Where tokens are so few that weights take the M side, reading weights bounds the time: pairs have tokens there.
     """
-    tma = problem.M // problem.num_groups > FEW_TOKENS
+    tma = not are_few(problem.M // problem.num_groups, chunk_columns(in_bf16))
     pairs = tune.choose(
         problem, lower(in_pairs, torch.bfloat16, "gluon", False, False, frozenset(), paired=True), num_sms
     )

@@ -277,8 +277,10 @@ def num_y_boxes(is_low, cfg):
 
 @gluon.constexpr_function
 def y_bufs_shape(box, cfg):
-    """Return the shape of y's buffers for boxes of this shape; if narrowed, in eights of rows where those can be viewed
-    as more."""
+    """Return the shape of y's buffers for boxes of this shape.
+
+    If narrowed, in eights of rows where Triton views those as more, else with room for as many as the accumulator has.
+    """
     if not cfg.narrowed:
         return [cfg.num_stages * cfg.y_boxes_per_stage, *box]
     if cfg.stage_y == cfg.block_y:

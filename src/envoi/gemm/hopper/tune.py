@@ -79,9 +79,10 @@ def choose(problem: Problem, code: Lowered, num_sms: int, shipped_only: bool = F
     A config that was measured with more tokens is taken only if the model thinks as well of it for these.
     """
     measured = best(problem, code, num_sms, shipped_only)
-    own = _entries(shipped_only).get(key_of(problem, code, num_sms))
-    if measured is not None and own is not None and measured == fitted(problem, own, code):
-        return measured
+    if measured is not None:
+        own = _entries(shipped_only).get(key_of(problem, code, num_sms))
+        if own is not None and measured == fitted(problem, own, code):
+            return measured
     modelled = _modelled(rounded(problem), code, num_sms)
     if measured is None or modelled is None:
         return measured or modelled
