@@ -26,6 +26,11 @@ from envoi.gemm.hopper.config import COSTS, Config, Costs, Problem, predicted_cy
 
 FORMATS = ("bf16", "fp8_row", "fp8_block128")  # of the Hopper GEMM
 FOLDS = 5
+Tokens = tuple[int, int]
+ANY: Tokens = (1, 1 << 20)
+DRAWN_FOR_EACH = (
+    24  # shapes drawn for each that is wanted, of which some have other formats, or other numbers of tokens
+)
 SHARPNESS = 5.0  # a config that takes 20 % longer than the best counts e times less
 TIMED_LAUNCH = 4200  # cycles that the time of a lone launch has beyond its share of a graph
 STEPS = (1.6, 1.25, 1.1, 1.04)  # factors by which constants are tried
@@ -182,7 +187,9 @@ def report(data: Sequence[Measured], costs: Costs, held_out: float) -> str:
 # Measurement
 
 
-def measure(path: Path, seed: int, count: int, num_configs: int, repeat: int, jobs: int | None) -> int:
+def measure(
+    path: Path, seed: int, count: int, num_configs: int, repeat: int, jobs: int | None, tokens: Tokens = ANY
+) -> int:  # fmt: skip
     """Measure num_configs configs of `count` shapes and append them to a file; return how many shapes there were.
 
     Raises ValueError without a Hopper GPU.
@@ -199,7 +206,7 @@ def measure(path: Path, seed: int, count: int, num_configs: int, repeat: int, jo
         raise ValueError("measure: expected a Hopper GPU (sm_90), this machine has none that torch can use")
     tune.use_measured(False)
     num_sms = devices.num_sms(device)
-    todo = [(shape, configs_of(shape, num_sms, num_configs, seed)) for shape in shapes_of(seed, count)]
+    todo = [(shape, configs_of(shape, num_sms, num_configs, seed)) for shape in shapes_of(seed, count, tokens)]
     ahead.compile_all([(shape, config) for shape, found in todo for config in found], num_sms, jobs)
     done = 0
     for shape, found in todo:
@@ -216,14 +223,20 @@ def measure(path: Path, seed: int, count: int, num_configs: int, repeat: int, jo
     return done
 
 
-def shapes_of(seed: int, count: int) -> list:
-    """Return the first shapes, three of four plain, that the suites draw and the Hopper GEMM runs."""
+def shapes_of(seed: int, count: int, tokens: Tokens = ANY) -> list:
+    """Return the first shapes that the suites draw and the Hopper GEMM runs, with so many tokens: three of four plain.
+
+    With `tokens` other than ANY all are plain.
+    """
     from envoi.bench import problems
     from envoi.bench.shapes import Options, cases
 
     found = []
-    for suite, wanted in (("gemm_drawn", count - count // 4), ("grouped_drawn", count // 4)):
-        drawn = (case.shape for case in cases(suite, Options(seed, 4 * count)) if case.on_cuda)
+    grouped = count // 4 if tokens == ANY else 0
+    for suite, wanted in (("gemm_drawn", count - grouped), ("grouped_drawn", grouped)):
+        drawn = (case.shape for case in cases(suite, Options(seed, DRAWN_FOR_EACH * count)) if case.on_cuda)
+        if tokens != ANY:
+            drawn = (shape for shape in drawn if tokens[0] <= shape.m <= tokens[1])
         found += islice((shape for shape in drawn if _on_hopper(shape, problems)), wanted)
     return found
 
@@ -258,13 +271,20 @@ def main(argv: Sequence[str] | None = None) -> int:
     for name, default, about in (("seed", 0, "of the shapes"), ("count", 40, "shapes"), ("configs", 10, "of a shape"),
                                  ("repeat", 20, "rounds of each median")):  # fmt: skip
         measuring.add_argument(f"--{name}", metavar="N", type=int, default=default, help=f"{about}; default: {default}")
+    measuring.add_argument(
+        "--tokens", metavar="A-B", default="-".join(map(str, ANY)), help="only plain shapes with so many"
+    )
     measuring.add_argument("--jobs", metavar="N", type=int, help="processes that compile; default: by the CPUs")
     fitting = actions.add_parser("fit", help="fit to FILEs; needs no GPU")
     fitting.add_argument("files", type=Path, nargs="+", metavar="file")
     args = parser.parse_args(argv)
     try:
         if args.action == "measure":
-            done = measure(args.file, args.seed, args.count, args.configs, args.repeat, args.jobs)
+            least, _, most = args.tokens.partition("-")
+            if not (least.isdigit() and most.isdigit() and int(least) <= int(most)):
+                raise ValueError(f"--tokens: expected a range like 9-64, got {args.tokens!r}")
+            tokens = int(least), int(most)
+            done = measure(args.file, args.seed, args.count, args.configs, args.repeat, args.jobs, tokens)
             print(f"{done} shapes appended to {args.file}")
             return 0
         data = read(args.files)

@@ -6,9 +6,9 @@ import pytest
 import torch
 
 from envoi import gemm
-from envoi.epilogue import Col, Row, Tile, epilogue, gelu
+from envoi.epilogue import Col, Row, Tile, epilogue, gelu, row_max, row_sum
 from envoi.epilogue.evaluate import evaluate
-from envoi.epilogue.library import gelu_residual, linear, scale_bias_relu, store
+from envoi.epilogue.library import absmax, gelu_residual, linear, scale_bias_relu, store, swiglu
 from envoi.gemm.hopper import host
 from envoi.gemm.hopper.config import Config, fitted, supports
 from envoi.quant import SCHEMES, dequantize, quantize
@@ -144,3 +144,58 @@ def test_the_bits_are_the_same_a_hundred_times():
     (first,) = run(a, b, gelu_residual, operands, config)
     for _ in range(100):
         assert_same_bits(run(a, b, gelu_residual, operands, config)[0], first)
+
+
+# Few tokens: no TMA stores what leaves, any epilogue and parts along K
+
+
+@epilogue
+def sums_and_maxima(acc, bias: Col):
+    h = acc + bias
+    return h, row_sum(h), row_max(h)
+
+
+def few(tokens: int, consumers: int, k: int, split_k: int) -> Config:
+    return Config(64, consumers, tokens, k, 12, swap_ab=True, split_k=split_k)
+
+
+@pytest.mark.parametrize("ep", [store, gelu_residual, two_outputs, three_outputs, absmax, sums_and_maxima, swiglu])
+@pytest.mark.parametrize(("tokens", "consumers", "split_k"), [(24, 1, 1), (40, 2, 1), (48, 1, 3), (56, 2, 2)])
+@pytest.mark.parametrize("kind", ["bf16", "fp16", "fp8_row"])
+def test_few_tokens(ep, tokens, consumers, split_k, kind):
+    N, K = 1112, 392
+    k = 128 if kind == "fp8_row" else 64
+    for M in (1, tokens - 7, tokens, 57):
+        a, b, operands = matrix(M, K, kind, 0), matrix(N, K, kind, 1), operands_of(ep, M, N)
+        got = run(a, b, ep, operands, few(tokens, consumers, k, split_k))
+        one = few(64 if tokens > 32 else 32, consumers, k, split_k)
+        for x, y in zip(got, run(a, b, ep, operands, one), strict=True):
+            assert_same_bits(x, y)
+        wide = [x.double() if isinstance(x, torch.Tensor) else dequantize(x).double() for x in (a, b)]
+        for x, y in zip(got, evaluate(ep.ir, wide[0] @ wide[1].T, operands), strict=True):
+            assert isinstance(y, torch.Tensor) and relative_error(x, y) < 4e-3
+
+
+def test_nothing_is_written_behind_the_last_of_few_tokens():
+    a, b = matrix(64, 512, "bf16", 0), matrix(1024, 512, "bf16", 1)
+    assert isinstance(a, torch.Tensor)
+    rows = torch.full((64, 1024), 7.0, dtype=BF16, device="cuda")
+    for M in (41, 48, 33):
+        rows.fill_(7.0)
+
+        def launch(call, _, num_sms):
+            outputs = [rows[: call.a.shape[0]]]
+            config = fitted(host.problem_of(call), few(48, 1, 64, 1), call.code)
+            host.launch_gemm(replace(call, outputs=outputs), config, num_sms)
+
+        host.run_gemm(a[:M].contiguous(), b, None, store.ir, BF16, {}, launch=launch)
+        assert (rows[M:] == 7.0).all() and not (rows[:M] == 7.0).all(dim=1).any()
+
+
+def test_few_tokens_that_are_no_number_stay_in_their_row():
+    a, b = matrix(53, 256, "bf16", 0), matrix(520, 256, "bf16", 1)
+    assert isinstance(a, torch.Tensor)
+    a[52, 3], a[17, 5] = torch.nan, torch.inf
+    (got,) = run(a, b, store, {}, few(56, 1, 64, 1))
+    assert got[52].isnan().all() and not got[17].isfinite().any()
+    assert got[[i for i in range(53) if i not in (17, 52)]].isfinite().all()

@@ -5,6 +5,7 @@ from triton.backends.nvidia.compiler import CUDABackend
 
 from envoi.runtime import triton_compat  # noqa: F401  # what is imported with every kernel
 from envoi.runtime.narrow_wgmma import rewritten
+from envoi.runtime.ptx_changes import changed
 
 REMARK = "\t// envoi 1: wgmma of n{} is n{} %r7\n"
 
@@ -48,4 +49,5 @@ def test_remarks_that_contradict_each_other_or_fit_nothing_are_refused():
 
 
 def test_triton_narrows_what_it_compiles():
-    assert CUDABackend.make_ptx.__module__ == "envoi.runtime.narrow_wgmma"
+    assert CUDABackend.make_ptx.__module__ == "envoi.runtime.ptx_changes"
+    assert changed(REMARK.format(256, 208) + product(256)) == REMARK.format(256, 208) + product(208)

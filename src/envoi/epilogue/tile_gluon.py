@@ -221,8 +221,8 @@ def stage_for(desc, TURNS: gl.constexpr, cfg: gl.constexpr):
 
 @gluon.constexpr_function
 def ring_shape(box, turns, cfg):
-    """Return the shape of a ring of chunks for a descriptor with boxes of this shape; if narrowed, of several boxes."""
-    return [turns, cfg.epilogue_columns if cfg.narrowed else box[0], box[1]]
+    """Return the shape of a ring of chunks for boxes of this shape, of which a chunk `stored_in_boxes` has several."""
+    return [turns, cfg.epilogue_columns if cfg.stored_in_boxes else box[0], box[1]]
 
 
 @gluon.jit
@@ -236,7 +236,7 @@ def put_tiles(values, descs, stages, coords, m, turn, cfg: gl.constexpr):
     fence_async_shared()
     role_barrier()  # all warps have written
     for i in gl.static_range(len(values)):
-        if cfg.narrowed:
+        if cfg.stored_in_boxes:
             put_boxes(descs[i], stages[i].index(turn % TURNS), m, coords[i], turn, cfg)
         else:
             tma_store(descs[i], [m, coords[i]], stages[i].index(turn % TURNS))
@@ -274,7 +274,7 @@ def operand_buffers_for(descs, cfg: gl.constexpr):
 def fetch(desc, buffer, arrived, m, n, TURN: gl.constexpr, cfg: gl.constexpr):
     """Start loading a tile operand's chunk TURN, at (m, n), once all warps have read the one before."""
     role_barrier()
-    if cfg.narrowed:
+    if cfg.stored_in_boxes:
         box: gl.constexpr = desc.block_type.shape[0]
         count: gl.constexpr = boxes_of_chunk(TURN, box, cfg)
         mbarrier.expect(arrived, count * desc.block_type.nbytes)
@@ -296,7 +296,7 @@ def take_tile(operands, desc, x, m, n, INDEX: gl.constexpr, turn, cfg: gl.conste
     mbarrier.wait(arrived.index(INDEX), (before * cfg.num_chunks + turn) & 1)
     value = buffers[INDEX].index(0).load(x.type.layout).to(gl.float32)
     if turn + 1 < cfg.num_chunks:
-        if cfg.narrowed:
+        if cfg.stored_in_boxes:
             fetch(desc, buffers[INDEX], arrived.index(INDEX), m + cfg.epilogue_columns, n, turn + 1, cfg)
         else:
             fetch(desc, buffers[INDEX], arrived.index(INDEX), m, n + desc.block_type.shape[1], turn + 1, cfg)

@@ -20,6 +20,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 from envoi.epilogue.device import maximum
 from envoi.indexer.kernel_scores import HEAD_DIM, INTEGERS, KEY_SHIFT, NUM_COUNTERS, NUM_GROUPS, PAGE, level_of, ordered
 from envoi.indexer.kernel_scores import visible as visible_of
+from envoi.runtime.barrier_setup import set_up_together
 from envoi.runtime.triton_compat import reinterpret, role_barrier, tma_load
 
 TILE: gl.constexpr = gl.constexpr(128)
@@ -265,6 +266,7 @@ def scores_kernel(
     queries = gl.allocate_shared_memory(values_desc.dtype, [H, HEAD_DIM], values_desc.layout)
     full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
     empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
+    set_up_together()
     for i in gl.static_range(STAGES):
         mbarrier.init(full.index(i), count=1)
         mbarrier.init(empty.index(i), count=1)

@@ -12,14 +12,12 @@ Columns of an accumulator follow each other in its registers, 8 columns in 4 of 
 """
 
 import re
-from typing import Any
 
 import triton.experimental.gluon.language as gl
-from triton.backends.nvidia.compiler import CUDABackend
 from triton.experimental import gluon
 
-# The number is of what `rewritten` does. Triton's disk cache finds a kernel by its source, which has the remark: raise
-# it with a change of `rewritten`, else old machine code would be found.
+from envoi.runtime.ptx_changes import before_assembly, remark
+
 _REMARK = re.compile(r"// envoi 1: wgmma of n(\d+) is n(\d+)")
 
 
@@ -31,10 +29,11 @@ def _remark(columns, used):
 @gluon.jit
 def narrow_products(COLUMNS: gl.constexpr, USED: gl.constexpr):
     """Let every wgmma of this kernel with COLUMNS columns compute the first USED only, a multiple of 8."""
-    remark: gl.constexpr = _remark(COLUMNS, USED)
-    gl.inline_asm_elementwise(remark, "=r", [], gl.int32, is_pure=False, pack=1)  # pyright: ignore[reportArgumentType]
+    text: gl.constexpr = _remark(COLUMNS, USED)
+    remark(text)
 
 
+@before_assembly
 def rewritten(ptx: str) -> str:
     """Return a kernel's PTX with its products as narrow as its remarks say; without one, the PTX as it is.
 
@@ -56,16 +55,3 @@ def rewritten(ptx: str) -> str:
     if not count:
         raise ValueError(f"narrow_products: expected products of {columns} columns, found none")
     return text
-
-
-def _narrow_what_is_compiled() -> None:
-    """Let Triton rewrite the PTX of kernels with remarks before it assembles them; that of others stays as it is."""
-    make_ptx = CUDABackend.make_ptx
-
-    def narrowing(self: Any, *arguments: Any, **options: Any) -> str:
-        return rewritten(make_ptx(self, *arguments, **options))
-
-    CUDABackend.make_ptx = narrowing
-
-
-_narrow_what_is_compiled()

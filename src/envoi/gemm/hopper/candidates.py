@@ -4,6 +4,7 @@ from dataclasses import replace
 
 from envoi.epilogue.lower import Lowered
 from envoi.gemm.hopper.config import (
+    FEW_TOKENS,
     IN_TURNS,
     NARROWED,
     SHARED_FROM,
@@ -47,9 +48,11 @@ def candidates(problem: Problem, code: Lowered) -> list[Config]:
             Config(64, 1, 128, k, 8),
             Config(64, 3, 128, k, 6),
             Config(64, 1, 64, 2 * k, 6),
-            Config(64, 1, 32, 2 * k, 8),
             Config(64, 1, 256, k, 5),
         ]
+        # Few tokens on the M side fill half a box, and narrow tiles of features load it often.
+        if problem.num_groups or problem.M > FEW_TOKENS or (code.partials and not code.maxima_together):
+            found.append(Config(64, 1, 32, 2 * k, 8))
         if problem.tma_operand_bytes:  # long epilogues, of which eight warps have half as much each
             found.append(Config(128, 2, 128, k, 6, 8, pingpong=True, epilogue_columns=32))
     wide = Config(64, 2, 128, 128, 5, wide_tail_tiles=True, paired_tiles=code.paired)
@@ -65,6 +68,9 @@ def candidates(problem: Problem, code: Lowered) -> list[Config]:
             for consumers in (1, 2)
             for depth in ((k,) if problem.scaled else (k, 2 * k, 4 * k))
         ]
+        narrow = 8 * cdiv(problem.M, 8)
+        if narrow in NARROWED and next_power_of_2(narrow) <= most and not problem.num_groups:
+            found += [Config(64, consumers, narrow, k, 12, swap_ab=True) for consumers in (1, 2)]
     if not problem.num_groups and not problem.whole_k:
         found += [replace(c, split_k=s) for c in found for s in (2, 3, 4, 8, 16)]
     if not problem.num_groups:
@@ -92,8 +98,9 @@ def narrowed_configs(num_tokens: int, k: int) -> list[Config]:
 
     k: elements of K in a stage.
     """
-    shares = range(cdiv(num_tokens, max(NARROWED)), cdiv(num_tokens, min(NARROWED)) + 1)
-    widths = sorted({8 * cdiv(num_tokens, 8 * share) for share in shares}.intersection(NARROWED))
+    many = [width for width in NARROWED if width > FEW_TOKENS]
+    shares = range(cdiv(num_tokens, max(many)), cdiv(num_tokens, min(many)) + 1)
+    widths = sorted({8 * cdiv(num_tokens, 8 * share) for share in shares}.intersection(many))
     found: list[Config] = []
     for tokens in widths:
         shared = Config(64, 2, tokens, k, 12, swap_ab=True)

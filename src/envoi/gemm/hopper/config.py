@@ -19,7 +19,7 @@ IN_TURNS = 17, 64  # tokens of an expert for which consumers take tiles with sca
 MOST_OF_THREE = 100  # accumulators of a thread of three consumers, if `narrowed`
 MOST_OF_THREE_FP8 = 96  # of them in FP8, whose factors take registers too
 TWO_WIDTHS = 96, 160, 192  # features of a tile that two accumulators hold: 64 + 32, 128 + 32, 128 + 64
-NARROWED = tuple(y for y in range(72, 256, 8) if y != 128)  # tokens of a tile whose instructions are `narrowed`
+NARROWED = tuple(y for y in range(24, 256, 8) if y & (y - 1))  # tokens of a tile whose instructions are `narrowed`
 SHARED_FROM = 96  # of them from which consumers share a tile: of fewer, the L2 would have to send too much
 MAX_ACCUMULATORS = 128  # of a thread; with more the epilogue has too few registers
 
@@ -34,8 +34,8 @@ class Config(Constant):
     block_y: a power of two from 8 to 256, or in a plain GEMM one of `TWO_WIDTHS`, by two accumulators, or with swap_ab
         one of `NARROWED`, by instructions that Triton has no tensor for.
     block_k: elements of K in a stage. num_stages: stages in the ring. num_warps: of a consumer, 4 or 8.
-    epilogue_columns, num_store_buffers: the epilogue's column chunks (if `narrowed`, of tokens), and the ring through
-        which TMA stores them.
+    epilogue_columns, num_store_buffers: the epilogue's column chunks (of tokens if `stored_in_boxes`), and the ring
+        through which TMA stores them.
     wide_tail_tiles: only in a grouped GEMM. paired_tiles: for an epilogue that is lowered for pairs, and no other.
     tiles_overlap: only in a plain GEMM. columns_ahead: with the tokens on the M side. `fitted` decides both, and labels
         leave them out.
@@ -94,6 +94,11 @@ class Config(Constant):
         return self.swap_ab and self.block_y & self.block_y - 1 > 0
 
     @property
+    def stored_in_boxes(self) -> bool:
+        """Return True if narrowed, with so many tokens that TMA stores them, and loads operands of the epilogue."""
+        return self.narrowed and self.block_y > FEW_TOKENS
+
+    @property
     def main_y(self) -> int:
         """Rows of y in a TMA box: the largest power of two in block_y; if `narrowed`, that which needs fewest boxes."""
         most = 1 << self.block_y.bit_length() - 1
@@ -108,7 +113,7 @@ class Config(Constant):
 
     @property
     def small_box(self) -> int:
-        """Rows of y in a box after those of main_y, if `narrowed`; outputs are stored in boxes of as many tokens."""
+        """Rows of y in a box after those of main_y, if `narrowed`; outputs `stored_in_boxes` are in as many tokens."""
         return min(64, self.block_y & -self.block_y)
 
     @property
@@ -142,8 +147,8 @@ class Config(Constant):
 
     @property
     def num_chunks(self) -> int:
-        """Column chunks of a consumer's accumulator; if `narrowed`, chunks of tokens."""
-        if self.narrowed:
+        """Column chunks of a consumer's accumulator; if `stored_in_boxes`, chunks of tokens."""
+        if self.stored_in_boxes:
             return cdiv(self.block_y, self.epilogue_columns)
         return max(1, (self.rows_per_consumer if self.swap_ab else self.block_y) // self.epilogue_columns)
 
@@ -235,10 +240,11 @@ def _why_not_chunks(problem: Problem, c: Config, code: Lowered) -> str:
         return f"paired_tiles: expected {code.paired} for this epilogue, got {c.paired_tiles}"
     if code.tma_outputs and c.num_chunks % c.num_store_buffers:  # a tile's first chunk would take the last one's buffer
         return f"num_store_buffers: expected one that divides {c.num_chunks} chunks, got {c.num_store_buffers}"
-    if c.narrowed:
+    if c.stored_in_boxes:
         # Stores from registers would write what a chunk has after the tile's last token.
         lowered = code.elementwise and len(code.tma_outputs) == len(code.output_specs)
-        return "" if lowered else "block_y: expected a power of two unless outputs are elementwise and stored by TMA"
+        few = f"at most {FEW_TOKENS} tokens or a power of two"
+        return "" if lowered else f"block_y: expected {few} unless outputs are elementwise and stored by TMA"
     if c.swap_ab and (code.tma_outputs or code.tma_operands):
         return "swap_ab: expected an epilogue lowered to plain loads and stores"
     if code.takes_halves and not c.swap_ab and (c.block_y < 16 or c.split_k > 1):
@@ -251,11 +257,12 @@ def _why_not_chunks(problem: Problem, c: Config, code: Lowered) -> str:
 def _why_not_narrowed(problem: Problem, c: Config) -> str:
     if not c.narrowed:
         return ""
-    if problem.num_groups or problem.scaled or c.split_k > 1 or c.rows_per_consumer != 64:
+    whole = c.split_k == 1 or not c.stored_in_boxes
+    if problem.num_groups or problem.scaled or not whole or c.rows_per_consumer != 64:
         return f"block_y: expected a power of two unless in a plain GEMM, whole, of 64 features, got {c.label()}"
     if c.block_k * problem.element_bytes > 128:  # longer rows are kept in parts, far apart in views of many rows
         return f"block_k: expected rows of at most 128 bytes in a stage, got {c.block_k} elements"
-    if c.epilogue_columns % c.small_box:
+    if c.stored_in_boxes and c.epilogue_columns % c.small_box:
         return f"epilogue_columns: expected a multiple of {c.small_box} tokens, got {c.epilogue_columns}"
     most = MOST_OF_THREE_FP8 if problem.element_bytes == 1 else MOST_OF_THREE
     if c.num_consumers == 3 and accumulator_registers(c) > most:
@@ -308,8 +315,8 @@ def _why_not_memory(problem: Problem, c: Config, code: Lowered) -> str:
 
 
 def _output_columns(c: Config) -> int:
-    """Return the features of a consumer's accumulator: the columns that the epilogue sees; if narrowed, its tokens."""
-    if c.narrowed:
+    """Return the columns of a consumer's accumulator that the epilogue sees: features, or tokens `stored_in_boxes`."""
+    if c.stored_in_boxes:
         return c.tensor_y
     return c.rows_per_consumer if c.swap_ab else c.block_y
 
@@ -325,10 +332,10 @@ def shared_bytes(problem: Problem, config: Config, code: Lowered) -> int:
     y_rows = 0 if config.wide_tail_tiles else config.num_stages * config.stage_y  # wide: within x's
     stages = (x_rows + y_rows) * config.block_k * problem.element_bytes
     rows = config.rows_per_consumer * config.num_consumers
-    columns = config.epilogue_columns if config.narrowed else min(config.epilogue_columns, config.block_y)
+    columns = config.epilogue_columns if config.stored_in_boxes else min(config.epilogue_columns, config.block_y)
     buffers = rows * columns * (config.num_store_buffers * code.staged_output_bytes + problem.tma_operand_bytes)
-    if config.swap_ab and not config.narrowed:
-        buffers = rows * config.block_y * 4  # the transpose goes through shared memory
+    if config.swap_ab and not config.stored_in_boxes:
+        buffers = rows * config.tensor_y * 4  # the transpose goes through shared memory
     if config.columns_ahead:
         buffers += config.num_consumers * next_power_of_2(config.block_y) * code.columns_ahead * 4
     if code.partials:
@@ -371,6 +378,8 @@ class Costs:
     matrix that all multiprocessors together fill with zeros per cycle. scaled_block: to add up a block of 128 elements
     of K with its scales. wide_step, wide_tile: factors with wide tail tiles. three_step: of a step by three consumers.
     rest: an instruction for the second of two widths, at least: it reads the tokens from shared memory once more.
+    again: share of the time of a read from memory that it takes to read weights once more, for another tile of few
+    tokens. stored_rows: for each accumulator of a wide tile with few tokens on the M side, which leave from registers.
     box: to start a TMA load; counts where a stage has many. narrowed_fp8: factor of an element's epilogue in FP8, whose
     factors are loaded by each chunk, if `narrowed`.
     """
@@ -392,6 +401,8 @@ class Costs:
     wide_tile: float = 1.15
     three_step: float = 1.05
     rest: float = 24
+    again: float = 0.4
+    stored_rows: float = 0.05
     box: float = 50
     narrowed_fp8: float = 3.0
 
@@ -423,12 +434,17 @@ def predicted_cycles(problem: Problem, config: Config, num_sms: int, costs: Cost
     partial_sums = rest * config.split_k * config.block_x * config.block_y
     moved = problem.element_bytes * problem.K * (problem.M + _busy_groups(problem) * problem.N)
     moved += (2 + problem.tma_operand_bytes) * problem.M * problem.N + 2 * 4 * partial_sums
+    if are_few(problem.M, 0) and not problem.num_groups:
+        more = cdiv(problem.M, config.block_m) - 1
+        moved += costs.again * more * problem.element_bytes * problem.K * problem.N
     return costs.launch + hypot(work, moved / costs.dram_bytes)
 
 
 def _epilogue_cycles(problem: Problem, config: Config, costs: Costs) -> float:
     element = costs.element + (costs.operand if problem.tma_operand_bytes else 0.0)
     element *= costs.narrowed_fp8 if config.narrowed and problem.element_bytes == 1 else 1.0
+    if are_few(problem.M, 0) and not (problem.num_groups or problem.scaled or config.swap_ab) and config.block_y > 64:
+        element += costs.stored_rows
     cycles = costs.tile + element * config.rows_per_consumer * config.block_y * 4 / config.num_warps
     return cycles * costs.wide_tile if config.wide_tail_tiles else cycles
 

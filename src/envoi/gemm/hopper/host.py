@@ -367,7 +367,7 @@ def epilogue_descriptors(call: Call, config: TileConfig) -> list[Any]:
     """Return TMA descriptors in boxes of a chunk: MAX_DESCS of outputs, MAX_DESCS of operands, or None for each."""
     columns = min(config.epilogue_columns, config.block_y)
     rows, N = config.rows_per_consumer, call.b.shape[-2]
-    if config.narrowed:
+    if config.stored_in_boxes:
         rows, columns = config.small_box, config.rows_per_consumer
     descs: list[Any] = [None] * (2 * MAX_DESCS)
     for i, index in enumerate(call.code.tma_outputs):
@@ -383,7 +383,7 @@ def scratch(call: Call, config: TileConfig, num_split: int) -> tuple[torch.Tenso
     """Return the fields of `SplitK` (for num_split split tiles), then those of `RowReductions`."""
     M, N, device = call.a.shape[0], call.b.shape[-2], call.a.device
     shares = num_split * config.consumers_per_tile
-    num_sums = shares * config.split_k * config.rows_per_consumer * config.block_y if config.split_k > 1 else 0
+    num_sums = shares * config.split_k * config.rows_per_consumer * config.tensor_y if config.split_k > 1 else 0
     slots_of_rows = cdiv(N, config.rows_per_consumer if config.swap_ab else config.block_y)
     if not num_sums and not call.code.partials:
         return _no_scratch(device)

@@ -40,6 +40,7 @@ from triton.experimental import gluon
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier
 
 from envoi.runtime.aggregate import Scalar, aggregate
+from envoi.runtime.barrier_setup import set_up_together
 from envoi.runtime.triton_compat import reinterpret, tma_load
 
 
@@ -88,6 +89,7 @@ class Pipeline:
         empty = gl.allocate_shared_memory(gl.int64, [cfg.num_stages, 1], mbarrier.MBarrierLayout())
         full = gl.allocate_shared_memory(gl.int64, [cfg.num_stages, 1], mbarrier.MBarrierLayout())
         num_stages: gl.constexpr = cfg.num_stages
+        set_up_together()
         for i in gl.static_range(num_stages):
             mbarrier.init(empty.index(i), count=cfg.consumers_per_tile)
             mbarrier.init(full.index(i), count=1)

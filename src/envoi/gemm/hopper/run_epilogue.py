@@ -121,7 +121,8 @@ def run_epilogue(acc, tile, first_slot, is_split, tiles_done, buffers, epilogue,
     if code.takes_halves:
         acc = halves_in_turn(acc, cfg)
     acc = to_token_major(acc, cfg)
-    out = OutputTile(m, n, tile.row_end, first_slot, is_split)
+    m_end = gl.minimum(tile.row_end, m + cfg.block_y) if cfg.narrowed else tile.row_end
+    out = OutputTile(m, n, m_end, first_slot, is_split)
     chunks = ChunkArgs(own, buffers, tiles_done)
     partials = apply_in_chunks(acc, out, chunks, 0)
     if rest is None:
@@ -183,7 +184,7 @@ def apply_in_chunks(acc, out, args, COLUMN: gl.constexpr):
         left, right = halves(acc)
         half: gl.constexpr = acc.shape[1] // 2
         a = apply_in_chunks(left, out, args, COLUMN)
-        if cfg.narrowed and COLUMN + half >= cfg.block_y:
+        if cfg.stored_in_boxes and COLUMN + half >= cfg.block_y:
             return a
         else:
             b = apply_in_chunks(right, out, args, COLUMN + half)
@@ -198,7 +199,7 @@ def visit_chunk(x, out, args, COLUMN: gl.constexpr):
     chunk: gl.constexpr = COLUMN // cfg.epilogue_columns
     loads = (buffers.loads, buffers.loaded, args.tiles_done)
     at = ChunkPosition(out.m, out.n + COLUMN, out.m_end, problem.N)
-    if cfg.narrowed:
+    if cfg.stored_in_boxes:
         # Outputs are elementwise, so that any layout will do; the stores to shared memory transpose as they are.
         x = gl.permute(x, (1, 0))
         at = ChunkPosition(out.m + COLUMN, out.n, out.m_end, problem.N)
@@ -227,9 +228,9 @@ def halves_in_turn(acc, cfg: gl.constexpr):
 def to_token_major(acc, cfg: gl.constexpr):
     """Return the accumulator as [tokens, features]: with swap_ab transposed, a thread with four features in a row.
 
-    If `narrowed`, as it is: `visit_chunk` transposes.
+    If `stored_in_boxes`, as it is: `visit_chunk` transposes.
     """
-    if not cfg.swap_ab or cfg.narrowed:
+    if not cfg.swap_ab or cfg.stored_in_boxes:
         return acc
     else:
         warps: gl.constexpr = gl.num_warps()

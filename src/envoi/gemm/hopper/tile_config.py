@@ -50,6 +50,11 @@ class TileConfig(Protocol):
         ...
 
     @property
+    def tensor_y(self) -> int:
+        """Columns of the tensor that has a consumer's accumulator: block_y, if `narrowed` the next power of two."""
+        ...
+
+    @property
     def block_m(self) -> int:
         """Tokens of a tile; of the lower kind with `wide_tail_tiles`."""
         ...
@@ -89,15 +94,21 @@ class TileConfig(Protocol):
 
     @property
     def narrowed(self) -> bool:
-        """Return True if block_y is no power of two, and one instruction computes it; see `runtime.narrow_wgmma`.
+        """Return True if block_y is no power of two, and one instruction computes it; see `runtime.narrow_wgmma`."""
+        ...
 
-        With swap_ab and TMA outputs: chunks are of tokens then, and the epilogue works on the transposed accumulator.
+    @property
+    def stored_in_boxes(self) -> bool:
+        """Return True if a narrowed tile's outputs leave by TMA.
+
+        Chunks are of tokens then, and the epilogue works on the transposed accumulator. Other narrowed tiles are like
+        wider ones, of which rows after the first block_y are left out.
         """
         ...
 
     @property
     def small_box(self) -> int:
-        """Return the tokens of a TMA box that stores outputs, if `narrowed`."""
+        """Return the tokens of a TMA box that stores outputs, if `stored_in_boxes`."""
         ...
 
     # schedule
@@ -121,7 +132,7 @@ class TileConfig(Protocol):
 
     @property
     def epilogue_columns(self) -> int:
-        """Accumulator columns of a chunk; if `narrowed`, its tokens."""
+        """Accumulator columns of a chunk; if `stored_in_boxes`, its tokens."""
         ...
 
     @property
@@ -148,8 +159,15 @@ class EqualTiles(Constant):
     tiles_overlap = False
     columns_ahead = False
     narrowed = False
+    stored_in_boxes = False
     small_box = 0
     tiles_per_unit = 1
+    block_y: int
+
+    @property
+    def tensor_y(self) -> int:
+        """Columns of an accumulator's tensor: all are computed."""
+        return self.block_y
 
 
 class SwappedTiles(EqualTiles):

@@ -45,6 +45,7 @@ from envoi.gemm.hopper.run_epilogue import halves_in_turn, to_token_major
 from envoi.gemm.hopper_few import config
 from envoi.gemm.hopper_few.tile_scheduler import Schedule, Slots
 from envoi.runtime.aggregate import Scalar, aggregate
+from envoi.runtime.barrier_setup import set_up_together
 from envoi.runtime.sync import let_next_start, wait_for_grid
 from envoi.runtime.triton_compat import async_load, reinterpret, role_barrier, tma_load
 
@@ -77,7 +78,8 @@ class Weights:
         shape: gl.constexpr = [cfg.num_stages * cfg.stage_steps] + desc.block_type.shape
         stages = gl.allocate_shared_memory(desc.dtype, shape, desc.layout)
         full = gl.allocate_shared_memory(gl.int64, [num_stages, 1], mbarrier.MBarrierLayout())
-        for i in range(num_stages):
+        set_up_together()
+        for i in gl.static_range(num_stages):
             mbarrier.init(full.index(i), count=1)
         fence_async_shared()
         role_barrier()

@@ -17,6 +17,7 @@ from triton.experimental import gluon
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier
 
 from envoi.runtime.aggregate import aggregate
+from envoi.runtime.barrier_setup import set_up_together
 
 SPAN = gl.constexpr(512)  # elements along K whose scale factors are loaded at once: 16 bytes a row
 
@@ -45,6 +46,7 @@ class MxPipeline:
         empty = gl.allocate_shared_memory(gl.int64, [cfg.num_stages, 1], mbarrier.MBarrierLayout())
         full = gl.allocate_shared_memory(gl.int64, [cfg.num_stages, 1], mbarrier.MBarrierLayout())
         num_stages: gl.constexpr = cfg.num_stages
+        set_up_together()
         for i in gl.static_range(num_stages):
             mbarrier.init(empty.index(i), count=cfg.num_consumers)
             mbarrier.init(full.index(i), count=2)

@@ -36,6 +36,7 @@ from envoi.gemm.hopper.run_epilogue import EpilogueArgs, EpilogueBuffers, RowRed
 from envoi.gemm.hopper.tile_scheduler import Problem, Tile, TileScheduler
 from envoi.gemm.hopper_w4a16.fragments import NVFP4_UP, Step, Weights, Words, either, is_nvfp4, to_bf16
 from envoi.runtime.aggregate import aggregate
+from envoi.runtime.barrier_setup import set_up_together
 from envoi.runtime.triton_compat import MORE_REGISTERS, role_barrier, tma_load
 
 
@@ -57,6 +58,7 @@ class Stages:
         tokens = gl.allocate_shared_memory(x_desc.dtype, shape, x_desc.layout)
         empty = gl.allocate_shared_memory(gl.int64, [num_stages, 1], mbarrier.MBarrierLayout())
         full = gl.allocate_shared_memory(gl.int64, [num_stages, 1], mbarrier.MBarrierLayout())
+        set_up_together()
         for i in gl.static_range(num_stages):
             mbarrier.init(empty.index(i), count=cfg.num_consumers)
             mbarrier.init(full.index(i), count=1)

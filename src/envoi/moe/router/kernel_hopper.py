@@ -55,6 +55,7 @@ from envoi.moe.router.kernel_hopper_logits import (
     positions_of,
     row_layout,
 )
+from envoi.runtime.barrier_setup import set_up_together
 from envoi.runtime.sync import arrive, let_next_start, wait_for_grid
 from envoi.runtime.triton_compat import role_barrier
 
@@ -371,6 +372,7 @@ def router_kernel(
     if not tiling.single_fill:
         empty = gl.allocate_shared_memory(gl.int64, [tiling.num_stages, 1], mbarrier.MBarrierLayout())
     num_stages: gl.constexpr = tiling.num_stages
+    set_up_together()
     for i in gl.static_range(num_stages):
         if not tiling.single_fill:
             mbarrier.init(empty.index(i), count=1)

@@ -1,0 +1,48 @@
+"""Changes to a kernel's PTX between Triton and the assembler, for what Gluon has no words for.
+
+A kernel asks for a change by a remark, a comment of its PTX: `remark`. What others compile stays as it is. Triton's
+cache on disk finds a kernel by its source, which has the remark: a change that does something else from now on needs
+another remark, else old machine code would be found.
+"""
+
+from collections.abc import Callable
+from typing import Any
+
+import triton.experimental.gluon.language as gl
+from triton.backends.nvidia.compiler import CUDABackend
+from triton.experimental import gluon
+
+Change = Callable[[str], str]
+
+_changes: list[Change] = []
+
+
+@gluon.jit
+def remark(TEXT: gl.constexpr):
+    """Put a comment into the kernel's PTX where this is called. TEXT: "// .. $0"; a register's name replaces $0."""
+    gl.inline_asm_elementwise(TEXT, "=r", [], gl.int32, is_pure=False, pack=1)  # pyright: ignore[reportArgumentType]
+
+
+def before_assembly(change: Change) -> Change:
+    """Decorate a change that every kernel's PTX goes through. Without the remark it is made for it returns the PTX."""
+    _changes.append(change)
+    return change
+
+
+def changed(ptx: str) -> str:
+    """Return a kernel's PTX after all changes."""
+    for change in _changes:
+        ptx = change(ptx)
+    return ptx
+
+
+def _change_what_is_compiled() -> None:
+    make_ptx = CUDABackend.make_ptx
+
+    def changing(self: Any, *arguments: Any, **options: Any) -> str:
+        return changed(make_ptx(self, *arguments, **options))
+
+    CUDABackend.make_ptx = changing
+
+
+_change_what_is_compiled()
