@@ -74,6 +74,7 @@ def test_on_hopper_more_slots_than_lanes_are_refused(monkeypatch):
     assert host.supports_fused(packed, 33) == "num_topk 33, more than 32"
     rows = replace(packed, gate_up=make(hidden=256, intermediate=128).pack("fp8_row").gate_up)
     assert host.supports_fused(rows, 3) == "the operands' formats"
+    assert host.supports_fused(make().pack("fp8_block128", 2, 2), 3) == "", "a rank without experts refuses nothing"
 
 
 def refusals(rank: int, num_ranks: int) -> list[str]:
@@ -148,6 +149,15 @@ def test_a_call_launches_no_pull():
     names = [kernel.fn.__name__ for kernel, *_ in rehearse(call, 60, Target("sm_90"))]
     assert names[:4] == ["stage_tokens_kernel", "send_routing_kernel", "order_rows_kernel", "fused_l1_kernel"]
     assert "pull_kernel" not in names
+
+
+def test_a_rank_without_experts_pulls_nothing():
+    experts = without_tensors(make().pack("fp8_block128", 0, 0))
+    layout = SharedLayout(2, 16, 60, 3, 256, "fp8_block128", fused=True)
+    call = ParallelCall(layout, 3, 0, (0, 0, 16), 10.0, experts)
+    names = [kernel.fn.__name__ for kernel, *_ in rehearse(call, 60, Target("sm_90"))]
+    assert names[:3] == ["stage_tokens_kernel", "send_routing_kernel", "order_rows_kernel"]
+    assert not {"fused_l1_kernel", "pull_kernel"} & set(names)
     assert names[-2:] == ["combine_barrier_kernel", "sum_kernel"]
 
 

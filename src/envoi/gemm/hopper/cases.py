@@ -110,7 +110,7 @@ CASES = (
     Case("two-widths", "swiglu", 862, 2880, 4096),
     Case("two-widths-in-turns", "swiglu", 150, 7168, 8192),
     Case("two-widths-fp8-row", "swiglu", 731, 6144, 2048, "fp8_row"),
-    Case("two-widths-residual", "swiglu_residual", 520, 4096, 2048),
+    Case("two-widths-residual", "swiglu_residual", 520, 4096, 14336),
     Case("two-widths-maximum", "absmax", 412, 2880, 4096),
     Case("two-widths-halves", "swiglu", 412, 2880, 4096),
     Case("two-widths-bias", "scale_bias_relu", 1000, 2880, 4096),

@@ -371,23 +371,23 @@ class Costs:
     `tools/fit_time_model.py` fits them to bench/gemm_times.jsonl.
 
     launch: the kernel's launch and its first loads. tile, element, operand: around a tile's mainloop, for each of a
-    consumer's accumulators in its epilogue, by four warps, and beyond that if it loads an operand by TMA. step: around
-    the loads of a stage. latency: from a stage's release to its next fill. held_stages: stages whose wgmma may not have
-    completed. part: around one part of a split tile. join: to store or to add one accumulator's partial sum. l2_bytes,
-    dram_bytes: loaded per cycle, by one multiprocessor and by all. outside_lines: lines of 128 bytes outside of a
-    matrix that all multiprocessors together fill with zeros per cycle. scaled_block: to add up a block of 128 elements
-    of K with its scales. wide_step, wide_tile: factors with wide tail tiles. three_step: of a step by three consumers.
-    rest: an instruction for the second of two widths, at least: it reads the tokens from shared memory once more.
-    again: share of the time of a read from memory that it takes to read weights once more, for another tile of few
-    tokens. stored_rows: for each accumulator of a wide tile with few tokens on the M side, which leave from registers.
-    box: to start a TMA load; counts where a stage has many. narrowed_fp8: factor of an element's epilogue in FP8, whose
-    factors are loaded by each chunk, if `narrowed`.
+    consumer's accumulators in its epilogue, by four warps, and beyond that, for each consumer of the tile, if it loads
+    an operand by TMA. step: around the loads of a stage. latency: from a stage's release to its next fill. held_stages:
+    stages whose wgmma may not have completed. part: around one part of a split tile. join: to store or to add one
+    accumulator's partial sum. l2_bytes, dram_bytes: loaded per cycle, by one multiprocessor and by all. outside_lines:
+    lines of 128 bytes outside of a matrix that all multiprocessors together fill with zeros per cycle. scaled_block: to
+    add up a block of 128 elements of K with its scales. wide_step, wide_tile: factors with wide tail tiles. three_step:
+    of a step by three consumers. rest: an instruction for the second of two widths, at least: it reads the tokens from
+    shared memory once more. again: share of the time of a read from memory that it takes to read weights once more, for
+    another tile of few tokens. stored_rows: for each accumulator of a wide tile with few tokens on the M side, which
+    leave from registers. box: to start a TMA load; counts where a stage has many. narrowed_fp8: factor of an element's
+    epilogue in FP8, whose factors are loaded by each chunk, if `narrowed`.
     """
 
     launch: float = H200.launch_cycles
     tile: float = 825
     element: float = 0.13
-    operand: float = 0.8
+    operand: float = 0.4
     step: float = 19
     latency: float = 1300
     held_stages: float = 1.6
@@ -441,7 +441,7 @@ def predicted_cycles(problem: Problem, config: Config, num_sms: int, costs: Cost
 
 
 def _epilogue_cycles(problem: Problem, config: Config, costs: Costs) -> float:
-    element = costs.element + (costs.operand if problem.tma_operand_bytes else 0.0)
+    element = costs.element + (costs.operand * config.consumers_per_tile if problem.tma_operand_bytes else 0.0)
     element *= costs.narrowed_fp8 if config.narrowed and problem.element_bytes == 1 else 1.0
     if are_few(problem.M, 0) and not (problem.num_groups or problem.scaled or config.swap_ab) and config.block_y > 64:
         element += costs.stored_rows

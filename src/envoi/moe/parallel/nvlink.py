@@ -49,14 +49,14 @@ def run_layer(
 def run_local_experts(domain: Domain, experts: ExpertWeights, num_slots: int) -> torch.Tensor:
     """Run this rank's experts on domain.rows. L2 sends rows to their slots; with presum they are returned.
 
-    With `layout.fused` L1 fills domain.rows first.
+    With `layout.fused` L1 fills domain.rows first; a rank without experts has none to fill.
     num_slots: this rank's slots, an estimate of the others'; only the choice of a config depends on it.
     """
     layout = domain.layout
     expected = layout.num_ranks * (num_slots or layout.room) * domain.num_local // layout.num_experts
     to = None if layout.presum else domain.row_destinations
     grouping = Grouping(write_tail=False, expected=expected, to=to)
-    run = pulling_gemm(domain) if layout.fused else run_kernels
+    run = pulling_gemm(domain) if layout.fused and domain.num_local else run_kernels
     return run_experts(domain.rows, domain.row_weights, domain.offsets, experts, grouping, run)
 
 

@@ -34,6 +34,8 @@ def supports_fused(experts: ExpertWeights, num_topk: int) -> str:
         return f"experts on {experts.device}, which is no Hopper GPU"
     if num_topk > MAX_SLOTS:
         return f"num_topk {num_topk}, more than {MAX_SLOTS}"
+    if not experts.num_local_experts:
+        return ""  # this rank has no rows to pull, and launches no L1
     rows = empty_rows(1, experts.hidden, format_named(FORMAT).activations, torch.device("meta"))
     return hopper.supports_hopper(rows, experts.gate_up, l1_epilogues(experts)[0].ir)
 
