@@ -113,6 +113,17 @@ def test_the_data_file_keeps_everything(tmp_path, shapes):
     assert json.loads(path.read_text().splitlines()[0])["gpu"] == "NVIDIA H200"
 
 
+def test_shapes_with_few_tokens_can_be_asked_for():
+    found = program.shapes_of(seed=3, count=6, tokens=(9, 64))
+    assert len(found) == 6 and all(isinstance(shape, GemmShape) and 9 <= shape.m <= 64 for shape in found)
+
+
+@pytest.mark.parametrize("tokens", ["9", "64-9", "a-b", "9-"])
+def test_a_range_of_tokens_that_is_none_is_refused(tokens, tmp_path, capsys):
+    assert program.main(["measure", str(tmp_path / "times.jsonl"), "--tokens", tokens]) == 2
+    assert f"--tokens: expected a range like 9-64, got {tokens!r}" in capsys.readouterr().err
+
+
 @pytest.mark.parametrize("line", ["{}", "[]", "no json", '{"times_us": [{}]}'])
 def test_a_line_that_is_none_is_refused(line, tmp_path, capsys):
     path = tmp_path / "times.jsonl"
