@@ -1,5 +1,7 @@
 """Suites that draw: the same cases for the same seed, sizes of published models, and what the evidence says of them."""
 
+from typing import cast
+
 import pytest
 import torch
 
@@ -7,13 +9,14 @@ from envoi import cli
 from envoi.bench import command, problems
 from envoi.bench.evidence import load
 from envoi.bench.shapes import GemmShape, GroupedShape, MoeShape, Options, RouterShape, cases, drawn_rows
-from envoi.bench.suites import drawn, measure, module_of, rehearsal
+from envoi.bench.suites import drawn, measure, module_of, rehearsal, router
 from envoi.bench.suites.models import MODELS, linears
 from envoi.bench.timing import Clock
 from envoi.bench.trial import Bench, Compiler
 from envoi.gemm.hopper import tune
 from envoi.gemm.hopper.candidates import default_config
 from envoi.moe.router import rules
+from envoi.moe.router.cases import rule_of
 from envoi.quant.formats import FORMATS
 from envoi.runtime.kernel_case import NUM_SMS
 
@@ -168,6 +171,24 @@ def test_a_rehearsal_makes_the_calls(suite):
         if case.on_cpu:
             assert rehearsal.is_rehearsed(case)
             module_of(suite).rehearse(case, torch.device("cpu"))
+
+
+@pytest.mark.parametrize("compiled", [True, False])
+def test_compiled_baselines_are_rehearsed_unless_left_out(compiled, monkeypatch):
+    made = []
+    monkeypatch.setattr(router, "rehearse_compiled", lambda case, device: made.append(case.name))
+    case = next(case for case in cases("router_drawn") if case.on_cpu)
+    assert rehearsal._rehearse("cpu", False, compiled, case) == ""
+    assert made == [case.name] * compiled
+
+
+@pytest.mark.parametrize(("limit_s", "there"), [(0.0, False), (30.0, True), (None, True)])
+def test_without_torch_compile_a_router_has_no_such_baseline(limit_s, there, monkeypatch):
+    monkeypatch.setattr(Bench, "on_gpu", True)
+    shape = next(case for case in cases("router_drawn") if case.on_cpu).shape
+    bench = Bench(Clock(torch.device("cpu"), 1), ROOF, compiler=Compiler(limit_s))
+    found = router._baselines(cast(RouterShape, shape), rule_of(cast(RouterShape, shape).rule)[0], bench)
+    assert ("compile" in found) == there and {"eager", "cublas", "empty"} <= set(found)
 
 
 def test_layers_that_fill_a_gpu_are_not_rehearsed():

@@ -36,7 +36,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--compile-limit", metavar="S", type=float, help="seconds for torch.compile's tuning in all; default: no limit"
     )
-    parser.add_argument("--no-compile", action="store_true", help="leave out torch.compile as a baseline of the GEMMs")
+    parser.add_argument("--no-compile", action="store_true", help="leave out torch.compile as a baseline")
     parser.add_argument(
         "--jobs", metavar="N", type=int, help="processes that compile Envoi's GEMMs beforehand; default: by the CPUs"
     )
@@ -175,7 +175,7 @@ def _measure(args: argparse.Namespace, chosen: "list[Case]") -> int:
 
     if device.type == "cuda" and ranks.num_ranks == 1:
         rehearsed = [case for case in fitting if rehearsal.is_rehearsed(case)]
-        rehearsal.rehearse_all(rehearsed, args.jobs, not args.untuned)
+        rehearsal.rehearse_all(rehearsed, args.jobs, not args.untuned, not args.no_compile)
         ahead.compile_cases([case for case in fitting if case not in rehearsed], args.jobs)
         model.compile_ahead(fitting, device, args.jobs)
     limit_s = 0.0 if args.no_compile else args.compile_limit

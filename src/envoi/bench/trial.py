@@ -24,6 +24,11 @@ class Compiler:
     def __init__(self, limit_s: float | None = None):
         self.limit_s, self.spent_s = limit_s, 0.0
 
+    @property
+    def left_out(self) -> bool:
+        """Return True if torch.compile is no baseline at all."""
+        return self.limit_s == 0
+
     def run(self, fn: Callable, *args: torch.Tensor) -> Run:
         """Return a call of fn(*args), compiled and tuned. Raises RuntimeError once the limit is reached."""
         self._check_limit()

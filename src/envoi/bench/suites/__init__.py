@@ -25,7 +25,10 @@ def repeat_of(suite: str, on_gpu: bool) -> int:
 
 
 def module_of(name: str) -> Any:
-    """Return the module of a suite: measure(case, bench) -> Trial, and for some rehearse(case, device)."""
+    """Return the module of a suite: measure(case, bench) -> Trial, and for some rehearse(case, device).
+
+    One whose baselines torch.compile compiles has rehearse_compiled(case, device) for their calls.
+    """
     if name.startswith("router"):
         from envoi.bench.suites import router as suite
     elif name in ("moe", "moe_drawn"):

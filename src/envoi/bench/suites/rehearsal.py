@@ -32,37 +32,45 @@ def is_rehearsed(case: Case) -> bool:
     return case.suite in SUITES
 
 
-def rehearse_all(cases: Sequence[Case], num_processes: int | None = None, tuned: bool = True) -> dict[str, str]:
+def rehearse_all(
+    cases: Sequence[Case], num_processes: int | None = None, tuned: bool = True, compiled: bool = True
+) -> dict[str, str]:
     """Compile what the cases will run on the current GPU; return the errors by case. The measurement will say them too.
 
     num_processes: at most; None = by the CPUs and the GPU's memory. tuned: False for the model's configs alone.
+    compiled: False without torch.compile's calls.
     """
     free, _ = torch.cuda.mem_get_info()
     count = min(num_processes or (os.cpu_count() or 2) - 1, MAX_PROCESSES, len(cases), max(1, free // WORKER_BYTES))
     if count < 2:
         return {}
     start = time.monotonic()
-    failed = rehearse_with(cases, torch.device("cuda", torch.cuda.current_device()), count, tuned)
+    failed = rehearse_with(cases, torch.device("cuda", torch.cuda.current_device()), count, tuned, compiled)
     what = f"{len(cases)} cases rehearsed in {time.monotonic() - start:.0f} s by {count} processes"
     print(f"{what}, {len(failed)} failed", file=sys.stderr, flush=True)
     return failed
 
 
-def rehearse_with(cases: Sequence[Case], device: torch.device, count: int, tuned: bool) -> dict[str, str]:
+def rehearse_with(
+    cases: Sequence[Case], device: torch.device, count: int, tuned: bool, compiled: bool = True
+) -> dict[str, str]:
     """Rehearse the cases in `count` processes; return the errors by case."""
     target = Target.of(device) if device.type == "cuda" else Target("sm_90")
     with Compilers(target, count) as workers:
-        said = list(workers.map(partial(_rehearse, str(device), tuned), cases))
+        said = list(workers.map(partial(_rehearse, str(device), tuned, compiled), cases))
     errors = {f"{case.suite} {case.name}": DIED if error is None else error for case, error in said}
     return {name: error for name, error in errors.items() if error}
 
 
-def _rehearse(device: str, tuned: bool, case: Case) -> str:
+def _rehearse(device: str, tuned: bool, compiled: bool, case: Case) -> str:
     """Rehearse a case in a process of its own. Return the error, "" if there was none."""
     try:
         tune.use_measured(tuned)
         with torch.no_grad():
-            module_of(case.suite).rehearse(case, torch.device(device))
+            suite = module_of(case.suite)
+            suite.rehearse(case, torch.device(device))
+            if compiled and hasattr(suite, "rehearse_compiled"):
+                suite.rehearse_compiled(case, torch.device(device))
         if device.startswith("cuda"):
             torch.cuda.synchronize()
             torch.cuda.empty_cache()
