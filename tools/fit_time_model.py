@@ -28,9 +28,6 @@ FORMATS = ("bf16", "fp8_row", "fp8_block128")  # of the Hopper GEMM
 FOLDS = 5
 Tokens = tuple[int, int]
 ANY: Tokens = (1, 1 << 20)
-DRAWN_FOR_EACH = (
-    24  # shapes drawn for each that is wanted, of which some have other formats, or other numbers of tokens
-)
 SHARPNESS = 5.0  # a config that takes 20 % longer than the best counts e times less
 TIMED_LAUNCH = 4200  # cycles that the time of a lone launch has beyond its share of a graph
 STEPS = (1.6, 1.25, 1.1, 1.04)  # factors by which constants are tried
@@ -229,14 +226,15 @@ def shapes_of(seed: int, count: int, tokens: Tokens = ANY) -> list:
     With `tokens` other than ANY all are plain.
     """
     from envoi.bench import problems
-    from envoi.bench.shapes import Options, cases
+    from envoi.bench.shapes import GemmShape, Options, cases
 
     found = []
     grouped = count // 4 if tokens == ANY else 0
+    options = Options(seed, (4 if tokens == ANY else 24) * count)  # some have other formats, or other numbers of tokens
     for suite, wanted in (("gemm_drawn", count - grouped), ("grouped_drawn", grouped)):
-        drawn = (case.shape for case in cases(suite, Options(seed, DRAWN_FOR_EACH * count)) if case.on_cuda)
+        drawn = (case.shape for case in cases(suite, options) if case.on_cuda)
         if tokens != ANY:
-            drawn = (shape for shape in drawn if tokens[0] <= shape.m <= tokens[1])
+            drawn = (shape for shape in drawn if isinstance(shape, GemmShape) and tokens[0] <= shape.m <= tokens[1])
         found += islice((shape for shape in drawn if _on_hopper(shape, problems)), wanted)
     return found
 
