@@ -5,7 +5,7 @@ import pytest
 from envoi.runtime.barrier_setup import without_waits
 from envoi.runtime.ptx_changes import changed
 
-REMARK = "\t// envoi 2: mbarriers are set up together %r9\n"
+REMARK = "\t// envoi barriers 1: mbarriers are set up together %r9\n"
 WAIT = "\tbar.sync \t0, 128;\n"
 BETWEEN = "\tadd.s32 \t%r83, %r81, 217184;\n\t// begin inline asm\n"
 FENCE = "\tfence.proxy.async.shared::cta;\n"

@@ -7,7 +7,7 @@ from envoi.runtime import triton_compat  # noqa: F401  # what is imported with e
 from envoi.runtime.narrow_wgmma import rewritten
 from envoi.runtime.ptx_changes import changed
 
-REMARK = "\t// envoi 1: wgmma of n{} is n{} %r7\n"
+REMARK = "\t// envoi narrow 1: wgmma of n{} is n{} %r7\n"
 
 
 def product(columns: int, of: str = "bf16.bf16", k: int = 16, first: int = 1) -> str:

@@ -1,9 +1,10 @@
 """Setting up many mbarriers at a kernel's start without waiting between them.
 
-One thread initialises all of them, one instruction each. Gluon takes two barriers of one allocation for the same
-memory, so it lets all warps wait for each other between any two; that is 0.25 us of every launch with 12 stages. Waits
+One thread initialises all of them, one instruction each. Triton 3.6 takes two barriers of one allocation for the same
+memory, so it lets the warps wait for each other between any two; that is 0.25 us of a launch with 12 stages. Waits
 between two initialisations, with nothing but arithmetic beside, order nothing that the thread itself doesn't, and are
-left out. What comes after the last one still waits for it.
+left out; what comes after the last one still waits for it. That holds at a kernel's start, before any warp has used
+shared memory. Later releases of Triton have no such waits, and kernels without roles wait in another form, which stays.
 """
 
 import re
@@ -13,8 +14,8 @@ from triton.experimental import gluon
 
 from envoi.runtime.ptx_changes import before_assembly, remark
 
-_REMARK = gl.constexpr("// envoi 2: mbarriers are set up together $0")
-_ASKED = re.compile(r"// envoi 2: mbarriers are set up together ")
+_REMARK = gl.constexpr("// envoi barriers 1: mbarriers are set up together $0")
+_ASKED = re.compile(r"// envoi barriers 1: mbarriers are set up together ")
 _WAIT = re.compile(r"\s*bar\.sync\s+0, \d+;")
 _SETUP = re.compile(r"\s*@(%p\d+) mbarrier\.init\.shared::cta\.b64 \[%r\d+\], \d+;")
 # What lies between two of them: addresses are computed, and the compiler leaves comments and positions.
@@ -25,7 +26,7 @@ _NEUTRAL = re.compile(
 
 @gluon.jit
 def set_up_together():
-    """Let a kernel's mbarriers be initialised one right after the other. Called once, beside `mbarrier.init`."""
+    """Let a kernel's mbarriers be initialised one right after the other. Called once, before shared memory is used."""
     remark(_REMARK)
 
 

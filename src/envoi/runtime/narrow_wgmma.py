@@ -4,7 +4,7 @@ A kernel gives its accumulator the next power of two of columns, and says in a c
 instruction shall compute. Each instruction is then rewritten, before the assembler reads it, to leave out the others,
 whose registers keep their zeros and cost nothing:
 
-    // envoi 1: wgmma of n256 is n208
+    // envoi narrow 1: wgmma of n256 is n208
     wgmma.mma_async.sync.aligned.m64n256k16.f32.bf16.bf16 {%r1, .. %r128}, ..
     wgmma.mma_async.sync.aligned.m64n208k16.f32.bf16.bf16 {%r1, .. %r104}, ..      what is assembled
 
@@ -18,12 +18,12 @@ from triton.experimental import gluon
 
 from envoi.runtime.ptx_changes import before_assembly, remark
 
-_REMARK = re.compile(r"// envoi 1: wgmma of n(\d+) is n(\d+)")
+_REMARK = re.compile(r"// envoi narrow 1: wgmma of n(\d+) is n(\d+)")
 
 
 @gluon.constexpr_function
 def _remark(columns, used):
-    return f"// envoi 1: wgmma of n{columns} is n{used} $0"
+    return f"// envoi narrow 1: wgmma of n{columns} is n{used} $0"
 
 
 @gluon.jit

@@ -2,7 +2,7 @@
 
 A kernel asks for a change by a remark, a comment of its PTX: `remark`. What others compile stays as it is. Triton's
 cache on disk finds a kernel by its source, which has the remark: a change that does something else from now on needs
-another remark, else old machine code would be found.
+another remark, hence the number in each, else old machine code would be found.
 """
 
 from collections.abc import Callable
@@ -24,7 +24,7 @@ def remark(TEXT: gl.constexpr):
 
 
 def before_assembly(change: Change) -> Change:
-    """Decorate a change that every kernel's PTX goes through. Without the remark it is made for it returns the PTX."""
+    """Decorate a change that every kernel's PTX goes through; it must return PTX without its remark as it is."""
     _changes.append(change)
     return change
 

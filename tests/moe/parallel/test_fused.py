@@ -149,6 +149,7 @@ def test_a_call_launches_no_pull():
     names = [kernel.fn.__name__ for kernel, *_ in rehearse(call, 60, Target("sm_90"))]
     assert names[:4] == ["stage_tokens_kernel", "send_routing_kernel", "order_rows_kernel", "fused_l1_kernel"]
     assert "pull_kernel" not in names
+    assert names[-2:] == ["combine_barrier_kernel", "sum_kernel"]
 
 
 def test_a_rank_without_experts_pulls_nothing():

@@ -69,7 +69,8 @@ def candidates(problem: Problem, code: Lowered) -> list[Config]:
             for depth in ((k,) if problem.scaled else (k, 2 * k, 4 * k))
         ]
         narrow = 8 * cdiv(problem.M, 8)
-        if narrow in NARROWED and next_power_of_2(narrow) <= most and not problem.num_groups:
+        would_spill = code.partials and not code.maxima_together
+        if narrow in NARROWED and next_power_of_2(narrow) <= most and not (problem.num_groups or would_spill):
             found += [Config(64, consumers, narrow, k, 12, swap_ab=True) for consumers in (1, 2)]
     if not problem.num_groups and not problem.whole_k:
         found += [replace(c, split_k=s) for c in found for s in (2, 3, 4, 8, 16)]

@@ -241,7 +241,7 @@ def _why_not_chunks(problem: Problem, c: Config, code: Lowered) -> str:
     if code.tma_outputs and c.num_chunks % c.num_store_buffers:  # a tile's first chunk would take the last one's buffer
         return f"num_store_buffers: expected one that divides {c.num_chunks} chunks, got {c.num_store_buffers}"
     if c.stored_in_boxes:
-        # Stores from registers would write what a chunk has after the tile's last token.
+        # Its chunks have no layout that stores from registers would be fast in.
         lowered = code.elementwise and len(code.tma_outputs) == len(code.output_specs)
         few = f"at most {FEW_TOKENS} tokens or a power of two"
         return "" if lowered else f"block_y: expected {few} unless outputs are elementwise and stored by TMA"
@@ -257,9 +257,10 @@ def _why_not_chunks(problem: Problem, c: Config, code: Lowered) -> str:
 def _why_not_narrowed(problem: Problem, c: Config) -> str:
     if not c.narrowed:
         return ""
-    whole = c.split_k == 1 or not c.stored_in_boxes
-    if problem.num_groups or problem.scaled or not whole or c.rows_per_consumer != 64:
-        return f"block_y: expected a power of two unless in a plain GEMM, whole, of 64 features, got {c.label()}"
+    if problem.num_groups or problem.scaled or c.rows_per_consumer != 64:
+        return f"block_y: expected a power of two unless in a plain GEMM of 64 features a consumer, got {c.label()}"
+    if c.stored_in_boxes and c.split_k > 1:
+        return f"split_k: expected 1 beside {c.block_y} tokens, no power of two, got {c.split_k}"
     if c.block_k * problem.element_bytes > 128:  # longer rows are kept in parts, far apart in views of many rows
         return f"block_k: expected rows of at most 128 bytes in a stage, got {c.block_k} elements"
     if c.stored_in_boxes and c.epilogue_columns % c.small_box:
@@ -378,10 +379,10 @@ class Costs:
     lines of 128 bytes outside of a matrix that all multiprocessors together fill with zeros per cycle. scaled_block: to
     add up a block of 128 elements of K with its scales. wide_step, wide_tile: factors with wide tail tiles. three_step:
     of a step by three consumers. rest: an instruction for the second of two widths, at least: it reads the tokens from
-    shared memory once more. again: share of the time of a read from memory that it takes to read weights once more, for
-    another tile of few tokens. stored_rows: for each accumulator of a wide tile with few tokens on the M side, which
-    leave from registers. box: to start a TMA load; counts where a stage has many. narrowed_fp8: factor of an element's
-    epilogue in FP8, whose factors are loaded by each chunk, if `narrowed`.
+    shared memory once more. again: reading weights once more, for another tile of few tokens, costs this share of
+    reading them from memory. stored_rows: added to `element` where few tokens are the M side of a tile of more than 64
+    features: their rows leave from registers. box: to start a TMA load; counts where a stage has many. narrowed_fp8:
+    factor of an element's epilogue in FP8, whose factors are loaded by each chunk, if `narrowed`.
     """
 
     launch: float = H200.launch_cycles
@@ -434,7 +435,7 @@ def predicted_cycles(problem: Problem, config: Config, num_sms: int, costs: Cost
     partial_sums = rest * config.split_k * config.block_x * config.block_y
     moved = problem.element_bytes * problem.K * (problem.M + _busy_groups(problem) * problem.N)
     moved += (2 + problem.tma_operand_bytes) * problem.M * problem.N + 2 * 4 * partial_sums
-    if are_few(problem.M, 0) and not problem.num_groups:
+    if problem.M <= FEW_TOKENS and not problem.num_groups:
         more = cdiv(problem.M, config.block_m) - 1
         moved += costs.again * more * problem.element_bytes * problem.K * problem.N
     return costs.launch + hypot(work, moved / costs.dram_bytes)
@@ -443,7 +444,8 @@ def predicted_cycles(problem: Problem, config: Config, num_sms: int, costs: Cost
 def _epilogue_cycles(problem: Problem, config: Config, costs: Costs) -> float:
     element = costs.element + (costs.operand * config.consumers_per_tile if problem.tma_operand_bytes else 0.0)
     element *= costs.narrowed_fp8 if config.narrowed and problem.element_bytes == 1 else 1.0
-    if are_few(problem.M, 0) and not (problem.num_groups or problem.scaled or config.swap_ab) and config.block_y > 64:
+    plain = not (problem.num_groups or problem.scaled)
+    if plain and problem.M <= FEW_TOKENS and not config.swap_ab and config.block_y > 64:
         element += costs.stored_rows
     cycles = costs.tile + element * config.rows_per_consumer * config.block_y * 4 / config.num_warps
     return cycles * costs.wide_tile if config.wide_tail_tiles else cycles

@@ -51,7 +51,7 @@ class TileConfig(Protocol):
 
     @property
     def tensor_y(self) -> int:
-        """Columns of the tensor that has a consumer's accumulator: block_y, if `narrowed` the next power of two."""
+        """Columns of the tensor that is a consumer's first accumulator: a power of two."""
         ...
 
     @property

@@ -35,7 +35,7 @@ def supports_fused(experts: ExpertWeights, num_topk: int) -> str:
     if num_topk > MAX_SLOTS:
         return f"num_topk {num_topk}, more than {MAX_SLOTS}"
     if not experts.num_local_experts:
-        return ""  # this rank has no rows to pull, and launches no L1
+        return ""  # this rank has no rows to pull, and launches no fused L1
     rows = empty_rows(1, experts.hidden, format_named(FORMAT).activations, torch.device("meta"))
     return hopper.supports_hopper(rows, experts.gate_up, l1_epilogues(experts)[0].ir)
 
