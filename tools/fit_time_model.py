@@ -1,4 +1,4 @@
-"""Fit the constants of the Hopper GEMM's model of GPU time, `envoi.gemm.hopper.config.Costs`, to measurements.
+"""Fit the constants of the Hopper GEMM's model of GPU time, `envoi.gemm.hopper.time_model.Costs`, to measurements.
 
     python tools/fit_time_model.py measure bench/gemm_times.jsonl --seed 0 --count 40     on an H200; a line a shape
     python tools/fit_time_model.py fit bench/gemm_times.jsonl                             anywhere
@@ -22,7 +22,8 @@ from itertools import islice
 from math import exp, log
 from pathlib import Path
 
-from envoi.gemm.hopper.config import COSTS, Config, Costs, Problem, predicted_cycles
+from envoi.gemm.hopper.config import Config, Problem
+from envoi.gemm.hopper.time_model import COSTS, Costs, predicted_cycles
 
 FORMATS = ("bf16", "fp8_row", "fp8_block128")  # of the Hopper GEMM
 FOLDS = 5

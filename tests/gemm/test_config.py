@@ -9,14 +9,10 @@ import torch
 from envoi.epilogue import Col, epilogue, library, row_sum
 from envoi.epilogue.lower import lower
 from envoi.gemm.hopper import config as configs
+from envoi.gemm.hopper import time_model
 from envoi.gemm.hopper.candidates import candidates, default_config
-from envoi.gemm.hopper.config import (
-    Config,
-    Problem,
-    predicted_cycles,
-    shared_bytes,
-    supports,
-)
+from envoi.gemm.hopper.config import Config, Problem, shared_bytes, supports
+from envoi.gemm.hopper.time_model import predicted_cycles
 from envoi.runtime.devices import SHARED_BYTES
 
 NUM_SMS = 132
@@ -122,7 +118,7 @@ def test_wide_tiles_where_they_save_more_than_they_cost(rows, wide):
 def test_tiles_of_an_expert_are_those_of_routing_at_random(mean, config):
     rows = torch.poisson(torch.full((200_000,), float(mean)), generator=torch.Generator().manual_seed(mean))
     counted = (rows / config.block_m).ceil().mean().item()
-    assert configs._tiles_of_group(SCALED, config, mean) == pytest.approx(counted, rel=0.02)
+    assert time_model._tiles_of_group(SCALED, config, mean) == pytest.approx(counted, rel=0.02)
 
 
 def test_more_work_takes_longer():
@@ -265,9 +261,9 @@ def test_two_widths_are_candidates_of_plain_gemms_alone():
 def test_a_second_instruction_of_32_columns_takes_more_than_half_of_64():
     def step(block_y: int) -> float:
         config = Config(64, 2, block_y, 64, 4, tiles_overlap=True)
-        return configs._step_cycles(Problem(128, 4096, 4096, 2), config, NUM_SMS, 132, costs)[0]
+        return time_model._step_cycles(Problem(128, 4096, 4096, 2), config, NUM_SMS, 132, costs)[0]
 
-    costs = replace(configs.COSTS, latency=0, step=0, l2_bytes=1e9)
+    costs = replace(time_model.COSTS, latency=0, step=0, l2_bytes=1e9)
     assert [step(block_y) / 8 for block_y in (64, 96, 128, 160, 192)] == [32, 32 + 24, 64, 64 + 24, 64 + 32]
 
 

@@ -9,7 +9,8 @@ import pytest
 
 from envoi.bench import problems
 from envoi.bench.shapes import GemmShape, GroupedShape
-from envoi.gemm.hopper.config import COSTS, Config, Costs, Problem, predicted_cycles
+from envoi.gemm.hopper.config import Config, Problem
+from envoi.gemm.hopper.time_model import COSTS, Costs, predicted_cycles
 from envoi.runtime.kernel_case import NUM_SMS
 from tests.helpers.tools import tool
 

@@ -15,9 +15,10 @@ from envoi.gemm.hopper import host
 from envoi.gemm.hopper import pairs as paired
 from envoi.gemm.hopper.candidates import candidates
 from envoi.gemm.hopper.cases import Case
-from envoi.gemm.hopper.config import Config, Problem, predicted_cycles, shared_bytes, supports
+from envoi.gemm.hopper.config import Config, Problem, shared_bytes, supports
 from envoi.gemm.hopper.pairs import pairs_pay, quantizes_in_pairs, use_pairs
 from envoi.gemm.hopper.tile_scheduler import corner_in_expert, tile_in_pairs, units_in_pairs
+from envoi.gemm.hopper.time_model import predicted_cycles
 from envoi.runtime.devices import SHARED_BYTES
 from tools.machine_code.compile import compile_launch
 

@@ -6,7 +6,7 @@ from statistics import median
 import pytest
 
 from envoi.bench import evidence
-from envoi.gemm.hopper.config import COSTS
+from envoi.gemm.hopper.time_model import COSTS
 from envoi.plan import MoeLayer, plan_moe
 from envoi.plan.blocks import Blocks
 from envoi.plan.gathering import LINKS

@@ -11,7 +11,8 @@ from envoi.bench.suites.inputs import Inputs, make
 from envoi.epilogue.library import store
 from envoi.gemm.hopper import host, tune
 from envoi.gemm.hopper.candidates import candidates
-from envoi.gemm.hopper.config import Config, Problem, predicted_cycles
+from envoi.gemm.hopper.config import Config, Problem
+from envoi.gemm.hopper.time_model import predicted_cycles
 
 Shape = GemmShape | GroupedShape
 META = torch.device("meta")
@@ -19,7 +20,7 @@ META = torch.device("meta")
 
 @dataclass(frozen=True)
 class Planned:
-    """Planned launch of one GEMM. default: the shipped config, or the one by the model of `gemm.config`."""
+    """Planned launch of one GEMM. default: the shipped config, or the one by `gemm.hopper.time_model`."""
 
     call: host.Call
     problem: Problem

@@ -2,7 +2,7 @@
 
 import math
 
-from envoi.gemm.hopper.config import expected_tiles
+from envoi.gemm.hopper.time_model import expected_tiles
 from envoi.plan.layer import MoeLayer
 
 

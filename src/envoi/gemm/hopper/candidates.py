@@ -12,9 +12,9 @@ from envoi.gemm.hopper.config import (
     Config,
     Problem,
     fitted,
-    predicted_cycles,
     supports,
 )
+from envoi.gemm.hopper.time_model import predicted_cycles
 from envoi.runtime.math import cdiv, next_power_of_2
 
 
@@ -60,18 +60,7 @@ def candidates(problem: Problem, code: Lowered) -> list[Config]:
     if problem.scaled and per_group > 64 and fitted(problem, wide, code).num_stages == wide.num_stages:
         found.append(wide)
     if not code.whole_rows and not code.tma_outputs and not code.tma_operands and not code.paired:
-        most = 128 if not code.partials else 64 if code.maxima_together else 32  # more rows of partials spill
-        found += [
-            Config(64, consumers, tokens, depth, 12, swap_ab=True)
-            for tokens in (8, 16, 32, 64, 128)
-            if tokens < 2 * max(per_group, 8) and tokens <= most
-            for consumers in (1, 2)
-            for depth in ((k,) if problem.scaled else (k, 2 * k, 4 * k))
-        ]
-        narrow = 8 * cdiv(problem.M, 8)
-        would_spill = code.partials and not code.maxima_together
-        if narrow in NARROWED and next_power_of_2(narrow) <= most and not (problem.num_groups or would_spill):
-            found += [Config(64, consumers, narrow, k, 12, swap_ab=True) for consumers in (1, 2)]
+        found += few_tokens_configs(problem, code, k)
     if not problem.num_groups and not problem.whole_k:
         found += [replace(c, split_k=s) for c in found for s in (2, 3, 4, 8, 16)]
     if not problem.num_groups:
@@ -79,6 +68,27 @@ def candidates(problem: Problem, code: Lowered) -> list[Config]:
         found += narrowed_configs(problem.M, k) if code.elementwise else []
     found = [fitted(problem, config, code) for config in found]
     return [config for config in dict.fromkeys(found) if not supports(problem, config, code)]
+
+
+def few_tokens_configs(problem: Problem, code: Lowered, k: int) -> list[Config]:
+    """Return configs with the features on the M side, for an epilogue that is lowered to plain loads and stores.
+
+    k: elements of K in a stage, at least.
+    """
+    per_group = cdiv(problem.M, max(1, problem.num_groups))
+    sums = code.partials and not code.maxima_together
+    most = 128 if not code.partials else 32 if sums else 64  # more rows of partials spill
+    found = [
+        Config(64, consumers, tokens, depth, 12, swap_ab=True)
+        for tokens in (8, 16, 32, 64, 128)
+        if tokens < 2 * max(per_group, 8) and tokens <= most
+        for consumers in (1, 2)
+        for depth in ((k,) if problem.scaled else (k, 2 * k, 4 * k))
+    ]
+    narrow = 8 * cdiv(problem.M, 8)
+    if narrow in NARROWED and next_power_of_2(narrow) <= most and not (problem.num_groups or sums):
+        found += [Config(64, consumers, narrow, k, 12, swap_ab=True) for consumers in (1, 2)]
+    return found
 
 
 def two_widths(k: int) -> list[Config]:

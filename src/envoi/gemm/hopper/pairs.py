@@ -11,8 +11,9 @@ from envoi.epilogue.lower import lower
 from envoi.epilogue.outputs import chunk_columns
 from envoi.gemm.grouping import Grouping
 from envoi.gemm.hopper import tune
-from envoi.gemm.hopper.config import COSTS, Problem, are_few, predicted_cycles
+from envoi.gemm.hopper.config import Problem, are_few
 from envoi.gemm.hopper.host import scaling, supports_hopper, takes_pairs
+from envoi.gemm.hopper.time_model import COSTS, predicted_cycles
 from envoi.runtime import prepared
 from envoi.runtime.devices import num_sms
 from envoi.types import Matrix

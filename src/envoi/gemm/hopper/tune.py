@@ -1,4 +1,4 @@
-"""Measured configs of the Hopper GEMM on disk, which take precedence over the model of `config.py`.
+"""Measured configs of the Hopper GEMM on disk, which take precedence over the model of `time_model.py`.
 
 Entries are read from the shipped `tuned.json` beside this file and from `gemm.json` in the cache directory, which
 `envoi tune` writes. A key names the multiprocessors, the problem and the kind of epilogue. An entry for a power of two
@@ -16,7 +16,8 @@ from typing import Any, ParamSpec, TypeVar, cast
 from envoi import cache_file, env
 from envoi.epilogue.lower import Lowered
 from envoi.gemm.hopper.candidates import default_config
-from envoi.gemm.hopper.config import Config, Problem, fitted, predicted_cycles, supports
+from envoi.gemm.hopper.config import Config, Problem, fitted, supports
+from envoi.gemm.hopper.time_model import predicted_cycles
 from envoi.runtime import prepared
 from envoi.runtime.math import cdiv, next_power_of_2
 
@@ -45,7 +46,7 @@ def forget_choices() -> None:
 
 
 def use_measured(wanted: bool) -> None:
-    """Use measured configs, as always, or the model of `config.py` alone, to measure how good the model is."""
+    """Use measured configs, as always, or the model of `time_model.py` alone, to measure how good the model is."""
     global _use_measured
     _use_measured = wanted
     forget_choices()

@@ -12,7 +12,8 @@ from envoi.epilogue.ir import IR
 from envoi.epilogue.lower import lower
 from envoi.epilogue.outputs import chunk_columns
 from envoi.gemm.hopper import tune
-from envoi.gemm.hopper.config import COSTS, Problem, are_few, predicted_cycles
+from envoi.gemm.hopper.config import Problem, are_few
+from envoi.gemm.hopper.time_model import COSTS, predicted_cycles
 from envoi.runtime import prepared
 from envoi.runtime.gpu_rates import H200
 
