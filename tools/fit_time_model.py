@@ -27,7 +27,7 @@ from envoi.gemm.hopper.time_model import COSTS, Costs, predicted_cycles
 
 FORMATS = ("bf16", "fp8_row", "fp8_block128")  # of the Hopper GEMM
 FOLDS = 5
-Tokens = tuple[int, int]
+Tokens = tuple[int, int]  # the fewest and the most of a shape
 ANY: Tokens = (1, 1 << 20)
 SHARPNESS = 5.0  # a config that takes 20 % longer than the best counts e times less
 TIMED_LAUNCH = 4200  # cycles that the time of a lone launch has beyond its share of a graph
@@ -222,9 +222,9 @@ def measure(
 
 
 def shapes_of(seed: int, count: int, tokens: Tokens = ANY) -> list:
-    """Return the first shapes that the suites draw and the Hopper GEMM runs, with so many tokens: three of four plain.
+    """Return the first shapes that the suites draw and the Hopper GEMM runs, three of four plain.
 
-    With `tokens` other than ANY all are plain.
+    tokens: a range that the shapes' numbers of tokens are in; all are plain then, and there may be fewer than `count`.
     """
     from envoi.bench import problems
     from envoi.bench.shapes import GemmShape, Options, cases
@@ -271,7 +271,10 @@ def main(argv: Sequence[str] | None = None) -> int:
                                  ("repeat", 20, "rounds of each median")):  # fmt: skip
         measuring.add_argument(f"--{name}", metavar="N", type=int, default=default, help=f"{about}; default: {default}")
     measuring.add_argument(
-        "--tokens", metavar="A-B", default="-".join(map(str, ANY)), help="only plain shapes with so many"
+        "--tokens",
+        metavar="A-B",
+        default="-".join(map(str, ANY)),
+        help="only plain GEMMs with A to B tokens; default: all shapes",
     )
     measuring.add_argument("--jobs", metavar="N", type=int, help="processes that compile; default: by the CPUs")
     fitting = actions.add_parser("fit", help="fit to FILEs; needs no GPU")

@@ -14,8 +14,8 @@ from triton.experimental import gluon
 
 from envoi.runtime.ptx_changes import before_assembly, remark
 
-_REMARK = gl.constexpr("// envoi barriers 1: mbarriers are set up together $0")
-_ASKED = re.compile(r"// envoi barriers 1: mbarriers are set up together ")
+_ASKED = "// envoi barriers 1: mbarriers are set up together "
+_REMARK = gl.constexpr(_ASKED + "$0")
 _WAIT = re.compile(r"\s*bar\.sync\s+0, \d+;")
 _SETUP = re.compile(r"\s*@(%p\d+) mbarrier\.init\.shared::cta\.b64 \[%r\d+\], \d+;")
 # What lies between two of them: addresses are computed, and the compiler leaves comments and positions.
@@ -33,7 +33,7 @@ def set_up_together():
 @before_assembly
 def without_waits(ptx: str) -> str:
     """Return the PTX of a kernel with the remark without barriers between two initialisations by the same thread."""
-    if not _ASKED.search(ptx):
+    if _ASKED not in ptx:
         return ptx
     kept: list[str] = []
     thread, waits = "", []  # of the last initialisation; the waits since, as positions in `kept`
