@@ -5,7 +5,7 @@ import pytest
 from envoi.runtime.barrier_setup import without_waits
 from envoi.runtime.ptx_changes import changed
 
-REMARK = "\t// envoi barriers 1: mbarriers are set up together %r9\n"
+REMARK = "\t// envoi barriers 2: mbarriers are set up together %r9\n"
 WAIT = "\tbar.sync \t0, 128;\n"
 BETWEEN = "\tadd.s32 \t%r83, %r81, 217184;\n\t// begin inline asm\n"
 FENCE = "\tfence.proxy.async.shared::cta;\n"
@@ -23,6 +23,13 @@ def test_waits_between_two_are_left_out():
     text = REMARK + setup(1) + setup(2) + WAIT + BETWEEN + setup(3, count=2) + WAIT + setup(4) + FENCE + WAIT
     assert left(text) == REMARK + setup(1) + setup(2) + BETWEEN + setup(3, count=2) + setup(4) + FENCE + WAIT
     assert changed(text) == without_waits(text), "what is compiled goes through it"
+
+
+def test_kernels_without_roles_have_them_left_out_too():
+    """All warps wait there, and the compiler reads parameters late."""
+    wait, parameter = "\tbar.sync \t0;\n", "\tld.param.b64 \t%rd20, [few_kernel_param_11];\n"
+    text = REMARK + setup(1) + wait + parameter + BETWEEN + setup(2) + wait + setup(3) + FENCE + wait
+    assert left(text) == REMARK + setup(1) + parameter + BETWEEN + setup(2) + setup(3) + FENCE + wait
 
 
 def test_other_kernels_stay_as_they_are():

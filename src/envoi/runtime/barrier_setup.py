@@ -4,7 +4,7 @@ One thread initialises all of them, one instruction each. Triton 3.6 takes two b
 memory, so it lets the warps wait for each other between any two; that is 0.25 us of a launch with 12 stages. Waits
 between two initialisations, with nothing but arithmetic beside, order nothing that the thread itself doesn't, and are
 left out; what comes after the last one still waits for it. That holds at a kernel's start, before any warp has used
-shared memory. Later releases of Triton have no such waits, and kernels without roles wait in another form, which stays.
+shared memory. Later releases of Triton have no such waits.
 """
 
 import re
@@ -14,13 +14,13 @@ from triton.experimental import gluon
 
 from envoi.runtime.ptx_changes import before_assembly, remark
 
-_ASKED = "// envoi barriers 1: mbarriers are set up together "
+_ASKED = "// envoi barriers 2: mbarriers are set up together "
 _REMARK = gl.constexpr(_ASKED + "$0")
-_WAIT = re.compile(r"\s*bar\.sync\s+0, \d+;")
+_WAIT = re.compile(r"\s*bar\.sync\s+0(, \d+)?;")  # of the first role's warps, or of all where there are no roles
 _SETUP = re.compile(r"\s*@(%p\d+) mbarrier\.init\.shared::cta\.b64 \[%r\d+\], \d+;")
-# What lies between two of them: addresses are computed, and the compiler leaves comments and positions.
+# What lies between two of them: addresses are computed, parameters read; the compiler leaves comments and positions.
 _NEUTRAL = re.compile(
-    r"\s*(//.*|\.loc\s.*|\$L__tmp\d+:|(add|mov|and|or|xor|shl|shr|sub|mul|mad|setp|selp|cvt)\.[^;]*;)?"
+    r"\s*(//.*|\.loc\s.*|\$L__tmp\d+:|(add|mov|and|or|xor|shl|shr|sub|mul|mad|setp|selp|cvt|ld\.param)\.[^;]*;)?"
 )
 
 
