@@ -7,7 +7,9 @@ import pytest
 import torch
 
 from envoi.moe.router import PRESETS, Rule, host, reference, route
-from envoi.moe.router.tiling import TILE, candidates, choose_shares, choose_tiling
+from envoi.moe.router.candidates import candidates
+from envoi.moe.router.choose_tiling import choose_shares, choose_tiling
+from envoi.moe.router.tiling import TILE
 from envoi.runtime import workspace
 from tests.helpers.accuracy import assert_same_bits
 from tests.helpers.inputs import LOGITS, logits

@@ -5,10 +5,11 @@ from typing import Any
 
 import torch
 
+from envoi.moe.router.choose_tiling import Share, choose_shares
 from envoi.moe.router.device_types import Outputs, Scalars, Tables
 from envoi.moe.router.rules import Rule
 from envoi.moe.router.spec import Spec
-from envoi.moe.router.tiling import RouterTiling, Share, choose_shares
+from envoi.moe.router.tiling import RouterTiling
 from envoi.runtime import workspace
 from envoi.runtime.devices import implementation, num_sms
 from envoi.runtime.tma import descriptor, tma_ready

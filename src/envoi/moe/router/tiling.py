@@ -1,55 +1,24 @@
-"""Tiling of the Hopper router: division of rows, columns and blocks along K among CTAs, chosen by a model of time.
+"""Tiling of the Hopper router: division of rows, columns and blocks along K among CTAs."""
 
-A call is one launch, or several one after the other, each with some of the rows and a tiling of its own:
-10817 tokens of 256 experts are 170 tiles for 132 multiprocessors; two launches of 132 and of 38 tiles, the latter cut
-finer, take less time than two rounds of one launch do.
-"""
-
-from collections.abc import Iterator
 from dataclasses import dataclass
-from functools import cache
 
 from envoi.constant import Constant
 from envoi.moe.router.spec import Spec, block_sum
 from envoi.runtime.devices import SHARED_BYTES
-from envoi.runtime.gpu_rates import H200
 from envoi.runtime.math import next_power_of_2
 from envoi.runtime.triton_compat import WHOLE_VIEWS
 
-WIDTHS = {4: (16, 32, 64, 128), 8: (128, 256)}  # warps -> block_n for which a block's sums and the total fit registers
 TILE = 64  # rows of an instruction, and of a tile; eight warps can have two of them for up to 128 columns
-SAME_BELOW = 64  # up to so many tokens use the tiling of the next power of two
 TILE_ROWS = 8  # least rows of a tile in shared memory: its swizzle repeats after eight
 MAX_ELEMENTS = 512  # logits in which a warp chooses experts at a time, if all its lanes share a row
 MAX_SIGNALS = 1 << 20  # partial sums that are polled, if few rows are routed at a time
 FEW_SIGNALS = 1 << 18  # and if many are: an uncertain row then sends all of them the exact way
 FEW_ROWS, FEW_SCORED_ROWS = 16, 8  # few rows; by scores more of them are uncertain
-TURN_COLUMNS = 256  # columns of a turn, whose logits of 64 rows shared memory holds beside four stages
 TOKEN_BOX = 32  # rows of tokens that are loaded at a time if there are two widths
 FIRST_STAGES = 3  # in flight while the roles start, if a stage takes many loads: more than memory returns until then
 MIN_REST = 32  # columns of the second width where a CTA has them all: a row's 32 lanes share it
 MAX_WIDTH = 384  # columns of which eight warps have room for a block's sums and the total
 RESERVED_BYTES = 3072  # barriers, and the compiler's scratch for reductions
-
-# Cycles of an H200; only ratios matter.
-L2_BYTES = 0.8125 * H200.l2_bytes  # loaded by an SM per cycle: boxes of 64 rows at most, and no second consumer
-SUM_BYTES = 20.0  # of sums stored to, or loaded from, the workspace by an SM per cycle
-START_CYCLES = 1500.0
-CTA_CYCLES = 12.0  # until the next CTA of a round starts
-ROLES_CYCLES = 2200.0  # until the warps of several roles have started
-MEET_CYCLES = 3900.0  # all parts of some rows wait for each other by a counter
-SIGNAL_CYCLES = 2000.0  # all parts of some rows wait for each other by polling the sums
-CHOOSE_CYCLES = 1500.0  # choosing the experts of a pass of rows, however few
-ELEMENT_CYCLES = 0.12  # for each logit of a warp, in each round of the choice
-GROUP_CYCLES = 400.0  # for each group but one, in each pass, if the best of each is found after that of the one before
-MMA_SLOWDOWN = 1.2  # of products where they, not the loads, take the time
-CACHED_BYTES = 30e6  # of tokens, and sums of parts along K, that are still in the L2 when they are needed again
-LAUNCH_CYCLES = 1500.0  # one more launch, besides what `predicted_cycles` has for each
-
-MOST_POLLED_ROWS = 256  # with more than FEW_SIGNALS sums: polling was up to 10 % slower for more rows
-MAX_LAUNCHES = 8
-WORTH_LAUNCHES = 0.96  # of the cycles of one launch, which several have to stay below
-ROUND_WIDTHS = (64, 128, 256, 1024)  # columns of a part, for rounds of which a call may have launches of their own
 
 
 @dataclass(frozen=True)
@@ -160,113 +129,6 @@ def lanes_of(rows_a_warp: int, spec: Spec) -> int:
     return 32 if rows_a_warp < 4 else few
 
 
-@dataclass(frozen=True)
-class Share:
-    """Rows of one launch, and their tiling."""
-
-    num_rows: int
-    tiling: RouterTiling
-
-
-@cache
-def choose_shares(M: int, hidden: int, spec: Spec, num_sms: int) -> tuple[Share, ...]:
-    """Choose the launches of a call, in the order of their rows, with the fewest predicted cycles in all."""
-    return _cheapest(M, hidden, spec, num_sms, MAX_LAUNCHES)[1]
-
-
-@cache
-def _cheapest(M: int, hidden: int, spec: Spec, num_sms: int, most: int) -> tuple[float, tuple[Share, ...]]:
-    """Return the fewest predicted cycles of at most `most` launches, and the launches."""
-    tiling, of_one = choose_tiling(M, hidden, spec, num_sms)
-    found = of_one, (Share(M, tiling),)
-    for parts in {-(-spec.num_experts // width) for width in ROUND_WIDTHS}:
-        in_round = TILE * (num_sms // parts)  # rows
-        num_rounds = M // in_round if in_round else 0
-        for rows, count in {(num_rounds * in_round, 1), (in_round, num_rounds)}:
-            rest = M - rows * count
-            if 0 < rows < M and count + (rest > 0) <= most:
-                tiling, cycles = choose_tiling(rows, hidden, spec, num_sms)
-                more, others = _cheapest(rest, hidden, spec, num_sms, min(most - count, 2)) if rest else (0.0, ())
-                total = count * cycles + more + (count - (rest == 0)) * LAUNCH_CYCLES
-                if total < min(found[0], WORTH_LAUNCHES * of_one):
-                    found = total, (Share(rows, tiling),) * count + others
-    return found
-
-
-@cache
-def choose_tiling(M: int, hidden: int, spec: Spec, num_sms: int) -> tuple[RouterTiling, float]:
-    """Return the tiling of one launch with the fewest `predicted_cycles`, and these.
-
-    Parts along K only if the L2 holds their sums beside the tokens: by way of memory the sums took 6 to 15 us longer.
-    """
-    M = next_power_of_2(M) if M <= SAME_BELOW else M
-    found = candidates(M, hidden, spec, num_sms)
-    cached = (x for x in found if x.parts_k == 1 or 2 * M * hidden + x.sum_bytes(M) < CACHED_BYTES)
-    tilings = ((x, predicted_cycles(M, hidden, spec, x, num_sms)) for x in cached)
-    return min(tilings, key=lambda found: found[1])
-
-
-def candidates(M: int, hidden: int, spec: Spec, num_sms: int) -> Iterator[RouterTiling]:
-    """Yield all tilings worth comparing."""
-    polled = MAX_SIGNALS if M <= MOST_POLLED_ROWS else FEW_SIGNALS
-    num_blocks = -(-hidden // block_sum(hidden))
-    if M > TILE:  # first: as fast as one width by the model, but for its empty columns
-        yield from fitted_candidates(M, hidden, spec, num_sms)
-    for num_warps, widths in WIDTHS.items():
-        for block_n in widths:
-            if block_n > spec.columns:
-                continue
-            for blocks_each in {-(-num_blocks // parts) for parts in range(1, num_blocks + 1)}:
-                tiling = make(M, hidden, spec, Cut(num_warps, block_n, blocks_each, most_signals=polled), num_sms)
-                if tiling.all_parts_wait or blocks_each == num_blocks:
-                    yield tiling
-                if tiling.polls_sums and tiling.sum_bytes(M) > 4 * FEW_SIGNALS:
-                    yield make(M, hidden, spec, Cut(num_warps, block_n, blocks_each, most_signals=0), num_sms)
-            if block_n == spec.columns:
-                for rows in (8, 16, 32):
-                    if rows < M:
-                        yield make(M, hidden, spec, Cut(num_warps, block_n, num_blocks, rows), num_sms)
-    if M > TILE:
-        yield from large_candidates(M, hidden, spec, num_sms)
-
-
-def large_candidates(M: int, hidden: int, spec: Spec, num_sms: int) -> Iterator[RouterTiling]:
-    """Yield tilings for many rows: 128 of them a CTA, which halves the loads of the gate; or all columns in two turns.
-
-    No turns for columns of which two widths have room.
-    """
-    num_blocks = -(-hidden // block_sum(hidden))
-    if 64 <= spec.columns <= 128:
-        yield make(M, hidden, spec, Cut(8, spec.columns, num_blocks, 2 * TILE, tile=2 * TILE), num_sms)
-    if MAX_WIDTH < spec.num_experts <= 2 * TURN_COLUMNS:
-        yield make(M, hidden, spec, Cut(8, TURN_COLUMNS, num_blocks, turns=2), num_sms)
-
-
-def fitted_candidates(M: int, hidden: int, spec: Spec, num_sms: int) -> Iterator[RouterTiling]:
-    """Yield tilings whose parts have two widths, for numbers of experts such as 160 = 128 + 32 or 2 * (64 + 16)."""
-    num_blocks = -(-hidden // block_sum(hidden))
-    for parts in (1, 2):
-        block_n, rest_n = two_widths(spec.num_experts, parts)
-        if not rest_n:
-            continue
-        if parts == 1 and block_n == 128:
-            yield make(M, hidden, spec, Cut(8, block_n, num_blocks, 2 * TILE, tile=2 * TILE, rest_n=rest_n), num_sms)
-        for num_warps in (4, 8):
-            # Four warps have registers for 160 columns; eight warps' instructions are wasted on 64.
-            suits = block_n == 64 or (parts == 1 and block_n + rest_n <= 160) if num_warps == 4 else block_n > 64
-            if not suits:
-                continue
-            most_k = num_blocks if num_warps == 8 and block_n == 128 else 1  # no room for others, or not measured
-            for blocks_each in {-(-num_blocks // k) for k in range(1, most_k + 1)}:
-                cut = Cut(num_warps, block_n, blocks_each, rest_n=rest_n, most_signals=FEW_SIGNALS)
-                tiling = make(M, hidden, spec, cut, num_sms)
-                if tiling.all_parts_wait or tiling.parts == 1:
-                    yield tiling
-            if parts == 1:
-                for rows in (16, 32):
-                    yield make(M, hidden, spec, Cut(num_warps, block_n, num_blocks, rows, rest_n=rest_n), num_sms)
-
-
 def two_widths(num_experts: int, parts: int) -> tuple[int, int]:
     """Return two powers of two, each part's columns at least, the larger one first; (.., 0) where one is as good."""
     columns = -(-num_experts // parts)
@@ -338,31 +200,3 @@ def make(M: int, hidden: int, spec: Spec, cut: Cut, num_sms: int) -> RouterTilin
         share, rows_each, waits, signals, spec.columns, rows, loads_all, lanes, cut.turns, tile, cut.rest_n,
         box_of(spec.num_experts, block_n, cut.rest_n),
     )  # fmt: skip
-
-
-def predicted_cycles(M: int, hidden: int, spec: Spec, tiling: RouterTiling, num_sms: int) -> float:
-    """Estimate the cycles of a launch: the slowest of loading and multiplying, then exchanging sums and choosing."""
-    ctas = -(-M // tiling.rows_per_cta) * tiling.parts
-    waves = -(-ctas // num_sms)
-    span = min(hidden, tiling.steps_each * tiling.block_k)
-    columns = min(tiling.turns * tiling.width, -(-spec.num_experts // tiling.box_n) * tiling.box_n)
-    loads = 2 * span * (tiling.turns * tiling.rows_per_cta + columns) / L2_BYTES
-    at_once = 2 * hidden * min(M, num_sms * tiling.rows_per_cta // tiling.parts)  # bytes of the tokens of a round
-    reads = tiling.turns if at_once > CACHED_BYTES else 1
-    dram = 2 * hidden * (M * reads + spec.num_experts) / H200.hbm_bytes / waves
-    # An instruction takes at least 32 cycles, whatever its columns.
-    least = 32 * tiling.num_warps * 16 // tiling.tile
-    products = span / 16 * tiling.turns * sum(max(n / 2, least) for n in (tiling.block_n, tiling.rest_n) if n)
-    if tiling.tile > TILE or (tiling.num_warps == 8 and tiling.width > 128):
-        products *= MMA_SLOWDOWN * tiling.tile / TILE
-    rest = 0.0 if tiling.single_fill else ROLES_CYCLES
-    if tiling.parts > 1:
-        sets = max(1, tiling.num_sets // max(tiling.parts_k - 1, 1))
-        floats = tiling.rows_per_part * tiling.num_sets * spec.columns + tiling.rows_per_cta * tiling.width * sets
-        rest += (SIGNAL_CYCLES if tiling.polls_sums else MEET_CYCLES) + 4 * floats / SUM_BYTES
-    passes = -(-tiling.rows_per_part // tiling.rows_per_pass)
-    chosen_from = tiling.width if tiling.in_runs else spec.columns
-    elements = tiling.rows_per_pass * chosen_from / tiling.num_warps
-    groups = 0 if spec.groups_fill else spec.rule.num_groups - 1
-    rest += passes * (CHOOSE_CYCLES + groups * GROUP_CYCLES + elements * (spec.k + 12) * ELEMENT_CYCLES)
-    return CTA_CYCLES * min(ctas, num_sms) + waves * (START_CYCLES + max(loads, dram, products) + rest)

@@ -1,4 +1,4 @@
-"""`tools/fit_time_model.py` on synthetic times: it finds constants that choose better, and changes none for nothing."""
+"""`tools/time_models` on synthetic times of GEMMs: constants that choose better, and none changed for nothing."""
 
 import json
 import random
@@ -12,13 +12,13 @@ from envoi.bench.shapes import GemmShape, GroupedShape
 from envoi.gemm.hopper.config import Config, Problem
 from envoi.gemm.hopper.time_model import COSTS, Costs, predicted_cycles
 from envoi.runtime.kernel_case import NUM_SMS
-from tests.helpers.tools import tool
+from tools.time_models import gemm as program
+from tools.time_models.__main__ import main
+from tools.time_models.fit import fit, held_out_regret, mean_regret, regret, report
 
 # A GPU whose loads are slower, with cheaper parts and dearer tiles.
 OTHER = replace(COSTS, l2_bytes=45, part=1000, tile=5000, element=0.4)
 TIMES = Path(__file__).resolve().parents[2] / "bench" / "gemm_times.jsonl"
-
-program = tool("fit_time_model")
 
 
 def measured(shape: GemmShape | GroupedShape, costs: Costs, noise: float = 0.0, seed: int = 0):
@@ -34,7 +34,7 @@ def measured(shape: GemmShape | GroupedShape, costs: Costs, noise: float = 0.0, 
         )
         for config in program.configs_of(shape, NUM_SMS, 12, 0)
     )
-    return program.Measured(problems.label(shape), problem, NUM_SMS, times)
+    return program.GemmTimes(problems.label(shape), problem, NUM_SMS, times)
 
 
 @pytest.fixture(scope="module")
@@ -62,23 +62,23 @@ def test_half_of_the_configs_are_the_models_and_half_are_not():
 def test_regret_is_the_chosen_time_over_the_best():
     problem, one, two = Problem(64, 4096, 4096, 2), Config(64, 1, 64, 128, 6), Config(64, 1, 32, 128, 8)
     fast, slow = sorted((one, two), key=lambda config: predicted_cycles(problem, config, NUM_SMS))
-    assert program.regret(program.Measured("", problem, NUM_SMS, ((fast, 12.0), (slow, 10.0))), COSTS) == 1.2
-    assert program.regret(program.Measured("", problem, NUM_SMS, ((fast, 10.0), (slow, 12.0))), COSTS) == 1.0
+    assert regret(program.GemmTimes("", problem, NUM_SMS, ((fast, 12.0), (slow, 10.0))), COSTS) == 1.2
+    assert regret(program.GemmTimes("", problem, NUM_SMS, ((fast, 10.0), (slow, 12.0))), COSTS) == 1.0
 
 
 def test_a_fit_chooses_better_also_where_it_has_not_seen(shapes):
     data = [measured(shape, OTHER, noise=0.02) for shape in shapes]
-    before = program.mean_regret(data, COSTS)
-    costs = program.fit(data)
-    after, held_out = program.mean_regret(data, costs), program.held_out_regret(data)
+    before = mean_regret(data, COSTS)
+    costs = fit(data, program.MODEL)
+    after, held_out = mean_regret(data, costs), held_out_regret(data, program.MODEL)
     assert before > 1.03
     assert after < 1 + (before - 1) / 3
     assert held_out < 1 + (before - 1) / 2
     assert costs.l2_bytes == pytest.approx(OTHER.l2_bytes, rel=0.1)
     assert costs.tile == pytest.approx(OTHER.tile, rel=0.2)
     unseen = [measured(shape, OTHER) for shape in program.shapes_of(seed=5, count=40)]
-    assert program.mean_regret(unseen, costs) < 1 + (program.mean_regret(unseen, COSTS) - 1) / 2
-    text = program.report(data, costs, held_out)
+    assert mean_regret(unseen, costs) < 1 + (mean_regret(unseen, COSTS) - 1) / 2
+    text = report(data, program.MODEL, costs, held_out)
     assert f"before    {before:.3f}" in text
     assert f"after     {after:.3f}" in text
     assert f"held out  {held_out:.3f}" in text
@@ -87,21 +87,21 @@ def test_a_fit_chooses_better_also_where_it_has_not_seen(shapes):
 
 def test_a_fit_to_what_the_model_says_changes_little(shapes):
     data = [measured(shape, COSTS) for shape in shapes]
-    assert program.mean_regret(data, COSTS) == 1.0
-    assert program.fit(data) == COSTS
+    assert mean_regret(data, COSTS) == 1.0
+    assert fit(data, program.MODEL) == COSTS
 
 
 def test_the_shipped_constants_choose_well_among_what_was_measured():
     data = program.read([TIMES])
     assert len(data) >= 100
-    assert program.mean_regret(data, COSTS) < 1.02
-    assert max(program.regret(measured, COSTS) for measured in data) < 1.2
+    assert mean_regret(data, COSTS) < 1.02
+    assert max(regret(measured, COSTS) for measured in data) < 1.2
 
 
 def test_constants_that_nothing_shows_stay(shapes):
     plain = [shape for shape in shapes if shape.format == "bf16" and isinstance(shape, GemmShape)]
-    costs = program.fit([measured(shape, OTHER) for shape in plain])
-    for name in (*program.FIXED, "scaled_block", "wide_step", "wide_tile"):
+    costs = fit([measured(shape, OTHER) for shape in plain], program.MODEL)
+    for name in (*program.MODEL.fixed, "scaled_block", "wide_step", "wide_tile"):
         assert getattr(costs, name) == getattr(COSTS, name)
     assert costs != COSTS
 
@@ -121,7 +121,7 @@ def test_shapes_with_few_tokens_can_be_asked_for():
 
 @pytest.mark.parametrize("tokens", ["9", "64-9", "a-b", "9-"])
 def test_a_range_of_tokens_that_is_none_is_refused(tokens, tmp_path, capsys):
-    assert program.main(["measure", str(tmp_path / "times.jsonl"), "--tokens", tokens]) == 2
+    assert main(["gemm", "measure", str(tmp_path / "times.jsonl"), "--tokens", tokens]) == 2
     assert f"--tokens: expected a range like 9-64, got {tokens!r}" in capsys.readouterr().err
 
 
@@ -129,7 +129,7 @@ def test_a_range_of_tokens_that_is_none_is_refused(tokens, tmp_path, capsys):
 def test_a_line_that_is_none_is_refused(line, tmp_path, capsys):
     path = tmp_path / "times.jsonl"
     path.write_text(line + "\n")
-    assert program.main(["fit", str(path)]) == 2
+    assert main(["gemm", "fit", str(path)]) == 2
     assert "expected a line that `measure` wrote" in capsys.readouterr().err
 
 
@@ -145,7 +145,7 @@ def test_the_command_prints_constants(tmp_path, capsys):
     path = tmp_path / "times.jsonl"
     few = [GemmShape(m, 4096, 4096) for m in (16, 64, 256, 1024, 4096)]
     path.write_text("\n".join(program.to_line(measured(shape, OTHER), "NVIDIA H200") for shape in few))
-    assert program.main(["fit", str(path)]) == 0
+    assert main(["gemm", "fit", str(path)]) == 0
     out = capsys.readouterr().out
     assert out.startswith("5 shapes, 60 times; regret")
     assert all(f"    {name}: float = " in out for name in asdict(COSTS))
@@ -153,18 +153,18 @@ def test_the_command_prints_constants(tmp_path, capsys):
 
 def test_nothing_measured_and_no_gpu_are_said(tmp_path, capsys, monkeypatch):
     (tmp_path / "empty.jsonl").touch()
-    assert program.main(["fit", str(tmp_path / "empty.jsonl")]) == 2
+    assert main(["gemm", "fit", str(tmp_path / "empty.jsonl")]) == 2
     assert "expected at least one measured shape, got none" in capsys.readouterr().err
-    assert program.main(["fit", str(Path(tmp_path) / "none.jsonl")]) == 2
+    assert main(["gemm", "fit", str(Path(tmp_path) / "none.jsonl")]) == 2
     monkeypatch.setattr("torch.cuda.is_available", lambda: False)
-    assert program.main(["measure", str(tmp_path / "times.jsonl")]) == 2
+    assert main(["gemm", "measure", str(tmp_path / "times.jsonl")]) == 2
     assert "measure: expected a Hopper GPU" in capsys.readouterr().err
 
 
 @pytest.mark.gpu
 def test_a_gpu_measures(tmp_path):
     path = tmp_path / "times.jsonl"
-    assert program.main(["measure", str(path), "--count", "4", "--configs", "4", "--repeat", "3"]) == 0
+    assert main(["gemm", "measure", str(path), "--count", "4", "--configs", "4", "--repeat", "3"]) == 0
     data = program.read([path])
     assert len(data) == 4
     assert all(1 < len(each.times_us) <= 4 for each in data)

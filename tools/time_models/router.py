@@ -1,0 +1,174 @@
+"""Times of the Hopper router's tilings, which `envoi.moe.router.time_model.Costs` are fitted to."""
+
+import json
+import random
+import sys
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from envoi.bench.shapes import Options, RouterShape, cases
+from envoi.bench.suites import router as suite
+from envoi.bench.timing import Clock, Run
+from envoi.moe.router import host, kernel_hopper
+from envoi.moe.router.candidates import candidates
+from envoi.moe.router.cases import rule_of
+from envoi.moe.router.choose_tiling import tiled_rows
+from envoi.moe.router.spec import Spec
+from envoi.moe.router.tiling import RouterTiling
+from envoi.moe.router.time_model import COSTS, Costs, predicted_cycles
+from envoi.runtime import triton_compat
+from envoi.runtime.compilers import Compilers
+from envoi.runtime.devices import Target
+from envoi.runtime.gpu_rates import H200
+from envoi.runtime.kernel_case import NUM_SMS, kernel_key, without_memory
+from envoi.runtime.launch import launch
+from tools.time_models.fit import Measured, Model, changed, entries_of, lines_of, regret
+
+ARCH = "sm_90"
+KERNEL: Any = kernel_hopper.router_kernel
+WITHIN = 2.0  # tilings at random are predicted to take at most so many times as long as the best
+MODEL = Model(COSTS, absolute=0.1)  # launches of different sizes are added up
+Job = tuple[RouterShape, RouterTiling]
+
+
+@dataclass(frozen=True)
+class RouterTimes(Measured):
+    """Times of a shape's tilings. label: its sizes, rule and dtype."""
+
+    label: str
+    shape: RouterShape
+    num_sms: int
+    times_us: tuple[tuple[RouterTiling, float], ...]
+
+    def predicted_us(self, config: RouterTiling, costs: Costs) -> float:
+        """Return the time that the model predicts with these constants."""
+        rows, hidden, spec = tiled_rows(self.shape.m), self.shape.k, _spec_of(self.shape)
+        return predicted_cycles(rows, hidden, spec, config, self.num_sms, costs) / H200.clock_mhz
+
+
+def label_of(shape: RouterShape) -> str:
+    """Return the name of a shape: tokens x experts x hidden, the model whose rule it has, and the dtype."""
+    return f"{shape.m}x{shape.n}x{shape.k} {shape.rule} {shape.dtype}"
+
+
+def to_line(measured: RouterTimes, gpu: str) -> str:
+    """Return one line of JSON, without the newline, without fields that have their default."""
+    times = [{**changed(tiling), "us": round(us, 4)} for tiling, us in measured.times_us]
+    entries = {"label": measured.label, "gpu": gpu, "num_sms": measured.num_sms, "shape": asdict(measured.shape)}
+    return json.dumps({**entries, "times_us": times})
+
+
+def from_line(line: str) -> RouterTimes:
+    """Parse a line of `to_line`. Raises ValueError for anything else."""
+    entries = entries_of(line)
+    times = [
+        (RouterTiling(**{k: v for k, v in entry.items() if k != "us"}), entry["us"]) for entry in entries["times_us"]
+    ]
+    return RouterTimes(entries["label"], RouterShape(**entries["shape"]), int(entries["num_sms"]), tuple(times))
+
+
+def read(paths: Sequence[Path]) -> list[RouterTimes]:
+    """Return all lines of these files."""
+    return [from_line(line) for line in lines_of(paths)]
+
+
+def _call_of(shape: RouterShape, given: suite.Inputs | None = None) -> host.Call:
+    """Return the call of a shape, by default without memory."""
+    rule, (has_expert_bias, has_logit_bias) = rule_of(shape.rule)
+    if given is None:
+        dtype = suite.DTYPES[shape.dtype]
+        given = suite.Inputs(
+            without_memory((shape.m, shape.k), dtype),
+            without_memory((shape.n, shape.k), dtype),
+            without_memory((shape.n,), torch.float32) if has_expert_bias else None,
+            without_memory((shape.n,), dtype) if has_logit_bias else None,
+        )
+    biases = given.logit_bias, given.expert_bias
+    spec = host.spec_of(shape.n, shape.num_topk, rule, *biases, False, (False,) * 3)
+    return host.Call(given.tokens, given.gate, spec, 1.0, rule.routed_scale, *biases, None, None)
+
+
+def _spec_of(shape: RouterShape) -> Spec:
+    return replace(_call_of(shape).spec, gluon=True)
+
+
+def tilings_of(shape: RouterShape, num_sms: int, count: int, seed: int) -> list[RouterTiling]:
+    """Return two thirds of `count` by the model, most promising first, the rest at random of those not far behind."""
+    rows, spec = tiled_rows(shape.m), _spec_of(shape)
+    cycles = {
+        tiling: predicted_cycles(rows, shape.k, spec, tiling, num_sms)
+        for tiling in candidates(rows, shape.k, spec, num_sms)
+    }
+    ranked = sorted(cycles, key=lambda tiling: cycles[tiling])
+    by_model = ranked[: count - count // 3]
+    others = [tiling for tiling in ranked[len(by_model) :] if cycles[tiling] < WITHIN * cycles[ranked[0]]]
+    source = random.Random(f"{seed} {label_of(shape)}")
+    return by_model + source.sample(others, min(len(others), count - len(by_model)))
+
+
+def _launches(call: host.Call, tiling: RouterTiling, num_sms: int) -> list[tuple[Any, ...]]:
+    return host.hopper_launches(call, host.empty_outputs(call), num_sms, tiling)
+
+
+def _run(call: host.Call, tiling: RouterTiling) -> dict[str, Any]:
+    outputs = host.empty_outputs(call)
+    for given in host.hopper_launches(call, outputs, NUM_SMS, tiling):
+        launch(KERNEL, *given)
+    return outputs
+
+
+def compile_all(jobs: Sequence[Job], num_sms: int, num_jobs: int | None) -> None:
+    """Compile each kernel of these jobs once, into Triton's cache on disk."""
+    distinct: dict[str, Job] = {}
+    for shape, tiling in jobs:
+        for given in _launches(_call_of(shape), tiling, num_sms):
+            distinct.setdefault(kernel_key(KERNEL, *given), (shape, tiling))
+    with Compilers(Target(ARCH, num_sms), num_jobs) as compilers:
+        for _ in compilers.map(partial(_compile, num_sms), list(distinct.values())):
+            pass
+    print(f"{len(distinct)} kernels compiled", file=sys.stderr, flush=True)
+
+
+def _compile(num_sms: int, job: Job) -> None:
+    for _, arguments, options in _launches(_call_of(job[0]), job[1], num_sms):
+        triton_compat.compile_like_a_launch(KERNEL, arguments, ARCH, options)
+
+
+def measure(path: Path, seed: int, count: int, num_configs: int, repeat: int, jobs: int | None) -> int:
+    """Measure num_configs tilings of the shapes that the suite draws, append them, return how many shapes there were.
+
+    Raises RuntimeError if two tilings of a shape don't have the same bits.
+    """
+    device = torch.device("cuda", 0)
+    drawn = (case.shape for case in cases("router_drawn", Options(seed, count)) if case.on_cuda)
+    shapes = [shape for shape in drawn if isinstance(shape, RouterShape)]
+    todo = [(shape, tilings_of(shape, NUM_SMS, num_configs, seed)) for shape in shapes]
+    compile_all([(shape, tiling) for shape, found in todo for tiling in found], NUM_SMS, jobs)
+    for shape, found in todo:
+        times = _times_of(shape, found, Clock(device, repeat))
+        measured = RouterTimes(label_of(shape), shape, NUM_SMS, tuple(times.items()))
+        with path.open("a", encoding="utf-8") as file:
+            file.write(to_line(measured, torch.cuda.get_device_name(device)) + "\n")
+        print(f"{measured.label}: regret {regret(measured, COSTS):.2f} over {len(times)} tilings", flush=True)
+    return len(todo)
+
+
+def _times_of(shape: RouterShape, tilings: Sequence[RouterTiling], clock: Clock) -> Mapping[RouterTiling, float]:
+    """Return the time of a call in a graph of 20 for each tiling."""
+    _, biases = rule_of(shape.rule)
+    count = clock.num_inputs(suite.moved_bytes(shape))
+    calls = [_call_of(shape, suite.make_inputs(shape, biases, clock.device, seed)) for seed in range(count)]
+    runs: dict[RouterTiling, Run] = {}
+    first = None
+    for tiling in tilings:
+        outputs = _run(calls[0], tiling)
+        first = first or outputs
+        if not all(torch.equal(outputs[name], first[name]) for name in ("weights", "ids")):
+            raise RuntimeError(f"{label_of(shape)}: {tiling} and {tilings[0]} don't have the same bits")
+        runs[tiling] = clock.captured([partial(_run, call, tiling) for call in calls])
+    return {tiling: timing.p50_us for tiling, timing in clock.replays(runs).items()}
