@@ -38,7 +38,7 @@ H200 = GpuRates(
     num_sms=SMS_WITHOUT_GPU,
     shared_bytes=SHARED_BYTES,
     clock_mhz=1755,  # notes/2026-11-plan.md
-    l2_bytes=80,  # of tiles of 128 x 128, fitted: tools/fit_time_model.py
+    l2_bytes=80,  # of tiles of 128 x 128, fitted: tools/time_models
     hbm_gb_per_s=4212,  # 2400 bytes a cycle; the roof of bench/results, a device copy, is 4230
     launch_us=5.0,  # bench/results: time of GEMMs with few tokens beyond that of their bytes
 )

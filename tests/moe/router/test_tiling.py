@@ -167,7 +167,7 @@ def test_several_launches_have_their_rows_and_one_histogram(monkeypatch):
     (first, second), outputs = launches_of(4259, 256, 7168, "deepseek-v3")
     assert len(taken) == 1, "the launches need one histogram"
     assert [given["num_tokens"] for _, given, _ in (first, second)] == [4224, 35]
-    assert [grid for grid, _, _ in (first, second)] == [(132,), (64,)]
+    assert [grid for grid, _, _ in (first, second)] == [(132,), (128,)]
     assert all(options["launch_cooperative_grid"] and options["launch_pdl"] for _, _, options in (first, second))
     for name in ("weights", "ids", "logits", "dense"):
         assert [len(given[name]) for _, given, _ in (first, second)] == [4224, 35]

@@ -12,7 +12,7 @@ from envoi.runtime.math import cdiv
 class Costs:
     """Constants of the model of GPU time, in cycles at `H200.clock_mhz`, from measurements on an H200.
 
-    `tools/fit_time_model.py` fits them to bench/gemm_times.jsonl.
+    `tools/time_models` fits them to bench/gemm_times.jsonl.
 
     launch: the kernel's launch and its first loads. tile, element, operand: around a tile's mainloop, for each of a
     consumer's accumulators in its epilogue, by four warps, and beyond that, for each consumer of the tile, if it loads
