@@ -5,7 +5,8 @@
 Programs (`tools.promises.sanitized`) launch each kernel family on few rows and on many, in every format, and every
 config of the Hopper GEMM. Each tool has to find an error that is planted for it, else it watches nothing.
 Kernels that another process or a replayed graph launches aren't watched: prepared calls are off here, and no call is
-made between ranks in several processes. `COMPUTE_SANITIZER` names the program if it isn't in PATH.
+made between ranks in several processes. Torch's kernels aren't either: they cost most of the time. `COMPUTE_SANITIZER`
+names the program if it isn't in PATH.
 """
 
 import argparse
@@ -13,22 +14,27 @@ import json
 import os
 import re
 import shutil
+import signal
 import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
+from typing import IO
 
 from tools.promises.evidence import Run, run_of
+from tools.promises.hazards import races_in
 
 TOOLS = ("memcheck", "synccheck", "racecheck")
 ERRORS = 97  # exit status of the sanitizer if there were errors
 TIMEOUT_S = 240
-SUMMARY = re.compile(r"(?:ERROR SUMMARY: (\d+) errors?|RACECHECK SUMMARY: (\d+) hazards? displayed)")
+SUMMARY = re.compile(r"ERROR SUMMARY: (\d+) errors?")
+PRINTED = {"racecheck": 1000}  # errors that a tool prints; what racecheck doesn't print can't be told apart
+NOT_WATCHED = "kns=_ZN"  # kernels of C++, whose names are mangled: torch's
 NOTED = re.compile(r"=+ +((?:Warning|Internal|Error|Program hit|Invalid|Race reported|Divergent|Barrier)[^\n]*)")
 
 
@@ -36,7 +42,7 @@ NOTED = re.compile(r"=+ +((?:Warning|Internal|Error|Program hit|Invalid|Race rep
 class Watched:
     """Program under a tool: the tool's errors, None if it said nothing; what it noted; the kernels launched, by name.
 
-    right: the program's results were.
+    right: the program's results were. of_roles: races in Triton's table of roles, which aren't among the errors.
     """
 
     program: str
@@ -45,6 +51,7 @@ class Watched:
     notes: tuple[str, ...]
     kernels: dict[str, set[str]] = field(default_factory=dict)
     right: bool = False
+    of_roles: int = 0
 
     @property
     def problem(self) -> str:
@@ -69,42 +76,53 @@ def sanitizer() -> str:
 
 def command_of(path: str, tool: str, program: str, log: Path, said: Path) -> tuple[str, ...]:
     """Return the command that runs a program under a tool."""
-    options = "--tool", tool, "--error-exitcode", str(ERRORS), "--log-file", str(log), "--print-limit", "5"
-    return path, *options, sys.executable, "-m", "tools.promises.sanitized", program, str(said)
+    options = "--tool", tool, "--error-exitcode", str(ERRORS), "--log-file", str(log)
+    options += "--print-limit", str(PRINTED.get(tool, 5)), "--kernel-name-exclude", NOT_WATCHED
+    tables = ("--role-tables",) if tool == "racecheck" else ()
+    return path, *options, sys.executable, "-m", "tools.promises.sanitized", *tables, program, str(said)
 
 
 def errors_in(log: str) -> int | None:
     """Return the errors that a tool's log counts, None if it has no summary."""
-    found = [int(a or b) for a, b in SUMMARY.findall(log)]
+    found = [int(count) for count in SUMMARY.findall(log)]
     return sum(found) if found else None
 
 
-def watch(path: str, tool: str, program: str) -> Watched:
-    """Run a program under a tool."""
+def watch(path: str, tool: str, program: str, limit_s: float = TIMEOUT_S) -> Watched:
+    """Run a program under a tool, for at most limit_s."""
     with tempfile.TemporaryDirectory() as folder:
         log, said = Path(folder) / "log", Path(folder) / "said.json"
         # With torch's cache, tensors are parts of larger allocations, past whose ends a read is no error.
         env = os.environ | {"PYTORCH_NO_CUDA_MEMORY_CACHING": "1", "ENVOI_PREPARED": "0"}
         with open(Path(folder) / "output", "w") as output:
-            try:
-                subprocess.run(
-                    command_of(path, tool, program, log, said), env=env, stdout=output, stderr=output,
-                    timeout=TIMEOUT_S, check=False,
-                )  # fmt: skip
-                ended = ""
-            except subprocess.TimeoutExpired:
-                ended = f"it took more than {TIMEOUT_S} s"
+            in_time = _ends(command_of(path, tool, program, log, said), env, output, limit_s)
         text = log.read_text(errors="replace") if log.exists() else ""
         printed = (Path(folder) / "output").read_text(errors="replace").strip().splitlines()
         result = json.loads(said.read_text()) if said.exists() else {"right": False, "launched": []}
-    notes = [*dict.fromkeys(NOTED.findall(text)), *([ended] if ended else [])]
+    notes = [*dict.fromkeys(NOTED.findall(text)), *([] if in_time else [f"it took more than {limit_s:.0f} s"])]
     if not result["right"]:
         notes += printed[-1:]
     kernels: dict[str, set[str]] = {}
     for key in result["launched"]:
         name, sha256 = key.split(" ")
         kernels.setdefault(name, set()).add(sha256)
-    return Watched(program, tool, errors_in(text), tuple(notes), kernels, result["right"])
+    errors, of_roles = errors_in(text), 0
+    if tool == "racecheck":
+        races = races_in(text, result.get("role_tables", {}))
+        errors, of_roles, notes = (None, 0, notes) if races is None else (races.others, races.of_roles, [*races.shown])
+    return Watched(program, tool, errors, tuple(notes), kernels, result["right"], of_roles)
+
+
+def _ends(command: tuple[str, ...], env: dict[str, str], output: IO[str], limit_s: float) -> bool:
+    """Run a command; end it and what it started after limit_s. Return whether it ended by itself."""
+    process = subprocess.Popen(command, env=env, stdout=output, stderr=output, start_new_session=True)
+    try:
+        process.wait(limit_s)
+    except subprocess.TimeoutExpired:
+        os.killpg(process.pid, signal.SIGKILL)
+        process.wait()
+        return False
+    return True
 
 
 def registered() -> set[str]:
@@ -116,39 +134,62 @@ def registered() -> set[str]:
 
 
 def run(options: argparse.Namespace) -> Iterator[Run]:
-    """Yield a run for each tool, and print what wasn't watched."""
+    """Yield a run for each tool, and print what each program came to, and what wasn't watched."""
     from tools.promises.sanitized import programs
 
     path = sanitizer()
     names = [name for name in programs() if not options.only or any(part in name for part in options.only)]
-    everything = registered()
     for tool in options.tools:
-        start, kernels, problems = time.monotonic(), {}, []
+        start = time.monotonic()
         end = start + options.limit_s / len(options.tools)
-        with ThreadPoolExecutor(options.jobs) as pool:
-            done = list(pool.map(partial(watch_by, end, path, tool), [f"planted {tool}", *names]))
-        planted, *found = done
-        if planted is None or not planted.errors:
-            problems.append(f"{tool} didn't find the error planted for it: {planted and planted.notes}")
-        left = [name for name, result in zip(names, found, strict=True) if result is None]
-        for result in filter(None, found):
-            for name, hashes in result.kernels.items():
-                kernels.setdefault(name, set()).update(hashes)
-            problems += [result.problem] * bool(result.problem)
-        for problem in problems:
-            print(problem, flush=True)
-        missing = sorted(everything - set(kernels))
-        print(f"{tool}: not run for want of time: {', '.join(left) or 'nothing'}")
-        print(f"{tool}: kernels that weren't watched: {', '.join(missing) or 'none of those registered'}", flush=True)
-        watched = sum(map(len, kernels.values()))
-        text = f"{watched} kernels of {len(kernels)} names in {len(names) - len(left)} of {len(names)} programs"
-        text = "; ".join([text, *([f"not watched: {', '.join(missing)}"] if missing else []), *problems[:1]])
-        count = len(names) - len(left) + 1
+        planted = watch(path, tool, f"planted {tool}")
+        found: dict[str, Watched] = {}
+        if planted.errors:
+            with ThreadPoolExecutor(options.jobs) as pool:
+                done = pool.map(partial(watch_by, end, path, tool), names)
+                found = {name: result for name, result in zip(names, done, strict=True) if result is not None}
+        else:
+            print(f"{tool} didn't find the error planted for it: {planted.notes}", flush=True)
+        count, problems, text = summary(tool, names, found)
+        if not planted.errors:
+            problems = [f"{tool} didn't find the error planted for it"]
+        elif not count:
+            problems = ["no program ran in the time"]
+        text = "; ".join([text, *problems[:1]])
         yield run_of(
-            f"sanitizers/{tool}", count, min(count, len(problems)), time.monotonic() - start, options.device, 1, text
-        )
+            f"sanitizers/{tool}", count + 1, min(count + 1, len(problems)), time.monotonic() - start,
+            options.device, 1, text,
+        )  # fmt: skip
+
+
+def summary(tool: str, names: Sequence[str], found: Mapping[str, Watched]) -> tuple[int, list[str], str]:
+    """Print what is wrong and what wasn't watched; return the programs that ran, the problems, and a line of text."""
+    kernels: dict[str, set[str]] = {}
+    for result in found.values():
+        for name, hashes in result.kernels.items():
+            kernels.setdefault(name, set()).update(hashes)
+    problems = [result.problem for result in found.values() if result.problem]
+    print(*problems, sep="\n", flush=True)
+    left = [name for name in names if name not in found]
+    missing = sorted(registered() - set(kernels))
+    print(f"{tool}: not run for want of time: {', '.join(left) or 'nothing'}")
+    print(f"{tool}: kernels that weren't watched: {', '.join(missing) or 'none of those registered'}", flush=True)
+    watched = sum(map(len, kernels.values()))
+    text = f"{watched} kernels of {len(kernels)} names in {len(found)} of {len(names)} programs"
+    if of_roles := sum(result.of_roles for result in found.values()):
+        text += f"; {of_roles} reports of accesses to Triton's own table of roles"
+    return len(found), problems, "; ".join([text, *([f"not watched: {', '.join(missing)}"] if missing else [])])
 
 
 def watch_by(end: float, path: str, tool: str, program: str) -> Watched | None:
-    """Watch a program, unless it is too late to begin."""
-    return watch(path, tool, program) if time.monotonic() < end else None
+    """Watch a program and print what came of it; None if `end` came first."""
+    start = time.monotonic()
+    if start >= end:
+        return None
+    found = watch(path, tool, program, min(TIMEOUT_S, end - start))
+    took = time.monotonic() - start
+    if found.errors is None and took < TIMEOUT_S and time.monotonic() >= end:
+        return None
+    kernels = sum(map(len, found.kernels.values()))
+    print(f"{tool}: {program}: {kernels} kernels, {took:.0f} s, {found.problem or 'right'}", flush=True)
+    return found

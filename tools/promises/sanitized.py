@@ -1,11 +1,13 @@
 """Programs that run under compute-sanitizer: `python -m tools.promises.sanitized NAME FILE`.
 
-Writes to FILE which kernels it launched. Exit status 1 if a result is wrong: a tool that changes results hides errors.
+Writes to FILE which kernels it launched, and with `--role-tables` in front of NAME where their machine code has
+Triton's table of roles. Exit status 1 if a result is wrong: a tool that changes results hides errors.
 """
 
+import argparse
 import json
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from functools import partial
 from itertools import pairwise
@@ -33,12 +35,15 @@ from tests.moe.parallel.cases import to
 from tests.moe.parallel.interpreted.test_gathered import Ranks
 from tests.moe.parallel.interpreted.test_hosts import ranks_of
 from tools.machine_code import ptx
+from tools.machine_code.disassemble import disassemble
+from tools.machine_code.role_table import role_accesses
 from tools.promises import subjects
 from tools.promises.kernel_planted import diverging_kernel, outside_kernel, racing_kernel
 from tools.promises.same_bits import same
 from tools.promises.subjects import MAKERS, subject
 
 DEVICE = torch.device("cuda")
+CONFIG_PARTS = {False: 6, True: 1}  # programs for the configs of a format: of plain GEMMs, of GEMMs by expert
 ROWS = (1, 7, 64, 131, 300)
 LENGTHS = (300, 100, 700, 200, 64, 0, 2200)
 BAD_PAGES = ((0, 2, 2**31 - 1), (2, 10, -5), (4, 0, -(2**31)))
@@ -85,8 +90,11 @@ def of_subjects(start: str) -> bool:
     return right
 
 
-def configs(scheme: str, grouped: bool) -> bool:
-    """Run every config that the Hopper GEMM may choose for a small problem, plain and with SwiGLU; compare them."""
+def configs(scheme: str, grouped: bool, part: int) -> bool:
+    """Run configs that the Hopper GEMM may choose for a small problem, plain and with SwiGLU; compare with the first.
+
+    part: of CONFIG_PARTS, which together run every config.
+    """
     M, N, K, E = 200, 512, 768, 3
     of_a, of_b = subjects.GEMM_SCHEMES[scheme]
     source = torch.Generator().manual_seed(0)
@@ -99,14 +107,15 @@ def configs(scheme: str, grouped: bool) -> bool:
     right = True
     for ending in (library.store, library.swiglu):
         call, _ = host.planned(a, b, offsets, ending.ir, torch.bfloat16, {}, num_sms(DEVICE))
-        problem, wanted, first = host.problem_of(call), None, None
-        for config in candidates(problem, call.code):
+        first, *others = candidates(host.problem_of(call), call.code)
+        wanted = None
+        for config in (first, *others[part :: CONFIG_PARTS[grouped]]):
             for out in call.outputs:
                 out.fill_(torch.nan)
             host.launch_gemm(call, config, num_sms(DEVICE))
             got = [out.float() for out in call.outputs]
             if wanted is None:
-                wanted, first = [x.clone() for x in got], config
+                wanted = [x.clone() for x in got]
             far = max(float(((x - y).abs() - 0.05 * y.abs()).max()) for x, y in zip(got, wanted, strict=True))
             if not far <= 0.05:
                 print(f"{config}: {far:.3g} from {first}", flush=True)
@@ -197,8 +206,10 @@ def programs() -> dict[str, Callable[[], bool]]:
         for scheme in subjects.GEMM_SCHEMES:
             found[f"{operator} {scheme}"] = partial(of_subjects, f"{operator} {scheme} ")
     for scheme in ("bf16", "fp8_row", "fp8_block128"):
-        for grouped in (False, True):
-            found[f"configs of {'grouped_gemm' if grouped else 'gemm'} {scheme}"] = partial(configs, scheme, grouped)
+        for grouped, parts in CONFIG_PARTS.items():
+            for part in range(parts):
+                name = f"configs of {'grouped_gemm' if grouped else 'gemm'} {scheme}, {part + 1} of {parts}"
+                found[name] = partial(configs, scheme, grouped, part)
     found |= {f"moe {format}": partial(of_subjects, f"moe {format}") for format in FORMATS}
     found |= {f"route {model}": partial(of_subjects, f"route {model}") for model in subjects.ROUTERS}
     found["indexer_topk"] = partial(of_subjects, "indexer_topk")
@@ -215,14 +226,14 @@ def programs() -> dict[str, Callable[[], bool]]:
 
 
 @contextmanager
-def noting() -> Iterator[set[str]]:
-    """Note the kernels that are launched within the context: module and name, and the hash of the PTX."""
-    original, found = JITFunction.run, set[str]()
+def noting() -> Iterator[dict[str, Any]]:
+    """Note the kernels that are launched within the context: module and name, and the hash of the PTX -> the kernel."""
+    original, found = JITFunction.run, dict[str, Any]()
 
     def run(self, *arguments, **named):
         kernel: Any = original(self, *arguments, **named)
         if kernel is not None and not named.get("warmup"):
-            found.add(f"{self.fn.__module__}.{self.fn.__name__} {ptx.sha256(kernel.asm['ptx'])}")
+            found[f"{self.fn.__module__}.{self.fn.__name__} {ptx.sha256(kernel.asm['ptx'])}"] = kernel
         return kernel
 
     launch._compiled.clear()  # launches found in this cache would bypass the observer
@@ -233,15 +244,32 @@ def noting() -> Iterator[set[str]]:
         JITFunction.run = original
 
 
-def main(name: str, path: Path) -> int:
+def role_tables(kernels: Iterable[Any]) -> dict[str, list[int]]:
+    """Return the offsets of instructions that access the table of roles, by the kernels' names in machine code."""
+    found: dict[str, set[int]] = {}
+    for kernel in kernels:
+        major, minor = torch.cuda.get_device_capability()
+        text = disassemble(kernel.asm["cubin"], f"sm_{major}{minor}").text
+        found.setdefault(kernel.metadata.name, set()).update(role_accesses(text))
+    return {name: sorted(offsets) for name, offsets in found.items()}
+
+
+def main(given: list[str] | None = None) -> int:
     """Run a program; return the exit status."""
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--role-tables", action="store_true")
+    parser.add_argument("name")
+    parser.add_argument("file", type=Path)
+    args = parser.parse_args(given)
+    name = args.name
     run = partial(planted, name.partition(" ")[2]) if name.startswith("planted ") else programs()[name]
     with noting() as launched:
         right = run()
         torch.cuda.synchronize()
-    path.write_text(json.dumps({"right": right, "launched": sorted(launched)}))
+    tables = role_tables(launched.values()) if args.role_tables else {}
+    args.file.write_text(json.dumps({"right": right, "launched": sorted(launched), "role_tables": tables}))
     return 0 if right else 1
 
 
 if __name__ == "__main__":
-    sys.exit(main(sys.argv[1], Path(sys.argv[2])))
+    sys.exit(main())

@@ -1,0 +1,61 @@
+"""racecheck's logs: which errors are Triton's own table of roles, and which aren't."""
+
+import pytest
+
+from tools.promises.hazards import races_in
+
+TABLES = {"gemm_kernel": [0xF0, 0x31C0, 0x4700]}
+OF_ROLES = """\
+========= Error: Race reported between Write access at gemm_kernel+0x31c0 in /site/envoi/gemm/hopper/kernel.py:68
+=========     and Read access at gemm_kernel+0xf0 in kernel.py:68 [64 hazards]
+=========     and Write access at gemm_kernel+0x4700 [128 hazards]
+=========
+"""
+OF_A_BUFFER = """\
+========= Error: Race reported between Write access at gemm_kernel+0x5000 in /site/envoi/epilogue/tile.py:9
+=========     and Read access at gemm_kernel+0xf0 [4 hazards]
+=========
+"""
+WARNING = """\
+========= Warning: Race reported between Write access at gemm_kernel+0x6000
+=========     and Write access at gemm_kernel+0x6000 [4 hazards]
+"""
+
+
+def summary(errors: int, warnings: int = 0) -> str:
+    return (
+        f"========= RACECHECK SUMMARY: {errors + warnings} hazards displayed ({errors} errors, {warnings} warnings)\n"
+    )
+
+
+def test_the_table_of_roles_is_told_apart():
+    found = races_in(OF_ROLES + OF_A_BUFFER + summary(2), TABLES)
+    assert (found.errors, found.of_roles, found.others) == (2, 1, 1)
+    assert found.shown == ("write of gemm_kernel+0x5000 in tile.py:9 and read of gemm_kernel+0xf0",)
+
+
+@pytest.mark.parametrize("tables", [{}, {"gemm_kernel": [0xF0, 0x31C0]}, {"router_kernel": [0xF0, 0x31C0, 0x4700]}])
+def test_every_access_of_a_report_has_to_be_one_of_the_table(tables):
+    assert races_in(OF_ROLES + summary(1), tables).others == 1
+
+
+def test_errors_that_are_not_printed_count():
+    assert races_in(OF_ROLES + summary(69), TABLES).others == 68
+
+
+def test_warnings_and_signatures():
+    log = OF_ROLES.replace("gemm_kernel+", "gemm_kernel(int *, CUtensorMap_st)+") + WARNING + summary(1, 1)
+    assert races_in(log, TABLES).others == 0
+    assert races_in("========= RACECHECK SUMMARY: 1 hazard displayed (1 error, 0 warnings)\n", TABLES).others == 1
+
+
+@pytest.mark.parametrize("log", ["", "========= COMPUTE-SANITIZER\n", OF_ROLES, "========= ERROR SUMMARY: 0 errors\n"])
+def test_a_log_without_a_summary_says_nothing(log):
+    assert races_in(log, TABLES) is None
+
+
+def test_what_cannot_be_read_is_an_error():
+    log = OF_ROLES.replace("gemm_kernel+0xf0", "0xf0 of a kernel") + summary(1)
+    found = races_in(log, TABLES)
+    assert found.others == 1
+    assert "an access that can't be read" in found.shown[0]
