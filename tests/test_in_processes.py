@@ -1,7 +1,9 @@
 """Tasks in parallel processes: results, errors, processes that die, and the time limit."""
 
 import os
+import subprocess
 import time
+from pathlib import Path
 
 import pytest
 
@@ -36,9 +38,25 @@ def test_a_task_that_raises_and_one_whose_process_dies_are_told_from_the_others(
     assert all(done[x].result == x * x and not done[x].error for x in done if x not in (3, 5))
 
 
-def test_nothing_is_begun_after_the_limit():
+def start_a_sleeper(path: str) -> None:
+    sleeper = subprocess.Popen(["sleep", "60"])
+    Path(path).write_text(str(sleeper.pid))
+    sleeper.wait()
+
+
+def test_nothing_runs_after_the_limit():
     start = time.monotonic()
     done = [d.task for d in in_processes(nap, range(40), 2, 2)]
     assert 1 <= len(done) < 30
     assert sorted(done) == list(range(len(done)))
     assert time.monotonic() - start < 30
+
+
+def test_what_a_task_has_started_is_ended_with_it(tmp_path):
+    path = tmp_path / "sleeper"
+    assert list(in_processes(start_a_sleeper, [str(path)], 1, 4)) == []
+    sleeper = int(path.read_text())
+    with pytest.raises(ProcessLookupError):
+        for _ in range(100):
+            os.kill(sleeper, 0)
+            time.sleep(0.05)

@@ -1,6 +1,8 @@
 """Tasks in parallel processes within a time limit: for programs that need many kernels compiled, or crashes apart."""
 
 import multiprocessing
+import os
+import signal
 import time
 import traceback
 from collections.abc import Callable, Iterator, Sequence
@@ -8,6 +10,7 @@ from dataclasses import dataclass
 from multiprocessing.connection import wait
 from typing import Any
 
+MOST_WAIT_S = 60.0  # at a time: a system call takes no greater number than some weeks
 PRELOADED = ("torch", "torch.distributed", "envoi", "triton")
 
 
@@ -21,11 +24,11 @@ class Done:
 
 
 def in_processes(fn: Callable[[Any], Any], tasks: Sequence[Any], jobs: int, limit_s: float) -> Iterator[Done]:
-    """Call fn(task) for all tasks in `jobs` processes; yield each as it ends. After limit_s no task is begun.
+    """Call fn(task) for all tasks in `jobs` processes; yield each as it ends. After limit_s those that run are ended.
 
     fn must be importable. A task whose process dies has an error, and another process takes the rest. Tasks that the
-    time didn't allow aren't yielded: those at the end. Processes are forked off a server that has imported torch and
-    no CUDA. Raises RuntimeError if a process dies before it begins a task.
+    time didn't allow aren't yielded. Processes are forked off a server that has imported torch and no CUDA; what they
+    start is ended with them. Raises RuntimeError if a process dies before it begins a task.
     """
     context: Any = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(list(PRELOADED))
@@ -54,7 +57,10 @@ def in_processes(fn: Callable[[Any], Any], tasks: Sequence[Any], jobs: int, limi
         start()
     try:
         while workers:
-            connections: Any = wait(list(workers))
+            left = end - time.monotonic()
+            if left <= 0:
+                return
+            connections: Any = wait(list(workers), min(left, MOST_WAIT_S))
             for connection in connections:
                 try:
                     said = connection.recv()
@@ -72,12 +78,22 @@ def in_processes(fn: Callable[[Any], Any], tasks: Sequence[Any], jobs: int, limi
                 give(connection)
     finally:
         for worker in workers.values():
-            worker.kill()
+            _end(worker)
+
+
+def _end(worker: Any) -> None:
+    """Kill a process and those that it has started."""
+    try:
+        os.killpg(worker.pid, signal.SIGKILL)
+    except ProcessLookupError:  # it hasn't a group of its own yet, and has started none
+        worker.kill()
+    worker.join()
 
 
 def _work(fn: Callable[[Any], Any], connection: Any) -> None:
     import torch
 
+    os.setpgid(0, 0)
     torch.set_num_threads(1)
     connection.send(())  # ready
     while True:

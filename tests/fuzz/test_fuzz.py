@@ -128,6 +128,21 @@ def test_parts_end_where_families_do():
     assert [(part.seed, part.count) for part in parts] == [(30, 10), (40, 20), (60, 15)]
 
 
+def test_parts_that_have_ended_are_spans_of_seeds():
+    parts = run.parts_of("gemm", 30, 70, "small", "cpu", 20)  # at 30, 40, 60, 80
+    assert run.spans([(parts[1], 2), (parts[0], 1), (parts[3], 0)]) == [(30, 30, 3), (80, 20, 0)]
+    assert run.spans([]) == []
+
+
+def test_what_ended_is_recorded_if_the_time_is_over(monkeypatch, tmp_path, capsys):
+    monkeypatch.setattr(run, "in_parallel", lambda parts, jobs, limit_s: [(part, []) for part in parts[::2]])
+    record = tmp_path / "record.jsonl"
+    given = ["route", "--count", "150", "--jobs", "2", "--device", "cpu", "--record", str(record)]
+    assert command.main(given) == 0
+    assert "route: 0 of 100 cases wrong, seeds from 0, " in capsys.readouterr().out
+    assert [(r.seed, r.count) for r in run.read(record)] == [(0, 50), (100, 50)]
+
+
 def test_processes_run_the_cases_that_one_would_run(capsys, tmp_path):
     record = tmp_path / "record.jsonl"
     given = ["quantise", "--count", "45", "--jobs", "2", "--sizes", "small", "--device", "cpu", "--record", str(record)]

@@ -35,7 +35,7 @@ def arguments(given: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--commit", help="what to record; default: as git says")
     parser.add_argument("--jobs", type=int, default=1, help="processes; with more than one, seeds come in families")
     parser.add_argument("--family", type=int, default=None, help="seeds that share kernels; default: 50 with --jobs")
-    parser.add_argument("--limit-s", type=float, default=1e9, help="begin nothing after so many seconds")
+    parser.add_argument("--limit-s", type=float, default=1e9, help="with --jobs: end what still runs after so long")
     options = parser.parse_args(given)
     if options.more and options.record is None:
         parser.error("--more: expected --record FILE, whose seeds are left out")
@@ -66,20 +66,17 @@ def first_seed(options: argparse.Namespace, name: str) -> int:
     return next((seed for seed in range(options.seed, end) if seed not in done), end)
 
 
-def run_operator(options: argparse.Namespace, name: str, seed: int, limit_s: float) -> tuple[int, int]:
-    """Run an operator's cases from a seed on and print findings; return how many were run, and how many are wrong."""
+def run_operator(options: argparse.Namespace, name: str, seed: int, limit_s: float) -> list[tuple[int, int, int]]:
+    """Run an operator's cases from a seed on and print findings; return the `run.spans` of seeds that were run."""
     family = family_of(options)
     whole = end_of_seeds(options, name) - seed
     given = name, seed, whole, sizes_of(options, name), options.device
     if options.jobs == 1:
         count = _print(run.findings(*given, family))
-        return whole, count
-    done = wrong = 0
+        return [(seed, whole, count)] if whole else []
     jobs = max(1, options.jobs // MOST_RANKS) if name == parallel.RANKS else options.jobs
-    for part, found in run.in_parallel(run.parts_of(*given, family), jobs, limit_s):
-        wrong += _print(found)
-        done += part.count
-    return done, wrong
+    parts = run.in_parallel(run.parts_of(*given, family), jobs, limit_s)
+    return run.spans([(part, _print(found)) for part, found in parts])
 
 
 def _print(findings) -> int:
@@ -98,15 +95,19 @@ def main(given: list[str] | None = None) -> int:
     for place, name in enumerate(names):
         start = time.monotonic()
         seed = first_seed(options, name)
-        done, wrong = run_operator(options, name, seed, (end - start) / (len(names) - place))
+        spans = run_operator(options, name, seed, (end - start) / (len(names) - place))
+        done, wrong = sum(count for _, count, _ in spans), sum(wrong for *_, wrong in spans)
         seconds = time.monotonic() - start
         rate = f", {done / seconds:.1f} cases a second" if options.jobs > 1 else ""
         print(f"{name}: {wrong} of {done} cases wrong, seeds from {seed}, {seconds:.1f} s{rate}", flush=True)
-        if options.record and done:
+        if options.record and spans:
             options.record.parent.mkdir(parents=True, exist_ok=True)
-            sizes = sizes_of(options, name)
-            record = run.record_of(name, seed, done, sizes, options.device, wrong, family_of(options), seconds)
-            run.append(options.record, [replace(record, commit=options.commit or record.commit)])
+            kind = sizes_of(options, name), options.device
+            records = [
+                run.record_of(name, first, count, *kind, wrong, family_of(options), seconds)
+                for first, count, wrong in spans
+            ]
+            run.append(options.record, [replace(each, commit=options.commit or each.commit) for each in records])
         total += wrong + (done == 0 and seed < end_of_seeds(options, name))
     return int(total > 0)
 

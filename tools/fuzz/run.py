@@ -172,7 +172,7 @@ def run_part(part: Part) -> list[Finding]:
 
 
 def in_parallel(parts: list[Part], jobs: int, limit_s: float) -> Iterator[tuple[Part, list[Finding]]]:
-    """Run parts in processes, and yield each with its findings; parts that the time doesn't allow aren't begun."""
+    """Run parts in processes, and yield each with its findings, but not those that the time doesn't allow."""
     for done in in_processes(run_part, parts, jobs, limit_s):
         part = done.task
         if done.error:  # whatever ended the process: its cases have to be run again, one by one
@@ -181,6 +181,18 @@ def in_parallel(parts: list[Part], jobs: int, limit_s: float) -> Iterator[tuple[
             yield part, [Finding(part.operator, part.seed, f"{part.count} cases", done.error, command)]
         else:
             yield part, done.result
+
+
+def spans(parts: Iterable[tuple[Part, int]]) -> list[tuple[int, int, int]]:
+    """Return parts, each with the number of its wrong cases, as spans of seeds: the first, how many, how many wrong."""
+    found: list[tuple[int, int, int]] = []
+    for part, wrong in sorted(parts, key=lambda each: each[0].seed):
+        if found and sum(found[-1][:2]) == part.seed:
+            first, count, before = found.pop()
+            found.append((first, count + part.count, before + wrong))
+        else:
+            found.append((part.seed, part.count, wrong))
+    return found
 
 
 def record_of(

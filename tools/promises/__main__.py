@@ -40,7 +40,7 @@ def arguments(given: list[str] | None = None) -> argparse.Namespace:
         )
         if name in ("same-bits", "sanitize"):
             command.add_argument("--jobs", type=int, default=8, help="processes that share the GPU")
-            command.add_argument("--limit-s", type=float, default=540, help="begin nothing after so many seconds")
+            command.add_argument("--limit-s", type=float, default=540, help="end what still runs after so many seconds")
             command.add_argument("--only", nargs="*", default=[], metavar="NAME")
         else:
             command.add_argument("--ranks", type=int, default=gpu_ranks() if torch.cuda.is_available() else 2)

@@ -15,6 +15,7 @@ from tools.promises.same_bits import CHECKS, ON_GPU_ONLY, Result
 from tools.promises.subjects import MAKERS, Subject, subject
 
 Task = tuple[str, int, int, str]
+RANKS = "ExpertParallel"  # --only this: the number of ranks
 
 
 def check_subject(task: Task) -> dict[str, Result]:
@@ -37,7 +38,8 @@ def attempt(check: str, made: Subject, seed: int, draws: int, device: torch.devi
 def run(options: argparse.Namespace) -> Iterator[Run]:
     """Yield a run for each check of each operator and format, then of ranks."""
     start, found = time.monotonic(), {}
-    tasks = [(name, options.seed, options.draws, options.device) for name in options.only or MAKERS]
+    names = [name for name in options.only or MAKERS if name != RANKS]
+    tasks = [(name, options.seed, options.draws, options.device) for name in names]
     begun = set()
     for done in in_processes(check_subject, tasks, options.jobs, options.limit_s):
         name = done.task[0]
@@ -55,7 +57,7 @@ def run(options: argparse.Namespace) -> Iterator[Run]:
             yield run_of(key, result.count, result.wrong, spent, options.device, text=result.text)
     if missing:
         print(f"not run within {options.limit_s:g} s: {', '.join(missing)}")
-    if not options.only:
+    if not options.only or RANKS in options.only:
         yield from number_of_ranks(options)
 
 
