@@ -14,7 +14,7 @@ LAUNCH_CYCLES = 1500.0  # one more launch, besides what `predicted_cycles` has f
 class Costs:
     """Constants of the model of time, in cycles at `H200.clock_mhz`, from measurements on an H200.
 
-    `tools/time_models` fits them to bench/router_times.jsonl.
+    A test holds them to bench/router_times.jsonl; `tools/time_models` can fit them to it.
 
     start: a launch, and the first loads of a round. cta: until the next CTA of a round starts. roles: until the warps
     of several roles have started. meet, signal: all parts of some rows wait for each other, by a counter or by polling
