@@ -2,19 +2,22 @@
 
 import os
 import subprocess
+import sys
 import time
 from pathlib import Path
 
 import pytest
 
 from tests.helpers import ranks
+from tests.helpers.processes import ends
 from tools.in_processes import in_processes
 
 
 @pytest.fixture(scope="module", autouse=True)
 def server():
-    """Start the server of all tests' ranks, lest one that imports less be it."""
+    """Start the server of all tests' ranks, lest one that imports less be it, and wait until it is there."""
     ranks.forking()
+    assert [done.result for done in in_processes(square, [2], 1, 120)] == [4]
 
 
 def square(x: int) -> int:
@@ -41,22 +44,37 @@ def test_a_task_that_raises_and_one_whose_process_dies_are_told_from_the_others(
 def start_a_sleeper(path: str) -> None:
     sleeper = subprocess.Popen(["sleep", "60"])
     Path(path).write_text(str(sleeper.pid))
+    if path.endswith("crash"):
+        os._exit(7)
     sleeper.wait()
 
 
 def test_nothing_runs_after_the_limit():
     start = time.monotonic()
-    done = [d.task for d in in_processes(nap, range(40), 2, 2)]
+    done = list(in_processes(nap, range(40), 2, 2))
     assert 1 <= len(done) < 30
-    assert sorted(done) == list(range(len(done)))
+    assert sorted(d.task for d in done) == list(range(len(done)))
     assert time.monotonic() - start < 30
+    cut = [d for d in done if d.cut]
+    assert len(cut) <= 2 and done[len(done) - len(cut) :] == cut
+    assert all(d.error == "ended after the limit of 2 s" and d.seconds < 0.6 for d in cut)
+    assert all(d.result == d.task and d.seconds >= 0.4 for d in done if not d.cut)
 
 
-def test_what_a_task_has_started_is_ended_with_it(tmp_path):
+@pytest.mark.parametrize("name", ["cut", "crash"])
+def test_what_a_task_has_started_is_ended_with_it(name, tmp_path):
+    path = tmp_path / name
+    [done] = in_processes(start_a_sleeper, [str(path)], 1, 10)
+    assert done.cut == (name == "cut") and done.error
+    assert ends(int(path.read_text()))
+
+
+def test_processes_end_with_the_one_that_started_them(tmp_path):
+    program = "from tests.test_in_processes import *; list(in_processes(start_a_sleeper, sys.argv[1:], 1, 60))"
     path = tmp_path / "sleeper"
-    assert list(in_processes(start_a_sleeper, [str(path)], 1, 4)) == []
-    sleeper = int(path.read_text())
-    with pytest.raises(ProcessLookupError):
-        for _ in range(100):
-            os.kill(sleeper, 0)
-            time.sleep(0.05)
+    parent = subprocess.Popen([sys.executable, "-c", program, str(path)], cwd=Path(__file__).resolve().parents[1])
+    while not path.exists() or not path.read_text():
+        time.sleep(0.1)
+    parent.kill()
+    parent.wait()
+    assert ends(int(path.read_text()))

@@ -5,7 +5,7 @@ import pytest
 from tools.machine_code import gate
 from tools.machine_code.compile import compile_launch
 from tools.machine_code.disassemble import disassemble
-from tools.machine_code.role_table import role_accesses
+from tools.machine_code.role_table import RoleTable, role_table
 
 TEXT = """\
         /*00e0*/                   UMOV UR51, 0x400 ;
@@ -21,13 +21,14 @@ TEXT = """\
 
 
 def test_what_loads_and_stores_it():
-    assert role_accesses(TEXT) == {0x120, 0x1CB0, 0x1CD0}
-    assert role_accesses(TEXT.replace("0x33054", "0x33050")) == {0x120, 0x1CB0, 0x1CD0}, "a first role of eight warps"
+    found = RoleTable(frozenset([0x120]), frozenset([0x1CB0, 0x1CD0]))
+    assert role_table(TEXT) == found
+    assert role_table(TEXT.replace("0x33054", "0x33050")) == found, "a first role of eight warps"
 
 
 @pytest.mark.parametrize("without", ["LDS.U8", "BRX"])
 def test_without_a_branch_by_a_byte_there_is_none(without):
-    assert role_accesses(TEXT.replace(without, "MOV")) == set()
+    assert role_table(TEXT.replace(without, "MOV")) == RoleTable()
 
 
 @pytest.mark.parametrize(
@@ -42,5 +43,5 @@ def test_without_a_branch_by_a_byte_there_is_none(without):
 def test_of_a_kernel(name, has_roles):
     """At least the load, and the stores before the roles start and when they have ended."""
     binary = compile_launch(gate.cases()[name].launch(), "sm_90")
-    found = role_accesses(disassemble(binary.cubin, "sm_90").text)
-    assert (len(found) >= 3) == has_roles
+    found = role_table(disassemble(binary.cubin, "sm_90").text)
+    assert (len(found.reads), len(found.writes) >= 2) == (has_roles, has_roles)

@@ -2,9 +2,11 @@
 
 import pytest
 
+from tools.machine_code.role_table import RoleTable
 from tools.promises.hazards import races_in
 
-TABLES = {"gemm_kernel": [0xF0, 0x31C0, 0x4700]}
+TABLE = RoleTable(frozenset([0xF0]), frozenset([0x31C0, 0x4700]))
+TABLES = {"gemm_kernel": [RoleTable(frozenset([0x110]), frozenset([0x5000])), TABLE]}
 OF_ROLES = """\
 ========= Error: Race reported between Write access at gemm_kernel+0x31c0 in /site/envoi/gemm/hopper/kernel.py:68
 =========     and Read access at gemm_kernel+0xf0 in kernel.py:68 [64 hazards]
@@ -34,7 +36,15 @@ def test_the_table_of_roles_is_told_apart():
     assert found.shown == ("write of gemm_kernel+0x5000 in tile.py:9 and read of gemm_kernel+0xf0",)
 
 
-@pytest.mark.parametrize("tables", [{}, {"gemm_kernel": [0xF0, 0x31C0]}, {"router_kernel": [0xF0, 0x31C0, 0x4700]}])
+@pytest.mark.parametrize(
+    "tables",
+    [
+        {}, {"gemm_kernel": []}, {"router_kernel": [TABLE]},
+        {"gemm_kernel": [RoleTable(frozenset([0xF0]), frozenset([0x31C0]))]},
+        {"gemm_kernel": [RoleTable(frozenset([0xF0, 0x31C0, 0x4700]))]},
+        {"gemm_kernel": [RoleTable(frozenset([0xF0]), frozenset([0x31C0])), RoleTable(writes=TABLE.writes)]},
+    ],
+)  # fmt: skip
 def test_every_access_of_a_report_has_to_be_one_of_the_table(tables):
     assert races_in(OF_ROLES + summary(1), tables).others == 1
 
@@ -45,13 +55,25 @@ def test_errors_that_are_not_printed_count():
 
 def test_warnings_and_signatures():
     log = OF_ROLES.replace("gemm_kernel+", "gemm_kernel(int *, CUtensorMap_st)+") + WARNING + summary(1, 1)
-    assert races_in(log, TABLES).others == 0
+    found = races_in(log, TABLES)
+    assert (found.others, found.warnings, found.shown) == (0, 1, ())
     assert races_in("========= RACECHECK SUMMARY: 1 hazard displayed (1 error, 0 warnings)\n", TABLES).others == 1
 
 
 @pytest.mark.parametrize("log", ["", "========= COMPUTE-SANITIZER\n", OF_ROLES, "========= ERROR SUMMARY: 0 errors\n"])
 def test_a_log_without_a_summary_says_nothing(log):
     assert races_in(log, TABLES) is None
+
+
+def test_two_kernels_of_one_name_do_not_share_a_table():
+    """The write is one kernel's table, the read another's."""
+    log = OF_A_BUFFER + summary(1)
+    assert races_in(log, TABLES).others == 1
+    assert races_in(log, {"gemm_kernel": [RoleTable(TABLE.reads, frozenset([0x5000]))]}).others == 0
+
+
+def test_reports_beyond_the_summary_count():
+    assert races_in(OF_A_BUFFER + OF_A_BUFFER + summary(1), TABLES).others == 2
 
 
 def test_what_cannot_be_read_is_an_error():

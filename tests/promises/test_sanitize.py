@@ -5,10 +5,11 @@ import json
 import os
 import re
 import stat
-import time
 
 import pytest
 
+from tests.helpers.processes import ends
+from tests.promises import test_hazards as races
 from tools.promises import sanitize
 from tools.promises.sanitize import errors_in, registered, watch
 
@@ -21,12 +22,15 @@ case "$before" in
   planted*) echo "========= ERROR SUMMARY: $PLANTED errors" > $log; exit 97 ;;
   *bad*) printf '========= Invalid __global__ read of size 4 bytes\\n========= ERROR SUMMARY: 2 errors\\n' > $log ;;
   *slow*) sleep 60 & echo $! > "$SLEEPER"; wait ;;
+  *hung*) echo "========= Invalid __global__ read of size 4 bytes" > $log; sleep 60 & echo $! > "$SLEEPER"; wait ;;
+  *sick*) printf '========= Internal Sanitizer Error: x\n========= ERROR SUMMARY: 0 errors\n' > $log ;;
+  *roles*) cp "$RACES" $log ;;
   *mute*) echo "========= COMPUTE-SANITIZER" > $log ;;
   *) echo "========= ERROR SUMMARY: 0 errors" > $log ;;
 esac
 [ "$PYTORCH_NO_CUDA_MEMORY_CACHING$ENVOI_PREPARED" = 10 ] || exit 5
 case "$before" in *wrong*) right=false ;; *) right=true ;; esac
-echo "{\\"right\\": $right, \\"launched\\": $LAUNCHED}" > $program
+echo "{\\"right\\": $right, \\"launched\\": $LAUNCHED, \\"role_tables\\": $TABLES}" > $program
 """
 NAME = "envoi.moe.kernels.sort_kernel"
 
@@ -38,6 +42,7 @@ def fake(tmp_path, monkeypatch):
     path.chmod(path.stat().st_mode | stat.S_IXUSR)
     monkeypatch.setenv("COMPUTE_SANITIZER", str(path))
     monkeypatch.setenv("PLANTED", "1")
+    monkeypatch.setenv("TABLES", json.dumps({"gemm_kernel": [[[240], [12736, 18176]]]}))
     monkeypatch.setenv("LAUNCHED", json.dumps([f"{NAME} abc", f"{NAME} def"]))
     monkeypatch.setattr("tools.promises.sanitized.programs", lambda: dict.fromkeys(("good", "fine")))
     return str(path)
@@ -61,6 +66,7 @@ def test_a_log_without_a_summary_is_not_a_green_one():
         ("good", ""),
         ("bad", "bad: 2 errors of memcheck: Invalid __global__ read of size 4 bytes"),
         ("mute", "mute: memcheck ended without a summary; nothing noted"),
+        ("sick", "sick: memcheck: Internal Sanitizer Error: x"),
         ("wrong", "wrong: wrong results under memcheck; "),
     ],
 )
@@ -100,10 +106,36 @@ def test_a_program_is_ended_with_all_that_it_started(fake, monkeypatch, tmp_path
     assert run.seconds < 20
     assert (run.count, run.wrong) == (2, 0)
     assert "not run for want of time: slow" in capsys.readouterr().out
-    with pytest.raises(ProcessLookupError):
-        for _ in range(100):  # whoever inherits it has to notice that it ended
-            os.kill(int((tmp_path / "sleeper").read_text()), 0)
-            time.sleep(0.05)
+    assert ends(int((tmp_path / "sleeper").read_text()))
+
+
+def test_what_a_tool_said_before_the_limit_is_not_lost(fake, monkeypatch, tmp_path, capsys):
+    monkeypatch.setenv("SLEEPER", str(tmp_path / "sleeper"))
+    monkeypatch.setattr("tools.promises.sanitized.programs", lambda: dict.fromkeys(("good", "hung")))
+    (run,) = sanitize.run(options(limit_s=3.0))
+    assert run.wrong == 1
+    assert "hung: memcheck ended without a summary; Invalid __global__ read of size 4 bytes" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("log", "problem", "counts"),
+    [
+        (races.OF_ROLES + races.WARNING + races.summary(1, 1), "", (1, 1)),
+        (races.summary(0), "", (0, 0)),
+        (
+            races.OF_ROLES + races.OF_A_BUFFER + races.summary(2),
+            "roles: 1 errors of racecheck: write of gemm_kernel+0x5000 in tile.py:9 and read of gemm_kernel+0xf0",
+            (1, 0),
+        ),
+        (races.OF_ROLES, "roles: racecheck ended without a summary; Error: Race reported between", (0, 0)),
+    ],
+)
+def test_races_in_the_table_of_roles_are_counted_apart(fake, monkeypatch, tmp_path, log, problem, counts):
+    (tmp_path / "races").write_text(log)
+    monkeypatch.setenv("RACES", str(tmp_path / "races"))
+    found = watch(fake, "racecheck", "roles")
+    assert (found.of_roles, found.warnings) == counts
+    assert found.problem.startswith(problem) and bool(found.problem) == bool(problem)
 
 
 def test_a_program_that_takes_too_long_by_itself_is_wrong(fake, monkeypatch, tmp_path):

@@ -75,8 +75,13 @@ def run_operator(options: argparse.Namespace, name: str, seed: int, limit_s: flo
         count = _print(run.findings(*given, family))
         return [(seed, whole, count)] if whole else []
     jobs = max(1, options.jobs // MOST_RANKS) if name == parallel.RANKS else options.jobs
-    parts = run.in_parallel(run.parts_of(*given, family), jobs, limit_s)
-    return run.spans([(part, _print(found)) for part, found in parts])
+    ended = []
+    for part, found in run.in_parallel(run.parts_of(*given, family), jobs, limit_s):
+        if found is None:
+            print(f"{name}: ended by the limit, not counted: seeds {part.seed} to {part.seed + part.count - 1}")
+        else:
+            ended.append((part, _print(found)))
+    return run.spans(ended)
 
 
 def _print(findings) -> int:
@@ -104,7 +109,7 @@ def main(given: list[str] | None = None) -> int:
             options.record.parent.mkdir(parents=True, exist_ok=True)
             kind = sizes_of(options, name), options.device
             records = [
-                run.record_of(name, first, count, *kind, wrong, family_of(options), seconds)
+                run.record_of(name, first, count, *kind, wrong, family_of(options), seconds * count / done)
                 for first, count, wrong in spans
             ]
             run.append(options.record, [replace(each, commit=options.commit or each.commit) for each in records])

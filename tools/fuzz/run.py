@@ -13,6 +13,7 @@ from tools.fuzz.draw import Case, Draw
 from tools.in_processes import in_processes
 
 BATCH = 25  # cases that are drawn, run and judged together: ranks in processes start once for them
+HANGS, HANGS_S = 4.0, 20.0  # times that a part takes longer than all others if it hangs, and seconds at least
 FAMILY = 50  # seeds that share kernels where so many cases are run that compiling would take the time
 
 
@@ -171,15 +172,23 @@ def run_part(part: Part) -> list[Finding]:
     return list(findings(*astuple(part)))
 
 
-def in_parallel(parts: list[Part], jobs: int, limit_s: float) -> Iterator[tuple[Part, list[Finding]]]:
-    """Run parts in processes, and yield each with its findings, but not those that the time doesn't allow."""
+def in_parallel(parts: list[Part], jobs: int, limit_s: float) -> Iterator[tuple[Part, list[Finding] | None]]:
+    """Run parts in processes, and yield each with its findings; None for those that the limit ended.
+
+    If one of these ran much longer than all that came to an end, it hangs, which is a finding.
+    """
+    slowest = 0.0
     for done in in_processes(run_part, parts, jobs, limit_s):
         part = done.task
-        if done.error:  # whatever ended the process: its cases have to be run again, one by one
+        if done.cut and not (slowest and done.seconds > max(HANGS * slowest, HANGS_S)):
+            yield part, None
+        elif done.error:  # whatever ended the process: its cases have to be run again, one by one
             command = command_of(part.operator, part.seed, part.sizes, part.device, part.family)
             command = command.replace("--count 1", f"--count {part.count}")
-            yield part, [Finding(part.operator, part.seed, f"{part.count} cases", done.error, command)]
+            problem = f"{done.error}, {done.seconds:.0f} s after it began; others took at most {slowest:.0f} s"
+            yield part, [Finding(part.operator, part.seed, f"{part.count} cases", problem, command)]
         else:
+            slowest = max(slowest, done.seconds)
             yield part, done.result
 
 

@@ -1,13 +1,15 @@
 """Hazards of shared memory in a log of compute-sanitizer's racecheck.
 
 The tool follows neither mbarriers, by which TMA, wgmma and roles are ordered, nor the barrier between the accesses of
-Triton's own table of roles (`tools.machine_code.role_table`), which it names in every kernel with roles. Hazards there
-are counted apart.
+Triton's own table of roles (`tools.machine_code.role_table`), which it names in every kernel with roles. Reports of
+these accesses alone, all in one kernel's machine code, are counted apart; so are warnings.
 """
 
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+
+from tools.machine_code.role_table import RoleTable
 
 _SUMMARY = re.compile(r"RACECHECK SUMMARY: (\d+) hazards? displayed \((\d+) errors?, (\d+) warnings?\)")
 _REPORT = re.compile(r"=+ +(\w+): Race reported between (\w+) access at ([^\n]*)")
@@ -30,23 +32,27 @@ class Access:
 
 @dataclass(frozen=True)
 class Races:
-    """Errors of racecheck's log. of_roles: those that are accesses of the table of roles alone, among `errors`.
+    """Errors and warnings of racecheck's log. of_roles: errors that are accesses of the table of roles alone.
 
-    shown: the other reports, as far as the log prints them.
+    shown: the other errors, as far as the log prints them.
     """
 
     errors: int
+    warnings: int
     of_roles: int
     shown: tuple[str, ...]
 
     @property
     def others(self) -> int:
         """Number of errors elsewhere, also of those that the log doesn't print."""
-        return self.errors - self.of_roles
+        return max(self.errors - self.of_roles, len(self.shown))
 
 
-def races_in(log: str, role_tables: Mapping[str, Sequence[int]]) -> Races | None:
-    """Return the errors in a log, None if it has no summary. role_tables: offsets of instructions by kernel."""
+def races_in(log: str, role_tables: Mapping[str, Sequence[RoleTable]]) -> Races | None:
+    """Return what is in a log, None if it has no summary.
+
+    role_tables: by the kernels' names in machine code; of each kernel of that name.
+    """
     summaries = _SUMMARY.findall(log)
     if not summaries:
         return None
@@ -58,14 +64,25 @@ def races_in(log: str, role_tables: Mapping[str, Sequence[int]]) -> Races | None
         elif other and reports:
             reports[-1][1].append(_access(other[1], other[2]))
     accesses = [found for severity, found in reports if severity == "Error"]
-    own = [all(x is not None and x.offset in role_tables.get(x.kernel, ()) for x in found) for found in accesses]
-    errors = sum(int(count) for _, count, _ in summaries)
+    own = [_is_of_roles(found, role_tables) for found in accesses]
+    errors, warnings = (sum(int(found[place]) for found in summaries) for place in (1, 2))
     shown = [
         " and ".join(str(x or "an access that can't be read") for x in found)
         for found, is_own in zip(accesses, own, strict=True)
         if not is_own
     ]
-    return Races(errors, min(sum(own), errors), tuple(shown))
+    return Races(errors, warnings, min(sum(own), errors), tuple(shown))
+
+
+def _is_of_roles(found: Sequence[Access | None], role_tables: Mapping[str, Sequence[RoleTable]]) -> bool:
+    """Tell whether one kernel's machine code accesses its table of roles at all of these places."""
+    names = {x.kernel for x in found if x is not None}
+    tables = role_tables.get(names.pop(), ()) if len(names) == 1 and None not in found else ()
+    places = [(x.kind, x.offset) for x in found if x is not None]
+    return any(
+        all(offset in {"Read": table.reads, "Write": table.writes}.get(kind, ()) for kind, offset in places)
+        for table in tables
+    )
 
 
 def _access(kind: str, place: str) -> Access | None:

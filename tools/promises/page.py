@@ -142,7 +142,7 @@ def fuzz(folder: Path) -> str:
             continue
         seeds = sorted(set().union(*(r.seeds for r in mine)))
         found = f"{len(seeds)}, {sum(r.wrong for r in mine)} wrong"
-        of = f"{seeds[0]} to {seeds[-1]}, {mine[-1].sizes}, by {mine[-1].family}"
+        of = f"{_spans(seeds)}, {mine[-1].sizes}, by {mine[-1].family}"
         at = "; ".join(dict.fromkeys(f"{r.machine}, `{r.commit}`, {r.date}" for r in mine))
         rows.append([FUZZED.get(name, name), found, of, at])
     return f"""## Right results
@@ -155,6 +155,13 @@ Tests: `tests/fuzz/test_fuzz.py`, also on CPUs. Program: `python -m tools.fuzz a
 
 {table(["operator", "cases", "seeds, sizes, family", "runs"], rows)}
 """
+
+
+def _spans(numbers: list[int]) -> str:
+    """Return sorted numbers as text: those that follow one another as "first to last"."""
+    starts = [x for before, x in zip([None, *numbers], numbers, strict=False) if before is None or x != before + 1]
+    ends = [x for x, after in zip(numbers, [*numbers[1:], None], strict=True) if after is None or after != x + 1]
+    return ", ".join(f"{first} to {last}" for first, last in zip(starts, ends, strict=True))
 
 
 def faults(runs: dict[str, Run]) -> list[list[str]]:
@@ -205,8 +212,11 @@ def sanitizers(runs: dict[str, Run]) -> str:
     ]
     return f"""## No error of memory or barriers
 
-compute-sanitizer's tools find nothing in any kernel. Each first has to find an error that is planted for it. Kernels
+What compute-sanitizer's tools found in Envoi's kernels. Each first has to find an error that is planted for it. Kernels
 of processes on several GPUs, replayed graphs and prepared calls aren't watched; the same kernels are, launched singly.
+Kernels of torch aren't watched either. racecheck names the stores by which Triton's `warp_specialize` tells warps their
+roles in every kernel with roles, since it doesn't follow the barrier behind them: reports of that table's accesses
+alone, in one kernel's machine code, are counted apart. So are its warnings.
 
 Test: `tests/promises/test_sanitize.py`. Program: `python -m tools.promises sanitize`.
 

@@ -26,6 +26,7 @@ from functools import partial
 from pathlib import Path
 from typing import IO
 
+from tools.machine_code.role_table import RoleTable
 from tools.promises.evidence import Run, run_of
 from tools.promises.hazards import races_in
 
@@ -35,14 +36,17 @@ TIMEOUT_S = 240
 SUMMARY = re.compile(r"ERROR SUMMARY: (\d+) errors?")
 PRINTED = {"racecheck": 1000}  # errors that a tool prints; what racecheck doesn't print can't be told apart
 NOT_WATCHED = "kns=_ZN"  # kernels of C++, whose names are mangled: torch's
-NOTED = re.compile(r"=+ +((?:Warning|Internal|Error|Program hit|Invalid|Race reported|Divergent|Barrier)[^\n]*)")
+NOTE = re.compile(r"(?:Warning|Internal|Error|Program hit|Invalid|Divergent|Barrier)[^\n]*")
+NOTED = re.compile(rf"=+ +({NOTE.pattern})")
+RACE = "Error: Race reported"
 
 
 @dataclass(frozen=True)
 class Watched:
     """Program under a tool: the tool's errors, None if it said nothing; what it noted; the kernels launched, by name.
 
-    right: the program's results were. of_roles: races in Triton's table of roles, which aren't among the errors.
+    right: the program's results were. of_roles, warnings: races in Triton's table of roles and racecheck's warnings,
+    which aren't among the errors.
     """
 
     program: str
@@ -52,6 +56,12 @@ class Watched:
     kernels: dict[str, set[str]] = field(default_factory=dict)
     right: bool = False
     of_roles: int = 0
+    warnings: int = 0
+
+    @property
+    def is_silent(self) -> bool:
+        """Return True if the tool noted nothing until the program was ended, but for races that can't be told apart."""
+        return not any(NOTE.match(note) and not note.startswith(RACE) for note in self.notes)
 
     @property
     def problem(self) -> str:
@@ -60,6 +70,9 @@ class Watched:
             return f"{self.program}: {self.tool} ended without a summary; {'; '.join(self.notes) or 'nothing noted'}"
         if self.errors:
             return f"{self.program}: {self.errors} errors of {self.tool}: {'; '.join(self.notes[:2])}"
+        internal = [note for note in self.notes if note.startswith("Internal")]
+        if internal:
+            return f"{self.program}: {self.tool}: {internal[0]}"
         return "" if self.right else f"{self.program}: wrong results under {self.tool}; {'; '.join(self.notes[-1:])}"
 
 
@@ -106,11 +119,15 @@ def watch(path: str, tool: str, program: str, limit_s: float = TIMEOUT_S) -> Wat
     for key in result["launched"]:
         name, sha256 = key.split(" ")
         kernels.setdefault(name, set()).add(sha256)
-    errors, of_roles = errors_in(text), 0
-    if tool == "racecheck":
-        races = races_in(text, result.get("role_tables", {}))
-        errors, of_roles, notes = (None, 0, notes) if races is None else (races.others, races.of_roles, [*races.shown])
-    return Watched(program, tool, errors, tuple(notes), kernels, result["right"], of_roles)
+    if tool != "racecheck":
+        return Watched(program, tool, errors_in(text), tuple(notes), kernels, result["right"])
+    tables = result.get("role_tables", {})
+    races = races_in(text, {name: [RoleTable(*map(frozenset, x)) for x in found] for name, found in tables.items()})
+    if races is None:
+        return Watched(program, tool, None, tuple(notes), kernels, result["right"])
+    notes = [*races.shown, *(note for note in notes if not note.startswith(RACE))]
+    found = races.others, tuple(notes), kernels, result["right"], races.of_roles, races.warnings
+    return Watched(program, tool, *found)
 
 
 def _ends(command: tuple[str, ...], env: dict[str, str], output: IO[str], limit_s: float) -> bool:
@@ -142,7 +159,7 @@ def run(options: argparse.Namespace) -> Iterator[Run]:
     for tool in options.tools:
         start = time.monotonic()
         end = start + options.limit_s / len(options.tools)
-        planted = watch(path, tool, f"planted {tool}")
+        planted = watch(path, tool, f"planted {tool}", max(1.0, min(TIMEOUT_S, end - start)))
         found: dict[str, Watched] = {}
         if planted.errors:
             with ThreadPoolExecutor(options.jobs) as pool:
@@ -178,6 +195,8 @@ def summary(tool: str, names: Sequence[str], found: Mapping[str, Watched]) -> tu
     text = f"{watched} kernels of {len(kernels)} names in {len(found)} of {len(names)} programs"
     if of_roles := sum(result.of_roles for result in found.values()):
         text += f"; {of_roles} reports of accesses to Triton's own table of roles"
+    if warnings := sum(result.warnings for result in found.values()):
+        text += f"; {warnings} warnings"
     return len(found), problems, "; ".join([text, *([f"not watched: {', '.join(missing)}"] if missing else [])])
 
 
@@ -188,7 +207,8 @@ def watch_by(end: float, path: str, tool: str, program: str) -> Watched | None:
         return None
     found = watch(path, tool, program, min(TIMEOUT_S, end - start))
     took = time.monotonic() - start
-    if found.errors is None and took < TIMEOUT_S and time.monotonic() >= end:
+    if found.errors is None and took < TIMEOUT_S and time.monotonic() >= end and found.is_silent:
+        print(f"{tool}: {program}: ended by the limit after {took:.0f} s", flush=True)
         return None
     kernels = sum(map(len, found.kernels.values()))
     print(f"{tool}: {program}: {kernels} kernels, {took:.0f} s, {found.problem or 'right'}", flush=True)

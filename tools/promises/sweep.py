@@ -43,6 +43,8 @@ def run(options: argparse.Namespace) -> Iterator[Run]:
     begun = set()
     for done in in_processes(check_subject, tasks, options.jobs, options.limit_s):
         name = done.task[0]
+        if done.cut:
+            continue
         begun.add(name)
         results = done.result or {"run to run": Result(options.draws, options.draws, done.error)}
         for check, result in results.items():

@@ -11,7 +11,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, fields, replace
 from math import exp, log
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 FOLDS = 5
 SHARPNESS = 5.0  # a config that takes 20 % longer than the best counts e times less
@@ -35,6 +35,9 @@ class Measured(ABC):
         return min(us for _, us in self.times_us)
 
 
+M = TypeVar("M", bound=Measured)
+
+
 @dataclass(frozen=True)
 class Model:
     """Model of time. costs: a dataclass, its constants as they are. fixed: names of those that aren't fitted.
@@ -52,17 +55,22 @@ class Model:
 # The data files
 
 
-def entries_of(line: str) -> dict[str, Any]:
-    """Parse a line of a data file: a dict with "label" and at least two "times_us". Raises ValueError for others."""
+def parse(line: str, build: Callable[[dict[str, Any]], M]) -> M:
+    """Parse a line of a data file by `build`, a function of its entries. Raises ValueError for anything else."""
     try:
-        entries = json.loads(line)
-        times = [float(entry["us"]) for entry in entries["times_us"]]
-        label = str(entries["label"])
+        measured = build(json.loads(line))
+        times = [float(us) for _, us in measured.times_us]
     except (TypeError, KeyError, json.JSONDecodeError) as error:
         raise ValueError(f"expected a line that `measure` wrote, got {line[:60]!r} ({error})") from error
     if len(times) < 2 or min(times) <= 0:
-        raise ValueError(f"{label}: expected at least two configs with times above 0, got {len(times)}")
-    return entries
+        raise ValueError(f"{measured.label}: expected at least two configs with times above 0, got {len(times)}")
+    return measured
+
+
+def times_of(entries: dict[str, Any], config: Callable[..., Any]) -> tuple[tuple[Any, float], ...]:
+    """Return the times in a line's entries, each with its config."""
+    times = entries["times_us"]
+    return tuple((config(**{k: v for k, v in entry.items() if k != "us"}), float(entry["us"])) for entry in times)
 
 
 def changed(x: Any) -> dict[str, Any]:
@@ -146,7 +154,7 @@ def _better(
 
 
 def held_out_regret(data: Sequence[Measured], model: Model) -> float:
-    """Return the mean regret on each fifth of the shapes by a fit to the other four."""
+    """Return the mean regret on each fifth of the shapes by a fit to the other four, NaN if there are none."""
     order = list(data)
     random.Random(0).shuffle(order)
     logs = []
@@ -156,7 +164,7 @@ def held_out_regret(data: Sequence[Measured], model: Model) -> float:
         if seen and unseen:
             costs = fit(seen, model)
             logs += [log(regret(measured, costs)) for measured in unseen]
-    return exp(sum(logs) / len(logs))
+    return exp(sum(logs) / len(logs)) if logs else float("nan")
 
 
 def report(data: Sequence[Measured], model: Model, costs: Any, held_out: float) -> str:

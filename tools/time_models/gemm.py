@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import islice
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -19,7 +20,7 @@ from envoi.gemm.hopper.time_model import COSTS, Costs, predicted_cycles
 from envoi.runtime import devices
 from envoi.runtime.gpu_rates import H200
 from envoi.runtime.kernel_case import NUM_SMS
-from tools.time_models.fit import Measured, Model, changed, entries_of, lines_of, regret
+from tools.time_models.fit import Measured, Model, changed, lines_of, parse, regret, times_of
 
 FORMATS = ("bf16", "fp8_row", "fp8_block128")  # of the Hopper GEMM
 Tokens = tuple[int, int]  # the fewest and the most of a shape
@@ -52,9 +53,12 @@ def to_line(measured: GemmTimes, gpu: str) -> str:
 
 def from_line(line: str) -> GemmTimes:
     """Parse a line of `to_line`. Raises ValueError for anything else."""
-    entries = entries_of(line)
-    times = [(Config(**{k: v for k, v in entry.items() if k != "us"}), entry["us"]) for entry in entries["times_us"]]
-    return GemmTimes(entries["label"], Problem(**entries["problem"]), int(entries["num_sms"]), tuple(times))
+
+    def build(entries: dict[str, Any]) -> GemmTimes:
+        problem, num_sms = Problem(**entries["problem"]), int(entries["num_sms"])
+        return GemmTimes(entries["label"], problem, num_sms, times_of(entries, Config))
+
+    return parse(line, build)
 
 
 def read(paths: Sequence[Path]) -> list[GemmTimes]:

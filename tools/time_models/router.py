@@ -1,4 +1,4 @@
-"""Times of the Hopper router's tilings, which `envoi.moe.router.time_model.Costs` are fitted to."""
+"""Times of the Hopper router's tilings, which `envoi.moe.router.time_model.Costs` are held to, and can be fitted to."""
 
 import json
 import random
@@ -23,11 +23,11 @@ from envoi.moe.router.tiling import RouterTiling
 from envoi.moe.router.time_model import COSTS, Costs, predicted_cycles
 from envoi.runtime import triton_compat
 from envoi.runtime.compilers import Compilers
-from envoi.runtime.devices import Target
+from envoi.runtime.devices import Target, num_sms
 from envoi.runtime.gpu_rates import H200
-from envoi.runtime.kernel_case import NUM_SMS, kernel_key, without_memory
+from envoi.runtime.kernel_case import kernel_key, without_memory
 from envoi.runtime.launch import launch
-from tools.time_models.fit import Measured, Model, changed, entries_of, lines_of, regret
+from tools.time_models.fit import Measured, Model, changed, lines_of, parse, regret, times_of
 
 ARCH = "sm_90"
 KERNEL: Any = kernel_hopper.router_kernel
@@ -65,11 +65,12 @@ def to_line(measured: RouterTimes, gpu: str) -> str:
 
 def from_line(line: str) -> RouterTimes:
     """Parse a line of `to_line`. Raises ValueError for anything else."""
-    entries = entries_of(line)
-    times = [
-        (RouterTiling(**{k: v for k, v in entry.items() if k != "us"}), entry["us"]) for entry in entries["times_us"]
-    ]
-    return RouterTimes(entries["label"], RouterShape(**entries["shape"]), int(entries["num_sms"]), tuple(times))
+
+    def build(entries: dict[str, Any]) -> RouterTimes:
+        shape, sms = RouterShape(**entries["shape"]), int(entries["num_sms"])
+        return RouterTimes(entries["label"], shape, sms, times_of(entries, RouterTiling))
+
+    return parse(line, build)
 
 
 def read(paths: Sequence[Path]) -> list[RouterTimes]:
@@ -97,12 +98,11 @@ def _spec_of(shape: RouterShape) -> Spec:
     return replace(_call_of(shape).spec, gluon=True)
 
 
-def tilings_of(shape: RouterShape, num_sms: int, count: int, seed: int) -> list[RouterTiling]:
+def tilings_of(shape: RouterShape, sms: int, count: int, seed: int) -> list[RouterTiling]:
     """Return two thirds of `count` by the model, most promising first, the rest at random of those not far behind."""
     rows, spec = tiled_rows(shape.m), _spec_of(shape)
     cycles = {
-        tiling: predicted_cycles(rows, shape.k, spec, tiling, num_sms)
-        for tiling in candidates(rows, shape.k, spec, num_sms)
+        tiling: predicted_cycles(rows, shape.k, spec, tiling, sms) for tiling in candidates(rows, shape.k, spec, sms)
     }
     ranked = sorted(cycles, key=lambda tiling: cycles[tiling])
     by_model = ranked[: count - count // 3]
@@ -111,31 +111,31 @@ def tilings_of(shape: RouterShape, num_sms: int, count: int, seed: int) -> list[
     return by_model + source.sample(others, min(len(others), count - len(by_model)))
 
 
-def _launches(call: host.Call, tiling: RouterTiling, num_sms: int) -> list[tuple[Any, ...]]:
-    return host.hopper_launches(call, host.empty_outputs(call), num_sms, tiling)
+def _launches(call: host.Call, tiling: RouterTiling, sms: int) -> list[tuple[Any, ...]]:
+    return host.hopper_launches(call, host.empty_outputs(call), sms, tiling)
 
 
 def _run(call: host.Call, tiling: RouterTiling) -> dict[str, Any]:
     outputs = host.empty_outputs(call)
-    for given in host.hopper_launches(call, outputs, NUM_SMS, tiling):
+    for given in host.hopper_launches(call, outputs, num_sms(call.tokens.device), tiling):
         launch(KERNEL, *given)
     return outputs
 
 
-def compile_all(jobs: Sequence[Job], num_sms: int, num_jobs: int | None) -> None:
+def compile_all(jobs: Sequence[Job], sms: int, num_jobs: int | None) -> None:
     """Compile each kernel of these jobs once, into Triton's cache on disk."""
     distinct: dict[str, Job] = {}
     for shape, tiling in jobs:
-        for given in _launches(_call_of(shape), tiling, num_sms):
+        for given in _launches(_call_of(shape), tiling, sms):
             distinct.setdefault(kernel_key(KERNEL, *given), (shape, tiling))
-    with Compilers(Target(ARCH, num_sms), num_jobs) as compilers:
-        for _ in compilers.map(partial(_compile, num_sms), list(distinct.values())):
+    with Compilers(Target(ARCH, sms), num_jobs) as compilers:
+        for _ in compilers.map(partial(_compile, sms), list(distinct.values())):
             pass
     print(f"{len(distinct)} kernels compiled", file=sys.stderr, flush=True)
 
 
-def _compile(num_sms: int, job: Job) -> None:
-    for _, arguments, options in _launches(_call_of(job[0]), job[1], num_sms):
+def _compile(sms: int, job: Job) -> None:
+    for _, arguments, options in _launches(_call_of(job[0]), job[1], sms):
         triton_compat.compile_like_a_launch(KERNEL, arguments, ARCH, options)
 
 
@@ -145,13 +145,14 @@ def measure(path: Path, seed: int, count: int, num_configs: int, repeat: int, jo
     Raises RuntimeError if two tilings of a shape don't have the same bits.
     """
     device = torch.device("cuda", 0)
+    sms = num_sms(device)
     drawn = (case.shape for case in cases("router_drawn", Options(seed, count)) if case.on_cuda)
     shapes = [shape for shape in drawn if isinstance(shape, RouterShape)]
-    todo = [(shape, tilings_of(shape, NUM_SMS, num_configs, seed)) for shape in shapes]
-    compile_all([(shape, tiling) for shape, found in todo for tiling in found], NUM_SMS, jobs)
+    todo = [(shape, tilings_of(shape, sms, num_configs, seed)) for shape in shapes]
+    compile_all([(shape, tiling) for shape, found in todo for tiling in found], sms, jobs)
     for shape, found in todo:
         times = _times_of(shape, found, Clock(device, repeat))
-        measured = RouterTimes(label_of(shape), shape, NUM_SMS, tuple(times.items()))
+        measured = RouterTimes(label_of(shape), shape, sms, tuple(times.items()))
         with path.open("a", encoding="utf-8") as file:
             file.write(to_line(measured, torch.cuda.get_device_name(device)) + "\n")
         print(f"{measured.label}: regret {regret(measured, COSTS):.2f} over {len(times)} tilings", flush=True)

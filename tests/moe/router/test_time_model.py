@@ -80,6 +80,16 @@ def test_the_command_says_what_it_cannot_do(tmp_path, capsys, monkeypatch):
     (tmp_path / "bad.jsonl").write_text("{}\n")
     assert main(["router", "fit", str(tmp_path / "bad.jsonl")]) == 2
     assert "expected a line that `measure` wrote" in capsys.readouterr().err
+    for model, other in (("gemm", "router"), ("router", "gemm")):
+        assert main([model, "fit", str(TIMES.with_name(f"{other}_times.jsonl"))]) == 2
+        assert "expected a line that `measure` wrote" in capsys.readouterr().err
+
+
+def test_one_shape_is_enough_to_fit(tmp_path, capsys):
+    path = tmp_path / "times.jsonl"
+    path.write_text(program.to_line(measured(SHAPE, COSTS), "NVIDIA H200"))
+    assert main(["router", "fit", str(path)]) == 0
+    assert "held out  nan" in capsys.readouterr().out
 
 
 @pytest.mark.gpu
