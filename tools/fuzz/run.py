@@ -12,18 +12,23 @@ from tools.fuzz import experts, indexer, parallel, products, quantising, routing
 from tools.fuzz.draw import Case, Draw
 from tools.in_processes import in_processes
 
-BATCH = 25  # cases that are drawn, run and judged together: ranks in processes start once for them
+BATCH = 25  # cases that are drawn, run and judged together
+BATCH_OF_RANKS = 200  # ranks in processes start once for a batch, which takes longer than a dozen cases
 HANGS, HANGS_S = 4.0, 20.0  # times that a part takes longer than all others if it hangs, and seconds at least
 FAMILY = 50  # seeds that share kernels where so many cases are run that compiling would take the time
 
 
 @dataclass(frozen=True)
 class Operator:
-    """Operator under test: draws a case; runs a batch of them, which gives a result or an exception each."""
+    """Operator under test: draws a case; runs a batch of them, which gives a result or an exception each.
+
+    batch: cases that are run together at most.
+    """
 
     name: str
     case: Callable[[Draw], Case]
     run: Callable[[list[Draw], list[Case]], list[Any]]
+    batch: int = BATCH
 
 
 @dataclass(frozen=True)
@@ -106,7 +111,7 @@ OPERATORS = {
         Operator("indexer_topk", indexer.indexer_topk, _each),
         Operator("quantise", quantising.quantise, _each),
         Operator("expert_parallel", parallel.expert_parallel, parallel.run),
-        Operator(parallel.RANKS, parallel.expert_parallel, parallel.run),
+        Operator(parallel.RANKS, parallel.expert_parallel, parallel.run, BATCH_OF_RANKS),
     )
 }
 
@@ -126,9 +131,10 @@ def draw_case(operator: str, seed: int, sizes: str, device: str, family: int = 1
 
 
 def findings(
-    operator: str, seed: int, count: int, sizes: str, device: str, family: int = 1, batch: int = BATCH
+    operator: str, seed: int, count: int, sizes: str, device: str, family: int = 1
 ) -> Iterator[Finding]:  # fmt: skip
     """Run the cases of `count` seeds; yield those that are wrong."""
+    batch = OPERATORS[operator].batch
     for first in range(seed, seed + count, batch):
         seeds = range(first, min(first + batch, seed + count))
         drawn = [draw_case(operator, s, sizes, device, family) for s in seeds]
