@@ -27,9 +27,9 @@ class Costs:
 
     start: float = 1500.0
     cta: float = 12.0
-    roles: float = 2200.0
-    meet: float = 3900.0
-    signal: float = 2000.0
+    roles: float = 1800.0
+    meet: float = 3300.0
+    signal: float = 1300.0
     choose: float = 1500.0
     element: float = 0.12
     group: float = 400.0
