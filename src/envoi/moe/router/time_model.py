@@ -19,10 +19,10 @@ class Costs:
     start: a launch, and the first loads of a round. cta: until the next CTA of a round starts. roles: until the warps
     of several roles have started. meet, signal: all parts of some rows wait for each other, by a counter or by polling
     the sums. choose: choosing the experts of a pass of rows, however few. element: for each logit of a warp, in each
-    round of the choice. group: for each group but one, in each pass, if the best of each is found after that of the one
-    before. l2_bytes: loaded by a multiprocessor per cycle; less than a GEMM's tiles, since there is no second consumer.
-    sum_bytes: of partial sums that a multiprocessor stores or loads per cycle. wide: factor of products by tiles of
-    more than TILE rows, or of more than 128 columns by eight warps.
+    round of the choice. idle: for each warp beyond the rows of a pass. group: for each group but one, in each pass, if
+    the best of each is found after that of the one before. l2_bytes: loaded by a multiprocessor per cycle; less than a
+    GEMM's tiles, since there is no second consumer. sum_bytes: of partial sums that a multiprocessor stores or loads
+    per cycle. wide: factor of products by tiles of more than TILE rows, or of more than 128 columns by eight warps.
     """
 
     start: float = 1500.0
@@ -32,6 +32,7 @@ class Costs:
     signal: float = 1300.0
     choose: float = 1500.0
     element: float = 0.12
+    idle: float = 200.0
     group: float = 400.0
     l2_bytes: float = 65.0
     sum_bytes: float = 20.0
@@ -100,4 +101,6 @@ def _choice_cycles(spec: Spec, tiling: RouterTiling, costs: Costs) -> float:
     chosen_from = tiling.width if tiling.in_runs else spec.columns
     elements = tiling.rows_per_pass * chosen_from / tiling.num_warps
     groups = 0 if spec.groups_fill else spec.rule.num_groups - 1
-    return passes * (costs.choose + groups * costs.group + elements * (spec.k + 12) * costs.element)
+    idle = max(0, tiling.num_warps - tiling.rows_per_pass)
+    each = costs.choose + groups * costs.group + elements * (spec.k + 12) * costs.element
+    return passes * each + idle * costs.idle
