@@ -15,17 +15,19 @@ class Costs:
     `tools/time_models` fits them to bench/gemm_times.jsonl.
 
     launch: the kernel's launch and its first loads. tile, element, operand: around a tile's mainloop, for each of a
-    consumer's accumulators in its epilogue, by four warps, and beyond that, for each consumer of the tile, if it loads
-    an operand by TMA. step: around the loads of a stage. latency: from a stage's release to its next fill. held_stages:
-    stages whose wgmma may not have completed. part: around one part of a split tile. join: to store or to add one
-    accumulator's partial sum. l2_bytes, dram_bytes: loaded per cycle, by one multiprocessor and by all. outside_lines:
-    lines of 128 bytes outside of a matrix that all multiprocessors together fill with zeros per cycle. scaled_block: to
-    add up a block of 128 elements of K with its scales. wide_step, wide_tile: factors with wide tail tiles. three_step:
-    of a step by three consumers. rest: an instruction for the second of two widths, at least: it reads the tokens from
-    shared memory once more. again: reading weights once more, for another tile of few tokens, costs this share of
-    reading them from memory. stored_rows: added to `element` where few tokens are the M side of a tile of more than 64
-    features: their rows leave from registers. box: to start a TMA load; counts where a stage has many. narrowed_fp8:
-    factor of an element's epilogue in FP8, whose factors are loaded by each chunk, if `narrowed`.
+    consumer's accumulators in its epilogue, by four warps, and beyond that, by however many warps, for each
+    consumer of the tile, if it loads an operand by TMA. step: around the loads of a stage. latency: from a stage's
+    release to its next fill. held_stages: stages whose wgmma may not have completed. part: around one part of a
+    split tile. join: to store or to add one accumulator's partial sum. l2_bytes, dram_bytes: loaded per cycle, by
+    one multiprocessor and by all. outside_lines: lines of 128 bytes outside of a matrix that all multiprocessors
+    together fill with zeros per cycle. scaled_block: to add up a block of 128 elements of K with its scales.
+    wide_step, wide_tile: factors with wide tail tiles. three_step: of a step by three consumers. rest: an
+    instruction for the second of two widths, at least: it reads the tokens from shared memory once more. again:
+    reading weights once more, for another tile of few tokens, costs this share of reading them from memory.
+    stored_rows: added to `element` where few tokens are the M side of a tile of more than 64 features: their rows
+    leave from registers. box: to start a TMA load; counts where a stage has many. narrowed_fp8, narrowed_operand:
+    factors of an element's epilogue and of its operand in FP8, whose factors are loaded by each chunk, if
+    `narrowed`.
     """
 
     launch: float = H200.launch_cycles
@@ -49,6 +51,7 @@ class Costs:
     stored_rows: float = 0.05
     box: float = 50
     narrowed_fp8: float = 3.0
+    narrowed_operand: float = 2.0
 
 
 COSTS = Costs()
@@ -85,12 +88,14 @@ def predicted_cycles(problem: Problem, config: Config, num_sms: int, costs: Cost
 
 
 def _epilogue_cycles(problem: Problem, config: Config, costs: Costs) -> float:
-    element = costs.element + (costs.operand * config.consumers_per_tile if problem.tma_operand_bytes else 0.0)
-    element *= costs.narrowed_fp8 if config.narrowed and problem.element_bytes == 1 else 1.0
+    element = costs.element
+    operand = costs.operand * config.consumers_per_tile if problem.tma_operand_bytes else 0.0
+    if config.narrowed and problem.element_bytes == 1:
+        element, operand = costs.narrowed_fp8 * element, costs.narrowed_operand * operand
     plain = not (problem.num_groups or problem.scaled)
     if plain and problem.M <= FEW_TOKENS and not config.swap_ab and config.block_y > 64:
         element += costs.stored_rows
-    cycles = costs.tile + element * config.rows_per_consumer * config.block_y * 4 / config.num_warps
+    cycles = costs.tile + (element * 4 / config.num_warps + operand) * config.rows_per_consumer * config.block_y
     return cycles * costs.wide_tile if config.wide_tail_tiles else cycles
 
 
