@@ -156,6 +156,7 @@ def test_what_each_program_came_to_is_said_at_once(fake, monkeypatch, capsys):
 def test_only_envois_kernels_are_watched(tmp_path):
     command = sanitize.command_of("compute-sanitizer", "racecheck", "good", tmp_path / "log", tmp_path / "said")
     assert command[command.index("--kernel-name-exclude") + 1] == "kns=_ZN"
+    assert command[command.index("--racecheck-num-workers") + 1] == "1"
     assert command[-3:] == ("--role-tables", "good", str(tmp_path / "said"))
     assert "--role-tables" not in sanitize.command_of("", "memcheck", "good", tmp_path / "log", tmp_path / "said")
 

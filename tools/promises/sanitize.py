@@ -91,7 +91,10 @@ def command_of(path: str, tool: str, program: str, log: Path, said: Path) -> tup
     """Return the command that runs a program under a tool."""
     options = "--tool", tool, "--error-exitcode", str(ERRORS), "--log-file", str(log)
     options += "--print-limit", str(PRINTED.get(tool, 5)), "--kernel-name-exclude", NOT_WATCHED
-    tables = ("--role-tables",) if tool == "racecheck" else ()
+    tables = ()
+    if tool == "racecheck":  # each process would take all CPUs to analyse what its kernels noted
+        options += "--racecheck-num-workers", "1"
+        tables = ("--role-tables",)
     return path, *options, sys.executable, "-m", "tools.promises.sanitized", *tables, program, str(said)
 
 
