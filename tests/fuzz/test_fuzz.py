@@ -129,8 +129,9 @@ def test_parts_end_where_families_do():
 
 
 def test_parts_that_have_ended_are_spans_of_seeds():
-    parts = run.parts_of("gemm", 30, 70, "small", "cpu", 20)  # at 30, 40, 60, 80
-    assert run.spans([(parts[1], 2), (parts[0], 1), (parts[3], 0)]) == [(30, 30, 3), (80, 20, 0)]
+    parts = [(part.seed, part.count) for part in run.parts_of("gemm", 30, 70, "small", "cpu", 20)]
+    assert parts == [(30, 10), (40, 20), (60, 20), (80, 20)]
+    assert run.spans([(*parts[1], 2), (*parts[0], 1), (*parts[3], 0)]) == [(30, 30, 3), (80, 20, 0)]
     assert run.spans([]) == []
 
 

@@ -66,7 +66,7 @@ def first_seed(options: argparse.Namespace, name: str) -> int:
     return next((seed for seed in range(options.seed, end) if seed not in done), end)
 
 
-def run_operator(options: argparse.Namespace, name: str, seed: int, limit_s: float) -> list[tuple[int, int, int]]:
+def run_operator(options: argparse.Namespace, name: str, seed: int, limit_s: float) -> list[run.Span]:
     """Run an operator's cases from a seed on and print findings; return the `run.spans` of seeds that were run."""
     family = family_of(options)
     whole = end_of_seeds(options, name) - seed
@@ -80,7 +80,7 @@ def run_operator(options: argparse.Namespace, name: str, seed: int, limit_s: flo
         if found is None:
             print(f"{name}: ended by the limit, not counted: seeds {part.seed} to {part.seed + part.count - 1}")
         else:
-            ended.append((part, _print(found)))
+            ended.append((part.seed, part.count, _print(found)))
     return run.spans(ended)
 
 

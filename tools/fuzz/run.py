@@ -16,6 +16,7 @@ BATCH = 25  # cases that are drawn, run and judged together
 BATCH_OF_RANKS = 200  # ranks in processes start once for a batch, which takes longer than a dozen cases
 HANGS, HANGS_S = 4.0, 20.0  # times that a part takes longer than all others if it hangs, and seconds at least
 FAMILY = 50  # seeds that share kernels where so many cases are run that compiling would take the time
+Span = tuple[int, int, int]  # of seeds: the first, how many, how many of their cases are wrong
 
 
 @dataclass(frozen=True)
@@ -198,15 +199,15 @@ def in_parallel(parts: list[Part], jobs: int, limit_s: float) -> Iterator[tuple[
             yield part, done.result
 
 
-def spans(parts: Iterable[tuple[Part, int]]) -> list[tuple[int, int, int]]:
-    """Return parts, each with the number of its wrong cases, as spans of seeds: the first, how many, how many wrong."""
-    found: list[tuple[int, int, int]] = []
-    for part, wrong in sorted(parts, key=lambda each: each[0].seed):
-        if found and sum(found[-1][:2]) == part.seed:
-            first, count, before = found.pop()
-            found.append((first, count + part.count, before + wrong))
+def spans(parts: Iterable[Span]) -> list[Span]:
+    """Join spans of seeds that follow one another, in the order of their seeds; none has a seed of another."""
+    found: list[Span] = []
+    for seed, count, wrong in sorted(parts):
+        if found and sum(found[-1][:2]) == seed:
+            first, before, wrong_before = found.pop()
+            found.append((first, before + count, wrong_before + wrong))
         else:
-            found.append((part.seed, part.count, wrong))
+            found.append((seed, count, wrong))
     return found
 
 

@@ -7,7 +7,7 @@ from pathlib import Path
 
 from envoi.quant import FORMATS
 from tools.fuzz.parallel import RANKS as RANKS_OPERATOR
-from tools.fuzz.run import kept, read
+from tools.fuzz.run import kept, read, spans
 from tools.promises import evidence
 from tools.promises.evidence import FOLDER, Run
 from tools.promises.same_bits import CHECKS, REFUSED
@@ -142,7 +142,8 @@ def fuzz(folder: Path) -> str:
             continue
         seeds = sorted(set().union(*(r.seeds for r in mine)))
         found = f"{len(seeds)}, {sum(r.wrong for r in mine)} wrong"
-        of = f"{_spans(seeds)}, {mine[-1].sizes}, by {mine[-1].family}"
+        whole = ", ".join(f"{first} to {first + count - 1}" for first, count, _ in spans((x, 1, 0) for x in seeds))
+        of = f"{whole}, {mine[-1].sizes}, by {mine[-1].family}"
         at = "; ".join(dict.fromkeys(f"{r.machine}, `{r.commit}`, {r.date}" for r in mine))
         rows.append([FUZZED.get(name, name), found, of, at])
     return f"""## Right results
@@ -155,13 +156,6 @@ Tests: `tests/fuzz/test_fuzz.py`, also on CPUs. Program: `python -m tools.fuzz a
 
 {table(["operator", "cases", "seeds, sizes, family", "runs"], rows)}
 """
-
-
-def _spans(numbers: list[int]) -> str:
-    """Return sorted numbers as text: those that follow one another as "first to last"."""
-    starts = [x for before, x in zip([None, *numbers], numbers, strict=False) if before is None or x != before + 1]
-    ends = [x for x, after in zip(numbers, [*numbers[1:], None], strict=True) if after is None or after != x + 1]
-    return ", ".join(f"{first} to {last}" for first, last in zip(starts, ends, strict=True))
 
 
 def faults(runs: dict[str, Run]) -> list[list[str]]:

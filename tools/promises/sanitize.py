@@ -39,6 +39,7 @@ NOT_WATCHED = "kns=_ZN"  # kernels of C++, whose names are mangled: torch's
 NOTE = re.compile(r"(?:Warning|Internal|Error|Program hit|Invalid|Divergent|Barrier)[^\n]*")
 NOTED = re.compile(rf"=+ +({NOTE.pattern})")
 RACE = "Error: Race reported"
+NOTHING_SAID = {"right": False, "launched": [], "role_tables": {}}  # by a program that was ended
 
 
 @dataclass(frozen=True)
@@ -114,7 +115,7 @@ def watch(path: str, tool: str, program: str, limit_s: float = TIMEOUT_S) -> Wat
             in_time = _ends(command_of(path, tool, program, log, said), env, output, limit_s)
         text = log.read_text(errors="replace") if log.exists() else ""
         printed = (Path(folder) / "output").read_text(errors="replace").strip().splitlines()
-        result = json.loads(said.read_text()) if said.exists() else {"right": False, "launched": []}
+        result = json.loads(said.read_text()) if said.exists() else NOTHING_SAID
     notes = [*dict.fromkeys(NOTED.findall(text)), *([] if in_time else [f"it took more than {limit_s:.0f} s"])]
     if not result["right"]:
         notes += printed[-1:]
@@ -122,15 +123,13 @@ def watch(path: str, tool: str, program: str, limit_s: float = TIMEOUT_S) -> Wat
     for key in result["launched"]:
         name, sha256 = key.split(" ")
         kernels.setdefault(name, set()).add(sha256)
-    if tool != "racecheck":
-        return Watched(program, tool, errors_in(text), tuple(notes), kernels, result["right"])
-    tables = result.get("role_tables", {})
-    races = races_in(text, {name: [RoleTable(*map(frozenset, x)) for x in found] for name, found in tables.items()})
-    if races is None:
-        return Watched(program, tool, None, tuple(notes), kernels, result["right"])
-    notes = [*races.shown, *(note for note in notes if not note.startswith(RACE))]
-    found = races.others, tuple(notes), kernels, result["right"], races.of_roles, races.warnings
-    return Watched(program, tool, *found)
+    errors, of_roles, warnings = None if tool == "racecheck" else errors_in(text), 0, 0
+    tables = {name: [RoleTable(*map(frozenset, x)) for x in found] for name, found in result["role_tables"].items()}
+    races = races_in(text, tables)
+    if races is not None:
+        errors, of_roles, warnings = races.others, races.of_roles, races.warnings
+        notes = [*races.shown, *(note for note in notes if not note.startswith(RACE))]
+    return Watched(program, tool, errors, tuple(notes), kernels, result["right"], of_roles, warnings)
 
 
 def _ends(command: tuple[str, ...], env: dict[str, str], output: IO[str], limit_s: float) -> bool:
@@ -168,11 +167,10 @@ def run(options: argparse.Namespace) -> Iterator[Run]:
             with ThreadPoolExecutor(options.jobs) as pool:
                 done = pool.map(partial(watch_by, end, path, tool), names)
                 found = {name: result for name, result in zip(names, done, strict=True) if result is not None}
-        else:
-            print(f"{tool} didn't find the error planted for it: {planted.notes}", flush=True)
         count, problems, text = summary(tool, names, found)
         if not planted.errors:
-            problems = [f"{tool} didn't find the error planted for it"]
+            problems = [f"{tool} didn't find the error planted for it: {'; '.join(planted.notes)}"]
+            print(problems[0], flush=True)
         elif not count:
             problems = ["no program ran in the time"]
         text = "; ".join([text, *problems[:1]])
@@ -183,13 +181,12 @@ def run(options: argparse.Namespace) -> Iterator[Run]:
 
 
 def summary(tool: str, names: Sequence[str], found: Mapping[str, Watched]) -> tuple[int, list[str], str]:
-    """Print what is wrong and what wasn't watched; return the programs that ran, the problems, and a line of text."""
+    """Print what wasn't watched; return the programs that ran, the problems, and a line of text."""
     kernels: dict[str, set[str]] = {}
     for result in found.values():
         for name, hashes in result.kernels.items():
             kernels.setdefault(name, set()).update(hashes)
     problems = [result.problem for result in found.values() if result.problem]
-    print(*problems, sep="\n", flush=True)
     left = [name for name in names if name not in found]
     missing = sorted(registered() - set(kernels))
     print(f"{tool}: not run for want of time: {', '.join(left) or 'nothing'}")
