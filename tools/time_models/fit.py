@@ -1,4 +1,4 @@
-"""Fit of a model of time: constants with which it predicts measured times of a shape's configs.
+"""Measured times of a shape's configs, their data files, and the fit of a model's constants to them.
 
 Regret, the time of the config that a model chooses over that of the best one measured, changes in jumps. So what is
 minimised is the error of predicted ratios of times, between configs of a shape, near the best one most.
@@ -19,10 +19,15 @@ STEPS = (1.6, 1.25, 1.1, 1.04)  # factors by which constants are tried
 KEPT_CLOSE = 1e-5  # squared error that a constant e times larger or smaller has to be worth
 
 
+@dataclass(frozen=True)
 class Measured(ABC):
-    """Times of a shape's configs. label: the shape's name. times_us: (config, time)."""
+    """Times of a shape's configs on a GPU with num_sms multiprocessors. label: the shape's name.
+
+    times_us: (config, time).
+    """
 
     label: str
+    num_sms: int
     times_us: tuple[tuple[Any, float], ...]
 
     @abstractmethod
@@ -55,22 +60,38 @@ class Model:
 # The data files
 
 
-def parse(line: str, build: Callable[[dict[str, Any]], M]) -> M:
-    """Parse a line of a data file by `build`, a function of its entries. Raises ValueError for anything else."""
+def line_of(measured: Measured, gpu: str, **entries: Any) -> str:
+    """Return one line of JSON, without the newline; configs without fields that have their default.
+
+    entries: what else `parse` needs to make `measured` again.
+    """
+    times = [{**changed(config), "us": us} for config, us in measured.times_us]
+    first = {"label": measured.label, "gpu": gpu, "num_sms": measured.num_sms}
+    return json.dumps({**first, **entries, "times_us": times})
+
+
+def parse(line: str, kind: type[M], config: type, more: Callable[[dict[str, Any]], dict[str, Any]]) -> M:
+    """Parse a line of `line_of`. Raises ValueError for anything else.
+
+    kind, config: classes of what was measured and of its configs. more: function of the line's entries that returns the
+    other fields of `kind`.
+    """
     try:
-        measured = build(json.loads(line))
-        times = [float(us) for _, us in measured.times_us]
+        entries = json.loads(line)
+        times = [(config(**{k: v for k, v in x.items() if k != "us"}), float(x["us"])) for x in entries["times_us"]]
+        measured = kind(entries["label"], int(entries["num_sms"]), tuple(times), **more(entries))
     except (TypeError, KeyError, json.JSONDecodeError) as error:
         raise ValueError(f"expected a line that `measure` wrote, got {line[:60]!r} ({error})") from error
-    if len(times) < 2 or min(times) <= 0:
+    if len(times) < 2 or measured.best_us <= 0:
         raise ValueError(f"{measured.label}: expected at least two configs with times above 0, got {len(times)}")
     return measured
 
 
-def times_of(entries: dict[str, Any], config: Callable[..., Any]) -> tuple[tuple[Any, float], ...]:
-    """Return the times in a line's entries, each with its config."""
-    times = entries["times_us"]
-    return tuple((config(**{k: v for k, v in entry.items() if k != "us"}), float(entry["us"])) for entry in times)
+def keep(path: Path, line: str, measured: Measured, costs: Any) -> None:
+    """Append a line to a data file, and print how well the model chooses."""
+    with path.open("a", encoding="utf-8") as file:
+        file.write(line + "\n")
+    print(f"{measured.label}: regret {regret(measured, costs):.2f} over {len(measured.times_us)} configs", flush=True)
 
 
 def changed(x: Any) -> dict[str, Any]:

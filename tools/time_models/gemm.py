@@ -1,13 +1,11 @@
 """Times of the Hopper GEMM's configs, which `envoi.gemm.hopper.time_model.Costs` are fitted to."""
 
-import json
 import random
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import islice
 from pathlib import Path
-from typing import Any
 
 import torch
 
@@ -20,7 +18,7 @@ from envoi.gemm.hopper.time_model import COSTS, Costs, predicted_cycles
 from envoi.runtime import devices
 from envoi.runtime.gpu_rates import H200
 from envoi.runtime.kernel_case import NUM_SMS
-from tools.time_models.fit import Measured, Model, changed, lines_of, parse, regret, times_of
+from tools.time_models.fit import Measured, Model, changed, keep, line_of, lines_of, parse
 
 FORMATS = ("bf16", "fp8_row", "fp8_block128")  # of the Hopper GEMM
 Tokens = tuple[int, int]  # the fewest and the most of a shape
@@ -34,10 +32,8 @@ MODEL = Model(COSTS, ("launch",), {"wide_step": (1.0, 2.0), "three_step": (1.0, 
 class GemmTimes(Measured):
     """Times of a shape's configs. label: as `envoi tune --list` prints it."""
 
-    label: str
-    problem: Problem
-    num_sms: int
     times_us: tuple[tuple[Config, float], ...]
+    problem: Problem
 
     def predicted_us(self, config: Config, costs: Costs) -> float:
         """Return the time that the model predicts with these constants."""
@@ -46,19 +42,12 @@ class GemmTimes(Measured):
 
 def to_line(measured: GemmTimes, gpu: str) -> str:
     """Return one line of JSON, without the newline, without fields that have their default."""
-    times = [{**changed(config), "us": us} for config, us in measured.times_us]
-    entries = {"label": measured.label, "gpu": gpu, "num_sms": measured.num_sms, "problem": changed(measured.problem)}
-    return json.dumps({**entries, "times_us": times})
+    return line_of(measured, gpu, problem=changed(measured.problem))
 
 
 def from_line(line: str) -> GemmTimes:
     """Parse a line of `to_line`. Raises ValueError for anything else."""
-
-    def build(entries: dict[str, Any]) -> GemmTimes:
-        problem, num_sms = Problem(**entries["problem"]), int(entries["num_sms"])
-        return GemmTimes(entries["label"], problem, num_sms, times_of(entries, Config))
-
-    return parse(line, build)
+    return parse(line, GemmTimes, Config, lambda entries: {"problem": Problem(**entries["problem"])})
 
 
 def read(paths: Sequence[Path]) -> list[GemmTimes]:
@@ -85,11 +74,9 @@ def measure(
         for config, why in wrong.items():
             print(f"{label}: {config.label()}: {why}", file=sys.stderr)
         if len(times) > 1:
-            measured = GemmTimes(label, planned.problem, num_sms, tuple(times.items()))
-            with path.open("a", encoding="utf-8") as file:
-                file.write(to_line(measured, torch.cuda.get_device_name(device)) + "\n")
+            measured = GemmTimes(label, num_sms, tuple(times.items()), planned.problem)
+            keep(path, to_line(measured, torch.cuda.get_device_name(device)), measured, COSTS)
             done += 1
-            print(f"{label}: regret {regret(measured, COSTS):.2f} over {len(times)} configs", flush=True)
     return done
 
 

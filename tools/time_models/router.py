@@ -1,8 +1,6 @@
 """Times of the Hopper router's tilings, which `envoi.moe.router.time_model.Costs` are held to, and can be fitted to."""
 
-import json
 import random
-import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from functools import partial
@@ -11,6 +9,7 @@ from typing import Any
 
 import torch
 
+from envoi.bench import ahead
 from envoi.bench.shapes import Options, RouterShape, cases
 from envoi.bench.suites import router as suite
 from envoi.bench.timing import Clock, Run
@@ -21,29 +20,23 @@ from envoi.moe.router.choose_tiling import tiled_rows
 from envoi.moe.router.spec import Spec
 from envoi.moe.router.tiling import RouterTiling
 from envoi.moe.router.time_model import COSTS, Costs, predicted_cycles
-from envoi.runtime import triton_compat
-from envoi.runtime.compilers import Compilers
-from envoi.runtime.devices import Target, num_sms
+from envoi.runtime.devices import num_sms
 from envoi.runtime.gpu_rates import H200
-from envoi.runtime.kernel_case import kernel_key, without_memory
+from envoi.runtime.kernel_case import without_memory
 from envoi.runtime.launch import launch
-from tools.time_models.fit import Measured, Model, changed, lines_of, parse, regret, times_of
+from tools.time_models.fit import Measured, Model, keep, line_of, lines_of, parse
 
-ARCH = "sm_90"
 KERNEL: Any = kernel_hopper.router_kernel
 WITHIN = 2.0  # tilings at random are predicted to take at most so many times as long as the best
 MODEL = Model(COSTS, absolute=0.1)  # launches of different sizes are added up
-Job = tuple[RouterShape, RouterTiling]
 
 
 @dataclass(frozen=True)
 class RouterTimes(Measured):
     """Times of a shape's tilings. label: its sizes, rule and dtype."""
 
-    label: str
-    shape: RouterShape
-    num_sms: int
     times_us: tuple[tuple[RouterTiling, float], ...]
+    shape: RouterShape
 
     def predicted_us(self, config: RouterTiling, costs: Costs) -> float:
         """Return the time that the model predicts with these constants."""
@@ -58,19 +51,12 @@ def label_of(shape: RouterShape) -> str:
 
 def to_line(measured: RouterTimes, gpu: str) -> str:
     """Return one line of JSON, without the newline, without fields that have their default."""
-    times = [{**changed(tiling), "us": round(us, 4)} for tiling, us in measured.times_us]
-    entries = {"label": measured.label, "gpu": gpu, "num_sms": measured.num_sms, "shape": asdict(measured.shape)}
-    return json.dumps({**entries, "times_us": times})
+    return line_of(measured, gpu, shape=asdict(measured.shape))
 
 
 def from_line(line: str) -> RouterTimes:
     """Parse a line of `to_line`. Raises ValueError for anything else."""
-
-    def build(entries: dict[str, Any]) -> RouterTimes:
-        shape, sms = RouterShape(**entries["shape"]), int(entries["num_sms"])
-        return RouterTimes(entries["label"], shape, sms, times_of(entries, RouterTiling))
-
-    return parse(line, build)
+    return parse(line, RouterTimes, RouterTiling, lambda entries: {"shape": RouterShape(**entries["shape"])})
 
 
 def read(paths: Sequence[Path]) -> list[RouterTimes]:
@@ -111,32 +97,21 @@ def tilings_of(shape: RouterShape, sms: int, count: int, seed: int) -> list[Rout
     return by_model + source.sample(others, min(len(others), count - len(by_model)))
 
 
-def _launches(call: host.Call, tiling: RouterTiling, sms: int) -> list[tuple[Any, ...]]:
-    return host.hopper_launches(call, host.empty_outputs(call), sms, tiling)
+def _launches_of(call: host.Call, outputs: dict[str, Any], tiling: RouterTiling, sms: int) -> list[ahead.Launch]:
+    return [(KERNEL, *given) for given in host.hopper_launches(call, outputs, sms, tiling)]
+
+
+def _launches_of_job(sms: int, job: tuple[RouterShape, RouterTiling]) -> list[ahead.Launch]:
+    """Return the launches of a shape with a tiling, on tensors without memory."""
+    call = _call_of(job[0])
+    return _launches_of(call, host.empty_outputs(call), job[1], sms)
 
 
 def _run(call: host.Call, tiling: RouterTiling) -> dict[str, Any]:
     outputs = host.empty_outputs(call)
-    for given in host.hopper_launches(call, outputs, num_sms(call.tokens.device), tiling):
-        launch(KERNEL, *given)
+    for given in _launches_of(call, outputs, tiling, num_sms(call.tokens.device)):
+        launch(*given)
     return outputs
-
-
-def compile_all(jobs: Sequence[Job], sms: int, num_jobs: int | None) -> None:
-    """Compile each kernel of these jobs once, into Triton's cache on disk."""
-    distinct: dict[str, Job] = {}
-    for shape, tiling in jobs:
-        for given in _launches(_call_of(shape), tiling, sms):
-            distinct.setdefault(kernel_key(KERNEL, *given), (shape, tiling))
-    with Compilers(Target(ARCH, sms), num_jobs) as compilers:
-        for _ in compilers.map(partial(_compile, sms), list(distinct.values())):
-            pass
-    print(f"{len(distinct)} kernels compiled", file=sys.stderr, flush=True)
-
-
-def _compile(sms: int, job: Job) -> None:
-    for _, arguments, options in _launches(_call_of(job[0]), job[1], sms):
-        triton_compat.compile_like_a_launch(KERNEL, arguments, ARCH, options)
 
 
 def measure(path: Path, seed: int, count: int, num_configs: int, repeat: int, jobs: int | None) -> int:
@@ -149,13 +124,12 @@ def measure(path: Path, seed: int, count: int, num_configs: int, repeat: int, jo
     drawn = (case.shape for case in cases("router_drawn", Options(seed, count)) if case.on_cuda)
     shapes = [shape for shape in drawn if isinstance(shape, RouterShape)]
     todo = [(shape, tilings_of(shape, sms, num_configs, seed)) for shape in shapes]
-    compile_all([(shape, tiling) for shape, found in todo for tiling in found], sms, jobs)
+    pairs = [(shape, tiling) for shape, found in todo for tiling in found]
+    ahead.compile_distinct(pairs, partial(_launches_of_job, sms), sms, jobs)
     for shape, found in todo:
         times = _times_of(shape, found, Clock(device, repeat))
-        measured = RouterTimes(label_of(shape), shape, sms, tuple(times.items()))
-        with path.open("a", encoding="utf-8") as file:
-            file.write(to_line(measured, torch.cuda.get_device_name(device)) + "\n")
-        print(f"{measured.label}: regret {regret(measured, COSTS):.2f} over {len(times)} tilings", flush=True)
+        measured = RouterTimes(label_of(shape), sms, tuple(times.items()), shape)
+        keep(path, to_line(measured, torch.cuda.get_device_name(device)), measured, COSTS)
     return len(todo)
 
 
@@ -172,4 +146,4 @@ def _times_of(shape: RouterShape, tilings: Sequence[RouterTiling], clock: Clock)
         if not all(torch.equal(outputs[name], first[name]) for name in ("weights", "ids")):
             raise RuntimeError(f"{label_of(shape)}: {tiling} and {tilings[0]} don't have the same bits")
         runs[tiling] = clock.captured([partial(_run, call, tiling) for call in calls])
-    return {tiling: timing.p50_us for tiling, timing in clock.replays(runs).items()}
+    return {tiling: round(timing.p50_us, 4) for tiling, timing in clock.replays(runs).items()}

@@ -21,7 +21,7 @@ SHAPES = [replace(SHAPE, m=m) for m in (1, 30, 90, 700, 3000)]
 
 def measured(shape: RouterShape, costs, factor: float = 1.0):
     """Return the times that a GPU with these costs would take."""
-    times = program.RouterTimes(program.label_of(shape), shape, NUM_SMS, ())
+    times = program.RouterTimes(program.label_of(shape), NUM_SMS, (), shape)
     found = [(tiling, factor * times.predicted_us(tiling, costs)) for tiling in program.tilings_of(shape, 132, 9, 0)]
     return replace(times, times_us=tuple(found))
 
@@ -73,29 +73,8 @@ def test_the_data_file_keeps_everything(tmp_path):
     assert json.loads(path.read_text().splitlines()[0])["label"] == "1x256x7168 deepseek-v3 bf16"
 
 
-def test_the_command_says_what_it_cannot_do(tmp_path, capsys, monkeypatch):
-    monkeypatch.setattr("torch.cuda.is_available", lambda: False)
-    assert main(["router", "measure", str(tmp_path / "times.jsonl")]) == 2
-    assert "measure: expected a Hopper GPU" in capsys.readouterr().err
-    (tmp_path / "bad.jsonl").write_text("{}\n")
-    assert main(["router", "fit", str(tmp_path / "bad.jsonl")]) == 2
-    assert "expected a line that `measure` wrote" in capsys.readouterr().err
-    for model, other in (("gemm", "router"), ("router", "gemm")):
-        assert main([model, "fit", str(TIMES.with_name(f"{other}_times.jsonl"))]) == 2
-        assert "expected a line that `measure` wrote" in capsys.readouterr().err
-
-
 def test_one_shape_is_enough_to_fit(tmp_path, capsys):
     path = tmp_path / "times.jsonl"
     path.write_text(program.to_line(measured(SHAPE, COSTS), "NVIDIA H200"))
     assert main(["router", "fit", str(path)]) == 0
     assert "held out  nan" in capsys.readouterr().out
-
-
-@pytest.mark.gpu
-def test_a_gpu_measures(tmp_path):
-    path = tmp_path / "times.jsonl"
-    assert main(["router", "measure", str(path), "--count", "4", "--configs", "4", "--repeat", "3"]) == 0
-    data = program.read([path])
-    assert len(data) == 4
-    assert all(1 < len(each.times_us) <= 4 for each in data)
