@@ -16,6 +16,7 @@ from envoi.gemm.hopper.config import Problem, supports
 from envoi.gemm.hopper.tune import choose, use_measured
 from envoi.gemm.triton import host as triton_host
 from envoi.runtime.kernel_case import without_memory
+from tools.promises.__main__ import main
 from tools.promises.ranks import compare_ranks
 from tools.promises.same_bits import CHECKS, ON_GPU_ONLY, Result, other_rows, run_to_run, same, some_rows
 from tools.promises.subjects import MAKERS, Subject, square_sums, subject
@@ -154,3 +155,15 @@ def test_anything_but_a_bool_is_refused(call):
 @pytest.mark.parametrize("format", ["bf16", "fp8_block128"])
 def test_the_number_of_ranks(format):
     assert compare_ranks(format, 0, 4, CPU) == Result(4, 0)
+
+
+def test_only_a_format_of_ranks(capsys):
+    assert main(["same-bits", "--device", "cpu", "--only", "ExpertParallel mxfp4", "--draws", "1"]) == 0
+    found = capsys.readouterr().out.splitlines()
+    assert len(found) == 1
+    assert found[0].startswith("same bits/number of ranks/ExpertParallel mxfp4: 0 of 4 wrong")
+
+
+def test_ranks_that_the_limit_ended(capsys):
+    assert main(["same-bits", "--device", "cpu", "--only", "ExpertParallel bf16", "--limit-s", "0.2"]) == 1
+    assert capsys.readouterr().out == "not run within 0.2 s: ExpertParallel bf16\n"

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 import torch
 
 from envoi.quant import FORMATS
-from tests.helpers.ranks import gpu_ranks
+from tests.helpers.ranks import MOST_RANKS, gpu_ranks
 from tools.in_processes import in_processes
 from tools.promises.evidence import Run, run_of
 from tools.promises.ranks import compare_ranks
@@ -15,7 +15,7 @@ from tools.promises.same_bits import CHECKS, ON_GPU_ONLY, Result
 from tools.promises.subjects import MAKERS, Subject, subject
 
 Task = tuple[str, int, int, str]
-RANKS = "ExpertParallel"  # --only this: the number of ranks
+RANKS = "ExpertParallel"  # --only this: the number of ranks, in all formats or, followed by one, in that
 
 
 def check_subject(task: Task) -> dict[str, Result]:
@@ -38,7 +38,7 @@ def attempt(check: str, made: Subject, seed: int, draws: int, device: torch.devi
 def run(options: argparse.Namespace) -> Iterator[Run]:
     """Yield a run for each check of each operator and format, then of ranks."""
     start, found = time.monotonic(), {}
-    names = [name for name in options.only or MAKERS if name != RANKS]
+    names = [name for name in options.only or MAKERS if not name.startswith(RANKS)]
     tasks = [(name, options.seed, options.draws, options.device) for name in names]
     begun = set()
     for done in in_processes(check_subject, tasks, options.jobs, options.limit_s):
@@ -59,15 +59,27 @@ def run(options: argparse.Namespace) -> Iterator[Run]:
             yield run_of(key, result.count, result.wrong, spent, options.device, text=result.text)
     if missing:
         print(f"not run within {options.limit_s:g} s: {', '.join(missing)}")
-    if not options.only or RANKS in options.only:
-        yield from number_of_ranks(options)
+    yield from number_of_ranks(options)
 
 
 def number_of_ranks(options: argparse.Namespace) -> Iterator[Run]:
-    """Yield a run for each format over several ranks."""
+    """Yield a run for each format over several ranks, as far as they end within the limit."""
     draws = max(4, options.draws // 5)
-    for format in FORMATS:
-        start = time.monotonic()
-        result = compare_ranks(format, options.seed, draws, torch.device(options.device))
-        spent, key = time.monotonic() - start, f"same bits/number of ranks/ExpertParallel {format}"
-        yield run_of(key, result.count, result.wrong, spent, options.device, gpu_ranks(), result.text)
+    wanted = [x for x in FORMATS if not options.only or {RANKS, f"{RANKS} {x}"} & set(options.only)]
+    tasks = [(format, options.seed, draws, options.device) for format in wanted]
+    for done in in_processes(over_ranks, tasks, max(1, options.jobs // MOST_RANKS), options.limit_s):
+        if done.cut:
+            continue
+        wanted.remove(done.task[0])
+        name = f"{RANKS} {done.task[0]}"
+        result = done.result or Result(draws, draws, done.error)
+        key = f"same bits/number of ranks/{name}"
+        yield run_of(key, result.count, result.wrong, done.seconds, options.device, gpu_ranks(), result.text)
+    if wanted:
+        print(f"not run within {options.limit_s:g} s: {RANKS} {', '.join(wanted)}")
+
+
+def over_ranks(task: Task) -> Result:
+    """Compare numbers of ranks. task: the format, seed, draws, device."""
+    format, seed, draws, kind = task
+    return compare_ranks(format, seed, draws, torch.device(kind))
