@@ -175,4 +175,15 @@ def test_programs_are_of_every_operator():
 
     names = programs()
     for name in MAKERS:
-        assert any(name.startswith(program) for program in names), name
+        by_torch = "gemm fp32" in name or name.startswith("quantise")
+        assert any(name.startswith(program) for program in names) is not by_torch, name
+
+
+def test_a_program_without_a_kernel_is_a_problem(fake, monkeypatch):
+    monkeypatch.setenv("LAUNCHED", "[]")
+    assert watch(fake, "memcheck", "good").problem == "good: no kernel for memcheck to watch"
+
+
+def test_programs_left_out_are_counted(fake):
+    [run] = sanitize.run(options(only=["fine"]))
+    assert "in 1 of 2 programs" in run.text

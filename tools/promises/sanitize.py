@@ -74,7 +74,9 @@ class Watched:
         internal = [note for note in self.notes if note.startswith("Internal")]
         if internal:
             return f"{self.program}: {self.tool}: {internal[0]}"
-        return "" if self.right else f"{self.program}: wrong results under {self.tool}; {'; '.join(self.notes[-1:])}"
+        if not self.right:
+            return f"{self.program}: wrong results under {self.tool}; {'; '.join(self.notes[-1:])}"
+        return "" if self.kernels else f"{self.program}: no kernel for {self.tool} to watch"
 
 
 def sanitizer() -> str:
@@ -156,8 +158,8 @@ def run(options: argparse.Namespace) -> Iterator[Run]:
     """Yield a run for each tool, and print what each program came to, and what wasn't watched."""
     from tools.promises.sanitized import programs
 
-    path = sanitizer()
-    names = [name for name in programs() if not options.only or any(part in name for part in options.only)]
+    path, every = sanitizer(), programs()
+    names = [name for name in every if not options.only or any(part in name for part in options.only)]
     for tool in options.tools:
         start = time.monotonic()
         end = start + options.limit_s / len(options.tools)
@@ -167,7 +169,7 @@ def run(options: argparse.Namespace) -> Iterator[Run]:
             with ThreadPoolExecutor(options.jobs) as pool:
                 done = pool.map(partial(watch_by, end, path, tool), names)
                 found = {name: result for name, result in zip(names, done, strict=True) if result is not None}
-        count, problems, text = summary(tool, names, found)
+        count, problems, text = summary(tool, names, found, len(every))
         if not planted.errors:
             problems = [f"{tool} didn't find the error planted for it: {'; '.join(planted.notes)}"]
             print(problems[0], flush=True)
@@ -180,8 +182,11 @@ def run(options: argparse.Namespace) -> Iterator[Run]:
         )  # fmt: skip
 
 
-def summary(tool: str, names: Sequence[str], found: Mapping[str, Watched]) -> tuple[int, list[str], str]:
-    """Print what wasn't watched; return the programs that ran, the problems, and a line of text."""
+def summary(tool: str, names: Sequence[str], found: Mapping[str, Watched], every: int) -> tuple[int, list[str], str]:
+    """Print what wasn't watched; return the programs that ran, the problems, and a line of text.
+
+    names: the programs wanted, of `every` that there are.
+    """
     kernels: dict[str, set[str]] = {}
     for result in found.values():
         for name, hashes in result.kernels.items():
@@ -192,7 +197,7 @@ def summary(tool: str, names: Sequence[str], found: Mapping[str, Watched]) -> tu
     print(f"{tool}: not run for want of time: {', '.join(left) or 'nothing'}")
     print(f"{tool}: kernels that weren't watched: {', '.join(missing) or 'none of those registered'}", flush=True)
     watched = sum(map(len, kernels.values()))
-    text = f"{watched} kernels of {len(kernels)} names in {len(found)} of {len(names)} programs"
+    text = f"{watched} kernels of {len(kernels)} names in {len(found)} of {every} programs"
     if of_roles := sum(result.of_roles for result in found.values()):
         text += f"; {of_roles} reports of accesses to Triton's own table of roles"
     if warnings := sum(result.warnings for result in found.values()):
