@@ -11,8 +11,8 @@ from tools.fuzz.draw import Case, Draw
 
 # Cases of each operator that take some seconds together; layers and caches are small.
 COUNTS = {
-    "gemm": 60, "grouped_gemm": 60, "route": 60, "moe": 40, "indexer_topk": 30, "quantise": 60, "expert_parallel": 30,
-    "expert_parallel_ranks": 4,
+    "gemm": 60, "grouped_gemm": 60, "epilogue": 400, "route": 60, "moe": 40, "indexer_topk": 30, "quantise": 60,
+    "expert_parallel": 30, "expert_parallel_ranks": 4,
 }  # fmt: skip
 GPU_COUNT = 200
 LAYERS = ("moe", "expert_parallel", "expert_parallel_ranks")

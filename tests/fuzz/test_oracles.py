@@ -7,13 +7,20 @@ import torch
 
 import envoi
 from envoi.types import ExpertWeights, QuantTensor
-from tools.fuzz import approx, experts, formats, indexer, parallel, products, routing, run
+from tools.fuzz import approx, experts, formats, indexer, outputs, parallel, routing, run
 from tools.fuzz.approx import Approx
 from tools.fuzz.draw import Draw
 from tools.fuzz.formats import round_to, ulp
 
 SEEDS = range(40)
-MODULES = {"gemm": products, "grouped_gemm": products, "moe": experts, "expert_parallel": parallel, "route": routing}
+MODULES = {
+    "gemm": outputs,
+    "grouped_gemm": outputs,
+    "epilogue": outputs,
+    "moe": experts,
+    "expert_parallel": parallel,
+    "route": routing,
+}
 
 
 def case_of(operator: str, seed: int):
@@ -69,7 +76,7 @@ def test_an_element_just_outside_is_caught(operator, compared):
     assert caught >= (3 if operator == "expert_parallel" else 20)
 
 
-@pytest.mark.parametrize(("operator", "most"), [("gemm", 1.0), ("grouped_gemm", 1.0), ("moe", 6.0)])
+@pytest.mark.parametrize(("operator", "most"), [("gemm", 1.0), ("grouped_gemm", 1.0), ("epilogue", 2.0), ("moe", 6.0)])
 def test_intervals_are_narrow(operator, most, compared):
     """Half of the intervals of the outputs, each in its case's dtype of 8 or 11 bits, are within a few ulps."""
     widths = []

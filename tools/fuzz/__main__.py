@@ -18,7 +18,7 @@ from tests.helpers.ranks import MOST_RANKS
 from tools.fuzz import parallel, run
 from tools.fuzz.draw import SIZES
 
-LARGE = ("gemm", "grouped_gemm", "route", "indexer_topk", "quantise")  # the oracle of a layer takes longest
+LARGE = ("gemm", "grouped_gemm", "epilogue", "route", "indexer_topk", "quantise")  # the oracle of a layer takes longest
 LAYERS_OF_RANKS = ("expert_parallel", parallel.RANKS)
 
 

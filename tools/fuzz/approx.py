@@ -77,7 +77,7 @@ def between(low: torch.Tensor, high: torch.Tensor) -> Approx:
     """Make an Approx of two ends."""
     same = (low == high) | low.isnan() | high.isnan()
     mid = torch.where(same, low, (low + high) / 2)
-    err = torch.where(same, 0.0, (high - low) / 2)
+    err = torch.where(same, 0.0, (high - low) / 2 + 2.0**-51 * (low.abs() + high.abs()))  # float64 rounds mid and err
     either = (low.isinf() | high.isinf()) & ~same
     return Approx(mid.masked_fill(either, 0.0), err.masked_fill(either, torch.inf))
 
@@ -164,15 +164,15 @@ def requantised(x: Approx, scheme: Scheme) -> Approx:
     factors = [formats.scale_factors(end.nan_to_num(torch.nan, torch.nan, 0.0), scheme)[0] for end in (low, high)]
     small, large = (formats.spread(sf, group, x.mid.shape) for sf in factors)
     ends = [x.mid - x.err, x.mid + x.err]
-    if scheme.sf == "float32":
-        slack = 1 + 2.0**-21
-        codes = [
-            formats.nearest(torch.minimum(ends[0] / small * slack, ends[0] / large / slack), scheme.table),
-            formats.nearest(torch.maximum(ends[1] / small * slack, ends[1] / large / slack), scheme.table),
-        ]
-        products = [code * sf * grow for code in codes for sf in (small, large) for grow in (slack, 1 / slack)]
-    else:
-        products = [formats.nearest(end / sf, scheme.table) * sf for end in ends for sf in (small, large)]
+    # Elements are multiplied by what float32 has of 1 / sf: exact for a power of two, and where sf is float32 itself it
+    # has an error too.
+    slack = 1.0 if scheme.sf == "e8m0" else 1 + 2.0**-21
+    codes = [
+        formats.nearest(torch.minimum(ends[0] / small * slack, ends[0] / large / slack), scheme.table),
+        formats.nearest(torch.maximum(ends[1] / small * slack, ends[1] / large / slack), scheme.table),
+    ]
+    grow = slack if scheme.sf == "float32" else 1.0
+    products = [code * sf * more for code in codes for sf in (small, large) for more in (grow, 1 / grow)]
     # A scale factor that can't be told from NaN, or an element that may be anything, frees its group.
     free = formats.spread(formats.group_max(x.err.isinf().double(), group), group, x.mid.shape) > 0
     stacked = torch.stack(products)

@@ -3,6 +3,7 @@
 from collections.abc import Callable
 from dataclasses import dataclass
 from itertools import pairwise
+from math import lcm
 from typing import Any
 
 import torch
@@ -11,8 +12,11 @@ import envoi
 from envoi.epilogue import library
 from envoi.types import QuantTensor
 from tools.fuzz import approx, formats
-from tools.fuzz.approx import Approx, Arithmetic, exact, gelu, requantised, silu, wrong
+from tools.fuzz.approx import Approx, Arithmetic, exact, gelu, silu
 from tools.fuzz.draw import KINDS, Case, Draw, host
+from tools.fuzz.endings import KINDS as KINDS_OF_OPERANDS
+from tools.fuzz.endings import Program, epilogue_of
+from tools.fuzz.outputs import Ending, Left, judge_outputs
 
 FLOATS = (torch.bfloat16, torch.float16, torch.float32)
 # Schemes of both sides; None = bf16.
@@ -23,6 +27,8 @@ PAIRS = (
 )  # fmt: skip
 COARSE = ("fp8_tensor", "fp8_row", "fp8_1x128")  # formats whose elements a GPU may multiply on FP8 tensor cores
 
+Choice = Callable[[Draw, bool], Ending]  # of an epilogue, for experts or not
+
 
 @dataclass(frozen=True)
 class Operand:
@@ -31,19 +37,6 @@ class Operand:
     given: Any
     x: torch.Tensor
     scheme: str | None = None
-
-
-@dataclass(frozen=True)
-class Ending:
-    """Epilogue, names and kinds of its operands, its oracle, and whether it takes columns in pairs.
-
-    compute(acc, operands) -> the outputs in order; a tuple (scheme, Approx) for one that is quantised.
-    """
-
-    epilogue: Any
-    operands: dict[str, str]
-    compute: Callable[[Approx, dict[str, Approx]], list]
-    columns: int = 1
 
 
 def _linear(acc: Approx, o: dict[str, Approx]) -> list:
@@ -67,24 +60,46 @@ def _absmax(acc: Approx, o: dict[str, Approx]) -> list:
     return [acc, Approx(size.amax(1).masked_fill(free, 0.0), err)]
 
 
-ENDINGS = {
-    "none": Ending(None, {}, lambda acc, o: [acc]),
-    "linear": Ending(library.linear, {"c": "tile", "alpha": "scalar", "beta": "scalar"}, _linear),
-    "scale_bias_relu": Ending(
+ENDINGS: dict[str, tuple[Any, dict[str, str], Callable[[Approx, dict[str, Approx]], list], int]] = {
+    "none": (None, {}, lambda acc, o: [acc], 1),
+    "linear": (library.linear, {"c": "tile", "alpha": "scalar", "beta": "scalar"}, _linear, 1),
+    "scale_bias_relu": (
         library.scale_bias_relu, {"alpha": "scalar", "bias": "col"},
-        lambda acc, o: [(o["alpha"] * acc + o["bias"]).clamp(0.0, None)],
+        lambda acc, o: [(o["alpha"] * acc + o["bias"]).clamp(0.0, None)], 1,
     ),
-    "gelu_residual": Ending(
+    "gelu_residual": (
         library.gelu_residual, {"bias": "col", "residual": "tile"},
-        lambda acc, o: [gelu(acc + o["bias"]) + o["residual"]],
+        lambda acc, o: [gelu(acc + o["bias"]) + o["residual"]], 1,
     ),
-    "absmax": Ending(library.absmax, {}, _absmax),
-    "swiglu": Ending(library.swiglu, {}, lambda acc, o: [_swiglu(acc)], 2),
-    "swiglu_residual": Ending(
+    "absmax": (library.absmax, {}, _absmax, 1),
+    "swiglu": (library.swiglu, {}, lambda acc, o: [_swiglu(acc)], 2),
+    "swiglu_residual": (
         library.swiglu_residual, {"residual": "half"}, lambda acc, o: [_swiglu(acc) + o["residual"]], 2
     ),
-    "swiglu_fp8": Ending(library.swiglu_fp8, {}, lambda acc, o: [("fp8_1x128", _swiglu(acc))], 256),
+    "swiglu_fp8": (library.swiglu_fp8, {}, lambda acc, o: [Left(_swiglu(acc), scheme="fp8_1x128")], 256),
 }  # fmt: skip
+
+
+def of_library(draw: Draw, grouped: bool) -> Ending:
+    """Draw an epilogue of the library, or none."""
+    name = draw.one(("none", "none", *ENDINGS))
+    epilogue, operands, simple, columns = ENDINGS[name]
+
+    def compute(acc: Approx, given: dict[str, Approx], _: list[int] | None) -> list[Left]:
+        first, *others = simple(acc, given)
+        first = first if isinstance(first, Left) else Left(first)
+        return [first, *(Left(x, torch.float32, "row") for x in others)]
+
+    return Ending(name, epilogue, operands, compute, columns)
+
+
+def written(draw: Draw, grouped: bool) -> Ending:
+    """Draw an epilogue that a user might write."""
+    program = Program(draw, grouped)
+    source = program.source()
+    columns = lcm(*(output.columns for output in program.outputs))
+    operands = {name: KINDS_OF_OPERANDS[kind] for name, kind in program.operands.items()}
+    return Ending(f"\n{source}   ", epilogue_of(source), operands, program.compute, columns)
 
 
 def operand(draw: Draw, scheme: str | None, dtype: torch.dtype, kind: str, shape: tuple[int, ...]) -> Operand:
@@ -137,7 +152,9 @@ def accumulated(a: Operand, b: Operand, gpu: bool) -> Approx:
 def extra(draw: Draw, ending: Ending, M: int, N: int, num_experts: int | None) -> tuple[dict, dict[str, torch.Tensor]]:
     """Draw the operands of an epilogue: as given to Envoi, and in float64."""
     columns = (N,) if num_experts is None else (num_experts, N)
-    shapes = {"tile": (M, N), "half": (M, N // 2), "col": columns}
+    shapes = {
+        "tile": (M, N), "half": (M, N // 2), "row": (M,), "col": columns, "halfcol": (*columns[:-1], N // 2)
+    }  # fmt: skip
     given, wide = {}, {}
     for name, kind in ending.operands.items():
         if kind == "scalar":
@@ -147,23 +164,6 @@ def extra(draw: Draw, ending: Ending, M: int, N: int, num_experts: int | None) -
         x = draw.values(draw.one(KINDS[:6]), *shapes[kind]).to(draw.form.one(FLOATS))
         given[name], wide[name] = draw.placed(x), host(x)
     return given, wide
-
-
-def judge_outputs(outputs: Any, want: list, dtype: torch.dtype, ending: Ending, rows: int | None = None) -> str:
-    """Return what is wrong with an epilogue's outputs; the first `rows` rows count."""
-    outputs = list(outputs) if isinstance(outputs, (tuple, list)) else [outputs]
-    said = []
-    for number, (got, right) in enumerate(zip(outputs, want, strict=True)):
-        if isinstance(right, tuple):
-            scheme = formats.SCHEMES[right[0]]
-            found = formats.decode(got.values.cpu(), got.sf.cpu(), scheme.group(got.shape))
-            said.append(wrong(found[:rows], requantised(right[1], scheme)[:rows], torch.float64, "quantised output"))
-            continue
-        expected = torch.float32 if number else dtype
-        if got.dtype != expected:
-            said.append(f"output {number} has {got.dtype}, expected {expected}")
-        said.append(wrong(got[:rows], right[:rows], name=f"output {number}"))
-    return "; ".join(filter(None, said))
 
 
 def drawn_formats(draw: Draw) -> tuple[str | None, str | None, torch.dtype]:
@@ -184,11 +184,10 @@ def dimensions(draw: Draw, schemes: tuple[str | None, ...], ending: Ending) -> t
     return draw.form.size(ending.columns, max(ending.columns, draw.most(40, 200, 512)), ending.columns), K
 
 
-def gemm(draw: Draw) -> Case:
+def gemm(draw: Draw, choose: Choice = of_library) -> Case:
     """Draw a case of `envoi.gemm`."""
     a_scheme, b_scheme, dtype = drawn_formats(draw)
-    name = draw.form.one(("none", "none", *ENDINGS))
-    ending = ENDINGS[name]
+    ending = choose(draw.form, False)
     M = draw.rows(1, draw.most(20, 160, 600), 0.04)
     N, K = dimensions(draw, (a_scheme, b_scheme), ending)
     kind = draw.one(KINDS)
@@ -197,12 +196,12 @@ def gemm(draw: Draw) -> Case:
     given, wide = extra(draw, ending, M, N, None)
     out_dtype = draw.form.one((None, *FLOATS))
     default = torch.bfloat16 if a_scheme else dtype
-    text = f"{a_scheme or dtype} x {b_scheme or dtype}, M {M} N {N} K {K}, {kind}, {name}, out {out_dtype}"
+    text = f"{a_scheme or dtype} x {b_scheme or dtype}, M {M} N {N} K {K}, {kind}, {ending.text}, out {out_dtype}"
 
     def judge(outputs: Any) -> str:
         acc = accumulated(a, b, draw.device.type == "cuda")
         operands = {key: exact(x) for key, x in wide.items()}
-        return judge_outputs(outputs, ending.compute(acc, operands), out_dtype or default, ending)
+        return judge_outputs(outputs, ending.compute(acc, operands, None), out_dtype or default)
 
     return Case(text, lambda: envoi.gemm(a.given, b.given, ending.epilogue, out_dtype=out_dtype, **given), judge)
 
@@ -219,12 +218,11 @@ def drawn_offsets(draw: Draw, rows: int, num_experts: int) -> list[int]:
     return [0, *inner, used]
 
 
-def grouped_gemm(draw: Draw) -> Case:
+def grouped_gemm(draw: Draw, choose: Choice = of_library) -> Case:
     """Draw a case of `envoi.grouped_gemm`."""
     a_scheme, b_scheme, dtype = drawn_formats(draw)
     a_scheme = "fp8_row" if a_scheme == "fp8_tensor" else a_scheme
-    name = draw.form.one(("none", "none", *ENDINGS))
-    ending = ENDINGS[name]
+    ending = choose(draw.form, True)
     P = draw.rows(1, draw.most(24, 200, 800), 0.04)
     E = draw.form.size(1, draw.most(5, 12, 40))
     N, K = dimensions(draw, (a_scheme, b_scheme), ending)
@@ -236,9 +234,9 @@ def grouped_gemm(draw: Draw) -> Case:
     offsets = torch.tensor(bounds, dtype=torch.int32, device=draw.device)
     out_dtype = draw.form.one((None, *FLOATS))
     default = torch.bfloat16 if a_scheme else dtype
-    by_expert = "col" in ending.operands.values()
+    by_expert = {"col", "halfcol"} & set(ending.operands.values())
     text = (
-        f"{a_scheme or dtype} x {b_scheme or dtype}, P {P} N {N} K {K}, {kind}, {name}, out {out_dtype}, "
+        f"{a_scheme or dtype} x {b_scheme or dtype}, P {P} N {N} K {K}, {kind}, {ending.text}, out {out_dtype}, "
         f"offsets {bounds}"
     )
 
@@ -252,13 +250,18 @@ def grouped_gemm(draw: Draw) -> Case:
         tail = exact(torch.zeros(P - bounds[-1], N))
         acc = Approx(torch.cat([p.mid for p in (*parts, tail)]), torch.cat([p.err for p in (*parts, tail)]))
         expert = torch.searchsorted(torch.tensor(bounds[1:]), torch.arange(P), right=True).clamp(max=E - 1)
-        operands = {key: exact(x[expert] if ending.operands[key] == "col" else x) for key, x in wide.items()}
-        want = ending.compute(acc, operands)
+        operands = {key: exact(x[expert] if "col" in ending.operands[key] else x) for key, x in wide.items()}
+        want = ending.compute(acc, operands, bounds)
         # Which expert's Col the rows of no expert get isn't said.
-        return judge_outputs(outputs, want, out_dtype or default, ending, bounds[-1] if by_expert else None)
+        return judge_outputs(outputs, want, out_dtype or default, bounds[-1] if by_expert else None)
 
     return Case(
         text,
         lambda: envoi.grouped_gemm(rows.given, weights.given, offsets, ending.epilogue, out_dtype=out_dtype, **given),
         judge,
     )
+
+
+def epilogue(draw: Draw) -> Case:
+    """Draw a case of `envoi.gemm` or `envoi.grouped_gemm` with an epilogue that a user might write."""
+    return draw.form.one((gemm, gemm, grouped_gemm))(draw, written)

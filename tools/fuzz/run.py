@@ -107,6 +107,7 @@ OPERATORS = {
     for operator in (
         Operator("gemm", products.gemm, _each),
         Operator("grouped_gemm", products.grouped_gemm, _each),
+        Operator("epilogue", products.epilogue, _each),
         Operator("route", routing.route, _each),
         Operator("moe", experts.moe, _each),
         Operator("indexer_topk", indexer.indexer_topk, _each),

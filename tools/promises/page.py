@@ -24,7 +24,9 @@ WITH_OPTION = {
     "grouped_gemm": "epilogues that add up rows, except beside MX weights, and nvfp4",
     "moe": "mxfp4 on Hopper, whose kernels for few tokens add up in another order (those of bf16 and FP8 don't)",
 }
+EPILOGUE = "epilogue"  # cases of gemm and grouped_gemm
 FUZZED = {
+    EPILOGUE: "gemm and grouped_gemm, epilogues as a user writes them",
     "moe": "moe, every format",
     "expert_parallel": "ExpertParallel",
     RANKS_OPERATOR: "ExpertParallel, a process a rank",
@@ -135,7 +137,7 @@ def fuzz(folder: Path) -> str:
     """Return the section on random cases."""
     runs = kept(r for r in read(folder / "fuzz.jsonl") if r.device == "cuda")
     rows = []
-    for name in (*OPERATORS, "expert_parallel", RANKS_OPERATOR):
+    for name in (*OPERATORS[:2], EPILOGUE, *OPERATORS[2:], "expert_parallel", RANKS_OPERATOR):
         mine = [r for r in runs if r.operator == name]
         if not mine:
             rows.append([FUZZED.get(name, name), NOT_RUN, "-", "-"])
@@ -150,7 +152,8 @@ def fuzz(folder: Path) -> str:
 
 Random cases of every operator, hostile inputs included, are judged in float64 by code that shares nothing with the
 kernels or their references. Seeds come in families that share kernels and differ in rows, values and routing. The
-command that a finding prints repeats its seed.
+command that a finding prints repeats its seed. An epilogue "as a user writes one" is a program drawn from all of the
+language, with operands, reductions, casts and quantised outputs, given to `gemm` or `grouped_gemm` in any format.
 
 Tests: `tests/fuzz/test_fuzz.py`, also on CPUs. Program: `python -m tools.fuzz all --jobs 14 --limit-s 570`.
 

@@ -68,7 +68,8 @@ def _softplus(x: torch.Tensor) -> torch.Tensor:
 def _gelu(x: torch.Tensor, approximate: str) -> torch.Tensor:
     if approximate == "none":
         return 0.5 * x * torch.erfc(x * -math.sqrt(0.5))
-    return 0.5 * x * (1.0 + (math.sqrt(2 / math.pi) * (x + 0.044715 * x * x * x)).tanh())
+    wide = x.double()  # (1 + tanh u) / 2 as a sigmoid of 2 u, which doesn't cancel for negative x
+    return (wide * _sigmoid(math.sqrt(8 / math.pi) * (wide + 0.044715 * wide**3))).to(x.dtype)
 
 
 def _exp2(x: torch.Tensor) -> torch.Tensor:

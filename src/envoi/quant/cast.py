@@ -4,8 +4,8 @@ For each group of the scheme:
     amax = max |x|, at least AMAX_FLOOR                      (NaN stays NaN)
     float32 scale:  sf = amax / max_value,  value = cast(x * (max_value / amax))
     UE8M0 scale:    sf = smallest power of two >= amax / max_value,  value = cast(x / sf)
-    E4M3 scale:     sf = cast(amax / max_value), value = cast(x / sf)   (nvfp4; groups above 448 * 6 are clipped, groups
-                    far below 1 vanish: divide by a scale of the whole tensor first, and put it into QuantTensor.scale)
+    E4M3 scale:     sf = cast(amax / max_value), value = cast(x * (1 / sf))   (nvfp4: groups above 448 * 6 are clipped,
+                    groups far below 1 vanish; divide by a scale of the whole tensor first, into QuantTensor.scale)
 cast rounds to nearest even and saturates. With a float32 or UE8M0 scale no element is clipped.
 """
 

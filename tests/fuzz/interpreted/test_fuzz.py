@@ -8,8 +8,8 @@ from tests.fuzz.test_fuzz import assert_right
 from tools.fuzz import run
 
 COUNTS = {
-    "gemm": 16, "grouped_gemm": 16, "route": 10, "moe": 6, "indexer_topk": 4, "quantise": 20, "expert_parallel": 5,
-    "expert_parallel_ranks": 2,
+    "gemm": 16, "grouped_gemm": 16, "epilogue": 80, "route": 10, "moe": 6, "indexer_topk": 4, "quantise": 20,
+    "expert_parallel": 5, "expert_parallel_ranks": 2,
 }  # fmt: skip
 
 

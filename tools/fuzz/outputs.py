@@ -1,0 +1,64 @@
+"""Outputs of an epilogue as the oracle has them, and what is wrong with those that came."""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from tools.fuzz import formats
+from tools.fuzz.approx import Approx, between, requantised, wrong
+
+E4M3_LARGEST = 448.0
+
+
+@dataclass(frozen=True)
+class Left:
+    """Output. dtype: None = the call's. over: what has a row of it: "tile", "row", or less. scheme: if quantised."""
+
+    x: Approx
+    dtype: torch.dtype | None = None
+    over: str = "tile"
+    scheme: str = ""
+
+
+@dataclass(frozen=True)
+class Ending:
+    """Epilogue. text: describes it. operands: their kinds, by name. columns: a number that N is a multiple of.
+
+    compute(accumulator, operands, where each expert's rows end or None) -> the outputs in order.
+    """
+
+    text: str
+    epilogue: Any
+    operands: dict[str, str]
+    compute: Callable[[Approx, dict[str, Approx], list[int] | None], list[Left]]
+    columns: int = 1
+
+
+def judge_outputs(outputs: Any, want: Sequence[Left], dtype: torch.dtype, rows: int | None = None) -> str:
+    """Return what is wrong with an epilogue's outputs; the first `rows` rows count."""
+    outputs = list(outputs) if isinstance(outputs, (tuple, list)) else [outputs]
+    if len(outputs) != len(want):
+        return f"{len(outputs)} outputs, expected {len(want)}"
+    found = (judge(got, right, dtype, rows, n) for n, (got, right) in enumerate(zip(outputs, want, strict=True)))
+    return "; ".join(filter(None, found))
+
+
+def judge(got: Any, want: Left, dtype: torch.dtype, rows: int | None, number: int) -> str:
+    """Return what is wrong with one output."""
+    first: Any = ... if want.over == "less" else slice(rows)
+    name = f"output {number}"
+    if want.scheme:
+        scheme = formats.SCHEMES[want.scheme]
+        found = formats.decode(got.values.cpu(), got.sf.cpu(), scheme.group(want.x.mid.shape))
+        return wrong(found[first], requantised(want.x, scheme)[first], torch.float64, "quantised output")
+    expected = want.dtype or dtype
+    if got.dtype != expected:
+        return f"{name} has {got.dtype}, expected {expected}"
+    if expected == torch.float8_e4m3fn:
+        x = want.x.clamp(-E4M3_LARGEST, E4M3_LARGEST)
+        ends = (formats.nearest(end, formats.E4M3) for end in x.ends())
+        right = between(*ends).freed(want.x.err.isinf())
+        return wrong(formats.decode_e4m3(got.cpu())[first], right[first], torch.float64, name)
+    return wrong(got[first], want.x[first], name=name)
