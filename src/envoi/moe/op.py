@@ -4,7 +4,7 @@ from dataclasses import replace
 
 import torch
 
-from envoi.check import expect_tensor
+from envoi.check import describe, expect_int, expect_no_gradients, expect_tensor
 from envoi.quant.formats import Scheme, format_named
 from envoi.runtime.custom_op import autocast_dtype
 from envoi.runtime.prepared.constants import exactly
@@ -134,6 +134,26 @@ def _flat(x: torch.Tensor, lead: torch.Size) -> torch.Tensor:
     return x.flatten(0, 1) if len(lead) == 2 and x.dim() == 3 and x.shape[:2] == lead else x
 
 
+def check_call(tokens: torch.Tensor, routing: Routing, experts: ExpertWeights) -> None:
+    """Raise ValueError for arguments that the operator `moe_parallel` would refuse before its peers hear of it.
+
+    These are all that aren't tensors, and tensors with gradients or without values.
+    """
+    if not isinstance(routing, Routing):
+        raise ValueError(f"routing: expected an envoi.Routing, got {type(routing).__name__}")
+    given = {"tokens": tokens, "routing.topk_weights": routing.topk_weights, "routing.topk_ids": routing.topk_ids}
+    for name, x in given.items():
+        if not isinstance(x, torch.Tensor):
+            raise ValueError(f"{name}: expected a tensor, got {describe(x)}")
+        if x.is_meta and not experts.device.type == "meta":
+            raise ValueError(f"{name}: expected a tensor on {experts.device}, got one on meta, which has no values")
+    num_experts = expect_int("routing.num_experts", routing.num_experts, 0)
+    if routing.topk_ids.dtype == torch.int64 and routing.topk_ids.device.type == "cpu":
+        check_ids(routing.topk_ids, num_experts)  # as they were given: later they are int32
+    expect_no_gradients(tuple(given), tuple(given.values()))
+    expect_no_gradients(("experts",) * 8, tensors_of(experts))
+
+
 def check_tokens(tokens: torch.Tensor, routing: Routing, experts: ExpertWeights) -> None:
     """Raise ValueError unless tokens and routing have the dtypes, shapes and device that go with the experts."""
     if not isinstance(routing, Routing):
@@ -141,6 +161,7 @@ def check_tokens(tokens: torch.Tensor, routing: Routing, experts: ExpertWeights)
     if not isinstance(experts, ExpertWeights):
         raise ValueError(f"experts: expected ExpertWeights from envoi.experts.pack, got {type(experts).__name__}")
     expect_tensor("tokens", tokens, torch.bfloat16, ("num_tokens", experts.hidden), experts.device)
+    expect_int("routing.num_experts", routing.num_experts, 0)
     slots = (tokens.shape[0], "num_topk")
     ids = expect_tensor("routing.topk_ids", routing.topk_ids, IDS, slots, tokens.device)
     expect_tensor("routing.topk_weights", routing.topk_weights, WEIGHTS, ids.shape, tokens.device)

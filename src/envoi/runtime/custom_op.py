@@ -7,7 +7,7 @@ arguments, so calls that no mode, transform, tracer or profiler observes bypass 
 
 import functools
 import inspect
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import torch
@@ -68,6 +68,7 @@ def operator(
         def call(*arguments):
             expect_no_gradients(names, arguments)
             if torch.compiler.is_compiling() or not plain(arguments):
+                expect_memory(names, arguments)
                 # A rehearsal's tensors have no memory: through the dispatcher the call would launch nothing.
                 return dispatched(*arguments) if observer.rehearsed() is None else function(*arguments)
             if watched() and observer.current() is None:  # a recorder is a mode, but looks at what the function does
@@ -106,6 +107,21 @@ def plain(values: Iterable[Any]) -> bool:
         elif (kind is list and not plain(x)) or isinstance(x, torch.Tensor):
             return False
     return True
+
+
+def expect_memory(names: Sequence[str], values: Sequence[Any]) -> None:
+    """Raise ValueError, naming it, if a tensor is on meta and another isn't: the dispatcher would compute nothing.
+
+    Tensors of one element may be anywhere.
+    """
+    found: dict[bool, tuple[str, torch.Tensor]] = {}
+    for name, value in zip(names, values, strict=True):
+        for x in value if type(value) is list else (value,):
+            if isinstance(x, torch.Tensor) and x.dim():
+                found.setdefault(x.is_meta, (name, x))
+    if len(found) == 2 and observer.rehearsed() is None:
+        (name, _), (other, x) = found[True], found[False]
+        raise ValueError(f"{name}: expected a tensor on {x.device}, as {other} is, got one on meta, which has no values")
 
 
 def autocast_dtype(device: torch.device) -> torch.dtype | None:

@@ -389,4 +389,14 @@ def mistake(rank: int, num_ranks: int, kind: str, sizes: dict[str, Any]) -> None
         num_experts = 16
     if wrong and kind == "k":
         weights, ids = weights[:, :2].contiguous(), ids[:, :2].contiguous()
-    parallel.moe(tokens, Routing(weights, ids, num_experts))
+    if wrong and kind == "gradient":
+        tokens = tokens.clone().requires_grad_()
+    if wrong and kind == "meta":
+        tokens = tokens.to("meta")
+    if wrong and kind == "far id":
+        ids = ids.long()
+        ids[3, 1] = 2**40
+    given: Any = Routing(weights, ids, num_experts)
+    if wrong and kind == "routing":
+        given = weights, ids
+    parallel.moe(tokens, given)

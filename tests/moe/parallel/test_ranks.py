@@ -173,6 +173,10 @@ def test_what_a_group_may_be():
 MISTAKES = {
     "id": "topk_ids: expected ids from 0 to 7, or -1 for a masked slot, got 99 at token 3, slot 1",
     "dtype": "tokens: expected bfloat16 [num_tokens, 256], got float32",
+    "gradient": "tokens: expected a tensor without gradients",
+    "meta": "tokens: expected a tensor on cpu, got one on meta, which has no values",
+    "far id": f"got {2**40} at token 3, slot 1",
+    "routing": "routing: expected an envoi.Routing, got tuple",
     "num_experts": "routing.num_experts: expected 8 over all ranks, got 16",
     "k": "num_topk: expected the same on every rank, got 3 on rank 0, 2 on rank 1",
     "timeout": "timeout_s: expected a positive number of seconds up to 2000, got -1.0",

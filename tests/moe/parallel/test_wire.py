@@ -28,3 +28,16 @@ def test_tokens_come_back(scheme, hidden, num_rows):
         assert_same_bits(got.rows.values.view(torch.uint8), rows.values.view(torch.uint8))
         assert_same_bits(got.rows.sf.view(torch.uint8), rows.sf.view(torch.uint8))
         assert got.rows.group == rows.group
+
+
+@pytest.mark.parametrize("num_rows", [0, 1, 2])
+@pytest.mark.parametrize("k", [0, 2])
+def test_any_strides(num_rows, k):
+    """Without an element each strides count as contiguous, and may not be such as another dtype has."""
+    rows = torch.randn(8, 24).bfloat16().T.contiguous().T[:num_rows]
+    ids = torch.ones(8, 1, dtype=torch.int32)[:num_rows].expand(num_rows, k)
+    weights = torch.rand(num_rows, 5)[:, ::2][:, :k]
+    sent = SentTokens(rows, ids, weights)
+    got = from_bytes(to_bytes(sent), sent)
+    for mine, want in zip((got.rows, got.topk_ids, got.weights), (rows, ids, weights), strict=True):
+        assert_same_bits(mine, want.contiguous())

@@ -15,6 +15,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from envoi.moe.op import (
     as_rows,
+    check_call,
     check_ids,
     check_tokens,
     constants_of,
@@ -178,13 +179,17 @@ class ExpertParallel:
         Raises ValueError on every rank if any rank's arguments are refused, PeerTimeout if a rank is lost or late. Over
         NVLink, and where tokens are gathered over NCCL, the host doesn't wait for that: the rank whose arguments are
         wrong raises at once (but for ids, which only the device knows), the output is NaN everywhere, and a later call
-        or `check` raises. A `routing` that is no Routing of tensors is an error on this rank alone.
+        or `check` raises.
         """
         if shortcuts.PREPARED and self._calls is not None and type(routing) is Routing and plain():
             return self._moe_prepared(tokens, routing)
         return self._moe(tokens, routing)
 
     def _moe(self, tokens: torch.Tensor, routing: Routing) -> torch.Tensor:
+        if not torch.compiler.is_compiling():  # while it compiles no rank has begun to exchange anything
+            refusal = complaint(check_call, tokens, routing, self.experts)
+            if refusal and self.name in _instances:
+                return self._run(tokens, routing, self.experts, refusal)
         rows, slots, dtype = as_rows(tokens, routing)
         weights, ids = slots.topk_weights, slots.topk_ids
         if isinstance(weights, torch.Tensor) and isinstance(ids, torch.Tensor):
@@ -302,9 +307,12 @@ class ExpertParallel:
             _instances.pop(self.name, None)
             self.domain = self.buffers = None
 
-    def _run(self, tokens: torch.Tensor, routing: Routing, experts: ExpertWeights) -> torch.Tensor:
+    def _run(
+        self, tokens: torch.Tensor, routing: Routing, experts: ExpertWeights, refusal: str = ""
+    ) -> torch.Tensor:  # fmt: skip
+        """Run the layer. refusal: what is wrong with this rank's arguments, if that is known."""
         with self._lock:  # exchanges of two calls that interleave would be taken for each other's
-            refusal = self._refusal(tokens, routing, experts)
+            refusal = refusal or self._refusal(tokens, routing, experts)
             shared = self._shared()
             if shared is not None:
                 return self._run_on_device(shared, refusal, tokens, routing, experts)

@@ -9,7 +9,7 @@ from envoi.types import Matrix, QuantTensor
 def to_bytes(tokens: SentTokens) -> torch.Tensor:
     """Concatenate each token's parts as bytes: uint8 [T, B]."""
     parts = [*_parts(tokens.rows), tokens.topk_ids, tokens.weights]
-    return torch.cat([part.contiguous().view(torch.uint8) for part in parts], dim=1)
+    return torch.cat([_seen_as(part, torch.uint8) for part in parts], dim=1)
 
 
 def from_bytes(packed: torch.Tensor, like: SentTokens) -> SentTokens:
@@ -18,11 +18,20 @@ def from_bytes(packed: torch.Tensor, like: SentTokens) -> SentTokens:
     columns, start = [], 0
     for part in (*_parts(like.rows), like.topk_ids, like.weights):
         width = part.shape[1] * part.element_size()
-        columns.append(packed[:, start : start + width].clone(memory_format=torch.contiguous_format).view(part.dtype))
+        own = packed[:, start : start + width].clone(memory_format=torch.contiguous_format)
+        columns.append(_seen_as(own, part.dtype))
         start += width
     if isinstance(like.rows, torch.Tensor):
         return SentTokens(*columns)
     return SentTokens(QuantTensor(columns[0], columns[1], like.rows.group), *columns[2:])
+
+
+def _seen_as(x: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """Return the same bytes [T, ..] as elements of another dtype."""
+    if x.numel():
+        return x.contiguous().view(dtype)
+    # Without an element any strides count as contiguous, also those that `view` refuses.
+    return x.new_empty(len(x), x.shape[1] * x.element_size() // dtype.itemsize, dtype=dtype)
 
 
 def _parts(rows: Matrix) -> list[torch.Tensor]:
