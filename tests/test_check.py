@@ -1,6 +1,9 @@
 """Refusals name the argument, what was expected and what was given."""
 
 import doctest
+import subprocess
+import sys
+from dataclasses import replace
 
 import pytest
 import torch
@@ -19,6 +22,7 @@ from envoi.check import (
     expect_number,
     expect_tensor,
 )
+from tests.moe.layers import make
 
 
 def refused(message: str, function, *args, **kwargs) -> None:
@@ -156,3 +160,66 @@ def test_pictures(tmp_path, monkeypatch):
         f"--png: expected a file that can be written, got {tmp_path}/x.png",
         check.expect_picture, "--png", f"{tmp_path}/x.png",
     )  # fmt: skip
+
+
+def test_numbers_that_float32_cannot_hold():
+    assert check.expect_float32("x", 2) == 2.0
+    refused("x: expected a number that float32 can hold, got 1e+39", check.expect_float32, "x", 1e39)
+    text = "x: expected a number that float64 can hold, got an int of more digits"
+    refused(text, check.expect_float32, "x", 10**400)
+    with pytest.raises(ValueError, match="^alpha: expected a number that float"):
+        envoi.route(torch.zeros(2, 8), torch.zeros(4, 8), 2, alpha=10**400)
+    with pytest.raises(ValueError, match="^rule.routed_scale: expected a number that float32 can hold"):
+        envoi.router.Rule(routed_scale=1e300)
+
+
+@pytest.mark.parametrize("name", ["return_logits", "return_dense", "return_counts"])
+def test_flags_of_the_router(name):
+    with pytest.raises(ValueError, match=f"^{name}: expected True or False, got str 'no'"):
+        envoi.route(torch.zeros(2, 8), torch.zeros(4, 8), 2, **{name: "no"})
+
+
+def test_tensors_of_which_one_has_no_values():
+    """The dispatcher takes such a call for one on meta, and returns memory that nothing has written."""
+    layer = make(tokens=5)
+    for format in ("bf16", "fp8_row", "mxfp4"):
+        stored = envoi.experts.state_dict(layer.pack(format))
+        for name in ("down", "down.values", "down.sf", "gate_up.sf"):
+            if name in stored and not (format == "mxfp4" and name.endswith("sf")):
+                experts = envoi.experts.from_state_dict(stored | {name: stored[name].to("meta")})
+                with pytest.raises(ValueError, match="expected a tensor on cpu, as tokens is, got one on meta"):
+                    envoi.moe(layer.tokens, layer.routing, experts)
+    with pytest.raises(ValueError, match="^b: expected a tensor on cpu"):
+        envoi.gemm(torch.ones(2, 8), torch.ones(4, 8, device="meta"))
+    assert envoi.gemm(torch.ones(2, 8, device="meta"), torch.ones(4, 8, device="meta")).is_meta
+
+
+def test_the_number_of_experts_of_a_routing():
+    layer = make(tokens=5)
+    routing = envoi.Routing(layer.routing.topk_weights, layer.routing.topk_ids, "8")
+    with pytest.raises(ValueError, match="^routing.num_experts: expected an int of at least 0, got '8'"):
+        envoi.moe(layer.tokens, routing, layer.pack())
+
+
+@pytest.mark.parametrize("dtype", [torch.int8, torch.bool, torch.float8_e4m3fn, "float32", None])
+def test_dtypes_of_widened_weights(dtype):
+    q = envoi.quant.quantize(torch.ones(2, 32), "mxfp8")
+    with pytest.raises(ValueError, match="^dtype: expected torch.float32 or torch.float64, got"):
+        envoi.quant.dequantize(q, dtype)
+    with pytest.raises(ValueError, match="^dtype: expected bfloat16, float16, float32 or float64 of torch, got"):
+        envoi.experts.unpack(make().pack("mxfp4"), dtype=dtype)
+    with pytest.raises(ValueError, match="^experts: expected ExpertWeights from envoi.experts.pack, got NoneType"):
+        envoi.experts.unpack(None)
+
+
+def test_a_limit_that_is_replaced():
+    with pytest.raises(ValueError, match="^swiglu_limit: expected a positive number or None, got -1.0"):
+        replace(make().pack(), swiglu_limit=-1.0)
+
+
+def test_the_command_as_a_module_and_the_router_as_one():
+    done = subprocess.run([sys.executable, "-m", "envoi", "--version"], capture_output=True, text=True, check=False)
+    assert done.returncode == 0 and envoi.__version__ in done.stdout
+    from envoi.router import Rule
+
+    assert Rule is envoi.router.Rule

@@ -75,6 +75,27 @@ def test_what_requires_grad_is_refused(call, place):
         call(*given)
 
 
+@pytest.mark.parametrize("format", ["bf16", "fp8_row", "mxfp8", "mxfp4", "nvfp4"])
+@pytest.mark.parametrize("name", ["gate_up", "down", "gate_up_bias", "down_bias"])
+def test_packing_refuses_what_requires_grad(name, format):
+    given = {
+        "gate_up": LAYER.gate_up, "down": LAYER.down, "gate_up_bias": LAYER.gate_up_bias, "down_bias": LAYER.down_bias
+    }  # fmt: skip
+    given[name] = torch.nn.Parameter(given[name])
+    with pytest.raises(ValueError, match=f"^{name}: expected a tensor without gradients, got .* that requires grad"):
+        envoi.experts.pack(format=format, **given)
+    with torch.no_grad():
+        envoi.experts.pack(format=format, **given)
+
+
+@pytest.mark.parametrize("scheme", ["fp8_row", "fp8_128x128", "mxfp8", "mxfp4", "nvfp4"])
+def test_quantising_refuses_what_requires_grad(scheme):
+    x = torch.nn.Parameter(torch.randn(4, 128))
+    with pytest.raises(ValueError, match="^x: expected a tensor without gradients, got float32 .* that requires grad"):
+        quantize(x, scheme)
+    quantize(x.detach(), scheme)
+
+
 @pytest.mark.parametrize("off", [torch.no_grad, torch.inference_mode])
 @pytest.mark.parametrize(("call", "place"), TENSORS)
 def test_nothing_is_refused_where_gradients_are_off(call, place, off):

@@ -46,7 +46,7 @@ ALLOWED = {
 }  # fmt: skip
 
 # These may import anything; ALLOWED ensures that nothing above imports them.
-FREE = {"__init__", "cases", "integrations", "bench", "cli", "demo", "experts", "info", "warming"}
+FREE = {"__init__", "__main__", "bench", "cases", "cli", "demo", "experts", "info", "integrations", "router", "warming"}
 
 
 @cache

@@ -1,10 +1,10 @@
 """Fused GPU kernels for Mixture-of-Experts and sparse-attention inference: every kernel is a GEMM with an envoi."""
 
-from envoi import epilogue, experts, plan
+from envoi import epilogue, experts, plan, router
 from envoi.epilogue import EpilogueError
 from envoi.gemm import gemm, grouped_gemm
 from envoi.indexer import indexer_topk
-from envoi.moe import moe, router
+from envoi.moe import moe
 from envoi.moe.parallel import ExpertParallel, PeerTimeout
 from envoi.moe.router import route
 from envoi.types import ExpertRows, ExpertWeights, QuantTensor, Routing

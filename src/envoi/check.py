@@ -92,7 +92,18 @@ def expect_number(name: str, value: Any) -> float:
     """Return `value` as a float if it is a number; else raise ValueError."""
     if not isinstance(value, (int, float)) or isinstance(value, bool):
         raise ValueError(f"{name}: expected a number, got {describe(value)}")
-    return float(value)
+    try:
+        return float(value)
+    except OverflowError:
+        raise ValueError(f"{name}: expected a number that float64 can hold, got an int of more digits") from None
+
+
+def expect_float32(name: str, value: Any) -> float:
+    """Return `value` as a float if it is a number that float32 can hold; else raise ValueError."""
+    number = expect_number(name, value)
+    if not fits_float32(number):
+        raise ValueError(f"{name}: expected a number that float32 can hold, got {number}")
+    return number
 
 
 def fits_float32(value: int | float) -> bool:

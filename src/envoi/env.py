@@ -31,17 +31,25 @@ def cache_dir() -> Path:
 
 def safe_launch() -> bool:
     """Return True to avoid private parts of torch and Triton: `ENVOI_SAFE_LAUNCH=1`, see `runtime.shortcuts`."""
-    return os.environ.get("ENVOI_SAFE_LAUNCH", "0") == "1"
+    return _switch("ENVOI_SAFE_LAUNCH", False)
 
 
 def prepared() -> bool:
     """Return True to launch a recorded call's kernels again: unless `ENVOI_PREPARED=0`, see `runtime.prepared`."""
-    return os.environ.get("ENVOI_PREPARED") != "0"
+    return _switch("ENVOI_PREPARED", True)
 
 
 def nvtx() -> bool:
     """Return True for NVTX ranges around the steps of every call: `ENVOI_NVTX=1`; read once, when envoi is imported."""
-    return os.environ.get("ENVOI_NVTX", "0") == "1"
+    return _switch("ENVOI_NVTX", False)
+
+
+def _switch(name: str, default: bool) -> bool:
+    """Return whether a variable is 1; the default if it is unset or empty. Raises ValueError unless it is 0 or 1."""
+    value = os.environ.get(name, "")
+    if value not in ("", "0", "1"):
+        raise ValueError(f"{name}: expected 0 or 1, got {value!r}")
+    return value == "1" if value else default
 
 
 LOG_LEVELS = {"": 0, "0": 0, "call": 1, "1": 1, "config": 2, "2": 2, "compile": 3, "3": 3}

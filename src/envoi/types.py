@@ -172,7 +172,7 @@ class ExpertWeights(_Printed):
     gate_up_layout: "interleaved" (row 2i is gate i, row 2i + 1 is up i) or "concat" (row i is gate i, row I + i is
         up i), which weights in fragment order can't be.
 
-    Raises ValueError for another layout.
+    Raises ValueError for another layout, or a limit that isn't positive.
     """
 
     gate_up: Matrix
@@ -185,6 +185,8 @@ class ExpertWeights(_Printed):
     gate_up_layout: str = "interleaved"
 
     def __post_init__(self) -> None:
+        if self.swiglu_limit is not None and not self.swiglu_limit > 0:
+            raise ValueError(f"swiglu_limit: expected a positive number or None, got {self.swiglu_limit!r}")
         known = ("interleaved", "concat") if self.order == "rows" else ("interleaved",)
         if self.gate_up_layout not in known:
             need = " or ".join(map(repr, known))

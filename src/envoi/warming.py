@@ -1,5 +1,6 @@
 """Warm-up of a layer on one GPU: the public function `envoi.warm_up`."""
 
+import inspect
 from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import partial
@@ -7,10 +8,11 @@ from typing import Any
 
 import torch
 
-from envoi.check import expect_int
+from envoi.check import expect_bool, expect_float32, expect_int
 from envoi.moe import moe
 from envoi.moe.op import IDS, WEIGHTS
 from envoi.moe.router import route
+from envoi.moe.router.api import DEFAULT_RULE, check_inputs, named
 from envoi.moe.warm_up import ROUTED, LayerCall, check_jobs, compile_calls, compiles, prepare, without_tensors
 from envoi.runtime import shortcuts
 from envoi.runtime.devices import Target
@@ -32,6 +34,31 @@ class RouterCall:
         if given.get("hash_table") is not None:
             given["token_ids"] = without_memory((num_tokens,), given["token_ids"].dtype)
         route(without_memory((num_tokens, given["gate"].shape[1]), self.dtype), **given)
+
+
+def check_router(router: Any, experts: ExpertWeights) -> None:
+    """Raise ValueError unless these are named arguments of `envoi.route` that go with tokens of the experts."""
+    known = tuple(name for name in inspect.signature(route).parameters if name != "tokens")
+    if not isinstance(router, Mapping):
+        raise ValueError(f"router: expected a dict of named arguments of envoi.route, got {type(router).__name__}")
+    for name in router:
+        if name not in known:
+            raise ValueError(f"router: expected names among {', '.join(known)}, got {name!r}")
+    given = dict.fromkeys(("gate", "k", "logit_bias", "expert_bias", "token_ids", "hash_table")) | dict(router)
+    tokens = torch.empty(0, experts.hidden, dtype=torch.bfloat16, device=experts.device)
+    token_ids = given["token_ids"]
+    if isinstance(token_ids, torch.Tensor):
+        token_ids = token_ids[:0] if token_ids.dim() == 1 else token_ids.flatten()[:0]
+    try:
+        check_inputs(
+            tokens, given["gate"], given["k"], named(given.get("rule", DEFAULT_RULE)), given["logit_bias"],
+            given["expert_bias"], token_ids, given["hash_table"],
+        )  # fmt: skip
+        expect_float32("alpha", given.get("alpha", 1.0))
+        for name in ("return_logits", "return_dense", "return_counts"):
+            expect_bool(name, given.get(name, False))
+    except ValueError as error:
+        raise ValueError(f"router: {error}") from None
 
 
 def warm_up(
@@ -64,6 +91,8 @@ def warm_up(
     check_jobs(jobs, progress)
     if not isinstance(dtypes, tuple) or len(dtypes) != 2 or dtypes[0] not in IDS or dtypes[1] not in WEIGHTS:
         raise ValueError(f"dtypes: expected int32 or int64, and float32, bfloat16 or float16, got {dtypes!r}")
+    if router is not None:
+        check_router(router, experts)
     if not compiles(experts.device):
         return 0
     calls: list[Call] = [LayerCall(without_tensors(experts), num_topk, dtypes)]

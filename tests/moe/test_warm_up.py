@@ -405,3 +405,29 @@ def test_the_command_needs_a_gpu_or_an_architecture(monkeypatch, capsys):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     assert cli.main(SMALL) == 2
     assert "--arch: expected one of sm_90, sm_100, sm_103 on a machine without a GPU" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("router", "message"),
+    [
+        (7, "router: expected a dict of named arguments of envoi.route, got int"),
+        ({"gates": 1, "k": 2}, "router: expected names among gate, k, alpha, rule, .*, got 'gates'"),
+        ({"k": 2}, "router: gate: expected bfloat16 or .*, got NoneType"),
+        ({"gate": torch.zeros(8, 128)}, "router: k: expected an int from 1 to 32, got None"),
+        ({"gate": torch.zeros(8, 64), "k": 2}, r"router: gate: expected .* \[num_experts, 128\], got float32"),
+        ({"gate": torch.zeros(8, 128), "k": 2, "rule": "deepseek-v3x"}, "router: rule: expected one of"),
+        ({"gate": torch.zeros(8, 128), "k": 9}, "router: k: expected at most num_experts = 8, got 9"),
+        ({"gate": torch.zeros(8, 128), "k": 2, "alpha": 1e39}, "router: alpha: expected a number that float32 can"),
+        ({"gate": torch.zeros(8, 128), "k": 2, "return_counts": 1}, "router: return_counts: expected True or False"),
+    ],
+)
+def test_a_routers_arguments_are_checked_on_a_cpu_too(router, message):
+    with pytest.raises(ValueError, match=f"^{message}"):
+        envoi.warm_up(make(hidden=128).pack(), 8, 2, router)
+
+
+def test_a_routers_arguments():
+    gate, ids = torch.zeros(8, 128), torch.zeros(5, dtype=torch.int64)
+    table = torch.zeros(9, 2, dtype=torch.int32)
+    for more in ({}, {"rule": "mixtral"}, {"alpha": 2, "return_logits": True}, {"token_ids": ids, "hash_table": table}):
+        assert envoi.warm_up(make(hidden=128).pack(), 8, 2, {"gate": gate, "k": 2} | more) == 0

@@ -20,7 +20,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from triton import knobs
 
 import envoi
-from envoi import log
+from envoi import env, log
 from envoi.gemm import api as gemm_api
 from envoi.gemm import grouped_gemm
 from envoi.gemm.hopper import host, tune
@@ -456,7 +456,8 @@ def test_without_a_driver_or_with_an_old_one_calls_run_as_always(monkeypatch, mi
     ("variables", "on"),
     [
         ({}, True),
-        ({"ENVOI_PREPARED": "true"}, True),
+        ({"ENVOI_PREPARED": "1"}, True),
+        ({"ENVOI_PREPARED": ""}, True),
         ({"ENVOI_PREPARED": "0"}, False),
         ({"ENVOI_PREPARED": "1", "ENVOI_SAFE_LAUNCH": "1"}, False),
     ],
@@ -467,6 +468,16 @@ def test_the_variables_decide(monkeypatch, variables, on):
     for name, value in variables.items():
         monkeypatch.setenv(name, value)
     assert runpy.run_path(shortcuts.__file__)["PREPARED"] is on
+
+
+@pytest.mark.parametrize("name", ["ENVOI_PREPARED", "ENVOI_SAFE_LAUNCH", "ENVOI_NVTX"])
+@pytest.mark.parametrize("value", ["false", "2", "on"])
+def test_other_values_are_refused(monkeypatch, name, value):
+    for other in ("ENVOI_PREPARED", "ENVOI_SAFE_LAUNCH", "ENVOI_NVTX"):
+        monkeypatch.delenv(other, raising=False)
+    monkeypatch.setenv(name, value)
+    with pytest.raises(ValueError, match=f"^{name}: expected 0 or 1, got '{value}'$"):
+        [env.prepared(), env.safe_launch(), env.nvtx()]
 
 
 def test_kernels_are_launched_in_one_place():

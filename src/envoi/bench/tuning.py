@@ -14,6 +14,7 @@ if TYPE_CHECKING:
 
 DESCRIPTION = """Measure the configs of the Hopper GEMMs in rounds, with a cold L2 cache, and keep the fastest: of the
 shapes of `envoi bench` (SUITE: those of a suite), or of --shape. A later `envoi.gemm` on this machine uses them."""
+FORMATS = ("bf16", "fp8_row", "fp8_block128")  # whose GEMMs have configs
 FORMAT, EPILOGUE = "bf16", "store"  # of --shape, if none is given
 CANDIDATES = 24
 REPEAT = 20
@@ -26,7 +27,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("suites", metavar="SUITE", nargs="*", help="a suite of envoi bench that has GEMMs; default: all")
     add("--case", metavar="SUBSTRING", help="only shapes whose line in --list contains this")
     add("--shape", metavar="MxNxK", help="this one instead; with --groups M is the rows of all experts")
-    add("--format", metavar="F", default=FORMAT, help="of --shape: bf16, fp8_row, fp8_block128; default: %(default)s")
+    add("--format", metavar="F", default=FORMAT, help=f"of --shape: {', '.join(FORMATS)}; default: %(default)s")
     add("--epilogue", metavar="NAME", default=EPILOGUE, help="of --shape, a name of the library; default: %(default)s")
     add("--groups", metavar="E", type=int, help="experts of --shape; default: a plain GEMM")
     add("--drawn", action="store_true", help="with --groups: as many rows an expert as routing at random leaves it")
@@ -84,14 +85,13 @@ def _shape(args: argparse.Namespace) -> "Shape":
     from envoi.bench.shapes import GemmShape, GroupedShape, drawn_rows
     from envoi.bench.suites.endings import ENDINGS
     from envoi.check import expect_choice
-    from envoi.quant import format_named
 
     if args.suites:
         raise ValueError(f"--shape: expected no SUITE beside it, got {' '.join(args.suites)}")
     parts = args.shape.split("x")
     if len(parts) != 3 or not all(part.isdigit() and int(part) for part in parts):
         raise ValueError(f"--shape: expected MxNxK like 4096x4096x7168, got {args.shape!r}")
-    format_named(args.format, "--format")
+    expect_choice("--format", args.format, FORMATS)
     expect_choice("--epilogue", args.epilogue, ENDINGS)
     m, n, k = map(int, parts)
     if args.groups is None:

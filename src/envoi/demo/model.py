@@ -68,6 +68,13 @@ def bits_per_byte(model: Any, batches: list[torch.Tensor], advance=lambda: None)
     return nats / count / math.log(2)
 
 
+def expect_bytes(prompt: str) -> bytes:
+    """Return a prompt's bytes. Raises ValueError for none."""
+    if not prompt:
+        raise ValueError("--prompt: expected at least one byte, got an empty string")
+    return prompt.encode()
+
+
 @torch.no_grad()
 def continue_prompt(model: Any, prompt: str, num_bytes: int, advance=lambda: None, seed: int = 0) -> str:
     """Return the prompt and num_bytes more, sampled at temperature 0.7. advance is called for each byte."""
@@ -76,9 +83,7 @@ def continue_prompt(model: Any, prompt: str, num_bytes: int, advance=lambda: Non
         advance()
         return torch.zeros(len(ids), dtype=torch.bool, device=ids.device)
 
-    raw = prompt.encode()
-    if not raw:
-        raise ValueError("--prompt: expected at least one byte, got an empty string")
+    raw = expect_bytes(prompt)
     torch.manual_seed(seed)
     ids = torch.tensor([list(raw)], device=model.device)
     out = model.generate(

@@ -30,6 +30,7 @@ def run(args: argparse.Namespace) -> int:
     expect_int("--bytes", args.bytes, 2)
     expect_int("--new-bytes", args.new_bytes, 1)
     expect_int("--ranks", args.ranks, 1)
+    lm.expect_bytes(args.prompt)
     out = expect_picture("--out", args.out)
     import accelerate  # noqa: F401  # fails before the work is done if it is missing
     import matplotlib  # noqa: F401

@@ -67,8 +67,8 @@ def gemm(
     `envoi.quant.quantize`;
         a may be bf16 with an mxfp4, mxfp8 or nvfp4 b. M may be 0.
     epilogue: from `@envoi.epilogue`; None returns the product.
-    operands: of the epilogue, by name: Row [M], Col [N], Tile [M, N], HalfCol [N / 2], HalfTile [M, N / 2] of any
-        float dtype, Scalar a number or a tensor of one element.
+    operands: of the epilogue, by name: Row [M], Col [N], Tile [M, N], HalfCol [N / 2], HalfTile [M, N / 2], each
+        bf16, fp16 or fp32, Scalar a number or a tensor of one element.
     out_dtype: dtype of outputs that the epilogue doesn't cast or quantise; the default is a's dtype, bf16 for a
         QuantTensor. Reductions, and the values of a top-k, are always float32.
     batch_invariant: give a row the same bits whatever other rows there are and however many, for outputs that have

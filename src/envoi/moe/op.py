@@ -160,7 +160,7 @@ def check_tokens(tokens: torch.Tensor, routing: Routing, experts: ExpertWeights)
         raise ValueError(f"routing: expected an envoi.Routing, got {type(routing).__name__}")
     if not isinstance(experts, ExpertWeights):
         raise ValueError(f"experts: expected ExpertWeights from envoi.experts.pack, got {type(experts).__name__}")
-    expect_tensor("tokens", tokens, torch.bfloat16, ("num_tokens", experts.hidden), experts.device)
+    expect_tensor("tokens", tokens, HALVES, ("num_tokens", experts.hidden), experts.device)
     expect_int("routing.num_experts", routing.num_experts, 0)
     slots = (tokens.shape[0], "num_topk")
     ids = expect_tensor("routing.topk_ids", routing.topk_ids, IDS, slots, tokens.device)

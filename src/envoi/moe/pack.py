@@ -5,7 +5,16 @@ from dataclasses import replace
 
 import torch
 
-from envoi.check import Dim, describe, expect_bool, expect_choice, expect_number, expect_tensor, fits_float32
+from envoi.check import (
+    Dim,
+    describe,
+    expect_bool,
+    expect_choice,
+    expect_no_gradients,
+    expect_number,
+    expect_tensor,
+    fits_float32,
+)
 from envoi.epilogue.activation import expect_activation
 from envoi.epilogue.library import swiglu_oai_with
 from envoi.quant import regroup
@@ -18,6 +27,7 @@ from envoi.runtime.devices import implementation
 from envoi.runtime.tma import is_tma_ready
 from envoi.types import ExpertWeights, Matrix, QuantTensor, has_gate
 
+NAMES = ("gate_up", "down", "gate_up_bias", "down_bias")
 LAYOUTS = ("concat", "interleaved")
 READ_AS_STORED = ("bf16", "fp8_row", "fp8_block128")  # formats whose kernels read both layouts
 SWIGLU_OAI_LIMIT = 7.0
@@ -63,16 +73,16 @@ def pack(
         where the kernels of the format read it, else "interleaved". Contiguous weights that have the format's numbers
         in that layout are referenced, not copied.
     swiglu_limit: clamps gate at +limit, up to [-limit, limit]; "swiglu_oai" defaults to 7. swiglu_alpha: else 1.702.
-    Example: gate_up [8, 512, 256] packed in "fp8_block128" has float8_e4m3fn values [8, 512, 256] and sf [8, 4, 2].
 
-    On a Hopper GPU "mxfp4" and "nvfp4" weights are kept in the order of its tensor cores where that can be
-    (`envoi.quant.fragments.supports_fragments`); they take no more memory, and `unpack` reads them.
-    Raises ValueError if shapes disagree, or H or I isn't a multiple of the format's group (128 for fp8_block128, 32 for
-    mxfp8, mxfp4 and mxfp4_mxfp8, 16 for nvfp4; bf16 and fp8_row take any multiple of 8).
+    On Hopper "mxfp4" and "nvfp4" weights are kept in the order of its tensor cores where that can be
+    (`envoi.quant.fragments.supports_fragments`), in as much memory; `unpack` reads them.
+    Raises ValueError if shapes disagree, H or I isn't a multiple of the format's group (128 for fp8_block128, 32 for
+    the MX formats, 16 for nvfp4; bf16 and fp8_row take any multiple of 8), or a tensor requires grad in grad mode.
     """
     expect_choice("format", format, (*FORMATS, AUTO))
     expect_choice("gate_up_layout", gate_up_layout, LAYOUTS)
     expect_bool("requantize", requantize)
+    expect_no_gradients(NAMES, (gate_up, down, gate_up_bias, down_bias))
     activation, limit = _activation(activation, swiglu_limit, swiglu_alpha)
     gate_up = _stored(gate_up, gate_up_sf, gate_up_scale, "gate_up")
     down = _stored(down, down_sf, down_scale, "down")
@@ -281,8 +291,15 @@ def _with_rows_on_16_bytes(x: QuantTensor) -> QuantTensor:
 def unpack(
     experts: ExpertWeights, gate_up_layout: str = "concat", dtype: torch.dtype = torch.float32
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None, torch.Tensor | None]:
-    """Return gate_up, down, gate_up_bias, down_bias in `dtype`: the inverse of `pack`, up to the format's rounding."""
+    """Return gate_up, down, gate_up_bias, down_bias in `dtype`: the inverse of `pack`, up to the format's rounding.
+
+    dtype: a floating-point one of 16 to 64 bits. Raises ValueError for another, or another layout.
+    """
+    if not isinstance(experts, ExpertWeights):
+        raise ValueError(f"experts: expected ExpertWeights from envoi.experts.pack, got {describe(experts)}")
     expect_choice("gate_up_layout", gate_up_layout, LAYOUTS)
+    if dtype not in (*FLOATS, torch.float64):
+        raise ValueError(f"dtype: expected bfloat16, float16, float32 or float64 of torch, got {dtype}")
     gate_up, down = _widen(experts.gate_up, dtype), _widen(experts.down, dtype)
     gate_up_bias = None if experts.gate_up_bias is None else experts.gate_up_bias.to(dtype)
     down_bias = None if experts.down_bias is None else experts.down_bias.to(dtype)

@@ -11,7 +11,7 @@ cast rounds to nearest even and saturates. With a float32 or UE8M0 scale no elem
 
 import torch
 
-from envoi.check import describe, expect_divisible
+from envoi.check import describe, expect_divisible, expect_no_gradients, expect_tensor
 from envoi.quant.bits import e2m1_decode, e2m1_encode, e8m0_ceil, e8m0_to_float, pack_nibbles, unpack_nibbles
 from envoi.quant.formats import Scheme, scheme_named
 from envoi.quant.fragments import to_rows
@@ -28,12 +28,17 @@ def quantize(x: torch.Tensor, scheme: str | Scheme, name: str = "x") -> QuantTen
     scheme: a name of `SCHEMES` or a Scheme. C must be a multiple of the group's columns (R need not be of its rows).
     A NaN or an infinity anywhere in a group makes that whole group NaN, and no other. x is rounded to float32 first, as
     scale factors are float32 at most: a float64 number that float32 has no finite number for (above 3.4e38) is an
-    infinity here.
-    Raises ValueError for a dtype that isn't floating point or a C that the group doesn't divide.
+    infinity here. "nvfp4" keeps its accuracy where groups' largest magnitudes are between 0.012 and 2688, the range of
+    its factors times 6: larger numbers are clipped, and smaller ones lose bits and become 0. Multiply such numbers by a
+    power of two before, as `envoi.experts.pack` does for weights.
+    Raises ValueError for a dtype that isn't floating point, a C that the group doesn't divide, or an x that requires
+    grad while grad mode is on.
     """
     scheme = scheme if isinstance(scheme, Scheme) else scheme_named(scheme)
     if not isinstance(x, torch.Tensor) or x.dtype not in _FLOATS or x.dim() < 2:
         raise ValueError(f"{name}: expected a floating-point tensor [.., R, C], got {describe(x)}")
+    expect_tensor(name, x)
+    expect_no_gradients((name,), (x,))
     group = scheme.group_for(x.shape)
     if x.shape[-1] % group[1]:  # a traced size can't be printed, so the reason is only formatted for an error
         expect_divisible(
@@ -99,10 +104,12 @@ def decode_sf(q: QuantTensor, dtype: torch.dtype = torch.float32) -> torch.Tenso
 def dequantize(q: QuantTensor, dtype: torch.dtype = torch.float32) -> torch.Tensor:
     """Return values times scale factors, rounded once: [.., R, C] in `dtype` (float32 or float64).
 
-    Raises ValueError for anything but a QuantTensor.
+    Raises ValueError for anything but a QuantTensor, and another dtype.
     """
     if not isinstance(q, QuantTensor):
         raise ValueError(f"q: expected a QuantTensor, got {describe(q)}")
+    if dtype not in (torch.float32, torch.float64):
+        raise ValueError(f"dtype: expected torch.float32 or torch.float64, got {dtype}")
     x = decode_values(q, dtype) * expand_sf(decode_sf(q, dtype), q.group, q.shape)
     if q.scale is None:
         return x

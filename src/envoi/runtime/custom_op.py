@@ -121,7 +121,9 @@ def expect_memory(names: Sequence[str], values: Sequence[Any]) -> None:
                 found.setdefault(x.is_meta, (name, x))
     if len(found) == 2 and observer.rehearsed() is None:
         (name, _), (other, x) = found[True], found[False]
-        raise ValueError(f"{name}: expected a tensor on {x.device}, as {other} is, got one on meta, which has no values")
+        raise ValueError(
+            f"{name}: expected a tensor on {x.device}, as {other} is, got one on meta, which has no values"
+        )
 
 
 def autocast_dtype(device: torch.device) -> torch.dtype | None:

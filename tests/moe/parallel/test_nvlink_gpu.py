@@ -302,7 +302,7 @@ def assert_rank_1_is_named(kind: str, outcomes, timeout_s: float) -> None:
 
 MISTAKES = {
     "id": "routing.topk_ids: expected ids from 0 to 7, or -1 for a masked slot",
-    "dtype": "tokens: expected bfloat16 [num_tokens, 256], got float32",
+    "dtype": "tokens: expected bfloat16 or float16 [num_tokens, 256], got float32",
     "many": "tokens: expected at most 60 of them (max_tokens), got 61",
     "k": "routing.topk_ids: expected at most 3 slots a token (num_topk), got 4",
 }

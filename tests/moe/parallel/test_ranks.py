@@ -172,7 +172,7 @@ def test_what_a_group_may_be():
 
 MISTAKES = {
     "id": "topk_ids: expected ids from 0 to 7, or -1 for a masked slot, got 99 at token 3, slot 1",
-    "dtype": "tokens: expected bfloat16 [num_tokens, 256], got float32",
+    "dtype": "tokens: expected bfloat16 or float16 [num_tokens, 256], got float32",
     "gradient": "tokens: expected a tensor without gradients",
     "meta": "tokens: expected a tensor on cpu, got one on meta, which has no values",
     "far id": f"got {2**40} at token 3, slot 1",

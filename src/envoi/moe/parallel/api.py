@@ -186,10 +186,9 @@ class ExpertParallel:
         return self._moe(tokens, routing)
 
     def _moe(self, tokens: torch.Tensor, routing: Routing) -> torch.Tensor:
-        if not torch.compiler.is_compiling():  # while it compiles no rank has begun to exchange anything
-            refusal = complaint(check_call, tokens, routing, self.experts)
-            if refusal and self.name in _instances:
-                return self._run(tokens, routing, self.experts, refusal)
+        refusal = "" if torch.compiler.is_compiling() else complaint(check_call, tokens, routing, self.experts)
+        if refusal and self.name in _instances:
+            return self._run(tokens, routing, self.experts, refusal)
         rows, slots, dtype = as_rows(tokens, routing)
         weights, ids = slots.topk_weights, slots.topk_ids
         if isinstance(weights, torch.Tensor) and isinstance(ids, torch.Tensor):
@@ -307,10 +306,7 @@ class ExpertParallel:
             _instances.pop(self.name, None)
             self.domain = self.buffers = None
 
-    def _run(
-        self, tokens: torch.Tensor, routing: Routing, experts: ExpertWeights, refusal: str = ""
-    ) -> torch.Tensor:  # fmt: skip
-        """Run the layer. refusal: what is wrong with this rank's arguments, if that is known."""
+    def _run(self, tokens: torch.Tensor, routing: Routing, experts: ExpertWeights, refusal: str = "") -> torch.Tensor:
         with self._lock:  # exchanges of two calls that interleave would be taken for each other's
             refusal = refusal or self._refusal(tokens, routing, experts)
             shared = self._shared()

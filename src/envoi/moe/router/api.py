@@ -4,7 +4,7 @@ from typing import Any
 
 import torch
 
-from envoi.check import expect_choice, expect_int, expect_number, expect_tensor
+from envoi.check import expect_bool, expect_choice, expect_float32, expect_int, expect_tensor
 from envoi.moe.router import host, reference
 from envoi.moe.router.rules import PRESETS, Rule
 from envoi.runtime.custom_op import operator
@@ -66,12 +66,15 @@ def route(
     see, give that slot id -1 and weight 0.
     Source of the rules: the models' own published code, see `envoi.moe.router.rules`.
     """
-    chosen = PRESETS[expect_choice("rule", rule, PRESETS)].rule if isinstance(rule, str) else rule
+    chosen = named(rule)
     tokens, token_ids = _rows(tokens, token_ids)
-    _check(tokens, gate, k, chosen, logit_bias, expert_bias)
-    _check_hash(tokens, gate, k, token_ids, hash_table)
+    check_inputs(tokens, gate, k, chosen, logit_bias, expert_bias, token_ids, hash_table)
+    for name, wanted in (
+        ("return_logits", return_logits), ("return_dense", return_dense), ("return_counts", return_counts)
+    ):  # fmt: skip
+        expect_bool(name, wanted)
     outputs = _route(
-        tokens, gate, k, expect_number("alpha", alpha), chosen.score, chosen.num_groups, chosen.num_topk_groups,
+        tokens, gate, k, expect_float32("alpha", alpha), chosen.score, chosen.num_groups, chosen.num_topk_groups,
         chosen.group_score, chosen.renormalize, float(chosen.routed_scale), logit_bias, expert_bias, token_ids,
         hash_table, return_logits, return_dense, return_counts,
     )  # fmt: skip
@@ -96,7 +99,13 @@ def _rows(tokens: Any, token_ids: Any) -> tuple[Any, Any]:
     return tokens.flatten(0, 1), token_ids
 
 
-def _check(tokens, gate, k, rule, logit_bias, expert_bias) -> None:
+def named(rule: Rule | str) -> Rule:
+    """Return the rule of a model's name, or the rule itself. Raises ValueError for an unknown name."""
+    return PRESETS[expect_choice("rule", rule, PRESETS)].rule if isinstance(rule, str) else rule
+
+
+def check_inputs(tokens, gate, k, rule, logit_bias, expert_bias, token_ids, hash_table) -> None:
+    """Raise ValueError unless tensors, k and rule fit each other, as `route` takes them."""
     expect_tensor("tokens", tokens, FLOATS, ("num_tokens", "hidden"))
     expect_tensor("gate", gate, FLOATS, ("num_experts", tokens.shape[1]), tokens.device)
     num_experts, hidden = gate.shape
@@ -112,9 +121,6 @@ def _check(tokens, gate, k, rule, logit_bias, expert_bias) -> None:
     for name, bias in (("logit_bias", logit_bias), ("expert_bias", expert_bias)):
         if bias is not None:
             expect_tensor(name, bias, FLOATS, (num_experts,), tokens.device)
-
-
-def _check_hash(tokens, gate, k, token_ids, hash_table) -> None:
     if (token_ids is None) != (hash_table is None):
         raise ValueError("token_ids, hash_table: expected both or neither, got one of them")
     if token_ids is not None:

@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass
 
-from envoi.check import describe, expect_choice, expect_divisible, expect_int, expect_number
+from envoi.check import describe, expect_choice, expect_divisible, expect_float32, expect_int
 
 SCORES = ("softmax", "sigmoid", "sqrt_softplus", "softmax_over_topk", "sigmoid_of_topk")
 GROUP_SCORES = ("max", "top2_sum")
@@ -32,7 +32,7 @@ class Rule:
         expect_choice("rule.group_score", self.group_score, GROUP_SCORES)
         expect_int("rule.num_groups", self.num_groups, 1)
         expect_int("rule.num_topk_groups", self.num_topk_groups, 1, self.num_groups, "at most num_groups")
-        expect_number("rule.routed_scale", self.routed_scale)
+        expect_float32("rule.routed_scale", self.routed_scale)
         if not isinstance(self.renormalize, bool):
             raise ValueError(f"rule.renormalize: expected True or False, got {describe(self.renormalize)}")
 
