@@ -223,3 +223,27 @@ def test_the_command_as_a_module_and_the_router_as_one():
     from envoi.router import Rule
 
     assert Rule is envoi.router.Rule
+
+
+def test_devices_models_and_layers_that_are_none(tmp_path):
+    with pytest.raises(ValueError, match="^device: expected a device of torch such as 'cuda', got str 'foo'"):
+        envoi.experts.load(tmp_path / "x", device="foo")
+    with pytest.raises(ValueError, match="^device: expected a device of torch"):
+        check.expect_device("device", None)
+    assert check.expect_device("device", "cpu") == torch.device("cpu")
+    with pytest.raises(ValueError, match="^state: expected a dict of tensors, .* got NoneType"):
+        envoi.experts.from_state_dict(None)
+    with pytest.raises(ValueError, match="^layer: expected a MoeLayer, got NoneType"):
+        envoi.plan.plan_moe(None)
+    from envoi.integrations import transformers
+
+    for call in (transformers.report, transformers.refresh, transformers.release):
+        with pytest.raises(ValueError, match="^model: expected a torch.nn.Module, got NoneType"):
+            call(None)
+
+
+@pytest.mark.parametrize("scheme", ["fp8_row", "fp8_128x128", "mxfp4"])
+def test_factors_that_do_not_go_with_the_values(scheme):
+    q = envoi.quant.quantize(torch.ones(256, 256), scheme)
+    with pytest.raises(ValueError, match=r"^q.sf: expected \[.*\], a factor for each group, got "):
+        envoi.quant.dequantize(replace(q, sf=q.sf[:-1]))

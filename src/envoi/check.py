@@ -112,6 +112,17 @@ def fits_float32(value: int | float) -> bool:
     return not math.inf > abs(value) > torch.finfo(torch.float32).max
 
 
+def expect_device(name: str, value: Any) -> torch.device:
+    """Return the device that a user named, with memory of its own; else raise ValueError."""
+    try:
+        device = torch.device(value)
+    except (RuntimeError, TypeError):
+        raise ValueError(f"{name}: expected a device of torch such as 'cuda', got {describe(value)}") from None
+    if device.type == "cuda" and not torch.cuda.is_available():
+        raise ValueError(f"{name}: expected a device that is here, got {value!r}: torch sees no GPU")
+    return device
+
+
 def expect_divisible(name: str, value: int, by: int, why: str) -> int:
     """Return `value` if `by` divides it; else raise ValueError that says why it must."""
     if value % by:

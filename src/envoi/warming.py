@@ -44,7 +44,9 @@ def check_router(router: Any, experts: ExpertWeights) -> None:
     for name in router:
         if name not in known:
             raise ValueError(f"router: expected names among {', '.join(known)}, got {name!r}")
-    given = dict.fromkeys(("gate", "k", "logit_bias", "expert_bias", "token_ids", "hash_table")) | dict(router)
+    given: dict[str, Any] = dict.fromkeys(("gate", "k", "logit_bias", "expert_bias", "token_ids", "hash_table")) | dict(
+        router
+    )
     tokens = torch.empty(0, experts.hidden, dtype=torch.bfloat16, device=experts.device)
     token_ids = given["token_ids"]
     if isinstance(token_ids, torch.Tensor):

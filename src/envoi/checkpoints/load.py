@@ -8,7 +8,7 @@ from pathlib import Path
 
 import torch
 
-from envoi.check import expect_choice, expect_int
+from envoi.check import expect_choice, expect_device, expect_int
 from envoi.checkpoints.config import Config, read_config
 from envoi.checkpoints.names import Separate, Stacked, find, layers
 from envoi.checkpoints.separate import read_separate
@@ -55,7 +55,7 @@ def from_checkpoint(
     config = read_config(Path(path) if Path(path).is_dir() else Path(path).parent)
     with Shards(path) as shards:
         return load_layer(
-            shards, config, layer, experts, format, device=torch.device(device), requantize=requantize,
+            shards, config, layer, experts, format, device=expect_device("device", device), requantize=requantize,
             progress=progress,
         )  # fmt: skip
 

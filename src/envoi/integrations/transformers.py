@@ -135,6 +135,7 @@ def packed_experts(module: torch.nn.Module, format: str = "bf16") -> ExpertWeigh
 
 def refresh(model: torch.nn.Module) -> None:
     """Pack the model's experts again, as far as they are packed: needed after a change that torch doesn't count."""
+    expect_model(model)
     for module in model.modules():
         if is_experts(module) and "_envoi_released" not in vars(module) and not unserved(module):
             packings.refresh(own_weights(module))
@@ -151,6 +152,7 @@ def release(model: torch.nn.Module) -> int:
     from envoi.integrations import transformers_release
 
     freed = 0
+    expect_model(model)
     for module in model.modules():
         kept = "_envoi_released" in vars(module) or f"down_proj{STORED_FACTORS}" in module._parameters
         if is_experts(module) and not kept:
@@ -169,7 +171,14 @@ def report(model: torch.nn.Module) -> "Report":
     """
     from envoi.integrations import transformers_report
 
+    expect_model(model)
     return transformers_report.report(model)
+
+
+def expect_model(model: Any) -> None:
+    """Raise ValueError for anything but a module of torch."""
+    if not isinstance(model, torch.nn.Module):
+        raise ValueError(f"model: expected a torch.nn.Module, got {type(model).__name__}")
 
 
 def is_experts(module: Any) -> bool:

@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from envoi.check import describe, expect_choice, expect_number, expect_tensor
+from envoi.check import describe, expect_choice, expect_device, expect_number, expect_tensor
 from envoi.epilogue.activation import expect_activation
 from envoi.quant.formats import Format, Scheme, format_named
 from envoi.quant.pack import with_checked_scales
@@ -39,6 +39,10 @@ def from_state_dict(state: Mapping[str, torch.Tensor], prefix: str = "") -> Expe
     Waits for the tensors' device, to see how large MX factors are. Raises ValueError that names a tensor or field which
     is missing or isn't as it was described.
     """
+    if not isinstance(state, Mapping):
+        raise ValueError(
+            f"state: expected a dict of tensors, as envoi.experts.state_dict returns, got {describe(state)}"
+        )
     description = state.get(prefix + META)
     if description is None:
         raise ValueError(f"state: expected a tensor {prefix + META!r} of envoi.experts.state_dict, got none")
@@ -72,7 +76,7 @@ def load(path: str | Path, device: torch.device | str = "cpu") -> ExpertWeights:
     """
     from safetensors import SafetensorError, safe_open
 
-    device = torch.device(device)  # else safetensors calls a name that it doesn't know a broken file
+    device = expect_device("device", device)  # else safetensors calls a name that it doesn't know a broken file
     if Path(path).is_dir():
         raise ValueError(f"{path}: expected a file that envoi.experts.save wrote, got a folder")
     try:

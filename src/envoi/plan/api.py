@@ -92,8 +92,10 @@ def plan_moe(
 
     Example: plan_moe(MoeLayer(4096, 2048, 256, 6, 2048, 8, "fp8_block128")) has 12288 rows per rank.
 
-    Raises ValueError if the layer doesn't fit the GPU.
+    Raises ValueError for anything but a MoeLayer, or if the layer doesn't fit the GPU.
     """
+    if not isinstance(layer, MoeLayer):
+        raise ValueError(f"layer: expected a MoeLayer, got {type(layer).__name__}")
     machine = machine_of(arch)
     if max_tokens is None:
         max_tokens = layer.num_tokens

@@ -110,6 +110,10 @@ def dequantize(q: QuantTensor, dtype: torch.dtype = torch.float32) -> torch.Tens
         raise ValueError(f"q: expected a QuantTensor, got {describe(q)}")
     if dtype not in (torch.float32, torch.float64):
         raise ValueError(f"dtype: expected torch.float32 or torch.float64, got {dtype}")
+    rows, columns = q.shape[-2:]
+    wanted = (*q.shape[:-2], -(-rows // q.group[0]), -(-columns // q.group[1]))
+    if q.order == "rows" and tuple(q.sf.shape) != wanted:
+        raise ValueError(f"q.sf: expected {list(wanted)}, a factor for each group, got {describe(q.sf)}")
     x = decode_values(q, dtype) * expand_sf(decode_sf(q, dtype), q.group, q.shape)
     if q.scale is None:
         return x
