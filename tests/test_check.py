@@ -247,3 +247,12 @@ def test_factors_that_do_not_go_with_the_values(scheme):
     q = envoi.quant.quantize(torch.ones(256, 256), scheme)
     with pytest.raises(ValueError, match=r"^q.sf: expected \[.*\], a factor for each group, got "):
         envoi.quant.dequantize(replace(q, sf=q.sf[:-1]))
+
+
+def test_a_refusal_while_a_call_of_any_size_compiles():
+    layer = make(tokens=5)
+    experts, routing = layer.pack(), layer.routing
+    compiled = torch.compile(lambda x: envoi.moe(x, routing, experts), fullgraph=True, dynamic=True, backend="eager")
+    compiled(layer.tokens)
+    with pytest.raises(torch._dynamo.exc.Unsupported, match="expected .*bfloat16 or float16"):
+        compiled(torch.cat((layer.tokens, layer.tokens)).float())

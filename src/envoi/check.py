@@ -57,7 +57,7 @@ def expect_tensor(
 
 def _wanted(dtypes: Sequence[torch.dtype], shape: Sequence[Dim] | None) -> str:
     kinds = " or ".join(map(dtype_name, dtypes)) or "tensor"
-    return kinds if shape is None else f"{kinds} [{', '.join('*' if d is None else str(d) for d in shape)}]"
+    return kinds if shape is None else f"{kinds} [{', '.join('*' if d is None else f'{d}' for d in shape)}]"
 
 
 def _fits(sizes: Sequence[int], shape: Sequence[Dim]) -> bool:
