@@ -6,6 +6,7 @@ import time
 from dataclasses import replace
 from functools import cache
 from itertools import pairwise
+from typing import Any
 
 import pytest
 import torch
@@ -305,6 +306,9 @@ MISTAKES = {
     "dtype": "tokens: expected bfloat16 or float16 [num_tokens, 256], got float32",
     "many": "tokens: expected at most 60 of them (max_tokens), got 61",
     "k": "routing.topk_ids: expected at most 3 slots a token (num_topk), got 4",
+    "gradient": "tokens: expected a tensor without gradients",
+    "meta": "tokens: expected a tensor on cuda:",
+    "routing": "routing: expected an envoi.Routing, got tuple",
 }
 
 
@@ -341,7 +345,7 @@ def _forget(parallel) -> None:
         parallel.check()
 
 
-def wrong(kind: str, tokens: torch.Tensor, routing: Routing) -> tuple[torch.Tensor, Routing]:
+def wrong(kind: str, tokens: torch.Tensor, routing: Routing) -> tuple[torch.Tensor, Any]:
     weights, ids = routing.topk_weights, routing.topk_ids.clone()
     if kind == "id":
         ids[3, 1] = 99
@@ -351,6 +355,12 @@ def wrong(kind: str, tokens: torch.Tensor, routing: Routing) -> tuple[torch.Tens
         tokens, ids, weights = (x[:1].expand(61, -1).contiguous() for x in (tokens, ids, weights))
     if kind == "k":
         ids, weights = (torch.cat((x, x[:, :1]), 1) for x in (ids, weights))
+    if kind == "gradient":
+        tokens = tokens.clone().requires_grad_()
+    if kind == "meta":
+        tokens = tokens.to("meta")
+    if kind == "routing":
+        return tokens, (weights, ids)
     return tokens, Routing(weights, ids, routing.num_experts)
 
 
