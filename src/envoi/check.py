@@ -113,7 +113,7 @@ def fits_float32(value: int | float) -> bool:
 
 
 def expect_device(name: str, value: Any) -> torch.device:
-    """Return the device that a user named, with memory of its own; else raise ValueError."""
+    """Return the device that a user named; else raise ValueError."""
     try:
         device = torch.device(value)
     except (RuntimeError, TypeError):

@@ -185,7 +185,8 @@ class ExpertWeights(_Printed):
     gate_up_layout: str = "interleaved"
 
     def __post_init__(self) -> None:
-        if self.swiglu_limit is not None and not self.swiglu_limit > 0:
+        limit = self.swiglu_limit
+        if limit is not None and not (isinstance(limit, (int, float)) and limit > 0):
             raise ValueError(f"swiglu_limit: expected a positive number or None, got {self.swiglu_limit!r}")
         known = ("interleaved", "concat") if self.order == "rows" else ("interleaved",)
         if self.gate_up_layout not in known:

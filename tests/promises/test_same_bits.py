@@ -165,5 +165,8 @@ def test_only_a_format_of_ranks(capsys):
 
 
 def test_ranks_that_the_limit_ended(capsys):
-    assert main(["same-bits", "--device", "cpu", "--only", "ExpertParallel bf16", "--limit-s", "0.2"]) == 1
-    assert capsys.readouterr().out == "not run within 0.2 s: ExpertParallel bf16\n"
+    only = ["same-bits", "--device", "cpu", "--only"]
+    assert main([*only, "ExpertParallel bf16", "--limit-s", "0.2"]) == 1
+    assert "not run within 0.2 s: ExpertParallel bf16" in capsys.readouterr().out
+    with pytest.raises(ValueError, match="^--only: expected one of 'ExpertParallel', "):
+        main([*only, "ExpertParallel bf61"])

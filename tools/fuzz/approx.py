@@ -37,7 +37,9 @@ class Approx:
         # Infinity times what may be 0, and may be of any sign.
         either = self.mid.isinf() & (other.mid.abs() <= other.err) & (other.err > 0)
         either = either | (other.mid.isinf() & (self.mid.abs() <= self.err) & (self.err > 0))
-        return approx(mid, err + U * mid.abs() + TINY).freed(either | self.err.isinf() | other.err.isinf())
+        # Beyond float32 it is infinite, but not if an addition after it is fused with it.
+        beyond = self.mid.isfinite() & other.mid.isfinite() & (mid.abs() + err > LARGEST)
+        return approx(mid, err + U * mid.abs() + TINY).freed(either | beyond | self.err.isinf() | other.err.isinf())
 
     def freed(self, which: torch.Tensor) -> "Approx":
         """Let some values be anything."""

@@ -23,7 +23,8 @@ def rising(x: Approx, f: Function, units: float = 4.0, by_size: float = 0.0, at_
     found = between(torch.minimum(low, high), torch.maximum(low, high))
     size = found.mid.abs().clamp(min=at_least)
     grown = (units - by_size * x.mid.clamp(-1e6, 0.0)) * U * size
-    return approx(found.mid, found.err + grown + TINY).freed(x.err.isinf() | found.err.isinf())
+    beyond = x.mid.isfinite() & (found.mid.abs() + found.err > LARGEST)  # a later addition may be fused with it
+    return approx(found.mid, found.err + grown + TINY).freed(x.err.isinf() | found.err.isinf() | beyond)
 
 
 def limited(x: Approx, low: float | None, high: float | None) -> Approx:
@@ -82,9 +83,13 @@ def choice(x: Approx, y: Approx, a: Approx, b: Approx) -> Approx:
 
 
 def hardswish(x: Approx) -> Approx:
-    """Return x * clip(x + 3, 0, 6) / 6, whose derivative is within 1.5; anything for -inf."""
+    """Return x * clip(x + 3, 0, 6) / 6, whose derivative is within 1.5; anything for -inf.
+
+    Also where the product is infinite before it is divided.
+    """
     mid = x.mid * (x.mid + 3).clamp(0, 6) / 6
-    return approx(mid, 1.5 * x.err + 8 * U * (mid.abs() + x.mid.abs()) + TINY).freed(x.mid == -torch.inf)
+    found = approx(mid, 1.5 * x.err + 8 * U * (mid.abs() + x.mid.abs()) + TINY)
+    return found.freed((x.mid == -torch.inf) | (x.mid.isfinite() & (6 * (x.mid.abs() + x.err) > LARGEST)))
 
 
 def gelu_tanh(x: Approx) -> Approx:
@@ -164,10 +169,11 @@ class Sums:
 
     def total(self) -> Approx:
         """Return the sum, in any order."""
-        count, size = self.x.mid.shape[self.dim], (self.x.mid.abs() + self.x.err).sum(self.dim)
+        count, size = self.x.mid.shape[self.dim], (self.x.mid.abs() + self.x.err)
+        size = torch.where(size.isfinite(), size, 0.0).sum(self.dim)
         mid = self.x.mid.sum(self.dim)
-        err = self.x.err.sum(self.dim) + (count + 4) * U / 2 * torch.where(size.isfinite(), size, 0.0) + TINY
-        return approx(mid, err).freed(self.x.err.isinf().any(self.dim) | (size.isfinite() & (size > LARGEST)))
+        err = self.x.err.sum(self.dim) + (count + 4) * U / 2 * size + TINY
+        return approx(mid, err).freed(self.x.err.isinf().any(self.dim) | (size > LARGEST))
 
     def largest(self, of_none: float = -torch.inf) -> Approx:
         """Return the largest value; a NaN among them frees it."""

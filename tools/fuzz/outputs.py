@@ -8,6 +8,7 @@ import torch
 
 from tools.fuzz import formats
 from tools.fuzz.approx import Approx, between, requantised, wrong
+from tools.fuzz.language import limited
 
 E4M3_LARGEST = 448.0
 
@@ -57,7 +58,7 @@ def judge(got: Any, want: Left, dtype: torch.dtype, rows: int | None, number: in
     if got.dtype != expected:
         return f"{name} has {got.dtype}, expected {expected}"
     if expected == torch.float8_e4m3fn:
-        x = want.x.clamp(-E4M3_LARGEST, E4M3_LARGEST)
+        x = limited(want.x, -E4M3_LARGEST, E4M3_LARGEST)
         ends = (formats.nearest(end, formats.E4M3) for end in x.ends())
         right = between(*ends).freed(want.x.err.isinf())
         return wrong(formats.decode_e4m3(got.cpu())[first], right[first], torch.float64, name)

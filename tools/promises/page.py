@@ -152,7 +152,7 @@ def fuzz(folder: Path) -> str:
 
 Random cases of every operator, hostile inputs included, are judged in float64 by code that shares nothing with the
 kernels or their references. Seeds come in families that share kernels and differ in rows, values and routing. The
-command that a finding prints repeats its seed. An epilogue "as a user writes one" is a program drawn from all of the
+command that a finding prints repeats its seed. An epilogue "as a user writes one" is a program drawn from most of the
 language, with operands, reductions, casts and quantised outputs, given to `gemm` or `grouped_gemm` in any format.
 
 Tests: `tests/fuzz/test_fuzz.py`, also on CPUs. Program: `python -m tools.fuzz all --jobs 14 --limit-s 570`.

@@ -6,6 +6,7 @@ from collections.abc import Iterator
 
 import torch
 
+from envoi.check import expect_choice
 from envoi.quant import FORMATS
 from tests.helpers.ranks import MOST_RANKS, gpu_ranks
 from tools.in_processes import in_processes
@@ -58,16 +59,23 @@ def run(options: argparse.Namespace) -> Iterator[Run]:
             spent = time.monotonic() - start
             yield run_of(key, result.count, result.wrong, spent, options.device, text=result.text)
     if missing:
+        options.incomplete = True
         print(f"not run within {options.limit_s:g} s: {', '.join(missing)}")
-    yield from number_of_ranks(options)
+    yield from number_of_ranks(options, options.limit_s - (time.monotonic() - start))
 
 
-def number_of_ranks(options: argparse.Namespace) -> Iterator[Run]:
-    """Yield a run for each format over several ranks, as far as they end within the limit."""
+def number_of_ranks(options: argparse.Namespace, limit_s: float) -> Iterator[Run]:
+    """Yield a run for each format over several ranks, as far as they end within limit_s.
+
+    Raises ValueError for a format that isn't one.
+    """
+    for name in options.only:
+        if name.startswith(RANKS):
+            expect_choice("--only", name, (RANKS, *(f"{RANKS} {format}" for format in FORMATS)))
     draws = max(4, options.draws // 5)
     wanted = [x for x in FORMATS if not options.only or {RANKS, f"{RANKS} {x}"} & set(options.only)]
     tasks = [(format, options.seed, draws, options.device) for format in wanted]
-    for done in in_processes(over_ranks, tasks, max(1, options.jobs // MOST_RANKS), options.limit_s):
+    for done in in_processes(over_ranks, tasks, max(1, options.jobs // MOST_RANKS), limit_s):
         if done.cut:
             continue
         wanted.remove(done.task[0])
@@ -76,6 +84,7 @@ def number_of_ranks(options: argparse.Namespace) -> Iterator[Run]:
         key = f"same bits/number of ranks/{name}"
         yield run_of(key, result.count, result.wrong, done.seconds, options.device, gpu_ranks(), result.text)
     if wanted:
+        options.incomplete = True
         print(f"not run within {options.limit_s:g} s: {RANKS} {', '.join(wanted)}")
 
 

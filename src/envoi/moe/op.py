@@ -4,7 +4,7 @@ from dataclasses import replace
 
 import torch
 
-from envoi.check import describe, expect_int, expect_no_gradients, expect_tensor
+from envoi.check import describe, expect_no_gradients, expect_tensor
 from envoi.quant.formats import Scheme, format_named
 from envoi.runtime.custom_op import autocast_dtype
 from envoi.runtime.prepared.constants import exactly
@@ -137,7 +137,7 @@ def _flat(x: torch.Tensor, lead: torch.Size) -> torch.Tensor:
 def check_call(tokens: torch.Tensor, routing: Routing, experts: ExpertWeights) -> None:
     """Raise ValueError for arguments that the operator `moe_parallel` would refuse before its peers hear of it.
 
-    These are all that aren't tensors, and tensors with gradients or without values.
+    These are all that aren't dense tensors, and tensors with gradients or without values. Reads no values.
     """
     if not isinstance(routing, Routing):
         raise ValueError(f"routing: expected an envoi.Routing, got {type(routing).__name__}")
@@ -145,13 +145,20 @@ def check_call(tokens: torch.Tensor, routing: Routing, experts: ExpertWeights) -
     for name, x in given.items():
         if not isinstance(x, torch.Tensor):
             raise ValueError(f"{name}: expected a tensor, got {describe(x)}")
+        if x.is_nested:
+            raise ValueError(f"{name}: expected a dense tensor, got a nested one")
+        expect_tensor(name, x)
         if x.is_meta and not experts.device.type == "meta":
             raise ValueError(f"{name}: expected a tensor on {experts.device}, got one on meta, which has no values")
-    num_experts = expect_int("routing.num_experts", routing.num_experts, 0)
-    if routing.topk_ids.dtype == torch.int64 and routing.topk_ids.device.type == "cpu":
-        check_ids(routing.topk_ids, num_experts)  # as they were given: later they are int32
+    _expect_number(routing.num_experts)
     expect_no_gradients(tuple(given), tuple(given.values()))
     expect_no_gradients(("experts",) * 8, tensors_of(experts))
+
+
+def _expect_number(num_experts: int) -> None:
+    """Raise ValueError unless a routing's number of experts is an integer, of Python or NumPy."""
+    if not isinstance(num_experts, int) and not hasattr(num_experts, "__index__"):
+        raise ValueError(f"routing.num_experts: expected an int, got {describe(num_experts)}")
 
 
 def check_tokens(tokens: torch.Tensor, routing: Routing, experts: ExpertWeights) -> None:
@@ -161,7 +168,7 @@ def check_tokens(tokens: torch.Tensor, routing: Routing, experts: ExpertWeights)
     if not isinstance(experts, ExpertWeights):
         raise ValueError(f"experts: expected ExpertWeights from envoi.experts.pack, got {type(experts).__name__}")
     expect_tensor("tokens", tokens, HALVES, ("num_tokens", experts.hidden), experts.device)
-    expect_int("routing.num_experts", routing.num_experts, 0)
+    _expect_number(routing.num_experts)
     slots = (tokens.shape[0], "num_topk")
     ids = expect_tensor("routing.topk_ids", routing.topk_ids, IDS, slots, tokens.device)
     expect_tensor("routing.topk_weights", routing.topk_weights, WEIGHTS, ids.shape, tokens.device)

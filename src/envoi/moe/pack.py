@@ -27,7 +27,9 @@ from envoi.runtime.devices import implementation
 from envoi.runtime.tma import is_tma_ready
 from envoi.types import ExpertWeights, Matrix, QuantTensor, has_gate
 
-NAMES = ("gate_up", "down", "gate_up_bias", "down_bias")
+NAMES = (
+    "gate_up", "down", "gate_up_bias", "down_bias", "gate_up_sf", "down_sf", "gate_up_scale", "down_scale"
+)  # fmt: skip
 LAYOUTS = ("concat", "interleaved")
 READ_AS_STORED = ("bf16", "fp8_row", "fp8_block128")  # formats whose kernels read both layouts
 SWIGLU_OAI_LIMIT = 7.0
@@ -82,7 +84,7 @@ def pack(
     expect_choice("format", format, (*FORMATS, AUTO))
     expect_choice("gate_up_layout", gate_up_layout, LAYOUTS)
     expect_bool("requantize", requantize)
-    expect_no_gradients(NAMES, (gate_up, down, gate_up_bias, down_bias))
+    _check_gradients(gate_up, down, gate_up_bias, down_bias, gate_up_sf, down_sf, gate_up_scale, down_scale)
     activation, limit = _activation(activation, swiglu_limit, swiglu_alpha)
     gate_up = _stored(gate_up, gate_up_sf, gate_up_scale, "gate_up")
     down = _stored(down, down_sf, down_scale, "down")
@@ -95,6 +97,12 @@ def pack(
     matrices = rows, _in_scheme(down, chosen, "down", requantize)
     biases = _bias(gate_up_bias, layout, gate_up_layout), _bias(down_bias)
     return _arranged(ExpertWeights(*matrices, chosen.name, activation, limit, *biases, layout), (gate_up, down))
+
+
+def _check_gradients(*given: Matrix | None) -> None:
+    """Raise ValueError if autograd would go through weights, their factors or biases, in the order of NAMES."""
+    parts = [[x.values, x.sf, x.scale] if isinstance(x, QuantTensor) else x for x in given]
+    expect_no_gradients(NAMES, parts)
 
 
 def _bias(bias: torch.Tensor | None, kept: str = "concat", given: str = "concat") -> torch.Tensor | None:

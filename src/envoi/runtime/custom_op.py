@@ -87,12 +87,22 @@ def watched() -> bool:
     """
     return (
         not shortcuts.ENABLED
-        or torch._C._len_torch_dispatch_stack() > 0
         or torch._C._len_torch_function_stack() > 0
+        or traced()
+        or torch.autograd._profiler_enabled()  # pyright: ignore[reportPrivateImportUsage]
+    )
+
+
+def traced() -> bool:
+    """Tell whether a dispatch mode, a transform or a tracer sees what a call does, perhaps on tensors without values.
+
+    Not while torch.compile does, which asks `torch.compiler.is_compiling`.
+    """
+    return (
+        torch._C._len_torch_dispatch_stack() > 0
         or torch._C._dispatch_tls_is_dispatch_key_included(_PRE_DISPATCH)
         or torch._C._functorch.peek_interpreter_stack() is not None  # pyright: ignore[reportAttributeAccessIssue]
         or torch._C._get_tracing_state() is not None
-        or torch.autograd._profiler_enabled()  # pyright: ignore[reportPrivateImportUsage]
     )
 
 
@@ -112,7 +122,7 @@ def plain(values: Iterable[Any]) -> bool:
 def expect_memory(names: Sequence[str], values: Sequence[Any]) -> None:
     """Raise ValueError, naming it, if a tensor is on meta and another isn't: the dispatcher would compute nothing.
 
-    Tensors of one element may be anywhere.
+    Tensors without dimensions may be anywhere.
     """
     found: dict[bool, tuple[str, torch.Tensor]] = {}
     for name, value in zip(names, values, strict=True):

@@ -393,9 +393,11 @@ def mistake(rank: int, num_ranks: int, kind: str, sizes: dict[str, Any]) -> None
         tokens = tokens.clone().requires_grad_()
     if wrong and kind == "meta":
         tokens = tokens.to("meta")
-    if wrong and kind == "far id":
-        ids = ids.long()
-        ids[3, 1] = 2**40
+    if wrong and kind == "sparse":
+        ids = ids.to_sparse()
+    if kind == "batched":  # [B, S, ..], which is fine
+        tokens, weights, ids = (x[None] for x in (tokens, weights, ids.long()))
+        ids[0, 0, 0] = 99 if wrong else 1
     given: Any = Routing(weights, ids, num_experts)
     if wrong and kind == "routing":
         given = weights, ids

@@ -4,6 +4,8 @@ import random
 
 import pytest
 import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.fx.experimental.proxy_tensor import make_fx
 
 from envoi.epilogue.activation import written
 from envoi.gemm.hopper_w4a16 import few
@@ -175,7 +177,8 @@ MISTAKES = {
     "dtype": "tokens: expected bfloat16 or float16 [num_tokens, 256], got float32",
     "gradient": "tokens: expected a tensor without gradients",
     "meta": "tokens: expected a tensor on cpu, got one on meta, which has no values",
-    "far id": f"got {2**40} at token 3, slot 1",
+    "sparse": "routing.topk_ids: expected a dense tensor, got one in sparse_coo",
+    "batched": "routing.topk_ids: expected ids from 0 to 7",
     "routing": "routing: expected an envoi.Routing, got tuple",
     "num_experts": "routing.num_experts: expected 8 over all ranks, got 16",
     "k": "num_topk: expected the same on every rank, got 3 on rank 0, 2 on rank 1",
@@ -223,3 +226,39 @@ def test_the_same_over_nccl():
         )
         want = moe(layer.tokens, routing, layer.pack(case.format)).cpu()
         assert_same_bits(torch.cat([outcome.value[number][0] for outcome in outcomes]), want)
+
+
+def transformed(rank: int, num_ranks: int) -> list[tuple[str, bool]]:
+    """Refuse a call under each mode and transform, where peers exchange nothing; then make a right one."""
+    layer, ends = make(), [8 * (r + 1) // num_ranks for r in range(num_ranks)]
+    parallel = cases.open_parallel(layer, "bf16", rank, ends)
+    tokens, routing = cases.part_of(layer, rank, [60 * (r + 1) // num_ranks for r in range(num_ranks)])
+    want, found = parallel.moe(tokens, routing), []
+    given = tokens.clone().requires_grad_()
+
+    def fake() -> None:
+        with FakeTensorMode(allow_non_fake_inputs=True):
+            parallel.moe(given, routing)
+
+    calls = (
+        fake,
+        lambda: torch.func.grad(lambda x: parallel.moe(x, routing).float().sum())(tokens),
+        lambda: torch.func.jvp(lambda x: parallel.moe(x, routing), (tokens,), (tokens,)),
+        lambda: make_fx(lambda x: parallel.moe(x, routing))(given),
+    )
+    for call in calls:
+        text = ""
+        try:
+            call()
+        except ValueError as error:
+            text = str(error)
+        found.append((text, torch.equal(parallel.moe(tokens, routing), want)))
+    return found
+
+
+def test_refusals_of_calls_that_are_traced_or_transformed():
+    for outcome in run_ranks(2, transformed):
+        assert not outcome.error, outcome.text
+        for text, right_again in outcome.value:
+            assert "tokens: expected a tensor without gradients" in text
+            assert right_again

@@ -41,6 +41,7 @@ from envoi.moe.parallel.opening import (
     device_and_timeout,
     name_object,
     open_channel,
+    raise_if_alone,
     raise_together,
     ranks_by_store,
     resolve_group,
@@ -56,7 +57,7 @@ from envoi.plan import pulling
 from envoi.plan.gathering import gathering_pays, link_of
 from envoi.plan.presum import pays
 from envoi.runtime import shortcuts
-from envoi.runtime.custom_op import operator
+from envoi.runtime.custom_op import operator, traced
 from envoi.runtime.devices import Target
 from envoi.runtime.prepared.calls import MISSED, Calls, plain
 from envoi.types import ExpertWeights, Routing
@@ -179,7 +180,7 @@ class ExpertParallel:
         Raises ValueError on every rank if any rank's arguments are refused, PeerTimeout if a rank is lost or late. Over
         NVLink, and where tokens are gathered over NCCL, the host doesn't wait for that: the rank whose arguments are
         wrong raises at once (but for ids, which only the device knows), the output is NaN everywhere, and a later call
-        or `check` raises.
+        or `check` raises. Calls that are compiled or traced refuse what they can on this rank alone.
         """
         if shortcuts.PREPARED and self._calls is not None and type(routing) is Routing and plain():
             return self._moe_prepared(tokens, routing)
@@ -187,12 +188,11 @@ class ExpertParallel:
 
     def _moe(self, tokens: torch.Tensor, routing: Routing) -> torch.Tensor:
         refusal = "" if torch.compiler.is_compiling() else complaint(check_call, tokens, routing, self.experts)
-        if refusal and self.name in _instances:
+        if refusal:
+            raise_if_alone(refusal, traced() or self.name not in _instances)
             return self._run(tokens, routing, self.experts, refusal)
         rows, slots, dtype = as_rows(tokens, routing)
-        weights, ids = slots.topk_weights, slots.topk_ids
-        if isinstance(weights, torch.Tensor) and isinstance(ids, torch.Tensor):
-            weights, ids = widened(weights, ids)
+        weights, ids = widened(slots.topk_weights, slots.topk_ids)
         out = _moe_parallel(rows, weights, ids, routing.num_experts, self.name, *flatten(self.experts))
         return out if rows is tokens and dtype == out.dtype else out.to(dtype).view(tokens.shape)
 

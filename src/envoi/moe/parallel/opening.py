@@ -90,6 +90,12 @@ def complaint(check: Callable, *arguments: object) -> str:
     return ""
 
 
+def raise_if_alone(refusal: str, alone: bool) -> None:
+    """Raise ValueError for refused arguments if the call exchanges nothing: peers trace it too, or it is closed."""
+    if alone:
+        raise ValueError(refusal)
+
+
 def resolve_group(group: Any) -> dist.ProcessGroup:
     """Return the process group of a caller's `group`. Raises ValueError for anything else, or if it lacks this rank."""
     if group is None:
