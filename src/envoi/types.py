@@ -228,6 +228,12 @@ class ExpertWeights(_Printed):
         return self.gate_up.device
 
 
+def expect_experts(value: Any) -> None:
+    """Raise ValueError for anything but packed experts."""
+    if not isinstance(value, ExpertWeights):
+        raise ValueError(f"experts: expected ExpertWeights from envoi.experts.pack, got {type(value).__name__}")
+
+
 def _register(kind: type) -> None:
     """Make a dataclass a pytree whose children are the fields that can hold tensors; the others are its context."""
     names = tuple(field.name for field in fields(kind))

@@ -8,17 +8,17 @@ from typing import Any
 
 import torch
 
-from envoi.check import expect_bool, expect_float32, expect_int
+from envoi.check import expect_int
 from envoi.moe import moe
 from envoi.moe.op import IDS, WEIGHTS
 from envoi.moe.router import route
-from envoi.moe.router.api import DEFAULT_RULE, check_inputs, named
+from envoi.moe.router.api import check_arguments
 from envoi.moe.warm_up import ROUTED, LayerCall, check_jobs, compile_calls, compiles, prepare, without_tensors
 from envoi.runtime import shortcuts
 from envoi.runtime.devices import Target
 from envoi.runtime.kernel_case import without_memory
 from envoi.runtime.rehearsal import Call, load_at
-from envoi.types import ExpertWeights
+from envoi.types import ExpertWeights, expect_experts
 
 
 @dataclass(frozen=True)
@@ -38,27 +38,22 @@ class RouterCall:
 
 def check_router(router: Any, experts: ExpertWeights) -> None:
     """Raise ValueError unless these are named arguments of `envoi.route` that go with tokens of the experts."""
-    known = tuple(name for name in inspect.signature(route).parameters if name != "tokens")
+    known = {
+        name: None if parameter.default is parameter.empty else parameter.default
+        for name, parameter in inspect.signature(route).parameters.items()
+        if name != "tokens"
+    }
     if not isinstance(router, Mapping):
         raise ValueError(f"router: expected a dict of named arguments of envoi.route, got {type(router).__name__}")
     for name in router:
         if name not in known:
             raise ValueError(f"router: expected names among {', '.join(known)}, got {name!r}")
-    given: dict[str, Any] = dict.fromkeys(("gate", "k", "logit_bias", "expert_bias", "token_ids", "hash_table")) | dict(
-        router
-    )
+    given = known | dict(router)
+    if isinstance(given["token_ids"], torch.Tensor):
+        given["token_ids"] = given["token_ids"].flatten()[:0]  # as many as the tokens below
     tokens = torch.empty(0, experts.hidden, dtype=torch.bfloat16, device=experts.device)
-    token_ids = given["token_ids"]
-    if isinstance(token_ids, torch.Tensor):
-        token_ids = token_ids[:0] if token_ids.dim() == 1 else token_ids.flatten()[:0]
     try:
-        check_inputs(
-            tokens, given["gate"], given["k"], named(given.get("rule", DEFAULT_RULE)), given["logit_bias"],
-            given["expert_bias"], token_ids, given["hash_table"],
-        )  # fmt: skip
-        expect_float32("alpha", given.get("alpha", 1.0))
-        for name in ("return_logits", "return_dense", "return_counts"):
-            expect_bool(name, given.get(name, False))
+        check_arguments(tokens, **given)
     except ValueError as error:
         raise ValueError(f"router: {error}") from None
 
@@ -86,8 +81,7 @@ def warm_up(
     ENVOI_PREPARED=0 or ENVOI_SAFE_LAUNCH=1.
     Raises ValueError for wrong arguments, RuntimeError if a kernel can't be compiled.
     """
-    if not isinstance(experts, ExpertWeights):
-        raise ValueError(f"experts: expected ExpertWeights from envoi.experts.pack, got {type(experts).__name__}")
+    expect_experts(experts)
     expect_int("max_tokens", max_tokens, 1)
     expect_int("num_topk", num_topk, 1)
     check_jobs(jobs, progress)

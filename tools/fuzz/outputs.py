@@ -15,7 +15,11 @@ E4M3_LARGEST = 448.0
 
 @dataclass(frozen=True)
 class Left:
-    """Output. dtype: None = the call's. over: what has a row of it: "tile", "row", or less. scheme: if quantised."""
+    """Output that the oracle expects.
+
+    dtype: None = the call's. over: "tile" or "row" if it has an element or more for each row, else "less". scheme: of
+    `formats.SCHEMES` if it is quantised, "" if it isn't.
+    """
 
     x: Approx
     dtype: torch.dtype | None = None

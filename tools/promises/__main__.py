@@ -26,6 +26,7 @@ def arguments(given: list[str] | None = None) -> argparse.Namespace:
     """Parse the command line."""
     lines = argparse.RawDescriptionHelpFormatter
     parser = argparse.ArgumentParser(prog="python -m tools.promises", description=__doc__, formatter_class=lines)
+    parser.set_defaults(incomplete=False)  # a run sets it if something wanted wasn't run
     commands = parser.add_subparsers(dest="command", required=True)
     for name, run in (
         ("same-bits", sweep.run), ("soak", soak.run), ("faults", faults.run), ("sanitize", sanitize.run),
@@ -68,8 +69,7 @@ def main(given: list[str] | None = None) -> int:
         runs.append(run)
         if options.record:  # at once: a lost machine loses little
             evidence.append(options.record_to if options.record is True else Path(options.record), [run])
-    incomplete = getattr(options, "incomplete", False)  # something wanted wasn't run
-    return int(incomplete or not runs or any(run.wrong for run in runs))
+    return int(options.incomplete or not runs or any(run.wrong for run in runs))
 
 
 if __name__ == "__main__":

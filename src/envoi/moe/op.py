@@ -8,7 +8,7 @@ from envoi.check import describe, expect_no_gradients, expect_tensor
 from envoi.quant.formats import Scheme, format_named
 from envoi.runtime.custom_op import autocast_dtype
 from envoi.runtime.prepared.constants import exactly
-from envoi.types import ExpertWeights, Matrix, QuantTensor, Routing
+from envoi.types import ExpertWeights, Matrix, QuantTensor, Routing, expect_experts
 
 HALVES = torch.bfloat16, torch.float16
 IDS, WEIGHTS = (torch.int32, torch.int64), (torch.float32, *HALVES)
@@ -137,38 +137,31 @@ def _flat(x: torch.Tensor, lead: torch.Size) -> torch.Tensor:
 def check_call(tokens: torch.Tensor, routing: Routing, experts: ExpertWeights) -> None:
     """Raise ValueError for arguments that the operator `moe_parallel` would refuse before its peers hear of it.
 
-    These are all that aren't dense tensors, and tensors with gradients or without values. Reads no values.
+    Refused are a routing that isn't one, and tensors that aren't dense, have gradients or are on meta. Reads no values.
     """
-    if not isinstance(routing, Routing):
-        raise ValueError(f"routing: expected an envoi.Routing, got {type(routing).__name__}")
+    _expect_routing(routing)
     given = {"tokens": tokens, "routing.topk_weights": routing.topk_weights, "routing.topk_ids": routing.topk_ids}
     for name, x in given.items():
-        if not isinstance(x, torch.Tensor):
-            raise ValueError(f"{name}: expected a tensor, got {describe(x)}")
-        if x.is_nested:
+        if expect_tensor(name, x).is_nested:
             raise ValueError(f"{name}: expected a dense tensor, got a nested one")
-        expect_tensor(name, x)
-        if x.is_meta and not experts.device.type == "meta":
+        if x.is_meta and experts.device.type != "meta":
             raise ValueError(f"{name}: expected a tensor on {experts.device}, got one on meta, which has no values")
-    _expect_number(routing.num_experts)
-    expect_no_gradients(tuple(given), tuple(given.values()))
-    expect_no_gradients(("experts",) * 8, tensors_of(experts))
+    expect_no_gradients((*given, "experts"), (*given.values(), [*tensors_of(experts)]))
 
 
-def _expect_number(num_experts: int) -> None:
-    """Raise ValueError unless a routing's number of experts is an integer, of Python or NumPy."""
-    if not isinstance(num_experts, int) and not hasattr(num_experts, "__index__"):
-        raise ValueError(f"routing.num_experts: expected an int, got {describe(num_experts)}")
+def _expect_routing(routing: Routing) -> None:
+    """Raise ValueError unless this is a Routing whose number of experts is an integer, of Python or NumPy."""
+    if not isinstance(routing, Routing):
+        raise ValueError(f"routing: expected an envoi.Routing, got {type(routing).__name__}")
+    if not isinstance(routing.num_experts, int) and not hasattr(routing.num_experts, "__index__"):
+        raise ValueError(f"routing.num_experts: expected an int, got {describe(routing.num_experts)}")
 
 
 def check_tokens(tokens: torch.Tensor, routing: Routing, experts: ExpertWeights) -> None:
     """Raise ValueError unless tokens and routing have the dtypes, shapes and device that go with the experts."""
-    if not isinstance(routing, Routing):
-        raise ValueError(f"routing: expected an envoi.Routing, got {type(routing).__name__}")
-    if not isinstance(experts, ExpertWeights):
-        raise ValueError(f"experts: expected ExpertWeights from envoi.experts.pack, got {type(experts).__name__}")
+    _expect_routing(routing)
+    expect_experts(experts)
     expect_tensor("tokens", tokens, HALVES, ("num_tokens", experts.hidden), experts.device)
-    _expect_number(routing.num_experts)
     slots = (tokens.shape[0], "num_topk")
     ids = expect_tensor("routing.topk_ids", routing.topk_ids, IDS, slots, tokens.device)
     expect_tensor("routing.topk_weights", routing.topk_weights, WEIGHTS, ids.shape, tokens.device)

@@ -25,7 +25,7 @@ from envoi.quant.fragments import supports_fragments, to_fragments
 from envoi.quant.pack import deinterleave_gate_up, interleave_gate_up, pack_weight, pad_factors
 from envoi.runtime.devices import implementation
 from envoi.runtime.tma import is_tma_ready
-from envoi.types import ExpertWeights, Matrix, QuantTensor, has_gate
+from envoi.types import ExpertWeights, Matrix, QuantTensor, expect_experts, has_gate
 
 NAMES = (
     "gate_up", "down", "gate_up_bias", "down_bias", "gate_up_sf", "down_sf", "gate_up_scale", "down_scale"
@@ -75,7 +75,7 @@ def pack(
         where the kernels of the format read it, else "interleaved". Contiguous weights that have the format's numbers
         in that layout are referenced, not copied.
     swiglu_limit: clamps gate at +limit, up to [-limit, limit]; "swiglu_oai" defaults to 7. swiglu_alpha: else 1.702.
-
+    Example: gate_up [8, 512, 256] packed in "fp8_block128" has float8_e4m3fn values [8, 512, 256] and sf [8, 4, 2].
     On Hopper "mxfp4" and "nvfp4" weights are kept in the order of its tensor cores where that can be
     (`envoi.quant.fragments.supports_fragments`), in as much memory; `unpack` reads them.
     Raises ValueError if shapes disagree, H or I isn't a multiple of the format's group (128 for fp8_block128, 32 for
@@ -303,8 +303,7 @@ def unpack(
 
     dtype: a floating-point one of 16 to 64 bits. Raises ValueError for another, or another layout.
     """
-    if not isinstance(experts, ExpertWeights):
-        raise ValueError(f"experts: expected ExpertWeights from envoi.experts.pack, got {describe(experts)}")
+    expect_experts(experts)
     expect_choice("gate_up_layout", gate_up_layout, LAYOUTS)
     if dtype not in (*FLOATS, torch.float64):
         raise ValueError(f"dtype: expected bfloat16, float16, float32 or float64 of torch, got {dtype}")

@@ -12,7 +12,7 @@ from envoi.check import describe, expect_choice, expect_device, expect_number, e
 from envoi.epilogue.activation import expect_activation
 from envoi.quant.formats import Format, Scheme, format_named
 from envoi.quant.pack import with_checked_scales
-from envoi.types import ExpertWeights, Matrix, QuantTensor
+from envoi.types import ExpertWeights, Matrix, QuantTensor, expect_experts
 
 VERSION = 1
 META = "envoi"  # name of the description, among the tensors and in a file's header
@@ -92,8 +92,7 @@ def load(path: str | Path, device: torch.device | str = "cpu") -> ExpertWeights:
 
 def _split(experts: ExpertWeights) -> tuple[dict[str, torch.Tensor], dict[str, Any]]:
     """Return the tensors by name, and their names and the other fields as what JSON can hold."""
-    if not isinstance(experts, ExpertWeights):
-        raise ValueError(f"experts: expected ExpertWeights from envoi.experts.pack, got {type(experts).__name__}")
+    expect_experts(experts)
     tensors: dict[str, torch.Tensor] = {}
     plain: dict[str, Any] = {}
 

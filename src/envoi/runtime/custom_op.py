@@ -96,7 +96,7 @@ def watched() -> bool:
 def traced() -> bool:
     """Tell whether a dispatch mode, a transform or a tracer sees what a call does, perhaps on tensors without values.
 
-    Not while torch.compile does, which asks `torch.compiler.is_compiling`.
+    torch.compile isn't counted: `torch.compiler.is_compiling` tells.
     """
     return (
         torch._C._len_torch_dispatch_stack() > 0

@@ -41,7 +41,6 @@ from envoi.moe.parallel.opening import (
     device_and_timeout,
     name_object,
     open_channel,
-    raise_if_alone,
     raise_together,
     ranks_by_store,
     resolve_group,
@@ -188,8 +187,9 @@ class ExpertParallel:
 
     def _moe(self, tokens: torch.Tensor, routing: Routing) -> torch.Tensor:
         refusal = "" if torch.compiler.is_compiling() else complaint(check_call, tokens, routing, self.experts)
+        if refusal and (traced() or self.name not in _instances):  # then peers exchange nothing either
+            raise ValueError(refusal)
         if refusal:
-            raise_if_alone(refusal, traced() or self.name not in _instances)
             return self._run(tokens, routing, self.experts, refusal)
         rows, slots, dtype = as_rows(tokens, routing)
         weights, ids = widened(slots.topk_weights, slots.topk_ids)

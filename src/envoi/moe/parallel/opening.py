@@ -15,7 +15,7 @@ from envoi.check import describe, expect_int
 from envoi.moe.parallel.collectives import Channel, gather_ints, gather_texts
 from envoi.moe.parallel.store import connect, is_on_this_host
 from envoi.moe.parallel.timeout import Watch
-from envoi.types import ExpertWeights, Routing
+from envoi.types import ExpertWeights, Routing, expect_experts
 
 OPENING = "opening the group"
 DEFAULT_TIMEOUT_S = 10.0
@@ -30,8 +30,7 @@ def check_options(
     fused: bool | None,
 ) -> None:  # fmt: skip
     """Raise ValueError unless the options of `ExpertParallel` have the right types and values."""
-    if not isinstance(experts, ExpertWeights):
-        raise ValueError(f"experts: expected ExpertWeights from envoi.experts.pack, got {type(experts).__name__}")
+    expect_experts(experts)
     if not _is_timeout(timeout_s):
         raise ValueError(f"timeout_s: expected a positive number of seconds up to {MAX_TIMEOUT_S}, got {timeout_s!r}")
     for name, value in (("max_tokens", max_tokens), ("num_topk", num_topk)):
@@ -88,12 +87,6 @@ def complaint(check: Callable, *arguments: object) -> str:
     except ValueError as error:
         return str(error)
     return ""
-
-
-def raise_if_alone(refusal: str, alone: bool) -> None:
-    """Raise ValueError for refused arguments if the call exchanges nothing: peers trace it too, or it is closed."""
-    if alone:
-        raise ValueError(refusal)
 
 
 def resolve_group(group: Any) -> dist.ProcessGroup:

@@ -27,7 +27,7 @@ def from_bytes(packed: torch.Tensor, like: SentTokens) -> SentTokens:
 
 
 def _seen_as(x: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    """Return the same bytes [T, ..] as elements of another dtype."""
+    """Return the bytes of a matrix [T, C] as elements of another dtype, [T, bytes of a row / bytes of an element]."""
     if x.numel():
         return x.contiguous().view(dtype)
     # Without an element any strides count as contiguous, also those that `view` refuses.

@@ -66,15 +66,13 @@ def route(
     see, give that slot id -1 and weight 0.
     Source of the rules: the models' own published code, see `envoi.moe.router.rules`.
     """
-    chosen = named(rule)
     tokens, token_ids = _rows(tokens, token_ids)
-    check_inputs(tokens, gate, k, chosen, logit_bias, expert_bias, token_ids, hash_table)
-    for name, wanted in (
-        ("return_logits", return_logits), ("return_dense", return_dense), ("return_counts", return_counts)
-    ):  # fmt: skip
-        expect_bool(name, wanted)
+    chosen = check_arguments(
+        tokens, gate, k, alpha, rule, logit_bias, expert_bias, token_ids, hash_table, return_logits, return_dense,
+        return_counts,
+    )  # fmt: skip
     outputs = _route(
-        tokens, gate, k, expect_float32("alpha", alpha), chosen.score, chosen.num_groups, chosen.num_topk_groups,
+        tokens, gate, k, float(alpha), chosen.score, chosen.num_groups, chosen.num_topk_groups,
         chosen.group_score, chosen.renormalize, float(chosen.routed_scale), logit_bias, expert_bias, token_ids,
         hash_table, return_logits, return_dense, return_counts,
     )  # fmt: skip
@@ -99,13 +97,21 @@ def _rows(tokens: Any, token_ids: Any) -> tuple[Any, Any]:
     return tokens.flatten(0, 1), token_ids
 
 
-def named(rule: Rule | str) -> Rule:
-    """Return the rule of a model's name, or the rule itself. Raises ValueError for an unknown name."""
-    return PRESETS[expect_choice("rule", rule, PRESETS)].rule if isinstance(rule, str) else rule
+def check_arguments(
+    tokens, gate, k, alpha, rule, logit_bias, expert_bias, token_ids, hash_table, return_logits, return_dense,
+    return_counts,
+) -> Rule:  # fmt: skip
+    """Return the rule, that of a model's name too; raise ValueError unless all are as `route` takes them."""
+    rule = PRESETS[expect_choice("rule", rule, PRESETS)].rule if isinstance(rule, str) else rule
+    _check_tensors(tokens, gate, k, rule, logit_bias, expert_bias, token_ids, hash_table)
+    expect_bool("return_logits", return_logits)
+    expect_bool("return_dense", return_dense)
+    expect_bool("return_counts", return_counts)
+    expect_float32("alpha", alpha)
+    return rule
 
 
-def check_inputs(tokens, gate, k, rule, logit_bias, expert_bias, token_ids, hash_table) -> None:
-    """Raise ValueError unless tensors, k and rule fit each other, as `route` takes them."""
+def _check_tensors(tokens, gate, k, rule, logit_bias, expert_bias, token_ids, hash_table) -> None:
     expect_tensor("tokens", tokens, FLOATS, ("num_tokens", "hidden"))
     expect_tensor("gate", gate, FLOATS, ("num_experts", tokens.shape[1]), tokens.device)
     num_experts, hidden = gate.shape
