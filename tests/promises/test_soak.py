@@ -96,6 +96,12 @@ def test_times_are_compared_with_calls_like_them():
     assert sum(ratio > soak.MOST_TIMES for ratio in ratios["eager"]) == 1
 
 
+def test_a_call_does_not_pay_for_a_peer_whose_host_came_late(monkeypatch):
+    monkeypatch.setattr(soak.dist, "get_world_size", lambda: 2)
+    monkeypatch.setattr(soak.dist, "all_gather_object", lambda to, mine: to.__setitem__(slice(2), [mine, [10.5, 19.0]]))
+    assert soak.waits_for_hosts([10.0, 20.0]) == [0.5, 0.0]
+
+
 def test_draws_have_no_tokens_and_the_most():
     draw, seen = random.Random(0), set()
     for _ in range(300):

@@ -99,9 +99,13 @@ class Told:
 
 
 def settings(device: str, timeout_s: float, num_ranks: int) -> list[Setting]:
-    """Return all faults that can be had on this device. On one GPU ranks have only its memory: NCCL refuses them."""
+    """Return all faults that can be had on this device.
+
+    Ranks that share a GPU have only its memory: NCCL refuses them, also as what is left to ranks without memory.
+    """
     exchanges = ("memory", "gathered", "hosts", "counted") if device == "cuda" else ("gathered by gloo", "counted")
-    if share_gpus(num_ranks, device):
+    shared = share_gpus(num_ranks, device)
+    if shared:
         exchanges = ("memory",)
     found = []
     for exchange in exchanges:
@@ -109,7 +113,7 @@ def settings(device: str, timeout_s: float, num_ranks: int) -> list[Setting]:
         stages = ["opening", "call", *replays, *STEPS[exchange]]
         found += [Setting(kind, stage, exchange, timeout_s, device) for kind in KINDS for stage in stages]
         found.append(Setting("wrong arguments", "call", exchange, timeout_s, device))
-    if device == "cuda":
+    if device == "cuda" and not shared:
         found.append(Setting("out of memory", "opening", "memory", timeout_s, device))
     return found
 
@@ -217,7 +221,7 @@ def on_rank(rank: int, num_ranks: int, setting: Setting) -> Told:
     dist.barrier()
     if setting.fault == "wrong arguments":
         return mistaken(work, everyone)
-    give_back = take_memory(device, num_ranks) if is_victim and setting.fault == "out of memory" else None
+    give_back = take_memory(device) if is_victim and setting.fault == "out of memory" else None
     if setting.stage == "opening":
         attempt(told, work, lambda: call_once(work, everyone, is_victim))
     else:
@@ -315,17 +319,8 @@ def mistaken(work: Work, everyone: list[int]) -> Told:
     return told
 
 
-def take_memory(device: torch.device, num_ranks: int) -> Callable[[], None]:
-    """Leave this rank ROOM_LEFT bytes; return what gives it all back.
-
-    A rank that has its GPU alone takes the rest of its memory. Others on it would have none either: where ranks share
-    one, torch's allocator is refused more instead.
-    """
-    if share_gpus(num_ranks):
-        total = torch.cuda.get_device_properties(device).total_memory
-        most = torch.cuda.memory_reserved(device) + ROOM_LEFT
-        torch.cuda.set_per_process_memory_fraction(most / total, device)
-        return partial(torch.cuda.set_per_process_memory_fraction, 1.0, device)
+def take_memory(device: torch.device) -> Callable[[], None]:
+    """Leave this rank ROOM_LEFT bytes of its GPU; return what gives it all back."""
     free, _ = torch.cuda.mem_get_info(device)
     held = [torch.empty(free - ROOM_LEFT, dtype=torch.uint8, device=device)]
 

@@ -34,7 +34,10 @@ FUZZED = {
 SOAK = (
     ("soak/bits", "Outputs have the bits of one rank after every 500 of the calls"),
     ("soak/memory", "Memory doesn't grow after the first fifth of the calls"),
-    ("soak/times from graphs", "No call from a graph, on idle devices, takes over 3 times the median of those like it"),
+    (
+        "soak/times from graphs",
+        "No call from a graph, on idle devices, takes over 3 times the median of those like it, once all hosts have it",
+    ),
     ("soak/times", "No call at all does, the host's time included"),
 )
 FAULTS = (
@@ -195,7 +198,7 @@ within a call. Afterwards, in the same processes, a new object on a new group of
 wait for a late rank is `timeout_s` less the roll call, which is 2 s, or half of `timeout_s` if that is less.
 
 Test: `tests/promises/test_faults.py`, over gloo. Program: `python -m tools.promises faults --ranks 4`. A rank without
-memory has filled its GPU or, on a GPU that ranks share, has an allocator that refuses more.
+memory has filled its GPU.
 
 {table(["promise", "ranks checked", "last run"], faults(runs))}
 """

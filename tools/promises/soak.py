@@ -8,9 +8,10 @@ follows from the seed and its number, so that all ranks make the same calls in t
 groups of their own and other sizes: only then may they be on two streams at a time.
 
 Times are judged in blocks of calls that are alone on idle devices, each after a barrier: one that follows others waits
-for their peers too, which is as long as the longest of them. Of those the text gives the share that is slow. Calls from
-graphs are judged by themselves: of the others the time is the host's too, which the system may interrupt. Ranks that
-share a GPU have it in turn, so that their times say nothing; MPS lets them have it at once.
+for their peers too, which is as long as the longest of them. Of those the text gives the share that is slow. A call's
+time is its device's, less how much later the last rank's host came to launch it, which the system may have interrupted:
+all ranks run on one host, whose clock they share. Calls from graphs are judged by themselves: of the others the time is
+the host's too. Ranks that share a GPU have it in turn, so that their times say nothing; MPS lets them have it at once.
 """
 
 import argparse
@@ -188,6 +189,7 @@ def block(parts: list[Part], kind: str, count: int, draw: random.Random, device:
     dist.barrier()
     on_gpu, last = device.type == "cuda", {}
     marks: list[tuple[Part, tuple[str, int], Any, Any]] = []
+    launched: list[float] = []  # of calls that are alone
     for _ in range(count):
         place = draw.randrange(2)
         part = parts[place]
@@ -198,6 +200,7 @@ def block(parts: list[Part], kind: str, count: int, draw: random.Random, device:
             _settle(on_gpu)
         with stream:
             begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2)) if on_gpu else (0.0, 0.0)
+            launched += [time.monotonic()] if kind == ALONE else []
             begin = _mark(begin, on_gpu)
             out, replayed = call(part, number, kind, draw)
             like = REPLAYED if kind == ALONE and replayed else kind
@@ -205,11 +208,19 @@ def block(parts: list[Part], kind: str, count: int, draw: random.Random, device:
         last[place] = part.scenes[number], out
     if on_gpu:
         torch.cuda.synchronize()
-    for part, key, begin, end in marks:
-        part.times[key].append(begin.elapsed_time(end) if on_gpu else 1e3 * (end - begin))
+    waits_s = waits_for_hosts(launched) if kind == ALONE else [0.0] * count
+    for (part, key, begin, end), wait_s in zip(marks, waits_s, strict=True):
+        part.times[key].append((begin.elapsed_time(end) if on_gpu else 1e3 * (end - begin)) - 1e3 * wait_s)
     for part in parts:
         part.parallel.check()
     return len(last), sum(not same([out], [scene.want]) for scene, out in last.values())
+
+
+def waits_for_hosts(launched: list[float]) -> list[float]:
+    """Return how many seconds after this rank's host the last one launched each call. launched: by the host's clock."""
+    everyone: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(everyone, launched)
+    return [max(times) - mine for mine, *times in zip(launched, *everyone, strict=True)]
 
 
 def _settle(on_gpu: bool) -> None:

@@ -64,7 +64,10 @@ MOE_BY_HOST = (
     (MOE_SMALL, 64, "bf16"),
     (MOE_V3, 64, "fp8_block128"),
 )
-MOE_FUSED = tuple((sizes, m) for sizes in (MOE_V4, MOE_SMALL, MOE_V3) for m in (64, 512, 2048, 8192))
+# On two GPUs the last two have as many experts on a GPU as the first two have on four.
+MOE_FUSED = tuple((sizes, m) for sizes in (MOE_V4, MOE_SMALL, MOE_V3) for m in (64, 512, 2048, 8192)) + tuple(
+    ((hidden, inter, experts // 2, k), m) for hidden, inter, experts, k in (MOE_V4, MOE_SMALL) for m in (2048, 8192)
+)
 TRANSPORTS = ("over nccl", "by host")
 MOE_ONE_GPU = (4096, 2048, 32, 6, 2048)  # one rank's part of the first, of eight
 MOE_READ_AS_STORED = ("bf16", "fp8_row", "fp8_block128")  # of these also with few tokens

@@ -11,7 +11,8 @@ CASES = {
     "rank 3 is lost": ([3], "dispatch", 2.0),
     "rank 1 (this one) was late": ([1], "dispatch", 2.0, True, 1),
     "rank 1 was late: it is there": ([1], "dispatch", 2.0, True, 0),
-    "all ranks are there": ([], "combine", 2.0),
+    "all ranks are there, but the exchange was not done within 2 s": ([], "combine", 2.0),
+    "the exchange failed: NCCL error": ([], "combine", 2.0, True, 0, "", "NCCL error: invalid usage"),
     "the store is gone": ([], "combine", 2.0, False, None, "gone"),
     "no connection to the store's host": ([0, 1], "combine", 2.0, False, 2, "silent"),
 }
@@ -64,6 +65,15 @@ def test_queued_collectives_are_waited_for_at_the_end(monkeypatch):
     assert events[2:] == ["first complete", "second complete"]
     made.finish()  # none is left
     assert len(events) == 4
+
+
+def test_an_exchange_that_fails_of_itself_says_why(monkeypatch):
+    made = Watch(None, "a", [0, 1], 0, 2.0)  # pyright: ignore[reportArgumentType]
+    monkeypatch.setattr(made, "_call_roll", lambda waited_s: {0: 0.1, 1: 0.1})
+    with pytest.raises(PeerTimeout, match="but the exchange failed: NCCL error: two ranks on one GPU; this"):
+        made.fail("dispatch", RuntimeError("NCCL error: two ranks on one GPU\nmore"), 0.1)
+    with pytest.raises(PeerTimeout, match="but the exchange was not done within 2 s"):
+        made.fail("dispatch", TimeoutError("dispatch"), 0.1)
 
 
 def test_a_queued_collective_that_never_ends_is_a_timeout_of_its_step(monkeypatch):

@@ -27,7 +27,9 @@ class Costs:
     stored_rows: added to `element` where few tokens are the M side of a tile of more than 64 features: their rows
     leave from registers. box: to start a TMA load; counts where a stage has many. narrowed_fp8, narrowed_operand:
     factors of an element's epilogue and of its operand in FP8, whose factors are loaded by each chunk, if
-    `narrowed`.
+    `narrowed`. scaled_column: to add up one of those blocks, for each token of a tile whose tokens are its columns,
+    each with a factor. kept_values, value_code: to fetch the code of an epilogue with an operand, which every consumer
+    has for each of its accumulator's values of a thread; those kept are still in the instruction cache.
     """
 
     launch: float = H200.launch_cycles
@@ -52,6 +54,9 @@ class Costs:
     box: float = 50
     narrowed_fp8: float = 3.0
     narrowed_operand: float = 2.0
+    scaled_column: float = 1.5
+    kept_values: float = 176
+    value_code: float = 100
 
 
 COSTS = Costs()
@@ -84,7 +89,14 @@ def predicted_cycles(problem: Problem, config: Config, num_sms: int, costs: Cost
     if problem.M <= FEW_TOKENS and not problem.num_groups:
         more = cdiv(problem.M, config.block_m) - 1
         moved += costs.again * more * problem.element_bytes * problem.K * problem.N
-    return costs.launch + hypot(work, moved / costs.dram_bytes)
+    return costs.launch + _code_cycles(problem, config, costs) + hypot(work, moved / costs.dram_bytes)
+
+
+def _code_cycles(problem: Problem, config: Config, costs: Costs) -> float:
+    if not problem.tma_operand_bytes:
+        return 0.0
+    values = config.num_consumers * config.rows_per_consumer * config.block_y / (32 * config.num_warps)
+    return costs.value_code * max(0.0, values - costs.kept_values)
 
 
 def _epilogue_cycles(problem: Problem, config: Config, costs: Costs) -> float:
@@ -121,7 +133,10 @@ def _step_cycles(problem: Problem, config: Config, num_sms: int, tiles: int, cos
         lines = -problem.M % box * row_bytes / 128
         outside = lines * min(units, num_sms) / token_tiles / costs.outside_lines
     factor = costs.wide_step if config.wide_tail_tiles else costs.three_step if config.num_consumers == 3 else 1.0
-    added = costs.scaled_block * config.block_k / 128 if problem.scaled else 0.0
+    added = 0.0
+    if problem.scaled:
+        token_columns = config.block_y if config.swap_ab else 0
+        added = (costs.scaled_block + costs.scaled_column * token_columns) * config.block_k / 128
     whole, low = (max(tensor, issue, max(each, late) + costs.step) for each in (loads, hypot(loads, outside)))
     return factor * (whole + added), factor * (low + added)
 

@@ -30,9 +30,12 @@ class PeerTimeout(RuntimeError):  # noqa: N818
 
     def __init__(
         self, ranks: list[int], step: str, timeout_s: float, answered: bool = False, rank: int | None = None,
-        store: str = "",
+        store: str = "", cause: str = "",
     ):  # fmt: skip
-        """Make the message. answered: these did answer. rank: the one that raises. store: "", or "gone", "silent"."""
+        """Make the message. answered: these did answer. rank: the one that raises. store: "", or "gone", "silent".
+
+        cause: the error that the exchange itself ended with, or "".
+        """
         self.ranks, self.step = ranks, step
         names = ", ".join(f"{late} (this one)" if late == rank else str(late) for late in ranks)
         within = f"within {timeout_s:g} s"
@@ -44,6 +47,8 @@ class PeerTimeout(RuntimeError):  # noqa: N818
             who = f"rank {names} did not answer {within}: no connection to the store's host, which is theirs"
         elif rank in ranks:
             who = f"rank {names} was late: the others gave up {within}"
+        elif not ranks and cause:
+            who = f"all ranks are there, but the exchange failed: {cause}"
         elif not ranks:
             who = f"all ranks are there, but the exchange was not done {within}"
         elif answered:
@@ -54,7 +59,7 @@ class PeerTimeout(RuntimeError):  # noqa: N818
         if store == "silent":
             what_now = "this ExpertParallel can't be used any more: make a new one once the network is back"
         super().__init__(f"{step}: {who}; {what_now}")
-        self._made_of = ranks, step, timeout_s, answered, rank, store
+        self._made_of = ranks, step, timeout_s, answered, rank, store, cause
 
     def __reduce__(self) -> tuple:
         """Pickle by what it was made of: processes that start others send their errors back."""
@@ -182,7 +187,8 @@ class Watch:
             store, missing = "silent", self.ranks_by_store if self.rank not in self.ranks_by_store else []
         except RuntimeError:
             store = "gone"
-        self.failure = PeerTimeout(missing, step, self.timeout_s, answered, self.rank, store)
+        said = "" if isinstance(cause, _AlarmError | TimeoutError) else str(cause).partition("\n")[0]
+        self.failure = PeerTimeout(missing, step, self.timeout_s, answered, self.rank, store, said)
         raise self.failure from cause
 
     def first_to_say(self, missing: list[int]) -> list[int]:

@@ -11,7 +11,7 @@ from functools import cache
 from envoi.moe.router.candidates import candidates
 from envoi.moe.router.spec import Spec
 from envoi.moe.router.tiling import TILE, RouterTiling
-from envoi.moe.router.time_model import CACHED_BYTES, LAUNCH_CYCLES, predicted_cycles
+from envoi.moe.router.time_model import CACHED_SUMS_BYTES, LAUNCH_CYCLES, predicted_cycles
 from envoi.runtime.math import next_power_of_2
 
 SAME_BELOW = 64  # up to so many tokens use the tiling of the next power of two
@@ -61,7 +61,7 @@ def choose_tiling(M: int, hidden: int, spec: Spec, num_sms: int) -> tuple[Router
     """
     M = tiled_rows(M)
     found = candidates(M, hidden, spec, num_sms)
-    cached = (x for x in found if x.parts_k == 1 or 2 * M * hidden + x.sum_bytes(M) < CACHED_BYTES)
+    cached = (x for x in found if x.parts_k == 1 or 2 * M * hidden + x.sum_bytes(M) < CACHED_SUMS_BYTES)
     tilings = ((x, predicted_cycles(M, hidden, spec, x, num_sms)) for x in cached)
     return min(tilings, key=lambda found: found[1])
 

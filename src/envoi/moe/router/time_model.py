@@ -6,7 +6,8 @@ from envoi.moe.router.spec import Spec
 from envoi.moe.router.tiling import TILE, RouterTiling
 from envoi.runtime.gpu_rates import H200
 
-CACHED_BYTES = 30e6  # of tokens, and sums of parts along K, that are still in the L2 when they are needed again
+CACHED_BYTES = 30e6  # of tokens that are still in the L2 when they are needed again
+CACHED_SUMS_BYTES = 20e6  # of tokens and sums of parts along K for that: sums are written, too
 LAUNCH_CYCLES = 1500.0  # one more launch, besides what `predicted_cycles` has for each
 
 
