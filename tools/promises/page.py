@@ -40,6 +40,7 @@ SOAK = (
     ),
     ("soak/times", "No call at all does, the host's time included"),
 )
+OVER_NVLINK = "over NVLink"
 FAULTS = (
     ("killed", "A rank is killed: every other gets a `PeerTimeout` that names it within `timeout_s` + 1 s"),
     ("stopped", "A rank is stopped for longer than the timeout: the same"),
@@ -165,14 +166,18 @@ Tests: `tests/fuzz/test_fuzz.py`, also on CPUs. Program: `python -m tools.fuzz a
 
 
 def faults(runs: dict[str, Run]) -> list[list[str]]:
-    """Return a row for each kind of fault: the sum over its stages."""
+    """Return a row for each kind of fault and way of the tokens: the sum over its stages."""
     found = []
     for kind, text in FAULTS:
-        stages = [run for name, run in runs.items() if name.startswith(f"faults/{kind}/")]
-        on_gpu = [run for run in stages if run.num_gpus]
-        run = together(on_gpu)
-        stages_text = "" if run is None else f" in {len(on_gpu)} stages"
-        found.append([text, wrong_of(run) + stages_text, where(run)])
+        ways: dict[str, list[Run]] = {OVER_NVLINK: []}
+        for name, run in runs.items():
+            if name.startswith(f"faults/{kind}/") and run.num_gpus:
+                way = OVER_NVLINK if name.split("/")[2] == "memory" else "over NCCL"
+                ways.setdefault(way, []).append(run)
+        for way, stages in ways.items():
+            run = together(stages)
+            stages_text = "" if run is None else f" in {len(stages)} stages"
+            found.append([text, way, wrong_of(run) + stages_text, where(run)])
     return found
 
 
@@ -200,7 +205,7 @@ wait for a late rank is `timeout_s` less the roll call, which is 2 s, or half of
 Test: `tests/promises/test_faults.py`, over gloo. Program: `python -m tools.promises faults --ranks 4`. A rank without
 memory has filled its GPU.
 
-{table(["promise", "ranks checked", "last run"], faults(runs))}
+{table(["promise", "tokens travel", "ranks checked", "last run"], faults(runs))}
 """
 
 

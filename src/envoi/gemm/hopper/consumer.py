@@ -75,9 +75,7 @@ def consumer(args, role: gl.constexpr):
         rest = None
         if args.is_block_scaled:
             scaled_tile = Tile(tile.x, tile.y, tile.row_end, expert_with_weights(tile, problem))
-            acc, step = accumulate_block_scaled(
-                pipeline, step, unit, scaled_tile, args.scales, boxes, role, args.awaits_rows
-            )
+            acc, step = accumulate_block_scaled(pipeline, step, unit, scaled_tile, args.scales, boxes, role)
         elif cfg.rest_y > 0:
             acc, rest, step = accumulate_both(pipeline, step, unit.k_end - unit.k_begin, boxes, role)
         else:

@@ -54,16 +54,13 @@ def prefill_weights(args):
 def producer(args):
     """Role: fill the stages with the operands of this CTA's units, in the scheduler's order. One warp.
 
-    Waits on `empty` before each fill and, once a unit, for the arrival of its rows; then tells the consumers. In the
-    middle of a unit, with full stages ahead of the consumers, it looks which rows have arrived meanwhile: at the
-    beginning of one it would hold up the loads.
+    Waits on `empty` before each fill and, once a unit, for the arrival of its rows; then tells the consumers.
     """
     gemm = args.gemm
     cfg: gl.constexpr = gemm.problem.cfg
     scheduler = TileScheduler.create(gemm.problem)
     num_k_steps = gl.cdiv(gemm.problem.K, cfg.block_k)
     wait_for_grid()  # arrivals are read only then; and consumers read what it wrote once this role tells them of rows
-    num_rows = gl.load(args.arrivals.num_rows)
     arrived = gl.to_tensor(0)  # rows known to have arrived, without a gap
     step = 0
     units_before = gl.to_tensor(0)
@@ -78,17 +75,13 @@ def producer(args):
             gemm.pipeline.wait_empty(step)
             load_weights(gemm, step % cfg.num_stages, tile, 0)
         note_begin(gemm.trace, PRODUCER, units_before, unit.tile)
-        arrived = wait_for_rows(args.arrivals, arrived, end_of_rows(tile, cfg), num_rows)
+        arrived = wait_for_rows(args.arrivals, arrived, end_of_rows(tile, cfg))
         note_moment(gemm.trace, PRODUCER, units_before, 1)
         gemm.pipeline.tell_rows(units_before)
         if is_low_tile(tile, cfg):
-            load_tokens_of_head(gemm, step, head, tile, True)
+            load_unit(gemm, step, head, unit.k_end, tile, True)
         else:
-            load_tokens_of_head(gemm, step, head, tile, False)
-        middle = gl.maximum(head, unit.k_end // 2)
-        load_steps(gemm, step, head, middle, tile)
-        arrived = look_ahead(args.arrivals, arrived, num_rows)
-        load_steps(gemm, step, middle, unit.k_end, tile)
+            load_unit(gemm, step, head, unit.k_end, tile, False)
         note_moment(gemm.trace, PRODUCER, units_before, 2)
         units_before += 1
         step += unit.k_end
@@ -113,26 +106,17 @@ def is_low_tile(tile, cfg: gl.constexpr):
 
 
 @gluon.jit
-def load_tokens_of_head(gemm, step, head, tile, IS_LOW: gl.constexpr):
-    """Load the tokens of a tile's first `head` steps into the stages from `step` on, whose weights are loaded."""
+def load_unit(gemm, step, head, k_end, tile, IS_LOW: gl.constexpr):
+    """Load steps [0, k_end) of a tile into the stages from `step` on; weights of the first `head` steps are loaded."""
     cfg: gl.constexpr = gemm.problem.cfg
     for k in range(head):
         stage = (step + k) % cfg.num_stages
         gemm.pipeline.expect(gemm.x_desc, gemm.y_desc, stage, IS_LOW)
         load_tokens(gemm, stage, tile, k, IS_LOW)
-
-
-@gluon.jit
-def load_steps(gemm, step, first, end, tile):
-    """Load steps [first, end) of a tile, whose step 0 is the pipeline's step `step`."""
-    cfg: gl.constexpr = gemm.problem.cfg
-    for k in range(first, end):
+    for k in range(head, k_end):
         gemm.pipeline.wait_empty(step + k)
         stage = (step + k) % cfg.num_stages
-        if is_low_tile(tile, cfg):
-            gemm.pipeline.fill(gemm.x_desc, gemm.y_desc, stage, tile, k * cfg.block_k, True)
-        else:
-            gemm.pipeline.fill(gemm.x_desc, gemm.y_desc, stage, tile, k * cfg.block_k, False)
+        gemm.pipeline.fill(gemm.x_desc, gemm.y_desc, stage, tile, k * cfg.block_k, IS_LOW)
 
 
 @gluon.jit
@@ -159,13 +143,14 @@ def load_tokens(gemm, stage, tile, k, IS_LOW: gl.constexpr):
 
 
 @gluon.jit
-def wait_for_rows(arrivals, arrived, end, num_rows):
+def wait_for_rows(arrivals, arrived, end):
     """Wait until rows [0, end) have arrived; return how many are known to have. Called by one warp.
 
     Acquires at GPU scope what the movers wrote, then orders it before this warp's TMA loads. After the timeout the call
     is lost: the rank is reported, and no row is waited for any more.
     """
     if arrived < end:
+        num_rows = gl.load(arrivals.num_rows)
         start = now()
         while arrived < end:
             arrived = count_arrived(arrivals, arrived, num_rows)
@@ -175,17 +160,6 @@ def wait_for_rows(arrivals, arrived, end, num_rows):
                     gl.store(arrivals.state + OUTCOME, LOST)
                     arrived = gl.to_tensor(ALL_ROWS)
         acquire_rows()
-    return arrived
-
-
-@gluon.jit
-def look_ahead(arrivals, arrived, num_rows):
-    """Return how many rows are known to have arrived by now, as `wait_for_rows`, without waiting."""
-    if arrived < num_rows:
-        found = count_arrived(arrivals, arrived, num_rows)
-        if found > arrived:
-            acquire_rows()
-            arrived = found
     return arrived
 
 
