@@ -5,6 +5,7 @@ import pickle
 import pytest
 
 from envoi import PeerTimeout
+from envoi.moe.parallel import timeout
 from envoi.moe.parallel.timeout import Watch
 
 CASES = {
@@ -47,6 +48,7 @@ def watch(timeout_s: float, monkeypatch) -> Watch:
     made = Watch(None, "a", [0, 1], 0, timeout_s)  # pyright: ignore[reportArgumentType]
     made.deadline = None
     monkeypatch.setattr(made, "alarmed", lambda ask: False)
+    monkeypatch.setattr(made.peers, "compile", lambda: False)
 
     def fail(step: str, cause: Exception, waited_s: float) -> None:
         made.failure = PeerTimeout([1], step, timeout_s)
@@ -74,6 +76,20 @@ def test_an_exchange_that_fails_of_itself_says_why(monkeypatch):
         made.fail("dispatch", RuntimeError("NCCL error: two ranks on one GPU\nmore"), 0.1)
     with pytest.raises(PeerTimeout, match="but the exchange was not done within 2 s"):
         made.fail("dispatch", TimeoutError("dispatch"), 0.1)
+
+
+def test_a_collective_may_take_longer_while_a_peer_compiles(monkeypatch):
+    made, events, looks = watch(0.2, monkeypatch), [], []
+    monkeypatch.setattr(timeout.pulse, "EXTRA_S", 0.1)
+    monkeypatch.setattr(made.peers, "compile", lambda: looks.append(1) or len(looks) < 4)
+    slow = Work(1 << 30, events, "combine")
+    monkeypatch.setattr(slow, "is_completed", lambda: len(looks) == 3)
+    made.queue(lambda: slow, "combine")
+    made.finish()
+    made.queue(lambda: Work(1 << 30, events, "combine"), "combine")
+    with pytest.raises(PeerTimeout):
+        made.finish()
+    assert len(looks) == 4
 
 
 def test_a_queued_collective_that_never_ends_is_a_timeout_of_its_step(monkeypatch):

@@ -8,6 +8,7 @@ from typing import NoReturn, TypeVar
 import torch.distributed as dist
 from torch.distributed.distributed_c10d import PrefixStore, Store
 
+from envoi.moe.parallel import pulse
 from envoi.moe.parallel.store import Connection, Request, StoreSilentError, run_bounded
 
 T = TypeVar("T")
@@ -84,6 +85,7 @@ class Watch:
         self.failure: PeerTimeout | None = None
         self.deadline: float | None = time.monotonic() + timeout_s - self.roll_call_s
         self.ranks_by_store: list[int] = []
+        self.peers = pulse.Peers(connection, ranks)
         self._alarm: Future[bool] | None = None
         self._queued: list[tuple[dist.Work, str]] = []
 
@@ -214,6 +216,12 @@ class Watch:
         answer, self._alarm = self._alarm.result(), None
         return answer
 
+    def more_time(self) -> float:
+        """Return the moment until which to wait for peers that still compile. Raises _AlarmError if none does."""
+        if not self.peers.compile():
+            raise _AlarmError
+        return time.monotonic() + pulse.EXTRA_S
+
     def _ours(self, request: Request[T]) -> Request[T]:
         return lambda store: request(PrefixStore(self.name, store))
 
@@ -225,8 +233,10 @@ class Watch:
         look, pause = began + _LOOK_S, 2e-5
         while not work.is_completed():
             now = time.monotonic()
-            if now > end or self.alarmed(now > look):
+            if self.alarmed(now > look):
                 raise _AlarmError
+            if now > end:
+                end = self.more_time()
             look = now + _LOOK_S if now > look else look
             if now < began + _SPIN_S:
                 time.sleep(0)  # other threads' turn; a timer would take 50 us more than it is asked for
