@@ -24,7 +24,7 @@ def sizes(layer, max_tokens, num_ranks=2):
 
 WIDE, NARROW, WIDEST = (4096, 2048, 6, 256), (2048, 768, 8, 128), (7168, 2048, 8, 256)
 # Hidden, intermediate, slots, experts; tokens a rank.
-MEASURED = [(WIDE, 512), (WIDE, 2048), (WIDE, 8192), (NARROW, 2048), (NARROW, 8192), (WIDEST, 2048)]
+MEASURED = [(layer, tokens) for layer in (WIDE, NARROW, WIDEST) for tokens in (64, 512, 2048, 8192)]
 
 
 def measured(layer, tokens) -> tuple[float, float]:

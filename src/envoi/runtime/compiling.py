@@ -1,4 +1,4 @@
-"""Whether this process compiles a kernel, or loads one for the first time: what peers that wait for it want to know."""
+"""Compilation of kernels, or their first load, as it goes on in this process: what peers that wait for it ask for."""
 
 import threading
 import time

@@ -1,11 +1,15 @@
 """PeerTimeout: what it says, and that it survives the way between processes."""
 
 import pickle
+import threading
+import time
 
 import pytest
+import torch.distributed as dist
 
 from envoi import PeerTimeout
 from envoi.moe.parallel import timeout
+from envoi.moe.parallel.store import Connection
 from envoi.moe.parallel.timeout import Watch
 
 CASES = {
@@ -13,6 +17,8 @@ CASES = {
     "rank 1 (this one) was late": ([1], "dispatch", 2.0, True, 1),
     "rank 1 was late: it is there": ([1], "dispatch", 2.0, True, 0),
     "all ranks are there, but the exchange was not done within 2 s": ([], "combine", 2.0),
+    "rank 1 failed: out of memory;": ([1], "opening the group", 2.0, True, 0, "", "out of memory"),
+    "rank 1 (this one) failed: out of memory;": ([1], "opening the group", 2.0, True, 1, "", "out of memory"),
     "the exchange failed: NCCL error": ([], "combine", 2.0, True, 0, "", "NCCL error: invalid usage"),
     "the store is gone": ([], "combine", 2.0, False, None, "gone"),
     "no connection to the store's host": ([0, 1], "combine", 2.0, False, 2, "silent"),
@@ -71,11 +77,60 @@ def test_queued_collectives_are_waited_for_at_the_end(monkeypatch):
 
 def test_an_exchange_that_fails_of_itself_says_why(monkeypatch):
     made = Watch(None, "a", [0, 1], 0, 2.0)  # pyright: ignore[reportArgumentType]
-    monkeypatch.setattr(made, "_call_roll", lambda waited_s: {0: 0.1, 1: 0.1})
+    monkeypatch.setattr(made, "_call_roll", lambda waited_s, reason: ({0: 0.1, 1: 0.1}, {}))
     with pytest.raises(PeerTimeout, match="but the exchange failed: NCCL error: two ranks on one GPU; this"):
         made.fail("dispatch", RuntimeError("NCCL error: two ranks on one GPU\nmore"), 0.1)
     with pytest.raises(PeerTimeout, match="but the exchange was not done within 2 s"):
         made.fail("dispatch", TimeoutError("dispatch"), 0.1)
+
+
+def first_collectives(*steps) -> list[PeerTimeout | None]:
+    """Let ranks of one process make the first collective of a group, each its own step; return their errors."""
+    store, errors = dist.HashStore(), [None] * len(steps)
+
+    def run(rank: int) -> None:
+        made = Watch(Connection(store), "first", list(range(len(steps))), rank, 3.0)
+        made.opened([0] * len(steps))
+        try:
+            made.wait_for_first(steps[rank], "opening the group")
+        except PeerTimeout as error:
+            errors[rank] = error
+
+    threads = [threading.Thread(target=run, args=(rank,)) for rank in range(len(steps))]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(10)
+        assert not thread.is_alive()
+    return errors
+
+
+def test_a_first_collective_that_fails_on_a_rank_names_it_on_all(monkeypatch):
+    def out_of_memory() -> None:
+        raise RuntimeError("NCCL error in ProcessGroupNCCL.cpp\nLast error:\nCuda failure 2 'out of memory'")
+
+    hung, start = threading.Event(), time.monotonic()
+    errors = first_collectives(hung.wait, out_of_memory, hung.wait)
+    assert time.monotonic() - start < 3.0, "the others heard of it at once"
+    for rank, error in enumerate(errors):
+        who = "rank 1 (this one)" if rank == 1 else "rank 1"
+        assert str(error).startswith(f"opening the group: {who} failed: Cuda failure 2 'out of memory';")
+        assert error.ranks == [1]
+    hung.set()
+
+
+def test_a_first_collective_that_never_returns_is_bounded():
+    hung, start = threading.Event(), time.monotonic()
+    errors = first_collectives(hung.wait, hung.wait)
+    assert time.monotonic() - start < 4.0
+    for error in errors:
+        assert error.ranks == []
+        assert "all ranks are there, but the exchange was not done within 3 s" in str(error)
+    hung.set()
+
+
+def test_a_first_collective_that_returns_is_no_error():
+    assert first_collectives(lambda: None, lambda: None) == [None, None]
 
 
 def test_a_collective_may_take_longer_while_a_peer_compiles(monkeypatch):

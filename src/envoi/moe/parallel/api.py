@@ -27,7 +27,7 @@ from envoi.moe.op import (
     widened,
 )
 from envoi.moe.parallel import counted, gathered, gathered_device, hosts_device, memory, nvlink
-from envoi.moe.parallel.collectives import gather_texts
+from envoi.moe.parallel.collectives import connect_ranks, gather_texts
 from envoi.moe.parallel.dispatch import REFUSED_ON_HOST
 from envoi.moe.parallel.hosts import Hosts, agree_on_hosts, connect_hosts, connect_rail
 from envoi.moe.parallel.load import Load, empty_history, load_of, note
@@ -137,9 +137,7 @@ class ExpertParallel:
         self._hosts = tuple(names) if len(set(names)) > 1 else ()
         over_gloo = self.channel.data is self.channel.control
         grouped = connect_hosts(self.channel, names, self.name, timeout_s) if self._hosts and over_gloo else None
-        rail = None
-        if self._hosts and not over_gloo:
-            rail = connect_rail(self.channel, group, self._hosts, self.name, timeout_s)
+        rail = connect_rail(self.channel, group, names, self.name, timeout_s) if self._hosts and not over_gloo else None
         self.channel.watch.opened(ranks_by_store(self.channel))
         self._lock: Any = threading.RLock()
         self.expert_offsets = [0, *itertools.accumulate(sizes)]
@@ -462,6 +460,8 @@ class ExpertParallel:
     def _open_room(self, presum: bool, group: dist.ProcessGroup, hosts: Hosts | None) -> None:
         """Prepare to gather tokens if sizes were given and counting would take longer, or by host. Collective."""
         device = self.experts.device
+        if self.transport == "nccl":
+            connect_ranks(self.channel, self.channel.data, OPENING)
         if self.max_tokens is None or self.num_topk is None or (device.type == "cuda") != (self.transport == "nccl"):
             return
         layout = replace(self._layout(self.max_tokens, self.num_topk), presum=presum)

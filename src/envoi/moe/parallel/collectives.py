@@ -1,6 +1,7 @@
 """Collectives of a group with bounded waits: integers, texts and tensors from all ranks, all-to-all of rows."""
 
 from collections.abc import Callable
+from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -39,6 +40,21 @@ class Channel:
     def queues(self) -> bool:
         """Tell whether rows are sent on a stream of the device, whose later work waits for them without the host."""
         return self.data is not self.control
+
+
+def connect_ranks(channel: Channel, group: Any, step: str) -> None:
+    """Connect the ranks by a group's first collective. Collective; raises PeerTimeout, also if a rank can't.
+
+    group: of NCCL, or a backend of it, whose ranks are this channel's or some of them. NCCL connects them within that
+    collective, by waits of its own and with memory that a GPU may not have.
+    """
+
+    def gather() -> None:
+        with torch.cuda.device(channel.device) if channel.device.type == "cuda" else nullcontext():  # of the thread
+            mine = torch.zeros(1, dtype=torch.int32, device=channel.device)
+            group._allgather_base(mine.new_empty(group.size()), mine).wait()
+
+    channel.watch.wait_for_first(gather, step)
 
 
 def gather_ints(channel: Channel, values: list[int], step: str) -> torch.Tensor:

@@ -85,12 +85,17 @@ def is_on_this_host(store: Store) -> bool:
 
 def run_bounded(step: Callable[[], T], within_s: float) -> T:
     """Run a step in a thread and return its result. Raises RuntimeError if that takes longer than within_s."""
-    future: Future[T] = Future()
-    threading.Thread(target=_fulfil, args=(future, step), name="envoi-open", daemon=True).start()
     try:
-        return future.result(max(0.0, within_s))
+        return in_thread(step).result(max(0.0, within_s))
     except NotDone:
         raise RuntimeError(f"not done within {within_s:.1f} s") from None
+
+
+def in_thread(step: Callable[[], T]) -> "Future[T]":
+    """Start a step in a thread of its own, which doesn't keep the process from ending; return its future."""
+    future: Future[T] = Future()
+    threading.Thread(target=_fulfil, args=(future, step), name="envoi-open", daemon=True).start()
+    return future
 
 
 def _serve(requests: queue.SimpleQueue) -> None:

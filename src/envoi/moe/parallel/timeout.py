@@ -3,13 +3,14 @@
 import time
 from collections.abc import Callable
 from concurrent.futures import Future
+from concurrent.futures import wait as wait_for_any
 from typing import NoReturn, TypeVar
 
 import torch.distributed as dist
 from torch.distributed.distributed_c10d import PrefixStore, Store
 
 from envoi.moe.parallel import pulse
-from envoi.moe.parallel.store import Connection, Request, StoreSilentError, run_bounded
+from envoi.moe.parallel.store import Connection, Request, StoreSilentError, in_thread, run_bounded
 
 T = TypeVar("T")
 
@@ -23,9 +24,10 @@ _JOIN_S = 0.01  # interval at which a rank that opens checks whether all have jo
 class PeerTimeout(RuntimeError):  # noqa: N818
     """Error of a step in which a rank did not take part in time.
 
-    ranks: the ranks that did not answer the roll call, or that answered and were late; where no connection leads to the
-    store that the roll is called through, the ranks on the store's host. Empty if all answered and none was later than
-    the others, and if that can't be told: the message says which.
+    ranks: the ranks that did not answer the roll call, or that answered and were late, or that can't be connected, for
+    want of memory for instance; where no connection leads to the store that the roll is called through, the ranks on
+    the store's host. Empty if all answered and none was later than the others, and if that can't be told: the message
+    says which.
     step: the step that timed out.
     """
 
@@ -35,7 +37,7 @@ class PeerTimeout(RuntimeError):  # noqa: N818
     ):  # fmt: skip
         """Make the message. answered: these did answer. rank: the one that raises. store: "", or "gone", "silent".
 
-        cause: the error that the exchange itself ended with, or "".
+        cause: the error that the exchange itself ended with, of these ranks or, if there are none, of this one; or "".
         """
         self.ranks, self.step = ranks, step
         names = ", ".join(f"{late} (this one)" if late == rank else str(late) for late in ranks)
@@ -46,6 +48,8 @@ class PeerTimeout(RuntimeError):  # noqa: N818
             who = f"a rank that can't be named (the store did not answer) is lost or did not answer {within}"
         elif store == "silent":
             who = f"rank {names} did not answer {within}: no connection to the store's host, which is theirs"
+        elif ranks and cause:
+            who = f"rank {names} failed: {cause}"
         elif rank in ranks:
             who = f"rank {names} was late: the others gave up {within}"
         elif not ranks and cause:
@@ -153,6 +157,22 @@ class Watch:
         except (RuntimeError, _AlarmError) as error:
             self.fail(step, error, time.monotonic() - began)
 
+    def wait_for_first(self, start: Callable[[], object], step: str) -> None:
+        """Start a group's first collective in a thread and return when it has begun on all ranks. Raises PeerTimeout.
+
+        It may return late, or not at all: another rank's alarm, or the end of the patience, ends the wait for it. A
+        rank on which it fails is named on all of them, with its error.
+        """
+        began = time.monotonic()
+        end, first = self.deadline or self._end(began), in_thread(start)
+        try:
+            while not first.done():
+                self._look(end)
+                wait_for_any([first], _JOIN_S)
+            first.result()
+        except (RuntimeError, _AlarmError) as error:
+            self.fail(step, error, time.monotonic() - began, says_why=True)
+
     def queue(self, start: Callable[[], dist.Work], step: str) -> None:
         """Start a collective that later work on the device waits for, and the host in `finish`. Raises PeerTimeout."""
         if self.failure is not None:
@@ -175,22 +195,28 @@ class Watch:
             except (RuntimeError, _AlarmError) as error:
                 self.fail(step, error, time.monotonic() - began)
 
-    def fail(self, step: str, cause: Exception, waited_s: float) -> NoReturn:
-        """Raise the alarm for all ranks, call the roll, raise PeerTimeout. waited_s: this rank's wait in this step."""
-        missing, answered, store = [], False, ""
+    def fail(self, step: str, cause: Exception, waited_s: float, says_why: bool = False) -> NoReturn:
+        """Raise the alarm for all ranks, call the roll, raise PeerTimeout. waited_s: this rank's wait in this step.
+
+        says_why: tell the others why this rank failed, if it did by itself: it is the one to be named.
+        """
+        missing, answered, store, why = [], False, "", _line_of(cause)
         try:
-            waited = self._call_roll(waited_s)
+            waited, reasons = self._call_roll(waited_s, why if says_why else "")
             missing = [rank for rank in self.ranks if rank not in waited]
             answered = not missing
             if answered:
                 # All answered. A late rank has itself waited for less than half as long as the one that waited longest.
                 missing = [rank for rank in self.ranks if waited[rank] < max(waited.values()) / 2]
+            if reasons:
+                missing, why = list(reasons), next(iter(reasons.values()))
+            elif missing:
+                why = ""
         except StoreSilentError:
             store, missing = "silent", self.ranks_by_store if self.rank not in self.ranks_by_store else []
         except RuntimeError:
             store = "gone"
-        said = "" if isinstance(cause, _AlarmError | TimeoutError) else str(cause).partition("\n")[0]
-        self.failure = PeerTimeout(missing, step, self.timeout_s, answered, self.rank, store, said)
+        self.failure = PeerTimeout(missing, step, self.timeout_s, answered, self.rank, store, why)
         raise self.failure from cause
 
     def first_to_say(self, missing: list[int]) -> list[int]:
@@ -252,24 +278,34 @@ class Watch:
         """Ask; the store has until `end` for its answer, but at least a moment: at the end it isn't silent yet."""
         return self.ask(request, max(_LOOK_S, end - time.monotonic()))
 
-    def _call_roll(self, waited_s: float) -> dict[int, float]:
-        """Return the seconds that each rank which answers has waited.
+    def _call_roll(self, waited_s: float, reason: str) -> tuple[dict[int, float], dict[int, str]]:
+        """Return the seconds that each rank which answers has waited, and the reasons of those that failed.
 
         Every rank that is alive answers: waiting ranks see the alarm within _LOOK_S. Raises StoreSilentError;
         RuntimeError if the store is gone.
         """
         end = time.monotonic() + self.roll_call_s - _LOOK_S
-        waited: dict[int, float] = {}
+        said: dict[int, str] = {}
 
-        def answers(store: Store) -> dict[int, float]:
-            missing = [rank for rank in self.ranks if rank not in waited and store.check([f"here/{rank}"])]
-            return {rank: float(store.get(f"here/{rank}")) for rank in missing}
+        def answers(store: Store) -> dict[int, str]:
+            missing = [rank for rank in self.ranks if rank not in said and store.check([f"here/{rank}"])]
+            return {rank: store.get(f"here/{rank}").decode() for rank in missing}
 
         self._ask_by(end, lambda store: store.set("alarm", "1"))
-        self._ask_by(end, lambda store: store.set(f"here/{self.rank}", f"{waited_s:.3f}"))
-        while len(waited) < len(self.ranks) and time.monotonic() < end:
-            waited |= self._ask_by(end, answers)
+        self._ask_by(end, lambda store: store.set(f"here/{self.rank}", f"{waited_s:.3f} {reason}"))
+        while len(said) < len(self.ranks) and time.monotonic() < end:
+            said |= self._ask_by(end, answers)
             time.sleep(0.02)
         # Stay a moment after the last answer: this process may host the store that others still read.
         time.sleep(_LOOK_S)
-        return waited
+        parts = {rank: text.partition(" ") for rank, text in said.items()}
+        waited = {rank: float(seconds) for rank, (seconds, _, _) in parts.items()}
+        return waited, {rank: why for rank, (_, _, why) in parts.items() if why}
+
+
+def _line_of(error: Exception) -> str:
+    """Return the line of an error's text that says most, that on memory or the first; "" for the end of a wait."""
+    if isinstance(error, _AlarmError | TimeoutError):
+        return ""
+    lines = str(error).splitlines() or [type(error).__name__]
+    return next((line for line in lines if "out of memory" in line), lines[0])
