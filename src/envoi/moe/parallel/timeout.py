@@ -209,7 +209,8 @@ class Watch:
                 # All answered. A late rank has itself waited for less than half as long as the one that waited longest.
                 missing = [rank for rank in self.ranks if waited[rank] < max(waited.values()) / 2]
             if reasons:
-                missing, why = list(reasons), next(iter(reasons.values()))
+                missing = sorted(reasons)
+                why = reasons[missing[0]]
             elif missing:
                 why = ""
         except StoreSilentError:

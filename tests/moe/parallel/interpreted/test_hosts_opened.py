@@ -48,8 +48,11 @@ class Rail:
     def __init__(self, group):
         self.group = group
 
+    def size(self) -> int:
+        return self.group.size()
+
     def _allgather_base(self, everyone, mine, *_):
-        return self.group._allgather_base(everyone, mine.clone().unsqueeze(0))
+        return self.group._allgather_base(everyone.view(self.size(), -1), mine.clone().view(1, -1))
 
     def alltoall_base(self, received, sent, *_):
         return self.group.alltoall_base(received, sent.clone(), [], [])
