@@ -11,7 +11,6 @@ from triton.runtime.jit import JITFunction
 
 from envoi import log
 from envoi.runtime import observer, shortcuts, triton_compat
-from envoi.runtime.compiling import compiling
 
 ALIGNMENT = 16
 
@@ -52,14 +51,12 @@ def launch_with_dependent(first: tuple[Any, tuple[int, ...], tuple, dict], secon
 def _run(kernel: Any, grid: tuple[int, ...], arguments: tuple, options: dict[str, Any]) -> Any:
     """Launch, and return the compiled kernel; None for kernels that aren't found by a key."""
     if not (shortcuts.ENABLED and isinstance(kernel, JITFunction)):
-        with compiling():
-            kernel[grid](*arguments, **triton_compat.FP_FUSION, **options)
+        kernel[grid](*arguments, **triton_compat.FP_FUSION, **options)
         return None
     key = torch.cuda.current_device(), *key_of(kernel, arguments, options)
     compiled = _compiled.get(key)
     if compiled is None:
-        with compiling():
-            launched = kernel[grid](*arguments, **triton_compat.FP_FUSION, **options)
+        launched = kernel[grid](*arguments, **triton_compat.FP_FUSION, **options)
         compiled = _compiled[key] = triton_compat.compiled_kernel(launched)
     else:
         compiled[(*grid, 1, 1)[:3]](*arguments)

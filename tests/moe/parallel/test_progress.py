@@ -62,18 +62,6 @@ def test_a_rank_that_never_begins_is_named_within_the_timeout(ranks):
     assert "rank 1 (this one) was late" in str(ranks[1].watch.failure)
 
 
-def test_a_rank_that_compiles_is_waited_for(ranks, monkeypatch):
-    compiles = {"until": time.monotonic() + TIMEOUT_S + 2}
-    for rank in ranks:
-        monkeypatch.setattr(rank.watch.peers, "compile", lambda: time.monotonic() < compiles["until"])
-    monkeypatch.setattr(progress, "EXTRA_S", 0.2)
-    start = time.monotonic()
-    ranks[0].reach(5, 4, 4)
-    assert ranks[0].ended.wait(2 * TIMEOUT_S + 2)
-    assert time.monotonic() - start > TIMEOUT_S + 2
-    assert ranks[0].watch.failure.ranks == [1]
-
-
 def test_a_collective_without_an_end_is_one_of_all(ranks):
     for rank in ranks:
         rank.reach(1, 1, 0)

@@ -8,7 +8,6 @@ import pytest
 import torch.distributed as dist
 
 from envoi import PeerTimeout
-from envoi.moe.parallel import timeout
 from envoi.moe.parallel.store import Connection
 from envoi.moe.parallel.timeout import Watch
 
@@ -54,7 +53,6 @@ def watch(timeout_s: float, monkeypatch) -> Watch:
     made = Watch(None, "a", [0, 1], 0, timeout_s)  # pyright: ignore[reportArgumentType]
     made.deadline = None
     monkeypatch.setattr(made, "alarmed", lambda ask: False)
-    monkeypatch.setattr(made.peers, "compile", lambda: False)
 
     def fail(step: str, cause: Exception, waited_s: float) -> None:
         made.failure = PeerTimeout([1], step, timeout_s)
@@ -119,6 +117,15 @@ def test_a_first_collective_that_fails_on_a_rank_names_it_on_all(monkeypatch):
     hung.set()
 
 
+def test_who_lacks_memory_is_named_not_those_whose_exchange_fails_for_it():
+    def fail(text: str) -> None:
+        raise ValueError(text)
+
+    errors = first_collectives(lambda: fail("NCCL error: remote closed"), lambda: fail("CUDA out of memory"))
+    assert [error.ranks for error in errors] == [[1], [1]]
+    assert all("failed: CUDA out of memory" in str(error) for error in errors)
+
+
 def test_a_first_collective_that_never_returns_is_bounded():
     hung, start = threading.Event(), time.monotonic()
     errors = first_collectives(hung.wait, hung.wait)
@@ -131,20 +138,6 @@ def test_a_first_collective_that_never_returns_is_bounded():
 
 def test_a_first_collective_that_returns_is_no_error():
     assert first_collectives(lambda: None, lambda: None) == [None, None]
-
-
-def test_a_collective_may_take_longer_while_a_peer_compiles(monkeypatch):
-    made, events, looks = watch(0.2, monkeypatch), [], []
-    monkeypatch.setattr(timeout.pulse, "EXTRA_S", 0.1)
-    monkeypatch.setattr(made.peers, "compile", lambda: looks.append(1) or len(looks) < 4)
-    slow = Work(1 << 30, events, "combine")
-    monkeypatch.setattr(slow, "is_completed", lambda: len(looks) == 3)
-    made.queue(lambda: slow, "combine")
-    made.finish()
-    made.queue(lambda: Work(1 << 30, events, "combine"), "combine")
-    with pytest.raises(PeerTimeout):
-        made.finish()
-    assert len(looks) == 4
 
 
 def test_a_queued_collective_that_never_ends_is_a_timeout_of_its_step(monkeypatch):

@@ -74,17 +74,17 @@ class ExpertParallel:
         the number of experts may differ.
     timeout_s: bounds every wait for a peer, and the sum of all waits while the group is being opened.
     max_tokens, num_topk: the most tokens that a rank will have, and slots of a token. With both, ranks whose GPUs reach
-        each other's memory (one host, NVLink) use kernels that read and write it. For that, room for max_tokens *
-        num_topk rows of bf16 and num_ranks times as many in the experts' format is allocated once for all objects of
-        the same sizes (a model's layers); between the GEMMs, a call takes num_ranks * max_tokens * num_topk rows of
-        intermediate from torch's allocator. A call then copies no size to the host, never waits for the device, and can
-        be captured in a CUDA graph. Calls and replays of all objects of a group must have the same order on every rank,
-        on one stream. In the first call the ranks wait for each other's compilers; later, over NVLink, a new number of
-        tokens may compile within timeout_s, as peers wait, unless `warm_up` has; over NCCL they wait for a rank that
-        compiles. Other ranks, over NCCL and gloo, gather all tokens with collectives of constant size, if
-        `envoi.plan.gathering` predicts that this is faster than to count first; over NCCL what is said above of the
-        host, graphs and order is true of that too, and room for num_ranks * max_tokens * num_topk rows is allocated
-        thrice, twice in bf16 and once in the experts' format.
+        each other's memory (one host, NVLink) use kernels that read and write it. For that, room for
+        max_tokens * num_topk rows of bf16 and num_ranks times as many in the experts' format is allocated once for all
+        objects of the same sizes (a model's layers); between the GEMMs, a call takes num_ranks * max_tokens * num_topk
+        rows of intermediate from torch's allocator. A call then copies no size to the host, never waits for the
+        device, and can be captured in a CUDA graph. Calls and replays of all objects of a group must have the same
+        order on every rank, on one stream. In the first call the ranks wait for each other's compilers; later a new
+        number of tokens may compile within timeout_s, as peers wait, unless `warm_up` has. Other ranks, over NCCL and
+        gloo, gather all tokens with collectives of constant size, if `envoi.plan.gathering` predicts that this is
+        faster than to count first; over NCCL what is said above of the host, graphs and order is true of that too, and
+        room for num_ranks * max_tokens * num_topk rows is allocated thrice, twice in bf16 and once in the experts'
+        format.
     presum: over NVLink, sum a token's rows on each rank before they are sent back: fewer bytes sent, but none of them
         during the second GEMM, one rounding more, and bits that depend on the number of ranks. The room in bf16 is
         then max_tokens * num_ranks rows, but a call takes as many rows of hidden, in bf16, as it takes of intermediate.
@@ -219,7 +219,7 @@ class ExpertParallel:
         """Compile and load all kernels that calls with up to max_tokens tokens need; return how many. Collective.
 
         Afterwards no call with num_topk slots a token compiles, whatever its number of tokens, if tokens are contiguous
-        and start on 16 bytes; without it a call may, for seconds; over NVLink within timeout_s. Ranks of one host
+        and start on 16 bytes; without it a call may, for seconds, while its peers' timeout_s runs. Ranks of one host
         divide the work and share Triton's cache on disk. Peers may take longer than timeout_s to compile. Layers of
         equal sizes, format and timeout_s share their kernels: one of them is enough.
 

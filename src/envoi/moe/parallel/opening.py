@@ -12,7 +12,6 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.distributed_c10d import PrefixStore, ProcessGroupGloo, Store
 
 from envoi.check import describe, expect_int
-from envoi.moe.parallel import pulse
 from envoi.moe.parallel.collectives import Channel, gather_ints, gather_texts
 from envoi.moe.parallel.store import connect, is_on_this_host
 from envoi.moe.parallel.timeout import Watch
@@ -120,9 +119,7 @@ def open_channel(group: dist.ProcessGroup, device: torch.device, timeout_s: floa
     """Connect this rank to all others. Collective; raises PeerTimeout."""
     ranks = dist.get_process_group_ranks(group)
     # Only through the default group's store can ranks be told anything when a collective can't reach them.
-    connection = connect()
-    pulse.start(connection, dist.get_rank())
-    watch = Watch(connection, name, ranks, dist.get_rank(), timeout_s)
+    watch = Watch(connect(), name, ranks, dist.get_rank(), timeout_s)
     left_s = watch.join(OPENING)  # gloo would wait for a lost rank once for each try
 
     def make(store: Store) -> ProcessGroupGloo:

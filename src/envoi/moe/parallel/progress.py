@@ -14,7 +14,6 @@ from functools import cache
 
 import torch
 
-from envoi.moe.parallel.pulse import EXTRA_S
 from envoi.moe.parallel.timeout import PeerTimeout, Watch
 
 INTERVAL_S = 0.02
@@ -52,11 +51,11 @@ def _finish() -> None:
 
 
 def _oversee(counts: torch.Tensor, watch: Watch, end: Callable[[], object], stop: threading.Event) -> None:
-    seen, since, look, extra_s = [0, 0, 0], time.monotonic(), 0.0, 0.0
+    seen, since, look = [0, 0, 0], time.monotonic(), 0.0
     while not stop.wait(INTERVAL_S):
         now, points = time.monotonic(), counts.tolist()[:LOST]
         if points != seen or points[BEGUN] == points[DONE]:
-            seen, since, extra_s = points, now, 0.0
+            seen, since = points, now
             look = now + watch.look_s
             continue
         try:
@@ -64,10 +63,7 @@ def _oversee(counts: torch.Tensor, watch: Watch, end: Callable[[], object], stop
         except RuntimeError:  # the store is gone, and with it a rank
             alarmed = True
         look = now + watch.look_s if now > look else look
-        is_late = now > since + watch.patience_s + extra_s
-        if is_late and not alarmed and watch.peers.compile():  # this rank too, whose calls have begun but not ended
-            extra_s = now - since - watch.patience_s + EXTRA_S
-        elif is_late or alarmed:
+        if alarmed or now > since + watch.patience_s:
             step = STEPS[GATHERED if points[GATHERED] != points[BEGUN] else DONE]
             try:
                 watch.fail(step, TimeoutError(step), now - since)

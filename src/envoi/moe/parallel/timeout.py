@@ -9,7 +9,6 @@ from typing import NoReturn, TypeVar
 import torch.distributed as dist
 from torch.distributed.distributed_c10d import PrefixStore, Store
 
-from envoi.moe.parallel import pulse
 from envoi.moe.parallel.store import Connection, Request, StoreSilentError, in_thread, run_bounded
 
 T = TypeVar("T")
@@ -89,7 +88,6 @@ class Watch:
         self.failure: PeerTimeout | None = None
         self.deadline: float | None = time.monotonic() + timeout_s - self.roll_call_s
         self.ranks_by_store: list[int] = []
-        self.peers = pulse.Peers(connection, ranks)
         self._alarm: Future[bool] | None = None
         self._queued: list[tuple[dist.Work, str]] = []
 
@@ -169,8 +167,11 @@ class Watch:
             while not first.done():
                 self._look(end)
                 wait_for_any([first], _JOIN_S)
-            first.result()
         except (RuntimeError, _AlarmError) as error:
+            self.fail(step, error, time.monotonic() - began)
+        try:
+            first.result()
+        except Exception as error:  # whatever it is, the peers have to hear of it
             self.fail(step, error, time.monotonic() - began, says_why=True)
 
     def queue(self, start: Callable[[], dist.Work], step: str) -> None:
@@ -208,8 +209,9 @@ class Watch:
             if answered:
                 # All answered. A late rank has itself waited for less than half as long as the one that waited longest.
                 missing = [rank for rank in self.ranks if waited[rank] < max(waited.values()) / 2]
-            if reasons:
-                missing = sorted(reasons)
+            short = [rank for rank, reason in reasons.items() if "out of memory" in reason]
+            if answered and reasons:
+                missing = sorted(short or reasons)  # whoever lacks memory has made the others' exchange fail
                 why = reasons[missing[0]]
             elif missing:
                 why = ""
@@ -243,12 +245,6 @@ class Watch:
         answer, self._alarm = self._alarm.result(), None
         return answer
 
-    def more_time(self) -> float:
-        """Return the moment until which to wait for peers that still compile. Raises _AlarmError if none does."""
-        if not self.peers.compile():
-            raise _AlarmError
-        return time.monotonic() + pulse.EXTRA_S
-
     def _ours(self, request: Request[T]) -> Request[T]:
         return lambda store: request(PrefixStore(self.name, store))
 
@@ -260,10 +256,8 @@ class Watch:
         look, pause = began + _LOOK_S, 2e-5
         while not work.is_completed():
             now = time.monotonic()
-            if self.alarmed(now > look):
+            if now > end or self.alarmed(now > look):
                 raise _AlarmError
-            if now > end:
-                end = self.more_time()
             look = now + _LOOK_S if now > look else look
             if now < began + _SPIN_S:
                 time.sleep(0)  # other threads' turn; a timer would take 50 us more than it is asked for
