@@ -40,7 +40,7 @@ SOAK = (
     ),
     ("soak/times", "No call at all does, the host's time included"),
 )
-OVER_NVLINK = "over NVLink"
+OVER_NVLINK, OVER_NCCL = "over NVLink", "over NCCL"
 FAULTS = (
     ("killed", "A rank is killed: every other gets a `PeerTimeout` that names it within `timeout_s` + 1 s"),
     ("stopped", "A rank is stopped for longer than the timeout: the same"),
@@ -172,7 +172,7 @@ def faults(runs: dict[str, Run]) -> list[list[str]]:
         ways: dict[str, list[Run]] = {OVER_NVLINK: []}
         for name, run in runs.items():
             if name.startswith(f"faults/{kind}/") and run.num_gpus:
-                way = OVER_NVLINK if name.split("/")[2] == "memory" else "over NCCL"
+                way = OVER_NVLINK if name.split("/")[2] == "memory" else OVER_NCCL
                 ways.setdefault(way, []).append(run)
         for way, stages in ways.items():
             run = together(stages)

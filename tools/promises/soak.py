@@ -189,7 +189,7 @@ def block(parts: list[Part], kind: str, count: int, draw: random.Random, device:
     dist.barrier()
     on_gpu, last = device.type == "cuda", {}
     marks: list[tuple[Part, tuple[str, int], Any, Any]] = []
-    launched: list[float] = []  # of calls that are alone
+    launched: list[float] = []  # when this rank's host came to each call
     for _ in range(count):
         place = draw.randrange(2)
         part = parts[place]
@@ -200,7 +200,7 @@ def block(parts: list[Part], kind: str, count: int, draw: random.Random, device:
             _settle(on_gpu)
         with stream:
             begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2)) if on_gpu else (0.0, 0.0)
-            launched += [time.monotonic()] if kind == ALONE else []
+            launched.append(time.monotonic())
             begin = _mark(begin, on_gpu)
             out, replayed = call(part, number, kind, draw)
             like = REPLAYED if kind == ALONE and replayed else kind

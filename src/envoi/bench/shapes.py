@@ -64,7 +64,7 @@ MOE_BY_HOST = (
     (MOE_SMALL, 64, "bf16"),
     (MOE_V3, 64, "fp8_block128"),
 )
-# On two GPUs the last two have as many experts on a GPU as the first two have on four.
+# The layers of half as many experts have on two GPUs as many on each as the whole ones have on four.
 MOE_FUSED = tuple((sizes, m) for sizes in (MOE_V4, MOE_SMALL, MOE_V3) for m in (64, 512, 2048, 8192)) + tuple(
     ((hidden, inter, experts // 2, k), m) for hidden, inter, experts, k in (MOE_V4, MOE_SMALL) for m in (2048, 8192)
 )

@@ -3,7 +3,7 @@
 import time
 from collections.abc import Callable
 from concurrent.futures import Future
-from concurrent.futures import wait as wait_for_any
+from concurrent.futures import wait as wait_for_futures
 from typing import NoReturn, TypeVar
 
 import torch.distributed as dist
@@ -156,17 +156,17 @@ class Watch:
             self.fail(step, error, time.monotonic() - began)
 
     def wait_for_first(self, start: Callable[[], object], step: str) -> None:
-        """Start a group's first collective in a thread and return when it has begun on all ranks. Raises PeerTimeout.
+        """Start a group's first collective in a thread and wait until it is begun. Raises PeerTimeout.
 
-        It may return late, or not at all: another rank's alarm, or the end of the patience, ends the wait for it. A
-        rank on which it fails is named on all of them, with its error.
+        start: a function that may return late, or never: another rank's alarm or the end of the patience ends the wait.
+        A rank on which it raises is named on all ranks, with its error.
         """
         began = time.monotonic()
         end, first = self.deadline or self._end(began), in_thread(start)
         try:
             while not first.done():
                 self._look(end)
-                wait_for_any([first], _JOIN_S)
+                wait_for_futures([first], _LOOK_S)
         except (RuntimeError, _AlarmError) as error:
             self.fail(step, error, time.monotonic() - began)
         try:

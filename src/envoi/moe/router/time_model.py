@@ -7,7 +7,7 @@ from envoi.moe.router.tiling import TILE, RouterTiling
 from envoi.runtime.gpu_rates import H200
 
 CACHED_BYTES = 30e6  # of tokens that are still in the L2 when they are needed again
-CACHED_SUMS_BYTES = 20e6  # of tokens and sums of parts along K for that: sums are written, too
+CACHED_SUMS_BYTES = 20e6  # the same of tokens and sums of parts along K together: sums are written first
 LAUNCH_CYCLES = 1500.0  # one more launch, besides what `predicted_cycles` has for each
 
 
