@@ -21,6 +21,7 @@ class ConsumerArgs:
     scales: BlockScales
     is_block_scaled: gl.constexpr
     awaits_rows: gl.constexpr  # True if the rows of a unit, with their scale factors, may come after the kernel began
+    has_few_registers: gl.constexpr  # see `accumulate_block_scaled`
     trace: gl.tuple | gl.constexpr  # `Trace`, or None
 
 
@@ -75,7 +76,9 @@ def consumer(args, role: gl.constexpr):
         rest = None
         if args.is_block_scaled:
             scaled_tile = Tile(tile.x, tile.y, tile.row_end, expert_with_weights(tile, problem))
-            acc, step = accumulate_block_scaled(pipeline, step, unit, scaled_tile, args.scales, boxes, role)
+            acc, step = accumulate_block_scaled(
+                pipeline, step, unit, scaled_tile, args.scales, boxes, role, args.has_few_registers
+            )
         elif cfg.rest_y > 0:
             acc, rest, step = accumulate_both(pipeline, step, unit.k_end - unit.k_begin, boxes, role)
         else:

@@ -13,7 +13,7 @@ from envoi.gemm.hopper.split_k import SplitK
 from envoi.gemm.hopper.tile_scheduler import Problem
 from envoi.moe.parallel.fused.mover import MoverArgs, mover
 from envoi.moe.parallel.fused.producer import Arrivals, FusedProducerArgs, prefill_weights, producer
-from envoi.runtime.triton_compat import role_barrier
+from envoi.runtime.triton_compat import MORE_REGISTERS, role_barrier
 
 REGISTERS = 504  # of a thread of both consumers and one of the producer's and the movers' warpgroup
 
@@ -51,7 +51,7 @@ def fused_l1_kernel(
     num_rows = offsets + num_experts
     arrivals = Arrivals(row_map.arrivals, num_rows, state, report, rank, timeout_us)
     producer_args = FusedProducerArgs(gemm, arrivals)
-    consumer_args = ConsumerArgs(pipeline, epilogue, scales, True, True, trace)
+    consumer_args = ConsumerArgs(pipeline, epilogue, scales, True, True, not MORE_REGISTERS, trace)
     mover_args = MoverArgs(row_map, num_rows, regions.tokens, regions.token_sf, token_bits, moving, trace)
     few: gl.constexpr = moving.registers
     many: gl.constexpr = registers_of_consumer(few)

@@ -75,7 +75,10 @@ def producer(args):
             gemm.pipeline.wait_empty(step)
             load_weights(gemm, step % cfg.num_stages, tile, 0)
         note_begin(gemm.trace, PRODUCER, units_before, unit.tile)
-        arrived = wait_for_rows(args.arrivals, arrived, end_of_rows(tile, cfg))
+        rows = end_of_rows(tile, cfg)
+        if u == first:
+            rows = gl.maximum(rows, end_of_round(scheduler, gemm, num_k_steps))
+        arrived = wait_for_rows(args.arrivals, arrived, rows)
         note_moment(gemm.trace, PRODUCER, units_before, 1)
         gemm.pipeline.tell_rows(units_before)
         if is_low_tile(tile, cfg):
@@ -85,6 +88,18 @@ def producer(args):
         note_moment(gemm.trace, PRODUCER, units_before, 2)
         units_before += 1
         step += unit.k_end
+
+
+@gluon.jit
+def end_of_round(scheduler, gemm, num_k_steps):
+    """Return the end of the token rows of the first round's last unit.
+
+    CTAs that began as their rows come would stay as far apart, and share less in the L2, as long as the launch takes.
+    The last of them can't begin earlier, and all have equally many units or one less.
+    """
+    last = gl.minimum(scheduler.unit_stride(), scheduler.num_units) - 1
+    tile = weights_tile(scheduler.tile(scheduler.unit(last, num_k_steps).tile), gemm)
+    return end_of_rows(tile, gemm.problem.cfg)
 
 
 @gluon.jit
