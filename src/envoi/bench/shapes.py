@@ -18,13 +18,15 @@ GEMM_MNK = (
     (16, 7168, 2048),
 )
 GEMM_CPU_MNK = (256, 512, 512)
+ROW_VALUE_MNK = (2000, 4096, 4096)  # beside GEMM_MNK, for epilogues of which each row has a value
+ROW_VALUES = ("capped_residual_max", "logsumexp")
 FP8_MIN_M = 1024  # below, a GEMM is bound by reading weights
 FP8_FORMATS = ("fp8_row", "fp8_block128")
 EPILOGUES = {
     "gemm": ("store",),
     "gemm_swiglu": ("swiglu",),
     "gemm_quant": ("swiglu_fp8",),
-    "gemm_epilogues": ("scale_bias_relu", "gelu_residual", "absmax"),
+    "gemm_epilogues": ("scale_bias_relu", "gelu_residual", "absmax", "capped_residual_max", "logsumexp"),
     "gemm_fp8": ("store",),
 }
 WEIGHTS_FORMATS = ("bf16", "mxfp4", "mxfp4_mxfp8", "mxfp8")
@@ -240,7 +242,8 @@ def _gemm_cases(suite: str) -> list[Case]:
     for format in formats:
         for epilogue in EPILOGUES[suite]:
             what = epilogue if suite == "gemm_epilogues" else format
-            for mnk in (*GEMM_MNK, GEMM_CPU_MNK):
+            more = (ROW_VALUE_MNK,) if epilogue in ROW_VALUES else ()
+            for mnk in (*GEMM_MNK, *more, GEMM_CPU_MNK):
                 on_cpu = mnk == GEMM_CPU_MNK
                 if on_cpu or format == "bf16" or _takes_fp8(mnk, format):
                     shape = GemmShape(*mnk, format, epilogue)

@@ -7,11 +7,12 @@ from typing import Any
 import torch
 from torch.nn import functional
 
-from envoi.epilogue import Epilogue
+from envoi.epilogue import Epilogue, Tile, epilogue, exp, log, row_max, row_sum, tanh
 from envoi.epilogue.library import absmax, gelu_residual, scale_bias_relu, swiglu, swiglu_fp8
 from envoi.types import QuantTensor
 
 FP8_GROUP = 128
+CAP = 30.0
 
 
 @dataclass(frozen=True)
@@ -29,6 +30,19 @@ class Ending:
     out_bytes: float = 2.0
     operands: dict[str, str | float] = field(default_factory=dict)
     halves: bool = False
+
+
+@epilogue
+def capped_residual_max(acc, residual: Tile):
+    """Return cap * tanh(acc / cap) + residual, and the largest value of each row."""
+    x = CAP * tanh(acc / CAP) + residual
+    return x, row_max(x)
+
+
+@epilogue
+def logsumexp(acc):
+    """Return the accumulator and the logarithm of each row's sum of exponentials; values stay below 88."""
+    return acc, log(row_sum(exp(acc)))
 
 
 def _swiglu(y: torch.Tensor) -> torch.Tensor:
@@ -55,6 +69,15 @@ def _absmax(y: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     return y, y.abs().amax(-1)
 
 
+def _capped_residual_max(y: torch.Tensor, residual: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    x = CAP * torch.tanh(y / CAP) + residual
+    return x, x.amax(-1)
+
+
+def _logsumexp(y: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    return y, y.to(torch.promote_types(y.dtype, torch.float32)).logsumexp(-1)
+
+
 ENDINGS = {
     "store": Ending(None, lambda y: y),
     "swiglu": Ending(swiglu, _swiglu, 1.0, halves=True),
@@ -62,5 +85,7 @@ ENDINGS = {
     "scale_bias_relu": Ending(scale_bias_relu, _scale_bias_relu, operands={"alpha": 0.5, "bias": "Col"}),
     "gelu_residual": Ending(gelu_residual, _gelu_residual, operands={"bias": "Col", "residual": "Tile"}),
     "absmax": Ending(absmax, _absmax),
+    "capped_residual_max": Ending(capped_residual_max, _capped_residual_max, operands={"residual": "Tile"}),
+    "logsumexp": Ending(logsumexp, _logsumexp),
 }
 EXACT = {**{name: ending.eager for name, ending in ENDINGS.items()}, "swiglu_fp8": _swiglu}  # without rounding
