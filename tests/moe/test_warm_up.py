@@ -24,7 +24,7 @@ from envoi.moe.parallel.command import experts_without_memory
 from envoi.moe.parallel.hosts import Grid
 from envoi.moe.parallel.slots import SentTokens, sort_by_expert, sum_slots
 from envoi.moe.parallel.symmetric_memory import SharedLayout, allocate
-from envoi.moe.parallel.warm_up import CountedCall, ParallelCall, shares
+from envoi.moe.parallel.warm_up import CountedCall, ParallelCall, compiled_form, shares
 from envoi.moe.reference import quantize_tokens
 from envoi.moe.router import route
 from envoi.runtime import compiled_marks, devices, launch, rehearsal, triton_compat
@@ -140,10 +140,35 @@ def launched_by(launched, known, most, k, run, hidden) -> None:
     """Run a layer with many numbers of tokens; all that it launches has to be among what was compiled."""
     draw = random.Random(most)
     for num_tokens in [0, 1, most, *(draw.randint(0, most) for _ in range(20))]:
-        ids = torch.zeros(num_tokens, k, dtype=torch.int32)
+        given = torch.zeros(num_tokens, hidden), torch.zeros(num_tokens, k), torch.zeros(num_tokens, k)
+        tokens, weights, ids = (any_form(draw, x) for x in given)
+        slots = draw.randint(1, k)
+        rows = compiled_form(tokens.bfloat16(), weights[:, :slots], ids[:, :slots].int(), k)
         launched.clear()
-        run(torch.zeros(num_tokens, hidden).bfloat16(), ids.float(), ids)
+        run(*rows)
         assert launched and keys(launched) <= known, f"{num_tokens} tokens, at most {most}"
+
+
+def any_form(draw: random.Random, x: torch.Tensor) -> torch.Tensor:
+    """Return a tensor of the same values off 16 bytes, or with columns apart, or as it is."""
+    shift, apart = draw.randint(0, 1), draw.randint(1, 2)
+    room = torch.zeros(x.numel() * apart + shift, dtype=x.dtype)[shift:]
+    return room.view(len(x), -1)[:, ::apart].copy_(x) if x.numel() else x
+
+
+def test_arguments_of_any_form_are_brought_into_the_one_that_is_compiled_for():
+    draw = random.Random(0)
+    for _ in range(50):
+        tokens = any_form(draw, torch.randn(draw.randint(1, 9), 64)).bfloat16()
+        weights, ids = (any_form(draw, torch.rand(len(tokens), 3)) for _ in range(2))
+        ids = any_form(draw, (8 * ids)).int() if draw.random() < 0.5 else (8 * ids).int()[:, :3]
+        got = compiled_form(tokens[1:], weights[1:], ids[1:], 5)
+        assert torch.equal(got[0], tokens[1:])
+        assert torch.equal(got[1][:, :3], weights[1:]) and not got[1][:, 3:].any()
+        assert torch.equal(got[2][:, :3], ids[1:]) and (got[2][:, 3:] == -1).all()
+        assert all(x.is_contiguous() and x.data_ptr() % 16 == 0 for x in got)
+    same = torch.zeros(4, 64), torch.zeros(4, 5), torch.zeros(4, 5, dtype=torch.int32)
+    assert all(x is y for x, y in zip(compiled_form(*same, 5), same, strict=True))
 
 
 @pytest.mark.parametrize("format", FORMATS)

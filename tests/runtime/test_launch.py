@@ -8,6 +8,7 @@ from triton.runtime.jit import JITFunction
 
 from envoi.runtime import launch as module
 from envoi.runtime import observer
+from envoi.runtime.compiling import compiling, is_compiling
 from envoi.runtime.launch import launch
 from envoi.runtime.tma import descriptor
 
@@ -24,19 +25,45 @@ class Compiled:
     def __getitem__(self, grid):
         return lambda *arguments: self.calls.append(("found", grid, arguments[1:]))
 
+    def _init_handles(self):
+        assert is_compiling()
+
 
 @pytest.fixture
 def calls(monkeypatch):
     calls = []
 
     def run(self, *arguments, grid, warmup, **options):
-        calls.append(("triton", grid, arguments[1:]))
+        assert is_compiling() == warmup, "peers wait as long as this says; a launch may wait for them"
+        if not warmup:
+            calls.append(("triton", grid, arguments[1:]))
         return Compiled(calls)
 
     monkeypatch.setattr(JITFunction, "run", run)
     monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
     monkeypatch.setattr(module, "_compiled", {})
     return calls
+
+
+def test_a_process_compiles_while_any_thread_does():
+    assert not is_compiling()
+    with compiling():
+        with compiling():
+            assert is_compiling()
+        assert is_compiling()
+    with pytest.raises(ValueError, match="kernel"), compiling():
+        raise ValueError("kernel")
+    assert not is_compiling()
+
+
+def test_without_shortcuts_a_kernel_is_loaded_once_and_launched_by_triton(calls, monkeypatch):
+    monkeypatch.setattr(module.shortcuts, "ENABLED", False)
+    x, loaded = torch.zeros(8), []
+    monkeypatch.setattr(Compiled, "_init_handles", lambda self: loaded.append(is_compiling()))
+    for _ in range(3):
+        launch(kernel, (1,), (x, 5, 64, True), {})
+    assert kinds_of_calls(calls) == ["triton"] * 3
+    assert loaded == [True]
 
 
 def test_the_same_constants_are_found_again(calls):

@@ -11,10 +11,11 @@ from triton.runtime.jit import JITFunction
 
 from envoi import log
 from envoi.runtime import observer, shortcuts, triton_compat
+from envoi.runtime.compiling import compiling
 
 ALIGNMENT = 16
 
-_compiled: dict[tuple, Any] = {}
+_compiled: dict[tuple, Any] = {}  # by key; None if a hook of Triton's compiles, which gives no kernel to launch
 _constant: dict[Any, tuple[bool, ...]] = {}  # for each kernel function which parameters are constexpr
 
 
@@ -50,17 +51,19 @@ def launch_with_dependent(first: tuple[Any, tuple[int, ...], tuple, dict], secon
 @log.launches
 def _run(kernel: Any, grid: tuple[int, ...], arguments: tuple, options: dict[str, Any]) -> Any:
     """Launch, and return the compiled kernel; None for kernels that aren't found by a key."""
-    if not (shortcuts.ENABLED and isinstance(kernel, JITFunction)):
+    if not isinstance(kernel, JITFunction):
         kernel[grid](*arguments, **triton_compat.FP_FUSION, **options)
         return None
     key = torch.cuda.current_device(), *key_of(kernel, arguments, options)
     compiled = _compiled.get(key)
-    if compiled is None:
-        launched = kernel[grid](*arguments, **triton_compat.FP_FUSION, **options)
-        compiled = _compiled[key] = triton_compat.compiled_kernel(launched)
+    if key not in _compiled:
+        with compiling():  # and not while it is launched: a launch may wait for what other ranks do
+            _compiled[key] = triton_compat.loaded_kernel(kernel, grid, arguments, options)
+    if compiled is None or not shortcuts.ENABLED:
+        kernel[grid](*arguments, **triton_compat.FP_FUSION, **options)
     else:
         compiled[(*grid, 1, 1)[:3]](*arguments)
-    return compiled
+    return _compiled[key] if shortcuts.ENABLED else None
 
 
 def load(kernel: Any, grid: tuple[int, ...], arguments: tuple, options: dict[str, Any]) -> None:
@@ -68,9 +71,8 @@ def load(kernel: Any, grid: tuple[int, ...], arguments: tuple, options: dict[str
 
     Tensors needn't have memory.
     """
-    loaded = triton_compat.loaded_kernel(kernel, grid, arguments, options)
-    if shortcuts.ENABLED and loaded is not None:
-        _compiled[(torch.cuda.current_device(), *key_of(kernel, arguments, options))] = loaded
+    key = torch.cuda.current_device(), *key_of(kernel, arguments, options)
+    _compiled[key] = triton_compat.loaded_kernel(kernel, grid, arguments, options)
 
 
 def key_of(kernel: JITFunction, arguments: tuple, options: dict[str, Any]) -> tuple:

@@ -15,6 +15,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from envoi.moe import moe
 from envoi.moe.parallel import ExpertParallel, PeerTimeout, api, counted, gathered, hosts, opening
 from envoi.moe.router import route
+from envoi.runtime.compiling import compiling
 from envoi.types import Routing
 from tests.helpers.ranks import GUARD_S
 from tests.moe.layers import Layer, make
@@ -269,6 +270,22 @@ def fault(
         except RuntimeError as second:
             return type(first).__name__, str(first), second is first
     return "", "nothing happened", False
+
+
+def compile_meanwhile(rank: int, num_ranks: int, timeout_s: float, seconds: float) -> tuple[torch.Tensor | None, str]:
+    """Let rank 1 compile for longer than its peers are patient, then call; return the output, or the error."""
+    layer, ends = make(), [8 * (r + 1) // num_ranks for r in range(num_ranks)]
+    parallel = open_parallel(layer, "bf16", rank, ends, timeout_s=timeout_s)
+    parallel.channel.watch.wait_for_compilers()  # as on a GPU
+    inputs = part_of(layer, rank, [60 * (r + 1) // num_ranks for r in range(num_ranks)])
+    parallel.moe(*inputs)
+    if rank == 1:
+        with compiling():
+            time.sleep(seconds)
+    try:
+        return parallel.moe(*inputs), ""
+    except RuntimeError as error:
+        return None, str(error)
 
 
 def by_threads(rank: int, num_ranks: int, num_threads: int, num_calls: int) -> list[str]:

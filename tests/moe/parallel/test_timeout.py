@@ -3,11 +3,13 @@
 import pickle
 import threading
 import time
+from contextlib import nullcontext
 
 import pytest
 import torch.distributed as dist
 
 from envoi import PeerTimeout
+from envoi.moe.parallel import timeout
 from envoi.moe.parallel.store import Connection
 from envoi.moe.parallel.timeout import Watch
 
@@ -71,6 +73,33 @@ def test_queued_collectives_are_waited_for_at_the_end(monkeypatch):
     assert events[2:] == ["first complete", "second complete"]
     made.finish()  # none is left
     assert len(events) == 4
+
+
+class Peers:
+    """Peers of which one compiles for some seconds, from the first look on."""
+
+    def __init__(self, seconds: float):
+        self.seconds, self.began = seconds, float("inf")
+
+    def look(self) -> None:
+        self.began = min(self.began, time.monotonic())
+
+    def compile(self) -> bool:
+        return self.began < time.monotonic() < self.began + self.seconds
+
+
+@pytest.mark.parametrize(("compiles_s", "most_s", "waits_s"), [(9.0, 60.0, 2.0), (1.0, 60.0, 1.0), (9.0, 0.5, 1.0)])
+def test_a_collective_may_take_longer_while_a_peer_compiles(compiles_s, most_s, waits_s, monkeypatch):
+    """It is done after 2 s, and the timeout after 0.5; most_s bounds what comes on top."""
+    made, begun = watch(1.0, monkeypatch), time.monotonic()
+    made.peers = Peers(compiles_s)  # pyright: ignore[reportAttributeAccessIssue]
+    monkeypatch.setattr(timeout.pulse, "MOST_S", most_s)
+    slow = Work(0, [], "combine")
+    monkeypatch.setattr(slow, "is_completed", lambda: time.monotonic() > begun + 2.0)
+    made.queue(lambda: slow, "combine")
+    with nullcontext() if waits_s == 2.0 else pytest.raises(PeerTimeout):
+        made.finish()
+    assert waits_s <= time.monotonic() - begun < waits_s + 0.6
 
 
 def test_an_exchange_that_fails_of_itself_says_why(monkeypatch):

@@ -112,26 +112,32 @@ def test_an_error_of_one_rank_is_everyones():
         assert outcome.value[1] == ["warm-up: rank 1 of the group failed: RuntimeError: no room"]
 
 
-def load_first(rank: int, num_ranks: int, late: bool) -> str:
-    """Load a call's kernels: rank 1 compiles for long, or is late."""
+def load_first(rank: int, num_ranks: int, late: bool, whole: bool) -> str:
+    """Load kernels before a call: rank 1 compiles for long, or is late. whole: those of any number of tokens."""
 
-    def load_all(call, target, num_tokens):
+    def load_all(*_, **__):
         time.sleep(2 * TIMEOUT_S * rank)
+        return {}
 
-    warm_up.load_all = load_all
-    parallel = opened(TIMEOUT_S)
+    warm_up.load_all = warm_up.find_all = load_all
+    parallel, target = opened(TIMEOUT_S), Target("sm_90")
+    call = warm_up.CountedCall(3, 1, parallel.experts)
     if late and rank:
         time.sleep(2 * TIMEOUT_S)
     try:
-        warm_up.load_together(parallel.channel, None, Target("sm_90"), 3 if rank else None)  # pyright: ignore[reportArgumentType]
+        if whole:
+            warm_up.compile_together(parallel.channel, call, target, 1, False, warm_up.FIRST)
+        else:
+            warm_up.load_together(parallel.channel, call, target, 3, warm_up.FIRST)  # pyright: ignore[reportArgumentType]
     except RuntimeError as error:
         return str(error)
     return ""
 
 
+@pytest.mark.parametrize("whole", [False, True])
 @pytest.mark.parametrize("late", [False, True])
-def test_a_first_call_waits_for_compilers_but_not_for_those_who_are_late(late):
-    first, second = (outcome.value for outcome in run_ranks(2, load_first, late))
+def test_a_first_call_waits_for_compilers_but_not_for_those_who_are_late(late, whole):
+    first, second = (outcome.value for outcome in run_ranks(2, load_first, late, whole))
     if late:
         assert first.startswith("first call: rank 1 is lost or did not answer within 2 s") or "was late" in first
         assert second

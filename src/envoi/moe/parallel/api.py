@@ -34,6 +34,7 @@ from envoi.moe.parallel.load import Load, empty_history, load_of, note
 from envoi.moe.parallel.opening import (
     DEFAULT_TIMEOUT_S,
     OPENING,
+    agree_on_kernels,
     agree_on_sizes,
     check_options,
     check_sizes,
@@ -50,7 +51,7 @@ from envoi.moe.parallel.symmetric_memory import Domain, SharedLayout
 from envoi.moe.parallel.timeout import PeerTimeout
 from envoi.moe.parallel.trace import STEP as TRACE
 from envoi.moe.parallel.trace import Timeline, trace_call, untraceable
-from envoi.moe.parallel.warm_up import CountedCall, ParallelCall, compile_together, load_together, unbounded
+from envoi.moe.parallel.warm_up import FIRST, CountedCall, ParallelCall, compile_together, compiled_form, unbounded
 from envoi.moe.warm_up import check_jobs, compiles, prepare, without_tensors
 from envoi.plan import pulling
 from envoi.plan.gathering import gathering_pays, link_of
@@ -79,12 +80,12 @@ class ExpertParallel:
         objects of the same sizes (a model's layers); between the GEMMs, a call takes num_ranks * max_tokens * num_topk
         rows of intermediate from torch's allocator. A call then copies no size to the host, never waits for the
         device, and can be captured in a CUDA graph. Calls and replays of all objects of a group must have the same
-        order on every rank, on one stream. In the first call the ranks wait for each other's compilers; later a new
-        number of tokens may compile within timeout_s, as peers wait, unless `warm_up` has. Other ranks, over NCCL and
-        gloo, gather all tokens with collectives of constant size, if `envoi.plan.gathering` predicts that this is
-        faster than to count first; over NCCL what is said above of the host, graphs and order is true of that too, and
+        order on every rank, on one stream. In the first call, or in `warm_up`, the ranks compile all that calls with
+        up to max_tokens tokens need, and wait for each other; no later call compiles. Other ranks, over NCCL and gloo,
+        gather all tokens with collectives of constant size, if `envoi.plan.gathering` predicts that this is faster than
+        to count first; over NCCL what is said above of the host, graphs, order and compilers is true of that too, and
         room for num_ranks * max_tokens * num_topk rows is allocated thrice, twice in bf16 and once in the experts'
-        format.
+        format. Where rows are counted, peers wait beyond timeout_s for a rank that compiles within a call.
     presum: over NVLink, sum a token's rows on each rank before they are sent back: fewer bytes sent, but none of them
         during the second GEMM, one rounding more, and bits that depend on the number of ranks. The room in bf16 is
         then max_tokens * num_ranks rows, but a call takes as many rows of hidden, in bf16, as it takes of intermediate.
@@ -133,6 +134,7 @@ class ExpertParallel:
         raise_together(gather_texts(self.channel, refusal, OPENING), refusal)
         self.experts, self.timeout_s = experts, timeout_s
         sizes = agree_on_sizes(self.channel, experts, timeout_s, max_tokens, num_topk, presum, fused)
+        self._kernels = agree_on_kernels(self.channel, experts)
         names = [] if hosts is None else agree_on_hosts(self.channel, hosts, (max_tokens, num_topk), experts.device)
         self._hosts = tuple(names) if len(set(names)) > 1 else ()
         over_gloo = self.channel.data is self.channel.control
@@ -162,6 +164,8 @@ class ExpertParallel:
         if shared is not None:
             self._lock = shared.lock  # objects that share memory take turns
         self.presum, self.exchange = memory.exchange_of(self.domain, self.buffers, self.room)
+        if self.exchange == "counted" and compiles(experts.device):
+            self.channel.watch.wait_for_compilers()
         self.fused = self.domain is not None and self.domain.layout.fused
         _instances[self.name] = self
 
@@ -218,10 +222,10 @@ class ExpertParallel:
     def warm_up(self, jobs: int | None = None, progress: bool = True) -> int:
         """Compile and load all kernels that calls with up to max_tokens tokens need; return how many. Collective.
 
-        Afterwards no call with num_topk slots a token compiles, whatever its number of tokens, if tokens are contiguous
-        and start on 16 bytes; without it a call may, for seconds, while its peers' timeout_s runs. Ranks of one host
-        divide the work and share Triton's cache on disk. Peers may take longer than timeout_s to compile. Layers of
-        equal sizes, format and timeout_s share their kernels: one of them is enough.
+        Afterwards no call compiles, whatever its number of tokens; the first call does the same, but prepares none.
+        Where rows are counted (`exchange`), any call may compile without it, and after it those that have fewer slots a
+        token than num_topk. Ranks of one host divide the work and share Triton's cache on disk. Peers may take longer
+        than timeout_s to compile. Layers of equal sizes, format and timeout_s share their kernels: one is enough.
 
         jobs: processes with which this rank compiles, by default as many as there are CPUs. progress: show it on stderr
         if it takes longer than two seconds. Unless rows are counted (`exchange`), calls with up to 64 tokens, and
@@ -237,30 +241,28 @@ class ExpertParallel:
         raise_together(gather_texts(self.channel, refusal, "warm-up"), refusal)
         if not compiles(device):
             return 0
-        num_topk, shared = cast(int, self.num_topk), self._shared()
+        shared = self._shared()
         with self._lock, torch.cuda.device(device):
-            call = self._rehearsed(num_topk) if shared is not None else self._rehearsed_rows(num_topk)
+            call = self._rehearsed()
             sites = compile_together(self.channel, call, Target.of(device), jobs, progress)
             if shared is not None:
-                shared.has_kernels = True
+                shared.has_kernels.add(self._kernels)
             if shortcuts.PREPARED and self._calls is not None:
-                prepare(self.moe, self.experts, self.num_experts, call.most, num_topk)
+                prepare(self.moe, self.experts, self.num_experts, call.most, call.num_topk)
                 torch.cuda.synchronize(device)
         self.check()
         return len(sites)
 
-    def _rehearsed(self, num_topk: int) -> ParallelCall:
-        """Return this rank's call with so many slots a token, on memory like the one that its calls use."""
+    def _rehearsed(self) -> ParallelCall | CountedCall:
+        """Return this rank's call, on memory like that of its calls; or what runs counted rows, at most all ranks'."""
         layout = self._layout(cast(int, self.max_tokens), cast(int, self.num_topk))
         layout = replace(layout, presum=self.presum, fused=self.fused)
+        k, experts = layout.num_topk, without_tensors(self.experts)
+        if self._shared() is None:
+            return CountedCall(layout.num_ranks * layout.max_tokens * k, k, experts)
         sizes = self.channel.rank, tuple(self.expert_offsets), self.timeout_s
         hosts = self._hosts if self.exchange == "hosts" else ()
-        return ParallelCall(layout, num_topk, *sizes, without_tensors(self.experts), self.buffers is not None, hosts)
-
-    def _rehearsed_rows(self, num_topk: int) -> CountedCall:
-        """Return what a call launches on this rank where rows are counted, at most those of all ranks' slots."""
-        most = self.channel.num_ranks * cast(int, self.max_tokens) * num_topk
-        return CountedCall(most, num_topk, without_tensors(self.experts))
+        return ParallelCall(layout, k, *sizes, experts, self.buffers is not None, hosts)
 
     def check(self) -> None:
         """Raise the error of an earlier call, if one failed; where the host doesn't wait, of calls the device reached.
@@ -292,7 +294,7 @@ class ExpertParallel:
         refusal = untraceable(self.exchange, self.experts.device) or self._refusal(rows, slots, self.experts)
         raise_together(gather_texts(self.channel, refusal, TRACE), refusal)
         with self._lock, torch.cuda.device(self.experts.device):
-            call, run = self._rehearsed(slots.topk_ids.shape[1]), partial(self._moe, rows, slots)
+            call, run = cast(ParallelCall, self._rehearsed()), partial(self._moe, rows, slots)
             return trace_call(self.channel, cast(Domain, self.domain), call, len(rows), run)
 
     def close(self) -> None:
@@ -349,18 +351,16 @@ class ExpertParallel:
         domain.history = self._history
         device = domain.memory.device
         with torch.cuda.device(device):
-            if not domain.has_kernels and compiles(device):
-                ids = routing.topk_ids if not refusal else torch.empty(0, 1, device="cpu")
-                given = self._rehearsed(ids.shape[1]), Target.of(device), None if refusal else len(ids)
-                load_together(self.channel, *given)
-                domain.has_kernels = True
+            if self._kernels not in domain.has_kernels and compiles(device):
+                compile_together(self.channel, self._rehearsed(), Target.of(device), None, False, FIRST)
+                domain.has_kernels.add(self._kernels)
             if refusal:
                 key = f"refused/{self.channel.rank}"
                 with suppress(RuntimeError):  # without a store the peers hear of a refusal, not which
                     domain.watch.ask(lambda store: store.set(key, refusal), self.timeout_s)
                 self._refuse(domain)
                 raise ValueError(refusal)
-            given = tokens, routing.topk_weights, routing.topk_ids, experts
+            given = *compiled_form(tokens, routing.topk_weights, routing.topk_ids, domain.layout.num_topk), experts
             if isinstance(self.buffers, hosts_device.Buffers):
                 out = hosts_device.run_layer(self.buffers, *given)
             elif self.buffers is not None:

@@ -43,16 +43,17 @@ class Channel:
 
 
 def connect_ranks(channel: Channel, group: Any, step: str) -> None:
-    """Connect the ranks by a group's first collective. Collective; raises PeerTimeout, also if a rank can't.
+    """Connect the ranks by a group's first collectives. Collective; raises PeerTimeout, also if a rank can't.
 
-    group: of NCCL, or a backend of it, whose ranks are this channel's or some of them. NCCL connects them within that
-    collective, by waits of its own and with memory that a GPU may not have.
+    group: of NCCL, or a backend of it, whose ranks are this channel's or some of them. NCCL connects them within those
+    collectives, each pair for an all-to-all too, by waits of its own and with memory that a GPU may not have.
     """
 
     def gather() -> None:
         with torch.cuda.device(channel.device) if channel.device.type == "cuda" else nullcontext():  # of the thread
-            mine = torch.zeros(1, dtype=torch.int32, device=channel.device)
-            group._allgather_base(mine.new_empty(group.size()), mine).wait()
+            everyone = torch.zeros(group.size(), dtype=torch.int32, device=channel.device)
+            group._allgather_base(everyone, everyone[:1].clone()).wait()
+            group.alltoall_base(torch.empty_like(everyone), everyone, [], []).wait()
 
     channel.watch.wait_for_first(gather, step)
 

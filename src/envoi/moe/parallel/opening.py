@@ -1,5 +1,6 @@
 """Opening of an ExpertParallel: arguments, the process group, and what all ranks have to agree on."""
 
+import hashlib
 import itertools
 from collections.abc import Callable
 from datetime import timedelta
@@ -12,6 +13,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.distributed_c10d import PrefixStore, ProcessGroupGloo, Store
 
 from envoi.check import describe, expect_int
+from envoi.moe.op import constants_of, tensors_of
 from envoi.moe.parallel.collectives import Channel, gather_ints, gather_texts
 from envoi.moe.parallel.store import connect, is_on_this_host
 from envoi.moe.parallel.timeout import Watch
@@ -153,6 +155,13 @@ def agree_on_sizes(
     same_everywhere("timeout_s", gather_texts(channel, f"{float(timeout_s):g}", OPENING))
     same_everywhere("sizes", gather_texts(channel, f"{max_tokens=} {num_topk=} {presum=} {fused=}", OPENING))
     return gather_ints(channel, [experts.num_local_experts], OPENING)[:, 0].tolist()
+
+
+def agree_on_kernels(channel: Channel, experts: ExpertWeights) -> str:
+    """Return a text, equal on all ranks, that decides which kernels a call on given memory needs. Collective."""
+    forms = [None if x is None else (tuple(x.shape), x.stride(), x.dtype) for x in tensors_of(experts)]
+    kinds = gather_texts(channel, repr((constants_of(experts), forms)), OPENING)
+    return hashlib.sha256(repr(kinds).encode()).hexdigest()
 
 
 def same_everywhere(what: str, values: list) -> None:

@@ -166,7 +166,8 @@ class Domain:
     history: torch.Tensor
     results: torch.Tensor | None = None  # see `pull_kernel`; None over NVLink
     handle: Any = None  # keeps the peers' memory mapped
-    has_kernels: bool = False  # a call was made, or `warm_up`: all ranks have compiled what it takes
+    # Kinds of kernels, see `opening.agree_on_kernels`, of which every rank has all that calls need.
+    has_kernels: set[str] = field(default_factory=set)
     watch: Any = None  # `timeout.Watch`: ranks report through it what they refused, and who was late
     lock: Any = field(default_factory=threading.RLock)  # one call at a time
     fused: FusedMemory | None = None  # with layout.fused

@@ -9,6 +9,7 @@ from typing import NoReturn, TypeVar
 import torch.distributed as dist
 from torch.distributed.distributed_c10d import PrefixStore, Store
 
+from envoi.moe.parallel import pulse
 from envoi.moe.parallel.store import Connection, Request, StoreSilentError, in_thread, run_bounded
 
 T = TypeVar("T")
@@ -17,6 +18,7 @@ _SPIN_S = 3e-4  # for how long a wait looks without a pause: most collectives of
 _LOOK_S = 0.2  # interval at which a waiting rank checks for another's alarm
 _ROLL_CALL_S = 2.0  # the most that the roll call takes; it is a part of the timeout
 _GRACE_S = 1.0  # for the rest of the opening, where the last rank joins at the last moment
+_PULSE_S = 1.0  # interval at which it looks whether a rank compiles
 _JOIN_S = 0.01  # interval at which a rank that opens checks whether all have joined
 
 
@@ -88,6 +90,7 @@ class Watch:
         self.failure: PeerTimeout | None = None
         self.deadline: float | None = time.monotonic() + timeout_s - self.roll_call_s
         self.ranks_by_store: list[int] = []
+        self.peers: pulse.Peers | None = None  # with which calls may compile while this rank waits
         self._alarm: Future[bool] | None = None
         self._queued: list[tuple[dist.Work, str]] = []
 
@@ -138,6 +141,11 @@ class Watch:
         """
         self.ranks_by_store = [rank for rank, here in zip(self.ranks, by_store, strict=True) if here]
         self.deadline = None
+
+    def wait_for_compilers(self) -> None:
+        """Let waits for collectives last longer than timeout_s while a rank compiles, on this rank and its peers."""
+        pulse.start(self.connection, self.rank)
+        self.peers = pulse.Peers(self.connection, self.ranks)
 
     def ask(self, request: Request[T], within_s: float) -> T:
         """Make a request to the part of the store that is ours. Raises StoreSilentError, RuntimeError: it is gone."""
@@ -253,17 +261,24 @@ class Watch:
 
     def _poll(self, work: dist.Work, end: float) -> None:
         began = time.monotonic()
-        look, pause = began + _LOOK_S, 2e-5
+        look, pulse_look, pause = began + _LOOK_S, began + _LOOK_S, 2e-5
         while not work.is_completed():
             now = time.monotonic()
-            if now > end or self.alarmed(now > look):
+            if self.alarmed(now > look) or (now > end and not self._longer(now, end)):
                 raise _AlarmError
             look = now + _LOOK_S if now > look else look
+            if self.peers is not None and now > pulse_look:
+                self.peers.look()
+                pulse_look = now + _PULSE_S
             if now < began + _SPIN_S:
                 time.sleep(0)  # other threads' turn; a timer would take 50 us more than it is asked for
                 continue
             time.sleep(pause)
             pause = min(pause * 1.5, 2e-3)
+
+    def _longer(self, now: float, end: float) -> bool:
+        """Return whether to wait beyond `end`: a rank compiles, and hasn't for too long."""
+        return self.peers is not None and now < end + pulse.MOST_S and self.peers.compile()
 
     def _look(self, end: float) -> None:
         if time.monotonic() > end or self._ask_by(end, lambda store: store.check(["alarm"])):

@@ -131,7 +131,7 @@ def trace_call(
     device = domain.memory.device
     run()  # loads the kernels without clocks, which must not be recorded
     with observer.tracing(Recorder(ROLES, torch.device("meta"))):
-        load_together(channel, call, Target.of(device), num_tokens)
+        load_together(channel, call, Target.of(device), num_tokens, STEP)
     recorder = Recorder(ROLES, device)
     with observer.tracing(recorder):
         run()

@@ -12,6 +12,7 @@ from functools import lru_cache, partial
 from typing import Any
 
 import torch
+from torch.nn import functional
 
 from envoi.moe.combine import combine_rows
 from envoi.moe.experts import run_experts
@@ -29,6 +30,7 @@ from envoi.runtime.rehearsal import Site, load, load_at, rehearse
 from envoi.types import ExpertWeights
 
 STEP, FIRST = "warm-up", "first call"
+ALIGNMENT = 16  # bytes; for an address that isn't a multiple Triton compiles another kernel
 PATIENCE_S = 1800.0  # for peers that compile
 
 
@@ -139,12 +141,15 @@ def unbounded(max_tokens: int | None, num_topk: int | None) -> str:
 
 
 def compile_together(
-    channel: Channel, call: ParallelCall | CountedCall, target: Target, jobs: int | None, progress: bool
-) -> dict[str, Site]:
+    channel: Channel, call: ParallelCall | CountedCall, target: Target, jobs: int | None, progress: bool,
+    step: str = STEP,
+) -> dict[str, Site]:  # fmt: skip
     """Compile what calls with 0 to call.most tokens, or rows, launch on any rank; load what this rank's do. Collective.
 
-    Returns a site for each of this rank's kernels. Raises RuntimeError on every rank if one fails.
+    Peers have timeout_s to come, and may compile for longer. Returns a site for each of this rank's kernels. Raises
+    RuntimeError on every rank if one fails.
     """
+    gather_texts(channel, "", step)
     calls, sites = [call], {}
     with patient(channel), Compilers(target, jobs) as compilers:
 
@@ -160,32 +165,49 @@ def compile_together(
                 load_at(calls, target, site)
 
         failed = _error_of(look)
-        texts = gather_texts(channel, json.dumps([platform.node(), *uncompiled(sites, target, for_launch=True)]), STEP)
+        texts = gather_texts(channel, json.dumps([platform.node(), *uncompiled(sites, target, for_launch=True)]), step)
         found = [json.loads(text) for text in texts]
         failed = failed or _error_of(compile_share)
-        _raise_first(gather_texts(channel, failed, STEP))  # from here on, all that a peer compiled is in the cache
-        _raise_first(gather_texts(channel, _error_of(load), STEP))
+        _raise_first(gather_texts(channel, failed, step), step)  # now all that a peer compiled is in the cache
+        _raise_first(gather_texts(channel, _error_of(load), step), step)
     return sites
 
 
-def load_together(channel: Channel, call: ParallelCall, target: Target, num_tokens: int | None) -> None:
-    """Load the kernels of a call before any rank begins it, so that none waits for another's compiler. Collective.
+def load_together(channel: Channel, call: ParallelCall, target: Target, num_tokens: int, step: str) -> None:
+    """Load the kernels of one call before any rank begins it, so that none waits for another's compiler. Collective.
 
-    num_tokens: of this rank, None if it refuses the call. Peers have timeout_s to come, and may compile for longer.
-    Raises RuntimeError on every rank if a kernel can't be compiled.
+    num_tokens: of this rank. Peers have timeout_s to come, and may compile for longer. Raises RuntimeError on every
+    rank if a kernel can't be compiled.
     """
-    gather_texts(channel, "", FIRST)
-    failed = ""
+    gather_texts(channel, "", step)
     with patient(channel):
-        if num_tokens is not None:
-            failed = _error_of(lambda: load_all(call, target, num_tokens))
-        _raise_first(gather_texts(channel, failed, FIRST))
+        failed = _error_of(lambda: load_all(call, target, num_tokens))
+        _raise_first(gather_texts(channel, failed, step), step)
 
 
 def load_all(call: ParallelCall, target: Target, num_tokens: int) -> None:
     """Load all kernels of a call on the current GPU."""
     for launch in rehearse(call, num_tokens, target):
         load(*launch)
+
+
+def compiled_form(
+    tokens: torch.Tensor, topk_weights: torch.Tensor, topk_ids: torch.Tensor, num_topk: int
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Return a call's arguments in the form for which `compile_together` has compiled: num_topk slots, on 16 bytes.
+
+    Slots that are added are masked ones.
+    """
+    more = num_topk - topk_ids.shape[1]
+    if more:
+        topk_weights = functional.pad(topk_weights, (0, more))
+        topk_ids = functional.pad(topk_ids, (0, more), value=-1)
+    return _aligned(tokens), _aligned(topk_weights), _aligned(topk_ids)
+
+
+def _aligned(x: torch.Tensor) -> torch.Tensor:
+    x = x.contiguous()
+    return x.clone() if x.data_ptr() % ALIGNMENT else x
 
 
 def shares(found: Sequence[Sequence[str]]) -> list[list[str]]:
@@ -211,7 +233,7 @@ def _error_of(step: Callable[[], None]) -> str:
     return ""
 
 
-def _raise_first(texts: list[str]) -> None:
+def _raise_first(texts: list[str], step: str) -> None:
     for rank, text in enumerate(texts):
         if text:
-            raise RuntimeError(f"{STEP}: rank {rank} of the group failed: {text}")
+            raise RuntimeError(f"{step}: rank {rank} of the group failed: {text}")

@@ -1,0 +1,29 @@
+"""Whether this process compiles a kernel, or loads one for the first time: what peers that wait for it want to know."""
+
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+_lock = threading.Lock()
+_num_compiling = 0  # threads
+
+
+@contextmanager
+def compiling() -> Iterator[None]:
+    """Say that this thread compiles within the context. Nothing in it may wait for another rank, as launches can."""
+    _add(1)
+    try:
+        yield
+    finally:
+        _add(-1)
+
+
+def is_compiling() -> bool:
+    """Tell whether some thread compiles."""
+    return _num_compiling > 0
+
+
+def _add(number: int) -> None:
+    global _num_compiling
+    with _lock:
+        _num_compiling += number
