@@ -43,6 +43,7 @@ def test_every_stage_has_every_fault(monkeypatch):
 
 NAMED = Told("PeerTimeout", "dispatch: rank 1 is lost", (1,), None, 3.0, True)
 RIGHT = Told(right=True, again=True)
+SHORT = replace(NAMED, text="opening the group: rank 1 failed: NCCL Error 1; 48 MiB of its GPU's memory were free")
 REFUSED = Told("ValueError", right=True, again=True)
 
 
@@ -60,8 +61,12 @@ REFUSED = Told("ValueError", right=True, again=True)
         ("wrong arguments", REFUSED, ""),
         ("wrong arguments", replace(REFUSED, right=False), "expected a ValueError for each mistake"),
         ("wrong arguments", RIGHT, "expected a ValueError for each mistake"),
-        ("out of memory", replace(RIGHT, right=None, text="CUDA out of memory"), ""),
-        ("out of memory", replace(RIGHT, right=False), "expected the right answer or an error that says"),
+        ("out of memory", RIGHT, ""),
+        ("out of memory", SHORT, ""),
+        ("out of memory", replace(RIGHT, right=False), "expected the right answer or, in time, that rank 1"),
+        ("out of memory", replace(SHORT, text="the exchange failed"), "expected the right answer or, in time"),
+        ("out of memory", replace(SHORT, ranks=(0,)), "expected the right answer or, in time, that rank 1 lacks"),
+        ("out of memory", replace(SHORT, seconds=7.5), "expected the right answer or, in time, that rank 1 lacks"),
     ],
 )
 def test_judge(fault, told, said):

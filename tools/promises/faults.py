@@ -346,8 +346,9 @@ def judge(setting: Setting, outcomes: list[Outcome]) -> tuple[int, int, str]:
 def complaint(setting: Setting, told: Told, rank: int) -> str:
     """Return what a rank should have been told but wasn't, "" if all is as promised."""
     in_time = told.seconds < setting.timeout_s + 1
+    is_named = told.error == "PeerTimeout" and told.ranks == (VICTIM,)
     if setting.fault in ("killed", "stopped") and rank != VICTIM:
-        if told.error != "PeerTimeout" or told.ranks != (VICTIM,):
+        if not is_named:
             return f"expected a PeerTimeout that names rank {VICTIM}, got {told}"
         if not in_time:
             return f"expected the error within {setting.timeout_s + 1:g} s, got it after {told.seconds:.2f} s"
@@ -355,8 +356,8 @@ def complaint(setting: Setting, told: Told, rank: int) -> str:
         return f"expected the right answer, got {told}"
     elif setting.fault == "wrong arguments" and (told.error != "ValueError" or not told.right):
         return f"expected a ValueError for each mistake and then the right answer, got {told}"
-    elif setting.fault == "out of memory" and not told.right and "memory" not in told.text:
-        return f"expected the right answer or an error that says what is missing, got {told}"
+    elif setting.fault == "out of memory" and not told.right and not (is_named and in_time and "memory" in told.text):
+        return f"expected the right answer or, in time, that rank {VICTIM} lacks memory, got {told}"
     return "" if told.again else f"expected the right answer of a new object, got {told}"
 
 

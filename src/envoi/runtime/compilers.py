@@ -34,20 +34,24 @@ def num_cpus() -> int:
 class Compilers:
     """Processes that apply functions to items: `with Compilers(target, 8) as compilers: compilers.map(f, items)`.
 
-    num_jobs: at most, None = one for each CPU; with 1 this process does the work itself.
+    num_jobs: at most, None = one for each CPU; with 1 this process does the work itself, as it does a single item.
+    ahead: start them with the context, which takes seconds, not when there is work.
     """
 
-    def __init__(self, target: Target, num_jobs: int | None = None) -> None:
-        self.target, self.num_jobs = target, num_jobs or num_cpus()
+    def __init__(self, target: Target, num_jobs: int | None = None, ahead: bool = True) -> None:
+        self.target, self.num_jobs, self.ahead = target, num_jobs or num_cpus(), ahead
         self._server: subprocess.Popen | None = None
         self._asked = False
 
     def __enter__(self) -> "Compilers":
-        if self.num_jobs > 1:
-            command = (sys.executable, "-c", _START.format(path=sys.path))
-            self._server = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE)
-            self._send((self.target.arch, self.num_jobs))
+        if self.num_jobs > 1 and self.ahead:
+            self._start()
         return self
+
+    def _start(self) -> None:
+        command = (sys.executable, "-c", _START.format(path=sys.path))
+        self._server = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE)
+        self._send((self.target.arch, self.num_jobs))
 
     def __exit__(self, kind: Any, *error: object) -> None:
         if self._server is None:
@@ -61,11 +65,13 @@ class Compilers:
 
         Raises RuntimeError if the processes can't be started, or the function's own error.
         """
-        if self._server is None:
+        if self._server is None and (self.num_jobs == 1 or len(items) <= 1):
             yield from ((item, function(item)) for item in items)
             return
         if not items:
             return
+        if self._server is None:
+            self._start()
         self._asked = True
         self._send((function, list(items)))
         for _ in items:

@@ -6,10 +6,12 @@ import time
 from contextlib import nullcontext
 
 import pytest
+import torch
 import torch.distributed as dist
 
 from envoi import PeerTimeout
 from envoi.moe.parallel import timeout
+from envoi.moe.parallel.collectives import connect_ranks
 from envoi.moe.parallel.store import Connection
 from envoi.moe.parallel.timeout import Watch
 
@@ -109,6 +111,28 @@ def test_an_exchange_that_fails_of_itself_says_why(monkeypatch):
         made.fail("dispatch", RuntimeError("NCCL error: two ranks on one GPU\nmore"), 0.1)
     with pytest.raises(PeerTimeout, match="but the exchange was not done within 2 s"):
         made.fail("dispatch", TimeoutError("dispatch"), 0.1)
+
+
+class CudaChannel:
+    """Channel of a GPU whose first collective fails as NCCL does."""
+
+    device = torch.device("cuda", 0)
+
+    class watch:  # noqa: N801
+        @staticmethod
+        def wait_for_first(start, step):
+            start()
+
+
+def test_a_gpu_that_cant_be_connected_is_said_to_have_so_much_memory(monkeypatch):
+    class Group:
+        def size(self):
+            raise RuntimeError("NCCL Error 1: unhandled cuda error (run with NCCL_DEBUG=INFO for details)\nmore")
+
+    monkeypatch.setattr(torch.cuda, "device", lambda device: nullcontext())
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (48 << 20, 80 << 30))
+    with pytest.raises(RuntimeError, match=r"unhandled cuda error \(.*\); 48 MiB of its GPU's memory were free"):
+        connect_ranks(CudaChannel, Group(), "opening the group")  # pyright: ignore[reportArgumentType]
 
 
 def first_collectives(*steps) -> list[PeerTimeout | None]:

@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 from torch._C._distributed_c10d import AllgatherOptions, AllToAllOptions
 
-from envoi.moe.parallel.timeout import Watch
+from envoi.moe.parallel.timeout import Watch, line_of
 
 
 @dataclass(frozen=True)
@@ -49,13 +49,22 @@ def connect_ranks(channel: Channel, group: Any, step: str) -> None:
     collectives, each pair for an all-to-all too, by waits of its own and with memory that a GPU may not have.
     """
 
-    def gather() -> None:
+    def connect() -> None:
         with torch.cuda.device(channel.device) if channel.device.type == "cuda" else nullcontext():  # of the thread
             everyone = torch.zeros(group.size(), dtype=torch.int32, device=channel.device)
             group._allgather_base(everyone, everyone[:1].clone()).wait()
             group.alltoall_base(torch.empty_like(everyone), everyone, [], []).wait()
 
-    channel.watch.wait_for_first(gather, step)
+    def connect_or_say_why() -> None:
+        try:
+            connect()
+        except RuntimeError as error:
+            if channel.device.type != "cuda":
+                raise
+            free = torch.cuda.mem_get_info(channel.device)[0] >> 20  # NCCL doesn't say that it lacks memory
+            raise RuntimeError(f"{line_of(error)}; {free} MiB of its GPU's memory were free") from error
+
+    channel.watch.wait_for_first(connect_or_say_why, step)
 
 
 def gather_ints(channel: Channel, values: list[int], step: str) -> torch.Tensor:

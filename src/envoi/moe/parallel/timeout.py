@@ -209,7 +209,7 @@ class Watch:
 
         says_why: tell the others why this rank failed, if it did by itself: it is the one to be named.
         """
-        missing, answered, store, why = [], False, "", _line_of(cause)
+        missing, answered, store, why = [], False, "", line_of(cause)
         try:
             waited, reasons = self._call_roll(waited_s, why if says_why else "")
             missing = [rank for rank in self.ranks if rank not in waited]
@@ -313,7 +313,7 @@ class Watch:
         return waited, {rank: why for rank, (_, _, why) in parts.items() if why}
 
 
-def _line_of(error: Exception) -> str:
+def line_of(error: Exception) -> str:
     """Return the line of an error's text that says most, that on memory or the first; "" for the end of a wait."""
     if isinstance(error, _AlarmError | TimeoutError):
         return ""

@@ -151,7 +151,7 @@ def compile_together(
     """
     gather_texts(channel, "", step)
     calls, sites = [call], {}
-    with patient(channel), Compilers(target, jobs) as compilers:
+    with patient(channel), Compilers(target, jobs, ahead=step == STEP) as compilers:
 
         def look() -> None:
             sites.update(find_all(compilers, calls, target, call.most, least=0))
