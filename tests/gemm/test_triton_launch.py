@@ -90,6 +90,21 @@ def test_a_promise_of_a_kernel_is_waited_for():
     assert triton_compat.compiled_kernel(None) is None
 
 
+def test_a_launcher_is_built_after_the_type_of_descriptors_is_known(monkeypatch):
+    """In Triton 3.6 a launcher keeps the type that it finds when it is loaded."""
+    from triton.backends.nvidia import driver as nvidia
+
+    def utils() -> None:
+        monkeypatch.setattr(nvidia, "PyCUtensorMap", object)
+
+    known = []
+    monkeypatch.setattr(nvidia, "PyCUtensorMap", None)
+    monkeypatch.setattr(nvidia, "CudaUtils", utils)
+    monkeypatch.setattr(nvidia, "CudaLauncher", lambda src, metadata: known.append(nvidia.PyCUtensorMap))
+    triton_compat.build_launcher(SimpleNamespace(src=None, metadata=None))  # pyright: ignore[reportArgumentType]
+    assert known == [object]
+
+
 VALUES: list[Any] = [
     0, 1, 2, 16, 17, -1, -16, 2**31 - 1, 2**31, 2**31 + 16, -(2**31), -(2**31) - 16, 2**40,
     True, False, 0.5, 1.0, 0.0, None,

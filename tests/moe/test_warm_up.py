@@ -324,10 +324,9 @@ def test_processes_answer_and_may_die():
             list(compilers.map(half, [0]))
 
 
-def test_processes_start_when_there_is_work_for_several():
+def test_processes_start_when_there_is_work():
     with Compilers(HOPPER, 2, ahead=False) as compilers:
-        assert dict(compilers.map(half, [])) == {} and dict(compilers.map(half, [4])) == {4: 2}
-        assert compilers._server is None
+        assert dict(compilers.map(half, [])) == {} and compilers._server is None
         assert dict(compilers.map(half, [4, 6])) == {4: 2, 6: 3}
         assert compilers._server is not None
 

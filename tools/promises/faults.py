@@ -222,6 +222,7 @@ def on_rank(rank: int, num_ranks: int, setting: Setting) -> Told:
     if setting.fault == "wrong arguments":
         return mistaken(work, everyone)
     give_back = take_memory(device) if is_victim and setting.fault == "out of memory" else None
+    dist.barrier()  # the others' seconds don't count while it is taken
     if setting.stage == "opening":
         attempt(told, work, lambda: call_once(work, everyone, is_victim))
     else:

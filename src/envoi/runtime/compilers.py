@@ -34,7 +34,7 @@ def num_cpus() -> int:
 class Compilers:
     """Processes that apply functions to items: `with Compilers(target, 8) as compilers: compilers.map(f, items)`.
 
-    num_jobs: at most, None = one for each CPU; with 1 this process does the work itself, as it does a single item.
+    num_jobs: at most, None = one for each CPU; with 1 this process does the work itself.
     ahead: start them with the context, which takes seconds, not when there is work.
     """
 
@@ -65,7 +65,7 @@ class Compilers:
 
         Raises RuntimeError if the processes can't be started, or the function's own error.
         """
-        if self._server is None and (self.num_jobs == 1 or len(items) <= 1):
+        if self.num_jobs == 1:
             yield from ((item, function(item)) for item in items)
             return
         if not items:

@@ -144,9 +144,13 @@ def compile_like_a_launch(kernel: JITFunction, arguments: Sequence[Any], arch: s
 
 def build_launcher(kernel: CompiledKernel) -> None:
     """Build what Triton calls to launch a kernel, into its disk cache; needs the CUDA driver's library, but no GPU."""
-    from triton.backends.nvidia.driver import CudaLauncher
+    from triton.backends.nvidia import driver
 
-    CudaLauncher(kernel.src, kernel.metadata)
+    if driver.PyCUtensorMap is None:
+        # A launcher looks the type up when it is first loaded, and in 3.6 keeps it for the process: None, where no
+        # driver was made yet, and its launches with descriptors then fail.
+        driver.CudaUtils()
+    driver.CudaLauncher(kernel.src, kernel.metadata)
 
 
 def loaded_kernel(

@@ -208,6 +208,19 @@ def run_two_ks(rank: int, num_ranks: int, sizes: dict[str, Any]) -> torch.Tensor
     return open_gathered(layer, "bf16", rank, [4, 8], **sizes).moe(tokens, routing)
 
 
+def run_on_gpus(rank: int, num_ranks: int, cases: list[Case]) -> list[tuple[torch.Tensor, str]]:
+    """Run each case with a GPU a rank; return this rank's outputs, and by what they travelled."""
+    device = torch.device("cuda", rank)
+    outs = []
+    for case in cases:
+        layer, (token_ends, expert_ends) = case.build(), case.cuts(num_ranks)
+        parallel = open_parallel(layer, case.format, rank, expert_ends, device)
+        tokens, r = part_of(layer, rank, token_ends)
+        routing = Routing(r.topk_weights.to(device), r.topk_ids.to(device), r.num_experts)
+        outs.append((parallel.moe(tokens.to(device), routing).cpu(), parallel.transport))
+    return outs
+
+
 def run_compiled(rank: int, num_ranks: int) -> bool:
     layer, ends = make(), [8 * (r + 1) // num_ranks for r in range(num_ranks)]
     parallel, gate = open_parallel(layer, "mxfp8", rank, ends), torch.randn(8, 256).bfloat16()

@@ -113,7 +113,7 @@ def test_true_is_an_error_on_all_ranks_where_memory_is_not_shared():
 )
 def test_none_asks_the_rule(monkeypatch, fused, hidden, max_tokens, wanted):
     opened = []
-    monkeypatch.setattr(pulling, "MEASURED_RANKS", (8,))
+    monkeypatch.setattr(pulling, "COST", 0.5)
     monkeypatch.setattr(shared, "open_domain", lambda owner, experts, layout, group, fused: opened.append(layout))
     layout = SharedLayout(8, 256, max_tokens, 6, hidden, "fp8_block128")
     parallel = SimpleNamespace(

@@ -107,6 +107,25 @@ def test_ranks_compile_shares_and_wait_for_longer_than_their_timeout():
     assert abs(len(first[0]) - len(second[0])) <= 1
 
 
+def load_alone(rank: int, num_ranks: int) -> list[str]:
+    """Compile before the first call what is missing on rank 0: one kernel; return what each step was asked for."""
+    done = []
+    warm_up.compile_sites = lambda *_, **__: done.append("processes")
+    warm_up.load_at = lambda calls, target, site: done.append(site)
+    warm_up.find_all = lambda *_, **__: {"a": "one", "b": "other"}
+    warm_up.uncompiled = lambda sites, target, for_launch: {"b": "other"}
+    parallel = opened(TIMEOUT_S)
+    call = warm_up.CountedCall(3, 1, parallel.experts)
+    warm_up.compile_together(parallel.channel, call, Target("sm_90"), 2, False, warm_up.FIRST)
+    return done
+
+
+def test_a_single_kernel_is_compiled_where_it_is_loaded():
+    first, second = (outcome.value for outcome in run_ranks(2, load_alone))
+    assert first == ["other", "one", "other"]
+    assert second == ["processes", "one", "other"], "its share is empty"
+
+
 def test_an_error_of_one_rank_is_everyones():
     for outcome in run_ranks(2, compile_slowly, True):
         assert outcome.value[1] == ["warm-up: rank 1 of the group failed: RuntimeError: no room"]

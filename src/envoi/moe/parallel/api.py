@@ -98,8 +98,8 @@ class ExpertParallel:
         host don't reach each other's memory (`why` says so). Over NCCL the room of max_tokens is that of NVLink
         for the tokens of num_ranks / ranks of a host ranks, in bf16 once more.
     fused: over NVLink, on Hopper, in fp8_block128: the first GEMM pulls its tokens from peers itself, while it
-        multiplies, instead of a kernel before it; the bits are the same. None = where that was measured to be faster
-        with max_tokens (`envoi.plan.pulling`): nowhere, since its kernels changed last.
+        multiplies, instead of a kernel before it; the bits are the same. None = if `envoi.plan.pulling` predicts that
+        it is faster with max_tokens: nowhere, since it costs L1 what the pull takes.
 
     Attributes: num_experts (over all ranks), expert_offsets (rank r owns expert_offsets[r] : expert_offsets[r + 1]),
     transport ("nvlink", "nccl" or "gloo"), why (the reason for that transport), exchange ("memory" over NVLink,

@@ -158,7 +158,9 @@ def compile_together(
 
         def compile_share() -> None:
             mine = {digest: sites[digest] for digest in shares(found)[channel.rank]}
-            compile_sites(compilers, calls, target, mine, progress, for_launch=True)
+            if step == FIRST and len(mine) == 1:  # done before a process would have started
+                return load_at(calls, target, *mine.values())
+            return compile_sites(compilers, calls, target, mine, progress, for_launch=True)
 
         def load() -> None:
             for site in sites.values():
