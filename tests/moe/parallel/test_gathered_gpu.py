@@ -365,7 +365,7 @@ def fault(rank: int, num_ranks: int, kind: str, timeout_s: float, way: str) -> t
 @pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize("kind", ["dies", "is late", "is a little late"])
 def test_a_lost_rank_is_named_on_every_other(kind, way):
-    num_ranks, timeout_s = num_ranks_here(), 6.0
+    num_ranks, timeout_s = num_ranks_here(), 8.0
     outcomes = run_ranks(num_ranks, fault, kind, timeout_s, way, backend="nccl", timeout_s=100)
     assert_rank_1_is_named(kind, outcomes, timeout_s)
     if kind == "is late":  # rows of a call that the others gave up are in its buffers

@@ -193,6 +193,14 @@ def test_a_first_collective_that_returns_is_no_error():
     assert first_collectives(lambda: None, lambda: None) == [None, None]
 
 
+def test_connecting_has_a_timeout_of_its_own_and_takes_none_of_the_openings():
+    made, before = Watch(Connection(dist.HashStore()), "own", [0], 0, 3.0), time.monotonic()
+    made.deadline = before + 0.1  # the rest of the opening has used nearly all of it
+    made.wait_for_first(lambda: time.sleep(0.8), "opening the group")
+    assert made.deadline == pytest.approx(before + 0.9, abs=0.3)
+    assert made.failure is None
+
+
 def test_a_queued_collective_that_never_ends_is_a_timeout_of_its_step(monkeypatch):
     made, events = watch(0.2, monkeypatch), []
     made.queue(lambda: Work(0, events, "dispatch"), "dispatch")

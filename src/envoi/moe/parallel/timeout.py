@@ -82,6 +82,8 @@ class Watch:
     def __init__(self, connection: Connection, name: str, ranks: list[int], rank: int, timeout_s: float):
         """Start the opening of the group: until `opened`, the sum of all waits is bounded by timeout_s.
 
+        The wait of `wait_for_first` doesn't count.
+
         connection: to a store that all `ranks` (global ranks) share, in which no one else uses names that begin with
         `name`; rank: this one, also global.
         """
@@ -167,10 +169,11 @@ class Watch:
         """Start a group's first collective in a thread and wait until it is begun. Raises PeerTimeout.
 
         start: a function that may return late, or never: another rank's alarm or the end of the patience ends the wait.
-        A rank on which it raises is named on all ranks, with its error.
+        A rank on which it raises is named on all ranks, with its error. While the group is being opened this wait has a
+        timeout_s of its own: a library that connects many ranks may take as long as all else together.
         """
         began = time.monotonic()
-        end, first = self.deadline or self._end(began), in_thread(start)
+        end, first = self._end(began), in_thread(start)
         try:
             while not first.done():
                 self._look(end)
@@ -181,6 +184,8 @@ class Watch:
             first.result()
         except Exception as error:  # whatever it is, the peers have to hear of it
             self.fail(step, error, time.monotonic() - began, says_why=True)
+        if self.deadline is not None:
+            self.deadline += time.monotonic() - began
 
     def queue(self, start: Callable[[], dist.Work], step: str) -> None:
         """Start a collective that later work on the device waits for, and the host in `finish`. Raises PeerTimeout."""
