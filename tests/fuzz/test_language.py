@@ -8,6 +8,7 @@ from tools.fuzz import language
 from tools.fuzz.approx import Approx, exact
 from tools.fuzz.draw import Draw
 from tools.fuzz.endings import Program, epilogue_of
+from tools.fuzz.outputs import wrong_columns
 
 NAMES = vars(envoi.epilogue.vocabulary)
 OPERATIONS = language.UNARY | language.BINARY | language.OVER_ROWS
@@ -64,12 +65,22 @@ def test_what_may_be_anything_stays_so():
 
 def test_drawn_epilogues_have_every_operation():
     """Also several tiles beside each other, both splits, every way of leaving and every reduction."""
-    sources = [Program(Draw("epilogue", seed), grouped).source() for seed in range(1500) for grouped in (False, True)]
+    programs = [Program(Draw("epilogue", seed), grouped) for seed in range(1500) for grouped in (False, True)]
+    assert {line.operation for program in programs for line in program.lines} == {"", *OPERATIONS}
+    sources = [program.source() for program in programs]
     text = "".join(sources)
-    for operation in OPERATIONS:
-        name = operation.partition("(")[0].split("{")[0].strip("{} ") or operation.strip("{} 01")[:1]
-        assert name in text, operation
-    for part in ("pairs(", "halves(", "cast(", "row_sum(", "col_absmax(", "total_max(", "HalfTile", "HalfCol", "Row"):
+    for part in (
+        "pairs(",
+        "halves(",
+        "cast(",
+        "row_sum(",
+        "col_absmax(",
+        "total_max(",
+        "HalfTile",
+        "HalfCol",
+        "Row",
+        "topk(",
+    ):
         assert part in text, part
     for part in ('"fp4_e2m1", 16', '"fp4_e2m1", 32', '"fp8_e4m3", 128', '"fp8_e4m3", "row"', '"fp8_e4m3", 32'):
         assert part in text, part
@@ -94,3 +105,26 @@ def test_an_epilogue_that_computes_something_else_is_caught(monkeypatch):
         caught += bool(run.judged(case, result))
     assert ran >= 5
     assert caught >= ran // 2  # grouped ones ran as they are, and some cases have no row
+
+
+@pytest.mark.parametrize("err", [0.0, 0.01])
+def test_columns_of_the_best(err):
+    row = torch.tensor([[1.0, 5.0, torch.nan, 5.0, -torch.inf, 3.0]], dtype=torch.float64)
+    x = Approx(row, torch.where(row.isfinite(), err, 0.0))
+    best, chosen = language.best(x, 5), language.candidates(x)
+    assert best.mid.tolist() == [[pytest.approx(5.0), pytest.approx(5.0), 3.0, 1.0, -torch.inf]]
+
+    def said(*columns: int) -> str:
+        return wrong_columns(torch.tensor([columns]), best, chosen, "ids")
+
+    assert said(1, 3, 5, 0, -1) == ""
+    assert bool(said(3, 1, 5, 0, -1)) == (err == 0.0), "a tie is only certain without an error"
+    assert "isn't among" in said(1, 3, 0, 5, -1)
+    assert "isn't among" in said(1, 2, 5, 0, -1)
+    assert "twice" in said(1, 1, 5, 0, -1)
+    assert "there isn't" in said(1, 3, 5, 6, -1)
+    assert "there isn't" in said(1, 3, 5, 0, 4)
+    assert "there isn't" in said(1, 3, 5, -1, -1)
+    assert (
+        wrong_columns(torch.tensor([[9, 9, 9, 9, 9]]), best.freed(torch.ones(1, 5, dtype=torch.bool)), chosen, "") == ""
+    )

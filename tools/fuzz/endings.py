@@ -30,11 +30,12 @@ Known = dict[str, Approx]  # values by name
 
 @dataclass(frozen=True)
 class Line:
-    """Line `name = text` of an epilogue, and what it computes."""
+    """Line `name = text` of an epilogue, and what it computes. operation: of `language`, "" for a part of a value."""
 
     name: str
     text: str
     compute: Callable[[Known], Approx]
+    operation: str = ""
 
 
 @dataclass(frozen=True)
@@ -69,6 +70,8 @@ class Program:
             self.outputs.append(self.leave())
         for _ in range(draw.one((0, 0, 1, 1, 2))):
             self.outputs.append(self.reduce())
+        if draw.chance(0.06):
+            self.outputs += self.best()
         self.prune()
 
     def prune(self) -> None:
@@ -80,9 +83,9 @@ class Program:
         self.lines = [line for line in self.lines if line.name in used]
         self.operands = {name: kind for name, kind in self.operands.items() if name in used}
 
-    def line(self, text: str, compute: Callable[[Known], Approx]) -> str:
+    def line(self, text: str, compute: Callable[[Known], Approx], operation: str = "") -> str:
         """Add a line, and return its value's name."""
-        self.lines.append(Line(f"v{len(self.lines)}", text, compute))
+        self.lines.append(Line(f"v{len(self.lines)}", text, compute, operation))
         return self.lines[-1].name
 
     def operand(self, kind: str) -> str:
@@ -115,10 +118,10 @@ class Program:
         draw, x = self.draw, self.value()
         if draw.chance(0.12):
             text = draw.one(tuple(language.OVER_ROWS))
-            return self.line(text.format(x), lambda known: language.OVER_ROWS[text](known[x]))
+            return self.line(text.format(x), lambda known: language.OVER_ROWS[text](known[x]), text)
         if draw.chance(0.45):
             text = draw.one(tuple(language.UNARY))
-            return self.line(text.format(x), lambda known: language.UNARY[text](known[x]))
+            return self.line(text.format(x), lambda known: language.UNARY[text](known[x]), text)
         others = ("HalfTile", "HalfCol") if self.split else ("Tile", "Col")
         kind = draw.one(("value", "value", "constant", "Row", "Scalar", *others, others[0]))
         if kind == "constant":
@@ -133,7 +136,7 @@ class Program:
             first, second = known[x], exact(float(y)) if y in CONSTANTS else known[y]
             return language.BINARY[text](*together(first, second))
 
-        return self.line(text.format(x, f"({y})" if y.startswith("-") else y), compute)
+        return self.line(text.format(x, f"({y})" if y.startswith("-") else y), compute, text)
 
     def leave(self) -> Leaving:
         """Return a value of the tile as it leaves: as it is, cast or quantised."""
@@ -170,6 +173,19 @@ class Program:
             return Left(joined, torch.float32, "less")
 
         return Leaving(f"{over}_{how}({name})", compute, 2 if self.split else 1)
+
+    def best(self) -> list[Leaving]:
+        """Return the best values of each row of the tile, and their columns."""
+        name, k, width = self.value(), self.draw.one((1, 2, 4, 8)), 2 if self.split else 1
+
+        def values(known: Known, bounds: list[int] | None) -> Left:
+            return Left(language.best(known[name], k), torch.float32, "row")
+
+        def columns(known: Known, bounds: list[int] | None) -> Left:
+            x = known[name]
+            return Left(language.best(x, k), torch.int32, "row", chosen=language.candidates(x))
+
+        return [Leaving(f"topk({name}, {k})[{part}]", f, width * k) for part, f in enumerate((values, columns))]
 
     def source(self) -> str:
         """Return the epilogue as a user would write it."""

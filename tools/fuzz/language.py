@@ -82,6 +82,20 @@ def choice(x: Approx, y: Approx, a: Approx, b: Approx) -> Approx:
     return between(low, high).freed(free | nan)
 
 
+def unless_nan(x: Approx, y: float) -> Approx:
+    """Return x, y where it is NaN."""
+    return Approx(x.mid.masked_fill(x.mid.isnan(), y), x.err)
+
+
+def unless_zero(x: Approx, y: float) -> Approx:
+    """Return x, y where it is 0; what lies between both where it may be."""
+    (low, high), other = x.ends(), torch.full_like(x.mid, y)
+    maybe, surely = (low <= 0) & (high >= 0), (low == 0) & (high == 0)
+    low = torch.where(surely, other, torch.where(maybe, torch.minimum(low, other), low))
+    high = torch.where(surely, other, torch.where(maybe, torch.maximum(high, other), high))
+    return between(low, high).freed(x.err.isinf())
+
+
 def hardswish(x: Approx) -> Approx:
     """Return x * clip(x + 3, 0, 6) / 6, whose derivative is within 1.5; anything for -inf.
 
@@ -146,6 +160,8 @@ UNARY: dict[str, Callable[[Approx], Approx]] = {
     "log(1.0 + abs({}))": lambda x: logarithm(one_more(x), torch.log),
     "log2(1.0 + abs({}))": lambda x: logarithm(one_more(x), torch.log2),
     "clip({}, -1.5, 2.0)": lambda x: limited(x, -1.5, 2.0),
+    "where({0} == {0}, {0}, 1.0)": lambda x: unless_nan(x, 1.0),
+    "where({0} != 0.0, {0}, -1.0)": lambda x: unless_zero(x, -1.0),
     "round_bf16({})": lambda x: x.rounded(torch.bfloat16).freed(x.err.isinf()),
 }  # fmt: skip
 BINARY: dict[str, Callable[[Approx, Approx], Approx]] = {
@@ -157,6 +173,10 @@ BINARY: dict[str, Callable[[Approx, Approx], Approx]] = {
     "maximum({}, {})": larger,
     "where({0} > {1}, {0}, 0.5 * {1})": lambda x, y: choice(x, y, x, exact(0.5) * y),
     "where(~({0} < {1}), {1}, {0})": lambda x, y: choice(y, x, x, y),
+    "where({0} <= {1}, {0}, {1})": lambda x, y: choice(y, x, x, y),
+    "where({0} >= {1}, {0}, {1})": lambda x, y: choice(x, y, x, y),
+    "where(({0} > {1}) & ({0} > 0.5), {0}, {1})": lambda x, y: choice(x, y, choice(x, exact(0.5), x, y), y),
+    "where(({0} > {1}) | ({0} > 0.5), {0}, {1})": lambda x, y: choice(x, y, x, choice(x, exact(0.5), x, y)),
 }
 
 
@@ -186,6 +206,17 @@ class Sums:
     def magnitude(self) -> Approx:
         """Return the largest magnitude."""
         return Sums(magnitude(self.x), self.dim).largest(0.0)
+
+
+def candidates(x: Approx) -> Approx:
+    """Return x as `topk` chooses from it: -inf instead of NaN."""
+    return unless_nan(x, -torch.inf)
+
+
+def best(x: Approx, k: int) -> Approx:
+    """Return the k largest of each row, -inf where there are fewer; anything in a row with a value that may be."""
+    ends = [torch.nn.functional.pad(end, (0, k), value=-torch.inf).topk(k).values for end in candidates(x).ends()]
+    return between(*ends).freed(x.err.isinf().any(1, keepdim=True).expand_as(ends[0]))
 
 
 REDUCTIONS: dict[str, Callable[[Sums], Approx]] = {

@@ -18,13 +18,15 @@ class Left:
     """Output that the oracle expects.
 
     dtype: None = the call's. over: "tile" or "row" if it has an element or more for each row, else "less". scheme: of
-    `formats.SCHEMES` if it is quantised, "" if it isn't.
+    `formats.SCHEMES` if it is quantised, "" if it isn't. chosen: columns of x are what is expected, by the values that
+    they have in this.
     """
 
     x: Approx
     dtype: torch.dtype | None = None
     over: str = "tile"
     scheme: str = ""
+    chosen: Approx | None = None
 
 
 @dataclass(frozen=True)
@@ -66,4 +68,28 @@ def judge(got: Any, want: Left, dtype: torch.dtype, rows: int | None, number: in
         ends = (formats.nearest(end, formats.E4M3) for end in x.ends())
         right = between(*ends).freed(want.x.err.isinf())
         return wrong(formats.decode_e4m3(got.cpu())[first], right[first], torch.float64, name)
+    if want.chosen is not None:
+        return wrong_columns(got.cpu()[first].long(), want.x[first], want.chosen[first], name)
     return wrong(got[first], want.x[first], name=name)
+
+
+def wrong_columns(got: torch.Tensor, best: Approx, chosen: Approx, name: str) -> str:
+    """Return what is wrong with the columns of each row's best values. best: these values; chosen: the row's."""
+    (low, high), columns = best.ends(), chosen.mid.shape[1]
+    none, free = (low == -torch.inf) & (high == -torch.inf), best.err.isinf()
+    if bool((((got < 0) | (got >= columns)) & ~none & ~free).any()) or bool(((got != -1) & none & ~free).any()):
+        return f"{name}: a column that there isn't, or none where there is one"
+    if not columns:
+        return ""
+    values = [end.gather(1, got.clamp(0, columns - 1)) for end in chosen.ends()]
+    if bool((((values[1] < low) | (values[0] > high)) & ~none & ~free).any()):
+        return f"{name}: a column whose value isn't among the best"
+    ordered = got.masked_fill(none | free, columns).sort(1).values
+    if bool(((ordered[:, 1:] == ordered[:, :-1]) & (ordered[:, 1:] < columns)).any()):
+        return f"{name}: a column twice"
+    known = (chosen.err == 0).all(1, keepdim=True) & ~none & ~free
+    first = chosen.mid.sort(dim=1, descending=True, stable=True).indices[:, : got.shape[1]]
+    first = torch.nn.functional.pad(first, (0, got.shape[1] - first.shape[1]), value=-1)
+    if bool(((got != first) & known).any()):
+        return f"{name}: of equal values a later column"
+    return ""
