@@ -284,3 +284,18 @@ def test_what_has_no_name_is_not_pickled(ending):
         pickle.dumps(ending)
     assert f"epilogue {ending.__qualname__}: expected it, or its function, as {__name__}." in str(caught.value)
     assert "define it at the top of a module" in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("divisor", "text"),
+    [(30.0, "v0 * 0.03333333333333333"), (-4.0, "v0 * -0.25"), (1e-35, "v0 / v1"), (1e35, "v0 / v1")],
+)
+def test_a_constant_that_is_divided_by_is_multiplied_with_its_reciprocal(divisor, text):
+    code = lower(epilogue(lambda acc: acc / divisor).ir, torch.float32, "gluon", False, False, frozenset())
+    assert f"v2 = {text}\n" in code.source
+    operand = lower(epilogue(_divided).ir, torch.float32, "gluon", False, False, frozenset())
+    assert "v2 = v0 / v1\n" in operand.source
+
+
+def _divided(acc, by: Scalar):
+    return acc / by

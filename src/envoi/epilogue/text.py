@@ -11,7 +11,7 @@ INFIX = {
     "add": "+", "sub": "-", "mul": "*", "div": "/", "lt": "<", "le": "<=", "gt": ">", "ge": ">=", "eq": "==",
     "ne": "!=", "logical_and": "&", "logical_or": "|",
 }  # fmt: skip
-LANGUAGE = ("abs", "exp", "exp2", "log", "log2", "sqrt", "rsqrt", "where")
+LANGUAGE = ("abs", "log", "log2", "sqrt", "rsqrt", "where")
 TYPE_NAMES = {
     torch.bfloat16: "bfloat16", torch.float16: "float16", torch.float32: "float32", torch.float8_e4m3fn: "float8e4nv",
     torch.int32: "int32", torch.uint8: "uint8", torch.float8_e8m0fnu: "uint8",

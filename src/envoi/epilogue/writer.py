@@ -7,6 +7,8 @@ from envoi.quant.formats import SCHEMES
 
 IN_FLIGHT = 32  # partial values that are loaded before the first is used
 TAKES = {"even": "even", "odd": "odd", "left": "even", "right": "odd"}  # a tile has the columns of both halves in turn
+# A constant beyond this, or its inverse, is divided by: its reciprocal might not be a normal number.
+LEAST_DIVISOR = 2.0**-100
 
 
 class Writer:
@@ -80,7 +82,11 @@ class Writer:
             return f"rows_like({self._reduction(node)}, x1)"
         if node.op == "softmax":
             return self._softmax(node)
-        return call(node, [self._arg(arg, node.shape) for arg in node.args])
+        args = [self._arg(arg, node.shape) for arg in node.args]
+        divisor = self.ir.nodes[node.args[1]] if node.op == "div" else node
+        if divisor.op == "constant" and LEAST_DIVISOR < abs(divisor.attribute("value")) < 1 / LEAST_DIVISOR:
+            return f"{args[0]} * {number(1 / divisor.attribute('value'))}"
+        return call(node, args)
 
     def _arg(self, position: int, shape: Shape) -> str:
         """Return the text of an earlier value, broadcast for an operation whose result has this shape."""
