@@ -139,35 +139,39 @@ def test_no_call_across_ranks_does(launched, format, presum):
 def launched_by(launched, known, most, k, run, hidden) -> None:
     """Run a layer with many numbers of tokens; all that it launches has to be among what was compiled."""
     draw = random.Random(most)
-    for num_tokens in [0, 1, most, *(draw.randint(0, most) for _ in range(20))]:
-        given = torch.zeros(num_tokens, hidden), torch.zeros(num_tokens, k), torch.zeros(num_tokens, k)
-        tokens, weights, ids = (any_form(draw, x) for x in given)
+    for num_tokens in [0, 1, 1, 1, most, *(draw.randint(0, most) for _ in range(20))]:
+        tokens = any_form(draw, torch.zeros(num_tokens, hidden).bfloat16())
+        weights, ids = (any_form(draw, torch.zeros(num_tokens, k, dtype=t)) for t in (torch.float32, torch.int32))
         slots = draw.randint(1, k)
-        rows = compiled_form(tokens.bfloat16(), weights[:, :slots], ids[:, :slots].int(), k)
+        rows = compiled_form(tokens, weights[:, :slots], ids[:, :slots], k)
         launched.clear()
         run(*rows)
         assert launched and keys(launched) <= known, f"{num_tokens} tokens, at most {most}"
 
 
 def any_form(draw: random.Random, x: torch.Tensor) -> torch.Tensor:
-    """Return a tensor of the same values off 16 bytes, or with columns apart, or as it is."""
-    shift, apart = draw.randint(0, 1), draw.randint(1, 2)
-    room = torch.zeros(x.numel() * apart + shift, dtype=x.dtype)[shift:]
-    return room.view(len(x), -1)[:, ::apart].copy_(x) if x.numel() else x
+    """Return a tensor of the same values off 16 bytes, with columns or rows apart, or as it is."""
+    if not x.numel():
+        return x
+    shift, apart, more = draw.randint(0, 1), draw.choice((1, 1, 2)), draw.choice((0, 0, 8, 16))
+    columns = x.shape[1] * apart
+    room = torch.zeros(len(x) * (columns + more) + shift, dtype=x.dtype)[shift:]
+    return room.view(len(x), -1)[:, :columns:apart].copy_(x)
 
 
 def test_arguments_of_any_form_are_brought_into_the_one_that_is_compiled_for():
     draw = random.Random(0)
     for _ in range(50):
-        tokens = any_form(draw, torch.randn(draw.randint(1, 9), 64)).bfloat16()
-        weights, ids = (any_form(draw, torch.rand(len(tokens), 3)) for _ in range(2))
-        ids = any_form(draw, (8 * ids)).int() if draw.random() < 0.5 else (8 * ids).int()[:, :3]
-        got = compiled_form(tokens[1:], weights[1:], ids[1:], 5)
-        assert torch.equal(got[0], tokens[1:])
-        assert torch.equal(got[1][:, :3], weights[1:]) and not got[1][:, 3:].any()
-        assert torch.equal(got[2][:, :3], ids[1:]) and (got[2][:, 3:] == -1).all()
-        assert all(x.is_contiguous() and x.data_ptr() % 16 == 0 for x in got)
-    same = torch.zeros(4, 64), torch.zeros(4, 5), torch.zeros(4, 5, dtype=torch.int32)
+        tokens = any_form(draw, torch.randn(draw.randint(1, 9), 64).bfloat16())
+        weights = any_form(draw, torch.rand(len(tokens), 3))
+        ids = any_form(draw, torch.randint(0, 8, (len(tokens), 3), dtype=torch.int32))
+        got = compiled_form(tokens, weights, ids, 5)
+        assert torch.equal(got[0], tokens)
+        assert torch.equal(got[1][:, :3], weights) and not got[1][:, 3:].any()
+        assert torch.equal(got[2][:, :3], ids) and (got[2][:, 3:] == -1).all()
+        assert all(x.stride(1) == 1 and x.data_ptr() % 16 == 0 for x in got)
+        assert got[0].stride(0) % 16 == 0 and all(x.is_contiguous() for x in got[1:])
+    same = torch.zeros(4, 96)[:, :64], torch.zeros(4, 5), torch.zeros(4, 5, dtype=torch.int32)
     assert all(x is y for x, y in zip(compiled_form(*same, 5), same, strict=True))
 
 

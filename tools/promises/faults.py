@@ -14,6 +14,7 @@ Each fault has processes of its own; several of them run at a time.
 import argparse
 import contextlib
 import os
+import re
 import signal
 import subprocess
 import time
@@ -64,6 +65,7 @@ STEPS: dict[str, dict[str, tuple[Any, str]]] = {
 MANY_TOKENS = 200_000  # for which an object needs hundreds of megabytes
 LAYER: dict[str, Any] = {"tokens": 60, "experts": 8, "k": 3, "hidden": 256, "intermediate": 128}
 GUARD_S = 150.0
+FREE = re.compile(r"; (\d+) MiB of its GPU's memory were free")  # as `collectives.connect_ranks` says it
 ROOM_LEFT = 48 << 20  # bytes that a rank which is out of memory has
 
 
@@ -357,9 +359,15 @@ def complaint(setting: Setting, told: Told, rank: int) -> str:
         return f"expected the right answer, got {told}"
     elif setting.fault == "wrong arguments" and (told.error != "ValueError" or not told.right):
         return f"expected a ValueError for each mistake and then the right answer, got {told}"
-    elif setting.fault == "out of memory" and not told.right and not (is_named and in_time and "memory" in told.text):
+    elif setting.fault == "out of memory" and not told.right and not (is_named and in_time and lacks_memory(told.text)):
         return f"expected the right answer or, in time, that rank {VICTIM} lacks memory, got {told}"
     return "" if told.again else f"expected the right answer of a new object, got {told}"
+
+
+def lacks_memory(text: str) -> bool:
+    """Tell whether an error says that a rank is out of memory, or had about as little as `take_memory` leaves."""
+    free = FREE.search(text)
+    return "out of memory" in text or (free is not None and int(free[1]) <= ROOM_LEFT >> 20)
 
 
 def run_one(setting: Setting, num_ranks: int) -> tuple[Setting, int, int, str, float]:

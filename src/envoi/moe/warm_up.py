@@ -72,10 +72,14 @@ def compile_calls(
 
 
 def find_all(
-    compilers: Compilers, calls: Sequence[Call], target: Target, max_tokens: int, least: int = 1
-) -> dict[str, Site]:
-    """Return a site for each kernel of `least` to max_tokens tokens, by digest, in the order of the digests."""
-    if max_tokens + 1 - least <= HERE:
+    compilers: Compilers, calls: Sequence[Call], target: Target, max_tokens: int, least: int = 1,
+    here: int | None = None,
+) -> dict[str, Site]:  # fmt: skip
+    """Return a site for each kernel of `least` to max_tokens tokens, by digest, in the order of the digests.
+
+    here: up to so many numbers of tokens are looked at by this process, HERE by default.
+    """
+    if max_tokens + 1 - least <= (HERE if here is None else here):
         return dict(sorted(find(calls, target, range(least, max_tokens + 1)).items()))
     chunks = [range(first, min(first + CHUNK, max_tokens + 1)) for first in range(least, max_tokens + 1, CHUNK)]
     found: dict[str, Site] = {}

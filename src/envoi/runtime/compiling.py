@@ -1,11 +1,14 @@
 """Whether this process compiles a kernel, or loads one for the first time: what peers that wait for it want to know."""
 
 import threading
+import weakref
 from collections.abc import Iterator
 from contextlib import contextmanager
 
 _lock = threading.Lock()
 _num_compiling = 0  # threads
+# Set when a thread begins to compile, for those who tell others.
+listeners: "weakref.WeakSet[threading.Event]" = weakref.WeakSet()
 
 
 @contextmanager
@@ -27,3 +30,6 @@ def _add(number: int) -> None:
     global _num_compiling
     with _lock:
         _num_compiling += number
+        waiting = list(listeners) if number > 0 else []
+    for event in waiting:
+        event.set()

@@ -51,19 +51,18 @@ def launch_with_dependent(first: tuple[Any, tuple[int, ...], tuple, dict], secon
 @log.launches
 def _run(kernel: Any, grid: tuple[int, ...], arguments: tuple, options: dict[str, Any]) -> Any:
     """Launch, and return the compiled kernel; None for kernels that aren't found by a key."""
-    if not isinstance(kernel, JITFunction):
+    if not (shortcuts.ENABLED and isinstance(kernel, JITFunction)):
         kernel[grid](*arguments, **triton_compat.FP_FUSION, **options)
         return None
     key = torch.cuda.current_device(), *key_of(kernel, arguments, options)
     compiled = _compiled.get(key)
-    if key not in _compiled:
+    if compiled is None:
         with compiling():  # and not while it is launched: a launch may wait for what other ranks do
-            _compiled[key] = triton_compat.loaded_kernel(kernel, grid, arguments, options)
-    if compiled is None or not shortcuts.ENABLED:
+            compiled = _compiled[key] = triton_compat.loaded_kernel(kernel, grid, arguments, options)
         kernel[grid](*arguments, **triton_compat.FP_FUSION, **options)
     else:
         compiled[(*grid, 1, 1)[:3]](*arguments)
-    return _compiled[key] if shortcuts.ENABLED else None
+    return compiled
 
 
 def load(kernel: Any, grid: tuple[int, ...], arguments: tuple, options: dict[str, Any]) -> None:
@@ -71,8 +70,9 @@ def load(kernel: Any, grid: tuple[int, ...], arguments: tuple, options: dict[str
 
     Tensors needn't have memory.
     """
-    key = torch.cuda.current_device(), *key_of(kernel, arguments, options)
-    _compiled[key] = triton_compat.loaded_kernel(kernel, grid, arguments, options)
+    loaded = triton_compat.loaded_kernel(kernel, grid, arguments, options)
+    if shortcuts.ENABLED:
+        _compiled[(torch.cuda.current_device(), *key_of(kernel, arguments, options))] = loaded
 
 
 def key_of(kernel: JITFunction, arguments: tuple, options: dict[str, Any]) -> tuple:

@@ -59,3 +59,10 @@ def test_parameters(hopper, monkeypatch, way, format, presum, num_launches):
 
     assert_replayed(Case(run, arguments), hopper, owner.calls, owner.calls.owned)
     assert len(hopper.calls) == num_launches
+    # As before a first call, in which the ranks wait for each other: objects of other weights share the calls.
+    parallel._is_loaded = False
+    with monkeypatch.context() as patched:
+        patched.setattr(owner.calls, "replay", lambda *_: pytest.fail("a replay"))
+        patched.setattr(owner.calls, "run", lambda *_: pytest.fail("recorded, or a replay"))
+        run(*arguments(0)[0])
+    assert parallel._is_loaded

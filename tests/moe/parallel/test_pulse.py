@@ -28,64 +28,78 @@ def tell(connection: Connection, rank: int, number: str) -> None:
     connection.answer(lambda store: pulse._tell(store, rank, number), 5.0)
 
 
-def compile_after_a_look(peers: Peers) -> bool:
-    peers.look()
-    peers.connection.answer(lambda store: None, 5.0)  # requests are answered in turn
-    peers.look()
-    return peers.compile()
-
-
 def test_a_peer_compiles_until_its_number_has_stood_still(connection, fast):
     peers = Peers(connection, [3, 5])
-    assert not compile_after_a_look(peers), "nobody has ever compiled"
+    assert not peers.compile(), "nobody has ever compiled"
     for number in ("1", "2"):
         tell(connection, 5, number)
-        assert compile_after_a_look(peers)
-        assert compile_after_a_look(peers), "looking twice at once tells nothing new"
+        assert peers.compile()
+        assert peers.compile(), "looking twice at once tells nothing new"
     time.sleep(0.6)
-    assert not compile_after_a_look(peers), "it was killed"
+    assert not peers.compile(), "it was killed"
     tell(connection, 5, "3")
-    assert compile_after_a_look(peers)
+    assert peers.compile()
     tell(connection, 5, DONE)
-    assert not compile_after_a_look(peers)
+    assert peers.compile(), "it may have work left"
+    time.sleep(0.6)
+    assert not peers.compile()
     tell(connection, 4, "9")
-    assert not compile_after_a_look(peers), "it is none of these ranks"
+    assert not peers.compile(), "it is none of these ranks"
 
 
-def test_a_look_never_waits_and_a_store_that_is_gone_says_nothing(connection, monkeypatch):
+def test_a_number_that_was_there_before_the_end_is_none_of_now(connection, fast):
+    tell(connection, 5, "7")  # of a rank that was killed long ago
+    peers = Peers(connection, [5])
+    peers.look()
+    connection.answer(lambda store: None, 5.0)  # requests are answered in turn
+    peers.look()
+    time.sleep(0.6)
+    assert not peers.compile()
+
+
+def test_a_look_never_waits_and_the_last_one_a_moment(connection, monkeypatch):
     peers, asked = Peers(connection, [0, 1]), threading.Event()
     monkeypatch.setattr(pulse, "_numbers", lambda store, ranks: asked.wait(10) and {1: "7"})
+    start = time.monotonic()
     peers.look()
     peers.look()
+    assert time.monotonic() - start < 0.2
     assert not peers.compile()
+    assert pulse.ANSWER_S <= time.monotonic() - start < pulse.ANSWER_S + 0.5
     asked.set()
-    assert compile_after_a_look(peers)
+    assert peers.compile()
 
+
+def test_a_store_that_is_gone_says_nothing(connection, monkeypatch):
     def gone(store, ranks):
         raise RuntimeError("the store is gone")
 
     monkeypatch.setattr(pulse, "_numbers", gone)
-    monkeypatch.setattr(pulse, "FRESH_S", 0.0)
-    assert not compile_after_a_look(peers) and not compile_after_a_look(peers)
+    peers = Peers(connection, [0, 1])
+    peers.look()
+    assert not peers.compile()
+    peers.look()
+    assert not peers.compile()
 
 
-def test_the_store_hears_of_a_rank_that_compiles_and_that_it_is_done(connection, fast):
+def test_the_store_hears_at_once_of_a_rank_that_compiles_and_that_it_is_done(connection, monkeypatch):
+    monkeypatch.setattr(pulse, "IDLE_S", 0.2)
+    monkeypatch.setattr(pulse, "FRESH_S", 1.0)
     pulse.start(connection, 1)
     pulse.start(connection, 1)  # a second object has the same connection
-    peers, until = Peers(connection, [0, 1]), time.monotonic() + 10
-    assert not compile_after_a_look(peers)
-    for kernel in range(4):  # one after the other, with a moment between them
+    peers, until = Peers(connection, [0, 1]), time.monotonic() + 20
+    assert not peers.compile()
+    for kernel in range(3):  # one after the other, with a moment between them
         with compiling():
-            begun = time.monotonic()
-            while (not compile_after_a_look(peers) or time.monotonic() < begun + 0.6) and time.monotonic() < until:
-                time.sleep(0.05)
-            assert compile_after_a_look(peers), f"kernel {kernel}"
-        time.sleep(0.1)
-        assert compile_after_a_look(peers), f"after kernel {kernel}"
-    while compile_after_a_look(peers) and time.monotonic() < until:
+            time.sleep(0.1)  # less than a beat
+            assert peers.compile(), f"kernel {kernel}"
+            time.sleep(1.2)
+            assert peers.compile(), f"kernel {kernel}, later than what was heard first"
+        time.sleep(0.05)
+    while peers.compile() and time.monotonic() < until:
         time.sleep(0.05)
     assert time.monotonic() < until
-    assert peers._seen[1][0] == DONE
+    assert peers._numbers[1] == DONE
 
 
 def test_a_number_of_an_earlier_process_is_none_of_ours(connection, fast):
@@ -93,9 +107,9 @@ def test_a_number_of_an_earlier_process_is_none_of_ours(connection, fast):
     pulse.start(connection, 1)
     until = time.monotonic() + 10
     peers = Peers(connection, [1])
-    while compile_after_a_look(peers) and time.monotonic() < until:
+    while peers.compile() and time.monotonic() < until:
         time.sleep(0.05)
-    assert peers._seen[1][0] == DONE
+    assert peers._numbers[1] == DONE
 
 
 def test_the_thread_ends_with_its_connection(fast):

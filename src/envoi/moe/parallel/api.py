@@ -85,7 +85,7 @@ class ExpertParallel:
         gather all tokens with collectives of constant size, if `envoi.plan.gathering` predicts that this is faster than
         to count first; over NCCL what is said above of the host, graphs, order and compilers is true of that too, and
         room for num_ranks * max_tokens * num_topk rows is allocated thrice, twice in bf16 and once in the experts'
-        format. Where rows are counted, peers wait beyond timeout_s for a rank that compiles within a call.
+        format. Where rows are counted over NCCL, peers wait beyond timeout_s for a rank that compiles in a call.
     presum: over NVLink, sum a token's rows on each rank before they are sent back: fewer bytes sent, but none of them
         during the second GEMM, one rounding more, and bits that depend on the number of ranks. The room in bf16 is
         then max_tokens * num_ranks rows, but a call takes as many rows of hidden, in bf16, as it takes of intermediate.
@@ -164,7 +164,8 @@ class ExpertParallel:
         if shared is not None:
             self._lock = shared.lock  # objects that share memory take turns
         self.presum, self.exchange = memory.exchange_of(self.domain, self.buffers, self.room)
-        if self.exchange == "counted" and compiles(experts.device):
+        self._is_loaded = not compiles(experts.device)
+        if self.exchange == "counted" and self.transport == "nccl":
             self.channel.watch.wait_for_compilers()
         self.fused = self.domain is not None and self.domain.layout.fused
         _instances[self.name] = self
@@ -173,7 +174,7 @@ class ExpertParallel:
         """Run the layer on this rank's tokens [M, H]: [M, H]; M may differ by rank and be 0. Collective.
 
         tokens, routing: in the dtypes and shapes that `envoi.moe` takes; topk_ids over all num_experts, -1 = masked
-        slot; k may be anything up to num_topk, and where rows are counted the same on every rank.
+        slot; k is at most num_topk, to which masked slots are added, and where rows are counted equal on all ranks.
 
         Equals `envoi.moe` on one rank that holds all experts and the tokens of all ranks, bit for bit; with presum, up
         to the rounding of a rank's sums, and in mxfp4 on Hopper with few tokens, for which one rank has kernels of its
@@ -202,7 +203,7 @@ class ExpertParallel:
         """Run the layer by prepared launches, if these shapes have any; its checks are those of `_run_on_device`."""
         with self._lock:
             calls, experts = self._calls, self.experts
-            if calls is None:  # closed meanwhile
+            if calls is None or not self._is_loaded:  # closed meanwhile; in the first call ranks wait for each other
                 return self._moe(tokens, routing)
             self._check_lateness()
             constants = "moe_parallel", routing.num_experts, *constants_of(experts)
@@ -246,6 +247,7 @@ class ExpertParallel:
             call = self._rehearsed()
             sites = compile_together(self.channel, call, Target.of(device), jobs, progress)
             if shared is not None:
+                self._is_loaded = True
                 shared.has_kernels.add(self._kernels)
             if shortcuts.PREPARED and self._calls is not None:
                 prepare(self.moe, self.experts, self.num_experts, call.most, call.num_topk)
@@ -354,6 +356,7 @@ class ExpertParallel:
             if self._kernels not in domain.has_kernels and compiles(device):
                 compile_together(self.channel, self._rehearsed(), Target.of(device), None, False, FIRST)
                 domain.has_kernels.add(self._kernels)
+            self._is_loaded = True
             if refusal:
                 key = f"refused/{self.channel.rank}"
                 with suppress(RuntimeError):  # without a store the peers hear of a refusal, not which
@@ -437,13 +440,10 @@ class ExpertParallel:
         if self.max_tokens is None or self.num_topk is None:
             return None, "max_tokens and num_topk weren't given"
         layout = self._layout(self.max_tokens, self.num_topk)
+        sizes = layout.hidden, self.experts.intermediate, layout.num_topk, layout.max_tokens, layout.num_ranks
         if presum is None:
-            sizes = layout.num_topk, layout.max_tokens, layout.num_ranks, layout.format
-            presum = pays(layout.hidden, self.experts.intermediate, *sizes)
-        wanted = fused
-        if fused is None:
-            sizes = layout.num_topk, layout.max_tokens, layout.num_ranks, layout.num_experts, layout.format
-            wanted = pulling.pays(layout.hidden, self.experts.intermediate, *sizes)
+            presum = pays(*sizes, layout.format)
+        wanted = pulling.pays(*sizes, layout.num_experts, layout.format) if fused is None else fused
         layout = replace(layout, presum=presum, fused=bool(wanted))
         return memory.open_domain(self._owner, self.experts, layout, group, fused)
 

@@ -1,25 +1,29 @@
 """Pulse of a rank that compiles within a call, told through the store: hosts of its peers wait on beyond timeout_s.
 
-    rank that compiles    every BEAT_S another number; DONE at first, and IDLE_S after it last compiled   `start`
-    rank that waits       looks now and then: a rank whose number changed within FRESH_S compiles           `Peers`
+    rank that compiles    at once, then every BEAT_S another number; DONE at first, and IDLE_S after it   `start`
+    rank that waits       looks now and then, and again before it gives up: `Peers`
 
-A number that doesn't change any more is that of a rank that was killed while it compiled.
+It waits for FRESH_S after the last number: for a rank that compiles and was killed, or has work left.
 """
 
+import math
 import threading
 import time
 import weakref
 from concurrent.futures import Future
+from concurrent.futures import TimeoutError as NotDone
+from contextlib import suppress
 from functools import partial
 
 from torch.distributed.distributed_c10d import PrefixStore, Store
 
 from envoi.moe.parallel.store import Connection
-from envoi.runtime.compiling import is_compiling
+from envoi.runtime.compiling import is_compiling, listeners
 
 BEAT_S = 0.5
 IDLE_S = 1.0  # between two kernels of a call
 FRESH_S = 3.0  # the compiler may keep Python's lock, and the pulse with it, for a second or two
+ANSWER_S = 0.5  # for which the last look waits for the store
 MOST_S = 600.0  # the most that a wait is longer for ranks that compile
 DONE = "0"
 _started: "weakref.WeakSet[Connection]" = weakref.WeakSet()
@@ -31,6 +35,7 @@ def start(connection: Connection, rank: int) -> None:
         _started.add(connection)
         given = weakref.ref(connection), rank, threading.Event()
         weakref.finalize(connection, given[-1].set)
+        listeners.add(given[-1])
         threading.Thread(target=_beat, args=given, name="envoi-pulse", daemon=True).start()
 
 
@@ -40,24 +45,28 @@ class Peers:
     def __init__(self, connection: Connection, ranks: list[int]):
         """Remember no number yet."""
         self.connection, self.ranks = connection, ranks
-        self._seen: dict[int, tuple[str, float]] = {}  # a rank's number, and since when it is this one
+        self._numbers: dict[int, str] = {}
+        self._last_beat = -math.inf
         self._answer: Future[dict[int, str]] | None = None
 
     def look(self) -> None:
         """Ask for the numbers, unless the store still owes an answer, and read what it has answered; never wait."""
         if self._answer is not None and self._answer.done():
-            numbers = {} if self._answer.exception() else self._answer.result()
-            for rank, number in numbers.items():
-                if self._seen.get(rank, ("", 0.0))[0] != number:
-                    self._seen[rank] = number, time.monotonic()
+            self._read({} if self._answer.exception() else self._answer.result())
             self._answer = None
         if self._answer is None:
             self._answer = self.connection.ask(partial(_numbers, ranks=self.ranks))
 
     def compile(self) -> bool:
-        """Return whether a rank compiles, by what `look` has read."""
-        now = time.monotonic()
-        return any(number != DONE and now - since < FRESH_S for number, since in self._seen.values())
+        """Return whether a rank compiles, or did a moment ago. Asks once more, and waits for the answer a moment."""
+        with suppress(RuntimeError, NotDone):  # of a store that is gone or silent
+            self._read(self.connection.ask(partial(_numbers, ranks=self.ranks)).result(ANSWER_S))
+        return time.monotonic() < self._last_beat + FRESH_S
+
+    def _read(self, numbers: dict[int, str]) -> None:
+        if any(number not in (DONE, self._numbers.get(rank)) for rank, number in numbers.items()):
+            self._last_beat = time.monotonic()
+        self._numbers |= numbers
 
 
 def _numbers(store: Store, ranks: list[int]) -> dict[int, str]:
@@ -69,7 +78,7 @@ def _tell(store: Store, rank: int, number: str) -> None:
     PrefixStore("envoi/compiling", store).set(str(rank), number)
 
 
-def _beat(connection: "weakref.ref[Connection]", rank: int, stop: threading.Event) -> None:
+def _beat(connection: "weakref.ref[Connection]", rank: int, wake: threading.Event) -> None:
     beats, told, busy_until = 0, "", 0.0
     while True:
         now, owner = time.monotonic(), connection()
@@ -83,5 +92,5 @@ def _beat(connection: "weakref.ref[Connection]", rank: int, stop: threading.Even
             owner.ask(partial(_tell, rank=rank, number=number))
             told = number
         del owner
-        if stop.wait(BEAT_S):
-            return
+        wake.wait(BEAT_S)
+        wake.clear()

@@ -18,7 +18,7 @@ _SPIN_S = 3e-4  # for how long a wait looks without a pause: most collectives of
 _LOOK_S = 0.2  # interval at which a waiting rank checks for another's alarm
 _ROLL_CALL_S = 2.0  # the most that the roll call takes; it is a part of the timeout
 _GRACE_S = 1.0  # for the rest of the opening, where the last rank joins at the last moment
-_PULSE_S = 1.0  # interval at which it looks whether a rank compiles
+_PULSE_S = 0.5  # interval at which it looks whether a rank compiles
 _JOIN_S = 0.01  # interval at which a rank that opens checks whether all have joined
 
 
@@ -266,11 +266,13 @@ class Watch:
 
     def _poll(self, work: dist.Work, end: float) -> None:
         began = time.monotonic()
-        look, pulse_look, pause = began + _LOOK_S, began + _LOOK_S, 2e-5
+        look, pulse_look, pause, limit = began + _LOOK_S, began + _LOOK_S, 2e-5, end + pulse.MOST_S
         while not work.is_completed():
             now = time.monotonic()
-            if self.alarmed(now > look) or (now > end and not self._longer(now, end)):
+            if self.alarmed(now > look) or (now > end and not (now < limit and self._others_compile())):
                 raise _AlarmError
+            if now > end:
+                end = now + _PULSE_S
             look = now + _LOOK_S if now > look else look
             if self.peers is not None and now > pulse_look:
                 self.peers.look()
@@ -281,9 +283,8 @@ class Watch:
             time.sleep(pause)
             pause = min(pause * 1.5, 2e-3)
 
-    def _longer(self, now: float, end: float) -> bool:
-        """Return whether to wait beyond `end`: a rank compiles, and hasn't for too long."""
-        return self.peers is not None and now < end + pulse.MOST_S and self.peers.compile()
+    def _others_compile(self) -> bool:
+        return self.peers is not None and self.peers.compile()
 
     def _look(self, end: float) -> None:
         if time.monotonic() > end or self._ask_by(end, lambda store: store.check(["alarm"])):

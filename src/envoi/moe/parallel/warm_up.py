@@ -21,7 +21,7 @@ from envoi.moe.parallel.collectives import Channel, gather_texts
 from envoi.moe.parallel.hosts import Grid
 from envoi.moe.parallel.symmetric_memory import Domain, SharedLayout, allocate
 from envoi.moe.permute import empty_rows
-from envoi.moe.warm_up import compile_sites, find_all, uncompiled
+from envoi.moe.warm_up import HERE, compile_sites, find_all, uncompiled
 from envoi.quant.formats import format_named
 from envoi.runtime.compilers import Compilers
 from envoi.runtime.devices import Target
@@ -30,7 +30,8 @@ from envoi.runtime.rehearsal import Site, load, load_at, rehearse
 from envoi.types import ExpertWeights
 
 STEP, FIRST = "warm-up", "first call"
-ALIGNMENT = 16  # bytes; for an address that isn't a multiple Triton compiles another kernel
+ALIGNMENT = 16  # for an address or a stride that isn't a multiple Triton compiles another kernel
+HERE_AT_FIRST = 4096  # numbers of tokens that the first call looks at in this process, in 5 s at most
 PATIENCE_S = 1800.0  # for peers that compile
 
 
@@ -154,7 +155,8 @@ def compile_together(
     with patient(channel), Compilers(target, jobs, ahead=step == STEP) as compilers:
 
         def look() -> None:
-            sites.update(find_all(compilers, calls, target, call.most, least=0))
+            here = HERE if step == STEP else HERE_AT_FIRST
+            sites.update(find_all(compilers, calls, target, call.most, least=0, here=here))
 
         def compile_share() -> None:
             mine = {digest: sites[digest] for digest in shares(found)[channel.rank]}
@@ -198,18 +200,19 @@ def compiled_form(
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Return a call's arguments in the form for which `compile_together` has compiled: num_topk slots, on 16 bytes.
 
-    Slots that are added are masked ones.
+    Slots that are added are masked ones. Rows of tokens may be apart by a multiple of 16.
     """
     more = num_topk - topk_ids.shape[1]
     if more:
         topk_weights = functional.pad(topk_weights, (0, more))
         topk_ids = functional.pad(topk_ids, (0, more), value=-1)
-    return _aligned(tokens), _aligned(topk_weights), _aligned(topk_ids)
+    return _aligned(tokens), _aligned(topk_weights.contiguous()), _aligned(topk_ids.contiguous())
 
 
 def _aligned(x: torch.Tensor) -> torch.Tensor:
-    x = x.contiguous()
-    return x.clone() if x.data_ptr() % ALIGNMENT else x
+    """Return x, or a contiguous copy if Triton would compile another kernel for its address or for its rows' stride."""
+    rows_fit = x.stride(1) == 1 and (x.stride(0) % ALIGNMENT == 0 or x.stride(0) == x.shape[1])
+    return x if rows_fit and x.data_ptr() % ALIGNMENT == 0 else x.clone(memory_format=torch.contiguous_format)
 
 
 def shares(found: Sequence[Sequence[str]]) -> list[list[str]]:
