@@ -1,4 +1,4 @@
-"""Whether this process compiles a kernel, or loads one for the first time: what peers that wait for it want to know."""
+"""State of this process that its peers want to know: whether it compiles a kernel, or loads one for the first time."""
 
 import threading
 import weakref
