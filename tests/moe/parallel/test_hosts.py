@@ -5,7 +5,9 @@ import torch
 
 from envoi.gemm.hopper_w4a16 import few
 from envoi.moe import moe
+from envoi.moe.parallel import hosts as module
 from envoi.moe.parallel.hosts import check_backend, check_machines
+from envoi.moe.parallel.timeout import PeerTimeout
 from envoi.types import Routing
 from tests.helpers.accuracy import assert_same_bits
 from tests.helpers.ranks import run_ranks
@@ -125,3 +127,25 @@ def test_hostnames_of_different_numbers_of_ranks(monkeypatch):
     outcomes = run_ranks(3, cases.uneven_hostnames, SIZES)
     for outcome in outcomes:
         assert outcome.value == "hosts: expected as many ranks on every host, got 2 on 'first', 1 on 'second'"
+
+
+def test_a_rail_that_cant_be_connected_is_none_of_later_objects(monkeypatch):
+    made, connected = [], []
+
+    def connect_ranks(channel, rail, step) -> None:
+        if not connected:
+            connected.append(rail)
+            raise PeerTimeout([1], step, 1.0)
+
+    monkeypatch.setattr(module, "_connect_nccl", lambda *_: made.append(object()) or made[-1])
+    monkeypatch.setattr(module, "connect_ranks", connect_ranks)
+    group = Group()
+    with pytest.raises(PeerTimeout):
+        module.connect_rail(None, group, "ab", "first", 1.0)  # pyright: ignore[reportArgumentType]
+    second = module.connect_rail(None, group, "ab", "second", 1.0)  # pyright: ignore[reportArgumentType]
+    assert second is made[1] is not connected[0]
+    assert module.connect_rail(None, group, "ab", "third", 1.0) is second  # pyright: ignore[reportArgumentType]
+
+
+class Group:
+    """Stand-in for a process group, which objects are kept by."""

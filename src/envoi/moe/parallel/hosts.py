@@ -19,7 +19,7 @@ import torch.distributed as dist
 from torch.distributed.distributed_c10d import PrefixStore, ProcessGroupGloo, Store
 
 from envoi.check import describe
-from envoi.moe.parallel.collectives import Channel, exchange_equal, gather_tensors, gather_texts
+from envoi.moe.parallel.collectives import Channel, connect_ranks, exchange_equal, gather_tensors, gather_texts
 from envoi.moe.parallel.opening import CONNECT_TRIES, OPENING, complaint, raise_together, same_everywhere
 
 HOSTNAME = "hostname"
@@ -148,7 +148,9 @@ def connect_rail(channel: Channel, group: dist.ProcessGroup, names: Sequence[str
     """
     opened = _rails.setdefault(group, {})
     if tuple(names) not in opened:
-        opened[tuple(names)] = _connect_nccl(channel, Grid.of(names), name, timeout_s)
+        rail = _connect_nccl(channel, Grid.of(names), name, timeout_s)
+        connect_ranks(channel, rail, OPENING)  # one that fails isn't for a later object
+        opened[tuple(names)] = rail
     return opened[tuple(names)]
 
 

@@ -11,7 +11,7 @@ import torch.distributed as dist
 from torch.distributed.distributed_c10d import PrefixStore
 
 from envoi.moe.parallel import gathered, gathered_device, hosts_device, nvlink, symmetric_memory
-from envoi.moe.parallel.collectives import Channel, connect_ranks, gather_texts
+from envoi.moe.parallel.collectives import Channel, gather_texts
 from envoi.moe.parallel.fused.config import FORMAT
 from envoi.moe.parallel.fused.host import supports_fused
 from envoi.moe.parallel.hosts import Grid
@@ -133,7 +133,6 @@ def open_hosts(
     refusals = gather_texts(owner.channel, nvlink.supports_kernels(experts), OPENING)
     if any(refusals):
         return None, next(filter(None, refusals))
-    connect_ranks(owner.channel, rail, OPENING)
     grid = Grid.of(hosts)
     whole = hosts_device.HostsLayout(layout, grid.num_hosts)
     key = tuple(owner.channel.watch.ranks), tuple(hosts), whole, owner.expert_offsets, owner.timeout_s
