@@ -70,7 +70,7 @@ MOE_BY_HOST = (
 MOE_FUSED = (
     *((sizes, m) for sizes in (MOE_V4, MOE_SMALL, MOE_V3) for m in (64, 512, 2048, 8192)),
     *(((h, i, experts // 2, k), m) for h, i, experts, k in (MOE_V4, MOE_SMALL) for m in (2048, 8192)),
-    # Narrow experts, for which the pull is a larger part of a call: none of these was used to fit the rule.
+    # Narrow experts, for which the pull is a larger part of a call.
     *((sizes, 8192) for sizes in ((7168, 512, 256, 8), (4096, 1024, 256, 6), (2048, 512, 512, 10))),
 )
 TRANSPORTS = ("over nccl", "by host")

@@ -96,7 +96,7 @@ def relu(x):
 
 @triton.jit
 def tanh(x):
-    """Return tanh(x) = 1 - 2 / (1 + e^2x); near 0, where that cancels, from a polynomial. Its error is 2e-7."""
+    """Return tanh(x) = 1 - 2 / (1 + e^2x); near 0, where that cancels, from a polynomial. Within 2e-7."""
     far = 1.0 - 2.0 * reciprocal(1.0 + power_of_two(x * (2.0 * LOG2_E)))
     s = x * x
     near = x * (1.0 + s * (-0.33333333 + s * (0.13333333 + s * (-0.053968254 + s * 0.021869488))))

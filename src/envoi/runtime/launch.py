@@ -58,7 +58,8 @@ def _run(kernel: Any, grid: tuple[int, ...], arguments: tuple, options: dict[str
     compiled = _compiled.get(key)
     if compiled is None:
         with compiling():  # and not while it is launched: a launch may wait for what other ranks do
-            compiled = _compiled[key] = triton_compat.loaded_kernel(kernel, grid, arguments, options)
+            load(kernel, grid, arguments, options)
+        compiled = _compiled[key]
         kernel[grid](*arguments, **triton_compat.FP_FUSION, **options)
     else:
         compiled[(*grid, 1, 1)[:3]](*arguments)
