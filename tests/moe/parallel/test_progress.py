@@ -12,9 +12,11 @@ import torch
 import torch.distributed as dist
 
 from envoi.moe.parallel import progress
-from envoi.moe.parallel.progress import LOST, oversee
+from envoi.moe.parallel.progress import LOST, oversee, oversee_queue
+from envoi.moe.parallel.pulse import start as tell_when_compiling
 from envoi.moe.parallel.store import Connection
-from envoi.moe.parallel.timeout import Watch
+from envoi.moe.parallel.timeout import PeerTimeout, Watch
+from envoi.runtime.compiling import compiling
 
 TIMEOUT_S = 3.0
 
@@ -130,3 +132,97 @@ def test_the_end_of_the_process_stops_all_threads_by_one_handler(monkeypatch):
     del started
     gc.collect()
     assert not any(thread() for thread in kept), "nothing keeps a thread that has ended"
+
+
+class Collective:
+    """Collective that is complete once it is ended, as NCCL's are."""
+
+    def __init__(self):
+        self.done = threading.Event()
+
+    def wait(self) -> None:
+        pass
+
+    def is_completed(self) -> bool:
+        return self.done.is_set()
+
+
+class Host:
+    """Rank whose host queues a collective; `ended` says how often its collectives were ended."""
+
+    def __init__(self, store: dist.Store, rank: int):
+        self.watch, self.collective, self.ended = Watch(Connection(store), "queued", [0, 1], rank, TIMEOUT_S), None, 0
+        self.watch.opened([0, 0])
+        oversee_queue(self.watch, self.end)
+
+    def queue(self) -> None:
+        self.collective = Collective()
+        self.watch.queue(lambda: self.collective, "combine")
+
+    def end(self) -> None:
+        self.ended += 1
+        self.collective.done.set()
+
+
+@pytest.fixture
+def hosts():
+    store = dist.HashStore()
+    return [Host(store, rank) for rank in range(2)]
+
+
+def test_a_collective_is_ended_while_its_host_is_held_by_the_device(hosts):
+    held, begun = hosts[0], time.monotonic()
+    held.queue()
+    assert held.collective.done.wait(TIMEOUT_S + 1), "the device holds the host until its collective is ended"
+    assert time.monotonic() - begun < TIMEOUT_S + 1
+    with pytest.raises(PeerTimeout, match="combine: rank 1 is lost or did not answer within 3 s") as told:
+        held.watch.finish()
+    assert held.ended == 1 and told.value.ranks == [1]
+    with pytest.raises(PeerTimeout) as again:
+        held.watch.queue(Collective, "dispatch")
+    assert again.value is told.value
+
+
+def test_a_host_that_is_held_answers_the_roll_call_of_another(hosts):
+    waiting, held = hosts
+    waiting.queue(), held.queue()
+    time.sleep(0.5)
+    begun = time.monotonic()
+    with pytest.raises(PeerTimeout, match="all ranks are there"):
+        waiting.watch.fail("combine", TimeoutError("combine"), 0.5)
+    assert held.collective.done.wait(2.0)
+    assert time.monotonic() - begun < 2.0
+    with pytest.raises(PeerTimeout, match="all ranks are there"):
+        held.watch.finish()
+    assert (waiting.ended, held.ended) == (1, 1)
+
+
+def test_a_host_that_waits_itself_fails_once(hosts):
+    hosts[0].queue()
+    begun = time.monotonic()
+    with pytest.raises(PeerTimeout, match="rank 1 is lost"):
+        hosts[0].watch.finish()
+    assert time.monotonic() - begun < TIMEOUT_S + 1
+    assert hosts[0].ended == 1
+
+
+def test_collectives_that_end_or_whose_peers_compile_are_left_alone(hosts):
+    tell_when_compiling(hosts[1].watch.connection, 1)
+    hosts[0].queue()
+    with compiling():  # of the process, in which rank 1 says so
+        time.sleep(1.5 * TIMEOUT_S)
+    assert hosts[0].watch.failure is None
+    hosts[0].collective.done.set()
+    hosts[0].watch.finish()
+    time.sleep(1.5 * TIMEOUT_S)
+    assert hosts[0].watch.failure is None and hosts[0].ended == 0
+
+
+def test_the_thread_that_watches_a_queue_ends_with_it():
+    before = set(progress._stop_events)
+    made = Host(dist.HashStore(), 0)
+    (thread,) = set(progress._stop_events) - before
+    del made
+    gc.collect()
+    thread.join(2.0)
+    assert not thread.is_alive()

@@ -104,13 +104,18 @@ def test_a_collective_may_take_longer_while_a_peer_compiles(compiles_s, most_s, 
     assert waits_s <= time.monotonic() - begun < waits_s + 0.6
 
 
-def test_an_exchange_that_fails_of_itself_says_why(monkeypatch):
+@pytest.mark.parametrize(
+    ("cause", "said"),
+    [
+        (RuntimeError("NCCL error: two ranks on one GPU\nmore"), "failed: NCCL error: two ranks on one GPU; this"),
+        (TimeoutError("dispatch"), "was not done within 2 s"),
+    ],
+)
+def test_an_exchange_that_fails_of_itself_says_why(cause, said, monkeypatch):
     made = Watch(None, "a", [0, 1], 0, 2.0)  # pyright: ignore[reportArgumentType]
     monkeypatch.setattr(made, "_call_roll", lambda waited_s, reason: ({0: 0.1, 1: 0.1}, {}))
-    with pytest.raises(PeerTimeout, match="but the exchange failed: NCCL error: two ranks on one GPU; this"):
-        made.fail("dispatch", RuntimeError("NCCL error: two ranks on one GPU\nmore"), 0.1)
-    with pytest.raises(PeerTimeout, match="but the exchange was not done within 2 s"):
-        made.fail("dispatch", TimeoutError("dispatch"), 0.1)
+    with pytest.raises(PeerTimeout, match=f"but the exchange {said}"):
+        made.fail("dispatch", cause, 0.1)
 
 
 class CudaChannel:
@@ -179,7 +184,8 @@ def test_who_lacks_memory_is_named_not_those_whose_exchange_fails_for_it():
     assert all("failed: CUDA out of memory" in str(error) for error in errors)
 
 
-def test_a_first_collective_that_never_returns_is_bounded():
+def test_a_first_collective_that_never_returns_is_bounded(monkeypatch):
+    monkeypatch.setattr(timeout, "CONNECT_S", 0.0)
     hung, start = threading.Event(), time.monotonic()
     errors = first_collectives(hung.wait, hung.wait)
     assert time.monotonic() - start < 4.0
@@ -191,6 +197,16 @@ def test_a_first_collective_that_never_returns_is_bounded():
 
 def test_a_first_collective_that_returns_is_no_error():
     assert first_collectives(lambda: None, lambda: None) == [None, None]
+
+
+def test_connecting_has_its_own_least_time(monkeypatch):
+    """The timeout is three seconds, of which the wait has one and the roll call two."""
+    monkeypatch.setattr(timeout, "CONNECT_S", 5.0)
+    assert first_collectives(lambda: time.sleep(2.5), lambda: None) == [None, None]
+    hung = threading.Event()
+    first, second = first_collectives(hung.wait, lambda: None)
+    assert "rank 1 is lost or did not answer within 5 s" in str(first) and second is None
+    hung.set()
 
 
 def test_connecting_has_a_timeout_of_its_own_and_takes_none_of_the_openings():

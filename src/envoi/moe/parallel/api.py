@@ -73,7 +73,7 @@ class ExpertParallel:
     group: a torch.distributed process group of gloo or NCCL, or a DeviceMesh of one dimension; None = the default
         group. Every rank of it makes the object, with the same hidden, intermediate, format, activation and timeout_s;
         the number of experts may differ.
-    timeout_s: bounds every wait for a peer, and while the group is being opened their sum, but for NCCL's connecting.
+    timeout_s: bounds every wait for a peer, and during the opening their sum; NCCL has 30 s to connect, at least.
     max_tokens, num_topk: the most tokens that a rank will have, and slots of a token. With both, ranks whose GPUs reach
         each other's memory (one host, NVLink) use kernels that read and write it. For that, room for
         max_tokens * num_topk rows of bf16 and num_ranks times as many in the experts' format is allocated once for all
@@ -166,7 +166,7 @@ class ExpertParallel:
         self.presum, self.exchange = memory.exchange_of(self.domain, self.buffers, self.room)
         self._is_loaded = not compiles(experts.device)
         if self.exchange == "counted" and self.transport == "nccl":
-            self.channel.watch.wait_for_compilers()
+            counted.oversee_calls(self.channel)
         self.fused = self.domain is not None and self.domain.layout.fused
         _instances[self.name] = self
 

@@ -41,6 +41,11 @@ class Channel:
         """Tell whether rows are sent on a stream of the device, whose later work waits for them without the host."""
         return self.data is not self.control
 
+    @property
+    def backend(self) -> Any:
+        """What NCCL's collectives of `data` are started and ended by."""
+        return self.data._get_backend(torch.device("cuda"))
+
 
 def connect_ranks(channel: Channel, group: Any, step: str) -> None:
     """Connect the ranks by a group's first collectives. Collective; raises PeerTimeout, also if a rank can't.

@@ -19,8 +19,8 @@ import torch
 from envoi.moe import reference
 from envoi.moe.experts import run_experts
 from envoi.moe.layer import has_kernels
-from envoi.moe.op import check_ids
 from envoi.moe.parallel.collectives import Channel, exchange_rows, gather_tensors
+from envoi.moe.parallel.progress import oversee_queue
 from envoi.moe.parallel.slots import SentTokens, needed_by, owners, positions, sort_by_expert, sum_slots
 from envoi.moe.parallel.wire import from_bytes, to_bytes
 from envoi.moe.reference import quantize_tokens
@@ -76,13 +76,10 @@ def agree(
     return Numbers(refused, k, everyone[:, 2 : 2 + num_ranks], by_rank, counts.sum(0))
 
 
-def refusal_of(topk_ids: torch.Tensor, num_experts: int) -> str:
-    """Return what is wrong with this rank's ids, or "". Waits for the device."""
-    try:
-        check_ids(topk_ids, num_experts)
-    except ValueError as error:
-        return str(error)
-    return ""
+def oversee_calls(channel: Channel) -> None:
+    """Let hosts wait for peers that compile, and end collectives that wait for a lost one. channel: over NCCL."""
+    channel.watch.wait_for_compilers()
+    oversee_queue(channel.watch, channel.backend.abort)
 
 
 def run_layer(

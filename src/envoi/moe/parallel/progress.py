@@ -1,8 +1,10 @@
-"""Deadline for calls that only the device follows: a thread watches their progress, in memory that both see.
+"""Deadline for collectives that the device waits for: a thread watches their progress.
 
-The device counts the points that calls pass (`gathered_kernels.mark_kernel`), also when a graph replays them. Where a
-count doesn't rise for the timeout, the ranks that are missing are named, as for a host that waits, and the collective
-that they are missing from is ended, so that the device is free again.
+Where the host never waits, the device counts the points that calls pass (`gathered_kernels.mark_kernel`), in memory
+that both see, also when a graph replays them: `oversee`. Where the host waits at the end of a call, it may not come so
+far: a library's allocation or load of a kernel can wait for all that the device has queued: `oversee_queue`.
+Where there is no progress for the timeout, the ranks that are missing are named, as for a host that waits, and the
+collective that they are missing from is ended, so that the device is free again.
 """
 
 import atexit
@@ -10,11 +12,13 @@ import threading
 import time
 import weakref
 from collections.abc import Callable
+from contextlib import suppress
 from functools import cache
 
 import torch
 
-from envoi.moe.parallel.timeout import PeerTimeout, Watch
+from envoi.moe.parallel.pulse import MOST_S, Peers
+from envoi.moe.parallel.timeout import LOOK_S, Alarm, PeerTimeout, Watch
 
 INTERVAL_S = 0.02
 FINISH_S = 5.0  # the most that the end of the process waits for the threads
@@ -28,9 +32,23 @@ def oversee(owner: object, counts: torch.Tensor, watch: Watch, end: Callable[[],
 
     counts [4] int32: in memory that the host reads without waiting. end: ends collectives that wait for a peer.
     """
+    _start(_oversee, owner, counts, watch, end)
+
+
+def oversee_queue(watch: Watch, end: Callable[[], object]) -> None:
+    """Watch over collectives that a host has queued, until `watch` is gone or a rank is missing: then let it fail.
+
+    end: ends collectives that wait for a peer; called in any thread in which `watch` fails.
+    """
+    watch.end = end
+    heard = Alarm(watch.connection, watch.name), Peers(watch.connection, watch.ranks)
+    _start(_oversee_queue, watch, weakref.ref(watch), *heard)
+
+
+def _start(target: Callable[..., None], owner: object, *arguments: object) -> None:
     stop = threading.Event()
     weakref.finalize(owner, stop.set)
-    thread = threading.Thread(target=_oversee, args=(counts, watch, end, stop), name="envoi-progress", daemon=True)
+    thread = threading.Thread(target=target, args=(*arguments, stop), name="envoi-progress", daemon=True)
     thread.start()
     _stop_events[thread] = stop
     _stop_at_exit()
@@ -51,18 +69,18 @@ def _finish() -> None:
 
 
 def _oversee(counts: torch.Tensor, watch: Watch, end: Callable[[], object], stop: threading.Event) -> None:
-    seen, since, look = [0, 0, 0], time.monotonic(), 0.0
+    seen, since, look, alarm = [0, 0, 0], time.monotonic(), 0.0, Alarm(watch.connection, watch.name)
     while not stop.wait(INTERVAL_S):
         now, points = time.monotonic(), counts.tolist()[:LOST]
         if points != seen or points[BEGUN] == points[DONE]:
             seen, since = points, now
-            look = now + watch.look_s
+            look = now + LOOK_S
             continue
         try:
-            alarmed = watch.alarmed(ask=now > look)
+            alarmed = alarm.raised(ask=now > look)
         except RuntimeError:  # the store is gone, and with it a rank
             alarmed = True
-        look = now + watch.look_s if now > look else look
+        look = now + LOOK_S if now > look else look
         if alarmed or now > since + watch.patience_s:
             step = STEPS[GATHERED if points[GATHERED] != points[BEGUN] else DONE]
             try:
@@ -71,3 +89,29 @@ def _oversee(counts: torch.Tensor, watch: Watch, end: Callable[[], object], stop
                 counts[LOST] = 1
                 end()
             return
+
+
+def _oversee_queue(owner: "weakref.ref[Watch]", alarm: Alarm, peers: Peers, stop: threading.Event) -> None:
+    while not stop.wait(LOOK_S):
+        watch = owner()
+        if watch is None or watch.failure is not None or _has_failed(watch, alarm, peers):
+            return
+        del watch  # which ends where nobody else has it
+
+
+def _has_failed(watch: Watch, alarm: Alarm, peers: Peers) -> bool:
+    queued = watch.pending()
+    if queued is None:
+        return False
+    peers.look()
+    try:
+        over = alarm.raised(ask=True)
+    except RuntimeError:  # the store is gone, and with it a rank
+        over = True
+    waited_s = time.monotonic() - queued.began
+    late_s = waited_s - watch.patience_s
+    if not over and (late_s < 0 or (late_s < MOST_S and peers.compile())):
+        return False
+    with suppress(PeerTimeout):
+        watch.fail(queued.step, TimeoutError(queued.step), waited_s)
+    return True

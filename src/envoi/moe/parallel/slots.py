@@ -56,7 +56,8 @@ def sort_by_expert(tokens: SentTokens, first: int, last: int, num_rows: int) -> 
     local = torch.where((ids >= first) & (ids < last), ids - first, num_local)
     ranked, order = local.sort(stable=True)
     experts = torch.arange(num_local + 1, dtype=ranked.dtype, device=ranked.device)
-    offsets = torch.searchsorted(ranked, experts, out_int32=True)
+    # Up to num_rows, and so within the rows also where a lost peer's exchange was ended and ids are whatever was there.
+    offsets = torch.searchsorted(ranked[:num_rows], experts, out_int32=True)
     order = order[:num_rows]
     rows = take_rows(tokens.rows, order // max(tokens.topk_ids.shape[1], 1))
     return ExpertRows(rows, offsets, order.to(torch.int32), tokens.weights.flatten()[order])

@@ -1,10 +1,12 @@
 """Bounded waits: a peer that is lost or late ends every wait on every rank with an error that names it."""
 
+import threading
 import time
 from collections.abc import Callable
 from concurrent.futures import Future
 from concurrent.futures import wait as wait_for_futures
-from typing import NoReturn, TypeVar
+from contextlib import suppress
+from typing import NamedTuple, NoReturn, TypeVar
 
 import torch.distributed as dist
 from torch.distributed.distributed_c10d import PrefixStore, Store
@@ -15,10 +17,11 @@ from envoi.moe.parallel.store import Connection, Request, StoreSilentError, in_t
 T = TypeVar("T")
 
 _SPIN_S = 3e-4  # for how long a wait looks without a pause: most collectives of counts are over by then
-_LOOK_S = 0.2  # interval at which a waiting rank checks for another's alarm
+LOOK_S = 0.2  # interval at which a waiting rank checks for another's alarm
 _ROLL_CALL_S = 2.0  # the most that the roll call takes; it is a part of the timeout
 _GRACE_S = 1.0  # for the rest of the opening, where the last rank joins at the last moment
 _PULSE_S = 0.5  # interval at which it looks whether a rank compiles
+CONNECT_S = 30.0  # the least that a library has to connect ranks, which takes seconds on busy or many hosts
 _JOIN_S = 0.01  # interval at which a rank that opens checks whether all have joined
 
 
@@ -76,6 +79,37 @@ class _AlarmError(Exception):
     """Signal within `Watch`: another rank reported a failure, or time is up."""
 
 
+class Queued(NamedTuple):
+    """Collective that later work on the device waits for. began: when it was queued."""
+
+    work: dist.Work
+    step: str
+    began: float
+
+
+class Alarm:
+    """Question whether another rank has failed, for one thread to ask the store now and then, without a wait."""
+
+    def __init__(self, connection: Connection, name: str):
+        """Ask nothing yet. Arguments as of a `Watch`."""
+        self._connection, self._name = connection, name
+        self._answer: Future[bool] | None = None
+
+    def raised(self, ask: bool) -> bool:
+        """Return True if the store has said that another rank has failed; never waits for it.
+
+        ask: ask it anew, unless it still owes an answer. Raises RuntimeError if the store is gone.
+        """
+        if self._answer is None:
+            if ask:
+                self._answer = self._connection.ask(lambda store: PrefixStore(self._name, store).check(["alarm"]))
+            return False
+        if not self._answer.done():
+            return False
+        answer, self._answer = self._answer.result(), None
+        return answer
+
+
 class Watch:
     """Waits for collectives of one group with a deadline, and for a failed one the ranks that are missing."""
 
@@ -93,13 +127,10 @@ class Watch:
         self.deadline: float | None = time.monotonic() + timeout_s - self.roll_call_s
         self.ranks_by_store: list[int] = []
         self.peers: pulse.Peers | None = None  # with which calls may compile while this rank waits
-        self._alarm: Future[bool] | None = None
-        self._queued: list[tuple[dist.Work, str]] = []
-
-    @property
-    def look_s(self) -> float:
-        """Interval at which a waiting rank asks for another's alarm."""
-        return _LOOK_S
+        self.end: Callable[[], object] | None = None  # ends collectives that wait for a lost peer
+        self.alarmed = Alarm(connection, name).raised
+        self._failing = threading.Lock()
+        self._queued: list[Queued] = []
 
     @property
     def patience_s(self) -> float:
@@ -170,16 +201,17 @@ class Watch:
 
         start: a function that may return late, or never: another rank's alarm or the end of the patience ends the wait.
         A rank on which it raises is named on all ranks, with its error. While the group is being opened this wait has a
-        timeout_s of its own: a library that connects many ranks may take as long as all else together.
+        timeout_s of its own, or CONNECT_S if that is more: a library that connects many ranks may take longer than all
+        else.
         """
-        began = time.monotonic()
-        end, first = self._end(began), in_thread(start)
+        began, within_s = time.monotonic(), max(self.timeout_s, CONNECT_S)
+        end, first = began + within_s - self.roll_call_s, in_thread(start)
         try:
             while not first.done():
                 self._look(end)
-                wait_for_futures([first], _LOOK_S)
+                wait_for_futures([first], LOOK_S)
         except (RuntimeError, _AlarmError) as error:
-            self.fail(step, error, time.monotonic() - began)
+            self.fail(step, error, time.monotonic() - began, within_s=within_s)
         try:
             first.result()
         except Exception as error:  # whatever it is, the peers have to hear of it
@@ -197,23 +229,46 @@ class Watch:
             work.wait()  # of NCCL: makes the current stream wait
         except RuntimeError as error:
             self.fail(step, error, time.monotonic() - began)
-        self._queued.append((work, step))
+        self._queued.append(Queued(work, step, began))
+
+    def pending(self) -> Queued | None:
+        """Return the first collective that was queued and isn't complete. For any thread."""
+        return next((queued for queued in tuple(self._queued) if not queued.work.is_completed()), None)
 
     def finish(self) -> None:
         """Return when all collectives that were queued are complete. Raises PeerTimeout."""
-        queued, self._queued = self._queued, []
         began = time.monotonic()
-        for work, step in queued:
-            try:
-                self._poll(work, self._end(began))
-            except (RuntimeError, _AlarmError) as error:
-                self.fail(step, error, time.monotonic() - began)
+        try:
+            for queued in self._queued:
+                try:
+                    self._poll(queued.work, self._end(began))
+                except (RuntimeError, _AlarmError) as error:
+                    self.fail(queued.step, error, time.monotonic() - began)
+        finally:
+            self._queued = []
+        if self.failure is not None:  # as a thread that watches found, while this one was busy
+            raise self.failure
 
-    def fail(self, step: str, cause: Exception, waited_s: float, says_why: bool = False) -> NoReturn:
-        """Raise the alarm for all ranks, call the roll, raise PeerTimeout. waited_s: this rank's wait in this step.
+    def fail(
+        self, step: str, cause: Exception, waited_s: float, says_why: bool = False, within_s: float | None = None
+    ) -> NoReturn:
+        """Raise the alarm for all ranks, call the roll, raise PeerTimeout, the same in all threads.
 
-        says_why: tell the others why this rank failed, if it did by itself: it is the one to be named.
+        waited_s: this rank's wait in this step. says_why: tell the others why this rank failed, if it did by itself: it
+        is the one to be named. within_s: the step's own timeout, None = timeout_s.
         """
+        with self._failing:
+            if self.failure is None:
+                ranks, answered, store, why = self._explain(cause, waited_s, says_why)
+                within_s = within_s or self.timeout_s
+                self.failure = PeerTimeout(ranks, step, within_s, answered, self.rank, store, why)
+                with suppress(RuntimeError):
+                    if self.end is not None:
+                        self.end()
+        raise self.failure from cause
+
+    def _explain(self, cause: Exception, waited_s: float, says_why: bool) -> tuple[list[int], bool, str, str]:
+        """Return `ranks`, `answered`, `store` and `cause` of the PeerTimeout."""
         missing, answered, store, why = [], False, "", line_of(cause)
         try:
             waited, reasons = self._call_roll(waited_s, why if says_why else "")
@@ -232,8 +287,7 @@ class Watch:
             store, missing = "silent", self.ranks_by_store if self.rank not in self.ranks_by_store else []
         except RuntimeError:
             store = "gone"
-        self.failure = PeerTimeout(missing, step, self.timeout_s, answered, self.rank, store, why)
-        raise self.failure from cause
+        return missing, answered, store, why
 
     def first_to_say(self, missing: list[int]) -> list[int]:
         """Return the ranks that the first rank to give up was missing: later ones have missed the first one too."""
@@ -244,20 +298,6 @@ class Watch:
             return missing
         return [int(rank) for rank in said.decode().split(",")]
 
-    def alarmed(self, ask: bool) -> bool:
-        """Return True if the store has said that another rank has failed; never waits for it.
-
-        ask: ask it anew, unless it still owes an answer. Raises RuntimeError if the store is gone.
-        """
-        if self._alarm is None:
-            if ask:
-                self._alarm = self.connection.ask(self._ours(lambda store: store.check(["alarm"])))
-            return False
-        if not self._alarm.done():
-            return False
-        answer, self._alarm = self._alarm.result(), None
-        return answer
-
     def _ours(self, request: Request[T]) -> Request[T]:
         return lambda store: request(PrefixStore(self.name, store))
 
@@ -266,14 +306,16 @@ class Watch:
 
     def _poll(self, work: dist.Work, end: float) -> None:
         began = time.monotonic()
-        look, pulse_look, pause, limit = began + _LOOK_S, began + _LOOK_S, 2e-5, end + pulse.MOST_S
+        look, pulse_look, pause, limit = began + LOOK_S, began + LOOK_S, 2e-5, end + pulse.MOST_S
         while not work.is_completed():
+            if self.failure is not None:
+                raise self.failure
             now = time.monotonic()
             if self.alarmed(now > look) or (now > end and not (now < limit and self._others_compile())):
                 raise _AlarmError
             if now > end:
                 end = now + _PULSE_S
-            look = now + _LOOK_S if now > look else look
+            look = now + LOOK_S if now > look else look
             if self.peers is not None and now > pulse_look:
                 self.peers.look()
                 pulse_look = now + _PULSE_S
@@ -292,15 +334,15 @@ class Watch:
 
     def _ask_by(self, end: float, request: Request[T]) -> T:
         """Ask; the store has until `end` for its answer, but at least a moment: at the end it isn't silent yet."""
-        return self.ask(request, max(_LOOK_S, end - time.monotonic()))
+        return self.ask(request, max(LOOK_S, end - time.monotonic()))
 
     def _call_roll(self, waited_s: float, reason: str) -> tuple[dict[int, float], dict[int, str]]:
         """Return the seconds that each rank which answers has waited, and the reasons of those that failed.
 
-        Every rank that is alive answers: waiting ranks see the alarm within _LOOK_S. Raises StoreSilentError;
+        Every rank that is alive answers: waiting ranks see the alarm within LOOK_S. Raises StoreSilentError;
         RuntimeError if the store is gone.
         """
-        end = time.monotonic() + self.roll_call_s - _LOOK_S
+        end = time.monotonic() + self.roll_call_s - LOOK_S
         said: dict[int, str] = {}
 
         def answers(store: Store) -> dict[int, str]:
@@ -313,7 +355,7 @@ class Watch:
             said |= self._ask_by(end, answers)
             time.sleep(0.02)
         # Stay a moment after the last answer: this process may host the store that others still read.
-        time.sleep(_LOOK_S)
+        time.sleep(LOOK_S)
         parts = {rank: text.partition(" ") for rank, text in said.items()}
         waited = {rank: float(seconds) for rank, (seconds, _, _) in parts.items()}
         return waited, {rank: why for rank, (_, _, why) in parts.items() if why}
