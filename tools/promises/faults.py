@@ -174,8 +174,8 @@ class Work:
     rank: int
     device: torch.device
 
-    def open(self, ranks: list[int], group: Any = None) -> tuple[envoi.ExpertParallel, tuple, torch.Tensor]:
-        """Open an object over ranks; return it, this rank's tokens and routing, and the right answer for them."""
+    def prepare(self, ranks: list[int]) -> tuple[envoi.ExpertWeights, tuple, torch.Tensor]:
+        """Return this rank's share of the layer over ranks, its tokens and routing, and the right answer for them."""
         layer, place, count = make(**LAYER), ranks.index(self.rank), len(ranks)
         e0, e1 = (LAYER["experts"] * r // count for r in (place, place + 1))
         t0, t1 = (LAYER["tokens"] * r // count for r in (place, place + 1))
@@ -184,14 +184,24 @@ class Work:
         routing = Routing(r.topk_weights[t0:t1].to(self.device), r.topk_ids[t0:t1].to(self.device), r.num_experts)
         tokens = layer.tokens[t0:t1].to(self.device)
         everything = envoi.experts.pack(layer.gate_up.to(self.device), layer.down.to(self.device))
-        want = envoi.moe(tokens, routing, everything)
+        return mine, (tokens, routing), envoi.moe(tokens, routing, everything)
+
+    def open(
+        self, ranks: list[int], group: Any = None, prepared: tuple | None = None
+    ) -> tuple[envoi.ExpertParallel, tuple, torch.Tensor]:
+        """Open an object over ranks; return it, this rank's tokens and routing, and the right answer for them.
+
+        prepared: what `prepare` has returned for these ranks.
+        """
+        mine, inputs, want = prepared or self.prepare(ranks)
+        count = len(ranks)
         # Two hosts; after a rank is lost, one for each that is left, unless it is alone.
         names = [str(2 * place // count) if count % 2 == 0 else str(place) for place in range(count)]
         parallel = envoi.ExpertParallel(
             mine, group, timeout_s=self.setting.timeout_s, presum=False if self.sizes else None, **self.sizes,
             hosts=names if self.setting.exchange == "hosts" else None,
         )  # fmt: skip
-        return parallel, (tokens, routing), want
+        return parallel, inputs, want
 
     def settle(self) -> None:
         """Wait for the device."""
@@ -223,12 +233,14 @@ def on_rank(rank: int, num_ranks: int, setting: Setting) -> Told:
     dist.barrier()
     if setting.fault == "wrong arguments":
         return mistaken(work, everyone)
+    prepared = work.prepare(everyone)
+    work.settle()
     give_back = take_memory(device) if is_victim and setting.fault == "out of memory" else None
     dist.barrier()  # the others' seconds don't count while it is taken
     if setting.stage == "opening":
-        attempt(told, work, lambda: call_once(work, everyone, is_victim))
+        attempt(told, work, lambda: call_once(work, everyone, prepared, is_victim))
     else:
-        parallel, inputs, want = work.open(everyone)
+        parallel, inputs, want = work.open(everyone, prepared=prepared)
         assert parallel.exchange == setting.exchange.removesuffix(" by gloo"), parallel.why
         for _ in range(3):
             parallel.moe(*inputs)
@@ -242,11 +254,11 @@ def on_rank(rank: int, num_ranks: int, setting: Setting) -> Told:
     return told
 
 
-def call_once(work: Work, everyone: list[int], is_victim: bool) -> bool:
+def call_once(work: Work, everyone: list[int], prepared: tuple, is_victim: bool) -> bool:
     """Open an object and make a call; return whether it is right. The victim's fault comes first."""
     if is_victim:
         hit(work.setting.fault, work.setting.timeout_s)
-    parallel, inputs, want = work.open(everyone)
+    parallel, inputs, want = work.open(everyone, prepared=prepared)
     out = parallel.moe(*inputs)
     work.settle()
     parallel.check()

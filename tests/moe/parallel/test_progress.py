@@ -194,7 +194,20 @@ def test_a_host_that_is_held_answers_the_roll_call_of_another(hosts):
     assert time.monotonic() - begun < 2.0
     with pytest.raises(PeerTimeout, match="all ranks are there"):
         held.watch.finish()
+    assert waiting.collective.done.wait(1.0)
     assert (waiting.ended, held.ended) == (1, 1)
+
+
+def test_an_error_doesnt_wait_for_the_end_of_the_collectives(hosts, monkeypatch):
+    ended = threading.Event()
+    oversee_queue(hosts[0].watch, lambda: time.sleep(2.0) or ended.set())
+    begun = time.monotonic()
+    with pytest.raises(PeerTimeout):
+        hosts[0].watch.fail("combine", TimeoutError("combine"), 1.0)
+    assert time.monotonic() - begun < 2.5, "the roll call takes up to two seconds"
+    assert not ended.is_set()
+    progress._finish()  # as at the end of the process, which waits for the threads
+    assert ended.is_set()
 
 
 def test_a_host_that_waits_itself_fails_once(hosts):
@@ -203,6 +216,8 @@ def test_a_host_that_waits_itself_fails_once(hosts):
     with pytest.raises(PeerTimeout, match="rank 1 is lost"):
         hosts[0].watch.finish()
     assert time.monotonic() - begun < TIMEOUT_S + 1
+    assert hosts[0].collective.done.wait(1.0)
+    time.sleep(0.5)
     assert hosts[0].ended == 1
 
 

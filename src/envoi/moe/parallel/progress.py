@@ -13,7 +13,7 @@ import time
 import weakref
 from collections.abc import Callable
 from contextlib import suppress
-from functools import cache
+from functools import cache, partial
 
 import torch
 
@@ -32,25 +32,29 @@ def oversee(owner: object, counts: torch.Tensor, watch: Watch, end: Callable[[],
 
     counts [4] int32: in memory that the host reads without waiting. end: ends collectives that wait for a peer.
     """
-    _start(_oversee, owner, counts, watch, end)
+    _start_until_gone(owner, _oversee, counts, watch, end)
 
 
 def oversee_queue(watch: Watch, end: Callable[[], object]) -> None:
     """Watch over collectives that a host has queued, until `watch` is gone or a rank is missing: then let it fail.
 
-    end: ends collectives that wait for a peer; called in any thread in which `watch` fails.
+    end: ends collectives that wait for a peer. It has a thread of its own: NCCL takes a second for it.
     """
-    watch.end = end
+    watch.end = partial(_start, end)
     heard = Alarm(watch.connection, watch.name), Peers(watch.connection, watch.ranks)
-    _start(_oversee_queue, watch, weakref.ref(watch), *heard)
+    _start_until_gone(watch, _oversee_queue, weakref.ref(watch), *heard)
 
 
-def _start(target: Callable[..., None], owner: object, *arguments: object) -> None:
+def _start_until_gone(owner: object, target: Callable[..., None], *arguments: object) -> None:
     stop = threading.Event()
     weakref.finalize(owner, stop.set)
-    thread = threading.Thread(target=target, args=(*arguments, stop), name="envoi-progress", daemon=True)
+    _start(partial(target, *arguments, stop), stop)
+
+
+def _start(target: Callable[[], object], stop: threading.Event | None = None) -> None:
+    thread = threading.Thread(target=target, name="envoi-progress", daemon=True)
+    _stop_events[thread] = stop or threading.Event()
     thread.start()
-    _stop_events[thread] = stop
     _stop_at_exit()
 
 
