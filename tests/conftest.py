@@ -12,6 +12,7 @@ import pytest
 import torch
 
 from envoi import env
+from envoi.runtime import prepared
 from tests.helpers import interpreter, left_out, recorder
 
 # Configs measured on this machine must not decide which kernels are tested.
@@ -40,9 +41,14 @@ def fresh_compiler() -> None:
 
 @pytest.fixture
 def tidy_gpu() -> Iterator[None]:
-    """Fill new memory with NaN or a huge number, and free a large case's memory: the GPU is shared."""
+    """Fill new memory with NaN or a huge number, and free a large case's memory: the GPU is shared.
+
+    Prepared calls are forgotten: a test that chooses another kernel would get those of the test before.
+    """
     torch.use_deterministic_algorithms(True, warn_only=True)
+    prepared.clear()
     yield
+    prepared.clear()
     torch.use_deterministic_algorithms(False)
     torch.cuda.empty_cache()
 

@@ -24,6 +24,8 @@ def test_what_loads_and_stores_it():
     found = RoleTable(frozenset([0x120]), frozenset([0x1CB0, 0x1CD0]))
     assert role_table(TEXT) == found
     assert role_table(TEXT.replace("0x33054", "0x33050")) == found, "a first role of eight warps"
+    assert role_table(TEXT.replace("[R2+UR52+", "[UR52+")) == found, "a warp's number that all its threads share"
+    assert role_table(TEXT.replace("[R2+UR52+", "[R2+")) == found
 
 
 @pytest.mark.parametrize("without", ["LDS.U8", "BRX"])
@@ -36,6 +38,7 @@ def test_without_a_branch_by_a_byte_there_is_none(without):
     [
         ("gemm-sm90-few", True),
         ("gemm-sm90-split", True),
+        ("w4a16-nvfp4-l2", True),
         ("router-sm90-prefill", True),
         ("router-sm90-one-token", False),
     ],

@@ -5,13 +5,14 @@ import json
 import os
 import re
 import stat
+import time
 
 import pytest
 
 from tests.helpers.processes import ends
 from tests.promises import test_hazards as races
 from tools.promises import sanitize
-from tools.promises.sanitize import errors_in, registered, watch
+from tools.promises.sanitize import PLANTED, Watched, errors_in, registered, watch
 
 FAKE = """#!/bin/sh
 # Stands for compute-sanitizer: --tool T .. --log-file F .. python -m module [--role-tables] PROGRAM SAID
@@ -50,7 +51,7 @@ def fake(tmp_path, monkeypatch):
 
 def options(**changes) -> argparse.Namespace:
     return argparse.Namespace(
-        **({"tools": ["memcheck"], "only": [], "jobs": 2, "limit_s": 60.0, "device": "cpu"} | changes)
+        **({"tools": ["memcheck"], "only": [], "jobs": 2, "limit_s": 60.0, "device": "cpu"} | changes), incomplete=False
     )
 
 
@@ -77,13 +78,17 @@ def test_what_a_tool_says(fake, program, said):
 
 
 def test_a_tool_that_misses_the_planted_error_watches_nothing(fake, monkeypatch, capsys):
-    (run,) = sanitize.run(options())
-    assert (run.promise, run.count, run.wrong) == ("sanitizers/memcheck", 3, 0)
-    assert run.text.startswith("2 kernels of 1 names in 2 of 2 programs; not watched: ")
+    planted, good, fine = sanitize.run(options())
+    assert (planted.promise, planted.count, planted.wrong, planted.text) == (f"sanitizers/memcheck/{PLANTED}", 1, 0, "")
+    assert (good.promise, good.count, good.wrong) == ("sanitizers/memcheck/good", 1, 0)
+    assert good.text == fine.text == f"2 kernels of {NAME}"
+    assert "not run for want of time: nothing" in capsys.readouterr().out
     monkeypatch.setenv("PLANTED", "0")
-    (run,) = sanitize.run(options())
-    assert run.wrong == 1
-    assert "memcheck didn't find the error planted for it" in capsys.readouterr().out
+    given = options()
+    (run,) = sanitize.run(given)
+    assert run.wrong == 1 and given.incomplete
+    assert "memcheck didn't find the error planted for it" in run.text
+    assert "not run for want of time: good, fine" in capsys.readouterr().out
 
 
 def test_kernels_that_nothing_launched_are_listed(fake, capsys):
@@ -94,17 +99,19 @@ def test_kernels_that_nothing_launched_are_listed(fake, capsys):
 
 
 def test_programs_that_the_time_does_not_allow_are_listed(fake, capsys):
-    (run,) = sanitize.run(options(limit_s=0.0))
-    assert run.wrong == 1
+    given = options(limit_s=0.0)
+    list(sanitize.run(given))
+    assert given.incomplete
     assert "not run for want of time: good, fine" in capsys.readouterr().out
 
 
 def test_a_program_is_ended_with_all_that_it_started(fake, monkeypatch, tmp_path, capsys):
     monkeypatch.setenv("SLEEPER", str(tmp_path / "sleeper"))
     monkeypatch.setattr("tools.promises.sanitized.programs", lambda: dict.fromkeys(("good", "slow")))
-    (run,) = sanitize.run(options(limit_s=3.0))
-    assert run.seconds < 20
-    assert (run.count, run.wrong) == (2, 0)
+    begun, given = time.monotonic(), options(limit_s=3.0)
+    planted, good = sanitize.run(given)
+    assert time.monotonic() - begun < 20
+    assert (planted.wrong, good.wrong, good.promise) == (0, 0, "sanitizers/memcheck/good") and given.incomplete
     assert "not run for want of time: slow" in capsys.readouterr().out
     assert ends(int((tmp_path / "sleeper").read_text()))
 
@@ -112,8 +119,9 @@ def test_a_program_is_ended_with_all_that_it_started(fake, monkeypatch, tmp_path
 def test_what_a_tool_said_before_the_limit_is_not_lost(fake, monkeypatch, tmp_path, capsys):
     monkeypatch.setenv("SLEEPER", str(tmp_path / "sleeper"))
     monkeypatch.setattr("tools.promises.sanitized.programs", lambda: dict.fromkeys(("good", "hung")))
-    (run,) = sanitize.run(options(limit_s=3.0))
-    assert run.wrong == 1
+    _, good, hung = sanitize.run(options(limit_s=3.0))
+    assert (good.wrong, hung.wrong) == (0, 1)
+    assert hung.text.startswith("hung: memcheck ended without a summary; Invalid __global__ read of size 4 bytes")
     assert "hung: memcheck ended without a summary; Invalid __global__ read of size 4 bytes" in capsys.readouterr().out
 
 
@@ -184,6 +192,26 @@ def test_a_program_without_a_kernel_is_a_problem(fake, monkeypatch):
     assert watch(fake, "memcheck", "good").problem == "good: no kernel for memcheck to watch"
 
 
-def test_programs_left_out_are_counted(fake):
-    [run] = sanitize.run(options(only=["fine"]))
-    assert "in 1 of 2 programs" in run.text
+def test_only_some_programs(fake):
+    planted, fine = sanitize.run(options(only=["fine"]))
+    assert (planted.promise, fine.promise) == (f"sanitizers/memcheck/{PLANTED}", "sanitizers/memcheck/fine")
+
+
+def test_programs_take_turns_with_the_gpus(fake, monkeypatch):
+    seen = []
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "3,5")
+    monkeypatch.setattr("tools.promises.sanitized.programs", lambda: dict.fromkeys("abc"))
+    monkeypatch.setattr(sanitize, "watch_by", lambda end, path, tool, program, gpu: seen.append((program, gpu)))
+    list(sanitize.run(options(jobs=1)))
+    assert seen == [("a", "3"), ("b", "5"), ("c", "3")]
+    monkeypatch.undo()
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    assert sanitize.gpus()[0] == "0"
+
+
+def test_lines_add_up():
+    one = Watched("a", "racecheck", 0, (), {NAME: {"x", "y"}, "envoi.b": {"z"}}, True, of_roles=4, warnings=1)
+    other = Watched("b", "racecheck", 0, (), {NAME: {"x"}}, True)
+    wrong = Watched("c", "racecheck", 2, ("Error: 5 kernels of note",), {NAME: {"x"}}, True)
+    assert one.line == f"3 kernels of envoi.b, {NAME}; 4 {sanitize.OF_ROLES}; 1 warnings"
+    assert sanitize.totals(x.line for x in (one, other, wrong)) == (4, {NAME, "envoi.b"}, 4, 1)

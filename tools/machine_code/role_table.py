@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 from tools.machine_code.disassemble import LINE
 
-_READ = re.compile(r"LDS\.U8 R\d+, \[R\d+(?:\+UR\d+)?\+0x([0-9a-f]+)\]")
+_READ = re.compile(r"LDS\.U8 R\d+, \[U?R\d+(?:\+UR\d+)?\+0x([0-9a-f]+)\]")
 _WRITE = re.compile(r"STS(?:\.\w+)? \[U?R\d+\+0x([0-9a-f]+)\], ")
 _BRANCH = re.compile(r"BRX\b")
 NEAR = 24  # instructions from the load of a role to the branch

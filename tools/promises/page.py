@@ -11,6 +11,8 @@ from tools.fuzz.run import kept, read, spans
 from tools.promises import evidence
 from tools.promises.evidence import FOLDER, Run
 from tools.promises.same_bits import CHECKS, REFUSED
+from tools.promises.sanitize import OF_ROLES, PLANTED, registered, totals
+from tools.promises.sanitized import programs
 from tools.promises.subjects import MAKERS, OPERATORS, needs
 
 PAGE = Path(__file__).resolve().parents[2] / "docs" / "promises.md"
@@ -209,12 +211,26 @@ memory has filled its GPU.
 """
 
 
+def watched(runs: dict[str, Run], promise: str) -> tuple[str, str, str]:
+    """Return the counts, kernels and places of a tool's last run of each program, or of all of them in one."""
+    whole, every = runs.get(promise), programs()
+    of = {name: run for name in (PLANTED, *every) if (run := runs.get(f"{promise}/{name}")) is not None}
+    if PLANTED not in of:
+        return wrong_of(whole), whole.text if whole is not None else "-", where(whole)
+    kernels, names, of_roles, warnings = totals(run.text for run in of.values())
+    text = [f"{kernels} kernels of {len(names)} names in {len(of) - 1} of {len(every)} programs"]
+    text += [f"{of_roles} {OF_ROLES}"] if of_roles else []
+    text += [f"{warnings} warnings"] if warnings else []
+    missing = sorted(registered() - names)
+    text += [f"not watched: {', '.join(missing)}"] if missing else []
+    text += [run.text for run in of.values() if run.wrong]
+    wrong = sum(run.wrong for run in of.values())
+    return f"{len(of)}, {wrong} wrong", "; ".join(text), "; ".join(sorted(set(map(where, of.values()))))
+
+
 def sanitizers(runs: dict[str, Run]) -> str:
     """Return the section on compute-sanitizer."""
-    found = [(tool, runs.get(f"sanitizers/{tool}")) for tool in SANITIZERS]
-    rows = [
-        [tool, wrong_of(run), run.text if run is not None and run.num_gpus else "-", where(run)] for tool, run in found
-    ]
+    rows = [[tool, *watched(runs, f"sanitizers/{tool}")] for tool in SANITIZERS]
     return f"""## No error of memory or barriers
 
 What compute-sanitizer's tools found in Envoi's kernels. Each first has to find an error that is planted for it. Kernels

@@ -10,6 +10,7 @@ names the program if it isn't in PATH.
 """
 
 import argparse
+import itertools
 import json
 import os
 import re
@@ -19,12 +20,14 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 from typing import IO
+
+import torch
 
 from tools.machine_code.role_table import RoleTable
 from tools.promises.evidence import Run, run_of
@@ -34,11 +37,14 @@ TOOLS = ("memcheck", "synccheck", "racecheck")
 ERRORS = 97  # exit status of the sanitizer if there were errors
 TIMEOUT_S = 240
 SUMMARY = re.compile(r"ERROR SUMMARY: (\d+) errors?")
-PRINTED = {"racecheck": 1000}  # errors that a tool prints; what racecheck doesn't print can't be told apart
+MOST_PRINTED = {"racecheck": 1000}  # errors that a tool prints; what racecheck doesn't print can't be told apart
 NOT_WATCHED = "kns=_ZN"  # kernels of C++, whose names are mangled: torch's
 NOTE = re.compile(r"(?:Warning|Internal|Error|Program hit|Invalid|Divergent|Barrier)[^\n]*")
 NOTED = re.compile(rf"=+ +({NOTE.pattern})")
 RACE = "Error: Race reported"
+PLANTED = "the error planted for it"
+OF_ROLES = "reports of accesses to Triton's own table of roles"
+LINE = re.compile(rf"(\d+) kernels of (.+?)(?:; (\d+) {OF_ROLES})?(?:; (\d+) warnings)?")
 NOTHING_SAID = {"right": False, "launched": [], "role_tables": {}}  # by a program that was ended
 
 
@@ -58,6 +64,15 @@ class Watched:
     right: bool = False
     of_roles: int = 0
     warnings: int = 0
+    seconds: float = 0.0
+
+    @property
+    def line(self) -> str:
+        """Return what is wrong, or the kernels that were watched: see `totals`."""
+        text = f"{sum(map(len, self.kernels.values()))} kernels of {', '.join(sorted(self.kernels))}"
+        text += f"; {self.of_roles} {OF_ROLES}" if self.of_roles else ""
+        text += f"; {self.warnings} warnings" if self.warnings else ""
+        return self.problem or text
 
     @property
     def is_silent(self) -> bool:
@@ -93,7 +108,7 @@ def sanitizer() -> str:
 def command_of(path: str, tool: str, program: str, log: Path, said: Path) -> tuple[str, ...]:
     """Return the command that runs a program under a tool."""
     options = "--tool", tool, "--error-exitcode", str(ERRORS), "--log-file", str(log)
-    options += "--print-limit", str(PRINTED.get(tool, 5)), "--kernel-name-exclude", NOT_WATCHED
+    options += "--print-limit", str(MOST_PRINTED.get(tool, 5)), "--kernel-name-exclude", NOT_WATCHED
     tables = ()
     if tool == "racecheck":  # each process would take all CPUs to analyse what its kernels noted
         options += "--racecheck-num-workers", "1"
@@ -107,12 +122,14 @@ def errors_in(log: str) -> int | None:
     return sum(found) if found else None
 
 
-def watch(path: str, tool: str, program: str, limit_s: float = TIMEOUT_S) -> Watched:
-    """Run a program under a tool, for at most limit_s."""
+def watch(path: str, tool: str, program: str, limit_s: float = TIMEOUT_S, gpu: str = "") -> Watched:
+    """Run a program under a tool, for at most limit_s. gpu: as CUDA_VISIBLE_DEVICES names it, "" for any."""
+    start = time.monotonic()
     with tempfile.TemporaryDirectory() as folder:
         log, said = Path(folder) / "log", Path(folder) / "said.json"
         # With torch's cache, tensors are parts of larger allocations, past whose ends a read is no error.
         env = os.environ | {"PYTORCH_NO_CUDA_MEMORY_CACHING": "1", "ENVOI_PREPARED": "0"}
+        env |= {"CUDA_VISIBLE_DEVICES": gpu} if gpu else {}
         with open(Path(folder) / "output", "w") as output:
             in_time = _ends(command_of(path, tool, program, log, said), env, output, limit_s)
         text = log.read_text(errors="replace") if log.exists() else ""
@@ -131,7 +148,8 @@ def watch(path: str, tool: str, program: str, limit_s: float = TIMEOUT_S) -> Wat
     if races is not None:
         errors, of_roles, warnings = races.others, races.of_roles, races.warnings
         notes = [*races.shown, *(note for note in notes if not note.startswith(RACE))]
-    return Watched(program, tool, errors, tuple(notes), kernels, result["right"], of_roles, warnings)
+    spent = time.monotonic() - start
+    return Watched(program, tool, errors, tuple(notes), kernels, result["right"], of_roles, warnings, spent)
 
 
 def _ends(command: tuple[str, ...], env: dict[str, str], output: IO[str], limit_s: float) -> bool:
@@ -154,67 +172,70 @@ def registered() -> set[str]:
     return {f"{fn.__module__}.{fn.__name__}" for fn in kernels}
 
 
+def gpus() -> list[str]:
+    """Return the GPUs that programs share, as CUDA_VISIBLE_DEVICES names each."""
+    given = os.environ.get("CUDA_VISIBLE_DEVICES")
+    return given.split(",") if given else [str(number) for number in range(max(1, torch.cuda.device_count()))]
+
+
 def run(options: argparse.Namespace) -> Iterator[Run]:
-    """Yield a run for each tool, and print what each program came to, and what wasn't watched."""
+    """Yield a run for each tool's planted error and for each program that it watches."""
     from tools.promises.sanitized import programs
 
-    path, every = sanitizer(), programs()
-    names = [name for name in every if not options.only or any(part in name for part in options.only)]
+    path = sanitizer()
+    names = [name for name in programs() if not options.only or any(part in name for part in options.only)]
     for tool in options.tools:
         start = time.monotonic()
         end = start + options.limit_s / len(options.tools)
         planted = watch(path, tool, f"planted {tool}", max(1.0, min(TIMEOUT_S, end - start)))
+        said = "" if planted.errors else f"{tool} didn't find the error planted for it: {'; '.join(planted.notes)}"
+        yield run_of(
+            f"sanitizers/{tool}/{PLANTED}", 1, int(bool(said)), time.monotonic() - start, options.device, 1, said
+        )
         found: dict[str, Watched] = {}
         if planted.errors:
             with ThreadPoolExecutor(options.jobs) as pool:
-                done = pool.map(partial(watch_by, end, path, tool), names)
-                found = {name: result for name, result in zip(names, done, strict=True) if result is not None}
-        count, problems, text = summary(tool, names, found, len(every))
-        if not planted.errors:
-            problems = [f"{tool} didn't find the error planted for it: {'; '.join(planted.notes)}"]
-            print(problems[0], flush=True)
-        elif not count:
-            problems = ["no program ran in the time"]
-        text = "; ".join([text, *problems[:1]])
-        yield run_of(
-            f"sanitizers/{tool}", count + 1, min(count + 1, len(problems)), time.monotonic() - start,
-            options.device, 1, text,
-        )  # fmt: skip
+                done = pool.map(partial(watch_by, end, path, tool), names, itertools.cycle(gpus()))
+                for name, result in zip(names, done, strict=True):
+                    if result is not None:
+                        found[name] = result
+                        yield run_of(
+                            f"sanitizers/{tool}/{name}", 1, int(bool(result.problem)), result.seconds, options.device,
+                            1, result.line,
+                        )  # fmt: skip
+        left = [name for name in names if name not in found]
+        missing = sorted(registered().difference(*(result.kernels for result in found.values())))
+        print(f"{tool}: not run for want of time: {', '.join(left) or 'nothing'}")
+        print(f"{tool}: kernels that weren't watched: {', '.join(missing) or 'none of those registered'}", flush=True)
+        options.incomplete |= bool(left)
 
 
-def summary(tool: str, names: Sequence[str], found: Mapping[str, Watched], every: int) -> tuple[int, list[str], str]:
-    """Print what wasn't watched; return the programs that ran, the problems, and a line of text.
-
-    names: the programs wanted, of `every` that there are.
-    """
-    kernels: dict[str, set[str]] = {}
-    for result in found.values():
-        for name, hashes in result.kernels.items():
-            kernels.setdefault(name, set()).update(hashes)
-    problems = [result.problem for result in found.values() if result.problem]
-    left = [name for name in names if name not in found]
-    missing = sorted(registered() - set(kernels))
-    print(f"{tool}: not run for want of time: {', '.join(left) or 'nothing'}")
-    print(f"{tool}: kernels that weren't watched: {', '.join(missing) or 'none of those registered'}", flush=True)
-    watched = sum(map(len, kernels.values()))
-    text = f"{watched} kernels of {len(kernels)} names in {len(found)} of {every} programs"
-    if of_roles := sum(result.of_roles for result in found.values()):
-        text += f"; {of_roles} reports of accesses to Triton's own table of roles"
-    if warnings := sum(result.warnings for result in found.values()):
-        text += f"; {warnings} warnings"
-    return len(found), problems, "; ".join([text, *([f"not watched: {', '.join(missing)}"] if missing else [])])
-
-
-def watch_by(end: float, path: str, tool: str, program: str) -> Watched | None:
-    """Watch a program and print what came of it; None if `end` came first."""
+def watch_by(end: float, path: str, tool: str, program: str, gpu: str) -> Watched | None:
+    """Watch a program on a GPU; None, which is printed, if `end` came first."""
     start = time.monotonic()
     if start >= end:
         return None
-    found = watch(path, tool, program, min(TIMEOUT_S, end - start))
-    took = time.monotonic() - start
-    if found.errors is None and took < TIMEOUT_S and time.monotonic() >= end and found.is_silent:
-        print(f"{tool}: {program}: ended by the limit after {took:.0f} s", flush=True)
+    found = watch(path, tool, program, min(TIMEOUT_S, end - start), gpu)
+    if found.errors is None and found.seconds < TIMEOUT_S and time.monotonic() >= end and found.is_silent:
+        print(f"{tool}: {program}: ended by the limit after {found.seconds:.0f} s", flush=True)
         return None
     kernels = sum(map(len, found.kernels.values()))
-    print(f"{tool}: {program}: {kernels} kernels, {took:.0f} s, {found.problem or 'right'}", flush=True)
+    print(f"{tool}: {program}: {kernels} kernels, {found.seconds:.0f} s, {found.problem or 'right'}", flush=True)
     return found
+
+
+def totals(lines: Iterable[str]) -> tuple[int, set[str], int, int]:
+    """Return what programs' lines, as `Watched.line` writes them, say in all.
+
+    That is kernels, their names, reports of accesses to the table of roles, warnings.
+    """
+    kernels, names, of_roles, warnings = 0, set[str](), 0, 0
+    for line in lines:
+        found = LINE.fullmatch(line)
+        if found:
+            kernels, of_roles, warnings = (
+                total + int(more or 0)
+                for total, more in zip((kernels, of_roles, warnings), found.group(1, 3, 4), strict=True)
+            )
+            names |= set(found[2].split(", "))
+    return kernels, names, of_roles, warnings
