@@ -243,6 +243,39 @@ def test_transports_are_measured_over_ranks_beside_torchs_pipeline():
             assert (baselines, missing) == ({"torch_ep", "launched", "counted"}, {})
 
 
+def measure_uneven(rank: int, num_ranks: int) -> tuple[set[str], list[int], int]:
+    """Measure an uneven case; return its baselines, its rows and those of "as_busy" by rank."""
+    (case,) = (case for case in cases("moe") if case.on_cpu and not case.shape.is_even)
+    trial = measure(case, Bench(Clock(CPU, 2), ROOF, rank, num_ranks))
+    layer = moe.make_layer(case.shape, CPU, rank, num_ranks)
+    even, busy = moe.as_busy(case.shape, layer, num_ranks)
+    assert even.is_even and busy.packed is layer.packed
+    rows = [torch.bincount(moe._gather(x.routing.topk_ids).flatten() // 4, minlength=2).tolist() for x in (layer, busy)]
+    return set(trial.baselines), *rows
+
+
+def test_uneven_routing_is_measured_beside_ranks_as_busy_as_the_busiest():
+    for outcome in run_ranks(2, measure_uneven):
+        assert not outcome.error, outcome.text
+        baselines, rows, busy = outcome.value
+        assert baselines == {"torch_ep", "as_busy"}
+        assert max(rows) > 1.15 * min(rows)
+        assert 0 <= sum(busy) / 2 - max(rows) < 2, "each of two slots: a token more at most"
+        assert min(busy) > 0.85 * max(busy)
+
+
+def test_shares_by_zipf_fall_with_the_place():
+    shape = MoeShape(256, 128, 16, 2, 20_000, "bf16", zipf=1.2)
+    routing = moe.make_routing(shape, torch.Generator().manual_seed(0))
+    assert bool((routing.topk_ids[:, 0] != routing.topk_ids[:, 1]).all())
+    rows = torch.bincount(routing.topk_ids.flatten(), minlength=16).sort(descending=True).values.double()
+    shares = torch.arange(1, 17).double() ** -1.2
+    wanted = shares / shares.sum()
+    # The first draw of each token has these shares; the second avoids it, so frequent experts get fewer.
+    assert torch.allclose(rows[4:9] / rows[5:10], wanted[4:9] / wanted[5:10], rtol=0.1)
+    assert 0.5 * wanted[0] < rows[0] / rows.sum() < wanted[0]
+
+
 def test_two_hosts_need_an_even_number_of_ranks():
     shape = MoeShape(256, 128, 8, 2, 64, "bf16", transport="by host")
     with pytest.raises(ValueError, match="--nproc-per-node: expected an even number for two hosts, got 3"):

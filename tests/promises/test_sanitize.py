@@ -6,12 +6,13 @@ import os
 import re
 import stat
 import time
+from dataclasses import replace
 
 import pytest
 
 from tests.helpers.processes import ends
 from tests.promises import test_hazards as races
-from tools.promises import sanitize
+from tools.promises import evidence, sanitize
 from tools.promises.sanitize import PLANTED, Watched, errors_in, registered, watch
 
 FAKE = """#!/bin/sh
@@ -50,9 +51,8 @@ def fake(tmp_path, monkeypatch):
 
 
 def options(**changes) -> argparse.Namespace:
-    return argparse.Namespace(
-        **({"tools": ["memcheck"], "only": [], "jobs": 2, "limit_s": 60.0, "device": "cpu"} | changes), incomplete=False
-    )
+    usual = {"tools": ["memcheck"], "only": [], "jobs": 2, "limit_s": 60.0, "device": "cpu", "more": False}
+    return argparse.Namespace(**(usual | {"record": None, "incomplete": False} | changes))
 
 
 def test_a_log_without_a_summary_is_not_a_green_one():
@@ -195,6 +195,18 @@ def test_a_program_without_a_kernel_is_a_problem(fake, monkeypatch):
 def test_only_some_programs(fake):
     planted, fine = sanitize.run(options(only=["fine"]))
     assert (planted.promise, fine.promise) == (f"sanitizers/memcheck/{PLANTED}", "sanitizers/memcheck/fine")
+
+
+def test_more_are_those_without_a_right_run(fake, tmp_path):
+    record = tmp_path / "sanitize.jsonl"
+    given = options(more=True, record=str(record))
+    evidence.append(record, list(sanitize.run(options(only=["fine"]))))
+    _, good = sanitize.run(given)
+    assert good.promise == "sanitizers/memcheck/good"
+    evidence.append(record, [replace(good, wrong=1)])
+    assert [run.promise for run in sanitize.run(given)][1:] == ["sanitizers/memcheck/good"]
+    evidence.append(record, [good])
+    assert len(list(sanitize.run(given))) == 1 and not given.incomplete, "the planted error alone"
 
 
 def test_programs_take_turns_with_the_gpus(fake, monkeypatch):

@@ -51,6 +51,9 @@ def arguments(given: list[str] | None = None) -> argparse.Namespace:
     commands.choices["faults"].add_argument("--only", nargs="*", default=[], metavar="FAULT")
     commands.choices["faults"].add_argument("--jobs", type=int, default=4, help="faults at a time")
     commands.choices["faults"].add_argument("--timeout-s", type=float, default=6.0, help="of ExpertParallel")
+    commands.choices["sanitize"].add_argument(
+        "--more", action="store_true", help="only programs of which --record has no right run yet"
+    )
     commands.choices["sanitize"].add_argument("--tools", nargs="*", default=list(sanitize.TOOLS))
     written = commands.add_parser("page")
     written.add_argument("--check", action="store_true", help="write nothing; exit status 1 if the page is another")
@@ -62,13 +65,15 @@ def main(given: list[str] | None = None) -> int:
     options = arguments(given)
     if options.command == "page":
         return page.write(options.check)
+    if options.record is True:
+        options.record = str(options.record_to)
     runs: list[Run] = []
     for run in options.run(options):
         run = replace(run, commit=options.commit or run.commit)
         print(f"{run.promise}: {run.wrong} of {run.count} wrong, {run.seconds:g} s {run.text}".rstrip(), flush=True)
         runs.append(run)
         if options.record:  # at once: a lost machine loses little
-            evidence.append(options.record_to if options.record is True else Path(options.record), [run])
+            evidence.append(Path(options.record), [run])
     return int(options.incomplete or not runs or any(run.wrong for run in runs))
 
 

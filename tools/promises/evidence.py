@@ -60,8 +60,13 @@ def append(path: Path, runs: Iterable[Run]) -> None:
 
 def read(folder: Path = FOLDER) -> dict[str, Run]:
     """Return the last run of each promise on a GPU or, if it has none, on CPUs. Raises ValueError for a bad line."""
+    return read_files(sorted(path for path in folder.glob("*.jsonl") if path.name != FUZZ))
+
+
+def read_files(paths: Iterable[Path]) -> dict[str, Run]:
+    """Return of these files what `read` returns of a folder's."""
     found: dict[str, Run] = {}
-    for path in sorted(path for path in folder.glob("*.jsonl") if path.name != FUZZ):
+    for path in paths:
         for number, line in enumerate(path.read_text().splitlines(), 1):
             try:
                 run = Run(**json.loads(line))

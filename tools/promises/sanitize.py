@@ -30,7 +30,7 @@ from typing import IO
 import torch
 
 from tools.machine_code.role_table import RoleTable
-from tools.promises.evidence import Run, run_of
+from tools.promises.evidence import Run, read_files, run_of
 from tools.promises.hazards import races_in
 
 TOOLS = ("memcheck", "synccheck", "racecheck")
@@ -172,6 +172,13 @@ def registered() -> set[str]:
     return {f"{fn.__module__}.{fn.__name__}" for fn in kernels}
 
 
+def right_runs(record: Path, tool: str) -> dict[str, Run]:
+    """Return the last run of each program that a file has, of those that were right."""
+    found = read_files([record] if record.exists() else []).items()
+    start = f"sanitizers/{tool}/"
+    return {name.removeprefix(start): run for name, run in found if name.startswith(start) and not run.wrong}
+
+
 def gpus() -> list[str]:
     """Return the GPUs that programs share, as CUDA_VISIBLE_DEVICES names each."""
     given = os.environ.get("CUDA_VISIBLE_DEVICES")
@@ -183,8 +190,10 @@ def run(options: argparse.Namespace) -> Iterator[Run]:
     from tools.promises.sanitized import programs
 
     path = sanitizer()
-    names = [name for name in programs() if not options.only or any(part in name for part in options.only)]
+    wanted = [name for name in programs() if not options.only or any(part in name for part in options.only)]
     for tool in options.tools:
+        known = set(right_runs(Path(options.record), tool)) if options.more and options.record else ()
+        names = [name for name in wanted if name not in known]
         start = time.monotonic()
         end = start + options.limit_s / len(options.tools)
         planted = watch(path, tool, f"planted {tool}", max(1.0, min(TIMEOUT_S, end - start)))

@@ -53,7 +53,7 @@ MOE_OVER_RANKS = (
     *((MOE_SMALL, m, name) for name in ("fp8_block128", "fp8_row") for m in (64, 2048, 8192)),
     *((MOE_V3, m, "fp8_block128") for m in (64, 2048)),
 )
-MOE_SKEW = 8.0
+MOE_SKEW, MOE_ZIPF = 8.0, 1.2
 # Where ranks share no memory: what NCCL's torch pipeline is compared with, and every format at 512 tokens.
 MOE_OVER_NCCL = (
     *((MOE_V4, m, "fp8_block128") for m in (64, 512, 2048)),
@@ -129,6 +129,7 @@ class RouterShape:
 @dataclass(frozen=True)
 class MoeShape:
     """Sizes of an MoE. num_tokens: per rank. num_experts: of all ranks. skew: expert 0 gets so many times its share.
+    zipf: experts' shares fall with their place, in an order drawn once, to this power; 0 = all are equal.
 
     transport: "" for the best that the ranks have; "over nccl" leaves shared memory unused, "by host" takes both halves
     of the ranks for hosts, between which nothing but NCCL is used; on CPUs both are over gloo. "fused" is over NVLink,
@@ -144,6 +145,12 @@ class MoeShape:
     skew: float = 1.0
     transport: str = ""
     presum: bool = False
+    zipf: float = 0.0
+
+    @property
+    def is_even(self) -> bool:
+        """Tell whether all experts get the same share of tokens."""
+        return self.skew == 1.0 and not self.zipf
 
 
 @dataclass(frozen=True)
@@ -333,7 +340,10 @@ def _router_shape(m: int, n: int, k: int, num_topk: int, rule: str, dtype: str) 
 
 def _moe_cases() -> list[Case]:
     shapes = [MoeShape(*sizes, m, name) for sizes, m, name in MOE_OVER_RANKS]
-    shapes.append(MoeShape(*MOE_V4, 2048, "fp8_block128", MOE_SKEW))
+    shapes += [
+        MoeShape(*MOE_V4, 2048, "fp8_block128", skew, transport, zipf=zipf)
+        for skew, zipf in ((MOE_SKEW, 0.0), (1.0, MOE_ZIPF)) for transport in ("", "fused")
+    ]  # fmt: skip
     alone = [MoeShape(*MOE_ONE_GPU, name) for name in MOE_FORMATS]
     alone += [MoeShape(*MOE_ONE_GPU[:4], 64, name) for name in MOE_READ_AS_STORED]
     alone += [MoeShape(*sizes, m, name) for sizes, m, name in MOE_DECODE]
@@ -343,6 +353,7 @@ def _moe_cases() -> list[Case]:
     for presum in (False, True):
         shapes += [MoeShape(*sizes, m, name, 1.0, "by host", presum) for sizes, m, name in MOE_BY_HOST]
     small += [MoeShape(256, 128, 8, 2, 64, "bf16", 1.0, transport) for transport in TRANSPORTS]
+    small.append(MoeShape(256, 128, 8, 2, 64, "bf16", zipf=MOE_ZIPF))
     found = [Case("moe", moe_name(s), s, over_ranks=True) for s in shapes]
     found += [Case("moe", moe_name(s), s) for s in alone]
     return found + [Case("moe", moe_name(s), s, False, True, over_ranks=True, alone=not s.transport) for s in small]
@@ -351,6 +362,7 @@ def _moe_cases() -> list[Case]:
 def moe_name(s: MoeShape) -> str:
     """Return a case's name, "4096/2048/256/6 fp8_row tokens=64": hidden, intermediate, experts, top-k."""
     how = f" skew={s.skew:g}" if s.skew != 1.0 else ""
+    how += f" zipf={s.zipf:g}" if s.zipf else ""
     how += f" {s.transport}" if s.transport else ""
     how += " sums" if s.presum else ""
     return f"{s.hidden}/{s.intermediate}/{s.num_experts}/{s.num_topk} {s.format} tokens={s.num_tokens}{how}"

@@ -1,5 +1,6 @@
 """Fused L1 on GPUs: the bits of the staged path and of one rank; graphs; bounded waits; lost ranks."""
 
+import time
 from dataclasses import replace
 from functools import cache
 from itertools import pairwise
@@ -18,6 +19,7 @@ from envoi.moe.parallel.shared_device import LATE_IN_L1, LOST, OUTCOME
 from envoi.moe.parallel.symmetric_memory import SharedLayout
 from envoi.types import ExpertWeights, QuantTensor, Routing
 from tests.helpers.accuracy import assert_same_bits
+from tests.helpers.kernel_hold import hold_kernel
 from tests.helpers.launches import assert_same_code, watched
 from tests.helpers.ranks import calls_of_a_loop, gpu_ranks, own_device, run_ranks
 from tests.moe.layers import make
@@ -36,6 +38,7 @@ from tests.moe.parallel.test_nvlink_gpu import (
 )
 
 FORMAT = "fp8_block128"
+FREE = 20  # multiprocessors that another stream leaves
 LAYERS = {
     "small": {},
     "hidden 2816": {"tokens": 600, "hidden": 2816, "intermediate": 256},
@@ -229,6 +232,47 @@ def test_a_thousand_calls_and_a_graph():
     num_calls = calls_of_a_loop(1000, num_ranks)
     outcomes = run_ranks(num_ranks, run_often, num_calls, backend="nccl", timeout_s=200)
     assert [outcome.value for outcome in outcomes] == [{"calls": True, "graph": True}] * num_ranks
+
+
+def beside_another_stream(rank: int, num_ranks: int, fused: bool, holding: list[int]) -> dict[str, bool]:
+    """Make a call and replay a graph while a stream of some ranks holds all multiprocessors but a few for 2 s."""
+    layer, ends = make(**(LAYER | {"tokens": 900})), [8 * (r + 1) // num_ranks for r in range(num_ranks)]
+    parallel = open_here(layer, FORMAT, rank, ends, fused=fused, timeout_s=8.0)
+    inputs = inputs_of(layer, rank, [900 * (r + 1) // num_ranks for r in range(num_ranks)])
+    want, graph = parallel.moe(*inputs).clone(), torch.cuda.CUDAGraph()
+    torch.cuda.synchronize()
+    with torch.cuda.graph(graph):
+        replayed = parallel.moe(*inputs)
+    held = torch.cuda.get_device_properties(own_device()).multi_processor_count - FREE
+    side, done = torch.cuda.Stream(), torch.zeros(2, dtype=torch.int32, device=own_device())
+    right = {}
+    for number, name in enumerate(("call", "graph")):
+        dist.barrier()
+        torch.cuda.synchronize()
+        if rank in holding:
+            with torch.cuda.stream(side):
+                hold_kernel[(held,)](done[number:], 2_000_000_000, num_warps=32)
+            time.sleep(0.2)
+        if name == "graph":
+            graph.replay()
+        out = replayed if name == "graph" else parallel.moe(*inputs)
+        right[f"{name} was queued meanwhile"] = rank not in holding or not side.query()
+        torch.cuda.synchronize()
+        parallel.check()
+        right[name] = torch.equal(out, want)
+        right[f"{name}: the other stream"] = int(done[number]) == held * (rank in holding)
+    return right
+
+
+@pytest.mark.gpu(2)
+@pytest.mark.parametrize("holding", [[0], [0, 1, 2, 3]], ids=["one rank's", "all ranks'"])
+@pytest.mark.parametrize("fused", [True, False], ids=["fused", "staged"])
+def test_another_stream_that_holds_multiprocessors_neither_hangs_it_nor_starves(fused, holding):
+    num_ranks = gpu_ranks()
+    outcomes = run_ranks(num_ranks, beside_another_stream, fused, holding, backend="nccl", timeout_s=100)
+    for outcome in outcomes:
+        assert outcome.text == ""
+        assert all(outcome.value.values()), outcome.value
 
 
 @pytest.mark.gpu

@@ -5,7 +5,8 @@ the host, can't be. "over nccl" in a case: shared memory is left unused; "by hos
 a host each, and share memory among themselves; "launched" is the same call without a graph, "counted"
 with rows in counted numbers between all ranks alike. "fused": the first GEMM pulls its tokens from peers itself, beside
 the "staged" launches.
-Routing is uniform and random, but with skew. Error: sampled tokens against float64 on the packed weights.
+Routing is uniform and random, but with skew or zipf: then "as_busy" is an even call over ranks of which each has as
+many rows as the busiest one has here. Error: sampled tokens against float64 on the packed weights.
 The baseline of fp8 on one GPU is torch's grouped matmul in FP8 with row scales; otherwise torch's time and error are
 those of bf16. Other libraries' layers are measured beside them where they are installed (`moe_peers.py`).
 """
@@ -95,15 +96,18 @@ def _measure_ranks(shape: MoeShape, layer: Layer, bench: Bench) -> Trial:
     if shape.transport == "fused":
         staged = open_parallel(replace(shape, transport="staged"), layer, bench.num_ranks)
         beside.append(staged)
-        candidates["staged"] = lambda: bench.clock.ranks(
-            bench.clock.graph(lambda: staged.moe(layer.tokens, layer.routing))
-        )
-    elif shape.transport and parallel.exchange != "counted":
+        candidates["staged"] = lambda: _time_ranks(bench, staged, lambda: staged.moe(layer.tokens, layer.routing))
+    if not shape.is_even:
+        even = as_busy(shape, layer, bench.num_ranks)
+        busy = open_parallel(*even, bench.num_ranks)
+        beside.append(busy)
+        candidates["as_busy"] = lambda: _time_ranks(bench, busy, lambda: busy.moe(even[1].tokens, even[1].routing))
+    if shape.transport not in FUSED and parallel.exchange != "counted":
         candidates["launched"] = lambda: bench.clock.ranks(ours)
         counted = _OverCollectives(layer.packed, timeout_s=60)
         candidates["counted"] = lambda: bench.clock.ranks(lambda: counted.moe(layer.tokens, layer.routing))
     baselines, missing = time_baselines(candidates)
-    timing = bench.clock.ranks(ours if parallel.exchange == "counted" else bench.clock.graph(ours))
+    timing = _time_ranks(bench, parallel, ours)
     error = errors(layer, ours(), parallel_moe(layer, bench.num_ranks))
     parallel.check()
     dist.barrier()
@@ -111,6 +115,11 @@ def _measure_ranks(shape: MoeShape, layer: Layer, bench: Bench) -> Trial:
     for opened in (parallel, *beside):
         opened.close()
     return Trial(timing, baselines, error, *ideal_work(shape, layer), missing, details)
+
+
+def _time_ranks(bench: Bench, parallel: ExpertParallel, run: Run) -> Timing:
+    """Time calls of an object, from a CUDA graph unless rows are counted."""
+    return bench.clock.ranks(run if parallel.exchange == "counted" else bench.clock.graph(run))
 
 
 class _OverCollectives(ExpertParallel):
@@ -170,15 +179,36 @@ def make_layer(shape: MoeShape, device: torch.device, rank: int = 0, num_ranks: 
 
     gate_up = normal(num_local, 2 * shape.intermediate, shape.hidden).mul_(shape.hidden**-0.5)
     down = normal(num_local, shape.hidden, shape.intermediate).mul_(shape.intermediate**-0.5)
+    routing = make_routing(shape, source)
+    packed = _pack(gate_up, down, shape.format)
+    return Layer(normal(shape.num_tokens, shape.hidden), routing, gate_up, down, packed, rank * num_local)
+
+
+def make_routing(shape: MoeShape, source: torch.Generator) -> Routing:
+    """Draw a rank's routing: each token's experts by their shares, weights that add up to 1."""
+    device = source.device
     uniform = torch.rand(shape.num_tokens, shape.num_experts, generator=source, device=device)
+    if shape.zipf:
+        place = torch.randperm(shape.num_experts, generator=torch.Generator().manual_seed(0)).to(device)
+        uniform = -(-uniform.log()).log() - shape.zipf * (place + 1.0).log()  # the largest are drawn by their shares
     if shape.skew != 1.0:
         hit = torch.rand(shape.num_tokens, generator=source, device=device)
         uniform[:, 0] = (hit < shape.skew * shape.num_topk / shape.num_experts) * 4.0 - 2.0
     ids = uniform.topk(shape.num_topk).indices.to(torch.int32)
     weights = torch.rand(ids.shape, generator=source, device=device)
-    routing = Routing(weights / weights.sum(1, keepdim=True), ids, shape.num_experts)
-    packed = _pack(gate_up, down, shape.format)
-    return Layer(normal(shape.num_tokens, shape.hidden), routing, gate_up, down, packed, rank * num_local)
+    return Routing(weights / weights.sum(1, keepdim=True), ids, shape.num_experts)
+
+
+def as_busy(shape: MoeShape, layer: Layer, num_ranks: int) -> tuple[MoeShape, Layer]:
+    """Return an even layer whose ranks each have as many rows as this one's busiest rank. Collective."""
+    owners = _gather(layer.routing.topk_ids).flatten() // layer.packed.num_local_experts
+    busiest = int(torch.bincount(owners, minlength=num_ranks).max())
+    even = replace(shape, skew=1.0, zipf=0.0, num_tokens=-(-busiest // shape.num_topk))
+    source = generator(layer.tokens.device, dist.get_rank(), shape.hidden, shape.num_experts, even.num_tokens)
+    tokens = torch.randn(
+        even.num_tokens, shape.hidden, generator=source, device=layer.tokens.device, dtype=layer.tokens.dtype
+    )
+    return even, replace(layer, tokens=tokens, routing=make_routing(even, source))
 
 
 def _pack(gate_up: torch.Tensor, down: torch.Tensor, format: str, layout: str | None = None) -> ExpertWeights:
