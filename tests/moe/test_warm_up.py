@@ -280,9 +280,9 @@ def test_what_was_compiled_is_not_looked_at_again(monkeypatch, tmp_path, jobs):
     if jobs > 1:
         assert time.monotonic() - start < 2.0  # no process was waited for
         return
-    next(tmp_path.glob("envoi-*/*")).unlink()
+    next(tmp_path.glob("envoi-*-compile/*")).unlink()
     assert made() == 1
-    for mark in tmp_path.glob("envoi-*/*"):
+    for mark in tmp_path.glob("envoi-*-compile/*"):
         mark.unlink()
     assert made() == every
 

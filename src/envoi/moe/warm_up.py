@@ -66,9 +66,24 @@ def compile_calls(
 ) -> list[Site]:
     """Compile what calls with 1 to max_tokens tokens launch, into Triton's disk cache; return a site of each kernel."""
     with Compilers(target, jobs) as compilers:
-        sites = find_all(compilers, calls, target, max_tokens)
+        sites = known_sites(compilers, calls, target, max_tokens)
         compile_sites(compilers, calls, target, uncompiled(sites, target, for_launch), progress, for_launch)
     return list(sites.values())
+
+
+def known_sites(
+    compilers: Compilers, calls: Sequence[Call], target: Target, max_tokens: int, least: int = 1,
+    here: int | None = None,
+) -> dict[str, Site]:  # fmt: skip
+    """Return what `find_all` returns, if an earlier process has kept it without a look at every number of tokens."""
+    from envoi.runtime.known_sites import keep, recall  # not at the top: `import envoi` must not import Triton
+
+    numbers = range(least, max_tokens + 1)
+    found = recall(calls, target, numbers)
+    if found is None:
+        found = find_all(compilers, calls, target, max_tokens, least, here)
+        keep(calls, target, numbers, found)
+    return found
 
 
 def find_all(

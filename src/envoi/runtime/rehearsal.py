@@ -2,6 +2,7 @@
 
     rehearse    a call -> its launches                         no GPU needed
     find        calls, numbers of tokens -> Site by digest     one for each kernel that differs
+    digests_at  Sites -> digests                               whether they are what they were
     compile_at  a Site -> Triton's disk cache                  no GPU needed
     load_at     a Site -> a kernel ready on the current GPU
 
@@ -51,6 +52,19 @@ def find(calls: Sequence[Call], target: Target, numbers: Iterable[int]) -> dict[
                     seen[key] = site = Site(number, num_tokens, place, kernel.fn.__name__)
                     sites.setdefault(_digest(kernel, arguments, options, target), site)
     return sites
+
+
+def digests_at(calls: Sequence[Call], target: Target, sites: Iterable[Site]) -> list[str]:
+    """Return the digest of the kernel that is launched at each site. Raises LookupError if there is no such launch."""
+    launches: dict[tuple[int, int], list[tuple[Any, tuple, tuple, dict[str, Any]]]] = {}
+    found = []
+    for site in sites:
+        place = site.call, site.num_tokens
+        if place not in launches:
+            launches[place] = rehearse(calls[site.call], site.num_tokens, target)
+        kernel, _, arguments, options = launches[place][site.launch]
+        found.append(_digest(kernel, arguments, options, target))
+    return found
 
 
 def _digest(kernel: Any, arguments: tuple, options: dict[str, Any], target: Target) -> str:

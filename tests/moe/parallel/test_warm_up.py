@@ -112,7 +112,7 @@ def load_alone(rank: int, num_ranks: int) -> list[str]:
     done = []
     warm_up.compile_sites = lambda *_, **__: done.append("processes")
     warm_up.load_at = lambda calls, target, site: done.append(site)
-    warm_up.find_all = lambda *_, **__: {"a": "one", "b": "other"}
+    warm_up.known_sites = lambda *_, **__: {"a": "one", "b": "other"}
     warm_up.uncompiled = lambda sites, target, for_launch: {"b": "other"}
     parallel = opened(TIMEOUT_S)
     call = warm_up.CountedCall(3, 1, parallel.experts)
@@ -138,7 +138,7 @@ def load_first(rank: int, num_ranks: int, late: bool, whole: bool) -> str:
         time.sleep(2 * TIMEOUT_S * rank)
         return {}
 
-    warm_up.load_all = warm_up.find_all = load_all
+    warm_up.load_all = warm_up.known_sites = load_all
     parallel, target = opened(TIMEOUT_S), Target("sm_90")
     call = warm_up.CountedCall(3, 1, parallel.experts)
     if late and rank:

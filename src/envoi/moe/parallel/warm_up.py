@@ -21,7 +21,7 @@ from envoi.moe.parallel.collectives import Channel, gather_texts
 from envoi.moe.parallel.hosts import Grid
 from envoi.moe.parallel.symmetric_memory import Domain, SharedLayout, allocate
 from envoi.moe.permute import empty_rows
-from envoi.moe.warm_up import HERE, compile_sites, find_all, uncompiled
+from envoi.moe.warm_up import HERE, compile_sites, known_sites, uncompiled
 from envoi.quant.formats import format_named
 from envoi.runtime.compilers import Compilers
 from envoi.runtime.devices import Target
@@ -156,7 +156,7 @@ def compile_together(
 
         def look() -> None:
             here = HERE if step == STEP else HERE_AT_FIRST
-            sites.update(find_all(compilers, calls, target, call.most, least=0, here=here))
+            sites.update(known_sites(compilers, calls, target, call.most, least=0, here=here))
 
         def compile_share() -> None:
             mine = {digest: sites[digest] for digest in shares(found)[channel.rank]}
