@@ -78,7 +78,8 @@ def test_what_a_tool_says(fake, program, said):
 
 
 def test_a_tool_that_misses_the_planted_error_watches_nothing(fake, monkeypatch, capsys):
-    planted, good, fine = sanitize.run(options())
+    planted, *programs = sanitize.run(options())
+    fine, good = sorted(programs, key=lambda run: run.promise)
     assert (planted.promise, planted.count, planted.wrong, planted.text) == (f"sanitizers/memcheck/{PLANTED}", 1, 0, "")
     assert (good.promise, good.count, good.wrong) == ("sanitizers/memcheck/good", 1, 0)
     assert good.text == fine.text == f"2 kernels of {NAME}"
@@ -119,7 +120,7 @@ def test_a_program_is_ended_with_all_that_it_started(fake, monkeypatch, tmp_path
 def test_what_a_tool_said_before_the_limit_is_not_lost(fake, monkeypatch, tmp_path, capsys):
     monkeypatch.setenv("SLEEPER", str(tmp_path / "sleeper"))
     monkeypatch.setattr("tools.promises.sanitized.programs", lambda: dict.fromkeys(("good", "hung")))
-    _, good, hung = sanitize.run(options(limit_s=3.0))
+    _, good, hung = sanitize.run(options(limit_s=3.0))  # as they end
     assert (good.wrong, hung.wrong) == (0, 1)
     assert hung.text.startswith("hung: memcheck ended without a summary; Invalid __global__ read of size 4 bytes")
     assert "hung: memcheck ended without a summary; Invalid __global__ read of size 4 bytes" in capsys.readouterr().out
@@ -190,6 +191,11 @@ def test_programs_are_of_every_operator():
 def test_a_program_without_a_kernel_is_a_problem(fake, monkeypatch):
     monkeypatch.setenv("LAUNCHED", "[]")
     assert watch(fake, "memcheck", "good").problem == "good: no kernel for memcheck to watch"
+
+
+def test_a_name_that_no_program_has_is_refused(fake):
+    with pytest.raises(ValueError, match="--only: expected a part of a program's name, got gem bf16"):
+        list(sanitize.run(options(only=["gem bf16"])))
 
 
 def test_only_some_programs(fake):

@@ -200,9 +200,10 @@ on one GPU, which they would otherwise have in turn, had it at once, by CUDA's M
 {remark}
 ## Lost ranks
 
-At every stage: while an object is opened, before a call, before a graph's replay, and at the beginning of each step
-within a call. Afterwards, in the same processes, a new object on a new group of the ranks that are left is right. The
-wait for a late rank is `timeout_s` less the roll call, which is 2 s, or half of `timeout_s` if that is less.
+At every stage: while an object is opened (before NCCL connects the ranks, for which it has 30 s at least), before a
+call, before a graph's replay, and at the beginning of each step within a call. Afterwards, in the same processes, a new
+object on a new group of the ranks that are left is right. The wait for a late rank is `timeout_s` less the roll call,
+which is 2 s, or half of `timeout_s` if that is less.
 
 Test: `tests/promises/test_faults.py`, over gloo. Program: `python -m tools.promises faults --ranks 4`. A rank without
 memory has filled its GPU.
@@ -218,7 +219,7 @@ def watched(runs: dict[str, Run], promise: str) -> tuple[str, str, str]:
     if PLANTED not in of:
         return wrong_of(whole), whole.text if whole is not None else "-", where(whole)
     kernels, names, of_roles, warnings = totals(run.text for run in of.values())
-    text = [f"{kernels} kernels of {len(names)} names in {len(of) - 1} of {len(every)} programs"]
+    text = [f"{kernels} kernels, by program, of {len(names)} names in {len(of) - 1} of {len(every)} programs"]
     text += [f"{of_roles} {OF_ROLES}"] if of_roles else []
     text += [f"{warnings} warnings"] if warnings else []
     missing = sorted(registered() - names)

@@ -21,9 +21,8 @@ import sys
 import tempfile
 import time
 from collections.abc import Iterable, Iterator
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor, as_completed
 from dataclasses import dataclass, field
-from functools import partial
 from pathlib import Path
 from typing import IO
 
@@ -191,6 +190,8 @@ def run(options: argparse.Namespace) -> Iterator[Run]:
 
     path = sanitizer()
     wanted = [name for name in programs() if not options.only or any(part in name for part in options.only)]
+    if not wanted:
+        raise ValueError(f"--only: expected a part of a program's name, got {', '.join(options.only)}")
     for tool in options.tools:
         known = set(right_runs(Path(options.record), tool)) if options.more and options.record else ()
         names = [name for name in wanted if name not in known]
@@ -204,8 +205,12 @@ def run(options: argparse.Namespace) -> Iterator[Run]:
         found: dict[str, Watched] = {}
         if planted.errors:
             with ThreadPoolExecutor(options.jobs) as pool:
-                done = pool.map(partial(watch_by, end, path, tool), names, itertools.cycle(gpus()))
-                for name, result in zip(names, done, strict=True):
+                watching = {
+                    pool.submit(watch_by, end, path, tool, name, gpu): name
+                    for name, gpu in zip(names, itertools.cycle(gpus()))
+                }
+                for future in as_completed(watching):  # what has ended is recorded at once
+                    name, result = watching[future], future.result()
                     if result is not None:
                         found[name] = result
                         yield run_of(
@@ -236,7 +241,8 @@ def watch_by(end: float, path: str, tool: str, program: str, gpu: str) -> Watche
 def totals(lines: Iterable[str]) -> tuple[int, set[str], int, int]:
     """Return what programs' lines, as `Watched.line` writes them, say in all.
 
-    That is kernels, their names, reports of accesses to the table of roles, warnings.
+    That is kernels (one that several programs launch in each of them), names, reports of accesses to the table of
+    roles, warnings.
     """
     kernels, names, of_roles, warnings = 0, set[str](), 0, 0
     for line in lines:

@@ -5,10 +5,12 @@ import weakref
 from collections.abc import Iterator
 from contextlib import contextmanager
 
+from envoi.runtime.wake import Wake
+
 _lock = threading.Lock()
 _num_compiling = 0  # threads
 # Set when a thread begins to compile, for those who tell others.
-listeners: "weakref.WeakSet[threading.Event]" = weakref.WeakSet()
+listeners: "weakref.WeakSet[Wake]" = weakref.WeakSet()
 
 
 @contextmanager
@@ -31,5 +33,5 @@ def _add(number: int) -> None:
     with _lock:
         _num_compiling += number
         waiting = list(listeners) if number > 0 else []
-    for event in waiting:
-        event.set()
+    for wake in waiting:
+        wake.set()

@@ -355,6 +355,9 @@ def fault(rank: int, num_ranks: int, kind: str, timeout_s: float, way: str) -> t
         os._exit(3)
     if rank == 1 and kind == "dies within":
         counted.dispatch = gathered_device.run_local_experts = hosts_device.run_local_experts = lambda *_: os._exit(3)
+    elif kind == "dies within":
+        run = counted.run_local_experts  # behind the exchange that is never done: the host is held by the device
+        counted.run_local_experts = lambda *given: (torch.cuda.synchronize(), run(*given))[1]
     elif rank == 1:
         time.sleep(timeout_s + 2 if kind == "is late" else timeout_s / 2)
     start, out = time.monotonic(), None

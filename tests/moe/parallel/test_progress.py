@@ -12,11 +12,12 @@ import torch
 import torch.distributed as dist
 
 from envoi.moe.parallel import progress
-from envoi.moe.parallel.progress import LOST, oversee, oversee_queue
+from envoi.moe.parallel.progress import LOST, HostMarks, oversee, oversee_queue
 from envoi.moe.parallel.pulse import start as tell_when_compiling
 from envoi.moe.parallel.store import Connection
 from envoi.moe.parallel.timeout import PeerTimeout, Watch
 from envoi.runtime.compiling import compiling
+from envoi.runtime.wake import Wake
 
 TIMEOUT_S = 3.0
 
@@ -148,20 +149,32 @@ class Collective:
 
 
 class Host:
-    """Rank whose host queues a collective; `ended` says how often its collectives were ended."""
+    """Rank whose host queues collectives; `ended` says how often they were ended. It is its own marks."""
 
-    def __init__(self, store: dist.Store, rank: int):
-        self.watch, self.collective, self.ended = Watch(Connection(store), "queued", [0, 1], rank, TIMEOUT_S), None, 0
+    def __init__(self, store: dist.Store, rank: int, timeout_s: float = TIMEOUT_S):
+        self.watch, self.ended = Watch(Connection(store), "queued", [0, 1], rank, timeout_s), 0
         self.watch.opened([0, 0])
-        oversee_queue(self.watch, self.end)
+        self.collectives: list[Collective] = []
+        oversee_queue(self.watch, self, self.end)
+
+    @property
+    def collective(self) -> Collective:
+        return self.collectives[-1]
 
     def queue(self) -> None:
-        self.collective = Collective()
+        self.collectives.append(Collective())
         self.watch.queue(lambda: self.collective, "combine")
+
+    def mark(self, number: int) -> None:
+        assert number == len(self.collectives) - 1
+
+    def is_past(self, number: int) -> bool:
+        return self.collectives[number].done.is_set()
 
     def end(self) -> None:
         self.ended += 1
-        self.collective.done.set()
+        for collective in self.collectives:
+            collective.done.set()
 
 
 @pytest.fixture
@@ -198,9 +211,9 @@ def test_a_host_that_is_held_answers_the_roll_call_of_another(hosts):
     assert (waiting.ended, held.ended) == (1, 1)
 
 
-def test_an_error_doesnt_wait_for_the_end_of_the_collectives(hosts, monkeypatch):
+def test_an_error_doesnt_wait_for_the_end_of_the_collectives(hosts):
     ended = threading.Event()
-    oversee_queue(hosts[0].watch, lambda: time.sleep(2.0) or ended.set())
+    oversee_queue(hosts[0].watch, hosts[0], lambda: time.sleep(2.0) or ended.set())
     begun = time.monotonic()
     with pytest.raises(PeerTimeout):
         hosts[0].watch.fail("combine", TimeoutError("combine"), 1.0)
@@ -208,6 +221,71 @@ def test_an_error_doesnt_wait_for_the_end_of_the_collectives(hosts, monkeypatch)
     assert not ended.is_set()
     progress._finish()  # as at the end of the process, which waits for the threads
     assert ended.is_set()
+
+
+@pytest.mark.parametrize("attempt", range(5))
+def test_it_answers_in_time_where_the_timeout_is_short(attempt):
+    store = dist.HashStore()
+    waiting, held = (Host(store, rank, timeout_s=1.0) for rank in range(2))
+    waiting.queue(), held.queue()
+    time.sleep(0.25 + 0.04 * attempt)
+    with pytest.raises(PeerTimeout, match="all ranks are there"):
+        waiting.watch.fail("combine", TimeoutError("combine"), 0.5)
+
+
+def test_the_error_says_what_caused_it_in_every_thread(hosts):
+    hosts[0].queue()
+    cause = RuntimeError("NCCL error")
+    with pytest.raises(PeerTimeout) as first:
+        hosts[0].watch.fail("combine", cause, 1.0)
+    with pytest.raises(PeerTimeout) as second:
+        hosts[0].watch.finish()
+    assert first.value is second.value and first.value.__cause__ is cause
+
+
+def test_a_collective_that_failed_by_itself_is_none_that_is_complete(hosts):
+    hosts[0].queue()
+    hosts[0].collective.done.set()  # as NCCL says of one with an error
+    hosts[0].watch.broken = lambda: "NCCL reports REMOTE_ERROR"
+    with pytest.raises(PeerTimeout, match="combine: rank 1 is lost") as told:
+        hosts[0].watch.finish()
+    assert "REMOTE_ERROR" in str(told.value.__cause__)
+
+
+def test_an_interrupted_wait_is_watched_further(hosts, monkeypatch):
+    hosts[0].queue()
+
+    def interrupted(*_):
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patched, pytest.raises(KeyboardInterrupt):
+        patched.setattr(hosts[0].watch, "_poll", interrupted)
+        hosts[0].watch.finish()
+    assert hosts[0].collective.done.wait(TIMEOUT_S + 1)
+    with pytest.raises(PeerTimeout, match="combine: rank 1 is lost"):
+        hosts[0].watch.finish()
+
+
+def test_what_an_earlier_call_left_is_dropped_when_it_is_complete(hosts):
+    watch = hosts[0].watch
+    hosts[0].queue()  # and something else raises before `finish`
+    hosts[0].queue()
+    assert len(watch._queued) == 2
+    hosts[0].collectives[0].done.set()
+    hosts[0].queue()
+    assert [queued.number for queued in watch._queued] == [1, 2] and watch.pending().number == 1
+    hosts[0].end()
+    watch.finish()
+    assert watch.pending() is None and watch.failure is None
+
+
+def test_a_rank_that_compiles_itself_waits_no_longer_for_a_lost_one(hosts):
+    tell_when_compiling(hosts[0].watch.connection, 0)
+    begun = time.monotonic()
+    hosts[0].queue()
+    with compiling():
+        assert hosts[0].collective.done.wait(TIMEOUT_S + 2)
+    assert time.monotonic() - begun < TIMEOUT_S + 1
 
 
 def test_a_host_that_waits_itself_fails_once(hosts):
@@ -241,3 +319,60 @@ def test_the_thread_that_watches_a_queue_ends_with_it():
     gc.collect()
     thread.join(2.0)
     assert not thread.is_alive()
+
+
+def test_marks_are_past_in_the_order_of_their_numbers():
+    marks = HostMarks.on(torch.device("cpu"))
+    assert not marks.is_past(0)
+    for number in range(3 * progress.NUMBERS):
+        assert not marks.is_past(number)
+        marks.mark(number)
+        assert marks.is_past(number) and not marks.is_past(number + 1)
+        assert all(marks.is_past(before) for before in range(max(0, number - 100), number))
+
+
+def test_the_end_of_the_process_waits_for_threads_that_others_start():
+    """A thread that watches begins to end collectives when it is told to stop."""
+    done = threading.Event()
+
+    def end() -> None:
+        time.sleep(0.3)
+        done.set()
+
+    stop = progress.Wake()
+    progress.in_background(lambda: (stop.wait(60.0), time.sleep(0.2), progress.in_background(end)), stop)
+    progress._finish()
+    assert done.is_set()
+
+
+def test_a_waiting_thread_may_be_woken_by_what_it_collects():
+    """A finalizer that runs within `wait` sets it: with threading.Event that thread would wait for itself."""
+    wake, woken = Wake(), threading.Event()
+
+    class Owner:
+        def __init__(self):
+            self.itself = self
+
+    def waiting() -> None:
+        gc.set_threshold(1)
+        for _ in range(2000):
+            weakref.finalize(Owner(), wake.set)
+            wake.wait(1e-5)
+        woken.set()
+
+    before = gc.get_threshold()
+    try:
+        thread = threading.Thread(target=waiting, daemon=True)
+        thread.start()
+        thread.join(60.0)
+        assert woken.is_set()
+    finally:
+        gc.set_threshold(*before)
+
+
+def test_a_wake_is_for_one_wait():
+    wake = Wake()
+    wake.set(), wake.set()
+    assert wake.wait(0.0) and not wake.wait(0.01)
+    threading.Timer(0.05, wake.set).start()
+    assert wake.wait(5.0)

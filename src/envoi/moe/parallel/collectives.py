@@ -9,7 +9,8 @@ import torch
 import torch.distributed as dist
 from torch._C._distributed_c10d import AllgatherOptions, AllToAllOptions
 
-from envoi.moe.parallel.timeout import Watch, line_of
+from envoi.moe.parallel.progress import in_background
+from envoi.moe.parallel.timeout import PeerTimeout, Watch, line_of
 
 
 @dataclass(frozen=True)
@@ -44,7 +45,21 @@ class Channel:
     @property
     def backend(self) -> Any:
         """What NCCL's collectives of `data` are started and ended by."""
-        return self.data._get_backend(torch.device("cuda"))
+        return backend_of(self.data)
+
+
+def backend_of(group: Any) -> Any:
+    """Return NCCL's backend of a group, which may be one itself."""
+    return group._get_backend(torch.device("cuda")) if isinstance(group, dist.ProcessGroup) else group
+
+
+def error_of(backend: Any) -> str:
+    """Return why collectives of a backend of NCCL failed by themselves, "" if none did."""
+    try:
+        found = backend.get_error()
+    except (AttributeError, RuntimeError):  # of an earlier torch, or of another backend
+        return ""
+    return "" if found.name == "SUCCESS" else f"NCCL reports {found.name}"
 
 
 def connect_ranks(channel: Channel, group: Any, step: str) -> None:
@@ -69,7 +84,12 @@ def connect_ranks(channel: Channel, group: Any, step: str) -> None:
             free = torch.cuda.mem_get_info(channel.device)[0] >> 20  # NCCL doesn't say that it lacks memory
             raise RuntimeError(f"{line_of(error)}; {free} MiB of its GPU's memory were free") from error
 
-    channel.watch.wait_for_first(connect_or_say_why, step)
+    try:
+        channel.watch.wait_for_first(connect_or_say_why, step)
+    except PeerTimeout:
+        if channel.queues:  # what is left of the collectives would keep the device
+            in_background(backend_of(group).abort)
+        raise
 
 
 def gather_ints(channel: Channel, values: list[int], step: str) -> torch.Tensor:

@@ -12,6 +12,7 @@ The result equals that of one rank, bit for bit: see `slots`.
 """
 
 from dataclasses import dataclass
+from functools import partial
 from itertools import pairwise
 
 import torch
@@ -19,8 +20,8 @@ import torch
 from envoi.moe import reference
 from envoi.moe.experts import run_experts
 from envoi.moe.layer import has_kernels
-from envoi.moe.parallel.collectives import Channel, exchange_rows, gather_tensors
-from envoi.moe.parallel.progress import oversee_queue
+from envoi.moe.parallel.collectives import Channel, error_of, exchange_rows, gather_tensors
+from envoi.moe.parallel.progress import HostMarks, oversee_queue
 from envoi.moe.parallel.slots import SentTokens, needed_by, owners, positions, sort_by_expert, sum_slots
 from envoi.moe.parallel.wire import from_bytes, to_bytes
 from envoi.moe.reference import quantize_tokens
@@ -79,7 +80,8 @@ def agree(
 def oversee_calls(channel: Channel) -> None:
     """Let hosts wait for peers that compile, and end collectives that wait for a lost one. channel: over NCCL."""
     channel.watch.wait_for_compilers()
-    oversee_queue(channel.watch, channel.backend.abort)
+    channel.watch.broken = partial(error_of, channel.backend)
+    oversee_queue(channel.watch, HostMarks.on(channel.device), channel.backend.abort)
 
 
 def run_layer(

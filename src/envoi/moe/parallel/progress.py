@@ -13,17 +13,22 @@ import time
 import weakref
 from collections.abc import Callable
 from contextlib import suppress
+from dataclasses import dataclass
 from functools import cache, partial
 
 import torch
 
 from envoi.moe.parallel.pulse import MOST_S, Peers
-from envoi.moe.parallel.timeout import LOOK_S, Alarm, PeerTimeout, Watch
+from envoi.moe.parallel.timeout import LOOK_S, Alarm, Marks, PeerTimeout, Watch
+from envoi.runtime.wake import Wake
 
 INTERVAL_S = 0.02
 FINISH_S = 5.0  # the most that the end of the process waits for the threads
 BEGUN, GATHERED, DONE, LOST = range(4)  # entries of the counts; LOST: set by the host, 1 if a rank is missing
-_stop_events: weakref.WeakKeyDictionary[threading.Thread, threading.Event] = weakref.WeakKeyDictionary()
+NUMBERS = 256  # of collectives, after which they begin anew: more than are queued at a time
+ANSWER_S = 0.05  # for which a thread that looks waits for the store
+_stop_events: weakref.WeakKeyDictionary[threading.Thread, Wake] = weakref.WeakKeyDictionary()
+_adding = threading.Lock()
 STEPS = {GATHERED: "dispatch", DONE: "combine"}  # the step that a call is in until it passes a point
 
 
@@ -32,28 +37,53 @@ def oversee(owner: object, counts: torch.Tensor, watch: Watch, end: Callable[[],
 
     counts [4] int32: in memory that the host reads without waiting. end: ends collectives that wait for a peer.
     """
-    _start_until_gone(owner, _oversee, counts, watch, end)
+    stop = Wake()
+    weakref.finalize(owner, stop.set)
+    in_background(partial(_oversee, counts, watch, end, stop), stop)
 
 
-def oversee_queue(watch: Watch, end: Callable[[], object]) -> None:
+@dataclass(frozen=True)
+class HostMarks:
+    """Marks in memory of the host, which is read without the driver: that may wait for the device, and Python with it.
+
+    numbers [NUMBERS] int32: 0, 1 .. on the device. noted [1] int32: pinned.
+    """
+
+    numbers: torch.Tensor
+    noted: torch.Tensor
+
+    @staticmethod
+    def on(device: torch.device) -> "HostMarks":
+        """Make marks of none yet."""
+        noted = torch.full((1,), NUMBERS - 1, dtype=torch.int32, device="cpu", pin_memory=device.type == "cuda")
+        return HostMarks(torch.arange(NUMBERS, dtype=torch.int32, device=device), noted)
+
+    def mark(self, number: int) -> None:
+        """Queue that the device notes this number."""
+        place = number % NUMBERS
+        self.noted.copy_(self.numbers[place : place + 1], non_blocking=True)
+
+    def is_past(self, number: int) -> bool:
+        """Tell whether the device has noted this number, or a later one."""
+        return (int(self.noted) - number) % NUMBERS < NUMBERS // 2
+
+
+def oversee_queue(watch: Watch, marks: Marks, end: Callable[[], object]) -> None:
     """Watch over collectives that a host has queued, until `watch` is gone or a rank is missing: then let it fail.
 
     end: ends collectives that wait for a peer. It has a thread of its own: NCCL takes a second for it.
     """
-    watch.end = partial(_start, end)
-    heard = Alarm(watch.connection, watch.name), Peers(watch.connection, watch.ranks)
-    _start_until_gone(watch, _oversee_queue, weakref.ref(watch), *heard)
+    watch.marks, watch.end = marks, partial(in_background, end)
+    given = weakref.ref(watch), Alarm(watch.connection, watch.name), watch.new_peers()
+    stop = Wake()
+    in_background(partial(_oversee_queue, *given, stop), stop)
 
 
-def _start_until_gone(owner: object, target: Callable[..., None], *arguments: object) -> None:
-    stop = threading.Event()
-    weakref.finalize(owner, stop.set)
-    _start(partial(target, *arguments, stop), stop)
-
-
-def _start(target: Callable[[], object], stop: threading.Event | None = None) -> None:
+def in_background(target: Callable[[], object], stop: Wake | None = None) -> None:
+    """Run a function in a thread that the end of the process waits for, after it has set `stop`."""
     thread = threading.Thread(target=target, name="envoi-progress", daemon=True)
-    _stop_events[thread] = stop or threading.Event()
+    with _adding:
+        _stop_events[thread] = stop or Wake()
     thread.start()
     _stop_at_exit()
 
@@ -65,14 +95,18 @@ def _stop_at_exit() -> None:
 
 def _finish() -> None:
     # Collectives that are being ended while the process shuts down would end it by a signal.
-    threads, until = list(_stop_events), time.monotonic() + FINISH_S
-    for thread in threads:
-        _stop_events[thread].set()
-    for thread in threads:
-        thread.join(max(0.0, until - time.monotonic()))
+    until = time.monotonic() + FINISH_S
+    while time.monotonic() < until:
+        with _adding:  # a thread that stops may have started another
+            stops = {thread: stop for thread, stop in _stop_events.items() if thread.is_alive()}
+        if not stops:
+            return
+        for stop in stops.values():
+            stop.set()
+        next(iter(stops)).join(0.02)
 
 
-def _oversee(counts: torch.Tensor, watch: Watch, end: Callable[[], object], stop: threading.Event) -> None:
+def _oversee(counts: torch.Tensor, watch: Watch, end: Callable[[], object], stop: Wake) -> None:
     seen, since, look, alarm = [0, 0, 0], time.monotonic(), 0.0, Alarm(watch.connection, watch.name)
     while not stop.wait(INTERVAL_S):
         now, points = time.monotonic(), counts.tolist()[:LOST]
@@ -95,7 +129,7 @@ def _oversee(counts: torch.Tensor, watch: Watch, end: Callable[[], object], stop
             return
 
 
-def _oversee_queue(owner: "weakref.ref[Watch]", alarm: Alarm, peers: Peers, stop: threading.Event) -> None:
+def _oversee_queue(owner: "weakref.ref[Watch]", alarm: Alarm, peers: Peers, stop: Wake) -> None:
     while not stop.wait(LOOK_S):
         watch = owner()
         if watch is None or watch.failure is not None or _has_failed(watch, alarm, peers):
@@ -105,11 +139,11 @@ def _oversee_queue(owner: "weakref.ref[Watch]", alarm: Alarm, peers: Peers, stop
 
 def _has_failed(watch: Watch, alarm: Alarm, peers: Peers) -> bool:
     queued = watch.pending()
-    if queued is None:
+    if queued is None or time.monotonic() < queued.began + LOOK_S:
         return False
     peers.look()
     try:
-        over = alarm.raised(ask=True)
+        over = alarm.answer(ANSWER_S)
     except RuntimeError:  # the store is gone, and with it a rank
         over = True
     waited_s = time.monotonic() - queued.began

@@ -19,6 +19,7 @@ from torch.distributed.distributed_c10d import PrefixStore, Store
 
 from envoi.moe.parallel.store import Connection
 from envoi.runtime.compiling import is_compiling, listeners
+from envoi.runtime.wake import Wake
 
 BEAT_S = 0.5
 IDLE_S = 1.0  # between two kernels of a call
@@ -33,7 +34,7 @@ def start(connection: Connection, rank: int) -> None:
     """Let a thread tell the store while this process compiles, until the connection is gone. rank: this one, global."""
     if connection not in _started:
         _started.add(connection)
-        given = weakref.ref(connection), rank, threading.Event()
+        given = weakref.ref(connection), rank, Wake()
         weakref.finalize(connection, given[-1].set)
         listeners.add(given[-1])
         threading.Thread(target=_beat, args=given, name="envoi-pulse", daemon=True).start()
@@ -78,7 +79,7 @@ def _tell(store: Store, rank: int, number: str) -> None:
     PrefixStore("envoi/compiling", store).set(str(rank), number)
 
 
-def _beat(connection: "weakref.ref[Connection]", rank: int, wake: threading.Event) -> None:
+def _beat(connection: "weakref.ref[Connection]", rank: int, wake: Wake) -> None:
     beats, told, busy_until = 0, "", 0.0
     while True:
         now, owner = time.monotonic(), connection()
@@ -93,4 +94,3 @@ def _beat(connection: "weakref.ref[Connection]", rank: int, wake: threading.Even
             told = number
         del owner
         wake.wait(BEAT_S)
-        wake.clear()

@@ -6,7 +6,8 @@ from collections.abc import Callable
 from concurrent.futures import Future
 from concurrent.futures import wait as wait_for_futures
 from contextlib import suppress
-from typing import NamedTuple, NoReturn, TypeVar
+from functools import partial
+from typing import NamedTuple, NoReturn, Protocol, TypeVar
 
 import torch.distributed as dist
 from torch.distributed.distributed_c10d import PrefixStore, Store
@@ -80,11 +81,24 @@ class _AlarmError(Exception):
 
 
 class Queued(NamedTuple):
-    """Collective that later work on the device waits for. began: when it was queued."""
+    """Collective that later work on the device waits for. number: of all so far. began: when it was queued."""
 
     work: dist.Work
     step: str
+    number: int
     began: float
+
+
+class Marks(Protocol):
+    """Numbers of collectives that the device has come past, for a thread that must not wait for the device."""
+
+    def mark(self, number: int) -> None:
+        """Queue, on the current stream, that the device notes this number."""
+        ...
+
+    def is_past(self, number: int) -> bool:
+        """Tell whether the device has noted this number, or a later one."""
+        ...
 
 
 class Alarm:
@@ -101,13 +115,22 @@ class Alarm:
         ask: ask it anew, unless it still owes an answer. Raises RuntimeError if the store is gone.
         """
         if self._answer is None:
-            if ask:
-                self._answer = self._connection.ask(lambda store: PrefixStore(self._name, store).check(["alarm"]))
+            self._answer = self._ask() if ask else None
             return False
-        if not self._answer.done():
-            return False
-        answer, self._answer = self._answer.result(), None
-        return answer
+        return self._answer.done() and self._take(self._answer)
+
+    def answer(self, within_s: float) -> bool:
+        """Ask, and return True if the store says so within a moment. Raises RuntimeError if the store is gone."""
+        asked = self._answer = self._answer or self._ask()
+        wait_for_futures([asked], within_s)
+        return asked.done() and self._take(asked)
+
+    def _ask(self) -> "Future[bool]":
+        return self._connection.ask(lambda store: PrefixStore(self._name, store).check(["alarm"]))
+
+    def _take(self, asked: "Future[bool]") -> bool:
+        self._answer = None
+        return asked.result()
 
 
 class Watch:
@@ -127,10 +150,13 @@ class Watch:
         self.deadline: float | None = time.monotonic() + timeout_s - self.roll_call_s
         self.ranks_by_store: list[int] = []
         self.peers: pulse.Peers | None = None  # with which calls may compile while this rank waits
-        self.end: Callable[[], object] | None = None  # ends collectives that wait for a lost peer
+        self.end: Callable[[], object] | None = None  # begins to end collectives that wait for a lost peer
+        self.broken: Callable[[], str] | None = None  # says why collectives failed, though they count as complete
+        self.marks: Marks | None = None  # of what is queued
         self.alarmed = Alarm(connection, name).raised
         self._failing = threading.Lock()
         self._queued: list[Queued] = []
+        self._count = 0
 
     @property
     def patience_s(self) -> float:
@@ -178,7 +204,11 @@ class Watch:
     def wait_for_compilers(self) -> None:
         """Let waits for collectives last longer than timeout_s while a rank compiles, on this rank and its peers."""
         pulse.start(self.connection, self.rank)
-        self.peers = pulse.Peers(self.connection, self.ranks)
+        self.peers = self.new_peers()
+
+    def new_peers(self) -> pulse.Peers:
+        """Return all ranks but this one, for one thread to look at."""
+        return pulse.Peers(self.connection, [rank for rank in self.ranks if rank != self.rank])
 
     def ask(self, request: Request[T], within_s: float) -> T:
         """Make a request to the part of the store that is ours. Raises StoreSilentError, RuntimeError: it is gone."""
@@ -191,7 +221,7 @@ class Watch:
         began = time.monotonic()
         try:
             work = start()
-            self._poll(work, self.deadline or self._end(began))
+            self._poll(work.is_completed, self.deadline or self._end(began))
             work.wait()
         except (RuntimeError, _AlarmError) as error:
             self.fail(step, error, time.monotonic() - began)
@@ -223,31 +253,39 @@ class Watch:
         """Start a collective that later work on the device waits for, and the host in `finish`. Raises PeerTimeout."""
         if self.failure is not None:
             raise self.failure
-        began = time.monotonic()
+        # Those of a call that ended with another error are still here.
+        self._queued = [queued for queued in self._queued if not self._is_complete(queued)]
+        began, number, self._count = time.monotonic(), self._count, self._count + 1
         try:
             work = start()
+            self._queued.append(Queued(work, step, number, began))
             work.wait()  # of NCCL: makes the current stream wait
+            if self.marks is not None:
+                self.marks.mark(number)
         except RuntimeError as error:
             self.fail(step, error, time.monotonic() - began)
-        self._queued.append(Queued(work, step, began))
 
     def pending(self) -> Queued | None:
-        """Return the first collective that was queued and isn't complete. For any thread."""
-        return next((queued for queued in tuple(self._queued) if not queued.work.is_completed()), None)
+        """Return the first collective that was queued and that the device isn't past. For any thread, with `marks`."""
+        return next((queued for queued in tuple(self._queued) if not self._is_complete(queued)), None)
 
     def finish(self) -> None:
         """Return when all collectives that were queued are complete. Raises PeerTimeout."""
         began = time.monotonic()
-        try:
-            for queued in self._queued:
-                try:
-                    self._poll(queued.work, self._end(began))
-                except (RuntimeError, _AlarmError) as error:
-                    self.fail(queued.step, error, time.monotonic() - began)
-        finally:
-            self._queued = []
-        if self.failure is not None:  # as a thread that watches found, while this one was busy
-            raise self.failure
+        for queued in self._queued:
+            try:
+                self._poll(partial(self._is_complete, queued), self._end(began))
+                error = "" if self.broken is None else self.broken()
+                if error:
+                    raise RuntimeError(error)
+            except (RuntimeError, _AlarmError) as error:
+                self._queued = []
+                self.fail(queued.step, error, time.monotonic() - began)
+        self._queued = []
+        with self._failing:  # a thread that watches may be about to find, and have ended the collectives already
+            failure = self.failure
+        if failure is not None:
+            raise failure
 
     def fail(
         self, step: str, cause: Exception, waited_s: float, says_why: bool = False, within_s: float | None = None
@@ -259,13 +297,15 @@ class Watch:
         """
         with self._failing:
             if self.failure is None:
-                ranks, answered, store, why = self._explain(cause, waited_s, says_why)
-                within_s = within_s or self.timeout_s
-                self.failure = PeerTimeout(ranks, step, within_s, answered, self.rank, store, why)
                 with suppress(RuntimeError):
                     if self.end is not None:
                         self.end()
-        raise self.failure from cause
+                ranks, answered, store, why = self._explain(cause, waited_s, says_why)
+                within_s = within_s or self.timeout_s
+                failure = PeerTimeout(ranks, step, within_s, answered, self.rank, store, why)
+                failure.__cause__ = cause
+                self.failure = failure
+        raise self.failure
 
     def _explain(self, cause: Exception, waited_s: float, says_why: bool) -> tuple[list[int], bool, str, str]:
         """Return `ranks`, `answered`, `store` and `cause` of the PeerTimeout."""
@@ -304,10 +344,13 @@ class Watch:
     def _end(self, start: float) -> float:
         return start + self.patience_s
 
-    def _poll(self, work: dist.Work, end: float) -> None:
+    def _is_complete(self, queued: Queued) -> bool:
+        return queued.work.is_completed() if self.marks is None else self.marks.is_past(queued.number)
+
+    def _poll(self, is_complete: Callable[[], bool], end: float) -> None:
         began = time.monotonic()
         look, pulse_look, pause, limit = began + LOOK_S, began + LOOK_S, 2e-5, end + pulse.MOST_S
-        while not work.is_completed():
+        while not is_complete():
             if self.failure is not None:
                 raise self.failure
             now = time.monotonic()
