@@ -29,6 +29,11 @@ def cache_dir() -> Path:
     return Path(os.environ.get("ENVOI_CACHE_DIR") or Path.home() / ".cache" / "envoi")
 
 
+def switches() -> list[tuple[str, str]]:
+    """Return names and values of all of Envoi's variables that are set."""
+    return sorted(item for item in os.environ.items() if item[0].startswith("ENVOI_"))
+
+
 def safe_launch() -> bool:
     """Return True to avoid private parts of torch and Triton: `ENVOI_SAFE_LAUNCH=1`, see `runtime.shortcuts`."""
     return _switch("ENVOI_SAFE_LAUNCH", False)

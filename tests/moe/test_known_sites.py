@@ -11,6 +11,7 @@ import pytest
 import torch
 from triton import knobs
 
+from envoi.gemm.hopper import pairs, tune, two_kernels
 from envoi.moe import warm_up
 from envoi.runtime import known_sites, rehearsal
 from envoi.runtime.compilers import Compilers
@@ -85,6 +86,23 @@ def test_so_is_one_with_other_sources_switches_or_measured_configs(cache, monkey
     monkeypatch.setattr(known_sites, "_sources", lambda: "another release")
     look(calls_of())
     assert len(seen) == 3
+    look(calls_of())
+    assert len(seen) == 3
+
+
+@pytest.mark.parametrize(
+    ("force", "usual"), [(pairs.use_pairs, None), (two_kernels.use, None), (tune.use_measured, True)]
+)
+def test_nothing_is_kept_while_a_choice_is_forced(cache, monkeypatch, force, usual):
+    seen = looks(monkeypatch)
+    force(False)
+    try:
+        look(calls_of())
+        look(calls_of())
+        assert len(seen) == 2 and not list(Path(knobs.cache.dir).glob("*-found/*"))
+    finally:
+        force(usual)
+    look(calls_of())
     look(calls_of())
     assert len(seen) == 3
 

@@ -51,8 +51,8 @@ def keep(calls: Sequence[Call], target: Target, numbers: range, sites: Mapping[s
 
 
 def _path(calls: Sequence[Call], target: Target, numbers: range) -> Path:
-    switches = sorted(item for item in os.environ.items() if item[0].startswith("ENVOI_"))
-    key = described((list(calls), target, [numbers.start, numbers.stop])), _sources(), _measured(), switches
+    arguments = described((list(calls), target, [numbers.start, numbers.stop]))
+    key = arguments, _sources(), _measured(), env.switches()
     name = hashlib.sha256(repr((*key, torch.__version__)).encode()).hexdigest()[:32]
     return Path(knobs.cache.dir) / f"envoi-{triton_compat.VERSION}-{target.arch}-found" / f"{name}.json"
 

@@ -31,6 +31,11 @@ def use_pairs(wanted: bool | None) -> None:
     prepared.clear()
 
 
+def is_forced() -> bool:
+    """Tell whether the choice isn't made as always."""
+    return _forced is not None
+
+
 def quantizes_in_pairs(rows: Matrix, weights: Matrix, in_pairs: IR, in_bf16: IR, grouping: Grouping) -> bool:
     """Return True if a grouped GEMM should run in_pairs, whose output is quantised, and not in_bf16 and a kernel after.
 

@@ -53,6 +53,11 @@ def use_measured(wanted: bool) -> None:
     prepared.clear()
 
 
+def uses_measured() -> bool:
+    """Tell whether measured configs are used, as always."""
+    return _use_measured
+
+
 def key_of(problem: Problem, code: Lowered, num_sms: int) -> str:
     """Return the key of a problem's own entry, such as "132sm 4096x4096x7168 2B tma"."""
     M = problem.M if next_power_of_2(problem.M) == problem.M else rounded(problem).M

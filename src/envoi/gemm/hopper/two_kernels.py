@@ -32,6 +32,11 @@ def use(wanted: bool | None) -> None:
     prepared.clear()
 
 
+def is_forced() -> bool:
+    """Tell whether the choice isn't made as always."""
+    return _forced is not None
+
+
 def pay(problem: Problem, ir: IR, num_sms: int, shipped_only: bool = False) -> bool:
     """Return True if an epilogue that a tile could hold should run in two kernels.
 

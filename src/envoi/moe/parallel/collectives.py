@@ -44,7 +44,7 @@ class Channel:
 
     @property
     def backend(self) -> Any:
-        """What NCCL's collectives of `data` are started and ended by."""
+        """Backend of NCCL by which collectives of `data` are started and ended."""
         return backend_of(self.data)
 
 
