@@ -1,6 +1,7 @@
 """Environment variables; the only module that reads the process environment."""
 
 import os
+import time
 from pathlib import Path
 
 
@@ -17,6 +18,9 @@ def world_size() -> int:
 def local_rank() -> int:
     """Return this process's rank on its host as `torchrun` sets it; 0 outside it."""
     return int(os.environ.get("LOCAL_RANK", "0"))
+
+
+IMPORTED_NS = time.time_ns()  # when this process imported Envoi
 
 
 def interpreting() -> bool:

@@ -1,5 +1,6 @@
 """Sites kept on disk: found again without a look at each number of tokens, unless what they depend on is another."""
 
+import dataclasses
 import json
 import shutil
 from dataclasses import dataclass, replace
@@ -11,6 +12,7 @@ import pytest
 import torch
 from triton import knobs
 
+from envoi import cache_file, env
 from envoi.gemm.hopper import pairs, tune, two_kernels
 from envoi.moe import warm_up
 from envoi.runtime import known_sites, rehearsal
@@ -36,6 +38,11 @@ def calls_of(**changes) -> list[warm_up.LayerCall]:
 def look(calls, max_tokens: int = 40, target: Target = HOPPER) -> dict[str, rehearsal.Site]:
     with Compilers(target, 1) as compilers:
         return warm_up.known_sites(compilers, calls, target, max_tokens)
+
+
+def kept() -> list[Path]:
+    """Return the files that were kept, and what is left of others."""
+    return list(Path(knobs.cache.dir).glob("*-found/*"))
 
 
 def looks(monkeypatch) -> list:
@@ -75,19 +82,62 @@ def test_another_call_is_looked_at(cache, monkeypatch, layer, more):
     assert len(seen) == 1
 
 
-def test_so_is_one_with_other_sources_switches_or_measured_configs(cache, monkeypatch):
+def test_so_is_one_with_other_sources_or_switches(cache, monkeypatch):
     look(calls_of())
     seen = looks(monkeypatch)
     monkeypatch.setenv("ENVOI_NVTX", "0")
     look(calls_of())
-    (cache / "envoi").mkdir()
-    (cache / "envoi" / "gemm.json").write_text("{}")
-    look(calls_of())
     monkeypatch.setattr(known_sites, "_sources", lambda: "another release")
     look(calls_of())
-    assert len(seen) == 3
+    assert len(seen) == 2
     look(calls_of())
-    assert len(seen) == 3
+    assert len(seen) == 2
+
+
+def test_sources_that_came_after_the_import_are_not_those_that_run(cache, monkeypatch):
+    monkeypatch.setattr(env, "IMPORTED_NS", 0)
+    seen = looks(monkeypatch)
+    look(calls_of())
+    look(calls_of())
+    assert len(seen) == 2 and not kept()
+
+
+def test_configs_that_others_have_measured_meanwhile_are_not_those_that_run(cache, monkeypatch):
+    """This process has read its own; what it finds isn't what one that starts now would find."""
+    tune._entries(False)
+    seen = looks(monkeypatch)
+    look(calls_of())
+    path = cache / "envoi" / "gemm.json"
+    entry = {"132sm 64x256x256 2B": dataclasses.asdict(next(iter(tune._entries(True).values())))}
+    cache_file.add(path, entry)
+    look(calls_of())
+    look(calls_of())
+    assert len(seen) == 3 and len(kept()) == 1
+    tune._entries.cache_clear()
+    tune.forget_choices()
+    try:
+        look(calls_of())
+        look(calls_of())
+        assert len(seen) == 4 and len(kept()) == 2
+    finally:
+        path.unlink()
+        tune._entries.cache_clear()
+        tune.forget_choices()
+
+
+def test_what_changes_during_a_look_keeps_it_from_being_kept(cache, monkeypatch):
+    find_all, path = warm_up.find_all, cache / "envoi" / "gemm.json"
+    entry = {"132sm 64x256x256 2B": dataclasses.asdict(next(iter(tune._entries(True).values())))}
+
+    def find_meanwhile(*given, **named):
+        found = find_all(*given, **named)
+        cache_file.add(path, entry)
+        return found
+
+    monkeypatch.setattr(warm_up, "find_all", find_meanwhile)
+    tune._entries.cache_clear()
+    look(calls_of())
+    assert not kept()
 
 
 @pytest.mark.parametrize(
@@ -99,7 +149,7 @@ def test_nothing_is_kept_while_a_choice_is_forced(cache, monkeypatch, force, usu
     try:
         look(calls_of())
         look(calls_of())
-        assert len(seen) == 2 and not list(Path(knobs.cache.dir).glob("*-found/*"))
+        assert len(seen) == 2 and not kept()
     finally:
         force(usual)
     look(calls_of())
@@ -109,7 +159,7 @@ def test_nothing_is_kept_while_a_choice_is_forced(cache, monkeypatch, force, usu
 
 def test_a_kernel_that_has_become_another_is_looked_for(cache, monkeypatch):
     found = look(calls_of())
-    (path,) = Path(knobs.cache.dir).glob("*-found/*.json")
+    (path,) = kept()
     seen = looks(monkeypatch)
     first, *others = json.loads(path.read_text()).items()
     for broken in (
@@ -135,7 +185,7 @@ class Odd:
 def test_what_cant_be_told_from_others_is_not_kept(cache):
     for part in (len, object(), {1}, partial(len)):
         assert look([Odd(part)]) == {}
-    assert not list(Path(knobs.cache.dir).glob("*-found/*"))
+    assert not kept()
     with pytest.raises(known_sites.UnknownError, match="builtin_function_or_method"):
         known_sites.described(Odd(len))
     assert known_sites.described(Odd(1)) != known_sites.described(Odd("1")) != known_sites.described(Odd(2))

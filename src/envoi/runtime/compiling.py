@@ -9,8 +9,13 @@ from envoi.runtime.wake import Wake
 
 _lock = threading.Lock()
 _num_compiling = 0  # threads
-# Set when a thread begins to compile, for those who tell others.
-listeners: "weakref.WeakSet[Wake]" = weakref.WeakSet()
+_listeners: "weakref.WeakSet[Wake]" = weakref.WeakSet()
+
+
+def listen(wake: Wake) -> None:
+    """Have this set when a thread begins to compile, as long as it lives: for those who tell others."""
+    with _lock:
+        _listeners.add(wake)
 
 
 @contextmanager
@@ -31,7 +36,7 @@ def is_compiling() -> bool:
 def _add(number: int) -> None:
     global _num_compiling
     with _lock:
+        waiting = list(_listeners) if number > 0 else []
         _num_compiling += number
-        waiting = list(listeners) if number > 0 else []
     for wake in waiting:
         wake.set()

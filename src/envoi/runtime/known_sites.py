@@ -8,8 +8,8 @@ a kernel that has become another isn't missed.
 import dataclasses
 import hashlib
 import json
-import os
-from collections.abc import Iterable, Mapping, Sequence
+import uuid
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from functools import lru_cache
 from pathlib import Path
@@ -30,31 +30,43 @@ class UnknownError(Exception):
     """Sign that a call holds something whose text doesn't say all that it is."""
 
 
-def recall(calls: Sequence[Call], target: Target, numbers: range) -> dict[str, Site] | None:
-    """Return what `rehearsal.find` has found for these arguments, None if that isn't known."""
-    with suppress(OSError, ValueError, TypeError, LookupError, UnknownError):
-        kept = json.loads(_path(calls, target, numbers).read_text())
-        sites = {digest: Site(*site) for digest, site in dict(kept).items()}
+def place_of(calls: Sequence[Call], target: Target, numbers: range, choices: str) -> Path | None:
+    """Return the file of what `rehearsal.find` finds for these arguments, None if it isn't to be kept.
+
+    choices: what else decides it: the measured configs that this process uses. Nothing is kept if a call can't be told
+    from others, or if Envoi's sources are others than those that this process has imported.
+    """
+    try:
+        arguments = described((list(calls), target, [numbers.start, numbers.stop]))
+        sources = _sources()
+    except (OSError, UnknownError):
+        return None
+    if sources is None:
+        return None
+    key = arguments, sources, choices, env.switches(), torch.__version__
+    name = hashlib.sha256(repr(key).encode()).hexdigest()[:32]
+    return Path(knobs.cache.dir) / f"envoi-{triton_compat.VERSION}-{target.arch}-found" / f"{name}.json"
+
+
+def recall(path: Path, calls: Sequence[Call], target: Target) -> dict[str, Site] | None:
+    """Return what the file `place_of` these calls has, None if there is none, or if a kernel has become another."""
+    with suppress(OSError, ValueError, TypeError, LookupError):
+        sites = {digest: Site(*site) for digest, site in dict(json.loads(path.read_text())).items()}
         if sites and digests_at(calls, target, sites.values()) == list(sites):
             return sites
     return None
 
 
-def keep(calls: Sequence[Call], target: Target, numbers: range, sites: Mapping[str, Site]) -> None:
-    """Keep what was found; where it can't be written, or a call can't be told from others, nothing."""
-    with suppress(OSError, UnknownError):
-        path = _path(calls, target, numbers)
+def keep(path: Path, sites: Mapping[str, Site]) -> None:
+    """Write a file for `recall`; where that can't be, nothing."""
+    written = path.with_name(f".{path.name}.{uuid.uuid4().hex}")
+    with suppress(OSError):
         path.parent.mkdir(parents=True, exist_ok=True)
-        own = path.with_suffix(f".{os.getpid()}")
-        own.write_text(json.dumps(sites))
-        own.replace(path)  # at once: other ranks read it
-
-
-def _path(calls: Sequence[Call], target: Target, numbers: range) -> Path:
-    arguments = described((list(calls), target, [numbers.start, numbers.stop]))
-    key = arguments, _sources(), _measured(), env.switches()
-    name = hashlib.sha256(repr((*key, torch.__version__)).encode()).hexdigest()[:32]
-    return Path(knobs.cache.dir) / f"envoi-{triton_compat.VERSION}-{target.arch}-found" / f"{name}.json"
+        try:
+            written.write_text(json.dumps(sites))
+            written.replace(path)  # at once: other ranks read it
+        finally:
+            written.unlink(missing_ok=True)
 
 
 def described(value: Any) -> Any:
@@ -73,17 +85,17 @@ def described(value: Any) -> Any:
     return value
 
 
-@lru_cache(maxsize=1)
-def _sources() -> str:
+def _sources() -> str | None:
+    """Return a hash of Envoi's sources, None if one is younger than what this process has imported."""
     folder = Path(__file__).resolve().parents[1]
-    return _hash(path for path in sorted(folder.rglob("*")) if path.suffix in (".py", ".json"))
+    paths = [path for path in sorted(folder.rglob("*")) if path.suffix in (".py", ".json")]
+    if max(path.stat().st_ctime_ns for path in paths) > env.IMPORTED_NS:
+        return None
+    return _hash_of(tuple(paths))
 
 
-def _measured() -> str:
-    return _hash(sorted(env.cache_dir().glob("*.json")))
-
-
-def _hash(paths: Iterable[Path]) -> str:
+@lru_cache(maxsize=1)
+def _hash_of(paths: tuple[Path, ...]) -> str:
     found = hashlib.sha256()
     for path in paths:
         content = path.read_bytes()
@@ -91,4 +103,4 @@ def _hash(paths: Iterable[Path]) -> str:
     return found.hexdigest()
 
 
-__all__ = ["UnknownError", "described", "keep", "recall"]
+__all__ = ["UnknownError", "described", "keep", "place_of", "recall"]

@@ -23,6 +23,6 @@ class Wake:
             self._queue.get(timeout=timeout_s)
         except queue.Empty:
             return False
-        while not self._queue.empty():
+        for _ in range(self._queue.qsize()):  # no more: who sets it may never stop
             self._queue.get()
         return True

@@ -1,6 +1,7 @@
 """Deadline for calls that only the device follows: ranks of one process, whose counts the test sets."""
 
 import gc
+import sys
 import threading
 import time
 import weakref
@@ -266,6 +267,17 @@ def test_an_interrupted_wait_is_watched_further(hosts, monkeypatch):
         hosts[0].watch.finish()
 
 
+def test_an_interrupted_start_leaves_nothing_to_wait_for(hosts):
+    class Interrupted(Collective):
+        def wait(self) -> None:
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        hosts[0].watch.queue(Interrupted, "combine")
+    assert hosts[0].watch.pending() is None
+    hosts[0].watch.finish()
+
+
 def test_what_an_earlier_call_left_is_dropped_when_it_is_complete(hosts):
     watch = hosts[0].watch
     hosts[0].queue()  # and something else raises before `finish`
@@ -321,14 +333,20 @@ def test_the_thread_that_watches_a_queue_ends_with_it():
     assert not thread.is_alive()
 
 
-def test_marks_are_past_in_the_order_of_their_numbers():
+def test_marks_are_past_each_by_itself():
     marks = HostMarks.on(torch.device("cpu"))
-    assert not marks.is_past(0)
     for number in range(3 * progress.NUMBERS):
         assert not marks.is_past(number)
-        marks.mark(number)
-        assert marks.is_past(number) and not marks.is_past(number + 1)
-        assert all(marks.is_past(before) for before in range(max(0, number - 100), number))
+        if number % 2:  # two streams: the later one is done first
+            marks.mark(number)
+            assert marks.is_past(number) and not marks.is_past(number - 1)
+            marks.mark(number - 1)
+        assert all(marks.is_past(before) for before in range(max(0, number - 100), number - 1))
+    last = 300 * progress.NUMBERS + 7
+    marks.noted.fill_((last // progress.NUMBERS - 1) % progress.NUMBERS)
+    assert not marks.is_past(last)
+    marks.mark(last)
+    assert marks.is_past(last)
 
 
 def test_the_end_of_the_process_waits_for_threads_that_others_start():
@@ -345,29 +363,24 @@ def test_the_end_of_the_process_waits_for_threads_that_others_start():
     assert done.is_set()
 
 
-def test_a_waiting_thread_may_be_woken_by_what_it_collects():
-    """A finalizer that runs within `wait` sets it: with threading.Event that thread would wait for itself."""
+def test_a_waiting_thread_may_be_woken_by_itself():
+    """As a finalizer would that runs anywhere within `wait`: with threading.Event the thread waits for itself."""
     wake, woken = Wake(), threading.Event()
 
-    class Owner:
-        def __init__(self):
-            self.itself = self
-
     def waiting() -> None:
-        gc.set_threshold(1)
-        for _ in range(2000):
-            weakref.finalize(Owner(), wake.set)
-            wake.wait(1e-5)
+        left = iter(range(40))
+
+        def anywhere(*_) -> None:
+            if next(left, None) is not None:
+                wake.set()
+
+        sys.setprofile(anywhere)
+        wake.wait(0.05)
+        sys.setprofile(None)
         woken.set()
 
-    before = gc.get_threshold()
-    try:
-        thread = threading.Thread(target=waiting, daemon=True)
-        thread.start()
-        thread.join(60.0)
-        assert woken.is_set()
-    finally:
-        gc.set_threshold(*before)
+    threading.Thread(target=waiting, daemon=True).start()
+    assert woken.wait(10.0)
 
 
 def test_a_wake_is_for_one_wait():

@@ -53,9 +53,11 @@ def use_measured(wanted: bool) -> None:
     prepared.clear()
 
 
-def uses_measured() -> bool:
-    """Tell whether measured configs are used, as always."""
-    return _use_measured
+def state() -> str | None:
+    """Return the measured configs that are used, as text; None if none are, or if the cache has others by now."""
+    if not _use_measured or _entries.__wrapped__(False) != _entries(False):
+        return None
+    return repr(sorted(_entries(False).items()))
 
 
 def key_of(problem: Problem, code: Lowered, num_sms: int) -> str:

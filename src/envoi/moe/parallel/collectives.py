@@ -1,8 +1,10 @@
 """Collectives of a group with bounded waits: integers, texts and tensors from all ranks, all-to-all of rows."""
 
+import weakref
 from collections.abc import Callable
 from contextlib import nullcontext
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -11,6 +13,8 @@ from torch._C._distributed_c10d import AllgatherOptions, AllToAllOptions
 
 from envoi.moe.parallel.progress import in_background
 from envoi.moe.parallel.timeout import PeerTimeout, Watch, line_of
+
+_ended: "weakref.WeakSet[Any]" = weakref.WeakSet()  # groups
 
 
 @dataclass(frozen=True)
@@ -53,10 +57,18 @@ def backend_of(group: Any) -> Any:
     return group._get_backend(torch.device("cuda")) if isinstance(group, dist.ProcessGroup) else group
 
 
-def error_of(backend: Any) -> str:
-    """Return why collectives of a backend of NCCL failed by themselves, "" if none did."""
+def end_collectives(group: Any) -> None:
+    """End all collectives of a group of NCCL, or a backend of it, also those of other objects. It takes a second."""
+    _ended.add(group)
+    backend_of(group).abort()
+
+
+def error_of(group: Any) -> str:
+    """Return why collectives of a group of NCCL failed by themselves or were ended, "" if none was."""
+    if group in _ended:
+        return "the group's collectives were ended, because a rank is missing"
     try:
-        found = backend.get_error()
+        found = backend_of(group).get_error()
     except (AttributeError, RuntimeError):  # of an earlier torch, or of another backend
         return ""
     return "" if found.name == "SUCCESS" else f"NCCL reports {found.name}"
@@ -88,7 +100,7 @@ def connect_ranks(channel: Channel, group: Any, step: str) -> None:
         channel.watch.wait_for_first(connect_or_say_why, step)
     except PeerTimeout:
         if channel.queues:  # what is left of the collectives would keep the device
-            in_background(backend_of(group).abort)
+            in_background(partial(end_collectives, group))
         raise
 
 

@@ -20,7 +20,7 @@ import torch
 from envoi.moe import reference
 from envoi.moe.experts import run_experts
 from envoi.moe.layer import has_kernels
-from envoi.moe.parallel.collectives import Channel, error_of, exchange_rows, gather_tensors
+from envoi.moe.parallel.collectives import Channel, end_collectives, error_of, exchange_rows, gather_tensors
 from envoi.moe.parallel.progress import HostMarks, oversee_queue
 from envoi.moe.parallel.slots import SentTokens, needed_by, owners, positions, sort_by_expert, sum_slots
 from envoi.moe.parallel.wire import from_bytes, to_bytes
@@ -80,8 +80,8 @@ def agree(
 def oversee_calls(channel: Channel) -> None:
     """Let hosts wait for peers that compile, and end collectives that wait for a lost one. channel: over NCCL."""
     channel.watch.wait_for_compilers()
-    channel.watch.broken = partial(error_of, channel.backend)
-    oversee_queue(channel.watch, HostMarks.on(channel.device), channel.backend.abort)
+    channel.watch.broken = partial(error_of, channel.data)
+    oversee_queue(channel.watch, HostMarks.on(channel.device), partial(end_collectives, channel.data))
 
 
 def run_layer(

@@ -46,7 +46,8 @@ def oversee(owner: object, counts: torch.Tensor, watch: Watch, end: Callable[[],
 class HostMarks:
     """Marks in memory of the host, which is read without the driver: that may wait for the device, and Python with it.
 
-    numbers [NUMBERS] int32: 0, 1 .. on the device. noted [1] int32: pinned.
+    numbers [NUMBERS] int32: 0, 1 .. on the device. noted [NUMBERS] int32: pinned; for a collective's number, modulo
+    NUMBERS, how many times NUMBERS it is. Each has a place of its own: those of several streams come in any order.
     """
 
     numbers: torch.Tensor
@@ -55,17 +56,20 @@ class HostMarks:
     @staticmethod
     def on(device: torch.device) -> "HostMarks":
         """Make marks of none yet."""
-        noted = torch.full((1,), NUMBERS - 1, dtype=torch.int32, device="cpu", pin_memory=device.type == "cuda")
+        pinned = device.type == "cuda"
+        noted = torch.full((NUMBERS,), NUMBERS - 1, dtype=torch.int32, device="cpu", pin_memory=pinned)
         return HostMarks(torch.arange(NUMBERS, dtype=torch.int32, device=device), noted)
 
     def mark(self, number: int) -> None:
         """Queue that the device notes this number."""
-        place = number % NUMBERS
-        self.noted.copy_(self.numbers[place : place + 1], non_blocking=True)
+        times, place = divmod(number, NUMBERS)
+        times %= NUMBERS
+        self.noted[place : place + 1].copy_(self.numbers[times : times + 1], non_blocking=True)
 
     def is_past(self, number: int) -> bool:
-        """Tell whether the device has noted this number, or a later one."""
-        return (int(self.noted) - number) % NUMBERS < NUMBERS // 2
+        """Tell whether the device has noted this number."""
+        times, place = divmod(number, NUMBERS)
+        return (int(self.noted[place]) - times) % NUMBERS < NUMBERS // 2
 
 
 def oversee_queue(watch: Watch, marks: Marks, end: Callable[[], object]) -> None:

@@ -18,7 +18,7 @@ from functools import partial
 from torch.distributed.distributed_c10d import PrefixStore, Store
 
 from envoi.moe.parallel.store import Connection
-from envoi.runtime.compiling import is_compiling, listeners
+from envoi.runtime.compiling import is_compiling, listen
 from envoi.runtime.wake import Wake
 
 BEAT_S = 0.5
@@ -36,7 +36,7 @@ def start(connection: Connection, rank: int) -> None:
         _started.add(connection)
         given = weakref.ref(connection), rank, Wake()
         weakref.finalize(connection, given[-1].set)
-        listeners.add(given[-1])
+        listen(given[-1])
         threading.Thread(target=_beat, args=given, name="envoi-pulse", daemon=True).start()
 
 

@@ -8,13 +8,13 @@ The device counts the points that calls pass, and a thread of the host watches t
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, partial
 from typing import Any
 
 import torch
 
 from envoi.moe.launches import Launch, launch_kernel
-from envoi.moe.parallel.collectives import queued_exchange, queued_gather
+from envoi.moe.parallel.collectives import end_collectives, queued_exchange, queued_gather
 from envoi.moe.parallel.progress import oversee
 from envoi.moe.parallel.symmetric_memory import Domain
 from envoi.moe.parallel.timeout import Watch
@@ -70,7 +70,7 @@ class QueuedBuffers:
         watch.wait(lambda: group._allgather_base(everyone, mine), "opening the group")
         watch.wait(lambda: group.alltoall_base(self.received, self.sent, [], []), "opening the group")
         # A collective that waits for a lost peer has no other end, and no other one can follow it.
-        oversee(self, self.host, watch, backend.abort)
+        oversee(self, self.host, watch, partial(end_collectives, group))
 
     def gather(self) -> None:
         """Gather what peers need to know of all ranks' tokens. Collective; the host doesn't wait for it."""

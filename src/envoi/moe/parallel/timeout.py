@@ -97,7 +97,7 @@ class Marks(Protocol):
         ...
 
     def is_past(self, number: int) -> bool:
-        """Tell whether the device has noted this number, or a later one."""
+        """Tell whether the device has noted this number."""
         ...
 
 
@@ -264,6 +264,9 @@ class Watch:
                 self.marks.mark(number)
         except RuntimeError as error:
             self.fail(step, error, time.monotonic() - began)
+        except BaseException:  # interrupted: what has no mark would never be past
+            self._queued = [queued for queued in self._queued if queued.number != number]
+            raise
 
     def pending(self) -> Queued | None:
         """Return the first collective that was queued and that the device isn't past. For any thread, with `marks`."""
