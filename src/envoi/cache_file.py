@@ -51,12 +51,17 @@ def add(path: Path, new: dict[str, Any]) -> None:
             os.replace(path, kept)
             _warn(path, f"{error}; moved to {kept}, begun anew")
             known = {}
-        written = path.with_name(f".{path.name}.{uuid.uuid4().hex}")
-        try:
-            written.write_text(json.dumps(known | new, indent=1, sort_keys=True) + "\n")
-            os.replace(written, path)
-        finally:
-            written.unlink(missing_ok=True)
+        replace(path, json.dumps(known | new, indent=1, sort_keys=True) + "\n")
+
+
+def replace(path: Path, text: str) -> None:
+    """Write a file whose readers see it before or after the change, nothing in between. Raises OSError."""
+    written = path.with_name(f".{path.name}.{uuid.uuid4().hex}")
+    try:
+        written.write_text(text)
+        os.replace(written, path)
+    finally:
+        written.unlink(missing_ok=True)
 
 
 def _read(path: Path) -> dict[str, Any]:

@@ -4,6 +4,8 @@ import os
 import time
 from pathlib import Path
 
+IMPORTED_NS = time.time_ns()  # when this process imported Envoi, since the epoch
+
 
 def rank() -> int:
     """Return this process's rank as `torchrun` sets it; 0 outside it."""
@@ -18,9 +20,6 @@ def world_size() -> int:
 def local_rank() -> int:
     """Return this process's rank on its host as `torchrun` sets it; 0 outside it."""
     return int(os.environ.get("LOCAL_RANK", "0"))
-
-
-IMPORTED_NS = time.time_ns()  # when this process imported Envoi
 
 
 def interpreting() -> bool:

@@ -7,7 +7,10 @@ from triton.language.extra.cuda import globaltimer
 
 @triton.jit
 def hold_kernel(done, nanoseconds):
-    """Hold a multiprocessor per program, then add 1 to `done`. With 32 warps no program of a GEMM fits beside it."""
+    """Hold a multiprocessor per program for so many nanoseconds, then add 1 to `done`, int32 [1].
+
+    With 32 warps no program of a GEMM fits beside it.
+    """
     start = globaltimer()
     now = start
     while now - start < nanoseconds:

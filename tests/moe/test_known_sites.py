@@ -14,8 +14,8 @@ from triton import knobs
 
 from envoi import cache_file, env
 from envoi.gemm.hopper import pairs, tune, two_kernels
-from envoi.moe import warm_up
-from envoi.runtime import known_sites, rehearsal
+from envoi.moe import known_sites, warm_up
+from envoi.runtime import rehearsal
 from envoi.runtime.compilers import Compilers
 from envoi.runtime.devices import Target
 from tests.moe.layers import make

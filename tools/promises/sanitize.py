@@ -171,11 +171,11 @@ def registered() -> set[str]:
     return {f"{fn.__module__}.{fn.__name__}" for fn in kernels}
 
 
-def right_runs(record: Path, tool: str) -> dict[str, Run]:
-    """Return the last run of each program that a file has, of those that were right."""
+def right_programs(record: Path, tool: str) -> set[str]:
+    """Return the programs whose last run in a file was right."""
     found = read_files([record] if record.exists() else []).items()
     start = f"sanitizers/{tool}/"
-    return {name.removeprefix(start): run for name, run in found if name.startswith(start) and not run.wrong}
+    return {name.removeprefix(start) for name, run in found if name.startswith(start) and not run.wrong}
 
 
 def gpus() -> list[str]:
@@ -193,7 +193,7 @@ def run(options: argparse.Namespace) -> Iterator[Run]:
     if not wanted:
         raise ValueError(f"--only: expected a part of a program's name, got {', '.join(options.only)}")
     for tool in options.tools:
-        known = set(right_runs(Path(options.record), tool)) if options.more and options.record else ()
+        known = right_programs(Path(options.record), tool) if options.more and options.record else ()
         names = [name for name in wanted if name not in known]
         start = time.monotonic()
         end = start + options.limit_s / len(options.tools)

@@ -3,7 +3,6 @@
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -77,26 +76,16 @@ def known_sites(
     here: int | None = None,
 ) -> dict[str, Site]:  # fmt: skip
     """Return what `find_all` returns; if an earlier process has kept it, without a look at every number of tokens."""
-    from envoi.runtime.known_sites import keep, recall  # not at the top: `import envoi` must not import Triton
+    from envoi.moe.known_sites import keep, place_of, recall  # not at the top: `import envoi` must not import Triton
 
     numbers = range(least, max_tokens + 1)
-    path = _place(calls, target, numbers)
+    path = place_of(calls, target, numbers)
     found = None if path is None else recall(path, calls, target)
     if found is None:
         found = find_all(compilers, calls, target, max_tokens, least, here)
-        if path is not None and path == _place(calls, target, numbers):  # nothing has changed meanwhile
+        if path is not None and path == place_of(calls, target, numbers):  # nothing has changed meanwhile
             keep(path, found)
     return found
-
-
-def _place(calls: Sequence[Call], target: Target, numbers: range) -> Path | None:
-    from envoi.gemm.hopper import pairs, tune, two_kernels
-    from envoi.runtime.known_sites import place_of
-
-    choices = tune.state()
-    if choices is None or pairs.is_forced() or two_kernels.is_forced():
-        return None
-    return place_of(calls, target, numbers, choices)
 
 
 def find_all(

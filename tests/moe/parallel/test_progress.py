@@ -1,4 +1,5 @@
-"""Deadline for calls that only the device follows: ranks of one process, whose counts the test sets."""
+"""Deadline for calls that only the device follows, and for queued collectives: ranks of one process, whose progress the
+test sets."""
 
 import gc
 import sys
@@ -121,12 +122,12 @@ def test_the_end_of_the_process_stops_all_threads_by_one_handler(monkeypatch):
     registered = []
     monkeypatch.setattr(progress.atexit, "register", registered.append)
     monkeypatch.setattr(progress, "_stop_at_exit", cache(progress._stop_at_exit.__wrapped__))
-    before = set(progress._stop_events)
+    before = set(progress._stops)
     owners = [Owner() for _ in range(3)]
     watch = Watch(Connection(dist.HashStore()), "test", [0], 0, TIMEOUT_S)
     for owner in owners:
         oversee(owner, torch.zeros(4, dtype=torch.int32), watch, lambda: None)
-    started = set(progress._stop_events) - before
+    started = set(progress._stops) - before
     assert len(started) == 3 and registered == [progress._finish]
     progress._finish()
     assert not any(thread.is_alive() for thread in started)
@@ -324,9 +325,9 @@ def test_collectives_that_end_or_whose_peers_compile_are_left_alone(hosts):
 
 
 def test_the_thread_that_watches_a_queue_ends_with_it():
-    before = set(progress._stop_events)
+    before = set(progress._stops)
     made = Host(dist.HashStore(), 0)
-    (thread,) = set(progress._stop_events) - before
+    (thread,) = set(progress._stops) - before
     del made
     gc.collect()
     thread.join(2.0)

@@ -98,10 +98,10 @@ def _measure_ranks(shape: MoeShape, layer: Layer, bench: Bench) -> Trial:
         beside.append(staged)
         candidates["staged"] = lambda: _time_ranks(bench, staged, lambda: staged.moe(layer.tokens, layer.routing))
     if not shape.is_even:
-        even = as_busy(shape, layer, bench.num_ranks)
-        busy = open_parallel(*even, bench.num_ranks)
+        even_shape, even = as_busy(shape, layer, bench.num_ranks)
+        busy = open_parallel(even_shape, even, bench.num_ranks)
         beside.append(busy)
-        candidates["as_busy"] = lambda: _time_ranks(bench, busy, lambda: busy.moe(even[1].tokens, even[1].routing))
+        candidates["as_busy"] = lambda: _time_ranks(bench, busy, lambda: busy.moe(even.tokens, even.routing))
     if shape.transport not in FUSED and parallel.exchange != "counted":
         candidates["launched"] = lambda: bench.clock.ranks(ours)
         counted = _OverCollectives(layer.packed, timeout_s=60)

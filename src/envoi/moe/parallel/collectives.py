@@ -14,7 +14,7 @@ from torch._C._distributed_c10d import AllgatherOptions, AllToAllOptions
 from envoi.moe.parallel.progress import in_background
 from envoi.moe.parallel.timeout import PeerTimeout, Watch, line_of
 
-_ended: "weakref.WeakSet[Any]" = weakref.WeakSet()  # groups
+_ended: "weakref.WeakSet[Any]" = weakref.WeakSet()  # groups, or backends, that this process has ended
 
 
 @dataclass(frozen=True)
@@ -45,11 +45,6 @@ class Channel:
     def queues(self) -> bool:
         """Tell whether rows are sent on a stream of the device, whose later work waits for them without the host."""
         return self.data is not self.control
-
-    @property
-    def backend(self) -> Any:
-        """Backend of NCCL by which collectives of `data` are started and ended."""
-        return backend_of(self.data)
 
 
 def backend_of(group: Any) -> Any:

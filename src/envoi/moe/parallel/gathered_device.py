@@ -119,8 +119,7 @@ def open_buffers(
 
 def connect(buffers: Buffers, channel: Channel) -> None:
     """Connect the ranks by both collectives, in time, and have calls overseen from now on. Collective."""
-    mine, data = buffers.segments[buffers.domain.rank], channel.data
-    buffers.connect(buffers.segments, mine, data, channel.backend, channel.watch)
+    buffers.connect(buffers.segments, buffers.segments[buffers.domain.rank], channel.data, channel.watch)
 
 
 def _solo(layout: GatheredLayout, segment: torch.Tensor, domain: Domain) -> Domain:

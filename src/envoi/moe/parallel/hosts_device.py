@@ -177,7 +177,7 @@ def connect(buffers: Buffers, rail: Any, watch: Watch) -> None:
 
     rail: a backend of NCCL that connects them, in the order of their hosts.
     """
-    buffers.connect(buffers.parcels, buffers.own_parcel, rail, rail, watch)
+    buffers.connect(buffers.parcels, buffers.own_parcel, rail, watch)
 
 
 def run_layer(

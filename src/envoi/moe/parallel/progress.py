@@ -27,7 +27,7 @@ FINISH_S = 5.0  # the most that the end of the process waits for the threads
 BEGUN, GATHERED, DONE, LOST = range(4)  # entries of the counts; LOST: set by the host, 1 if a rank is missing
 NUMBERS = 256  # of collectives, after which they begin anew: more than are queued at a time
 ANSWER_S = 0.05  # for which a thread that looks waits for the store
-_stop_events: weakref.WeakKeyDictionary[threading.Thread, Wake] = weakref.WeakKeyDictionary()
+_stops: weakref.WeakKeyDictionary[threading.Thread, Wake] = weakref.WeakKeyDictionary()
 _adding = threading.Lock()
 STEPS = {GATHERED: "dispatch", DONE: "combine"}  # the step that a call is in until it passes a point
 
@@ -46,8 +46,9 @@ def oversee(owner: object, counts: torch.Tensor, watch: Watch, end: Callable[[],
 class HostMarks:
     """Marks in memory of the host, which is read without the driver: that may wait for the device, and Python with it.
 
-    numbers [NUMBERS] int32: 0, 1 .. on the device. noted [NUMBERS] int32: pinned; for a collective's number, modulo
-    NUMBERS, how many times NUMBERS it is. Each has a place of its own: those of several streams come in any order.
+    numbers [NUMBERS] int32 on the device: 0, 1 .., never written. noted [NUMBERS] int32, pinned: the device writes it,
+    any thread reads it, nobody resets it. The place of collective n is n % NUMBERS, and holds n // NUMBERS, modulo
+    NUMBERS, of the last one that is done there; each has its own, since those of several streams come in any order.
     """
 
     numbers: torch.Tensor
@@ -87,7 +88,7 @@ def in_background(target: Callable[[], object], stop: Wake | None = None) -> Non
     """Run a function in a thread that the end of the process waits for, after it has set `stop`."""
     thread = threading.Thread(target=target, name="envoi-progress", daemon=True)
     with _adding:
-        _stop_events[thread] = stop or Wake()
+        _stops[thread] = stop or Wake()
     thread.start()
     _stop_at_exit()
 
@@ -102,7 +103,7 @@ def _finish() -> None:
     until = time.monotonic() + FINISH_S
     while time.monotonic() < until:
         with _adding:  # a thread that stops may have started another
-            stops = {thread: stop for thread, stop in _stop_events.items() if thread.is_alive()}
+            stops = {thread: stop for thread, stop in _stops.items() if thread.is_alive()}
         if not stops:
             return
         for stop in stops.values():

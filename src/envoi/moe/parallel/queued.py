@@ -14,7 +14,7 @@ from typing import Any
 import torch
 
 from envoi.moe.launches import Launch, launch_kernel
-from envoi.moe.parallel.collectives import end_collectives, queued_exchange, queued_gather
+from envoi.moe.parallel.collectives import backend_of, end_collectives, queued_exchange, queued_gather
 from envoi.moe.parallel.progress import oversee
 from envoi.moe.parallel.symmetric_memory import Domain
 from envoi.moe.parallel.timeout import Watch
@@ -58,12 +58,12 @@ class QueuedBuffers:
         """Prepared calls, which launch on this memory."""
         return Calls(self.owned)
 
-    def connect(self, everyone: torch.Tensor, mine: torch.Tensor, group: Any, backend: Any, watch: Watch) -> None:
+    def connect(self, everyone: torch.Tensor, mine: torch.Tensor, group: Any, watch: Watch) -> None:
         """Connect the ranks by both collectives, in time, and have calls overseen from now on. Collective.
 
-        everyone, mine: what is gathered, and this rank's part of it. backend: of NCCL; group: itself, or the process
-        group around it.
+        everyone, mine: what is gathered, and this rank's part of it. group: of NCCL, or a backend of it.
         """
+        backend = backend_of(group)
         self.domain.watch = watch
         self.gathering = queued_gather(backend, everyone, mine)
         self.exchanging = queued_exchange(backend, self.received, self.sent)

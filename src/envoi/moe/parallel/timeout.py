@@ -150,8 +150,8 @@ class Watch:
         self.deadline: float | None = time.monotonic() + timeout_s - self.roll_call_s
         self.ranks_by_store: list[int] = []
         self.peers: pulse.Peers | None = None  # with which calls may compile while this rank waits
-        self.end: Callable[[], object] | None = None  # begins to end collectives that wait for a lost peer
-        self.broken: Callable[[], str] | None = None  # says why collectives failed, though they count as complete
+        self.end: Callable[[], object] = lambda: None  # begins to end collectives that wait for a lost peer
+        self.broken: Callable[[], str] = lambda: ""  # says why collectives failed, though they count as complete
         self.marks: Marks | None = None  # of what is queued
         self.alarmed = Alarm(connection, name).raised
         self._failing = threading.Lock()
@@ -278,9 +278,8 @@ class Watch:
         for queued in self._queued:
             try:
                 self._poll(partial(self._is_complete, queued), self._end(began))
-                error = "" if self.broken is None else self.broken()
-                if error:
-                    raise RuntimeError(error)
+                if why := self.broken():
+                    raise RuntimeError(why)
             except (RuntimeError, _AlarmError) as error:
                 self._queued = []
                 self.fail(queued.step, error, time.monotonic() - began)
@@ -301,8 +300,7 @@ class Watch:
         with self._failing:
             if self.failure is None:
                 with suppress(RuntimeError):
-                    if self.end is not None:
-                        self.end()
+                    self.end()
                 ranks, answered, store, why = self._explain(cause, waited_s, says_why)
                 within_s = within_s or self.timeout_s
                 failure = PeerTimeout(ranks, step, within_s, answered, self.rank, store, why)

@@ -8,7 +8,6 @@ a kernel that has become another isn't missed.
 import dataclasses
 import hashlib
 import json
-import uuid
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from functools import lru_cache
@@ -18,7 +17,8 @@ from typing import Any
 import torch
 from triton import knobs
 
-from envoi import env
+from envoi import cache_file, env
+from envoi.gemm.hopper import pairs, tune, two_kernels
 from envoi.runtime import triton_compat
 from envoi.runtime.devices import Target
 from envoi.runtime.rehearsal import Call, Site, digests_at
@@ -30,20 +30,20 @@ class UnknownError(Exception):
     """Sign that a call holds something whose text doesn't say all that it is."""
 
 
-def place_of(calls: Sequence[Call], target: Target, numbers: range, choices: str) -> Path | None:
+def place_of(calls: Sequence[Call], target: Target, numbers: range) -> Path | None:
     """Return the file of what `rehearsal.find` finds for these arguments, None if it isn't to be kept.
 
-    choices: what else decides it: the measured configs that this process uses. Nothing is kept if a call can't be told
-    from others, or if Envoi's sources are others than those that this process has imported.
+    Nothing is kept if a call can't be told from others, if a choice between kernels is forced, or if Envoi's sources or
+    measured configs are others than those that this process uses.
     """
     try:
         arguments = described((list(calls), target, [numbers.start, numbers.stop]))
-        sources = _sources()
+        sources, configs = _sources(), tune.state()
     except (OSError, UnknownError):
         return None
-    if sources is None:
+    if sources is None or configs is None or pairs.is_forced() or two_kernels.is_forced():
         return None
-    key = arguments, sources, choices, env.switches(), torch.__version__
+    key = arguments, sources, configs, env.switches(), torch.__version__
     name = hashlib.sha256(repr(key).encode()).hexdigest()[:32]
     return Path(knobs.cache.dir) / f"envoi-{triton_compat.VERSION}-{target.arch}-found" / f"{name}.json"
 
@@ -59,14 +59,9 @@ def recall(path: Path, calls: Sequence[Call], target: Target) -> dict[str, Site]
 
 def keep(path: Path, sites: Mapping[str, Site]) -> None:
     """Write a file for `recall`; where that can't be, nothing."""
-    written = path.with_name(f".{path.name}.{uuid.uuid4().hex}")
     with suppress(OSError):
         path.parent.mkdir(parents=True, exist_ok=True)
-        try:
-            written.write_text(json.dumps(sites))
-            written.replace(path)  # at once: other ranks read it
-        finally:
-            written.unlink(missing_ok=True)
+        cache_file.replace(path, json.dumps(sites))
 
 
 def described(value: Any) -> Any:
