@@ -203,6 +203,17 @@ def test_only_some_programs(fake):
     assert (planted.promise, fine.promise) == (f"sanitizers/memcheck/{PLANTED}", "sanitizers/memcheck/fine")
 
 
+def test_kernels_of_earlier_runs_count_as_watched(fake, tmp_path, monkeypatch, capsys):
+    record = tmp_path / "sanitize.jsonl"
+    evidence.append(record, list(sanitize.run(options(only=["fine"]))))
+    other = "envoi.moe.kernels.combine_kernel"
+    monkeypatch.setenv("LAUNCHED", json.dumps([f"{other} abc"]))
+    capsys.readouterr()
+    list(sanitize.run(options(more=True, record=str(record))))
+    missing = registered() - {NAME, other}
+    assert f"kernels that weren't watched: {', '.join(sorted(missing))}\n" in capsys.readouterr().out
+
+
 def test_more_are_those_without_a_right_run(fake, tmp_path):
     record = tmp_path / "sanitize.jsonl"
     given = options(more=True, record=str(record))

@@ -171,11 +171,11 @@ def registered() -> set[str]:
     return {f"{fn.__module__}.{fn.__name__}" for fn in kernels}
 
 
-def right_programs(record: Path, tool: str) -> set[str]:
-    """Return the programs whose last run in a file was right."""
+def right_programs(record: Path, tool: str) -> dict[str, str]:
+    """Return the programs whose last run in a file was right, each with its line: see `Watched.line`."""
     found = read_files([record] if record.exists() else []).items()
     start = f"sanitizers/{tool}/"
-    return {name.removeprefix(start) for name, run in found if name.startswith(start) and not run.wrong}
+    return {name.removeprefix(start): run.text for name, run in found if name.startswith(start) and not run.wrong}
 
 
 def gpus() -> list[str]:
@@ -193,7 +193,7 @@ def run(options: argparse.Namespace) -> Iterator[Run]:
     if not wanted:
         raise ValueError(f"--only: expected a part of a program's name, got {', '.join(options.only)}")
     for tool in options.tools:
-        known = right_programs(Path(options.record), tool) if options.more and options.record else ()
+        known = right_programs(Path(options.record), tool) if options.more and options.record else {}
         names = [name for name in wanted if name not in known]
         start = time.monotonic()
         end = start + options.limit_s / len(options.tools)
@@ -218,7 +218,8 @@ def run(options: argparse.Namespace) -> Iterator[Run]:
                             1, result.line,
                         )  # fmt: skip
         left = [name for name in names if name not in found]
-        missing = sorted(registered().difference(*(result.kernels for result in found.values())))
+        watched = totals(known.values())[1].union(*(result.kernels for result in found.values()))
+        missing = sorted(registered() - watched)
         print(f"{tool}: not run for want of time: {', '.join(left) or 'nothing'}")
         print(f"{tool}: kernels that weren't watched: {', '.join(missing) or 'none of those registered'}", flush=True)
         options.incomplete |= bool(left)
