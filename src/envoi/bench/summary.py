@@ -6,15 +6,12 @@ from math import exp, log
 from envoi.bench.evidence import BASELINES, Measurement
 from envoi.table import number
 
-# Roofs, Envoi's own other forms, and a product without what the epilogue does.
-NOT_THE_SAME_WORK = {
-    "copy", "empty", "tokens", "plain", "bf16", "dense", "launched", "counted", "staged", "cublas", "torch_mm", "graph",
-    "concat", "interleaved", "batch_invariant", "as_busy",
-}  # fmt: skip
 OWN_FORMS = (
     "plain", "bf16", "dense", "launched", "counted", "staged", "graph", "concat", "interleaved", "batch_invariant",
     "as_busy",
 )  # fmt: skip
+# Envoi's own other forms, roofs, and a product without what the epilogue does.
+NOT_THE_SAME_WORK = {*OWN_FORMS, "copy", "empty", "tokens", "cublas", "torch_mm"}
 # Suites in which one of them is what Envoi is compared to: the product is all of the work, or the host's time is.
 COUNTS_IN = {"gemm": "cublas", "gemm_fp8": "cublas", "gemm_drawn": "cublas", "host": "torch_mm"}
 

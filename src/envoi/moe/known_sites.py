@@ -18,7 +18,8 @@ import torch
 from triton import knobs
 
 from envoi import cache_file, env
-from envoi.gemm.hopper import pairs, tune, two_kernels
+from envoi.gemm.hopper import tune
+from envoi.gemm.hopper.forced import any_forced
 from envoi.runtime import triton_compat
 from envoi.runtime.devices import Target
 from envoi.runtime.rehearsal import Call, Site, digests_at
@@ -41,7 +42,7 @@ def place_of(calls: Sequence[Call], target: Target, numbers: range) -> Path | No
         sources, configs = _sources(), tune.state()
     except (OSError, UnknownError):
         return None
-    if sources is None or configs is None or pairs.is_forced() or two_kernels.is_forced():
+    if sources is None or configs is None or any_forced():
         return None
     key = arguments, sources, configs, env.switches(), torch.__version__
     name = hashlib.sha256(repr(key).encode()).hexdigest()[:32]
@@ -96,6 +97,3 @@ def _hash_of(paths: tuple[Path, ...]) -> str:
         content = path.read_bytes()
         found.update(f"{path.name} {len(content)} ".encode() + content)
     return found.hexdigest()
-
-
-__all__ = ["UnknownError", "described", "keep", "place_of", "recall"]

@@ -12,13 +12,13 @@ from envoi.epilogue.outputs import chunk_columns
 from envoi.gemm.grouping import Grouping
 from envoi.gemm.hopper import tune
 from envoi.gemm.hopper.config import Problem, are_few
+from envoi.gemm.hopper.forced import Choice
 from envoi.gemm.hopper.host import scaling, supports_hopper, takes_pairs
 from envoi.gemm.hopper.time_model import COSTS, predicted_cycles
-from envoi.runtime import prepared
 from envoi.runtime.devices import num_sms
 from envoi.types import Matrix
 
-_forced: bool | None = None
+_choice = Choice()
 
 
 def use_pairs(wanted: bool | None) -> None:
@@ -26,14 +26,7 @@ def use_pairs(wanted: bool | None) -> None:
 
     For tests and measurements. Prepared calls are forgotten.
     """
-    global _forced
-    _forced = wanted
-    prepared.clear()
-
-
-def is_forced() -> bool:
-    """Tell whether the choice isn't made as always."""
-    return _forced is not None
+    _choice.force(wanted)
 
 
 def quantizes_in_pairs(rows: Matrix, weights: Matrix, in_pairs: IR, in_bf16: IR, grouping: Grouping) -> bool:
@@ -46,8 +39,8 @@ def quantizes_in_pairs(rows: Matrix, weights: Matrix, in_pairs: IR, in_bf16: IR,
         return False
     if not takes_pairs(in_pairs, N, weights.shape[0]):
         return False
-    if _forced is not None:
-        return _forced
+    if _choice.forced is not None:
+        return _choice.forced
     problem = Problem(grouping.likely_rows(rows.shape[0]), N, K, 1, weights.shape[0], scaled=True)
     return pairs_pay(tune.rounded(problem), in_pairs, in_bf16, num_sms(rows.device))
 

@@ -13,13 +13,13 @@ from envoi.epilogue.lower import lower
 from envoi.epilogue.outputs import chunk_columns
 from envoi.gemm.hopper import tune
 from envoi.gemm.hopper.config import Problem, are_few
+from envoi.gemm.hopper.forced import Choice
 from envoi.gemm.hopper.time_model import COSTS, predicted_cycles
-from envoi.runtime import prepared
 from envoi.runtime.gpu_rates import H200
 
 LAUNCH_US = 3.0  # of a second kernel with few rows, in a graph
 
-_forced: bool | None = None
+_choice = Choice()
 
 
 def use(wanted: bool | None) -> None:
@@ -27,14 +27,7 @@ def use(wanted: bool | None) -> None:
 
     For tests and measurements. Prepared calls are forgotten.
     """
-    global _forced
-    _forced = wanted
-    prepared.clear()
-
-
-def is_forced() -> bool:
-    """Tell whether the choice isn't made as always."""
-    return _forced is not None
+    _choice.force(wanted)
 
 
 def pay(problem: Problem, ir: IR, num_sms: int, shipped_only: bool = False) -> bool:
@@ -42,7 +35,7 @@ def pay(problem: Problem, ir: IR, num_sms: int, shipped_only: bool = False) -> b
 
     shipped_only: as for `tune.choose`.
     """
-    return _pay(problem, ir, num_sms, shipped_only) if _forced is None else _forced
+    return _pay(problem, ir, num_sms, shipped_only) if _choice.forced is None else _choice.forced
 
 
 @tune.remember
