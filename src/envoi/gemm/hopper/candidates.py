@@ -5,7 +5,9 @@ from dataclasses import replace
 from envoi.epilogue.lower import Lowered
 from envoi.gemm.hopper.config import (
     FEW_TOKENS,
+    IN_LONG_TURNS,
     IN_TURNS,
+    LONG_K,
     NARROWED,
     SHARED_FROM,
     TWO_WIDTHS,
@@ -36,7 +38,8 @@ def candidates(problem: Problem, code: Lowered) -> list[Config]:
             Config(64, 1, 128, k, 4),
         ]
         # With fewer tokens memory has no time to spare, with more the products haven't: turns cost them (measured).
-        if problem.num_groups and IN_TURNS[0] <= per_group <= IN_TURNS[1]:
+        least, most = IN_TURNS
+        if problem.num_groups and least <= per_group <= (IN_LONG_TURNS if problem.K > LONG_K else most):
             found += [Config(64, 2, 128, k, 4, pingpong=True), Config(64, 2, 128, 128, 8, pingpong=True)]
     else:
         found += [

@@ -14,6 +14,7 @@ _FLAGS = ("pingpong", "swap_ab", "wide_tail_tiles", "paired_tiles")
 FEW_TOKENS = 64  # tokens (of an expert) up to which the weights are the instruction's M side
 MAX_FEW_COLUMNS = 64  # columns that an epilogue may need at once where tokens are few
 IN_TURNS = 17, 64  # tokens of an expert for which consumers take tiles with scale factors along K in turns
+LONG_K, IN_LONG_TURNS = 2048, 54  # beyond so much of K up to so many: with more a tenth of the experts has two tiles
 MOST_OF_THREE = 100  # accumulators of a thread of three consumers, if `narrowed`
 MOST_OF_THREE_FP8 = 96  # of them in FP8, whose factors take registers too
 TWO_WIDTHS = 96, 160, 192  # features of a tile that two accumulators hold: 64 + 32, 128 + 32, 128 + 64
