@@ -44,6 +44,11 @@ def test_every_suite_has_a_chart_of_its_rows_and_the_readme_its_picture():
         assert charts.digest(rows) in path.read_text(encoding="utf-8"), f"{path.name}: {REMEDY}"
 
 
+def test_the_machine_with_most_cases_comes_first():
+    few, many = [sample(gpu="NVIDIA H100")], [sample(case=case) for case in ("64x64x64 bf16", "128x64x64 bf16")]
+    assert list(of_suite({"h100": few, "h200": many, "b200": []}, "gemm")) == ["h200", "h100"]
+
+
 def test_no_table_is_wider_than_six_columns():
     for name, text in pages(RESULTS).items():
         for line in text.splitlines():

@@ -45,12 +45,12 @@ def pages(folder: Path) -> dict[str, str]:
 def of_suite(
     results: dict[str, list[Measurement]], suite: str, untuned: bool = False
 ) -> dict[str, list[Measurement]]:  # fmt: skip
-    """Return the measurements of a suite, those made with `--untuned` or the others, for each file that has some."""
+    """Return the measurements of a suite, those made with `--untuned` or the others, by file, that with most first."""
     chosen = {
         gpu: [m for m in measurements if m.suite == suite and m.is_untuned == untuned]
         for gpu, measurements in results.items()
     }
-    return {gpu: measurements for gpu, measurements in chosen.items() if measurements}
+    return {gpu: chosen[gpu] for gpu in sorted(chosen, key=lambda gpu: -len(chosen[gpu])) if chosen[gpu]}
 
 
 def index(results: dict[str, list[Measurement]]) -> str:
