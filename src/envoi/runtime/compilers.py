@@ -8,11 +8,13 @@ again wherever its author didn't expect that.
 
 import os
 import pickle
+import signal
 import subprocess
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor, as_completed
 from concurrent.futures.process import BrokenProcessPool
+from contextlib import suppress
 from multiprocessing import get_context
 from typing import Any, TypeVar
 
@@ -50,14 +52,16 @@ class Compilers:
 
     def _start(self) -> None:
         command = (sys.executable, "-c", _START.format(path=sys.path))
-        self._server = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE)
+        # In a group of its own, so that its workers can be ended without its help.
+        self._server = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, start_new_session=True)
         self._send((self.target.arch, self.num_jobs))
 
     def __exit__(self, kind: Any, *error: object) -> None:
         if self._server is None:
             return
         if kind is not None or not self._asked:
-            self._server.kill()
+            with suppress(ProcessLookupError):
+                os.killpg(self._server.pid, signal.SIGKILL)
         self._server.communicate()  # closes its input, at which it ends
 
     def map(self, function: Callable[[T], R], items: Sequence[T]) -> Iterator[tuple[T, R | None]]:
@@ -107,7 +111,8 @@ def serve() -> None:
         except EOFError:
             return
         # The same processes for all requests: they remember what they found out.
-        pool = pool or ProcessPoolExecutor(num_jobs, get_context("fork"))
+        # They close the answers, which otherwise wouldn't end with this process.
+        pool = pool or ProcessPoolExecutor(num_jobs, get_context("fork"), os.close, (answers.fileno(),))
         for answer in _answers(pool, function, items):
             pickle.dump(answer, answers)
             answers.flush()
