@@ -16,6 +16,7 @@ from triton import knobs
 import envoi
 from envoi import cli
 from envoi.epilogue.activation import written
+from envoi.gemm.hopper.pairs import use_pairs
 from envoi.moe import api as moe_api
 from envoi.moe import warm_up
 from envoi.moe.op import IDS, WEIGHTS
@@ -255,6 +256,21 @@ def test_a_call_compiles_nothing_afterwards(monkeypatch, tmp_path, jobs):
     kernel, _, arguments, options = rehearse(wider, 5, HOPPER)[-1]
     triton_compat.compile_like_a_launch(kernel, arguments, "sm_90", options)
     assert events[-1] == ("combine_kernel", False)  # the test would see it
+
+
+def test_a_forced_choice_holds_for_what_is_compiled(monkeypatch, tmp_path):
+    monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
+    monkeypatch.setattr(warm_up, "HERE", 0)
+    with standing_for(HOPPER):
+        calls = [warm_up.LayerCall(experts_without_memory(256, 128, 4, "fp8_block128", "swiglu", bias=False), 2)]
+    always = find(calls, HOPPER, range(1, 301))
+    use_pairs(False)
+    try:
+        warm_up.compile_calls(calls, HOPPER, 300, 2, progress=False, for_launch=False)
+        forced = find(calls, HOPPER, range(1, 301))
+    finally:
+        use_pairs(None)
+    assert set(forced) != set(always) and not warm_up.uncompiled(forced, HOPPER, for_launch=False)
 
 
 @pytest.mark.parametrize("jobs", [1, 2])

@@ -52,6 +52,13 @@ def compiles(device: torch.device) -> bool:
     return device.type == "cuda" and has_kernels(device)
 
 
+def jobs_for(jobs: int | None) -> int | None:
+    """Return how many processes compile if so many were asked for: one where a choice is forced, as only it knows."""
+    from envoi.gemm.hopper.forced import any_forced  # not at the top: `import envoi` must not import Triton
+
+    return 1 if any_forced() else jobs
+
+
 def without_tensors(value: Any) -> Any:
     """Return an argument with tensors that have no memory in the place of its tensors."""
     if isinstance(value, ExpertWeights | QuantTensor):
@@ -65,7 +72,7 @@ def compile_calls(
     calls: Sequence[Call], target: Target, max_tokens: int, jobs: int | None, progress: bool, for_launch: bool
 ) -> list[Site]:
     """Compile what calls with 1 to max_tokens tokens launch, into Triton's disk cache; return a site of each kernel."""
-    with Compilers(target, jobs) as compilers:
+    with Compilers(target, jobs_for(jobs)) as compilers:
         sites = known_sites(compilers, calls, target, max_tokens)
         compile_sites(compilers, calls, target, uncompiled(sites, target, for_launch), progress, for_launch)
     return list(sites.values())

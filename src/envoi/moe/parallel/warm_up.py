@@ -21,7 +21,7 @@ from envoi.moe.parallel.collectives import Channel, gather_texts
 from envoi.moe.parallel.hosts import Grid
 from envoi.moe.parallel.symmetric_memory import Domain, SharedLayout, allocate
 from envoi.moe.permute import empty_rows
-from envoi.moe.warm_up import HERE, compile_sites, known_sites, uncompiled
+from envoi.moe.warm_up import HERE, compile_sites, jobs_for, known_sites, uncompiled
 from envoi.quant.formats import format_named
 from envoi.runtime.compilers import Compilers
 from envoi.runtime.devices import Target
@@ -152,7 +152,7 @@ def compile_together(
     """
     gather_texts(channel, "", step)
     calls, sites = [call], {}
-    with patient(channel), Compilers(target, jobs, ahead=step == STEP) as compilers:
+    with patient(channel), Compilers(target, jobs_for(jobs), ahead=step == STEP) as compilers:
 
         def look() -> None:
             here = HERE if step == STEP else HERE_AT_FIRST
