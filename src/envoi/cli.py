@@ -190,7 +190,7 @@ def _trace_arguments(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
     add("--format", metavar="NAME", default="fp8_block128", help=f"of {DEMO_FORMATS}; default: %(default)s")
     add("--skew", metavar="X", type=float, default=1.0, help="expert 0 has X times its share; default: %(default)s")
-    add("--fused", action=argparse.BooleanOptionalAction, help="L1 pulls tokens itself; default: where that is faster")
+    add("--fused", action=argparse.BooleanOptionalAction, help="pull, L1 and L2 in one launch; default: where faster")
     add("--out", metavar="FILE", default="trace.json.gz", help="for ui.perfetto.dev; default: %(default)s")
     add("--png", metavar="FILE", help="draw the timeline too: .png, .pdf or .svg")
 

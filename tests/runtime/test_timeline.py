@@ -110,9 +110,9 @@ def test_launches_ask_the_recorder_of_their_thread(monkeypatch):
 
 # Of each kernel that can be traced, a case; and how many moments it has at most, in all roles.
 TRACEABLE = {
-    "ep-stage-tokens-fp8-block128": 2, "ep-send-routing": 4, "ep-pull-bf16": 2, "ep-order-rows": 3,
+    "ep-stage-tokens-fp8-block128": 2, "ep-send-routing": 4, "ep-pull-bf16": 2,
     "ep-combine-barrier": 2, "ep-sum": 2, "ep-sum-ranks": 2, "ep-send-partial-sums": 2,
-    "experts-quantize-fp8-block128": 2, "gemm-sm90-experts-l1-fp8-block128": 10, "ep-fused-l1-few": 17,
+    "experts-quantize-fp8-block128": 2, "gemm-sm90-experts-l1-fp8-block128": 10, "ep-fused-few": 24,
 }  # fmt: skip
 
 

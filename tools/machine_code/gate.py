@@ -49,28 +49,20 @@ class Known:
 BETWEEN_TILES = "two CTAs of 8 warps an SM leave 128 registers; all of it is between tiles, none in the loop over K"
 ONCE_A_TILE = "addresses and sizes, stored and loaded once a tile, none of them in the loop over K"
 IN_LOOP = "two CTAs of 8 warps an SM leave 128 registers; 2 of it are in the loop over K, whose time nobody measured"
-BESIDE_MOVERS = "movers leave a consumer 232 registers; {} of it are in the loop over K, whose time nobody measured"
+THREE_PHASES = "what three phases share stays in registers; loads once a tile, none of them in the loop over K"
 KNOWN: dict[str, dict[str, Known]] = {
     "3.6.0": {
         "w4a16-few-l1-wide sm_90": Known(3, 3, BETWEEN_TILES),
-    },
-    "3.7.1": {
-        "ep-fused-l1-narrow sm_90": Known(6, 3, ONCE_A_TILE),
     },
     "3.8.0": {
         "gemm-sm90-experts-l1-fp8-block128 sm_90": Known(5, 4, ONCE_A_TILE),
         "gemm-sm90-experts-l2-fp8-block128 sm_90": Known(7, 5, ONCE_A_TILE),
         "gemm-sm90-experts-l1-pairs-concat sm_90": Known(1, 1, ONCE_A_TILE),
-        "ep-fused-l1 sm_90": Known(12, 12, BESIDE_MOVERS.format(8)),
-        "ep-fused-l1-narrow sm_90": Known(6, 3, ONCE_A_TILE),
     },
     "3.9.0": {
         "gemm-sm90-split-linear sm_90": Known(23, 3, ONCE_A_TILE),
         "gemm-sm90-experts-l1-concat-fp8-block128 sm_90": Known(21, 4, f"{ONCE_A_TILE}, but for one load"),
         "gemm-sm90-experts-l1-pairs-concat sm_90": Known(7, 1, ONCE_A_TILE),
-        "ep-fused-l1 sm_90": Known(43, 20, BESIDE_MOVERS.format(8)),
-        "ep-fused-l1-narrow sm_90": Known(11, 4, ONCE_A_TILE),
-        "ep-fused-l1-few sm_90": Known(14, 14, BESIDE_MOVERS.format(2)),
         "w4a16-few-l1-wide sm_90": Known(14, 14, IN_LOOP),
         "w4a16-few-l2-wide sm_90": Known(1, 1, BETWEEN_TILES),
         "w4a16-few-l1-wide-4096 sm_90": Known(2, 2, BETWEEN_TILES),
@@ -87,7 +79,7 @@ NEEDS: tuple[tuple[str, dict[str, str]], ...] = (
         {"tensor core": BLACKWELL_CORE, **LOADS, "TMA store": "UTMASTG", "tensor memory load": "LDTM"},
     ),
     ("w4a16-few-", {"tensor core": "QGMMA"}),
-    ("ep-fused-l1", {"tensor core": "QGMMA", **LOADS}),
+    ("ep-fused", {"tensor core": "QGMMA", **LOADS}),
     ("router-sm90", {"tensor core": "HGMMA", **LOADS}),
     ("gemm-mx-sm90-", {"tensor core": "HGMMA", **LOADS}),
     ("w4a16-many-", {"tensor core": "HGMMA", **LOADS}),

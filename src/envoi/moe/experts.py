@@ -1,6 +1,5 @@
 """Experts by kernels: L1 GEMM -> activation -> quantise -> L2 GEMM on rows sorted by expert."""
 
-from collections.abc import Callable
 from dataclasses import replace
 from typing import Any, cast
 
@@ -19,35 +18,33 @@ from envoi.types import ExpertWeights, Matrix, QuantTensor
 
 def run_experts(
     rows: Matrix, weights: torch.Tensor, offsets: torch.Tensor, experts: ExpertWeights,
-    grouping: Grouping = EXPERTS_ROWS, run: Callable[..., list[torch.Tensor] | None] = run_kernels,
+    grouping: Grouping = EXPERTS_ROWS,
 ) -> torch.Tensor:  # fmt: skip
     """Run L1 -> activation -> quantise -> L2 on rows [P, H] sorted by expert: [P, H] bf16, each row times its weight.
 
     weights [P] float32: the routing weight of each row. offsets [E + 1] int32: expert e owns rows offsets[e] :
     offsets[e + 1]. grouping: how the rows are grouped; with `to`, L2 stores each row at its address and returns `to`.
     Where L1's epilogue doesn't quantise (`l1_epilogues`), one more kernel does; the bits are the same.
-    run: what runs L1's GEMM, with the arguments of `run_kernels`.
     """
     with span("L1"):
-        hidden = run_l1(rows, weights, offsets, experts, replace(grouping, to=None), run)
+        hidden = run_l1(rows, weights, offsets, experts, replace(grouping, to=None))
     with span("L2"):
         return run_l2(hidden, weights, offsets, experts, grouping)
 
 
 def run_l1(
-    rows: Matrix, weights: torch.Tensor, offsets: torch.Tensor, experts: ExpertWeights, grouping: Grouping,
-    run: Callable[..., list[torch.Tensor] | None] = run_kernels,
-) -> Matrix:  # fmt: skip
+    rows: Matrix, weights: torch.Tensor, offsets: torch.Tensor, experts: ExpertWeights, grouping: Grouping
+) -> Matrix:
     """Run L1 -> activation -> quantise: rows [P, H] -> hidden rows [P, I] in the scheme of L2's rows.
 
-    Arguments as in `run_experts`. run: what runs the GEMM, with the arguments of `run_kernels`.
+    Arguments as in `run_experts`.
     """
     operands = {"weight": weights, **columns_of(experts.gate_up, experts.gate_up_bias)}
     in_tile, in_pairs = l1_epilogues(experts)
     epilogue = in_tile
     if in_pairs is not None and quantizes_in_l1(rows, experts.gate_up, in_pairs.ir, in_tile.ir, grouping):
         epilogue = in_pairs
-    hidden = _run_grouped_gemm(rows, experts.gate_up, offsets, epilogue, operands, grouping, run)
+    hidden = _run_grouped_gemm(rows, experts.gate_up, offsets, epilogue, operands, grouping)
     scheme = format_named(experts.format).activations
     if scheme is not None and isinstance(hidden, torch.Tensor):
         hidden = quantize_rows(hidden, offsets, scheme)
@@ -58,13 +55,15 @@ def run_l2(
     hidden: Matrix, weights: torch.Tensor, offsets: torch.Tensor, experts: ExpertWeights, grouping: Grouping
 ) -> torch.Tensor:
     """Run L2 on hidden rows [P, I]: [P, H] bf16, each row times its weight. Arguments as in `run_experts`."""
-    has_bias = experts.gate_up_bias is not None
-    operands = columns_of(experts.down, experts.down_bias)
-    if has_bias:
-        operands["weight"] = weights
-    l2 = expert_l2(has_bias, scale_of(experts.down) is not None)
-    rows = _run_grouped_gemm(hidden, experts.down, offsets, l2, operands, grouping, run_kernels)
+    l2 = expert_l2(experts.gate_up_bias is not None, scale_of(experts.down) is not None)
+    rows = _run_grouped_gemm(hidden, experts.down, offsets, l2, l2_operands(experts, weights), grouping)
     return cast(torch.Tensor, rows)
+
+
+def l2_operands(experts: ExpertWeights, weights: torch.Tensor) -> dict[str, Any]:
+    """Return the operands of L2's epilogue; with a bias in L1, rows are weighted only here."""
+    operands = columns_of(experts.down, experts.down_bias)
+    return operands if experts.gate_up_bias is None else {**operands, "weight": weights}
 
 
 def l1_epilogues(experts: ExpertWeights) -> tuple[Epilogue, Epilogue | None]:
@@ -85,9 +84,9 @@ def l1_epilogues(experts: ExpertWeights) -> tuple[Epilogue, Epilogue | None]:
 
 def _run_grouped_gemm(
     rows: Matrix, weights: Matrix, offsets: torch.Tensor, epilogue: Epilogue, operands: dict[str, Any],
-    grouping: Grouping, run: Callable[..., list[torch.Tensor] | None],
+    grouping: Grouping,
 ) -> Matrix:  # fmt: skip
     """Run a grouped GEMM whose epilogue has one output; rows that belong to no expert aren't written."""
-    outputs = run(rows, weights, offsets, epilogue.ir, torch.bfloat16, operands, grouping=grouping)
+    outputs = run_kernels(rows, weights, offsets, epilogue.ir, torch.bfloat16, operands, grouping=grouping)
     values, *sf = cast(list[torch.Tensor], outputs)
     return QuantTensor(values, sf[0], (1, values.shape[1] // sf[0].shape[1])) if sf else values

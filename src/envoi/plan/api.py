@@ -7,12 +7,12 @@ from envoi.check import expect_int
 from envoi.plan.blocks import BLOCK_MS, Blocks, l1_blocks, l2_blocks
 from envoi.plan.capacity import experts_per_wave, pool_capacity
 from envoi.plan.expected import rows_per_expert
+from envoi.plan.fused import FORMAT, FusedExperts, fused_experts
 from envoi.plan.layer import MAX_TOKENS, MoeLayer
 from envoi.plan.machines import W4A16, Machine, machine_of
 from envoi.plan.network import BetweenHosts, Network, bytes_between_hosts, steps_by_host
 from envoi.plan.overlap import Overlap, overlap_of
 from envoi.plan.presum import pays
-from envoi.plan.pulling import FORMAT, FusedL1, fused_l1
 from envoi.plan.shared import MIN_STAGES, SharedMemory, roles_of, shared_memory
 from envoi.plan.steps import Step, five_steps
 
@@ -31,7 +31,7 @@ class Plan:
     experts_per_wave: local experts that go through L1 and L2 together in the fused kernel.
     fused_shared: shared memory of the fused kernel with L1's tile. overlap: whether the products hide NVLink transfers.
     notes: quantities that aren't measured, and paths without a kernel. network, between_hosts: None for one host.
-    fused_l1: L1 that pulls its tokens, None where there is no such kernel.
+    fused: pull, L1 and L2 in one launch, None where there is no such kernel.
     """
 
     layer: MoeLayer
@@ -50,7 +50,7 @@ class Plan:
     notes: tuple[str, ...]
     network: Network | None = None
     between_hosts: BetweenHosts | None = None
-    fused_l1: FusedL1 | None = None
+    fused: FusedExperts | None = None
 
     @property
     def num_waves(self) -> int:
@@ -128,15 +128,15 @@ def plan_moe(
         ),
         fused_shared, overlap_of(layer, machine, l1.block_m), _notes(layer, machine, fused_shared),
         network, bytes_between_hosts(layer, max_tokens, presum) if several else None,
-        _fused_l1(layer, machine, l1.num_stages),
+        _fused(layer, machine),
     )  # fmt: skip
 
 
-def _fused_l1(layer: MoeLayer, machine: Machine, num_stages: int) -> FusedL1 | None:
+def _fused(layer: MoeLayer, machine: Machine) -> FusedExperts | None:
     if layer.format != FORMAT or machine.arch != "sm_90" or layer.num_hosts > 1 or layer.num_ranks == 1:
         return None
     sizes = layer.hidden, layer.intermediate, layer.num_topk, layer.num_tokens, layer.num_ranks, layer.num_experts
-    return fused_l1(*sizes, num_stages)
+    return fused_experts(*sizes)
 
 
 def _returned_rows(layer: MoeLayer, max_tokens: int, presum: bool) -> int:
@@ -156,7 +156,7 @@ def _check_memory(machine: Machine, weight_bytes: float, buffer_bytes: float) ->
 
 
 def _notes(layer: MoeLayer, machine: Machine, fused_shared: SharedMemory) -> tuple[str, ...]:
-    notes = ["one launch for all steps isn't written: its stages, waves and time are what it could have"]
+    notes = ["one launch for all five steps isn't written: its stages, waves and time are what it could have"]
     if layer.num_hosts > 1:
         notes.append("nothing has been measured between hosts: the network's rate and a collective's time are given")
     if not machine.measured:

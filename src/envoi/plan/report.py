@@ -112,7 +112,7 @@ def _sizes(plan: Plan) -> list[str]:
         f"{number(plan.buffer_bytes / GB)} GB, weights {number(plan.weight_bytes / GB)} GB",
         f"waves: {plan.num_waves} of {plan.experts_per_wave} experts; one launch: {shared.num_stages} stages of "
         f"{shared.stage_bytes} bytes, {shared.fixed_bytes} beside them",
-        *_fused_l1(plan), _overlap(plan), *_between_hosts(plan),
+        *_fused(plan), _overlap(plan), *_between_hosts(plan),
     ]  # fmt: skip
 
 
@@ -126,16 +126,16 @@ def _gemm(name: str, plan: Plan, blocks: Blocks, nk: tuple[int, int]) -> str:
     )
 
 
-def _fused_l1(plan: Plan) -> list[str]:
-    """Return the line on L1 that pulls its tokens, if there is such a kernel."""
-    fused = plan.fused_l1
+def _fused(plan: Plan) -> list[str]:
+    """Return the line on pull, L1 and L2 in one launch, if there is such a kernel."""
+    fused = plan.fused
     if fused is None:
         return []
     more = "less" if fused.saved_us > 0 else "more"
     return [
-        f"with fused=True: L1 pulls for {number(fused.pull_us)} us itself, by {fused.num_movers} movers a CTA of "
-        f"{fused.mover_registers} registers a thread, {fused.consumer_registers} for its products, "
-        f"{fused.num_stages} stages; its first round waits for {fused.first_share:.0%} of the tokens; in all about "
+        f"with fused=True: pull, L1 and L2 in one launch of {fused.num_consumers} consumers a tile of L1, "
+        f"{fused.consumer_registers} registers a thread, and a producer of {fused.producer_registers}, "
+        f"{fused.num_stages} stages; {fused.early_share:.0%} of L2 may run beside L1's last round; in all about "
         f"{number(abs(fused.saved_us))} us {more} than staged"
     ]
 

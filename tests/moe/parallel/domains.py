@@ -7,7 +7,6 @@ import torch
 from envoi.moe.parallel import ExpertParallel, dispatch, gathered_device, hosts_device, nvlink
 from envoi.moe.parallel.combine import combine_barrier, send_partial_sums, sum_rows
 from envoi.moe.parallel.dispatch import MAX_CHUNKS, num_chunks
-from envoi.moe.parallel.fused.host import order_rows
 from envoi.moe.parallel.hosts import Grid
 from envoi.moe.parallel.symmetric_memory import Domain, SharedLayout, allocate, set_peers
 from envoi.types import ExpertWeights, Routing
@@ -56,17 +55,20 @@ def flags(domain: Domain) -> torch.Tensor:
 
 
 def moe(
-    domains: list[Domain], parts: list[tuple[torch.Tensor, Routing]], experts: list[ExpertWeights] | None
-) -> list[torch.Tensor]:
+    domains: list[Domain], parts: list[tuple[torch.Tensor, Routing]], experts: list[ExpertWeights] | None,
+    num_slots: int = 10,
+) -> list[torch.Tensor]:  # fmt: skip
     """Run `nvlink.run_layer` on every rank: all take a step before any takes the next, so that none has to wait.
 
     experts: None skips both GEMMs: sums the old contents of the slots; with presum the tokens themselves, in bf16.
+    num_slots: of a rank, as an estimate; only the choice of configs depends on it.
     """
     exchange_routing(domains, parts)
     for domain in domains:
-        order_rows(domain) if domain.layout.fused else dispatch.pull_rows(domain)
+        if not domain.layout.fused or not domain.num_local:
+            dispatch.pull_rows(domain)
     for number, domain in enumerate(domains):
-        rows = domain.rows if experts is None else nvlink.run_local_experts(domain, experts[number], 10)
+        rows = domain.rows if experts is None else nvlink.run_local_experts(domain, experts[number], num_slots)
         if domain.layout.presum:
             send_partial_sums(domain, rows)
     outs = []

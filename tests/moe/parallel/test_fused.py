@@ -1,4 +1,4 @@
-"""Fused L1 without a GPU: memory, movers' shapes, and what `ExpertParallel(fused=True)` refuses, in words."""
+"""Experts in one launch, without a GPU: memory, tilings, and what `ExpertParallel(fused=True)` refuses, in words."""
 
 from dataclasses import replace
 from types import SimpleNamespace
@@ -7,17 +7,16 @@ from typing import Any, cast
 import pytest
 import torch
 
+from envoi.gemm.hopper.config import Config
 from envoi.moe.parallel import ExpertParallel
 from envoi.moe.parallel import cases as kernels
 from envoi.moe.parallel import memory as shared
-from envoi.moe.parallel.fused import host, memory
-from envoi.moe.parallel.fused.config import MoverConfig
-from envoi.moe.parallel.nvlink import LATE_STEPS
-from envoi.moe.parallel.shared_device import LATE_IN_L1
+from envoi.moe.parallel.fused import host
+from envoi.moe.parallel.fused.config import LANES, NUM_COUNTERS, PullConfig
 from envoi.moe.parallel.symmetric_memory import SharedLayout, allocate
 from envoi.moe.parallel.warm_up import ParallelCall
 from envoi.moe.warm_up import without_tensors
-from envoi.plan import pulling
+from envoi.plan import fused as one_launch
 from envoi.runtime.devices import Target
 from envoi.runtime.rehearsal import rehearse
 from tests.helpers.ranks import run_ranks
@@ -28,39 +27,25 @@ SIZES = {"max_tokens": 60, "num_topk": 3}
 EXPECTED = "fused: expected experts in fp8_block128 on Hopper GPUs that reach each other's memory, for True; got "
 
 
-@pytest.mark.parametrize(("max_tokens", "bits"), [(1, 0), (2, 1), (3, 2), (64, 6), (65, 7), (8192, 13)])
-def test_a_tokens_number_has_room_for_every_token(max_tokens, bits):
-    assert memory.token_bits(max_tokens) == bits
-    found = memory.allocate(3, max_tokens, 5, torch.device("meta"))
-    assert found.row_tokens.shape == (3 * max_tokens * 5,)
-    assert found.token_rows.shape == (3 << bits, 8)
-    assert found.tickets.numel() == 1
-    assert found.arrivals.numel() * memory.BLOCK_ROWS >= found.row_tokens.numel()
-    assert found.arrivals.storage_offset() * 4 % 128 == 0, "tickets and arrivals share a cache line"
-
-
 def test_only_a_fused_layout_takes_the_memory():
     layout, given = SharedLayout(2, 8, 10, 2, 128, "fp8_block128"), (0, [0, 4, 8], 1.0, torch.device("meta"), False)
     staged, fused = allocate(layout, *given), allocate(replace(layout, fused=True), *given)
-    assert staged.fused is None
-    assert len(fused.owned) == len(staged.owned) + 3
+    assert staged.progress is None
+    assert len(fused.owned) == len(staged.owned) + 1
+    assert fused.progress.shape == (NUM_COUNTERS,)
     assert fused.layout != staged.layout, "objects of both kinds would share memory"
 
 
-@pytest.mark.parametrize(("words", "loads", "piece"), [(1024, 4, 512), (512, 4, 512), (32, 4, 128), (1792, 8, 1024)])
-def test_a_mover_has_no_more_in_flight_than_a_token(words, loads, piece):
-    assert MoverConfig(words, words // 32, 8, loads=loads).piece == piece
+@pytest.mark.parametrize("hidden", [128, 2048, 2816, 7168, 16384])
+def test_a_token_fits_registers_and_its_vectors(hidden):
+    pull = PullConfig(hidden // 4, hidden // 128, 6, 100, 2 * hidden)
+    assert pull.words >= hidden // 4 and pull.words % (4 * LANES) == 0
+    assert pull.factors >= hidden // 128 and pull.slots == 8 and pull.experts == 128
+    assert pull.tokens * pull.words <= 128 * 128, "more than 128 registers of a thread"
+    assert pull.tokens % 4 == 0, "a warp without a token"
 
 
-def test_scale_factors_of_a_token_fit_a_vector():
-    assert [MoverConfig(words, words // 32, 8).sf_lanes for words in (32, 1024, 1792)] == [32, 32, 64]
-
-
-def test_the_host_names_the_late_step():
-    assert LATE_STEPS[LATE_IN_L1.value] == "L1"
-
-
-def test_what_the_fused_l1_does_not_cover_is_said():
+def test_what_one_launch_does_not_cover_is_said():
     layer = make()
     packed = layer.pack("fp8_block128")
     assert host.supports_fused(layer.pack("bf16"), 3) == "experts in bf16, not fp8_block128"
@@ -74,6 +59,10 @@ def test_on_hopper_more_slots_than_lanes_are_refused(monkeypatch):
     assert host.supports_fused(packed, 33) == "num_topk 33, more than 32"
     rows = replace(packed, gate_up=make(hidden=256, intermediate=128).pack("fp8_row").gate_up)
     assert host.supports_fused(rows, 3) == "the operands' formats"
+    wide = without_tensors(make(hidden=20480, experts=1, k=1).pack("fp8_block128"))
+    assert host.supports_fused(wide, 1) == "hidden 20480, more than 16384"
+    ungated = make(activation="relu2").pack("fp8_block128")
+    assert host.supports_fused(ungated, 3) == "experts whose L1 has no groups of 128 gated columns: relu2, 128 wide"
     assert host.supports_fused(make().pack("fp8_block128", 2, 2), 3) == "", "a rank without experts refuses nothing"
 
 
@@ -113,7 +102,7 @@ def test_true_is_an_error_on_all_ranks_where_memory_is_not_shared():
 )
 def test_none_asks_the_rule(monkeypatch, fused, hidden, max_tokens, wanted):
     opened = []
-    monkeypatch.setattr(pulling, "COST", 0.5)
+    monkeypatch.setattr(one_launch, "saved_us", lambda hidden, intermediate, num_topk, max_tokens: max_tokens - 100.0)
     monkeypatch.setattr(shared, "open_domain", lambda owner, experts, layout, group, fused: opened.append(layout))
     layout = SharedLayout(8, 256, max_tokens, 6, hidden, "fp8_block128")
     parallel = SimpleNamespace(
@@ -142,29 +131,42 @@ def test_the_rule_asks_for_no_more_than_all_ranks_can(monkeypatch, reason):
             shared.open_domain(*given, True)
 
 
-def test_a_call_launches_no_pull():
+def names_of(layout: SharedLayout, rank: int, ends: tuple[int, ...], experts, num_tokens: int = 60) -> list[str]:
+    call = ParallelCall(layout, 3, rank, ends, 10.0, experts)
+    return [kernel.fn.__name__ for kernel, *_ in rehearse(call, num_tokens, Target("sm_90"))]
+
+
+@pytest.mark.parametrize("presum", [False, True])
+def test_a_call_launches_pull_and_experts_at_once(presum):
     experts = without_tensors(make().pack("fp8_block128"))
-    layout = SharedLayout(2, 16, 60, 3, 256, "fp8_block128", fused=True)
-    call = ParallelCall(layout, 3, 1, (0, 8, 16), 10.0, experts)
-    names = [kernel.fn.__name__ for kernel, *_ in rehearse(call, 60, Target("sm_90"))]
-    assert names[:4] == ["stage_tokens_kernel", "send_routing_kernel", "order_rows_kernel", "fused_l1_kernel"]
-    assert "pull_kernel" not in names
-    assert names[-2:] == ["combine_barrier_kernel", "sum_kernel"]
+    layout = SharedLayout(2, 16, 60, 3, 256, "fp8_block128", presum, fused=True)
+    combine = ["send_partial_sums_kernel"] * presum + ["combine_barrier_kernel"]
+    assert names_of(layout, 1, (0, 8, 16), experts) == [
+        "stage_tokens_kernel", "send_routing_kernel", "fused_kernel", *combine,
+        "sum_ranks_kernel" if presum else "sum_kernel",
+    ]  # fmt: skip
 
 
-def test_a_rank_without_experts_pulls_nothing():
+def test_a_rank_without_experts_notes_the_load_alone():
     experts = without_tensors(make().pack("fp8_block128", 0, 0))
     layout = SharedLayout(2, 16, 60, 3, 256, "fp8_block128", fused=True)
-    call = ParallelCall(layout, 3, 0, (0, 0, 16), 10.0, experts)
-    names = [kernel.fn.__name__ for kernel, *_ in rehearse(call, 60, Target("sm_90"))]
-    assert names[:3] == ["stage_tokens_kernel", "send_routing_kernel", "order_rows_kernel"]
-    assert not {"fused_l1_kernel", "pull_kernel"} & set(names)
+    names = names_of(layout, 0, (0, 0, 16), experts)
+    assert names[:3] == ["stage_tokens_kernel", "send_routing_kernel", "pull_kernel"]
+    assert "fused_kernel" not in names
     assert names[-2:] == ["combine_barrier_kernel", "sum_kernel"]
 
 
-def test_the_cases_are_those_of_three_tilings():
-    configs = [case.launch().arguments[-6] for case in kernels.FUSED[1:]]
-    assert [(config.num_consumers, config.swap_ab, config.paired_tiles) for config in configs] == [
-        (2, False, True), (1, False, True), (2, True, False),
-    ]  # fmt: skip
-    assert isinstance(kernels.FUSED[1].launch().arguments[-2], MoverConfig)
+def test_both_gemms_have_the_same_stages():
+    for case in kernels.FUSED:
+        _, arguments, options = case.launch()[1:]
+        one, two = (argument for argument in arguments if isinstance(argument, Config))
+        assert one.paired_tiles and not two.paired_tiles
+        assert (one.num_stages, one.block_k, one.block_m) == (two.num_stages, two.block_k, two.block_m)
+        assert one.consumers_per_tile == two.consumers_per_tile
+        assert one.wide_tail_tiles == two.wide_tail_tiles
+        assert options["launch_cooperative_grid"], "CTAs that wait for others must all run"
+
+
+def test_few_rows_have_one_consumer_in_l1():
+    configs = [next(x for x in case.launch().arguments if isinstance(x, Config)) for case in kernels.FUSED]
+    assert [config.num_consumers for config in configs] == [2, 2, 1]

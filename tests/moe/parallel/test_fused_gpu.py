@@ -1,4 +1,4 @@
-"""Fused L1 on GPUs: the bits of the staged path and of one rank; graphs; bounded waits; lost ranks."""
+"""Experts in one launch, on GPUs: the bits of the staged path and of one rank; graphs; other streams; lost ranks."""
 
 import time
 from dataclasses import replace
@@ -10,12 +10,11 @@ import torch
 import torch.distributed as dist
 
 from envoi.gemm.grouping import Grouping
-from envoi.gemm.hopper import pairs
 from envoi.moe import moe
 from envoi.moe.parallel import PeerTimeout
 from envoi.moe.parallel import cases as kernels
 from envoi.moe.parallel.fused import host
-from envoi.moe.parallel.shared_device import LATE_IN_L1, LOST, OUTCOME
+from envoi.moe.parallel.load import load_of
 from envoi.moe.parallel.symmetric_memory import SharedLayout
 from envoi.types import ExpertWeights, QuantTensor, Routing
 from tests.helpers.accuracy import assert_same_bits
@@ -38,6 +37,7 @@ from tests.moe.parallel.test_nvlink_gpu import (
 )
 
 FORMAT = "fp8_block128"
+SLOTS = {"few rows": 10, "many rows": 8000}  # of a rank, as the choice of a tiling expects them
 FREE = 20  # multiprocessors that another stream leaves
 LAYERS = {
     "small": {},
@@ -48,16 +48,8 @@ LAYERS = {
     "masked": {"masked": 0.7},
     "all masked": {"masked": 1.0},
     "bias": {"bias": True, "activation": "swiglu_oai"},
-    "no gate": {"activation": "relu2"},
+    "concat": {"packed_layout": "concat"},
 }
-
-
-@pytest.fixture
-def quantising(request):
-    """Let L1 quantise by pairs of tiles, or not, whatever should be faster."""
-    pairs.use_pairs(request.param)
-    yield
-    pairs.use_pairs(None)
 
 
 def in_one_process(layer, token_ends, ends, presum=False):
@@ -71,52 +63,51 @@ def in_one_process(layer, token_ends, ends, presum=False):
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("quantising", [True, False], indirect=True)
+@pytest.mark.parametrize("num_slots", SLOTS.values(), ids=SLOTS)
 @pytest.mark.parametrize("changes", LAYERS.values(), ids=LAYERS)
-def test_several_ranks_in_one_process(quantising, changes):
+def test_several_ranks_in_one_process(changes, num_slots):
     layer, layer.routing = on_gpu(make(**(LAYER | changes)))
     tokens, want = len(layer.tokens), moe(layer.tokens, layer.routing, layer.pack(FORMAT))
     opened, packed, parts = in_one_process(layer, [tokens // 3, tokens // 3, tokens], [1, 5, 8])
     for _ in range(3):
-        assert_same_bits(torch.cat(domains.moe(opened, parts, packed)), want)
+        assert_same_bits(torch.cat(domains.moe(opened, parts, packed, num_slots)), want)
     assert not torch.stack([domain.report for domain in opened]).any()
 
 
 @pytest.mark.gpu
+@pytest.mark.parametrize("num_slots", SLOTS.values(), ids=SLOTS)
 @pytest.mark.parametrize("tokens", [60, 3000])
 @pytest.mark.parametrize("expert", [0, 4, 7])
-def test_all_to_one_expert_with_duplicates(tokens, expert):
+def test_all_to_one_expert_with_duplicates(tokens, expert, num_slots):
     layer, layer.routing = on_gpu(make(**(LAYER | {"tokens": tokens})))
     layer.routing.topk_ids.fill_(expert)
     opened, packed, parts = in_one_process(layer, [tokens // 2, tokens], [4, 8])
     want = moe(layer.tokens, layer.routing, layer.pack(FORMAT))
     for _ in range(2):
-        assert_same_bits(torch.cat(domains.moe(opened, parts, packed)), want)
+        assert_same_bits(torch.cat(domains.moe(opened, parts, packed, num_slots)), want)
 
 
 @pytest.mark.gpu
-def test_rows_that_meet_on_a_rank_are_summed_there():
+@pytest.mark.parametrize("num_slots", SLOTS.values(), ids=SLOTS)
+def test_rows_that_meet_on_a_rank_are_summed_there(num_slots):
     layer, layer.routing = on_gpu(make(**(LAYER | {"masked": 0.3})))
     opened, packed, parts = in_one_process(layer, [20, 20, 60], [1, 5, 8], presum=True)
-    assert_same_bits(torch.cat(domains.moe(opened, parts, packed)), summed_by_rank(layer, FORMAT, [0, 1, 5, 8]))
+    got = torch.cat(domains.moe(opened, parts, packed, num_slots))
+    assert_same_bits(got, summed_by_rank(layer, FORMAT, [0, 1, 5, 8]))
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("tokens", [60, 3000])
-def test_a_wait_for_rows_that_nobody_brings_ends(tokens):
-    layer, layer.routing = on_gpu(make(**(LAYER | {"tokens": tokens})))
-    opened, packed, parts = in_one_process(layer, [tokens // 2, tokens], [4, 8])
-    want = torch.cat(domains.moe(opened, parts, packed))
-    domains.exchange_routing(opened, parts)
-    host.order_rows(opened[1])
-    opened[1].fused.row_tokens.fill_(-1)
-    host.run_fused_l1(opened[1], packed[1], Grouping(write_tail=False))
-    torch.cuda.synchronize()
-    assert opened[1].report.tolist() == [[0, LATE_IN_L1.value], [0, 0]]
-    assert int(opened[1].state[OUTCOME.value]) == LOST.value
-    opened[1].report.zero_()
-    opened[1].state.zero_()
-    assert_same_bits(torch.cat(domains.moe(opened, parts, packed)), want)
+def test_counters_are_0_after_a_call_and_its_load_is_noted_once():
+    layer, layer.routing = on_gpu(make(**(LAYER | {"tokens": 900})))
+    opened, packed, parts = in_one_process(layer, [450, 900], [4, 8])
+    for calls in (1, 2):
+        domains.moe(opened, parts, packed)
+        counts = [int((layer.routing.topk_ids == e).sum()) for e in range(8)]
+        for domain in opened:
+            assert not domain.progress.any()
+            found = load_of(domain.history, [0, 4, 8]).num_tokens_per_expert
+            assert found[-1].tolist() == counts
+            assert int((found.sum(1) > 0).sum()) == calls
 
 
 @cache
@@ -132,11 +123,8 @@ def launched() -> dict[str, str]:
     domain, experts = opened[1], random_experts(kernels.NUM_LOCAL, kernels.INTERMEDIATE, kernels.HIDDEN)
     domains.exchange_routing(opened, [(layer.tokens, routing)] * R)
     with watched(lambda sha256, kernel: found.setdefault(sha256, kernel.asm["ptx"])):
-        for num_slots, in_pairs in ((slots, True), (slots // 4, True), (slots // 32, False)):
-            pairs.use_pairs(in_pairs)
-            host.order_rows(domain)
-            host.run_fused_l1(domain, experts, Grouping(write_tail=False, expected=num_slots))
-        pairs.use_pairs(None)
+        for num_slots, to in ((slots, domain.row_destinations), (slots, None), (slots // 4, domain.row_destinations)):
+            host.run_fused(domain, experts, Grouping(write_tail=False, expected=num_slots, to=to))
         torch.cuda.synchronize()
     assert not domain.report.any()
     return found
@@ -190,7 +178,7 @@ def test_the_bits_of_the_staged_path():
     assert [outcome.text for outcome in outcomes] == [""] * num_ranks
     for number, case in enumerate(tried):
         want = on_one_rank(case)
-        assert all("L1 pulls tokens itself" in outcome.value[number][2] for outcome in outcomes)
+        assert all("one launch" in outcome.value[number][2] for outcome in outcomes)
         assert all(outcome.value[number][3] for outcome in outcomes)
         for path in (0, 1):
             assert_same_bits(torch.cat([outcome.value[number][path] for outcome in outcomes]), want)

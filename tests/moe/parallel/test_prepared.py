@@ -38,7 +38,7 @@ def group(tmp_path) -> Iterator[None]:
     ("way", "format", "presum", "num_launches"),
     [
         ("memory", "bf16", False, 7), ("memory", "fp8_block128", False, 8), ("memory", "fp8_row", True, 9),
-        ("fused", "fp8_block128", False, 8),
+        ("fused", "fp8_block128", False, 5),
         ("gathered", "bf16", False, 10), ("gathered", "fp8_block128", True, 12), ("hosts", "bf16", False, 14),
         ("hosts", "fp8_block128", True, 16),
     ],

@@ -45,8 +45,8 @@ def drawn(num_ranks: int = 2, num_sms: int = 4, seed: int = 0) -> Timeline:
 
 def test_the_steps_have_the_names_of_the_path():
     assert [step.name for step in steps_of(STAGED)] == NAMES
-    fused = ["order_rows_kernel", "fused_l1_kernel", "gemm_kernel", "send_partial_sums_kernel", "sum_ranks_kernel"]
-    assert [step.name for step in steps_of(fused)] == ["order rows", "L1", "L2", "send sums", "sum"]
+    fused = ["fused_kernel", "send_partial_sums_kernel", "sum_ranks_kernel"]
+    assert [step.name for step in steps_of(fused)] == ["pull, L1, L2", "send sums", "sum"]
 
 
 def test_ranks_with_other_launches_have_the_same_steps():
@@ -54,8 +54,8 @@ def test_ranks_with_other_launches_have_the_same_steps():
     steps, places = steps_of_ranks([whole, STAGED[:-1], STAGED])
     assert [step.name for step in steps] == NAMES
     assert places == [[0, 1, 2, 3, 5, 6, 7], [0, 1, 2, 3, 4, 5, 6], list(range(8))]
-    fused, _ = steps_of_ranks([["order_rows_kernel", "fused_l1_kernel"], ["order_rows_kernel"]])
-    assert [step.name for step in fused] == ["order rows", "L1"]
+    fused, _ = steps_of_ranks([["send_routing_kernel", "fused_kernel"], ["send_routing_kernel", "pull_kernel"]])
+    assert [step.name for step in fused] == ["send routing", "pull", "pull, L1, L2"]
 
 
 def gather(rank: int, num_ranks: int) -> tuple[list[str], list[list[int]]]:

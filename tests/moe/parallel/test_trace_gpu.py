@@ -20,7 +20,7 @@ from tests.moe.parallel.test_nvlink_gpu import LAYER, inputs_of, on_gpu, open_he
 SIZES = LAYER | {"tokens": 900, "hidden": 1024, "intermediate": 512}
 FEW = LAYER | {"tokens": 40, "hidden": 1024, "intermediate": 512}
 CALL = ["stage tokens", "send routing", "pull", "L1", "L2", "barrier", "sum"]
-FUSED = ["stage tokens", "send routing", "order rows", "L1", "L2", "barrier", "sum"]
+FUSED = ["stage tokens", "send routing", "pull, L1, L2", "barrier", "sum"]
 
 
 @pytest.mark.gpu
@@ -44,15 +44,22 @@ def test_a_traced_call_has_the_same_bits(format, sizes, fused):
     assert all(s.begin <= s.end for s in slices)
     assert all(0 <= s.sm < 132 for s in slices)
     assert not recorder.left_out and not recorder.is_cut()
-    gemms = [at for at, strip in enumerate(recorder.strips) if strip.kernel in ("gemm_kernel", "fused_l1_kernel")]
-    assert len(gemms) == 4
+    gemms = [at for at, strip in enumerate(recorder.strips) if strip.kernel in ("gemm_kernel", "fused_kernel")]
+    assert len(gemms) == (2 if fused else 4)
     for step in gemms:
-        by_role = [sorted(s.label for s in slices if (s.step, s.role, s.span) == (step, role, 0)) for role in range(3)]
-        assert by_role[2] == list(range(len(by_role[2]))) and by_role[2]  # the producer's: all tiles, once each
-        consumers = [role for role in by_role[:2] if role]
-        # Two consumers share each tile, or take tiles alternately.
-        alternate = sorted(label for role in consumers for label in role)
-        assert all(role == by_role[2] for role in consumers) or alternate == by_role[2]
+        roles = range(len(ROLES[recorder.strips[step].kernel]))
+        by_role = [sorted(s.label for s in slices if (s.step, s.role, s.span) == (step, role, 0)) for role in roles]
+        phases = [tiles_of(by_role[:2])] + ([tiles_of(by_role[3:5])] if fused else [])
+        assert by_role[2] == sorted(label for tiles in phases for label in tiles)  # the producer's: once each
+
+
+def tiles_of(consumers: list[list[int]]) -> list[int]:
+    """Return the tiles of a GEMM, which two consumers share or take alternately, or which one of them has."""
+    noted = [labels for labels in consumers if labels]
+    together = sorted(label for labels in noted for label in labels)
+    tiles = noted[0] if all(labels == noted[0] for labels in noted) else together
+    assert tiles == list(range(len(tiles)))
+    return tiles
 
 
 def traced(rank: int, num_ranks: int, fused: bool) -> tuple[Timeline, bool, str]:

@@ -8,8 +8,9 @@ from envoi.gemm.hopper.mainloop import BlockScales, accumulate, accumulate_block
 from envoi.gemm.hopper.pipeline import Pipeline, StageBoxes
 from envoi.gemm.hopper.run_epilogue import EpilogueArgs, EpilogueBuffers, load_columns, run_epilogue
 from envoi.gemm.hopper.tile_scheduler import Tile, TileScheduler
-from envoi.runtime.aggregate import aggregate
+from envoi.runtime.aggregate import Scalar, aggregate
 from envoi.runtime.timeline_device import note_begin, note_moment
+from envoi.runtime.triton_compat import role_barrier
 
 
 @aggregate
@@ -22,6 +23,7 @@ class ConsumerArgs:
     is_block_scaled: gl.constexpr
     awaits_rows: gl.constexpr  # True if the rows of a unit, with their scale factors, may come after the kernel began
     has_few_registers: gl.constexpr  # see `accumulate_block_scaled`
+    progress: Scalar  # pointer to int32 [2]: consumers that came to the last round, and that have ended; None if unused
     trace: gl.tuple | gl.constexpr  # `Trace`, or None
 
 
@@ -32,16 +34,23 @@ def consumer(args, role: gl.constexpr):
     role: 0 to 2. Consumers share each tile (role = part) or, two of them with pingpong, take whole tiles alternately:
     while one runs its epilogue, the other multiplies.
     """
+    multiply_units(args, TileScheduler.create(args.epilogue.problem), gl.to_tensor(0), role, role)
+
+
+@gluon.jit
+def multiply_units(args, scheduler, step, role: gl.constexpr, track: gl.constexpr):
+    """Do a consumer's work on the scheduler's units, from the stage of `step` on; return the step after them.
+
+    track: of the trace. With `progress` it tells when this consumer comes to the last round, and when it has ended.
+    """
     problem, pipeline, epilogue = args.epilogue.problem, args.pipeline, args.epilogue
     cfg: gl.constexpr = problem.cfg
-    scheduler = TileScheduler.create(problem)
     num_k_steps = gl.cdiv(problem.K, cfg.block_k)
     buffers = EpilogueBuffers.create(epilogue, cfg)
     tiles_done = 0
     alternate: gl.constexpr = cfg.num_consumers // cfg.consumers_per_tile  # 2 with pingpong, else 1
     part: gl.constexpr = role % cfg.consumers_per_tile  # this consumer's share of a tile
     stride = scheduler.unit_stride()
-    step = 0
     tiles_multiplied = 0
     units_before = role // cfg.consumers_per_tile  # of this CTA, before the next one
     first = scheduler.first_unit() + role // cfg.consumers_per_tile * stride
@@ -49,8 +58,11 @@ def consumer(args, role: gl.constexpr):
         if alternate == 2 and role == 1:
             step += scheduler.num_steps(u - stride, num_k_steps)  # of the other consumer's unit, before this one
         unit = scheduler.unit(u, num_k_steps)
+        if args.progress is not None:
+            if u == scheduler.last_round():
+                tell(args.progress)
         event = (u - first) // (alternate * stride)
-        note_begin(args.trace, role, event, unit.tile)
+        note_begin(args.trace, track, event, unit.tile)
         tile = scheduler.tile(unit.tile)
         boxes = boxes_of(part, tile, cfg)
         tile = Tile(tile.x + boxes.x * cfg.rows_per_consumer, tile.y + boxes.y * cfg.y_pitch, tile.row_end, tile.expert)
@@ -72,7 +84,7 @@ def consumer(args, role: gl.constexpr):
         if args.trace is not None:
             if unit.k_end > unit.k_begin:
                 pipeline.wait_full(step)  # as the mainloop does first
-        note_moment(args.trace, role, event, 1)
+        note_moment(args.trace, track, event, 1)
         rest = None
         if args.is_block_scaled:
             scaled_tile = Tile(tile.x, tile.y, tile.row_end, expert_with_weights(tile, problem))
@@ -83,7 +95,7 @@ def consumer(args, role: gl.constexpr):
             acc, rest, step = accumulate_both(pipeline, step, unit.k_end - unit.k_begin, boxes, role)
         else:
             acc, step = accumulate(pipeline, step, unit.k_end - unit.k_begin, boxes, role)
-        note_moment(args.trace, role, event, 2)
+        note_moment(args.trace, track, event, 2)
         if cfg.columns_ahead:
             epilogue.code.keep_columns(columns, buffers.columns)
         is_complete = num_k_steps >= 0  # true, as a run-time value that a branch may replace
@@ -95,11 +107,24 @@ def consumer(args, role: gl.constexpr):
         if is_complete & has_rows:
             run_epilogue(acc, tile, first_slot, unit.is_split, tiles_done, buffers, epilogue, rest)
             tiles_done += 1
-        note_moment(args.trace, role, event, 3)
+        note_moment(args.trace, track, event, 3)
         if alternate == 2 and role == 0:
             step += scheduler.num_steps(u + stride, num_k_steps)  # of the other consumer's unit, after this one
     if epilogue.code.num_descs > 0:
         tma.store_wait(pendings=0)
+    if args.progress is not None:
+        role_barrier()
+        gl.atomic_add(args.progress + 1, 1, sem="release", scope="gpu")
+        if scheduler.num_units <= scheduler.last_round():
+            gl.atomic_add(args.progress, 1, sem="relaxed", scope="gpu")  # after that fence
+    return step
+
+
+@gluon.jit
+def tell(counter):
+    """Count this role at `counter` (release): whoever acquires it sees all that the role has written so far."""
+    role_barrier()
+    gl.atomic_add(counter, 1, sem="release", scope="gpu")
 
 
 @gluon.jit

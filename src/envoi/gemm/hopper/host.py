@@ -6,7 +6,6 @@ An epilogue that no tile holds, or that would take longer on tiles as wide as it
 `two_kernels`.
 """
 
-from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import cache
 from typing import Any, cast
@@ -233,26 +232,22 @@ def problem_of(call: Call) -> Problem:
 
 def run_gemm(
     a: Matrix, b: Matrix, offsets: torch.Tensor | None, ir: IR, out_dtype: torch.dtype, operands: dict,
-    grouping: Grouping = ALL_ROWS, launch: "Callable[[Call, Config, int], None] | None" = None,
+    grouping: Grouping = ALL_ROWS,
 ) -> list[torch.Tensor]:  # fmt: skip
-    """Return the flat outputs of `envoi.gemm` or, with offsets, of `envoi.grouped_gemm`.
-
-    launch: what launches the kernel instead of `launch_gemm`.
-    """
-    launch = launch or launch_gemm
+    """Return the flat outputs of `envoi.gemm` or, with offsets, of `envoi.grouped_gemm`."""
     work = work_of(a, b, ir, operands, offsets)
     M, N, device = work.a.shape[0], work.b.shape[-2], work.a.device
     written = empty_outputs(work.ir, output_specs(work.ir, out_dtype), M, N, device, grouping.to)
     count = num_sms(device)
     parts = work.parts(grouping, count)
     if parts is None:
-        launch(*_call_and_config(work, out_dtype, written, grouping, count), count)
+        launch_gemm(*_call_and_config(work, out_dtype, written, grouping, count), count)
     else:
         rows = torch.empty(M, N // parts.divisor, dtype=parts.dtype, device=device)
         tensors, pointers = operand_tensors(parts.second, work.operands, work.num_groups)
         by_expert = offsets if tensors or not grouping.write_tail else None  # else rows of no expert are like others
         first = _call_and_config(replace(work, ir=parts.first), parts.dtype, [rows], grouping, count)
-        launch(*first, count)
+        launch_gemm(*first, count)
         # It overlaps the GEMM, the launch right before, and waits for its end: nothing is launched between the two.
         triton_host.finish_rows(
             rows, parts.second, out_dtype, tensors, pointers, written, by_expert, grouping.write_tail, overlap=True

@@ -2,14 +2,10 @@
 
 from dataclasses import replace
 from functools import cache
-from typing import cast
 
 import torch
 
-from envoi.epilogue.api import Epilogue
 from envoi.gemm.grouping import Grouping
-from envoi.gemm.hopper import host as hopper
-from envoi.moe.experts import l1_epilogues
 from envoi.moe.launches import Launch
 from envoi.moe.parallel import combine, dispatch, gathered_device, gathered_kernels, hosts_device, hosts_kernels, queued
 from envoi.moe.parallel.combine_kernels import (
@@ -20,9 +16,8 @@ from envoi.moe.parallel.combine_kernels import (
 )
 from envoi.moe.parallel.dispatch_kernels import pull_kernel, send_routing_kernel, stage_tokens_kernel
 from envoi.moe.parallel.fused import host as fused
-from envoi.moe.parallel.fused import memory
-from envoi.moe.parallel.fused.kernel import fused_l1_kernel
-from envoi.moe.parallel.fused.order_kernels import order_rows_kernel
+from envoi.moe.parallel.fused.config import NUM_COUNTERS
+from envoi.moe.parallel.fused.kernel import fused_kernel
 from envoi.moe.parallel.hosts import Grid
 from envoi.moe.parallel.load import HISTORY
 from envoi.moe.parallel.progress import BEGUN
@@ -147,24 +142,19 @@ def _sum_hosts(presum: bool) -> Launch:
 def _fused_domain() -> Domain:
     domain = _domain("fp8_block128")
     domain.layout = replace(domain.layout, fused=True)
-    domain.report = without_memory((2, NUM_RANKS), INT32)
-    domain.fused = memory.allocate(NUM_RANKS, M, NUM_TOPK, torch.device("meta"))
+    domain.progress = without_memory((NUM_COUNTERS,), INT32)
     return domain
 
 
-def _order_rows() -> Launch:
-    return fused.order_arguments(_fused_domain())
-
-
-def _fused_l1(num_tokens: int, in_pairs: bool) -> Launch:
-    """Return L1's launch where every rank has so many tokens; in_pairs: L1 quantises."""
+def _fused(num_tokens: int, presum: bool) -> Launch:
+    """Return the experts' launch where every rank has so many tokens. presum: rows stay here, to be summed."""
     domain, make = _fused_domain(), without_memory
     gate_up = quantize(make((NUM_LOCAL, 2 * INTERMEDIATE, HIDDEN), BF16), "fp8_128x128")
     down = quantize(make((NUM_LOCAL, HIDDEN, INTERMEDIATE), BF16), "fp8_128x128")
-    epilogue = cast(Epilogue, l1_epilogues(ExpertWeights(gate_up, down, domain.layout.format))[in_pairs])
-    grouping = Grouping(write_tail=False, expected=num_tokens * NUM_TOPK)
-    given = gate_up, domain.offsets, epilogue.ir, BF16, {"weight": domain.row_weights}, NUM_SMS, grouping
-    return fused.l1_arguments(domain, *hopper.planned(domain.rows, *given), NUM_SMS)
+    experts = ExpertWeights(gate_up, down, domain.layout.format)
+    to = None if presum else domain.row_destinations
+    grouping = Grouping(write_tail=False, expected=num_tokens * NUM_TOPK, to=to)
+    return fused.fused_arguments(domain, fused.plan_fused(domain, experts, grouping, NUM_SMS), NUM_SMS)
 
 
 # Name, description, kernel, function of the arguments, and what it is called with.
@@ -197,16 +187,13 @@ BETWEEN_HOSTS = (
     ("sum-hosts", "sums of rows from all hosts", hosts_kernels.sum_hosts_kernel, _sum_hosts, False),
     ("sum-hosts-sums", "of sums from all hosts", hosts_kernels.sum_hosts_kernel, _sum_hosts, True),
 )
-FUSED = (
-    case_of("ep-order-rows", "tokens of this rank's rows", EVERY_ARCH, order_rows_kernel, _order_rows),
-    *(
-        case_of(f"ep-fused-l1{name}", f"L1 that pulls its rows, {about}", HOPPER, fused_l1_kernel, _fused_l1, *given)
-        for name, about, *given in (
-            ("", "by pairs of tiles", 2048, True),
-            ("-narrow", "by one consumer", 512, True),
-            ("-few", "weights on the M side", 64, False),
-        )
-    ),
+FUSED = tuple(
+    case_of(f"ep-fused{name}", f"pull, L1 and L2, {about}", HOPPER, fused_kernel, _fused, *given)
+    for name, about, *given in (
+        ("", "rows sent to their ranks", 2048, False),
+        ("-presum", "rows summed here", 2048, True),
+        ("-few", "few rows an expert", 512, False),
+    )
 )
 NVLINK, GATHERED, HOSTS = (
     tuple(case_of(f"ep-{name}", about, EVERY_ARCH, *launch) for name, about, *launch in launches)

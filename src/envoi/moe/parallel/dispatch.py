@@ -2,7 +2,7 @@
 
 stage_tokens   this rank's tokens, quantised, to where peers read them; slots counted and ranked
 send_routing   slots to every peer, wait for theirs, compute where rows go
-pull_rows      peers' tokens -> domain.rows, sorted by (expert, source rank, slot); or `fused.order_rows`, and L1 pulls
+pull_rows      peers' tokens -> domain.rows, sorted by (expert, source rank, slot); with `fused` by a later launch
 """
 
 from dataclasses import dataclass
@@ -10,7 +10,6 @@ from dataclasses import dataclass
 import torch
 
 from envoi.moe.launches import Launch, launch_kernel, warps_for
-from envoi.moe.parallel.fused.host import order_rows
 from envoi.moe.parallel.symmetric_memory import Domain, SharedLayout
 from envoi.moe.permute import RowBuffers
 from envoi.runtime.devices import num_sms
@@ -41,13 +40,11 @@ class RankedSlots:
 def dispatch(domain: Domain, tokens: torch.Tensor, topk_weights: torch.Tensor, topk_ids: torch.Tensor) -> None:
     """Send this rank's tokens [M, H] bf16 to their experts' ranks; fill domain.rows with the tokens for its own.
 
-    With `layout.fused` the rows are only ordered: L1 fills them.
+    With `layout.fused` rows aren't pulled yet, unless this rank has none: then the pull only notes the call's load.
     """
     ranked = stage_tokens(domain, tokens, topk_ids)
     send_routing(domain, topk_ids.contiguous(), topk_weights.contiguous(), ranked)
-    if domain.layout.fused:
-        order_rows(domain)
-    else:
+    if not domain.layout.fused or not domain.num_local:
         pull_rows(domain)
 
 
@@ -117,7 +114,7 @@ def send_routing_arguments(
         domain.offsets, domain.state, domain.report, domain.rank, layout.num_ranks, *topk_ids.shape, layout.room,
         layout.num_experts, domain.first_expert, domain.num_local, error_code, int(domain.timeout_s * 1e6),
         chunks, next_power_of_2(layout.num_experts + 1), next_power_of_2(domain.num_local),
-        next_power_of_2(layout.num_ranks), domain.on_gpu, layout.fused and domain.on_gpu, UNTRACED,
+        next_power_of_2(layout.num_ranks), domain.on_gpu, UNTRACED,
     )  # fmt: skip
     return Launch((layout.num_ranks, chunks), arguments, WARPS)
 

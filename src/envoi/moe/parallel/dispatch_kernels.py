@@ -14,7 +14,6 @@ from typing import Any, NamedTuple
 
 import triton
 import triton.language as tl
-from triton.language.extra.cuda import gdc_launch_dependents
 
 from envoi.epilogue.codes_triton import widen
 from envoi.moe.kernels import quantized, store_quantized
@@ -235,16 +234,13 @@ def send_routing_kernel(
     topk_ids, slot_ranks, counts, topk_weights, peers, regions, row_shift, offsets, state, report,
     rank, num_ranks, num_tokens, k, room, num_experts, first_expert, num_local, error_code, timeout_us,
     CHUNKS: tl.constexpr, EXPERTS: tl.constexpr, LOCAL_LANES: tl.constexpr, RANK_LANES: tl.constexpr,
-    ON_GPU: tl.constexpr, OVERLAP: tl.constexpr, trace,
+    ON_GPU: tl.constexpr, trace,
 ):  # fmt: skip
     """Send this rank's slots to every peer and wait for theirs. Program (p, c): chunk c of the slots, to peer p.
 
     The first program of each peer waits for it; the last of those to finish decides the outcome and computes offsets.
     room: slots that a rank may have. error_code: why the host refuses this rank's arguments, which then aren't sent; 0.
-    OVERLAP: the next kernel may start at once, and waits for the end of this one.
     """
-    if OVERLAP:
-        gdc_launch_dependents()
     note_begin(trace, 0, 0, 0)
     peer, chunk = tl.program_id(0), tl.program_id(1)
     own = tl.load(peers + rank)

@@ -21,7 +21,7 @@ from envoi.types import ExpertWeights
 
 Buffers = gathered_device.Buffers | hosts_device.Buffers
 NVLINK = "all ranks reach each other's memory"
-STAGED, FUSED = "tokens are pulled before L1", "L1 pulls tokens itself (fused)"
+STAGED, FUSED = "pull, L1 and L2 are launches of their own", "pull, L1 and L2 are one launch (fused)"
 BY_HOST = "ranks are grouped by host"
 # Objects of equal sizes, such as those of a model's layers, use the same memory in turn.
 _domains: "weakref.WeakValueDictionary[tuple, Domain]" = weakref.WeakValueDictionary()
@@ -57,8 +57,8 @@ def open_domain(
 ) -> tuple[Domain | None, str]:
     """Return memory over NVLink, that of an earlier object if all ranks have it; or None, and the reason. Collective.
 
-    With layout.fused L1 pulls its tokens itself; if a rank can't do that, it doesn't, or with fused=True every rank
-    raises ValueError.
+    With layout.fused pull and experts are one launch; if a rank can't do that, they aren't, or with fused=True every
+    rank raises ValueError.
     """
     refusals = gather_texts(owner.channel, nvlink.supports_kernels(experts), OPENING)
     names = gather_texts(owner.channel, platform.node(), OPENING)
@@ -94,7 +94,7 @@ def exchange_of(domain: Domain | None, buffers: Buffers | None, room: gathered.R
 
 
 def refuse_unfused(reasons: list[str]) -> None:
-    """Raise ValueError if one of these is a reason why L1 can't pull its tokens itself."""
+    """Raise ValueError if one of these is a reason why pull and experts can't be one launch."""
     for reason in filter(None, reasons):
         raise ValueError(
             f"fused: expected experts in {FORMAT} on Hopper GPUs that reach each other's memory, for True; got {reason}"

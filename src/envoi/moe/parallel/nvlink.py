@@ -4,7 +4,7 @@
     experts     L1 -> L2, as on one rank; L2 sends each row to its slot   `envoi.moe.experts`
     combine     wait for the peers' rows, sum them                        `envoi.moe.parallel.combine`
 
-With `layout.fused` rows are pulled by L1 itself, while it multiplies: `envoi.moe.parallel.fused`.
+With `layout.fused` the pull and the experts are one launch: `envoi.moe.parallel.fused`.
 
 The next call reuses the memory without a further barrier: a rank stages its next tokens only after all ranks have
 passed the combine barrier, so after all have pulled; and it runs its next L2 only after all have sent their next
@@ -13,19 +13,18 @@ routing, so after all have summed. Within a rank the order of one stream keeps c
 
 import torch
 
-from envoi.gemm.backend import run_kernels
 from envoi.gemm.grouping import Grouping
 from envoi.moe.experts import run_experts
 from envoi.moe.layer import has_kernels
 from envoi.moe.parallel import dispatch as dispatch_step
 from envoi.moe.parallel.combine import combine, combine_barrier
 from envoi.moe.parallel.dispatch import dispatch
-from envoi.moe.parallel.fused.host import pulling_gemm
+from envoi.moe.parallel.fused.host import run_fused
 from envoi.moe.parallel.symmetric_memory import Domain
 from envoi.spans import span
 from envoi.types import ExpertWeights
 
-LATE_STEPS = {1: "dispatch", 2: "combine", 5: "L1"}  # codes in the first row of `report`, and the step that timed out
+LATE_STEPS = {1: "dispatch", 2: "combine"}  # codes in the first row of `report`, and the step that timed out
 
 
 def supports_kernels(experts: ExpertWeights) -> str:
@@ -49,15 +48,17 @@ def run_layer(
 def run_local_experts(domain: Domain, experts: ExpertWeights, num_slots: int) -> torch.Tensor:
     """Run this rank's experts on domain.rows. L2 sends rows to their slots; with presum they are returned.
 
-    With `layout.fused` L1 fills domain.rows first; a rank without experts has none to fill.
+    With `layout.fused` the launch fills domain.rows first; a rank without experts has none to fill.
     num_slots: this rank's slots, an estimate of the others'; only the choice of a config depends on it.
     """
     layout = domain.layout
     expected = layout.num_ranks * (num_slots or layout.room) * domain.num_local // layout.num_experts
     to = None if layout.presum else domain.row_destinations
     grouping = Grouping(write_tail=False, expected=expected, to=to)
-    run = pulling_gemm(domain) if layout.fused and domain.num_local else run_kernels
-    return run_experts(domain.rows, domain.row_weights, domain.offsets, experts, grouping, run)
+    if layout.fused and domain.num_local:
+        with span("pull, L1 and L2"):
+            return run_fused(domain, experts, grouping)
+    return run_experts(domain.rows, domain.row_weights, domain.offsets, experts, grouping)
 
 
 def refuse(domain: Domain) -> None:

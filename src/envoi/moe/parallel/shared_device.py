@@ -22,7 +22,6 @@ LATE_AT_DISPATCH: tl.constexpr = tl.constexpr(1)
 LATE_AT_COMBINE: tl.constexpr = tl.constexpr(2)
 REFUSED_ON_HOST: tl.constexpr = tl.constexpr(3)
 BAD_IDS: tl.constexpr = tl.constexpr(4)
-LATE_IN_L1: tl.constexpr = tl.constexpr(5)  # rows that this rank itself should have pulled, see `fused`
 
 # Entries of `state`, int32.
 ARRIVALS: tl.constexpr = tl.constexpr(0)  # peers that dispatch has heard from; 0 between calls

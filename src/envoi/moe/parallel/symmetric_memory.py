@@ -11,8 +11,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.distributed_c10d import Store
 
-from envoi.moe.parallel.fused import memory as fused_memory
-from envoi.moe.parallel.fused.memory import FusedMemory
+from envoi.moe.parallel.fused.config import NUM_COUNTERS
 from envoi.moe.parallel.load import empty_history
 from envoi.moe.permute import empty_rows
 from envoi.quant.formats import Scheme, format_named
@@ -53,7 +52,7 @@ class SharedLayout:
     """Sizes that all ranks of a group agree on, and the layout of the memory that follows from them.
 
     max_tokens: of a rank; num_topk: slots of a token, at most. format: of the experts. presum: a rank sums the rows of
-    a token before it sends them back. fused: L1 pulls the tokens itself, see `fused`."""
+    a token before it sends them back. fused: pull and experts are one launch, see `fused`."""
 
     num_ranks: int
     num_experts: int
@@ -170,7 +169,7 @@ class Domain:
     has_kernels: set[str] = field(default_factory=set)
     watch: Any = None  # `timeout.Watch`: ranks report through it what they refused, and who was late
     lock: Any = field(default_factory=threading.RLock)  # one call at a time
-    fused: FusedMemory | None = None  # with layout.fused
+    progress: torch.Tensor | None = None  # counters of `fused`, int32, 0 between calls; with layout.fused
 
     @cached_property
     def calls(self) -> Calls:
@@ -182,10 +181,10 @@ class Domain:
         """All tensors, whose addresses launches take."""
         rows = (self.rows,) if isinstance(self.rows, torch.Tensor) else (self.rows.values, self.rows.sf)
         results = () if self.results is None else (self.results,)
-        fused = () if self.fused is None else self.fused.tensors
+        progress = () if self.progress is None else (self.progress,)
         return (
             self.memory, self.peers, self.row_shift, self.offsets, self.state, self.report, *rows, self.row_weights,
-            self.row_destinations, self.rank_ends, *results, *fused,
+            self.row_destinations, self.rank_ends, *results, *progress,
         )  # fmt: skip
 
     @cached_property
@@ -236,7 +235,7 @@ def allocate(
         empty_history(layout.num_experts, device),
     )  # fmt: skip
     if layout.fused:
-        domain.fused = fused_memory.allocate(layout.num_ranks, layout.max_tokens, layout.num_topk, device)
+        domain.progress = ints(NUM_COUNTERS)
     if device.type == "cuda":
         torch.cuda.synchronize(device)  # peers raise flags here as soon as they may
     return domain

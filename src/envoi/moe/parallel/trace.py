@@ -17,14 +17,17 @@ from envoi.table import align, number
 STEP = "trace"
 NUM_WARMUPS = 5  # replays before the one that is recorded
 CONSUMERS = tuple(Role(f"consumer {number}", ("wait", "mainloop", "epilogue")) for number in range(2))
-MOVERS = tuple(Role(f"mover {number}", ("move",)) for number in range(3))
+PHASES = (
+    *CONSUMERS, Role("producer", ("wait", "load")),
+    *(Role(f"consumer {number} in L2", ("wait", "mainloop", "epilogue")) for number in range(2)),
+    *(Role(f"consumer {number} in the pull", ("pull", "wait")) for number in range(2)),
+)  # fmt: skip
 # Of each kernel the step that it is, and its roles. A second GEMM of a call is L2.
 KERNELS: dict[str, tuple[str, tuple[Role, ...]]] = {
     "stage_tokens_kernel": ("stage tokens", (Role("program", ("stage",)),)),
     "send_routing_kernel": ("send routing", (Role("program", ("send", "wait", "place")),)),
     "pull_kernel": ("pull", (Role("program", ("pull",)),)),
-    "order_rows_kernel": ("order rows", (Role("program", ("wait", "order")),)),
-    "fused_l1_kernel": ("L1", (*CONSUMERS, Role("producer", ("wait", "load")), *MOVERS)),
+    "fused_kernel": ("pull, L1, L2", PHASES),
     "gemm_kernel": ("L1", (*CONSUMERS, Role("producer", ("load",)))),
     "quantize_kernel": ("quantise", (Role("program", ("quantise",)),)),
     "send_partial_sums_kernel": ("send sums", (Role("program", ("send",)),)),
@@ -33,7 +36,7 @@ KERNELS: dict[str, tuple[str, tuple[Role, ...]]] = {
     "sum_ranks_kernel": ("sum", (Role("program", ("sum",)),)),
 }
 ROLES = {kernel: roles for kernel, (_, roles) in KERNELS.items()}
-ORDER = ("stage tokens", "send routing", "pull", "order rows", "L1", "quantise", "L2", "send sums", "barrier", "sum")
+ORDER = ("stage tokens", "send routing", "pull", "pull, L1, L2", "L1", "quantise", "L2", "send sums", "barrier", "sum")
 MEETING = "send routing", "wait"  # the span at whose last end all ranks' clocks show the same time
 WAITING = "wait"
 COLUMNS = ("rank", *Slice._fields)

@@ -13,7 +13,6 @@ from envoi.moe.parallel.shared_device import (
     FINE,
     LATE_AT_COMBINE,
     LATE_AT_DISPATCH,
-    LATE_IN_L1,
     LOST,
     OUTCOME,
     REFUSED,
@@ -109,7 +108,7 @@ def test_no_tokens_at_all():
 
 def test_the_host_knows_the_kernels_constants(monkeypatch):
     monkeypatch.undo()  # not the sizes for the interpreter
-    assert set(nvlink.LATE_STEPS) == {LATE_AT_DISPATCH.value, LATE_AT_COMBINE.value, LATE_IN_L1.value}
+    assert set(nvlink.LATE_STEPS) == {LATE_AT_DISPATCH.value, LATE_AT_COMBINE.value}
     assert shared_device.REFUSED_ON_HOST.value == dispatch.REFUSED_ON_HOST
     assert (dispatch_kernels.PIECE.value, dispatch_kernels.RANKED.value) == (dispatch.PIECE, dispatch.RANKED)
 

@@ -1,48 +1,44 @@
-"""Fused L1 over NVLink: the experts' first GEMM pulls its tokens from peers itself, while it multiplies.
+"""Experts in one launch over NVLink: pull, L1, activation, quantise, L2 and the way back.
 
-    order_rows   which token each row has; counters to 0     `order_kernels`, a launch after dispatch's send_routing
-    fused L1     pull, L1, activation, quantise              `kernel`, a launch in place of pull_rows and L1
+    dispatch     tokens and routing to where peers read them                `dispatch`, without its pull
+    fused        peers' tokens -> rows -> L1 -> hidden rows -> L2 -> rows to their ranks             `kernel`
+    combine      wait for the peers' rows, sum them                         `combine`
 
-The first may start before send_routing ends, and waits for its end. The second may start as soon as that has ended: it
-sets up barriers and loads weights; producers and movers wait for the end of the first.
+It takes the place of three launches of the staged path, with the same bits: rows have the same places and contents, and
+tiles the same order of sums.
 
-The bits are those of the staged path: rows have the same places and contents, and tiles the same order of sums.
+Roles of a CTA: those of `envoi.gemm.hopper.kernel`. All go through the same three phases:
 
-Roles of a CTA: those of `envoi.gemm.hopper.kernel`, and movers. With two consumers:
+    role       warps   registers   pull                      L1                     L2
+    consumer   2 x 4   240         peers' tokens -> rows     mainloop, epilogue     mainloop, epilogue
+    producer   1       24          waits for all rows        TMA loads              waits for hidden rows, TMA loads
 
-    role         warps   registers   work
-    consumer     2 x 4   232         mainloop and epilogue
-    producer     1       40          TMA loads: weights at once, tokens once their rows have arrived
-    mover        2 or 3  40, a role  peers' tokens -> rows, by 16-byte loads and stores
+    8 units of L1, each as long as 2 tiles of L2, on 6 CTAs
 
-    time ------------------------------------------------------------------------------------------------------>
-    all warps    weights of all stages (prefill)
-    movers                      ticket  look up  loads of token t   loads of t'   | stores of t'  ..
-                                                         | stores of t | t counted
-    producer                    waits for the rows of tile 0 ............. acquire  tokens of all stages  step by step
-    consumer                    waits for `rows` ............................... factors  waits for `full`  wgmma, ..
+    CTA 0   pull   L1: 0            L1: 6            L2: 8      L2: 14
+    CTA 1   pull   L1: 1            L1: 7            L2: 9      L2: 15
+    CTA 2   pull   L1: 2            L2: 0   L2: 4    L2: 10     L2: 16
+    ..
+    CTA 5   pull   L1: 5            L2: 3   L2: 7    L2: 13
 
-Consumers read tokens' scale factors by plain loads. They wait for `rows` of a unit before: the producer arrives on it
-after it has acquired the rows' arrival, so that whoever has waited for it sees what the producer saw. It is usually a
-unit ahead, and they then request factors at once, as in the staged L1.
+A CTA that L1's last round has no unit for goes on with L2's tiles of the first experts, whose hidden rows are complete
+once all other rounds are (`scheduler`). Stages of both GEMMs have one shape, and one ring goes on from L1's last step
+to L2's first. With few rows an expert L1 has one consumer, and L2 two that take tiles in turns.
 
-    counter, in global memory    adds                      waits                              resets to 0
-    tickets                      a mover, a batch          nobody                             order_rows, before L1
-    arrivals [block of 64 rows]  a mover, a row: release,  producers: all rows of the tile's  order_rows, before L1
-                                 GPU scope                 blocks; acquire, then a fence to
-                                                           the async proxy, as TMA reads
+    counter, in global memory   adds                                        waits                            to 0
+    pulled                      a consumer, its share of the tokens         all roles, before L1             the last
+    last round                  a consumer, before its unit of that round   producers, before L2             producer
+    ended                       a consumer, all its units of L1             producers, before tiles of the   that has
+                                                                            last round's experts, or at the  waited
+                                                                            end
+    waited                      a producer                                  nobody
 
-    barrier, in shared memory    arrivals                                    waits
-    rows [ring of num_stages]    1: the producer, a unit, after its arrival  consumers, once a unit
-    full                         1: the producer, after the rows' arrival    consumers
-    empty                        each consumer                               producer
+    barrier, in shared memory   arrivals                                    waits
+    rows [ring of num_stages]   1: the producer, a tile of L2               consumers, before they read factors
 
-Weights of a stage may be there before the producer arrives on `full`; the phase ends when it has and all bytes came.
+An addition releases at GPU scope what all warps of the consumer have written; a wait acquires it, and orders it before
+TMA loads by a fence to the async proxy. Consumers read the factors of hidden rows by plain loads, after `rows`.
 
-A mover waits for nobody: a peer's tokens have been complete since dispatch. Tickets go in order to movers that run, so
-rows come even if some CTAs don't start until others have ended. A producer's wait is bounded all the same: after
-timeout_s it reports its own rank, the call's outcome is LOST, it waits for no row any more, and the output is NaN.
-
-Nothing outlives a launch but the rows: a CUDA graph replays both launches. A peer may overwrite its tokens only after
-this rank's flag of combine, which follows L1 in its stream.
+All CTAs run at once or none (a cooperative launch), so none waits for one that can't start; and none waits for a peer,
+whose tokens have been complete since dispatch. Nothing outlives a launch: a CUDA graph replays it.
 """

@@ -1,57 +1,79 @@
-"""Movers of the fused L1: how many, how much each has in flight; and the pointers that a launch gives them."""
+"""Shapes that the launch of the experts pulls, and tilings of its two GEMMs."""
 
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 from envoi.constant import Constant
+from envoi.gemm.hopper.config import Config
 from envoi.runtime.math import next_power_of_2
 
-LANES = 32
-VECTOR = 4  # words of 4 bytes that a lane loads at once
 FORMAT = "fp8_block128"  # of the experts
-MOVERS = {"num_movers": 3, "loads": 4}  # fields of MoverConfig
+NUM_COUNTERS = 4  # of `progress`
+CONSUMER_REGISTERS, PRODUCER_REGISTERS = 240, 24  # of a thread
+LANES = 32
+MAX_SLOTS = LANES  # of a token: a lane each
+MAX_HIDDEN = 16384  # in registers: half of those that a thread of four warps has
+FEW_ROWS = 64  # of an expert, up to which one consumer has a tile of L1: two would share 128 rows
+# L1 and L2 with few rows an expert: the same stages, so that one ring serves both.
+FEW_L1 = Config(64, 1, 128, 256, 4, paired_tiles=True)
+FEW_L2 = Config(64, 2, 128, 256, 4, pingpong=True)
 
 
 @dataclass(frozen=True)
-class MoverConfig(Constant):
-    """Movers of a CTA, and the shape of what they move.
+class PullConfig(Constant):
+    """Shape of what is pulled.
 
-    num_words, num_sf: words of 4 bytes, and scale factors, of a token. num_slots: slots of a token, a power of two.
-    num_movers: 2 or 3, a warp each; 3 beside one consumer. loads: 16-byte loads in flight of a lane, a power of two.
-    registers: of a thread of the movers and the producer. alone, batch: rows of a ticket, see `scheduler`.
+    num_words, num_sf: words of 4 bytes, and scale factors, of a token. num_topk: slots of a token, at most.
+    num_experts: of all ranks. slot_bytes: from one slot's row to the next, where rows are sent back.
     """
 
     num_words: int
     num_sf: int
-    num_slots: int
-    num_movers: int = 3
-    loads: int = 4
-    registers: int = 40
-    alone: int = 4096
-    batch: int = 4
+    num_topk: int
+    num_experts: int
+    slot_bytes: int
 
     @property
-    def piece(self) -> int:
-        """Words of a token that a mover has in flight."""
-        return min(self.loads * VECTOR * LANES, max(VECTOR * LANES, next_power_of_2(self.num_words)))
+    def tokens(self) -> int:
+        """Tokens that four warps pull at once, two or one a warp, in at most 128 registers of a thread."""
+        return 8 if self.words <= 2048 else 4
 
     @property
-    def sf_lanes(self) -> int:
+    def words(self) -> int:
+        """Length of a vector over a token's words."""
+        return max(4 * LANES, next_power_of_2(self.num_words))
+
+    @property
+    def factors(self) -> int:
         """Length of a vector over a token's scale factors."""
         return max(LANES, next_power_of_2(self.num_sf))
 
+    @property
+    def slots(self) -> int:
+        """Length of a vector over a token's slots."""
+        return next_power_of_2(self.num_topk)
 
-class RowMap(NamedTuple):
-    """Pointers to what `order_rows_kernel` wrote, to the peers' tokens, and to the rows that they become.
+    @property
+    def experts(self) -> int:
+        """Length of a vector over all experts."""
+        return max(4 * LANES, next_power_of_2(self.num_experts))
 
-    peers [num_ranks] int64: addresses of the ranks' memory. row_tokens, token_rows, tickets, arrivals: of
-    `memory.FusedMemory`. rows, rows_sf: this rank's rows and their scale factors, as int32.
+
+class Pulled(NamedTuple):
+    """Pointers and sizes of a pull, as `dispatch_kernels.pull_kernel` has them.
+
+    peers [num_ranks] int64: addresses of the ranks' memory. rows, rows_sf: this rank's rows as int32, and their scale
+    factors. row_weights, row_destinations: of each row. room: slots that a rank may have. num_local: experts here.
     """
 
     peers: Any
-    row_tokens: Any
-    token_rows: Any
-    tickets: Any
-    arrivals: Any
+    row_shift: Any
+    state: Any
+    history: Any
     rows: Any
     rows_sf: Any
+    row_weights: Any
+    row_destinations: Any
+    num_ranks: Any
+    room: Any
+    num_local: Any

@@ -1,101 +1,133 @@
-"""Host side of the fused L1: supported experts, the launch that orders rows, the launch of L1."""
+"""Host side of the experts in one launch: supported experts, tilings of both GEMMs, the launch."""
 
-from collections.abc import Callable
-from functools import partial
+from dataclasses import dataclass, replace
 from typing import cast
 
 import torch
 
+from envoi.epilogue.api import Epilogue
+from envoi.epilogue.library import expert_l2
 from envoi.gemm.grouping import Grouping
 from envoi.gemm.hopper import host as hopper
-from envoi.gemm.hopper.config import Config
-from envoi.moe.experts import l1_epilogues, run_l1
-from envoi.moe.launches import Launch, launch_kernel
-from envoi.moe.parallel.fused.config import FORMAT, LANES, MOVERS, MoverConfig, RowMap
-from envoi.moe.parallel.fused.memory import FusedMemory, token_bits
+from envoi.gemm.hopper.config import Config, fitted, supports
+from envoi.moe.experts import l1_epilogues, l2_operands
+from envoi.moe.launches import Launch
+from envoi.moe.op import columns_of, scale_of
+from envoi.moe.parallel.fused.config import FEW_L1, FEW_L2, FEW_ROWS, FORMAT, MAX_HIDDEN, MAX_SLOTS, PullConfig, Pulled
 from envoi.moe.parallel.symmetric_memory import Domain
 from envoi.moe.permute import empty_rows
 from envoi.quant.formats import format_named
 from envoi.runtime.devices import implementation, num_sms
-from envoi.runtime.math import next_power_of_2
 from envoi.runtime.timeline import UNTRACED
-from envoi.types import ExpertWeights, Matrix, QuantTensor
+from envoi.types import ExpertWeights, QuantTensor
 
-MAX_SLOTS = LANES  # of a token: a lane each
-ORDERED = 16, 64  # tokens that a program orders at once: at least, and at most
-WARPS = {"num_warps": 4}
+BF16 = torch.bfloat16
 
 
 def supports_fused(experts: ExpertWeights, num_topk: int) -> str:
-    """Return why L1 can't pull these experts' rows itself, "" if it can."""
+    """Return why one launch can't run these experts, "" if it can."""
     if experts.format != FORMAT:
         return f"experts in {experts.format}, not {FORMAT}"
     if implementation(experts.device) != "hopper":
         return f"experts on {experts.device}, which is no Hopper GPU"
     if num_topk > MAX_SLOTS:
         return f"num_topk {num_topk}, more than {MAX_SLOTS}"
+    if experts.hidden > MAX_HIDDEN:
+        return f"hidden {experts.hidden}, more than {MAX_HIDDEN}"
     if not experts.num_local_experts:
-        return ""  # this rank has no rows to pull, and launches no fused L1
+        return ""  # this rank has no rows, and launches no experts
     rows = empty_rows(1, experts.hidden, format_named(FORMAT).activations, torch.device("meta"))
-    return hopper.supports_hopper(rows, experts.gate_up, l1_epilogues(experts)[0].ir)
+    _, in_pairs = l1_epilogues(experts)
+    refusal = "" if in_pairs is None else hopper.supports_hopper(rows, experts.gate_up, in_pairs.ir)
+    if refusal:
+        return refusal
+    if in_pairs is None or not hopper.takes_pairs(in_pairs.ir, experts.gate_up.shape[1], experts.num_local_experts):
+        return f"experts whose L1 has no groups of 128 gated columns: {experts.activation}, {experts.intermediate} wide"
+    hidden = empty_rows(1, experts.intermediate, format_named(FORMAT).activations, torch.device("meta"))
+    return hopper.supports_hopper(hidden, experts.down, _l2(experts).ir)
 
 
-def order_rows(domain: Domain) -> None:
-    """Find the token of each of this rank's rows, and reset the counters of their arrival; after `send_routing`."""
-    launch_kernel("envoi.moe.parallel.fused.order_kernels", "order_rows_kernel", order_arguments(domain))
+def _l2(experts: ExpertWeights) -> Epilogue:
+    return expert_l2(experts.gate_up_bias is not None, scale_of(experts.down) is not None)
 
 
-def order_arguments(domain: Domain) -> Launch:
-    """Build the launch of `order_rows_kernel`, which may start before `send_routing` ends."""
-    layout, memory, count = domain.layout, cast(FusedMemory, domain.fused), num_sms(domain.peers.device)
-    # Few tokens are spread over all multiprocessors.
-    least, most = ORDERED
-    ordered = min(most, max(least, next_power_of_2(-(-layout.num_ranks * layout.max_tokens // count))))
-    arguments = (
-        domain.peers, layout.regions, domain.row_shift, domain.offsets, domain.state, domain.history, *memory.tensors,
-        domain.row_weights, domain.row_destinations, domain.rank, layout.num_ranks, layout.slot_stride,
-        layout.num_experts, domain.first_expert, domain.num_local, layout.slot_bytes, token_bits(layout.max_tokens),
-        ordered, next_power_of_2(layout.num_topk), next_power_of_2(layout.num_experts),
-        domain.on_gpu, UNTRACED,
-    )  # fmt: skip
-    programs = layout.num_ranks * -(-layout.max_tokens // ordered)
-    return Launch((min(programs, count) + 1,), arguments, {**WARPS, "launch_pdl": domain.on_gpu})
+@dataclass(frozen=True)
+class FusedExperts:
+    """Calls of L1 and of L2 that one launch runs, and their configs, whose stages have one shape."""
+
+    first: hopper.Call
+    first_config: Config
+    second: hopper.Call
+    second_config: Config
 
 
-def run_fused_l1(domain: Domain, experts: ExpertWeights, grouping: Grouping) -> Matrix:
-    """Pull the tokens of this rank's experts into domain.rows and run L1 on them; the bits of `run_l1` after a pull."""
-    return run_l1(domain.rows, domain.row_weights, domain.offsets, experts, grouping, pulling_gemm(domain))
+def run_fused(domain: Domain, experts: ExpertWeights, grouping: Grouping) -> torch.Tensor:
+    """Pull the tokens of this rank's experts and run them, on the current stream; the bits of pull and `run_experts`.
 
-
-def pulling_gemm(domain: Domain) -> Callable[..., list[torch.Tensor] | None]:
-    """Return what runs a GEMM on domain.rows that pulls them first, with the arguments of `run_kernels`."""
-    return partial(hopper.run_gemm, launch=partial(launch_l1, domain))
-
-
-def launch_l1(domain: Domain, call: hopper.Call, config: Config, num_sms: int) -> None:
-    """Launch the GEMM with movers on the current stream."""
-    from envoi.moe.parallel.fused.kernel import fused_l1_kernel
+    grouping: as `run_experts` takes it; with `to`, L2 stores each row at its address and returns `to`.
+    """
+    from envoi.moe.parallel.fused.kernel import fused_kernel
     from envoi.runtime.launch import launch
 
-    grid, arguments, options = l1_arguments(domain, call, config, num_sms)
-    launch(fused_l1_kernel, grid, arguments, options)
+    planned = plan_fused(domain, experts, grouping, num_sms(experts.device))
+    launch(fused_kernel, *fused_arguments(domain, planned, num_sms(experts.device)))
+    return planned.second.outputs[0]
 
 
-def l1_arguments(domain: Domain, call: hopper.Call, config: Config, num_sms: int) -> Launch:
-    """Build the launch of `fused_l1_kernel` for a call of the GEMM on domain.rows.
+def plan_fused(domain: Domain, experts: ExpertWeights, grouping: Grouping, num_sms: int) -> FusedExperts:
+    """Return the calls on domain.rows and their configs, by the rows that an expert is likely to have.
 
-    It may start before `order_rows` ends. A launch between the two would start once `order_rows` has ended, and do no
-    harm.
+    Raises ValueError for experts whose tiles don't fit shared memory.
     """
-    layout, memory, rows = domain.layout, cast(FusedMemory, domain.fused), cast(QuantTensor, domain.rows)
-    grid, (*gemm, _no_rest, cfg, code, _, row_mode, max_experts, untraced) = hopper.arguments(call, config, num_sms)
-    row_map = RowMap(
-        domain.peers, memory.row_tokens, memory.token_rows, memory.tickets, memory.arrivals,
-        rows.values.view(torch.int32), rows.sf.view(torch.int32),
+    rows, offsets, weights = cast(QuantTensor, domain.rows), domain.offsets, domain.row_weights
+    in_pairs = cast(Epilogue, l1_epilogues(experts)[1])  # as `supports_fused` has found
+    operands, own = {"weight": weights, **columns_of(experts.gate_up, experts.gate_up_bias)}, replace(grouping, to=None)
+    first, wide = hopper.planned(rows, experts.gate_up, offsets, in_pairs.ir, BF16, operands, num_sms, own)
+    values, sf = first.outputs
+    hidden = QuantTensor(values, sf, (1, values.shape[1] // sf.shape[1]))
+    operands = l2_operands(experts, weights)
+    second, _ = hopper.planned(hidden, experts.down, offsets, _l2(experts).ir, BF16, operands, num_sms, grouping)
+    is_few = grouping.likely_rows(values.shape[0]) <= FEW_ROWS * experts.num_local_experts
+    if is_few or wide.num_consumers == 1:
+        wanted = FEW_L1, FEW_L2
+    else:
+        wanted = wide, replace(wide, paired_tiles=False, epilogue_columns=FEW_L2.epilogue_columns)
+    return FusedExperts(first, *_fitted(first, second, *wanted))
+
+
+def _fitted(first: hopper.Call, second: hopper.Call, *wanted: Config) -> tuple[Config, hopper.Call, Config]:
+    """Return both configs with as many stages as fit either GEMM; the second call between them."""
+    problems = hopper.problem_of(first), hopper.problem_of(second)
+    fit = [fitted(p, c, call.code) for p, c, call in zip(problems, wanted, (first, second), strict=True)]
+    num_stages = min(config.num_stages for config in fit)
+    one, two = (replace(config, num_stages=num_stages, columns_ahead=False) for config in fit)
+    for problem, config, call in zip(problems, (one, two), (first, second), strict=True):
+        if refusal := supports(problem, config, call.code):
+            raise ValueError(f"experts: one launch can't run {problem}: {refusal}")
+    return one, second, two
+
+
+def fused_arguments(domain: Domain, planned: FusedExperts, num_sms: int) -> Launch:
+    """Build the launch of `fused_kernel`."""
+    grid, first = hopper.arguments(planned.first, planned.first_config, num_sms)
+    _, second = hopper.arguments(planned.second, planned.second_config, num_sms)
+    x, gate_up, *_descs, operands1, outputs1, offsets = first[:9]
+    hidden, down, out, *_descs, operands2, outputs2, _offsets = second[:9]
+    row_parts, row_counters, x_sf, gate_up_sf, M, N1, K1, num_experts = first[11:19]
+    hidden_sf, down_sf, _, N2, K2 = second[13:18]
+    row_mode, max_experts = first[-3:-1]
+    layout, rows = domain.layout, cast(QuantTensor, domain.rows)
+    to = Pulled(
+        domain.peers, domain.row_shift, domain.state, domain.history, rows.values.view(torch.int32),
+        rows.sf.view(torch.int32), domain.row_weights, domain.row_destinations, layout.num_ranks, layout.slot_stride,
+        domain.num_local,
     )  # fmt: skip
-    moving = MoverConfig(layout.row_bytes // 4, layout.num_sf, memory.token_rows.shape[1], **MOVERS)
+    pulled = PullConfig(layout.row_bytes // 4, layout.num_sf, layout.num_topk, layout.num_experts, layout.slot_bytes)
     arguments = (
-        *gemm, row_map, layout.regions, domain.state, domain.report, token_bits(layout.max_tokens), domain.rank,
-        int(domain.timeout_s * 1e6), cfg, code, row_mode, max_experts, moving, untraced,
+        x, gate_up, operands1, outputs1, x_sf, gate_up_sf, hidden, down, out, operands2, outputs2, hidden_sf, down_sf,
+        offsets, row_parts, row_counters, domain.progress, M, N1, K1, N2, K2, num_experts,
+        to, layout.regions, domain.rank, domain.first_expert,
+        planned.first_config, planned.first.code, planned.second_config, planned.second.code, row_mode, max_experts,
+        max(1, round(2 * K1 / K2)), pulled, UNTRACED,
     )  # fmt: skip
-    return Launch(grid, arguments, {"num_warps": config.num_warps, "launch_pdl": True})
+    return Launch(grid, arguments, {"num_warps": planned.first_config.num_warps, "launch_cooperative_grid": True})

@@ -1,83 +1,164 @@
-"""L1 of the experts and the pull of its rows, in one launch: `gemm.hopper.kernel` with movers. See the package."""
+"""Experts in one launch: pull, L1 and L2 over one ring of stages. See the package."""
 
 import triton.experimental.gluon.language as gl
 from triton.experimental import gluon
-from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared
+from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier
 
-from envoi.gemm.hopper.consumer import ConsumerArgs, consumer
+from envoi.gemm.hopper.consumer import ConsumerArgs, multiply_units, tell
 from envoi.gemm.hopper.mainloop import SCALE_BLOCK, BlockScales
 from envoi.gemm.hopper.pipeline import Pipeline
-from envoi.gemm.hopper.producer import ProducerArgs
+from envoi.gemm.hopper.producer import PRODUCER, ProducerArgs, load_unit, weights_tile
 from envoi.gemm.hopper.run_epilogue import EpilogueArgs, RowReductions
-from envoi.gemm.hopper.split_k import SplitK
-from envoi.gemm.hopper.tile_scheduler import Problem
-from envoi.moe.parallel.fused.mover import MoverArgs, mover
-from envoi.moe.parallel.fused.producer import Arrivals, FusedProducerArgs, prefill_weights, producer
-from envoi.runtime.triton_compat import MORE_REGISTERS, role_barrier
+from envoi.gemm.hopper.tile_scheduler import Problem, TileScheduler
+from envoi.moe.parallel.fused import config
+from envoi.moe.parallel.fused.progress import ENDED, LAST_ROUND, PULLED, leave, wait_for_all
+from envoi.moe.parallel.fused.pull import PullArgs, pull
+from envoi.moe.parallel.fused.scheduler import SecondScheduler
+from envoi.runtime.aggregate import aggregate
+from envoi.runtime.timeline_device import note_begin, note_moment
+from envoi.runtime.triton_compat import reinterpret, role_barrier
 
-REGISTERS = 504  # of a thread of both consumers and one of the producer's and the movers' warpgroup
+CONSUMERS = gl.constexpr(2)
+CONSUMER_REGISTERS = gl.constexpr(config.CONSUMER_REGISTERS)
+PRODUCER_REGISTERS = gl.constexpr(config.PRODUCER_REGISTERS)
+SECOND = gl.constexpr(PRODUCER.value + 1)  # track of the first consumer in L2
+PULL = gl.constexpr(SECOND.value + CONSUMERS.value)  # and in the pull
 
 
-@gluon.constexpr_function
-def registers_of_consumer(registers):
-    """Return the registers of a consumer's thread beside producer and movers with so many."""
-    return (REGISTERS - registers) // 2 // 8 * 8
+@aggregate
+class FusedProducerArgs:
+    """Producer's arguments of both GEMMs, and the counters that it waits for."""
+
+    first: ProducerArgs
+    second: ProducerArgs
+    progress: gl.tensor  # pointer to int32 [NUM_COUNTERS]
+    tiles_per_unit: gl.constexpr  # tiles of L2 that last as long as a unit of L1
 
 
-@gluon.jit(do_not_specialize=["token_bits", "rank", "timeout_us"])
-def fused_l1_kernel(
-    x_desc, y_desc, desc0, desc1, desc2, desc3, operands, outputs, offsets, sums, counters, row_parts, row_counters,
-    a_sf, b_sf, M, N, K, num_experts, num_whole_tiles,
-    row_map, regions, state, report, token_bits, rank, timeout_us,
-    cfg: gl.constexpr, code: gl.constexpr, ROW_MODE: gl.constexpr, MAX_EXPERTS: gl.constexpr, moving: gl.constexpr,
-    trace,
-):  # fmt: skip
-    """Set up the pipeline, then start one role for each partition of warps. Grid: (number of CTAs,).
+@aggregate
+class FusedConsumerArgs:
+    """Consumer's arguments of the pull and of both GEMMs."""
 
-    The arguments up to num_whole_tiles are those of `gemm_kernel`, of a GEMM with scales along K and rows by expert.
-    row_map: RowMap. regions: `symmetric_memory.Regions`. state, report: of the call. moving: MoverConfig.
-    trace: see `runtime.timeline_device`.
-    """
-    pipeline = Pipeline.create(x_desc, y_desc, None, code.takes_halves, cfg, True)
-    fence_async_shared()
-    problem = Problem(M, N, K, num_experts, num_whole_tiles, offsets, ROW_MODE, MAX_EXPERTS, cfg)
-    scales = BlockScales(a_sf, b_sf, gl.cdiv(K, SCALE_BLOCK), gl.cdiv(N, SCALE_BLOCK))
-    rows = RowReductions(row_parts, row_counters)
-    descs = (desc0, desc1, desc2, desc3)
-    epilogue = EpilogueArgs(descs, operands, outputs, rows, SplitK(sums, counters), problem, code)
-    role_barrier()
-    gemm = ProducerArgs(x_desc, y_desc, None, pipeline, problem, trace)
-    prefill_weights(gemm)
-    num_rows = offsets + num_experts
-    arrivals = Arrivals(row_map.arrivals, num_rows, state, report, rank, timeout_us)
-    producer_args = FusedProducerArgs(gemm, arrivals)
-    consumer_args = ConsumerArgs(pipeline, epilogue, scales, True, True, not MORE_REGISTERS, trace)
-    mover_args = MoverArgs(row_map, num_rows, regions.tokens, regions.token_sf, token_bits, moving, trace)
-    few: gl.constexpr = moving.registers
-    many: gl.constexpr = registers_of_consumer(few)
-    # Role numbers are literals within the list, see `gemm_kernel`.
-    if cfg.num_consumers == 1:
-        gl.warp_specialize([
-            (consumer, (consumer_args, 0)),
-            (producer, (producer_args,)),
-            (mover, (mover_args, 0)),
-            (mover, (mover_args, 1)),
-            (mover, (mover_args, 2)),
-        ], [1, 1, 1, 1], [few, few, few, few])  # fmt: skip
-    elif moving.num_movers == 2:
-        gl.warp_specialize([
-            (consumer, (consumer_args, 0)),
-            (consumer, (consumer_args, 1)),
-            (producer, (producer_args,)),
-            (mover, (mover_args, 0)),
-            (mover, (mover_args, 1)),
-        ], [cfg.num_warps, 1, 1, 1], [many, few, few, few])  # fmt: skip
+    pull: PullArgs
+    first: ConsumerArgs
+    second: ConsumerArgs
+    progress: gl.tensor
+    tiles_per_unit: gl.constexpr
+
+
+@gluon.jit
+def consumer(args, role: gl.constexpr):
+    """Role: pull a share of the tokens, then multiply this consumer's share of L1's units and of L2's tiles."""
+    trace = args.first.trace
+    note_begin(trace, PULL + role, 0, 0)
+    pull(args.pull, role, CONSUMERS)
+    note_moment(trace, PULL + role, 0, 1)
+    tell(args.progress + PULLED)
+    problem = args.first.epilogue.problem
+    cfg: gl.constexpr = problem.cfg
+    scheduler = TileScheduler.create(problem)
+    wait_for_all(args.progress + PULLED, CONSUMERS * gl.num_programs(0))
+    note_moment(trace, PULL + role, 0, 2)
+    if role < cfg.num_consumers:
+        step = multiply_units(args.first, scheduler, gl.to_tensor(0), role, role)
     else:
-        gl.warp_specialize([
-            (consumer, (consumer_args, 0)),
-            (consumer, (consumer_args, 1)),
-            (producer, (producer_args,)),
-            (mover, (mover_args, 0)),
-            (mover, (mover_args, 1)),
-            (mover, (mover_args, 2)),
-        ], [cfg.num_warps, 1, 1, 1, 1], [many, few, few, few, few])  # fmt: skip
+        step = scheduler.num_units * gl.cdiv(problem.K, cfg.block_k)
+        tell(args.progress + LAST_ROUND)
+        tell(args.progress + ENDED)
+    second = SecondScheduler.create(args.second.epilogue.problem, problem, args.tiles_per_unit)
+    multiply_units(args.second, second, step, role, SECOND + role)
+
+
+@gluon.jit
+def producer(args):
+    """Role: fill the stages with the operands of L1's units, then of L2's tiles, once their rows are there."""
+    first, second = args.first, args.second
+    cfg: gl.constexpr = second.problem.cfg
+    arrivals = CONSUMERS * gl.num_programs(0)
+    ahead = TileScheduler.create(first.problem)
+    num_k_steps = gl.cdiv(first.problem.K, first.problem.cfg.block_k)
+    wait_for_all(args.progress + PULLED, arrivals)
+    step = gl.to_tensor(0)
+    for u in range(ahead.num_units):
+        unit = ahead.unit(u, num_k_steps)
+        note_begin(first.trace, PRODUCER, u, unit.tile)
+        note_moment(first.trace, PRODUCER, u, 1)
+        step = load_unit(first, step, 0, num_k_steps, weights_tile(ahead.tile(unit.tile), first), False)
+        note_moment(first.trace, PRODUCER, u, 2)
+    units_before = ahead.num_units
+    scheduler = SecondScheduler.create(second.problem, first.problem, args.tiles_per_unit)
+    early_rows = scheduler.early_rows(first.problem)
+    num_k_steps = gl.cdiv(second.problem.K, cfg.block_k)
+    wait_for_all(args.progress + LAST_ROUND, arrivals)
+    knows_all = False
+    for u in range(scheduler.num_units):
+        unit = scheduler.unit(u, num_k_steps)
+        tile = weights_tile(scheduler.tile(unit.tile), second)
+        note_begin(second.trace, PRODUCER, units_before + u, unit.tile)
+        if tile.row_end > early_rows:
+            if not knows_all:
+                wait_for_all(args.progress + ENDED, arrivals)
+                knows_all = True
+        note_moment(second.trace, PRODUCER, units_before + u, 1)
+        second.pipeline.wait_empty(step)  # first: the ring of `rows` mustn't be passed twice before it is read
+        second.pipeline.tell_rows(u)
+        step = load_unit(second, step, 0, num_k_steps, tile, False)
+        note_moment(second.trace, PRODUCER, units_before + u, 2)
+    if not knows_all:
+        wait_for_all(args.progress + ENDED, arrivals)
+    leave(args.progress)
+
+
+@gluon.jit
+def second_pipeline(pipeline, x_desc, y_desc, takes_halves: gl.constexpr, cfg: gl.constexpr):
+    """Return the same stages and barriers for L2's boxes. The caller fences before any role uses them."""
+    x_bufs = pipeline.x_bufs
+    y_shape: gl.constexpr = [cfg.num_stages * cfg.y_boxes_per_stage, cfg.main_y, cfg.block_k]
+    y_bufs = reinterpret(x_bufs if cfg.wide_tail_tiles else pipeline.y_bufs, y_desc.dtype, y_shape, y_desc.layout)
+    if cfg.pingpong:
+        turn = gl.allocate_shared_memory(gl.int64, [2, 1], mbarrier.MBarrierLayout())
+        for i in gl.static_range(2):
+            mbarrier.init(turn.index(i), count=1)
+    else:
+        turn: gl.constexpr = None
+    return Pipeline(x_bufs, y_bufs, pipeline.empty, pipeline.full, None, turn, pipeline.rows, takes_halves, cfg)
+
+
+@gluon.jit(do_not_specialize=["rank", "first_expert"])
+def fused_kernel(
+    x_desc, gate_up_desc, operands1, outputs1, x_sf, gate_up_sf,
+    hidden_desc, down_desc, out_desc, operands2, outputs2, hidden_sf, down_sf,
+    offsets, row_parts, row_counters, progress, M, N1, K1, N2, K2, num_experts,
+    to, regions, rank, first_expert,
+    cfg1: gl.constexpr, code1: gl.constexpr, cfg2: gl.constexpr, code2: gl.constexpr, ROW_MODE: gl.constexpr,
+    MAX_EXPERTS: gl.constexpr, TILES_PER_UNIT: gl.constexpr, pulled: gl.constexpr, trace,
+):  # fmt: skip
+    """Set up the pipeline, then start one role for each partition of warps. Grid: (number of CTAs,), cooperative.
+
+    Arguments with a number are those of `gemm_kernel` for L1 and L2. progress: see `progress`. to, regions, rank,
+    first_expert: of the pull, see `PullArgs`. pulled: PullConfig. trace: see `runtime.timeline_device`.
+    """
+    pipeline = Pipeline.create(x_desc, gate_up_desc, None, code1.takes_halves, cfg1, True)
+    next_pipeline = second_pipeline(pipeline, hidden_desc, down_desc, code2.takes_halves, cfg2)
+    fence_async_shared()
+    first = Problem(M, N1, K1, num_experts, 0, offsets, ROW_MODE, MAX_EXPERTS, cfg1)
+    second = Problem(M, N2, K2, num_experts, 0, offsets, ROW_MODE, MAX_EXPERTS, cfg2)
+    scales1 = BlockScales(x_sf, gate_up_sf, gl.cdiv(K1, SCALE_BLOCK), gl.cdiv(N1, SCALE_BLOCK))
+    scales2 = BlockScales(hidden_sf, down_sf, gl.cdiv(K2, SCALE_BLOCK), gl.cdiv(N2, SCALE_BLOCK))
+    sums = RowReductions(row_parts, row_counters)
+    epilogue1 = EpilogueArgs((None, None, None, None), operands1, outputs1, sums, None, first, code1)
+    epilogue2 = EpilogueArgs((out_desc, None, None, None), operands2, outputs2, sums, None, second, code2)
+    role_barrier()
+    consumer1 = ConsumerArgs(pipeline, epilogue1, scales1, True, False, False, progress + LAST_ROUND, trace)
+    consumer2 = ConsumerArgs(next_pipeline, epilogue2, scales2, True, True, False, None, trace)
+    pull_args = PullArgs(to, regions, rank, first_expert, pulled)
+    consumer_args = FusedConsumerArgs(pull_args, consumer1, consumer2, progress, TILES_PER_UNIT)
+    producer1 = ProducerArgs(x_desc, gate_up_desc, None, pipeline, first, trace)
+    producer2 = ProducerArgs(hidden_desc, down_desc, None, next_pipeline, second, trace)
+    producer_args = FusedProducerArgs(producer1, producer2, progress, TILES_PER_UNIT)
+    # Role numbers are literals within the list, see `gemm_kernel`.
+    gl.warp_specialize([
+        (consumer, (consumer_args, 0)),
+        (consumer, (consumer_args, 1)),
+        (producer, (producer_args,)),
+    ], [cfg1.num_warps, 1], [CONSUMER_REGISTERS, PRODUCER_REGISTERS])  # fmt: skip

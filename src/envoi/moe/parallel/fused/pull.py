@@ -1,0 +1,143 @@
+"""Pull of peers' tokens into this rank's rows, by the consumers, before L1."""
+
+import triton.experimental.gluon.language as gl
+from triton.experimental import gluon
+
+from envoi.moe.parallel import load
+from envoi.moe.parallel.shared_device import FINE, MAX_TOKENS, OUTCOME
+from envoi.runtime.aggregate import Scalar, aggregate
+
+HISTORY = gl.constexpr(load.HISTORY)
+WARPS = gl.constexpr(4)  # of a role
+
+
+@aggregate
+class PullArgs:
+    """Tokens that are pulled, and where to."""
+
+    to: gl.tuple  # Pulled
+    regions: gl.tuple  # `symmetric_memory.Regions`: bytes from the start of a rank's memory to each part
+    rank: Scalar
+    first_expert: Scalar
+    cfg: gl.constexpr  # PullConfig
+
+
+@gluon.jit
+def pull(args, role: gl.constexpr, num_roles: gl.constexpr):
+    """Pull this role's share of all ranks' tokens, one of each rank in turn; the last CTA also notes the call's load.
+
+    A token is read once, for all its rows. A warp has one or two tokens at a time, each in a row of a matrix.
+    """
+    cfg: gl.constexpr = args.cfg
+    tokens: gl.constexpr = cfg.tokens
+    to, regions = args.to, args.regions
+    own = gl.load(to.peers + args.rank)
+    num_tokens = gl.load(to.state + MAX_TOKENS) * to.num_ranks
+    if role == 0:
+        if gl.program_id(0) == gl.num_programs(0) - 1:
+            note_load(args, own)
+    sizes = pointer_to(own + regions.sizes, to.state)
+    group = gl.program_id(0) * num_roles + role
+    num_groups = gl.num_programs(0) * num_roles
+    by_token: gl.constexpr = gl.SliceLayout(1, layout_of(1))
+    # The tokens of a group are far apart, so that few are spread over all multiprocessors.
+    for begin in range(group, num_tokens, num_groups * tokens):
+        t = begin + gl.arange(0, tokens, by_token) * num_groups
+        source, token = (t + args.rank) % to.num_ranks, t // to.num_ranks
+        inside = t < num_tokens
+        inside &= token < gl.load(sizes + 2 * source, mask=inside, other=0)
+        k = gl.load(sizes + 2 * source + 1, mask=inside, other=0)
+        rows = place_slots(args, own, source, token, k)
+        copy_tokens(args, source, token, rows)
+
+
+@gluon.constexpr_function
+def layout_of(words):
+    """Return the layout of a matrix with a row for each token: a warp has whole rows, `words` neighbours a lane."""
+    return gl.BlockedLayout([1, words], [1, 32], [4, 1], [1, 0])
+
+
+@gluon.jit
+def pointer_to(address, like):
+    """Return a pointer to an address, of the type of another pointer."""
+    return address.to(like.dtype)
+
+
+@gluon.jit
+def place_slots(args, own, source, token, k):
+    """Return the rows of these tokens' slots, int32 [tokens, slots], -1 = none here; store weights and destinations.
+
+    source, token: of each, int32 [tokens]. k: slots of each, 0 for a token that doesn't exist.
+    """
+    cfg: gl.constexpr = args.cfg
+    slots: gl.constexpr = cfg.slots
+    to, regions = args.to, args.regions
+    lane = gl.arange(0, slots, gl.SliceLayout(0, layout_of(1)))[None, :]
+    slot = (token * k)[:, None] + lane
+    place = (source * to.room)[:, None] + slot
+    ids, positions = pointer_to(own + regions.topk_ids, to.state), pointer_to(own + regions.slot_pos, to.state)
+    expert = gl.load(ids + place, mask=lane < k[:, None], other=-1) - args.first_expert
+    is_local = (expert >= 0) & (expert < to.num_local)
+    row = gl.load(positions + place, mask=is_local, other=0)
+    row += gl.load(to.row_shift + (source * to.num_local)[:, None] + expert, mask=is_local, other=0)
+    weights = pointer_to(own + regions.weights, to.row_weights)
+    gl.store(to.row_weights + row, gl.load(weights + place, mask=is_local, other=0.0), mask=is_local)
+    returned = gl.load(to.peers + source) + regions.returned_rows
+    gl.store(to.row_destinations + row, returned[:, None] + slot.to(gl.int64) * cfg.slot_bytes, mask=is_local)
+    return gl.where(is_local, row, -1)
+
+
+@gluon.jit
+def copy_tokens(args, source, token, rows):
+    """Copy tokens that have rows here, and their scale factors, to all these rows."""
+    cfg: gl.constexpr = args.cfg
+    num_words: gl.constexpr = cfg.num_words
+    num_sf: gl.constexpr = cfg.num_sf
+    slots: gl.constexpr = cfg.slots
+    words: gl.constexpr = cfg.words
+    factors: gl.constexpr = cfg.factors
+    to, regions = args.to, args.regions
+    wide: gl.constexpr = layout_of(4)
+    narrow: gl.constexpr = layout_of(1)
+    column = gl.arange(0, words, gl.SliceLayout(0, wide))[None, :]
+    factor = gl.arange(0, factors, gl.SliceLayout(0, narrow))[None, :]
+    lane = gl.arange(0, slots, gl.SliceLayout(0, narrow))[None, :]
+    is_here = gl.max(rows, 1) >= 0
+    base = gl.load(to.peers + source)
+    from_words = pointer_to(in_rows(base, wide) + regions.tokens, to.rows)
+    from_words += in_rows(token, wide).to(gl.int64) * num_words
+    x_mask = in_rows(is_here, wide)[:, None] & (column < num_words)
+    x = gl.load(gl.multiple_of(from_words[:, None] + column, [16, 16]), mask=x_mask, other=0)
+    from_sf = pointer_to(base + regions.token_sf, to.rows_sf) + token.to(gl.int64) * num_sf
+    sf = gl.load(from_sf[:, None] + factor, mask=is_here[:, None] & (factor < num_sf), other=0)
+    for i in gl.static_range(slots):
+        row = gl.max(gl.where(lane == i, rows, -1), 1)
+        wide_row = in_rows(row, wide)
+        out = to.rows + wide_row.to(gl.int64) * num_words
+        gl.store(out[:, None] + column, x, mask=(wide_row >= 0)[:, None] & (column < num_words))
+        out_sf = to.rows_sf + row.to(gl.int64) * num_sf
+        gl.store(out_sf[:, None] + factor, sf, mask=(row >= 0)[:, None] & (factor < num_sf))
+
+
+@gluon.jit
+def in_rows(values, layout: gl.constexpr):
+    """Return a vector with a value for each row of a matrix, for matrices of this layout; nothing moves."""
+    return gl.convert_layout(values, gl.SliceLayout(1, layout), assert_trivial=True)
+
+
+@gluon.jit
+def note_load(args, own):
+    """Add this call's slots of each expert, of all ranks, to the history; nothing if the call failed."""
+    cfg: gl.constexpr = args.cfg
+    num_experts: gl.constexpr = cfg.num_experts
+    experts: gl.constexpr = cfg.experts
+    to = args.to
+    if gl.load(to.state + OUTCOME) == FINE:
+        e = gl.arange(0, experts, gl.BlockedLayout([1], [32], [4], [0]))
+        total = gl.zeros_like(e)
+        for source in range(to.num_ranks):
+            begin = pointer_to(own + args.regions.slot_offsets, to.state) + source * (num_experts + 1) + e
+            total += gl.load(begin + 1, mask=e < num_experts, other=0, cache_modifier=".cg")
+            total -= gl.load(begin, mask=e < num_experts, other=0, cache_modifier=".cg")
+        call = gl.atomic_add(to.history + HISTORY * num_experts, 1, sem="relaxed", scope="gpu")
+        gl.store(to.history + (call & (HISTORY - 1)) * num_experts + e, total, mask=e < num_experts)
