@@ -133,7 +133,7 @@ class MoeShape:
 
     transport: "" for the best that the ranks have; "over nccl" leaves shared memory unused, "by host" takes both halves
     of the ranks for hosts, between which nothing but NCCL is used; on CPUs both are over gloo. "fused" is over NVLink,
-    and the first GEMM pulls its tokens; "staged" too, and a launch in front does. presum: of ExpertParallel.
+    pull and experts in one launch; "staged" too, in one for each. presum: of ExpertParallel.
     """
 
     hidden: int

@@ -16,7 +16,7 @@ import torch
 
 WORDS = 8  # int64 of a record: its label, then up to 7 moments
 UNTRACED = None  # argument `trace` of a launch; a Recorder puts a `Trace` in its place
-PRODUCER = 2  # track of a GEMM's producer; consumers have 0 and 1, movers those after it
+PRODUCER = 2  # track of a GEMM's producer; consumers have 0 and 1, other phases those after it
 ROOM = 512  # events of a role that are kept; a GEMM's launch takes 26 MB
 
 

@@ -3,8 +3,8 @@
 Over ranks a call is replayed from a CUDA graph, as servers do, unless rows are counted; torch's, which copies sizes to
 the host, can't be. "over nccl" in a case: shared memory is left unused; "by host": both halves of the ranks stand for
 a host each, and share memory among themselves; "launched" is the same call without a graph, "counted"
-with rows in counted numbers between all ranks alike. "fused": the first GEMM pulls its tokens from peers itself, beside
-the "staged" launches.
+with rows in counted numbers between all ranks alike. "fused": pull, L1 and L2 in one launch, beside the "staged"
+launches.
 Routing is uniform and random, but with skew or zipf: then "as_busy" is an even call over ranks of which each has as
 many rows as the busiest one has here. Error: sampled tokens against float64 on the packed weights.
 The baseline of fp8 on one GPU is torch's grouped matmul in FP8 with row scales; otherwise torch's time and error are
