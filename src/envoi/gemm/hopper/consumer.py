@@ -2,13 +2,13 @@
 
 import triton.experimental.gluon.language as gl
 from triton.experimental import gluon
-from triton.experimental.gluon.language.nvidia.hopper import tma
+from triton.experimental.gluon.language.nvidia.hopper import mbarrier, tma
 
 from envoi.gemm.hopper.mainloop import BlockScales, accumulate, accumulate_block_scaled, accumulate_both
 from envoi.gemm.hopper.pipeline import Pipeline, StageBoxes
 from envoi.gemm.hopper.run_epilogue import EpilogueArgs, EpilogueBuffers, load_columns, run_epilogue
 from envoi.gemm.hopper.tile_scheduler import Tile, TileScheduler
-from envoi.runtime.aggregate import Scalar, aggregate
+from envoi.runtime.aggregate import aggregate
 from envoi.runtime.timeline_device import note_begin, note_moment
 from envoi.runtime.triton_compat import role_barrier
 
@@ -23,7 +23,9 @@ class ConsumerArgs:
     is_block_scaled: gl.constexpr
     awaits_rows: gl.constexpr  # True if the rows of a unit, with their scale factors, may come after the kernel began
     has_few_registers: gl.constexpr  # see `accumulate_block_scaled`
-    progress: Scalar  # pointer to int32 [2]: consumers that came to the last round, and that have ended; None if unused
+    written: (
+        gl.shared_memory_descriptor | gl.constexpr
+    )  # mbarriers [2, 1]: all rounds but the last, all; None if unused
     trace: gl.tuple | gl.constexpr  # `Trace`, or None
 
 
@@ -41,7 +43,7 @@ def consumer(args, role: gl.constexpr):
 def multiply_units(args, scheduler, step, role: gl.constexpr, track: gl.constexpr):
     """Do a consumer's work on the scheduler's units, from the stage of `step` on; return the step after them.
 
-    track: of the trace. With `progress` it tells when this consumer comes to the last round, and when it has ended.
+    track: of the trace. `written`, if there, is arrived on before the last round's units, and at the end.
     """
     problem, pipeline, epilogue = args.epilogue.problem, args.pipeline, args.epilogue
     cfg: gl.constexpr = problem.cfg
@@ -58,9 +60,9 @@ def multiply_units(args, scheduler, step, role: gl.constexpr, track: gl.constexp
         if alternate == 2 and role == 1:
             step += scheduler.num_steps(u - stride, num_k_steps)  # of the other consumer's unit, before this one
         unit = scheduler.unit(u, num_k_steps)
-        if args.progress is not None:
+        if args.written is not None:
             if u == scheduler.last_round():
-                tell(args.progress)
+                arrive_on(args.written.index(0))
         event = (u - first) // (alternate * stride)
         note_begin(args.trace, track, event, unit.tile)
         tile = scheduler.tile(unit.tile)
@@ -112,19 +114,18 @@ def multiply_units(args, scheduler, step, role: gl.constexpr, track: gl.constexp
             step += scheduler.num_steps(u + stride, num_k_steps)  # of the other consumer's unit, after this one
     if epilogue.code.num_descs > 0:
         tma.store_wait(pendings=0)
-    if args.progress is not None:
-        role_barrier()
-        gl.atomic_add(args.progress + 1, 1, sem="release", scope="gpu")
+    if args.written is not None:
         if scheduler.num_units <= scheduler.last_round():
-            gl.atomic_add(args.progress, 1, sem="relaxed", scope="gpu")  # after that fence
+            arrive_on(args.written.index(0))
+        arrive_on(args.written.index(1))
     return step
 
 
 @gluon.jit
-def tell(counter):
-    """Count this role at `counter` (release): whoever acquires it sees all that the role has written so far."""
+def arrive_on(barrier):
+    """Arrive on a barrier, for all warps of the role: whoever waits for it sees what they have written."""
     role_barrier()
-    gl.atomic_add(counter, 1, sem="release", scope="gpu")
+    mbarrier.arrive(barrier, count=1)
 
 
 @gluon.jit

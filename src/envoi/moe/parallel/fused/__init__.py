@@ -7,11 +7,12 @@
 It takes the place of three launches of the staged path, with the same bits: rows have the same places and contents, and
 tiles the same order of sums.
 
-Roles of a CTA: those of `envoi.gemm.hopper.kernel`. All go through the same three phases:
+Roles of a CTA: those of `envoi.gemm.hopper.kernel`, and a teller. All go through the same three phases:
 
     role       warps   registers   pull                      L1                     L2
     consumer   2 x 4   240         peers' tokens -> rows     mainloop, epilogue     mainloop, epilogue
     producer   1       24          waits for all rows        TMA loads              waits for hidden rows, TMA loads
+    teller     1       24          rows are written          hidden rows are
 
     8 units of L1, each as long as 2 tiles of L2, on 6 CTAs
 
@@ -25,19 +26,21 @@ A CTA that L1's last round has no unit for goes on with L2's tiles of the first 
 once all other rounds are (`scheduler`). Stages of both GEMMs have one shape, and one ring goes on from L1's last step
 to L2's first. With few rows an expert L1 has one consumer, and L2 two that take tiles in turns.
 
-    counter, in global memory   adds                                        waits                            to 0
-    pulled                      a consumer, its share of the tokens         all roles, before L1             the last
-    last round                  a consumer, before its unit of that round   producers, before L2             producer
-    ended                       a consumer, all its units of L1             producers, before tiles of the   that has
-                                                                            last round's experts, or at the  waited
-                                                                            end
-    waited                      a producer                                  nobody
+    counter, in global memory   adds, once a CTA                     waits                                    to 0
+    PULLED                      its tokens are in their rows         consumers, producers, before L1          the last
+    LAST_ROUND                  its hidden rows of the rounds but    producers, before L2                     producer
+                                the last one are written                                                      that has
+    ENDED                       all its hidden rows are written      producers, before tiles of the last      waited
+                                                                     round's experts, or at the end
+    WAITED                      its producer waits for nothing more  nobody
 
-    barrier, in shared memory   arrivals                                    waits
-    rows [ring of num_stages]   1: the producer, a tile of L2               consumers, before they read factors
+    barrier, in shared memory   arrivals                             waits
+    pulled, written [2]         consumers                            the teller, before it adds to the first three
+    rows [ring of num_stages]   1: the producer, a tile of L2        consumers, before they read factors
 
-An addition releases at GPU scope what all warps of the consumer have written; a wait acquires it, and orders it before
-TMA loads by a fence to the async proxy. Consumers read the factors of hidden rows by plain loads, after `rows`.
+An addition releases at GPU scope what the consumers had written when they arrived; a wait acquires it, and orders it
+before TMA loads by a fence to the async proxy. While memory is busy a release takes as long as a load, microseconds;
+the teller waits for it, and consumers go on. They read the factors of hidden rows by plain loads, after `rows`.
 
 All CTAs run at once or none (a cooperative launch), so none waits for one that can't start; and none waits for a peer,
 whose tokens have been complete since dispatch. Nothing outlives a launch: a CUDA graph replays it.

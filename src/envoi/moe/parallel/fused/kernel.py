@@ -4,14 +4,14 @@ import triton.experimental.gluon.language as gl
 from triton.experimental import gluon
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier
 
-from envoi.gemm.hopper.consumer import ConsumerArgs, multiply_units, tell
+from envoi.gemm.hopper.consumer import ConsumerArgs, arrive_on, multiply_units
 from envoi.gemm.hopper.mainloop import SCALE_BLOCK, BlockScales
 from envoi.gemm.hopper.pipeline import Pipeline
 from envoi.gemm.hopper.producer import PRODUCER, ProducerArgs, load_unit, weights_tile
 from envoi.gemm.hopper.run_epilogue import EpilogueArgs, RowReductions
 from envoi.gemm.hopper.tile_scheduler import Problem, TileScheduler
 from envoi.moe.parallel.fused import config
-from envoi.moe.parallel.fused.progress import ENDED, LAST_ROUND, PULLED, leave, wait_for_all
+from envoi.moe.parallel.fused.progress import ENDED, LAST_ROUND, PULLED, leave, tell, wait_for_all
 from envoi.moe.parallel.fused.pull import PullArgs, pull
 from envoi.moe.parallel.fused.scheduler import SecondScheduler
 from envoi.runtime.aggregate import aggregate
@@ -42,8 +42,18 @@ class FusedConsumerArgs:
     pull: PullArgs
     first: ConsumerArgs
     second: ConsumerArgs
+    pulled: gl.shared_memory_descriptor  # mbarrier [1, 1]: both consumers arrive, the teller waits
     progress: gl.tensor
     tiles_per_unit: gl.constexpr
+
+
+@aggregate
+class TellerArgs:
+    """Barriers that the teller waits for, and the counters that it adds to."""
+
+    pulled: gl.shared_memory_descriptor
+    written: gl.shared_memory_descriptor
+    progress: gl.tensor
 
 
 @gluon.jit
@@ -53,18 +63,18 @@ def consumer(args, role: gl.constexpr):
     note_begin(trace, PULL + role, 0, 0)
     pull(args.pull, role, CONSUMERS)
     note_moment(trace, PULL + role, 0, 1)
-    tell(args.progress + PULLED)
+    arrive_on(args.pulled.index(0))
     problem = args.first.epilogue.problem
     cfg: gl.constexpr = problem.cfg
     scheduler = TileScheduler.create(problem)
-    wait_for_all(args.progress + PULLED, CONSUMERS * gl.num_programs(0))
+    wait_for_all(args.progress + PULLED)
     note_moment(trace, PULL + role, 0, 2)
     if role < cfg.num_consumers:
         step = multiply_units(args.first, scheduler, gl.to_tensor(0), role, role)
     else:
         step = scheduler.num_units * gl.cdiv(problem.K, cfg.block_k)
-        tell(args.progress + LAST_ROUND)
-        tell(args.progress + ENDED)
+        for i in gl.static_range(2):  # so that no CTA leaves, and resets `progress`, while this role still waits
+            arrive_on(args.first.written.index(i))
     second = SecondScheduler.create(args.second.epilogue.problem, problem, args.tiles_per_unit)
     multiply_units(args.second, second, step, role, SECOND + role)
 
@@ -74,10 +84,9 @@ def producer(args):
     """Role: fill the stages with the operands of L1's units, then of L2's tiles, once their rows are there."""
     first, second = args.first, args.second
     cfg: gl.constexpr = second.problem.cfg
-    arrivals = CONSUMERS * gl.num_programs(0)
     ahead = TileScheduler.create(first.problem)
     num_k_steps = gl.cdiv(first.problem.K, first.problem.cfg.block_k)
-    wait_for_all(args.progress + PULLED, arrivals)
+    wait_for_all(args.progress + PULLED)
     step = gl.to_tensor(0)
     for u in range(ahead.num_units):
         unit = ahead.unit(u, num_k_steps)
@@ -89,7 +98,7 @@ def producer(args):
     scheduler = SecondScheduler.create(second.problem, first.problem, args.tiles_per_unit)
     early_rows = scheduler.early_rows(first.problem)
     num_k_steps = gl.cdiv(second.problem.K, cfg.block_k)
-    wait_for_all(args.progress + LAST_ROUND, arrivals)
+    wait_for_all(args.progress + LAST_ROUND)
     knows_all = False
     for u in range(scheduler.num_units):
         unit = scheduler.unit(u, num_k_steps)
@@ -97,7 +106,7 @@ def producer(args):
         note_begin(second.trace, PRODUCER, units_before + u, unit.tile)
         if tile.row_end > early_rows:
             if not knows_all:
-                wait_for_all(args.progress + ENDED, arrivals)
+                wait_for_all(args.progress + ENDED)
                 knows_all = True
         note_moment(second.trace, PRODUCER, units_before + u, 1)
         second.pipeline.wait_empty(step)  # first: the ring of `rows` mustn't be passed twice before it is read
@@ -105,8 +114,22 @@ def producer(args):
         step = load_unit(second, step, 0, num_k_steps, tile, False)
         note_moment(second.trace, PRODUCER, units_before + u, 2)
     if not knows_all:
-        wait_for_all(args.progress + ENDED, arrivals)
+        wait_for_all(args.progress + ENDED)
     leave(args.progress)
+
+
+@gluon.jit
+def teller(args):
+    """Role: tell the other CTAs what this one's consumers have written. One warp.
+
+    The fence of an addition takes microseconds while memory is busy; consumers would multiply nothing meanwhile.
+    """
+    mbarrier.wait(args.pulled.index(0), 0)
+    tell(args.progress + PULLED)
+    mbarrier.wait(args.written.index(0), 0)
+    tell(args.progress + LAST_ROUND)
+    mbarrier.wait(args.written.index(1), 0)
+    tell(args.progress + ENDED)
 
 
 @gluon.jit
@@ -140,6 +163,11 @@ def fused_kernel(
     """
     pipeline = Pipeline.create(x_desc, gate_up_desc, None, code1.takes_halves, cfg1, True)
     next_pipeline = second_pipeline(pipeline, hidden_desc, down_desc, code2.takes_halves, cfg2)
+    pulled_barrier = gl.allocate_shared_memory(gl.int64, [1, 1], mbarrier.MBarrierLayout())
+    mbarrier.init(pulled_barrier.index(0), count=CONSUMERS)
+    written = gl.allocate_shared_memory(gl.int64, [2, 1], mbarrier.MBarrierLayout())
+    for i in gl.static_range(2):
+        mbarrier.init(written.index(i), count=CONSUMERS)
     fence_async_shared()
     first = Problem(M, N1, K1, num_experts, 0, offsets, ROW_MODE, MAX_EXPERTS, cfg1)
     second = Problem(M, N2, K2, num_experts, 0, offsets, ROW_MODE, MAX_EXPERTS, cfg2)
@@ -149,10 +177,10 @@ def fused_kernel(
     epilogue1 = EpilogueArgs((None, None, None, None), operands1, outputs1, sums, None, first, code1)
     epilogue2 = EpilogueArgs((out_desc, None, None, None), operands2, outputs2, sums, None, second, code2)
     role_barrier()
-    consumer1 = ConsumerArgs(pipeline, epilogue1, scales1, True, False, False, progress + LAST_ROUND, trace)
+    consumer1 = ConsumerArgs(pipeline, epilogue1, scales1, True, False, False, written, trace)
     consumer2 = ConsumerArgs(next_pipeline, epilogue2, scales2, True, True, False, None, trace)
     pull_args = PullArgs(to, regions, rank, first_expert, pulled)
-    consumer_args = FusedConsumerArgs(pull_args, consumer1, consumer2, progress, TILES_PER_UNIT)
+    consumer_args = FusedConsumerArgs(pull_args, consumer1, consumer2, pulled_barrier, progress, TILES_PER_UNIT)
     producer1 = ProducerArgs(x_desc, gate_up_desc, None, pipeline, first, trace)
     producer2 = ProducerArgs(hidden_desc, down_desc, None, next_pipeline, second, trace)
     producer_args = FusedProducerArgs(producer1, producer2, progress, TILES_PER_UNIT)
@@ -161,4 +189,5 @@ def fused_kernel(
         (consumer, (consumer_args, 0)),
         (consumer, (consumer_args, 1)),
         (producer, (producer_args,)),
-    ], [cfg1.num_warps, 1], [CONSUMER_REGISTERS, PRODUCER_REGISTERS])  # fmt: skip
+        (teller, (TellerArgs(pulled_barrier, written, progress),)),
+    ], [cfg1.num_warps, 1, 1], [CONSUMER_REGISTERS, PRODUCER_REGISTERS, PRODUCER_REGISTERS])  # fmt: skip

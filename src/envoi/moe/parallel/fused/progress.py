@@ -14,9 +14,16 @@ NUM_COUNTERS = gl.constexpr(config.NUM_COUNTERS)
 
 
 @gluon.jit
-def wait_for_all(counter, count):
-    """Wait until `count` roles have added to a counter; what they wrote may be read then, by TMA loads too."""
-    while load_relaxed(counter) < count:
+def tell(counter):
+    """Add this CTA to a counter (release): whoever acquires it sees what this role has seen."""
+    role_barrier()
+    gl.atomic_add(counter, 1, sem="release", scope="gpu")
+
+
+@gluon.jit
+def wait_for_all(counter):
+    """Wait until all CTAs have added to a counter; what they wrote may be read then, by TMA loads too."""
+    while load_relaxed(counter) < gl.num_programs(0):
         pass
     acquire()
 
