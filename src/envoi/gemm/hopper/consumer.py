@@ -36,12 +36,12 @@ def consumer(args, role: gl.constexpr):
     role: 0 to 2. Consumers share each tile (role = part) or, two of them with pingpong, take whole tiles alternately:
     while one runs its epilogue, the other multiplies.
     """
-    multiply_units(args, TileScheduler.create(args.epilogue.problem), gl.to_tensor(0), role, role)
+    multiply_units(args, TileScheduler.create(args.epilogue.problem), 0, role, role)
 
 
 @gluon.jit
-def multiply_units(args, scheduler, step, role: gl.constexpr, track: gl.constexpr):
-    """Do a consumer's work on the scheduler's units, from the stage of `step` on; return the step after them.
+def multiply_units(args, scheduler, first_step, role: gl.constexpr, track: gl.constexpr):
+    """Do a consumer's work on the scheduler's units, from the stage of first_step on; return the step after them.
 
     track: of the trace. `written`, if there, is arrived on before the last round's units, and at the end.
     """
@@ -53,6 +53,7 @@ def multiply_units(args, scheduler, step, role: gl.constexpr, track: gl.constexp
     alternate: gl.constexpr = cfg.num_consumers // cfg.consumers_per_tile  # 2 with pingpong, else 1
     part: gl.constexpr = role % cfg.consumers_per_tile  # this consumer's share of a tile
     stride = scheduler.unit_stride()
+    step = first_step
     tiles_multiplied = 0
     units_before = role // cfg.consumers_per_tile  # of this CTA, before the next one
     first = scheduler.first_unit() + role // cfg.consumers_per_tile * stride
