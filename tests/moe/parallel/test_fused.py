@@ -7,6 +7,7 @@ from typing import Any, cast
 import pytest
 import torch
 
+from envoi.gemm.grouping import Grouping
 from envoi.gemm.hopper.config import Config
 from envoi.moe.parallel import ExpertParallel
 from envoi.moe.parallel import cases as kernels
@@ -18,7 +19,8 @@ from envoi.moe.parallel.warm_up import ParallelCall
 from envoi.moe.warm_up import without_tensors
 from envoi.plan import fused as one_launch
 from envoi.runtime.devices import Target
-from envoi.runtime.rehearsal import rehearse
+from envoi.runtime.rehearsal import rehearse, standing_for
+from envoi.types import ExpertWeights, QuantTensor
 from tests.helpers.ranks import run_ranks
 from tests.moe.layers import make
 from tests.moe.parallel import cases
@@ -165,6 +167,26 @@ def test_both_gemms_have_the_same_stages():
         assert one.consumers_per_tile == two.consumers_per_tile
         assert one.wide_tail_tiles == two.wide_tail_tiles
         assert options["launch_cooperative_grid"], "CTAs that wait for others must all run"
+
+
+@pytest.mark.parametrize("hidden", [128, 256, 384, 1152, 2816, 7168])
+@pytest.mark.parametrize("intermediate", [128, 256, 768, 2048])
+@pytest.mark.parametrize("rows", [1, 64, 65, 100, 300, 1000])
+@pytest.mark.parametrize("sent", [False, True])
+def test_what_is_supported_has_a_tiling(hidden, intermediate, rows, sent):
+    def matrix(n: int, k: int) -> QuantTensor:
+        sf = torch.empty(4, n // 128, k // 128, device="meta")
+        return QuantTensor(torch.empty(4, n, k, dtype=torch.float8_e4m3fn, device="meta"), sf, (128, 128))
+
+    with standing_for(Target("sm_90", 132)):
+        experts = ExpertWeights(matrix(2 * intermediate, hidden), matrix(hidden, intermediate), "fp8_block128")
+        assert host.supports_fused(experts, 2) == ""
+        layout = SharedLayout(2, 8, 4096, 2, hidden, "fp8_block128", fused=True)
+        domain = allocate(layout, 0, [0, 4, 8], 1.0, torch.device("meta"), shared=False)
+        grouping = Grouping(write_tail=False, expected=4 * rows, to=domain.row_destinations if sent else None)
+        found = host.plan_fused(domain, experts, grouping, 132)
+    assert rows > 64 or found.first_config.num_consumers == 1
+    assert found.first_config.block_m == found.second_config.block_m
 
 
 def test_few_rows_have_one_consumer_in_l1():

@@ -17,6 +17,7 @@ FEW_ROWS = 64  # of an expert, up to which one consumer has a tile of L1: two wo
 # L1 and L2 with few rows an expert: the same stages, so that one ring serves both.
 FEW_L1 = Config(64, 1, 128, 256, 4, paired_tiles=True)
 FEW_L2 = Config(64, 2, 128, 256, 4, pingpong=True)
+SQUARE_L1 = Config(64, 2, 128, 128, 6, paired_tiles=True)  # where L2 has no two wide tiles side by side
 
 
 @dataclass(frozen=True)

@@ -13,7 +13,17 @@ from envoi.gemm.hopper.config import Config, fitted, supports
 from envoi.moe.experts import l1_epilogues, l2_operands
 from envoi.moe.launches import Launch
 from envoi.moe.op import columns_of, scale_of
-from envoi.moe.parallel.fused.config import FEW_L1, FEW_L2, FEW_ROWS, FORMAT, MAX_HIDDEN, MAX_SLOTS, PullConfig, Pulled
+from envoi.moe.parallel.fused.config import (
+    FEW_L1,
+    FEW_L2,
+    FEW_ROWS,
+    FORMAT,
+    MAX_HIDDEN,
+    MAX_SLOTS,
+    SQUARE_L1,
+    PullConfig,
+    Pulled,
+)
 from envoi.moe.parallel.symmetric_memory import Domain
 from envoi.moe.permute import empty_rows
 from envoi.quant.formats import format_named
@@ -88,6 +98,8 @@ def plan_fused(domain: Domain, experts: ExpertWeights, grouping: Grouping, num_s
     operands = l2_operands(experts, weights)
     second, _ = hopper.planned(hidden, experts.down, offsets, _l2(experts).ir, BF16, operands, num_sms, grouping)
     is_few = grouping.likely_rows(values.shape[0]) <= FEW_ROWS * experts.num_local_experts
+    if wide.wide_tail_tiles and experts.hidden % (2 * wide.block_y):
+        wide = SQUARE_L1
     if is_few or wide.num_consumers == 1:
         wanted = FEW_L1, FEW_L2
     else:
