@@ -16,15 +16,19 @@ import torch
 
 WORDS = 8  # int64 of a record: its label, then up to 7 moments
 UNTRACED = None  # argument `trace` of a launch; a Recorder puts a `Trace` in its place
-PRODUCER = 2  # track of a GEMM's producer; consumers have 0 and 1, other phases those after it
+PRODUCER = 2  # track of a GEMM's producer; consumers have 0 and 1
 ROOM = 512  # events of a role that are kept; a GEMM's launch takes 26 MB
 
 
 class Role(NamedTuple):
-    """Role of a kernel, or a whole program. spans: what it does between two moments of an event, in order."""
+    """Role of a kernel, or a whole program, or one phase of a role.
+
+    spans: what it does between two moments of an event, in order. phase: of the call, if the launch has several.
+    """
 
     name: str
     spans: tuple[str, ...]
+    phase: str = ""
 
 
 class Slice(NamedTuple):

@@ -11,7 +11,7 @@ import torch
 
 from envoi import cli
 from envoi.moe.parallel.trace import COLUMNS, ROLES, Timeline, gathered, in_step, steps_of, steps_of_ranks
-from envoi.moe.parallel.trace_files import events, lanes_of
+from envoi.moe.parallel.trace_files import events, lanes_of, phases_of
 from envoi.runtime.timeline import WORDS, Recorder, Strip
 from tests.helpers.ranks import run_ranks
 from tests.moe.layers import make
@@ -19,19 +19,20 @@ from tests.moe.parallel.cases import open_parallel, part_of
 
 STAGED = ["stage_tokens_kernel", "send_routing_kernel", "pull_kernel", "gemm_kernel", "quantize_kernel", "gemm_kernel",
           "combine_barrier_kernel", "sum_kernel"]  # fmt: skip
+FUSED = [*STAGED[:2], "fused_kernel", *STAGED[-2:]]
 NAMES = ["stage tokens", "send routing", "pull", "L1", "quantise", "L2", "barrier", "sum"]
 US = 1000
 
 
-def drawn(num_ranks: int = 2, num_sms: int = 4, seed: int = 0) -> Timeline:
+def drawn(num_ranks: int = 2, num_sms: int = 4, seed: int = 0, kernels: list[str] = STAGED) -> Timeline:
     """Draw a timeline: programs that overlap in every step, roles that don't, a clock of its own for each rank."""
-    source, steps, rows = random.Random(seed), steps_of(STAGED), []
+    source, steps, rows = random.Random(seed), steps_of(kernels), []
     for rank in range(num_ranks):
         now = 10**18 + rank * 12345 * US
         for number, step in enumerate(steps):
             whole = step.roles[0].name == "program"
             for program in range(3 * num_sms if whole else num_sms):
-                for role, (_, spans) in enumerate(step.roles):
+                for role, (_, spans, _) in enumerate(step.roles):
                     at = now + source.randrange(US)
                     for label in range(1 if whole else 3):
                         for span in range(len(spans)):
@@ -96,9 +97,10 @@ def test_clocks_stay_as_they_are_without_a_meeting():
     assert in_step(rows[:0], steps).shape == (0, 9)
 
 
+@pytest.mark.parametrize("kernels", [STAGED, FUSED], ids=["staged", "fused"])
 @pytest.mark.parametrize("seed", range(5))
-def test_no_two_slices_of_a_lane_overlap(seed):
-    timeline = drawn(seed=seed)
+def test_no_two_slices_of_a_lane_overlap(seed, kernels):
+    timeline = drawn(seed=seed, kernels=kernels)
     lanes: dict[tuple, list] = {}
     for row, lane in zip(timeline.slices.tolist(), lanes_of(timeline), strict=True):
         lanes.setdefault((row[0], row[5], lane), []).append((row[-2], row[-1], row[1], row[2]))
@@ -128,12 +130,19 @@ def test_a_file_for_perfetto(tmp_path, name):
     assert {event["args"]["name"] for event in found if event["name"] == "process_name"} == {"rank 0", "rank 1"}
 
 
-def test_a_picture(tmp_path):
+@pytest.mark.parametrize("kernels", [STAGED, FUSED], ids=["staged", "fused"])
+def test_a_picture(tmp_path, kernels):
     path = tmp_path / "trace.png"
-    drawn().draw(path)
+    drawn(kernels=kernels).draw(path)
     picture = matplotlib.image.imread(path)
     assert picture.shape[0] > 300
     assert len(set(map(tuple, picture.reshape(-1, picture.shape[-1])[::7].round(2).tolist()))) > 10  # steps' colours
+
+
+def test_phases_of_one_launch_have_the_names_of_launches():
+    assert phases_of(drawn()) == NAMES
+    assert phases_of(drawn(kernels=FUSED)) == [name for name in NAMES if name != "quantise"]
+    assert "consumer 1 in L2: wait" in str(drawn(kernels=FUSED))
 
 
 def test_what_is_printed():

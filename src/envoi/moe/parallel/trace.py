@@ -17,17 +17,21 @@ from envoi.table import align, number
 STEP = "trace"
 NUM_WARMUPS = 5  # replays before the one that is recorded
 CONSUMERS = tuple(Role(f"consumer {number}", ("wait", "mainloop", "epilogue")) for number in range(2))
-PHASES = (
-    *CONSUMERS, Role("producer", ("wait", "load")),
-    *(Role(f"consumer {number} in L2", ("wait", "mainloop", "epilogue")) for number in range(2)),
-    *(Role(f"consumer {number} in the pull", ("pull", "wait")) for number in range(2)),
-)  # fmt: skip
+PULL = tuple(Role(f"consumer {number} in the pull", ("pull", "wait"), "pull") for number in range(2))
+
+
+def roles_in(phase: str) -> tuple[Role, ...]:
+    """Return the roles of a GEMM that is a phase of its launch."""
+    consumers = (Role(f"{name} in {phase}", spans, phase) for name, spans, _ in CONSUMERS)
+    return *consumers, Role(f"producer in {phase}", ("wait", "load"), phase)
+
+
 # Of each kernel the step that it is, and its roles. A second GEMM of a call is L2.
 KERNELS: dict[str, tuple[str, tuple[Role, ...]]] = {
     "stage_tokens_kernel": ("stage tokens", (Role("program", ("stage",)),)),
     "send_routing_kernel": ("send routing", (Role("program", ("send", "wait", "place")),)),
     "pull_kernel": ("pull", (Role("program", ("pull",)),)),
-    "fused_kernel": ("pull, L1, L2", PHASES),
+    "fused_kernel": ("pull, L1, L2", (*roles_in("L1"), *roles_in("L2"), *PULL)),
     "gemm_kernel": ("L1", (*CONSUMERS, Role("producer", ("load",)))),
     "quantize_kernel": ("quantise", (Role("program", ("quantise",)),)),
     "send_partial_sums_kernel": ("send sums", (Role("program", ("send",)),)),
@@ -103,7 +107,7 @@ class Timeline:
         begin, end = (mine[:, COLUMNS.index(name)] for name in ("begin", "end"))
         first, last = int(begin.min()), int(end.max())
         shares, role, span = [], mine[:, COLUMNS.index("role")], mine[:, COLUMNS.index("span")]
-        for number_of_role, (name, spans) in enumerate(self.steps[step].roles):
+        for number_of_role, (name, spans, _) in enumerate(self.steps[step].roles):
             its = role == number_of_role
             if not its.any():
                 continue

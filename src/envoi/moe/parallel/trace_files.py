@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from envoi.moe.parallel.trace import COLUMNS, WAITING, Timeline
+from envoi.moe.parallel.trace import COLUMNS, ORDER, WAITING, Timeline
 
 ENDINGS = (".json", ".json.gz")
 LANES = 64  # numbers of threads for each multiprocessor
@@ -75,7 +75,7 @@ def lanes_of(timeline: Timeline) -> list[int]:
 
 
 def draw(path: Path, timeline: Timeline) -> None:
-    """Draw a panel for each rank: multiprocessors upwards, time to the right, a colour for each step.
+    """Draw a panel for each rank: multiprocessors upwards, time to the right, a colour for each step or phase.
 
     Waits are grey. Of a GEMM the consumers have the upper two thirds of a multiprocessor's row, the rest the lower one.
     """
@@ -92,7 +92,7 @@ def draw(path: Path, timeline: Timeline) -> None:
     figure, panels = plt.subplots(
         count, 1, figsize=(14, height * count), sharex=True, squeeze=False, layout="constrained"
     )
-    names = list(dict.fromkeys(step.name for step in timeline.steps))
+    names = phases_of(timeline)
     for rank, axes in enumerate(panels[:, 0]):
         boxes, colours = [], []
         for row in timeline.slices[timeline.column("rank") == rank].tolist():
@@ -109,6 +109,13 @@ def draw(path: Path, timeline: Timeline) -> None:
     plt.close(figure)
 
 
+def phases_of(timeline: Timeline) -> list[str]:
+    """Return the names of the steps in order, of those with several phases the phases' names."""
+    order = {name: place for place, name in enumerate(ORDER)}
+    names = {role.phase or step.name for step in timeline.steps for role in step.roles}
+    return sorted(names, key=order.__getitem__)
+
+
 def _box(timeline: Timeline, row: list[int]) -> list[tuple[float, float]]:
     """Return the corners of a slice's box."""
     _, step, role, *_ = row
@@ -117,7 +124,7 @@ def _box(timeline: Timeline, row: list[int]) -> list[tuple[float, float]]:
     if name == "program":
         low, high = 0.0, 1.0
     elif name.startswith("consumer"):
-        low = 0.33 + 0.33 * int(name[-1])
+        low = 0.33 + 0.33 * int(name.split()[1])
         high = low + 0.33
     else:
         low, high = 0.0, 0.33
@@ -125,11 +132,13 @@ def _box(timeline: Timeline, row: list[int]) -> list[tuple[float, float]]:
 
 
 def _colour(timeline: Timeline, row: list[int], names: list[str]) -> tuple[float, ...]:
-    """Return a slice's colour: grey for a wait, else its step's, paler in an epilogue."""
+    """Return a slice's colour: grey for a wait, else its step's or phase's, paler in an epilogue."""
     from matplotlib.colors import to_rgba
 
     _, step, role, span, *_ = row
-    what = timeline.steps[step].roles[role].spans[span]
+    whole = timeline.steps[step]
+    what = whole.roles[role].spans[span]
     if what == WAITING:
         return to_rgba("0.85")
-    return to_rgba(f"C{names.index(timeline.steps[step].name) % 10}", 0.55 if what == "epilogue" else 1.0)
+    place = names.index(whole.roles[role].phase or whole.name)
+    return to_rgba(f"C{place % 10}", 0.55 if what == "epilogue" else 1.0)

@@ -21,8 +21,8 @@ from envoi.runtime.triton_compat import reinterpret, role_barrier
 CONSUMERS = gl.constexpr(2)
 CONSUMER_REGISTERS = gl.constexpr(config.CONSUMER_REGISTERS)
 PRODUCER_REGISTERS = gl.constexpr(config.PRODUCER_REGISTERS)
-SECOND = gl.constexpr(PRODUCER.value + 1)  # track of the first consumer in L2
-PULL = gl.constexpr(SECOND.value + CONSUMERS.value)  # and in the pull
+SECOND = gl.constexpr(PRODUCER.value + 1)  # track of the first consumer in L2, whose producer is the next but one
+PULL = gl.constexpr(SECOND.value + PRODUCER.value + 1)  # and in the pull
 
 
 @aggregate
@@ -94,7 +94,6 @@ def producer(args):
         note_moment(first.trace, PRODUCER, u, 1)
         step = load_unit(first, step, 0, num_k_steps, weights_tile(ahead.tile(unit.tile), first), False)
         note_moment(first.trace, PRODUCER, u, 2)
-    units_before = ahead.num_units
     scheduler = SecondScheduler.create(second.problem, first.problem, args.tiles_per_unit)
     early_rows = scheduler.early_rows(first.problem)
     num_k_steps = gl.cdiv(second.problem.K, cfg.block_k)
@@ -103,16 +102,16 @@ def producer(args):
     for u in range(scheduler.num_units):
         unit = scheduler.unit(u, num_k_steps)
         tile = weights_tile(scheduler.tile(unit.tile), second)
-        note_begin(second.trace, PRODUCER, units_before + u, unit.tile)
+        note_begin(second.trace, SECOND + PRODUCER, u, unit.tile)
         if tile.row_end > early_rows:
             if not knows_all:
                 wait_for_all(args.progress + ENDED)
                 knows_all = True
-        note_moment(second.trace, PRODUCER, units_before + u, 1)
+        note_moment(second.trace, SECOND + PRODUCER, u, 1)
         second.pipeline.wait_empty(step)  # first: the ring of `rows` mustn't be passed twice before it is read
         second.pipeline.tell_rows(u)
         step = load_unit(second, step, 0, num_k_steps, tile, False)
-        note_moment(second.trace, PRODUCER, units_before + u, 2)
+        note_moment(second.trace, SECOND + PRODUCER, u, 2)
     if not knows_all:
         wait_for_all(args.progress + ENDED)
     leave(args.progress)
