@@ -1,32 +1,40 @@
-"""Tiles of L2 behind L1: every tile once, and CTAs that L1's last round leaves idle take more."""
+"""Rows that L1's early rounds complete: of whole experts, and of all but few of those that they can complete."""
+
+import random
+from bisect import bisect_right
+from itertools import accumulate
 
 import pytest
 
-from envoi.moe.parallel.fused.scheduler import own_tiles, split_second, tile_of
+from envoi.gemm.hopper.tile_scheduler import two_thirds
 
 
-def tiles_of(cta: int, num_ctas: int, units_ahead: int, num_tiles: int, ratio: int) -> list[int]:
-    late, early, head = split_second.fn(units_ahead, num_tiles, num_ctas, ratio)
-    own_head = own_tiles.fn(cta - late, head, early)
-    num_units = own_head + own_tiles.fn(cta, num_tiles - head, num_ctas)
-    return [tile_of.fn(u, cta, num_ctas, late, early, head, own_head) for u in range(num_units)]
+def num_early(token_tiles: list[int], num_feature_tiles: int, num_ctas: int) -> int:
+    """Return how many experts end before the rows that `early_rows` returns, as the kernel finds them."""
+    early = two_thirds.fn(sum(token_tiles) * num_feature_tiles, num_ctas) * num_ctas
+    return bisect_right(list(accumulate(token_tiles)), early // num_feature_tiles)
 
 
-@pytest.mark.parametrize("num_ctas", [1, 2, 6, 132])
-@pytest.mark.parametrize("ratio", [1, 2, 7])
-def test_every_tile_once(num_ctas, ratio):
-    for units_ahead in (0, 1, num_ctas - 1, num_ctas, num_ctas + 1, 5 * num_ctas + num_ctas // 2):
-        for num_tiles in (0, 1, num_ctas, 3 * num_ctas + 1, 20 * num_ctas - 1):
-            found = [tiles_of(cta, num_ctas, units_ahead, num_tiles, ratio) for cta in range(num_ctas)]
-            assert sorted(tile for tiles in found for tile in tiles) == list(range(num_tiles))
-            # In units of L2's tiles nobody has more than one tile more work than another.
-            work = [len(x) + ratio * ((units_ahead - cta + num_ctas - 1) // num_ctas) for cta, x in enumerate(found)]
-            if num_tiles >= ratio * num_ctas:
-                assert max(work) - min(work) <= 1
+def units_done(token_tiles: list[int], num_feature_tiles: int, num_ctas: int) -> set[int]:
+    """Return the units of the early rounds: of those of each CTA the first two thirds of all rounds."""
+    units = range(sum(token_tiles) * num_feature_tiles)
+    num_rounds = -(-len(units) // num_ctas)
+    return {unit for cta in range(num_ctas) for unit in units[cta::num_ctas][: num_rounds * 2 // 3]}
 
 
-def test_the_picture():
-    found = [tiles_of(cta, 6, 8, 18, 2) for cta in range(6)]
-    assert found[0] == [8, 14]
-    assert found[2] == [0, 4, 10, 16]
-    assert found[5] == [3, 7, 13]
+@pytest.mark.parametrize("num_ctas", [1, 4, 132])
+@pytest.mark.parametrize("num_feature_tiles", [1, 3, 16])
+def test_early_rows_are_complete(num_ctas, num_feature_tiles):
+    source = random.Random(num_ctas + num_feature_tiles)
+    for most in (1, 2, 9):
+        for num_experts in (1, 5, 64):
+            tiles = [source.randrange(most + 1) for _ in range(num_experts)]
+            done, count = units_done(tiles, num_feature_tiles, num_ctas), num_early(tiles, num_feature_tiles, num_ctas)
+            ends = [end * num_feature_tiles for end in accumulate(tiles)]
+            assert set(range(ends[count - 1] if count else 0)) <= done
+            missed = [e for e in range(count, num_experts) if tiles[e] and set(range(ends[e])) <= done]
+            assert not missed
+
+
+def test_rounds():
+    assert [two_thirds.fn(units, 132) for units in (0, 1, 132, 133, 265, 400, 16 * 132)] == [0, 0, 0, 1, 2, 2, 10]

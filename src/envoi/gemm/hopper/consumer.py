@@ -7,7 +7,7 @@ from triton.experimental.gluon.language.nvidia.hopper import mbarrier, tma
 from envoi.gemm.hopper.mainloop import BlockScales, accumulate, accumulate_block_scaled, accumulate_both
 from envoi.gemm.hopper.pipeline import Pipeline, StageBoxes
 from envoi.gemm.hopper.run_epilogue import EpilogueArgs, EpilogueBuffers, load_columns, run_epilogue
-from envoi.gemm.hopper.tile_scheduler import Tile, TileScheduler
+from envoi.gemm.hopper.tile_scheduler import Tile, TileScheduler, Unit
 from envoi.runtime.aggregate import aggregate
 from envoi.runtime.timeline_device import note_begin, note_moment
 from envoi.runtime.triton_compat import role_barrier
@@ -21,11 +21,8 @@ class ConsumerArgs:
     epilogue: EpilogueArgs
     scales: BlockScales
     is_block_scaled: gl.constexpr
-    awaits_rows: gl.constexpr  # True if the rows of a unit, with their scale factors, may come after the kernel began
     has_few_registers: gl.constexpr  # see `accumulate_block_scaled`
-    written: (
-        gl.shared_memory_descriptor | gl.constexpr
-    )  # mbarriers [2, 1]: all rounds but the last, all; None if unused
+    written: gl.shared_memory_descriptor | gl.constexpr  # mbarriers [2, 1]: the early rounds, all; None if unused
     trace: gl.tuple | gl.constexpr  # `Trace`, or None
 
 
@@ -43,83 +40,121 @@ def consumer(args, role: gl.constexpr):
 def multiply_units(args, scheduler, first_step, role: gl.constexpr, track: gl.constexpr):
     """Do a consumer's work on the scheduler's units, from the stage of first_step on; return the step after them.
 
-    track: of the trace. `written`, if there, is arrived on before the last round's units, and at the end.
+    track: of the trace. `written`, if there, is arrived on after the early rounds' units, and at the end.
     """
-    problem, pipeline, epilogue = args.epilogue.problem, args.pipeline, args.epilogue
+    problem, epilogue = args.epilogue.problem, args.epilogue
     cfg: gl.constexpr = problem.cfg
     num_k_steps = gl.cdiv(problem.K, cfg.block_k)
     buffers = EpilogueBuffers.create(epilogue, cfg)
     tiles_done = 0
     alternate: gl.constexpr = cfg.num_consumers // cfg.consumers_per_tile  # 2 with pingpong, else 1
-    part: gl.constexpr = role % cfg.consumers_per_tile  # this consumer's share of a tile
     stride = scheduler.unit_stride()
     step = first_step
     tiles_multiplied = 0
-    units_before = role // cfg.consumers_per_tile  # of this CTA, before the next one
     first = scheduler.first_unit() + role // cfg.consumers_per_tile * stride
     for u in range(first, scheduler.num_units, alternate * stride):
         if alternate == 2 and role == 1:
             step += scheduler.num_steps(u - stride, num_k_steps)  # of the other consumer's unit, before this one
         unit = scheduler.unit(u, num_k_steps)
         if args.written is not None:
-            if u == scheduler.last_round():
+            if u == 2 * scheduler.early_rounds():
                 arrive_on(args.written.index(0))
         event = (u - first) // (alternate * stride)
-        note_begin(args.trace, track, event, unit.tile)
-        tile = scheduler.tile(unit.tile)
-        boxes = boxes_of(part, tile, cfg)
-        tile = Tile(tile.x + boxes.x * cfg.rows_per_consumer, tile.y + boxes.y * cfg.y_pitch, tile.row_end, tile.expert)
-        # False if this share starts after the last token, or after the last feature.
-        has_rows = (tile.y < tile.row_end) & (tile.x < problem.N) if cfg.swap_ab else tile.x < tile.row_end
-        if cfg.split_k == 1:
-            if has_rows:
-                m, n = (tile.y, tile.x) if cfg.swap_ab else (tile.x, tile.y)
-                epilogue.code.fetch_operands(epilogue.descs, buffers.loads, buffers.loaded, m, n, cfg)
-        columns = load_columns(tile, epilogue)
-        if cfg.pingpong:
-            pipeline.wait_for_turn(tiles_multiplied, role)
-            tiles_multiplied += 1
-        # A share without rows multiplies the stages' contents too: CTAs that skipped it would drift apart and share
-        # less in the L2.
-        if args.awaits_rows:
-            pipeline.wait_for_rows(units_before)
-            units_before += alternate
-        if args.trace is not None:
-            if unit.k_end > unit.k_begin:
-                pipeline.wait_full(step)  # as the mainloop does first
-        note_moment(args.trace, track, event, 1)
-        rest = None
-        if args.is_block_scaled:
-            scaled_tile = Tile(tile.x, tile.y, tile.row_end, expert_with_weights(tile, problem))
-            acc, step = accumulate_block_scaled(
-                pipeline, step, unit, scaled_tile, args.scales, boxes, role, args.has_few_registers
-            )
-        elif cfg.rest_y > 0:
-            acc, rest, step = accumulate_both(pipeline, step, unit.k_end - unit.k_begin, boxes, role)
-        else:
-            acc, step = accumulate(pipeline, step, unit.k_end - unit.k_begin, boxes, role)
-        note_moment(args.trace, track, event, 2)
-        if cfg.columns_ahead:
-            epilogue.code.keep_columns(columns, buffers.columns)
-        is_complete = num_k_steps >= 0  # true, as a run-time value that a branch may replace
-        share = (unit.tile - problem.num_whole_tiles) * cfg.consumers_per_tile + part  # see `SplitK`
-        first_slot = share * cfg.split_k
-        if cfg.split_k > 1:
-            if unit.is_split:
-                acc, is_complete = epilogue.split_k.store(acc, share, first_slot, unit.split, cfg)
-        if is_complete & has_rows:
-            run_epilogue(acc, tile, first_slot, unit.is_split, tiles_done, buffers, epilogue, rest)
-            tiles_done += 1
-        note_moment(args.trace, track, event, 3)
+        step, tiles_done, tiles_multiplied = multiply_unit(
+            args, scheduler, buffers, unit, step, tiles_done, tiles_multiplied, event, role, track
+        )
         if alternate == 2 and role == 0:
             step += scheduler.num_steps(u + stride, num_k_steps)  # of the other consumer's unit, after this one
     if epilogue.code.num_descs > 0:
         tma.store_wait(pendings=0)
     if args.written is not None:
-        if scheduler.num_units <= scheduler.last_round():
+        if scheduler.num_units <= 2 * scheduler.early_rounds():
             arrive_on(args.written.index(0))
         arrive_on(args.written.index(1))
     return step
+
+
+@gluon.jit
+def multiply_told_tiles(args, scheduler, first_step, role: gl.constexpr, track: gl.constexpr):
+    """Do a consumer's work on the tiles that the producer tells it of, see `Pipeline.tell_tile`, from first_step on."""
+    problem, pipeline, epilogue = args.epilogue.problem, args.pipeline, args.epilogue
+    cfg: gl.constexpr = problem.cfg
+    num_k_steps = gl.cdiv(problem.K, cfg.block_k)
+    buffers = EpilogueBuffers.create(epilogue, cfg)
+    alternate: gl.constexpr = cfg.num_consumers // cfg.consumers_per_tile  # 2 with pingpong, else 1
+    tiles_done = gl.to_tensor(0)
+    tiles_multiplied = gl.to_tensor(0)
+    count = gl.to_tensor(role // cfg.consumers_per_tile)  # of the CTA's tiles
+    step = first_step + count * num_k_steps
+    tile = pipeline.wait_for_tile(count)
+    while tile >= 0:
+        unit = Unit(tile, 0, num_k_steps, 0, False)
+        step, tiles_done, tiles_multiplied = multiply_unit(
+            args, scheduler, buffers, unit, step, tiles_done, tiles_multiplied, count // alternate, role, track
+        )
+        step += (alternate - 1) * num_k_steps  # of the other consumer's tile
+        count += alternate
+        tile = pipeline.wait_for_tile(count)
+    if epilogue.code.num_descs > 0:
+        tma.store_wait(pendings=0)
+
+
+@gluon.jit
+def multiply_unit(
+    args, scheduler, buffers, unit, step, tiles_done, tiles_multiplied, event, role: gl.constexpr, track: gl.constexpr
+):
+    """Multiply this consumer's share of a unit and run its epilogue; return the step after it, and both counts.
+
+    tiles_done: shares that have been stored. tiles_multiplied: all. event: of the trace's track.
+    """
+    problem, pipeline, epilogue = args.epilogue.problem, args.pipeline, args.epilogue
+    cfg: gl.constexpr = problem.cfg
+    num_k_steps = gl.cdiv(problem.K, cfg.block_k)
+    part: gl.constexpr = role % cfg.consumers_per_tile  # this consumer's share of a tile
+    note_begin(args.trace, track, event, unit.tile)
+    tile = scheduler.tile(unit.tile)
+    boxes = boxes_of(part, tile, cfg)
+    tile = Tile(tile.x + boxes.x * cfg.rows_per_consumer, tile.y + boxes.y * cfg.y_pitch, tile.row_end, tile.expert)
+    # False if this share starts after the last token, or after the last feature.
+    has_rows = (tile.y < tile.row_end) & (tile.x < problem.N) if cfg.swap_ab else tile.x < tile.row_end
+    if cfg.split_k == 1:
+        if has_rows:
+            m, n = (tile.y, tile.x) if cfg.swap_ab else (tile.x, tile.y)
+            epilogue.code.fetch_operands(epilogue.descs, buffers.loads, buffers.loaded, m, n, cfg)
+    columns = load_columns(tile, epilogue)
+    if cfg.pingpong:
+        pipeline.wait_for_turn(tiles_multiplied, role)
+        tiles_multiplied += 1
+    # A share without rows multiplies the stages' contents too: CTAs that skipped it would drift apart and share
+    # less in the L2.
+    if args.trace is not None:
+        if unit.k_end > unit.k_begin:
+            pipeline.wait_full(step)  # as the mainloop does first
+    note_moment(args.trace, track, event, 1)
+    rest = None
+    if args.is_block_scaled:
+        scaled_tile = Tile(tile.x, tile.y, tile.row_end, expert_with_weights(tile, problem))
+        acc, step = accumulate_block_scaled(
+            pipeline, step, unit, scaled_tile, args.scales, boxes, role, args.has_few_registers
+        )
+    elif cfg.rest_y > 0:
+        acc, rest, step = accumulate_both(pipeline, step, unit.k_end - unit.k_begin, boxes, role)
+    else:
+        acc, step = accumulate(pipeline, step, unit.k_end - unit.k_begin, boxes, role)
+    note_moment(args.trace, track, event, 2)
+    if cfg.columns_ahead:
+        epilogue.code.keep_columns(columns, buffers.columns)
+    is_complete = num_k_steps >= 0  # true, as a run-time value that a branch may replace
+    share = (unit.tile - problem.num_whole_tiles) * cfg.consumers_per_tile + part  # see `SplitK`
+    first_slot = share * cfg.split_k
+    if cfg.split_k > 1:
+        if unit.is_split:
+            acc, is_complete = epilogue.split_k.store(acc, share, first_slot, unit.split, cfg)
+    if is_complete & has_rows:
+        run_epilogue(acc, tile, first_slot, unit.is_split, tiles_done, buffers, epilogue, rest)
+        tiles_done += 1
+    note_moment(args.trace, track, event, 3)
+    return step, tiles_done, tiles_multiplied
 
 
 @gluon.jit

@@ -78,7 +78,7 @@ def gemm_kernel(
     other arguments are fields of `Problem`, `EpilogueArgs`, `SplitK`, `RowReductions` and `BlockScales`, which document
     them. They are flat because a launch takes no descriptor within a tuple. trace: see `runtime.timeline_device`.
     """
-    pipeline = Pipeline.create(x_desc, y_desc, rest_desc, code.takes_halves, cfg, False)
+    pipeline = Pipeline.create(x_desc, y_desc, rest_desc, code.takes_halves, cfg)
     fence_async_shared()
     problem = Problem(M, N, K, num_experts, num_whole_tiles, offsets, ROW_MODE, MAX_EXPERTS, cfg)
     scales = BlockScales(a_sf, b_sf, gl.cdiv(K, SCALE_BLOCK), gl.cdiv(N, SCALE_BLOCK))
@@ -88,7 +88,7 @@ def gemm_kernel(
     role_barrier()
     producer_args = ProducerArgs(x_desc, y_desc, rest_desc, pipeline, problem, trace)
     prefill(producer_args)
-    consumer_args = ConsumerArgs(pipeline, epilogue, scales, IS_BLOCK_SCALED, False, False, None, trace)
+    consumer_args = ConsumerArgs(pipeline, epilogue, scales, IS_BLOCK_SCALED, False, None, trace)
     # Role numbers are literals within the list: a tuple of arguments that is bound to a name first turns its integers
     # into run-time values.
     if cfg.num_consumers == 1:

@@ -63,16 +63,17 @@ class Pipeline:
     full: gl.shared_memory_descriptor  # mbarriers [num_stages, 1]: TMA arrives, consumers wait
     rest_bufs: gl.shared_memory_descriptor | gl.constexpr  # [num_stages, rest_y, block_k]; None in a tile of one width
     turn: gl.shared_memory_descriptor | gl.constexpr  # mbarriers [2, 1]: see `wait_for_turn`; None without pingpong
-    rows: gl.shared_memory_descriptor | gl.constexpr  # mbarriers [num_stages, 1]: see `wait_for_rows`; None if not used
+    told: gl.shared_memory_descriptor | gl.constexpr  # mbarriers [num_stages, 1]: see `wait_for_tile`; None if not used
+    tiles: gl.shared_memory_descriptor | gl.constexpr  # int32 [num_stages, 1]: what the producer tells
     takes_halves: gl.constexpr  # True if the weights' boxes have rows of both halves of their matrix
     cfg: gl.constexpr  # Config
 
     @staticmethod
     @gluon.jit
-    def create(x_desc, y_desc, rest_desc, takes_halves: gl.constexpr, cfg: gl.constexpr, awaits_rows: gl.constexpr):
+    def create(x_desc, y_desc, rest_desc, takes_halves: gl.constexpr, cfg: gl.constexpr):
         """Allocate the stages and initialise their barriers. The caller fences before any role uses them.
 
-        rest_desc: None in a tile of one width. awaits_rows: whether consumers call `wait_for_rows`.
+        rest_desc: None in a tile of one width.
         """
         x_shape: gl.constexpr = [cfg.num_x_boxes] + x_desc.block_type.shape
         y_shape: gl.constexpr = y_bufs_shape(y_desc.block_type.shape, cfg)
@@ -99,13 +100,7 @@ class Pipeline:
                 mbarrier.init(turn.index(i), count=1)
         else:
             turn: gl.constexpr = None
-        if awaits_rows:
-            rows = gl.allocate_shared_memory(gl.int64, [cfg.num_stages, 1], mbarrier.MBarrierLayout())
-            for i in gl.static_range(num_stages):
-                mbarrier.init(rows.index(i), count=1)
-        else:
-            rows: gl.constexpr = None
-        return Pipeline(x_bufs, y_bufs, empty, full, rest_bufs, turn, rows, takes_halves, cfg)
+        return Pipeline(x_bufs, y_bufs, empty, full, rest_bufs, turn, None, None, takes_halves, cfg)
 
     @gluon.jit
     def x_box(self, stage, i):
@@ -140,14 +135,16 @@ class Pipeline:
         mbarrier.wait(self.full.index(step % num_stages), (step // num_stages) & 1)
 
     @gluon.jit
-    def wait_for_rows(self, count):
-        """Consumer: wait until the producer knows that the token rows of the CTA's count-th unit are in memory.
+    def wait_for_tile(self, count):
+        """Consumer: wait until the producer has told the CTA's count-th tile, return it; negative after the last one.
 
-        A ring of num_stages barriers is enough: the producer passes it once more only after a stage of this unit, or of
+        A ring of num_stages barriers is enough: the producer passes it once more only after a stage of this tile, or of
         a later one, has been released.
         """
         num_stages: gl.constexpr = self.cfg.num_stages
-        mbarrier.wait(self.rows.index(count % num_stages), (count // num_stages) & 1)
+        mbarrier.wait(self.told.index(count % num_stages), (count // num_stages) & 1)
+        one: gl.constexpr = gl.BlockedLayout([1], [32], [gl.num_warps()], [0])
+        return gl.max(self.tiles.index(count % num_stages).load(one), 0)
 
     @gluon.jit
     def operands(self, step, boxes):
@@ -195,9 +192,15 @@ class Pipeline:
         mbarrier.wait(self.empty.index(step % num_stages), ((step // num_stages) & 1) ^ 1)
 
     @gluon.jit
-    def tell_rows(self, count):
-        """Producer: let consumers read the token rows of the CTA's count-th unit; they see what this warp does."""
-        mbarrier.arrive(self.rows.index(count % self.cfg.num_stages), count=1)
+    def tell_tile(self, count, tile):
+        """Producer: tell consumers the CTA's count-th tile, whose token rows are in memory; see `wait_for_tile`.
+
+        The caller has waited for the tile's first stage to be empty.
+        """
+        slot = count % self.cfg.num_stages
+        one: gl.constexpr = gl.BlockedLayout([1], [32], [gl.num_warps()], [0])
+        self.tiles.index(slot).store(gl.full([1], tile, gl.int32, one))
+        mbarrier.arrive(self.told.index(slot), count=1)
 
     @gluon.jit
     def fill(self, x_desc, y_desc, stage, tile, k, IS_LOW: gl.constexpr):

@@ -22,25 +22,28 @@ Roles of a CTA: those of `envoi.gemm.hopper.kernel`, and a teller. All go throug
     ..
     CTA 5   pull   L1: 5            L2: 3   L2: 7    L2: 13
 
-A CTA that L1's last round has no unit for goes on with L2's tiles of the first experts, whose hidden rows are complete
-once all other rounds are (`scheduler`). Stages of both GEMMs have one shape, and one ring goes on from L1's last step
-to L2's first. With few rows an expert L1 has one consumer, and L2 two that take tiles in turns.
+L1's units are dealt in turns, L2's tiles taken one by one (`scheduler`): a CTA that L1's last round has no unit for, or
+that was faster, goes on with L2's tiles of the first experts, whose hidden rows are long complete, and all end within a
+tile of each other. Stages of both GEMMs have one shape, and one ring goes on from L1's last step to L2's first. With
+few rows an expert L1 has one consumer, and L2 two that have tiles in turns.
 
-    counter, in global memory   adds, once a CTA                     waits                                    to 0
-    PULLED                      its tokens are in their rows         consumers, producers, before L1          the last
-    LAST_ROUND                  its hidden rows of the rounds but    producers, before L2                     producer
-                                the last one are written                                                      that has
-    ENDED                       all its hidden rows are written      producers, before tiles of the last      waited
-                                                                     round's experts, or at the end
-    WAITED                      its producer waits for nothing more  nobody
+    counter, in global memory   adds                                 waits                                    to 0
+    PULLED                      a CTA: its tokens are in their rows  consumers, producers, before L1          the last
+    EARLY                       a CTA: its hidden rows of the first  producers, before L2                     producer
+                                two thirds of rounds are written                                              that has
+    ENDED                       a CTA: all its hidden rows are       producers, before tiles of the other     waited
+                                written                              experts, or at the end
+    WAITED                      a producer: it waits for no more     nobody
+    TAKEN                       a producer, for each tile of L2      nobody
 
     barrier, in shared memory   arrivals                             waits
     pulled, written [2]         consumers                            the teller, before it adds to the first three
-    rows [ring of num_stages]   1: the producer, a tile of L2        consumers, before they read factors
+    told [ring of num_stages]   1: the producer, a tile of L2        consumers, before they read its number
 
-An addition releases at GPU scope what the consumers had written when they arrived; a wait acquires it, and orders it
-before TMA loads by a fence to the async proxy. While memory is busy a release takes as long as a load, microseconds;
-the teller waits for it, and consumers go on. They read the factors of hidden rows by plain loads, after `rows`.
+An addition to the first three releases at GPU scope what the consumers had written when they arrived; a wait acquires
+it, and orders it before TMA loads by a fence to the async proxy. While memory is busy a release takes as long as a load,
+microseconds; the teller waits for it, and consumers go on. They read the factors of hidden rows by plain loads, after
+`told`. A producer takes its next tile once all loads of this one are issued; consumers have some stages left meanwhile.
 
 All CTAs run at once or none (a cooperative launch), so none waits for one that can't start; and none waits for a peer,
 whose tokens have been complete since dispatch. Nothing outlives a launch: a CUDA graph replays it.

@@ -140,6 +140,6 @@ def fused_arguments(domain: Domain, planned: FusedExperts, num_sms: int) -> Laun
         offsets, row_parts, row_counters, domain.progress, M, N1, K1, N2, K2, num_experts,
         to, layout.regions, domain.rank, domain.first_expert,
         planned.first_config, planned.first.code, planned.second_config, planned.second.code, row_mode, max_experts,
-        max(1, round(2 * K1 / K2)), pulled, UNTRACED,
+        pulled, UNTRACED,
     )  # fmt: skip
     return Launch(grid, arguments, {"num_warps": planned.first_config.num_warps, "launch_cooperative_grid": True})

@@ -4,16 +4,16 @@ import triton.experimental.gluon.language as gl
 from triton.experimental import gluon
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier
 
-from envoi.gemm.hopper.consumer import ConsumerArgs, arrive_on, multiply_units
+from envoi.gemm.hopper.consumer import ConsumerArgs, arrive_on, multiply_told_tiles, multiply_units
 from envoi.gemm.hopper.mainloop import SCALE_BLOCK, BlockScales
 from envoi.gemm.hopper.pipeline import Pipeline
 from envoi.gemm.hopper.producer import PRODUCER, ProducerArgs, load_unit, weights_tile
 from envoi.gemm.hopper.run_epilogue import EpilogueArgs, RowReductions
 from envoi.gemm.hopper.tile_scheduler import Problem, TileScheduler
 from envoi.moe.parallel.fused import config
-from envoi.moe.parallel.fused.progress import ENDED, LAST_ROUND, PULLED, leave, tell, wait_for_all
+from envoi.moe.parallel.fused.progress import EARLY, ENDED, PULLED, leave, tell, wait_for_all
 from envoi.moe.parallel.fused.pull import PullArgs, pull
-from envoi.moe.parallel.fused.scheduler import SecondScheduler
+from envoi.moe.parallel.fused.scheduler import early_rows, take_tile
 from envoi.runtime.aggregate import aggregate
 from envoi.runtime.timeline_device import note_begin, note_moment
 from envoi.runtime.triton_compat import reinterpret, role_barrier
@@ -32,7 +32,6 @@ class FusedProducerArgs:
     first: ProducerArgs
     second: ProducerArgs
     progress: gl.tensor  # pointer to int32 [NUM_COUNTERS]
-    tiles_per_unit: gl.constexpr  # tiles of L2 that last as long as a unit of L1
 
 
 @aggregate
@@ -44,7 +43,6 @@ class FusedConsumerArgs:
     second: ConsumerArgs
     pulled: gl.shared_memory_descriptor  # mbarrier [1, 1]: both consumers arrive, the teller waits
     progress: gl.tensor
-    tiles_per_unit: gl.constexpr
 
 
 @aggregate
@@ -75,8 +73,7 @@ def consumer(args, role: gl.constexpr):
         step = scheduler.num_units * gl.cdiv(problem.K, cfg.block_k)
         for i in gl.static_range(2):  # so that no CTA leaves, and resets `progress`, while this role still waits
             arrive_on(args.first.written.index(i))
-    second = SecondScheduler.create(args.second.epilogue.problem, problem, args.tiles_per_unit)
-    multiply_units(args.second, second, step, role, SECOND + role)
+    multiply_told_tiles(args.second, TileScheduler.create(args.second.epilogue.problem), step, role, SECOND + role)
 
 
 @gluon.jit
@@ -94,24 +91,30 @@ def producer(args):
         note_moment(first.trace, PRODUCER, u, 1)
         step = load_unit(first, step, 0, num_k_steps, weights_tile(ahead.tile(unit.tile), first), False)
         note_moment(first.trace, PRODUCER, u, 2)
-    scheduler = SecondScheduler.create(second.problem, first.problem, args.tiles_per_unit)
-    early_rows = scheduler.early_rows(first.problem)
+    scheduler = TileScheduler.create(second.problem)
+    early = early_rows(ahead, scheduler)
     num_k_steps = gl.cdiv(second.problem.K, cfg.block_k)
-    wait_for_all(args.progress + LAST_ROUND)
+    wait_for_all(args.progress + EARLY)
     knows_all = False
-    for u in range(scheduler.num_units):
-        unit = scheduler.unit(u, num_k_steps)
-        tile = weights_tile(scheduler.tile(unit.tile), second)
-        note_begin(second.trace, SECOND + PRODUCER, u, unit.tile)
-        if tile.row_end > early_rows:
+    count = gl.to_tensor(0)
+    index = take_tile(args.progress)
+    while index < scheduler.num_units:
+        tile = weights_tile(scheduler.tile(index), second)
+        note_begin(second.trace, SECOND + PRODUCER, count, index)
+        if tile.row_end > early:
             if not knows_all:
                 wait_for_all(args.progress + ENDED)
                 knows_all = True
-        note_moment(second.trace, SECOND + PRODUCER, u, 1)
-        second.pipeline.wait_empty(step)  # first: the ring of `rows` mustn't be passed twice before it is read
-        second.pipeline.tell_rows(u)
+        note_moment(second.trace, SECOND + PRODUCER, count, 1)
+        second.pipeline.wait_empty(step)  # first: the ring of `told` mustn't be passed twice before it is read
+        second.pipeline.tell_tile(count, index)
         step = load_unit(second, step, 0, num_k_steps, tile, False)
-        note_moment(second.trace, SECOND + PRODUCER, u, 2)
+        index = take_tile(args.progress)  # now: that takes a microsecond, and consumers have stages left
+        note_moment(second.trace, SECOND + PRODUCER, count, 2)
+        count += 1
+    for i in gl.static_range(CONSUMERS // cfg.consumers_per_tile):
+        second.pipeline.wait_empty(step + i)
+        second.pipeline.tell_tile(count + i, -1)
     if not knows_all:
         wait_for_all(args.progress + ENDED)
     leave(args.progress)
@@ -126,7 +129,7 @@ def teller(args):
     mbarrier.wait(args.pulled.index(0), 0)
     tell(args.progress + PULLED)
     mbarrier.wait(args.written.index(0), 0)
-    tell(args.progress + LAST_ROUND)
+    tell(args.progress + EARLY)
     mbarrier.wait(args.written.index(1), 0)
     tell(args.progress + ENDED)
 
@@ -143,7 +146,12 @@ def second_pipeline(pipeline, x_desc, y_desc, takes_halves: gl.constexpr, cfg: g
             mbarrier.init(turn.index(i), count=1)
     else:
         turn: gl.constexpr = None
-    return Pipeline(x_bufs, y_bufs, pipeline.empty, pipeline.full, None, turn, pipeline.rows, takes_halves, cfg)
+    told = gl.allocate_shared_memory(gl.int64, [cfg.num_stages, 1], mbarrier.MBarrierLayout())
+    num_stages: gl.constexpr = cfg.num_stages
+    for i in gl.static_range(num_stages):
+        mbarrier.init(told.index(i), count=1)
+    tiles = gl.allocate_shared_memory(gl.int32, [num_stages, 1], gl.SwizzledSharedLayout(1, 1, 1, [0]))
+    return Pipeline(x_bufs, y_bufs, pipeline.empty, pipeline.full, None, turn, told, tiles, takes_halves, cfg)
 
 
 @gluon.jit(do_not_specialize=["rank", "first_expert"])
@@ -153,14 +161,14 @@ def fused_kernel(
     offsets, row_parts, row_counters, progress, M, N1, K1, N2, K2, num_experts,
     to, regions, rank, first_expert,
     cfg1: gl.constexpr, code1: gl.constexpr, cfg2: gl.constexpr, code2: gl.constexpr, ROW_MODE: gl.constexpr,
-    MAX_EXPERTS: gl.constexpr, TILES_PER_UNIT: gl.constexpr, pulled: gl.constexpr, trace,
+    MAX_EXPERTS: gl.constexpr, pulled: gl.constexpr, trace,
 ):  # fmt: skip
     """Set up the pipeline, then start one role for each partition of warps. Grid: (number of CTAs,), cooperative.
 
     Arguments with a number are those of `gemm_kernel` for L1 and L2. progress: see `progress`. to, regions, rank,
     first_expert: of the pull, see `PullArgs`. pulled: PullConfig. trace: see `runtime.timeline_device`.
     """
-    pipeline = Pipeline.create(x_desc, gate_up_desc, None, code1.takes_halves, cfg1, True)
+    pipeline = Pipeline.create(x_desc, gate_up_desc, None, code1.takes_halves, cfg1)
     next_pipeline = second_pipeline(pipeline, hidden_desc, down_desc, code2.takes_halves, cfg2)
     pulled_barrier = gl.allocate_shared_memory(gl.int64, [1, 1], mbarrier.MBarrierLayout())
     mbarrier.init(pulled_barrier.index(0), count=CONSUMERS)
@@ -176,13 +184,13 @@ def fused_kernel(
     epilogue1 = EpilogueArgs((None, None, None, None), operands1, outputs1, sums, None, first, code1)
     epilogue2 = EpilogueArgs((out_desc, None, None, None), operands2, outputs2, sums, None, second, code2)
     role_barrier()
-    consumer1 = ConsumerArgs(pipeline, epilogue1, scales1, True, False, False, written, trace)
-    consumer2 = ConsumerArgs(next_pipeline, epilogue2, scales2, True, True, False, None, trace)
+    consumer1 = ConsumerArgs(pipeline, epilogue1, scales1, True, False, written, trace)
+    consumer2 = ConsumerArgs(next_pipeline, epilogue2, scales2, True, False, None, trace)
     pull_args = PullArgs(to, regions, rank, first_expert, pulled)
-    consumer_args = FusedConsumerArgs(pull_args, consumer1, consumer2, pulled_barrier, progress, TILES_PER_UNIT)
+    consumer_args = FusedConsumerArgs(pull_args, consumer1, consumer2, pulled_barrier, progress)
     producer1 = ProducerArgs(x_desc, gate_up_desc, None, pipeline, first, trace)
     producer2 = ProducerArgs(hidden_desc, down_desc, None, next_pipeline, second, trace)
-    producer_args = FusedProducerArgs(producer1, producer2, progress, TILES_PER_UNIT)
+    producer_args = FusedProducerArgs(producer1, producer2, progress)
     # Role numbers are literals within the list, see `gemm_kernel`.
     gl.warp_specialize([
         (consumer, (consumer_args, 0)),

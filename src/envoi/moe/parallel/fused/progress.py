@@ -7,9 +7,10 @@ from envoi.moe.parallel.fused import config
 from envoi.runtime.triton_compat import role_barrier
 
 PULLED = gl.constexpr(0)
-LAST_ROUND = gl.constexpr(1)
+EARLY = gl.constexpr(1)
 ENDED = gl.constexpr(2)
 WAITED = gl.constexpr(3)
+TAKEN = gl.constexpr(4)
 NUM_COUNTERS = gl.constexpr(config.NUM_COUNTERS)
 
 
