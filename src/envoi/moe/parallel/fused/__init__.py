@@ -41,9 +41,9 @@ few rows an expert L1 has one consumer, and L2 two that have tiles in turns.
     told [ring of num_stages]   1: the producer, a tile of L2        consumers, before they read its number
 
 An addition to the first three releases at GPU scope what the consumers had written when they arrived; a wait acquires
-it, and orders it before TMA loads by a fence to the async proxy. While memory is busy a release takes as long as a load,
-microseconds; the teller waits for it, and consumers go on. They read the factors of hidden rows by plain loads, after
-`told`. A producer takes its next tile once all loads of this one are issued; consumers have some stages left meanwhile.
+it, and orders it before TMA loads by a fence to the async proxy. While memory is busy a release takes as long as a load
+does, microseconds; the teller waits for it, and consumers go on. They read the factors of hidden rows by plain loads,
+after `told`. A producer takes its next tile once all loads of one are issued: consumers have stages left meanwhile.
 
 All CTAs run at once or none (a cooperative launch), so none waits for one that can't start; and none waits for a peer,
 whose tokens have been complete since dispatch. Nothing outlives a launch: a CUDA graph replays it.

@@ -11,13 +11,17 @@ FORMAT = "fp8_block128"  # of the experts
 NUM_COUNTERS = 5  # of `progress`
 CONSUMER_REGISTERS, PRODUCER_REGISTERS = 240, 24  # of a thread
 LANES = 32
+AHEAD = True  # weights of a CTA's first stages are asked for as soon as its share of the tokens is pulled
 MAX_SLOTS = LANES  # of a token: a lane each
 MAX_HIDDEN = 16384  # in registers: half of those that a thread of four warps has
 FEW_ROWS = 64  # of an expert, up to which one consumer has a tile of L1: two would share 128 rows
-# L1 and L2 with few rows an expert: the same stages, so that one ring serves both.
-FEW_L1 = Config(64, 1, 128, 256, 4, paired_tiles=True)
-FEW_L2 = Config(64, 2, 128, 256, 4, pingpong=True)
-SQUARE_L1 = Config(64, 2, 128, 128, 6, paired_tiles=True)  # where L2 has no two wide tiles side by side
+# Tilings of L1 and L2 that have the same stages, so that one ring serves both.
+FEW = Config(64, 1, 128, 256, 4, paired_tiles=True), Config(64, 2, 128, 256, 4, pingpong=True)
+WIDE = (
+    Config(64, 2, 128, 128, 5, wide_tail_tiles=True, paired_tiles=True),
+    Config(64, 2, 128, 128, 5, wide_tail_tiles=True),
+)
+SQUARE = Config(64, 2, 128, 128, 6, paired_tiles=True), Config(64, 2, 128, 128, 6, num_store_buffers=2)
 
 
 @dataclass(frozen=True)

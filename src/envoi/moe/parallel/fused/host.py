@@ -1,26 +1,30 @@
 """Host side of the experts in one launch: supported experts, tilings of both GEMMs, the launch."""
 
 from dataclasses import dataclass, replace
+from functools import lru_cache
 from typing import cast
 
 import torch
 
 from envoi.epilogue.api import Epilogue
 from envoi.epilogue.library import expert_l2
+from envoi.epilogue.lower import Lowered
 from envoi.gemm.grouping import Grouping
 from envoi.gemm.hopper import host as hopper
-from envoi.gemm.hopper.config import Config, fitted, supports
+from envoi.gemm.hopper import tune
+from envoi.gemm.hopper.config import Config, Problem, fitted, supports
+from envoi.gemm.hopper.time_model import predicted_cycles
 from envoi.moe.experts import l1_epilogues, l2_operands
 from envoi.moe.launches import Launch
 from envoi.moe.op import columns_of, scale_of
 from envoi.moe.parallel.fused.config import (
-    FEW_L1,
-    FEW_L2,
+    FEW,
     FEW_ROWS,
     FORMAT,
     MAX_HIDDEN,
     MAX_SLOTS,
-    SQUARE_L1,
+    SQUARE,
+    WIDE,
     PullConfig,
     Pulled,
 )
@@ -92,31 +96,41 @@ def plan_fused(domain: Domain, experts: ExpertWeights, grouping: Grouping, num_s
     rows, offsets, weights = cast(QuantTensor, domain.rows), domain.offsets, domain.row_weights
     in_pairs = cast(Epilogue, l1_epilogues(experts)[1])  # as `supports_fused` has found
     operands, own = {"weight": weights, **columns_of(experts.gate_up, experts.gate_up_bias)}, replace(grouping, to=None)
-    first, wide = hopper.planned(rows, experts.gate_up, offsets, in_pairs.ir, BF16, operands, num_sms, own)
+    first, _ = hopper.planned(rows, experts.gate_up, offsets, in_pairs.ir, BF16, operands, num_sms, own)
     values, sf = first.outputs
     hidden = QuantTensor(values, sf, (1, values.shape[1] // sf.shape[1]))
     operands = l2_operands(experts, weights)
     second, _ = hopper.planned(hidden, experts.down, offsets, _l2(experts).ir, BF16, operands, num_sms, grouping)
-    is_few = grouping.likely_rows(values.shape[0]) <= FEW_ROWS * experts.num_local_experts
-    if wide.wide_tail_tiles and experts.hidden % (2 * wide.block_y):
-        wide = SQUARE_L1
-    if is_few or wide.num_consumers == 1:
-        wanted = FEW_L1, FEW_L2
-    else:
-        wanted = wide, replace(wide, paired_tiles=False, epilogue_columns=FEW_L2.epilogue_columns)
-    return FusedExperts(first, *_fitted(first, second, *wanted))
+    problems = tune.rounded(hopper.problem_of(first)), tune.rounded(hopper.problem_of(second))
+    tiling = _tiling(problems, (first.code, second.code), num_sms)
+    if tiling is None:
+        raise ValueError(f"experts: one launch has no tiling for {problems[0]} and {problems[1]}")
+    return FusedExperts(first, tiling[0], second, tiling[1])
 
 
-def _fitted(first: hopper.Call, second: hopper.Call, *wanted: Config) -> tuple[Config, hopper.Call, Config]:
-    """Return both configs with as many stages as fit either GEMM; the second call between them."""
-    problems = hopper.problem_of(first), hopper.problem_of(second)
-    fit = [fitted(p, c, call.code) for p, c, call in zip(problems, wanted, (first, second), strict=True)]
+@lru_cache(maxsize=4096)  # the model takes milliseconds
+def _tiling(
+    problems: tuple[Problem, Problem], codes: tuple[Lowered, Lowered], num_sms: int
+) -> tuple[Config, Config] | None:
+    """Return the tiling of L1 and L2 that should take least time, None if none fits."""
+    is_few = FEW_ROWS * problems[0].num_groups >= problems[0].M
+    fit = [_fitted(problems, codes, wanted) for wanted in ((FEW,) if is_few else (FEW, WIDE, SQUARE))]
+    return min((one for one in fit if one), key=lambda one: _cycles(problems, one, num_sms), default=None)
+
+
+def _cycles(problems: tuple[Problem, Problem], tiling: tuple[Config, Config], num_sms: int) -> float:
+    return sum(predicted_cycles(problem, config, num_sms) for problem, config in zip(problems, tiling, strict=True))
+
+
+def _fitted(
+    problems: tuple[Problem, Problem], codes: tuple[Lowered, Lowered], wanted: tuple[Config, Config]
+) -> tuple[Config, Config] | None:
+    """Return both configs with as many stages as fit either GEMM; None if they can't run them."""
+    fit = [fitted(problem, config, code) for problem, config, code in zip(problems, wanted, codes, strict=True)]
     num_stages = min(config.num_stages for config in fit)
     one, two = (replace(config, num_stages=num_stages, columns_ahead=False) for config in fit)
-    for problem, config, call in zip(problems, (one, two), (first, second), strict=True):
-        if refusal := supports(problem, config, call.code):
-            raise ValueError(f"experts: one launch can't run {problem}: {refusal}")
-    return one, second, two
+    refused = supports(problems[0], one, codes[0]) or supports(problems[1], two, codes[1])
+    return None if refused else (one, two)
 
 
 def fused_arguments(domain: Domain, planned: FusedExperts, num_sms: int) -> Launch:
