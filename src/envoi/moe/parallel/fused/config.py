@@ -11,7 +11,6 @@ FORMAT = "fp8_block128"  # of the experts
 NUM_COUNTERS = 5  # of `progress`
 CONSUMER_REGISTERS, PRODUCER_REGISTERS = 240, 24  # of a thread
 LANES = 32
-AHEAD = True  # weights of a CTA's first stages are asked for as soon as its share of the tokens is pulled
 MAX_SLOTS = LANES  # of a token: a lane each
 MAX_HIDDEN = 16384  # in registers: half of those that a thread of four warps has
 FEW_ROWS = 64  # of an expert, up to which one consumer has a tile of L1: two would share 128 rows

@@ -7,7 +7,7 @@ from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared,
 from envoi.gemm.hopper.consumer import ConsumerArgs, arrive_on, multiply_told_tiles, multiply_units
 from envoi.gemm.hopper.mainloop import SCALE_BLOCK, BlockScales
 from envoi.gemm.hopper.pipeline import Pipeline
-from envoi.gemm.hopper.producer import PRODUCER, ProducerArgs, load_ahead, load_unit, weights_tile
+from envoi.gemm.hopper.producer import PRODUCER, ProducerArgs, load_unit, weights_tile
 from envoi.gemm.hopper.run_epilogue import EpilogueArgs, RowReductions
 from envoi.gemm.hopper.tile_scheduler import Problem, TileScheduler
 from envoi.moe.parallel.fused import config
@@ -21,7 +21,6 @@ from envoi.runtime.triton_compat import reinterpret, role_barrier
 CONSUMERS = gl.constexpr(2)
 CONSUMER_REGISTERS = gl.constexpr(config.CONSUMER_REGISTERS)
 PRODUCER_REGISTERS = gl.constexpr(config.PRODUCER_REGISTERS)
-AHEAD = gl.constexpr(config.AHEAD)
 SECOND = gl.constexpr(PRODUCER.value + 1)  # track of the first consumer in L2, whose producer is the next but one
 PULL = gl.constexpr(SECOND.value + PRODUCER.value + 1)  # and in the pull
 
@@ -32,7 +31,6 @@ class FusedProducerArgs:
 
     first: ProducerArgs
     second: ProducerArgs
-    pulled: gl.shared_memory_descriptor  # as the consumers' and the teller's
     progress: gl.tensor  # pointer to int32 [NUM_COUNTERS]
 
 
@@ -85,22 +83,13 @@ def producer(args):
     cfg: gl.constexpr = second.problem.cfg
     ahead = TileScheduler.create(first.problem)
     num_k_steps = gl.cdiv(first.problem.K, first.problem.cfg.block_k)
-    step = gl.to_tensor(0)
-    first_tile = weights_tile(ahead.tile(ahead.unit(0, num_k_steps).tile), first)
-    if AHEAD:
-        if ahead.num_units > 0:
-            step = gl.minimum(num_k_steps, first.problem.cfg.num_stages)
-        mbarrier.wait(args.pulled.index(0), 0)  # not before: this CTA's pull would take longer
-        load_ahead(first, step, first_tile, True)
     wait_for_all(args.progress + PULLED)
-    if AHEAD:
-        load_ahead(first, step, first_tile, False)
+    step = gl.to_tensor(0)
     for u in range(ahead.num_units):
         unit = ahead.unit(u, num_k_steps)
         note_begin(first.trace, PRODUCER, u, unit.tile)
         note_moment(first.trace, PRODUCER, u, 1)
-        k_begin = gl.where(u == 0, step, 0)
-        step = load_unit(first, step, k_begin, num_k_steps, weights_tile(ahead.tile(unit.tile), first), False)
+        step = load_unit(first, step, 0, num_k_steps, weights_tile(ahead.tile(unit.tile), first), False)
         note_moment(first.trace, PRODUCER, u, 2)
     scheduler = TileScheduler.create(second.problem)
     early = early_rows(ahead, scheduler)
@@ -201,7 +190,7 @@ def fused_kernel(
     consumer_args = FusedConsumerArgs(pull_args, consumer1, consumer2, pulled_barrier, progress)
     producer1 = ProducerArgs(x_desc, gate_up_desc, None, pipeline, first, trace)
     producer2 = ProducerArgs(hidden_desc, down_desc, None, next_pipeline, second, trace)
-    producer_args = FusedProducerArgs(producer1, producer2, pulled_barrier, progress)
+    producer_args = FusedProducerArgs(producer1, producer2, progress)
     # Role numbers are literals within the list, see `gemm_kernel`.
     gl.warp_specialize([
         (consumer, (consumer_args, 0)),
