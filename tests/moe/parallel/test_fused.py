@@ -38,7 +38,7 @@ def test_only_a_fused_layout_takes_the_memory():
     assert fused.layout != staged.layout, "objects of both kinds would share memory"
 
 
-@pytest.mark.parametrize("hidden", [128, 2048, 2816, 7168, 16384])
+@pytest.mark.parametrize("hidden", [128, 2048, 2816, 7168, 8192])
 def test_a_token_fits_registers_and_its_vectors(hidden):
     pull = PullConfig(hidden // 4, hidden // 128, 6, 100, 2 * hidden)
     assert pull.words >= hidden // 4 and pull.words % (4 * LANES) == 0
@@ -62,7 +62,7 @@ def test_on_hopper_more_slots_than_lanes_are_refused(monkeypatch):
     rows = replace(packed, gate_up=make(hidden=256, intermediate=128).pack("fp8_row").gate_up)
     assert host.supports_fused(rows, 3) == "the operands' formats"
     wide = without_tensors(make(hidden=20480, experts=1, k=1).pack("fp8_block128"))
-    assert host.supports_fused(wide, 1) == "hidden 20480, more than 16384"
+    assert host.supports_fused(wide, 1) == "hidden 20480, more than 8192"
     ungated = make(activation="relu2").pack("fp8_block128")
     assert host.supports_fused(ungated, 3) == "experts whose L1 has no groups of 128 gated columns: relu2, 128 wide"
     assert host.supports_fused(make().pack("fp8_block128", 2, 2), 3) == "", "a rank without experts refuses nothing"

@@ -12,7 +12,8 @@ NUM_COUNTERS = 5  # of `progress`
 CONSUMER_REGISTERS, PRODUCER_REGISTERS = 240, 24  # of a thread
 LANES = 32
 MAX_SLOTS = LANES  # of a token: a lane each
-MAX_HIDDEN = 16384  # in registers: half of those that a thread of four warps has
+PULLED_WORDS = 8192  # by four warps at once, in registers: these, and the next ones that they ask for meanwhile
+MAX_HIDDEN = PULLED_WORDS  # bytes: a token a warp
 FEW_ROWS = 64  # of an expert, up to which one consumer has a tile of L1: two would share 128 rows
 # Tilings of L1 and L2 that have the same stages, so that one ring serves both.
 FEW = Config(64, 1, 128, 256, 4, paired_tiles=True), Config(64, 2, 128, 256, 4, pingpong=True)
@@ -39,8 +40,8 @@ class PullConfig(Constant):
 
     @property
     def tokens(self) -> int:
-        """Tokens that four warps pull at once, two or one a warp, in at most 128 registers of a thread."""
-        return 8 if self.words <= 2048 else 4
+        """Tokens that four warps pull at once, one or two a warp, in at most 64 registers of a thread."""
+        return min(8, PULLED_WORDS // self.words)
 
     @property
     def words(self) -> int:

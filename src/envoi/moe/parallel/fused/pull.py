@@ -26,29 +26,31 @@ class PullArgs:
 def pull(args, role: gl.constexpr, num_roles: gl.constexpr):
     """Pull this role's share of all ranks' tokens, one of each rank in turn; the last CTA also notes the call's load.
 
-    A token is read once, for all its rows. A warp has one or two tokens at a time, each in a row of a matrix.
+    A token is read once, for all its rows. A warp has one or several tokens at a time, each in a row of a matrix, and
+    asks for the next ones before it stores these.
     """
     cfg: gl.constexpr = args.cfg
-    tokens: gl.constexpr = cfg.tokens
-    to, regions = args.to, args.regions
+    to = args.to
     own = gl.load(to.peers + args.rank)
-    num_tokens = gl.load(to.state + MAX_TOKENS) * to.num_ranks
+    group = gl.program_id(0) * num_roles + role
+    num_groups = gl.num_programs(0) * num_roles
     if role == 0:
         if gl.program_id(0) == gl.num_programs(0) - 1:
             note_load(args, own)
-    sizes = pointer_to(own + regions.sizes, to.state)
-    group = gl.program_id(0) * num_roles + role
-    num_groups = gl.num_programs(0) * num_roles
-    by_token: gl.constexpr = gl.SliceLayout(1, layout_of(1))
-    # The tokens of a group are far apart, so that few are spread over all multiprocessors.
-    for begin in range(group, num_tokens, num_groups * tokens):
-        t = begin + gl.arange(0, tokens, by_token) * num_groups
-        source, token = (t + args.rank) % to.num_ranks, t // to.num_ranks
-        inside = t < num_tokens
-        inside &= token < gl.load(sizes + 2 * source, mask=inside, other=0)
-        k = gl.load(sizes + 2 * source + 1, mask=inside, other=0)
-        rows = place_slots(args, own, source, token, k)
-        copy_tokens(args, source, token, rows)
+    num_tokens = gl.load(to.state + MAX_TOKENS) * to.num_ranks
+    tokens: gl.constexpr = cfg.tokens
+    words: gl.constexpr = cfg.words
+    factors: gl.constexpr = cfg.factors
+    slots: gl.constexpr = cfg.slots
+    x = gl.zeros([tokens, words], gl.int32, layout_of(4))
+    sf = gl.zeros([tokens, factors], gl.int32, layout_of(1))
+    rows = gl.full([tokens, slots], -1, gl.int32, layout_of(1))
+    stride = num_groups * tokens
+    for begin in range(group, num_tokens + stride, stride):
+        # At first there is nothing to keep, and at last nothing to fetch: the code of each is there once.
+        next_x, next_sf, next_rows = fetch(args, own, begin, num_groups)
+        keep(args, x, sf, rows)
+        x, sf, rows = next_x, next_sf, next_rows
 
 
 @gluon.constexpr_function
@@ -64,52 +66,73 @@ def pointer_to(address, like):
 
 
 @gluon.jit
-def place_slots(args, own, source, token, k):
-    """Return the rows of these tokens' slots, int32 [tokens, slots], -1 = none here; store weights and destinations.
+def fetch(args, own, begin, stride):
+    """Load tokens begin, begin + stride, .. of all ranks' that have rows here; store their rows' weights and places.
 
-    source, token: of each, int32 [tokens]. k: slots of each, 0 for a token that doesn't exist.
+    Return the words [tokens, words], the scale factors [tokens, factors], and the row of each slot [tokens, slots],
+    -1 = none here. The tokens are far apart, so that few are spread over all multiprocessors.
     """
     cfg: gl.constexpr = args.cfg
+    tokens: gl.constexpr = cfg.tokens
     slots: gl.constexpr = cfg.slots
     to, regions = args.to, args.regions
-    lane = gl.arange(0, slots, gl.SliceLayout(0, layout_of(1)))[None, :]
-    slot = (token * k)[:, None] + lane
+    t = begin + gl.arange(0, tokens, gl.SliceLayout(1, layout_of(1))) * stride
+    source, token = (t + args.rank) % to.num_ranks, t // to.num_ranks
+    sizes = pointer_to(own + regions.sizes, to.state) + 2 * source
+    k = gl.where(token < gl.load(sizes), gl.load(sizes + 1), 0)  # slots of a token, 0 of one that doesn't exist
+    slot = (token * k)[:, None] + gl.arange(0, slots, gl.SliceLayout(0, layout_of(1)))[None, :]
+    is_slot = gl.arange(0, slots, gl.SliceLayout(0, layout_of(1)))[None, :] < k[:, None]
     place = (source * to.room)[:, None] + slot
-    ids, positions = pointer_to(own + regions.topk_ids, to.state), pointer_to(own + regions.slot_pos, to.state)
-    expert = gl.load(ids + place, mask=lane < k[:, None], other=-1) - args.first_expert
+    ids = pointer_to(own + regions.topk_ids, to.state)
+    expert = gl.load(ids + place, mask=is_slot, other=-1) - args.first_expert
     is_local = (expert >= 0) & (expert < to.num_local)
+    base = gl.load(to.peers + source)
+    x, sf = load_tokens(args, base, token, gl.max(is_local.to(gl.int32), 1) > 0)
+    positions = pointer_to(own + regions.slot_pos, to.state)
     row = gl.load(positions + place, mask=is_local, other=0)
     row += gl.load(to.row_shift + (source * to.num_local)[:, None] + expert, mask=is_local, other=0)
     weights = pointer_to(own + regions.weights, to.row_weights)
     gl.store(to.row_weights + row, gl.load(weights + place, mask=is_local, other=0.0), mask=is_local)
-    returned = gl.load(to.peers + source) + regions.returned_rows
-    gl.store(to.row_destinations + row, returned[:, None] + slot.to(gl.int64) * cfg.slot_bytes, mask=is_local)
-    return gl.where(is_local, row, -1)
+    destination = (base + regions.returned_rows)[:, None] + slot.to(gl.int64) * cfg.slot_bytes
+    gl.store(to.row_destinations + row, destination, mask=is_local)
+    return x, sf, gl.where(is_local, row, -1)
 
 
 @gluon.jit
-def copy_tokens(args, source, token, rows):
-    """Copy tokens that have rows here, and their scale factors, to all these rows."""
+def load_tokens(args, base, token, is_here):
+    """Load the words and scale factors of the tokens that are here. base: addresses of their ranks' memory."""
+    cfg: gl.constexpr = args.cfg
+    num_words: gl.constexpr = cfg.num_words
+    num_sf: gl.constexpr = cfg.num_sf
+    words: gl.constexpr = cfg.words
+    factors: gl.constexpr = cfg.factors
+    to, regions = args.to, args.regions
+    wide: gl.constexpr = layout_of(4)
+    column = gl.arange(0, words, gl.SliceLayout(0, wide))[None, :]
+    factor = gl.arange(0, factors, gl.SliceLayout(0, layout_of(1)))[None, :]
+    from_words = pointer_to(in_rows(base, wide) + regions.tokens, to.rows)
+    from_words += in_rows(token, wide).to(gl.int64) * num_words
+    mask = in_rows(is_here, wide)[:, None] & (column < num_words)
+    x = gl.load(gl.multiple_of(from_words[:, None] + column, [16, 16]), mask=mask, other=0)
+    from_sf = pointer_to(base + regions.token_sf, to.rows_sf) + token.to(gl.int64) * num_sf
+    sf = gl.load(from_sf[:, None] + factor, mask=is_here[:, None] & (factor < num_sf), other=0)
+    return x, sf
+
+
+@gluon.jit
+def keep(args, x, sf, rows):
+    """Store tokens and their scale factors in all their rows."""
     cfg: gl.constexpr = args.cfg
     num_words: gl.constexpr = cfg.num_words
     num_sf: gl.constexpr = cfg.num_sf
     slots: gl.constexpr = cfg.slots
     words: gl.constexpr = cfg.words
     factors: gl.constexpr = cfg.factors
-    to, regions = args.to, args.regions
+    to = args.to
     wide: gl.constexpr = layout_of(4)
-    narrow: gl.constexpr = layout_of(1)
     column = gl.arange(0, words, gl.SliceLayout(0, wide))[None, :]
-    factor = gl.arange(0, factors, gl.SliceLayout(0, narrow))[None, :]
-    lane = gl.arange(0, slots, gl.SliceLayout(0, narrow))[None, :]
-    is_here = gl.max(rows, 1) >= 0
-    base = gl.load(to.peers + source)
-    from_words = pointer_to(in_rows(base, wide) + regions.tokens, to.rows)
-    from_words += in_rows(token, wide).to(gl.int64) * num_words
-    x_mask = in_rows(is_here, wide)[:, None] & (column < num_words)
-    x = gl.load(gl.multiple_of(from_words[:, None] + column, [16, 16]), mask=x_mask, other=0)
-    from_sf = pointer_to(base + regions.token_sf, to.rows_sf) + token.to(gl.int64) * num_sf
-    sf = gl.load(from_sf[:, None] + factor, mask=is_here[:, None] & (factor < num_sf), other=0)
+    factor = gl.arange(0, factors, gl.SliceLayout(0, layout_of(1)))[None, :]
+    lane = gl.arange(0, slots, gl.SliceLayout(0, layout_of(1)))[None, :]
     for i in gl.static_range(slots):
         row = gl.max(gl.where(lane == i, rows, -1), 1)
         wide_row = in_rows(row, wide)
