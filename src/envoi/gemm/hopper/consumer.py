@@ -61,7 +61,7 @@ def multiply_units(args, scheduler, first_step, role: gl.constexpr, track: gl.co
                 arrive_on(args.written.index(0))
         event = (u - first) // (alternate * stride)
         step, tiles_done, tiles_multiplied = multiply_unit(
-            args, scheduler, buffers, unit, step, tiles_done, tiles_multiplied, event, role, track
+            args, scheduler, buffers, unit, (step, tiles_done, tiles_multiplied), event, role, track
         )
         if alternate == 2 and role == 0:
             step += scheduler.num_steps(u + stride, num_k_steps)  # of the other consumer's unit, after this one
@@ -90,7 +90,7 @@ def multiply_told_tiles(args, scheduler, first_step, role: gl.constexpr, track: 
     while tile >= 0:
         unit = Unit(tile, 0, num_k_steps, 0, False)
         step, tiles_done, tiles_multiplied = multiply_unit(
-            args, scheduler, buffers, unit, step, tiles_done, tiles_multiplied, count // alternate, role, track
+            args, scheduler, buffers, unit, (step, tiles_done, tiles_multiplied), count // alternate, role, track
         )
         step += (alternate - 1) * num_k_steps  # of the other consumer's tile
         count += alternate
@@ -100,13 +100,12 @@ def multiply_told_tiles(args, scheduler, first_step, role: gl.constexpr, track: 
 
 
 @gluon.jit
-def multiply_unit(
-    args, scheduler, buffers, unit, step, tiles_done, tiles_multiplied, event, role: gl.constexpr, track: gl.constexpr
-):
-    """Multiply this consumer's share of a unit and run its epilogue; return the step after it, and both counts.
+def multiply_unit(args, scheduler, buffers, unit, counts, event, role: gl.constexpr, track: gl.constexpr):
+    """Multiply this consumer's share of a unit and run its epilogue; return counts as they are then.
 
-    tiles_done: shares that have been stored. tiles_multiplied: all. event: of the trace's track.
+    counts: steps of the pipeline, shares that have been stored, all shares. event: of the trace's track.
     """
+    step, tiles_done, tiles_multiplied = counts
     problem, pipeline, epilogue = args.epilogue.problem, args.pipeline, args.epilogue
     cfg: gl.constexpr = problem.cfg
     num_k_steps = gl.cdiv(problem.K, cfg.block_k)
