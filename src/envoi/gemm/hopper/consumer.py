@@ -2,15 +2,14 @@
 
 import triton.experimental.gluon.language as gl
 from triton.experimental import gluon
-from triton.experimental.gluon.language.nvidia.hopper import mbarrier, tma
+from triton.experimental.gluon.language.nvidia.hopper import tma
 
 from envoi.gemm.hopper.mainloop import BlockScales, accumulate, accumulate_block_scaled, accumulate_both
-from envoi.gemm.hopper.pipeline import Pipeline, StageBoxes
+from envoi.gemm.hopper.pipeline import Pipeline, StageBoxes, Written
 from envoi.gemm.hopper.run_epilogue import EpilogueArgs, EpilogueBuffers, load_columns, run_epilogue
 from envoi.gemm.hopper.tile_scheduler import Tile, TileScheduler, Unit
 from envoi.runtime.aggregate import aggregate
 from envoi.runtime.timeline_device import note_begin, note_moment
-from envoi.runtime.triton_compat import role_barrier
 
 
 @aggregate
@@ -22,7 +21,7 @@ class ConsumerArgs:
     scales: BlockScales
     is_block_scaled: gl.constexpr
     has_few_registers: gl.constexpr  # see `accumulate_block_scaled`
-    written: gl.shared_memory_descriptor | gl.constexpr  # mbarriers [2, 1]: the early rounds, all; None if unused
+    written: Written | gl.constexpr  # told of each pair of tiles; None if nobody waits for them
     trace: gl.tuple | gl.constexpr  # `Trace`, or None
 
 
@@ -33,50 +32,38 @@ def consumer(args, role: gl.constexpr):
     role: 0 to 2. Consumers share each tile (role = part) or, two of them with pingpong, take whole tiles alternately:
     while one runs its epilogue, the other multiplies.
     """
-    multiply_units(args, TileScheduler.create(args.epilogue.problem), 0, role, role)
-
-
-@gluon.jit
-def multiply_units(args, scheduler, first_step, role: gl.constexpr, track: gl.constexpr):
-    """Do a consumer's work on the scheduler's units, from the stage of first_step on; return the step after them.
-
-    track: of the trace. `written`, if there, is arrived on after the early rounds' units, and at the end.
-    """
     problem, epilogue = args.epilogue.problem, args.epilogue
     cfg: gl.constexpr = problem.cfg
+    scheduler = TileScheduler.create(problem)
     num_k_steps = gl.cdiv(problem.K, cfg.block_k)
     buffers = EpilogueBuffers.create(epilogue, cfg)
     tiles_done = 0
     alternate: gl.constexpr = cfg.num_consumers // cfg.consumers_per_tile  # 2 with pingpong, else 1
     stride = scheduler.unit_stride()
-    step = first_step
+    step = 0
     tiles_multiplied = 0
     first = scheduler.first_unit() + role // cfg.consumers_per_tile * stride
     for u in range(first, scheduler.num_units, alternate * stride):
         if alternate == 2 and role == 1:
             step += scheduler.num_steps(u - stride, num_k_steps)  # of the other consumer's unit, before this one
         unit = scheduler.unit(u, num_k_steps)
-        if args.written is not None:
-            if u == 2 * scheduler.early_rounds():
-                arrive_on(args.written.index(0))
         event = (u - first) // (alternate * stride)
         step, tiles_done, tiles_multiplied = multiply_unit(
-            args, scheduler, buffers, unit, (step, tiles_done, tiles_multiplied), event, role, track
+            args, scheduler, buffers, unit, (step, tiles_done, tiles_multiplied), event, role, role
         )
         if alternate == 2 and role == 0:
             step += scheduler.num_steps(u + stride, num_k_steps)  # of the other consumer's unit, after this one
     if epilogue.code.num_descs > 0:
         tma.store_wait(pendings=0)
-    if args.written is not None:
-        if scheduler.num_units <= 2 * scheduler.early_rounds():
-            arrive_on(args.written.index(0))
-        arrive_on(args.written.index(1))
-    return step
 
 
 @gluon.jit
-def multiply_told_tiles(args, scheduler, first_step, role: gl.constexpr, track: gl.constexpr):
-    """Do a consumer's work on the tiles that the producer tells it of, see `Pipeline.tell_tile`, from first_step on."""
+def multiply_told_tiles(args, scheduler, step, count, role: gl.constexpr, track: gl.constexpr):
+    """Do a consumer's work on the tiles that the producer tells it of, see `Pipeline.tell_tile`, until it says -1.
+
+    step, count: of the pipeline and of what is told, at first; return both as they are then. With `written`, the
+    second tile of a pair is arrived for there, and the end too.
+    """
     problem, pipeline, epilogue = args.epilogue.problem, args.pipeline, args.epilogue
     cfg: gl.constexpr = problem.cfg
     num_k_steps = gl.cdiv(problem.K, cfg.block_k)
@@ -84,19 +71,27 @@ def multiply_told_tiles(args, scheduler, first_step, role: gl.constexpr, track: 
     alternate: gl.constexpr = cfg.num_consumers // cfg.consumers_per_tile  # 2 with pingpong, else 1
     tiles_done = gl.to_tensor(0)
     tiles_multiplied = gl.to_tensor(0)
-    count = gl.to_tensor(role // cfg.consumers_per_tile)  # of the CTA's tiles
-    step = first_step + count * num_k_steps
+    event = gl.to_tensor(0)
+    count += role // cfg.consumers_per_tile
+    step += role // cfg.consumers_per_tile * num_k_steps
     tile = pipeline.wait_for_tile(count)
     while tile >= 0:
         unit = Unit(tile, 0, num_k_steps, 0, False)
         step, tiles_done, tiles_multiplied = multiply_unit(
-            args, scheduler, buffers, unit, (step, tiles_done, tiles_multiplied), count // alternate, role, track
+            args, scheduler, buffers, unit, (step, tiles_done, tiles_multiplied), event, role, track
         )
+        if args.written is not None:
+            if event % 2 == 1:
+                args.written.arrive(event // 2)
         step += (alternate - 1) * num_k_steps  # of the other consumer's tile
         count += alternate
+        event += 1
         tile = pipeline.wait_for_tile(count)
     if epilogue.code.num_descs > 0:
         tma.store_wait(pendings=0)
+    if args.written is not None:
+        args.written.arrive(event // 2)
+    return step, count + 1
 
 
 @gluon.jit
@@ -154,13 +149,6 @@ def multiply_unit(args, scheduler, buffers, unit, counts, event, role: gl.conste
         tiles_done += 1
     note_moment(args.trace, track, event, 3)
     return step, tiles_done, tiles_multiplied
-
-
-@gluon.jit
-def arrive_on(barrier):
-    """Arrive on a barrier, for all warps of the role: whoever waits for it sees what they have written."""
-    role_barrier()
-    mbarrier.arrive(barrier, count=1)
 
 
 @gluon.jit

@@ -41,7 +41,9 @@ from triton.experimental.gluon.language.nvidia.hopper import mbarrier
 
 from envoi.runtime.aggregate import Scalar, aggregate
 from envoi.runtime.barrier_setup import set_up_together
-from envoi.runtime.triton_compat import reinterpret, tma_load
+from envoi.runtime.triton_compat import reinterpret, role_barrier, tma_load
+
+WRITTEN = gl.constexpr(4)  # units that consumers may be ahead of who waits for them
 
 
 @aggregate
@@ -266,6 +268,43 @@ class Pipeline:
             return [2 * expert, row // 2, k]
         else:
             return [row, k]
+
+
+@aggregate
+class Written:
+    """Units that consumers have written, in the order of their CTA: a ring of `WRITTEN` barriers in either direction.
+
+    Consumers arrive, and another role waits for each unit's turn and notes it.
+    """
+
+    written: gl.shared_memory_descriptor  # mbarriers [WRITTEN, 1]: consumers arrive
+    noted: gl.shared_memory_descriptor  # mbarriers [WRITTEN, 1]: who waits for `written` arrives
+
+    @staticmethod
+    @gluon.jit
+    def create(num_consumers: gl.constexpr):
+        """Allocate the barriers and initialise them. The caller fences before any role uses them."""
+        written = gl.allocate_shared_memory(gl.int64, [WRITTEN, 1], mbarrier.MBarrierLayout())
+        noted = gl.allocate_shared_memory(gl.int64, [WRITTEN, 1], mbarrier.MBarrierLayout())
+        for i in gl.static_range(WRITTEN):
+            mbarrier.init(written.index(i), count=num_consumers)
+            mbarrier.init(noted.index(i), count=1)
+        return Written(written, noted)
+
+    @gluon.jit
+    def arrive(self, n):
+        """Consumer: tell that the CTA's n-th unit is written; whoever waits for it sees what all warps have written."""
+        slot = n % WRITTEN
+        mbarrier.wait(self.noted.index(slot), ((n // WRITTEN) & 1) ^ 1)
+        role_barrier()
+        mbarrier.arrive(self.written.index(slot), count=1)
+
+    @gluon.jit
+    def wait(self, n):
+        """Wait until the CTA's n-th unit is written, and let consumers go on."""
+        slot = n % WRITTEN
+        mbarrier.wait(self.written.index(slot), (n // WRITTEN) & 1)
+        mbarrier.arrive(self.noted.index(slot), count=1)
 
 
 @gluon.constexpr_function

@@ -12,7 +12,7 @@ Roles of a CTA: those of `envoi.gemm.hopper.kernel`, and a teller. All go throug
     role       warps   registers   pull                      L1                     L2
     consumer   2 x 4   240         peers' tokens -> rows     mainloop, epilogue     mainloop, epilogue
     producer   1       24          waits for all rows        TMA loads              waits for hidden rows, TMA loads
-    teller     1       24          rows are written          hidden rows are
+    teller     1       24          rows are written          units are
 
     8 units of L1, each as long as 2 tiles of L2, on 6 CTAs
 
@@ -22,28 +22,30 @@ Roles of a CTA: those of `envoi.gemm.hopper.kernel`, and a teller. All go throug
     ..
     CTA 5   pull   L1: 5            L2: 3   L2: 7    L2: 13
 
-L1's units are dealt in turns, L2's tiles taken one by one (`scheduler`): a CTA that L1's last round has no unit for, or
-that was faster, goes on with L2's tiles of the first experts, whose hidden rows are long complete, and all end within a
-tile of each other. Stages of both GEMMs have one shape, and one ring goes on from L1's last step to L2's first. With
-few rows an expert L1 has one consumer, and L2 two that have tiles in turns.
+Producers take L1's units one by one, then L2's tiles (`scheduler`), each once the last one's loads are issued, and tell
+consumers: so all CTAs end within a tile of each other. A tile of L2 waits for the units that write its expert's hidden
+rows, which a running CTA has taken before. Stages of both GEMMs have one shape, and one ring goes on from L1's last
+step to L2's first. With few rows an expert L1 has one consumer, and L2 two that have tiles in turns.
 
-    counter, in global memory   adds                                 waits                                    to 0
-    PULLED                      a CTA: its tokens are in their rows  consumers, producers, before L1          the last
-    EARLY                       a CTA: its hidden rows of the first  producers, before L2                     producer
-                                two thirds of rounds are written                                              that has
-    ENDED                       a CTA: all its hidden rows are       producers, before tiles of the other     waited
-                                written                              experts, or at the end
-    WAITED                      a producer: it waits for no more     nobody
-    TAKEN                       a producer, for each tile of L2      nobody
+    counter, in global memory   adds                                  waits                              to 0
+    PULLED                      a CTA: its tokens are in their rows   consumers, producers, before L1    the last
+    WRITTEN [units / 32]        a CTA, for each unit: hidden rows     producers, before a tile of L2     producer
+                                of it are written                                                        that leaves
+    TAKEN, TAKEN_IN_L2          a producer, for each unit or tile     nobody
+    LEFT                        a producer: it waits for no more      nobody
 
-    barrier, in shared memory   arrivals                             waits
-    pulled, written [2]         consumers                            the teller, before it adds to the first three
-    told [ring of num_stages]   1: the producer, a tile of L2        consumers, before they read its number
+    barrier, in shared memory   arrivals                              waits
+    pulled                      consumers                             the teller, before it adds to PULLED
+    written [ring of 4]         consumers, each unit                  the teller, before it adds to WRITTEN
+    noted [ring of 4]           1: the teller, each unit              consumers, before they arrive on `written` again
+    told [ring of num_stages]   1: the producer, each tile            consumers, before they read its number
+    ended                       1: the producer, after L1's tiles     a consumer that has none of them
+    begun                       consumers, once PULLED is complete    the producer, before it leaves
 
-An addition to the first three releases at GPU scope what the consumers had written when they arrived; a wait acquires
+An addition to PULLED or WRITTEN releases at GPU scope what the consumers had written when they arrived; a wait acquires
 it, and orders it before TMA loads by a fence to the async proxy. While memory is busy a release takes as long as a load
 does, microseconds; the teller waits for it, and consumers go on. They read the factors of hidden rows by plain loads,
-after `told`. A producer takes its next tile once all loads of one are issued: consumers have stages left meanwhile.
+after `told`.
 
 All CTAs run at once or none (a cooperative launch), so none waits for one that can't start; and none waits for a peer,
 whose tokens have been complete since dispatch. Nothing outlives a launch: a CUDA graph replays it.

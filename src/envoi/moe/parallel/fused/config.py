@@ -8,7 +8,8 @@ from envoi.gemm.hopper.config import Config
 from envoi.runtime.math import next_power_of_2
 
 FORMAT = "fp8_block128"  # of the experts
-NUM_COUNTERS = 5  # of `progress`
+NUM_COUNTERS = 4  # of `progress`, before those of units
+UNITS_PER_COUNTER = 32  # units of L1 that one counter counts
 CONSUMER_REGISTERS, PRODUCER_REGISTERS = 240, 24  # of a thread
 LANES = 32
 MAX_SLOTS = LANES  # of a token: a lane each

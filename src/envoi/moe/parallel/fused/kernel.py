@@ -4,21 +4,31 @@ import triton.experimental.gluon.language as gl
 from triton.experimental import gluon
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier
 
-from envoi.gemm.hopper.consumer import ConsumerArgs, arrive_on, multiply_told_tiles, multiply_units
+from envoi.gemm.hopper.consumer import ConsumerArgs, multiply_told_tiles
 from envoi.gemm.hopper.mainloop import SCALE_BLOCK, BlockScales
-from envoi.gemm.hopper.pipeline import Pipeline
+from envoi.gemm.hopper.pipeline import Pipeline, Written
 from envoi.gemm.hopper.producer import PRODUCER, ProducerArgs, load_unit, weights_tile
 from envoi.gemm.hopper.run_epilogue import EpilogueArgs, RowReductions
 from envoi.gemm.hopper.tile_scheduler import Problem, TileScheduler
 from envoi.moe.parallel.fused import config
-from envoi.moe.parallel.fused.progress import EARLY, ENDED, PULLED, leave, tell, wait_for_all
+from envoi.moe.parallel.fused.handover import CONSUMERS, Handover
+from envoi.moe.parallel.fused.progress import (
+    PULLED,
+    TAKEN,
+    TAKEN_IN_L2,
+    UNITS,
+    WRITTEN,
+    leave,
+    tell,
+    wait_for_all,
+    wait_for_units,
+)
 from envoi.moe.parallel.fused.pull import PullArgs, pull
-from envoi.moe.parallel.fused.scheduler import early_rows, take_tile
+from envoi.moe.parallel.fused.scheduler import take, units_of_tile
 from envoi.runtime.aggregate import aggregate
 from envoi.runtime.timeline_device import note_begin, note_moment
 from envoi.runtime.triton_compat import reinterpret, role_barrier
 
-CONSUMERS = gl.constexpr(2)
 CONSUMER_REGISTERS = gl.constexpr(config.CONSUMER_REGISTERS)
 PRODUCER_REGISTERS = gl.constexpr(config.PRODUCER_REGISTERS)
 SECOND = gl.constexpr(PRODUCER.value + 1)  # track of the first consumer in L2, whose producer is the next but one
@@ -31,7 +41,8 @@ class FusedProducerArgs:
 
     first: ProducerArgs
     second: ProducerArgs
-    progress: gl.tensor  # pointer to int32 [NUM_COUNTERS]
+    handover: Handover
+    progress: gl.tensor  # pointer to int32
 
 
 @aggregate
@@ -41,16 +52,16 @@ class FusedConsumerArgs:
     pull: PullArgs
     first: ConsumerArgs
     second: ConsumerArgs
-    pulled: gl.shared_memory_descriptor  # mbarrier [1, 1]: both consumers arrive, the teller waits
+    handover: Handover
     progress: gl.tensor
 
 
 @aggregate
 class TellerArgs:
-    """Barriers that the teller waits for, and the counters that it adds to."""
+    """Units that the teller waits for, and the counters that it adds to."""
 
-    pulled: gl.shared_memory_descriptor
-    written: gl.shared_memory_descriptor
+    written: Written
+    handover: Handover
     progress: gl.tensor
 
 
@@ -61,63 +72,76 @@ def consumer(args, role: gl.constexpr):
     note_begin(trace, PULL + role, 0, 0)
     pull(args.pull, role, CONSUMERS)
     note_moment(trace, PULL + role, 0, 1)
-    arrive_on(args.pulled.index(0))
+    role_barrier()
+    mbarrier.arrive(args.handover.pulled.index(0), count=1)
     problem = args.first.epilogue.problem
-    cfg: gl.constexpr = problem.cfg
     scheduler = TileScheduler.create(problem)
     wait_for_all(args.progress + PULLED)
+    mbarrier.arrive(args.handover.begun.index(0), count=1)
     note_moment(trace, PULL + role, 0, 2)
-    if role < cfg.num_consumers:
-        step = multiply_units(args.first, scheduler, gl.to_tensor(0), role, role)
+    if role < problem.cfg.num_consumers:
+        step, count = multiply_told_tiles(args.first, scheduler, gl.to_tensor(0), gl.to_tensor(0), role, role)
     else:
-        step = scheduler.num_units * gl.cdiv(problem.K, cfg.block_k)
-        for i in gl.static_range(2):  # so that no CTA leaves, and resets `progress`, while this role still waits
-            arrive_on(args.first.written.index(i))
-    multiply_told_tiles(args.second, TileScheduler.create(args.second.epilogue.problem), step, role, SECOND + role)
+        step, count = args.handover.first_ended()
+    second = TileScheduler.create(args.second.epilogue.problem)
+    multiply_told_tiles(args.second, second, step, count, role, SECOND + role)
 
 
 @gluon.jit
 def producer(args):
     """Role: fill the stages with the operands of L1's units, then of L2's tiles, once their rows are there."""
-    first, second = args.first, args.second
+    first, second, progress, handover = args.first, args.second, args.progress, args.handover
     cfg: gl.constexpr = second.problem.cfg
     ahead = TileScheduler.create(first.problem)
+    num_units = gl.max(ahead.experts.tile_ends, 0)
     num_k_steps = gl.cdiv(first.problem.K, first.problem.cfg.block_k)
-    wait_for_all(args.progress + PULLED)
+    wait_for_all(progress + PULLED)
     step = gl.to_tensor(0)
-    for u in range(ahead.num_units):
-        unit = ahead.unit(u, num_k_steps)
-        note_begin(first.trace, PRODUCER, u, unit.tile)
-        note_moment(first.trace, PRODUCER, u, 1)
-        step = load_unit(first, step, 0, num_k_steps, weights_tile(ahead.tile(unit.tile), first), False)
-        note_moment(first.trace, PRODUCER, u, 2)
+    count = gl.to_tensor(0)  # of tiles told
+    unit = take(progress + TAKEN)
+    while unit < num_units:
+        handover.tell_unit(count // 2, unit)
+        for half in range(2):
+            index = 2 * unit + half
+            note_begin(first.trace, PRODUCER, count, index)
+            tile = weights_tile(ahead.tile(index), first)
+            note_moment(first.trace, PRODUCER, count, 1)
+            first.pipeline.wait_empty(step)  # first: the ring of `told` mustn't be passed twice before it is read
+            first.pipeline.tell_tile(count, index)
+            step = load_unit(first, step, 0, num_k_steps, tile, False)
+            note_moment(first.trace, PRODUCER, count, 2)
+            count += 1
+        unit = take(progress + TAKEN)  # now: that takes a microsecond, and consumers have stages left
+    handover.tell_unit(count // 2, -1)
+    first.pipeline.wait_empty(step)
+    first.pipeline.tell_tile(count, -1)
+    count += 1
+    handover.end_first(count, step)
     scheduler = TileScheduler.create(second.problem)
-    early = early_rows(ahead, scheduler)
     num_k_steps = gl.cdiv(second.problem.K, cfg.block_k)
-    wait_for_all(args.progress + EARLY)
-    knows_all = False
-    count = gl.to_tensor(0)
-    index = take_tile(args.progress)
+    known = gl.to_tensor(-1)  # expert whose hidden rows are written
+    event = gl.to_tensor(0)
+    index = take(progress + TAKEN_IN_L2)
     while index < scheduler.num_units:
         tile = weights_tile(scheduler.tile(index), second)
-        note_begin(second.trace, SECOND + PRODUCER, count, index)
-        if tile.row_end > early:
-            if not knows_all:
-                wait_for_all(args.progress + ENDED)
-                knows_all = True
-        note_moment(second.trace, SECOND + PRODUCER, count, 1)
-        second.pipeline.wait_empty(step)  # first: the ring of `told` mustn't be passed twice before it is read
+        note_begin(second.trace, SECOND + PRODUCER, event, index)
+        expert, begin, end = units_of_tile(index, ahead, scheduler)
+        if expert != known:
+            wait_for_units(progress, begin, end, num_units)
+            known = expert
+        note_moment(second.trace, SECOND + PRODUCER, event, 1)
+        second.pipeline.wait_empty(step)
         second.pipeline.tell_tile(count, index)
         step = load_unit(second, step, 0, num_k_steps, tile, False)
-        index = take_tile(args.progress)  # now: that takes a microsecond, and consumers have stages left
-        note_moment(second.trace, SECOND + PRODUCER, count, 2)
+        index = take(progress + TAKEN_IN_L2)
+        note_moment(second.trace, SECOND + PRODUCER, event, 2)
         count += 1
+        event += 1
     for i in gl.static_range(CONSUMERS // cfg.consumers_per_tile):
         second.pipeline.wait_empty(step + i)
         second.pipeline.tell_tile(count + i, -1)
-    if not knows_all:
-        wait_for_all(args.progress + ENDED)
-    leave(args.progress)
+    mbarrier.wait(handover.begun.index(0), 0)
+    leave(progress, num_units)
 
 
 @gluon.jit
@@ -126,32 +150,40 @@ def teller(args):
 
     The fence of an addition takes microseconds while memory is busy; consumers would multiply nothing meanwhile.
     """
-    mbarrier.wait(args.pulled.index(0), 0)
+    mbarrier.wait(args.handover.pulled.index(0), 0)
     tell(args.progress + PULLED)
-    mbarrier.wait(args.written.index(0), 0)
-    tell(args.progress + EARLY)
-    mbarrier.wait(args.written.index(1), 0)
-    tell(args.progress + ENDED)
+    n = gl.to_tensor(0)
+    args.written.wait(n)
+    unit = args.handover.unit(n)
+    while unit >= 0:
+        tell(args.progress + WRITTEN + unit // UNITS)
+        n += 1
+        args.written.wait(n)
+        unit = args.handover.unit(n)
 
 
 @gluon.jit
-def second_pipeline(pipeline, x_desc, y_desc, takes_halves: gl.constexpr, cfg: gl.constexpr):
-    """Return the same stages and barriers for L2's boxes. The caller fences before any role uses them."""
-    x_bufs = pipeline.x_bufs
-    y_shape: gl.constexpr = [cfg.num_stages * cfg.y_boxes_per_stage, cfg.main_y, cfg.block_k]
-    y_bufs = reinterpret(x_bufs if cfg.wide_tail_tiles else pipeline.y_bufs, y_desc.dtype, y_shape, y_desc.layout)
+def told_pipelines(first, x_desc, y_desc, takes_halves: gl.constexpr, cfg: gl.constexpr):
+    """Return L1's pipeline, and L2's over the same stages, with what producers tell. The caller fences before use."""
+    num_stages: gl.constexpr = cfg.num_stages
+    told = gl.allocate_shared_memory(gl.int64, [num_stages, 1], mbarrier.MBarrierLayout())
+    for i in gl.static_range(num_stages):
+        mbarrier.init(told.index(i), count=1)
+    tiles = gl.allocate_shared_memory(gl.int32, [num_stages, 1], gl.SwizzledSharedLayout(1, 1, 1, [0]))
+    x_bufs = first.x_bufs
+    y_shape: gl.constexpr = [num_stages * cfg.y_boxes_per_stage, cfg.main_y, cfg.block_k]
+    y_bufs = reinterpret(x_bufs if cfg.wide_tail_tiles else first.y_bufs, y_desc.dtype, y_shape, y_desc.layout)
     if cfg.pingpong:
         turn = gl.allocate_shared_memory(gl.int64, [2, 1], mbarrier.MBarrierLayout())
         for i in gl.static_range(2):
             mbarrier.init(turn.index(i), count=1)
     else:
         turn: gl.constexpr = None
-    told = gl.allocate_shared_memory(gl.int64, [cfg.num_stages, 1], mbarrier.MBarrierLayout())
-    num_stages: gl.constexpr = cfg.num_stages
-    for i in gl.static_range(num_stages):
-        mbarrier.init(told.index(i), count=1)
-    tiles = gl.allocate_shared_memory(gl.int32, [num_stages, 1], gl.SwizzledSharedLayout(1, 1, 1, [0]))
-    return Pipeline(x_bufs, y_bufs, pipeline.empty, pipeline.full, None, turn, told, tiles, takes_halves, cfg)
+    one = Pipeline(
+        x_bufs, first.y_bufs, first.empty, first.full, None, None, told, tiles, first.takes_halves, first.cfg
+    )
+    two = Pipeline(x_bufs, y_bufs, first.empty, first.full, None, turn, told, tiles, takes_halves, cfg)
+    return one, two
 
 
 @gluon.jit(do_not_specialize=["rank", "first_expert"])
@@ -168,13 +200,10 @@ def fused_kernel(
     Arguments with a number are those of `gemm_kernel` for L1 and L2. progress: see `progress`. to, regions, rank,
     first_expert: of the pull, see `PullArgs`. pulled: PullConfig. trace: see `runtime.timeline_device`.
     """
-    pipeline = Pipeline.create(x_desc, gate_up_desc, None, code1.takes_halves, cfg1)
-    next_pipeline = second_pipeline(pipeline, hidden_desc, down_desc, code2.takes_halves, cfg2)
-    pulled_barrier = gl.allocate_shared_memory(gl.int64, [1, 1], mbarrier.MBarrierLayout())
-    mbarrier.init(pulled_barrier.index(0), count=CONSUMERS)
-    written = gl.allocate_shared_memory(gl.int64, [2, 1], mbarrier.MBarrierLayout())
-    for i in gl.static_range(2):
-        mbarrier.init(written.index(i), count=CONSUMERS)
+    stages = Pipeline.create(x_desc, gate_up_desc, None, code1.takes_halves, cfg1)
+    pipeline, next_pipeline = told_pipelines(stages, hidden_desc, down_desc, code2.takes_halves, cfg2)
+    handover = Handover.create()
+    written = Written.create(cfg1.num_consumers)
     fence_async_shared()
     first = Problem(M, N1, K1, num_experts, 0, offsets, ROW_MODE, MAX_EXPERTS, cfg1)
     second = Problem(M, N2, K2, num_experts, 0, offsets, ROW_MODE, MAX_EXPERTS, cfg2)
@@ -187,14 +216,14 @@ def fused_kernel(
     consumer1 = ConsumerArgs(pipeline, epilogue1, scales1, True, False, written, trace)
     consumer2 = ConsumerArgs(next_pipeline, epilogue2, scales2, True, False, None, trace)
     pull_args = PullArgs(to, regions, rank, first_expert, pulled)
-    consumer_args = FusedConsumerArgs(pull_args, consumer1, consumer2, pulled_barrier, progress)
+    consumer_args = FusedConsumerArgs(pull_args, consumer1, consumer2, handover, progress)
     producer1 = ProducerArgs(x_desc, gate_up_desc, None, pipeline, first, trace)
     producer2 = ProducerArgs(hidden_desc, down_desc, None, next_pipeline, second, trace)
-    producer_args = FusedProducerArgs(producer1, producer2, progress)
+    producer_args = FusedProducerArgs(producer1, producer2, handover, progress)
     # Role numbers are literals within the list, see `gemm_kernel`.
     gl.warp_specialize([
         (consumer, (consumer_args, 0)),
         (consumer, (consumer_args, 1)),
         (producer, (producer_args,)),
-        (teller, (TellerArgs(pulled_barrier, written, progress),)),
+        (teller, (TellerArgs(written, handover, progress),)),
     ], [cfg1.num_warps, 1, 1], [CONSUMER_REGISTERS, PRODUCER_REGISTERS, PRODUCER_REGISTERS])  # fmt: skip

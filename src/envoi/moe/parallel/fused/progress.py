@@ -7,11 +7,12 @@ from envoi.moe.parallel.fused import config
 from envoi.runtime.triton_compat import role_barrier
 
 PULLED = gl.constexpr(0)
-EARLY = gl.constexpr(1)
-ENDED = gl.constexpr(2)
-WAITED = gl.constexpr(3)
-TAKEN = gl.constexpr(4)
-NUM_COUNTERS = gl.constexpr(config.NUM_COUNTERS)
+LEFT = gl.constexpr(1)
+TAKEN = gl.constexpr(2)  # units of L1
+TAKEN_IN_L2 = gl.constexpr(3)  # tiles
+WRITTEN = gl.constexpr(config.NUM_COUNTERS)  # the first of the counters of written units
+UNITS = gl.constexpr(config.UNITS_PER_COUNTER)
+LANES = gl.constexpr(config.LANES)
 
 
 @gluon.jit
@@ -30,14 +31,34 @@ def wait_for_all(counter):
 
 
 @gluon.jit
+def wait_for_units(progress, begin, end, num_units):
+    """Wait until units [begin, end) are written, and those that they share a counter with; see `wait_for_all`."""
+    for first in range(begin // UNITS, gl.cdiv(end, UNITS), LANES):
+        counter = first + lanes()
+        wanted = gl.where(counter < gl.cdiv(end, UNITS), gl.minimum(num_units - counter * UNITS, UNITS), 0)
+        while gl.max(wanted - load_of_lanes(progress + WRITTEN + counter), 0) > 0:
+            pass
+    acquire()
+
+
+@gluon.jit
+def lanes():
+    """Return the numbers of a warp's lanes."""
+    return gl.arange(0, LANES, gl.BlockedLayout([1], [32], [gl.num_warps()], [0]))
+
+
+@gluon.jit
 def load_relaxed(counter):
-    """Load an int32 that other multiprocessors change. Not an acquire, which would empty the L1 cache each time."""
-    lane = gl.arange(0, 32, gl.BlockedLayout([1], [32], [gl.num_warps()], [0]))
-    found = gl.inline_asm_elementwise(
-        "ld.relaxed.gpu.global.s32 $0, [$1];", "=r,l", [(counter + lane * 0).to(gl.int64)], gl.int32, is_pure=False,
-        pack=1,
-    )  # fmt: skip
-    return gl.max(found, 0)
+    """Load an int32 that other multiprocessors change."""
+    return gl.max(load_of_lanes(counter + lanes() * 0), 0)
+
+
+@gluon.jit
+def load_of_lanes(counters):
+    """Load an int32 a lane, relaxed. Not acquired, which would empty the L1 cache each time."""
+    return gl.inline_asm_elementwise(
+        "ld.relaxed.gpu.global.s32 $0, [$1];", "=r,l", [counters.to(gl.int64)], gl.int32, is_pure=False, pack=1
+    )
 
 
 @gluon.jit
@@ -49,9 +70,9 @@ def acquire():
 
 
 @gluon.jit
-def leave(progress):
+def leave(progress, num_units):
     """Count this producer, which waits for nothing any more; the last one resets the counters."""
     role_barrier()
-    if gl.atomic_add(progress + WAITED, 1, sem="acq_rel", scope="gpu") == gl.num_programs(0) - 1:
-        for i in gl.static_range(NUM_COUNTERS):
-            gl.store(progress + i, 0)
+    if gl.atomic_add(progress + LEFT, 1, sem="acq_rel", scope="gpu") == gl.num_programs(0) - 1:
+        for first in range(0, WRITTEN + gl.cdiv(num_units, UNITS), LANES):
+            gl.store(progress + first + lanes(), 0)

@@ -1,29 +1,22 @@
-"""Order of L2's tiles: CTAs take the next one whenever they have room for it, so all end together."""
+"""Order of L1's units and of L2's tiles: CTAs take the next one whenever they have room for it."""
 
 import triton.experimental.gluon.language as gl
 from triton.experimental import gluon
 
-from envoi.moe.parallel.fused.progress import TAKEN
+
+@gluon.jit
+def take(counter):
+    """Take the next unit, or tile, for this CTA; past the last one if there is none."""
+    return gl.atomic_add(counter, 1, sem="relaxed", scope="gpu")
 
 
 @gluon.jit
-def take_tile(progress):
-    """Take the next of L2's tiles for this CTA; past the last one if there is none."""
-    return gl.atomic_add(progress + TAKEN, 1, sem="relaxed", scope="gpu")
-
-
-@gluon.jit
-def early_rows(first, second):
-    """Return the end of the rows that the early rounds of L1 complete: those of experts with all their units in them.
+def units_of_tile(index, first, second):
+    """Return the expert of a tile of L2, and the units of L1 [begin, end) that write the expert's hidden rows.
 
     first, second: schedulers of L1 and L2.
     """
-    units = first.early_rounds() * gl.num_programs(0)
-    return row_before(units // first.num_feature_tiles, second)
-
-
-@gluon.jit
-def row_before(token_tiles, scheduler):
-    """Return the first row of the expert that has the token tile after so many, of all experts; rows' end if none."""
-    _expert, begin, _end, _before = scheduler.experts.find(token_tiles * scheduler.num_feature_tiles)
-    return begin
+    expert, begin, end, tiles_before = second.experts.find(index)
+    token_tiles = gl.cdiv(end - begin, second.problem.cfg.block_m)
+    first_tile = tiles_before // second.num_feature_tiles
+    return expert, first_tile * first.num_feature_tiles, (first_tile + token_tiles) * first.num_feature_tiles

@@ -1,0 +1,76 @@
+"""Handover between roles of a CTA: what they tell each other beside tiles."""
+
+import triton.experimental.gluon.language as gl
+from triton.experimental import gluon
+from triton.experimental.gluon.language.nvidia.hopper import mbarrier
+
+from envoi.runtime.aggregate import aggregate
+from envoi.runtime.triton_compat import role_barrier
+
+CONSUMERS = gl.constexpr(2)
+KNOWN = gl.constexpr(16)  # units that the producer may be ahead of the teller, and more: four in `Written`, and stages
+
+
+@aggregate
+class Handover:
+    """Memory and barriers through which roles of a CTA tell each other what isn't a tile."""
+
+    pulled: gl.shared_memory_descriptor  # mbarrier [1, 1]: both consumers arrive, the teller waits
+    begun: (
+        gl.shared_memory_descriptor
+    )  # mbarrier [1, 1]: both consumers arrive once they wait for no CTA, the producer waits
+    ended: gl.shared_memory_descriptor  # mbarrier [1, 1]: the producer arrives when it has told all tiles of L1
+    counts: gl.shared_memory_descriptor  # int32 [2, 1]: how many it has told, and their steps
+    units: gl.shared_memory_descriptor  # int32 [KNOWN, 1]: units of this CTA, from the producer to the teller, then -1
+
+    @staticmethod
+    @gluon.jit
+    def create():
+        """Allocate memory and barriers, initialise these. The caller fences before any role uses them."""
+        word: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
+        pulled = gl.allocate_shared_memory(gl.int64, [1, 1], mbarrier.MBarrierLayout())
+        begun = gl.allocate_shared_memory(gl.int64, [1, 1], mbarrier.MBarrierLayout())
+        ended = gl.allocate_shared_memory(gl.int64, [1, 1], mbarrier.MBarrierLayout())
+        mbarrier.init(pulled.index(0), count=CONSUMERS)
+        mbarrier.init(begun.index(0), count=CONSUMERS)
+        mbarrier.init(ended.index(0), count=1)
+        counts = gl.allocate_shared_memory(gl.int32, [2, 1], word)
+        return Handover(pulled, begun, ended, counts, gl.allocate_shared_memory(gl.int32, [KNOWN, 1], word))
+
+    @gluon.jit
+    def tell_unit(self, n, unit):
+        """Producer: tell which unit is the CTA's n-th, before it tells the unit's tiles; -1 after the last one."""
+        put(self.units, n % KNOWN, unit)
+
+    @gluon.jit
+    def unit(self, n):
+        """Teller: return the CTA's n-th unit, after it has been written."""
+        return get(self.units, n % KNOWN)
+
+    @gluon.jit
+    def end_first(self, count, step):
+        """Producer: say how many tiles of L1 it has told, with the one that ends them, and how many steps they took."""
+        put(self.counts, 0, count)
+        put(self.counts, 1, step)
+        role_barrier()
+        mbarrier.arrive(self.ended.index(0), count=1)
+
+    @gluon.jit
+    def first_ended(self):
+        """Consumer that has no part in L1: wait for its end, return (steps, tiles told)."""
+        mbarrier.wait(self.ended.index(0), 0)
+        return get(self.counts, 1), get(self.counts, 0)
+
+
+@gluon.jit
+def put(words, i, value):
+    """Store an int32 in shared memory, by all warps of the role."""
+    one: gl.constexpr = gl.BlockedLayout([1], [32], [gl.num_warps()], [0])
+    words.index(i).store(gl.full([1], value, gl.int32, one))
+
+
+@gluon.jit
+def get(words, i):
+    """Load an int32 from shared memory."""
+    one: gl.constexpr = gl.BlockedLayout([1], [32], [gl.num_warps()], [0])
+    return gl.max(words.index(i).load(one), 0)
