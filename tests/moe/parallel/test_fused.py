@@ -13,7 +13,15 @@ from envoi.moe.parallel import ExpertParallel
 from envoi.moe.parallel import cases as kernels
 from envoi.moe.parallel import memory as shared
 from envoi.moe.parallel.fused import host
-from envoi.moe.parallel.fused.config import LANES, NUM_COUNTERS, UNITS_PER_COUNTER, PullConfig
+from envoi.moe.parallel.fused.config import (
+    LANES,
+    LEAST_SHIFT,
+    NUM_COUNTERS,
+    OTHER_COUNTERS,
+    UNIT_COUNTERS,
+    WIDE,
+    PullConfig,
+)
 from envoi.moe.parallel.symmetric_memory import SharedLayout, allocate
 from envoi.moe.parallel.warm_up import ParallelCall
 from envoi.moe.warm_up import without_tensors
@@ -29,14 +37,24 @@ SIZES = {"max_tokens": 60, "num_topk": 3}
 EXPECTED = "fused: expected experts in fp8_block128 on Hopper GPUs that reach each other's memory, for True; got "
 
 
+def test_only_a_fused_layout_takes_the_memory():
+    layout, given = SharedLayout(2, 8, 10, 2, 128, "fp8_block128"), (0, [0, 4, 8], 1.0, torch.device("meta"), False)
+    staged, fused = allocate(layout, *given), allocate(replace(layout, fused=True), *given)
+    assert staged.progress is None
+    assert len(fused.owned) == len(staged.owned) + 1
+    assert fused.progress.shape == (NUM_COUNTERS,)
+    assert fused.layout != staged.layout, "objects of both kinds would share memory"
+
+
 def test_there_is_a_counter_for_every_unit_of_l1():
-    config = Config(64, 2, 128, 128, 5, wide_tail_tiles=True, paired_tiles=True)
-    for rows in (0, 1, 64, 65, 10_000):
-        for num_experts in (1, 3, 64):
+    for rows in (0, 1, 64, 65, 10_000, 1 << 20):
+        for num_experts in (1, 3, 64, 512):
             # The most units that so many rows can be: one row of every other expert, all others of one.
             tiles = min(rows, num_experts - 1) + -(-max(0, rows - num_experts + 1) // 64)
-            count = host.num_counters(rows, 4096, num_experts, config)
-            assert (count - NUM_COUNTERS - LANES) * UNITS_PER_COUNTER >= tiles * 4096 // 512
+            shift = host.unit_shift(rows, 4096, num_experts, WIDE[0])
+            assert tiles * 4096 // 512 <= UNIT_COUNTERS << shift
+            assert shift == LEAST_SHIFT or tiles * 4096 // 512 > UNIT_COUNTERS << shift - 2, "more than it needs"
+    assert NUM_COUNTERS == OTHER_COUNTERS + UNIT_COUNTERS + LANES
 
 
 @pytest.mark.parametrize("hidden", [128, 2048, 2816, 7168, 8192])

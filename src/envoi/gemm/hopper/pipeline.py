@@ -65,8 +65,8 @@ class Pipeline:
     full: gl.shared_memory_descriptor  # mbarriers [num_stages, 1]: TMA arrives, consumers wait
     rest_bufs: gl.shared_memory_descriptor | gl.constexpr  # [num_stages, rest_y, block_k]; None in a tile of one width
     turn: gl.shared_memory_descriptor | gl.constexpr  # mbarriers [2, 1]: see `wait_for_turn`; None without pingpong
-    told: gl.shared_memory_descriptor | gl.constexpr  # mbarriers [num_stages, 1]: see `wait_for_tile`; None if not used
-    tiles: gl.shared_memory_descriptor | gl.constexpr  # int32 [num_stages, 1]: what the producer tells
+    told: gl.shared_memory_descriptor | gl.constexpr  # mbarriers [num_stages + 1, 1]: see `wait_for_tile`; or None
+    tiles: gl.shared_memory_descriptor | gl.constexpr  # int32 [num_stages + 1, 1]: what the producer tells
     takes_halves: gl.constexpr  # True if the weights' boxes have rows of both halves of their matrix
     cfg: gl.constexpr  # Config
 
@@ -140,13 +140,14 @@ class Pipeline:
     def wait_for_tile(self, count):
         """Consumer: wait until the producer has told the CTA's count-th tile, return it; negative after the last one.
 
-        A ring of num_stages barriers is enough: the producer passes it once more only after a stage of this tile, or of
-        a later one, has been released.
+        Before a tile is told, its first stage is empty: a consumer has released the step num_stages before, so it has
+        read that step's tile. Of num_stages + 1 tiles in a row at most one has no step, the end of a GEMM's; so in a
+        ring of as many nothing is overwritten before it is read.
         """
-        num_stages: gl.constexpr = self.cfg.num_stages
-        mbarrier.wait(self.told.index(count % num_stages), (count // num_stages) & 1)
+        ring: gl.constexpr = self.cfg.num_stages + 1
+        mbarrier.wait(self.told.index(count % ring), (count // ring) & 1)
         one: gl.constexpr = gl.BlockedLayout([1], [32], [gl.num_warps()], [0])
-        return gl.max(self.tiles.index(count % num_stages).load(one), 0)
+        return gl.max(self.tiles.index(count % ring).load(one), 0)
 
     @gluon.jit
     def operands(self, step, boxes):
@@ -199,7 +200,7 @@ class Pipeline:
 
         The caller has waited for the tile's first stage to be empty.
         """
-        slot = count % self.cfg.num_stages
+        slot = count % (self.cfg.num_stages + 1)
         one: gl.constexpr = gl.BlockedLayout([1], [32], [gl.num_warps()], [0])
         self.tiles.index(slot).store(gl.full([1], tile, gl.int32, one))
         mbarrier.arrive(self.told.index(slot), count=1)

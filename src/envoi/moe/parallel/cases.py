@@ -16,6 +16,7 @@ from envoi.moe.parallel.combine_kernels import (
 )
 from envoi.moe.parallel.dispatch_kernels import pull_kernel, send_routing_kernel, stage_tokens_kernel
 from envoi.moe.parallel.fused import host as fused
+from envoi.moe.parallel.fused.config import NUM_COUNTERS
 from envoi.moe.parallel.fused.kernel import fused_kernel
 from envoi.moe.parallel.hosts import Grid
 from envoi.moe.parallel.load import HISTORY
@@ -141,6 +142,7 @@ def _sum_hosts(presum: bool) -> Launch:
 def _fused_domain() -> Domain:
     domain = _domain("fp8_block128")
     domain.layout = replace(domain.layout, fused=True)
+    domain.progress = without_memory((NUM_COUNTERS,), INT32)
     return domain
 
 

@@ -11,6 +11,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.distributed_c10d import Store
 
+from envoi.moe.parallel.fused.config import NUM_COUNTERS
 from envoi.moe.parallel.load import empty_history
 from envoi.moe.permute import empty_rows
 from envoi.quant.formats import Scheme, format_named
@@ -168,6 +169,7 @@ class Domain:
     has_kernels: set[str] = field(default_factory=set)
     watch: Any = None  # `timeout.Watch`: ranks report through it what they refused, and who was late
     lock: Any = field(default_factory=threading.RLock)  # one call at a time
+    progress: torch.Tensor | None = None  # counters of `fused`, int32, 0 between calls; with layout.fused
 
     @cached_property
     def calls(self) -> Calls:
@@ -179,9 +181,10 @@ class Domain:
         """All tensors, whose addresses launches take."""
         rows = (self.rows,) if isinstance(self.rows, torch.Tensor) else (self.rows.values, self.rows.sf)
         results = () if self.results is None else (self.results,)
+        progress = () if self.progress is None else (self.progress,)
         return (
             self.memory, self.peers, self.row_shift, self.offsets, self.state, self.report, *rows, self.row_weights,
-            self.row_destinations, self.rank_ends, *results,
+            self.row_destinations, self.rank_ends, *results, *progress,
         )  # fmt: skip
 
     @cached_property
@@ -231,6 +234,8 @@ def allocate(
         torch.tensor(expert_offsets[1:], dtype=torch.int32, device=device),
         empty_history(layout.num_experts, device),
     )  # fmt: skip
+    if layout.fused:
+        domain.progress = ints(NUM_COUNTERS)
     if device.type == "cuda":
         torch.cuda.synchronize(device)  # peers raise flags here as soon as they may
     return domain

@@ -29,7 +29,7 @@ step to L2's first. With few rows an expert L1 has one consumer, and L2 two that
 
     counter, in global memory   adds                                  waits                              to 0
     PULLED                      a CTA: its tokens are in their rows   consumers, producers, before L1    the last
-    WRITTEN [units / 32]        a CTA, for each unit: hidden rows     producers, before a tile of L2     producer
+    WRITTEN [units >> shift]    a CTA, for each unit: hidden rows     producers, before a tile of L2     producer
                                 of it are written                                                        that leaves
     TAKEN, TAKEN_IN_L2          a producer, for each unit or tile     nobody
     LEFT                        a producer: it waits for no more      nobody
@@ -38,7 +38,7 @@ step to L2's first. With few rows an expert L1 has one consumer, and L2 two that
     pulled                      consumers                             the teller, before it adds to PULLED
     written [ring of 4]         consumers, each unit                  the teller, before it adds to WRITTEN
     noted [ring of 4]           1: the teller, each unit              consumers, before they arrive on `written` again
-    told [ring of num_stages]   1: the producer, each tile            consumers, before they read its number
+    told [num_stages + 1]        1: the producer, each tile            consumers, before they read its number
     ended                       1: the producer, after L1's tiles     a consumer that has none of them
     begun                       consumers, once PULLED is complete    the producer, before it leaves
 

@@ -8,8 +8,10 @@ from envoi.gemm.hopper.config import Config
 from envoi.runtime.math import next_power_of_2
 
 FORMAT = "fp8_block128"  # of the experts
-NUM_COUNTERS = 4  # of `progress`, before those of units
-UNITS_PER_COUNTER = 32  # units of L1 that one counter counts
+OTHER_COUNTERS = 4  # of `progress`, before those of units
+UNIT_COUNTERS = 1024  # at most; each counts as many units of L1, a power of two
+LEAST_SHIFT = 5  # log2 of how many, at least
+NUM_COUNTERS = OTHER_COUNTERS + UNIT_COUNTERS + 32  # a warp may look at as many more as it has lanes
 CONSUMER_REGISTERS, PRODUCER_REGISTERS = 240, 24  # of a thread
 LANES = 32
 MAX_SLOTS = LANES  # of a token: a lane each

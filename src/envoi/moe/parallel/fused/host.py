@@ -21,12 +21,11 @@ from envoi.moe.parallel.fused.config import (
     FEW,
     FEW_ROWS,
     FORMAT,
-    LANES,
+    LEAST_SHIFT,
     MAX_HIDDEN,
     MAX_SLOTS,
-    NUM_COUNTERS,
     SQUARE,
-    UNITS_PER_COUNTER,
+    UNIT_COUNTERS,
     WIDE,
     PullConfig,
     Pulled,
@@ -34,7 +33,6 @@ from envoi.moe.parallel.fused.config import (
 from envoi.moe.parallel.symmetric_memory import Domain
 from envoi.moe.permute import empty_rows
 from envoi.quant.formats import format_named
-from envoi.runtime import workspace
 from envoi.runtime.devices import implementation, num_sms
 from envoi.runtime.math import cdiv
 from envoi.runtime.timeline import UNTRACED
@@ -138,10 +136,10 @@ def _fitted(
     return None if refused else (one, two)
 
 
-def num_counters(num_rows: int, num_features: int, num_experts: int, config: Config) -> int:
-    """Return how many counters a launch needs: a kernel may look at as many more as a warp has lanes."""
+def unit_shift(num_rows: int, num_features: int, num_experts: int, config: Config) -> int:
+    """Return the log2 of how many units of L1 a counter counts, so that there are counters for all."""
     units = (cdiv(num_rows, config.block_m) + num_experts) * cdiv(num_features, config.block_n)
-    return NUM_COUNTERS + cdiv(units, UNITS_PER_COUNTER) + LANES
+    return max(LEAST_SHIFT, (cdiv(units, UNIT_COUNTERS) - 1).bit_length())
 
 
 def fused_arguments(domain: Domain, planned: FusedExperts, num_sms: int) -> Launch:
@@ -160,10 +158,10 @@ def fused_arguments(domain: Domain, planned: FusedExperts, num_sms: int) -> Laun
         domain.num_local,
     )  # fmt: skip
     pulled = PullConfig(layout.row_bytes // 4, layout.num_sf, layout.num_topk, layout.num_experts, layout.slot_bytes)
-    progress = workspace.counters(num_counters(M, N1, num_experts, planned.first_config), domain.peers.device)
+    shift = unit_shift(M, N1, num_experts, planned.first_config)
     arguments = (
         x, gate_up, operands1, outputs1, x_sf, gate_up_sf, hidden, down, out, operands2, outputs2, hidden_sf, down_sf,
-        offsets, row_parts, row_counters, progress, M, N1, K1, N2, K2, num_experts,
+        offsets, row_parts, row_counters, domain.progress, shift, M, N1, K1, N2, K2, num_experts,
         to, layout.regions, domain.rank, domain.first_expert,
         planned.first_config, planned.first.code, planned.second_config, planned.second.code, row_mode, max_experts,
         pulled, UNTRACED,

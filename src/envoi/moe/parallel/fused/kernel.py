@@ -16,16 +16,15 @@ from envoi.moe.parallel.fused.progress import (
     PULLED,
     TAKEN,
     TAKEN_IN_L2,
-    UNITS,
-    WRITTEN,
     leave,
     tell,
+    tell_unit,
     wait_for_all,
     wait_for_units,
 )
 from envoi.moe.parallel.fused.pull import PullArgs, pull
 from envoi.moe.parallel.fused.scheduler import take, units_of_tile
-from envoi.runtime.aggregate import aggregate
+from envoi.runtime.aggregate import Scalar, aggregate
 from envoi.runtime.timeline_device import note_begin, note_moment
 from envoi.runtime.triton_compat import reinterpret, role_barrier
 
@@ -42,7 +41,8 @@ class FusedProducerArgs:
     first: ProducerArgs
     second: ProducerArgs
     handover: Handover
-    progress: gl.tensor  # pointer to int32
+    progress: gl.tensor  # pointer to int32 [NUM_COUNTERS]
+    unit_shift: Scalar  # log2 of the units of L1 that a counter counts
 
 
 @aggregate
@@ -63,6 +63,7 @@ class TellerArgs:
     written: Written
     handover: Handover
     progress: gl.tensor
+    unit_shift: Scalar
 
 
 @gluon.jit
@@ -127,7 +128,7 @@ def producer(args):
         note_begin(second.trace, SECOND + PRODUCER, event, index)
         expert, begin, end = units_of_tile(index, ahead, scheduler)
         if expert != known:
-            wait_for_units(progress, begin, end, num_units)
+            wait_for_units(progress, begin, end, num_units, args.unit_shift)
             known = expert
         note_moment(second.trace, SECOND + PRODUCER, event, 1)
         second.pipeline.wait_empty(step)
@@ -141,7 +142,7 @@ def producer(args):
         second.pipeline.wait_empty(step + i)
         second.pipeline.tell_tile(count + i, -1)
     mbarrier.wait(handover.begun.index(0), 0)
-    leave(progress, num_units)
+    leave(progress)
 
 
 @gluon.jit
@@ -156,7 +157,7 @@ def teller(args):
     args.written.wait(n)
     unit = args.handover.unit(n)
     while unit >= 0:
-        tell(args.progress + WRITTEN + unit // UNITS)
+        tell_unit(args.progress, unit, args.unit_shift)
         n += 1
         args.written.wait(n)
         unit = args.handover.unit(n)
@@ -166,10 +167,11 @@ def teller(args):
 def told_pipelines(first, x_desc, y_desc, takes_halves: gl.constexpr, cfg: gl.constexpr):
     """Return L1's pipeline, and L2's over the same stages, with what producers tell. The caller fences before use."""
     num_stages: gl.constexpr = cfg.num_stages
-    told = gl.allocate_shared_memory(gl.int64, [num_stages, 1], mbarrier.MBarrierLayout())
-    for i in gl.static_range(num_stages):
+    ring: gl.constexpr = cfg.num_stages + 1  # see `Pipeline.wait_for_tile`
+    told = gl.allocate_shared_memory(gl.int64, [ring, 1], mbarrier.MBarrierLayout())
+    for i in gl.static_range(ring):
         mbarrier.init(told.index(i), count=1)
-    tiles = gl.allocate_shared_memory(gl.int32, [num_stages, 1], gl.SwizzledSharedLayout(1, 1, 1, [0]))
+    tiles = gl.allocate_shared_memory(gl.int32, [ring, 1], gl.SwizzledSharedLayout(1, 1, 1, [0]))
     x_bufs = first.x_bufs
     y_shape: gl.constexpr = [num_stages * cfg.y_boxes_per_stage, cfg.main_y, cfg.block_k]
     y_bufs = reinterpret(x_bufs if cfg.wide_tail_tiles else first.y_bufs, y_desc.dtype, y_shape, y_desc.layout)
@@ -186,19 +188,19 @@ def told_pipelines(first, x_desc, y_desc, takes_halves: gl.constexpr, cfg: gl.co
     return one, two
 
 
-@gluon.jit(do_not_specialize=["rank", "first_expert"])
+@gluon.jit(do_not_specialize=["unit_shift", "rank", "first_expert"])
 def fused_kernel(
     x_desc, gate_up_desc, operands1, outputs1, x_sf, gate_up_sf,
     hidden_desc, down_desc, out_desc, operands2, outputs2, hidden_sf, down_sf,
-    offsets, row_parts, row_counters, progress, M, N1, K1, N2, K2, num_experts,
+    offsets, row_parts, row_counters, progress, unit_shift, M, N1, K1, N2, K2, num_experts,
     to, regions, rank, first_expert,
     cfg1: gl.constexpr, code1: gl.constexpr, cfg2: gl.constexpr, code2: gl.constexpr, ROW_MODE: gl.constexpr,
     MAX_EXPERTS: gl.constexpr, pulled: gl.constexpr, trace,
 ):  # fmt: skip
     """Set up the pipeline, then start one role for each partition of warps. Grid: (number of CTAs,), cooperative.
 
-    Arguments with a number are those of `gemm_kernel` for L1 and L2. progress: see `progress`. to, regions, rank,
-    first_expert: of the pull, see `PullArgs`. pulled: PullConfig. trace: see `runtime.timeline_device`.
+    Arguments with a number are those of `gemm_kernel` for L1 and L2. progress, unit_shift: see `progress`. to, regions,
+    rank, first_expert: of the pull, see `PullArgs`. pulled: PullConfig. trace: see `runtime.timeline_device`.
     """
     stages = Pipeline.create(x_desc, gate_up_desc, None, code1.takes_halves, cfg1)
     pipeline, next_pipeline = told_pipelines(stages, hidden_desc, down_desc, code2.takes_halves, cfg2)
@@ -219,11 +221,11 @@ def fused_kernel(
     consumer_args = FusedConsumerArgs(pull_args, consumer1, consumer2, handover, progress)
     producer1 = ProducerArgs(x_desc, gate_up_desc, None, pipeline, first, trace)
     producer2 = ProducerArgs(hidden_desc, down_desc, None, next_pipeline, second, trace)
-    producer_args = FusedProducerArgs(producer1, producer2, handover, progress)
+    producer_args = FusedProducerArgs(producer1, producer2, handover, progress, unit_shift)
     # Role numbers are literals within the list, see `gemm_kernel`.
     gl.warp_specialize([
         (consumer, (consumer_args, 0)),
         (consumer, (consumer_args, 1)),
         (producer, (producer_args,)),
-        (teller, (TellerArgs(written, handover, progress),)),
+        (teller, (TellerArgs(written, handover, progress, unit_shift),)),
     ], [cfg1.num_warps, 1, 1], [CONSUMER_REGISTERS, PRODUCER_REGISTERS, PRODUCER_REGISTERS])  # fmt: skip

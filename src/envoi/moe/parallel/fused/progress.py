@@ -10,9 +10,9 @@ PULLED = gl.constexpr(0)
 LEFT = gl.constexpr(1)
 TAKEN = gl.constexpr(2)  # units of L1
 TAKEN_IN_L2 = gl.constexpr(3)  # tiles
-WRITTEN = gl.constexpr(config.NUM_COUNTERS)  # the first of the counters of written units
-UNITS = gl.constexpr(config.UNITS_PER_COUNTER)
+WRITTEN = gl.constexpr(config.OTHER_COUNTERS)  # the first of the counters of written units
 LANES = gl.constexpr(config.LANES)
+NUM_COUNTERS = gl.constexpr(config.NUM_COUNTERS)
 
 
 @gluon.jit
@@ -31,11 +31,18 @@ def wait_for_all(counter):
 
 
 @gluon.jit
-def wait_for_units(progress, begin, end, num_units):
+def tell_unit(progress, unit, shift):
+    """Count a unit of L1 as written. shift: log2 of the units that a counter counts."""
+    tell(progress + WRITTEN + (unit >> shift))
+
+
+@gluon.jit
+def wait_for_units(progress, begin, end, num_units, shift):
     """Wait until units [begin, end) are written, and those that they share a counter with; see `wait_for_all`."""
-    for first in range(begin // UNITS, gl.cdiv(end, UNITS), LANES):
+    last = (end - 1) >> shift
+    for first in range(begin >> shift, last + 1, LANES):
         counter = first + lanes()
-        wanted = gl.where(counter < gl.cdiv(end, UNITS), gl.minimum(num_units - counter * UNITS, UNITS), 0)
+        wanted = gl.where(counter <= last, gl.minimum(num_units - (counter << shift), 1 << shift), 0)
         while gl.max(wanted - load_of_lanes(progress + WRITTEN + counter), 0) > 0:
             pass
     acquire()
@@ -70,9 +77,9 @@ def acquire():
 
 
 @gluon.jit
-def leave(progress, num_units):
+def leave(progress):
     """Count this producer, which waits for nothing any more; the last one resets the counters."""
     role_barrier()
     if gl.atomic_add(progress + LEFT, 1, sem="acq_rel", scope="gpu") == gl.num_programs(0) - 1:
-        for first in range(0, WRITTEN + gl.cdiv(num_units, UNITS), LANES):
-            gl.store(progress + first + lanes(), 0)
+        for first in range(0, NUM_COUNTERS, LANES):
+            gl.store(progress + first + lanes(), 0, mask=first + lanes() < NUM_COUNTERS)
