@@ -4,8 +4,8 @@ import pytest
 
 from envoi.cli import main
 from envoi.gemm.hopper.config import Config
+from envoi.moe.one_launch import config
 from envoi.moe.parallel import cases
-from envoi.moe.parallel.fused import config
 from envoi.plan import MoeLayer, fused, plan_moe
 from envoi.plan.fused import pays, saved_us
 

@@ -1,4 +1,4 @@
-"""Experts in one launch, as `envoi.moe.parallel.fused` runs them, and whether it should.
+"""Experts in one launch, as `envoi.moe.one_launch` runs them, and whether it should.
 
     staged   pull, L1, L2, a launch each
     fused    the same, one after the other in one launch; L2's first tiles run beside L1's last round

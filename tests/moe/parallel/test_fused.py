@@ -9,11 +9,8 @@ import torch
 
 from envoi.gemm.grouping import Grouping
 from envoi.gemm.hopper.config import Config
-from envoi.moe.parallel import ExpertParallel
-from envoi.moe.parallel import cases as kernels
-from envoi.moe.parallel import memory as shared
-from envoi.moe.parallel.fused import host
-from envoi.moe.parallel.fused.config import (
+from envoi.moe.one_launch import host
+from envoi.moe.one_launch.config import (
     LANES,
     LEAST_SHIFT,
     NUM_COUNTERS,
@@ -22,6 +19,9 @@ from envoi.moe.parallel.fused.config import (
     WIDE,
     PullConfig,
 )
+from envoi.moe.parallel import ExpertParallel, fused
+from envoi.moe.parallel import cases as kernels
+from envoi.moe.parallel import memory as shared
 from envoi.moe.parallel.symmetric_memory import SharedLayout, allocate
 from envoi.moe.parallel.warm_up import ParallelCall
 from envoi.moe.warm_up import without_tensors
@@ -59,7 +59,7 @@ def test_there_is_a_counter_for_every_unit_of_l1():
 
 @pytest.mark.parametrize("hidden", [128, 2048, 2816, 7168, 8192])
 def test_a_token_fits_registers_and_its_vectors(hidden):
-    pull = PullConfig(hidden // 4, hidden // 128, 6, 100, 2 * hidden)
+    pull = PullConfig(hidden // 4, hidden // 128, 6, 100, 2 * hidden, 0, 1, 0, 128)
     assert pull.words >= hidden // 4 and pull.words % (4 * LANES) == 0
     assert pull.factors >= hidden // 128 and pull.slots == 8 and pull.experts == 128
     assert pull.tokens * pull.words <= 128 * 128, "more than 128 registers of a thread"
@@ -69,22 +69,23 @@ def test_a_token_fits_registers_and_its_vectors(hidden):
 def test_what_one_launch_does_not_cover_is_said():
     layer = make()
     packed = layer.pack("fp8_block128")
-    assert host.supports_fused(layer.pack("bf16"), 3) == "experts in bf16, not fp8_block128"
-    assert host.supports_fused(packed, 3) == "experts on cpu, which is no Hopper GPU"
+    assert fused.supports_fused(layer.pack("bf16"), 3) == "experts in bf16, not fp8_block128"
+    assert fused.supports_fused(packed, 3) == "experts on cpu, which is no Hopper GPU"
 
 
 def test_on_hopper_more_slots_than_lanes_are_refused(monkeypatch):
-    monkeypatch.setattr(host, "implementation", lambda device: "hopper")
+    for module in (fused, host):
+        monkeypatch.setattr(module, "implementation", lambda device: "hopper")
     packed = make().pack("fp8_block128")
-    assert host.supports_fused(packed, 32) == ""
-    assert host.supports_fused(packed, 33) == "num_topk 33, more than 32"
+    assert fused.supports_fused(packed, 32) == ""
+    assert fused.supports_fused(packed, 33) == "num_topk 33, more than 32"
     rows = replace(packed, gate_up=make(hidden=256, intermediate=128).pack("fp8_row").gate_up)
-    assert host.supports_fused(rows, 3) == "the operands' formats"
+    assert fused.supports_fused(rows, 3) == "the operands' formats"
     wide = without_tensors(make(hidden=20480, experts=1, k=1).pack("fp8_block128"))
-    assert host.supports_fused(wide, 1) == "hidden 20480, more than 8192"
+    assert fused.supports_fused(wide, 1) == "hidden 20480, more than 8192"
     ungated = make(activation="relu2").pack("fp8_block128")
-    assert host.supports_fused(ungated, 3) == "experts whose L1 has no groups of 128 gated columns: relu2, 128 wide"
-    assert host.supports_fused(make().pack("fp8_block128", 2, 2), 3) == "", "a rank without experts refuses nothing"
+    assert fused.supports_fused(ungated, 3) == "experts whose L1 has no groups of 128 gated columns: relu2, 128 wide"
+    assert fused.supports_fused(make().pack("fp8_block128", 2, 2), 3) == "", "a rank without experts refuses nothing"
 
 
 def refusals(rank: int, num_ranks: int) -> list[str]:
@@ -199,11 +200,11 @@ def test_what_is_supported_has_a_tiling(hidden, intermediate, rows, sent):
 
     with standing_for(Target("sm_90", 132)):
         experts = ExpertWeights(matrix(2 * intermediate, hidden), matrix(hidden, intermediate), "fp8_block128")
-        assert host.supports_fused(experts, 2) == ""
+        assert fused.supports_fused(experts, 2) == ""
         layout = SharedLayout(2, 8, 4096, 2, hidden, "fp8_block128", fused=True)
         domain = allocate(layout, 0, [0, 4, 8], 1.0, torch.device("meta"), shared=False)
         grouping = Grouping(write_tail=False, expected=4 * rows, to=domain.row_destinations if sent else None)
-        found = host.plan_fused(domain, experts, grouping, 132)
+        found = fused.plan_fused(domain, experts, grouping, 132)
     assert rows > 64 or found.first_config.num_consumers == 1
     assert found.first_config.block_m == found.second_config.block_m
 

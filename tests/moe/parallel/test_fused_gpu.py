@@ -11,9 +11,8 @@ import torch.distributed as dist
 
 from envoi.gemm.grouping import Grouping
 from envoi.moe import moe
-from envoi.moe.parallel import PeerTimeout
+from envoi.moe.parallel import PeerTimeout, fused
 from envoi.moe.parallel import cases as kernels
-from envoi.moe.parallel.fused import host
 from envoi.moe.parallel.load import load_of
 from envoi.moe.parallel.symmetric_memory import SharedLayout
 from envoi.types import ExpertWeights, QuantTensor, Routing
@@ -126,7 +125,7 @@ def launched() -> dict[str, str]:
     domains.exchange_routing(opened, [(layer.tokens, routing)] * R)
     with watched(lambda sha256, kernel: found.setdefault(sha256, kernel.asm["ptx"])):
         for num_slots, to in ((slots, domain.row_destinations), (slots, None), (slots // 4, domain.row_destinations)):
-            host.run_fused(domain, experts, Grouping(write_tail=False, expected=num_slots, to=to))
+            fused.run_fused(domain, experts, Grouping(write_tail=False, expected=num_slots, to=to))
         torch.cuda.synchronize()
     assert not domain.report.any()
     return found

@@ -7,7 +7,18 @@ import torch
 
 from envoi.gemm.grouping import Grouping
 from envoi.moe.launches import Launch
-from envoi.moe.parallel import combine, dispatch, gathered_device, gathered_kernels, hosts_device, hosts_kernels, queued
+from envoi.moe.one_launch.config import NUM_COUNTERS
+from envoi.moe.one_launch.kernel import fused_kernel
+from envoi.moe.parallel import (
+    combine,
+    dispatch,
+    fused,
+    gathered_device,
+    gathered_kernels,
+    hosts_device,
+    hosts_kernels,
+    queued,
+)
 from envoi.moe.parallel.combine_kernels import (
     combine_barrier_kernel,
     send_partial_sums_kernel,
@@ -15,9 +26,6 @@ from envoi.moe.parallel.combine_kernels import (
     sum_ranks_kernel,
 )
 from envoi.moe.parallel.dispatch_kernels import pull_kernel, send_routing_kernel, stage_tokens_kernel
-from envoi.moe.parallel.fused import host as fused
-from envoi.moe.parallel.fused.config import NUM_COUNTERS
-from envoi.moe.parallel.fused.kernel import fused_kernel
 from envoi.moe.parallel.hosts import Grid
 from envoi.moe.parallel.load import HISTORY
 from envoi.moe.parallel.progress import BEGUN

@@ -10,10 +10,10 @@ import torch
 import torch.distributed as dist
 from torch.distributed.distributed_c10d import PrefixStore
 
+from envoi.moe.one_launch.config import FORMAT
 from envoi.moe.parallel import gathered, gathered_device, hosts_device, nvlink, symmetric_memory
 from envoi.moe.parallel.collectives import Channel, gather_texts
-from envoi.moe.parallel.fused.config import FORMAT
-from envoi.moe.parallel.fused.host import supports_fused
+from envoi.moe.parallel.fused import supports_fused
 from envoi.moe.parallel.hosts import Grid
 from envoi.moe.parallel.opening import OPENING, first_error
 from envoi.moe.parallel.symmetric_memory import Domain, SharedLayout

@@ -4,7 +4,7 @@
     experts     L1 -> L2, as on one rank; L2 sends each row to its slot   `envoi.moe.experts`
     combine     wait for the peers' rows, sum them                        `envoi.moe.parallel.combine`
 
-With `layout.fused` the pull and the experts are one launch: `envoi.moe.parallel.fused`.
+With `layout.fused` the pull and the experts are one launch: `envoi.moe.one_launch`.
 
 The next call reuses the memory without a further barrier: a rank stages its next tokens only after all ranks have
 passed the combine barrier, so after all have pulled; and it runs its next L2 only after all have sent their next
@@ -19,7 +19,7 @@ from envoi.moe.layer import has_kernels
 from envoi.moe.parallel import dispatch as dispatch_step
 from envoi.moe.parallel.combine import combine, combine_barrier
 from envoi.moe.parallel.dispatch import dispatch
-from envoi.moe.parallel.fused.host import run_fused
+from envoi.moe.parallel.fused import run_fused
 from envoi.moe.parallel.symmetric_memory import Domain
 from envoi.spans import span
 from envoi.types import ExpertWeights

@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.distributed_c10d import Store
 
-from envoi.moe.parallel.fused.config import NUM_COUNTERS
+from envoi.moe.one_launch.config import NUM_COUNTERS
 from envoi.moe.parallel.load import empty_history
 from envoi.moe.permute import empty_rows
 from envoi.quant.formats import Scheme, format_named

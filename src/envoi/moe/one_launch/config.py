@@ -33,6 +33,8 @@ class PullConfig(Constant):
 
     num_words, num_sf: words of 4 bytes, and scale factors, of a token. num_topk: slots of a token, at most.
     num_experts: of all ranks. slot_bytes: from one slot's row to the next, where rows are sent back.
+    max_tokens_at, outcome_at: places in `Pulled.state` of the most tokens that a rank has, and of the call's outcome so
+    far. fine: the outcome of a call that nobody refused. num_calls: that the history of loads has room for.
     """
 
     num_words: int
@@ -40,6 +42,10 @@ class PullConfig(Constant):
     num_topk: int
     num_experts: int
     slot_bytes: int
+    max_tokens_at: int
+    outcome_at: int
+    fine: int
+    num_calls: int
 
     @property
     def tokens(self) -> int:

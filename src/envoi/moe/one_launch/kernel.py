@@ -10,9 +10,9 @@ from envoi.gemm.hopper.pipeline import Pipeline, Written
 from envoi.gemm.hopper.producer import PRODUCER, ProducerArgs, load_unit, weights_tile
 from envoi.gemm.hopper.run_epilogue import EpilogueArgs, RowReductions
 from envoi.gemm.hopper.tile_scheduler import Problem, TileScheduler
-from envoi.moe.parallel.fused import config
-from envoi.moe.parallel.fused.handover import CONSUMERS, Handover
-from envoi.moe.parallel.fused.progress import (
+from envoi.moe.one_launch import config
+from envoi.moe.one_launch.handover import CONSUMERS, Handover
+from envoi.moe.one_launch.progress import (
     PULLED,
     TAKEN,
     TAKEN_IN_L2,
@@ -22,8 +22,8 @@ from envoi.moe.parallel.fused.progress import (
     wait_for_all,
     wait_for_units,
 )
-from envoi.moe.parallel.fused.pull import PullArgs, pull
-from envoi.moe.parallel.fused.scheduler import take, units_of_tile
+from envoi.moe.one_launch.pull import PullArgs, pull
+from envoi.moe.one_launch.scheduler import take, units_of_tile
 from envoi.runtime.aggregate import Scalar, aggregate
 from envoi.runtime.timeline_device import note_begin, note_moment
 from envoi.runtime.triton_compat import reinterpret, role_barrier
@@ -43,13 +43,14 @@ class FusedProducerArgs:
     handover: Handover
     progress: gl.tensor  # pointer to int32 [NUM_COUNTERS]
     unit_shift: Scalar  # log2 of the units of L1 that a counter counts
+    pulls: gl.constexpr  # whether the tokens come in this launch
 
 
 @aggregate
 class FusedConsumerArgs:
     """Consumer's arguments of the pull and of both GEMMs."""
 
-    pull: PullArgs
+    pull: PullArgs | gl.constexpr  # None where the rows are there
     first: ConsumerArgs
     second: ConsumerArgs
     handover: Handover
@@ -64,22 +65,25 @@ class TellerArgs:
     handover: Handover
     progress: gl.tensor
     unit_shift: Scalar
+    pulls: gl.constexpr
 
 
 @gluon.jit
 def consumer(args, role: gl.constexpr):
     """Role: pull a share of the tokens, then multiply this consumer's share of L1's units and of L2's tiles."""
     trace = args.first.trace
-    note_begin(trace, PULL + role, 0, 0)
-    pull(args.pull, role, CONSUMERS)
-    note_moment(trace, PULL + role, 0, 1)
-    role_barrier()
-    mbarrier.arrive(args.handover.pulled.index(0), count=1)
+    if args.pull is not None:
+        note_begin(trace, PULL + role, 0, 0)
+        pull(args.pull, role, CONSUMERS)
+        note_moment(trace, PULL + role, 0, 1)
+        role_barrier()
+        mbarrier.arrive(args.handover.pulled.index(0), count=1)
     problem = args.first.epilogue.problem
     scheduler = TileScheduler.create(problem)
-    wait_for_all(args.progress + PULLED)
-    mbarrier.arrive(args.handover.begun.index(0), count=1)
-    note_moment(trace, PULL + role, 0, 2)
+    if args.pull is not None:
+        wait_for_all(args.progress + PULLED)
+        mbarrier.arrive(args.handover.begun.index(0), count=1)
+        note_moment(trace, PULL + role, 0, 2)
     if role < problem.cfg.num_consumers:
         step, count = multiply_told_tiles(args.first, scheduler, gl.to_tensor(0), gl.to_tensor(0), role, role)
     else:
@@ -96,7 +100,8 @@ def producer(args):
     ahead = TileScheduler.create(first.problem)
     num_units = gl.max(ahead.experts.tile_ends, 0)
     num_k_steps = gl.cdiv(first.problem.K, first.problem.cfg.block_k)
-    wait_for_all(progress + PULLED)
+    if args.pulls:
+        wait_for_all(progress + PULLED)
     step = gl.to_tensor(0)
     count = gl.to_tensor(0)  # of tiles told
     unit = take(progress + TAKEN)
@@ -141,7 +146,8 @@ def producer(args):
     for i in gl.static_range(CONSUMERS // cfg.consumers_per_tile):
         second.pipeline.wait_empty(step + i)
         second.pipeline.tell_tile(count + i, -1)
-    mbarrier.wait(handover.begun.index(0), 0)
+    if args.pulls:
+        mbarrier.wait(handover.begun.index(0), 0)
     leave(progress)
 
 
@@ -151,8 +157,9 @@ def teller(args):
 
     The fence of an addition takes microseconds while memory is busy; consumers would multiply nothing meanwhile.
     """
-    mbarrier.wait(args.handover.pulled.index(0), 0)
-    tell(args.progress + PULLED)
+    if args.pulls:
+        mbarrier.wait(args.handover.pulled.index(0), 0)
+        tell(args.progress + PULLED)
     n = gl.to_tensor(0)
     args.written.wait(n)
     unit = args.handover.unit(n)
@@ -217,15 +224,19 @@ def fused_kernel(
     role_barrier()
     consumer1 = ConsumerArgs(pipeline, epilogue1, scales1, True, False, written, trace)
     consumer2 = ConsumerArgs(next_pipeline, epilogue2, scales2, True, False, None, trace)
-    pull_args = PullArgs(to, regions, rank, first_expert, pulled)
+    pulls: gl.constexpr = pulled is not None
+    if pulls:
+        pull_args = PullArgs(to, regions, rank, first_expert, pulled)
+    else:
+        pull_args: gl.constexpr = None
     consumer_args = FusedConsumerArgs(pull_args, consumer1, consumer2, handover, progress)
     producer1 = ProducerArgs(x_desc, gate_up_desc, None, pipeline, first, trace)
     producer2 = ProducerArgs(hidden_desc, down_desc, None, next_pipeline, second, trace)
-    producer_args = FusedProducerArgs(producer1, producer2, handover, progress, unit_shift)
+    producer_args = FusedProducerArgs(producer1, producer2, handover, progress, unit_shift, pulls)
     # Role numbers are literals within the list, see `gemm_kernel`.
     gl.warp_specialize([
         (consumer, (consumer_args, 0)),
         (consumer, (consumer_args, 1)),
         (producer, (producer_args,)),
-        (teller, (TellerArgs(written, handover, progress, unit_shift),)),
+        (teller, (TellerArgs(written, handover, progress, unit_shift, pulls),)),
     ], [cfg1.num_warps, 1, 1], [CONSUMER_REGISTERS, PRODUCER_REGISTERS, PRODUCER_REGISTERS])  # fmt: skip

@@ -3,11 +3,8 @@
 import triton.experimental.gluon.language as gl
 from triton.experimental import gluon
 
-from envoi.moe.parallel import load
-from envoi.moe.parallel.shared_device import FINE, MAX_TOKENS, OUTCOME
 from envoi.runtime.aggregate import Scalar, aggregate
 
-HISTORY = gl.constexpr(load.HISTORY)
 WARPS = gl.constexpr(4)  # of a role
 
 
@@ -37,7 +34,7 @@ def pull(args, role: gl.constexpr, num_roles: gl.constexpr):
     if role == 0:
         if gl.program_id(0) == gl.num_programs(0) - 1:
             note_load(args, own)
-    num_tokens = gl.load(to.state + MAX_TOKENS) * to.num_ranks
+    num_tokens = gl.load(to.state + cfg.max_tokens_at) * to.num_ranks
     tokens: gl.constexpr = cfg.tokens
     words: gl.constexpr = cfg.words
     factors: gl.constexpr = cfg.factors
@@ -154,13 +151,14 @@ def note_load(args, own):
     cfg: gl.constexpr = args.cfg
     num_experts: gl.constexpr = cfg.num_experts
     experts: gl.constexpr = cfg.experts
+    num_calls: gl.constexpr = cfg.num_calls
     to = args.to
-    if gl.load(to.state + OUTCOME) == FINE:
+    if gl.load(to.state + cfg.outcome_at) == cfg.fine:
         e = gl.arange(0, experts, gl.BlockedLayout([1], [32], [4], [0]))
         total = gl.zeros_like(e)
         for source in range(to.num_ranks):
             begin = pointer_to(own + args.regions.slot_offsets, to.state) + source * (num_experts + 1) + e
             total += gl.load(begin + 1, mask=e < num_experts, other=0, cache_modifier=".cg")
             total -= gl.load(begin, mask=e < num_experts, other=0, cache_modifier=".cg")
-        call = gl.atomic_add(to.history + HISTORY * num_experts, 1, sem="relaxed", scope="gpu")
-        gl.store(to.history + (call & (HISTORY - 1)) * num_experts + e, total, mask=e < num_experts)
+        call = gl.atomic_add(to.history + num_calls * num_experts, 1, sem="relaxed", scope="gpu")
+        gl.store(to.history + (call & (num_calls - 1)) * num_experts + e, total, mask=e < num_experts)

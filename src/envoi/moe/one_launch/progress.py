@@ -3,7 +3,7 @@
 import triton.experimental.gluon.language as gl
 from triton.experimental import gluon
 
-from envoi.moe.parallel.fused import config
+from envoi.moe.one_launch import config
 from envoi.runtime.triton_compat import role_barrier
 
 PULLED = gl.constexpr(0)

@@ -1,0 +1,222 @@
+"""Host side of the experts in one launch: supported experts, tilings of both GEMMs, the launch."""
+
+from dataclasses import dataclass, replace
+from functools import lru_cache
+from typing import Any, NamedTuple, cast
+
+import torch
+
+from envoi.epilogue.api import Epilogue
+from envoi.epilogue.lower import Lowered, lower
+from envoi.gemm.grouping import Grouping
+from envoi.gemm.hopper import host as hopper
+from envoi.gemm.hopper import tune
+from envoi.gemm.hopper.config import Config, Problem, fitted, supports
+from envoi.gemm.hopper.forced import Choice
+from envoi.gemm.hopper.pairs import quantize_cycles
+from envoi.gemm.hopper.time_model import predicted_cycles
+from envoi.moe.epilogues import l1_epilogues, l1_operands, l2_epilogue, l2_operands
+from envoi.moe.launches import Launch
+from envoi.moe.one_launch.config import (
+    FEW,
+    FEW_ROWS,
+    FORMAT,
+    LEAST_SHIFT,
+    NUM_COUNTERS,
+    SQUARE,
+    UNIT_COUNTERS,
+    WIDE,
+    PullConfig,
+)
+from envoi.moe.permute import empty_rows
+from envoi.quant.formats import format_named
+from envoi.runtime import workspace
+from envoi.runtime.devices import implementation, num_sms
+from envoi.runtime.math import cdiv
+from envoi.runtime.timeline import UNTRACED
+from envoi.types import ExpertWeights, Matrix, QuantTensor
+
+BF16 = torch.bfloat16
+MOST = 1.01  # of the predicted time of two launches, up to which one is taken
+_choice = Choice()
+
+
+def use_one_launch(wanted: bool | None) -> None:
+    """Run L1 and L2 in one launch wherever the kernel can (True) or nowhere (False); None: where it should be faster.
+
+    For tests and measurements. Prepared calls are forgotten.
+    """
+    _choice.force(wanted)
+
+
+def supports_one_launch(experts: ExpertWeights) -> str:
+    """Return why one launch can't run these experts' L1 and L2, "" if it can."""
+    if experts.format != FORMAT:
+        return f"experts in {experts.format}, not {FORMAT}"
+    if implementation(experts.device) != "hopper":
+        return f"experts on {experts.device}, which is no Hopper GPU"
+    if not experts.num_local_experts:
+        return "no experts"
+    rows = empty_rows(1, experts.hidden, format_named(FORMAT).activations, torch.device("meta"))
+    _, in_pairs = l1_epilogues(experts)
+    refusal = "" if in_pairs is None else hopper.supports_hopper(rows, experts.gate_up, in_pairs.ir)
+    if refusal:
+        return refusal
+    if in_pairs is None or not hopper.takes_pairs(in_pairs.ir, experts.gate_up.shape[1], experts.num_local_experts):
+        return f"experts whose L1 has no groups of 128 gated columns: {experts.activation}, {experts.intermediate} wide"
+    hidden = empty_rows(1, experts.intermediate, format_named(FORMAT).activations, torch.device("meta"))
+    return hopper.supports_hopper(hidden, experts.down, l2_epilogue(experts).ir)
+
+
+@dataclass(frozen=True)
+class Planned:
+    """Calls of L1 and of L2 that one launch runs, and their configs, whose stages have one shape."""
+
+    first: hopper.Call
+    first_config: Config
+    second: hopper.Call
+    second_config: Config
+
+
+class Pull(NamedTuple):
+    """Pull of peers' tokens that a launch begins with: arguments of `fused_kernel`. By default there is none."""
+
+    to: Any = None
+    regions: Any = None
+    rank: int = 0
+    first_expert: int = 0
+    config: PullConfig | None = None
+
+
+NO_PULL = Pull()
+
+
+def takes_one_launch(rows: Matrix, experts: ExpertWeights, grouping: Grouping) -> bool:
+    """Return True if L1 and L2 should be one launch: where it can run them, in tiles that suit both."""
+    if _choice.forced is False or grouping.write_tail or supports_one_launch(experts):
+        return False
+    if _choice.forced:
+        return True
+    sizes = grouping.likely_rows(rows.shape[0]), experts.num_local_experts, experts.hidden, experts.intermediate
+    in_tile, in_pairs = l1_epilogues(experts)
+    tokens, num_local, hidden, intermediate = sizes
+    problems = (
+        tune.rounded(Problem(tokens, 2 * intermediate, hidden, 1, num_local, scaled=True)),
+        tune.rounded(Problem(tokens, hidden, intermediate, 1, num_local, scaled=True)),
+    )
+    epilogues = in_tile, cast(Epilogue, in_pairs), l2_epilogue(experts)
+    return _pays(problems, tuple(e.ir for e in epilogues), grouping.to is not None, num_sms(experts.device))
+
+
+@tune.remember
+def _pays(problems: tuple[Problem, Problem], irs: tuple[Any, ...], scattered: bool, num_sms: int) -> bool:
+    """Return True if the best tiling of one launch should take no longer than two launches, each in its own best."""
+    first, second = problems
+    in_tile, in_pairs, l2 = irs
+    pairs = lower(in_pairs, BF16, "gluon", False, False, frozenset(), paired=True)
+    alone = lower(in_tile, BF16, "gluon", False, True, frozenset())
+    last = lower(l2, BF16, "gluon", False, not scattered, frozenset(), (), scattered)
+    tiling = _tiling(problems, (pairs, last), num_sms)
+    own = [tune.choose(first, pairs, num_sms), tune.choose(first, alone, num_sms), tune.choose(second, last, num_sms)]
+    if tiling is None or None in own:
+        return False
+    of_pairs, of_alone, of_l2 = (
+        predicted_cycles(problem, cast(Config, config), num_sms)
+        for problem, config in zip((first, first, second), own, strict=True)
+    )
+    two = min(of_pairs, of_alone + quantize_cycles(first)) + of_l2
+    return _cycles(problems, tiling, num_sms) <= MOST * two
+
+
+def run_at_once(
+    rows: Matrix, weights: torch.Tensor, offsets: torch.Tensor, experts: ExpertWeights, grouping: Grouping
+) -> torch.Tensor:
+    """Run L1 and L2 in one launch on the current stream, with the bits of two. Arguments as in `moe.run_experts`."""
+    count = num_sms(experts.device)
+    planned = plan(cast(QuantTensor, rows), weights, offsets, experts, grouping, count)
+    return run(planned, workspace.counters(NUM_COUNTERS, experts.device), count)
+
+
+def run(planned: Planned, progress: torch.Tensor, num_sms: int, pull: Pull = NO_PULL) -> torch.Tensor:
+    """Launch the kernel on the current stream; return L2's rows."""
+    from envoi.moe.one_launch.kernel import fused_kernel
+    from envoi.runtime.launch import launch
+
+    launch(fused_kernel, *arguments(planned, progress, num_sms, pull))
+    return planned.second.outputs[0]
+
+
+def plan(
+    rows: QuantTensor, weights: torch.Tensor, offsets: torch.Tensor, experts: ExpertWeights, grouping: Grouping,
+    num_sms: int,
+) -> Planned:  # fmt: skip
+    """Return the calls on these rows and their configs, by the rows that an expert is likely to have.
+
+    Raises ValueError for experts whose tiles don't fit shared memory.
+    """
+    in_pairs = cast(Epilogue, l1_epilogues(experts)[1])  # as `supports_one_launch` has found
+    operands, own = l1_operands(experts, weights), replace(grouping, to=None)
+    first, _ = hopper.planned(rows, experts.gate_up, offsets, in_pairs.ir, BF16, operands, num_sms, own)
+    values, sf = first.outputs
+    hidden = QuantTensor(values, sf, (1, values.shape[1] // sf.shape[1]))
+    operands, l2 = l2_operands(experts, weights), l2_epilogue(experts).ir
+    second, _ = hopper.planned(hidden, experts.down, offsets, l2, BF16, operands, num_sms, grouping)
+    problems = tune.rounded(hopper.problem_of(first)), tune.rounded(hopper.problem_of(second))
+    tiling = _tiling(problems, (first.code, second.code), num_sms)
+    if tiling is None:
+        raise ValueError(f"experts: one launch has no tiling for {problems[0]} and {problems[1]}")
+    return Planned(first, tiling[0], second, tiling[1])
+
+
+@lru_cache(maxsize=4096)  # the model takes milliseconds
+def _tiling(
+    problems: tuple[Problem, Problem], codes: tuple[Lowered, Lowered], num_sms: int
+) -> tuple[Config, Config] | None:
+    """Return the tiling of L1 and L2 that should take least time, None if none fits."""
+    is_few = FEW_ROWS * problems[0].num_groups >= problems[0].M
+    fit = [_fitted(problems, codes, wanted) for wanted in ((FEW,) if is_few else (FEW, WIDE, SQUARE))]
+    return min((one for one in fit if one), key=lambda one: _cycles(problems, one, num_sms), default=None)
+
+
+def _cycles(problems: tuple[Problem, Problem], tiling: tuple[Config, Config], num_sms: int) -> float:
+    return sum(predicted_cycles(problem, config, num_sms) for problem, config in zip(problems, tiling, strict=True))
+
+
+def _fitted(
+    problems: tuple[Problem, Problem], codes: tuple[Lowered, Lowered], wanted: tuple[Config, Config]
+) -> tuple[Config, Config] | None:
+    """Return both configs with as many stages as fit either GEMM; None if they can't run them."""
+    fit = [fitted(problem, config, code) for problem, config, code in zip(problems, wanted, codes, strict=True)]
+    num_stages = min(config.num_stages for config in fit)
+    one, two = (replace(config, num_stages=num_stages, columns_ahead=False) for config in fit)
+    refused = supports(problems[0], one, codes[0]) or supports(problems[1], two, codes[1])
+    return None if refused else (one, two)
+
+
+def unit_shift(num_rows: int, num_features: int, num_experts: int, config: Config) -> int:
+    """Return the log2 of how many units of L1 a counter counts, so that there are counters for all."""
+    units = (cdiv(num_rows, config.block_m) + num_experts) * cdiv(num_features, config.block_n)
+    return max(LEAST_SHIFT, (cdiv(units, UNIT_COUNTERS) - 1).bit_length())
+
+
+def arguments(planned: Planned, progress: torch.Tensor, num_sms: int, pull: Pull = NO_PULL) -> Launch:
+    """Build the launch of `fused_kernel`. progress: int32 [NUM_COUNTERS], 0 before and after.
+
+    With a pull CTAs wait for each other, so that all have to run at once: a cooperative launch.
+    """
+    grid, first = hopper.arguments(planned.first, planned.first_config, num_sms)
+    _, second = hopper.arguments(planned.second, planned.second_config, num_sms)
+    x, gate_up, *_descs, operands1, outputs1, offsets = first[:9]
+    hidden, down, out, *_descs, operands2, outputs2, _offsets = second[:9]
+    row_parts, row_counters, x_sf, gate_up_sf, M, N1, K1, num_experts = first[11:19]
+    hidden_sf, down_sf, _, N2, K2 = second[13:18]
+    row_mode, max_experts = first[-3:-1]
+    shift = unit_shift(M, N1, num_experts, planned.first_config)
+    arguments = (
+        x, gate_up, operands1, outputs1, x_sf, gate_up_sf, hidden, down, out, operands2, outputs2, hidden_sf, down_sf,
+        offsets, row_parts, row_counters, progress, shift, M, N1, K1, N2, K2, num_experts, *pull[:4],
+        planned.first_config, planned.first.code, planned.second_config, planned.second.code, row_mode, max_experts,
+        pull.config, UNTRACED,
+    )  # fmt: skip
+    options: dict[str, Any] = {"num_warps": planned.first_config.num_warps}
+    return Launch(grid, arguments, options | {"launch_cooperative_grid": True} if pull.config else options)

@@ -1,0 +1,76 @@
+"""Experts' L1 and L2 in one launch, without a GPU: which calls take it, in which tiles, and what refuses it."""
+
+import pytest
+import torch
+
+from envoi.gemm.grouping import EXPERTS_ROWS, Grouping
+from envoi.gemm.hopper.config import Config
+from envoi.moe.one_launch import host
+from envoi.moe.one_launch.config import NUM_COUNTERS
+from envoi.moe.warm_up import LayerCall
+from envoi.runtime.devices import Target
+from envoi.runtime.kernel_case import without_memory
+from envoi.runtime.rehearsal import rehearse, standing_for
+from envoi.types import ExpertWeights, QuantTensor
+from tests.moe.layers import make
+
+HOPPER = Target("sm_90", 132)
+
+
+def experts(hidden: int = 4096, intermediate: int = 2048, count: int = 32) -> ExpertWeights:
+    def matrix(rows: int, columns: int) -> QuantTensor:
+        values = without_memory((count, rows, columns), torch.float8_e4m3fn)
+        return QuantTensor(values, without_memory((count, rows // 128, columns // 128), torch.float32), (128, 128))
+
+    return ExpertWeights(matrix(2 * intermediate, hidden), matrix(hidden, intermediate), "fp8_block128")
+
+
+def names(num_tokens: int, *sizes: int) -> list[str]:
+    return [kernel.fn.__name__ for kernel, *_ in rehearse(LayerCall(experts(*sizes), 6), num_tokens, HOPPER)]
+
+
+@pytest.fixture
+def forced():
+    yield host.use_one_launch
+    host.use_one_launch(None)
+
+
+def test_many_tokens_take_one_launch_that_is_not_cooperative():
+    launched = rehearse(LayerCall(experts(), 6), 2048, HOPPER)
+    assert [kernel.fn.__name__ for kernel, *_ in launched] == [
+        "sort_kernel", "gather_kernel", "fused_kernel", "combine_kernel",
+    ]  # fmt: skip
+    _, grid, arguments, options = launched[2]
+    assert grid == (132,)
+    assert "launch_cooperative_grid" not in options
+    assert any(isinstance(x, torch.Tensor) and x.shape == (NUM_COUNTERS,) for x in arguments)
+    one, two = (x for x in arguments if isinstance(x, Config))
+    assert (one.num_stages, one.block_m) == (two.num_stages, two.block_m)
+
+
+def test_the_choice_can_be_forced(forced):
+    forced(False)
+    assert "fused_kernel" not in names(2048)
+    forced(True)
+    assert "fused_kernel" in names(2048)
+    assert "fused_kernel" not in names(2), "the kernels for few tokens come first"
+
+
+def test_what_it_does_not_run(forced):
+    forced(True)
+    rows = QuantTensor(
+        without_memory((64, 4096), torch.float8_e4m3fn), without_memory((64, 32), torch.float32), (1, 128)
+    )
+    with standing_for(HOPPER):
+        assert host.takes_one_launch(rows, experts(), EXPERTS_ROWS)
+        assert not host.takes_one_launch(rows, experts(), Grouping()), "rows of no expert are written"
+    assert not host.takes_one_launch(rows, make().pack("fp8_block128"), EXPERTS_ROWS), "no Hopper GPU"
+    assert host.supports_one_launch(make().pack("bf16")) == "experts in bf16, not fp8_block128"
+
+
+@pytest.mark.parametrize("hidden", [128, 384, 2816, 7168])
+@pytest.mark.parametrize("intermediate", [128, 768, 2048])
+@pytest.mark.parametrize("tokens", [200, 3000, 40000])
+def test_every_width_has_a_tiling(forced, hidden, intermediate, tokens):
+    forced(True)
+    assert "fused_kernel" in names(tokens, hidden, intermediate, 8)

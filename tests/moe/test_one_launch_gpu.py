@@ -1,0 +1,101 @@
+"""Experts' L1 and L2 in one launch, on a GPU: the bits of two launches; graphs; streams side by side; counters."""
+
+import pytest
+import torch
+
+from envoi.moe import moe
+from envoi.moe.one_launch.host import use_one_launch
+from envoi.runtime import workspace
+from tests.helpers.accuracy import assert_same_bits
+from tests.helpers.kernel_hold import hold_kernel
+from tests.moe.layers import make
+from tests.moe.parallel.test_nvlink_gpu import on_gpu
+
+FORMAT = "fp8_block128"
+LAYERS = {
+    "small": {"tokens": 60, "experts": 8, "k": 4, "hidden": 256, "intermediate": 128},
+    "one step": {"tokens": 900, "experts": 4, "k": 2, "hidden": 128, "intermediate": 128},
+    "many": {"tokens": 3000, "experts": 8, "k": 4, "hidden": 1024, "intermediate": 512},
+    "hidden 2816": {"tokens": 600, "experts": 8, "k": 4, "hidden": 2816, "intermediate": 256},
+    "hidden 384": {"tokens": 900, "experts": 8, "k": 4, "hidden": 384, "intermediate": 256},
+    "most experts idle": {"tokens": 300, "experts": 64, "k": 1, "hidden": 512, "intermediate": 256},
+    "masked": {"tokens": 700, "experts": 8, "k": 4, "hidden": 256, "intermediate": 128, "masked": 0.7},
+    "all masked": {"tokens": 700, "experts": 8, "k": 4, "hidden": 256, "intermediate": 128, "masked": 1.0},
+    "bias": {"tokens": 700, "experts": 8, "k": 4, "hidden": 256, "intermediate": 128, "bias": True,
+             "activation": "swiglu_oai"},
+    "concat": {"tokens": 700, "experts": 8, "k": 4, "hidden": 256, "intermediate": 128, "packed_layout": "concat"},
+}  # fmt: skip
+
+
+@pytest.fixture(autouse=True)
+def as_always():
+    yield
+    use_one_launch(None)
+
+
+def both(layer, packed) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return the layer by two launches, and by one."""
+    use_one_launch(False)
+    two = moe(layer.tokens, layer.routing, packed)
+    use_one_launch(True)
+    return two, moe(layer.tokens, layer.routing, packed)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("changes", LAYERS.values(), ids=LAYERS)
+def test_the_bits_of_two_launches(changes):
+    layer, layer.routing = on_gpu(make(**changes))
+    packed = layer.pack(FORMAT)
+    for _ in range(3):
+        two, one = both(layer, packed)
+        assert_same_bits(one, two)
+    torch.cuda.synchronize()
+    assert not any(bool(kept.any()) for _, kept in workspace._counters.shared.values())
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("expert", [0, 7])
+@pytest.mark.parametrize("tokens", [60, 3000])
+def test_all_tokens_of_one_expert(expert, tokens):
+    layer, layer.routing = on_gpu(make(**(LAYERS["many"] | {"tokens": tokens})))
+    layer.routing.topk_ids.fill_(expert)
+    two, one = both(layer, layer.pack(FORMAT))
+    assert_same_bits(one, two)
+
+
+@pytest.mark.gpu
+def test_a_thousand_replays_of_a_graph():
+    layer, layer.routing = on_gpu(make(**LAYERS["many"]))
+    packed = layer.pack(FORMAT)
+    two, _ = both(layer, packed)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        out = moe(layer.tokens, layer.routing, packed)
+    different = torch.zeros((), dtype=torch.bool, device="cuda")
+    for _ in range(1000):
+        graph.replay()
+        different |= (out != two).any()
+    assert not different
+
+
+@pytest.mark.gpu
+def test_streams_side_by_side_while_another_holds_most_multiprocessors():
+    layer, layer.routing = on_gpu(make(**LAYERS["many"]))
+    packed = layer.pack(FORMAT)
+    two, _ = both(layer, packed)
+    held = torch.cuda.get_device_properties(0).multi_processor_count - 20
+    done, holder = torch.zeros(2, dtype=torch.int32, device="cuda"), torch.cuda.Stream()
+    hold_kernel[(1,)](torch.zeros_like(done), 0, num_warps=32)
+    streams, outs = [torch.cuda.Stream() for _ in range(3)], []
+    torch.cuda.synchronize()
+    with torch.cuda.stream(holder):
+        hold_kernel[(held,)](done, 1_000_000_000, num_warps=32)
+    for stream in streams:
+        with torch.cuda.stream(stream):
+            outs += [moe(layer.tokens, layer.routing, packed) for _ in range(20)]
+    for stream in streams:
+        stream.synchronize()
+    assert not holder.query(), "they waited for what the holder has"
+    for out in outs:
+        assert_same_bits(out, two)
+    torch.cuda.synchronize()
