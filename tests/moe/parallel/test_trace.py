@@ -47,7 +47,7 @@ def drawn(num_ranks: int = 2, num_sms: int = 4, seed: int = 0, kernels: list[str
 def test_the_steps_have_the_names_of_the_path():
     assert [step.name for step in steps_of(STAGED)] == NAMES
     fused = ["fused_kernel", "send_partial_sums_kernel", "sum_ranks_kernel"]
-    assert [step.name for step in steps_of(fused)] == ["pull, L1, L2", "send sums", "sum"]
+    assert [step.name for step in steps_of(fused)] == ["experts", "send sums", "sum"]
 
 
 def test_ranks_with_other_launches_have_the_same_steps():
@@ -56,7 +56,7 @@ def test_ranks_with_other_launches_have_the_same_steps():
     assert [step.name for step in steps] == NAMES
     assert places == [[0, 1, 2, 3, 5, 6, 7], [0, 1, 2, 3, 4, 5, 6], list(range(8))]
     fused, _ = steps_of_ranks([["send_routing_kernel", "fused_kernel"], ["send_routing_kernel", "pull_kernel"]])
-    assert [step.name for step in fused] == ["send routing", "pull", "pull, L1, L2"]
+    assert [step.name for step in fused] == ["send routing", "pull", "experts"]
 
 
 def gather(rank: int, num_ranks: int) -> tuple[list[str], list[list[int]]]:

@@ -7,6 +7,7 @@ import torch
 import torch.distributed as dist
 
 from envoi.moe import moe
+from envoi.moe.one_launch.host import use_one_launch
 from envoi.moe.parallel.symmetric_memory import SharedLayout
 from envoi.moe.parallel.trace import COLUMNS, ROLES, Timeline
 from envoi.runtime import observer
@@ -20,7 +21,7 @@ from tests.moe.parallel.test_nvlink_gpu import LAYER, inputs_of, on_gpu, open_he
 SIZES = LAYER | {"tokens": 900, "hidden": 1024, "intermediate": 512}
 FEW = LAYER | {"tokens": 40, "hidden": 1024, "intermediate": 512}
 CALL = ["stage tokens", "send routing", "pull", "L1", "L2", "barrier", "sum"]
-FUSED = ["stage tokens", "send routing", "pull, L1, L2", "barrier", "sum"]
+FUSED = ["stage tokens", "send routing", "experts", "barrier", "sum"]
 
 
 @pytest.mark.gpu
@@ -37,8 +38,10 @@ def test_a_traced_call_has_the_same_bits(format, sizes, fused):
     packed = [layer.pack(format, first, last) for first, last in pairwise(ends)]
     parts = domains.split(layer, [tokens // 3, tokens])
     recorder = Recorder(ROLES, torch.device("cuda"))
+    use_one_launch(fused)
     with observer.tracing(recorder):
         out = torch.cat(domains.moe(opened, parts, packed))
+    use_one_launch(None)
     assert_same_bits(out, moe(layer.tokens, layer.routing, layer.pack(format)))
     slices = [Slice(*row) for row in recorder.slices().tolist()]
     assert all(s.begin <= s.end for s in slices)
@@ -64,6 +67,7 @@ def tiles_of(consumers: list[list[int]]) -> list[int]:
 
 def traced(rank: int, num_ranks: int, fused: bool) -> tuple[Timeline, bool, str]:
     """Trace a call between two calls; return the timeline, whether these have equal bits, and an error's text."""
+    use_one_launch(fused)  # staged: a launch for each GEMM
     layer, ends = make(**SIZES), [8 * (r + 1) // num_ranks for r in range(num_ranks)]
     parallel = open_here(layer, "fp8_block128", rank, ends, fused=fused)
     inputs = inputs_of(layer, rank, [900 * (r + 1) // num_ranks for r in range(num_ranks)])

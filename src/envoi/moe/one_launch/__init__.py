@@ -1,13 +1,13 @@
-"""Experts in one launch over NVLink: pull, L1, activation, quantise, L2 and the way back.
+"""Experts in one launch: L1, activation, quantise, L2, and over NVLink the pull of their tokens before.
 
-    dispatch     tokens and routing to where peers read them                `dispatch`, without its pull
-    fused        peers' tokens -> rows -> L1 -> hidden rows -> L2 -> rows to their ranks             `kernel`
-    combine      wait for the peers' rows, sum them                         `combine`
+    on one GPU              rows -> L1 -> hidden rows -> L2 -> rows                        `envoi.moe.experts`
+    over ranks, `fused`     peers' tokens -> rows -> L1 -> .. -> rows to their ranks       `envoi.moe.parallel.fused`
 
-It takes the place of three launches of the staged path, with the same bits: rows have the same places and contents, and
-tiles the same order of sums.
+It has the bits of the launches that it replaces: rows have the same places and contents, and tiles the same order of
+sums.
 
-Roles of a CTA: those of `envoi.gemm.hopper.kernel`, and a teller. All go through the same three phases:
+Roles of a CTA: those of `envoi.gemm.hopper.kernel`, and a teller. All go through the same phases, the first only with a
+pull:
 
     role       warps   registers   pull                      L1                     L2
     consumer   2 x 4   240         peers' tokens -> rows     mainloop, epilogue     mainloop, epilogue
@@ -38,7 +38,7 @@ step to L2's first. With few rows an expert L1 has one consumer, and L2 two that
     pulled                      consumers                             the teller, before it adds to PULLED
     written [ring of 4]         consumers, each unit                  the teller, before it adds to WRITTEN
     noted [ring of 4]           1: the teller, each unit              consumers, before they arrive on `written` again
-    told [num_stages + 1]        1: the producer, each tile            consumers, before they read its number
+    told [num_stages + 1]       1: the producer, each tile            consumers, before they read its number
     ended                       1: the producer, after L1's tiles     a consumer that has none of them
     begun                       consumers, once PULLED is complete    the producer, before it leaves
 
@@ -47,6 +47,7 @@ it, and orders it before TMA loads by a fence to the async proxy. While memory i
 does, microseconds; the teller waits for it, and consumers go on. They read the factors of hidden rows by plain loads,
 after `told`.
 
-All CTAs run at once or none (a cooperative launch), so none waits for one that can't start; and none waits for a peer,
-whose tokens have been complete since dispatch. Nothing outlives a launch: a CUDA graph replays it.
+Without a pull a CTA waits only for units that a running one has taken: CTAs may start when others have ended, beside
+whatever else the GPU runs. With one they wait for each other, so all run at once or none (a cooperative launch). None
+waits for a peer, whose tokens have been complete since dispatch. Nothing outlives a launch: a CUDA graph replays it.
 """

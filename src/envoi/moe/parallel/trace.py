@@ -31,7 +31,7 @@ KERNELS: dict[str, tuple[str, tuple[Role, ...]]] = {
     "stage_tokens_kernel": ("stage tokens", (Role("program", ("stage",)),)),
     "send_routing_kernel": ("send routing", (Role("program", ("send", "wait", "place")),)),
     "pull_kernel": ("pull", (Role("program", ("pull",)),)),
-    "fused_kernel": ("pull, L1, L2", (*roles_in("L1"), *roles_in("L2"), *PULL)),
+    "fused_kernel": ("experts", (*roles_in("L1"), *roles_in("L2"), *PULL)),
     "gemm_kernel": ("L1", (*CONSUMERS, Role("producer", ("load",)))),
     "quantize_kernel": ("quantise", (Role("program", ("quantise",)),)),
     "send_partial_sums_kernel": ("send sums", (Role("program", ("send",)),)),
@@ -40,7 +40,7 @@ KERNELS: dict[str, tuple[str, tuple[Role, ...]]] = {
     "sum_ranks_kernel": ("sum", (Role("program", ("sum",)),)),
 }
 ROLES = {kernel: roles for kernel, (_, roles) in KERNELS.items()}
-ORDER = ("stage tokens", "send routing", "pull", "pull, L1, L2", "L1", "quantise", "L2", "send sums", "barrier", "sum")
+ORDER = ("stage tokens", "send routing", "pull", "experts", "L1", "quantise", "L2", "send sums", "barrier", "sum")
 MEETING = "send routing", "wait"  # the span at whose last end all ranks' clocks show the same time
 WAITING = "wait"
 COLUMNS = ("rank", *Slice._fields)
