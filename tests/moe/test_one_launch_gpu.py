@@ -1,14 +1,18 @@
 """Experts' L1 and L2 in one launch, on a GPU: the bits of two launches; graphs; streams side by side; counters."""
 
+from functools import cache
+
 import pytest
 import torch
 
-from envoi.moe import moe
+from envoi.moe import cases, moe
 from envoi.moe.one_launch.host import use_one_launch
 from envoi.runtime import workspace
 from tests.helpers.accuracy import assert_same_bits
 from tests.helpers.kernel_hold import hold_kernel
+from tests.helpers.launches import assert_same_code, watched
 from tests.moe.layers import make
+from tests.moe.parallel.test_fused_gpu import random_experts
 from tests.moe.parallel.test_nvlink_gpu import on_gpu
 
 FORMAT = "fp8_block128"
@@ -61,6 +65,27 @@ def test_all_tokens_of_one_expert(expert, tokens):
     layer.routing.topk_ids.fill_(expert)
     two, one = both(layer, layer.pack(FORMAT))
     assert_same_bits(one, two)
+
+
+@cache
+def launched() -> dict[str, str]:
+    """Launch the kernel on the registry's sizes, experts with random bytes: {hash: PTX}."""
+    found: dict[str, str] = {}
+    packed = random_experts(cases.NUM_EXPERTS, cases.INTERMEDIATE, cases.HIDDEN)
+    use_one_launch(True)
+    for tokens in (cases.M, cases.M // 8):
+        sizes = {"tokens": tokens, "experts": cases.NUM_EXPERTS, "k": cases.NUM_TOPK, "hidden": cases.HIDDEN}
+        layer, layer.routing = on_gpu(make(**sizes, intermediate=128))
+        with watched(lambda sha256, kernel: found.setdefault(sha256, kernel.asm["ptx"])):
+            moe(layer.tokens, layer.routing, packed)
+    torch.cuda.synchronize()
+    return found
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("case", [c for c in cases.KERNELS if "both-gemms" in c.name], ids=lambda case: case.name)
+def test_registered(case):
+    assert_same_code(case.name, case.launch(), launched())
 
 
 @pytest.mark.gpu

@@ -90,6 +90,7 @@ NEEDS: tuple[tuple[str, dict[str, str]], ...] = (
     ),
     ("w4a16-few-", {"tensor core": "QGMMA"}),
     ("ep-fused", {"tensor core": "QGMMA", **LOADS}),
+    ("experts-both-gemms", {"tensor core": "QGMMA", **LOADS}),
     ("router-sm90", {"tensor core": "HGMMA", **LOADS}),
     ("gemm-mx-sm90-", {"tensor core": "HGMMA", **LOADS}),
     ("w4a16-many-", {"tensor core": "HGMMA", **LOADS}),

@@ -1,14 +1,21 @@
 """Launches of the kernels around the experts' GEMMs: 2048 tokens, 6 of 32 experts each."""
 
+from typing import cast
+
 import torch
 
+from envoi.gemm.grouping import EXPERTS_ROWS
 from envoi.moe import kernels, permute
 from envoi.moe.combine import combine_arguments
 from envoi.moe.launches import Launch
+from envoi.moe.one_launch import host as one_launch
+from envoi.moe.one_launch.config import NUM_COUNTERS
+from envoi.moe.one_launch.kernel import fused_kernel
 from envoi.moe.permute import RowMap
+from envoi.quant import quantize
 from envoi.quant.formats import SCHEMES
-from envoi.runtime.kernel_case import EVERY_ARCH, case_of, without_memory
-from envoi.types import QuantTensor
+from envoi.runtime.kernel_case import EVERY_ARCH, HOPPER, NUM_SMS, case_of, without_memory
+from envoi.types import ExpertWeights, QuantTensor
 
 M, NUM_TOPK, NUM_EXPERTS, HIDDEN, INTERMEDIATE = 2048, 6, 32, 4096, 2048
 P = M * NUM_TOPK
@@ -42,6 +49,16 @@ def _combine() -> Launch:
     )
 
 
+def _one_launch(num_tokens: int) -> Launch:
+    rows = permute.empty_rows(num_tokens * NUM_TOPK, HIDDEN, SCHEMES["fp8_1x128"], torch.device("meta"))
+    gate_up = quantize(without_memory((NUM_EXPERTS, 2 * INTERMEDIATE, HIDDEN), BF16), "fp8_128x128")
+    down = quantize(without_memory((NUM_EXPERTS, HIDDEN, INTERMEDIATE), BF16), "fp8_128x128")
+    weights, offsets = without_memory((num_tokens * NUM_TOPK,), FP32), _row_map().offsets
+    experts = ExpertWeights(gate_up, down, "fp8_block128")
+    planned = one_launch.plan(cast(QuantTensor, rows), weights, offsets, experts, EXPERTS_ROWS, NUM_SMS)
+    return one_launch.arguments(planned, without_memory((NUM_COUNTERS,), INT32), NUM_SMS)
+
+
 # Name, description, kernel, function of the arguments, and what it is called with.
 LAUNCHES = (
     ("sort", "rows of the slots, sorted by expert", kernels.sort_kernel, _sort),
@@ -53,4 +70,12 @@ LAUNCHES = (
     ("quantize-fp8-block128", "with a scale per 1x128", kernels.quantize_kernel, _quantize, "fp8_1x128"),
     ("combine", "sums of the rows of each token's slots", kernels.combine_kernel, _combine),
 )
-KERNELS = tuple(case_of(f"experts-{name}", about, EVERY_ARCH, *launch) for name, about, *launch in LAUNCHES)
+ON_HOPPER = (
+    ("both-gemms", "L1 and L2 in one launch, in fp8_block128", fused_kernel, _one_launch, M),
+    ("both-gemms-few", "with 48 rows an expert", fused_kernel, _one_launch, M // 8),
+)
+KERNELS = tuple(
+    case_of(f"experts-{name}", about, arches, *launch)
+    for arches, launches in ((EVERY_ARCH, LAUNCHES), (HOPPER, ON_HOPPER))
+    for name, about, *launch in launches
+)
