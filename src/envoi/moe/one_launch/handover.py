@@ -15,24 +15,32 @@ KNOWN = gl.constexpr(16)  # units that the producer may be ahead of the teller, 
 class Handover:
     """Memory and barriers through which roles of a CTA tell each other what isn't a tile."""
 
-    pulled: gl.shared_memory_descriptor  # mbarrier [1, 1]: both consumers arrive, the teller waits
-    begun: (
-        gl.shared_memory_descriptor
-    )  # mbarrier [1, 1]: both consumers arrive once they wait for no CTA, the producer waits
+    # mbarriers [1, 1], None without a pull: both consumers arrive, the teller waits; both consumers arrive once they
+    # wait for no CTA, the producer waits.
+    pulled: gl.shared_memory_descriptor | gl.constexpr
+    begun: gl.shared_memory_descriptor | gl.constexpr
     ended: gl.shared_memory_descriptor  # mbarrier [1, 1]: the producer arrives when it has told all tiles of L1
     counts: gl.shared_memory_descriptor  # int32 [2, 1]: how many it has told, and their steps
     units: gl.shared_memory_descriptor  # int32 [KNOWN, 1]: units of this CTA, from the producer to the teller, then -1
 
     @staticmethod
     @gluon.jit
-    def create():
-        """Allocate memory and barriers, initialise these. The caller fences before any role uses them."""
+    def create(pulls: gl.constexpr):
+        """Allocate memory and barriers, initialise these. The caller fences before any role uses them.
+
+        Only barriers that are used: where none waits the compiler gives a barrier's memory away, and its first state
+        may be written there long after (as if from a cache, once the kernel has used about thirty others).
+        """
         word: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
-        pulled = gl.allocate_shared_memory(gl.int64, [1, 1], mbarrier.MBarrierLayout())
-        begun = gl.allocate_shared_memory(gl.int64, [1, 1], mbarrier.MBarrierLayout())
+        if pulls:
+            pulled = gl.allocate_shared_memory(gl.int64, [1, 1], mbarrier.MBarrierLayout())
+            begun = gl.allocate_shared_memory(gl.int64, [1, 1], mbarrier.MBarrierLayout())
+            mbarrier.init(pulled.index(0), count=CONSUMERS)
+            mbarrier.init(begun.index(0), count=CONSUMERS)
+        else:
+            pulled: gl.constexpr = None
+            begun: gl.constexpr = None
         ended = gl.allocate_shared_memory(gl.int64, [1, 1], mbarrier.MBarrierLayout())
-        mbarrier.init(pulled.index(0), count=CONSUMERS)
-        mbarrier.init(begun.index(0), count=CONSUMERS)
         mbarrier.init(ended.index(0), count=1)
         counts = gl.allocate_shared_memory(gl.int32, [2, 1], word)
         return Handover(pulled, begun, ended, counts, gl.allocate_shared_memory(gl.int32, [KNOWN, 1], word))

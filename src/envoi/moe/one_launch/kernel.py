@@ -211,7 +211,8 @@ def fused_kernel(
     """
     stages = Pipeline.create(x_desc, gate_up_desc, None, code1.takes_halves, cfg1)
     pipeline, next_pipeline = told_pipelines(stages, hidden_desc, down_desc, code2.takes_halves, cfg2)
-    handover = Handover.create()
+    pulls: gl.constexpr = pulled is not None
+    handover = Handover.create(pulls)
     written = Written.create(cfg1.num_consumers)
     fence_async_shared()
     first = Problem(M, N1, K1, num_experts, 0, offsets, ROW_MODE, MAX_EXPERTS, cfg1)
@@ -224,7 +225,6 @@ def fused_kernel(
     role_barrier()
     consumer1 = ConsumerArgs(pipeline, epilogue1, scales1, True, False, written, trace)
     consumer2 = ConsumerArgs(next_pipeline, epilogue2, scales2, True, False, None, trace)
-    pulls: gl.constexpr = pulled is not None
     if pulls:
         pull_args = PullArgs(to, regions, rank, first_expert, pulled)
     else:
