@@ -24,8 +24,8 @@ pull:
 
 Producers take L1's units one by one, then L2's tiles (`scheduler`), each once the last one's loads are issued, and tell
 consumers: so all CTAs end within a tile of each other. A tile of L2 waits for the units that write its expert's hidden
-rows, which a running CTA has taken before. Stages of both GEMMs have one shape, and one ring goes on from L1's last
-step to L2's first. With few rows an expert L1 has one consumer, and L2 two that have tiles in turns.
+rows and those before them, which running CTAs have taken. Stages of both GEMMs have one shape, and one ring goes on
+from L1's last step to L2's first. With few rows an expert L1 has one consumer, and L2 two that have tiles in turns.
 
     counter, in global memory   adds                                  waits                              to 0
     PULLED                      a CTA: its tokens are in their rows   consumers, producers, before L1    the last

@@ -23,7 +23,7 @@ from envoi.moe.one_launch.progress import (
     wait_for_units,
 )
 from envoi.moe.one_launch.pull import PullArgs, pull
-from envoi.moe.one_launch.scheduler import take, units_of_tile
+from envoi.moe.one_launch.scheduler import take, units_until
 from envoi.runtime.aggregate import Scalar, aggregate
 from envoi.runtime.timeline_device import note_begin, note_moment
 from envoi.runtime.triton_compat import reinterpret, role_barrier
@@ -125,16 +125,15 @@ def producer(args):
     handover.end_first(count, step)
     scheduler = TileScheduler.create(second.problem)
     num_k_steps = gl.cdiv(second.problem.K, cfg.block_k)
-    known = gl.to_tensor(-1)  # expert whose hidden rows are written
+    known = gl.to_tensor(0)  # units of L1 that are known to be written
     event = gl.to_tensor(0)
     index = take(progress + TAKEN_IN_L2)
     while index < scheduler.num_units:
         tile = weights_tile(scheduler.tile(index), second)
         note_begin(second.trace, SECOND + PRODUCER, event, index)
-        expert, begin, end = units_of_tile(index, ahead, scheduler)
-        if expert != known:
-            wait_for_units(progress, begin, end, num_units, args.unit_shift)
-            known = expert
+        end = units_until(index, ahead.experts, scheduler.experts)
+        if known < end:
+            known = wait_for_units(progress, known, end, num_units, args.unit_shift)
         note_moment(second.trace, SECOND + PRODUCER, event, 1)
         second.pipeline.wait_empty(step)
         second.pipeline.tell_tile(count, index)

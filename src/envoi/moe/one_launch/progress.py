@@ -37,15 +37,20 @@ def tell_unit(progress, unit, shift):
 
 
 @gluon.jit
-def wait_for_units(progress, begin, end, num_units, shift):
-    """Wait until units [begin, end) are written, and those that they share a counter with; see `wait_for_all`."""
-    last = (end - 1) >> shift
-    for first in range(begin >> shift, last + 1, LANES):
-        counter = first + lanes()
-        wanted = gl.where(counter <= last, gl.minimum(num_units - (counter << shift), 1 << shift), 0)
-        while gl.max(wanted - load_of_lanes(progress + WRITTEN + counter), 0) > 0:
-            pass
+def wait_for_units(progress, known, end, num_units, shift):
+    """Wait until units [0, end) are written, of which `known` are; return how many of the first are known to be then.
+
+    A look covers as many counters as a warp has lanes, about a thousand units. So while L1 runs there is one for each
+    expert, and afterwards one or two for all: each costs the producer two microseconds and the SM its L1 cache.
+    """
+    while known < end:
+        counter = (known >> shift) + lanes()
+        wanted = gl.minimum(num_units - (counter << shift), 1 << shift)
+        is_short = load_of_lanes(progress + WRITTEN + counter) < wanted
+        num_complete = gl.min(gl.where(is_short, lanes(), LANES), 0)
+        known = gl.minimum(((known >> shift) + num_complete) << shift, num_units)
     acquire()
+    return known
 
 
 @gluon.jit

@@ -11,12 +11,9 @@ def take(counter):
 
 
 @gluon.jit
-def units_of_tile(index, first, second):
-    """Return the expert of a tile of L2, and the units of L1 [begin, end) that write the expert's hidden rows.
+def units_until(index, first, second):
+    """Return how many units of L1 there are up to the last one of the expert that a tile of L2 belongs to.
 
-    first, second: schedulers of L1 and L2.
+    first, second: ExpertTiles of L1 and L2. No load: the producer has both prefix sums in registers.
     """
-    expert, begin, end, tiles_before = second.experts.find(index)
-    token_tiles = gl.cdiv(end - begin, second.problem.cfg.block_m)
-    first_tile = tiles_before // second.num_feature_tiles
-    return expert, first_tile * first.num_feature_tiles, (first_tile + token_tiles) * first.num_feature_tiles
+    return gl.min(gl.where(second.tile_ends > index, first.tile_ends, 2**31 - 1), 0)
