@@ -25,8 +25,8 @@ def experts(hidden: int = 4096, intermediate: int = 2048, count: int = 32) -> Ex
     return ExpertWeights(matrix(2 * intermediate, hidden), matrix(hidden, intermediate), "fp8_block128")
 
 
-def names(num_tokens: int, *sizes: int) -> list[str]:
-    return [kernel.fn.__name__ for kernel, *_ in rehearse(LayerCall(experts(*sizes), 6), num_tokens, HOPPER)]
+def names(num_tokens: int, *sizes: int, num_topk: int = 6) -> list[str]:
+    return [kernel.fn.__name__ for kernel, *_ in rehearse(LayerCall(experts(*sizes), num_topk), num_tokens, HOPPER)]
 
 
 @pytest.fixture
@@ -35,8 +35,8 @@ def forced():
     host.use_one_launch(None)
 
 
-def test_many_tokens_take_one_launch_that_is_not_cooperative():
-    launched = rehearse(LayerCall(experts(), 6), 2048, HOPPER)
+def test_few_rows_take_one_launch_that_is_not_cooperative():
+    launched = rehearse(LayerCall(experts(), 6), 500, HOPPER)
     assert [kernel.fn.__name__ for kernel, *_ in launched] == [
         "sort_kernel", "gather_kernel", "fused_kernel", "combine_kernel",
     ]  # fmt: skip
@@ -46,6 +46,18 @@ def test_many_tokens_take_one_launch_that_is_not_cooperative():
     assert any(isinstance(x, torch.Tensor) and x.shape == (NUM_COUNTERS,) for x in arguments)
     one, two = (x for x in arguments if isinstance(x, Config))
     assert (one.num_stages, one.block_m) == (two.num_stages, two.block_m)
+
+
+@pytest.mark.parametrize("sizes", [(4096, 2048, 32), (2048, 768, 64), (7168, 2048, 16)])
+def test_so_many_rows_of_an_expert_take_one_launch(sizes):
+    most = host.MOST_ROWS * sizes[2] // 6
+    for tokens in (most // 12, most // 5, most - 16):
+        assert "fused_kernel" in names(tokens, *sizes)
+    assert "fused_kernel" not in names(most + 16, *sizes)
+
+
+def test_an_expert_too_small_for_its_tiles_takes_two():
+    assert names(64, 4096, 2048, 1, num_topk=1).count("gemm_kernel") == 2
 
 
 def test_the_choice_can_be_forced(forced):
