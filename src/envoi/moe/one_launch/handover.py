@@ -28,8 +28,8 @@ class Handover:
     def create(pulls: gl.constexpr):
         """Allocate memory and barriers, initialise these. The caller fences before any role uses them.
 
-        Only barriers that are used: where none waits the compiler gives a barrier's memory away, and its first state
-        may be written there long after (as if from a cache, once the kernel has used about thirty others).
+        Only barriers that are used: the compiler gives the memory of others away, and the hardware writes their state
+        there, also microseconds later (it did, to the first eight bytes of L1's pairs of tiles).
         """
         word: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
         if pulls:
