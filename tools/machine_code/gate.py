@@ -71,9 +71,9 @@ KNOWN: dict[str, dict[str, Known]] = {
         "gemm-sm90-experts-l1-pairs-concat sm_90": Known(1, 1, ONCE_A_TILE),
     },
     "3.9.0": {
-        "experts-both-gemms sm_90": Known(93, 57, f"{PHASES}, but for some"),
+        "experts-both-gemms sm_90": Known(164, 103, f"{PHASES}, but for some"),
         "ep-fused sm_90": Known(83, 51, f"{PHASES}, but for some"),
-        "ep-fused-presum sm_90": Known(157, 107, f"{PHASES}, but for some"),
+        "ep-fused-presum sm_90": Known(158, 107, f"{PHASES}, but for some"),
         "gemm-sm90-split-linear sm_90": Known(23, 3, ONCE_A_TILE),
         "gemm-sm90-experts-l1-concat-fp8-block128 sm_90": Known(21, 4, f"{ONCE_A_TILE}, but for one load"),
         "gemm-sm90-experts-l1-pairs-concat sm_90": Known(7, 1, ONCE_A_TILE),
