@@ -60,7 +60,7 @@ BASELINES = {
     "graph": "Envoi's own call, replayed from a CUDA graph (on CPUs made again)",
     "batch_invariant": "Envoi with batch_invariant=True, which gives a row the same bits whatever the others are",
     "counted": "Envoi's own call over NCCL (gloo on CPUs) where ranks count the rows that they send",
-    "staged": "Envoi's own call with a launch that pulls tokens in front of the first GEMM, from a CUDA graph",
+    "staged": "Envoi's own call with the pull in a launch of its own, from a CUDA graph",
     "as_busy": "Envoi's own call with even routing, every rank's rows as many as the busiest rank's here",
     "launched": "Envoi's own call, launched by Python instead of replayed from a CUDA graph",
 }

@@ -28,7 +28,7 @@ class Plan:
     summed there, and combine sends the sums; otherwise L2 sends the rows.
     max_tokens: per rank; sizes the buffers. pool_rows: capacity of the pool that dispatch fills.
     weight_bytes: the experts. buffer_bytes: the pool, L1's output, and the buffer from which combine reads rows.
-    experts_per_wave: local experts that go through L1 and L2 together in the fused kernel.
+    experts_per_wave: local experts that would go through L1 and L2 together in one launch of all steps.
     fused_shared: shared memory of the fused kernel with L1's tile. overlap: whether the products hide NVLink transfers.
     notes: quantities that aren't measured, and paths without a kernel. network, between_hosts: None for one host.
     fused: pull, L1 and L2 in one launch, None where there is no such kernel.

@@ -1,9 +1,9 @@
 """Experts in one launch, as `envoi.moe.one_launch` runs them, and whether it should.
 
-    staged   pull, L1, L2, a launch each
+    staged   pull, then L1 and L2: in one launch for few rows an expert (`envoi.moe.one_launch`), else in two
     fused    the same, one after the other in one launch; L2's first tiles run beside L1's last round
 
-Both waits between its phases take about as long as the launches that they replace, and what CTAs would idle for in L1's
+The wait for all tokens takes about as long as the launch that it replaces, and what CTAs would idle for in L1's
 last round is little: the others then have the memory, or the power, to themselves.
 """
 
@@ -28,7 +28,7 @@ class FusedExperts:
 
     consumer_registers, producer_registers: of a thread. num_consumers: of a tile of L1. num_stages: of both GEMMs.
     early_share: of L2's tiles, those that CTAs without a unit in L1's last round take meanwhile.
-    saved_us: less time than a pull, L1 and L2 by themselves, negative if more.
+    saved_us: less time than staged, negative if more.
     """
 
     consumer_registers: int
@@ -61,6 +61,6 @@ def pays(hidden: int, intermediate: int, num_topk: int, max_tokens: int, format:
 
 
 def saved_us(hidden: int, intermediate: int, num_topk: int, max_tokens: int) -> float:
-    """Return how much less time one launch should take than three, in us; negative if it takes more."""
+    """Return how much less time one launch should take than staged, in us; negative if it takes more."""
     products = 6.0 * max_tokens * num_topk * hidden * intermediate
     return -WAITS_US - SLOWER * products / (H200.tflops[FORMAT] * 1e6)

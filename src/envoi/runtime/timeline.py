@@ -23,7 +23,7 @@ ROOM = 512  # events of a role that are kept; a GEMM's launch takes 26 MB
 class Role(NamedTuple):
     """Role of a kernel, or a whole program, or one phase of a role.
 
-    spans: what it does between two moments of an event, in order. phase: of the call, if the launch has several.
+    spans: what it does between two moments of an event, in order. phase: of the launch, if it has several.
     """
 
     name: str

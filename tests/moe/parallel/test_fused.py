@@ -34,7 +34,7 @@ from tests.moe.layers import make
 from tests.moe.parallel import cases
 
 SIZES = {"max_tokens": 60, "num_topk": 3}
-EXPECTED = "fused: expected experts in fp8_block128 on Hopper GPUs that reach each other's memory, for True; got "
+EXPECTED = "fused: expected gated experts in fp8_block128 on Hopper GPUs that reach each other's memory, for True; got "
 
 
 def test_only_a_fused_layout_takes_the_memory():

@@ -298,5 +298,5 @@ def refused(rank: int, num_ranks: int) -> str:
 @pytest.mark.gpu
 def test_other_formats_are_refused_in_words():
     for outcome in run_ranks(2, refused, backend="nccl", timeout_s=100):
-        assert "fused: expected experts in fp8_block128" in outcome.value
+        assert "fused: expected gated experts in fp8_block128" in outcome.value
         assert "got experts in bf16" in outcome.value

@@ -61,8 +61,9 @@ def consumer(args, role: gl.constexpr):
 def multiply_told_tiles(args, scheduler, step, count, role: gl.constexpr, track: gl.constexpr):
     """Do a consumer's work on the tiles that the producer tells it of, see `Pipeline.tell_tile`, until it says -1.
 
-    step, count: of the pipeline and of what is told, at first; return both as they are then. With `written`, the
-    second tile of a pair is arrived for there, and the end too.
+    step, count: steps of the pipeline and tiles told before the first tile, returned as they are after L1's end; not
+    with pingpong, whose consumers end apart. With `written`, arrive there once a pair's second tile is stored, and for
+    the end.
     """
     problem, pipeline, epilogue = args.epilogue.problem, args.pipeline, args.epilogue
     cfg: gl.constexpr = problem.cfg
@@ -98,7 +99,7 @@ def multiply_told_tiles(args, scheduler, step, count, role: gl.constexpr, track:
 def multiply_unit(args, scheduler, buffers, unit, counts, event, role: gl.constexpr, track: gl.constexpr):
     """Multiply this consumer's share of a unit and run its epilogue; return counts as they are then.
 
-    counts: steps of the pipeline, shares that have been stored, all shares. event: of the trace's track.
+    counts: steps of the pipeline, shares stored and, with pingpong, tiles multiplied. event: of the trace's track.
     """
     step, tiles_done, tiles_multiplied = counts
     problem, pipeline, epilogue = args.epilogue.problem, args.pipeline, args.epilogue

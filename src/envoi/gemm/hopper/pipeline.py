@@ -43,7 +43,7 @@ from envoi.runtime.aggregate import Scalar, aggregate
 from envoi.runtime.barrier_setup import set_up_together
 from envoi.runtime.triton_compat import reinterpret, role_barrier, tma_load
 
-WRITTEN = gl.constexpr(4)  # units that consumers may be ahead of who waits for them
+WRITTEN_RING = gl.constexpr(4)  # units that consumers may be ahead of who waits for them
 
 
 @aggregate
@@ -141,8 +141,8 @@ class Pipeline:
         """Consumer: wait until the producer has told the CTA's count-th tile, return it; negative after the last one.
 
         Before a tile is told, its first stage is empty: a consumer has released the step num_stages before, so it has
-        read that step's tile. Of num_stages + 1 tiles in a row at most one has no step, the end of a GEMM's; so in a
-        ring of as many nothing is overwritten before it is read.
+        read that step's tile. L1's end is told without a step; each end of L2 waits for a step, as if it had one. So in
+        a ring of num_stages + 1 nothing is overwritten before it is read.
         """
         ring: gl.constexpr = self.cfg.num_stages + 1
         mbarrier.wait(self.told.index(count % ring), (count // ring) & 1)
@@ -196,7 +196,7 @@ class Pipeline:
 
     @gluon.jit
     def tell_tile(self, count, tile):
-        """Producer: tell consumers the CTA's count-th tile, whose token rows are in memory; see `wait_for_tile`.
+        """Producer: tell consumers the CTA's count-th tile, whose token rows are in memory, or -1: there are no more.
 
         The caller has waited for the tile's first stage to be empty.
         """
@@ -273,21 +273,21 @@ class Pipeline:
 
 @aggregate
 class Written:
-    """Units that consumers have written, in the order of their CTA: a ring of `WRITTEN` barriers in either direction.
+    """Units that consumers have written, in the order of their CTA: a ring of WRITTEN_RING barriers each way.
 
     Consumers arrive, and another role waits for each unit's turn and notes it.
     """
 
-    written: gl.shared_memory_descriptor  # mbarriers [WRITTEN, 1]: consumers arrive
-    noted: gl.shared_memory_descriptor  # mbarriers [WRITTEN, 1]: who waits for `written` arrives
+    written: gl.shared_memory_descriptor  # mbarriers [WRITTEN_RING, 1]: consumers arrive
+    noted: gl.shared_memory_descriptor  # mbarriers [WRITTEN_RING, 1]: who waits for `written` arrives
 
     @staticmethod
     @gluon.jit
     def create(num_consumers: gl.constexpr):
         """Allocate the barriers and initialise them. The caller fences before any role uses them."""
-        written = gl.allocate_shared_memory(gl.int64, [WRITTEN, 1], mbarrier.MBarrierLayout())
-        noted = gl.allocate_shared_memory(gl.int64, [WRITTEN, 1], mbarrier.MBarrierLayout())
-        for i in gl.static_range(WRITTEN):
+        written = gl.allocate_shared_memory(gl.int64, [WRITTEN_RING, 1], mbarrier.MBarrierLayout())
+        noted = gl.allocate_shared_memory(gl.int64, [WRITTEN_RING, 1], mbarrier.MBarrierLayout())
+        for i in gl.static_range(WRITTEN_RING):
             mbarrier.init(written.index(i), count=num_consumers)
             mbarrier.init(noted.index(i), count=1)
         return Written(written, noted)
@@ -295,16 +295,16 @@ class Written:
     @gluon.jit
     def arrive(self, n):
         """Consumer: tell that the CTA's n-th unit is written; whoever waits for it sees what all warps have written."""
-        slot = n % WRITTEN
-        mbarrier.wait(self.noted.index(slot), ((n // WRITTEN) & 1) ^ 1)
+        slot = n % WRITTEN_RING
+        mbarrier.wait(self.noted.index(slot), ((n // WRITTEN_RING) & 1) ^ 1)
         role_barrier()
         mbarrier.arrive(self.written.index(slot), count=1)
 
     @gluon.jit
     def wait(self, n):
         """Wait until the CTA's n-th unit is written, and let consumers go on."""
-        slot = n % WRITTEN
-        mbarrier.wait(self.written.index(slot), (n // WRITTEN) & 1)
+        slot = n % WRITTEN_RING
+        mbarrier.wait(self.written.index(slot), (n // WRITTEN_RING) & 1)
         mbarrier.arrive(self.noted.index(slot), count=1)
 
 

@@ -12,7 +12,7 @@ pull:
     role       warps   registers   pull                      L1                     L2
     consumer   2 x 4   240         peers' tokens -> rows     mainloop, epilogue     mainloop, epilogue
     producer   1       24          waits for all rows        TMA loads              waits for hidden rows, TMA loads
-    teller     1       24          rows are written          units are
+    teller     1       24          counts its CTA             counts units
 
     8 units of L1, each as long as 2 tiles of L2, on 6 CTAs
 
@@ -22,10 +22,11 @@ pull:
     ..
     CTA 5   pull   L1: 5            L2: 3   L2: 7    L2: 13
 
-Producers take L1's units one by one, then L2's tiles (`scheduler`), each once the last one's loads are issued, and tell
-consumers: so all CTAs end within a tile of each other. A tile of L2 waits for the units that write its expert's hidden
-rows and those before them, which running CTAs have taken. Stages of both GEMMs have one shape, and one ring goes on
-from L1's last step to L2's first. With few rows an expert L1 has one consumer, and L2 two that have tiles in turns.
+Producers take L1's units, pairs of tiles, one by one, then L2's tiles (`scheduler`), each once the last one's loads
+are issued, and tell consumers: so all CTAs end within a tile of each other. A producer comes to L2 once all units are
+taken, by CTAs that run. Its tile waits for the units that write its expert's hidden rows, those before them, and the
+others of their last counter. Stages of both GEMMs have one shape, and one ring goes on from L1's last step to L2's
+first. With few rows an expert L1 has one consumer, and L2 two that have tiles in turns.
 
     counter, in global memory   adds                                  waits                              to 0
     PULLED                      a CTA: its tokens are in their rows   consumers, producers, before L1    the last
@@ -36,9 +37,9 @@ from L1's last step to L2's first. With few rows an expert L1 has one consumer, 
 
     barrier, in shared memory   arrivals                              waits
     pulled                      consumers                             the teller, before it adds to PULLED
-    written [ring of 4]         consumers, each unit                  the teller, before it adds to WRITTEN
-    noted [ring of 4]           1: the teller, each unit              consumers, before they arrive on `written` again
-    told [num_stages + 1]       1: the producer, each tile            consumers, before they read its number
+    written [ring of 4]         consumers, each unit and the end      the teller, before it adds to WRITTEN
+    noted [ring of 4]           1: the teller, each unit and the end  consumers, before they arrive on `written` again
+    told [num_stages + 1]       1: the producer, each tile and end    consumers, before they read its number
     ended                       1: the producer, after L1's tiles     a consumer that has none of them
     begun                       consumers, once PULLED is complete    the producer, before it leaves
 

@@ -1,4 +1,4 @@
-"""Shapes that the launch of the experts pulls, and tilings of its two GEMMs."""
+"""Shape of the tokens that the launch of the experts pulls, and tilings of its two GEMMs."""
 
 from dataclasses import dataclass
 from typing import Any, NamedTuple
@@ -11,9 +11,9 @@ FORMAT = "fp8_block128"  # of the experts
 OTHER_COUNTERS = 4  # of `progress`, before those of units
 UNIT_COUNTERS = 1024  # at most; each counts as many units of L1, a power of two
 LEAST_SHIFT = 5  # log2 of how many, at least
-NUM_COUNTERS = OTHER_COUNTERS + UNIT_COUNTERS + 32  # a warp may look at as many more as it has lanes
+LANES = 32  # of a warp
+NUM_COUNTERS = OTHER_COUNTERS + UNIT_COUNTERS + LANES  # a look may go on after the last one
 CONSUMER_REGISTERS, PRODUCER_REGISTERS = 240, 24  # of a thread
-LANES = 32
 MAX_SLOTS = LANES  # of a token: a lane each
 PULLED_WORDS = 8192  # by four warps at once, in registers: these, and the next ones that they ask for meanwhile
 MAX_HIDDEN = PULLED_WORDS  # bytes: a token a warp

@@ -8,7 +8,7 @@ from envoi.runtime.aggregate import aggregate
 from envoi.runtime.triton_compat import role_barrier
 
 CONSUMERS = gl.constexpr(2)
-KNOWN = gl.constexpr(16)  # units that the producer may be ahead of the teller, and more: four in `Written`, and stages
+UNIT_RING = gl.constexpr(16)  # told units; at most 10 are unread: 4 by stages, 5 by `Written`, the next
 
 
 @aggregate
@@ -21,7 +21,9 @@ class Handover:
     begun: gl.shared_memory_descriptor | gl.constexpr
     ended: gl.shared_memory_descriptor  # mbarrier [1, 1]: the producer arrives when it has told all tiles of L1
     counts: gl.shared_memory_descriptor  # int32 [2, 1]: how many it has told, and their steps
-    units: gl.shared_memory_descriptor  # int32 [KNOWN, 1]: units of this CTA, from the producer to the teller, then -1
+    units: (
+        gl.shared_memory_descriptor
+    )  # int32 [UNIT_RING, 1]: units of this CTA, from the producer to the teller, then -1
 
     @staticmethod
     @gluon.jit
@@ -29,7 +31,8 @@ class Handover:
         """Allocate memory and barriers, initialise these. The caller fences before any role uses them.
 
         Only barriers that are used: the compiler gives the memory of others away, and the hardware writes their state
-        there, also microseconds later (it did, to the first eight bytes of L1's pairs of tiles).
+        there, also microseconds later (it did, to the first eight bytes of L1's pairs of tiles). `ended` counts as
+        used: the producer arrives on it in every tiling.
         """
         word: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
         if pulls:
@@ -43,17 +46,17 @@ class Handover:
         ended = gl.allocate_shared_memory(gl.int64, [1, 1], mbarrier.MBarrierLayout())
         mbarrier.init(ended.index(0), count=1)
         counts = gl.allocate_shared_memory(gl.int32, [2, 1], word)
-        return Handover(pulled, begun, ended, counts, gl.allocate_shared_memory(gl.int32, [KNOWN, 1], word))
+        return Handover(pulled, begun, ended, counts, gl.allocate_shared_memory(gl.int32, [UNIT_RING, 1], word))
 
     @gluon.jit
     def tell_unit(self, n, unit):
         """Producer: tell which unit is the CTA's n-th, before it tells the unit's tiles; -1 after the last one."""
-        put(self.units, n % KNOWN, unit)
+        put(self.units, n % UNIT_RING, unit)
 
     @gluon.jit
     def unit(self, n):
         """Teller: return the CTA's n-th unit, after it has been written."""
-        return get(self.units, n % KNOWN)
+        return get(self.units, n % UNIT_RING)
 
     @gluon.jit
     def end_first(self, count, step):

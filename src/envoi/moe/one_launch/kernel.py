@@ -112,7 +112,7 @@ def producer(args):
             note_begin(first.trace, PRODUCER, count, index)
             tile = weights_tile(ahead.tile(index), first)
             note_moment(first.trace, PRODUCER, count, 1)
-            first.pipeline.wait_empty(step)  # first: the ring of `told` mustn't be passed twice before it is read
+            first.pipeline.wait_empty(step)  # first: the slot of `told` must have been read
             first.pipeline.tell_tile(count, index)
             step = load_unit(first, step, 0, num_k_steps, tile, False)
             note_moment(first.trace, PRODUCER, count, 2)
@@ -203,7 +203,9 @@ def fused_kernel(
     cfg1: gl.constexpr, code1: gl.constexpr, cfg2: gl.constexpr, code2: gl.constexpr, ROW_MODE: gl.constexpr,
     MAX_EXPERTS: gl.constexpr, pulled: gl.constexpr, trace,
 ):  # fmt: skip
-    """Set up the pipeline, then start one role for each partition of warps. Grid: (number of CTAs,), cooperative.
+    """Set up the pipeline, then start one role for each partition of warps.
+
+    Grid: (number of CTAs,); with a pull, cooperative.
 
     Arguments with a number are those of `gemm_kernel` for L1 and L2. progress, unit_shift: see `progress`. to, regions,
     rank, first_expert: of the pull, see `PullArgs`. pulled: PullConfig. trace: see `runtime.timeline_device`.

@@ -17,7 +17,7 @@ NUM_COUNTERS = gl.constexpr(config.NUM_COUNTERS)
 
 @gluon.jit
 def tell(counter):
-    """Add this CTA to a counter (release): whoever acquires it sees what this role has seen."""
+    """Add 1 to a counter (release): whoever acquires it sees what this role has seen."""
     role_barrier()
     gl.atomic_add(counter, 1, sem="release", scope="gpu")
 
@@ -38,10 +38,11 @@ def tell_unit(progress, unit, shift):
 
 @gluon.jit
 def wait_for_units(progress, known, end, num_units, shift):
-    """Wait until units [0, end) are written, of which `known` are; return how many of the first are known to be then.
+    """Wait until units [0, end) are written, of which the first `known` are; return how many are known to be then.
 
-    A look covers as many counters as a warp has lanes, about a thousand units. So while L1 runs there is one for each
-    expert, and afterwards one or two for all: each costs the producer two microseconds and the SM its L1 cache.
+    All units must have been taken: those of the last counter are waited for too, up to 2**shift - 1 after `end`. A look
+    loads a counter a lane, 1024 units or more. A call ends with an acquire, which costs two microseconds and the SM's
+    L1 cache: while L1 ends that is one for each expert, afterwards one or two for all.
     """
     while known < end:
         counter = (known >> shift) + lanes()

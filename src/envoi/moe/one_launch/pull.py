@@ -64,10 +64,10 @@ def pointer_to(address, like):
 
 @gluon.jit
 def fetch(args, own, begin, stride):
-    """Load tokens begin, begin + stride, .. of all ranks' that have rows here; store their rows' weights and places.
+    """Load tokens begin, begin + stride, .. of all ranks' that have rows here; store what belongs to their rows.
 
-    Return the words [tokens, words], the scale factors [tokens, factors], and the row of each slot [tokens, slots],
-    -1 = none here. The tokens are far apart, so that few are spread over all multiprocessors.
+    That is weights and destinations. Return the words [tokens, words], the scale factors [tokens, factors], and the row
+    of each slot [tokens, slots], -1 = none here. The tokens are far apart, so that few are spread over all SMs.
     """
     cfg: gl.constexpr = args.cfg
     tokens: gl.constexpr = cfg.tokens

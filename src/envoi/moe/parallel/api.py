@@ -53,7 +53,7 @@ from envoi.moe.parallel.trace import STEP as TRACE
 from envoi.moe.parallel.trace import Timeline, trace_call, untraceable
 from envoi.moe.parallel.warm_up import FIRST, CountedCall, ParallelCall, compile_together, compiled_form, unbounded
 from envoi.moe.warm_up import check_jobs, compiles, prepare, without_tensors
-from envoi.plan import fused as one_launch
+from envoi.plan import fused as fused_plan
 from envoi.plan.gathering import gathering_pays, link_of
 from envoi.plan.presum import pays
 from envoi.runtime import shortcuts
@@ -98,8 +98,8 @@ class ExpertParallel:
         host don't reach each other's memory (`why` says so). Over NCCL the room of max_tokens is that of NVLink
         for the tokens of num_ranks / ranks of a host ranks, in bf16 once more.
     fused: over NVLink, on Hopper, in fp8_block128, with gated experts: pulling the tokens, both GEMMs and sending the
-        rows back are one launch instead of three; the bits are the same. None = if `envoi.plan.fused` predicts that it
-        is faster with max_tokens: nowhere, as a wait within a launch takes as long as a launch.
+        rows back are one launch, instead of two (few rows an expert) or three; the bits are the same. None = if
+        `envoi.plan.fused` predicts that it is faster with max_tokens: nowhere, the wait for all tokens costs as much.
 
     Attributes: num_experts (over all ranks), expert_offsets (rank r owns expert_offsets[r] : expert_offsets[r + 1]),
     transport ("nvlink", "nccl" or "gloo"), why (the reason for that transport), exchange ("memory" over NVLink,
@@ -443,7 +443,7 @@ class ExpertParallel:
         sizes = layout.hidden, self.experts.intermediate, layout.num_topk, layout.max_tokens, layout.num_ranks
         if presum is None:
             presum = pays(*sizes, layout.format)
-        wanted = one_launch.pays(*sizes[:-1], layout.format) if fused is None else fused
+        wanted = fused_plan.pays(*sizes[:-1], layout.format) if fused is None else fused
         layout = replace(layout, presum=presum, fused=bool(wanted))
         return memory.open_domain(self._owner, self.experts, layout, group, fused)
 

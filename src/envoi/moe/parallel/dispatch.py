@@ -40,7 +40,7 @@ class RankedSlots:
 def dispatch(domain: Domain, tokens: torch.Tensor, topk_weights: torch.Tensor, topk_ids: torch.Tensor) -> None:
     """Send this rank's tokens [M, H] bf16 to their experts' ranks; fill domain.rows with the tokens for its own.
 
-    With `layout.fused` rows aren't pulled yet, unless this rank has none: then the pull only notes the call's load.
+    With `layout.fused` rows aren't pulled yet, unless this rank has no experts: the pull only notes the load then.
     """
     ranked = stage_tokens(domain, tokens, topk_ids)
     send_routing(domain, topk_ids.contiguous(), topk_weights.contiguous(), ranked)

@@ -21,7 +21,7 @@ from envoi.types import ExpertWeights
 
 Buffers = gathered_device.Buffers | hosts_device.Buffers
 NVLINK = "all ranks reach each other's memory"
-STAGED, FUSED = "pull, L1 and L2 are launches of their own", "pull, L1 and L2 are one launch (fused)"
+STAGED, FUSED = "the pull is a launch of its own", "pull, L1 and L2 are one launch (fused)"
 BY_HOST = "ranks are grouped by host"
 # Objects of equal sizes, such as those of a model's layers, use the same memory in turn.
 _domains: "weakref.WeakValueDictionary[tuple, Domain]" = weakref.WeakValueDictionary()
@@ -97,7 +97,8 @@ def refuse_unfused(reasons: list[str]) -> None:
     """Raise ValueError if one of these is a reason why pull and experts can't be one launch."""
     for reason in filter(None, reasons):
         raise ValueError(
-            f"fused: expected experts in {FORMAT} on Hopper GPUs that reach each other's memory, for True; got {reason}"
+            f"fused: expected gated experts in {FORMAT} on Hopper GPUs that reach each other's memory, for True; "
+            f"got {reason}"
         )
 
 
