@@ -18,7 +18,7 @@ FORMAT = "fp8_block128"
 CONSUMER_REGISTERS, PRODUCER_REGISTERS = 240, 24
 STAGES_FEW, STAGES_MANY, FEW_ROWS = 4, 5, 64
 TOKENS_FEW, TOKENS_MANY, L1_FEATURES, L2_FEATURES = 64, 128, 256, 128
-# What it takes longer than the staged launches: for its pull and waits, and of its products' time. Measured on two H100s.
+# What it takes longer than staged: for its pull and waits, and of its products' time. Measured on two H100s.
 WAITS_US, SLOWER = 9.0, 0.02
 
 
