@@ -217,6 +217,9 @@ def _warm_up_arguments(parser: argparse.ArgumentParser) -> None:
     add("--activation", metavar="NAME", default="swiglu", help="as for envoi.experts.pack; default: %(default)s")
     add("--bias", action="store_true", help="experts have biases")
     add("--ranks", metavar="N", type=int, default=1, help="GPUs that share the experts over NVLink; default: 1")
+    flag = argparse.BooleanOptionalAction
+    add("--presum", action=flag, help="as for ExpertParallel, with --ranks; default: where faster")
+    add("--fused", action=flag, help="as for ExpertParallel, with --ranks; default: where faster")
     add("--arch", metavar="NAME", help="sm_90, sm_100 or sm_103, which needn't be present; default: the GPU here")
     add("--sms", metavar="N", type=int, help="multiprocessors of --arch; default: 132, as an H100 SXM or H200 has")
     add("--jobs", metavar="N", type=int, help="processes; default: one for each CPU")
