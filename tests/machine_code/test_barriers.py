@@ -14,6 +14,9 @@ from envoi.cases import kernel_cases
 from envoi.runtime.kernel_case import Launch
 from envoi.runtime.triton_compat import role_barrier
 from tests.helpers.shared_memory import in_barriers
+from tools.machine_code import gate
+from tools.machine_code.compile import compile_launch
+from tools.machine_code.count import record_of
 
 KERNELS = [
     ("gemm-sm90-store", "sm_90"),  # roles that share a tile
@@ -57,6 +60,16 @@ def _forgotten(out):
     gl.store(out + ids, buffer.load(ids.type.layout))
 
 
+FORGOTTEN = Launch(_forgotten, (1,), (torch.zeros(128, dtype=torch.int32),), {})
+
+
 def test_a_forgotten_barrier_is_found(tmp_path):
-    found = in_barriers(Launch(_forgotten, (1,), (torch.zeros(128, dtype=torch.int32),), {}), "sm_90", tmp_path)
+    found = in_barriers(FORGOTTEN, "sm_90", tmp_path)
     assert len(found) == 1 and "128xi32" in found[0]
+
+
+def test_the_gate_names_it():
+    binary = compile_launch(FORGOTTEN, "sm_90")
+    assert binary.forgotten == ("%barrier",)
+    assert "barriers set up and never used, whose memory is reused: %barrier" in gate.broken(*record_of(binary), {})
+    assert compile_launch(kernel_cases()["gemm-sm90-grouped-few"].launch(), "sm_90").forgotten == ()

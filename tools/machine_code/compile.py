@@ -9,7 +9,7 @@ from triton.runtime.jit import JITFunction
 from envoi import env
 from envoi.runtime import triton_compat
 from envoi.runtime.kernel_case import EVERY_ARCH, Launch
-from tools.machine_code import isolate, ptx
+from tools.machine_code import barriers, isolate, ptx
 
 RESOURCES = re.compile(r"Function (\S+):\s+REG:(\d+) STACK:(\d+) SHARED:(\d+)")
 
@@ -26,7 +26,7 @@ class Binary:
     """Compiled kernel.
 
     shared_bytes: total of a launch, the static part and the dynamic part. stack_bytes: local memory per thread, which
-    holds spilled registers.
+    holds spilled registers. forgotten: barriers that are set up and never used.
     """
 
     name: str
@@ -37,6 +37,7 @@ class Binary:
     registers: int
     shared_bytes: int
     stack_bytes: int
+    forgotten: tuple[str, ...] = ()
 
     @property
     def ptx_sha256(self) -> str:
@@ -49,16 +50,17 @@ def compile_launch(launch: Launch, arch: str) -> Binary:
     arguments = arguments_of(launch, arch)
     name = launch.kernel.fn.__name__
 
-    def compile_there() -> tuple[str, bytes, str, int, int]:
+    def compile_there() -> tuple[str, bytes, str, int, int, tuple[str, ...]]:
         kernel = triton_compat.compile_for(launch.kernel, *arguments)
         made = kernel.metadata
-        return made.name, kernel.asm["cubin"], kernel.asm["ptx"], made.num_warps, made.shared
+        unused = barriers.forgotten(kernel.asm["ttgir"])
+        return made.name, kernel.asm["cubin"], kernel.asm["ptx"], made.num_warps, made.shared, unused
 
     triton_compat.warm_up(arch)
     outcome = isolate.call(compile_there, explain=_python_reason)
     if outcome.ended != "returned":
         raise CompilerRefusesError(name, arch, _reason(outcome))
-    entry, cubin, text, num_warps, dynamic_bytes = outcome.value
+    entry, cubin, text, num_warps, dynamic_bytes, unused = outcome.value
     done = isolate.run_on(triton_compat.bundled_tool("cuobjdump"), ("--dump-resource-usage",), cubin)
     used = {function: tuple(map(int, numbers)) for function, *numbers in RESOURCES.findall(done.stdout)}
     if entry not in used:
@@ -66,7 +68,7 @@ def compile_launch(launch: Launch, arch: str) -> Binary:
             f"{name}: cuobjdump doesn't report its registers: {done.stderr.strip() or done.stdout.strip()}"
         )
     registers, stack_bytes, static_bytes = used[entry]
-    return Binary(entry, arch, cubin, text, num_warps, registers, static_bytes + dynamic_bytes, stack_bytes)
+    return Binary(entry, arch, cubin, text, num_warps, registers, static_bytes + dynamic_bytes, stack_bytes, unused)
 
 
 def arguments_of(launch: Launch, arch: str) -> tuple[Any, ...]:

@@ -58,6 +58,7 @@ class Record:
     instructions: int
     families: Families
     ptx_sha256: str
+    forgotten: tuple[str, ...] = ()  # barriers that are set up and never used
 
     @property
     def title(self) -> str:
@@ -77,7 +78,7 @@ def record_of(binary: Binary, kernel: str = "", listing: Listing | None = None) 
     opcodes = listing.functions[binary.name]
     record = Record(
         kernel or binary.name, binary.arch, binary.registers, binary.stack_bytes, binary.shared_bytes,
-        binary.num_warps, len(opcodes), count(opcodes), binary.ptx_sha256,
+        binary.num_warps, len(opcodes), count(opcodes), binary.ptx_sha256, binary.forgotten,
     )  # fmt: skip
     return record, listing.text
 

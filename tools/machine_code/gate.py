@@ -141,8 +141,10 @@ def count(name: str, arch: str) -> tuple[Record, str]:
 
 
 def broken(record: Record, text: str, needs: dict[str, str], known: Known | None = None) -> list[str]:
-    """Return the violations that no acceptance excuses: spills, calls, missing or misplaced instructions."""
+    """Return the violations that no acceptance excuses: spills, calls, unused barriers, missing instructions .."""
     found = [*_missing(record, needs), *_spilled(record, known)]
+    if record.forgotten:
+        found.append(f"barriers set up and never used, whose memory is reused: {', '.join(record.forgotten)}")
     called = re.findall(r"\b(?:CALL|LEPC)\S*\s+([^;]*)", text)
     strange = [call.strip() for call in called if not allowed(call, text)]
     if strange or len(called) != record.total(CALLS):
