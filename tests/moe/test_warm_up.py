@@ -435,6 +435,18 @@ def test_the_command_across_ranks(format, monkeypatch, capsys):
     assert "pull_kernel" in capsys.readouterr().out
 
 
+@pytest.mark.parametrize(("num_sms", "is_here"), [(132, True), (78, False)])
+def test_the_command_builds_launchers_for_the_gpu_at_hand(num_sms, is_here, monkeypatch, capsys):
+    command = sys.modules["envoi.moe.parallel.command"]
+    given = []
+    monkeypatch.setattr(command, "compile_calls", lambda *args, **named: given.append(named) or [])
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
+    monkeypatch.setattr(command.Target, "of", classmethod(lambda cls, device: HOPPER))
+    assert cli.main([*SMALL, "--arch", "sm_90", "--sms", str(num_sms)]) == 0
+    assert given == [{"for_launch": is_here}]
+
+
 @pytest.mark.parametrize(
     ("flags", "kernels"),
     [

@@ -44,13 +44,20 @@ def run(args: argparse.Namespace) -> int:
         )
         calls = calls_of(experts, args.experts, args.topk, args.max_tokens, args.ranks, args.presum, args.fused)
     start, jobs = time.monotonic(), args.jobs or num_cpus()
-    sites = compile_calls(calls, target, args.max_tokens, jobs, True, for_launch=args.arch is None)
+    sites = compile_calls(calls, target, args.max_tokens, jobs, True, for_launch=_is_here(target))
     counts = Counter(site.name for site in sites)
     for name, count in sorted(counts.items()):
         print(f"{count:5} {name}")
     took = f"{time.monotonic() - start:.0f} s by {jobs} processes"
     print(f"{len(sites)} kernels for {target.arch} with {target.num_sms} SMs are in Triton's cache, after {took}")
     return 0
+
+
+def _is_here(target: Target) -> bool:
+    """Tell whether this machine has a GPU like the target, for which what launches the kernels can be built."""
+    if not torch.cuda.is_available():
+        return False
+    return target == Target.of(torch.device("cuda", torch.cuda.current_device()))
 
 
 def _target(arch: str | None, num_sms: int | None) -> Target:
