@@ -1,5 +1,6 @@
 """Experts' L1 and L2 in one launch, on a GPU: the bits of two launches; graphs; streams side by side; counters."""
 
+from dataclasses import replace
 from functools import cache
 
 import pytest
@@ -65,6 +66,21 @@ def test_all_tokens_of_one_expert(expert, tokens):
     layer.routing.topk_ids.fill_(expert)
     two, one = both(layer, layer.pack(FORMAT))
     assert_same_bits(one, two)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("tokens", [60, 900])
+def test_scale_factors_that_are_powers_of_two(tokens):
+    layer, layer.routing = on_gpu(make(**(LAYERS["many"] | {"tokens": tokens})))
+    packed = layer.pack(FORMAT)
+
+    def rounded(weights):
+        return replace(weights, sf=(weights.sf.log2().round() + 127).to(torch.uint8).view(torch.float8_e8m0fnu))
+
+    packed = replace(packed, gate_up=rounded(packed.gate_up), down=rounded(packed.down))
+    two, one = both(layer, packed)
+    assert_same_bits(one, two)
+    assert bool(two.isfinite().all()) and bool(two.any())
 
 
 @cache
