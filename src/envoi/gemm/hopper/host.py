@@ -272,17 +272,32 @@ def planned(
     return _call_and_config(work, out_dtype, written, grouping, num_sms, shipped_only=True)
 
 
-def _call_and_config(
-    work: Work, out_dtype: torch.dtype, outputs: list[torch.Tensor], grouping: Grouping, num_sms: int,
-    shipped_only: bool = False,
-) -> tuple[Call, Config]:  # fmt: skip
+def call_of(
+    a: Matrix, b: Matrix, offsets: torch.Tensor | None, ir: IR, out_dtype: torch.dtype, operands: dict,
+    grouping: Grouping = ALL_ROWS,
+) -> Call:  # fmt: skip
+    """Return the call of a kernel that runs the whole epilogue, for these tensors (may be "meta")."""
+    work = work_of(a, b, ir, operands, offsets)
+    M, N = work.a.shape[0], work.b.shape[-2]
+    written = empty_outputs(work.ir, output_specs(work.ir, out_dtype), M, N, work.a.device, grouping.to)
+    return _call(work, out_dtype, written, grouping)
+
+
+def _call(work: Work, out_dtype: torch.dtype, outputs: list[torch.Tensor], grouping: Grouping) -> Call:
     grouping = grouping.settled(bool(deferred(work.ir)), work.num_groups)
     operands, pointers = operand_tensors(work.ir, work.operands, work.num_groups)
     code = _lowered(work, out_dtype, operands, pointers, outputs, grouping)
     names = tuple(operand.name for operand in work.ir.operands)
-    call = Call(work.a, work.b, code, operands, names, outputs, work.offsets, work.scales, grouping)
+    return Call(work.a, work.b, code, operands, names, outputs, work.offsets, work.scales, grouping)
+
+
+def _call_and_config(
+    work: Work, out_dtype: torch.dtype, outputs: list[torch.Tensor], grouping: Grouping, num_sms: int,
+    shipped_only: bool = False,
+) -> tuple[Call, Config]:  # fmt: skip
+    call = _call(work, out_dtype, outputs, grouping)
     problem = problem_of(call)
-    config = tune.choose(problem, code, num_sms, shipped_only)
+    config = tune.choose(problem, call.code, num_sms, shipped_only)
     if config is None:
         raise ValueError(f"epilogue {work.ir.name}: no config of the Hopper kernel fits {problem}")
     return call, config

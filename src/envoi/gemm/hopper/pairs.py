@@ -7,11 +7,11 @@ E4M3; it costs time where the last, partly filled round of the persistent loop i
 import torch
 
 from envoi.epilogue.ir import IR
-from envoi.epilogue.lower import lower
+from envoi.epilogue.lower import Lowered, lower
 from envoi.epilogue.outputs import chunk_columns
 from envoi.gemm.grouping import Grouping
 from envoi.gemm.hopper import tune
-from envoi.gemm.hopper.config import Problem, are_few
+from envoi.gemm.hopper.config import Config, Problem, are_few
 from envoi.gemm.hopper.forced import Choice
 from envoi.gemm.hopper.host import scaling, supports_hopper, takes_pairs
 from envoi.gemm.hopper.time_model import COSTS, predicted_cycles
@@ -51,15 +51,23 @@ def pairs_pay(problem: Problem, in_pairs: IR, in_bf16: IR, num_sms: int) -> bool
 
     Where tokens are so few that weights take the M side, reading weights bounds the time: pairs have tokens there.
     """
-    tma = not are_few(problem.M // problem.num_groups, chunk_columns(in_bf16))
-    pairs = tune.choose(
-        problem, lower(in_pairs, torch.bfloat16, "gluon", False, False, frozenset(), paired=True), num_sms
-    )
-    alone = tune.choose(problem, lower(in_bf16, torch.bfloat16, "gluon", False, tma, frozenset()), num_sms)
+    pairs, alone = l1_configs(problem, in_pairs, in_bf16, num_sms)
     if pairs is None or alone is None or alone.swap_ab:
         return False
     cycles = predicted_cycles(problem, alone, num_sms) + quantize_cycles(problem)
     return predicted_cycles(problem, pairs, num_sms) < cycles
+
+
+def l1_configs(problem: Problem, in_pairs: IR, in_bf16: IR, num_sms: int) -> tuple[Config | None, Config | None]:
+    """Return the configs of an L1 that quantises and of one in bf16, each None if none fits."""
+    tma = not are_few(problem.M // problem.num_groups, chunk_columns(in_bf16))
+    alone = lower(in_bf16, torch.bfloat16, "gluon", False, tma, frozenset())
+    return tune.choose(problem, lowered_pairs(in_pairs), num_sms), tune.choose(problem, alone, num_sms)
+
+
+def lowered_pairs(in_pairs: IR) -> Lowered:
+    """Return the epilogue of an L1 that quantises, in the kernel's code."""
+    return lower(in_pairs, torch.bfloat16, "gluon", False, False, frozenset(), paired=True)
 
 
 def quantize_cycles(problem: Problem) -> float:

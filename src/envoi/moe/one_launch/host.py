@@ -14,7 +14,7 @@ from envoi.gemm.hopper import host as hopper
 from envoi.gemm.hopper import tune
 from envoi.gemm.hopper.config import Config, Problem, are_few, fitted, supports
 from envoi.gemm.hopper.forced import Choice
-from envoi.gemm.hopper.pairs import quantize_cycles
+from envoi.gemm.hopper.pairs import l1_configs, lowered_pairs, quantize_cycles
 from envoi.gemm.hopper.time_model import predicted_cycles
 from envoi.moe.epilogues import l1_epilogues, l1_operands, l2_epilogue, l2_operands
 from envoi.moe.launches import Launch
@@ -119,12 +119,10 @@ def _pays(problems: tuple[Problem, Problem], irs: tuple[Any, ...], scattered: bo
     """Return True if the best tiling of one launch should take at most MOST times as long as two, each in its best."""
     first, second = problems
     in_tile, in_pairs, l2 = irs
-    pairs = lower(in_pairs, BF16, "gluon", False, False, frozenset(), paired=True)
-    few = [are_few(p.M // p.num_groups, chunk_columns(ir)) for p, ir in zip(problems, (in_tile, l2), strict=True)]
-    alone = lower(in_tile, BF16, "gluon", False, not few[0], frozenset())
-    last = lower(l2, BF16, "gluon", False, not (scattered or few[1]), frozenset(), (), scattered)
-    tiling = _tiling(problems, (pairs, last), num_sms)
-    own = [tune.choose(first, pairs, num_sms), tune.choose(first, alone, num_sms), tune.choose(second, last, num_sms)]
+    few = are_few(second.M // second.num_groups, chunk_columns(l2))
+    last = lower(l2, BF16, "gluon", False, not (scattered or few), frozenset(), (), scattered)
+    tiling = _tiling(problems, (lowered_pairs(in_pairs), last), num_sms)
+    own = [*l1_configs(first, in_pairs, in_tile, num_sms), tune.choose(second, last, num_sms)]
     if tiling is None or None in own:
         return False
     of_pairs, of_alone, of_l2 = (
@@ -163,11 +161,11 @@ def plan(
     """
     in_pairs = cast(Epilogue, l1_epilogues(experts)[1])  # as `supports_one_launch` has found
     operands, own = l1_operands(experts, weights), replace(grouping, to=None)
-    first, _ = hopper.planned(rows, experts.gate_up, offsets, in_pairs.ir, BF16, operands, num_sms, own)
+    first = hopper.call_of(rows, experts.gate_up, offsets, in_pairs.ir, BF16, operands, own)
     values, sf = first.outputs
     hidden = QuantTensor(values, sf, (1, values.shape[1] // sf.shape[1]))
     operands, l2 = l2_operands(experts, weights), l2_epilogue(experts).ir
-    second, _ = hopper.planned(hidden, experts.down, offsets, l2, BF16, operands, num_sms, grouping)
+    second = hopper.call_of(hidden, experts.down, offsets, l2, BF16, operands, grouping)
     problems = tune.rounded(hopper.problem_of(first)), tune.rounded(hopper.problem_of(second))
     tiling = _tiling(problems, (first.code, second.code), num_sms)
     if tiling is None:
