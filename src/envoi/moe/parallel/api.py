@@ -53,9 +53,7 @@ from envoi.moe.parallel.trace import STEP as TRACE
 from envoi.moe.parallel.trace import Timeline, trace_call, untraceable
 from envoi.moe.parallel.warm_up import FIRST, CountedCall, ParallelCall, compile_together, compiled_form, unbounded
 from envoi.moe.warm_up import check_jobs, compiles, prepare, without_tensors
-from envoi.plan import fused as fused_plan
 from envoi.plan.gathering import gathering_pays, link_of
-from envoi.plan.presum import pays
 from envoi.runtime import shortcuts
 from envoi.runtime.custom_op import operator, traced
 from envoi.runtime.devices import Target
@@ -440,11 +438,7 @@ class ExpertParallel:
         if self.max_tokens is None or self.num_topk is None:
             return None, "max_tokens and num_topk weren't given"
         layout = self._layout(self.max_tokens, self.num_topk)
-        sizes = layout.hidden, self.experts.intermediate, layout.num_topk, layout.max_tokens, layout.num_ranks
-        if presum is None:
-            presum = pays(*sizes, layout.format)
-        wanted = fused_plan.pays(*sizes[:-1], layout.format) if fused is None else fused
-        layout = replace(layout, presum=presum, fused=bool(wanted))
+        layout = memory.with_paths(layout, self.experts.intermediate, presum, fused)
         return memory.open_domain(self._owner, self.experts, layout, group, fused)
 
     @property

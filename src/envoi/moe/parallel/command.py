@@ -11,13 +11,11 @@ from envoi.check import expect_divisible, expect_int
 from envoi.moe.op import IDS
 from envoi.moe.pack import pack
 from envoi.moe.parallel.fused import supports_fused
-from envoi.moe.parallel.memory import refuse_unfused
+from envoi.moe.parallel.memory import refuse_unfused, with_paths
 from envoi.moe.parallel.opening import DEFAULT_TIMEOUT_S
 from envoi.moe.parallel.symmetric_memory import SharedLayout
 from envoi.moe.parallel.warm_up import ParallelCall
 from envoi.moe.warm_up import ROUTED, LayerCall, compile_calls
-from envoi.plan import fused as fused_plan
-from envoi.plan.presum import pays
 from envoi.quant.formats import format_named
 from envoi.runtime.compilers import num_cpus
 from envoi.runtime.devices import Target, standing_for
@@ -36,7 +34,8 @@ def run(args: argparse.Namespace) -> int:
     for name in ("presum", "fused"):
         if getattr(args, name) is not None and args.ranks == 1:
             raise ValueError(f"--{name}: expected it only with --ranks of 2 or more, got --ranks 1")
-    target = _target(args.arch, args.sms)
+    here = _target_here()
+    target = _target(args.arch, args.sms, here)
     expect_divisible("--experts", args.experts, args.ranks, "each rank has as many")
     with standing_for(target):
         experts = experts_without_memory(
@@ -44,7 +43,7 @@ def run(args: argparse.Namespace) -> int:
         )
         calls = calls_of(experts, args.experts, args.topk, args.max_tokens, args.ranks, args.presum, args.fused)
     start, jobs = time.monotonic(), args.jobs or num_cpus()
-    sites = compile_calls(calls, target, args.max_tokens, jobs, True, for_launch=_is_here(target))
+    sites = compile_calls(calls, target, args.max_tokens, jobs, True, for_launch=target == here)
     counts = Counter(site.name for site in sites)
     for name, count in sorted(counts.items()):
         print(f"{count:5} {name}")
@@ -53,20 +52,18 @@ def run(args: argparse.Namespace) -> int:
     return 0
 
 
-def _is_here(target: Target) -> bool:
-    """Tell whether this machine has a GPU like the target, for which what launches the kernels can be built."""
-    if not torch.cuda.is_available():
-        return False
-    return target == Target.of(torch.device("cuda", torch.cuda.current_device()))
+def _target_here() -> Target | None:
+    """Return the GPU at hand, for which what launches the kernels can be built too; None without one."""
+    return Target.of(torch.device("cuda", torch.cuda.current_device())) if torch.cuda.is_available() else None
 
 
-def _target(arch: str | None, num_sms: int | None) -> Target:
+def _target(arch: str | None, num_sms: int | None, here: Target | None) -> Target:
     if arch is None:
         if num_sms is not None:
             raise ValueError("--sms: expected it only beside --arch; the GPU here has its own")
-        if not torch.cuda.is_available():
+        if here is None:
             raise ValueError(f"--arch: expected one of {', '.join(EVERY_ARCH)} on a machine without a GPU, got none")
-        return Target.of(torch.device("cuda", torch.cuda.current_device()))
+        return here
     if arch not in EVERY_ARCH:
         raise ValueError(f"--arch: expected one of {', '.join(EVERY_ARCH)}, got {arch!r}")
     return Target(arch) if num_sms is None else Target(arch, expect_int("--sms", num_sms, 1))
@@ -105,13 +102,8 @@ def calls_of(
         raise ValueError(f"--hidden: expected a multiple of 16 with --ranks, got {experts.hidden}")
     if fused:
         refuse_unfused([supports_fused(experts, num_topk)])
-    sizes = experts.hidden, experts.intermediate, num_topk, max_tokens
-    if presum is None:
-        presum = pays(*sizes, num_ranks, experts.format)
-    if fused is None:
-        fused = fused_plan.pays(*sizes, experts.format)
-    slots = num_ranks, num_experts, max_tokens, num_topk, experts.hidden, experts.format
-    layout = SharedLayout(*slots, presum, fused=fused)
+    layout = SharedLayout(num_ranks, num_experts, max_tokens, num_topk, experts.hidden, experts.format)
+    layout = with_paths(layout, experts.intermediate, presum, fused)
     offsets = tuple(range(0, num_experts + 1, num_experts // num_ranks))
     # Triton compiles another kernel for a number that is 1, or a multiple of 16.
     kinds = {tuple((x == 1, x % 16 == 0) for x in (rank, offsets[rank])): rank for rank in range(num_ranks)}

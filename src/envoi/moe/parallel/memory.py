@@ -17,6 +17,8 @@ from envoi.moe.parallel.fused import supports_fused
 from envoi.moe.parallel.hosts import Grid
 from envoi.moe.parallel.opening import OPENING, first_error
 from envoi.moe.parallel.symmetric_memory import Domain, SharedLayout
+from envoi.plan.fused import pays as fused_pays
+from envoi.plan.presum import pays as presum_pays
 from envoi.types import ExpertWeights
 
 Buffers = gathered_device.Buffers | hosts_device.Buffers
@@ -91,6 +93,16 @@ def exchange_of(domain: Domain | None, buffers: Buffers | None, room: gathered.R
     if room is not None:
         return room.layout.presum, "gathered" if room.hosts is None else "hosts"
     return (False, "counted") if domain is None else (domain.layout.presum, "memory")
+
+
+def with_paths(layout: SharedLayout, intermediate: int, presum: bool | None, fused: bool | None) -> SharedLayout:
+    """Return the layout with `presum` and `fused` of `ExpertParallel`; None = if it is predicted to be faster."""
+    sizes = layout.hidden, intermediate, layout.num_topk, layout.max_tokens
+    if presum is None:
+        presum = presum_pays(*sizes, layout.num_ranks, layout.format)
+    if fused is None:
+        fused = fused_pays(*sizes, layout.format)
+    return replace(layout, presum=presum, fused=fused)
 
 
 def refuse_unfused(reasons: list[str]) -> None:
