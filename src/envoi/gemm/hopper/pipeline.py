@@ -146,8 +146,7 @@ class Pipeline:
         """
         ring: gl.constexpr = self.cfg.num_stages + 1
         mbarrier.wait(self.told.index(count % ring), (count // ring) & 1)
-        one: gl.constexpr = gl.BlockedLayout([1], [32], [gl.num_warps()], [0])
-        return gl.max(self.tiles.index(count % ring).load(one), 0)
+        return get_word(self.tiles, count % ring)
 
     @gluon.jit
     def operands(self, step, boxes):
@@ -201,8 +200,7 @@ class Pipeline:
         The caller has waited for the tile's first stage to be empty.
         """
         slot = count % (self.cfg.num_stages + 1)
-        one: gl.constexpr = gl.BlockedLayout([1], [32], [gl.num_warps()], [0])
-        self.tiles.index(slot).store(gl.full([1], tile, gl.int32, one))
+        put_word(self.tiles, slot, tile)
         mbarrier.arrive(self.told.index(slot), count=1)
 
     @gluon.jit
@@ -306,6 +304,20 @@ class Written:
         slot = n % WRITTEN_RING
         mbarrier.wait(self.written.index(slot), (n // WRITTEN_RING) & 1)
         mbarrier.arrive(self.noted.index(slot), count=1)
+
+
+@gluon.jit
+def put_word(words, i, value):
+    """Store an int32 in shared memory [.., 1], by all warps of the role."""
+    one: gl.constexpr = gl.BlockedLayout([1], [32], [gl.num_warps()], [0])
+    words.index(i).store(gl.full([1], value, gl.int32, one))
+
+
+@gluon.jit
+def get_word(words, i):
+    """Load an int32 from shared memory [.., 1]."""
+    one: gl.constexpr = gl.BlockedLayout([1], [32], [gl.num_warps()], [0])
+    return gl.max(words.index(i).load(one), 0)
 
 
 @gluon.constexpr_function

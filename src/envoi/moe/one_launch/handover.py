@@ -4,6 +4,7 @@ import triton.experimental.gluon.language as gl
 from triton.experimental import gluon
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier
 
+from envoi.gemm.hopper.pipeline import get_word, put_word
 from envoi.runtime.aggregate import aggregate
 from envoi.runtime.triton_compat import role_barrier
 
@@ -51,18 +52,18 @@ class Handover:
     @gluon.jit
     def tell_unit(self, n, unit):
         """Producer: tell which unit is the CTA's n-th, before it tells the unit's tiles; -1 after the last one."""
-        put(self.units, n % UNIT_RING, unit)
+        put_word(self.units, n % UNIT_RING, unit)
 
     @gluon.jit
     def unit(self, n):
         """Teller: return the CTA's n-th unit, after it has been written."""
-        return get(self.units, n % UNIT_RING)
+        return get_word(self.units, n % UNIT_RING)
 
     @gluon.jit
     def end_first(self, count, step):
         """Producer: say how many tiles of L1 it has told, with the one that ends them, and how many steps they took."""
-        put(self.counts, 0, count)
-        put(self.counts, 1, step)
+        put_word(self.counts, 0, count)
+        put_word(self.counts, 1, step)
         role_barrier()
         mbarrier.arrive(self.ended.index(0), count=1)
 
@@ -70,18 +71,4 @@ class Handover:
     def first_ended(self):
         """Consumer that has no part in L1: wait for its end, return (steps, tiles told)."""
         mbarrier.wait(self.ended.index(0), 0)
-        return get(self.counts, 1), get(self.counts, 0)
-
-
-@gluon.jit
-def put(words, i, value):
-    """Store an int32 in shared memory, by all warps of the role."""
-    one: gl.constexpr = gl.BlockedLayout([1], [32], [gl.num_warps()], [0])
-    words.index(i).store(gl.full([1], value, gl.int32, one))
-
-
-@gluon.jit
-def get(words, i):
-    """Load an int32 from shared memory."""
-    one: gl.constexpr = gl.BlockedLayout([1], [32], [gl.num_warps()], [0])
-    return gl.max(words.index(i).load(one), 0)
+        return get_word(self.counts, 1), get_word(self.counts, 0)
