@@ -97,9 +97,7 @@ class Pipeline:
             mbarrier.init(empty.index(i), count=cfg.consumers_per_tile)
             mbarrier.init(full.index(i), count=1)
         if cfg.pingpong:
-            turn = gl.allocate_shared_memory(gl.int64, [2, 1], mbarrier.MBarrierLayout())
-            for i in gl.static_range(2):
-                mbarrier.init(turn.index(i), count=1)
+            turn = new_barriers(2, 1)
         else:
             turn: gl.constexpr = None
         return Pipeline(x_bufs, y_bufs, empty, full, rest_bufs, turn, None, None, takes_halves, cfg)
@@ -304,6 +302,15 @@ class Written:
         slot = n % WRITTEN_RING
         mbarrier.wait(self.written.index(slot), (n // WRITTEN_RING) & 1)
         mbarrier.arrive(self.noted.index(slot), count=1)
+
+
+@gluon.jit
+def new_barriers(COUNT: gl.constexpr, arrivals: gl.constexpr):
+    """Allocate mbarriers [COUNT, 1], and initialise each for so many arrivals."""
+    barriers = gl.allocate_shared_memory(gl.int64, [COUNT, 1], mbarrier.MBarrierLayout())
+    for i in gl.static_range(COUNT):
+        mbarrier.init(barriers.index(i), count=arrivals)
+    return barriers
 
 
 @gluon.jit

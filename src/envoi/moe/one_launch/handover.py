@@ -4,7 +4,7 @@ import triton.experimental.gluon.language as gl
 from triton.experimental import gluon
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier
 
-from envoi.gemm.hopper.pipeline import get_word, put_word
+from envoi.gemm.hopper.pipeline import get_word, new_barriers, put_word
 from envoi.runtime.aggregate import aggregate
 from envoi.runtime.triton_compat import role_barrier
 
@@ -16,15 +16,14 @@ UNIT_RING = gl.constexpr(16)  # told units; at most 10 are unread: 4 by stages, 
 class Handover:
     """Memory and barriers through which roles of a CTA tell each other what isn't a tile."""
 
-    # mbarriers [1, 1], None without a pull: both consumers arrive, the teller waits; both consumers arrive once they
-    # wait for no CTA, the producer waits.
+    # mbarriers [1, 1], None without a pull. pulled: both consumers arrive, the teller waits. begun: both consumers
+    # arrive once they wait for no CTA, the producer waits.
     pulled: gl.shared_memory_descriptor | gl.constexpr
     begun: gl.shared_memory_descriptor | gl.constexpr
     ended: gl.shared_memory_descriptor  # mbarrier [1, 1]: the producer arrives when it has told all tiles of L1
-    counts: gl.shared_memory_descriptor  # int32 [2, 1]: how many it has told, and their steps
-    units: (
-        gl.shared_memory_descriptor
-    )  # int32 [UNIT_RING, 1]: units of this CTA, from the producer to the teller, then -1
+    counts: gl.shared_memory_descriptor  # int32 [2, 1]: how many tiles of L1 the producer has told, and their steps
+    # int32 [UNIT_RING, 1]: units of this CTA, from the producer to the teller, then -1.
+    units: gl.shared_memory_descriptor
 
     @staticmethod
     @gluon.jit
@@ -37,15 +36,12 @@ class Handover:
         """
         word: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
         if pulls:
-            pulled = gl.allocate_shared_memory(gl.int64, [1, 1], mbarrier.MBarrierLayout())
-            begun = gl.allocate_shared_memory(gl.int64, [1, 1], mbarrier.MBarrierLayout())
-            mbarrier.init(pulled.index(0), count=CONSUMERS)
-            mbarrier.init(begun.index(0), count=CONSUMERS)
+            pulled = new_barriers(1, CONSUMERS)
+            begun = new_barriers(1, CONSUMERS)
         else:
             pulled: gl.constexpr = None
             begun: gl.constexpr = None
-        ended = gl.allocate_shared_memory(gl.int64, [1, 1], mbarrier.MBarrierLayout())
-        mbarrier.init(ended.index(0), count=1)
+        ended = new_barriers(1, 1)
         counts = gl.allocate_shared_memory(gl.int32, [2, 1], word)
         return Handover(pulled, begun, ended, counts, gl.allocate_shared_memory(gl.int32, [UNIT_RING, 1], word))
 

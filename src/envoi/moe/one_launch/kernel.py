@@ -6,7 +6,7 @@ from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared,
 
 from envoi.gemm.hopper.consumer import ConsumerArgs, multiply_told_tiles
 from envoi.gemm.hopper.mainloop import SCALE_BLOCK, BlockScales
-from envoi.gemm.hopper.pipeline import Pipeline, Written
+from envoi.gemm.hopper.pipeline import Pipeline, Written, new_barriers
 from envoi.gemm.hopper.producer import PRODUCER, ProducerArgs, load_unit, weights_tile
 from envoi.gemm.hopper.run_epilogue import EpilogueArgs, RowReductions
 from envoi.gemm.hopper.tile_scheduler import Problem, TileScheduler
@@ -174,17 +174,13 @@ def told_pipelines(first, x_desc, y_desc, takes_halves: gl.constexpr, cfg: gl.co
     """Return L1's pipeline, and L2's over the same stages, with what producers tell. The caller fences before use."""
     num_stages: gl.constexpr = cfg.num_stages
     ring: gl.constexpr = cfg.num_stages + 1  # see `Pipeline.wait_for_tile`
-    told = gl.allocate_shared_memory(gl.int64, [ring, 1], mbarrier.MBarrierLayout())
-    for i in gl.static_range(ring):
-        mbarrier.init(told.index(i), count=1)
+    told = new_barriers(ring, 1)
     tiles = gl.allocate_shared_memory(gl.int32, [ring, 1], gl.SwizzledSharedLayout(1, 1, 1, [0]))
     x_bufs = first.x_bufs
     y_shape: gl.constexpr = [num_stages * cfg.y_boxes_per_stage, cfg.main_y, cfg.block_k]
     y_bufs = reinterpret(x_bufs if cfg.wide_tail_tiles else first.y_bufs, y_desc.dtype, y_shape, y_desc.layout)
     if cfg.pingpong:
-        turn = gl.allocate_shared_memory(gl.int64, [2, 1], mbarrier.MBarrierLayout())
-        for i in gl.static_range(2):
-            mbarrier.init(turn.index(i), count=1)
+        turn = new_barriers(2, 1)
     else:
         turn: gl.constexpr = None
     one = Pipeline(

@@ -35,14 +35,10 @@ def pull(args, role: gl.constexpr, num_roles: gl.constexpr):
         if gl.program_id(0) == gl.num_programs(0) - 1:
             note_load(args, own)
     num_tokens = gl.load(to.state + cfg.max_tokens_at) * to.num_ranks
-    tokens: gl.constexpr = cfg.tokens
-    words: gl.constexpr = cfg.words
-    factors: gl.constexpr = cfg.factors
-    slots: gl.constexpr = cfg.slots
-    x = gl.zeros([tokens, words], gl.int32, layout_of(4))
-    sf = gl.zeros([tokens, factors], gl.int32, layout_of(1))
-    rows = gl.full([tokens, slots], -1, gl.int32, layout_of(1))
-    stride = num_groups * tokens
+    x = gl.full((cfg.tokens, cfg.words), 0, gl.int32, layout_of(4))
+    sf = gl.full((cfg.tokens, cfg.factors), 0, gl.int32, layout_of(1))
+    rows = gl.full((cfg.tokens, cfg.slots), -1, gl.int32, layout_of(1))
+    stride = num_groups * cfg.tokens
     for begin in range(group, num_tokens + stride, stride):
         # At first there is nothing to keep, and at last nothing to fetch: the code of each is there once.
         next_x, next_sf, next_rows = fetch(args, own, begin, num_groups)
@@ -70,15 +66,14 @@ def fetch(args, own, begin, stride):
     of each slot [tokens, slots], -1 = none here. The tokens are far apart, so that few are spread over all SMs.
     """
     cfg: gl.constexpr = args.cfg
-    tokens: gl.constexpr = cfg.tokens
-    slots: gl.constexpr = cfg.slots
     to, regions = args.to, args.regions
-    t = begin + gl.arange(0, tokens, gl.SliceLayout(1, layout_of(1))) * stride
+    t = begin + gl.arange(0, cfg.tokens, gl.SliceLayout(1, layout_of(1))) * stride
     source, token = (t + args.rank) % to.num_ranks, t // to.num_ranks
     sizes = pointer_to(own + regions.sizes, to.state) + 2 * source
     k = gl.where(token < gl.load(sizes), gl.load(sizes + 1), 0)  # slots of a token, 0 of one that doesn't exist
-    slot = (token * k)[:, None] + gl.arange(0, slots, gl.SliceLayout(0, layout_of(1)))[None, :]
-    is_slot = gl.arange(0, slots, gl.SliceLayout(0, layout_of(1)))[None, :] < k[:, None]
+    lane = columns(cfg.slots, layout_of(1))
+    slot = (token * k)[:, None] + lane
+    is_slot = lane < k[:, None]
     place = (source * to.room)[:, None] + slot
     ids = pointer_to(own + regions.topk_ids, to.state)
     expert = gl.load(ids + place, mask=is_slot, other=-1) - args.first_expert
@@ -97,46 +92,45 @@ def fetch(args, own, begin, stride):
 
 @gluon.jit
 def load_tokens(args, base, token, is_here):
-    """Load the words and scale factors of the tokens that are here. base: addresses of their ranks' memory."""
+    """Load the words and scale factors of the tokens that have rows here, 0 of others.
+
+    base, token, is_here [tokens]: address of the memory of a token's rank, its number there, whether it has rows here.
+    """
     cfg: gl.constexpr = args.cfg
-    num_words: gl.constexpr = cfg.num_words
-    num_sf: gl.constexpr = cfg.num_sf
-    words: gl.constexpr = cfg.words
-    factors: gl.constexpr = cfg.factors
     to, regions = args.to, args.regions
     wide: gl.constexpr = layout_of(4)
-    column = gl.arange(0, words, gl.SliceLayout(0, wide))[None, :]
-    factor = gl.arange(0, factors, gl.SliceLayout(0, layout_of(1)))[None, :]
+    column, factor = columns(cfg.words, wide), columns(cfg.factors, layout_of(1))
     from_words = pointer_to(in_rows(base, wide) + regions.tokens, to.rows)
-    from_words += in_rows(token, wide).to(gl.int64) * num_words
-    mask = in_rows(is_here, wide)[:, None] & (column < num_words)
+    from_words += in_rows(token, wide).to(gl.int64) * cfg.num_words
+    mask = in_rows(is_here, wide)[:, None] & (column < cfg.num_words)
     x = gl.load(gl.multiple_of(from_words[:, None] + column, [16, 16]), mask=mask, other=0)
-    from_sf = pointer_to(base + regions.token_sf, to.rows_sf) + token.to(gl.int64) * num_sf
-    sf = gl.load(from_sf[:, None] + factor, mask=is_here[:, None] & (factor < num_sf), other=0)
+    from_sf = pointer_to(base + regions.token_sf, to.rows_sf) + token.to(gl.int64) * cfg.num_sf
+    sf = gl.load(from_sf[:, None] + factor, mask=is_here[:, None] & (factor < cfg.num_sf), other=0)
     return x, sf
 
 
 @gluon.jit
 def keep(args, x, sf, rows):
-    """Store tokens and their scale factors in all their rows."""
+    """Store tokens and their scale factors in all their rows. x, sf, rows: as `fetch` returns them."""
     cfg: gl.constexpr = args.cfg
-    num_words: gl.constexpr = cfg.num_words
-    num_sf: gl.constexpr = cfg.num_sf
-    slots: gl.constexpr = cfg.slots
-    words: gl.constexpr = cfg.words
-    factors: gl.constexpr = cfg.factors
     to = args.to
     wide: gl.constexpr = layout_of(4)
-    column = gl.arange(0, words, gl.SliceLayout(0, wide))[None, :]
-    factor = gl.arange(0, factors, gl.SliceLayout(0, layout_of(1)))[None, :]
-    lane = gl.arange(0, slots, gl.SliceLayout(0, layout_of(1)))[None, :]
+    column, factor = columns(cfg.words, wide), columns(cfg.factors, layout_of(1))
+    slots: gl.constexpr = cfg.slots
+    lane = columns(slots, layout_of(1))
     for i in gl.static_range(slots):
         row = gl.max(gl.where(lane == i, rows, -1), 1)
         wide_row = in_rows(row, wide)
-        out = to.rows + wide_row.to(gl.int64) * num_words
-        gl.store(out[:, None] + column, x, mask=(wide_row >= 0)[:, None] & (column < num_words))
-        out_sf = to.rows_sf + row.to(gl.int64) * num_sf
-        gl.store(out_sf[:, None] + factor, sf, mask=(row >= 0)[:, None] & (factor < num_sf))
+        out = to.rows + wide_row.to(gl.int64) * cfg.num_words
+        gl.store(out[:, None] + column, x, mask=(wide_row >= 0)[:, None] & (column < cfg.num_words))
+        out_sf = to.rows_sf + row.to(gl.int64) * cfg.num_sf
+        gl.store(out_sf[:, None] + factor, sf, mask=(row >= 0)[:, None] & (factor < cfg.num_sf))
+
+
+@gluon.jit
+def columns(count: gl.constexpr, layout: gl.constexpr):
+    """Return the numbers of the columns, [1, count], of a matrix of this layout."""
+    return gl.arange(0, count, gl.SliceLayout(0, layout))[None, :]
 
 
 @gluon.jit
@@ -149,16 +143,13 @@ def in_rows(values, layout: gl.constexpr):
 def note_load(args, own):
     """Add this call's slots of each expert, of all ranks, to the history; nothing if the call failed."""
     cfg: gl.constexpr = args.cfg
-    num_experts: gl.constexpr = cfg.num_experts
-    experts: gl.constexpr = cfg.experts
-    num_calls: gl.constexpr = cfg.num_calls
     to = args.to
     if gl.load(to.state + cfg.outcome_at) == cfg.fine:
-        e = gl.arange(0, experts, gl.BlockedLayout([1], [32], [4], [0]))
+        e = gl.arange(0, cfg.experts, gl.BlockedLayout([1], [32], [4], [0]))
         total = gl.zeros_like(e)
         for source in range(to.num_ranks):
-            begin = pointer_to(own + args.regions.slot_offsets, to.state) + source * (num_experts + 1) + e
-            total += gl.load(begin + 1, mask=e < num_experts, other=0, cache_modifier=".cg")
-            total -= gl.load(begin, mask=e < num_experts, other=0, cache_modifier=".cg")
-        call = gl.atomic_add(to.history + num_calls * num_experts, 1, sem="relaxed", scope="gpu")
-        gl.store(to.history + (call & (num_calls - 1)) * num_experts + e, total, mask=e < num_experts)
+            begin = pointer_to(own + args.regions.slot_offsets, to.state) + source * (cfg.num_experts + 1) + e
+            total += gl.load(begin + 1, mask=e < cfg.num_experts, other=0, cache_modifier=".cg")
+            total -= gl.load(begin, mask=e < cfg.num_experts, other=0, cache_modifier=".cg")
+        call = gl.atomic_add(to.history + cfg.num_calls * cfg.num_experts, 1, sem="relaxed", scope="gpu")
+        gl.store(to.history + (call & (cfg.num_calls - 1)) * cfg.num_experts + e, total, mask=e < cfg.num_experts)
