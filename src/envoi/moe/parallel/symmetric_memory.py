@@ -169,9 +169,8 @@ class Domain:
     has_kernels: set[str] = field(default_factory=set)
     watch: Any = None  # `timeout.Watch`: ranks report through it what they refused, and who was late
     lock: Any = field(default_factory=threading.RLock)  # one call at a time
-    progress: torch.Tensor | None = (
-        None  # counters of `moe.one_launch.progress`, int32, 0 between calls; with layout.fused
-    )
+    # With layout.fused, int32 [NUM_COUNTERS], 0 between calls: the counters of `moe.one_launch.progress`.
+    progress: torch.Tensor | None = None
 
     @cached_property
     def calls(self) -> Calls:
