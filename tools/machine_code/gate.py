@@ -49,31 +49,21 @@ class Known:
 BETWEEN_TILES = "two CTAs of 8 warps an SM leave 128 registers; all of it is between tiles, none in the loop over K"
 ONCE_A_TILE = "addresses and sizes, stored and loaded once a tile, none of them in the loop over K"
 IN_LOOP = "two CTAs of 8 warps an SM leave 128 registers; 2 of it are in the loop over K, whose time nobody measured"
-PHASES = "what its phases share stays in registers; loads once a tile, none of them in the loop over K"
+TOLD = "the corner of a tile, addresses, a lookup table; once a tile or once a launch, none in the loop over K"
 KNOWN: dict[str, dict[str, Known]] = {
     "3.6.0": {
         "w4a16-few-l1-wide sm_90": Known(3, 3, BETWEEN_TILES),
-        "experts-both-gemms sm_90": Known(9, 6, PHASES),
-        "ep-fused sm_90": Known(15, 8, PHASES),
-        "ep-fused-presum sm_90": Known(21, 11, PHASES),
-    },
-    "3.7.1": {
-        "experts-both-gemms sm_90": Known(7, 4, PHASES),
-        "ep-fused sm_90": Known(20, 14, PHASES),
-        "ep-fused-presum sm_90": Known(17, 8, PHASES),
+        "experts-both-gemms sm_90": Known(8, 4, TOLD),
+        "ep-fused sm_90": Known(2, 2, TOLD),
+        "ep-fused-presum sm_90": Known(2, 1, TOLD),
     },
     "3.8.0": {
-        "experts-both-gemms sm_90": Known(2, 1, PHASES),
-        "ep-fused sm_90": Known(11, 5, PHASES),
-        "ep-fused-presum sm_90": Known(11, 5, PHASES),
         "gemm-sm90-experts-l1-fp8-block128 sm_90": Known(5, 4, ONCE_A_TILE),
         "gemm-sm90-experts-l2-fp8-block128 sm_90": Known(7, 5, ONCE_A_TILE),
         "gemm-sm90-experts-l1-pairs-concat sm_90": Known(1, 1, ONCE_A_TILE),
     },
     "3.9.0": {
-        "experts-both-gemms sm_90": Known(164, 103, f"{PHASES}, but for some"),
-        "ep-fused sm_90": Known(83, 51, f"{PHASES}, but for some"),
-        "ep-fused-presum sm_90": Known(158, 107, f"{PHASES}, but for some"),
+        "ep-fused-presum sm_90": Known(50, 25, TOLD),
         "gemm-sm90-split-linear sm_90": Known(23, 3, ONCE_A_TILE),
         "gemm-sm90-experts-l1-concat-fp8-block128 sm_90": Known(21, 4, f"{ONCE_A_TILE}, but for one load"),
         "gemm-sm90-experts-l1-pairs-concat sm_90": Known(7, 1, ONCE_A_TILE),

@@ -35,6 +35,7 @@ from triton.experimental.gluon.language.nvidia.blackwell import (
 
 from envoi.gemm.blackwell.pipeline import Accumulators, Inputs, Pipeline, StageFactors, create_pipeline, release
 from envoi.gemm.blackwell.run_epilogue import Products, apply_in_chunks, store_partial_sums
+from envoi.gemm.hopper.problem import Problem
 from envoi.gemm.hopper.run_epilogue import (
     ChunkArgs,
     EpilogueArgs,
@@ -45,7 +46,7 @@ from envoi.gemm.hopper.run_epilogue import (
     with_expert,
 )
 from envoi.gemm.hopper.split_k import SplitK
-from envoi.gemm.hopper.tile_scheduler import Problem, TileScheduler
+from envoi.gemm.hopper.tile_scheduler import TileScheduler
 from envoi.runtime.aggregate import Scalar, aggregate
 from envoi.runtime.sync import arrive
 from envoi.runtime.triton_compat import role_barrier

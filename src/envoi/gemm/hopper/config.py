@@ -10,7 +10,7 @@ from envoi.runtime.math import cdiv, next_power_of_2
 RESERVED_BYTES = 2048  # of shared memory, for barriers and for what reductions exchange
 PARTIAL_BYTES = 512  # more of it where tiles pass on partial reductions of their rows
 MIN_STAGES = 2
-_FLAGS = ("pingpong", "swap_ab", "wide_tail_tiles", "paired_tiles")
+_FLAGS = ("pingpong", "swap_ab", "wide_tail_tiles", "paired_tiles", "mixed_experts")
 FEW_TOKENS = 64  # tokens (of an expert) up to which the weights are the instruction's M side
 MAX_FEW_COLUMNS = 64  # columns that an epilogue may need at once where tokens are few
 IN_TURNS = 17, 64  # tokens of an expert for which consumers take tiles with scale factors along K in turns
@@ -37,6 +37,7 @@ class Config(Constant):
     epilogue_columns, num_store_buffers: the epilogue's column chunks (of tokens if `stored_in_boxes`), and the ring
         through which TMA stores them.
     wide_tail_tiles: only in a grouped GEMM. paired_tiles: for an epilogue that is lowered for pairs, and no other.
+    mixed_experts: only in a grouped GEMM; worth it where consumers are told their tiles, since a search takes longer.
     tiles_overlap: only in a plain GEMM. columns_ahead: with the tokens on the M side. `fitted` decides both, and labels
         leave them out.
     """
@@ -55,6 +56,7 @@ class Config(Constant):
     num_store_buffers: int = 1
     wide_tail_tiles: bool = False
     paired_tiles: bool = False
+    mixed_experts: bool = False
     tiles_overlap: bool = False
     columns_ahead: bool = False
 
@@ -290,6 +292,8 @@ def _why_not_problem(problem: Problem, c: Config) -> str:
         return f"split_k: expected 1 where bits don't depend on the batch, got {c.split_k}"
     if c.wide_tail_tiles and (c.consumers_per_tile != 2 or c.block_y != 2 * c.rows_per_consumer or c.swap_ab):
         return f"wide_tail_tiles: expected a tile of two consumers that is as wide as high, got {c.label()}"
+    if c.mixed_experts and (not problem.num_groups or c.swap_ab):
+        return f"mixed_experts: expected a grouped GEMM with the tokens on the M side, got {c.label()}"
     if c.columns_ahead and c.swap_ab:
         return "columns_ahead: expected False with the features on the M side, got True"
     if c.tiles_overlap and problem.num_groups:

@@ -48,8 +48,10 @@ def consumer(args, role: gl.constexpr):
             step += scheduler.num_steps(u - stride, num_k_steps)  # of the other consumer's unit, before this one
         unit = scheduler.unit(u, num_k_steps)
         event = (u - first) // (alternate * stride)
+        note_begin(args.trace, role, event, unit.tile)
+        tile = scheduler.tile(unit.tile)
         step, tiles_done, tiles_multiplied = multiply_unit(
-            args, scheduler, buffers, unit, (step, tiles_done, tiles_multiplied), event, role, role
+            args, unit, tile, buffers, (step, tiles_done, tiles_multiplied), event, role, role
         )
         if alternate == 2 and role == 0:
             step += scheduler.num_steps(u + stride, num_k_steps)  # of the other consumer's unit, after this one
@@ -58,7 +60,7 @@ def consumer(args, role: gl.constexpr):
 
 
 @gluon.jit
-def multiply_told_tiles(args, scheduler, step, count, role: gl.constexpr, track: gl.constexpr):
+def multiply_told_tiles(args, step, count, role: gl.constexpr, track: gl.constexpr):
     """Do a consumer's work on the tiles that the producer tells it of, see `Pipeline.tell_tile`, until it says -1.
 
     step, count: steps of the pipeline and tiles told before the first tile, returned as they are after L1's end; not
@@ -75,11 +77,12 @@ def multiply_told_tiles(args, scheduler, step, count, role: gl.constexpr, track:
     event = gl.to_tensor(0)
     count += role // cfg.consumers_per_tile
     step += role // cfg.consumers_per_tile * num_k_steps
-    tile = pipeline.wait_for_tile(count)
-    while tile >= 0:
-        unit = Unit(tile, 0, num_k_steps, 0, False)
+    index, tile = pipeline.wait_for_tile(count)
+    while index >= 0:
+        unit = Unit(index, 0, num_k_steps, 0, False)
+        note_begin(args.trace, track, event, index)
         step, tiles_done, tiles_multiplied = multiply_unit(
-            args, scheduler, buffers, unit, (step, tiles_done, tiles_multiplied), event, role, track
+            args, unit, tile, buffers, (step, tiles_done, tiles_multiplied), event, role, track
         )
         if args.written is not None:
             if event % 2 == 1:
@@ -87,7 +90,7 @@ def multiply_told_tiles(args, scheduler, step, count, role: gl.constexpr, track:
         step += (alternate - 1) * num_k_steps  # of the other consumer's tile
         count += alternate
         event += 1
-        tile = pipeline.wait_for_tile(count)
+        index, tile = pipeline.wait_for_tile(count)
     if epilogue.code.num_descs > 0:
         tma.store_wait(pendings=0)
     if args.written is not None:
@@ -96,8 +99,8 @@ def multiply_told_tiles(args, scheduler, step, count, role: gl.constexpr, track:
 
 
 @gluon.jit
-def multiply_unit(args, scheduler, buffers, unit, counts, event, role: gl.constexpr, track: gl.constexpr):
-    """Multiply this consumer's share of a unit and run its epilogue; return counts as they are then.
+def multiply_unit(args, unit, tile, buffers, counts, event, role: gl.constexpr, track: gl.constexpr):
+    """Multiply this consumer's share of a unit, whose tile is `tile`, and run its epilogue; return the next counts.
 
     counts: steps of the pipeline, shares stored and, with pingpong, tiles multiplied. event: of the trace's track.
     """
@@ -106,8 +109,6 @@ def multiply_unit(args, scheduler, buffers, unit, counts, event, role: gl.conste
     cfg: gl.constexpr = problem.cfg
     num_k_steps = gl.cdiv(problem.K, cfg.block_k)
     part: gl.constexpr = role % cfg.consumers_per_tile  # this consumer's share of a tile
-    note_begin(args.trace, track, event, unit.tile)
-    tile = scheduler.tile(unit.tile)
     boxes = boxes_of(part, tile, cfg)
     tile = Tile(tile.x + boxes.x * cfg.rows_per_consumer, tile.y + boxes.y * cfg.y_pitch, tile.row_end, tile.expert)
     # False if this share starts after the last token, or after the last feature.
@@ -121,12 +122,15 @@ def multiply_unit(args, scheduler, buffers, unit, counts, event, role: gl.conste
         pipeline.wait_for_turn(tiles_multiplied, role)
         tiles_multiplied += 1
     # A share without rows multiplies the stages' contents too: CTAs that skipped it would drift apart and share
-    # less in the L2.
+    # less in the L2. Not where experts are mixed: those with few rows are to leave time to those with many.
     if args.trace is not None:
         if unit.k_end > unit.k_begin:
             pipeline.wait_full(step)  # as the mainloop does first
     note_moment(args.trace, track, event, 1)
     rest = None
+    if skips_shares(cfg):
+        skipped = gl.where(has_rows, 0, unit.k_end - unit.k_begin)
+        unit = Unit(unit.tile, unit.k_begin, unit.k_end - skipped, unit.split, unit.is_split)
     if args.is_block_scaled:
         scaled_tile = Tile(tile.x, tile.y, tile.row_end, expert_with_weights(tile, problem))
         acc, step = accumulate_block_scaled(
@@ -136,6 +140,8 @@ def multiply_unit(args, scheduler, buffers, unit, counts, event, role: gl.conste
         acc, rest, step = accumulate_both(pipeline, step, unit.k_end - unit.k_begin, boxes, role)
     else:
         acc, step = accumulate(pipeline, step, unit.k_end - unit.k_begin, boxes, role)
+    if skips_shares(cfg):
+        step = pipeline.skip(step, skipped)
     note_moment(args.trace, track, event, 2)
     if cfg.columns_ahead:
         epilogue.code.keep_columns(columns, buffers.columns)
@@ -150,6 +156,12 @@ def multiply_unit(args, scheduler, buffers, unit, counts, event, role: gl.conste
         tiles_done += 1
     note_moment(args.trace, track, event, 3)
     return step, tiles_done, tiles_multiplied
+
+
+@gluon.constexpr_function
+def skips_shares(cfg):
+    """Return True if a consumer multiplies nothing where its share of a tile has no rows."""
+    return cfg.mixed_experts and cfg.consumers_per_tile > 1
 
 
 @gluon.jit

@@ -43,10 +43,10 @@ from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared
 from envoi.gemm.hopper.consumer import ConsumerArgs, consumer
 from envoi.gemm.hopper.mainloop import SCALE_BLOCK, BlockScales
 from envoi.gemm.hopper.pipeline import Pipeline
+from envoi.gemm.hopper.problem import Problem
 from envoi.gemm.hopper.producer import ProducerArgs, prefill, producer
 from envoi.gemm.hopper.run_epilogue import EpilogueArgs, RowReductions
 from envoi.gemm.hopper.split_k import SplitK
-from envoi.gemm.hopper.tile_scheduler import Problem
 from envoi.runtime.triton_compat import MORE_REGISTERS, role_barrier
 
 

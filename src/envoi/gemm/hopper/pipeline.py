@@ -39,10 +39,12 @@ import triton.experimental.gluon.language as gl
 from triton.experimental import gluon
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier
 
+from envoi.gemm.hopper.tile_scheduler import Tile
 from envoi.runtime.aggregate import Scalar, aggregate
 from envoi.runtime.barrier_setup import set_up_together
 from envoi.runtime.triton_compat import reinterpret, role_barrier, tma_load
 
+TILE_WORDS = gl.constexpr(5)  # of a told tile: its number, x, y // block_y, row_end, expert
 WRITTEN_RING = gl.constexpr(4)  # units that consumers may be ahead of who waits for them
 
 
@@ -66,7 +68,7 @@ class Pipeline:
     rest_bufs: gl.shared_memory_descriptor | gl.constexpr  # [num_stages, rest_y, block_k]; None in a tile of one width
     turn: gl.shared_memory_descriptor | gl.constexpr  # mbarriers [2, 1]: see `wait_for_turn`; None without pingpong
     told: gl.shared_memory_descriptor | gl.constexpr  # mbarriers [num_stages + 1, 1]: see `wait_for_tile`; or None
-    tiles: gl.shared_memory_descriptor | gl.constexpr  # int32 [num_stages + 1, 1]: what the producer tells
+    tiles: gl.shared_memory_descriptor | gl.constexpr  # int32 [(num_stages + 1) * TILE_WORDS, 1]: what is told
     takes_halves: gl.constexpr  # True if the weights' boxes have rows of both halves of their matrix
     cfg: gl.constexpr  # Config
 
@@ -136,7 +138,9 @@ class Pipeline:
 
     @gluon.jit
     def wait_for_tile(self, count):
-        """Consumer: wait until the producer has told the CTA's count-th tile, return it; negative after the last one.
+        """Consumer: wait until the producer has told the CTA's count-th tile; return its number, and the tile.
+
+        The number is negative after the last one.
 
         Before a tile is told, its first stage is empty: a consumer has released the step num_stages before, so it has
         read that step's tile. L1's end is told without a step; each end of L2 waits for a step, as if it had one. So in
@@ -144,7 +148,11 @@ class Pipeline:
         """
         ring: gl.constexpr = self.cfg.num_stages + 1
         mbarrier.wait(self.told.index(count % ring), (count // ring) & 1)
-        return get_word(self.tiles, count % ring)
+        word = count % ring * TILE_WORDS
+        x, row_end = get_word(self.tiles, word + 1), get_word(self.tiles, word + 3)
+        # A multiple of the tile's features, as the compiler has to know: it would store byte after byte otherwise.
+        y = get_word(self.tiles, word + 2) * self.cfg.block_y
+        return get_word(self.tiles, word), Tile(x, y, row_end, get_word(self.tiles, word + 4))
 
     @gluon.jit
     def operands(self, step, boxes):
@@ -165,6 +173,15 @@ class Pipeline:
     def release(self, step, pred=True):
         """Consumer: hand the stage of a step back to the producer. The wgmma that read it must have completed."""
         mbarrier.arrive(self.empty.index(step % self.cfg.num_stages), count=1, pred=pred)
+
+    @gluon.jit
+    def skip(self, step, num_steps):
+        """Consumer: hand back the stages of so many steps as they fill, unread; return the next step."""
+        for _ in range(num_steps):
+            self.wait_full(step)
+            self.release(step)
+            step += 1
+        return step
 
     # pingpong: two consumers, each with its own tiles, use the tensor cores alternately
 
@@ -192,13 +209,27 @@ class Pipeline:
         mbarrier.wait(self.empty.index(step % num_stages), ((step // num_stages) & 1) ^ 1)
 
     @gluon.jit
-    def tell_tile(self, count, tile):
-        """Producer: tell consumers the CTA's count-th tile, whose token rows are in memory, or -1: there are no more.
+    def tell_tile(self, count, index, tile):
+        """Producer: tell consumers the CTA's count-th tile and its number, so that they needn't search for its expert.
 
-        The caller has waited for the tile's first stage to be empty.
+        Its token rows are in memory. The caller has waited for the tile's first stage to be empty.
         """
         slot = count % (self.cfg.num_stages + 1)
-        put_word(self.tiles, slot, tile)
+        put_word(self.tiles, slot * TILE_WORDS + 1, tile.x)
+        put_word(self.tiles, slot * TILE_WORDS + 2, tile.y // self.cfg.block_y)
+        put_word(self.tiles, slot * TILE_WORDS + 3, tile.row_end)
+        put_word(self.tiles, slot * TILE_WORDS + 4, tile.expert)
+        self.tell(slot, index)
+
+    @gluon.jit
+    def tell_end(self, count):
+        """Producer: tell consumers that there is no count-th tile. The caller has waited as for a tile."""
+        self.tell(count % (self.cfg.num_stages + 1), -1)
+
+    @gluon.jit
+    def tell(self, slot, index):
+        """Producer: complete what a slot of `tiles` says with the tile's number, and let consumers read it."""
+        put_word(self.tiles, slot * TILE_WORDS, index)
         mbarrier.arrive(self.told.index(slot), count=1)
 
     @gluon.jit

@@ -10,8 +10,8 @@ from triton.experimental import gluon
 
 from envoi.epilogue.chunk import ChunkBuffers, ChunkPosition
 from envoi.epilogue.tile_gluon import halves
+from envoi.gemm.hopper.problem import Problem
 from envoi.gemm.hopper.split_k import SplitK
-from envoi.gemm.hopper.tile_scheduler import Problem
 from envoi.runtime.aggregate import Scalar, aggregate
 from envoi.runtime.sync import arrive
 

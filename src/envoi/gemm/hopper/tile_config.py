@@ -75,6 +75,11 @@ class TileConfig(Protocol):
         ...
 
     @property
+    def mixed_experts(self) -> bool:
+        """Return True if tiles of experts with many rows and with few are taken in turns: see there."""
+        ...
+
+    @property
     def paired_tiles(self) -> bool:
         """Return True if a CTA takes pairs of tiles, for an epilogue lowered so (`Lowered.paired`)."""
         ...
@@ -155,6 +160,7 @@ class EqualTiles(Constant):
     """Base of configs whose tiles all have one shape and are taken one at a time; see `TileConfig`."""
 
     wide_tail_tiles = False
+    mixed_experts = False
     paired_tiles = False
     tiles_overlap = False
     columns_ahead = False

@@ -24,8 +24,9 @@ import triton.experimental.gluon.language as gl
 from triton.experimental import gluon
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier, tma
 
+from envoi.gemm.hopper.problem import Problem
 from envoi.gemm.hopper.run_epilogue import EpilogueArgs, EpilogueBuffers, RowReductions, run_epilogue
-from envoi.gemm.hopper.tile_scheduler import Problem, Tile, TileScheduler
+from envoi.gemm.hopper.tile_scheduler import Tile, TileScheduler
 from envoi.gemm.hopper_mx.mainloop import accumulate, in_order
 from envoi.gemm.hopper_mx.pipeline import SPAN, MxPipeline
 from envoi.runtime.aggregate import aggregate

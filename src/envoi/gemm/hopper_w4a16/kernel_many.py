@@ -32,8 +32,9 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 
 from envoi.epilogue.tile_gluon import halves
+from envoi.gemm.hopper.problem import Problem
 from envoi.gemm.hopper.run_epilogue import EpilogueArgs, EpilogueBuffers, RowReductions, run_epilogue
-from envoi.gemm.hopper.tile_scheduler import Problem, Tile, TileScheduler
+from envoi.gemm.hopper.tile_scheduler import Tile, TileScheduler
 from envoi.gemm.hopper_w4a16.fragments import NVFP4_UP, Step, Weights, Words, either, is_nvfp4, to_bf16
 from envoi.runtime.aggregate import aggregate
 from envoi.runtime.barrier_setup import set_up_together

@@ -23,9 +23,11 @@ pull:
     CTA 5   pull   L1: 5            L2: 3   L2: 7    L2: 13
 
 Producers take L1's units, pairs of tiles, one by one, then L2's tiles (`scheduler`), each once the last one's loads
-are issued, and tell consumers: so all CTAs end within a tile of each other. A producer comes to L2 once all units are
-taken, by CTAs that run. Its tile waits for the units that write its expert's hidden rows, those before them, and the
-others of their last counter. Stages of both GEMMs have one shape, and one ring goes on from L1's last step to L2's
+are issued: so all CTAs end within a tile of each other. Experts with many rows and with few have turns in either order
+(`envoi.gemm.hopper.mixed_experts`). Consumers are told each tile's corner, so that only producers search for its
+expert; one whose share of a tile has no rows leaves the tensor cores to others. A producer comes to L2 once all units
+are taken, by CTAs that run. Its tile waits for the units that write its expert's hidden rows, those before them, and
+the others of their last counter. Stages of both GEMMs have one shape, and one ring goes on from L1's last step to L2's
 first. With few rows an expert L1 has one consumer, and L2 two that have tiles in turns.
 
     counter, in global memory   adds                                  waits                              to 0
@@ -39,7 +41,7 @@ first. With few rows an expert L1 has one consumer, and L2 two that have tiles i
     pulled                      consumers                             the teller, before it adds to PULLED
     written [ring of 4]         consumers, each unit and the end      the teller, before it adds to WRITTEN
     noted [ring of 4]           1: the teller, each unit and the end  consumers, before they arrive on `written` again
-    told [num_stages + 1]       1: the producer, each tile and end    consumers, before they read its number
+    told [num_stages + 1]       1: the producer, each tile and end    consumers, before they read its corner
     ended                       1: the producer, after L1's tiles     a consumer that has none of them
     begun                       consumers, once PULLED is complete    the producer, before it leaves
 

@@ -1,6 +1,6 @@
 """Shape of the tokens that the launch of the experts pulls, and tilings of its two GEMMs."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
 from envoi.constant import Constant
@@ -18,13 +18,15 @@ MAX_SLOTS = LANES  # of a token: a lane each
 PULLED_WORDS = 8192  # by four warps at once, in registers: these, and the next ones that they ask for meanwhile
 MAX_HIDDEN = PULLED_WORDS  # bytes: a token a warp
 FEW_ROWS = 64  # of an expert, up to which one consumer has a tile of L1: two would share 128 rows
-# Tilings of L1 and L2 that have the same stages, so that one ring serves both.
-FEW = Config(64, 1, 128, 256, 4, paired_tiles=True), Config(64, 2, 128, 256, 4, pingpong=True)
-WIDE = (
-    Config(64, 2, 128, 128, 5, wide_tail_tiles=True, paired_tiles=True),
-    Config(64, 2, 128, 128, 5, wide_tail_tiles=True),
+_TILE = Config(64, 2, 128, 128, 6, mixed_experts=True)
+_WIDE = replace(_TILE, num_stages=5, wide_tail_tiles=True)
+# Tilings of L1 and L2 that have the same stages, so that one ring serves both, and tiles of as many rows.
+FEW = (
+    replace(_TILE, num_consumers=1, block_k=256, num_stages=4, paired_tiles=True),
+    replace(_TILE, pingpong=True, block_k=256, num_stages=4),
 )
-SQUARE = Config(64, 2, 128, 128, 6, paired_tiles=True), Config(64, 2, 128, 128, 6, num_store_buffers=2)
+WIDE = replace(_WIDE, paired_tiles=True), _WIDE
+SQUARE = replace(_TILE, paired_tiles=True), replace(_TILE, num_store_buffers=2)
 
 
 @dataclass(frozen=True)

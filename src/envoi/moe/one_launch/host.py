@@ -12,7 +12,7 @@ from envoi.epilogue.outputs import chunk_columns
 from envoi.gemm.grouping import Grouping
 from envoi.gemm.hopper import host as hopper
 from envoi.gemm.hopper import tune
-from envoi.gemm.hopper.config import Config, Problem, are_few, fitted, supports
+from envoi.gemm.hopper.config import IN_LONG_TURNS, LONG_K, Config, Problem, are_few, fitted, supports
 from envoi.gemm.hopper.forced import Choice
 from envoi.gemm.hopper.pairs import l1_configs, lowered_pairs, quantize_cycles
 from envoi.gemm.hopper.time_model import predicted_cycles
@@ -39,9 +39,9 @@ from envoi.types import ExpertWeights, Matrix, QuantTensor
 
 BF16 = torch.bfloat16
 # Rows of an expert, and how long by the model compared with two launches, up to which one is taken. It saves a launch's
-# end and start, which the model doesn't know: 1 to 9 % of the time up to so many rows, measured on an H100. With more
-# rows it takes 0.98 to 1.04 of the time of two.
-MOST_ROWS, MOST = 128, 1.05
+# end and start and a search for each tile's expert, and mixes experts, which the model doesn't know: 2 to 19 % of the
+# time up to 128 rows, measured on an H200, -2 to 4 % up to 256. With more rows it takes 1.00 to 1.02 of that of two.
+MOST_ROWS, MOST = 256, 1.05
 _choice = Choice()
 
 
@@ -178,7 +178,8 @@ def _tiling(
     problems: tuple[Problem, Problem], codes: tuple[Lowered, Lowered], num_sms: int
 ) -> tuple[Config, Config] | None:
     """Return the tiling of L1 and L2 that should take least time, None if none fits."""
-    is_few = FEW_ROWS * problems[0].num_groups >= problems[0].M
+    most = IN_LONG_TURNS if problems[0].K > LONG_K else FEW_ROWS  # few tiles of L1 may be an expert's second
+    is_few = most * problems[0].num_groups >= problems[0].M
     fit = [_fitted(problems, codes, wanted) for wanted in ((FEW,) if is_few else (FEW, WIDE, SQUARE))]
     return min((one for one in fit if one), key=lambda one: _cycles(problems, one, num_sms), default=None)
 

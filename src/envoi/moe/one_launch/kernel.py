@@ -6,10 +6,11 @@ from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared,
 
 from envoi.gemm.hopper.consumer import ConsumerArgs, multiply_told_tiles
 from envoi.gemm.hopper.mainloop import SCALE_BLOCK, BlockScales
-from envoi.gemm.hopper.pipeline import Pipeline, Written, new_barriers
+from envoi.gemm.hopper.pipeline import TILE_WORDS, Pipeline, Written, new_barriers
+from envoi.gemm.hopper.problem import Problem
 from envoi.gemm.hopper.producer import PRODUCER, ProducerArgs, load_unit, weights_tile
 from envoi.gemm.hopper.run_epilogue import EpilogueArgs, RowReductions
-from envoi.gemm.hopper.tile_scheduler import Problem, TileScheduler
+from envoi.gemm.hopper.tile_scheduler import TileScheduler
 from envoi.moe.one_launch import config
 from envoi.moe.one_launch.handover import CONSUMERS, Handover
 from envoi.moe.one_launch.progress import (
@@ -23,7 +24,7 @@ from envoi.moe.one_launch.progress import (
     wait_for_units,
 )
 from envoi.moe.one_launch.pull import PullArgs, pull
-from envoi.moe.one_launch.scheduler import take, units_until
+from envoi.moe.one_launch.scheduler import scheduler_of_next, take, units_until
 from envoi.runtime.aggregate import Scalar, aggregate
 from envoi.runtime.timeline_device import note_begin, note_moment
 from envoi.runtime.triton_compat import reinterpret, role_barrier
@@ -78,18 +79,15 @@ def consumer(args, role: gl.constexpr):
         note_moment(trace, PULL + role, 0, 1)
         role_barrier()
         mbarrier.arrive(args.handover.pulled.index(0), count=1)
-    problem = args.first.epilogue.problem
-    scheduler = TileScheduler.create(problem)
     if args.pull is not None:
         wait_for_all(args.progress + PULLED)
         mbarrier.arrive(args.handover.begun.index(0), count=1)
         note_moment(trace, PULL + role, 0, 2)
-    if role < problem.cfg.num_consumers:
-        step, count = multiply_told_tiles(args.first, scheduler, gl.to_tensor(0), gl.to_tensor(0), role, role)
+    if role < args.first.epilogue.problem.cfg.num_consumers:
+        step, count = multiply_told_tiles(args.first, gl.to_tensor(0), gl.to_tensor(0), role, role)
     else:
         step, count = args.handover.first_ended()
-    second = TileScheduler.create(args.second.epilogue.problem)
-    multiply_told_tiles(args.second, second, step, count, role, SECOND + role)
+    multiply_told_tiles(args.second, step, count, role, SECOND + role)
 
 
 @gluon.jit
@@ -98,7 +96,7 @@ def producer(args):
     first, second, progress, handover = args.first, args.second, args.progress, args.handover
     cfg: gl.constexpr = second.problem.cfg
     ahead = TileScheduler.create(first.problem)
-    num_units = gl.max(ahead.experts.tile_ends, 0)
+    num_units = ahead.experts.num_tiles()
     num_k_steps = gl.cdiv(first.problem.K, first.problem.cfg.block_k)
     if args.pulls:
         wait_for_all(progress + PULLED)
@@ -110,41 +108,41 @@ def producer(args):
         for half in range(2):
             index = 2 * unit + half
             note_begin(first.trace, PRODUCER, count, index)
-            tile = weights_tile(ahead.tile(index), first)
+            tile = ahead.tile(index)
             note_moment(first.trace, PRODUCER, count, 1)
             first.pipeline.wait_empty(step)  # first: the slot of `told` must have been read
-            first.pipeline.tell_tile(count, index)
-            step = load_unit(first, step, 0, num_k_steps, tile, False)
+            first.pipeline.tell_tile(count, index, tile)
+            step = load_unit(first, step, 0, num_k_steps, weights_tile(tile, first), False)
             note_moment(first.trace, PRODUCER, count, 2)
             count += 1
         unit = take(progress + TAKEN)  # now: that takes a microsecond, and consumers have stages left
     handover.tell_unit(count // 2, -1)
     first.pipeline.wait_empty(step)
-    first.pipeline.tell_tile(count, -1)
+    first.pipeline.tell_end(count)
     count += 1
     handover.end_first(count, step)
-    scheduler = TileScheduler.create(second.problem)
+    scheduler = scheduler_of_next(ahead, second.problem)
     num_k_steps = gl.cdiv(second.problem.K, cfg.block_k)
     known = gl.to_tensor(0)  # units of L1 that are known to be written
     event = gl.to_tensor(0)
     index = take(progress + TAKEN_IN_L2)
     while index < scheduler.num_units:
-        tile = weights_tile(scheduler.tile(index), second)
+        tile = scheduler.tile(index)
         note_begin(second.trace, SECOND + PRODUCER, event, index)
         end = units_until(index, ahead.experts, scheduler.experts)
         if known < end:
             known = wait_for_units(progress, known, end, num_units, args.unit_shift)
         note_moment(second.trace, SECOND + PRODUCER, event, 1)
         second.pipeline.wait_empty(step)
-        second.pipeline.tell_tile(count, index)
-        step = load_unit(second, step, 0, num_k_steps, tile, False)
+        second.pipeline.tell_tile(count, index, tile)
+        step = load_unit(second, step, 0, num_k_steps, weights_tile(tile, second), False)
         index = take(progress + TAKEN_IN_L2)
         note_moment(second.trace, SECOND + PRODUCER, event, 2)
         count += 1
         event += 1
     for i in gl.static_range(CONSUMERS // cfg.consumers_per_tile):
         second.pipeline.wait_empty(step + i)
-        second.pipeline.tell_tile(count + i, -1)
+        second.pipeline.tell_end(count + i)
     if args.pulls:
         mbarrier.wait(handover.begun.index(0), 0)
     leave(progress)
@@ -175,7 +173,7 @@ def told_pipelines(first, x_desc, y_desc, takes_halves: gl.constexpr, cfg: gl.co
     num_stages: gl.constexpr = cfg.num_stages
     ring: gl.constexpr = cfg.num_stages + 1  # see `Pipeline.wait_for_tile`
     told = new_barriers(ring, 1)
-    tiles = gl.allocate_shared_memory(gl.int32, [ring, 1], gl.SwizzledSharedLayout(1, 1, 1, [0]))
+    tiles = gl.allocate_shared_memory(gl.int32, [ring * TILE_WORDS, 1], gl.SwizzledSharedLayout(1, 1, 1, [0]))
     x_bufs = first.x_bufs
     y_shape: gl.constexpr = [num_stages * cfg.y_boxes_per_stage, cfg.main_y, cfg.block_k]
     y_bufs = reinterpret(x_bufs if cfg.wide_tail_tiles else first.y_bufs, y_desc.dtype, y_shape, y_desc.layout)

@@ -3,6 +3,8 @@
 import triton.experimental.gluon.language as gl
 from triton.experimental import gluon
 
+from envoi.gemm.hopper.tile_scheduler import TileScheduler
+
 
 @gluon.jit
 def take(counter):
@@ -11,9 +13,17 @@ def take(counter):
 
 
 @gluon.jit
-def units_until(index, first, second):
-    """Return how many units of L1 there are up to the last one of the expert that a tile of L2 belongs to.
+def units_until(place, first, second):
+    """Return how many units of L1 are taken up to the last one of the expert that a tile of L2 belongs to.
 
-    first, second: ExpertTiles of L1 and L2. No load: the producer has both prefix sums in registers.
+    place: of the tile among L2's. first, second: MixedTiles of L1 and L2. No load: the producer has what both are from.
     """
-    return gl.min(gl.where(second.tile_ends > index, first.tile_ends, 2**31 - 1), 0)
+    return first.places_until(second.search(second.tile_at(place)))
+
+
+@gluon.jit
+def scheduler_of_next(first, problem):
+    """Return L2's TileScheduler: its tiles have the rows of L1's, whose TileScheduler is `first`."""
+    num_feature_tiles = gl.cdiv(problem.N, problem.cfg.block_n)
+    experts = first.experts.of_next(problem, num_feature_tiles)
+    return TileScheduler(problem, first.num_token_tiles, num_feature_tiles, experts.num_tiles(), experts)

@@ -1,0 +1,44 @@
+"""The mixed order of experts' tiles without a GPU; which configs have it."""
+
+from dataclasses import replace
+from itertools import pairwise
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from envoi.epilogue import library
+from envoi.epilogue.lower import lower
+from envoi.gemm.hopper.config import Config, Problem, supports
+from envoi.gemm.hopper.mixed_experts import id_bits, in_order
+from envoi.moe.one_launch.config import FEW, SQUARE, WIDE
+
+
+@given(st.integers(0, 300), st.integers(0, 300), st.integers(0, 2**32 - 256))
+def test_both_kinds_have_all_their_tiles_whatever_the_share(num_many, num_few, share):
+    places = range(num_many + num_few + 1)
+    before = [in_order.fn(place * share >> 32, place, num_many, num_few) for place in places]
+    assert before[0] == 0 and before[-1] == num_many
+    assert all(step in (0, 1) for step in (b - a for a, b in pairwise(before)))
+
+
+def test_bits_of_an_experts_number():
+    assert [id_bits(n) for n in (32, 64, 512)] == [5, 6, 9]
+
+
+@pytest.mark.parametrize("tiling", [FEW, WIDE, SQUARE])
+def test_one_launch_mixes_in_tiles_of_as_many_rows(tiling):
+    first, second = tiling
+    assert first.mixed_experts and second.mixed_experts
+    assert first.block_m == second.block_m and first.num_stages == second.num_stages
+
+
+def test_only_experts_are_mixed():
+    code = lower(library.store.ir, torch.bfloat16, "gluon", False, False, frozenset())
+    config = Config(64, 2, 128, 64, 4, mixed_experts=True)
+    grouped, plain = Problem(4096, 512, 512, 2, num_groups=8), Problem(4096, 512, 512, 2)
+    assert supports(grouped, config, code) == ""
+    assert "mixed_experts" in supports(plain, config, code)
+    assert "mixed_experts" in supports(grouped, replace(config, num_consumers=1, swap_ab=True), code)
+    assert config.label().endswith("mixed_experts")
