@@ -120,7 +120,9 @@ class MixedTiles:
         wanted = gl.where(is_many, end, end - self.num_many) * self.num_feature_tiles
         enough = wanted + (self.num_token_tiles - of_kind) * self.num_feature_tiles
         ratio = self.num_token_tiles.to(gl.float32) / of_kind.to(gl.float32)
-        places = gl.minimum((wanted.to(gl.float32) * ratio).to(gl.int32) + 2, enough)
+        # The j-th tile of many rows is at the place before j * ratio, that of few at the one after (j - 1) * ratio.
+        places = (gl.where(is_many, wanted, wanted - 1).to(gl.float32) * ratio).to(gl.int32) + 2
+        places = gl.minimum(places, enough)
         before = self.many_before(places)
         return gl.where(gl.where(is_many, before, places - before) < wanted, enough, places)
 

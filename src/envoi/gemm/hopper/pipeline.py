@@ -312,12 +312,7 @@ class Written:
     @gluon.jit
     def create(num_consumers: gl.constexpr):
         """Allocate the barriers and initialise them. The caller fences before any role uses them."""
-        written = gl.allocate_shared_memory(gl.int64, [WRITTEN_RING, 1], mbarrier.MBarrierLayout())
-        noted = gl.allocate_shared_memory(gl.int64, [WRITTEN_RING, 1], mbarrier.MBarrierLayout())
-        for i in gl.static_range(WRITTEN_RING):
-            mbarrier.init(written.index(i), count=num_consumers)
-            mbarrier.init(noted.index(i), count=1)
-        return Written(written, noted)
+        return Written(new_barriers(WRITTEN_RING, num_consumers), new_barriers(WRITTEN_RING, 1))
 
     @gluon.jit
     def arrive(self, n):
