@@ -230,6 +230,7 @@ class Pipeline:
     def tell(self, slot, index):
         """Producer: complete what a slot of `tiles` says with the tile's number, and let consumers read it."""
         put_word(self.tiles, slot * TILE_WORDS, index)
+        role_barrier()  # one lane arrives, for the words of all
         mbarrier.arrive(self.told.index(slot), count=1)
 
     @gluon.jit
