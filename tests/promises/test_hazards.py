@@ -1,9 +1,12 @@
 """racecheck's logs: which errors are Triton's own table of roles, and which aren't."""
 
+from pathlib import Path
+
 import pytest
 
+from envoi.gemm.hopper import pipeline
 from tools.machine_code.role_table import RoleTable
-from tools.promises.hazards import races_in
+from tools.promises.hazards import races_in, word_places
 
 TABLE = RoleTable(frozenset([0xF0]), frozenset([0x31C0, 0x4700]))
 TABLES = {"gemm_kernel": [RoleTable(frozenset([0x110]), frozenset([0x5000])), TABLE]}
@@ -21,6 +24,14 @@ OF_A_BUFFER = """\
 WARNING = """\
 ========= Warning: Race reported between Write access at gemm_kernel+0x6000
 =========     and Write access at gemm_kernel+0x6000 [4 hazards]
+"""
+
+
+WORDS = """\
+========= Error: Race reported between Write access at fused_kernel+0x5500 in /site/envoi/gemm/hopper/pipeline.py:{put}
+=========     and Read access at fused_kernel+0x740 in /site/envoi/gemm/hopper/pipeline.py:{get} [64 hazards]
+=========     and Read access at fused_kernel+0x80c0 in pipeline.py:{get} [64 hazards]
+=========
 """
 
 
@@ -81,3 +92,23 @@ def test_what_cannot_be_read_is_an_error():
     found = races_in(log, TABLES)
     assert found.others == 1
     assert "an access that can't be read" in found.shown[0]
+
+
+def line_of(text: str) -> int:
+    lines = Path(pipeline.__file__).read_text().splitlines()
+    return next(number for number, line in enumerate(lines, 1) if text in line)
+
+
+def test_words_that_mbarriers_hand_over_are_told_apart():
+    log = WORDS.format(put=line_of("words.index(i).store("), get=line_of("words.index(i).load("))
+    found = races_in(OF_ROLES + log + log + OF_A_BUFFER + summary(4), TABLES, word_places())
+    assert (found.of_roles, found.of_words, found.others) == (1, 2, 1)
+    assert races_in(log + summary(1), {}).others == 1  # nothing is such a word unless its place says so
+
+
+@pytest.mark.parametrize("text", ["mbarrier.arrive(self.told", "def tell_end", "def num_x_boxes"])
+def test_every_access_of_a_report_has_to_be_of_such_a_word(text):
+    log = WORDS.format(put=line_of(text), get=line_of("words.index(i).load("))
+    assert races_in(log + summary(1), {}, word_places()).others == 1
+    other_file = WORDS.format(put=line_of("words.index(i).store("), get=line_of("words.index(i).load("))
+    assert races_in(other_file.replace("pipeline.py", "mainloop.py") + summary(1), {}, word_places()).others == 1

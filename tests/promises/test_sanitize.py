@@ -239,8 +239,11 @@ def test_programs_take_turns_with_the_gpus(fake, monkeypatch):
 
 
 def test_lines_add_up():
-    one = Watched("a", "racecheck", 0, (), {NAME: {"x", "y"}, "envoi.b": {"z"}}, True, of_roles=4, warnings=1)
+    one = Watched(
+        "a", "racecheck", 0, (), {NAME: {"x", "y"}, "envoi.b": {"z"}}, True, of_roles=4, of_words=2, warnings=1
+    )
     other = Watched("b", "racecheck", 0, (), {NAME: {"x"}}, True)
     wrong = Watched("c", "racecheck", 2, ("Error: 5 kernels of note",), {NAME: {"x"}}, True)
-    assert one.line == f"3 kernels of envoi.b, {NAME}; 4 {sanitize.OF_ROLES}; 1 warnings"
-    assert sanitize.totals(x.line for x in (one, other, wrong)) == (4, {NAME, "envoi.b"}, 4, 1)
+    assert one.line == f"3 kernels of envoi.b, {NAME}; 4 {sanitize.OF_ROLES}; 2 {sanitize.OF_WORDS}; 1 warnings"
+    found = sanitize.totals(x.line for x in (one, other, wrong))
+    assert found == sanitize.Totals(4, frozenset([NAME, "envoi.b"]), 4, 2, 1)

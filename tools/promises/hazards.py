@@ -2,11 +2,14 @@
 
 The tool follows neither mbarriers, by which TMA, wgmma and roles are ordered, nor the barrier between the accesses of
 Triton's own table of roles (`tools.machine_code.role_table`), which it names in every kernel with roles. Reports of
-these accesses alone, all in one kernel's machine code, are counted apart; so are warnings.
+these accesses alone, all in one kernel's machine code, are counted apart; so are warnings, and reports of words that
+roles hand over by mbarriers alone, stored by `pipeline.put_word` and loaded by `get_word`: that none is overwritten
+before it is read, and none read before it is written, is what `tests/moe/test_one_launch_roles.py` simulates.
 """
 
+import inspect
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 
 from tools.machine_code.role_table import RoleTable
@@ -32,26 +35,41 @@ class Access:
 
 @dataclass(frozen=True)
 class Races:
-    """Errors and warnings of racecheck's log. of_roles: errors that are accesses of the table of roles alone.
+    """Errors and warnings of racecheck's log.
 
+    of_roles, of_words: errors that are accesses of the table of roles alone, and of words that mbarriers hand over.
     shown: the other errors, as far as the log prints them.
     """
 
     errors: int
     warnings: int
     of_roles: int
+    of_words: int
     shown: tuple[str, ...]
 
     @property
     def others(self) -> int:
         """Number of errors elsewhere, also of those that the log doesn't print."""
-        return max(self.errors - self.of_roles, len(self.shown))
+        return max(self.errors - self.of_roles - self.of_words, len(self.shown))
 
 
-def races_in(log: str, role_tables: Mapping[str, Sequence[RoleTable]]) -> Races | None:
+def word_places() -> frozenset[str]:
+    """Return the places, as racecheck names them, at which roles store and load words that mbarriers hand over."""
+    from envoi.gemm.hopper import pipeline
+
+    found: set[str] = set()
+    for function in (pipeline.put_word.fn, pipeline.get_word.fn):
+        lines, first = inspect.getsourcelines(function)
+        found |= {f"pipeline.py:{number}" for number in range(first, first + len(lines))}
+    return frozenset(found)
+
+
+def races_in(
+    log: str, role_tables: Mapping[str, Sequence[RoleTable]], words: Collection[str] = frozenset()
+) -> Races | None:
     """Return what is in a log, None if it has no summary.
 
-    role_tables: by the kernels' names in machine code; of each kernel of that name.
+    role_tables: by the kernels' names in machine code; of each kernel of that name. words: see `word_places`.
     """
     summaries = _SUMMARY.findall(log)
     if not summaries:
@@ -64,14 +82,16 @@ def races_in(log: str, role_tables: Mapping[str, Sequence[RoleTable]]) -> Races 
         elif other and reports:
             reports[-1][1].append(_access(other[1], other[2]))
     accesses = [found for severity, found in reports if severity == "Error"]
-    own = [_is_of_roles(found, role_tables) for found in accesses]
+    of_roles = [_is_of_roles(found, role_tables) for found in accesses]
+    of_words = [all(x is not None and x.line in words for x in found) for found in accesses]
     errors, warnings = (sum(int(found[place]) for found in summaries) for place in (1, 2))
     shown = [
         " and ".join(str(x or "an access that can't be read") for x in found)
-        for found, is_own in zip(accesses, own, strict=True)
-        if not is_own
+        for found, *is_known in zip(accesses, of_roles, of_words, strict=True)
+        if not any(is_known)
     ]
-    return Races(errors, warnings, min(sum(own), errors), tuple(shown))
+    num_of_roles = min(sum(of_roles), errors)
+    return Races(errors, warnings, num_of_roles, min(sum(of_words), errors - num_of_roles), tuple(shown))
 
 
 def _is_of_roles(found: Sequence[Access | None], role_tables: Mapping[str, Sequence[RoleTable]]) -> bool:

@@ -11,7 +11,7 @@ from tools.fuzz.run import kept, read, spans
 from tools.promises import evidence
 from tools.promises.evidence import FOLDER, Run
 from tools.promises.same_bits import CHECKS, REFUSED
-from tools.promises.sanitize import OF_ROLES, PLANTED, registered, totals
+from tools.promises.sanitize import OF_ROLES, OF_WORDS, PLANTED, registered, totals
 from tools.promises.sanitized import programs
 from tools.promises.subjects import MAKERS, OPERATORS, needs
 
@@ -220,11 +220,13 @@ def watched(runs: dict[str, Run], promise: str) -> tuple[str, str, str]:
     of = {name: run for name in (PLANTED, *every) if (run := runs.get(f"{promise}/{name}")) is not None}
     if PLANTED not in of:
         return wrong_of(whole), whole.text if whole is not None else "-", where(whole)
-    kernels, names, of_roles, warnings = totals(run.text for run in of.values())
-    text = [f"{kernels} kernels, by program, of {len(names)} names in {len(of) - 1} of {len(every)} programs"]
-    text += [f"{of_roles} {OF_ROLES}"] if of_roles else []
-    text += [f"{warnings} warnings"] if warnings else []
-    missing = sorted(registered() - names)
+    all_of = totals(run.text for run in of.values())
+    programs_run = f"{len(of) - 1} of {len(every)} programs"
+    text = [f"{all_of.kernels} kernels, by program, of {len(all_of.names)} names in {programs_run}"]
+    text += [f"{all_of.of_roles} {OF_ROLES}"] if all_of.of_roles else []
+    text += [f"{all_of.of_words} {OF_WORDS}"] if all_of.of_words else []
+    text += [f"{all_of.warnings} warnings"] if all_of.warnings else []
+    missing = sorted(registered() - all_of.names)
     text += [f"not watched: {', '.join(missing)}"] if missing else []
     text += [run.text for run in of.values() if run.wrong]
     wrong = sum(run.wrong for run in of.values())
@@ -240,7 +242,9 @@ What compute-sanitizer's tools found in Envoi's kernels. Each first has to find 
 of processes on several GPUs, replayed graphs and prepared calls aren't watched; the same kernels are, launched singly.
 Kernels of torch aren't watched either. racecheck names the stores by which Triton's `warp_specialize` tells warps their
 roles in every kernel with roles, since it doesn't follow the barrier behind them: reports of that table's accesses
-alone, in one kernel's machine code, are counted apart. So are its warnings.
+alone, in one kernel's machine code, are counted apart. So are its warnings, and reports of the words that roles of one
+launch of L1 and L2 hand over by mbarriers, which it doesn't follow either: `tests/moe/test_one_launch_roles.py`
+simulates them.
 
 Test: `tests/promises/test_sanitize.py`. Program: `python -m tools.promises sanitize`.
 

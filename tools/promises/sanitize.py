@@ -30,7 +30,7 @@ import torch
 
 from tools.machine_code.role_table import RoleTable
 from tools.promises.evidence import Run, read_files, run_of
-from tools.promises.hazards import races_in
+from tools.promises.hazards import races_in, word_places
 
 TOOLS = ("memcheck", "synccheck", "racecheck")
 ERRORS = 97  # exit status of the sanitizer if there were errors
@@ -43,7 +43,8 @@ NOTED = re.compile(rf"=+ +({NOTE.pattern})")
 RACE = "Error: Race reported"
 PLANTED = "the error planted for it"
 OF_ROLES = "reports of accesses to Triton's own table of roles"
-LINE = re.compile(rf"(\d+) kernels of (.+?)(?:; (\d+) {OF_ROLES})?(?:; (\d+) warnings)?")
+OF_WORDS = "reports of words that mbarriers hand over"
+LINE = re.compile(rf"(\d+) kernels of (.+?)(?:; (\d+) {OF_ROLES})?(?:; (\d+) {OF_WORDS})?(?:; (\d+) warnings)?")
 NOTHING_SAID = {"right": False, "launched": [], "role_tables": {}}  # by a program that was ended
 
 
@@ -51,8 +52,8 @@ NOTHING_SAID = {"right": False, "launched": [], "role_tables": {}}  # by a progr
 class Watched:
     """Program under a tool: the tool's errors, None if it said nothing; what it noted; the kernels launched, by name.
 
-    right: the program's results were. of_roles, warnings: races in Triton's table of roles and racecheck's warnings,
-    which aren't among the errors.
+    right: the program's results were. of_roles, of_words, warnings: races in Triton's table of roles and in words that
+    mbarriers hand over, and racecheck's warnings, which aren't among the errors.
     """
 
     program: str
@@ -62,6 +63,7 @@ class Watched:
     kernels: dict[str, set[str]] = field(default_factory=dict)
     right: bool = False
     of_roles: int = 0
+    of_words: int = 0
     warnings: int = 0
     seconds: float = 0.0
 
@@ -70,6 +72,7 @@ class Watched:
         """Return what is wrong, or the kernels that were watched: see `totals`."""
         text = f"{sum(map(len, self.kernels.values()))} kernels of {', '.join(sorted(self.kernels))}"
         text += f"; {self.of_roles} {OF_ROLES}" if self.of_roles else ""
+        text += f"; {self.of_words} {OF_WORDS}" if self.of_words else ""
         text += f"; {self.warnings} warnings" if self.warnings else ""
         return self.problem or text
 
@@ -141,14 +144,15 @@ def watch(path: str, tool: str, program: str, limit_s: float = TIMEOUT_S, gpu: s
     for key in result["launched"]:
         name, sha256 = key.split(" ")
         kernels.setdefault(name, set()).add(sha256)
-    errors, of_roles, warnings = None if tool == "racecheck" else errors_in(text), 0, 0
+    errors, of_roles, of_words, warnings = None if tool == "racecheck" else errors_in(text), 0, 0, 0
     tables = {name: [RoleTable(*map(frozenset, x)) for x in found] for name, found in result["role_tables"].items()}
-    races = races_in(text, tables)
+    races = races_in(text, tables, word_places())
     if races is not None:
-        errors, of_roles, warnings = races.others, races.of_roles, races.warnings
+        errors, of_roles, of_words, warnings = races.others, races.of_roles, races.of_words, races.warnings
         notes = [*races.shown, *(note for note in notes if not note.startswith(RACE))]
     spent = time.monotonic() - start
-    return Watched(program, tool, errors, tuple(notes), kernels, result["right"], of_roles, warnings, spent)
+    right = result["right"]
+    return Watched(program, tool, errors, tuple(notes), kernels, right, of_roles, of_words, warnings, spent)
 
 
 def _ends(command: tuple[str, ...], env: dict[str, str], output: IO[str], limit_s: float) -> bool:
@@ -218,7 +222,7 @@ def run(options: argparse.Namespace) -> Iterator[Run]:
                             1, result.line,
                         )  # fmt: skip
         left = [name for name in names if name not in found]
-        watched = totals(known.values())[1].union(*(result.kernels for result in found.values()))
+        watched = totals(known.values()).names.union(*(result.kernels for result in found.values()))
         missing = sorted(registered() - watched)
         print(f"{tool}: not run for want of time: {', '.join(left) or 'nothing'}")
         print(f"{tool}: kernels that weren't watched: {', '.join(missing) or 'none of those registered'}", flush=True)
@@ -239,19 +243,20 @@ def watch_by(end: float, path: str, tool: str, program: str, gpu: str) -> Watche
     return found
 
 
-def totals(lines: Iterable[str]) -> tuple[int, set[str], int, int]:
-    """Return what programs' lines, as `Watched.line` writes them, say in all.
+@dataclass(frozen=True)
+class Totals:
+    """What programs' lines say in all; a kernel that several programs launch counts in each of them."""
 
-    That is kernels (one that several programs launch in each of them), names, reports of accesses to the table of
-    roles, warnings.
-    """
-    kernels, names, of_roles, warnings = 0, set[str](), 0, 0
-    for line in lines:
-        found = LINE.fullmatch(line)
-        if found:
-            kernels, of_roles, warnings = (
-                total + int(more or 0)
-                for total, more in zip((kernels, of_roles, warnings), found.group(1, 3, 4), strict=True)
-            )
-            names |= set(found[2].split(", "))
-    return kernels, names, of_roles, warnings
+    kernels: int
+    names: frozenset[str]
+    of_roles: int
+    of_words: int
+    warnings: int
+
+
+def totals(lines: Iterable[str]) -> Totals:
+    """Add up programs' lines, as `Watched.line` writes them."""
+    found = [match for match in map(LINE.fullmatch, lines) if match]
+    kernels, of_roles, of_words, warnings = (sum(int(match[group] or 0) for match in found) for group in (1, 3, 4, 5))
+    names = frozenset(name for match in found for name in match[2].split(", "))
+    return Totals(kernels, names, of_roles, of_words, warnings)
