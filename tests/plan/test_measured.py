@@ -7,7 +7,7 @@ import pytest
 
 from envoi.bench import evidence
 from envoi.gemm.hopper.time_model import COSTS
-from envoi.plan import MoeLayer, plan_moe
+from envoi.plan import MoeLayer, api, plan_moe
 from envoi.plan.blocks import Blocks
 from envoi.plan.gathering import LINKS
 from envoi.plan.machines import H200
@@ -16,6 +16,7 @@ from envoi.plan.steps import gemm_us, step_of
 from envoi.runtime.gpu_rates import H200 as RATES
 
 RESULTS = Path(__file__).resolve().parents[2] / "bench" / "results" / "h200.jsonl"
+ONE_LAUNCH_SINCE = "2026-11-26"  # L1 and L2 of up to 256 rows an expert
 BYTES = {"bf16": 2, "fp8_row": 1, "fp8_block128": 1, "mxfp4": 17 / 32, "mxfp4_mxfp8": 17 / 32}
 
 
@@ -85,10 +86,12 @@ def test_bf16_tokens_on_mxfp4_weights_of_other_sizes(hidden, intermediate, num_t
 
 # The model omits the sort of the slots and the wait for the rank with most rows.
 @pytest.mark.parametrize(
-    ("num_gpus", "format", "within"), [(4, "fp8_block128", 0.12), (4, "", 0.17), (1, "", 0.17), (1, "mxfp4", 0.10)]
+    ("num_gpus", "format", "within"),
+    [(4, "fp8_block128", 0.10), (2, "fp8_block128", 0.10), (4, "", 0.17), (1, "", 0.17), (1, "mxfp4", 0.10)],
 )
-def test_the_staged_path(num_gpus, format, within):
+def test_the_staged_path(num_gpus, format, within, monkeypatch):
     """Test the newest measurement of each case; its baseline has inputs in place, without the router."""
+    one_launch = api._takes_one_launch
     found = [m for m in evidence.latest(evidence.read(RESULTS)) if m.suite == "moe" and m.num_gpus == num_gpus]
     cases = [m for m in found if f" {format} " in m.case or not format]
     cases = [m for m in cases if len(m.case.split()) == 3]  # neither skewed nor another transport
@@ -96,8 +99,20 @@ def test_the_staged_path(num_gpus, format, within):
     for m in cases:
         sizes, of, tokens = m.case.split()
         layer = MoeLayer(*map(int, sizes.split("/")), int(tokens.removeprefix("tokens=")), num_gpus, of)
+        monkeypatch.setattr(api, "_takes_one_launch", one_launch if m.date >= ONE_LAUNCH_SINCE else lambda *_: False)
         plan = plan_moe(layer)
         assert plan.staged_us - plan.steps[0].time_us == pytest.approx(m.ours_us, rel=within), m.case
+
+
+def test_one_launch_is_taken_where_the_kernel_is():
+    sizes = [(4096, 2048, 256, 6, 64), (2048, 768, 128, 8, 2048), (2048, 768, 128, 8, 8192)]
+    found = [plan_moe(MoeLayer(*size, 2, "fp8_block128")) for size in sizes]
+    assert [plan.one_launch for plan in found] == [True, True, False]
+    assert [plan.steps[3].fixed_us == 0 for plan in found] == [True, True, False]
+    assert not plan_moe(MoeLayer(*sizes[0], 2, "fp8_row")).one_launch
+    assert not plan_moe(MoeLayer(*sizes[0], 2, "fp8_block128"), arch="sm_100").one_launch
+    assert not plan_moe(MoeLayer(4096, 2048, 256, 6, 64, 1, "fp8_block128", num_hosts=2)).one_launch
+    assert not plan_moe(MoeLayer(2048, 768, 128, 8, 16, 1, "fp8_block128")).one_launch  # the kernels for few tokens
 
 
 def test_two_hosts():

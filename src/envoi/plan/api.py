@@ -7,7 +7,7 @@ from envoi.check import expect_int
 from envoi.plan.blocks import BLOCK_MS, Blocks, l1_blocks, l2_blocks
 from envoi.plan.capacity import experts_per_wave, pool_capacity
 from envoi.plan.expected import rows_per_expert
-from envoi.plan.fused import FORMAT, FusedExperts, fused_experts
+from envoi.plan.fused import FORMAT, MOST_ROWS, FusedExperts, fused_experts
 from envoi.plan.layer import MAX_TOKENS, MoeLayer
 from envoi.plan.machines import W4A16, Machine, machine_of
 from envoi.plan.network import BetweenHosts, Network, bytes_between_hosts, steps_by_host
@@ -31,7 +31,7 @@ class Plan:
     experts_per_wave: local experts that would go through L1 and L2 together in one launch of all steps.
     fused_shared: shared memory of the fused kernel with L1's tile. overlap: whether the products hide NVLink transfers.
     notes: quantities that aren't measured, and paths without a kernel. network, between_hosts: None for one host.
-    fused: pull, L1 and L2 in one launch, None where there is no such kernel.
+    fused: pull, L1 and L2 in one launch, None where there is no such kernel. one_launch: L1 and L2 are one launch.
     """
 
     layer: MoeLayer
@@ -51,6 +51,7 @@ class Plan:
     network: Network | None = None
     between_hosts: BetweenHosts | None = None
     fused: FusedExperts | None = None
+    one_launch: bool = False
 
     @property
     def num_waves(self) -> int:
@@ -117,7 +118,8 @@ def plan_moe(
         layer, roles_of(machine, layer.format, l1.block_m, l1.block_n, l1.block_k), machine.shared_bytes
     )
     network = (network or Network()) if several else None
-    steps = five_steps(layer, machine, l1, l2, presum)
+    one_launch = _takes_one_launch(layer, machine, l1)
+    steps = five_steps(layer, machine, l1, l2, presum, one_launch)
     if network is not None:
         steps = steps_by_host(layer, machine, l1, l2, presum, network, max_tokens)
     return Plan(
@@ -128,8 +130,15 @@ def plan_moe(
         ),
         fused_shared, overlap_of(layer, machine, l1.block_m), _notes(layer, machine, fused_shared),
         network, bytes_between_hosts(layer, max_tokens, presum) if several else None,
-        _fused(layer, machine),
+        _fused(layer, machine), one_launch,
     )  # fmt: skip
+
+
+def _takes_one_launch(layer: MoeLayer, machine: Machine, l1: Blocks) -> bool:
+    """Return whether L1 and L2 are one launch: as `envoi.moe.one_launch.host.takes_one_launch`, but for its model."""
+    if layer.format != FORMAT or machine.arch != "sm_90" or layer.num_hosts > 1 or l1.shared_evenly:
+        return False
+    return rows_per_expert(layer) <= MOST_ROWS
 
 
 def _fused(layer: MoeLayer, machine: Machine) -> FusedExperts | None:

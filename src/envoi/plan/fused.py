@@ -9,6 +9,7 @@ last round is little: the others then have the memory, or the power, to themselv
 
 from dataclasses import dataclass
 
+from envoi.gemm.hopper.config import IN_LONG_TURNS, LONG_K
 from envoi.plan.machines import H200
 from envoi.runtime.math import cdiv
 
@@ -17,6 +18,7 @@ FORMAT = "fp8_block128"
 # an expert up to which the first is used, tokens of a tile of each, features of a unit of L1 and of a tile of L2.
 CONSUMER_REGISTERS, PRODUCER_REGISTERS = 240, 24
 STAGES_FEW, STAGES_MANY, FEW_ROWS = 4, 5, 64
+MOST_ROWS = 256  # of an expert, up to which L1 and L2 are one launch
 TOKENS_FEW, TOKENS_MANY, L1_FEATURES, L2_FEATURES = 64, 128, 256, 128
 # What it takes longer than staged: for its pull and waits, and of its products' time. Measured on two H100s.
 WAITS_US, SLOWER = 9.0, 0.02
@@ -44,7 +46,7 @@ def fused_experts(
 ) -> FusedExperts:
     """Describe the launch on one of num_ranks ranks, in fp8_block128, by the config of its kernel."""
     rows = num_ranks * num_tokens * num_topk / num_experts
-    few = rows <= FEW_ROWS
+    few = rows <= (IN_LONG_TURNS if hidden > LONG_K else FEW_ROWS)
     tiles = num_experts // num_ranks * max(1, cdiv(round(rows), TOKENS_FEW if few else TOKENS_MANY))
     early = -tiles * cdiv(2 * intermediate, L1_FEATURES) % H200.num_sms
     behind = tiles * cdiv(hidden, L2_FEATURES)

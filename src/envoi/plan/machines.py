@@ -27,6 +27,8 @@ class Machine:
         dependent launch. round_trip_us: a flag to a peer and
         back, the cost of a barrier across ranks.
     unhidden: the fraction of the shorter resources' times that isn't hidden by the longest.
+    tile_us: by format, what a tile of 128 x 128 takes beside its products, where that is known. one_launch_hbm: factor
+    of hbm_gb_per_s where L1 and L2 are one launch, in which no SM waits for another.
     """
 
     name: str
@@ -47,6 +49,8 @@ class Machine:
     dependent_launch_us: float
     round_trip_us: float
     unhidden: float
+    tile_us: dict[str, float]
+    one_launch_hbm: float
 
     def gemm_tflops(self, format: str, block_m: int, shared_evenly: bool = False) -> float:
         """Return the rate of a GEMM in tiles of block_m tokens; each tile widens its weights again."""
@@ -87,6 +91,8 @@ H200 = Machine(
     dependent_launch_us=4.2,  # bench/results, suite moe, mxfp4: a launch that begins before the previous one ends
     round_trip_us=2.6,  # between two H200s, atomics of system scope
     unhidden=0.1,  # bench/results, suites gemm_grouped and gemm_weights, bf16 and FP8
+    # Fitted to bench/results, suite moe, fp8_block128, on two and four GPUs.
+    tile_us={"fp8_block128": 0.6}, one_launch_hbm=1.03,
 )  # fmt: skip
 
 B200 = Machine(
@@ -99,7 +105,7 @@ B200 = Machine(
     widened_per_us=0, widened_tflops=0, w4a16_tflops={}, w4a16_few_tflops={},
     hbm_gb_per_s=8000, pull_gb_per_s=900, push_gb_per_s=900,
     launch_us=gpu_rates.H200.launch_us, dependent_launch_us=4.2, round_trip_us=2.6,  # H200's: no measurement of a B200
-    unhidden=0,
+    unhidden=0, tile_us={}, one_launch_hbm=1,
 )  # fmt: skip
 
 MACHINES = {machine.arch: machine for machine in (H200, B200)}

@@ -112,7 +112,7 @@ def _sizes(plan: Plan) -> list[str]:
         f"{number(plan.buffer_bytes / GB)} GB, weights {number(plan.weight_bytes / GB)} GB",
         f"waves: {plan.num_waves} of {plan.experts_per_wave} experts; one launch: {shared.num_stages} stages of "
         f"{shared.stage_bytes} bytes, {shared.fixed_bytes} beside them",
-        *_fused(plan), _overlap(plan), *_between_hosts(plan),
+        *["L1 and L2: one launch"] * plan.one_launch, *_fused(plan), _overlap(plan), *_between_hosts(plan),
     ]  # fmt: skip
 
 

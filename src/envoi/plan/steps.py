@@ -7,6 +7,8 @@
     L2        2 P H I FLOP, epilogue writes each row to its token's rank
     combine   barrier; each token's k rows are summed
 
+Where L1 and L2 are one launch (`envoi.moe.one_launch`) L2's step has no launch of its own.
+
 With presum L2's rows stay local, and combine begins with a kernel that sums a token's rows and sends the sum to its
 rank.
 
@@ -64,21 +66,39 @@ class Step:
         return longest if self.parts_us[longest] > self.fixed_us else "latency"
 
 
-def five_steps(layer: MoeLayer, machine: Machine, l1: Blocks, l2: Blocks, presum: bool) -> tuple[Step, ...]:
-    """Return router, dispatch, L1, L2, combine."""
+def five_steps(
+    layer: MoeLayer, machine: Machine, l1: Blocks, l2: Blocks, presum: bool, one_launch: bool = False
+) -> tuple[Step, ...]:
+    """Return router, dispatch, L1, L2, combine. one_launch: L1 and L2 are."""
+    experts = _l1(layer, machine, l1), _l2(layer, machine, l2, presum)
+    if one_launch:
+        first, second = (_faster_hbm(step, machine) for step in experts)
+        experts = first, replace(second, fixed_us=0.0, time_us=second.time_us - second.fixed_us)
     return (
         _router(layer, machine),
         _dispatch(layer, machine, l1),
-        _l1(layer, machine, l1),
-        _l2(layer, machine, l2, presum),
+        *experts,
         _combine_sums(layer, machine) if presum else _combine(layer, machine, l2.shared_evenly),
     )
 
 
+def _faster_hbm(step: Step, machine: Machine) -> Step:
+    """Return a GEMM's step with its bytes at the rate of one launch."""
+    hbm_us = step.hbm_us / machine.one_launch_hbm
+    times = step.compute_us, hbm_us, step.nvlink_us
+    return replace(step, hbm_us=hbm_us, time_us=step.fixed_us + _overlapped(times, machine))
+
+
 def gemm_us(blocks: Blocks, K: int, format: str, machine: Machine) -> float:
-    """Return the time of a GEMM's products: the busiest SM's tiles, at its share of the machine's rate."""
-    flops = 2.0 * blocks.block_m * blocks.block_n * K * blocks.rounds(machine.num_sms) * machine.num_sms
-    return flops / machine.gemm_tflops(format, blocks.block_m, blocks.shared_evenly) / 1e6
+    """Return the time of a GEMM's products: the busiest SM's tiles, at its share of the machine's rate.
+
+    And what tiles take beside their products, but for kernels in which SMs share all tiles evenly.
+    """
+    rounds = blocks.rounds(machine.num_sms)
+    elements = blocks.block_m * blocks.block_n * rounds
+    beside_us = 0.0 if blocks.shared_evenly else machine.tile_us.get(format, 0.0) * elements / 128**2
+    flops = 2.0 * elements * K * machine.num_sms
+    return flops / machine.gemm_tflops(format, blocks.block_m, blocks.shared_evenly) / 1e6 + beside_us
 
 
 def step_of(
@@ -92,9 +112,14 @@ def step_of(
     fixed_us = machine.dependent_launch_us if dependent else machine.launch_us
     fixed_us += round_trips * machine.round_trip_us
     hbm_us, nvlink_us = hbm_bytes / machine.hbm_gb_per_s / 1e3, nvlink_bytes / nvlink_gb_per_s / 1e3
-    *others, longest = sorted((compute_us, hbm_us, nvlink_us))
-    time_us = fixed_us + longest + machine.unhidden * sum(others)
+    time_us = fixed_us + _overlapped((compute_us, hbm_us, nvlink_us), machine)
     return Step(name, flops, hbm_bytes, nvlink_bytes, compute_us, hbm_us, nvlink_us, fixed_us, time_us)
+
+
+def _overlapped(times_us: tuple[float, ...], machine: Machine) -> float:
+    """Return the time of resources that work side by side."""
+    *others, longest = sorted(times_us)
+    return longest + machine.unhidden * sum(others)
 
 
 def _router(layer: MoeLayer, machine: Machine) -> Step:
