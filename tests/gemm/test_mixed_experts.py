@@ -10,15 +10,17 @@ from hypothesis import strategies as st
 
 from envoi.epilogue import library
 from envoi.epilogue.lower import lower
+from envoi.gemm.hopper.cases import Case, inputs, launch_with, planned
 from envoi.gemm.hopper.config import Config, Problem, supports
-from envoi.gemm.hopper.mixed_experts import id_bits, in_order
+from envoi.gemm.hopper.mixed_experts import clamp_share, id_bits
 from envoi.moe.one_launch.config import FEW, SQUARE, WIDE
+from tools.machine_code.compile import compile_launch
 
 
 @given(st.integers(0, 300), st.integers(0, 300), st.integers(0, 2**32 - 256))
 def test_both_kinds_have_all_their_tiles_whatever_the_share(num_many, num_few, share):
     places = range(num_many + num_few + 1)
-    before = [in_order.fn(place * share >> 32, place, num_many, num_few) for place in places]
+    before = [clamp_share.fn(place * share >> 32, place, num_many, num_few) for place in places]
     assert before[0] == 0 and before[-1] == num_many
     assert all(step in (0, 1) for step in (b - a for a, b in pairwise(before)))
 
@@ -42,3 +44,11 @@ def test_only_experts_are_mixed():
     assert "mixed_experts" in supports(plain, config, code)
     assert "mixed_experts" in supports(grouped, replace(config, num_consumers=1, swap_ab=True), code)
     assert config.label().endswith("mixed_experts")
+
+
+@pytest.mark.compiles
+def test_rows_of_no_expert_compile_beside_mixed_ones():
+    call, config = planned(inputs(Case("mixed", "store", 4096, 512, 512, num_experts=8)))
+    assert call.grouping.write_tail
+    launch = launch_with(call, replace(config, mixed_experts=True))
+    assert "wgmma" in compile_launch(launch, "sm_90").ptx

@@ -7,6 +7,7 @@ import triton.experimental.gluon.language as gl
 from triton.experimental import gluon
 
 from envoi.gemm.grouping import RowMode
+from envoi.gemm.hopper import host
 from envoi.gemm.hopper.mixed_experts import MixedTiles
 from envoi.gemm.hopper.problem import Problem
 from envoi.moe.one_launch.config import FEW, SQUARE, WIDE
@@ -60,7 +61,7 @@ def rows_of(kind: str, num_experts: int, seed: int) -> np.ndarray:
 
 
 @pytest.mark.parametrize("tiling", [FEW, WIDE, SQUARE], ids=["few", "wide", "square"])
-@pytest.mark.parametrize("num_experts", [1, 7, 60, 256])
+@pytest.mark.parametrize("num_experts", [1, 7, 32, 60, 64, 256])
 @pytest.mark.parametrize("kind", ["zipf", "even", "none", "one row", "one expert", "edges"])
 def test_every_tile_has_one_place(kind, num_experts, tiling):
     for seed in range(3):
@@ -91,7 +92,7 @@ def check(rows: np.ndarray, tiling, shift: int = 0, tail: int = 0) -> None:
     offsets = torch.tensor(np.concatenate([[0], rows.cumsum()]) + shift, dtype=torch.int32, device="cuda")
     bounds = offsets.clamp(0, M).tolist() + [M] * (tail > 0)
     rows = np.diff(bounds)  # the tail's last
-    max_experts = max(32, 1 << num_experts.bit_length())
+    max_experts = host.max_experts(num_experts, tail > 0)
     first, second = tiling
     token_tiles = -(-rows // first.block_m)
     features, next_features = -(-N // first.block_n), -(-NEXT_N // second.block_n)

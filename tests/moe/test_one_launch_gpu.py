@@ -6,7 +6,10 @@ from functools import cache
 import pytest
 import torch
 
+from envoi.gemm.hopper.mixed_experts import MANY_ROWS
 from envoi.moe import cases, moe
+from envoi.moe.one_launch import host
+from envoi.moe.one_launch.config import FEW, SQUARE, WIDE
 from envoi.moe.one_launch.host import use_one_launch
 from envoi.runtime import workspace
 from tests.helpers.accuracy import assert_same_bits
@@ -66,6 +69,25 @@ def test_all_tokens_of_one_expert(expert, tokens):
     layer.routing.topk_ids.fill_(expert)
     two, one = both(layer, layer.pack(FORMAT))
     assert_same_bits(one, two)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("tiling", [FEW, WIDE, SQUARE], ids=["few", "wide", "square"])
+@pytest.mark.parametrize("tokens", [150, 900, 2500])
+def test_experts_with_many_rows_and_with_few(tokens, tiling, monkeypatch):
+    sizes = {"tokens": tokens, "experts": 40, "k": 4, "hidden": 1024, "intermediate": 512}
+    layer, layer.routing = on_gpu(make(**sizes))
+    source = torch.Generator("cuda").manual_seed(tokens)
+    places = torch.randperm(40, generator=source, device="cuda") + 1.0
+    drawn = -(-torch.rand(tokens, 40, generator=source, device="cuda").log()).log() - 1.5 * places.log()
+    layer.routing.topk_ids.copy_(drawn.topk(4).indices)
+    rows = layer.routing.topk_ids.flatten().bincount(minlength=40)
+    assert int((rows > MANY_ROWS.value).sum()) > 0 and int((rows <= MANY_ROWS.value).sum()) > 10
+    packed = layer.pack(FORMAT)
+    monkeypatch.setattr(host, "_tiling", lambda problems, codes, _: host._fitted(problems, codes, tiling))
+    for _ in range(3):
+        two, one = both(layer, packed)
+        assert_same_bits(one, two)
 
 
 @pytest.mark.gpu

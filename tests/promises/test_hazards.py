@@ -99,16 +99,26 @@ def line_of(text: str) -> int:
     return next(number for number, line in enumerate(lines, 1) if text in line)
 
 
+STORE, LOAD = "words.index(i).store(", "words.index(i).load("
+
+
 def test_words_that_mbarriers_hand_over_are_told_apart():
-    log = WORDS.format(put=line_of("words.index(i).store("), get=line_of("words.index(i).load("))
+    log = WORDS.format(put=line_of(STORE), get=line_of(LOAD))
     found = races_in(OF_ROLES + log + log + OF_A_BUFFER + summary(4), TABLES, word_places())
     assert (found.of_roles, found.of_words, found.others) == (1, 2, 1)
     assert races_in(log + summary(1), {}).others == 1  # nothing is such a word unless its place says so
 
 
-@pytest.mark.parametrize("text", ["mbarrier.arrive(self.told", "def tell_end", "def num_x_boxes"])
-def test_every_access_of_a_report_has_to_be_of_such_a_word(text):
-    log = WORDS.format(put=line_of(text), get=line_of("words.index(i).load("))
+@pytest.mark.parametrize(
+    ("put", "get", "change"),
+    [
+        ("mbarrier.arrive(self.told", LOAD, {}), ("def put_word", LOAD, {}), (STORE, "def get_word", {}),
+        (LOAD, STORE, {}), (STORE, STORE, {}), (STORE, LOAD, {"pipeline.py": "mainloop.py"}),
+        (STORE, LOAD, {"fused_kernel": "gemm_kernel"}), (STORE, LOAD, {"Read": "Write"}),
+    ],
+)  # fmt: skip
+def test_every_access_of_a_report_has_to_be_of_such_a_word(put, get, change):
+    log = WORDS.format(put=line_of(put), get=line_of(get))
+    for old, new in change.items():
+        log = log.replace(old, new)
     assert races_in(log + summary(1), {}, word_places()).others == 1
-    other_file = WORDS.format(put=line_of("words.index(i).store("), get=line_of("words.index(i).load("))
-    assert races_in(other_file.replace("pipeline.py", "mainloop.py") + summary(1), {}, word_places()).others == 1

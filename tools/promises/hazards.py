@@ -3,14 +3,16 @@
 The tool follows neither mbarriers, by which TMA, wgmma and roles are ordered, nor the barrier between the accesses of
 Triton's own table of roles (`tools.machine_code.role_table`), which it names in every kernel with roles. Reports of
 these accesses alone, all in one kernel's machine code, are counted apart; so are warnings, and reports of words that
-roles hand over by mbarriers alone, stored by `pipeline.put_word` and loaded by `get_word`: that none is overwritten
-before it is read, and none read before it is written, is what `tests/moe/test_one_launch_roles.py` simulates.
+roles hand over by mbarriers alone, stored by `pipeline.put_word` and loaded by `get_word`: that the protocol overwrites
+none before it is read, and reads none before it is written, is what `tests/moe/test_one_launch_roles.py` simulates, and
+that a barrier stands between a role's accesses and its arrival is in `tests/machine_code/test_words.py`.
 """
 
 import inspect
 import re
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 
 from tools.machine_code.role_table import RoleTable
 
@@ -53,23 +55,33 @@ class Races:
         return max(self.errors - self.of_roles - self.of_words, len(self.shown))
 
 
-def word_places() -> frozenset[str]:
-    """Return the places, as racecheck names them, at which roles store and load words that mbarriers hand over."""
-    from envoi.gemm.hopper import pipeline
+@dataclass(frozen=True)
+class WordPlaces:
+    """Lines at which a kernel's roles store and load words that mbarriers hand over, as racecheck names them."""
 
-    found: set[str] = set()
-    for function in (pipeline.put_word.fn, pipeline.get_word.fn):
-        lines, first = inspect.getsourcelines(function)
-        found |= {f"pipeline.py:{number}" for number in range(first, first + len(lines))}
-    return frozenset(found)
+    kernel: str
+    stores: frozenset[str]
+    loads: frozenset[str]
 
 
-def races_in(
-    log: str, role_tables: Mapping[str, Sequence[RoleTable]], words: Collection[str] = frozenset()
-) -> Races | None:
+def word_places() -> WordPlaces:
+    """Return the places of one launch of L1 and L2."""
+    from envoi.gemm.hopper.pipeline import get_word, put_word
+    from envoi.moe.one_launch.kernel import fused_kernel
+
+    return WordPlaces(fused_kernel.fn.__name__, _lines_with(put_word.fn, ".store("), _lines_with(get_word.fn, ".load("))
+
+
+def _lines_with(function: Callable, text: str) -> frozenset[str]:
+    lines, first = inspect.getsourcelines(function)
+    file = Path(inspect.getfile(function)).name
+    return frozenset(f"{file}:{first + at}" for at, line in enumerate(lines) if text in line)
+
+
+def races_in(log: str, role_tables: Mapping[str, Sequence[RoleTable]], words: WordPlaces | None = None) -> Races | None:
     """Return what is in a log, None if it has no summary.
 
-    role_tables: by the kernels' names in machine code; of each kernel of that name. words: see `word_places`.
+    role_tables: by the kernels' names in machine code; of each kernel of that name. words: None = there are none.
     """
     summaries = _SUMMARY.findall(log)
     if not summaries:
@@ -83,7 +95,7 @@ def races_in(
             reports[-1][1].append(_access(other[1], other[2]))
     accesses = [found for severity, found in reports if severity == "Error"]
     of_roles = [_is_of_roles(found, role_tables) for found in accesses]
-    of_words = [all(x is not None and x.line in words for x in found) for found in accesses]
+    of_words = [words is not None and _is_of_words(found, words) for found in accesses]
     errors, warnings = (sum(int(found[place]) for found in summaries) for place in (1, 2))
     shown = [
         " and ".join(str(x or "an access that can't be read") for x in found)
@@ -103,6 +115,13 @@ def _is_of_roles(found: Sequence[Access | None], role_tables: Mapping[str, Seque
         all(offset in {"Read": table.reads, "Write": table.writes}.get(kind, ()) for kind, offset in places)
         for table in tables
     )
+
+
+def _is_of_words(found: Sequence[Access | None], words: WordPlaces) -> bool:
+    """Tell whether the kernel's roles store and load words at these places, and do nothing else."""
+    places = {"Write": words.stores, "Read": words.loads}
+    fits = all(x is not None and x.kernel == words.kernel and x.line in places.get(x.kind, ()) for x in found)
+    return fits and {x.kind for x in found if x is not None} == set(places)
 
 
 def _access(kind: str, place: str) -> Access | None:

@@ -121,13 +121,13 @@ def multiply_unit(args, unit, tile, buffers, counts, event, role: gl.constexpr, 
     if cfg.pingpong:
         pipeline.wait_for_turn(tiles_multiplied, role)
         tiles_multiplied += 1
-    # A share without rows multiplies the stages' contents too: CTAs that skipped it would drift apart and share
-    # less in the L2. Not where experts are mixed: those with few rows are to leave time to those with many.
     if args.trace is not None:
         if unit.k_end > unit.k_begin:
             pipeline.wait_full(step)  # as the mainloop does first
     note_moment(args.trace, track, event, 1)
     rest = None
+    # A share without rows multiplies the stages' contents too: CTAs that skipped it would drift apart and share
+    # less in the L2. Not where experts are mixed: those with few rows are to leave time to those with many.
     if skips_shares(cfg):
         skipped = gl.where(has_rows, 0, unit.k_end - unit.k_begin)
         unit = Unit(unit.tile, unit.k_begin, unit.k_end - skipped, unit.split, unit.is_split)

@@ -5,10 +5,11 @@ expert, memory idles beside the rows of a popular one, and then the tensor cores
 work:
 
     experts in turn     AAAAAAAAAAAAAAAAbbccddeeffgghhii     A: 1000 rows, b to i: 20 rows each
-    kinds in turns      AbAbAcAcAdAdAeAeAfAfAgAgAhAhAiAi
+    kinds in turns      bAbAcAcAdAdAeAeAfAfAgAgAhAhAiAiA
 
 Tiles are numbered kind by kind, experts with many rows first, both in the experts' order. CTAs take places 0, 1, 2, ..
-of the order above, and the tile at a place follows from how many tiles either kind has, by a product.
+of the order above, and the tile at a place follows from how many tiles either kind has, by a product. What roles tell
+each other, and a trace's events, are places.
 """
 
 import triton.experimental.gluon.language as gl
@@ -20,7 +21,7 @@ from envoi.gemm.hopper.problem import Problem
 from envoi.runtime.aggregate import Scalar, aggregate
 
 MANY_ROWS = gl.constexpr(128)  # of an expert, beyond which it counts as one with many
-MOST_ROWS = gl.constexpr(2**20)  # of a launch, beyond which nothing is mixed: more tiles than 16 bits count
+MOST_ROWS = gl.constexpr(2**20)  # that a launch has room for, beyond which nothing is mixed: see `counts` in `create`
 MOST_SHARE = gl.constexpr(4294967040.0)  # the largest float32 below 2**32
 
 
@@ -36,21 +37,21 @@ class MixedTiles:
     ends: gl.tensor
     num_token_tiles: gl.tensor  # int32, of all experts, without the tail's
     num_many: gl.tensor  # int32, those of experts with many rows
-    share: gl.tensor  # uint32, num_many / num_token_tiles times 2**32. Rounded: the order is one whatever it is
+    share: gl.tensor  # uint32, num_many / num_token_tiles times 2**32, rounded: any gives each tile one place
     num_feature_tiles: Scalar
     problem: Problem
 
     @staticmethod
     @gluon.jit
     def create(problem, num_feature_tiles):
-        """Number the tiles of all experts. Rows outside [0, M) are ignored, whatever `offsets` says."""
+        """Number the tiles of all experts. Rows outside [0, M) are left out; `offsets` mustn't decrease."""
         ids, begin, end = rows_of_all(problem)
         bits: gl.constexpr = id_bits(problem.max_experts)
         mixes = gl.to_tensor(problem.M) <= MOST_ROWS
         is_expert = ids < problem.num_experts
         is_many = (end - begin > MANY_ROWS) & is_expert & mixes
         counts = gl.cdiv(end - begin, problem.cfg.block_m)
-        both = gl.where(is_many, counts << 16, counts)  # one scan for both kinds
+        both = gl.where(is_many, counts << 16, counts)  # one scan for both kinds: at most 15 and 16 bits of tiles
         total = gl.sum(gl.where(is_expert, both, 0), axis=0)
         both_ends = gl.associative_scan(both, 0, plus)
         low = gl.where(mixes, 0xFFFF, -1)
@@ -67,6 +68,11 @@ class MixedTiles:
         """Return the tiles of a GEMM on the same rows, with other features, in tiles of as many rows."""
         gl.static_assert(problem.cfg.block_m == self.problem.cfg.block_m)
         return MixedTiles(self.ends, self.num_token_tiles, self.num_many, self.share, num_feature_tiles, problem)
+
+    @gluon.jit
+    def tiles_of_experts(self):
+        """Return the number of tiles without the tail's."""
+        return self.num_token_tiles * self.num_feature_tiles
 
     @gluon.jit
     def num_tiles(self):
@@ -98,7 +104,7 @@ class MixedTiles:
         """Return how many of the tiles before a place are of experts with many rows."""
         share = gl.umulhi(place.to(gl.uint32), self.share).to(gl.int32)
         num_few = (self.num_token_tiles - self.num_many) * self.num_feature_tiles
-        return in_order(share, place, self.num_many * self.num_feature_tiles, num_few)
+        return clamp_share(share, place, self.num_many * self.num_feature_tiles, num_few)
 
     @gluon.jit
     def tile_at(self, place):
@@ -110,9 +116,10 @@ class MixedTiles:
 
     @gluon.jit
     def places_until(self, found):
-        """Return how many places have all tiles up to the last one of an expert, among those of its kind.
+        """Return how many places, from the first, have all tiles up to the last one of an expert, of its kind.
 
-        found: element of `ends`. Rounded up, by float32.
+        found: element of `ends`, not the tail's. About as few as can be; all of the other kind's where the rounding of
+        float32 hides that.
         """
         end = found >> id_bits(self.problem.max_experts)
         is_many = end <= self.num_many
@@ -120,7 +127,7 @@ class MixedTiles:
         wanted = gl.where(is_many, end, end - self.num_many) * self.num_feature_tiles
         enough = wanted + (self.num_token_tiles - of_kind) * self.num_feature_tiles
         ratio = self.num_token_tiles.to(gl.float32) / of_kind.to(gl.float32)
-        # The j-th tile of many rows is at the place before j * ratio, that of few at the one after (j - 1) * ratio.
+        # The j-th tile of many rows is at place ceil(j * ratio) - 1, that of few at floor((j - 1) * ratio).
         places = (gl.where(is_many, wanted, wanted - 1).to(gl.float32) * ratio).to(gl.int32) + 2
         places = gl.minimum(places, enough)
         before = self.many_before(places)
@@ -128,8 +135,8 @@ class MixedTiles:
 
 
 @gluon.jit
-def in_order(share, place, num_many, num_few):
-    """Return `share`, of the places before a place, within what either kind has.
+def clamp_share(share, place, num_many, num_few):
+    """Clamp a share of the places before a place to what either kind has.
 
     A share that grows by 0 or 1 from one place to the next still does; in the end both kinds have all their tiles.
     """

@@ -44,7 +44,7 @@ from envoi.runtime.aggregate import Scalar, aggregate
 from envoi.runtime.barrier_setup import set_up_together
 from envoi.runtime.triton_compat import reinterpret, role_barrier, tma_load
 
-TILE_WORDS = gl.constexpr(5)  # of a told tile: its number, x, y // block_y, row_end, expert
+TILE_WORDS = gl.constexpr(5)  # of a told tile: its place in the order, x, y // block_y, row_end, expert
 WRITTEN_RING = gl.constexpr(4)  # units that consumers may be ahead of who waits for them
 
 
@@ -138,9 +138,9 @@ class Pipeline:
 
     @gluon.jit
     def wait_for_tile(self, count):
-        """Consumer: wait until the producer has told the CTA's count-th tile; return its number, and the tile.
+        """Consumer: wait until the producer has told the CTA's count-th tile; return its place, and the tile.
 
-        The number is negative after the last one.
+        The place is negative after the last one.
 
         Before a tile is told, its first stage is empty: a consumer has released the step num_stages before, so it has
         read that step's tile. L1's end is told without a step; each end of L2 waits for a step, as if it had one. So in
@@ -210,9 +210,10 @@ class Pipeline:
 
     @gluon.jit
     def tell_tile(self, count, index, tile):
-        """Producer: tell consumers the CTA's count-th tile and its number, so that they needn't search for its expert.
+        """Producer: tell consumers the CTA's count-th tile and its place, so that they needn't search for its expert.
 
-        Its token rows are in memory. The caller has waited for the tile's first stage to be empty.
+        index: the place; 2 p and 2 p + 1 for the tiles of pair p. The tile's token rows are in memory. The caller has
+        waited for the tile's first stage to be empty.
         """
         slot = count % (self.cfg.num_stages + 1)
         put_word(self.tiles, slot * TILE_WORDS + 1, tile.x)
@@ -228,7 +229,7 @@ class Pipeline:
 
     @gluon.jit
     def tell(self, slot, index):
-        """Producer: complete what a slot of `tiles` says with the tile's number, and let consumers read it."""
+        """Producer: complete what a slot of `tiles` says with the tile's place, and let consumers read it."""
         put_word(self.tiles, slot * TILE_WORDS, index)
         role_barrier()  # one lane arrives, for the words of all
         mbarrier.arrive(self.told.index(slot), count=1)

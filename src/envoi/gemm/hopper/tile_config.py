@@ -76,7 +76,9 @@ class TileConfig(Protocol):
 
     @property
     def mixed_experts(self) -> bool:
-        """Return True if tiles of experts with many rows and with few are taken in turns: see there."""
+        """Return True if tiles of experts with many rows and with few are taken in turns.
+
+        See `envoi.gemm.hopper.mixed_experts`."""
         ...
 
     @property

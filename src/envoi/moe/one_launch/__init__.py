@@ -23,7 +23,7 @@ pull:
     CTA 5   pull   L1: 5            L2: 3   L2: 7    L2: 13
 
 Producers take L1's units, pairs of tiles, one by one, then L2's tiles (`scheduler`), each once the last one's loads
-are issued: so all CTAs end within a tile of each other. Experts with many rows and with few have turns in either order
+are issued: so all CTAs end within a tile of each other. In both orders experts with many rows and with few have turns
 (`envoi.gemm.hopper.mixed_experts`). Consumers are told each tile's corner, so that only producers search for its
 expert; one whose share of a tile has no rows leaves the tensor cores to others. A producer comes to L2 once all units
 are taken, by CTAs that run. Its tile waits for the units that write its expert's hidden rows, those before them, and

@@ -17,7 +17,7 @@ CONSUMER_REGISTERS, PRODUCER_REGISTERS = 240, 24  # of a thread
 MAX_SLOTS = LANES  # of a token: a lane each
 PULLED_WORDS = 8192  # by four warps at once, in registers: these, and the next ones that they ask for meanwhile
 MAX_HIDDEN = PULLED_WORDS  # bytes: a token a warp
-FEW_ROWS = 64  # of an expert, up to which one consumer has a tile of L1: two would share 128 rows
+FEW_ROWS = 64  # of an expert, up to which one consumer has a tile of L1: fewer beyond `LONG_K`, see `host._tiling`
 _TILE = Config(64, 2, 128, 128, 6, mixed_experts=True)
 _WIDE = replace(_TILE, num_stages=5, wide_tail_tiles=True)
 # Tilings of L1 and L2 that have the same stages, so that one ring serves both, and tiles of as many rows.

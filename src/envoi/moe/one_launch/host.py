@@ -99,6 +99,8 @@ def takes_one_launch(rows: Matrix, experts: ExpertWeights, grouping: Grouping) -
     """Return True if L1 and L2 should be one launch: where it can run them, with few rows, in tiles that suit both."""
     if _choice.forced is False or grouping.write_tail or supports_one_launch(experts):
         return False
+    if not _fits_search(rows.shape[0], experts.num_local_experts):
+        return False
     if _choice.forced:
         return True
     tokens, num_local = grouping.likely_rows(rows.shape[0]), experts.num_local_experts
@@ -112,6 +114,12 @@ def takes_one_launch(rows: Matrix, experts: ExpertWeights, grouping: Grouping) -
     )
     epilogues = in_tile, cast(Epilogue, in_pairs), l2_epilogue(experts)
     return _pays(problems, tuple(e.ir for e in epilogues), grouping.to is not None, num_sms(experts.device))
+
+
+def _fits_search(num_rows: int, num_experts: int) -> bool:
+    """Return True if an expert's last tile and its number fit an int32 of `MixedTiles.ends`, in tiles of few rows."""
+    tiles = cdiv(num_rows, FEW[0].block_m) + num_experts
+    return tiles * hopper.max_experts(num_experts, False) < 2**31
 
 
 @tune.remember
@@ -178,7 +186,7 @@ def _tiling(
     problems: tuple[Problem, Problem], codes: tuple[Lowered, Lowered], num_sms: int
 ) -> tuple[Config, Config] | None:
     """Return the tiling of L1 and L2 that should take least time, None if none fits."""
-    most = IN_LONG_TURNS if problems[0].K > LONG_K else FEW_ROWS  # few tiles of L1 may be an expert's second
+    most = IN_LONG_TURNS if problems[0].K > LONG_K else FEW_ROWS  # beyond, too many experts have a second tile
     is_few = most * problems[0].num_groups >= problems[0].M
     fit = [_fitted(problems, codes, wanted) for wanted in ((FEW,) if is_few else (FEW, WIDE, SQUARE))]
     return min((one for one in fit if one), key=lambda one: _cycles(problems, one, num_sms), default=None)

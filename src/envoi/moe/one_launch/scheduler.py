@@ -16,7 +16,7 @@ def take(counter):
 def units_until(place, first, second):
     """Return how many units of L1 are taken up to the last one of the expert that a tile of L2 belongs to.
 
-    place: of the tile among L2's. first, second: MixedTiles of L1 and L2. No load: the producer has what both are from.
+    place: of the tile among L2's. first, second: MixedTiles of L1 and L2. No load: both are in its registers.
     """
     return first.places_until(second.search(second.tile_at(place)))
 
