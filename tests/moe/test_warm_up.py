@@ -16,9 +16,9 @@ from triton import knobs
 import envoi
 from envoi import cli
 from envoi.epilogue.activation import written
-from envoi.gemm.hopper.pairs import use_pairs
 from envoi.moe import api as moe_api
 from envoi.moe import warm_up
+from envoi.moe.one_launch.host import use_one_launch
 from envoi.moe.op import IDS, WEIGHTS
 from envoi.moe.parallel import counted, gathered_device, hosts_device, nvlink
 from envoi.moe.parallel.command import experts_without_memory
@@ -264,12 +264,12 @@ def test_a_forced_choice_holds_for_what_is_compiled(monkeypatch, tmp_path):
     with standing_for(HOPPER):
         calls = [warm_up.LayerCall(experts_without_memory(256, 128, 4, "fp8_block128", "swiglu", bias=False), 2)]
     always = find(calls, HOPPER, range(1, 301))
-    use_pairs(False)
+    use_one_launch(False)
     try:
         warm_up.compile_calls(calls, HOPPER, 300, 2, progress=False, for_launch=False)
         forced = find(calls, HOPPER, range(1, 301))
     finally:
-        use_pairs(None)
+        use_one_launch(None)
     assert set(forced) != set(always) and not warm_up.uncompiled(forced, HOPPER, for_launch=False)
 
 

@@ -245,7 +245,7 @@ def watch_by(end: float, path: str, tool: str, program: str, gpu: str) -> Watche
 
 @dataclass(frozen=True)
 class Totals:
-    """What programs' lines say in all; a kernel that several programs launch counts in each of them."""
+    """Sums over programs' lines; a kernel that several programs launch counts in each of them."""
 
     kernels: int
     names: frozenset[str]
