@@ -7,9 +7,10 @@ from pathlib import Path
 
 import pytest
 
-from tools.promises import evidence, page
+from tools.promises import evidence, page, sanitized
 from tools.promises.evidence import Run
 from tools.promises.same_bits import CHECKS
+from tools.promises.sanitize import PLANTED
 
 ROOT = Path(__file__).resolve().parents[2]
 ON_GPU = Run("same bits/run to run/moe bf16", "H200", 1, "abc", "2026-01-02", 40, 0, 1.0)
@@ -65,6 +66,20 @@ def test_fuzz_has_the_runs_on_a_gpu(tmp_path):
     (tmp_path / "fuzz.jsonl").write_text("".join(json.dumps(line) + "\n" for line in (*lines, *mended)))
     both = "H200, `abc`, 2026-01-02; H200, `def`, 2026-01-02"
     assert f"| moe, every format | 250, 0 wrong | 10 to 259, medium, by 20 | {both} |" in page.text(tmp_path)
+
+
+def test_programs_that_ran_again_stand_beside_the_run_of_all(tmp_path):
+    whole = replace(ON_GPU, promise="sanitizers/memcheck", count=9, text="90 kernels of 7 names in 8 of 8 programs")
+    programs = [
+        replace(ON_GPU, promise=f"sanitizers/memcheck/{name}", commit="def", count=1, wrong=wrong, text=text)
+        for name, wrong, text in (
+            (PLANTED, 0, ""), ("moe bf16", 0, "3 kernels of envoi.a, envoi.b"), ("moe mxfp4", 1, "moe mxfp4: 2 errors"),
+        )
+    ]  # fmt: skip
+    found = written(tmp_path, whole, *programs)
+    told = f"{whole.text}; since then, 3 kernels, by program, of 2 names in 2 of {len(sanitized.programs())} programs"
+    places = "1 x H200, `abc`, 2026-01-02; 1 x H200, `def`, 2026-01-02"
+    assert f"| memcheck | 12, 1 wrong | {told}; moe mxfp4: 2 errors | {places} |" in found
 
 
 @pytest.mark.parametrize(

@@ -215,7 +215,10 @@ memory has filled its GPU.
 
 
 def watched(runs: dict[str, Run], promise: str) -> tuple[str, str, str]:
-    """Return the counts, kernels and places of a tool's last run of each program, or of all of them in one."""
+    """Return the counts, kernels and places of a tool's last run of each program, or of all of them in one.
+
+    Of both if not all programs have a run of their own: which kernels those of the one run launched isn't recorded.
+    """
     whole, every = runs.get(promise), programs()
     of = {name: run for name in (PLANTED, *every) if (run := runs.get(f"{promise}/{name}")) is not None}
     if PLANTED not in of:
@@ -226,11 +229,15 @@ def watched(runs: dict[str, Run], promise: str) -> tuple[str, str, str]:
     text += [f"{all_of.of_roles} {OF_ROLES}"] if all_of.of_roles else []
     text += [f"{all_of.of_words} {OF_WORDS}"] if all_of.of_words else []
     text += [f"{all_of.warnings} warnings"] if all_of.warnings else []
-    missing = sorted(registered() - all_of.names)
-    text += [f"not watched: {', '.join(missing)}"] if missing else []
+    runs_of = list(of.values())
+    if whole is not None and whole.num_gpus and len(of) <= len(every):
+        text = [whole.text, f"since then, {text[0]}", *text[1:]]
+        runs_of.append(whole)
+    elif missing := sorted(registered() - all_of.names):
+        text.append(f"not watched: {', '.join(missing)}")
     text += [run.text for run in of.values() if run.wrong]
-    wrong = sum(run.wrong for run in of.values())
-    return f"{len(of)}, {wrong} wrong", "; ".join(text), "; ".join(sorted(set(map(where, of.values()))))
+    count, wrong = sum(run.count for run in runs_of), sum(run.wrong for run in runs_of)
+    return f"{count}, {wrong} wrong", "; ".join(text), "; ".join(sorted(set(map(where, runs_of))))
 
 
 def sanitizers(runs: dict[str, Run]) -> str:
