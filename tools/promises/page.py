@@ -11,7 +11,7 @@ from tools.fuzz.run import kept, read, spans
 from tools.promises import evidence
 from tools.promises.evidence import FOLDER, Run
 from tools.promises.same_bits import CHECKS, REFUSED
-from tools.promises.sanitize import OF_ROLES, OF_WORDS, PLANTED, registered, totals
+from tools.promises.sanitize import PLANTED, counted_apart, registered, totals
 from tools.promises.sanitized import programs
 from tools.promises.subjects import MAKERS, OPERATORS, needs
 
@@ -226,9 +226,7 @@ def watched(runs: dict[str, Run], promise: str) -> tuple[str, str, str]:
     all_of = totals(run.text for run in of.values())
     programs_run = f"{len(of) - 1} of {len(every)} programs"
     text = [f"{all_of.kernels} kernels, by program, of {len(all_of.names)} names in {programs_run}"]
-    text += [f"{all_of.of_roles} {OF_ROLES}"] if all_of.of_roles else []
-    text += [f"{all_of.of_words} {OF_WORDS}"] if all_of.of_words else []
-    text += [f"{all_of.warnings} warnings"] if all_of.warnings else []
+    text += counted_apart(all_of)
     runs_of = list(of.values())
     if whole is not None and whole.num_gpus and len(of) <= len(every):
         text = [whole.text, f"since then, {text[0]}", *text[1:]]

@@ -71,10 +71,7 @@ class Watched:
     def line(self) -> str:
         """Return what is wrong, or the kernels that were watched: see `totals`."""
         text = f"{sum(map(len, self.kernels.values()))} kernels of {', '.join(sorted(self.kernels))}"
-        text += f"; {self.of_roles} {OF_ROLES}" if self.of_roles else ""
-        text += f"; {self.of_words} {OF_WORDS}" if self.of_words else ""
-        text += f"; {self.warnings} warnings" if self.warnings else ""
-        return self.problem or text
+        return self.problem or "; ".join([text, *counted_apart(self)])
 
     @property
     def is_silent(self) -> bool:
@@ -252,6 +249,12 @@ class Totals:
     of_roles: int
     of_words: int
     warnings: int
+
+
+def counted_apart(found: Watched | Totals) -> list[str]:
+    """Return in words what isn't among the errors, each kind of which there is some."""
+    counts = (found.of_roles, OF_ROLES), (found.of_words, OF_WORDS), (found.warnings, "warnings")
+    return [f"{count} {what}" for count, what in counts if count]
 
 
 def totals(lines: Iterable[str]) -> Totals:

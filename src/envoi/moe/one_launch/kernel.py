@@ -79,7 +79,6 @@ def consumer(args, role: gl.constexpr):
         note_moment(trace, PULL + role, 0, 1)
         role_barrier()
         mbarrier.arrive(args.handover.pulled.index(0), count=1)
-    if args.pull is not None:
         wait_for_all(args.progress + PULLED)
         mbarrier.arrive(args.handover.begun.index(0), count=1)
         note_moment(trace, PULL + role, 0, 2)
