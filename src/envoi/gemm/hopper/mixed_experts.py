@@ -21,7 +21,7 @@ from envoi.gemm.hopper.problem import Problem
 from envoi.runtime.aggregate import Scalar, aggregate
 
 MANY_ROWS = gl.constexpr(128)  # of an expert, beyond which it counts as one with many
-MOST_ROWS = gl.constexpr(2**20)  # that a launch has room for, beyond which nothing is mixed: see `counts` in `create`
+MOST_ROWS = gl.constexpr(2**20)  # of all experts, beyond which nothing is mixed: see `both` in `create`
 MOST_SHARE = gl.constexpr(4294967040.0)  # the largest float32 below 2**32
 
 
@@ -47,7 +47,7 @@ class MixedTiles:
         """Number the tiles of all experts. Rows outside [0, M) are left out; `offsets` mustn't decrease."""
         ids, begin, end = rows_of_all(problem)
         bits: gl.constexpr = id_bits(problem.max_experts)
-        mixes = gl.to_tensor(problem.M) <= MOST_ROWS
+        mixes = gl.sum(end - begin, axis=0) <= MOST_ROWS  # there may be room for many more
         is_expert = ids < problem.num_experts
         is_many = (end - begin > MANY_ROWS) & is_expert & mixes
         counts = gl.cdiv(end - begin, problem.cfg.block_m)
