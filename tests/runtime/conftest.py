@@ -8,6 +8,7 @@ from envoi.gemm import backend
 from envoi.indexer import fast, select
 from envoi.moe import api as moe_api
 from envoi.moe import layer
+from envoi.moe.one_launch import host as one_launch
 from envoi.moe.router import host as router_host
 from envoi.runtime import devices, workspace
 from tests.helpers import fake_driver
@@ -20,7 +21,7 @@ def hopper(monkeypatch) -> CompilingDriver:
     made = CompilingDriver()
     fake_driver.install(monkeypatch, made)
     packing = import_module("envoi.moe.pack")  # the package has a function of this name
-    for module in (backend, fast, layer, packing, router_host, select):
+    for module in (backend, fast, layer, one_launch, packing, router_host, select):
         monkeypatch.setattr(module, "implementation", lambda device: "hopper")
     monkeypatch.setattr(devices, "_num_sms", lambda device: 132)
     monkeypatch.setattr(moe_api, "check_ids", lambda *_: None)

@@ -255,6 +255,13 @@ def test_refusals(hopper, monkeypatch, change, reason):
     assert re.search(reason, refusal(hopper, monkeypatch, change))
 
 
+def test_tensors_without_memory_are_nothing_to_replay(hopper, monkeypatch):
+    original = host.work_of
+    monkeypatch.setattr(host, "work_of", lambda *given: (torch.empty(3, device="meta"), original(*given))[1])
+    prepare()
+    assert replays(hopper, envoi.gemm, *sides())
+
+
 def test_parameters_that_the_driver_knows_otherwise(hopper, monkeypatch):
     monkeypatch.setattr(type(hopper), "parameter_sizes", lambda self, function: self.sizes[function][:-1])
     prepare()

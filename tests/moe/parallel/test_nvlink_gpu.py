@@ -19,6 +19,7 @@ from envoi.moe.parallel import ExpertParallel, PeerTimeout
 from envoi.moe.parallel import cases as kernels
 from envoi.moe.parallel.symmetric_memory import SharedLayout
 from envoi.quant import FORMATS
+from envoi.runtime.prepared.replay import Prepared
 from envoi.types import Routing
 from tests.helpers.accuracy import assert_same_bits
 from tests.helpers.launches import assert_same_code, watched
@@ -198,12 +199,12 @@ def test_presum(format):
     assert_same_bits(torch.cat([outcome.value[0] for outcome in outcomes]), want.cpu())
 
 
-def run_often(rank: int, num_ranks: int, num_calls: int) -> dict[str, bool]:
+def run_often(rank: int, num_ranks: int, num_calls: int, format: str) -> dict[str, bool]:
     """Run consecutive calls with two inputs in turn, then again from a graph whose inputs change."""
     layers = [make(**(LAYER | {"seed": seed})) for seed in (0, 1)]
     layers[1].gate_up, layers[1].down = layers[0].gate_up, layers[0].down
     ends = [[60 * (r + 1) // num_ranks for r in range(num_ranks)], [60] * num_ranks]
-    parallel = open_here(layers[0], "fp8_row", rank, [8 * (r + 1) // num_ranks for r in range(num_ranks)])
+    parallel = open_here(layers[0], format, rank, [8 * (r + 1) // num_ranks for r in range(num_ranks)])
     given = [inputs_of(layer, rank, ends) for layer, ends in zip(layers, ends, strict=True)]
     first = [parallel.moe(*inputs).clone() for inputs in given]
     different = torch.zeros((), dtype=torch.bool, device=own_device())
@@ -212,7 +213,10 @@ def run_often(rank: int, num_ranks: int, num_calls: int) -> dict[str, bool]:
         different |= (out != first[call % 2]).any() if out.numel() else False
     torch.cuda.synchronize()
     parallel.check()
-    return {"same": not bool(different), "graph": _same_from_a_graph(parallel, given[0], first[0])}
+    calls = parallel._calls
+    is_prepared = not calls.refusals() and any(isinstance(known, Prepared) for known in calls.known.values())
+    from_graph = _same_from_a_graph(parallel, given[0], first[0])
+    return {"same": not bool(different), "prepared": is_prepared, "graph": from_graph}
 
 
 def _same_from_a_graph(parallel, inputs, want) -> bool:
@@ -237,11 +241,12 @@ def _same_from_a_graph(parallel, inputs, want) -> bool:
 
 
 @pytest.mark.gpu
-def test_two_thousand_calls_and_a_graph():
+@pytest.mark.parametrize("format", ["fp8_row", "fp8_block128"])
+def test_two_thousand_calls_and_a_graph(format):
     num_ranks = gpu_ranks()
     num_calls = calls_of_a_loop(2000, num_ranks)
-    outcomes = run_ranks(num_ranks, run_often, num_calls, backend="nccl", timeout_s=200)
-    assert [outcome.value for outcome in outcomes] == [{"same": True, "graph": True}] * num_ranks
+    outcomes = run_ranks(num_ranks, run_often, num_calls, format, backend="nccl", timeout_s=200)
+    assert [outcome.value for outcome in outcomes] == [{"same": True, "prepared": True, "graph": True}] * num_ranks
 
 
 def fault(

@@ -8,6 +8,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from envoi.moe.one_launch import host as one_launch
 from envoi.moe.parallel import ExpertParallel
 from envoi.moe.parallel.symmetric_memory import SharedLayout
 from tests.moe.layers import make
@@ -21,7 +22,7 @@ __all__ = ["hopper"]
 WAYS = {
     "memory": lambda layout: open_all(layout, [0, 4])[0],
     "fused": lambda layout: open_all(replace(layout, fused=True), [0, 4])[0],
-    "gathered": gathered_alone, "hosts": hosts_alone,
+    "one launch": lambda layout: open_all(layout, [0, 4])[0], "gathered": gathered_alone, "hosts": hosts_alone,
 }  # fmt: skip
 SIZES = {"tokens": 16, "experts": 4, "k": 2, "hidden": 256, "intermediate": 256}
 
@@ -38,6 +39,7 @@ def group(tmp_path) -> Iterator[None]:
     ("way", "format", "presum", "num_launches"),
     [
         ("memory", "bf16", False, 7), ("memory", "fp8_block128", False, 8), ("memory", "fp8_row", True, 9),
+        ("one launch", "fp8_block128", False, 6),
         ("fused", "fp8_block128", False, 5),
         ("gathered", "bf16", False, 10), ("gathered", "fp8_block128", True, 12), ("hosts", "bf16", False, 14),
         ("hosts", "fp8_block128", True, 16),
@@ -45,6 +47,7 @@ def group(tmp_path) -> Iterator[None]:
 )  # fmt: skip
 def test_parameters(hopper, monkeypatch, way, format, presum, num_launches):
     monkeypatch.setattr(torch.cuda, "device", lambda device: nullcontext())
+    monkeypatch.setattr(one_launch._choice, "forced", way == "one launch" or None)
     parallel = ExpertParallel(make(**SIZES).pack(format), max_tokens=16, num_topk=2)
     owner = WAYS[way](SharedLayout(1, 4, 16, 2, 256, format, presum))
     use(parallel, owner)

@@ -61,15 +61,18 @@ def supports_one_launch(experts: ExpertWeights) -> str:
         return f"experts on {experts.device}, which is no Hopper GPU"
     if not experts.num_local_experts:
         return "no experts"
-    rows = empty_rows(1, experts.hidden, format_named(FORMAT).activations, torch.device("meta"))
     _, in_pairs = l1_epilogues(experts)
-    refusal = "" if in_pairs is None else hopper.supports_hopper(rows, experts.gate_up, in_pairs.ir)
+    refusal = "" if in_pairs is None else hopper.supports_hopper(_a_row(experts.hidden), experts.gate_up, in_pairs.ir)
     if refusal:
         return refusal
     if in_pairs is None or not hopper.takes_pairs(in_pairs.ir, experts.gate_up.shape[1], experts.num_local_experts):
         return f"experts whose L1 has no groups of 128 gated columns: {experts.activation}, {experts.intermediate} wide"
-    hidden = empty_rows(1, experts.intermediate, format_named(FORMAT).activations, torch.device("meta"))
-    return hopper.supports_hopper(hidden, experts.down, l2_epilogue(experts).ir)
+    return hopper.supports_hopper(_a_row(experts.intermediate), experts.down, l2_epilogue(experts).ir)
+
+
+@lru_cache(maxsize=64)  # tensors without memory take longer to make than all else that a call asks
+def _a_row(width: int) -> Matrix:
+    return empty_rows(1, width, format_named(FORMAT).activations, torch.device("meta"))
 
 
 @dataclass(frozen=True)

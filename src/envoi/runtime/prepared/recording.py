@@ -107,7 +107,7 @@ class Recorder(TorchDispatchMode):
             self._in_step = False
 
     def _allocated(self, x: torch.Tensor) -> None:
-        if self.refusal or not x.numel():
+        if self.refusal or not x.numel() or x.is_meta:  # none of the device's memory
             return
         self.allocated.append(x)
         self.num_bytes += x.untyped_storage().nbytes()
