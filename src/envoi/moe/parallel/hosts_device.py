@@ -27,7 +27,7 @@ from envoi.moe.parallel.hosts import Grid
 from envoi.moe.parallel.nvlink import run_local_experts
 from envoi.moe.parallel.progress import BEGUN, DONE, GATHERED
 from envoi.moe.parallel.queued import HEAD_BYTES, QueuedBuffers, empty_counts
-from envoi.moe.parallel.symmetric_memory import ALIGN_BYTES, SharedLayout, allocate
+from envoi.moe.parallel.symmetric_memory import ALIGN_BYTES, SharedLayout, allocate, allocate_bytes
 from envoi.moe.parallel.timeout import Watch
 from envoi.runtime.math import next_power_of_2
 from envoi.spans import span
@@ -151,8 +151,11 @@ def open_buffers(
     host_of = torch.repeat_interleave(grid.host, sizes).to(torch.int32)
     slots = G * (layout.max_tokens + 1), whole.num_topk
     parcels = torch.zeros(G, layout.parcel.end, dtype=torch.uint8, device=device)
-    received = torch.zeros(G, layout.part_columns, dtype=torch.bfloat16, device=device)
     returned = layout.inside.returned_rows_in(domain.memory)
+    # In a graph NCCL lets ranks of one machine read and write such memory in place if other processes may map it, each
+    # rank for itself: where `sent` is such memory and `received` isn't, the replay never ends.
+    received = allocate_bytes(2 * G * layout.part_columns, device, shared and not whole.presum).view(torch.bfloat16)
+    received = received.zero_().view(G, -1)
     sent = torch.zeros_like(received) if whole.presum else returned.view(G, -1)
     counts, host_counts = empty_counts(device)
     return Buffers(

@@ -219,7 +219,7 @@ def allocate(
     There is room for every slot of every rank, since a token may name an expert twice. shared: peers may map the
     memory; False is for several ranks in one process."""
     num_bytes = layout.regions.end
-    memory = _shareable(num_bytes, device) if shared else torch.empty(num_bytes, dtype=torch.uint8, device=device)
+    memory = allocate_bytes(num_bytes, device, shared)
     memory[: layout.regions.tokens].zero_()
     num_local, capacity = expert_offsets[rank + 1] - expert_offsets[rank], layout.num_ranks * layout.room
 
@@ -242,7 +242,10 @@ def allocate(
     return domain
 
 
-def _shareable(num_bytes: int, device: torch.device) -> torch.Tensor:
+def allocate_bytes(num_bytes: int, device: torch.device, shared: bool) -> torch.Tensor:
+    """Allocate uint8 [num_bytes]. shared: other processes may map it."""
+    if not shared:
+        return torch.empty(num_bytes, dtype=torch.uint8, device=device)
     import torch.distributed._symmetric_memory as symmetric
 
     return symmetric.empty(num_bytes, dtype=torch.uint8, device=device)
