@@ -14,7 +14,7 @@ from envoi.progress import Progress
 from envoi.runtime.compilers import DIED, Compilers
 from envoi.runtime.devices import Target
 from envoi.runtime.kernel_case import without_memory
-from envoi.runtime.rehearsal import Call, Site, compile_at, find
+from envoi.runtime.rehearsal import Call, Site, compile_at, find, rehearse
 from envoi.types import ExpertWeights, QuantTensor, Routing
 
 # Up to so many tokens calls are prepared too; above, multiples of eight, to which servers pad. With still more tokens
@@ -73,6 +73,7 @@ def compile_calls(
 ) -> list[Site]:
     """Compile what calls with 1 to max_tokens tokens launch, into Triton's disk cache; return a site of each kernel."""
     with Compilers(target, jobs_for(jobs)) as compilers:
+        compilers.before(partial(rehearse, calls[0], max_tokens, target))  # whose imports all of them need
         sites = known_sites(compilers, calls, target, max_tokens)
         compile_sites(compilers, calls, target, uncompiled(sites, target, for_launch), progress, for_launch)
     return list(sites.values())
@@ -127,12 +128,14 @@ def compile_sites(
     for_launch: bool,
 ) -> None:  # fmt: skip
     """Compile the kernels of these sites, by digest. Raises RuntimeError for those that can't be."""
+    from envoi.runtime import triton_compat
     from envoi.runtime.compiled_marks import mark
 
     failed: list[str] = []
+    here = partial(triton_compat.warm_up, target.arch) if for_launch else None  # which this process will need to load
     digests = {site: digest for digest, site in sites.items()}
     with Progress(len(sites), quiet=not progress) as bar:
-        for site, error in compilers.map(partial(compile_at, calls, target, for_launch), list(sites.values())):
+        for site, error in compilers.map(partial(compile_at, calls, target, for_launch), [*sites.values()], here):
             bar.step(site.name)
             if error == "":
                 mark(digests[site], target, for_launch)

@@ -27,6 +27,15 @@ def mark(digest: str, target: Target, for_launch: bool) -> None:
         return
 
 
+def any_marked(target: Target) -> bool:
+    """Tell whether any kernel was compiled so that it can be launched, of this release or another."""
+    return _folder(target, True).exists()
+
+
 def _mark(digest: str, target: Target, for_launch: bool) -> Path:
+    return _folder(target, for_launch) / digest
+
+
+def _folder(target: Target, for_launch: bool) -> Path:
     kind = "launch" if for_launch else "compile"
-    return Path(knobs.cache.dir) / f"envoi-{triton_compat.VERSION}-{target.arch}-{kind}" / digest
+    return Path(knobs.cache.dir) / f"envoi-{triton_compat.VERSION}-{target.arch}-{kind}"

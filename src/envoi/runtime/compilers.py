@@ -2,10 +2,13 @@
 
     this process  -> one fresh interpreter, which imports Triton and touches no GPU -> forks of it, which may use one
 
+The imports take seconds: `start_ahead` begins them while a program still does something else.
+
 Not `multiprocessing`'s own ways: a fork of a process with threads or a GPU may hang, and "spawn" runs the main program
 again wherever its author didn't expect that.
 """
 
+import atexit
 import os
 import pickle
 import signal
@@ -15,6 +18,7 @@ from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor, as_completed
 from concurrent.futures.process import BrokenProcessPool
 from contextlib import suppress
+from functools import cache
 from multiprocessing import get_context
 from typing import Any, TypeVar
 
@@ -25,12 +29,39 @@ T = TypeVar("T")
 R = TypeVar("R")
 DIED = "the worker process died"
 ENDED = "jobs: the process that starts the others has ended; with 1 this process does the work itself"
-_START = "import sys; sys.path[:] = {path!r}; from envoi.runtime.compilers import serve; serve()"
+_START = "import sys; sys.path[:] = {path!r}; from envoi.runtime.compilers import serve; serve({arch!r})"
+_ahead: dict[str, subprocess.Popen] = {}  # by arch, started for whoever comes first
 
 
 def num_cpus() -> int:
     """Return the number of CPUs that this process may use."""
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
+@cache
+def start_ahead(arch: str) -> None:
+    """Start a process for the next `Compilers` of this architecture, once in the life of this process."""
+    atexit.register(_end_those_ahead)
+    with suppress(OSError):  # that will be an error where it is needed
+        _ahead[arch] = _spawn(arch)
+
+
+def _end_those_ahead() -> None:
+    while _ahead:
+        _end(_ahead.popitem()[1])
+
+
+def _spawn(arch: str) -> subprocess.Popen:
+    command = (sys.executable, "-c", _START.format(path=sys.path, arch=arch))
+    # In a group of its own, so that its workers can be ended without its help.
+    return subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, start_new_session=True)
+
+
+def _end(server: subprocess.Popen) -> None:
+    """End a process and its workers, which have nothing left to do: by themselves they would take half a second."""
+    with suppress(ProcessLookupError):
+        os.killpg(server.pid, signal.SIGKILL)
+    server.communicate()
 
 
 class Compilers:
@@ -43,30 +74,35 @@ class Compilers:
     def __init__(self, target: Target, num_jobs: int | None = None, ahead: bool = True) -> None:
         self.target, self.num_jobs, self.ahead = target, num_jobs or num_cpus(), ahead
         self._server: subprocess.Popen | None = None
-        self._asked = False
 
     def __enter__(self) -> "Compilers":
-        if self.num_jobs > 1 and self.ahead:
-            self._start()
+        self._server = _ahead.pop(self.target.arch, None)
+        if self._server is not None and (self.num_jobs == 1 or self._server.poll() is not None):
+            _end(self._server)
+            self._server = None
+        if self.num_jobs > 1 and self.ahead and self._server is None:
+            self._server = _spawn(self.target.arch)
         return self
 
-    def _start(self) -> None:
-        command = (sys.executable, "-c", _START.format(path=sys.path))
-        # In a group of its own, so that its workers can be ended without its help.
-        self._server = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, start_new_session=True)
-        self._send((self.target.arch, self.num_jobs))
+    def __exit__(self, *error: object) -> None:
+        if self._server is not None:
+            _end(self._server)
 
-    def __exit__(self, kind: Any, *error: object) -> None:
-        if self._server is None:
-            return
-        if kind is not None or not self._asked:
-            with suppress(ProcessLookupError):
-                os.killpg(self._server.pid, signal.SIGKILL)
-        self._server.communicate()  # closes its input, at which it ends
+    def before(self, function: Callable[[], object]) -> None:
+        """Run a picklable function in the process that starts the others, if it has started: they have its imports.
 
-    def map(self, function: Callable[[T], R], items: Sequence[T]) -> Iterator[tuple[T, R | None]]:
+        Errors are left out: whoever works will have them again.
+        """
+        if self._server is not None:
+            with suppress(RuntimeError):
+                self._send((self.num_jobs, function, None))
+
+    def map(
+        self, function: Callable[[T], R], items: Sequence[T], meanwhile: Callable[[], object] | None = None
+    ) -> Iterator[tuple[T, R | None]]:
         """Yield (item, function(item)) as results come; None if the item's process died. The function is picklable.
 
+        meanwhile: what this process does before it looks for results, unless it does the work itself.
         Raises RuntimeError if the processes can't be started, or the function's own error.
         """
         if self.num_jobs == 1:
@@ -75,9 +111,10 @@ class Compilers:
         if not items:
             return
         if self._server is None:
-            self._start()
-        self._asked = True
-        self._send((function, list(items)))
+            self._server = _spawn(self.target.arch)
+        self._send((self.num_jobs, function, list(items)))
+        if meanwhile is not None:
+            meanwhile()
         for _ in items:
             number, result, error = self._receive()
             if error is not None:
@@ -98,18 +135,21 @@ class Compilers:
             raise RuntimeError(ENDED) from error
 
 
-def serve() -> None:
+def serve(arch: str) -> None:
     """Answer the requests of a `Compilers` on standard input, until it ends."""
     answers = os.fdopen(os.dup(1), "wb")
     os.dup2(2, 1)  # what else is printed mustn't be among the answers
-    arch, num_jobs = pickle.load(sys.stdin.buffer)
     triton_compat.warm_up(arch)
     pool: ProcessPoolExecutor | None = None
     while True:
         try:
-            function, items = pickle.load(sys.stdin.buffer)  # imports what the function needs, before the fork
+            num_jobs, function, items = pickle.load(sys.stdin.buffer)
         except EOFError:
             return
+        if items is None:
+            with suppress(Exception):
+                function()
+            continue
         # The same processes for all requests: they remember what they found out.
         # They close the answers, which otherwise wouldn't end with this process.
         pool = pool or ProcessPoolExecutor(num_jobs, get_context("fork"), os.close, (answers.fileno(),))

@@ -51,7 +51,15 @@ from envoi.moe.parallel.symmetric_memory import Domain, SharedLayout
 from envoi.moe.parallel.timeout import PeerTimeout
 from envoi.moe.parallel.trace import STEP as TRACE
 from envoi.moe.parallel.trace import Timeline, trace_call, untraceable
-from envoi.moe.parallel.warm_up import FIRST, CountedCall, ParallelCall, compile_together, compiled_form, unbounded
+from envoi.moe.parallel.warm_up import (
+    FIRST,
+    CountedCall,
+    ParallelCall,
+    compile_together,
+    compiled_form,
+    start_compilers,
+    unbounded,
+)
 from envoi.moe.warm_up import check_jobs, compiles, prepare, without_tensors
 from envoi.plan.gathering import gathering_pays, link_of
 from envoi.runtime import shortcuts
@@ -125,6 +133,8 @@ class ExpertParallel:
             raise ValueError(
                 refusal or "group: expected an initialised torch.distributed; call init_process_group first"
             )
+        if not refusal:
+            start_compilers(experts.device, max_tokens, num_topk)
         group = resolve_group(group)
         # Also if arguments are refused: all ranks count alike.
         self.name = name_object(dist.get_process_group_ranks(group))

@@ -21,9 +21,9 @@ from envoi.moe.parallel.collectives import Channel, gather_texts
 from envoi.moe.parallel.hosts import Grid
 from envoi.moe.parallel.symmetric_memory import Domain, SharedLayout, allocate
 from envoi.moe.permute import empty_rows
-from envoi.moe.warm_up import HERE, compile_sites, jobs_for, known_sites, uncompiled
+from envoi.moe.warm_up import HERE, compile_sites, compiles, jobs_for, known_sites, uncompiled
 from envoi.quant.formats import format_named
-from envoi.runtime.compilers import Compilers
+from envoi.runtime.compilers import Compilers, start_ahead
 from envoi.runtime.devices import Target
 from envoi.runtime.kernel_case import without_memory
 from envoi.runtime.rehearsal import Site, load, load_at, rehearse
@@ -134,6 +134,19 @@ def patient(channel: Channel) -> Iterator[None]:
         control._set_default_timeout(timedelta(seconds=channel.watch.timeout_s))
 
 
+def start_compilers(device: torch.device, max_tokens: int | None, num_topk: int | None) -> None:
+    """Start what compiles, which takes seconds, while the ranks connect, where no kernel was compiled ever before.
+
+    Only for the first object of a process, and if its kernels will be known before a call.
+    """
+    if compiles(device) and not unbounded(max_tokens, num_topk) and jobs_for(None) is None:
+        from envoi.runtime.compiled_marks import any_marked  # not at the top: `import envoi` must not import Triton
+
+        target = Target.of(device)
+        if not any_marked(target):
+            start_ahead(target.arch)
+
+
 def unbounded(max_tokens: int | None, num_topk: int | None) -> str:
     """Return why not all kernels that calls can need are known, or ""."""
     if max_tokens is None or num_topk is None:
@@ -153,6 +166,7 @@ def compile_together(
     gather_texts(channel, "", step)
     calls, sites = [call], {}
     with patient(channel), Compilers(target, jobs_for(jobs), ahead=step == STEP) as compilers:
+        compilers.before(partial(rehearse, call, call.most, target))  # whose imports all of them need
 
         def look() -> None:
             here = HERE if step == STEP else HERE_AT_FIRST
