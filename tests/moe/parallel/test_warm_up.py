@@ -4,10 +4,13 @@ import time
 from contextlib import nullcontext
 
 import pytest
+import torch
+from triton import knobs
 
 from envoi.moe.parallel import ExpertParallel, api, warm_up
 from envoi.moe.parallel.command import experts_without_memory
 from envoi.moe.parallel.symmetric_memory import SharedLayout
+from envoi.runtime.compiled_marks import mark
 from envoi.runtime.devices import Target, standing_for
 from tests.helpers.ranks import run_ranks
 from tests.moe.layers import make
@@ -60,6 +63,24 @@ def test_counted_rows_are_warmed_up_if_their_number_is_bounded():
         number, text = outcome.value
         assert number == 2
         assert text.startswith("warm_up: expected max_tokens and num_topk, got None")
+
+
+def test_compilers_start_with_the_opening_where_nothing_was_ever_compiled(monkeypatch, tmp_path):
+    started, target, device = [], Target("sm_90"), torch.device("cuda")
+    monkeypatch.setattr(warm_up, "compiles", lambda device: True)
+    monkeypatch.setattr(Target, "of", lambda device: target)
+    monkeypatch.setattr(warm_up, "start_ahead", started.append)
+    monkeypatch.setattr(knobs.cache, "dir", str(tmp_path))
+    for sizes in ((None, 6), (64, None)):  # what a call needs isn't known before it
+        warm_up.start_compilers(device, *sizes)
+    assert started == []
+    warm_up.start_compilers(device, 64, 6)
+    mark("digest", target, for_launch=False)
+    warm_up.start_compilers(device, 64, 6)
+    assert started == ["sm_90"] * 2
+    mark("digest", target, for_launch=True)
+    warm_up.start_compilers(device, 64, 6)
+    assert started == ["sm_90"] * 2
 
 
 def compile_slowly(rank: int, num_ranks: int, fails: bool) -> tuple[list[str], list[str], float]:

@@ -26,7 +26,7 @@ from envoi.moe.op import (
     unflatten,
     widened,
 )
-from envoi.moe.parallel import counted, gathered, gathered_device, hosts_device, memory, nvlink
+from envoi.moe.parallel import counted, gathered, gathered_device, hosts_device, memory, nvlink, warm_up
 from envoi.moe.parallel.collectives import connect_ranks, gather_texts
 from envoi.moe.parallel.dispatch import REFUSED_ON_HOST
 from envoi.moe.parallel.hosts import Hosts, agree_on_hosts, connect_hosts, connect_rail
@@ -51,15 +51,7 @@ from envoi.moe.parallel.symmetric_memory import Domain, SharedLayout
 from envoi.moe.parallel.timeout import PeerTimeout
 from envoi.moe.parallel.trace import STEP as TRACE
 from envoi.moe.parallel.trace import Timeline, trace_call, untraceable
-from envoi.moe.parallel.warm_up import (
-    FIRST,
-    CountedCall,
-    ParallelCall,
-    compile_together,
-    compiled_form,
-    start_compilers,
-    unbounded,
-)
+from envoi.moe.parallel.warm_up import FIRST, CountedCall, ParallelCall, compile_together, compiled_form, unbounded
 from envoi.moe.warm_up import check_jobs, compiles, prepare, without_tensors
 from envoi.plan.gathering import gathering_pays, link_of
 from envoi.runtime import shortcuts
@@ -134,7 +126,7 @@ class ExpertParallel:
                 refusal or "group: expected an initialised torch.distributed; call init_process_group first"
             )
         if not refusal:
-            start_compilers(experts.device, max_tokens, num_topk)
+            warm_up.start_compilers(experts.device, max_tokens, num_topk)
         group = resolve_group(group)
         # Also if arguments are refused: all ranks count alike.
         self.name = name_object(dist.get_process_group_ranks(group))
