@@ -83,12 +83,16 @@ def test_too_many_rows_to_mix():
     check(np.array([2**20 - 200, 100, 300, 0, 50]), SQUARE)
 
 
-def check(rows: np.ndarray, tiling, shift: int = 0, tail: int = 0) -> None:
+def test_room_for_too_many_rows_mixes_those_that_come():
+    check(rows_of("edges", 16, 5), SQUARE, room=2**20)
+
+
+def check(rows: np.ndarray, tiling, shift: int = 0, tail: int = 0, room: int = 0) -> None:
     """Check the places of experts with so many rows, and of `tail` rows of no expert.
 
-    shift: of the offsets, so that some rows aren't in [0, M).
+    shift: of the offsets, so that some rows aren't in [0, M). room: for more rows, which don't come.
     """
-    num_experts, M = len(rows), int(rows.sum()) + tail
+    num_experts, M = len(rows), int(rows.sum()) + tail + room
     offsets = torch.tensor(np.concatenate([[0], rows.cumsum()]) + shift, dtype=torch.int32, device="cuda")
     bounds = offsets.clamp(0, M).tolist() + [M] * (tail > 0)
     rows = np.diff(bounds)  # the tail's last
@@ -118,7 +122,7 @@ def check(rows: np.ndarray, tiling, shift: int = 0, tail: int = 0) -> None:
         last_tiles = token_tiles[-1] * features
         assert (got[len(got) - last_tiles :, 1] == num_experts).all()
         got = got[: len(got) - last_tiles]
-    is_many = (rows[got[:, 1]] > MANY) & (M <= 2**20)
+    is_many = (rows[got[:, 1]] > MANY) & (rows.sum() <= 2**20)
     share = is_many.mean() if len(got) else 0.0
     # Neither kind is ahead of its share by more than a tile, and rounding.
     ahead = np.cumsum(is_many) - share * np.arange(1, len(is_many) + 1)

@@ -12,12 +12,14 @@ from functools import partial
 from pathlib import Path
 
 import pytest
+import torch
 
 from envoi.runtime import compilers
 from envoi.runtime.compilers import ENDED, Compilers
 from envoi.runtime.devices import Target
 
 TARGET = Target("sm_90", 132)
+MANY = torch.arange(1 << 17), torch.full((1 << 17,), 2)
 
 
 def members(group: int) -> list[str]:
@@ -88,10 +90,18 @@ def test_they_end_after_the_process_that_asked_is_killed():
     assert_ends(int(found.stdout))
 
 
-def test_one_is_started_ahead_for_who_comes_first():
-    compilers._ahead["sm_90"] = ahead = compilers._spawn("sm_90")
+@pytest.fixture
+def ahead(monkeypatch):
+    """Return the process that is started ahead."""
+    monkeypatch.setattr(compilers, "_ahead", {"sm_90": compilers._started("sm_90")})
+    yield compilers._ahead["sm_90"].process
+    compilers._end_ahead("sm_90")
+
+
+def test_one_is_started_ahead_for_who_comes_first(ahead):
     with Compilers(TARGET, 2, ahead=False) as first:
         first.before(partial(math.sqrt, -1.0))  # its error is nobody's
+        first.before(lambda: None)  # nor is this one, of pickle
         first.before(partial(importlib.import_module, "this"))
         assert start(first) == ahead.pid
         assert list(first.map(has_imported, ["this"])) == [("this", True)]
@@ -105,25 +115,85 @@ def has_imported(name: str) -> bool:
     return name in sys.modules
 
 
-@pytest.mark.parametrize("num_jobs", [1, 2])
-def test_one_that_was_started_ahead_and_died_or_has_no_work_is_not_taken(num_jobs):
-    compilers._ahead["sm_90"] = ahead = compilers._spawn("sm_90")
-    if num_jobs > 1:
-        os.kill(ahead.pid, signal.SIGKILL)
-        ahead.wait()
-    with Compilers(TARGET, num_jobs) as found:
-        assert sorted(found.map(math.sqrt, [4.0, 9.0])) == [(4.0, 2.0), (9.0, 3.0)]
-        assert found._server is not ahead
+def test_one_that_has_died_is_not_taken(ahead):
+    os.kill(ahead.pid, signal.SIGKILL)
+    ahead.wait()
+    with Compilers(TARGET, 2) as found:
+        assert start(found) != ahead.pid
+
+
+def test_one_with_another_environment_is_not_taken(ahead, monkeypatch, tmp_path):
+    monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
+    with Compilers(TARGET, 2) as found:
+        assert list(found.map(os.getenv, ["TRITON_CACHE_DIR"])) == [("TRITON_CACHE_DIR", str(tmp_path))]
     assert ahead.poll() is not None
 
 
-@pytest.mark.timeout(60)
-def test_one_that_was_started_ahead_ends_with_the_process():
-    program = (
-        "from envoi.runtime import compilers\n"
-        "compilers.start_ahead('sm_90'); compilers.start_ahead('sm_90')\n"
-        "(ahead,) = compilers._ahead.values(); print(ahead.pid, flush=True)"
-    )
-    found = subprocess.run([sys.executable, "-c", program], stdout=subprocess.PIPE, text=True)
+def test_who_does_the_work_itself_takes_none(ahead):
+    with Compilers(TARGET, 1) as found:
+        assert list(found.map(math.sqrt, [4.0])) == [(4.0, 2.0)]
+    assert ahead.poll() is None
+
+
+def program(text: str) -> str:
+    """Run a program that starts one ahead; return what it prints."""
+    text = f"import os, sys, time\nfrom envoi.runtime import compilers\n{text}"
+    found = subprocess.run([sys.executable, "-c", text], stdout=subprocess.PIPE, text=True)
     assert found.returncode == 0
-    assert_ends(int(found.stdout))
+    return found.stdout
+
+
+@pytest.mark.timeout(60)
+@pytest.mark.parametrize(
+    "end", ["", "os.environ['ENVOI_X'] = 'x'; compilers._started_ahead('sm_90')", "time.sleep(0.5)"]
+)  # fmt: skip
+def test_one_that_was_started_ahead_is_ended(end):
+    """At once with the process, by who doesn't want it, and if nobody comes; by itself it would first import torch."""
+    pid = program(
+        f"compilers.IDLE_S = {0.1 if 'sleep' in end else 60}\n"
+        f"compilers.start_ahead('sm_90'); one = compilers._ahead['sm_90']; compilers.start_ahead('sm_90')\n"
+        f"assert compilers._ahead['sm_90'] is one; print(one.process.pid, flush=True)\n{end}\n"
+        f"assert bool(compilers._ahead) == (not {bool(end)})"
+    )
+    assert not members(int(pid))
+
+
+@pytest.mark.timeout(60)
+def test_a_fork_leaves_it_to_its_parent():
+    """A fork that ends as a program does; it holds no pipe either, by whose end the process knows of its parent's."""
+    program(
+        "compilers.start_ahead('sm_90'); one = compilers._ahead['sm_90'].process\n"
+        "pid = os.fork()\n"
+        "if pid == 0:\n"
+        "    assert not compilers._ahead and one.stdin.closed and one.stdout.closed; sys.exit(7)\n"
+        "assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 7 and one.poll() is None\n"
+        "assert compilers._started_ahead('sm_90').process is one; compilers._end(one)"
+    )
+
+
+@pytest.mark.timeout(120)
+def test_forks_need_no_threads_that_were_started_before_them(monkeypatch):
+    monkeypatch.setenv("OMP_NUM_THREADS", "2")
+    with Compilers(TARGET, 2) as found:
+        found.before(partial(torch.repeat_interleave, *MANY))  # with all threads
+        assert [len(x) for _, x in found.map(partial(torch.repeat_interleave, MANY[0]), [MANY[1]])] == [1 << 18]
+
+
+def test_this_process_has_something_to_do_meanwhile():
+    done = []
+    with Compilers(TARGET, 2) as found:
+        for _ in found.map(math.sqrt, [4.0], lambda: done.append("before the first result")):
+            assert done == ["before the first result"]
+    assert done
+
+
+@pytest.mark.parametrize("ahead", [False, True])
+def test_where_no_process_can_be_started_work_is_refused(monkeypatch, ahead):
+    def refuse(*_, **__):
+        raise OSError("no room")
+
+    monkeypatch.setattr(subprocess, "Popen", refuse)
+    with Compilers(TARGET, 2, ahead) as found:
+        found.before(partial(math.sqrt, 4.0))
+        with pytest.raises(RuntimeError, match="no process can be started, no room"):
+            list(found.map(math.sqrt, [4.0]))

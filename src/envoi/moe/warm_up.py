@@ -22,7 +22,7 @@ from envoi.types import ExpertWeights, QuantTensor, Routing
 PREPARED_EACH, PREPARED_EIGHTHS = 64, 256
 ROUTED = torch.int32, torch.float32  # ids and weights from `envoi.route`
 CHUNK = 128  # numbers of tokens that a process looks at in one go
-HERE = 1024  # up to so many are looked at by this process, which is done before the others have imported torch
+HERE = 1024  # up to so many are looked at by this process, while the others still import what they need
 
 
 @dataclass(frozen=True)

@@ -28,8 +28,11 @@ def mark(digest: str, target: Target, for_launch: bool) -> None:
 
 
 def any_marked(target: Target) -> bool:
-    """Tell whether any kernel was compiled so that it can be launched, of this release or another."""
-    return _folder(target, True).exists()
+    """Tell whether any kernel was compiled so that it can be launched, by this release or another."""
+    try:
+        return _folder(target, True).exists()
+    except OSError:
+        return False
 
 
 def _mark(digest: str, target: Target, for_launch: bool) -> Path:

@@ -14,13 +14,14 @@ import pickle
 import signal
 import subprocess
 import sys
+import threading
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor, as_completed
 from concurrent.futures.process import BrokenProcessPool
 from contextlib import suppress
 from functools import cache
 from multiprocessing import get_context
-from typing import Any, TypeVar
+from typing import IO, Any, NamedTuple, TypeVar, cast
 
 from envoi.runtime import triton_compat
 from envoi.runtime.devices import Target
@@ -29,8 +30,19 @@ T = TypeVar("T")
 R = TypeVar("R")
 DIED = "the worker process died"
 ENDED = "jobs: the process that starts the others has ended; with 1 this process does the work itself"
+IDLE_S = 300.0  # that a process started ahead is kept
+FOLLOWED = ("ENVOI_", "TRITON_", "CUDA_", "LD_", "PYTHON", "PATH", "HOME")  # variables by which compilers differ
 _START = "import sys; sys.path[:] = {path!r}; from envoi.runtime.compilers import serve; serve({arch!r})"
-_ahead: dict[str, subprocess.Popen] = {}  # by arch, started for whoever comes first
+
+
+class Server(NamedTuple):
+    """Process that starts the others, and what it was started with: its program, and variables that it follows."""
+
+    process: subprocess.Popen
+    start: tuple[tuple[str, ...], dict[str, str]]
+
+
+_ahead: dict[str, Server] = {}  # by arch, for whoever comes first
 
 
 def num_cpus() -> int:
@@ -40,28 +52,65 @@ def num_cpus() -> int:
 
 @cache
 def start_ahead(arch: str) -> None:
-    """Start a process for the next `Compilers` of this architecture, once in the life of this process."""
-    atexit.register(_end_those_ahead)
-    with suppress(OSError):  # that will be an error where it is needed
-        _ahead[arch] = _spawn(arch)
+    """Start a process for the next `Compilers` of this architecture, once in the life of this process.
+
+    It ends with this process, or after IDLE_S if none has taken it.
+    """
+    with suppress(RuntimeError):  # that will be an error where it is needed
+        _ahead[arch] = _started(arch)
+        os.register_at_fork(after_in_child=_leave_to_parent)
+        atexit.register(_end_ahead, arch)
+        idle = threading.Timer(IDLE_S, _end_ahead, (arch,))
+        idle.daemon = True
+        idle.start()
 
 
-def _end_those_ahead() -> None:
-    while _ahead:
-        _end(_ahead.popitem()[1])
+def _leave_to_parent() -> None:
+    """Forget the parent's processes, in a fork of it, and let go of their pipes: they end with the parent."""
+    for server in _ahead.values():
+        for pipe in (server.process.stdin, server.process.stdout):
+            cast(IO[bytes], pipe).close()
+    _ahead.clear()
 
 
-def _spawn(arch: str) -> subprocess.Popen:
-    command = (sys.executable, "-c", _START.format(path=sys.path, arch=arch))
-    # In a group of its own, so that its workers can be ended without its help.
-    return subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, start_new_session=True)
+def _end_ahead(arch: str) -> None:
+    server = _ahead.pop(arch, None)  # who takes it, by this too, has it for itself
+    if server is not None:
+        _end(server.process)
 
 
-def _end(server: subprocess.Popen) -> None:
-    """End a process and its workers, which have nothing left to do: by themselves they would take half a second."""
+def _started_ahead(arch: str) -> Server | None:
+    """Return the process that was started ahead, if it is as one that were started now."""
+    server = _ahead.pop(arch, None)
+    if server is None or (server.process.poll() is None and server.start == _start_of(arch)):
+        return server
+    _end(server.process)
+    return None
+
+
+def _start_of(arch: str) -> tuple[tuple[str, ...], dict[str, str]]:
+    command = sys.executable, "-c", _START.format(path=sys.path, arch=arch)
+    return command, {name: value for name, value in os.environ.items() if name.startswith(FOLLOWED)}
+
+
+def _started(arch: str) -> Server:
+    command, _ = start = _start_of(arch)
+    # Threads of OpenMP wouldn't be in the forks, which would wait for them.
+    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+    try:  # in a group of its own, so that its workers can be ended without its help
+        process = subprocess.Popen(
+            command, env=environment, stdin=subprocess.PIPE, stdout=subprocess.PIPE, start_new_session=True
+        )  # fmt: skip
+    except OSError as error:
+        raise RuntimeError(f"jobs: no process can be started, {error}; with 1 this one does the work itself") from error
+    return Server(process, start)
+
+
+def _end(process: subprocess.Popen) -> None:
+    """End a process and its workers at once; by themselves they take half a second, or as long as their work."""
     with suppress(ProcessLookupError):
-        os.killpg(server.pid, signal.SIGKILL)
-    server.communicate()
+        os.killpg(process.pid, signal.SIGKILL)
+    process.communicate()
 
 
 class Compilers:
@@ -76,12 +125,11 @@ class Compilers:
         self._server: subprocess.Popen | None = None
 
     def __enter__(self) -> "Compilers":
-        self._server = _ahead.pop(self.target.arch, None)
-        if self._server is not None and (self.num_jobs == 1 or self._server.poll() is not None):
-            _end(self._server)
-            self._server = None
-        if self.num_jobs > 1 and self.ahead and self._server is None:
-            self._server = _spawn(self.target.arch)
+        if self.num_jobs > 1:
+            found = _started_ahead(self.target.arch)
+            with suppress(RuntimeError):  # that will be an error where it is needed
+                found = _started(self.target.arch) if found is None and self.ahead else found
+            self._server = None if found is None else found.process
         return self
 
     def __exit__(self, *error: object) -> None:
@@ -94,7 +142,7 @@ class Compilers:
         Errors are left out: whoever works will have them again.
         """
         if self._server is not None:
-            with suppress(RuntimeError):
+            with suppress(Exception):
                 self._send((self.num_jobs, function, None))
 
     def map(
@@ -111,7 +159,7 @@ class Compilers:
         if not items:
             return
         if self._server is None:
-            self._server = _spawn(self.target.arch)
+            self._server = _started(self.target.arch).process
         self._send((self.num_jobs, function, list(items)))
         if meanwhile is not None:
             meanwhile()
@@ -122,8 +170,9 @@ class Compilers:
             yield items[number], result
 
     def _send(self, message: Any) -> None:
+        data = pickle.dumps(message)  # first: a part of a message would be read as one
         try:
-            pickle.dump(message, self._server.stdin)  # pyright: ignore[reportOptionalMemberAccess, reportArgumentType]
+            self._server.stdin.write(data)  # pyright: ignore[reportOptionalMemberAccess]
             self._server.stdin.flush()  # pyright: ignore[reportOptionalMemberAccess]
         except BrokenPipeError as error:
             raise RuntimeError(ENDED) from error

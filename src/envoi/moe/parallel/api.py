@@ -79,11 +79,12 @@ class ExpertParallel:
         rows of intermediate from torch's allocator. A call then copies no size to the host, never waits for the
         device, and can be captured in a CUDA graph. Calls and replays of all objects of a group must have the same
         order on every rank, on one stream. In the first call, or in `warm_up`, the ranks compile all that calls with
-        up to max_tokens tokens need, and wait for each other; no later call compiles. Other ranks, over NCCL and gloo,
-        gather all tokens with collectives of constant size, if `envoi.plan.gathering` predicts that this is faster than
-        to count first; over NCCL what is said above of the host, graphs, order and compilers is true of that too, and
-        room for num_ranks * max_tokens * num_topk rows is allocated thrice, twice in bf16 and once in the experts'
-        format. Where rows are counted over NCCL, peers wait beyond timeout_s for a rank that compiles in a call.
+        up to max_tokens tokens need, and wait for each other; no later call compiles. Where nothing was compiled
+        before, a process that will starts with the object; it ends after 5 minutes without work. Other ranks, over NCCL
+        and gloo, gather all tokens with collectives of constant size, if `envoi.plan.gathering` predicts that this is
+        faster than to count first; over NCCL what is said above of the host, graphs, order and compilers is true of
+        that too, and room for num_ranks * max_tokens * num_topk rows is allocated thrice, twice in bf16 and once in the
+        experts' format. Where rows are counted over NCCL, peers wait beyond timeout_s for a rank that compiles then.
     presum: over NVLink, sum a token's rows on each rank before they are sent back: fewer bytes sent, but none of them
         during the second GEMM, one rounding more, and bits that depend on the number of ranks. The room in bf16 is
         then max_tokens * num_ranks rows, but a call takes as many rows of hidden, in bf16, as it takes of intermediate.

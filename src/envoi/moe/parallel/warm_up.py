@@ -23,7 +23,7 @@ from envoi.moe.parallel.symmetric_memory import Domain, SharedLayout, allocate
 from envoi.moe.permute import empty_rows
 from envoi.moe.warm_up import HERE, compile_sites, compiles, jobs_for, known_sites, uncompiled
 from envoi.quant.formats import format_named
-from envoi.runtime.compilers import Compilers, start_ahead
+from envoi.runtime.compilers import Compilers, num_cpus, start_ahead
 from envoi.runtime.devices import Target
 from envoi.runtime.kernel_case import without_memory
 from envoi.runtime.rehearsal import Site, load, load_at, rehearse
@@ -137,9 +137,9 @@ def patient(channel: Channel) -> Iterator[None]:
 def start_compilers(device: torch.device, max_tokens: int | None, num_topk: int | None) -> None:
     """Start what compiles, which takes seconds, while the ranks connect, where no kernel was compiled ever before.
 
-    Only for the first object of a process, and if its kernels will be known before a call.
+    Only for the first object of a process, and if it has the sizes of all calls. Not collective.
     """
-    if compiles(device) and not unbounded(max_tokens, num_topk) and jobs_for(None) is None:
+    if compiles(device) and not unbounded(max_tokens, num_topk) and jobs_for(None) is None and num_cpus() > 1:
         from envoi.runtime.compiled_marks import any_marked  # not at the top: `import envoi` must not import Triton
 
         target = Target.of(device)
@@ -174,7 +174,7 @@ def compile_together(
 
         def compile_share() -> None:
             mine = {digest: sites[digest] for digest in shares(found)[channel.rank]}
-            if step == FIRST and len(mine) == 1:  # done before a process would have started
+            if step == FIRST and len(mine) == 1:  # done before a process has started, if none was ahead
                 return load_at(calls, target, *mine.values())
             return compile_sites(compilers, calls, target, mine, progress, for_launch=True)
 
