@@ -27,6 +27,16 @@ def test_ranks_are_kinds_of_their_own():
     assert means(found) == "torch_ep 2.00x [2.00x] over 1; 4 GPUs: torch_ep 2.83x [2.00x] over 2"
 
 
+def test_between_hosts_nothing_counts_that_needs_nvlink():
+    moe = {"suite": "moe", "baselines": {"torch_ep": 20.0, "sgl_deep_gemm": 5.0}, "ours_us": 10.0, "num_gpus": 4}
+    found = [sample(**moe), *(sample(**moe, details={"transport": name}) for name in ("nvlink", "nccl"))]
+    assert means(found) == (
+        "4 GPUs: torch_ep 2.00x [2.00x] over 2; 4 GPUs: sgl_deep_gemm 0.50x [0.50x] over 2; "
+        "4 GPUs over NCCL: torch_ep 2.00x [2.00x] over 1; 4 GPUs over NCCL: sgl_deep_gemm 0.50x [0.50x] over 1"
+    )
+    assert [best_baseline(m) for m in found] == [("sgl_deep_gemm", 5.0)] * 2 + [("torch_ep", 20.0)]
+
+
 def test_a_host_case_is_of_its_operators_kind():
     host = {"suite": "host", "ours_us": 10.0, "baselines": {"torch_mm": 5.0}}
     found = [sample(**host, case="gemm 64x4096x7168 bf16"), sample(**host, case="moe 2048/768/128/8 bf16 tokens=1")]

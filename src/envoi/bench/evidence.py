@@ -51,7 +51,7 @@ BASELINES = {
     "vllm_triton": "vLLM's fused_experts in Triton, with its tuned configs, in the case's format",
     "vllm_marlin": "vLLM's Marlin kernels on the case's MXFP4 weights, bf16 activations",
     "triton_kernels": "triton_kernels' GEMMs for gpt-oss on the case's MXFP4 weights, bf16 activations",
-    "sgl_deep_gemm": "sgl-deep-gemm's one-launch FP8 kernel, inputs staged outside the time",
+    "sgl_deep_gemm": "sgl-deep-gemm's one-launch FP8 kernel over NVLink, inputs staged outside the time",
     "sgl_deep_gemm_topk": "sgl-deep-gemm's FP8 scores of a paged cache, and torch.topk of them",
     "pytorch": "the operator's published reference in PyTorch, item by item",
     "grouped_mm": "transformers' own experts by torch's grouped matmul, in bf16",

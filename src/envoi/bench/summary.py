@@ -12,6 +12,7 @@ OWN_FORMS = (
 )  # fmt: skip
 # Envoi's own other forms, roofs, and a product without what the epilogue does.
 NOT_THE_SAME_WORK = {*OWN_FORMS, "copy", "empty", "tokens", "cublas", "torch_mm"}
+NEEDS_NVLINK = {"sgl_deep_gemm"}  # can't run where Envoi's tokens travel otherwise
 # Suites in which one of them is what Envoi is compared to: the product is all of the work, or the host's time is.
 COUNTS_IN = {"gemm": "cublas", "gemm_fp8": "cublas", "gemm_drawn": "cublas", "host": "torch_mm"}
 
@@ -47,18 +48,22 @@ def means(measurements: list[Measurement]) -> str:
 def _kind(m: Measurement) -> str:
     """Return the format or epilogue at the end of a GEMM case's name, the operator at the start of a host case's.
 
-    Other suites have one kind, apart from ranks.
+    Other suites have one kind, apart from ranks and how their tokens travel.
     """
     if m.suite.startswith("host"):
         return m.case.partition(" ")[0]
     if m.suite.startswith(("gemm", "grouped")):
         return m.case.rpartition(" ")[2]
-    return f"{m.num_gpus} GPUs" if m.num_gpus > 1 else ""
+    return f"{m.num_gpus} GPUs{' over NCCL' * _is_over_nccl(m)}" if m.num_gpus > 1 else ""
+
+
+def _is_over_nccl(m: Measurement) -> bool:
+    return m.details.get("transport") == "nccl"
 
 
 def peers(m: Measurement) -> dict[str, float]:
     """Return the baselines of a measurement that do the same work as Envoi, in us."""
-    unlike = NOT_THE_SAME_WORK - {COUNTS_IN.get(m.suite)}
+    unlike = NOT_THE_SAME_WORK - {COUNTS_IN.get(m.suite)} | (NEEDS_NVLINK if _is_over_nccl(m) else set())
     return {name: us for name, us in m.baselines.items() if name not in unlike}
 
 

@@ -91,7 +91,7 @@ def _measure_ranks(shape: MoeShape, layer: Layer, bench: Bench) -> Trial:
     candidates: dict[str, Callable[[], Timing]] = {
         "torch_ep": lambda: bench.clock.ranks(lambda: parallel_moe(layer, bench.num_ranks))
     }
-    if bench.on_gpu and shape.format == "fp8_block128":
+    if bench.on_gpu and shape.format == "fp8_block128" and shape.transport in FUSED:  # it needs NVLink
         candidates["sgl_deep_gemm"] = lambda: bench.clock.ranks(deep_gemm_moe(shape, layer.tokens, layer.routing))
     if shape.transport == "fused":
         staged = open_parallel(replace(shape, transport="staged"), layer, bench.num_ranks)
