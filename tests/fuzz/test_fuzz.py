@@ -1,5 +1,6 @@
 """Random cases of every operator, by torch on a CPU and by the kernels on a GPU; and the command."""
 
+import dataclasses
 import json
 
 import pytest
@@ -161,3 +162,16 @@ def test_views_have_the_values_and_are_no_copies():
         view = draw.placed(x, how)
         assert torch.equal(view, x)
         assert not view.is_contiguous()
+
+
+def test_a_record_says_on_how_many_gpus_ranks_ran(monkeypatch):
+    monkeypatch.setattr(run.torch.cuda, "device_count", lambda: 4)
+    monkeypatch.setattr(run.machine, "device_name", lambda device: "NVIDIA X")
+    ranks, alone = (run.record_of(name, 0, 9, "medium", "cuda", 0) for name in ("expert_parallel_ranks", "gemm"))
+    assert (ranks.num_gpus, alone.num_gpus) == (4, 1)
+    assert ranks.where == f"4 x NVIDIA X, `{ranks.commit}`, {ranks.date}"
+    monkeypatch.setattr(run.torch.cuda, "device_count", lambda: 1)  # which four ranks share
+    assert run.record_of("expert_parallel_ranks", 0, 9, "medium", "cuda", 0).num_gpus == 1
+    assert run.record_of("gemm", 0, 9, "medium", "cpu", 0).num_gpus == 0
+    earlier = dataclasses.replace(ranks, num_gpus=0)
+    assert earlier.where == f"NVIDIA X, `{ranks.commit}`, {ranks.date}"

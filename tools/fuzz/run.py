@@ -7,7 +7,10 @@ from dataclasses import asdict, astuple, dataclass
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from envoi.bench import machine
+from tests.helpers.ranks import gpu_ranks
 from tools.fuzz import experts, indexer, parallel, products, quantising, routing
 from tools.fuzz.draw import Case, Draw
 from tools.in_processes import in_processes
@@ -48,7 +51,7 @@ class Finding:
 
 @dataclass(frozen=True)
 class Record:
-    """Line of a record: one run of `count` cases from `seed` on."""
+    """Line of a record: one run of `count` cases from `seed` on. num_gpus: 0 in lines that don't say."""
 
     operator: str
     device: str
@@ -61,6 +64,12 @@ class Record:
     date: str
     family: int = 1
     seconds: float = 0.0
+    num_gpus: int = 0
+
+    @property
+    def where(self) -> str:
+        """Machine, with the number of its GPUs that cases were run on if it is known, commit and date."""
+        return f"{f'{self.num_gpus} x ' * bool(self.num_gpus)}{self.machine}, `{self.commit}`, {self.date}"
 
     @property
     def kind(self) -> tuple[str, str, str, int]:
@@ -218,8 +227,12 @@ def record_of(
     """Describe a run."""
     return Record(
         operator, device, machine.device_name(device), machine.commit(), seed, count, wrong, sizes,
-        datetime.date.today().isoformat(), family, round(seconds, 1),
+        datetime.date.today().isoformat(), family, round(seconds, 1), _num_gpus(operator) if device == "cuda" else 0,
     )  # fmt: skip
+
+
+def _num_gpus(operator: str) -> int:
+    return min(gpu_ranks(), torch.cuda.device_count()) if operator == parallel.RANKS else 1
 
 
 def append(path: Path, records: Iterable[Record]) -> None:

@@ -154,7 +154,7 @@ def fuzz(folder: Path) -> str:
         found = f"{len(seeds)}, {sum(r.wrong for r in mine)} wrong"
         whole = ", ".join(f"{first} to {first + count - 1}" for first, count, _ in spans((x, 1, 0) for x in seeds))
         of = f"{whole}, {mine[-1].sizes}, by {mine[-1].family}"
-        at = "; ".join(dict.fromkeys(f"{r.machine}, `{r.commit}`, {r.date}" for r in mine))
+        at = "; ".join(dict.fromkeys(r.where for r in mine))
         rows.append([FUZZED.get(name, name), found, of, at])
     return f"""## Right results
 
