@@ -37,6 +37,20 @@ def switches() -> list[tuple[str, str]]:
     return sorted(item for item in os.environ.items() if item[0].startswith("ENVOI_"))
 
 
+def for_compilers() -> dict[str, str]:
+    """Return the variables of a process whose forks compile: those of this one, but one thread of OpenMP.
+
+    Other threads wouldn't be in the forks, which would wait for them.
+    """
+    return {**os.environ, "OMP_NUM_THREADS": "1"}
+
+
+def seen_by_compilers() -> dict[str, str]:
+    """Return the variables by which compilers differ: what they read, or where, or write."""
+    names = "ENVOI_", "TRITON_", "CUDA_", "LD_", "PYTHON", "PATH", "HOME"
+    return {name: value for name, value in os.environ.items() if name.startswith(names)}
+
+
 def safe_launch() -> bool:
     """Return True to avoid private parts of torch and Triton: `ENVOI_SAFE_LAUNCH=1`, see `runtime.shortcuts`."""
     return _switch("ENVOI_SAFE_LAUNCH", False)

@@ -23,6 +23,7 @@ from functools import cache
 from multiprocessing import get_context
 from typing import IO, Any, NamedTuple, TypeVar, cast
 
+from envoi import env
 from envoi.runtime import triton_compat
 from envoi.runtime.devices import Target
 
@@ -31,12 +32,11 @@ R = TypeVar("R")
 DIED = "the worker process died"
 ENDED = "jobs: the process that starts the others has ended; with 1 this process does the work itself"
 IDLE_S = 300.0  # that a process started ahead is kept
-FOLLOWED = ("ENVOI_", "TRITON_", "CUDA_", "LD_", "PYTHON", "PATH", "HOME")  # variables by which compilers differ
 _START = "import sys; sys.path[:] = {path!r}; from envoi.runtime.compilers import serve; serve({arch!r})"
 
 
 class Server(NamedTuple):
-    """Process that starts the others, and what it was started with: its program, and variables that it follows."""
+    """Process that starts the others, and what it was started with: its program, and `env.seen_by_compilers`."""
 
     process: subprocess.Popen
     start: tuple[tuple[str, ...], dict[str, str]]
@@ -90,16 +90,14 @@ def _started_ahead(arch: str) -> Server | None:
 
 def _start_of(arch: str) -> tuple[tuple[str, ...], dict[str, str]]:
     command = sys.executable, "-c", _START.format(path=sys.path, arch=arch)
-    return command, {name: value for name, value in os.environ.items() if name.startswith(FOLLOWED)}
+    return command, env.seen_by_compilers()
 
 
 def _started(arch: str) -> Server:
     command, _ = start = _start_of(arch)
-    # Threads of OpenMP wouldn't be in the forks, which would wait for them.
-    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
     try:  # in a group of its own, so that its workers can be ended without its help
         process = subprocess.Popen(
-            command, env=environment, stdin=subprocess.PIPE, stdout=subprocess.PIPE, start_new_session=True
+            command, env=env.for_compilers(), stdin=subprocess.PIPE, stdout=subprocess.PIPE, start_new_session=True
         )  # fmt: skip
     except OSError as error:
         raise RuntimeError(f"jobs: no process can be started, {error}; with 1 this one does the work itself") from error

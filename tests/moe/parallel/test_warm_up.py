@@ -5,7 +5,6 @@ from contextlib import nullcontext
 
 import pytest
 import torch
-from triton import knobs
 
 from envoi.moe.parallel import ExpertParallel, api, warm_up
 from envoi.moe.parallel.command import experts_without_memory
@@ -70,7 +69,7 @@ def test_compilers_start_with_the_opening_where_nothing_was_ever_compiled(monkey
     monkeypatch.setattr(warm_up, "compiles", lambda device: True)
     monkeypatch.setattr(Target, "of", lambda device: target)
     monkeypatch.setattr(warm_up, "start_ahead", started.append)
-    monkeypatch.setattr(knobs.cache, "dir", str(tmp_path))
+    monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
     for sizes in ((None, 6), (64, None)):  # what a call needs isn't known before it
         warm_up.start_compilers(device, *sizes)
     assert started == []
