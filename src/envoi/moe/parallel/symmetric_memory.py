@@ -244,8 +244,10 @@ def allocate(
 
 def allocate_bytes(num_bytes: int, device: torch.device, shared: bool) -> torch.Tensor:
     """Allocate uint8 [num_bytes]. shared: other processes may map it."""
-    if not shared:
-        return torch.empty(num_bytes, dtype=torch.uint8, device=device)
+    return _shareable(num_bytes, device) if shared else torch.empty(num_bytes, dtype=torch.uint8, device=device)
+
+
+def _shareable(num_bytes: int, device: torch.device) -> torch.Tensor:
     import torch.distributed._symmetric_memory as symmetric
 
     return symmetric.empty(num_bytes, dtype=torch.uint8, device=device)

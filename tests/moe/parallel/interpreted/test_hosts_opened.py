@@ -5,7 +5,6 @@ no other process, so ranks meet at a barrier before each wait, which then finds 
 """
 
 from contextlib import nullcontext
-from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -70,19 +69,22 @@ def stand_in(rank: int, folder: str) -> None:
         everyone.barrier().wait()
 
     made = iter(range(100))
+    file_of: dict[int, str] = {}  # by address
 
     def shareable(num_bytes: int, device: torch.device) -> torch.Tensor:
-        return torch.from_file(f"{folder}/{rank}.{next(made)}", shared=True, size=num_bytes, dtype=torch.uint8)
+        name = f"{rank}.{next(made)}"
+        memory = torch.from_file(f"{folder}/{name}", shared=True, size=num_bytes, dtype=torch.uint8)
+        file_of[memory.data_ptr()] = name
+        return memory
 
     def rendezvous(own: torch.Tensor, name: str) -> SimpleNamespace:
         """As torch's: ranks, and the store by which they meet, are those of the group registered by that name."""
         group: Any = distributed_c10d._resolve_process_group(GroupName(name))
         store, peers = group.get_group_store(), range(group.size())
-        store.set(f"file {group.rank()}", Path(f"{folder}/{rank}.{next(made) - 1}").name)
+        store.set(f"file {group.rank()}", file_of[own.data_ptr()])
         paths = [store.get(f"file {peer}").decode() for peer in peers]
         size = own.numel()
         files = [torch.from_file(f"{folder}/{path}", shared=True, size=size, dtype=torch.uint8) for path in paths]
-        next(made)
         meet()
         return SimpleNamespace(buffer_ptrs=[file.data_ptr() for file in files], files=files)
 
