@@ -124,7 +124,8 @@ def test_two_hosts():
         num_tokens, num_gpus = int(tokens.removeprefix("tokens=")), m.num_gpus // 2
         layer = MoeLayer(*map(int, sizes.split("/")), num_tokens, num_gpus, format, num_hosts=2)
         plan = plan_moe(layer, network=Network(LINKS["nccl"].gb_per_s), presum=last == "sums")
-        assert plan.staged_us - plan.steps[0].time_us == pytest.approx(m.ours_us, rel=0.17), m.case
+        off = 0.15 if m.num_gpus == 2 else 0.17
+        assert plan.staged_us - plan.steps[0].time_us == pytest.approx(m.ours_us, rel=off), m.case
 
 
 @pytest.mark.parametrize(("suite", "format"), [("gemm", "bf16"), ("gemm_fp8", "fp8_row"), ("gemm_fp8", "fp8_block128")])

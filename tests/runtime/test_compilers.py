@@ -93,8 +93,9 @@ def test_they_end_after_the_process_that_asked_is_killed():
 @pytest.fixture
 def ahead(monkeypatch):
     """Return the process that is started ahead."""
-    monkeypatch.setattr(compilers, "_ahead", {"sm_90": compilers._started("sm_90")})
-    yield compilers._ahead["sm_90"].process
+    server = compilers.Server(compilers._started("sm_90"), compilers._start_of("sm_90"))
+    monkeypatch.setattr(compilers, "_ahead", {"sm_90": server})
+    yield server.process
     compilers._end_ahead("sm_90")
 
 
@@ -167,7 +168,7 @@ def test_a_fork_leaves_it_to_its_parent():
         "if pid == 0:\n"
         "    assert not compilers._ahead and one.stdin.closed and one.stdout.closed; sys.exit(7)\n"
         "assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 7 and one.poll() is None\n"
-        "assert compilers._started_ahead('sm_90').process is one; compilers._end(one)"
+        "assert compilers._started_ahead('sm_90') is one; compilers._end(one)"
     )
 
 

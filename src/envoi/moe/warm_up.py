@@ -132,10 +132,10 @@ def compile_sites(
     from envoi.runtime.compiled_marks import mark
 
     failed: list[str] = []
-    here = partial(triton_compat.warm_up, target.arch) if for_launch else None  # which this process will need to load
+    meanwhile = partial(triton_compat.warm_up, target.arch) if for_launch else None  # which loading needs, here
     digests = {site: digest for digest, site in sites.items()}
     with Progress(len(sites), quiet=not progress) as bar:
-        for site, error in compilers.map(partial(compile_at, calls, target, for_launch), [*sites.values()], here):
+        for site, error in compilers.map(partial(compile_at, calls, target, for_launch), [*sites.values()], meanwhile):
             bar.step(site.name)
             if error == "":
                 mark(digests[site], target, for_launch)

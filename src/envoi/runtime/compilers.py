@@ -57,7 +57,7 @@ def start_ahead(arch: str) -> None:
     It ends with this process, or after IDLE_S if none has taken it.
     """
     with suppress(RuntimeError):  # that will be an error where it is needed
-        _ahead[arch] = _started(arch)
+        _ahead[arch] = Server(_started(arch), _start_of(arch))
         os.register_at_fork(after_in_child=_leave_to_parent)
         atexit.register(_end_ahead, arch)
         idle = threading.Timer(IDLE_S, _end_ahead, (arch,))
@@ -79,29 +79,34 @@ def _end_ahead(arch: str) -> None:
         _end(server.process)
 
 
-def _started_ahead(arch: str) -> Server | None:
-    """Return the process that was started ahead, if it is as one that were started now."""
+def _started_ahead(arch: str) -> subprocess.Popen | None:
+    """Take the process that was started ahead; end it if it has died, or if one would be started otherwise by now."""
     server = _ahead.pop(arch, None)
-    if server is None or (server.process.poll() is None and server.start == _start_of(arch)):
-        return server
+    if server is None:
+        return None
+    if server.process.poll() is None and server.start == _start_of(arch):
+        return server.process
     _end(server.process)
     return None
 
 
 def _start_of(arch: str) -> tuple[tuple[str, ...], dict[str, str]]:
-    command = sys.executable, "-c", _START.format(path=sys.path, arch=arch)
-    return command, env.seen_by_compilers()
+    return _command_of(arch), env.seen_by_compilers()
 
 
-def _started(arch: str) -> Server:
-    command, _ = start = _start_of(arch)
+def _command_of(arch: str) -> tuple[str, ...]:
+    return sys.executable, "-c", _START.format(path=sys.path, arch=arch)
+
+
+def _started(arch: str) -> subprocess.Popen:
+    """Start a process that runs `serve`. Raises RuntimeError if it can't be."""
     try:  # in a group of its own, so that its workers can be ended without its help
-        process = subprocess.Popen(
-            command, env=env.for_compilers(), stdin=subprocess.PIPE, stdout=subprocess.PIPE, start_new_session=True
+        return subprocess.Popen(
+            _command_of(arch), env=env.for_compilers(), stdin=subprocess.PIPE, stdout=subprocess.PIPE,
+            start_new_session=True,
         )  # fmt: skip
     except OSError as error:
         raise RuntimeError(f"jobs: no process can be started, {error}; with 1 this one does the work itself") from error
-    return Server(process, start)
 
 
 def _end(process: subprocess.Popen) -> None:
@@ -123,11 +128,10 @@ class Compilers:
         self._server: subprocess.Popen | None = None
 
     def __enter__(self) -> "Compilers":
+        arch = self.target.arch
         if self.num_jobs > 1:
-            found = _started_ahead(self.target.arch)
             with suppress(RuntimeError):  # that will be an error where it is needed
-                found = _started(self.target.arch) if found is None and self.ahead else found
-            self._server = None if found is None else found.process
+                self._server = _started_ahead(arch) or (_started(arch) if self.ahead else None)
         return self
 
     def __exit__(self, *error: object) -> None:
@@ -157,7 +161,7 @@ class Compilers:
         if not items:
             return
         if self._server is None:
-            self._server = _started(self.target.arch).process
+            self._server = _started(self.target.arch)
         self._send((self.num_jobs, function, list(items)))
         if meanwhile is not None:
             meanwhile()

@@ -185,7 +185,7 @@ def has_launch_hooks() -> bool:
 
 
 def warm_up(arch: str) -> None:
-    """Compute the hashes of the compiler's files in this process, so that its forks needn't."""
+    """Compute the hashes of the compiler's files in this process, so that its forks, and what it loads, needn't."""
     triton_key()
     make_backend(target_of(arch)).hash()
 

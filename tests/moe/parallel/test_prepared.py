@@ -10,7 +10,7 @@ import torch.distributed as dist
 
 from envoi.moe.one_launch import host as one_launch
 from envoi.moe.parallel import ExpertParallel
-from envoi.moe.parallel.symmetric_memory import SharedLayout
+from envoi.moe.parallel.symmetric_memory import Domain, SharedLayout
 from tests.moe.layers import make
 from tests.moe.parallel.domains import gathered_alone, hosts_alone, open_all, use
 from tests.runtime.conftest import hopper
@@ -19,10 +19,14 @@ from tests.runtime.test_prepared_hopper import assert_replayed
 
 __all__ = ["hopper"]
 
+
+def in_memory(layout: SharedLayout) -> Domain:
+    return open_all(layout, [0, 4])[0]
+
+
 WAYS = {
-    "memory": lambda layout: open_all(layout, [0, 4])[0],
-    "fused": lambda layout: open_all(replace(layout, fused=True), [0, 4])[0],
-    "one launch": lambda layout: open_all(layout, [0, 4])[0], "gathered": gathered_alone, "hosts": hosts_alone,
+    "memory": in_memory, "one launch": in_memory, "fused": lambda layout: in_memory(replace(layout, fused=True)),
+    "gathered": gathered_alone, "hosts": hosts_alone,
 }  # fmt: skip
 SIZES = {"tokens": 16, "experts": 4, "k": 2, "hidden": 256, "intermediate": 256}
 

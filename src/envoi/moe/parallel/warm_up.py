@@ -139,7 +139,8 @@ def start_compilers(device: torch.device, max_tokens: int | None, num_topk: int 
 
     Only for the first object of a process, and if it has the sizes of all calls. Not collective.
     """
-    if compiles(device) and not unbounded(max_tokens, num_topk) and jobs_for(None) is None and num_cpus() > 1:
+    num_jobs = jobs_for(None) or num_cpus()
+    if compiles(device) and not unbounded(max_tokens, num_topk) and num_jobs > 1:
         from envoi.runtime.compiled_marks import any_marked  # not at the top: `import envoi` must not import Triton
 
         target = Target.of(device)
