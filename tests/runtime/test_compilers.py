@@ -90,6 +90,20 @@ def test_they_end_after_the_process_that_asked_is_killed():
     assert_ends(int(found.stdout))
 
 
+@pytest.mark.timeout(60)
+def test_they_end_at_once_and_quietly_if_there_is_nobody_to_answer():
+    program = (
+        "import os, signal, time; from tests.runtime.test_compilers import *\n"
+        "with Compilers(TARGET, 2) as found:\n"
+        "    group = start(found); found._send((2, time.sleep, [0.5, 600.0]))\n"
+        "    print(group, flush=True); os.kill(os.getpid(), signal.SIGKILL)"
+    )
+    found = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)  # until stderr is closed
+    assert found.returncode == -signal.SIGKILL
+    assert_ends(int(found.stdout))
+    assert not found.stderr
+
+
 @pytest.fixture
 def ahead(monkeypatch):
     """Return the process that is started ahead."""

@@ -205,8 +205,11 @@ def serve(arch: str) -> None:
         # They close the answers, which otherwise wouldn't end with this process.
         pool = pool or ProcessPoolExecutor(num_jobs, get_context("fork"), os.close, (answers.fileno(),))
         for answer in _answers(pool, function, items):
-            pickle.dump(answer, answers)
-            answers.flush()
+            try:
+                pickle.dump(answer, answers)
+                answers.flush()
+            except BrokenPipeError:  # who asked was killed, and can't end the workers, which may have work for minutes
+                os.killpg(os.getpid(), signal.SIGKILL)
             pool = None if answer[1:] == (None, None) else pool
 
 
