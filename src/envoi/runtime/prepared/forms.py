@@ -13,6 +13,7 @@ What isn't found here is looked for by its key.
 """
 
 from collections.abc import Callable, Sequence
+from operator import itemgetter
 from typing import Any, NamedTuple
 
 import torch
@@ -27,12 +28,14 @@ _guards: Any = getattr(shortcuts.GUARDS, "TensorGuards", None)
 class Variant(NamedTuple):
     """Prepared call, and what its tensors have to be.
 
-    check: torch's guards for the tensors; num_given: how many they are without those that are None, at `absent`.
+    check: torch's guards for the tensors that aren't None; pick: takes these out of all, None if all are; absent: the
+    places of the others.
     """
 
     check: Callable[..., bool]
-    num_given: int
+    num_tensors: int
     device: int
+    pick: Callable[[Sequence], tuple] | None
     absent: tuple[int, ...]
     call: Prepared
 
@@ -50,13 +53,15 @@ class Forms:
         for variant in self.known.get((constants, first.shape), ()):
             if variant.device != where[0] or variant.call.stream not in (None, where[1]):
                 continue
-            given = tensors
-            if variant.absent:
-                given = [x for x in tensors if x is not None]
-                if any(tensors[i] is not None for i in variant.absent):
-                    continue
-            if len(given) == variant.num_given and variant.check(*given):
-                return variant.call
+            if len(tensors) != variant.num_tensors:
+                continue
+            for place in variant.absent:
+                if tensors[place] is not None:
+                    break
+            else:
+                # A None among the picked fails the check like any other object that is no tensor.
+                if variant.check(*(tensors if variant.pick is None else variant.pick(tensors))):
+                    return variant.call
         return None
 
     def add(self, constants: tuple, tensors: Sequence[torch.Tensor | None], call: Prepared) -> None:
@@ -65,7 +70,7 @@ class Forms:
         Nothing happens where torch has no such guards.
         """
         given = [x for x in tensors if x is not None]
-        absent = tuple(i for i, x in enumerate(tensors) if x is None)
+        present, absent = (tuple(i for i, x in enumerate(tensors) if (x is None) is none) for none in (False, True))
         check = _check_of(given)
         if check is None or not check(*given):
             return
@@ -73,13 +78,20 @@ class Forms:
             self.known.clear()
         key = constants, given[0].shape
         variants = self.known.get(key, ())
-        variant = Variant(check, len(given), given[0].get_device(), absent, call)
+        pick = _picker(present) if absent else None
+        variant = Variant(check, len(tensors), given[0].get_device(), pick, absent, call)
         self.known[key] = (*variants[-MOST_VARIANTS + 1 :], variant)
 
     def forget(self, call: Prepared) -> None:
         """Forget all variants of a call."""
         kept = {key: tuple(v for v in variants if v.call is not call) for key, variants in self.known.items()}
         self.known = {key: variants for key, variants in kept.items() if variants}
+
+
+def _picker(places: tuple[int, ...]) -> Callable[[Sequence], tuple]:
+    """Return a function that takes these places out of a sequence, as a tuple."""
+    take = itemgetter(*places)
+    return take if len(places) > 1 else lambda found: (take(found),)
 
 
 def _check_of(tensors: list[torch.Tensor]) -> Callable[..., bool] | None:
