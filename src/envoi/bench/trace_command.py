@@ -40,11 +40,11 @@ def run(args: argparse.Namespace) -> int:
         parallel = ExpertParallel(layer.packed, timeout_s=TIMEOUT_S, **sizes)
         timeline = parallel.trace(layer.tokens, layer.routing)
         if ranks.rank == 0:
+            print(f"{_title(shape, ranks.num_ranks)}; {parallel.why}")
+            print(timeline, flush=True)  # first: the files of thousands of tokens take seconds
             timeline.save(out)
             if picture:
                 timeline.draw(picture)
-            print(f"{_title(shape, ranks.num_ranks)}; {parallel.why}")
-            print(timeline)
         dist.barrier()
         parallel.close()
     finally:

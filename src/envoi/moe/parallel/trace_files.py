@@ -6,9 +6,13 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+import torch
+
 from envoi.moe.parallel.trace import COLUMNS, ORDER, WAITING, Timeline
 
 ENDINGS = (".json", ".json.gz")
+GZIP_LEVEL = 6  # a file a tenth larger than with 9, in a quarter of the time
 LANES = 64  # numbers of threads for each multiprocessor
 ROW_INCHES, LEAST_INCHES = 0.035, 3.0
 
@@ -19,7 +23,7 @@ def write(path: Path, timeline: Timeline) -> None:
         raise ValueError(f"path: expected a name that ends in .json or .json.gz, got {path}")
     text = json.dumps({"displayTimeUnit": "ns", "traceEvents": list(events(timeline))})
     if path.name.endswith(".gz"):
-        path.write_bytes(gzip.compress(text.encode()))
+        path.write_bytes(gzip.compress(text.encode(), GZIP_LEVEL))
     else:
         path.write_text(text)
 
@@ -94,11 +98,8 @@ def draw(path: Path, timeline: Timeline) -> None:
     )
     names = phases_of(timeline)
     for rank, axes in enumerate(panels[:, 0]):
-        boxes, colours = [], []
-        for row in timeline.slices[timeline.column("rank") == rank].tolist():
-            boxes.append(_box(timeline, row))
-            colours.append(_colour(timeline, row, names))
-        axes.add_collection(PolyCollection(boxes, facecolors=colours, linewidths=0))
+        mine = timeline.slices[timeline.column("rank") == rank]
+        axes.add_collection(PolyCollection(_boxes(timeline, mine), facecolors=_colours(timeline, mine), linewidths=0))
         axes.set(ylim=(0, num_sms), ylabel=f"rank {rank}, multiprocessor")
         axes.autoscale_view(scaley=False)
     panels[-1, 0].set_xlabel("us")
@@ -116,29 +117,45 @@ def phases_of(timeline: Timeline) -> list[str]:
     return sorted(names, key=order.__getitem__)
 
 
-def _box(timeline: Timeline, row: list[int]) -> list[tuple[float, float]]:
-    """Return the corners of a slice's box."""
-    _, step, role, *_ = row
-    sm, begin, end = row[COLUMNS.index("sm")], row[-2] / 1e3, row[-1] / 1e3
-    name = timeline.steps[step].roles[role].name
+def _boxes(timeline: Timeline, slices: torch.Tensor) -> np.ndarray:
+    """Return the corners [N, 4, 2] of the slices' boxes."""
+    step, role, sm = (slices[:, COLUMNS.index(name)] for name in ("step", "role", "sm"))
+    begin, end = slices[:, -2] / 1e3, slices[:, -1] / 1e3
+    low, high = torch.zeros(2, len(slices), dtype=torch.float64)
+    for number, whole in enumerate(timeline.steps):
+        for place, (name, _, _) in enumerate(whole.roles):
+            its = (step == number) & (role == place)
+            low[its], high[its] = _height(name)
+    corners = (begin, sm + low), (end, sm + low), (end, sm + high), (begin, sm + high)
+    return torch.stack([torch.stack(corner, 1) for corner in corners], 1).numpy()
+
+
+def _height(name: str) -> tuple[float, float]:
+    """Return where in a multiprocessor's row a role's boxes begin and end."""
     if name == "program":
-        low, high = 0.0, 1.0
-    elif name.startswith("consumer"):
+        return 0.0, 1.0
+    if name.startswith("consumer"):
         low = 0.33 + 0.33 * int(name.split()[1])
-        high = low + 0.33
-    else:
-        low, high = 0.0, 0.33
-    return [(begin, sm + low), (end, sm + low), (end, sm + high), (begin, sm + high)]
+        return low, low + 0.33
+    return 0.0, 0.33
 
 
-def _colour(timeline: Timeline, row: list[int], names: list[str]) -> tuple[float, ...]:
-    """Return a slice's colour: grey for a wait, else its step's or phase's, paler in an epilogue."""
+def _colours(timeline: Timeline, slices: torch.Tensor) -> np.ndarray:
+    """Return the slices' colours [N, 4]: grey for a wait, else that of the step or phase, paler in an epilogue."""
+    names, found = phases_of(timeline), np.zeros((len(slices), 4))
+    step, role, span = (slices[:, COLUMNS.index(name)] for name in ("step", "role", "span"))
+    for number, whole in enumerate(timeline.steps):
+        for place, (_, spans, phase) in enumerate(whole.roles):
+            for at, what in enumerate(spans):
+                colour = _colour(what, names.index(phase or whole.name))
+                found[((step == number) & (role == place) & (span == at)).numpy()] = colour
+    return found
+
+
+def _colour(what: str, place: int) -> tuple[float, ...]:
+    """Return the colour of a span of the step or phase at this place."""
     from matplotlib.colors import to_rgba
 
-    _, step, role, span, *_ = row
-    whole = timeline.steps[step]
-    what = whole.roles[role].spans[span]
     if what == WAITING:
         return to_rgba("0.85")
-    place = names.index(whole.roles[role].phase or whole.name)
     return to_rgba(f"C{place % 10}", 0.55 if what == "epilogue" else 1.0)
