@@ -8,7 +8,7 @@ import torch
 
 from tests.helpers.ranks import Outcome
 from tools.promises import soak
-from tools.promises.soak import Found, Part, drawn_ids, drawn_tokens, times_of_medians
+from tools.promises.soak import Found, Launched, Part, Took, drawn_ids, drawn_tokens, times_of_medians
 
 CPU = torch.device("cpu")
 
@@ -18,21 +18,26 @@ def options(**changes) -> argparse.Namespace:
 
 
 def test_calls_over_gloo_are_right():
-    bits, memory, replayed, times = soak.run(options())
+    bits, memory, replayed, times, host = soak.run(options())
     assert (bits.promise, bits.wrong) == ("soak/bits", 0)
     assert bits.count >= 2 * 2 * 10  # both objects on both ranks after each of ten blocks
     assert "120 calls on 2 ranks by gathered and counted, bf16" in bits.text
     assert (memory.promise, memory.wrong) == ("soak/memory", 0)
     assert (replayed.promise, replayed.count, times.promise) == ("soak/times from graphs", 0, "soak/times")
+    assert host.promise == "soak/host"
+
+
+def took(times) -> list[Took]:
+    return [Took(time) for time in times]
 
 
 def test_times_are_judged_in_calls_that_are_alone():
     """Slow calls in a row are mentioned, and not wrong."""
     parts = [Part(None, []), Part(None, [])]
-    parts[0].times["alone", 0] = [1.0] * 40 + [4.0]
-    parts[1].times["alone", 3] = [2.0] * 30
-    parts[1].times["graphs", 0] = [1.0] * 20 + [9.0]
-    assert soak.judged(parts) == {"alone": (71, 1, 4.0), "graphs": (21, 1, 9.0)}
+    parts[0].calls["alone, from a graph", 0] = took([1.0] * 40 + [4.0])
+    parts[1].calls["alone, from a graph", 3] = took([2.0] * 30)
+    parts[1].calls["graphs", 0] = took([1.0] * 20 + [9.0])
+    assert soak.judged(parts) == {"alone, from a graph": (71, 1, 4.0), "graphs": (21, 1, 9.0)}
 
 
 def found(**changes) -> Found:
@@ -49,6 +54,7 @@ def found(**changes) -> Found:
         ({"grown": 100 << 20}, "soak/memory"),
         ({"times": {soak.ALONE: (50, 2, 4.0)}}, "soak/times"),
         ({"times": {soak.REPLAYED: (50, 2, 4.0)}}, "soak/times from graphs"),
+        ({"times": {soak.HOST: (50, 2, 4.0)}}, "soak/host"),
     ],
 )
 def test_what_one_rank_finds_breaks_a_promise(monkeypatch, changes, promise):
@@ -88,18 +94,39 @@ def test_a_wrong_output_is_noticed(monkeypatch):
 
 def test_times_are_compared_with_calls_like_them():
     part = Part(None, [])
-    part.times["eager", 0] = [1.0] * 40 + [4.0]
-    part.times["graphs", 0] = [0.1] * 40
-    part.times["eager", 1] = [9.0] * 3  # too few to have a median
+    part.calls["eager", 0] = took([1.0] * 40 + [4.0])
+    part.calls["graphs", 0] = took([0.1] * 40)
+    part.calls["eager", 1] = took([9.0] * 3)  # too few to have a median
     ratios = times_of_medians(part)
     assert {kind: len(found) for kind, found in ratios.items()} == {"eager": 41, "graphs": 40}
     assert sum(ratio > soak.MOST_TIMES for ratio in ratios["eager"]) == 1
 
 
-def test_a_call_does_not_pay_for_a_peer_whose_host_came_late(monkeypatch):
+def test_a_call_pays_for_its_device_and_not_for_a_host_that_was_late():
+    """A device that waited 4 ms longer for the last host, and one that took 4 ms longer by itself."""
+    part = Part(None, [])
+    part.calls["alone", 0] = [Took(1.0, 0.2, 0.1, 0.1)] * 40 + [Took(5.0, 4.2, 0.1, 0.1), Took(5.0, 0.2, 0.1, 0.1)]
+    assert [round(ratio, 6) for ratio in times_of_medians(part)["alone"][-2:]] == [1.0, 5.0]
+
+
+def test_a_host_is_slow_by_its_clock_and_its_processor():
+    """An interrupted host, and one that had more to do; with a clock too coarse to tell, both."""
+    part = Part(None, [])
+    usual = [Took(1.0, 0.2, 0.1, 0.1)] * 40
+    part.calls["alone", 0] = [*usual, Took(1.0, 0.2, 0.9, 0.1), Took(1.0, 0.2, 0.9, 0.8)]
+    assert soak.judged([part])[soak.HOST][:2] == (42, 1)
+    assert soak.judged([part])[soak.CLOCK][:2] == (42, 2)
+    part.calls["alone", 0] = [call._replace(processor=0.0) for call in part.calls["alone", 0]]
+    assert soak.judged([part])[soak.HOST][:2] == (42, 2)
+
+
+@pytest.mark.parametrize(("on_gpu", "seconds"), [(True, [0.75, 2.0]), (False, [0.5, 0.0])])
+def test_the_last_host_is_that_of_any_rank(monkeypatch, on_gpu, seconds):
+    theirs = [10.75, 19.5] if on_gpu else [10.5, 19.0]
     monkeypatch.setattr(soak.dist, "get_world_size", lambda: 2)
-    monkeypatch.setattr(soak.dist, "all_gather_object", lambda to, mine: to.__setitem__(slice(2), [mine, [10.5, 19.0]]))
-    assert soak.waits_for_hosts([10.0, 20.0]) == [0.5, 0.0]
+    monkeypatch.setattr(soak.dist, "all_gather_object", lambda to, mine: to.__setitem__(slice(2), [mine, theirs]))
+    mine = [Launched(10.0, 10.25, 0.0), Launched(20.0, 22.0, 0.0)]
+    assert soak.until_last_host(mine, on_gpu) == seconds
 
 
 def test_draws_have_no_tokens_and_the_most():

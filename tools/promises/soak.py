@@ -9,13 +9,15 @@ groups of their own and other sizes: only then may they be on two streams at a t
 
 Times are judged in blocks of calls that are alone on idle devices, each after a barrier: one that follows others waits
 for their peers too, which is as long as the longest of them. Of those the text gives the share that is slow. A call's
-time is its device's, less how much later the last rank's host came to launch it, which the system may have interrupted:
-all ranks run on one host, whose clock they share. Calls from graphs are judged by themselves: of the others the time is
-the host's too. Ranks that share a GPU have it in turn, so that their times say nothing; MPS lets them have it at once.
+time is its device's, less how much longer than usual the last rank's host took to launch it, which the system may have
+interrupted: all ranks run on one host, whose clock they share. The host's own time of a call that isn't from a graph is
+judged by the clock and by its processor's time: a call is slow if both say so, and was interrupted if only the clock
+does. Ranks that share a GPU have it in turn, so that their times say nothing; MPS lets them have it at once.
 """
 
 import argparse
 import gc
+import math
 import random
 import resource
 import statistics
@@ -24,7 +26,7 @@ from collections import defaultdict
 from collections.abc import Iterator
 from contextlib import nullcontext
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -43,7 +45,8 @@ MOST_TIMES = 3.0  # of its median that a call may take
 SETTLED = 0.2  # share of the calls after which memory mustn't grow
 GPU_SLACK, CPU_SLACK = 8 << 20, 64 << 20  # bytes that the driver, or Python, may take meanwhile
 GUARD_S = 590.0
-ALONE, REPLAYED = "alone", "alone, from a graph"
+LEAST_ALIKE = 20  # calls that have a median
+ALONE, REPLAYED, HOST, CLOCK = "alone", "alone, from a graph", "host", "host, by the clock"
 KINDS = ("eager", "graphs", "mixed", "two streams", ALONE)
 ROUTINGS = ("even", "skewed", "one expert", "masked")
 
@@ -59,14 +62,32 @@ class Scene:
     out: torch.Tensor | None = None
 
 
+class Launched(NamedTuple):
+    """When a host began to launch a call and when it was done, in seconds of its clock; its processor's seconds."""
+
+    begin: float
+    end: float
+    processor: float
+
+
+class Took(NamedTuple):
+    """Milliseconds of a call: of the device, from when this rank's host began to launch it; until the last rank's host
+    had launched it; of this rank's host, by the clock and by its processor."""
+
+    device: float
+    last_host: float = 0.0
+    host: float = 0.0
+    processor: float = 0.0
+
+
 @dataclass
 class Part:
-    """Object under test with its scenes and its stream. times: of each scene's calls, by kind of block, in ms."""
+    """Object under test with its scenes and its stream. calls: of each scene, by kind of block."""
 
     parallel: envoi.ExpertParallel
     scenes: list[Scene]
     stream: Any = None
-    times: dict[tuple[str, int], list[float]] = field(default_factory=lambda: defaultdict(list))
+    calls: dict[tuple[str, int], list[Took]] = field(default_factory=lambda: defaultdict(list))
 
 
 @dataclass(frozen=True)
@@ -189,7 +210,7 @@ def block(parts: list[Part], kind: str, count: int, draw: random.Random, device:
     dist.barrier()
     on_gpu, last = device.type == "cuda", {}
     marks: list[tuple[Part, tuple[str, int], Any, Any]] = []
-    launched: list[float] = []  # when this rank's host came to each call
+    launched: list[Launched] = []
     for _ in range(count):
         place = draw.randrange(2)
         part = parts[place]
@@ -200,27 +221,33 @@ def block(parts: list[Part], kind: str, count: int, draw: random.Random, device:
             _settle(on_gpu)
         with stream:
             begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2)) if on_gpu else (0.0, 0.0)
-            launched.append(time.monotonic())
+            start, used = time.monotonic(), time.thread_time()
             begin = _mark(begin, on_gpu)
             out, replayed = call(part, number, kind, draw)
+            end = _mark(end, on_gpu)
+            launched.append(Launched(start, time.monotonic(), time.thread_time() - used))
             like = REPLAYED if kind == ALONE and replayed else kind
-            marks.append((part, (like, number), begin, _mark(end, on_gpu)))
+            marks.append((part, (like, number), begin, end))
         last[place] = part.scenes[number], out
     if on_gpu:
         torch.cuda.synchronize()
-    waits_s = waits_for_hosts(launched) if kind == ALONE else [0.0] * count
-    for (part, key, begin, end), wait_s in zip(marks, waits_s, strict=True):
-        part.times[key].append((begin.elapsed_time(end) if on_gpu else 1e3 * (end - begin)) - 1e3 * wait_s)
+    last_host_s = until_last_host(launched, on_gpu) if kind == ALONE else [0.0] * count
+    for (part, key, begin, end), host, last_s in zip(marks, launched, last_host_s, strict=True):
+        device = begin.elapsed_time(end) if on_gpu else 1e3 * (end - begin)
+        part.calls[key].append(Took(device, 1e3 * last_s, 1e3 * (host.end - host.begin), 1e3 * host.processor))
     for part in parts:
         part.parallel.check()
     return len(last), sum(not same([out], [scene.want]) for scene, out in last.values())
 
 
-def waits_for_hosts(launched: list[float]) -> list[float]:
-    """Return how many seconds after this rank's host the last one launched each call. launched: by the host's clock."""
+def until_last_host(launched: list[Launched], on_gpu: bool) -> list[float]:
+    """Return how many seconds after this rank's host began each call the last one had launched it.
+
+    On CPUs, where a host launches nothing, the last one had begun it. launched: by the clock of all ranks' host.
+    """
     everyone: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(everyone, launched)
-    return [max(times) - mine for mine, *times in zip(launched, *everyone, strict=True)]
+    dist.all_gather_object(everyone, [host.end if on_gpu else host.begin for host in launched])
+    return [max(times) - mine.begin for mine, *times in zip(launched, *everyone, strict=True)]
 
 
 def _settle(on_gpu: bool) -> None:
@@ -248,12 +275,28 @@ def memory(device: torch.device) -> int:
 
 
 def times_of_medians(part: Part) -> dict[str, list[float]]:
-    """Return, by kind of block, each call's time over the median of the calls like it; none where few are alike."""
+    """Return, by kind of block, each call's time over the median of the calls like it; none where few are alike.
+
+    HOST and CLOCK are the host's times of calls that are alone and not from a graph.
+    """
     found: dict[str, list[float]] = defaultdict(list)
-    for (kind, _), times in part.times.items():
-        if len(times) >= 20:
-            found[kind] += [t / statistics.median(times) for t in times]
+    for (kind, _), calls in part.calls.items():
+        if len(calls) < LEAST_ALIKE:
+            continue
+        usual = statistics.median(call.last_host for call in calls)
+        found[kind] += _over_median([call.device - (call.last_host - usual) for call in calls])
+        if kind == ALONE:
+            clock = _over_median([call.host for call in calls])
+            processor = _over_median([call.processor for call in calls])
+            found[CLOCK] += clock
+            found[HOST] += [min(times) for times in zip(clock, processor, strict=True)]
     return found
+
+
+def _over_median(times: list[float]) -> list[float]:
+    """Return the times over their median; infinity where that is 0, of a clock that is too coarse to tell."""
+    median = statistics.median(times)
+    return [time / median if median else math.inf for time in times]
 
 
 def judged(parts: list[Part]) -> dict[str, tuple[int, int, float]]:
@@ -316,12 +359,15 @@ def run(options: argparse.Namespace) -> Iterator[Run]:
     print(f"load on rank 0: {found[0].load}")
     if share_gpus(options.ranks, device):
         return
-    counts = {kind: summed([x.times.get(kind, (0, 0, 0.0)) for x in found]) for kind in (*KINDS, REPLAYED)}
-    replayed, launched = counts.pop(REPLAYED), counts.pop(ALONE)
+    counts = {kind: summed([x.times.get(kind, (0, 0, 0.0)) for x in found]) for kind in (*KINDS, REPLAYED, HOST, CLOCK)}
+    replayed, launched, host, clock = (counts.pop(kind) for kind in (REPLAYED, ALONE, HOST, CLOCK))
     others = [f"{kind} {n_slow / n:.1%}" for kind, (n, n_slow, _) in counts.items() if n]
     in_a_row = f"; beyond {MOST_TIMES:g} times in a row: {', '.join(others)}" if others else ""
-    for name, (n, slow, worst) in (("soak/times from graphs", replayed), ("soak/times", launched)):
-        text = f"the slowest took {worst:.2f} times the median of those like it{in_a_row}"
+    interrupted = f"; by the clock {clock[1]} were beyond {MOST_TIMES:g} times, whose hosts did something else"
+    for name, (n, slow, worst), more in (
+        ("soak/times from graphs", replayed, in_a_row), ("soak/times", launched, ""), ("soak/host", host, interrupted),
+    ):  # fmt: skip
+        text = f"the slowest took {worst:.2f} times the median of those like it{more}"
         yield run_of(name, n, slow, spent, device, options.ranks, text)
 
 
