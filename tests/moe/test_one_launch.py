@@ -49,11 +49,15 @@ def test_few_rows_take_one_launch_that_is_not_cooperative():
 
 
 @pytest.mark.parametrize("sizes", [(4096, 2048, 32), (2048, 768, 64), (7168, 2048, 16)])
-def test_so_many_rows_of_an_expert_take_one_launch(sizes):
+def test_few_and_many_rows_of_an_expert_take_one_launch(sizes):
     most = host.MOST_ROWS * sizes[2] // 6
     for tokens in (most // 12, most // 5, most - 16):
         assert "fused_kernel" in names(tokens, *sizes)
     assert "fused_kernel" not in names(most + 16, *sizes)
+    many = host.MANY_ROWS * sizes[2] // 6
+    assert "fused_kernel" not in names(many - 16, *sizes)
+    for tokens in (many + 16, 3 * many):
+        assert "fused_kernel" in names(tokens, *sizes)
 
 
 def test_an_expert_too_small_for_its_tiles_takes_two():

@@ -16,7 +16,7 @@ def test_constants_are_the_kernels():
     assert fused.CONSUMER_REGISTERS == config.CONSUMER_REGISTERS
     assert fused.PRODUCER_REGISTERS == config.PRODUCER_REGISTERS
     assert (fused.FORMAT, fused.FEW_ROWS) == (config.FORMAT, config.FEW_ROWS)
-    assert host.MOST_ROWS == fused.MOST_ROWS
+    assert (host.MOST_ROWS, host.MANY_ROWS) == (fused.MOST_ROWS, fused.MANY_ROWS)
     many, few = ([x for x in case.launch().arguments if isinstance(x, Config)] for case in cases.FUSED[::2])
     assert [c.num_stages for c in (*many, *few)] == [fused.STAGES_MANY] * 2 + [fused.STAGES_FEW] * 2
     assert [c.block_x for c in (*many, few[0])] == [fused.TOKENS_MANY] * 2 + [fused.TOKENS_FEW]

@@ -7,7 +7,7 @@ from envoi.check import expect_int
 from envoi.plan.blocks import BLOCK_MS, Blocks, l1_blocks, l2_blocks
 from envoi.plan.capacity import experts_per_wave, pool_capacity
 from envoi.plan.expected import rows_per_expert
-from envoi.plan.fused import FORMAT, MOST_ROWS, FusedExperts, fused_experts
+from envoi.plan.fused import FORMAT, MANY_ROWS, MOST_ROWS, FusedExperts, fused_experts
 from envoi.plan.layer import MAX_TOKENS, MoeLayer
 from envoi.plan.machines import W4A16, Machine, machine_of
 from envoi.plan.network import BetweenHosts, Network, bytes_between_hosts, steps_by_host
@@ -138,7 +138,7 @@ def _takes_one_launch(layer: MoeLayer, machine: Machine, l1: Blocks) -> bool:
     """Return whether L1 and L2 are one launch: as `envoi.moe.one_launch.host.takes_one_launch`, but for its model."""
     if layer.format != FORMAT or machine.arch != "sm_90" or layer.num_hosts > 1 or l1.shared_evenly:
         return False
-    return rows_per_expert(layer) <= MOST_ROWS
+    return not MOST_ROWS < rows_per_expert(layer) < MANY_ROWS
 
 
 def _fused(layer: MoeLayer, machine: Machine) -> FusedExperts | None:

@@ -38,10 +38,11 @@ from envoi.runtime.timeline import UNTRACED
 from envoi.types import ExpertWeights, Matrix, QuantTensor
 
 BF16 = torch.bfloat16
-# Rows of an expert, and how long by the model compared with two launches, up to which one is taken. It saves a launch's
-# end and start and a search for each tile's expert, and mixes experts, which the model doesn't know: 2 to 19 % of the
-# time up to 128 rows, measured on an H200, -2 to 4 % up to 256. With more rows it takes 1.00 to 1.02 of that of two.
-MOST_ROWS, MOST = 256, 1.05
+# Rows of an expert, up to which one launch is taken and from which on again, and how long it may take by the model
+# compared with two. It saves a launch's end and start and a search for each tile's expert, and mixes experts, which the
+# model doesn't know: 2 to 19 % of the time up to 128 rows, measured on an H200, -2 to 4 % up to 256. Up to 640 it takes
+# 1.00 to 1.02 of that of two; with many rows L2's first tiles, which start beside L1's last, save 1 to 2 %.
+MOST_ROWS, MANY_ROWS, MOST = 256, 640, 1.05
 _choice = Choice()
 
 
@@ -99,7 +100,7 @@ NO_PULL = Pull()
 
 
 def takes_one_launch(rows: Matrix, experts: ExpertWeights, grouping: Grouping) -> bool:
-    """Return True if L1 and L2 should be one launch: where it can run them, with few rows, in tiles that suit both."""
+    """Return True if L1 and L2 should be one launch: where it can run them and saves time, in tiles that suit both."""
     if _choice.forced is False or grouping.write_tail or supports_one_launch(experts):
         return False
     if not _fits_search(rows.shape[0], experts.num_local_experts):
@@ -107,7 +108,7 @@ def takes_one_launch(rows: Matrix, experts: ExpertWeights, grouping: Grouping) -
     if _choice.forced:
         return True
     tokens, num_local = grouping.likely_rows(rows.shape[0]), experts.num_local_experts
-    if tokens > MOST_ROWS * num_local:
+    if MOST_ROWS * num_local < tokens < MANY_ROWS * num_local:
         return False
     hidden, intermediate = experts.hidden, experts.intermediate
     in_tile, in_pairs = l1_epilogues(experts)
