@@ -54,7 +54,7 @@ def found(**changes) -> Found:
         ({"grown": 100 << 20}, "soak/memory"),
         ({"times": {soak.ALONE: (50, 2, 4.0)}}, "soak/times"),
         ({"times": {soak.REPLAYED: (50, 2, 4.0)}}, "soak/times from graphs"),
-        ({"times": {soak.HOST: (50, 2, 4.0)}}, "soak/host"),
+        ({"times": {soak.HOST: (50, 20, 4.0), soak.COUNTING: (50, 1, 4.0)}}, "soak/host"),
     ],
 )
 def test_what_one_rank_finds_breaks_a_promise(monkeypatch, changes, promise):
@@ -109,15 +109,21 @@ def test_a_call_pays_for_its_device_and_not_for_a_host_that_was_late():
     assert [round(ratio, 6) for ratio in times_of_medians(part)["alone"][-2:]] == [1.0, 5.0]
 
 
-def test_a_host_is_slow_by_its_clock_and_its_processor():
-    """An interrupted host, and one that had more to do; with a clock too coarse to tell, both."""
+def test_a_host_is_compared_with_a_loop_that_counts():
     part = Part(None, [])
-    usual = [Took(1.0, 0.2, 0.1, 0.1)] * 40
-    part.calls["alone", 0] = [*usual, Took(1.0, 0.2, 0.9, 0.1), Took(1.0, 0.2, 0.9, 0.8)]
-    assert soak.judged([part])[soak.HOST][:2] == (42, 1)
-    assert soak.judged([part])[soak.CLOCK][:2] == (42, 2)
-    part.calls["alone", 0] = [call._replace(processor=0.0) for call in part.calls["alone", 0]]
-    assert soak.judged([part])[soak.HOST][:2] == (42, 2)
+    part.calls["alone", 0] = (
+        [Took(1.0, 0.2, 0.1, 0.2)] * 40 + [Took(1.0, 0.2, 0.9, 0.2)] * 2 + [Took(1.0, 0.2, 0.1, 0.9)]
+    )
+    assert [soak.judged([part])[kind][:2] for kind in (soak.HOST, soak.COUNTING)] == [(43, 2), (43, 1)]
+
+
+def test_slow_hosts_are_wrong_if_chance_does_not_explain_them():
+    assert [soak.more_often(*pair) for pair in ((0, 0), (60, 40), (40, 60), (10, 0))] == [0, 0, 0, 0]
+    assert [soak.more_often(*pair) for pair in ((20, 0), (100, 40), (52, 5))] == [20, 100, 52]
+
+
+def test_the_loop_takes_as_long_as_it_is_told():
+    assert sorted(soak.count_for(0.001) for _ in range(9))[4] == pytest.approx(0.001, rel=0.5)
 
 
 @pytest.mark.parametrize(("on_gpu", "seconds"), [(True, [0.75, 2.0]), (False, [0.5, 0.0])])

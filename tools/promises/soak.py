@@ -11,8 +11,8 @@ Times are judged in blocks of calls that are alone on idle devices, each after a
 for their peers too, which is as long as the longest of them. Of those the text gives the share that is slow. A call's
 time is its device's, less how much longer than usual the last rank's host took to launch it, which the system may have
 interrupted: all ranks run on one host, whose clock they share. The host's own time of a call that isn't from a graph is
-judged by the clock and by its processor's time: a call is slow if both say so, and was interrupted if only the clock
-does. Ranks that share a GPU have it in turn, so that their times say nothing; MPS lets them have it at once.
+compared with a loop that only counts, beside each call and as long: where the system interrupts one, it does the other.
+Ranks that share a GPU have it in turn, so that their times say nothing; MPS lets them have it at once.
 """
 
 import argparse
@@ -26,6 +26,7 @@ from collections import defaultdict
 from collections.abc import Iterator
 from contextlib import nullcontext
 from dataclasses import dataclass, field
+from functools import cache
 from typing import Any, NamedTuple
 
 import torch
@@ -46,7 +47,8 @@ SETTLED = 0.2  # share of the calls after which memory mustn't grow
 GPU_SLACK, CPU_SLACK = 8 << 20, 64 << 20  # bytes that the driver, or Python, may take meanwhile
 GUARD_S = 590.0
 LEAST_ALIKE = 20  # calls that have a median
-ALONE, REPLAYED, HOST, CLOCK = "alone", "alone, from a graph", "host", "host, by the clock"
+CHANCE = 4.0  # deviations by which two numbers of equally rare events may differ
+ALONE, REPLAYED, HOST, COUNTING = "alone", "alone, from a graph", "host", "a loop that counts"
 KINDS = ("eager", "graphs", "mixed", "two streams", ALONE)
 ROUTINGS = ("even", "skewed", "one expert", "masked")
 
@@ -63,21 +65,21 @@ class Scene:
 
 
 class Launched(NamedTuple):
-    """When a host began to launch a call and when it was done, in seconds of its clock; its processor's seconds."""
+    """When a host began to launch a call and when it was done, in seconds of its clock; the seconds of `count_for`."""
 
     begin: float
     end: float
-    processor: float
+    counting: float
 
 
 class Took(NamedTuple):
     """Milliseconds of a call: of the device, from when this rank's host began to launch it; until the last rank's host
-    had launched it; of this rank's host, by the clock and by its processor."""
+    had launched it; of this rank's host; and of the loop that counts."""
 
     device: float
     last_host: float = 0.0
     host: float = 0.0
-    processor: float = 0.0
+    counting: float = 0.0
 
 
 @dataclass
@@ -221,11 +223,12 @@ def block(parts: list[Part], kind: str, count: int, draw: random.Random, device:
             _settle(on_gpu)
         with stream:
             begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2)) if on_gpu else (0.0, 0.0)
-            start, used = time.monotonic(), time.thread_time()
+            start = time.monotonic()
             begin = _mark(begin, on_gpu)
             out, replayed = call(part, number, kind, draw)
             end = _mark(end, on_gpu)
-            launched.append(Launched(start, time.monotonic(), time.thread_time() - used))
+            stop = time.monotonic()
+            launched.append(Launched(start, stop, count_for(stop - start) if kind == ALONE else 0.0))
             like = REPLAYED if kind == ALONE and replayed else kind
             marks.append((part, (like, number), begin, end))
         last[place] = part.scenes[number], out
@@ -234,10 +237,31 @@ def block(parts: list[Part], kind: str, count: int, draw: random.Random, device:
     last_host_s = until_last_host(launched, on_gpu) if kind == ALONE else [0.0] * count
     for (part, key, begin, end), host, last_s in zip(marks, launched, last_host_s, strict=True):
         device = begin.elapsed_time(end) if on_gpu else 1e3 * (end - begin)
-        part.calls[key].append(Took(device, 1e3 * last_s, 1e3 * (host.end - host.begin), 1e3 * host.processor))
+        part.calls[key].append(Took(device, 1e3 * last_s, 1e3 * (host.end - host.begin), 1e3 * host.counting))
     for part in parts:
         part.parallel.check()
     return len(last), sum(not same([out], [scene.want]) for scene, out in last.values())
+
+
+def count_for(seconds: float) -> float:
+    """Count for as long as given, if nothing interrupts it; return the seconds that it took."""
+    steps = max(1, round(seconds / _second_per_step()))
+    start = time.monotonic()
+    for _ in range(steps):
+        pass
+    return time.monotonic() - start
+
+
+@cache
+def _second_per_step() -> float:
+    """Return the seconds of a step of a loop, the least of several measurements."""
+    found, steps = [], 10_000
+    for _ in range(20):
+        start = time.monotonic()
+        for _ in range(steps):
+            pass
+        found.append((time.monotonic() - start) / steps)
+    return min(found)
 
 
 def until_last_host(launched: list[Launched], on_gpu: bool) -> list[float]:
@@ -277,7 +301,7 @@ def memory(device: torch.device) -> int:
 def times_of_medians(part: Part) -> dict[str, list[float]]:
     """Return, by kind of block, each call's time over the median of the calls like it; none where few are alike.
 
-    HOST and CLOCK are the host's times of calls that are alone and not from a graph.
+    HOST is the host's time of calls that are alone and not from a graph, COUNTING that of the loops beside them.
     """
     found: dict[str, list[float]] = defaultdict(list)
     for (kind, _), calls in part.calls.items():
@@ -286,17 +310,14 @@ def times_of_medians(part: Part) -> dict[str, list[float]]:
         usual = statistics.median(call.last_host for call in calls)
         found[kind] += _over_median([call.device - (call.last_host - usual) for call in calls])
         if kind == ALONE:
-            clock = _over_median([call.host for call in calls])
-            processor = _over_median([call.processor for call in calls])
-            found[CLOCK] += clock
-            found[HOST] += [min(times) for times in zip(clock, processor, strict=True)]
+            found[HOST] += _over_median([call.host for call in calls])
+            found[COUNTING] += _over_median([call.counting for call in calls])
     return found
 
 
 def _over_median(times: list[float]) -> list[float]:
-    """Return the times over their median; infinity where that is 0, of a clock that is too coarse to tell."""
     median = statistics.median(times)
-    return [time / median if median else math.inf for time in times]
+    return [time / median for time in times]
 
 
 def judged(parts: list[Part]) -> dict[str, tuple[int, int, float]]:
@@ -359,16 +380,24 @@ def run(options: argparse.Namespace) -> Iterator[Run]:
     print(f"load on rank 0: {found[0].load}")
     if share_gpus(options.ranks, device):
         return
-    counts = {kind: summed([x.times.get(kind, (0, 0, 0.0)) for x in found]) for kind in (*KINDS, REPLAYED, HOST, CLOCK)}
-    replayed, launched, host, clock = (counts.pop(kind) for kind in (REPLAYED, ALONE, HOST, CLOCK))
+    counts = {
+        kind: summed([x.times.get(kind, (0, 0, 0.0)) for x in found]) for kind in (*KINDS, REPLAYED, HOST, COUNTING)
+    }
+    replayed, launched, host, counting = (counts.pop(kind) for kind in (REPLAYED, ALONE, HOST, COUNTING))
     others = [f"{kind} {n_slow / n:.1%}" for kind, (n, n_slow, _) in counts.items() if n]
     in_a_row = f"; beyond {MOST_TIMES:g} times in a row: {', '.join(others)}" if others else ""
-    interrupted = f"; by the clock {clock[1]} were beyond {MOST_TIMES:g} times, whose hosts did something else"
     for name, (n, slow, worst), more in (
-        ("soak/times from graphs", replayed, in_a_row), ("soak/times", launched, ""), ("soak/host", host, interrupted),
+        ("soak/times from graphs", replayed, in_a_row), ("soak/times", launched, ""),
     ):  # fmt: skip
         text = f"the slowest took {worst:.2f} times the median of those like it{more}"
         yield run_of(name, n, slow, spent, device, options.ranks, text)
+    text = f"{host[1]} were beyond {MOST_TIMES:g} times, of the loops that count {counting[1]} of {counting[0]}"
+    yield run_of("soak/host", host[0], more_often(host[1], counting[1]), spent, device, options.ranks, text)
+
+
+def more_often(slow: int, slow_loops: int) -> int:
+    """Return the slow calls, or 0 if chance explains that there are more than slow ones among as many loops."""
+    return slow if slow - slow_loops > CHANCE * math.sqrt(slow + slow_loops) else 0
 
 
 def summed(found: list[tuple[int, int, float]]) -> tuple[int, int, float]:
