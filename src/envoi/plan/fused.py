@@ -19,7 +19,7 @@ FORMAT = "fp8_block128"
 # an expert up to which the first is used, tokens of a tile of each, features of a unit of L1 and of a tile of L2.
 CONSUMER_REGISTERS, PRODUCER_REGISTERS = 240, 24
 STAGES_FEW, STAGES_MANY, FEW_ROWS = 4, 5, 64
-MOST_ROWS, MANY_ROWS = 256, 640  # of an expert, up to which, and from which on, L1 and L2 are one launch
+MOST_ROWS, MANY_ROWS = 256, 768  # of an expert, up to which, and from which on, L1 and L2 are one launch
 TOKENS_FEW, TOKENS_MANY, L1_FEATURES, L2_FEATURES = 64, 128, 256, 128
 # What it takes longer than staged: for its pull and waits, and of its products' time. Measured on two H100s.
 WAITS_US, SLOWER = 9.0, 0.02

@@ -40,9 +40,9 @@ from envoi.types import ExpertWeights, Matrix, QuantTensor
 BF16 = torch.bfloat16
 # Rows of an expert, up to which one launch is taken and from which on again, and how long it may take by the model
 # compared with two. It saves a launch's end and start and a search for each tile's expert, and mixes experts, which the
-# model doesn't know: 2 to 19 % of the time up to 128 rows, measured on an H200, -2 to 4 % up to 256. Up to 640 it takes
-# 1.00 to 1.02 of that of two; with many rows L2's first tiles, which start beside L1's last, save 1 to 2 %.
-MOST_ROWS, MANY_ROWS, MOST = 256, 640, 1.05
+# model doesn't know: 2 to 19 % of the time up to 128 rows, measured on an H200, -2 to 4 % up to 256. Up to 768 it takes
+# 1.00 to 1.02 of that of two; with more 0.99 to 1.01, 0.95 to 1.00 where experts are busy unequally.
+MOST_ROWS, MANY_ROWS, MOST = 256, 768, 1.05
 _choice = Choice()
 
 
