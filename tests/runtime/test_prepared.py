@@ -24,6 +24,7 @@ from envoi import env, log
 from envoi.gemm import api as gemm_api
 from envoi.gemm import grouped_gemm
 from envoi.gemm.hopper import host, tune
+from envoi.gemm.hopper.config import Config, fitted
 from envoi.moe import op as moe_op
 from envoi.runtime import prepared, shortcuts, workspace
 from envoi.runtime.prepared import calls, driver, forms, parameters, recording, replay
@@ -435,6 +436,18 @@ def test_calls_with_counters_keep_to_their_stream_and_out_of_captures(hopper):
     assert not on_other & first  # counters of its own
     hopper.stream_now = 7
     assert replays(hopper, envoi.route, *call, **named)
+
+
+@pytest.mark.parametrize(("sizes", "allocates"), [((64, 1024, 1024), False), ((1024, 2048, 1024), True)])
+def test_sums_over_parts_of_k_are_in_memory_that_the_stream_keeps(hopper, monkeypatch, sizes, allocates):
+    """A replay allocates its output alone, unless the sums are too many to keep."""
+    M, N, K = sizes
+    forced = Config(64, 2, 128, 64, 4, split_k=4)
+    monkeypatch.setattr(tune, "choose", lambda problem, code, *_: fitted(problem, forced, code))
+    prepare(envoi.gemm, (normal(M, K), normal(N, K, seed=1)))
+    (found,) = calls._calls.known.values()
+    assert bool(found._scratch_bytes) == allocates
+    assert found.stream == hopper.stream_now
 
 
 def test_nothing_is_recorded_in_a_capture(hopper):

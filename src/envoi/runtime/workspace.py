@@ -15,6 +15,8 @@ FOR_GRAPHS = 1 << 22  # int32 in a pool for graphs; a new pool follows when less
 BLANK = -1  # bits of a sum that hasn't been written
 ALIGNED = 4  # int32 in 16 bytes: Triton compiles another kernel for addresses that aren't a multiple of that
 
+MOST_FLOATS = 1 << 21  # that a stream keeps between launches
+
 NONE = 0  # capture number outside any capture
 
 
@@ -108,12 +110,19 @@ def _kept(kept: Kept, count: int, device: torch.device) -> torch.Tensor:
 
 
 def floats(count: int, device: torch.device) -> torch.Tensor:
-    """Return `count` uninitialised float32 for use within one launch; launches on one stream share them."""
-    if device.type != "cuda" or capturing(device):
+    """Return at least `count` uninitialised float32 for use within one launch.
+
+    Launches on one stream share them, up to MOST_FLOATS: a prepared call then allocates nothing.
+    """
+    if device.type != "cuda" or count > MOST_FLOATS or capturing(device):
         return torch.empty(count, dtype=torch.float32, device=device)
-    key = device, torch.cuda.current_stream(device).cuda_stream
+    return _shared_floats(count, device, torch.cuda.current_stream(device).cuda_stream)
+
+
+def _shared_floats(count: int, device: torch.device, stream: int) -> torch.Tensor:
+    key = device, stream
     if key not in _floats or _floats[key].numel() < count:
-        _floats[key] = lasting(next_power_of_2(count), 0.0, torch.float32, device)
+        _floats[key] = lasting(max(LEAST, next_power_of_2(count)), 0.0, torch.float32, device)
     return _floats[key]
 
 
