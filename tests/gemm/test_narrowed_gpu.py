@@ -9,9 +9,10 @@ from envoi import gemm
 from envoi.epilogue import Col, Row, Tile, epilogue, gelu, row_max, row_sum
 from envoi.epilogue.evaluate import evaluate
 from envoi.epilogue.library import absmax, gelu_residual, linear, scale_bias_relu, store, swiglu
-from envoi.gemm.hopper import host
+from envoi.gemm.hopper import host, tune, two_kernels
 from envoi.gemm.hopper.config import Config, fitted, supports
 from envoi.quant import SCHEMES, dequantize, quantize
+from envoi.runtime.devices import num_sms
 from envoi.types import Matrix, QuantTensor
 from tests.helpers.accuracy import assert_same_bits, relative_error
 
@@ -42,17 +43,17 @@ def operands_of(ep, M: int, N: int) -> dict:
 
 
 def run(a: Matrix, b: Matrix, ep, operands: dict, config: Config, out_dtype: torch.dtype = BF16) -> list[torch.Tensor]:
-    """Run a GEMM with a config; the outputs are NaN before."""
+    """Run a GEMM with a config, in one kernel; the outputs are NaN before: see `tidy_gpu`."""
 
-    def launch(call, _, num_sms):
-        problem = host.problem_of(call)
-        chosen = fitted(problem, config, call.code)
-        assert supports(problem, chosen, call.code) == ""
-        for output in call.outputs:
-            output.fill_(torch.nan)
-        host.launch_gemm(call, chosen, num_sms)
+    def forced(problem, code, *_):
+        chosen = fitted(problem, config, code)
+        assert supports(problem, chosen, code) == ""
+        return chosen
 
-    return host.run_gemm(a, b, None, ep.ir, out_dtype, operands, launch=launch)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(tune, "choose", forced)
+        patch.setattr(two_kernels, "pay", lambda *_: False)
+        return host.run_gemm(a, b, None, ep.ir, out_dtype, operands)
 
 
 def tile(tokens: int, consumers: int, k: int, pingpong: bool = False) -> Config:
@@ -182,13 +183,9 @@ def test_nothing_is_written_behind_the_last_of_few_tokens():
     rows = torch.full((64, 1024), 7.0, dtype=BF16, device="cuda")
     for M in (41, 48, 33):
         rows.fill_(7.0)
-
-        def launch(call, _, num_sms):
-            outputs = [rows[: call.a.shape[0]]]
-            config = fitted(host.problem_of(call), few(48, 1, 64, 1), call.code)
-            host.launch_gemm(replace(call, outputs=outputs), config, num_sms)
-
-        host.run_gemm(a[:M].contiguous(), b, None, store.ir, BF16, {}, launch=launch)
+        call = host.call_of(a[:M].contiguous(), b, None, store.ir, BF16, {})
+        config = fitted(host.problem_of(call), few(48, 1, 64, 1), call.code)
+        host.launch_gemm(replace(call, outputs=[rows[:M]]), config, num_sms(a.device))
         assert (rows[M:] == 7.0).all() and not (rows[:M] == 7.0).all(dim=1).any()
 
 

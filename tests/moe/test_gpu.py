@@ -239,7 +239,7 @@ def launched() -> dict[str, str]:
 
 
 @pytest.mark.gpu(arch="sm_90")
-@pytest.mark.parametrize("case", cases.KERNELS, ids=lambda case: case.name)
+@pytest.mark.parametrize("case", [c for c in cases.KERNELS if "both-gemms" not in c.name], ids=lambda case: case.name)
 def test_what_runs_is_what_was_counted(case):
     assert_same_code(case.name, case.launch(), launched())
 

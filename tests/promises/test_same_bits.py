@@ -15,11 +15,12 @@ from envoi.gemm.hopper.candidates import candidates
 from envoi.gemm.hopper.config import Problem, supports
 from envoi.gemm.hopper.tune import choose, use_measured
 from envoi.gemm.triton import host as triton_host
+from envoi.quant import quantize
 from envoi.runtime.kernel_case import without_memory
 from tools.promises.__main__ import main
 from tools.promises.ranks import compare_ranks
 from tools.promises.same_bits import CHECKS, ON_GPU_ONLY, Result, other_rows, run_to_run, same, some_rows
-from tools.promises.subjects import MAKERS, Subject, square_sums, subject
+from tools.promises.subjects import GEMM_SCHEMES, MAKERS, Sizes, Subject, square_sums, subject
 
 BF16 = torch.bfloat16
 CPU = torch.device("cpu")
@@ -88,6 +89,24 @@ def test_a_batch_invariant_product_never_splits_k():
             split += planned(M, N, K, ep, ALL_ROWS)[1].split_k > 1
             assert planned(M, N, K, ep, INVARIANT_ROWS)[1].split_k == 1
     assert split > 10  # else the promise would cost nothing and say nothing
+
+
+@pytest.mark.parametrize("form", ["bf16", "fp8_row", "fp8_block128"])
+def test_the_sums_over_k_of_the_programs_products_are_split(form):
+    """On a GPU; else `batch_invariant` would have nothing to prove there."""
+    sizes = Sizes.of(torch.device("cuda"))
+    a, b = (
+        x if scheme is None else quantize(x, scheme)
+        for x, scheme in zip(
+            (without_memory((20, sizes.long_k), BF16), without_memory((sizes.N, sizes.long_k), BF16)),
+            GEMM_SCHEMES[form], strict=True,
+        )
+    )  # fmt: skip
+    splits = [
+        host.planned(a, b, None, store.ir, BF16, {}, NUM_SMS, grouping)[1].split_k > 1
+        for grouping in (ALL_ROWS, INVARIANT_ROWS)
+    ]
+    assert splits == [True, False]
 
 
 def test_measured_configs_that_split_k_are_left_aside():

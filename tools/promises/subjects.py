@@ -72,6 +72,11 @@ class Sizes:
     experts: int
     k: int
 
+    @property
+    def long_k(self) -> int:
+        """K of a product without experts, whose sum is split in every format where rows are few."""
+        return 2 * self.K
+
     @staticmethod
     def of(device: torch.device) -> "Sizes":
         """Return the sizes for a device."""
@@ -138,8 +143,8 @@ def _needs(form: str, ending: str, grouped: bool) -> bool:
 def _gemm(device: torch.device, sizes: Sizes, batch_invariant: bool | None, name: str, ending: str) -> Subject:
     of_a, of_b = GEMM_SCHEMES[name]
     of_b = of_b or (of_a if isinstance(of_a, torch.dtype) else None)
-    a = _matrix(_normal(0, sizes.rows, sizes.K), of_a, device)
-    b = _matrix(_normal(1, sizes.N, sizes.K) / sizes.K**0.5, of_b, device)
+    a = _matrix(_normal(0, sizes.rows, sizes.long_k), of_a, device)
+    b = _matrix(_normal(1, sizes.N, sizes.long_k) / sizes.long_k**0.5, of_b, device)
     weights = _normal(2, sizes.rows).to(device)
     ep, has_weight = _ENDINGS[ending]
     needed = _needs(name, ending, False)
