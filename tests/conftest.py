@@ -1,6 +1,7 @@
 """Setup shared by all tests: threads, no measured configs, deselection, a record of launched kernels."""
 
 import gc
+import math
 import os
 import sys
 import tempfile
@@ -12,7 +13,7 @@ import pytest
 import torch
 
 from envoi import env
-from envoi.runtime import prepared
+from envoi.runtime import prepared, workspace
 from tests.helpers import interpreter, left_out, recorder
 
 # Configs measured on this machine must not decide which kernels are tested.
@@ -41,11 +42,12 @@ def fresh_compiler() -> None:
 
 @pytest.fixture
 def tidy_gpu() -> Iterator[None]:
-    """Fill new memory with NaN or a huge number, and free a large case's memory: the GPU is shared.
+    """Fill new memory, and what launches share, with NaN or a huge number; free a large case's: the GPU is shared.
 
     Prepared calls are forgotten: a test that chooses another kernel would get those of the test before.
     """
     torch.use_deterministic_algorithms(True, warn_only=True)
+    workspace.spoil_floats(math.nan)
     prepared.clear()
     yield
     prepared.clear()

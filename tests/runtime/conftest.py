@@ -1,10 +1,8 @@
 """Fixture of prepared calls: CPU tensors take the Hopper path, whose kernels are compiled and never run."""
 
-from functools import partial
 from importlib import import_module
 
 import pytest
-import torch
 
 from envoi.gemm import backend
 from envoi.indexer import fast, select
@@ -15,13 +13,6 @@ from envoi.moe.router import host as router_host
 from envoi.runtime import devices, workspace
 from tests.helpers import fake_driver
 from tests.helpers.compiling_driver import CompilingDriver
-
-
-def floats(driver: CompilingDriver, count: int, device: torch.device) -> torch.Tensor:
-    """Stand in for `workspace.floats` on a GPU."""
-    if count > workspace.MOST_FLOATS or driver.capturing:
-        return torch.empty(count, dtype=torch.float32)
-    return workspace._shared_floats(count, device, driver.stream_now)
 
 
 @pytest.fixture
@@ -38,7 +29,7 @@ def hopper(monkeypatch) -> CompilingDriver:
         monkeypatch.setattr(workspace, name, workspace.Kept(getattr(workspace, name).fill))
     monkeypatch.setattr(workspace, "_kept", lambda kept, count, device: kept.take(count, device))
     monkeypatch.setattr(workspace, "_floats", {})
-    monkeypatch.setattr(workspace, "floats", partial(floats, made))
+    monkeypatch.setattr(workspace, "floats", workspace._floats_under_way)
     monkeypatch.setattr(workspace, "under_way", lambda device: (made.stream_now, int(made.capturing)))
     monkeypatch.setattr(workspace, "FOR_GRAPHS", 1 << 16)
     return made

@@ -91,7 +91,7 @@ def test_they_end_after_the_process_that_asked_is_killed():
 
 
 @pytest.mark.timeout(60)
-def test_they_end_at_once_and_quietly_if_there_is_nobody_to_answer():
+def test_they_end_quietly_with_an_answer_that_nobody_takes():
     program = (
         "import os, signal, time; from tests.runtime.test_compilers import *\n"
         "with Compilers(TARGET, 2) as found:\n"

@@ -1,16 +1,17 @@
 """Scratch memory of kernels: partial sums, and counters that are zero between launches."""
 
 import ctypes
+import math
+import threading
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from functools import cache
 
 import torch
 
-from envoi.runtime.devices import capturing
 from envoi.runtime.math import next_power_of_2
 
-LEAST = 1 << 16  # int32, minimum for a stream
+LEAST = 1 << 16  # int32, or float32, minimum for a stream
 FOR_GRAPHS = 1 << 22  # int32 in a pool for graphs; a new pool follows when less than a quarter is left
 BLANK = -1  # bits of a sum that hasn't been written
 ALIGNED = 4  # int32 in 16 bytes: Triton compiles another kernel for addresses that aren't a multiple of that
@@ -93,6 +94,7 @@ def is_kept(address: int) -> bool:
 _forever: list[torch.Tensor] = []
 _counters, _blanks = Kept(0), Kept(BLANK)
 _floats: dict[tuple[torch.device, int], torch.Tensor] = {}
+_growing = threading.Lock()
 
 
 def counters(count: int, device: torch.device) -> torch.Tensor:
@@ -110,20 +112,34 @@ def _kept(kept: Kept, count: int, device: torch.device) -> torch.Tensor:
 
 
 def floats(count: int, device: torch.device) -> torch.Tensor:
-    """Return at least `count` uninitialised float32 for use within one launch.
+    """Return at least `count` uninitialised float32 for use within one launch, which may have them once.
 
     Launches on one stream share them, up to MOST_FLOATS: a prepared call then allocates nothing.
     """
-    if device.type != "cuda" or count > MOST_FLOATS or capturing(device):
+    if device.type != "cuda":
         return torch.empty(count, dtype=torch.float32, device=device)
-    return _shared_floats(count, device, torch.cuda.current_stream(device).cuda_stream)
+    return _floats_under_way(count, device)
 
 
-def _shared_floats(count: int, device: torch.device, stream: int) -> torch.Tensor:
+def _floats_under_way(count: int, device: torch.device) -> torch.Tensor:
+    stream, capture = under_way(device)
+    if capture != NONE or count > MOST_FLOATS:
+        return torch.empty(count, dtype=torch.float32, device=device)
     key = device, stream
-    if key not in _floats or _floats[key].numel() < count:
-        _floats[key] = lasting(max(LEAST, next_power_of_2(count)), 0.0, torch.float32, device)
-    return _floats[key]
+    found = _floats.get(key)
+    if found is None or found.numel() < count:
+        with _growing:  # threads may share a stream
+            found = _floats.get(key)
+            if found is None or found.numel() < count:
+                found = lasting(max(LEAST, next_power_of_2(count)), math.nan, torch.float32, device)
+                _floats[key] = found
+    return found
+
+
+def spoil_floats(value: float) -> None:
+    """Fill what launches share with a number: none may depend on it."""
+    for found in list(_floats.values()):
+        found.fill_(value)
 
 
 def under_way(device: torch.device) -> tuple[int, int]:
