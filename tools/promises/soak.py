@@ -9,9 +9,11 @@ groups of their own and other sizes: only then may they be on two streams at a t
 
 Times are judged in blocks of calls that are alone on idle devices, each after a barrier: one that follows others waits
 for their peers too, which is as long as the longest of them. Of those the text gives the share that is slow. A call's
-time is its device's, less how much longer than usual the last rank's host took to launch it, which the system may have
-interrupted: all ranks run on one host, whose clock they share. The host's own time of a call that isn't from a graph is
-compared with a loop that only counts, beside each call and as long: where the system interrupts one, it does the other.
+time is its device's, from when this rank's host began to launch it, less how much later than usual the last host had
+launched it, which the system may have interrupted: all ranks run on one host, whose clock they share. Calls that a host
+launched much later than usual are left out and counted. The host's own time of a call that isn't from a graph is
+compared with a loop that only counts, beside each call and as long as such calls usually take: what interrupts one
+interrupts the other. More slow calls than loops are wrong if chance doesn't explain them, and so is one that stalls.
 Ranks that share a GPU have it in turn, so that their times say nothing; MPS lets them have it at once.
 """
 
@@ -48,7 +50,9 @@ GPU_SLACK, CPU_SLACK = 8 << 20, 64 << 20  # bytes that the driver, or Python, ma
 GUARD_S = 590.0
 LEAST_ALIKE = 20  # calls that have a median
 CHANCE = 4.0  # deviations by which two numbers of equally rare events may differ
+STALL = 100.0  # of its median that a host's time may never take
 ALONE, REPLAYED, HOST, COUNTING = "alone", "alone, from a graph", "host", "a loop that counts"
+LATE = "hosts late, {}"  # of a kind of block, the calls that are left out
 KINDS = ("eager", "graphs", "mixed", "two streams", ALONE)
 ROUTINGS = ("even", "skewed", "one expert", "masked")
 
@@ -65,7 +69,7 @@ class Scene:
 
 
 class Launched(NamedTuple):
-    """When a host began to launch a call and when it was done, in seconds of its clock; the seconds of `count_for`."""
+    """When a host began to launch a call and when it was done, in seconds of its clock; seconds of a loop, or 0."""
 
     begin: float
     end: float
@@ -74,7 +78,7 @@ class Launched(NamedTuple):
 
 class Took(NamedTuple):
     """Milliseconds of a call: of the device, from when this rank's host began to launch it; until the last rank's host
-    had launched it; of this rank's host; and of the loop that counts."""
+    had launched it; of this rank's host; and of the loop beside it, 0 if there was none."""
 
     device: float
     last_host: float = 0.0
@@ -90,6 +94,11 @@ class Part:
     scenes: list[Scene]
     stream: Any = None
     calls: dict[tuple[str, int], list[Took]] = field(default_factory=lambda: defaultdict(list))
+
+    def usual_host_s(self, kind: str, number: int) -> float:
+        """Return the usual seconds of the host for a call of a scene, 0 as long as few are known."""
+        known = self.calls.get((kind, number), [])
+        return statistics.median(call.host for call in known) / 1e3 if len(known) >= LEAST_ALIKE else 0.0
 
 
 @dataclass(frozen=True)
@@ -228,24 +237,26 @@ def block(parts: list[Part], kind: str, count: int, draw: random.Random, device:
             out, replayed = call(part, number, kind, draw)
             end = _mark(end, on_gpu)
             stop = time.monotonic()
-            launched.append(Launched(start, stop, count_for(stop - start) if kind == ALONE else 0.0))
             like = REPLAYED if kind == ALONE and replayed else kind
+            launched.append(Launched(start, stop, count_for(part.usual_host_s(like, number)) if like == ALONE else 0.0))
             marks.append((part, (like, number), begin, end))
         last[place] = part.scenes[number], out
     if on_gpu:
         torch.cuda.synchronize()
     last_host_s = until_last_host(launched, on_gpu) if kind == ALONE else [0.0] * count
     for (part, key, begin, end), host, last_s in zip(marks, launched, last_host_s, strict=True):
-        device = begin.elapsed_time(end) if on_gpu else 1e3 * (end - begin)
-        part.calls[key].append(Took(device, 1e3 * last_s, 1e3 * (host.end - host.begin), 1e3 * host.counting))
+        device_ms = begin.elapsed_time(end) if on_gpu else 1e3 * (end - begin)
+        part.calls[key].append(Took(device_ms, 1e3 * last_s, 1e3 * (host.end - host.begin), 1e3 * host.counting))
     for part in parts:
         part.parallel.check()
     return len(last), sum(not same([out], [scene.want]) for scene, out in last.values())
 
 
 def count_for(seconds: float) -> float:
-    """Count for as long as given, if nothing interrupts it; return the seconds that it took."""
-    steps = max(1, round(seconds / _second_per_step()))
+    """Count for as long as given, if nothing interrupts it; return the seconds that it took, 0 for 0."""
+    steps = round(seconds / _second_per_step())
+    if not steps:
+        return 0.0
     start = time.monotonic()
     for _ in range(steps):
         pass
@@ -301,22 +312,25 @@ def memory(device: torch.device) -> int:
 def times_of_medians(part: Part) -> dict[str, list[float]]:
     """Return, by kind of block, each call's time over the median of the calls like it; none where few are alike.
 
-    HOST is the host's time of calls that are alone and not from a graph, COUNTING that of the loops beside them.
+    LATE, of a kind, are the hosts' times of calls that are left out. HOST is the host's time of calls that are alone
+    and not from a graph, where a loop was beside them, COUNTING that of these loops.
     """
     found: dict[str, list[float]] = defaultdict(list)
     for (kind, _), calls in part.calls.items():
         if len(calls) < LEAST_ALIKE:
             continue
         usual = statistics.median(call.last_host for call in calls)
-        found[kind] += _over_median([call.device - (call.last_host - usual) for call in calls])
-        if kind == ALONE:
-            found[HOST] += _over_median([call.host for call in calls])
-            found[COUNTING] += _over_median([call.counting for call in calls])
-    return found
+        in_time = [call for call in calls if call.last_host <= MOST_TIMES * usual]
+        found[kind] += _over_median([call.device - (call.last_host - usual) for call in in_time])
+        found[LATE.format(kind)] += [x.last_host / usual for x in calls if x.last_host > MOST_TIMES * usual]
+        beside_loops = [call for call in calls if call.counting]
+        found[HOST] += _over_median([call.host for call in beside_loops])
+        found[COUNTING] += _over_median([call.counting for call in beside_loops])
+    return {kind: times for kind, times in found.items() if times}
 
 
 def _over_median(times: list[float]) -> list[float]:
-    median = statistics.median(times)
+    median = statistics.median(times) if times else 0.0
     return [time / median for time in times]
 
 
@@ -380,19 +394,24 @@ def run(options: argparse.Namespace) -> Iterator[Run]:
     print(f"load on rank 0: {found[0].load}")
     if share_gpus(options.ranks, device):
         return
-    counts = {
-        kind: summed([x.times.get(kind, (0, 0, 0.0)) for x in found]) for kind in (*KINDS, REPLAYED, HOST, COUNTING)
-    }
-    replayed, launched, host, counting = (counts.pop(kind) for kind in (REPLAYED, ALONE, HOST, COUNTING))
+    apart = REPLAYED, LATE.format(REPLAYED), ALONE, LATE.format(ALONE), HOST, COUNTING
+    kinds = dict.fromkeys((*KINDS, *apart))
+    counts = {kind: summed([x.times.get(kind, (0, 0, 0.0)) for x in found]) for kind in kinds}
+    replayed, late_replayed, launched, late, host, counting = (counts.pop(kind) for kind in apart)
     others = [f"{kind} {n_slow / n:.1%}" for kind, (n, n_slow, _) in counts.items() if n]
     in_a_row = f"; beyond {MOST_TIMES:g} times in a row: {', '.join(others)}" if others else ""
-    for name, (n, slow, worst), more in (
-        ("soak/times from graphs", replayed, in_a_row), ("soak/times", launched, ""),
+    for name, (n, slow, worst), left_out, more in (
+        ("soak/times from graphs", replayed, late_replayed, in_a_row), ("soak/times", launched, late, ""),
     ):  # fmt: skip
-        text = f"the slowest took {worst:.2f} times the median of those like it{more}"
+        text = f"the slowest took {worst:.2f} times the median of those like it; {left_out[0]} left out{more}"
         yield run_of(name, n, slow, spent, device, options.ranks, text)
-    text = f"{host[1]} were beyond {MOST_TIMES:g} times, of the loops that count {counting[1]} of {counting[0]}"
-    yield run_of("soak/host", host[0], more_often(host[1], counting[1]), spent, device, options.ranks, text)
+    (n, slow, worst), (n_loops, slow_loops, worst_loop) = host, counting
+    text = (
+        f"a host took over {MOST_TIMES:g} times its median in {slow} of {n} calls, {worst:.1f} times at most, and in "
+        f"{slow_loops} of {n_loops} loops that count, {worst_loop:.1f} times at most"
+    )
+    wrong = max(more_often(slow, slow_loops), int(worst > STALL))
+    yield run_of("soak/host", n, wrong, spent, device, options.ranks, text)
 
 
 def more_often(slow: int, slow_loops: int) -> int:

@@ -74,7 +74,7 @@ class Sizes:
 
     @property
     def long_k(self) -> int:
-        """K of a product without experts, whose sum is split in every format where rows are few."""
+        """K of a product without experts, whose sum is split where rows are few, if its format's ever is."""
         return 2 * self.K
 
     @staticmethod
