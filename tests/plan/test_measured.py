@@ -7,8 +7,9 @@ import pytest
 
 from envoi.bench import evidence
 from envoi.gemm.hopper.time_model import COSTS
-from envoi.plan import MoeLayer, api, plan_moe
+from envoi.plan import MoeLayer, api, fused, plan_moe
 from envoi.plan.blocks import Blocks
+from envoi.plan.expected import rows_per_expert
 from envoi.plan.gathering import LINKS
 from envoi.plan.machines import H200
 from envoi.plan.network import Network
@@ -16,7 +17,7 @@ from envoi.plan.steps import gemm_us, step_of
 from envoi.runtime.gpu_rates import H200 as RATES
 
 RESULTS = Path(__file__).resolve().parents[2] / "bench" / "results" / "h200.jsonl"
-ONE_LAUNCH_SINCE = "2026-11-26"  # L1 and L2 of up to 256 rows an expert
+ONE_LAUNCH_SINCE, WITH_MANY_ROWS_SINCE = "2026-11-26", "2026-11-27"  # L1 and L2: few rows an expert; 768 and more
 BYTES = {"bf16": 2, "fp8_row": 1, "fp8_block128": 1, "mxfp4": 17 / 32, "mxfp4_mxfp8": 17 / 32}
 
 
@@ -91,7 +92,7 @@ def test_bf16_tokens_on_mxfp4_weights_of_other_sizes(hidden, intermediate, num_t
 )
 def test_the_staged_path(num_gpus, format, within, monkeypatch):
     """Test the newest measurement of each case; its baseline has inputs in place, without the router."""
-    one_launch = api._takes_one_launch
+    now = api._takes_one_launch
     found = [m for m in evidence.latest(evidence.read(RESULTS)) if m.suite == "moe" and m.num_gpus == num_gpus]
     cases = [m for m in found if f" {format} " in m.case or not format]
     cases = [m for m in cases if len(m.case.split()) == 3]  # neither skewed nor another transport
@@ -99,7 +100,8 @@ def test_the_staged_path(num_gpus, format, within, monkeypatch):
     for m in cases:
         sizes, of, tokens = m.case.split()
         layer = MoeLayer(*map(int, sizes.split("/")), int(tokens.removeprefix("tokens=")), num_gpus, of)
-        monkeypatch.setattr(api, "_takes_one_launch", one_launch if m.date >= ONE_LAUNCH_SINCE else lambda *_: False)
+        since = WITH_MANY_ROWS_SINCE if rows_per_expert(layer) >= fused.MANY_ROWS else ONE_LAUNCH_SINCE
+        monkeypatch.setattr(api, "_takes_one_launch", now if m.date >= since else lambda *_: False)
         plan = plan_moe(layer)
         assert plan.staged_us - plan.steps[0].time_us == pytest.approx(m.ours_us, rel=within), m.case
 

@@ -24,7 +24,8 @@ def run_experts(
 
     weights [P] float32: the routing weight of each row. offsets [E + 1] int32: expert e owns rows offsets[e] :
     offsets[e + 1]. grouping: how the rows are grouped; with `to`, L2 stores each row at its address and returns `to`.
-    Few rows in fp8_block128 on Hopper go through both GEMMs in one launch (`envoi.moe.one_launch`), with the same bits.
+    In fp8_block128 on Hopper few rows of an expert, and many, go through both GEMMs in one launch, with the same bits
+    (`envoi.moe.one_launch`).
     Where L1's epilogue doesn't quantise (`l1_epilogues`), one more kernel does; the bits are the same.
     """
     if one_launch.takes_one_launch(rows, experts, grouping):

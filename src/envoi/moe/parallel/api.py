@@ -97,7 +97,7 @@ class ExpertParallel:
         host don't reach each other's memory (`why` says so). Over NCCL the room of max_tokens is that of NVLink
         for the tokens of num_ranks / ranks of a host ranks, in bf16 once more.
     fused: over NVLink, on Hopper, in fp8_block128, with gated experts: pulling the tokens, both GEMMs and sending the
-        rows back are one launch, instead of two (few rows an expert) or three; the bits are the same. None = if
+        rows back are one launch, not two or (256 to 768 rows an expert) three; the bits are the same. None = if
         `envoi.plan.fused` predicts that it is faster with max_tokens: nowhere, the wait for all tokens costs as much.
 
     Attributes: num_experts (over all ranks), expert_offsets (rank r owns expert_offsets[r] : expert_offsets[r + 1]),

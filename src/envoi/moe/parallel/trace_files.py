@@ -99,7 +99,8 @@ def draw(path: Path, timeline: Timeline) -> None:
     names = phases_of(timeline)
     for rank, axes in enumerate(panels[:, 0]):
         mine = timeline.slices[timeline.column("rank") == rank]
-        axes.add_collection(PolyCollection(_boxes(timeline, mine), facecolors=_colours(timeline, mine), linewidths=0))
+        boxes: Any = _boxes(timeline, mine)  # as an array: a path for each box by itself takes three times as long
+        axes.add_collection(PolyCollection(boxes, facecolors=_colours(timeline, mine), linewidths=0))
         axes.set(ylim=(0, num_sms), ylabel=f"rank {rank}, multiprocessor")
         axes.autoscale_view(scaley=False)
     panels[-1, 0].set_xlabel("us")
@@ -120,7 +121,7 @@ def phases_of(timeline: Timeline) -> list[str]:
 def _boxes(timeline: Timeline, slices: torch.Tensor) -> np.ndarray:
     """Return the corners [N, 4, 2] of the slices' boxes."""
     step, role, sm = (slices[:, COLUMNS.index(name)] for name in ("step", "role", "sm"))
-    begin, end = slices[:, -2] / 1e3, slices[:, -1] / 1e3
+    begin, end = slices[:, -2].double() / 1e3, slices[:, -1].double() / 1e3
     low, high = torch.zeros(2, len(slices), dtype=torch.float64)
     for number, whole in enumerate(timeline.steps):
         for place, (name, _, _) in enumerate(whole.roles):

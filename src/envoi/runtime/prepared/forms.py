@@ -28,8 +28,8 @@ _guards: Any = getattr(shortcuts.GUARDS, "TensorGuards", None)
 class Variant(NamedTuple):
     """Prepared call, and what its tensors have to be.
 
-    check: torch's guards for the tensors that aren't None; pick: takes these out of all, None if all are; absent: the
-    places of the others.
+    check: torch's guards for the tensors that aren't None; pick: takes these out of all, None where that is all of
+    them; absent: the places of the others.
     """
 
     check: Callable[..., bool]
