@@ -69,7 +69,8 @@ class Scene:
 
 
 class Launched(NamedTuple):
-    """When a host began to launch a call and when it was done, in seconds of its clock; seconds of a loop, or 0."""
+    """Times of a call on this rank's host, in seconds: when its launch began and ended, by the clock of all ranks; and
+    how long the loop beside it took, 0 without one."""
 
     begin: float
     end: float

@@ -16,8 +16,7 @@ FOR_GRAPHS = 1 << 22  # int32 in a pool for graphs; a new pool follows when less
 BLANK = -1  # bits of a sum that hasn't been written
 ALIGNED = 4  # int32 in 16 bytes: Triton compiles another kernel for addresses that aren't a multiple of that
 
-MOST_FLOATS = 1 << 21  # that a stream keeps between launches
-
+MOST_FLOATS = 1 << 21  # float32 that a stream keeps between launches; who needs more allocates them for each call
 NONE = 0  # capture number outside any capture
 
 
@@ -112,9 +111,10 @@ def _kept(kept: Kept, count: int, device: torch.device) -> torch.Tensor:
 
 
 def floats(count: int, device: torch.device) -> torch.Tensor:
-    """Return at least `count` uninitialised float32 for use within one launch, which may have them once.
+    """Return at least `count` float32 for use within one launch, which may take them once.
 
-    Launches on one stream share them, up to MOST_FLOATS: a prepared call then allocates nothing.
+    Launches on one stream share them, up to MOST_FLOATS, so that a prepared call allocates nothing. They hold what the
+    launch before left there: a launch writes whatever it reads, and nobody resets them.
     """
     if device.type != "cuda":
         return torch.empty(count, dtype=torch.float32, device=device)
@@ -122,6 +122,7 @@ def floats(count: int, device: torch.device) -> torch.Tensor:
 
 
 def _floats_under_way(count: int, device: torch.device) -> torch.Tensor:
+    """Return the current stream's floats, or new ones within a capture: see `under_way`."""
     stream, capture = under_way(device)
     if capture != NONE or count > MOST_FLOATS:
         return torch.empty(count, dtype=torch.float32, device=device)
@@ -137,7 +138,7 @@ def _floats_under_way(count: int, device: torch.device) -> torch.Tensor:
 
 
 def spoil_floats(value: float) -> None:
-    """Fill what launches share with a number: none may depend on it."""
+    """Fill the floats of all streams with a number, for tests: no launch may depend on what it finds there."""
     for found in list(_floats.values()):
         found.fill_(value)
 

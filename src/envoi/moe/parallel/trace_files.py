@@ -100,7 +100,7 @@ def draw(path: Path, timeline: Timeline) -> None:
     for rank, axes in enumerate(panels[:, 0]):
         mine = timeline.slices[timeline.column("rank") == rank]
         boxes: Any = _boxes(timeline, mine)  # as an array: a path for each box by itself takes three times as long
-        axes.add_collection(PolyCollection(boxes, facecolors=_colours(timeline, mine), linewidths=0))
+        axes.add_collection(PolyCollection(boxes, facecolors=_colours(timeline, mine, names), linewidths=0))
         axes.set(ylim=(0, num_sms), ylabel=f"rank {rank}, multiprocessor")
         axes.autoscale_view(scaley=False)
     panels[-1, 0].set_xlabel("us")
@@ -119,7 +119,7 @@ def phases_of(timeline: Timeline) -> list[str]:
 
 
 def _boxes(timeline: Timeline, slices: torch.Tensor) -> np.ndarray:
-    """Return the corners [N, 4, 2] of the slices' boxes."""
+    """Return the corners of the slices' boxes, float64 [N, 4, 2]: microseconds, and multiprocessors upwards."""
     step, role, sm = (slices[:, COLUMNS.index(name)] for name in ("step", "role", "sm"))
     begin, end = slices[:, -2].double() / 1e3, slices[:, -1].double() / 1e3
     low, high = torch.zeros(2, len(slices), dtype=torch.float64)
@@ -141,9 +141,12 @@ def _height(name: str) -> tuple[float, float]:
     return 0.0, 0.33
 
 
-def _colours(timeline: Timeline, slices: torch.Tensor) -> np.ndarray:
-    """Return the slices' colours [N, 4]: grey for a wait, else that of the step or phase, paler in an epilogue."""
-    names, found = phases_of(timeline), np.zeros((len(slices), 4))
+def _colours(timeline: Timeline, slices: torch.Tensor, names: list[str]) -> np.ndarray:
+    """Return the slices' colours, float64 [N, 4]: grey for a wait, else by the place of the step or phase in names.
+
+    An epilogue is paler.
+    """
+    found = np.zeros((len(slices), 4))
     step, role, span = (slices[:, COLUMNS.index(name)] for name in ("step", "role", "span"))
     for number, whole in enumerate(timeline.steps):
         for place, (_, spans, phase) in enumerate(whole.roles):

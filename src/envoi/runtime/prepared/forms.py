@@ -69,8 +69,9 @@ class Forms:
 
         Nothing happens where torch has no such guards.
         """
-        given = [x for x in tensors if x is not None]
-        present, absent = (tuple(i for i, x in enumerate(tensors) if (x is None) is none) for none in (False, True))
+        present = tuple(i for i, x in enumerate(tensors) if x is not None)
+        absent = tuple(i for i, x in enumerate(tensors) if x is None)
+        given: list[Any] = [tensors[i] for i in present]
         check = _check_of(given)
         if check is None or not check(*given):
             return
