@@ -107,11 +107,10 @@ def test_the_staged_path(num_gpus, format, within, monkeypatch):
 
 
 def test_one_launch_is_taken_where_the_kernel_is():
-    tokens = {64: True, 2048: True, 4096: False, 8192: True}  # rows of an expert: 8, 256, 512, 1024
-    sizes = [(2048, 768, 128, 8, number) for number in tokens]
-    found = [plan_moe(MoeLayer(*size, 2, "fp8_block128")) for size in sizes]
-    assert [plan.one_launch for plan in found] == [*tokens.values()]
-    assert [plan.steps[3].fixed_us == 0 for plan in found] == [*tokens.values()]
+    sizes = [(4096, 2048, 256, 6, 64), *((2048, 768, 128, 8, tokens) for tokens in (2048, 4096, 8192))]
+    found = [plan_moe(MoeLayer(*size, 2, "fp8_block128")) for size in sizes]  # 3, 256, 512 and 1024 rows an expert
+    assert [plan.one_launch for plan in found] == [True, True, False, True]
+    assert [plan.steps[3].fixed_us == 0 for plan in found] == [True, True, False, True]
     assert not plan_moe(MoeLayer(*sizes[0], 2, "fp8_row")).one_launch
     assert not plan_moe(MoeLayer(*sizes[0], 2, "fp8_block128"), arch="sm_100").one_launch
     assert not plan_moe(MoeLayer(4096, 2048, 256, 6, 64, 1, "fp8_block128", num_hosts=2)).one_launch
