@@ -41,15 +41,16 @@ KERNELS = tuple(
         ),
         (
             "rank", "output places of the candidates", EVERY_ARCH, kernel_rank.rank_kernel,
-            lambda p, room: fast.rank_arguments(p, room, 0, 1, OUT, ERRORS, True, True),
+            lambda p, room: fast.rank_arguments(p, room, 0, 1, OUT, ERRORS, True, True, False),
+        ),
+        (
+            "rank-as-torch", "output places, short rows in the order of torch's sort", EVERY_ARCH,
+            kernel_rank.rank_kernel,
+            lambda p, room: fast.rank_arguments(p, room, 0, 1, OUT, ERRORS, True, True, True),
         ),
         (
             "exact", "scores in float32, every rounding in torch's order", EVERY_ARCH, kernel_exact.exact_kernel,
             lambda p, room: exact.scores_arguments(ORDERS, p, room, 0, 1),
-        ),
-        (
-            "short", "order of rows of at most 32 tokens", EVERY_ARCH, kernel_exact.short_kernel,
-            lambda p, room: exact.short_arguments(p, room, 0, 1, OUT, True, True),
         ),
     )
 )  # fmt: skip

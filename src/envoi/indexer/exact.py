@@ -16,12 +16,7 @@ PROGRAMS_PER_SM = 3
 
 def topk(p: Problem, orders: torch.Tensor, slots: bool, ordered: bool) -> tuple[torch.Tensor, torch.Tensor]:
     """Choose as `fast.topk` does, by exact scores. orders: from `envoi.indexer.certificate`."""
-
-    def finish(space: Workspace, out: torch.Tensor, first: int, num_rows: int) -> None:
-        if p.max_length:
-            launch(kernel_exact.short_kernel, *short_arguments(p, space, first, num_rows, out, slots, ordered))
-
-    return fast.in_blocks(p, partial(score, orders), slots, ordered, nan_first=True, finish=finish)
+    return fast.in_blocks(p, partial(score, orders), slots, ordered, as_torch=True)
 
 
 def score(orders: torch.Tensor, p: Problem, space: Workspace, first: int, num_rows: int) -> None:
@@ -43,12 +38,3 @@ def scores_arguments(
         first, num_rows, p.width, p.k_cache.shape[0],
         p.next_n, num_heads, next_power_of_2(fast.rows_at_once(p)), orders.numel() - 4, TILE, STEP,
     ), {"num_warps": 4, "num_stages": 1}  # fmt: skip
-
-
-def short_arguments(
-    p: Problem, space: Workspace, first: int, num_rows: int, out: torch.Tensor, slots: bool, ordered: bool
-) -> tuple[tuple[int], tuple, dict]:
-    """Return grid, arguments and options of `short_kernel`."""
-    return (num_rows,), (
-        space.logits, space.counters, p.seq_lens, p.table, out, first, num_rows, p.width, p.next_n, p.k, slots, ordered,
-    ), {"num_warps": 1}  # fmt: skip

@@ -104,11 +104,12 @@ def topk(p: Problem, slots: bool, ordered: bool) -> tuple[torch.Tensor, torch.Te
 
 def in_blocks(
     p: Problem, score: Callable[[Problem, Workspace, int, int], None], slots: bool, ordered: bool,
-    nan_first: bool = False, finish: Callable[[Workspace, torch.Tensor, int, int], None] | None = None,
+    as_torch: bool = False,
 ) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
-    """Score, choose and `finish` block after block of rows. Returns outputs [rows, k] and errors [rows], int32.
+    """Score and choose block after block of rows. Returns outputs [rows, k] and errors [rows], int32.
 
-    score, finish: take the first row of a block and its number of rows. nan_first: NaN beats all numbers.
+    score: takes the first row of a block and its number of rows. as_torch: NaN beats all numbers, and short rows are in
+    the order of torch's sort.
     """
     out = torch.empty(p.num_rows, p.k, dtype=torch.int32, device=p.q.device)
     errors = torch.empty(p.num_rows, dtype=torch.int32, device=p.q.device)
@@ -116,9 +117,7 @@ def in_blocks(
         space = workspace(p)
         for first, num_rows in blocks(p):
             score(p, space, first, num_rows)
-            write_topk(p, space, first, num_rows, out, errors, slots, ordered, nan_first)
-            if finish is not None:
-                finish(space, out, first, num_rows)
+            write_topk(p, space, first, num_rows, out, errors, slots, ordered, as_torch)
     return out, errors
 
 
@@ -165,12 +164,12 @@ def scores_arguments(p: Problem, space: Workspace, first: int, num_rows: int) ->
 
 def write_topk(
     p: Problem, space: Workspace, first: int, num_rows: int, out: torch.Tensor, errors: torch.Tensor, slots: bool,
-    ordered: bool, nan_first: bool,
+    ordered: bool, as_torch: bool,
 ) -> None:  # fmt: skip
     """Write these rows' outputs from their logits and groups."""
     if p.max_length:
-        launch(kernel_candidates.candidates_kernel, *candidates_arguments(p, space, first, num_rows, nan_first))
-    launch(kernel_rank.rank_kernel, *rank_arguments(p, space, first, num_rows, out, errors, slots, ordered))
+        launch(kernel_candidates.candidates_kernel, *candidates_arguments(p, space, first, num_rows, as_torch))
+    launch(kernel_rank.rank_kernel, *rank_arguments(p, space, first, num_rows, out, errors, slots, ordered, as_torch))
 
 
 def candidates_arguments(
@@ -188,11 +187,11 @@ def candidates_arguments(
 
 def rank_arguments(
     p: Problem, space: Workspace, first: int, num_rows: int, out: torch.Tensor, errors: torch.Tensor, slots: bool,
-    ordered: bool,
+    ordered: bool, as_torch: bool,
 ) -> tuple[tuple[int, int], tuple, dict]:  # fmt: skip
     """Return grid, arguments and options of `rank_kernel`."""
     return (SCORE_BINS, num_rows), (
-        space.listed, space.bins, space.counters, p.seq_lens, p.table, out, errors,
+        space.listed, space.bins, space.counters, space.logits if as_torch else None, p.seq_lens, p.table, out, errors,
         first, num_rows, p.width,
         p.next_n, p.k, slots, ordered,
     ), {"num_warps": 2}  # fmt: skip

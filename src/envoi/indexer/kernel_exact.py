@@ -21,18 +21,15 @@ import triton.language as tl
 
 from envoi.epilogue.codes_triton import from_e4m3
 from envoi.epilogue.device import INTERPRETED, maximum
-from envoi.indexer.kernel_candidates import tokens_of
 from envoi.indexer.kernel_scores import (
     HEAD_DIM,
     INTEGERS,
-    NUM_COUNTERS,
     NUM_GROUPS,
     PAGE,
     PAGE_BYTES,
     Inputs,
     clear,
     keep_best,
-    ordered,
     place_of_tile,
     token_pages,
     visible,
@@ -151,48 +148,3 @@ def exact_kernel(
         tl.debug_barrier()
         tl.store(logits + own.to(tl.int64) * width * PAGE + tokens, s, mask=tokens < n)
         keep_best(s, tokens, n, groups + own * NUM_GROUPS, True)
-
-
-@triton.jit(do_not_specialize=INTEGERS)
-def short_kernel(
-    logits, counters, seq_lens, table, out, first_row, num_rows, width,
-    NEXT_N: tl.constexpr, K: tl.constexpr, SLOTS: tl.constexpr, ORDERED: tl.constexpr,
-):  # fmt: skip
-    """Put rows of at most 32 tokens in torch's order: torch sorts them by a network that doesn't keep ties in order.
-
-    The network's input is the scores above the least, then those that equal it, each by position.
-    """
-    own = tl.program_id(0)
-    n, _ = tokens_of(seq_lens, counters + own * NUM_COUNTERS, first_row + own, first_row + num_rows, NEXT_N, width)
-    ids = tl.arange(0, 32)
-    if n <= 32:
-        keys = ordered(tl.load(logits + own.to(tl.int64) * width * PAGE + ids, mask=ids < n, other=0.0), True)
-        above = (ids < n) & (keys > tl.min(tl.where(ids < n, keys, 0x7FFFFFFF), 0))
-        least = (ids < n) & (above == 0)
-        entry = tl.cumsum(above.to(tl.int32), 0) - 1
-        entry = tl.where(least, tl.sum(above.to(tl.int32), 0) + tl.cumsum(least.to(tl.int32), 0) - 1, entry)
-        entry = tl.where(ids < n, entry, ids)
-        packed = (keys.to(tl.int64) << 6) | ids
-        x = tl.sum(tl.where(entry[:, None] == ids[None, :], packed[:, None], 0), 0)
-        for level in tl.static_range(1, 6):
-            for step in tl.static_range(level):
-                x = exchange(x, n, 1 << (level - 1 - step), (1 << level) % 32)
-        found = (x & 63).to(tl.int32)
-        if not ORDERED:
-            found = tl.sort(tl.where(ids < n, found, 63))
-        if SLOTS:
-            request = ((first_row + own) // NEXT_N).to(tl.int64)
-            page = tl.load(table + request * width + found // PAGE, mask=ids < n, other=0)
-            found = page * PAGE + found % PAGE
-        tl.store(out + (first_row + own).to(tl.int64) * K + ids, found, mask=ids < n)
-
-
-@triton.jit
-def exchange(x, n, STRIDE: tl.constexpr, SIZE: tl.constexpr):
-    """Run a layer of the network: sort pairs STRIDE apart, descending where position & SIZE. Places from n on sink."""
-    ids = tl.arange(0, 32)
-    other = tl.gather(x, ids ^ STRIDE, 0)
-    low = tl.where((ids & STRIDE) == 0, x, other)
-    high = tl.where((ids & STRIDE) == 0, other, x)
-    sorted_ = (((low >> 6) > (high >> 6)) & ((low & 63) < n)) | ((high & 63) >= n)
-    return tl.where(sorted_ == ((ids & SIZE) != 0), other, x)

@@ -8,13 +8,16 @@ One program ranks a bin: after all of the better bins, and within its own list. 
 ranks a share of the row's list among all of it. For that, a list of more than MOST, which mostly means many equal
 scores, is narrowed down to its k best by radix selection, 8 bits a pass. So is every list if the output is to be in
 the order of positions; then positions are ranked instead of scores.
+
+torch sorts rows of at most SHORT tokens by a network that doesn't keep ties in order. In the exact mode one program of
+such a row does the same, from the row's scores.
 """
 
 import triton
 import triton.language as tl
 
 from envoi.indexer.kernel_candidates import CAPACITY, LAST, tokens_of
-from envoi.indexer.kernel_scores import COUNTER_STRIDE, INTEGERS, NUM_COUNTERS, PAGE, SCORE_BINS
+from envoi.indexer.kernel_scores import COUNTER_STRIDE, INTEGERS, NUM_COUNTERS, PAGE, SCORE_BINS, ordered
 
 MOST: tl.constexpr = tl.constexpr(4096)
 MINE: tl.constexpr = tl.constexpr(128)  # composites that are ranked at a time,
@@ -25,6 +28,7 @@ DIGIT: tl.constexpr = tl.constexpr(8)
 DIGITS: tl.constexpr = tl.constexpr(256)
 LOWEST: tl.constexpr = tl.constexpr(-(1 << 60))  # a lower bound of all composites
 NOTHING: tl.constexpr = tl.constexpr(-(1 << 63))
+SHORT: tl.constexpr = tl.constexpr(32)
 
 
 @triton.jit
@@ -96,12 +100,53 @@ def rank_and_put(out, listed, first, total, table, before, K: tl.constexpr, SLOT
     tl.store(out + rank, found, mask=(ids < total) & (rank < K))
 
 
+@triton.jit
+def exchange(x, n, STRIDE: tl.constexpr, SIZE: tl.constexpr):
+    """Run a layer of the network: sort pairs STRIDE apart, descending where position & SIZE. Places from n on sink."""
+    ids = tl.arange(0, SHORT)
+    other = tl.gather(x, ids ^ STRIDE, 0)
+    low = tl.where((ids & STRIDE) == 0, x, other)
+    high = tl.where((ids & STRIDE) == 0, other, x)
+    sorted_ = (((low >> 6) > (high >> 6)) & ((low & 63) < n)) | ((high & 63) >= n)
+    return tl.where(sorted_ == ((ids & SIZE) != 0), other, x)
+
+
+@triton.jit
+def sort_and_put(out, logits, n, table, SLOTS: tl.constexpr, ORDERED: tl.constexpr):
+    """Store a row of n tokens, at most SHORT, in torch's order.
+
+    The network's input is the scores above the least, then those that equal it, each by position.
+    """
+    ids = tl.arange(0, SHORT)
+    keys = ordered(tl.load(logits + ids, mask=ids < n, other=0.0), True)
+    above = (ids < n) & (keys > tl.min(tl.where(ids < n, keys, 0x7FFFFFFF), 0))
+    least = (ids < n) & (above == 0)
+    entry = tl.cumsum(above.to(tl.int32), 0) - 1
+    entry = tl.where(least, tl.sum(above.to(tl.int32), 0) + tl.cumsum(least.to(tl.int32), 0) - 1, entry)
+    entry = tl.where(ids < n, entry, ids)
+    packed = (keys.to(tl.int64) << 6) | ids
+    x = tl.sum(tl.where(entry[:, None] == ids[None, :], packed[:, None], 0), 0)
+    for level in tl.static_range(1, 6):
+        for step in tl.static_range(level):
+            x = exchange(x, n, 1 << (level - 1 - step), (1 << level) % 32)
+    found = (x & 63).to(tl.int32)
+    if not ORDERED:
+        found = tl.sort(tl.where(ids < n, found, 63))
+    if SLOTS:
+        page = tl.load(table + found // PAGE, mask=ids < n, other=0)
+        found = page * PAGE + found % PAGE
+    tl.store(out + ids, found, mask=ids < n)
+
+
 @triton.jit(do_not_specialize=INTEGERS)
 def rank_kernel(
-    listed, classes, counters, seq_lens, table, out, errors, first_row, num_rows, width,
+    listed, classes, counters, logits, seq_lens, table, out, errors, first_row, num_rows, width,
     NEXT_N: tl.constexpr, K: tl.constexpr, SLOTS: tl.constexpr, ORDERED: tl.constexpr,
 ):  # fmt: skip
-    """Rank a bin of a row, or a 1 / SCORE_BINS share of its list; store the error, and -1 from the n-th place on."""
+    """Rank a bin of a row, or a 1 / SCORE_BINS share of its list; store the error, and -1 from the n-th place on.
+
+    logits: the scores for short rows in torch's order; None to rank these like all others.
+    """
     own = tl.program_id(1)
     part = tl.program_id(0)
     row = first_row + own
@@ -115,6 +160,11 @@ def rank_kernel(
         tl.store(out + ids, -1, mask=(ids >= n) & (ids < K))
     if n == 0:
         return
+    if logits is not None:
+        if n <= SHORT:
+            if part == 0:
+                sort_and_put(out, logits + own.to(tl.int64) * width * PAGE, n, table, SLOTS, ORDERED)
+            return
     ids = tl.arange(0, SCORE_BINS)
     sizes = tl.load(counters + ids * COUNTER_STRIDE)
     classes += own * (SCORE_BINS * CAPACITY)
