@@ -14,7 +14,7 @@ import torch
 
 from envoi import env
 from envoi.runtime import prepared, workspace
-from tests.helpers import interpreter, left_out, recorder
+from tests.helpers import interpreter, left_out, recorder, spoiled
 
 # Configs measured on this machine must not decide which kernels are tested.
 NO_CACHE = tempfile.TemporaryDirectory()
@@ -41,13 +41,14 @@ def fresh_compiler() -> None:
 
 
 @pytest.fixture
-def tidy_gpu() -> Iterator[None]:
+def tidy_gpu(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """Fill new memory, and what launches share, with NaN or a huge number; free a large case's: the GPU is shared.
 
     Prepared calls are forgotten: a test that chooses another kernel would get those of the test before.
     """
     torch.use_deterministic_algorithms(True, warn_only=True)
-    workspace.spoil_floats(math.nan)
+    workspace.spoil(math.nan)
+    monkeypatch.setattr(workspace.Scratch, "take", spoiled.take)
     prepared.clear()
     yield
     prepared.clear()

@@ -15,11 +15,12 @@ from torch.utils._python_dispatch import _disable_current_modes
 from triton.runtime.interpreter import GridExecutor
 from triton.runtime.jit import JITFunction
 
-from envoi.runtime import launch, shortcuts, triton_compat
+from envoi.runtime import launch, shortcuts, triton_compat, workspace
 from envoi.runtime.prepared import calls
 from envoi.runtime.prepared import driver as driver_module
 from envoi.runtime.prepared.driver import INVALID_CONTEXT, LaunchConfig
 from envoi.runtime.prepared.parameters import FORMATS
+from tests.helpers import spoiled
 
 POINTED = {
     "bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32, "u8": torch.uint8, "i8": torch.int8,
@@ -33,6 +34,8 @@ def install(monkeypatch: Any, driver: Any) -> None:
     monkeypatch.setattr(driver_module, "active", lambda: driver)
     monkeypatch.setattr(launch, "_run", driver.launch_as_always)
     monkeypatch.setattr(calls, "_calls", calls.Calls())
+    monkeypatch.setattr(workspace, "_scratch", {})
+    monkeypatch.setattr(workspace.Scratch, "take", spoiled.take)
 
 
 @dataclass

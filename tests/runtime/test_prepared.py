@@ -32,7 +32,7 @@ from envoi.runtime.prepared.constants import exactly
 from envoi.types import ExpertWeights, QuantTensor
 from tests.helpers import fresh
 from tests.helpers.fake_driver import INVALID_CONTEXT
-from tests.runtime.prepared_cases import normal, route_cases
+from tests.runtime.prepared_cases import moe_cases, normal, route_cases
 
 SOURCE = Path(envoi.__file__).parent
 
@@ -419,6 +419,23 @@ def test_calls_without_counters_run_on_any_stream_and_in_captures(hopper):
         assert hopper.calls[-1][1].stream == hopper.stream_now
 
 
+def test_scratch_memory_is_kept_by_a_stream_and_new_in_captures(hopper):
+    """moe in two launches passes activations from one to the other; of other threads' calls see `test_workspace`."""
+    case = moe_cases(64, 16, 4, 512, 512, "cpu")["moe-bf16"]
+    prepare(case.function, case.arguments(0)[0], **case.arguments(0)[1])
+    (found,) = [x for x in calls._calls.known.values() if isinstance(x, replay.Prepared)]
+    assert found._scratch_floats <= workspace.MOST_SCRATCH
+    seen = []
+    for hopper.stream_now, hopper.capturing in ((7, False), (7, False), (8, False), (8, True), (8, False)):
+        given, named = case.arguments(1)
+        if replays(hopper, case.function, *given, **named):
+            seen.append((hopper.stream_now, hopper.capturing, found._free[-1].scratch))
+    assert len(seen) == 5
+    assert len({address for stream, _, address in seen if stream == 7}) == 1
+    assert len({address for stream, captured, address in seen if stream == 8 and not captured}) == 1
+    assert len({address for _, _, address in seen}) == 3
+
+
 def test_calls_with_counters_keep_to_their_stream_and_out_of_captures(hopper):
     call = route_cases(3, 64, 2048, 4)["route-all"].arguments(0)[0]
     named = {"return_counts": True}
@@ -446,7 +463,7 @@ def test_sums_over_parts_of_k_are_in_memory_that_the_stream_keeps(hopper, monkey
     monkeypatch.setattr(tune, "choose", lambda problem, code, *_: fitted(problem, forced, code))
     prepare(envoi.gemm, (normal(M, K), normal(N, K, seed=1)))
     (found,) = calls._calls.known.values()
-    assert bool(found._scratch_bytes) == allocates
+    assert bool(found._scratch_floats) == allocates
     assert found.stream == hopper.stream_now
 
 

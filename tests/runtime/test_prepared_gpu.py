@@ -167,18 +167,20 @@ def test_streams(name, counted):
     assert all(same_bits(x, want[i]) for i, x in got)
 
 
+@pytest.mark.parametrize("on_one_stream", [False, True], ids=["streams", "one-stream"])
 @pytest.mark.parametrize("name", SOME)
-def test_threads(name, counted):
-    """Threads that are new to CUDA, on streams of their own, share a prepared call."""
+def test_threads(name, on_one_stream, counted):
+    """Threads that are new to CUDA, on streams of their own or on one, share a prepared call."""
     prepare(CASES[name], counted)
     runs = [call(CASES[name], i) for i in range(4)]
     want = [as_always(run) for run in runs]
     torch.cuda.synchronize()
     wrong: list[Any] = []
+    shared = torch.cuda.Stream()
 
     def work(number: int) -> None:
         try:
-            with torch.cuda.stream(torch.cuda.Stream()):
+            with torch.cuda.stream(shared if on_one_stream else torch.cuda.Stream()):
                 found = [(i % 4, runs[i % 4]()) for i in range(number, number + 12)]
                 torch.cuda.current_stream().synchronize()
             wrong.extend(i for i, x in found if not same_bits(x, want[i]))
@@ -218,7 +220,7 @@ def test_nothing_waits_for_the_device(name, counted):
 
 
 def test_memory_stays_bounded(counted):
-    """A prepared call holds no memory of the device."""
+    """A prepared call holds no memory of the device, its stream only what it can have again."""
     prepare(CASES["moe-bf16"], counted)
     run = call(CASES["moe-bf16"], 2)
     run()

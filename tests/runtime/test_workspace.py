@@ -102,7 +102,7 @@ def test_launches_of_a_stream_share_floats_up_to_a_number(on, floats):
     assert start(floats(10)) != start(more), "of a capture"
     on(2)
     assert start(floats(10)) != start(more), "of another stream"
-    workspace.spoil_floats(7.0)
+    workspace.spoil(7.0)
     assert (floats(10) == 7.0).all()
 
 
@@ -122,3 +122,35 @@ def test_threads_that_share_a_stream_get_as_many_floats_as_they_need(floats, mon
         thread.join()
     assert all(count >= wanted for wanted, count in got.items())
     assert floats(1).numel() >= 200_000
+
+
+@pytest.fixture
+def scratch(monkeypatch):
+    monkeypatch.setattr(workspace, "_scratch", {})
+    return workspace.scratch(CPU)
+
+
+def test_calls_of_a_stream_have_one_scratch_memory_after_another(scratch):
+    assert workspace.scratch(CPU) is scratch
+    first = scratch.take(1, 10)
+    scratch.give_back(1, first)
+    again = scratch.take(1, first.numel())
+    assert start(again) == start(first) and again.numel() == workspace.LEAST_SCRATCH
+    scratch.give_back(1, again)
+    more = scratch.take(1, first.numel() + 1)
+    scratch.give_back(1, more)
+    assert [x.numel() for x in scratch.free[1]] == [2 * first.numel()], "the smaller one is free for other uses"
+    assert scratch.take(1, 10) is more
+
+
+def test_calls_at_once_and_other_streams_have_scratch_memory_of_their_own(scratch):
+    taken = [(stream, scratch.take(stream, 10)) for stream in (1, 1, 2)]
+    assert len({start(x) for _, x in taken}) == 3
+    for stream, memory in taken:
+        scratch.give_back(stream, memory)
+    assert {start(scratch.take(1, 10)) for _ in range(2)} == {start(x) for stream, x in taken if stream == 1}
+    assert start(scratch.take(2, 10)) == start(taken[2][1])
+    workspace.spoil(3.0)  # what is taken isn't touched
+    scratch.give_back(2, taken[2][1])
+    workspace.spoil(7.0)
+    assert (scratch.take(2, 10) == 7.0).all()

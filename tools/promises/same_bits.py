@@ -96,7 +96,7 @@ def dirty(device: torch.device, number: int) -> None:
     """Fill memory that the next call will be given: with NaN, zeros, ones, in turn."""
     for size in (1 << 12, 1 << 16, 1 << 20) if device.type == "cpu" else (1 << 14, 1 << 20, 1 << 24):
         torch.empty(size, dtype=torch.uint8, device=device).fill_((0xFF, 0, 0x3F)[number % 3])
-    workspace.spoil_floats((math.nan, 0.0, 1.0)[number % 3])
+    workspace.spoil((math.nan, 0.0, 1.0)[number % 3])
 
 
 def prepared_or_plain(subject: Subject, seed: int, draws: int, device: torch.device) -> Result:

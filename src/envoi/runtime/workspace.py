@@ -3,7 +3,9 @@
 import ctypes
 import math
 import threading
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import nullcontext
 from dataclasses import dataclass, field
 from functools import cache
 
@@ -17,6 +19,7 @@ BLANK = -1  # bits of a sum that hasn't been written
 ALIGNED = 4  # int32 in 16 bytes: Triton compiles another kernel for addresses that aren't a multiple of that
 
 MOST_FLOATS = 1 << 21  # float32 that a stream keeps between launches; who needs more allocates them for each call
+LEAST_SCRATCH, MOST_SCRATCH = 1 << 18, 1 << 22  # float32 of a prepared call that a stream keeps, 1 to 16 MiB
 NONE = 0  # capture number outside any capture
 
 
@@ -78,10 +81,15 @@ def lasting(count: int, fill: float, dtype: torch.dtype, device: torch.device) -
             torch.cuda.current_stream(device).synchronize()  # before other streams use it
         return found
 
-    with ThreadPoolExecutor(1) as thread:
-        found = thread.submit(make).result()
+    found = in_another_thread(make)
     _forever.append(found)
     return found
+
+
+def in_another_thread(make: Callable[[], torch.Tensor]) -> torch.Tensor:
+    """Return what a new thread makes, whose allocations go into no private pool."""
+    with ThreadPoolExecutor(1) as thread:
+        return thread.submit(make).result()
 
 
 def is_kept(address: int) -> bool:
@@ -137,10 +145,54 @@ def _floats_under_way(count: int, device: torch.device) -> torch.Tensor:
     return found
 
 
-def spoil_floats(value: float) -> None:
-    """Fill the floats of all streams with a number, for tests: no launch may depend on what it finds there."""
-    for found in list(_floats.values()):
-        found.fill_(value)
+class Scratch:
+    """Scratch memory of the calls on one device, which its streams keep, so that a prepared call allocates none.
+
+    A call has a memory for itself from `take` to `give_back`, when its launches are under way: those of the stream's
+    next call run after them. Whatever is captured allocates its own, since a graph runs beside anything else.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self.device = device
+        self.free: dict[int, list[torch.Tensor]] = {}  # by stream
+
+    def take(self, stream: int, num_floats: int) -> torch.Tensor:
+        """Return at least so many float32, up to MOST_SCRATCH. They hold what a call before left there."""
+        try:
+            found = self.free[stream].pop()
+        except (KeyError, IndexError):  # the stream's first call, or more threads at once than before
+            return self._new(stream, num_floats)
+        return found if found.numel() >= num_floats else self._new(stream, num_floats)
+
+    def give_back(self, stream: int, memory: torch.Tensor) -> None:
+        """Let the stream's next call have what `take` returned."""
+        self.free.setdefault(stream, []).append(memory)
+
+    def _new(self, stream: int, num_floats: int) -> torch.Tensor:
+        """Allocate memory of this stream, in another thread: see `lasting`."""
+
+        def make() -> torch.Tensor:
+            is_cuda = self.device.type == "cuda"
+            with torch.cuda.stream(torch.cuda.ExternalStream(stream, self.device)) if is_cuda else nullcontext():
+                return torch.empty(count, dtype=torch.float32, device=self.device)
+
+        count = max(LEAST_SCRATCH, next_power_of_2(num_floats))
+        return in_another_thread(make)
+
+
+def scratch(device: torch.device) -> Scratch:
+    """Return the scratch memory of a device's streams."""
+    return _scratch.setdefault(device, Scratch(device))
+
+
+_scratch: dict[torch.device, Scratch] = {}
+
+
+def spoil(value: float) -> None:
+    """Fill all floats and scratch memory with a number, for tests: no launch may depend on what it finds there."""
+    kept = [memory for found in _scratch.values() for memories in found.free.values() for memory in memories]
+    for memory in [*_floats.values(), *kept]:
+        memory.fill_(value)
 
 
 def under_way(device: torch.device) -> tuple[int, int]:

@@ -9,7 +9,8 @@ Roles of an address, by the tensor whose memory it is in:
 
     input      argument of the call       the same distance from the new argument's address
     output     returned tensor            a new tensor of the same shape, strides and dtype
-    scratch    allocated, not returned    a place in one allocation for all of them
+    scratch    allocated, not returned    a place in one memory for all of them, which the
+                                          stream keeps (`runtime.workspace`) or the call allocates
     kept       counters and sums of       the same, on this stream and outside of captures
                `runtime.workspace`
     owned      given to `Calls`           the same
@@ -148,7 +149,7 @@ class Memory:
     """Memory that the addresses of a recorded call can be in.
 
     inputs: the call's arguments. returned: its results, which must be among the tensors that it allocated.
-    scratch_bytes: of one allocation with a part for each other tensor. is_bound: an address was that of memory that
+    scratch_bytes: of one memory with a part for each other tensor. is_bound: an address was that of memory that
     belongs to this stream. Raises RefusedError for results that aren't the call's own.
     """
 

@@ -14,6 +14,7 @@ from typing import Any, NamedTuple
 
 import torch
 
+from envoi.runtime import workspace
 from envoi.runtime.prepared.driver import INVALID_CONTEXT, Attribute, LaunchConfig, attributes_of
 from envoi.runtime.prepared.parameters import (
     Parameter,
@@ -116,8 +117,8 @@ class Prepared:
     """
 
     __slots__ = (
-        "_build", "_context", "_driver", "_free", "_kept", "_of_inputs", "_of_outputs", "_of_scratch",
-        "_outputs", "_parts", "_scratch_bytes", "_streams", "launches", "stream", "used",
+        "_build", "_context", "_driver", "_free", "_of_inputs", "_of_outputs", "_of_scratch", "_outputs", "_parts",
+        "_scratch", "_scratch_floats", "_streams", "launches", "stream", "used",
     )  # fmt: skip
 
     def __init__(
@@ -133,7 +134,8 @@ class Prepared:
         self.launches = [_launch(launched, memory, driver) for launched in recorder.launches if 0 not in launched.grid]
         self._parts = _parts(recorder)
         self._outputs = [(tuple(x.shape), tuple(x.stride()), x.dtype) for x in returned]
-        self._scratch_bytes = memory.scratch_bytes
+        self._scratch_floats = memory.scratch_bytes // 4
+        self._scratch = workspace.scratch(recorder.device) if self._scratch_floats <= workspace.MOST_SCRATCH else None
         self.stream = stream if memory.is_bound else None
         self.used = True
         self._driver, self._context = driver, driver.context()
@@ -157,8 +159,12 @@ class Prepared:
             words[word] = addresses[number] + offset
         for word, number, offset in self._of_outputs:
             words[word] = outputs[number].data_ptr() + offset
-        if self._scratch_bytes:
-            scratch = driver.empty((self._scratch_bytes,), (1,), torch.uint8)
+        kept = None
+        if self._scratch_floats:
+            if self._scratch is None or driver.is_capturing():
+                scratch = driver.empty((self._scratch_floats,), (1,), torch.float32)
+            else:
+                scratch = kept = self._scratch.take(stream, self._scratch_floats)
             first = scratch.data_ptr()
             if first != frame.scratch:
                 frame.scratch = first
@@ -177,6 +183,8 @@ class Prepared:
             if step is not None:
                 step()
         self._free.append(frame)
+        if kept is not None:
+            self._scratch.give_back(stream, kept)  # pyright: ignore[reportOptionalMemberAccess]
         return self._build(outputs)
 
     def _again(self, call: tuple[int, int, int, None], error: int) -> None:
