@@ -39,15 +39,19 @@ class Rank:
         self.counts[:LOST] = torch.tensor([begun, gathered, done])
 
 
+def rank_of(store: dist.Store, rank: int, num_ranks: int) -> Rank:
+    group, counts = list(range(num_ranks)), torch.zeros(4, dtype=torch.int32)
+    watch = Watch(Connection(store), "test", group, rank, TIMEOUT_S)
+    watch.opened([0] * num_ranks)
+    made = Rank(Owner(), counts, watch, threading.Event())
+    oversee(made.owner, counts, watch, made.ended.set)
+    return made
+
+
 @pytest.fixture
 def ranks():
     store = dist.HashStore()
-    made = []
-    for rank in range(2):
-        watch, counts = Watch(Connection(store), "test", [0, 1], rank, TIMEOUT_S), torch.zeros(4, dtype=torch.int32)
-        watch.opened([0, 0])
-        made.append(Rank(Owner(), counts, watch, threading.Event()))
-        oversee(made[rank].owner, counts, watch, made[rank].ended.set)
+    made = [rank_of(store, rank, 2) for rank in range(2)]
     yield made
     for rank in made:
         rank.reach(0, 0, 0)
@@ -89,6 +93,49 @@ def test_calls_that_go_on_are_left_alone(ranks):
     assert not any(rank.ended.is_set() or rank.watch.failure for rank in ranks)
 
 
+def test_a_rank_that_is_done_with_the_call_is_none_that_is_missing():
+    """Over two hosts of two ranks, rank 0 needs nothing of rank 1 in combine, but rank 3 does."""
+    store = dist.HashStore()
+    done, waiting = rank_of(store, 0, 4), [rank_of(store, rank, 4) for rank in (2, 3)]
+    for rank in waiting:
+        rank.reach(7, 7, 6)
+    done.reach(7, 7, 7)
+    for rank in (*waiting, done):
+        assert rank.ended.wait(TIMEOUT_S + 1)
+        assert rank.watch.failure.ranks == [1]
+        assert "combine: rank 1 is lost or did not answer" in str(rank.watch.failure)
+        assert int(rank.counts[LOST]) == 1
+
+
+def test_a_rank_that_is_done_is_not_late_either():
+    store = dist.HashStore()
+    done, waiting = rank_of(store, 0, 3), [rank_of(store, rank, 3) for rank in (1, 2)]
+    waiting[0].reach(7, 7, 6)
+    done.reach(7, 7, 7)
+    time.sleep(0.7 * waiting[0].watch.patience_s)
+    waiting[1].reach(7, 7, 6)
+    for rank in (*waiting, done):
+        assert rank.ended.wait(TIMEOUT_S + 1)
+        assert rank.watch.failure.ranks == [2]
+        assert "rank 2" in str(rank.watch.failure) and "was late" in str(rank.watch.failure)
+
+
+def test_an_idle_rank_asks_only_while_peers_may_call_the_roll():
+    watch = Watch(Connection(dist.HashStore()), "test", [0, 1], 0, 30.0)
+    assert [watch.may_be_asked(idle_s) for idle_s in (1.0, 25.0, 27.0, 30.1, 31.0, 1e6)] == [
+        False, False, True, True, False, False,
+    ]  # fmt: skip
+
+
+def test_an_idle_rank_does_without_a_store_that_is_gone():
+    store = GoneStore()
+    watch, counts = Watch(Connection(store), "test", [0, 1], 0, 1.0), torch.zeros(4, dtype=torch.int32)
+    owner, ended = Owner(), threading.Event()
+    oversee(owner, counts, watch, ended.set)
+    assert not ended.wait(3.0) and watch.failure is None
+    assert store.asked == 1
+
+
 def test_nobody_watches_over_what_is_gone(ranks):
     ranks[0].owner = None
     gc.collect()
@@ -99,10 +146,13 @@ def test_nobody_watches_over_what_is_gone(ranks):
 
 
 class GoneStore(dist.Store):
+    asked = 0
+
     def clone(self):
         return self
 
     def check(self, keys):
+        self.asked += 1
         raise RuntimeError("connection reset")
 
     def set(self, key, value):
@@ -153,9 +203,9 @@ class Collective:
 class Host:
     """Rank whose host queues collectives; `ended` says how often they were ended. It is its own marks."""
 
-    def __init__(self, store: dist.Store, rank: int, timeout_s: float = TIMEOUT_S):
-        self.watch, self.ended = Watch(Connection(store), "queued", [0, 1], rank, timeout_s), 0
-        self.watch.opened([0, 0])
+    def __init__(self, store: dist.Store, rank: int, timeout_s: float = TIMEOUT_S, num_ranks: int = 2):
+        self.watch, self.ended = Watch(Connection(store), "queued", list(range(num_ranks)), rank, timeout_s), 0
+        self.watch.opened([0] * num_ranks)
         self.collectives: list[Collective] = []
         oversee_queue(self.watch, self, self.end)
 
@@ -211,6 +261,26 @@ def test_a_host_that_is_held_answers_the_roll_call_of_another(hosts):
         held.watch.finish()
     assert waiting.collective.done.wait(1.0)
     assert (waiting.ended, held.ended) == (1, 1)
+
+
+@pytest.mark.parametrize(("queued", "named"), [(2, [1]), (1, [0, 1]), (0, [0, 1])], ids=["done", "late", "before"])
+def test_a_host_that_is_done_answers_the_roll_call_and_a_late_one_does_not(queued, named):
+    """A rank that has no tokens for the lost one, and gets none from it, may be done before the others."""
+    store = dist.HashStore()
+    other, waiting = Host(store, 0, num_ranks=3), Host(store, 2, num_ranks=3)
+    for host, number in ((other, queued), (waiting, 2)):
+        for _ in range(number):
+            host.queue()
+    for collective in other.collectives:
+        collective.done.set()
+    other.watch.finish()
+    waiting.collectives[0].done.set()
+    with pytest.raises(PeerTimeout) as told:
+        waiting.watch.finish()
+    assert told.value.ranks == named
+    time.sleep(0.5)
+    assert (other.watch.failure is not None) == (0 not in named)
+    assert other.watch.failure is None or other.watch.failure.ranks == named
 
 
 def test_an_error_doesnt_wait_for_the_end_of_the_collectives(hosts):

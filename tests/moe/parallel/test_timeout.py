@@ -113,7 +113,7 @@ def test_a_collective_may_take_longer_while_a_peer_compiles(compiles_s, most_s, 
 )
 def test_an_exchange_that_fails_of_itself_says_why(cause, said, monkeypatch):
     made = Watch(None, "a", [0, 1], 0, 2.0)  # pyright: ignore[reportArgumentType]
-    monkeypatch.setattr(made, "_call_roll", lambda waited_s, reason: ({0: 0.1, 1: 0.1}, {}))
+    monkeypatch.setattr(made, "_call_roll", lambda *_: ({0: 0.1, 1: 0.1}, {}))
     with pytest.raises(PeerTimeout, match=f"but the exchange {said}"):
         made.fail("dispatch", cause, 0.1)
 

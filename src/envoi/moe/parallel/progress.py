@@ -19,7 +19,7 @@ from functools import cache, partial
 import torch
 
 from envoi.moe.parallel.pulse import MOST_S, Peers
-from envoi.moe.parallel.timeout import LOOK_S, Alarm, Marks, PeerTimeout, Watch
+from envoi.moe.parallel.timeout import DONE_S, LOOK_S, Alarm, Marks, PeerTimeout, Queued, Watch
 from envoi.runtime.wake import Wake
 
 INTERVAL_S = 0.02
@@ -37,7 +37,7 @@ def oversee(owner: object, counts: torch.Tensor, watch: Watch, end: Callable[[],
 
     counts [4] int32: in memory that the host reads without waiting. end: ends collectives that wait for a peer.
     """
-    stop = Wake()
+    stop, watch.calls_begun = Wake(), lambda: int(counts[BEGUN])
     weakref.finalize(owner, stop.set)
     in_background(partial(_oversee, counts, watch, end, stop), stop)
 
@@ -115,19 +115,23 @@ def _oversee(counts: torch.Tensor, watch: Watch, end: Callable[[], object], stop
     seen, since, look, alarm = [0, 0, 0], time.monotonic(), 0.0, Alarm(watch.connection, watch.name)
     while not stop.wait(INTERVAL_S):
         now, points = time.monotonic(), counts.tolist()[:LOST]
-        if points != seen or points[BEGUN] == points[DONE]:
-            seen, since = points, now
-            look = now + LOOK_S
+        if points != seen:
+            seen, since, look = points, now, now + LOOK_S
             continue
+        is_idle = points[BEGUN] == points[DONE]
+        if is_idle and not watch.may_be_asked(now - since):
+            continue
+        ask = now > look
+        look = now + LOOK_S if ask else look
         try:
-            alarmed = alarm.raised(ask=now > look)
+            alarmed = alarm.raised(ask) and (not is_idle or points[DONE] >= alarm.number(LOOK_S))
         except RuntimeError:  # the store is gone, and with it a rank
-            alarmed = True
-        look = now + LOOK_S if now > look else look
-        if alarmed or now > since + watch.patience_s:
+            alarmed = not is_idle
+            since -= watch.timeout_s + LOOK_S if is_idle else 0.0  # nobody can ask any more
+        if alarmed or (not is_idle and now > since + watch.patience_s):
             step = STEPS[GATHERED if points[GATHERED] != points[BEGUN] else DONE]
             try:
-                watch.fail(step, TimeoutError(step), now - since)
+                watch.fail(step, TimeoutError(step), DONE_S if is_idle else now - since)
             except PeerTimeout:
                 counts[LOST] = 1
                 end()
@@ -135,16 +139,32 @@ def _oversee(counts: torch.Tensor, watch: Watch, end: Callable[[], object], stop
 
 
 def _oversee_queue(owner: "weakref.ref[Watch]", alarm: Alarm, peers: Peers, stop: Wake) -> None:
+    count, since = 0, time.monotonic()
     while not stop.wait(LOOK_S):
         watch = owner()
-        if watch is None or watch.failure is not None or _has_failed(watch, alarm, peers):
+        if watch is None or watch.failure is not None:
+            return
+        queued, is_new, count = watch.pending(), watch.count != count, watch.count
+        since = time.monotonic() if is_new or queued is not None else since
+        if queued is None and _is_asked(watch, alarm, time.monotonic() - since):
+            with suppress(PeerTimeout):
+                watch.fail("combine", TimeoutError("combine"), DONE_S)
+            return
+        if queued is not None and _has_failed(watch, queued, alarm, peers):
             return
         del watch  # which ends where nobody else has it
 
 
-def _has_failed(watch: Watch, alarm: Alarm, peers: Peers) -> bool:
-    queued = watch.pending()
-    if queued is None or time.monotonic() < queued.began + LOOK_S:
+def _is_asked(watch: Watch, alarm: Alarm, idle_s: float) -> bool:
+    """Tell whether peers call the roll for a collective that this rank is past."""
+    try:
+        return watch.may_be_asked(idle_s) and alarm.answer(ANSWER_S) and watch.count >= alarm.number(LOOK_S)
+    except RuntimeError:  # the store is gone: nobody asks
+        return False
+
+
+def _has_failed(watch: Watch, queued: Queued, alarm: Alarm, peers: Peers) -> bool:
+    if time.monotonic() < queued.began + LOOK_S:
         return False
     peers.look()
     try:

@@ -1,5 +1,6 @@
 """Bounded waits: a peer that is lost or late ends every wait on every rank with an error that names it."""
 
+import math
 import threading
 import time
 from collections.abc import Callable
@@ -23,6 +24,7 @@ _ROLL_CALL_S = 2.0  # the most that the roll call takes; it is a part of the tim
 _GRACE_S = 1.0  # for the rest of the opening, where the last rank joins at the last moment
 _PULSE_S = 0.5  # interval at which it looks whether a rank compiles
 CONNECT_S = 30.0  # the least that a library has to connect ranks, which takes seconds on busy or many hosts
+DONE_S = math.inf  # that a rank has waited which doesn't, since it is done with what others wait for
 _JOIN_S = 0.01  # interval at which a rank that opens checks whether all have joined
 
 
@@ -125,6 +127,10 @@ class Alarm:
         wait_for_futures([asked], within_s)
         return asked.done() and self._take(asked)
 
+    def number(self, within_s: float) -> int:
+        """Return what the first rank to fail was waiting for: see `Watch.waiting_for`. Raises RuntimeError."""
+        return int(self._connection.answer(lambda store: PrefixStore(self._name, store).get("alarm"), within_s))
+
     def _ask(self) -> "Future[bool]":
         return self._connection.ask(lambda store: PrefixStore(self._name, store).check(["alarm"]))
 
@@ -154,14 +160,23 @@ class Watch:
         self.broken: Callable[[], str] = lambda: ""  # says why collectives failed, though they count as complete
         self.marks: Marks | None = None  # of what is queued
         self.alarmed = Alarm(connection, name).raised
+        self.calls_begun: Callable[[], int] | None = None  # says how many, where the device counts them
+        self.count = 0  # of collectives that were queued
         self._failing = threading.Lock()
         self._queued: list[Queued] = []
-        self._count = 0
 
     @property
     def patience_s(self) -> float:
         """Seconds to wait before the roll is called, which takes the rest of timeout_s."""
         return self.timeout_s - self.roll_call_s
+
+    def may_be_asked(self, idle_s: float) -> bool:
+        """Tell whether peers may be calling the roll now for a call that this rank has done, idle for so long since.
+
+        They began to wait at about the time at which it was done, and patience is the same everywhere. At other times
+        an idle rank leaves the store alone, which may be gone with the process that has it.
+        """
+        return self.patience_s - self.roll_call_s < idle_s < self.timeout_s + LOOK_S
 
     @property
     def left_s(self) -> float:
@@ -255,7 +270,7 @@ class Watch:
             raise self.failure
         # Those of a call that ended with another error are still here.
         self._queued = [queued for queued in self._queued if not self._is_complete(queued)]
-        began, number, self._count = time.monotonic(), self._count, self._count + 1
+        began, number, self.count = time.monotonic(), self.count, self.count + 1
         try:
             work = start()
             self._queued.append(Queued(work, step, number, began))
@@ -272,6 +287,14 @@ class Watch:
         """Return the first collective that was queued and that the device isn't past. For any thread, with `marks`."""
         return next((queued for queued in tuple(self._queued) if not self._is_complete(queued)), None)
 
+    def waiting_for(self) -> int:
+        """Return the number that ranks which are past what this one waits for have reached: of calls that are done, or,
+        where hosts queue collectives, of those."""
+        if self.calls_begun is not None:
+            return self.calls_begun()
+        queued = self.pending()
+        return 1 + (self.count if queued is None else queued.number)
+
     def finish(self) -> None:
         """Return when all collectives that were queued are complete. Raises PeerTimeout."""
         began = time.monotonic()
@@ -281,8 +304,10 @@ class Watch:
                 if why := self.broken():
                     raise RuntimeError(why)
             except (RuntimeError, _AlarmError) as error:
-                self._queued = []
-                self.fail(queued.step, error, time.monotonic() - began)
+                try:
+                    self.fail(queued.step, error, time.monotonic() - began)
+                finally:
+                    self._queued = []
         self._queued = []
         with self._failing:  # a thread that watches may be about to find, and have ended the collectives already
             failure = self.failure
@@ -294,30 +319,34 @@ class Watch:
     ) -> NoReturn:
         """Raise the alarm for all ranks, call the roll, raise PeerTimeout, the same in all threads.
 
-        waited_s: this rank's wait in this step. says_why: tell the others why this rank failed, if it did by itself: it
-        is the one to be named. within_s: the step's own timeout, None = timeout_s.
+        waited_s: this rank's wait in this step, or DONE_S. says_why: tell the others why this rank failed, if it did by
+        itself: it is the one to be named. within_s: the step's own timeout, None = timeout_s.
         """
         with self._failing:
             if self.failure is None:
+                number = self.waiting_for()  # before there is nothing to wait for any more
                 with suppress(RuntimeError):
                     self.end()
-                ranks, answered, store, why = self._explain(cause, waited_s, says_why)
+                ranks, answered, store, why = self._explain(cause, waited_s, says_why, number)
                 within_s = within_s or self.timeout_s
                 failure = PeerTimeout(ranks, step, within_s, answered, self.rank, store, why)
                 failure.__cause__ = cause
                 self.failure = failure
         raise self.failure
 
-    def _explain(self, cause: Exception, waited_s: float, says_why: bool) -> tuple[list[int], bool, str, str]:
+    def _explain(
+        self, cause: Exception, waited_s: float, says_why: bool, number: int
+    ) -> tuple[list[int], bool, str, str]:
         """Return `ranks`, `answered`, `store` and `cause` of the PeerTimeout."""
         missing, answered, store, why = [], False, "", line_of(cause)
         try:
-            waited, reasons = self._call_roll(waited_s, why if says_why else "")
+            waited, reasons = self._call_roll(waited_s, why if says_why else "", number)
             missing = [rank for rank in self.ranks if rank not in waited]
             answered = not missing
             if answered:
                 # All answered. A late rank has itself waited for less than half as long as the one that waited longest.
-                missing = [rank for rank in self.ranks if waited[rank] < max(waited.values()) / 2]
+                longest = max((seconds for seconds in waited.values() if seconds != DONE_S), default=0.0)
+                missing = [rank for rank in self.ranks if waited[rank] < longest / 2]
             short = [rank for rank, reason in reasons.items() if "out of memory" in reason]
             if answered and reasons:
                 missing = sorted(short or reasons)  # whoever lacks memory has made the others' exchange fail
@@ -380,11 +409,12 @@ class Watch:
         """Ask; the store has until `end` for its answer, but at least a moment: at the end it isn't silent yet."""
         return self.ask(request, max(LOOK_S, end - time.monotonic()))
 
-    def _call_roll(self, waited_s: float, reason: str) -> tuple[dict[int, float], dict[int, str]]:
+    def _call_roll(self, waited_s: float, reason: str, number: int) -> tuple[dict[int, float], dict[int, str]]:
         """Return the seconds that each rank which answers has waited, and the reasons of those that failed.
 
-        Every rank that is alive answers: waiting ranks see the alarm within LOOK_S. Raises StoreSilentError;
-        RuntimeError if the store is gone.
+        Every rank that is alive answers, unless it is late: waiting ranks see the alarm within LOOK_S, and so do those
+        that are past what this one waits for, where a thread looks. Raises StoreSilentError; RuntimeError if the store
+        is gone.
         """
         end = time.monotonic() + self.roll_call_s - LOOK_S
         said: dict[int, str] = {}
@@ -393,7 +423,7 @@ class Watch:
             missing = [rank for rank in self.ranks if rank not in said and store.check([f"here/{rank}"])]
             return {rank: store.get(f"here/{rank}").decode() for rank in missing}
 
-        self._ask_by(end, lambda store: store.set("alarm", "1"))
+        self._ask_by(end, lambda store: store.compare_set("alarm", "", str(number)))  # the first one's stays
         self._ask_by(end, lambda store: store.set(f"here/{self.rank}", f"{waited_s:.3f} {reason}"))
         while len(said) < len(self.ranks) and time.monotonic() < end:
             said |= self._ask_by(end, answers)
