@@ -54,8 +54,8 @@ def found(**changes) -> Found:
         ({"grown": 100 << 20}, "soak/memory"),
         ({"times": {soak.ALONE: (50, 2, 4.0)}}, "soak/times"),
         ({"times": {soak.REPLAYED: (50, 2, 4.0)}}, "soak/times from graphs"),
-        ({"times": {soak.HOST: (50, 20, 4.0), soak.COUNTING: (50, 1, 4.0)}}, "soak/host"),
-        ({"times": {soak.HOST: (50, 1, 101.0), soak.COUNTING: (50, 1, 4.0)}}, "soak/host"),
+        ({"times": {soak.HOST: (50, 20, 4.0), soak.OF_TORCH: (50, 1, 4.0)}}, "soak/host"),
+        ({"times": {soak.HOST: (50, 1, 101.0), soak.OF_TORCH: (50, 1, 4.0)}}, "soak/host"),
     ],
 )
 def test_what_one_rank_finds_breaks_a_promise(monkeypatch, changes, promise):
@@ -116,12 +116,12 @@ def test_a_call_that_a_host_launched_much_later_is_left_out():
     assert soak.judged([part]) == {"alone": (40, 0, 1.0), "hosts late, alone": (1, 1, pytest.approx(3.5))}
 
 
-def test_a_host_is_compared_with_a_loop_that_counts():
+def test_a_host_is_compared_with_operators_of_torch():
     part = Part(None, [])
-    slow, slow_loop = Took(1.0, 0.2, 0.9, 0.2), Took(1.0, 0.2, 0.1, 0.9)
+    slow, slow_other = Took(1.0, 0.2, 0.9, 0.2), Took(1.0, 0.2, 0.1, 0.9)
     without = [Took(1.0, 0.2, 0.9)] * 5
-    part.calls["alone", 0] = [*[Took(1.0, 0.2, 0.1, 0.2)] * 40, slow, slow, slow_loop, *without]
-    assert [soak.judged([part])[kind][:2] for kind in (soak.HOST, soak.COUNTING)] == [(43, 2), (43, 1)]
+    part.calls["alone", 0] = [*[Took(1.0, 0.2, 0.1, 0.2)] * 40, slow, slow, slow_other, *without]
+    assert [soak.judged([part])[kind][:2] for kind in (soak.HOST, soak.OF_TORCH)] == [(43, 2), (43, 1)]
 
 
 class Busy:
@@ -143,32 +143,32 @@ class Busy:
     def check(self):
         pass
 
-    def count_for(self, seconds: float) -> float:
+    def launch_for(self, seconds: float, device: torch.device) -> float:
         self.now += seconds
         return seconds
 
 
 def test_a_host_that_is_slow_now_and_then_is_found(monkeypatch):
-    """The loop beside a slow call is as long as usual."""
+    """What is beside a slow call is as long as usual."""
     busy, x = Busy(), torch.ones(2, 4)
     monkeypatch.setattr(soak, "SCENES", 1)
     monkeypatch.setattr(soak, "time", busy)
-    monkeypatch.setattr(soak, "count_for", busy.count_for)
+    monkeypatch.setattr(soak, "launch_for", busy.launch_for)
     monkeypatch.setattr(soak.dist, "barrier", lambda: None)
     monkeypatch.setattr(soak.dist, "get_world_size", lambda: 1)
     monkeypatch.setattr(soak.dist, "all_gather_object", lambda to, mine: to.__setitem__(0, mine))
     parts = [Part(busy, [soak.Scene(x, None, x)]) for _ in range(2)]
-    for number in range(2):  # the first has no loops, since it isn't known how long calls take
+    for number in range(2):  # the first has nothing beside it, since it isn't known how long calls take
         soak.block(parts, soak.ALONE, 400, random.Random(number), CPU)
     found = soak.judged(parts)
     assert found[soak.HOST] == (400, 40, pytest.approx(40.0))
-    assert found[soak.COUNTING] == (400, 0, pytest.approx(1.0))
+    assert found[soak.OF_TORCH] == (400, 0, pytest.approx(1.0))
     assert soak.more_often(40, 0) == 40
 
 
-def test_a_loop_takes_about_as_long_as_it_is_told_or_longer():
-    assert soak.count_for(0.0) == 0.0
-    assert soak.count_for(0.002) > 0.001
+def test_operators_take_about_as_long_as_they_are_told_or_longer():
+    assert soak.launch_for(0.0, CPU) == 0.0
+    assert soak.launch_for(0.02, CPU) > 0.004
 
 
 def test_slow_hosts_are_wrong_if_chance_does_not_explain_them():

@@ -45,12 +45,16 @@ SOAK = (
     (
         "soak/host",
         "The host's time of a call without a graph is over 3 times its median no more often than chance explains, "
-        "beside loops as long that only count, and never over 100 times",
+        "beside as long rows of small operators of torch, and never over 100 times",
     ),
 )
 OVER_NVLINK, OVER_NCCL = "over NVLink", "over NCCL"
 FAULTS = (
-    ("killed", "A rank is killed: every other gets a `PeerTimeout` that names it within `timeout_s` + 1 s"),
+    (
+        "killed",
+        "A rank is killed: within `timeout_s` + 1 s every other gets a `PeerTimeout` that names it, or the right "
+        "answer if it needs no more of that rank",
+    ),
     ("stopped", "A rank is stopped for longer than the timeout: the same"),
     ("late", "A rank is late by half of `timeout_s` (6 s): the right answer"),
     ("wrong arguments", "A rank passes wrong arguments: a `ValueError` on every rank, then the right answer"),

@@ -12,8 +12,8 @@ for their peers too, which is as long as the longest of them. Of those the text 
 time is its device's, from when this rank's host began to launch it, less how much later than usual the last host had
 launched it, which the system may have interrupted: all ranks run on one host, whose clock they share. Calls that a host
 launched much later than usual are left out and counted. The host's own time of a call that isn't from a graph is
-compared with a loop that only counts, beside each call and as long as such calls usually take: what interrupts one
-interrupts the other. More slow calls than loops are wrong if chance doesn't explain them, and so is one that stalls.
+compared with that of small operators of torch, beside each call and as many as usually take as long: what interrupts
+one interrupts the other. More slow calls are wrong if chance doesn't explain them, and so is one that stalls.
 Ranks that share a GPU have it in turn, so that their times say nothing; MPS lets them have it at once.
 """
 
@@ -51,7 +51,7 @@ GUARD_S = 590.0
 LEAST_ALIKE = 20  # calls that have a median
 CHANCE = 4.0  # deviations by which two numbers of equally rare events may differ
 STALL = 100.0  # of its median that a host's time may never take
-ALONE, REPLAYED, HOST, COUNTING = "alone", "alone, from a graph", "host", "a loop that counts"
+ALONE, REPLAYED, HOST, OF_TORCH = "alone", "alone, from a graph", "host", "operators of torch"
 LATE = "hosts late, {}"  # of a kind of block, the calls that are left out
 KINDS = ("eager", "graphs", "mixed", "two streams", ALONE)
 ROUTINGS = ("even", "skewed", "one expert", "masked")
@@ -70,21 +70,21 @@ class Scene:
 
 class Launched(NamedTuple):
     """Times of a call on this rank's host, in seconds: when its launch began and ended, by the clock of all ranks; and
-    how long the loop beside it took, 0 without one."""
+    how long the operators of torch beside it took, 0 without any."""
 
     begin: float
     end: float
-    counting: float
+    of_torch: float
 
 
 class Took(NamedTuple):
     """Milliseconds of a call: of the device, from when this rank's host began to launch it; until the last rank's host
-    had launched it; of this rank's host; and of the loop beside it, 0 if there was none."""
+    had launched it; of this rank's host; and of the operators of torch beside it, 0 without any."""
 
     device: float
     last_host: float = 0.0
     host: float = 0.0
-    counting: float = 0.0
+    of_torch: float = 0.0
 
 
 @dataclass
@@ -239,7 +239,8 @@ def block(parts: list[Part], kind: str, count: int, draw: random.Random, device:
             end = _mark(end, on_gpu)
             stop = time.monotonic()
             like = REPLAYED if kind == ALONE and replayed else kind
-            launched.append(Launched(start, stop, count_for(part.usual_host_s(like, number)) if like == ALONE else 0.0))
+            usual_s = part.usual_host_s(like, number) if like == ALONE else 0.0
+            launched.append(Launched(start, stop, launch_for(usual_s, device) if usual_s else 0.0))
             marks.append((part, (like, number), begin, end))
         last[place] = part.scenes[number], out
     if on_gpu:
@@ -247,33 +248,45 @@ def block(parts: list[Part], kind: str, count: int, draw: random.Random, device:
     last_host_s = until_last_host(launched, on_gpu) if kind == ALONE else [0.0] * count
     for (part, key, begin, end), host, last_s in zip(marks, launched, last_host_s, strict=True):
         device_ms = begin.elapsed_time(end) if on_gpu else 1e3 * (end - begin)
-        part.calls[key].append(Took(device_ms, 1e3 * last_s, 1e3 * (host.end - host.begin), 1e3 * host.counting))
+        part.calls[key].append(Took(device_ms, 1e3 * last_s, 1e3 * (host.end - host.begin), 1e3 * host.of_torch))
     for part in parts:
         part.parallel.check()
     return len(last), sum(not same([out], [scene.want]) for scene, out in last.values())
 
 
-def count_for(seconds: float) -> float:
-    """Count for as long as given, if nothing interrupts it; return the seconds that it took, 0 for 0."""
-    steps = round(seconds / _second_per_step())
-    if not steps:
+def launch_for(seconds: float, device: torch.device) -> float:
+    """Call small operators of torch for as long as given, if nothing interrupts that; return the seconds that it took,
+    0 for 0."""
+    number, x = round(seconds / _usual_s(device)), _number_on(device)
+    if not number:
         return 0.0
     start = time.monotonic()
-    for _ in range(steps):
-        pass
+    for _ in range(number):
+        x.add_(1)
     return time.monotonic() - start
 
 
 @cache
-def _second_per_step() -> float:
-    """Return the seconds of a step of a loop, the least of several measurements."""
-    found, steps = [], 10_000
+def _usual_s(device: torch.device) -> float:
+    """Return the seconds of such an operator on the host, the median of several measurements."""
+    found, x = [], _number_on(device)
     for _ in range(20):
+        _settle_alone(device)
         start = time.monotonic()
-        for _ in range(steps):
-            pass
-        found.append((time.monotonic() - start) / steps)
-    return min(found)
+        for _ in range(100):
+            x.add_(1)
+        found.append((time.monotonic() - start) / 100)
+    return statistics.median(found)
+
+
+@cache
+def _number_on(device: torch.device) -> torch.Tensor:
+    return torch.zeros(1, device=device)
+
+
+def _settle_alone(device: torch.device) -> None:
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
 
 
 def until_last_host(launched: list[Launched], on_gpu: bool) -> list[float]:
@@ -314,7 +327,7 @@ def times_of_medians(part: Part) -> dict[str, list[float]]:
     """Return, by kind of block, each call's time over the median of the calls like it; none where few are alike.
 
     LATE, of a kind, are the hosts' times of calls that are left out. HOST is the host's time of calls that are alone
-    and not from a graph, where a loop was beside them, COUNTING that of these loops.
+    and not from a graph, where operators of torch were beside them, OF_TORCH that of these operators.
     """
     found: dict[str, list[float]] = defaultdict(list)
     for (kind, _), calls in part.calls.items():
@@ -324,9 +337,9 @@ def times_of_medians(part: Part) -> dict[str, list[float]]:
         in_time = [call for call in calls if call.last_host <= MOST_TIMES * usual]
         found[kind] += _over_median([call.device - (call.last_host - usual) for call in in_time])
         found[LATE.format(kind)] += [x.last_host / usual for x in calls if x.last_host > MOST_TIMES * usual]
-        beside_loops = [call for call in calls if call.counting]
-        found[HOST] += _over_median([call.host for call in beside_loops])
-        found[COUNTING] += _over_median([call.counting for call in beside_loops])
+        beside_others = [call for call in calls if call.of_torch]
+        found[HOST] += _over_median([call.host for call in beside_others])
+        found[OF_TORCH] += _over_median([call.of_torch for call in beside_others])
     return {kind: times for kind, times in found.items() if times}
 
 
@@ -395,10 +408,10 @@ def run(options: argparse.Namespace) -> Iterator[Run]:
     print(f"load on rank 0: {found[0].load}")
     if share_gpus(options.ranks, device):
         return
-    apart = REPLAYED, LATE.format(REPLAYED), ALONE, LATE.format(ALONE), HOST, COUNTING
+    apart = REPLAYED, LATE.format(REPLAYED), ALONE, LATE.format(ALONE), HOST, OF_TORCH
     kinds = dict.fromkeys((*KINDS, *apart))
     counts = {kind: summed([x.times.get(kind, (0, 0, 0.0)) for x in found]) for kind in kinds}
-    replayed, late_replayed, launched, late, host, counting = (counts.pop(kind) for kind in apart)
+    replayed, late_replayed, launched, late, host, of_torch = (counts.pop(kind) for kind in apart)
     others = [f"{kind} {n_slow / n:.1%}" for kind, (n, n_slow, _) in counts.items() if n]
     in_a_row = f"; beyond {MOST_TIMES:g} times in a row: {', '.join(others)}" if others else ""
     for name, (n, slow, worst), left_out, more in (
@@ -406,18 +419,18 @@ def run(options: argparse.Namespace) -> Iterator[Run]:
     ):  # fmt: skip
         text = f"the slowest took {worst:.2f} times the median of those like it; {left_out[0]} left out{more}"
         yield run_of(name, n, slow, spent, device, options.ranks, text)
-    (n, slow, worst), (n_loops, slow_loops, worst_loop) = host, counting
+    (n, slow, worst), (n_others, slow_others, worst_other) = host, of_torch
     text = (
         f"a host took over {MOST_TIMES:g} times its median in {slow} of {n} calls, {worst:.1f} times at most, and in "
-        f"{slow_loops} of {n_loops} loops that count, {worst_loop:.1f} times at most"
+        f"{slow_others} of {n_others} rows of torch's operators as long, {worst_other:.1f} times at most"
     )
-    wrong = max(more_often(slow, slow_loops), int(worst > STALL))
+    wrong = max(more_often(slow, slow_others), int(worst > STALL))
     yield run_of("soak/host", n, wrong, spent, device, options.ranks, text)
 
 
-def more_often(slow: int, slow_loops: int) -> int:
-    """Return the slow calls, or 0 if chance explains that there are more than slow ones among as many loops."""
-    return slow if slow - slow_loops > CHANCE * math.sqrt(slow + slow_loops) else 0
+def more_often(slow: int, slow_others: int) -> int:
+    """Return the slow calls, or 0 if chance explains that there are more than slow ones among as many others."""
+    return slow if slow - slow_others > CHANCE * math.sqrt(slow + slow_others) else 0
 
 
 def summed(found: list[tuple[int, int, float]]) -> tuple[int, int, float]:
