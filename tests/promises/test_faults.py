@@ -51,8 +51,7 @@ REFUSED = Told("ValueError", right=True, again=True)
     ("fault", "told", "said"),
     [
         ("killed", NAMED, ""),
-        ("killed", RIGHT, "nobody was told of rank 1"),
-        ("killed", replace(RIGHT, right=False), "expected a PeerTimeout that names rank 1, or the right answer"),
+        ("killed", RIGHT, "expected a PeerTimeout that names rank 1"),
         ("killed", replace(NAMED, ranks=(0,)), "expected a PeerTimeout that names rank 1"),
         ("stopped", replace(NAMED, seconds=7.5), "expected the error or the answer within 7 s, got"),
         ("stopped", replace(NAMED, again=False), "expected the right answer of a new object"),
@@ -88,6 +87,9 @@ def test_judge(fault, told, said):
 def test_who_needs_the_lost_rank_no_more_may_be_right_in_time():
     victim, setting = Outcome(error="died"), Setting("killed", "combine", "hosts", TIMEOUT_S, "cuda")
     assert judge(setting, [Outcome(RIGHT), victim, Outcome(NAMED)]) == (2, 0, "")
+    assert judge(replace(setting, exchange="gathered"), [Outcome(RIGHT), victim, Outcome(NAMED)])[1] == 1
+    assert judge(setting, [Outcome(RIGHT), victim, Outcome(RIGHT)])[1:] == (2, f"nobody was told of rank 1: {victim}")
+    assert judge(setting, [Outcome(replace(RIGHT, right=False)), victim, Outcome(NAMED)])[1] == 1
     late, named = replace(RIGHT, seconds=7.5), replace(NAMED, ranks=(0, 1))
     count, wrong, text = judge(setting, [Outcome(late), victim, Outcome(named)])
     assert (count, wrong) == (2, 2)

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 import envoi
-from envoi.runtime import shortcuts
+from envoi.runtime import shortcuts, workspace
 from envoi.runtime.prepared import calls, driver, replay
 from tests.runtime.prepared_cases import (
     Case,
@@ -223,12 +223,37 @@ def test_memory_stays_bounded(counted):
     """A prepared call holds no memory of the device, its stream only what it can have again."""
     prepare(CASES["moe-bf16"], counted)
     run = call(CASES["moe-bf16"], 2)
-    run()
+    run()  # which may have the stream keep more
     torch.cuda.synchronize()
     before = torch.cuda.memory_allocated()
     for _ in range(20):
         run()
     assert torch.cuda.memory_allocated() == before
+
+
+@pytest.mark.parametrize("on_default", [True, False], ids=["default", "other"])
+def test_scratch_memory_is_of_the_streams_own(on_default, counted, monkeypatch):
+    """What torch's allocator gives to one stream it takes back for that stream alone."""
+    taken: list[tuple[int, int]] = []
+    take = workspace.Scratch.take
+
+    def noted(self, stream, num_floats):
+        memory = take(self, stream, num_floats)
+        taken.append((stream, memory.data_ptr()))
+        return memory
+
+    monkeypatch.setattr(workspace.Scratch, "take", noted)
+    workspace.forget_scratch()
+    stream = torch.cuda.default_stream() if on_default else torch.cuda.Stream()
+    with torch.cuda.stream(stream):
+        for i in range(4):
+            call(CASES["moe-bf16"], i)()
+    torch.cuda.synchronize()
+    assert {of for of, _ in taken} == {stream.cuda_stream}
+    segments = torch.cuda.memory_snapshot()
+    for of, address in taken:
+        (found,) = [s for s in segments if s["address"] <= address < s["address"] + s["total_size"]]
+        assert found["stream"] == of
 
 
 def test_errors_come_as_always(counted):

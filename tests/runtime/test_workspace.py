@@ -154,3 +154,13 @@ def test_calls_at_once_and_other_streams_have_scratch_memory_of_their_own(scratc
     scratch.give_back(2, taken[2][1])
     workspace.spoil(7.0)
     assert (scratch.take(2, 10) == 7.0).all()
+    workspace.forget_scratch()
+    assert not scratch.free
+
+
+def test_scratch_memory_at_the_end_of_the_process(scratch, monkeypatch):
+    def refuse(make):
+        raise RuntimeError("cannot schedule new futures after interpreter shutdown")
+
+    monkeypatch.setattr(workspace, "in_another_thread", refuse)
+    assert scratch.take(1, 10).numel() == workspace.LEAST_SCRATCH

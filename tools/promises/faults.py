@@ -4,9 +4,9 @@
 
 A rank is killed, stopped for longer than the timeout, or late by half of it: before and in each step of a call. Or it
 passes wrong arguments, or is out of memory while an object is opened. Killed and stopped: every other rank must get a
-PeerTimeout that names it within timeout_s + 1 s, or within that the right answer, where it doesn't need the rank any
-more; at least one must be told. Late: the right answer. Wrong arguments: a ValueError on every rank,
-and the right answer to the next call. Out of memory: the right answer, or an error that says so on every rank. Then, in
+PeerTimeout that names it within timeout_s + 1 s, or the right answer if it needs nothing more of that rank (NEEDLESS);
+at least one must be told. Late: the right answer. Wrong arguments: a ValueError on every rank, and the right answer to
+the next call. Out of memory: the right answer, or an error that says so on every rank. Then, in
 the processes that are left, a new object on a new group must give the right answer.
 
 Each fault has processes of its own; several of them run at a time.
@@ -63,8 +63,11 @@ STEPS: dict[str, dict[str, tuple[Any, str]]] = {
         "experts": (counted, "run_local_experts"), "combine": (counted, "combine"),
     },
 }  # fmt: skip
+# Where a rank may be right without the victim: in its own place it exchanges sums with other hosts' ranks alone.
+NEEDLESS = {("hosts", "combine")}
 MANY_TOKENS = 200_000  # for which an object needs hundreds of megabytes
 LAYER: dict[str, Any] = {"tokens": 60, "experts": 8, "k": 3, "hidden": 256, "intermediate": 128}
+SPOILED = 8  # outputs
 GUARD_S = 150.0
 FREE = re.compile(r"; (\d+) MiB of its GPU's memory were free")  # as `collectives.connect_ranks` says it
 ROOM_LEFT = 48 << 20  # bytes that a rank which is out of memory has
@@ -218,6 +221,7 @@ def replayed(work: Work, parallel: envoi.ExpertParallel, inputs: tuple) -> Calla
         out = parallel.moe(*inputs)
 
     def replay() -> torch.Tensor:
+        out.fill_(float("nan"))
         graph.replay()
         return out
 
@@ -243,8 +247,8 @@ def on_rank(rank: int, num_ranks: int, setting: Setting) -> Told:
     else:
         parallel, inputs, want = work.open(everyone, prepared=prepared)
         assert parallel.exchange == setting.exchange.removesuffix(" by gloo"), parallel.why
-        for _ in range(3):
-            parallel.moe(*inputs)
+        for _ in range(3):  # with other tokens: what such calls leave in buffers isn't the right answer
+            parallel.moe(2 * inputs[0], inputs[1])
         run = replayed(work, parallel, inputs) if setting.stage == "replay" else partial(parallel.moe, *inputs)
         work.settle()
         dist.barrier()
@@ -274,6 +278,8 @@ def call_again(
         hit(work.setting.fault, work.setting.timeout_s)
     elif is_victim:
         hook(work.setting)
+    spoiled = [torch.full_like(want, float("nan")) for _ in range(SPOILED)]
+    del spoiled  # now torch has no memory of this size with an answer in it
     out = run()
     work.settle()
     parallel.check()
@@ -367,8 +373,9 @@ def complaint(setting: Setting, told: Told, rank: int) -> str:
     in_time = told.seconds < setting.timeout_s + 1
     is_named = told.error == "PeerTimeout" and told.ranks == (VICTIM,)
     if setting.fault in ("killed", "stopped") and rank != VICTIM:
-        if not is_named and not (told.right and not told.error):
-            return f"expected a PeerTimeout that names rank {VICTIM}, or the right answer, got {told}"
+        may_be_right = (setting.exchange, setting.stage) in NEEDLESS and told.right and not told.error
+        if not is_named and not may_be_right:
+            return f"expected a PeerTimeout that names rank {VICTIM}, got {told}"
         if not in_time:
             return f"expected the error or the answer within {setting.timeout_s + 1:g} s, got {told}"
     elif setting.fault == "late" and not told.right:

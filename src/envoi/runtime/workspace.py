@@ -5,7 +5,6 @@ import math
 import threading
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import nullcontext
 from dataclasses import dataclass, field
 from functools import cache
 
@@ -157,27 +156,34 @@ class Scratch:
         self.free: dict[int, list[torch.Tensor]] = {}  # by stream
 
     def take(self, stream: int, num_floats: int) -> torch.Tensor:
-        """Return at least so many float32, up to MOST_SCRATCH. They hold what a call before left there."""
+        """Return at least so many float32, up to MOST_SCRATCH. They hold what a call before left there.
+
+        stream: the current one.
+        """
         try:
             found = self.free[stream].pop()
         except (KeyError, IndexError):  # the stream's first call, or more threads at once than before
-            return self._new(stream, num_floats)
-        return found if found.numel() >= num_floats else self._new(stream, num_floats)
+            return self._new(num_floats)
+        return found if found.numel() >= num_floats else self._new(num_floats)
 
     def give_back(self, stream: int, memory: torch.Tensor) -> None:
         """Let the stream's next call have what `take` returned."""
         self.free.setdefault(stream, []).append(memory)
 
-    def _new(self, stream: int, num_floats: int) -> torch.Tensor:
-        """Allocate memory of this stream, in another thread: see `lasting`."""
+    def _new(self, num_floats: int) -> torch.Tensor:
+        """Allocate memory on the current stream, which is the call's, in another thread: see `lasting`."""
+        count = max(LEAST_SCRATCH, next_power_of_2(num_floats))
+        current = torch.cuda.current_stream(self.device) if self.device.type == "cuda" else None
 
         def make() -> torch.Tensor:
-            is_cuda = self.device.type == "cuda"
-            with torch.cuda.stream(torch.cuda.ExternalStream(stream, self.device)) if is_cuda else nullcontext():
-                return torch.empty(count, dtype=torch.float32, device=self.device)
+            if current is not None:
+                torch.cuda.set_stream(current)  # for good: to restore it would open a context on another GPU
+            return torch.empty(count, dtype=torch.float32, device=self.device)
 
-        count = max(LEAST_SCRATCH, next_power_of_2(num_floats))
-        return in_another_thread(make)
+        try:
+            return in_another_thread(make)
+        except RuntimeError:  # at the end of the process no thread can be started
+            return make()
 
 
 def scratch(device: torch.device) -> Scratch:
@@ -188,8 +194,14 @@ def scratch(device: torch.device) -> Scratch:
 _scratch: dict[torch.device, Scratch] = {}
 
 
+def forget_scratch() -> None:
+    """Free the scratch memory that no call has at the moment."""
+    for found in list(_scratch.values()):
+        found.free.clear()
+
+
 def spoil(value: float) -> None:
-    """Fill all floats and scratch memory with a number, for tests: no launch may depend on what it finds there."""
+    """Fill floats, and scratch memory that no call has, with a number, for tests: launches mustn't depend on it."""
     kept = [memory for found in _scratch.values() for memories in found.free.values() for memory in memories]
     for memory in [*_floats.values(), *kept]:
         memory.fill_(value)

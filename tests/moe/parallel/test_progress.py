@@ -17,7 +17,7 @@ from envoi.moe.parallel import progress
 from envoi.moe.parallel.progress import LOST, HostMarks, oversee, oversee_queue
 from envoi.moe.parallel.pulse import start as tell_when_compiling
 from envoi.moe.parallel.store import Connection
-from envoi.moe.parallel.timeout import PeerTimeout, Watch
+from envoi.moe.parallel.timeout import Alarm, PeerTimeout, Watch
 from envoi.runtime.compiling import compiling
 from envoi.runtime.wake import Wake
 
@@ -118,6 +118,60 @@ def test_a_rank_that_is_done_is_not_late_either():
         assert rank.ended.wait(TIMEOUT_S + 1)
         assert rank.watch.failure.ranks == [2]
         assert "rank 2" in str(rank.watch.failure) and "was late" in str(rank.watch.failure)
+
+
+def test_an_idle_rank_is_missing_from_what_hosts_wait_for():
+    """It may have done all calls, and not come to the compilation of the next one."""
+    store = dist.HashStore()
+    waiting, late = rank_of(store, 0, 2), rank_of(store, 1, 2)
+    for rank in (waiting, late):
+        rank.reach(3, 3, 3)
+    time.sleep(0.2)
+    with pytest.raises(PeerTimeout, match="first call: rank 1 is lost or did not answer"):
+        waiting.watch.fail("first call", TimeoutError("first call"), waiting.watch.patience_s)
+    time.sleep(0.5)
+    assert late.watch.failure is None and not late.ended.is_set()
+
+
+class SlowStore(dist.Store):
+    """Store whose answers take a while."""
+
+    def __init__(self, store: dist.Store):
+        super().__init__()
+        self.store = store
+
+    def clone(self):
+        return self
+
+    def check(self, keys):
+        time.sleep(0.3)
+        return self.store.check(keys)
+
+    def __getattr__(self, name):
+        return getattr(self.store, name)
+
+    def get(self, key):
+        time.sleep(0.3)
+        return self.store.get(key)
+
+    def set(self, key, value):
+        self.store.set(key, value)
+
+    def compare_set(self, key, expected, desired):
+        return self.store.compare_set(key, expected, desired)
+
+
+def test_a_store_that_is_slow_is_asked_on():
+    alarm = Alarm(Connection(SlowStore(store := dist.HashStore())), "test")
+    dist.PrefixStore("test", store).set("alarm", "7")
+    found, end = None, time.monotonic() + 3.0
+    while found is None and time.monotonic() < end:
+        found = alarm.raised(ask=True)
+        time.sleep(0.02)
+    assert found == 7
+    assert alarm.answer(0.01) is None
+    time.sleep(0.8)
+    assert alarm.answer(0.01) == 7
 
 
 def test_an_idle_rank_asks_only_while_peers_may_call_the_roll():
@@ -281,6 +335,21 @@ def test_a_host_that_is_done_answers_the_roll_call_and_a_late_one_does_not(queue
     time.sleep(0.5)
     assert (other.watch.failure is not None) == (0 not in named)
     assert other.watch.failure is None or other.watch.failure.ranks == named
+
+
+def test_who_is_done_is_not_missing_from_a_collective_that_failed_by_itself():
+    """NCCL says of such a one that it is complete."""
+    store = dist.HashStore()
+    done, failed = Host(store, 0, num_ranks=3), Host(store, 2, num_ranks=3)
+    for host in (done, failed):
+        host.queue()
+        host.collective.done.set()
+    done.watch.finish()
+    time.sleep(done.watch.patience_s)
+    failed.watch.broken = lambda: "NCCL reports REMOTE_ERROR"
+    with pytest.raises(PeerTimeout) as told:
+        failed.watch.finish()
+    assert told.value.ranks == [1]
 
 
 def test_an_error_doesnt_wait_for_the_end_of_the_collectives(hosts):

@@ -13,7 +13,7 @@ from envoi import PeerTimeout
 from envoi.moe.parallel import timeout
 from envoi.moe.parallel.collectives import connect_ranks
 from envoi.moe.parallel.store import Connection
-from envoi.moe.parallel.timeout import Watch
+from envoi.moe.parallel.timeout import NOBODY, Watch
 
 CASES = {
     "rank 3 is lost": ([3], "dispatch", 2.0),
@@ -56,9 +56,9 @@ class Work:
 def watch(timeout_s: float, monkeypatch) -> Watch:
     made = Watch(None, "a", [0, 1], 0, timeout_s)  # pyright: ignore[reportArgumentType]
     made.deadline = None
-    monkeypatch.setattr(made, "alarmed", lambda ask: False)
+    monkeypatch.setattr(made, "alarmed", lambda ask: None)
 
-    def fail(step: str, cause: Exception, waited_s: float) -> None:
+    def fail(step: str, cause: Exception, waited_s: float, number: int = NOBODY) -> None:
         made.failure = PeerTimeout([1], step, timeout_s)
         raise made.failure
 

@@ -400,7 +400,8 @@ class ExpertParallel:
                 # Within a host a flag was waited for; elsewhere rows of another call have come, without a wait.
                 by_flag = isinstance(self.buffers, hosts_device.Buffers) and any(self.buffers.domain.codes[0])
                 with suppress(PeerTimeout):
-                    watch.fail(step, TimeoutError(step), self.timeout_s if by_flag else 0.0)
+                    waited_s, number = self.timeout_s if by_flag else 0.0, self.buffers.calls_begun
+                    watch.fail(step, TimeoutError(step), waited_s, number=number)
             else:
                 names = watch.first_to_say([watch.ranks[rank] for rank in late])
                 watch.failure = PeerTimeout(names, step, self.timeout_s, rank=watch.rank)

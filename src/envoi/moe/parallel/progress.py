@@ -37,7 +37,7 @@ def oversee(owner: object, counts: torch.Tensor, watch: Watch, end: Callable[[],
 
     counts [4] int32: in memory that the host reads without waiting. end: ends collectives that wait for a peer.
     """
-    stop, watch.calls_begun = Wake(), lambda: int(counts[BEGUN])
+    stop = Wake()
     weakref.finalize(owner, stop.set)
     in_background(partial(_oversee, counts, watch, end, stop), stop)
 
@@ -113,25 +113,27 @@ def _finish() -> None:
 
 def _oversee(counts: torch.Tensor, watch: Watch, end: Callable[[], object], stop: Wake) -> None:
     seen, since, look, alarm = [0, 0, 0], time.monotonic(), 0.0, Alarm(watch.connection, watch.name)
+    has_store = True
     while not stop.wait(INTERVAL_S):
         now, points = time.monotonic(), counts.tolist()[:LOST]
         if points != seen:
             seen, since, look = points, now, now + LOOK_S
             continue
         is_idle = points[BEGUN] == points[DONE]
-        if is_idle and not watch.may_be_asked(now - since):
+        if is_idle and not (has_store and watch.may_be_asked(now - since)):
             continue
-        ask = now > look
-        look = now + LOOK_S if ask else look
         try:
-            alarmed = alarm.raised(ask) and (not is_idle or points[DONE] >= alarm.number(LOOK_S))
+            number = alarm.raised(ask=now > look)
         except RuntimeError:  # the store is gone, and with it a rank
-            alarmed = not is_idle
-            since -= watch.timeout_s + LOOK_S if is_idle else 0.0  # nobody can ask any more
+            number, has_store = 0, False
+        look = now + LOOK_S if now > look else look
+        # An idle rank that has not begun the call is the late one; one without a store has nobody to answer.
+        alarmed = number is not None and (not is_idle or (has_store and points[DONE] >= number))
         if alarmed or (not is_idle and now > since + watch.patience_s):
             step = STEPS[GATHERED if points[GATHERED] != points[BEGUN] else DONE]
+            waited_s = DONE_S if is_idle else now - since
             try:
-                watch.fail(step, TimeoutError(step), DONE_S if is_idle else now - since)
+                watch.fail(step, TimeoutError(step), waited_s, number=points[BEGUN])
             except PeerTimeout:
                 counts[LOST] = 1
                 end()
@@ -139,28 +141,26 @@ def _oversee(counts: torch.Tensor, watch: Watch, end: Callable[[], object], stop
 
 
 def _oversee_queue(owner: "weakref.ref[Watch]", alarm: Alarm, peers: Peers, stop: Wake) -> None:
-    count, since = 0, time.monotonic()
+    count, since, has_store = 0, time.monotonic(), True
     while not stop.wait(LOOK_S):
         watch = owner()
         if watch is None or watch.failure is not None:
             return
-        queued, is_new, count = watch.pending(), watch.count != count, watch.count
-        since = time.monotonic() if is_new or queued is not None else since
-        if queued is None and _is_asked(watch, alarm, time.monotonic() - since):
-            with suppress(PeerTimeout):
-                watch.fail("combine", TimeoutError("combine"), DONE_S)
-            return
+        queued, now = watch.pending(), time.monotonic()
+        since = since if queued is None and watch.count == count else now
+        count = watch.count
         if queued is not None and _has_failed(watch, queued, alarm, peers):
             return
+        if queued is None and has_store and watch.may_be_asked(now - since):
+            try:
+                number = alarm.answer(ANSWER_S)
+            except RuntimeError:  # the store is gone: nobody asks
+                number, has_store = None, False
+            if number is not None and count >= number:
+                with suppress(PeerTimeout):
+                    watch.fail("combine", TimeoutError("combine"), DONE_S)
+                return
         del watch  # which ends where nobody else has it
-
-
-def _is_asked(watch: Watch, alarm: Alarm, idle_s: float) -> bool:
-    """Tell whether peers call the roll for a collective that this rank is past."""
-    try:
-        return watch.may_be_asked(idle_s) and alarm.answer(ANSWER_S) and watch.count >= alarm.number(LOOK_S)
-    except RuntimeError:  # the store is gone: nobody asks
-        return False
 
 
 def _has_failed(watch: Watch, queued: Queued, alarm: Alarm, peers: Peers) -> bool:
@@ -168,7 +168,7 @@ def _has_failed(watch: Watch, queued: Queued, alarm: Alarm, peers: Peers) -> boo
         return False
     peers.look()
     try:
-        over = alarm.answer(ANSWER_S)
+        over = alarm.answer(ANSWER_S) is not None
     except RuntimeError:  # the store is gone, and with it a rank
         over = True
     waited_s = time.monotonic() - queued.began
@@ -176,5 +176,5 @@ def _has_failed(watch: Watch, queued: Queued, alarm: Alarm, peers: Peers) -> boo
     if not over and (late_s < 0 or (late_s < MOST_S and peers.compile())):
         return False
     with suppress(PeerTimeout):
-        watch.fail(queued.step, TimeoutError(queued.step), waited_s)
+        watch.fail(queued.step, TimeoutError(queued.step), waited_s, number=queued.number + 1)
     return True

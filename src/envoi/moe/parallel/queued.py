@@ -15,7 +15,7 @@ import torch
 
 from envoi.moe.launches import Launch, launch_kernel
 from envoi.moe.parallel.collectives import backend_of, end_collectives, queued_exchange, queued_gather
-from envoi.moe.parallel.progress import oversee
+from envoi.moe.parallel.progress import BEGUN, oversee
 from envoi.moe.parallel.symmetric_memory import Domain
 from envoi.moe.parallel.timeout import Watch
 from envoi.runtime.observer import take_step
@@ -52,6 +52,11 @@ class QueuedBuffers:
     def owned(self) -> tuple[torch.Tensor, ...]:
         """All tensors, whose addresses launches take."""
         return *self.domain.owned, self.sent, self.received, self.counts, self.host
+
+    @property
+    def calls_begun(self) -> int:
+        """Count the calls that the device has begun."""
+        return int(self.host[BEGUN])
 
     @cached_property
     def calls(self) -> Calls:

@@ -24,6 +24,7 @@ _ROLL_CALL_S = 2.0  # the most that the roll call takes; it is a part of the tim
 _GRACE_S = 1.0  # for the rest of the opening, where the last rank joins at the last moment
 _PULSE_S = 0.5  # interval at which it looks whether a rank compiles
 CONNECT_S = 30.0  # the least that a library has to connect ranks, which takes seconds on busy or many hosts
+NOBODY = 1 << 62  # is past what a rank waits for
 DONE_S = math.inf  # that a rank has waited which doesn't, since it is done with what others wait for
 _JOIN_S = 0.01  # interval at which a rank that opens checks whether all have joined
 
@@ -104,37 +105,40 @@ class Marks(Protocol):
 
 
 class Alarm:
-    """Question whether another rank has failed, for one thread to ask the store now and then, without a wait."""
+    """Question whether another rank has failed, for one thread to ask the store now and then, without a wait.
+
+    Answers are None, or the number that the first rank to fail gave: see `Watch.fail`.
+    """
 
     def __init__(self, connection: Connection, name: str):
         """Ask nothing yet. Arguments as of a `Watch`."""
         self._connection, self._name = connection, name
-        self._answer: Future[bool] | None = None
+        self._answer: Future[int | None] | None = None
 
-    def raised(self, ask: bool) -> bool:
-        """Return True if the store has said that another rank has failed; never waits for it.
+    def raised(self, ask: bool) -> int | None:
+        """Return the answer if the store has given one; never waits for it.
 
         ask: ask it anew, unless it still owes an answer. Raises RuntimeError if the store is gone.
         """
         if self._answer is None:
             self._answer = self._ask() if ask else None
-            return False
-        return self._answer.done() and self._take(self._answer)
+            return None
+        return self._take(self._answer) if self._answer.done() else None
 
-    def answer(self, within_s: float) -> bool:
-        """Ask, and return True if the store says so within a moment. Raises RuntimeError if the store is gone."""
+    def answer(self, within_s: float) -> int | None:
+        """Ask; return the answer if the store gives it within a moment. Raises RuntimeError if the store is gone."""
         asked = self._answer = self._answer or self._ask()
         wait_for_futures([asked], within_s)
-        return asked.done() and self._take(asked)
+        return self._take(asked) if asked.done() else None
 
-    def number(self, within_s: float) -> int:
-        """Return what the first rank to fail was waiting for: see `Watch.waiting_for`. Raises RuntimeError."""
-        return int(self._connection.answer(lambda store: PrefixStore(self._name, store).get("alarm"), within_s))
+    def _ask(self) -> "Future[int | None]":
+        def number(store: Store) -> int | None:
+            ours = PrefixStore(self._name, store)
+            return int(ours.get("alarm")) if ours.check(["alarm"]) else None
 
-    def _ask(self) -> "Future[bool]":
-        return self._connection.ask(lambda store: PrefixStore(self._name, store).check(["alarm"]))
+        return self._connection.ask(number)
 
-    def _take(self, asked: "Future[bool]") -> bool:
+    def _take(self, asked: "Future[int | None]") -> int | None:
         self._answer = None
         return asked.result()
 
@@ -160,7 +164,6 @@ class Watch:
         self.broken: Callable[[], str] = lambda: ""  # says why collectives failed, though they count as complete
         self.marks: Marks | None = None  # of what is queued
         self.alarmed = Alarm(connection, name).raised
-        self.calls_begun: Callable[[], int] | None = None  # says how many, where the device counts them
         self.count = 0  # of collectives that were queued
         self._failing = threading.Lock()
         self._queued: list[Queued] = []
@@ -278,7 +281,7 @@ class Watch:
             if self.marks is not None:
                 self.marks.mark(number)
         except RuntimeError as error:
-            self.fail(step, error, time.monotonic() - began)
+            self.fail(step, error, time.monotonic() - began, number=number + 1)
         except BaseException:  # interrupted: what has no mark would never be past
             self._queued = [queued for queued in self._queued if queued.number != number]
             raise
@@ -286,14 +289,6 @@ class Watch:
     def pending(self) -> Queued | None:
         """Return the first collective that was queued and that the device isn't past. For any thread, with `marks`."""
         return next((queued for queued in tuple(self._queued) if not self._is_complete(queued)), None)
-
-    def waiting_for(self) -> int:
-        """Return the number that ranks which are past what this one waits for have reached: of calls that are done, or,
-        where hosts queue collectives, of those."""
-        if self.calls_begun is not None:
-            return self.calls_begun()
-        queued = self.pending()
-        return 1 + (self.count if queued is None else queued.number)
 
     def finish(self) -> None:
         """Return when all collectives that were queued are complete. Raises PeerTimeout."""
@@ -304,10 +299,8 @@ class Watch:
                 if why := self.broken():
                     raise RuntimeError(why)
             except (RuntimeError, _AlarmError) as error:
-                try:
-                    self.fail(queued.step, error, time.monotonic() - began)
-                finally:
-                    self._queued = []
+                self._queued = []
+                self.fail(queued.step, error, time.monotonic() - began, number=queued.number + 1)
         self._queued = []
         with self._failing:  # a thread that watches may be about to find, and have ended the collectives already
             failure = self.failure
@@ -315,16 +308,17 @@ class Watch:
             raise failure
 
     def fail(
-        self, step: str, cause: Exception, waited_s: float, says_why: bool = False, within_s: float | None = None
-    ) -> NoReturn:
+        self, step: str, cause: Exception, waited_s: float, says_why: bool = False, within_s: float | None = None,
+        number: int = NOBODY,
+    ) -> NoReturn:  # fmt: skip
         """Raise the alarm for all ranks, call the roll, raise PeerTimeout, the same in all threads.
 
         waited_s: this rank's wait in this step, or DONE_S. says_why: tell the others why this rank failed, if it did by
-        itself: it is the one to be named. within_s: the step's own timeout, None = timeout_s.
+        itself: it is the one to be named. within_s: the step's own timeout, None = timeout_s. number: of calls, or of
+        collectives that hosts queued, which ranks have done that are past what this one waits for.
         """
         with self._failing:
             if self.failure is None:
-                number = self.waiting_for()  # before there is nothing to wait for any more
                 with suppress(RuntimeError):
                     self.end()
                 ranks, answered, store, why = self._explain(cause, waited_s, says_why, number)
@@ -384,7 +378,7 @@ class Watch:
             if self.failure is not None:
                 raise self.failure
             now = time.monotonic()
-            if self.alarmed(now > look) or (now > end and not (now < limit and self._others_compile())):
+            if self.alarmed(now > look) is not None or (now > end and not (now < limit and self._others_compile())):
                 raise _AlarmError
             if now > end:
                 end = now + _PULSE_S
@@ -412,9 +406,9 @@ class Watch:
     def _call_roll(self, waited_s: float, reason: str, number: int) -> tuple[dict[int, float], dict[int, str]]:
         """Return the seconds that each rank which answers has waited, and the reasons of those that failed.
 
-        Every rank that is alive answers, unless it is late: waiting ranks see the alarm within LOOK_S, and so do those
-        that are past what this one waits for, where a thread looks. Raises StoreSilentError; RuntimeError if the store
-        is gone.
+        Every rank that waits answers: it sees the alarm within LOOK_S. So do ranks that are past what this one waits
+        for, where a thread looks and the patience of this one has ended. Raises StoreSilentError; RuntimeError if the
+        store is gone.
         """
         end = time.monotonic() + self.roll_call_s - LOOK_S
         said: dict[int, str] = {}

@@ -24,7 +24,7 @@ import torch
 from torch.autograd import forward_ad
 
 from envoi import log
-from envoi.runtime import shortcuts, triton_compat
+from envoi.runtime import shortcuts, triton_compat, workspace
 from envoi.runtime.custom_op import watched
 from envoi.runtime.prepared import driver as driver_module
 from envoi.runtime.prepared.forms import Forms
@@ -175,9 +175,10 @@ _calls = Calls()
 
 
 def clear() -> None:
-    """Forget all prepared calls, for example when other configs are to be used from now on."""
+    """Forget all prepared calls, for example when other configs are to be used from now on; free their memory."""
     for calls in list(_all):
         calls.clear()
+    workspace.forget_scratch()
 
 
 def unwatched() -> bool:
