@@ -149,9 +149,12 @@ def test_calls_at_once_and_other_streams_have_scratch_memory_of_their_own(scratc
     for stream, memory in taken:
         scratch.give_back(stream, memory)
     assert {start(scratch.take(1, 10)) for _ in range(2)} == {start(x) for stream, x in taken if stream == 1}
-    assert start(scratch.take(2, 10)) == start(taken[2][1])
-    workspace.spoil(3.0)  # what is taken isn't touched
-    scratch.give_back(2, taken[2][1])
+    memory = scratch.take(2, 10)
+    assert start(memory) == start(taken[2][1])
+    memory.fill_(5.0)
+    workspace.spoil(3.0)
+    assert (memory == 5.0).all(), "a call has it"
+    scratch.give_back(2, memory)
     workspace.spoil(7.0)
     assert (scratch.take(2, 10) == 7.0).all()
     workspace.forget_scratch()
@@ -159,8 +162,21 @@ def test_calls_at_once_and_other_streams_have_scratch_memory_of_their_own(scratc
 
 
 def test_scratch_memory_at_the_end_of_the_process(scratch, monkeypatch):
-    def refuse(make):
+    def refuse(self, make):
         raise RuntimeError("cannot schedule new futures after interpreter shutdown")
 
-    monkeypatch.setattr(workspace, "in_another_thread", refuse)
+    monkeypatch.setattr(workspace.ThreadPoolExecutor, "submit", refuse)
     assert scratch.take(1, 10).numel() == workspace.LEAST_SCRATCH
+
+
+def test_an_error_of_the_allocation_is_raised_after_one_attempt(scratch, monkeypatch):
+    attempts = []
+
+    def refuse(*_, **__):
+        attempts.append(1)
+        raise torch.OutOfMemoryError("CUDA out of memory")
+
+    monkeypatch.setattr(torch, "empty", refuse)
+    with pytest.raises(torch.OutOfMemoryError):
+        scratch.take(1, 10)
+    assert len(attempts) == 1

@@ -271,7 +271,8 @@ def _usual_s(device: torch.device) -> float:
     """Return the seconds of such an operator on the host, the median of several measurements."""
     found, x = [], _number_on(device)
     for _ in range(20):
-        _settle_alone(device)
+        if device.type == "cuda":
+            torch.cuda.synchronize(device)
         start = time.monotonic()
         for _ in range(100):
             torch.add(x, 1)
@@ -282,11 +283,6 @@ def _usual_s(device: torch.device) -> float:
 @cache
 def _number_on(device: torch.device) -> torch.Tensor:
     return torch.zeros(1, device=device)
-
-
-def _settle_alone(device: torch.device) -> None:
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
 
 
 def until_last_host(launched: list[Launched], on_gpu: bool) -> list[float]:

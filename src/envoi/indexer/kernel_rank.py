@@ -28,7 +28,7 @@ DIGIT: tl.constexpr = tl.constexpr(8)
 DIGITS: tl.constexpr = tl.constexpr(256)
 LOWEST: tl.constexpr = tl.constexpr(-(1 << 60))  # a lower bound of all composites
 NOTHING: tl.constexpr = tl.constexpr(-(1 << 63))
-SHORT: tl.constexpr = tl.constexpr(32)
+SHORT: tl.constexpr = tl.constexpr(32)  # tokens: five levels of the network, positions in six bits
 
 
 @triton.jit

@@ -88,7 +88,11 @@ def lasting(count: int, fill: float, dtype: torch.dtype, device: torch.device) -
 def in_another_thread(make: Callable[[], torch.Tensor]) -> torch.Tensor:
     """Return what a new thread makes, whose allocations go into no private pool."""
     with ThreadPoolExecutor(1) as thread:
-        return thread.submit(make).result()
+        try:
+            made = thread.submit(make)
+        except RuntimeError:  # at the end of the process no thread can be started
+            return make()
+        return made.result()
 
 
 def is_kept(address: int) -> bool:
@@ -156,9 +160,9 @@ class Scratch:
         self.free: dict[int, list[torch.Tensor]] = {}  # by stream
 
     def take(self, stream: int, num_floats: int) -> torch.Tensor:
-        """Return at least so many float32, up to MOST_SCRATCH. They hold what a call before left there.
+        """Return at least num_floats float32, of at most MOST_SCRATCH. stream: the current one.
 
-        stream: the current one.
+        They hold what a call before left there: the call's launches write whatever they read, and nobody resets it.
         """
         try:
             found = self.free[stream].pop()
@@ -180,10 +184,7 @@ class Scratch:
                 torch.cuda.set_stream(current)  # for good: to restore it would open a context on another GPU
             return torch.empty(count, dtype=torch.float32, device=self.device)
 
-        try:
-            return in_another_thread(make)
-        except RuntimeError:  # at the end of the process no thread can be started
-            return make()
+        return in_another_thread(make)
 
 
 def scratch(device: torch.device) -> Scratch:

@@ -124,11 +124,11 @@ def _oversee(counts: torch.Tensor, watch: Watch, end: Callable[[], object], stop
             continue
         try:
             number = alarm.raised(ask=now > look)
-        except RuntimeError:  # the store is gone, and with it a rank
-            number, has_store = 0, False
+        except RuntimeError:  # the store is gone, and with it a rank; an idle one has nobody to answer
+            number, has_store = None if is_idle else 0, False
         look = now + LOOK_S if now > look else look
-        # An idle rank that has not begun the call is the late one; one without a store has nobody to answer.
-        alarmed = number is not None and (not is_idle or (has_store and points[DONE] >= number))
+        # An idle rank that has not begun the call is the late one.
+        alarmed = number is not None and (not is_idle or points[DONE] >= number)
         if alarmed or (not is_idle and now > since + watch.patience_s):
             step = STEPS[GATHERED if points[GATHERED] != points[BEGUN] else DONE]
             waited_s = DONE_S if is_idle else now - since

@@ -24,8 +24,8 @@ _ROLL_CALL_S = 2.0  # the most that the roll call takes; it is a part of the tim
 _GRACE_S = 1.0  # for the rest of the opening, where the last rank joins at the last moment
 _PULSE_S = 0.5  # interval at which it looks whether a rank compiles
 CONNECT_S = 30.0  # the least that a library has to connect ranks, which takes seconds on busy or many hosts
-NOBODY = 1 << 62  # is past what a rank waits for
-DONE_S = math.inf  # that a rank has waited which doesn't, since it is done with what others wait for
+NOBODY = 1 << 62  # number that no rank has reached, for a wait that idle ranks have no part in
+DONE_S = math.inf  # seconds of waiting that a rank states which is done with what others wait for
 _JOIN_S = 0.01  # interval at which a rank that opens checks whether all have joined
 
 

@@ -33,9 +33,9 @@ from envoi.runtime.prepared.recording import recording
 from envoi.runtime.prepared.replay import Prepared
 from envoi.spans import NVTX
 
-MOST_CALLS = (
-    1024  # keys that are kept; a prepared call takes some 20 KB of the host's memory; all share a stream's scratch
-)
+# Keys that are kept. A prepared call takes some 20 KB of the host's memory and none of the device's: all calls of a
+# stream share the scratch memory that `runtime.workspace` keeps for it.
+MOST_CALLS = 1024
 ALIGNMENT_MASK = 15
 SEEN = "seen once"
 MISSED = object()

@@ -135,7 +135,8 @@ class Prepared:
         self._parts = _parts(recorder)
         self._outputs = [(tuple(x.shape), tuple(x.stride()), x.dtype) for x in returned]
         self._scratch_floats = memory.scratch_bytes // 4
-        self._scratch = workspace.scratch(recorder.device) if self._scratch_floats <= workspace.MOST_SCRATCH else None
+        keeps = 0 < self._scratch_floats <= workspace.MOST_SCRATCH
+        self._scratch = workspace.scratch(recorder.device) if keeps else None
         self.stream = stream if memory.is_bound else None
         self.used = True
         self._driver, self._context = driver, driver.context()
@@ -159,12 +160,15 @@ class Prepared:
             words[word] = addresses[number] + offset
         for word, number, offset in self._of_outputs:
             words[word] = outputs[number].data_ptr() + offset
-        kept = None
+        kept = self._scratch
+        scratch: Any = None
+        if kept is not None and self.stream is None and driver.is_capturing():  # a bound one never is
+            kept = None
         if self._scratch_floats:
-            if self._scratch is None or driver.is_capturing():
+            if kept is None:
                 scratch = driver.empty((self._scratch_floats,), (1,), torch.float32)
             else:
-                scratch = kept = self._scratch.take(stream, self._scratch_floats)
+                scratch = kept.take(stream, self._scratch_floats)
             first = scratch.data_ptr()
             if first != frame.scratch:
                 frame.scratch = first
@@ -184,7 +188,7 @@ class Prepared:
                 step()
         self._free.append(frame)
         if kept is not None:
-            self._scratch.give_back(stream, kept)  # pyright: ignore[reportOptionalMemberAccess]
+            kept.give_back(stream, scratch)
         return self._build(outputs)
 
     def _again(self, call: tuple[int, int, int, None], error: int) -> None:
