@@ -77,7 +77,7 @@ def warm_up(
     jobs: processes that compile, by default as many as there are CPUs; 1 = this process alone.
     progress: show the progress on stderr if it takes longer than two seconds.
 
-    Calls with up to 64 tokens, and with 72, 80 .. 256, are prepared too, by making each of them twice, unless
+    Calls with up to 64 tokens, and with 72, 80 .. 256, are prepared too, by making each of them, unless
     ENVOI_PREPARED=0 or ENVOI_SAFE_LAUNCH=1.
     Raises ValueError for wrong arguments, RuntimeError if a kernel can't be compiled.
     """

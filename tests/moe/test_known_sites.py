@@ -37,7 +37,7 @@ def calls_of(**changes) -> list[warm_up.LayerCall]:
 
 def look(calls, max_tokens: int = 40, target: Target = HOPPER) -> dict[str, rehearsal.Site]:
     with Compilers(target, 1) as compilers:
-        return warm_up.known_sites(compilers, calls, target, max_tokens)
+        return warm_up.begin_looking(compilers, calls, target, range(1, max_tokens + 1), warm_up.HERE)()
 
 
 def kept() -> list[Path]:
@@ -48,8 +48,8 @@ def kept() -> list[Path]:
 def looks(monkeypatch) -> list:
     """Note each look at all numbers of tokens."""
     seen: list = []
-    find_all = warm_up.find_all
-    monkeypatch.setattr(warm_up, "find_all", lambda *given, **named: seen.append(given) or find_all(*given, **named))
+    find_all = warm_up.begin_finding
+    monkeypatch.setattr(warm_up, "begin_finding", lambda *given: seen.append(given) or find_all(*given))
     return seen
 
 
@@ -126,7 +126,7 @@ def test_configs_that_others_have_measured_meanwhile_are_not_those_that_run(cach
 
 
 def test_what_changes_during_a_look_keeps_it_from_being_kept(cache, monkeypatch):
-    find_all, path = warm_up.find_all, cache / "envoi" / "gemm.json"
+    find_all, path = warm_up.begin_finding, cache / "envoi" / "gemm.json"
     entry = {"132sm 64x256x256 2B": dataclasses.asdict(next(iter(tune._entries(True).values())))}
 
     def find_meanwhile(*given, **named):
@@ -134,7 +134,7 @@ def test_what_changes_during_a_look_keeps_it_from_being_kept(cache, monkeypatch)
         cache_file.add(path, entry)
         return found
 
-    monkeypatch.setattr(warm_up, "find_all", find_meanwhile)
+    monkeypatch.setattr(warm_up, "begin_finding", find_meanwhile)
     tune._entries.cache_clear()
     look(calls_of())
     assert not kept()

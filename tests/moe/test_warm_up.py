@@ -80,7 +80,7 @@ def keys(launches) -> set[tuple]:
 def compiled(calls, max_tokens: int, least: int = 1) -> set[tuple]:
     """Return the keys of what a warm-up compiles."""
     with Compilers(HOPPER, 1) as compilers:
-        sites = warm_up.find_all(compilers, calls, HOPPER, max_tokens, least)
+        sites = warm_up.begin_finding(compilers, calls, HOPPER, range(least, max_tokens + 1), warm_up.HERE)()
     return keys(rehearse(calls[site.call], site.num_tokens, HOPPER)[site.launch] for site in sites.values())
 
 
@@ -96,14 +96,12 @@ def drawn_layer(draw: random.Random, format: str, **fixed):
     return make(**sizes, k=k), k
 
 
-def test_processes_find_what_this_one_finds(monkeypatch):
+def test_processes_find_what_this_one_finds():
     layer, k = drawn_layer(random.Random(0), "fp8_block128", experts=8)
     packed = warm_up.without_tensors(layer.pack("fp8_block128"))
     calls = [warm_up.LayerCall(packed, k)]
     with Compilers(HOPPER, 2) as compilers:
-        here = warm_up.find_all(compilers, calls, HOPPER, 300)
-        monkeypatch.setattr(warm_up, "HERE", 0)
-        there = warm_up.find_all(compilers, calls, HOPPER, 300)
+        here, there = (warm_up.begin_finding(compilers, calls, HOPPER, range(1, 301), few)() for few in (300, 299))
     assert here == there and len(here) > 5
 
 
@@ -284,10 +282,12 @@ def test_what_was_compiled_is_not_looked_at_again(monkeypatch, tmp_path, jobs):
         """Return how many kernels a warm-up compiles."""
         asked = []
         with monkeypatch.context() as patch:
-            original = warm_up.compile_sites
-            patch.setattr(warm_up, "compile_sites", lambda *given: asked.append(len(given[3])) or original(*given))
+            finish = warm_up.Compilation.finish
+            patch.setattr(
+                warm_up.Compilation, "finish", lambda work, *given: asked.append(work) or finish(work, *given)
+            )
             warm_up.compile_calls(calls, HOPPER, 3, jobs, progress=False, for_launch=False)
-        return asked[0]
+        return len(asked[0].begun)
 
     every = made()
     assert every >= 4
@@ -379,10 +379,22 @@ def test_other_gpus():
 
 
 def test_shares_are_even_and_whole():
-    found = [["a", "x", "y", "z", "r0"], ["a", "x", "y", "z", "r1"], ["b", "x", "y", "z", "r2"]]
-    mine = shares(found)
+    common = dict.fromkeys("xyz", 100)
+    found = [("a", {**common, "r0": 100}), ("a", {**common, "r1": 100}), ("b", {**common, "r2": 100})]
+    totals = [0, 0, 0]
+    mine = shares(found, totals)
     assert sorted(mine[0] + mine[1]) == ["r0", "r1", "x", "y", "z"] and sorted(mine[2]) == ["r2", "x", "y", "z"]
     assert "r0" in mine[0] and "r1" in mine[1] and {len(mine[0]), len(mine[1])} == {2, 3}
+    assert totals == [100 * len(one) for one in mine]
+    after = shares(found, [400, 100, 0])
+    assert sorted(after[0] + after[1]) == ["r0", "r1", "x", "y", "z"] and (len(after[0]), len(after[1])) == (1, 4)
+
+
+def test_a_large_kernel_is_a_share_by_itself():
+    everyones = {"a": 10, "b": 10, "large": 35, "c": 10}
+    mine = shares([("host", everyones)] * 2, [0, 0])
+    assert mine == [["large"], ["a", "b", "c"]]
+    assert shares([("host", {})] * 2, [0, 0]) == [[], []]
 
 
 def test_on_a_cpu_there_is_nothing_to_compile():
@@ -423,7 +435,7 @@ def test_the_command(monkeypatch, tmp_path, capsys):
 
 @pytest.mark.parametrize("format", ["mxfp4", "nvfp4"])
 def test_the_command_across_ranks(format, monkeypatch, capsys):
-    sites = [rehearsal.Site(0, 1, 0, "pull_kernel")]
+    sites = [rehearsal.Site(0, 1, 0, "pull_kernel", 1)]
     given = []
     monkeypatch.setattr(
         sys.modules["envoi.moe.parallel.command"], "compile_calls", lambda *args, **named: given.append(args) or sites

@@ -76,6 +76,9 @@ def warm_ranks(rank: int, num_ranks: int, way: str) -> tuple[int, list[str]]:
     parallel = ExpertParallel(experts, max_tokens=200, num_topk=3, hosts=hosts)
     assert parallel.exchange == way, parallel.why
     count = parallel.warm_up()
+    known = [] if parallel._calls is None else parallel._calls.known.values()
+    num_prepared = sum(not isinstance(found, str) for found in known)
+    assert num_prepared == (64 + 17 if shortcuts.PREPARED and way != "counted" else 0)
     events: list[str] = []
     knobs.compilation.listener = lambda **event: events.append(event["src"].fn.__name__)  # pyright: ignore[reportAttributeAccessIssue]
     draw = random.Random(rank)  # another number of tokens on each rank

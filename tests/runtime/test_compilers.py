@@ -91,11 +91,11 @@ def test_they_end_after_the_process_that_asked_is_killed():
 
 
 @pytest.mark.timeout(60)
-def test_they_end_quietly_with_an_answer_that_nobody_takes():
+def test_they_end_quietly_whatever_they_do_if_nobody_is_left_to_take_answers():
     program = (
         "import os, signal, time; from tests.runtime.test_compilers import *\n"
         "with Compilers(TARGET, 2) as found:\n"
-        "    group = start(found); found._send((2, time.sleep, [0.5, 600.0]))\n"
+        "    group = start(found); found.begin(time.sleep, [600.0, 600.0])\n"
         "    print(group, flush=True); os.kill(os.getpid(), signal.SIGKILL)"
     )
     found = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)  # until stderr is closed
@@ -128,6 +128,21 @@ def test_one_is_started_ahead_for_who_comes_first(ahead):
 
 def has_imported(name: str) -> bool:
     return name in sys.modules
+
+
+def test_what_this_process_needs_is_started_once(monkeypatch):
+    done = []
+    monkeypatch.setattr(compilers.triton_compat, "warm_up", done.append)
+    monkeypatch.setattr(compilers.triton_compat, "load_driver", lambda: done.append("driver"))
+    compilers.start_here.cache_clear()
+    try:
+        threads = compilers.start_here("sm_90")
+        assert compilers.start_here("sm_90") is threads
+        for thread in threads:
+            thread.join()
+        assert sorted(done) == ["driver", "sm_90"]
+    finally:
+        compilers.start_here.cache_clear()
 
 
 def test_one_that_has_died_is_not_taken(ahead):
@@ -194,12 +209,44 @@ def test_forks_need_no_threads_that_were_started_before_them(monkeypatch):
         assert [len(x) for _, x in found.map(partial(torch.repeat_interleave, MANY[0]), [MANY[1]])] == [1 << 18]
 
 
-def test_this_process_has_something_to_do_meanwhile():
-    done = []
+def wait_for(path: Path) -> str:
+    while not path.exists():
+        time.sleep(0.01)
+    return path.read_text()
+
+
+@pytest.mark.timeout(60)
+def test_work_begins_and_ends_beside_other_work(tmp_path):
+    """The second request is answered before the first, whose answers are kept apart; the third while none waits."""
+    path = tmp_path / "file"
     with Compilers(TARGET, 2) as found:
-        for _ in found.map(math.sqrt, [4.0], lambda: done.append("before the first result")):
-            assert done == ["before the first result"]
-    assert done
+        slow = found.begin(wait_for, [path])
+        assert list(found.map(math.sqrt, [4.0])) == [(4.0, 2.0)]
+        third = found.begin(math.sqrt, [9.0, 16.0])
+        (tmp_path / "part").write_text("done")
+        (tmp_path / "part").rename(path)
+        assert sorted(third) == [(9.0, 3.0), (16.0, 4.0)]
+        assert list(slow) == [(path, "done")]
+        assert not any(found._answers.values())
+
+
+@pytest.mark.timeout(60)
+def test_a_worker_that_dies_is_replaced():
+    with Compilers(TARGET, 2) as found:
+        assert list(found.map(os._exit, [3])) == [(3, None)]
+        assert list(found.map(math.sqrt, [4.0])) == [(4.0, 2.0)]
+        slow, fatal = found.begin(time.sleep, [30.0]), found.begin(os._exit, [3])
+        assert [*fatal, *slow] == [(3, None), (30.0, None)], "one death ends what the others do"
+        assert list(found.map(math.sqrt, [4.0])) == [(4.0, 2.0)]
+
+
+def test_one_job_does_its_work_when_it_is_asked_for():
+    done = []
+    with Compilers(TARGET, 1) as found:
+        results = found.begin(done.append, ["one", "other"])
+        assert not done
+        assert next(results) == ("one", None) and done == ["one"]
+        assert list(results) == [("other", None)] and done == ["one", "other"]
 
 
 @pytest.mark.parametrize("ahead", [False, True])

@@ -27,7 +27,7 @@ from envoi.gemm.hopper import host, tune
 from envoi.gemm.hopper.config import Config, fitted
 from envoi.moe import op as moe_op
 from envoi.runtime import prepared, shortcuts, workspace
-from envoi.runtime.prepared import calls, driver, forms, parameters, recording, replay
+from envoi.runtime.prepared import calls, driver, forms, parameters, recording, recording_first_calls, replay
 from envoi.runtime.prepared.constants import exactly
 from envoi.types import ExpertWeights, QuantTensor
 from tests.helpers import fresh
@@ -68,6 +68,32 @@ def test_the_third_call_is_replayed_on_its_own_tensors(hopper):
     assert (out.shape, out.dtype, out.stride()) == ((64, 128), torch.bfloat16, (128, 1))
     (_, config, _) = hopper.calls[0]
     assert config.stream == 7 and config.num_attributes == 0 and config.shared_bytes > 0
+
+
+def test_a_first_call_is_recorded_on_request(hopper):
+    with recording_first_calls():
+        envoi.gemm(*sides())
+    assert not hopper.calls and replays(hopper, envoi.gemm, *sides(seed=5))
+    envoi.gemm(*sides(63))
+    assert not replays(hopper, envoi.gemm, *sides(63)), "others are recorded the second time"
+    assert replays(hopper, envoi.gemm, *sides(63))
+
+
+def test_what_a_first_call_alone_does_keeps_it_from_nothing_but_its_record(hopper, monkeypatch):
+    """Memory that is made once and kept, with values that are set by torch: later calls find it there."""
+    kept, original = [], host.work_of
+
+    def work_of(*given):
+        if not kept:
+            kept.append(torch.zeros(3))
+        return original(*given)
+
+    monkeypatch.setattr(host, "work_of", work_of)
+    with recording_first_calls():
+        envoi.gemm(*sides())
+    assert not calls._calls.refusals()
+    assert not replays(hopper, envoi.gemm, *sides()), "it is recorded now"
+    assert replays(hopper, envoi.gemm, *sides())
 
 
 @pytest.mark.parametrize(

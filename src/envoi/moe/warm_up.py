@@ -1,8 +1,9 @@
 """Steps of a warm-up: find all kernels that calls can need, compile them in processes, prepare calls."""
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
+from itertools import chain
 from typing import Any
 
 import torch
@@ -11,10 +12,11 @@ from envoi.check import expect_bool, expect_int
 from envoi.moe.api import moe
 from envoi.moe.layer import has_kernels
 from envoi.progress import Progress
-from envoi.runtime.compilers import DIED, Compilers
+from envoi.runtime.compilers import DIED, Compilers, start_here
 from envoi.runtime.devices import Target
 from envoi.runtime.kernel_case import without_memory
-from envoi.runtime.rehearsal import Call, Site, compile_at, find, rehearse
+from envoi.runtime.prepared import recording_first_calls
+from envoi.runtime.rehearsal import Call, Site, compile_at, error_text, find, load_at
 from envoi.types import ExpertWeights, QuantTensor, Routing
 
 # Up to so many tokens calls are prepared too; above, multiples of eight, to which servers pad. With still more tokens
@@ -72,48 +74,63 @@ def compile_calls(
     calls: Sequence[Call], target: Target, max_tokens: int, jobs: int | None, progress: bool, for_launch: bool
 ) -> list[Site]:
     """Compile what calls with 1 to max_tokens tokens launch, into Triton's disk cache; return a site of each kernel."""
+    numbers = range(1, max_tokens + 1)
     with Compilers(target, jobs_for(jobs)) as compilers:
-        compilers.before(partial(rehearse, calls[0], max_tokens, target))  # whose imports all of them need
-        sites = known_sites(compilers, calls, target, max_tokens)
-        compile_sites(compilers, calls, target, uncompiled(sites, target, for_launch), progress, for_launch)
+        work = Compilation(compilers, calls, target, for_launch)
+        compilers.before(work.some(numbers))
+        work.add(work.some(numbers)(), one_here=True)
+        look = begin_looking(compilers, calls, target, numbers, work.few(HERE))
+        work.compile_here()
+        sites = look()
+        work.add(sites)
+        work.finish(progress)
     return list(sites.values())
 
 
-def known_sites(
-    compilers: Compilers, calls: Sequence[Call], target: Target, max_tokens: int, least: int = 1,
-    here: int | None = None,
-) -> dict[str, Site]:  # fmt: skip
-    """Return what `find_all` returns; if an earlier process has kept it, without a look at every number of tokens."""
+def begin_looking(
+    compilers: Compilers, calls: Sequence[Call], target: Target, numbers: range, here: int
+) -> Callable[[], dict[str, Site]]:  # fmt: skip
+    """Begin to find the kernels of calls with these numbers of tokens; return what waits for a site of each, by digest.
+
+    They are in the order of the digests. What an earlier process has kept needs no look at every number. here: up to so
+    many numbers are looked at by this process, when it waits.
+    """
     from envoi.moe.known_sites import keep, place_of, recall  # not at the top: `import envoi` must not import Triton
 
-    numbers = range(least, max_tokens + 1)
     path = place_of(calls, target, numbers)
-    found = None if path is None else recall(path, calls, target)
-    if found is None:
-        found = find_all(compilers, calls, target, max_tokens, least, here)
+    known = None if path is None else recall(path, calls, target)
+    if known is not None:
+        return lambda: known
+    find_all = begin_finding(compilers, calls, target, numbers, here)
+
+    def wait() -> dict[str, Site]:
+        found = find_all()
         if path is not None and path == place_of(calls, target, numbers):  # nothing has changed meanwhile
             keep(path, found)
-    return found
+        return found
+
+    return wait
 
 
-def find_all(
-    compilers: Compilers, calls: Sequence[Call], target: Target, max_tokens: int, least: int = 1,
-    here: int | None = None,
-) -> dict[str, Site]:  # fmt: skip
-    """Return a site for each kernel of `least` to max_tokens tokens, by digest, in the order of the digests.
+def begin_finding(
+    compilers: Compilers, calls: Sequence[Call], target: Target, numbers: range, here: int
+) -> Callable[[], dict[str, Site]]:  # fmt: skip
+    """Do what `begin_looking` does, with a look at every number."""
+    if len(numbers) <= here:
+        return lambda: dict(sorted(find(calls, target, numbers).items()))
+    chunks = [numbers[first : first + CHUNK] for first in range(0, len(numbers), CHUNK)]
+    results = compilers.begin(partial(find, calls, target), chunks)
 
-    here: up to so many numbers of tokens are looked at by this process, HERE by default.
-    """
-    if max_tokens + 1 - least <= (HERE if here is None else here):
-        return dict(sorted(find(calls, target, range(least, max_tokens + 1)).items()))
-    chunks = [range(first, min(first + CHUNK, max_tokens + 1)) for first in range(least, max_tokens + 1, CHUNK)]
-    found: dict[str, Site] = {}
-    for _, sites in compilers.map(partial(find, calls, target), chunks):
-        if sites is None:
-            raise RuntimeError(f"warm_up: {DIED}")
-        for digest, site in sites.items():
-            found[digest] = min(site, found.get(digest, site))  # the order in which chunks are done mustn't matter
-    return dict(sorted(found.items()))
+    def wait() -> dict[str, Site]:
+        found: dict[str, Site] = {}
+        for _, sites in results:
+            if sites is None:
+                raise RuntimeError(f"warm_up: {DIED}")
+            for digest, site in sites.items():
+                found[digest] = min(site, found.get(digest, site))  # the order in which chunks are done mustn't matter
+        return dict(sorted(found.items()))
+
+    return wait
 
 
 def uncompiled(sites: Mapping[str, Site], target: Target, for_launch: bool) -> dict[str, Site]:
@@ -123,38 +140,106 @@ def uncompiled(sites: Mapping[str, Site], target: Target, for_launch: bool) -> d
     return {digest: site for digest, site in sites.items() if not is_marked(digest, target, for_launch)}
 
 
-def compile_sites(
-    compilers: Compilers, calls: Sequence[Call], target: Target, sites: Mapping[str, Site], progress: bool,
-    for_launch: bool,
-) -> None:  # fmt: skip
-    """Compile the kernels of these sites, by digest. Raises RuntimeError for those that can't be."""
-    from envoi.runtime import triton_compat
-    from envoi.runtime.compiled_marks import mark
+class Compilation:
+    """Kernels of calls that are compiled: some are added, which begins them, later others, and then all are awaited.
 
-    failed: list[str] = []
-    meanwhile = partial(triton_compat.warm_up, target.arch) if for_launch else None  # which loading needs, here
-    digests = {site: digest for digest, site in sites.items()}
-    with Progress(len(sites), quiet=not progress) as bar:
-        for site, error in compilers.map(partial(compile_at, calls, target, for_launch), [*sites.values()], meanwhile):
-            bar.step(site.name)
-            if error == "":
-                mark(digests[site], target, for_launch)
-            else:
-                failed.append(f"{site.name} for {site.num_tokens} tokens: {error or DIED}")
-    if failed:
-        raise RuntimeError(f"warm_up: {len(failed)} kernels can't be compiled, the first is {min(failed)}")
+    for_launch: also what Triton needs to launch them. begun: those added, by digest.
+    """
+
+    def __init__(self, compilers: Compilers, calls: Sequence[Call], target: Target, for_launch: bool) -> None:
+        self.compilers, self.calls, self.target, self.for_launch = compilers, calls, target, for_launch
+        self.begun: dict[str, Site] = {}
+        self._here: list[tuple[str, Site]] = []
+        self._results: list[Iterable[tuple[tuple[str, Site], str | None]]] = []
+        self._before = start_here(target.arch)
+
+    def some(self, numbers: range) -> Callable[[], dict[str, Site]]:
+        """Return what finds the kernels of some numbers of tokens: hardly ever others than those of all.
+
+        A process that has called it has imported all that compiling needs.
+        """
+        powers = {1 << i for i in range(numbers[-1].bit_length())}
+        return partial(find, self.calls, self.target, sorted({numbers[0], *powers, numbers[-1]}))
+
+    def few(self, most: int) -> int:
+        """Return up to how many numbers of tokens this process looks at: none while it compiles and others can."""
+        return 0 if self.begun and self.compilers.have_started else most
+
+    def left(self, sites: Mapping[str, Site]) -> dict[str, Site]:
+        """Return the sites of kernels that are neither begun nor in the cache by a warm-up, the largest first."""
+        left = [
+            found for found in uncompiled(sites, self.target, self.for_launch).items() if found[0] not in self.begun
+        ]
+        return dict(sorted(left, key=lambda found: (-found[1].size, found[0])))
+
+    def add(self, sites: Mapping[str, Site], one_here: bool = False) -> None:
+        """Begin with those of these kernels that are left. RuntimeError if processes are needed and can't be started.
+
+        one_here: `compile_here` compiles the largest, if there are several processes: for this one has its imports.
+        """
+        left = self.left(sites)
+        self.begun |= left
+        others = [*left.items()]
+        if one_here and self.compilers.num_jobs > 1:
+            self._here, others = others[:1], others[1:]
+        self._results.append(
+            self.compilers.begin(partial(_compile_found, self.calls, self.target, self.for_launch), others)
+        )
+
+    def compile_here(self) -> None:
+        """Compile in this process what `add` has left to it, and load it if it is to be launched."""
+        for thread in self._before:
+            thread.join()
+        for digest, site in self._here:
+            self._results.append([((digest, site), _compile_here(self.calls, self.target, self.for_launch, site))])
+        self._here = []
+
+    def finish(self, progress: bool) -> None:
+        """Wait until all are compiled, and mark them. Raises RuntimeError for those that can't be."""
+        from envoi.runtime.compiled_marks import mark
+
+        self.compile_here()
+        failed: list[str] = []
+        with Progress(len(self.begun), quiet=not progress) as bar:
+            for (digest, site), error in chain.from_iterable(self._results):
+                bar.step(site.name)
+                if error == "":
+                    mark(digest, self.target, self.for_launch)
+                else:
+                    failed.append(f"{site.name} for {site.num_tokens} tokens: {error or DIED}")
+        if failed:
+            raise RuntimeError(f"warm_up: {len(failed)} kernels can't be compiled, the first is {min(failed)}")
+
+
+def _compile_found(calls: Sequence[Call], target: Target, for_launch: bool, found: tuple[str, Site]) -> str:
+    return compile_at(calls, target, for_launch, found[1])
+
+
+def _compile_here(calls: Sequence[Call], target: Target, for_launch: bool, site: Site) -> str:
+    if not for_launch:
+        return compile_at(calls, target, for_launch, site)
+    try:
+        load_at(calls, target, site)  # not as if the GPU were another: other threads may launch kernels
+    except Exception as error:
+        return error_text(error)
+    return ""
 
 
 def prepare(
     call: Callable[[torch.Tensor, Routing], Any], experts: ExpertWeights, num_experts: int, max_tokens: int,
     num_topk: int, dtypes: tuple[torch.dtype, torch.dtype] = ROUTED,
 ) -> None:  # fmt: skip
-    """Make calls with few tokens twice, after which they are prepared: see `envoi.runtime.prepared`."""
+    """Make calls with few tokens, after which they are prepared: see `envoi.runtime.prepared`."""
     most = min(PREPARED_EIGHTHS, max_tokens)
     tokens = torch.zeros(most, experts.hidden, dtype=torch.bfloat16, device=experts.device)
     ids = torch.arange(most * num_topk, dtype=dtypes[0], device=experts.device).view(most, num_topk) % num_experts
     weights = torch.zeros(most, num_topk, dtype=dtypes[1], device=experts.device)
-    for count in [*range(1, min(PREPARED_EACH, most) + 1), *range(PREPARED_EACH + 8, most + 1, 8)]:
-        routing = Routing(weights[:count], ids[:count], num_experts)
-        for _ in range(2):
-            call(tokens[:count], routing)
+
+    def run(count: int) -> None:
+        call(tokens[:count], Routing(weights[:count], ids[:count], num_experts))
+
+    counts = [*range(1, min(PREPARED_EACH, most) + 1), *range(PREPARED_EACH + 8, most + 1, 8)]
+    run(counts[-1])  # for what is made once
+    with recording_first_calls():
+        for count in reversed(counts):
+            run(count)

@@ -15,11 +15,13 @@ import signal
 import subprocess
 import sys
 import threading
+from collections import defaultdict, deque
 from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import ProcessPoolExecutor, as_completed
+from concurrent.futures import Future, ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
 from contextlib import suppress
-from functools import cache
+from functools import cache, partial
+from itertools import count
 from multiprocessing import get_context
 from typing import IO, Any, NamedTuple, TypeVar, cast
 
@@ -63,6 +65,21 @@ def start_ahead(arch: str) -> None:
         idle = threading.Timer(IDLE_S, _end_ahead, (arch,))
         idle.daemon = True
         idle.start()
+
+
+@cache
+def start_here(arch: str) -> tuple[threading.Thread, ...]:
+    """Start what this process has to do before it compiles or loads its first kernel; return the threads that do it.
+
+    They mostly wait for a compiler of C, or read files.
+    """
+    threads = (
+        threading.Thread(target=triton_compat.warm_up, args=(arch,), daemon=True),
+        threading.Thread(target=triton_compat.load_driver, daemon=True),
+    )
+    for thread in threads:
+        thread.start()
+    return threads
 
 
 def _leave_to_parent() -> None:
@@ -126,6 +143,8 @@ class Compilers:
     def __init__(self, target: Target, num_jobs: int | None = None, ahead: bool = True) -> None:
         self.target, self.num_jobs, self.ahead = target, num_jobs or num_cpus(), ahead
         self._server: subprocess.Popen | None = None
+        self._requests = count()
+        self._answers: dict[int, deque] = defaultdict(deque)  # by request, those that nobody has taken yet
 
     def __enter__(self) -> "Compilers":
         arch = self.target.arch
@@ -138,35 +157,43 @@ class Compilers:
         if self._server is not None:
             _end(self._server)
 
-    def before(self, function: Callable[[], object]) -> None:
-        """Run a picklable function in the process that starts the others, if it has started: they have its imports.
+    @property
+    def have_started(self) -> bool:
+        """Return True if there are processes, or the one that will start them."""
+        return self._server is not None
 
-        Errors are left out: whoever works will have them again.
+    def before(self, function: Callable[[], object]) -> None:
+        """Run a picklable function in the process that starts the others, if that has started, and let it start them.
+
+        They have its imports. Errors are left out: whoever works will have them again.
         """
         if self._server is not None:
             with suppress(Exception):
-                self._send((self.num_jobs, function, None))
+                self._send((next(self._requests), self.num_jobs, function, None))
 
-    def map(
-        self, function: Callable[[T], R], items: Sequence[T], meanwhile: Callable[[], object] | None = None
-    ) -> Iterator[tuple[T, R | None]]:
+    def map(self, function: Callable[[T], R], items: Sequence[T]) -> Iterator[tuple[T, R | None]]:
         """Yield (item, function(item)) as results come; None if the item's process died. The function is picklable.
 
-        meanwhile: what this process does before it looks for results, unless it does the work itself.
         Raises RuntimeError if the processes can't be started, or the function's own error.
         """
-        if self.num_jobs == 1:
-            yield from ((item, function(item)) for item in items)
-            return
-        if not items:
-            return
+        yield from self.begin(function, items)
+
+    def begin(self, function: Callable[[T], R], items: Sequence[T]) -> Iterator[tuple[T, R | None]]:
+        """Let the processes begin, also while they do other work, and return what `map` yields.
+
+        With one job nothing is done until a result is asked for. Raises RuntimeError if no process can be started.
+        """
+        if self.num_jobs == 1 or not items:
+            return ((item, function(item)) for item in items)
         if self._server is None:
             self._server = _started(self.target.arch)
-        self._send((self.num_jobs, function, list(items)))
-        if meanwhile is not None:
-            meanwhile()
+        request = next(self._requests)
+        self._send((request, self.num_jobs, function, list(items)))
+        return self._results(request, items)
+
+    def _results(self, request: int, items: Sequence[T]) -> Iterator[tuple[T, Any]]:
         for _ in items:
-            number, result, error = self._receive()
+            number, result, error = self._receive(request)
             if error is not None:
                 raise error
             yield items[number], result
@@ -179,47 +206,64 @@ class Compilers:
         except BrokenPipeError as error:
             raise RuntimeError(ENDED) from error
 
-    def _receive(self) -> Any:
-        try:
-            return pickle.load(self._server.stdout)  # pyright: ignore[reportOptionalMemberAccess, reportArgumentType]
-        except EOFError as error:
-            raise RuntimeError(ENDED) from error
+    def _receive(self, request: int) -> tuple[int, Any, Exception | None]:
+        while not self._answers[request]:
+            try:
+                answered, *answer = pickle.load(self._server.stdout)  # pyright: ignore[reportOptionalMemberAccess, reportArgumentType]
+            except EOFError as error:
+                raise RuntimeError(ENDED) from error
+            self._answers[answered].append(answer)
+        return self._answers[request].popleft()
 
 
 def serve(arch: str) -> None:
-    """Answer the requests of a `Compilers` on standard input, until it ends."""
-    answers = os.fdopen(os.dup(1), "wb")
+    """Take the requests of a `Compilers` from standard input, and answer each item when it is done, until it ends."""
+    answers = _Answers(os.fdopen(os.dup(1), "wb"))
     os.dup2(2, 1)  # what else is printed mustn't be among the answers
     triton_compat.warm_up(arch)
     pool: ProcessPoolExecutor | None = None
     while True:
         try:
-            num_jobs, function, items = pickle.load(sys.stdin.buffer)
-        except EOFError:
-            return
+            request, num_jobs, function, items = pickle.load(sys.stdin.buffer)
+        except EOFError:  # who asked has ended, and the workers may have work for minutes
+            os.killpg(os.getpid(), signal.SIGKILL)
         if items is None:
             with suppress(Exception):
                 function()
+                pool = pool or answers.pool(num_jobs)
+                pool.submit(int)  # forks the workers now, so that work needn't wait for it
             continue
-        # The same processes for all requests: they remember what they found out.
-        # They close the answers, which otherwise wouldn't end with this process.
-        pool = pool or ProcessPoolExecutor(num_jobs, get_context("fork"), os.close, (answers.fileno(),))
-        for answer in _answers(pool, function, items):
+        for number, item in enumerate(items):
+            # The same processes for all requests, until one dies: they remember what they found out.
+            pool = pool or answers.pool(num_jobs)
             try:
-                pickle.dump(answer, answers)
-                answers.flush()
-            except BrokenPipeError:  # who asked was killed, and can't end the workers, which may have work for minutes
-                os.killpg(os.getpid(), signal.SIGKILL)
-            pool = None if answer[1:] == (None, None) else pool
+                future = pool.submit(function, item)
+            except BrokenProcessPool:
+                pool = answers.pool(num_jobs)
+                future = pool.submit(function, item)
+            future.add_done_callback(partial(answers.send, request, number))
 
 
-def _answers(pool: ProcessPoolExecutor, function: Callable, items: list) -> Iterator[tuple[int, Any, Exception | None]]:
-    """Yield (number of the item, result, error) as they come; without either if its process died."""
-    futures = {pool.submit(function, item): number for number, item in enumerate(items)}
-    for future in as_completed(futures):
+class _Answers:
+    """Stream of answers, (request, number of the item, result, error); without the last two if its process died."""
+
+    def __init__(self, file: IO[bytes]) -> None:
+        self.file, self._lock = file, threading.Lock()
+
+    def pool(self, num_jobs: int) -> ProcessPoolExecutor:
+        """Return new workers. They close the stream, which otherwise wouldn't end with this process."""
+        return ProcessPoolExecutor(num_jobs, get_context("fork"), os.close, (self.file.fileno(),))
+
+    def send(self, request: int, number: int, future: Future) -> None:
+        """Write the answer for an item that is done."""
+        result, error = None, future.exception()
+        if error is None:
+            result = future.result()
+        elif isinstance(error, BrokenProcessPool):
+            error = None
         try:
-            yield futures[future], future.result(), None
-        except BrokenProcessPool:
-            yield futures[future], None, None
-        except Exception as error:
-            yield futures[future], None, error
+            with self._lock:
+                pickle.dump((request, number, result, error), self.file)
+                self.file.flush()
+        except BrokenPipeError:  # who asked has ended
+            os.killpg(os.getpid(), signal.SIGKILL)

@@ -12,7 +12,6 @@ functions that Python can't send.
 
 import hashlib
 from collections.abc import Callable, Iterable, Sequence
-from contextlib import suppress
 from typing import Any, NamedTuple
 
 from envoi.runtime import observer
@@ -22,12 +21,16 @@ Call = Callable[[int], Any]
 
 
 class Site(NamedTuple):
-    """Place of a launch: the call's number, its number of tokens, and which of its launches. name: of the kernel."""
+    """Place of a launch: the call's number, its number of tokens, and which of its launches.
+
+    name: of the kernel. size: characters of its source and of what it calls; the larger, the longer it compiles.
+    """
 
     call: int
     num_tokens: int
     launch: int
     name: str
+    size: int
 
 
 def rehearse(call: Call, num_tokens: int, target: Target) -> list[tuple[Any, tuple, tuple, dict[str, Any]]]:
@@ -41,6 +44,7 @@ def rehearse(call: Call, num_tokens: int, target: Target) -> list[tuple[Any, tup
 def find(calls: Sequence[Call], target: Target, numbers: Iterable[int]) -> dict[str, Site]:
     """Return for each kernel that calls of these numbers of tokens launch one place where it is launched, by digest."""
     from envoi.runtime.launch import key_of
+    from envoi.runtime.triton_compat import source_size
 
     seen: dict[tuple, Site] = {}
     sites: dict[str, Site] = {}
@@ -49,7 +53,9 @@ def find(calls: Sequence[Call], target: Target, numbers: Iterable[int]) -> dict[
             for place, (kernel, _, arguments, options) in enumerate(rehearse(call, num_tokens, target)):
                 key = key_of(kernel, arguments, options)
                 if key not in seen:
-                    seen[key] = site = Site(number, num_tokens, place, kernel.fn.__name__)
+                    seen[key] = site = Site(
+                        number, num_tokens, place, kernel.fn.__name__, source_size(kernel)
+                    )  # fmt: skip
                     sites.setdefault(_digest(kernel, arguments, options, target), site)
     return sites
 
@@ -79,22 +85,29 @@ def compile_at(calls: Sequence[Call], target: Target, for_launch: bool, site: Si
 
     for_launch: also what Triton needs to launch it, on a machine with a GPU.
     """
-    from envoi.runtime import triton_compat
+    from envoi.runtime import launchers, triton_compat
 
+    made_by = launchers.compile_to_launch if for_launch else triton_compat.compile_like_a_launch
     try:
         kernel, _, arguments, options = rehearse(calls[site.call], site.num_tokens, target)[site.launch]
-        made = triton_compat.compile_like_a_launch(kernel, arguments, target.arch, options)
-        if for_launch:
-            with suppress(Exception):  # the first launch builds it then, or says why not
-                triton_compat.build_launcher(made)
+        made_by(kernel, arguments, target.arch, options)
     except Exception as error:
-        return f"{type(error).__name__}: {' '.join(str(error).split())[:200]}"
+        return error_text(error)
     return ""
+
+
+def error_text(error: Exception) -> str:
+    """Return an error of a compilation in a line."""
+    return f"{type(error).__name__}: {' '.join(str(error).split())[:200]}"
 
 
 def load_at(calls: Sequence[Call], target: Target, site: Site) -> None:
     """Load the kernel of a site on the current GPU; what isn't in Triton's disk cache is compiled."""
-    load(*rehearse(calls[site.call], site.num_tokens, target)[site.launch])
+    from envoi.runtime.launchers import launcher_beside
+
+    kernel, grid, arguments, options = rehearse(calls[site.call], site.num_tokens, target)[site.launch]
+    with launcher_beside(kernel, arguments, target.arch):
+        load(kernel, grid, arguments, options)
 
 
 def load(kernel: Any, grid: tuple, arguments: tuple, options: dict[str, Any]) -> None:

@@ -2,7 +2,8 @@
 
 import math
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -43,6 +44,9 @@ tma_store = tma.async_store if hasattr(tma, "async_store") else tma.async_copy_s
 
 # cp.async of Ampere: (buffer, pointers, mask=). Renamed in 3.8.
 async_load = async_copy.async_load if hasattr(async_copy, "async_load") else async_copy.async_copy_global_to_shared
+
+# Whether what launches a kernel is C, compiled for its arguments.
+LAUNCHERS_IN_C = VERSION.startswith("3.6.")
 
 # Whether a view of shared memory may go on after the end of what it begins in.
 LARGER_VIEWS = VERSION.startswith(("3.6.", "3.7."))
@@ -112,9 +116,32 @@ def specialize(
 
 def source_hash(function: JITFunction, arguments: Sequence[Any], arch: str) -> str:
     """Return a hash of a kernel's source and of what a launch with these arguments compiles it for, in any process."""
+    return source_of(function, arguments, arch).hash()
+
+
+def source_of(function: JITFunction, arguments: Sequence[Any], arch: str) -> ASTSource:
+    """Return what a launch with these arguments compiles; needs no device."""
     signature, constexprs, attributes = specialize(function, arguments, arch)
     kind = GluonASTSource if function.is_gluon() else ASTSource
-    return kind(function, signature, constexprs=constexprs, attrs=attributes).hash()
+    return kind(function, signature, constexprs=constexprs, attrs=attributes)
+
+
+@cache
+def source_size(function: JITFunction) -> int:
+    """Return how many characters the source of a kernel has, and that of the functions whose names it calls."""
+    seen: dict[int, int] = {}
+
+    def add(value: Any) -> None:
+        if isinstance(value, type):
+            for method in vars(value).values():
+                add(method)
+        elif isinstance(value, JITFunction) and id(value) not in seen:
+            seen[id(value)] = len(value.src)
+            for name in value.fn.__code__.co_names:
+                add(value.fn.__globals__.get(name))
+
+    add(function)
+    return sum(seen.values())
 
 
 @contextmanager
@@ -188,6 +215,12 @@ def warm_up(arch: str) -> None:
     """Compute the hashes of the compiler's files in this process, so that its forks, and what it loads, needn't."""
     triton_key()
     make_backend(target_of(arch)).hash()
+
+
+def load_driver() -> None:
+    """Load Triton's driver, if there is a GPU: where it isn't in the cache it is built, in half a second."""
+    with suppress(Exception):  # whoever needs it will have the error again
+        driver.default.utils  # noqa: B018
 
 
 def bundled_tool(name: str) -> Path:

@@ -6,11 +6,13 @@ from contextlib import nullcontext
 import pytest
 import torch
 
+from envoi.moe import warm_up as layer_warm_up
 from envoi.moe.parallel import ExpertParallel, api, warm_up
 from envoi.moe.parallel.command import experts_without_memory
 from envoi.moe.parallel.symmetric_memory import SharedLayout
 from envoi.runtime.compiled_marks import mark
 from envoi.runtime.devices import Target, standing_for
+from envoi.runtime.rehearsal import Site
 from tests.helpers.ranks import run_ranks
 from tests.moe.layers import make
 
@@ -65,10 +67,11 @@ def test_counted_rows_are_warmed_up_if_their_number_is_bounded():
 
 
 def test_compilers_start_with_the_opening_where_nothing_was_ever_compiled(monkeypatch, tmp_path):
-    started, target, device = [], Target("sm_90"), torch.device("cuda")
+    started, here, target, device = [], [], Target("sm_90"), torch.device("cuda")
     monkeypatch.setattr(warm_up, "compiles", lambda device: True)
     monkeypatch.setattr(Target, "of", lambda device: target)
     monkeypatch.setattr(warm_up, "start_ahead", started.append)
+    monkeypatch.setattr(warm_up, "start_here", lambda arch: here.append(arch))
     monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
     for sizes in ((None, 6), (64, None)):  # what a call needs isn't known before it
         warm_up.start_compilers(device, *sizes)
@@ -79,24 +82,23 @@ def test_compilers_start_with_the_opening_where_nothing_was_ever_compiled(monkey
     assert started == ["sm_90"] * 2
     mark("digest", target, for_launch=True)
     warm_up.start_compilers(device, 64, 6)
-    assert started == ["sm_90"] * 2
+    assert started == here == ["sm_90"] * 2
 
 
 def compile_slowly(rank: int, num_ranks: int, fails: bool) -> tuple[list[str], list[str], float]:
     """Return the kernels compiled here and loaded here, and the seconds; compiling takes longer than the timeout."""
     made, loaded = [], []
 
-    def compile_sites(compilers, calls, target, sites, progress, for_launch):
-        time.sleep(2 * TIMEOUT_S * rank)
-        made.extend(str(site) for site in sites.values())
-        if fails and rank:
-            raise RuntimeError("no room")
+    def compile_at(calls, target, for_launch, site):
+        time.sleep(2 * TIMEOUT_S * rank if not made else 0)
+        made.append(str(site))
+        return "no room" if fails and rank else ""
 
     def load_at(calls, target, site):
         loaded.append(str(site))
 
-    warm_up.compile_sites, warm_up.load_at = compile_sites, load_at
-    warm_up.uncompiled = lambda sites, target, for_launch: sites
+    layer_warm_up.compile_at, warm_up.load_at = compile_at, load_at  # in one process, by `jobs`
+    layer_warm_up.uncompiled = lambda sites, target, for_launch: sites
     parallel, target = opened(TIMEOUT_S), Target("sm_90")
     with standing_for(target):
         experts = experts_without_memory(256, 128, 4, "bf16", "swiglu", bias=False)
@@ -127,28 +129,43 @@ def test_ranks_compile_shares_and_wait_for_longer_than_their_timeout():
     assert abs(len(first[0]) - len(second[0])) <= 1
 
 
-def load_alone(rank: int, num_ranks: int) -> list[str]:
-    """Compile before the first call what is missing on rank 0: one kernel; return what each step was asked for."""
-    done = []
-    warm_up.compile_sites = lambda *_, **__: done.append("processes")
-    warm_up.load_at = lambda calls, target, site: done.append(site)
-    warm_up.known_sites = lambda *_, **__: {"a": "one", "b": "other"}
-    warm_up.uncompiled = lambda sites, target, for_launch: {"b": "other"}
+def load_alone(rank: int, num_ranks: int, missing: dict[str, int]) -> tuple[list[str], list[list[str]]]:
+    """Compile before the first call what is missing on rank 0; return what was loaded here, and what others got."""
+    sites = {name: Site(0, 1, 0, name, missing.get(name, 9)) for name in ("a", "b", "c")}
+    loaded, shared = [], []
+
+    def begin(compilers, function, items):
+        shared.append([digest for digest, _ in items])
+        return ((item, "") for item in items)
+
+    warm_up.Compilers.begin, warm_up.start_ahead = begin, None
+    warm_up.load_at = layer_warm_up.load_at = lambda calls, target, site: loaded.append(site.name)
+    warm_up.Compilation.some = lambda work, numbers: lambda: sites
+    warm_up.begin_looking = lambda *_, **__: lambda: sites
+    layer_warm_up.uncompiled = lambda sites, *_: {name: site for name, site in sites.items() if name in missing}
     parallel = opened(TIMEOUT_S)
     call = warm_up.CountedCall(3, 1, parallel.experts)
     warm_up.compile_together(parallel.channel, call, Target("sm_90"), 2, False, warm_up.FIRST)
-    return done
+    return loaded, shared
 
 
 def test_a_single_kernel_is_compiled_where_it_is_loaded():
-    first, second = (outcome.value for outcome in run_ranks(2, load_alone))
-    assert first == ["other", "one", "other"]
-    assert second == ["processes", "one", "other"], "its share is empty"
+    first, second = (outcome.value for outcome in run_ranks(2, load_alone, {"b": 9}))
+    assert first == (["b", "a", "b", "c"], [[], []])
+    assert second == (["a", "b", "c"], [[], []]), "its share is empty"
+
+
+def test_the_largest_kernel_is_compiled_where_it_is_loaded():
+    first, second = (outcome.value for outcome in run_ranks(2, load_alone, {"a": 5, "b": 9, "c": 5}))
+    assert first == (["b", "a", "b", "c"], [[], []])
+    assert second == (["a", "a", "b", "c"], [["c"], []])
 
 
 def test_an_error_of_one_rank_is_everyones():
     for outcome in run_ranks(2, compile_slowly, True):
-        assert outcome.value[1] == ["warm-up: rank 1 of the group failed: RuntimeError: no room"]
+        (text,) = outcome.value[1]
+        assert text.startswith("warm-up: rank 1 of the group failed: RuntimeError: warm_up: ")
+        assert text.endswith(": no room")
 
 
 def load_first(rank: int, num_ranks: int, late: bool, whole: bool) -> str:
@@ -158,7 +175,8 @@ def load_first(rank: int, num_ranks: int, late: bool, whole: bool) -> str:
         time.sleep(2 * TIMEOUT_S * rank)
         return {}
 
-    warm_up.load_all = warm_up.known_sites = load_all
+    warm_up.load_all, warm_up.Compilation.some = load_all, lambda *_: load_all
+    warm_up.begin_looking = lambda *_, **__: dict
     parallel, target = opened(TIMEOUT_S), Target("sm_90")
     call = warm_up.CountedCall(3, 1, parallel.experts)
     if late and rank:

@@ -29,7 +29,7 @@ from envoi.moe.op import tensors_of
 from envoi.moe.oracle import moe_oracle
 from envoi.moe.pack import pack
 from envoi.moe.parallel.command import experts_without_memory
-from envoi.moe.warm_up import LayerCall, compile_sites, compiles
+from envoi.moe.warm_up import Compilation, LayerCall, compiles
 from envoi.runtime.compilers import DIED, Compilers
 from envoi.runtime.devices import Target, standing_for
 from envoi.runtime.rehearsal import Site, find
@@ -341,7 +341,9 @@ def compile_ahead(cases: Sequence[Case], device: torch.device, num_processes: in
     try:
         with Compilers(target, num_processes) as compilers:
             sites = sites_of(compilers, calls, target, token_counts(shapes))
-            compile_sites(compilers, calls, target, sites, False, for_launch=True)
+            work = Compilation(compilers, calls, target, for_launch=True)
+            work.add(sites)
+            work.finish(progress=False)
     except RuntimeError as error:
         print(f"model: {error}", file=sys.stderr, flush=True)
         return

@@ -231,7 +231,7 @@ class ExpertParallel:
 
         jobs: processes with which this rank compiles, by default as many as there are CPUs. progress: show it on stderr
         if it takes longer than two seconds. Unless rows are counted (`exchange`), calls with up to 64 tokens, and
-        with 72, 80 .. 256, are prepared too, by making each of them twice, if neither ENVOI_PREPARED=0 nor
+        with 72, 80 .. 256, are prepared too, by making each of them, if neither ENVOI_PREPARED=0 nor
         ENVOI_SAFE_LAUNCH=1 is set. On CPUs there is nothing to compile.
 
         Raises ValueError on every rank if one is given wrong arguments, or if rows are counted and max_tokens and

@@ -4,7 +4,7 @@ import json
 import platform
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
@@ -21,9 +21,9 @@ from envoi.moe.parallel.collectives import Channel, gather_texts
 from envoi.moe.parallel.hosts import Grid
 from envoi.moe.parallel.symmetric_memory import Domain, SharedLayout, allocate
 from envoi.moe.permute import empty_rows
-from envoi.moe.warm_up import HERE, compile_sites, compiles, jobs_for, known_sites, uncompiled
+from envoi.moe.warm_up import HERE, Compilation, begin_looking, compiles, jobs_for
 from envoi.quant.formats import format_named
-from envoi.runtime.compilers import Compilers, num_cpus, start_ahead
+from envoi.runtime.compilers import Compilers, num_cpus, start_ahead, start_here
 from envoi.runtime.devices import Target
 from envoi.runtime.kernel_case import without_memory
 from envoi.runtime.rehearsal import Site, load, load_at, rehearse
@@ -146,6 +146,7 @@ def start_compilers(device: torch.device, max_tokens: int | None, num_topk: int 
         target = Target.of(device)
         if not any_marked(target):
             start_ahead(target.arch)
+            start_here(target.arch)
 
 
 def unbounded(max_tokens: int | None, num_topk: int | None) -> str:
@@ -167,26 +168,31 @@ def compile_together(
     gather_texts(channel, "", step)
     calls, sites = [call], {}
     with patient(channel), Compilers(target, jobs_for(jobs), ahead=step == STEP) as compilers:
-        compilers.before(partial(rehearse, call, call.most, target))  # whose imports all of them need
+        work, numbers = Compilation(compilers, calls, target, for_launch=True), range(call.most + 1)
+        compilers.before(work.some(numbers))
+        begun, totals = set[str](), [0] * channel.num_ranks  # kernels of this host; sizes of each rank's
 
-        def look() -> None:
-            here = HERE if step == STEP else HERE_AT_FIRST
-            sites.update(known_sites(compilers, calls, target, call.most, least=0, here=here))
+        def begin_share(look: Callable[[], dict[str, Site]], one_here: bool) -> str:
+            failed = _error_of(lambda: sites.update(look() | sites))  # each keeps the site at which it is compiled
+            left = {digest: site.size for digest, site in work.left(sites).items() if digest not in begun}
+            texts = gather_texts(channel, json.dumps([platform.node(), left]), step)
+            found = [(host, sizes) for host, sizes in map(json.loads, texts)]
+            mine = {digest: sites[digest] for digest in shares(found, totals)[channel.rank]}
+            begun.update(digest for host, sizes in found if host == platform.node() for digest in sizes)
+            return failed or _error_of(lambda: work.add(mine, one_here))
 
-        def compile_share() -> None:
-            mine = {digest: sites[digest] for digest in shares(found)[channel.rank]}
-            if step == FIRST and len(mine) == 1:  # done before a process has started, if none was ahead
-                return load_at(calls, target, *mine.values())
-            return compile_sites(compilers, calls, target, mine, progress, for_launch=True)
+        def look() -> dict[str, Site]:
+            few = work.few(HERE if step == STEP else HERE_AT_FIRST)
+            wait = begin_looking(compilers, calls, target, numbers, few)
+            work.compile_here()
+            return wait()
 
         def load() -> None:
             for site in sites.values():
                 load_at(calls, target, site)
 
-        failed = _error_of(look)
-        texts = gather_texts(channel, json.dumps([platform.node(), *uncompiled(sites, target, for_launch=True)]), step)
-        found = [json.loads(text) for text in texts]
-        failed = failed or _error_of(compile_share)
+        failures = begin_share(work.some(numbers), one_here=True), begin_share(look, one_here=False)
+        failed = failures[0] or failures[1] or _error_of(lambda: work.finish(progress))
         _raise_first(gather_texts(channel, failed, step), step)  # now all that a peer compiled is in the cache
         _raise_first(gather_texts(channel, _error_of(load), step), step)
     return sites
@@ -230,18 +236,22 @@ def _aligned(x: torch.Tensor) -> torch.Tensor:
     return x if rows_fit and x.data_ptr() % ALIGNMENT == 0 else x.clone(memory_format=torch.contiguous_format)
 
 
-def shares(found: Sequence[Sequence[str]]) -> list[list[str]]:
-    """Return for each rank the digests that it compiles. found: for each rank its host, then its kernels' digests.
+def shares(found: Sequence[tuple[str, Mapping[str, int]]], totals: list[int]) -> list[list[str]]:
+    """Return for each rank the digests that it compiles. found: for each rank its host, and its kernels' sizes.
 
-    Every kernel of a host is compiled once there, by one of the ranks that need it: that which has the fewest yet.
+    Every kernel of a host is compiled once there, by one of the ranks that need it: that which has the least to do yet.
+    totals: of the sizes that each rank has; these are added.
     """
     mine: list[list[str]] = [[] for _ in found]
-    for host in dict.fromkeys(host for host, *_ in found):
-        ranks = [rank for rank, (where, *_) in enumerate(found) if where == host]
-        counts = Counter(digest for rank in ranks for digest in found[rank][1:])
-        for digest in sorted(counts, key=lambda digest: (counts[digest], digest)):  # those of one rank alone first
-            able = [rank for rank in ranks if digest in found[rank][1:]]
-            mine[min(able, key=lambda rank: len(mine[rank]))].append(digest)
+    for host in dict.fromkeys(host for host, _ in found):
+        ranks = [rank for rank, (where, _) in enumerate(found) if where == host]
+        counts = Counter(item for rank in ranks for item in found[rank][1].items())
+        # Those of one rank alone first, and the larger first.
+        for digest, size in sorted(counts, key=lambda item: (counts[item], -item[1], item[0])):
+            able = [rank for rank in ranks if digest in found[rank][1]]
+            chosen = min(able, key=lambda rank: totals[rank])
+            mine[chosen].append(digest)
+            totals[chosen] += size
     return mine
 
 

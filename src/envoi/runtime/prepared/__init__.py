@@ -11,7 +11,8 @@ long before: the backend, the config, the buffers, and what each kernel's parame
     results     what a call returned -> how to make the like from other tensors
     driver      the CUDA driver, by ctypes
 
-The first call with a key runs as always and is counted, the second is recorded, and the later ones are replayed:
+The first call with a key runs as always and is counted, the second is recorded, and the later ones are replayed (a
+warm-up records the first already):
 
     outputs = one new tensor each; scratch = one allocation for all that the call used between its launches
     for each address in a parameter block: write that of the input, the output, or the place in the scratch
@@ -24,6 +25,6 @@ can't be replayed. All shortcuts are off with ENVOI_SAFE_LAUNCH=1, this one also
 Results are bitwise those of a call without it: the same kernels run with the same parameters in the same order.
 """
 
-from envoi.runtime.prepared.calls import MISSED, Calls, clear, prepared
+from envoi.runtime.prepared.calls import MISSED, Calls, clear, prepared, recording_first_calls
 
-__all__ = ["MISSED", "Calls", "clear", "prepared"]
+__all__ = ["MISSED", "Calls", "clear", "prepared", "recording_first_calls"]

@@ -18,6 +18,7 @@ import operator
 import threading
 import weakref
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
 from typing import Any, TypeVar, cast
 
 import torch
@@ -31,6 +32,7 @@ from envoi.runtime.prepared.forms import Forms
 from envoi.runtime.prepared.parameters import RefusedError
 from envoi.runtime.prepared.recording import recording
 from envoi.runtime.prepared.replay import Prepared
+from envoi.runtime.scoped import scoped
 from envoi.spans import NVTX
 
 # Keys that are kept. A prepared call takes some 20 KB of the host's memory and none of the device's: all calls of a
@@ -45,6 +47,22 @@ Given = tuple[tuple, Sequence[torch.Tensor | None]] | None  # constants and tens
 
 _TENSORS = frozenset({torch.Tensor, torch.nn.Parameter})
 _all: "weakref.WeakSet[Calls]" = weakref.WeakSet()
+
+
+class _ThisThread(threading.local):
+    records_first_calls = False
+
+
+_this_thread = _ThisThread()
+
+
+def recording_first_calls() -> AbstractContextManager[None]:
+    """Record a call of this thread inside the context when it is made first, not the second time.
+
+    For calls of which others like them were made before: memory and tables that Envoi makes at a first call, and keeps,
+    are no part of what is repeated.
+    """
+    return scoped(_this_thread, records_first_calls=True)
 
 
 class Calls:
@@ -125,6 +143,7 @@ class Calls:
             return found.run(addresses, stream)
         if found is None:
             self._keep(key, SEEN)
+            found = SEEN if _this_thread.records_first_calls else None
         if found != SEEN or driver.is_capturing():
             return as_always()
         return self._record(key, constants, tensors, as_always, stream, first.device)
@@ -141,6 +160,8 @@ class Calls:
             found = str(error)
         except Exception as error:  # the call itself is done; what is private to Triton may have changed
             found = f"{type(error).__name__}: {error}"
+        if isinstance(found, str) and _this_thread.records_first_calls:
+            found = SEEN  # it may be for what only a first call does
         self._keep(key, found)
         if isinstance(found, Prepared):
             self.forms.add(constants, tensors, found)

@@ -1,0 +1,84 @@
+"""Kernels compiled together with what Triton launches them by.
+
+Until 3.7 that is C of its own for each kernel, and compiling it takes a fifth as long as the largest kernel. Its text
+follows from the arguments and the form of their descriptors, so it is compiled while LLVM and the assembler still work:
+
+    code generation -> passes of Triton -> LLVM -> PTX -> machine code
+                                       \\-> the launcher
+"""
+
+import threading
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
+from types import SimpleNamespace
+from typing import Any
+
+from triton.backends.nvidia.compiler import CUDABackend
+from triton.runtime.jit import JITFunction
+
+from envoi.runtime import triton_compat
+
+
+class _ThisThread(threading.local):
+    """Step of this thread's compilation before LLVM's part. begin: takes the kernel's metadata so far."""
+
+    begin: Callable[[Mapping[str, Any]], None] | None = None
+
+
+class _Metadata(SimpleNamespace):
+    """Metadata of a kernel that isn't compiled yet."""
+
+    def __getattr__(self, name: str) -> int:
+        """Return 0 for what isn't known yet: sizes of scratch memory, which the launcher's text doesn't have."""
+        return 0
+
+
+_this_thread = _ThisThread()
+
+
+def compile_to_launch(
+    kernel: JITFunction, arguments: Sequence[Any], arch: str, options: Mapping[str, Any]
+) -> None:  # fmt: skip
+    """Compile as `compile_like_a_launch` does, and build the launcher, where a driver is installed."""
+    with launcher_beside(kernel, arguments, arch):
+        made = triton_compat.compile_like_a_launch(kernel, arguments, arch, options)
+    _build(made)
+
+
+def _build(kernel: Any) -> None:
+    with suppress(Exception):  # the first launch builds it then, or says why not
+        triton_compat.build_launcher(kernel)
+
+
+@contextmanager
+def launcher_beside(kernel: JITFunction, arguments: Sequence[Any], arch: str) -> Iterator[None]:
+    """Build the launcher in another thread, if the kernel of a launch is compiled within the context, by this one."""
+    threads: list[threading.Thread] = []
+
+    def begin(metadata: Mapping[str, Any]) -> None:
+        source = triton_compat.source_of(kernel, arguments, arch)
+        compiled = SimpleNamespace(src=source, metadata=_Metadata(**metadata))
+        threads.append(threading.Thread(target=_build, args=(compiled,)))
+        threads[-1].start()
+
+    _this_thread.begin = begin if triton_compat.LAUNCHERS_IN_C else None
+    try:
+        yield
+    finally:
+        _this_thread.begin = None
+        for thread in threads:
+            thread.join()
+
+
+def _begin_before_llvm() -> None:
+    make_llir = CUDABackend.make_llir
+
+    def beginning(self: Any, src: Any, metadata: dict[str, Any], *rest: Any, **options: Any) -> str:
+        if _this_thread.begin is not None:
+            _this_thread.begin(metadata)
+        return make_llir(self, src, metadata, *rest, **options)
+
+    CUDABackend.make_llir = beginning
+
+
+_begin_before_llvm()
