@@ -227,6 +227,58 @@ def test_no_router_call_does(launched, rule):
         assert launched and keys(launched) <= known, f"{num_tokens} tokens"
 
 
+def test_numbers_whose_process_died_are_looked_at_here(monkeypatch):
+    layer, k = drawn_layer(random.Random(0), "bf16", experts=8)
+    calls = [warm_up.LayerCall(warm_up.without_tensors(layer.pack()), k)]
+    want = find(calls, HOPPER, range(1, 301))
+    with Compilers(HOPPER, 2) as compilers:
+        monkeypatch.setattr(compilers, "begin", lambda function, items: ((item, None) for item in items))
+        assert set(warm_up.begin_finding(compilers, calls, HOPPER, range(1, 301), 0)()) == set(want)
+
+
+def test_what_compiles_to_launch_elsewhere_needs_no_gpu(monkeypatch, tmp_path):
+    """As `envoi warm-up` on a GPU that other programs fill, while they start."""
+    monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
+    monkeypatch.setattr(warm_up, "load_at", lambda *_: pytest.fail("loaded"))
+    with standing_for(HOPPER):
+        calls = [warm_up.LayerCall(experts_without_memory(256, 128, 4, "bf16", "swiglu", bias=False), 4)]
+    sites = warm_up.compile_calls(calls, HOPPER, 2, 2, progress=False, for_launch=True)
+    assert len(sites) >= 3 and not warm_up.uncompiled(find(calls, HOPPER, [1, 2]), HOPPER, for_launch=True)
+
+
+@pytest.mark.parametrize(("jobs", "num_here"), [(1, 3), (2, 1)])
+def test_who_will_launch_compiles_the_largest_itself(monkeypatch, jobs, num_here):
+    sites = {name: rehearsal.Site(0, 1, 0, name, size) for name, size in (("a", 1), ("b", 9), ("c", 5))}
+    here, others = [], []
+
+    def begin(compilers, function, items):
+        others.extend(digest for digest, _ in items)
+        return ((item, "") for item in items)
+
+    monkeypatch.setattr(Compilers, "begin", begin)
+    monkeypatch.setattr(warm_up, "load_at", lambda calls, target, site: here.append(site.name))
+    monkeypatch.setattr(warm_up, "uncompiled", lambda sites, *_: sites)
+    monkeypatch.setattr(compiled_marks, "mark", lambda *_: None)
+    work = warm_up.Compilation(Compilers(HOPPER, jobs), [], HOPPER, for_launch=True, here=True)
+    work.add(sites)
+    work.finish()
+    assert here == ["b", "c", "a"][:num_here] and others == ["b", "c", "a"][num_here:]
+    work.add(sites)
+    work.finish()
+    assert len(here) + len(others) == 3
+
+
+def test_progress_counts_from_the_beginning(monkeypatch, capsys):
+    monkeypatch.setattr(warm_up, "uncompiled", lambda sites, *_: sites)
+    monkeypatch.setattr(compiled_marks, "mark", lambda *_: None)
+    monkeypatch.setattr(warm_up, "compile_at", lambda *_: "")
+    work = warm_up.Compilation(Compilers(HOPPER, 1), [], HOPPER, for_launch=False, progress=True)
+    work._bar.start -= 3.0
+    work.add({"a": rehearsal.Site(0, 1, 0, "some_kernel", 1)})
+    work.finish()
+    assert "[0/1] some_kernel" in capsys.readouterr().err
+
+
 def test_more_tokens_need_more(launched):
     layer, k = drawn_layer(random.Random(1), "bf16", experts=8)
     call = warm_up.LayerCall(warm_up.without_tensors(layer.pack()), k)

@@ -231,6 +231,29 @@ def test_work_begins_and_ends_beside_other_work(tmp_path):
 
 
 @pytest.mark.timeout(60)
+def test_answers_that_nobody_takes_keep_no_one_from_work(tmp_path):
+    """More of them than a pipe holds."""
+    path = tmp_path / "file"
+    with Compilers(TARGET, 2) as found:
+        many = found.begin(bytes, [1000] * 300)
+        found.begin(Path.touch, [path])
+        wait_for(path)
+        assert [answer for _, answer in many] == [bytes(1000)] * 300
+
+
+def test_threads_that_cannot_be_started_are_done_without(monkeypatch):
+    def refuse(thread):
+        raise RuntimeError("can't start new thread")
+
+    monkeypatch.setattr(compilers.threading.Thread, "start", refuse)
+    compilers.start_here.cache_clear()
+    try:
+        assert compilers.start_here("sm_90") == ()
+    finally:
+        compilers.start_here.cache_clear()
+
+
+@pytest.mark.timeout(60)
 def test_a_worker_that_dies_is_replaced():
     with Compilers(TARGET, 2) as found:
         assert list(found.map(os._exit, [3])) == [(3, None)]

@@ -1,5 +1,6 @@
 """Steps of a warm-up: find all kernels that calls can need, compile them in processes, prepare calls."""
 
+import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -71,19 +72,22 @@ def without_tensors(value: Any) -> Any:
 
 
 def compile_calls(
-    calls: Sequence[Call], target: Target, max_tokens: int, jobs: int | None, progress: bool, for_launch: bool
-) -> list[Site]:
-    """Compile what calls with 1 to max_tokens tokens launch, into Triton's disk cache; return a site of each kernel."""
+    calls: Sequence[Call], target: Target, max_tokens: int, jobs: int | None, progress: bool, for_launch: bool,
+    here: bool = False,
+) -> list[Site]:  # fmt: skip
+    """Compile what calls with 1 to max_tokens tokens launch, into Triton's disk cache; return a site of each kernel.
+
+    here: this process compiles too, and loads what it compiles.
+    """
     numbers = range(1, max_tokens + 1)
     with Compilers(target, jobs_for(jobs)) as compilers:
-        work = Compilation(compilers, calls, target, for_launch)
+        work = Compilation(compilers, calls, target, for_launch, progress, here)
         compilers.before(work.some(numbers))
-        work.add(work.some(numbers)(), one_here=True)
-        look = begin_looking(compilers, calls, target, numbers, work.few(HERE))
+        look = work.begin(work.some(numbers)(), numbers, HERE)
         work.compile_here()
         sites = look()
         work.add(sites)
-        work.finish(progress)
+        work.finish()
     return list(sites.values())
 
 
@@ -123,9 +127,9 @@ def begin_finding(
 
     def wait() -> dict[str, Site]:
         found: dict[str, Site] = {}
-        for _, sites in results:
-            if sites is None:
-                raise RuntimeError(f"warm_up: {DIED}")
+        for chunk, sites in results:
+            if sites is None:  # its process died: most likely of a compilation, which is an error of its own
+                sites = find(calls, target, chunk)
             for digest, site in sites.items():
                 found[digest] = min(site, found.get(digest, site))  # the order in which chunks are done mustn't matter
         return dict(sorted(found.items()))
@@ -143,27 +147,30 @@ def uncompiled(sites: Mapping[str, Site], target: Target, for_launch: bool) -> d
 class Compilation:
     """Kernels of calls that are compiled: some are added, which begins them, later others, and then all are awaited.
 
-    for_launch: also what Triton needs to launch them. begun: those added, by digest.
+    for_launch: also what Triton needs to launch them. progress: show it from the beginning.
+    here: this process compiles a kernel too, the largest that is added, for it has already imported what that needs;
+    with one job it compiles all of them. They are loaded on the current GPU. begun: those added, by digest.
     """
 
-    def __init__(self, compilers: Compilers, calls: Sequence[Call], target: Target, for_launch: bool) -> None:
+    def __init__(
+        self, compilers: Compilers, calls: Sequence[Call], target: Target, for_launch: bool, progress: bool = False,
+        here: bool = False,
+    ) -> None:  # fmt: skip
         self.compilers, self.calls, self.target, self.for_launch = compilers, calls, target, for_launch
         self.begun: dict[str, Site] = {}
+        self._bar = Progress(0, quiet=not progress)
+        self._most_here = 0 if not here else 1 if compilers.num_jobs > 1 else sys.maxsize
         self._here: list[tuple[str, Site]] = []
         self._results: list[Iterable[tuple[tuple[str, Site], str | None]]] = []
-        self._before = start_here(target.arch)
+        self._before = start_here(target.arch) if here else ()
 
     def some(self, numbers: range) -> Callable[[], dict[str, Site]]:
-        """Return what finds the kernels of some numbers of tokens: hardly ever others than those of all.
+        """Return what finds the kernels of some numbers of tokens, mostly those of all.
 
         A process that has called it has imported all that compiling needs.
         """
         powers = {1 << i for i in range(numbers[-1].bit_length())}
         return partial(find, self.calls, self.target, sorted({numbers[0], *powers, numbers[-1]}))
-
-    def few(self, most: int) -> int:
-        """Return up to how many numbers of tokens this process looks at: none while it compiles and others can."""
-        return 0 if self.begun and self.compilers.have_started else most
 
     def left(self, sites: Mapping[str, Site]) -> dict[str, Site]:
         """Return the sites of kernels that are neither begun nor in the cache by a warm-up, the largest first."""
@@ -172,35 +179,55 @@ class Compilation:
         ]
         return dict(sorted(left, key=lambda found: (-found[1].size, found[0])))
 
-    def add(self, sites: Mapping[str, Site], one_here: bool = False) -> None:
-        """Begin with those of these kernels that are left. RuntimeError if processes are needed and can't be started.
+    def begin(self, sites: Mapping[str, Site], numbers: range, few: int) -> Callable[[], dict[str, Site]]:
+        """Add these kernels, begin to look at all numbers of tokens, and return what waits for that.
 
-        one_here: `compile_here` compiles the largest, if there are several processes: for this one has its imports.
+        The processes look, if they have started and have something to compile, and first of all, if that doesn't take
+        long. Otherwise up to `few` numbers are looked at by this process, when it waits.
         """
+        look = partial(begin_looking, self.compilers, self.calls, self.target, numbers)
+        if self.left(sites) and self.compilers.have_started and len(numbers) <= CHUNK * self.compilers.num_jobs:
+            wait = look(0)
+            self.add(sites)
+            return wait
+        self.add(sites)
+        return look(0 if self.begun and self.compilers.have_started else few)
+
+    def add(self, sites: Mapping[str, Site]) -> None:
+        """Begin with those of these kernels that are left. RuntimeError if processes can't be started."""
         left = self.left(sites)
         self.begun |= left
-        others = [*left.items()]
-        if one_here and self.compilers.num_jobs > 1:
-            self._here, others = others[:1], others[1:]
-        self._results.append(
-            self.compilers.begin(partial(_compile_found, self.calls, self.target, self.for_launch), others)
-        )
+        found = [*left.items()]
+        self._here += found[: self._most_here]
+        function = partial(_compile_found, self.calls, self.target, self.for_launch)
+        self._results.append(self.compilers.begin(function, found[self._most_here :]))
 
     def compile_here(self) -> None:
-        """Compile in this process what `add` has left to it, and load it if it is to be launched."""
-        for thread in self._before:
-            thread.join()
-        for digest, site in self._here:
-            self._results.append([((digest, site), _compile_here(self.calls, self.target, self.for_launch, site))])
+        """Compile what `add` has left to this process."""
+        if self._here:
+            for thread in self._before:
+                thread.join()
+        for found in self._here:
+            self._results.append([(found, self._compile(found[1]))])
         self._here = []
 
-    def finish(self, progress: bool) -> None:
+    def _compile(self, site: Site) -> str:
+        if not self.for_launch:
+            return compile_at(self.calls, self.target, self.for_launch, site)
+        try:
+            load_at(self.calls, self.target, site)  # not as if the GPU were another: other threads may launch kernels
+        except Exception as error:
+            return error_text(error)
+        return ""
+
+    def finish(self) -> None:
         """Wait until all are compiled, and mark them. Raises RuntimeError for those that can't be."""
-        from envoi.runtime.compiled_marks import mark
+        from envoi.runtime.compiled_marks import mark  # not at the top: `import envoi` must not import Triton
 
         self.compile_here()
         failed: list[str] = []
-        with Progress(len(self.begun), quiet=not progress) as bar:
+        self._bar.total = len(self.begun)
+        with self._bar as bar:
             for (digest, site), error in chain.from_iterable(self._results):
                 bar.step(site.name)
                 if error == "":
@@ -213,16 +240,6 @@ class Compilation:
 
 def _compile_found(calls: Sequence[Call], target: Target, for_launch: bool, found: tuple[str, Site]) -> str:
     return compile_at(calls, target, for_launch, found[1])
-
-
-def _compile_here(calls: Sequence[Call], target: Target, for_launch: bool, site: Site) -> str:
-    if not for_launch:
-        return compile_at(calls, target, for_launch, site)
-    try:
-        load_at(calls, target, site)  # not as if the GPU were another: other threads may launch kernels
-    except Exception as error:
-        return error_text(error)
-    return ""
 
 
 def prepare(

@@ -23,6 +23,7 @@ from contextlib import suppress
 from functools import cache, partial
 from itertools import count
 from multiprocessing import get_context
+from queue import SimpleQueue
 from typing import IO, Any, NamedTuple, TypeVar, cast
 
 from envoi import env
@@ -77,9 +78,12 @@ def start_here(arch: str) -> tuple[threading.Thread, ...]:
         threading.Thread(target=triton_compat.warm_up, args=(arch,), daemon=True),
         threading.Thread(target=triton_compat.load_driver, daemon=True),
     )
-    for thread in threads:
-        thread.start()
-    return threads
+    started = []
+    with suppress(RuntimeError):  # no more threads: it is done when it is needed
+        for thread in threads:
+            thread.start()
+            started.append(thread)
+    return tuple(started)
 
 
 def _leave_to_parent() -> None:
@@ -209,10 +213,10 @@ class Compilers:
     def _receive(self, request: int) -> tuple[int, Any, Exception | None]:
         while not self._answers[request]:
             try:
-                answered, *answer = pickle.load(self._server.stdout)  # pyright: ignore[reportOptionalMemberAccess, reportArgumentType]
+                answered, number, result, error = pickle.load(self._server.stdout)  # pyright: ignore[reportOptionalMemberAccess, reportArgumentType]
             except EOFError as error:
                 raise RuntimeError(ENDED) from error
-            self._answers[answered].append(answer)
+            self._answers[answered].append((number, result, error))
         return self._answers[request].popleft()
 
 
@@ -220,6 +224,7 @@ def serve(arch: str) -> None:
     """Take the requests of a `Compilers` from standard input, and answer each item when it is done, until it ends."""
     answers = _Answers(os.fdopen(os.dup(1), "wb"))
     os.dup2(2, 1)  # what else is printed mustn't be among the answers
+    threading.Thread(target=answers.write, daemon=True).start()
     triton_compat.warm_up(arch)
     pool: ProcessPoolExecutor | None = None
     while True:
@@ -245,25 +250,39 @@ def serve(arch: str) -> None:
 
 
 class _Answers:
-    """Stream of answers, (request, number of the item, result, error); without the last two if its process died."""
+    """Stream of answers, (request, number of the item, result, error); without the last two if its process died.
+
+    They are written by a thread: whoever asked may read none for a while, and the workers are to go on meanwhile.
+    """
 
     def __init__(self, file: IO[bytes]) -> None:
-        self.file, self._lock = file, threading.Lock()
+        self.file = file
+        self._done: SimpleQueue[tuple[int, int, Future]] = SimpleQueue()
 
     def pool(self, num_jobs: int) -> ProcessPoolExecutor:
         """Return new workers. They close the stream, which otherwise wouldn't end with this process."""
         return ProcessPoolExecutor(num_jobs, get_context("fork"), os.close, (self.file.fileno(),))
 
     def send(self, request: int, number: int, future: Future) -> None:
-        """Write the answer for an item that is done."""
-        result, error = None, future.exception()
-        if error is None:
-            result = future.result()
-        elif isinstance(error, BrokenProcessPool):
-            error = None
-        try:
-            with self._lock:
-                pickle.dump((request, number, result, error), self.file)
+        """Have the answer for an item written that is done."""
+        self._done.put((request, number, future))
+
+    def write(self) -> None:
+        """Write what `send` is given, for ever."""
+        while True:
+            request, number, future = self._done.get()
+            result, error = None, future.exception()
+            if error is None:
+                result = future.result()
+            elif isinstance(error, BrokenProcessPool):
+                error = None
+            try:
+                data = pickle.dumps((request, number, result, error))
+            except Exception as unwritable:
+                text = f"an answer that can't be sent: {error or type(result)}: {unwritable}"
+                data = pickle.dumps((request, number, None, RuntimeError(text)))
+            try:
+                self.file.write(data)
                 self.file.flush()
-        except BrokenPipeError:  # who asked has ended
-            os.killpg(os.getpid(), signal.SIGKILL)
+            except BrokenPipeError:  # who asked has ended
+                os.killpg(os.getpid(), signal.SIGKILL)

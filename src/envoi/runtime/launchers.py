@@ -17,12 +17,17 @@ from triton.backends.nvidia.compiler import CUDABackend
 from triton.runtime.jit import JITFunction
 
 from envoi.runtime import triton_compat
+from envoi.runtime.scoped import scoped
 
 
 class _ThisThread(threading.local):
-    """Step of this thread's compilation before LLVM's part. begin: takes the kernel's metadata so far."""
+    """Compilation of this thread. begin: takes the kernel's metadata before LLVM's part, and returns what to join.
 
-    begin: Callable[[Mapping[str, Any]], None] | None = None
+    beside: thread that builds the launcher, if there is one now.
+    """
+
+    begin: Callable[[Mapping[str, Any]], threading.Thread] | None = None
+    beside: threading.Thread | None = None
 
 
 class _Metadata(SimpleNamespace):
@@ -53,32 +58,43 @@ def _build(kernel: Any) -> None:
 @contextmanager
 def launcher_beside(kernel: JITFunction, arguments: Sequence[Any], arch: str) -> Iterator[None]:
     """Build the launcher in another thread, if the kernel of a launch is compiled within the context, by this one."""
-    threads: list[threading.Thread] = []
 
-    def begin(metadata: Mapping[str, Any]) -> None:
+    def begin(metadata: Mapping[str, Any]) -> threading.Thread:
         source = triton_compat.source_of(kernel, arguments, arch)
-        compiled = SimpleNamespace(src=source, metadata=_Metadata(**metadata))
-        threads.append(threading.Thread(target=_build, args=(compiled,)))
-        threads[-1].start()
+        thread = threading.Thread(target=_build, args=(SimpleNamespace(src=source, metadata=_Metadata(**metadata)),))
+        thread.start()
+        return thread
 
-    _this_thread.begin = begin if triton_compat.LAUNCHERS_IN_C else None
-    try:
-        yield
-    finally:
-        _this_thread.begin = None
-        for thread in threads:
-            thread.join()
+    with scoped(_this_thread, begin=begin if triton_compat.LAUNCHERS_IN_C else None, beside=None):
+        try:
+            yield
+        finally:
+            _join()
 
 
-def _begin_before_llvm() -> None:
-    make_llir = CUDABackend.make_llir
+def _join() -> None:
+    if _this_thread.beside is not None:
+        _this_thread.beside.join()
+        _this_thread.beside = None
 
-    def beginning(self: Any, src: Any, metadata: dict[str, Any], *rest: Any, **options: Any) -> str:
+
+def _step_in() -> None:
+    """Have every compilation begin the launcher before LLVM's part, and wait for it after the assembler's."""
+    make_llir, make_cubin = CUDABackend.make_llir, CUDABackend.make_cubin
+
+    def with_a_launcher(self: Any, src: Any, metadata: dict[str, Any], *rest: Any, **options: Any) -> str:
         if _this_thread.begin is not None:
-            _this_thread.begin(metadata)
+            with suppress(RuntimeError):  # no more threads
+                _this_thread.beside = _this_thread.begin(metadata)
         return make_llir(self, src, metadata, *rest, **options)
 
-    CUDABackend.make_llir = beginning
+    def and_it(self: Any, src: Any, *rest: Any, **options: Any) -> Any:
+        made = make_cubin(self, src, *rest, **options)
+        _join()
+        return made
+
+    CUDABackend.make_llir = with_a_launcher
+    CUDABackend.make_cubin = and_it
 
 
-_begin_before_llvm()
+_step_in()

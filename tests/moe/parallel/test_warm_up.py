@@ -89,15 +89,16 @@ def compile_slowly(rank: int, num_ranks: int, fails: bool) -> tuple[list[str], l
     """Return the kernels compiled here and loaded here, and the seconds; compiling takes longer than the timeout."""
     made, loaded = [], []
 
-    def compile_at(calls, target, for_launch, site):
+    def compile_here(calls, target, site):
         time.sleep(2 * TIMEOUT_S * rank if not made else 0)
         made.append(str(site))
-        return "no room" if fails and rank else ""
+        if fails and rank:
+            raise RuntimeError("no room")
 
     def load_at(calls, target, site):
         loaded.append(str(site))
 
-    layer_warm_up.compile_at, warm_up.load_at = compile_at, load_at  # in one process, by `jobs`
+    layer_warm_up.load_at, warm_up.load_at = compile_here, load_at  # one job
     layer_warm_up.uncompiled = lambda sites, target, for_launch: sites
     parallel, target = opened(TIMEOUT_S), Target("sm_90")
     with standing_for(target):
@@ -138,10 +139,10 @@ def load_alone(rank: int, num_ranks: int, missing: dict[str, int]) -> tuple[list
         shared.append([digest for digest, _ in items])
         return ((item, "") for item in items)
 
-    warm_up.Compilers.begin, warm_up.start_ahead = begin, None
+    warm_up.Compilers.begin = begin
     warm_up.load_at = layer_warm_up.load_at = lambda calls, target, site: loaded.append(site.name)
     warm_up.Compilation.some = lambda work, numbers: lambda: sites
-    warm_up.begin_looking = lambda *_, **__: lambda: sites
+    layer_warm_up.begin_looking = lambda *_: lambda: sites
     layer_warm_up.uncompiled = lambda sites, *_: {name: site for name, site in sites.items() if name in missing}
     parallel = opened(TIMEOUT_S)
     call = warm_up.CountedCall(3, 1, parallel.experts)
@@ -161,6 +162,37 @@ def test_the_largest_kernel_is_compiled_where_it_is_loaded():
     assert second == (["a", "a", "b", "c"], [["c"], []])
 
 
+def fail(rank: int, num_ranks: int, name: str) -> tuple[str, float]:
+    """Have a step of the warm-up fail on rank 1; return the error, and the seconds that it took."""
+
+    def refuse(*_, **__):
+        raise PermissionError(f"no {name}")
+
+    sites = {"a": Site(0, 1, 0, "a", 9), "b": Site(0, 1, 0, "b", 9)}
+    layer_warm_up.find = lambda *_: sites
+    layer_warm_up.begin_looking = lambda *_: lambda: sites
+    layer_warm_up.uncompiled = lambda sites, *_: sites
+    warm_up.load_at = layer_warm_up.load_at = lambda *_: None
+    if rank:
+        setattr(warm_up if name == "shares" else layer_warm_up, name, refuse)
+    parallel = opened(TIMEOUT_S)
+    start = time.monotonic()
+    try:
+        call = warm_up.CountedCall(3, 1, parallel.experts)
+        warm_up.compile_together(parallel.channel, call, Target("sm_90"), 1, False)
+    except RuntimeError as error:
+        return str(error), time.monotonic() - start
+    return "", 0.0
+
+
+@pytest.mark.parametrize("name", ["find", "uncompiled", "begin_looking", "load_at"])
+def test_what_fails_on_one_rank_is_soon_an_error_of_all(name):
+    for outcome in run_ranks(2, fail, name):
+        text, seconds = outcome.value
+        assert text.startswith("warm-up: rank 1 of the group failed") and f"PermissionError: no {name}" in text
+        assert seconds < 60
+
+
 def test_an_error_of_one_rank_is_everyones():
     for outcome in run_ranks(2, compile_slowly, True):
         (text,) = outcome.value[1]
@@ -176,7 +208,7 @@ def load_first(rank: int, num_ranks: int, late: bool, whole: bool) -> str:
         return {}
 
     warm_up.load_all, warm_up.Compilation.some = load_all, lambda *_: load_all
-    warm_up.begin_looking = lambda *_, **__: dict
+    layer_warm_up.begin_looking = lambda *_: dict
     parallel, target = opened(TIMEOUT_S), Target("sm_90")
     call = warm_up.CountedCall(3, 1, parallel.experts)
     if late and rank:

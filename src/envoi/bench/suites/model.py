@@ -343,7 +343,7 @@ def compile_ahead(cases: Sequence[Case], device: torch.device, num_processes: in
             sites = sites_of(compilers, calls, target, token_counts(shapes))
             work = Compilation(compilers, calls, target, for_launch=True)
             work.add(sites)
-            work.finish(progress=False)
+            work.finish()
     except RuntimeError as error:
         print(f"model: {error}", file=sys.stderr, flush=True)
         return

@@ -229,10 +229,10 @@ class ExpertParallel:
         token than num_topk. Ranks of one host divide the work and share Triton's cache on disk. Peers may take longer
         than timeout_s to compile. Layers of equal sizes, format and timeout_s share their kernels: one is enough.
 
-        jobs: processes with which this rank compiles, by default as many as there are CPUs. progress: show it on stderr
-        if it takes longer than two seconds. Unless rows are counted (`exchange`), calls with up to 64 tokens, and
-        with 72, 80 .. 256, are prepared too, by making each of them, if neither ENVOI_PREPARED=0 nor
-        ENVOI_SAFE_LAUNCH=1 is set. On CPUs there is nothing to compile.
+        jobs: processes with which this rank compiles, itself beside them; by default as many as there are CPUs.
+        progress: show it on stderr if it takes longer than two seconds. Unless rows are counted (`exchange`), calls
+        with up to 64 tokens, and with 72, 80 .. 256, are prepared too, by making each of them, if neither
+        ENVOI_PREPARED=0 nor ENVOI_SAFE_LAUNCH=1 is set. On CPUs there is nothing to compile.
 
         Raises ValueError on every rank if one is given wrong arguments, or if rows are counted and max_tokens and
         num_topk weren't given; RuntimeError if a kernel can't be compiled; PeerTimeout if a rank is lost.

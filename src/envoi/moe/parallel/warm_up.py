@@ -21,7 +21,7 @@ from envoi.moe.parallel.collectives import Channel, gather_texts
 from envoi.moe.parallel.hosts import Grid
 from envoi.moe.parallel.symmetric_memory import Domain, SharedLayout, allocate
 from envoi.moe.permute import empty_rows
-from envoi.moe.warm_up import HERE, Compilation, begin_looking, compiles, jobs_for
+from envoi.moe.warm_up import HERE, Compilation, compiles, jobs_for
 from envoi.quant.formats import format_named
 from envoi.runtime.compilers import Compilers, num_cpus, start_ahead, start_here
 from envoi.runtime.devices import Target
@@ -168,31 +168,37 @@ def compile_together(
     gather_texts(channel, "", step)
     calls, sites = [call], {}
     with patient(channel), Compilers(target, jobs_for(jobs), ahead=step == STEP) as compilers:
-        work, numbers = Compilation(compilers, calls, target, for_launch=True), range(call.most + 1)
+        work, numbers = Compilation(compilers, calls, target, True, progress, here=True), range(call.most + 1)
         compilers.before(work.some(numbers))
-        begun, totals = set[str](), [0] * channel.num_ranks  # kernels of this host; sizes of each rank's
+        on_host, totals = set[str](), [0] * channel.num_ranks  # kernels begun; sizes of each rank's
 
-        def begin_share(look: Callable[[], dict[str, Site]], one_here: bool) -> str:
-            failed = _error_of(lambda: sites.update(look() | sites))  # each keeps the site at which it is compiled
-            left = {digest: site.size for digest, site in work.left(sites).items() if digest not in begun}
-            texts = gather_texts(channel, json.dumps([platform.node(), left]), step)
+        def divide(find: Callable[[], dict[str, Site]], begin: Callable[[dict[str, Site]], None]) -> str:
+            missing: dict[str, int] = {}
+
+            def look() -> None:
+                sites.update(find() | sites)  # each keeps the site at which it is compiled
+                left = work.left(sites).items()
+                missing.update({digest: site.size for digest, site in left if digest not in on_host})
+
+            failed = _error_of(look)
+            texts = gather_texts(channel, json.dumps([platform.node(), missing]), step)
             found = [(host, sizes) for host, sizes in map(json.loads, texts)]
             mine = {digest: sites[digest] for digest in shares(found, totals)[channel.rank]}
-            begun.update(digest for host, sizes in found if host == platform.node() for digest in sizes)
-            return failed or _error_of(lambda: work.add(mine, one_here))
+            on_host.update(digest for host, sizes in found if host == platform.node() for digest in sizes)
+            return failed or _error_of(lambda: begin(mine))
 
-        def look() -> dict[str, Site]:
-            few = work.few(HERE if step == STEP else HERE_AT_FIRST)
-            wait = begin_looking(compilers, calls, target, numbers, few)
+        looks: list[Callable[[], dict[str, Site]]] = []
+
+        def begin_some(mine: dict[str, Site]) -> None:
+            looks.append(work.begin(mine, numbers, HERE if step == STEP else HERE_AT_FIRST))
             work.compile_here()
-            return wait()
 
         def load() -> None:
             for site in sites.values():
                 load_at(calls, target, site)
 
-        failures = begin_share(work.some(numbers), one_here=True), begin_share(look, one_here=False)
-        failed = failures[0] or failures[1] or _error_of(lambda: work.finish(progress))
+        failures = divide(work.some(numbers), begin_some), divide(lambda: looks[0](), work.add)
+        failed = failures[0] or failures[1] or _error_of(work.finish)
         _raise_first(gather_texts(channel, failed, step), step)  # now all that a peer compiled is in the cache
         _raise_first(gather_texts(channel, _error_of(load), step), step)
     return sites
