@@ -25,7 +25,7 @@ from envoi.types import ExpertWeights, QuantTensor, Routing
 PREPARED_EACH, PREPARED_EIGHTHS = 64, 256
 ROUTED = torch.int32, torch.float32  # ids and weights from `envoi.route`
 CHUNK = 128  # numbers of tokens that a process looks at in one go
-HERE = 1024  # up to so many are looked at by this process, while the others still import what they need
+HERE = 1024  # up to so many are looked at by this process, where no others have started that compile anyway
 
 
 @dataclass(frozen=True)
@@ -77,7 +77,7 @@ def compile_calls(
 ) -> list[Site]:  # fmt: skip
     """Compile what calls with 1 to max_tokens tokens launch, into Triton's disk cache; return a site of each kernel.
 
-    here: this process compiles too, and loads what it compiles.
+    for_launch: also what Triton needs to launch them. here: this process will launch them, and compiles too.
     """
     numbers = range(1, max_tokens + 1)
     with Compilers(target, jobs_for(jobs)) as compilers:
@@ -148,8 +148,8 @@ class Compilation:
     """Kernels of calls that are compiled: some are added, which begins them, later others, and then all are awaited.
 
     for_launch: also what Triton needs to launch them. progress: show it from the beginning.
-    here: this process compiles a kernel too, the largest that is added, for it has already imported what that needs;
-    with one job it compiles all of them. They are loaded on the current GPU. begun: those added, by digest.
+    here: this process, which will launch them, compiles a kernel too, the largest that is added, for it has already
+    imported what that needs; with one job all of them. It loads them on the current GPU. begun: those added, by digest.
     """
 
     def __init__(
@@ -212,8 +212,6 @@ class Compilation:
         self._here = []
 
     def _compile(self, site: Site) -> str:
-        if not self.for_launch:
-            return compile_at(self.calls, self.target, self.for_launch, site)
         try:
             load_at(self.calls, self.target, site)  # not as if the GPU were another: other threads may launch kernels
         except Exception as error:

@@ -1,7 +1,8 @@
 """Kernels compiled together with what Triton launches them by.
 
-Until 3.7 that is C of its own for each kernel, and compiling it takes a fifth as long as the largest kernel. Its text
-follows from the arguments and the form of their descriptors, so it is compiled while LLVM and the assembler still work:
+In Triton 3.6 that is C of its own for each kernel, and compiling it takes a fifth as long as the largest kernel. Its
+text follows from the arguments and the form of their descriptors, so it is compiled while LLVM and the assembler still
+work:
 
     code generation -> passes of Triton -> LLVM -> PTX -> machine code
                                        \\-> the launcher
@@ -21,9 +22,10 @@ from envoi.runtime.scoped import scoped
 
 
 class _ThisThread(threading.local):
-    """Compilation of this thread. begin: takes the kernel's metadata before LLVM's part, and returns what to join.
+    """Compilation of this thread.
 
-    beside: thread that builds the launcher, if there is one now.
+    begin: takes the kernel's metadata before LLVM's part, and returns the thread that builds the launcher.
+    beside: that thread, from LLVM's part to the end of the assembler's; None otherwise.
     """
 
     begin: Callable[[Mapping[str, Any]], threading.Thread] | None = None

@@ -53,9 +53,8 @@ def find(calls: Sequence[Call], target: Target, numbers: Iterable[int]) -> dict[
             for place, (kernel, _, arguments, options) in enumerate(rehearse(call, num_tokens, target)):
                 key = key_of(kernel, arguments, options)
                 if key not in seen:
-                    seen[key] = site = Site(
-                        number, num_tokens, place, kernel.fn.__name__, source_size(kernel)
-                    )  # fmt: skip
+                    name, size = kernel.fn.__name__, source_size(kernel)
+                    seen[key] = site = Site(number, num_tokens, place, name, size)
                     sites.setdefault(_digest(kernel, arguments, options, target), site)
     return sites
 
@@ -102,7 +101,7 @@ def error_text(error: Exception) -> str:
 
 
 def load_at(calls: Sequence[Call], target: Target, site: Site) -> None:
-    """Load the kernel of a site on the current GPU; what isn't in Triton's disk cache is compiled."""
+    """Load the kernel of a site on the current GPU; what isn't in Triton's disk cache is compiled, and its launcher."""
     from envoi.runtime.launchers import launcher_beside
 
     kernel, grid, arguments, options = rehearse(calls[site.call], site.num_tokens, target)[site.launch]

@@ -173,7 +173,8 @@ def compile_together(
         on_host, totals = set[str](), [0] * channel.num_ranks  # kernels begun; sizes of each rank's
 
         def divide(find: Callable[[], dict[str, Site]], begin: Callable[[dict[str, Site]], None]) -> str:
-            missing: dict[str, int] = {}
+            """Find kernels, and begin with this rank's share of those that no rank has begun; return the error."""
+            missing: dict[str, int] = {}  # sizes by digest
 
             def look() -> None:
                 sites.update(find() | sites)  # each keeps the site at which it is compiled
