@@ -268,6 +268,22 @@ def test_who_will_launch_compiles_the_largest_itself(monkeypatch, jobs, num_here
     assert len(here) + len(others) == 3
 
 
+@pytest.mark.parametrize("here", [False, True])
+def test_the_processes_look_only_where_this_one_compiles(monkeypatch, here):
+    """Else the look would wait for their kernels, while this process had nothing to do."""
+    given, few = [], []
+    monkeypatch.setattr(Compilers, "begin", lambda self, function, items: given.append(function.func) or iter(()))
+    monkeypatch.setattr(Compilers, "have_started", True)
+    monkeypatch.setattr(warm_up, "begin_looking", lambda compilers, calls, target, numbers, few_: few.append(few_))
+    monkeypatch.setattr(warm_up, "start_here", lambda arch: ())
+    monkeypatch.setattr(warm_up, "uncompiled", lambda sites, *_: sites)
+    sites = {name: rehearsal.Site(0, 1, 0, name, 1) for name in "abc"}
+    work = warm_up.Compilation(Compilers(HOPPER, 2), [], HOPPER, for_launch=True, here=here)
+    work.begin(sites, range(1, 101), 1024)
+    assert few == [0 if here else 1024]
+    assert given == [warm_up._compile_found] and len(work.begun) == 3
+
+
 def test_progress_counts_from_the_beginning(monkeypatch, capsys):
     monkeypatch.setattr(warm_up, "uncompiled", lambda sites, *_: sites)
     monkeypatch.setattr(compiled_marks, "mark", lambda *_: None)

@@ -182,11 +182,14 @@ class Compilation:
     def begin(self, sites: Mapping[str, Site], numbers: range, few: int) -> Callable[[], dict[str, Site]]:
         """Add these kernels, begin to look at all numbers of tokens, and return what waits for that.
 
-        The processes look, if they have started and have something to compile, and first of all, if that doesn't take
-        long. Otherwise up to `few` numbers are looked at by this process, when it waits.
+        Up to `few` numbers are looked at by this process, when it waits. Where it compiles too, the processes look
+        instead if they have something to compile, and first of all if that doesn't take long.
         """
         look = partial(begin_looking, self.compilers, self.calls, self.target, numbers)
-        if self.left(sites) and self.compilers.have_started and len(numbers) <= CHUNK * self.compilers.num_jobs:
+        if not self._most_here:
+            self.add(sites)
+            return look(few)
+        if self.compilers.have_started and len(numbers) <= CHUNK * self.compilers.num_jobs and self.left(sites):
             wait = look(0)
             self.add(sites)
             return wait
