@@ -169,8 +169,10 @@ class Compilation:
 
         A process that has called it has imported all that compiling needs.
         """
-        powers = {1 << i for i in range(numbers[-1].bit_length())}
-        return partial(find, self.calls, self.target, sorted({numbers[0], *powers, numbers[-1]}))
+        last = numbers[-1]
+        # Eight to an octave, as tiles change with the octave; rounded, as kernels also differ by what divides a number.
+        spread = {round(2 ** (i / 8)) for i in range(8 * last.bit_length())}
+        return partial(find, self.calls, self.target, sorted({numbers[0], *(n for n in spread if n < last), last}))
 
     def left(self, sites: Mapping[str, Site]) -> dict[str, Site]:
         """Return the sites of kernels that are neither begun nor in the cache by a warm-up, the largest first."""
