@@ -123,7 +123,7 @@ def needs(kind: str) -> str:
     """Return for which calls of an operator and format, "gemm bf16", batch_invariant=True is needed: "" for none."""
     operator, form = kind.split()
     if operator == "moe":
-        return "all" if form == "mxfp4" else ""
+        return {"mxfp4": "all", "nvfp4": "some sizes"}.get(form, "")
     if operator not in ("gemm", "grouped_gemm"):
         return ""
     endings = [ending for ending in _ENDINGS if _needs(form, ending, operator == "grouped_gemm")]
