@@ -5,11 +5,17 @@ import errno
 import os
 import select
 import sys
+from collections.abc import Container
 from typing import NoReturn
 
 import envoi
 
 DEMO_FORMATS = "bf16,fp8_row,fp8_block128,mxfp8,mxfp4,mxfp4_mxfp8,nvfp4"
+# Options by the arguments that they become, where those have other names.
+OPTIONS = {
+    "num_ranks": "gpus", "num_hosts": "hosts", "num_topk": "topk", "num_tokens": "tokens", "num_experts": "experts",
+    "intermediate": "inter", "gb_per_s": "network", "collective_us": "collective",
+}  # fmt: skip
 READER_GONE = 141  # a shell's exit status for a program ended by SIGPIPE
 
 
@@ -60,11 +66,21 @@ def _run(argv: list[str] | None) -> int:
     try:
         return args.run(args)
     except (ValueError, FileNotFoundError, PermissionError) as error:
-        return _refuse(str(error))
+        return _refuse(_of_options(str(error), vars(args)))
     except ModuleNotFoundError as error:
         if error.name is None or error.name.partition(".")[0] == "envoi":
             raise
         return _refuse(f"{args.command} needs {error.name}, which isn't installed; pip install 'envoi[demo]' brings it")
+
+
+def _of_options(message: str, options: Container[str]) -> str:
+    """Return an error that names an argument of Python as one that names the option: "num_topk: .." as "--topk: ..".
+
+    options: the command's, as argparse names them.
+    """
+    name, colon, rest = message.partition(":")
+    option = name if name in options else OPTIONS.get(name, "")
+    return f"--{option.replace('_', '-')}{colon}{rest}" if colon and option in options else message
 
 
 def _refuse(message: str) -> int:

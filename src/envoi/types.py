@@ -13,6 +13,8 @@ from typing import Any, ClassVar, TypeVar
 import torch
 from torch.utils import _pytree as pytree
 
+from envoi.check import expect_device
+
 UNGATED = ("silu", "relu2")  # activations of experts that have no gate: gate_up is up alone
 LONGEST = 80  # characters of a text in a repr
 Self = TypeVar("Self", bound="_Printed")
@@ -44,11 +46,11 @@ class _Printed:
     def to(self: Self, device: torch.device | str | int, *, non_blocking: bool = False) -> Self:
         """Return a copy with all tensors on a device; tensors that are there already are shared.
 
-        Raises ValueError for anything else, such as a dtype: numbers, factors and ids keep theirs.
+        device: or its name, or its number. Raises ValueError for one that isn't here, and for anything else, such as a
+        dtype: numbers, factors and ids keep theirs.
         """
-        if not isinstance(device, (torch.device, str, int)):
-            raise ValueError(f"device: expected a device, its name or its number, got {device!r}")
-        return self._map(lambda x: x.to(device, non_blocking=non_blocking))
+        place = expect_device("device", device)
+        return self._map(lambda x: x.to(place, non_blocking=non_blocking))
 
     def _map(self: Self, f: Callable[[torch.Tensor], torch.Tensor]) -> Self:
         """Return a copy with f applied to every tensor."""

@@ -5,8 +5,9 @@ import pytest
 from envoi import cli
 from envoi.bench import problems, shapes, tuning
 from envoi.bench.evidence import SUITES
+from envoi.gemm.hopper import tune
 from envoi.gemm.hopper.cases import launch_with
-from envoi.runtime.kernel_case import kernel_key
+from envoi.runtime.kernel_case import NUM_SMS, kernel_key
 
 GEMMS = [name for name in SUITES if name.startswith("gemm") and name != "gemm_drawn"]
 CASES = [case for name in GEMMS for case in shapes.cases(name) if case.on_cuda]
@@ -38,6 +39,25 @@ def test_a_shape_of_ones_own(capsys):
     ]
     assert cli.main(arguments) == 0
     assert capsys.readouterr().out.splitlines()[1].startswith("8: 500x256x256 <= 63 fp8_row swiglu ")
+
+
+@pytest.fixture
+def measured_here(tmp_path, monkeypatch):
+    """Give the file of what is measured on this machine, which is empty."""
+    monkeypatch.setenv("ENVOI_CACHE_DIR", str(tmp_path))
+    tune._entries.cache_clear()
+    yield tmp_path / "gemm.json"
+    monkeypatch.undo()
+    tune._entries.cache_clear()
+    tune.forget_choices()
+
+
+def test_the_list_has_what_was_measured_here(capsys, measured_here):
+    planned = problems.planned(shapes.GemmShape(4096, 4096, 7168, "fp8_row"), NUM_SMS)
+    other = next(config for config in planned.promising(NUM_SMS, 9) if config != planned.chosen(NUM_SMS))
+    tune.keep({planned.key(NUM_SMS): other}, measured_here)
+    assert cli.main(["tune", "--list", "--shape", "4096x4096x7168", "--format", "fp8_row"]) == 0
+    assert f"  {other.label()}  " in capsys.readouterr().out
 
 
 def test_rows_as_routing_leaves_them(capsys):

@@ -169,6 +169,11 @@ def test_a_new_packing_takes_the_old_ones_memory(format):
         assert torch.equal(second.gate_up.scale, fresh.gate_up.scale)
 
 
+def test_a_model_is_no_experts_module():
+    with pytest.raises(ValueError, match="module: expected an experts module of transformers, got MixtralFor"):
+        packed_experts(build("mixtral"))
+
+
 def test_memory_that_is_the_modules_is_not_written_to():
     module = expert_modules(build("mixtral"))[0]
     old = module.down_proj.data

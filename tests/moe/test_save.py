@@ -117,6 +117,9 @@ def test_wrong_arguments_are_refused(tmp_path):
             write({})
     with pytest.raises(ValueError, match=f"{tmp_path}: expected a file that envoi.experts.save wrote, got a folder"):
         envoi.experts.load(tmp_path)
+    for path in (tmp_path / "none", 3, None):
+        with pytest.raises(ValueError, match="path: expected a file that envoi.experts.save wrote, on this"):
+            envoi.experts.load(path)  # pyright: ignore[reportArgumentType]
     envoi.experts.save(PACKED["mxfp4"], tmp_path / "x")
     with pytest.raises(ValueError, match="device: expected a device of torch such as .cuda., got str .gpu."):
         envoi.experts.load(tmp_path / "x", "gpu")

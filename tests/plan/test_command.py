@@ -88,9 +88,14 @@ def test_a_picture_in_a_file(capsys, tmp_path):
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [
-        (f"{ARGUMENTS} --gpus 3", "num_ranks: expected 1, 2, 4 or 8"),
-        (f"{ARGUMENTS} --arch sm_80", "arch: expected one of"),
-        (f"{ARGUMENTS} --format fp7", "format: expected one of"),
+        (f"{ARGUMENTS} --gpus 3", "envoi: --gpus: expected 1, 2, 4 or 8"),
+        (f"{ARGUMENTS} --arch sm_80", "envoi: --arch: expected one of"),
+        (f"{ARGUMENTS} --format fp7", "envoi: --format: expected one of"),
+        (f"{ARGUMENTS} --max-tokens 1", "envoi: --max-tokens: expected an int from"),
+        (f"{ARGUMENTS} --topk 100", "envoi: --topk: expected an int from 1 to"),
+        (f"{ARGUMENTS} --tokens 0", "envoi: --tokens: expected an int from 1 to"),
+        (f"{ARGUMENTS} --experts 7 --gpus 2", "envoi: --experts: expected"),
+        (f"{ARGUMENTS} --inter 7", "envoi: --inter: expected a multiple of"),
         (f"{ARGUMENTS} --tokens 100000000", "more GPUs, or fewer max_tokens"),
     ],
 )

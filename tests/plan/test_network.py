@@ -129,14 +129,14 @@ def test_a_picture_in_a_file(capsys, tmp_path):
     ("more", "words"),
     [
         ("--hosts 0", "--hosts: expected an int from 1 to 1024, got 0"),
-        ("--hosts 3", "num_experts: expected a multiple of 12 GPUs, got 256"),
-        ("--hosts 2 --network 0", "network: expected a positive number of gb_per_s, got"),
-        ("--hosts 2 --network nan", "network: expected a positive number of gb_per_s, got"),
-        ("--hosts 2 --collective -1", "network: expected a positive number of collective_us, got"),
+        ("--hosts 3", "--experts: expected a multiple of 12 GPUs, got 256"),
+        ("--hosts 2 --network 0", "envoi: --network: expected a positive number, got"),
+        ("--hosts 2 --network nan", "envoi: --network: expected a positive number, got"),
+        ("--hosts 2 --collective -1", "envoi: --collective: expected a positive number, got"),
         ("--network 45", "--network: expected it only beside --hosts 2 or more"),
         ("--collective 30", "--collective: expected it only beside --hosts 2 or more"),
         ("--presum", "--presum: expected it only beside --hosts 2 or more"),
-        ("--hosts 2 --gpus 3", "num_ranks: expected 1, 2, 4 or 8"),
+        ("--hosts 2 --gpus 3", "--gpus: expected 1, 2, 4 or 8"),
     ],
 )
 def test_refusals_are_one_line(more, words, capsys):

@@ -113,10 +113,10 @@ def _print_list(shapes: "list[Shape]") -> int:
         try:
             planned = problems.planned(shape, NUM_SMS)
             count = len(planned.promising(NUM_SMS, CANDIDATES))
-            rows.append((problems.label(shape), planned.default.label(), str(count), planned.key(NUM_SMS)))
+            rows.append((problems.label(shape), planned.chosen(NUM_SMS).label(), str(count), planned.key(NUM_SMS)))
         except ValueError as error:
             rows.append((problems.label(shape), f"none: {str(error).rpartition(': ')[2]}", "0", "-"))
-    print(align(("shape", "default", "candidates", "kept under"), rows, left=(0, 1, 3)))
+    print(align(("shape", "config", "candidates", "kept under"), rows, left=(0, 1, 3)))
     return 0
 
 

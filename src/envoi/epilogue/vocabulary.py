@@ -27,12 +27,12 @@ def _apply(op: str, *values: Any, **attributes: Any) -> Any:
 
 
 def exp(x: Value) -> Value:
-    """Return e^x."""
+    """Return e^x; on a GPU 0 below 2^-126."""
     return _apply("exp", x)
 
 
 def exp2(x: Value) -> Value:
-    """Return 2^x."""
+    """Return 2^x; on a GPU 0 below 2^-126."""
     return _apply("exp2", x)
 
 

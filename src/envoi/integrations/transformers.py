@@ -125,7 +125,12 @@ def experts_forward(
 
 
 def packed_experts(module: torch.nn.Module, format: str = "bf16") -> ExpertWeights:
-    """Return the module's weights packed in a format; kept until they are freed or change (see the table above)."""
+    """Return the module's weights packed in a format; kept until they are freed or change (see the table above).
+
+    Raises ValueError for anything but a module of experts, such as a whole model, and for experts that Envoi can't run.
+    """
+    if not is_experts(module):
+        raise ValueError(f"module: expected an experts module of transformers, got {type(module).__name__}")
     recipe = _recipe(module, format)
     released = module.__dict__.get("_envoi_released")
     if released is not None:

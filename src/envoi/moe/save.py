@@ -72,11 +72,13 @@ def save(experts: ExpertWeights, path: str | Path) -> None:
 def load(path: str | Path, device: torch.device | str = "cpu") -> ExpertWeights:
     """Read packed experts that `save` wrote, onto a device and in the order of its kernels.
 
-    Raises ValueError for a file that `save` didn't write or that is incomplete.
+    Raises ValueError for a path that isn't there, and for a file that `save` didn't write or that is incomplete.
     """
     from safetensors import SafetensorError, safe_open
 
     device = expect_device("device", device)  # else safetensors calls a name that it doesn't know a broken file
+    if not (isinstance(path, str | Path) and Path(path).exists()):
+        raise ValueError(f"path: expected a file that envoi.experts.save wrote, on this machine, got {path!r}")
     if Path(path).is_dir():
         raise ValueError(f"{path}: expected a file that envoi.experts.save wrote, got a folder")
     try:

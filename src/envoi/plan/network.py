@@ -39,7 +39,7 @@ class Network:
     def __post_init__(self) -> None:
         for name, value in (("gb_per_s", self.gb_per_s), ("collective_us", self.collective_us)):
             if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value < float("inf"):
-                raise ValueError(f"network: expected a positive number of {name}, got {describe(value)}")
+                raise ValueError(f"{name}: expected a positive number, got {describe(value)}")
 
 
 @dataclass(frozen=True)
