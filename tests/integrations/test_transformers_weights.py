@@ -169,6 +169,53 @@ def test_a_new_packing_takes_the_old_ones_memory(format):
         assert torch.equal(second.gate_up.scale, fresh.gate_up.scale)
 
 
+def sharing_gate_up():
+    """Return two experts modules that share gate_up, and their bits as packed alone."""
+    one, two = (expert_modules(build("mixtral"))[0] for _ in range(2))
+    with torch.no_grad():
+        two.down_proj.mul_(-3)
+    want = [packed_experts(module, "mxfp8").down.values.clone().view(torch.uint8) for module in (one, two)]
+    two.gate_up_proj = one.gate_up_proj
+    return one, two, want
+
+
+def down_bits(experts):
+    return experts.down.values.view(torch.uint8)
+
+
+def test_modules_that_share_a_weight_keep_their_own():
+    one, two, want = sharing_gate_up()
+    first = packed_experts(one, "mxfp8")
+    second = packed_experts(two, "mxfp8")
+    assert packed_experts(one, "mxfp8") is first and packed_experts(two, "mxfp8") is second
+    assert torch.equal(down_bits(first), want[0]) and torch.equal(down_bits(second), want[1])
+    assert [x is first for x in packings.kept(integration.own_weights(one))] == [True]
+    with torch.no_grad():
+        two.down_proj.mul_(2)
+    packed_experts(two, "mxfp8")
+    assert packed_experts(one, "mxfp8") is first and torch.equal(down_bits(first), want[0])
+    gone = weakref.ref(packed_experts(two, "mxfp8").gate_up.values.untyped_storage())
+    del second
+    two.down_proj = torch.nn.Parameter(one.down_proj.detach() * 5)
+    renewed = packed_experts(two, "mxfp8")
+    assert renewed.gate_up.values.untyped_storage() is gone()  # that of weights which are gone
+    assert packed_experts(one, "mxfp8") is first and torch.equal(down_bits(first), want[0])
+
+
+@pytest.mark.parametrize("shared", ["gate_up", "all"])
+def test_released_weights_follow_nobody_elses(shared):
+    one, two, want = sharing_gate_up()
+    if shared == "all":
+        two.down_proj = one.down_proj
+    handed = packings.hand_over(integration.own_weights(one), integration._recipe(one, "mxfp8"))
+    assert packed_experts(one, "mxfp8") is handed
+    with torch.no_grad():
+        two.down_proj.mul_(2)
+    after = packed_experts(two, "mxfp8")
+    refresh(torch.nn.ModuleList([two]))
+    assert after is not handed and torch.equal(down_bits(handed), want[0])
+
+
 def test_a_model_is_no_experts_module():
     with pytest.raises(ValueError, match="module: expected an experts module of transformers, got MixtralFor"):
         packed_experts(build("mixtral"))

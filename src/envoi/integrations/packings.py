@@ -9,6 +9,7 @@ import threading
 import weakref
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from itertools import chain
 from typing import Any, NamedTuple
 
 import torch
@@ -69,10 +70,14 @@ class Mark(NamedTuple):
 
 @dataclass(frozen=True)
 class Packing:
-    """Packed experts and the marks of the tensors that they were packed from, None for an absent bias."""
+    """Packed experts and the marks of the tensors that they were packed from, None for an absent bias.
+
+    handed_over: somebody else has them too, who doesn't follow the weights: they are never written over.
+    """
 
     experts: ExpertWeights
     marks: tuple[Mark | None, ...]
+    handed_over: bool = False
 
     def fits(self, weights: Weights) -> bool:
         """Return True if no change of the weights has been counted since they were packed."""
@@ -81,8 +86,18 @@ class Packing:
             for mark, x in zip(self.marks, weights, strict=True)
         )
 
+    def is_of(self, weights: Weights) -> bool:
+        """Return True if these are the tensors that were packed, changed or not."""
+        return all(x is (None if mark is None else mark.tensor()) for mark, x in zip(self.marks, weights, strict=True))
 
-_kept: Any = WeakTensorKeyDictionary()  # gate_up -> {Recipe: Packing}
+    def is_left(self) -> bool:
+        """Return True if one of the tensors is gone, so that nothing will ask for this packing again."""
+        return any(mark is not None and mark.tensor() is None for mark in self.marks)
+
+
+# gate_up -> {Recipe: packings}: several where modules share gate_up alone. Tuples, as they are read without the lock.
+_kept: Any = WeakTensorKeyDictionary()
+_NONE: dict[Recipe, tuple[Packing, ...]] = {}
 _lock = threading.Lock()
 
 
@@ -94,17 +109,33 @@ def version(x: torch.Tensor) -> int:
 def packed(weights: Weights, recipe: Recipe) -> ExpertWeights:
     """Return the weights packed by the recipe: the kept packing if it still fits, else a new one.
 
-    Keeps a new packing until gate_up is freed. Raises RuntimeError if it had to pack while a CUDA graph is captured.
+    Keeps a new packing until gate_up is freed, or another is made after one of the others was. Raises RuntimeError if it had to pack while a CUDA graph is captured.
     """
-    packing = _kept.get(weights.gate_up, {}).get(recipe)
-    if packing is None or not packing.fits(weights):
+    packing = _fitting(weights, recipe)
+    if packing is None:
         weights = lasting(weights)
         with _lock:
-            # Another thread may have packed them meanwhile.
-            packing = _kept.setdefault(weights.gate_up, {}).get(recipe)
-            if packing is None or not packing.fits(weights):
-                packing = _renew(weights, recipe, packing)
+            packing = _fitting(weights, recipe) or _renew(weights, recipe)  # another thread may have packed them
     return packing.experts
+
+
+def hand_over(weights: Weights, recipe: Recipe) -> ExpertWeights:
+    """Return the weights packed by the recipe, for somebody who keeps them whatever becomes of the weights."""
+    experts = packed(weights, recipe)
+    with _lock:
+        kept = _kept[lasting(weights).gate_up]
+        kept[recipe] = tuple(
+            replace(packing, handed_over=True) if packing.experts is experts else packing
+            for packing in kept.get(recipe, ())
+        )
+    return experts
+
+
+def _fitting(weights: Weights, recipe: Recipe) -> Packing | None:
+    for packing in _kept.get(weights.gate_up, _NONE).get(recipe, ()):
+        if packing.fits(weights):
+            return packing
+    return None
 
 
 def lasting(weights: Weights) -> Weights:
@@ -123,15 +154,19 @@ def _base(x: torch.Tensor) -> torch.Tensor:
 
 def kept(weights: Weights) -> list[ExpertWeights]:
     """Return the packings that are kept of these weights, of all formats."""
+    weights = lasting(weights)
     with _lock:
-        return [packing.experts for packing in _kept.get(weights.gate_up, {}).values()]
+        found = chain.from_iterable(_kept.get(weights.gate_up, _NONE).values())
+        return [packing.experts for packing in found if packing.is_of(weights)]
 
 
 def refresh(weights: Weights) -> None:
     """Pack again by every recipe for which a packing is kept, whether or not a change was noticed."""
+    weights = lasting(weights)
     with _lock:
-        for recipe, packing in list(_kept.get(weights.gate_up, {}).items()):
-            _renew(weights, recipe, packing)
+        for recipe, packings in list(_kept.get(weights.gate_up, _NONE).items()):
+            if any(packing.is_of(weights) for packing in packings):
+                _renew(weights, recipe)
 
 
 def pack_weights(weights: Weights, recipe: Recipe) -> ExpertWeights:
@@ -157,15 +192,20 @@ def pack_weights(weights: Weights, recipe: Recipe) -> ExpertWeights:
         )  # fmt: skip
 
 
-def _renew(weights: Weights, recipe: Recipe, old: Packing | None) -> Packing:
+def _renew(weights: Weights, recipe: Recipe) -> Packing:
+    """Pack, in the place of these weights' former packing if there is one, else of one whose weights are gone."""
     marks = tuple(None if x is None else _mark(x) for x in weights)
+    kept = _kept.setdefault(weights.gate_up, {})
+    before = kept.get(recipe, ())
+    old = next((packing for packing in before if packing.is_of(weights)), None)
+    old = old or next((packing for packing in before if packing.is_left()), None)
 
     def make() -> ExpertWeights:
         new = pack_weights(weights, recipe)
-        return new if old is None else _written_over(old, new, weights)
+        return new if old is None or old.handed_over else _written_over(old, new, weights)
 
     packing = Packing(_outside_graph_pools(make, weights.gate_up.device), marks)
-    _kept[weights.gate_up][recipe] = packing
+    kept[recipe] = (*(other for other in before if not (other.is_of(weights) or other.is_left())), packing)
     return packing
 
 

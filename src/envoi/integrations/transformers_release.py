@@ -20,7 +20,7 @@ class Released(NamedTuple):
 def release(module: Any, weights: packings.Weights, recipe: packings.Recipe, format: str) -> int:
     """Keep a module's packed experts and free its own tensors where those aren't the packed ones; return the bytes
     freed."""
-    experts = packings.packed(weights, recipe)
+    experts = packings.hand_over(weights, recipe)
     kept = {x.untyped_storage().data_ptr() for x in tensors_of(experts) if x is not None}
     freed = 0
     for name, x in list(module._parameters.items()):
