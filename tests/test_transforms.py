@@ -174,6 +174,26 @@ def test_quantised_tensors_of_a_closure_compile(scheme):
         compiles(lambda y: envoi.grouped_gemm(a, stack, offsets) + y, normal(3, 64))
 
 
+@pytest.mark.parametrize("scheme", SCHEMES)
+def test_a_compiler_leaves_quantisation_alone(scheme):
+    """It may divide otherwise than torch, and its code for CPUs has no UE8M0."""
+    graphs = []
+    torch.compiler.reset()
+    function = torch.compile(
+        lambda x: dequantize(quantize(x.t(), scheme)), fullgraph=True,
+        backend=lambda graph, _: graphs.append(graph) or graph,
+    )  # fmt: skip
+    x = normal(128, 48)
+    assert torch.equal(function(x), dequantize(quantize(x.t(), scheme)))
+    ops = {node.target for node in graphs[0].graph.nodes if node.op == "call_function"}
+    assert {torch.ops.envoi.quantize.default, torch.ops.envoi.dequantize.default} <= ops
+    assert len(graphs) == 1
+    q = quantize(x.t(), scheme)
+    arguments = q.values, q.sf, None, list(q.group), "rows", torch.float32
+    for op, given in ((torch.ops.envoi.quantize, (x.t(), scheme)), (torch.ops.envoi.dequantize, arguments)):
+        torch.library.opcheck(op.default, given, test_utils="test_faketensor")  # the others multiply float8
+
+
 @pytest.mark.parametrize("format", FORMATS)
 def test_packed_experts_of_a_closure_compile(format):
     layer = make(tokens=5, bias=True)

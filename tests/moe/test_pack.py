@@ -6,15 +6,17 @@ from dataclasses import replace
 
 import pytest
 import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
 
 from envoi.gemm.hopper_mx.host import factor_words
 from envoi.moe import moe, pack, unpack
 from envoi.moe.op import flatten, unflatten
-from envoi.quant import FORMATS
+from envoi.quant import FORMATS, quantize
 from envoi.quant.fragments import to_rows
 from envoi.quant.pack import interleave_gate_up, pack_weight
 from tests.helpers.accuracy import assert_same_bits, relative_error
 from tests.moe.layers import make
+from tests.test_types import same
 
 BOUNDS = {"bf16": 0.0, "fp8_row": 0.04, "fp8_block128": 0.04, "mxfp8": 0.04, "mxfp4": 0.13, "mxfp4_mxfp8": 0.13,
           "nvfp4": 0.11}  # fmt: skip
@@ -133,3 +135,30 @@ def test_refusals(message, changes):
     arguments = {"gate_up": GATE_UP, "down": DOWN} | changes
     with pytest.raises(ValueError, match=message):
         pack(**arguments)
+
+
+@pytest.mark.parametrize("format", FORMATS)
+@pytest.mark.parametrize(("dtype", "cast_to"), [(torch.bfloat16, torch.float16), (torch.float16, torch.bfloat16)])
+def test_an_autocast_changes_nothing(format, dtype, cast_to):
+    gate_up, down = (x.to(dtype) for x in weights())
+    want = pack(gate_up, down, format)
+    with torch.autocast("cpu", dtype=cast_to):
+        got = pack(gate_up, down, format)
+        back = unpack(got, dtype=dtype)
+    assert same(got, want)
+    for x, y in zip(back[:2], unpack(want, dtype=dtype)[:2], strict=True):
+        assert_same_bits(x, y)
+
+
+def test_quantised_weights_are_rounded_again_in_an_autocast():
+    gate_up, down = (quantize(x, "fp8_128x128") for x in weights())
+    want = pack(gate_up, down, "bf16", requantize=True)
+    with torch.autocast("cpu", dtype=torch.float16):
+        assert same(pack(gate_up, down, "bf16", requantize=True), want)
+
+
+@pytest.mark.parametrize("format", FORMATS)
+def test_fake_tensors_are_packed(format):
+    with FakeTensorMode():
+        packed = pack(torch.empty(4, 256, 256), torch.empty(4, 256, 128), format)
+    assert packed.gate_up.shape == (4, 256, 256) and packed.down.shape == (4, 256, 128)

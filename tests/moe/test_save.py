@@ -120,6 +120,12 @@ def test_wrong_arguments_are_refused(tmp_path):
     for path in (tmp_path / "none", 3, None):
         with pytest.raises(ValueError, match="path: expected a file that envoi.experts.save wrote, on this"):
             envoi.experts.load(path)  # pyright: ignore[reportArgumentType]
+    nowhere = PACKED["mxfp4"].to("meta")
+    with pytest.raises(ValueError, match="experts: expected weights with memory, got some on meta"):
+        envoi.experts.save(nowhere, tmp_path / "x")
+    state = {name: x.to("meta") for name, x in envoi.experts.state_dict(PACKED["mxfp4"]).items()}
+    with pytest.raises(ValueError, match="state: expected tensors with memory, got"):
+        envoi.experts.from_state_dict(state)
     envoi.experts.save(PACKED["mxfp4"], tmp_path / "x")
     with pytest.raises(ValueError, match="device: expected a device of torch such as .cuda., got str .gpu."):
         envoi.experts.load(tmp_path / "x", "gpu")

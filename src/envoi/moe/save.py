@@ -46,6 +46,8 @@ def from_state_dict(state: Mapping[str, torch.Tensor], prefix: str = "") -> Expe
     description = state.get(prefix + META)
     if description is None:
         raise ValueError(f"state: expected a tensor {prefix + META!r} of envoi.experts.state_dict, got none")
+    if description.is_meta:
+        raise ValueError(f"state: expected tensors with memory, got {describe(description)} as {prefix + META!r}")
     meta = bytes(description.cpu().tolist())
     return _join({name[len(prefix) :]: x for name, x in state.items() if name.startswith(prefix)}, meta, "state")
 
@@ -61,6 +63,8 @@ def save(experts: ExpertWeights, path: str | Path) -> None:
     if path.is_dir() or not path.parent.is_dir():
         raise ValueError(f"path: expected a file in a folder that exists, got {path}")
     tensors, meta = _split(experts)
+    if experts.device.type == "meta":
+        raise ValueError("experts: expected weights with memory, got some on meta")
     seen: set[int] = set()
     for name, x in tensors.items():  # safetensors refuses tensors that share memory
         start = x.untyped_storage().data_ptr()

@@ -13,8 +13,11 @@ def as_bytes(x: torch.Tensor) -> torch.Tensor:
 
 
 def concatenate(parts: Sequence[torch.Tensor]) -> torch.Tensor:
-    """Concatenate tensors of one dtype, whichever it is, along their first dimension."""
-    return torch.cat([as_bytes(part) for part in parts]).view(parts[0].dtype)
+    """Concatenate tensors of one dtype, whichever it is, along their first dimension.
+
+    As bytes: not all of torch takes float8, and autocast refuses a 16-bit dtype that isn't its own.
+    """
+    return torch.cat([part.view(torch.uint8) if part.itemsize <= 2 else part for part in parts]).view(parts[0].dtype)
 
 
 def e2m1_encode(x: torch.Tensor) -> torch.Tensor:

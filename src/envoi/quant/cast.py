@@ -13,8 +13,9 @@ import torch
 
 from envoi.check import describe, expect_divisible, expect_no_gradients, expect_tensor
 from envoi.quant.bits import e2m1_decode, e2m1_encode, e8m0_ceil, e8m0_to_float, pack_nibbles, unpack_nibbles
-from envoi.quant.formats import Scheme, scheme_named
+from envoi.quant.formats import SCHEMES, Scheme, scheme_named
 from envoi.quant.fragments import to_rows
+from envoi.runtime.custom_op import operator
 from envoi.types import QuantTensor
 
 AMAX_FLOOR = 1e-30  # keeps max_value / amax finite for a group of zeros
@@ -44,11 +45,35 @@ def quantize(x: torch.Tensor, scheme: str | Scheme, name: str = "x") -> QuantTen
         expect_divisible(
             f"{name}.shape[-1]", x.shape[-1], group[1], f"{scheme.name} shares a scale over {group[1]} columns"
         )
+    if torch.compiler.is_compiling() and scheme == SCHEMES.get(scheme.name):
+        values, sf = _compiled_quantize(x, scheme.name)
+    else:
+        values, sf = _quantize(x, scheme)
+    return QuantTensor(values, sf, group)
+
+
+def _quantize(x: torch.Tensor, scheme: Scheme) -> tuple[torch.Tensor, torch.Tensor]:
+    group = scheme.group_for(x.shape)
     amax = group_amax(x.float(), group).clamp(min=AMAX_FLOOR)
     amax = amax.masked_fill(amax.isinf(), float("nan"))
     sf, multiplier = _scale_factors(amax, scheme)
     scaled = x.float() * expand_sf(multiplier, group, x.shape)
-    return QuantTensor(_encode(scaled, scheme), sf, group)
+    return _encode(scaled, scheme), sf
+
+
+def _like_quantized(x: torch.Tensor, scheme: str) -> tuple[torch.Tensor, torch.Tensor]:
+    kind = scheme_named(scheme)
+    *lead, rows, columns = x.shape
+    group = kind.group_for(x.shape)
+    values = x.new_empty((*lead, rows, columns // (2 if kind.values == torch.uint8 else 1)), dtype=kind.values)
+    return values, x.new_empty((*lead, -(-rows // group[0]), columns // group[1]), dtype=kind.sf)
+
+
+# Operators for compiled code: the compiler may divide otherwise than torch, which decides the bits of factors, and its
+# code for CPUs knows no UE8M0.
+@operator("quantize", _like_quantized, lambda *_: 0)
+def _compiled_quantize(x: torch.Tensor, scheme: str) -> tuple[torch.Tensor, torch.Tensor]:
+    return _quantize(x.contiguous(), scheme_named(scheme))
 
 
 def group_amax(x: torch.Tensor, group: tuple[int, int]) -> torch.Tensor:
@@ -114,8 +139,27 @@ def dequantize(q: QuantTensor, dtype: torch.dtype = torch.float32) -> torch.Tens
     wanted = (*q.shape[:-2], -(-rows // q.group[0]), -(-columns // q.group[1]))
     if q.order == "rows" and tuple(q.sf.shape) != wanted:
         raise ValueError(f"q.sf: expected {list(wanted)}, a factor for each group, got {describe(q.sf)}")
+    if torch.compiler.is_compiling():
+        return _compiled_dequantize(q.values, q.sf, q.scale, list(q.group), q.order, dtype)
+    return _dequantize(q, dtype)
+
+
+def _dequantize(q: QuantTensor, dtype: torch.dtype) -> torch.Tensor:
     x = decode_values(q, dtype) * expand_sf(decode_sf(q, dtype), q.group, q.shape)
     if q.scale is None:
         return x
     scale = q.scale.to(dtype)
     return x * (scale if scale.numel() == 1 else scale.unsqueeze(-1))
+
+
+def _like_dequantized(
+    values: torch.Tensor, sf: torch.Tensor, scale: torch.Tensor | None, group: list[int], order: str, dtype: torch.dtype
+) -> torch.Tensor:
+    return values.new_empty(QuantTensor(values, sf, (group[0], group[1]), scale, order=order).shape, dtype=dtype)
+
+
+@operator("dequantize", _like_dequantized, lambda *_: 0)
+def _compiled_dequantize(
+    values: torch.Tensor, sf: torch.Tensor, scale: torch.Tensor | None, group: list[int], order: str, dtype: torch.dtype
+) -> torch.Tensor:
+    return _dequantize(QuantTensor(values, sf, (group[0], group[1]), scale, order=order), dtype).contiguous()

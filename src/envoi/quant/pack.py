@@ -3,6 +3,7 @@
 from dataclasses import replace
 
 import torch
+from torch._subclasses.fake_tensor import FakeTensor
 
 from envoi.check import expect_divisible
 from envoi.quant.bits import e2m1_decode, e2m1_encode, e8m0_ceil, e8m0_to_float, pack_nibbles
@@ -18,15 +19,23 @@ def interleave_gate_up(concat: torch.Tensor, dim: int = -2) -> torch.Tensor:
     A gate and its up value then share a tile of the GEMM, whatever its size.
     """
     expect_divisible(f"gate_up.shape[{dim}]", concat.shape[dim], 2, "gate rows and as many up rows")
-    gate, up = concat.chunk(2, dim=dim)
-    return torch.stack((gate, up), dim=dim % concat.dim() + 1).flatten(dim % concat.dim(), dim % concat.dim() + 1)
+    return _swapped(concat, (2, concat.shape[dim] // 2), dim)
 
 
 def deinterleave_gate_up(interleaved: torch.Tensor, dim: int = -2) -> torch.Tensor:
     """Copy interleaved rows back into the order of gates, then ups; inverse of `interleave_gate_up`."""
     expect_divisible(f"gate_up.shape[{dim}]", interleaved.shape[dim], 2, "gate and up rows in turn")
-    pairs = interleaved.unflatten(dim, (interleaved.shape[dim] // 2, 2))
-    return torch.cat(pairs.unbind(dim % interleaved.dim() + 1), dim=dim)
+    return _swapped(interleaved, (interleaved.shape[dim] // 2, 2), dim)
+
+
+def _swapped(x: torch.Tensor, sizes: tuple[int, int], dim: int) -> torch.Tensor:
+    """Copy x with `dim` seen as two of these sizes, and these in the other order.
+
+    Not by torch.stack or torch.cat, which autocast refuses for a 16-bit dtype that isn't its own.
+    """
+    dim %= x.dim()
+    swapped = x.unflatten(dim, sizes).transpose(dim, dim + 1)
+    return swapped.clone(memory_format=torch.contiguous_format).flatten(dim, dim + 1)
 
 
 def pack_weight(weight: torch.Tensor, scheme: Scheme | None, name: str) -> Matrix:
@@ -46,7 +55,8 @@ LARGEST_SCALE_BYTE = 128  # UE8M0 byte of the scale factor 2
 
 def with_checked_scales(x: QuantTensor) -> QuantTensor:
     """Return x with `scales_at_most_2` as its factors and elements allow. Reads all of x; waits for the device."""
-    if x.sf.dtype != torch.float8_e8m0fnu or x.device.type == "meta" or not x.sf.numel():
+    readable = x.device.type != "meta" and not isinstance(x.values, FakeTensor)
+    if x.sf.dtype != torch.float8_e8m0fnu or not readable or not x.sf.numel():
         return x
     bounded = int(x.sf.view(torch.uint8).max()) <= LARGEST_SCALE_BYTE
     # Without the sign bit, E4M3's NaN is the largest byte.

@@ -163,7 +163,7 @@ def requantize(
     if not parts:
         return pack_weight(order(dequantize(x)), scheme, name)
     if scheme is None:
-        return torch.cat(parts)
+        return concatenate(parts)
     values, sf = concatenate([part.values for part in parts]), concatenate([part.sf for part in parts])
     bounded = all(part.scales_at_most_2 for part in parts)
     scale = None if parts[0].scale is None else torch.cat([part.scale for part in parts])
