@@ -109,7 +109,8 @@ def version(x: torch.Tensor) -> int:
 def packed(weights: Weights, recipe: Recipe) -> ExpertWeights:
     """Return the weights packed by the recipe: the kept packing if it still fits, else a new one.
 
-    Keeps a new packing until gate_up is freed, or another is made after one of the others was. Raises RuntimeError if it had to pack while a CUDA graph is captured.
+    Keeps a new packing until one of the weights is freed and another is packed, or gate_up is freed. Raises
+    RuntimeError if it had to pack while a CUDA graph is captured.
     """
     packing = _fitting(weights, recipe)
     if packing is None:
