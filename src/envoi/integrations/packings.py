@@ -90,7 +90,7 @@ class Packing:
         """Return True if these are the tensors that were packed, changed or not."""
         return all(x is (None if mark is None else mark.tensor()) for mark, x in zip(self.marks, weights, strict=True))
 
-    def is_left(self) -> bool:
+    def is_orphaned(self) -> bool:
         """Return True if one of the tensors is gone, so that nothing will ask for this packing again."""
         return any(mark is not None and mark.tensor() is None for mark in self.marks)
 
@@ -199,14 +199,14 @@ def _renew(weights: Weights, recipe: Recipe) -> Packing:
     kept = _kept.setdefault(weights.gate_up, {})
     before = kept.get(recipe, ())
     old = next((packing for packing in before if packing.is_of(weights)), None)
-    old = old or next((packing for packing in before if packing.is_left()), None)
+    old = old or next((packing for packing in before if packing.is_orphaned()), None)
 
     def make() -> ExpertWeights:
         new = pack_weights(weights, recipe)
         return new if old is None or old.handed_over else _written_over(old, new, weights)
 
     packing = Packing(_outside_graph_pools(make, weights.gate_up.device), marks)
-    kept[recipe] = (*(other for other in before if not (other.is_of(weights) or other.is_left())), packing)
+    kept[recipe] = (*(other for other in before if not (other.is_of(weights) or other.is_orphaned())), packing)
     return packing
 
 

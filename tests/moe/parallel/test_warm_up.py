@@ -174,7 +174,7 @@ def fail(rank: int, num_ranks: int, name: str) -> tuple[str, float]:
     layer_warm_up.uncompiled = lambda sites, *_: sites
     warm_up.load_at = layer_warm_up.load_at = lambda *_: None
     if rank:
-        setattr(warm_up if name == "shares" else layer_warm_up, name, refuse)
+        setattr(layer_warm_up, name, refuse)
     parallel = opened(TIMEOUT_S)
     start = time.monotonic()
     try:
