@@ -3,6 +3,7 @@
 from dataclasses import replace
 
 from envoi.moe.parallel.symmetric_memory import SharedLayout
+from tests.helpers import fresh
 
 
 def test_a_rank_has_room_for_a_row_a_slot_or_with_presum_for_one_from_each_rank():
@@ -11,3 +12,35 @@ def test_a_rank_has_room_for_a_row_a_slot_or_with_presum_for_one_from_each_rank(
     assert layout.regions.end - layout.regions.returned_rows == 2 * row
     summing = replace(layout, presum=True)
     assert summing.regions.end - summing.regions.returned_rows == 4 * row
+
+
+LOOKS = """
+import sys
+import torch
+from envoi.experts import pack
+from envoi.moe.parallel import symmetric_memory
+from envoi.moe.parallel.warm_up import ParallelCall
+from envoi.moe.warm_up import LayerCall, without_tensors
+from envoi.runtime.devices import Target
+from envoi.runtime.rehearsal import find
+
+class Allocator:
+    @staticmethod
+    def empty_strided_p2p(size, stride, dtype, device):
+        print(size, stride, dtype, device)
+
+torch._C._distributed_c10d._SymmetricMemory = Allocator
+symmetric_memory.allocate_bytes(64, torch.device("cuda", 1), shared=True)
+for format in ("bf16", "fp8_block128"):
+    experts = without_tensors(pack(torch.randn(4, 256, 128), torch.randn(4, 128, 128), format))
+    layout = symmetric_memory.SharedLayout(2, 8, 16, 2, 128, format)
+    calls = ParallelCall(layout, 2, 0, (0, 4, 8), 1.0, experts), LayerCall(experts, 2)
+    assert find(calls, Target("sm_90"), [1, 16])
+print([name for name in ("sympy", "torch._dynamo") if name in sys.modules])
+"""
+
+
+def test_opening_and_looking_import_none_of_torchs_compiler():
+    """It takes seconds where Python keeps no compiled files."""
+    found = fresh.run(LOOKS)
+    assert found.stdout.splitlines() == ["(64,) (1,) torch.uint8 cuda:1", "[]"], found.stderr
