@@ -36,34 +36,19 @@ FRAME_ALIGNMENT = 128
 
 
 class Launch(NamedTuple):
-    """Launch of a prepared call. places: of each parameter's address, FIXED for numbers too."""
+    """Launch of a prepared call.
+
+    places: of each parameter's address, FIXED for numbers too. attributes: numbers of the launch attributes.
+    words: the word of each parameter, counted from the launch's first. num_words: in all.
+    """
 
     compiled: Any
     grid: tuple[int, ...]
     parameters: list[Parameter]
     places: list[Place]
-
-    @property
-    def words_before(self) -> int:
-        """Words before the parameters: config, attributes, pointers; up to the next 128 bytes."""
-        words = CONFIG_WORDS + len(self.attributes) * ATTRIBUTE_WORDS + len(self.parameters)
-        return -(-words // MAP_WORDS) * MAP_WORDS
-
-    @property
-    def attributes(self) -> list[int]:
-        """Numbers of the launch attributes."""
-        meta = self.compiled.metadata
-        return attributes_of(bool(meta.launch_cooperative_grid), bool(meta.launch_pdl))
-
-    def words(self) -> list[int]:
-        """Return the word of each parameter, counted from the launch's first, and the number of words in all."""
-        found, next_word = [], self.words_before
-        for parameter in self.parameters:
-            if parameter.is_map:
-                next_word = -(-next_word // MAP_WORDS) * MAP_WORDS
-            found.append(next_word)
-            next_word += MAP_WORDS if parameter.is_map else 1
-        return [*found, -(-next_word // MAP_WORDS) * MAP_WORDS]
+    attributes: list[int]
+    words: list[int]
+    num_words: int
 
 
 class Frame:
@@ -75,7 +60,7 @@ class Frame:
     __slots__ = ("_memory", "calls", "scratch", "starts", "stream", "words")
 
     def __init__(self, launches: Sequence[Launch]) -> None:
-        num_words = sum(launch.words()[-1] for launch in launches)
+        num_words = sum(launch.num_words for launch in launches)
         self._memory = bytearray(num_words * WORD + FRAME_ALIGNMENT)
         first = ctypes.addressof(ctypes.c_char.from_buffer(self._memory))
         skipped = -first % FRAME_ALIGNMENT
@@ -87,7 +72,7 @@ class Frame:
         for launch in launches:
             self.calls.append(self._fill(launch, start, first + skipped))
             self.starts.append(start)
-            start += launch.words()[-1]
+            start += launch.num_words
 
     def _fill(self, launch: Launch, start: int, address: int) -> tuple[int, int, int, None]:
         """Write all of a launch at this word; address: of the frame."""
@@ -103,7 +88,7 @@ class Frame:
         for i, name in enumerate(launch.attributes):
             at = (at_attributes + i * ATTRIBUTE_WORDS) * WORD
             raw[at : at + ctypes.sizeof(Attribute)] = bytes(Attribute(name, b"", (1,)))
-        for i, (parameter, word) in enumerate(zip(launch.parameters, launch.words()[:-1], strict=True)):
+        for i, (parameter, word) in enumerate(zip(launch.parameters, launch.words, strict=True)):
             at = (start + word) * WORD
             raw[at : at + len(parameter.value)] = parameter.value
             self.words[at_pointers + i] = address + at
@@ -211,7 +196,27 @@ def _launch(launched: Any, memory: Memory, driver: Any) -> Launch:
         if parameter.is_map:
             check_map(parameter, driver)
     places = [memory.place(parameter) for parameter in parameters]
-    return Launch(launched.compiled, launched.grid, [parameter.without_tensor() for parameter in parameters], places)
+    meta = launched.compiled.metadata
+    attributes = attributes_of(bool(meta.launch_cooperative_grid), bool(meta.launch_pdl))
+    words, num_words = _words(parameters, CONFIG_WORDS + len(attributes) * ATTRIBUTE_WORDS + len(parameters))
+    alone = [parameter.without_tensor() for parameter in parameters]
+    return Launch(launched.compiled, launched.grid, alone, places, attributes, words, num_words)
+
+
+def _words(parameters: Sequence[Parameter], before: int) -> tuple[list[int], int]:
+    """Return the word of each parameter, and the end of the last. before: words of config, attributes and pointers."""
+    found, next_word = [], _up(before)
+    for parameter in parameters:
+        if parameter.is_map:
+            next_word = _up(next_word)
+        found.append(next_word)
+        next_word += MAP_WORDS if parameter.is_map else 1
+    return found, _up(next_word)
+
+
+def _up(word: int) -> int:
+    """Return the next word, or this one, at which a map may begin."""
+    return -(-word // MAP_WORDS) * MAP_WORDS
 
 
 def _parts(recorder: Recorder) -> list[tuple[slice, Callable[[], object] | None]]:
@@ -228,7 +233,7 @@ def _written(launches: Sequence[Launch], starts: Sequence[int], role: int | None
     """Return (word, number, offset) of each address with this role; None: the scratch memory."""
     found = []
     for launch, start in zip(launches, starts, strict=True):
-        for word, place in zip(launch.words(), launch.places, strict=False):
+        for word, place in zip(launch.words, launch.places, strict=True):
             is_scratch = place.role not in (INPUT, OUTPUT, FIXED)
             if place.role == role or (role is None and is_scratch):
                 found.append((start + word, place.number, place.offset))
