@@ -6,7 +6,9 @@ CPU tensors take the path of a Hopper GPU, and their launches are noted, not mad
 import os
 import random
 import sys
+import threading
 import time
+from contextlib import nullcontext
 from dataclasses import replace
 
 import pytest
@@ -28,7 +30,7 @@ from envoi.moe.parallel.symmetric_memory import SharedLayout, allocate
 from envoi.moe.parallel.warm_up import CountedCall, ParallelCall, compiled_form, shares
 from envoi.moe.reference import quantize_tokens
 from envoi.moe.router import route
-from envoi.runtime import compiled_marks, devices, launch, rehearsal, triton_compat
+from envoi.runtime import compiled_marks, devices, launch, launchers, rehearsal, triton_compat
 from envoi.runtime.compilers import Compilers
 from envoi.runtime.devices import Target, standing_for
 from envoi.runtime.kernel_case import kernel_key
@@ -232,7 +234,7 @@ def test_numbers_whose_process_died_are_looked_at_here(monkeypatch):
     calls = [warm_up.LayerCall(warm_up.without_tensors(layer.pack()), k)]
     want = find(calls, HOPPER, range(1, 301))
     with Compilers(HOPPER, 2) as compilers:
-        monkeypatch.setattr(compilers, "begin", lambda function, items: ((item, None) for item in items))
+        monkeypatch.setattr(compilers, "begin", lambda function, items, here: ((item, None) for item in items))
         assert set(warm_up.begin_finding(compilers, calls, HOPPER, range(1, 301), 0)()) == set(want)
 
 
@@ -251,7 +253,7 @@ def test_who_will_launch_compiles_the_largest_itself(monkeypatch, jobs, num_here
     sites = {name: rehearsal.Site(0, 1, 0, name, size) for name, size in (("a", 1), ("b", 9), ("c", 5))}
     here, others = [], []
 
-    def begin(compilers, function, items):
+    def begin(compilers, function, items, here=None, urgent=False):
         others.extend(digest for digest, _ in items)
         return ((item, "") for item in items)
 
@@ -268,19 +270,61 @@ def test_who_will_launch_compiles_the_largest_itself(monkeypatch, jobs, num_here
     assert len(here) + len(others) == 3
 
 
+@pytest.mark.timeout(60)
+def test_this_process_compiles_others_while_llvm_works_and_the_processes_start(monkeypatch):
+    """In a thread, on the GPU that is the current one, and no longer than that: the rest is the processes'."""
+    sites = {name: rehearsal.Site(0, 1, 0, name, size) for name, size in (("a", 9), ("b", 5), ("c", 3), ("d", 1))}
+    made, others, generated, started = [], [], threading.Event(), threading.Event()
+    main, gpus = threading.current_thread(), []
+
+    def load_at(calls, target, site):
+        made.append((site.name, threading.current_thread() is main))
+        if site.name == "a":  # the largest: what the compiler calls when its code is generated
+            called, launchers._this_thread.generated = launchers._this_thread.generated, None
+            called()
+            assert generated.wait(30)
+        else:
+            generated.set()
+            assert started.wait(30)
+
+    def send(compilers, message):
+        others.extend((item[0], number) for number, item in message[3])
+        compilers._answers[message[0]].extend((number, "", None) for number, _ in message[3])
+
+    monkeypatch.setattr(warm_up, "load_at", load_at)
+    monkeypatch.setattr(warm_up, "uncompiled", lambda sites, *_: sites)
+    monkeypatch.setattr(warm_up, "start_here", lambda arch: ())
+    monkeypatch.setattr(compiled_marks, "mark", lambda *_: None)
+    monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 3)
+    monkeypatch.setattr(torch.cuda, "device", lambda gpu: gpus.append(gpu) or nullcontext())
+    with Compilers(HOPPER, 2, ahead=False) as compilers:
+        compilers._server, compilers._is_asked = object(), True  # one that hasn't started yet
+        monkeypatch.setattr(Compilers, "_send", send)
+        work = warm_up.Compilation(compilers, [], HOPPER, for_launch=True, here=True)
+        work.add(sites)
+        work.compile_here()
+        assert made == [("a", True), ("d", False)] and gpus == [3]
+        compilers._begin_sending()
+        started.set()
+        work.finish()
+        compilers._server = None
+    assert len(made) == 2 and sorted(others) == [("b", 0), ("c", 1)]
+
+
 @pytest.mark.parametrize("here", [False, True])
 def test_the_processes_look_only_where_this_one_compiles(monkeypatch, here):
     """Else the look would wait for their kernels, while this process had nothing to do."""
     given, few = [], []
-    monkeypatch.setattr(Compilers, "begin", lambda self, function, items: given.append(function.func) or iter(()))
+    monkeypatch.setattr(Compilers, "begin", lambda self, function, *_, **__: given.append(function.func) or iter(()))
     monkeypatch.setattr(Compilers, "have_started", True)
-    monkeypatch.setattr(warm_up, "begin_looking", lambda compilers, calls, target, numbers, few_: few.append(few_))
+    monkeypatch.setattr(warm_up, "begin_looking", lambda *given, helps: few.append((given[-1], helps)))
     monkeypatch.setattr(warm_up, "start_here", lambda arch: ())
     monkeypatch.setattr(warm_up, "uncompiled", lambda sites, *_: sites)
     sites = {name: rehearsal.Site(0, 1, 0, name, 1) for name in "abc"}
     work = warm_up.Compilation(Compilers(HOPPER, 2), [], HOPPER, for_launch=True, here=here)
     work.begin(sites, range(1, 101), 1024)
-    assert few == [0 if here else 1024]
+    assert few == [(0, True) if here else (1024, False)]
     assert given == [warm_up._compile_found] and len(work.begun) == 3
 
 

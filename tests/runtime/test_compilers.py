@@ -7,7 +7,7 @@ import signal
 import subprocess
 import sys
 import time
-from contextlib import suppress
+from contextlib import nullcontext, suppress
 from functools import partial
 from pathlib import Path
 
@@ -209,6 +209,64 @@ def test_forks_need_no_threads_that_were_started_before_them(monkeypatch):
         assert [len(x) for _, x in found.map(partial(torch.repeat_interleave, MANY[0]), [MANY[1]])] == [1 << 18]
 
 
+def minus_sqrt(x: float) -> float:
+    return -math.sqrt(x)
+
+
+@pytest.mark.timeout(60)
+def test_this_process_works_until_they_have_started():
+    """It has done the work before they have imported anything; what comes after is theirs."""
+    with Compilers(TARGET, 2, ahead=False) as found:
+        assert sorted(found.begin(math.sqrt, [4.0, 9.0], minus_sqrt)) == [(4.0, -2.0), (9.0, -3.0)]
+        assert list(found.map(math.sqrt, [1.0])) == [(1.0, 1.0)]  # waits until they have
+        assert sorted(found.begin(math.sqrt, [4.0, 9.0], minus_sqrt)) == [(4.0, 2.0), (9.0, 3.0)]
+
+
+@pytest.mark.timeout(60)
+def test_what_waits_is_theirs_as_soon_as_they_have_started(tmp_path):
+    path = tmp_path / "file"
+
+    def slowly(x):
+        wait_for(path)
+        return minus_sqrt(x)
+
+    with Compilers(TARGET, 2) as found:
+        answers = found.begin(math.sqrt, [4.0, 9.0, 16.0], slowly)
+        found.help_beside(nullcontext())  # takes the last
+        while found._waiting:  # else this thread would work too
+            time.sleep(0.01)
+        assert sorted([next(answers), next(answers)]) == [(4.0, 2.0), (9.0, 3.0)]
+        path.touch()
+        assert list(answers) == [(16.0, -4.0)]
+
+
+@pytest.mark.timeout(60)
+def test_this_process_does_what_is_urgent_first_and_the_last_of_it():
+    done = []
+    with Compilers(TARGET, 2) as found:
+        for items, urgent in (([1.0, 2.0], False), ([3.0, 4.0], True), ([5.0], False)):
+            found.begin(math.sqrt, items, done.append, urgent)
+        found.help()
+        assert done == [4.0, 3.0, 5.0, 2.0, 1.0] and not found._has_started
+
+
+@pytest.mark.timeout(60)
+def test_this_process_does_all_that_waits_if_they_end_before():
+    with Compilers(TARGET, 2) as found:
+        assert found._server is not None
+        answers = found.begin(math.sqrt, [4.0, 9.0], minus_sqrt)
+        os.kill(found._server.pid, signal.SIGKILL)
+        assert sorted(answers) == [(4.0, -2.0), (9.0, -3.0)]
+        with pytest.raises(RuntimeError, match=ENDED.split(";")[0]):
+            list(found.map(math.sqrt, [4.0]))
+
+
+@pytest.mark.timeout(60)
+def test_an_error_of_this_process_s_work_comes_out():
+    with pytest.raises(ValueError), Compilers(TARGET, 2) as found:
+        list(found.begin(math.sqrt, [4.0, -1.0], minus_sqrt))
+
+
 def wait_for(path: Path) -> str:
     while not path.exists():
         time.sleep(0.01)
@@ -245,6 +303,12 @@ def test_threads_that_cannot_be_started_are_done_without(monkeypatch):
     def refuse(thread):
         raise RuntimeError("can't start new thread")
 
+    with Compilers(TARGET, 2) as found, monkeypatch.context() as refused:
+        assert list(found.map(math.sqrt, [4.0])) == [(4.0, 2.0)]
+        refused.setattr(compilers.threading.Thread, "start", refuse)
+        found.help_beside(nullcontext())
+        with Compilers(TARGET, 2) as other, pytest.raises(RuntimeError, match="jobs: no thread can be started"):
+            list(other.map(math.sqrt, [4.0]))
     monkeypatch.setattr(compilers.threading.Thread, "start", refuse)
     compilers.start_here.cache_clear()
     try:

@@ -1,7 +1,9 @@
 """Steps of a warm-up: find all kernels that calls can need, compile them in processes, prepare calls."""
 
 import sys
-from collections.abc import Callable, Iterable, Mapping, Sequence
+import warnings
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import partial
 from itertools import chain
@@ -80,7 +82,7 @@ def compile_calls(
     for_launch: also what Triton needs to launch them. here: this process will launch them, and compiles too.
     """
     numbers = range(1, max_tokens + 1)
-    with Compilers(target, jobs_for(jobs)) as compilers:
+    with kept_warnings(), Compilers(target, jobs_for(jobs)) as compilers:
         work = Compilation(compilers, calls, target, for_launch, progress, here)
         compilers.before(work.some(numbers))
         look = work.begin(work.some(numbers)(), numbers, HERE)
@@ -92,12 +94,12 @@ def compile_calls(
 
 
 def begin_looking(
-    compilers: Compilers, calls: Sequence[Call], target: Target, numbers: range, here: int
+    compilers: Compilers, calls: Sequence[Call], target: Target, numbers: range, here: int, helps: bool = False
 ) -> Callable[[], dict[str, Site]]:  # fmt: skip
     """Begin to find the kernels of calls with these numbers of tokens; return what waits for a site of each, by digest.
 
     They are in the order of the digests. What an earlier process has kept needs no look at every number. here: up to so
-    many numbers are looked at by this process, when it waits.
+    many numbers are looked at by this process, when it waits. helps: more too, until the processes have started.
     """
     from envoi.moe.known_sites import keep, place_of, recall  # not at the top: `import envoi` must not import Triton
 
@@ -105,7 +107,7 @@ def begin_looking(
     known = None if path is None else recall(path, calls, target)
     if known is not None:
         return lambda: known
-    find_all = begin_finding(compilers, calls, target, numbers, here)
+    find_all = begin_finding(compilers, calls, target, numbers, here, helps)
 
     def wait() -> dict[str, Site]:
         found = find_all()
@@ -117,13 +119,14 @@ def begin_looking(
 
 
 def begin_finding(
-    compilers: Compilers, calls: Sequence[Call], target: Target, numbers: range, here: int
+    compilers: Compilers, calls: Sequence[Call], target: Target, numbers: range, here: int, helps: bool = False
 ) -> Callable[[], dict[str, Site]]:  # fmt: skip
     """Do what `begin_looking` does, with a look at every number."""
     if len(numbers) <= here:
         return lambda: dict(sorted(find(calls, target, numbers).items()))
     chunks = [numbers[first : first + CHUNK] for first in range(0, len(numbers), CHUNK)]
-    results = compilers.begin(partial(find, calls, target), chunks)
+    look = partial(find, calls, target)
+    results = compilers.begin(look, chunks, look if helps else None)
 
     def wait() -> dict[str, Site]:
         found: dict[str, Site] = {}
@@ -137,6 +140,13 @@ def begin_finding(
     return wait
 
 
+@contextmanager
+def kept_warnings() -> Iterator[None]:
+    """Leave the filters of warnings as they were: Triton sets and restores them for each node, also in two threads."""
+    with warnings.catch_warnings():
+        yield
+
+
 def uncompiled(sites: Mapping[str, Site], target: Target, for_launch: bool) -> dict[str, Site]:
     """Return the sites of kernels that no warm-up has compiled into Triton's disk cache yet."""
     from envoi.runtime.compiled_marks import is_marked  # not at the top: `import envoi` must not import Triton
@@ -148,8 +158,9 @@ class Compilation:
     """Kernels of calls that are compiled: some are added, which begins them, later others, and then all are awaited.
 
     for_launch: also what Triton needs to launch them. progress: show it from the beginning.
-    here: this process, which will launch them, compiles a kernel too, the largest that is added, for it has already
-    imported what that needs; with one job all of them. It loads them on the current GPU. begun: those added, by digest.
+    here: this process, which will launch them, compiles too, for it has already imported what that needs: the largest
+    kernel that is added, and until the processes have started also others; with one job all of them. It loads them on
+    the current GPU. begun: those added, by digest.
     """
 
     def __init__(
@@ -187,7 +198,7 @@ class Compilation:
         Up to `few` numbers are looked at by this process, when it waits. Where it compiles too, the processes look
         instead if they have something to compile, and first of all if that doesn't take long.
         """
-        look = partial(begin_looking, self.compilers, self.calls, self.target, numbers)
+        look = partial(begin_looking, self.compilers, self.calls, self.target, numbers, helps=self._most_here > 0)
         if not self._most_here:
             self.add(sites)
             return look(few)
@@ -205,20 +216,31 @@ class Compilation:
         found = [*left.items()]
         self._here += found[: self._most_here]
         function = partial(_compile_found, self.calls, self.target, self.for_launch)
-        self._results.append(self.compilers.begin(function, found[self._most_here :]))
+        here = self._compile if self._most_here else None
+        self._results.append(self.compilers.begin(function, found[self._most_here :], here, urgent=True))
 
     def compile_here(self) -> None:
-        """Compile what `add` has left to this process."""
+        """Compile what `add` has left to this process.
+
+        While LLVM and the assembler work on the first of it, a thread does some of what waits for the processes.
+        """
+        from envoi.runtime.launchers import when_generated  # not at the top: `import envoi` must not import Triton
+
         if self._here:
             for thread in self._before:
                 thread.join()
-        for found in self._here:
-            self._results.append([(found, self._compile(found[1]))])
+        with when_generated(self._help):
+            for found in self._here:
+                self._results.append([(found, self._compile(found))])
         self._here = []
 
-    def _compile(self, site: Site) -> str:
-        try:
-            load_at(self.calls, self.target, site)  # not as if the GPU were another: other threads may launch kernels
+    def _help(self) -> None:
+        gpu = torch.cuda.device(torch.cuda.current_device()) if torch.cuda.is_initialized() else nullcontext()
+        self.compilers.help_beside(gpu)
+
+    def _compile(self, found: tuple[str, Site]) -> str:
+        try:  # not as if the GPU were another: other threads may launch kernels
+            load_at(self.calls, self.target, found[1])
         except Exception as error:
             return error_text(error)
         return ""

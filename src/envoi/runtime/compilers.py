@@ -2,7 +2,8 @@
 
     this process  -> one fresh interpreter, which imports Triton and touches no GPU -> forks of it, which may use one
 
-The imports take seconds: `start_ahead` begins them while a program still does something else.
+The imports take seconds: `start_ahead` begins them while a program still does something else, and until they are done
+this process may do some of the work itself (`Compilers.help`).
 
 Not `multiprocessing`'s own ways: a fork of a process with threads or a GPU may hang, and "spawn" runs the main program
 again wherever its author didn't expect that.
@@ -19,7 +20,7 @@ from collections import defaultdict, deque
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
-from contextlib import suppress
+from contextlib import AbstractContextManager, suppress
 from functools import cache, partial
 from itertools import count
 from multiprocessing import get_context
@@ -34,6 +35,7 @@ T = TypeVar("T")
 R = TypeVar("R")
 DIED = "the worker process died"
 ENDED = "jobs: the process that starts the others has ended; with 1 this process does the work itself"
+STARTED = -1  # in the place of a request's number: the process that starts the others is ready for work
 IDLE_S = 300.0  # that a process started ahead is kept
 _START = "import sys; sys.path[:] = {path!r}; from envoi.runtime.compilers import serve; serve({arch!r})"
 
@@ -132,9 +134,27 @@ def _started(arch: str) -> subprocess.Popen:
 
 def _end(process: subprocess.Popen) -> None:
     """End a process and its workers at once; by themselves they take half a second, or as long as their work."""
+    _kill(process)
+    process.communicate()
+
+
+def _kill(process: subprocess.Popen) -> None:
     with suppress(ProcessLookupError):
         os.killpg(process.pid, signal.SIGKILL)
-    process.communicate()
+
+
+class Work(NamedTuple):
+    """Item of a request that waits for the processes.
+
+    here: what to do with it if this process is faster. urgent: this process does it before what isn't.
+    """
+
+    request: int
+    number: int
+    function: Callable[[Any], Any]
+    item: Any
+    here: Callable[[Any], Any]
+    urgent: bool
 
 
 class Compilers:
@@ -148,18 +168,48 @@ class Compilers:
         self.target, self.num_jobs, self.ahead = target, num_jobs or num_cpus(), ahead
         self._server: subprocess.Popen | None = None
         self._requests = count()
-        self._answers: dict[int, deque] = defaultdict(deque)  # by request, those that nobody has taken yet
+        self._threads: list[threading.Thread] = []
+        self._writing = threading.Lock()
+        # Under the condition: answers that nobody has taken yet, by request; work that waits; how much of it this
+        # process does now; whether the process that starts the others was asked to, has started, and has ended.
+        self._changed = threading.Condition()
+        self._answers: dict[int, deque] = defaultdict(deque)
+        self._waiting: list[Work] = []
+        self._num_here = 0
+        self._is_asked = self._has_started = self._has_ended = False
 
     def __enter__(self) -> "Compilers":
         arch = self.target.arch
         if self.num_jobs > 1:
             with suppress(RuntimeError):  # that will be an error where it is needed
-                self._server = _started_ahead(arch) or (_started(arch) if self.ahead else None)
+                server = _started_ahead(arch) or (_started(arch) if self.ahead else None)
+                if server is not None:
+                    self._take(server)
         return self
 
     def __exit__(self, *error: object) -> None:
+        with self._changed:
+            self._waiting.clear()
+        if self._server is not None:
+            _kill(self._server)
+        for thread in self._threads:
+            thread.join()
         if self._server is not None:
             _end(self._server)
+
+    def _take(self, server: subprocess.Popen) -> None:
+        self._server = server
+        try:
+            self._start(self._read)
+        except RuntimeError as error:
+            self._server = None
+            _end(server)
+            raise RuntimeError(f"jobs: no thread can be started, {error}; with 1 none is needed") from error
+
+    def _start(self, function: Callable[[], object]) -> None:
+        thread = threading.Thread(target=function, daemon=True)
+        thread.start()
+        self._threads.append(thread)
 
     @property
     def have_started(self) -> bool:
@@ -174,6 +224,22 @@ class Compilers:
         if self._server is not None:
             with suppress(Exception):
                 self._send((next(self._requests), self.num_jobs, function, None))
+                self._is_asked = True
+
+    def help(self) -> None:
+        """Do work that waits for the processes, what is urgent first, and the last of it, until they have started."""
+        while self._work_here():
+            pass
+
+    def help_beside(self, around: AbstractContextManager) -> None:
+        """Have a thread do what `help` does, within a context."""
+
+        def help_within() -> None:
+            with around:
+                self.help()
+
+        with suppress(RuntimeError):  # no more threads
+            self._start(help_within)
 
     def map(self, function: Callable[[T], R], items: Sequence[T]) -> Iterator[tuple[T, R | None]]:
         """Yield (item, function(item)) as results come; None if the item's process died. The function is picklable.
@@ -182,18 +248,36 @@ class Compilers:
         """
         yield from self.begin(function, items)
 
-    def begin(self, function: Callable[[T], R], items: Sequence[T]) -> Iterator[tuple[T, R | None]]:
+    def begin(
+        self, function: Callable[[T], R], items: Sequence[T], here: Callable[[T], R] | None = None, urgent: bool = False
+    ) -> Iterator[tuple[T, R | None]]:
         """Let the processes begin, also while they do other work, and return what `map` yields.
 
+        here, urgent: what this process may do instead until they have started, in `help` or when it waits for a result.
         With one job nothing is done until a result is asked for. Raises RuntimeError if no process can be started.
         """
         if self.num_jobs == 1 or not items:
             return ((item, function(item)) for item in items)
         if self._server is None:
-            self._server = _started(self.target.arch)
+            self._take(_started(self.target.arch))
         request = next(self._requests)
-        self._send((request, self.num_jobs, function, list(items)))
+        waits = here is not None and self._wait(
+            [Work(request, i, function, item, here, urgent) for i, item in enumerate(items)]
+        )
+        if not waits:
+            self._send((request, self.num_jobs, function, [*enumerate(items)]))
         return self._results(request, items)
+
+    def _wait(self, work: list[Work]) -> bool:
+        """Let work wait until the processes have started, unless they have."""
+        if not self._is_asked:
+            self.before(int)
+        with self._changed:
+            if self._has_started:
+                return False
+            self._waiting += work
+            self._changed.notify_all()
+        return True
 
     def _results(self, request: int, items: Sequence[T]) -> Iterator[tuple[T, Any]]:
         for _ in items:
@@ -204,20 +288,69 @@ class Compilers:
 
     def _send(self, message: Any) -> None:
         data = pickle.dumps(message)  # first: a part of a message would be read as one
+        pipe = cast(IO[bytes], cast(subprocess.Popen, self._server).stdin)
         try:
-            self._server.stdin.write(data)  # pyright: ignore[reportOptionalMemberAccess]
-            self._server.stdin.flush()  # pyright: ignore[reportOptionalMemberAccess]
+            with self._writing:
+                pipe.write(data)
+                pipe.flush()
         except BrokenPipeError as error:
             raise RuntimeError(ENDED) from error
 
     def _receive(self, request: int) -> tuple[int, Any, Exception | None]:
-        while not self._answers[request]:
-            try:
-                answered, number, result, error = pickle.load(self._server.stdout)  # pyright: ignore[reportOptionalMemberAccess, reportArgumentType]
-            except EOFError as error:
-                raise RuntimeError(ENDED) from error
-            self._answers[answered].append((number, result, error))
-        return self._answers[request].popleft()
+        while True:
+            with self._changed:
+                if self._answers[request]:
+                    return self._answers[request].popleft()
+                if self._is_over():
+                    raise RuntimeError(ENDED)
+            if not self._work_here():
+                with self._changed:
+                    self._changed.wait_for(lambda: self._answers[request] or self._waiting or self._is_over())
+
+    def _is_over(self) -> bool:
+        return self._has_ended and not self._waiting and not self._num_here
+
+    def _work_here(self) -> bool:
+        """Do a piece of the work that waits; return False if there is none."""
+        with self._changed:
+            if not self._waiting:
+                return False
+            work = self._waiting.pop(max(range(len(self._waiting)), key=lambda i: (self._waiting[i].urgent, i)))
+            self._num_here += 1
+        result: Any = None
+        error: Exception | None = None
+        try:
+            result = work.here(work.item)
+        except Exception as raised:
+            error = raised
+        with self._changed:
+            self._num_here -= 1
+            self._answers[work.request].append((work.number, result, error))
+            self._changed.notify_all()
+        return True
+
+    def _read(self) -> None:
+        """Take the answers of the processes, and send them the work that waits as soon as they have started."""
+        pipe = cast(IO[bytes], cast(subprocess.Popen, self._server).stdout)
+        with suppress(Exception):  # the end, also in the middle of an answer
+            while True:
+                request, *answer = pickle.load(pipe)
+                if request == STARTED:
+                    self._begin_sending()
+                    continue
+                with self._changed:
+                    self._answers[request].append(answer)
+                    self._changed.notify_all()
+        with self._changed:
+            self._has_ended = True
+            self._changed.notify_all()
+
+    def _begin_sending(self) -> None:
+        with self._changed:
+            self._has_started = True
+            waiting, self._waiting = self._waiting, []
+        for work in waiting:
+            self._send((work.request, self.num_jobs, work.function, [(work.number, work.item)]))
 
 
 def serve(arch: str) -> None:
@@ -237,8 +370,9 @@ def serve(arch: str) -> None:
                 function()
                 pool = pool or answers.pool(num_jobs)
                 pool.submit(int)  # forks the workers now, so that work needn't wait for it
+            answers.started()
             continue
-        for number, item in enumerate(items):
+        for number, item in items:
             # The same processes for all requests, until one dies: they remember what they found out.
             pool = pool or answers.pool(num_jobs)
             try:
@@ -266,6 +400,12 @@ class _Answers:
     def send(self, request: int, number: int, future: Future) -> None:
         """Have the answer for an item written that is done."""
         self._done.put((request, number, future))
+
+    def started(self) -> None:
+        """Have it written that work may come."""
+        done: Future = Future()
+        done.set_result(None)
+        self.send(STARTED, 0, done)
 
     def write(self) -> None:
         """Write what `send` is given, for ever."""

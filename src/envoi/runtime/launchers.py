@@ -26,10 +26,12 @@ class _ThisThread(threading.local):
 
     begin: takes the kernel's metadata before LLVM's part, and returns the thread that builds the launcher.
     beside: that thread, from LLVM's part to the end of the assembler's; None otherwise.
+    generated: called when code generation is done, which is Python; what follows leaves Python to other threads.
     """
 
     begin: Callable[[Mapping[str, Any]], threading.Thread] | None = None
     beside: threading.Thread | None = None
+    generated: Callable[[], object] | None = None
 
 
 class _Metadata(SimpleNamespace):
@@ -74,6 +76,13 @@ def launcher_beside(kernel: JITFunction, arguments: Sequence[Any], arch: str) ->
             _join()
 
 
+@contextmanager
+def when_generated(function: Callable[[], object]) -> Iterator[None]:
+    """Call a function when the code of the first kernel that this thread compiles within the context is generated."""
+    with scoped(_this_thread, generated=function):
+        yield
+
+
 def _join() -> None:
     if _this_thread.beside is not None:
         _this_thread.beside.join()
@@ -85,6 +94,9 @@ def _step_in() -> None:
     make_llir, make_cubin = CUDABackend.make_llir, CUDABackend.make_cubin
 
     def with_a_launcher(self: Any, src: Any, metadata: dict[str, Any], *rest: Any, **options: Any) -> str:
+        generated, _this_thread.generated = _this_thread.generated, None
+        if generated is not None:
+            generated()
         if _this_thread.begin is not None:
             with suppress(RuntimeError):  # no more threads
                 _this_thread.beside = _this_thread.begin(metadata)

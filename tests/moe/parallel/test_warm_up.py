@@ -135,14 +135,14 @@ def load_alone(rank: int, num_ranks: int, missing: dict[str, int]) -> tuple[list
     sites = {name: Site(0, 1, 0, name, missing.get(name, 9)) for name in ("a", "b", "c")}
     loaded, shared = [], []
 
-    def begin(compilers, function, items):
+    def begin(compilers, function, items, here=None, urgent=False):
         shared.append([digest for digest, _ in items])
         return ((item, "") for item in items)
 
     warm_up.Compilers.begin = begin
     warm_up.load_at = layer_warm_up.load_at = lambda calls, target, site: loaded.append(site.name)
     warm_up.Compilation.some = lambda work, numbers: lambda: sites
-    layer_warm_up.begin_looking = lambda *_: lambda: sites
+    layer_warm_up.begin_looking = lambda *_, **__: lambda: sites
     layer_warm_up.uncompiled = lambda sites, *_: {name: site for name, site in sites.items() if name in missing}
     parallel = opened(TIMEOUT_S)
     call = warm_up.CountedCall(3, 1, parallel.experts)
@@ -170,7 +170,7 @@ def fail(rank: int, num_ranks: int, name: str) -> tuple[str, float]:
 
     sites = {"a": Site(0, 1, 0, "a", 9), "b": Site(0, 1, 0, "b", 9)}
     layer_warm_up.find = lambda *_: sites
-    layer_warm_up.begin_looking = lambda *_: lambda: sites
+    layer_warm_up.begin_looking = lambda *_, **__: lambda: sites
     layer_warm_up.uncompiled = lambda sites, *_: sites
     warm_up.load_at = layer_warm_up.load_at = lambda *_: None
     if rank:
@@ -208,7 +208,7 @@ def load_first(rank: int, num_ranks: int, late: bool, whole: bool) -> str:
         return {}
 
     warm_up.load_all, warm_up.Compilation.some = load_all, lambda *_: load_all
-    layer_warm_up.begin_looking = lambda *_: dict
+    layer_warm_up.begin_looking = lambda *_, **__: dict
     parallel, target = opened(TIMEOUT_S), Target("sm_90")
     call = warm_up.CountedCall(3, 1, parallel.experts)
     if late and rank:

@@ -21,7 +21,7 @@ from envoi.moe.parallel.collectives import Channel, gather_texts
 from envoi.moe.parallel.hosts import Grid
 from envoi.moe.parallel.symmetric_memory import Domain, SharedLayout, allocate
 from envoi.moe.permute import empty_rows
-from envoi.moe.warm_up import HERE, Compilation, compiles, jobs_for
+from envoi.moe.warm_up import HERE, Compilation, compiles, jobs_for, kept_warnings
 from envoi.quant.formats import format_named
 from envoi.runtime.compilers import Compilers, num_cpus, start_ahead, start_here
 from envoi.runtime.devices import Target
@@ -167,7 +167,7 @@ def compile_together(
     """
     gather_texts(channel, "", step)
     calls, sites = [call], {}
-    with patient(channel), Compilers(target, jobs_for(jobs), ahead=step == STEP) as compilers:
+    with patient(channel), kept_warnings(), Compilers(target, jobs_for(jobs), ahead=step == STEP) as compilers:
         work, numbers = Compilation(compilers, calls, target, True, progress, here=True), range(call.most + 1)
         compilers.before(work.some(numbers))
         on_host, totals = set[str](), [0] * channel.num_ranks  # kernels begun; sizes of each rank's
