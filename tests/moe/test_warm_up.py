@@ -287,9 +287,9 @@ def test_this_process_compiles_others_while_llvm_works_and_the_processes_start(m
             generated.set()
             assert started.wait(30)
 
-    def send(compilers, message):
-        others.extend((item[0], number) for number, item in message[3])
-        compilers._answers[message[0]].extend((number, "", None) for number, _ in message[3])
+    def send(compilers, request, function, items):
+        others.extend((item[0], number) for number, item in items)
+        compilers._answers[request].extend((number, "", None) for number, _ in items)
 
     monkeypatch.setattr(warm_up, "load_at", load_at)
     monkeypatch.setattr(warm_up, "uncompiled", lambda sites, *_: sites)

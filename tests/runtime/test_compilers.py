@@ -3,6 +3,7 @@
 import importlib
 import math
 import os
+import pickle
 import signal
 import subprocess
 import sys
@@ -238,6 +239,96 @@ def test_what_waits_is_theirs_as_soon_as_they_have_started(tmp_path):
         assert sorted([next(answers), next(answers)]) == [(4.0, 2.0), (9.0, 3.0)]
         path.touch()
         assert list(answers) == [(16.0, -4.0)]
+
+
+@pytest.mark.timeout(60)
+def test_what_waits_and_cannot_be_sent_is_an_error_of_its_own():
+    with Compilers(TARGET, 2) as found:
+        answers = found.begin(lambda x: x, [4.0], minus_sqrt)
+        others = found.begin(math.sqrt, [4.0], minus_sqrt)
+        while found._waiting:
+            time.sleep(0.01)
+        with pytest.raises((AttributeError, pickle.PicklingError)):
+            list(answers)
+        assert list(others) == [(4.0, 2.0)]
+
+
+class Deadly:
+    """Item that is sent once they have started, and more than a pipe holds; with it ends who would read it."""
+
+    def __init__(self, found: Compilers) -> None:
+        self.found = found
+
+    def __reduce__(self) -> tuple:
+        assert self.found._server is not None
+        os.kill(self.found._server.pid, signal.SIGKILL)
+        self.found._server.wait()
+        return bytes, (bytes(1 << 20),)
+
+
+@pytest.mark.timeout(60)
+def test_the_end_of_that_process_while_work_is_sent_is_an_error():
+    """Though the others still live."""
+    with Compilers(TARGET, 2) as found:
+        answers = found.begin(len, [Deadly(found)], len)
+        while found._waiting:
+            time.sleep(0.01)
+        with pytest.raises(RuntimeError, match=ENDED.split(";")[0]):
+            list(answers)
+
+
+class Unreadable:
+    """Answer that only the processes can read."""
+
+    def __init__(self, pid: int) -> None:
+        self.pid = pid
+
+    def __reduce__(self) -> tuple:
+        return refuse, (self.pid,)
+
+
+def refuse(pid: int) -> Unreadable:
+    if os.getpid() == pid:
+        raise ValueError("no answer for this process")
+    return Unreadable(pid)
+
+
+@pytest.mark.timeout(60)
+def test_an_answer_or_a_function_that_cannot_be_read_is_an_error_of_its_own(monkeypatch):
+    with Compilers(TARGET, 2) as found:
+        with pytest.raises(ValueError, match="no answer for this process"):
+            list(found.map(Unreadable, [os.getpid()]))
+        monkeypatch.setattr(sys.modules[__name__], "only_here", minus_sqrt, raising=False)
+        monkeypatch.setattr(minus_sqrt, "__qualname__", "only_here")
+        found.before(partial(minus_sqrt, 1.0))
+        with pytest.raises(AttributeError, match="only_here"):
+            list(found.map(minus_sqrt, [4.0]))
+        assert list(found.map(math.sqrt, [4.0])) == [(4.0, 2.0)]
+
+
+@pytest.mark.timeout(60)
+def test_work_here_that_is_interrupted_is_an_error_for_who_waits():
+    def interrupt(_):
+        raise KeyboardInterrupt
+
+    with Compilers(TARGET, 2) as found:
+        answers = found.begin(math.sqrt, [4.0], interrupt)
+        with pytest.raises(KeyboardInterrupt):
+            found.help()
+        with pytest.raises(RuntimeError, match="work of this process was ended by KeyboardInterrupt"):
+            list(answers)
+
+
+@pytest.mark.timeout(60)
+def test_a_fork_that_leaves_the_context_ends_nothing():
+    with Compilers(TARGET, 2) as found:
+        group = start(found)
+        pid = os.fork()
+        if pid == 0:
+            found.__exit__()
+            os._exit(7)
+        assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 7
+        assert start(found) == group
 
 
 @pytest.mark.timeout(60)

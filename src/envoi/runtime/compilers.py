@@ -167,7 +167,7 @@ class Compilers:
     def __init__(self, target: Target, num_jobs: int | None = None, ahead: bool = True) -> None:
         self.target, self.num_jobs, self.ahead = target, num_jobs or num_cpus(), ahead
         self._server: subprocess.Popen | None = None
-        self._requests = count()
+        self._requests, self._pid = count(), os.getpid()
         self._threads: list[threading.Thread] = []
         self._writing = threading.Lock()
         # Under the condition: answers that nobody has taken yet, by request; work that waits; how much of it this
@@ -188,22 +188,29 @@ class Compilers:
         return self
 
     def __exit__(self, *error: object) -> None:
+        """End the processes at once. What this process does meanwhile is waited for, a compilation at most."""
+        if os.getpid() != self._pid:
+            return  # a fork, which has neither the threads nor a right to end its parent's processes
         with self._changed:
             self._waiting.clear()
         if self._server is not None:
             _kill(self._server)
-        for thread in self._threads:
-            thread.join()
-        if self._server is not None:
-            _end(self._server)
+        try:
+            for thread in self._threads:
+                thread.join()
+        finally:
+            if self._server is not None:
+                _end(self._server)
 
     def _take(self, server: subprocess.Popen) -> None:
         self._server = server
         try:
-            self._start(self._read)
-        except RuntimeError as error:
+            self._start(partial(self._read, cast(IO[bytes], server.stdout)))
+        except BaseException as error:  # an interrupt too: there is no context yet that would end it
             self._server = None
             _end(server)
+            if not isinstance(error, RuntimeError):
+                raise
             raise RuntimeError(f"jobs: no thread can be started, {error}; with 1 none is needed") from error
 
     def _start(self, function: Callable[[], object]) -> None:
@@ -223,7 +230,7 @@ class Compilers:
         """
         if self._server is not None:
             with suppress(Exception):
-                self._send((next(self._requests), self.num_jobs, function, None))
+                self._send(STARTED, function, None)
                 self._is_asked = True
 
     def help(self) -> None:
@@ -265,7 +272,7 @@ class Compilers:
             [Work(request, i, function, item, here, urgent) for i, item in enumerate(items)]
         )
         if not waits:
-            self._send((request, self.num_jobs, function, [*enumerate(items)]))
+            self._send(request, function, [*enumerate(items)])
         return self._results(request, items)
 
     def _wait(self, work: list[Work]) -> bool:
@@ -286,14 +293,17 @@ class Compilers:
                 raise error
             yield items[number], result
 
-    def _send(self, message: Any) -> None:
-        data = pickle.dumps(message)  # first: a part of a message would be read as one
+    def _send(self, request: int, function: Callable, items: Sequence[tuple[int, Any]] | None) -> None:
+        """Send a request. items: numbered; None for a function of none, after which work may come."""
+        numbers, values = (None, None) if items is None else ([n for n, _ in items], [value for _, value in items])
+        # First: a part of a message would be read as one. And twice: what can't be read is to be an error of its own.
+        data = pickle.dumps((request, self.num_jobs, numbers, pickle.dumps((function, values))))
         pipe = cast(IO[bytes], cast(subprocess.Popen, self._server).stdin)
         try:
             with self._writing:
                 pipe.write(data)
                 pipe.flush()
-        except BrokenPipeError as error:
+        except (BrokenPipeError, ValueError) as error:  # ended, or closed here
             raise RuntimeError(ENDED) from error
 
     def _receive(self, request: int) -> tuple[int, Any, Exception | None]:
@@ -323,24 +333,28 @@ class Compilers:
             result = work.here(work.item)
         except Exception as raised:
             error = raised
-        with self._changed:
-            self._num_here -= 1
-            self._answers[work.request].append((work.number, result, error))
-            self._changed.notify_all()
+        except BaseException as raised:  # an interrupt
+            error = RuntimeError(f"work of this process was ended by {raised!r}")
+            raise
+        finally:
+            with self._changed:
+                self._num_here -= 1
+                self._answer(work.request, work.number, result, error)
         return True
 
-    def _read(self) -> None:
+    def _read(self, pipe: IO[bytes]) -> None:
         """Take the answers of the processes, and send them the work that waits as soon as they have started."""
-        pipe = cast(IO[bytes], cast(subprocess.Popen, self._server).stdout)
         with suppress(Exception):  # the end, also in the middle of an answer
             while True:
-                request, *answer = pickle.load(pipe)
+                request, number, data = pickle.load(pipe)
                 if request == STARTED:
                     self._begin_sending()
                     continue
-                with self._changed:
-                    self._answers[request].append(answer)
-                    self._changed.notify_all()
+                try:
+                    result, error = pickle.loads(data)
+                except Exception as unread:
+                    result, error = None, unread
+                self._answer(request, number, result, error)
         with self._changed:
             self._has_ended = True
             self._changed.notify_all()
@@ -350,7 +364,15 @@ class Compilers:
             self._has_started = True
             waiting, self._waiting = self._waiting, []
         for work in waiting:
-            self._send((work.request, self.num_jobs, work.function, [(work.number, work.item)]))
+            try:
+                self._send(work.request, work.function, [(work.number, work.item)])
+            except Exception as error:  # pickle's, or that the processes have ended
+                self._answer(work.request, work.number, None, error)
+
+    def _answer(self, request: int, number: int, result: Any, error: Exception | None) -> None:
+        with self._changed:
+            self._answers[request].append((number, result, error))
+            self._changed.notify_all()
 
 
 def serve(arch: str) -> None:
@@ -362,17 +384,21 @@ def serve(arch: str) -> None:
     pool: ProcessPoolExecutor | None = None
     while True:
         try:
-            request, num_jobs, function, items = pickle.load(sys.stdin.buffer)
+            request, num_jobs, numbers, data = pickle.load(sys.stdin.buffer)
         except EOFError:  # who asked has ended, and the workers may have work for minutes
             os.killpg(os.getpid(), signal.SIGKILL)
-        if items is None:
+        try:
+            function, items = pickle.loads(data)
+        except Exception as error:
+            function, items = partial(_raise, error), numbers or ()
+        if numbers is None:
             with suppress(Exception):
                 function()
                 pool = pool or answers.pool(num_jobs)
                 pool.submit(int)  # forks the workers now, so that work needn't wait for it
             answers.started()
             continue
-        for number, item in items:
+        for number, item in zip(numbers, items, strict=True):
             # The same processes for all requests, until one dies: they remember what they found out.
             pool = pool or answers.pool(num_jobs)
             try:
@@ -383,8 +409,18 @@ def serve(arch: str) -> None:
             future.add_done_callback(partial(answers.send, request, number))
 
 
+def _raise(error: Exception, *_: Any) -> None:
+    raise error
+
+
+def _begin_work(answers: int) -> None:
+    """Close a worker's ends of the server's pipes: they'd outlive it otherwise, and who asked would wait for ever."""
+    os.close(answers)
+    os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
+
+
 class _Answers:
-    """Stream of answers, (request, number of the item, result, error); without the last two if its process died.
+    """Stream of answers, (request, number of the item, (result, error) by pickle); two None if its process died.
 
     They are written by a thread: whoever asked may read none for a while, and the workers are to go on meanwhile.
     """
@@ -394,8 +430,8 @@ class _Answers:
         self._done: SimpleQueue[tuple[int, int, Future]] = SimpleQueue()
 
     def pool(self, num_jobs: int) -> ProcessPoolExecutor:
-        """Return new workers. They close the stream, which otherwise wouldn't end with this process."""
-        return ProcessPoolExecutor(num_jobs, get_context("fork"), os.close, (self.file.fileno(),))
+        """Return new workers."""
+        return ProcessPoolExecutor(num_jobs, get_context("fork"), _begin_work, (self.file.fileno(),))
 
     def send(self, request: int, number: int, future: Future) -> None:
         """Have the answer for an item written that is done."""
@@ -417,12 +453,12 @@ class _Answers:
             elif isinstance(error, BrokenProcessPool):
                 error = None
             try:
-                data = pickle.dumps((request, number, result, error))
+                data = pickle.dumps((result, error))
             except Exception as unwritable:
                 text = f"an answer that can't be sent: {error or type(result)}: {unwritable}"
-                data = pickle.dumps((request, number, None, RuntimeError(text)))
+                data = pickle.dumps((None, RuntimeError(text)))
             try:
-                self.file.write(data)
+                self.file.write(pickle.dumps((request, number, data)))
                 self.file.flush()
             except BrokenPipeError:  # who asked has ended
                 os.killpg(os.getpid(), signal.SIGKILL)
