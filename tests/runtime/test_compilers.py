@@ -338,7 +338,7 @@ def test_this_process_does_what_is_urgent_first_and_the_last_of_it():
         for items, urgent in (([1.0, 2.0], False), ([3.0, 4.0], True), ([5.0], False)):
             found.begin(math.sqrt, items, done.append, urgent)
         found.help()
-        assert done == [4.0, 3.0, 5.0, 2.0, 1.0] and not found._has_started
+        assert done == [4.0, 3.0, 5.0, 2.0, 1.0] and not found._is_ready
 
 
 @pytest.mark.timeout(60)

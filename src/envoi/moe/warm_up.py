@@ -2,8 +2,8 @@
 
 import sys
 import warnings
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, nullcontext
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from functools import partial
 from itertools import chain
@@ -140,11 +140,9 @@ def begin_finding(
     return wait
 
 
-@contextmanager
-def kept_warnings() -> Iterator[None]:
+def kept_warnings() -> AbstractContextManager:
     """Leave the filters of warnings as they were: Triton sets and restores them for each node, also in two threads."""
-    with warnings.catch_warnings():
-        yield
+    return warnings.catch_warnings()
 
 
 def uncompiled(sites: Mapping[str, Site], target: Target, for_launch: bool) -> dict[str, Site]:

@@ -35,7 +35,7 @@ T = TypeVar("T")
 R = TypeVar("R")
 DIED = "the worker process died"
 ENDED = "jobs: the process that starts the others has ended; with 1 this process does the work itself"
-STARTED = -1  # in the place of a request's number: the process that starts the others is ready for work
+READY = -1  # in the place of a request's number: the process that starts the others is ready for work
 IDLE_S = 300.0  # that a process started ahead is kept
 _START = "import sys; sys.path[:] = {path!r}; from envoi.runtime.compilers import serve; serve({arch!r})"
 
@@ -171,12 +171,12 @@ class Compilers:
         self._threads: list[threading.Thread] = []
         self._writing = threading.Lock()
         # Under the condition: answers that nobody has taken yet, by request; work that waits; how much of it this
-        # process does now; whether the process that starts the others was asked to, has started, and has ended.
+        # process does now; whether the process that starts the others was asked to, is ready for work, and has ended.
         self._changed = threading.Condition()
         self._answers: dict[int, deque] = defaultdict(deque)
         self._waiting: list[Work] = []
         self._num_here = 0
-        self._is_asked = self._has_started = self._has_ended = False
+        self._is_asked = self._is_ready = self._has_ended = False
 
     def __enter__(self) -> "Compilers":
         arch = self.target.arch
@@ -209,9 +209,9 @@ class Compilers:
         except BaseException as error:  # an interrupt too: there is no context yet that would end it
             self._server = None
             _end(server)
-            if not isinstance(error, RuntimeError):
-                raise
-            raise RuntimeError(f"jobs: no thread can be started, {error}; with 1 none is needed") from error
+            if isinstance(error, RuntimeError):
+                raise RuntimeError(f"jobs: no thread can be started, {error}; with 1 none is needed") from error
+            raise
 
     def _start(self, function: Callable[[], object]) -> None:
         thread = threading.Thread(target=function, daemon=True)
@@ -230,7 +230,7 @@ class Compilers:
         """
         if self._server is not None:
             with suppress(Exception):
-                self._send(STARTED, function, None)
+                self._send(READY, function, None)
                 self._is_asked = True
 
     def help(self) -> None:
@@ -260,7 +260,8 @@ class Compilers:
     ) -> Iterator[tuple[T, R | None]]:
         """Let the processes begin, also while they do other work, and return what `map` yields.
 
-        here, urgent: what this process may do instead until they have started, in `help` or when it waits for a result.
+        here: what this process may do instead until they have started, in `help` or while it waits for a result.
+        urgent: it does this before what isn't.
         With one job nothing is done until a result is asked for. Raises RuntimeError if no process can be started.
         """
         if self.num_jobs == 1 or not items:
@@ -280,7 +281,7 @@ class Compilers:
         if not self._is_asked:
             self.before(int)
         with self._changed:
-            if self._has_started:
+            if self._is_ready:
                 return False
             self._waiting += work
             self._changed.notify_all()
@@ -309,15 +310,15 @@ class Compilers:
     def _receive(self, request: int) -> tuple[int, Any, Exception | None]:
         while True:
             with self._changed:
+                self._changed.wait_for(lambda: self._answers[request] or self._waiting or self._is_over())
                 if self._answers[request]:
                     return self._answers[request].popleft()
-                if self._is_over():
+                if not self._waiting:
                     raise RuntimeError(ENDED)
-            if not self._work_here():
-                with self._changed:
-                    self._changed.wait_for(lambda: self._answers[request] or self._waiting or self._is_over())
+            self._work_here()
 
     def _is_over(self) -> bool:
+        """Return True if no more answers will come."""
         return self._has_ended and not self._waiting and not self._num_here
 
     def _work_here(self) -> bool:
@@ -347,7 +348,7 @@ class Compilers:
         with suppress(Exception):  # the end, also in the middle of an answer
             while True:
                 request, number, data = pickle.load(pipe)
-                if request == STARTED:
+                if request == READY:
                     self._begin_sending()
                     continue
                 try:
@@ -361,7 +362,7 @@ class Compilers:
 
     def _begin_sending(self) -> None:
         with self._changed:
-            self._has_started = True
+            self._is_ready = True
             waiting, self._waiting = self._waiting, []
         for work in waiting:
             try:
@@ -396,7 +397,7 @@ def serve(arch: str) -> None:
                 function()
                 pool = pool or answers.pool(num_jobs)
                 pool.submit(int)  # forks the workers now, so that work needn't wait for it
-            answers.started()
+            answers.ready()
             continue
         for number, item in zip(numbers, items, strict=True):
             # The same processes for all requests, until one dies: they remember what they found out.
@@ -437,11 +438,11 @@ class _Answers:
         """Have the answer for an item written that is done."""
         self._done.put((request, number, future))
 
-    def started(self) -> None:
+    def ready(self) -> None:
         """Have it written that work may come."""
         done: Future = Future()
         done.set_result(None)
-        self.send(STARTED, 0, done)
+        self.send(READY, 0, done)
 
     def write(self) -> None:
         """Write what `send` is given, for ever."""

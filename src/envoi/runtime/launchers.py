@@ -10,7 +10,7 @@ work:
 
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import AbstractContextManager, contextmanager, suppress
 from types import SimpleNamespace
 from typing import Any
 
@@ -76,11 +76,9 @@ def launcher_beside(kernel: JITFunction, arguments: Sequence[Any], arch: str) ->
             _join()
 
 
-@contextmanager
-def when_generated(function: Callable[[], object]) -> Iterator[None]:
+def when_generated(function: Callable[[], object]) -> AbstractContextManager[None]:
     """Call a function when the code of the first kernel that this thread compiles within the context is generated."""
-    with scoped(_this_thread, generated=function):
-        yield
+    return scoped(_this_thread, generated=function)
 
 
 def _join() -> None:
