@@ -13,9 +13,14 @@ from envoi.runtime.launch import launch
 from envoi.runtime.tma import descriptor
 
 
-@triton.jit(do_not_specialize=["n"])
+@triton.jit
 def kernel(x, n, SIZE: tl.constexpr, FLAG: tl.constexpr):
     """Kernel that is never compiled here."""
+
+
+@triton.jit(do_not_specialize=["n"])
+def general_kernel(x, n, SIZE: tl.constexpr, FLAG: tl.constexpr):
+    """Kernel that is never compiled here, and whose machine code is one for all n."""
 
 
 class Compiled:
@@ -99,6 +104,23 @@ def test_what_triton_compiles_for_is_told_apart(calls, other):
     launch(kernel, (1,), (x, other, 64, True), {})
     launch(kernel, (1,), (x, 7, 64, True), {})
     assert kinds_of_calls(calls) == ["triton", "triton", "found", "found"]
+
+
+@pytest.mark.parametrize("other", [0, 1, 16, -5, (1 << 31) - 1])
+def test_integers_for_which_triton_does_not_specialize_are_one(calls, other):
+    x = torch.zeros(8)
+    launch(general_kernel, (1,), (x, 5, 64, True), {})
+    launch(general_kernel, (1,), (x, other, 64, True), {})
+    assert kinds_of_calls(calls) == ["triton", "found"]
+
+
+@pytest.mark.parametrize("other", [1 << 31, True, 5.0, None, torch.zeros(2), (5,)])
+def test_types_are_told_apart_without_specialization_too(calls, other):
+    x = torch.zeros(8)
+    launch(general_kernel, (1,), (x, 5, 64, True), {})
+    launch(general_kernel, (1,), (x, other, 64, True), {})
+    launch(general_kernel, (1,), (x, 7, 64, True), {})
+    assert kinds_of_calls(calls) == ["triton", "triton", "found"]
 
 
 def test_dtypes_of_tensors_in_tuples_are_told_apart(calls):

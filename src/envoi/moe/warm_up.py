@@ -19,7 +19,7 @@ from envoi.runtime.compilers import DIED, Compilers, start_here
 from envoi.runtime.devices import Target
 from envoi.runtime.kernel_case import without_memory
 from envoi.runtime.prepared import recording_first_calls
-from envoi.runtime.rehearsal import Call, Site, compile_at, error_text, find, load_at
+from envoi.runtime.rehearsal import Call, Site, compile_at, error_text, find, find_most, load_at
 from envoi.types import ExpertWeights, QuantTensor, Routing
 
 # Up to so many tokens calls are prepared too; above, multiples of eight, to which servers pad. With still more tokens
@@ -84,8 +84,8 @@ def compile_calls(
     numbers = range(1, max_tokens + 1)
     with kept_warnings(), Compilers(target, jobs_for(jobs)) as compilers:
         work = Compilation(compilers, calls, target, for_launch, progress, here)
-        compilers.before(work.some(numbers))
-        look = work.begin(work.some(numbers)(), numbers, HERE)
+        compilers.before(work.ends(numbers))
+        look = work.begin(work.most(numbers)(), numbers, HERE)
         work.compile_here()
         sites = look()
         work.add(sites)
@@ -173,15 +173,16 @@ class Compilation:
         self._results: list[Iterable[tuple[tuple[str, Site], str | None]]] = []
         self._before = start_here(target.arch) if here else ()
 
-    def some(self, numbers: range) -> Callable[[], dict[str, Site]]:
-        """Return what finds the kernels of some numbers of tokens, mostly those of all.
+    def ends(self, numbers: range) -> Callable[[], dict[str, Site]]:
+        """Return what finds the kernels of the fewest and the most of some numbers of tokens.
 
         A process that has called it has imported all that compiling needs.
         """
-        last = numbers[-1]
-        # Eight to an octave, as tiles change with the octave; rounded, as kernels also differ by what divides a number.
-        spread = {round(2 ** (i / 8)) for i in range(8 * last.bit_length())}
-        return partial(find, self.calls, self.target, sorted({numbers[0], *(n for n in spread if n < last), last}))
+        return partial(find, self.calls, self.target, sorted({*numbers[:2], numbers[-1]}))
+
+    def most(self, numbers: range) -> Callable[[], dict[str, Site]]:
+        """Return what finds the kernels of some numbers of tokens, mostly those of all."""
+        return partial(find_most, self.calls, self.target, numbers)
 
     def left(self, sites: Mapping[str, Site]) -> dict[str, Site]:
         """Return the sites of kernels that are neither begun nor in the cache by a warm-up, the largest first."""
@@ -194,18 +195,11 @@ class Compilation:
         """Add these kernels, begin to look at all numbers of tokens, and return what waits for that.
 
         Up to `few` numbers are looked at by this process, when it waits. Where it compiles too, the processes look
-        instead if they have something to compile, and first of all if that doesn't take long.
+        instead if they have something to compile, when they have begun with that: it takes longer.
         """
-        look = partial(begin_looking, self.compilers, self.calls, self.target, numbers, helps=self._most_here > 0)
-        if not self._most_here:
-            self.add(sites)
-            return look(few)
-        if self.compilers.have_started and len(numbers) <= CHUNK * self.compilers.num_jobs and self.left(sites):
-            wait = look(0)
-            self.add(sites)
-            return wait
         self.add(sites)
-        return look(0 if self.begun and self.compilers.have_started else few)
+        few = 0 if self._most_here and self.begun and self.compilers.have_started else few
+        return begin_looking(self.compilers, self.calls, self.target, numbers, few, helps=self._most_here > 0)
 
     def add(self, sites: Mapping[str, Site]) -> None:
         """Begin with those of these kernels that are left. RuntimeError if processes can't be started."""

@@ -4,6 +4,7 @@ Triton inspects every argument at every launch, which takes longer than a small 
 on few properties of each argument; they form the key under which the compiled kernel is found again.
 """
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -16,7 +17,7 @@ from envoi.runtime.compiling import compiling
 ALIGNMENT = 16
 
 _compiled: dict[tuple, Any] = {}  # by key; None if a hook of Triton's compiles, which gives no kernel to launch
-_constant: dict[Any, tuple[bool, ...]] = {}  # for each kernel function which parameters are constexpr
+_parts: dict[Any, tuple[Callable[[Any], Any], ...]] = {}  # for each kernel function, what makes a key of its arguments
 
 
 def launch(kernel: Any, grid: tuple[int, ...], arguments: tuple, options: dict[str, Any]) -> None:
@@ -78,7 +79,12 @@ def load(kernel: Any, grid: tuple[int, ...], arguments: tuple, options: dict[str
 
 def key_of(kernel: JITFunction, arguments: tuple, options: dict[str, Any]) -> tuple:
     """Return a key that launches on one GPU share only if they run one compiled kernel."""
-    kinds = [x if constant else kind_of(x) for x, constant in zip(arguments, _constants(kernel), strict=True)]
+    return kernel.fn, *options.items(), *[part(x) for part, x in zip(_parts_of(kernel), arguments, strict=True)]
+
+
+def general_key_of(kernel: JITFunction, arguments: tuple, options: dict[str, Any]) -> tuple:
+    """Return what `key_of` does, but one key for all integers of a type."""
+    kinds = [x if p.is_constexpr else range_of(x) for p, x in zip(kernel.params, arguments, strict=True)]
     return kernel.fn, *options.items(), *kinds
 
 
@@ -104,8 +110,19 @@ def kind_of(x: Any) -> Any:
     return kind if isinstance(x, float) else (x.base.dtype, x.layout, *x.block_shape)  # a TMA descriptor
 
 
-def _constants(kernel: JITFunction) -> tuple[bool, ...]:
-    found = _constant.get(kernel.fn)  # a function's hash is its address, a JITFunction's that of its source
+def range_of(x: Any) -> Any:
+    """Return the properties of an argument for which Triton compiles where it mustn't specialize."""
+    return (int, -(2**31) <= x < 2**31) if type(x) is int else kind_of(x)
+
+
+def _itself(x: Any) -> Any:
+    return x
+
+
+def _parts_of(kernel: JITFunction) -> tuple[Callable[[Any], Any], ...]:
+    found = _parts.get(kernel.fn)  # a function's hash is its address, a JITFunction's that of its source
     if found is None:
-        found = _constant[kernel.fn] = tuple(parameter.is_constexpr for parameter in kernel.params)
+        found = _parts[kernel.fn] = tuple(
+            _itself if p.is_constexpr else range_of if p.do_not_specialize else kind_of for p in kernel.params
+        )
     return found

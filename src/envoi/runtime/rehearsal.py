@@ -2,6 +2,7 @@
 
     rehearse    a call -> its launches                         no GPU needed
     find        calls, numbers of tokens -> Site by digest     one for each kernel that differs
+    find_most   the same from a few of the numbers             mostly all of them
     digests_at  Sites -> digests                               whether they are what they were
     compile_at  a Site -> Triton's disk cache                  no GPU needed
     load_at     a Site -> a kernel ready on the current GPU
@@ -12,6 +13,7 @@ functions that Python can't send.
 
 import hashlib
 from collections.abc import Callable, Iterable, Sequence
+from itertools import pairwise
 from typing import Any, NamedTuple
 
 from envoi.runtime import observer
@@ -43,20 +45,55 @@ def rehearse(call: Call, num_tokens: int, target: Target) -> list[tuple[Any, tup
 
 def find(calls: Sequence[Call], target: Target, numbers: Iterable[int]) -> dict[str, Site]:
     """Return for each kernel that calls of these numbers of tokens launch one place where it is launched, by digest."""
-    from envoi.runtime.launch import key_of
-    from envoi.runtime.triton_compat import source_size
-
-    seen: dict[tuple, Site] = {}
-    sites: dict[str, Site] = {}
+    finder = _Finder(calls, target)
     for num_tokens in numbers:
-        for number, call in enumerate(calls):
-            for place, (kernel, _, arguments, options) in enumerate(rehearse(call, num_tokens, target)):
+        finder.look(num_tokens)
+    return finder.sites
+
+
+def find_most(calls: Sequence[Call], target: Target, numbers: range) -> dict[str, Site]:
+    """Return what `find` does, without a look at every number: at some spread over them, and at each change between.
+
+    Missed is a kernel between two numbers that launch the same, or one for integers with other divisors only.
+    """
+    finder, last = _Finder(calls, target), numbers[-1]
+    # Eight to an octave, as tiles change with the octave; rounded, as kernels also differ by what divides a number.
+    spread = {round(2 ** (i / 8)) for i in range(8 * last.bit_length())}
+    some = sorted({numbers[0], *(n for n in spread if numbers[0] < n < last), last})
+    launched = {num_tokens: finder.look(num_tokens) for num_tokens in some}
+    gaps = list(pairwise(some))
+    while gaps:
+        low, high = gaps.pop()
+        if high - low > 1 and launched[low] != launched[high]:
+            middle = (low + high) // 2
+            launched[middle] = finder.look(middle)
+            gaps += (low, middle), (middle, high)
+    return finder.sites
+
+
+class _Finder:
+    """Places where kernels are launched by calls. sites: one for each kernel seen, by digest."""
+
+    def __init__(self, calls: Sequence[Call], target: Target) -> None:
+        self.calls, self.target = calls, target
+        self.sites: dict[str, Site] = {}
+        self._seen: set[tuple] = set()
+
+    def look(self, num_tokens: int) -> set[tuple]:
+        """Add what calls with so many tokens launch; return its keys, which are the same for all integers."""
+        from envoi.runtime.launch import general_key_of, key_of
+        from envoi.runtime.triton_compat import source_size
+
+        launched = set()
+        for number, call in enumerate(self.calls):
+            for place, (kernel, _, arguments, options) in enumerate(rehearse(call, num_tokens, self.target)):
+                launched.add(general_key_of(kernel, arguments, options))
                 key = key_of(kernel, arguments, options)
-                if key not in seen:
-                    name, size = kernel.fn.__name__, source_size(kernel)
-                    seen[key] = site = Site(number, num_tokens, place, name, size)
-                    sites.setdefault(_digest(kernel, arguments, options, target), site)
-    return sites
+                if key not in self._seen:
+                    self._seen.add(key)
+                    site = Site(number, num_tokens, place, kernel.fn.__name__, source_size(kernel))
+                    self.sites.setdefault(_digest(kernel, arguments, options, self.target), site)
+        return launched
 
 
 def digests_at(calls: Sequence[Call], target: Target, sites: Iterable[Site]) -> list[str]:

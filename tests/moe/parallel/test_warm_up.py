@@ -141,7 +141,7 @@ def load_alone(rank: int, num_ranks: int, missing: dict[str, int]) -> tuple[list
 
     warm_up.Compilers.begin = begin
     warm_up.load_at = layer_warm_up.load_at = lambda calls, target, site: loaded.append(site.name)
-    warm_up.Compilation.some = lambda work, numbers: lambda: sites
+    warm_up.Compilation.most = lambda work, numbers: lambda: sites
     layer_warm_up.begin_looking = lambda *_, **__: lambda: sites
     layer_warm_up.uncompiled = lambda sites, *_: {name: site for name, site in sites.items() if name in missing}
     parallel = opened(TIMEOUT_S)
@@ -169,7 +169,7 @@ def fail(rank: int, num_ranks: int, name: str) -> tuple[str, float]:
         raise PermissionError(f"no {name}")
 
     sites = {"a": Site(0, 1, 0, "a", 9), "b": Site(0, 1, 0, "b", 9)}
-    layer_warm_up.find = lambda *_: sites
+    layer_warm_up.find_most = lambda *_: sites
     layer_warm_up.begin_looking = lambda *_, **__: lambda: sites
     layer_warm_up.uncompiled = lambda sites, *_: sites
     warm_up.load_at = layer_warm_up.load_at = lambda *_: None
@@ -185,7 +185,7 @@ def fail(rank: int, num_ranks: int, name: str) -> tuple[str, float]:
     return "", 0.0
 
 
-@pytest.mark.parametrize("name", ["find", "uncompiled", "begin_looking", "load_at"])
+@pytest.mark.parametrize("name", ["find_most", "uncompiled", "begin_looking", "load_at"])
 def test_what_fails_on_one_rank_is_soon_an_error_of_all(name):
     for outcome in run_ranks(2, fail, name):
         text, seconds = outcome.value
@@ -207,7 +207,7 @@ def load_first(rank: int, num_ranks: int, late: bool, whole: bool) -> str:
         time.sleep(2 * TIMEOUT_S * rank)
         return {}
 
-    warm_up.load_all, warm_up.Compilation.some = load_all, lambda *_: load_all
+    warm_up.load_all, warm_up.Compilation.most = load_all, lambda *_: load_all
     layer_warm_up.begin_looking = lambda *_, **__: dict
     parallel, target = opened(TIMEOUT_S), Target("sm_90")
     call = warm_up.CountedCall(3, 1, parallel.experts)

@@ -64,7 +64,8 @@ def worker_registers(is_block_scaled, cfg):
     return [240, 24] if is_block_scaled or MORE_REGISTERS.value else [232, 40]
 
 
-@gluon.jit
+# Kernels for other divisors of these numbers, which vary from call to call, would have the same machine code.
+@gluon.jit(do_not_specialize=["M", "num_whole_tiles"])
 def gemm_kernel(
     x_desc, y_desc, desc0, desc1, desc2, desc3, operands, outputs, offsets, sums, counters, row_parts, row_counters,
     a_sf, b_sf, M, N, K, num_experts, num_whole_tiles, rest_desc,

@@ -136,7 +136,8 @@ def consumer(args, role: gl.constexpr):
             run_epilogue(in_order(acc), tile, 0, False, 0, buffers, args.epilogue)
 
 
-@gluon.jit
+# Kernels for other divisors of these numbers, which vary from call to call, would have the same machine code.
+@gluon.jit(do_not_specialize=["M", "num_tiles"])
 def mx_kernel(
     w_desc, sf_desc, x_desc, operands, outputs, offsets, row_parts, row_counters, M, N, K, num_experts, num_tiles,
     cfg: gl.constexpr, code: gl.constexpr, ROW_MODE: gl.constexpr, MAX_EXPERTS: gl.constexpr,

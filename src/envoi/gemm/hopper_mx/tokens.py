@@ -5,7 +5,7 @@ import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["M"])
 def widen_kernel(
     values, sf, out, num_used, M, K, values_stride, sf_stride, out_stride, SCALED: tl.constexpr, BITS: tl.constexpr,
     ROWS: tl.constexpr, OVERLAP: tl.constexpr,

@@ -187,7 +187,8 @@ def finish(acc, tile, buffers, epilogue):
         run_epilogue(acc, tile, 0, False, 0, buffers, epilogue)
 
 
-@gluon.jit
+# Kernels for other divisors of the number of rows, which varies from call to call, would have the same machine code.
+@gluon.jit(do_not_specialize=["M"])
 def many_kernel(
     x_desc, words, factors, operands, outputs, offsets, row_parts, row_counters, M, N, K, num_experts,
     cfg: gl.constexpr, code: gl.constexpr, ROW_MODE: gl.constexpr, MAX_EXPERTS: gl.constexpr,

@@ -171,7 +171,7 @@ def block_scale(product, tile, k, A: tl.constexpr, B: tl.constexpr):
     return x[:, None] * y[None, :]
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["M"])
 def gemm_kernel(
     a, b, offsets, operands, outputs, workspace, M, N, K, num_experts,
     code: tl.constexpr, A: tl.constexpr, B: tl.constexpr, GROUP_K: tl.constexpr, BLOCK_M: tl.constexpr,

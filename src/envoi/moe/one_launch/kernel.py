@@ -187,7 +187,7 @@ def told_pipelines(first, x_desc, y_desc, takes_halves: gl.constexpr, cfg: gl.co
     return one, two
 
 
-@gluon.jit(do_not_specialize=["unit_shift", "rank", "first_expert"])
+@gluon.jit(do_not_specialize=["unit_shift", "M", "rank", "first_expert"])
 def fused_kernel(
     x_desc, gate_up_desc, operands1, outputs1, x_sf, gate_up_sf,
     hidden_desc, down_desc, out_desc, operands2, outputs2, hidden_sf, down_sf,

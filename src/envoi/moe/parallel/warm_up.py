@@ -169,7 +169,7 @@ def compile_together(
     calls, sites = [call], {}
     with patient(channel), kept_warnings(), Compilers(target, jobs_for(jobs), ahead=step == STEP) as compilers:
         work, numbers = Compilation(compilers, calls, target, True, progress, here=True), range(call.most + 1)
-        compilers.before(work.some(numbers))
+        compilers.before(work.ends(numbers))
         on_host, totals = set[str](), [0] * channel.num_ranks  # kernels begun; sizes of each rank's
 
         def divide(find: Callable[[], dict[str, Site]], begin: Callable[[dict[str, Site]], None]) -> str:
@@ -190,7 +190,7 @@ def compile_together(
 
         looks: list[Callable[[], dict[str, Site]]] = []
 
-        def begin_some(mine: dict[str, Site]) -> None:
+        def begin_most(mine: dict[str, Site]) -> None:
             looks.append(work.begin(mine, numbers, HERE if step == STEP else HERE_AT_FIRST))
             work.compile_here()
 
@@ -198,7 +198,7 @@ def compile_together(
             for site in sites.values():
                 load_at(calls, target, site)
 
-        failures = divide(work.some(numbers), begin_some), divide(lambda: looks[0](), work.add)
+        failures = divide(work.most(numbers), begin_most), divide(lambda: looks[0](), work.add)
         failed = failures[0] or failures[1] or _error_of(work.finish)
         _raise_first(gather_texts(channel, failed, step), step)  # now all that a peer compiled is in the cache
         _raise_first(gather_texts(channel, _error_of(load), step), step)
