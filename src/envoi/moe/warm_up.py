@@ -174,9 +174,9 @@ class Compilation:
         self._before = start_here(target.arch) if here else ()
 
     def ends(self, numbers: range) -> Callable[[], dict[str, Site]]:
-        """Return what finds the kernels of the fewest and the most of some numbers of tokens.
+        """Return what finds the kernels of the two fewest and the most of some numbers of tokens.
 
-        A process that has called it has imported all that compiling needs.
+        A process that has called it has imported all that compiling needs: calls without tokens need little of it.
         """
         return partial(find, self.calls, self.target, sorted({*numbers[:2], numbers[-1]}))
 
@@ -194,8 +194,8 @@ class Compilation:
     def begin(self, sites: Mapping[str, Site], numbers: range, few: int) -> Callable[[], dict[str, Site]]:
         """Add these kernels, begin to look at all numbers of tokens, and return what waits for that.
 
-        Up to `few` numbers are looked at by this process, when it waits. Where it compiles too, the processes look
-        instead if they have something to compile, when they have begun with that: it takes longer.
+        Up to `few` numbers are looked at by this process, when it waits. Where it compiles too and the processes have
+        something to compile, they look at the numbers instead, after they have begun to compile, which takes longer.
         """
         self.add(sites)
         few = 0 if self._most_here and self.begun and self.compilers.have_started else few

@@ -20,6 +20,7 @@ from envoi.runtime import observer
 from envoi.runtime.devices import Target, standing_for
 
 Call = Callable[[int], Any]
+Rehearsed = tuple[Any, tuple, tuple, dict[str, Any]]  # launch: kernel, grid, arguments, options
 
 
 class Site(NamedTuple):
@@ -35,9 +36,9 @@ class Site(NamedTuple):
     size: int
 
 
-def rehearse(call: Call, num_tokens: int, target: Target) -> list[tuple[Any, tuple, tuple, dict[str, Any]]]:
+def rehearse(call: Call, num_tokens: int, target: Target) -> list[Rehearsed]:
     """Return the (kernel, grid, arguments, options) that a call would launch on a GPU, in order."""
-    launches: list[tuple[Any, tuple, tuple, dict[str, Any]]] = []
+    launches: list[Rehearsed] = []
     with standing_for(target), observer.rehearsing(launches):
         call(num_tokens)
     return launches
@@ -56,17 +57,24 @@ def find_most(calls: Sequence[Call], target: Target, numbers: range) -> dict[str
 
     Missed is a kernel between two numbers that launch the same, or one for integers with other divisors only.
     """
+    from envoi.runtime.launch import general_key_of
+
     finder, last = _Finder(calls, target), numbers[-1]
+
+    def look(num_tokens: int) -> set[tuple]:
+        launches = finder.look(num_tokens)
+        return {general_key_of(kernel, arguments, options) for kernel, _, arguments, options in launches}
+
     # Eight to an octave, as tiles change with the octave; rounded, as kernels also differ by what divides a number.
     spread = {round(2 ** (i / 8)) for i in range(8 * last.bit_length())}
     some = sorted({numbers[0], *(n for n in spread if numbers[0] < n < last), last})
-    launched = {num_tokens: finder.look(num_tokens) for num_tokens in some}
+    launched = {num_tokens: look(num_tokens) for num_tokens in some}
     gaps = list(pairwise(some))
     while gaps:
         low, high = gaps.pop()
         if high - low > 1 and launched[low] != launched[high]:
             middle = (low + high) // 2
-            launched[middle] = finder.look(middle)
+            launched[middle] = look(middle)
             gaps += (low, middle), (middle, high)
     return finder.sites
 
@@ -79,15 +87,16 @@ class _Finder:
         self.sites: dict[str, Site] = {}
         self._seen: set[tuple] = set()
 
-    def look(self, num_tokens: int) -> set[tuple]:
-        """Add what calls with so many tokens launch; return its keys, which are the same for all integers."""
-        from envoi.runtime.launch import general_key_of, key_of
+    def look(self, num_tokens: int) -> list[Rehearsed]:
+        """Add what calls with so many tokens launch, and return it."""
+        from envoi.runtime.launch import key_of
         from envoi.runtime.triton_compat import source_size
 
-        launched = set()
+        launched = []
         for number, call in enumerate(self.calls):
-            for place, (kernel, _, arguments, options) in enumerate(rehearse(call, num_tokens, self.target)):
-                launched.add(general_key_of(kernel, arguments, options))
+            launches = rehearse(call, num_tokens, self.target)
+            launched += launches
+            for place, (kernel, _, arguments, options) in enumerate(launches):
                 key = key_of(kernel, arguments, options)
                 if key not in self._seen:
                     self._seen.add(key)
@@ -98,7 +107,7 @@ class _Finder:
 
 def digests_at(calls: Sequence[Call], target: Target, sites: Iterable[Site]) -> list[str]:
     """Return the digest of the kernel that is launched at each site. Raises LookupError if there is no such launch."""
-    launches: dict[tuple[int, int], list[tuple[Any, tuple, tuple, dict[str, Any]]]] = {}
+    launches: dict[tuple[int, int], list[Rehearsed]] = {}
     found = []
     for site in sites:
         place = site.call, site.num_tokens
