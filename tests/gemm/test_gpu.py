@@ -239,6 +239,23 @@ def to_mx(acc):
     return quantize(silu(gate) * up, "fp8_e4m3", group=32), row_absmax(gate)
 
 
+@epilogue
+def to_groups(acc):
+    return acc, quantize(acc / (1.0 + row_absmax(acc)), "fp8_e4m3", group=128)
+
+
+@epilogue
+def wide_tiles(acc, c: Tile, d: Tile):
+    gate, up = pairs(acc)
+    return quantize(silu(gate) * up, "fp8_e4m3", group=128), acc + c, gate, up, acc * d
+
+
+@epilogue
+def wide_tiles_of_long_rows(acc, c: Tile, d: Tile):
+    gate, up = pairs(acc)
+    return quantize(silu(gate) * up, "fp8_e4m3", group=128), acc + c, gate, up, acc * d, row_sum(relu(acc))
+
+
 EPILOGUES = [
     scale_bias_relu, gelu_residual, linear, absmax, swiglu, swiglu_residual, swiglu_fp8, all_reductions, gated,
     two_tiles, to_mx, expert_l1("swiglu_oai", 7.0, True, "mxfp8"), expert_l1("swiglu", None, False, "fp8_1x128"),
@@ -255,6 +272,21 @@ def test_epilogues(ep, shape):
 @pytest.mark.parametrize("shape", [(3, 24, 64), (130, 128, 512), (700, 256, 256), (257, 1000, 256)], ids=str)
 def test_whole_rows(ep, shape):
     check(ep, *shape)
+
+
+@pytest.mark.parametrize("format", ["bf16", "fp8_row"])
+@pytest.mark.parametrize("shape", [(3, 256, 64), (130, 128, 512), (700, 256, 256), (257, 1024, 256)], ids=str)
+def test_groups_of_whole_rows(shape, format):
+    check(to_groups, *shape, format)
+
+
+@pytest.mark.parametrize(
+    ("ep", "N"),
+    [(wide_tiles, 256), (wide_tiles, 1024), (wide_tiles_of_long_rows, 512), (wide_tiles_of_long_rows, 16640)],
+)
+@pytest.mark.parametrize("M", [5, 130, 600])
+def test_more_tiles_than_shared_memory_holds(ep, N, M):
+    check(ep, M, N, 256, out_dtype=torch.float32)
 
 
 @pytest.mark.parametrize("format", ["fp8_row", "fp8_block128"])

@@ -58,8 +58,12 @@ def supports_hopper(a: Matrix, b: Matrix, ir: IR) -> str:
     N = b.shape[-2]
     if ir.takes_halves and kind == "blocks" and N % 256:
         return "halves that end within a block of 128 rows"
-    long = bool(deferred(ir)) and N > triton_host.MAX_ROW  # the second kernel then holds whole rows
-    return f"rows of {N} columns" if long and no_tile_holds(ir, N, kind == "blocks") else ""
+    return f"rows of {N} columns" if has_long_rows(ir, N) and no_tile_holds(ir, N, kind == "blocks") else ""
+
+
+def has_long_rows(ir: IR, N: int) -> bool:
+    """Return True if the epilogue has values of rows that are too long for a second kernel, which holds whole ones."""
+    return bool(deferred(ir)) and N > triton_host.MAX_ROW
 
 
 def no_tile_holds(ir: IR, N: int, scaled: bool) -> bool:
@@ -239,18 +243,14 @@ def run_gemm(
     M, N, device = work.a.shape[0], work.b.shape[-2], work.a.device
     written = empty_outputs(work.ir, output_specs(work.ir, out_dtype), M, N, device, grouping.to)
     count = num_sms(device)
-    parts = work.parts(grouping, count)
-    if parts is None:
-        launch_gemm(*_call_and_config(work, out_dtype, written, grouping, count), count)
-    else:
-        rows = torch.empty(M, N // parts.divisor, dtype=parts.dtype, device=device)
-        tensors, pointers = operand_tensors(parts.second, work.operands, work.num_groups)
+    call, config, second = _first_launch(work, out_dtype, written, grouping, count)
+    launch_gemm(call, config, count)
+    if second is not None:
+        tensors, pointers = operand_tensors(second, work.operands, work.num_groups)
         by_expert = offsets if tensors or not grouping.write_tail else None  # else rows of no expert are like others
-        first = _call_and_config(replace(work, ir=parts.first), parts.dtype, [rows], grouping, count)
-        launch_gemm(*first, count)
         # It overlaps the GEMM, the launch right before, and waits for its end: nothing is launched between the two.
         triton_host.finish_rows(
-            rows, parts.second, out_dtype, tensors, pointers, written, by_expert, grouping.write_tail, overlap=True
+            call.outputs[0], second, out_dtype, tensors, pointers, written, by_expert, grouping.write_tail, overlap=True
         )
     return triton_host.finish_outputs(work.ir, written, offsets) if reduces_rows(work.ir) else written
 
@@ -265,11 +265,8 @@ def planned(
     """
     work = work_of(a, b, ir, operands, offsets)
     M, N = work.a.shape[0], work.b.shape[-2]
-    parts = work.parts(grouping, num_sms, shipped_only=True)
-    if parts is not None:
-        work, out_dtype = replace(work, ir=parts.first), parts.dtype
     written = empty_outputs(work.ir, output_specs(work.ir, out_dtype), M, N, work.a.device, grouping.to)
-    return _call_and_config(work, out_dtype, written, grouping, num_sms, shipped_only=True)
+    return _first_launch(work, out_dtype, written, grouping, num_sms, shipped_only=True)[:2]
 
 
 def call_of(
@@ -283,31 +280,54 @@ def call_of(
     return _call(work, out_dtype, written, grouping)
 
 
-def _call(work: Work, out_dtype: torch.dtype, outputs: list[torch.Tensor], grouping: Grouping) -> Call:
+def _call(
+    work: Work, out_dtype: torch.dtype, outputs: list[torch.Tensor], grouping: Grouping, by_tma: bool = True
+) -> Call:
     grouping = grouping.settled(bool(deferred(work.ir)), work.num_groups)
     operands, pointers = operand_tensors(work.ir, work.operands, work.num_groups)
-    code = _lowered(work, out_dtype, operands, pointers, outputs, grouping)
+    code = _lowered(work, out_dtype, operands, pointers, outputs, grouping, by_tma)
     names = tuple(operand.name for operand in work.ir.operands)
     return Call(work.a, work.b, code, operands, names, outputs, work.offsets, work.scales, grouping)
 
 
-def _call_and_config(
+def _first_launch(
     work: Work, out_dtype: torch.dtype, outputs: list[torch.Tensor], grouping: Grouping, num_sms: int,
     shipped_only: bool = False,
-) -> tuple[Call, Config]:  # fmt: skip
-    call = _call(work, out_dtype, outputs, grouping)
-    problem = problem_of(call)
-    config = tune.choose(problem, call.code, num_sms, shipped_only)
-    if config is None:
-        raise ValueError(f"epilogue {work.ir.name}: no config of the Hopper kernel fits {problem}")
-    return call, config
+) -> tuple[Call, Config, IR | None]:  # fmt: skip
+    """Return the GEMM's call and config, and what a second kernel computes from its output if there is one.
+
+    Tiles that TMA moves take shared memory: where wide ones leave the product too little, the epilogue is cut too, or,
+    if rows are too long for a second kernel, nothing but the product's operands goes by TMA.
+    """
+    M, N = work.a.shape[0], work.b.shape[-2]
+    parts, is_long = work.parts(grouping, num_sms, shipped_only), has_long_rows(work.ir, N)
+    for by_tma in (True, False) if is_long else (True,):
+        found = None if parts else _call_and_config(work, out_dtype, outputs, grouping, num_sms, shipped_only, by_tma)
+        if found is not None:
+            return *found, None
+    parts = cut(work.ir) if parts is None and not is_long else parts
+    if parts is not None:
+        rows = [torch.empty(M, N // parts.divisor, dtype=parts.dtype, device=work.a.device)]
+        found = _call_and_config(replace(work, ir=parts.first), parts.dtype, rows, grouping, num_sms, shipped_only)
+        if found is not None:
+            return *found, parts.second
+    raise ValueError(f"epilogue {work.ir.name}: no config of the Hopper kernel fits M {M}, N {N}")
+
+
+def _call_and_config(
+    work: Work, out_dtype: torch.dtype, outputs: list[torch.Tensor], grouping: Grouping, num_sms: int,
+    shipped_only: bool, by_tma: bool = True,
+) -> tuple[Call, Config] | None:  # fmt: skip
+    call = _call(work, out_dtype, outputs, grouping, by_tma)
+    config = tune.choose(problem_of(call), call.code, num_sms, shipped_only)
+    return None if config is None else (call, config)
 
 
 def _lowered(
     work: Work, out_dtype: torch.dtype, operands: tuple, pointers: frozenset[str], outputs: list[torch.Tensor],
-    grouping: Grouping,
+    grouping: Grouping, by_tma: bool,
 ) -> Lowered:  # fmt: skip
-    """Lower the epilogue for this call: by TMA, unless tokens are few or a row isn't a multiple of 16 bytes."""
+    """Lower the epilogue for this call: by TMA if wanted, but not for few tokens or rows of other than 16 bytes."""
     N, scattered = work.b.shape[-2], grouping.to is not None
     if work.in_pairs:
         return lower(work.ir, out_dtype, "gluon", False, False, pointers, (), scattered, True)
@@ -315,7 +335,7 @@ def _lowered(
     tokens = grouping.likely_rows(work.a.shape[0]) // max(1, work.num_groups)
     few = not whole_rows and are_few(tokens, chunk_columns(work.ir))
     tiles = [t for t, spec in zip(outputs, output_specs(work.ir, out_dtype), strict=True) if spec.kind == "tile"]
-    tma = not few and not scattered and all(fits_tma(t.shape, t.itemsize) for t in tiles)
+    tma = by_tma and not few and not scattered and all(fits_tma(t.shape, t.itemsize) for t in tiles)
     loaded = tuple(
         operand.name
         for operand, value in zip(work.ir.operands, operands, strict=True)

@@ -10,7 +10,7 @@ import torch
 from envoi.epilogue.cut import Cut, cut
 from envoi.epilogue.ir import IR
 from envoi.epilogue.lower import lower
-from envoi.epilogue.outputs import chunk_columns
+from envoi.epilogue.outputs import chunk_columns, rows_must_fit
 from envoi.gemm.hopper import tune
 from envoi.gemm.hopper.config import Problem, are_few
 from envoi.gemm.hopper.forced import Choice
@@ -47,8 +47,9 @@ def _pay(problem: Problem, ir: IR, num_sms: int, shipped_only: bool) -> bool:
 
 
 def _best_cycles(problem: Problem, ir: IR, dtype: torch.dtype, num_sms: int, shipped_only: bool = False) -> float:
-    tma = not are_few(problem.M, chunk_columns(ir))
-    code = lower(ir, dtype, "gluon", False, tma, frozenset())
+    whole_rows = rows_must_fit(ir)  # the caller has found a tile that holds them
+    tma = whole_rows or not are_few(problem.M, chunk_columns(ir))
+    code = lower(ir, dtype, "gluon", whole_rows, tma, frozenset())
     config = tune.choose(problem, code, num_sms, shipped_only)
     return float("inf") if config is None else predicted_cycles(problem, config, num_sms)
 
