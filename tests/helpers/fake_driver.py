@@ -30,6 +30,7 @@ POINTED = {
 
 def install(monkeypatch: Any, driver: Any) -> None:
     """Switch prepared calls on, with none known yet, and let the driver take their launches and those as always."""
+    monkeypatch.setattr(shortcuts, "ENABLED", True)
     monkeypatch.setattr(shortcuts, "PREPARED", True)
     monkeypatch.setattr(driver_module, "active", lambda: driver)
     monkeypatch.setattr(launch, "_run", driver.launch_as_always)

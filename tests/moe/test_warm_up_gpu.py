@@ -51,6 +51,7 @@ def test_no_call_compiles(format, jobs, monkeypatch, tmp_path):
 
 @pytest.mark.gpu
 def test_few_tokens_are_prepared(monkeypatch):
+    monkeypatch.setattr(shortcuts, "ENABLED", True)
     monkeypatch.setattr(shortcuts, "PREPARED", True)
     monkeypatch.setattr(calls, "_calls", calls.Calls())
     experts = make(tokens=1).pack("bf16").to("cuda")

@@ -47,6 +47,7 @@ def calls(monkeypatch):
     monkeypatch.setattr(JITFunction, "run", run)
     monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
     monkeypatch.setattr(module, "_compiled", {})
+    monkeypatch.setattr(module.shortcuts, "ENABLED", True)
     return calls
 
 

@@ -507,6 +507,7 @@ def test_nothing_is_recorded_in_a_capture(hopper):
 
 @pytest.mark.parametrize("missing", ["libnone.so.1", "libc.so.6"])
 def test_without_a_driver_or_with_an_old_one_calls_run_as_always(monkeypatch, missing):
+    monkeypatch.setattr(shortcuts, "ENABLED", True)
     monkeypatch.setattr(shortcuts, "PREPARED", True)
     monkeypatch.setattr(driver, "LIBRARY", missing)
     monkeypatch.setattr(driver, "active", driver.active.__wrapped__)

@@ -58,6 +58,7 @@ def counted(monkeypatch) -> Iterator[Counted]:
         return run(self, *given)
 
     monkeypatch.setattr(replay.Prepared, "run", counting)
+    monkeypatch.setattr(shortcuts, "ENABLED", True)
     monkeypatch.setattr(shortcuts, "PREPARED", True)
     monkeypatch.setattr(calls, "_calls", made)
     yield made

@@ -25,7 +25,7 @@ def test_the_variable_decides(value, enabled, monkeypatch):
     assert done.stdout.strip() == str(enabled), done.stderr
 
 
-def test_launches_go_through_triton_if_it_is_safe(enabled, calls):  # noqa: F811
+def test_launches_go_through_triton_if_it_is_safe(calls, enabled):  # noqa: F811
     for _ in range(3):
         launch(kernel, (3,), (torch.zeros(8), 5, 64, True), {"num_warps": 4})
     assert kinds_of_calls(calls) == (["triton", "found", "found"] if enabled else ["triton"] * 3)
@@ -55,6 +55,7 @@ def test_triton_checks_each_descriptor_if_it_is_safe(monkeypatch):
     checked = []
     original = kind.__post_init__
     monkeypatch.setattr(kind, "__post_init__", lambda self: checked.append(self) or original(self))
+    monkeypatch.setattr(shortcuts, "ENABLED", True)
     descriptor(x, 64, 32)
     assert not checked
     monkeypatch.setattr(shortcuts, "ENABLED", False)
