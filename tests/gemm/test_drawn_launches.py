@@ -3,15 +3,19 @@
 from typing import Any, NoReturn
 
 import pytest
+from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from envoi.gemm import api, backend
 from envoi.runtime.devices import Target, standing_for
+from envoi.runtime.kernel_case import Launch
 from envoi.runtime.observer import rehearsing
 from tools.fuzz import run
+from tools.machine_code.compile import compile_launch
 
 COUNTS = {"epilogue": 150, "gemm": 40, "grouped_gemm": 40}
 # Rare epilogues: whole rows quantised in groups, and more tiles of whole rows than shared memory holds.
 KNOWN = {"epilogue": (161, 484, 989)}
+PACKED = (308, 664, 1329, 1667, 2343, 2602)  # 4-bit outputs of one of two halves of the columns, or of pairs of columns
 
 
 class Launched(BaseException):
@@ -25,7 +29,18 @@ def rehearse(a, b, offsets, ir, out_dtype, operands, grouping) -> NoReturn:
     with rehearsing(found), standing_for(Target(rehearse.arch)):
         outputs = backend.run_kernels(on_meta(a), on_meta(b), on_meta(offsets), ir, out_dtype, operands, grouping)
     assert outputs is not None and found
+    check_boxes([arguments for _, _, arguments, _ in found])
+    rehearse.launches = found
     raise Launched
+
+
+def check_boxes(x: Any) -> None:
+    """Assert that the boxes of all descriptors in launches' arguments are as wide as TMA needs them."""
+    if isinstance(x, (tuple, list)):
+        for part in x:
+            check_boxes(part)
+    elif isinstance(x, TensorDescriptor):
+        assert x.block_shape[-1] * x.base.itemsize >= 16, f"boxes of {x.block_shape} {x.base.dtype}"
 
 
 def on_meta(x: Any) -> Any:
@@ -48,3 +63,15 @@ def test_every_call_has_kernels(operator, arch, monkeypatch):
         except ValueError as error:
             pytest.fail(f"seed {seed}: {case.text}\n{error}")
         pytest.fail(f"seed {seed} reached no kernels")
+
+
+@pytest.mark.parametrize("seed", PACKED)
+def test_packed_outputs_of_split_columns_compile(seed, monkeypatch):
+    monkeypatch.setattr(api, "run_kernels", rehearse)
+    monkeypatch.setattr(rehearse, "arch", "sm_90", raising=False)
+    monkeypatch.setattr(rehearse, "launches", [], raising=False)
+    _, case = run.draw_case("epilogue", seed, "large", "cpu")
+    with pytest.raises(Launched):
+        case.call()
+    for launch in rehearse.launches:
+        assert compile_launch(Launch(*launch), "sm_90").stack_bytes == 0

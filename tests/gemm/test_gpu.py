@@ -17,6 +17,7 @@ from envoi.epilogue import (
     col_sum,
     epilogue,
     evaluate,
+    halves,
     pairs,
     quantize,
     relu,
@@ -240,6 +241,18 @@ def to_mx(acc):
 
 
 @epilogue
+def to_packed_pairs(acc, bias: Col):
+    gate, up = pairs(acc + bias)
+    return quantize(silu(gate) * up, "fp4_e2m1", group=32), gate
+
+
+@epilogue
+def to_packed_halves(acc):
+    gate, up = halves(acc)
+    return quantize(gate * up, "fp4_e2m1", group=16), row_absmax(gate)
+
+
+@epilogue
 def to_groups(acc):
     return acc, quantize(acc / (1.0 + row_absmax(acc)), "fp8_e4m3", group=128)
 
@@ -258,7 +271,8 @@ def wide_tiles_of_long_rows(acc, c: Tile, d: Tile):
 
 EPILOGUES = [
     scale_bias_relu, gelu_residual, linear, absmax, swiglu, swiglu_residual, swiglu_fp8, all_reductions, gated,
-    two_tiles, to_mx, expert_l1("swiglu_oai", 7.0, True, "mxfp8"), expert_l1("swiglu", None, False, "fp8_1x128"),
+    two_tiles, to_mx, to_packed_pairs, to_packed_halves, expert_l1("swiglu_oai", 7.0, True, "mxfp8"),
+    expert_l1("swiglu", None, False, "fp8_1x128"),
 ]  # fmt: skip
 
 

@@ -385,9 +385,32 @@ def odd_of_column(v, x):
     return gl.convert_layout(gl.split(gl.reshape(v, (size // 2, 2)))[1], gl.SliceLayout(0, x.type.layout))
 
 
+@gluon.constexpr_function
+def with_neighbours(layout):
+    """Return the layout of a tile, or one in which threads have neighbouring columns if in this one lanes have them.
+
+    Each column of a pair has such a layout. Lanes exchange columns for what the last register bit stands for: no
+    value leaves its warp.
+    """
+    whole = layout.parent if isinstance(layout, gl.SliceLayout) and layout.dim == 2 else layout
+    if not isinstance(whole, gl.DistributedLinearLayout):
+        return layout
+    registers, lanes, warps, blocks = (
+        [basis[:2] for basis in bases]
+        for bases in (whole.reg_bases, whole.lane_bases, whole.warp_bases, whole.block_bases)
+    )
+    registers = [basis for basis in registers if basis != [0, 0]]  # that of the dimension that was split off
+    if [0, 1] not in lanes or not registers:
+        return layout
+    lane = lanes.index([0, 1])
+    registers[-1], lanes[lane] = lanes[lane], registers[-1]
+    return gl.DistributedLinearLayout(registers, lanes, warps, blocks, whole.shape[:2])
+
+
 @gluon.jit
 def pack_pairs(codes):
     """Pack nibbles [rows, C] into bytes [rows, C / 2], the even column in the low nibble."""
+    codes = gl.convert_layout(codes, with_neighbours(codes.type.layout))
     return even(codes) | (odd(codes) << 4)
 
 

@@ -6,6 +6,7 @@ from envoi.constant import Constant
 from envoi.epilogue.lower import Lowered
 from envoi.runtime.devices import SHARED_BYTES
 from envoi.runtime.math import cdiv, next_power_of_2
+from envoi.runtime.tma import TMA_BYTES
 
 RESERVED_BYTES = 2048  # of shared memory, for barriers and for what reductions exchange
 PARTIAL_BYTES = 512  # more of it where tiles pass on partial reductions of their rows
@@ -238,6 +239,8 @@ def _why_not_chunks(problem: Problem, c: Config, code: Lowered) -> str:
         return f"epilogue_columns: expected a multiple of {code.chunk_columns} that divides {width}, got {columns}"
     if code.whole_rows and (c.swap_ab or c.block_y < problem.N or columns < c.block_y):
         return f"block_y: expected chunks of whole rows of {problem.N} columns, got {columns}"
+    if not c.stored_in_boxes and min(_box_bytes(c, code), default=TMA_BYTES) < TMA_BYTES:
+        return f"epilogue_columns: expected boxes at least {TMA_BYTES} bytes wide for TMA, got {columns} columns"
     if c.paired_tiles != code.paired:
         return f"paired_tiles: expected {code.paired} for this epilogue, got {c.paired_tiles}"
     if code.tma_outputs and c.num_chunks % c.num_store_buffers:  # a tile's first chunk would take the last one's buffer
@@ -324,6 +327,13 @@ def _output_columns(c: Config) -> int:
     if c.stored_in_boxes:
         return c.tensor_y
     return c.rows_per_consumer if c.swap_ab else c.block_y
+
+
+def _box_bytes(c: Config, code: Lowered) -> list[int]:
+    """Return the bytes of a row of the boxes in which TMA stores the outputs; packed halves have the fewest."""
+    columns = min(c.epilogue_columns, c.block_y)
+    specs = [code.output_specs[index] for index in code.tma_outputs]
+    return [columns * spec.dtype.itemsize // (spec.columns * (2 if spec.packed else 1)) for spec in specs]
 
 
 def accumulator_registers(config: Config) -> int:
