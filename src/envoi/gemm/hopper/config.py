@@ -239,8 +239,6 @@ def _why_not_chunks(problem: Problem, c: Config, code: Lowered) -> str:
         return f"epilogue_columns: expected a multiple of {code.chunk_columns} that divides {width}, got {columns}"
     if code.whole_rows and (c.swap_ab or c.block_y < problem.N or columns < c.block_y):
         return f"block_y: expected chunks of whole rows of {problem.N} columns, got {columns}"
-    if not c.stored_in_boxes and min(_box_bytes(c, code), default=TMA_BYTES) < TMA_BYTES:
-        return f"epilogue_columns: expected boxes at least {TMA_BYTES} bytes wide for TMA, got {columns} columns"
     if c.paired_tiles != code.paired:
         return f"paired_tiles: expected {code.paired} for this epilogue, got {c.paired_tiles}"
     if code.tma_outputs and c.num_chunks % c.num_store_buffers:  # a tile's first chunk would take the last one's buffer
@@ -256,6 +254,8 @@ def _why_not_chunks(problem: Problem, c: Config, code: Lowered) -> str:
         return f"block_y: expected at least 16, and split_k 1, for an epilogue of halves, got {c.label()}"
     if c.split_k > 1 and columns * c.rows_per_consumer > 128 * 64 and not c.swap_ab:
         return f"split_k: expected chunks of at most 128 columns, got {columns}: the parts' sums wouldn't fit"
+    if not c.stored_in_boxes and min(_box_bytes(c, code), default=TMA_BYTES) < TMA_BYTES:
+        return f"epilogue_columns: expected boxes at least {TMA_BYTES} bytes wide for TMA, got {columns} columns"
     return ""
 
 
