@@ -387,10 +387,10 @@ def odd_of_column(v, x):
 
 @gluon.constexpr_function
 def with_neighbours(layout):
-    """Return the layout of a tile, or one in which threads have neighbouring columns if in this one lanes have them.
+    """Return the layout of a tile [rows, C], or, if neighbouring columns are in other lanes, one with both in a lane.
 
-    Each column of a pair has such a layout. Lanes exchange columns for what the last register bit stands for: no
-    value leaves its warp.
+    They are in other lanes where the tile is one column of each pair of a product's. Lanes exchange the bit that tells
+    neighbours apart for that of their last register, so that no value leaves its warp.
     """
     whole = layout.parent if isinstance(layout, gl.SliceLayout) and layout.dim == 2 else layout
     if not isinstance(whole, gl.DistributedLinearLayout):

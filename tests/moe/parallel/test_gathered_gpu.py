@@ -272,7 +272,8 @@ def prepared_bits(rank: int, num_ranks: int, format: str, way: str, presum: bool
     parallel = opened(first, format, rank, shares(num_ranks, 8), presum=presum, **options)
     layers = [replace(make(**LAYER, seed=seed), gate_up=first.gate_up, down=first.down) for seed in range(4)]
     given = [inputs_of(layer, rank, shares(num_ranks, 60)) for layer in layers]
-    shortcuts.ENABLED, same, want = True, True, []
+    shortcuts.ENABLED = True
+    same, want = True, []
     for call in range(12):
         shortcuts.PREPARED = True
         out = parallel.moe(*given[call % 4])

@@ -333,7 +333,7 @@ def _box_bytes(c: Config, code: Lowered) -> list[int]:
     """Return the bytes of a row of the boxes in which TMA stores the outputs; packed halves have the fewest."""
     columns = min(c.epilogue_columns, c.block_y)
     specs = [code.output_specs[index] for index in code.tma_outputs]
-    return [columns * spec.dtype.itemsize // (spec.columns * (2 if spec.packed else 1)) for spec in specs]
+    return [spec.shape(1, columns)[1] * spec.dtype.itemsize for spec in specs]
 
 
 def accumulator_registers(config: Config) -> int:

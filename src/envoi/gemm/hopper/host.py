@@ -327,7 +327,7 @@ def _lowered(
     work: Work, out_dtype: torch.dtype, operands: tuple, pointers: frozenset[str], outputs: list[torch.Tensor],
     grouping: Grouping, by_tma: bool,
 ) -> Lowered:  # fmt: skip
-    """Lower the epilogue for this call: by TMA if wanted, but not for few tokens or rows of other than 16 bytes."""
+    """Lower the epilogue for this call. by_tma: by TMA, unless tokens are few or a row isn't a multiple of 16 bytes."""
     N, scattered = work.b.shape[-2], grouping.to is not None
     if work.in_pairs:
         return lower(work.ir, out_dtype, "gluon", False, False, pointers, (), scattered, True)
@@ -402,7 +402,7 @@ def epilogue_descriptors(call: Call, config: TileConfig) -> list[Any]:
     descs: list[Any] = [None] * (2 * MAX_DESCS)
     for i, index in enumerate(call.code.tma_outputs):
         spec = call.code.output_specs[index]
-        descs[i] = descriptor(call.outputs[index], rows, columns // (spec.columns * (2 if spec.packed else 1)))
+        descs[i] = descriptor(call.outputs[index], *spec.shape(rows, columns))
     for i, name in enumerate(call.code.tma_operands):
         operand = call.operands[call.names.index(name)]
         descs[MAX_DESCS + i] = descriptor(operand, rows, operand.shape[1] * columns // N)
