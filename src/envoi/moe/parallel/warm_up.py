@@ -34,6 +34,7 @@ ALIGNMENT = 16  # for an address or a stride that isn't a multiple Triton compil
 HERE_AT_FIRST = 4096  # numbers of tokens that the first call looks at in this process, in 5 s at most
 PATIENCE_S = 1800.0  # for peers that compile
 
+ANY_KERNEL = 20_000  # characters of source that take as long as what every kernel needs: the assembler, a launcher
 
 @dataclass(frozen=True)
 class ParallelCall:
@@ -170,7 +171,7 @@ def compile_together(
     with patient(channel), kept_warnings(), Compilers(target, jobs_for(jobs), ahead=step == STEP) as compilers:
         work, numbers = Compilation(compilers, calls, target, True, progress, here=True), range(call.most + 1)
         compilers.before(work.ends(numbers))
-        on_host, totals = set[str](), [0] * channel.num_ranks  # kernels begun; sizes of each rank's
+        on_host, totals = set[str](), [0] * channel.num_ranks  # kernels begun; work of each rank
 
         def divide(find: Callable[[], dict[str, Site]], begin: Callable[[dict[str, Site]], None]) -> str:
             """Find kernels, and begin with this rank's share of those that no rank has begun; return the error."""
@@ -247,7 +248,7 @@ def shares(found: Sequence[tuple[str, Mapping[str, int]]], totals: list[int]) ->
     """Return for each rank the digests that it compiles. found: for each rank its host, and its kernels' sizes.
 
     Every kernel of a host is compiled once there, by one of the ranks that need it: that which has the least to do yet.
-    totals: of the sizes that each rank has; these are added.
+    totals: the work that each rank has, in characters of source; this is added.
     """
     mine: list[list[str]] = [[] for _ in found]
     for host in dict.fromkeys(host for host, _ in found):
@@ -258,7 +259,7 @@ def shares(found: Sequence[tuple[str, Mapping[str, int]]], totals: list[int]) ->
             able = [rank for rank in ranks if digest in found[rank][1]]
             chosen = min(able, key=lambda rank: totals[rank])
             mine[chosen].append(digest)
-            totals[chosen] += size
+            totals[chosen] += size + ANY_KERNEL
     return mine
 
 
