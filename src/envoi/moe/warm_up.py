@@ -17,6 +17,7 @@ from envoi.moe.layer import has_kernels
 from envoi.progress import Progress
 from envoi.runtime.compilers import DIED, Compilers, start_here
 from envoi.runtime.devices import Target
+from envoi.runtime.garbage import without_full_collections
 from envoi.runtime.kernel_case import without_memory
 from envoi.runtime.prepared import recording_first_calls
 from envoi.runtime.rehearsal import Call, Site, compile_at, error_text, find, find_most, load_at
@@ -82,7 +83,7 @@ def compile_calls(
     for_launch: also what Triton needs to launch them. here: this process will launch them, and compiles too.
     """
     numbers = range(1, max_tokens + 1)
-    with kept_warnings(), Compilers(target, jobs_for(jobs)) as compilers:
+    with kept_warnings(), without_full_collections(), Compilers(target, jobs_for(jobs)) as compilers:
         work = Compilation(compilers, calls, target, for_launch, progress, here)
         compilers.before(work.ends(numbers))
         look = work.begin(work.most(numbers)(), numbers, HERE)
@@ -258,6 +259,7 @@ class Compilation:
 def _compile_found(calls: Sequence[Call], target: Target, for_launch: bool, found: tuple[str, Site]) -> str:
     return compile_at(calls, target, for_launch, found[1])
 
+@without_full_collections()
 
 def prepare(
     call: Callable[[torch.Tensor, Routing], Any], experts: ExpertWeights, num_experts: int, max_tokens: int,

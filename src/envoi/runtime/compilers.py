@@ -10,6 +10,7 @@ again wherever its author didn't expect that.
 """
 
 import atexit
+import gc
 import os
 import pickle
 import signal
@@ -458,6 +459,7 @@ class _Answers:
             except Exception as unwritable:
                 text = f"an answer that can't be sent: {error or type(result)}: {unwritable}"
                 data = pickle.dumps((None, RuntimeError(text)))
+        gc.freeze()  # no fork looks for garbage among the imports, which would also copy their memory
             try:
                 self.file.write(pickle.dumps((request, number, data)))
                 self.file.flush()

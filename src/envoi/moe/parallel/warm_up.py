@@ -25,6 +25,7 @@ from envoi.moe.warm_up import HERE, Compilation, compiles, jobs_for, kept_warnin
 from envoi.quant.formats import format_named
 from envoi.runtime.compilers import Compilers, num_cpus, start_ahead, start_here
 from envoi.runtime.devices import Target
+from envoi.runtime.garbage import without_full_collections
 from envoi.runtime.kernel_case import without_memory
 from envoi.runtime.rehearsal import Site, load, load_at, rehearse
 from envoi.types import ExpertWeights
@@ -168,7 +169,10 @@ def compile_together(
     """
     gather_texts(channel, "", step)
     calls, sites = [call], {}
-    with patient(channel), kept_warnings(), Compilers(target, jobs_for(jobs), ahead=step == STEP) as compilers:
+    with (
+        patient(channel), kept_warnings(), without_full_collections(),
+        Compilers(target, jobs_for(jobs), ahead=step == STEP) as compilers,
+    ):  # fmt: skip
         work, numbers = Compilation(compilers, calls, target, True, progress, here=True), range(call.most + 1)
         compilers.before(work.ends(numbers))
         on_host, totals = set[str](), [0] * channel.num_ranks  # kernels begun; work of each rank

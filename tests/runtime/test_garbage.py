@@ -1,0 +1,86 @@
+"""Garbage collection while kernels are compiled: no look at all objects, and afterwards as it was."""
+
+import gc
+import threading
+from collections.abc import Iterator
+
+import pytest
+
+from envoi.moe import warm_up
+from envoi.runtime.compilers import Compilers
+from envoi.runtime.devices import Target
+from envoi.runtime.garbage import without_full_collections
+
+THRESHOLD = 300, 4, 3
+
+
+@pytest.fixture(autouse=True)
+def threshold() -> Iterator[None]:
+    before = gc.get_threshold()
+    gc.set_threshold(*THRESHOLD)
+    yield
+    gc.set_threshold(*before)
+
+
+def collected(number: int) -> set[int]:
+    """Return the generations that were collected while so many objects in cycles were made."""
+    seen = []
+
+    def note(phase: str, info: dict) -> None:
+        seen.append(info["generation"])
+
+    gc.callbacks.append(note)
+    try:
+        kept = []
+        for _ in range(number):
+            kept.append([])
+            kept[-1].append(kept[-1])
+    finally:
+        gc.callbacks.remove(note)
+    return set(seen)
+
+
+def test_only_young_objects_are_looked_at():
+    gc.freeze()  # else those of the tests are so many that Python puts it off
+    try:
+        assert 2 in collected(100_000)
+        with without_full_collections():
+            assert collected(100_000) == {0, 1}
+        assert 2 in collected(100_000)
+    finally:
+        gc.unfreeze()
+
+
+def test_the_last_context_of_all_threads_ends_it():
+    inner = without_full_collections()
+    with without_full_collections():
+        thread = threading.Thread(target=inner.__enter__)
+        thread.start()
+        thread.join()
+    assert gc.get_threshold()[2] > 10**6
+    assert not inner.__exit__(ValueError, ValueError("no room"), None)
+    assert gc.get_threshold() == THRESHOLD
+
+
+def test_what_a_program_sets_meanwhile_stays():
+    with without_full_collections():
+        gc.set_threshold(500, 6, 7)
+    assert gc.get_threshold() == (500, 6, 7)
+
+
+def test_a_warm_up_has_none(monkeypatch):
+    target, seen = Target("sm_90"), []
+    monkeypatch.setattr(warm_up, "begin_looking", lambda *_, **__: lambda: seen.append(gc.get_threshold()) or {})
+    warm_up.compile_calls([lambda number: None], target, 2, 1, progress=False, for_launch=False)
+    assert len(seen) == 1 and seen[0][:2] == THRESHOLD[:2] and seen[0][2] > 10**6
+    assert gc.get_threshold() == THRESHOLD
+
+
+def frozen(_: int) -> int:
+    return gc.get_freeze_count()
+
+
+def test_forks_leave_out_their_imports():
+    with Compilers(Target("sm_90"), 2) as compilers:
+        ((_, number),) = compilers.map(frozen, [0])
+    assert number is not None and number > 100_000
