@@ -31,7 +31,7 @@ from envoi.moe.parallel.warm_up import ANY_KERNEL, CountedCall, ParallelCall, co
 from envoi.moe.reference import quantize_tokens
 from envoi.moe.router import route
 from envoi.runtime import compiled_marks, devices, launch, launchers, rehearsal, triton_compat
-from envoi.runtime.compilers import Compilers
+from envoi.runtime.compilers import Begun, Compilers
 from envoi.runtime.devices import Target, standing_for
 from envoi.runtime.kernel_case import kernel_key
 from envoi.runtime.rehearsal import find, rehearse
@@ -258,7 +258,7 @@ def test_who_will_launch_compiles_the_largest_itself(monkeypatch, jobs, num_here
         return ((item, "") for item in items)
 
     monkeypatch.setattr(Compilers, "begin", begin)
-    monkeypatch.setattr(warm_up, "load_at", lambda calls, target, site: here.append(site.name))
+    monkeypatch.setattr(warm_up, "load_at", lambda calls, target, site, driver: here.append(site.name))
     monkeypatch.setattr(warm_up, "uncompiled", lambda sites, *_: sites)
     monkeypatch.setattr(compiled_marks, "mark", lambda *_: None)
     work = warm_up.Compilation(Compilers(HOPPER, jobs), [], HOPPER, for_launch=True, here=True)
@@ -277,7 +277,7 @@ def test_this_process_compiles_others_while_llvm_works_and_the_processes_start(m
     made, others, generated, started = [], [], threading.Event(), threading.Event()
     main, gpus = threading.current_thread(), []
 
-    def load_at(calls, target, site):
+    def load_at(calls, target, site, driver):
         made.append((site.name, threading.current_thread() is main))
         if site.name == "a":  # the largest: what the compiler calls when its code is generated
             called, launchers._this_thread.generated = launchers._this_thread.generated, None
@@ -293,7 +293,7 @@ def test_this_process_compiles_others_while_llvm_works_and_the_processes_start(m
 
     monkeypatch.setattr(warm_up, "load_at", load_at)
     monkeypatch.setattr(warm_up, "uncompiled", lambda sites, *_: sites)
-    monkeypatch.setattr(warm_up, "start_here", lambda arch: ())
+    monkeypatch.setattr(warm_up, "start_here", lambda arch: Begun(None, None))
     monkeypatch.setattr(compiled_marks, "mark", lambda *_: None)
     monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
     monkeypatch.setattr(torch.cuda, "current_device", lambda: 3)
@@ -319,7 +319,7 @@ def test_the_processes_look_only_where_this_one_compiles(monkeypatch, here):
     monkeypatch.setattr(Compilers, "begin", lambda self, function, *_, **__: given.append(function.func) or iter(()))
     monkeypatch.setattr(Compilers, "have_started", True)
     monkeypatch.setattr(warm_up, "begin_looking", lambda *given, helps: few.append((given[-1], helps)))
-    monkeypatch.setattr(warm_up, "start_here", lambda arch: ())
+    monkeypatch.setattr(warm_up, "start_here", lambda arch: Begun(None, None))
     monkeypatch.setattr(warm_up, "uncompiled", lambda sites, *_: sites)
     sites = {name: rehearsal.Site(0, 1, 0, name, 1) for name in "abc"}
     work = warm_up.Compilation(Compilers(HOPPER, 2), [], HOPPER, for_launch=True, here=here)

@@ -139,10 +139,34 @@ def test_what_this_process_needs_is_started_once(monkeypatch):
     try:
         threads = compilers.start_here("sm_90")
         assert compilers.start_here("sm_90") is threads
-        for thread in threads:
-            thread.join()
+        threads.files.join()
+        assert "sm_90" in done
+        threads.driver.join()
         assert sorted(done) == ["driver", "sm_90"]
     finally:
+        compilers.start_here.cache_clear()
+
+
+@pytest.mark.parametrize(("before", "within", "own"), [(0.005, 1e-4, None), (5e-5, 5e-5, None), (0.005, 1e-4, 0.002)])
+def test_files_are_hashed_beside_busy_threads(monkeypatch, before, within, own):
+    """Python's threads take turns sooner meanwhile, and then as before, unless a program has set something itself."""
+    seen, usual = [], sys.getswitchinterval()
+
+    def look(arch: str) -> None:
+        seen.append(sys.getswitchinterval())
+        if own is not None:
+            sys.setswitchinterval(own)
+
+    monkeypatch.setattr(compilers.triton_compat, "warm_up", look)
+    monkeypatch.setattr(compilers.triton_compat, "load_driver", lambda: None)
+    compilers.start_here.cache_clear()
+    try:
+        sys.setswitchinterval(before)
+        compilers.start_here("sm_90").files.join()
+        assert seen == pytest.approx([within], abs=2e-6)
+        assert sys.getswitchinterval() == pytest.approx(own or before, abs=2e-6)
+    finally:
+        sys.setswitchinterval(usual)
         compilers.start_here.cache_clear()
 
 
@@ -403,7 +427,7 @@ def test_threads_that_cannot_be_started_are_done_without(monkeypatch):
     monkeypatch.setattr(compilers.threading.Thread, "start", refuse)
     compilers.start_here.cache_clear()
     try:
-        assert compilers.start_here("sm_90") == ()
+        assert compilers.start_here("sm_90") == (None, None)
     finally:
         compilers.start_here.cache_clear()
 

@@ -6,12 +6,14 @@ from typing import Any
 
 import pytest
 import torch
+from triton import knobs
+from triton.runtime import driver
 
 from envoi.moe import warm_up
 from envoi.moe.parallel.command import experts_without_memory
-from envoi.runtime import launchers, triton_compat
+from envoi.runtime import launchers, shortcuts, triton_compat
 from envoi.runtime.devices import Target, standing_for
-from envoi.runtime.rehearsal import compile_at, find, rehearse
+from envoi.runtime.rehearsal import Site, compile_at, find, load_at, rehearse
 
 HOPPER = Target("sm_90")
 
@@ -31,7 +33,7 @@ def layer(monkeypatch, tmp_path) -> warm_up.LayerCall:
 @pytest.mark.default_triton
 def test_the_launcher_built_beside_a_kernel_is_its_own(monkeypatch, layer):
     """One text for both, so that the second is in the cache: with descriptors and without, in Triton and in Gluon."""
-    from triton.backends.nvidia import driver
+    from triton.backends.nvidia import driver as nvidia
 
     built: list[tuple[str, Any]] = []
 
@@ -39,9 +41,9 @@ def test_the_launcher_built_beside_a_kernel_is_its_own(monkeypatch, layer):
         built.append((src, threading.current_thread()))
         return SimpleNamespace(launch=None)
 
-    monkeypatch.setattr(driver, "PyCUtensorMap", object)
-    monkeypatch.setattr(driver, "library_dirs", list)
-    monkeypatch.setattr(driver, "compile_module_from_src", build)
+    monkeypatch.setattr(nvidia, "PyCUtensorMap", object)
+    monkeypatch.setattr(nvidia, "library_dirs", list)
+    monkeypatch.setattr(nvidia, "compile_module_from_src", build)
     launches = rehearse(layer, 300, HOPPER)
     kernels = {kernel.fn.__name__: (kernel, arguments, options) for kernel, _, arguments, options in launches}
     assert len(kernels) >= 4
@@ -70,6 +72,55 @@ def test_a_launcher_that_cannot_be_built_is_left_to_the_first_launch(monkeypatch
     assert len(asked) == 1 + triton_compat.LAUNCHERS_IN_C
     assert compile_at([layer], HOPPER, True, site) == ""
     assert len(asked) == 2 + triton_compat.LAUNCHERS_IN_C, "what is in the cache has no launcher beside it"
+
+
+@pytest.mark.parametrize("num_tokens", [3, 300])
+def test_kernels_are_compiled_while_the_driver_is_loaded(monkeypatch, layer, num_tokens):
+    """Without a look at it, which would make it twice; and what is loaded afterwards is in the cache."""
+    done, loading, happened = threading.Event(), [], []
+    monkeypatch.setattr(driver, "_active", None)
+    monkeypatch.setattr(driver, "_default", Unasked())
+    monkeypatch.setattr(triton_compat, "build_launcher", lambda kernel: None)
+    monkeypatch.setattr(
+        knobs.compilation, "listener", lambda **event: happened.append((event["src"].fn.__name__, event["cache_hit"]))
+    )
+
+    def compile_then_end(*given: Any) -> None:
+        compile_alone(*given)
+        happened.append("compiled")
+        done.set()
+
+    def loaded_kernel(kernel: Any, grid: Any, arguments: Any, options: Any) -> None:
+        assert not loading[0].is_alive()
+        happened.append("loaded")
+        triton_compat.compile_like_a_launch(kernel, arguments, "sm_90", options)
+
+    compile_alone = triton_compat.compile_without_driver
+    monkeypatch.setattr(triton_compat, "compile_without_driver", compile_then_end)
+    monkeypatch.setattr(triton_compat, "loaded_kernel", loaded_kernel)
+    monkeypatch.setattr(shortcuts, "ENABLED", False)  # no GPU whose kernel it could be
+    launches = rehearse(layer, num_tokens, HOPPER)
+    assert len(launches) >= 3
+    for number, (kernel, *_) in enumerate(launches):
+        name = kernel.fn.__name__
+        done.clear()
+        happened.clear()
+        loading[:] = [threading.Thread(target=done.wait)]
+        loading[0].start()
+        site = Site(0, num_tokens, number, name, 0)
+        load_at([layer], HOPPER, site, loading[0])
+        assert happened == [(name, False), "compiled", "loaded", (name, True)]
+        happened.clear()
+        load_at([layer], HOPPER, site, loading[0])
+        assert happened == ["loaded"], "where the driver is there, nothing is compiled before"
+
+
+class Unasked:
+    """Driver that mustn't be asked for anything."""
+
+    def __getattr__(self, name: str) -> Any:
+        """Fail."""
+        pytest.fail(f"asked for {name}")
 
 
 def test_nothing_is_begun_by_another_compilation(monkeypatch, layer):

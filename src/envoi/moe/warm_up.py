@@ -15,7 +15,7 @@ from envoi.check import expect_bool, expect_int
 from envoi.moe.api import moe
 from envoi.moe.layer import has_kernels
 from envoi.progress import Progress
-from envoi.runtime.compilers import DIED, Compilers, start_here
+from envoi.runtime.compilers import DIED, Begun, Compilers, start_here
 from envoi.runtime.devices import Target
 from envoi.runtime.garbage import without_full_collections
 from envoi.runtime.kernel_case import without_memory
@@ -172,7 +172,7 @@ class Compilation:
         self._most_here = 0 if not here else 1 if compilers.num_jobs > 1 else sys.maxsize
         self._here: list[tuple[str, Site]] = []
         self._results: list[Iterable[tuple[tuple[str, Site], str | None]]] = []
-        self._before = start_here(target.arch) if here else ()
+        self._before = start_here(target.arch) if here else Begun(None, None)
 
     def ends(self, numbers: range) -> Callable[[], dict[str, Site]]:
         """Return what finds the kernels of the two fewest and the most of some numbers of tokens.
@@ -219,9 +219,8 @@ class Compilation:
         """
         from envoi.runtime.launchers import when_generated  # not at the top: `import envoi` must not import Triton
 
-        if self._here:
-            for thread in self._before:
-                thread.join()
+        if self._here and self._before.files is not None:
+            self._before.files.join()
         with when_generated(self._help):
             for found in self._here:
                 self._results.append([(found, self._compile(found))])
@@ -233,7 +232,7 @@ class Compilation:
 
     def _compile(self, found: tuple[str, Site]) -> str:
         try:  # not as if the GPU were another: other threads may launch kernels
-            load_at(self.calls, self.target, found[1])
+            load_at(self.calls, self.target, found[1], self._before.driver)
         except Exception as error:
             return error_text(error)
         return ""
@@ -259,8 +258,8 @@ class Compilation:
 def _compile_found(calls: Sequence[Call], target: Target, for_launch: bool, found: tuple[str, Site]) -> str:
     return compile_at(calls, target, for_launch, found[1])
 
-@without_full_collections()
 
+@without_full_collections()
 def prepare(
     call: Callable[[torch.Tensor, Routing], Any], experts: ExpertWeights, num_experts: int, max_tokens: int,
     num_topk: int, dtypes: tuple[torch.dtype, torch.dtype] = ROUTED,

@@ -38,6 +38,7 @@ DIED = "the worker process died"
 ENDED = "jobs: the process that starts the others has ended; with 1 this process does the work itself"
 READY = -1  # in the place of a request's number: the process that starts the others is ready for work
 IDLE_S = 300.0  # that a process started ahead is kept
+SWITCH_S = 1e-4  # after which a thread lets another run Python, while that one reads files
 _START = "import sys; sys.path[:] = {path!r}; from envoi.runtime.compilers import serve; serve({arch!r})"
 
 
@@ -71,22 +72,47 @@ def start_ahead(arch: str) -> None:
         idle.start()
 
 
-@cache
-def start_here(arch: str) -> tuple[threading.Thread, ...]:
-    """Start what this process has to do before it compiles or loads its first kernel; return the threads that do it.
+class Begun(NamedTuple):
+    """Threads that do what this process needs before its first kernel; None: there were no more threads.
 
-    They mostly wait for a compiler of C, or read files.
+    files: hashes of the compiler's files, which compiling needs. driver: Triton's, which loading needs.
     """
-    threads = (
-        threading.Thread(target=triton_compat.warm_up, args=(arch,), daemon=True),
-        threading.Thread(target=triton_compat.load_driver, daemon=True),
-    )
-    started = []
-    with suppress(RuntimeError):  # no more threads: it is done when it is needed
-        for thread in threads:
+
+    files: threading.Thread | None
+    driver: threading.Thread | None
+
+
+@cache
+def start_here(arch: str) -> Begun:
+    """Start what this process has to do before it compiles or loads its first kernel.
+
+    The threads mostly read files, or wait for a compiler of C.
+    """
+    started: list[threading.Thread | None] = []
+    for function in (partial(_hash_files, arch), triton_compat.load_driver):
+        try:
+            thread = threading.Thread(target=function, daemon=True)
             thread.start()
             started.append(thread)
-    return tuple(started)
+        except RuntimeError:  # no more threads: it is done when it is needed
+            started.append(None)
+    return Begun(*started)
+
+
+def _hash_files(arch: str) -> None:
+    """Compute the hashes of the compiler's files, beside another thread that runs Python.
+
+    They are read in hundreds of pieces, and after each this thread asks twice for Python's lock. The other gives it up
+    5 ms after that, as Python is set, so that it would compute hardly any until the other one waits for it.
+    """
+    before = sys.getswitchinterval()
+    sys.setswitchinterval(min(before, SWITCH_S))
+    mine = sys.getswitchinterval()
+    try:
+        triton_compat.warm_up(arch)
+    finally:
+        if sys.getswitchinterval() == mine:  # else somebody has set his own meanwhile
+            sys.setswitchinterval(before)
 
 
 def _leave_to_parent() -> None:
@@ -433,6 +459,7 @@ class _Answers:
 
     def pool(self, num_jobs: int) -> ProcessPoolExecutor:
         """Return new workers."""
+        gc.freeze()  # no fork looks for garbage among the imports, which would also copy their memory
         return ProcessPoolExecutor(num_jobs, get_context("fork"), _begin_work, (self.file.fileno(),))
 
     def send(self, request: int, number: int, future: Future) -> None:
@@ -459,7 +486,6 @@ class _Answers:
             except Exception as unwritable:
                 text = f"an answer that can't be sent: {error or type(result)}: {unwritable}"
                 data = pickle.dumps((None, RuntimeError(text)))
-        gc.freeze()  # no fork looks for garbage among the imports, which would also copy their memory
             try:
                 self.file.write(pickle.dumps((request, number, data)))
                 self.file.flush()

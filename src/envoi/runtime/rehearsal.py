@@ -12,6 +12,7 @@ functions that Python can't send.
 """
 
 import hashlib
+import threading
 from collections.abc import Callable, Iterable, Sequence
 from itertools import pairwise
 from typing import Any, NamedTuple
@@ -146,12 +147,19 @@ def error_text(error: Exception) -> str:
     return f"{type(error).__name__}: {' '.join(str(error).split())[:200]}"
 
 
-def load_at(calls: Sequence[Call], target: Target, site: Site) -> None:
-    """Load the kernel of a site on the current GPU; what isn't in Triton's disk cache is compiled, and its launcher."""
+def load_at(calls: Sequence[Call], target: Target, site: Site, driver: threading.Thread | None = None) -> None:
+    """Load the kernel of a site on the current GPU; what isn't in Triton's disk cache is compiled, and its launcher.
+
+    driver: the thread that loads Triton's driver. As long as it does, the kernel is compiled, which needs no driver.
+    """
+    from envoi.runtime import triton_compat
     from envoi.runtime.launchers import launcher_beside
 
     kernel, grid, arguments, options = rehearse(calls[site.call], site.num_tokens, target)[site.launch]
     with launcher_beside(kernel, arguments, target.arch):
+        if driver is not None and driver.is_alive():
+            triton_compat.compile_without_driver(kernel, arguments, target.arch, options)
+            driver.join()
         load(kernel, grid, arguments, options)
 
 

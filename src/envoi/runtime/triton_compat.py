@@ -169,6 +169,13 @@ def compile_like_a_launch(kernel: JITFunction, arguments: Sequence[Any], arch: s
         return compiled_kernel(kernel.warmup(*arguments, grid=(1,), **FP_FUSION, **options))
 
 
+def compile_without_driver(
+    kernel: JITFunction, arguments: Sequence[Any], arch: str, options: Mapping[str, Any]
+) -> CompiledKernel:  # fmt: skip
+    """Do what `compile_like_a_launch` does, while other threads may launch: Triton's driver stays what it is."""
+    return compile_for(kernel, *specialize(kernel, arguments, arch), arch, options)
+
+
 def build_launcher(kernel: CompiledKernel) -> None:
     """Build what Triton calls to launch a kernel, into its disk cache; needs the CUDA driver's library, but no GPU."""
     from triton.backends.nvidia import driver

@@ -89,13 +89,13 @@ def compile_slowly(rank: int, num_ranks: int, fails: bool) -> tuple[list[str], l
     """Return the kernels compiled here and loaded here, and the seconds; compiling takes longer than the timeout."""
     made, loaded = [], []
 
-    def compile_here(calls, target, site):
+    def compile_here(calls, target, site, driver):
         time.sleep(2 * TIMEOUT_S * rank if not made else 0)
         made.append(str(site))
         if fails and rank:
             raise RuntimeError("no room")
 
-    def load_at(calls, target, site):
+    def load_at(calls, target, site, driver=None):
         loaded.append(str(site))
 
     layer_warm_up.load_at, warm_up.load_at = compile_here, load_at  # one job
@@ -140,7 +140,7 @@ def load_alone(rank: int, num_ranks: int, missing: dict[str, int]) -> tuple[list
         return ((item, "") for item in items)
 
     warm_up.Compilers.begin = begin
-    warm_up.load_at = layer_warm_up.load_at = lambda calls, target, site: loaded.append(site.name)
+    warm_up.load_at = layer_warm_up.load_at = lambda calls, target, site, driver=None: loaded.append(site.name)
     warm_up.Compilation.most = lambda work, numbers: lambda: sites
     layer_warm_up.begin_looking = lambda *_, **__: lambda: sites
     layer_warm_up.uncompiled = lambda sites, *_: {name: site for name, site in sites.items() if name in missing}

@@ -34,8 +34,8 @@ STEP, FIRST = "warm-up", "first call"
 ALIGNMENT = 16  # for an address or a stride that isn't a multiple Triton compiles another kernel
 HERE_AT_FIRST = 4096  # numbers of tokens that the first call looks at in this process, in 5 s at most
 PATIENCE_S = 1800.0  # for peers that compile
-
 ANY_KERNEL = 20_000  # characters of source that take as long as what every kernel needs: the assembler, a launcher
+
 
 @dataclass(frozen=True)
 class ParallelCall:
