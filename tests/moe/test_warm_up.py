@@ -27,7 +27,7 @@ from envoi.moe.parallel.command import experts_without_memory
 from envoi.moe.parallel.hosts import Grid
 from envoi.moe.parallel.slots import SentTokens, sort_by_expert, sum_slots
 from envoi.moe.parallel.symmetric_memory import SharedLayout, allocate
-from envoi.moe.parallel.warm_up import ANY_KERNEL, CountedCall, ParallelCall, compiled_form, shares
+from envoi.moe.parallel.warm_up import FIXED_COST, CountedCall, ParallelCall, compiled_form, shares
 from envoi.moe.reference import quantize_tokens
 from envoi.moe.router import route
 from envoi.runtime import compiled_marks, devices, launch, launchers, rehearsal, triton_compat
@@ -497,13 +497,13 @@ def test_shares_are_even_and_whole():
     mine = shares(found, totals)
     assert sorted(mine[0] + mine[1]) == ["r0", "r1", "x", "y", "z"] and sorted(mine[2]) == ["r2", "x", "y", "z"]
     assert "r0" in mine[0] and "r1" in mine[1] and {len(mine[0]), len(mine[1])} == {2, 3}
-    assert totals == [(100 + ANY_KERNEL) * len(one) for one in mine]
+    assert totals == [(100 + FIXED_COST) * len(one) for one in mine]
     after = shares(found, [4 * totals[2], totals[2], 0])
     assert sorted(after[0] + after[1]) == ["r0", "r1", "x", "y", "z"] and (len(after[0]), len(after[1])) == (1, 4)
 
 
 def test_a_large_kernel_is_a_share_by_itself():
-    everyones = {"a": 10, "b": 10, "large": 3 * ANY_KERNEL, "c": 10}
+    everyones = {"a": 10, "b": 10, "large": 3 * FIXED_COST, "c": 10}
     mine = shares([("host", everyones)] * 2, [0, 0])
     assert mine == [["large"], ["a", "b", "c"]]
     assert shares([("host", {})] * 2, [0, 0]) == [[], []]

@@ -38,7 +38,7 @@ DIED = "the worker process died"
 ENDED = "jobs: the process that starts the others has ended; with 1 this process does the work itself"
 READY = -1  # in the place of a request's number: the process that starts the others is ready for work
 IDLE_S = 300.0  # that a process started ahead is kept
-SWITCH_S = 1e-4  # after which a thread lets another run Python, while that one reads files
+SWITCH_S = 1e-4  # after which a thread gives up Python's lock to one that reads files; the default is 5 ms
 _START = "import sys; sys.path[:] = {path!r}; from envoi.runtime.compilers import serve; serve({arch!r})"
 
 
@@ -84,9 +84,9 @@ class Begun(NamedTuple):
 
 @cache
 def start_here(arch: str) -> Begun:
-    """Start what this process has to do before it compiles or loads its first kernel.
+    """Start what this process has to do before it compiles or loads its first kernel; return the threads that do it.
 
-    The threads mostly read files, or wait for a compiler of C.
+    They mostly read files, or wait for a compiler of C.
     """
     started: list[threading.Thread | None] = []
     for function in (partial(_hash_files, arch), triton_compat.load_driver):
@@ -100,10 +100,10 @@ def start_here(arch: str) -> Begun:
 
 
 def _hash_files(arch: str) -> None:
-    """Compute the hashes of the compiler's files, beside another thread that runs Python.
+    """Compute the hashes of the compiler's files, while another thread runs Python.
 
-    They are read in hundreds of pieces, and after each this thread asks twice for Python's lock. The other gives it up
-    5 ms after that, as Python is set, so that it would compute hardly any until the other one waits for it.
+    The largest is read in hundreds of pieces, and for each this thread takes Python's lock (the GIL) twice. By default
+    the other thread keeps the lock for 5 ms each time, so that few pieces would be read until it has nothing to do.
     """
     before = sys.getswitchinterval()
     sys.setswitchinterval(min(before, SWITCH_S))

@@ -172,7 +172,7 @@ def compile_like_a_launch(kernel: JITFunction, arguments: Sequence[Any], arch: s
 def compile_without_driver(
     kernel: JITFunction, arguments: Sequence[Any], arch: str, options: Mapping[str, Any]
 ) -> CompiledKernel:  # fmt: skip
-    """Do what `compile_like_a_launch` does, while other threads may launch: Triton's driver stays what it is."""
+    """Compile what `compile_like_a_launch` does, but leave Triton's driver as it is: other threads may launch by it."""
     return compile_for(kernel, *specialize(kernel, arguments, arch), arch, options)
 
 

@@ -34,7 +34,7 @@ STEP, FIRST = "warm-up", "first call"
 ALIGNMENT = 16  # for an address or a stride that isn't a multiple Triton compiles another kernel
 HERE_AT_FIRST = 4096  # numbers of tokens that the first call looks at in this process, in 5 s at most
 PATIENCE_S = 1800.0  # for peers that compile
-ANY_KERNEL = 20_000  # characters of source that take as long as what every kernel needs: the assembler, a launcher
+FIXED_COST = 20_000  # of compiling any kernel, as of so many characters of source: ptxas starts, a launcher is built
 
 
 @dataclass(frozen=True)
@@ -252,7 +252,7 @@ def shares(found: Sequence[tuple[str, Mapping[str, int]]], totals: list[int]) ->
     """Return for each rank the digests that it compiles. found: for each rank its host, and its kernels' sizes.
 
     Every kernel of a host is compiled once there, by one of the ranks that need it: that which has the least to do yet.
-    totals: the work that each rank has, in characters of source; this is added.
+    totals: the work that each rank has already, in characters of source; this function adds to it.
     """
     mine: list[list[str]] = [[] for _ in found]
     for host in dict.fromkeys(host for host, _ in found):
@@ -263,7 +263,7 @@ def shares(found: Sequence[tuple[str, Mapping[str, int]]], totals: list[int]) ->
             able = [rank for rank in ranks if digest in found[rank][1]]
             chosen = min(able, key=lambda rank: totals[rank])
             mine[chosen].append(digest)
-            totals[chosen] += size + ANY_KERNEL
+            totals[chosen] += size + FIXED_COST
     return mine
 
 
