@@ -92,9 +92,9 @@ class FakeDriver:
         """Note a context."""
         self.contexts.append(context)
 
-    def parameter_sizes(self, function: int) -> list[int]:
+    def parameter_sizes(self, compiled: Any) -> list[int]:
         """Return the bytes of each parameter."""
-        return self.sizes[function]
+        return self.sizes[compiled.function]
 
     def launch(self, config_at: int, function: int, pointers_at: int, extra: None) -> int:
         """Stand in for cuLaunchKernelEx."""

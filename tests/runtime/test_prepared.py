@@ -289,8 +289,30 @@ def test_tensors_without_memory_are_nothing_to_replay(hopper, monkeypatch):
     assert replays(hopper, envoi.gemm, *sides())
 
 
+def test_the_driver_is_asked_once_for_the_sizes_of_a_kernel():
+    """Again if it had an error, and for another kernel that has the handle of one that is gone."""
+    answers = iter([None, 8, 4, None, 2, None])
+    asked = driver.Driver.__new__(driver.Driver)
+    asked._sizes = weakref.WeakKeyDictionary()
+
+    def parameter(function, number, at, size):
+        answer = next(answers)
+        driver.SIZE.from_address(size).value = answer or 0
+        return answer is None
+
+    asked._parameter = parameter
+    kernel = fresh_kernel()
+    assert [asked.parameter_sizes(kernel) for _ in range(3)] == [[], [8, 4], [8, 4]]
+    del kernel
+    assert not asked._sizes and asked.parameter_sizes(fresh_kernel()) == [2]
+
+
+def fresh_kernel():
+    return type("Kernel", (), {"function": 7})()
+
+
 def test_parameters_that_the_driver_knows_otherwise(hopper, monkeypatch):
-    monkeypatch.setattr(type(hopper), "parameter_sizes", lambda self, function: self.sizes[function][:-1])
+    monkeypatch.setattr(type(hopper), "parameter_sizes", lambda self, kernel: self.sizes[kernel.function][:-1])
     prepare()
     assert not replays(hopper, envoi.gemm, *sides())
     assert "where the driver knows of" in calls._calls.refusals()[0]

@@ -7,6 +7,7 @@ map begins with its address.
 import ctypes
 from functools import cache
 from typing import Any
+from weakref import WeakKeyDictionary
 
 import torch
 
@@ -44,6 +45,8 @@ class Driver:
         self.library = ctypes.CDLL(LIBRARY)
         self.launch = self._function("cuLaunchKernelEx", POINTER, POINTER, POINTER, POINTER)
         self._parameter = self._function("cuFuncGetParamInfo", POINTER, SIZE, POINTER, POINTER)
+        # By kernel, not by its handle: that another may have once Triton has unloaded it.
+        self._sizes: WeakKeyDictionary[Any, list[int]] = WeakKeyDictionary()
         self._replace_address = self._function("cuTensorMapReplaceAddress", POINTER, POINTER)
         self._get_context = self._function("cuCtxGetCurrent", POINTER)
         self._set_context = self._function("cuCtxSetCurrent", POINTER)
@@ -64,12 +67,16 @@ class Driver:
             return torch.empty_strided(shape, strides, dtype=dtype, device="cuda")
         return self._empty(shape, strides, dtype)
 
-    def parameter_sizes(self, function: int) -> list[int]:
-        """Return the bytes of each parameter of a loaded kernel (CUDA 12.4 or newer)."""
+    def parameter_sizes(self, compiled: Any) -> list[int]:
+        """Return the bytes of each parameter of a compiled kernel that is loaded (CUDA 12.4 or newer)."""
+        known = self._sizes.get(compiled)
+        if known:
+            return known
         sizes: list[int] = []
         at, size = SIZE(), SIZE()
-        while not self._parameter(function, len(sizes), ctypes.addressof(at), ctypes.addressof(size)):
+        while not self._parameter(compiled.function, len(sizes), ctypes.addressof(at), ctypes.addressof(size)):
             sizes.append(size.value)
+        self._sizes[compiled] = sizes  # none if the driver had an error, which is asked again
         return sizes
 
     def moved_map(self, tensor_map: bytes, address: int) -> bytes:

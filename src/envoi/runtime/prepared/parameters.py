@@ -102,7 +102,7 @@ def check_launch(compiled: Any) -> None:
 
 def check_sizes(compiled: Any, parameters: list[Parameter], driver: Any) -> None:
     """Raise RefusedError unless the driver knows the kernel's parameters to have these sizes."""
-    known, given = driver.parameter_sizes(compiled.function), [len(parameter.value) for parameter in parameters]
+    known, given = driver.parameter_sizes(compiled), [len(parameter.value) for parameter in parameters]
     if known != given:
         raise RefusedError(f"parameters of {given} bytes, where the driver knows of {known}")
 
