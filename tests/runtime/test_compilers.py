@@ -92,11 +92,14 @@ def test_they_end_after_the_process_that_asked_is_killed():
 
 
 @pytest.mark.timeout(60)
-def test_they_end_quietly_whatever_they_do_if_nobody_is_left_to_take_answers():
+@pytest.mark.parametrize("last", ["b''", "pickle.dumps((5, 2, [0], bytes(100_000)))[:70_000]"], ids=["whole", "cut"])
+def test_they_end_quietly_whatever_they_do_if_nobody_is_left_to_take_answers(last):
+    """Also if who asked was killed within a message, of which a pipe holds 64 KiB."""
     program = (
-        "import os, signal, time; from tests.runtime.test_compilers import *\n"
+        "import os, pickle, signal, time; from tests.runtime.test_compilers import *\n"
         "with Compilers(TARGET, 2) as found:\n"
         "    group = start(found); found.begin(time.sleep, [600.0, 600.0])\n"
+        f"    found._server.stdin.write({last}); found._server.stdin.flush()\n"
         "    print(group, flush=True); os.kill(os.getpid(), signal.SIGKILL)"
     )
     found = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)  # until stderr is closed

@@ -413,7 +413,7 @@ def serve(arch: str) -> None:
     while True:
         try:
             request, num_jobs, numbers, data = pickle.load(sys.stdin.buffer)
-        except EOFError:  # who asked has ended, and the workers may have work for minutes
+        except (EOFError, pickle.UnpicklingError):  # who asked has ended, and the workers may have work for minutes
             os.killpg(os.getpid(), signal.SIGKILL)
         try:
             function, items = pickle.loads(data)
