@@ -49,8 +49,7 @@ def compiled(kernel: Any, arguments: tuple, options: dict) -> Any:
     kinds = [x if hasattr(x, "__hash__") and not _is_data(x) else kind_of(x) for x in arguments]
     key = kernel.fn, *sorted(options.items()), *kinds
     if key not in _compiled:
-        signature, constexprs, attributes = triton_compat.specialize(kernel, arguments, "sm_90")
-        made = triton_compat.compile_for(kernel, signature, constexprs, attributes, "sm_90", options)
+        made = triton_compat.compile_without_driver(kernel, arguments, "sm_90", options)
         # A loaded kernel has a handle. The original can't get one without a GPU.
         _compiled[key] = SimpleNamespace(
             function=len(_compiled) + 1, metadata=made.metadata, packed_metadata=made.packed_metadata, src=made.src,

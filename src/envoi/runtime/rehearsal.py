@@ -150,7 +150,7 @@ def error_text(error: Exception) -> str:
 def load_at(calls: Sequence[Call], target: Target, site: Site, driver: threading.Thread | None = None) -> None:
     """Load the kernel of a site on the current GPU; what isn't in Triton's disk cache is compiled, and its launcher.
 
-    driver: the thread that loads Triton's driver. As long as it does, the kernel is compiled, which needs no driver.
+    driver: the thread that loads Triton's driver. While it runs, the kernel is compiled already: that needs no driver.
     """
     from envoi.runtime import triton_compat
     from envoi.runtime.launchers import launcher_beside

@@ -45,7 +45,7 @@ class Driver:
         self.library = ctypes.CDLL(LIBRARY)
         self.launch = self._function("cuLaunchKernelEx", POINTER, POINTER, POINTER, POINTER)
         self._parameter = self._function("cuFuncGetParamInfo", POINTER, SIZE, POINTER, POINTER)
-        # By kernel, not by its handle: that another may have once Triton has unloaded it.
+        # By compiled kernel, not by handle: once Triton has unloaded a kernel, another may get its handle.
         self._sizes: WeakKeyDictionary[Any, list[int]] = WeakKeyDictionary()
         self._replace_address = self._function("cuTensorMapReplaceAddress", POINTER, POINTER)
         self._get_context = self._function("cuCtxGetCurrent", POINTER)
@@ -68,15 +68,17 @@ class Driver:
         return self._empty(shape, strides, dtype)
 
     def parameter_sizes(self, compiled: Any) -> list[int]:
-        """Return the bytes of each parameter of a compiled kernel that is loaded (CUDA 12.4 or newer)."""
-        known = self._sizes.get(compiled)
-        if known:
+        """Return the bytes of each parameter of a compiled kernel that is loaded (CUDA 12.4 or newer).
+
+        The driver is asked once for a kernel, and again if it named none: it may have had an error.
+        """
+        if known := self._sizes.get(compiled):
             return known
         sizes: list[int] = []
         at, size = SIZE(), SIZE()
         while not self._parameter(compiled.function, len(sizes), ctypes.addressof(at), ctypes.addressof(size)):
             sizes.append(size.value)
-        self._sizes[compiled] = sizes  # none if the driver had an error, which is asked again
+        self._sizes[compiled] = sizes
         return sizes
 
     def moved_map(self, tensor_map: bytes, address: int) -> bytes:
