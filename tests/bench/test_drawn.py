@@ -15,7 +15,7 @@ from envoi.bench.timing import Clock
 from envoi.bench.trial import Bench, Compiler
 from envoi.gemm.hopper import tune
 from envoi.gemm.hopper.candidates import default_config
-from envoi.moe.router import rules
+from envoi.moe.router import presets
 from envoi.moe.router.cases import rule_of
 from envoi.quant.formats import FORMATS
 from envoi.runtime.kernel_case import NUM_SMS
@@ -97,17 +97,17 @@ def test_routers_are_those_of_the_presets():
     found = [case.shape for case in on_gpu("router_drawn", count=200)]
     for shape in found:
         assert isinstance(shape, RouterShape)
-        preset = rules.preset(shape.rule)
+        preset = presets.preset(shape.rule)
         assert (shape.n, shape.num_topk) == (preset.num_experts, preset.num_topk)
     assert len({shape.rule for shape in found if isinstance(shape, RouterShape)}) > 10
 
 
-@pytest.mark.parametrize("name", rules.PRESETS)
+@pytest.mark.parametrize("name", presets.PRESETS)
 def test_the_eager_router_is_that_of_the_preset(name):
     from envoi.bench.suites.eager_router import eager_route
     from envoi.moe.router import reference
 
-    preset = rules.preset(name)
+    preset = presets.preset(name)
     source = torch.Generator().manual_seed(5)
     logits = torch.randn(40, preset.num_experts, generator=source)
     bias = torch.randn(preset.num_experts, generator=source) * 0.02 if preset.has_expert_bias else None

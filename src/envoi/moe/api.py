@@ -57,7 +57,8 @@ def moe(
     if routing.num_experts != experts.num_local_experts:
         raise ValueError(
             f"experts: expected all {routing.num_experts} experts of the routing, got {experts.num_local_experts}; "
-            "use ExpertParallel where they are spread over ranks"
+            "use ExpertParallel where they are spread over ranks, envoi.router.split_identity where ids past the "
+            "weights' mean the identity"
         )
     out = _moe(rows, slots.topk_weights, slots.topk_ids, *flatten(experts), batch_invariant)
     return out if rows is tokens and dtype == out.dtype else out.to(dtype).view(tokens.shape)

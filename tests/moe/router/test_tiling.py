@@ -9,7 +9,7 @@ from envoi.moe.router import cases, host
 from envoi.moe.router.candidates import candidates
 from envoi.moe.router.cases import Case
 from envoi.moe.router.choose_tiling import choose_shares, choose_tiling
-from envoi.moe.router.rules import PRESETS
+from envoi.moe.router.presets import PRESETS
 from envoi.moe.router.spec import block_sum
 from envoi.moe.router.tiling import TILE, box_of, two_widths
 from envoi.moe.router.time_model import CACHED_BYTES

@@ -4,9 +4,10 @@ from typing import Any
 
 import torch
 
-from envoi.check import expect_bool, expect_choice, expect_float32, expect_int, expect_tensor
+from envoi.check import describe, expect_bool, expect_float32, expect_int, expect_tensor
 from envoi.moe.router import host, reference
-from envoi.moe.router.rules import PRESETS, Rule
+from envoi.moe.router.presets import named
+from envoi.moe.router.rules import Rule
 from envoi.runtime.custom_op import operator
 from envoi.runtime.prepared import prepared
 from envoi.runtime.prepared.constants import exactly
@@ -19,7 +20,7 @@ FLOATS = (torch.bfloat16, torch.float16, torch.float32)
 
 
 def _given(
-    tokens, gate, k, alpha=1.0, *, rule=DEFAULT_RULE, logit_bias=None, expert_bias=None, token_ids=None,
+    tokens, gate, k, alpha=None, *, rule=DEFAULT_RULE, logit_bias=None, expert_bias=None, token_ids=None,
     hash_table=None, return_logits=False, return_dense=False, return_counts=False,
 ):  # fmt: skip
     scale = exactly(rule.routed_scale) if type(rule) is Rule else None
@@ -32,7 +33,7 @@ def route(
     tokens: torch.Tensor,
     gate: torch.Tensor,
     k: int,
-    alpha: float = 1.0,
+    alpha: float | None = None,
     *,
     rule: Rule | str = DEFAULT_RULE,
     logit_bias: torch.Tensor | None = None,
@@ -48,10 +49,12 @@ def route(
     tokens [M, hidden] and gate [N, hidden], each bf16, fp16 or fp32; products are summed in fp32. N from 1 to 1024,
     k from 1 to 32, hidden any multiple of 8, M from 0. Tokens [B, S, hidden] are M = B * S tokens, row by row: all
     fields of the Routing have M rows. In torch.autocast nothing is cast: rounded logits would choose other experts.
-    alpha: multiplies the product before anything else.
-    rule: a Rule, or a model's name ("deepseek-v3"); the default is softmax, top-k, renormalised.
+    alpha: multiplies the product before anything else; None is 1, or what the model that `rule` names has.
+    rule: a Rule, or a model's name ("deepseek-v3"); the default is softmax, top-k, renormalised. Renormalised weights
+        are divided by (their sum + 1e-20): sums as small as that, of underflowed scores, don't become 1.
     logit_bias [N] float: added to the logits (gpt-oss). expert_bias [N] float: added to the score for selection only
-    (DeepSeek-V3); -inf there disables an expert.
+    (DeepSeek-V3); -inf there disables an expert. Each is one for all tokens. Where they differ (image tokens of
+    DeepSeek-V4.1), call once with each and choose rows with torch.where: a token's result is its own.
     token_ids [M] or [B, S], int32 or int64, with hash_table [vocabulary, k] int32 or int64: experts are looked up by
     token instead of selected (DeepSeek-V4's first layers); weights come from the scores as always.
     return_logits, return_dense, return_counts: also fill those fields (counts: `num_tokens_per_expert`
@@ -61,18 +64,19 @@ def route(
     batch. Logits that are NaN or infinite never win; slots without an expert get id -1 and weight 0.
     On Hopper bf16 or fp16 tokens with a gate of the same dtype run on a kernel of their own; float32, mixed dtypes and
     other GPUs on a Triton kernel; rules of more than 32 groups, and CPUs, on the torch reference.
-    Raises ValueError for wrong dtypes, shapes or devices, k > N, groups that don't divide N. A token id outside the
+    Raises ValueError for wrong dtypes, shapes or devices, k > N, groups that don't divide N, and names that stand for
+    several models or for a router that no Rule describes, with the reason. A token id outside the
     table, or an id >= N in it, is a ValueError too where the reference runs; kernels, whose values the host doesn't
     see, give that slot id -1 and weight 0.
-    Source of the rules: the models' own published code, see `envoi.moe.router.rules`.
+    Source of the rules: the models' own published code; of their numbers: see `envoi.router.PRESETS`.
     """
     tokens, token_ids = _rows(tokens, token_ids)
-    chosen = check_arguments(
+    chosen, alpha = check_arguments(
         tokens, gate, k, alpha, rule, logit_bias, expert_bias, token_ids, hash_table, return_logits, return_dense,
         return_counts,
     )  # fmt: skip
     outputs = _route(
-        tokens, gate, k, float(alpha), chosen.score, chosen.num_groups, chosen.num_topk_groups,
+        tokens, gate, k, alpha, chosen.score, chosen.num_groups, chosen.num_topk_groups,
         chosen.group_score, chosen.renormalize, float(chosen.routed_scale), logit_bias, expert_bias, token_ids,
         hash_table, return_logits, return_dense, return_counts,
     )  # fmt: skip
@@ -100,15 +104,17 @@ def _rows(tokens: Any, token_ids: Any) -> tuple[Any, Any]:
 def check_arguments(
     tokens, gate, k, alpha, rule, logit_bias, expert_bias, token_ids, hash_table, return_logits, return_dense,
     return_counts,
-) -> Rule:  # fmt: skip
-    """Return the rule, that of a model's name too; raise ValueError unless all are as `route` takes them."""
-    rule = PRESETS[expect_choice("rule", rule, PRESETS)].rule if isinstance(rule, str) else rule
+) -> tuple[Rule, float]:  # fmt: skip
+    """Return rule and alpha, those of a model's name too; raise ValueError unless all are as `route` takes them."""
+    usual = 1.0
+    if isinstance(rule, str):
+        model = named("rule", rule)
+        rule, usual = model.rule, model.alpha
     _check_tensors(tokens, gate, k, rule, logit_bias, expert_bias, token_ids, hash_table)
     expect_bool("return_logits", return_logits)
     expect_bool("return_dense", return_dense)
     expect_bool("return_counts", return_counts)
-    expect_float32("alpha", alpha)
-    return rule
+    return rule, usual if alpha is None else float(expect_float32("alpha", alpha))
 
 
 def _check_tensors(tokens, gate, k, rule, logit_bias, expert_bias, token_ids, hash_table) -> None:
@@ -125,6 +131,11 @@ def _check_tensors(tokens, gate, k, rule, logit_bias, expert_bias, token_ids, ha
         raise ValueError(f"rule: expected a Rule or a model's name, got {type(rule).__name__}")
     rule.check_num_experts(num_experts, k)
     for name, bias in (("logit_bias", logit_bias), ("expert_bias", expert_bias)):
+        if isinstance(bias, torch.Tensor) and bias.dim() == 2:
+            raise ValueError(
+                f"{name}: expected one bias for all tokens, [{num_experts}], got {describe(bias)}; call route once with "
+                "each bias and choose rows with torch.where"
+            )
         if bias is not None:
             expect_tensor(name, bias, FLOATS, (num_experts,), tokens.device)
     if (token_ids is None) != (hash_table is None):

@@ -12,7 +12,8 @@ import torch
 
 from envoi.moe.router import host, kernel_hopper, kernel_triton
 from envoi.moe.router.choose_tiling import choose_shares
-from envoi.moe.router.rules import Rule, preset
+from envoi.moe.router.presets import preset
+from envoi.moe.router.rules import Rule
 from envoi.runtime.kernel_case import EVERY_ARCH, HOPPER, NUM_SMS, KernelCase, Launch, Make, without_memory
 
 VOCABULARY = 1024
