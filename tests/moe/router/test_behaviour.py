@@ -95,7 +95,7 @@ def test_weights_are_close_to_the_float64_oracle(name):
     bias = torch.randn(n, generator=source) * 0.1 if chosen.has_expert_bias else None
     linear_bias = torch.randn(n, generator=source) if chosen.has_logit_bias else None
     got = route(tokens, gate, k, rule=name, expert_bias=bias, logit_bias=linear_bias)
-    wide = tokens.double() @ gate.double().T + (0 if linear_bias is None else linear_bias.double())
+    wide = chosen.alpha * tokens.double() @ gate.double().T + (0 if linear_bias is None else linear_bias.double())
     weights, ids = select(wide, k, chosen.rule, None if bias is None else bias.double())
     same = (ids == got.topk_ids).all(1)
     assert same.float().mean() > 0.98  # near ties may fall the other way
@@ -354,7 +354,7 @@ def test_what_always_holds(m, size, data, score, dtype, biased, seed, spread):
 def test_presets_and_rules_by_name():
     assert rule("deepseek-v3") == preset("deepseek-v3").rule == PRESETS["deepseek-v3"].rule
     for look_up in (rule, preset):
-        with pytest.raises(ValueError, match="model: expected one of 'mixtral', .*'step-3.7', got 'deepseek'"):
+        with pytest.raises(ValueError, match="model: expected one of 'mixtral', .*'muse-spark', got 'deepseek'"):
             look_up("deepseek")
 
 
@@ -385,7 +385,7 @@ KINDS = "bfloat16 or float16 or float32"
         ("k: expected an int from 1 to 32, got True", {"k": True}),
         ("k: expected at most num_experts = 3, got 4", {"gate": GATE[:3]}),
         ("alpha: expected a number, got str '2'", {"alpha": "2"}),
-        ("alpha: expected a number, got NoneType", {"alpha": None}),
+        ("alpha: expected a number, got str '1'", {"alpha": "1"}),
         ("rule: expected a Rule or a model's name, got NoneType", {"rule": None}),
         ("gate.shape[0]: expected a multiple of 5 (rule.num_groups is 5), got 32", {"rule": Rule("sigmoid", 5, 2)}),
         ("gate.shape[0]: expected a multiple of 8 (rule.num_groups is 8), got 30",
@@ -393,7 +393,11 @@ KINDS = "bfloat16 or float16 or float32"
         ("rule.group_score: expected groups of at least 2 experts for 'top2_sum', got 1",
          {"rule": Rule("sigmoid", 32, 4, "top2_sum")}),
         ("k: expected at most 2 (1 groups of 2 experts compete), got 4", {"rule": Rule("sigmoid", 16, 1)}),
-        (f"logit_bias: expected {KINDS} [32], got float32 [1, 32]", {"logit_bias": torch.zeros(1, 32)}),
+        (f"logit_bias: expected {KINDS} [32], got float32 [1, 1, 32]", {"logit_bias": torch.zeros(1, 1, 32)}),
+        ("logit_bias: expected one bias for all tokens, [32], got float32 [1, 32]; call route once with each bias "
+         "and choose rows with torch.where", {"logit_bias": torch.zeros(1, 32)}),
+        ("expert_bias: expected one bias for all tokens, [32], got float16 [40, 32]; call route once with each bias "
+         "and choose rows with torch.where", {"expert_bias": torch.zeros(40, 32).half()}),
         (f"expert_bias: expected {KINDS} [32], got float32 [31]", {"expert_bias": torch.zeros(31)}),
         (f"expert_bias: expected {KINDS} [32], got list", {"expert_bias": [0.0] * 32}),
         ("expert_bias: expected a tensor on cpu like the other arguments, got one on meta",

@@ -26,7 +26,14 @@ from tests.moe.router.sides import (
     preset_call,
     random_call,
 )
-from tests.moe.router.test_exact import bar_groups, distinct_presets, hard_rows, wrong_rows
+from tests.moe.router.test_exact import (
+    bar_groups,
+    distinct_presets,
+    distinct_rules,
+    hard_rows,
+    ranking_key,
+    wrong_rows,
+)
 from tests.moe.router.test_selection import RULES
 
 pytestmark = [pytest.mark.gpu, pytest.mark.usefixtures("tidy_gpu")]
@@ -96,14 +103,9 @@ def test_hostile_logits_of_other_dtypes(dtype):
         assert_meant(got, x)
 
 
-def distinct_rules() -> list[str]:
-    """Return one model for each rule, whatever its size and scale."""
-    return list({(replace(p.rule, routed_scale=1.0), p.has_expert_bias): name for name, p in PRESETS.items()}.values())
-
-
 @pytest.mark.parametrize(
     ("name", "kernel"),
-    [*((name, "own") for name in distinct_presets().values()), *((name, "triton") for name in distinct_rules())],
+    [*((name, "own") for name in distinct_presets()), *((name, "triton") for name in distinct_rules())],
 )
 def test_not_one_wrong_id(name, kernel, monkeypatch):
     use(kernel, monkeypatch)
@@ -113,8 +115,7 @@ def test_not_one_wrong_id(name, kernel, monkeypatch):
     bias = normal(chosen.num_experts, seed=1, device="cuda") * 0.05 if chosen.has_expert_bias else None
     got = route(tokens, gate, chosen.num_topk, rule=name, expert_bias=bias, return_logits=True)
     score = reference.scores(got.logits, rule)
-    by_score = bias is not None or (rule.num_groups > 1 and rule.group_score == "top2_sum")
-    key = (score + (0 if bias is None else bias) if by_score else got.logits).cpu().numpy()
+    key = ranking_key(got.logits, rule, bias)
     if rule.num_groups > 1:
         key = bar_groups(key, rule)
     wrong = wrong_rows(key, got.topk_ids.cpu().numpy().astype(np.int64))

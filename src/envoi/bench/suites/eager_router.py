@@ -17,8 +17,9 @@ def eager_route(
         # Equal to renormalising the k best of all, with fewer launches.
         best, ids = logits.topk(k, dim=-1)
         return _scaled(best.softmax(-1, dtype=torch.float32), rule), ids
-    if plain and rule.score in BEST_FIRST:
-        best, ids = logits.topk(k, dim=-1)
+    if rule.num_groups == 1 and rule.score in BEST_FIRST:
+        best, ids = (logits if expert_bias is None else logits + expert_bias).topk(k, dim=-1)
+        best = best if expert_bias is None else logits.gather(1, ids)
         return _weights(BEST_FIRST[rule.score](best), rule), ids
     score = _scores(logits, rule)
     key = score if expert_bias is None else score + expert_bias
@@ -35,7 +36,7 @@ def _scores(logits: torch.Tensor, rule: Rule) -> torch.Tensor:
         return functional.softplus(logits.float()).sqrt()
     if rule.score == "sigmoid":
         return logits.float().sigmoid()
-    raise ValueError(f"rule.score: expected no groups and no expert_bias beside {rule.score!r}, got some")
+    raise ValueError(f"rule.score: expected no groups beside {rule.score!r}, got some")
 
 
 def _best_groups(key: torch.Tensor, rule: Rule) -> torch.Tensor:

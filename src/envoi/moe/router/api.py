@@ -50,8 +50,8 @@ def route(
     k from 1 to 32, hidden any multiple of 8, M from 0. Tokens [B, S, hidden] are M = B * S tokens, row by row: all
     fields of the Routing have M rows. In torch.autocast nothing is cast: rounded logits would choose other experts.
     alpha: multiplies the product before anything else; None is 1, or what the model that `rule` names has.
-    rule: a Rule, or a model's name ("deepseek-v3"); the default is softmax, top-k, renormalised. Renormalised weights
-        are divided by (their sum + 1e-20): sums as small as that, of underflowed scores, don't become 1.
+    rule: a Rule, or a model's name ("deepseek-v3"); the default is softmax, top-k, renormalised: weights are divided by
+        (their sum + 1e-20), so that a sum as small as that, of underflowed scores, doesn't become 1.
     logit_bias [N] float: added to the logits (gpt-oss). expert_bias [N] float: added to the score for selection only
     (DeepSeek-V3); -inf there disables an expert. Each is one for all tokens. Where they differ (image tokens of
     DeepSeek-V4.1), call once with each and choose rows with torch.where: a token's result is its own.
@@ -64,10 +64,9 @@ def route(
     batch. Logits that are NaN or infinite never win; slots without an expert get id -1 and weight 0.
     On Hopper bf16 or fp16 tokens with a gate of the same dtype run on a kernel of their own; float32, mixed dtypes and
     other GPUs on a Triton kernel; rules of more than 32 groups, and CPUs, on the torch reference.
-    Raises ValueError for wrong dtypes, shapes or devices, k > N, groups that don't divide N, and names that stand for
-    several models or for a router that no Rule describes, with the reason. A token id outside the
-    table, or an id >= N in it, is a ValueError too where the reference runs; kernels, whose values the host doesn't
-    see, give that slot id -1 and weight 0.
+    Raises ValueError for wrong dtypes, shapes or devices, k > N, groups that don't divide N, names of several models or
+    of a router that no Rule describes. A token id outside the table, or an id >= N in it, is a ValueError too where the
+    reference runs; kernels, whose values the host doesn't see, give that slot id -1 and weight 0.
     Source of the rules: the models' own published code; of their numbers: see `envoi.router.PRESETS`.
     """
     tokens, token_ids = _rows(tokens, token_ids)
@@ -133,8 +132,8 @@ def _check_tensors(tokens, gate, k, rule, logit_bias, expert_bias, token_ids, ha
     for name, bias in (("logit_bias", logit_bias), ("expert_bias", expert_bias)):
         if isinstance(bias, torch.Tensor) and bias.dim() == 2:
             raise ValueError(
-                f"{name}: expected one bias for all tokens, [{num_experts}], got {describe(bias)}; call route once with "
-                "each bias and choose rows with torch.where"
+                f"{name}: expected one bias for all tokens, [{num_experts}], got {describe(bias)}; "
+                "call route once with each bias and choose rows with torch.where"
             )
         if bias is not None:
             expect_tensor(name, bias, FLOATS, (num_experts,), tokens.device)

@@ -1,7 +1,7 @@
 """Routers of real models by name, with the source of each one's numbers; and names that are refused, with the reason.
 
-Numbers of experts, k, groups, renormalisation and factor are those of the published config.json of the checkpoints that
-`Preset.source` names on the Hugging Face hub, as public copies of the files have them, unless the source says otherwise.
+Numbers of experts, k, groups, renormalisation and factor are those of the published config.json of the checkpoints
+that `Preset.source` names on the Hugging Face hub, read in public copies of it, unless the source says otherwise.
 What no config.json says (a score that is the only one in the model's code, whether there is a bias) is that code's.
 Defaults of a configuration class are no source where a file could be read: they are one model's of a family at best.
 """

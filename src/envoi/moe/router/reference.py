@@ -7,7 +7,7 @@
         keep the num_topk_groups best groups of experts, by the max or by the sum of the two best keys
         ids     = the k best keys; a tie goes to the smaller id                  (or hash_table[token_ids[m]])
         weights = score[ids]                                                     without expert_bias
-        weights = weights / sum(weights)                                         if renormalize
+        weights = weights / (sum(weights) + 1e-20)                               if renormalize
         weights = weights * routed_scale
 
 Only finite logits and keys compete: NaN and the infinities never win and take no part in the softmax. Slots without an

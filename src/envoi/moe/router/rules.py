@@ -16,9 +16,9 @@ class Rule:
         "softmax_over_topk" (softmax over the k) or "sigmoid_of_topk".
     num_groups, num_topk_groups: experts are cut into equal groups by id and only the best ones compete; 1 = no groups.
     group_score: a group's score is its best key ("max") or the sum of its two best ("top2_sum").
-    renormalize: divide the k weights by (their sum + 1e-20), as DeepSeek-V3, GLM and Kimi do. They add up to 1 unless the
-        sum is about as small: sigmoids of -50 for all 8 chosen, lifted by expert_bias alone, give weights that add up to
-        0.13, where a model that divides by the sum alone has 1.
+    renormalize: divide the k weights by (their sum + 1e-20), as DeepSeek-V3, GLM and Kimi do. They add up to 1 unless
+        the sum is about as small: sigmoids of -50 for 8 experts that only expert_bias lifts give weights that add up
+        to 0.13, where a model that divides by the sum alone (MiniMax-M2) has 1.
     routed_scale: multiplies the weights last.
     """
 

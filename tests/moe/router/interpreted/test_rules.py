@@ -5,15 +5,16 @@ from dataclasses import replace
 import pytest
 import torch
 
-from envoi.moe.router import PRESETS, Rule, preset
+from envoi.moe.router import Rule, preset
 from tests.helpers.accuracy import assert_same_bits
 from tests.moe.router.sides import FIELDS, judge, judge_logits, looked_up, normal, preset_call, random_call
+from tests.moe.router.test_exact import distinct_presets
 from tests.moe.router.test_selection import RULES
 
 M, HIDDEN = 9, 64
 
 
-@pytest.mark.parametrize("name", PRESETS)
+@pytest.mark.parametrize("name", distinct_presets())
 def test_models(name):
     given = preset_call(name, M, HIDDEN)
     got = given.route()
