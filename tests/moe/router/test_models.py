@@ -11,6 +11,7 @@ import torch
 import envoi
 from envoi.moe.router import PRESETS, Rule, preset, route, rule, split_identity, weigh_with_shared
 from envoi.moe.router.presets import REFUSED
+from envoi.types import Routing
 from tests.moe.router.published import PUBLISHED
 
 HIDDEN, TOKENS = 64, 2048
@@ -60,7 +61,7 @@ def test_names_without_one_router_are_refused_with_the_reason(name):
             look_up(name)
 
 
-def routed(name: str) -> envoi.types.Routing:
+def routed(name: str) -> Routing:
     return route(tokens(), torch.zeros(8, HIDDEN), 2, rule=name)
 
 
@@ -101,7 +102,7 @@ def bias_of(name: str) -> torch.Tensor:
     return torch.randn(PUBLISHED[name].num_experts, generator=torch.Generator().manual_seed(3)) * 0.3
 
 
-def routed_as(name: str, gate: torch.Tensor, **biases) -> envoi.types.Routing:
+def routed_as(name: str, gate: torch.Tensor, **biases) -> Routing:
     """Route the tokens by a preset's rule, with the published k."""
     return route(tokens(), gate.detach(), PUBLISHED[name].num_experts_per_tok, rule=name, **biases)
 
@@ -296,7 +297,7 @@ class TestIdentities:
 
     @pytest.mark.parametrize("wrong", [0, 7, 4.0, True])
     def test_refusals(self, wrong):
-        routing = envoi.types.Routing(torch.zeros(3, 2), torch.zeros(3, 2, dtype=torch.int32), 6)
+        routing = Routing(torch.zeros(3, 2), torch.zeros(3, 2, dtype=torch.int32), 6)
         with pytest.raises(ValueError, match="num_experts: expected an int from 1 to 6"):
             split_identity(routing, wrong)
 
@@ -304,7 +305,7 @@ class TestIdentities:
 class TestSharedInTheSum:
     SCALE = 8.0
 
-    def given(self) -> tuple[torch.nn.Module, envoi.types.Routing]:
+    def given(self) -> tuple[torch.nn.Module, Routing]:
         settings = SimpleNamespace(
             n_routed_experts=256, n_shared_experts=2, hidden_size=HIDDEN, route_scale=self.SCALE, num_experts_per_tok=6
         )
@@ -329,14 +330,14 @@ class TestSharedInTheSum:
         logits = torch.full((2, 6), -90.0)
         logits[0, 0], logits[1] = -88.0, 3.0
         ids = torch.tensor([[0, 1, 2], [3, -1, -1]], dtype=torch.int32)
-        got, shared = weigh_with_shared(envoi.types.Routing(torch.ones(2, 3), ids, 6, logits=logits), 2, 5.0)
+        got, shared = weigh_with_shared(Routing(torch.ones(2, 3), ids, 6, logits=logits), 2, 5.0)
         wide = torch.tensor([[-88.0, -90, -90, -90, -90], [3, -torch.inf, -torch.inf, 3, 3]], dtype=torch.float64)
         want = torch.nn.functional.logsigmoid(wide).softmax(1) * 5.0
         torch.testing.assert_close(torch.cat((got.topk_weights, shared), 1).double(), want, rtol=1e-5, atol=0)
         assert got.topk_weights[1, 1:].tolist() == [0.0, 0.0]
 
     def test_refusals(self):
-        routing = envoi.types.Routing(torch.zeros(3, 2), torch.zeros(3, 2, dtype=torch.int32), 6)
+        routing = Routing(torch.zeros(3, 2), torch.zeros(3, 2, dtype=torch.int32), 6)
         with pytest.raises(ValueError, match="routing.logits: expected the router logits, got None; .*return_logits"):
             weigh_with_shared(routing, 2)
         with pytest.raises(ValueError, match="num_shared: expected an int from 1 to 5 .*, got 6"):

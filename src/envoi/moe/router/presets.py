@@ -23,10 +23,10 @@ class Preset:
     num_experts: int
     num_topk: int
     rule: Rule
-    source: str
     has_expert_bias: bool = False
     has_logit_bias: bool = False
     alpha: float = 1.0
+    source: str = ""
 
 
 _SOFTMAX = Rule("softmax")
@@ -35,17 +35,17 @@ _LLAMA4 = Rule("sigmoid_of_topk", renormalize=False)
 
 
 def _unbiased(num_experts: int, num_topk: int, source: str, rule: Rule = _SOFTMAX) -> Preset:
-    return Preset(num_experts, num_topk, rule, source)
+    return Preset(num_experts, num_topk, rule, source=source)
 
 
 def _biased(num_experts: int, num_topk: int, source: str, scale: float, score: str = "sigmoid") -> Preset:
-    return Preset(num_experts, num_topk, Rule(score, routed_scale=scale), source, has_expert_bias=True)
+    return Preset(num_experts, num_topk, Rule(score, routed_scale=scale), True, source=source)
 
 
 def _grouped(num_experts: int, num_topk: int, source: str, scale: float) -> Preset:
     """Make a router of the eight groups of DeepSeek-V3, of which four compete."""
     rule = Rule("sigmoid", 8, 4, "top2_sum", routed_scale=scale)
-    return Preset(num_experts, num_topk, rule, source, has_expert_bias=True)
+    return Preset(num_experts, num_topk, rule, True, source=source)
 
 
 def _defaults(config: str, checkpoint: str) -> str:
@@ -63,8 +63,8 @@ PRESETS = {
     "qwen3.5-122b": _unbiased(256, 8, "Qwen/Qwen3.5-122B-A10B"),
     "qwen3.5-397b": _unbiased(512, 10, "Qwen/Qwen3.5-397B-A17B"),
     "qwen3.6-35b": _unbiased(256, 8, "nvidia/Qwen3.6-35B-A3B-NVFP4"),
-    "gpt-oss-20b": Preset(32, 4, _GPT_OSS, "openai/gpt-oss-20b", has_logit_bias=True),
-    "gpt-oss-120b": Preset(128, 4, _GPT_OSS, "openai/gpt-oss-120b", has_logit_bias=True),
+    "gpt-oss-20b": Preset(32, 4, _GPT_OSS, has_logit_bias=True, source="openai/gpt-oss-20b"),
+    "gpt-oss-120b": Preset(128, 4, _GPT_OSS, has_logit_bias=True, source="openai/gpt-oss-120b"),
     "llama4-scout": _unbiased(16, 1, "meta-llama/Llama-4-Scout-17B-16E-Instruct", _LLAMA4),
     "llama4-maverick": _unbiased(128, 1, "meta-llama/Llama-4-Maverick-17B-128E-Instruct", _LLAMA4),
     "deepseek-v2": _unbiased(
@@ -98,12 +98,11 @@ PRESETS = {
     "dots3-note": _biased(256, 8, "dots-studio/dots3-note-prev", 1.0),
     "solar-open-100b": _biased(128, 8, "upstage/Solar-Open-100B", 1.0),
     "kolibri-1": Preset(
-        384, 6, Rule("sigmoid_of_topk", renormalize=False), "Aleph-Alpha/Kolibri-1", has_expert_bias=True
+        384, 6, Rule("sigmoid_of_topk", renormalize=False), has_expert_bias=True, source="Aleph-Alpha/Kolibri-1"
     ),
     "longcat-flash": Preset(  # 512 experts and 256 that are the identity: `split_identity`
-        768, 12, Rule("softmax", renormalize=False, routed_scale=6.0),
-        "meituan-longcat/LongCat-Flash-Chat; the factor: default of LongcatFlashConfig in transformers 5.23",
-        has_expert_bias=True,
+        768, 12, Rule("softmax", renormalize=False, routed_scale=6.0), has_expert_bias=True,
+        source="meituan-longcat/LongCat-Flash-Chat; the factor: default of LongcatFlashConfig in transformers 5.23",
     ),
     "axk1": _grouped(192, 8, _defaults("AXK1Config", "skt/A.X-K1"), 2.5),
     "beam": _grouped(256, 8, _defaults("BeamConfig", "reflection/Beam-1.0-501B-A23B"), 2.5),
@@ -115,8 +114,8 @@ PRESETS = {
         128, 4, _defaults("MistralLarge4TextConfig", "mistralai/Mistral-Large-4-1T-A52B")
     ),
     "muse-spark": Preset(
-        256, 8, Rule("sigmoid"), _defaults("MuseSparkTextConfig", "meta-models/Muse-Spark-Open-816B-A42B"),
-        has_expert_bias=True, alpha=32**-0.5,
+        256, 8, Rule("sigmoid"), has_expert_bias=True, alpha=32**-0.5,
+        source=_defaults("MuseSparkTextConfig", "meta-models/Muse-Spark-Open-816B-A42B"),
     ),
 }  # fmt: skip
 
