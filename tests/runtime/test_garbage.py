@@ -3,6 +3,7 @@
 import gc
 import threading
 from collections.abc import Iterator
+from contextlib import contextmanager
 
 import pytest
 
@@ -22,22 +23,43 @@ def threshold() -> Iterator[None]:
     gc.set_threshold(*before)
 
 
-def collected(number: int) -> set[int]:
-    """Return the generations that were collected while so many objects in cycles were made."""
-    seen = []
+@pytest.fixture(scope="module")
+def compilers() -> Iterator[Compilers]:
+    """Return processes of their own, where nothing else has been frozen or made; they take seconds to start."""
+    with Compilers(Target("sm_90"), 2) as started:
+        yield started
+
+
+@contextmanager
+def noting() -> Iterator[list[int]]:
+    """Note the generations that are collected within the context."""
+    seen: list[int] = []
 
     def note(phase: str, info: dict) -> None:
-        seen.append(info["generation"])
+        if phase == "stop":
+            seen.append(info["generation"])
 
-    gc.collect()  # Python puts a collection of all off until there are a quarter more objects than after the last
     gc.callbacks.append(note)
     try:
-        kept = []
-        for _ in range(number):
-            kept.append([])
-            kept[-1].append(kept[-1])
+        yield seen
     finally:
         gc.callbacks.remove(note)
+
+
+def cycles(number: int) -> list:
+    """Make so many objects in cycles."""
+    kept: list = []
+    for _ in range(number):
+        kept.append([])
+        kept[-1].append(kept[-1])
+    return kept
+
+
+def collected(number: int) -> set[int]:
+    """Return the generations that were collected while so many objects in cycles were made."""
+    gc.collect()  # Python puts a collection of all off until there are a quarter more objects than after the last
+    with noting() as seen:
+        cycles(number)
     return set(seen)
 
 
@@ -51,13 +73,38 @@ def generations(_: int) -> list[set[int]]:
     return [*found, collected(100_000)]
 
 
-def test_only_young_objects_are_looked_at():
-    """In a process of its own, where nothing else has been frozen or made."""
-    with Compilers(Target("sm_90"), 2) as compilers:
-        ((_, found),) = compilers.map(generations, [0])
+def test_only_young_objects_are_looked_at(compilers):
+    ((_, found),) = compilers.map(generations, [0])
     assert found is not None
     before, within, after = found
     assert within == {0, 1} and 2 in before and 2 in after
+
+
+def full_collections(_: int) -> list[int]:
+    """Count them, in turns, in a context with its end and after it: with many objects, with few, and
+    with many where collections are off."""
+    gc.set_threshold(*THRESHOLD)
+    gc.freeze()
+    gc.collect()
+    found, kept = [], []
+    for number, enabled in ((100_000, True), (100, True), (200_000, False)):
+        if not enabled:
+            gc.disable()
+        with noting() as seen, without_full_collections():
+            kept.append(cycles(number))
+        found.append(seen.count(2))
+        with noting() as seen:
+            kept.append(cycles(2_000))
+        found.append(seen.count(2))
+    assert gc.get_threshold() == THRESHOLD and not gc.isenabled()
+    gc.enable()
+    return found
+
+
+def test_what_was_left_out_is_made_up_for_at_the_end(compilers):
+    """Not in a call after it, only where Python would have collected, and not where a program collects nothing."""
+    ((_, found),) = compilers.map(full_collections, [0])
+    assert found == [1, 0, 0, 0, 0, 0]
 
 
 def test_the_last_context_of_all_threads_ends_it():
@@ -89,7 +136,6 @@ def frozen(_: int) -> int:
     return gc.get_freeze_count()
 
 
-def test_forks_leave_out_their_imports():
-    with Compilers(Target("sm_90"), 2) as compilers:
-        ((_, number),) = compilers.map(frozen, [0])
+def test_forks_leave_out_their_imports(compilers):
+    ((_, number),) = compilers.map(frozen, [0])
     assert number is not None and number > 100_000
