@@ -467,6 +467,24 @@ def test_calls_without_counters_run_on_any_stream_and_in_captures(hopper):
         assert hopper.calls[-1][1].stream == hopper.stream_now
 
 
+def test_a_prepared_call_is_few_objects(hopper):
+    """Python's collector looks at each, and at all that torch has once there are a quarter more."""
+    case = moe_cases(64, 16, 4, 512, 512, "cpu")["moe-fp8_block128"]
+    prepare(case.function, case.arguments(0)[0], **case.arguments(0)[1])
+    (found,) = [x for x in calls._calls.known.values() if isinstance(x, replay.Prepared)]
+    parts = [getattr(found, name) for name in replay.Prepared.__slots__ if name not in ("_driver", "_scratch", "_build")]
+    gc.collect()  # Python notices tuples of numbers then
+    seen: dict[int, object] = {}
+    while parts:
+        part = parts.pop()
+        shared = isinstance(part, torch.Tensor | torch.dtype | type) or hasattr(part, "packed_metadata")
+        if gc.is_tracked(part) and not shared and id(part) not in seen:
+            seen[id(part)] = part
+            parts += gc.get_referents(part)
+    assert len(found.launches) > 1
+    assert len(seen) < 10 * len(found.launches), [type(part) for part in seen.values()]
+
+
 def test_scratch_memory_is_kept_by_a_stream_and_new_in_captures(hopper):
     """moe in two launches passes activations from one to the other; of other threads' calls see `test_workspace`."""
     case = moe_cases(64, 16, 4, 512, 512, "cpu")["moe-bf16"]

@@ -40,10 +40,6 @@ class Parameter(NamedTuple):
         """Return True for a TMA descriptor's map."""
         return len(self.value) == MAP_BYTES
 
-    def without_tensor(self) -> "Parameter":
-        """Return the bytes alone, which don't keep the tensor's memory."""
-        return Parameter(self.value)
-
 
 def parameters_of(compiled: Any, arguments: tuple, driver: Any) -> list[Parameter]:
     """Return the parameters of a compiled kernel for these arguments. RefusedError for what isn't known here."""

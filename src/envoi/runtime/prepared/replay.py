@@ -36,19 +36,17 @@ FRAME_ALIGNMENT = 128
 
 
 class Launch(NamedTuple):
-    """Launch of a prepared call.
+    """Launch of a prepared call, in few objects: Python's garbage collection takes time for each.
 
-    places: of each parameter's address, FIXED for numbers too. attributes: numbers of the launch attributes.
-    words: the word of each parameter, counted from the launch's first. num_words: in all.
+    attributes: numbers of the launch attributes. words: the word of each parameter, counted from the launch's first.
+    memory: all of the launch's in a frame, with its parameters at their words and zeros elsewhere.
     """
 
     compiled: Any
     grid: tuple[int, ...]
-    parameters: list[Parameter]
-    places: list[Place]
-    attributes: list[int]
-    words: list[int]
-    num_words: int
+    attributes: tuple[int, ...]
+    words: tuple[int, ...]
+    memory: bytes
 
 
 class Frame:
@@ -60,7 +58,7 @@ class Frame:
     __slots__ = ("_memory", "calls", "scratch", "starts", "stream", "words")
 
     def __init__(self, launches: Sequence[Launch]) -> None:
-        num_words = sum(launch.num_words for launch in launches)
+        num_words = sum(len(launch.memory) for launch in launches) // WORD
         self._memory = bytearray(num_words * WORD + FRAME_ALIGNMENT)
         first = ctypes.addressof(ctypes.c_char.from_buffer(self._memory))
         skipped = -first % FRAME_ALIGNMENT
@@ -72,7 +70,7 @@ class Frame:
         for launch in launches:
             self.calls.append(self._fill(launch, start, first + skipped))
             self.starts.append(start)
-            start += launch.num_words
+            start += len(launch.memory) // WORD
 
     def _fill(self, launch: Launch, start: int, address: int) -> tuple[int, int, int, None]:
         """Write all of a launch at this word; address: of the frame."""
@@ -84,14 +82,13 @@ class Frame:
             len(launch.attributes),
         )  # fmt: skip
         raw = self.words.cast("B")
+        raw[start * WORD : start * WORD + len(launch.memory)] = launch.memory
         raw[start * WORD : start * WORD + ctypes.sizeof(config)] = bytes(config)
         for i, name in enumerate(launch.attributes):
             at = (at_attributes + i * ATTRIBUTE_WORDS) * WORD
             raw[at : at + ctypes.sizeof(Attribute)] = bytes(Attribute(name, b"", (1,)))
-        for i, (parameter, word) in enumerate(zip(launch.parameters, launch.words, strict=True)):
-            at = (start + word) * WORD
-            raw[at : at + len(parameter.value)] = parameter.value
-            self.words[at_pointers + i] = address + at
+        for i, word in enumerate(launch.words):
+            self.words[at_pointers + i] = address + (start + word) * WORD
         return address + start * WORD, launch.compiled.function, address + at_pointers * WORD, None
 
 
@@ -116,7 +113,8 @@ class Prepared:
         returned: list[torch.Tensor] = []
         self._build = take_apart(result, returned)
         memory = Memory(recorder, inputs, returned, owned)
-        self.launches = [_launch(launched, memory, driver) for launched in recorder.launches if 0 not in launched.grid]
+        made = [_launch(launched, memory, driver) for launched in recorder.launches if 0 not in launched.grid]
+        self.launches = [launch for launch, _ in made]
         self._parts = _parts(recorder)
         self._outputs = [(tuple(x.shape), tuple(x.stride()), x.dtype) for x in returned]
         self._scratch_floats = memory.scratch_bytes // 4
@@ -128,7 +126,7 @@ class Prepared:
         frame = Frame(self.launches)
         self._streams = [start + STREAM_WORD for start in frame.starts]
         self._of_inputs, self._of_outputs, self._of_scratch = (
-            _written(self.launches, frame.starts, role) for role in (INPUT, OUTPUT, None)
+            _written(made, frame.starts, role) for role in (INPUT, OUTPUT, None)
         )
         self._free = [frame]
 
@@ -188,7 +186,8 @@ class Prepared:
             raise RuntimeError(f"cuLaunchKernelEx: expected 0 from the CUDA driver, got {error}")
 
 
-def _launch(launched: Any, memory: Memory, driver: Any) -> Launch:
+def _launch(launched: Any, memory: Memory, driver: Any) -> tuple[Launch, list[Place]]:
+    """Return a launch, and the place of each parameter's address, FIXED for numbers too."""
     check_launch(launched.compiled)
     parameters = parameters_of(launched.compiled, launched.arguments, driver)
     check_sizes(launched.compiled, parameters, driver)
@@ -199,8 +198,10 @@ def _launch(launched: Any, memory: Memory, driver: Any) -> Launch:
     meta = launched.compiled.metadata
     attributes = attributes_of(bool(meta.launch_cooperative_grid), bool(meta.launch_pdl))
     words, num_words = _words(parameters, CONFIG_WORDS + len(attributes) * ATTRIBUTE_WORDS + len(parameters))
-    alone = [parameter.without_tensor() for parameter in parameters]
-    return Launch(launched.compiled, launched.grid, alone, places, attributes, words, num_words)
+    values = bytearray(num_words * WORD)
+    for parameter, word in zip(parameters, words, strict=True):
+        values[word * WORD : word * WORD + len(parameter.value)] = parameter.value
+    return Launch(launched.compiled, launched.grid, tuple(attributes), tuple(words), bytes(values)), places
 
 
 def _words(parameters: Sequence[Parameter], before: int) -> tuple[list[int], int]:
@@ -229,11 +230,13 @@ def _parts(recorder: Recorder) -> list[tuple[slice, Callable[[], object] | None]
     return found
 
 
-def _written(launches: Sequence[Launch], starts: Sequence[int], role: int | None) -> list[tuple[int, int, int]]:
+def _written(
+    made: Sequence[tuple[Launch, list[Place]]], starts: Sequence[int], role: int | None
+) -> list[tuple[int, int, int]]:  # fmt: skip
     """Return (word, number, offset) of each address with this role; None: the scratch memory."""
     found = []
-    for launch, start in zip(launches, starts, strict=True):
-        for word, place in zip(launch.words, launch.places, strict=True):
+    for (launch, places), start in zip(made, starts, strict=True):
+        for word, place in zip(launch.words, places, strict=True):
             is_scratch = place.role not in (INPUT, OUTPUT, FIXED)
             if place.role == role or (role is None and is_scratch):
                 found.append((start + word, place.number, place.offset))
