@@ -18,11 +18,12 @@ def options(**changes) -> argparse.Namespace:
 
 
 def test_calls_over_gloo_are_right():
-    bits, memory, replayed, times, *hosts = soak.run(options())
+    bits, memory, pauses, replayed, times, *hosts = soak.run(options())
     assert (bits.promise, bits.wrong) == ("soak/bits", 0)
     assert bits.count >= 2 * 2 * 10  # both objects on both ranks after each of ten blocks
     assert "120 calls on 2 ranks by gathered and counted, bf16" in bits.text
     assert (memory.promise, memory.wrong) == ("soak/memory", 0)
+    assert (pauses.promise, pauses.count) == ("soak/pauses", 2 * 2 * soak.SCENES * 2)
     assert (replayed.promise, replayed.count, times.promise) == ("soak/times from graphs", 0, "soak/times")
     assert all(host.promise == "soak/host" and host.count for host in hosts), "none where too few calls are alike"
 
@@ -43,7 +44,7 @@ def test_times_are_judged_in_calls_that_are_alone():
 def found(**changes) -> Found:
     return Found(**({
         "calls": 100, "checked": 20, "wrong": 0, "times": {"alone": (50, 0, 1.5), "graphs": (50, 9, 9.0)},
-        "grown": 0, "tokens": 9, "load": "", "exchange": ("memory", "memory"),
+        "grown": 0, "tokens": 9, "load": "", "exchange": ("memory", "memory"), "pauses": (60, 0, 1e-3),
     } | changes))  # fmt: skip
 
 
@@ -52,6 +53,7 @@ def found(**changes) -> Found:
     [
         ({"wrong": 1}, "soak/bits"),
         ({"grown": 100 << 20}, "soak/memory"),
+        ({"pauses": (60, 1, 0.15)}, "soak/pauses"),
         ({"times": {soak.ALONE: (50, 2, 4.0)}}, "soak/times"),
         ({"times": {soak.REPLAYED: (50, 2, 4.0)}}, "soak/times from graphs"),
         ({"times": {soak.HOST: (50, 20, 4.0), soak.OF_TORCH: (50, 1, 4.0)}}, "soak/host"),
@@ -165,6 +167,46 @@ def test_a_host_that_is_slow_now_and_then_is_found(monkeypatch):
     assert found[soak.HOST] == (400, 40, pytest.approx(40.0))
     assert found[soak.OF_TORCH] == (400, 0, pytest.approx(1.0))
     assert soak.more_often(40, 0) == 40
+
+
+class Pausing(Busy):
+    """Object whose calls of 1 ms some of these seconds are added to, by the number of the call, from 1."""
+
+    def __init__(self, added: dict[int, float]):
+        super().__init__()
+        self.added = added
+
+    def moe(self, tokens, routing):
+        self.made += 1
+        self.now += 1e-3 + self.added.get(self.made, 0.0)
+        return tokens
+
+
+@pytest.mark.parametrize(
+    ("added", "expected"),
+    [
+        ({}, (33, 0, 0.0)),
+        ({1: 9.0}, (33, 0, 0.0)),  # the first one compiles
+        ({2: 0.004}, (33, 0, 0.004)),  # and the second is recorded
+        ({2: 0.15}, (33, 1, 0.15)),
+        ({20: 0.15, 34: 0.011}, (33, 2, 0.15)),  # after graphs were captured
+        ({20: 0.009}, (33, 0, 0.009)),
+    ],
+)
+def test_a_call_that_pauses_is_counted_but_for_the_first_of_its_scene(monkeypatch, added, expected):
+    paused, x = Pausing(added), torch.ones(2, 4)
+    monkeypatch.setattr(soak, "time", paused)
+    monkeypatch.setattr(soak.dist, "barrier", lambda: None)
+    part = Part(paused, [soak.Scene(x, None, x)])
+    for count in (soak.EARLY_CALLS, soak.LATER_CALLS):
+        soak.call_eagerly(part, count, CPU)
+    assert soak.pauses([part]) == (*expected[:2], pytest.approx(expected[2], abs=1e-9))
+
+
+def test_a_slow_scene_pauses_no_sooner_than_three_times_its_median():
+    part = Part(None, [])
+    part.eager_s[0], part.eager_s[1] = [0.5, *[0.02] * 9, 0.05], [0.5, *[0.02] * 9, 0.07]
+    assert soak.pauses([part]) == (20, 1, pytest.approx(0.05))
 
 
 def test_operators_take_about_as_long_as_they_are_told_or_longer():

@@ -472,7 +472,8 @@ def test_a_prepared_call_is_few_objects(hopper):
     case = moe_cases(64, 16, 4, 512, 512, "cpu")["moe-fp8_block128"]
     prepare(case.function, case.arguments(0)[0], **case.arguments(0)[1])
     (found,) = [x for x in calls._calls.known.values() if isinstance(x, replay.Prepared)]
-    parts = [getattr(found, name) for name in replay.Prepared.__slots__ if name not in ("_driver", "_scratch", "_build")]
+    of_others = "_driver", "_scratch", "_build"
+    parts = [getattr(found, name) for name in replay.Prepared.__slots__ if name not in of_others]
     gc.collect()  # Python notices tuples of numbers then
     seen: dict[int, object] = {}
     while parts:

@@ -14,6 +14,11 @@ launched it, which the system may have interrupted: all ranks run on one host, w
 launched much later than usual are left out and counted. The host's own time of a call that isn't from a graph is
 compared with that of small operators of torch, beside each call and as many as usually take as long: what interrupts
 one interrupts the other. More slow calls are wrong if chance doesn't explain them, and so is one that stalls.
+
+Before that every scene is called eagerly, one call after another, a few times before graphs are captured and more
+after, with Python's garbage collection as it is by default. No call after a scene's first may pause, for a compilation,
+a load, an allocation or a collection: take over MOST_TIMES its median, and over PAUSE_S longer than that. These times
+are until the device is done, so that every rank sees each one's pauses.
 Ranks that share a GPU have it in turn, so that their times say nothing; MPS lets them have it at once.
 """
 
@@ -50,6 +55,11 @@ GPU_SLACK, CPU_SLACK = 8 << 20, 64 << 20  # bytes that the driver, or Python, ma
 GUARD_S = 590.0
 LEAST_ALIKE = 20  # calls that have a median
 CHANCE = 4.0  # deviations by which two numbers of equally rare events may differ
+EARLY_CALLS, LATER_CALLS = 4, 30  # of a scene, whose pauses are counted, before graphs are captured and after
+ON_CPU = 1  # of either kind after the first, where times say little
+# Over its median, from which on a call has paused. Less is the recording of a prepared call, 4 ms once for a number of
+# tokens, and what interrupts a host: at most 40 of its medians, which are tens of microseconds, in 66,456 calls.
+PAUSE_S = 1e-2
 STALL = 100.0  # of its median that a host's time may never take, unless torch's operators beside it did
 ALONE, REPLAYED, HOST, OF_TORCH = "alone", "alone, from a graph", "host", "operators of torch"
 LATE = "hosts late, {}"  # of a kind of block, the calls that are left out
@@ -89,12 +99,16 @@ class Took(NamedTuple):
 
 @dataclass
 class Part:
-    """Object under test with its scenes and its stream. calls: of each scene, by kind of block."""
+    """Object under test with its scenes and its stream. calls: of each scene, by kind of block.
+
+    eager_s: for each scene the seconds of all its first calls, in order.
+    """
 
     parallel: envoi.ExpertParallel
     scenes: list[Scene]
     stream: Any = None
     calls: dict[tuple[str, int], list[Took]] = field(default_factory=lambda: defaultdict(list))
+    eager_s: dict[int, list[float]] = field(default_factory=lambda: defaultdict(list))
 
     def usual_host_s(self, kind: str, number: int) -> float:
         """Return the usual seconds of the host for a call of a scene, 0 as long as few are known."""
@@ -107,6 +121,7 @@ class Found:
     """Findings of a rank. grown: bytes.
 
     times: by kind of block the number of calls, of those beyond MOST_TIMES their median, and the most times.
+    pauses: calls whose pauses were looked for, calls that paused, and the most seconds over a median.
     """
 
     calls: int
@@ -117,6 +132,7 @@ class Found:
     tokens: int
     load: str
     exchange: tuple[str, ...]
+    pauses: tuple[int, int, float]
 
 
 def sizes_of(device: torch.device) -> tuple[dict[str, int], dict[str, int]]:
@@ -187,15 +203,14 @@ def open_part(place: int, format: str, seed: int, rank: int, num_ranks: int, dev
 
 
 def prepare(part: Part, device: torch.device) -> None:
-    """Compile what calls need, and capture graphs of some scenes. Collective."""
+    """Compile what calls need, call every scene, and capture and replay graphs of some. Collective."""
     if device.type == "cpu":
+        call_eagerly(part, 1 + ON_CPU, device)
         return
     part.stream = torch.cuda.Stream(device)
     if part.parallel.exchange != "counted":
         part.parallel.warm_up(progress=False)
-    for scene in part.scenes:
-        part.parallel.moe(scene.tokens, scene.routing)
-    torch.cuda.synchronize()
+    call_eagerly(part, EARLY_CALLS, device)
     if part.parallel.exchange == "counted":
         return
     for scene in part.scenes[:GRAPHS]:
@@ -203,7 +218,32 @@ def prepare(part: Part, device: torch.device) -> None:
         scene.graph = torch.cuda.CUDAGraph()
         with torch.cuda.graph(scene.graph):
             scene.out = part.parallel.moe(scene.tokens, scene.routing)
+        scene.graph.replay()
     torch.cuda.synchronize()
+
+
+def call_eagerly(part: Part, count: int, device: torch.device) -> None:
+    """Call every scene so many times, one call after another, and note how long each took. Collective."""
+    for number, scene in enumerate(part.scenes):
+        _settle(device.type == "cuda")
+        for _ in range(count):
+            start = time.monotonic()
+            part.parallel.moe(scene.tokens, scene.routing)
+            if device.type == "cuda":
+                torch.cuda.synchronize()
+            part.eager_s[number].append(time.monotonic() - start)
+
+
+def pauses(parts: list[Part]) -> tuple[int, int, float]:
+    """Return the number of eager calls after the first of each scene, of those that paused, and the most seconds over
+    the median of its scene that one of all took."""
+    late: list[tuple[float, float]] = []  # seconds over the median, and the median
+    for part in parts:
+        for first_and_others in part.eager_s.values():
+            median = statistics.median(first_and_others[1:])
+            late += [(seconds - median, median) for seconds in first_and_others[1:]]
+    paused = sum(more > max(PAUSE_S, (MOST_TIMES - 1) * median) for more, median in late)
+    return len(late), paused, max((more for more, _ in late), default=0.0)
 
 
 def call(part: Part, number: int, kind: str, draw: random.Random) -> tuple[torch.Tensor, bool]:
@@ -357,13 +397,18 @@ def on_rank(rank: int, num_ranks: int, format: str, seed: int, calls: int, kind:
     """Make all calls on a rank."""
     device = own_device(kind)
     parts = [open_part(place, format, seed, rank, num_ranks, device) for place in range(2)]
+    gc.collect()  # what is due for the objects of this program
     for part in parts:
         prepare(part, device)
+    for part in parts:
+        call_eagerly(part, LATER_CALLS if device.type == "cuda" else ON_CPU, device)
+    shares = share_gpus(num_ranks, kind)
+    paused = (0, 0, 0.0) if shares else pauses(parts)
     gc.collect()
     gc.disable()
     done = checked = wrong = 0
     settled, kinds = None, KINDS if device.type == "cuda" else ("eager", ALONE)
-    if share_gpus(num_ranks, kind):
+    if shares:
         kinds = tuple(kind for kind in KINDS if kind != ALONE)
     while done < calls:
         count = min(BLOCK, calls - done, max(1, calls // 10))
@@ -378,7 +423,7 @@ def on_rank(rank: int, num_ranks: int, format: str, seed: int, calls: int, kind:
     exchanges = tuple(part.parallel.exchange for part in parts)
     load = str(parts[0].parallel.load())
     dist.barrier()
-    return Found(done, checked, wrong, judged(parts), max(0, grown), tokens, load, exchanges)
+    return Found(done, checked, wrong, judged(parts), max(0, grown), tokens, load, exchanges, paused)
 
 
 def run(options: argparse.Namespace) -> Iterator[Run]:
@@ -404,6 +449,15 @@ def run(options: argparse.Namespace) -> Iterator[Run]:
     print(f"load on rank 0: {found[0].load}")
     if share_gpus(options.ranks, device):
         return
+    n, paused, most_s = summed([x.pauses for x in found])
+    text = f"a call took {1e3 * most_s:.1f} ms more than the median of those like it at most"
+    yield run_of("soak/pauses", n, paused, spent, device, options.ranks, text)
+    yield from run_of_times(found, spent, options)
+
+
+def run_of_times(found: list[Found], spent: float, options: argparse.Namespace) -> Iterator[Run]:
+    """Yield the runs of the times of calls that are alone."""
+    device = options.device
     apart = REPLAYED, LATE.format(REPLAYED), ALONE, LATE.format(ALONE), HOST, OF_TORCH
     kinds = dict.fromkeys((*KINDS, *apart))
     counts = {kind: summed([x.times.get(kind, (0, 0, 0.0)) for x in found]) for kind in kinds}
