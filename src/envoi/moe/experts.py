@@ -18,19 +18,20 @@ from envoi.types import ExpertWeights, Matrix, QuantTensor
 
 def run_experts(
     rows: Matrix, weights: torch.Tensor, offsets: torch.Tensor, experts: ExpertWeights,
-    grouping: Grouping = EXPERTS_ROWS,
+    grouping: Grouping = EXPERTS_ROWS, progress: torch.Tensor | None = None,
 ) -> torch.Tensor:  # fmt: skip
     """Run L1 -> activation -> quantise -> L2 on rows [P, H] sorted by expert: [P, H] bf16, each row times its weight.
 
     weights [P] float32: the routing weight of each row. offsets [E + 1] int32: expert e owns rows offsets[e] :
     offsets[e + 1]. grouping: how the rows are grouped; with `to`, L2 stores each row at its address and returns `to`.
+    progress: of one launch, as in `one_launch.run_in_one_launch`.
     In fp8_block128 on Hopper few rows of an expert, and many, go through both GEMMs in one launch, with the same bits
     (`envoi.moe.one_launch`).
     Where L1's epilogue doesn't quantise (`l1_epilogues`), one more kernel does; the bits are the same.
     """
     if one_launch.takes_one_launch(rows, experts, grouping):
         with span("L1 and L2"):
-            return one_launch.run_in_one_launch(rows, weights, offsets, experts, grouping)
+            return one_launch.run_in_one_launch(rows, weights, offsets, experts, grouping, progress)
     with span("L1"):
         hidden = run_l1(rows, weights, offsets, experts, replace(grouping, to=None))
     with span("L2"):

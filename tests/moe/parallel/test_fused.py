@@ -37,12 +37,14 @@ SIZES = {"max_tokens": 60, "num_topk": 3}
 EXPECTED = "fused: expected gated experts in fp8_block128 on Hopper GPUs that reach each other's memory, for True; got "
 
 
-def test_only_a_fused_layout_takes_the_memory():
-    layout, given = SharedLayout(2, 8, 10, 2, 128, "fp8_block128"), (0, [0, 4, 8], 1.0, torch.device("meta"), False)
-    staged, fused = allocate(layout, *given), allocate(replace(layout, fused=True), *given)
-    assert staged.progress is None
-    assert len(fused.owned) == len(staged.owned) + 1
-    assert fused.progress.shape == (NUM_COUNTERS,)
+def test_only_the_format_of_one_launch_takes_the_memory():
+    """Staged layouts too: L1 and L2 alone are one launch, or not, from call to call."""
+    given = 0, [0, 4, 8], 1.0, torch.device("meta"), False
+    other, staged = (allocate(SharedLayout(2, 8, 10, 2, 128, name), *given) for name in ("fp8_row", "fp8_block128"))
+    fused = allocate(replace(staged.layout, fused=True), *given)
+    assert other.progress is None
+    assert len(fused.owned) == len(staged.owned) == len(other.owned) + 1
+    assert fused.progress.shape == staged.progress.shape == (NUM_COUNTERS,)
     assert fused.layout != staged.layout, "objects of both kinds would share memory"
 
 

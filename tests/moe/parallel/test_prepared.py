@@ -11,6 +11,7 @@ import torch.distributed as dist
 from envoi.moe.one_launch import host as one_launch
 from envoi.moe.parallel import ExpertParallel
 from envoi.moe.parallel.symmetric_memory import Domain, SharedLayout
+from envoi.runtime.prepared.replay import Prepared
 from tests.moe.layers import make
 from tests.moe.parallel.domains import gathered_alone, hosts_alone, open_all, use
 from tests.runtime.conftest import hopper
@@ -66,6 +67,8 @@ def test_parameters(hopper, monkeypatch, way, format, presum, num_launches):
 
     assert_replayed(Case(run, arguments), hopper, owner.calls, owner.calls.owned)
     assert len(hopper.calls) == num_launches
+    made = [found for found in owner.calls.known.values() if isinstance(found, Prepared)]
+    assert made and all(found.stream is None for found in made), "none is recorded again on another stream"
     # As before a first call, in which the ranks wait for each other: objects of other weights share the calls.
     parallel._is_loaded = False
     with monkeypatch.context() as patched:

@@ -146,12 +146,18 @@ def _pays(problems: tuple[Problem, Problem], irs: tuple[Any, ...], scattered: bo
 
 
 def run_in_one_launch(
-    rows: Matrix, weights: torch.Tensor, offsets: torch.Tensor, experts: ExpertWeights, grouping: Grouping
-) -> torch.Tensor:
-    """Run L1 and L2 in one launch on the current stream, with the bits of two. Arguments as in `moe.run_experts`."""
+    rows: Matrix, weights: torch.Tensor, offsets: torch.Tensor, experts: ExpertWeights, grouping: Grouping,
+    progress: torch.Tensor | None = None,
+) -> torch.Tensor:  # fmt: skip
+    """Run L1 and L2 in one launch on the current stream, with the bits of two. Arguments as in `moe.run_experts`.
+
+    progress: int32 [NUM_COUNTERS], 0 before and after, that no launch beside this one uses; None = the stream's.
+    """
     count = num_sms(experts.device)
     planned = plan(cast(QuantTensor, rows), weights, offsets, experts, grouping, count)
-    return run(planned, workspace.counters(NUM_COUNTERS, experts.device), count)
+    if progress is None:
+        progress = workspace.counters(NUM_COUNTERS, experts.device)
+    return run(planned, progress, count)
 
 
 def run(planned: Planned, progress: torch.Tensor, num_sms: int, pull: Pull = NO_PULL) -> torch.Tensor:

@@ -58,7 +58,7 @@ def run_local_experts(domain: Domain, experts: ExpertWeights, num_slots: int) ->
     if layout.fused and domain.num_local:
         with span("pull, L1 and L2"):
             return run_fused(domain, experts, grouping)
-    return run_experts(domain.rows, domain.row_weights, domain.offsets, experts, grouping)
+    return run_experts(domain.rows, domain.row_weights, domain.offsets, experts, grouping, domain.progress)
 
 
 def refuse(domain: Domain) -> None:

@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.distributed_c10d import Store
 
-from envoi.moe.one_launch.config import NUM_COUNTERS
+from envoi.moe.one_launch.config import FORMAT, NUM_COUNTERS
 from envoi.moe.parallel.load import empty_history
 from envoi.moe.permute import empty_rows
 from envoi.quant.formats import Scheme, format_named
@@ -169,7 +169,8 @@ class Domain:
     has_kernels: set[str] = field(default_factory=set)
     watch: Any = None  # `timeout.Watch`: ranks report through it what they refused, and who was late
     lock: Any = field(default_factory=threading.RLock)  # one call at a time
-    # With layout.fused, int32 [NUM_COUNTERS], 0 between calls: the counters of `moe.one_launch.progress`.
+    # In the format of `moe.one_launch`, int32 [NUM_COUNTERS], 0 between calls: its counters. Those of `workspace` are
+    # for calls of a stream; these, like all memory here, for calls on any, one at a time, eager or from a graph.
     progress: torch.Tensor | None = None
 
     @cached_property
@@ -235,7 +236,7 @@ def allocate(
         torch.tensor(expert_offsets[1:], dtype=torch.int32, device=device),
         empty_history(layout.num_experts, device),
     )  # fmt: skip
-    if layout.fused:
+    if layout.format == FORMAT:
         domain.progress = ints(NUM_COUNTERS)
     if device.type == "cuda":
         torch.cuda.synchronize(device)  # peers raise flags here as soon as they may
