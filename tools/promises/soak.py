@@ -57,8 +57,9 @@ LEAST_ALIKE = 20  # calls that have a median
 CHANCE = 4.0  # deviations by which two numbers of equally rare events may differ
 EARLY_CALLS, LATER_CALLS = 4, 30  # of a scene, whose pauses are counted, before graphs are captured and after
 ON_CPU = 1  # of either kind after the first, where times say little
-# Over its median, from which on a call has paused. Less is the recording of a prepared call, 4 ms once for a number of
-# tokens, and what interrupts a host: at most 40 of its medians, which are tens of microseconds, in 66,456 calls.
+# Over its median, from which on a call has paused. Less is the recording of a prepared call, 5 ms once for a number of
+# tokens; memory that torch gives back before a capture, and then asks the driver for again, 8 ms; and what interrupts a
+# host: at most 40 of its medians, which are tens of microseconds, in 66,456 calls.
 PAUSE_S = 1e-2
 STALL = 100.0  # of its median that a host's time may never take, unless torch's operators beside it did
 ALONE, REPLAYED, HOST, OF_TORCH = "alone", "alone, from a graph", "host", "operators of torch"
