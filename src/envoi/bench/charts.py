@@ -8,7 +8,8 @@ from pathlib import Path
 from typing import Any
 
 from envoi.bench.evidence import Measurement
-from envoi.bench.pages import PICTURE_BASELINES, PICTURE_GPUS, PICTURE_TOKENS, case_name
+from envoi.bench.libraries import label, version
+from envoi.bench.pages import PICTURE_BASELINES, PICTURE_TOKENS, case_name, where
 from envoi.bench.summary import compared
 from envoi.table import number, ratio
 
@@ -19,12 +20,15 @@ STYLE = {"svg.hashsalt": "envoi", "svg.fonttype": "none", "font.size": 10, "axes
 
 def ratio_rows(measurements: Sequence[Measurement]) -> list[tuple[str, str, float]]:
     """Row of a suite's chart: case, what it is compared to, the other's time over Envoi's."""
-    return [(case_name(m), name, us / m.ours_us) for m, name, us in compared(measurements)]
+    return [(case_name(m), label(m, name), us / m.ours_us) for m, name, us in compared(measurements)]
 
 
 def picture_rows(cases: Sequence[Measurement]) -> list[tuple[str, list[float]]]:
     """Series of the README's picture: a name, and times in us for each number of tokens."""
-    others = [(label, [m.baselines[name] for m in cases]) for name, label in PICTURE_BASELINES.items()]
+    others = [
+        (" ".join(filter(None, (title, version(cases[0], name)))), [m.baselines[name] for m in cases])
+        for name, title in PICTURE_BASELINES.items()
+    ]
     return [("Envoi", [m.ours_us for m in cases]), *others]
 
 
@@ -54,16 +58,16 @@ def draw_picture(path: Path, cases: Sequence[Measurement]) -> None:
     rows = picture_rows(cases)
     with _figure(path, (8.5, 3.8), digest(rows)) as axes:
         width = 0.8 / len(rows)
-        for place, ((label, times), colour) in enumerate(zip(rows, (OURS, *THEIRS), strict=True)):
+        for place, ((title, times), colour) in enumerate(zip(rows, (OURS, *THEIRS), strict=True)):
             left = [at + (place - (len(rows) - 1) / 2) * width for at in range(len(times))]
-            axes.bar(left, times, width * 0.94, label=label, color=colour)
+            axes.bar(left, times, width * 0.94, label=title, color=colour)
             for at, time_us in zip(left, times, strict=True):
                 axes.annotate(number(time_us), (at, time_us), ha="center", va="bottom", fontsize=9)
         axes.set_yscale("log")
         axes.set_ylim(100, 2 * max(max(times) for _, times in rows))
         axes.set_xticks(range(len(PICTURE_TOKENS)), [f"{tokens} tokens" for tokens in PICTURE_TOKENS])
         axes.set_ylabel("us, lower is better")
-        axes.set_title(f"One MoE layer on {PICTURE_GPUS} x H200, by the tokens of each GPU", loc="left")
+        axes.set_title(f"One MoE layer on {where(cases)}, by the tokens of each GPU", loc="left")
         axes.legend(frameon=False)
 
 

@@ -109,7 +109,10 @@ def _write_docs(docs: Path, out: str | None) -> int:
     picture = docs.parent / "assets" / pages.PICTURE
     for folder_made in (docs, picture.parent):
         folder_made.mkdir(exist_ok=True)
-    charts.draw_picture(picture, cases)
+    if cases:
+        charts.draw_picture(picture, cases)
+    else:
+        picture.unlink(missing_ok=True)
     for suite in evidence.SUITES:
         for gpu, measurements in pages.of_suite(results, suite).items():
             if charts.ratio_rows(measurements):

@@ -3,28 +3,34 @@
 A page `<suite>.md` has, for each GPU, where the numbers come from, a table, geometric means and a chart
 `<suite>-<gpu>.svg`. In the README it is what stands between `<!-- bench:.. -->` and `<!-- /bench -->`:
 
-    <!-- bench:picture -->                              what its picture shows, in a line
+    <!-- bench:picture -->                              its picture, and what that shows, in a line
     <!-- bench:h200:gemm_swiglu:1 -->                   the mean ratio to the best baseline, of cases on 1 GPU
-    <!-- bench:h200:moe:4:sgl_deep_gemm -->             the mean ratio to this baseline
+    <!-- bench:h200:moe:2:sgl_deep_gemm -->             the mean ratio to this baseline
+    <!-- bench:h200,h100:moe:1::mxfp4_mxfp8 -->         of the first GPU that has any, the cases whose name contains this
+
+Baselines count in the newest version that `libraries` knows; what was measured with older ones stands in a section of
+its own. Where nothing was measured a marker says so.
 """
 
 import re
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 
-from envoi.bench.evidence import BASELINES, SUITES, Measurement, load
+from envoi.bench.evidence import BASELINES, SUITES, Measurement, load, slug
+from envoi.bench.libraries import OF_BASELINE, is_old, label, newest_only, outdated, version
 from envoi.bench.published import PUBLISHED
 from envoi.bench.summary import baseline_names, best_baseline, compared, mean_and_least, means, of_roof, peers
 from envoi.table import number, ratio
 
 MARKER = re.compile(r"(<!-- bench:(\S+) -->)(.*?)<!-- /bench -->", re.DOTALL)
 INDEX = "index.md"
-PICTURE = "moe_4xh200.svg"
-PICTURE_LAYER, PICTURE_TOKENS, PICTURE_GPUS = "4096/2048/256/6 fp8_block128", (64, 512, 2048, 8192), 4
+PICTURE = "moe_ranks.svg"
+PICTURE_LAYER, PICTURE_TOKENS, PICTURE_GPUS = "4096/2048/256/6 fp8_block128", (64, 512, 2048, 8192), (8, 4, 2)
 PICTURE_BASELINES = {
     "sgl_deep_gemm": "sgl-deep-gemm's one launch",
     "torch_ep": "torch in bf16 (NCCL + grouped matmul)",
 }
+NOT_MEASURED = "not measured"
 ABOUT = """Medians in microseconds, each case measured beside its baselines in the same run, with a cold L2 cache unless
 the suite says otherwise. A ratio is the other's time over Envoi's: above 1 Envoi is faster. The best baseline is the
 fastest of those that do the same work. The error is relative, against float64, with torch's for the same work beside
@@ -38,16 +44,18 @@ def pages(folder: Path) -> dict[str, str]:
     results = load(folder)
     if not results:
         raise ValueError(f"--out: expected a folder with results, got none in {folder}")
-    found = {f"{suite}.md": page(suite, of_suite(results, suite), of_suite(results, suite, True)) for suite in SUITES}
-    return {INDEX: index(results), **found}
+    return {INDEX: index(results), **{f"{suite}.md": page(suite, results) for suite in SUITES}}
 
 
 def of_suite(
     results: dict[str, list[Measurement]], suite: str, untuned: bool = False
 ) -> dict[str, list[Measurement]]:  # fmt: skip
-    """Return the measurements of a suite, those made with `--untuned` or the others, by file, that with most first."""
+    """Return the measurements of a suite, those made with `--untuned` or the others, by file, that with most first.
+
+    Baselines of old versions aren't among them.
+    """
     chosen = {
-        gpu: [m for m in measurements if m.suite == suite and m.is_untuned == untuned]
+        gpu: newest_only(m for m in measurements if m.suite == suite and m.is_untuned == untuned)
         for gpu, measurements in results.items()
     }
     return {gpu: chosen[gpu] for gpu in sorted(chosen, key=lambda gpu: -len(chosen[gpu])) if chosen[gpu]}
@@ -62,8 +70,9 @@ def index(results: dict[str, list[Measurement]]) -> str:
     return "\n".join(lines) + "\n"
 
 
-def page(suite: str, by_gpu: dict[str, list[Measurement]], untuned: dict[str, list[Measurement]]) -> str:
-    """Return the page of a suite. untuned: measurements with `--untuned`, which have a table of their own."""
+def page(suite: str, results: dict[str, list[Measurement]]) -> str:
+    """Return the page of a suite. Measurements with `--untuned` have a table of their own, and so have old versions."""
+    by_gpu, untuned = of_suite(results, suite), of_suite(results, suite, True)
     parts = [f"# {suite}", f"{SUITES[suite][0].upper()}{SUITES[suite][1:]}."]
     for gpu, measurements in by_gpu.items():
         parts += [f"## {gpu.upper()}", provenance(measurements)]
@@ -74,6 +83,7 @@ def page(suite: str, by_gpu: dict[str, list[Measurement]], untuned: dict[str, li
         if others := untuned.get(gpu):
             mean = by_gpus(others)
             parts += [WITHOUT, provenance(others), table(rows(others)), *[f"- best baseline: {mean}"] * bool(mean)]
+        parts += old_versions([m for m in results[gpu] if m.suite == suite])
     if not by_gpu:
         parts.append("Not measured yet.")
     return "\n\n".join(parts) + "\n"
@@ -101,10 +111,25 @@ def rows(measurements: Sequence[Measurement]) -> list[list[str]]:
     found = [["case", "Envoi us", f"{_other(measurements)}: us", "ratio", "of roof", "error (torch's)"]]
     for m in measurements:
         name, us = others.get(m.key, ("", 0.0))
-        theirs = (f"{name}: {number(us)}", ratio(us, m.ours_us)) if name else ("-", "-")
+        theirs = (f"{label(m, name)}: {number(us)}", ratio(us, m.ours_us)) if name else ("-", "-")
         error = f"{m.error['ours']:.1e} ({m.error['torch']:.1e})"
         found.append([case_name(m), number(m.ours_us), *theirs, of_roof(m.floor_us, m.ours_us), error])
     return found
+
+
+def old_versions(measurements: Sequence[Measurement]) -> list[str]:
+    """Return what was measured with versions of other libraries that aren't the newest known, and which those are."""
+    lines = [
+        [case_name(m), number(m.ours_us), f"{label(m, name)}: {number(us)}", ratio(us, m.ours_us), m.date]
+        for m in measurements
+        for name, us in m.baselines.items()
+        if is_old(m, name)
+    ]
+    if not lines:
+        return []
+    known = _list(f"{sentence}." for sentence in outdated(measurements).values())
+    header = ["case", "Envoi us", "old version: us", "ratio", "date"]
+    return ["### Measured with older versions", f"Not counted above.\n\n{known}", table([header, *lines])]
 
 
 def _other(measurements: Sequence[Measurement]) -> str:
@@ -148,9 +173,9 @@ def summaries(measurements: Sequence[Measurement]) -> list[str]:
         best = [f"best baseline: {by_gpus(measurements)}"] if same else []
         found.append("Geometric means of the ratios, the least in brackets:\n\n" + _list([*best, *mean.split("; ")]))
     if same:
-        found.append("Baselines:\n\n" + _list(_meaning(n) for n in baseline_names(measurements) if n in same))
+        found.append("Baselines:\n\n" + _list(_meaning(n, measurements) for n in baseline_names(measurements) if n in same))
     if others:
-        found.append("Measured too, but not the same work:\n\n" + _list(map(_meaning, others)))
+        found.append("Measured too, but not the same work:\n\n" + _list(_meaning(n, measurements) for n in others))
     return found
 
 
@@ -175,29 +200,45 @@ def by_gpus(measurements: Sequence[Measurement]) -> str:
 
 
 def picture_cases(results: dict[str, list[Measurement]]) -> list[Measurement]:
-    """Return the series of the README's picture, by tokens. Raises ValueError if a case isn't in the results."""
-    found = {(m.case, m.num_gpus): m for m in results.get("h200", []) if m.suite == "moe"}
-    chosen = []
-    for tokens in PICTURE_TOKENS:
-        key = f"{PICTURE_LAYER} tokens={tokens}", PICTURE_GPUS
-        if key not in found or not found[key].baselines.keys() >= PICTURE_BASELINES.keys():
-            raise ValueError(f"results: expected h200's moe case {key[0]!r} on {key[1]} GPUs, with {_both()}; got none")
-        chosen.append(found[key])
-    return chosen
+    """Return the series of the README's picture, by tokens: of most GPUs of those that have it whole; [] if none has."""
+    by_gpu = of_suite(results, "moe").values()
+    for num_gpus in PICTURE_GPUS:
+        for measurements in by_gpu:
+            found = {m.case: m for m in measurements if m.num_gpus == num_gpus}
+            series = [found.get(f"{PICTURE_LAYER} tokens={tokens}") for tokens in PICTURE_TOKENS]
+            whole = [m for m in series if m is not None and m.baselines.keys() >= PICTURE_BASELINES.keys()]
+            if len(whole) == len(series):
+                return whole
+    return []
+
+
+def where(cases: Sequence[Measurement]) -> str:
+    """Return the GPUs of the picture, "2 H200s"."""
+    return f"{cases[0].num_gpus} {slug(cases[0].gpu).upper()}s"
 
 
 def caption(cases: Sequence[Measurement]) -> str:
     """Return a line that says what the picture shows."""
     spans = []
-    for name, label in PICTURE_BASELINES.items():
+    for name, meaning in PICTURE_BASELINES.items():
         ratios = [m.baselines[name] / m.ours_us for m in cases]
-        spans.append(f"{number(min(ratios))}x to {number(max(ratios))}x over {label}")
+        library = f" ({_of_libraries((m, name) for m in cases)})" if name in OF_BASELINE else ""
+        spans.append(f"{number(min(ratios))}x to {number(max(ratios))}x {meaning}{library}")
     dates = sorted({m.date for m in cases})
     return (
-        f"One MoE layer on {PICTURE_GPUS} H200s (hidden 4096, intermediate 2048, 256 experts, top-6, FP8), "
-        f"{PICTURE_TOKENS[0]} to {PICTURE_TOKENS[-1]} tokens a GPU: {' and '.join(spans)} "
-        f"({_distinct(dates)}, commit {_distinct(m.commit for m in cases)})."
+        f"One MoE layer on {where(cases)} (hidden 4096, intermediate 2048, 256 experts, top-6, FP8), "
+        f"{PICTURE_TOKENS[0]} to {PICTURE_TOKENS[-1]} tokens a GPU, the other's time over Envoi's (below 1 Envoi is "
+        f"slower): {' and '.join(spans)}; {_distinct(dates)}, commit {_distinct(m.commit for m in cases)}."
     )
+
+
+def picture(results: dict[str, list[Measurement]]) -> str:
+    """Return the picture and its caption as Markdown; "" without measurements for it."""
+    cases = picture_cases(results)
+    if not cases:
+        return "\n"
+    about = f"Time of one MoE layer on {where(cases)}: Envoi, sgl-deep-gemm, torch"
+    return f"\n![{about}](docs/assets/{PICTURE})\n\n{caption(cases)}\n"
 
 
 def render(text: str, folder: Path) -> str:
@@ -210,21 +251,29 @@ def render(text: str, folder: Path) -> str:
 
 def _served(marker: str, results: dict[str, list[Measurement]]) -> str:
     if marker == "picture":
-        return f"\n{caption(picture_cases(results))}\n"
-    gpu, suite, num_gpus, baseline = (*marker.split(":"), "", "", "")[:4]
-    chosen = [m for m in of_suite(results, suite).get(gpu, []) if str(m.num_gpus) == num_gpus]
-    found = overall(chosen, baseline or None)
-    if not found:
-        raise ValueError(f"bench:{marker}: expected GPU:SUITE:NUM_GPUS[:BASELINE] of the results, got nothing for it")
-    return found
+        return picture(results)
+    gpu, suite, num_gpus, baseline, part = (*marker.split(":"), "", "", "", "")[:5]
+    if suite not in SUITES or not num_gpus.isdigit() or (baseline and baseline not in BASELINES):
+        raise ValueError(f"bench:{marker}: expected GPU:SUITE:NUM_GPUS[:BASELINE[:PART OF A CASE'S NAME]]")
+    measured = of_suite(results, suite)
+    for place, name in enumerate(gpu.split(",")):
+        chosen = [m for m in measured.get(name, []) if str(m.num_gpus) == num_gpus and part in m.case]
+        if found := overall(chosen, baseline or None):
+            same = [(m, one) for m, one, _ in compared(chosen)] if not baseline else [(m, baseline) for m in chosen]
+            library = _of_libraries((m, one) for m, one in same if one in m.baselines)
+            return found + f", on {name.upper()}" * bool(place) + f" ({library})" * bool(library)
+    return NOT_MEASURED
 
 
-def _both() -> str:
-    return " and ".join(PICTURE_BASELINES)
+def _of_libraries(compared_with: Iterable[tuple[Measurement, str]]) -> str:
+    """Return the libraries with the versions of which these baselines were measured, "vllm 0.33.0, humming 0.1.19"."""
+    found = (f"{OF_BASELINE[name]} {version(m, name)}" for m, name in compared_with if name in OF_BASELINE)
+    return _distinct(sorted(found))
 
 
-def _meaning(name: str) -> str:
-    return f"{name}: {BASELINES[name]}"
+def _meaning(name: str, measurements: Sequence[Measurement]) -> str:
+    library = _of_libraries((m, name) for m in measurements if name in m.baselines)
+    return f"{name}: {BASELINES[name]}{f' ({library})' * bool(library)}"
 
 
 def _list(lines: Iterable[str]) -> str:
