@@ -102,7 +102,9 @@ def test_the_picture_is_of_the_newest_version_on_most_gpus(tmp_path):
     append(tmp_path, [*series("0.1.5.post1", 4), *series("0.2.5", 2)])
     assert [m.num_gpus for m in picture_cases(load(tmp_path))] == [2] * 4
     text = render("<!-- bench:picture --><!-- /bench -->", tmp_path)
-    assert "One MoE layer on 2 H200s" in text and "0.90x to 0.90x sgl-deep-gemm's one launch (sgl-deep-gemm 0.2.5)" in text
+    assert (
+        "One MoE layer on 2 H200s" in text and "0.90x to 0.90x sgl-deep-gemm's one launch (sgl-deep-gemm 0.2.5)" in text
+    )
     assert "![Time of one MoE layer on 2 H200s" in text
     append(tmp_path, series("0.2.5", 8, gpu="NVIDIA H100 80GB HBM3")[:3])
     assert [m.num_gpus for m in picture_cases(load(tmp_path))] == [2] * 4, "a series with a gap is none"
@@ -119,6 +121,11 @@ def test_versions_come_from_the_distribution_the_module_or_the_command(monkeypat
         ["eager", "vllm_triton", "humming_w4a8", "triton_kernels", "sgl_deep_gemm"],
         {"triton_kernels": "3.6.0", "humming-kernels": "9"},
     )
-    assert found == {"vllm": "0.33.0", "humming-kernels": "0.1.19", "triton_kernels": "3.6.0", "sgl-deep-gemm": "unknown"}
+    assert found == {
+        "vllm": "0.33.0",
+        "humming-kernels": "0.1.19",
+        "triton_kernels": "3.6.0",
+        "sgl-deep-gemm": "unknown",
+    }
     assert libraries.versions(["eager", "torch_grouped"], {}) == {}
-    assert label(moe("0.2.5"), "sgl_deep_gemm") == "sgl_deep_gemm 0.2.5"
+    assert label(moe("0.2.5").details, "sgl_deep_gemm") == "sgl_deep_gemm 0.2.5"

@@ -20,13 +20,13 @@ STYLE = {"svg.hashsalt": "envoi", "svg.fonttype": "none", "font.size": 10, "axes
 
 def ratio_rows(measurements: Sequence[Measurement]) -> list[tuple[str, str, float]]:
     """Row of a suite's chart: case, what it is compared to, the other's time over Envoi's."""
-    return [(case_name(m), label(m, name), us / m.ours_us) for m, name, us in compared(measurements)]
+    return [(case_name(m), label(m.details, name), us / m.ours_us) for m, name, us in compared(measurements)]
 
 
 def picture_rows(cases: Sequence[Measurement]) -> list[tuple[str, list[float]]]:
     """Series of the README's picture: a name, and times in us for each number of tokens."""
     others = [
-        (" ".join(filter(None, (title, version(cases[0], name)))), [m.baselines[name] for m in cases])
+        (" ".join(filter(None, (title, version(cases[0].details, name)))), [m.baselines[name] for m in cases])
         for name, title in PICTURE_BASELINES.items()
     ]
     return [("Envoi", [m.ours_us for m in cases]), *others]

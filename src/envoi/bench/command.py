@@ -51,6 +51,15 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--out", metavar="DIR", help="append the results to DIR/<gpu>.jsonl; default: they are printed and not kept"
     )
+    parser.add_argument(
+        "--peer-version", metavar="NAME=VERSION", action="append", default=[],
+        help="of another library that doesn't say its own, e.g. vllm=0.33.0; may be repeated",
+    )  # fmt: skip
+    parser.add_argument(
+        "--theirs",
+        metavar="FILE",
+        help="take baselines that another process measured on these GPUs, see bench/README.md",
+    )
     parser.add_argument("--commit", metavar="TEXT", help="what to record where the package isn't in a git repository")
     parser.add_argument(
         "--docs",
@@ -153,9 +162,22 @@ def _print_list(chosen: "list[Case]") -> None:
         print(f"{case.suite:<{width}}  {case.name}  [{where}{'' if case.alone else ', over ranks'}]")
 
 
+def _peer_versions(given: list[str]) -> dict[str, str]:
+    from envoi.bench.libraries import LIBRARIES
+
+    found = {}
+    for text in given:
+        name, _, version = text.partition("=")
+        if name not in LIBRARIES or not version.strip():
+            raise ValueError(f"--peer-version: expected NAME=VERSION of {', '.join(LIBRARIES)}, got {text!r}")
+        found[name] = version
+    return found
+
+
 def _measure(args: argparse.Namespace, chosen: "list[Case]") -> int:
-    from envoi.bench import ahead, runner
+    from envoi.bench import ahead, libraries, runner
     from envoi.bench.suites import model, rehearsal
+    from envoi.bench.theirs import read as read_theirs
     from envoi.bench.trial import Compiler
 
     device = runner.pick_device(args.device)
@@ -170,6 +192,8 @@ def _measure(args: argparse.Namespace, chosen: "list[Case]") -> int:
         print("envoi: results are printed and not kept; --out DIR appends them to DIR/<gpu>.jsonl", file=sys.stderr)
     elif ranks.rank == 0 and commit.endswith("-dirty"):
         print(f"envoi: warning: the package differs from its commit, recorded as {commit}", file=sys.stderr)
+    peer_versions = _peer_versions(args.peer_version)
+    theirs = () if args.theirs is None else read_theirs(Path(args.theirs), runner.all_gpus(ranks))
     paths: dict[Path, None] = {}
 
     def keep(measurement: evidence.Measurement) -> None:
@@ -183,8 +207,12 @@ def _measure(args: argparse.Namespace, chosen: "list[Case]") -> int:
         model.compile_ahead(fitting, device, args.jobs)
     limit_s = 0.0 if args.no_compile else args.compile_limit
     compiler = Compiler(QUICK_COMPILE_S if args.quick and limit_s is None else limit_s)
-    _, num_failed = runner.run_cases(fitting, ranks, runner.Plan(args.repeat, commit, compiler, keep))
+    plan = runner.Plan(args.repeat, commit, compiler, keep, peer_versions, theirs)
+    measured, num_failed = runner.run_cases(fitting, ranks, plan)
     runner.leave_ranks()
+    if ranks.rank == 0:
+        for sentence in libraries.outdated(measured).values():
+            print(f"envoi: warning: {sentence}; the pages count the newest alone", file=sys.stderr)
     for path in paths:
         print(f"appended to {path}")
     if num_failed:

@@ -62,7 +62,7 @@ BASELINES = {
     "vllm_torch_topk": "FP8 scores of the DeepGEMM that vLLM bundles, and torch.topk of them: positions, best first",
     "vllm_cooperative_topk_set": "FP8 scores of the DeepGEMM that vLLM bundles, and its cooperative_topk: the set of "
     "positions in any order, where Envoi gives slots best first",
-    "vllm_persistent_topk_set": "FP8 scores of the DeepGEMM that vLLM bundles, and its persistent_topk: a set, as above",
+    "vllm_persistent_topk_set": "FP8 scores of the DeepGEMM that vLLM bundles, and its persistent_topk: a set too",
     "vllm_router": "torch's matmul (float32 logits if the rule has groups), and vLLM's grouped_topk or topk_softmax",
     "flashinfer_router": "FlashInfer's router GEMM to 16 tokens, above torch's, and its fused_topk_deepseek",
     "unordered": "Envoi with ordered=False: positions in ascending order instead of best first",

@@ -53,20 +53,20 @@ def _installed(name: str) -> str | None:
     return found or getattr(importlib.import_module(LIBRARIES[name].module), "__version__", None)
 
 
-def version(m: Measurement, baseline: str) -> str | None:
-    """Return the version that a baseline was measured with; None for torch's and Envoi's own."""
-    return str(m.details.get(OF_BASELINE[baseline], UNKNOWN)) if baseline in OF_BASELINE else None
+def version(details: Mapping[str, object], baseline: str) -> str | None:
+    """Return the version that a baseline was measured with, by details; None for torch's and Envoi's own."""
+    return str(details.get(OF_BASELINE[baseline], UNKNOWN)) if baseline in OF_BASELINE else None
 
 
-def label(m: Measurement, baseline: str) -> str:
+def label(details: Mapping[str, object], baseline: str) -> str:
     """Return a baseline's name with its version, "vllm_triton 0.33.0"."""
-    found = version(m, baseline)
+    found = version(details, baseline)
     return baseline if found is None else f"{baseline} {found}"
 
 
 def is_old(m: Measurement, baseline: str) -> bool:
     """Tell whether a newer version is known than the one that the baseline was measured with."""
-    found = version(m, baseline)
+    found = version(m.details, baseline)
     return found is not None and _order(found) < _order(LIBRARIES[OF_BASELINE[baseline]].newest)
 
 
@@ -92,7 +92,6 @@ def outdated(measurements: Iterable[Measurement]) -> dict[str, str]:
             if is_old(m, baseline):
                 name = OF_BASELINE[baseline]
                 newest = LIBRARIES[name]
-                found[name] = (
-                    f"measured with {name} {version(m, baseline)}; {newest.newest} is known (looked up {newest.known})"
-                )
+                mine = version(m.details, baseline)
+                found[name] = f"measured with {name} {mine}; {newest.newest} is known (looked up {newest.known})"
     return found

@@ -6,7 +6,7 @@ A page `<suite>.md` has, for each GPU, where the numbers come from, a table, geo
     <!-- bench:picture -->                              its picture, and what that shows, in a line
     <!-- bench:h200:gemm_swiglu:1 -->                   the mean ratio to the best baseline, of cases on 1 GPU
     <!-- bench:h200:moe:2:sgl_deep_gemm -->             the mean ratio to this baseline
-    <!-- bench:h200,h100:moe:1::mxfp4_mxfp8 -->         of the first GPU that has any, the cases whose name contains this
+    <!-- bench:h200,h100:moe:1::mxfp4_mxfp8 -->         of the first GPU that has any, cases whose name contains this
 
 Baselines count in the newest version that `libraries` knows; what was measured with older ones stands in a section of
 its own. Where nothing was measured a marker says so.
@@ -111,7 +111,7 @@ def rows(measurements: Sequence[Measurement]) -> list[list[str]]:
     found = [["case", "Envoi us", f"{_other(measurements)}: us", "ratio", "of roof", "error (torch's)"]]
     for m in measurements:
         name, us = others.get(m.key, ("", 0.0))
-        theirs = (f"{label(m, name)}: {number(us)}", ratio(us, m.ours_us)) if name else ("-", "-")
+        theirs = (f"{label(m.details, name)}: {number(us)}", ratio(us, m.ours_us)) if name else ("-", "-")
         error = f"{m.error['ours']:.1e} ({m.error['torch']:.1e})"
         found.append([case_name(m), number(m.ours_us), *theirs, of_roof(m.floor_us, m.ours_us), error])
     return found
@@ -120,7 +120,7 @@ def rows(measurements: Sequence[Measurement]) -> list[list[str]]:
 def old_versions(measurements: Sequence[Measurement]) -> list[str]:
     """Return what was measured with versions of other libraries that aren't the newest known, and which those are."""
     lines = [
-        [case_name(m), number(m.ours_us), f"{label(m, name)}: {number(us)}", ratio(us, m.ours_us), m.date]
+        [case_name(m), number(m.ours_us), f"{label(m.details, name)}: {number(us)}", ratio(us, m.ours_us), m.date]
         for m in measurements
         for name, us in m.baselines.items()
         if is_old(m, name)
@@ -173,7 +173,9 @@ def summaries(measurements: Sequence[Measurement]) -> list[str]:
         best = [f"best baseline: {by_gpus(measurements)}"] if same else []
         found.append("Geometric means of the ratios, the least in brackets:\n\n" + _list([*best, *mean.split("; ")]))
     if same:
-        found.append("Baselines:\n\n" + _list(_meaning(n, measurements) for n in baseline_names(measurements) if n in same))
+        found.append(
+            "Baselines:\n\n" + _list(_meaning(n, measurements) for n in baseline_names(measurements) if n in same)
+        )
     if others:
         found.append("Measured too, but not the same work:\n\n" + _list(_meaning(n, measurements) for n in others))
     return found
@@ -200,7 +202,7 @@ def by_gpus(measurements: Sequence[Measurement]) -> str:
 
 
 def picture_cases(results: dict[str, list[Measurement]]) -> list[Measurement]:
-    """Return the series of the README's picture, by tokens: of most GPUs of those that have it whole; [] if none has."""
+    """Return the series of the README's picture, by tokens, of most GPUs of those that have it whole, or []."""
     by_gpu = of_suite(results, "moe").values()
     for num_gpus in PICTURE_GPUS:
         for measurements in by_gpu:
@@ -267,7 +269,7 @@ def _served(marker: str, results: dict[str, list[Measurement]]) -> str:
 
 def _of_libraries(compared_with: Iterable[tuple[Measurement, str]]) -> str:
     """Return the libraries with the versions of which these baselines were measured, "vllm 0.33.0, humming 0.1.19"."""
-    found = (f"{OF_BASELINE[name]} {version(m, name)}" for m, name in compared_with if name in OF_BASELINE)
+    found = (f"{OF_BASELINE[name]} {version(m.details, name)}" for m, name in compared_with if name in OF_BASELINE)
     return _distinct(sorted(found))
 
 

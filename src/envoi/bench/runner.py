@@ -2,9 +2,10 @@
 
 import datetime
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from itertools import groupby
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -12,11 +13,13 @@ import torch.distributed as dist
 from envoi import env
 from envoi.bench import machine
 from envoi.bench.evidence import Measurement
+from envoi.bench.libraries import label
 from envoi.bench.roof import Roof, measure_roof
 from envoi.bench.shapes import Case
 from envoi.bench.suites import measure, repeat_of
 from envoi.bench.summary import means, of_roof
-from envoi.bench.timing import Clock, Timing
+from envoi.bench.theirs import Theirs, beside
+from envoi.bench.timing import Clock, Timing, symmetric_barrier
 from envoi.bench.trial import Bench, Compiler, Trial
 from envoi.progress import Progress
 from envoi.table import align, number, ratio
@@ -49,6 +52,17 @@ def join_ranks(device: torch.device) -> Ranks:
     return Ranks(env.rank(), env.world_size(), device)
 
 
+def all_gpus(ranks: Ranks) -> tuple[str, ...]:
+    """Return the UUID of each rank's GPU; on CPUs "cpu". Collective."""
+    device = ranks.device
+    mine = str(torch.cuda.get_device_properties(device).uuid) if device.type == "cuda" else device.type
+    if ranks.num_ranks == 1:
+        return (mine,)
+    found: list[Any] = [None] * ranks.num_ranks
+    dist.all_gather_object(found, mine)
+    return tuple(found)
+
+
 def leave_ranks() -> None:
     """Destroy the process group that `join_ranks` created."""
     if dist.is_initialized():
@@ -61,12 +75,15 @@ class Plan:
 
     repeat: n of each median; None: the suite's own. commit: None: the package's. compiler: of the baselines.
     keep: called with each measurement at once, so that a lost machine loses little.
+    peer_versions: of `Bench`. theirs: baselines that another process measured, see `theirs`.
     """
 
     repeat: int | None = None
     commit: str | None = None
     compiler: Compiler = field(default_factory=Compiler)
     keep: Callable[[Measurement], object] = lambda measurement: None
+    peer_versions: Mapping[str, str] = field(default_factory=dict)
+    theirs: tuple[Theirs, ...] = ()
 
 
 def run_cases(chosen: list[Case], ranks: Ranks, plan: Plan) -> tuple[list[Measurement], int]:
@@ -95,14 +112,16 @@ def _run_suite(
     cases: list[Case], ranks: Ranks, roof: Roof, plan: Plan, bar: Progress
 ) -> tuple[list[Measurement], str, int]:
     measurements, rows, notes, num_failed = [], [], [], 0
+    meet = symmetric_barrier(ranks.device) if plan.theirs else None
     for case in cases:
         label = f"{case.suite} {case.name}"
         bar.step(label)
         n, start = plan.repeat or repeat_of(case.suite, ranks.device.type == "cuda"), time.monotonic()
         try:
             with torch.no_grad():
-                bench = Bench(Clock(ranks.device, n), roof, ranks.rank, ranks.num_ranks, plan.compiler)
-                trial = measure(case, bench)
+                clock = Clock(ranks.device, n, meet=meet)
+                bench = Bench(clock, roof, ranks.rank, ranks.num_ranks, plan.compiler, plan.peer_versions)
+                trial = beside(measure(case, bench), case, ranks.num_ranks, plan.theirs)
         except Exception as error:
             if ranks.num_ranks > 1:
                 raise
@@ -158,7 +177,8 @@ HEADER = (
 def _row(case: Case, trial: Trial, roof: Roof) -> list[str]:
     ours = trial.ours
     floor_us = roof.floor_us(trial.num_bytes, trial.flops, trial.kind) or None
-    others = (f"{name} {_spread(t)} ({ratio(t.p50_us, ours.p50_us)})" for name, t in trial.baselines.items())
+    named = ((label(trial.details, name), t) for name, t in trial.baselines.items())
+    others = (f"{name} {_spread(t)} ({ratio(t.p50_us, ours.p50_us)})" for name, t in named)
     return [
         f"{case.suite} {case.name}",
         _spread(ours),

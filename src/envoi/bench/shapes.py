@@ -51,6 +51,7 @@ MOE_OVER_RANKS = (
     (MOE_V4, 64, "mxfp4_mxfp8"),
     (MOE_V4, 64, "mxfp4"),
     *((MOE_SMALL, m, name) for name in ("fp8_block128", "fp8_row") for m in (64, 2048, 8192)),
+    (MOE_SMALL, 512, "fp8_block128"),
     *((MOE_V3, m, "fp8_block128") for m in (64, 2048)),
 )
 MOE_SKEW, MOE_ZIPF = 8.0, 1.2
@@ -86,6 +87,12 @@ MOE_DECODE = (
     *(((2048, i, 32, 4), 16, "mxfp4") for i in (768, 1024, 1408, 1536, 2048)),
     *((MOE_SMALL, m, "bf16") for m in (1, 16, 64)),  # Qwen3-30B-A3B; its 64 tokens in fp8_block128 are above
     *((MOE_SMALL, m, "fp8_block128") for m in (1, 16)),
+)
+# Where others are nearest: FP8 tokens on MXFP4 weights, DeepSeek-V3's shard of eight ranks, Mixtral's large experts.
+MOE_OF_PEERS = (
+    *((GPT_OSS_20B, m, "mxfp4_mxfp8") for m in (1, 16, 64, 512, 4096)),
+    *(((7168, 2048, 32, 8), m, "fp8_block128") for m in (16, 64, 512, 2048)),
+    *(((4096, 14336, 8, 2), m, "bf16") for m in (16, 256)),
 )
 
 
@@ -346,7 +353,7 @@ def _moe_cases() -> list[Case]:
     ]  # fmt: skip
     alone = [MoeShape(*MOE_ONE_GPU, name) for name in MOE_FORMATS]
     alone += [MoeShape(*MOE_ONE_GPU[:4], 64, name) for name in MOE_READ_AS_STORED]
-    alone += [MoeShape(*sizes, m, name) for sizes, m, name in MOE_DECODE]
+    alone += [MoeShape(*sizes, m, name) for sizes, m, name in (*MOE_DECODE, *MOE_OF_PEERS)]
     small = [MoeShape(256, 128, 8, 2, 64, name) for name in MOE_FORMATS]
     shapes += [MoeShape(*sizes, m, name, transport="over nccl") for sizes, m, name in MOE_OVER_NCCL]
     shapes += [MoeShape(*sizes, m, "fp8_block128", transport="fused") for sizes, m in MOE_FUSED]
@@ -373,5 +380,7 @@ def _indexer_cases(suite: str) -> list[Case]:
         Case(suite, f"{len(workloads())} workloads (mean)", IndexerShape(workloads())),
         Case(suite, "batch 1x131072", IndexerShape((one((131072,)),))),
         Case(suite, "batch 32x32768", IndexerShape((one((32768,) * 32),))),
+        Case(suite, "batch 64x8192", IndexerShape((one((8192,) * 64),))),
+        Case(suite, "batch 16x4096", IndexerShape((one((4096,) * 16),))),
         Case(suite, "batch 2x4096", IndexerShape((one((4096,) * 2),)), False, True),
     ]

@@ -6,7 +6,8 @@
     replays like `rounds`, each contender a CUDA graph of 20 calls on enough inputs in turn to overflow the L2 cache,
             time / 20, the cache not emptied; on a CPU one call
     ranks   like `calls`, but the slowest rank counts, and a barrier and a one-element all-reduce align the ranks first;
-            the all-reduce follows the reads that empty the cache, so that every rank's call is enqueued by then
+            the all-reduce follows the reads that empty the cache, so that every rank's call is enqueued by then;
+            `symmetric_barrier` in its place needs no NCCL
 
 Contenders measured one after the other run at different clocks: a large GEMM is limited by power, and the same call
 has changed by 20 %. In rounds all run at the same clocks, the order changes from round to round, and the host never
@@ -110,11 +111,15 @@ class Lead:
 
 @dataclass(frozen=True)
 class Clock:
-    """Timer on one device. repeat: n of every Timing. cold: empty the L2 cache before each call."""
+    """Timer on one device. repeat: n of every Timing. cold: empty the L2 cache before each call.
+
+    meet: launches what aligns the ranks on their devices in `ranks`, None for an all-reduce.
+    """
 
     device: torch.device
     repeat: int
     cold: bool = True
+    meet: Run | None = None
 
     def rounds(self, runs: Mapping[K, Run], n: int | None = None) -> dict[K, Timing]:
         """Time each contender once per round, n rounds (default: repeat)."""
@@ -156,10 +161,14 @@ class Clock:
             dist.barrier(group=group)
             for _ in range(MAX_FLUSHES if self.device.type == "cuda" else 0):
                 scratch.max()
-            dist.all_reduce(token, group=group)
+            if self.meet is None:
+                dist.all_reduce(token, group=group)
+            else:
+                self.meet()
 
         timing = self._one_by_one(run, align)
-        slowest = torch.tensor([timing.p50_us, timing.p10_us, timing.p90_us], device=self.device, dtype=torch.float64)
+        where = torch.device("cpu") if dist.get_backend(group) == "gloo" else self.device
+        slowest = torch.tensor([timing.p50_us, timing.p10_us, timing.p90_us], device=where, dtype=torch.float64)
         dist.all_reduce(slowest, op=dist.ReduceOp.MAX, group=group)
         p50_us, p10_us, p90_us = slowest.tolist()
         return Timing(p50_us, p10_us, p90_us, timing.n)
@@ -212,6 +221,24 @@ class Clock:
             for _ in range(num_calls):
                 turn()
         return graph
+
+
+def symmetric_barrier(device: torch.device) -> Run:
+    """Return a launch after which no rank's device goes on before all have come to it, in symmetric memory. Collective.
+
+    On a CPU the ranks' processes meet.
+    """
+    if device.type != "cuda":
+        return dist.barrier
+    import torch.distributed._symmetric_memory as symmetric
+
+    memory = symmetric.empty(1024, dtype=torch.int32, device=device)
+    handle = symmetric.rendezvous(memory, group=dist.group.WORLD)
+
+    def meet(kept: torch.Tensor = memory) -> None:
+        handle.barrier(channel=0)
+
+    return meet
 
 
 def replay_of(graph: torch.cuda.CUDAGraph, captured: object) -> Run:

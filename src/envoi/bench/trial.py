@@ -63,13 +63,17 @@ class Compiler:
 
 @dataclass(frozen=True)
 class Bench:
-    """Environment of a suite. num_ranks: processes that share the work of a case; this is one of them."""
+    """Environment of a suite. num_ranks: processes that share the work of a case; this is one of them.
+
+    peer_versions: by distribution, of libraries that don't say their own.
+    """
 
     clock: Clock
     roof: Roof
     rank: int = 0
     num_ranks: int = 1
     compiler: Compiler = field(default_factory=Compiler)
+    peer_versions: Mapping[str, str] = field(default_factory=dict)
 
     @property
     def device(self) -> torch.device:

@@ -1,8 +1,10 @@
 """Indexer compared with its PyTorch definition, one workload after the other; times and bytes are means over workloads.
 
 On a GPU Envoi's call is replayed from a CUDA graph, like in an engine; the definition waits for the device and can't
-be. Other baselines: the same call launched by Python, a device copy of as many bytes, and sgl-deep-gemm's scores with
-torch.topk if that library is installed.
+be. Other baselines: the same call launched by Python, with ordered=False, a device copy of as many bytes, and the
+scores of vLLM's DeepGEMM with torch's top-k and with vLLM's own, from CUDA graphs, if that library is installed. vLLM's
+own give a set of positions in any order, Envoi's slots best first: their names end in "_set". One that misses more than
+a hundredth of the best isn't timed.
 
 Error: the fraction of the k best slots by float64 scores that were missed, over the first few workloads. Rounding may
 decide near the k-th score either way, so a few in a thousand are no fault.
@@ -16,8 +18,9 @@ from typing import cast
 
 import torch
 
+from envoi.bench import libraries
 from envoi.bench.shapes import Case, IndexerShape
-from envoi.bench.suites.peers import deep_gemm_topk
+from envoi.bench.suites.peers import vllm_topk
 from envoi.bench.timing import Clock, Run, Timing, mean_timing
 from envoi.bench.trial import Bench, Trial, copy_of, time_rounds
 from envoi.indexer import indexer_topk
@@ -29,6 +32,12 @@ from envoi.indexer.workloads import Workload
 TOPK = 2048
 MAX_ERROR_WORKLOADS = 8
 MAX_ERROR_REQUESTS = 4
+MAX_PEER_MISSED = 0.01
+PEERS = {
+    "vllm_torch_topk": "torch_topk",
+    "vllm_cooperative_topk_set": "cooperative_topk",
+    "vllm_persistent_topk_set": "persistent_topk",
+}
 
 
 @dataclass(frozen=True)
@@ -53,7 +62,9 @@ def measure(case: Case, bench: Bench) -> Trial:
     errors: dict[str, list[float]] = {"ours": [], "torch": []}
     for number, workload in enumerate(shape.workloads):
         x = make_inputs(workload, bench.device)
-        timing, baselines, missing = time_rounds(bench.clock, _captured(x, mode, bench.clock), _baselines(x, mode))
+        timing, baselines, missing = time_rounds(
+            bench.clock, _captured(x, mode, bench.clock), _baselines(x, mode, bench.clock)
+        )
         for name, found in baselines.items():
             theirs.setdefault(name, []).append(found)
         ours.append(timing)
@@ -69,6 +80,7 @@ def measure(case: Case, bench: Bench) -> Trial:
         flops,
         "fp8" if mode == "fast" else "fp32",
         missing,
+        libraries.versions(theirs, bench.peer_versions),
     )
 
 
@@ -100,9 +112,10 @@ def definition(x: Inputs) -> torch.Tensor:
     return out
 
 
-def slots_of(x: Inputs, mode: str) -> torch.Tensor:
+def slots_of(x: Inputs, mode: str, ordered: bool = True) -> torch.Tensor:
     """Run Envoi's call."""
-    return cast(torch.Tensor, indexer_topk(x.q, x.k_cache, x.weights, x.seq_lens, x.block_table, TOPK, mode))
+    found = indexer_topk(x.q, x.k_cache, x.weights, x.seq_lens, x.block_table, TOPK, mode, ordered=ordered)
+    return cast(torch.Tensor, found)
 
 
 def _captured(x: Inputs, mode: str, clock: Clock) -> Run:
@@ -112,14 +125,30 @@ def _captured(x: Inputs, mode: str, clock: Clock) -> Run:
     return run if waits else clock.graph(run)
 
 
-def _baselines(x: Inputs, mode: str) -> dict[str, Callable[[], Run]]:
+def _baselines(x: Inputs, mode: str, clock: Clock) -> dict[str, Callable[[], Run]]:
     found: dict[str, Callable[[], Run]] = {"pytorch": lambda: partial(definition, x)}
     if x.q.device.type == "cuda":
         num_bytes = max(1, sum(x.lengths)) * BYTES_PER_TOKEN
         found |= {"launched": lambda: partial(slots_of, x, mode), "copy": lambda: copy_of(num_bytes, x.q.device)}
-        peer = x.q, x.k_cache, x.weights, x.seq_lens, x.block_table, TOPK
-        found["sgl_deep_gemm_topk"] = lambda: deep_gemm_topk(*peer)
+        if mode == "fast":
+            found["unordered"] = lambda: clock.graph(partial(slots_of, x, mode, ordered=False))
+            found |= {name: partial(_peer, x, select, clock) for name, select in PEERS.items()}
     return found
+
+
+def _peer(x: Inputs, select: str, clock: Clock) -> Run:
+    """Return another library's call in a CUDA graph. Raises RuntimeError if its result is wrong."""
+    run = vllm_topk(select, x.q, x.k_cache, x.weights, x.seq_lens, x.block_table, TOPK, max(x.lengths))
+    if (wrong := missed(x, to_slots(x, run()))) > MAX_PEER_MISSED:
+        raise RuntimeError(f"its result misses {wrong:.1e} of the best")
+    return clock.graph(run)
+
+
+def to_slots(x: Inputs, positions: torch.Tensor) -> torch.Tensor:
+    """Return the cache's slots of positions [B, k]; -1 for those before the first and past a request's last."""
+    at = positions.long().clamp(min=0)
+    slots = x.block_table.long().gather(1, at // PAGE_SIZE) * PAGE_SIZE + at % PAGE_SIZE
+    return torch.where((positions >= 0) & (positions < x.seq_lens.unsqueeze(1)), slots, -1)
 
 
 def make_inputs(workload: Workload, device: torch.device) -> Inputs:

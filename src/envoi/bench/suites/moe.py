@@ -18,6 +18,7 @@ from typing import Any, cast
 import torch
 import torch.distributed as dist
 
+from envoi.bench import libraries
 from envoi.bench.roof import kind_of
 from envoi.bench.shapes import Case, MoeShape
 from envoi.bench.suites import moe_peers
@@ -68,7 +69,7 @@ def _measure_alone(shape: MoeShape, layer: Layer, bench: Bench) -> Trial:
         candidates["interleaved"] = lambda: _interleaved(layer)
     timing, baselines, missing = time_rounds(bench.clock, ours, candidates)
     error = errors(layer, ours(), eager_moe(layer))
-    details = moe_peers.versions(list(baselines))
+    details = libraries.versions(baselines, bench.peer_versions)
     return Trial(timing, baselines, error, *ideal_work(shape, layer), missing, details)
 
 
@@ -92,7 +93,7 @@ def _measure_ranks(shape: MoeShape, layer: Layer, bench: Bench) -> Trial:
         "torch_ep": lambda: bench.clock.ranks(lambda: parallel_moe(layer, bench.num_ranks))
     }
     if bench.on_gpu and shape.format == "fp8_block128" and shape.transport in FUSED:  # it needs NVLink
-        candidates["sgl_deep_gemm"] = lambda: bench.clock.ranks(deep_gemm_moe(shape, layer.tokens, layer.routing))
+        candidates["sgl_deep_gemm"] = lambda: _time_deep_gemm(bench, shape, layer)
     if shape.transport == "fused":
         staged = open_parallel(replace(shape, transport="staged"), layer, bench.num_ranks)
         beside.append(staged)
@@ -111,10 +112,17 @@ def _measure_ranks(shape: MoeShape, layer: Layer, bench: Bench) -> Trial:
     error = errors(layer, ours(), parallel_moe(layer, bench.num_ranks))
     parallel.check()
     dist.barrier()
-    details = moe_peers.versions(list(baselines)) | how_tokens_travel(shape, parallel)
+    details = libraries.versions(baselines, bench.peer_versions) | how_tokens_travel(shape, parallel)
     for opened in (parallel, *beside):
         opened.close()
     return Trial(timing, baselines, error, *ideal_work(shape, layer), missing, details)
+
+
+def _time_deep_gemm(bench: Bench, shape: MoeShape, layer: Layer) -> Timing:
+    run, close, _ = deep_gemm_moe(shape, layer.tokens, layer.routing, layer.gate_up, layer.down)
+    timing = bench.clock.ranks(bench.clock.graph(run))
+    close()
+    return timing
 
 
 def _time_ranks(bench: Bench, parallel: ExpertParallel, run: Run) -> Timing:
@@ -169,6 +177,17 @@ def ideal_work(shape: MoeShape, layer: Layer) -> tuple[float, float, str]:
 
 def make_layer(shape: MoeShape, device: torch.device, rank: int = 0, num_ranks: int = 1) -> Layer:
     """Make a rank's share of a layer, with tokens of its own. Raises ValueError if ranks don't divide the experts."""
+    tokens, routing, gate_up, down = draw(shape, device, rank, num_ranks)
+    return Layer(tokens, routing, gate_up, down, _pack(gate_up, down, shape.format), rank * len(gate_up))
+
+
+def draw(
+    shape: MoeShape, device: torch.device, rank: int, num_ranks: int
+) -> tuple[torch.Tensor, Routing, torch.Tensor, torch.Tensor]:
+    """Draw a rank's tokens, routing and bf16 weights: gate_up [E, 2I, H], gate, then up; down [E, H, I].
+
+    Raises ValueError if ranks don't divide the experts.
+    """
     if shape.num_experts % num_ranks:
         raise ValueError(f"--nproc-per-node: expected a divisor of {shape.num_experts} experts, got {num_ranks}")
     num_local = shape.num_experts // num_ranks
@@ -180,8 +199,7 @@ def make_layer(shape: MoeShape, device: torch.device, rank: int = 0, num_ranks: 
     gate_up = normal(num_local, 2 * shape.intermediate, shape.hidden).mul_(shape.hidden**-0.5)
     down = normal(num_local, shape.hidden, shape.intermediate).mul_(shape.intermediate**-0.5)
     routing = make_routing(shape, source)
-    packed = _pack(gate_up, down, shape.format)
-    return Layer(normal(shape.num_tokens, shape.hidden), routing, gate_up, down, packed, rank * num_local)
+    return normal(shape.num_tokens, shape.hidden), routing, gate_up, down
 
 
 def make_routing(shape: MoeShape, source: torch.Generator) -> Routing:

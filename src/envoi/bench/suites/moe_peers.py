@@ -1,10 +1,13 @@
 """Other libraries' MoE layers on one GPU, where they are installed: none of them is a dependency.
 
     vllm_triton      vLLM's fused_experts with its tuned configs, bf16 and fp8_block128
+    vllm_deepgemm    vLLM's DeepGEMM experts, fp8_block128, from the rows on at which vLLM takes them
     vllm_marlin      vLLM's Marlin kernels, MXFP4 weights beside bf16 activations; its compiled operators suffice
     triton_kernels   Triton's kernels for gpt-oss, MXFP4 weights beside bf16 activations: slots sorted by expert (from a
                      matrix of bits that is made outside the time), the activation in the first GEMM, the sum over slots
                      in the second
+    humming_*        Humming's products, see `peer_humming`
+    flashinfer       FlashInfer's CUTLASS experts, see `peer_flashinfer`
 
 Weights are converted outside the time. Each result is compared with float64 on the same weights first, and a peer whose
 result is wrong isn't timed.
@@ -13,19 +16,19 @@ result is wrong isn't timed.
 import importlib
 from collections.abc import Callable
 from dataclasses import replace
+from functools import cache
 from typing import Any, cast
 
 import torch
 from torch.nn import functional
 
-from envoi.bench import machine
 from envoi.bench.shapes import MoeShape
-from envoi.bench.suites.inputs import in_scheme
+from envoi.bench.suites import peer_flashinfer, peer_humming
+from envoi.bench.suites.peer_humming import aligned, blocks_of, import_operators
 from envoi.bench.suites.torch_moe import Layer
 from envoi.bench.timing import Run
 from envoi.bench.trial import relative_error, sample_rows
 from envoi.quant.bits import unpack_nibbles
-from envoi.quant.formats import SCHEMES
 from envoi.quant.fragments import to_rows
 from envoi.runtime.devices import num_sms
 from envoi.types import QuantTensor
@@ -35,8 +38,10 @@ MARLIN_BLOCKS = (8, 16, 32, 48, 64)  # rows of a tile
 MARLIN_TILE_K, MARLIN_TILE_N, MARLIN_PACK = 16, 64, 8
 MARLIN_ALIGN_HIDDEN, MARLIN_ALIGN_INTERMEDIATE = 256, 128
 OAI_ALPHA, OAI_LIMIT = 1.702, 7.0
+DEEPGEMM_MIN_TOKENS = 128
 
 Oracle = Callable[[Layer, torch.Tensor], torch.Tensor]
+Maker = Callable[[Layer], tuple[Run, str]]  # the call, and the activation that it computes
 
 
 def candidates(shape: MoeShape, layer: Layer, oracle: Oracle) -> dict[str, Callable[[], Run]]:
@@ -44,36 +49,37 @@ def candidates(shape: MoeShape, layer: Layer, oracle: Oracle) -> dict[str, Calla
 
     A candidate raises ModuleNotFoundError if its library isn't installed, RuntimeError if its result is wrong.
     """
-    makers = {
-        "bf16": {"vllm_triton": vllm_triton},
-        "fp8_block128": {"vllm_triton": vllm_triton},
-        "mxfp4": {"vllm_marlin": vllm_marlin, "triton_kernels": triton_kernels},
-    }.get(shape.format, {})
-    return {name: lambda make=make: _checked(make, layer, oracle) for name, make in makers.items()}
+    exact = cache(lambda activation: oracle(_with(layer, activation), _rows(layer)))
+    return {name: lambda make=make: _checked(make, layer, exact) for name, make in _makers(shape).items()}
 
 
-def versions(names: list[str]) -> dict[str, str | float]:
-    """Return the versions of the libraries of these baselines, for the details of a measurement."""
-    libraries = {
-        "vllm_triton": "vllm", "vllm_marlin": "vllm", "triton_kernels": "triton_kernels",
-        "sgl_deep_gemm": "sgl-deep-gemm",
-    }  # fmt: skip
-    return {libraries[name]: _version(libraries[name]) for name in names if name in libraries}
+def _makers(shape: MoeShape) -> dict[str, Maker]:
+    blocks: dict[str, Maker] = {"vllm_triton": vllm_triton}
+    if shape.num_tokens >= DEEPGEMM_MIN_TOKENS:
+        blocks["vllm_deepgemm"] = vllm_deepgemm
+    return {
+        "bf16": {"vllm_triton": vllm_triton, "flashinfer": peer_flashinfer.bf16},
+        "fp8_block128": {**blocks, "humming_w8a8": peer_humming.w8a8, "flashinfer": peer_flashinfer.fp8_block128},
+        "mxfp4": {
+            "vllm_marlin": vllm_marlin, "triton_kernels": triton_kernels, "humming_w4a16": peer_humming.w4a16,
+            "flashinfer": peer_flashinfer.mxfp4,
+        },
+        "mxfp4_mxfp8": {"humming_w4a8": peer_humming.w4a8},
+    }.get(shape.format, {})  # fmt: skip
 
 
-def _version(library: str) -> str:
-    found = machine.version_of(library)
-    if found is None and library.isidentifier():
-        found = getattr(importlib.import_module(library), "__version__", None)
-    return str(found or "unknown")
-
-
-def _checked(make: Callable[[Layer], tuple[Run, str]], layer: Layer, oracle: Oracle) -> Run:
-    run, activation = make(layer)
-    rows = sample_rows(len(layer.tokens), layer.tokens.device)
+def _with(layer: Layer, activation: str) -> Layer:
     limit = OAI_LIMIT if activation == "swiglu_oai" else None
-    same = replace(layer, packed=replace(layer.packed, activation=activation, swiglu_limit=limit))
-    error = relative_error(cast(torch.Tensor, run())[rows], oracle(same, rows))
+    return replace(layer, packed=replace(layer.packed, activation=activation, swiglu_limit=limit))
+
+
+def _rows(layer: Layer) -> torch.Tensor:
+    return sample_rows(len(layer.tokens), layer.tokens.device)
+
+
+def _checked(make: Maker, layer: Layer, exact: Callable[[str], torch.Tensor]) -> Run:
+    run, activation = make(layer)
+    error = relative_error(cast(torch.Tensor, run())[_rows(layer)], exact(activation))
     if not error <= MAX_ERROR:
         raise RuntimeError(f"its result differs from float64's by {error:.1e}")
     return run
@@ -88,7 +94,7 @@ def vllm_triton(layer: Layer) -> tuple[Run, str]:
     gate_up, down, config = layer.gate_up, layer.down, None
     if layer.packed.format == "fp8_block128":
         made: Any = importlib.import_module("vllm.model_executor.layers.fused_moe.config")
-        (gate_up, gate_up_sf), (down, down_sf) = _blocks(gate_up), _blocks(down)
+        (gate_up, gate_up_sf), (down, down_sf) = blocks_of(gate_up), blocks_of(down)
         config = made.fp8_w8a8_moe_quant_config(w1_scale=gate_up_sf, w2_scale=down_sf, block_shape=[128, 128])
     weights, ids = layer.routing.topk_weights, layer.routing.topk_ids
 
@@ -98,10 +104,38 @@ def vllm_triton(layer: Layer) -> tuple[Run, str]:
     return run, "swiglu"
 
 
-def _blocks(weights: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Quantise weights [E, N, K] with a scale per 128x128: values, scales [E, N / 128, K / 128]."""
-    found = cast(QuantTensor, in_scheme(weights, SCHEMES["fp8_128x128"]))
-    return found.values, found.sf
+# vLLM's DeepGEMM experts
+
+
+def vllm_deepgemm(layer: Layer) -> tuple[Run, str]:
+    """Return a call of vLLM's steps around DeepGEMM's grouped products, on weights of its own, and its activation."""
+    permute: Any = importlib.import_module("vllm.model_executor.layers.fused_moe.deep_gemm_utils")
+    quant: Any = importlib.import_module("vllm.model_executor.layers.quantization.utils.fp8_utils")
+    gemms: Any = importlib.import_module("vllm.utils.deep_gemm")
+    gate_up, down = blocks_of(layer.gate_up), blocks_of(layer.down)
+    weights, ids = layer.routing.topk_weights, layer.routing.topk_ids
+
+    def product(rows: tuple, weight: tuple, ends: torch.Tensor) -> torch.Tensor:
+        out = layer.tokens.new_empty(rows[0].shape[0], weight[0].shape[1])
+        gemms.m_grouped_fp8_gemm_nt_contiguous(rows, weight, out, ends, use_psum_layout=True)
+        return out
+
+    def run() -> torch.Tensor:
+        quantised = quant.per_token_group_quant_fp8(layer.tokens, 128)
+        *rows, ends, places, align = permute.deepgemm_moe_permute(
+            *quantised, ids, layer.num_experts, None, None, use_psum_layout=True
+        )
+        with gemms.mk_alignment_scope(align):
+            h = product(tuple(rows), gate_up, ends)
+            activated = quant.silu_mul_per_token_group_quant_fp8_colmajor(
+                h, use_ue8m0=False, expert_ends=ends, expert_alignment=align
+            )
+            result = product(activated, down, ends)
+        out = torch.empty_like(layer.tokens)
+        permute.deepgemm_unpermute_and_reduce(result, ids, weights, places, None, out)
+        return out
+
+    return run, "swiglu"
 
 
 # vLLM's Marlin
@@ -112,8 +146,7 @@ def vllm_marlin(layer: Layer) -> tuple[Run, str]:
 
     Sizes are padded to what the kernels take, tokens too, outside the time.
     """
-    for module in ("vllm._C", "vllm._moe_C"):
-        importlib.import_module(module)  # registers operators
+    import_operators()
     kind = importlib.import_module("vllm.scalar_type").scalar_types.float4_e2m1f.id
     gate_up, down = to_rows(cast(QuantTensor, layer.packed.gate_up)), to_rows(cast(QuantTensor, layer.packed.down))
     hidden, intermediate = layer.tokens.shape[1], down.shape[-1]
@@ -131,12 +164,12 @@ def vllm_marlin(layer: Layer) -> tuple[Run, str]:
     def product(x, out, w, slots, per_token: int, weighted: bool) -> torch.Tensor:
         values, sf = w
         return moe_ops.moe_wna16_marlin_gemm(
-            x, out, values, None, sf, None, None, None, None, None, workspace, *slots, weights, block, per_token,
-            weighted, kind, x.shape[0], out.shape[1], x.shape[1], True, False, True, False, -1, -1, -1,
+            x, out, values, None, sf, None, None, None, workspace, *slots, weights, block, per_token,
+            weighted, kind, x.shape[0], out.shape[1], x.shape[1], False, True, False, -1, -1, -1,
         )  # fmt: skip
 
     def run() -> torch.Tensor:
-        slots = _aligned(moe_ops, ids, block, num_experts)
+        slots = aligned(ids, block, num_experts)
         h = product(tokens, tokens.new_empty(m * k, 2 * width), first, slots, k, False)
         activated = tokens.new_empty(m * k, width)
         ops.silu_and_mul(activated, h)
@@ -152,14 +185,6 @@ def marlin_block(num_slots: int, num_experts: int) -> int:
     """Return the rows of a tile: the fewest that the experts' mean number of rows nearly fills, as vLLM chooses."""
     fitting = (block for block in MARLIN_BLOCKS if num_slots / num_experts / block < 0.9)
     return next(fitting, MARLIN_BLOCKS[-1])
-
-
-def _aligned(ops: Any, ids: torch.Tensor, block: int, num_experts: int) -> tuple[torch.Tensor, ...]:
-    """Sort slots by expert, each expert's padded to whole blocks: slots, the blocks' experts, the padded number."""
-    room = min(ids.numel(), num_experts) * (block - 1) + ids.numel()
-    slots, experts, total = (ids.new_empty(size) for size in (room, -(-room // block), 1))
-    ops.moe_align_block_size(ids, num_experts, block, slots, experts, total, None)
-    return slots, experts, total
 
 
 def marlin_weights(

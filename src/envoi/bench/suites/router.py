@@ -5,6 +5,9 @@
     router_dense  like router, compared with Envoi itself with the dense form of the weights
     router_drawn  like router, for the routers of published models
 
+Other libraries' operators are measured beside them where they are installed (`peers.py`). On bf16 logits they may
+choose other experts, which counts as an error; one whose weights are wrong isn't timed.
+
 Error: the dense weights [M, N] against float64, so an expert that is chosen wrongly counts with its whole weight.
 """
 
@@ -16,7 +19,9 @@ from typing import cast
 import torch
 from torch.nn import functional
 
+from envoi.bench import libraries
 from envoi.bench.shapes import Case, RouterShape
+from envoi.bench.suites import peers
 from envoi.bench.suites.eager_router import eager_route
 from envoi.bench.timing import Run, Timing
 from envoi.bench.trial import (
@@ -32,6 +37,7 @@ from envoi.bench.trial import (
 from envoi.moe.router import Rule, reference, route
 from envoi.moe.router.cases import rule_of
 
+MAX_PEER_ERROR = 0.2
 DTYPES = {"fp16": torch.float16, "bf16": torch.bfloat16}
 
 
@@ -61,6 +67,8 @@ def measure(case: Case, bench: Bench) -> Trial:
         others: dict[str, Callable[[], Step]] = {"dense": lambda: routed(shape, rule, dense=True)}
     else:
         others = _baselines(shape, rule, bench)
+        if bench.on_gpu:
+            others |= _peers(shape, rule, inputs[0])
     if one_call:
         timing, baselines, missing = time_rounds(
             bench.clock, partial(ours, inputs[0]), {name: _first(make, inputs) for name, make in others.items()}
@@ -72,7 +80,8 @@ def measure(case: Case, bench: Bench) -> Trial:
     tokens_us = 2 * shape.m * shape.k / bench.roof.gb_per_s / 1e3
     baselines["tokens"] = Timing(tokens_us, tokens_us, tokens_us, timing.n)
     error = errors(inputs[0], shape, rule)
-    return Trial(timing, baselines, error, num_bytes, 2.0 * shape.m * shape.n * shape.k, "bf16", missing)
+    flops, details = 2.0 * shape.m * shape.n * shape.k, libraries.versions(baselines, bench.peer_versions)
+    return Trial(timing, baselines, error, num_bytes, flops, "bf16", missing, details)
 
 
 def rehearse(case: Case, device: torch.device) -> None:
@@ -110,6 +119,24 @@ def _baselines(shape: RouterShape, rule: Rule, bench: Bench) -> dict[str, Callab
             "empty": lambda: lambda x: nothing.neg_(),
         }
     return found
+
+
+def _peers(shape: RouterShape, rule: Rule, x: Inputs) -> dict[str, Callable[[], Step]]:
+    """Return other libraries' routers. Raises, when made, if one isn't installed or gives wrong weights."""
+
+    def checked(make: Callable[..., Callable[..., tuple[torch.Tensor, torch.Tensor]]]) -> Step:
+        call = make(rule, shape.num_topk)
+        rows = sample_rows(shape.m, x.tokens.device)
+        weights, ids = call(x.tokens, x.gate, x.expert_bias)
+        got = reference.to_dense(weights[rows], ids[rows].int(), shape.n)
+        if not (error := relative_error(got, exact(x, shape, rule, rows))) <= MAX_PEER_ERROR:
+            raise RuntimeError(f"its result differs from float64's by {error:.1e}")
+        return lambda x: call(x.tokens, x.gate, x.expert_bias)
+
+    if x.logit_bias is not None:
+        return {}
+    found = {"vllm_router": peers.vllm_route, "flashinfer_router": peers.flashinfer_route}
+    return {name: partial(checked, make) for name, make in found.items()}
 
 
 def _eager(shape: RouterShape, rule: Rule) -> Callable[..., object]:
@@ -158,10 +185,7 @@ def moved_bytes(shape: RouterShape) -> int:
 def errors(x: Inputs, shape: RouterShape, rule: Rule) -> dict[str, float]:
     """Return the errors of Envoi's weights and of torch's in the dense form, of sampled rows."""
     rows = sample_rows(shape.m, x.tokens.device)
-    logits = x.tokens[rows].double() @ x.gate.double().T
-    if x.logit_bias is not None:
-        logits = logits + x.logit_bias.double()
-    want = reference.to_dense(*reference.select(logits, shape.num_topk, rule, x.expert_bias), shape.n)
+    want = exact(x, shape, rule, rows)
     got = route(x.tokens, x.gate, shape.num_topk, rule=rule, logit_bias=x.logit_bias, expert_bias=x.expert_bias)
     weights, ids = eager_route(functional.linear(x.tokens, x.gate, x.logit_bias), shape.num_topk, rule, x.expert_bias)
     results = {"ours": (got.topk_weights, got.topk_ids), "torch": (weights, ids)}
@@ -169,3 +193,11 @@ def errors(x: Inputs, shape: RouterShape, rule: Rule) -> dict[str, float]:
         name: relative_error(reference.to_dense(weights[rows], ids[rows], shape.n), want)
         for name, (weights, ids) in results.items()
     }
+
+
+def exact(x: Inputs, shape: RouterShape, rule: Rule, rows: torch.Tensor) -> torch.Tensor:
+    """Return the dense weights [len(rows), N] of these tokens from float64 logits."""
+    logits = x.tokens[rows].double() @ x.gate.double().T
+    if x.logit_bias is not None:
+        logits = logits + x.logit_bias.double()
+    return reference.to_dense(*reference.select(logits, shape.num_topk, rule, x.expert_bias), shape.n)
