@@ -39,17 +39,21 @@ def install(monkeypatch, **modules) -> None:
 
 
 def test_peers_are_those_of_the_format():
-    for format, names in (("bf16", ["vllm_triton"]), ("fp8_block128", ["vllm_triton"]), ("fp8_row", []),
-                          ("mxfp4", ["vllm_marlin", "triton_kernels"]), ("mxfp4_mxfp8", [])):  # fmt: skip
+    blocks = ["vllm_triton", "humming_w8a8", "flashinfer"]
+    of_mxfp4 = ["vllm_marlin", "triton_kernels", "humming_w4a16", "flashinfer"]
+    for format, names in (("bf16", ["vllm_triton", "flashinfer"]), ("fp8_block128", blocks), ("fp8_row", []),
+                          ("mxfp4", of_mxfp4), ("mxfp4_mxfp8", ["humming_w4a8"])):  # fmt: skip
         shape = MoeShape(256, 128, 4, 2, 9, format)
         assert list(moe_peers.candidates(shape, None, None)) == names
+    many = MoeShape(256, 128, 4, 2, 128, "fp8_block128")
+    assert "vllm_deepgemm" in moe_peers.candidates(many, None, None)
 
 
-@pytest.mark.parametrize("format", ["bf16", "fp8_block128", "mxfp4"])
+@pytest.mark.parametrize("format", ["bf16", "fp8_block128", "mxfp4", "mxfp4_mxfp8"])
 def test_a_library_that_is_not_installed_is_named(format):
     shape, layer = layer_of(format)
     for name, make in moe_peers.candidates(shape, layer, moe._oracle).items():
-        with pytest.raises(ModuleNotFoundError, match="vllm" if name.startswith("vllm") else "triton_kernels"):
+        with pytest.raises(ModuleNotFoundError, match=name.partition("_")[0]):
             make()
 
 
@@ -150,9 +154,9 @@ def align(ids, num_experts, block, slots, experts, total, expert_map):
 
 
 def marlin_gemm(x, out, w, bias, sf, *rest):
-    none, (workspace, slots, experts, total, weights, block, top_k, weighted, kind, m, n, k) = rest[:5], rest[5:17]
+    none, (workspace, slots, experts, total, weights, block, top_k, weighted, kind, m, n, k) = rest[:3], rest[3:15]
     assert not any(value is not None for value in none)
-    assert (kind, rest[17:]) == (E2M1_ID, (True, False, True, False, -1, -1, -1))
+    assert (kind, rest[15:]) == (E2M1_ID, (False, True, False, -1, -1, -1))
     assert ((m, k), out.shape[1]) == (x.shape, n)
     assert out.shape[0] == m * top_k
     assert workspace.dtype == torch.int32
@@ -165,6 +169,19 @@ def marlin_gemm(x, out, w, bias, sf, *rest):
     return out
 
 
+def install_operators(monkeypatch) -> None:
+    monkeypatch.setitem(sys.modules, "vllm._C_stable_libtorch", types.ModuleType("vllm._C_stable_libtorch"))
+    monkeypatch.setitem(sys.modules, "vllm._moe_C_stable_libtorch", types.ModuleType("vllm._moe_C_stable_libtorch"))
+    install(monkeypatch, vllm={})
+    operators = {
+        "_moe_C": {"moe_align_block_size": align, "moe_wna16_marlin_gemm": marlin_gemm,
+                   "moe_sum": lambda rows, out: out.copy_(rows.float().sum(1))},
+        "_C": {"silu_and_mul": silu_and_mul},
+    }  # fmt: skip
+    for name, found in operators.items():
+        monkeypatch.setattr(torch.ops, name, types.SimpleNamespace(**found), raising=False)
+
+
 def silu_and_mul(out, x):
     gate, up = x.float().chunk(2, -1)
     out.copy_(functional.silu(gate) * up)
@@ -173,14 +190,8 @@ def silu_and_mul(out, x):
 @pytest.mark.parametrize(("hidden", "intermediate"), [(256, 128), (320, 96)])
 def test_marlin_computes_the_layer(hidden, intermediate, monkeypatch):
     kinds = types.SimpleNamespace(float4_e2m1f=types.SimpleNamespace(id=E2M1_ID))
-    install(monkeypatch, vllm___C={}, vllm___moe_C={}, vllm__scalar_type={"scalar_types": kinds})
-    operators = {
-        "_moe_C": {"moe_align_block_size": align, "moe_wna16_marlin_gemm": marlin_gemm,
-                   "moe_sum": lambda rows, out: out.copy_(rows.float().sum(1))},
-        "_C": {"silu_and_mul": silu_and_mul},
-    }  # fmt: skip
-    for name, found in operators.items():
-        monkeypatch.setattr(torch.ops, name, types.SimpleNamespace(**found), raising=False)
+    install(monkeypatch, vllm__scalar_type={"scalar_types": kinds})
+    install_operators(monkeypatch)
     shape, layer = layer_of("mxfp4", hidden, intermediate)
     run = moe_peers.candidates(shape, layer, moe._oracle)["vllm_marlin"]()
     error = moe.errors(layer, run(), run())["ours"]
@@ -196,14 +207,6 @@ def test_marlin_weights_are_the_layers_own():
 def test_tiles_are_as_low_as_the_rows_of_an_expert():
     found = [moe_peers.marlin_block(slots, 32) for slots in (4, 64, 256, 512, 1000, 1 << 20)]
     assert found == [8, 8, 16, 32, 48, 64]
-
-
-def test_versions_stand_in_the_details(monkeypatch):
-    install(monkeypatch, vllm={"__version__": "0.20.2"}, triton_kernels={})
-    assert moe_peers.versions(["eager", "vllm_triton", "vllm_marlin", "triton_kernels"]) == {
-        "vllm": "0.20.2", "triton_kernels": "unknown",
-    }  # fmt: skip
-    assert moe_peers.versions(["eager", "torch_grouped"]) == {}
 
 
 def test_a_peer_is_measured_beside_the_others(monkeypatch):

@@ -9,6 +9,7 @@ import torch
 from envoi import cli
 from envoi.bench import runner
 from envoi.bench.evidence import SUITES, load, read, to_line
+from envoi.bench.libraries import OF_BASELINE
 from envoi.bench.roof import Roof
 from envoi.bench.shapes import Case, GemmShape, GroupedShape, HostShape, ModelShape, MoeShape, cases
 from envoi.bench.suites import measure, model, moe, repeat_of
@@ -298,18 +299,10 @@ GPU_CASES = {
 }
 
 
-PEERS = {
-    "sgl_deep_gemm_topk",
-    "vllm_triton",
-    "vllm_marlin",
-    "triton_kernels",
-}  # other libraries, which needn't be installed
-
-
 @pytest.mark.gpu
 @pytest.mark.parametrize(("suite", "name"), [(suite, name) for suite, names in GPU_CASES.items() for name in names])
 def test_a_gpu_runs_every_baseline_and_is_right(suite, name):
     (case,) = [case for case in cases(suite) if case.name == name]
     trial = measure(case, Bench(Clock(torch.device("cuda", 0), 2), ROOF))
-    assert set(trial.missing) <= PEERS
+    assert set(trial.missing) <= set(OF_BASELINE), "other libraries needn't be installed"
     assert trial.error["ours"] <= max_error(case)

@@ -122,6 +122,8 @@ def _write_docs(docs: Path, out: str | None) -> int:
         charts.draw_picture(picture, cases)
     else:
         picture.unlink(missing_ok=True)
+    for old in docs.glob("*.svg"):
+        old.unlink()
     for suite in evidence.SUITES:
         for gpu, measurements in pages.of_suite(results, suite).items():
             if charts.ratio_rows(measurements):
@@ -180,10 +182,14 @@ def _measure(args: argparse.Namespace, chosen: "list[Case]") -> int:
     from envoi.bench.theirs import read as read_theirs
     from envoi.bench.trial import Compiler
 
+    peer_versions = _peer_versions(args.peer_version)
     device = runner.pick_device(args.device)
     fitting = [case for case in chosen if (case.on_cuda if device.type == "cuda" else case.on_cpu)]
     ranks = runner.join_ranks(device)
     fitting = [case for case in fitting if (case.over_ranks if ranks.num_ranks > 1 else case.alone)]
+    theirs = () if args.theirs is None else read_theirs(Path(args.theirs), runner.all_gpus(ranks))
+    if theirs:
+        fitting = [case for case in fitting if case.name in {one.case for one in theirs}]
     if not fitting:
         where = f"{device.type} with {ranks.num_ranks} ranks" if ranks.num_ranks > 1 else device.type
         raise ValueError(f"--case: expected a case that runs on {where}, got none; see envoi bench --list")
@@ -192,8 +198,6 @@ def _measure(args: argparse.Namespace, chosen: "list[Case]") -> int:
         print("envoi: results are printed and not kept; --out DIR appends them to DIR/<gpu>.jsonl", file=sys.stderr)
     elif ranks.rank == 0 and commit.endswith("-dirty"):
         print(f"envoi: warning: the package differs from its commit, recorded as {commit}", file=sys.stderr)
-    peer_versions = _peer_versions(args.peer_version)
-    theirs = () if args.theirs is None else read_theirs(Path(args.theirs), runner.all_gpus(ranks))
     paths: dict[Path, None] = {}
 
     def keep(measurement: evidence.Measurement) -> None:
@@ -210,9 +214,8 @@ def _measure(args: argparse.Namespace, chosen: "list[Case]") -> int:
     plan = runner.Plan(args.repeat, commit, compiler, keep, peer_versions, theirs)
     measured, num_failed = runner.run_cases(fitting, ranks, plan)
     runner.leave_ranks()
-    if ranks.rank == 0:
-        for sentence in libraries.outdated(measured).values():
-            print(f"envoi: warning: {sentence}; the pages count the newest alone", file=sys.stderr)
+    for sentence in libraries.outdated(measured).values() if ranks.rank == 0 else ():
+        print(f"envoi: warning: {sentence}; the pages count the newest alone", file=sys.stderr)
     for path in paths:
         print(f"appended to {path}")
     if num_failed:

@@ -1,6 +1,6 @@
 """Other libraries that Envoi is compared with: their baselines, and the newest version of each that is known.
 
-Pages and README compare with the newest version alone; rows with an older one stand in a section of their own.
+Pages and README compare with the newest version alone; rows with older ones stand in a section of their own.
 """
 
 import importlib
@@ -10,6 +10,7 @@ from dataclasses import dataclass, replace
 
 from envoi.bench import machine
 from envoi.bench.evidence import Measurement
+from envoi.bench.summary import peers
 
 
 @dataclass(frozen=True)
@@ -75,12 +76,17 @@ def _order(version: str) -> tuple[int, ...]:
 
 
 def newest_only(measurements: Iterable[Measurement]) -> list[Measurement]:
-    """Return the measurements without baselines of old versions, and only those that have another."""
+    """Return the measurements without baselines of old versions.
+
+    One that such a baseline did the work of is left out: what remains, torch or a slower library, is easier to beat.
+    """
     found = []
     for m in measurements:
-        kept = {name: us for name, us in m.baselines.items() if not is_old(m, name)}
-        if kept:
-            found.append(m if len(kept) == len(m.baselines) else replace(m, baselines=kept))
+        old = {name for name in m.baselines if is_old(m, name)}
+        if not old:
+            found.append(m)
+        elif not old & peers(m).keys():
+            found.append(replace(m, baselines={name: us for name, us in m.baselines.items() if name not in old}))
     return found
 
 

@@ -6,6 +6,7 @@ A page `<suite>.md` has, for each GPU, where the numbers come from, a table, geo
     <!-- bench:picture -->                              its picture, and what that shows, in a line
     <!-- bench:h200:gemm_swiglu:1 -->                   the mean ratio to the best baseline, of cases on 1 GPU
     <!-- bench:h200:moe:2:sgl_deep_gemm -->             the mean ratio to this baseline
+    <!-- bench:h200:moe:1:libraries -->                 the mean ratio to the fastest of other libraries' baselines
     <!-- bench:h200,h100:moe:1::mxfp4_mxfp8 -->         of the first GPU that has any, cases whose name contains this
 
 Baselines count in the newest version that `libraries` knows; what was measured with older ones stands in a section of
@@ -31,6 +32,7 @@ PICTURE_BASELINES = {
     "torch_ep": "torch in bf16 (NCCL + grouped matmul)",
 }
 NOT_MEASURED = "not measured"
+LIBRARIES = "libraries"  # in the place of a baseline
 ABOUT = """Medians in microseconds, each case measured beside its baselines in the same run, with a cold L2 cache unless
 the suite says otherwise. A ratio is the other's time over Envoi's: above 1 Envoi is faster. The best baseline is the
 fastest of those that do the same work. The error is relative, against float64, with torch's for the same work beside
@@ -74,17 +76,21 @@ def page(suite: str, results: dict[str, list[Measurement]]) -> str:
     """Return the page of a suite. Measurements with `--untuned` have a table of their own, and so have old versions."""
     by_gpu, untuned = of_suite(results, suite), of_suite(results, suite, True)
     parts = [f"# {suite}", f"{SUITES[suite][0].upper()}{SUITES[suite][1:]}."]
-    for gpu, measurements in by_gpu.items():
-        parts += [f"## {gpu.upper()}", provenance(measurements)]
+    every = {gpu: [m for m in found if m.suite == suite] for gpu, found in results.items()}
+    for gpu in [*by_gpu, *(gpu for gpu, found in every.items() if found and gpu not in by_gpu)]:
+        measurements = by_gpu.get(gpu, [])
+        parts.append(f"## {gpu.upper()}")
+        if measurements:
+            parts.append(provenance(measurements))
         if compared(measurements):
             parts.append(f"![{suite}: ratio of {_other(measurements)}'s time to Envoi's]({chart_name(suite, gpu)})")
-        parts += [table(rows(measurements)), *summaries(measurements)]
-        parts += beside(suite, measurements)
+        if measurements:
+            parts += [table(rows(measurements)), *summaries(measurements), *beside(suite, measurements)]
         if others := untuned.get(gpu):
             mean = by_gpus(others)
             parts += [WITHOUT, provenance(others), table(rows(others)), *[f"- best baseline: {mean}"] * bool(mean)]
-        parts += old_versions([m for m in results[gpu] if m.suite == suite])
-    if not by_gpu:
+        parts += old_versions(every[gpu])
+    if not any(every.values()):
         parts.append("Not measured yet.")
     return "\n\n".join(parts) + "\n"
 
@@ -122,7 +128,7 @@ def old_versions(measurements: Sequence[Measurement]) -> list[str]:
     lines = [
         [case_name(m), number(m.ours_us), f"{label(m.details, name)}: {number(us)}", ratio(us, m.ours_us), m.date]
         for m in measurements
-        for name, us in m.baselines.items()
+        for name, us in peers(m).items()
         if is_old(m, name)
     ]
     if not lines:
@@ -183,13 +189,23 @@ def summaries(measurements: Sequence[Measurement]) -> list[str]:
 
 def overall(measurements: Iterable[Measurement], baseline: str | None = None) -> str:
     """Return the mean ratio to the best baseline or to a named one, "1.13x [1.04x] over 9 cases"; "" where none is."""
+    found = [us / m.ours_us for m, _, us in _compared(measurements, baseline)]
+    return f"{mean_and_least(found)} over {len(found)} case{'s'[: len(found) > 1]}" if found else ""
+
+
+def _compared(measurements: Iterable[Measurement], baseline: str | None) -> list[tuple[Measurement, str, float]]:
+    """Return measurements with what they are compared to: the fastest of all that do the same work, of libraries', or
+    a named one."""
     found = []
     for m in measurements:
-        known = peers(m)
-        best = best_baseline(m) if baseline is None else (baseline, known[baseline]) if baseline in known else None
-        if best is not None:
-            found.append(best[1] / m.ours_us)
-    return f"{mean_and_least(found)} over {len(found)} case{'s'[: len(found) > 1]}" if found else ""
+        names = [
+            name for name in peers(m)
+            if baseline is None or name == baseline or (baseline == LIBRARIES and name in OF_BASELINE)
+        ]  # fmt: skip
+        if names:
+            fastest = min(names, key=lambda name: m.baselines[name])
+            found.append((m, fastest, m.baselines[fastest]))
+    return found
 
 
 def by_gpus(measurements: Sequence[Measurement]) -> str:
@@ -255,14 +271,13 @@ def _served(marker: str, results: dict[str, list[Measurement]]) -> str:
     if marker == "picture":
         return picture(results)
     gpu, suite, num_gpus, baseline, part = (*marker.split(":"), "", "", "", "")[:5]
-    if suite not in SUITES or not num_gpus.isdigit() or (baseline and baseline not in BASELINES):
+    if suite not in SUITES or not num_gpus.isdigit() or baseline not in ("", LIBRARIES, *BASELINES):
         raise ValueError(f"bench:{marker}: expected GPU:SUITE:NUM_GPUS[:BASELINE[:PART OF A CASE'S NAME]]")
     measured = of_suite(results, suite)
     for place, name in enumerate(gpu.split(",")):
         chosen = [m for m in measured.get(name, []) if str(m.num_gpus) == num_gpus and part in m.case]
         if found := overall(chosen, baseline or None):
-            same = [(m, one) for m, one, _ in compared(chosen)] if not baseline else [(m, baseline) for m in chosen]
-            library = _of_libraries((m, one) for m, one in same if one in m.baselines)
+            library = _of_libraries((m, one) for m, one, _ in _compared(chosen, baseline or None))
             return found + f", on {name.upper()}" * bool(place) + f" ({library})" * bool(library)
     return NOT_MEASURED
 

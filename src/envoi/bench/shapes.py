@@ -361,7 +361,7 @@ def _moe_cases() -> list[Case]:
         shapes += [MoeShape(*sizes, m, name, 1.0, "by host", presum) for sizes, m, name in MOE_BY_HOST]
     small += [MoeShape(256, 128, 8, 2, 64, "bf16", 1.0, transport) for transport in TRANSPORTS]
     small.append(MoeShape(256, 128, 8, 2, 64, "bf16", zipf=MOE_ZIPF))
-    found = [Case("moe", moe_name(s), s, over_ranks=True) for s in shapes]
+    found = [Case("moe", moe_name(s), s, over_ranks=True, alone=not s.transport) for s in shapes]
     found += [Case("moe", moe_name(s), s) for s in alone]
     return found + [Case("moe", moe_name(s), s, False, True, over_ranks=True, alone=not s.transport) for s in small]
 

@@ -96,7 +96,7 @@ def vllm_topk(
 def vllm_route(rule: Rule, k: int) -> Callable[..., tuple[torch.Tensor, torch.Tensor]]:
     """Return a router of torch's matmul and vLLM's operator of (tokens, gate, expert_bias): weights and ids [M, k].
 
-    Raises ModuleNotFoundError if vLLM isn't installed, NotImplementedError for a rule that its operators don't have.
+    Raises ModuleNotFoundError if vLLM isn't installed, ValueError for a rule that its operators don't have.
     """
     import_operators()
     ops: Any = torch.ops._moe_C
@@ -143,8 +143,8 @@ def flashinfer_route(rule: Rule, k: int) -> Callable[..., tuple[torch.Tensor, to
 
 
 def _expect_groups(rule: Rule) -> None:
-    """Raise NotImplementedError unless the rule is DeepSeek-V3's: sigmoid, renormalised, groups by their two best."""
+    """Raise ValueError unless the rule is DeepSeek-V3's: sigmoid, renormalised, groups by their two best."""
     if (rule.score, rule.renormalize, rule.group_score if rule.num_groups > 1 else "top2_sum") != (
         "sigmoid", True, "top2_sum",
     ):  # fmt: skip
-        raise NotImplementedError(f"its operators don't have {rule}")
+        raise ValueError(f"its operators don't have {rule}")
