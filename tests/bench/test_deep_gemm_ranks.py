@@ -11,7 +11,8 @@ import torch
 import torch.distributed as dist
 from torch.nn import functional
 
-from envoi.bench import theirs
+from envoi import cli
+from envoi.bench import evidence, theirs
 from envoi.bench.shapes import Case, MoeShape, cases, moe_name
 from envoi.bench.suites import deep_gemm_ranks, moe
 from envoi.bench.timing import Clock, Timing, symmetric_barrier
@@ -129,3 +130,29 @@ def test_times_on_other_gpus_are_refused(tmp_path):
     theirs.write(tmp_path / "a", ONE)
     with pytest.raises(ValueError, match=r"expected times on a, c, got .* on a, b"):
         theirs.read(tmp_path / "a", ("a", "c"))
+
+
+@pytest.fixture
+def measured_elsewhere(tmp_path):
+    """File of another process on this CPU, of an old version, for one of the cases."""
+    found = replace(ONE, case="256/128/8/2 bf16 tokens=64", num_gpus=1, gpus=("cpu",), version="0.1.5.post1")
+    theirs.write(tmp_path / "theirs", found)
+    return str(tmp_path / "theirs")
+
+
+def test_the_command_measures_the_cases_of_the_file_and_warns_of_an_old_version(measured_elsewhere, tmp_path, capsys):
+    out = tmp_path / "results"
+    given = ["bench", "moe", "--device", "cpu", "--repeat", "1", "--theirs", measured_elsewhere, "--out", str(out)]
+    assert cli.main(given) == 0
+    [m] = evidence.read(out / "cpu.jsonl")
+    assert (m.case, m.baselines["sgl_deep_gemm"]) == ("256/128/8/2 bf16 tokens=64", 7.0)
+    assert m.details["sgl-deep-gemm"] == "0.1.5.post1"
+    said = capsys.readouterr()
+    assert "sgl_deep_gemm 0.1.5.post1 7.00" in said.out
+    assert "envoi: warning: measured with sgl-deep-gemm 0.1.5.post1; 0.2.5 is known" in said.err
+
+
+@pytest.mark.parametrize("given", ["vllm", "vllm=", "vlm=0.33.0", "=1"])
+def test_a_version_of_no_library_is_refused(given, capsys):
+    assert cli.main(["bench", "moe", "--device", "cpu", "--peer-version", given]) == 2
+    assert "--peer-version: expected NAME=VERSION of vllm, humming-kernels" in capsys.readouterr().err

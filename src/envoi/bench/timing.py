@@ -233,7 +233,7 @@ def symmetric_barrier(device: torch.device) -> Run:
     import torch.distributed._symmetric_memory as symmetric
 
     memory = symmetric.empty(1024, dtype=torch.int32, device=device)
-    handle = symmetric.rendezvous(memory, group=dist.group.WORLD)
+    handle = symmetric.rendezvous(memory, group=dist.distributed_c10d._get_default_group())
 
     def meet(kept: torch.Tensor = memory) -> None:
         handle.barrier(channel=0)

@@ -41,7 +41,7 @@ def mxfp4(layer: Layer) -> tuple[Run, str]:
         weights.append(moe.interleave_moe_weights_for_sm90_mixed_gemm(padded[0].flatten(1, -2), "fp4"))
         scales.append(moe.interleave_moe_scales_for_sm90_mixed_gemm(padded[1].flatten(1, -2), 32))
     tokens = functional.pad(layer.tokens, (0, -layer.tokens.shape[1] % MXFP4_ALIGN)).contiguous()
-    return _call(layer, tokens, *weights, scales, use_w4_group_scaling=True), "swiglu"
+    return _call(layer, tokens, weights[0], weights[1], scales, use_w4_group_scaling=True), "swiglu"
 
 
 def up_first(rows: torch.Tensor) -> torch.Tensor:
