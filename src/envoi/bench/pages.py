@@ -256,7 +256,7 @@ def picture(results: dict[str, list[Measurement]]) -> str:
     if not cases:
         return "\n"
     about = f"Time of one MoE layer on {where(cases)}: Envoi, sgl-deep-gemm, torch"
-    return f"\n![{about}](docs/assets/{PICTURE})\n\n{caption(cases)}\n"
+    return f"\n![{about}](docs/assets/{PICTURE})\n{caption(cases)}\n"
 
 
 def render(text: str, folder: Path) -> str:
