@@ -14,16 +14,19 @@ T = TypeVar("T")
 _warned: set[Path] = set()
 
 
-def entries(path: Path, parse: Callable[[Any], T]) -> dict[str, T]:
-    """Return the entries of a file by name, each as `parse` returns it; none without a file.
+def entries(path: Path | None, parse: Callable[[Any], T]) -> dict[str, T]:
+    """Return the entries of a file by name, each as `parse` returns it; none without a file, or if the path is None.
 
     parse: raises ValueError for an entry that is corrupt or that another version of Envoi wrote. Such an entry, or a
     whole file that isn't a JSON object, is ignored, with one UserWarning a file and process.
     """
+    if path is None:
+        return {}
     try:
         known = _read(path)
     except (OSError, ValueError) as error:
-        _warn(path, f"{error}; going on without it")
+        reason = error.strerror if isinstance(error, OSError) else error
+        _warn(path, f"{reason}; going on without it")
         return {}
     found, problems = {}, []
     for name, value in known.items():
@@ -36,12 +39,15 @@ def entries(path: Path, parse: Callable[[Any], T]) -> dict[str, T]:
     return found
 
 
-def add(path: Path, new: dict[str, Any]) -> None:
-    """Add entries to a file, replacing those with equal names; create it and its folder if needed.
+def add(path: Path | None, new: dict[str, Any]) -> Path:
+    """Add entries to a file, replacing those with equal names; create it and its folder if needed. Return its path.
 
     A reader sees the file before or after the change, nothing in between. A lock on <name>.lock beside the file, which
     stays, serialises writers. A file that isn't a JSON object is kept as <name>.spoilt, with a warning.
+    Raises OSError if it can't be written, or if the path is None.
     """
+    if path is None:
+        raise FileNotFoundError("there is no home directory, and ENVOI_CACHE_DIR isn't set")
     path.parent.mkdir(parents=True, exist_ok=True)
     with _locked(path.with_name(f"{path.name}.lock")):
         try:
@@ -52,6 +58,7 @@ def add(path: Path, new: dict[str, Any]) -> None:
             _warn(path, f"{error}; moved to {kept}, begun anew")
             known = {}
         replace(path, json.dumps(known | new, indent=1, sort_keys=True) + "\n")
+    return path
 
 
 def replace(path: Path, text: str) -> None:

@@ -27,9 +27,24 @@ def interpreting() -> bool:
     return os.environ.get("TRITON_INTERPRET", "0") == "1"
 
 
-def cache_dir() -> Path:
-    """Return the folder of tuning results: `ENVOI_CACHE_DIR`, else `~/.cache/envoi`."""
-    return Path(os.environ.get("ENVOI_CACHE_DIR") or Path.home() / ".cache" / "envoi")
+def cache_dir() -> Path | None:
+    """Return the folder of tuning results: `ENVOI_CACHE_DIR`, else `~/.cache/envoi`; None if this user has no home.
+
+    A container that runs as an arbitrary user id often has neither HOME nor an entry for it in the password database.
+    """
+    named = os.environ.get("ENVOI_CACHE_DIR")
+    if named:
+        return Path(named)
+    try:
+        return Path.home() / ".cache" / "envoi"
+    except RuntimeError:
+        return None
+
+
+def cache_file(name: str) -> Path | None:
+    """Return the path of a file in `cache_dir`; None without one."""
+    folder = cache_dir()
+    return None if folder is None else folder / name
 
 
 def switches() -> list[tuple[str, str]]:

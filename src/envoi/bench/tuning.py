@@ -55,6 +55,7 @@ def run(args: argparse.Namespace) -> int:
     if args.list:
         return _print_list(shapes)
     _expect_hopper()
+    _keep({}, args.out)  # what can't be written is refused now, not after minutes
     return _measure(args, shapes)
 
 
@@ -133,7 +134,6 @@ def _measure(args: argparse.Namespace, shapes: "list[Shape]") -> int:
     import torch
 
     from envoi.bench import ahead, problems
-    from envoi.gemm.hopper import tune
     from envoi.runtime import devices
 
     num_sms = devices.num_sms(torch.device("cuda", 0))
@@ -154,10 +154,20 @@ def _measure(args: argparse.Namespace, shapes: "list[Shape]") -> int:
         if times:
             key = planned.key(num_sms)
             results.setdefault(key, []).append(times)
-            tune.keep({key: winner(results[key])}, Path(args.out) if args.out else None)
+            _keep({key: winner(results[key])}, args.out)
     where = Path(args.out) if args.out else "the cache directory"
     print(f"{len(results)} winners kept in {where}")
     return 0
+
+
+def _keep(entries: "dict[str, Config]", out: str | None) -> None:
+    """Keep winners in a file, None = that of the cache directory. Raises ValueError if it can't be written."""
+    from envoi.gemm.hopper import tune
+
+    try:
+        tune.keep(entries, Path(out) if out else None)
+    except OSError as error:
+        raise ValueError(f"tune: nothing was kept: {error}; --out or ENVOI_CACHE_DIR names another place") from error
 
 
 def measure_shape(

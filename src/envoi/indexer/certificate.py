@@ -54,15 +54,14 @@ def cublas_version() -> str:
     return ".".join(parts)
 
 
-def found_here() -> Path:
-    """Return the path to which `envoi indexer certify` writes."""
-    return env.cache_dir() / "indexer.json"
+def found_here() -> Path | None:
+    """Return the path to which `envoi indexer certify` writes; None if this user has no home and no cache folder."""
+    return env.cache_file("indexer.json")
 
 
 def write(name: str, heads: dict[str, Any]) -> Path:
-    """Add a certificate to those of this machine; return their path."""
-    path = found_here()
-    cache_file.add(path, {name: heads})
+    """Add a certificate to those of this machine; return their path. Raises OSError if nothing is kept."""
+    path = cache_file.add(found_here(), {name: heads})
     orders.cache_clear()
     return path
 

@@ -25,7 +25,10 @@ TOPK = 2048
 
 
 def run(args: argparse.Namespace) -> int:
-    """Search for certificates, print them, write them. Returns 1 if a search fails."""
+    """Search for certificates, print them, write them. Returns 1 if a search fails.
+
+    Raises ValueError without a GPU, or if what was found can't be written.
+    """
     if not torch.cuda.is_available():
         raise ValueError("indexer certify: expected a CUDA device, this machine has none that torch can use")
     device = torch.device("cuda", torch.cuda.current_device())
@@ -37,7 +40,10 @@ def run(args: argparse.Namespace) -> int:
             return 1
         found[str(num_heads)] = known
     if args.write:
-        print(f"written to {certificate.write(name, found)}")
+        try:
+            print(f"written to {certificate.write(name, found)}")
+        except OSError as error:
+            raise ValueError(f"indexer certify: nothing was kept: {error}; ENVOI_CACHE_DIR names a folder") from error
     return 0
 
 

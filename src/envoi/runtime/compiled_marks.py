@@ -14,7 +14,7 @@ from envoi.runtime.devices import Target
 
 def is_marked(digest: str, target: Target, for_launch: bool) -> bool:
     """Tell whether a kernel was compiled. digest: as `rehearsal.find` has it; for_launch: as for `compile_at`."""
-    return _mark(digest, target, for_launch).exists()
+    return _exists(_mark(digest, target, for_launch))
 
 
 def mark(digest: str, target: Target, for_launch: bool) -> None:
@@ -29,9 +29,13 @@ def mark(digest: str, target: Target, for_launch: bool) -> None:
 
 def any_marked(target: Target) -> bool:
     """Tell whether any kernel was compiled so that it can be launched, by this release or another."""
+    return _exists(_folder(target, True))
+
+
+def _exists(path: Path) -> bool:
     try:
-        return _folder(target, True).exists()
-    except OSError:
+        return path.exists()
+    except OSError:  # a folder that this user may not read
         return False
 
 

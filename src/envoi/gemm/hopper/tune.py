@@ -147,12 +147,12 @@ def _config(value: Any) -> Config:
     return config
 
 
-def _cache() -> Path:
-    return env.cache_dir() / "gemm.json"
+def _cache() -> Path | None:
+    return env.cache_file("gemm.json")
 
 
 def keep(entries: dict[str, Config], path: Path | None = None) -> None:
-    """Add entries to the cache (or to another file) and use them from now on."""
+    """Add entries to the cache (or to another file) and use them from now on. Raises OSError if nothing is kept."""
     cache_file.add(path or _cache(), {key: dataclasses.asdict(config) for key, config in entries.items()})
     _entries.cache_clear()
     forget_choices()
