@@ -1,4 +1,4 @@
-"""Progress on stderr, shown only if the work takes longer than two seconds."""
+"""Progress on stderr, shown only on a terminal, and only if the work takes longer than two seconds."""
 
 import sys
 import time
@@ -11,6 +11,7 @@ class Progress:
 
     def __init__(self, total: int, quiet: bool = False):
         self.total, self.done, self.quiet = total, 0, quiet
+        self.on_terminal = sys.stderr is not None and sys.stderr.isatty()  # None if the caller has closed it
         self.start = time.monotonic()
 
     def step(self, label: str) -> None:
@@ -19,8 +20,14 @@ class Progress:
         self.done += 1
 
     def say(self, text: str) -> None:
-        """Print a line that stays, if what the bar is for takes long: a result, or an error, as soon as it is known."""
-        self._show(f"{text[:200]:<80}\n")
+        """Print a line that stays, if what the bar is for takes long: a result, or an error, as soon as it is known.
+
+        Where stderr is a file, the line is in it, without the counter.
+        """
+        if self.on_terminal:
+            self._show(f"{text[:200]:<80}\n")
+        elif self._is_due():
+            print(text[:200], file=sys.stderr, flush=True)
 
     def __enter__(self) -> "Progress":
         return self
@@ -29,5 +36,8 @@ class Progress:
         self._show(f"{'':<80}\r")
 
     def _show(self, text: str) -> None:
-        if not self.quiet and time.monotonic() - self.start > DELAY_S:
+        if self.on_terminal and self._is_due():
             print(f"\r{text}", end="", file=sys.stderr, flush=True)
+
+    def _is_due(self) -> bool:
+        return not self.quiet and time.monotonic() - self.start > DELAY_S

@@ -2,6 +2,7 @@
 
 import importlib
 import json
+import sys
 
 import pytest
 import safetensors
@@ -198,6 +199,7 @@ def test_several_files_without_an_index(tmp_path):
 def test_a_bar_for_what_takes_long(written, capsys, monkeypatch):
     folder, _ = written("qwen3")
     monkeypatch.setattr(progress, "DELAY_S", -1.0)
+    monkeypatch.setattr(sys.stderr, "isatty", lambda: True)
     from_checkpoint(folder, 1, [2, 4])
     said = capsys.readouterr().err
     assert "[0/2] layer 1, expert 2" in said

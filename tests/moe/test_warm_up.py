@@ -332,6 +332,7 @@ def test_progress_counts_from_the_beginning(monkeypatch, capsys):
     monkeypatch.setattr(warm_up, "uncompiled", lambda sites, *_: sites)
     monkeypatch.setattr(compiled_marks, "mark", lambda *_: None)
     monkeypatch.setattr(warm_up, "compile_at", lambda *_: "")
+    monkeypatch.setattr(sys.stderr, "isatty", lambda: True)
     work = warm_up.Compilation(Compilers(HOPPER, 1), [], HOPPER, for_launch=False, progress=True)
     work._bar.start -= 3.0
     work.add({"a": rehearsal.Site(0, 1, 0, "some_kernel", 1)})

@@ -58,10 +58,14 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _bar(total: int) -> Any:
-    """Return one progress bar for the whole demo, in bytes generated. Printed text appears above it."""
+    """Return one progress bar for the whole demo, in bytes generated. Printed text appears above it.
+
+    There is none where stderr isn't a terminal.
+    """
     from tqdm import tqdm
 
-    return tqdm(total=total, leave=False, bar_format="{desc:<24}{percentage:3.0f}% |{bar}| {elapsed} < {remaining}")
+    format = "{desc:<24}{percentage:3.0f}% |{bar}| {elapsed} < {remaining}"
+    return tqdm(total=total, leave=False, disable=None, bar_format=format)
 
 
 def pick_device(name: str) -> torch.device:
