@@ -4,7 +4,6 @@ import json
 import os
 import subprocess
 import sys
-from types import SimpleNamespace
 
 import pytest
 import torch
@@ -199,9 +198,10 @@ def test_a_missing_package_is_named_and_a_bug_is_not_hidden(monkeypatch, capsys)
 
 
 def test_the_demo_gets_its_arguments(monkeypatch):
+    from envoi.demo import command
+
     seen = []
-    monkeypatch.setitem(sys.modules, "envoi.demo", SimpleNamespace(run=lambda args: seen.append(args) or 0))
-    monkeypatch.setattr(envoi, "demo", sys.modules["envoi.demo"], raising=False)
+    monkeypatch.setattr(command, "run", lambda args: seen.append(args) or 0)
     assert run("demo", "--bytes", "99", "--formats", "bf16", "--ranks", "2") == 0
     args = vars(seen[0])
     assert (args["bytes"], args["formats"], args["ranks"]) == (99, "bf16", 2)

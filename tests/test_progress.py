@@ -6,7 +6,7 @@ import sys
 import pytest
 
 from envoi import progress
-from envoi.demo.run import _bar
+from envoi.demo.command import _bar
 from envoi.progress import Progress
 
 

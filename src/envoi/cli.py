@@ -122,9 +122,9 @@ def _demo_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def _run_demo(args: argparse.Namespace) -> int:
-    from envoi import demo
+    from envoi.demo import command
 
-    return demo.run(args)
+    return command.run(args)
 
 
 def _info_arguments(parser: argparse.ArgumentParser) -> None:

@@ -5,9 +5,9 @@ import torch
 
 from envoi.epilogue import Col, Row, Tile, epilogue, halves, pairs, quantize, relu, round_bf16, row_sum, silu
 from envoi.epilogue.cut import cut
-from envoi.epilogue.evaluate import evaluate
 from envoi.epilogue.library import gelu_residual, store, swiglu_fp8
 from envoi.epilogue.outputs import chunk_columns, output_specs
+from envoi.epilogue.reference import evaluate
 from envoi.types import QuantTensor
 from tests.helpers.accuracy import assert_same_bits
 

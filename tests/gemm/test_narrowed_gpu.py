@@ -7,8 +7,8 @@ import torch
 
 from envoi import gemm
 from envoi.epilogue import Col, Row, Tile, epilogue, gelu, row_max, row_sum
-from envoi.epilogue.evaluate import evaluate
 from envoi.epilogue.library import absmax, gelu_residual, linear, scale_bias_relu, store, swiglu
+from envoi.epilogue.reference import evaluate
 from envoi.gemm.hopper import host, tune, two_kernels
 from envoi.gemm.hopper.config import Config, fitted, supports
 from envoi.quant import SCHEMES, dequantize, quantize

@@ -10,8 +10,8 @@ from types import ModuleType
 
 from envoi.epilogue.api import Epilogue, epilogue
 from envoi.epilogue.errors import EpilogueError
-from envoi.epilogue.evaluate import evaluate
 from envoi.epilogue.ir import IR, Node
+from envoi.epilogue.reference import evaluate
 from envoi.epilogue.trace import Col, HalfCol, HalfTile, Row, Scalar, Tile
 from envoi.epilogue.vocabulary import (
     cast,

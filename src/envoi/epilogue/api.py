@@ -13,9 +13,9 @@ import torch
 
 from envoi.check import expect_tensor
 from envoi.epilogue.errors import refuse
-from envoi.epilogue.evaluate import evaluate
 from envoi.epilogue.ir import IR, Node
 from envoi.epilogue.operands import check_columns, check_names, check_operands
+from envoi.epilogue.reference import evaluate
 from envoi.epilogue.trace import Traced, inline, trace
 
 FLOATS = (torch.bfloat16, torch.float16, torch.float32)

@@ -4,9 +4,9 @@ from itertools import pairwise
 
 import torch
 
-from envoi.epilogue.evaluate import evaluate
 from envoi.epilogue.ir import IR, Node
 from envoi.epilogue.outputs import output_dtype
+from envoi.epilogue.reference import evaluate
 from envoi.gemm import reference
 from envoi.quant.formats import SCHEMES
 from envoi.runtime.devices import expect_no_capture

@@ -2,7 +2,7 @@
 
 import torch
 
-from envoi.epilogue.evaluate import evaluate
+from envoi.epilogue.reference import evaluate
 from envoi.gemm import gemm, grouped_gemm, reference
 from envoi.gemm.by_torch import spread_columns
 from envoi.types import Matrix, QuantTensor

@@ -1,4 +1,4 @@
-"""Script of the demo: the steps in order."""
+"""Implementation of `envoi demo`: the steps in order."""
 
 import argparse
 import platform
