@@ -172,7 +172,9 @@ def release(model: torch.nn.Module) -> int:
 def report(model: torch.nn.Module) -> "Report":
     """Return what each experts module of a model is stored as, whether Envoi runs it, and why not: print it.
 
-    Reads no weights; `.rows` has path, class, format, implementation and reason of each module.
+    Reads no weights. `.rows` has a row for each module: `path`; `kind`, its class; `stored`, the format of its weights;
+    `chosen`, its experts_implementation; `runs`, True if Envoi runs it; `why` not, else ""; `num_bytes` of its weights;
+    `load`, for a module with an `envoi.ExpertParallel`, which rank and expert bound its last calls, else "".
     """
     from envoi.integrations import transformers_report
 
