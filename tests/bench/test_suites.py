@@ -286,7 +286,10 @@ def test_two_hosts_need_an_even_number_of_ranks():
 GPU_CASES = {
     "gemm": ("16x7168x2048 bf16",),
     "gemm_fp8": ("2048x7168x2048 fp8_row", "2048x7168x2048 fp8_block128"),
-    "gemm_epilogues": ("1024x5120x2880 absmax", "2000x4096x4096 capped_residual_max", "2000x4096x4096 logsumexp"),
+    "gemm_epilogues": (
+        "1024x5120x2880 absmax", "2000x4096x4096 capped_residual_max", "2000x4096x4096 logsumexp",
+        "2000x4096x4096 logsumexp_of_max",
+    ),
     "gemm_weights": ("32 experts x 16, 4096 -> 4096 bf16",),
     "gemm_swiglu": ("64x4096x7168 bf16",),
     "gemm_quant": ("1024x5120x2880 bf16",),
@@ -296,7 +299,7 @@ GPU_CASES = {
     "router_dense": ("4096x64x1024 top4 softmax fp16",),
     "indexer_fast": ("batch 1x131072",),
     "moe": ("2048/768/128/8 bf16 tokens=16", "2880/2880/32/4 mxfp4 tokens=1"),
-}
+}  # fmt: skip
 
 
 @pytest.mark.gpu

@@ -5,7 +5,9 @@ from dataclasses import replace
 import pytest
 import torch
 
-from envoi.epilogue import epilogue, pairs, quantize, row_sum
+from envoi import gemm
+from envoi.bench.suites.endings import logsumexp, logsumexp_of_max
+from envoi.epilogue import Row, epilogue, exp, log, pairs, quantize, row_sum
 from envoi.epilogue.cut import cut
 from envoi.epilogue.library import absmax, store, swiglu, swiglu_fp8
 from envoi.gemm import backend
@@ -177,3 +179,21 @@ def test_both_compile_without_spills(format, M):
     for launch in launches(format, M, 4096, 4096):
         binary = compile_launch(launch, "sm_90")
         assert binary.stack_bytes == 0, launch.kernel.fn.__name__
+
+
+@epilogue
+def logsumexp_below(acc, bound: Row):
+    return acc, log(row_sum(exp(acc - bound))) + bound
+
+
+# As the tutorial of epilogues says.
+@pytest.mark.parametrize("columns", [256, 264, 4096])
+@pytest.mark.parametrize("ep", [logsumexp, logsumexp_below, logsumexp_of_max], ids=lambda ep: ep.ir.name)
+def test_a_tile_that_needs_its_rows_complete_takes_a_second_kernel_beyond_256_columns(ep, columns):
+    a, b = matrix("bf16", 2000, 512), matrix("bf16", columns, 512)
+    operands = {"bound": without_memory((2000,), torch.float32)} if ep is logsumexp_below else {}
+    launches: list = []
+    with standing_for(Target("sm_90", SMS)), rehearsing(launches):
+        gemm(a, b, ep, **operands)
+    second = ep is logsumexp_of_max and columns > 256
+    assert [kernel for kernel, *_ in launches] == [gemm_kernel, rows_kernel][: 1 + second]

@@ -19,14 +19,14 @@ GEMM_MNK = (
 )
 GEMM_CPU_MNK = (256, 512, 512)
 ROW_VALUE_MNK = (2000, 4096, 4096)  # beside GEMM_MNK, for epilogues of which each row has a value
-ROW_VALUES = ("capped_residual_max", "logsumexp")
+ROW_VALUES = ("capped_residual_max", "logsumexp", "logsumexp_of_max")
 FP8_MIN_M = 1024  # below, a GEMM is bound by reading weights
 FP8_FORMATS = ("fp8_row", "fp8_block128")
 EPILOGUES = {
     "gemm": ("store",),
     "gemm_swiglu": ("swiglu",),
     "gemm_quant": ("swiglu_fp8",),
-    "gemm_epilogues": ("scale_bias_relu", "gelu_residual", "absmax", "capped_residual_max", "logsumexp"),
+    "gemm_epilogues": ("scale_bias_relu", "gelu_residual", "absmax", *ROW_VALUES),
     "gemm_fp8": ("store",),
 }
 WEIGHTS_FORMATS = ("bf16", "mxfp4", "mxfp4_mxfp8", "mxfp8")

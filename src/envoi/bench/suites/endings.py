@@ -45,6 +45,16 @@ def logsumexp(acc):
     return acc, log(row_sum(exp(acc)))
 
 
+@epilogue
+def logsumexp_of_max(acc):
+    """Return what `logsumexp` does, for values of any size: each row's largest is subtracted before exp.
+
+    It is known once the row is complete, so that a second kernel reads the product again.
+    """
+    largest = row_max(acc)
+    return acc, log(row_sum(exp(acc - largest))) + largest
+
+
 def _swiglu(y: torch.Tensor) -> torch.Tensor:
     gate, up = y.chunk(2, dim=-1)
     return functional.silu(gate) * up
@@ -87,5 +97,6 @@ ENDINGS = {
     "absmax": Ending(absmax, _absmax),
     "capped_residual_max": Ending(capped_residual_max, _capped_residual_max, operands={"residual": "Tile"}),
     "logsumexp": Ending(logsumexp, _logsumexp),
+    "logsumexp_of_max": Ending(logsumexp_of_max, _logsumexp),
 }
 EXACT = {**{name: ending.eager for name, ending in ENDINGS.items()}, "swiglu_fp8": _swiglu}  # without rounding
