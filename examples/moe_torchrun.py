@@ -13,6 +13,8 @@ HIDDEN, INTERMEDIATE, EXPERTS_PER_RANK, TOPK, MAX_TOKENS = 256, 128, 2, 2, 128
 
 def main() -> None:
     """Run the layer on this rank's tokens; ranks may have different numbers of tokens, also none."""
+    if not dist.is_torchelastic_launched():
+        raise SystemExit("moe_torchrun.py: expected ranks, run torchrun --nproc-per-node 4 examples/moe_torchrun.py")
     use_gpus = torch.cuda.is_available()
     dist.init_process_group("nccl" if use_gpus else "gloo")
     rank, num_ranks = dist.get_rank(), dist.get_world_size()

@@ -95,7 +95,7 @@ def _parser() -> Parser:
     for name, help, add_arguments, run in (
         ("demo", "a trained MoE model answers through Envoi: a table and a picture", _demo_arguments, _run_demo),
         ("info", "versions, devices, and which implementation each operator uses here", _info_arguments, _run_info),
-        ("bench", "measure Envoi beside torch", _bench_arguments, _run_bench),
+        ("bench", "measure Envoi and torch", _bench_arguments, _run_bench),
         ("tune", "measure the configs of the GEMMs on this GPU, keep the fastest", _tune_arguments, _run_tune),
         ("warm-up", "compile all kernels that a MoE layer can need, in parallel", _warm_up_arguments, _run_warm_up),
         ("plan", "predict an expert-parallel MoE: times, what bounds them, sizes", _plan_arguments, _run_plan),
