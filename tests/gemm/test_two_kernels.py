@@ -1,6 +1,7 @@
 """Two kernels for an epilogue that needs wide tiles, without a GPU: when they are chosen, and what they launch."""
 
 from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
@@ -191,7 +192,7 @@ def logsumexp_below(acc, bound: Row):
 @pytest.mark.parametrize("ep", [logsumexp, logsumexp_below, logsumexp_of_max], ids=lambda ep: ep.ir.name)
 def test_a_tile_that_needs_its_rows_complete_takes_a_second_kernel_beyond_256_columns(ep, columns):
     a, b = matrix("bf16", 2000, 512), matrix("bf16", columns, 512)
-    operands = {"bound": without_memory((2000,), torch.float32)} if ep is logsumexp_below else {}
+    operands: dict[str, Any] = {"bound": without_memory((2000,), torch.float32)} if ep is logsumexp_below else {}
     launches: list = []
     with standing_for(Target("sm_90", SMS)), rehearsing(launches):
         gemm(a, b, ep, **operands)
