@@ -1,4 +1,5 @@
-"""Reading of config.json: how many experts a checkpoint has, their activation, how they are quantised."""
+"""Reading of config.json: how many experts a checkpoint has, how they are quantised; with keys.py and activation.py,
+what they compute."""
 
 import json
 from dataclasses import dataclass
@@ -7,24 +8,17 @@ from typing import Any
 
 import torch
 
-from envoi.epilogue.library import swiglu_oai_with
-from envoi.moe.pack import SWIGLU_OAI_LIMIT
+from envoi.checkpoints.activation import INTERLEAVED, read_activation
+from envoi.checkpoints.keys import LATENT
 
 ALL = 0  # in a group: all rows, or all columns
 MX, NV = (1, 32), (1, 16)
 FLOATS = (torch.bfloat16, torch.float16, torch.float32)
 COUNTS = ("n_routed_experts", "num_local_experts", "num_experts", "moe_num_experts")
-GATES = {
-    "silu": "swiglu",
-    "swish": "swiglu",
-    "gelu": "geglu",
-    "gelu_pytorch_tanh": "geglu_tanh",
-    "gelu_new": "geglu_tanh",
+OTHERS = {
+    "llama4": "its tokens are multiplied by their weights before the experts, which Envoi does after them",
+    "muse_spark": "each expert's output is normalised before it is weighted, which Envoi doesn't do",
 }
-ACTIVATIONS = ("hidden_act", "hidden_activation", "activation_function")
-FIXED = {"lfm2_moe": "silu"}  # families whose activation config.json doesn't name
-INTERLEAVED = ("gpt_oss",)  # gate and up rows in turn, gate times sigmoid(1.702 * gate), up + 1
-OTHERS = {"llama4": "its tokens are multiplied by their weights before the experts, which Envoi does after them"}
 METHODS = ("fp8", "mxfp4", "compressed-tensors", "modelopt")
 NVFP4_ALGORITHMS = ("NVFP4", "W4A16_NVFP4")
 
@@ -48,11 +42,13 @@ class Quantisation:
 
 @dataclass(frozen=True)
 class Config:
-    """Experts of a checkpoint: see the module. num_experts: None if config.json doesn't say."""
+    """Experts of a layer: see the module. num_experts: None if config.json doesn't say. latent: the key that gives the
+    experts a hidden size of their own, and the size; None if they have the model's."""
 
     file: Path
     family: str
     num_experts: int | None
+    latent: tuple[str, int] | None
     activation: str
     swiglu_limit: float | None
     quantisation: Quantisation | None
@@ -63,8 +59,8 @@ class Config:
         return "interleaved" if self.family in INTERLEAVED else "concat"
 
 
-def read_config(folder: Path) -> Config:
-    """Read config.json, of a model or of one that has the model as its text_config.
+def read_config(folder: Path, layer: int) -> Config:
+    """Read config.json, of a model or of one that has the model as its text_config, for the experts of a layer.
 
     Raises ValueError that names the file and the key for what Envoi can't run or doesn't know.
     """
@@ -72,9 +68,13 @@ def read_config(folder: Path) -> Config:
     family = str(config.get("model_type", "")).removesuffix("_text")
     if family in OTHERS:
         raise ValueError(f"{file}: model_type: expected a family that Envoi runs, got {family!r}: {OTHERS[family]}")
-    activation, limit = _activation(file, family, config)
+    activation, limit = read_activation(file, family, config, layer)
     counts = [config[key] for key in COUNTS if type(config.get(key)) is int]
-    return Config(file, family, counts[0] if counts else None, activation, limit, _quantisation(file, given))
+    latents = [(key, config[key]) for key in LATENT if config.get(key) is not None]
+    return Config(
+        file, family, counts[0] if counts else None, latents[0] if latents else None, activation, limit,
+        _quantisation(file, given),
+    )  # fmt: skip
 
 
 def read_quantisation(folder: Path) -> Quantisation | None:
@@ -108,27 +108,6 @@ def _beside(file: Path) -> dict[str, Any] | None:
         return {"quant_method": "modelopt", **json.loads(file.read_text(encoding="utf-8"))["quantization"]}
     except (ValueError, KeyError, TypeError) as error:
         raise ValueError(f"{file}: expected JSON with a quantization, got {error!r}") from None
-
-
-def _activation(file: Path, family: str, config: dict[str, Any]) -> tuple[str, float | None]:
-    named = [config[key] for key in ACTIVATIONS if config.get(key) is not None]
-    named = named or [FIXED[family]] if family in FIXED else named
-    limit, alpha = _number(file, config, "swiglu_limit"), _number(file, config, "swiglu_alpha")
-    if named and (not isinstance(named[0], str) or named[0] not in GATES):
-        raise ValueError(f"{file}: {ACTIVATIONS[0]}: expected one of {', '.join(map(repr, GATES))}, got {named[0]!r}")
-    if family in INTERLEAVED or alpha is not None:
-        activation = "swiglu_oai" if alpha is None else swiglu_oai_with(alpha)
-        return activation, SWIGLU_OAI_LIMIT if limit is None else limit
-    if not named:
-        raise ValueError(f"{file}: {ACTIVATIONS[0]}: expected the experts' activation, got none of {ACTIVATIONS}")
-    return GATES[named[0]], limit
-
-
-def _number(file: Path, config: dict[str, Any], key: str) -> float | None:
-    value = config.get(key)
-    if value is not None and (isinstance(value, bool) or not isinstance(value, int | float)):
-        raise ValueError(f"{file}: {key}: expected a number, got {value!r}")
-    return None if value is None else float(value)
 
 
 def _block(file: Path, key: str, sides: Any) -> tuple[int, int]:

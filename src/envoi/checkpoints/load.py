@@ -52,7 +52,7 @@ def from_checkpoint(
     expect_choice("format", format, (*FORMATS, AUTO))
     if not (isinstance(path, str | Path) and Path(path).exists()):
         raise ValueError(f"path: expected a checkpoint's folder or a file of safetensors on this machine, got {path!r}")
-    config = read_config(Path(path) if Path(path).is_dir() else Path(path).parent)
+    config = read_config(Path(path) if Path(path).is_dir() else Path(path).parent, layer)
     with Shards(path) as shards:
         return load_layer(
             shards, config, layer, experts, format, device=expect_device("device", device), requantize=requantize,
@@ -76,12 +76,14 @@ def load_layer(
     if isinstance(named, Separate) and count < _count(shards, named):
         have = _count(shards, named)
         raise ValueError(f"{config.file}: expected {have} experts, as the files have of layer {layer}, got {count}")
+    _check_hidden(shards, config, named)
     ids = _expect_ids(experts, count)
     read: Callable = read_separate if isinstance(named, Separate) else read_stacked
     with Progress(len(ids), quiet=not progress) as bar:
         gate_up, down, biases = read(shards, config, named, ids, count, device, lambda e: bar.step(_label(layer, e)))
+    layout = "concat" if isinstance(named, Separate) else config.gate_up_layout  # separate ones are read so
     return pack(
-        gate_up, down, format, gate_up_layout=config.gate_up_layout, gate_up_bias=biases[0], down_bias=biases[1],
+        gate_up, down, format, gate_up_layout=layout, gate_up_bias=biases[0], down_bias=biases[1],
         activation=config.activation, swiglu_limit=config.swiglu_limit, requantize=requantize,
     )  # fmt: skip
 
@@ -94,6 +96,22 @@ def _count(shards: Shards, named: Separate | Stacked) -> int:
     if isinstance(named, Separate):
         return max(named.ids) + 1
     return shards.header(named.gate_up + ("_blocks" if named.blocks else ""))[1][0]
+
+
+def _check_hidden(shards: Shards, config: Config, named: Separate | Stacked) -> None:
+    """Raise ValueError if config.json gives the experts another hidden size than the matrices of down have."""
+    if config.latent is None:
+        return
+    key, size = config.latent
+    stacked = isinstance(named, Stacked)
+    parts = [config.quantisation.weight] if config.quantisation else []
+    names = [named.down + "_blocks" * named.blocks] if stacked else [
+        named.name(named.ids[0], named.down, part) for part in (*parts, "weight")
+    ]  # fmt: skip
+    name = next((name for name in names if name in shards.file_of), names[-1])
+    shape = shards.header(name)[1]
+    if size not in (shape[1:] if stacked else shape[:1]):
+        raise ValueError(f"{config.file}: {key}: expected the hidden size of {name} {list(shape)}, got {size}")
 
 
 def _expect_ids(experts: Iterable[int] | None, count: int) -> Sequence[int]:

@@ -5,7 +5,7 @@ from collections.abc import Callable, Sequence
 import torch
 
 from envoi.checkpoints.config import ALL, FLOATS, Config, Quantisation
-from envoi.checkpoints.names import Separate
+from envoi.checkpoints.names import Separate, check_beside
 from envoi.checkpoints.shards import Shards
 from envoi.quant.bits import as_bytes
 from envoi.quant.regroup import FACTORS, stored_factors
@@ -92,6 +92,15 @@ class Plan:
                 if self.scale(expert, projection):
                     name, why = self.scale(expert, projection), f"the scale of {name}"
                     self.shards.expect(name, (torch.float32,), ((), (1,)), why)
+        check_beside(self.shards.file_of, self.named, self._parts())
+
+    def _parts(self) -> set[str]:
+        """Return the last parts of the names of all tensors that are read."""
+        parts = {self.part, *([self.quantisation.scale] if self.quantisation and self.group is not None else [])}
+        if self.group is not None:
+            each = [(e, name) for e in self.ids or (0,) for name in (self.named.gate, self.named.up, self.named.down)]
+            parts |= {self.factor(*one).removeprefix(self.named.name(*one, "")) for one in each}
+        return parts
 
 
 def read_separate(

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 import torch
 
 from envoi.checkpoints.config import FLOATS, MX, Config, Quantisation
-from envoi.checkpoints.names import Stacked
+from envoi.checkpoints.names import Stacked, check_beside
 from envoi.checkpoints.shards import Shards
 from envoi.quant.regroup import FACTORS, stored_factors
 from envoi.types import Matrix, QuantTensor
@@ -65,6 +65,7 @@ def plan_stacked(shards: Shards, quantisation: Quantisation | None, named: Stack
     if bool(parts[0].bias) != bool(parts[1].bias):
         lacking = f"{named.down if parts[0].bias else named.gate_up}_bias"
         raise ValueError(f"{shards.path}: {lacking}: expected a bias, as the other projection has one, got none")
+    check_beside(shards.file_of, named, [name for part in parts for name in part.names])
     return parts
 
 

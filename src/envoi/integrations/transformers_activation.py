@@ -7,7 +7,7 @@ from typing import Any
 import torch
 
 from envoi.epilogue.activation import GATED, written
-from envoi.epilogue.library import swiglu_oai_with
+from envoi.epilogue.library import softcapped_swiglu, swiglu_clamped_after, swiglu_oai_with
 from envoi.epilogue.vocabulary import gelu, hardswish, relu, sigmoid, softplus, tanh
 from envoi.moe.oracle import activate
 from envoi.types import UNGATED
@@ -60,15 +60,7 @@ def _of_attributes(module: Any) -> Iterable[str]:
     act = getattr(module, "act_fn", None)
     caps = [getattr(getattr(act, name, None), "softcap", None) for name in ("gate_softcap", "up_softcap")]
     if all(isinstance(cap, int | float) for cap in caps):
-        yield _softcapped(*map(float, caps))  # pyright: ignore[reportArgumentType]
-
-
-@cache
-def _softcapped(gate_cap: float, up_cap: float) -> str:
-    def softcapped_swiglu(gate, up):
-        return gate_cap * tanh(gate / gate_cap) * sigmoid(gate) * (up_cap * tanh(up / up_cap))
-
-    return written(softcapped_swiglu)
+        yield softcapped_swiglu(*map(float, caps))  # pyright: ignore[reportArgumentType]
 
 
 @cache
