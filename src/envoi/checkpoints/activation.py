@@ -137,6 +137,7 @@ def _positive(file: Path, config: dict[str, Any], key: str) -> float:
 
 def _number(file: Path, config: dict[str, Any], key: str) -> float | None:
     value = config.get(key)
-    if value is not None and (isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value)):
+    number = isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
+    if value is not None and not number:
         raise ValueError(f"{file}: {key}: expected a number, got {value!r}")
     return None if value is None else float(value)

@@ -19,16 +19,16 @@ SITU = ("activation_situ_beta", "activation_situ_linear_beta")  # Kimi-K3
 # Hidden size of the routed experts where it isn't the model's: Nemotron-3, Kimi-K3.
 LATENT = ("moe_latent_size", "routed_expert_hidden_size")
 
+ON_INPUT = "tokens are multiplied by their weights before the experts, which Envoi does after them"
+CONSTANTS = "some experts are constants instead of matrices, which Envoi doesn't have"
 # What is refused unless it is off, and why.
 REFUSED = {
-    "moe_apply_router_weight_on_input": "tokens are multiplied by their weights before the experts, and Envoi does it "
-    "after them",
-    "apply_router_weight_on_input": "tokens are multiplied by their weights before the experts, and Envoi does it after "
-    "them",
+    "moe_apply_router_weight_on_input": ON_INPUT,
+    "apply_router_weight_on_input": ON_INPUT,
     "post_norm_eps": "each expert's output is normalised before it is weighted, which Envoi doesn't do",
-    "approximate_experts": "some experts are constants instead of matrices, which Envoi doesn't have",
-    "expert_substitution": "some experts are constants instead of matrices, which Envoi doesn't have",
-}  # fmt: skip
+    "approximate_experts": CONSTANTS,
+    "expert_substitution": CONSTANTS,
+}
 
 READ = {*ACTIVATIONS, LIMIT, ALPHA, BETA, *LIMITS_AFTER, *SOFTCAPS, *SITU, *LATENT, *REFUSED}
 
@@ -36,7 +36,7 @@ READ = {*ACTIVATIONS, LIMIT, ALPHA, BETA, *LIMITS_AFTER, *SOFTCAPS, *SITU, *LATE
 HARMLESS = {
     # the choice of experts and their weights
     "expert_selection_fn", "norm_expert_weight", "moe_gate", "moe_use_hard_gate", "moe_norm_min", "moe_renormalize",
-    "moe_routed_scaling_factor", "moe_use_aux_free", "rms_norm_eps_moe_gate", "top_k_experts",
+    "moe_routed_scaling_factor", "rms_norm_eps_moe_gate",
     # LongCat's ids from n_routed_experts on, which have no weights: they add the token itself
     "zero_expert_num", "zero_expert_type",
     # the sum of the experts' outputs, what is done to it, and the residual stream
@@ -46,7 +46,7 @@ HARMLESS = {
     "linear_silu", "log_scaling_alpha",
     # sizes, and layers without experts
     "moe_hidden_size", "expert_ffn_hidden_size", "expert_hidden_dim", "ffn_hidden_size", "interleave_moe_layer_step",
-    "moe_layer_num_skipped", "prefix_dense_intermediate_size", "use_double_wide_mlp", "use_mixed_mlp_moe",
+    "moe_layer_num_skipped", "use_double_wide_mlp", "use_mixed_mlp_moe",
     "block_ffn_dim_multiplier", "block_use_swiglu",
 }  # fmt: skip
 
@@ -68,8 +68,8 @@ APART = {
 ELSEWHERE = {
     "attn", "attention", "att", "q", "k", "v", "qk", "kv", "qkv", "query", "head", "heads", "logit", "logits", "lm",
     "rope", "rotary", "yarn", "position", "embed", "embedding", "embeddings", "mamba", "ssm", "conv", "time", "dt",
-    "gradient", "grad", "residual", "classifier", "pooler", "summary", "mla", "kda", "gdn", "length", "indexer", "vocab",
-    "sampling", "rel", "projection", "mm",
+    "gradient", "grad", "residual", "classifier", "pooler", "summary", "mla", "kda", "gdn", "length", "indexer",
+    "vocab", "sampling", "rel", "projection", "mm",
 }  # fmt: skip
 # Words beside an expert's that say how many, how large, where, or how computed, and no arithmetic. Biases are tensors,
 # which `from_checkpoint` looks for.

@@ -20,7 +20,7 @@ STACKED = re.compile(
 )
 PROJECTIONS = {"gate_proj": ("gate_proj", "up_proj", "down_proj"), "w1": ("w1", "w3", "w2")}
 # Last parts of names of tensors beside an expert's weights that change nothing: static scales and zero points of
-# activations, which Envoi quantises by what they are; the shape of packed weights. Any other that isn't used is refused.
+# activations, which Envoi quantises by what they are; the shape of packed weights. Others that aren't used are refused.
 HARMLESS = (
     "input_scale", "input_scale_inv", "input_global_scale", "input_zero_point", "act_scale", "activation_scale",
     "output_scale", "output_zero_point", "weight_shape",
@@ -113,7 +113,8 @@ def _foreign_stacked(name: str, named: Stacked, names: Collection[str]) -> bool:
     if name in names or not name.startswith(bases):
         return False
     rest = next(name[len(base) :] for base in bases if name.startswith(base))
-    return rest not in ROUTERS and not rest.endswith(tuple(f"{end}{part}" for end in "._" for part in HARMLESS))
+    known = rest in (*ROUTERS, *HARMLESS) or rest.endswith(tuple(f"{end}{part}" for end in "._" for part in HARMLESS))
+    return not known
 
 
 def layers(names: Iterable[str]) -> list[int]:

@@ -61,7 +61,7 @@ class Shards:
         return self._by_headers(files)
 
     def _by_headers(self, files: Sequence[Path]) -> dict[str, Path]:
-        """Return the file of each tensor. Raises ValueError for a tensor that is in several, such as a rank's shards."""
+        """Return the file of each tensor. Raises ValueError for one that is in several, as in shards of ranks."""
         file_of: dict[str, Path] = {}
         for file in files:
             for name in self._names(file):

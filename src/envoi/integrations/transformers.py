@@ -30,6 +30,7 @@ to be captured anew if the weights had no scale factor above 2 and have one now.
 There is no backward: an input or weight that requires grad, with grad mode on, is an error.
 """
 
+import inspect
 import warnings
 from functools import partial
 from typing import TYPE_CHECKING, Any
@@ -37,6 +38,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from envoi.check import expect_bool
+from envoi.checkpoints.keys import REFUSED
 from envoi.integrations import packings
 from envoi.integrations.packings import Recipe, Weights
 from envoi.integrations.transformers_activation import recognise_activation
@@ -57,8 +59,16 @@ if TYPE_CHECKING:
     from envoi.integrations.transformers_report import Report
 
 # Attributes that modules' gates read besides their input.
-GATE_ATTRIBUTES = ("act_fn", "alpha", "limit", "swiglu_alpha", "swiglu_limit")
+GATE_ATTRIBUTES = ("act_fn", "alpha", "limit", "swiglu_alpha", "swiglu_limit", "gate_softcap", "up_softcap")
 HALF = (torch.bfloat16, torch.float16)
+# What transformers may say of a module's structure, and the parameters that it may have: others would be left out.
+KNOWN_FLAGS = {"experts_class", "experts_interface", "has_gate", "has_bias", "is_transposed", "is_concatenated"}
+PARAMETERS = {
+    name + end
+    for name in ("gate_up_proj", "up_proj", "down_proj")
+    for end in ("", "_bias", "_blocks", "_scales", *FACTORS, "_activation_scale")
+}
+OF_OTHERS = "parametrizations."  # of peft, which change the weights before a call
 
 
 def implementation_name(format: str) -> str:
@@ -382,8 +392,20 @@ def _remember_activation(module: Any) -> tuple[str, float | None, str | None, tu
 
 
 def _check_structure(module: Any) -> None:
-    reason = None
-    if getattr(module, "has_post_expert_norm", False):
-        reason = "expected experts whose outputs are summed as they are, got a norm after each"
-    if reason is not None:
-        raise ValueError(f"{type(module).__name__}: {reason}")
+    """Raise ValueError for what a module of experts says, or has beside its weights, that Envoi doesn't know."""
+    from transformers.integrations.moe import use_experts_implementation
+
+    flags = set(inspect.signature(use_experts_implementation).parameters) - KNOWN_FLAGS
+    beside = [name for name, _ in module.named_parameters() if not (name in PARAMETERS or name.startswith(OF_OTHERS))]
+    reasons = ["expected experts whose outputs are summed as they are, got a norm after each"] * bool(
+        getattr(module, "has_post_expert_norm", False)
+    )
+    reasons += [
+        f"expected experts of a structure that Envoi knows, got {flag}"
+        for flag in sorted(flags)
+        if vars(module).get(flag)
+    ]
+    reasons += [f"expected no parameters but the experts' weights, got {name}" for name in beside]
+    reasons += [f"{key}: {why}" for key, why in REFUSED.items() if getattr(module.config, key, None)]
+    if reasons:
+        raise ValueError(f"{type(module).__name__}: {reasons[0]}")

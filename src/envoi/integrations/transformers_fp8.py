@@ -5,7 +5,6 @@ for the factors before weights are read, and the conversions that merge experts 
 """
 
 import functools
-import re
 from collections.abc import Sequence
 from typing import Any
 
@@ -15,9 +14,8 @@ from transformers.quantizers.quantizer_compressed_tensors import CompressedTenso
 from envoi.checkpoints.names import Separate, find
 from envoi.checkpoints.shards import Shards
 from envoi.integrations.transformers import STORED_FACTORS, is_experts
-from envoi.integrations.transformers_checks import loads_as
+from envoi.integrations.transformers_checks import LAYER, loads_as
 
-LAYER = re.compile(r"(?:^|\.)layers\.(\d+)\.")
 FACTOR = "weight_scale"
 FORMATS = ("bf16", "fp8_row", "fp8_block128")  # in whose names these weights are kept; they are widened for others
 

@@ -22,7 +22,7 @@ from envoi.quant.bits import as_bytes
 from envoi.quant.cast import dequantize
 from envoi.quant.formats import FORMATS, Format, format_named
 from envoi.quant.fragments import supports_fragments, to_fragments
-from envoi.quant.pack import deinterleave_gate_up, interleave_gate_up, pack_weight, pad_factors
+from envoi.quant.pack import deinterleave_gate_up, expect_bf16_numbers, interleave_gate_up, pack_weight, pad_factors
 from envoi.runtime.devices import implementation
 from envoi.runtime.tma import is_tma_ready
 from envoi.types import ExpertWeights, Matrix, QuantTensor, expect_experts, has_gate
@@ -60,11 +60,13 @@ def pack(
     gate_up [E, 2I, H] and down [E, H, I], bf16, fp16 or fp32, as nn.Linear stores them (a checkpoint that keeps
     [E, H, 2I], as gpt-oss in bf16 does, is passed transposed). gate_up_bias [E, 2I], down_bias [E, H], both or neither.
     format: "bf16", "fp8_row", "fp8_block128", "mxfp8", "mxfp4" and "nvfp4" (4-bit weights beside bf16 activations) or
-        "mxfp4_mxfp8" (the same beside MXFP8 activations). "auto": bf16, or what quantised weights are stored in.
+        "mxfp4_mxfp8" (the same beside MXFP8 activations). "auto": what quantised weights are stored in, and bf16 for
+        float ones, which must be bf16's numbers, also as fp16 or fp32; "bf16" rounds them.
     gate_up_sf, down_sf: factors of weights that are quantised already, which are then packed as they are, number for
         number; gate_up_scale, down_scale: what NVFP4 weights are multiplied by on top, float32 [E], or [E, 2] of gate
         and up. See `envoi.quant.regroup.as_stored` for dtypes and shapes. Or gate_up and down are QuantTensors.
-    requantize: quantise such weights anew where the format can't hold their numbers exactly, which is refused else.
+    requantize: quantise such weights anew where the format can't hold their numbers exactly, which is refused else; and
+        round fp16 and fp32 ones to bf16 under "auto".
     gate_up_layout: "concat" (all gate rows, then all up rows; most checkpoints) or "interleaved" (gate, up in turn;
         gpt-oss). The bias has the same order.
     activation: "swiglu" = silu(gate) * up, "swiglu_oai" = (up + 1) * gate * sigmoid(swiglu_alpha * gate), "geglu" =
@@ -93,6 +95,9 @@ def pack(
     layout = _layout_to_keep(gate_up_layout, packed_layout, chosen)
     if not gated:
         gate_up_layout = layout = "interleaved"  # no rows to move
+    if format == AUTO and not requantize:
+        expect_bf16_numbers(gate_up, "gate_up")
+        expect_bf16_numbers(down, "down")
     rows = _for_kernels(gate_up, chosen, gate_up_layout, layout, requantize)
     matrices = rows, _in_scheme(down, chosen, "down", requantize)
     biases = _bias(gate_up_bias, layout, gate_up_layout), _bias(down_bias)
