@@ -30,11 +30,12 @@ GATES = {
 }
 OAI, SITU_NAME = "swigluoai", "situ"
 FIXED = {"lfm2_moe": "silu", "longcat_flash": "silu"}  # families whose activation config.json doesn't name
-INTERLEAVED = ("gpt_oss",)  # gate and up rows in turn, gate times sigmoid(1.702 * gate), up + 1
+OAI_FAMILIES = ("gpt_oss", "openai_privacy_filter")  # gate times sigmoid(1.702 * gate), up + 1, clamped at 7
+INTERLEAVED = ("gpt_oss",)  # gate and up rows in turn where they are in one tensor
 # Families whose experts always have these numbers, so that a config.json without them doesn't say what they compute.
 NEEDED = {
     "deepseek_v4": (LIMIT,), "glm5_next": (LIMIT,), "hy_v4": (LIMIT,), "inkling2": SOFTCAPS,
-    "minimax_m3_vl": (ALPHA, LIMIT), "openai_privacy_filter": (ALPHA, LIMIT),
+    "minimax_m3_vl": (ALPHA, LIMIT),
 }  # fmt: skip
 
 
@@ -50,7 +51,7 @@ def read_activation(file: Path, family: str, config: dict[str, Any], layer: int)
     key, name = _named(file, config)
     name = FIXED.get(family) if name is None else name
     alpha, caps, after = _number(file, config, ALPHA), _softcaps(file, config), _limit_after(file, config, layer)
-    oai = alpha is not None or family in INTERLEAVED or name == OAI
+    oai = alpha is not None or family in OAI_FAMILIES or name == OAI
     if name is None and not oai:
         raise ValueError(f"{file}: {ACTIVATIONS[0]}: expected the experts' activation, got none of {ACTIVATIONS}")
     _check_together(file, config, name, {ALPHA: oai, SOFTCAPS[0]: bool(caps), after[0]: after[1] is not None})

@@ -22,7 +22,13 @@ from envoi.quant.bits import as_bytes
 from envoi.quant.cast import dequantize
 from envoi.quant.formats import FORMATS, Format, format_named
 from envoi.quant.fragments import supports_fragments, to_fragments
-from envoi.quant.pack import deinterleave_gate_up, expect_bf16_numbers, interleave_gate_up, pack_weight, pad_factors
+from envoi.quant.pack import (
+    deinterleave_gate_up,
+    expect_bf16_numbers,
+    interleave_gate_up,
+    pack_weight,
+    pad_factors,
+)
 from envoi.runtime.devices import implementation
 from envoi.runtime.tma import is_tma_ready
 from envoi.types import ExpertWeights, Matrix, QuantTensor, expect_experts, has_gate
@@ -60,13 +66,11 @@ def pack(
     gate_up [E, 2I, H] and down [E, H, I], bf16, fp16 or fp32, as nn.Linear stores them (a checkpoint that keeps
     [E, H, 2I], as gpt-oss in bf16 does, is passed transposed). gate_up_bias [E, 2I], down_bias [E, H], both or neither.
     format: "bf16", "fp8_row", "fp8_block128", "mxfp8", "mxfp4" and "nvfp4" (4-bit weights beside bf16 activations) or
-        "mxfp4_mxfp8" (the same beside MXFP8 activations). "auto": what quantised weights are stored in, and bf16 for
-        float ones, which must be bf16's numbers, also as fp16 or fp32; "bf16" rounds them.
+        "mxfp4_mxfp8" (the same beside MXFP8 activations). "auto": what they are stored in; bf16 for floats.
     gate_up_sf, down_sf: factors of weights that are quantised already, which are then packed as they are, number for
         number; gate_up_scale, down_scale: what NVFP4 weights are multiplied by on top, float32 [E], or [E, 2] of gate
         and up. See `envoi.quant.regroup.as_stored` for dtypes and shapes. Or gate_up and down are QuantTensors.
-    requantize: quantise such weights anew where the format can't hold their numbers exactly, which is refused else; and
-        round fp16 and fp32 ones to bf16 under "auto".
+    requantize: round numbers that the format can't hold, refused else; floats too under "auto", others round those.
     gate_up_layout: "concat" (all gate rows, then all up rows; most checkpoints) or "interleaved" (gate, up in turn;
         gpt-oss). The bias has the same order.
     activation: "swiglu" = silu(gate) * up, "swiglu_oai" = (up + 1) * gate * sigmoid(swiglu_alpha * gate), "geglu" =
@@ -90,14 +94,11 @@ def pack(
     activation, limit = _activation(activation, swiglu_limit, swiglu_alpha)
     gate_up = _stored(gate_up, gate_up_sf, gate_up_scale, "gate_up")
     down = _stored(down, down_sf, down_scale, "down")
-    chosen, gated = format_named(format_of(gate_up, down) if format == AUTO else format), has_gate(activation)
-    _check_shapes(gate_up, down, gate_up_bias, down_bias, chosen, gated)
+    chosen = format_named(format_of(gate_up, down, requantize) if format == AUTO else format)
+    _check_shapes(gate_up, down, gate_up_bias, down_bias, chosen, has_gate(activation))
     layout = _layout_to_keep(gate_up_layout, packed_layout, chosen)
-    if not gated:
+    if not has_gate(activation):
         gate_up_layout = layout = "interleaved"  # no rows to move
-    if format == AUTO and not requantize:
-        expect_bf16_numbers(gate_up, "gate_up")
-        expect_bf16_numbers(down, "down")
     rows = _for_kernels(gate_up, chosen, gate_up_layout, layout, requantize)
     matrices = rows, _in_scheme(down, chosen, "down", requantize)
     biases = _bias(gate_up_bias, layout, gate_up_layout), _bias(down_bias)
@@ -165,9 +166,14 @@ def _stored(weight: Matrix, sf: torch.Tensor | None, scale: torch.Tensor | None,
     return weight
 
 
-def format_of(gate_up: Matrix, down: Matrix) -> str:
-    """Return the format whose weights are stored as these are, "bf16" for floats. Raises ValueError if none is."""
+def format_of(gate_up: Matrix, down: Matrix, requantize: bool = False) -> str:
+    """Return the format whose weights are stored as these are, "bf16" for floats.
+
+    Raises ValueError if none is; and for floats that bf16 would round, unless requantize is True.
+    """
     if not (isinstance(gate_up, QuantTensor) and isinstance(down, QuantTensor)):
+        for name, weight in () if requantize else (("gate_up", gate_up), ("down", down)):
+            expect_bf16_numbers(weight, name)
         return "bf16"
     reasons = {}
     for format in FORMATS.values():

@@ -51,15 +51,13 @@ def pack_weight(weight: torch.Tensor, scheme: Scheme | None, name: str) -> Matri
 
 
 def expect_bf16_numbers(weight: Matrix, name: str) -> None:
-    """Raise ValueError for float weights [E, N, K] that bf16 can't hold exactly.
-
-    Reads fp16 and fp32 ones, and waits for the device.
-    """
-    if not isinstance(weight, torch.Tensor) or weight.dtype == torch.bfloat16:
+    """Raise ValueError for fp16 or fp32 weights [E, N, K] that bf16 can't hold exactly. Waits for the device."""
+    if not isinstance(weight, torch.Tensor) or weight.dtype not in (torch.float16, torch.float32) or not weight.dim():
         return
     if weight.device.type == "meta" or isinstance(weight, FakeTensor):
         return
-    changed = sum(int(((x.bfloat16() != x) & ~x.isnan()).sum()) for x in weight)  # an expert at a time: less memory
+    experts = weight.detach().unbind()  # one at a time: less memory
+    changed = sum(int(((x.bfloat16() != x) & ~x.isnan()).sum()) for x in experts)
     if changed:
         raise ValueError(
             f"{name}: expected weights that bfloat16 holds exactly, got {describe(weight)} of which it would round "
