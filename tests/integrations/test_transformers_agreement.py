@@ -5,6 +5,7 @@ Each class is built small from its own configuration's defaults. Its config.json
 the names in its files are the sources of transformers' own conversions.
 """
 
+import copy
 import json
 import re
 
@@ -121,3 +122,27 @@ def test_a_configuration_says_what_its_class_computes(code, name, tmp_path):
             assert key in str(error) or "expected the experts' activation" in str(error)
         else:
             assert said == meant, key
+
+
+OTHER = {
+    "hidden_act": "gelu", "hidden_activation": "silu", "swiglu_limit": 3.0, "swiglu_alpha": 1.25, "mlp_up_softcap": 2.0,
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(("code", "name"), ALL, ids=[name for _, name in ALL])
+def test_other_settings_than_the_defaults(code, name, tmp_path):
+    """A setting that a class follows is read, and one that it ignores is refused."""
+    kind = classes.build(code, name)
+    config = kind.module.config.config
+    if unserved(kind.module) is not None or not kind.module.has_gate:
+        return
+    for key in [key for key in OTHER if key in config.to_dict()]:
+        changed = copy.deepcopy(config)
+        setattr(changed, key, OTHER[key])
+        found = recognise_activation(getattr(code, name)(classes.Small(changed)).bfloat16())
+        said = changed.to_dict()
+        try:
+            assert read_activation(tmp_path, said["model_type"].removesuffix("_text"), said, LAYER) == found, key
+        except ValueError as error:
+            assert f"{key}: expected" in str(error)
+            assert found == recognise_activation(kind.module)

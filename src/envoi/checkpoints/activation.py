@@ -29,7 +29,8 @@ GATES = {
     "gelu_new": "geglu_tanh",
 }
 OAI, SITU_NAME = "swigluoai", "situ"
-FIXED = {"lfm2_moe": "silu", "longcat_flash": "silu"}  # families whose activation config.json doesn't name
+# Families whose routed experts have SiLU whatever config.json names, if it names any.
+ALWAYS_SILU = ("aria", "glm5_next", "hy_v4", "lfm2_moe", "longcat_flash")
 OAI_FAMILIES = ("gpt_oss", "openai_privacy_filter")  # gate times sigmoid(1.702 * gate), up + 1, clamped at 7
 INTERLEAVED = ("gpt_oss",)  # gate and up rows in turn where they are in one tensor
 # Families whose experts always have these numbers, so that a config.json without them doesn't say what they compute.
@@ -49,7 +50,9 @@ def read_activation(file: Path, family: str, config: dict[str, Any], layer: int)
         if config.get(key) is None:
             raise ValueError(f"{file}: {key}: expected a number, as the experts of {family!r} have one, got none")
     key, name = _named(file, config)
-    name = FIXED.get(family) if name is None else name
+    if family in ALWAYS_SILU and GATES.get(name or "silu") != "swiglu":
+        raise ValueError(f"{file}: {key}: expected 'silu', as all experts of {family!r} have it, got {name!r}")
+    name = "silu" if family in ALWAYS_SILU else name
     alpha, caps, after = _number(file, config, ALPHA), _softcaps(file, config), _limit_after(file, config, layer)
     oai = alpha is not None or family in OAI_FAMILIES or name == OAI
     if name is None and not oai:
