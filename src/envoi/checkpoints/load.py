@@ -35,8 +35,9 @@ def from_checkpoint(
     path: its folder, with config.json and files of safetensors.
     experts: which ones, in this order, for instance a rank's share `range(32, 64)`; None: all. Only their bytes are
         read.
-    format: as `envoi.experts.pack` has it: "auto" keeps what the file stores; another one is refused where it can't
-        hold the file's numbers exactly, and rounds them with requantize=True. bf16 weights go into any format.
+    format: as `envoi.experts.pack` has it: "auto" keeps what the file stores, fp16 and fp32 weights as bf16 if that
+        changes none; another one is refused where it can't hold a quantised file's numbers exactly. With
+        requantize=True either rounds them. Float weights go into any format that is named, "bf16" too.
     device: where the packed weights go. One expert at a time is on the host beside them.
     progress: show a bar on stderr if it takes longer than two seconds.
 
@@ -44,6 +45,9 @@ def from_checkpoint(
     MiniMax-M2, GLM, Mixtral-FP8, compressed-tensors, ModelOpt); MXFP4 (DeepSeek-V4, gpt-oss, compressed-tensors); NVFP4
     (ModelOpt, compressed-tensors, whose scale of a matrix divides: its reciprocal is rounded to float32). Static scales
     of activations aren't used, as activations are quantised by what they are, or not at all.
+
+    The activation and its limits are those that config.json gives for the layer, if Envoi knows all keys about experts'
+    arithmetic in it (`envoi.checkpoints.keys`), and all tensors beside an expert's weights.
 
     Raises ValueError that names the file, the tensor or key, what was expected and what came, before anything is read
     if the headers show it.
