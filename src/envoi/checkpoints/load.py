@@ -84,11 +84,11 @@ def load_layer(
     ids = _expect_ids(experts, count)
     read: Callable = read_separate if isinstance(named, Separate) else read_stacked
     with Progress(len(ids), quiet=not progress) as bar:
-        gate_up, down, biases = read(shards, config, named, ids, count, device, lambda e: bar.step(_label(layer, e)))
+        tensors = read(shards, config, named, ids, count, device, lambda e: bar.step(_label(layer, e)))
     layout = "concat" if isinstance(named, Separate) else config.gate_up_layout  # separate ones are read so
     return pack(
-        gate_up, down, format, gate_up_layout=layout, gate_up_bias=biases[0], down_bias=biases[1],
-        activation=config.activation, swiglu_limit=config.swiglu_limit, requantize=requantize,
+        **tensors._asdict(), format=format, gate_up_layout=layout, activation=config.activation,
+        swiglu_limit=config.swiglu_limit, requantize=requantize,
     )  # fmt: skip
 
 

@@ -11,8 +11,9 @@ from typing import Any
 
 import torch
 
-from envoi.checkpoints.config import Quantisation, read_quantisation
+from envoi.checkpoints.config import read_quantisation
 from envoi.checkpoints.names import Separate, check_beside, find
+from envoi.checkpoints.quantisation import Quantisation
 from envoi.checkpoints.separate import Plan
 from envoi.checkpoints.shards import Shards
 from envoi.checkpoints.stacked import plan_stacked
