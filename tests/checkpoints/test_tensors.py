@@ -8,7 +8,7 @@ import torch
 from safetensors.torch import save_file
 
 from envoi.checkpoints.names import HARMLESS
-from envoi.experts import from_checkpoint
+from envoi.experts import from_checkpoint, unpack
 from tests.checkpoints.files import CASES
 from tests.checkpoints.table import error_of
 
@@ -127,3 +127,32 @@ def test_a_layer_under_two_names(which, tmp_path):
     assert new in str(error.value)
     if "layers.1." in old:  # other layers aren't concerned
         assert error_of(from_checkpoint(tmp_path, 2), files.layers[2]) == 0
+
+
+@pytest.mark.parametrize(
+    "case", ["qwen3", "tensor_fp8", "glm_fp8", "deepseek_v3", "modelopt_nvfp4", "compressed_mxfp4"]
+)
+def test_experts_without_a_gate(case, tmp_path):
+    files = CASES[case].make()
+    files.config = {key: x for key, x in files.config.items() if key != "hidden_act"} | {"mlp_hidden_act": "relu2"}
+    files.tensors = {name: x for name, x in files.tensors.items() if "experts." not in name or "gate_proj" not in name}
+    experts = from_checkpoint(files.write(tmp_path), 1, [3, 0])
+    assert experts.activation == "relu2"
+    up, down, *_ = unpack(experts, dtype=torch.float64)
+    assert torch.equal(up, files.layers[1].up[[3, 0]])
+    assert torch.equal(down, files.layers[1].down[[3, 0]])
+    files.config["mlp_hidden_act"] = "silu"
+    message = r"experts.0.gate_proj.weight: expected a tensor of this name, as the activation has a gate, got none"
+    with pytest.raises(ValueError, match=message):
+        from_checkpoint(files.write(tmp_path), 1)
+
+
+def test_an_order_of_rows_that_is_not_known(tmp_path):
+    files = CASES["qwen3_5"].make()
+    base = STACKED
+    files.tensors[f"{base}w13_weight"] = files.tensors.pop(f"{base}gate_up_proj")
+    files.tensors[f"{base}w2_weight"] = files.tensors.pop(f"{base}down_proj")
+    with pytest.raises(
+        ValueError, match=r"model_type: expected one of 'inkling', .*w13_weight is known, got 'qwen3_5_moe"
+    ):
+        from_checkpoint(files.write(tmp_path), 1)

@@ -28,6 +28,7 @@ GATES = {
     "gelu_pytorch_tanh": "geglu_tanh",
     "gelu_new": "geglu_tanh",
 }
+UNGATED = {"relu2": "relu2"}  # of up alone: Nemotron-3
 OAI, SITU_NAME = "swigluoai", "situ"
 # Families whose routed experts have SiLU whatever config.json names, if it names any.
 ALWAYS_SILU = ("aria", "glm5_next", "hy_v4", "lfm2_moe", "longcat_flash")
@@ -63,10 +64,16 @@ def read_activation(file: Path, family: str, config: dict[str, Any], layer: int)
         raise ValueError(f"{file}: {LIMIT}: expected a positive number, got {config[LIMIT]!r}")
     if oai and name in (None, OAI, "silu", "swish"):
         return "swiglu_oai" if alpha is None else swiglu_oai_with(alpha), SWIGLU_OAI_LIMIT if limit is None else limit
+    if name in UNGATED and not (oai or caps or after[1] is not None or limit):
+        return UNGATED[name], None
     if name == SITU_NAME:
         return softcapped_swiglu(*_situ(file, config)), None
     if name not in GATES or (GATES[name] != "swiglu" and (oai or caps or after[1] is not None)):
-        known = [*GATES, OAI, SITU_NAME] if name not in GATES else [gate for gate in GATES if GATES[gate] == "swiglu"]
+        known = (
+            [*GATES, *UNGATED, OAI, SITU_NAME]
+            if name not in GATES
+            else [gate for gate in GATES if GATES[gate] == "swiglu"]
+        )
         raise ValueError(f"{file}: {key}: expected one of {', '.join(map(repr, known))}, got {name!r}")
     if caps:
         return softcapped_swiglu(*caps), None

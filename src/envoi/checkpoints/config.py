@@ -15,6 +15,7 @@ OTHERS = {
     "llama4": "its tokens are multiplied by their weights before the experts, which Envoi does after them",
     "muse_spark": "each expert's output is normalised before it is weighted, which Envoi doesn't do",
 }
+W13_IN_TURN = ("inkling", "inkling2")  # families with gate and up rows in turn in w13_weight
 
 
 @dataclass(frozen=True)
@@ -30,10 +31,15 @@ class Config:
     swiglu_limit: float | None
     quantisation: Quantisation | None
 
-    @property
-    def gate_up_layout(self) -> str:
-        """Order of rows where gate and up are in one tensor."""
-        return "interleaved" if self.family in INTERLEAVED else "concat"
+    def gate_up_layout(self, name: str) -> str:
+        """Return the order of rows in a tensor of gate and up, by its name. Raises ValueError if it isn't known."""
+        last = name.rpartition(".")[2]
+        if last == "w13_weight" and self.family not in W13_IN_TURN:
+            raise ValueError(
+                f"{self.file}: model_type: expected one of {', '.join(map(repr, W13_IN_TURN))}, whose order of rows in "
+                f"{name} is known, got {self.family!r}"
+            )
+        return "interleaved" if last == "w13_weight" or self.family in INTERLEAVED else "concat"
 
 
 def read_config(folder: Path, layer: int) -> Config:

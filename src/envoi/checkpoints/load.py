@@ -10,6 +10,7 @@ import torch
 
 from envoi.check import expect_choice, expect_device, expect_int
 from envoi.checkpoints.config import Config, read_config
+from envoi.checkpoints.keys import ACTIVATIONS
 from envoi.checkpoints.names import Separate, Stacked, find, layers
 from envoi.checkpoints.separate import read_separate
 from envoi.checkpoints.shards import Shards
@@ -17,7 +18,7 @@ from envoi.checkpoints.stacked import read_stacked
 from envoi.moe.pack import AUTO, pack
 from envoi.progress import Progress
 from envoi.quant.formats import FORMATS
-from envoi.types import ExpertWeights
+from envoi.types import ExpertWeights, has_gate
 
 
 def from_checkpoint(
@@ -80,12 +81,14 @@ def load_layer(
     if isinstance(named, Separate) and count < _count(shards, named):
         have = _count(shards, named)
         raise ValueError(f"{config.file}: expected {have} experts, as the files have of layer {layer}, got {count}")
+    _check_gate(shards, config, named)
     _check_hidden(shards, config, named)
     ids = _expect_ids(experts, count)
     read: Callable = read_separate if isinstance(named, Separate) else read_stacked
     with Progress(len(ids), quiet=not progress) as bar:
         tensors = read(shards, config, named, ids, count, device, lambda e: bar.step(_label(layer, e)))
-    layout = "concat" if isinstance(named, Separate) else config.gate_up_layout  # separate ones are read so
+    # Separate ones are read so.
+    layout = "concat" if isinstance(named, Separate) else config.gate_up_layout(named.gate_up)
     return pack(
         **tensors._asdict(), format=format, gate_up_layout=layout, activation=config.activation,
         swiglu_limit=config.swiglu_limit, requantize=requantize,
@@ -100,6 +103,20 @@ def _count(shards: Shards, named: Separate | Stacked) -> int:
     if isinstance(named, Separate):
         return max(named.ids) + 1
     return shards.header(named.gate_up + ("_blocks" if named.blocks else ""))[1][0]
+
+
+def _check_gate(shards: Shards, config: Config, named: Separate | Stacked) -> None:
+    """Raise ValueError if config.json and the files disagree on whether the experts have a gate."""
+    gated = isinstance(named, Stacked) or bool(named.gate)
+    if gated == has_gate(config.activation):
+        return
+    if gated:
+        raise ValueError(
+            f"{config.file}: {', '.join(ACTIVATIONS)}: expected an activation of gate and up, as the files have both, "
+            f"got {config.activation!r}, of up alone"
+        )
+    name = named.name(named.ids[0], "gate_proj", "weight") if isinstance(named, Separate) else ""
+    raise ValueError(f"{shards.path}: {name}: expected a tensor of this name, as the activation has a gate, got none")
 
 
 def _check_hidden(shards: Shards, config: Config, named: Separate | Stacked) -> None:

@@ -4,6 +4,9 @@
     {prefix}layers.{layer}.{block}.experts.{expert}.{w1, w3, w2}.{part}
     {prefix}layers.{layer}.{block}.experts.{gate_up_proj, down_proj}{part}                      all experts in a tensor
     {prefix}layers.{layer}.block_sparse_moe.{input_linear, output_linear}.weight
+    {prefix}layers.{layer}.{block}.experts.{fc1, fc2}.weight, experts.{w13_weight, w2_weight}
+
+Experts without a gate have up_proj and down_proj, each a tensor.
 
 prefix: "", "model.", "model.language_model." and the like, not "mtp."; block: "mlp", "block_sparse_moe", "ffn", ..
 """
@@ -13,12 +16,19 @@ from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-PREFIX = r"(?:(?:model|language_model|text_model|backbone|transformer)\.)*layers\.(\d+)\."
-SEPARATE = re.compile(PREFIX + r"((?:[^.]+\.)*experts\.)(\d+)\.(gate_proj|w1)\.weight(?:_packed)?")
+PREFIX = r"(?:(?:model|language_model|text_model|backbone|transformer|llm)\.)*layers\.(\d+)\."
+SEPARATE = re.compile(PREFIX + r"((?:[^.]+\.)*experts\.)(\d+)\.(gate_proj|up_proj|w1)\.weight(?:_packed)?")
+# The last part of the name of gate and up in one tensor, and that of down.
+TOGETHER = {"gate_up_proj": "down_proj", "fc1.weight": "fc2.weight", "w13_weight": "w2_weight"}
 STACKED = re.compile(
-    PREFIX + r"(?:(?:[^.]+\.)*experts\.gate_up_proj|block_sparse_moe\.input_linear\.weight)(?:_blocks)?"
+    PREFIX + r"(?:(?:[^.]+\.)*experts\.(?:gate_up_proj(?:_blocks)?|fc1\.weight|w13_weight)"
+    r"|block_sparse_moe\.input_linear\.weight)"
 )
-PROJECTIONS = {"gate_proj": ("gate_proj", "up_proj", "down_proj"), "w1": ("w1", "w3", "w2")}
+PROJECTIONS = {
+    "gate_proj": ("gate_proj", "up_proj", "down_proj"),
+    "up_proj": ("", "up_proj", "down_proj"),
+    "w1": ("w1", "w3", "w2"),
+}
 # Last parts of names of tensors beside an expert's weights that change nothing: static scales and zero points of
 # activations, which Envoi quantises by what they are; the shape of packed weights. Others that aren't used are refused.
 HARMLESS = (
@@ -30,13 +40,21 @@ ROUTERS = ("e_score_correction_bias",)  # tensors of the router that families ke
 
 @dataclass(frozen=True)
 class Separate:
-    """Experts with a tensor for each matrix: names begin with `base`, then {expert}.{gate, up or down}."""
+    """Experts with a tensor for each matrix: names begin with `base`, then {expert}.{gate, up or down}.
+
+    gate: "" if they have none.
+    """
 
     base: str
     gate: str
     up: str
     down: str
     ids: tuple[int, ...]
+
+    @property
+    def inputs(self) -> tuple[str, ...]:
+        """Projections of the experts' input: gate and up, or up alone."""
+        return (self.gate, self.up) if self.gate else (self.up,)
 
     def name(self, expert: int, projection: str, part: str) -> str:
         """Return the name of a tensor of an expert: its weight, or its factors."""
@@ -68,6 +86,8 @@ def find(file_of: Mapping[str, Path], layer: int) -> Separate | Stacked | None:
         found = STACKED.fullmatch(name)
         if found and int(found[1]) == layer:
             first[name, ""] = name
+    for base in [base for base, projection in first if projection == "gate_proj"]:
+        first.pop((base, "up_proj"), None)  # beside a gate
     if len(first) > 1:
         one, other, *_ = first.values()
         raise ValueError(
@@ -78,7 +98,8 @@ def find(file_of: Mapping[str, Path], layer: int) -> Separate | Stacked | None:
         if gate:
             return Separate(base, *PROJECTIONS[gate], tuple(sorted(separate[base, gate])))
         gate_up = base.removesuffix("_blocks")
-        down = gate_up.replace("gate_up_proj", "down_proj").replace("input_linear", "output_linear")
+        owner, _, last = gate_up.rpartition("experts.")
+        down = f"{owner}experts.{TOGETHER[last]}" if owner else gate_up.replace("input_linear", "output_linear")
         return Stacked(gate_up, down, base.endswith("_blocks"))
     return None
 
@@ -104,7 +125,7 @@ def _foreign_separate(name: str, named: Separate, parts: Collection[str]) -> boo
     if not expert.isdecimal():
         return expert not in ROUTERS
     projection, _, part = rest.partition(".")
-    return projection not in (named.gate, named.up, named.down) or not (part in parts or part in HARMLESS)
+    return projection not in (*named.inputs, named.down) or not (part in parts or part in HARMLESS)
 
 
 def _foreign_stacked(name: str, named: Stacked, names: Collection[str]) -> bool:

@@ -44,7 +44,7 @@ class Plan:
         self.stored = stored_as(quantisation, [named.name(e, p, "") for e in ids or (0,) for p in self._projections()])
         self.part = self._part()
         first = ids[0] if ids else 0
-        name = named.name(first, named.gate, self.part)
+        name = named.name(first, named.inputs[0], self.part)
         self.dtype, shape = expect_weights(shards, name, self.stored, quantisation, self.why)
         if len(shape) != 2:
             raise ValueError(f"{shards.file_of[name]}: {name}: expected a matrix [intermediate, hidden], got {shape}")
@@ -53,13 +53,13 @@ class Plan:
         self.group = self.stored.groups[self.dtype] if self.stored and self.dtype not in FLOATS else None
         self._check()
 
-    def _projections(self) -> tuple[str, str, str]:
-        return self.named.gate, self.named.up, self.named.down
+    def _projections(self) -> tuple[str, ...]:
+        return *self.named.inputs, self.named.down
 
     def _part(self) -> str:
         """Return the last part of the weights' names: quantised ones may have another, if this layer is quantised."""
         parts = (self.stored.weight if self.stored else "weight", "weight", "weight_packed")
-        names = {part: self.named.name(self.ids[0] if self.ids else 0, self.named.gate, part) for part in parts}
+        names = {part: self.named.name(self.ids[0] if self.ids else 0, self.named.inputs[0], part) for part in parts}
         return next((part for part, name in names.items() if name in self.shards.file_of), parts[0])
 
     def shape(self, projection: str) -> tuple[int, int]:
@@ -86,7 +86,7 @@ class Plan:
 
     def _check(self) -> None:
         for expert in self.ids:
-            for projection in (self.named.gate, self.named.up, self.named.down):
+            for projection in self._projections():
                 rows, columns = self.shape(projection)
                 name = self.named.name(expert, projection, self.part)
                 self.shards.expect(name, (self.dtype,), ((rows, columns // self.per_byte),), self.why)
@@ -142,23 +142,22 @@ def read_separate(
     shards: Shards, config: Config, named: Separate, ids: Sequence[int], count: int, device: torch.device,
     step: Callable[[int], None],
 ) -> Tensors:  # fmt: skip
-    """Read the experts `ids`: gate_up [E, 2I, H], all gate rows first, and down [E, H, I], as the file stores them."""
+    """Read the experts `ids` as stored: gate_up [E, 2I, H], all gate rows first, or up [E, I, H]; down [E, H, I]."""
     plan = Plan(shards, config.quantisation, named, ids, count)
     intermediate, hidden = plan.intermediate, plan.hidden
     values = [
         torch.empty(len(ids), rows, columns // plan.per_byte, dtype=plan.dtype, device=device)
-        for rows, columns in ((2 * intermediate, hidden), (hidden, intermediate))
+        for rows, columns in ((len(named.inputs) * intermediate, hidden), (hidden, intermediate))
     ]
-    factors = [_factors(plan, (named.gate, named.up), device), _factors(plan, (named.down,), device)]
+    factors = [_factors(plan, named.inputs, device), _factors(plan, (named.down,), device)]
     for position, expert in enumerate(ids):
         step(expert)
-        gate_up, down = values[0][position], values[1][position]
-        for projection, rows in ((named.gate, gate_up[:intermediate]), (named.up, gate_up[intermediate:]),
-                                 (named.down, down)):  # fmt: skip
+        parts = (*values[0][position].split(intermediate), values[1][position])
+        for projection, rows in zip((*named.inputs, named.down), parts, strict=True):
             rows.copy_(shards.read(named.name(expert, projection, plan.part)))
     if plan.group is None:
         return Tensors(values[0], values[1])
-    scales = [_scales(plan, (named.gate, named.up), device), _scales(plan, (named.down,), device)]
+    scales = [_scales(plan, named.inputs, device), _scales(plan, (named.down,), device)]
     return Tensors(
         values[0], values[1], factors[0], factors[1], scales[0], scales[1], weight_block_size=block_of(plan.group)
     )

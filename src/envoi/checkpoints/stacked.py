@@ -42,7 +42,7 @@ def read_stacked(
     step: Callable[[int], None],
 ) -> Tensors:  # fmt: skip
     """Read the experts `ids`: gate_up [E, 2I, H] with the file's order of rows, down [E, H, I], and both biases."""
-    ranges = 2 if config.gate_up_layout == "concat" else 1
+    ranges = 2 if config.gate_up_layout(named.gate_up) == "concat" else 1
     parts = plan_stacked(shards, config.quantisation, named, count, ranges)
     read: dict[str, torch.Tensor] = {}
     for name in (name for part in parts for name in part.names):

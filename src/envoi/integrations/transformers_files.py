@@ -54,7 +54,7 @@ def check_files(model: torch.nn.Module, files: Sequence[str], quantised: bool) -
 def _check_names(shards: Shards, path: str, module: Any) -> None:
     """Raise ValueError for a tensor beside a layer's float weights that may change what they mean."""
     layer = LAYER.search(path)
-    named = find(shards.file_of, int(layer[1])) if layer and module.has_gate else None
+    named = find(shards.file_of, int(layer[1])) if layer else None
     biases = ["bias"] * module.has_bias
     if isinstance(named, Separate):
         check_beside(shards.file_of, named, ["weight", *biases])
@@ -89,7 +89,7 @@ def _check_layer(shards: Shards, way: Quantisation | None, path: str, module: An
     count = next(iter(module.parameters())).shape[0]
     if isinstance(named, Separate):
         plan = Plan(shards, way, named, range(count), count)
-        scale = plan.scale(0, named.gate)
+        scale = plan.scale(0, named.inputs[0])
         if scale:
             raise ValueError(
                 f"{shards.file_of[scale]}: {scale}: expected experts without a scale on top of their factors, since "
