@@ -10,7 +10,7 @@ from torch.nn.functional import silu
 import envoi
 from envoi.checkpoints.keys import HARMLESS, READ, concerns_experts
 from envoi.experts import from_checkpoint
-from tests.checkpoints.files import EXPERTS, HIDDEN, floats
+from tests.checkpoints.files import CASES, EXPERTS, HIDDEN, floats
 from tests.checkpoints.files import silu as config_of
 from tests.helpers.accuracy import relative_error
 
@@ -173,6 +173,16 @@ def test_ordinary_keys_pass(folder):
     assert from_checkpoint(saying(folder, **dict.fromkeys(ORDINARY.split(), 1.0)), 1, [0]).activation == "swiglu"
     latents = {"moe_latent_size": HIDDEN, "hidden_size": 4 * HIDDEN}
     assert from_checkpoint(saying(folder, **latents), 1, [0]).hidden == HIDDEN
+
+
+@pytest.mark.parametrize("case", ["compressed_mxfp4", "gpt_oss", "gpt_oss_bf16", "granitemoe"])
+def test_the_hidden_size_of_latent_experts(case, tmp_path):
+    files = CASES[case].make()
+    files.config["routed_expert_hidden_size"] = HIDDEN
+    assert from_checkpoint(files.write(tmp_path), 1, [0]).hidden == HIDDEN
+    files.config["routed_expert_hidden_size"] = HIDDEN + 64
+    with pytest.raises(ValueError, match="routed_expert_hidden_size: expected the hidden size of .*, got 320"):
+        from_checkpoint(files.write(tmp_path), 1, [0])
 
 
 def test_the_lists_are_closed_and_disjoint():

@@ -124,14 +124,13 @@ def _check_hidden(shards: Shards, config: Config, named: Separate | Stacked) -> 
     if config.latent is None:
         return
     key, size = config.latent
-    stacked = isinstance(named, Stacked)
-    parts = [config.quantisation.weight] if config.quantisation else []
-    names = [named.down + "_blocks" * named.blocks] if stacked else [
-        named.name(named.ids[0], named.down, part) for part in (*parts, "weight")
-    ]  # fmt: skip
+    if isinstance(named, Stacked):
+        names = [named.down + "_blocks" * named.blocks]
+    else:
+        names = [named.name(named.ids[0], named.down, part) for part in ("weight_packed", "weight")]
     name = next((name for name in names if name in shards.file_of), names[-1])
     shape = shards.header(name)[1]
-    if size not in (shape[1:] if stacked else shape[:1]):
+    if size not in (shape[1:] if isinstance(named, Stacked) else shape[:1]):
         raise ValueError(f"{config.file}: {key}: expected the hidden size of {name} {list(shape)}, got {size}")
 
 

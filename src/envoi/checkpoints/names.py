@@ -109,9 +109,9 @@ def check_beside(file_of: Mapping[str, Path], named: Separate | Stacked, used: C
 
     used: of separate experts the last parts of the names that are read, of stacked ones the names.
     """
-    check = _foreign_separate if isinstance(named, Separate) else _foreign_stacked
     for name, file in file_of.items():
-        if check(name, named, used):
+        separate = isinstance(named, Separate)
+        if _foreign_separate(name, named, used) if separate else _foreign_stacked(name, named, used):
             raise ValueError(
                 f"{file}: {name}: expected beside the experts' weights only tensors that Envoi knows, got one that may "
                 "change what they mean"
