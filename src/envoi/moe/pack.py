@@ -116,13 +116,13 @@ def _block(given: tuple[int, int] | None) -> tuple[int, int] | None:
 def _choose(
     format: str, gate_up: Matrix, down: Matrix, block: tuple[int, int] | None, activation: str, requantize: bool
 ) -> tuple[Format, int]:
-    """Return the format to pack in, which may be "auto", and the `_padding` that it needs."""
-    padding = _padding(gate_up, down, block, activation)
+    """Return the format to pack in, which may be "auto", and the `padding_of` that it needs."""
+    padding = padding_of(gate_up, down, block, activation)
     chosen = format_named(format_of(gate_up, down, padding, requantize) if format == AUTO else format)
     return chosen, padding if chosen.weights == BLOCKS else 0
 
 
-def _padding(gate_up: Matrix, down: Matrix, block: tuple[int, int] | None, activation: str) -> int:
+def padding_of(gate_up: Matrix, down: Matrix, block: tuple[int, int] | None, activation: str) -> int:
     """Return how many zeros at the end of the intermediate size make blocks of "fp8_block128" whole, 0 if none would.
 
     Zeros of gate, up and the columns of down change nothing where the activation of zeros is zero; else they would take
@@ -139,7 +139,7 @@ def _padding(gate_up: Matrix, down: Matrix, block: tuple[int, int] | None, activ
 
 
 def _in_whole_blocks(gate_up, down, bias: torch.Tensor | None, padding: int, parts: int):
-    """Return gate_up, down, each given with its factors, and gate_up's bias with `_padding` zeros."""
+    """Return gate_up, down, each given with its factors, and gate_up's bias with `padding_of` zeros."""
     rows = padding * (gate_up[0].shape[1] // down[0].shape[2]) // parts
     one = regroup.in_whole_blocks(*gate_up, BLOCKS.group, 1, rows, parts)
     two = regroup.in_whole_blocks(*down, BLOCKS.group, 2, padding)
@@ -215,7 +215,7 @@ def _stored(
 def format_of(gate_up: Matrix, down: Matrix, padding: int = 0, requantize: bool = False) -> str:
     """Return the format whose weights are stored as these are, "bf16" for floats.
 
-    padding: zeros with which "fp8_block128" holds them, see `_padding`. requantize: "bf16" if no format holds them.
+    padding: zeros with which "fp8_block128" holds them, see `padding_of`. requantize: "bf16" if no format holds them.
     Raises ValueError if none does.
     """
     if not (isinstance(gate_up, QuantTensor) and isinstance(down, QuantTensor)):
@@ -382,7 +382,7 @@ def unpack(
 
 
 def _without_padding(rows: torch.Tensor, experts: ExpertWeights, layout: str) -> torch.Tensor:
-    """Return rows [E, R, C] of gate and up in a layout without those that `_padding` has added."""
+    """Return rows [E, R, C] of gate and up in a layout without those that `padding_of` has added."""
     if not experts.padding:
         return rows
     parts = 2 if has_gate(experts.activation) and layout == "concat" else 1
