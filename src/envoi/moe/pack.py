@@ -107,10 +107,12 @@ def _check_options(format: str, gate_up_layout: str, requantize: bool) -> None:
 
 def _block(given: tuple[int, int] | None) -> tuple[int, int] | None:
     """Return weight_block_size as a pair. Raises ValueError for anything but None or two positive ints."""
-    sides = tuple(given) if isinstance(given, tuple | list) else (given,)
-    if given is not None and not (len(sides) == 2 and all(type(side) is int and side > 0 for side in sides)):
+    if given is None:
+        return None
+    pair = isinstance(given, tuple | list) and len(given) == 2
+    if not (pair and all(type(side) is int and side > 0 for side in given)):
         raise ValueError(f"weight_block_size: expected None or rows and columns of a block, got {given!r}")
-    return None if given is None else (sides[0], sides[1])
+    return given[0], given[1]
 
 
 def _choose(
@@ -141,8 +143,8 @@ def padding_of(gate_up: Matrix, down: Matrix, block: tuple[int, int] | None, act
 def _in_whole_blocks(gate_up, down, bias: torch.Tensor | None, padding: int, parts: int):
     """Return gate_up, down, each given with its factors, and gate_up's bias with `padding_of` zeros."""
     rows = padding * (gate_up[0].shape[1] // down[0].shape[2]) // parts
-    one = regroup.in_whole_blocks(*gate_up, BLOCKS.group, 1, rows, parts)
-    two = regroup.in_whole_blocks(*down, BLOCKS.group, 2, padding)
+    one = regroup.in_whole_blocks(gate_up[0], gate_up[1], BLOCKS.group, 1, rows, parts)
+    two = regroup.in_whole_blocks(down[0], down[1], BLOCKS.group, 2, padding)
     return one, two, None if bias is None else regroup.with_zeros(bias, rows, 1, parts)
 
 
@@ -224,7 +226,7 @@ def format_of(gate_up: Matrix, down: Matrix, padding: int = 0, requantize: bool 
     for format in FORMATS.values():
         if format.weights is not None:
             why = [regroup.why_not(x, format.weights) for x in (gate_up, down)]
-            why.append(_unfit(*down.shape[-2:], format))
+            why.append(_unfit(down.shape[-2], down.shape[-1], format))
             if not any(why) or (padding and format.weights == BLOCKS):
                 return format.name
             reasons[format.name] = next(filter(None, why))
