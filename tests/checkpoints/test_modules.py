@@ -7,7 +7,7 @@ import torch
 from compressed_tensors.utils.match import is_match, match_targets
 
 from envoi.checkpoints.compressed_tensors import Targets
-from envoi.checkpoints.entries import named_by
+from envoi.checkpoints.entries import Names
 from envoi.experts import from_checkpoint
 from tests.checkpoints.files import CHANNELS, FP4_OF_16, GLM, NVFP4, floats, inverse_scales, separate
 from tests.checkpoints.table import error_of
@@ -57,10 +57,12 @@ def test_targets_are_those_of_compressed_tensors(seed):
     ("gate", "layers.1.mlp.gate", True), ("gate", "layers.1.mlp.experts.0.gate_proj", False),
     ("mlp.experts", "layers.1.mlp.experts.0.w1", True), ("re:.*gate$", "layers.1.mlp.gate", True),
     ("re:gate", "layers.1.mlp.gate", False), ("model.layers.*.mlp.router", "model.layers.3.mlp.router", True),
-    ("*mlp.gate*", "model.layers.1.mlp.gate_proj", False),
+    ("*mlp.gate*", "model.layers.1.mlp.gate_proj", False), ("model.layers.1", "model.layers.1.mlp.experts.0.w1", True),
+    ("model.layers.1", "model.layers.10.mlp.experts.0.w1", False), ("w1", "layers.1.mlp.experts.0.w1", True),
 ])  # fmt: skip
 def test_lists_of_modules(pattern, module, named):
-    assert named_by(pattern, module) is named
+    assert (module in Names([pattern])) is named
+    assert (module in Names(["other.layer", pattern])) is named
 
 
 def groups(*given):

@@ -2,7 +2,8 @@
 
 import re
 from collections.abc import Iterable
-from fnmatch import fnmatchcase
+from fnmatch import translate
+from itertools import combinations
 from pathlib import Path
 from typing import Any
 
@@ -53,6 +54,13 @@ class Entries:
             found += value
         return tuple(found)
 
+    def modules(self, *keys: str) -> "Names":
+        """Return the modules that these entries name."""
+        try:
+            return Names(self.names(*keys))
+        except re.error as error:
+            raise ValueError(f"{self.file}: {self.path}: expected regular expressions after 're:': {error}") from None
+
     def block(self, key: str) -> tuple[int, int]:
         """Return rows and columns of a block."""
         sides = self.get(key)
@@ -63,15 +71,27 @@ class Entries:
         return sides[0], sides[1]
 
 
-def named_by(pattern: str, module: str) -> bool:
-    """Return whether a pattern of a list of modules is of a module, or of a part of the model that it belongs to.
+class Names:
+    """Modules that a list of patterns names, each with all modules in it.
 
-    The pattern: "re:" and a regular expression; names with wildcards; or a path, or a piece of one, such as "gate" of
+    A pattern: "re:" and a regular expression; names with wildcards; or a path, or a piece of one, such as "gate" of
     "mlp.gate". A wildcard at the end begins with a dot: "layers.1*" is layers.1 and all in it, not layers.10.
     """
-    if pattern.startswith("re:"):
-        return re.match(pattern.removeprefix("re:"), module) is not None
-    if "*" in pattern or "?" in pattern:
-        root = pattern.removesuffix("*").removesuffix(".")
-        return fnmatchcase(module, root) or fnmatchcase(module, f"{root}.*")
-    return f".{pattern}." in f".{module}."
+
+    def __init__(self, patterns: Iterable[str]):
+        self.paths: set[str] = set()
+        self.patterns: list[re.Pattern[str]] = []
+        for pattern in patterns:
+            if pattern.startswith("re:"):
+                self.patterns.append(re.compile(pattern.removeprefix("re:")))
+            elif "*" in pattern or "?" in pattern:
+                root = pattern.removesuffix("*").removesuffix(".")
+                self.patterns += [re.compile(translate(root)), re.compile(translate(f"{root}.*"))]
+            else:
+                self.paths.add(pattern)
+
+    def __contains__(self, module: str) -> bool:
+        pieces = module.split(".")
+        ranges = combinations(range(len(pieces) + 1), 2)
+        named = any(".".join(pieces[first:last]) in self.paths for first, last in ranges) if self.paths else False
+        return named or any(pattern.match(module) for pattern in self.patterns)

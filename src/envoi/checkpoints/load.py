@@ -42,10 +42,12 @@ def from_checkpoint(
     device: where the packed weights go. One expert at a time is on the host beside them.
     progress: show a bar on stderr if it takes longer than two seconds.
 
-    bf16, fp16 and fp32 experts; FP8 with a factor per block, channel or tensor (DeepSeek-V3, Kimi-K2, Qwen3-FP8,
-    MiniMax-M2, GLM, Mixtral-FP8, compressed-tensors, ModelOpt); MXFP4 (DeepSeek-V4, gpt-oss, compressed-tensors); NVFP4
-    (ModelOpt, compressed-tensors, whose scale of a matrix divides: its reciprocal is rounded to float32). Static scales
-    of activations aren't used, as activations are quantised by what they are, or not at all.
+    bf16, fp16 and fp32 experts; FP8 with a factor per block, of which the last may be smaller, group, channel or tensor
+    (DeepSeek-V3, Kimi-K2, Qwen3-FP8, MiniMax-M2, GLM, Mixtral-FP8, compressed-tensors, ModelOpt, Quark); MXFP8
+    (MiniMax-M3, ModelOpt, compressed-tensors, Quark, AutoRound); MXFP4 (DeepSeek-V4, gpt-oss, the same writers); NVFP4
+    (ModelOpt, compressed-tensors, AutoRound; where the scale of a matrix divides, its reciprocal is rounded to
+    float32). Where several ways of quantising are mixed, each module has its own. Scales of activations aren't used, as
+    activations are quantised by what they are, or not at all.
 
     The activation and its limits are those that config.json gives for the layer, if Envoi knows all keys about experts'
     arithmetic in it (`envoi.checkpoints.keys`), and all tensors beside an expert's weights.

@@ -1,11 +1,12 @@
 """Configurations of Quark and of AutoRound, as far as their weights are in formats that Envoi has."""
 
+import re
 from collections.abc import Callable
 from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Any
 
-from envoi.checkpoints.entries import Entries, named_by
+from envoi.checkpoints.entries import Entries, Names
 from envoi.checkpoints.schemes import ALL, MX, MXFP4, MXFP4_PACKED, MXFP8, NV, NVFP4_PACKED, Stored, fp8
 
 QUARK_HARMLESS = (
@@ -30,7 +31,7 @@ def read_quark(file: Path, given: dict[str, Any]) -> Callable[[str, bool], Store
     path = "quantization_config"
     used = ("global_quant_config", "layer_quant_config", "layer_type_quant_config", "exclude", "export", "algo_config")
     entries = Entries(file, path, given, used, QUARK_HARMLESS)
-    left_out = entries.names("exclude")
+    left_out = entries.modules("exclude")
     harmless = ("pack_method", "kv_cache_group", "min_kv_scale", "weight_merge_groups")
     export = Entries(file, f"{path}.export", entries.get("export", {}), ("weight_format",), harmless)
     export.one_of("weight_format", ("real_quantized",), "real_quantized")
@@ -40,7 +41,7 @@ def read_quark(file: Path, given: dict[str, Any]) -> Callable[[str, bool], Store
             raise entries.error("algo_config", f"algorithms of the names {', '.join(QUARK_FOLDED)}", algorithm)
 
     def stored(module: str, stacked: bool) -> Stored | None:
-        if any(named_by(name, module) for name in left_out):
+        if module in left_out:
             return None
         named, where = None, "global_quant_config"
         for pattern in entries.get("layer_quant_config", {}):
@@ -87,13 +88,17 @@ def read_auto_round(file: Path, given: dict[str, Any]) -> Callable[[str, bool], 
     entries = Entries(file, path, given, AUTO_ROUND_USED, AUTO_ROUND_HARMLESS)
     entries.one_of("packing_format", ("auto_round:llm_compressor", "llm_compressor"))
     own = entries.get("extra_config", {})
+    try:
+        named = {pattern: (Names((pattern,)), re.compile(f"(?:{pattern})$")) for pattern in own}
+    except re.error as error:
+        raise entries.error("extra_config", "names or regular expressions of modules", str(error)) from None
 
     def stored(module: str, stacked: bool) -> Stored | None:
         settings = {key: given.get(key) for key in ("bits", "data_type", "group_size", "sym")}
-        for pattern, changes in own.items():
-            if named_by(pattern, module) or named_by(f"re:(?:{pattern})$", module):
-                harmless = [key for key in AUTO_ROUND_HARMLESS if key not in settings]
-                settings |= Entries(file, f"{path}.extra_config.{pattern}", changes, settings, harmless).given
+        for pattern, (names, expression) in named.items():
+            if module in names or expression.match(module):
+                changes = Entries(file, f"{path}.extra_config.{pattern}", own[pattern], settings, AUTO_ROUND_HARMLESS)
+                settings |= {key: value for key, value in changes.given.items() if key in settings}
         return _auto_round(Entries(file, path, settings, settings))
 
     return stored

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from envoi.checkpoints.compressed_tensors import read_groups
-from envoi.checkpoints.entries import Entries, named_by
+from envoi.checkpoints.entries import Entries, Names
 from envoi.checkpoints.other_writers import read_auto_round, read_quark
 from envoi.checkpoints.schemes import ALL, BLOCK128, E4M3, MX, MXFP4, MXFP8, NV, NVFP4, Stored, fp8
 
@@ -69,8 +69,8 @@ def read_entries(file: Path, given: Any) -> Quantisation | None:
     return Quantisation(file, method, METHODS[method](file, given))
 
 
-def _but(names: tuple[str, ...], stored: Stored, module: str, stacked: bool) -> Stored | None:
-    return None if any(named_by(name, module) for name in names) else stored
+def _but(left_out: Names, stored: Stored, module: str, stacked: bool) -> Stored | None:
+    return None if module in left_out else stored
 
 
 def _fp8(file: Path, given: dict[str, Any]) -> Callable[[str, bool], Stored | None]:
@@ -80,7 +80,7 @@ def _fp8(file: Path, given: dict[str, Any]) -> Callable[[str, bool], Stored | No
     entries = Entries(file, "quantization_config", given, used, HARMLESS)
     entries.one_of("fmt", ("e4m3", "e4m3fn", "float8_e4m3fn"), "e4m3")
     entries.one_of("scale_fmt", ("ue8m0", "float"), "float")
-    left_out = entries.names(*NOT_CONVERTED)
+    left_out = entries.modules(*NOT_CONVERTED)
     if mixed:
         entries.one_of("quant_algo", (MIXED,))
         return partial(_but, left_out, _algorithm(entries, entries.get("moe_quant_algo")))
@@ -95,7 +95,7 @@ def _fp8(file: Path, given: dict[str, Any]) -> Callable[[str, bool], Stored | No
 
 def _mxfp4(file: Path, given: dict[str, Any]) -> Callable[[str, bool], Stored | None]:
     entries = Entries(file, "quantization_config", given, NOT_CONVERTED, HARMLESS)
-    return partial(_but, entries.names(*NOT_CONVERTED), MXFP4)
+    return partial(_but, entries.modules(*NOT_CONVERTED), MXFP4)
 
 
 def _mxfp8(file: Path, given: dict[str, Any]) -> Callable[[str, bool], Stored | None]:
@@ -105,7 +105,7 @@ def _mxfp8(file: Path, given: dict[str, Any]) -> Callable[[str, bool], Stored | 
     entries.one_of("scale_fmt", ("ue8m0",))
     if entries.get("weight_block_size") is not None and entries.block("weight_block_size") != MX:
         raise entries.error("weight_block_size", str(list(MX)), entries.get("weight_block_size"))
-    return partial(_but, entries.names(*NOT_CONVERTED), MXFP8)
+    return partial(_but, entries.modules(*NOT_CONVERTED), MXFP8)
 
 
 def _modelopt(file: Path, given: dict[str, Any]) -> Callable[[str, bool], Stored | None]:
@@ -120,7 +120,7 @@ def _modelopt(file: Path, given: dict[str, Any]) -> Callable[[str, bool], Stored
     entries = Entries(file, "quantization_config", given, used, (*HARMLESS, *more))
     for key in ("has_zero_point", "pre_quant_scale"):
         entries.one_of(key, (False,), False)
-    left_out, algorithm = entries.names(*NOT_CONVERTED), entries.get("quant_algo")
+    left_out, algorithm = entries.modules(*NOT_CONVERTED), entries.get("quant_algo")
     if mixed:
         if entries.get("moe_quant_algo") is not None:
             return partial(_but, left_out, _algorithm(entries, entries.get("moe_quant_algo")))
@@ -129,7 +129,7 @@ def _modelopt(file: Path, given: dict[str, Any]) -> Callable[[str, bool], Stored
 
 
 def _layers(
-    entries: Entries, left_out: tuple[str, ...], layers: Any, module: str, stacked: bool
+    entries: Entries, left_out: Names, layers: Any, module: str, stacked: bool
 ) -> Stored | None:  # fmt: skip
     """Return how a module is stored by ModelOpt's list: as it or the part of the model that it belongs to is named."""
     if not isinstance(layers, dict) or not layers:

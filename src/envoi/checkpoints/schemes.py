@@ -1,4 +1,4 @@
-"""How a checkpoint may store a module's weights: dtypes, groups that share a factor, names of tensors."""
+"""Layouts in which a checkpoint may store a module's weights: dtypes, groups that share a factor, names of tensors."""
 
 from dataclasses import dataclass
 

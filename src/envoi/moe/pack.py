@@ -113,22 +113,24 @@ def _check_options(format: str, gate_up_layout: str, requantize: bool) -> None:
 
 def _block(given: tuple[int, int] | None) -> tuple[int, int] | None:
     """Return weight_block_size as a pair. Raises ValueError for anything but None or two positive ints."""
-    sides = tuple(given) if isinstance(given, tuple | list) else (given,)
-    if given is not None and not (len(sides) == 2 and all(type(side) is int and side > 0 for side in sides)):
+    if given is None:
+        return None
+    pair = isinstance(given, tuple | list) and len(given) == 2
+    if not (pair and all(type(side) is int and side > 0 for side in given)):
         raise ValueError(f"weight_block_size: expected None or rows and columns of a block, got {given!r}")
-    return None if given is None else (sides[0], sides[1])
+    return given[0], given[1]
 
 
 def _choose(
     format: str, gate_up: Matrix, down: Matrix, block: tuple[int, int] | None, activation: str, requantize: bool
 ) -> tuple[Format, int]:
-    """Return the format to pack in, which may be "auto", and the `_padding` that it needs."""
-    padding = _padding(gate_up, down, block, activation)
+    """Return the format to pack in, which may be "auto", and the `padding_of` that it needs."""
+    padding = padding_of(gate_up, down, block, activation)
     chosen = format_named(format_of(gate_up, down, padding, requantize) if format == AUTO else format)
     return chosen, padding if chosen.weights == BLOCKS else 0
 
 
-def _padding(gate_up: Matrix, down: Matrix, block: tuple[int, int] | None, activation: str) -> int:
+def padding_of(gate_up: Matrix, down: Matrix, block: tuple[int, int] | None, activation: str) -> int:
     """Return how many zeros at the end of the intermediate size make blocks of "fp8_block128" whole, 0 if none would.
 
     Zeros of gate, up and the columns of down change nothing where the activation of zeros is zero; else they would take
@@ -145,10 +147,10 @@ def _padding(gate_up: Matrix, down: Matrix, block: tuple[int, int] | None, activ
 
 
 def _in_whole_blocks(gate_up, down, bias: torch.Tensor | None, padding: int, parts: int):
-    """Return gate_up, down, each given with its factors, and gate_up's bias with `_padding` zeros."""
+    """Return gate_up, down, each given with its factors, and gate_up's bias with `padding_of` zeros."""
     rows = padding * (gate_up[0].shape[1] // down[0].shape[2]) // parts
-    one = regroup.in_whole_blocks(*gate_up, BLOCKS.group, 1, rows, parts)
-    two = regroup.in_whole_blocks(*down, BLOCKS.group, 2, padding)
+    one = regroup.in_whole_blocks(gate_up[0], gate_up[1], BLOCKS.group, 1, rows, parts)
+    two = regroup.in_whole_blocks(down[0], down[1], BLOCKS.group, 2, padding)
     return one, two, None if bias is None else regroup.with_zeros(bias, rows, 1, parts)
 
 
@@ -221,7 +223,7 @@ def _stored(
 def format_of(gate_up: Matrix, down: Matrix, padding: int = 0, requantize: bool = False) -> str:
     """Return the format whose weights are stored as these are, "bf16" for floats.
 
-    padding: zeros with which "fp8_block128" holds them, see `_padding`. requantize: "bf16" if no format holds them.
+    padding: zeros with which "fp8_block128" holds them, see `padding_of`. requantize: "bf16" if no format holds them.
     Raises ValueError if none does; and for floats that bf16 would round, unless requantize is True.
     """
     if not (isinstance(gate_up, QuantTensor) and isinstance(down, QuantTensor)):
@@ -232,7 +234,7 @@ def format_of(gate_up: Matrix, down: Matrix, padding: int = 0, requantize: bool 
     for format in FORMATS.values():
         if format.weights is not None:
             why = [regroup.why_not(x, format.weights) for x in (gate_up, down)]
-            why.append(_unfit(*down.shape[-2:], format))
+            why.append(_unfit(down.shape[-2], down.shape[-1], format))
             if not any(why) or (padding and format.weights == BLOCKS):
                 return format.name
             reasons[format.name] = next(filter(None, why))
@@ -390,7 +392,7 @@ def unpack(
 
 
 def _without_padding(rows: torch.Tensor, experts: ExpertWeights, layout: str) -> torch.Tensor:
-    """Return rows [E, R, C] of gate and up in a layout without those that `_padding` has added."""
+    """Return rows [E, R, C] of gate and up in a layout without those that `padding_of` has added."""
     if not experts.padding:
         return rows
     parts = 2 if has_gate(experts.activation) and layout == "concat" else 1
