@@ -20,11 +20,12 @@ OTHER_TRITONS := $(shell $(PYTHON) tools/pairs.py other-tritons $(PAIR))
 # Without bytecode every process of the tests, hundreds of them, compiles them and the package anew.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: help setup demo test docs ci resolve compile compile-setup test-gpu gate lint format wheel clean
+.PHONY: help setup demo test test-oldest docs ci resolve compile compile-setup test-gpu gate lint format wheel clean
 
 help:
 	@echo "make demo      a trained MoE model answers through Envoi: tables on the terminal, a picture in demo.png"
 	@echo "make test      all tests (on a machine without a GPU: those that need none)"
+	@echo "make test-oldest  the transformers tests, with the oldest transformers that is supported"
 	@echo "make docs      the site, in site/: no network is used"
 	@echo "make ci        what has to pass before a change lands: .ci/run"
 	@echo "make resolve   ask the default package index for every pair of torch and Triton in constraints/"
@@ -56,6 +57,15 @@ demo: $(STAMP)
 test: $(STAMP)
 	$(BIN)/python -m pytest -n 3 --dist worksteal $(PYTEST_ARGS)
 	TRITON_INTERPRET=1 $(BIN)/python -m pytest -n 2 --dist worksteal $(PYTEST_ARGS)
+
+# The oldest transformers of the pairs: `make test` has that of one pair.
+OLDEST := .transformers-$(shell $(PYTHON) tools/pairs.py oldest-transformers)
+test-oldest: $(OLDEST)
+	PYTHONPATH=$(OLDEST):src $(BIN)/python -m pytest -n 3 --dist worksteal tests/integrations
+
+.transformers-%: $(STAMP)
+	$(BIN)/python -m pip install -q $(PIP_ARGS) --no-deps --target $@.part transformers==$*
+	@rm -rf $@ && mv $@.part $@
 
 docs: $(STAMP)
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict --quiet
@@ -99,4 +109,4 @@ wheel: $(STAMP)
 	$(BIN)/python -m pip wheel -q --no-deps -w dist .
 
 clean:
-	rm -rf .venv .venv-* .triton-* dist build site .pytest_cache .ruff_cache .hypothesis demo.png
+	rm -rf .venv .venv-* .triton-* .transformers-* dist build site .pytest_cache .ruff_cache .hypothesis demo.png

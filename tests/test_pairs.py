@@ -52,6 +52,10 @@ def test_the_measured_pair_is_the_default_and_both_ends_are_tested():
     assert pairs.other_tritons(known[0].name) == list(dict.fromkeys(pair.triton for pair in known))[1:]
 
 
+def test_the_oldest_transformers_is_that_of_pyproject():
+    assert minor(pairs.answer("oldest-transformers", "")) == range_in_pyproject("transformers")[0]
+
+
 def test_a_python_without_wheels_is_told_what_to_do():
     oldest, newest = pairs.pairs()[0], pairs.pairs()[-1]
     assert pairs.refusal(oldest, oldest.pythons[0]) == ""

@@ -4,6 +4,7 @@
     constraints NAME          its constraints file
     triton NAME               its Triton
     other-tritons NAME        the Tritons of all pairs except that of NAME
+    oldest-transformers       the oldest transformers of all pairs
     check NAME                exit status 1, with a message, if the running Python isn't one of the pair's
     matrix                    the README's table; `matrix README.md` writes it there
 
@@ -90,6 +91,11 @@ def other_tritons(name: str) -> list[str]:
     return list(dict.fromkeys(pair.triton for pair in pairs() if pair.triton != find(name).triton))
 
 
+def oldest_transformers() -> str:
+    """Return the oldest transformers of all pairs, which the transformers tests also run with."""
+    return min((pair.transformers for pair in pairs()), key=lambda version: tuple(map(int, version.split("."))))
+
+
 def matrix() -> str:
     """Return the pairs as a Markdown table."""
     lines = [
@@ -124,6 +130,8 @@ def answer(command: str, name: str) -> str:
         return " ".join(pair.name for pair in pairs())
     if command == "matrix":
         return matrix()
+    if command == "oldest-transformers":
+        return oldest_transformers()
     pair = find(name)
     if command == "constraints":
         return str(pair.path.relative_to(ROOT))

@@ -173,6 +173,8 @@ class ExpertWeights(_Printed):
     swiglu_limit: clamp of gate (above only) and up (both sides), or None.
     gate_up_layout: "interleaved" (row 2i is gate i, row 2i + 1 is up i) or "concat" (row i is gate i, row I + i is
         up i), which weights in fragment order can't be.
+    padding: how many of the intermediate size I are zeros at its end, in gate, up and down, which `envoi.experts.pack`
+        has added to make blocks of factors whole; `unpack` leaves them out.
 
     Raises ValueError for another layout, or a limit that isn't positive.
     """
@@ -185,6 +187,7 @@ class ExpertWeights(_Printed):
     gate_up_bias: torch.Tensor | None = None
     down_bias: torch.Tensor | None = None
     gate_up_layout: str = "interleaved"
+    padding: int = 0
 
     def __post_init__(self) -> None:
         limit = self.swiglu_limit
@@ -221,7 +224,7 @@ class ExpertWeights(_Printed):
 
     @property
     def intermediate(self) -> int:
-        """Intermediate size, I."""
+        """Intermediate size, I, with its padding."""
         return self.gate_up.shape[-2] // (2 if has_gate(self.activation) else 1)
 
     @property

@@ -62,7 +62,7 @@ def quantised(values: Callable, factors: Callable, group, seed: int, rows: int, 
     """Return random values [rows, columns] and factors of a matrix, and what they mean."""
     sides = group_of(group, rows, columns)
     x = values(rows, columns // (2 if values is pairs else 1), seed=seed)
-    sf = factors(rows // sides[0], columns // sides[1], seed=seed + 1)
+    sf = factors(-(-rows // sides[0]), -(-columns // sides[1]), seed=seed + 1)
     return x, sf, meaning(x, sf, sides)
 
 
@@ -82,8 +82,8 @@ def beside(config: dict, prefix: str, block: str) -> Files:
 
 
 def separate(
-    config, *, prefix="model.", block="mlp", names=("gate_proj", "up_proj", "down_proj"), weight="weight",
-    factor="weight_scale_inv", values=e4m3, factors=float_factors, group=BLOCK, stored=lambda x: x,
+    config, *, prefix="model.", block="mlp", inter=INTER, hidden=HIDDEN, names=("gate_proj", "up_proj", "down_proj"),
+    weight="weight", factor="weight_scale_inv", values=e4m3, factors=float_factors, group=BLOCK, stored=lambda x: x,
     stored_sf=lambda x: x, scales=None,
 ) -> Files:  # fmt: skip
     """Make a checkpoint with a tensor for each matrix.
@@ -92,7 +92,7 @@ def separate(
     the last parts of their names, and returns what it multiplies by.
     """
     files = beside(config, prefix, block)
-    shapes = (INTER, HIDDEN), (INTER, HIDDEN), (HIDDEN, INTER)
+    shapes = (inter, hidden), (inter, hidden), (hidden, inter)
     for layer in LAYERS:
         meant = []
         for part, (name, shape) in enumerate(zip(names, shapes, strict=True)):
@@ -181,6 +181,21 @@ def stacked_fp8() -> Files:
     return files
 
 
+def granite_fp8() -> Files:
+    """Make Granite 4 as compressed-tensors writes it: all experts in a tensor, factors of rows [E, rows, 1] beside."""
+    config = silu("granitemoehybrid", num_local_experts=EXPERTS, quantization_config=compressed(CHANNELS))
+    files = beside(config, "model.", "block_sparse_moe")
+    for layer in LAYERS:
+        base = f"model.layers.{layer}.block_sparse_moe."
+        meant = []
+        for name, rows, columns in (("input_linear", 2 * INTER, HIDDEN), ("output_linear", HIDDEN, INTER)):
+            x, sf = e4m3(EXPERTS, rows, columns, seed=layer + rows), bf16_factors(EXPERTS, rows, 1, seed=layer + rows)
+            files.tensors[f"{base}{name}.weight"], files.tensors[f"{base}{name}.weight_scale"] = x, sf
+            meant.append(meaning(x, sf, (1, columns)))
+        files.layers[layer] = Meaning(*meant[0].chunk(2, dim=1), meant[1])
+    return files
+
+
 def silu(family: str, **more) -> dict:
     return {"model_type": family, "hidden_act": "silu", "hidden_size": HIDDEN, **more}
 
@@ -224,6 +239,12 @@ def bf16_factors(*shape, seed=0):
     return float_factors(*shape, seed=seed).bfloat16()
 
 
+def mxfp8(config, quantised, factor="weight_scale", **options) -> Files:
+    """Make a checkpoint in MXFP8 whose quantization_config is `quantised`."""
+    whole = config | {"quantization_config": quantised}
+    return separate(whole, group=MX, factors=power_bytes, factor=factor, **options)
+
+
 W123 = {"names": ("w1", "w3", "w2")}
 V4 = {"prefix": "", "block": "ffn", "factor": "scale", **W123}
 V3 = silu("deepseek_v3", n_routed_experts=EXPERTS, quantization_config=FP8)
@@ -233,6 +254,7 @@ UE8M0 = FP8 | {"scale_fmt": "ue8m0"}
 QWEN = silu("qwen3_moe", num_experts=EXPERTS)
 NVFP4 = {"values": pairs, "factors": nvfp4_factors, "group": NV, "factor": "weight_scale"}
 FP4_OF_16 = {"num_bits": 4, "type": "float", "strategy": "tensor_group", "group_size": 16, "dynamic": False}
+M3 = FP8 | {"quant_method": "mxfp8", "weight_block_size": [1, 32], "ignored_layers": ["lm_head", "gate"]}
 MODELOPT = {"quant_method": "modelopt", "quant_algo": "NVFP4", "ignore": ["lm_head"], "producer": {"name": "modelopt"},
             "config_groups": {"group_0": {"targets": ["Linear"], "weights": FP4_OF_16}}}  # fmt: skip
 GLM = silu("glm4_moe", n_routed_experts=EXPERTS)
@@ -299,6 +321,18 @@ CASES = {
         "compressed-tensors, nvfp4-pack-quantized", "NVFP4 pairs, E4M3 per 1 x 16, the inverse of a scale a matrix",
         lambda: separate(GLM | {"quantization_config": compressed(FP4_OF_16, "nvfp4-pack-quantized")},
                          weight="weight_packed", scales=inverse_scales, **NVFP4)),
+    "minimax_m3": Case(
+        "MiniMax-M3 MXFP8 and others of the method mxfp8", "FP8, UE8M0 bytes per 1 x 32",
+        lambda: mxfp8(silu("minimax_m2", num_local_experts=EXPERTS), M3, "weight_scale_inv", block="block_sparse_moe",
+                      **W123)),
+    "modelopt_mxfp8": Case(
+        "MXFP8 by ModelOpt, compressed-tensors, Quark, AutoRound", "FP8, UE8M0 bytes per 1 x 32",
+        lambda: mxfp8(QWEN, {"quant_method": "modelopt", "quant_algo": "MXFP8", "ignore": ["lm_head"]})),
+    "granite_fp8": Case(
+        "Granite 4 in FP8, compressed-tensors by channel", "FP8 [E, 2I, H], a factor a row [E, 2I, 1]", granite_fp8),
+    "partial_fp8": Case(
+        "FP8 blocks where 128 doesn't divide the intermediate size", "FP8, a float32 factor per 128 x 128",
+        lambda: separate(V3, inter=192)),
     "stacked_fp8": Case("FP8 experts written by transformers", "FP8 [E, 2I, H], a factor per 128 x 128", stacked_fp8),
     "qwen3": Case("Qwen3-MoE, OLMoE, DeepSeek-V2, GLM-4.5", "bf16, a tensor a matrix", lambda: floats(QWEN)),
     "mixtral": Case(

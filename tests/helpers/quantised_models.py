@@ -19,7 +19,7 @@ FP8 = {"quant_method": "fp8", "activation_scheme": "dynamic", "weight_block_size
 
 def save(name: str, folder: Path, quantise, config: dict) -> Path:
     """Save a model after quantise(name, tensor) has given the tensors to store in place of each of its experts'."""
-    build(name, **SIZES.get(name, WIDER)).save_pretrained(folder)
+    build(name.split()[0], **SIZES.get(name, WIDER)).save_pretrained(folder)
     file, said = folder / "model.safetensors", folder / "config.json"
     stored = {}
     for key, x in safetensors.torch.load_file(file).items():
@@ -77,6 +77,55 @@ def compressed_fp8(name: str, folder: Path, strategy: str, leave: str = "-") -> 
     weights = {"num_bits": 8, "type": "float", "strategy": strategy, "symmetric": True, "dynamic": False}
     tokens = {"num_bits": 8, "type": "float", "strategy": "token", "symmetric": True, "dynamic": True}
     return save(name, folder, quantise, _compressed("float-quantized", weights, tokens))
+
+
+def compressed_blocks(name: str, folder: Path, inter: int = 192) -> Path:
+    """Save a model with FP8 experts of compressed-tensors in blocks of 128 x 128, the last of which are smaller."""
+
+    def quantise(key, x):
+        whole = torch.zeros(*(-(-size // 128) * 128 for size in x.shape))
+        whole[: x.shape[0], : x.shape[1]] = x
+        sf = _blocks(whole).abs().amax((1, 3)) / 448
+        values = (_blocks(whole) / sf[:, None, :, None]).view(whole.shape).to(torch.float8_e4m3fn)
+        return {key: values[: x.shape[0], : x.shape[1]].contiguous(), f"{key}_scale": sf}
+
+    weights = {"num_bits": 8, "type": "float", "strategy": "block", "block_structure": [128, 128]}
+    SIZES[f"{name} {inter}"] = WIDER | {"moe_intermediate_size": inter}
+    return save(f"{name} {inter}", folder, quantise, _compressed("float-quantized", weights, None))
+
+
+def compressed_mxfp8(name: str, folder: Path) -> Path:
+    """Save a model with MXFP8 experts of compressed-tensors: E4M3 and UE8M0 bytes per 1 x 32."""
+
+    def quantise(key, x):
+        exponent = (x.float().unflatten(1, (-1, 32)).abs().amax(2) / 448).log2().ceil()
+        values = (x.float().unflatten(1, (-1, 32)) / exponent.exp2()[..., None]).flatten(1).to(torch.float8_e4m3fn)
+        return {key: values, f"{key}_scale": (exponent + 127).to(torch.uint8)}
+
+    weights = {"num_bits": 8, "type": "float", "strategy": "group", "group_size": 32, "scale_dtype": "torch.uint8"}
+    return save(name, folder, quantise, _compressed("mxfp8-quantized", weights, None))
+
+
+def compressed_groups(name: str, folder: Path, targets: list[tuple[str, list[str]]]) -> Path:
+    """Save `compressed_fp8` by channel with a group for each (strategy, targets); attention is in FP8 by matrix."""
+    compressed_fp8(name, folder, "channel")
+    file, said = folder / "model.safetensors", folder / "config.json"
+    stored = {}
+    for key, x in safetensors.torch.load_file(file).items():
+        stored[key] = x
+        if "self_attn" in key and key.endswith("_proj.weight"):
+            sf = x.float().abs().amax().reshape(1) / 448
+            stored |= {key: (x.float() / sf).to(torch.float8_e4m3fn), f"{key}_scale": sf.bfloat16()}
+    safetensors.torch.save_file(stored, file, {"format": "pt"})
+    config = json.loads(said.read_text())
+    fp8 = {"num_bits": 8, "type": "float", "symmetric": True, "dynamic": False}
+    config["quantization_config"]["ignore"] = ["lm_head", "re:.*mlp.gate$", "re:.*layers.[0-9]+.mlp.[a-z]+_proj$"]
+    config["quantization_config"]["config_groups"] = {
+        f"group_{n}": {"targets": names, "weights": fp8 | {"strategy": strategy}, "format": "float-quantized"}
+        for n, (strategy, names) in enumerate(targets)
+    }
+    said.write_text(json.dumps(config))
+    return folder
 
 
 def _compressed(format: str, weights: dict, tokens: dict | None) -> dict:

@@ -104,6 +104,7 @@ def described(module: Any) -> str:
     if reason is not None:
         return f"refused: {reason}"
     activation, limit = recognise_activation(module)
+    activation = activation.partition("(")[0]  # of a formula that is text, its name
     text = activation if limit is None else f"{activation}, clamped at {limit:g}"
     if not module.has_gate:
         return f"{text}, without a gate"

@@ -7,7 +7,13 @@ from transformers import AutoModelForCausalLM, CompressedTensorsConfig
 from envoi.experts import from_checkpoint, unpack
 from envoi.integrations.transformers import packed_experts, report
 from tests.helpers.accuracy import relative_error
-from tests.helpers.quantised_models import compressed_fp8, compressed_nvfp4
+from tests.helpers.quantised_models import (
+    compressed_blocks,
+    compressed_fp8,
+    compressed_groups,
+    compressed_mxfp8,
+    compressed_nvfp4,
+)
 from tests.helpers.transformers_models import expert_modules, logits, tokens
 
 pytestmark = pytest.mark.usefixtures("registered")
@@ -56,6 +62,36 @@ def test_nvfp4_whose_scales_transformers_leaves_out_is_refused(implementation, t
     with pytest.raises(ValueError, match=r"weight_global_scale: expected experts without a scale .*from_checkpoint"):
         load(folder, implementation)
     assert from_checkpoint(folder, 0).format == "nvfp4"
+
+
+ATTENTION = ("tensor", ["re:.*self_attn.*"])
+EXPERTS = r"re:.*mlp\.(?:.*\.)?(gate|up|down)_proj$"
+
+
+@pytest.mark.parametrize("groups", [
+    [ATTENTION, ("channel", ["re:.*mlp.experts.*"])], [ATTENTION, ("channel", [EXPERTS])],
+    [("tensor", ["re:.*shared_experts.*", "re:.*self_attn.*"]), ("channel", ["re:.*mlp.experts.*"])],
+    [("channel", ["Linear"]), ATTENTION],
+], ids=str)  # fmt: skip
+def test_the_group_of_the_experts(groups, tmp_path):
+    model = load(compressed_groups("qwen3_moe", tmp_path, groups))
+    assert {(row.stored, row.runs) for row in report(model).rows} == {("fp8_row", True)}
+    for layer, module in enumerate(expert_modules(model)):
+        for got, want in zip(unpack(packed_experts(module)), unpack(from_checkpoint(tmp_path, layer)), strict=True):
+            assert got is want is None or torch.equal(got, want)
+    assert logits(model, tokens()).isfinite().all()
+
+
+@pytest.mark.parametrize(("make", "format"), [(compressed_blocks, "fp8_block128"), (compressed_mxfp8, "mxfp8")])
+def test_blocks_are_kept(make, format, tmp_path):
+    model, ids = load(make("qwen3_moe", tmp_path)), tokens()
+    assert {(row.stored, row.runs) for row in report(model).rows} == {(format, True)}
+    for layer, module in enumerate(expert_modules(model)):
+        for got, want in zip(unpack(packed_experts(module)), unpack(from_checkpoint(tmp_path, layer)), strict=True):
+            assert got is want is None or torch.equal(got, want)
+    before = logits(model, ids)  # transformers' own code for such checkpoints raises an error
+    model.set_experts_implementation(f"envoi_{format}")
+    assert torch.equal(logits(model, ids), before)
 
 
 def test_saved_and_loaded(tmp_path):

@@ -208,7 +208,7 @@ GIVEN = {"gate_up": GATE_UP[0], "gate_up_sf": GATE_UP[1], "down": DOWN[0], "down
      {"gate_up": torch.zeros(E, 256, H).bfloat16(), "gate_up_sf": None, "gate_up_scale": torch.ones(3)}),
     (r"packed_layout: expected 'interleaved' for format 'nvfp4', got 'concat'", {"packed_layout": "concat"}),
     (r"format: expected one that holds .* 1 x 8 elements share a factor",
-     {"gate_up_sf": factors(E, 2 * INTER, H // 32), "down_sf": factors(E, H, INTER // 8)}),
+     {"gate_up_sf": factors(E, 2 * INTER, H // 8), "down_sf": factors(E, H, INTER // 8), "weight_block_size": (1, 8)}),
 ])  # fmt: skip
 def test_refusals(message, changes):
     with pytest.raises(ValueError, match=message):

@@ -10,6 +10,7 @@ import torch
 
 from envoi.check import expect_choice, expect_device, expect_int
 from envoi.checkpoints.config import Config, read_config
+from envoi.checkpoints.keys import ACTIVATIONS
 from envoi.checkpoints.names import Separate, Stacked, find, layers
 from envoi.checkpoints.separate import read_separate
 from envoi.checkpoints.shards import Shards
@@ -17,7 +18,7 @@ from envoi.checkpoints.stacked import read_stacked
 from envoi.moe.pack import AUTO, pack
 from envoi.progress import Progress
 from envoi.quant.formats import FORMATS
-from envoi.types import ExpertWeights
+from envoi.types import ExpertWeights, has_gate
 
 
 def from_checkpoint(
@@ -35,15 +36,21 @@ def from_checkpoint(
     path: its folder, with config.json and files of safetensors.
     experts: which ones, in this order, for instance a rank's share `range(32, 64)`; None: all. Only their bytes are
         read.
-    format: as `envoi.experts.pack` has it: "auto" keeps what the file stores; another one is refused where it can't
-        hold the file's numbers exactly, and rounds them with requantize=True. bf16 weights go into any format.
+    format: as `envoi.experts.pack` has it: "auto" keeps what the file stores, fp16 and fp32 weights as bf16 if that
+        changes none; another one is refused where it can't hold a quantised file's numbers exactly. With
+        requantize=True either rounds them. Float weights go into any format that is named, "bf16" too.
     device: where the packed weights go. One expert at a time is on the host beside them.
     progress: show a bar on stderr if it takes longer than two seconds.
 
-    bf16, fp16 and fp32 experts; FP8 with a factor per block, channel or tensor (DeepSeek-V3, Kimi-K2, Qwen3-FP8,
-    MiniMax-M2, GLM, Mixtral-FP8, compressed-tensors, ModelOpt); MXFP4 (DeepSeek-V4, gpt-oss, compressed-tensors); NVFP4
-    (ModelOpt, compressed-tensors, whose scale of a matrix divides: its reciprocal is rounded to float32). Static scales
-    of activations aren't used, as activations are quantised by what they are, or not at all.
+    bf16, fp16 and fp32 experts; FP8 with a factor per block, of which the last may be smaller, group, channel or tensor
+    (DeepSeek-V3, Kimi-K2, Qwen3-FP8, MiniMax-M2, GLM, Mixtral-FP8, compressed-tensors, ModelOpt, Quark); MXFP8
+    (MiniMax-M3, ModelOpt, compressed-tensors, Quark, AutoRound); MXFP4 (DeepSeek-V4, gpt-oss, the same writers); NVFP4
+    (ModelOpt, compressed-tensors, AutoRound; where the scale of a matrix divides, its reciprocal is rounded to
+    float32). Where several ways of quantising are mixed, each module has its own. Scales of activations aren't used, as
+    activations are quantised by what they are, or not at all.
+
+    The activation and its limits are those that config.json gives for the layer, if Envoi knows all keys about experts'
+    arithmetic in it (`envoi.checkpoints.keys`), and all tensors beside an expert's weights.
 
     Raises ValueError that names the file, the tensor or key, what was expected and what came, before anything is read
     if the headers show it.
@@ -52,7 +59,7 @@ def from_checkpoint(
     expect_choice("format", format, (*FORMATS, AUTO))
     if not (isinstance(path, str | Path) and Path(path).exists()):
         raise ValueError(f"path: expected a checkpoint's folder or a file of safetensors on this machine, got {path!r}")
-    config = read_config(Path(path) if Path(path).is_dir() else Path(path).parent)
+    config = read_config(Path(path) if Path(path).is_dir() else Path(path).parent, layer)
     with Shards(path) as shards:
         return load_layer(
             shards, config, layer, experts, format, device=expect_device("device", device), requantize=requantize,
@@ -76,13 +83,17 @@ def load_layer(
     if isinstance(named, Separate) and count < _count(shards, named):
         have = _count(shards, named)
         raise ValueError(f"{config.file}: expected {have} experts, as the files have of layer {layer}, got {count}")
+    _check_gate(shards, config, named)
+    _check_hidden(shards, config, named)
     ids = _expect_ids(experts, count)
     read: Callable = read_separate if isinstance(named, Separate) else read_stacked
     with Progress(len(ids), quiet=not progress) as bar:
-        gate_up, down, biases = read(shards, config, named, ids, count, device, lambda e: bar.step(_label(layer, e)))
+        tensors = read(shards, config, named, ids, count, device, lambda e: bar.step(_label(layer, e)))
+    # Separate ones are read so.
+    layout = "concat" if isinstance(named, Separate) else config.gate_up_layout(named.gate_up)
     return pack(
-        gate_up, down, format, gate_up_layout=config.gate_up_layout, gate_up_bias=biases[0], down_bias=biases[1],
-        activation=config.activation, swiglu_limit=config.swiglu_limit, requantize=requantize,
+        **tensors._asdict(), format=format, gate_up_layout=layout, activation=config.activation,
+        swiglu_limit=config.swiglu_limit, requantize=requantize,
     )  # fmt: skip
 
 
@@ -94,6 +105,35 @@ def _count(shards: Shards, named: Separate | Stacked) -> int:
     if isinstance(named, Separate):
         return max(named.ids) + 1
     return shards.header(named.gate_up + ("_blocks" if named.blocks else ""))[1][0]
+
+
+def _check_gate(shards: Shards, config: Config, named: Separate | Stacked) -> None:
+    """Raise ValueError if config.json and the files disagree on whether the experts have a gate."""
+    gated = isinstance(named, Stacked) or bool(named.gate)
+    if gated == has_gate(config.activation):
+        return
+    if gated:
+        raise ValueError(
+            f"{config.file}: {', '.join(ACTIVATIONS)}: expected an activation of gate and up, as the files have both, "
+            f"got {config.activation!r}, of up alone"
+        )
+    name = named.name(named.ids[0], "gate_proj", "weight") if isinstance(named, Separate) else ""
+    raise ValueError(f"{shards.path}: {name}: expected a tensor of this name, as the activation has a gate, got none")
+
+
+def _check_hidden(shards: Shards, config: Config, named: Separate | Stacked) -> None:
+    """Raise ValueError if config.json gives the experts another hidden size than the matrices of down have."""
+    if config.latent is None:
+        return
+    key, size = config.latent
+    if isinstance(named, Stacked):
+        names = [named.down + "_blocks" * named.blocks]
+    else:
+        names = [named.name(named.ids[0], named.down, part) for part in ("weight_packed", "weight")]
+    name = next((name for name in names if name in shards.file_of), names[-1])
+    shape = shards.header(name)[1]
+    if size not in (shape[1:] if isinstance(named, Stacked) else shape[:1]):
+        raise ValueError(f"{config.file}: {key}: expected the hidden size of {name} {list(shape)}, got {size}")
 
 
 def _expect_ids(experts: Iterable[int] | None, count: int) -> Sequence[int]:

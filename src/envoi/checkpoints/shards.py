@@ -17,6 +17,7 @@ DTYPES = {
     "I32": torch.int32, "I64": torch.int64, "F64": torch.float64,
 }  # fmt: skip
 INDEX = "*.safetensors.index.json"
+FIRST_INDEX = "model.safetensors.index.json"  # which other libraries read where there are several
 
 
 class Shards:
@@ -31,7 +32,7 @@ class Shards:
         self.path = files[0].parent if files else Path(path)  # pyright: ignore[reportArgumentType]
         self._stack = ExitStack()
         self._open: dict[Path, Any] = {}
-        self.file_of = {name: file for file in files for name in self._names(file)} or self._find()
+        self.file_of = self._by_headers(files) or self._find()
 
     def __enter__(self) -> "Shards":
         return self
@@ -49,6 +50,7 @@ class Shards:
         if not self.path.is_dir():
             raise ValueError(f"path: expected a checkpoint's folder or a file of safetensors, got {self.path}")
         indices, files = sorted(self.path.glob(INDEX)), sorted(self.path.glob("*.safetensors"))
+        indices = [index for index in indices if index.name == FIRST_INDEX] or indices
         if len(indices) > 1:
             names = ", ".join(index.name for index in indices)
             raise ValueError(f"{self.path}: expected one {INDEX}, got {names}")
@@ -56,7 +58,19 @@ class Shards:
             return {name: self.path / file for name, file in _weight_map(indices[0]).items()}
         if not files:
             raise ValueError(f"{self.path}: expected files of safetensors, got none")
-        return {name: file for file in files for name in self._names(file)}
+        return self._by_headers(files)
+
+    def _by_headers(self, files: Sequence[Path]) -> dict[str, Path]:
+        """Return the file of each tensor. Raises ValueError for one that is in several, as in shards of ranks."""
+        file_of: dict[str, Path] = {}
+        for file in files:
+            for name in self._names(file):
+                if name in file_of:
+                    raise ValueError(
+                        f"{file}: {name}: expected each tensor in one file, got one that is in {file_of[name]} too"
+                    )
+                file_of[name] = file
+        return file_of
 
     def check(self) -> None:
         """Open every file. Raises ValueError for one that is truncated, or isn't there."""

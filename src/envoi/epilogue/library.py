@@ -20,6 +20,7 @@ from envoi.epilogue.vocabulary import (
     row_absmax,
     sigmoid,
     silu,
+    tanh,
 )
 from envoi.quant.formats import Scheme
 from envoi.types import has_gate
@@ -166,6 +167,28 @@ def swiglu_oai_with(alpha: float) -> str:
         return (up + 1.0) * gate * sigmoid(alpha * gate)
 
     return "swiglu_oai" if alpha == OAI_ALPHA else written(swiglu_oai)
+
+
+@cache
+def swiglu_clamped_after(limit: float) -> str:
+    """Return the activation min(silu(gate), limit) * clip(up, -limit, limit), which clamps after SiLU."""
+
+    def swiglu_clamped_after(gate, up):
+        return minimum(silu(gate), limit) * clip(up, -limit, limit)
+
+    return written(swiglu_clamped_after)
+
+
+@cache
+def softcapped_swiglu(gate_cap: float, up_cap: float | None) -> str:
+    """Return the activation gate_cap * tanh(gate / gate_cap) * sigmoid(gate) * (up_cap * tanh(up / up_cap)), the last
+    factor being up without up_cap."""
+
+    def softcapped_swiglu(gate, up):
+        up = up if up_cap is None else up_cap * tanh(up / up_cap)
+        return gate_cap * tanh(gate / gate_cap) * sigmoid(gate) * up
+
+    return written(softcapped_swiglu)
 
 
 def l1_output_scheme(scheme: Scheme | None) -> str | None:

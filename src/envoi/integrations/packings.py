@@ -35,7 +35,10 @@ class Weights(NamedTuple):
 
 
 class Recipe(NamedTuple):
-    """Arguments to pack Weights with: those of `pack`, and transposed: gate_up is [E, H, 2I] and down [E, I, H]."""
+    """Arguments to pack Weights with: those of `pack`, and transposed: gate_up is [E, H, 2I] and down [E, I, H].
+
+    block_rows, block_columns: weight_block_size, 0 for None.
+    """
 
     format: str
     activation: str
@@ -43,6 +46,8 @@ class Recipe(NamedTuple):
     gate_up_layout: str
     transposed: bool
     requantize: bool = False
+    block_rows: int = 0
+    block_columns: int = 0
 
 
 class Mark(NamedTuple):
@@ -189,6 +194,7 @@ def pack_weights(weights: Weights, recipe: Recipe) -> ExpertWeights:
             gate_up, down, recipe.format, gate_up_layout=recipe.gate_up_layout, gate_up_bias=more[0],
             down_bias=more[1], gate_up_sf=more[2], down_sf=more[3], activation=recipe.activation,
             swiglu_limit=unclamped if recipe.swiglu_limit is None else recipe.swiglu_limit,
+            weight_block_size=(recipe.block_rows, recipe.block_columns) if recipe.block_rows else None,
             requantize=recipe.requantize,
         )  # fmt: skip
 

@@ -30,6 +30,7 @@ to be captured anew if the weights had no scale factor above 2 and have one now.
 There is no backward: an input or weight that requires grad, with grad mode on, is an error.
 """
 
+import inspect
 import warnings
 from functools import partial
 from typing import TYPE_CHECKING, Any
@@ -37,13 +38,14 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from envoi.check import expect_bool
+from envoi.checkpoints.keys import REFUSED
 from envoi.integrations import packings
 from envoi.integrations.packings import Recipe, Weights
 from envoi.integrations.transformers_activation import recognise_activation
 from envoi.integrations.transformers_divided import check_divided, local_part
 from envoi.moe import layer, moe
 from envoi.moe.op import empty_out
-from envoi.moe.pack import AUTO, check_sizes, format_of
+from envoi.moe.pack import AUTO, check_sizes, format_of, padding_of
 from envoi.quant.formats import FORMATS
 from envoi.quant.regroup import as_stored
 from envoi.runtime.custom_op import operator
@@ -57,8 +59,16 @@ if TYPE_CHECKING:
     from envoi.integrations.transformers_report import Report
 
 # Attributes that modules' gates read besides their input.
-GATE_ATTRIBUTES = ("act_fn", "alpha", "limit", "swiglu_alpha", "swiglu_limit")
+GATE_ATTRIBUTES = ("act_fn", "alpha", "limit", "swiglu_alpha", "swiglu_limit", "gate_softcap", "up_softcap")
 HALF = (torch.bfloat16, torch.float16)
+# What transformers may say of a module's structure, and the parameters that it may have: others would be left out.
+KNOWN_FLAGS = {"experts_class", "experts_interface", "has_gate", "has_bias", "is_transposed", "is_concatenated"}
+PARAMETERS = {
+    name + end
+    for name in ("gate_up_proj", "up_proj", "down_proj")
+    for end in ("", "_bias", "_blocks", "_scales", *FACTORS, "_activation_scale")
+}
+OF_OTHERS = "parametrizations."  # of peft, which change the weights before a call
 
 
 def implementation_name(format: str) -> str:
@@ -198,7 +208,8 @@ def unserved(module: Any, format: str = "bf16") -> str | None:
     try:
         stored = _activation(module)[2]
         chosen = _format(module, format)
-        check_sizes(*_sizes(module), FORMATS[stored if chosen == AUTO and stored else chosen])
+        if chosen not in (AUTO, stored):
+            check_sizes(*_sizes(module), FORMATS[chosen])
     except ValueError as error:
         return str(error).removeprefix(f"{type(module).__name__}: ")
     return None
@@ -238,19 +249,33 @@ def stored_format(module: Any) -> str | None:
     weights = own_weights(module)
     if weights.gate_up_sf is None or weights.down_sf is None:
         return None
-    return format_of(
-        _outline(weights.gate_up, weights.gate_up_sf, "gate_up"), _outline(weights.down, weights.down_sf, "down")
-    )
+    block = _block(module)
+    parts = 2 if module.has_gate and module.is_concatenated else 1
+    gate_up = _outline(weights.gate_up, weights.gate_up_sf, "gate_up", block, parts)
+    down = _outline(weights.down, weights.down_sf, "down", block)
+    # The activations of all classes are zero at zero, as "swiglu" is.
+    return format_of(gate_up, down, padding_of(gate_up, down, block, "swiglu"))
 
 
-def _outline(weight: torch.Tensor, sf: torch.Tensor, name: str) -> QuantTensor:
-    return as_stored(weight.detach().to("meta"), sf.detach().to("meta"), name)
+def _block(module: Any) -> tuple[int, int] | None:
+    """Return rows and columns of the blocks of a module's FP8 weights; None if its factors are of whole sides, or if
+    its weights aren't in FP8."""
+    sides = getattr(module, "block_size", None)
+    return None if sides is None or own_weights(module).down.dtype != torch.float8_e4m3fn else (sides[0], sides[1])
+
+
+def _outline(
+    weight: torch.Tensor, sf: torch.Tensor, name: str, block: tuple[int, int] | None, parts: int = 1
+) -> QuantTensor:
+    return as_stored(weight.detach().to("meta"), sf.detach().to("meta"), name, None, block, parts)
 
 
 def _sizes(module: Any) -> tuple[int, int]:
     """Return hidden and intermediate size of a module's weights."""
     weights = own_weights(module)
-    down = weights.down if weights.down_sf is None else _outline(weights.down, weights.down_sf, "down")
+    down = weights.down
+    if weights.down_sf is not None:
+        down = _outline(down, weights.down_sf, "down", _block(module))
     hidden, intermediate = down.shape[-2:]
     return (intermediate, hidden) if module.is_transposed else (hidden, intermediate)
 
@@ -309,7 +334,8 @@ def _check_dtype(hidden_states: torch.Tensor, weights: Weights) -> None:
 def _recipe(module: Any, format: str) -> Recipe:
     layout = "concat" if module.is_concatenated else "interleaved"
     activation, limit, _ = _activation(module)
-    return Recipe(_format(module, format), activation, limit, layout, module.is_transposed, _requantize)
+    block = _block(module) or (0, 0)
+    return Recipe(_format(module, format), activation, limit, layout, module.is_transposed, _requantize, *block)
 
 
 def _made_anew(module: Any) -> bool:
@@ -329,11 +355,12 @@ def _experts(
     gate_up: torch.Tensor, down: torch.Tensor, gate_up_bias: torch.Tensor | None, down_bias: torch.Tensor | None,
     gate_up_sf: torch.Tensor | None, down_sf: torch.Tensor | None,
     format: str, activation: str, swiglu_limit: float | None, gate_up_layout: str, transposed: bool,
-    requantize: bool, keep: bool,
+    requantize: bool, block_rows: int, block_columns: int, keep: bool,
 ) -> torch.Tensor:  # fmt: skip
     # The packing is looked up in the operator: compiled code runs it at each call, with the tensors of that call.
     weights = Weights(gate_up, down, gate_up_bias, down_bias, gate_up_sf, down_sf)
-    recipe = Recipe(format, activation, swiglu_limit, gate_up_layout, transposed, requantize)
+    block = block_rows, block_columns
+    recipe = Recipe(format, activation, swiglu_limit, gate_up_layout, transposed, requantize, *block)
     if keep:
         experts = packings.packed(weights, recipe)
     else:
@@ -384,8 +411,20 @@ def _remember_activation(module: Any) -> tuple[str, float | None, str | None, tu
 
 
 def _check_structure(module: Any) -> None:
-    reason = None
-    if getattr(module, "has_post_expert_norm", False):
-        reason = "expected experts whose outputs are summed as they are, got a norm after each"
-    if reason is not None:
-        raise ValueError(f"{type(module).__name__}: {reason}")
+    """Raise ValueError for what a module of experts says, or has beside its weights, that Envoi doesn't know."""
+    from transformers.integrations.moe import use_experts_implementation
+
+    flags = set(inspect.signature(use_experts_implementation).parameters) - KNOWN_FLAGS
+    beside = [name for name, _ in module.named_parameters() if not (name in PARAMETERS or name.startswith(OF_OTHERS))]
+    reasons = ["expected experts whose outputs are summed as they are, got a norm after each"] * bool(
+        getattr(module, "has_post_expert_norm", False)
+    )
+    reasons += [
+        f"expected experts of a structure that Envoi knows, got {flag}"
+        for flag in sorted(flags)
+        if vars(module).get(flag)
+    ]
+    reasons += [f"expected no parameters but the experts' weights, got {name}" for name in beside]
+    reasons += [f"{key}: {why}" for key, why in REFUSED.items() if getattr(module.config, key, None)]
+    if reasons:
+        raise ValueError(f"{type(module).__name__}: {reasons[0]}")

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 
 from envoi.epilogue.activation import GATED, written
-from envoi.epilogue.library import swiglu_oai_with
+from envoi.epilogue.library import softcapped_swiglu, swiglu_clamped_after, swiglu_oai_with
 from envoi.epilogue.vocabulary import gelu, hardswish, relu, sigmoid, softplus, tanh
 from envoi.moe.oracle import activate
 from envoi.types import UNGATED
@@ -23,8 +23,8 @@ CURVES: dict[str, Callable] = {
 def recognise_activation(module: Any) -> tuple[str, float | None]:
     """Find the activation that a module computes, by name or as text, and its clamp, by trying it on numbers.
 
-    Any clamp is found: it is read off the output for a huge `up`. The slope of gpt-oss's activation, and caps by tanh,
-    are read from the module. Raises ValueError if it computes something else.
+    Any clamp is found, before SiLU or after it: it is read off the output for a huge `up`. The slope of gpt-oss's
+    activation, and caps by tanh, are read from the module. Raises ValueError if it computes something else.
     """
     if not getattr(module, "has_gate", True):
         return _recognise_ungated(module), None
@@ -41,10 +41,13 @@ def recognise_activation(module: Any) -> tuple[str, float | None]:
     for activation in (*GATED, *_of_attributes(module), *_of_curves()):
         zero, one, _ = activate(pairs, activation, None).flatten().tolist()
         limit = _rounded((huge - zero) / (one - zero), module) if one != zero else None
-        for clamp in dict.fromkeys((limit, None)):  # a tanh of up looks like a clamp, far away
+        tried: dict[tuple[str, float | None], None] = {(activation, limit): None, (activation, None): None}
+        if activation == "swiglu" and limit is not None:
+            tried[swiglu_clamped_after(limit), None] = None
+        for name, clamp in tried:  # a tanh of up looks like a clamp, far away
             probe = _gates_and_ups(limit or 12.0)
-            if torch.allclose(activate(probe, activation, clamp), theirs(probe).double(), rtol=1e-4, atol=1e-5):
-                return activation, clamp
+            if torch.allclose(activate(probe, name, clamp), theirs(probe).double(), rtol=1e-4, atol=1e-5):
+                return name, clamp
     raise ValueError(
         f"{type(module).__name__}: expected the activation swiglu (silu(gate) * up), swiglu_oai, or up times one of "
         f"{', '.join(CURVES)} of gate, with or without a clamp; got another"
@@ -57,18 +60,11 @@ def _of_attributes(module: Any) -> Iterable[str]:
         alpha = getattr(module, name, None)
         if isinstance(alpha, int | float):
             yield swiglu_oai_with(float(alpha))
-    act = getattr(module, "act_fn", None)
-    caps = [getattr(getattr(act, name, None), "softcap", None) for name in ("gate_softcap", "up_softcap")]
-    if all(isinstance(cap, int | float) for cap in caps):
-        yield _softcapped(*map(float, caps))  # pyright: ignore[reportArgumentType]
-
-
-@cache
-def _softcapped(gate_cap: float, up_cap: float) -> str:
-    def softcapped_swiglu(gate, up):
-        return gate_cap * tanh(gate / gate_cap) * sigmoid(gate) * (up_cap * tanh(up / up_cap))
-
-    return written(softcapped_swiglu)
+    for owner in (module, getattr(module, "act_fn", None)):
+        caps = [getattr(owner, name, None) for name in ("gate_softcap", "up_softcap")]
+        caps = [getattr(cap, "softcap", cap) for cap in caps]
+        if all(isinstance(cap, int | float) for cap in caps):
+            yield softcapped_swiglu(*map(float, caps))  # pyright: ignore[reportArgumentType]
 
 
 @cache

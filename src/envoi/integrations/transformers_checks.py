@@ -5,11 +5,18 @@ run their own code under Envoi's name.
 """
 
 import functools
+import re
 import sys
+import warnings
 from collections.abc import Callable, Container
+from pathlib import Path
 from typing import Any
 
-from envoi.integrations.transformers import FORMAT_OF, IMPLEMENTATIONS, is_experts, unserved
+from envoi.checkpoints.activation import read_activation
+from envoi.checkpoints.keys import unknown
+from envoi.integrations.transformers import FORMAT_OF, IMPLEMENTATIONS, is_experts, recognise_activation, unserved
+
+LAYER = re.compile(r"(?:^|\.)layers\.(\d+)\.")
 
 
 def install() -> None:
@@ -47,6 +54,30 @@ def check_model(model: Any, chosen: dict[str, str | None]) -> None:
             raise ValueError(f"experts_implementation={names[0]!r}: {path} ({type(module).__name__}): {reason}")
     if not ours:
         raise ValueError(f"experts_implementation={names[0]!r}: {type(model).__name__}: {_without_experts(model)}")
+    for doubt in dict.fromkeys(filter(None, (_doubt(path, module) for path, module in ours.items()))):
+        warnings.warn(doubt, stacklevel=2)
+
+
+def _doubt(path: str, module: Any) -> str:
+    """Return what a module's configuration says of the experts' arithmetic that transformers' code doesn't do, or may
+    not do, in one sentence; "" if there is nothing."""
+    config = module.config.to_dict()
+    for key in unknown(config):
+        return f"config: {key} {config[key]!r} is unknown to Envoi, which computes what {type(module).__name__} does"
+    layer, family = LAYER.search(path), str(config.get("model_type", "")).removesuffix("_text")
+    try:
+        said = read_activation(Path("config"), family, config, int(layer[1]) if layer else 0)
+    except ValueError:
+        return ""  # for checkpoints alone: transformers' code is the one to follow, and its activation was recognised
+    found = recognise_activation(module)
+    if said == found:
+        return ""
+    name = type(module).__name__
+    return f"config: it says that experts compute {_named(*said)}, but {name}, and so Envoi, {_named(*found)}"
+
+
+def _named(activation: str, limit: float | None) -> str:
+    return activation if limit is None else f"{activation}, clamped at {limit:g}"
 
 
 def loads_as(model: Any, formats: Container[str]) -> bool:

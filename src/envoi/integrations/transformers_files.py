@@ -11,13 +11,14 @@ from typing import Any
 
 import torch
 
-from envoi.checkpoints.config import Quantisation, read_quantisation
-from envoi.checkpoints.names import Separate, find
+from envoi.checkpoints.config import read_quantisation
+from envoi.checkpoints.names import Separate, check_beside, find
+from envoi.checkpoints.quantisation import Quantisation
 from envoi.checkpoints.separate import Plan
 from envoi.checkpoints.shards import Shards
 from envoi.checkpoints.stacked import plan_stacked
 from envoi.integrations.transformers import IMPLEMENTATIONS, is_experts
-from envoi.integrations.transformers_fp8 import LAYER
+from envoi.integrations.transformers_checks import LAYER
 
 Shapes = dict[tuple[str, str], tuple[int, ...]]  # of parameters, by the path of their module and their name
 
@@ -42,10 +43,24 @@ def check_files(model: torch.nn.Module, files: Sequence[str], quantised: bool) -
     with Shards(files) as shards:
         shards.check()
         way = _way(Path(files[0]).parent, quantised)
-        if way is not None:
-            for path, module in modules:
+        for path, module in modules:
+            if way is not None:
                 _check_layer(shards, way, path, module)
+            elif not quantised:
+                _check_names(shards, path, module)
     return way
+
+
+def _check_names(shards: Shards, path: str, module: Any) -> None:
+    """Raise ValueError for a tensor beside a layer's float weights that may change what they mean."""
+    layer = LAYER.search(path)
+    named = find(shards.file_of, int(layer[1])) if layer else None
+    biases = ["bias"] * module.has_bias
+    if isinstance(named, Separate):
+        check_beside(shards.file_of, named, ["weight", *biases])
+    elif named is not None:
+        weights = named.gate_up, named.down
+        check_beside(shards.file_of, named, [*weights, *(f"{name}_{bias}" for name in weights for bias in biases)])
 
 
 def _way(folder: Path, quantised: bool) -> Quantisation | None:
@@ -74,7 +89,7 @@ def _check_layer(shards: Shards, way: Quantisation | None, path: str, module: An
     count = next(iter(module.parameters())).shape[0]
     if isinstance(named, Separate):
         plan = Plan(shards, way, named, range(count), count)
-        scale = plan.scale(0, named.gate)
+        scale = plan.scale(0, named.inputs[0])
         if scale:
             raise ValueError(
                 f"{shards.file_of[scale]}: {scale}: expected experts without a scale on top of their factors, since "

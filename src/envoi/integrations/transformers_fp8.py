@@ -5,19 +5,22 @@ for the factors before weights are read, and the conversions that merge experts 
 """
 
 import functools
-import re
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 import torch
 from transformers.quantizers.quantizer_compressed_tensors import CompressedTensorsHfQuantizer
 
+from envoi.checkpoints.config import read_quantisation
 from envoi.checkpoints.names import Separate, find
+from envoi.checkpoints.quantisation import Quantisation
+from envoi.checkpoints.schemes import POWERS
+from envoi.checkpoints.separate import Plan, block_of
 from envoi.checkpoints.shards import Shards
 from envoi.integrations.transformers import STORED_FACTORS, is_experts
-from envoi.integrations.transformers_checks import loads_as
+from envoi.integrations.transformers_checks import LAYER, loads_as
 
-LAYER = re.compile(r"(?:^|\.)layers\.(\d+)\.")
 FACTOR = "weight_scale"
 FORMATS = ("bf16", "fp8_row", "fp8_block128")  # in whose names these weights are kept; they are widened for others
 
@@ -57,19 +60,25 @@ def _without_widening(original: Any) -> Any:
 def keep_stored(model: torch.nn.Module, files: Sequence[str]) -> bool:
     """Give FP8 parameters to the experts modules that the files have in FP8; return whether all are.
 
-    Changes nothing if it returns False: the conversions are the same for all layers. Reads headers only.
+    Changes nothing if it returns False: the conversions are the same for all layers. Reads headers only. Raises
+    ValueError that names the file and the tensor if one of theirs is missing or has another dtype or shape.
     """
     modules: list[tuple[str, Any]] = [(path, module) for path, module in model.named_modules() if is_experts(module)]
+    try:
+        way = read_quantisation(Path(files[0]).parent)
+    except ValueError:
+        return False  # for transformers to know
     with Shards(files) as shards:
-        found = [_stored(shards, path, module) for path, module in modules]
+        plans = [_plan(shards, way, path, module) for path, module in modules]
+        found = [plan and _factors(plan, module) for plan, (_, module) in zip(plans, modules, strict=True)]
     if not found or None in found:
         return False
-    for (_, module), shapes in zip(modules, found, strict=True):
-        module.envoi_alone = True
-        for name, shape in (shapes or {}).items():
+    for (_, module), plan, factors in zip(modules, plans, found, strict=True):
+        module.envoi_alone, module.block_size = True, block_of(plan.group if plan else None)
+        for name, sf in (factors or {}).items():
             weight = module._parameters[name]
             _put(module, name, torch.empty_like(weight, dtype=torch.float8_e4m3fn, device="meta"))
-            _put(module, name + STORED_FACTORS, torch.empty(shape, dtype=torch.float32, device="meta"))
+            _put(module, name + STORED_FACTORS, sf)
     return True
 
 
@@ -77,17 +86,25 @@ def _put(module: torch.nn.Module, name: str, x: torch.Tensor) -> None:
     module.register_parameter(name, torch.nn.Parameter(x, requires_grad=False))
 
 
-def _stored(shards: Shards, path: str, module: Any) -> dict[str, tuple[int, ...]] | None:
-    """Return the shapes of a module's factors, by the weights' names, if its layer is stored in FP8."""
+def _plan(shards: Shards, way: Quantisation | None, path: str, module: Any) -> Plan | None:
+    """Return where a module's tensors are if its layer is stored in FP8 with the factors of compressed-tensors."""
     layer = LAYER.search(path)
     named = find(shards.file_of, int(layer[1])) if layer else None
     if not isinstance(named, Separate) or not module.has_gate:
         return None
-    shapes = {}
-    for name, projection, parts in (("gate_up_proj", named.gate, 2), ("down_proj", named.down, 1)):
-        weight, factor = (named.name(named.ids[0], projection, part) for part in ("weight", FACTOR))
-        if not {weight, factor} <= set(shards.file_of) or shards.header(weight)[0] != torch.float8_e4m3fn:
-            return None
-        rows, *columns = shards.header(factor)[1] or (1,)
-        shapes[name] = (module._parameters[name].shape[0], parts * rows, *columns)
-    return shapes
+    count = module._parameters["down_proj"].shape[0]
+    plan = Plan(shards, way, named, range(count), count)
+    whole = plan.dtype == torch.float8_e4m3fn and plan.factor(0, named.gate).endswith(f".{FACTOR}")
+    return plan if whole else None
+
+
+def _factors(plan: Plan, module: Any) -> dict[str, torch.Tensor]:
+    """Return empty factors as transformers will have merged them, by the weights' names."""
+    factors = {}
+    for name, projection, parts in (("gate_up_proj", plan.named.gate, 2), ("down_proj", plan.named.down, 1)):
+        dtype, shape = plan.shards.header(plan.factor(0, projection))
+        rows, *columns = shape or (1,)
+        dtype = torch.uint8 if dtype in POWERS else torch.float32  # bytes of powers of two aren't converted
+        sizes = module._parameters[name].shape[0], parts * rows, *columns
+        factors[name] = torch.empty(sizes, dtype=dtype, device="meta")
+    return factors

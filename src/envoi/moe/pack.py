@@ -15,14 +15,20 @@ from envoi.check import (
     expect_tensor,
     fits_float32,
 )
-from envoi.epilogue.activation import expect_activation
+from envoi.epilogue.activation import ACTIVATIONS, computed, expect_activation
 from envoi.epilogue.library import swiglu_oai_with
 from envoi.quant import regroup
 from envoi.quant.bits import as_bytes
 from envoi.quant.cast import dequantize
-from envoi.quant.formats import FORMATS, Format, format_named
+from envoi.quant.formats import FORMATS, SCHEMES, Format, format_named
 from envoi.quant.fragments import supports_fragments, to_fragments
-from envoi.quant.pack import deinterleave_gate_up, interleave_gate_up, pack_weight, pad_factors
+from envoi.quant.pack import (
+    deinterleave_gate_up,
+    expect_bf16_numbers,
+    interleave_gate_up,
+    pack_weight,
+    pad_factors,
+)
 from envoi.runtime.devices import implementation
 from envoi.runtime.tma import is_tma_ready
 from envoi.types import ExpertWeights, Matrix, QuantTensor, expect_experts, has_gate
@@ -35,36 +41,31 @@ READ_AS_STORED = ("bf16", "fp8_row", "fp8_block128")  # formats whose kernels re
 SWIGLU_OAI_LIMIT = 7.0
 FLOATS = (torch.bfloat16, torch.float16, torch.float32)
 AUTO = "auto"
+BLOCKS = SCHEMES["fp8_128x128"]  # the weights of "fp8_block128"
 
 
 def pack(
-    gate_up: Matrix,
-    down: Matrix,
-    format: str = AUTO,
-    *,
-    gate_up_sf: torch.Tensor | None = None,
-    down_sf: torch.Tensor | None = None,
-    gate_up_scale: torch.Tensor | None = None,
-    down_scale: torch.Tensor | None = None,
-    gate_up_layout: str = "concat",
-    packed_layout: str | None = None,
-    gate_up_bias: torch.Tensor | None = None,
-    down_bias: torch.Tensor | None = None,
-    activation: str | Callable = "swiglu",
-    swiglu_limit: float | None = None,
-    swiglu_alpha: float | None = None,
-    requantize: bool = False,
-) -> ExpertWeights:
+    gate_up: Matrix, down: Matrix, format: str = AUTO, *, gate_up_sf: torch.Tensor | None = None,
+    down_sf: torch.Tensor | None = None, gate_up_scale: torch.Tensor | None = None,
+    down_scale: torch.Tensor | None = None, weight_block_size: tuple[int, int] | None = None,
+    gate_up_layout: str = "concat", packed_layout: str | None = None, gate_up_bias: torch.Tensor | None = None,
+    down_bias: torch.Tensor | None = None, activation: str | Callable = "swiglu", swiglu_limit: float | None = None,
+    swiglu_alpha: float | None = None, requantize: bool = False,
+) -> ExpertWeights:  # fmt: skip
     """Pack expert weights once, for every later call of `envoi.moe`.
 
     gate_up [E, 2I, H] and down [E, H, I], bf16, fp16 or fp32, as nn.Linear stores them (a checkpoint that keeps
     [E, H, 2I], as gpt-oss in bf16 does, is passed transposed). gate_up_bias [E, 2I], down_bias [E, H], both or neither.
     format: "bf16", "fp8_row", "fp8_block128", "mxfp8", "mxfp4" and "nvfp4" (4-bit weights beside bf16 activations) or
-        "mxfp4_mxfp8" (the same beside MXFP8 activations). "auto": bf16, or what quantised weights are stored in.
+        "mxfp4_mxfp8" (the same beside MXFP8 activations). "auto": what they are stored in; bf16 for floats.
     gate_up_sf, down_sf: factors of weights that are quantised already, which are then packed as they are, number for
         number; gate_up_scale, down_scale: what NVFP4 weights are multiplied by on top, float32 [E], or [E, 2] of gate
         and up. See `envoi.quant.regroup.as_stored` for dtypes and shapes. Or gate_up and down are QuantTensors.
-    requantize: quantise such weights anew where the format can't hold their numbers exactly, which is refused else.
+    weight_block_size: rows and columns that share a factor, as config.json names them; the last block of a side may be
+        smaller. Blocks begin with the first row of gate, the first of up and the first column: in a shard that begins
+        inside a block, zeros have to fill the block's beginning. None: groups that factors' shapes leave no doubt of.
+    requantize: round numbers that the format can't hold, which is refused else; under "auto" to bf16, if no format
+        holds quantised ones, or where bf16 doesn't hold fp16 and fp32 ones.
     gate_up_layout: "concat" (all gate rows, then all up rows; most checkpoints) or "interleaved" (gate, up in turn;
         gpt-oss). The bias has the same order.
     activation: "swiglu" = silu(gate) * up, "swiglu_oai" = (up + 1) * gate * sigmoid(swiglu_alpha * gate), "geglu" =
@@ -76,27 +77,81 @@ def pack(
         in that layout are referenced, not copied.
     swiglu_limit: clamps gate at +limit, up to [-limit, limit]; "swiglu_oai" defaults to 7. swiglu_alpha: else 1.702.
     Example: gate_up [8, 512, 256] packed in "fp8_block128" has float8_e4m3fn values [8, 512, 256] and sf [8, 4, 2].
+    Blocks of 128 x 128 are filled with zeros at the end of gate, up and down's columns: see `ExpertWeights.padding`.
     On Hopper "mxfp4" and "nvfp4" weights are kept in the order of its tensor cores where that can be
     (`envoi.quant.fragments.supports_fragments`), in as much memory; `unpack` reads them.
     Raises ValueError if shapes disagree, H or I isn't a multiple of the format's group (128 for fp8_block128, 32 for
     the MX formats, 16 for nvfp4; bf16 and fp8_row take any multiple of 8), or a tensor requires grad in grad mode.
     """
-    expect_choice("format", format, (*FORMATS, AUTO))
-    expect_choice("gate_up_layout", gate_up_layout, LAYOUTS)
-    expect_bool("requantize", requantize)
+    _check_options(format, gate_up_layout, requantize)
     _check_gradients(gate_up, down, gate_up_bias, down_bias, gate_up_sf, down_sf, gate_up_scale, down_scale)
     activation, limit = _activation(activation, swiglu_limit, swiglu_alpha)
-    gate_up = _stored(gate_up, gate_up_sf, gate_up_scale, "gate_up")
-    down = _stored(down, down_sf, down_scale, "down")
-    chosen, gated = format_named(format_of(gate_up, down) if format == AUTO else format), has_gate(activation)
-    _check_shapes(gate_up, down, gate_up_bias, down_bias, chosen, gated)
+    gated, block = has_gate(activation), _block(weight_block_size)
+    parts = 2 if gated and gate_up_layout == "concat" else 1
+    gate_up = _stored(gate_up, gate_up_sf, gate_up_scale, "gate_up", block, parts)
+    down = _stored(down, down_sf, down_scale, "down", block)
+    chosen, padding = _choose(format, gate_up, down, block, activation, requantize)
+    _check_shapes(gate_up, down, gate_up_bias, down_bias, chosen, gated, padding)
     layout = _layout_to_keep(gate_up_layout, packed_layout, chosen)
+    if padding:
+        given = (gate_up, gate_up_sf), (down, down_sf)
+        gate_up, down, gate_up_bias = _in_whole_blocks(*given, gate_up_bias, padding, parts)
     if not gated:
         gate_up_layout = layout = "interleaved"  # no rows to move
     rows = _for_kernels(gate_up, chosen, gate_up_layout, layout, requantize)
     matrices = rows, _in_scheme(down, chosen, "down", requantize)
     biases = _bias(gate_up_bias, layout, gate_up_layout), _bias(down_bias)
-    return _arranged(ExpertWeights(*matrices, chosen.name, activation, limit, *biases, layout), (gate_up, down))
+    experts = ExpertWeights(*matrices, chosen.name, activation, limit, *biases, layout, padding)
+    return _arranged(experts, (gate_up, down))
+
+
+def _check_options(format: str, gate_up_layout: str, requantize: bool) -> None:
+    expect_choice("format", format, (*FORMATS, AUTO))
+    expect_choice("gate_up_layout", gate_up_layout, LAYOUTS)
+    expect_bool("requantize", requantize)
+
+
+def _block(given: tuple[int, int] | None) -> tuple[int, int] | None:
+    """Return weight_block_size as a pair. Raises ValueError for anything but None or two positive ints."""
+    if given is None:
+        return None
+    pair = isinstance(given, tuple | list) and len(given) == 2
+    if not (pair and all(type(side) is int and side > 0 for side in given)):
+        raise ValueError(f"weight_block_size: expected None or rows and columns of a block, got {given!r}")
+    return given[0], given[1]
+
+
+def _choose(
+    format: str, gate_up: Matrix, down: Matrix, block: tuple[int, int] | None, activation: str, requantize: bool
+) -> tuple[Format, int]:
+    """Return the format to pack in, which may be "auto", and the `padding_of` that it needs."""
+    padding = padding_of(gate_up, down, block, activation)
+    chosen = format_named(format_of(gate_up, down, padding, requantize) if format == AUTO else format)
+    return chosen, padding if chosen.weights == BLOCKS else 0
+
+
+def padding_of(gate_up: Matrix, down: Matrix, block: tuple[int, int] | None, activation: str) -> int:
+    """Return how many zeros at the end of the intermediate size make blocks of "fp8_block128" whole, 0 if none would.
+
+    Zeros of gate, up and the columns of down change nothing where the activation of zeros is zero; else they would take
+    part in the scale factor of an activation's last group.
+    """
+    if block != BLOCKS.group or not (isinstance(gate_up, QuantTensor) and isinstance(down, QuantTensor)):
+        return 0
+    for x in (gate_up, down):
+        if x.packed or x.scale is not None or x.sf.dtype == torch.float8_e4m3fn:
+            return 0
+    zeros = [torch.zeros(1, 1)] * (1 + has_gate(activation))
+    vanishes = activation in ACTIVATIONS or not computed(activation, *zeros).any()
+    return -down.shape[2] % BLOCKS.group[1] if vanishes and down.shape[1] % BLOCKS.group[0] == 0 else 0
+
+
+def _in_whole_blocks(gate_up, down, bias: torch.Tensor | None, padding: int, parts: int):
+    """Return gate_up, down, each given with its factors, and gate_up's bias with `padding_of` zeros."""
+    rows = padding * (gate_up[0].shape[1] // down[0].shape[2]) // parts
+    one = regroup.in_whole_blocks(gate_up[0], gate_up[1], BLOCKS.group, 1, rows, parts)
+    two = regroup.in_whole_blocks(down[0], down[1], BLOCKS.group, 2, padding)
+    return one, two, None if bias is None else regroup.with_zeros(bias, rows, 1, parts)
 
 
 def _check_gradients(*given: Matrix | None) -> None:
@@ -137,8 +192,13 @@ def _with_alpha(activation: str, alpha: float | None) -> str:
     return swiglu_oai_with(number)
 
 
-def _stored(weight: Matrix, sf: torch.Tensor | None, scale: torch.Tensor | None, name: str) -> Matrix:
+def _stored(
+    weight: Matrix, sf: torch.Tensor | None, scale: torch.Tensor | None, name: str, block: tuple[int, int] | None,
+    parts: int = 1,
+) -> Matrix:  # fmt: skip
     """Return weights with their factors as a QuantTensor by rows, float weights as they are."""
+    if block is not None and sf is None:
+        raise ValueError(f"weight_block_size: expected None without {name}_sf, got {block}")
     if isinstance(weight, QuantTensor):
         for part, given in (("sf", sf), ("scale", scale)):
             if given is not None:
@@ -152,7 +212,7 @@ def _stored(weight: Matrix, sf: torch.Tensor | None, scale: torch.Tensor | None,
             weight = replace(weight, scale=regroup.row_scales(weight.scale, weight.shape, name))
         return regroup.by_rows(weight)
     if sf is not None:
-        return regroup.as_stored(weight, sf, name, scale)
+        return regroup.as_stored(weight, sf, name, scale, block, parts)
     if scale is not None:
         raise ValueError(f"{name}_scale: expected None beside weights without {name}_sf, got {describe(scale)}")
     if isinstance(weight, torch.Tensor) and weight.dtype in regroup.VALUES and weight.dtype != torch.int8:
@@ -160,19 +220,31 @@ def _stored(weight: Matrix, sf: torch.Tensor | None, scale: torch.Tensor | None,
     return weight
 
 
-def format_of(gate_up: Matrix, down: Matrix) -> str:
-    """Return the format whose weights are stored as these are, "bf16" for floats. Raises ValueError if none is."""
+def format_of(gate_up: Matrix, down: Matrix, padding: int = 0, requantize: bool = False) -> str:
+    """Return the format whose weights are stored as these are, "bf16" for floats.
+
+    padding: zeros with which "fp8_block128" holds them, see `padding_of`. requantize: "bf16" if no format holds them.
+    Raises ValueError if none does; and for floats that bf16 would round, unless requantize is True.
+    """
     if not (isinstance(gate_up, QuantTensor) and isinstance(down, QuantTensor)):
+        for name, weight in () if requantize else (("gate_up", gate_up), ("down", down)):
+            expect_bf16_numbers(weight, name)
         return "bf16"
     reasons = {}
     for format in FORMATS.values():
         if format.weights is not None:
             why = [regroup.why_not(x, format.weights) for x in (gate_up, down)]
-            if not any(why):
+            why.append(_unfit(down.shape[-2], down.shape[-1], format))
+            if not any(why) or (padding and format.weights == BLOCKS):
                 return format.name
-            reasons[format.name] = why[0] or why[1]
+            reasons[format.name] = next(filter(None, why))
+    if requantize:
+        return "bf16"
     told = "; ".join(f"{name}: {why}" for name, why in reasons.items())
-    raise ValueError(f"format: expected one that holds these weights exactly, got 'auto', and there is none ({told})")
+    raise ValueError(
+        f"format: expected one that holds these weights exactly, got 'auto', and there is none ({told}); pass "
+        "requantize=True to round them"
+    )
 
 
 def _layout_to_keep(given: str, wanted: str | None, format: Format) -> str:
@@ -311,9 +383,21 @@ def unpack(
     gate_up_bias = None if experts.gate_up_bias is None else experts.gate_up_bias.to(dtype)
     down_bias = None if experts.down_bias is None else experts.down_bias.to(dtype)
     kept = experts.gate_up_layout if has_gate(experts.activation) else gate_up_layout
-    gate_up = _in_layout(gate_up_layout, gate_up, kept)
-    gate_up_bias = None if gate_up_bias is None else _in_layout(gate_up_layout, gate_up_bias, kept, dim=-1)
+    gate_up = _without_padding(_in_layout(gate_up_layout, gate_up, kept), experts, gate_up_layout)
+    down = down[..., : down.shape[-1] - experts.padding]
+    if gate_up_bias is not None:
+        rows = _in_layout(gate_up_layout, gate_up_bias, kept, dim=-1)
+        gate_up_bias = _without_padding(rows[..., None], experts, gate_up_layout)[..., 0]
     return gate_up, down, gate_up_bias, down_bias
+
+
+def _without_padding(rows: torch.Tensor, experts: ExpertWeights, layout: str) -> torch.Tensor:
+    """Return rows [E, R, C] of gate and up in a layout without those that `padding_of` has added."""
+    if not experts.padding:
+        return rows
+    parts = 2 if has_gate(experts.activation) and layout == "concat" else 1
+    kept = rows.shape[1] - experts.padding * (1 + has_gate(experts.activation))
+    return rows.unflatten(1, (parts, -1))[:, :, : kept // parts].flatten(1, 2)
 
 
 def _widen(weight: Matrix, dtype: torch.dtype) -> torch.Tensor:
@@ -322,19 +406,22 @@ def _widen(weight: Matrix, dtype: torch.dtype) -> torch.Tensor:
 
 def check_sizes(hidden: int, intermediate: int, format: Format) -> None:
     """Raise ValueError unless a format's groups, and the kernels' vectors of 8, divide both sizes."""
+    why = _unfit(hidden, intermediate, format)
+    if why:
+        others = "bf16 and fp8_row need a multiple of 8, nvfp4 of 16, mxfp8, mxfp4 and mxfp4_mxfp8 of 32"
+        raise ValueError(f"{why} ({others}, fp8_block128 of 128)")
+
+
+def _unfit(hidden: int, intermediate: int, format: Format) -> str:
+    """Return which size a format's kernels can't have, and why; "" if they can have both."""
+    need = max(8, format.group_k)
     for name, size in (("hidden", hidden), ("intermediate", intermediate)):
-        need = max(8, format.group_k)
         if size % need or size == 0:
-            others = (
-                "bf16 and fp8_row need a multiple of 8, nvfp4 of 16, mxfp8, mxfp4 and mxfp4_mxfp8 of 32, fp8_block128 "
-                "of 128"
-            )
-            raise ValueError(
-                f"{name}: expected a positive multiple of {need} for format {format.name!r}, got {size} ({others})"
-            )
+            return f"{name}: expected a positive multiple of {need} for format {format.name!r}, got {size}"
+    return ""
 
 
-def _check_shapes(gate_up, down, gate_up_bias, down_bias, format: Format, gated: bool) -> None:
+def _check_shapes(gate_up, down, gate_up_bias, down_bias, format: Format, gated: bool, padding: int) -> None:
     _expect_matrix("gate_up", gate_up, ("num_experts", "2 * intermediate" if gated else "intermediate", "hidden"))
     num_experts, rows, hidden = gate_up.shape
     if gated and rows % 2:
@@ -343,7 +430,7 @@ def _check_shapes(gate_up, down, gate_up_bias, down_bias, format: Format, gated:
     _expect_matrix("down", down, (num_experts, hidden, intermediate), gate_up.device)
     if isinstance(gate_up, QuantTensor) != isinstance(down, QuantTensor):
         raise ValueError(f"gate_up, down: expected both quantised or neither, got {_said(gate_up)} and {_said(down)}")
-    check_sizes(hidden, intermediate, format)
+    check_sizes(hidden, intermediate + padding, format)
     if (gate_up_bias is None) != (down_bias is None):
         raise ValueError("gate_up_bias, down_bias: expected both or neither, got one of them")
     if gate_up_bias is not None:

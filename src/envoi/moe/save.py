@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from envoi.check import describe, expect_choice, expect_device, expect_number, expect_tensor
+from envoi.check import describe, expect_choice, expect_device, expect_int, expect_number, expect_tensor
 from envoi.epilogue.activation import expect_activation
 from envoi.quant.formats import Format, Scheme, format_named
 from envoi.quant.pack import with_checked_scales
@@ -19,7 +19,7 @@ META = "envoi"  # name of the description, among the tensors and in a file's hea
 MATRICES = ("gate_up", "down")
 BIASES = ("gate_up_bias", "down_bias")
 ORDERS = ("rows", "fragments")
-PLAIN = ("format", "activation", "swiglu_limit", "gate_up_layout", "group", "order", "scales_at_most_2")
+PLAIN = ("format", "activation", "swiglu_limit", "gate_up_layout", "group", "order", "scales_at_most_2", "padding")
 
 
 def state_dict(experts: ExpertWeights, prefix: str = "") -> dict[str, torch.Tensor]:
@@ -109,6 +109,8 @@ def _split(experts: ExpertWeights) -> tuple[dict[str, torch.Tensor], dict[str, A
                 visit(value, f"{name}.")
             elif isinstance(value, torch.Tensor):
                 tensors[name] = value
+            elif field.name == "padding" and not value:
+                continue  # so that earlier releases read it too
             elif value is not None or field.name == "swiglu_limit":
                 plain[name] = list(value) if isinstance(value, tuple) else value
 
@@ -163,6 +165,7 @@ def _joined(tensors: Mapping[str, torch.Tensor], meta: Mapping[str, Any]) -> Exp
     given["swiglu_limit"] = plain.get("swiglu_limit")
     if given["swiglu_limit"] is not None and not expect_number("swiglu_limit", given["swiglu_limit"]) > 0:
         raise ValueError(f"swiglu_limit: expected None or a positive number, got {given['swiglu_limit']!r}")
+    given["padding"] = plain.get("padding", 0)
     experts = ExpertWeights(**given)
     _check(experts, format)
     return experts
@@ -196,6 +199,7 @@ def _check(experts: ExpertWeights, format: Format) -> None:
     if len(experts.gate_up.shape) != 3:
         raise ValueError(f"gate_up: expected [num_experts, rows, hidden], got {list(experts.gate_up.shape)}")
     num_experts, rows, hidden = experts.gate_up.shape
+    expect_int("padding", experts.padding, 0, max(0, experts.intermediate - 1))
     shapes = {"gate_up": (num_experts, rows, hidden), "down": (num_experts, hidden, experts.intermediate)}
     for name, shape in shapes.items():
         _check_matrix(name, getattr(experts, name), shape, format.weights)

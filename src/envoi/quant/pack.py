@@ -5,7 +5,7 @@ from dataclasses import replace
 import torch
 from torch._subclasses.fake_tensor import FakeTensor
 
-from envoi.check import expect_divisible
+from envoi.check import describe, expect_divisible
 from envoi.quant.bits import e2m1_decode, e2m1_encode, e8m0_ceil, e8m0_to_float, pack_nibbles
 from envoi.quant.cast import quantize
 from envoi.quant.formats import E2M1_MAX, E4M3_MAX, SCHEMES, Scheme
@@ -48,6 +48,21 @@ def pack_weight(weight: torch.Tensor, scheme: Scheme | None, name: str) -> Matri
     if scheme.name == "nvfp4":
         return _nvfp4_under_scales(weight, name)
     return with_checked_scales(quantize(weight.contiguous(), scheme, name))
+
+
+def expect_bf16_numbers(weight: Matrix, name: str) -> None:
+    """Raise ValueError for fp16 or fp32 weights [E, N, K] that bf16 can't hold exactly. Waits for the device."""
+    if not isinstance(weight, torch.Tensor) or weight.dtype not in (torch.float16, torch.float32) or not weight.dim():
+        return
+    if weight.device.type == "meta" or isinstance(weight, FakeTensor):
+        return
+    experts = weight.detach().unbind()  # one at a time: less memory
+    changed = sum(int(((x.bfloat16() != x) & ~x.isnan()).sum()) for x in experts)
+    if changed:
+        raise ValueError(
+            f"{name}: expected weights that bfloat16 holds exactly, got {describe(weight)} of which it would round "
+            f"{changed} of {weight.numel()}: pass format='bf16' or requantize=True to round them"
+        )
 
 
 LARGEST_SCALE_BYTE = 128  # UE8M0 byte of the scale factor 2

@@ -4,6 +4,7 @@ A factor of a group may be repeated for parts of the group, and a power of two m
 keeps every number. `why_not` says what stands in the way, `regroup` does it.
 """
 
+import math
 from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
@@ -16,16 +17,19 @@ from envoi.quant.cast import dequantize, expand_sf
 from envoi.quant.formats import Scheme
 from envoi.quant.fragments import to_rows
 from envoi.quant.pack import pack_weight, with_checked_scales
+from envoi.runtime.math import cdiv
 from envoi.types import Matrix, QuantTensor
 
-BLOCK = 128  # rows and columns of the blocks that checkpoints have, the last of which may be smaller
+PUBLISHED = (16, 32, 128)  # sides of the groups that published checkpoints have, besides 1 and whole sides
 PAIRS = (torch.uint8, torch.int8, torch.float4_e2m1fn_x2)
 VALUES = (torch.float8_e4m3fn, *PAIRS)
 FACTORS = (torch.float32, torch.bfloat16, torch.float16, torch.float8_e8m0fnu, torch.uint8, torch.float8_e4m3fn)
+Block = tuple[int, int]
 
 
 def as_stored(
-    values: torch.Tensor, sf: torch.Tensor, name: str, scale: torch.Tensor | None = None
+    values: torch.Tensor, sf: torch.Tensor, name: str, scale: torch.Tensor | None = None,
+    block: Block | None = None, parts: int = 1,
 ) -> QuantTensor:  # fmt: skip
     """Return a checkpoint's quantised weights and their factors as a QuantTensor, without a copy of the values.
 
@@ -35,6 +39,9 @@ def as_stored(
         the gate rows, one for the up rows), [E] (a factor an expert). float32; bf16 and fp16, which are widened;
         float8_e8m0fnu, also as its bytes in uint8; float8_e4m3fn beside a scale (nvfp4).
     scale: float32, multiplied on top: see `row_scales`.
+    block: rows and columns of a group, the last of which may be smaller. None: groups of equal size, with sides of 1,
+        a side of PUBLISHED that divides R / parts and C, or the whole of R / parts, R or C.
+    parts: ranges of rows, one below the other, in each of which groups begin anew: 2 for gate and up.
     Raises ValueError that names `name` or `name`_sf.
     """
     if not isinstance(values, torch.Tensor) or values.dtype not in VALUES:
@@ -48,20 +55,79 @@ def as_stored(
         values = values.flatten(-2) if values.dim() == 4 and values.shape[-1] == 16 else values
     if values.dim() != 3:
         raise ValueError(f"{name}: expected [num_experts, rows, columns], got {describe(values)}")
-    rows, columns = values.shape[1], values.shape[2] * (2 if packed else 1)
-    groups = sf.reshape(sf.shape[0], -1, 1) if sf.dim() in (1, 2) else sf
-    counts = tuple(groups.shape[1:])
-    if groups is sf and counts == (-(-rows // BLOCK), -(-columns // BLOCK)):
-        sides = [BLOCK if count > 1 else size for size, count in zip((rows, columns), counts, strict=True)]
+    sizes = values.shape[1], values.shape[2] * (2 if packed else 1)
+    groups = sf[(..., *(None,) * (3 - sf.dim()))] if sf.dim() in (1, 2) and block is None else sf
+    whole = groups.dim() == 3 and groups.shape[0] == values.shape[0]
+    counts = (groups.shape[1], groups.shape[2]) if whole else (0, 0)
+    if block is None:
+        sides = _guessed(sizes[0], counts[0], parts), _guessed(sizes[1], counts[1], 1)
     else:
-        sides = [_equal_parts(size, count) for size, count in zip((rows, columns), counts, strict=False)]
-    if groups.dim() != 3 or groups.shape[0] != values.shape[0] or None in sides:
-        raise ValueError(
-            f"{name}_sf: expected the factors of {values.shape[0]} matrices of {rows} x {columns}, one for each group "
-            f"of rows and columns, got {describe(sf)}"
-        )
-    x = QuantTensor(values, stored_factors(groups), (sides[0] or 1, sides[1] or 1))
+        expected = tuple(map(cdiv, (sizes[0] // parts, sizes[1]), block))
+        sides = block if counts == (parts * expected[0], expected[1]) else (None, None)
+    if sides[0] is None or sides[1] is None:
+        raise ValueError(_not_factors(name, describe(sf), values.shape[0], sizes, block, parts))
+    group, factors = (sides[0], min(sides[1], max(sizes[1], 1))), stored_factors(groups)
+    if parts > 1 and block is not None and sizes[0] // parts % group[0]:
+        group, factors = _evened(group, factors, sizes[0] // parts, parts)
+    x = QuantTensor(values, factors, group)
     return x if scale is None else replace(x, scale=row_scales(scale, x.shape, name))
+
+
+def _guessed(size: int, count: int, parts: int) -> int | None:
+    """Return the side of `count` equal groups of a side of `size`, None if it isn't one that can be told by that."""
+    if count in (1, parts):
+        return max(size // count, 1) if size % count == 0 else None
+    side = _equal_parts(size, count)
+    return side if side == 1 or (side in PUBLISHED and size // parts % side == 0) else None
+
+
+def _not_factors(
+    name: str, came: str, num_experts: int, sizes: tuple[int, int], block: Block | None, parts: int
+) -> str:  # fmt: skip
+    """Return what to say of factors whose shape isn't that of the weights' groups."""
+    whole = f"the factors of {num_experts} matrices of {sizes[0]} x {sizes[1]}"
+    if block is not None:
+        rows, columns = map(cdiv, (sizes[0] // parts, sizes[1]), block)
+        each = f", as blocks begin anew at each of {parts} x {sizes[0] // parts} rows" if parts > 1 else ""
+        shape = [num_experts, parts * rows, columns]
+        return f"{name}_sf: expected {whole} in blocks of {block[0]} x {block[1]}, {shape}{each}, got {came}"
+    return (
+        f"{name}_sf: expected {whole}, one for each row, for each matrix, or for equal groups of rows and columns with "
+        f"sides of {', '.join(map(str, PUBLISHED))}, got {came}; pass weight_block_size=(rows, columns) for other "
+        "groups, and where the last of a side is smaller"
+    )
+
+
+def _evened(group: Block, factors: torch.Tensor, rows: int, parts: int) -> tuple[Block, torch.Tensor]:
+    """Repeat factors of row blocks of which the last of each part is smaller, for equal groups that no part shares."""
+    side = math.gcd(group[0], rows)
+    raw = as_bytes(factors).unflatten(1, (parts, -1)).repeat_interleave(group[0] // side, dim=2)
+    raw = raw[:, :, : rows // side].flatten(1, 2)
+    return (side, group[1]), raw.contiguous().view(factors.dtype)
+
+
+def in_whole_blocks(
+    x: QuantTensor, sf: torch.Tensor, block: Block, axis: int, added: int, parts: int = 1
+) -> QuantTensor:
+    """Return x = as_stored(.., sf, .., block, parts) in float8_e4m3fn with zeros, so that its last blocks are whole.
+
+    axis, added, parts: as in `with_zeros`, 1 for rows and 2 for columns. Copies the values if there is any to add.
+    """
+    count = (x.shape[axis] // parts + added) // block[axis - 1]
+    factors = stored_factors(sf)
+    factors = with_zeros(factors, count - factors.shape[axis] // parts, axis, parts)
+    return QuantTensor(with_zeros(x.values, added, axis, parts), factors.contiguous(), block)
+
+
+def with_zeros(x: torch.Tensor, added: int, axis: int, parts: int = 1) -> torch.Tensor:
+    """Return x with `added` zeros after each of its `parts` equal ranges along an axis: x itself if there are none."""
+    if not added:
+        return x
+    size = x.shape[axis] // parts
+    raw = as_bytes(x).unflatten(axis, (parts, size))
+    whole = raw.new_zeros((*raw.shape[: axis + 1], size + added, *raw.shape[axis + 2 :]))
+    whole.narrow(axis + 1, 0, size).copy_(raw)
+    return whole.flatten(axis, axis + 1).view(x.dtype)
 
 
 def row_scales(scale: torch.Tensor, shape: tuple[int, ...], name: str) -> torch.Tensor:

@@ -1,7 +1,7 @@
 """Sizes of published models: what the suites that draw choose from.
 
 Each row is of the model's published config.json. `source` names it; where that config is also the default of a class of
-transformers 5.17, `tests/bench/test_models.py` compares the two.
+transformers, `tests/bench/test_models.py` compares the two.
 """
 
 from dataclasses import dataclass
