@@ -112,6 +112,9 @@ FORMATS = {
         {"quant_method": "modelopt", "quant_algo": "FP8_PER_CHANNEL_PER_TOKEN"}, ROW, stored_sf=lambda x: x[:, 0])),
     "fp8, ModelOpt by block": ("fp8_block128", lambda: fp8(
         {"quant_method": "modelopt", "quant_algo": "fp8_pb_wo"}, BLOCK, stored_sf=lambda x: x[:, None, :, None])),
+    "fp8, ModelOpt by block, as DeepSeek": ("fp8_block128", lambda: fp8(
+        {"quant_method": "modelopt", "quant_algo": "FP8_BLOCK_SCALES", "group_size": 128}, BLOCK,
+        factor="weight_scale_inv")),
     "fp8, Quark by row": ("fp8_row", lambda: fp8(
         quark({"dtype": "fp8_e4m3", "qscheme": "per_channel", "ch_axis": 0}), ROW, stored_sf=lambda x: x[:, 0])),
     "fp8, Quark by matrix": ("fp8_row", lambda: fp8(

@@ -10,7 +10,13 @@ from envoi.moe.op import constants_of, tensors_of
 from envoi.types import ExpertWeights, QuantTensor
 from tests.moe.layers import make
 
-OTHERS = {"format": "fp8_row", "activation": "swiglu_oai", "swiglu_limit": 7.0, "gate_up_layout": "concat"}
+OTHERS = {
+    "format": "fp8_row",
+    "activation": "swiglu_oai",
+    "swiglu_limit": 7.0,
+    "gate_up_layout": "concat",
+    "padding": 8,
+}
 
 
 def weights() -> ExpertWeights:

@@ -138,6 +138,27 @@ def test_an_activation_whose_value_at_zero_is_not_zero():
         pack(**given, format="fp8_block128", weight_block_size=BLOCK, activation=shifted)
 
 
+def test_shards_of_tensor_parallelism():
+    """Two ranks with 192 of 384 features each, the second of which begins inside a block."""
+    given, *_ = stored(384)
+    values, sf = given["gate_up"].view(torch.uint8).unflatten(1, (2, 384)), given["gate_up_sf"].unflatten(1, (2, 3))
+    shards = []
+    for first, last, blocks in ((0, 192, slice(0, 2)), (192, 384, slice(1, 3))):
+        filled = first % 128  # zeros for what the other rank has of the first block
+        rows = torch.nn.functional.pad(values[:, :, first:last], (0, 0, filled, 0)).flatten(1, 2)
+        columns = torch.nn.functional.pad(given["down"].view(torch.uint8)[:, :, first:last], (filled, 0))
+        shard = pack(
+            rows.view(torch.float8_e4m3fn), columns.view(torch.float8_e4m3fn), weight_block_size=BLOCK,
+            gate_up_sf=sf[:, :, blocks].flatten(1, 2), down_sf=given["down_sf"][:, :, blocks],
+        )  # fmt: skip
+        shards.append(shard)
+    assert [(x.format, x.intermediate, x.padding) for x in shards] == [("fp8_block128", 256, n) for n in (64, 0)]
+    layer = make(tokens=16, experts=E, k=2, hidden=H, intermediate=384)
+    routing = layer.routing.topk_weights, layer.routing.topk_ids
+    whole, *parts = (moe_oracle(layer.tokens, *routing, x) for x in (pack(**given, weight_block_size=BLOCK), *shards))
+    assert relative_error(sum(parts), whole) < 1e-12
+
+
 def test_padding_is_saved_and_moved(tmp_path):
     given, gate_up, down = stored(192)
     packed = pack(**given, weight_block_size=BLOCK)

@@ -617,7 +617,7 @@ def key_of_experts(experts: ExpertWeights) -> tuple:
 OTHER = {
     "gate_up": torch.zeros(2, 256, 128), "down": torch.zeros(2, 128, 128), "format": "bf16", "activation": "swiglu_oai",
     "swiglu_limit": 7.0, "gate_up_bias": torch.zeros(2, 256), "down_bias": torch.zeros(2, 128),
-    "gate_up_layout": "concat",
+    "gate_up_layout": "concat", "padding": 8,
 }  # fmt: skip
 OTHER_QUANT = {
     "values": torch.ones(2, 256, 64, dtype=torch.uint8), "sf": torch.ones(2, 256, 4), "group": (1, 64),

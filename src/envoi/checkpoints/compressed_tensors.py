@@ -17,7 +17,7 @@ CLASSES = ("Linear", "Module")  # of a module that is an expert's matrix, with i
 USED = ("quant_method", "format", "config_groups", "ignore", "sparsity_config", "transform_config")
 HARMLESS = (
     "kv_cache_scheme", "quantization_status", "global_compression_ratio", "version", "producer", "provider",
-    "run_compressed", "dequantize", "use_optimized_inference",
+    "run_compressed", "dequantize", "use_optimized_inference", "packed_modules_mapping",
 )  # fmt: skip
 ARGUMENTS = (
     "num_bits", "type", "symmetric", "strategy", "group_size", "block_structure", "dynamic", "actorder", "scale_dtype"

@@ -17,11 +17,13 @@ NOT_CONVERTED = ("modules_to_not_convert", "ignored_layers", "ignore", "exclude_
 HARMLESS = (
     "quant_method", "activation_scheme", "kv_cache_scheme", "kv_cache_quant_algo", "modules_to_convert", "dequantize",
     "version", "producer", "is_checkpoint_fp8_serialized", "is_checkpoint_mxfp8_serialized", "expert_dtype",
+    "packed_modules_mapping",
 )  # fmt: skip
 ALGORITHMS = {
     "FP8": (fp8((ALL, ALL)), None),
     "FP8_PER_CHANNEL_PER_TOKEN": (fp8((1, ALL)), None),
     "FP8_PB_WO": (replace(fp8(BLOCK128), spread=True), 128),
+    "FP8_BLOCK_SCALES": (fp8(BLOCK128, ("weight_scale_inv", "weight_scale")), 128),
     "MXFP8": (MXFP8, MX[1]),
     "NVFP4": (NVFP4, NV[1]),
     "W4A16_NVFP4": (NVFP4, NV[1]),

@@ -131,7 +131,10 @@ def experts_forward(
     released = module.__dict__.get("_envoi_released")
     if released is not None:
         return _run(hidden_states, top_k_weights, top_k_index, released.experts)
-    return _experts(hidden_states, top_k_weights, top_k_index, *weights, *recipe, not _made_anew(module))
+    *rest, rows, columns = recipe
+    return _experts(
+        hidden_states, top_k_weights, top_k_index, *weights, *rest, not _made_anew(module), rows, columns
+    )  # fmt: skip
 
 
 def packed_experts(module: torch.nn.Module, format: str = "bf16") -> ExpertWeights:
@@ -355,7 +358,7 @@ def _experts(
     gate_up: torch.Tensor, down: torch.Tensor, gate_up_bias: torch.Tensor | None, down_bias: torch.Tensor | None,
     gate_up_sf: torch.Tensor | None, down_sf: torch.Tensor | None,
     format: str, activation: str, swiglu_limit: float | None, gate_up_layout: str, transposed: bool,
-    requantize: bool, block_rows: int, block_columns: int, keep: bool,
+    requantize: bool, keep: bool, block_rows: int = 0, block_columns: int = 0,
 ) -> torch.Tensor:  # fmt: skip
     # The packing is looked up in the operator: compiled code runs it at each call, with the tensors of that call.
     weights = Weights(gate_up, down, gate_up_bias, down_bias, gate_up_sf, down_sf)

@@ -31,7 +31,8 @@ def constants_of(experts: ExpertWeights) -> tuple:
     forms = []
     for x in (experts.gate_up, experts.down):
         forms.append((x.group, x.scales_at_most_2, x.order) if isinstance(x, QuantTensor) else None)
-    return experts.format, experts.activation, exactly(experts.swiglu_limit), experts.gate_up_layout, *forms
+    limit = exactly(experts.swiglu_limit)
+    return experts.format, experts.activation, limit, experts.gate_up_layout, experts.padding, *forms
 
 
 def tensors_of(experts: ExpertWeights) -> tuple[torch.Tensor | None, ...]:

@@ -141,7 +141,7 @@ def padding_of(gate_up: Matrix, down: Matrix, block: tuple[int, int] | None, act
     for x in (gate_up, down):
         if x.packed or x.scale is not None or x.sf.dtype == torch.float8_e4m3fn:
             return 0
-    zeros = [torch.zeros(1, 1)] * (1 + has_gate(activation))
+    zeros = [torch.zeros(1, 1, device="cpu")] * (1 + has_gate(activation))
     vanishes = activation in ACTIVATIONS or not computed(activation, *zeros).any()
     return -down.shape[2] % BLOCKS.group[1] if vanishes and down.shape[1] % BLOCKS.group[0] == 0 else 0
 
