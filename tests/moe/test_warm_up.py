@@ -583,8 +583,6 @@ def test_the_command_builds_launchers_for_the_gpu_at_hand(num_sms, is_here, monk
     [
         ([], {"pull_kernel", "send_partial_sums_kernel"}),
         (["--no-presum"], {"pull_kernel", "sum_kernel"}),
-        (["--fused", "--no-presum"], {"fused_kernel", "sum_kernel"}),
-        (["--fused", "--presum"], {"fused_kernel", "send_partial_sums_kernel"}),
     ],
 )
 def test_the_command_takes_the_path_of_an_object(flags, kernels, monkeypatch, capsys):
@@ -597,17 +595,14 @@ def test_the_command_takes_the_path_of_an_object(flags, kernels, monkeypatch, ca
     monkeypatch.setattr(sys.modules["envoi.moe.parallel.command"], "compile_calls", rehearsed)
     sizes = "--hidden 2048 --intermediate 768 --experts 16 --topk 8 --max-tokens 512 --format fp8_block128 --arch sm_90"
     assert cli.main(["warm-up", *sizes.split(), "--ranks", "2", *flags]) == 0
-    ours = {"pull_kernel", "fused_kernel", "send_partial_sums_kernel", "sum_kernel"}
-    names = {site.name for site in found} & ours
-    assert names - ({"fused_kernel"} if "pull_kernel" in names else set()) == kernels
+    names = {site.name for site in found} & {"pull_kernel", "send_partial_sums_kernel", "sum_kernel"}
+    assert names == kernels
 
 
 @pytest.mark.parametrize(
     ("arguments", "text"),
     [
-        (["--arch", "sm_90", "--fused"], "--fused: expected it only with --ranks of 2 or more, got --ranks 1"),
         (["--arch", "sm_90", "--no-presum"], "--presum: expected it only with --ranks of 2 or more, got --ranks 1"),
-        (["--arch", "sm_90", "--fused", "--ranks", "2"], "fused: expected gated experts in fp8_block128 on Hopper"),
         (["--arch", "sm_75"], "--arch: expected one of sm_90, sm_100, sm_103, got 'sm_75'"),
         (["--arch", "sm_90", "--topk", "5"], "--topk: expected at most the 4 experts, got 5"),
         (["--arch", "sm_90", "--ranks", "3"], "--experts: expected a multiple of 3 (each rank has as many), got 4"),

@@ -2,6 +2,7 @@
 
 import itertools
 import threading
+import warnings
 import weakref
 from collections.abc import Sequence
 from contextlib import suppress
@@ -96,13 +97,11 @@ class ExpertParallel:
         many ranks. Needs max_tokens and num_topk. None = rows travel between all ranks alike, as they do if GPUs of a
         host don't reach each other's memory (`why` says so). Over NCCL the room of max_tokens is that of NVLink
         for the tokens of num_ranks / ranks of a host ranks, in bf16 once more.
-    fused: over NVLink, on Hopper, in fp8_block128, with gated experts: pulling the tokens, both GEMMs and sending the
-        rows back are one launch, not two or (256 to 768 rows an expert) three; the bits are the same. None = if
-        `envoi.plan.fused` predicts that it is faster with max_tokens: nowhere, the wait for all tokens costs as much.
+    fused: deprecated: False changes nothing and warns, True is refused. What it chose was slower, and was removed.
 
     Attributes: num_experts (over all ranks), expert_offsets (rank r owns expert_offsets[r] : expert_offsets[r + 1]),
     transport ("nvlink", "nccl" or "gloo"), why (the reason for that transport), exchange ("memory" over NVLink,
-    "hosts", "gathered" or "counted"), presum and fused (True or False).
+    "hosts", "gathered" or "counted") and presum (True or False).
 
     Threads may share an object: its calls run one at a time. A call of one rank is then matched with any call of
     another, and each returns the rows of its own tokens; where rows are counted all of them need the same k. Two
@@ -126,6 +125,8 @@ class ExpertParallel:
             raise ValueError(
                 refusal or "group: expected an initialised torch.distributed; call init_process_group first"
             )
+        if fused is False:
+            warnings.warn("fused: False is what ExpertParallel does; leave the argument away", DeprecationWarning, 2)
         if not refusal:
             warm_up.start_compilers(experts.device, max_tokens, num_topk)
         group = resolve_group(group)
@@ -134,7 +135,7 @@ class ExpertParallel:
         self.channel = open_channel(group, *device_and_timeout(experts, timeout_s), self.name)
         raise_together(gather_texts(self.channel, refusal, OPENING), refusal)
         self.experts, self.timeout_s = experts, timeout_s
-        sizes = agree_on_sizes(self.channel, experts, timeout_s, max_tokens, num_topk, presum, fused)
+        sizes = agree_on_sizes(self.channel, experts, timeout_s, max_tokens, num_topk, presum)
         self._kernels = agree_on_kernels(self.channel, experts)
         names = [] if hosts is None else agree_on_hosts(self.channel, hosts, (max_tokens, num_topk), experts.device)
         self._hosts = tuple(names) if len(set(names)) > 1 else ()
@@ -151,9 +152,7 @@ class ExpertParallel:
         self.transport = "gloo" if self.channel.data is self.channel.control else "nccl"
         self.room: gathered.Room | None = None
         self.buffers: memory.Buffers | None = None
-        self.domain, self.why = self._open_domain(group, presum, fused) if rail is None else (None, "")
-        if fused and self.domain is None:
-            memory.refuse_unfused([self.why or "ranks that are grouped by host"])
+        self.domain, self.why = self._open_domain(group, presum) if rail is None else (None, "")
         if self.domain is not None:
             self.transport = "nvlink"
         elif rail is not None:
@@ -168,7 +167,6 @@ class ExpertParallel:
         self._is_loaded = not compiles(experts.device)
         if self.exchange == "counted" and self.transport == "nccl":
             counted.oversee_calls(self.channel)
-        self.fused = self.domain is not None and self.domain.layout.fused
         _instances[self.name] = self
 
     def moe(self, tokens: torch.Tensor, routing: Routing) -> torch.Tensor:
@@ -259,7 +257,7 @@ class ExpertParallel:
     def _rehearsed(self) -> ParallelCall | CountedCall:
         """Return this rank's call, on memory like that of its calls; or what runs counted rows, at most all ranks'."""
         layout = self._layout(cast(int, self.max_tokens), cast(int, self.num_topk))
-        layout = replace(layout, presum=self.presum, fused=self.fused)
+        layout = replace(layout, presum=self.presum)
         k, experts = layout.num_topk, without_tensors(self.experts)
         if self._shared() is None:
             return CountedCall(layout.num_ranks * layout.max_tokens * k, k, experts)
@@ -433,17 +431,15 @@ class ExpertParallel:
             text = domain.watch.ask(lambda store: store.get(f"refused/{rank}"), self.timeout_s).decode()
         raise ValueError(f"rank {rank} of the group refused its arguments in an earlier call: {text}")
 
-    def _open_domain(
-        self, group: dist.ProcessGroup, presum: bool | None, fused: bool | None
-    ) -> tuple[Domain | None, str]:
+    def _open_domain(self, group: dist.ProcessGroup, presum: bool | None) -> tuple[Domain | None, str]:
         """Return the memory shared over NVLink, or None, and the reason. Collective."""
         if self.transport == "gloo":
             return None, "the group is one of gloo"
         if self.max_tokens is None or self.num_topk is None:
             return None, "max_tokens and num_topk weren't given"
         layout = self._layout(self.max_tokens, self.num_topk)
-        layout = memory.with_paths(layout, self.experts.intermediate, presum, fused)
-        return memory.open_domain(self._owner, self.experts, layout, group, fused)
+        layout = memory.with_presum(layout, self.experts.intermediate, presum)
+        return memory.open_domain(self._owner, self.experts, layout, group)
 
     @property
     def _owner(self) -> memory.Owner:

@@ -11,7 +11,6 @@ import torch
 import torch.distributed as dist
 from torch.distributed.distributed_c10d import Store
 
-from envoi.moe.one_launch.config import NUM_COUNTERS
 from envoi.moe.parallel.load import empty_history
 from envoi.moe.permute import empty_rows
 from envoi.quant.formats import Scheme, format_named
@@ -52,7 +51,7 @@ class SharedLayout:
     """Sizes that all ranks of a group agree on, and the layout of the memory that follows from them.
 
     max_tokens: of a rank; num_topk: slots of a token, at most. format: of the experts. presum: a rank sums the rows of
-    a token before it sends them back. fused: pull and experts are one launch, see `fused`."""
+    a token before it sends them back."""
 
     num_ranks: int
     num_experts: int
@@ -61,7 +60,6 @@ class SharedLayout:
     hidden: int
     format: str
     presum: bool = False
-    fused: bool = field(default=False, kw_only=True)
 
     @property
     def room(self) -> int:
@@ -169,8 +167,6 @@ class Domain:
     has_kernels: set[str] = field(default_factory=set)
     watch: Any = None  # `timeout.Watch`: ranks report through it what they refused, and who was late
     lock: Any = field(default_factory=threading.RLock)  # one call at a time
-    # With layout.fused, int32 [NUM_COUNTERS], 0 between calls: the counters of `moe.one_launch.progress`.
-    progress: torch.Tensor | None = None
 
     @cached_property
     def calls(self) -> Calls:
@@ -182,10 +178,9 @@ class Domain:
         """All tensors, whose addresses launches take."""
         rows = (self.rows,) if isinstance(self.rows, torch.Tensor) else (self.rows.values, self.rows.sf)
         results = () if self.results is None else (self.results,)
-        progress = () if self.progress is None else (self.progress,)
         return (
             self.memory, self.peers, self.row_shift, self.offsets, self.state, self.report, *rows, self.row_weights,
-            self.row_destinations, self.rank_ends, *results, *progress,
+            self.row_destinations, self.rank_ends, *results,
         )  # fmt: skip
 
     @cached_property
@@ -235,8 +230,6 @@ def allocate(
         torch.tensor(expert_offsets[1:], dtype=torch.int32, device=device),
         empty_history(layout.num_experts, device),
     )  # fmt: skip
-    if layout.fused:
-        domain.progress = ints(NUM_COUNTERS)
     if device.type == "cuda":
         torch.cuda.synchronize(device)  # peers raise flags here as soon as they may
     return domain
