@@ -27,7 +27,7 @@ from envoi.moe.op import (
     unflatten,
     widened,
 )
-from envoi.moe.parallel import counted, gathered, gathered_device, hosts_device, memory, nvlink, warm_up
+from envoi.moe.parallel import counted, gathered, gathered_device, hosts_device, memory, nvlink
 from envoi.moe.parallel.collectives import connect_ranks, gather_texts
 from envoi.moe.parallel.dispatch import REFUSED_ON_HOST
 from envoi.moe.parallel.hosts import Hosts, agree_on_hosts, connect_hosts, connect_rail
@@ -80,10 +80,9 @@ class ExpertParallel:
         rows of intermediate from torch's allocator. A call then copies no size to the host, never waits for the
         device, and can be captured in a CUDA graph. Calls and replays of all objects of a group must have the same
         order on every rank, on one stream. In the first call, or in `warm_up`, the ranks compile all that calls with
-        up to max_tokens tokens need, and wait for each other; no later call compiles. Where nothing was compiled
-        before, a process that will starts with the object; it ends after 5 minutes without work. Other ranks, over NCCL
+        up to max_tokens tokens need, and wait for each other; no later call compiles. Other ranks, over NCCL
         and gloo, gather all tokens with collectives of constant size, if `envoi.plan.gathering` predicts that this is
-        faster than to count first; over NCCL what is said above of the host, graphs, order and compilers is true of
+        faster than to count first; over NCCL what is said above of the host, graphs, order and compiling is true of
         that too, and room for num_ranks * max_tokens * num_topk rows is allocated thrice, twice in bf16 and once in the
         experts' format. Where rows are counted over NCCL, peers wait beyond timeout_s for a rank that compiles then.
     presum: over NVLink, sum a token's rows on each rank before they are sent back: fewer bytes sent, but none of them
@@ -127,8 +126,6 @@ class ExpertParallel:
             )
         if fused is False:
             warnings.warn("fused: False is what ExpertParallel does; leave the argument away", DeprecationWarning, 2)
-        if not refusal:
-            warm_up.start_compilers(experts.device, max_tokens, num_topk)
         group = resolve_group(group)
         # Also if arguments are refused: all ranks count alike.
         self.name = name_object(dist.get_process_group_ranks(group))
@@ -224,10 +221,10 @@ class ExpertParallel:
 
         Afterwards no call compiles, whatever its number of tokens; the first call does the same, but prepares none.
         Where rows are counted (`exchange`), any call may compile without it, and after it those that have fewer slots a
-        token than num_topk. Ranks of one host divide the work and share Triton's cache on disk. Peers may take longer
+        token than num_topk. Ranks of one host share Triton's cache on disk, and so the work. Peers may take longer
         than timeout_s to compile. Layers of equal sizes, format and timeout_s share their kernels: one is enough.
 
-        jobs: processes with which this rank compiles, itself beside them; by default as many as there are CPUs.
+        jobs: processes with which this rank compiles; by default the CPUs are divided among the ranks of a host.
         progress: show it on stderr if it takes longer than two seconds. Unless rows are counted (`exchange`), calls
         with up to 64 tokens, and with 72, 80 .. 256, are prepared too, by making each of them, if neither
         ENVOI_PREPARED=0 nor ENVOI_SAFE_LAUNCH=1 is set. On CPUs there is nothing to compile.

@@ -16,10 +16,10 @@ from envoi.moe.parallel.symmetric_memory import SharedLayout
 from envoi.moe.parallel.warm_up import ParallelCall
 from envoi.moe.warm_up import ROUTED, LayerCall, compile_calls
 from envoi.quant.formats import format_named
-from envoi.runtime.compilers import num_cpus
 from envoi.runtime.devices import Target, standing_for
 from envoi.runtime.kernel_case import EVERY_ARCH, without_memory
 from envoi.runtime.rehearsal import Call
+from envoi.runtime.workers import num_cpus
 from envoi.types import ExpertWeights, Matrix, has_gate
 
 
@@ -41,7 +41,7 @@ def run(args: argparse.Namespace) -> int:
         )
         calls = calls_of(experts, args.experts, args.topk, args.max_tokens, args.ranks, args.presum)
     start, jobs = time.monotonic(), args.jobs or num_cpus()
-    sites = compile_calls(calls, target, args.max_tokens, jobs, True, for_launch=target == here)
+    sites = compile_calls(calls, target, range(1, args.max_tokens + 1), jobs, True, for_launch=target == here)
     counts = Counter(site.name for site in sites)
     for name, count in sorted(counts.items()):
         print(f"{count:5} {name}")
