@@ -40,7 +40,7 @@ ALLOWED = {
     "moe": PRODUCTS,
     "moe.router": PRODUCTS,
     "indexer": PRODUCTS,
-    "plan": PRODUCTS,
+    "plan": PRODUCTS | {"moe"},
     "checkpoints": PRODUCTS | {"moe"},
     "moe.parallel": PRODUCTS | {"moe", "moe.router", "plan"},
 }  # fmt: skip

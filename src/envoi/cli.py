@@ -206,7 +206,6 @@ def _trace_arguments(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
     add("--format", metavar="NAME", default="fp8_block128", help=f"of {DEMO_FORMATS}; default: %(default)s")
     add("--skew", metavar="X", type=float, default=1.0, help="expert 0 has X times its share; default: %(default)s")
-    add("--fused", action=argparse.BooleanOptionalAction, help="pull, L1 and L2 in one launch; default: where faster")
     add("--out", metavar="FILE", default="trace.json.gz", help="for ui.perfetto.dev; default: %(default)s")
     add("--png", metavar="FILE", help="draw the timeline too: .png, .pdf or .svg")
 
@@ -233,9 +232,8 @@ def _warm_up_arguments(parser: argparse.ArgumentParser) -> None:
     add("--activation", metavar="NAME", default="swiglu", help="as for envoi.experts.pack; default: %(default)s")
     add("--bias", action="store_true", help="experts have biases")
     add("--ranks", metavar="N", type=int, default=1, help="GPUs that share the experts over NVLink; default: 1")
-    flag = argparse.BooleanOptionalAction
-    add("--presum", action=flag, help="as for ExpertParallel, with --ranks; default: where faster")
-    add("--fused", action=flag, help="as for ExpertParallel, with --ranks; default: where faster")
+    about = "as for ExpertParallel, with --ranks; default: where faster"
+    add("--presum", action=argparse.BooleanOptionalAction, help=about)
     add("--arch", metavar="NAME", help="sm_90, sm_100 or sm_103, which needn't be present; default: the GPU here")
     add("--sms", metavar="N", type=int, help="multiprocessors of --arch; default: 132, as an H100 SXM or H200 has")
     add("--jobs", metavar="N", type=int, help="processes; default: one for each CPU")

@@ -1,10 +1,7 @@
 """Environment variables; the only module that reads the process environment."""
 
 import os
-import time
 from pathlib import Path
-
-IMPORTED_NS = time.time_ns()  # when this process imported Envoi, since the epoch
 
 
 def rank() -> int:
@@ -58,12 +55,6 @@ def for_compilers() -> dict[str, str]:
     Other threads wouldn't be in the forks, which would wait for them.
     """
     return {**os.environ, "OMP_NUM_THREADS": "1"}
-
-
-def seen_by_compilers() -> dict[str, str]:
-    """Return the variables by which compilers differ: what they read, or where, or write."""
-    names = "ENVOI_", "TRITON_", "CUDA_", "LD_", "PYTHON", "PATH", "HOME"
-    return {name: value for name, value in os.environ.items() if name.startswith(names)}
 
 
 def safe_launch() -> bool:

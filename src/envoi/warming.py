@@ -74,8 +74,8 @@ def warm_up(
         as {"gate": gate, "k": 8, "rule": "deepseek-v3"}.
     dtypes: of the routing's ids and weights; the default is what `envoi.route` returns, int32 and float32. For
         torch.topk's int64 ids, or 16-bit weights, other kernels sort and gather the tokens.
-    jobs: processes that compile, by default as many as there are CPUs, and this process one kernel beside them;
-        1 = this process alone.
+    jobs: processes that compile, by default as many as there are CPUs. They start for the call and end with it; what
+        they can't compile this process does.
     progress: show the progress on stderr if it takes longer than two seconds.
 
     Calls with up to 64 tokens, and with 72, 80 .. 256, are prepared too, by making each of them, unless
@@ -97,7 +97,7 @@ def warm_up(
         calls.append(RouterCall({name: without_tensors(value) for name, value in router.items()}))
     with torch.cuda.device(experts.device):
         target = Target.of(experts.device)
-        sites = compile_calls(calls, target, max_tokens, jobs, progress, for_launch=True, here=True)
+        sites = compile_calls(calls, target, range(1, max_tokens + 1), jobs, progress, for_launch=True)
         for site in sites:
             load_at(calls, target, site)
         if shortcuts.PREPARED:

@@ -16,8 +16,8 @@ from envoi.bench.timing import Clock
 from envoi.bench.trial import Bench, Compiler
 from envoi.integrations import transformers as integration
 from envoi.moe.op import constants_of, tensors_of
-from envoi.runtime.compilers import Compilers
 from envoi.runtime.devices import Target, standing_for
+from envoi.runtime.rehearsal import find
 
 from .test_suites import CPU, ROOF
 
@@ -249,8 +249,7 @@ def test_kernels_are_found_for_the_numbers_of_tokens():
     target = Target("sm_90")
     with standing_for(target):
         calls = [model._layer_call("Qwen3-30B-A3B", "fp8_block128")]
-    with Compilers(target, 1) as compilers:
-        names = [site.name for site in model.sites_of(compilers, calls, target, counts).values()]
+    names = [site.name for site in find(calls, target, counts).values()]
     assert len(names) >= 6
     assert any(name in ("gemm_kernel", "fused_kernel") for name in names)
 

@@ -29,9 +29,6 @@ KERNELS = [
     ("gemm-mx-sm90-mxfp4-64", "sm_90"),
     ("experts-both-gemms", "sm_90"),
     ("experts-both-gemms-few", "sm_90"),
-    ("ep-fused", "sm_90"),
-    ("ep-fused-few", "sm_90"),
-    ("ep-fused-presum", "sm_90"),
     ("router-sm90-few-experts", "sm_90"),  # all stages at once
     ("router-sm90-one-token", "sm_90"),
     ("router-sm90-prefill", "sm_90"),

@@ -6,7 +6,7 @@ import torch
 from envoi.gemm.grouping import EXPERTS_ROWS, Grouping
 from envoi.gemm.hopper.config import Config
 from envoi.moe.one_launch import host
-from envoi.moe.one_launch.config import NUM_COUNTERS
+from envoi.moe.one_launch.config import LANES, LEAST_SHIFT, NUM_COUNTERS, OTHER_COUNTERS, UNIT_COUNTERS, WIDE
 from envoi.moe.warm_up import LayerCall
 from envoi.runtime.devices import Target
 from envoi.runtime.kernel_case import without_memory
@@ -95,3 +95,38 @@ def test_what_it_does_not_run(forced):
 def test_every_width_has_a_tiling(forced, hidden, intermediate, tokens):
     forced(True)
     assert "fused_kernel" in names(tokens, hidden, intermediate, 8)
+
+
+def test_there_is_a_counter_for_every_unit_of_l1():
+    for rows in (0, 1, 64, 65, 10_000, 1 << 20):
+        for num_experts in (1, 3, 64, 512):
+            # The most units that so many rows can be: one row of every other expert, all others of one.
+            tiles = min(rows, num_experts - 1) + -(-max(0, rows - num_experts + 1) // 64)
+            shift = host.unit_shift(rows, 4096, num_experts, WIDE[0])
+            assert tiles * 4096 // 512 <= UNIT_COUNTERS << shift
+            assert shift == LEAST_SHIFT or tiles * 4096 // 512 > UNIT_COUNTERS << shift - 2, "more than it needs"
+    assert NUM_COUNTERS == OTHER_COUNTERS + UNIT_COUNTERS + LANES
+
+
+@pytest.mark.parametrize("hidden", [128, 256, 384, 1152, 2816, 7168])
+@pytest.mark.parametrize("intermediate", [128, 256, 768, 2048])
+@pytest.mark.parametrize("rows", [1, 64, 65, 100, 300, 1000])
+@pytest.mark.parametrize("sent", [False, True])
+def test_both_gemms_have_the_same_stages(hidden, intermediate, rows, sent):
+    with standing_for(HOPPER):
+        packed = experts(hidden, intermediate, 4)
+        assert host.supports_one_launch(packed) == ""
+        given = (
+            without_memory((8192, hidden), torch.float8_e4m3fn),
+            without_memory((8192, hidden // 128), torch.float32),
+        )
+        to = without_memory((8192,), torch.int64) if sent else None
+        grouping = Grouping(write_tail=False, expected=4 * rows, to=to)
+        weights, offsets = without_memory((8192,), torch.float32), without_memory((5,), torch.int32)
+        found = host.plan(QuantTensor(*given, (1, 128)), weights, offsets, packed, grouping, 132)
+    one, two = found.first_config, found.second_config
+    assert rows > 64 or one.num_consumers == 1
+    assert one.paired_tiles and not two.paired_tiles
+    assert (one.num_stages, one.block_k, one.block_m) == (two.num_stages, two.block_k, two.block_m)
+    assert one.consumers_per_tile == two.consumers_per_tile
+    assert one.wide_tail_tiles == two.wide_tail_tiles

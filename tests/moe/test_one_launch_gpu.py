@@ -12,11 +12,11 @@ from envoi.moe.one_launch import host
 from envoi.moe.one_launch.config import FEW, SQUARE, WIDE
 from envoi.moe.one_launch.host import use_one_launch
 from envoi.runtime import workspace
+from envoi.types import ExpertWeights, QuantTensor
 from tests.helpers.accuracy import assert_same_bits
 from tests.helpers.kernel_hold import hold_kernel
 from tests.helpers.launches import assert_same_code, watched
 from tests.moe.layers import make
-from tests.moe.parallel.test_fused_gpu import random_experts
 from tests.moe.parallel.test_nvlink_gpu import on_gpu
 
 FORMAT = "fp8_block128"
@@ -33,6 +33,15 @@ LAYERS = {
              "activation": "swiglu_oai"},
     "concat": {"tokens": 700, "experts": 8, "k": 4, "hidden": 256, "intermediate": 128, "packed_layout": "concat"},
 }  # fmt: skip
+
+
+def random_experts(count: int, intermediate: int, hidden: int) -> ExpertWeights:
+    def matrix(rows: int, columns: int) -> QuantTensor:
+        values = torch.randint(0, 120, (count, rows, columns), dtype=torch.uint8, device="cuda")
+        sf = torch.rand(count, rows // 128, columns // 128, device="cuda")
+        return QuantTensor(values.view(torch.float8_e4m3fn), sf, (128, 128))
+
+    return ExpertWeights(matrix(2 * intermediate, hidden), matrix(hidden, intermediate), FORMAT)
 
 
 @pytest.fixture(autouse=True)

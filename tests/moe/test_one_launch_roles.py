@@ -83,7 +83,6 @@ class Launch:
     steps: tuple[int, int]
     until: tuple[int, ...]
     shift: int
-    pulls: bool
     ring: int | None = None
     unit_ring: int = UNIT_RING.value
     waits_for_units: bool = True
@@ -118,22 +117,16 @@ class Cta:
         self.written = [Barrier(first.num_consumers) for _ in range(WRITTEN_RING.value)]
         self.noted = [Barrier(1) for _ in range(WRITTEN_RING.value)]
         self.units, self.counts = Words(launch.unit_ring), Words(1, CONSUMERS.value - first.num_consumers)
-        self.pulled, self.begun = Barrier(CONSUMERS.value), Barrier(CONSUMERS.value)
         self.ended = Barrier(1)
 
     def roles(self) -> list[Role]:
         return [*(self.consumer(role) for role in range(CONSUMERS.value)), self.producer(), self.teller()]
-
-    def all_pulled(self) -> Role:
-        yield lambda: self.memory.counters["pulled"] >= self.launch.num_ctas
 
     # producer
 
     def producer(self) -> Role:
         launch, memory = self.launch, self.memory
         step = count = 0
-        if launch.pulls:
-            yield from self.all_pulled()
         unit = memory.take("units")
         while unit < launch.num_units:
             self.units.put(count // 2, unit)
@@ -160,8 +153,6 @@ class Cta:
         second = launch.tiling[1]
         for i in range(CONSUMERS.value // second.consumers_per_tile):
             yield from self.tell(step + i, count + i, -1, second.consumers_per_tile)
-        if launch.pulls:
-            yield from self.begun.wait(0)
         if memory.take("left") == launch.num_ctas - 1:
             memory.counters.clear()
 
@@ -199,11 +190,6 @@ class Cta:
     # consumers
 
     def consumer(self, role: int) -> Role:
-        if self.launch.pulls:
-            yield None
-            self.pulled.arrive()
-            yield from self.all_pulled()
-            self.begun.arrive()
         if role < self.launch.tiling[0].num_consumers:
             step, count = yield from self.multiply_told_tiles(0, 0, 0, role)
         else:
@@ -257,9 +243,6 @@ class Cta:
     # teller
 
     def teller(self) -> Role:
-        if self.launch.pulls:
-            yield from self.pulled.wait(0)
-            self.memory.counters["pulled"] += 1
         n = 0
         while (unit := (yield from self.wait_for_unit(n))) >= 0:
             yield None  # the release takes long
@@ -277,8 +260,8 @@ def run(launch: Launch, draw: random.Random) -> None:
     """Run a launch. Raises BrokenError."""
     memory = Memory()
     ctas = [Cta(launch, memory) for _ in range(launch.num_ctas)]
-    resident = launch.num_ctas if launch.pulls else draw.randint(1, launch.num_ctas)
-    waiting = [cta.roles() for cta in ctas]  # without a pull a CTA may start when another has ended
+    resident = draw.randint(1, launch.num_ctas)
+    waiting = [cta.roles() for cta in ctas]  # a CTA may start when another has ended
     running: list[list[Any]] = []  # of each CTA: [role, what it waits for, how fast it is]
     while waiting or running:
         while waiting and len(running) < resident:
@@ -311,7 +294,7 @@ def drawn(draw: random.Random, tiling, **broken: Any) -> Launch:
     if until:
         until[draw.randint(num_tiles // 2, num_tiles - 1)] = num_units
     steps = draw.choice(((1, 1), (1, 3), (2, 1), (4, 2), (9, 7)))
-    sizes = draw.randint(1, 4), num_units, steps, tuple(until), draw.choice((0, 2, 5)), draw.random() < 0.5
+    sizes = draw.randint(1, 4), num_units, steps, tuple(until), draw.choice((0, 2, 5))
     return Launch(tiling, *sizes, **broken)
 
 

@@ -25,7 +25,6 @@ def test_the_table_and_the_picture(capsys):
     names = [line.split()[0] for line in text.splitlines() if line]
     steps = ["router", "dispatch", "L1", "L2", "combine"]
     assert [name for name in names if name in steps] == 3 * steps  # times, work, picture
-    assert "overlap: C / B = " in text
     assert "█" in text
     assert "▒" in text
 
@@ -43,7 +42,7 @@ def test_the_table_and_the_picture(capsys):
 )
 def test_it_fits_80_columns(arguments, format, capsys):
     lines = run(capsys, f"--format {format}", arguments).splitlines()
-    assert len(lines) > 25
+    assert len(lines) > 20
     assert max(map(len, lines)) <= 80
 
 
@@ -53,9 +52,9 @@ def test_the_readme_shows_this_command():
 
 
 def test_one_gpu_has_no_wire(capsys):
-    text = run(capsys, "--gpus 1 --arch sm_100")
-    assert "nothing crosses NVLink" in text
-    assert "1 x B200" in text
+    assert "1 x B200" in run(capsys, "--gpus 1 --arch sm_100")
+    found = json.loads(run(capsys, "--gpus 1 --arch sm_100 --json"))
+    assert {step["nvlink_bytes"] for step in found["steps"]} == {0}
 
 
 def test_bars_lie_end_to_end(capsys):
@@ -76,8 +75,7 @@ def test_json_has_everything(capsys):
     assert [step["name"] for step in found["steps"]] == ["router", "dispatch", "L1", "L2", "combine"]
     assert found["steps"][1]["bound_by"] == "NVLink"
     assert found["staged_us"] == pytest.approx(sum(step["time_us"] for step in found["steps"]))
-    assert found["fused_shared"]["num_stages"] >= 2
-    assert found["num_waves"] * found["experts_per_wave"] == 32
+    assert found["pool_rows"] == 8 * 4096 * 6
 
 
 def test_a_picture_in_a_file(capsys, tmp_path):

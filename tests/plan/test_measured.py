@@ -7,7 +7,8 @@ import pytest
 
 from envoi.bench import evidence
 from envoi.gemm.hopper.time_model import COSTS
-from envoi.plan import MoeLayer, api, fused, plan_moe
+from envoi.moe.one_launch.host import MANY_ROWS
+from envoi.plan import MoeLayer, api, plan_moe
 from envoi.plan.blocks import Blocks
 from envoi.plan.expected import rows_per_expert
 from envoi.plan.gathering import LINKS
@@ -92,7 +93,7 @@ def test_bf16_tokens_on_mxfp4_weights_of_other_sizes(hidden, intermediate, num_t
 )
 def test_the_staged_path(num_gpus, format, within, monkeypatch):
     """Test the newest measurement of each case; its baseline has inputs in place, without the router."""
-    now = api._takes_one_launch
+    now = api.takes_one_launch
     found = [m for m in evidence.latest(evidence.read(RESULTS)) if m.suite == "moe" and m.num_gpus == num_gpus]
     cases = [m for m in found if f" {format} " in m.case or not format]
     cases = [m for m in cases if len(m.case.split()) == 3]  # neither skewed nor another transport
@@ -100,8 +101,8 @@ def test_the_staged_path(num_gpus, format, within, monkeypatch):
     for m in cases:
         sizes, of, tokens = m.case.split()
         layer = MoeLayer(*map(int, sizes.split("/")), int(tokens.removeprefix("tokens=")), num_gpus, of)
-        since = WITH_MANY_ROWS_SINCE if rows_per_expert(layer) >= fused.MANY_ROWS else ONE_LAUNCH_SINCE
-        monkeypatch.setattr(api, "_takes_one_launch", now if m.date >= since else lambda *_: False)
+        since = WITH_MANY_ROWS_SINCE if rows_per_expert(layer) >= MANY_ROWS else ONE_LAUNCH_SINCE
+        monkeypatch.setattr(api, "takes_one_launch", now if m.date >= since else lambda *_: False)
         plan = plan_moe(layer)
         assert plan.staged_us - plan.steps[0].time_us == pytest.approx(m.ours_us, rel=within), m.case
 

@@ -1,4 +1,4 @@
-"""Plans: the bound of a step, the overlap condition, sums, refusals; and every format, machine and number of GPUs."""
+"""Plans: the bound of a step, sums, refusals; and every format, machine and number of GPUs."""
 
 import itertools
 import math
@@ -9,9 +9,10 @@ from envoi.gemm.hopper_mx import config as hopper_mx
 from envoi.gemm.hopper_w4a16 import few as few_tokens
 from envoi.gemm.hopper_w4a16.many_config import many_config
 from envoi.plan import MoeLayer, plan_moe
-from envoi.plan.blocks import BLOCK_MS
 from envoi.plan.machines import H200, MACHINES, machine_of
 from envoi.quant.formats import FORMATS
+
+BLOCK_MS = {"sm_90": (8, 16, 32, 64, 128), "sm_100": (128,)}  # that the kernels have
 
 
 def layer(num_tokens: int = 2048, num_ranks: int = 8, format: str = "fp8_block128", **sizes: int) -> MoeLayer:
@@ -26,10 +27,8 @@ def test_every_format_machine_and_number_of_gpus_has_a_plan(format, arch):
         assert [step.name for step in plan.steps] == ["router", "dispatch", "L1", "L2", "combine"]
         for blocks in (plan.l1, plan.l2):
             assert blocks.block_m in (*BLOCK_MS[arch], *machine_of(arch).w4a16_tflops)
-            assert plan.pool_rows % blocks.block_m == 0
             assert blocks.num_stages >= 2
-        assert plan.num_waves * plan.experts_per_wave == plan.layer.num_local_experts
-        assert plan.fused_us <= plan.staged_us
+        assert plan.pool_rows == num_ranks * num_tokens * 6
         for step in plan.steps:
             parts = [*step.parts_us.values(), step.fixed_us]
             assert max(parts) <= step.time_us <= sum(parts) * (1 + 1e-9)
@@ -98,18 +97,6 @@ def test_only_experts_that_get_rows_are_read():
     assert one.hbm_bytes == pytest.approx(6 * 2 * 2048 * 4096, rel=0.01)
 
 
-@pytest.mark.parametrize("intermediate", [768, 1536, 2048, 4096])
-def test_the_overlap_condition(intermediate):
-    found = plan_moe(layer(intermediate=intermediate)).overlap
-    assert found.work_per_byte == 2 * intermediate  # 8-bit tokens: 6 h d FLOP for 3 h bytes
-    bandwidth = 3 / (1 / H200.pull_gb_per_s + 2 / H200.push_gb_per_s)
-    assert found.compute_per_byte == pytest.approx(H200.tflops["fp8_block128"] * 1e3 / bandwidth)
-    assert found.hides == (found.compute_per_byte <= 2 * intermediate)
-    assert plan_moe(layer(intermediate=intermediate, num_ranks=1)).overlap.hides
-    in_bf16 = plan_moe(layer(intermediate=intermediate, format="bf16")).overlap
-    assert in_bf16.work_per_byte == 1.5 * intermediate
-
-
 def test_block_sizes_on_hopper_are_those_of_its_kernel():
     plan = plan_moe(layer(64, format="mxfp4_mxfp8"))
     kernel = hopper_mx.default_config(64 * 6, 4096, 32, 132)
@@ -123,7 +110,7 @@ def test_block_sizes_on_hopper_are_those_of_its_kernel():
 
 def test_buffers_follow_max_tokens():
     plan = plan_moe(layer(64), max_tokens=8192)
-    assert plan.pool_rows == 8 * 8192 * 6 + 32 * 128  # the padding of 32 * 127 rows, in whole tiles
+    assert plan.pool_rows == 8 * 8192 * 6  # as many as `symmetric_memory.allocate` has
     assert plan.staged_us == plan_moe(layer(64)).staged_us
     row_bytes = 4096 + 32 * 4 + 2048 + 16 * 4
     assert plan.buffer_bytes == plan.pool_rows * row_bytes + 8192 * 6 * 4096 * 2

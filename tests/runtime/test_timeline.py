@@ -112,7 +112,7 @@ def test_launches_ask_the_recorder_of_their_thread(monkeypatch):
 TRACEABLE = {
     "ep-stage-tokens-fp8-block128": 2, "ep-send-routing": 4, "ep-pull-bf16": 2,
     "ep-combine-barrier": 2, "ep-sum": 2, "ep-sum-ranks": 2, "ep-send-partial-sums": 2,
-    "experts-quantize-fp8-block128": 2, "gemm-sm90-experts-l1-fp8-block128": 10, "ep-fused-few": 24,
+    "experts-quantize-fp8-block128": 2, "gemm-sm90-experts-l1-fp8-block128": 10, "experts-both-gemms-few": 18,
 }  # fmt: skip
 
 

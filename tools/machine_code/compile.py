@@ -56,7 +56,7 @@ def compile_launch(launch: Launch, arch: str) -> Binary:
         unused = barriers.forgotten(kernel.asm["ttgir"])
         return made.name, kernel.asm["cubin"], kernel.asm["ptx"], made.num_warps, made.shared, unused
 
-    triton_compat.warm_up(arch)
+    triton_compat.hash_files(arch)
     outcome = isolate.call(compile_there, explain=_python_reason)
     if outcome.ended != "returned":
         raise CompilerRefusesError(name, arch, _reason(outcome))

@@ -54,8 +54,6 @@ KNOWN: dict[str, dict[str, Known]] = {
     "3.6.0": {
         "w4a16-few-l1-wide sm_90": Known(3, 3, BETWEEN_TILES),
         "experts-both-gemms sm_90": Known(8, 4, TOLD),
-        "ep-fused sm_90": Known(2, 2, TOLD),
-        "ep-fused-presum sm_90": Known(2, 1, TOLD),
     },
     "3.8.0": {
         "gemm-sm90-experts-l1-fp8-block128 sm_90": Known(5, 4, ONCE_A_TILE),
@@ -63,7 +61,6 @@ KNOWN: dict[str, dict[str, Known]] = {
         "gemm-sm90-experts-l1-pairs-concat sm_90": Known(1, 1, ONCE_A_TILE),
     },
     "3.9.0": {
-        "ep-fused-presum sm_90": Known(50, 25, TOLD),
         "gemm-sm90-split-linear sm_90": Known(23, 3, ONCE_A_TILE),
         "gemm-sm90-experts-l1-concat-fp8-block128 sm_90": Known(21, 4, f"{ONCE_A_TILE}, but for one load"),
         "gemm-sm90-experts-l1-pairs-concat sm_90": Known(7, 1, ONCE_A_TILE),
@@ -83,7 +80,6 @@ NEEDS: tuple[tuple[str, dict[str, str]], ...] = (
         {"tensor core": BLACKWELL_CORE, **LOADS, "TMA store": "UTMASTG", "tensor memory load": "LDTM"},
     ),
     ("w4a16-few-", {"tensor core": "QGMMA"}),
-    ("ep-fused", {"tensor core": "QGMMA", **LOADS}),
     ("experts-both-gemms", {"tensor core": "QGMMA", **LOADS}),
     ("router-sm90", {"tensor core": "HGMMA", **LOADS}),
     ("gemm-mx-sm90-", {"tensor core": "HGMMA", **LOADS}),

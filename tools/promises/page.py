@@ -131,8 +131,7 @@ A row of the output (a token, a query) has the same bits
 - whatever other rows there are, how many (M) and in which order, if the call says `batch_invariant=True` where that is
   needed, and always elsewhere (see below);
 - whether a call is prepared or launched as always, and from a CUDA graph or eagerly;
-- whether L1 and L2 are one launch or two (`tests/moe/test_one_launch_gpu.py`), and whether peers' tokens are pulled in
-  it or before (`tests/moe/parallel/test_fused_gpu.py`);
+- whether L1 and L2 are one launch or two (`tests/moe/test_one_launch_gpu.py`);
 - for `ExpertParallel` without `presum`: for any number of ranks and any shares of tokens and experts. The bits are
   those of `envoi.moe` with `batch_invariant=True` on one rank.
 

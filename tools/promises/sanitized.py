@@ -173,12 +173,12 @@ def as_one_rank(got: torch.Tensor, want: torch.Tensor, presum: bool) -> bool:
     return torch.allclose(got.float(), want.float(), rtol=0.05, atol=0.05) if presum else same([got], [want])
 
 
-def between_ranks(format: str, fused: bool = False) -> bool:
+def between_ranks(format: str) -> bool:
     """Run the kernels of NVLink with three ranks in one process, with presum and without; compare with one rank."""
     layer, ends, packed, want = _of_three_ranks(format)
     right = True
     for presum in (False, True):
-        opened = domains.open_all(SharedLayout(3, 8, 60, 4, 256, format, presum, fused=fused), ends, "cuda")
+        opened = domains.open_all(SharedLayout(3, 8, 60, 4, 256, format, presum), ends, "cuda")
         for _ in range(2):
             got = torch.cat(domains.moe(opened, domains.split(layer, [20, 20, 60]), packed))
             right &= as_one_rank(got, want, presum)
@@ -228,7 +228,6 @@ def programs() -> dict[str, Callable[[], bool]]:
     found["indexer_topk, hostile"] = hostile_indexer
     found["indexer_topk, portable scores"] = portable_indexer
     found |= {f"ranks {format}": partial(between_ranks, format) for format in FORMATS}
-    found["ranks fused"] = partial(between_ranks, "fp8_block128", fused=True)
     for format in ("bf16", "fp8_block128"):
         found |= {
             f"collectives {format}": partial(around_collectives, format),

@@ -19,9 +19,8 @@ from envoi.bench.shapes import Case
 from envoi.gemm.hopper.cases import launch_with
 from envoi.gemm.hopper.config import Config
 from envoi.runtime import devices, triton_compat
-from envoi.runtime.compilers import DIED, Compilers
-from envoi.runtime.devices import Target
 from envoi.runtime.kernel_case import kernel_key
+from envoi.runtime.workers import DIED, Workers
 
 Job = tuple[Shape, Config]
 Launch = tuple[Any, Any, Any, Any]  # kernel, grid, arguments, options
@@ -66,8 +65,8 @@ def compile_distinct(
     if count < 2:
         return {}
     start = time.monotonic()
-    with Compilers(Target(ARCH, num_sms), count) as compilers:
-        said = dict(compilers.map(partial(_compile, launches_of), todo))
+    with Workers(ARCH, count) as workers:
+        said = dict(workers.map(partial(_compile, launches_of), todo))
     refused = {job: DIED if said[job] is None else str(said[job]) for job in todo if said[job] != ""}
     what = f"{len(todo)} kernels compiled in {time.monotonic() - start:.0f} s by {count} processes"
     print(f"{what}, {len(refused)} refused", file=sys.stderr, flush=True)

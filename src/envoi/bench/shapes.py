@@ -68,10 +68,10 @@ MOE_BY_HOST = (
     (MOE_V3, 64, "fp8_block128"),
 )
 # The layers of half as many experts have on two GPUs as many on each as the whole ones have on four.
-MOE_FUSED = (
+MOE_BLOCK_SCALED = (  # in fp8_block128, beside those of `MOE_OVER_RANKS`
     *((sizes, m) for sizes in (MOE_V4, MOE_SMALL, MOE_V3) for m in (64, 512, 2048, 8192)),
     *(((h, i, experts // 2, k), m) for h, i, experts, k in (MOE_V4, MOE_SMALL) for m in (2048, 8192)),
-    # Narrow experts, for which the pull is a larger part of a call.
+    # Narrow experts, for which dispatch is a larger part of a call.
     *((sizes, 8192) for sizes in ((7168, 512, 256, 8), (4096, 1024, 256, 6), (2048, 512, 512, 10))),
 )
 TRANSPORTS = ("over nccl", "by host")
@@ -139,8 +139,8 @@ class MoeShape:
     zipf: experts' shares fall with their place, in an order drawn once, to this power; 0 = all are equal.
 
     transport: "" for the best that the ranks have; "over nccl" leaves shared memory unused, "by host" takes both halves
-    of the ranks for hosts, between which nothing but NCCL is used; on CPUs both are over gloo. "fused" is over NVLink,
-    pull and experts in one launch; "staged" too, in one for each. presum: of ExpertParallel.
+    of the ranks for hosts, between which nothing but NCCL is used; on CPUs both are over gloo. presum: of
+    ExpertParallel.
     """
 
     hidden: int
@@ -347,16 +347,16 @@ def _router_shape(m: int, n: int, k: int, num_topk: int, rule: str, dtype: str) 
 
 def _moe_cases() -> list[Case]:
     shapes = [MoeShape(*sizes, m, name) for sizes, m, name in MOE_OVER_RANKS]
+    more = (MoeShape(*sizes, m, "fp8_block128") for sizes, m in MOE_BLOCK_SCALED)
+    shapes += [shape for shape in more if shape not in shapes]
     shapes += [
-        MoeShape(*MOE_V4, 2048, "fp8_block128", skew, transport, zipf=zipf)
-        for skew, zipf in ((MOE_SKEW, 0.0), (1.0, MOE_ZIPF)) for transport in ("", "fused")
-    ]  # fmt: skip
+        MoeShape(*MOE_V4, 2048, "fp8_block128", skew, zipf=zipf) for skew, zipf in ((MOE_SKEW, 0.0), (1.0, MOE_ZIPF))
+    ]
     alone = [MoeShape(*MOE_ONE_GPU, name) for name in MOE_FORMATS]
     alone += [MoeShape(*MOE_ONE_GPU[:4], 64, name) for name in MOE_READ_AS_STORED]
     alone += [MoeShape(*sizes, m, name) for sizes, m, name in (*MOE_DECODE, *MOE_OF_PEERS)]
     small = [MoeShape(256, 128, 8, 2, 64, name) for name in MOE_FORMATS]
     shapes += [MoeShape(*sizes, m, name, transport="over nccl") for sizes, m, name in MOE_OVER_NCCL]
-    shapes += [MoeShape(*sizes, m, "fp8_block128", transport="fused") for sizes, m in MOE_FUSED]
     for presum in (False, True):
         shapes += [MoeShape(*sizes, m, name, 1.0, "by host", presum) for sizes, m, name in MOE_BY_HOST]
     small += [MoeShape(256, 128, 8, 2, 64, "bf16", 1.0, transport) for transport in TRANSPORTS]

@@ -36,7 +36,7 @@ def run(args: argparse.Namespace) -> int:
         if ranks.num_ranks == 1:
             dist.init_process_group("nccl", store=HashStore(), rank=0, world_size=1)
         layer = make_layer(shape, ranks.device, ranks.rank, ranks.num_ranks)
-        sizes = {"max_tokens": args.tokens, "num_topk": args.topk, "fused": args.fused}
+        sizes = {"max_tokens": args.tokens, "num_topk": args.topk}
         parallel = ExpertParallel(layer.packed, timeout_s=TIMEOUT_S, **sizes)
         timeline = parallel.trace(layer.tokens, layer.routing)
         if ranks.rank == 0:

@@ -106,7 +106,9 @@ class Lowered:
 
     def __repr__(self) -> str:
         """Name every field, functions by the digest of their text, so that the compiler's cache can tell two apart."""
-        keys = ",".join(getattr(self, name).cache_key for name in FUNCTIONS)
+        from envoi.runtime.triton_compat import settled_key  # not at the top: `import envoi` must not import Triton
+
+        keys = ",".join(settled_key(getattr(self, name)) for name in FUNCTIONS)
         source = hashlib.sha256(self.source.encode()).hexdigest()[:16]
         rest = (
             self.output_specs, self.tma_outputs, self.partials, self.maxima_together, self.elementwise,

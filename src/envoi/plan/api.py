@@ -4,16 +4,11 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from envoi.check import expect_int
-from envoi.plan.blocks import BLOCK_MS, Blocks, l1_blocks, l2_blocks
-from envoi.plan.capacity import experts_per_wave, pool_capacity
-from envoi.plan.expected import rows_per_expert
-from envoi.plan.fused import FORMAT, MANY_ROWS, MOST_ROWS, FusedExperts, fused_experts
+from envoi.plan.blocks import Blocks, l1_blocks, l2_blocks, takes_one_launch
 from envoi.plan.layer import MAX_TOKENS, MoeLayer
 from envoi.plan.machines import W4A16, Machine, machine_of
 from envoi.plan.network import BetweenHosts, Network, bytes_between_hosts, steps_by_host
-from envoi.plan.overlap import Overlap, overlap_of
 from envoi.plan.presum import pays
-from envoi.plan.shared import MIN_STAGES, SharedMemory, roles_of, shared_memory
 from envoi.plan.steps import Step, five_steps
 
 GB = 1e9
@@ -26,12 +21,10 @@ class Plan:
     l1, l2: block sizes of the two grouped GEMMs. steps: router, dispatch, L1, L2, combine; with several hosts also
     those of `envoi.plan.network`. presum: a token's rows on the same rank, with several hosts on the same host, are
     summed there, and combine sends the sums; otherwise L2 sends the rows.
-    max_tokens: per rank; sizes the buffers. pool_rows: capacity of the pool that dispatch fills.
+    max_tokens: per rank; sizes the buffers. pool_rows: rows that dispatch has room for, one for each slot of all ranks.
     weight_bytes: the experts. buffer_bytes: the pool, L1's output, and the buffer from which combine reads rows.
-    experts_per_wave: local experts that would go through L1 and L2 together in one launch of all steps.
-    fused_shared: shared memory of the fused kernel with L1's tile. overlap: whether the products hide NVLink transfers.
     notes: quantities that aren't measured, and paths without a kernel. network, between_hosts: None for one host.
-    fused: pull, L1 and L2 in one launch, None where there is no such kernel. one_launch: L1 and L2 are one launch.
+    one_launch: L1 and L2 are one launch.
     """
 
     layer: MoeLayer
@@ -44,41 +37,22 @@ class Plan:
     pool_rows: int
     weight_bytes: float
     buffer_bytes: float
-    experts_per_wave: int
-    fused_shared: SharedMemory
-    overlap: Overlap
     notes: tuple[str, ...]
     network: Network | None = None
     between_hosts: BetweenHosts | None = None
-    fused: FusedExperts | None = None
     one_launch: bool = False
-
-    @property
-    def num_waves(self) -> int:
-        """Number of waves of a rank's experts."""
-        return self.layer.num_local_experts // self.experts_per_wave
 
     @property
     def staged_us(self) -> float:
         """Time of all steps, one after the other."""
         return sum(step.time_us for step in self.steps)
 
-    @property
-    def fused_us(self) -> float:
-        """Lower bound in us: the router, then the busiest resource of the other steps, as if all of them overlapped."""
-        router, *rest = self.steps
-        resources = (sum(column) for column in zip(*(step.parts_us.values() for step in rest), strict=True))
-        return router.time_us + max(resources) + max(step.fixed_us for step in rest)
-
     def to_dict(self) -> dict[str, Any]:
         """Return all fields and properties as JSON-compatible values."""
         found = asdict(self)
         for step, entry in zip(self.steps, found["steps"], strict=True):
             entry["bound_by"] = step.bound_by
-        found["fused_shared"] |= {"num_stages": self.fused_shared.num_stages}
-        return found | {
-            "num_waves": self.num_waves, "staged_us": self.staged_us, "fused_us": self.fused_us,
-        }  # fmt: skip
+        return found | {"staged_us": self.staged_us}
 
 
 def plan_moe(
@@ -103,8 +77,7 @@ def plan_moe(
     expect_int("max_tokens", max_tokens, layer.num_tokens, MAX_TOKENS)
     local = layer.num_local_experts
     l1, l2 = l1_blocks(layer, machine), l2_blocks(layer, machine)
-    block_ms = (*BLOCK_MS[arch], l1.block_m, l2.block_m)
-    pool_rows = pool_capacity(layer.num_gpus, max_tokens, layer.num_topk, local, block_ms)
+    pool_rows = layer.num_gpus * max_tokens * layer.num_topk
     weight_bytes = local * (layer.weight_bytes(layer.l1_nk) + layer.weight_bytes(layer.l2_nk))
     row_bytes = layer.row_bytes(layer.hidden) + layer.row_bytes(layer.intermediate)
     several = layer.num_hosts > 1
@@ -114,38 +87,16 @@ def plan_moe(
     returned = _returned_rows(layer, max_tokens, presum)
     buffer_bytes = pool_rows * row_bytes + 2.0 * returned * layer.hidden
     _check_memory(machine, weight_bytes, buffer_bytes)
-    fused_shared = shared_memory(
-        layer, roles_of(machine, layer.format, l1.block_m, l1.block_n, l1.block_k), machine.shared_bytes
-    )
     network = (network or Network()) if several else None
-    one_launch = _takes_one_launch(layer, machine, l1)
+    one_launch = takes_one_launch(layer, machine, l1)
     steps = five_steps(layer, machine, l1, l2, presum, one_launch)
     if network is not None:
         steps = steps_by_host(layer, machine, l1, l2, presum, network, max_tokens)
     return Plan(
-        layer, machine, l1, l2, steps, presum, max_tokens, pool_rows, weight_bytes,
-        buffer_bytes,
-        experts_per_wave(
-            rows_per_expert(layer), layer.intermediate, local, l1.block_m, l1.block_n, machine.num_sms
-        ),
-        fused_shared, overlap_of(layer, machine, l1.block_m), _notes(layer, machine, fused_shared),
-        network, bytes_between_hosts(layer, max_tokens, presum) if several else None,
-        _fused(layer, machine), one_launch,
+        layer, machine, l1, l2, steps, presum, max_tokens, pool_rows, weight_bytes, buffer_bytes,
+        _notes(layer, machine), network, bytes_between_hosts(layer, max_tokens, presum) if several else None,
+        one_launch,
     )  # fmt: skip
-
-
-def _takes_one_launch(layer: MoeLayer, machine: Machine, l1: Blocks) -> bool:
-    """Return whether L1 and L2 are one launch: as `envoi.moe.one_launch.host.takes_one_launch`, but for its model."""
-    if layer.format != FORMAT or machine.arch != "sm_90" or layer.num_hosts > 1 or l1.shared_evenly:
-        return False
-    return not MOST_ROWS < rows_per_expert(layer) < MANY_ROWS
-
-
-def _fused(layer: MoeLayer, machine: Machine) -> FusedExperts | None:
-    if layer.format != FORMAT or machine.arch != "sm_90" or layer.num_hosts > 1 or layer.num_ranks == 1:
-        return None
-    sizes = layer.hidden, layer.intermediate, layer.num_topk, layer.num_tokens, layer.num_ranks, layer.num_experts
-    return fused_experts(*sizes)
 
 
 def _returned_rows(layer: MoeLayer, max_tokens: int, presum: bool) -> int:
@@ -164,8 +115,8 @@ def _check_memory(machine: Machine, weight_bytes: float, buffer_bytes: float) ->
         )
 
 
-def _notes(layer: MoeLayer, machine: Machine, fused_shared: SharedMemory) -> tuple[str, ...]:
-    notes = ["one launch for all five steps isn't written: its stages, waves and time are what it could have"]
+def _notes(layer: MoeLayer, machine: Machine) -> tuple[str, ...]:
+    notes = []
     if layer.num_hosts > 1:
         notes.append("nothing has been measured between hosts: the network's rate and a collective's time are given")
     if not machine.measured:
@@ -179,6 +130,4 @@ def _notes(layer: MoeLayer, machine: Machine, fused_shared: SharedMemory) -> tup
         notes.append(f"{kind} has no kernel of its own on sm_100, where Triton's widens the weights: planned as bf16")
     if not machine.measured and layer.format == "fp8_block128":
         notes.append("fp8_block128 has no kernel on sm_100: no instruction there takes float32 factors along K")
-    if fused_shared.num_stages < MIN_STAGES:
-        notes.append(f"the fused kernel wouldn't fit: {fused_shared.num_stages} stages of L1's tile")
     return tuple(notes)

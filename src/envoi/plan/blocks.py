@@ -9,14 +9,14 @@ from envoi.epilogue.api import Epilogue
 from envoi.epilogue.library import expert_l1, expert_l2, l1_output_scheme
 from envoi.epilogue.lower import Lowered, lower
 from envoi.gemm.blackwell.config import MIN_STAGES, BlackwellConfig, BlackwellProblem, supports
+from envoi.gemm.grouping import EXPERTS_ROWS
 from envoi.plan.expected import rows_per_expert, tiles_per_expert
 from envoi.plan.layer import MoeLayer
 from envoi.plan.machines import W4A16, WIDENED, Machine
 from envoi.quant.formats import Scheme
-from envoi.runtime.devices import SHARED_BYTES
+from envoi.runtime.devices import SHARED_BYTES, Target, standing_for
 from envoi.types import ExpertWeights, Matrix, QuantTensor
 
-BLOCK_MS = {"sm_90": (8, 16, 32, 64, 128), "sm_100": (128,)}  # allowed by the configs
 WIDTHS = (256, 128)  # Blackwell's tiles; narrower ones read the tokens more often
 MAX_STAGES = 12
 MX_GROUP, MX_TILE = 32, 64  # MX_TILE: of weights in the order of fragments, either way
@@ -84,6 +84,24 @@ def _blocks(layer: MoeLayer, machine: Machine, nk: tuple[int, int], epilogue: Ep
     return replace(counted, block_m=config.block_x, block_n=config.block_y) if config.wide_tail_tiles else counted
 
 
+def takes_one_launch(layer: MoeLayer, machine: Machine, l1: Blocks) -> bool:
+    """Return True if L1 and L2 are one launch on a rank, by the rule of `envoi.moe.one_launch`. l1: L1's tiling."""
+    from envoi.moe.one_launch import host  # imports Triton, which `import envoi` must not do
+
+    if layer.num_hosts > 1 or l1.shared_evenly:  # the kernels for few tokens come first
+        return False
+    with standing_for(Target(machine.arch, machine.num_sms)):
+        rows = _matrix((layer.num_rows, layer.hidden), layer.formats.activations)
+        return host.takes_one_launch(rows, _experts(layer), EXPERTS_ROWS)
+
+
+def _experts(layer: MoeLayer) -> ExpertWeights:
+    """Return a rank's experts, without memory."""
+    sizes = layer.l1_nk, layer.l2_nk
+    gate_up, down = (_matrix((layer.num_local_experts, *size), layer.formats.weights) for size in sizes)
+    return ExpertWeights(gate_up, down, layer.format)
+
+
 def _few(layer: MoeLayer, nk: tuple[int, int]) -> Blocks | None:
     """Return the tiling of the kernel for few tokens, None where `envoi.moe` takes another; across ranks never."""
     from envoi.gemm.hopper_few.config import FEATURES, TOKENS
@@ -91,8 +109,7 @@ def _few(layer: MoeLayer, nk: tuple[int, int]) -> Blocks | None:
 
     if layer.num_gpus > 1:
         return None
-    gate_up, down = (_matrix((layer.num_experts, *size), layer.formats.weights) for size in (layer.l1_nk, layer.l2_nk))
-    experts, call = ExpertWeights(gate_up, down, layer.format), (layer.num_tokens, layer.num_topk)
+    experts, call = _experts(layer), (layer.num_tokens, layer.num_topk)
     if supports_few(experts, *call):
         return None
     config = configs_of(experts, *call)[0]

@@ -15,7 +15,7 @@ class Machine:
     """GPU model; several GPUs share one NVLink domain.
 
     measured: False = the vendor's peaks, so predicted times are lower bounds.
-    shared_bytes: shared memory per CTA. memory_gb: per GPU.
+    memory_gb: per GPU.
     tflops: by format, of a large GEMM.
     widened_per_us: weights that all SMs widen to bf16 per us, for formats without tensor-core support; 0 = none needed.
     widened_tflops: highest rate of a GEMM with widening, for any number of tokens.
@@ -35,7 +35,6 @@ class Machine:
     arch: str
     measured: bool
     num_sms: int
-    shared_bytes: int
     memory_gb: float
     tflops: dict[str, float]
     widened_per_us: float
@@ -68,7 +67,7 @@ W4A16 = ("mxfp4", "nvfp4")
 
 H200 = Machine(
     name="H200", arch="sm_90", measured=True, num_sms=gpu_rates.H200.num_sms,
-    shared_bytes=gpu_rates.H200.shared_bytes, memory_gb=141,
+    memory_gb=141,
     tflops={
         # bench/results, suites gemm and gemm_fp8, 8192x4096x7168.
         "bf16": 745, "fp8_row": 1474, "fp8_block128": 1155,
@@ -96,7 +95,7 @@ H200 = Machine(
 )  # fmt: skip
 
 B200 = Machine(
-    name="B200", arch="sm_100", measured=False, num_sms=148, shared_bytes=232448, memory_gb=180,
+    name="B200", arch="sm_100", measured=False, num_sms=148, memory_gb=180,
     # Dense peaks of HGX B200, an eighth of the board's. E2M1 with E4M3 runs at FP8's rate; with bf16 it is widened.
     tflops={
         "bf16": 2250, "fp8_row": 4500, "fp8_block128": 4500, "mxfp8": 4500, "mxfp4": 2250, "mxfp4_mxfp8": 4500,

@@ -79,10 +79,7 @@ def _picture(plan: Plan) -> list[str]:
 
 
 def _sums(plan: Plan) -> list[str]:
-    return [
-        f"staged: {number(plan.staged_us)} us, the steps one after the other{_presum(plan)}",
-        f"one launch: at least {number(plan.fused_us)} us, what the busiest resource needs",
-    ]
+    return [f"staged: {number(plan.staged_us)} us, the steps one after the other{_presum(plan)}"]
 
 
 def _presum(plan: Plan) -> str:
@@ -104,15 +101,13 @@ def _between_hosts(plan: Plan) -> list[str]:
 
 
 def _sizes(plan: Plan) -> list[str]:
-    layer, shared = plan.layer, plan.fused_shared
+    layer = plan.layer
     return [
         _gemm("L1", plan, plan.l1, layer.l1_nk),
         _gemm("L2", plan, plan.l2, layer.l2_nk),
-        f"pool: {plan.pool_rows} rows, the worst case of {plan.max_tokens} tokens a GPU; buffers "
+        f"pool: {plan.pool_rows} rows, one for each slot of {plan.max_tokens} tokens a GPU; buffers "
         f"{number(plan.buffer_bytes / GB)} GB, weights {number(plan.weight_bytes / GB)} GB",
-        f"waves: {plan.num_waves} of {plan.experts_per_wave} experts; one launch: {shared.num_stages} stages of "
-        f"{shared.stage_bytes} bytes, {shared.fixed_bytes} beside them",
-        *["L1 and L2: one launch"] * plan.one_launch, *_fused(plan), _overlap(plan), *_between_hosts(plan),
+        *["L1 and L2: one launch"] * plan.one_launch, *_between_hosts(plan),
     ]  # fmt: skip
 
 
@@ -123,31 +118,6 @@ def _gemm(name: str, plan: Plan, blocks: Blocks, nk: tuple[int, int]) -> str:
         f"{name}: {plan.layer.num_rows} x {nk[0]} x {nk[1]} in tiles of {blocks.block_m} x {blocks.block_n}, "
         f"{blocks.num_stages} stages of {blocks.block_k}; {blocks.num_tiles:.0f} tiles, "
         f"{rounds} rounds on {num_sms} SMs"
-    )
-
-
-def _fused(plan: Plan) -> list[str]:
-    """Return the line on pull, L1 and L2 in one launch, if there is such a kernel."""
-    fused = plan.fused
-    if fused is None:
-        return []
-    more = "less" if fused.saved_us > 0 else "more"
-    return [
-        f"with fused=True: pull, L1 and L2 in one launch of {fused.num_consumers} consumers a tile of L1, "
-        f"{fused.consumer_registers} registers a thread, and a producer of {fused.producer_registers}, "
-        f"{fused.num_stages} stages; {fused.early_share:.0%} of L2 may run beside L1's last round; in all about "
-        f"{number(abs(fused.saved_us))} us {more} than staged"
-    ]
-
-
-def _overlap(plan: Plan) -> str:
-    if plan.layer.num_ranks == 1:
-        return "overlap: nothing crosses NVLink"
-    found = plan.overlap
-    sign, end = ("<=", "hides") if found.hides else (">", "doesn't hide")
-    return (
-        f"overlap: C / B = {number(found.compute_per_byte)} FLOP a byte {sign} {number(found.work_per_byte)} "
-        f"of the layer: NVLink {end} behind the products"
     )
 
 
@@ -170,7 +140,7 @@ def draw(path: Path, plan: Plan) -> None:
         axes.hlines(step.time_us, at - 0.4, at + 0.4, color="k")
         axes.annotate(f"{number(step.time_us)} us", (at, step.time_us), ha="center", va="bottom")
     axes.set_xticks(range(len(plan.steps)), [step.name for step in plan.steps])
-    axes.set(ylabel="us", title=f"staged {number(plan.staged_us)} us, one launch at least {number(plan.fused_us)} us")
+    axes.set(ylabel="us", title=f"{number(plan.staged_us)} us, the steps one after the other")
     axes.legend()
     figure.suptitle(title(plan), fontsize=9)
     figure.savefig(path, dpi=120)

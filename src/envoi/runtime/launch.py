@@ -53,6 +53,7 @@ def launch_with_dependent(first: tuple[Any, tuple[int, ...], tuple, dict], secon
 def _run(kernel: Any, grid: tuple[int, ...], arguments: tuple, options: dict[str, Any]) -> Any:
     """Launch, and return the compiled kernel; None for kernels that aren't found by a key."""
     if not (shortcuts.ENABLED and isinstance(kernel, JITFunction)):
+        triton_compat.own(kernel)
         kernel[grid](*arguments, **triton_compat.FP_FUSION, **options)
         return None
     key = torch.cuda.current_device(), *key_of(kernel, arguments, options)
@@ -80,12 +81,6 @@ def load(kernel: Any, grid: tuple[int, ...], arguments: tuple, options: dict[str
 def key_of(kernel: JITFunction, arguments: tuple, options: dict[str, Any]) -> tuple:
     """Return a key that launches on one GPU share only if they run one compiled kernel."""
     return kernel.fn, *options.items(), *[part(x) for part, x in zip(_parts_of(kernel), arguments, strict=True)]
-
-
-def general_key_of(kernel: JITFunction, arguments: tuple, options: dict[str, Any]) -> tuple:
-    """Return what `key_of` does, but one key for all integers of a type."""
-    kinds = [x if p.is_constexpr else range_of(x) for p, x in zip(kernel.params, arguments, strict=True)]
-    return kernel.fn, *options.items(), *kinds
 
 
 def kind_of(x: Any) -> Any:

@@ -1,15 +1,14 @@
 """Changes to a kernel's PTX between Triton and the assembler, for what Gluon has no words for.
 
-A kernel asks for a change by a remark, a comment of its PTX: `remark`. What others compile stays as it is. Triton's
-cache on disk finds a kernel by its source, which has the remark: a change that does something else from now on needs
-another remark, hence the number in each, else old machine code would be found.
+A kernel asks for a change by a remark, a comment of its PTX: `remark`. `triton_compat.own` has Envoi's kernels compiled
+with the changes; what others compile in the process doesn't come here. Triton's cache on disk finds a kernel by its
+source, which has the remark: a change that does something else from now on needs another remark, hence the number in
+each, else old machine code would be found.
 """
 
 from collections.abc import Callable
-from typing import Any
 
 import triton.experimental.gluon.language as gl
-from triton.backends.nvidia.compiler import CUDABackend
 from triton.experimental import gluon
 
 Change = Callable[[str], str]
@@ -34,15 +33,3 @@ def changed(ptx: str) -> str:
     for change in _changes:
         ptx = change(ptx)
     return ptx
-
-
-def _change_what_is_compiled() -> None:
-    make_ptx = CUDABackend.make_ptx
-
-    def changing(self: Any, *arguments: Any, **options: Any) -> str:
-        return changed(make_ptx(self, *arguments, **options))
-
-    CUDABackend.make_ptx = changing
-
-
-_change_what_is_compiled()

@@ -1,10 +1,12 @@
 """Compatibility layer for the supported Triton releases, 3.6 (torch 2.11) to 3.9 (torch 2.15)."""
 
+import inspect
 import math
+import threading
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
-from functools import cache
+from contextlib import contextmanager
 from pathlib import Path
+from types import FunctionType
 from typing import Any
 
 import triton
@@ -12,6 +14,7 @@ import triton.experimental.gluon.language as gl
 import triton.language as tl
 from triton import knobs
 from triton.backends.compiler import GPUTarget
+from triton.backends.nvidia.compiler import CUDABackend
 from triton.compiler.compiler import ASTSource, CompiledKernel, make_backend
 from triton.experimental import gluon
 from triton.experimental.gluon._runtime import GluonASTSource
@@ -22,6 +25,8 @@ from triton.experimental.gluon.language.nvidia.hopper import tma
 from triton.runtime import driver
 from triton.runtime.cache import triton_key
 from triton.runtime.jit import DependenciesFinder, JITFunction, create_function_from_signature
+
+from envoi.runtime.ptx_changes import changed
 
 VERSION = triton.__version__
 
@@ -89,6 +94,87 @@ def target_of(arch: str) -> GPUTarget:
     return GPUTarget("cuda", int(arch.removeprefix("sm_")), 32)
 
 
+class _Backend(CUDABackend):
+    """Triton's compiler, with `ptx_changes` between it and the assembler. Keys in the disk cache don't differ."""
+
+    def make_ptx(self, *arguments: Any, **options: Any) -> str:
+        """Return a kernel's PTX."""
+        return changed(super().make_ptx(*arguments, **options))
+
+
+def _backend_for(target: GPUTarget) -> Any:
+    return _Backend(target) if target.backend == "cuda" else make_backend(target)
+
+
+# Triton's own `compile`, but for its backend. A copy: Triton has no hook that is one kernel's alone.
+_compile = FunctionType(
+    triton.compile.__code__, {**triton.compile.__globals__, "make_backend": _backend_for}, "compile",
+    triton.compile.__defaults__,
+)  # fmt: skip
+_owned: set[Any] = set()  # functions of kernels; a JITFunction's hash is that of its source
+_settled: set[Any] = set()  # functions whose keys are the same in every process
+_settling = threading.RLock()
+
+
+def own(kernel: Any) -> None:
+    """Have a kernel compiled as Envoi's are: with its changes of PTX, under the same key of Triton's in every process.
+
+    Nothing is changed but the kernel, and keys of the functions that it calls. Interpreted functions are left alone.
+    """
+    if not isinstance(kernel, JITFunction) or kernel.fn in _owned:
+        return
+    settled_key(kernel)
+    bind = kernel.device_caches.default_factory
+
+    def bind_and_own() -> Any:
+        bound = bind()  # sets the kernel's `compile` to Triton's
+        kernel.compile = _compile
+        return bound
+
+    kernel.device_caches.default_factory = bind_and_own
+    kernel.compile = _compile
+    _owned.add(kernel.fn)
+
+
+class _Callees(DependenciesFinder):
+    """Visitor of a function's source that adds what it calls to a dict, each function after those that it calls."""
+
+    def __init__(self, function: Any, found: dict[Any, Any]) -> None:
+        nonlocals = inspect.getclosurevars(function.fn).nonlocals
+        super().__init__(function._fn_name, function.__globals__, nonlocals, function.src)
+        self.found = found
+
+    def _update_hash(self, func: Any) -> None:
+        _collect(getattr(func, "__func__", func), self.found)  # a bound one has another
+
+
+def _collect(function: Any, found: dict[Any, Any]) -> None:
+    if function.fn not in found:
+        found[function.fn] = None
+        _Callees(function, found).visit(function.parse())
+        found[function.fn] = found.pop(function.fn) or function  # the last one now
+
+
+def settled_key(function: Any) -> str:
+    """Return a function's key in Triton's disk cache: the same in every process, whatever was compiled there before.
+
+    The key has the constants that a called function uses, and functions may call each other in a circle. Triton lists
+    the constants before it looks into that function, so that they are missing unless another kernel that calls it was
+    hashed earlier in the process; and where it enters a circle depends on that. Here all is found anew, callees first.
+    """
+    if isinstance(function, JITFunction) and function.fn not in _settled:
+        with _settling:
+            found: dict[Any, Any] = {}
+            _collect(function, found)
+            for callee in found.values():
+                if not callee.fn.__module__.startswith("triton."):
+                    callee.hash, callee.used_global_vals = None, {}
+            for callee in found.values():
+                callee.cache_key  # noqa: B018
+            _settled.add(function.fn)
+    return function.cache_key
+
+
 def compile_for(
     function: JITFunction,
     signature: Mapping[str, Any],
@@ -98,9 +184,10 @@ def compile_for(
     options: Mapping[str, Any],
 ) -> CompiledKernel:
     """Compile a Triton or Gluon function without a device. Keys are paths: (3,) is argument 3, (3, 0) its part 0."""
+    own(function)
     kind = GluonASTSource if function.is_gluon() else ASTSource
     source = kind(function, dict(signature), constexprs=dict(constexprs), attrs=dict(attributes))
-    return triton.compile(source, target=target_of(arch), options={**FP_FUSION, **options})
+    return _compile(source, target=target_of(arch), options={**FP_FUSION, **options})
 
 
 def specialize(
@@ -121,27 +208,10 @@ def source_hash(function: JITFunction, arguments: Sequence[Any], arch: str) -> s
 
 def source_of(function: JITFunction, arguments: Sequence[Any], arch: str) -> ASTSource:
     """Return what a launch with these arguments compiles; needs no device."""
+    own(function)
     signature, constexprs, attributes = specialize(function, arguments, arch)
     kind = GluonASTSource if function.is_gluon() else ASTSource
     return kind(function, signature, constexprs=constexprs, attrs=attributes)
-
-
-@cache
-def source_size(function: JITFunction) -> int:
-    """Return how many characters the source of a kernel has, and that of the functions whose names it calls."""
-    seen: dict[int, int] = {}
-
-    def add(value: Any) -> None:
-        if isinstance(value, type):
-            for method in vars(value).values():
-                add(method)
-        elif isinstance(value, JITFunction) and id(value) not in seen:
-            seen[id(value)] = len(value.src)
-            for name in value.fn.__code__.co_names:
-                add(value.fn.__globals__.get(name))
-
-    add(function)
-    return sum(seen.values())
 
 
 @contextmanager
@@ -165,6 +235,7 @@ class _Pretended:
 
 def compile_like_a_launch(kernel: JITFunction, arguments: Sequence[Any], arch: str, options: Mapping[str, Any]) -> Any:
     """Compile the kernel that a launch on a GPU of this architecture would, into Triton's disk cache; no GPU needed."""
+    own(kernel)
     with pretending(arch):
         return compiled_kernel(kernel.warmup(*arguments, grid=(1,), **FP_FUSION, **options))
 
@@ -191,6 +262,7 @@ def loaded_kernel(
     kernel: JITFunction, grid: Sequence[int], arguments: Sequence[Any], options: Mapping[str, Any]
 ) -> Any:
     """Return the kernel that a launch on the current GPU would run, loaded there; None if a hook compiles instead."""
+    own(kernel)
     found = compiled_kernel(kernel.warmup(*arguments, grid=grid, **FP_FUSION, **options))
     if found is not None:
         found._init_handles()
@@ -218,16 +290,10 @@ def has_launch_hooks() -> bool:
     return bool(knobs.runtime.launch_enter_hook.calls or knobs.runtime.launch_exit_hook.calls)
 
 
-def warm_up(arch: str) -> None:
-    """Compute the hashes of the compiler's files in this process, so that its forks, and what it loads, needn't."""
+def hash_files(arch: str) -> None:
+    """Compute the hashes of the compiler's files in this process, so that its forks needn't."""
     triton_key()
     make_backend(target_of(arch)).hash()
-
-
-def load_driver() -> None:
-    """Load Triton's driver, if there is a GPU: where it isn't in the cache it is built, in half a second."""
-    with suppress(Exception):  # whoever needs it will have the error again
-        driver.default.utils  # noqa: B018
 
 
 def bundled_tool(name: str) -> Path:
@@ -251,21 +317,5 @@ def _mend_interpreter() -> None:
     InterpreterBuilder.create_splat = create_splat
 
 
-def _mend_hashes() -> None:
-    """Make a kernel's key in Triton's disk cache the same in every process.
-
-    The key has the constants that a device function uses. Triton lists them before it looks into the function, so that
-    they are missing unless another kernel that calls it was hashed earlier in the process.
-    """
-    update_hash = DependenciesFinder._update_hash
-
-    def _update_hash(self: Any, function: Any) -> None:
-        function.cache_key  # noqa: B018  # looks into it
-        update_hash(self, function)
-
-    DependenciesFinder._update_hash = _update_hash
-
-
-_mend_hashes()
 if knobs.runtime.interpret:
     _mend_interpreter()

@@ -65,8 +65,7 @@ def moe(
     """
     exchange_routing(domains, parts)
     for domain in domains:
-        if not domain.layout.fused or not domain.num_local:
-            dispatch.pull_rows(domain)
+        dispatch.pull_rows(domain)
     for number, domain in enumerate(domains):
         rows = domain.rows if experts is None else nvlink.run_local_experts(domain, experts[number], num_slots)
         if domain.layout.presum:

@@ -2,7 +2,10 @@
 
 from dataclasses import replace
 
-from envoi.moe.parallel.symmetric_memory import SharedLayout
+import torch
+
+from envoi.moe.one_launch.config import NUM_COUNTERS
+from envoi.moe.parallel.symmetric_memory import SharedLayout, allocate
 from tests.helpers import fresh
 
 
@@ -12,6 +15,15 @@ def test_a_rank_has_room_for_a_row_a_slot_or_with_presum_for_one_from_each_rank(
     assert layout.regions.end - layout.regions.returned_rows == 2 * row
     summing = replace(layout, presum=True)
     assert summing.regions.end - summing.regions.returned_rows == 4 * row
+
+
+def test_only_the_format_of_one_launch_has_its_counters():
+    """L1 and L2 are one launch, or not, from call to call."""
+    given = 0, [0, 4, 8], 1.0, torch.device("meta"), False
+    other, blocks = (allocate(SharedLayout(2, 8, 10, 2, 128, name), *given) for name in ("fp8_row", "fp8_block128"))
+    assert other.progress is None
+    assert len(blocks.owned) == len(other.owned) + 1
+    assert blocks.progress.shape == (NUM_COUNTERS,)
 
 
 LOOKS = """

@@ -23,6 +23,7 @@ from envoi.runtime import shortcuts
 from envoi.runtime.prepared.replay import Prepared
 from envoi.types import Routing
 from tests.helpers.accuracy import assert_same_bits
+from tests.helpers.kernel_hold import hold_kernel
 from tests.helpers.launches import assert_same_code, watched
 from tests.helpers.ranks import calls_of_a_loop, gpu_ranks, own_device, run_ranks
 from tests.moe.layers import make
@@ -251,13 +252,11 @@ def test_two_thousand_calls_and_a_graph(format):
     assert [outcome.value for outcome in outcomes] == [want] * num_ranks
 
 
-def fault(
-    rank: int, num_ranks: int, kind: str, timeout_s: float, format: str = "bf16", fused: bool | None = None
-) -> tuple[str, str, float, bool]:
+def fault(rank: int, num_ranks: int, kind: str, timeout_s: float) -> tuple[str, str, float, bool]:
     """Make rank 1 fail; return the others' errors, their seconds, and whether the failed call's output is all NaN."""
     layer, ends = make(**LAYER), [8 * (r + 1) // num_ranks for r in range(num_ranks)]
     dist.barrier()  # on a busy machine one rank may start seconds after another
-    parallel = open_here(layer, format, rank, ends, timeout_s=timeout_s, fused=fused)
+    parallel = open_here(layer, "bf16", rank, ends, timeout_s=timeout_s)
     inputs = inputs_of(layer, rank, [60 * (r + 1) // num_ranks for r in range(num_ranks)])
     parallel.moe(*inputs)
     torch.cuda.synchronize()
@@ -426,3 +425,44 @@ def test_layers_share_memory():
     num_ranks = gpu_ranks()
     outcomes = run_ranks(num_ranks, layers_in_turn, backend="nccl", timeout_s=100)
     assert [outcome.value for outcome in outcomes] == [(True, True)] * num_ranks
+
+
+def beside_another_stream(rank: int, num_ranks: int, holding: list[int]) -> dict[str, bool]:
+    """Make a call and replay a graph while a stream of some ranks holds all multiprocessors but a few for 2 s."""
+    layer, ends = make(**(LAYER | {"tokens": 900})), [8 * (r + 1) // num_ranks for r in range(num_ranks)]
+    parallel = open_here(layer, "fp8_block128", rank, ends, timeout_s=8.0)
+    inputs = inputs_of(layer, rank, [900 * (r + 1) // num_ranks for r in range(num_ranks)])
+    want, graph = parallel.moe(*inputs).clone(), torch.cuda.CUDAGraph()
+    torch.cuda.synchronize()
+    with torch.cuda.graph(graph):
+        replayed = parallel.moe(*inputs)
+    held = torch.cuda.get_device_properties(own_device()).multi_processor_count - 20
+    side, done = torch.cuda.Stream(), torch.zeros(2, dtype=torch.int32, device=own_device())
+    hold_kernel[(1,)](torch.zeros_like(done), 0, num_warps=32)  # compiled now: the peers wait later
+    right = {}
+    for number, name in enumerate(("call", "graph")):
+        dist.barrier()
+        torch.cuda.synchronize()
+        if rank in holding:
+            with torch.cuda.stream(side):
+                hold_kernel[(held,)](done[number:], 2_000_000_000, num_warps=32)
+            time.sleep(0.2)
+        if name == "graph":
+            graph.replay()
+        out = replayed if name == "graph" else parallel.moe(*inputs)
+        right[f"{name} was queued meanwhile"] = rank not in holding or not side.query()
+        torch.cuda.synchronize()
+        parallel.check()
+        right[name] = torch.equal(out, want)
+        right[f"{name}: the other stream"] = int(done[number]) == held * (rank in holding)
+    return right
+
+
+@pytest.mark.gpu(2)
+@pytest.mark.parametrize("holding", [[0], [0, 1, 2, 3]], ids=["one rank's", "all ranks'"])
+def test_another_stream_that_holds_multiprocessors_neither_hangs_it_nor_starves(holding):
+    num_ranks = gpu_ranks()
+    outcomes = run_ranks(num_ranks, beside_another_stream, holding, backend="nccl", timeout_s=100)
+    for outcome in outcomes:
+        assert outcome.text == ""
+        assert all(outcome.value.values()), outcome.value

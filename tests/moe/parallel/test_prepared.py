@@ -2,7 +2,6 @@
 
 from collections.abc import Iterator
 from contextlib import nullcontext
-from dataclasses import replace
 
 import pytest
 import torch
@@ -26,8 +25,7 @@ def in_memory(layout: SharedLayout) -> Domain:
 
 
 WAYS = {
-    "memory": in_memory, "one launch": in_memory, "fused": lambda layout: in_memory(replace(layout, fused=True)),
-    "gathered": gathered_alone, "hosts": hosts_alone,
+    "memory": in_memory, "one launch": in_memory, "gathered": gathered_alone, "hosts": hosts_alone,
 }  # fmt: skip
 SIZES = {"tokens": 16, "experts": 4, "k": 2, "hidden": 256, "intermediate": 256}
 
@@ -45,7 +43,6 @@ def group(tmp_path) -> Iterator[None]:
     [
         ("memory", "bf16", False, 7), ("memory", "fp8_block128", False, 8), ("memory", "fp8_row", True, 9),
         ("one launch", "fp8_block128", False, 6),
-        ("fused", "fp8_block128", False, 5),
         ("gathered", "bf16", False, 10), ("gathered", "fp8_block128", True, 12), ("hosts", "bf16", False, 14),
         ("hosts", "fp8_block128", True, 16),
     ],

@@ -19,7 +19,7 @@ from tests.moe.parallel.cases import open_parallel, part_of
 
 STAGED = ["stage_tokens_kernel", "send_routing_kernel", "pull_kernel", "gemm_kernel", "quantize_kernel", "gemm_kernel",
           "combine_barrier_kernel", "sum_kernel"]  # fmt: skip
-FUSED = [*STAGED[:2], "fused_kernel", *STAGED[-2:]]
+ONE_LAUNCH = [*STAGED[:3], "fused_kernel", *STAGED[-2:]]
 NAMES = ["stage tokens", "send routing", "pull", "L1", "quantise", "L2", "barrier", "sum"]
 US = 1000
 
@@ -97,7 +97,7 @@ def test_clocks_stay_as_they_are_without_a_meeting():
     assert in_step(rows[:0], steps).shape == (0, 9)
 
 
-@pytest.mark.parametrize("kernels", [STAGED, FUSED], ids=["staged", "fused"])
+@pytest.mark.parametrize("kernels", [STAGED, ONE_LAUNCH], ids=["two launches", "one launch"])
 @pytest.mark.parametrize("seed", range(5))
 def test_no_two_slices_of_a_lane_overlap(seed, kernels):
     timeline = drawn(seed=seed, kernels=kernels)
@@ -130,7 +130,7 @@ def test_a_file_for_perfetto(tmp_path, name):
     assert {event["args"]["name"] for event in found if event["name"] == "process_name"} == {"rank 0", "rank 1"}
 
 
-@pytest.mark.parametrize("kernels", [STAGED, FUSED], ids=["staged", "fused"])
+@pytest.mark.parametrize("kernels", [STAGED, ONE_LAUNCH], ids=["two launches", "one launch"])
 def test_a_picture(tmp_path, kernels):
     path = tmp_path / "trace.png"
     drawn(kernels=kernels).draw(path)
@@ -141,8 +141,8 @@ def test_a_picture(tmp_path, kernels):
 
 def test_phases_of_one_launch_have_the_names_of_launches():
     assert phases_of(drawn()) == NAMES
-    assert phases_of(drawn(kernels=FUSED)) == [name for name in NAMES if name != "quantise"]
-    assert "consumer 1 in L2: wait" in str(drawn(kernels=FUSED))
+    assert phases_of(drawn(kernels=ONE_LAUNCH)) == [name for name in NAMES if name != "quantise"]
+    assert "consumer 1 in L2: wait" in str(drawn(kernels=ONE_LAUNCH))
 
 
 def test_what_is_printed():

@@ -21,24 +21,24 @@ from tests.moe.parallel.test_nvlink_gpu import LAYER, inputs_of, on_gpu, open_he
 SIZES = LAYER | {"tokens": 900, "hidden": 1024, "intermediate": 512}
 FEW = LAYER | {"tokens": 40, "hidden": 1024, "intermediate": 512}
 CALL = ["stage tokens", "send routing", "pull", "L1", "L2", "barrier", "sum"]
-FUSED = ["stage tokens", "send routing", "experts", "barrier", "sum"]
+ONE_LAUNCH = [*CALL[:3], "experts", *CALL[-2:]]
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("fused", [False, True], ids=["staged", "fused"])
+@pytest.mark.parametrize("one_launch", [False, True], ids=["two launches", "one launch"])
 @pytest.mark.parametrize("sizes", [SIZES, FEW], ids=["many", "few"])
 @pytest.mark.parametrize("format", ["fp8_block128", "bf16", "fp8_row"])
-def test_a_traced_call_has_the_same_bits(format, sizes, fused):
-    if fused and format != "fp8_block128":
+def test_a_traced_call_has_the_same_bits(format, sizes, one_launch):
+    if one_launch and format != "fp8_block128":
         return
     layer, layer.routing = on_gpu(make(**sizes))
     tokens, ends = len(layer.tokens), [0, 4, 8]
-    layout = SharedLayout(2, 8, tokens, 4, layer.tokens.shape[1], format, fused=fused)
+    layout = SharedLayout(2, 8, tokens, 4, layer.tokens.shape[1], format)
     opened = domains.open_all(layout, ends, "cuda")
     packed = [layer.pack(format, first, last) for first, last in pairwise(ends)]
     parts = domains.split(layer, [tokens // 3, tokens])
     recorder = Recorder(ROLES, torch.device("cuda"))
-    use_one_launch(fused)
+    use_one_launch(one_launch)
     with observer.tracing(recorder):
         out = torch.cat(domains.moe(opened, parts, packed))
     use_one_launch(None)
@@ -48,11 +48,11 @@ def test_a_traced_call_has_the_same_bits(format, sizes, fused):
     assert all(0 <= s.sm < 132 for s in slices)
     assert not recorder.left_out and not recorder.is_cut()
     gemms = [at for at, strip in enumerate(recorder.strips) if strip.kernel in ("gemm_kernel", "fused_kernel")]
-    assert len(gemms) == (2 if fused else 4)
+    assert len(gemms) == (2 if one_launch else 4)
     for step in gemms:
         roles = range(len(ROLES[recorder.strips[step].kernel]))
         by_role = [sorted(s.label for s in slices if (s.step, s.role, s.span) == (step, role, 0)) for role in roles]
-        for first in (0, 3) if fused else (0,):  # two consumers, then the producer
+        for first in (0, 3) if one_launch else (0,):  # two consumers, then the producer
             assert by_role[first + 2] == tiles_of(by_role[first : first + 2])
 
 
@@ -65,11 +65,11 @@ def tiles_of(consumers: list[list[int]]) -> list[int]:
     return tiles
 
 
-def traced(rank: int, num_ranks: int, fused: bool) -> tuple[Timeline, bool, str]:
+def traced(rank: int, num_ranks: int, one_launch: bool) -> tuple[Timeline, bool, str]:
     """Trace a call between two calls; return the timeline, whether these have equal bits, and an error's text."""
-    use_one_launch(fused)  # staged: a launch for each GEMM
+    use_one_launch(one_launch)
     layer, ends = make(**SIZES), [8 * (r + 1) // num_ranks for r in range(num_ranks)]
-    parallel = open_here(layer, "fp8_block128", rank, ends, fused=fused)
+    parallel = open_here(layer, "fp8_block128", rank, ends)
     inputs = inputs_of(layer, rank, [900 * (r + 1) // num_ranks for r in range(num_ranks)])
     timeline = parallel.trace(*inputs)  # before any other call
     outs = [parallel.moe(*inputs) for _ in range(3)]
@@ -87,10 +87,10 @@ def traced(rank: int, num_ranks: int, fused: bool) -> tuple[Timeline, bool, str]
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("fused", [False, True], ids=["staged", "fused"])
-def test_all_ranks_get_the_whole(fused, tmp_path):
+@pytest.mark.parametrize("one_launch", [False, True], ids=["two launches", "one launch"])
+def test_all_ranks_get_the_whole(one_launch, tmp_path):
     num_ranks = gpu_ranks()
-    outcomes = run_ranks(num_ranks, traced, fused, backend="nccl", timeout_s=200)
+    outcomes = run_ranks(num_ranks, traced, one_launch, backend="nccl", timeout_s=200)
     assert [outcome.text for outcome in outcomes] == [""] * num_ranks
     timeline = outcomes[0].value[0]
     for rank, outcome in enumerate(outcomes):
@@ -101,7 +101,7 @@ def test_all_ranks_get_the_whole(fused, tmp_path):
     assert timeline.num_ranks == num_ranks
     assert not timeline.left_out and not timeline.is_cut
     names = [step.name for step in timeline.steps if step.name != "quantise"]
-    assert names == (FUSED if fused else CALL)
+    assert names == (ONE_LAUNCH if one_launch else CALL)
     begin, end = (timeline.column(name) for name in ("begin", "end"))
     for rank in range(num_ranks):
         mine = timeline.column("rank") == rank
@@ -112,5 +112,5 @@ def test_all_ranks_get_the_whole(fused, tmp_path):
     assert int(end.max()) < 500_000_000  # the clocks of all ranks are one; other tests' processes have the GPUs in turn
     timeline.save(tmp_path / "trace.json.gz")
     timeline.draw(tmp_path / "trace.png")
-    assert ("consumer 0 in L1: wait" if fused else "consumer 0: wait") in str(timeline)
+    assert ("consumer 0 in L1: wait" if one_launch else "consumer 0: wait") in str(timeline)
     assert timeline.slices.shape[1] == len(COLUMNS)

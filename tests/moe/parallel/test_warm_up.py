@@ -4,15 +4,12 @@ import time
 from contextlib import nullcontext
 
 import pytest
-import torch
 
-from envoi.moe import warm_up as layer_warm_up
 from envoi.moe.parallel import ExpertParallel, api, warm_up
 from envoi.moe.parallel.command import experts_without_memory
 from envoi.moe.parallel.symmetric_memory import SharedLayout
-from envoi.runtime.compiled_marks import mark
 from envoi.runtime.devices import Target, standing_for
-from envoi.runtime.rehearsal import Site
+from envoi.runtime.rehearsal import find
 from tests.helpers.ranks import run_ranks
 from tests.moe.layers import make
 
@@ -47,7 +44,7 @@ def warm_counted(rank: int, num_ranks: int, sizes: list[dict]) -> list:
     api.torch.cuda.device = lambda device: nullcontext()
     api.Target.of = lambda device: Target("sm_90")
     api.gathering_pays = lambda *_: False
-    api.compile_together = lambda channel, call, *_: {"one": (call.most, call.num_topk), "two": None}
+    api.compile_together = lambda channel, call, *_: [call.most, call.num_topk]
     for given in sizes:
         parallel = ExpertParallel(make(experts=4).pack(), **given)
         assert parallel.exchange == "counted"
@@ -66,40 +63,20 @@ def test_counted_rows_are_warmed_up_if_their_number_is_bounded():
         assert text.startswith("warm_up: expected max_tokens and num_topk, got None")
 
 
-def test_compilers_start_with_the_opening_where_nothing_was_ever_compiled(monkeypatch, tmp_path):
-    started, here, target, device = [], [], Target("sm_90"), torch.device("cuda")
-    monkeypatch.setattr(warm_up, "compiles", lambda device: True)
-    monkeypatch.setattr(Target, "of", lambda device: target)
-    monkeypatch.setattr(warm_up, "start_ahead", started.append)
-    monkeypatch.setattr(warm_up, "start_here", lambda arch: here.append(arch))
-    monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
-    for sizes in ((None, 6), (64, None)):  # what a call needs isn't known before it
-        warm_up.start_compilers(device, *sizes)
-    assert started == []
-    warm_up.start_compilers(device, 64, 6)
-    mark("digest", target, for_launch=False)
-    warm_up.start_compilers(device, 64, 6)
-    assert started == ["sm_90"] * 2
-    mark("digest", target, for_launch=True)
-    warm_up.start_compilers(device, 64, 6)
-    assert started == here == ["sm_90"] * 2
+def compile_slowly(rank: int, num_ranks: int, fails: bool) -> tuple[list[str], float, float]:
+    """Return what is loaded here, where this rank begins, and the seconds; rank 1 compiles beyond the timeout."""
+    loaded, starts = [], []
 
-
-def compile_slowly(rank: int, num_ranks: int, fails: bool) -> tuple[list[str], list[str], float]:
-    """Return the kernels compiled here and loaded here, and the seconds; compiling takes longer than the timeout."""
-    made, loaded = [], []
-
-    def compile_here(calls, target, site, driver):
-        time.sleep(2 * TIMEOUT_S * rank if not made else 0)
-        made.append(str(site))
+    def compile_calls(calls, target, numbers, jobs, progress, for_launch, start):
+        assert numbers == range(21) and jobs == 1 and for_launch
+        starts.append(start)
+        time.sleep(2 * TIMEOUT_S * rank)
         if fails and rank:
-            raise RuntimeError("no room")
+            raise PermissionError("no room")
+        return sorted(find(calls, target, numbers).values())
 
-    def load_at(calls, target, site, driver=None):
-        loaded.append(str(site))
-
-    layer_warm_up.load_at, warm_up.load_at = compile_here, load_at  # one job
-    layer_warm_up.uncompiled = lambda sites, target, for_launch: sites
+    warm_up.compile_calls = compile_calls
+    warm_up.load_at = lambda calls, target, site: loaded.append(str(site))
     parallel, target = opened(TIMEOUT_S), Target("sm_90")
     with standing_for(target):
         experts = experts_without_memory(256, 128, 4, "bf16", "swiglu", bias=False)
@@ -109,11 +86,24 @@ def compile_slowly(rank: int, num_ranks: int, fails: bool) -> tuple[list[str], l
     try:
         warm_up.compile_together(parallel.channel, call, target, 1, False)
     except RuntimeError as error:
-        loaded.append(str(error))
+        loaded = [str(error)]
     seconds = time.monotonic() - start
     assert parallel.channel.watch.deadline is None
     parallel.moe(*_no_tokens())  # the group is as usable as before
-    return made, loaded, seconds
+    return loaded, starts[0], seconds
+
+
+def test_ranks_begin_apart_and_wait_for_longer_than_their_timeout():
+    first, second = (outcome.value for outcome in run_ranks(2, compile_slowly, False))
+    assert first[2] > TIMEOUT_S
+    assert len(first[0]) == len(second[0]) >= 6
+    assert (first[1], second[1]) == (0.0, 0.5), "where a rank begins, of all kernels"
+
+
+def test_an_error_of_one_rank_is_soon_everyones():
+    for outcome in run_ranks(2, compile_slowly, True):
+        assert outcome.value[0] == ["warm-up: rank 1 of the group failed: PermissionError: no room"]
+        assert outcome.value[2] < 60
 
 
 def _no_tokens():
@@ -121,94 +111,14 @@ def _no_tokens():
     return layer.tokens, layer.routing
 
 
-def test_ranks_compile_shares_and_wait_for_longer_than_their_timeout():
-    first, second = (outcome.value for outcome in run_ranks(2, compile_slowly, False))
-    assert first[2] > TIMEOUT_S
-    assert len(first[1]) == len(second[1]) >= 6
-    assert not set(first[0]) & set(second[0])
-    assert set(first[0]) | set(second[0]) == set(first[1]) == set(second[1])
-    assert abs(len(first[0]) - len(second[0])) <= 1
-
-
-def load_alone(rank: int, num_ranks: int, missing: dict[str, int]) -> tuple[list[str], list[list[str]]]:
-    """Compile before the first call what is missing on rank 0; return what was loaded here, and what others got."""
-    sites = {name: Site(0, 1, 0, name, missing.get(name, 9)) for name in ("a", "b", "c")}
-    loaded, shared = [], []
-
-    def begin(compilers, function, items, here=None, urgent=False):
-        shared.append([digest for digest, _ in items])
-        return ((item, "") for item in items)
-
-    warm_up.Compilers.begin = begin
-    warm_up.load_at = layer_warm_up.load_at = lambda calls, target, site, driver=None: loaded.append(site.name)
-    warm_up.Compilation.most = lambda work, numbers: lambda: sites
-    layer_warm_up.begin_looking = lambda *_, **__: lambda: sites
-    layer_warm_up.uncompiled = lambda sites, *_: {name: site for name, site in sites.items() if name in missing}
-    parallel = opened(TIMEOUT_S)
-    call = warm_up.CountedCall(3, 1, parallel.experts)
-    warm_up.compile_together(parallel.channel, call, Target("sm_90"), 2, False, warm_up.FIRST)
-    return loaded, shared
-
-
-def test_a_single_kernel_is_compiled_where_it_is_loaded():
-    first, second = (outcome.value for outcome in run_ranks(2, load_alone, {"b": 9}))
-    assert first == (["b", "a", "b", "c"], [[], []])
-    assert second == (["a", "b", "c"], [[], []]), "its share is empty"
-
-
-def test_the_largest_kernel_is_compiled_where_it_is_loaded():
-    first, second = (outcome.value for outcome in run_ranks(2, load_alone, {"a": 5, "b": 9, "c": 5}))
-    assert first == (["b", "a", "b", "c"], [[], []])
-    assert second == (["a", "a", "b", "c"], [["c"], []])
-
-
-def fail(rank: int, num_ranks: int, name: str) -> tuple[str, float]:
-    """Have a step of the warm-up fail on rank 1; return the error, and the seconds that it took."""
-
-    def refuse(*_, **__):
-        raise PermissionError(f"no {name}")
-
-    sites = {"a": Site(0, 1, 0, "a", 9), "b": Site(0, 1, 0, "b", 9)}
-    layer_warm_up.find_most = lambda *_: sites
-    layer_warm_up.begin_looking = lambda *_, **__: lambda: sites
-    layer_warm_up.uncompiled = lambda sites, *_: sites
-    warm_up.load_at = layer_warm_up.load_at = lambda *_: None
-    if rank:
-        setattr(layer_warm_up, name, refuse)
-    parallel = opened(TIMEOUT_S)
-    start = time.monotonic()
-    try:
-        call = warm_up.CountedCall(3, 1, parallel.experts)
-        warm_up.compile_together(parallel.channel, call, Target("sm_90"), 1, False)
-    except RuntimeError as error:
-        return str(error), time.monotonic() - start
-    return "", 0.0
-
-
-@pytest.mark.parametrize("name", ["find_most", "uncompiled", "begin_looking", "load_at"])
-def test_what_fails_on_one_rank_is_soon_an_error_of_all(name):
-    for outcome in run_ranks(2, fail, name):
-        text, seconds = outcome.value
-        assert text.startswith("warm-up: rank 1 of the group failed") and f"PermissionError: no {name}" in text
-        assert seconds < 60
-
-
-def test_an_error_of_one_rank_is_everyones():
-    for outcome in run_ranks(2, compile_slowly, True):
-        (text,) = outcome.value[1]
-        assert text.startswith("warm-up: rank 1 of the group failed: RuntimeError: warm_up: ")
-        assert text.endswith(": no room")
-
-
 def load_first(rank: int, num_ranks: int, late: bool, whole: bool) -> str:
     """Load kernels before a call: rank 1 compiles for long, or is late. whole: those of any number of tokens."""
 
     def load_all(*_, **__):
         time.sleep(2 * TIMEOUT_S * rank)
-        return {}
+        return []
 
-    warm_up.load_all, warm_up.Compilation.most = load_all, lambda *_: load_all
-    layer_warm_up.begin_looking = lambda *_, **__: dict
+    warm_up.load_all = warm_up.compile_calls = load_all
     parallel, target = opened(TIMEOUT_S), Target("sm_90")
     call = warm_up.CountedCall(3, 1, parallel.experts)
     if late and rank:

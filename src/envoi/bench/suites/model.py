@@ -16,7 +16,7 @@ import sys
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
-from functools import lru_cache, partial
+from functools import lru_cache
 from typing import Any, cast
 
 import torch
@@ -29,10 +29,8 @@ from envoi.moe.op import tensors_of
 from envoi.moe.oracle import moe_oracle
 from envoi.moe.pack import pack
 from envoi.moe.parallel.command import experts_without_memory
-from envoi.moe.warm_up import Compilation, LayerCall, compiles
-from envoi.runtime.compilers import DIED, Compilers
+from envoi.moe.warm_up import LayerCall, compile_calls, compiles
 from envoi.runtime.devices import Target, standing_for
-from envoi.runtime.rehearsal import Site, find
 
 MAX_BYTES = 40e9  # of weights, and as much again for Envoi's packing of the experts
 VOCABULARY = 151936
@@ -339,11 +337,7 @@ def compile_ahead(cases: Sequence[Case], device: torch.device, num_processes: in
         calls = [_layer_call(*kind) for kind in dict.fromkeys((shape.model, shape.format) for shape in shapes)]
     start = time.monotonic()
     try:
-        with Compilers(target, num_processes) as compilers:
-            sites = sites_of(compilers, calls, target, token_counts(shapes))
-            work = Compilation(compilers, calls, target, for_launch=True)
-            work.add(sites)
-            work.finish()
+        sites = compile_calls(calls, target, token_counts(shapes), num_processes, progress=False, for_launch=True)
     except RuntimeError as error:
         print(f"model: {error}", file=sys.stderr, flush=True)
         return
@@ -358,19 +352,6 @@ def token_counts(shapes: Sequence[ModelShape]) -> list[int]:
         if shape.num_tokens == 1:
             found.add(shape.num_sequences * CONTEXT)
     return sorted(found)
-
-
-def sites_of(
-    compilers: Compilers, calls: Sequence[LayerCall], target: Target, counts: Sequence[int]
-) -> dict[str, Site]:
-    """Return a site of each kernel that calls with these numbers of tokens launch, by digest."""
-    found: dict[str, Site] = {}
-    for _, sites in compilers.map(partial(find, calls, target), [(count,) for count in counts]):
-        if sites is None:
-            raise RuntimeError(DIED)
-        for digest, site in sites.items():
-            found.setdefault(digest, site)
-    return found
 
 
 def _layer_call(name: str, format: str) -> LayerCall:

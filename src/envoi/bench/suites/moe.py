@@ -3,8 +3,7 @@
 Over ranks a call is replayed from a CUDA graph, as servers do, unless rows are counted; torch's, which copies sizes to
 the host, can't be. "over nccl" in a case: shared memory is left unused; "by host": both halves of the ranks stand for
 a host each, and share memory among themselves; "launched" is the same call without a graph, "counted"
-with rows in counted numbers between all ranks alike. "fused": pull, L1 and L2 in one launch, beside the "staged"
-launches.
+with rows in counted numbers between all ranks alike.
 Routing is uniform and random, but with skew or zipf: then "as_busy" is an even call over ranks of which each has as
 many rows as the busiest one has here. Error: sampled tokens against float64 on the packed weights.
 The baseline of fp8 on one GPU is torch's grouped matmul in FP8 with row scales; otherwise torch's time and error are
@@ -35,7 +34,6 @@ from envoi.quant.bits import concatenate
 from envoi.quant.formats import format_named
 from envoi.types import ExpertWeights, Matrix, QuantTensor, Routing
 
-FUSED = {"": None, "fused": True, "staged": False}  # of ExpertParallel, by a case's transport over NVLink
 PACK_AT_ONCE = 16  # experts; packing works in float32
 
 
@@ -92,18 +90,14 @@ def _measure_ranks(shape: MoeShape, layer: Layer, bench: Bench) -> Trial:
     candidates: dict[str, Callable[[], Timing]] = {
         "torch_ep": lambda: bench.clock.ranks(lambda: parallel_moe(layer, bench.num_ranks))
     }
-    if bench.on_gpu and shape.format == "fp8_block128" and shape.transport in FUSED:  # it needs NVLink
+    if bench.on_gpu and shape.format == "fp8_block128" and not shape.transport:  # it needs NVLink
         candidates["sgl_deep_gemm"] = lambda: _time_deep_gemm(bench, shape, layer)
-    if shape.transport == "fused":
-        staged = open_parallel(replace(shape, transport="staged"), layer, bench.num_ranks)
-        beside.append(staged)
-        candidates["staged"] = lambda: _time_ranks(bench, staged, lambda: staged.moe(layer.tokens, layer.routing))
     if not shape.is_even:
         even_shape, even = as_busy(shape, layer, bench.num_ranks)
         busy = open_parallel(even_shape, even, bench.num_ranks)
         beside.append(busy)
         candidates["as_busy"] = lambda: _time_ranks(bench, busy, lambda: busy.moe(even.tokens, even.routing))
-    if shape.transport not in FUSED and parallel.exchange != "counted":
+    if shape.transport and parallel.exchange != "counted":
         candidates["launched"] = lambda: bench.clock.ranks(ours)
         counted = _OverCollectives(layer.packed, timeout_s=60)
         candidates["counted"] = lambda: bench.clock.ranks(lambda: counted.moe(layer.tokens, layer.routing))
@@ -140,8 +134,8 @@ class _OverCollectives(ExpertParallel):
 def open_parallel(shape: MoeShape, layer: Layer, num_ranks: int) -> ExpertParallel:
     """Open the case's object. Raises ValueError for two hosts of an odd number of ranks. Collective."""
     sizes: dict[str, Any] = {"timeout_s": 60, "max_tokens": shape.num_tokens, "num_topk": shape.num_topk}
-    if shape.transport in FUSED:
-        return ExpertParallel(layer.packed, **sizes, fused=FUSED[shape.transport])
+    if not shape.transport:
+        return ExpertParallel(layer.packed, **sizes)
     if shape.transport == "over nccl":
         return _OverCollectives(layer.packed, **sizes, presum=shape.presum)
     if num_ranks % 2:

@@ -16,8 +16,8 @@ from envoi.bench.shapes import Case, MoeShape
 from envoi.bench.suites import module_of
 from envoi.bench.suites.drawn import MAX_LAYER_ELEMENTS
 from envoi.gemm.hopper import tune
-from envoi.runtime.compilers import DIED, Compilers
 from envoi.runtime.devices import Target
+from envoi.runtime.workers import DIED, Workers
 
 SUITES = ("gemm_drawn", "grouped_drawn", "moe_drawn", "router_drawn", "moe", "host", "host_loop")
 WORKER_BYTES = 12 << 30  # what the largest drawn layer takes while it is packed
@@ -56,7 +56,7 @@ def rehearse_with(
 ) -> dict[str, str]:
     """Rehearse the cases in `count` processes; return the errors by case."""
     target = Target.of(device) if device.type == "cuda" else Target("sm_90")
-    with Compilers(target, count) as workers:
+    with Workers(target.arch, count) as workers:
         said = list(workers.map(partial(_rehearse, str(device), tuned, compiled), cases))
     errors = {f"{case.suite} {case.name}": DIED if error is None else error for case, error in said}
     return {name: error for name, error in errors.items() if error}

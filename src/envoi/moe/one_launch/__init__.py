@@ -1,26 +1,24 @@
-"""Experts in one launch: L1, activation, quantise, L2, and over NVLink the pull of their tokens before.
+"""Experts in one launch: L1, activation, quantise, L2.
 
-    on one GPU              rows -> L1 -> hidden rows -> L2 -> rows                        `envoi.moe.experts`
-    over ranks, `fused`     peers' tokens -> rows -> L1 -> .. -> rows to their ranks       `envoi.moe.parallel.fused`
+    rows -> L1 -> hidden rows -> L2 -> rows, or over NVLink rows to their ranks
 
 It has the bits of the launches that it replaces: rows have the same places and contents, and tiles the same order of
 sums.
 
-Roles of a CTA: those of `envoi.gemm.hopper.kernel`, and a teller. All go through the same phases, the first only with a
-pull:
+Roles of a CTA: those of `envoi.gemm.hopper.kernel`, and a teller. All go through the same phases:
 
-    role       warps   registers   pull                      L1                     L2
-    consumer   2 x 4   240         peers' tokens -> rows     mainloop, epilogue     mainloop, epilogue
-    producer   1       24          waits for all rows        TMA loads              waits for hidden rows, TMA loads
-    teller     1       24          counts its CTA             counts units
+    role       warps   registers   L1                     L2
+    consumer   2 x 4   240         mainloop, epilogue     mainloop, epilogue
+    producer   1       24          TMA loads              waits for hidden rows, TMA loads
+    teller     1       24          counts units
 
     8 units of L1, each as long as 2 tiles of L2, on 6 CTAs
 
-    CTA 0   pull   L1: 0            L1: 6            L2: 8      L2: 14
-    CTA 1   pull   L1: 1            L1: 7            L2: 9      L2: 15
-    CTA 2   pull   L1: 2            L2: 0   L2: 4    L2: 10     L2: 16
+    CTA 0   L1: 0            L1: 6            L2: 8      L2: 14
+    CTA 1   L1: 1            L1: 7            L2: 9      L2: 15
+    CTA 2   L1: 2            L2: 0   L2: 4    L2: 10     L2: 16
     ..
-    CTA 5   pull   L1: 5            L2: 3   L2: 7    L2: 13
+    CTA 5   L1: 5            L2: 3   L2: 7    L2: 13
 
 Producers take L1's units, pairs of tiles, one by one, then L2's tiles (`scheduler`), each once the last one's loads
 are issued: so all CTAs end within a tile of each other. In both orders experts with many rows and with few have turns
@@ -31,26 +29,23 @@ the others of their last counter. Stages of both GEMMs have one shape, and one r
 first. With few rows an expert L1 has one consumer, and L2 two that have tiles in turns.
 
     counter, in global memory   adds                                  waits                              to 0
-    PULLED                      a CTA: its tokens are in their rows   consumers, producers, before L1    the last
-    WRITTEN [units >> shift]    a CTA, for each unit: hidden rows     producers, before a tile of L2     producer
-                                of it are written                                                        that leaves
+    WRITTEN [units >> shift]    a CTA, for each unit: hidden rows     producers, before a tile of L2     the last
+                                of it are written                                                        producer that
+                                                                                                         leaves
     TAKEN, TAKEN_IN_L2          a producer, for each unit or tile     nobody
     LEFT                        a producer: it waits for no more      nobody
 
     barrier, in shared memory   arrivals                              waits
-    pulled                      consumers                             the teller, before it adds to PULLED
     written [ring of 4]         consumers, each unit and the end      the teller, before it adds to WRITTEN
     noted [ring of 4]           1: the teller, each unit and the end  consumers, before they arrive on `written` again
     told [num_stages + 1]       1: the producer, each tile and end    consumers, before they read its corner
     ended                       1: the producer, after L1's tiles     a consumer that has none of them
-    begun                       consumers, once PULLED is complete    the producer, before it leaves
 
-An addition to PULLED or WRITTEN releases at GPU scope what the consumers had written when they arrived; a wait acquires
+An addition to WRITTEN releases at GPU scope what the consumers had written when they arrived; a wait acquires
 it, and orders it before TMA loads by a fence to the async proxy. While memory is busy a release takes as long as a load
 does, microseconds; the teller waits for it, and consumers go on. They read the factors of hidden rows by plain loads,
 after `told`.
 
-Without a pull a CTA waits only for units that a running one has taken: CTAs may start when others have ended, beside
-whatever else the GPU runs. With one they wait for each other, so all run at once or none (a cooperative launch). None
-waits for a peer, whose tokens have been complete since dispatch. Nothing outlives a launch: a CUDA graph replays it.
+A CTA waits only for units that a running one has taken: CTAs may start when others have ended, next to whatever else
+the GPU runs. Nothing outlives a launch: a CUDA graph replays it.
 """

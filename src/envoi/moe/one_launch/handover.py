@@ -16,10 +16,6 @@ UNIT_RING = gl.constexpr(16)  # told units; at most 10 are unread: 4 by stages, 
 class Handover:
     """Memory and barriers through which roles of a CTA tell each other what isn't a tile."""
 
-    # mbarriers [1, 1], None without a pull. pulled: both consumers arrive, the teller waits. begun: both consumers
-    # arrive once they wait for no CTA, the producer waits.
-    pulled: gl.shared_memory_descriptor | gl.constexpr
-    begun: gl.shared_memory_descriptor | gl.constexpr
     ended: gl.shared_memory_descriptor  # mbarrier [1, 1]: the producer arrives when it has told all tiles of L1
     counts: gl.shared_memory_descriptor  # int32 [2, 1]: how many tiles of L1 the producer has told, and their steps
     # int32 [UNIT_RING, 1]: units of this CTA, from the producer to the teller, then -1.
@@ -27,7 +23,7 @@ class Handover:
 
     @staticmethod
     @gluon.jit
-    def create(pulls: gl.constexpr):
+    def create():
         """Allocate memory and barriers, initialise these. The caller fences before any role uses them.
 
         Only barriers that are used: the compiler gives the memory of others away, and the hardware writes their state
@@ -35,15 +31,9 @@ class Handover:
         used: the producer arrives on it in every tiling.
         """
         word: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
-        if pulls:
-            pulled = new_barriers(1, CONSUMERS)
-            begun = new_barriers(1, CONSUMERS)
-        else:
-            pulled: gl.constexpr = None
-            begun: gl.constexpr = None
         ended = new_barriers(1, 1)
         counts = gl.allocate_shared_memory(gl.int32, [2, 1], word)
-        return Handover(pulled, begun, ended, counts, gl.allocate_shared_memory(gl.int32, [UNIT_RING, 1], word))
+        return Handover(ended, counts, gl.allocate_shared_memory(gl.int32, [UNIT_RING, 1], word))
 
     @gluon.jit
     def tell_unit(self, n, unit):

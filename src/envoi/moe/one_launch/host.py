@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass, replace
 from functools import lru_cache
-from typing import Any, NamedTuple, cast
+from typing import Any, cast
 
 import torch
 
@@ -27,7 +27,6 @@ from envoi.moe.one_launch.config import (
     SQUARE,
     UNIT_COUNTERS,
     WIDE,
-    PullConfig,
 )
 from envoi.moe.permute import empty_rows
 from envoi.quant.formats import format_named
@@ -84,19 +83,6 @@ class Planned:
     first_config: Config
     second: hopper.Call
     second_config: Config
-
-
-class Pull(NamedTuple):
-    """Pull of peers' tokens that a launch begins with: arguments of `fused_kernel`. By default there is none."""
-
-    to: Any = None
-    regions: Any = None
-    rank: int = 0
-    first_expert: int = 0
-    config: PullConfig | None = None
-
-
-NO_PULL = Pull()
 
 
 def takes_one_launch(rows: Matrix, experts: ExpertWeights, grouping: Grouping) -> bool:
@@ -160,12 +146,12 @@ def run_in_one_launch(
     return run(planned, progress, count)
 
 
-def run(planned: Planned, progress: torch.Tensor, num_sms: int, pull: Pull = NO_PULL) -> torch.Tensor:
+def run(planned: Planned, progress: torch.Tensor, num_sms: int) -> torch.Tensor:
     """Launch the kernel on the current stream; return L2's rows."""
     from envoi.moe.one_launch.kernel import fused_kernel
     from envoi.runtime.launch import launch
 
-    launch(fused_kernel, *arguments(planned, progress, num_sms, pull))
+    launch(fused_kernel, *arguments(planned, progress, num_sms))
     return planned.second.outputs[0]
 
 
@@ -223,11 +209,8 @@ def unit_shift(num_rows: int, num_features: int, num_experts: int, config: Confi
     return max(LEAST_SHIFT, (cdiv(units, UNIT_COUNTERS) - 1).bit_length())
 
 
-def arguments(planned: Planned, progress: torch.Tensor, num_sms: int, pull: Pull = NO_PULL) -> Launch:
-    """Build the launch of `fused_kernel`. progress: int32 [NUM_COUNTERS], 0 before and after.
-
-    With a pull CTAs wait for each other, so that all have to run at once: a cooperative launch.
-    """
+def arguments(planned: Planned, progress: torch.Tensor, num_sms: int) -> Launch:
+    """Build the launch of `fused_kernel`. progress: int32 [NUM_COUNTERS], 0 before and after."""
     grid, first = hopper.arguments(planned.first, planned.first_config, num_sms)
     _, second = hopper.arguments(planned.second, planned.second_config, num_sms)
     x, gate_up, *_descs, operands1, outputs1, offsets = first[:9]
@@ -238,9 +221,8 @@ def arguments(planned: Planned, progress: torch.Tensor, num_sms: int, pull: Pull
     shift = unit_shift(M, N1, num_experts, planned.first_config)
     arguments = (
         x, gate_up, operands1, outputs1, x_sf, gate_up_sf, hidden, down, out, operands2, outputs2, hidden_sf, down_sf,
-        offsets, row_parts, row_counters, progress, shift, M, N1, K1, N2, K2, num_experts, *pull[:4],
+        offsets, row_parts, row_counters, progress, shift, M, N1, K1, N2, K2, num_experts, 0, 0,
         planned.first_config, planned.first.code, planned.second_config, planned.second.code, row_mode, max_experts,
-        pull.config, UNTRACED,
+        UNTRACED,
     )  # fmt: skip
-    options: dict[str, Any] = {"num_warps": planned.first_config.num_warps}
-    return Launch(grid, arguments, options | {"launch_cooperative_grid": True} if pull.config else options)
+    return Launch(grid, arguments, {"num_warps": planned.first_config.num_warps})

@@ -1,8 +1,8 @@
-"""Experts in one launch: pull, L1 and L2 over one ring of stages. See the package."""
+"""Experts in one launch: L1 and L2 over one ring of stages. See the package."""
 
 import triton.experimental.gluon.language as gl
 from triton.experimental import gluon
-from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier
+from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared
 
 from envoi.gemm.hopper.consumer import ConsumerArgs, multiply_told_tiles
 from envoi.gemm.hopper.mainloop import SCALE_BLOCK, BlockScales
@@ -13,17 +13,7 @@ from envoi.gemm.hopper.run_epilogue import EpilogueArgs, RowReductions
 from envoi.gemm.hopper.tile_scheduler import TileScheduler
 from envoi.moe.one_launch import config
 from envoi.moe.one_launch.handover import CONSUMERS, Handover
-from envoi.moe.one_launch.progress import (
-    PULLED,
-    TAKEN,
-    TAKEN_IN_L2,
-    leave,
-    tell,
-    tell_unit,
-    wait_for_all,
-    wait_for_units,
-)
-from envoi.moe.one_launch.pull import PullArgs, pull
+from envoi.moe.one_launch.progress import TAKEN, TAKEN_IN_L2, leave, tell_unit, wait_for_units
 from envoi.moe.one_launch.scheduler import scheduler_of_next, take, units_until
 from envoi.runtime.aggregate import Scalar, aggregate
 from envoi.runtime.timeline_device import note_begin, note_moment
@@ -32,7 +22,6 @@ from envoi.runtime.triton_compat import reinterpret, role_barrier
 CONSUMER_REGISTERS = gl.constexpr(config.CONSUMER_REGISTERS)
 PRODUCER_REGISTERS = gl.constexpr(config.PRODUCER_REGISTERS)
 SECOND = gl.constexpr(PRODUCER.value + 1)  # track of the first consumer in L2, whose producer is the next but one
-PULL = gl.constexpr(SECOND.value + PRODUCER.value + 1)  # and in the pull
 
 
 @aggregate
@@ -44,18 +33,15 @@ class FusedProducerArgs:
     handover: Handover
     progress: gl.tensor  # pointer to int32 [NUM_COUNTERS]
     unit_shift: Scalar  # log2 of the units of L1 that a counter counts
-    pulls: gl.constexpr  # whether the tokens come in this launch
 
 
 @aggregate
 class FusedConsumerArgs:
-    """Consumer's arguments of the pull and of both GEMMs."""
+    """Consumer's arguments of both GEMMs."""
 
-    pull: PullArgs | gl.constexpr  # None where the rows are there
     first: ConsumerArgs
     second: ConsumerArgs
     handover: Handover
-    progress: gl.tensor
 
 
 @aggregate
@@ -66,22 +52,11 @@ class TellerArgs:
     handover: Handover
     progress: gl.tensor
     unit_shift: Scalar
-    pulls: gl.constexpr
 
 
 @gluon.jit
 def consumer(args, role: gl.constexpr):
-    """Role: pull a share of the tokens, then multiply this consumer's share of L1's units and of L2's tiles."""
-    trace = args.first.trace
-    if args.pull is not None:
-        note_begin(trace, PULL + role, 0, 0)
-        pull(args.pull, role, CONSUMERS)
-        note_moment(trace, PULL + role, 0, 1)
-        role_barrier()
-        mbarrier.arrive(args.handover.pulled.index(0), count=1)
-        wait_for_all(args.progress + PULLED)
-        mbarrier.arrive(args.handover.begun.index(0), count=1)
-        note_moment(trace, PULL + role, 0, 2)
+    """Role: multiply this consumer's share of L1's units, then of L2's tiles."""
     if role < args.first.epilogue.problem.cfg.num_consumers:
         step, count = multiply_told_tiles(args.first, gl.to_tensor(0), gl.to_tensor(0), role, role)
     else:
@@ -97,8 +72,6 @@ def producer(args):
     ahead = TileScheduler.create(first.problem)
     num_units = ahead.experts.num_tiles()
     num_k_steps = gl.cdiv(first.problem.K, first.problem.cfg.block_k)
-    if args.pulls:
-        wait_for_all(progress + PULLED)
     step = gl.to_tensor(0)
     count = gl.to_tensor(0)  # of tiles told
     unit = take(progress + TAKEN)
@@ -142,8 +115,6 @@ def producer(args):
     for i in gl.static_range(CONSUMERS // cfg.consumers_per_tile):
         second.pipeline.wait_empty(step + i)
         second.pipeline.tell_end(count + i)
-    if args.pulls:
-        mbarrier.wait(handover.begun.index(0), 0)
     leave(progress)
 
 
@@ -153,9 +124,6 @@ def teller(args):
 
     The fence of an addition takes microseconds while memory is busy; consumers would multiply nothing meanwhile.
     """
-    if args.pulls:
-        mbarrier.wait(args.handover.pulled.index(0), 0)
-        tell(args.progress + PULLED)
     n = gl.to_tensor(0)
     args.written.wait(n)
     unit = args.handover.unit(n)
@@ -187,26 +155,26 @@ def told_pipelines(first, x_desc, y_desc, takes_halves: gl.constexpr, cfg: gl.co
     return one, two
 
 
-@gluon.jit(do_not_specialize=["unit_shift", "M", "rank", "first_expert"])
+@gluon.jit(do_not_specialize=["unit_shift", "M", "spare0", "spare1"])
 def fused_kernel(
     x_desc, gate_up_desc, operands1, outputs1, x_sf, gate_up_sf,
     hidden_desc, down_desc, out_desc, operands2, outputs2, hidden_sf, down_sf,
     offsets, row_parts, row_counters, progress, unit_shift, M, N1, K1, N2, K2, num_experts,
-    to, regions, rank, first_expert,
+    spare0, spare1,
     cfg1: gl.constexpr, code1: gl.constexpr, cfg2: gl.constexpr, code2: gl.constexpr, ROW_MODE: gl.constexpr,
-    MAX_EXPERTS: gl.constexpr, pulled: gl.constexpr, trace,
+    MAX_EXPERTS: gl.constexpr, trace,
 ):  # fmt: skip
     """Set up the pipeline, then start one role for each partition of warps.
 
-    Grid: (number of CTAs,); with a pull, cooperative.
+    Grid: (number of CTAs,).
 
-    Arguments with a number are those of `gemm_kernel` for L1 and L2. progress, unit_shift: see `progress`. to, regions,
-    rank, first_expert: of the pull, see `PullArgs`. pulled: PullConfig. trace: see `runtime.timeline_device`.
+    Arguments with a number are those of `gemm_kernel` for L1 and L2. progress, unit_shift: see `progress`. spare0,
+    spare1: 0, unused: without them the PTX would be another than the one that tests have run on a GPU. trace: see
+    `runtime.timeline_device`.
     """
     stages = Pipeline.create(x_desc, gate_up_desc, None, code1.takes_halves, cfg1)
     pipeline, next_pipeline = told_pipelines(stages, hidden_desc, down_desc, code2.takes_halves, cfg2)
-    pulls: gl.constexpr = pulled is not None
-    handover = Handover.create(pulls)
+    handover = Handover.create()
     written = Written.create(cfg1.num_consumers)
     fence_async_shared()
     first = Problem(M, N1, K1, num_experts, 0, offsets, ROW_MODE, MAX_EXPERTS, cfg1)
@@ -219,18 +187,14 @@ def fused_kernel(
     role_barrier()
     consumer1 = ConsumerArgs(pipeline, epilogue1, scales1, True, False, written, trace)
     consumer2 = ConsumerArgs(next_pipeline, epilogue2, scales2, True, False, None, trace)
-    if pulls:
-        pull_args = PullArgs(to, regions, rank, first_expert, pulled)
-    else:
-        pull_args: gl.constexpr = None
-    consumer_args = FusedConsumerArgs(pull_args, consumer1, consumer2, handover, progress)
+    consumer_args = FusedConsumerArgs(consumer1, consumer2, handover)
     producer1 = ProducerArgs(x_desc, gate_up_desc, None, pipeline, first, trace)
     producer2 = ProducerArgs(hidden_desc, down_desc, None, next_pipeline, second, trace)
-    producer_args = FusedProducerArgs(producer1, producer2, handover, progress, unit_shift, pulls)
+    producer_args = FusedProducerArgs(producer1, producer2, handover, progress, unit_shift)
     # Role numbers are literals within the list, see `gemm_kernel`.
     gl.warp_specialize([
         (consumer, (consumer_args, 0)),
         (consumer, (consumer_args, 1)),
         (producer, (producer_args,)),
-        (teller, (TellerArgs(written, handover, progress, unit_shift, pulls),)),
+        (teller, (TellerArgs(written, handover, progress, unit_shift),)),
     ], [cfg1.num_warps, 1, 1], [CONSUMER_REGISTERS, PRODUCER_REGISTERS, PRODUCER_REGISTERS])  # fmt: skip

@@ -6,7 +6,7 @@ from triton.experimental import gluon
 from envoi.moe.one_launch import config
 from envoi.runtime.triton_compat import role_barrier
 
-PULLED = gl.constexpr(0)
+# The first counter, number 0, is unused.
 LEFT = gl.constexpr(1)
 TAKEN = gl.constexpr(2)  # units of L1
 TAKEN_IN_L2 = gl.constexpr(3)  # tiles
@@ -20,14 +20,6 @@ def tell(counter):
     """Add 1 to a counter (release): whoever acquires it sees what this role has seen."""
     role_barrier()
     gl.atomic_add(counter, 1, sem="release", scope="gpu")
-
-
-@gluon.jit
-def wait_for_all(counter):
-    """Wait until all CTAs have added to a counter; what they wrote may be read then, by TMA loads too."""
-    while load_relaxed(counter) < gl.num_programs(0):
-        pass
-    acquire()
 
 
 @gluon.jit
@@ -58,12 +50,6 @@ def wait_for_units(progress, known, end, num_units, shift):
 def lanes():
     """Return the numbers of a warp's lanes."""
     return gl.arange(0, LANES, gl.BlockedLayout([1], [32], [gl.num_warps()], [0]))
-
-
-@gluon.jit
-def load_relaxed(counter):
-    """Load an int32 that other multiprocessors change."""
-    return gl.max(load_of_lanes(counter + lanes() * 0), 0)
 
 
 @gluon.jit

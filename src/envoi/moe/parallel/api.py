@@ -2,6 +2,7 @@
 
 import itertools
 import threading
+import warnings
 import weakref
 from collections.abc import Sequence
 from contextlib import suppress
@@ -26,7 +27,7 @@ from envoi.moe.op import (
     unflatten,
     widened,
 )
-from envoi.moe.parallel import counted, gathered, gathered_device, hosts_device, memory, nvlink, warm_up
+from envoi.moe.parallel import counted, gathered, gathered_device, hosts_device, memory, nvlink
 from envoi.moe.parallel.collectives import connect_ranks, gather_texts
 from envoi.moe.parallel.dispatch import REFUSED_ON_HOST
 from envoi.moe.parallel.hosts import Hosts, agree_on_hosts, connect_hosts, connect_rail
@@ -79,10 +80,9 @@ class ExpertParallel:
         rows of intermediate from torch's allocator. A call then copies no size to the host, never waits for the
         device, and can be captured in a CUDA graph. Calls and replays of all objects of a group must have the same
         order on every rank, on one stream. In the first call, or in `warm_up`, the ranks compile all that calls with
-        up to max_tokens tokens need, and wait for each other; no later call compiles. Where nothing was compiled
-        before, a process that will starts with the object; it ends after 5 minutes without work. Other ranks, over NCCL
+        up to max_tokens tokens need, and wait for each other; no later call compiles. Other ranks, over NCCL
         and gloo, gather all tokens with collectives of constant size, if `envoi.plan.gathering` predicts that this is
-        faster than to count first; over NCCL what is said above of the host, graphs, order and compilers is true of
+        faster than to count first; over NCCL what is said above of the host, graphs, order and compiling is true of
         that too, and room for num_ranks * max_tokens * num_topk rows is allocated thrice, twice in bf16 and once in the
         experts' format. Where rows are counted over NCCL, peers wait beyond timeout_s for a rank that compiles then.
     presum: over NVLink, sum a token's rows on each rank before they are sent back: fewer bytes sent, but none of them
@@ -96,13 +96,11 @@ class ExpertParallel:
         many ranks. Needs max_tokens and num_topk. None = rows travel between all ranks alike, as they do if GPUs of a
         host don't reach each other's memory (`why` says so). Over NCCL the room of max_tokens is that of NVLink
         for the tokens of num_ranks / ranks of a host ranks, in bf16 once more.
-    fused: over NVLink, on Hopper, in fp8_block128, with gated experts: pulling the tokens, both GEMMs and sending the
-        rows back are one launch, not two or (256 to 768 rows an expert) three; the bits are the same. None = if
-        `envoi.plan.fused` predicts that it is faster with max_tokens: nowhere, the wait for all tokens costs as much.
+    fused: deprecated: False changes nothing and warns, True is refused. What it chose was slower, and was removed.
 
     Attributes: num_experts (over all ranks), expert_offsets (rank r owns expert_offsets[r] : expert_offsets[r + 1]),
     transport ("nvlink", "nccl" or "gloo"), why (the reason for that transport), exchange ("memory" over NVLink,
-    "hosts", "gathered" or "counted"), presum and fused (True or False).
+    "hosts", "gathered" or "counted") and presum (True or False).
 
     Threads may share an object: its calls run one at a time. A call of one rank is then matched with any call of
     another, and each returns the rows of its own tokens; where rows are counted all of them need the same k. Two
@@ -126,15 +124,15 @@ class ExpertParallel:
             raise ValueError(
                 refusal or "group: expected an initialised torch.distributed; call init_process_group first"
             )
-        if not refusal:
-            warm_up.start_compilers(experts.device, max_tokens, num_topk)
+        if fused is False:
+            warnings.warn("fused: False is what ExpertParallel does; leave the argument away", DeprecationWarning, 2)
         group = resolve_group(group)
         # Also if arguments are refused: all ranks count alike.
         self.name = name_object(dist.get_process_group_ranks(group))
         self.channel = open_channel(group, *device_and_timeout(experts, timeout_s), self.name)
         raise_together(gather_texts(self.channel, refusal, OPENING), refusal)
         self.experts, self.timeout_s = experts, timeout_s
-        sizes = agree_on_sizes(self.channel, experts, timeout_s, max_tokens, num_topk, presum, fused)
+        sizes = agree_on_sizes(self.channel, experts, timeout_s, max_tokens, num_topk, presum)
         self._kernels = agree_on_kernels(self.channel, experts)
         names = [] if hosts is None else agree_on_hosts(self.channel, hosts, (max_tokens, num_topk), experts.device)
         self._hosts = tuple(names) if len(set(names)) > 1 else ()
@@ -151,9 +149,7 @@ class ExpertParallel:
         self.transport = "gloo" if self.channel.data is self.channel.control else "nccl"
         self.room: gathered.Room | None = None
         self.buffers: memory.Buffers | None = None
-        self.domain, self.why = self._open_domain(group, presum, fused) if rail is None else (None, "")
-        if fused and self.domain is None:
-            memory.refuse_unfused([self.why or "ranks that are grouped by host"])
+        self.domain, self.why = self._open_domain(group, presum) if rail is None else (None, "")
         if self.domain is not None:
             self.transport = "nvlink"
         elif rail is not None:
@@ -168,7 +164,6 @@ class ExpertParallel:
         self._is_loaded = not compiles(experts.device)
         if self.exchange == "counted" and self.transport == "nccl":
             counted.oversee_calls(self.channel)
-        self.fused = self.domain is not None and self.domain.layout.fused
         _instances[self.name] = self
 
     def moe(self, tokens: torch.Tensor, routing: Routing) -> torch.Tensor:
@@ -226,10 +221,10 @@ class ExpertParallel:
 
         Afterwards no call compiles, whatever its number of tokens; the first call does the same, but prepares none.
         Where rows are counted (`exchange`), any call may compile without it, and after it those that have fewer slots a
-        token than num_topk. Ranks of one host divide the work and share Triton's cache on disk. Peers may take longer
+        token than num_topk. Ranks of one host share Triton's cache on disk, and so the work. Peers may take longer
         than timeout_s to compile. Layers of equal sizes, format and timeout_s share their kernels: one is enough.
 
-        jobs: processes with which this rank compiles, itself beside them; by default as many as there are CPUs.
+        jobs: processes with which this rank compiles; by default the CPUs are divided among the ranks of a host.
         progress: show it on stderr if it takes longer than two seconds. Unless rows are counted (`exchange`), calls
         with up to 64 tokens, and with 72, 80 .. 256, are prepared too, by making each of them, if neither
         ENVOI_PREPARED=0 nor ENVOI_SAFE_LAUNCH=1 is set. On CPUs there is nothing to compile.
@@ -259,7 +254,7 @@ class ExpertParallel:
     def _rehearsed(self) -> ParallelCall | CountedCall:
         """Return this rank's call, on memory like that of its calls; or what runs counted rows, at most all ranks'."""
         layout = self._layout(cast(int, self.max_tokens), cast(int, self.num_topk))
-        layout = replace(layout, presum=self.presum, fused=self.fused)
+        layout = replace(layout, presum=self.presum)
         k, experts = layout.num_topk, without_tensors(self.experts)
         if self._shared() is None:
             return CountedCall(layout.num_ranks * layout.max_tokens * k, k, experts)
@@ -433,17 +428,15 @@ class ExpertParallel:
             text = domain.watch.ask(lambda store: store.get(f"refused/{rank}"), self.timeout_s).decode()
         raise ValueError(f"rank {rank} of the group refused its arguments in an earlier call: {text}")
 
-    def _open_domain(
-        self, group: dist.ProcessGroup, presum: bool | None, fused: bool | None
-    ) -> tuple[Domain | None, str]:
+    def _open_domain(self, group: dist.ProcessGroup, presum: bool | None) -> tuple[Domain | None, str]:
         """Return the memory shared over NVLink, or None, and the reason. Collective."""
         if self.transport == "gloo":
             return None, "the group is one of gloo"
         if self.max_tokens is None or self.num_topk is None:
             return None, "max_tokens and num_topk weren't given"
         layout = self._layout(self.max_tokens, self.num_topk)
-        layout = memory.with_paths(layout, self.experts.intermediate, presum, fused)
-        return memory.open_domain(self._owner, self.experts, layout, group, fused)
+        layout = memory.with_presum(layout, self.experts.intermediate, presum)
+        return memory.open_domain(self._owner, self.experts, layout, group)
 
     @property
     def _owner(self) -> memory.Owner:

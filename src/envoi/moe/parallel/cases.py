@@ -1,18 +1,13 @@
 """Launches of the kernels between ranks: 4 ranks, 2048 tokens each, 6 of 256 experts each."""
 
-from dataclasses import replace
 from functools import cache
 
 import torch
 
-from envoi.gemm.grouping import Grouping
 from envoi.moe.launches import Launch
-from envoi.moe.one_launch.config import NUM_COUNTERS
-from envoi.moe.one_launch.kernel import fused_kernel
 from envoi.moe.parallel import (
     combine,
     dispatch,
-    fused,
     gathered_device,
     gathered_kernels,
     hosts_device,
@@ -31,11 +26,9 @@ from envoi.moe.parallel.load import HISTORY
 from envoi.moe.parallel.progress import BEGUN
 from envoi.moe.parallel.symmetric_memory import Domain, SharedLayout
 from envoi.moe.permute import empty_rows
-from envoi.quant import quantize
-from envoi.runtime.kernel_case import EVERY_ARCH, HOPPER, NUM_SMS, case_of, without_memory
-from envoi.types import ExpertWeights
+from envoi.runtime.kernel_case import EVERY_ARCH, case_of, without_memory
 
-M, NUM_TOPK, NUM_EXPERTS, HIDDEN, INTERMEDIATE, NUM_RANKS = 2048, 6, 256, 4096, 2048, 4
+M, NUM_TOPK, NUM_EXPERTS, HIDDEN, NUM_RANKS = 2048, 6, 256, 4096, 4
 NUM_HOSTS = 2
 NUM_LOCAL = NUM_EXPERTS // NUM_RANKS
 BF16, FP32, INT32, INT64 = torch.bfloat16, torch.float32, torch.int32, torch.int64
@@ -147,24 +140,6 @@ def _sum_hosts(presum: bool) -> Launch:
     return hosts_device.sum_hosts_arguments(_hosts(presum=presum), _slots(), _tokens())
 
 
-def _fused_domain() -> Domain:
-    domain = _domain("fp8_block128")
-    domain.layout = replace(domain.layout, fused=True)
-    domain.progress = without_memory((NUM_COUNTERS,), INT32)
-    return domain
-
-
-def _fused(num_tokens: int, presum: bool) -> Launch:
-    """Return the experts' launch where every rank has so many tokens. presum: rows stay here, to be summed."""
-    domain, make = _fused_domain(), without_memory
-    gate_up = quantize(make((NUM_LOCAL, 2 * INTERMEDIATE, HIDDEN), BF16), "fp8_128x128")
-    down = quantize(make((NUM_LOCAL, HIDDEN, INTERMEDIATE), BF16), "fp8_128x128")
-    experts = ExpertWeights(gate_up, down, domain.layout.format)
-    to = None if presum else domain.row_destinations
-    grouping = Grouping(write_tail=False, expected=num_tokens * NUM_TOPK, to=to)
-    return fused.fused_arguments(domain, fused.plan_fused(domain, experts, grouping, NUM_SMS), NUM_SMS)
-
-
 # Name, description, kernel, function of the arguments, and what it is called with.
 LAUNCHES = (
     ("stage-tokens-bf16", "tokens to where peers read them", stage_tokens_kernel, _stage_tokens, "bf16"),
@@ -195,16 +170,8 @@ BETWEEN_HOSTS = (
     ("sum-hosts", "sums of rows from all hosts", hosts_kernels.sum_hosts_kernel, _sum_hosts, False),
     ("sum-hosts-sums", "of sums from all hosts", hosts_kernels.sum_hosts_kernel, _sum_hosts, True),
 )
-FUSED = tuple(
-    case_of(f"ep-fused{name}", f"pull, L1 and L2, {about}", HOPPER, fused_kernel, _fused, *given)
-    for name, about, *given in (
-        ("", "rows sent to their ranks", 2048, False),
-        ("-presum", "rows summed here", 2048, True),
-        ("-few", "few rows an expert", 512, False),
-    )
-)
 NVLINK, GATHERED, HOSTS = (
     tuple(case_of(f"ep-{name}", about, EVERY_ARCH, *launch) for name, about, *launch in launches)
     for launches in (LAUNCHES, AROUND_COLLECTIVES, BETWEEN_HOSTS)
 )
-KERNELS = NVLINK + GATHERED + HOSTS + FUSED
+KERNELS = NVLINK + GATHERED + HOSTS

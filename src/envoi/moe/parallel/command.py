@@ -10,17 +10,16 @@ import torch
 from envoi.check import expect_divisible, expect_int
 from envoi.moe.op import IDS
 from envoi.moe.pack import pack
-from envoi.moe.parallel.fused import supports_fused
-from envoi.moe.parallel.memory import refuse_unfused, with_paths
+from envoi.moe.parallel.memory import with_presum
 from envoi.moe.parallel.opening import DEFAULT_TIMEOUT_S
 from envoi.moe.parallel.symmetric_memory import SharedLayout
 from envoi.moe.parallel.warm_up import ParallelCall
 from envoi.moe.warm_up import ROUTED, LayerCall, compile_calls
 from envoi.quant.formats import format_named
-from envoi.runtime.compilers import num_cpus
 from envoi.runtime.devices import Target, standing_for
 from envoi.runtime.kernel_case import EVERY_ARCH, without_memory
 from envoi.runtime.rehearsal import Call
+from envoi.runtime.workers import num_cpus
 from envoi.types import ExpertWeights, Matrix, has_gate
 
 
@@ -31,9 +30,8 @@ def run(args: argparse.Namespace) -> int:
             expect_int(f"--{name.replace('_', '-')}", getattr(args, name), 1)
     if args.topk > args.experts:
         raise ValueError(f"--topk: expected at most the {args.experts} experts, got {args.topk}")
-    for name in ("presum", "fused"):
-        if getattr(args, name) is not None and args.ranks == 1:
-            raise ValueError(f"--{name}: expected it only with --ranks of 2 or more, got --ranks 1")
+    if args.presum is not None and args.ranks == 1:
+        raise ValueError("--presum: expected it only with --ranks of 2 or more, got --ranks 1")
     here = _target_here()
     target = _target(args.arch, args.sms, here)
     expect_divisible("--experts", args.experts, args.ranks, "each rank has as many")
@@ -41,9 +39,9 @@ def run(args: argparse.Namespace) -> int:
         experts = experts_without_memory(
             args.hidden, args.intermediate, args.experts // args.ranks, args.format, args.activation, args.bias
         )
-        calls = calls_of(experts, args.experts, args.topk, args.max_tokens, args.ranks, args.presum, args.fused)
+        calls = calls_of(experts, args.experts, args.topk, args.max_tokens, args.ranks, args.presum)
     start, jobs = time.monotonic(), args.jobs or num_cpus()
-    sites = compile_calls(calls, target, args.max_tokens, jobs, True, for_launch=target == here)
+    sites = compile_calls(calls, target, range(1, args.max_tokens + 1), jobs, True, for_launch=target == here)
     counts = Counter(site.name for site in sites)
     for name, count in sorted(counts.items()):
         print(f"{count:5} {name}")
@@ -90,20 +88,18 @@ def experts_without_memory(
 
 def calls_of(
     experts: ExpertWeights, num_experts: int, num_topk: int, max_tokens: int, num_ranks: int,
-    presum: bool | None = None, fused: bool | None = None,
+    presum: bool | None = None,
 ) -> list[Call]:  # fmt: skip
     """Return the calls of a layer on one GPU; of several ranks over NVLink, of each whose kernels may differ.
 
-    presum, fused: of `ExpertParallel`. Raises ValueError for sizes or experts that can't be.
+    presum: of `ExpertParallel`. Raises ValueError for sizes or experts that can't be.
     """
     if num_ranks == 1:
         return [LayerCall(experts, num_topk, (ids, ROUTED[1])) for ids in IDS]
     if experts.hidden % 16:
         raise ValueError(f"--hidden: expected a multiple of 16 with --ranks, got {experts.hidden}")
-    if fused:
-        refuse_unfused([supports_fused(experts, num_topk)])
     layout = SharedLayout(num_ranks, num_experts, max_tokens, num_topk, experts.hidden, experts.format)
-    layout = with_paths(layout, experts.intermediate, presum, fused)
+    layout = with_presum(layout, experts.intermediate, presum)
     offsets = tuple(range(0, num_experts + 1, num_experts // num_ranks))
     # Triton compiles another kernel for a number that is 1, or a multiple of 16.
     kinds = {tuple((x == 1, x % 16 == 0) for x in (rank, offsets[rank])): rank for rank in range(num_ranks)}

@@ -2,7 +2,7 @@
 
 stage_tokens   this rank's tokens, quantised, to where peers read them; slots counted and ranked
 send_routing   slots to every peer, wait for theirs, compute where rows go
-pull_rows      peers' tokens -> domain.rows, sorted by (expert, source rank, slot); with `fused` by a later launch
+pull_rows      peers' tokens -> domain.rows, sorted by (expert, source rank, slot)
 """
 
 from dataclasses import dataclass
@@ -38,14 +38,10 @@ class RankedSlots:
 
 
 def dispatch(domain: Domain, tokens: torch.Tensor, topk_weights: torch.Tensor, topk_ids: torch.Tensor) -> None:
-    """Send this rank's tokens [M, H] bf16 to their experts' ranks; fill domain.rows with the tokens for its own.
-
-    With `layout.fused` rows aren't pulled yet, unless this rank has no experts: the pull only notes the load then.
-    """
+    """Send this rank's tokens [M, H] bf16 to their experts' ranks; fill domain.rows with the tokens for its own."""
     ranked = stage_tokens(domain, tokens, topk_ids)
     send_routing(domain, topk_ids.contiguous(), topk_weights.contiguous(), ranked)
-    if not domain.layout.fused or not domain.num_local:
-        pull_rows(domain)
+    pull_rows(domain)
 
 
 def refuse(domain: Domain) -> None:

@@ -10,20 +10,16 @@ import torch
 import torch.distributed as dist
 from torch.distributed.distributed_c10d import PrefixStore
 
-from envoi.moe.one_launch.config import FORMAT
 from envoi.moe.parallel import gathered, gathered_device, hosts_device, nvlink, symmetric_memory
 from envoi.moe.parallel.collectives import Channel, gather_texts
-from envoi.moe.parallel.fused import supports_fused
 from envoi.moe.parallel.hosts import Grid
 from envoi.moe.parallel.opening import OPENING, first_error
 from envoi.moe.parallel.symmetric_memory import Domain, SharedLayout
-from envoi.plan.fused import pays as fused_pays
 from envoi.plan.presum import pays as presum_pays
 from envoi.types import ExpertWeights
 
 Buffers = gathered_device.Buffers | hosts_device.Buffers
 NVLINK = "all ranks reach each other's memory"
-STAGED, FUSED = "the pull is a launch of its own", "pull, L1 and L2 are one launch (fused)"
 BY_HOST = "ranks are grouped by host"
 # Objects of equal sizes, such as those of a model's layers, use the same memory in turn.
 _domains: "weakref.WeakValueDictionary[tuple, Domain]" = weakref.WeakValueDictionary()
@@ -55,33 +51,23 @@ def new_domain(owner: Owner, layout: SharedLayout, group: dist.ProcessGroup) -> 
 
 
 def open_domain(
-    owner: Owner, experts: ExpertWeights, layout: SharedLayout, group: dist.ProcessGroup, fused: bool | None
+    owner: Owner, experts: ExpertWeights, layout: SharedLayout, group: dist.ProcessGroup
 ) -> tuple[Domain | None, str]:
-    """Return memory over NVLink, that of an earlier object if all ranks have it; or None, and the reason. Collective.
-
-    With layout.fused pull and experts are one launch; if a rank can't do that, they aren't, or with fused=True every
-    rank raises ValueError.
-    """
+    """Return memory over NVLink, an earlier object's if all ranks have it; or None, and the reason. Collective."""
     refusals = gather_texts(owner.channel, nvlink.supports_kernels(experts), OPENING)
     names = gather_texts(owner.channel, platform.node(), OPENING)
     if any(refusals) or len(set(names)) > 1:
         return None, next(filter(None, refusals), "the ranks are on several hosts")
-    if layout.fused:
-        reasons = gather_texts(owner.channel, supports_fused(experts, layout.num_topk), OPENING)
-        if fused:
-            refuse_unfused(reasons)
-        layout = replace(layout, fused=not any(reasons))
     key = tuple(owner.channel.watch.ranks), layout, owner.expert_offsets, owner.timeout_s
     domain = _domains.get(key)
     if domain is not None and any(domain.codes[0]):
         domain = None  # a rank was lost: the flags can't be trusted any more
-    why = f"{NVLINK}; {FUSED if layout.fused else STAGED}"
     if all(gather_texts(owner.channel, "known" if domain is not None else "", OPENING)):
-        return domain, why
+        return domain, NVLINK
     domain, failed = new_domain(owner, layout, group)
     if domain is not None:
         _domains[key] = domain
-    return domain, failed or why
+    return domain, failed or NVLINK
 
 
 def exchange_of(domain: Domain | None, buffers: Buffers | None, room: gathered.Room | None) -> tuple[bool, str]:
@@ -95,23 +81,12 @@ def exchange_of(domain: Domain | None, buffers: Buffers | None, room: gathered.R
     return (False, "counted") if domain is None else (domain.layout.presum, "memory")
 
 
-def with_paths(layout: SharedLayout, intermediate: int, presum: bool | None, fused: bool | None) -> SharedLayout:
-    """Return the layout with `presum` and `fused` of `ExpertParallel`; None = if it is predicted to be faster."""
-    sizes = layout.hidden, intermediate, layout.num_topk, layout.max_tokens
+def with_presum(layout: SharedLayout, intermediate: int, presum: bool | None) -> SharedLayout:
+    """Return the layout with `presum` of `ExpertParallel`; None = if it is predicted to be faster."""
     if presum is None:
+        sizes = layout.hidden, intermediate, layout.num_topk, layout.max_tokens
         presum = presum_pays(*sizes, layout.num_ranks, layout.format)
-    if fused is None:
-        fused = fused_pays(*sizes, layout.format)
-    return replace(layout, presum=presum, fused=fused)
-
-
-def refuse_unfused(reasons: list[str]) -> None:
-    """Raise ValueError if one of these is a reason why pull and experts can't be one launch."""
-    for reason in filter(None, reasons):
-        raise ValueError(
-            f"fused: expected gated experts in {FORMAT} on Hopper GPUs that reach each other's memory, for True; "
-            f"got {reason}"
-        )
+    return replace(layout, presum=presum)
 
 
 def open_gathered(owner: Owner, layout: SharedLayout, group: dist.ProcessGroup) -> gathered_device.Buffers | None:

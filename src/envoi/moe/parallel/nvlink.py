@@ -4,8 +4,6 @@
     experts     L1 -> L2, as on one rank; L2 sends each row to its slot   `envoi.moe.experts`
     combine     wait for the peers' rows, sum them                        `envoi.moe.parallel.combine`
 
-With `layout.fused` the pull and the experts are one launch: `envoi.moe.one_launch`.
-
 The next call reuses the memory without a further barrier: a rank stages its next tokens only after all ranks have
 passed the combine barrier, so after all have pulled; and it runs its next L2 only after all have sent their next
 routing, so after all have summed. Within a rank the order of one stream keeps calls apart.
@@ -19,7 +17,6 @@ from envoi.moe.layer import has_kernels
 from envoi.moe.parallel import dispatch as dispatch_step
 from envoi.moe.parallel.combine import combine, combine_barrier
 from envoi.moe.parallel.dispatch import dispatch
-from envoi.moe.parallel.fused import run_fused
 from envoi.moe.parallel.symmetric_memory import Domain
 from envoi.spans import span
 from envoi.types import ExpertWeights
@@ -48,16 +45,12 @@ def run_layer(
 def run_local_experts(domain: Domain, experts: ExpertWeights, num_slots: int) -> torch.Tensor:
     """Run this rank's experts on domain.rows. L2 sends rows to their slots; with presum they are returned.
 
-    With `layout.fused` the launch fills domain.rows first; a rank without experts has none to fill.
     num_slots: this rank's slots, an estimate of the others'; only the choice of a config depends on it.
     """
     layout = domain.layout
     expected = layout.num_ranks * (num_slots or layout.room) * domain.num_local // layout.num_experts
     to = None if layout.presum else domain.row_destinations
     grouping = Grouping(write_tail=False, expected=expected, to=to)
-    if layout.fused and domain.num_local:
-        with span("pull, L1 and L2"):
-            return run_fused(domain, experts, grouping)
     return run_experts(domain.rows, domain.row_weights, domain.offsets, experts, grouping, domain.progress)
 
 

@@ -52,7 +52,7 @@ class SharedLayout:
     """Sizes that all ranks of a group agree on, and the layout of the memory that follows from them.
 
     max_tokens: of a rank; num_topk: slots of a token, at most. format: of the experts. presum: a rank sums the rows of
-    a token before it sends them back. fused: pull and experts are one launch, see `fused`."""
+    a token before it sends them back."""
 
     num_ranks: int
     num_experts: int
@@ -61,7 +61,6 @@ class SharedLayout:
     hidden: int
     format: str
     presum: bool = False
-    fused: bool = field(default=False, kw_only=True)
 
     @property
     def room(self) -> int:

@@ -17,7 +17,6 @@ from envoi.table import align, number
 STEP = "trace"
 NUM_WARMUPS = 5  # replays before the one that is recorded
 CONSUMERS = tuple(Role(f"consumer {number}", ("wait", "mainloop", "epilogue")) for number in range(2))
-PULL = tuple(Role(f"consumer {number} in the pull", ("pull", "wait"), "pull") for number in range(2))
 
 
 def roles_in(phase: str) -> tuple[Role, ...]:
@@ -31,7 +30,7 @@ KERNELS: dict[str, tuple[str, tuple[Role, ...]]] = {
     "stage_tokens_kernel": ("stage tokens", (Role("program", ("stage",)),)),
     "send_routing_kernel": ("send routing", (Role("program", ("send", "wait", "place")),)),
     "pull_kernel": ("pull", (Role("program", ("pull",)),)),
-    "fused_kernel": ("experts", (*roles_in("L1"), *roles_in("L2"), *PULL)),
+    "fused_kernel": ("experts", (*roles_in("L1"), *roles_in("L2"))),
     "gemm_kernel": ("L1", (*CONSUMERS, Role("producer", ("load",)))),
     "quantize_kernel": ("quantise", (Role("program", ("quantise",)),)),
     "send_partial_sums_kernel": ("send sums", (Role("program", ("send",)),)),

@@ -1,10 +1,8 @@
-"""Warm-up across ranks: each rank of a host compiles a share of the kernels, and loads all that it needs."""
+"""Warm-up across ranks: each rank compiles what it needs, unless another of its host has, and loads it."""
 
-import json
 import platform
 import time
-from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
@@ -21,20 +19,17 @@ from envoi.moe.parallel.collectives import Channel, gather_texts
 from envoi.moe.parallel.hosts import Grid
 from envoi.moe.parallel.symmetric_memory import Domain, SharedLayout, allocate
 from envoi.moe.permute import empty_rows
-from envoi.moe.warm_up import HERE, Compilation, compiles, jobs_for, kept_warnings
+from envoi.moe.warm_up import compile_calls
 from envoi.quant.formats import format_named
-from envoi.runtime.compilers import Compilers, num_cpus, start_ahead, start_here
 from envoi.runtime.devices import Target
-from envoi.runtime.garbage import without_full_collections
 from envoi.runtime.kernel_case import without_memory
 from envoi.runtime.rehearsal import Site, load, load_at, rehearse
+from envoi.runtime.workers import num_cpus
 from envoi.types import ExpertWeights
 
 STEP, FIRST = "warm-up", "first call"
 ALIGNMENT = 16  # for an address or a stride that isn't a multiple Triton compiles another kernel
-HERE_AT_FIRST = 4096  # numbers of tokens that the first call looks at in this process, in 5 s at most
 PATIENCE_S = 1800.0  # for peers that compile
-FIXED_COST = 20_000  # of compiling any kernel, as of so many characters of source: ptxas starts, a launcher is built
 
 
 @dataclass(frozen=True)
@@ -136,21 +131,6 @@ def patient(channel: Channel) -> Iterator[None]:
         control._set_default_timeout(timedelta(seconds=channel.watch.timeout_s))
 
 
-def start_compilers(device: torch.device, max_tokens: int | None, num_topk: int | None) -> None:
-    """Start what compiles, which takes seconds, while the ranks connect, where no kernel was compiled ever before.
-
-    Only for the first object of a process, and if it has the sizes of all calls. Not collective.
-    """
-    num_jobs = jobs_for(None) or num_cpus()
-    if compiles(device) and not unbounded(max_tokens, num_topk) and num_jobs > 1:
-        from envoi.runtime.compiled_marks import any_marked  # not at the top: `import envoi` must not import Triton
-
-        target = Target.of(device)
-        if not any_marked(target):
-            start_ahead(target.arch)
-            start_here(target.arch)
-
-
 def unbounded(max_tokens: int | None, num_topk: int | None) -> str:
     """Return why not all kernels that calls can need are known, or ""."""
     if max_tokens is None or num_topk is None:
@@ -161,52 +141,25 @@ def unbounded(max_tokens: int | None, num_topk: int | None) -> str:
 def compile_together(
     channel: Channel, call: ParallelCall | CountedCall, target: Target, jobs: int | None, progress: bool,
     step: str = STEP,
-) -> dict[str, Site]:  # fmt: skip
-    """Compile what calls with 0 to call.most tokens, or rows, launch on any rank; load what this rank's do. Collective.
+) -> list[Site]:  # fmt: skip
+    """Compile and load what calls with 0 to call.most tokens, or rows, launch on this rank. Collective.
 
-    Peers have timeout_s to come, and may compile for longer. Returns a site for each of this rank's kernels. Raises
-    RuntimeError on every rank if one fails.
+    The ranks of a host begin at different kernels, and find in Triton's disk cache what the others have compiled. Peers
+    have timeout_s to come, and may compile for longer. Returns a site for each kernel. Raises RuntimeError on every
+    rank if one fails.
     """
-    gather_texts(channel, "", step)
-    calls, sites = [call], {}
-    with (
-        patient(channel), kept_warnings(), without_full_collections(),
-        Compilers(target, jobs_for(jobs), ahead=step == STEP) as compilers,
-    ):  # fmt: skip
-        work, numbers = Compilation(compilers, calls, target, True, progress, here=True), range(call.most + 1)
-        compilers.before(work.ends(numbers))
-        on_host, totals = set[str](), [0] * channel.num_ranks  # kernels begun; work of each rank
+    hosts = gather_texts(channel, platform.node(), step)
+    here = [rank for rank, host in enumerate(hosts) if host == platform.node()]
+    start, sites = here.index(channel.rank) / len(here), list[Site]()
 
-        def divide(find: Callable[[], dict[str, Site]], begin: Callable[[dict[str, Site]], None]) -> str:
-            """Find kernels, and begin with this rank's share of those that no rank has begun; return the error."""
-            missing: dict[str, int] = {}  # sizes by digest
+    def make() -> None:
+        count, numbers = jobs or max(1, num_cpus() // len(here)), range(call.most + 1)
+        sites.extend(compile_calls([call], target, numbers, count, progress, for_launch=True, start=start))
+        for site in sites:
+            load_at([call], target, site)
 
-            def look() -> None:
-                sites.update(find() | sites)  # each keeps the site at which it is compiled
-                left = work.left(sites).items()
-                missing.update({digest: site.size for digest, site in left if digest not in on_host})
-
-            failed = _error_of(look)
-            texts = gather_texts(channel, json.dumps([platform.node(), missing]), step)
-            found = [(host, sizes) for host, sizes in map(json.loads, texts)]
-            mine = {digest: sites[digest] for digest in shares(found, totals)[channel.rank]}
-            on_host.update(digest for host, sizes in found if host == platform.node() for digest in sizes)
-            return failed or _error_of(lambda: begin(mine))
-
-        looks: list[Callable[[], dict[str, Site]]] = []
-
-        def begin_most(mine: dict[str, Site]) -> None:
-            looks.append(work.begin(mine, numbers, HERE if step == STEP else HERE_AT_FIRST))
-            work.compile_here()
-
-        def load() -> None:
-            for site in sites.values():
-                load_at(calls, target, site)
-
-        failures = divide(work.most(numbers), begin_most), divide(lambda: looks[0](), work.add)
-        failed = failures[0] or failures[1] or _error_of(work.finish)
-        _raise_first(gather_texts(channel, failed, step), step)  # now all that a peer compiled is in the cache
-        _raise_first(gather_texts(channel, _error_of(load), step), step)
+    with patient(channel):
+        _raise_first(gather_texts(channel, _error_of(make), step), step)
     return sites
 
 
@@ -246,25 +199,6 @@ def _aligned(x: torch.Tensor) -> torch.Tensor:
     """Return x, or a contiguous copy if Triton would compile another kernel for its address or for its rows' stride."""
     rows_fit = x.stride(1) == 1 and (x.stride(0) % ALIGNMENT == 0 or x.stride(0) == x.shape[1])
     return x if rows_fit and x.data_ptr() % ALIGNMENT == 0 else x.clone(memory_format=torch.contiguous_format)
-
-
-def shares(found: Sequence[tuple[str, Mapping[str, int]]], totals: list[int]) -> list[list[str]]:
-    """Return for each rank the digests that it compiles. found: for each rank its host, and its kernels' sizes.
-
-    Every kernel of a host is compiled once there, by one of the ranks that need it: that which has the least to do yet.
-    totals: the work that each rank has already, in characters of source; this function adds to it.
-    """
-    mine: list[list[str]] = [[] for _ in found]
-    for host in dict.fromkeys(host for host, _ in found):
-        ranks = [rank for rank, (where, _) in enumerate(found) if where == host]
-        counts = Counter(item for rank in ranks for item in found[rank][1].items())
-        # Those of one rank alone first, and the larger first.
-        for digest, size in sorted(counts, key=lambda item: (counts[item], -item[1], item[0])):
-            able = [rank for rank in ranks if digest in found[rank][1]]
-            chosen = min(able, key=lambda rank: totals[rank])
-            mine[chosen].append(digest)
-            totals[chosen] += size + FIXED_COST
-    return mine
 
 
 def _error_of(step: Callable[[], None]) -> str:

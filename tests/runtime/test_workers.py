@@ -1,0 +1,115 @@
+"""Processes that compile: results, errors, and how they end. The caller's main program doesn't run in them."""
+
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+from contextlib import suppress
+from pathlib import Path
+
+import pytest
+
+from envoi.runtime import workers
+from envoi.runtime.workers import Workers
+
+ROOT = Path(__file__).resolve().parents[2]
+
+
+def half(item: int) -> int:
+    return item // 2 if item else 1 // item
+
+
+def exit_at_once(item: int) -> None:
+    os._exit(1)
+
+
+def wait_long(path: str) -> None:
+    Path(path).write_text(str(os.getpid()))
+    time.sleep(600)
+
+
+def begin(found: Workers, path: str) -> None:
+    with suppress(RuntimeError):  # that they have ended
+        next(found.map(wait_long, [path]))
+
+
+def unpicklable(item: int) -> object:
+    return lambda: item
+
+
+def wait_until(condition, seconds: float = 60.0) -> bool:
+    end = time.monotonic() + seconds
+    while not condition() and time.monotonic() < end:
+        time.sleep(0.05)
+    return condition()
+
+
+def has_ended(pid: int) -> bool:
+    """Tell whether no process has this id, or only a dead one that nobody has waited for."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()[0] == "Z"
+    except FileNotFoundError:
+        return True
+
+
+def test_results_and_errors():
+    with Workers("sm_90", 2) as found:
+        assert dict(found.map(half, [4, 6, 9])) == {4: 2, 6: 3, 9: 4}
+        assert None in dict(found.map(exit_at_once, [1, 2])).values(), "their process died"
+        assert dict(found.map(half, [8])) == {8: 4}, "others work on"
+        with pytest.raises(AttributeError, match="pickle"):
+            list(found.map(unpicklable, [1]))
+        with pytest.raises(ZeroDivisionError):
+            list(found.map(half, [0]))
+
+
+@pytest.mark.parametrize("end", ["context", "caller"])
+def test_they_end_whatever_they_do(tmp_path, end):
+    """Test that workers in the middle of their work end with the context, or when the caller was killed."""
+    path = tmp_path / "pid"
+    code = "from tests.runtime.test_workers import *\nwith Workers('sm_90', 1) as found: "
+    code += f"next(found.map(wait_long, [{str(path)!r}]))"
+    if end == "caller":
+        caller = subprocess.Popen([sys.executable, "-c", code], cwd=ROOT)
+        assert wait_until(path.exists)
+        caller.kill()
+        caller.wait()
+    else:
+        with Workers("sm_90", 1) as found:
+            threading.Thread(target=begin, args=(found, str(path)), daemon=True).start()
+            assert wait_until(path.exists)
+    assert wait_until(lambda: has_ended(int(path.read_text())))
+
+
+def test_their_end_is_an_error():
+    with Workers("sm_90", 1) as found:
+        os.killpg(found._process.pid, signal.SIGKILL)
+        found._process.wait()
+        with pytest.raises(RuntimeError, match="have ended"):
+            list(found.map(half, [4]))
+
+
+UNGUARDED = """
+import sys
+print("main", flush=True)
+sys.path[:0] = [{src!r}, {root!r}]
+from envoi.runtime.workers import Workers
+from tests.runtime.test_workers import half
+with Workers("sm_90", 2) as found:
+    print(sorted(result for _, result in found.map(half, [4, 6])))
+"""
+
+
+def test_the_main_program_runs_once_though_nothing_guards_it(tmp_path):
+    program = tmp_path / "program.py"
+    program.write_text(UNGUARDED.format(src=str(ROOT / "src"), root=str(ROOT)))
+    done = subprocess.run([sys.executable, program], capture_output=True, text=True, check=True)
+    assert done.stdout.splitlines() == ["main", "[2, 3]"]
+
+
+def test_where_no_process_can_be_started_that_is_an_error(monkeypatch):
+    monkeypatch.setattr(workers.sys, "executable", "/nowhere/python")
+    with pytest.raises(OSError, match="nowhere"):
+        Workers("sm_90", 2)
