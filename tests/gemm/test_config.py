@@ -11,7 +11,7 @@ from envoi.epilogue.lower import lower
 from envoi.gemm.hopper import config as configs
 from envoi.gemm.hopper import time_model
 from envoi.gemm.hopper.candidates import candidates, default_config
-from envoi.gemm.hopper.config import Config, Problem, shared_bytes, supports
+from envoi.gemm.hopper.config import Config, Problem, shared_bytes, why_not
 from envoi.gemm.hopper.pairs import pairs_pay
 from envoi.gemm.hopper.time_model import predicted_cycles
 from envoi.gemm.hopper.tune import rounded
@@ -33,7 +33,7 @@ SQUARE, WIDE = Config(64, 2, 128, 128, 6, num_store_buffers=2), Config(64, 2, 12
     ],
 )
 def test_problems_that_wide_tiles_refuse(problem, words):
-    assert supports(problem, WIDE, STORE) == words
+    assert why_not(problem, WIDE, STORE) == words
 
 
 @pytest.mark.parametrize(
@@ -49,7 +49,7 @@ def test_problems_that_wide_tiles_refuse(problem, words):
     ],
 )
 def test_wide_tiles_that_nothing_can_run(change, words):
-    assert supports(SCALED, replace(WIDE, **change), STORE).startswith(words)
+    assert why_not(SCALED, replace(WIDE, **change), STORE).startswith(words)
 
 
 def test_a_wide_tile_is_as_large_as_a_square_one():
@@ -87,7 +87,7 @@ def test_candidates_fit(rows, element_bytes):
             found = candidates(problem, STORE)
             assert found
             for config in found:
-                assert not supports(problem, config, STORE)
+                assert not why_not(problem, config, STORE)
                 assert shared_bytes(problem, config, STORE) <= SHARED_BYTES
                 assert not config.wide_tail_tiles or (scaled and groups and rows > 64 and config.num_stages == 5)
 
@@ -182,7 +182,7 @@ def test_tiles_overlap_only_in_plain_gemms_without_sums_of_rows():
     assert any(config.tiles_overlap for config in candidates(plain, maxima))
     grouped = replace(plain, num_groups=8)
     assert not any(config.tiles_overlap for config in candidates(grouped, STORE))
-    assert supports(grouped, TWO_HIGH, STORE) == "tiles_overlap: expected False in a grouped GEMM, got True"
+    assert why_not(grouped, TWO_HIGH, STORE) == "tiles_overlap: expected False in a grouped GEMM, got True"
 
 
 # Three consumers
@@ -190,13 +190,13 @@ def test_tiles_overlap_only_in_plain_gemms_without_sums_of_rows():
 
 def test_three_consumers_share_plain_tiles_only():
     plain = Problem(1000, 2880, 4096, 2)
-    assert supports(plain, THREE_HIGH, STORE) == ""
+    assert why_not(plain, THREE_HIGH, STORE) == ""
     assert (THREE_HIGH.block_m, THREE_HIGH.block_n) == (192, 128)
     for other in (replace(plain, num_groups=8), replace(plain, element_bytes=1, scaled=True)):
-        assert supports(other, replace(THREE_HIGH, tiles_overlap=False), STORE).startswith("num_consumers: expected at")
+        assert why_not(other, replace(THREE_HIGH, tiles_overlap=False), STORE).startswith("num_consumers: expected at")
     for config in (replace(THREE_HIGH, block_y=256), replace(THREE_HIGH, rows_per_consumer=128, num_warps=8)):
-        assert supports(plain, config, STORE).startswith("consumers: expected at most 64 accumulators a thread")
-    assert supports(plain, replace(THREE_HIGH, pingpong=True), STORE) == "pingpong: expected 2 consumers, got 3"
+        assert why_not(plain, config, STORE).startswith("consumers: expected at most 64 accumulators a thread")
+    assert why_not(plain, replace(THREE_HIGH, pingpong=True), STORE) == "pingpong: expected 2 consumers, got 3"
 
 
 # Two accumulators a consumer
@@ -210,7 +210,7 @@ TWO_WIDTHS = [
 @pytest.mark.parametrize("config", TWO_WIDTHS, ids=Config.label)
 def test_a_tile_of_two_widths_is_a_power_of_two_and_another(config):
     plain = Problem(862, 2880, 4096, 2)
-    assert supports(plain, config, STORE) == ""
+    assert why_not(plain, config, STORE) == ""
     assert config.block_n == config.block_y == config.main_y + config.rest_y
     assert config.rest_y in (32, 64) and config.main_y in (64, 128)
     assert config.rest_y % config.epilogue_columns == config.main_y % config.epilogue_columns == 0
@@ -228,7 +228,7 @@ def test_a_tile_of_two_widths_is_a_power_of_two_and_another(config):
      ({"rows_per_consumer": 128}, "block_y: expected at most 128 accumulators a thread")],
 )  # fmt: skip
 def test_two_widths_are_refused_where_the_kernel_has_one(change, why):
-    assert supports(Problem(862, 2880, 4096, 2), replace(TWO_WIDTHS[1], **change), STORE).startswith(why)
+    assert why_not(Problem(862, 2880, 4096, 2), replace(TWO_WIDTHS[1], **change), STORE).startswith(why)
 
 
 def test_a_tile_of_one_chunk_has_one_store_buffer():
@@ -257,7 +257,7 @@ def test_two_widths_are_candidates_of_plain_gemms_alone():
     assert {config.pingpong for config in found} == {False, True}
     for other in (replace(plain, num_groups=8), replace(plain, element_bytes=1, scaled=True)):
         assert not any(config.rest_y for config in candidates(other, STORE))
-        assert supports(other, replace(TWO_WIDTHS[2], block_k=128, num_stages=2), STORE).startswith("block_y: expected")
+        assert why_not(other, replace(TWO_WIDTHS[2], block_k=128, num_stages=2), STORE).startswith("block_y: expected")
 
 
 def test_a_second_instruction_of_32_columns_takes_more_than_half_of_64():
@@ -347,7 +347,7 @@ def test_column_operands_are_loaded_ahead_where_that_costs_no_stage():
 def test_column_operands_of_two_widths_have_a_buffer_of_a_power_of_two(width, kept):
     problem, code = Problem(862, 2880, 4096, 2), lowered(library.scale_bias_relu.ir, True)
     chosen = configs.fitted(problem, Config(64, 2, width, 64, 8, pingpong=True, epilogue_columns=32), code)
-    assert chosen.columns_ahead and supports(problem, chosen, code) == ""
+    assert chosen.columns_ahead and why_not(problem, chosen, code) == ""
     without = replace(chosen, columns_ahead=False)
     assert shared_bytes(problem, chosen, code) - shared_bytes(problem, without, code) == 2 * kept * 4
 
@@ -356,7 +356,7 @@ def test_column_operands_are_not_loaded_ahead_with_the_features_on_the_m_side():
     problem, code = Problem(16, 4096, 4096, 2), lowered(library.scale_bias_relu.ir, False)
     swapped = [config for config in candidates(problem, code) if config.swap_ab]
     assert swapped and not any(config.columns_ahead for config in swapped)
-    assert supports(problem, replace(swapped[0], columns_ahead=True), code).startswith("columns_ahead: expected False")
+    assert why_not(problem, replace(swapped[0], columns_ahead=True), code).startswith("columns_ahead: expected False")
 
 
 @pytest.mark.parametrize("layout", ["interleaved", "concat"])

@@ -44,7 +44,7 @@ from envoi.epilogue.library import (
 from envoi.gemm import gemm, grouped_gemm
 from envoi.gemm.by_torch import spread_columns
 from envoi.gemm.hopper import tune
-from envoi.gemm.hopper.config import Config, fitted, supports
+from envoi.gemm.hopper.config import Config, fitted, why_not
 from envoi.gemm.reference import cut_rows, oracle, pick_expert
 from envoi.quant import dequantize
 from envoi.quant import quantize as cast_to
@@ -403,7 +403,7 @@ def test_tiles_that_overlap_have_the_bits_of_tiles_that_do_not(M, name, ep, monk
 
         def choose(problem, code, *_, overlap=overlap):
             config = replace(fitted(problem, OVERLAPPING[name], code), tiles_overlap=overlap)
-            if why := supports(problem, config, code):
+            if why := why_not(problem, config, code):
                 pytest.skip(why)
             return config
 

@@ -150,7 +150,7 @@ def test_factors_of_blocks_in_powers_of_two(counts):
     sf = torch.exp2(torch.randint(-9, 9, weights.sf.shape, device="cuda").float())
     sf[0, 0, 0], sf[1, 1, 1] = 2.0**-127, torch.nan
     floats, powers = (QuantTensor(weights.values, x, (128, 128)) for x in (sf, sf.to(torch.float8_e8m0fnu)))
-    assert not host.supports_hopper(rows, powers, HALVES["plain"].ir)
+    assert not host.why_not_hopper(rows, powers, HALVES["plain"].ir)
     for ending in (HALVES["plain"], PAIRS["plain"]):
         found = [grouped_gemm(rows, x, offsets_of(COUNTS[counts]), ending) for x in (floats, powers)]
         assert_same_bits(*found)

@@ -11,7 +11,7 @@ from envoi.gemm.grouping import EXPERTS_ROWS
 from envoi.gemm.hopper import cases as hopper_cases
 from envoi.gemm.hopper import host
 from envoi.gemm.hopper.cases import Case, Inputs
-from envoi.gemm.hopper.config import Config, supports
+from envoi.gemm.hopper.config import Config, why_not
 from envoi.gemm.hopper_mx import host as hopper_mx
 from envoi.gemm.hopper_w4a16 import many
 from envoi.runtime.tma import halves_descriptor, tma_ready
@@ -49,7 +49,7 @@ def in_powers(given: Inputs) -> Inputs:
 def compiled(given: Inputs, config: Config | None = None) -> Binary:
     call, chosen = hopper_cases.planned(given)
     if config is not None:
-        assert supports(host.problem_of(call), config, call.code) == ""
+        assert why_not(host.problem_of(call), config, call.code) == ""
     return compile_launch(hopper_cases.launch_with(call, config or chosen), "sm_90")
 
 
@@ -125,19 +125,19 @@ def test_other_configs_compile(name):
 def test_configs_that_cant_take_halves():
     call, config = hopper_cases.planned(concat(DENSE))
     problem, why = host.problem_of(call), "block_y: expected at least 16, and split_k 1, for an epilogue of halves"
-    assert supports(problem, config, call.code) == ""
-    assert supports(problem, replace(config, split_k=2), call.code).startswith(why)
+    assert why_not(problem, config, call.code) == ""
+    assert why_not(problem, replace(config, split_k=2), call.code).startswith(why)
     narrow = Config(64, 1, 8, 64, 4, epilogue_columns=8)
-    assert supports(problem, narrow, call.code).startswith(why)
+    assert why_not(problem, narrow, call.code).startswith(why)
     plain, _ = hopper_cases.planned(hopper_cases.inputs(DENSE))
-    assert not supports(problem, narrow, plain.code).startswith(why)
+    assert not why_not(problem, narrow, plain.code).startswith(why)
 
 
 @pytest.mark.parametrize("format", ["mxfp8", "mxfp4", "mxfp4_mxfp8"])
 def test_kernels_of_mx_weights_read_interleaved_ones_only(format):
     given = hopper_cases.inputs(replace(FEW, format=format))
-    assert hopper_mx.supports_mx(given.a, given.b, CONCAT.ir) == "halves of the weights' rows"
-    assert hopper_mx.supports_mx(given.a, given.b, INTERLEAVED.ir) == ""
+    assert hopper_mx.why_not_mx(given.a, given.b, CONCAT.ir) == "halves of the weights' rows"
+    assert hopper_mx.why_not_mx(given.a, given.b, INTERLEAVED.ir) == ""
     fragments = replace(given.b, order="fragments")
     if format == "mxfp4":
         assert many.supports_many(given.a, fragments, CONCAT.ir, EXPERTS_ROWS) == "halves of the weights' rows"
@@ -148,5 +148,5 @@ def test_kernels_of_mx_weights_read_interleaved_ones_only(format):
 def test_halves_of_blocks(rows, reason):
     given = concat(replace(FEW, N=rows, format="fp8_block128"))
     for one in (given, in_powers(given)):
-        assert host.supports_hopper(one.a, one.b, CONCAT.ir) == reason
-        assert host.supports_hopper(one.a, one.b, INTERLEAVED.ir) == ""
+        assert host.why_not_hopper(one.a, one.b, CONCAT.ir) == reason
+        assert host.why_not_hopper(one.a, one.b, INTERLEAVED.ir) == ""

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from envoi.epilogue import library
 from envoi.epilogue.lower import lower
 from envoi.gemm.hopper.cases import Case, inputs, launch_with, planned
-from envoi.gemm.hopper.config import Config, Problem, supports
+from envoi.gemm.hopper.config import Config, Problem, why_not
 from envoi.gemm.hopper.mixed_experts import clamp_share, id_bits
 from envoi.moe.one_launch.config import FEW, SQUARE, WIDE
 from tools.machine_code.compile import compile_launch
@@ -40,9 +40,9 @@ def test_only_experts_are_mixed():
     code = lower(library.store.ir, torch.bfloat16, "gluon", False, False, frozenset())
     config = Config(64, 2, 128, 64, 4, mixed_experts=True)
     grouped, plain = Problem(4096, 512, 512, 2, num_groups=8), Problem(4096, 512, 512, 2)
-    assert supports(grouped, config, code) == ""
-    assert "mixed_experts" in supports(plain, config, code)
-    assert "mixed_experts" in supports(grouped, replace(config, num_consumers=1, swap_ab=True), code)
+    assert why_not(grouped, config, code) == ""
+    assert "mixed_experts" in why_not(plain, config, code)
+    assert "mixed_experts" in why_not(grouped, replace(config, num_consumers=1, swap_ab=True), code)
     assert config.label().endswith("mixed_experts")
 
 

@@ -21,7 +21,7 @@ from envoi.gemm.hopper_mx.config import (
     is_short,
     shared_bytes,
 )
-from envoi.gemm.hopper_mx.host import supports_mx
+from envoi.gemm.hopper_mx.host import why_not_mx
 from envoi.quant.pack import pad_factors
 from envoi.runtime.kernel_case import Launch
 from envoi.types import QuantTensor
@@ -113,12 +113,12 @@ def test_wide_roles_where_tiles_are_many_and_epilogues_short():
 def test_what_it_does_not_take():
     a = QuantTensor(empty(16, 1024, dtype=E4M3), empty(16, 32, dtype=E8M0), (1, 32))
     b = weights(512, 1024)
-    assert supports_mx(a, b, store.ir) == supports_mx(empty(16, 1024), b, store.ir) == ""
-    assert "tokens" in supports_mx(empty(16, 1024, dtype=torch.float16), b, store.ir)
-    assert supports_mx(a, weights(512, 1024, bits=8), store.ir) == ""
-    assert "weights" in supports_mx(a, QuantTensor(empty(512, 1024, dtype=E4M3), a.sf.float(), (1, 32)), store.ir)
-    assert "256 columns" in supports_mx(a, b, swiglu_fp8.ir)
-    assert "empty" in supports_mx(empty(0, 1024), b, store.ir)
+    assert why_not_mx(a, b, store.ir) == why_not_mx(empty(16, 1024), b, store.ir) == ""
+    assert "tokens" in why_not_mx(empty(16, 1024, dtype=torch.float16), b, store.ir)
+    assert why_not_mx(a, weights(512, 1024, bits=8), store.ir) == ""
+    assert "weights" in why_not_mx(a, QuantTensor(empty(512, 1024, dtype=E4M3), a.sf.float(), (1, 32)), store.ir)
+    assert "256 columns" in why_not_mx(a, b, swiglu_fp8.ir)
+    assert "empty" in why_not_mx(empty(0, 1024), b, store.ir)
 
 
 def test_factors_lie_as_they_are_where_they_can():

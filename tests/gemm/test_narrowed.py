@@ -13,7 +13,7 @@ from envoi.gemm.hopper import cases, host
 from envoi.gemm.hopper import config as configs
 from envoi.gemm.hopper.candidates import candidates, default_config
 from envoi.gemm.hopper.cases import CASES, inputs, planned
-from envoi.gemm.hopper.config import NARROWED, Config, Problem, fitted, supports
+from envoi.gemm.hopper.config import NARROWED, Config, Problem, fitted, why_not
 from envoi.gemm.hopper.kernel import gemm_kernel
 from envoi.gemm.hopper.tile_scheduler import TileScheduler
 from envoi.runtime import triton_compat
@@ -90,7 +90,7 @@ def halved(acc):
 def test_they_are_for_outputs_of_which_every_element_has_its_own_accumulator(code, are_there):
     problem = replace(PLAIN, tma_operand_bytes=2.0 * len(code.tma_operands))
     assert any(config.narrowed for config in candidates(problem, code)) == are_there
-    why = supports(problem, fitted(problem, tile(208), code), code)
+    why = why_not(problem, fitted(problem, tile(208), code), code)
     assert (why == "") == are_there
     assert are_there or why.startswith(
         ("block_y: expected at most 64 tokens or a power of two unless outputs", "epilogue_columns: expected")
@@ -102,8 +102,8 @@ def test_three_consumers_have_fewer_accumulators_in_fp8():
     found = [config for config in candidates(fp8, STORE) if config.narrowed and config.num_consumers == 3]
     assert found and max(config.block_y for config in found) <= 192
     wide = fitted(fp8, tile(200, 3, block_k=128), STORE)
-    assert supports(fp8, wide, STORE).startswith("consumers: expected at most 96 accumulators a thread for three")
-    assert supports(PLAIN, fitted(PLAIN, tile(200, 3), STORE), STORE) == ""
+    assert why_not(fp8, wide, STORE).startswith("consumers: expected at most 96 accumulators a thread for three")
+    assert why_not(PLAIN, fitted(PLAIN, tile(200, 3), STORE), STORE) == ""
 
 
 @pytest.mark.parametrize(
@@ -112,7 +112,7 @@ def test_three_consumers_have_fewer_accumulators_in_fp8():
 def test_they_are_for_plain_products(problem):
     assert not any(config.narrowed for config in candidates(problem, STORE))
     config = tile(208, block_k=128, num_stages=3, epilogue_columns=64)
-    assert supports(problem, config, STORE).startswith("block_y: expected a power of two unless in a plain GEMM")
+    assert why_not(problem, config, STORE).startswith("block_y: expected a power of two unless in a plain GEMM")
 
 
 @pytest.mark.parametrize(
@@ -130,7 +130,7 @@ def test_they_are_for_plain_products(problem):
     ],
 )  # fmt: skip
 def test_others_are_refused(config, why):
-    assert supports(PLAIN, config, STORE).startswith(why)
+    assert why_not(PLAIN, config, STORE).startswith(why)
 
 
 # Few tokens
@@ -169,7 +169,7 @@ def test_sums_of_rows_have_no_tile_that_spills():
 )
 def test_few_tokens_may_be_split_along_k(change, config, why):
     problem, code = replace(PLAIN, M=42, **change), lowered(library.store, tma=False)
-    found = supports(problem, fitted(problem, config, code), code)
+    found = why_not(problem, fitted(problem, config, code), code)
     assert found.startswith(why) and bool(found) == bool(why)
 
 
@@ -261,7 +261,7 @@ def test_two_outputs_and_two_operands(tokens, consumers, pingpong, monkeypatch):
     assert len(call.code.tma_outputs) == len(call.code.tma_operands) == 2
     problem = host.problem_of(call)
     config = fitted(problem, tile(tokens, consumers, pingpong=pingpong), call.code)
-    assert supports(problem, config, call.code) == ""
+    assert why_not(problem, config, call.code) == ""
     binary = compile_launch(cases.launch_with(call, config), "sm_90")
     assert binary.stack_bytes <= (0 if triton_compat.VERSION.startswith("3.6.") else 8)
     assert binary.shared_bytes <= configs.shared_bytes(problem, config, call.code)
@@ -279,7 +279,7 @@ def test_two_outputs_and_two_operands(tokens, consumers, pingpong, monkeypatch):
 def test_instructions_have_the_tiles_width(ep, format, config, instruction):
     call, _ = planned(inputs(cases.Case("any", ep, 385, 4096, 4096, format)))
     config = fitted(host.problem_of(call), config, call.code)
-    assert supports(host.problem_of(call), config, call.code) == ""
+    assert why_not(host.problem_of(call), config, call.code) == ""
     binary = compile_launch(cases.launch_with(call, config), "sm_90")
     assert set(re.findall(r"wgmma\.mma_async\.sync\.aligned\.([\w.]+)", binary.ptx)) == {instruction}
     assert binary.stack_bytes == 0

@@ -10,7 +10,7 @@ from envoi.epilogue import Col, Row, Tile, epilogue, gelu, row_max, row_sum
 from envoi.epilogue.library import absmax, gelu_residual, linear, scale_bias_relu, store, swiglu
 from envoi.epilogue.reference import evaluate
 from envoi.gemm.hopper import host, tune, two_kernels
-from envoi.gemm.hopper.config import Config, fitted, supports
+from envoi.gemm.hopper.config import Config, fitted, why_not
 from envoi.quant import SCHEMES, dequantize, quantize
 from envoi.runtime.devices import num_sms
 from envoi.types import Matrix, QuantTensor
@@ -47,7 +47,7 @@ def run(a: Matrix, b: Matrix, ep, operands: dict, config: Config, out_dtype: tor
 
     def forced(problem, code, *_):
         chosen = fitted(problem, config, code)
-        assert supports(problem, chosen, code) == ""
+        assert why_not(problem, chosen, code) == ""
         return chosen
 
     with pytest.MonkeyPatch.context() as patch:

@@ -15,7 +15,7 @@ from envoi.gemm.hopper import host
 from envoi.gemm.hopper import pairs as paired
 from envoi.gemm.hopper.candidates import candidates
 from envoi.gemm.hopper.cases import Case
-from envoi.gemm.hopper.config import Config, Problem, shared_bytes, supports
+from envoi.gemm.hopper.config import Config, Problem, shared_bytes, why_not
 from envoi.gemm.hopper.pairs import pairs_pay, quantizes_in_pairs, use_pairs
 from envoi.gemm.hopper.tile_scheduler import corner_in_expert, tile_in_pairs, units_in_pairs
 from envoi.gemm.hopper.time_model import predicted_cycles
@@ -148,13 +148,13 @@ def test_pairs_are_stored_by_the_kernel_itself():
     ],
 )
 def test_configs(config, problem, words):
-    why = supports(problem, config, PAIRED)
+    why = why_not(problem, config, PAIRED)
     assert why.startswith(words) if words else why == ""
 
 
 def test_pairs_are_refused_without_their_epilogue():
     config = replace(SQUARE, epilogue_columns=64)
-    assert supports(PROBLEM, config, STORED) == "paired_tiles: expected False for this epilogue, got True"
+    assert why_not(PROBLEM, config, STORED) == "paired_tiles: expected False for this epilogue, got True"
 
 
 @pytest.mark.parametrize("rows", [1, 16, 64, 96, 192, 384, 1536])
@@ -227,7 +227,7 @@ def test_rows_of_one_pair_more_than_a_round_dont_pay():
 def test_kernels_spill_nothing(name, config, num_experts):
     case = Case("x", name, 48 * num_experts, 4096, 4096, "fp8_block128", num_experts, write_tail=False)
     call, _ = hopper_cases.planned(hopper_cases.inputs(case))
-    assert supports(host.problem_of(call), config, call.code) == ""
+    assert why_not(host.problem_of(call), config, call.code) == ""
     binary = compile_launch(hopper_cases.launch_with(call, config), "sm_90")
     assert binary.stack_bytes == 0
     consumers = config.num_consumers

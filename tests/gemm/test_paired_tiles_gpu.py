@@ -11,7 +11,7 @@ from envoi.gemm import grouped_gemm
 from envoi.gemm.backend import run_kernels
 from envoi.gemm.grouping import EXPERTS_ROWS
 from envoi.gemm.hopper import tune
-from envoi.gemm.hopper.config import Config, fitted, supports
+from envoi.gemm.hopper.config import Config, fitted, why_not
 from envoi.gemm.hopper.pairs import use_pairs
 from envoi.moe import moe
 from envoi.moe.permute import quantize_rows
@@ -93,7 +93,7 @@ def config(request, monkeypatch):
 
     def forced(problem, code, *_):
         one = fitted(problem, replace(chosen, paired_tiles=code.paired), code)
-        assert supports(problem, one, code) == ""
+        assert why_not(problem, one, code) == ""
         return one
 
     monkeypatch.setattr(tune, "choose", forced)

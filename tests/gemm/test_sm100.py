@@ -10,7 +10,7 @@ from envoi.cases import kernel_cases
 from envoi.epilogue import library
 from envoi.epilogue.lower import lower
 from envoi.gemm.blackwell import cases, host, sf_layout
-from envoi.gemm.blackwell.config import BlackwellConfig, BlackwellProblem, shared_bytes, supports
+from envoi.gemm.blackwell.config import BlackwellConfig, BlackwellProblem, shared_bytes, why_not
 from envoi.runtime.devices import SHARED_BYTES
 from tools.machine_code import gate
 from tools.machine_code.compile import compile_launch
@@ -147,7 +147,7 @@ SCALED = BlackwellProblem(4096, 4096, 7168, 8, 8, sf_group=32)
     ],
 )
 def test_refusals(change, words):
-    reason = supports(PROBLEM, dataclasses.replace(PLAIN, **change), STORE)
+    reason = why_not(PROBLEM, dataclasses.replace(PLAIN, **change), STORE)
     assert reason.startswith(words) if words else not reason
 
 
@@ -163,24 +163,24 @@ def test_refusals(change, words):
 )
 def test_refusals_of_scale_factors(change, words):
     config = dataclasses.replace(BlackwellConfig(256, 128, 4, sf_group=32), **change)
-    reason = supports(SCALED, config, STORE)
+    reason = why_not(SCALED, config, STORE)
     assert reason.startswith(words) if words else not reason
 
 
 def test_refusals_of_problems():
     cut = dataclasses.replace(PLAIN, split_k=2)
-    assert "K: expected at least 1" in supports(dataclasses.replace(PROBLEM, K=0), PLAIN, STORE)
-    assert "split_k: expected 1 in a grouped" in supports(dataclasses.replace(PROBLEM, num_groups=8), cut, STORE)
+    assert "K: expected at least 1" in why_not(dataclasses.replace(PROBLEM, K=0), PLAIN, STORE)
+    assert "split_k: expected 1 in a grouped" in why_not(dataclasses.replace(PROBLEM, num_groups=8), cut, STORE)
     padded = dataclasses.replace(SCALED, padded=True, K=96)
-    assert "FP4 beside FP8" in supports(padded, BlackwellConfig(128, 128, 4, sf_group=32), STORE)
+    assert "FP4 beside FP8" in why_not(padded, BlackwellConfig(128, 128, 4, sf_group=32), STORE)
     quantised = lower(library.swiglu_fp8.ir, BF16, "gluon", False, True, frozenset())
     words = "epilogue_columns: expected a multiple of 256 columns for this epilogue, got 64"
-    assert supports(PROBLEM, PLAIN, quantised) == words
+    assert why_not(PROBLEM, PLAIN, quantised) == words
     concat = library.expert_l1("swiglu", None, False, None, "concat")
     halves = lower(concat.ir, BF16, "gluon", False, True, frozenset())
-    assert supports(PROBLEM, PLAIN, halves) == "epilogue: expected one that takes pairs of columns, got one of halves"
+    assert why_not(PROBLEM, PLAIN, halves) == "epilogue: expected one that takes pairs of columns, got one of halves"
     whole = lower(library.absmax.ir, BF16, "gluon", True, True, frozenset())
-    assert "whole rows of 4096 columns" in supports(PROBLEM, PLAIN, whole)
+    assert "whole rows of 4096 columns" in why_not(PROBLEM, PLAIN, whole)
 
 
 def test_a_launch_that_cant_fit_says_why():
@@ -191,11 +191,11 @@ def test_a_launch_that_cant_fit_says_why():
 
 def test_tensor_memory_that_is_refused_isnt_there(monkeypatch):
     # Compiled without a launch, such a kernel traps at the allocation; the code after it is removed.
-    monkeypatch.setattr(host, "supports", lambda problem, config, code: "")
+    monkeypatch.setattr(host, "why_not", lambda problem, config, code: "")
     config = BlackwellConfig(256, 128, 3, sf_group=32, epilogue_columns=32)
     for num_accumulators, there in ((1, True), (2, False)):
         cut = dataclasses.replace(config, num_accumulators=num_accumulators)
-        assert bool(supports(SCALED, cut, STORE)) != there
+        assert bool(why_not(SCALED, cut, STORE)) != there
         record, _ = build(library.store, cut, dtypes=(F8, F8))
         assert ("tensor memory load" in record.families) == there
 

@@ -128,9 +128,9 @@ def test_the_choice_follows_the_model_of_time():
 def test_groups_need_no_row_to_fit():
     """A group is 128 columns: rows of any length are quantised, also where no tile holds what makes a group."""
     a, b = matrix("fp8_1x128", 64, 2048), matrix("fp8_128x128", 32768, 2048)
-    assert host.supports_hopper(a, b, swiglu_fp8.ir) == ""
-    assert "rows of 32768 columns" in host.supports_hopper(a, b, by_rows.ir)
-    assert "rows of 32768 columns" in host.supports_hopper(a, b, with_a_sum.ir)  # the second kernel holds whole rows
+    assert host.why_not_hopper(a, b, swiglu_fp8.ir) == ""
+    assert "rows of 32768 columns" in host.why_not_hopper(a, b, by_rows.ir)
+    assert "rows of 32768 columns" in host.why_not_hopper(a, b, with_a_sum.ir)  # the second kernel holds whole rows
 
 
 @epilogue

@@ -47,7 +47,7 @@ def few(monkeypatch) -> list[str]:
 def by_many(packed: ExpertWeights, layer: Layer, monkeypatch) -> torch.Tensor:
     """Return what the kernels for many tokens give."""
     with monkeypatch.context() as context:
-        context.setattr(host, "supports_few", lambda *given: "not now")
+        context.setattr(host, "why_not_few", lambda *given: "not now")
         return run_layer(layer.tokens, layer.routing.topk_weights, layer.routing.topk_ids, packed)
 
 

@@ -86,7 +86,7 @@ def test_what_it_does_not_run(forced):
         assert host.takes_one_launch(rows, experts(), EXPERTS_ROWS)
         assert not host.takes_one_launch(rows, experts(), Grouping()), "rows of no expert are written"
     assert not host.takes_one_launch(rows, make().pack("fp8_block128"), EXPERTS_ROWS), "no Hopper GPU"
-    assert host.supports_one_launch(make().pack("bf16")) == "experts in bf16, not fp8_block128"
+    assert host.why_not_one_launch(make().pack("bf16")) == "experts in bf16, not fp8_block128"
 
 
 @pytest.mark.parametrize("hidden", [128, 384, 2816, 7168])
@@ -115,7 +115,7 @@ def test_there_is_a_counter_for_every_unit_of_l1():
 def test_both_gemms_have_the_same_stages(hidden, intermediate, rows, sent):
     with standing_for(HOPPER):
         packed = experts(hidden, intermediate, 4)
-        assert host.supports_one_launch(packed) == ""
+        assert host.why_not_one_launch(packed) == ""
         given = (
             without_memory((8192, hidden), torch.float8_e4m3fn),
             without_memory((8192, hidden // 128), torch.float32),

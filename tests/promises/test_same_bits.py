@@ -12,7 +12,7 @@ from envoi.epilogue.lower import lower
 from envoi.gemm.grouping import ALL_ROWS, INVARIANT_ROWS, NOMINAL_ROWS
 from envoi.gemm.hopper import host
 from envoi.gemm.hopper.candidates import candidates
-from envoi.gemm.hopper.config import Problem, supports
+from envoi.gemm.hopper.config import Problem, why_not
 from envoi.gemm.hopper.tune import choose, use_measured
 from envoi.gemm.triton import host as triton_host
 from envoi.quant import quantize
@@ -116,7 +116,7 @@ def test_measured_configs_that_split_k_are_left_aside():
     assert all(config.split_k == 1 for config in candidates(problem, code))
     splits = [c for c in candidates(dataclasses.replace(problem, whole_k=False), code) if c.split_k > 1]
     assert splits
-    assert "don't depend on the batch" in supports(problem, splits[0], code)
+    assert "don't depend on the batch" in why_not(problem, splits[0], code)
     for measured in (True, False):
         use_measured(measured)
         config = choose(problem, code, NUM_SMS)

@@ -155,16 +155,16 @@ def choose_exchange(setting: Setting) -> dict[str, int]:
     exchange = setting.exchange
     if exchange not in ("memory", "hosts"):
         refused: list[int] = []
-        supports = nvlink.supports_kernels
+        supports = nvlink.why_not_kernels
 
-        def supports_kernels(experts: Any) -> str:
+        def why_not_kernels(experts: Any) -> str:
             """Refuse the memory, which is asked about first, but not the kernels around collectives."""
             refused.append(1)
             return "by choice" if len(refused) % 2 else supports(experts)
 
         api.gathering_pays = lambda *_: exchange.startswith("gathered")
         if exchange == "gathered":
-            api.nvlink.supports_kernels = supports_kernels
+            api.nvlink.why_not_kernels = why_not_kernels
     most = MANY_TOKENS if setting.fault == "out of memory" else LAYER["tokens"]
     return {} if exchange == "counted" else {"max_tokens": most, "num_topk": LAYER["k"]}
 

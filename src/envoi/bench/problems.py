@@ -67,7 +67,7 @@ def label(shape: Shape) -> str:
 
 def refusal(shape: Shape, x: Inputs) -> str:
     """Return why the Hopper kernel can't run this; "" if it can."""
-    return host.supports_hopper(x.a, x.b, (ENDINGS[shape.epilogue].fused or store).ir)
+    return host.why_not_hopper(x.a, x.b, (ENDINGS[shape.epilogue].fused or store).ir)
 
 
 def planned(shape: Shape, num_sms: int, x: Inputs | None = None) -> Planned:

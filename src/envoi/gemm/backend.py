@@ -26,11 +26,11 @@ def run_kernels(
     if kind == "hopper":
         from envoi.gemm.hopper import host as hopper
 
-        if not hopper.supports_hopper(a, b, ir):
+        if not hopper.why_not_hopper(a, b, ir):
             return hopper.run_gemm(a, b, offsets, ir, out_dtype, operands, grouping)
         from envoi.gemm.hopper_mx import host as hopper_mx
 
-        if not hopper_mx.supports_mx(a, b, ir):
+        if not hopper_mx.why_not_mx(a, b, ir):
             return hopper_mx.run_gemm(a, b, offsets, ir, out_dtype, operands, grouping=grouping)
     from envoi.gemm.triton import host as triton
 

@@ -8,7 +8,7 @@ import torch
 from envoi.epilogue.api import Epilogue
 from envoi.epilogue.library import expert_l1, expert_l2, l1_output_scheme
 from envoi.epilogue.lower import Lowered, lower
-from envoi.gemm.blackwell.config import MIN_STAGES, BlackwellConfig, BlackwellProblem, supports
+from envoi.gemm.blackwell.config import MIN_STAGES, BlackwellConfig, BlackwellProblem, why_not
 from envoi.gemm.grouping import EXPERTS_ROWS
 from envoi.plan.expected import rows_per_expert, tiles_per_expert
 from envoi.plan.layer import MoeLayer
@@ -105,12 +105,12 @@ def _experts(layer: MoeLayer) -> ExpertWeights:
 def _few(layer: MoeLayer, nk: tuple[int, int]) -> Blocks | None:
     """Return the tiling of the kernel for few tokens, None where `envoi.moe` takes another; across ranks never."""
     from envoi.gemm.hopper_few.config import FEATURES, TOKENS
-    from envoi.gemm.hopper_few.host import configs_of, supports_few
+    from envoi.gemm.hopper_few.host import configs_of, why_not_few
 
     if layer.num_gpus > 1:
         return None
     experts, call = _experts(layer), (layer.num_tokens, layer.num_topk)
-    if supports_few(experts, *call):
+    if why_not_few(experts, *call):
         return None
     config = configs_of(experts, *call)[0]
     tile = _counted(layer, nk, TOKENS, FEATURES, config.step * config.stage_steps, config.num_stages)
@@ -154,7 +154,7 @@ def _blackwell(layer: MoeLayer, machine: Machine, nk: tuple[int, int], epilogue:
     problem, code = _problem(layer, nk), _code(epilogue)
     configs = [config for width in WIDTHS if (config := _deepest(problem, code, width))]
     if not configs:
-        why = supports(problem, _config(problem, code, WIDTHS[-1], MIN_STAGES), code)
+        why = why_not(problem, _config(problem, code, WIDTHS[-1], MIN_STAGES), code)
         raise ValueError(f"{layer.format} on {machine.arch}, {nk[0]} x {nk[1]}: {why}")
     found = [_counted(layer, nk, c.block_m, c.block_n, c.block_k, c.num_stages) for c in configs]
     return min(found, key=lambda blocks: blocks.rounds(machine.num_sms) * blocks.block_n)
@@ -163,7 +163,7 @@ def _blackwell(layer: MoeLayer, machine: Machine, nk: tuple[int, int], epilogue:
 def _deepest(problem: BlackwellProblem, code: Lowered, width: int) -> BlackwellConfig | None:
     """Return the config with the most stages that fit."""
     configs = (_config(problem, code, width, num_stages) for num_stages in range(MAX_STAGES, MIN_STAGES - 1, -1))
-    return next((config for config in configs if not supports(problem, config, code)), None)
+    return next((config for config in configs if not why_not(problem, config, code)), None)
 
 
 def _config(problem: BlackwellProblem, code: Lowered, width: int, num_stages: int) -> BlackwellConfig:

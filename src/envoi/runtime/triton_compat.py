@@ -124,7 +124,7 @@ def own(kernel: Any) -> None:
     if not isinstance(kernel, JITFunction) or kernel.fn in _owned:
         return
     settled_key(kernel)
-    bind = kernel.device_caches.default_factory
+    bind: Any = kernel.device_caches.default_factory
 
     def bind_and_own() -> Any:
         bound = bind()  # sets the kernel's `compile` to Triton's

@@ -21,7 +21,7 @@ def run_every_way(rank: int, num_ranks: int, way: str) -> list[list[int]]:
     options = {}
     if way != "memory":
         api.gathering_pays = lambda *_: way == "gathered"
-        api.nvlink.supports_kernels = _none_for_memory(api.nvlink.supports_kernels)
+        api.nvlink.why_not_kernels = _none_for_memory(api.nvlink.why_not_kernels)
     ends = [EXPERTS * (r + 1) // num_ranks for r in range(num_ranks)]
     token_ends = [60 * (r + 1) // num_ranks for r in range(num_ranks)]
     first = make(**LAYER)

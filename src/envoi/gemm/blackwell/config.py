@@ -113,7 +113,7 @@ def shared_bytes(problem: BlackwellProblem, config: BlackwellConfig, code: Lower
     return config.num_stages * (operands + factors) + int(buffers) + RESERVED_BYTES
 
 
-def supports(problem: BlackwellProblem, config: BlackwellConfig, code: Lowered) -> str:
+def why_not(problem: BlackwellProblem, config: BlackwellConfig, code: Lowered) -> str:
     """Return why a config can't run this problem with this epilogue, in words; "" if it can."""
     return (
         _why_not_tile(problem, config)

@@ -4,7 +4,7 @@ from typing import Any
 
 import torch
 
-from envoi.gemm.blackwell.config import BlackwellConfig, BlackwellProblem, supports
+from envoi.gemm.blackwell.config import BlackwellConfig, BlackwellProblem, why_not
 from envoi.gemm.hopper.host import Call, as_stored, epilogue_descriptors, max_experts, scratch, units
 from envoi.runtime.math import cdiv
 from envoi.runtime.tma import as_one_matrix, descriptor
@@ -34,7 +34,7 @@ def arguments(call: Call, config: BlackwellConfig, num_sms: int) -> tuple[tuple[
     call.scales: scale factors of a and b along K, each from `sf_layout.pack_sf`, or None.
     """
     problem = problem_of(call)
-    reason = supports(problem, config, call.code)
+    reason = why_not(problem, config, call.code)
     if reason:
         raise ValueError(f"config: {reason} ({config.label()})")
     M, N, num_experts = problem.M, problem.N, problem.num_groups

@@ -14,7 +14,7 @@ from envoi.gemm.hopper.config import (
     Config,
     Problem,
     fitted,
-    supports,
+    why_not,
 )
 from envoi.gemm.hopper.time_model import predicted_cycles
 from envoi.runtime.math import cdiv, next_power_of_2
@@ -70,7 +70,7 @@ def candidates(problem: Problem, code: Lowered) -> list[Config]:
         found += two_widths(k)
         found += narrowed_configs(problem.M, k) if code.elementwise else []
     found = [fitted(problem, config, code) for config in found]
-    return [config for config in dict.fromkeys(found) if not supports(problem, config, code)]
+    return [config for config in dict.fromkeys(found) if not why_not(problem, config, code)]
 
 
 def few_tokens_configs(problem: Problem, code: Lowered, k: int) -> list[Config]:
@@ -95,7 +95,7 @@ def few_tokens_configs(problem: Problem, code: Lowered, k: int) -> list[Config]:
 
 
 def two_widths(k: int) -> list[Config]:
-    """Return configs with two accumulators a consumer, of which a plain GEMM may take those that `supports` allows.
+    """Return configs with two accumulators a consumer, of which a plain GEMM may take those that `why_not` allows.
 
     k: elements of K in a stage.
     """

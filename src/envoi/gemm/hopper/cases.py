@@ -207,7 +207,7 @@ def inputs(case: Case, make: Make = without_memory, offsets: torch.Tensor | None
 
 def planned(given: Inputs) -> tuple[host.Call, Config]:
     """Return the host path's first launch for these inputs on an H200. ValueError if another backend takes them."""
-    refusal = host.supports_hopper(given.a, given.b, given.epilogue.ir)
+    refusal = host.why_not_hopper(given.a, given.b, given.epilogue.ir)
     if refusal:
         raise ValueError(f"epilogue {given.epilogue.ir.name}: the Hopper kernel doesn't take it: {refusal}")
     out_dtype = given.a.dtype if isinstance(given.a, torch.Tensor) else torch.bfloat16

@@ -201,7 +201,7 @@ def are_few(tokens: int, columns: int) -> bool:
     return tokens <= FEW_TOKENS and columns <= MAX_FEW_COLUMNS
 
 
-def supports(problem: Problem, config: Config, code: Lowered) -> str:
+def why_not(problem: Problem, config: Config, code: Lowered) -> str:
     """Return why a config can't run this problem with this epilogue, in words; "" if it can."""
     return (
         _why_not_consumers(config)

@@ -48,7 +48,7 @@ A_SF, B_SF = "a_sf of the GEMM", "b_sf of the GEMM"  # operands' names that no p
 # Supported calls
 
 
-def supports_hopper(a: Matrix, b: Matrix, ir: IR) -> str:
+def why_not_hopper(a: Matrix, b: Matrix, ir: IR) -> str:
     """Return why the Hopper kernel can't run this; "" if it can."""
     if 0 in (*a.shape, *b.shape):
         return "a matrix is empty"

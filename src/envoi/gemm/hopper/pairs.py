@@ -13,7 +13,7 @@ from envoi.gemm.grouping import Grouping
 from envoi.gemm.hopper import tune
 from envoi.gemm.hopper.config import Config, Problem, are_few
 from envoi.gemm.hopper.forced import Choice
-from envoi.gemm.hopper.host import scaling, supports_hopper, takes_pairs
+from envoi.gemm.hopper.host import scaling, takes_pairs, why_not_hopper
 from envoi.gemm.hopper.time_model import COSTS, predicted_cycles
 from envoi.runtime.devices import num_sms
 from envoi.types import Matrix
@@ -35,7 +35,7 @@ def quantizes_in_pairs(rows: Matrix, weights: Matrix, in_pairs: IR, in_bf16: IR,
     False wherever pairs can't be quantised: other formats, N not a multiple of 256, an epilogue without gate and up.
     """
     N, K = weights.shape[-2:]
-    if supports_hopper(rows, weights, in_pairs) or scaling(rows, weights) != "blocks":
+    if why_not_hopper(rows, weights, in_pairs) or scaling(rows, weights) != "blocks":
         return False
     if not takes_pairs(in_pairs, N, weights.shape[0]):
         return False

@@ -16,7 +16,7 @@ from typing import Any, ParamSpec, TypeVar, cast
 from envoi import cache_file, env
 from envoi.epilogue.lower import Lowered
 from envoi.gemm.hopper.candidates import default_config
-from envoi.gemm.hopper.config import Config, Problem, fitted, supports
+from envoi.gemm.hopper.config import Config, Problem, fitted, why_not
 from envoi.gemm.hopper.time_model import predicted_cycles
 from envoi.runtime import prepared
 from envoi.runtime.math import cdiv, next_power_of_2
@@ -75,7 +75,7 @@ def best(problem: Problem, code: Lowered, num_sms: int, shipped_only: bool = Fal
     entries = _entries(shipped_only) if _use_measured else {}
     for entry in (entries.get(key_of(p, code, num_sms)) for p in (problem, _above(problem))):
         config = None if entry is None else fitted(problem, entry, code)
-        if config is not None and not supports(problem, config, code):  # another epilogue's may not suit this one
+        if config is not None and not why_not(problem, config, code):  # another epilogue's may not suit this one
             return config
     return None
 

@@ -53,7 +53,7 @@ class Buffers:
     out: torch.Tensor  # bf16 [num_tokens, H]
 
 
-def supports_few(experts: ExpertWeights, num_tokens: int, num_topk: int) -> str:
+def why_not_few(experts: ExpertWeights, num_tokens: int, num_topk: int) -> str:
     """Return why the kernel for few tokens can't run this, or isn't faster; "" if it can.
 
     Depends on shapes, strides and addresses alone, never on ids.

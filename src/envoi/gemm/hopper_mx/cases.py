@@ -33,7 +33,7 @@ def launch_of(case: Case) -> Launch:
     """Return the launch of a case on an H200. Raises ValueError if another backend takes it."""
     given = inputs(case)
     b, ir = cast(QuantTensor, given.b), given.epilogue.ir
-    refusal = host.supports_mx(given.a, b, ir)
+    refusal = host.why_not_mx(given.a, b, ir)
     if refusal:
         raise ValueError(f"epilogue {ir.name}: the Hopper kernel for MX weights doesn't take it: {refusal}")
     M, N, num_groups = given.a.shape[0], b.shape[-2], 0 if given.offsets is None else b.shape[0]

@@ -26,7 +26,7 @@ from envoi.runtime.tma import as_one_matrix, descriptor, is_tma_ready, tma_ready
 from envoi.types import Matrix, QuantTensor
 
 
-def supports_mx(a: Matrix, b: Matrix, ir: IR) -> str:
+def why_not_mx(a: Matrix, b: Matrix, ir: IR) -> str:
     """Return why the kernel can't run this; "" if it can."""
     if 0 in (*a.shape, *b.shape):
         return "a matrix is empty"
@@ -43,7 +43,7 @@ def supports_mx(a: Matrix, b: Matrix, ir: IR) -> str:
         return "halves of the weights' rows"
     if rows_must_fit(ir):
         N = b.shape[-2]
-        return "whole rows" if N <= triton_host.MAX_TILE_N else triton_host.supports_triton(ir, N)
+        return "whole rows" if N <= triton_host.MAX_TILE_N else triton_host.why_not_triton(ir, N)
     return "" if chunk_columns(ir) <= NARROW else f"a chunk of {chunk_columns(ir)} columns"
 
 

@@ -29,7 +29,7 @@ def supports_many(a: Matrix, b: Matrix, ir: IR, grouping: Grouping) -> str:
     if ir.takes_halves:
         return "halves of the weights' rows"
     if rows_must_fit(ir):
-        return "whole rows" if b.shape[-2] <= triton_host.MAX_TILE_N else triton_host.supports_triton(ir, b.shape[-2])
+        return "whole rows" if b.shape[-2] <= triton_host.MAX_TILE_N else triton_host.why_not_triton(ir, b.shape[-2])
     return "" if chunk_columns(ir) <= ROLE_M else f"a piece of {chunk_columns(ir)} columns"
 
 

@@ -57,7 +57,7 @@ class Side(Constant):
 SCALES = {torch.float32: "f32", torch.float8_e8m0fnu: "e8m0", torch.float8_e4m3fn: "e4m3"}
 
 
-def supports_triton(ir: IR, N: int) -> str:
+def why_not_triton(ir: IR, N: int) -> str:
     """Return why the Triton kernels can't compute this epilogue for N columns; "" if they can."""
     if _in_tiles(ir, N) or N <= MAX_ROW:
         return ""
@@ -74,7 +74,7 @@ def run_gemm(
     Raises ValueError for an epilogue that needs longer rows than one program holds.
     """
     M, N = a.shape[0], b.shape[-2]
-    refusal = supports_triton(ir, N)
+    refusal = why_not_triton(ir, N)
     if refusal:
         raise ValueError(f"N: {refusal}")
     offsets = None if offsets is None else offsets.contiguous()

@@ -12,7 +12,7 @@ from envoi.epilogue.outputs import chunk_columns
 from envoi.gemm.grouping import Grouping
 from envoi.gemm.hopper import host as hopper
 from envoi.gemm.hopper import tune
-from envoi.gemm.hopper.config import IN_LONG_TURNS, LONG_K, Config, Problem, are_few, fitted, supports
+from envoi.gemm.hopper.config import IN_LONG_TURNS, LONG_K, Config, Problem, are_few, fitted, why_not
 from envoi.gemm.hopper.forced import Choice
 from envoi.gemm.hopper.pairs import l1_configs, lowered_pairs, quantize_cycles
 from envoi.gemm.hopper.time_model import predicted_cycles
@@ -53,7 +53,7 @@ def use_one_launch(wanted: bool | None) -> None:
     _choice.force(wanted)
 
 
-def supports_one_launch(experts: ExpertWeights) -> str:
+def why_not_one_launch(experts: ExpertWeights) -> str:
     """Return why one launch can't run these experts' L1 and L2, "" if it can."""
     if experts.format != FORMAT:
         return f"experts in {experts.format}, not {FORMAT}"
@@ -62,12 +62,12 @@ def supports_one_launch(experts: ExpertWeights) -> str:
     if not experts.num_local_experts:
         return "no experts"
     _, in_pairs = l1_epilogues(experts)
-    refusal = "" if in_pairs is None else hopper.supports_hopper(_a_row(experts.hidden), experts.gate_up, in_pairs.ir)
+    refusal = "" if in_pairs is None else hopper.why_not_hopper(_a_row(experts.hidden), experts.gate_up, in_pairs.ir)
     if refusal:
         return refusal
     if in_pairs is None or not hopper.takes_pairs(in_pairs.ir, experts.gate_up.shape[1], experts.num_local_experts):
         return f"experts whose L1 has no groups of 128 gated columns: {experts.activation}, {experts.intermediate} wide"
-    return hopper.supports_hopper(_a_row(experts.intermediate), experts.down, l2_epilogue(experts).ir)
+    return hopper.why_not_hopper(_a_row(experts.intermediate), experts.down, l2_epilogue(experts).ir)
 
 
 @lru_cache(maxsize=64)  # tensors without memory take longer to make than all else that a call asks
@@ -87,7 +87,7 @@ class Planned:
 
 def takes_one_launch(rows: Matrix, experts: ExpertWeights, grouping: Grouping) -> bool:
     """Return True if L1 and L2 should be one launch: where it can run them and saves time, in tiles that suit both."""
-    if _choice.forced is False or grouping.write_tail or supports_one_launch(experts):
+    if _choice.forced is False or grouping.write_tail or why_not_one_launch(experts):
         return False
     if not _fits_search(rows.shape[0], experts.num_local_experts):
         return False
@@ -163,7 +163,7 @@ def plan(
 
     Raises ValueError for experts whose tiles don't fit shared memory.
     """
-    in_pairs = cast(Epilogue, l1_epilogues(experts)[1])  # as `supports_one_launch` has found
+    in_pairs = cast(Epilogue, l1_epilogues(experts)[1])  # as `why_not_one_launch` has found
     operands, own = l1_operands(experts, weights), replace(grouping, to=None)
     first = hopper.call_of(rows, experts.gate_up, offsets, in_pairs.ir, BF16, operands, own)
     values, sf = first.outputs
@@ -199,7 +199,7 @@ def _fitted(
     fit = [fitted(problem, config, code) for problem, config, code in zip(problems, wanted, codes, strict=True)]
     num_stages = min(config.num_stages for config in fit)
     one, two = (replace(config, num_stages=num_stages, columns_ahead=False) for config in fit)
-    refused = supports(problems[0], one, codes[0]) or supports(problems[1], two, codes[1])
+    refused = why_not(problems[0], one, codes[0]) or why_not(problems[1], two, codes[1])
     return None if refused else (one, two)
 
 

@@ -464,7 +464,7 @@ class ExpertParallel:
             return
         if self.transport == "gloo":
             self.room = gathered.Room(layout, self.expert_offsets, self.rank_ends, self.channel, self._history, hosts)
-        elif not any(gather_texts(self.channel, nvlink.supports_kernels(self.experts), OPENING)):
+        elif not any(gather_texts(self.channel, nvlink.why_not_kernels(self.experts), OPENING)):
             self.buffers = memory.open_gathered(self._owner, layout, group)
 
     def _refusal(self, tokens: torch.Tensor, routing: Routing, experts: ExpertWeights) -> str:

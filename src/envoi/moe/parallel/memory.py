@@ -54,7 +54,7 @@ def open_domain(
     owner: Owner, experts: ExpertWeights, layout: SharedLayout, group: dist.ProcessGroup
 ) -> tuple[Domain | None, str]:
     """Return memory over NVLink, an earlier object's if all ranks have it; or None, and the reason. Collective."""
-    refusals = gather_texts(owner.channel, nvlink.supports_kernels(experts), OPENING)
+    refusals = gather_texts(owner.channel, nvlink.why_not_kernels(experts), OPENING)
     names = gather_texts(owner.channel, platform.node(), OPENING)
     if any(refusals) or len(set(names)) > 1:
         return None, next(filter(None, refusals), "the ranks are on several hosts")
@@ -118,7 +118,7 @@ def open_hosts(
 
     hosts: of each rank. rail: see `hosts_device.connect`. Collective.
     """
-    refusals = gather_texts(owner.channel, nvlink.supports_kernels(experts), OPENING)
+    refusals = gather_texts(owner.channel, nvlink.why_not_kernels(experts), OPENING)
     if any(refusals):
         return None, next(filter(None, refusals))
     grid = Grid.of(hosts)

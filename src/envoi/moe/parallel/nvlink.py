@@ -24,7 +24,7 @@ from envoi.types import ExpertWeights
 LATE_STEPS = {1: "dispatch", 2: "combine"}  # codes in the first row of `report`, and the step that timed out
 
 
-def supports_kernels(experts: ExpertWeights) -> str:
+def why_not_kernels(experts: ExpertWeights) -> str:
     """Return the reason why the kernels can't be used with these experts, "" if they can."""
     if not has_kernels(experts.device):
         return f"no kernels on {experts.device}"
