@@ -20,18 +20,19 @@ OTHER_TRITONS := $(shell $(PYTHON) tools/pairs.py other-tritons $(PAIR))
 # Without bytecode every process of the tests, hundreds of them, compiles them and the package anew.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: help setup demo test test-oldest docs ci resolve compile compile-setup test-gpu gate lint format wheel clean
+.PHONY: help setup demo test test-oldest test-slow docs ci resolve compile compile-setup test-gpu gate lint format wheel clean
 
 help:
 	@echo "make demo      a trained MoE model answers through Envoi: tables on the terminal, a picture in demo.png"
 	@echo "make test      all tests (on a machine without a GPU: those that need none)"
 	@echo "make test-oldest  the transformers tests, with the oldest transformers that is supported"
+	@echo "make test-slow the tests that make test leaves out: more cases of the same kinds; nightly, as make gate"
 	@echo "make docs      the site, in site/: no network is used"
 	@echo "make ci        what has to pass before a change lands: .ci/run"
 	@echo "make resolve   ask the default package index for every pair of torch and Triton in constraints/"
 	@echo "make compile   all kernels, with the Triton of every other pair"
 	@echo "make test-gpu  the tests that need a GPU, and tests/gpu_evidence.json: which kernels they launched"
-	@echo "make gate      accept the instruction counts of today's kernels: tests/machine_code/gate.json"
+	@echo "make gate      compile all kernels, accept their counts and hashes: tests/machine_code/gate.json"
 	@echo "make lint      ruff, pyright"
 	@echo "make format    ruff format and the fixes that ruff is sure of"
 	@echo "make wheel     build dist/*.whl"
@@ -66,6 +67,10 @@ test-oldest: $(OLDEST)
 .transformers-%: $(STAMP)
 	$(BIN)/python -m pip install -q $(PIP_ARGS) --no-deps --target $@.part transformers==$*
 	@rm -rf $@ && mv $@.part $@
+
+test-slow: $(STAMP)
+	$(BIN)/python -m pytest -n 3 --dist worksteal --slow -m slow $(PYTEST_ARGS)
+	TRITON_INTERPRET=1 $(BIN)/python -m pytest -n 2 --dist worksteal --slow -m slow $(PYTEST_ARGS)
 
 docs: $(STAMP)
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict --quiet

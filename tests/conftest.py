@@ -22,7 +22,8 @@ os.environ["ENVOI_CACHE_DIR"] = NO_CACHE.name
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
-    """Add the recorder's options."""
+    """Add the recorder's options, and `--slow`."""
+    parser.addoption("--slow", action="store_true", help="run tests marked `slow` too")
     recorder.add_options(parser)
 
 

@@ -11,6 +11,7 @@ import torch
 import envoi
 from envoi import cli, info
 from tests.helpers import fresh
+from tests.helpers.slow import mostly_slow
 
 SIZES = "--hidden 256 --inter 128 --experts 8 --topk 2 --tokens 16"
 HEAVY = ("torch", "triton", "transformers", "matplotlib", "numpy")
@@ -63,7 +64,11 @@ PLAN = ["plan", "--hidden", "256", "--inter", "128", "--experts", "8", "--topk",
 
 
 @pytest.mark.parametrize(
-    ("arguments", "unbuffered"), [(["--help"], ""), (["info"], ""), ([*PLAN, "--json"], ""), ([*PLAN, "--json"], "1")]
+    ("arguments", "unbuffered"),
+    mostly_slow(
+        [(["--help"], ""), (["info"], ""), ([*PLAN, "--json"], ""), ([*PLAN, "--json"], "1")],
+        quick=[(["--help"], ""), ([*PLAN, "--json"], "1")],
+    ),
 )
 def test_a_reader_who_leaves_ends_it_without_a_word(arguments, unbuffered):
     reading, writing = os.pipe()
@@ -279,7 +284,7 @@ def test_the_router_has_kernels_on_every_gpu():
     assert info.backend("route", [other, CPU])["backend"] == "Triton kernels"
 
 
-@pytest.mark.parametrize(("output", "status"), [(">&-", 0), (">/dev/full", 2)])
+@pytest.mark.parametrize(("output", "status"), mostly_slow([(">&-", 0), (">/dev/full", 2)], quick=[(">/dev/full", 2)]))
 def test_output_that_cant_be_written(output, status):
     command = f'exec "$0" -m envoi.cli plan {SIZES} {output}'
     done = subprocess.run(["sh", "-c", command, sys.executable], capture_output=True, text=True)

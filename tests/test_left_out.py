@@ -31,6 +31,9 @@ def test_on_a_hopper(): ...
 @pytest.mark.gpu(arch="sm_100")
 def test_on_a_blackwell(): ...
 
+@pytest.mark.slow
+def test_like_another(): ...
+
 @pytest.mark.gpu(2)
 def test_not_chosen(): ...
 """
@@ -41,7 +44,7 @@ def folder(tmp_path):
     (tmp_path / "interpreted").mkdir()
     for name, text in {
         "conftest.py": CONFTEST,
-        "pytest.ini": "[pytest]\nmarkers = gpu\n",
+        "pytest.ini": "[pytest]\nmarkers = gpu\n    slow\n",
         "test_some.py": TESTS,
         "interpreted/test_more.py": "def test_one(): ...\n\ndef test_two(): ...\n",
     }.items():
@@ -60,10 +63,12 @@ def test_what_a_worker_leaves_out_is_said(folder):
     said = run(folder, "0", "-n", "1")
     assert [line for line in said if line.startswith("needs")] == [
         "needs TRITON_INTERPRET=1: 2 deselected", "needs 2 GPUs: 1 deselected", "needs a GPU of sm_100: 1 deselected",
+        "needs --slow: 1 deselected",
     ]  # fmt: skip
     assert any(line.startswith("3 passed") for line in said)
 
 
+@pytest.mark.slow
 def test_the_interpreter_takes_its_own_and_nothing_else(folder):
     said = run(folder, "1", "-vv")
     assert "TRITON_INTERPRET=1: only the tests in folders called `interpreted`" in said

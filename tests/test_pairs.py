@@ -35,14 +35,6 @@ def test_readme_has_the_matrix():
     assert pairs.with_matrix(text) == text, "python tools/pairs.py matrix README.md"
 
 
-@pytest.mark.parametrize("name", ["Makefile", ".ci/run", "tools/machine_code/__main__.py", "tools/resolve.py"])
-def test_no_second_list(name):
-    text = (ROOT / name).read_text()
-    for pair in pairs.pairs():
-        for version in (pair.name, pair.torch, pair.triton, pair.transformers):
-            assert not re.search(rf"(?<![\d.]){re.escape(version)}(?![\d.])", text), f"{name} names {version}"
-
-
 def test_the_measured_pair_is_the_default_and_both_ends_are_tested():
     known = pairs.pairs()
     assert len({pair.name for pair in known}) == len(known)
@@ -76,12 +68,6 @@ def test_a_constraints_file_must_say_all(tmp_path):
     path.write_text("torch==1.0.0\ntriton==1.0.0\n")
     with pytest.raises(ValueError, match="expected pins of torch, triton and transformers"):
         pairs.read(path)
-
-
-def test_the_readme_names_pairs_that_there_are():
-    named = re.findall(r"PAIR=(\S+?)[`\s]|torch==([\d.]+)\.\*", (ROOT / "README.md").read_text())
-    assert named
-    assert {"".join(name) for name in named} <= {pair.name for pair in pairs.pairs()}
 
 
 def test_pip_is_asked_for_all_that_envoi_requires(monkeypatch):

@@ -41,27 +41,10 @@ def test_every_block_runs(path, tmp_path, monkeypatch):
     assert done.returncode == 0, f"{path.name}\n{done.stdout[-2000:]}\n{done.stderr[-4000:]}"
 
 
-def test_blocks_are_found_in_order():
-    text = "a\n```python\nx = 1\n```\nb\n```bash\nls\n```\n```python\nprint(x)\n```\n"
-    assert BLOCK.findall(text) == ["x = 1\n", "print(x)\n"]
-
-
-def test_the_readme_is_a_page_and_its_tables_are_narrow():
-    lines = (ROOT / "README.md").read_text(encoding="utf-8").splitlines()
-    assert len(lines) <= 150
-    assert max(line.count("|") - 1 for line in lines if line.startswith("|")) <= 6
-
-
 @pytest.mark.parametrize("path", PAGES, ids=lambda path: path.stem)
 def test_links_to_files_lead_somewhere(path):
     for target in re.findall(r"\]\(([^)#:]+)(?:#[^)]*)?\)", path.read_text(encoding="utf-8")):
         assert (path.parent / target).exists(), target
-
-
-def test_the_tree_names_the_rooms_that_there_are():
-    tree = (ROOT / "README.md").read_text(encoding="utf-8").split("    src/envoi/\n")[1].split("\n\n")[0]
-    rooms = {path.parent.name for path in (ROOT / "src" / "envoi").glob("*/__init__.py")}
-    assert rooms <= set(re.findall(r"(\w+)/", tree))
 
 
 def test_every_variable_that_the_package_reads_is_listed():

@@ -3,34 +3,13 @@
 import re
 from pathlib import Path
 
-import pytest
-
 import envoi
 
 ROOT = Path(__file__).resolve().parents[1]
-COMMAND = re.compile(r"\bmake ([a-z][a-z-]*)")
-COMMANDS_IN = [
-    ".ci/run", ".github/workflows/ci.yml", ".github/PULL_REQUEST_TEMPLATE.md", "README.md", "docs/install.md",
-]  # fmt: skip
 
 
 def read(name: str) -> str:
     return (ROOT / name).read_text(encoding="utf-8")
-
-
-@pytest.mark.parametrize("name", COMMANDS_IN)
-def test_commands_of_make_exist(name):
-    targets = set(re.findall(r"^([a-z][a-z-]*):", read("Makefile"), re.M))
-    used = {found for found in COMMAND.findall(read(name)) if found not in ("sure",)}
-    assert used
-    assert used <= targets
-
-
-def test_ci_does_what_the_hosted_workflow_does():
-    local = set(COMMAND.findall(read(".ci/run")))
-    assert local == {"setup", "lint", "resolve", "test", "docs"}
-    hosted = set(COMMAND.findall(read(".github/workflows/ci.yml")))
-    assert (local - {"setup", "resolve"}) | {"compile", "test-oldest"} == hosted
 
 
 def test_the_version_is_in_the_changes_and_the_citation():
@@ -39,11 +18,6 @@ def test_the_version_is_in_the_changes_and_the_citation():
     date = re.search(rf"## {re.escape(envoi.__version__)} \((.+)\)", read("CHANGELOG.md"))
     assert date is not None
     assert f"\ndate-released: {date.group(1)}\n" in read("CITATION.cff")
-
-
-def test_types_are_shipped():
-    assert (ROOT / "src" / "envoi" / "py.typed").is_file()
-    assert '"py.typed"' in read("pyproject.toml")
 
 
 def test_every_page_is_in_the_navigation_and_every_note_in_its_index():
@@ -60,7 +34,6 @@ def test_the_api_pages_name_what_there_is():
         for path in (ROOT / "docs" / "api").glob("*.md")
         for name in re.findall(r"^::: (\S+)$", path.read_text(), re.M)
     }
-    assert len(named) > 20
     shown = {name.rpartition(".")[2] for name in named}
     public = set(envoi.__all__) - {"epilogue", "experts", "plan", "router", "EpilogueError"}
     assert public <= shown

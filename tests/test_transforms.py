@@ -10,6 +10,7 @@ from envoi.epilogue import Col, HalfTile, Row, Scalar, Tile, col_sum, pairs, row
 from envoi.indexer.workloads import one
 from envoi.quant import FORMATS, SCHEMES, dequantize, quantize
 from tests.helpers.accuracy import assert_same_bits
+from tests.helpers.slow import mostly_slow
 from tests.moe.layers import make
 
 SOURCE = torch.Generator().manual_seed(0)
@@ -161,7 +162,7 @@ def compiles(function, *arguments: torch.Tensor) -> None:
     assert_same_bits(got, function(*arguments))
 
 
-@pytest.mark.parametrize("scheme", SCHEMES)
+@pytest.mark.parametrize("scheme", mostly_slow(SCHEMES, quick=["fp8_row", "mxfp4"]))
 def test_quantised_tensors_of_a_closure_compile(scheme):
     a, b = quantize(normal(3, 128), scheme), quantize(normal(64, 128), scheme)
     compiles(lambda y: envoi.gemm(a, b) + y, normal(3, 64))

@@ -36,6 +36,7 @@ def test_the_wheel_holds_the_package_and_what_it_reads(wheel):
     assert wheel.stat().st_size < MAX_WHEEL_BYTES
 
 
+@pytest.mark.slow
 def test_the_demo_runs_from_the_wheel_alone(wheel, tmp_path):
     package, elsewhere = tmp_path / "package", tmp_path / "elsewhere"
     zipfile.ZipFile(wheel).extractall(package)

@@ -15,6 +15,7 @@ from envoi.gemm.hopper.config import Config, why_not
 from envoi.gemm.hopper_mx import host as hopper_mx
 from envoi.gemm.hopper_w4a16 import many
 from envoi.runtime.tma import halves_descriptor, tma_ready
+from tests.helpers.slow import mostly_slow
 from tools.machine_code.compile import Binary, compile_launch
 
 CONCAT, INTERLEAVED = (library.expert_l1("swiglu", None, False, None, layout) for layout in ("concat", "interleaved"))
@@ -87,7 +88,11 @@ def test_both_layouts_run_with_the_same_config(case):
 
 @pytest.mark.compiles
 @pytest.mark.default_triton  # under others a kernel may spill
-@pytest.mark.parametrize("case", [*CASES, OAI, DENSE], ids=lambda case: f"{case.name}-{case.format}-{case.epilogue}")
+@pytest.mark.parametrize(
+    "case",
+    mostly_slow([*CASES, OAI, DENSE], quick=[DENSE, CASES[-1]]),
+    ids=lambda case: f"{case.name}-{case.format}-{case.epilogue}",
+)
 def test_kernels_spill_nothing(case):
     binary = compiled(concat(case))
     assert_loads_boxes_of_both_halves(binary)
@@ -95,7 +100,7 @@ def test_kernels_spill_nothing(case):
 
 
 @pytest.mark.compiles
-@pytest.mark.parametrize("case", [MANY, FEW], ids=lambda case: case.name)
+@pytest.mark.parametrize("case", mostly_slow([MANY, FEW], quick=[FEW]), ids=lambda case: case.name)
 def test_factors_of_blocks_in_powers_of_two(case):
     given = concat(replace(case, format="fp8_block128"))
     bytes_, floats = compiled(in_powers(given)), compiled(given)
@@ -115,7 +120,7 @@ CONFIGS = {
 
 
 @pytest.mark.compiles
-@pytest.mark.parametrize("name", CONFIGS)
+@pytest.mark.parametrize("name", mostly_slow(CONFIGS, quick=["the narrowest tile"]))
 def test_other_configs_compile(name):
     format, config = CONFIGS[name]
     case = replace(FEW, format=format)  # few tokens: outputs are stored from registers, as swap_ab needs it

@@ -17,6 +17,7 @@ from envoi.gemm.hopper.config import NARROWED, Config, Problem, fitted, why_not
 from envoi.gemm.hopper.kernel import gemm_kernel
 from envoi.gemm.hopper.tile_scheduler import TileScheduler
 from envoi.runtime import triton_compat
+from tests.helpers.slow import mostly_slow
 from tools.machine_code.compile import compile_launch
 
 NUM_SMS = 132
@@ -254,7 +255,9 @@ def two_of_each(acc, c: Tile, d: Tile):
     return acc * c + d, gelu(acc)
 
 
-@pytest.mark.parametrize(("tokens", "consumers", "pingpong"), [(88, 1, False), (152, 2, True), (104, 3, False)])
+@pytest.mark.parametrize(("tokens", "consumers", "pingpong"), mostly_slow(
+    [(88, 1, False), (152, 2, True), (104, 3, False)], quick=[(88, 1, False)]
+))  # fmt: skip
 def test_two_outputs_and_two_operands(tokens, consumers, pingpong, monkeypatch):
     monkeypatch.setitem(cases.EPILOGUES, "two_of_each", two_of_each)
     call, _ = planned(inputs(cases.Case("any", "two_of_each", 300, 4096, 4096)))
@@ -269,12 +272,12 @@ def test_two_outputs_and_two_operands(tokens, consumers, pingpong, monkeypatch):
 
 @pytest.mark.parametrize(
     ("ep", "format", "config", "instruction"),
-    [
+    mostly_slow([
         ("store", "bf16", tile(208), "m64n208k16.f32.bf16.bf16"),
         ("store", "fp16", tile(72, 1), "m64n72k16.f32.f16.f16"),
         ("gelu_residual", "bf16", tile(248, pingpong=True), "m64n248k16.f32.bf16.bf16"),
         ("scale_bias_relu", "fp8_row", tile(192, 3, block_k=128), "m64n192k32.f32.e4m3.e4m3"),
-    ],
+    ], quick=[("store", "fp16", tile(72, 1), "m64n72k16.f32.f16.f16")]),
 )  # fmt: skip
 def test_instructions_have_the_tiles_width(ep, format, config, instruction):
     call, _ = planned(inputs(cases.Case("any", ep, 385, 4096, 4096, format)))

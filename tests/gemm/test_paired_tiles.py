@@ -20,6 +20,7 @@ from envoi.gemm.hopper.pairs import pairs_pay, quantizes_in_pairs, use_pairs
 from envoi.gemm.hopper.tile_scheduler import corner_in_expert, tile_in_pairs, units_in_pairs
 from envoi.gemm.hopper.time_model import predicted_cycles
 from envoi.runtime.devices import SHARED_BYTES
+from tests.helpers.slow import mostly_slow
 from tools.machine_code.compile import compile_launch
 
 LAYOUTS = ("interleaved", "concat")
@@ -221,9 +222,18 @@ def test_rows_of_one_pair_more_than_a_round_dont_pay():
 
 @pytest.mark.compiles
 @pytest.mark.default_triton  # under others a kernel may spill
-@pytest.mark.parametrize("config", [SQUARE, WIDE, ALONE], ids=lambda config: config.label())
-@pytest.mark.parametrize("name", ["expert_l1_pairs", "expert_l1_pairs_concat", "expert_l1_pairs_oai"])
-@pytest.mark.parametrize("num_experts", [8, 256])
+@pytest.mark.parametrize(
+    ("num_experts", "name", "config"),
+    mostly_slow(
+        product(
+            (8, 256),
+            ("expert_l1_pairs", "expert_l1_pairs_concat", "expert_l1_pairs_oai"),
+            (SQUARE, WIDE, ALONE),
+        ),
+        quick=[(256, "expert_l1_pairs", ALONE), (8, "expert_l1_pairs_concat", WIDE)],
+    ),
+    ids=lambda value: value.label() if isinstance(value, Config) else None,
+)
 def test_kernels_spill_nothing(name, config, num_experts):
     case = Case("x", name, 48 * num_experts, 4096, 4096, "fp8_block128", num_experts, write_tail=False)
     call, _ = hopper_cases.planned(hopper_cases.inputs(case))

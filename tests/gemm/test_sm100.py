@@ -12,6 +12,7 @@ from envoi.epilogue.lower import lower
 from envoi.gemm.blackwell import cases, host, sf_layout
 from envoi.gemm.blackwell.config import BlackwellConfig, BlackwellProblem, shared_bytes, why_not
 from envoi.runtime.devices import SHARED_BYTES
+from tests.helpers.slow import mostly_slow
 from tools.machine_code import gate
 from tools.machine_code.compile import compile_launch
 from tools.machine_code.count import record_of
@@ -61,7 +62,7 @@ def test_every_entry_of_the_registry_is_here():
     assert set(BY_NAME) == {case.name for case in cases.KERNELS}
 
 
-@pytest.mark.parametrize("name", BY_NAME)
+@pytest.mark.parametrize("name", mostly_slow(BY_NAME, quick=["gemm-sm100", "gemm-sm100-nvfp4"]))
 def test_registered(name):
     case = kernel_cases()[name]
     assert case.arches == ("sm_100", "sm_103")
@@ -74,7 +75,10 @@ def test_registered(name):
 
 @pytest.mark.parametrize(
     ("num_warps", "piece", "loads"),
-    [(4, 32, {"LDTM.x32": 8}), (4, 128, {"LDTM.x128": 2}), (8, 128, {"LDTM.x64": 2}), (8, 64, {"LDTM.x32": 4})],
+    mostly_slow(
+        [(4, 32, {"LDTM.x32": 8}), (4, 128, {"LDTM.x128": 2}), (8, 128, {"LDTM.x64": 2}), (8, 64, {"LDTM.x32": 4})],
+        quick=[(4, 32, {"LDTM.x32": 8}), (8, 128, {"LDTM.x64": 2})],
+    ),
 )
 def test_pieces_decide_the_width_of_loads(num_warps, piece, loads):
     config = BlackwellConfig(256, 64, 3, num_warps=num_warps, epilogue_columns=piece)

@@ -20,10 +20,12 @@ def reason(item: pytest.Item) -> str:
     """Return what this process lacks to run a test, or "".
 
     The marker `gpu` asks for one GPU, `gpu(2)` for two, `gpu(arch="sm_90")` for a Hopper; `default_triton` for the
-    Triton of the default pair.
+    Triton of the default pair; `slow` for `--slow`, which `make test-slow` gives.
     """
     if is_for_interpreter(item.path) and not env.interpreting():
         return "TRITON_INTERPRET=1"
+    if item.get_closest_marker("slow") and not item.config.getoption("--slow"):
+        return "--slow"
     if item.get_closest_marker("default_triton") and pairs.default().triton != triton_compat.VERSION:
         return f"Triton {pairs.default().triton}"
     marker = item.get_closest_marker("gpu")

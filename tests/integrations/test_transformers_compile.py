@@ -8,6 +8,7 @@ import transformers
 
 from envoi.integrations import packings
 from envoi.integrations.transformers import refresh
+from tests.helpers.slow import mostly_slow
 from tests.helpers.transformers_models import expert_modules, expert_weights, fresh_logits, logits, loud, tokens
 
 pytestmark = pytest.mark.usefixtures("registered")
@@ -65,7 +66,10 @@ CHANGES = {
 
 @pytest.mark.parametrize(
     ("name", "options"),
-    [("gpt_oss", {}), ("qwen3_moe", {"fullgraph": True, "dynamic": True})],
+    mostly_slow(
+        [("gpt_oss", {}), ("qwen3_moe", {"fullgraph": True, "dynamic": True})],
+        quick=[("qwen3_moe", {"fullgraph": True, "dynamic": True})],
+    ),
     ids=["default", "dynamic"],
 )
 def test_a_compiled_model_has_the_bits_of_the_uncompiled(name, options):
@@ -82,7 +86,7 @@ def test_a_compiled_model_has_the_bits_of_the_uncompiled(name, options):
     assert torch.equal(logits(compiled, shorter), logits(model, shorter))
 
 
-@pytest.mark.parametrize("change", CHANGES)
+@pytest.mark.parametrize("change", mostly_slow(CHANGES, quick=["in place", "data assigned"]))
 def test_weights_may_change_between_compiled_calls(change, packs):
     model, ids = loud("qwen3_moe"), tokens()
     compiled = torch.compile(model, backend="aot_eager", fullgraph=True)
@@ -125,7 +129,7 @@ def test_layers_compiled_one_by_one_share_their_code():
     assert counter.frame_count == 1
 
 
-@pytest.mark.parametrize("name", ["qwen3_moe", "gpt_oss"])
+@pytest.mark.parametrize("name", mostly_slow(["qwen3_moe", "gpt_oss"], quick=["qwen3_moe"]))
 def test_generate_compiles_a_static_cache(name, monkeypatch):
     model, ids = loud(name), tokens(1, 8)
     options = {

@@ -14,6 +14,7 @@ from envoi.cases import kernel_cases
 from envoi.runtime.kernel_case import Launch
 from envoi.runtime.triton_compat import role_barrier
 from tests.helpers.shared_memory import in_barriers
+from tests.helpers.slow import mostly_slow
 from tools.machine_code import gate
 from tools.machine_code.compile import compile_launch
 from tools.machine_code.count import record_of
@@ -40,7 +41,13 @@ KERNELS = [
 ]
 
 
-@pytest.mark.parametrize(("name", "arch"), KERNELS)
+QUICK = [
+    ("gemm-sm90-grouped-few", "sm_90"), ("experts-both-gemms-few", "sm_90"), ("router-sm90-few-experts", "sm_90"),
+    ("indexer-scores-sm90", "sm_90"), ("gemm-sm100-swiglu-fp8", "sm_100"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("name", "arch"), mostly_slow(KERNELS, QUICK))
 def test_memory_of_barriers(name, arch, tmp_path):
     assert in_barriers(kernel_cases()[name].launch(), arch, tmp_path) == []
 

@@ -7,7 +7,7 @@ import pytest
 from envoi.runtime import triton_compat
 from tools.machine_code import gate
 from tools.machine_code.count import Record
-from tools.machine_code.gate import Known
+from tools.machine_code.gate import Accepted, Known
 
 
 def test_known_spills_are_those_of_the_installed_triton(monkeypatch):
@@ -81,8 +81,9 @@ def test_bands():
 
 def test_accepted_counts_on_disk(tmp_path, monkeypatch):
     path = tmp_path / "gate.json"
-    gate.write(path, {"b sm_90": {"instructions": 2}, "a sm_90": {"instructions": 1}})
-    assert list(gate.read(path)) == ["a sm_90", "b sm_90"]
+    accepted = {f"{name} sm_90": Accepted(name, "c0de", 8, 16, {"instructions": 2}) for name in "ba"}
+    gate.write(path, accepted)
+    assert list(gate.read(path).items()) == sorted(accepted.items())
     assert len(path.read_text().splitlines()) == 4
     monkeypatch.setattr(triton_compat, "VERSION", "9.9.9")
     with pytest.raises(ValueError, match=r"gate.json: counted with Triton .*, this is 9.9.9"):
@@ -102,14 +103,17 @@ def test_accepting(tmp_path, monkeypatch):
     monkeypatch.setattr(gate, "targets", lambda: [(name, "sm_90") for name in results])
     monkeypatch.setattr(gate, "needs_of", lambda name, arch: NEEDS)
     monkeypatch.setattr(gate, "count", count)
+    monkeypatch.setattr(gate, "measured", dict)
+    monkeypatch.setattr(gate, "source_of", lambda name, arch: f"hash of {name}")
     words, right = gate.accept(path)
     assert not right
     assert "bad sm_90: spills: 1 loads and 0 stores of local memory, expected none" in words
     assert "gone sm_90: k: the compiler refuses it" in words
-    assert set(gate.read(path)) == {"good sm_90", "bad sm_90"}
+    found = {title: accepted.source for title, accepted in gate.read(path).items()}
+    assert found == {"good sm_90": "hash of good", "bad sm_90": ""}, "the tests compile it, and say what is wrong"
 
     del results["bad"], results["gone"]
-    assert gate.accept(path) == ("1 kernels counted; `git diff` shows which moved", True)
+    assert gate.accept(path) == ("1 kernels compiled; `git diff` shows which moved", True)
     path.write_text("<<<<<<<")  # a merge conflict
     assert gate.accept(path)[1]
     assert set(gate.read(path)) == {"good sm_90"}

@@ -87,6 +87,7 @@ def test_many(launch, i):
 """
 
 
+@pytest.mark.slow
 def test_a_recorded_run_of_two_workers(tmp_path):
     (tmp_path / "conftest.py").write_text(PRETENDED)
     (tmp_path / "test_some.py").write_text(TESTS)

@@ -37,9 +37,6 @@ def test_without_a_branch_by_a_byte_there_is_none(without):
     ("name", "has_roles"),
     [
         ("gemm-sm90-few", True),
-        ("gemm-sm90-split", True),
-        ("w4a16-nvfp4-l2", True),
-        ("router-sm90-prefill", True),
         ("router-sm90-one-token", False),
     ],
 )

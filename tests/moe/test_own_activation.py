@@ -17,6 +17,7 @@ from envoi.runtime.devices import Target
 from envoi.runtime.rehearsal import compile_at, find
 from envoi.types import has_gate
 from tests.helpers.accuracy import assert_same_bits, relative_error
+from tests.helpers.slow import mostly_slow
 from tests.moe.layers import make
 from tests.moe.own import OWN, UNGATED, Own, layer_of, oracle, reglu
 from tests.moe.test_moe import BOUNDS
@@ -147,10 +148,10 @@ class Call:
         LayerCall(experts, 2)(num_tokens)
 
 
-@pytest.mark.parametrize(("format", "name"), [
+@pytest.mark.parametrize(("format", "name"), mostly_slow([
     ("bf16", "clipped"), ("fp8_block128", "reglu"), ("mxfp8", "of_one"), ("mxfp4", "by_halves"),
     ("mxfp4", "quick_gelu"), ("mxfp4_mxfp8", "clamped"), ("fp8_row", "by_pairs"),
-])  # fmt: skip
+], quick=[("bf16", "clipped"), ("mxfp4_mxfp8", "clamped")]))  # fmt: skip
 def test_hoppers_kernels_compile(format, name):
     call, target = Call(format, name), Target("sm_90")
     sites = find([call], target, (1, 1000, 3000))

@@ -14,6 +14,7 @@ import torch
 from envoi.runtime import shortcuts, workspace
 from envoi.runtime.prepared import Calls, calls
 from tests.helpers.compiling_driver import CompilingDriver
+from tests.helpers.slow import mostly_slow
 from tests.runtime.prepared_cases import Case, gemm_cases, indexer_cases, moe_cases, route_cases, tensors_in
 
 LAYERS = moe_cases(8, 8, 2, 512, 512)
@@ -73,6 +74,8 @@ def storage(x: torch.Tensor) -> tuple[int, int]:
     return x.untyped_storage().data_ptr(), x.untyped_storage().nbytes()
 
 
-@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize(
+    "name", mostly_slow(CASES, quick=["gemm-bf16", "gemm-reduced", "moe-bf16", "route-all", "indexer"])
+)
 def test_parameters(name, hopper):
     assert_replayed(CASES[name], hopper)

@@ -11,6 +11,7 @@ from envoi.runtime import launch as launches
 from envoi.runtime import observer
 from envoi.runtime.kernel_case import Launch
 from envoi.runtime.timeline import ROOM, UNTRACED, Recorder, Role, Slice
+from tests.helpers.slow import mostly_slow
 from tools.machine_code.compile import compile_launch
 
 GEMM = Role("consumer", ("wait", "work")), Role("producer", ("load",))
@@ -116,7 +117,10 @@ TRACEABLE = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("name", TRACEABLE)
+QUICK = [name for name in TRACEABLE if name.startswith("ep-") and name != "ep-fused-few"]
+
+
+@pytest.mark.parametrize("name", mostly_slow(TRACEABLE, QUICK))
 def test_kernels_note_moments_only_while_they_are_traced(name):
     case = kernel_cases()[name].launch()
     made = Recorder(ROLES, torch.device("meta"))

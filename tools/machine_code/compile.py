@@ -9,7 +9,7 @@ from triton.runtime.jit import JITFunction
 from envoi import env
 from envoi.runtime import triton_compat
 from envoi.runtime.kernel_case import EVERY_ARCH, Launch
-from tools.machine_code import barriers, isolate, ptx
+from tools.machine_code import arrivals, barriers, isolate, ptx
 
 RESOURCES = re.compile(r"Function (\S+):\s+REG:(\d+) STACK:(\d+) SHARED:(\d+)")
 
@@ -38,6 +38,11 @@ class Binary:
     shared_bytes: int
     stack_bytes: int
     forgotten: tuple[str, ...] = ()
+
+    @property
+    def unordered(self) -> tuple[str, ...]:
+        """Accesses of shared memory that no barrier orders before an arrival."""
+        return arrivals.unordered(self.ptx)
 
     @property
     def ptx_sha256(self) -> str:

@@ -59,6 +59,7 @@ class Record:
     families: Families
     ptx_sha256: str
     forgotten: tuple[str, ...] = ()  # barriers that are set up and never used
+    unordered: tuple[str, ...] = ()  # accesses of shared memory that no barrier orders before an arrival
 
     @property
     def title(self) -> str:
@@ -78,7 +79,7 @@ def record_of(binary: Binary, kernel: str = "", listing: Listing | None = None) 
     opcodes = listing.functions[binary.name]
     record = Record(
         kernel or binary.name, binary.arch, binary.registers, binary.stack_bytes, binary.shared_bytes,
-        binary.num_warps, len(opcodes), count(opcodes), binary.ptx_sha256, binary.forgotten,
+        binary.num_warps, len(opcodes), count(opcodes), binary.ptx_sha256, binary.forgotten, binary.unordered,
     )  # fmt: skip
     return record, listing.text
 

@@ -11,6 +11,7 @@ from envoi.moe.one_launch import host as one_launch
 from envoi.moe.parallel import ExpertParallel
 from envoi.moe.parallel.symmetric_memory import Domain, SharedLayout
 from envoi.runtime.prepared.replay import Prepared
+from tests.helpers.slow import mostly_slow
 from tests.moe.layers import make
 from tests.moe.parallel.domains import gathered_alone, hosts_alone, open_all, use
 from tests.runtime.conftest import hopper
@@ -40,12 +41,12 @@ def group(tmp_path) -> Iterator[None]:
 @pytest.mark.usefixtures("group")
 @pytest.mark.parametrize(
     ("way", "format", "presum", "num_launches"),
-    [
+    mostly_slow([
         ("memory", "bf16", False, 7), ("memory", "fp8_block128", False, 8), ("memory", "fp8_row", True, 9),
         ("one launch", "fp8_block128", False, 6),
         ("gathered", "bf16", False, 10), ("gathered", "fp8_block128", True, 12), ("hosts", "bf16", False, 14),
         ("hosts", "fp8_block128", True, 16),
-    ],
+    ], quick=[("memory", "bf16", False, 7), ("hosts", "bf16", False, 14)]),
 )  # fmt: skip
 def test_parameters(hopper, monkeypatch, way, format, presum, num_launches):
     monkeypatch.setattr(torch.cuda, "device", lambda device: nullcontext())

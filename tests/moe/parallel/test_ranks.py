@@ -15,6 +15,7 @@ from envoi.moe.parallel.opening import CONNECT_TRIES, DEFAULT_TIMEOUT_S
 from envoi.quant import FORMATS
 from tests.helpers.accuracy import assert_same_bits
 from tests.helpers.ranks import run_ranks
+from tests.helpers.slow import mostly_slow
 from tests.moe.layers import make
 from tests.moe.own import quick_gelu, reglu
 from tests.moe.parallel import cases
@@ -47,7 +48,7 @@ def random_cases(num_ranks: int, count: int, seed: int) -> list[Case]:
     return found
 
 
-@pytest.mark.parametrize("num_ranks", [2, 4])
+@pytest.mark.parametrize("num_ranks", mostly_slow([2, 4], quick=[4]))
 def test_the_bits_of_one_rank(num_ranks):
     nothing, all_on_last = [0] * num_ranks, [0] * (num_ranks - 1) + [60]
     tried = [Case(format) for format in FORMATS]

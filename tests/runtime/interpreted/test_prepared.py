@@ -7,6 +7,7 @@ import pytest
 from envoi.moe import api as moe_api
 from envoi.runtime import shortcuts
 from envoi.runtime.prepared import calls
+from tests.helpers.slow import mostly_slow
 from tests.runtime.prepared_cases import gemm_cases, indexer_cases, moe_cases, route_cases, same_bits
 
 CASES = {
@@ -23,7 +24,14 @@ def as_always(function, *arguments, **named):
         shortcuts.PREPARED = before
 
 
-@pytest.mark.parametrize("name", CASES)
+QUICK = (
+    "gemm-bf16", "gemm-fp8_block128", "gemm-mxfp4_mxfp8", "gemm-several", "gemm-reduced", "gemm-float32-out",
+    "grouped-bf16", "grouped-mxfp4", "route", "route-biased", "route-hashed", "route-all", "moe-bf16", "moe-mxfp4-own",
+    "moe-batch", "indexer",
+)  # fmt: skip
+
+
+@pytest.mark.parametrize("name", mostly_slow(CASES, QUICK))
 def test_bits(name, fake, monkeypatch):
     monkeypatch.setattr(moe_api, "check_ids", lambda *_: None)  # only a CPU's ids are checked, by torch's operators
     case = CASES[name]

@@ -18,6 +18,7 @@ from envoi.moe.parallel.progress import BEGUN, LOST
 from envoi.moe.parallel.shared_device import BAD_IDS, LATE_AT_COMBINE, LATE_AT_DISPATCH, OUTCOME
 from envoi.moe.parallel.symmetric_memory import SharedLayout, set_peers
 from tests.helpers.accuracy import assert_same_bits
+from tests.helpers.slow import mostly_slow
 from tests.moe.layers import make
 from tests.moe.parallel import domains
 from tests.moe.parallel.interpreted.test_nvlink import SMALL
@@ -104,7 +105,7 @@ def ranks_of(
     return Ranks(opened, packed, domains.split(layer, token_ends), grid)
 
 
-@pytest.mark.parametrize("format", SOME)
+@pytest.mark.parametrize("format", mostly_slow(SOME, quick=["bf16", "fp8_block128"]))
 def test_the_bits_of_one_rank(format):
     layer = make(**SMALL)
     ranks = ranks_of(layer, format, PAIRS, [4, 4, 6, 11])
@@ -117,7 +118,7 @@ def test_the_bits_of_one_rank(format):
         assert buffers.host.tolist() == [2, 4, 2, 0]  # `Ranks.announce` unpacks twice
 
 
-@pytest.mark.parametrize("hosts", [MIXED, ALONE, list("abcd"), list("aaaa")], ids="".join)
+@pytest.mark.parametrize("hosts", mostly_slow([MIXED, ALONE, list("abcd"), list("aaaa")], quick=[MIXED]), ids="".join)
 def test_other_hosts(hosts):
     layer = make(**SMALL)
     token_ends = [3, 11] if len(hosts) == 2 else [3, 5, 5, 11]
@@ -148,8 +149,9 @@ def test_a_host_without_an_expert_that_is_named():
     assert [int(buffers.domain.offsets[-1]) for buffers in ranks.opened] == [0, 0, 0, layer.routing.topk_ids.numel()]
 
 
-@pytest.mark.parametrize("hosts", [PAIRS, MIXED], ids="".join)
-@pytest.mark.parametrize("format", ["bf16", "fp8_row"])
+@pytest.mark.parametrize(("format", "hosts"), mostly_slow(
+    [("bf16", PAIRS), ("bf16", MIXED), ("fp8_row", PAIRS), ("fp8_row", MIXED)], quick=[("bf16", MIXED)]
+))  # fmt: skip
 def test_with_presum_a_host_sends_sums(format, hosts):
     layer = make(**(SMALL | {"masked": 0.3, "k": 4}))
     ranks = ranks_of(layer, format, hosts, [4, 4, 6, 11], presum=True)
@@ -158,8 +160,9 @@ def test_with_presum_a_host_sends_sums(format, hosts):
         assert_same_bits(torch.cat(ranks.run()), want)
 
 
-@pytest.mark.parametrize("wrong", [6, -2])
-@pytest.mark.parametrize("hosts", [PAIRS, MIXED], ids="".join)
+@pytest.mark.parametrize(("wrong", "hosts"), mostly_slow(
+    [(6, PAIRS), (6, MIXED), (-2, PAIRS), (-2, MIXED)], quick=[(6, PAIRS), (-2, MIXED)]
+))  # fmt: skip
 def test_bad_ids_refuse_the_call_on_all_and_name_their_rank(wrong, hosts):
     layer = make(**SMALL)
     ranks = ranks_of(layer, "bf16", hosts, [4, 6, 8, 11])

@@ -32,6 +32,7 @@ from envoi.moe.parallel.dispatch import MAX_CHUNKS, num_chunks
 from tests.helpers import interpreter_shortcuts
 from tests.helpers.accuracy import assert_same_bits
 from tests.helpers.ranks import run_ranks
+from tests.helpers.slow import mostly_slow
 from tests.moe.parallel import cases, domains
 from tests.moe.parallel.cases import Case
 from tests.moe.parallel.test_hosts import summed_by_host
@@ -143,7 +144,10 @@ def run_opened(rank: int, num_ranks: int, tried: list[Case], names: list[str], p
     return outs
 
 
-@pytest.mark.parametrize(("names", "presum"), [("aabb", False), ("abba", False), ("aabb", True)])
+@pytest.mark.parametrize(
+    ("names", "presum"),
+    mostly_slow([("aabb", False), ("abba", False), ("aabb", True)], quick=[("abba", False), ("aabb", True)]),
+)
 def test_bits(names, presum, tmp_path):
     tried = [Case("bf16", SMALL), Case("fp8_row", SMALL, [0, 9, 9, 12])][: 1 if presum else 2]
     outcomes = run_ranks(4, run_opened, tried, list(names), presum, str(tmp_path))

@@ -22,6 +22,7 @@ from envoi.moe.permute import sort_slots
 from envoi.quant import FORMATS
 from envoi.types import Routing
 from tests.helpers.accuracy import assert_same_bits
+from tests.helpers.slow import mostly_slow
 from tests.moe.layers import make
 from tests.moe.own import reglu
 from tests.moe.parallel import domains as ranks
@@ -43,7 +44,7 @@ def run(layer, format, token_ends, expert_ends, **sizes):
     return opened, packed, parts
 
 
-@pytest.mark.parametrize("format", FORMATS)
+@pytest.mark.parametrize("format", mostly_slow(FORMATS, quick=["bf16", "fp8_block128", "mxfp4"]))
 def test_the_bits_of_one_rank(format):
     layer = make(**SMALL)
     opened, packed, parts = run(layer, format, [4, 4, 11], ENDS["uneven"])
@@ -121,7 +122,11 @@ def test_a_token_may_name_an_expert_twice():
 
 
 @pytest.mark.parametrize(
-    ("format", "changes"), [("bf16", {"masked": 0.4}), ("bf16", {"k": 1}), ("fp8_block128", {"tokens": 5, "k": 4})]
+    ("format", "changes"),
+    mostly_slow(
+        [("bf16", {"masked": 0.4}), ("bf16", {"k": 1}), ("fp8_block128", {"tokens": 5, "k": 4})],
+        quick=[("bf16", {"masked": 0.4}), ("fp8_block128", {"tokens": 5, "k": 4})],
+    ),
 )
 def test_rows_that_meet_on_a_rank_are_summed_there(format, changes):
     layer = make(**(SMALL | changes))

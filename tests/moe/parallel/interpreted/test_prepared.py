@@ -19,6 +19,7 @@ from envoi.runtime import shortcuts
 from envoi.runtime.prepared import replay
 from envoi.types import Routing
 from tests.helpers.accuracy import assert_same_bits
+from tests.helpers.slow import mostly_slow
 from tests.moe.layers import make
 from tests.moe.parallel.domains import gathered_alone, hosts_alone, open_all, use
 from tests.runtime.interpreted.conftest import fake
@@ -54,11 +55,11 @@ def inputs(seed: int) -> tuple[torch.Tensor, Routing]:
 
 @pytest.mark.parametrize(
     ("format", "way", "presum"),
-    [
+    mostly_slow([
         ("bf16", "memory", False), ("fp8_block128", "memory", False), ("mxfp4_mxfp8", "memory", False),
         ("fp8_block128", "gathered", False), ("bf16", "gathered", True), ("fp8_block128", "hosts", False),
         ("bf16", "hosts", True),
-    ],
+    ], quick=[("bf16", "memory", False), ("bf16", "hosts", True)]),
 )  # fmt: skip
 @pytest.mark.usefixtures("group")
 def test_bits(fake, monkeypatch, format, way, presum):

@@ -1,0 +1,150 @@
+"""Hash of what a kernel is compiled from: what changes it, and what doesn't."""
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from triton.runtime.jit import DependenciesFinder
+
+from envoi.epilogue.lower import FUNCTIONS, Lowered
+from tools.machine_code import gate, source
+
+ROOT = Path(__file__).resolve().parents[2]
+KERNELS = ("gemm-sm90-narrowed-fp8-row", "gemm-sm90-swiglu-fp8", "router-sm90-decode")
+
+
+@pytest.fixture(autouse=True)
+def edited(monkeypatch):
+    """Return a function that edits a module's text as the hash reads it."""
+    texts: dict[str, str] = {}
+    read = Path.read_text
+
+    def forget():
+        source.module_of.cache_clear()
+        source.text_of.cache_clear()
+        source.needs.cache_clear()
+
+    def edit(module: str, old: str, new: str) -> None:
+        path = str(source.file_of(module))
+        text = texts.get(path, read(Path(path)))
+        assert old in text
+        texts[path] = text.replace(old, new, 1)
+        forget()
+
+    monkeypatch.setattr(Path, "read_text", lambda path, **options: texts.get(str(path)) or read(path, **options))
+    yield edit
+    forget()
+
+
+EDITS = {
+    "the kernel": (0, "gemm.hopper.kernel", "num_consumers == 3", "num_consumers == 4"),
+    "a device function": (0, "gemm.hopper.mainloop", "warpgroup_mma(", "warpgroup_mma_twice("),
+    "a constexpr function": (0, "gemm.hopper.consumer", "cfg.consumers_per_tile > 1", "cfg.consumers_per_tile > 2"),
+    "an aggregate's method": (0, "gemm.hopper.pipeline", "self.cfg.num_stages", "self.cfg.num_consumers"),
+    "a property of a constant": (0, "gemm.hopper.config", "self.num_stages", "self.num_consumers"),
+    "what a generated epilogue calls": (1, "epilogue.tile_gluon", "return [turns, ", "return [turns + 1, "),
+    "what that calls": (1, "epilogue.device", "power_of_two(x * -LOG2_E)", "power_of_two(x * LOG2_E)"),
+    "a constant of a device function": (1, "epilogue.device", "1.4426950408889634", "1.4426950408889635"),
+    "a change to the PTX": (0, "runtime.narrow_wgmma", "[: used // 2]", "[: used // 4]"),
+    "an option of all launches": (0, "runtime.triton_compat", 'fp_fusion": True', 'fp_fusion": False'),
+    "another kernel": (2, "moe.router.choose_experts", "tl.max(slots, 1)", "tl.min(slots, 1)"),
+}
+
+
+@pytest.mark.parametrize(("kernel", "module", "old", "new"), EDITS.values(), ids=EDITS)
+def test_an_edit_changes_it(kernel, module, old, new, edited):
+    before, elsewhere = gate.source_of(KERNELS[kernel], "sm_90"), gate.source_of("ep-mark", "sm_90")
+    edited(f"envoi.{module}", old, new)
+    assert gate.source_of(KERNELS[kernel], "sm_90") != before
+    if module != "runtime.triton_compat":
+        assert gate.source_of("ep-mark", "sm_90") == elsewhere
+
+
+def test_the_tools_are_in_it(edited):
+    before = gate.source_of(KERNELS[0], "sm_90")
+    edited("tools.machine_code.count", '"shuffle"', '"shuffles"')
+    assert gate.source_of(KERNELS[0], "sm_90") != before
+
+
+def test_text_of_an_epilogue_arguments_options_and_architecture_are_in_it():
+    launch = gate.cases()[KERNELS[0]].launch()
+    lowered = next(value for value in launch.arguments if isinstance(value, Lowered))
+    other = object.__new__(Lowered)
+    other.__dict__.update({**vars(lowered), "source": lowered.source + "\n"})
+    changed = [
+        launch._replace(arguments=tuple(other if value is lowered else value for value in launch.arguments)),
+        launch._replace(options={**launch.options, "maxnreg": 64}),
+        gate.cases()["gemm-sm90-narrowed-residual"].launch(),
+    ]
+    found = [source.digest(one, "sm_90") for one in [launch, *changed]]
+    assert len({*found, source.digest(launch, "sm_100")}) == len(found) + 1
+
+
+def test_comments_docstrings_and_places_are_not_in_it(edited):
+    before = gate.source_of(KERNELS[0], "sm_90")
+    edited("envoi.gemm.hopper.mainloop", '"""', '"""Moved and said otherwise.\n\n')
+    edited("envoi.gemm.hopper.consumer", "import", "# a comment\n\nimport")
+    assert gate.source_of(KERNELS[0], "sm_90") == before
+
+
+def test_it_is_the_same_in_another_folder_and_process(tmp_path):
+    for folder in ("src", "tools"):
+        shutil.copytree(ROOT / folder, tmp_path / folder, ignore=shutil.ignore_patterns("__pycache__"))
+    for path in tmp_path.rglob("*.py"):
+        path.write_text(f"# moved\n\n{path.read_text()}")
+    program = "import json, sys; from tools.machine_code import gate; print(gate.__file__);"
+    program += f"print(json.dumps([gate.source_of(name, 'sm_90') for name in {KERNELS[::-1]}]))"
+    environment = {**os.environ, "PYTHONPATH": str(tmp_path / "src")}
+    done = subprocess.run(
+        [sys.executable, "-c", program], cwd=tmp_path, env=environment, capture_output=True, text=True
+    )
+    assert done.returncode == 0, done.stderr
+    file, found = done.stdout.splitlines()
+    assert Path(file).is_relative_to(tmp_path)
+    assert json.loads(found) == [gate.source_of(name, "sm_90") for name in KERNELS[::-1]]
+
+
+def test_it_reads_all_that_triton_reads(monkeypatch):
+    """Test it against the functions that Triton's own key has, for a launch of every kernel function."""
+    update_hash = DependenciesFinder._update_hash
+    seen: dict[int, source.Definition] = {}
+    total = 0
+
+    def noting(self, function):
+        if id(function) not in seen:
+            seen[id(function)] = source.definition_of(function.fn)
+            function.hash = None  # so that it looks into the function
+        update_hash(self, function)
+
+    monkeypatch.setattr(DependenciesFinder, "_update_hash", noting)
+    launches = {case.launch().kernel: case for case in gate.cases().values()}
+    assert len(launches) > 30
+    for case in launches.values():
+        launch, arch = case.launch(), case.arches[0]
+        seen.clear()
+        generated = [
+            getattr(value, name) for value in launch.arguments if isinstance(value, Lowered) for name in FUNCTIONS
+        ]
+        for function in [launch.kernel, *generated]:
+            function.hash = None
+            function.cache_key  # noqa: B018
+        read = {definition for definition in seen.values() if source.file_of(definition[0]) is not None}
+        total += len(read)
+        made = {definition for definition in read if definition[1] == "__init__"}  # of an aggregate, from its fields
+        assert read - made <= source.compiled_from(launch, arch)[1], case.name
+    assert total > 500
+
+
+@pytest.mark.parametrize("folder", ["epilogue", "gemm", "moe", "indexer", "runtime"])
+def test_names_of_device_code_are_found(folder):
+    """Test that no name is looked for in vain: then a whole module would stand for it."""
+    for path in sorted((ROOT / "src" / "envoi" / folder).rglob("*.py")):
+        module = ".".join(path.relative_to(ROOT / "src").with_suffix("").parts).removesuffix(".__init__")
+        for name in source.module_of(module).definitions:
+            for target, used in source.needs(module, name):
+                there = source.module_of(target)
+                assert used == source.WHOLE or used in there.definitions or used in there.imports, f"{module}: {used}"
