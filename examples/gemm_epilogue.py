@@ -6,7 +6,7 @@ python examples/gemm_epilogue.py        on a GPU or a CPU
 import torch
 
 import envoi
-from envoi.epilogue import Col, Scalar, epilogue, relu
+from envoi.epilogues import Col, Scalar, epilogue, relu
 
 
 @epilogue

@@ -6,7 +6,7 @@ python examples/indexer.py        on a GPU or a CPU
 import torch
 
 import envoi
-from envoi.indexer.layout import HEAD_DIM, PAGE_SIZE, pack_cache
+from envoi.ops.indexer.layout import HEAD_DIM, PAGE_SIZE, pack_cache
 
 
 def main() -> torch.Tensor:

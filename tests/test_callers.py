@@ -6,7 +6,7 @@ import pytest
 import torch
 
 import envoi
-from envoi.epilogue import Col
+from envoi.epilogues import Col
 from envoi.quant import FORMATS, quantize
 from envoi.types import Routing
 from tests.helpers.accuracy import assert_same_bits

@@ -246,7 +246,7 @@ def test_what_all_operators_have_in_common_is_one_line(monkeypatch):
 
 
 def test_operators_on_a_gpu_are_a_table_of_80_columns(monkeypatch):
-    from envoi.indexer import certificate
+    from envoi.ops.indexer import certificate
 
     monkeypatch.setattr(certificate, "orders", lambda device, num_heads: None)
     text = on([GPU, CPU])

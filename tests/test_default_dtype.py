@@ -6,10 +6,10 @@ import pytest
 import torch
 
 import envoi
-from envoi.epilogue import Col, Row, Scalar, col_sum, row_max, silu, softmax, topk, total_sum
+from envoi.epilogues import Col, Row, Scalar, col_sum, row_max, silu, softmax, topk, total_sum
 from envoi.experts import unpack
-from envoi.indexer import indexer_topk
-from envoi.indexer.workloads import one
+from envoi.ops.indexer import indexer_topk
+from envoi.ops.indexer.workloads import one
 from envoi.quant import FORMATS, SCHEMES, dequantize, quantize
 from envoi.quant.pack import with_checked_scales
 from tests.moe.layers import make

@@ -7,8 +7,8 @@ import torch
 from torch.autograd import forward_ad
 
 import envoi
-from envoi.epilogue import Col, Scalar
-from envoi.indexer.workloads import one
+from envoi.epilogues import Col, Scalar
+from envoi.ops.indexer.workloads import one
 from envoi.quant import quantize
 from tests.moe.layers import make
 

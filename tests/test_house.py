@@ -26,15 +26,15 @@ DOCUMENTED = sorted(path for folder in ("src", "tools", "examples") for path in 
 
 # A package may import from those named, and from itself. Packages within moe/ have an order of their own.
 BASE = {"types", "check", "constant", "env", "cache_file", "log", "progress", "spans", "table", "runtime"}
-PRODUCTS = BASE | {"quant", "epilogue", "gemm"}
+PRODUCTS = BASE | {"quant", "epilogues", "gemm"}
 ALLOWED = {
     "types": {"check"}, "check": set(), "constant": set(), "env": set(), "cache_file": set(), "table": set(),
     "progress": set(),
     "log": {"env"}, "spans": {"env"},
     "runtime": {"check", "env", "log", "spans"},
     "quant": BASE,
-    "epilogue": BASE | {"quant"},
-    "gemm": BASE | {"quant", "epilogue"},
+    "epilogues": BASE | {"quant"},
+    "gemm": BASE | {"quant", "epilogues"},
     "moe": PRODUCTS,
     "moe.router": PRODUCTS,
     "indexer": PRODUCTS,
@@ -44,7 +44,10 @@ ALLOWED = {
 }  # fmt: skip
 
 # These may import anything; ALLOWED ensures that nothing above imports them.
-FREE = {"__init__", "__main__", "bench", "cases", "cli", "demo", "experts", "info", "integrations", "router", "warming"}
+FREE = {
+    "__init__", "__main__", "bench", "cases", "cli", "demo", "epilogue", "experts", "info", "integrations", "ops",
+    "router", "warming",
+}  # fmt: skip
 
 
 @cache
@@ -61,7 +64,8 @@ def room_of(path: Path) -> str:
 
 
 def named_room(parts: Sequence[str]) -> str:
-    """Return the package of a module, given by its names below envoi."""
+    """Return the package of a module, given by its names below envoi, those of `ops` without it."""
+    parts = parts[1:] if parts[0] == "ops" and len(parts) > 1 else parts
     nested = ".".join(parts[:2])
     return nested if nested in ALLOWED else parts[0]
 
@@ -113,8 +117,8 @@ def test_the_order_has_no_circle():
 def test_the_scan_sees_every_form_of_import(tmp_path):
     path = tmp_path / "x.py"
     path.write_text(
-        "import envoi.moe.parallel.api as a\nfrom envoi.moe import router\ndef f():\n"
-        "    from envoi.gemm.api import gemm\n"
+        "import envoi.ops.moe.parallel.api as a\nfrom envoi.ops.moe import router\ndef f():\n"
+        "    from envoi.ops.gemm.api import gemm\n"
         "if True:\n    import torch, envoi.quant\nfrom os import path\n"
     )
     assert imported_rooms(path) == {"moe.parallel", "moe.router", "gemm", "quant"}

@@ -10,7 +10,7 @@ import torch
 import envoi
 from envoi import log
 from envoi.env import LOG_LEVELS, log_level
-from envoi.gemm import backend
+from envoi.ops.gemm import backend
 from envoi.runtime import launch
 from tests.helpers import fresh
 from tests.moe.layers import make
@@ -28,7 +28,7 @@ import triton.language as tl
 from triton import knobs
 heard = []
 knobs.compilation.listener = lambda **event: heard.append(event["src"].name)
-from envoi.moe.kernels import combine_kernel
+from envoi.ops.moe.kernels import combine_kernel
 from envoi.runtime.triton_compat import compile_for
 from tests.machine_code.kernels import scale_rows
 types = {"rows": "*bf16", "slot_to_pos": "*i32", "out": "*bf16", "width": "i32", "K": "constexpr", "BLOCK": "constexpr"}

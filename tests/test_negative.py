@@ -7,9 +7,9 @@ import pytest
 import torch
 
 import envoi
-from envoi.epilogue import Col, HalfCol, HalfTile, Row, Scalar, Tile, pairs
-from envoi.indexer.workloads import one
-from envoi.moe.op import flatten, unflatten
+from envoi.epilogues import Col, HalfCol, HalfTile, Row, Scalar, Tile, pairs
+from envoi.ops.indexer.workloads import one
+from envoi.ops.moe.op import flatten, unflatten
 from envoi.quant import SCHEMES, quantize
 from envoi.runtime.custom_op import plain
 from tests.helpers.accuracy import assert_same_bits

@@ -11,10 +11,10 @@ import torch
 import envoi
 from envoi import cli
 from envoi.bench import tuning
-from envoi.gemm.hopper import tune
-from envoi.indexer import certificate, certify
-from envoi.indexer.workloads import one
-from envoi.moe import warm_up
+from envoi.ops.gemm.hopper import tune
+from envoi.ops.indexer import certificate, certify
+from envoi.ops.indexer.workloads import one
+from envoi.ops.moe import warm_up
 from envoi.runtime.devices import Target
 from envoi.runtime.rehearsal import compile_here, find
 from tests.helpers import fresh, stranger

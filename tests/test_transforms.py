@@ -6,8 +6,8 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils.flop_counter import FlopCounterMode
 
 import envoi
-from envoi.epilogue import Col, HalfTile, Row, Scalar, Tile, col_sum, pairs, row_max, topk, total_sum
-from envoi.indexer.workloads import one
+from envoi.epilogues import Col, HalfTile, Row, Scalar, Tile, col_sum, pairs, row_max, topk, total_sum
+from envoi.ops.indexer.workloads import one
 from envoi.quant import FORMATS, SCHEMES, dequantize, quantize
 from tests.helpers.accuracy import assert_same_bits
 from tests.helpers.slow import mostly_slow

@@ -1,12 +1,13 @@
 """Fused GPU kernels for Mixture-of-Experts and sparse-attention inference: every kernel is a GEMM with an envoi."""
 
-from envoi import epilogue, experts, plan, router
-from envoi.epilogue import EpilogueError
-from envoi.gemm import gemm, grouped_gemm
-from envoi.indexer import indexer_topk
-from envoi.moe import moe
-from envoi.moe.parallel import ExpertParallel, PeerTimeout
-from envoi.moe.router import route
+import envoi.epilogue  # noqa: F401  # an earlier name; imported before the decorator takes it
+from envoi import experts, plan, router
+from envoi.epilogues import EpilogueError, epilogue
+from envoi.ops.gemm import gemm, grouped_gemm
+from envoi.ops.indexer import indexer_topk
+from envoi.ops.moe import moe
+from envoi.ops.moe.parallel import ExpertParallel, PeerTimeout
+from envoi.ops.moe.router import route
 from envoi.types import ExpertRows, ExpertWeights, QuantTensor, Routing
 from envoi.warming import warm_up
 

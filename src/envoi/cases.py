@@ -14,7 +14,7 @@ def kernel_cases() -> dict[str, KernelCase]:
     """Return the cases of all operators. Raises ValueError if a name is used twice."""
     found: dict[str, KernelCase] = {}
     for operator in OPERATORS:
-        for case in import_module(f"envoi.{operator}.cases").KERNELS:
+        for case in import_module(f"envoi.ops.{operator}.cases").KERNELS:
             if found.setdefault(case.name, case) is not case:
                 raise ValueError(f"cases: {case.name!r} is used twice")
     return found

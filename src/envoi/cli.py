@@ -240,7 +240,7 @@ def _warm_up_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def _run_warm_up(args: argparse.Namespace) -> int:
-    from envoi.moe.parallel import command
+    from envoi.ops.moe.parallel import command
 
     return command.run(args)
 
@@ -252,7 +252,7 @@ def _indexer_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def _run_indexer(args: argparse.Namespace) -> int:
-    from envoi.indexer import certify
+    from envoi.ops.indexer import certify
 
     return certify.run(args)
 

@@ -64,7 +64,7 @@ def _indexer_backend(gpu: dict[str, Any] | None) -> dict[str, str]:
         return _kernels(gpu, "")
     import torch
 
-    from envoi.indexer import certificate
+    from envoi.ops.indexer import certificate
 
     certified = certificate.orders(torch.device("cuda", 0), certificate.HEADS[-1]) is not None
     exact = "certified for this torch and cuBLAS" if certified else "slow until `envoi indexer certify` has run"

@@ -200,7 +200,7 @@ class ExpertWeights(_Printed):
                 f"gate_up_layout: expected {need} beside order {self.order!r}, got {self.gate_up_layout!r}"
             )
 
-    # Puts weights into the order of their device's kernels; set by `envoi.moe.pack`, as this module imports nothing.
+    # Puts weights into the order of their device's kernels; set by `ops.moe.packing`; this module imports nothing.
     arrange: ClassVar[Callable[["ExpertWeights"], "ExpertWeights"]] = staticmethod(lambda experts: experts)
 
     def to(self, device: torch.device | str | int, *, non_blocking: bool = False) -> "ExpertWeights":

@@ -9,11 +9,11 @@ from typing import Any
 import torch
 
 from envoi.check import expect_int
-from envoi.moe import moe
-from envoi.moe.op import IDS, WEIGHTS
-from envoi.moe.router import route
-from envoi.moe.router.api import check_arguments
-from envoi.moe.warm_up import ROUTED, LayerCall, check_jobs, compile_calls, compiles, prepare, without_tensors
+from envoi.ops.moe import moe
+from envoi.ops.moe.op import IDS, WEIGHTS
+from envoi.ops.moe.router import route
+from envoi.ops.moe.router.api import check_arguments
+from envoi.ops.moe.warm_up import ROUTED, LayerCall, check_jobs, compile_calls, compiles, prepare, without_tensors
 from envoi.runtime import shortcuts
 from envoi.runtime.devices import Target
 from envoi.runtime.kernel_case import without_memory

@@ -14,10 +14,10 @@ from envoi.bench.suites import drawn, measure, module_of, rehearsal, router
 from envoi.bench.suites.models import MODELS, linears
 from envoi.bench.timing import Clock
 from envoi.bench.trial import Bench, Compiler
-from envoi.gemm.hopper import tune
-from envoi.gemm.hopper.candidates import default_config
-from envoi.moe.router import presets
-from envoi.moe.router.cases import rule_of
+from envoi.ops.gemm.hopper import tune
+from envoi.ops.gemm.hopper.candidates import default_config
+from envoi.ops.moe.router import presets
+from envoi.ops.moe.router.cases import rule_of
 from envoi.quant.formats import FORMATS
 from envoi.runtime.kernel_case import NUM_SMS
 
@@ -106,7 +106,7 @@ def test_routers_are_those_of_the_presets():
 @pytest.mark.parametrize("name", presets.PRESETS)
 def test_the_eager_router_is_that_of_the_preset(name):
     from envoi.bench.suites.eager_router import eager_route
-    from envoi.moe.router import reference
+    from envoi.ops.moe.router import reference
 
     preset = presets.preset(name)
     source = torch.Generator().manual_seed(5)

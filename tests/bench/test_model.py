@@ -15,7 +15,7 @@ from envoi.bench.suites.models import MODELS
 from envoi.bench.timing import Clock
 from envoi.bench.trial import Bench, Compiler
 from envoi.integrations import transformers as integration
-from envoi.moe.op import constants_of, tensors_of
+from envoi.ops.moe.op import constants_of, tensors_of
 from envoi.runtime.devices import Target, standing_for
 from envoi.runtime.rehearsal import find
 

@@ -4,7 +4,7 @@ import pytest
 import transformers
 
 from envoi.bench.suites.models import MODELS, Attention, LatentAttention, Linear, linears
-from envoi.moe.router.presets import PRESETS
+from envoi.ops.moe.router.presets import PRESETS
 
 BY_NAME = {model.name: model for model in MODELS}
 # Classes of transformers whose defaults are this model's config.json.

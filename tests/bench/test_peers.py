@@ -12,8 +12,8 @@ from envoi.bench.shapes import MoeShape
 from envoi.bench.suites import indexer, moe, moe_peers, peers, router
 from envoi.bench.suites.peer_flashinfer import up_first
 from envoi.bench.timing import Clock
-from envoi.indexer.workloads import one
-from envoi.moe.router.cases import rule_of
+from envoi.ops.indexer.workloads import one
+from envoi.ops.moe.router.cases import rule_of
 from envoi.quant import dequantize
 from envoi.quant.formats import SCHEMES
 from envoi.types import QuantTensor

@@ -4,7 +4,7 @@ import pytest
 
 from envoi.bench import shapes
 from envoi.bench.evidence import SUITES
-from envoi.moe.router.presets import PRESETS
+from envoi.ops.moe.router.presets import PRESETS
 from envoi.quant.formats import FORMATS
 
 

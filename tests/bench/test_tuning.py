@@ -5,8 +5,8 @@ import pytest
 from envoi import cli
 from envoi.bench import problems, shapes, tuning
 from envoi.bench.evidence import SUITES
-from envoi.gemm.hopper import tune
-from envoi.gemm.hopper.cases import launch_with
+from envoi.ops.gemm.hopper import tune
+from envoi.ops.gemm.hopper.cases import launch_with
 from envoi.runtime.kernel_case import NUM_SMS, kernel_key
 
 GEMMS = [name for name in SUITES if name.startswith("gemm") and name != "gemm_drawn"]

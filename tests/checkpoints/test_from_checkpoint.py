@@ -222,7 +222,7 @@ def test_what_modelopt_says_in_a_file_of_its_own(tmp_path):
 
 def test_what_was_loaded_is_packed_for_its_device(written, monkeypatch):
     folder, layers = written("gpt_oss")
-    monkeypatch.setattr(importlib.import_module("envoi.moe.pack"), "implementation", lambda device: "hopper")
+    monkeypatch.setattr(importlib.import_module("envoi.ops.moe.packing"), "implementation", lambda device: "hopper")
     experts = from_checkpoint(folder, 1)
     assert experts.order == "fragments"
     assert error_of(experts, layers[1]) == 0

@@ -16,7 +16,7 @@ from envoi.demo import layer as moe_layer
 from envoi.demo import model as lm
 from envoi.demo.text import find_model, read_text
 from envoi.integrations.transformers import implementation_name, packed_experts
-from envoi.moe.router import route
+from envoi.ops.moe.router import route
 from envoi.quant import FORMATS
 from tests.helpers import fresh, ranks
 

@@ -3,7 +3,7 @@
 import torch
 
 import envoi
-from envoi.epilogue import Col, epilogue, relu
+from envoi.epilogues import Col, epilogue, relu
 
 FACTOR = 3.0
 

@@ -3,11 +3,11 @@
 import pytest
 import torch
 
-from envoi.epilogue import Col, Row, Tile, epilogue, halves, pairs, quantize, relu, round_bf16, row_sum, silu
-from envoi.epilogue.cut import cut
-from envoi.epilogue.library import gelu_residual, store, swiglu_fp8
-from envoi.epilogue.outputs import chunk_columns, output_specs
-from envoi.epilogue.reference import evaluate
+from envoi.epilogues import Col, Row, Tile, epilogue, halves, pairs, quantize, relu, round_bf16, row_sum, silu
+from envoi.epilogues.cut import cut
+from envoi.epilogues.library import gelu_residual, store, swiglu_fp8
+from envoi.epilogues.outputs import chunk_columns, output_specs
+from envoi.epilogues.reference import evaluate
 from envoi.types import QuantTensor
 from tests.helpers.accuracy import assert_same_bits
 

@@ -14,8 +14,8 @@ import numpy as np
 import pytest
 import torch
 
-import envoi.epilogue as language
-from envoi.epilogue import (
+import envoi.epilogues as language
+from envoi.epilogues import (
     Col,
     EpilogueError,
     HalfCol,
@@ -60,7 +60,7 @@ from envoi.epilogue import (
     total_sum,
     where,
 )  # fmt: skip
-from envoi.epilogue.library import (
+from envoi.epilogues.library import (
     absmax,
     expert_l1,
     expert_l2,
@@ -72,8 +72,8 @@ from envoi.epilogue.library import (
     swiglu_fp8,
     swiglu_residual,
 )  # fmt: skip
-from envoi.epilogue.operations import OPERATIONS as TABLE
-from envoi.epilogue.operations import ROW_TILE_CUDA, in_row_tiles
+from envoi.epilogues.operations import OPERATIONS as TABLE
+from envoi.epilogues.operations import ROW_TILE_CUDA, in_row_tiles
 from envoi.quant import quantize as cast_to
 from envoi.types import QuantTensor
 from tests.helpers.accuracy import assert_at_most_twice, assert_same_bits, relative_error
@@ -511,8 +511,8 @@ REFUSED = {
     "captured tensor": (lambda acc: acc * TENSOR, "make it a parameter"),
     "captured tensor first": (lambda acc: TENSOR * acc, "make it a parameter"),
     "method": (lambda acc: acc.relu(), "has no attribute 'relu'; write relu(x)"),
-    "method of no function": (lambda acc: acc.erf(), "'erf'; use the functions of envoi.epilogue.vocabulary"),
-    "helper of the vocabulary": (lambda acc: acc._apply(), "'_apply'; use the functions of envoi.epilogue.vocabulary"),
+    "method of no function": (lambda acc: acc.erf(), "'erf'; use the functions of envoi.epilogues.vocabulary"),
+    "helper of the vocabulary": (lambda acc: acc._apply(), "'_apply'; use the functions of envoi.epilogues.vocabulary"),
     "shape": (lambda acc: acc * acc.shape[0], "has no attribute 'shape'; sizes and devices aren't known while tracing"),
     "transposed": (lambda acc: acc.T, "has no attribute 'T'; transpose what gemm returns"),
     "to float": (lambda acc: acc.float(), "has no attribute 'float'; values are float32; cast(x, \"bf16\") says how"),

@@ -13,9 +13,9 @@ import pytest
 import torch
 
 import envoi
-from envoi.epilogue import Col, EpilogueError, HalfCol, Row, Scalar, Tile, api, cast, epilogue, pairs, relu, topk
-from envoi.epilogue.library import linear, swiglu
-from envoi.epilogue.lower import lower
+from envoi.epilogues import Col, EpilogueError, HalfCol, Row, Scalar, Tile, api, cast, epilogue, pairs, relu, topk
+from envoi.epilogues.library import linear, swiglu
+from envoi.epilogues.lower import lower
 from tests.epilogue import pickled
 from tests.helpers.accuracy import assert_same_bits
 
@@ -98,7 +98,7 @@ def test_scalars_and_constants_of_numpy(number):
     assert_same_bits(envoi.gemm(A, B, linear, **given), linear((A @ B.T), **given))
     assert_same_bits(epilogue(lambda acc: number * acc + number)(ACC), ACC * 2 + 2)
     assert_same_bits(epilogue(lambda acc: (number - acc) / number)(ACC), (2 - ACC) / 2)
-    assert_same_bits(epilogue(lambda acc: envoi.epilogue.where(number < acc, acc, number))(ACC), ACC.clamp(min=2))
+    assert_same_bits(epilogue(lambda acc: envoi.epilogues.where(number < acc, acc, number))(ACC), ACC.clamp(min=2))
 
 
 def test_constants_are_those_of_the_decoration():
@@ -152,7 +152,7 @@ def test_an_epilogue_inside_another_is_a_part_of_it():
         (lambda acc: linear(acc, c=ACC, alpha=1.0, beta=1.0), "make it a parameter"),
         (lambda acc: linear(pairs(acc)[0], c=acc, alpha=1.0, beta=1.0),
          "c: epilogue linear expects a tile/2 (Tile), got a tile"),
-        (lambda acc: swiglu(envoi.epilogue.row_sum(acc)),
+        (lambda acc: swiglu(envoi.epilogues.row_sum(acc)),
          "epilogue swiglu: expected a tile as its accumulator, got a row"),
     ],
 )  # fmt: skip

@@ -3,14 +3,14 @@
 import pytest
 import torch
 
-import envoi.epilogue.vocabulary
+import envoi.epilogues.vocabulary
 from tools.fuzz import language
 from tools.fuzz.approx import Approx, exact
 from tools.fuzz.draw import Draw
 from tools.fuzz.endings import Program, epilogue_of
 from tools.fuzz.outputs import wrong_columns
 
-NAMES = vars(envoi.epilogue.vocabulary)
+NAMES = vars(envoi.epilogues.vocabulary)
 OPERATIONS = language.UNARY | language.BINARY | language.OVER_ROWS
 
 

@@ -6,15 +6,15 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from envoi.epilogue import Col, epilogue, library, row_sum
-from envoi.epilogue.lower import lower
-from envoi.gemm.hopper import config as configs
-from envoi.gemm.hopper import time_model
-from envoi.gemm.hopper.candidates import candidates, default_config
-from envoi.gemm.hopper.config import Config, Problem, shared_bytes, why_not
-from envoi.gemm.hopper.pairs import pairs_pay
-from envoi.gemm.hopper.time_model import predicted_cycles
-from envoi.gemm.hopper.tune import rounded
+from envoi.epilogues import Col, epilogue, library, row_sum
+from envoi.epilogues.lower import lower
+from envoi.ops.gemm.hopper import config as configs
+from envoi.ops.gemm.hopper import time_model
+from envoi.ops.gemm.hopper.candidates import candidates, default_config
+from envoi.ops.gemm.hopper.config import Config, Problem, shared_bytes, why_not
+from envoi.ops.gemm.hopper.pairs import pairs_pay
+from envoi.ops.gemm.hopper.time_model import predicted_cycles
+from envoi.ops.gemm.hopper.tune import rounded
 from envoi.runtime.devices import SHARED_BYTES
 
 NUM_SMS = 132
@@ -60,7 +60,7 @@ def test_a_wide_tile_is_as_large_as_a_square_one():
 
 def units_of(stage: int, wide: bool, config: Config) -> set[int]:
     """Return the units that a tile uses of the buffer shared by x, in boxes of one unit, and y, in boxes of two."""
-    from envoi.gemm.hopper.pipeline import x_box_index, y_box_index
+    from envoi.ops.gemm.hopper.pipeline import x_box_index, y_box_index
 
     used = [x_box_index.fn(stage, part, config) for part in ((0,) if wide else (0, 1))]
     for side in (0, 1) if wide else (0,):
@@ -141,7 +141,7 @@ TWO_HIGH, TALL, SWAPPED, THREE_HIGH = (
 
 def first_tokens(M: int, config: Config, num_whole_tiles: int) -> list[int]:
     """Return the first token of each row of tiles, as the kernel's roles compute it."""
-    from envoi.gemm.hopper.tile_scheduler import TileScheduler
+    from envoi.ops.gemm.hopper.tile_scheduler import TileScheduler
 
     scheduler = SimpleNamespace(problem=SimpleNamespace(M=M, num_whole_tiles=num_whole_tiles, cfg=config))
     block, box = (config.block_y,) * 2 if config.swap_ab else (config.block_x, config.rows_per_consumer)

@@ -5,7 +5,7 @@ from typing import Any, NoReturn
 import pytest
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
-from envoi.gemm import api, backend
+from envoi.ops.gemm import api, backend
 from envoi.runtime.devices import Target, standing_for
 from envoi.runtime.kernel_case import Launch
 from envoi.runtime.observer import rehearsing

@@ -6,7 +6,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from envoi.epilogue import (
+from envoi.epilogues import (
     Col,
     HalfCol,
     HalfTile,
@@ -40,10 +40,10 @@ from envoi.epilogue import (
     total_max,
     total_sum,
 )  # fmt: skip
-from envoi.epilogue.library import scale_bias_relu, store, swiglu, swiglu_fp8
-from envoi.gemm import gemm, grouped_gemm
-from envoi.gemm.api import split
-from envoi.gemm.reference import accumulate, oracle
+from envoi.epilogues.library import scale_bias_relu, store, swiglu, swiglu_fp8
+from envoi.ops.gemm import gemm, grouped_gemm
+from envoi.ops.gemm.api import split
+from envoi.ops.gemm.reference import accumulate, oracle
 from envoi.quant import dequantize
 from envoi.quant import quantize as cast_to
 from envoi.types import QuantTensor

@@ -6,7 +6,7 @@ from itertools import accumulate, pairwise
 import pytest
 import torch
 
-from envoi.epilogue import (
+from envoi.epilogues import (
     Col,
     HalfTile,
     Row,
@@ -30,7 +30,7 @@ from envoi.epilogue import (
     total_max,
     total_sum,
 )
-from envoi.epilogue.library import (
+from envoi.epilogues.library import (
     absmax,
     expert_l1,
     gelu_residual,
@@ -41,11 +41,11 @@ from envoi.epilogue.library import (
     swiglu_fp8,
     swiglu_residual,
 )
-from envoi.gemm import gemm, grouped_gemm
-from envoi.gemm.by_torch import spread_columns
-from envoi.gemm.hopper import tune
-from envoi.gemm.hopper.config import Config, fitted, why_not
-from envoi.gemm.reference import cut_rows, oracle, pick_expert
+from envoi.ops.gemm import gemm, grouped_gemm
+from envoi.ops.gemm.by_torch import spread_columns
+from envoi.ops.gemm.hopper import tune
+from envoi.ops.gemm.hopper.config import Config, fitted, why_not
+from envoi.ops.gemm.reference import cut_rows, oracle, pick_expert
 from envoi.quant import dequantize
 from envoi.quant import quantize as cast_to
 from envoi.runtime import prepared

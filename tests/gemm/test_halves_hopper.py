@@ -6,14 +6,14 @@ from math import prod
 import pytest
 import torch
 
-from envoi.epilogue import epilogue, halves, library, silu
-from envoi.gemm.grouping import EXPERTS_ROWS
-from envoi.gemm.hopper import cases as hopper_cases
-from envoi.gemm.hopper import host
-from envoi.gemm.hopper.cases import Case, Inputs
-from envoi.gemm.hopper.config import Config, why_not
-from envoi.gemm.hopper_mx import host as hopper_mx
-from envoi.gemm.hopper_w4a16 import many
+from envoi.epilogues import epilogue, halves, library, silu
+from envoi.ops.gemm.grouping import EXPERTS_ROWS
+from envoi.ops.gemm.hopper import cases as hopper_cases
+from envoi.ops.gemm.hopper import host
+from envoi.ops.gemm.hopper.cases import Case, Inputs
+from envoi.ops.gemm.hopper.config import Config, why_not
+from envoi.ops.gemm.hopper_mx import host as hopper_mx
+from envoi.ops.gemm.hopper_w4a16 import many
 from envoi.runtime.tma import halves_descriptor, tma_ready
 from tests.helpers.slow import mostly_slow
 from tools.machine_code.compile import Binary, compile_launch

@@ -7,10 +7,10 @@ import pytest
 import torch
 
 from envoi.cases import kernel_cases
-from envoi.gemm.hopper import cases, host, tune
-from envoi.gemm.hopper.cases import CASES, NUM_SMS, Case, Inputs, inputs, planned
-from envoi.gemm.hopper.config import Config
-from envoi.gemm.hopper.kernel import gemm_kernel
+from envoi.ops.gemm.hopper import cases, host, tune
+from envoi.ops.gemm.hopper.cases import CASES, NUM_SMS, Case, Inputs, inputs, planned
+from envoi.ops.gemm.hopper.config import Config
+from envoi.ops.gemm.hopper.kernel import gemm_kernel
 from envoi.runtime import triton_compat
 from envoi.runtime.kernel_case import kernel_key
 from envoi.types import QuantTensor

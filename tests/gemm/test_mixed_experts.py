@@ -8,12 +8,12 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from envoi.epilogue import library
-from envoi.epilogue.lower import lower
-from envoi.gemm.hopper.cases import Case, inputs, launch_with, planned
-from envoi.gemm.hopper.config import Config, Problem, why_not
-from envoi.gemm.hopper.mixed_experts import clamp_share, id_bits
-from envoi.moe.one_launch.config import FEW, SQUARE, WIDE
+from envoi.epilogues import library
+from envoi.epilogues.lower import lower
+from envoi.ops.gemm.hopper.cases import Case, inputs, launch_with, planned
+from envoi.ops.gemm.hopper.config import Config, Problem, why_not
+from envoi.ops.gemm.hopper.mixed_experts import clamp_share, id_bits
+from envoi.ops.moe.one_launch.config import FEW, SQUARE, WIDE
 from tools.machine_code.compile import compile_launch
 
 

@@ -6,11 +6,11 @@ import torch
 import triton.experimental.gluon.language as gl
 from triton.experimental import gluon
 
-from envoi.gemm.grouping import RowMode
-from envoi.gemm.hopper import host
-from envoi.gemm.hopper.mixed_experts import MixedTiles
-from envoi.gemm.hopper.problem import Problem
-from envoi.moe.one_launch.config import FEW, SQUARE, WIDE
+from envoi.ops.gemm.grouping import RowMode
+from envoi.ops.gemm.hopper import host
+from envoi.ops.gemm.hopper.mixed_experts import MixedTiles
+from envoi.ops.gemm.hopper.problem import Problem
+from envoi.ops.moe.one_launch.config import FEW, SQUARE, WIDE
 
 pytestmark = [pytest.mark.gpu, pytest.mark.usefixtures("tidy_gpu")]
 N, NEXT_N = 1024, 384

@@ -5,12 +5,12 @@ from itertools import product
 import pytest
 import torch
 
-from envoi.epilogue.library import absmax, expert_l1, store, swiglu, swiglu_fp8
-from envoi.epilogue.lower import lower
-from envoi.epilogue.outputs import empty_outputs, operand_tensors, output_specs
-from envoi.gemm.cases import operands_of
-from envoi.gemm.hopper_mx import host
-from envoi.gemm.hopper_mx.config import (
+from envoi.epilogues.library import absmax, expert_l1, store, swiglu, swiglu_fp8
+from envoi.epilogues.lower import lower
+from envoi.epilogues.outputs import empty_outputs, operand_tensors, output_specs
+from envoi.ops.gemm.cases import operands_of
+from envoi.ops.gemm.hopper_mx import host
+from envoi.ops.gemm.hopper_mx.config import (
     DEEP_TOKENS,
     MAX_STAGES,
     NARROW,
@@ -21,7 +21,7 @@ from envoi.gemm.hopper_mx.config import (
     is_short,
     shared_bytes,
 )
-from envoi.gemm.hopper_mx.host import why_not_mx
+from envoi.ops.gemm.hopper_mx.host import why_not_mx
 from envoi.quant.pack import pad_factors
 from envoi.runtime.kernel_case import Launch
 from envoi.types import QuantTensor
@@ -42,7 +42,7 @@ def weights(*shape: int, bits: int = 4, scales_at_most_2: bool = False) -> Quant
 
 
 def compiled(ep, config: MxConfig, num_experts: int = 32, M: int = 512, N: int = 4096, K: int = 2048):
-    from envoi.gemm.hopper_mx.kernel import mx_kernel
+    from envoi.ops.gemm.hopper_mx.kernel import mx_kernel
 
     lead = (num_experts,) if num_experts else ()
     tensors, pointers = operand_tensors(ep.ir, operands_of(ep.ir, M, N, lead), num_experts)

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from envoi.epilogue import (
+from envoi.epilogues import (
     Col,
     Row,
     col_absmax,
@@ -16,12 +16,12 @@ from envoi.epilogue import (
     total_max,
     total_sum,
 )
-from envoi.epilogue.library import absmax, expert_l1, scale_bias_relu, store, swiglu, swiglu_fp8
-from envoi.gemm import gemm, grouped_gemm
-from envoi.gemm.by_torch import spread_columns
-from envoi.gemm.hopper_mx import config as configs
-from envoi.gemm.hopper_mx import host
-from envoi.gemm.reference import cut_rows, oracle, pick_expert
+from envoi.epilogues.library import absmax, expert_l1, scale_bias_relu, store, swiglu, swiglu_fp8
+from envoi.ops.gemm import gemm, grouped_gemm
+from envoi.ops.gemm.by_torch import spread_columns
+from envoi.ops.gemm.hopper_mx import config as configs
+from envoi.ops.gemm.hopper_mx import host
+from envoi.ops.gemm.reference import cut_rows, oracle, pick_expert
 from envoi.quant import dequantize, quantize
 from envoi.quant.pack import with_checked_scales
 from envoi.types import QuantTensor

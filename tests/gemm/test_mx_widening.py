@@ -5,7 +5,7 @@ import re
 import pytest
 import torch
 
-from envoi.gemm.hopper_mx.dequant import widening
+from envoi.ops.gemm.hopper_mx.dequant import widening
 from envoi.quant.bits import e2m1_decode
 from envoi.quant.pack import LARGEST_SCALE_BYTE
 

@@ -6,11 +6,11 @@ import pytest
 import torch
 
 from envoi import gemm
-from envoi.epilogue import Col, Row, Tile, epilogue, gelu, row_max, row_sum
-from envoi.epilogue.library import absmax, gelu_residual, linear, scale_bias_relu, store, swiglu
-from envoi.epilogue.reference import evaluate
-from envoi.gemm.hopper import host, tune, two_kernels
-from envoi.gemm.hopper.config import Config, fitted, why_not
+from envoi.epilogues import Col, Row, Tile, epilogue, gelu, row_max, row_sum
+from envoi.epilogues.library import absmax, gelu_residual, linear, scale_bias_relu, store, swiglu
+from envoi.epilogues.reference import evaluate
+from envoi.ops.gemm.hopper import host, tune, two_kernels
+from envoi.ops.gemm.hopper.config import Config, fitted, why_not
 from envoi.quant import SCHEMES, dequantize, quantize
 from envoi.runtime.devices import num_sms
 from envoi.types import Matrix, QuantTensor

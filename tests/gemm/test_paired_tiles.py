@@ -6,19 +6,19 @@ from itertools import product
 import pytest
 import torch
 
-from envoi.epilogue import epilogue, library, pairs, quantize, round_bf16
-from envoi.epilogue.lower import lower
-from envoi.epilogue.outputs import pairs_up
-from envoi.gemm.grouping import EXPERTS_ROWS, Grouping
-from envoi.gemm.hopper import cases as hopper_cases
-from envoi.gemm.hopper import host
-from envoi.gemm.hopper import pairs as paired
-from envoi.gemm.hopper.candidates import candidates
-from envoi.gemm.hopper.cases import Case
-from envoi.gemm.hopper.config import Config, Problem, shared_bytes, why_not
-from envoi.gemm.hopper.pairs import pairs_pay, quantizes_in_pairs, use_pairs
-from envoi.gemm.hopper.tile_scheduler import corner_in_expert, tile_in_pairs, units_in_pairs
-from envoi.gemm.hopper.time_model import predicted_cycles
+from envoi.epilogues import epilogue, library, pairs, quantize, round_bf16
+from envoi.epilogues.lower import lower
+from envoi.epilogues.outputs import pairs_up
+from envoi.ops.gemm.grouping import EXPERTS_ROWS, Grouping
+from envoi.ops.gemm.hopper import cases as hopper_cases
+from envoi.ops.gemm.hopper import host
+from envoi.ops.gemm.hopper import pairs as paired
+from envoi.ops.gemm.hopper.candidates import candidates
+from envoi.ops.gemm.hopper.cases import Case
+from envoi.ops.gemm.hopper.config import Config, Problem, shared_bytes, why_not
+from envoi.ops.gemm.hopper.pairs import pairs_pay, quantizes_in_pairs, use_pairs
+from envoi.ops.gemm.hopper.tile_scheduler import corner_in_expert, tile_in_pairs, units_in_pairs
+from envoi.ops.gemm.hopper.time_model import predicted_cycles
 from envoi.runtime.devices import SHARED_BYTES
 from tests.helpers.slow import mostly_slow
 from tools.machine_code.compile import compile_launch

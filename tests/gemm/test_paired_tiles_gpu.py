@@ -5,16 +5,16 @@ from dataclasses import replace
 import pytest
 import torch
 
-from envoi.epilogue import epilogue, pairs, quantize, round_bf16, silu
-from envoi.epilogue.library import expert_l1
-from envoi.gemm import grouped_gemm
-from envoi.gemm.backend import run_kernels
-from envoi.gemm.grouping import EXPERTS_ROWS
-from envoi.gemm.hopper import tune
-from envoi.gemm.hopper.config import Config, fitted, why_not
-from envoi.gemm.hopper.pairs import use_pairs
-from envoi.moe import moe
-from envoi.moe.permute import quantize_rows
+from envoi.epilogues import epilogue, pairs, quantize, round_bf16, silu
+from envoi.epilogues.library import expert_l1
+from envoi.ops.gemm import grouped_gemm
+from envoi.ops.gemm.backend import run_kernels
+from envoi.ops.gemm.grouping import EXPERTS_ROWS
+from envoi.ops.gemm.hopper import tune
+from envoi.ops.gemm.hopper.config import Config, fitted, why_not
+from envoi.ops.gemm.hopper.pairs import use_pairs
+from envoi.ops.moe import moe
+from envoi.ops.moe.permute import quantize_rows
 from envoi.quant import SCHEMES
 from envoi.quant import quantize as cast_to
 from envoi.types import QuantTensor

@@ -5,7 +5,7 @@ from itertools import pairwise, product
 import pytest
 import torch
 
-from envoi.gemm import gemm, grouped_gemm
+from envoi.ops.gemm import gemm, grouped_gemm
 from envoi.quant import SCHEMES, dequantize, quantize
 from envoi.types import QuantTensor
 from tests.helpers.accuracy import relative_error

@@ -7,17 +7,17 @@ import pytest
 import torch
 
 import envoi
-from envoi.gemm import backend
-from envoi.gemm.hopper import host
-from envoi.gemm.triton import host as triton_host
+from envoi.ops.gemm import backend
+from envoi.ops.gemm.hopper import host
+from envoi.ops.gemm.triton import host as triton_host
 from envoi.runtime import launch
 
 # Files that only return a value to the call.
 LEAVES = {
-    "gemm/grouping.py", "gemm/hopper/config.py", "runtime/devices.py", "runtime/math.py",
+    "ops/gemm/grouping.py", "ops/gemm/hopper/config.py", "runtime/devices.py", "runtime/math.py",
     "runtime/prepared/constants.py", "runtime/shortcuts.py", "runtime/triton_compat.py",
 }  # fmt: skip
-ROOMS = [Path(envoi.__file__).parent / room for room in ("gemm", "runtime")]
+ROOMS = [Path(envoi.__file__).parent / room for room in ("ops/gemm", "runtime")]
 
 
 @pytest.fixture
@@ -54,8 +54,8 @@ def test_a_call_passes_through_few_files(launched):
     files -= LEAVES
     files |= {str(kernel.relative_to(ROOMS[0].parent)), str(Path(launch.__file__).relative_to(ROOMS[0].parent))}
     assert files == {
-        "runtime/prepared/calls.py", "gemm/api.py", "runtime/custom_op.py", "gemm/backend.py",
-        "gemm/hopper/host.py", "runtime/tma.py", "runtime/launch.py", "gemm/hopper/kernel.py",
+        "runtime/prepared/calls.py", "ops/gemm/api.py", "runtime/custom_op.py", "ops/gemm/backend.py",
+        "ops/gemm/hopper/host.py", "runtime/tma.py", "runtime/launch.py", "ops/gemm/hopper/kernel.py",
     }  # fmt: skip
     assert len(launched) == 2
 

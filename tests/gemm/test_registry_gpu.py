@@ -5,12 +5,12 @@ from dataclasses import replace
 import pytest
 import torch
 
-from envoi.gemm import gemm, grouped_gemm
-from envoi.gemm.backend import run_kernels
-from envoi.gemm.by_torch import spread_columns
-from envoi.gemm.hopper import cases
-from envoi.gemm.hopper_mx import cases as mx_cases
-from envoi.gemm.reference import oracle
+from envoi.ops.gemm import gemm, grouped_gemm
+from envoi.ops.gemm.backend import run_kernels
+from envoi.ops.gemm.by_torch import spread_columns
+from envoi.ops.gemm.hopper import cases
+from envoi.ops.gemm.hopper_mx import cases as mx_cases
+from envoi.ops.gemm.reference import oracle
 from envoi.quant import dequantize
 from envoi.types import QuantTensor
 from tests.gemm.test_gpu import judge, normal, products_by_expert, torchs_product

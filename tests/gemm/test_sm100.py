@@ -7,10 +7,10 @@ import pytest
 import torch
 
 from envoi.cases import kernel_cases
-from envoi.epilogue import library
-from envoi.epilogue.lower import lower
-from envoi.gemm.blackwell import cases, host, sf_layout
-from envoi.gemm.blackwell.config import BlackwellConfig, BlackwellProblem, shared_bytes, why_not
+from envoi.epilogues import library
+from envoi.epilogues.lower import lower
+from envoi.ops.gemm.blackwell import cases, host, sf_layout
+from envoi.ops.gemm.blackwell.config import BlackwellConfig, BlackwellProblem, shared_bytes, why_not
 from envoi.runtime.devices import SHARED_BYTES
 from tests.helpers.slow import mostly_slow
 from tools.machine_code import gate

@@ -9,8 +9,8 @@ import pytest
 
 from envoi.bench import problems
 from envoi.bench.shapes import GemmShape, GroupedShape
-from envoi.gemm.hopper.config import Config, Problem
-from envoi.gemm.hopper.time_model import COSTS, Costs, predicted_cycles
+from envoi.ops.gemm.hopper.config import Config, Problem
+from envoi.ops.gemm.hopper.time_model import COSTS, Costs, predicted_cycles
 from envoi.runtime.kernel_case import NUM_SMS
 from tools.time_models import gemm as program
 from tools.time_models.__main__ import main

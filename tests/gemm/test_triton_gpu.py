@@ -3,8 +3,8 @@
 import pytest
 import torch
 
-from envoi.gemm import reference
-from envoi.gemm.triton import host as triton_host
+from envoi.ops.gemm import reference
+from envoi.ops.gemm.triton import host as triton_host
 from tests.gemm.interpreted.sides import assert_close, expected, normal, whole
 from tests.gemm.interpreted.test_operations import CLOSE, EXACT, ending, values
 from tests.gemm.interpreted.test_products import GROUPS, PAIRINGS, cast, store

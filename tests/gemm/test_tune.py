@@ -6,14 +6,14 @@ import json
 import pytest
 import torch
 
-from envoi.epilogue.library import store
-from envoi.epilogue.lower import lower
-from envoi.gemm.blackwell.config import BlackwellConfig
-from envoi.gemm.hopper import tune
-from envoi.gemm.hopper.candidates import default_config
-from envoi.gemm.hopper.config import Config, Problem
-from envoi.gemm.hopper.tile_config import TileConfig
-from envoi.gemm.hopper_mx.config import MxConfig
+from envoi.epilogues.library import store
+from envoi.epilogues.lower import lower
+from envoi.ops.gemm.blackwell.config import BlackwellConfig
+from envoi.ops.gemm.hopper import tune
+from envoi.ops.gemm.hopper.candidates import default_config
+from envoi.ops.gemm.hopper.config import Config, Problem
+from envoi.ops.gemm.hopper.tile_config import TileConfig
+from envoi.ops.gemm.hopper_mx.config import MxConfig
 
 PROBLEM = Problem(4096, 4096, 4096, 2)
 NUM_SMS = 99  # no config is shipped for it

@@ -8,15 +8,15 @@ import torch
 
 from envoi import gemm
 from envoi.bench.suites.endings import logsumexp, logsumexp_of_max
-from envoi.epilogue import Row, epilogue, exp, log, pairs, quantize, row_sum
-from envoi.epilogue.cut import cut
-from envoi.epilogue.library import absmax, store, swiglu, swiglu_fp8
-from envoi.gemm import backend
-from envoi.gemm.grouping import ALL_ROWS, EXPERTS_ROWS, INVARIANT_ROWS, Grouping
-from envoi.gemm.hopper import host, tune, two_kernels
-from envoi.gemm.hopper.config import Problem
-from envoi.gemm.hopper.kernel import gemm_kernel
-from envoi.gemm.triton.kernel import rows_kernel
+from envoi.epilogues import Row, epilogue, exp, log, pairs, quantize, row_sum
+from envoi.epilogues.cut import cut
+from envoi.epilogues.library import absmax, store, swiglu, swiglu_fp8
+from envoi.ops.gemm import backend
+from envoi.ops.gemm.grouping import ALL_ROWS, EXPERTS_ROWS, INVARIANT_ROWS, Grouping
+from envoi.ops.gemm.hopper import host, tune, two_kernels
+from envoi.ops.gemm.hopper.config import Problem
+from envoi.ops.gemm.hopper.kernel import gemm_kernel
+from envoi.ops.gemm.triton.kernel import rows_kernel
 from envoi.quant.formats import SCHEMES
 from envoi.runtime.devices import Target, standing_for
 from envoi.runtime.kernel_case import Launch, without_memory

@@ -4,9 +4,9 @@ import pytest
 import torch
 
 from envoi import gemm
-from envoi.epilogue import Col, Row, Tile, epilogue, halves, pairs, quantize, round_bf16, silu
-from envoi.epilogue.library import swiglu_fp8
-from envoi.gemm.hopper import two_kernels
+from envoi.epilogues import Col, Row, Tile, epilogue, halves, pairs, quantize, round_bf16, silu
+from envoi.epilogues.library import swiglu_fp8
+from envoi.ops.gemm.hopper import two_kernels
 from envoi.quant import SCHEMES
 from envoi.quant import quantize as cast_to
 from envoi.types import QuantTensor

@@ -6,8 +6,8 @@ from dataclasses import replace
 import pytest
 import torch
 
-from envoi.gemm.hopper_w4a16 import few, fragments, many_config
-from envoi.gemm.hopper_w4a16.few_config import few_configs, unroll_of
+from envoi.ops.gemm.hopper_w4a16 import few, fragments, many_config
+from envoi.ops.gemm.hopper_w4a16.few_config import few_configs, unroll_of
 from envoi.quant.bits import e2m1_decode
 from envoi.quant.fragments import LARGEST_CODE, _values_to_fragments, to_fragments
 from envoi.quant.pack import LARGEST_SCALE_BYTE

@@ -1,9 +1,9 @@
-"""Judge like `envoi.indexer.oracle.judge`, of many rows at once, if no request uses a page twice."""
+"""Judge like `envoi.ops.indexer.oracle.judge`, of many rows at once, if no request uses a page twice."""
 
 import torch
 
-from envoi.indexer.layout import PAGE_SIZE, unpack_pages
-from envoi.indexer.oracle import TENSOR_CORE_BAND
+from envoi.ops.indexer.layout import PAGE_SIZE, unpack_pages
+from envoi.ops.indexer.oracle import TENSOR_CORE_BAND
 
 NOWHERE = 2**40
 

@@ -5,8 +5,8 @@ import json
 import pytest
 import torch
 
-from envoi.indexer import UncertifiedWarning, certificate, certify, select
-from envoi.indexer.certificate import NUM_ORDERS, SHARED, expand, order_of
+from envoi.ops.indexer import UncertifiedWarning, certificate, certify, select
+from envoi.ops.indexer.certificate import NUM_ORDERS, SHARED, expand, order_of
 
 KNOWN = {"parts": [[1, 4], [129, 16], [177, 1]], "shared_from": 128}
 

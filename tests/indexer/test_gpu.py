@@ -3,10 +3,10 @@
 import pytest
 import torch
 
-from envoi.indexer import fast, indexer_topk, reference
-from envoi.indexer.layout import pack_cache, pages_of
-from envoi.indexer.oracle import TENSOR_CORE_BAND, judge
-from envoi.indexer.workloads import hostile, one, workloads
+from envoi.ops.indexer import fast, indexer_topk, reference
+from envoi.ops.indexer.layout import pack_cache, pages_of
+from envoi.ops.indexer.oracle import TENSOR_CORE_BAND, judge
+from envoi.ops.indexer.workloads import hostile, one, workloads
 from tests.indexer.many import random_tensors, wrong_rows
 from tests.indexer.test_indexer import definition
 

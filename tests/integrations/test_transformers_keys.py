@@ -11,7 +11,7 @@ from torch.nn.functional import silu
 from transformers import AutoModelForCausalLM
 from transformers.integrations import moe
 
-from envoi.epilogue.library import softcapped_swiglu, swiglu_clamped_after
+from envoi.epilogues.library import softcapped_swiglu, swiglu_clamped_after
 from envoi.integrations.transformers import packed_experts, recognise_activation, unserved
 from tests.helpers.accuracy import relative_error
 from tests.helpers.quantised_models import compressed_fp8, fp8_blocks

@@ -8,7 +8,7 @@ import torch
 import transformers
 from transformers import AutoConfig, AutoModel, AutoModelForCausalLM
 
-from envoi.epilogue.library import swiglu_oai_with
+from envoi.epilogues.library import swiglu_oai_with
 from envoi.integrations.transformers import recognise_activation
 from tests.helpers.transformers_models import COMMON, build, expert_modules, logits, tokens
 

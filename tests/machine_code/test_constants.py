@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from envoi.cases import kernel_cases
-from envoi.epilogue.lower import FUNCTIONS, Lowered
+from envoi.epilogues.lower import FUNCTIONS, Lowered
 
 
 def found_in(value) -> list:

@@ -13,9 +13,9 @@ from pathlib import Path
 
 import pytest
 
-from envoi.gemm.hopper import cases as hopper
-from envoi.gemm.hopper import host
-from envoi.gemm.hopper.config import shared_bytes
+from envoi.ops.gemm.hopper import cases as hopper
+from envoi.ops.gemm.hopper import host
+from envoi.ops.gemm.hopper.config import shared_bytes
 from envoi.runtime import triton_compat
 from envoi.runtime.devices import SHARED_BYTES
 from envoi.runtime.kernel_case import EVERY_ARCH

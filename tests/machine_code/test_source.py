@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 from triton.runtime.jit import DependenciesFinder
 
-from envoi.epilogue.lower import FUNCTIONS, Lowered
+from envoi.epilogues.lower import FUNCTIONS, Lowered
 from tools.machine_code import gate, source
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -86,8 +86,8 @@ def test_text_of_an_epilogue_arguments_options_and_architecture_are_in_it():
 
 def test_comments_docstrings_and_places_are_not_in_it(edited):
     before = gate.source_of(KERNELS[0], "sm_90")
-    edited("envoi.gemm.hopper.mainloop", '"""', '"""Moved and said otherwise.\n\n')
-    edited("envoi.gemm.hopper.consumer", "import", "# a comment\n\nimport")
+    edited("envoi.ops.gemm.hopper.mainloop", '"""', '"""Moved and said otherwise.\n\n')
+    edited("envoi.ops.gemm.hopper.consumer", "import", "# a comment\n\nimport")
     assert gate.source_of(KERNELS[0], "sm_90") == before
 
 

@@ -5,8 +5,8 @@ from dataclasses import dataclass
 import torch
 from torch.nn.functional import gelu, linear, relu, silu
 
-from envoi.moe import moe, pack
-from envoi.moe.oracle import moe_oracle
+from envoi.ops.moe import moe, pack
+from envoi.ops.moe.oracle import moe_oracle
 from envoi.types import UNGATED, ExpertWeights, Routing, has_gate
 from tests.helpers.accuracy import assert_same_bits, relative_error
 

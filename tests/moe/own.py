@@ -6,8 +6,8 @@ from dataclasses import dataclass
 import torch
 
 import envoi
-from envoi.epilogue import gelu, halves, pairs, relu, sigmoid, silu, tanh, where
-from envoi.moe.pack import unpack
+from envoi.epilogues import gelu, halves, pairs, relu, sigmoid, silu, tanh, where
+from envoi.ops.moe.packing import unpack
 from envoi.types import ExpertWeights
 from tests.moe.layers import Layer, make
 

@@ -6,10 +6,10 @@ import pytest
 import torch
 
 from envoi.experts import from_state_dict, state_dict
-from envoi.moe import moe, pack, unpack
-from envoi.moe.layer import few_layer
-from envoi.moe.op import flatten, mlp_flops
-from envoi.moe.oracle import moe_oracle
+from envoi.ops.moe import moe, pack, unpack
+from envoi.ops.moe.layer import few_layer
+from envoi.ops.moe.op import flatten, mlp_flops
+from envoi.ops.moe.oracle import moe_oracle
 from envoi.quant import FORMATS
 from tests.helpers.accuracy import assert_at_most_twice, assert_same_bits, relative_error
 from tests.moe.layers import eager_bf16, make
@@ -80,7 +80,7 @@ def test_flops_count_the_matrices_that_there_are(activation, matrices, format):
 
 
 def test_kernels_for_few_tokens_have_two_activations(monkeypatch):
-    monkeypatch.setattr(importlib.import_module("envoi.moe.pack"), "implementation", lambda device: "hopper")
+    monkeypatch.setattr(importlib.import_module("envoi.ops.moe.packing"), "implementation", lambda device: "hopper")
     for activation in ("swiglu", "swiglu_oai"):
         assert few_layer(make(activation=activation).pack("mxfp4")) is not None
     for activation in ("geglu", "geglu_tanh", "silu", "relu2"):

@@ -6,10 +6,10 @@ from functools import cache
 import pytest
 import torch
 
-from envoi.gemm.hopper_few import cases, host
-from envoi.moe import moe
-from envoi.moe.layer import run_layer
-from envoi.moe.oracle import moe_oracle
+from envoi.ops.gemm.hopper_few import cases, host
+from envoi.ops.moe import moe
+from envoi.ops.moe.layer import run_layer
+from envoi.ops.moe.oracle import moe_oracle
 from envoi.types import ExpertWeights, QuantTensor, Routing
 from tests.helpers.accuracy import assert_same_bits, relative_error
 from tests.helpers.launches import assert_same_code, watched

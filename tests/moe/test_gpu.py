@@ -6,12 +6,12 @@ from functools import cache
 import pytest
 import torch
 
-from envoi.moe import cases, moe, reference
-from envoi.moe.combine import combine_rows
-from envoi.moe.oracle import moe_oracle
-from envoi.moe.permute import gather_rows, quantize_rows, sort_slots
-from envoi.moe.reference_permute import permute, take_rows
-from envoi.moe.reference_permute import sort_slots as reference_sort
+from envoi.ops.moe import cases, moe, reference
+from envoi.ops.moe.combine import combine_rows
+from envoi.ops.moe.oracle import moe_oracle
+from envoi.ops.moe.permute import gather_rows, quantize_rows, sort_slots
+from envoi.ops.moe.reference_permute import permute, take_rows
+from envoi.ops.moe.reference_permute import sort_slots as reference_sort
 from envoi.quant import FORMATS, SCHEMES, format_named, quantize
 from envoi.types import QuantTensor, Routing
 from tests.helpers.accuracy import assert_at_most_twice, assert_same_bits, relative_error

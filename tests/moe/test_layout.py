@@ -3,10 +3,10 @@
 import pytest
 import torch
 
-from envoi.moe import moe, pack, unpack
-from envoi.moe.op import flatten, unflatten
-from envoi.moe.oracle import moe_oracle
-from envoi.moe.pack import READ_AS_STORED
+from envoi.ops.moe import moe, pack, unpack
+from envoi.ops.moe.op import flatten, unflatten
+from envoi.ops.moe.oracle import moe_oracle
+from envoi.ops.moe.packing import READ_AS_STORED
 from envoi.quant import FORMATS, quantize
 from envoi.types import ExpertWeights, QuantTensor
 from tests.helpers.accuracy import assert_same_bits, relative_error

@@ -2,7 +2,7 @@
 
 import pytest
 
-from envoi.moe.pack import READ_AS_STORED
+from envoi.ops.moe.packing import READ_AS_STORED
 from tests.helpers.accuracy import assert_same_bits
 from tests.moe.layers import Layer, assert_replays_repeat, make
 from tests.moe.test_gpu import assert_right, on_gpu, run

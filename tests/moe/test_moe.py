@@ -7,10 +7,10 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from envoi.moe import moe
-from envoi.moe.op import flatten, unflatten
-from envoi.moe.oracle import moe_oracle
-from envoi.moe.router import route
+from envoi.ops.moe import moe
+from envoi.ops.moe.op import flatten, unflatten
+from envoi.ops.moe.oracle import moe_oracle
+from envoi.ops.moe.router import route
 from envoi.quant import FORMATS, dequantize, format_named, quantize
 from envoi.types import Routing
 from tests.helpers.accuracy import assert_at_most_twice, assert_same_bits, relative_error

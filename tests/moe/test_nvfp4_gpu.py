@@ -7,12 +7,12 @@ from functools import cache
 import pytest
 import torch
 
-from envoi.epilogue.library import store
-from envoi.gemm.grouping import EXPERTS_ROWS
-from envoi.gemm.hopper_w4a16 import cases, many
-from envoi.gemm.hopper_w4a16.many_config import TOKEN_TILES, many_config
-from envoi.moe import moe, pack
-from envoi.moe.layer import few_layer, run_layer
+from envoi.epilogues.library import store
+from envoi.ops.gemm.grouping import EXPERTS_ROWS
+from envoi.ops.gemm.hopper_w4a16 import cases, many
+from envoi.ops.gemm.hopper_w4a16.many_config import TOKEN_TILES, many_config
+from envoi.ops.moe import moe, pack
+from envoi.ops.moe.layer import few_layer, run_layer
 from envoi.quant import dequantize
 from envoi.quant.fragments import to_fragments
 from envoi.types import ExpertWeights, QuantTensor, Routing

@@ -3,11 +3,11 @@
 import pytest
 import torch
 
-from envoi.gemm.grouping import EXPERTS_ROWS, Grouping
-from envoi.gemm.hopper.config import Config
-from envoi.moe.one_launch import host
-from envoi.moe.one_launch.config import LANES, LEAST_SHIFT, NUM_COUNTERS, OTHER_COUNTERS, UNIT_COUNTERS, WIDE
-from envoi.moe.warm_up import LayerCall
+from envoi.ops.gemm.grouping import EXPERTS_ROWS, Grouping
+from envoi.ops.gemm.hopper.config import Config
+from envoi.ops.moe.one_launch import host
+from envoi.ops.moe.one_launch.config import LANES, LEAST_SHIFT, NUM_COUNTERS, OTHER_COUNTERS, UNIT_COUNTERS, WIDE
+from envoi.ops.moe.warm_up import LayerCall
 from envoi.runtime.devices import Target
 from envoi.runtime.kernel_case import without_memory
 from envoi.runtime.rehearsal import rehearse, standing_for

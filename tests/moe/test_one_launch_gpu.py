@@ -6,11 +6,11 @@ from functools import cache
 import pytest
 import torch
 
-from envoi.gemm.hopper.mixed_experts import MANY_ROWS
-from envoi.moe import cases, moe
-from envoi.moe.one_launch import host
-from envoi.moe.one_launch.config import FEW, SQUARE, WIDE
-from envoi.moe.one_launch.host import use_one_launch
+from envoi.ops.gemm.hopper.mixed_experts import MANY_ROWS
+from envoi.ops.moe import cases, moe
+from envoi.ops.moe.one_launch import host
+from envoi.ops.moe.one_launch.config import FEW, SQUARE, WIDE
+from envoi.ops.moe.one_launch.host import use_one_launch
 from envoi.runtime import workspace
 from envoi.types import ExpertWeights, QuantTensor
 from tests.helpers.accuracy import assert_same_bits

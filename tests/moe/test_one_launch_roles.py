@@ -14,10 +14,10 @@ from typing import Any
 
 import pytest
 
-from envoi.gemm.hopper.config import Config
-from envoi.gemm.hopper.pipeline import WRITTEN_RING
-from envoi.moe.one_launch.config import FEW, SQUARE
-from envoi.moe.one_launch.handover import CONSUMERS, UNIT_RING
+from envoi.ops.gemm.hopper.config import Config
+from envoi.ops.gemm.hopper.pipeline import WRITTEN_RING
+from envoi.ops.moe.one_launch.config import FEW, SQUARE
+from envoi.ops.moe.one_launch.handover import CONSUMERS, UNIT_RING
 
 Role = Iterator[Callable[[], bool] | None]  # yields what it waits for, or None: it may go on
 

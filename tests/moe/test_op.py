@@ -5,8 +5,8 @@ from dataclasses import fields, replace
 import pytest
 import torch
 
-from envoi.gemm import api as gemm
-from envoi.moe.op import constants_of, tensors_of
+from envoi.ops.gemm import api as gemm
+from envoi.ops.moe.op import constants_of, tensors_of
 from envoi.types import ExpertWeights, QuantTensor
 from tests.moe.layers import make
 

@@ -7,11 +7,11 @@ import pytest
 import torch
 
 import envoi
-from envoi.epilogue import gelu, leaky_relu, maximum, relu, row_sum, sigmoid, silu
-from envoi.epilogue.activation import computed, expect_activation, written
-from envoi.moe import moe, pack
-from envoi.moe.op import constants_of
-from envoi.moe.oracle import moe_oracle
+from envoi.epilogues import gelu, leaky_relu, maximum, relu, row_sum, sigmoid, silu
+from envoi.epilogues.activation import computed, expect_activation, written
+from envoi.ops.moe import moe, pack
+from envoi.ops.moe.op import constants_of
+from envoi.ops.moe.oracle import moe_oracle
 from envoi.quant import FORMATS
 from envoi.runtime.devices import Target
 from envoi.runtime.rehearsal import compile_at, find
@@ -140,8 +140,8 @@ class Call:
         self.format, self.activation, self.rows = format, written(OWN[name].function), 256 - 128 * (name in UNGATED)
 
     def __call__(self, num_tokens: int) -> None:
-        from envoi.moe.parallel.command import experts_without_memory
-        from envoi.moe.warm_up import LayerCall
+        from envoi.ops.moe.parallel.command import experts_without_memory
+        from envoi.ops.moe.warm_up import LayerCall
 
         experts = experts_without_memory(256, 128, 4, self.format, self.activation, False)
         assert experts.gate_up.shape[-2] == self.rows
@@ -169,9 +169,9 @@ def _gemms(call: Call, target: Target, num_tokens: int) -> set[int]:
 
 
 def test_kernels_for_few_tokens_leave_it_to_the_others(monkeypatch):
-    from envoi.moe.layer import few_layer
+    from envoi.ops.moe.layer import few_layer
 
-    monkeypatch.setattr(importlib.import_module("envoi.moe.pack"), "implementation", lambda device: "hopper")
+    monkeypatch.setattr(importlib.import_module("envoi.ops.moe.packing"), "implementation", lambda device: "hopper")
     packed = layer_of("reglu").pack("mxfp4")
     assert packed.order == "fragments"
     assert few_layer(packed) is None
@@ -188,7 +188,7 @@ WRONG = [
     (lambda gate, up: row_sum(gate) * up, "row_sum isn't possible in an activation"),
     (lambda up: torch.relu(up), "only envoi.epilogue's functions work"),
     (lambda up: up if up > 0 else 0.0, "can't decide a branch"),
-    (lambda up: envoi.epilogue.cast(up, "bf16"), "got a mask|cast isn't possible"),
+    (lambda up: envoi.epilogues.cast(up, "bf16"), "got a mask|cast isn't possible"),
     (torch.nn.functional.gelu, "expected a Python function, got <built-in function gelu>"),
     (3, "or a function of gate and up, or of up, got 3"),
     ("tanh", "activation: expected one of 'swiglu', .*, got 'tanh'"),
@@ -204,7 +204,7 @@ def test_refusals(activation, message):
 
 def test_an_epilogue_with_operands_is_refused():
     @envoi.epilogue
-    def biased(acc, bias: envoi.epilogue.Col):
+    def biased(acc, bias: envoi.epilogues.Col):
         return silu(acc + bias)
 
     with pytest.raises(ValueError, match="expected no operands, got bias: Col"):

@@ -8,9 +8,9 @@ import pytest
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from envoi.gemm.hopper_mx.host import factor_words
-from envoi.moe import moe, pack, unpack
-from envoi.moe.op import flatten, unflatten
+from envoi.ops.gemm.hopper_mx.host import factor_words
+from envoi.ops.moe import moe, pack, unpack
+from envoi.ops.moe.op import flatten, unflatten
 from envoi.quant import FORMATS, quantize
 from envoi.quant.fragments import to_rows
 from envoi.quant.pack import interleave_gate_up, pack_weight
@@ -54,7 +54,7 @@ def test_both_layouts_pack_to_the_same():
 @pytest.fixture
 def hopper(monkeypatch):
     """Weights are packed as for a Hopper GPU."""
-    monkeypatch.setattr(importlib.import_module("envoi.moe.pack"), "implementation", lambda device: "hopper")
+    monkeypatch.setattr(importlib.import_module("envoi.ops.moe.packing"), "implementation", lambda device: "hopper")
 
 
 @pytest.mark.parametrize(("hidden", "intermediate", "order"), [(256, 128, "fragments"), (256, 96, "rows")])

@@ -6,8 +6,8 @@ import pytest
 import torch
 
 from envoi.experts import load, save
-from envoi.moe import moe, pack, unpack
-from envoi.moe.oracle import moe_oracle
+from envoi.ops.moe import moe, pack, unpack
+from envoi.ops.moe.oracle import moe_oracle
 from tests.helpers.accuracy import assert_same_bits, relative_error
 from tests.moe.layers import make
 from tests.moe.stored import e4m3, float_factors, meaning, power_bytes

@@ -6,9 +6,9 @@ import pytest
 import torch
 
 import envoi
-from envoi.moe import moe, pack, unpack
-from envoi.moe.oracle import moe_oracle
-from envoi.moe.pack import interleave_gate_up
+from envoi.ops.moe import moe, pack, unpack
+from envoi.ops.moe.oracle import moe_oracle
+from envoi.ops.moe.packing import interleave_gate_up
 from envoi.types import QuantTensor
 from tests.helpers.accuracy import assert_same_bits, relative_error
 from tests.moe.layers import make
@@ -53,7 +53,7 @@ def packed(scale="gate and up", **options):
 @pytest.fixture
 def hopper(monkeypatch):
     """Weights are packed as for a Hopper GPU."""
-    monkeypatch.setattr(importlib.import_module("envoi.moe.pack"), "implementation", lambda device: "hopper")
+    monkeypatch.setattr(importlib.import_module("envoi.ops.moe.packing"), "implementation", lambda device: "hopper")
 
 
 def check(experts, scale):
@@ -167,7 +167,7 @@ def test_float_weights_have_a_power_of_two_for_each_matrix():
 @pytest.mark.parametrize("order", ["rows", "fragments"])
 def test_saved_and_loaded(order, tmp_path, monkeypatch):
     if order == "fragments":
-        monkeypatch.setattr(importlib.import_module("envoi.moe.pack"), "implementation", lambda device: "hopper")
+        monkeypatch.setattr(importlib.import_module("envoi.ops.moe.packing"), "implementation", lambda device: "hopper")
     experts = packed()
     assert experts.order == order
     envoi.experts.save(experts, tmp_path / "file.safetensors")

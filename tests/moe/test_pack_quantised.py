@@ -6,9 +6,9 @@ import itertools
 import pytest
 import torch
 
-from envoi.moe import moe, pack, unpack
-from envoi.moe.oracle import moe_oracle
-from envoi.moe.pack import READ_AS_STORED
+from envoi.ops.moe import moe, pack, unpack
+from envoi.ops.moe.oracle import moe_oracle
+from envoi.ops.moe.packing import READ_AS_STORED
 from envoi.quant import SCHEMES, quantize
 from envoi.quant.fragments import to_fragments
 from envoi.quant.pack import with_checked_scales
@@ -217,7 +217,7 @@ def test_zero_factors_and_nan_weights_are_kept():
 
 @pytest.mark.parametrize("kernels", ["torch", "hopper"])
 def test_rows_that_are_parts_of_longer_ones(kernels, monkeypatch):
-    monkeypatch.setattr(importlib.import_module("envoi.moe.pack"), "implementation", lambda device: kernels)
+    monkeypatch.setattr(importlib.import_module("envoi.ops.moe.packing"), "implementation", lambda device: kernels)
     gate_up, down, *groups = STORED["mxfp4"]
     longer = [torch.cat((x, x), dim=2)[:, :, : x.shape[2]] for x in (gate_up[0], down[0])]
     before = [x.clone() for x in (gate_up[1], down[1])]
@@ -248,7 +248,7 @@ def test_other_formats_are_refused_or_rounded(stored, format):
 @pytest.fixture
 def hopper(monkeypatch):
     """Weights are packed as for a Hopper GPU."""
-    monkeypatch.setattr(importlib.import_module("envoi.moe.pack"), "implementation", lambda device: "hopper")
+    monkeypatch.setattr(importlib.import_module("envoi.ops.moe.packing"), "implementation", lambda device: "hopper")
 
 
 def test_down_is_shared(hopper):

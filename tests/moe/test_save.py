@@ -90,7 +90,7 @@ def test_weights_packed_on_a_cpu_get_the_order_of_the_gpu_they_move_to(monkeypat
     packed = PLAIN.pack("mxfp4")
     before = packed.gate_up.values.clone()
     envoi.experts.save(packed, tmp_path / "x")
-    monkeypatch.setattr(importlib.import_module("envoi.moe.pack"), "implementation", lambda device: "hopper")
+    monkeypatch.setattr(importlib.import_module("envoi.ops.moe.packing"), "implementation", lambda device: "hopper")
     want = PLAIN.pack("mxfp4")
     assert (packed.order, want.order) == ("rows", "fragments")
     assert same(packed.to("cpu"), want)

@@ -6,14 +6,14 @@ from functools import cache
 import pytest
 import torch
 
-from envoi.gemm.grouping import EXPERTS_ROWS
-from envoi.gemm.hopper_w4a16 import cases, few
-from envoi.moe import layer as kernels_layer
-from envoi.moe import moe
-from envoi.moe.experts import run_experts
-from envoi.moe.layer import run_layer
-from envoi.moe.oracle import moe_oracle
-from envoi.moe.permute import gather_rows, sort_slots
+from envoi.ops.gemm.grouping import EXPERTS_ROWS
+from envoi.ops.gemm.hopper_w4a16 import cases, few
+from envoi.ops.moe import layer as kernels_layer
+from envoi.ops.moe import moe
+from envoi.ops.moe.experts import run_experts
+from envoi.ops.moe.layer import run_layer
+from envoi.ops.moe.oracle import moe_oracle
+from envoi.ops.moe.permute import gather_rows, sort_slots
 from envoi.quant.fragments import to_fragments
 from envoi.types import ExpertWeights, QuantTensor
 from tests.helpers.accuracy import assert_same_bits, relative_error

@@ -13,19 +13,19 @@ from triton import knobs
 
 import envoi
 from envoi import cli
-from envoi.epilogue.activation import written
-from envoi.moe import api as moe_api
-from envoi.moe import warm_up
-from envoi.moe.one_launch.host import use_one_launch
-from envoi.moe.op import IDS, WEIGHTS
-from envoi.moe.parallel import counted, gathered_device, hosts_device, nvlink
-from envoi.moe.parallel.command import experts_without_memory
-from envoi.moe.parallel.hosts import Grid
-from envoi.moe.parallel.slots import SentTokens, sort_by_expert, sum_slots
-from envoi.moe.parallel.symmetric_memory import SharedLayout, allocate
-from envoi.moe.parallel.warm_up import CountedCall, ParallelCall, compiled_form
-from envoi.moe.reference import quantize_tokens
-from envoi.moe.router import route
+from envoi.epilogues.activation import written
+from envoi.ops.moe import api as moe_api
+from envoi.ops.moe import warm_up
+from envoi.ops.moe.one_launch.host import use_one_launch
+from envoi.ops.moe.op import IDS, WEIGHTS
+from envoi.ops.moe.parallel import counted, gathered_device, hosts_device, nvlink
+from envoi.ops.moe.parallel.command import experts_without_memory
+from envoi.ops.moe.parallel.hosts import Grid
+from envoi.ops.moe.parallel.slots import SentTokens, sort_by_expert, sum_slots
+from envoi.ops.moe.parallel.symmetric_memory import SharedLayout, allocate
+from envoi.ops.moe.parallel.warm_up import CountedCall, ParallelCall, compiled_form
+from envoi.ops.moe.reference import quantize_tokens
+from envoi.ops.moe.router import route
 from envoi.runtime import devices, launch, rehearsal, triton_compat, workers
 from envoi.runtime.devices import Target, standing_for
 from envoi.runtime.kernel_case import kernel_key
@@ -306,7 +306,7 @@ def test_other_gpus():
     with standing_for(Target("sm_100", 148)):
         experts = experts_without_memory(256, 128, 4, "fp8_row", "swiglu", bias=False)
     names = {launched[0].fn.__module__ for launched in rehearse(warm_up.LayerCall(experts, 2), 9, Target("sm_100"))}
-    assert names == {"envoi.moe.kernels", "envoi.gemm.triton.kernel"}
+    assert names == {"envoi.ops.moe.kernels", "envoi.ops.gemm.triton.kernel"}
     assert devices.implementation(torch.device("meta")) == "torch"
     for arch, has_cast in (("sm_80", False), ("sm_89", True), ("sm_90", True)):
         with standing_for(Target(arch)):
@@ -354,7 +354,9 @@ def test_the_command_across_ranks(format, monkeypatch, capsys):
     sites = [rehearsal.Site(0, 1, 0, "pull_kernel")]
     given = []
     monkeypatch.setattr(
-        sys.modules["envoi.moe.parallel.command"], "compile_calls", lambda *args, **named: given.append(args) or sites
+        sys.modules["envoi.ops.moe.parallel.command"],
+        "compile_calls",
+        lambda *args, **named: given.append(args) or sites,
     )
     assert cli.main([*SMALL, "--arch", "sm_90", "--ranks", "2", "--format", format, "--bias"]) == 0
     calls, target, most = given[0][:3]
@@ -365,7 +367,7 @@ def test_the_command_across_ranks(format, monkeypatch, capsys):
 
 @pytest.mark.parametrize(("num_sms", "is_here"), [(132, True), (78, False)])
 def test_the_command_builds_launchers_for_the_gpu_at_hand(num_sms, is_here, monkeypatch, capsys):
-    command = sys.modules["envoi.moe.parallel.command"]
+    command = sys.modules["envoi.ops.moe.parallel.command"]
     given = []
     monkeypatch.setattr(command, "compile_calls", lambda *args, **named: given.append(named) or [])
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
@@ -389,7 +391,7 @@ def test_the_command_takes_the_path_of_an_object(flags, kernels, monkeypatch, ca
         found.extend(find(calls, target, range(100, 101)).values())
         return found
 
-    monkeypatch.setattr(sys.modules["envoi.moe.parallel.command"], "compile_calls", rehearsed)
+    monkeypatch.setattr(sys.modules["envoi.ops.moe.parallel.command"], "compile_calls", rehearsed)
     sizes = "--hidden 2048 --intermediate 768 --experts 16 --topk 8 --max-tokens 512 --format fp8_block128 --arch sm_90"
     assert cli.main(["warm-up", *sizes.split(), "--ranks", "2", *flags]) == 0
     names = {site.name for site in found} & {"pull_kernel", "send_partial_sums_kernel", "sum_kernel"}

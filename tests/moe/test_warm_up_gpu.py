@@ -7,7 +7,7 @@ import torch
 from triton import knobs
 
 import envoi
-from envoi.moe.parallel import ExpertParallel, api
+from envoi.ops.moe.parallel import ExpertParallel, api
 from envoi.runtime import launch, shortcuts
 from envoi.runtime.prepared import calls
 from envoi.types import Routing

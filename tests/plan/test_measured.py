@@ -6,8 +6,8 @@ from statistics import median
 import pytest
 
 from envoi.bench import evidence
-from envoi.gemm.hopper.time_model import COSTS
-from envoi.moe.one_launch.host import MANY_ROWS
+from envoi.ops.gemm.hopper.time_model import COSTS
+from envoi.ops.moe.one_launch.host import MANY_ROWS
 from envoi.plan import MoeLayer, api, plan_moe
 from envoi.plan.blocks import Blocks
 from envoi.plan.expected import rows_per_expert

@@ -8,9 +8,9 @@ import pytest
 import torch
 
 from envoi import cli
-from envoi.moe.parallel.gathered_device import GatheredLayout
-from envoi.moe.parallel.hosts_device import HostsLayout
-from envoi.moe.parallel.symmetric_memory import SharedLayout
+from envoi.ops.moe.parallel.gathered_device import GatheredLayout
+from envoi.ops.moe.parallel.hosts_device import HostsLayout
+from envoi.ops.moe.parallel.symmetric_memory import SharedLayout
 from envoi.plan import MoeLayer, plan_moe
 from envoi.plan.network import Network, bytes_between_hosts
 

@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from envoi.gemm.hopper import pipeline
+from envoi.ops.gemm.hopper import pipeline
 from tools.machine_code.role_table import RoleTable
 from tools.promises.hazards import races_in, word_places
 

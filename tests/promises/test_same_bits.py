@@ -7,14 +7,14 @@ import pytest
 import torch
 
 import envoi
-from envoi.epilogue.library import absmax, store
-from envoi.epilogue.lower import lower
-from envoi.gemm.grouping import ALL_ROWS, INVARIANT_ROWS, NOMINAL_ROWS
-from envoi.gemm.hopper import host
-from envoi.gemm.hopper.candidates import candidates
-from envoi.gemm.hopper.config import Problem, why_not
-from envoi.gemm.hopper.tune import choose, use_measured
-from envoi.gemm.triton import host as triton_host
+from envoi.epilogues.library import absmax, store
+from envoi.epilogues.lower import lower
+from envoi.ops.gemm.grouping import ALL_ROWS, INVARIANT_ROWS, NOMINAL_ROWS
+from envoi.ops.gemm.hopper import host
+from envoi.ops.gemm.hopper.candidates import candidates
+from envoi.ops.gemm.hopper.config import Problem, why_not
+from envoi.ops.gemm.hopper.tune import choose, use_measured
+from envoi.ops.gemm.triton import host as triton_host
 from envoi.quant import quantize
 from envoi.runtime.kernel_case import without_memory
 from tools.promises.__main__ import main
@@ -147,7 +147,7 @@ def test_triton_tiles_do_not_follow_m():
 
 
 def test_few_tokens_take_the_kernels_of_many(monkeypatch):
-    from envoi.moe import layer
+    from envoi.ops.moe import layer
 
     asked = []
     monkeypatch.setattr(layer, "few_layer", lambda experts: asked.append(experts))

@@ -34,7 +34,7 @@ esac
 case "$before" in *wrong*) right=false ;; *) right=true ;; esac
 echo "{\\"right\\": $right, \\"launched\\": $LAUNCHED, \\"role_tables\\": $TABLES}" > $program
 """
-NAME = "envoi.moe.kernels.sort_kernel"
+NAME = "envoi.ops.moe.kernels.sort_kernel"
 
 
 @pytest.fixture
@@ -206,7 +206,7 @@ def test_only_some_programs(fake):
 def test_kernels_of_earlier_runs_count_as_watched(fake, tmp_path, monkeypatch, capsys):
     record = tmp_path / "sanitize.jsonl"
     evidence.append(record, list(sanitize.run(options(only=["fine"]))))
-    other = "envoi.moe.kernels.combine_kernel"
+    other = "envoi.ops.moe.kernels.combine_kernel"
     monkeypatch.setenv("LAUNCHED", json.dumps([f"{other} abc"]))
     capsys.readouterr()
     list(sanitize.run(options(more=True, record=str(record))))

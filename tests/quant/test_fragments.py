@@ -5,7 +5,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-from envoi.gemm import grouped_gemm
+from envoi.ops.gemm import grouped_gemm
 from envoi.quant import dequantize, quantize
 from envoi.quant.bits import e2m1_encode, unpack_nibbles
 from envoi.quant.fragments import supports_fragments, to_fragments, to_rows

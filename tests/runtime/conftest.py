@@ -4,12 +4,12 @@ from importlib import import_module
 
 import pytest
 
-from envoi.gemm import backend
-from envoi.indexer import fast, select
-from envoi.moe import api as moe_api
-from envoi.moe import layer
-from envoi.moe.one_launch import host as one_launch
-from envoi.moe.router import host as router_host
+from envoi.ops.gemm import backend
+from envoi.ops.indexer import fast, select
+from envoi.ops.moe import api as moe_api
+from envoi.ops.moe import layer
+from envoi.ops.moe.one_launch import host as one_launch
+from envoi.ops.moe.router import host as router_host
 from envoi.runtime import devices, workspace
 from tests.helpers import fake_driver
 from tests.helpers.compiling_driver import CompilingDriver
@@ -20,7 +20,7 @@ def hopper(monkeypatch) -> CompilingDriver:
     """Return the driver, which notes what it is handed. The switch is on, and there are no calls yet."""
     made = CompilingDriver()
     fake_driver.install(monkeypatch, made)
-    packing = import_module("envoi.moe.pack")  # the package has a function of this name
+    packing = import_module("envoi.ops.moe.packing")  # the package has a function of this name
     for module in (backend, fast, layer, one_launch, packing, router_host, select):
         monkeypatch.setattr(module, "implementation", lambda device: "hopper")
     monkeypatch.setattr(devices, "_num_sms", lambda device: 132)

@@ -10,11 +10,11 @@ from typing import Any
 import torch
 
 import envoi
-from envoi.epilogue import Col, Row, Scalar, Tile, cast, col_sum, epilogue, row_absmax
-from envoi.epilogue.activation import written
-from envoi.epilogue.library import linear, store, swiglu, swiglu_fp8
-from envoi.gemm import grouped_gemm
-from envoi.indexer.workloads import one
+from envoi.epilogues import Col, Row, Scalar, Tile, cast, col_sum, epilogue, row_absmax
+from envoi.epilogues.activation import written
+from envoi.epilogues.library import linear, store, swiglu, swiglu_fp8
+from envoi.ops.gemm import grouped_gemm
+from envoi.ops.indexer.workloads import one
 from envoi.quant import FORMATS, quantize
 from envoi.types import QuantTensor
 from tests.moe.layers import Layer, make

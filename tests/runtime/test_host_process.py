@@ -19,8 +19,8 @@ def state():
 
 before = state()
 import envoi
-from envoi.moe import warm_up
-from envoi.moe.parallel.command import experts_without_memory
+from envoi.ops.moe import warm_up
+from envoi.ops.moe.parallel.command import experts_without_memory
 from envoi.runtime import rehearsal, triton_compat
 from envoi.runtime.devices import Target, standing_for
 assert state() == before, "an import"

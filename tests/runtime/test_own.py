@@ -94,8 +94,8 @@ def test_both_ways_have_one_key(seen):
 
 KEYS = """
 import sys
-from envoi.gemm.hopper.kernel import gemm_kernel
-from envoi.moe.one_launch.kernel import fused_kernel
+from envoi.ops.gemm.hopper.kernel import gemm_kernel
+from envoi.ops.moe.one_launch.kernel import fused_kernel
 from envoi.runtime import triton_compat
 kernels = [fused_kernel, gemm_kernel]
 if sys.argv[1] == "hashed before":

@@ -21,11 +21,11 @@ from triton import knobs
 
 import envoi
 from envoi import env, log
-from envoi.gemm import api as gemm_api
-from envoi.gemm import grouped_gemm
-from envoi.gemm.hopper import host, tune
-from envoi.gemm.hopper.config import Config, fitted
-from envoi.moe import op as moe_op
+from envoi.ops.gemm import api as gemm_api
+from envoi.ops.gemm import grouped_gemm
+from envoi.ops.gemm.hopper import host, tune
+from envoi.ops.gemm.hopper.config import Config, fitted
+from envoi.ops.moe import op as moe_op
 from envoi.runtime import prepared, shortcuts, workspace
 from envoi.runtime.prepared import calls, driver, forms, parameters, recording, recording_first_calls, replay
 from envoi.runtime.prepared.constants import exactly
@@ -103,7 +103,7 @@ def test_what_a_first_call_alone_does_keeps_it_from_nothing_but_its_record(hoppe
         lambda a, b: ((a.half(), b.half()), {}),
         lambda a, b: ((a, b), {"out_dtype": torch.float32}),
         lambda a, b: ((a.t().contiguous().t(), b), {}),
-        lambda a, b: ((a, b, envoi.epilogue.library.swiglu), {}),
+        lambda a, b: ((a, b, envoi.epilogues.library.swiglu), {}),
     ],
     ids=["shape", "dtype", "out_dtype", "strides", "epilogue"],
 )
@@ -592,7 +592,7 @@ def test_kernels_are_launched_in_one_place():
         for node in ast.walk(ast.parse(path.read_text())):
             if "FP_FUSION" in (getattr(node, "id", None), getattr(node, "attr", None)):
                 found.add(str(path.relative_to(SOURCE)))
-    assert found == {"runtime/launch.py", "runtime/triton_compat.py", "gemm/blackwell/host.py"}
+    assert found == {"runtime/launch.py", "runtime/triton_compat.py", "ops/gemm/blackwell/host.py"}
 
 
 def test_clearing_forgets_all(hopper):

@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from envoi.gemm import gemm
+from envoi.ops.gemm import gemm
 from envoi.runtime import custom_op, shortcuts
 from envoi.runtime.launch import launch
 from envoi.runtime.tma import descriptor, unswizzled_descriptor

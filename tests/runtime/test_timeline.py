@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from envoi.cases import kernel_cases
-from envoi.moe.parallel.trace import ROLES
+from envoi.ops.moe.parallel.trace import ROLES
 from envoi.runtime import launch as launches
 from envoi.runtime import observer
 from envoi.runtime.kernel_case import Launch

@@ -8,9 +8,9 @@ from typing import Any
 
 import torch
 
-import envoi.epilogue.trace
-import envoi.epilogue.vocabulary
-from envoi.epilogue import epilogue
+import envoi.epilogues.trace
+import envoi.epilogues.vocabulary
+from envoi.epilogues import epilogue
 from tools.fuzz import formats, language
 from tools.fuzz.approx import Approx, exact
 from tools.fuzz.draw import Draw
@@ -211,6 +211,6 @@ def together(x: Approx, y: Approx) -> Sequence[Approx]:
 
 def epilogue_of(source: str) -> Any:
     """Return the epilogue of a source text."""
-    names: dict[str, Any] = {**vars(envoi.epilogue.vocabulary), **vars(envoi.epilogue.trace)}
+    names: dict[str, Any] = {**vars(envoi.epilogues.vocabulary), **vars(envoi.epilogues.trace)}
     exec(compile(source, "<drawn epilogue>", "exec"), names)
     return epilogue(names["drawn"])

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 import envoi
-from envoi.indexer import certificate
+from envoi.ops.indexer import certificate
 from envoi.runtime.devices import implementation
 from tools.fuzz import formats
 from tools.fuzz.approx import TINY, Approx, Arithmetic, approx, matmul

@@ -13,8 +13,8 @@ import torch
 import torch.distributed as dist
 
 import envoi
-from envoi.moe.layer import has_kernels
-from envoi.moe.parallel.symmetric_memory import SharedLayout
+from envoi.ops.moe.layer import has_kernels
+from envoi.ops.moe.parallel.symmetric_memory import SharedLayout
 from envoi.types import Routing
 from tests.helpers.ranks import gpu_ranks, own_device, run_ranks
 from tests.moe.parallel import domains

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 import envoi
-from envoi.epilogue import library
+from envoi.epilogues import library
 from envoi.types import QuantTensor
 from tools.fuzz import approx, formats
 from tools.fuzz.approx import Approx, Arithmetic, exact, gelu, silu

@@ -4,8 +4,8 @@ from typing import Any
 
 import torch
 
-from envoi.moe.layer import has_kernels
-from envoi.moe.permute import quantize_rows
+from envoi.ops.moe.layer import has_kernels
+from envoi.ops.moe.permute import quantize_rows
 from envoi.quant import cast, scheme_named
 from tools.fuzz import formats
 from tools.fuzz.draw import KINDS, Case, Draw

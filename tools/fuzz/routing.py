@@ -11,8 +11,8 @@ from typing import Any
 import torch
 
 import envoi
-from envoi.moe.router.host import supported
-from envoi.moe.router.rules import Rule
+from envoi.ops.moe.router.host import supported
+from envoi.ops.moe.router.rules import Rule
 from tools.fuzz import approx
 from tools.fuzz.approx import Approx, Arithmetic, exact, wrong
 from tools.fuzz.draw import KINDS, Case, Draw, host

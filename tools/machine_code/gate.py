@@ -18,8 +18,8 @@ from multiprocessing import get_context
 from pathlib import Path
 
 from envoi.cases import kernel_cases
-from envoi.epilogue.lower import Lowered
-from envoi.gemm.hopper import cases as hopper
+from envoi.epilogues.lower import Lowered
+from envoi.ops.gemm.hopper import cases as hopper
 from envoi.runtime import triton_compat
 from envoi.runtime.kernel_case import HOPPER, KernelCase
 from tools.machine_code import source

@@ -29,7 +29,7 @@ import torch
 import torch.distributed as dist
 
 import envoi
-from envoi.moe.parallel import api, counted, dispatch, gathered, gathered_device, hosts_device, nvlink
+from envoi.ops.moe.parallel import api, counted, dispatch, gathered, gathered_device, hosts_device, nvlink
 from envoi.runtime import shortcuts
 from envoi.types import Routing
 from tests.helpers.ranks import Outcome, own_device, run_ranks, share_gpus

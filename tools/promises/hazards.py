@@ -66,8 +66,8 @@ class WordPlaces:
 
 def word_places() -> WordPlaces:
     """Return the places of one launch of L1 and L2."""
-    from envoi.gemm.hopper.pipeline import get_word, put_word
-    from envoi.moe.one_launch.kernel import fused_kernel
+    from envoi.ops.gemm.hopper.pipeline import get_word, put_word
+    from envoi.ops.moe.one_launch.kernel import fused_kernel
 
     return WordPlaces(fused_kernel.fn.__name__, _lines_with(put_word.fn, ".store("), _lines_with(get_word.fn, ".load("))
 

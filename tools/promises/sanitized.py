@@ -19,14 +19,14 @@ import torch
 from triton.runtime.jit import JITFunction
 
 import envoi
-from envoi.epilogue import library
-from envoi.gemm.hopper import host
-from envoi.gemm.hopper.candidates import candidates
-from envoi.indexer import fast
-from envoi.indexer.select import orders_for
-from envoi.indexer.workloads import one
-from envoi.moe.parallel import gathered_device
-from envoi.moe.parallel.symmetric_memory import SharedLayout
+from envoi.epilogues import library
+from envoi.ops.gemm.hopper import host
+from envoi.ops.gemm.hopper.candidates import candidates
+from envoi.ops.indexer import fast
+from envoi.ops.indexer.select import orders_for
+from envoi.ops.indexer.workloads import one
+from envoi.ops.moe.parallel import gathered_device
+from envoi.ops.moe.parallel.symmetric_memory import SharedLayout
 from envoi.quant import FORMATS, quantize
 from envoi.runtime import launch
 from envoi.runtime.devices import num_sms

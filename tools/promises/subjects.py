@@ -12,11 +12,11 @@ from typing import Any
 import torch
 
 import envoi
-from envoi.epilogue import Row, epilogue, row_sum, rsqrt
-from envoi.epilogue.library import store, swiglu
-from envoi.indexer.select import orders_for
-from envoi.indexer.workloads import one
-from envoi.moe.router import PRESETS
+from envoi.epilogues import Row, epilogue, row_sum, rsqrt
+from envoi.epilogues.library import store, swiglu
+from envoi.ops.indexer.select import orders_for
+from envoi.ops.indexer.workloads import one
+from envoi.ops.moe.router import PRESETS
 from envoi.quant import FORMATS, quantize
 from envoi.quant.formats import SCHEMES
 from envoi.types import QuantTensor, Routing

@@ -1,4 +1,4 @@
-"""Times of the Hopper GEMM's configs, which `envoi.gemm.hopper.time_model.Costs` are fitted to."""
+"""Times of the Hopper GEMM's configs, which `envoi.ops.gemm.hopper.time_model.Costs` are fitted to."""
 
 import random
 import sys
@@ -12,9 +12,9 @@ import torch
 from envoi.bench import ahead, problems
 from envoi.bench.shapes import GemmShape, Options, cases
 from envoi.bench.tuning import measure_shape
-from envoi.gemm.hopper import tune
-from envoi.gemm.hopper.config import Config, Problem
-from envoi.gemm.hopper.time_model import COSTS, Costs, predicted_cycles
+from envoi.ops.gemm.hopper import tune
+from envoi.ops.gemm.hopper.config import Config, Problem
+from envoi.ops.gemm.hopper.time_model import COSTS, Costs, predicted_cycles
 from envoi.runtime import devices
 from envoi.runtime.gpu_rates import H200
 from envoi.runtime.kernel_case import NUM_SMS

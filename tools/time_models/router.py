@@ -1,4 +1,4 @@
-"""Times of the Hopper router's tilings, which `envoi.moe.router.time_model.Costs` are held to, and can be fitted to."""
+"""Times of the Hopper router's tilings, to which `ops.moe.router.time_model.Costs` are held and can be fitted."""
 
 import random
 from collections.abc import Mapping, Sequence
@@ -13,13 +13,13 @@ from envoi.bench import ahead
 from envoi.bench.shapes import Options, RouterShape, cases
 from envoi.bench.suites import router as suite
 from envoi.bench.timing import Clock, Run
-from envoi.moe.router import host, kernel_hopper
-from envoi.moe.router.candidates import candidates
-from envoi.moe.router.cases import rule_of
-from envoi.moe.router.choose_tiling import tiled_rows
-from envoi.moe.router.spec import Spec
-from envoi.moe.router.tiling import RouterTiling
-from envoi.moe.router.time_model import COSTS, Costs, predicted_cycles
+from envoi.ops.moe.router import host, kernel_hopper
+from envoi.ops.moe.router.candidates import candidates
+from envoi.ops.moe.router.cases import rule_of
+from envoi.ops.moe.router.choose_tiling import tiled_rows
+from envoi.ops.moe.router.spec import Spec
+from envoi.ops.moe.router.tiling import RouterTiling
+from envoi.ops.moe.router.time_model import COSTS, Costs, predicted_cycles
 from envoi.runtime.devices import num_sms
 from envoi.runtime.gpu_rates import H200
 from envoi.runtime.kernel_case import without_memory

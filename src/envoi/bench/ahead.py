@@ -16,8 +16,8 @@ import torch
 from envoi.bench import problems
 from envoi.bench.problems import Planned, Shape
 from envoi.bench.shapes import Case
-from envoi.gemm.hopper.cases import launch_with
-from envoi.gemm.hopper.config import Config
+from envoi.ops.gemm.hopper.cases import launch_with
+from envoi.ops.gemm.hopper.config import Config
 from envoi.runtime import devices, triton_compat
 from envoi.runtime.kernel_case import kernel_key
 from envoi.runtime.workers import DIED, Workers

@@ -83,7 +83,7 @@ def run(args: argparse.Namespace) -> int:
         raise ValueError(f"--out: expected a folder, got the file {args.out}")
     if args.out is not None:
         _make_folder(Path(args.out))
-    from envoi.gemm.hopper import tune
+    from envoi.ops.gemm.hopper import tune
 
     tune.use_measured(not args.untuned)
     try:

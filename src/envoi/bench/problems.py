@@ -8,11 +8,11 @@ import torch
 from envoi.bench.shapes import Case, GemmShape, GroupedShape
 from envoi.bench.suites.endings import ENDINGS
 from envoi.bench.suites.inputs import Inputs, make
-from envoi.epilogue.library import store
-from envoi.gemm.hopper import host, tune
-from envoi.gemm.hopper.candidates import candidates
-from envoi.gemm.hopper.config import Config, Problem
-from envoi.gemm.hopper.time_model import predicted_cycles
+from envoi.epilogues.library import store
+from envoi.ops.gemm.hopper import host, tune
+from envoi.ops.gemm.hopper.candidates import candidates
+from envoi.ops.gemm.hopper.config import Config, Problem
+from envoi.ops.gemm.hopper.time_model import predicted_cycles
 
 Shape = GemmShape | GroupedShape
 META = torch.device("meta")

@@ -4,7 +4,7 @@ import random
 from dataclasses import dataclass
 
 from envoi.bench.evidence import SUITES
-from envoi.indexer.workloads import Workload, one, workloads
+from envoi.ops.indexer.workloads import Workload, one, workloads
 
 GEMM_MNK = (
     (8192, 8192, 8192),
@@ -98,7 +98,7 @@ MOE_OF_PEERS = (
 
 @dataclass(frozen=True)
 class GemmShape:
-    """Sizes of a GEMM: a [m, k], b [n, k]; format: of `envoi.quant.FORMATS`; epilogue: of `envoi.epilogue.library`."""
+    """Sizes of a GEMM: a [m, k], b [n, k]; format: of `envoi.quant.FORMATS`; epilogue: of `envoi.epilogues.library`."""
 
     m: int
     n: int

@@ -10,8 +10,8 @@ from envoi.bench.runner import join_ranks, leave_ranks, pick_device
 from envoi.bench.shapes import MoeShape
 from envoi.bench.suites.moe import make_layer
 from envoi.check import expect_int, expect_picture, expect_writable
-from envoi.moe.parallel import ExpertParallel
-from envoi.moe.parallel.trace_files import ENDINGS
+from envoi.ops.moe.parallel import ExpertParallel
+from envoi.ops.moe.parallel.trace_files import ENDINGS
 from envoi.quant.formats import format_named
 
 TIMEOUT_S = 60.0

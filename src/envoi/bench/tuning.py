@@ -10,7 +10,7 @@ from envoi.table import align, number
 
 if TYPE_CHECKING:
     from envoi.bench.problems import Planned, Shape
-    from envoi.gemm.hopper.config import Config
+    from envoi.ops.gemm.hopper.config import Config
 
 DESCRIPTION = """Measure the configs of the Hopper GEMMs in rounds, with a cold L2 cache, and keep the fastest: of the
 shapes of `envoi bench` (SUITE: those of a suite), or of --shape. A later `envoi.gemm` on this machine uses them."""
@@ -162,7 +162,7 @@ def _measure(args: argparse.Namespace, shapes: "list[Shape]") -> int:
 
 def _keep(entries: "dict[str, Config]", out: str | None) -> None:
     """Keep winners in a file, None = that of the cache directory. Raises ValueError if it can't be written."""
-    from envoi.gemm.hopper import tune
+    from envoi.ops.gemm.hopper import tune
 
     try:
         tune.keep(entries, Path(out) if out else None)
@@ -179,7 +179,7 @@ def measure_shape(
     from envoi.bench import problems
     from envoi.bench.suites.inputs import make
     from envoi.bench.timing import Clock, Run
-    from envoi.gemm.hopper import host
+    from envoi.ops.gemm.hopper import host
 
     device = torch.device("cuda")
     planned = problems.planned(shape, num_sms, make(shape, device))
@@ -206,7 +206,7 @@ def _outputs(planned: "Planned", config: "Config", num_sms: int) -> list:
     """Return copies of a config's outputs, which were NaN before."""
     import torch
 
-    from envoi.gemm.hopper import host
+    from envoi.ops.gemm.hopper import host
 
     for output in planned.call.outputs:
         output.view(torch.uint8).fill_(255)

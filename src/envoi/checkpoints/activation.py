@@ -18,8 +18,8 @@ from envoi.checkpoints.keys import (
     SOFTCAPS,
     check_keys,
 )
-from envoi.epilogue.library import softcapped_swiglu, swiglu_clamped_after, swiglu_oai_with
-from envoi.moe.pack import SWIGLU_OAI_LIMIT
+from envoi.epilogues.library import softcapped_swiglu, swiglu_clamped_after, swiglu_oai_with
+from envoi.ops.moe.packing import SWIGLU_OAI_LIMIT
 
 GATES = {
     "silu": "swiglu",

@@ -15,7 +15,7 @@ from envoi.checkpoints.names import Separate, Stacked, find, layers
 from envoi.checkpoints.separate import read_separate
 from envoi.checkpoints.shards import Shards
 from envoi.checkpoints.stacked import read_stacked
-from envoi.moe.pack import AUTO, pack
+from envoi.ops.moe.packing import AUTO, pack
 from envoi.progress import Progress
 from envoi.quant.formats import FORMATS
 from envoi.types import ExpertWeights, has_gate

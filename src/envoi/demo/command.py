@@ -16,7 +16,7 @@ from envoi.demo import layer as moe_layer
 from envoi.demo import model as lm
 from envoi.demo.text import find_model, read_text
 from envoi.integrations.transformers import implementation_name, packed_experts, release, report
-from envoi.moe.parallel.load import Load
+from envoi.ops.moe.parallel.load import Load
 from envoi.quant.formats import format_named
 from envoi.table import fold
 

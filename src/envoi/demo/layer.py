@@ -14,18 +14,18 @@ import torch
 import torch.distributed as dist
 
 from envoi.check import expect_int
-from envoi.moe import reference, reference_permute
-from envoi.moe.combine import combine_rows
-from envoi.moe.experts import run_experts
-from envoi.moe.layer import has_kernels
-from envoi.moe.op import flatten, unflatten
-from envoi.moe.parallel import ExpertParallel, counted, gathered, gathered_device, nvlink
-from envoi.moe.parallel import combine as nvlink_combine
-from envoi.moe.parallel import dispatch as nvlink_dispatch
-from envoi.moe.parallel.load import Load
-from envoi.moe.parallel.slots import SentTokens, owners
-from envoi.moe.permute import RowMap, gather_rows, sort_slots
-from envoi.moe.router import route
+from envoi.ops.moe import reference, reference_permute
+from envoi.ops.moe.combine import combine_rows
+from envoi.ops.moe.experts import run_experts
+from envoi.ops.moe.layer import has_kernels
+from envoi.ops.moe.op import flatten, unflatten
+from envoi.ops.moe.parallel import ExpertParallel, counted, gathered, gathered_device, nvlink
+from envoi.ops.moe.parallel import combine as nvlink_combine
+from envoi.ops.moe.parallel import dispatch as nvlink_dispatch
+from envoi.ops.moe.parallel.load import Load
+from envoi.ops.moe.parallel.slots import SentTokens, owners
+from envoi.ops.moe.permute import RowMap, gather_rows, sort_slots
+from envoi.ops.moe.router import route
 from envoi.quant.formats import format_named
 from envoi.types import ExpertWeights, Matrix, QuantTensor, Routing
 

@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from envoi.moe.parallel.load import Load
+from envoi.ops.moe.parallel.load import Load
 from envoi.table import number
 
 MOST_TICKS = 16  # on an axis of experts

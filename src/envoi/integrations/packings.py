@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 import torch
 from torch.utils.weak import WeakTensorKeyDictionary
 
-from envoi.moe import pack
+from envoi.ops.moe import pack
 from envoi.runtime.devices import capturing
 from envoi.types import ExpertWeights, QuantTensor
 

@@ -43,9 +43,9 @@ from envoi.integrations import packings
 from envoi.integrations.packings import Recipe, Weights
 from envoi.integrations.transformers_activation import recognise_activation
 from envoi.integrations.transformers_divided import check_divided, local_part
-from envoi.moe import layer, moe
-from envoi.moe.op import empty_out
-from envoi.moe.pack import AUTO, check_sizes, format_of, padding_of
+from envoi.ops.moe import layer, moe
+from envoi.ops.moe.op import empty_out
+from envoi.ops.moe.packing import AUTO, check_sizes, format_of, padding_of
 from envoi.quant.formats import FORMATS
 from envoi.quant.regroup import as_stored
 from envoi.runtime.custom_op import operator

@@ -6,7 +6,7 @@ import torch
 
 from envoi.integrations import packings
 from envoi.integrations.transformers_divided import local_part, without_memory
-from envoi.moe.op import tensors_of
+from envoi.ops.moe.op import tensors_of
 from envoi.types import ExpertWeights
 
 

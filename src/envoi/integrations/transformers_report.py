@@ -8,8 +8,8 @@ import torch
 from envoi.check import dtype_name
 from envoi.integrations import packings
 from envoi.integrations.transformers import FORMAT_OF, is_experts, local_part, own_weights, stored_format, unserved
-from envoi.moe.op import tensors_of
-from envoi.moe.parallel import ExpertParallel
+from envoi.ops.moe.op import tensors_of
+from envoi.ops.moe.parallel import ExpertParallel
 from envoi.table import align, fold
 
 OUTSIDE = "transformers doesn't look its experts up by experts_implementation, and always runs the model's own code"

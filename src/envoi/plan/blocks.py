@@ -5,11 +5,11 @@ from functools import cache
 
 import torch
 
-from envoi.epilogue.api import Epilogue
-from envoi.epilogue.library import expert_l1, expert_l2, l1_output_scheme
-from envoi.epilogue.lower import Lowered, lower
-from envoi.gemm.blackwell.config import MIN_STAGES, BlackwellConfig, BlackwellProblem, why_not
-from envoi.gemm.grouping import EXPERTS_ROWS
+from envoi.epilogues.api import Epilogue
+from envoi.epilogues.library import expert_l1, expert_l2, l1_output_scheme
+from envoi.epilogues.lower import Lowered, lower
+from envoi.ops.gemm.blackwell.config import MIN_STAGES, BlackwellConfig, BlackwellProblem, why_not
+from envoi.ops.gemm.grouping import EXPERTS_ROWS
 from envoi.plan.expected import rows_per_expert, tiles_per_expert
 from envoi.plan.layer import MoeLayer
 from envoi.plan.machines import W4A16, WIDENED, Machine
@@ -59,8 +59,8 @@ def l2_blocks(layer: MoeLayer, machine: Machine) -> Blocks:
 def _blocks(layer: MoeLayer, machine: Machine, nk: tuple[int, int], epilogue: Epilogue) -> Blocks:
     if machine.arch == "sm_100":
         return _blackwell(layer, machine, nk, epilogue)
-    from envoi.gemm.hopper import host as hopper  # imports Triton, which `import envoi` must not do
-    from envoi.gemm.hopper_mx import config as hopper_mx
+    from envoi.ops.gemm.hopper import host as hopper  # imports Triton, which `import envoi` must not do
+    from envoi.ops.gemm.hopper_mx import config as hopper_mx
 
     few = _few(layer, nk)
     if few is not None:
@@ -85,8 +85,8 @@ def _blocks(layer: MoeLayer, machine: Machine, nk: tuple[int, int], epilogue: Ep
 
 
 def takes_one_launch(layer: MoeLayer, machine: Machine, l1: Blocks) -> bool:
-    """Return True if L1 and L2 are one launch on a rank, by the rule of `envoi.moe.one_launch`. l1: L1's tiling."""
-    from envoi.moe.one_launch import host  # imports Triton, which `import envoi` must not do
+    """Return True if L1 and L2 are one launch on a rank, by the rule of `envoi.ops.moe.one_launch`. l1: L1's tiling."""
+    from envoi.ops.moe.one_launch import host  # imports Triton, which `import envoi` must not do
 
     if layer.num_hosts > 1 or l1.shared_evenly:  # the kernels for few tokens come first
         return False
@@ -104,8 +104,8 @@ def _experts(layer: MoeLayer) -> ExpertWeights:
 
 def _few(layer: MoeLayer, nk: tuple[int, int]) -> Blocks | None:
     """Return the tiling of the kernel for few tokens, None where `envoi.moe` takes another; across ranks never."""
-    from envoi.gemm.hopper_few.config import FEATURES, TOKENS
-    from envoi.gemm.hopper_few.host import configs_of, why_not_few
+    from envoi.ops.gemm.hopper_few.config import FEATURES, TOKENS
+    from envoi.ops.gemm.hopper_few.host import configs_of, why_not_few
 
     if layer.num_gpus > 1:
         return None
@@ -120,9 +120,9 @@ def _few(layer: MoeLayer, nk: tuple[int, int]) -> Blocks | None:
 def _w4a16(layer: MoeLayer, nk: tuple[int, int]) -> Blocks:
     """Return the tiling of bf16 tokens on 4-bit weights, as `envoi.moe` chooses it: for few tokens only of MXFP4, and
     not across ranks."""
-    from envoi.gemm.hopper_w4a16.few import MOST_ROWS
-    from envoi.gemm.hopper_w4a16.few_config import few_configs
-    from envoi.gemm.hopper_w4a16.many_config import many_config
+    from envoi.ops.gemm.hopper_w4a16.few import MOST_ROWS
+    from envoi.ops.gemm.hopper_w4a16.few_config import few_configs
+    from envoi.ops.gemm.hopper_w4a16.many_config import many_config
 
     few = few_configs(layer.hidden, layer.intermediate, layer.num_experts, layer.num_rows, "swiglu", None, False)[0]
     takes_few = layer.format == "mxfp4" and layer.num_gpus == 1

@@ -2,7 +2,7 @@
 
 import math
 
-from envoi.gemm.hopper.time_model import expected_tiles
+from envoi.ops.gemm.hopper.time_model import expected_tiles
 from envoi.plan.layer import MoeLayer
 
 

@@ -6,7 +6,7 @@ H200: measured on the GPUs that bench/results names. B200: the vendor's peaks; n
 from dataclasses import dataclass
 
 from envoi.check import expect_choice
-from envoi.gemm.hopper_w4a16.many_config import TOKEN_TILES
+from envoi.ops.gemm.hopper_w4a16.many_config import TOKEN_TILES
 from envoi.runtime import gpu_rates
 
 

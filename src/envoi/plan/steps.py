@@ -7,7 +7,7 @@
     L2        2 P H I FLOP, epilogue writes each row to its token's rank
     combine   barrier; each token's k rows are summed
 
-Where L1 and L2 are one launch (`envoi.moe.one_launch`) L2's step has no launch of its own.
+Where L1 and L2 are one launch (`envoi.ops.moe.one_launch`) L2's step has no launch of its own.
 
 With presum L2's rows stay local, and combine begins with a kernel that sums a token's rows and sends the sum to its
 rank.
@@ -18,7 +18,7 @@ direction is counted.
 
 from dataclasses import dataclass, replace
 
-from envoi.epilogue.library import l1_output_scheme
+from envoi.epilogues.library import l1_output_scheme
 from envoi.plan.blocks import Blocks
 from envoi.plan.expected import active_experts, pulled_tokens, taken_tokens
 from envoi.plan.layer import WEIGHT_AND_SLOT_BYTES, MoeLayer

@@ -11,7 +11,7 @@ own, and its warp 512 neighbouring ones: no shared memory, no shuffle.
 
 So a thread's row pair is 2 g and 2 g + 1, gate and up of one feature where those are interleaved; and K is in natural
 order for bf16 products (m64nTk16 number `2 block + k16` has 2 t + b and 8 + 2 t + b), whereas FP8 products, whose
-registers hold four of K, want their tokens permuted (`envoi.gemm.hopper_w4a16.tokens`).
+registers hold four of K, want their tokens permuted (`envoi.ops.gemm.hopper_w4a16.tokens`).
 
 A byte's bits, from the highest: sign of block 1, its mantissa, sign of block 0, exponent of block 1 (2 bits), exponent
 and mantissa of block 0 (3 bits). So two operations make four weights of block 0 E4M3 (times 2^-6), and four of block 1

@@ -2,9 +2,9 @@
 
 import torch
 
-from envoi.epilogue.reference import evaluate
-from envoi.gemm import gemm, grouped_gemm, reference
-from envoi.gemm.by_torch import spread_columns
+from envoi.epilogues.reference import evaluate
+from envoi.ops.gemm import gemm, grouped_gemm, reference
+from envoi.ops.gemm.by_torch import spread_columns
 from envoi.types import Matrix, QuantTensor
 from tests.helpers.accuracy import assert_same_bits, relative_error
 

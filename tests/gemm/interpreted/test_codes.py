@@ -5,7 +5,7 @@ import torch
 import triton
 import triton.language as tl
 
-from envoi.epilogue import codes_triton, device, tile_triton
+from envoi.epilogues import codes_triton, device, tile_triton
 from envoi.quant import bits
 from tests.helpers.accuracy import assert_same_bits
 

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from envoi.epilogue import (
+from envoi.epilogues import (
     Col,
     HalfCol,
     HalfTile,
@@ -26,8 +26,8 @@ from envoi.epilogue import (
     total_max,
     total_sum,
 )  # fmt: skip
-from envoi.gemm import gemm, grouped_gemm
-from envoi.gemm.triton import host as triton_host
+from envoi.ops.gemm import gemm, grouped_gemm
+from envoi.ops.gemm.triton import host as triton_host
 from envoi.quant import dequantize
 from envoi.quant import quantize as cast_to
 from envoi.types import QuantTensor

@@ -5,7 +5,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-from envoi.epilogue import Col, HalfCol, HalfTile, Row, epilogue, halves, pairs, quantize, row_absmax, silu
+from envoi.epilogues import Col, HalfCol, HalfTile, Row, epilogue, halves, pairs, quantize, row_absmax, silu
 from envoi.quant import quantize as cast_to
 from envoi.quant.formats import FORMATS
 from envoi.types import Matrix, QuantTensor

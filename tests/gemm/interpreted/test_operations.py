@@ -7,8 +7,8 @@ import pytest
 import torch
 
 from envoi import epilogue as language
-from envoi.epilogue import Col, Row, Scalar, Tile, epilogue, pairs, topk, where
-from envoi.epilogue.operations import OPERATIONS
+from envoi.epilogues import Col, Row, Scalar, Tile, epilogue, pairs, topk, where
+from envoi.epilogues.operations import OPERATIONS
 from tests.gemm.interpreted.sides import assert_close, assert_equal, expected, normal, run, whole
 
 # With whole numbers these have the reference's bits.

@@ -3,9 +3,9 @@
 import pytest
 import torch
 
-from envoi.epilogue import Col, Row, epilogue
-from envoi.epilogue.library import store
-from envoi.gemm import gemm, reference
+from envoi.epilogues import Col, Row, epilogue
+from envoi.epilogues.library import store
+from envoi.ops.gemm import gemm, reference
 from envoi.quant import quantize
 from envoi.types import QuantTensor
 from tests.gemm.interpreted.sides import assert_close, assert_equal, expected, normal, run, whole

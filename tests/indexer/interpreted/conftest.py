@@ -12,7 +12,7 @@ def few_programs(monkeypatch):
     """Set sizes for few programs and few iterations of loops: the interpreter is slow in each."""
     import triton.language as tl
 
-    from envoi.indexer import fast, kernel_rank
+    from envoi.ops.indexer import fast, kernel_rank
 
     for name, size in (("MINE", 256), ("OTHERS", 256), ("CHUNK", 2048)):
         monkeypatch.setattr(kernel_rank, name, tl.constexpr(size))

@@ -3,10 +3,10 @@
 import pytest
 import torch
 
-from envoi.indexer import exact, fast, reference
-from envoi.indexer.certificate import NUM_ORDERS, SHARED
-from envoi.indexer.layout import pages_of, unpack_pages
-from envoi.indexer.workloads import one
+from envoi.ops.indexer import exact, fast, reference
+from envoi.ops.indexer.certificate import NUM_ORDERS, SHARED
+from envoi.ops.indexer.layout import pages_of, unpack_pages
+from envoi.ops.indexer.workloads import one
 
 LENGTHS = (300, 2, 65)
 

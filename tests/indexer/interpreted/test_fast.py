@@ -3,10 +3,10 @@
 import pytest
 import torch
 
-from envoi.indexer import fast, indexer_topk, reference
-from envoi.indexer.layout import pack_cache, pages_of, to_slots
-from envoi.indexer.oracle import judge
-from envoi.indexer.workloads import hostile, one
+from envoi.ops.indexer import fast, indexer_topk, reference
+from envoi.ops.indexer.layout import pack_cache, pages_of, to_slots
+from envoi.ops.indexer.oracle import judge
+from envoi.ops.indexer.workloads import hostile, one
 
 SMALL = {name: tensors for name, tensors in hostile(32).items() if not name.startswith("length")}
 

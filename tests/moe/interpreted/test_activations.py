@@ -2,8 +2,8 @@
 
 import pytest
 
-from envoi.moe.layer import run_layer
-from envoi.moe.oracle import moe_oracle
+from envoi.ops.moe.layer import run_layer
+from envoi.ops.moe.oracle import moe_oracle
 from tests.helpers.accuracy import relative_error
 from tests.moe.layers import make
 from tests.moe.test_activations import MORE_KINDS

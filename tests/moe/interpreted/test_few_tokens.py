@@ -3,9 +3,9 @@
 import pytest
 import torch
 
-from envoi.gemm.hopper_few.sum import sum_launch
-from envoi.gemm.hopper_w4a16 import few
-from envoi.moe.reference_permute import permute, sort_slots
+from envoi.ops.gemm.hopper_few.sum import sum_launch
+from envoi.ops.gemm.hopper_w4a16 import few
+from envoi.ops.moe.reference_permute import permute, sort_slots
 from envoi.types import QuantTensor
 from tests.helpers.accuracy import assert_same_bits
 

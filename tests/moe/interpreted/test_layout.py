@@ -2,9 +2,9 @@
 
 import pytest
 
-from envoi.moe import moe, reference
-from envoi.moe.oracle import moe_oracle
-from envoi.moe.pack import READ_AS_STORED
+from envoi.ops.moe import moe, reference
+from envoi.ops.moe.oracle import moe_oracle
+from envoi.ops.moe.packing import READ_AS_STORED
 from tests.helpers.accuracy import assert_at_most_twice, assert_same_bits, relative_error
 from tests.moe.interpreted.test_moe import SMALL, calls
 from tests.moe.layers import make

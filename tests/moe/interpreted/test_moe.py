@@ -5,13 +5,13 @@ from dataclasses import replace
 import pytest
 import torch
 
-from envoi.moe import layer as kernels_layer
-from envoi.moe import moe, reference
-from envoi.moe.experts import run_experts
-from envoi.moe.oracle import moe_oracle
-from envoi.moe.parallel import counted
-from envoi.moe.permute import empty_rows
-from envoi.moe.reference_permute import permute
+from envoi.ops.moe import layer as kernels_layer
+from envoi.ops.moe import moe, reference
+from envoi.ops.moe.experts import run_experts
+from envoi.ops.moe.oracle import moe_oracle
+from envoi.ops.moe.parallel import counted
+from envoi.ops.moe.permute import empty_rows
+from envoi.ops.moe.reference_permute import permute
 from envoi.quant import FORMATS, format_named
 from envoi.types import Routing
 from tests.helpers.accuracy import assert_at_most_twice, assert_same_bits, relative_error

@@ -2,7 +2,7 @@
 
 import pytest
 
-from envoi.moe.layer import run_layer
+from envoi.ops.moe.layer import run_layer
 from envoi.quant import FORMATS
 from tests.helpers.accuracy import relative_error
 from tests.moe.own import OWN, layer_of, oracle

@@ -12,9 +12,9 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 
-from envoi.moe import moe
-from envoi.moe.parallel import ExpertParallel, PeerTimeout, api, counted, gathered, hosts, opening
-from envoi.moe.router import route
+from envoi.ops.moe import moe
+from envoi.ops.moe.parallel import ExpertParallel, PeerTimeout, api, counted, gathered, hosts, opening
+from envoi.ops.moe.router import route
 from envoi.runtime.compiling import compiling
 from envoi.types import Routing
 from tests.helpers.ranks import GUARD_S

@@ -4,11 +4,11 @@ from functools import partial
 
 import torch
 
-from envoi.moe.parallel import ExpertParallel, dispatch, gathered_device, hosts_device, nvlink
-from envoi.moe.parallel.combine import combine_barrier, send_partial_sums, sum_rows
-from envoi.moe.parallel.dispatch import MAX_CHUNKS, num_chunks
-from envoi.moe.parallel.hosts import Grid
-from envoi.moe.parallel.symmetric_memory import Domain, SharedLayout, allocate, set_peers
+from envoi.ops.moe.parallel import ExpertParallel, dispatch, gathered_device, hosts_device, nvlink
+from envoi.ops.moe.parallel.combine import combine_barrier, send_partial_sums, sum_rows
+from envoi.ops.moe.parallel.dispatch import MAX_CHUNKS, num_chunks
+from envoi.ops.moe.parallel.hosts import Grid
+from envoi.ops.moe.parallel.symmetric_memory import Domain, SharedLayout, allocate, set_peers
 from envoi.types import ExpertWeights, Routing
 from tests.moe.layers import Layer
 

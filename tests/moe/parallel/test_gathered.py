@@ -3,10 +3,10 @@
 import pytest
 import torch
 
-from envoi.epilogue.activation import written
-from envoi.gemm.hopper_w4a16 import few
-from envoi.moe import moe
-from envoi.moe.parallel.opening import DEFAULT_TIMEOUT_S
+from envoi.epilogues.activation import written
+from envoi.ops.gemm.hopper_w4a16 import few
+from envoi.ops.moe import moe
+from envoi.ops.moe.parallel.opening import DEFAULT_TIMEOUT_S
 from envoi.quant import FORMATS
 from envoi.types import Routing
 from tests.helpers.accuracy import assert_same_bits

@@ -15,9 +15,9 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from envoi.epilogue.activation import written
-from envoi.moe.launches import launch_kernel
-from envoi.moe.parallel import (
+from envoi.epilogues.activation import written
+from envoi.ops.moe.launches import launch_kernel
+from envoi.ops.moe.parallel import (
     PeerTimeout,
     api,
     counted,
@@ -27,8 +27,8 @@ from envoi.moe.parallel import (
     queued,
     symmetric_memory,
 )
-from envoi.moe.parallel import cases as kernels
-from envoi.moe.parallel.symmetric_memory import SharedLayout
+from envoi.ops.moe.parallel import cases as kernels
+from envoi.ops.moe.parallel.symmetric_memory import SharedLayout
 from envoi.quant import FORMATS
 from envoi.runtime import shortcuts
 from envoi.runtime.prepared.replay import Prepared

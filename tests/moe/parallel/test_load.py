@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from envoi.integrations.transformers import report
-from envoi.moe.parallel.load import HISTORY, NO_CALL, Load, empty_history, load_of, note
+from envoi.ops.moe.parallel.load import HISTORY, NO_CALL, Load, empty_history, load_of, note
 from envoi.types import Routing
 from tests.helpers.ranks import run_ranks
 from tests.moe.layers import make

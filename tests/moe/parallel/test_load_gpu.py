@@ -6,7 +6,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from envoi.moe.parallel import api
+from envoi.ops.moe.parallel import api
 from envoi.runtime import shortcuts
 from envoi.types import Routing
 from tests.helpers.ranks import gpu_ranks, run_ranks

@@ -4,8 +4,8 @@ from dataclasses import replace
 
 import torch
 
-from envoi.moe.one_launch.config import NUM_COUNTERS
-from envoi.moe.parallel.symmetric_memory import SharedLayout, allocate
+from envoi.ops.moe.one_launch.config import NUM_COUNTERS
+from envoi.ops.moe.parallel.symmetric_memory import SharedLayout, allocate
 from tests.helpers import fresh
 
 
@@ -30,9 +30,9 @@ LOOKS = """
 import sys
 import torch
 from envoi.experts import pack
-from envoi.moe.parallel import symmetric_memory
-from envoi.moe.parallel.warm_up import ParallelCall
-from envoi.moe.warm_up import LayerCall, without_tensors
+from envoi.ops.moe.parallel import symmetric_memory
+from envoi.ops.moe.parallel.warm_up import ParallelCall
+from envoi.ops.moe.warm_up import LayerCall, without_tensors
 from envoi.runtime.devices import Target
 from envoi.runtime.rehearsal import find
 

@@ -12,12 +12,12 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from envoi.epilogue.activation import written
-from envoi.gemm.hopper_w4a16 import few
-from envoi.moe import moe
-from envoi.moe.parallel import ExpertParallel, PeerTimeout
-from envoi.moe.parallel import cases as kernels
-from envoi.moe.parallel.symmetric_memory import SharedLayout
+from envoi.epilogues.activation import written
+from envoi.ops.gemm.hopper_w4a16 import few
+from envoi.ops.moe import moe
+from envoi.ops.moe.parallel import ExpertParallel, PeerTimeout
+from envoi.ops.moe.parallel import cases as kernels
+from envoi.ops.moe.parallel.symmetric_memory import SharedLayout
 from envoi.quant import FORMATS
 from envoi.runtime import shortcuts
 from envoi.runtime.prepared.replay import Prepared

@@ -7,9 +7,9 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from envoi.moe.one_launch import host as one_launch
-from envoi.moe.parallel import ExpertParallel
-from envoi.moe.parallel.symmetric_memory import Domain, SharedLayout
+from envoi.ops.moe.one_launch import host as one_launch
+from envoi.ops.moe.parallel import ExpertParallel
+from envoi.ops.moe.parallel.symmetric_memory import Domain, SharedLayout
 from envoi.runtime.prepared.replay import Prepared
 from tests.helpers.slow import mostly_slow
 from tests.moe.layers import make

@@ -13,11 +13,11 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from envoi.moe.parallel import progress
-from envoi.moe.parallel.progress import LOST, HostMarks, oversee, oversee_queue
-from envoi.moe.parallel.pulse import start as tell_when_compiling
-from envoi.moe.parallel.store import Connection
-from envoi.moe.parallel.timeout import Alarm, PeerTimeout, Watch
+from envoi.ops.moe.parallel import progress
+from envoi.ops.moe.parallel.progress import LOST, HostMarks, oversee, oversee_queue
+from envoi.ops.moe.parallel.pulse import start as tell_when_compiling
+from envoi.ops.moe.parallel.store import Connection
+from envoi.ops.moe.parallel.timeout import Alarm, PeerTimeout, Watch
 from envoi.runtime.compiling import compiling
 from envoi.runtime.wake import Wake
 

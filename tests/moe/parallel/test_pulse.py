@@ -7,9 +7,9 @@ import time
 import pytest
 import torch.distributed as dist
 
-from envoi.moe.parallel import pulse
-from envoi.moe.parallel.pulse import DONE, Peers
-from envoi.moe.parallel.store import Connection
+from envoi.ops.moe.parallel import pulse
+from envoi.ops.moe.parallel.pulse import DONE, Peers
+from envoi.ops.moe.parallel.store import Connection
 from envoi.runtime.compiling import compiling
 
 

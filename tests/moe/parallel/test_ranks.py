@@ -7,11 +7,11 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx.experimental.proxy_tensor import make_fx
 
-from envoi.epilogue.activation import written
-from envoi.gemm.hopper_w4a16 import few
-from envoi.moe import moe
-from envoi.moe.parallel import ExpertParallel
-from envoi.moe.parallel.opening import CONNECT_TRIES, DEFAULT_TIMEOUT_S
+from envoi.epilogues.activation import written
+from envoi.ops.gemm.hopper_w4a16 import few
+from envoi.ops.moe import moe
+from envoi.ops.moe.parallel import ExpertParallel
+from envoi.ops.moe.parallel.opening import CONNECT_TRIES, DEFAULT_TIMEOUT_S
 from envoi.quant import FORMATS
 from tests.helpers.accuracy import assert_same_bits
 from tests.helpers.ranks import run_ranks

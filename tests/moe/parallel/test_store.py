@@ -7,8 +7,8 @@ import time
 import pytest
 import torch.distributed as dist
 
-from envoi.moe.parallel import store as stores
-from envoi.moe.parallel.store import Connection, StoreSilentError, is_on_this_host, run_bounded
+from envoi.ops.moe.parallel import store as stores
+from envoi.ops.moe.parallel.store import Connection, StoreSilentError, is_on_this_host, run_bounded
 
 
 class Silent(dist.HashStore):

@@ -10,10 +10,10 @@ import torch
 import torch.distributed as dist
 
 from envoi import PeerTimeout
-from envoi.moe.parallel import timeout
-from envoi.moe.parallel.collectives import connect_ranks
-from envoi.moe.parallel.store import Connection
-from envoi.moe.parallel.timeout import NOBODY, Watch
+from envoi.ops.moe.parallel import timeout
+from envoi.ops.moe.parallel.collectives import connect_ranks
+from envoi.ops.moe.parallel.store import Connection
+from envoi.ops.moe.parallel.timeout import NOBODY, Watch
 
 CASES = {
     "rank 3 is lost": ([3], "dispatch", 2.0),

@@ -6,10 +6,10 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from envoi.moe import moe
-from envoi.moe.one_launch.host import use_one_launch
-from envoi.moe.parallel.symmetric_memory import SharedLayout
-from envoi.moe.parallel.trace import COLUMNS, ROLES, Timeline
+from envoi.ops.moe import moe
+from envoi.ops.moe.one_launch.host import use_one_launch
+from envoi.ops.moe.parallel.symmetric_memory import SharedLayout
+from envoi.ops.moe.parallel.trace import COLUMNS, ROLES, Timeline
 from envoi.runtime import observer
 from envoi.runtime.timeline import Recorder, Slice
 from tests.helpers.accuracy import assert_same_bits

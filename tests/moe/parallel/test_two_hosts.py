@@ -10,8 +10,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from envoi.moe import moe
-from envoi.moe.parallel import PeerTimeout, api, counted
+from envoi.ops.moe import moe
+from envoi.ops.moe.parallel import PeerTimeout, api, counted
 from tests.helpers.accuracy import assert_same_bits
 from tests.helpers.hosts import Hosts, address, two_hosts
 from tests.helpers.ranks import run_ranks

@@ -5,9 +5,9 @@ from contextlib import nullcontext
 
 import pytest
 
-from envoi.moe.parallel import ExpertParallel, api, warm_up
-from envoi.moe.parallel.command import experts_without_memory
-from envoi.moe.parallel.symmetric_memory import SharedLayout
+from envoi.ops.moe.parallel import ExpertParallel, api, warm_up
+from envoi.ops.moe.parallel.command import experts_without_memory
+from envoi.ops.moe.parallel.symmetric_memory import SharedLayout
 from envoi.runtime.devices import Target, standing_for
 from envoi.runtime.rehearsal import find
 from tests.helpers.ranks import run_ranks

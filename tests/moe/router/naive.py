@@ -2,7 +2,7 @@
 
 import math
 
-from envoi.moe.router.rules import Rule
+from envoi.ops.moe.router.rules import Rule
 
 
 def select(logits: list[float], k: int, rule: Rule, bias: list[float] | None) -> tuple[list[float], list[int]]:

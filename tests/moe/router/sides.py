@@ -4,7 +4,7 @@ from dataclasses import dataclass
 
 import torch
 
-from envoi.moe.router import PRESETS, Rule, reference, route
+from envoi.ops.moe.router import PRESETS, Rule, reference, route
 from envoi.types import Routing
 from tests.helpers.accuracy import assert_same_bits, relative_error
 

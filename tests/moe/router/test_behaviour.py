@@ -8,8 +8,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.nn.functional import linear
 
-from envoi.moe.router import PRESETS, Rule, preset, route, rule
-from envoi.moe.router.reference import EPS, router_logits, select
+from envoi.ops.moe.router import PRESETS, Rule, preset, route, rule
+from envoi.ops.moe.router.reference import EPS, router_logits, select
 from tests.helpers.accuracy import assert_at_most_twice, assert_same_bits, relative_error
 from tests.moe.router.test_selection import RULES
 

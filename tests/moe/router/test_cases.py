@@ -4,8 +4,8 @@ import pytest
 import torch
 
 from envoi.cases import kernel_cases
-from envoi.moe.router import cases, host, route
-from envoi.moe.router.cases import CASES
+from envoi.ops.moe.router import cases, host, route
+from envoi.ops.moe.router.cases import CASES
 from envoi.runtime.kernel_case import kernel_key
 
 

@@ -6,8 +6,8 @@ import numpy as np
 import pytest
 import torch
 
-from envoi.moe.router import PRESETS, Rule, route
-from envoi.moe.router.reference import scores, select
+from envoi.ops.moe.router import PRESETS, Rule, route
+from envoi.ops.moe.router.reference import scores, select
 from tests.helpers.inputs import LOGITS, logits
 from tests.moe.router import naive
 from tests.moe.router.test_selection import RULES

@@ -6,10 +6,10 @@ import numpy as np
 import pytest
 import torch
 
-from envoi.moe.router import PRESETS, Rule, host, reference, route
-from envoi.moe.router.candidates import candidates
-from envoi.moe.router.choose_tiling import choose_shares, choose_tiling
-from envoi.moe.router.tiling import TILE
+from envoi.ops.moe.router import PRESETS, Rule, host, reference, route
+from envoi.ops.moe.router.candidates import candidates
+from envoi.ops.moe.router.choose_tiling import choose_shares, choose_tiling
+from envoi.ops.moe.router.tiling import TILE
 from envoi.runtime import workspace
 from tests.helpers.accuracy import assert_same_bits
 from tests.helpers.inputs import LOGITS, logits

@@ -9,8 +9,8 @@ import pytest
 import torch
 
 import envoi
-from envoi.moe.router import PRESETS, Rule, preset, route, rule, split_identity, weigh_with_shared
-from envoi.moe.router.presets import REFUSED
+from envoi.ops.moe.router import PRESETS, Rule, preset, route, rule, split_identity, weigh_with_shared
+from envoi.ops.moe.router.presets import REFUSED
 from envoi.types import Routing
 from tests.moe.router.published import PUBLISHED
 

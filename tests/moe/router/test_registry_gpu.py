@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from envoi.moe.router import cases, host
+from envoi.ops.moe.router import cases, host
 from tests.helpers.launches import assert_same_code, watched
 from tests.moe.router.sides import Given, expected, judge, torchs_product
 

@@ -4,8 +4,8 @@ import pytest
 import torch
 from torch.nn.functional import linear
 
-from envoi.moe.router import Rule, route
-from envoi.moe.router.reference import select
+from envoi.ops.moe.router import Rule, route
+from envoi.ops.moe.router.reference import select
 from tests.helpers.accuracy import assert_at_most_twice, assert_same_bits, relative_error
 
 

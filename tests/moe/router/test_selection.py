@@ -5,8 +5,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from envoi.moe.router import Rule
-from envoi.moe.router.reference import select
+from envoi.ops.moe.router import Rule
+from envoi.ops.moe.router.reference import select
 from tests.helpers.inputs import LOGITS, logits
 from tests.moe.router import naive
 

@@ -5,14 +5,14 @@ from dataclasses import replace
 import pytest
 import torch
 
-from envoi.moe.router import cases, host
-from envoi.moe.router.candidates import candidates
-from envoi.moe.router.cases import Case
-from envoi.moe.router.choose_tiling import choose_shares, choose_tiling
-from envoi.moe.router.presets import PRESETS
-from envoi.moe.router.spec import block_sum
-from envoi.moe.router.tiling import TILE, box_of, two_widths
-from envoi.moe.router.time_model import CACHED_BYTES
+from envoi.ops.moe.router import cases, host
+from envoi.ops.moe.router.candidates import candidates
+from envoi.ops.moe.router.cases import Case
+from envoi.ops.moe.router.choose_tiling import choose_shares, choose_tiling
+from envoi.ops.moe.router.presets import PRESETS
+from envoi.ops.moe.router.spec import block_sum
+from envoi.ops.moe.router.tiling import TILE, box_of, two_widths
+from envoi.ops.moe.router.time_model import CACHED_BYTES
 from envoi.runtime import workspace
 from envoi.runtime.devices import SHARED_BYTES
 

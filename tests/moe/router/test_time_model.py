@@ -7,8 +7,8 @@ from pathlib import Path
 import pytest
 
 from envoi.bench.shapes import RouterShape
-from envoi.moe.router.choose_tiling import choose_tiling
-from envoi.moe.router.time_model import COSTS, predicted_cycles
+from envoi.ops.moe.router.choose_tiling import choose_tiling
+from envoi.ops.moe.router.time_model import COSTS, predicted_cycles
 from envoi.runtime.kernel_case import NUM_SMS
 from tools.time_models import router as program
 from tools.time_models.__main__ import main

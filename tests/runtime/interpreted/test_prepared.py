@@ -4,7 +4,7 @@ import gc
 
 import pytest
 
-from envoi.moe import api as moe_api
+from envoi.ops.moe import api as moe_api
 from envoi.runtime import shortcuts
 from envoi.runtime.prepared import calls
 from tests.helpers.slow import mostly_slow

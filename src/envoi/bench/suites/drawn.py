@@ -21,7 +21,7 @@ from envoi.bench.shapes import (
     moe_name,
 )
 from envoi.bench.suites.models import MODELS, linears
-from envoi.moe.router.presets import PRESETS
+from envoi.ops.moe.router.presets import PRESETS
 from envoi.quant.formats import format_named
 
 Draw = Callable[[random.Random], Case | None]

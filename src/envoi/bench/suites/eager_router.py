@@ -3,7 +3,7 @@
 import torch
 from torch.nn import functional
 
-from envoi.moe.router import Rule
+from envoi.ops.moe.router import Rule
 
 BEST_FIRST = {"softmax_over_topk": lambda x: x.float().softmax(-1), "sigmoid_of_topk": lambda x: x.float().sigmoid()}
 

@@ -7,8 +7,8 @@ from typing import Any
 import torch
 from torch.nn import functional
 
-from envoi.epilogue import Epilogue, Tile, epilogue, exp, log, row_max, row_sum, tanh
-from envoi.epilogue.library import absmax, gelu_residual, scale_bias_relu, swiglu, swiglu_fp8
+from envoi.epilogues import Epilogue, Tile, epilogue, exp, log, row_max, row_sum, tanh
+from envoi.epilogues.library import absmax, gelu_residual, scale_bias_relu, swiglu, swiglu_fp8
 from envoi.types import QuantTensor
 
 FP8_GROUP = 128

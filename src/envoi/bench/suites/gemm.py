@@ -19,7 +19,7 @@ from envoi.bench.suites.endings import ENDINGS, Ending
 from envoi.bench.suites.inputs import Inputs
 from envoi.bench.timing import Run
 from envoi.bench.trial import Bench, Trial, time_rounds
-from envoi.gemm import gemm
+from envoi.ops.gemm import gemm
 from envoi.types import Matrix, QuantTensor
 
 COMPILED = ("swiglu", "swiglu_fp8")

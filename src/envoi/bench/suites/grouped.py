@@ -15,7 +15,7 @@ from envoi.bench.suites import inputs, torch_gemm
 from envoi.bench.suites.inputs import Inputs
 from envoi.bench.timing import Run
 from envoi.bench.trial import Bench, Trial, copy_of, time_rounds
-from envoi.gemm import grouped_gemm
+from envoi.ops.gemm import grouped_gemm
 
 
 def measure(case: Case, bench: Bench) -> Trial:

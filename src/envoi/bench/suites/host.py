@@ -34,10 +34,10 @@ from envoi.bench.suites.endings import ENDINGS
 from envoi.bench.suites.torch_moe import Layer, eager_moe, parallel_moe
 from envoi.bench.timing import NUM_WARMUPS, Run, Timing, summarize
 from envoi.bench.trial import OURS, Bench, Trial, those_that_run
-from envoi.gemm import gemm, grouped_gemm
-from envoi.indexer.workloads import one
-from envoi.moe import moe as run_moe
-from envoi.moe.router.cases import rule_of
+from envoi.ops.gemm import gemm, grouped_gemm
+from envoi.ops.indexer.workloads import one
+from envoi.ops.moe import moe as run_moe
+from envoi.ops.moe.router.cases import rule_of
 
 LOOP = {"cuda": 100, "cpu": 3}
 SHARED, QWEN3_30B = (4096, 2048, 256, 6), (2048, 768, 128, 8)

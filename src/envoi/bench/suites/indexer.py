@@ -23,11 +23,11 @@ from envoi.bench.shapes import Case, IndexerShape
 from envoi.bench.suites.peers import vllm_topk
 from envoi.bench.timing import Clock, Run, Timing, mean_timing
 from envoi.bench.trial import Bench, Trial, copy_of, time_rounds
-from envoi.indexer import indexer_topk
-from envoi.indexer.certificate import orders
-from envoi.indexer.layout import BYTES_PER_TOKEN, HEAD_DIM, PAGE_SIZE, pages_of, unpack_pages
-from envoi.indexer.oracle import scores64
-from envoi.indexer.workloads import Workload
+from envoi.ops.indexer import indexer_topk
+from envoi.ops.indexer.certificate import orders
+from envoi.ops.indexer.layout import BYTES_PER_TOKEN, HEAD_DIM, PAGE_SIZE, pages_of, unpack_pages
+from envoi.ops.indexer.oracle import scores64
+from envoi.ops.indexer.workloads import Workload
 
 TOPK = 2048
 MAX_ERROR_WORKLOADS = 8

@@ -9,8 +9,8 @@ from torch.nn import functional
 from envoi.bench.shapes import GemmShape, GroupedShape
 from envoi.bench.suites.endings import ENDINGS, EXACT
 from envoi.bench.trial import generator, relative_error, sample_rows
-from envoi.gemm import reference
-from envoi.moe.reference_permute import take_rows
+from envoi.ops.gemm import reference
+from envoi.ops.moe.reference_permute import take_rows
 from envoi.quant import dequantize, format_named, quantize
 from envoi.quant.bits import concatenate
 from envoi.quant.formats import Scheme

@@ -25,11 +25,11 @@ from envoi.bench.shapes import Case, ModelShape, Options
 from envoi.bench.suites.models import MODELS, Attention, Model
 from envoi.bench.timing import NUM_WARMUPS, Run, Timing, replay_of, summarize
 from envoi.bench.trial import OURS, Bench, Compiler, Trial, generator, relative_error, those_that_run
-from envoi.moe.op import tensors_of
-from envoi.moe.oracle import moe_oracle
-from envoi.moe.pack import pack
-from envoi.moe.parallel.command import experts_without_memory
-from envoi.moe.warm_up import LayerCall, compile_calls, compiles
+from envoi.ops.moe.op import tensors_of
+from envoi.ops.moe.oracle import moe_oracle
+from envoi.ops.moe.packing import pack
+from envoi.ops.moe.parallel.command import experts_without_memory
+from envoi.ops.moe.warm_up import LayerCall, compile_calls, compiles
 from envoi.runtime.devices import Target, standing_for
 
 MAX_BYTES = 40e9  # of weights, and as much again for Envoi's packing of the experts

@@ -34,7 +34,7 @@ class Model:
 
     intermediate: of the dense layers' MLP, 0 if there are none. shared: intermediate size of all shared experts
     together. num_experts, num_topk, expert_intermediate: 0 without experts. preset: its name in
-    `envoi.moe.router.PRESETS`. attention: None where its matrices are of other kinds than these two.
+    `envoi.ops.moe.router.PRESETS`. attention: None where its matrices are of other kinds than these two.
     """
 
     name: str

@@ -26,10 +26,10 @@ from envoi.bench.suites.peers import deep_gemm_moe
 from envoi.bench.suites.torch_moe import Layer, eager_moe, grouped_moe, grouped_moe_fp8, parallel_moe
 from envoi.bench.timing import Run, Timing
 from envoi.bench.trial import Bench, Trial, generator, relative_error, sample_rows, time_baselines, time_rounds
-from envoi.moe import moe, pack
-from envoi.moe.oracle import moe_oracle
-from envoi.moe.pack import READ_AS_STORED
-from envoi.moe.parallel import ExpertParallel, hosts_device
+from envoi.ops.moe import moe, pack
+from envoi.ops.moe.oracle import moe_oracle
+from envoi.ops.moe.packing import READ_AS_STORED
+from envoi.ops.moe.parallel import ExpertParallel, hosts_device
 from envoi.quant.bits import concatenate
 from envoi.quant.formats import format_named
 from envoi.types import ExpertWeights, Matrix, QuantTensor, Routing

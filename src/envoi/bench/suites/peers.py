@@ -10,7 +10,7 @@ from torch.nn import functional
 
 from envoi.bench.shapes import MoeShape
 from envoi.bench.suites.peer_humming import blocks_of, import_operators
-from envoi.moe.router import Rule
+from envoi.ops.moe.router import Rule
 from envoi.runtime.devices import num_sms
 from envoi.types import Routing
 

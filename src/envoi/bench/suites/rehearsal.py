@@ -15,7 +15,7 @@ import torch
 from envoi.bench.shapes import Case, MoeShape
 from envoi.bench.suites import module_of
 from envoi.bench.suites.drawn import MAX_LAYER_ELEMENTS
-from envoi.gemm.hopper import tune
+from envoi.ops.gemm.hopper import tune
 from envoi.runtime.devices import Target
 from envoi.runtime.workers import DIED, Workers
 

@@ -34,8 +34,8 @@ from envoi.bench.trial import (
     time_replays,
     time_rounds,
 )
-from envoi.moe.router import Rule, reference, route
-from envoi.moe.router.cases import rule_of
+from envoi.ops.moe.router import Rule, reference, route
+from envoi.ops.moe.router.cases import rule_of
 
 MAX_PEER_ERROR = 0.2
 DTYPES = {"fp16": torch.float16, "bf16": torch.bfloat16}

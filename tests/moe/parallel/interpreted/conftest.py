@@ -12,7 +12,7 @@ def few_programs(monkeypatch):
     """Four programs rank the slots of a piece, instead of 64: the interpreter takes its time for each."""
     import triton.language as tl
 
-    from envoi.moe.parallel import dispatch, dispatch_kernels
+    from envoi.ops.moe.parallel import dispatch, dispatch_kernels
 
     ranked = dispatch.PIECE // 4
     monkeypatch.setattr(dispatch, "RANKED", ranked)

@@ -6,12 +6,12 @@ from itertools import pairwise
 import pytest
 import torch
 
-from envoi.moe import moe
-from envoi.moe.parallel import dispatch, gathered_device, gathered_kernels, shared_device
-from envoi.moe.parallel.gathered_device import Buffers
-from envoi.moe.parallel.nvlink import run_local_experts
-from envoi.moe.parallel.progress import BEGUN, DONE, LOST
-from envoi.moe.parallel.shared_device import (
+from envoi.ops.moe import moe
+from envoi.ops.moe.parallel import dispatch, gathered_device, gathered_kernels, shared_device
+from envoi.ops.moe.parallel.gathered_device import Buffers
+from envoi.ops.moe.parallel.nvlink import run_local_experts
+from envoi.ops.moe.parallel.progress import BEGUN, DONE, LOST
+from envoi.ops.moe.parallel.shared_device import (
     BAD_IDS,
     FINE,
     LATE_AT_COMBINE,
@@ -20,7 +20,7 @@ from envoi.moe.parallel.shared_device import (
     REFUSED,
     REFUSED_ON_HOST,
 )
-from envoi.moe.parallel.symmetric_memory import SharedLayout
+from envoi.ops.moe.parallel.symmetric_memory import SharedLayout
 from tests.helpers.accuracy import assert_same_bits
 from tests.moe.layers import make
 from tests.moe.parallel import domains

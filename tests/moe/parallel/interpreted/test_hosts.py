@@ -6,17 +6,17 @@ from itertools import pairwise
 import pytest
 import torch
 
-from envoi.moe import moe
-from envoi.moe.parallel import dispatch as steps
-from envoi.moe.parallel import gathered_kernels, hosts_device, hosts_kernels
-from envoi.moe.parallel.combine import combine_barrier
-from envoi.moe.parallel.dispatch import MAX_CHUNKS, REFUSED_ON_HOST, num_chunks
-from envoi.moe.parallel.hosts import Grid
-from envoi.moe.parallel.hosts_device import Buffers, HostsLayout
-from envoi.moe.parallel.nvlink import run_local_experts
-from envoi.moe.parallel.progress import BEGUN, LOST
-from envoi.moe.parallel.shared_device import BAD_IDS, LATE_AT_COMBINE, LATE_AT_DISPATCH, OUTCOME
-from envoi.moe.parallel.symmetric_memory import SharedLayout, set_peers
+from envoi.ops.moe import moe
+from envoi.ops.moe.parallel import dispatch as steps
+from envoi.ops.moe.parallel import gathered_kernels, hosts_device, hosts_kernels
+from envoi.ops.moe.parallel.combine import combine_barrier
+from envoi.ops.moe.parallel.dispatch import MAX_CHUNKS, REFUSED_ON_HOST, num_chunks
+from envoi.ops.moe.parallel.hosts import Grid
+from envoi.ops.moe.parallel.hosts_device import Buffers, HostsLayout
+from envoi.ops.moe.parallel.nvlink import run_local_experts
+from envoi.ops.moe.parallel.progress import BEGUN, LOST
+from envoi.ops.moe.parallel.shared_device import BAD_IDS, LATE_AT_COMBINE, LATE_AT_DISPATCH, OUTCOME
+from envoi.ops.moe.parallel.symmetric_memory import SharedLayout, set_peers
 from tests.helpers.accuracy import assert_same_bits
 from tests.helpers.slow import mostly_slow
 from tests.moe.layers import make

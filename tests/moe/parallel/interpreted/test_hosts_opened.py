@@ -16,8 +16,8 @@ import triton.language as tl
 from torch.distributed import distributed_c10d
 from torch.distributed.distributed_c10d import GroupName
 
-from envoi.gemm.hopper_w4a16 import few
-from envoi.moe.parallel import (
+from envoi.ops.gemm.hopper_w4a16 import few
+from envoi.ops.moe.parallel import (
     api,
     dispatch,
     dispatch_kernels,
@@ -28,7 +28,7 @@ from envoi.moe.parallel import (
     queued,
     symmetric_memory,
 )
-from envoi.moe.parallel.dispatch import MAX_CHUNKS, num_chunks
+from envoi.ops.moe.parallel.dispatch import MAX_CHUNKS, num_chunks
 from tests.helpers import interpreter_shortcuts
 from tests.helpers.accuracy import assert_same_bits
 from tests.helpers.ranks import run_ranks

@@ -5,10 +5,10 @@ from itertools import pairwise
 import pytest
 import torch
 
-from envoi.epilogue.activation import written
-from envoi.moe import moe
-from envoi.moe.parallel import combine, dispatch, dispatch_kernels, nvlink, shared_device
-from envoi.moe.parallel.shared_device import (
+from envoi.epilogues.activation import written
+from envoi.ops.moe import moe
+from envoi.ops.moe.parallel import combine, dispatch, dispatch_kernels, nvlink, shared_device
+from envoi.ops.moe.parallel.shared_device import (
     BAD_IDS,
     FINE,
     LATE_AT_COMBINE,
@@ -17,8 +17,8 @@ from envoi.moe.parallel.shared_device import (
     OUTCOME,
     REFUSED,
 )
-from envoi.moe.parallel.symmetric_memory import SharedLayout
-from envoi.moe.permute import sort_slots
+from envoi.ops.moe.parallel.symmetric_memory import SharedLayout
+from envoi.ops.moe.permute import sort_slots
 from envoi.quant import FORMATS
 from envoi.types import Routing
 from tests.helpers.accuracy import assert_same_bits

@@ -11,10 +11,10 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from envoi.moe import moe
-from envoi.moe.parallel import ExpertParallel, PeerTimeout
-from envoi.moe.parallel.shared_device import BAD_IDS, LATE_AT_COMBINE
-from envoi.moe.parallel.symmetric_memory import SharedLayout
+from envoi.ops.moe import moe
+from envoi.ops.moe.parallel import ExpertParallel, PeerTimeout
+from envoi.ops.moe.parallel.shared_device import BAD_IDS, LATE_AT_COMBINE
+from envoi.ops.moe.parallel.symmetric_memory import SharedLayout
 from envoi.runtime import shortcuts
 from envoi.runtime.prepared import replay
 from envoi.types import Routing

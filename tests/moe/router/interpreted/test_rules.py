@@ -5,7 +5,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-from envoi.moe.router import Rule, preset
+from envoi.ops.moe.router import Rule, preset
 from tests.helpers.accuracy import assert_same_bits
 from tests.moe.router.sides import FIELDS, judge, judge_logits, looked_up, normal, preset_call, random_call
 from tests.moe.router.test_exact import distinct_presets

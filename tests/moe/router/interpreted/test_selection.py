@@ -5,7 +5,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-from envoi.moe.router import Rule, route
+from envoi.ops.moe.router import Rule, route
 from tests.helpers.accuracy import assert_same_bits
 from tests.helpers.inputs import LOGITS, logits
 from tests.moe.router.sides import EVERYTHING, Given, as_product, assert_meant, judge, normal

@@ -5,7 +5,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-from envoi.moe.router import Rule
+from envoi.ops.moe.router import Rule
 from tests.helpers.accuracy import assert_same_bits
 from tests.moe.router.sides import judge, judge_logits, normal, random_call
 

@@ -1,5 +1,0 @@
-"""GEMMs with a fused epilogue: mainloops and tile schedulers."""
-
-from envoi.gemm.api import gemm, grouped_gemm
-
-__all__ = ["gemm", "grouped_gemm"]

@@ -1,9 +1,0 @@
-"""MoE layer on one rank: api, router/, permute (sort, gather), experts (L1, L2), combine; parallel/ over ranks.
-
-Read in this order: reference, api, experts, permute, combine, kernels.
-"""
-
-from envoi.moe.api import moe
-from envoi.moe.pack import pack, unpack
-
-__all__ = ["moe", "pack", "unpack"]

@@ -1,8 +1,0 @@
-"""Router: choose experts and weights for each token. Rules of real models by name."""
-
-from envoi.moe.router.api import route
-from envoi.moe.router.presets import PRESETS, Preset, preset, rule
-from envoi.moe.router.rules import Rule
-from envoi.moe.router.special_experts import split_identity, weigh_with_shared
-
-__all__ = ["PRESETS", "Preset", "Rule", "preset", "route", "rule", "split_identity", "weigh_with_shared"]

@@ -1,0 +1,130 @@
+"""Configs of the Hopper GEMM that are worth trying for a problem, and the one that the model of time prefers."""
+
+from dataclasses import replace
+
+from envoi.epilogues.lower import Lowered
+from envoi.ops.gemm.hopper.config import (
+    FEW_TOKENS,
+    IN_LONG_TURNS,
+    IN_TURNS,
+    LONG_K,
+    NARROWED,
+    SHARED_FROM,
+    TWO_WIDTHS,
+    Config,
+    Problem,
+    fitted,
+    why_not,
+)
+from envoi.ops.gemm.hopper.time_model import predicted_cycles
+from envoi.runtime.math import cdiv, next_power_of_2
+
+
+def candidates(problem: Problem, code: Lowered) -> list[Config]:
+    """Return the configs worth trying for a problem, each with as many stages as fit."""
+    k = 256 if problem.scaled else 128 // problem.element_bytes
+    per_group = cdiv(problem.M, max(1, problem.num_groups))
+    found: list[Config] = []
+    if code.whole_rows:
+        width = max(16, next_power_of_2(problem.N))
+        found += [Config(64, consumers, width, k, 12, epilogue_columns=width) for consumers in (2, 1)]
+    elif code.paired:
+        found += [Config(64, 2, 128, 128, 6, paired_tiles=True), Config(64, 1, 128, k, 4, paired_tiles=True)]
+    elif problem.scaled:
+        found += [
+            Config(64, 2, 128, 128, 6, num_store_buffers=2),
+            Config(64, 2, 64, k, 4),
+            Config(64, 1, 64, k, 6),
+            Config(64, 1, 128, k, 4),
+        ]
+        # With fewer tokens memory has no time to spare, with more the products haven't: turns cost them (measured).
+        least, most = IN_TURNS
+        if problem.num_groups and least <= per_group <= (IN_LONG_TURNS if problem.K > LONG_K else most):
+            found += [Config(64, 2, 128, k, 4, pingpong=True), Config(64, 2, 128, 128, 8, pingpong=True)]
+    else:
+        found += [
+            Config(128, 2, 128, k, 6, pingpong=True, epilogue_columns=32 if problem.tma_operand_bytes else 64),
+            Config(64, 2, 256, k, 4),
+            Config(64, 2, 256, k, 5, pingpong=True),
+            Config(64, 2, 128, k, 8, pingpong=True),
+            Config(64, 2, 128, k, 6),
+            Config(64, 1, 128, k, 8),
+            Config(64, 3, 128, k, 6),
+            Config(64, 1, 64, 2 * k, 6),
+            Config(64, 1, 256, k, 5),
+        ]
+        # Few tokens on the M side fill half a box, and narrow tiles of features load it often.
+        if problem.num_groups or problem.M > FEW_TOKENS or (code.partials and not code.maxima_together):
+            found.append(Config(64, 1, 32, 2 * k, 8))
+        if problem.tma_operand_bytes:  # long epilogues, of which eight warps have half as much each
+            found.append(Config(128, 2, 128, k, 6, 8, pingpong=True, epilogue_columns=32))
+    wide = Config(64, 2, 128, 128, 5, wide_tail_tiles=True, paired_tiles=code.paired)
+    # With fewer rows, loading weights bounds the time and more stages help more; wide tiles need all their stages.
+    if problem.scaled and per_group > 64 and fitted(problem, wide, code).num_stages == wide.num_stages:
+        found.append(wide)
+    if not code.whole_rows and not code.tma_outputs and not code.tma_operands and not code.paired:
+        found += few_tokens_configs(problem, code, k)
+    if not problem.num_groups and not problem.whole_k:
+        found += [replace(c, split_k=s) for c in found for s in (2, 3, 4, 8, 16)]
+    if not problem.num_groups:
+        found += two_widths(k)
+        found += narrowed_configs(problem.M, k) if code.elementwise else []
+    found = [fitted(problem, config, code) for config in found]
+    return [config for config in dict.fromkeys(found) if not why_not(problem, config, code)]
+
+
+def few_tokens_configs(problem: Problem, code: Lowered, k: int) -> list[Config]:
+    """Return configs with the features on the M side, for an epilogue that is lowered to plain loads and stores.
+
+    k: elements of K in a stage, at least.
+    """
+    per_group = cdiv(problem.M, max(1, problem.num_groups))
+    sums = code.partials and not code.maxima_together
+    most = 128 if not code.partials else 32 if sums else 64  # more rows of partials spill
+    found = [
+        Config(64, consumers, tokens, depth, 12, swap_ab=True)
+        for tokens in (8, 16, 32, 64, 128)
+        if tokens < 2 * max(per_group, 8) and tokens <= most
+        for consumers in (1, 2)
+        for depth in ((k,) if problem.scaled else (k, 2 * k, 4 * k))
+    ]
+    narrow = 8 * cdiv(problem.M, 8)
+    if narrow in NARROWED and next_power_of_2(narrow) <= most and not (problem.num_groups or sums):
+        found += [Config(64, consumers, narrow, k, 12, swap_ab=True) for consumers in (1, 2)]
+    return found
+
+
+def two_widths(k: int) -> list[Config]:
+    """Return configs with two accumulators a consumer, of which a plain GEMM may take those that `why_not` allows.
+
+    k: elements of K in a stage.
+    """
+    found: list[Config] = []
+    for block_y in TWO_WIDTHS:
+        columns = min(64, block_y & -block_y)  # as many as both widths are multiples of
+        alone = Config(64, 2, block_y, k, 8, epilogue_columns=columns)
+        found += [alone, replace(alone, pingpong=True), replace(alone, num_consumers=1)]
+    return [*found, Config(64, 3, 96, k, 8, epilogue_columns=32)]
+
+
+def narrowed_configs(num_tokens: int, k: int) -> list[Config]:
+    """Return configs whose tiles have just as many tokens as share all tokens equally, in eights.
+
+    k: elements of K in a stage.
+    """
+    many = [width for width in NARROWED if width > FEW_TOKENS]
+    shares = range(cdiv(num_tokens, max(many)), cdiv(num_tokens, min(many)) + 1)
+    widths = sorted({8 * cdiv(num_tokens, 8 * share) for share in shares}.intersection(many))
+    found: list[Config] = []
+    for tokens in widths:
+        shared = Config(64, 2, tokens, k, 12, swap_ab=True)
+        found += [replace(shared, num_consumers=1), replace(shared, pingpong=True)]
+        if tokens >= SHARED_FROM:
+            found += [shared, replace(shared, num_consumers=3)]
+    return found
+
+
+def default_config(problem: Problem, code: Lowered, num_sms: int) -> Config | None:
+    """Return the config that should be fastest; None if none fits."""
+    found = candidates(problem, code)
+    return min(found, key=lambda config: predicted_cycles(problem, config, num_sms), default=None)

@@ -1,0 +1,186 @@
+"""Consumer of the Hopper GEMM: four or eight warps that multiply their share of each tile and run its epilogue."""
+
+import triton.experimental.gluon.language as gl
+from triton.experimental import gluon
+from triton.experimental.gluon.language.nvidia.hopper import tma
+
+from envoi.ops.gemm.hopper.mainloop import BlockScales, accumulate, accumulate_block_scaled, accumulate_both
+from envoi.ops.gemm.hopper.pipeline import Pipeline, StageBoxes, Written
+from envoi.ops.gemm.hopper.run_epilogue import EpilogueArgs, EpilogueBuffers, load_columns, run_epilogue
+from envoi.ops.gemm.hopper.tile_scheduler import Tile, TileScheduler, Unit
+from envoi.runtime.aggregate import aggregate
+from envoi.runtime.timeline_device import note_begin, note_moment
+
+
+@aggregate
+class ConsumerArgs:
+    """Consumer's stages, epilogue and scale factors."""
+
+    pipeline: Pipeline
+    epilogue: EpilogueArgs
+    scales: BlockScales
+    is_block_scaled: gl.constexpr
+    has_few_registers: gl.constexpr  # see `accumulate_block_scaled`
+    written: Written | gl.constexpr  # told of each pair of tiles; None if nobody waits for them
+    trace: gl.tuple | gl.constexpr  # `Trace`, or None
+
+
+@gluon.jit
+def consumer(args, role: gl.constexpr):
+    """Role: multiply this consumer's share of every unit, in the scheduler's order, and run the epilogue on it.
+
+    role: 0 to 2. Consumers share each tile (role = part) or, two of them with pingpong, take whole tiles alternately:
+    while one runs its epilogue, the other multiplies.
+    """
+    problem, epilogue = args.epilogue.problem, args.epilogue
+    cfg: gl.constexpr = problem.cfg
+    scheduler = TileScheduler.create(problem)
+    num_k_steps = gl.cdiv(problem.K, cfg.block_k)
+    buffers = EpilogueBuffers.create(epilogue, cfg)
+    tiles_done = 0
+    alternate: gl.constexpr = cfg.num_consumers // cfg.consumers_per_tile  # 2 with pingpong, else 1
+    stride = scheduler.unit_stride()
+    step = 0
+    tiles_multiplied = 0
+    first = scheduler.first_unit() + role // cfg.consumers_per_tile * stride
+    for u in range(first, scheduler.num_units, alternate * stride):
+        if alternate == 2 and role == 1:
+            step += scheduler.num_steps(u - stride, num_k_steps)  # of the other consumer's unit, before this one
+        unit = scheduler.unit(u, num_k_steps)
+        event = (u - first) // (alternate * stride)
+        note_begin(args.trace, role, event, unit.tile)
+        tile = scheduler.tile(unit.tile)
+        step, tiles_done, tiles_multiplied = multiply_unit(
+            args, unit, tile, buffers, (step, tiles_done, tiles_multiplied), event, role, role
+        )
+        if alternate == 2 and role == 0:
+            step += scheduler.num_steps(u + stride, num_k_steps)  # of the other consumer's unit, after this one
+    if epilogue.code.num_descs > 0:
+        tma.store_wait(pendings=0)
+
+
+@gluon.jit
+def multiply_told_tiles(args, step, count, role: gl.constexpr, track: gl.constexpr):
+    """Do a consumer's work on the tiles that the producer tells it of, see `Pipeline.tell_tile`, until it says -1.
+
+    step, count: steps of the pipeline and tiles told before the first tile, returned as they are after L1's end; not
+    with pingpong, whose consumers end apart. With `written`, arrive there once a pair's second tile is stored, and for
+    the end.
+    """
+    problem, pipeline, epilogue = args.epilogue.problem, args.pipeline, args.epilogue
+    cfg: gl.constexpr = problem.cfg
+    num_k_steps = gl.cdiv(problem.K, cfg.block_k)
+    buffers = EpilogueBuffers.create(epilogue, cfg)
+    alternate: gl.constexpr = cfg.num_consumers // cfg.consumers_per_tile  # 2 with pingpong, else 1
+    tiles_done = gl.to_tensor(0)
+    tiles_multiplied = gl.to_tensor(0)
+    event = gl.to_tensor(0)
+    count += role // cfg.consumers_per_tile
+    step += role // cfg.consumers_per_tile * num_k_steps
+    index, tile = pipeline.wait_for_tile(count)
+    while index >= 0:
+        unit = Unit(index, 0, num_k_steps, 0, False)
+        note_begin(args.trace, track, event, index)
+        step, tiles_done, tiles_multiplied = multiply_unit(
+            args, unit, tile, buffers, (step, tiles_done, tiles_multiplied), event, role, track
+        )
+        if args.written is not None:
+            if event % 2 == 1:
+                args.written.arrive(event // 2)
+        step += (alternate - 1) * num_k_steps  # of the other consumer's tile
+        count += alternate
+        event += 1
+        index, tile = pipeline.wait_for_tile(count)
+    if epilogue.code.num_descs > 0:
+        tma.store_wait(pendings=0)
+    if args.written is not None:
+        args.written.arrive(event // 2)
+    return step, count + 1
+
+
+@gluon.jit
+def multiply_unit(args, unit, tile, buffers, counts, event, role: gl.constexpr, track: gl.constexpr):
+    """Multiply this consumer's share of a unit, whose tile is `tile`, and run its epilogue; return the next counts.
+
+    counts: steps of the pipeline, shares stored and, with pingpong, tiles multiplied. event: of the trace's track.
+    """
+    step, tiles_done, tiles_multiplied = counts
+    problem, pipeline, epilogue = args.epilogue.problem, args.pipeline, args.epilogue
+    cfg: gl.constexpr = problem.cfg
+    num_k_steps = gl.cdiv(problem.K, cfg.block_k)
+    part: gl.constexpr = role % cfg.consumers_per_tile  # this consumer's share of a tile
+    boxes = boxes_of(part, tile, cfg)
+    tile = Tile(tile.x + boxes.x * cfg.rows_per_consumer, tile.y + boxes.y * cfg.y_pitch, tile.row_end, tile.expert)
+    # False if this share starts after the last token, or after the last feature.
+    has_rows = (tile.y < tile.row_end) & (tile.x < problem.N) if cfg.swap_ab else tile.x < tile.row_end
+    if cfg.split_k == 1:
+        if has_rows:
+            m, n = (tile.y, tile.x) if cfg.swap_ab else (tile.x, tile.y)
+            epilogue.code.fetch_operands(epilogue.descs, buffers.loads, buffers.loaded, m, n, cfg)
+    columns = load_columns(tile, epilogue)
+    if cfg.pingpong:
+        pipeline.wait_for_turn(tiles_multiplied, role)
+        tiles_multiplied += 1
+    if args.trace is not None:
+        if unit.k_end > unit.k_begin:
+            pipeline.wait_full(step)  # as the mainloop does first
+    note_moment(args.trace, track, event, 1)
+    rest = None
+    # A share without rows multiplies the stages' contents too: CTAs that skipped it would drift apart and share
+    # less in the L2. Not where experts are mixed: those with few rows are to leave time to those with many.
+    if skips_shares(cfg):
+        skipped = gl.where(has_rows, 0, unit.k_end - unit.k_begin)
+        unit = Unit(unit.tile, unit.k_begin, unit.k_end - skipped, unit.split, unit.is_split)
+    if args.is_block_scaled:
+        scaled_tile = Tile(tile.x, tile.y, tile.row_end, expert_with_weights(tile, problem))
+        acc, step = accumulate_block_scaled(
+            pipeline, step, unit, scaled_tile, args.scales, boxes, role, args.has_few_registers
+        )
+    elif cfg.rest_y > 0:
+        acc, rest, step = accumulate_both(pipeline, step, unit.k_end - unit.k_begin, boxes, role)
+    else:
+        acc, step = accumulate(pipeline, step, unit.k_end - unit.k_begin, boxes, role)
+    if skips_shares(cfg):
+        step = pipeline.skip(step, skipped)
+    note_moment(args.trace, track, event, 2)
+    if cfg.columns_ahead:
+        epilogue.code.keep_columns(columns, buffers.columns)
+    is_complete = num_k_steps >= 0  # true, as a run-time value that a branch may replace
+    share = (unit.tile - problem.num_whole_tiles) * cfg.consumers_per_tile + part  # see `SplitK`
+    first_slot = share * cfg.split_k
+    if cfg.split_k > 1:
+        if unit.is_split:
+            acc, is_complete = epilogue.split_k.store(acc, share, first_slot, unit.split, cfg)
+    if is_complete & has_rows:
+        run_epilogue(acc, tile, first_slot, unit.is_split, tiles_done, buffers, epilogue, rest)
+        tiles_done += 1
+    note_moment(args.trace, track, event, 3)
+    return step, tiles_done, tiles_multiplied
+
+
+@gluon.constexpr_function
+def skips_shares(cfg):
+    """Return True if a consumer multiplies nothing where its share of a tile has no rows."""
+    return cfg.mixed_experts and cfg.consumers_per_tile > 1
+
+
+@gluon.jit
+def boxes_of(part, tile, cfg: gl.constexpr):
+    """Return which boxes of a stage a consumer multiplies: its own x box and the one y box.
+
+    In a wide tail tile (the second x box would start after the expert's rows) the one x box and its own y box.
+    """
+    if cfg.wide_tail_tiles:
+        is_wide = (tile.x + cfg.rows_per_consumer >= tile.row_end).to(gl.int32)
+        return StageBoxes(part * (1 - is_wide), part * is_wide)
+    else:
+        return StageBoxes(part, 0)
+
+
+@gluon.jit
+def expert_with_weights(tile, problem):
+    """Return the tile's expert; for rows of no expert, which have no steps along K, the last one with scale factors."""
+    if problem.row_mode.has_tail:
+        return gl.minimum(tile.expert, problem.num_experts - 1)
+    else:
+        return tile.expert

@@ -1,0 +1,174 @@
+"""Model of the GPU time that a config of the Hopper GEMM takes for a problem; which config runs depends on it."""
+
+from dataclasses import dataclass
+from math import ceil, erfc, exp, hypot, sqrt
+
+from envoi.ops.gemm.hopper.config import FEW_TOKENS, Config, Problem
+from envoi.runtime.gpu_rates import H200
+from envoi.runtime.math import cdiv
+
+
+@dataclass(frozen=True)
+class Costs:
+    """Constants of the model of GPU time, in cycles at `H200.clock_mhz`, from measurements on an H200.
+
+    `tools/time_models` fits them to bench/gemm_times.jsonl.
+
+    launch: the kernel's launch and its first loads. tile, element, operand: around a tile's mainloop, for each of a
+    consumer's accumulators in its epilogue, by four warps, and beyond that, by however many warps, for each
+    consumer of the tile, if it loads an operand by TMA. step: around the loads of a stage. latency: from a stage's
+    release to its next fill. held_stages: stages whose wgmma may not have completed. part: around one part of a
+    split tile. join: to store or to add one accumulator's partial sum. l2_bytes, dram_bytes: loaded per cycle, by
+    one multiprocessor and by all. outside_lines: lines of 128 bytes outside of a matrix that all multiprocessors
+    together fill with zeros per cycle. scaled_block: to add up a block of 128 elements of K with its scales.
+    wide_step, wide_tile: factors with wide tail tiles. three_step: of a step by three consumers. rest: an
+    instruction for the second of two widths, at least: it reads the tokens from shared memory once more. again:
+    reading weights once more, for another tile of few tokens, costs this share of reading them from memory.
+    stored_rows: added to `element` where few tokens are the M side of a tile of more than 64 features: their rows
+    leave from registers. box: to start a TMA load; counts where a stage has many. narrowed_fp8, narrowed_operand:
+    factors of an element's epilogue and of its operand in FP8, whose factors are loaded by each chunk, if
+    `narrowed`. scaled_column: to add up one of those blocks, for each token of a tile whose tokens are its columns,
+    each with a factor. kept_values, value_code: to fetch the code of an epilogue with an operand, which every consumer
+    has for each of its accumulator's values of a thread; those kept are still in the instruction cache.
+    """
+
+    launch: float = H200.launch_cycles
+    tile: float = 825
+    element: float = 0.13
+    operand: float = 0.4
+    step: float = 19
+    latency: float = 1300
+    held_stages: float = 1.6
+    part: float = 3900
+    join: float = 0.1
+    l2_bytes: float = H200.l2_bytes
+    dram_bytes: float = H200.hbm_bytes
+    outside_lines: float = 13
+    scaled_block: float = 80
+    wide_step: float = 1.02
+    wide_tile: float = 1.15
+    three_step: float = 1.05
+    rest: float = 24
+    again: float = 0.4
+    stored_rows: float = 0.05
+    box: float = 50
+    narrowed_fp8: float = 3.0
+    narrowed_operand: float = 2.0
+    scaled_column: float = 1.5
+    kept_values: float = 176
+    value_code: float = 100
+
+
+COSTS = Costs()
+
+
+def predicted_cycles(problem: Problem, config: Config, num_sms: int, costs: Costs = COSTS) -> float:
+    """Return the cycles that a config should take: for ranking configs, not for predicting times.
+
+    Loads from memory and the multiprocessors' own work hide each other, except where they are about equally long.
+    """
+    tiles = max(1, round(_token_tiles(problem, config) * cdiv(problem.N, config.block_n)))
+    rest = tiles % num_sms if config.split_k > 1 else 0
+    steps, epilogue = cdiv(problem.K, config.block_k), _epilogue_cycles(problem, config, costs)
+    steps, epilogue = config.tiles_per_unit * steps, config.tiles_per_unit * epilogue
+    whole, low = _step_cycles(problem, config, num_sms, tiles, costs)
+    work = 0.0
+    if rounds := cdiv(tiles - rest, num_sms):
+        # Of a CTA's tiles, those with the last rows take longer; pingpong hides all epilogues but the last.
+        num_low = 0 if problem.num_groups else min(rounds, cdiv(rounds, cdiv(problem.M, config.block_m)))
+        mainloop = steps * (whole + (low - whole) * num_low / rounds)
+        hidden = max(mainloop, (mainloop + epilogue) / 2) if config.pingpong else mainloop + epilogue
+        work = mainloop + (rounds - 1) * hidden + epilogue
+    if rest:
+        sums = costs.join * config.rows_per_consumer * config.block_y
+        parts = cdiv(rest * config.split_k, num_sms)
+        work += parts * (cdiv(steps, config.split_k) * low + costs.part + sums) + config.split_k * sums + epilogue
+    partial_sums = rest * config.split_k * config.block_x * config.block_y
+    moved = problem.element_bytes * problem.K * (problem.M + _busy_groups(problem) * problem.N)
+    moved += (2 + problem.tma_operand_bytes) * problem.M * problem.N + 2 * 4 * partial_sums
+    if problem.M <= FEW_TOKENS and not problem.num_groups:
+        more = cdiv(problem.M, config.block_m) - 1
+        moved += costs.again * more * problem.element_bytes * problem.K * problem.N
+    return costs.launch + _code_cycles(problem, config, costs) + hypot(work, moved / costs.dram_bytes)
+
+
+def _code_cycles(problem: Problem, config: Config, costs: Costs) -> float:
+    if not problem.tma_operand_bytes:
+        return 0.0
+    values = config.num_consumers * config.rows_per_consumer * config.block_y / (32 * config.num_warps)
+    return costs.value_code * max(0.0, values - costs.kept_values)
+
+
+def _epilogue_cycles(problem: Problem, config: Config, costs: Costs) -> float:
+    element = costs.element
+    operand = costs.operand * config.consumers_per_tile if problem.tma_operand_bytes else 0.0
+    if config.narrowed and problem.element_bytes == 1:
+        element, operand = costs.narrowed_fp8 * element, costs.narrowed_operand * operand
+    plain = not (problem.num_groups or problem.scaled)
+    if plain and problem.M <= FEW_TOKENS and not config.swap_ab and config.block_y > 64:
+        element += costs.stored_rows
+    cycles = costs.tile + (element * 4 / config.num_warps + operand) * config.rows_per_consumer * config.block_y
+    return cycles * costs.wide_tile if config.wide_tail_tiles else cycles
+
+
+def _step_cycles(problem: Problem, config: Config, num_sms: int, tiles: int, costs: Costs) -> tuple[float, float]:
+    """Return the cycles of a step along K of most tiles, and of those with the last rows of a dense GEMM.
+
+    Rows of a box outside of the matrix are slow to fill with zeros, unless the whole box is outside.
+    """
+    row_bytes = config.block_k * problem.element_bytes
+    second = max(config.rest_y / 2, costs.rest) if config.rest_y else 0.0
+    columns = config.block_y if config.narrowed else config.main_y
+    tensor = config.block_x / 64 * row_bytes / 32 * (max(columns / 2, 16) + second)
+    loads = (config.block_x + config.block_y) * row_bytes / costs.l2_bytes
+    late = costs.latency / max(config.num_stages - costs.held_stages, 0.1)
+    issue = costs.box * config.boxes_per_stage if config.narrowed else 0.0
+    outside = 0.0
+    box = config.block_y if config.swap_ab else config.rows_per_consumer
+    token_tiles = cdiv(problem.M, config.block_m)
+    # See `TileScheduler.ending_with_tokens`.
+    moved = config.tiles_overlap and token_tiles > 1 and (config.split_k == 1 or tiles < num_sms)
+    if not problem.num_groups and not moved:
+        units = tiles + tiles % num_sms * (config.split_k - 1)
+        lines = -problem.M % box * row_bytes / 128
+        outside = lines * min(units, num_sms) / token_tiles / costs.outside_lines
+    factor = costs.wide_step if config.wide_tail_tiles else costs.three_step if config.num_consumers == 3 else 1.0
+    added = 0.0
+    if problem.scaled:
+        token_columns = config.block_y if config.swap_ab else 0
+        added = (costs.scaled_block + costs.scaled_column * token_columns) * config.block_k / 128
+    whole, low = (max(tensor, issue, max(each, late) + costs.step) for each in (loads, hypot(loads, outside)))
+    return factor * (whole + added), factor * (low + added)
+
+
+def _busy_groups(problem: Problem) -> float:
+    """Return the experts that have tokens, in the mean over routing at random; 1 for a plain GEMM."""
+    groups = problem.num_groups
+    return groups * (1 - (1 - 1 / groups) ** problem.M) if groups else 1
+
+
+def _token_tiles(problem: Problem, config: Config) -> float:
+    """Return the tiles along the tokens, of all experts."""
+    groups = max(1, problem.num_groups)
+    tiles = groups * _tiles_of_group(problem, config, cdiv(problem.M, groups))
+    return tiles if problem.scaled else tiles * _busy_groups(problem) / groups
+
+
+def _tiles_of_group(problem: Problem, config: Config, tokens: int) -> float:
+    """Return the tiles along an expert's tokens; with scales along K the mean over routing at random."""
+    if not problem.num_groups or not problem.scaled:
+        return cdiv(tokens, config.block_m)
+    return expected_tiles(tokens, sqrt(tokens), 1 - exp(-tokens), config.block_m)
+
+
+def expected_tiles(mean: float, deviation: float, any_row: float, block_m: int) -> float:
+    """Return how many tiles of block_m rows an expert needs in the mean: sum over j >= 0 of P(rows > j * block_m).
+
+    mean, deviation: of the expert's number of rows. any_row: the probability of at least one row; the rest of the tail
+    is the normal distribution's.
+    """
+    certain = max(1, int(mean - 6 * deviation) // block_m)
+    tiles = certain - 1 + any_row
+    for most in range(certain * block_m, ceil(mean + 6 * deviation), block_m):
+        tiles += 0.5 * erfc((most + 0.5 - mean) / (deviation * sqrt(2)))
+    return tiles

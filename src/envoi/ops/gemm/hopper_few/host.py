@@ -1,0 +1,191 @@
+"""Launches of an MoE layer for few tokens on Hopper: L1 -> L2 -> sum; the three overlap."""
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from envoi.epilogues.api import Epilogue
+from envoi.epilogues.library import expert_l1, expert_l2
+from envoi.epilogues.lower import Lowered, lower
+from envoi.epilogues.outputs import operand_tensors
+from envoi.ops.gemm.hopper.host import BLOCK_FACTORS, as_stored
+from envoi.ops.gemm.hopper_few.config import (
+    CTAS,
+    FEATURES,
+    MAX_EXPERTS,
+    MAX_SLOTS,
+    SCALE_BLOCK,
+    STEP_BYTES,
+    WHOLE_CHUNK,
+    FewConfig,
+    ring,
+)
+from envoi.runtime import devices
+from envoi.runtime.math import next_power_of_2
+from envoi.runtime.tma import as_one_matrix, descriptor, halves_descriptor, is_tma_ready
+from envoi.spans import span
+from envoi.types import ExpertWeights, Matrix, QuantTensor
+
+MAX_TOPK = 32
+MOST_ROWS, MOST_ROWS_OF_WIDE = 4, 1  # of an expert on average; above, the kernels for many tokens are faster
+ALIGNED = 16  # elements and bytes: rows of tokens are copied in pieces of 16 bytes
+
+Launch = tuple[Any, tuple[int, ...], tuple, dict[str, Any]]
+
+
+@dataclass(frozen=True)
+class Routed:
+    """Slots of a call: topk_weights and topk_ids [num_tokens, num_topk], contiguous, of at least one slot."""
+
+    topk_weights: torch.Tensor
+    topk_ids: torch.Tensor
+
+
+@dataclass(frozen=True)
+class Buffers:
+    """Buffers of one call: P = num_tokens * num_topk rows."""
+
+    row_weights: torch.Tensor  # float32 [P]
+    slot_to_pos: torch.Tensor  # int32 [num_tokens, num_topk]
+    hidden: torch.Tensor  # bf16 [P, I]
+    rows: torch.Tensor  # bf16 [P, H]
+    out: torch.Tensor  # bf16 [num_tokens, H]
+
+
+def why_not_few(experts: ExpertWeights, num_tokens: int, num_topk: int) -> str:
+    """Return why the kernel for few tokens can't run this, or isn't faster; "" if it can.
+
+    Depends on shapes, strides and addresses alone, never on ids.
+    """
+    num_slots, num_experts = num_tokens * num_topk, experts.num_local_experts
+    if num_slots > MAX_SLOTS or num_topk > MAX_TOPK or num_experts > MAX_EXPERTS:
+        return "too many slots or experts"
+    in_halves = experts.gate_up_layout == "concat"
+    reason = unreadable(experts.gate_up, in_halves) or unreadable(experts.down, False)
+    if reason:
+        return reason
+    config = configs_of(experts, num_tokens, num_topk)[0]
+    if not config.num_stages:
+        return "tokens too wide for shared memory"
+    most = MOST_ROWS_OF_WIDE if config.block_scaled and config.chunk_slabs < WHOLE_CHUNK else MOST_ROWS
+    return "too many tokens" if num_slots > most * num_experts else ""
+
+
+def unreadable(weights: Matrix, in_halves: bool) -> str:
+    """Return why the kernel can't read these weights; "" if it can. in_halves: gate's rows, then up's."""
+    if isinstance(weights, torch.Tensor):
+        if weights.dtype != torch.bfloat16:
+            return "the weights' format"
+        values, step = weights, STEP_BYTES // 2
+    else:
+        if weights.group != (SCALE_BLOCK, SCALE_BLOCK) or weights.sf.dtype not in BLOCK_FACTORS:
+            return "the weights' format"
+        if weights.shape[-2] % (2 * SCALE_BLOCK if in_halves else SCALE_BLOCK):
+            return "blocks that aren't whole"
+        values, step = weights.values, STEP_BYTES
+    if values.shape[-1] % step:
+        return "a last step along K that isn't whole"
+    return "" if is_tma_ready(values) else "weights that TMA can't read"
+
+
+def configs_of(experts: ExpertWeights, num_tokens: int, num_topk: int) -> tuple[FewConfig, FewConfig]:
+    """Return the configs of L1 and of L2."""
+    scaled = isinstance(experts.gate_up, QuantTensor)
+    step = STEP_BYTES if scaled else STEP_BYTES // 2
+    l1_steps, l2_steps = experts.gate_up.shape[-1] // step, experts.down.shape[-1] // step
+    room = max(l1_steps, l2_steps)
+    stages, stage_steps, chunk_slabs = ring(room, scaled)
+    shared = (
+        num_topk, scaled, max(32, next_power_of_2(experts.num_local_experts)),
+        max(128, next_power_of_2(num_tokens * num_topk)), chunk_slabs,
+    )  # fmt: skip
+    stages_of = stages, stage_steps
+    l1, l2 = (l1_steps, room, True), (l2_steps, room, False)
+    return FewConfig(*stages_of, *l1, *shared), FewConfig(*stages_of, *l2, *shared)
+
+
+def run_few(
+    tokens: torch.Tensor, topk_weights: torch.Tensor, topk_ids: torch.Tensor, experts: ExpertWeights
+) -> torch.Tensor:
+    """Run the layer on tokens [M, H] bf16, and return [M, H] bf16, the bits of the kernels for many tokens.
+
+    topk_ids and topk_weights [M, k] have at least one slot. Slots whose id no expert has count as masked.
+    """
+    from envoi.ops.gemm.hopper_few.sum import sum_launch
+    from envoi.runtime.launch import launch
+
+    tokens = aligned(tokens)
+    routed = Routed(topk_weights.contiguous(), topk_ids.contiguous())
+    buffers = empty_buffers(tokens, topk_ids, experts)
+    l1, l2 = configs_of(experts, *topk_ids.shape)
+    for name, (kernel, grid, arguments, options) in (
+        ("L1", l1_launch(tokens, routed, experts, buffers, l1)),
+        ("L2", l2_launch(routed, experts, buffers, l2)),
+        ("combine", sum_launch(buffers.rows, buffers.slot_to_pos, buffers.out)),
+    ):
+        with span(name):
+            launch(kernel, grid, arguments, options)
+    return buffers.out
+
+
+def aligned(tokens: torch.Tensor) -> torch.Tensor:
+    """Return tokens [M, H] whose rows begin at multiples of 16 bytes and of 16 elements: themselves, or a copy."""
+    fits = tokens.stride(1) == 1 and tokens.stride(0) % ALIGNED == 0 and tokens.data_ptr() % ALIGNED == 0
+    return tokens if fits else tokens.clone(memory_format=torch.contiguous_format)
+
+
+def empty_buffers(tokens: torch.Tensor, topk_ids: torch.Tensor, experts: ExpertWeights) -> Buffers:
+    """Allocate the buffers of a call."""
+    (M, H), P, intermediate, device = tokens.shape, topk_ids.numel(), experts.down.shape[-1], tokens.device
+    return Buffers(
+        torch.empty(P, dtype=torch.float32, device=device),
+        torch.empty(topk_ids.shape, dtype=torch.int32, device=device),
+        torch.empty(P, intermediate, dtype=torch.bfloat16, device=device),
+        torch.empty(P, H, dtype=torch.bfloat16, device=device),
+        torch.empty(M, H, dtype=torch.bfloat16, device=device),
+    )
+
+
+def l1_launch(
+    tokens: torch.Tensor, routed: Routed, experts: ExpertWeights, buffers: Buffers, config: FewConfig
+) -> Launch:
+    """Build the launch of L1: tokens by the slots' ids -> activations by expert."""
+    has_bias = experts.gate_up_bias is not None
+    epilogue = expert_l1(experts.activation, experts.swiglu_limit, has_bias, None, experts.gate_up_layout)
+    given = {"weight": buffers.row_weights, "bias": experts.gate_up_bias}
+    return _launch((tokens, buffers.hidden), routed, experts.gate_up, epilogue, given, buffers, config)
+
+
+def l2_launch(routed: Routed, experts: ExpertWeights, buffers: Buffers, config: FewConfig) -> Launch:
+    """Build the launch of L2: activations by expert -> rows."""
+    epilogue = expert_l2(experts.down_bias is not None)
+    given = {"weight": buffers.row_weights, "bias": experts.down_bias}
+    return _launch((buffers.hidden, buffers.rows), routed, experts.down, epilogue, given, buffers, config)
+
+
+def _launch(
+    sides: tuple[torch.Tensor, torch.Tensor], routed: Routed, weights: Matrix, epilogue: Epilogue,
+    given: dict[str, Any], buffers: Buffers, config: FewConfig,
+) -> Launch:  # fmt: skip
+    """Build the launch of a GEMM. sides: its tokens and its output. given: what its epilogue may load."""
+    from envoi.ops.gemm.hopper_few.kernel import few_kernel
+
+    (x, out), ir, num_experts = sides, epilogue.ir, weights.shape[0]
+    tensors, pointers = operand_tensors(ir, {operand.name: given[operand.name] for operand in ir.operands}, num_experts)
+    code = lower(ir, torch.bfloat16, "gluon", False, False, pointers)
+    desc, sf = _weights(weights, code, config)
+    return few_kernel, (CTAS * devices.num_sms(x.device),), (
+        desc, sf, x, x.stride(0), tensors or (0,), (out,), routed.topk_ids, routed.topk_weights, buffers.row_weights,
+        buffers.slot_to_pos, weights.shape[-2], num_experts, routed.topk_ids.numel(), config, code,
+    ), {"num_warps": 4, "launch_pdl": not config.is_l1}  # fmt: skip
+
+
+def _weights(weights: Matrix, code: Lowered, config: FewConfig) -> tuple[Any, torch.Tensor | None]:
+    """Return the TMA descriptor of a GEMM's weights, and their scale factors."""
+    values, sf = (weights, None) if isinstance(weights, torch.Tensor) else (weights.values, weights.sf)
+    if code.takes_halves:
+        desc = halves_descriptor(values, FEATURES, config.step)
+    else:
+        desc = descriptor(as_one_matrix(values), FEATURES, config.step)
+    return desc, None if sf is None else as_stored([sf.contiguous()])[0]

@@ -1,0 +1,152 @@
+"""Launches of an MoE layer for few tokens on Hopper: permute and split -> L1 -> L2 -> sum; the four overlap."""
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from envoi.ops.gemm.hopper_w4a16.few_config import MAX_EXPERTS, FewConfig, few_configs
+from envoi.runtime import devices, workspace
+from envoi.runtime.devices import SHARED_BYTES
+from envoi.runtime.math import next_power_of_2
+from envoi.spans import span
+from envoi.types import QuantTensor
+
+MAX_TOPK = 32
+MOST_ROWS = 20  # of an expert on average; above, the other kernel is faster
+REGISTERS = 128
+COUNTED, EXPERTS = 256, 16  # slots counted at once, experts of a program
+
+Launch = tuple[Any, tuple[int, ...], tuple, dict[str, Any]]
+
+
+@dataclass(frozen=True)
+class Layer:
+    """Experts of one rank: gate_up [E, 2I, H], interleaved, and down [E, H, I] in fragment order, biases float32."""
+
+    gate_up: QuantTensor
+    down: QuantTensor
+    gate_up_bias: torch.Tensor | None
+    down_bias: torch.Tensor | None
+    activation: str
+    limit: float | None
+
+    @property
+    def num_experts(self) -> int:
+        """E."""
+        return self.gate_up.shape[0]
+
+
+@dataclass(frozen=True)
+class Buffers:
+    """Buffers of one call: P = num_tokens * num_topk rows. routed, hidden: tokens as `few_kernel` reads them."""
+
+    offsets: torch.Tensor  # int32 [E + 1]
+    slot_to_pos: torch.Tensor  # int32 [num_tokens, num_topk]
+    row_weights: torch.Tensor  # float32 [P]
+    routed: torch.Tensor  # uint8 [P, 2 H]
+    routed_factors: torch.Tensor  # float32 [P]
+    hidden: torch.Tensor  # uint8 [P, 2 I]
+    hidden_factors: torch.Tensor  # float32 [P, I / 32]
+    rows: torch.Tensor  # bf16 [P, H]
+    out: torch.Tensor  # bf16 [num_tokens, H]
+
+
+def supports(layer: Layer, num_tokens: int, num_topk: int) -> str:
+    """Return why the kernels for few tokens can't run this, or aren't faster; "" if they can."""
+    if layer.gate_up.order != "fragments" or layer.down.order != "fragments":
+        return "the weights' order"
+    if num_topk > MAX_TOPK or layer.num_experts > MAX_EXPERTS:
+        return "too many experts"
+    if num_tokens * num_topk > MOST_ROWS * layer.num_experts:
+        return "too many tokens"
+    return "" if configs_of(layer, 1)[0].shared_bytes <= SHARED_BYTES else "tokens too wide for shared memory"
+
+
+def moe(tokens: torch.Tensor, topk_weights: torch.Tensor, topk_ids: torch.Tensor, layer: Layer) -> torch.Tensor:
+    """Run the layer on tokens [M, H] bf16, and return [M, H] bf16. Slots whose id no expert has count as masked.
+
+    topk_ids and topk_weights [M, k] have at least one slot.
+    """
+    from envoi.ops.gemm.hopper_few.sum import sum_launch
+    from envoi.runtime.launch import launch
+
+    tokens = tokens if tokens.stride(-1) == 1 else tokens.contiguous()
+    topk_weights, topk_ids = topk_weights.contiguous(), topk_ids.contiguous()
+    buffers = empty_buffers(tokens, topk_ids, layer)
+    configs = configs_of(layer, topk_ids.numel())
+    for name, (kernel, grid, arguments, options) in (
+        ("permute", permute_launch(tokens, topk_weights, topk_ids, layer, buffers)),
+        ("L1", gemm_launch(layer, buffers, topk_ids, configs[0])),
+        ("L2", gemm_launch(layer, buffers, topk_ids, configs[1])),
+        ("combine", sum_launch(buffers.rows, buffers.slot_to_pos, buffers.out, early=True)),
+    ):
+        with span(name):
+            launch(kernel, grid, arguments, options)
+    return buffers.out
+
+
+def configs_of(layer: Layer, num_slots: int) -> tuple[FewConfig, FewConfig]:
+    """Return the configs of L1 and of L2."""
+    return few_configs(
+        layer.gate_up.shape[-1], layer.down.shape[-1], layer.num_experts, num_slots, layer.activation, layer.limit,
+        layer.gate_up_bias is not None,
+    )  # fmt: skip
+
+
+def empty_buffers(tokens: torch.Tensor, topk_ids: torch.Tensor, layer: Layer) -> Buffers:
+    """Allocate the buffers of a call."""
+    (M, H), P, intermediate = tokens.shape, topk_ids.numel(), layer.down.shape[-1]
+
+    def empty(*shape: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
+        return torch.empty(shape, dtype=dtype, device=tokens.device)
+
+    return Buffers(
+        empty(layer.num_experts + 1, dtype=torch.int32), empty(*topk_ids.shape, dtype=torch.int32), empty(P),
+        empty(P, 2 * H, dtype=torch.uint8), empty(P), empty(P, 2 * intermediate, dtype=torch.uint8),
+        empty(P, intermediate // 32), empty(P, H, dtype=torch.bfloat16), empty(M, H, dtype=torch.bfloat16),
+    )  # fmt: skip
+
+
+def permute_launch(
+    tokens: torch.Tensor, topk_weights: torch.Tensor, topk_ids: torch.Tensor, layer: Layer, buffers: Buffers
+) -> Launch:
+    """Build the launch that sorts slots by expert and splits their tokens into two E4M3."""
+    from envoi.ops.gemm.hopper_w4a16.tokens import permute_kernel
+
+    (M, H), k, E, on_gpu = tokens.shape, topk_ids.shape[1], layer.num_experts, tokens.device.type != "cpu"
+    block = min(COUNTED, max(16, next_power_of_2(topk_ids.numel())))
+    return permute_kernel, (M + -(-(E + 1) // EXPERTS),), (
+        tokens, tokens.stride(0), topk_weights, topk_ids, buffers.offsets, buffers.slot_to_pos, buffers.routed,
+        buffers.routed_factors, buffers.row_weights, M, E, H, k, next_power_of_2(k), block, next_power_of_2(H), EXPERTS,
+        on_gpu, on_gpu,
+    ), {"num_warps": 8}  # fmt: skip
+
+
+def gemm_launch(
+    layer: Layer, buffers: Buffers, topk_ids: torch.Tensor, config: FewConfig, num_ctas: int | None = None
+) -> Launch:
+    """Build the launch of L1 or L2, which the config says."""
+    from envoi.ops.gemm.hopper_w4a16.kernel_few import few_kernel
+
+    device = buffers.out.device
+    num_ctas = num_ctas or config.ctas_per_sm * devices.num_sms(device)
+    sums = workspace.floats(num_ctas * 16 * config.num_warps * config.tile_tokens, device)
+    flags = workspace.counters(num_ctas, device)
+    if config.is_l1:
+        weights, bias = layer.gate_up, layer.gate_up_bias
+        sides = buffers.routed, buffers.routed_factors, buffers.hidden, buffers.hidden_factors
+    else:
+        weights, bias = layer.down, layer.down_bias
+        sides = buffers.hidden, buffers.hidden_factors, buffers.rows, buffers.hidden_factors
+    values, factors, out, out_factors = sides
+    return few_kernel, (num_ctas,), (
+        values.view(torch.float8_e4m3fn), factors, weights.values.view(torch.int32), as_words(weights.sf),
+        buffers.row_weights if bias is None else bias, buffers.row_weights, out, out_factors, buffers.offsets, topk_ids,
+        sums, flags, weights.shape[-2] // 64, layer.num_experts, topk_ids.numel(), config,
+    ), {"num_warps": config.num_warps, "maxnreg": REGISTERS, "launch_pdl": config.overlaps}  # fmt: skip
+
+
+def as_words(sf: torch.Tensor) -> torch.Tensor:
+    """Scale factors [E, N, K / 32] as int32; K is a multiple of 64 only, so that rows needn't be whole words."""
+    return sf.view(torch.uint8).flatten().view(torch.int32)

@@ -1,0 +1,138 @@
+"""Epilogues of the GEMMs for few tokens: L1 stores activations as tokens of L2, L2 stores rows."""
+
+import triton.experimental.gluon.language as gl
+from triton.experimental import gluon
+
+from envoi.epilogues.device import bf16, maximum, minimum, sigmoid, silu
+from envoi.runtime.aggregate import Scalar, aggregate
+
+GROUP = gl.constexpr(32)  # features that share a power of two
+
+
+@aggregate
+class Outputs:
+    """Pointers that the epilogues read and write.
+
+    bias: float32 pointer [num_experts, 64 * num_row_tiles]. row_weights: float32 pointer, the routing weight of a row.
+    out: of the first GEMM E4M3 bits, uint8 [rows, I / 32, 2, 32] as `tokens` has them, with a float32 for each tile's
+    32 or 64 features in out_factors; of the second bf16 [rows, 64 * num_row_tiles].
+    token_factors: float32 pointer [rows], what the first GEMM's sums have yet to be multiplied by.
+    """
+
+    bias: gl.tensor
+    row_weights: gl.tensor
+    out: gl.tensor
+    out_factors: gl.tensor
+    token_factors: gl.tensor
+    num_row_tiles: Scalar
+    cfg: gl.constexpr
+
+
+@gluon.jit
+def of_columns(pointer, tile, COUNT: gl.constexpr, layout: gl.constexpr):
+    """Return a value of each row of tokens of a tile, 0 where there is none."""
+    token = tile.token + gl.arange(0, COUNT, layout)
+    return gl.load(pointer + token, mask=token < tile.token_end, other=0.0)
+
+
+@gluon.jit
+def with_bias(acc, tile, outputs, weights):
+    """Return acc [features, tokens], features in order, plus the expert's bias times `weights` [tokens]."""
+    layout: gl.constexpr = acc.type.layout
+    width = outputs.num_row_tiles * 64
+    feature = tile.row_tile * 64 + gl.arange(0, acc.shape[0], gl.SliceLayout(1, layout))
+    bias = gl.load(outputs.bias + tile.expert.to(gl.int64) * width + feature, mask=feature < width, other=0.0)
+    return acc + bias[:, None] * weights[None, :]
+
+
+@gluon.jit
+def in_order(acc):
+    """Return acc with rows in the order of features: of 16 rows of the instruction, g and g + 8 are 2 g and 2 g + 1."""
+    rows: gl.constexpr = acc.shape[0]
+    T: gl.constexpr = acc.shape[1]
+    return acc.reshape([rows // 16, 2, 8, T]).permute([0, 2, 1, 3]).reshape([rows, T])
+
+
+@gluon.jit
+def gate_and_up(acc):
+    """Return gate and up [features / 2, tokens] of acc [features, tokens], in which they alternate."""
+    rows: gl.constexpr = acc.shape[0]
+    T: gl.constexpr = acc.shape[1]
+    return gl.split(acc.reshape([rows // 2, 2, T]).permute([0, 2, 1]))
+
+
+@gluon.jit
+def activate(gate, up, cfg: gl.constexpr):
+    """Apply the experts' activation, as `envoi.epilogues.library.expert_l1` has it."""
+    if cfg.limit is not None:
+        gate = minimum(gate, cfg.limit)
+        up = minimum(maximum(up, -cfg.limit), cfg.limit)
+    if cfg.activation == "swiglu_oai":
+        return (up + 1.0) * gate * sigmoid(1.702 * gate)
+    return silu(gate) * up
+
+
+@gluon.jit
+def split_scaled(x, largest):
+    """Split x into high and low in E4M3; return both, and the factor of their products.
+
+    high + low = x * 2^(7 - floor(log2 largest)). The factor undoes that, the 2^-6 of widened weights, and the 2 that is
+    too much in their factors (`row_factors`); it is NaN if a number of the group is, or infinite.
+    """
+    exponent = gl.maximum(largest >> 23, 8)
+    up = ((261 - exponent) << 23).to(gl.float32, bitcast=True)
+    bits = gl.where(exponent == 255, 0x7FC00000, (exponent - 2) << 23)
+    x = x * up
+    high = x.to(gl.float8e4nv)
+    low = (x - high.to(gl.float32)).to(gl.float8e4nv)
+    return high, low, bits.to(gl.float32, bitcast=True)
+
+
+@gluon.jit
+def finish_l1(acc, tile, outputs):
+    """Activate, multiply by the routing weight, round to bf16, and store as the second GEMM's tokens."""
+    cfg: gl.constexpr = outputs.cfg
+    T: gl.constexpr = cfg.tile_tokens
+    num_groups: gl.constexpr = cfg.num_row_tiles
+    acc = in_order(acc)
+    columns: gl.constexpr = gl.SliceLayout(0, acc.type.layout)
+    acc = acc * of_columns(outputs.token_factors, tile, T, columns)[None, :]
+    if cfg.has_bias:
+        acc = with_bias(acc, tile, outputs, gl.full((T,), 1.0, gl.float32, columns))
+    gate, up = gate_and_up(acc)
+    h = activate(gate, up, cfg).reshape([num_groups, GROUP, T])
+    layout: gl.constexpr = h.type.layout
+    columns3: gl.constexpr = gl.SliceLayout(0, gl.SliceLayout(1, layout))
+    weights = of_columns(outputs.row_weights, tile, T, columns3)
+    h = bf16(h * weights[None, None, :]).to(gl.float32)
+    # As integers, magnitudes compare as they do as numbers, and NaN is above all.
+    largest = gl.max(gl.max(h.to(gl.int32, bitcast=True) & 0x7FFFFFFF, axis=1), axis=0)
+    high, low, factors = split_scaled(h, gl.convert_layout(largest, columns3)[None, None, :])
+    token = tile.token + gl.arange(0, T, columns3)[None, None, :]
+    group = tile.row_tile + gl.arange(0, num_groups, gl.SliceLayout(1, gl.SliceLayout(2, layout)))[:, None, None]
+    j = gl.arange(0, GROUP, gl.SliceLayout(0, gl.SliceLayout(2, layout)))[None, :, None]
+    inside = (token < tile.token_end) & (group < outputs.num_row_tiles)
+    at = token.to(gl.int64) * outputs.num_row_tiles + group
+    # In a group, place (k16, t, b, k8) is feature (k16, k8, t, b): see `envoi.quant.fragments`.
+    place = at * 64 + ((j & 16) | ((j & 6) << 1) | ((j & 1) << 1) | ((j & 8) >> 3))
+    gl.store(outputs.out + place, high.to(gl.uint8, bitcast=True), mask=inside)
+    gl.store(outputs.out + place + GROUP, low.to(gl.uint8, bitcast=True), mask=inside)
+    at = token.to(gl.int64) * (outputs.num_row_tiles // num_groups) + tile.row_tile // num_groups
+    gl.store(outputs.out_factors + at, factors, mask=token < tile.token_end)
+
+
+@gluon.jit
+def finish_l2(acc, tile, outputs):
+    """Add the bias times the routing weight and store bf16 rows."""
+    cfg: gl.constexpr = outputs.cfg
+    T: gl.constexpr = cfg.tile_tokens
+    acc = in_order(acc)
+    layout: gl.constexpr = acc.type.layout
+    columns: gl.constexpr = gl.SliceLayout(0, layout)
+    if cfg.has_bias:
+        acc = with_bias(acc, tile, outputs, of_columns(outputs.row_weights, tile, T, columns))
+    width = outputs.num_row_tiles * 64
+    token = (tile.token + gl.arange(0, T, columns))[None, :]
+    feature = (tile.row_tile * 64 + gl.arange(0, acc.shape[0], gl.SliceLayout(1, layout)))[:, None]
+    inside = (token < tile.token_end) & (feature < width)
+    gl.store(outputs.out + token.to(gl.int64) * width + feature, bf16(acc), mask=inside)

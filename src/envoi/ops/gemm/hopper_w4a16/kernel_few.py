@@ -1,0 +1,430 @@
+"""GEMM by expert for few tokens: MXFP4 weights straight from memory into FP8 wgmma, bound by reading them.
+
+    acc[row, token] = sum over groups k of 32:  2^sf[row, k] * (w[row, k] @ high[k, token] + w[row, k] @ low[k, token])
+
+bf16 has 8 significant bits, so a token is the sum of two E4M3 numbers, high and low, under a power of two (`tokens`):
+exact for all that isn't 2^9 below the largest. E2M1 becomes E4M3 in five integer operations for eight weights. So 32 of
+K are two wgmma m64nTk32 into a fresh accumulator, and a multiply-add for each of its elements: what the factor costs.
+
+Weights are the register operand, loaded in the order in which threads hold them; tokens, all of K, are in shared
+memory. There are no roles and no barriers in the loop: 4 CTAs of 4 warps an SM (or 2 of 8) hide each other's waits.
+
+Work is shared out evenly in groups of `unroll` steps of 64 of K, numbered (expert, tile of tokens, tile of rows, K).
+Worker i has one contiguous range. Timeline of one whose range begins inside tile 4 and ends inside tile 6:
+
+    fetch tokens | end of 4 -> part, flag | all of 5, epilogue | beginning of 6 | wait for flags, add parts, epilogue
+    weights: requested one group ahead, across tiles and epilogues; the first ones before the tokens are there
+
+Of a tile that is cut, whoever has its beginning adds the others' parts in the order of K: bits don't depend on who was
+first. It comes to that last, and they came to theirs first, so it rarely waits. Workers are numbered from the last CTA
+down: a CTA waits for ones that were launched before it, so it doesn't matter how many fit the GPU at once.
+
+    flag      set by                            reset by               meaning
+    flags[i]  worker i, after its part          who adds that part     parts[i] can be read
+
+Launches overlap: permute (`tokens`) -> L1 -> L2 -> sum. Each may start once all CTAs of the one in front have let it,
+and requests weights; what the one in front writes is read after `wait_for_grid`. `offsets`, which permute writes, tells
+where weights are. So L1 lets L2 start only after it has seen the end of permute itself, and either waits for that first
+or, for few slots, finds from the ids where weights are.
+"""
+
+import triton.experimental.gluon.language as gl
+from triton.experimental import gluon
+from triton.experimental.gluon.language.nvidia.hopper import (
+    async_copy,
+    fence_async_shared,
+    warpgroup_mma,
+    warpgroup_mma_wait,
+)
+
+from envoi.epilogues.device import plus
+from envoi.ops.gemm.hopper_w4a16.few_epilogue import Outputs, finish_l1, finish_l2
+from envoi.ops.gemm.hopper_w4a16.fragments import TAME, Weights, either, row_factors, to_e4m3
+from envoi.runtime.aggregate import Scalar, aggregate
+from envoi.runtime.sync import let_next_start, wait_for_grid
+from envoi.runtime.triton_compat import async_load, reinterpret, role_barrier
+
+SLAB = gl.constexpr(16)  # steps of K that one copy brings
+
+
+@aggregate
+class Tokens:
+    """Tokens of the GEMM in global memory, sorted by expert, and those of a tile in shared memory.
+
+    values: E4M3 pointer [rows, K / 32, 2, 32], high and low. factors: float32 pointer, [rows] for the first GEMM,
+    [rows, groups_per_step * num_steps] for the second.
+    """
+
+    values: gl.tensor
+    factors: gl.tensor
+    slabs: gl.shared_memory_descriptor  # E4M3 [room_slabs, SLAB, tile_tokens, 128]
+    group_factors: gl.shared_memory_descriptor  # float32 [num_k_groups, tile_tokens]; of the second GEMM
+    cfg: gl.constexpr
+
+    @staticmethod
+    @gluon.jit
+    def create(values, factors, cfg: gl.constexpr):
+        """Allocate shared memory for a tile's tokens: one piece, so that both GEMMs take as much."""
+        T: gl.constexpr = cfg.tile_tokens
+        num_slabs: gl.constexpr = cfg.room_slabs
+        num_steps: gl.constexpr = num_slabs * SLAB + cfg.factor_steps
+        by_step: gl.constexpr = gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=8, rank=2)
+        by_slab: gl.constexpr = gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=8, rank=3)
+        rows: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
+        matrix: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [1, 0])
+        num_groups: gl.constexpr = cfg.num_k_groups
+        steps = gl.allocate_shared_memory(gl.float8e4nv, [num_steps, T, 128], by_step)
+        slabs = reinterpret(steps, gl.float8e4nv, [num_slabs, SLAB, T, 128], by_slab)
+        views = reinterpret(steps, gl.float32, [num_steps * 32 // num_groups, num_groups, T], matrix)
+        group_factors = reinterpret(views.index(num_slabs * SLAB * 32 // num_groups), gl.float32, [num_groups, T], rows)
+        return Tokens(values, factors, slabs, group_factors, cfg)
+
+    @gluon.jit
+    def fetch(self, tile):
+        """Load the tokens of a tile, all of K. Columns past token_end are undefined: their sums are never read."""
+        cfg: gl.constexpr = self.cfg
+        warps: gl.constexpr = gl.num_warps()
+        lay: gl.constexpr = gl.BlockedLayout([1, 1, 16], [1, 4, 8], [warps // 2, 2, 1], [2, 1, 0])
+        k = gl.arange(0, SLAB, gl.SliceLayout(1, gl.SliceLayout(2, lay)))[:, None, None]
+        c = gl.arange(0, cfg.tile_tokens, gl.SliceLayout(0, gl.SliceLayout(2, lay)))[None, :, None]
+        j = gl.arange(0, 128, gl.SliceLayout(0, gl.SliceLayout(1, lay)))[None, None, :]
+        place = (tile.token + c) * (cfg.num_steps * 128) + (k * 128 + j)  # rows are few: no more than 32 bits
+        num_slabs: gl.constexpr = cfg.num_slabs
+        for i in gl.static_range(num_slabs):
+            step = k + i * SLAB
+            mask = (tile.token + c < tile.token_end) & (step < cfg.num_steps) & (j >= 0)
+            at = self.values + (place + i * (SLAB * 128))
+            async_load(self.slabs.index(i), at, mask=mask)
+        async_copy.commit_group()
+        if not cfg.is_l1:
+            self.fetch_factors(tile)
+        async_copy.wait_group(0)
+        fence_async_shared()
+        role_barrier()
+
+    @gluon.jit
+    def fetch_factors(self, tile):
+        """Load the tokens' factors, K outermost."""
+        cfg: gl.constexpr = self.cfg
+        num_groups: gl.constexpr = cfg.groups_per_step * cfg.num_steps
+        lay: gl.constexpr = gl.BlockedLayout([1, 1], [32, 1], [gl.num_warps(), 1], [0, 1])
+        g = gl.arange(0, cfg.num_k_groups, gl.SliceLayout(1, lay))[:, None]
+        token = tile.token + gl.arange(0, cfg.tile_tokens, gl.SliceLayout(0, lay))[None, :]
+        mask = (token < tile.token_end) & (g < num_groups)
+        x = gl.load(self.factors + token.to(gl.int64) * num_groups + g, mask=mask, other=0.0)
+        plain: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [1, 0])
+        reinterpret(self.group_factors, gl.float32, [cfg.num_k_groups, cfg.tile_tokens], plain).store(x)
+
+    @gluon.jit
+    def part(self, step, BLOCK: gl.constexpr, LOW: gl.constexpr):
+        """Return high or low [32, tile_tokens] of block 0 or 1 of a step."""
+        T: gl.constexpr = self.cfg.tile_tokens
+        layout: gl.constexpr = gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=8, rank=2)
+        steps = reinterpret(self.slabs, gl.float8e4nv, [self.cfg.room_slabs * SLAB, T, 128], layout)
+        return steps.index(step).slice(64 * BLOCK + 32 * LOW, 32, 1).permute((1, 0))
+
+
+@aggregate
+class Tile:
+    """64 or 128 rows of an expert's weights, and up to tile_tokens of its tokens: rows token to token_end."""
+
+    expert: gl.tensor
+    row_tile: gl.tensor
+    token: gl.tensor
+    token_end: gl.tensor
+    strip: gl.tensor  # number of the tile of tokens: tiles of one strip share their tokens
+
+
+@gluon.jit
+def bounds_of(routing, cfg: gl.constexpr):
+    """Return experts, and where their rows begin and end, int32 [max_experts].
+
+    Every warp has all of them, so that sums need no barrier.
+    """
+    per_thread: gl.constexpr = cfg.max_experts // 32
+    layout: gl.constexpr = gl.BlockedLayout([per_thread], [32], [gl.num_warps()], [0])
+    index = gl.arange(0, cfg.max_experts, layout)
+    if cfg.reads_ids:
+        # `offsets` isn't there yet, and weights can be requested without it.
+        S: gl.constexpr = cfg.max_slots
+        wide: gl.constexpr = gl.BlockedLayout([per_thread, S], [32, 1], [gl.num_warps(), 1], [1, 0])
+        e = gl.arange(0, cfg.max_experts, gl.SliceLayout(1, wide))[:, None]
+        s = gl.arange(0, S, gl.SliceLayout(0, wide))
+        ids = gl.load(routing.topk_ids + s, mask=s < routing.num_slots, other=-1)
+        ids = gl.where((ids < 0) | (ids >= routing.num_experts), cfg.max_experts, ids).to(gl.int32)[None, :]
+        first = gl.convert_layout(gl.sum((ids < e).to(gl.int32), 1), layout, assert_trivial=True)
+        last = gl.convert_layout(gl.sum((ids <= e).to(gl.int32), 1), layout, assert_trivial=True)
+        return index, first, last
+    else:
+        first = gl.load(routing.offsets + index, mask=index < routing.num_experts, other=0)
+        return index, first, gl.load(routing.offsets + index + 1, mask=index < routing.num_experts, other=0)
+
+
+@aggregate
+class Routing:
+    """Rows of experts: offsets, int32 pointer [num_experts + 1], and the ids [num_slots] they are computed from."""
+
+    offsets: gl.tensor
+    topk_ids: gl.tensor
+    num_slots: Scalar
+    num_experts: Scalar
+
+
+@aggregate
+class Schedule:
+    """Positions of tiles: ends [max_experts] counts the tiles of tokens up to and with each expert's.
+
+    index, first, last: the expert, its first row and the row after its last.
+    """
+
+    ends: gl.tensor
+    index: gl.tensor
+    first: gl.tensor
+    last: gl.tensor
+    routing: Routing
+    tiles_per_strip: gl.tensor
+    cfg: gl.constexpr
+
+    @staticmethod
+    @gluon.jit
+    def create(routing, num_row_tiles, cfg: gl.constexpr):
+        """Count the tiles."""
+        index, first, last = bounds_of(routing, cfg)
+        ends = gl.associative_scan(gl.cdiv(last - first, cfg.tile_tokens), 0, plus)
+        return Schedule(ends, index, first, last, routing, gl.cdiv(num_row_tiles, cfg.num_row_tiles), cfg)
+
+    @gluon.jit
+    def num_units(self):
+        """Return how many groups of steps there are to share out."""
+        return gl.max(self.ends, 0) * self.tiles_per_strip * self.cfg.num_groups
+
+    @gluon.jit
+    def tile(self, t):
+        """Return tile t."""
+        strip = t // self.tiles_per_strip
+        passed = self.ends <= strip
+        e = gl.minimum(gl.sum(passed.to(gl.int32), 0), self.routing.num_experts - 1)
+        before = (strip - gl.max(gl.where(passed, self.ends, 0), 0)) * self.cfg.tile_tokens
+        row_tile = t % self.tiles_per_strip * self.cfg.num_row_tiles
+        if self.cfg.reads_ids:
+            # first and last rise from expert to expert, and the lane of expert e is the one after those that passed.
+            token = gl.max(gl.where(self.index <= e, self.first, 0), 0)
+            token_end = gl.max(gl.where(self.index <= e, self.last, 0), 0)
+            return Tile(e, row_tile, token + before, token_end, strip)
+        else:
+            first = gl.load(self.routing.offsets + e)
+            return Tile(e, row_tile, first + before, gl.load(self.routing.offsets + e + 1), strip)
+
+
+@aggregate
+class Parts:
+    """Partial sums of tiles that are split over workers, for the worker with a tile's first unit.
+
+    A worker has at most one such tile that begins before its own units. `store` writes the worker's sums and sets its
+    flag to 1; the worker that finishes the tile reads them in `add` and resets the flag to 0.
+    """
+
+    sums: gl.tensor  # float32 pointer, [workers, 16 * warps * tile_tokens]
+    flags: gl.tensor  # int32 pointer [workers]; 0 between launches
+    units: gl.tensor
+    workers: gl.tensor
+
+    @gluon.jit
+    def begin_of(self, worker):
+        """Return the first unit of a worker, or of the one after the last."""
+        return worker * (self.units // self.workers) + gl.minimum(worker, self.units % self.workers)
+
+    @gluon.jit
+    def store(self, worker, acc):
+        """Keep a worker's sums of its first tile and set its flag."""
+        gl.store(self.sums + worker * acc.numel + place_in(acc), acc)
+        role_barrier()
+        gl.atomic_xchg(self.flags + worker, 1, sem="release", scope="gpu")
+
+    @gluon.jit
+    def add(self, worker, acc, missing, tile_end):
+        """Return acc plus the sums of the workers after this one, until no unit of the tile is missing."""
+        other = worker + 1
+        while missing > 0:
+            while gl.atomic_cas(self.flags + other, 1, 0, sem="acquire", scope="gpu") == 0:
+                pass
+            role_barrier()
+            acc += gl.load(self.sums + other * acc.numel + place_in(acc), cache_modifier=".cg")
+            missing = tile_end - self.begin_of(other + 1)
+            other += 1
+        return acc
+
+
+@gluon.jit
+def place_in(acc):
+    """Return the place of each element in a part."""
+    layout: gl.constexpr = acc.type.layout
+    row = gl.arange(0, acc.shape[0], gl.SliceLayout(1, layout))
+    return row[:, None] * acc.shape[1] + gl.arange(0, acc.shape[1], gl.SliceLayout(0, layout))[None, :]
+
+
+@gluon.jit
+def issue_step(words, tokens, step, zero):
+    """Start the products of a step of 64 of K; return those of block 0 and of block 1, without scale factors."""
+    mma: gl.constexpr = zero.type.layout
+    dot: gl.constexpr = gl.DotOperandLayout(operand_index=0, parent=mma, k_width=4)
+    w0, w1 = to_e4m3(words, dot)
+    p0 = warpgroup_mma(w0, tokens.part(step, 0, 0), zero, use_acc=False, is_async=True)
+    p1 = warpgroup_mma(w1, tokens.part(step, 1, 0), zero, use_acc=False, is_async=True)
+    p0 = warpgroup_mma(w0, tokens.part(step, 0, 1), p0, is_async=True)
+    p1 = warpgroup_mma(w1, tokens.part(step, 1, 1), p1, is_async=True)
+    return p0, p1
+
+
+@gluon.jit
+def finish_step(acc, products, factors, tokens, step):
+    """Wait for a step's products; return acc plus them times their scale factors."""
+    cfg: gl.constexpr = tokens.cfg
+    mma: gl.constexpr = acc.type.layout
+    rows: gl.constexpr = gl.SliceLayout(1, mma)
+    columns: gl.constexpr = gl.SliceLayout(0, mma)
+    f0, f1 = row_factors(factors, 0, rows), row_factors(factors, 2, rows)
+    if cfg.is_l1:
+        p0, p1 = warpgroup_mma_wait(num_outstanding=0, deps=products)
+        acc += p0 * f0[:, None]
+        acc += p1 * f1[:, None]
+    elif cfg.groups_per_step == 1:
+        t = tokens.group_factors.index(step).load(columns)
+        p0, p1 = warpgroup_mma_wait(num_outstanding=0, deps=products)
+        acc += (p0 * f0[:, None] + p1 * f1[:, None]) * t[None, :]
+    else:
+        t0 = tokens.group_factors.index(2 * step).load(columns)
+        t1 = tokens.group_factors.index(2 * step + 1).load(columns)
+        p0, p1 = warpgroup_mma_wait(num_outstanding=0, deps=products)
+        acc += p0 * (f0[:, None] * t0[None, :])
+        acc += p1 * (f1[:, None] * t1[None, :])
+    return acc
+
+
+@gluon.jit
+def multiply_group(acc, held, tokens, group, place, next_place, next_group, is_wanted):
+    """Return acc with a group of steps added, and the weights of the next group, requested meanwhile.
+
+    held: what was requested for this group, whose weights are at `place`. is_wanted: 0 if there is no next group.
+    """
+    cfg: gl.constexpr = tokens.cfg
+    U: gl.constexpr = cfg.unroll
+    num_steps: gl.constexpr = cfg.num_steps
+    rows: gl.constexpr = acc.shape[0]
+    T: gl.constexpr = acc.shape[1]
+    mma: gl.constexpr = acc.type.layout
+    zero = gl.zeros((rows, T), gl.float32, mma)
+    ahead: gl.constexpr = U - cfg.late
+    requested = ()
+    for i in gl.static_range(ahead, U):
+        held = held + (place.load(i, is_step(group * U + i, cfg)),)
+    if cfg.prefetches:
+        next_place.prefetch(U, U, is_wanted * ((next_group + 2) * U <= num_steps).to(gl.int32))
+    for i in gl.static_range(U):
+        products = issue_step(held[i].words, tokens, within(group * U + i, cfg), zero)
+        step, wanted, factors = group * U + i, is_wanted, held[i].factors + TAME
+        if num_steps % U:
+            # A step after the last counts 0 times the last one. Its weights are anything, but finite as E4M3.
+            factors = gl.where(step < num_steps, factors, 0)
+            wanted = is_wanted * (next_group * U + i < num_steps).to(gl.int32)
+        if i < ahead:
+            requested = requested + (next_place.load(i, wanted),)
+        acc = finish_step(acc, products, factors, tokens, within(step, cfg))
+    return acc, requested
+
+
+@gluon.jit
+def is_step(step, cfg: gl.constexpr):
+    """Return 1 for a step of K, 0 for one after the last."""
+    if cfg.num_steps % cfg.unroll:
+        return (step < cfg.num_steps).to(gl.int32)
+    else:
+        return 1
+
+
+@gluon.jit
+def within(step, cfg: gl.constexpr):
+    """Return a step, or the last one if K hasn't as many."""
+    if cfg.num_steps % cfg.unroll:
+        return gl.minimum(step, cfg.num_steps - 1)
+    else:
+        return step
+
+
+@gluon.jit
+def few_kernel(
+    values, factors, words, sf, bias, row_weights, out, out_factors, offsets, topk_ids, sums, flags, num_row_tiles,
+    num_experts, num_slots, cfg: gl.constexpr,
+):  # fmt: skip
+    """Run one worker. Grid: (any number of CTAs,).
+
+    Arguments are fields of `Tokens`, `Weights`, `Outputs`, `Routing` and `Parts`, which say what they are.
+    """
+    if cfg.waits_first:
+        wait_for_grid()
+    if cfg.overlaps and not cfg.reads_ids:
+        let_next_start()
+    tokens = Tokens.create(values, factors, cfg)
+    weights = Weights(words, sf, num_row_tiles, cfg.num_steps)
+    outputs = Outputs(bias, row_weights, out, out_factors, factors, num_row_tiles, cfg)
+    schedule = Schedule.create(Routing(offsets, topk_ids, num_slots, num_experts), num_row_tiles, cfg)
+    units = schedule.num_units()
+    if cfg.overlaps and cfg.reads_ids and units == 0:
+        wait_for_grid()  # all CTAs would end at once otherwise, and L2 would start and read `offsets` too early
+    parts = Parts(sums, flags, units, gl.maximum(gl.minimum(gl.num_programs(0), units), 1))
+    worker = parts.workers - 1 - gl.program_id(0)
+    if worker >= 0:
+        begin, end = parts.begin_of(worker), parts.begin_of(worker + 1)
+        if begin < end:
+            work(tokens, weights, outputs, schedule, parts, worker, begin, end)
+
+
+@gluon.jit
+def work(tokens, weights, outputs, schedule, parts, worker, begin, end):
+    """Multiply units begin to end."""
+    cfg: gl.constexpr = tokens.cfg
+    U: gl.constexpr = cfg.unroll
+    T: gl.constexpr = cfg.tile_tokens
+    warps: gl.constexpr = gl.num_warps()
+    num_rows: gl.constexpr = 16 * warps
+    num_groups: gl.constexpr = cfg.num_groups
+    num_steps: gl.constexpr = cfg.num_steps
+    mma: gl.constexpr = gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[warps, 1], instr_shape=[16, T, 32])
+    first, last = begin // num_groups, gl.cdiv(end, num_groups)
+    tile = schedule.tile(first)
+    group = begin - first * num_groups
+    place = weights.at(tile.expert, tile.row_tile, group * U)
+    ahead: gl.constexpr = U - cfg.late
+    held = ()
+    for i in gl.static_range(ahead):
+        held = held + (place.load(i, (group * U + i < num_steps).to(gl.int32)),)
+    if cfg.overlaps and not cfg.waits_first:
+        wait_for_grid()
+    if cfg.overlaps and cfg.reads_ids:
+        let_next_start()
+    tokens.fetch(tile)
+    for t in range(first, last):
+        next_tile = schedule.tile(gl.minimum(t + 1, last - 1))
+        next_begin = weights.at(next_tile.expert, next_tile.row_tile, 0)
+        low = gl.maximum(begin - t * num_groups, 0)
+        high = gl.minimum(end - t * num_groups, num_groups)
+        acc = gl.zeros((num_rows, T), gl.float32, mma)
+        for g in range(low, high):
+            is_last = g + 1 == high
+            next_place = either(is_last, next_begin, place.advance(U))
+            next_group = gl.where(is_last, 0, g + 1)
+            more = ((not is_last) | (t + 1 < last)).to(gl.int32)
+            acc, held = multiply_group(acc, held, tokens, g, place, next_place, next_group, more)
+            place = next_place
+        if low > 0:
+            parts.store(worker, acc)
+        else:
+            acc = parts.add(worker, acc, num_groups - high, (t + 1) * num_groups)
+            if cfg.is_l1:
+                finish_l1(acc, tile, outputs)
+            else:
+                finish_l2(acc, tile, outputs)
+        if next_tile.strip != tile.strip:
+            role_barrier()
+            tokens.fetch(next_tile)
+        tile = next_tile

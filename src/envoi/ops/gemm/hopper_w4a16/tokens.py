@@ -1,0 +1,97 @@
+# pyright: reportAttributeAccessIssue=false, reportArgumentType=false, reportCallIssue=false
+# pyright: reportGeneralTypeIssues=false, reportAssignmentType=false
+"""Tokens on their way into the kernel for few of them, in Triton.
+
+    permute_kernel    topk_ids -> offsets, slot_to_pos; tokens -> rows by expert, split into two E4M3
+
+bf16 has 8 significant bits, E4M3 has 4: a number is high + low, exactly, if it isn't far smaller than what the power of
+two is chosen for, the row's largest magnitude; what is 2^17 below that is lost.
+"""
+
+import triton
+import triton.language as tl
+from triton.language.extra.cuda import gdc_launch_dependents
+
+from envoi.epilogues.codes_triton import from_e4m3, to_e4m3, widen
+from envoi.runtime.topk import experts_at
+
+GROUP: tl.constexpr = tl.constexpr(32)
+
+
+@triton.jit
+def count_before(topk_ids, experts, slots, num_slots, num_experts, COUNT: tl.constexpr, BLOCK: tl.constexpr):
+    """Count for each (expert, slot) [COUNT] the slots of earlier experts, and the earlier slots of the same expert."""
+    before = tl.zeros((COUNT, BLOCK), tl.int32)
+    for first in range(0, num_slots, BLOCK):
+        others = first + tl.arange(0, BLOCK)
+        e = experts_at(topk_ids, others, num_slots, num_experts)[None, :]
+        earlier = (e == experts[:, None]) & (others[None, :] < slots[:, None])
+        before += ((e < experts[:, None]) | earlier).to(tl.int32)
+    return tl.sum(before, 1)
+
+
+@triton.jit
+def split_token(x, HARDWARE: tl.constexpr):
+    """Split float32 [N] into the bits of high and low in E4M3, and the factor of their products: see `few_epilogue`."""
+    # As integers, magnitudes compare as they do as numbers, and NaN is above all.
+    largest = tl.max(x.to(tl.int32, bitcast=True) & 0x7FFFFFFF, 0)
+    exponent = tl.maximum(largest >> 23, 8)
+    up = ((261 - exponent) << 23).to(tl.float32, bitcast=True)
+    factor = tl.where(exponent == 255, 0x7FC00000, (exponent - 2) << 23).to(tl.float32, bitcast=True)
+    x = x * up
+    if HARDWARE:
+        high = x.to(tl.float8e4nv)
+        low = (x - high.to(tl.float32)).to(tl.float8e4nv)
+        return high.to(tl.uint8, bitcast=True), low.to(tl.uint8, bitcast=True), factor
+    high = to_e4m3(x)
+    return high, to_e4m3(x - from_e4m3(high)), factor
+
+
+@triton.jit
+def permute_kernel(
+    tokens, stride, topk_weights, topk_ids, offsets, slot_to_pos, rows, row_factors, row_weights, num_tokens,
+    num_experts, width, K: tl.constexpr, SLOTS: tl.constexpr, BLOCK: tl.constexpr, WIDTH: tl.constexpr,
+    EXPERTS: tl.constexpr, HARDWARE: tl.constexpr, OVERLAP: tl.constexpr,
+):  # fmt: skip
+    """Write one token to the rows of its slots; programs from num_tokens on: the offsets of EXPERTS experts each.
+
+    topk_ids [num_tokens, K], -1 = masked. rows: E4M3 bits [num_tokens * K, width / 32, 2, 32], high and low; the places
+    in a group, called (k16, t1, t0, b, k8), hold the elements (k16, k8, t1, t0, b). row_factors: what a row's products
+    have yet to be multiplied by. SLOTS, WIDTH: powers of two of K and width. BLOCK: slots that are counted at once.
+
+    Each program reads all ids instead of waiting for others: nothing is counted by atomics, the order is fixed.
+    """
+    if OVERLAP:
+        gdc_launch_dependents()
+    m = tl.program_id(0)
+    num_slots = num_tokens * K
+    if m >= num_tokens:
+        own = (m - num_tokens) * EXPERTS + tl.arange(0, EXPERTS)
+        before = count_before(topk_ids, own, own * 0, num_slots, num_experts, EXPERTS, BLOCK)
+        tl.store(offsets + own, before, mask=own <= num_experts)
+    else:
+        # Under way while slots are counted.
+        c = tl.arange(0, WIDTH)
+        x = tl.load(tokens + m.to(tl.int64) * stride + c, mask=c < width, other=0.0)
+        s = tl.arange(0, SLOTS)
+        slots = m * K + s
+        weights = tl.load(topk_weights + slots, mask=s < K, other=0.0)
+        if HARDWARE:
+            # ptxas moves loads down to their first use, but not past this.
+            tl.inline_asm_elementwise("bar.warp.sync 0xffffffff; // $0", "=r", [], tl.int32, is_pure=False, pack=1)
+        e = tl.where(s < K, experts_at(topk_ids, slots, num_slots, num_experts), num_experts)
+        pos = count_before(topk_ids, e, slots, num_slots, num_experts, SLOTS, BLOCK)
+        pos = tl.where(e < num_experts, pos, -1)
+        tl.store(slot_to_pos + slots, pos, mask=s < K)
+        tl.store(row_weights + pos, widen(weights), mask=pos >= 0)
+        x = tl.reshape(widen(x), (WIDTH // GROUP, 2, 2, 4, 2))  # k16, k8, t, b
+        x = tl.reshape(tl.permute(x, (0, 1, 3, 4, 2)), (WIDTH,))
+        high, low, factor = split_token(x, HARDWARE)
+        place = c // GROUP * (2 * GROUP) + c % GROUP
+        tl.store(row_factors + pos, factor + tl.zeros((SLOTS,), tl.float32), mask=pos >= 0)
+        for slot in range(K):
+            row = tl.sum(tl.where(s == slot, pos, 0), 0)
+            if row >= 0:
+                at = rows + row.to(tl.int64) * (2 * width) + place
+                tl.store(at, high, mask=c < width)
+                tl.store(at + GROUP, low, mask=c < width)

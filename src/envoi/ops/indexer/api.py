@@ -1,0 +1,127 @@
+"""Public function `envoi.indexer_topk`: check the arguments, call the operator."""
+
+from typing import Literal, overload
+
+import torch
+from torch._subclasses.fake_tensor import FakeTensor
+
+from envoi.check import expect_bool, expect_choice, expect_int, expect_tensor
+from envoi.ops.indexer.certificate import HEADS
+from envoi.ops.indexer.layout import BYTES_PER_TOKEN, HEAD_DIM, PAGE_SIZE
+from envoi.ops.indexer.select import orders_for, run
+from envoi.runtime.custom_op import operator
+from envoi.runtime.prepared import prepared
+from envoi.runtime.prepared.constants import exactly
+
+TOPK = (512, 1024, 2048)
+MODES = ("exact", "fast")
+OUTPUTS = ("slots", "positions")
+
+
+def _given(
+    q, k_cache, weights, seq_lens, block_table, k=2048, mode="exact", next_n=1, *, output="slots", ordered=True,
+    return_errors=False,
+):  # fmt: skip
+    orders = orders_for(q.device, q.shape[1]) if mode == "exact" and q.shape[1] in HEADS else None
+    constants = exactly(k), mode, exactly(next_n), output, exactly(ordered), exactly(return_errors)
+    return constants, (q, k_cache, weights, seq_lens, block_table, orders)
+
+
+@overload
+def indexer_topk(
+    q: torch.Tensor, k_cache: torch.Tensor, weights: torch.Tensor, seq_lens: torch.Tensor, block_table: torch.Tensor,
+    k: int = ..., mode: str = ..., next_n: int = ..., *, output: str = ..., ordered: bool = ...,
+    return_errors: Literal[False] = ...,
+) -> torch.Tensor: ...  # fmt: skip
+@overload
+def indexer_topk(
+    q: torch.Tensor, k_cache: torch.Tensor, weights: torch.Tensor, seq_lens: torch.Tensor, block_table: torch.Tensor,
+    k: int = ..., mode: str = ..., next_n: int = ..., *, output: str = ..., ordered: bool = ..., return_errors: bool,
+) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]: ...  # fmt: skip
+@prepared(_given)
+def indexer_topk(
+    q: torch.Tensor,
+    k_cache: torch.Tensor,
+    weights: torch.Tensor,
+    seq_lens: torch.Tensor,
+    block_table: torch.Tensor,
+    k: int = 2048,
+    mode: str = "exact",
+    next_n: int = 1,
+    *,
+    output: str = "slots",
+    ordered: bool = True,
+    return_errors: bool = False,
+) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
+    """Choose the k tokens of the cache that each query row scores highest: [B * next_n, k] int32, -1 after the last.
+
+    q [B * next_n, H, 128] float8_e4m3fn without scales, H 32 or 64; the rows of a request are consecutive.
+    k_cache [num_pages, 64, 1, 132] int8 or uint8: values and scales, laid out as `envoi.ops.indexer.layout` says.
+    weights [B * next_n, H] float32, of any sign.
+    seq_lens [B] int32: tokens of each request, its next_n newest included: row n sees the first seq_lens - next_n + 1
+        + n.
+    block_table [B, P] int32: pages of each request; columns past ceil(seq_lens / 64) are never read.
+    k: 512, 1024 or 2048. next_n: query rows of each request (more than 1 with speculative decoding).
+    mode "exact": the bits and the order of the PyTorch definition on the same device.
+        "fast": scores to rounding, selection exact for them, the lower position wins a tie, NaN never beats a number.
+    output: "slots" of the cache (page * 64 + place) or "positions" in the sequence.
+    ordered: best first; False gives ascending positions, which takes longer.
+    return_errors: also an int32 [B * next_n] of 0, or 1 for a length that is negative or longer than the table, or 2
+        for a page outside the cache. Such a row is -1 throughout, and nothing outside the cache is read.
+
+    The host never waits for the device, and a CUDA graph may read other lengths at each replay. But without a
+    certificate of the order in which the GPU's torch adds up, the exact mode uses torch's operators row by row, and
+    gives an UncertifiedWarning once: `envoi indexer certify` makes a certificate for this GPU, torch and cuBLAS.
+
+    Raises ValueError for wrong dtypes, shapes, devices, k, H, page size; on CPUs, and where the exact mode uses
+    torch's operators, also for the errors of return_errors, and there RuntimeError while a CUDA graph is captured.
+    Source of the definition: dsa_topk_indexer_fp8_h64_d128_topk2048_ps64 of FlashInfer-Bench.
+    """
+    _check(q, k_cache, weights, seq_lens, block_table, k, next_n)
+    expect_choice("mode", mode, MODES)
+    expect_choice("output", output, OUTPUTS)
+    expect_bool("ordered", ordered)
+    expect_bool("return_errors", return_errors)
+    out, errors = _indexer_topk(q, k_cache, weights, seq_lens, block_table, k, mode, next_n, output == "slots", ordered)
+    return (out, errors) if return_errors else out
+
+
+def _check(q, k_cache, weights, seq_lens, block_table, k, next_n) -> None:
+    expect_int("next_n", next_n, 1)
+    if not isinstance(k, int) or k not in TOPK:
+        raise ValueError(f"k: expected one of {', '.join(map(str, TOPK))}, got {k!r}")
+    expect_tensor("q", q, torch.float8_e4m3fn, ("B * next_n", "H", HEAD_DIM))
+    rows, num_heads, _ = q.shape
+    if num_heads not in HEADS:
+        raise ValueError(f"q.shape[1]: expected H = 32 or 64 heads, got {num_heads}")
+    if rows % next_n:
+        raise ValueError(f"q.shape[0]: expected a multiple of next_n = {next_n}, got {rows}")
+    requests, device = rows // next_n, q.device
+    page = ("num_pages", PAGE_SIZE, 1, BYTES_PER_TOKEN)
+    expect_tensor("k_cache", k_cache, (torch.int8, torch.uint8), page, device, contiguous=True)
+    expect_tensor("weights", weights, torch.float32, (rows, num_heads), device)
+    expect_tensor("seq_lens", seq_lens, torch.int32, (requests,), device)
+    expect_tensor("block_table", block_table, torch.int32, (requests, "P"), device)
+
+
+def _fake(q, k_cache, weights, seq_lens, block_table, k, mode, next_n, slots, ordered):
+    rows = q.shape[0]
+    return q.new_empty(rows, k, dtype=torch.int32), q.new_empty(rows, dtype=torch.int32)
+
+
+def _flops(q, k_cache, weights, seq_lens, block_table, k, mode, next_n, *arguments):
+    """Count the FLOPs of queries times visible keys; for fake lengths, times all keys that the table has room for."""
+    _, num_heads, width = q.shape
+    if isinstance(seq_lens, FakeTensor) or seq_lens.device.type == "meta":
+        num_keys = q.shape[0] * block_table.shape[1] * PAGE_SIZE
+    else:
+        num_keys = sum(max(length - after, 0) for length in seq_lens.tolist() for after in range(next_n))
+    return 2 * num_keys * num_heads * width
+
+
+@operator("indexer_topk", _fake, _flops)
+def _indexer_topk(
+    q: torch.Tensor, k_cache: torch.Tensor, weights: torch.Tensor, seq_lens: torch.Tensor, block_table: torch.Tensor,
+    k: int, mode: str, next_n: int, slots: bool, ordered: bool,
+) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
+    return run(q, k_cache, weights, seq_lens, block_table, k, mode, next_n, slots, ordered)

@@ -1,0 +1,293 @@
+"""Scores of the fast mode on Hopper: computed as in `kernel_scores`, pages loaded by TMA.
+
+    for each tile of two pages among this program's neighbouring tiles:      producer             consumer
+                                                                            TMA -> stage         S = values @ q.T
+                                                                                                 scores, groups
+
+Neighbours belong to the same row, mostly: the row's queries stay in shared memory, its weights in registers.
+"""
+
+from typing import Any, NamedTuple
+
+import triton.experimental.gluon.language as gl
+from triton.experimental import gluon
+from triton.experimental.gluon.language.nvidia.hopper import (
+    fence_async_shared,
+    mbarrier,
+    warpgroup_mma,
+)
+
+from envoi.epilogues.device import maximum
+from envoi.ops.indexer.kernel_scores import (
+    HEAD_DIM,
+    INTEGERS,
+    KEY_SHIFT,
+    NUM_COUNTERS,
+    NUM_GROUPS,
+    PAGE,
+    level_of,
+    ordered,
+)
+from envoi.ops.indexer.kernel_scores import visible as visible_of
+from envoi.runtime.barrier_setup import set_up_together
+from envoi.runtime.triton_compat import reinterpret, role_barrier, tma_load
+
+TILE: gl.constexpr = gl.constexpr(128)
+ROWS_OF_VALUES: gl.constexpr = gl.constexpr(66)  # rows of 128 bytes in a page, 64 of them values
+ROWS_OF_SCALES: gl.constexpr = gl.constexpr(33)  # rows of 64 float32 in a page, the last of them scales
+
+
+class Lengths(NamedTuple):
+    """Lengths of the rows: seq_lens [requests], the first row, rows a request (next_n), pages in a row of the table."""
+
+    seq_lens: Any
+    first_row: Any
+    next_n: Any
+    width: Any
+
+
+class Stages(NamedTuple):
+    """Pipeline: pages [2 * stages, 64, 128], scales [2 * stages, 1, 64], barriers full and empty of each stage."""
+
+    pages: Any
+    scales: Any
+    full: Any
+    empty: Any
+
+
+class Descriptors(NamedTuple):
+    """TMA descriptors of the cache: a page's values as rows of 128 bytes, its scales as a row of 64 float32."""
+
+    pages: Any
+    scales: Any
+
+
+class Rows(NamedTuple):
+    """Inputs and outputs of the rows, pointers: q [rows, H, 128], weights [rows, H]; logits, groups."""
+
+    q: Any
+    weights: Any
+    logits: Any
+    groups: Any
+
+
+@gluon.jit
+def visible(lengths, row, num_rows):
+    """Return how many tokens rows see, 0 for a length that the block table doesn't hold. row counts from first_row."""
+    rows = lengths.first_row + row
+    return gl.maximum(
+        visible_of(lengths.seq_lens, rows, lengths.first_row + num_rows, lengths.next_n, lengths.width), 0
+    )
+
+
+@gluon.jit
+def first_tile(lengths, num_rows, ROWS: gl.constexpr):
+    """Find this program's first tile (row, tokens the row sees, first token) and its number of tiles.
+
+    A program's tiles are neighbours, so that few programs change rows.
+    """
+    layout: gl.constexpr = gl.BlockedLayout([1], [32], [gl.num_warps()], [0])
+    ids = gl.arange(0, ROWS, layout)
+    seen = visible(lengths, ids, num_rows)
+    tiles = (seen + TILE - 1) // TILE
+    ends = gl.associative_scan(tiles, 0, add)
+    total = gl.sum(tiles, 0)
+    each = total // gl.num_programs(0)
+    more = total % gl.num_programs(0)  # so many programs have one tile more
+    begin = gl.program_id(0) * each + gl.minimum(gl.program_id(0), more)
+    count = each + (gl.program_id(0) < more).to(gl.int32)
+    row = gl.sum((ends <= begin).to(gl.int32), 0)
+    token = (begin - gl.sum(gl.where(ids == row, ends - tiles, 0), 0)) * TILE
+    return row, gl.sum(gl.where(ids == row, seen, 0), 0), token, count
+
+
+@gluon.jit
+def add(x, y):
+    """Return x + y."""
+    return x + y
+
+
+@gluon.jit
+def next_tile(row, n, token, lengths, num_rows):
+    """Find the next tile: its row, the tokens that the row sees, its first token."""
+    token += TILE
+    while (token >= n) & (row + 1 < num_rows):
+        row += 1
+        n = visible(lengths, row, num_rows)
+        token = token * 0
+    return row, n, token
+
+
+@gluon.jit
+def load_pages(descs, stages, stage, page0, page1):
+    """Load two pages into a stage."""
+    full = stages.full.index(stage)
+    mbarrier.expect(full, 2 * (descs.pages.block_type.nbytes + descs.scales.block_type.nbytes))
+    for half in gl.static_range(2):
+        page = page1 if half == 1 else page0
+        at = stage * 2 + half
+        tma_load(descs.pages, [page * ROWS_OF_VALUES, 0], full, stages.pages.index(at))
+        row_of_scales = (page + 1) * ROWS_OF_SCALES - 1
+        tma_load(descs.scales, [row_of_scales, 0], full, stages.scales.index(at))
+
+
+@gluon.jit
+def producer(descs, stages, lengths, table, num_rows, num_pages, ROWS: gl.constexpr, STAGES: gl.constexpr):
+    """Fill the stages as they become empty: a role of one warp. Reads the block table for 16 tiles at a time.
+
+    A page that is outside the cache is replaced by page 0; `kernel_candidates` finds it too.
+    """
+    ids = gl.arange(0, 32, gl.BlockedLayout([1], [32], [gl.num_warps()], [0]))
+    row, n, token, count = first_tile(lengths, num_rows, ROWS)
+    done = 0
+    while done < count:
+        tokens = token + ids * PAGE
+        request = ((lengths.first_row + row) // lengths.next_n).to(gl.int64)
+        pages = gl.load(table + request * lengths.width + tokens // PAGE, mask=tokens < n, other=0)
+        pages = gl.where((pages >= 0) & (pages < num_pages), pages, 0)
+        here = gl.minimum(gl.minimum((n - token + TILE - 1) // TILE, 16), count - done)
+        for i in range(here):
+            stage = (done + i) % STAGES
+            page0 = gl.sum(gl.where(ids == 2 * i, pages, 0), 0)
+            page1 = gl.sum(gl.where(ids == 2 * i + 1, pages, 0), 0)
+            mbarrier.wait(stages.empty.index(stage), (((done + i) // STAGES) & 1) ^ 1)
+            load_pages(descs, stages, stage, page0, page1)
+        done += here
+        row, n, token = next_tile(row, n, token + (here - 1) * TILE, lengths, num_rows)
+
+
+@gluon.jit
+def load_queries(q, weights, queries, row, H: gl.constexpr, layout: gl.constexpr):
+    """Copy a row's queries to shared memory; return its weights [H]."""
+    wide: gl.constexpr = gl.BlockedLayout([1, 16], [4, 8], [gl.num_warps(), 1], [1, 0])
+    heads = gl.arange(0, H, gl.SliceLayout(1, wide))
+    d = gl.arange(0, HEAD_DIM, gl.SliceLayout(0, wide))
+    role_barrier()
+    queries.store(gl.load(q + (row * H + heads)[:, None] * HEAD_DIM + d[None, :]))
+    fence_async_shared()
+    role_barrier()
+    return gl.load(weights + row * H + gl.arange(0, H, layout))
+
+
+@gluon.jit
+def score(products, scale, weight):
+    """Reduce products [tokens, heads] to the tokens' scores."""
+    positive = maximum(products * gl.where(scale < 0.0, -1.0, 1.0)[:, None], 0.0)
+    return gl.sum(positive * weight[None, :], 1) * gl.abs(scale)
+
+
+@gluon.jit
+def keep(best, groups):
+    """Store the best keys of a tile's groups."""
+    flat = gl.reshape(best, [best.numel])
+    gl.store(groups + gl.arange(0, best.numel, flat.type.layout), (flat >> KEY_SHIFT).to(gl.int16))
+
+
+@gluon.jit
+def better_half(best):
+    """Reduce pairs of neighbouring groups, as lanes hold them, to the better of each."""
+    return gl.max(gl.reshape(best, [best.numel // 2, 2]), 1)
+
+
+@gluon.jit
+def keep_best(s, token, n, groups):
+    """Store the best key of each group of a tile to its row's groups; tokens from n on count as the least.
+
+    Tokens 64 and 8 apart are compared first: one thread holds them.
+    """
+    tokens = token + gl.arange(0, TILE, s.type.layout)
+    keys = gl.where(tokens < n, ordered(s, False), -0x80000000)
+    level = level_of(n)
+    groups += token >> level
+    if token >> level < NUM_GROUPS:
+        if level == 0:
+            keep(keys, groups)
+        else:
+            pairs = gl.max(gl.reshape(keys, [2, TILE // 2]), 0)
+            if level == 1:
+                keep(pairs, groups)
+            else:
+                keep_best_of_pairs(pairs, level, groups)
+
+
+@gluon.jit
+def keep_best_of_pairs(pairs, level, groups):
+    """Store the best keys of groups of 4 to 32 tokens, given those of 2."""
+    fours = gl.reshape(gl.max(gl.reshape(pairs, [TILE // 32, 2, 8]), 1), [TILE // 4])
+    if level == 2:
+        keep(fours, groups)
+    else:
+        eights = better_half(fours)
+        if level == 3:
+            keep(eights, groups)
+        else:
+            sixteens = better_half(eights)
+            if level == 4:
+                keep(sixteens, groups)
+            else:
+                keep(better_half(sixteens), groups)
+
+
+@gluon.jit
+def consumer(
+    stages, queries, lengths, args, num_rows, H: gl.constexpr, ROWS: gl.constexpr, STAGES: gl.constexpr,
+):  # fmt: skip
+    """Score every tile of this program: a role of four warps."""
+    tiles = reinterpret(stages.pages, stages.pages.dtype, [STAGES, TILE, HEAD_DIM], queries.layout)
+    factors = reinterpret(stages.scales, gl.float32, [STAGES, TILE], gl.SwizzledSharedLayout(1, 1, 1, [0]))
+    layout: gl.constexpr = gl.NVMMADistributedLayout(
+        version=[3, 0], warps_per_cta=[gl.num_warps(), 1], instr_shape=[16, H, 32]
+    )
+    zero = gl.full((TILE, H), 0.0, gl.float32, layout)
+    weight = gl.full((H,), 0.0, gl.float32, gl.SliceLayout(0, layout))
+    row, n, token, count = first_tile(lengths, num_rows, ROWS)
+    loaded = row - 1
+    for i in range(count):
+        stage = i % STAGES
+        if row != loaded:
+            at = (lengths.first_row + row).to(gl.int64)
+            weight = load_queries(args.q, args.weights, queries, at, H, gl.SliceLayout(0, layout))
+            loaded = row
+        mbarrier.wait(stages.full.index(stage), (i // STAGES) & 1)
+        products = warpgroup_mma(tiles.index(stage), queries.permute((1, 0)), zero, use_acc=False)
+        scale = factors.index(stage).load(gl.SliceLayout(1, layout))
+        mbarrier.arrive(stages.empty.index(stage), count=1)
+        s = score(products, scale, weight)
+        tokens = token + gl.arange(0, TILE, gl.SliceLayout(1, layout))
+        gl.store(args.logits + row.to(gl.int64) * lengths.width * PAGE + tokens, s, mask=tokens < n)
+        keep_best(s, token, n, args.groups + row * NUM_GROUPS)
+        row, n, token = next_tile(row, n, token, lengths, num_rows)
+
+
+@gluon.jit(do_not_specialize=INTEGERS)
+def scores_kernel(
+    values_desc, scales_desc, q, weights, seq_lens, table, logits, groups, counters,
+    first_row, num_rows, width, num_pages,
+    NEXT_N: gl.constexpr, H: gl.constexpr, ROWS: gl.constexpr, STAGES: gl.constexpr,
+):  # fmt: skip
+    """Score rows as the Triton kernel of this name does.
+
+    values_desc: the cache as rows of 128 bytes, in boxes of one page's values; scales_desc: the cache as rows of 64
+    float32, of which the last of each page are its scales.
+    """
+    values = gl.allocate_shared_memory(values_desc.dtype, [2 * STAGES, PAGE, HEAD_DIM], values_desc.layout)
+    scales = gl.allocate_shared_memory(gl.float32, [2 * STAGES, 1, PAGE], scales_desc.layout)
+    queries = gl.allocate_shared_memory(values_desc.dtype, [H, HEAD_DIM], values_desc.layout)
+    full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
+    empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
+    set_up_together()
+    for i in gl.static_range(STAGES):
+        mbarrier.init(full.index(i), count=1)
+        mbarrier.init(empty.index(i), count=1)
+    fence_async_shared()
+    role_barrier()
+    for own in range(gl.program_id(0), num_rows, gl.num_programs(0)):
+        ids = gl.arange(0, NUM_COUNTERS, gl.BlockedLayout([1], [32], [gl.num_warps()], [0]))
+        gl.store(counters + own * NUM_COUNTERS + ids, 0)
+    lengths = Lengths(seq_lens, first_row, NEXT_N, width)
+    stages = Stages(values, scales, full, empty)
+    args = Rows(q, weights, logits, groups)
+    gl.warp_specialize([
+        (consumer, (stages, queries, lengths, args, num_rows, H, ROWS, STAGES)),
+        (producer, (Descriptors(values_desc, scales_desc), stages, lengths, table, num_rows, num_pages, ROWS, STAGES)),
+    ], [1], [40])  # fmt: skip

@@ -1,0 +1,157 @@
+# Type checkers don't know the types that the compiler gives to device code.
+# pyright: reportAttributeAccessIssue=false, reportArgumentType=false, reportCallIssue=false
+"""Scores of the fast mode, and the best key of each group of neighbouring tokens, from which selection starts.
+
+    for each tile of 128 tokens of each row, TILE by TILE:                   one program, persistent
+        S[j, h]   = sum over d of values[j, d] * q[row, h, d]                 FP8 tensor cores, float32
+        s[j]      = |scale[j]| * sum over h of max(S[j, h] * sign(scale[j]), 0) * weights[row, h]
+        logits[row, j] = s[j];  groups[row, ..] = the best of each group of neighbours
+
+The k-th best group bounds the k-th best score from below: k groups have a score at least as good. There are 4096 to
+8192 groups once a row has that many tokens, so few other scores reach the bound.
+
+Lengths are read on the device. A page outside the cache is not read, and `kernel_candidates` fails its row.
+"""
+
+from typing import Any, NamedTuple
+
+import triton
+import triton.language as tl
+
+from envoi.epilogues.codes_triton import from_e4m3
+from envoi.epilogues.device import INTERPRETED, in_order, maximum
+
+HEAD_DIM: tl.constexpr = tl.constexpr(128)
+PAGE: tl.constexpr = tl.constexpr(64)
+PAGE_BYTES: tl.constexpr = tl.constexpr(64 * 132)
+NUM_GROUPS: tl.constexpr = tl.constexpr(8192)  # of a row; longer rows drop the groups past them
+MAX_LEVEL: tl.constexpr = tl.constexpr(5)  # groups of 1 << level tokens
+KEY_SHIFT: tl.constexpr = tl.constexpr(16)  # low bits of a key that aren't stored in a group's best
+
+# Counters of a row: the entries of each bin of its list of candidates, then those of the whole list.
+SCORE_BINS: tl.constexpr = tl.constexpr(32)
+COUNTER_STRIDE: tl.constexpr = tl.constexpr(
+    8
+)  # int32 in a sector of the L2: one counter in each, or their atomics queue up
+NUM_COUNTERS: tl.constexpr = tl.constexpr(512)
+
+INTEGERS = ("first_row", "num_rows", "width", "num_pages")  # arguments of the indexer's kernels
+
+
+class Inputs(NamedTuple):
+    """Pointers: q [rows, H, 128] and cache, bytes of E4M3; scales, the cache as float32; weights [rows, H] float32."""
+
+    q: Any
+    cache: Any
+    scales: Any
+    weights: Any
+
+
+@triton.jit
+def visible(seq_lens, rows, num_rows, next_n, width):
+    """Return how many tokens rows see; -1 for a length that the block table doesn't hold."""
+    length = tl.load(seq_lens + rows // next_n, mask=rows < num_rows, other=0)
+    seen = tl.maximum(length - next_n + 1 + rows % next_n, 0)
+    seen = tl.where((length >= 0) & (length <= width * PAGE), seen, -1)
+    return tl.where(rows < num_rows, seen, 0)
+
+
+@triton.jit
+def ordered(x, NAN_FIRST: tl.constexpr):
+    """Map float32 to int32 in the same order; -0 equals 0, NaN is the least or the greatest."""
+    key = in_order((x + 0.0).to(tl.int32, bitcast=True))
+    return tl.where(x == x, key, 0x7FFFFFFF if NAN_FIRST else -0x7F800001)  # -0x7F800001 is the key of -inf
+
+
+@triton.jit
+def level_of(n):
+    """Return log2 of the tokens in a group, in a row of n tokens: as small as NUM_GROUPS allows."""
+    level = n * 0
+    for i in tl.static_range(MAX_LEVEL):
+        level += (n > (NUM_GROUPS << i)).to(tl.int32)
+    return level
+
+
+@triton.jit
+def clear(counters, num_rows):
+    """Set the counters of all rows to zero, each program its share of them."""
+    for own in range(tl.program_id(0), num_rows, tl.num_programs(0)):
+        tl.store(counters + own * NUM_COUNTERS + tl.arange(0, NUM_COUNTERS), 0)
+
+
+@triton.jit
+def token_pages(table, request, tokens, n, width, num_pages):
+    """Look up the pages of tokens, and whether they are in the cache; page 0 where masked or outside."""
+    inside = tokens < n
+    page = tl.load(table + request.to(tl.int64) * width + tokens // PAGE, mask=inside, other=0)
+    good = (page >= 0) & (page < num_pages)
+    return tl.where(good, page, 0).to(tl.int64), good
+
+
+@triton.jit
+def score_tile(inputs, row, page, place, mask, H: tl.constexpr):
+    """Score tokens of a row: [TILE] float32. inputs: Inputs; page, place, mask [TILE]: where each token's key is."""
+    d = tl.arange(0, HEAD_DIM)
+    h = tl.arange(0, H)
+    row = row.to(tl.int64)
+    keys = tl.load(
+        inputs.cache + (page * PAGE_BYTES + place * HEAD_DIM)[:, None] + d[None, :], mask=mask[:, None], other=0
+    )
+    queries = tl.load(inputs.q + (row * H + h)[:, None] * HEAD_DIM + d[None, :])
+    weight = tl.load(inputs.weights + row * H + h)
+    scale = tl.load(inputs.scales + page * (PAGE_BYTES // 4) + PAGE * HEAD_DIM // 4 + place, mask=mask, other=0.0)
+    if INTERPRETED:
+        products = tl.dot(from_e4m3(keys), tl.trans(from_e4m3(queries)))
+    else:
+        products = tl.dot(keys.to(tl.float8e4nv, bitcast=True), tl.trans(queries.to(tl.float8e4nv, bitcast=True)))
+    sign = tl.where(scale < 0.0, -1.0, 1.0)
+    positive = maximum(products * sign[:, None], 0.0)
+    return tl.sum(positive * weight[None, :], 1) * tl.abs(scale)
+
+
+@triton.jit
+def keep_best(logits, tokens, n, groups, NAN_FIRST: tl.constexpr):
+    """Store the best key of each group of a tile to its row's groups; tokens from n on count as the least."""
+    keys = tl.where(tokens < n, ordered(logits, NAN_FIRST), -0x80000000)
+    level = level_of(n)
+    size: tl.constexpr = tokens.shape[0]
+    for i in tl.static_range(MAX_LEVEL + 1):
+        if level == i:
+            best = tl.max(tl.reshape(keys, (size >> i, 1 << i)), 1)
+            at = (tl.min(tokens, 0) >> i) + tl.arange(0, size >> i)
+            tl.store(groups + at, (best >> KEY_SHIFT).to(tl.int16), mask=at < NUM_GROUPS)
+
+
+@triton.jit
+def place_of_tile(tile, ids, seen, tiles, ends):
+    """Find a tile among those of all rows: its row in `ids`, its number within the row, the tokens that the row sees.
+
+    tiles: number of tiles of each row; ends: their inclusive sum.
+    """
+    own = tl.sum((ends <= tile).to(tl.int32), 0)
+    before = tl.sum(tl.where(ids == own, ends - tiles, 0), 0)
+    return own, tile - before, tl.sum(tl.where(ids == own, seen, 0), 0)
+
+
+@triton.jit(do_not_specialize=INTEGERS)
+def scores_kernel(
+    q, cache, scales, weights, seq_lens, table, logits, groups, counters,
+    first_row, num_rows, width, num_pages,
+    NEXT_N: tl.constexpr, H: tl.constexpr, ROWS: tl.constexpr, TILE: tl.constexpr,
+):  # fmt: skip
+    """Score rows first_row .. first_row + num_rows - 1, at most ROWS of them, and zero their counters."""
+    ids = tl.arange(0, ROWS)
+    clear(counters, num_rows)
+    seen = tl.maximum(visible(seq_lens, first_row + ids, first_row + num_rows, NEXT_N, width), 0)
+    tiles = tl.cdiv(seen, TILE)
+    ends = tl.cumsum(tiles, 0)
+    for tile in range(tl.program_id(0), tl.sum(tiles, 0), tl.num_programs(0)):
+        own, nth, n = place_of_tile(tile, ids, seen, tiles, ends)
+        first = nth * TILE
+        row = first_row + own
+        tokens = first + tl.arange(0, TILE)
+        page, good = token_pages(table, row // NEXT_N, tokens, n, width, num_pages)
+        mask = (tokens < n) & good
+        s = score_tile(Inputs(q, cache, scales, weights), row, page, tokens % PAGE, mask, H)
+        tl.store(logits + own.to(tl.int64) * width * PAGE + tokens, s, mask=tokens < n)
+        keep_best(s, tokens, n, groups + own * NUM_GROUPS, False)

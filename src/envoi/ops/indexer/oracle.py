@@ -1,0 +1,86 @@
+"""Oracle of selections: judges them in float64, with a band within which rounding may decide either way."""
+
+from dataclasses import dataclass
+
+import torch
+
+from envoi.ops.indexer.layout import PAGE_SIZE, unpack_pages
+
+# float32 sums of 128 products and of H heads, each with a few roundings; see `band`.
+RELATIVE_BAND = 64 * 2.0**-24
+# Hopper's FP8 tensor cores align 32 products, and the sum so far, to 14 bits before they add them.
+TENSOR_CORE_BAND = 2.0**-14
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """Verdict on a row. problem: "" if it is right, else the error. num_in_band: tokens that rounding may decide."""
+
+    problem: str
+    num_in_band: int = 0
+
+    def __bool__(self) -> bool:
+        return not self.problem
+
+
+def scores64(q: torch.Tensor, values: torch.Tensor, scales: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
+    """Compute the definition's scores [L] in float64."""
+    k = values.double() * scales.double().unsqueeze(1)
+    return (torch.relu(q.double() @ k.T) * weights.double().unsqueeze(1)).sum(dim=0)
+
+
+def band(
+    q: torch.Tensor, values: torch.Tensor, scales: torch.Tensor, weights: torch.Tensor, relative: float = RELATIVE_BAND
+) -> torch.Tensor:
+    """Return the most [L] by which a float32 score may err: proportional to the sum of all its terms' magnitudes."""
+    k = values.double().abs() * scales.double().abs().unsqueeze(1)
+    magnitude = ((q.double().abs() @ k.T) * weights.double().abs().unsqueeze(1)).sum(dim=0)
+    return magnitude * relative
+
+
+def judge(
+    slots: torch.Tensor, q: torch.Tensor, k_cache: torch.Tensor, weights: torch.Tensor, length: int,
+    block_table: torch.Tensor, relative: float = RELATIVE_BAND,
+) -> Verdict:  # fmt: skip
+    """Judge a query row's slots [k]: all clear winners, no clear loser, the right count, no duplicate, none foreign.
+
+    q [H, 128], weights [H], length: tokens that the row sees, block_table [P] of its request, relative: see `band`.
+    """
+    chosen = slots[slots != -1].long()
+    want = min(len(slots), max(length, 0))
+    if len(chosen) != want or bool((slots[len(chosen) :] != -1).any()):
+        return Verdict(f"expected {want} slots and then -1, got {len(chosen)} slots")
+    if want == 0:
+        return Verdict("")
+    pages = block_table[: -(-length // PAGE_SIZE)].long()
+    reachable = (pages.unsqueeze(1) * PAGE_SIZE + torch.arange(PAGE_SIZE, device=pages.device)).flatten()[:length]
+    foreign = chosen[~torch.isin(chosen, reachable)]
+    if len(foreign):
+        return Verdict(f"slot {int(foreign[0])} isn't one of the request's {length} tokens")
+    available = torch.bincount(reachable, minlength=int(reachable.max()) + 1)
+    used = torch.bincount(chosen, minlength=len(available))
+    if bool((used > available).any()):
+        return Verdict(f"slot {int((used > available).nonzero()[0])} was chosen more often than it occurs")
+    return _judge_scores(chosen, reachable, used, q, k_cache, weights, pages, length, want, relative)
+
+
+def _judge_scores(chosen, reachable, used, q, k_cache, weights, pages, length: int, want: int, relative) -> Verdict:
+    values, scales = unpack_pages(k_cache, pages)
+    scores = scores64(q, values[:length], scales[:length], weights)
+    eps = band(q, values[:length], scales[:length], weights, relative)
+    threshold = scores.topk(want).values[-1]
+    # The threshold's own token is uncertain too, so the band is doubled.
+    width = eps + eps[scores == threshold].max()
+    winners, losers = scores > threshold + width, scores < threshold - width
+    left_out = winners & (used[reachable] == 0)
+    if bool(left_out.any()):
+        return Verdict(f"position {int(left_out.nonzero()[0])} is a clear winner and was left out")
+    worst = losers & torch.isin(reachable, chosen) & ~_has_better_twin(reachable, losers)
+    if bool(worst.any()):
+        return Verdict(f"position {int(worst.nonzero()[0])} is a clear loser and was chosen")
+    return Verdict("", int((~winners & ~losers).sum()))
+
+
+def _has_better_twin(reachable: torch.Tensor, losers: torch.Tensor) -> torch.Tensor:
+    """Tell which slots also belong to a position that isn't a loser: a page used twice gives two positions one slot."""
+    return torch.isin(reachable, reachable[~losers])

@@ -1,0 +1,59 @@
+"""Choice of the indexer's implementation by mode and device: the only place that decides."""
+
+import torch
+
+from envoi.check import expect_divisible, expect_int
+from envoi.ops.indexer import certificate, reference
+from envoi.ops.indexer.layout import PAGE_SIZE, pages_of
+from envoi.runtime.devices import expect_no_capture, implementation
+
+CACHE_ALIGNMENT = 16
+
+
+def run(
+    q: torch.Tensor, k_cache: torch.Tensor, weights: torch.Tensor, seq_lens: torch.Tensor, block_table: torch.Tensor,
+    k: int, mode: str, next_n: int, slots: bool, ordered: bool,
+) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
+    """Run the implementation for this mode and device; return [rows, k] int32, and errors [rows] int32."""
+    orders = orders_for(q.device, q.shape[1]) if mode == "exact" else None
+    if implementation(q.device) == "torch" or (mode == "exact" and orders is None):
+        check_values(seq_lens, block_table, k_cache.shape[0])
+        out = reference.indexer_topk(q, k_cache, weights, seq_lens, block_table, k, mode, next_n, slots, ordered)
+        return out, torch.zeros(q.shape[0], dtype=torch.int32, device=q.device)
+    from envoi.ops.indexer import exact, fast
+
+    expect_divisible("k_cache.data_ptr()", k_cache.data_ptr(), CACHE_ALIGNMENT, "kernels read 16 bytes at a time")
+    expect_int("block_table.shape[1]", block_table.shape[1], 0, fast.MAX_LENGTH // PAGE_SIZE, "positions in 29 bits")
+    seq_lens, block_table = seq_lens.contiguous(), block_table.contiguous()
+    problem = fast.Problem(q.contiguous(), k_cache, weights.contiguous(), seq_lens, block_table, k, next_n)
+    return fast.topk(problem, slots, ordered) if orders is None else exact.topk(problem, orders, slots, ordered)
+
+
+def orders_for(device: torch.device, num_heads: int) -> torch.Tensor | None:
+    """Load the orders of adding that the exact mode's kernels need; None if torch's own operators must be used."""
+    if device.type != "cuda":
+        return None
+    orders = certificate.orders(device, num_heads)
+    if orders is None:
+        certificate.warn_uncertified(certificate.name_of(device))
+    return orders
+
+
+def check_values(seq_lens: torch.Tensor, block_table: torch.Tensor, num_pages: int) -> None:
+    """Raise ValueError for lengths and pages that would read outside the cache. Waits for the device.
+
+    Raises RuntimeError while a CUDA graph is captured.
+    """
+    why = "since without a certificate torch's operators run, which need lengths on the host (`envoi indexer certify`)"
+    expect_no_capture("mode='exact'", seq_lens.device, why)
+    for request, length in enumerate(seq_lens.tolist()):
+        if length < 0 or pages_of(length) > block_table.shape[1]:
+            most = block_table.shape[1] * PAGE_SIZE
+            raise ValueError(
+                f"seq_lens: expected 0 to {most} (what block_table holds), got {length} for request {request}"
+            )
+        used = block_table[request, : pages_of(length)]
+        if len(used) and (int(used.min()) < 0 or int(used.max()) >= num_pages):
+            bad = used[(used < 0) | (used >= num_pages)][0]
+            held = f"pages from 0 to {num_pages - 1}" if num_pages else "no pages, since k_cache has none"
+            raise ValueError(f"block_table: expected {held}, got {int(bad)} for request {request}")

@@ -1,0 +1,85 @@
+"""Public function `envoi.moe` on one rank: check the arguments, call the operator."""
+
+import torch
+
+from envoi.check import expect_bool
+from envoi.ops.moe import layer, reference
+from envoi.ops.moe.op import (
+    as_rows,
+    check_ids,
+    check_tokens,
+    constants_of,
+    empty_out,
+    flatten,
+    mlp_flops,
+    tensors_of,
+    unflatten,
+    widened,
+)
+from envoi.runtime.custom_op import operator
+from envoi.runtime.prepared import prepared
+from envoi.runtime.prepared.constants import exactly
+from envoi.types import ExpertWeights, Routing
+
+
+def _given(tokens, routing, experts, *, batch_invariant=False):
+    if type(routing) is not Routing or type(experts) is not ExpertWeights:
+        return None
+    tensors = tokens, routing.topk_weights, routing.topk_ids, *tensors_of(experts)
+    return (routing.num_experts, exactly(batch_invariant), *constants_of(experts)), tensors
+
+
+@prepared(_given)
+def moe(
+    tokens: torch.Tensor, routing: Routing, experts: ExpertWeights, *, batch_invariant: bool = False
+) -> torch.Tensor:
+    """Run the chosen experts on every token and sum their outputs: tokens [M, H] -> [M, H] of the same dtype.
+
+    tokens: bf16, or fp16: fp16 tokens are rounded to bf16, which has 3 bits of mantissa less but no smaller range, and
+        the result is rounded to fp16, where more than 65504 is infinite. In torch.autocast fp32 too, and the result
+        has autocast's dtype. Tokens [B, S, H] are B * S tokens and give a result [B, S, H].
+    routing: from `envoi.route`, or a Routing made by hand: topk_ids [M, k] int32 or int64 (-1 = masked slot),
+        topk_weights [M, k] float32, or bf16 or fp16, which are widened. With tokens [B, S, H] both may be [B, S, k].
+        A shared expert is a slot like any other, of weight 1 for instance.
+    experts: from `envoi.experts.pack`, all N of them. For experts spread over ranks see `ExpertParallel`.
+    batch_invariant: give a token the same bits whatever other tokens there are and however many. On Hopper only mxfp4
+        needs it, whose kernels for few tokens are faster and add up in another order, and nvfp4 if 64 doesn't divide H
+        and I or a factor is negative or NaN, which Triton's kernels compute. `warm_up` doesn't compile for it.
+
+    The steps are permute -> L1 -> activation, times weight, quantise -> L2 -> combine; what each computes, and where it
+    rounds, is in `envoi.ops.moe.reference`. A token whose slots are all masked gives zeros. Every run gives the same
+    bits. Raises ValueError for wrong dtypes, shapes or devices, and on a CPU for ids out of range. The host doesn't
+    wait for a GPU, so that a CUDA graph can capture the call: there a slot whose id is no expert counts as masked.
+    """
+    rows, slots, dtype = as_rows(tokens, routing)
+    check_tokens(rows, slots, experts)
+    expect_bool("batch_invariant", batch_invariant)
+    if routing.num_experts != experts.num_local_experts:
+        raise ValueError(
+            f"experts: expected all {routing.num_experts} experts of the routing, got {experts.num_local_experts}; "
+            "use ExpertParallel where they are spread over ranks, envoi.router.split_identity where ids past the "
+            "weights' mean the identity"
+        )
+    out = _moe(rows, slots.topk_weights, slots.topk_ids, *flatten(experts), batch_invariant)
+    return out if rows is tokens and dtype == out.dtype else out.to(dtype).view(tokens.shape)
+
+
+@operator("moe", empty_out, mlp_flops)
+def _moe(
+    tokens: torch.Tensor, topk_weights: torch.Tensor, topk_ids: torch.Tensor,
+    gate_up: torch.Tensor, gate_up_sf: torch.Tensor | None, gate_up_bias: torch.Tensor | None,
+    down: torch.Tensor, down_sf: torch.Tensor | None, down_bias: torch.Tensor | None,
+    format: str, activation: str, swiglu_limit: float | None, gate_up_bounded: bool, down_bounded: bool,
+    order: str, gate_up_layout: str, gate_up_scale: torch.Tensor | None, down_scale: torch.Tensor | None,
+    batch_invariant: bool = False,
+) -> torch.Tensor:  # fmt: skip
+    experts = unflatten(
+        gate_up, gate_up_sf, gate_up_bias, down, down_sf, down_bias, format, activation, swiglu_limit, gate_up_bounded,
+        down_bounded, order, gate_up_layout, gate_up_scale, down_scale,
+    )  # fmt: skip
+    has_kernels = layer.has_kernels(topk_ids.device)
+    if topk_ids.device.type == "cpu" or not has_kernels:
+        check_ids(topk_ids, experts.num_local_experts)
+    if has_kernels:
+        return layer.run_layer(tokens, topk_weights, topk_ids, experts, batch_invariant)
+    return reference.moe(tokens, *widened(topk_weights, topk_ids), experts)

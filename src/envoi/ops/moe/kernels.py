@@ -1,0 +1,136 @@
+# pyright: reportAttributeAccessIssue=false, reportArgumentType=false, reportCallIssue=false
+# pyright: reportGeneralTypeIssues=false, reportAssignmentType=false
+"""Triton kernels around the experts' GEMMs: move, quantise and sum rows. No size is copied to the host.
+
+    sort_kernel       topk_ids -> offsets, slot_to_pos              programs for each expert and chunk of the slots
+    gather_kernel     tokens -> rows by expert, quantised           a program for each token and part of its columns
+    quantize_kernel   bf16 rows -> quantised                        programs for each part of its columns
+    combine_kernel    rows -> sums of tokens' slots                 a program for each token and part of its columns
+
+Buffers have a row for each slot. Rows after the last expert's are neither written nor read.
+`trace`: see `runtime.timeline_device`.
+"""
+
+import triton
+import triton.language as tl
+
+from envoi.epilogues.codes_triton import to_e4m3, widen
+from envoi.epilogues.device import bf16, divide, e4m3, e8m0_ceil, group_amax
+from envoi.epilogues.tile_triton import group_max, times_group
+from envoi.runtime.timeline_device import note_begin, note_moment
+from envoi.runtime.topk import experts_at
+
+E4M3_MAX: tl.constexpr = tl.constexpr(448.0)
+
+
+@triton.jit
+def sort_kernel(topk_ids, offsets, slot_to_pos, num_slots, num_experts, BLOCK: tl.constexpr):
+    """Store offsets[e] and the rows of expert e's slots in chunk c, in slot order: program (e, c).
+
+    Each program reads all ids instead of waiting for the others: no atomics, a fixed order. Counting takes a fifth of
+    the time of storing rows, so only storing is divided into chunks. Programs with e = num_experts store -1 for the
+    masked slots.
+    """
+    own, chunk = tl.program_id(0), tl.program_id(1)
+    size = tl.cdiv(tl.cdiv(num_slots, BLOCK), tl.num_programs(1)) * BLOCK
+    begin = chunk * size
+    before = tl.zeros((BLOCK,), tl.int32)
+    for first in range(0, num_slots, BLOCK):
+        e = experts_at(topk_ids, first + tl.arange(0, BLOCK), num_slots, num_experts)
+        before += (e < own + (first < begin).to(tl.int32)).to(tl.int32)
+    pos = tl.sum(before, 0)
+    if chunk == 0:
+        tl.store(offsets + own, pos)
+    for first in range(begin, min(begin + size, num_slots), BLOCK):
+        slots = first + tl.arange(0, BLOCK)
+        mine = experts_at(topk_ids, slots, num_slots, num_experts) == own
+        upto = tl.cumsum(mine.to(tl.int32), 0)
+        tl.store(slot_to_pos + slots, tl.where(own < num_experts, pos + upto - 1, -1), mask=mine & (slots < num_slots))
+        pos += tl.sum(mine.to(tl.int32), 0)
+
+
+@triton.jit
+def quantized(x, GROUP: tl.constexpr, POWERS: tl.constexpr, HARDWARE: tl.constexpr):
+    """Quantise float32 [1, C] to bytes of E4M3 and scale factors [1, C / GROUP], bit for bit as `envoi.quant.quantize`.
+
+    POWERS: factors are UE8M0, else float32. HARDWARE: the GPU has the cast.
+    """
+    amax = group_amax(group_max(tl.abs(x), GROUP))
+    if POWERS:
+        sf, factors = e8m0_ceil(divide(amax, E4M3_MAX))
+    else:
+        sf = divide(amax, E4M3_MAX)
+        factors = divide(E4M3_MAX, amax)
+    x = times_group(x, factors, GROUP)
+    if HARDWARE:
+        return e4m3(x).to(tl.uint8, bitcast=True), sf
+    else:
+        return to_e4m3(x), sf
+
+
+@triton.jit
+def store_quantized(values, sf, row, x, x_sf, width, BLOCK: tl.constexpr, GROUP: tl.constexpr):
+    """Store this program's part of a row, BLOCK columns and their scale factors, masked to the row's width."""
+    n = tl.program_id(1)
+    columns = n * BLOCK + tl.arange(0, BLOCK)[None, :]
+    groups = n * (BLOCK // GROUP) + tl.arange(0, BLOCK // GROUP)[None, :]
+    num_groups = tl.cdiv(width, GROUP)
+    tl.store(values + tl.cast(row, tl.int64) * width + columns, x, mask=columns < width)
+    tl.store(sf + tl.cast(row, tl.int64) * num_groups + groups, x_sf, mask=groups < num_groups)
+
+
+@triton.jit
+def gather_kernel(
+    tokens, stride, topk_weights, slot_to_pos, rows, rows_sf, row_weights, width, k,
+    BLOCK: tl.constexpr, SLOTS: tl.constexpr, GROUP: tl.constexpr, POWERS: tl.constexpr, HARDWARE: tl.constexpr,
+):  # fmt: skip
+    """Copy a token to the rows of its slots, and its weights to their row weights; read and quantise it only once.
+
+    GROUP: columns that share a scale factor; 0 = copy without quantising.
+    """
+    m = tl.program_id(0)
+    columns = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)[None, :]
+    x = tl.load(tokens + m.to(tl.int64) * stride + columns, mask=columns < width, other=0.0)
+    if tl.program_id(1) == 0:
+        slots = tl.arange(0, SLOTS)
+        pos = tl.load(slot_to_pos + m * k + slots, mask=slots < k, other=-1)
+        weights = widen(tl.load(topk_weights + m * k + slots, mask=slots < k, other=0.0))
+        tl.store(row_weights + pos, weights, mask=pos >= 0)
+    if GROUP > 0:
+        x, sf = quantized(widen(x), GROUP, POWERS, HARDWARE)
+    for s in range(k):
+        pos = tl.load(slot_to_pos + m * k + s)
+        if pos >= 0:
+            if GROUP > 0:
+                store_quantized(rows, rows_sf, pos, x, sf, width, BLOCK, GROUP)
+            else:
+                tl.store(rows + pos.to(tl.int64) * width + columns, x, mask=columns < width)
+
+
+@triton.jit
+def quantize_kernel(
+    rows, values, sf, offsets, num_experts, width,
+    BLOCK: tl.constexpr, GROUP: tl.constexpr, POWERS: tl.constexpr, HARDWARE: tl.constexpr, trace,
+):  # fmt: skip
+    """Quantise the rows before offsets[num_experts], those that belong to an expert."""
+    note_begin(trace, 0, 0, 0)
+    for row in range(tl.program_id(0), tl.load(offsets + num_experts), tl.num_programs(0)):
+        columns = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)[None, :]
+        x = tl.load(rows + tl.cast(row, tl.int64) * width + columns, mask=columns < width, other=0.0)
+        x, x_sf = quantized(widen(x), GROUP, POWERS, HARDWARE)
+        store_quantized(values, sf, row, x, x_sf, width, BLOCK, GROUP)
+    note_moment(trace, 0, 0, 1)
+
+
+@triton.jit
+def combine_kernel(rows, slot_to_pos, out, width, K: tl.constexpr, BLOCK: tl.constexpr):
+    """Sum a token's rows in slot order, in float32, rounded once."""
+    m = tl.program_id(0)
+    columns = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    total = tl.zeros((BLOCK,), tl.float32)
+    for s in tl.static_range(K):  # unrolled: all loads are under way before the first sum
+        pos = tl.load(slot_to_pos + m * K + s)
+        total += widen(
+            tl.load(rows + pos.to(tl.int64) * width + columns, mask=(columns < width) & (pos >= 0), other=0.0)
+        )
+    tl.store(out + m.to(tl.int64) * width + columns, bf16(total), mask=columns < width)

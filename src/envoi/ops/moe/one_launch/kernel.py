@@ -1,0 +1,200 @@
+"""Experts in one launch: L1 and L2 over one ring of stages. See the package."""
+
+import triton.experimental.gluon.language as gl
+from triton.experimental import gluon
+from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared
+
+from envoi.ops.gemm.hopper.consumer import ConsumerArgs, multiply_told_tiles
+from envoi.ops.gemm.hopper.mainloop import SCALE_BLOCK, BlockScales
+from envoi.ops.gemm.hopper.pipeline import TILE_WORDS, Pipeline, Written, new_barriers
+from envoi.ops.gemm.hopper.problem import Problem
+from envoi.ops.gemm.hopper.producer import PRODUCER, ProducerArgs, load_unit, weights_tile
+from envoi.ops.gemm.hopper.run_epilogue import EpilogueArgs, RowReductions
+from envoi.ops.gemm.hopper.tile_scheduler import TileScheduler
+from envoi.ops.moe.one_launch import config
+from envoi.ops.moe.one_launch.handover import CONSUMERS, Handover
+from envoi.ops.moe.one_launch.progress import TAKEN, TAKEN_IN_L2, leave, tell_unit, wait_for_units
+from envoi.ops.moe.one_launch.scheduler import scheduler_of_next, take, units_until
+from envoi.runtime.aggregate import Scalar, aggregate
+from envoi.runtime.timeline_device import note_begin, note_moment
+from envoi.runtime.triton_compat import reinterpret, role_barrier
+
+CONSUMER_REGISTERS = gl.constexpr(config.CONSUMER_REGISTERS)
+PRODUCER_REGISTERS = gl.constexpr(config.PRODUCER_REGISTERS)
+SECOND = gl.constexpr(PRODUCER.value + 1)  # track of the first consumer in L2, whose producer is the next but one
+
+
+@aggregate
+class FusedProducerArgs:
+    """Producer's arguments of both GEMMs, and the counters that it waits for."""
+
+    first: ProducerArgs
+    second: ProducerArgs
+    handover: Handover
+    progress: gl.tensor  # pointer to int32 [NUM_COUNTERS]
+    unit_shift: Scalar  # log2 of the units of L1 that a counter counts
+
+
+@aggregate
+class FusedConsumerArgs:
+    """Consumer's arguments of both GEMMs."""
+
+    first: ConsumerArgs
+    second: ConsumerArgs
+    handover: Handover
+
+
+@aggregate
+class TellerArgs:
+    """Units that the teller waits for, and the counters that it adds to."""
+
+    written: Written
+    handover: Handover
+    progress: gl.tensor
+    unit_shift: Scalar
+
+
+@gluon.jit
+def consumer(args, role: gl.constexpr):
+    """Role: multiply this consumer's share of L1's units, then of L2's tiles."""
+    if role < args.first.epilogue.problem.cfg.num_consumers:
+        step, count = multiply_told_tiles(args.first, gl.to_tensor(0), gl.to_tensor(0), role, role)
+    else:
+        step, count = args.handover.first_ended()
+    multiply_told_tiles(args.second, step, count, role, SECOND + role)
+
+
+@gluon.jit
+def producer(args):
+    """Role: fill the stages with the operands of L1's units, then of L2's tiles, once their rows are there."""
+    first, second, progress, handover = args.first, args.second, args.progress, args.handover
+    cfg: gl.constexpr = second.problem.cfg
+    ahead = TileScheduler.create(first.problem)
+    num_units = ahead.experts.num_tiles()
+    num_k_steps = gl.cdiv(first.problem.K, first.problem.cfg.block_k)
+    step = gl.to_tensor(0)
+    count = gl.to_tensor(0)  # of tiles told
+    unit = take(progress + TAKEN)
+    while unit < num_units:
+        handover.tell_unit(count // 2, unit)
+        for half in range(2):
+            index = 2 * unit + half
+            note_begin(first.trace, PRODUCER, count, index)
+            tile = ahead.tile(index)
+            note_moment(first.trace, PRODUCER, count, 1)
+            first.pipeline.wait_empty(step)  # first: the slot of `told` must have been read
+            first.pipeline.tell_tile(count, index, tile)
+            step = load_unit(first, step, 0, num_k_steps, weights_tile(tile, first), False)
+            note_moment(first.trace, PRODUCER, count, 2)
+            count += 1
+        unit = take(progress + TAKEN)  # now: that takes a microsecond, and consumers have stages left
+    handover.tell_unit(count // 2, -1)
+    first.pipeline.wait_empty(step)
+    first.pipeline.tell_end(count)
+    count += 1
+    handover.end_first(count, step)
+    scheduler = scheduler_of_next(ahead, second.problem)
+    num_k_steps = gl.cdiv(second.problem.K, cfg.block_k)
+    known = gl.to_tensor(0)  # units of L1 that are known to be written
+    event = gl.to_tensor(0)
+    index = take(progress + TAKEN_IN_L2)
+    while index < scheduler.num_units:
+        tile = scheduler.tile(index)
+        note_begin(second.trace, SECOND + PRODUCER, event, index)
+        end = units_until(index, ahead.experts, scheduler.experts)
+        if known < end:
+            known = wait_for_units(progress, known, end, num_units, args.unit_shift)
+        note_moment(second.trace, SECOND + PRODUCER, event, 1)
+        second.pipeline.wait_empty(step)
+        second.pipeline.tell_tile(count, index, tile)
+        step = load_unit(second, step, 0, num_k_steps, weights_tile(tile, second), False)
+        index = take(progress + TAKEN_IN_L2)
+        note_moment(second.trace, SECOND + PRODUCER, event, 2)
+        count += 1
+        event += 1
+    for i in gl.static_range(CONSUMERS // cfg.consumers_per_tile):
+        second.pipeline.wait_empty(step + i)
+        second.pipeline.tell_end(count + i)
+    leave(progress)
+
+
+@gluon.jit
+def teller(args):
+    """Role: tell the other CTAs what this one's consumers have written. One warp.
+
+    The fence of an addition takes microseconds while memory is busy; consumers would multiply nothing meanwhile.
+    """
+    n = gl.to_tensor(0)
+    args.written.wait(n)
+    unit = args.handover.unit(n)
+    while unit >= 0:
+        tell_unit(args.progress, unit, args.unit_shift)
+        n += 1
+        args.written.wait(n)
+        unit = args.handover.unit(n)
+
+
+@gluon.jit
+def told_pipelines(first, x_desc, y_desc, takes_halves: gl.constexpr, cfg: gl.constexpr):
+    """Return L1's pipeline, and L2's over the same stages, with what producers tell. The caller fences before use."""
+    num_stages: gl.constexpr = cfg.num_stages
+    ring: gl.constexpr = cfg.num_stages + 1  # see `Pipeline.wait_for_tile`
+    told = new_barriers(ring, 1)
+    tiles = gl.allocate_shared_memory(gl.int32, [ring * TILE_WORDS, 1], gl.SwizzledSharedLayout(1, 1, 1, [0]))
+    x_bufs = first.x_bufs
+    y_shape: gl.constexpr = [num_stages * cfg.y_boxes_per_stage, cfg.main_y, cfg.block_k]
+    y_bufs = reinterpret(x_bufs if cfg.wide_tail_tiles else first.y_bufs, y_desc.dtype, y_shape, y_desc.layout)
+    if cfg.pingpong:
+        turn = new_barriers(2, 1)
+    else:
+        turn: gl.constexpr = None
+    one = Pipeline(
+        x_bufs, first.y_bufs, first.empty, first.full, None, None, told, tiles, first.takes_halves, first.cfg
+    )
+    two = Pipeline(x_bufs, y_bufs, first.empty, first.full, None, turn, told, tiles, takes_halves, cfg)
+    return one, two
+
+
+@gluon.jit(do_not_specialize=["unit_shift", "M", "spare0", "spare1"])
+def fused_kernel(
+    x_desc, gate_up_desc, operands1, outputs1, x_sf, gate_up_sf,
+    hidden_desc, down_desc, out_desc, operands2, outputs2, hidden_sf, down_sf,
+    offsets, row_parts, row_counters, progress, unit_shift, M, N1, K1, N2, K2, num_experts,
+    spare0, spare1,
+    cfg1: gl.constexpr, code1: gl.constexpr, cfg2: gl.constexpr, code2: gl.constexpr, ROW_MODE: gl.constexpr,
+    MAX_EXPERTS: gl.constexpr, trace,
+):  # fmt: skip
+    """Set up the pipeline, then start one role for each partition of warps.
+
+    Grid: (number of CTAs,).
+
+    Arguments with a number are those of `gemm_kernel` for L1 and L2. progress, unit_shift: see `progress`. spare0,
+    spare1: 0, unused: without them the PTX would be another than the one that tests have run on a GPU. trace: see
+    `runtime.timeline_device`.
+    """
+    stages = Pipeline.create(x_desc, gate_up_desc, None, code1.takes_halves, cfg1)
+    pipeline, next_pipeline = told_pipelines(stages, hidden_desc, down_desc, code2.takes_halves, cfg2)
+    handover = Handover.create()
+    written = Written.create(cfg1.num_consumers)
+    fence_async_shared()
+    first = Problem(M, N1, K1, num_experts, 0, offsets, ROW_MODE, MAX_EXPERTS, cfg1)
+    second = Problem(M, N2, K2, num_experts, 0, offsets, ROW_MODE, MAX_EXPERTS, cfg2)
+    scales1 = BlockScales(x_sf, gate_up_sf, gl.cdiv(K1, SCALE_BLOCK), gl.cdiv(N1, SCALE_BLOCK))
+    scales2 = BlockScales(hidden_sf, down_sf, gl.cdiv(K2, SCALE_BLOCK), gl.cdiv(N2, SCALE_BLOCK))
+    sums = RowReductions(row_parts, row_counters)
+    epilogue1 = EpilogueArgs((None, None, None, None), operands1, outputs1, sums, None, first, code1)
+    epilogue2 = EpilogueArgs((out_desc, None, None, None), operands2, outputs2, sums, None, second, code2)
+    role_barrier()
+    consumer1 = ConsumerArgs(pipeline, epilogue1, scales1, True, False, written, trace)
+    consumer2 = ConsumerArgs(next_pipeline, epilogue2, scales2, True, False, None, trace)
+    consumer_args = FusedConsumerArgs(consumer1, consumer2, handover)
+    producer1 = ProducerArgs(x_desc, gate_up_desc, None, pipeline, first, trace)
+    producer2 = ProducerArgs(hidden_desc, down_desc, None, next_pipeline, second, trace)
+    producer_args = FusedProducerArgs(producer1, producer2, handover, progress, unit_shift)
+    # Role numbers are literals within the list, see `gemm_kernel`.
+    gl.warp_specialize([
+        (consumer, (consumer_args, 0)),
+        (consumer, (consumer_args, 1)),
+        (producer, (producer_args,)),
+        (teller, (TellerArgs(written, handover, progress, unit_shift),)),
+    ], [cfg1.num_warps, 1, 1], [CONSUMER_REGISTERS, PRODUCER_REGISTERS, PRODUCER_REGISTERS])  # fmt: skip

@@ -1,0 +1,108 @@
+"""Implementation of `envoi warm-up`."""
+
+import argparse
+import time
+from collections import Counter
+from dataclasses import replace
+
+import torch
+
+from envoi.check import expect_divisible, expect_int
+from envoi.ops.moe.op import IDS
+from envoi.ops.moe.packing import pack
+from envoi.ops.moe.parallel.memory import with_presum
+from envoi.ops.moe.parallel.opening import DEFAULT_TIMEOUT_S
+from envoi.ops.moe.parallel.symmetric_memory import SharedLayout
+from envoi.ops.moe.parallel.warm_up import ParallelCall
+from envoi.ops.moe.warm_up import ROUTED, LayerCall, compile_calls
+from envoi.quant.formats import format_named
+from envoi.runtime.devices import Target, standing_for
+from envoi.runtime.kernel_case import EVERY_ARCH, without_memory
+from envoi.runtime.rehearsal import Call
+from envoi.runtime.workers import num_cpus
+from envoi.types import ExpertWeights, Matrix, has_gate
+
+
+def run(args: argparse.Namespace) -> int:
+    """Compile the kernels of a layer and print how many there are; return 0. Raises ValueError for a user's mistake."""
+    for name in ("hidden", "intermediate", "experts", "topk", "max_tokens", "ranks", "jobs"):
+        if getattr(args, name) is not None:
+            expect_int(f"--{name.replace('_', '-')}", getattr(args, name), 1)
+    if args.topk > args.experts:
+        raise ValueError(f"--topk: expected at most the {args.experts} experts, got {args.topk}")
+    if args.presum is not None and args.ranks == 1:
+        raise ValueError("--presum: expected it only with --ranks of 2 or more, got --ranks 1")
+    here = _target_here()
+    target = _target(args.arch, args.sms, here)
+    expect_divisible("--experts", args.experts, args.ranks, "each rank has as many")
+    with standing_for(target):
+        experts = experts_without_memory(
+            args.hidden, args.intermediate, args.experts // args.ranks, args.format, args.activation, args.bias
+        )
+        calls = calls_of(experts, args.experts, args.topk, args.max_tokens, args.ranks, args.presum)
+    start, jobs = time.monotonic(), args.jobs or num_cpus()
+    sites = compile_calls(calls, target, range(1, args.max_tokens + 1), jobs, True, for_launch=target == here)
+    counts = Counter(site.name for site in sites)
+    for name, count in sorted(counts.items()):
+        print(f"{count:5} {name}")
+    took = f"{time.monotonic() - start:.0f} s by {jobs} processes"
+    print(f"{len(sites)} kernels for {target.arch} with {target.num_sms} SMs are in Triton's cache, after {took}")
+    return 0
+
+
+def _target_here() -> Target | None:
+    """Return the GPU at hand, for which what launches the kernels can be built too; None without one."""
+    return Target.of(torch.device("cuda", torch.cuda.current_device())) if torch.cuda.is_available() else None
+
+
+def _target(arch: str | None, num_sms: int | None, here: Target | None) -> Target:
+    if arch is None:
+        if num_sms is not None:
+            raise ValueError("--sms: expected it only beside --arch; the GPU here has its own")
+        if here is None:
+            raise ValueError(f"--arch: expected one of {', '.join(EVERY_ARCH)} on a machine without a GPU, got none")
+        return here
+    if arch not in EVERY_ARCH:
+        raise ValueError(f"--arch: expected one of {', '.join(EVERY_ARCH)}, got {arch!r}")
+    return Target(arch) if num_sms is None else Target(arch, expect_int("--sms", num_sms, 1))
+
+
+def experts_without_memory(
+    hidden: int, intermediate: int, num_experts: int, format: str, activation: str, bias: bool
+) -> ExpertWeights:
+    """Return experts as `pack` would for the current target, with MX scale factors of at most 2, without memory."""
+    format_named(format, "--format")
+    rows = intermediate * (2 if has_gate(activation) else 1)
+    shapes = (num_experts, rows, hidden), (num_experts, hidden, intermediate)
+    gate_up_bias, down_bias = (without_memory(shape[:2], torch.float32) if bias else None for shape in shapes)
+    gate_up, down = (without_memory(shape, torch.bfloat16) for shape in shapes)
+    experts = pack(gate_up, down, format, activation=activation, gate_up_bias=gate_up_bias, down_bias=down_bias)
+
+    def promised(x: Matrix) -> Matrix:
+        if isinstance(x, torch.Tensor) or x.sf.dtype != torch.float8_e8m0fnu:
+            return x
+        return replace(x, scales_at_most_2=True)
+
+    return ExpertWeights.arrange(replace(experts, gate_up=promised(experts.gate_up), down=promised(experts.down)))
+
+
+def calls_of(
+    experts: ExpertWeights, num_experts: int, num_topk: int, max_tokens: int, num_ranks: int,
+    presum: bool | None = None,
+) -> list[Call]:  # fmt: skip
+    """Return the calls of a layer on one GPU; of several ranks over NVLink, of each whose kernels may differ.
+
+    presum: of `ExpertParallel`. Raises ValueError for sizes or experts that can't be.
+    """
+    if num_ranks == 1:
+        return [LayerCall(experts, num_topk, (ids, ROUTED[1])) for ids in IDS]
+    if experts.hidden % 16:
+        raise ValueError(f"--hidden: expected a multiple of 16 with --ranks, got {experts.hidden}")
+    layout = SharedLayout(num_ranks, num_experts, max_tokens, num_topk, experts.hidden, experts.format)
+    layout = with_presum(layout, experts.intermediate, presum)
+    offsets = tuple(range(0, num_experts + 1, num_experts // num_ranks))
+    # Triton compiles another kernel for a number that is 1, or a multiple of 16.
+    kinds = {tuple((x == 1, x % 16 == 0) for x in (rank, offsets[rank])): rank for rank in range(num_ranks)}
+    return [
+        ParallelCall(layout, num_topk, rank, offsets, DEFAULT_TIMEOUT_S, experts) for rank in sorted(kinds.values())
+    ]

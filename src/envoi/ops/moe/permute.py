@@ -1,0 +1,153 @@
+"""Permute on one rank by Triton kernels: sort slots by expert, gather tokens into rows, quantise rows.
+
+    sort_slots      topk_ids [M, k] -> RowMap: the row of each slot
+    gather_rows     tokens [M, H] -> rows [M * k, H] by expert, in the experts' activation scheme, and their weights
+    quantize_rows   rows in bf16 -> rows in a scheme
+
+Buffers have a row for each slot, M * k, the most there can be; offsets[E] of them are used.
+"""
+
+from dataclasses import dataclass
+from typing import cast
+
+import torch
+
+from envoi.ops.moe.launches import Launch, launch_kernel, warps_for
+from envoi.quant.bits import as_bytes
+from envoi.quant.formats import Scheme
+from envoi.runtime.devices import casts_e4m3
+from envoi.runtime.math import next_power_of_2
+from envoi.runtime.timeline import UNTRACED
+from envoi.types import Matrix, QuantTensor
+
+KERNELS = "envoi.ops.moe.kernels"
+# Slots that a program of the sort reads at once, for up to so many slots in all.
+SORT_BLOCKS = ((512, 512), (1024, 4096), (4096, 1 << 31))
+MAX_SORT_CHUNKS, MAX_SORT_PROGRAMS = 8, 512  # every program reads all ids
+MAX_COLUMNS = 2048  # columns of a row that one program gathers or quantises
+MAX_QUANTIZE_ROWS = 4096  # programs along the rows
+
+
+@dataclass(frozen=True)
+class RowMap:
+    """Rows of the slots when sorted by expert.
+
+    offsets [E + 1] int32: expert e owns rows offsets[e] : offsets[e + 1].
+    slot_to_pos [M, k] int32: the row of each slot, -1 = masked. Within an expert, rows keep the order of their slots.
+
+    Example: topk_ids [[1, 0], [1, -1]] gives offsets [0, 1, 3], slot_to_pos [[1, 0], [2, -1]].
+    """
+
+    offsets: torch.Tensor
+    slot_to_pos: torch.Tensor
+
+
+def sort_slots(topk_ids: torch.Tensor, num_experts: int) -> RowMap:
+    """Find the row of each slot: topk_ids [M, k] int32. Slots whose id is no expert get none."""
+    row_map = empty_row_map(topk_ids, num_experts)
+    launch_kernel(KERNELS, "sort_kernel", sort_arguments(topk_ids, row_map))
+    return row_map
+
+
+def gather_rows(
+    tokens: torch.Tensor, topk_weights: torch.Tensor, row_map: RowMap, scheme: Scheme | None
+) -> tuple[Matrix, torch.Tensor]:
+    """Copy each token to the rows of its slots, quantised: rows [M * k, H] and row weights [M * k] float32.
+
+    scheme: one with scale factors of single rows, or None for bf16.
+    """
+    rows = empty_rows(topk_weights.numel(), tokens.shape[1], scheme, tokens.device)
+    weights = torch.empty(topk_weights.numel(), dtype=torch.float32, device=tokens.device)
+    launch_kernel(KERNELS, "gather_kernel", gather_arguments(tokens, topk_weights, row_map, rows, weights))
+    return rows, weights
+
+
+def quantize_rows(rows: torch.Tensor, offsets: torch.Tensor, scheme: Scheme) -> QuantTensor:
+    """Quantise bf16 rows [P, C] in a scheme of single rows; rows from offsets[E] on stay unwritten."""
+    out = cast(QuantTensor, empty_rows(rows.shape[0], rows.shape[1], scheme, rows.device))
+    if rows.shape[0]:
+        launch_kernel(KERNELS, "quantize_kernel", quantize_arguments(rows, offsets, out))
+    return out
+
+
+def empty_rows(num_rows: int, width: int, scheme: Scheme | None, device: torch.device) -> Matrix:
+    """Allocate rows [num_rows, width] in a scheme of single rows, or (None) in bf16."""
+    if scheme is None:
+        return torch.empty(num_rows, width, dtype=torch.bfloat16, device=device)
+    group = scheme.group_for((num_rows, width))
+    values = torch.empty(num_rows, width, dtype=scheme.values, device=device)
+    return QuantTensor(values, torch.empty(num_rows, width // group[1], dtype=scheme.sf, device=device), group)
+
+
+def empty_row_map(topk_ids: torch.Tensor, num_experts: int) -> RowMap:
+    """Allocate the RowMap of these slots."""
+    offsets = torch.empty(num_experts + 1, dtype=torch.int32, device=topk_ids.device)
+    return RowMap(offsets, torch.empty(topk_ids.shape, dtype=torch.int32, device=topk_ids.device))
+
+
+def sort_arguments(topk_ids: torch.Tensor, row_map: RowMap) -> Launch:
+    """Build the launch of `sort_kernel`."""
+    num_experts, num_slots = len(row_map.offsets) - 1, topk_ids.numel()
+    block = next(block for block, most in SORT_BLOCKS if num_slots <= most)
+    chunks = max(1, min(MAX_SORT_CHUNKS, -(-num_slots // block), MAX_SORT_PROGRAMS // (num_experts + 1)))
+    arguments = topk_ids.contiguous(), row_map.offsets, row_map.slot_to_pos, num_slots, num_experts, block
+    return Launch((num_experts + 1, chunks), arguments, {"num_warps": 4})
+
+
+def gather_arguments(
+    tokens: torch.Tensor, topk_weights: torch.Tensor, row_map: RowMap, rows: Matrix, weights: torch.Tensor
+) -> Launch:
+    """Build the launch of `gather_kernel`."""
+    tokens = tokens if tokens.stride(1) == 1 else tokens.contiguous()
+    (M, width), k = tokens.shape, topk_weights.shape[1]
+    out = RowBuffers.of(rows, width)
+    arguments = (
+        tokens, tokens.stride(0), topk_weights.contiguous(), row_map.slot_to_pos, out.values, out.sf, weights, width,
+        k, out.block, next_power_of_2(k), *out.form,
+    )  # fmt: skip
+    return Launch((M, -(-width // out.block)), arguments, warps_for(out.block))
+
+
+def quantize_arguments(rows: torch.Tensor, offsets: torch.Tensor, out: QuantTensor) -> Launch:
+    """Build the launch of `quantize_kernel`."""
+    num_rows, width = rows.shape
+    buffers = RowBuffers.of(out, width)
+    arguments = (
+        rows, buffers.values, buffers.sf, offsets, len(offsets) - 1, width, buffers.block, *buffers.form, UNTRACED
+    )  # fmt: skip
+    # Most rows may be unused: with a program for each, most would only start and end.
+    grid = (min(num_rows, MAX_QUANTIZE_ROWS), -(-width // buffers.block))
+    return Launch(grid, arguments, warps_for(buffers.block))
+
+
+@dataclass(frozen=True)
+class RowBuffers:
+    """Rows as the kernels that quantise write them.
+
+    values: bf16, or the bytes of E4M3. sf: scale factors, UE8M0 as bytes, or None. block: columns of one program, all
+    of a row where the row has one factor. group: columns that share a factor, 0 = bf16. has_e8m0_sf: factors are powers
+    of two. has_cast: the GPU casts to E4M3 itself."""
+
+    values: torch.Tensor
+    sf: torch.Tensor | None
+    block: int
+    group: int
+    has_e8m0_sf: bool
+    has_cast: bool
+
+    @staticmethod
+    def of(rows: Matrix, width: int) -> "RowBuffers":
+        """Describe rows [P, width], a tensor or a QuantTensor with scale factors of single rows."""
+        if isinstance(rows, torch.Tensor):
+            return RowBuffers(rows, None, min(MAX_COLUMNS, next_power_of_2(width)), 0, False, False)
+        one_factor = rows.group[1] == width and rows.sf.dtype == torch.float32
+        block = next_power_of_2(width) if one_factor else min(MAX_COLUMNS, next_power_of_2(width))
+        group = block if one_factor else rows.group[1]
+        has_e8m0_sf = rows.sf.dtype == torch.float8_e8m0fnu
+        has_cast = casts_e4m3(rows.device)
+        return RowBuffers(as_bytes(rows.values), as_bytes(rows.sf), block, group, has_e8m0_sf, has_cast)
+
+    @property
+    def form(self) -> tuple[int, bool, bool]:
+        """Constants GROUP, POWERS and HARDWARE of the kernels."""
+        return self.group, self.has_e8m0_sf, self.has_cast

@@ -1,0 +1,207 @@
+"""Public function `envoi.route`: check the arguments, call the operator, wrap the result."""
+
+from typing import Any
+
+import torch
+
+from envoi.check import describe, expect_bool, expect_float32, expect_int, expect_tensor
+from envoi.ops.moe.router import host, reference
+from envoi.ops.moe.router.presets import named
+from envoi.ops.moe.router.rules import Rule
+from envoi.runtime.custom_op import operator
+from envoi.runtime.prepared import prepared
+from envoi.runtime.prepared.constants import exactly
+from envoi.types import Routing
+
+MAX_EXPERTS = 1024
+MAX_TOPK = 32
+DEFAULT_RULE = Rule()
+FLOATS = (torch.bfloat16, torch.float16, torch.float32)
+
+
+def _given(
+    tokens, gate, k, alpha=None, *, rule=DEFAULT_RULE, logit_bias=None, expert_bias=None, token_ids=None,
+    hash_table=None, return_logits=False, return_dense=False, return_counts=False,
+):  # fmt: skip
+    scale = exactly(rule.routed_scale) if type(rule) is Rule else None
+    constants = exactly(k), exactly(alpha), rule, scale, return_logits, return_dense, return_counts
+    return constants, (tokens, gate, logit_bias, expert_bias, token_ids, hash_table)
+
+
+@prepared(_given)
+def route(
+    tokens: torch.Tensor,
+    gate: torch.Tensor,
+    k: int,
+    alpha: float | None = None,
+    *,
+    rule: Rule | str = DEFAULT_RULE,
+    logit_bias: torch.Tensor | None = None,
+    expert_bias: torch.Tensor | None = None,
+    token_ids: torch.Tensor | None = None,
+    hash_table: torch.Tensor | None = None,
+    return_logits: bool = False,
+    return_dense: bool = False,
+    return_counts: bool = False,
+) -> Routing:
+    """Choose k experts for each token: GEMM, score, selection and weights in one operator, on a GPU in one kernel.
+
+    tokens [M, hidden] and gate [N, hidden], each bf16, fp16 or fp32; products are summed in fp32. N from 1 to 1024,
+    k from 1 to 32, hidden any multiple of 8, M from 0. Tokens [B, S, hidden] are M = B * S tokens, row by row: all
+    fields of the Routing have M rows. In torch.autocast nothing is cast: rounded logits would choose other experts.
+    alpha: multiplies the product before anything else; None is 1, or what the model that `rule` names has.
+    rule: a Rule, or a model's name ("deepseek-v3"); the default is softmax, top-k, renormalised: weights are divided by
+        (their sum + 1e-20), so that a sum as small as that, of underflowed scores, doesn't become 1.
+    logit_bias [N] float: added to the logits (gpt-oss). expert_bias [N] float: added to the score for selection only
+    (DeepSeek-V3); -inf there disables an expert. Each is one for all tokens. Where they differ (image tokens of
+    DeepSeek-V4.1), call once with each and choose rows with torch.where: a token's result is its own.
+    token_ids [M] or [B, S], int32 or int64, with hash_table [vocabulary, k] int32 or int64: experts are looked up by
+    token instead of selected (DeepSeek-V4's first layers); weights come from the scores as always.
+    return_logits, return_dense, return_counts: also fill those fields (counts: `num_tokens_per_expert`
+        and `expert_offsets`).
+
+    Selection is exact for the fp32 logits, the smaller id wins a tie, and a token's result doesn't depend on its
+    batch. Logits that are NaN or infinite never win; slots without an expert get id -1 and weight 0.
+    On Hopper bf16 or fp16 tokens with a gate of the same dtype run on a kernel of their own; float32, mixed dtypes and
+    other GPUs on a Triton kernel; rules of more than 32 groups, and CPUs, on the torch reference.
+    Raises ValueError for wrong dtypes, shapes or devices, k > N, groups that don't divide N, names of several models or
+    of a router that no Rule describes. A token id outside the table, or an id >= N in it, is a ValueError too where the
+    reference runs; kernels, whose values the host doesn't see, give that slot id -1 and weight 0.
+    Source of the rules: the models' own published code; of their numbers: see `envoi.router.PRESETS`.
+    """
+    tokens, token_ids = _rows(tokens, token_ids)
+    chosen, alpha = check_arguments(
+        tokens, gate, k, alpha, rule, logit_bias, expert_bias, token_ids, hash_table, return_logits, return_dense,
+        return_counts,
+    )  # fmt: skip
+    outputs = _route(
+        tokens, gate, k, alpha, chosen.score, chosen.num_groups, chosen.num_topk_groups,
+        chosen.group_score, chosen.renormalize, float(chosen.routed_scale), logit_bias, expert_bias, token_ids,
+        hash_table, return_logits, return_dense, return_counts,
+    )  # fmt: skip
+    extra = iter(outputs[2:])
+    return Routing(
+        outputs[0],
+        outputs[1],
+        gate.shape[0],
+        logits=next(extra) if return_logits else None,
+        dense=next(extra) if return_dense else None,
+        num_tokens_per_expert=next(extra) if return_counts else None,
+        expert_offsets=next(extra) if return_counts else None,
+    )
+
+
+def _rows(tokens: Any, token_ids: Any) -> tuple[Any, Any]:
+    """Flatten tokens [B, S, hidden] to [B * S, hidden], and their ids alike; return anything else unchanged."""
+    if not isinstance(tokens, torch.Tensor) or tokens.dim() != 3:
+        return tokens, token_ids
+    if isinstance(token_ids, torch.Tensor) and token_ids.shape == tokens.shape[:2]:
+        token_ids = token_ids.flatten()
+    return tokens.flatten(0, 1), token_ids
+
+
+def check_arguments(
+    tokens, gate, k, alpha, rule, logit_bias, expert_bias, token_ids, hash_table, return_logits, return_dense,
+    return_counts,
+) -> tuple[Rule, float]:  # fmt: skip
+    """Return rule and alpha, those of a model's name too; raise ValueError unless all are as `route` takes them."""
+    usual = 1.0
+    if isinstance(rule, str):
+        model = named("rule", rule)
+        rule, usual = model.rule, model.alpha
+    _check_tensors(tokens, gate, k, rule, logit_bias, expert_bias, token_ids, hash_table)
+    expect_bool("return_logits", return_logits)
+    expect_bool("return_dense", return_dense)
+    expect_bool("return_counts", return_counts)
+    return rule, usual if alpha is None else float(expect_float32("alpha", alpha))
+
+
+def _check_tensors(tokens, gate, k, rule, logit_bias, expert_bias, token_ids, hash_table) -> None:
+    expect_tensor("tokens", tokens, FLOATS, ("num_tokens", "hidden"))
+    expect_tensor("gate", gate, FLOATS, ("num_experts", tokens.shape[1]), tokens.device)
+    num_experts, hidden = gate.shape
+    if hidden % 8 or hidden == 0:
+        raise ValueError(f"tokens.shape[1]: expected hidden to be a positive multiple of 8, got {hidden}")
+    expect_int("gate.shape[0]", int(num_experts), 1, MAX_EXPERTS, "num_experts")
+    expect_int("k", k, 1, MAX_TOPK)
+    if k > num_experts:
+        raise ValueError(f"k: expected at most num_experts = {num_experts}, got {k}")
+    if not isinstance(rule, Rule):
+        raise ValueError(f"rule: expected a Rule or a model's name, got {type(rule).__name__}")
+    rule.check_num_experts(num_experts, k)
+    for name, bias in (("logit_bias", logit_bias), ("expert_bias", expert_bias)):
+        if isinstance(bias, torch.Tensor) and bias.dim() == 2:
+            raise ValueError(
+                f"{name}: expected one bias for all tokens, [{num_experts}], got {describe(bias)}; "
+                "call route once with each bias and choose rows with torch.where"
+            )
+        if bias is not None:
+            expect_tensor(name, bias, FLOATS, (num_experts,), tokens.device)
+    if (token_ids is None) != (hash_table is None):
+        raise ValueError("token_ids, hash_table: expected both or neither, got one of them")
+    if token_ids is not None:
+        ints = (torch.int32, torch.int64)
+        expect_tensor("token_ids", token_ids, ints, (tokens.shape[0],), tokens.device)
+        expect_tensor("hash_table", hash_table, ints, ("vocabulary", k), tokens.device)
+
+
+def _route_fake(tokens, gate, k, alpha, score, num_groups, num_topk_groups, group_score, renormalize, routed_scale,
+                logit_bias, expert_bias, token_ids, hash_table, return_logits, return_dense,
+                return_counts):  # fmt: skip
+    num_tokens, num_experts = tokens.shape[0], gate.shape[0]
+    outputs = [
+        tokens.new_empty(num_tokens, k, dtype=torch.float32),
+        tokens.new_empty(num_tokens, k, dtype=torch.int32),
+    ]
+    for wanted in (return_logits, return_dense):
+        if wanted:
+            outputs.append(tokens.new_empty(num_tokens, num_experts, dtype=torch.float32))
+    if return_counts:
+        outputs.append(tokens.new_empty(num_experts, dtype=torch.int32))
+        outputs.append(tokens.new_empty(num_experts + 1, dtype=torch.int32))
+    return outputs
+
+
+def _route_flops(tokens, gate, *arguments):
+    return 2 * tokens.shape[0] * gate.numel()
+
+
+@operator("route", _route_fake, _route_flops)
+def _route(
+    tokens: torch.Tensor, gate: torch.Tensor, k: int, alpha: float, score: str, num_groups: int, num_topk_groups: int,
+    group_score: str, renormalize: bool, routed_scale: float, logit_bias: torch.Tensor | None,
+    expert_bias: torch.Tensor | None, token_ids: torch.Tensor | None, hash_table: torch.Tensor | None,
+    return_logits: bool, return_dense: bool, return_counts: bool,
+) -> list[torch.Tensor]:  # fmt: skip
+    rule = Rule(score, num_groups, num_topk_groups, group_score, renormalize, routed_scale)
+    num_experts = gate.shape[0]
+    if host.supported(tokens.device, rule):
+        wanted = return_logits, return_dense, return_counts
+        spec = host.spec_of(num_experts, k, rule, logit_bias, expert_bias, token_ids is not None, wanted)
+        tables = logit_bias, expert_bias, token_ids, hash_table
+        return host.run_router(host.Call(tokens, gate, spec, alpha, routed_scale, *tables))
+    logits = reference.router_logits(tokens, gate, alpha, logit_bias)
+    if token_ids is None or hash_table is None:
+        weights, ids = reference.select(logits, k, rule, expert_bias)
+    else:
+        chosen = _look_up(token_ids, hash_table, num_experts)
+        chosen = chosen.masked_fill(~logits.isfinite().gather(1, chosen), -1)
+        weights = reference.weigh(logits, reference.scores(logits, rule), chosen, rule)
+        ids = chosen.to(torch.int32)
+    outputs = [weights, ids]
+    if return_logits:
+        outputs.append(logits)
+    if return_dense:
+        outputs.append(reference.to_dense(weights, ids, num_experts))
+    if return_counts:
+        counts = reference.count_tokens(ids, num_experts)
+        outputs += [counts, reference.exclusive_offsets(counts)]
+    return outputs
+
+
+def _look_up(token_ids: torch.Tensor, hash_table: torch.Tensor, num_experts: int) -> torch.Tensor:
+    for name, values, bound in (("token_ids", token_ids, hash_table.shape[0]), ("hash_table", hash_table, num_experts)):
+        if values.numel() and (int(values.min()) < 0 or int(values.max()) >= bound):
+            span = f"{int(values.min())} to {int(values.max())}"
+            raise ValueError(f"{name}: expected values from 0 to {bound - 1}, got values from {span}")
+    return hash_table[token_ids.long()].long()

@@ -1,0 +1,134 @@
+"""Practical calls of the router, and the kernels that they launch.
+
+    case -> Call -> host.hopper_launches or host.portable_arguments
+
+Tensors have no memory, unless `inputs` is given another way to make them.
+"""
+
+from dataclasses import dataclass, replace
+from functools import partial
+
+import torch
+
+from envoi.ops.moe.router import host, kernel_hopper, kernel_triton
+from envoi.ops.moe.router.choose_tiling import choose_shares
+from envoi.ops.moe.router.presets import preset
+from envoi.ops.moe.router.rules import Rule
+from envoi.runtime.kernel_case import EVERY_ARCH, HOPPER, NUM_SMS, KernelCase, Launch, Make, without_memory
+
+VOCABULARY = 1024
+DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
+
+
+@dataclass(frozen=True)
+class Case:
+    """Call of `envoi.route`: tokens [M, hidden], gate [N, hidden].
+
+    rule: a model's name, or "softmax". kernel: "sm90" or "triton". hashed: experts are looked up.
+    everything: return all extra outputs.
+    """
+
+    name: str
+    M: int
+    N: int
+    hidden: int
+    k: int
+    rule: str
+    dtype: str = "bf16"
+    kernel: str = "sm90"
+    hashed: bool = False
+    everything: bool = False
+
+    @property
+    def title(self) -> str:
+        """Name of the kernel's case."""
+        return f"router-{self.kernel}-{self.name}" if self.name else f"router-{self.kernel}"
+
+    def __str__(self) -> str:
+        rest = ", looked up" * self.hashed + ", all outputs" * self.everything
+        return f"top {self.k} of {self.N} experts by {self.rule}, [{self.M}, {self.hidden}] in {self.dtype}{rest}"
+
+
+CASES = (
+    Case("few-experts", 512, 8, 128, 4, "softmax", "fp16"),
+    Case("one-token", 1, 256, 7168, 8, "deepseek-v3"),
+    Case("decode", 128, 256, 7168, 8, "deepseek-v3"),
+    Case("decode-ungrouped", 16, 384, 7168, 8, "kimi-k2"),
+    Case("two-roles", 4096, 128, 2048, 4, "softmax", "fp16"),
+    Case("prefill", 16384, 256, 7168, 8, "deepseek-v3"),
+    Case("many-experts", 2048, 512, 4096, 10, "softmax"),
+    Case("tall", 16384, 128, 4096, 8, "qwen3-moe"),
+    Case("turns", 15932, 512, 2048, 10, "qwen3-next"),
+    Case("two-widths", 15082, 160, 6144, 8, "qwen3-coder-480b", "fp16"),
+    Case("two-widths-of-parts", 3256, 160, 6144, 8, "qwen3-coder-480b"),
+    Case("two-widths-whole-softmax", 16384, 160, 5120, 6, "deepseek-v2"),
+    Case("two-widths-most", 8192, 384, 7168, 8, "kimi-k2"),
+    Case("everything", 4096, 256, 7168, 8, "deepseek-v3", everything=True),
+    Case("hashed", 64, 256, 4096, 6, "deepseek-v4-flash", hashed=True),
+    Case("", 4096, 256, 7168, 8, "deepseek-v3", kernel="triton"),
+    Case("fp32", 4096, 256, 7168, 8, "deepseek-v3", "fp32", kernel="triton"),
+    Case("few-experts", 512, 8, 128, 4, "softmax", "fp16", kernel="triton"),
+)  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Inputs:
+    """Tensors of one call of `envoi.route`."""
+
+    tokens: torch.Tensor
+    gate: torch.Tensor
+    expert_bias: torch.Tensor | None
+    token_ids: torch.Tensor | None
+    hash_table: torch.Tensor | None
+
+
+def inputs(case: Case, make: Make = without_memory) -> Inputs:
+    """Return the inputs of a case.
+
+    make: function of shape and dtype that returns a tensor; for an integer dtype, of ids of experts or tokens.
+    """
+    tokens, gate = (make((rows, case.hidden), DTYPES[case.dtype]) for rows in (case.M, case.N))
+    if case.hashed:
+        return Inputs(tokens, gate, None, make((case.M,), torch.int64), make((VOCABULARY, case.k), torch.int64))
+    _, (has_bias, _) = rule_of(case.rule)
+    return Inputs(tokens, gate, make((case.N,), torch.float32) if has_bias else None, None, None)
+
+
+def call_of(case: Case, make: Make = without_memory) -> host.Call:
+    """Return the call that `envoi.route` makes to the kernels for a case."""
+    given, (rule, _) = inputs(case, make), rule_of(case.rule)
+    wanted = (case.everything,) * 3
+    spec = host.spec_of(case.N, case.k, rule, None, given.expert_bias, case.hashed, wanted)
+    return host.Call(
+        given.tokens, given.gate, spec, 1.0, rule.routed_scale, None, given.expert_bias, given.token_ids,
+        given.hash_table,
+    )  # fmt: skip
+
+
+def rule_of(name: str) -> tuple[Rule, tuple[bool, bool]]:
+    """Return a model's rule, and whether it has an expert_bias and a logit_bias; "softmax" is the default rule."""
+    if name == "softmax":
+        return Rule(), (False, False)
+    chosen = preset(name)
+    return chosen.rule, (chosen.has_expert_bias, chosen.has_logit_bias)
+
+
+def launch_of(case: Case, make: Make = without_memory) -> Launch:
+    """Return the launch of a case on an H200."""
+    call = call_of(case, make)
+    outputs = host.empty_outputs(call)
+    if case.kernel == "triton":
+        return Launch(kernel_triton.router_kernel, *host.portable_arguments(call, outputs))
+    spec = replace(call.spec, gluon=True)
+    [share] = choose_shares(case.M, case.hidden, spec, NUM_SMS)
+    [arguments] = host.hopper_launches(call, outputs, NUM_SMS, share.tiling)
+    return Launch(kernel_hopper.router_kernel, *arguments)
+
+
+def kernel_case(case: Case) -> KernelCase:
+    """Return the kernel of a case under its name."""
+    where, arches = ("on Hopper", HOPPER) if case.kernel == "sm90" else ("in plain Triton", EVERY_ARCH)
+    return KernelCase(case.title, f"router {where}: {case}", arches, partial(launch_of, case))
+
+
+KERNELS = tuple(map(kernel_case, CASES))

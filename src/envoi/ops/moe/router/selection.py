@@ -1,0 +1,349 @@
+# pyright: reportAttributeAccessIssue=false, reportArgumentType=false, reportCallIssue=false
+# pyright: reportGeneralTypeIssues=false, reportAssignmentType=false
+"""Selection of each row's experts on the device, in Triton; the Gluon kernel calls these functions too.
+
+    for each row:
+        key = logit, or score (+ expert_bias); only finite keys compete, and only the best groups
+        k times: take out the best key; a tie goes to the smallest id
+
+Each row is selected at most twice. First by packed keys, 32-bit integers of a key's distance below the largest and its
+column, with one reduction a round, and a sigmoid to six digits. A row is certain if no two keys that matter are so near
+that this could have erred; uncertain rows are selected again by exact keys, which equal those of
+`envoi.ops.moe.router.reference` bit for bit: exact division and root, the exponential of CUDA's own library.
+"""
+
+import triton
+import triton.experimental.gluon.language as gl
+import triton.language as tl
+from triton.language.extra import libdevice
+
+from envoi.epilogues.device import INF, INTERPRETED, divide, in_order, sigmoid
+from envoi.ops.moe.router.device_types import Chosen
+
+LOWEST: tl.constexpr = tl.constexpr(-(2**31))  # below the key of any float
+NOWHERE: tl.constexpr = tl.constexpr(1 << 30)  # greater than any column
+# Error of a sigmoid's keys, u = 2^-24: `fast_score` errs by 3.4u at most (2^x by 4u, 1 / x by 2u of themselves), the
+# exact one by 2.3u; with a bias each key is rounded once more, by u of its size, which is at most that of the row's
+# largest and the reach. So two keys err by 12u + 4u (largest + 2): 20u (1 + largest / 5).
+TOLERANCE: tl.constexpr = tl.constexpr(1.2e-6)
+
+
+@triton.jit
+def as_in(x, y, spec: tl.constexpr):
+    """Convert x to the layout of y."""
+    if spec.gluon:
+        return gl.convert_layout(x, y.type.layout)
+    else:
+        return x
+
+
+@triton.jit
+def exponential(x):
+    """Compute e^x with torch's bits on this device."""
+    if INTERPRETED:
+        return tl.exp(x)
+    else:
+        return libdevice.exp(x)
+
+
+@triton.jit
+def log1p(x):
+    """Compute log(1 + x) for x in [0, 1] with torch's bits on this device."""
+    if INTERPRETED:
+        return tl.where(x < 1e-3, x * (1.0 - x * (0.5 - x * 0.33333333)), tl.log(1.0 + x))
+    else:
+        return libdevice.log1p(x)
+
+
+@triton.jit
+def root(x):
+    """Compute the square root, rounded to nearest."""
+    if INTERPRETED:
+        return tl.sqrt(x)
+    else:
+        s = tl.inline_asm_elementwise("sqrt.approx.ftz.f32 $0, $1;", "=f,f", [x], tl.float32, is_pure=True, pack=1)
+        half = tl.inline_asm_elementwise("rsqrt.approx.ftz.f32 $0, $1;", "=f,f", [x], tl.float32, is_pure=True, pack=1)
+        return tl.where(x > 0.0, tl.fma(tl.fma(-s, s, x), 0.5 * half, s), 0.0)
+
+
+@triton.jit
+def score_of(logits, spec: tl.constexpr):
+    """Compute elementwise scores; e^x for the kinds of softmax, whose caller has subtracted the largest."""
+    if spec.rule.score == "sqrt_softplus":
+        return root(tl.maximum(logits, 0.0) + log1p(exponential(-tl.abs(logits))))
+    elif spec.rule.score == "sigmoid" or spec.rule.score == "sigmoid_of_topk":
+        small = exponential(-tl.abs(logits))
+        return divide(tl.where(logits >= 0.0, 1.0, small), 1.0 + small)
+    else:
+        return exponential(logits)
+
+
+@triton.jit
+def order(x):
+    """Map floats to integers in the same order; 0 and -0 are equal."""
+    return in_order((x + 0.0).to(tl.int32, bitcast=True))
+
+
+@triton.jit
+def is_finite(x):
+    """Return the mask of elements that are neither NaN nor infinite."""
+    return tl.abs(x) < INF
+
+
+@triton.jit
+def barred(x, y):
+    """Return x where y is finite, else -inf; without predicate registers, of which there are only seven."""
+    if INTERPRETED:
+        return tl.where(is_finite(y), x, -INF)
+    else:
+        return tl.maximum(tl.fma(y, 0.0, x), -INF)
+
+
+@triton.jit
+def fast_score(logits, spec: tl.constexpr):
+    """Compute `score_of` to within TOLERANCE, if that saves much time."""
+    if spec.rule.score == "sigmoid":
+        return sigmoid(logits)
+    else:
+        return score_of(logits, spec)
+
+
+@triton.jit
+def at_column(x, here):
+    """Return each row's value in the column, one at most, where `here` is true; 0 for none. Exact: a sum of bits."""
+    return tl.sum(tl.where(here, x.to(tl.int32, bitcast=True), 0), 1).to(tl.float32, bitcast=True)
+
+
+@triton.jit
+def slot(x, found, j, spec: tl.constexpr):
+    """Broadcast slot j of each row to all slots. found: 0, 1, 2 ..."""
+    if spec.gluon:
+        return tl.gather(x, found * 0 + j, 1)
+    else:
+        return at_column(x, found == j)[:, None] + (found * 0).to(tl.float32)
+
+
+@triton.jit
+def pick(x, ids, columns, found, spec: tl.constexpr):
+    """Gather x [R, C] at columns `ids` [R, slots]. columns: 0, 1, 2 ...; Triton's gather fails if warps share rows."""
+    if spec.gluon:
+        return tl.gather(x, ids, 1)
+    else:
+        picked = ids.to(tl.float32) * 0.0
+        for r in range(spec.slots):
+            id = tl.max(tl.where(found == r, ids, -1), 1)
+            picked = tl.where(found == r, at_column(x, columns == id[:, None])[:, None], picked)
+        return picked
+
+
+@triton.jit
+def best_of(key, columns):
+    """Return the largest key of each row, and the first column that has it."""
+    best = tl.max(key, 1)
+    return best, tl.min(tl.where(key == best[:, None], columns, NOWHERE), 1)
+
+
+@triton.jit
+def merge_two(a, second_a, b, second_b):
+    """Merge two pairs (largest, second largest) into one."""
+    return tl.maximum(a, b), tl.maximum(tl.minimum(a, b), tl.maximum(second_a, second_b))
+
+
+@triton.jit
+def best_two(key, spec: tl.constexpr):
+    """Return the largest key along the last axis, and the second largest if a group's score includes it; 0 for none."""
+    axis: tl.constexpr = len(key.shape) - 1
+    if spec.rule.group_score == "max":
+        best = tl.max(key, axis)
+        return best, tl.where(best > best, best, 0.0)
+    else:
+        best, second = tl.reduce((key, tl.where(key > key, 0.0, -INF)), axis, merge_two)
+        return best, tl.where(second == -INF, 0.0, second)
+
+
+@triton.jit
+def best_of_groups(key, columns, group_slots, spec: tl.constexpr):
+    """Return `best_two` of every group [R, groups], and the groups' numbers."""
+    size: tl.constexpr = spec.group_size
+    num_groups: tl.constexpr = spec.rule.num_groups
+    if spec.groups_fill:
+        bests, seconds = best_two(tl.reshape(key, (key.shape[0], num_groups, size)), spec)
+        if spec.gluon:
+            numbers = gl.arange(0, num_groups, gl.SliceLayout(0, bests.type.layout))[None, :]
+        else:
+            numbers = tl.arange(0, num_groups)[None, :]
+        return bests, seconds, numbers + (bests > bests).to(tl.int32)
+    else:
+        numbers = group_slots + tl.max((key > key).to(tl.int32), 1)[:, None]
+        bests = numbers.to(tl.float32) * 0.0 - INF
+        seconds = numbers.to(tl.float32) * 0.0
+        for g in range(num_groups):
+            best, second = best_two(tl.where(columns // size == g, key, -INF), spec)
+            bests = tl.where(numbers == g, best[:, None], bests)
+            seconds = tl.where(numbers == g, second[:, None], seconds)
+        return bests, seconds, numbers
+
+
+@triton.jit
+def best_groups(key, columns, group_slots, tolerance, spec: tl.constexpr):
+    """Set keys outside the best groups to -inf; also return each row's largest key kept, and which rows are certain.
+
+    A tie between groups goes to the smaller number. A group's score errs by as much as two keys, 12u and 2u of their
+    sizes, by its own rounding, 2u of these, and by that of the ends of the interval, u: 0.6 and 0.25 of TOLERANCE.
+    """
+    bests, seconds, numbers = best_of_groups(key, columns, group_slots, spec)
+    scores = bests + seconds
+    num_groups: tl.constexpr = spec.rule.num_groups
+    better = numbers * 0
+    for g in tl.static_range(num_groups):
+        other = slot(scores, numbers, g, spec)
+        better += ((other > scores) | ((other == scores) & (g < numbers))).to(tl.int32)
+    keep = (better < spec.rule.num_topk_groups) & (numbers < num_groups)
+    kept = tl.sum(tl.where(keep, 1 << numbers, 0), 1)
+    doubt = tolerance * (0.6 + 0.25 * (tl.abs(bests) + tl.abs(seconds)))
+    doubt = tl.where(bests > -INF, doubt, 0.0)
+    least = tl.min(tl.where(keep, scores - doubt, INF), 1)
+    sure = (least >= tl.max(tl.where(keep, -INF, scores + doubt), 1)).to(tl.int32)
+    largest = tl.max(tl.where(keep, bests, -INF), 1)
+    of_rows = tl.max(key, 1)
+    kept = as_in(kept, of_rows, spec)
+    key = tl.where(((kept[:, None] >> (columns // spec.group_size)) & 1) != 0, key, -INF)
+    return key, as_in(largest, of_rows, spec), as_in(sure, of_rows, spec) > 0
+
+
+@triton.jit
+def selection_key(logits, softmax, expert_bias, FAST: tl.constexpr, spec: tl.constexpr):
+    """Compute the keys by which experts are ranked. FAST: scores to within TOLERANCE."""
+    key = logits
+    if spec.by_score:
+        if spec.rule.score == "softmax":
+            key = divide(score_of(logits - softmax.largest[:, None], spec), softmax.total[:, None])
+        elif FAST:
+            key = fast_score(logits, spec)
+        else:
+            key = score_of(logits, spec)
+    if spec.has_expert_bias:
+        key += expert_bias  # finite, or -inf
+    return key
+
+
+@triton.constexpr_function
+def reach(spec):
+    """Return the distance below the largest key within which packed keys differ; a power of two."""
+    if spec.by_score and spec.rule.score in ("sigmoid", "softmax"):
+        return 2.0 if spec.rule.score == "sigmoid" else 1.0
+    return 32.0
+
+
+@triton.constexpr_function
+def portion_code(spec):
+    """Return the instruction for x / reach + y, clamped to [0, 1]; 0 for -inf and NaN."""
+    return f"fma.rn.sat.f32 $0, $1, {1 / reach(spec)}, $2;"
+
+
+@triton.jit
+def portion(x, y, spec: tl.constexpr):
+    """Compute x / reach + y, clamped to [0, 1]; 0 for -inf and NaN."""
+    if INTERPRETED:
+        x = x * (1.0 / reach(spec)) + y
+        return tl.where(x > 0.0, tl.minimum(x, 1.0), 0.0)
+    else:
+        return tl.inline_asm_elementwise(portion_code(spec), "=f,f,f", [x, y], tl.float32, is_pure=True, pack=1)
+
+
+@triton.constexpr_function
+def num_steps(columns):
+    """Return the number of steps in the reach of packed keys, limited by the column's bits and a float's mantissa."""
+    return min(1 << 23, (1 << 31) // columns)
+
+
+@triton.jit
+def pack_keys(key, largest, columns, spec: tl.constexpr):
+    """Pack keys into uint32 in the same order: steps above the end of the reach, then the inverted column.
+
+    Below key.shape[1] for -inf, and for keys out of reach.
+    """
+    low: tl.constexpr = key.shape[1] - 1
+    steps: tl.constexpr = num_steps(key.shape[1])
+    # The lowest bits of a float from 2^23 on are its integer part; subtracting the others removes them.
+    counted = portion(key, (1.0 - largest * (1.0 / reach(spec)))[:, None], spec) * steps + 8388608.0
+    return ((counted.to(tl.int32, bitcast=True) - 0x4B000000) * (low + 1) + (low - columns)).to(tl.uint32, bitcast=True)
+
+
+@triton.jit
+def gap_below(packed, best):
+    """Return the distance from best - 1 down to each row's next packed key below `best`."""
+    # Keys not below `best` wrap around to greater distances.
+    return tl.min((best - 1)[:, None] - packed, 1)
+
+
+@triton.jit
+def choose_packed(key, largest, columns, slots, k, tolerance: tl.constexpr, spec: tl.constexpr):
+    """Choose the k best packed keys: Chosen, and which rows [R] are certain of their choice and its order.
+
+    A row is certain if no two of its k best keys and the next are so near that packed keys may err.
+
+    A count of steps errs by a quarter of a step for the portion and half of one for the sum: two of them by 1.5. The
+    rounding of a row's largest key shifts all of its keys alike. Keys out of reach, or above it, are farther apart
+    than their counts.
+    """
+    low: tl.constexpr = key.shape[1] - 1
+    largest = tl.where(largest == -INF, 0.0, largest)
+    packed = pack_keys(key, largest, columns, spec)
+    none = (largest > largest).to(tl.int32)
+    found = slots + as_in(none, tl.max(slots, 1), spec)[:, None]
+    bests = found * 0
+    best = (none - 1).to(tl.uint32, bitcast=True)
+    nearest = best
+    for r in range(k):
+        gap = gap_below(packed, best)
+        nearest = tl.minimum(nearest, gap)
+        best -= gap + 1
+        bests = tl.where(found == r, as_in(best.to(tl.int32, bitcast=True), tl.max(found, 1), spec)[:, None], bests)
+    nearest = tl.minimum(nearest, gap_below(packed, best))  # without another key, it wraps around to the first
+    err = (1.0 + 0.2 * tl.abs(largest)) * (tolerance * num_steps(key.shape[1]) / reach(spec)) + 2.0
+    margin = tl.minimum(err, 1.0 * num_steps(key.shape[1])).to(tl.int32) * (low + 1) + low
+    certain = (best > low) & (nearest >= margin.to(tl.uint32, bitcast=True))
+    return Chosen((bests & low) ^ low, found), certain
+
+
+@triton.jit
+def choose_best(ranks, columns, found, k, spec: tl.constexpr):
+    """Choose the ids [R, slots] of the k best ranks (integers), best first, the smaller id in a tie; -1 for none."""
+    ids = found * 0 - 1
+    for r in range(k):
+        best, id = best_of(ranks, columns)
+        ranks = tl.where(columns == id[:, None], LOWEST, ranks)
+        id = as_in(tl.where(best > LOWEST, id, -1), tl.max(found, 1), spec)
+        ids = tl.where(found == r, id[:, None], ids)
+    return ids
+
+
+@triton.jit
+def choose_fast(logits, softmax, positions, expert_bias, k, spec: tl.constexpr):
+    """Choose each row's experts by packed keys: Chosen, and which rows [R] are certain."""
+    columns = positions.columns
+    tolerance: tl.constexpr = TOLERANCE if spec.by_score and spec.rule.score == "sigmoid" else 0.0
+    key = selection_key(logits, softmax, expert_bias, True, spec)
+    key = barred(key, logits)
+    if not spec.has_expert_bias:
+        key = tl.where(columns < spec.num_experts, key, -INF)
+    if spec.rule.num_groups > 1:
+        key, largest, sure = best_groups(key, columns, positions.groups, tolerance, spec)
+        chosen, certain = choose_packed(key, largest, columns, positions.slots, k, tolerance, spec)
+        return chosen, certain & sure
+    else:
+        return choose_packed(key, tl.max(key, 1), columns, positions.slots, k, tolerance, spec)
+
+
+@triton.jit
+def choose_exactly(logits, usable, softmax, positions, expert_bias, k, spec: tl.constexpr):
+    """Choose each row's experts by exact keys: Chosen. usable [R, C]: experts whose logit is finite."""
+    columns = positions.columns
+    key = selection_key(logits, softmax, expert_bias, False, spec)
+    key = tl.where(usable & is_finite(key), key, -INF)
+    if spec.rule.num_groups > 1:
+        key, _largest, _sure = best_groups(key, columns, positions.groups, 0.0, spec)
+    none = tl.max((key > key).to(tl.int32), 1)
+    found = positions.slots + as_in(none, tl.max(positions.slots, 1), spec)[:, None]
+    return Chosen(choose_best(tl.where(key > -INF, order(key), LOWEST), columns, found, k, spec), found)
