@@ -24,7 +24,7 @@ unexport PYTHONDONTWRITEBYTECODE
 
 help:
 	@echo "make demo      a trained MoE model answers through Envoi: tables on the terminal, a picture in demo.png"
-	@echo "make test      all tests (on a machine without a GPU: those that need none)"
+	@echo "make test      the tests (on a machine without a GPU: those that need none)"
 	@echo "make test-oldest  the transformers tests, with the oldest transformers that is supported"
 	@echo "make test-slow the tests that make test leaves out: more cases of the same kinds; nightly, as make gate"
 	@echo "make docs      the site, in site/: no network is used"

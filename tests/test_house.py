@@ -158,7 +158,8 @@ def num_parameters(function: ast.FunctionDef) -> int:
 
 
 ROOMS_OF_DEVICE_CODE = (
-    "epilogue", "gemm/hopper", "gemm/hopper_mx", "gemm/blackwell", "gemm/triton", "moe", "moe/router", "indexer",
+    "epilogues", "ops/gemm/hopper", "ops/gemm/hopper_mx", "ops/gemm/blackwell", "ops/gemm/triton", "ops/moe",
+    "ops/moe/router", "ops/indexer",
 )  # fmt: skip
 
 

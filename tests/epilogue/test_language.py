@@ -14,6 +14,7 @@ import numpy as np
 import pytest
 import torch
 
+import envoi
 import envoi.epilogues as language
 from envoi.epilogues import (
     Col,
@@ -84,7 +85,7 @@ ACC = torch.randn(M, N, generator=SOURCE) * 3
 
 
 def test_the_ir_prints_itself():
-    @language
+    @epilogue
     def scale(acc, alpha: Scalar, bias: Col):
         return relu(alpha * acc + bias)
 
@@ -105,8 +106,15 @@ def test_the_ir_prints_itself():
 
 
 def test_the_decorator_has_two_names():
-    assert language.epilogue is epilogue
-    assert str(language(lambda acc: acc + 1).ir) == str(epilogue(lambda acc: acc + 1).ir)
+    assert envoi.epilogue is language.epilogue is epilogue
+
+
+def test_the_earlier_name_of_the_language_works_and_warns():
+    with pytest.warns(DeprecationWarning, match=r"envoi\.epilogue\.silu is envoi\.epilogues\.silu now"):
+        from envoi.epilogue import silu as earlier
+    assert earlier is language.silu
+    with pytest.raises(ImportError):
+        from envoi.epilogue import nothing  # noqa: F401
 
 
 OPERATIONS = {

@@ -17,7 +17,8 @@ LEAVES = {
     "ops/gemm/grouping.py", "ops/gemm/hopper/config.py", "runtime/devices.py", "runtime/math.py",
     "runtime/prepared/constants.py", "runtime/shortcuts.py", "runtime/triton_compat.py",
 }  # fmt: skip
-ROOMS = [Path(envoi.__file__).parent / room for room in ("ops/gemm", "runtime")]
+PACKAGE = Path(envoi.__file__).parent
+ROOMS = [PACKAGE / room for room in ("ops/gemm", "runtime")]
 
 
 @pytest.fixture
@@ -36,7 +37,7 @@ def files_of(call) -> set[str]:
     def note(frame, event, argument):
         path = Path(frame.f_code.co_filename)
         if any(room in path.parents for room in ROOMS):
-            found.add(str(path.relative_to(ROOMS[0].parent)))
+            found.add(str(path.relative_to(PACKAGE)))
 
     sys.setprofile(note)
     try:
@@ -52,7 +53,7 @@ def test_a_call_passes_through_few_files(launched):
     files = files_of(lambda: envoi.gemm(a, b))
     kernel = Path(launched[-1].fn.__code__.co_filename)
     files -= LEAVES
-    files |= {str(kernel.relative_to(ROOMS[0].parent)), str(Path(launch.__file__).relative_to(ROOMS[0].parent))}
+    files |= {str(kernel.relative_to(PACKAGE)), str(Path(launch.__file__).relative_to(PACKAGE))}
     assert files == {
         "runtime/prepared/calls.py", "ops/gemm/api.py", "runtime/custom_op.py", "ops/gemm/backend.py",
         "ops/gemm/hopper/host.py", "runtime/tma.py", "runtime/launch.py", "ops/gemm/hopper/kernel.py",

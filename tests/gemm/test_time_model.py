@@ -66,6 +66,7 @@ def test_regret_is_the_chosen_time_over_the_best():
     assert regret(program.GemmTimes("", NUM_SMS, ((fast, 10.0), (slow, 12.0)), problem), COSTS) == 1.0
 
 
+@pytest.mark.slow
 def test_a_fit_chooses_better_also_where_it_has_not_seen(shapes):
     data = [measured(shape, OTHER, noise=0.02) for shape in shapes]
     before = mean_regret(data, COSTS)

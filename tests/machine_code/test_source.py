@@ -41,17 +41,17 @@ def edited(monkeypatch):
 
 
 EDITS = {
-    "the kernel": (0, "gemm.hopper.kernel", "num_consumers == 3", "num_consumers == 4"),
-    "a device function": (0, "gemm.hopper.mainloop", "warpgroup_mma(", "warpgroup_mma_twice("),
-    "a constexpr function": (0, "gemm.hopper.consumer", "cfg.consumers_per_tile > 1", "cfg.consumers_per_tile > 2"),
-    "an aggregate's method": (0, "gemm.hopper.pipeline", "self.cfg.num_stages", "self.cfg.num_consumers"),
-    "a property of a constant": (0, "gemm.hopper.config", "self.num_stages", "self.num_consumers"),
-    "what a generated epilogue calls": (1, "epilogue.tile_gluon", "return [turns, ", "return [turns + 1, "),
-    "what that calls": (1, "epilogue.device", "power_of_two(x * -LOG2_E)", "power_of_two(x * LOG2_E)"),
-    "a constant of a device function": (1, "epilogue.device", "1.4426950408889634", "1.4426950408889635"),
+    "the kernel": (0, "ops.gemm.hopper.kernel", "num_consumers == 3", "num_consumers == 4"),
+    "a device function": (0, "ops.gemm.hopper.mainloop", "warpgroup_mma(", "warpgroup_mma_twice("),
+    "a constexpr function": (0, "ops.gemm.hopper.consumer", "cfg.consumers_per_tile > 1", "cfg.consumers_per_tile > 2"),
+    "an aggregate's method": (0, "ops.gemm.hopper.pipeline", "self.cfg.num_stages", "self.cfg.num_consumers"),
+    "a property of a constant": (0, "ops.gemm.hopper.config", "self.num_stages", "self.num_consumers"),
+    "what a generated epilogue calls": (1, "epilogues.tile_gluon", "return [turns, ", "return [turns + 1, "),
+    "what that calls": (1, "epilogues.device", "power_of_two(x * -LOG2_E)", "power_of_two(x * LOG2_E)"),
+    "a constant of a device function": (1, "epilogues.device", "1.4426950408889634", "1.4426950408889635"),
     "a change to the PTX": (0, "runtime.narrow_wgmma", "[: used // 2]", "[: used // 4]"),
     "an option of all launches": (0, "runtime.triton_compat", 'fp_fusion": True', 'fp_fusion": False'),
-    "another kernel": (2, "moe.router.choose_experts", "tl.max(slots, 1)", "tl.min(slots, 1)"),
+    "another kernel": (2, "ops.moe.router.choose_experts", "tl.max(slots, 1)", "tl.min(slots, 1)"),
 }
 
 

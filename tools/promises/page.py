@@ -269,7 +269,7 @@ Kernels of torch aren't watched either. racecheck names the stores by which Trit
 roles in every kernel with roles, since it doesn't follow the barrier behind them: reports of that table's accesses
 alone, in one kernel's machine code, are counted apart. So are its warnings, and reports of the words that roles of one
 launch of L1 and L2 hand over by mbarriers, which it doesn't follow either: `tests/moe/test_one_launch_roles.py`
-simulates the protocol, and `tests/machine_code/test_words.py` finds a barrier before each arrival.
+simulates the protocol, and `tools/machine_code/arrivals.py` finds a barrier before each arrival.
 
 Test: `tests/promises/test_sanitize.py`. Program: `python -m tools.promises sanitize`.
 
