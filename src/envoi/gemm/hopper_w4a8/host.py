@@ -1,0 +1,101 @@
+"""GEMMs by expert with MXFP4 weights in the order for FP8 tokens: what the kernel can take, and its launch."""
+
+from dataclasses import replace
+from functools import cache
+from typing import cast
+
+import torch
+
+from envoi.epilogue.ir import IR
+from envoi.epilogue.library import store
+from envoi.epilogue.lower import Lowered, lower
+from envoi.epilogue.outputs import chunk_columns, empty_outputs, operand_tensors, output_specs, rows_must_fit
+from envoi.gemm.grouping import Grouping, RowMode
+from envoi.gemm.hopper.host import A_SF, B_SF, as_stored, max_experts, with_scales
+from envoi.gemm.hopper_w4a8.config import BLOCK_K, TILE, W4A8Config, w4a8_config
+from envoi.gemm.triton import host as triton_host
+from envoi.quant.fp8_fragments import e4m3_tables
+from envoi.runtime import devices, workspace
+from envoi.runtime.math import cdiv
+from envoi.runtime.tma import descriptor, tma_ready, unswizzled_descriptor
+from envoi.types import Matrix, QuantTensor
+
+
+def supports_w4a8(a: Matrix, b: Matrix, ir: IR, grouping: Grouping) -> str:
+    """Return why the kernel can't run this; "" if it can."""
+    if not isinstance(a, QuantTensor) or a.packed or a.sf.dtype != torch.float32 or a.group != (1, a.shape[-1]):
+        return "the tokens' format"
+    if not isinstance(b, QuantTensor) or b.order != "fp8_fragments":
+        return "the weights' order"
+    if grouping.write_tail:
+        return "rows of no expert are wanted"
+    if ir.takes_halves:
+        return "halves of the weights' rows"
+    if rows_must_fit(ir):
+        return "whole rows" if b.shape[-2] <= triton_host.MAX_TILE_N else triton_host.supports_triton(ir, b.shape[-2])
+    return "" if chunk_columns(ir) <= TILE else f"a piece of {chunk_columns(ir)} columns"
+
+
+def run(
+    a: QuantTensor, b: QuantTensor, offsets: torch.Tensor, ir: IR, out_dtype: torch.dtype, operands: dict,
+    grouping: Grouping, config: W4A8Config | None = None,
+) -> list[torch.Tensor]:  # fmt: skip
+    """Return the outputs of `envoi.grouped_gemm` but for rows of no expert, as a flat list."""
+    M, N = a.shape[0], b.shape[-2]
+    scales = {A_SF: a.sf.reshape(-1), B_SF: b.scale}
+    written = empty_outputs(ir, output_specs(ir, out_dtype), M, N, a.device, grouping.to)
+    if M == 0:
+        return triton_host.finish_outputs(ir, written, offsets)
+    if rows_must_fit(ir):
+        tensors, pointers = operand_tensors(ir, operands, b.shape[0])
+        acc = torch.empty(M, N, dtype=torch.float32, device=a.device)
+        scaled = with_scales(store.ir, "row", "row")
+        own, own_pointers = operand_tensors(scaled, scales, b.shape[0])
+        plain = lower(scaled, torch.float32, "gluon", False, False, own_pointers)
+        _launch(a, b, offsets, plain, own, [acc], grouping, config)
+        triton_host.finish_rows(acc, ir, out_dtype, tensors, pointers, written, offsets, False)
+    else:
+        scaled = with_scales(ir, "row", "row")
+        tensors, pointers = operand_tensors(scaled, {**scales, **operands}, b.shape[0])
+        code = lower(scaled, out_dtype, "gluon", False, False, pointers, scattered=grouping.to is not None)
+        _launch(a, b, offsets, code, tensors, written, grouping, config)
+    return triton_host.finish_outputs(ir, written, offsets)
+
+
+def _launch(
+    a: QuantTensor, b: QuantTensor, offsets: torch.Tensor, code: Lowered, operands: tuple,
+    outputs: list[torch.Tensor], grouping: Grouping, config: W4A8Config | None,
+) -> None:  # fmt: skip
+    from envoi.gemm.hopper_w4a8.kernel import w4a8_kernel
+    from envoi.runtime.launch import launch
+
+    config = config or w4a8_config(b.shape[-1], grouping.likely_rows(a.shape[0]), b.shape[0])
+    given = arguments(a, b, offsets, code, operands, outputs, config)
+    launch(w4a8_kernel, (devices.num_sms(a.device),), given, {"num_warps": config.num_warps})
+
+
+def arguments(
+    a: QuantTensor, b: QuantTensor, offsets: torch.Tensor, code: Lowered, operands: tuple,
+    outputs: list[torch.Tensor], config: W4A8Config,
+) -> tuple:  # fmt: skip
+    """Return the kernel's arguments."""
+    M, (E, N, K) = a.shape[0], cast(tuple[int, int, int], b.shape)
+    parts = torch.empty(code.partials * cdiv(N, TILE) * M, dtype=torch.float32, device=a.device)
+    count = workspace.counters(M + config.block_y, a.device) if parts.numel() else parts.view(torch.int32)
+    words = b.values.flatten().view(torch.int32).view(-1, 256)
+    factors = b.sf.view(torch.uint8).flatten().view(torch.int32).view(-1, 32)
+    return (
+        descriptor(tma_ready(a.values), config.block_y, BLOCK_K), unswizzled_descriptor(words, 4, 256),
+        unswizzled_descriptor(factors, 2, 32), tables_on(a.device) if config.looks_up else None,
+        operands or (0,), as_stored(outputs), offsets, parts, count, M, N, K, E, config, code,
+        RowMode.of(True, False), max_experts(E, False),
+    )  # fmt: skip
+
+
+@cache
+def tables_on(device: torch.device) -> torch.Tensor:
+    """Return the tables of `envoi.quant.fp8_fragments` on a device, int64 [16], kept for the life of the process."""
+    tables = e4m3_tables().view(torch.int64).flatten()
+    if device.type == "meta":
+        return tables.to(device)
+    return workspace.in_another_thread(lambda: tables.to(device))
