@@ -20,7 +20,8 @@ from envoi.epilogue.library import swiglu_oai_with
 from envoi.quant import regroup
 from envoi.quant.bits import as_bytes
 from envoi.quant.cast import dequantize
-from envoi.quant.formats import FORMATS, Format, format_named
+from envoi.quant.formats import FORMATS, SCHEMES, Format, format_named
+from envoi.quant.fp8_fragments import supports_fp8_fragments, to_fp8_fragments
 from envoi.quant.fragments import supports_fragments, to_fragments
 from envoi.quant.pack import deinterleave_gate_up, interleave_gate_up, pack_weight, pad_factors
 from envoi.runtime.devices import implementation
@@ -261,17 +262,20 @@ def _in_scheme(
 def _arranged(experts: ExpertWeights, theirs: Sequence[Matrix] | None = None) -> ExpertWeights:
     """Put MX and NVFP4 weights into the order that the Hopper kernels read.
 
-    4-bit weights for bf16 tokens are put into the order of the tensor cores' operands, if both can be, in place but for
-    memory of `theirs`, weights that a caller owns; None: all memory is a caller's. Of the others nothing is copied but
-    scale factors, where their rows don't start on 16 bytes.
+    4-bit weights for bf16 or FP8 tokens are put into an order of the tensor cores' operands, if both can be, in place
+    but for memory of `theirs`, weights that a caller owns; None: all memory is a caller's. Of the others nothing is
+    copied but scale factors, where their rows don't start on 16 bytes.
     """
     gate_up, down = experts.gate_up, experts.down
     if not isinstance(gate_up, QuantTensor) or not isinstance(down, QuantTensor) or experts.order != "rows":
         return experts
     if implementation(experts.device) != "hopper" or gate_up.group not in ((1, 32), (1, 16)):
         return experts
-    quantised_tokens = format_named(experts.format).activations is not None
-    if quantised_tokens or supports_fragments(gate_up) or supports_fragments(down):
+    activations = format_named(experts.format).activations
+    supports, put = supports_fragments, to_fragments
+    if activations == SCHEMES["fp8_row"]:
+        supports, put = supports_fp8_fragments, to_fp8_fragments
+    if activations == SCHEMES["mxfp8"] or supports(gate_up) or supports(down):
         if gate_up.sf.dtype != torch.float8_e8m0fnu:
             return experts
         return replace(experts, gate_up=_with_rows_on_16_bytes(gate_up), down=_with_rows_on_16_bytes(down))
@@ -284,7 +288,7 @@ def _arranged(experts: ExpertWeights, theirs: Sequence[Matrix] | None = None) ->
     def own(x: QuantTensor) -> QuantTensor:
         return replace(x, values=own_tensor(x.values), sf=own_tensor(x.sf))
 
-    return replace(experts, gate_up=to_fragments(own(gate_up)), down=to_fragments(own(down)))
+    return replace(experts, gate_up=put(own(gate_up)), down=put(own(down)))
 
 
 ExpertWeights.arrange = staticmethod(_arranged)

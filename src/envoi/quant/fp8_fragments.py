@@ -24,6 +24,7 @@ import torch
 from envoi.quant.bits import e2m1_decode, pack_nibbles, unpack_nibbles
 from envoi.types import QuantTensor
 
+ORDER = "fp8_fragments"
 TILE = 64  # rows, and elements of K
 LEAST_SHIFT, LARGEST_SHIFT = -8, 6  # powers of two by which every E2M1 number is an E4M3 number
 NAN_SHIFT = 15  # index of the table of NaN
@@ -99,18 +100,23 @@ def to_fp8_fragments(x: QuantTensor) -> QuantTensor:
         scale[expert] = torch.ldexp(torch.ones_like(scale[expert]), reference.int())
         x.values[expert] = _values_to_fragments(part.values)
         x.sf[expert].view(torch.uint8).copy_(_sf_to_fragments(index))
-    return replace(x, scale=scale, scales_at_most_2=False, order="fp8_fragments")
+    return replace(x, scale=scale, scales_at_most_2=False, order=ORDER)
 
 
 def to_rows(x: QuantTensor) -> QuantTensor:
-    """Invert `to_fp8_fragments` in a copy, number for number; factors of zeros may differ. Any leading shape."""
+    """Invert `to_fp8_fragments` in a copy, number for number; factors of zeros may differ. Any leading shape.
+
+    Without a scale the rows' references are 1.
+    """
     values = x.values.reshape(-1, *x.values.shape[-2:])
     index = x.sf.view(torch.uint8).reshape(-1, *x.sf.shape[-2:])
     if len(values):
         values = torch.stack([_values_to_rows(part) for part in values])
         index = torch.stack([_sf_to_rows(part) for part in index])
-    reference = torch.frexp(x.scale)[1].reshape(index.shape[:-1]).unsqueeze(-1) - 1  # of 2^r, which is 0.5 * 2^(r + 1)
-    factors = (index.int() + LEAST_SHIFT + reference + BIAS).clamp(0, NAN_BYTE - 1)
+    exponent = index.int() + (LEAST_SHIFT + BIAS)
+    if x.scale is not None:  # 2^r is 0.5 * 2^(r + 1)
+        exponent = exponent + (torch.frexp(x.scale)[1] - 1).reshape(index.shape[:-1]).unsqueeze(-1)
+    factors = exponent.clamp(0, NAN_BYTE - 1)
     factors = factors.masked_fill(index == NAN_SHIFT, NAN_BYTE).to(torch.uint8)
     sf = factors.view(x.sf.shape).view(x.sf.dtype)
     return replace(x, values=values.view(x.values.shape), sf=sf, scale=None, order="rows")

@@ -22,6 +22,7 @@ from dataclasses import replace
 
 import torch
 
+from envoi.quant import fp8_fragments
 from envoi.quant.bits import pack_nibbles, unpack_nibbles
 from envoi.types import QuantTensor
 
@@ -71,9 +72,14 @@ def to_fragments(x: QuantTensor) -> QuantTensor:
 
 
 def to_rows(x: QuantTensor) -> QuantTensor:
-    """Invert `to_fragments` in a copy; `x` itself if it is by rows already. Any leading shape."""
+    """Return the weights by rows: a copy, or `x` itself if it is by rows already. Any leading shape.
+
+    Inverts `to_fragments`, and `fp8_fragments.to_fp8_fragments`, whose scale of each row becomes part of the factors.
+    """
     if x.order == "rows":
         return x
+    if x.order == fp8_fragments.ORDER:
+        return fp8_fragments.to_rows(x)
     values = x.values.reshape(-1, *x.values.shape[-2:])
     sf = x.sf.view(torch.uint8).reshape(-1, *x.sf.shape[-2:])
     values = torch.stack([_values_to_rows(part) for part in values]) if len(values) else values

@@ -10,7 +10,7 @@ TILE = 64  # rows, and elements of K, of a tile of weights
 BLOCK_K = 128  # of a stage: two tiles
 TILE_BYTES = 2048 + 128  # of a tile of weights and its factors
 MAX_STAGES = 8
-LAST = 128  # tokens that the epilogue takes at once
+TURNED_BYTES = 16384  # in which both consumers transpose, a part of a tile at a time
 # Tiles (64-row tiles of a consumer, tokens), and how long one takes for each 64 rows of weights beside 64 tokens.
 TILES = {(1, 16): 0.7, (1, 32): 0.8, (1, 64): 1.0, (1, 128): 1.6, (1, 256): 2.9}
 
@@ -71,6 +71,6 @@ def w4a8_config(K: int, num_rows: int, num_experts: int) -> W4A8Config:
 
 
 def fitted(config: W4A8Config) -> W4A8Config:
-    """Return the config with as many stages as fit the shared memory, beside barriers and transposed tiles."""
-    room = SHARED_BYTES - RESERVED_BYTES - config.num_consumers * TILE * min(config.block_y, LAST) * 4
+    """Return the config with as many stages as fit the shared memory, less what barriers and epilogues take."""
+    room = SHARED_BYTES - RESERVED_BYTES - TURNED_BYTES
     return replace(config, num_stages=min(config.num_stages, room // config.stage_bytes))

@@ -1,6 +1,5 @@
 """GEMMs by expert with MXFP4 weights in the order for FP8 tokens: what the kernel can take, and its launch."""
 
-from dataclasses import replace
 from functools import cache
 from typing import cast
 
@@ -11,10 +10,10 @@ from envoi.epilogue.library import store
 from envoi.epilogue.lower import Lowered, lower
 from envoi.epilogue.outputs import chunk_columns, empty_outputs, operand_tensors, output_specs, rows_must_fit
 from envoi.gemm.grouping import Grouping, RowMode
-from envoi.gemm.hopper.host import A_SF, B_SF, as_stored, max_experts, with_scales
+from envoi.gemm.hopper.host import A_SF, as_stored, max_experts, with_scales
 from envoi.gemm.hopper_w4a8.config import BLOCK_K, TILE, W4A8Config, w4a8_config
 from envoi.gemm.triton import host as triton_host
-from envoi.quant.fp8_fragments import e4m3_tables
+from envoi.quant.fp8_fragments import ORDER, e4m3_tables
 from envoi.runtime import devices, workspace
 from envoi.runtime.math import cdiv
 from envoi.runtime.tma import descriptor, tma_ready, unswizzled_descriptor
@@ -25,7 +24,7 @@ def supports_w4a8(a: Matrix, b: Matrix, ir: IR, grouping: Grouping) -> str:
     """Return why the kernel can't run this; "" if it can."""
     if not isinstance(a, QuantTensor) or a.packed or a.sf.dtype != torch.float32 or a.group != (1, a.shape[-1]):
         return "the tokens' format"
-    if not isinstance(b, QuantTensor) or b.order != "fp8_fragments":
+    if not isinstance(b, QuantTensor) or b.order != ORDER:
         return "the weights' order"
     if grouping.write_tail:
         return "rows of no expert are wanted"
@@ -40,22 +39,25 @@ def run(
     a: QuantTensor, b: QuantTensor, offsets: torch.Tensor, ir: IR, out_dtype: torch.dtype, operands: dict,
     grouping: Grouping, config: W4A8Config | None = None,
 ) -> list[torch.Tensor]:  # fmt: skip
-    """Return the outputs of `envoi.grouped_gemm` but for rows of no expert, as a flat list."""
+    """Return the outputs of `envoi.grouped_gemm` but for rows of no expert, as a flat list.
+
+    The product is of the weights without their scale, which is the epilogue's to multiply by, as with NVFP4.
+    """
     M, N = a.shape[0], b.shape[-2]
-    scales = {A_SF: a.sf.reshape(-1), B_SF: b.scale}
+    scales = {A_SF: a.sf.reshape(-1)}
     written = empty_outputs(ir, output_specs(ir, out_dtype), M, N, a.device, grouping.to)
     if M == 0:
         return triton_host.finish_outputs(ir, written, offsets)
     if rows_must_fit(ir):
         tensors, pointers = operand_tensors(ir, operands, b.shape[0])
         acc = torch.empty(M, N, dtype=torch.float32, device=a.device)
-        scaled = with_scales(store.ir, "row", "row")
+        scaled = with_scales(store.ir, "row", "")
         own, own_pointers = operand_tensors(scaled, scales, b.shape[0])
         plain = lower(scaled, torch.float32, "gluon", False, False, own_pointers)
         _launch(a, b, offsets, plain, own, [acc], grouping, config)
         triton_host.finish_rows(acc, ir, out_dtype, tensors, pointers, written, offsets, False)
     else:
-        scaled = with_scales(ir, "row", "row")
+        scaled = with_scales(ir, "row", "")
         tensors, pointers = operand_tensors(scaled, {**scales, **operands}, b.shape[0])
         code = lower(scaled, out_dtype, "gluon", False, False, pointers, scattered=grouping.to is not None)
         _launch(a, b, offsets, code, tensors, written, grouping, config)

@@ -217,9 +217,9 @@ def w4a8_kernel(
     """Set up the stages, then start one role for each partition of warps. Grid: (number of SMs,).
 
     x_desc: TMA descriptor of E4M3 tokens [M, K], boxes [block_y, 128]. w_desc: of weights as int32 [2 * tiles, 256],
-    boxes [4, 256], two tiles along K. f_desc: of factors as int32 [tiles, 32], boxes [2, 32]. lut: int64 [16], tables of
-    `envoi.quant.fp8_fragments`. The others are fields of `Problem`, `EpilogueArgs` and `RowReductions`; they are flat
-    because a launch takes no descriptor within a tuple.
+    boxes [4, 256], two tiles along K. f_desc: of factors as int32 [tiles, 32], boxes [2, 32]. lut: int64 [16], tables
+    of `envoi.quant.fp8_fragments`, or None. The others are fields of `Problem`, `EpilogueArgs` and `RowReductions`;
+    they are flat because a launch takes no descriptor within a tuple.
     """
     stages = Stages.create(x_desc, w_desc, f_desc, cfg)
     fence_async_shared()

@@ -27,9 +27,8 @@ def tables_of(index, lut, LOOKS_UP: gl.constexpr):
     if LOOKS_UP:
         both = gl.load(lut + index)
         return both.to(gl.int32), (both >> 32).to(gl.int32)
-    else:
-        # Magnitudes 0, 0.5, 1, 1.5 | 2, 3, 4, 6 of index 2 would be 0, 0, 8, 12 | 16, 20, 24, 28.
-        return index * 0x08080800 - 0x04081000, index * 0x08080808 + 0x0C080400
+    # Magnitudes 0, 0.5, 1, 1.5 | 2, 3, 4, 6 of index 2 would be 0, 0, 8, 12 | 16, 20, 24, 28.
+    return index * 0x08080800 - 0x04081000, index * 0x08080808 + 0x0C080400
 
 
 @gluon.jit
