@@ -10,14 +10,14 @@ TILE = 64  # rows, and elements of K, of a tile of weights
 BLOCK_K = 128  # of a stage: two tiles
 TILE_BYTES = 2048 + 128  # of a tile of weights and its factors
 MAX_STAGES = 8
-TURNED_BYTES = 16384  # in which both consumers transpose, a part of a tile at a time
-# Tiles (64-row tiles of a consumer, tokens), and how long one takes for each 64 rows of weights beside 64 tokens.
-TILES = {(1, 16): 0.7, (1, 32): 0.8, (1, 64): 1.0, (1, 128): 1.6, (1, 256): 2.9}
+TURNED_BYTES = 6144  # in which a consumer transposes a part of a tile at a time
+# Tokens of a tile, and how long one takes beside one of 64.
+TOKEN_TILES = {16: 0.75, 32: 0.8, 64: 1.0, 128: 1.7}
 
 
 @dataclass(frozen=True)
 class W4A8Config(SwappedTiles):
-    """Constants of the kernel: tiles of two consumers' features, row_tiles * 64 each, and block_y tokens.
+    """Constants of the kernel: tiles of its consumers' features, row_tiles * 64 each, and block_y tokens.
 
     num_steps: K / 64. stages_per_turn: stages that a turn of the loop multiplies. looks_up: tables of E4M3 come from
     memory, else they are computed, which only shifts from -5 on allow (`envoi.quant.fp8_fragments`).
@@ -27,14 +27,24 @@ class W4A8Config(SwappedTiles):
     block_y: int
     num_stages: int
     num_steps: int
-    row_tiles: int = 1
+    row_tiles: int = 2
     stages_per_turn: int = 2
     looks_up: bool = True
-    num_consumers: int = 2
+    num_consumers: int = 1
     rows_per_consumer: int = TILE  # of one run of the epilogue
     block_k: int = BLOCK_K
     num_warps: int = 4
     swizzle_rows: int = 8
+
+    @property
+    def ctas(self) -> int:
+        """CTAs on an SM: two where each has one consumer, so that one multiplies during the other's epilogue."""
+        return 2 if self.num_consumers == 1 else 1
+
+    @property
+    def options(self) -> dict[str, int]:
+        """Options of the launch."""
+        return {"num_warps": self.num_warps} if self.ctas == 1 else {"num_warps": self.num_warps, "maxnreg": 128}
 
     @property
     def block_x(self) -> int:
@@ -66,11 +76,12 @@ def w4a8_config(K: int, num_rows: int, num_experts: int) -> W4A8Config:
     """Return the config for so many rows of all experts."""
     rows = num_rows / max(1, num_experts)
     # Experts differ: on average half of a last tile is empty.
-    row_tiles, block_y = min(TILES, key=lambda tile: max(1.0, rows / tile[1] + 0.5) * TILES[tile])
-    return fitted(W4A8Config(block_y, MAX_STAGES, K // TILE, row_tiles))
+    block_y = min(TOKEN_TILES, key=lambda size: max(1.0, rows / size + 0.5) * TOKEN_TILES[size])
+    return fitted(W4A8Config(block_y, MAX_STAGES, K // TILE))
 
 
 def fitted(config: W4A8Config) -> W4A8Config:
     """Return the config with as many stages as fit the shared memory, less what barriers and epilogues take."""
-    room = SHARED_BYTES - RESERVED_BYTES - TURNED_BYTES
+    room = SHARED_BYTES if config.ctas == 1 else (SHARED_BYTES - 1024) // 2
+    room -= RESERVED_BYTES + config.num_consumers * TURNED_BYTES
     return replace(config, num_stages=min(config.num_stages, room // config.stage_bytes))

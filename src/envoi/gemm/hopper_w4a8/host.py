@@ -73,7 +73,7 @@ def _launch(
 
     config = config or w4a8_config(b.shape[-1], grouping.likely_rows(a.shape[0]), b.shape[0])
     given = arguments(a, b, offsets, code, operands, outputs, config)
-    launch(w4a8_kernel, (devices.num_sms(a.device),), given, {"num_warps": config.num_warps})
+    launch(w4a8_kernel, (devices.num_sms(a.device) * config.ctas,), given, config.options)
 
 
 def arguments(

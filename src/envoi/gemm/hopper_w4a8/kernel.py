@@ -228,8 +228,14 @@ def w4a8_kernel(
     rows = RowReductions(row_parts, row_counters)
     epilogue = EpilogueArgs(descs, operands, outputs, rows, None, problem, code)
     role_barrier()
-    gl.warp_specialize([
-        (consumer, (stages, lut, epilogue, 0)),
-        (consumer, (stages, lut, epilogue, 1)),
-        (producer, (x_desc, w_desc, f_desc, stages, problem)),
-    ], [4, 1], [240 if MORE_REGISTERS else 232, 24])  # fmt: skip
+    if cfg.num_consumers == 1:
+        gl.warp_specialize([
+            (consumer, (stages, lut, epilogue, 0)),
+            (producer, (x_desc, w_desc, f_desc, stages, problem)),
+        ], [1], [24])  # fmt: skip
+    else:
+        gl.warp_specialize([
+            (consumer, (stages, lut, epilogue, 0)),
+            (consumer, (stages, lut, epilogue, 1)),
+            (producer, (x_desc, w_desc, f_desc, stages, problem)),
+        ], [4, 1], [240 if MORE_REGISTERS else 232, 24])  # fmt: skip
