@@ -75,7 +75,8 @@ class QuantTensor(_Printed):
     scale: float32, multiplied on top (nvfp4): one for the whole tensor, or one for each row, [.., R]; or None.
     scales_at_most_2: promise that every UE8M0 scale factor is at most 2 and no element is NaN. Kernels skip the check;
         a false promise gives wrong results: after writing to values or sf, set it by
-        `envoi.quant.pack.with_checked_scales`, or to False.
+        `envoi.quant.pack.with_checked_scales`, or to False. In the order "fp8_fragments" the promise is that of
+        `envoi.quant.fp8_fragments.in_near_shifts`.
     order: "rows" as above, or the same numbers in the order of the tensor cores' operands, which only the experts'
         kernels and `dequantize` read: "fragments" (`envoi.quant.fragments`) or "fp8_fragments"
         (`envoi.quant.fp8_fragments`).

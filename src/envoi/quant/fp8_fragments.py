@@ -9,7 +9,7 @@ apart. Zeros have any factor: a group of zeros doesn't count.
             words of 32 bits [row tile, K step, warp 4, g 8, t 4, k16 2, half 2], eight weights of one row each
             row = 64 tile + 16 warp + 2 g + half
             K   = 64 step + 32 block + 16 k16 + 4 t + i                   i 0 .. 3, block 0 and 1
-    sf:     bytes [row tile, K step, warp 4, g 8, block 2, half 2], f - r + 8, or `NAN_SHIFT` for the factor NaN
+    sf:     bytes [row tile, K step, warp 4, g 8, block 2, half 2], f - r + 8, or `NAN_INDEX` for the factor NaN
     scale:  2^r, float32 [E, N]
 
 Bits of a word: magnitude i of block 0 at 4 i, of block 1 at 16 + 4 i, three each; sign i of block 0 at 8 i + 7, of
@@ -27,7 +27,8 @@ from envoi.types import QuantTensor
 ORDER = "fp8_fragments"
 TILE = 64  # rows, and elements of K
 LEAST_SHIFT, LARGEST_SHIFT = -8, 6  # powers of two by which every E2M1 number is an E4M3 number
-NAN_SHIFT = 15  # index of the table of NaN
+NAN_INDEX = 15  # of the table of NaN
+LEAST_COMPUTED = 3  # index from which on a table follows from its index: see `in_near_shifts`
 NAN_BYTE, BIAS = 255, 127  # of UE8M0
 SPREAD = LARGEST_SHIFT - LEAST_SHIFT
 
@@ -96,11 +97,22 @@ def to_fp8_fragments(x: QuantTensor) -> QuantTensor:
         part = _part(x, expert)
         shifts, reference = shifts_of(part)
         is_nan = part.sf.view(torch.uint8) == NAN_BYTE
-        index = (shifts - LEAST_SHIFT).to(torch.uint8).masked_fill(is_nan, NAN_SHIFT)
+        index = (shifts - LEAST_SHIFT).to(torch.uint8).masked_fill(is_nan, NAN_INDEX)
         scale[expert] = torch.ldexp(torch.ones_like(scale[expert]), reference.int())
         x.values[expert] = _values_to_fragments(part.values)
         x.sf[expert].view(torch.uint8).copy_(_sf_to_fragments(index))
-    return replace(x, scale=scale, scales_at_most_2=False, order=ORDER)
+    return in_near_shifts(replace(x, scale=scale, order=ORDER))
+
+
+def in_near_shifts(x: QuantTensor) -> QuantTensor:
+    """Return x, in this order, and whether all shifts are -5 or more and none is NaN in `scales_at_most_2`.
+
+    Kernels then compute the tables, else they read them from memory. On meta it is taken for so.
+    """
+    index = x.sf.view(torch.uint8)
+    near = x.device.type == "meta" or not index.numel()
+    near = near or (int(index.min()) >= LEAST_COMPUTED and int(index.max()) < NAN_INDEX)
+    return replace(x, scales_at_most_2=near)
 
 
 def to_rows(x: QuantTensor) -> QuantTensor:
@@ -117,9 +129,9 @@ def to_rows(x: QuantTensor) -> QuantTensor:
     if x.scale is not None:  # 2^r is 0.5 * 2^(r + 1)
         exponent = exponent + (torch.frexp(x.scale)[1] - 1).reshape(index.shape[:-1]).unsqueeze(-1)
     factors = exponent.clamp(0, NAN_BYTE - 1)
-    factors = factors.masked_fill(index == NAN_SHIFT, NAN_BYTE).to(torch.uint8)
+    factors = factors.masked_fill(index == NAN_INDEX, NAN_BYTE).to(torch.uint8)
     sf = factors.view(x.sf.shape).view(x.sf.dtype)
-    return replace(x, values=values.view(x.values.shape), sf=sf, scale=None, order="rows")
+    return replace(x, values=values.view(x.values.shape), sf=sf, scale=None, scales_at_most_2=False, order="rows")
 
 
 def _values_to_fragments(values: torch.Tensor) -> torch.Tensor:

@@ -72,12 +72,12 @@ class W4A8Config(SwappedTiles):
         return self.block_y * self.block_k + 2 * self.num_row_tiles * TILE_BYTES
 
 
-def w4a8_config(K: int, num_rows: int, num_experts: int) -> W4A8Config:
+def w4a8_config(K: int, num_rows: int, num_experts: int, looks_up: bool = False) -> W4A8Config:
     """Return the config for so many rows of all experts."""
     rows = num_rows / max(1, num_experts)
     # Experts differ: on average half of a last tile is empty.
     block_y = min(TOKEN_TILES, key=lambda size: max(1.0, rows / size + 0.5) * TOKEN_TILES[size])
-    return fitted(W4A8Config(block_y, MAX_STAGES, K // TILE))
+    return fitted(W4A8Config(block_y, MAX_STAGES, K // TILE, looks_up=looks_up))
 
 
 def fitted(config: W4A8Config) -> W4A8Config:

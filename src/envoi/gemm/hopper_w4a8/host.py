@@ -71,7 +71,9 @@ def _launch(
     from envoi.gemm.hopper_w4a8.kernel import w4a8_kernel
     from envoi.runtime.launch import launch
 
-    config = config or w4a8_config(b.shape[-1], grouping.likely_rows(a.shape[0]), b.shape[0])
+    if config is None:
+        rows = grouping.likely_rows(a.shape[0])
+        config = w4a8_config(b.shape[-1], rows, b.shape[0], looks_up=not b.scales_at_most_2)
     given = arguments(a, b, offsets, code, operands, outputs, config)
     launch(w4a8_kernel, (devices.num_sms(a.device) * config.ctas,), given, config.options)
 
