@@ -52,6 +52,11 @@ OPERATIONS = {
     "cvt.u32.u64": lambda a: a,
     "shr.u64": lambda a, b: a >> b,
     "prmt.b32": permuted,
+    "lop3.b32": lambda a, b, c, table: sum(
+        (a if i & 4 else ~a) & (b if i & 2 else ~b) & (c if i & 1 else ~c)
+        for i in range(8)
+        if table.flatten()[0] >> i & 1
+    ),
     "mul.rn.bf16x2": scaled,
     "setp.eq.u32": lambda a, b: a == b,
     "setp.ne.u32": lambda a, b: a != b,
@@ -74,7 +79,7 @@ def run(text: str, registers: dict[str, torch.Tensor]) -> None:
             if not registers[words[0][2:]].any():
                 skip = words[2]
             continue
-        like = registers["$48"]
+        like = next(iter(registers.values()))
         operands = [registers[w] if w in registers else torch.full_like(like, int(w, 0)) for w in words[2:]]
         result = OPERATIONS[words[0]](*operands)
         registers[words[1]] = result if result.dtype == torch.bool else result & 0xFFFFFFFF

@@ -60,9 +60,8 @@ def pack(
 
     gate_up [E, 2I, H] and down [E, H, I], bf16, fp16 or fp32, as nn.Linear stores them (a checkpoint that keeps
     [E, H, 2I], as gpt-oss in bf16 does, is passed transposed). gate_up_bias [E, 2I], down_bias [E, H], both or neither.
-    format: "bf16", "fp8_row", "fp8_block128", "mxfp8", "mxfp4" and "nvfp4" (4-bit weights beside bf16 activations),
-        "mxfp4_fp8" (the weights of "mxfp4" beside FP8 activations with a scale a token) or "mxfp4_mxfp8" (beside MXFP8
-        activations). "auto": bf16, or what quantised weights are stored in.
+    format: "bf16", "fp8_row", "fp8_block128", "mxfp8", "mxfp4" and "nvfp4" (4-bit weights, bf16 activations), "mxfp4_fp8"
+        and "mxfp4_mxfp8" (FP8 activations with a scale a token, MXFP8 ones). "auto": bf16, or as weights are stored.
     gate_up_sf, down_sf: factors of weights that are quantised already, which are then packed as they are, number for
         number; gate_up_scale, down_scale: what NVFP4 weights are multiplied by on top, float32 [E], or [E, 2] of gate
         and up. See `envoi.quant.regroup.as_stored` for dtypes and shapes. Or gate_up and down are QuantTensors.
@@ -79,7 +78,7 @@ def pack(
     swiglu_limit: clamps gate at +limit, up to [-limit, limit]; "swiglu_oai" defaults to 7. swiglu_alpha: else 1.702.
     Example: gate_up [8, 512, 256] packed in "fp8_block128" has float8_e4m3fn values [8, 512, 256] and sf [8, 4, 2].
     On Hopper "mxfp4", "nvfp4" and "mxfp4_fp8" weights are kept in an order of its tensor cores where that can be
-    (`supports_fragments`, `supports_fp8_fragments` of `envoi.quant`), in as much memory; `unpack` reads them.
+    (`QuantTensor.order`), in as much memory; `unpack` reads them.
     Raises ValueError if shapes disagree, H or I isn't a multiple of the format's group (128 for fp8_block128, 32 for
     the MX formats, 16 for nvfp4; bf16 and fp8_row take any multiple of 8), or a tensor requires grad in grad mode.
     """

@@ -51,17 +51,22 @@ def run(
     if rows_must_fit(ir):
         tensors, pointers = operand_tensors(ir, operands, b.shape[0])
         acc = torch.empty(M, N, dtype=torch.float32, device=a.device)
-        scaled = with_scales(store.ir, "row", "")
+        scaled = with_token_scale(store.ir)
         own, own_pointers = operand_tensors(scaled, scales, b.shape[0])
         plain = lower(scaled, torch.float32, "gluon", False, False, own_pointers)
         _launch(a, b, offsets, plain, own, [acc], grouping, config)
         triton_host.finish_rows(acc, ir, out_dtype, tensors, pointers, written, offsets, False)
     else:
-        scaled = with_scales(ir, "row", "")
+        scaled = with_token_scale(ir)
         tensors, pointers = operand_tensors(scaled, {**scales, **operands}, b.shape[0])
         code = lower(scaled, out_dtype, "gluon", False, False, pointers, scattered=grouping.to is not None)
         _launch(a, b, offsets, code, tensors, written, grouping, config)
     return triton_host.finish_outputs(ir, written, offsets)
+
+
+def with_token_scale(ir: IR) -> IR:
+    """Return the IR with the accumulator first multiplied by the tokens' factors, its first operand."""
+    return with_scales(ir, "row", "")
 
 
 def _launch(

@@ -11,6 +11,11 @@ WIDEN = gl.constexpr(
 )
 OPERANDS = gl.constexpr(",".join(["=&r"] * 2 + ["r"] * 20))
 
+# A table's words are LOW * index + LOW_OF_0, of magnitudes 0, 0.5, 1, 1.5, and HIGH * index + HIGH_OF_0, of 2, 3, 4, 6:
+# with the next index all numbers but 0 have the next exponent.
+LOW, LOW_OF_0 = gl.constexpr(0x08080800), gl.constexpr(-0x04081000)
+HIGH, HIGH_OF_0 = gl.constexpr(0x08080808), gl.constexpr(0x0C080400)
+
 words_layout = gl.constexpr(gl.BlockedLayout([1, 4], [1, 32], [2, 2], [1, 0]))  # int32 [2, 256]: four a thread
 # int32 [1, 32]: each warp has eight pairs of rows, which all four threads of a pair hold.
 pairs_layout = gl.constexpr(
