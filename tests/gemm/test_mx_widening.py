@@ -37,6 +37,14 @@ def permuted(a: torch.Tensor, b: torch.Tensor, choice: torch.Tensor) -> torch.Te
     return result
 
 
+def combined(a: torch.Tensor, b: torch.Tensor, c: torch.Tensor, table: torch.Tensor) -> torch.Tensor:
+    """Compute lop3.b32: bit 4 a + 2 b + c of the table, for each bit of a, b and c."""
+    result = torch.zeros_like(a)
+    for i in range(8):
+        result |= (a if i & 4 else ~a) & (b if i & 2 else ~b) & (c if i & 1 else ~c) & -(table >> i & 1)
+    return result
+
+
 OPERATIONS = {
     "and.b32": lambda a, b: a & b,
     "or.b32": lambda a, b: a | b,
@@ -52,11 +60,7 @@ OPERATIONS = {
     "cvt.u32.u64": lambda a: a,
     "shr.u64": lambda a, b: a >> b,
     "prmt.b32": permuted,
-    "lop3.b32": lambda a, b, c, table: sum(
-        (a if i & 4 else ~a) & (b if i & 2 else ~b) & (c if i & 1 else ~c)
-        for i in range(8)
-        if table.flatten()[0] >> i & 1
-    ),
+    "lop3.b32": combined,
     "mul.rn.bf16x2": scaled,
     "setp.eq.u32": lambda a, b: a == b,
     "setp.ne.u32": lambda a, b: a != b,

@@ -61,7 +61,7 @@ def pack(
     gate_up [E, 2I, H] and down [E, H, I], bf16, fp16 or fp32, as nn.Linear stores them (a checkpoint that keeps
     [E, H, 2I], as gpt-oss in bf16 does, is passed transposed). gate_up_bias [E, 2I], down_bias [E, H], both or neither.
     format: "bf16", "fp8_row", "fp8_block128", "mxfp8", "mxfp4" and "nvfp4" (4-bit weights, bf16 activations), or
-        "mxfp4_fp8" and "mxfp4_mxfp8" (FP8 ones with a scale a token, MXFP8 ones). "auto": bf16, or as weights are stored.
+        "mxfp4_fp8" and "mxfp4_mxfp8" (FP8 ones with a scale a token, MXFP8 ones). "auto": bf16, or as weights are.
     gate_up_sf, down_sf: factors of weights that are quantised already, which are then packed as they are, number for
         number; gate_up_scale, down_scale: what NVFP4 weights are multiplied by on top, float32 [E], or [E, 2] of gate
         and up. See `envoi.quant.regroup.as_stored` for dtypes and shapes. Or gate_up and down are QuantTensors.

@@ -8,6 +8,7 @@ from functools import partial
 
 import torch
 
+from envoi.epilogue.api import Epilogue
 from envoi.epilogue.library import expert_l1, expert_l2
 from envoi.epilogue.lower import lower
 from envoi.epilogue.outputs import empty_outputs, operand_tensors, output_specs
@@ -40,6 +41,18 @@ class Case:
         """Name of the kernel's case."""
         return f"w4a8-{self.name}"
 
+    @property
+    def sizes(self) -> tuple[int, int]:
+        """Rows and columns of the weights, N and K."""
+        return (2 * INTERMEDIATE, HIDDEN) if self.kind == "l1" else (HIDDEN, INTERMEDIATE)
+
+    @property
+    def epilogue(self) -> Epilogue:
+        """Epilogue of the GEMM."""
+        if self.kind == "l1":
+            return expert_l1(ACTIVATION, LIMIT, True, None, has_scale=True)
+        return expert_l2(True, True)
+
 
 CASES = (
     Case("l1-16", "l1", 16),
@@ -53,14 +66,12 @@ CASES = (
 
 def launch_of(case: Case) -> Launch:
     """Return the launch of a case on an H200."""
-    is_l1, rows = case.kind == "l1", case.num_tokens * NUM_TOPK
-    epilogue = expert_l1(ACTIVATION, LIMIT, True, None, has_scale=True) if is_l1 else expert_l2(True, True)
-    N, K = (2 * INTERMEDIATE, HIDDEN) if is_l1 else (HIDDEN, INTERMEDIATE)
+    rows, (N, K) = case.num_tokens * NUM_TOPK, case.sizes
     to = without_memory((rows,), torch.int64) if case.kind == "sent" else None
-    ir = host.with_token_scale(epilogue.ir)
+    ir = host.with_token_scale(case.epilogue.ir)
     tensors, pointers = operand_tensors(ir, operands_of(ir, rows, N, (NUM_EXPERTS,)), NUM_EXPERTS)
     code = lower(ir, torch.bfloat16, "gluon", False, False, pointers, scattered=to is not None)
-    outputs = empty_outputs(epilogue.ir, output_specs(ir, torch.bfloat16), rows, N, torch.device("meta"), to)
+    outputs = empty_outputs(ir, output_specs(ir, torch.bfloat16), rows, N, torch.device("meta"), to)
     tokens = QuantTensor(
         without_memory((rows, K), torch.float8_e4m3fn), without_memory((rows, 1), torch.float32), (1, K)
     )
